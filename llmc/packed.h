@@ -1,0 +1,95 @@
+// packed.h - a vector of elements: what one lane loads, computes on and stores at a time.
+//
+// On the GPU a full vector is 16 bytes and its address must be aligned so; on the CPU it is the width of the
+// build's registers at any address. Rows whose length is no multiple of a full vector use vectors of one element:
+// launchers choose, with vector_fits().
+#pragma once
+
+#include "llmc/simt.h"
+
+// Elements of T in a full vector.
+template <class T>
+constexpr int kVectorSize = kVectorBytes / static_cast<int>(sizeof(T));
+
+template <class T>
+constexpr bool vector_fits(int64_t columns) { return columns % kVectorSize<T> == 0; }
+
+template <class T, int N = kVectorSize<T>>
+struct alignas(N * sizeof(T)) Packed {
+    static constexpr int size = N;
+    T v[N];
+    SIMT_DEVICE float operator[](int i) const { return to_float(v[i]); }
+    SIMT_DEVICE void set(int i, float x) { v[i] = from_float<T>(x); }
+};
+
+template <int N, class T>
+SIMT_DEVICE Packed<T, N> load(const T* p) {
+    Packed<T, N> r;
+#if defined(SIMT_GPU)
+    constexpr int bytes = N * static_cast<int>(sizeof(T));
+    if constexpr (bytes % 16 == 0) {
+#pragma unroll
+        for (int i = 0; i < bytes / 16; i++) reinterpret_cast<int4*>(&r)[i] = reinterpret_cast<const int4*>(p)[i];
+    } else {
+        static_assert(N == 1);
+        r.v[0] = *p;
+    }
+#else
+    memcpy(&r, p, sizeof r);
+#endif
+    return r;
+}
+
+template <class T, int N>
+SIMT_DEVICE void store(T* p, const Packed<T, N>& x) {
+#if defined(SIMT_GPU)
+    constexpr int bytes = N * static_cast<int>(sizeof(T));
+    if constexpr (bytes % 16 == 0) {
+#pragma unroll
+        for (int i = 0; i < bytes / 16; i++) reinterpret_cast<int4*>(p)[i] = reinterpret_cast<const int4*>(&x)[i];
+    } else {
+        static_assert(N == 1);
+        *p = x.v[0];
+    }
+#else
+    memcpy(p, &x, sizeof x);
+#endif
+}
+
+// N floats of which a row may keep several in registers: an accumulator of a vector's elements.
+template <int N>
+struct Accumulator {
+    float v[N];
+    SIMT_DEVICE Accumulator(float x = 0.f) {
+        for (int i = 0; i < N; i++) v[i] = x;
+    }
+    SIMT_DEVICE float& operator[](int i) { return v[i]; }
+    SIMT_DEVICE float sum() const {
+        float s = 0.f;
+        for (int i = 0; i < N; i++) s += v[i];
+        return s;
+    }
+};
+
+// Elementwise kernels: each thread does kElementwiseRun vectors, neighbours in a block side by side.
+constexpr int kElementwiseRun = kFastCpu ? 128 : 4;
+
+template <class T>
+unsigned elementwise_blocks(int64_t n) {
+    return static_cast<unsigned>(ceil_div(n, int64_t{kVectorSize<T>} * kBlockThreads * kElementwiseRun));
+}
+
+// Calls f(i, count) for this thread's share of n elements: `count` is an integral constant, a full vector or, in the
+// tail, one. The arrays must be aligned to a full vector.
+template <class T, class F>
+SIMT_DEVICE void for_each_vector(int64_t n, F f) {
+    constexpr int N = kVectorSize<T>;
+    const int64_t first = int64_t{blockIdx.x} * blockDim.x * kElementwiseRun + threadIdx.x;
+    for (int j = 0; j < kElementwiseRun; j++) {
+        const int64_t i = (first + int64_t{j} * blockDim.x) * N;
+        if (i + N <= n)
+            f(i, std::integral_constant<int, N>());
+        else
+            for (int64_t k = i; k < n; k++) f(k, std::integral_constant<int, 1>());
+    }
+}

@@ -1,0 +1,70 @@
+// simt.h - one kernel source, three ways to run it.
+//
+// Every kernel is a CUDA __global__ function, written once:
+//
+//   build            compiler  lanes  vector    a CUDA thread is
+//   GPU              nvcc      32     16 bytes  a CUDA thread
+//   CPU, fast        g++       1      64 bytes  the only thread of its block, a plain call
+//   CPU, faithful    g++       32     16 bytes  a fiber: the same warps, barriers and shuffles as on the GPU
+//
+// The faithful build (-DSIMT_LANES=32) is for tests; simt_fibers.h says what it checks. A kernel reads
+//
+//   for (int c = lane() * V::size; c < C; c += kLanes * V::size) ...
+//
+// and nothing else changes. What is common to all three stands here; the rest in the header of each.
+// Not in the common source: `extern __shared__` by name, partial warp masks, cooperative groups.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+
+#include "llmc/error.h"
+
+namespace simt {
+// True while a step is rehearsed on paper (arena.h): launches and library calls return at once.
+inline bool launches_off = false;
+}  // namespace simt
+
+#if defined(__CUDACC__)
+#include "llmc/simt_cuda.h"
+#else
+#include "llmc/simt_cpu.h"
+#endif
+
+// Threads of an ordinary block: kBlockWarps warps of kLanes lanes.
+constexpr int kBlockThreads = kBlockWarps * kLanes;
+
+SIMT_DEVICE int lane() { return threadIdx.x % kLanes; }
+SIMT_DEVICE int warp() { return threadIdx.x / kLanes; }
+SIMT_DEVICE int warps_per_block() { return blockDim.x / kLanes; }
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The sum, or maximum, of v over a warp, in every lane, by the butterfly: the order of the additions is fixed.
+SIMT_DEVICE float warp_sum(float v) {
+    for (int m = kLanes / 2; m > 0; m /= 2) v += __shfl_xor_sync(~0u, v, m);
+    return v;
+}
+SIMT_DEVICE float warp_max(float v) {
+    for (int m = kLanes / 2; m > 0; m /= 2) v = fmaxf(v, __shfl_xor_sync(~0u, v, m));
+    return v;
+}
+
+// The same over a block of whole warps. Every thread must call it; the first barrier guards the reuse of `part`.
+template <class Reduce>
+SIMT_DEVICE float block_reduce(float v, float identity, Reduce reduce) {
+    if constexpr (kLanes == 1) return v;
+    __shared__ float part[32];
+    v = reduce(v);
+    __syncthreads();
+    if (lane() == 0) part[warp()] = v;
+    __syncthreads();
+    return reduce(lane() < warps_per_block() ? part[lane()] : identity);
+}
+SIMT_DEVICE float block_sum(float v) {
+    return block_reduce(v, 0.f, [](float x) { return warp_sum(x); });
+}
+SIMT_DEVICE float block_max(float v) {
+    return block_reduce(v, -INFINITY, [](float x) { return warp_max(x); });
+}

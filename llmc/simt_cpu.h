@@ -1,0 +1,182 @@
+// simt_cpu.h - simt.h on a CPU: g++ made to understand CUDA, and launch() as a loop over blocks on all threads.
+//
+// In the fast build a block has one thread, so a kernel is a plain function and its vectors are the CPU's widest.
+// In the faithful build (SIMT_LANES=32) simt_fibers.h runs the threads of a block as fibers.
+#pragma once
+
+#include <omp.h>
+
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+#include <tuple>
+#include <type_traits>
+#include <vector>
+
+#ifndef SIMT_LANES
+#define SIMT_LANES 1
+#endif
+static_assert(SIMT_LANES == 1 || SIMT_LANES == 32, "SIMT_LANES is 1 (fast) or 32 (faithful)");
+
+#define SIMT_DEVICE inline __attribute__((always_inline))
+#define SIMT_HOST_DEVICE SIMT_DEVICE
+#define __global__ static
+#define __device__
+#define __host__
+#define __shared__ static thread_local
+#define __forceinline__ inline __attribute__((always_inline))
+#define __launch_bounds__(...)
+#define __align__(n) alignas(n)
+#define DYNAMIC_SHARED(T, name) T* name = reinterpret_cast<T*>(simt::dynamic_shared)
+
+constexpr int kLanes = SIMT_LANES;
+constexpr int kVectorBytes = kLanes == 1 ? 64 : 16;
+constexpr int kBlockWarps = kLanes == 1 ? 1 : 8;
+constexpr bool kFastCpu = kLanes == 1;
+
+using Stream = void*;
+
+struct uint3 {
+    unsigned x, y, z;
+};
+struct dim3 {
+    unsigned x, y, z;
+    constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
+};
+
+// __thread, not thread_local: constant-initialised by rule, so no wrapper call at each use.
+inline __thread uint3 blockIdx, gridDim;
+#if SIMT_LANES == 1
+constexpr uint3 threadIdx{0, 0, 0}, blockDim{1, 1, 1};
+#else
+inline __thread uint3 threadIdx, blockDim;
+#endif
+
+// bfloat16 as its 16 bits; narrowing rounds to nearest even and keeps a NaN a NaN.
+struct bf16 {
+    uint16_t bits;
+};
+SIMT_HOST_DEVICE float to_float(float x) { return x; }
+SIMT_HOST_DEVICE float to_float(bf16 x) {
+    const uint32_t u = static_cast<uint32_t>(x.bits) << 16;
+    float f;
+    memcpy(&f, &u, 4);
+    return f;
+}
+template <class T>
+SIMT_HOST_DEVICE T from_float(float x) {
+    if constexpr (std::is_same_v<T, float>) {
+        return x;
+    } else {
+        uint32_t u;
+        memcpy(&u, &x, 4);
+        const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+        const uint32_t nan = (u >> 16) | 0x40u;
+        return bf16{static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? nan : rounded)};
+    }
+}
+
+SIMT_DEVICE float rsqrtf(float x) { return 1.f / sqrtf(x); }
+
+// exp without a branch or a call, so that loops around it vectorise; relative error 2e-7 on [-87, 88], clamped
+// outside. Range reduction by ln 2 in two parts and the minimax polynomial of Cephes' expf (Moshier, 1992).
+SIMT_DEVICE float fast_exp(float x) {
+    x = x < -87.3f ? -87.3f : x > 88.f ? 88.f : x;
+    const float n = floorf(x * 1.44269504f + 0.5f);
+    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.f;
+    const int32_t exponent = (static_cast<int32_t>(n) + 127) << 23;
+    float scale;
+    memcpy(&scale, &exponent, 4);
+    return p * scale;
+}
+
+namespace simt {
+inline __thread unsigned char* dynamic_shared;
+
+// One OS thread's dynamic shared memory, grown to the largest a kernel asked for.
+struct SharedMemory {
+    unsigned char* data = nullptr;
+    size_t capacity = 0;
+    unsigned char* grow(size_t bytes) {
+        if (bytes > capacity) {
+            free(data);
+            capacity = (bytes + 4095) / 4096 * 4096;
+            data = static_cast<unsigned char*>(aligned_alloc(4096, capacity));
+            if (!data) fail("out of host memory: %zu bytes of scratch for a kernel", capacity);
+        }
+        return data;
+    }
+};
+}  // namespace simt
+
+#if SIMT_LANES == 32
+#include "llmc/simt_fibers.h"
+#else
+inline void __syncthreads() {}
+inline void __syncwarp() {}
+template <class T>
+T __shfl_xor_sync(unsigned, T v, int) { return v; }
+template <class T>
+T __shfl_sync(unsigned, T v, int) { return v; }
+
+namespace simt {
+// Runs body() once a block. Threads take blocks in runs, so that neighbours in memory stay on one core.
+template <class Body>
+void run_grid(dim3 grid, [[maybe_unused]] dim3 block, size_t shared_bytes, Body&& body) {
+    const size_t blocks = static_cast<size_t>(grid.x) * grid.y * grid.z;
+    const size_t threads = omp_in_parallel() ? 1 : omp_get_max_threads();
+    const size_t run = blocks / (threads * 16) + 1;
+    std::atomic<size_t> next{0};
+    auto work = [&] {
+        static thread_local SharedMemory shared;
+        dynamic_shared = shared.grow(shared_bytes);
+        gridDim = {grid.x, grid.y, grid.z};
+        for (size_t first; (first = next.fetch_add(run)) < blocks;) {
+            const size_t last = first + run < blocks ? first + run : blocks;
+            uint3 at{static_cast<unsigned>(first % grid.x), static_cast<unsigned>(first / grid.x % grid.y),
+                     static_cast<unsigned>(first / (static_cast<size_t>(grid.x) * grid.y))};
+            for (size_t i = first; i < last; i++) {
+                blockIdx = at;
+                body();
+                if (++at.x == grid.x) at.x = 0, at.y++;
+                if (at.y == grid.y) at.y = 0, at.z++;
+            }
+        }
+    };
+    if (blocks <= 1 || threads == 1) return work();
+#pragma omp parallel num_threads(threads)
+    work();
+}
+}  // namespace simt
+#endif
+
+namespace simt {
+template <auto kernel, class... P, class... A>
+void launch_function(void (*)(P...), dim3 grid, dim3 block, size_t shared_bytes, A&&... args) {
+    const std::tuple<P...> values(static_cast<P>(args)...);
+    run_grid(grid, block, shared_bytes, [&] {
+        std::apply([](const P&... p) __attribute__((always_inline)) { kernel(p...); }, values);
+    });
+}
+}  // namespace simt
+
+// Runs `kernel` over the grid, and returns when it is done. The kernel is a template argument, so that it is
+// inlined into the loop. An empty grid runs nothing.
+template <auto kernel, class... A>
+void launch(dim3 grid, dim3 block, size_t shared_bytes, Stream, A&&... args) {
+    if (simt::launches_off || grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+    if (kFastCpu && block.x * block.y * block.z != 1) {
+        fprintf(stderr, "simt: a block of the fast CPU build has one thread\n");
+        abort();
+    }
+    simt::launch_function<kernel>(kernel, grid, block, shared_bytes, std::forward<A>(args)...);
+}

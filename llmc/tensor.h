@@ -1,0 +1,109 @@
+// tensor.h - a tensor: where its elements are, of which type, in which shape.
+//
+// It may own room in the arena (arena.h) and then gives it back where its life ends; or it is a view of memory that
+// somebody else keeps. It moves, it does not copy: view() makes the second handle when one is meant.
+#pragma once
+
+#include <cassert>
+#include <initializer_list>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include "llmc/simt.h"
+
+struct Shape {
+    static constexpr int kMaxDims = 4;
+    int64_t dims[kMaxDims] = {};
+    int count = 0;
+
+    Shape() = default;
+    Shape(std::initializer_list<int64_t> list) {
+        assert(list.size() <= kMaxDims);
+        for (int64_t d : list) dims[count++] = d;
+    }
+    int64_t size() const {
+        int64_t n = 1;
+        for (int i = 0; i < count; i++) n *= dims[i];
+        return n;
+    }
+    // The last dimension, and the product of all before it.
+    int64_t columns() const { return count ? dims[count - 1] : 1; }
+    int64_t rows() const { return columns() ? size() / columns() : 0; }
+    bool operator==(const Shape& other) const {
+        for (int i = 0; i < kMaxDims; i++)
+            if (dims[i] != other.dims[i]) return false;
+        return count == other.count;
+    }
+    std::string text() const {
+        std::string s;
+        for (int i = 0; i < count; i++) s += (i ? " x " : "") + std::to_string(dims[i]);
+        return s;
+    }
+};
+
+template <class T>
+constexpr const char* dtype_name() {
+    if constexpr (std::is_same_v<T, float>)
+        return "fp32";
+    else if constexpr (std::is_same_v<T, bf16>)
+        return "bf16";
+    else if constexpr (std::is_same_v<T, int>)
+        return "int32";
+    else
+        return "byte";
+}
+
+class Arena;
+void arena_give_back(Arena& arena, int take);
+
+template <class T>
+class Tensor {
+  public:
+    Tensor() = default;
+    Tensor(T* data, Shape shape) : data_(data), shape_(shape), live_(true) {}
+    Tensor(T* data, Shape shape, Arena* arena, int take)
+        : data_(data), shape_(shape), live_(true), arena_(arena), take_(take) {}
+    Tensor(Tensor&& other) noexcept { *this = std::move(other); }
+    Tensor& operator=(Tensor&& other) noexcept {
+        if (this == &other) return *this;
+        drop();
+        data_ = std::exchange(other.data_, nullptr);
+        shape_ = other.shape_;
+        live_ = std::exchange(other.live_, false);
+        arena_ = std::exchange(other.arena_, nullptr);
+        take_ = other.take_;
+        return *this;
+    }
+    ~Tensor() { drop(); }
+
+    // Ends its life here.
+    void drop() {
+        if (arena_) arena_give_back(*arena_, take_);
+        arena_ = nullptr;
+        data_ = nullptr;
+        live_ = false;
+    }
+    Tensor view() const { return Tensor(data_, shape_); }
+    // The same elements in another shape of the same size.
+    Tensor view(Shape shape) const {
+        assert(shape.size() == shape_.size());
+        return Tensor(data_, shape);
+    }
+
+    T* data() const { return data_; }
+    const Shape& shape() const { return shape_; }
+    int64_t size() const { return shape_.size(); }
+    int64_t bytes() const { return size() * static_cast<int64_t>(sizeof(T)); }
+    int64_t rows() const { return shape_.rows(); }
+    int64_t columns() const { return shape_.columns(); }
+    // Whether it holds something: not default-made, moved from or dropped. Also true in a rehearsal, without data.
+    explicit operator bool() const { return live_; }
+
+  private:
+    T* data_ = nullptr;
+    Shape shape_;
+    bool live_ = false;
+    Arena* arena_ = nullptr;
+    int take_ = 0;
+};

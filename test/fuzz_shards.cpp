@@ -1,0 +1,43 @@
+// fuzz_shards.cpp - libFuzzer target: opens any bytes as a token shard or a text and deals sequences out of
+// it.
+//
+// Input: three bytes of choices (how to build the file, seq_len, seed), then, in an even case, the file. In
+// an odd case the first 12 bytes are the start of a shard's header, whose unused rest is filled in, and
+// tokens follow.
+
+#include <string>
+#include <vector>
+
+#include "llmc/dataset.h"
+#include "test/fuzz.h"
+
+namespace {
+
+void deal(const std::string& path, Part part, int seq_len, uint64_t seed) {
+    Dataset data({path}, "--data", part);
+    data.check_tokens(data.vocabulary());
+    SequenceLoader loader(data, seq_len, seed, seed % 2 == 0);
+    const auto T = static_cast<size_t>(seq_len);
+    std::vector<int32_t> inputs(3 * T), targets(3 * T);
+    for (const uint64_t first : {uint64_t{0}, loader.sequences_per_epoch() - 1, seed << 40}) {
+        loader.fill(first, 3, inputs.data(), targets.data());
+        for (size_t i = 0; i < 3 * T; i++) {
+            const bool successor = i % T == T - 1 || targets[i] == inputs[i + 1];
+            const auto valid = [&](int32_t token) { return token >= 0 && token < data.vocabulary(); };
+            if (!successor || !valid(inputs[i]) || !valid(targets[i])) __builtin_trap();
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* input, size_t size) {
+    if (size < 4) return 0;
+    std::string content(reinterpret_cast<const char*>(input) + 3, size - 3);
+    if (input[0] & 1 && content.size() >= 12) content.insert(12, 1024 - 12, '\0');
+    const bool named_shard = input[0] & 2;
+    const Part part = input[0] & 4 ? (input[0] & 8 ? Part::Train : Part::Validation) : Part::All;
+    const std::string path = fuzz_file(content, named_shard ? ".bin" : "");
+    parse_or_refuse([&] { deal(path, part, input[1] % 32 + 1, input[2]); });
+    return 0;
+}

@@ -1,0 +1,124 @@
+// columns.cuh - sums over the rows of a matrix, for the gradients of biases and of layernorm's weights.
+//
+// Deterministic, without atomics: the rows are cut into chunks, a block sums a stripe of columns of one chunk, and a
+// second kernel adds the chunks in order to the gradient.
+#pragma once
+
+#include <algorithm>
+
+#include "llmc/packed.h"
+#include "llmc/tensor.h"
+
+// Calls f with the vector size that rows of C elements allow, as an integral constant.
+template <class T, class F>
+void with_vector_size(int64_t C, F&& f) {
+    if (vector_fits<T>(C))
+        f(std::integral_constant<int, kVectorSize<T>>());
+    else
+        f(std::integral_constant<int, 1>());
+}
+
+// Vectors of columns that a lane sums: on the CPU several, so that a row's stripe is more than one cache line.
+constexpr int kColumnVectors = kFastCpu ? 4 : 1;
+constexpr int kColumnRows = kBlockWarps * 16;  // the fewest rows worth a chunk
+constexpr int kColumnChunks = 64;              // and the most chunks
+
+inline int column_chunks(int64_t rows) {
+    return static_cast<int>(std::min<int64_t>(kColumnChunks, ceil_div(rows, kColumnRows)));
+}
+
+// The shape of the fp32 scratch that `sums` sums over (rows, C) need.
+inline Shape column_sums_scratch(int64_t rows, int64_t C, int sums) { return {column_chunks(rows), sums, C}; }
+
+template <class T, int N, class Columns>
+__global__ void __launch_bounds__(kBlockThreads)
+    column_sums_kernel(float* partial, Columns columns, int rows, int C, int rows_per_chunk) {
+    constexpr int kSums = Columns::kSums;
+    DYNAMIC_SHARED(float, shared);  // (warps, kLanes * N)
+    const int chunk_end = (blockIdx.y + 1) * rows_per_chunk, end = chunk_end < rows ? chunk_end : rows;
+    const int base = (blockIdx.x * kLanes * kColumnVectors + lane()) * N;
+    Accumulator<N> sums[kColumnVectors][kSums];
+    for (int row = blockIdx.y * rows_per_chunk + warp(); row < end; row += warps_per_block()) {
+#pragma unroll
+        for (int v = 0; v < kColumnVectors; v++) {
+            const int c = base + v * kLanes * N;
+            if (c < C) columns.template add<N>(sums[v], row, int64_t{row} * C + c);
+        }
+    }
+#pragma unroll
+    for (int v = 0; v < kColumnVectors; v++) {
+#pragma unroll
+        for (int s = 0; s < kSums; s++) {
+            for (int k = 0; k < N; k++) shared[(warp() * kLanes + lane()) * N + k] = sums[v][s][k];
+            __syncthreads();
+            const int c = base + v * kLanes * N;
+            if (warp() == 0 && c < C) {
+                for (int k = 0; k < N; k++) {
+                    float total = 0.f;
+                    for (int w = 0; w < warps_per_block(); w++) total += shared[(w * kLanes + lane()) * N + k];
+                    partial[(int64_t{blockIdx.y} * kSums + s) * C + c + k] = total;
+                }
+            }
+            __syncthreads();
+        }
+    }
+}
+
+// The gradients that the sums are added to.
+template <class T, int kSums>
+struct ColumnOutputs {
+    T* at[kSums];
+};
+
+// out[s][c] += the sum over chunks of partial[chunk][s][c].
+template <class T, int kSums>
+__global__ void __launch_bounds__(kBlockThreads)
+    add_chunks_kernel(ColumnOutputs<T, kSums> out, const float* partial, int chunks, int C) {
+    constexpr int kRun = kFastCpu ? 64 : 1;
+    for (int i = 0; i < kRun; i++) {
+        const int c = (blockIdx.x * kRun + i) * blockDim.x + threadIdx.x;
+        if (c >= C) return;
+#pragma unroll
+        for (int s = 0; s < kSums; s++) {
+            float total = 0.f;
+            for (int j = 0; j < chunks; j++) total += partial[(int64_t{j} * kSums + s) * C + c];
+            out.at[s][c] = from_float<T>(to_float(out.at[s][c]) + total);
+        }
+    }
+}
+
+// Adds to out[s] (C) the sums over all rows of what columns.add() gathers from a row.
+template <class T, class Columns>
+void add_column_sums(const Columns& columns, ColumnOutputs<T, Columns::kSums> out, Tensor<float>& scratch, int rows,
+                     int C, Stream stream) {
+    const int chunks = column_chunks(rows);
+    assert(scratch.shape() == column_sums_scratch(rows, C, Columns::kSums));
+    const int rows_per_chunk = static_cast<int>(ceil_div(rows, chunks));
+    with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
+        const dim3 grid(static_cast<unsigned>(ceil_div(C, int64_t{kLanes} * N * kColumnVectors)),
+                        static_cast<unsigned>(chunks));
+        launch<column_sums_kernel<T, N, Columns>>(grid, kBlockThreads, kBlockThreads * N * sizeof(float), stream,
+                                                  scratch.data(), columns, rows, C, rows_per_chunk);
+    });
+    const int64_t per_block = kBlockThreads * (kFastCpu ? 64 : 1);
+    launch<add_chunks_kernel<T, Columns::kSums>>(dim3(static_cast<unsigned>(ceil_div(C, per_block))), kBlockThreads,
+                                                 0, stream, out, scratch.data(), chunks, C);
+}
+
+template <class T>
+struct BiasColumns {
+    static constexpr int kSums = 1;
+    const T* dout;
+    template <int N>
+    SIMT_DEVICE void add(Accumulator<N> (&sums)[kSums], int, int64_t at) const {
+        const Packed<T, N> d = load<N>(dout + at);
+        for (int k = 0; k < N; k++) sums[0][k] += d[k];
+    }
+};
+
+// dbias (C) += the column sums of dout (rows, C). scratch: column_sums_scratch(rows, C, 1).
+template <class T>
+void bias_backward(Tensor<T>& dbias, Tensor<float>& scratch, const Tensor<T>& dout, Stream stream) {
+    add_column_sums<T>(BiasColumns<T>{dout.data()}, {{dbias.data()}}, scratch, static_cast<int>(dout.rows()),
+                       static_cast<int>(dout.columns()), stream);
+}

@@ -1,0 +1,79 @@
+// cross_entropy.cuh - softmax and cross-entropy of logits, loss and gradient in one kernel, in place: the probabilities
+// are never stored. One block a row; the maximum and the sum in one pass (Milakov, Gimelshein, arXiv:1805.02867).
+#pragma once
+
+#include "llmc/packed.h"
+#include "llmc/tensor.h"
+
+// Columns from V to stride are padding of the vocabulary: no probability, zero gradient. A negative target is
+// ignored: no loss, zero gradient. `stride` is a multiple of the vector.
+template <class T, bool kGradient>
+__global__ void __launch_bounds__(kBlockThreads)
+    cross_entropy_kernel(T* logits, float* losses, const int* targets, float scale, int V, int stride) {
+    constexpr int N = kVectorSize<T>;
+    T* row = logits + int64_t{blockIdx.x} * stride;
+    const int target = targets[blockIdx.x];
+    const int first = threadIdx.x * N, step = blockDim.x * N;
+    float most = -INFINITY;
+    Accumulator<N> sums;
+    for (int c = first; c < V; c += step) {
+        const Packed<T, N> p = load<N>(row + c);
+        float x[N], high = most;
+        for (int k = 0; k < N; k++) x[k] = c + k < V ? p[k] : -INFINITY;
+        for (int k = 0; k < N; k++) high = fmaxf(high, x[k]);
+        const float shrink = high > most ? fast_exp(most - high) : 1.f;
+        for (int k = 0; k < N; k++) sums[k] = sums[k] * shrink + (c + k < V ? fast_exp(x[k] - high) : 0.f);
+        most = high;
+    }
+    const float maximum = block_max(most);
+    const float total = block_sum(first < V ? sums.sum() * fast_exp(most - maximum) : 0.f);
+    if (threadIdx.x == 0) losses[blockIdx.x] = target < 0 ? 0.f : logf(total) + maximum - to_float(row[target]);
+    if constexpr (kGradient) {
+        __syncthreads();  // the loss has read the target's logit, which is overwritten now
+        const float factor = target < 0 ? 0.f : scale / total;
+        for (int c = first; c < stride; c += step) {
+            const Packed<T, N> p = load<N>(row + c);
+            Packed<T, N> o;
+            for (int k = 0; k < N; k++) o.set(k, c + k < V ? fast_exp(p[k] - maximum) * factor : 0.f);
+            if (target >= c && target < c + N) {
+                const float one = fast_exp(to_float(row[target]) - maximum) * factor - scale;
+                for (int k = 0; k < N; k++)
+                    if (c + k == target) o.set(k, one);
+            }
+            store(row + c, o);
+        }
+    }
+}
+
+// *total += scale * the sum of losses, by one block.
+__global__ void __launch_bounds__(kBlockThreads) add_losses_kernel(float* total, const float* losses, int rows, float scale) {
+    float sum = 0.f;
+    for (int i = threadIdx.x; i < rows; i += blockDim.x) sum += losses[i];
+    sum = block_sum(sum);
+    if (threadIdx.x == 0) *total += scale * sum;
+}
+
+// losses[row] = -log softmax(logits[row])[target] over the first V columns; logits (rows, padded V) become
+// d(scale * sum of losses)/dlogits. Targets in [0, V), or negative for a row that does not count.
+template <class T>
+void cross_entropy_forward_backward(Tensor<T>& logits, Tensor<float>& losses, const Tensor<int>& targets, float scale,
+                                    int V, Stream stream) {
+    launch<cross_entropy_kernel<T, true>>(static_cast<unsigned>(logits.rows()), kBlockThreads, 0, stream,
+                                          logits.data(), losses.data(), targets.data(), scale, V,
+                                          static_cast<int>(logits.columns()));
+}
+
+// The losses alone; logits stay.
+template <class T>
+void cross_entropy_forward(const Tensor<T>& logits, Tensor<float>& losses, const Tensor<int>& targets, int V,
+                           Stream stream) {
+    launch<cross_entropy_kernel<T, false>>(static_cast<unsigned>(logits.rows()), kBlockThreads, 0, stream,
+                                           logits.data(), losses.data(), targets.data(), 0.f, V,
+                                           static_cast<int>(logits.columns()));
+}
+
+// total (1) += scale * the sum of losses (rows).
+inline void add_losses(Tensor<float>& total, const Tensor<float>& losses, float scale, Stream stream) {
+    launch<add_losses_kernel>(1, kBlockThreads, 0, stream, total.data(), losses.data(),
+                              static_cast<int>(losses.size()), scale);
+}

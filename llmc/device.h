@@ -1,0 +1,149 @@
+// device.h - the machine's memory, stream and clock: CUDA's on a GPU, plain ones on a CPU; and named ranges.
+#pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstring>
+#include <string>
+
+#include "llmc/simt.h"
+
+#if defined(SIMT_GPU)
+#include <nvtx3/nvToolsExt.h>
+#elif __has_include(<nvtx3/nvToolsExt.h>)
+#include <nvtx3/nvToolsExt.h>
+#define LLMC_NVTX 1
+#endif
+#if defined(SIMT_GPU)
+#define LLMC_NVTX 1
+#endif
+
+// Takes `bytes` of device memory, zeroed. Fails with the device's free memory when there is not enough.
+inline void* device_allocate(size_t bytes, const char* what) {
+    void* p = nullptr;
+#if defined(SIMT_GPU)
+    const cudaError_t status = cudaMalloc(&p, bytes ? bytes : 1);
+    if (status == cudaErrorMemoryAllocation) {
+        size_t free_bytes = 0, total = 0;
+        cudaMemGetInfo(&free_bytes, &total);
+        fail("out of device memory: %s takes %.0f MiB, %.0f MiB of %.0f are free; smaller: --batch, --seq-len, or "
+             "--recompute norm",
+             what, bytes / 1048576.0, free_bytes / 1048576.0, total / 1048576.0);
+    }
+    CUDA_CHECK(status);
+    CUDA_CHECK(cudaMemset(p, 0, bytes));
+#else
+    p = mmap(nullptr, bytes ? bytes : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == MAP_FAILED)
+        fail("out of memory: %s takes %.0f MiB; smaller: --batch, --seq-len, or --recompute norm", what,
+             bytes / 1048576.0);
+    madvise(p, bytes, MADV_HUGEPAGE);
+#endif
+    return p;
+}
+
+inline void device_free(void* p, [[maybe_unused]] size_t bytes) {
+    if (!p) return;
+#if defined(SIMT_GPU)
+    cudaFree(p);
+#else
+    munmap(p, bytes ? bytes : 1);
+#endif
+}
+
+// Copies and fills, in order with the stream's kernels. The host side of a copy may be reused on return.
+inline void copy_to_device(void* device, const void* host, size_t bytes, [[maybe_unused]] Stream stream) {
+    if (simt::launches_off) return;
+#if defined(SIMT_GPU)
+    CUDA_CHECK(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, stream));
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+#else
+    memcpy(device, host, bytes);
+#endif
+}
+inline void copy_to_host(void* host, const void* device, size_t bytes, [[maybe_unused]] Stream stream) {
+    if (simt::launches_off) return;
+#if defined(SIMT_GPU)
+    CUDA_CHECK(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, stream));
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+#else
+    memcpy(host, device, bytes);
+#endif
+}
+inline void device_fill(void* device, int byte, size_t bytes, [[maybe_unused]] Stream stream) {
+    if (simt::launches_off) return;
+#if defined(SIMT_GPU)
+    CUDA_CHECK(cudaMemsetAsync(device, byte, bytes, stream));
+#else
+    memset(device, byte, bytes);
+#endif
+}
+
+// Bytes the device lends to this process now: on a GPU all that is in use on it, on a CPU the resident set.
+inline size_t device_bytes_in_use() {
+#if defined(SIMT_GPU)
+    size_t free_bytes = 0, total = 0;
+    CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total));
+    return total - free_bytes;
+#else
+    long pages = 0, resident = 0;
+    if (FILE* f = fopen("/proc/self/statm", "r")) {
+        if (fscanf(f, "%ld %ld", &pages, &resident) != 2) resident = 0;
+        fclose(f);
+    }
+    return static_cast<size_t>(resident) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
+#endif
+}
+
+// A buffer of device memory that lives as long as this object.
+class DeviceBuffer {
+  public:
+    DeviceBuffer() = default;
+    DeviceBuffer(size_t bytes, const char* what) : data_(device_allocate(bytes, what)), bytes_(bytes) {}
+    DeviceBuffer(DeviceBuffer&& other) noexcept { *this = std::move(other); }
+    DeviceBuffer& operator=(DeviceBuffer&& other) noexcept {
+        std::swap(data_, other.data_);
+        std::swap(bytes_, other.bytes_);
+        return *this;
+    }
+    ~DeviceBuffer() { device_free(data_, bytes_); }
+    char* data() const { return static_cast<char*>(data_); }
+    size_t bytes() const { return bytes_; }
+
+  private:
+    void* data_ = nullptr;
+    size_t bytes_ = 0;
+};
+
+// A named stretch of the step: an NVTX range for nsys, and the place the memory plan names. Ranges nest.
+class Range {
+  public:
+    explicit Range(const char* name, int index = -1) : length_before_(path().size()) {
+        if (!path().empty()) path() += ' ';
+        const size_t start = path().size();
+        path() += name;
+        if (index >= 0) path() += " " + std::to_string(index);
+#ifdef LLMC_NVTX
+        nvtxRangePushA(path().c_str() + start);
+#else
+        (void)start;
+#endif
+    }
+    ~Range() {
+        path().resize(length_before_);
+#ifdef LLMC_NVTX
+        nvtxRangePop();
+#endif
+    }
+    Range(const Range&) = delete;
+    // The names of the open ranges, outermost first: "backward block 11".
+    static std::string& path() {
+        static std::string p;
+        return p;
+    }
+
+  private:
+    size_t length_before_;
+};

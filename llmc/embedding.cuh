@@ -1,0 +1,117 @@
+// embedding.cuh - token and position embeddings, forward and backward.
+//
+// Many rows may hold the same token, so backward groups rows by token first (on the host, by counting) and one warp
+// sums a token's rows in order: the same bits every time, without atomics.
+#pragma once
+
+#include <vector>
+
+#include "llmc/columns.cuh"
+#include "llmc/packed.h"
+#include "llmc/tensor.h"
+
+template <class T, int N>
+__global__ void __launch_bounds__(kBlockThreads)
+    embedding_forward_kernel(T* out, const int* tokens, const T* wte, const T* wpe, int rows, int seq_len,
+                             int first_position, int C) {
+    const int row = blockIdx.x * warps_per_block() + warp();
+    if (row >= rows) return;
+    const T* token = wte + int64_t{tokens[row]} * C;
+    const T* position = wpe + int64_t{first_position + row % seq_len} * C;
+    for (int c = lane() * N; c < C; c += kLanes * N) {
+        const Packed<T, N> p = load<N>(token + c), q = load<N>(position + c);
+        Packed<T, N> o;
+        for (int k = 0; k < N; k++) o.set(k, p[k] + q[k]);
+        store(out + int64_t{row} * C + c, o);
+    }
+}
+
+// out (batch, seq_len, C) = wte[token] + wpe[first_position + t]; tokens (batch, seq_len).
+template <class T>
+void embedding_forward(Tensor<T>& out, const Tensor<int>& tokens, const Tensor<T>& wte, const Tensor<T>& wpe,
+                       int first_position, Stream stream) {
+    const int rows = static_cast<int>(out.rows()), C = static_cast<int>(out.columns());
+    const int seq_len = static_cast<int>(tokens.columns());
+    const dim3 grid(static_cast<unsigned>(ceil_div(rows, kBlockWarps)));
+    with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
+        launch<embedding_forward_kernel<T, N>>(grid, kBlockThreads, 0, stream, out.data(), tokens.data(), wte.data(),
+                                               wpe.data(), rows, seq_len, first_position, C);
+    });
+}
+
+// Rows grouped by token: group g is the rows order[starts[g]] .. order[starts[g + 1] - 1], in ascending order.
+struct TokenGroups {
+    std::vector<int> order, starts;
+    int count() const { return static_cast<int>(starts.size()) - 1; }
+};
+
+// Groups the rows of `tokens`, all in [0, vocabulary), by counting: O(rows + vocabulary).
+inline TokenGroups group_tokens(const std::vector<int>& tokens, int vocabulary) {
+    std::vector<int> next(static_cast<size_t>(vocabulary) + 1, 0);
+    for (int t : tokens) next[static_cast<size_t>(t) + 1]++;
+    TokenGroups groups;
+    for (size_t v = 0; v < static_cast<size_t>(vocabulary); v++) {
+        if (next[v + 1] > 0) groups.starts.push_back(next[v]);
+        next[v + 1] += next[v];
+    }
+    groups.starts.push_back(static_cast<int>(tokens.size()));
+    groups.order.resize(tokens.size());
+    for (size_t row = 0; row < tokens.size(); row++)
+        groups.order[static_cast<size_t>(next[static_cast<size_t>(tokens[row])]++)] = static_cast<int>(row);
+    return groups;
+}
+
+template <class T, int N>
+__global__ void __launch_bounds__(kBlockThreads)
+    token_embedding_backward_kernel(T* dwte, const T* dout, const int* tokens, const int* order, const int* starts,
+                                    int groups, int C) {
+    const int group = blockIdx.x * warps_per_block() + warp();
+    if (group >= groups) return;
+    const int first = starts[group], end = starts[group + 1];
+    const int c = (blockIdx.y * kLanes + lane()) * N;
+    if (c >= C) return;
+    Accumulator<N> sum;
+    for (int i = first; i < end; i++) {
+        const Packed<T, N> d = load<N>(dout + int64_t{order[i]} * C + c);
+        for (int k = 0; k < N; k++) sum[k] += d[k];
+    }
+    T* to = dwte + int64_t{tokens[order[first]]} * C + c;
+    Packed<T, N> o = load<N>(to);
+    for (int k = 0; k < N; k++) o.set(k, o[k] + sum[k]);
+    store(to, o);
+}
+
+template <class T, int N>
+__global__ void __launch_bounds__(kBlockThreads)
+    position_embedding_backward_kernel(T* dwpe, const T* dout, int batch, int seq_len, int C) {
+    const int t = blockIdx.x * warps_per_block() + warp();
+    if (t >= seq_len) return;
+    for (int c = lane() * N; c < C; c += kLanes * N) {
+        Packed<T, N> o = load<N>(dwpe + int64_t{t} * C + c);
+        Accumulator<N> sum;
+        for (int b = 0; b < batch; b++) {
+            const Packed<T, N> d = load<N>(dout + (int64_t{b} * seq_len + t) * C + c);
+            for (int k = 0; k < N; k++) sum[k] += d[k];
+        }
+        for (int k = 0; k < N; k++) o.set(k, o[k] + sum[k]);
+        store(dwpe + int64_t{t} * C + c, o);
+    }
+}
+
+// Adds to dwte (V, C) and dwpe (positions, C) what dout (batch, seq_len, C) sends back. order and starts are the
+// device's copy of group_tokens(tokens), with `groups` groups.
+template <class T>
+void embedding_backward(Tensor<T>& dwte, Tensor<T>& dwpe, const Tensor<T>& dout, const Tensor<int>& tokens,
+                        const Tensor<int>& order, const Tensor<int>& starts, int groups, Stream stream) {
+    const int C = static_cast<int>(dout.columns()), seq_len = static_cast<int>(tokens.columns());
+    const int batch = static_cast<int>(tokens.rows());
+    with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
+        const dim3 by_token(static_cast<unsigned>(ceil_div(groups, kBlockWarps)),
+                            static_cast<unsigned>(ceil_div(C, int64_t{kLanes} * N)));
+        launch<token_embedding_backward_kernel<T, N>>(by_token, kBlockThreads, 0, stream, dwte.data(), dout.data(),
+                                                      tokens.data(), order.data(), starts.data(), groups, C);
+        const dim3 by_position(static_cast<unsigned>(ceil_div(seq_len, kBlockWarps)));
+        launch<position_embedding_backward_kernel<T, N>>(by_position, kBlockThreads, 0, stream, dwpe.data(),
+                                                         dout.data(), batch, seq_len, C);
+    });
+}

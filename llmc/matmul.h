@@ -1,0 +1,62 @@
+// matmul.h - matrix products of tensors by the device's library: cuBLASLt on a GPU, oneDNN on a CPU.
+#pragma once
+
+#include "llmc/arena.h"
+#include "llmc/gelu.cuh"
+
+template <class T>
+struct MatmulOptions {
+    bool transpose_a = false, transpose_b = false;  // the operand is stored transposed
+    bool accumulate = false;                        // out += the product
+    const Tensor<T>* bias = nullptr;                // (N), added to every row
+    bool gelu = false;                              // then gelu
+    const Tensor<T>* gelu_input = nullptr;          // or then times gelu'(this), of out's shape
+};
+
+// The product as the libraries see it: row-major out (m, n) [+]= op(a) (m, k) op(b) (k, n).
+struct MatmulShape {
+    int64_t m, n, k;
+};
+
+// Computes out (M, N) = a (M, K) b (K, N) with the options. Leading dimensions of a tensor count as rows. Products are
+// summed in fp32. Scratch comes from the arena's workspace.
+template <class T>
+void matmul(Arena& arena, Stream stream, Tensor<T>& out, const Tensor<T>& a, const Tensor<T>& b,
+            const MatmulOptions<T>& options = {});
+
+template <class T>
+MatmulShape matmul_shape(const Tensor<T>& out, const Tensor<T>& a, const Tensor<T>& b, const MatmulOptions<T>& o) {
+    const MatmulShape s{out.rows(), out.columns(), o.transpose_a ? a.rows() : a.columns()};
+    assert(a.size() == s.m * s.k && b.size() == s.k * s.n);
+    assert((o.transpose_b ? b.columns() : b.rows()) == s.k && !(o.gelu && o.gelu_input));
+    assert(!o.bias || o.bias->size() == s.n);
+    return s;
+}
+
+#if defined(SIMT_GPU)
+#include "llmc/matmul_cublaslt.h"
+#else
+#include "llmc/onednn.h"
+
+template <class T>
+void matmul(Arena& arena, Stream stream, Tensor<T>& out, const Tensor<T>& a, const Tensor<T>& b,
+            const MatmulOptions<T>& options) {
+    const MatmulShape s = matmul_shape(out, a, b, options);
+    const OnednnProduct product{s.m,
+                                s.n,
+                                s.k,
+                                options.transpose_a ? 1 : s.k,
+                                options.transpose_a ? s.m : 1,
+                                options.transpose_b ? 1 : s.n,
+                                options.transpose_b ? s.k : 1,
+                                s.n,
+                                options.accumulate,
+                                options.bias != nullptr,
+                                options.gelu};
+    void* scratch = arena.workspace(onednn_scratch_bytes<T, T>(product));
+    if (!simt::launches_off)
+        onednn_matmul<T, T>(product, out.data(), a.data(), b.data(), options.bias ? options.bias->data() : nullptr,
+                            scratch);
+    if (options.gelu_input) gelu_backward(out, out, *options.gelu_input, stream);
+}
+#endif

@@ -36,6 +36,7 @@ struct Plan {
     std::string peak_at;
     size_t bytes = 0;      // the room the placement takes: lower_bound or a little more
     size_t workspace = 0;  // the largest scratch a library asked for
+    std::vector<std::pair<int, int>> loops;  // where repeat() stood after a turn: takes, time
 };
 
 constexpr size_t kArenaAlignment = 256;
@@ -155,15 +156,25 @@ class Arena {
         return memory_.data();
     }
 
-    // A loop whose every turn takes the same tensors is rehearsed for one turn: repeat(n, body) runs body(i) n times.
+    // A loop whose every turn takes the same tensors is rehearsed for one turn. body() returns whether to go on; a
+    // loop that stops early, even before its first turn, leaves the arena as a whole loop does.
     template <class Body>
     void repeat(int turns, Body&& body) {
+        if (turns <= 0) return;
         const int first = next_, time = clock_;
-        for (int i = 0; i < (rehearsing_ ? std::min(turns, 1) : turns); i++) {
+        if (rehearsing_) {
+            body();
+            plan_->loops.push_back({next_, clock_});
+            return;
+        }
+        const auto [next, clock] = plan_->loops.at(static_cast<size_t>(loop_++));
+        for (int i = 0; i < turns; i++) {
             next_ = first;
             clock_ = time;
-            body(i);
+            if (!body()) break;
         }
+        next_ = next;
+        clock_ = clock;
     }
 
     bool rehearsing() const { return rehearsing_; }
@@ -176,7 +187,7 @@ class Arena {
         assert(!plan_);
         plan_ = plan;
         rehearsing_ = rehearsing;
-        next_ = clock_ = 0;
+        next_ = clock_ = loop_ = 0;
     }
     void end() {
         for (const Take& t : plan_->takes)
@@ -191,7 +202,7 @@ class Arena {
     size_t workspace_bytes_ = 0;
     Plan* plan_ = nullptr;
     bool rehearsing_ = false;
-    int next_ = 0, clock_ = 0;
+    int next_ = 0, clock_ = 0, loop_ = 0;
 };
 
 inline void arena_give_back(Arena& arena, int take) {

@@ -72,6 +72,19 @@ inline void copy_to_host(void* host, const void* device, size_t bytes, [[maybe_u
     memcpy(host, device, bytes);
 #endif
 }
+// Copies `rows` rows of `columns` elements on the device, with row lengths in elements.
+template <class T>
+void copy_rows_on_device(T* to, int64_t to_row, const T* from, int64_t from_row, int64_t columns, int64_t rows,
+                         [[maybe_unused]] Stream stream) {
+    if (simt::launches_off) return;
+#if defined(SIMT_GPU)
+    CUDA_CHECK(cudaMemcpy2DAsync(to, to_row * sizeof(T), from, from_row * sizeof(T), columns * sizeof(T), rows,
+                                 cudaMemcpyDeviceToDevice, stream));
+#else
+    for (int64_t i = 0; i < rows; i++)
+        memcpy(to + i * to_row, from + i * from_row, static_cast<size_t>(columns) * sizeof(T));
+#endif
+}
 inline void device_fill(void* device, int byte, size_t bytes, [[maybe_unused]] Stream stream) {
     if (simt::launches_off) return;
 #if defined(SIMT_GPU)

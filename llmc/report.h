@@ -1,0 +1,131 @@
+// report.h - the memory report: what every buffer takes, when it is born and when it dies, as text or as JSON.
+#pragma once
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "llmc/arena.h"
+#include "llmc/model.h"
+
+struct MemoryReport {
+    // A buffer outside the arena, alive for the whole run. `kind` is also its line in the totals.
+    struct Buffer {
+        std::string name, kind, shape_text;
+        std::vector<int64_t> shape;
+        const char* dtype;
+        size_t bytes;
+    };
+    std::string model, device, precision, recompute;
+    int64_t parameters = 0;
+    int batch = 0, seq_len = 0;
+    std::vector<Buffer> buffers;
+    Plan train;
+    std::vector<std::pair<std::string, Plan>> others;  // steps that use the arena at other times
+
+    size_t workspace() const {
+        size_t bytes = arena_align(train.workspace);
+        for (const auto& [name, plan] : others) bytes = std::max(bytes, arena_align(plan.workspace));
+        return bytes + of_kind("workspace");
+    }
+    // The arena without the libraries' workspace.
+    size_t activations() const {
+        size_t bytes = train.bytes;
+        for (const auto& [name, plan] : others) bytes = std::max(bytes, plan.bytes);
+        return bytes;
+    }
+    size_t of_kind(const std::string& kind) const {
+        size_t bytes = 0;
+        for (const Buffer& b : buffers)
+            if (b.kind == kind) bytes += b.bytes;
+        return bytes;
+    }
+    size_t total() const {
+        size_t bytes = activations() + workspace();
+        for (const Buffer& b : buffers)
+            if (b.kind != "workspace") bytes += b.bytes;
+        return bytes;
+    }
+};
+
+inline nlohmann::ordered_json report_json(const MemoryReport& r) {
+    nlohmann::ordered_json j = {{"model", r.model},         {"parameters", r.parameters}, {"device", r.device},
+                                {"precision", r.precision}, {"batch", r.batch},           {"seq_len", r.seq_len},
+                                {"recompute", r.recompute}};
+    auto& totals = j["totals"];
+    for (const char* kind : {"weights", "gradients", "optimizer_m", "optimizer_v", "master"})
+        totals[kind] = r.of_kind(kind);
+    totals["activations"] = r.activations();
+    totals["workspace"] = r.workspace();
+    totals["total"] = r.total();
+    j["activations_lower_bound"] = r.train.lower_bound;
+    j["peak_at"] = r.train.peak_at;
+    auto& buffers = j["buffers"] = nlohmann::ordered_json::array();
+    const int end = static_cast<int>(2 * r.train.takes.size());  // the clock of takes and releases stops there
+    auto add = [&](const std::string& name, const std::string& kind, const std::vector<int64_t>& shape,
+                   const char* dtype, size_t bytes, nlohmann::ordered_json offset, int born, int dies) {
+        buffers.push_back({{"name", name},     {"kind", kind}, {"shape", shape}, {"dtype", dtype}, {"bytes", bytes},
+                           {"offset", offset}, {"born", born}, {"dies", dies}});
+    };
+    for (const auto& b : r.buffers) add(b.name, b.kind, b.shape, b.dtype, b.bytes, nullptr, 0, end);
+    const size_t library = r.workspace() - r.of_kind("workspace");
+    add("library", "workspace", {static_cast<int64_t>(library)}, "byte", library, nullptr, 0, end);
+    for (const Take& t : r.train.takes)
+        add(t.name, t.kind, {t.shape.dims, t.shape.dims + t.shape.count}, t.dtype, t.bytes, t.offset, t.born, t.dies);
+    return j;
+}
+
+// One line of the table for all takes of a name: they differ only in the layer.
+struct TableLine {
+    std::string shape, dtype, kind, born, dies;
+    size_t bytes = 0;
+    int count = 0;
+};
+
+inline void print_report(FILE* to, const MemoryReport& r) {
+    const double mib = 1048576.0;
+    fprintf(to, "%s: %lld parameters; %s, %s, batch %d, seq_len %d, recompute %s\n", r.model.c_str(),
+            static_cast<long long>(r.parameters), r.device.c_str(), r.precision.c_str(), r.batch, r.seq_len,
+            r.recompute.c_str());
+    fprintf(to, "allocating %.0f MiB for activations\n", static_cast<double>(r.activations()) / mib);
+    const std::pair<const char*, const char*> lines[] = {{"weights", "parameters"},
+                                                         {"gradients", "parameter gradients"},
+                                                         {"optimizer_m", "AdamW optimizer state m"},
+                                                         {"optimizer_v", "AdamW optimizer state v"},
+                                                         {"master", "master copy of params"}};
+    for (auto [kind, what] : lines)
+        if (r.of_kind(kind)) fprintf(to, "allocating %.0f MiB for %s\n", static_cast<double>(r.of_kind(kind)) / mib, what);
+
+    std::vector<std::string> order;
+    std::map<std::string, TableLine> table;
+    for (const auto& b : r.buffers) {
+        order.push_back(b.name);
+        table[b.name] = {b.shape_text, b.dtype, b.kind, "start", "end", b.bytes, 1};
+    }
+    for (const Take& t : r.train.takes) {
+        TableLine& line = table[t.name];
+        if (line.count == 0) {
+            order.push_back(t.name);
+            line.shape = t.shape.text(), line.dtype = t.dtype, line.kind = t.kind, line.born = t.born_at;
+        }
+        if (line.shape != t.shape.text()) line.shape = "several shapes";
+        line.dies = t.dies_at;
+        line.bytes += t.bytes;
+        line.count++;
+    }
+    fprintf(to, "\n%-22s %-12s %-22s %-5s %10s %6s  %-28s %s\n", "buffer", "kind", "shape", "dtype", "MiB", "count",
+            "born (first)", "dies (last)");
+    for (const std::string& name : order) {
+        const TableLine& t = table[name];
+        fprintf(to, "%-22s %-12s %-22s %-5s %10.2f %6d  %-28s %s\n", name.c_str(), t.kind.c_str(), t.shape.c_str(),
+                t.dtype.c_str(), static_cast<double>(t.bytes) / mib, t.count, t.born.c_str(), t.dies.c_str());
+    }
+    fprintf(to, "\nactivations: %.2f MiB planned, %.2f MiB live at the peak (%s)\n",
+            static_cast<double>(r.train.bytes) / mib, static_cast<double>(r.train.lower_bound) / mib,
+            r.train.peak_at.c_str());
+    for (const auto& [name, plan] : r.others)
+        fprintf(to, "  %s uses %.2f MiB of the same arena\n", name.c_str(), static_cast<double>(plan.bytes) / mib);
+    fprintf(to, "workspace: %.2f MiB; in all: %.2f MiB\n", static_cast<double>(r.workspace()) / mib,
+            static_cast<double>(r.total()) / mib);
+}

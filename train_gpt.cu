@@ -1,0 +1,890 @@
+// train_gpt.cu - the training of a GPT, top to bottom: the model's forward and backward, the step, sampling, the loop.
+//
+// Every piece of the step takes its tensors from the arena (llmc/arena.h), where they are first written, and lets go
+// of them where they are last read. What a block lets go of in forward, backward makes again: that is all there is to
+// recompute. The kernels are in llmc/*.cuh, each with its launcher; matrix products in llmc/matmul.h.
+
+#include <omp.h>
+
+#include <csignal>
+#include <filesystem>
+#include <memory>
+#include <optional>
+
+#include "llmc/adamw.cuh"
+#include "llmc/arena.h"
+#include "llmc/attention.cuh"
+#include "llmc/checkpoint.h"
+#include "llmc/clock.h"
+#include "llmc/cross_entropy.cuh"
+#include "llmc/dataset.h"
+#include "llmc/embedding.cuh"
+#include "llmc/layernorm.cuh"
+#include "llmc/matmul.h"
+#include "llmc/options.h"
+#include "llmc/report.h"
+#include "llmc/sampler.h"
+#include "llmc/schedule.h"
+#include "llmc/state.h"
+#include "llmc/tokenizer.h"
+
+#ifdef LLMC_BF16
+using floatX = bf16;
+constexpr const char* kPrecision = "bf16";
+#else
+using floatX = float;
+constexpr const char* kPrecision = "fp32";
+#endif
+#ifdef SIMT_GPU
+constexpr const char* kDevice = "cuda";
+#else
+constexpr const char* kDevice = "cpu";
+#endif
+using TensorX = Tensor<floatX>;
+using TensorF = Tensor<float>;
+
+// What a block's forward leaves for backward. What it does not leave, backward makes again.
+struct Keep {
+    bool backward;  // anything at all; not in evaluation
+    bool gelu;      // the MLP's activation
+    bool norm;      // the layernorms' outputs
+};
+
+Keep keep_of(const std::string& recompute) { return {true, recompute == "none", recompute != "norm"}; }
+constexpr Keep kKeepNothing = {false, false, false};
+
+// The tensors of one block's forward, in the order they are written. (B, T, C) unless said otherwise.
+struct BlockActivations {
+    TensorX input;                  // the residual stream at the block's start
+    TensorF ln_1_mean, ln_1_rstd;   // (B, T)
+    TensorX ln_1;                   // kept with Keep::norm
+    TensorX qkv;                    // (B, T, 3C)
+    TensorX attention;              // before the projection
+    TensorF lse;                    // (B, heads, T), the log of each softmax's denominator
+    TensorX middle;                 // the residual stream after attention
+    TensorF ln_2_mean, ln_2_rstd;   // (B, T)
+    TensorX ln_2;                   // kept with Keep::norm
+    TensorX up;                     // (B, T, 4C), before GELU
+    TensorX gelu;                   // (B, T, 4C), kept with Keep::gelu
+};
+
+// The last layernorm's tensors, and the stream it reads.
+struct LastActivations {
+    TensorX input, ln_f;
+    TensorF mean, rstd;  // (B, T)
+};
+
+// The keys and values of a sequence so far, a (positions, 2C) tensor a layer, and how many positions are filled.
+struct KvCache {
+    std::vector<TensorX> layers;
+    int length = 0;
+};
+
+// A micro-batch: B sequences of T tokens and what follows each token.
+struct Batch {
+    std::vector<int> inputs, targets;  // B * T; a negative target does not count
+};
+
+// The model: its parameters, seen through views, and the operations of a step on them. Nothing here owns memory; the
+// parameters lie in a State, all else in the arena.
+class Gpt {
+  public:
+    Gpt(Arena& arena, Stream stream, const State<floatX>& state)
+        : arena_(arena), stream_(stream), layout_(state.layout), config_(state.layout.config()) {
+        bind(state);
+    }
+    // Points the views at the state's memory: again after it was allocated.
+    void bind(const State<floatX>& state) {
+        weights_ = bind_one(state.weights());
+        gradients_ = bind_one(state.gradients());
+    }
+
+    void forward_backward(const Batch& batch, int B, int T, Keep keep, float loss_scale, TensorF& loss);
+    void evaluate(const Batch& batch, int B, int T, float loss_scale, TensorF& loss);
+    void gradient_norm(const floatX* gradients, TensorF& norm);
+    template <class Choose>
+    void generate(const std::vector<int>& prompt, int new_tokens, Choose&& choose);
+
+  private:
+    struct Parameters {
+        Embeddings<floatX> embeddings;
+        std::vector<Block<floatX>> blocks;
+        LastLayernorm<floatX> last;
+    };
+    Parameters bind_one(floatX* base) const {
+        Parameters p{layout_.embeddings(base), {}, layout_.last_layernorm(base)};
+        for (int l = 0; l < config_.layers; l++) p.blocks.push_back(layout_.block(base, l));
+        return p;
+    }
+    TensorX take(const char* name, Shape shape) { return arena_.take<floatX>(name, shape); }
+    TensorX take_gradient(const char* name, Shape shape) { return arena_.take_gradient<floatX>(name, shape); }
+    TensorF take_float(const char* name, Shape shape) { return arena_.take<float>(name, shape); }
+    Tensor<int> take_input(const char* name, Shape shape, const std::vector<int>& values);
+
+    TensorX embed(const Tensor<int>& tokens, int first_position);
+    void attend(BlockActivations& a, TensorX& out, KvCache* cache, int layer, Keep keep);
+    TensorX forward_block(int layer, const TensorX* stream, TensorX branch, BlockActivations& a, Keep keep,
+                          KvCache* cache = nullptr);
+    LastActivations forward_last(const TensorX& stream, TensorX branch);
+    TensorX forward_only(const Tensor<int>& tokens, KvCache* cache);
+    void backward_block(int layer, BlockActivations& a, TensorX& d_stream);
+    void backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream);
+    void backward_attention(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream);
+    void backward_linear(TensorX& d_weight, TensorX& d_bias, const TensorX& in, const TensorX& d_out);
+    void backward_norm(TensorX& d_stream, TensorX& d_weight, TensorX& d_bias, const TensorX& d_out, const TensorX& x,
+                       const TensorF& mean, const TensorF& rstd, const TensorX& weight);
+    TensorX forward_cached(const std::vector<int>& tokens, KvCache& cache);
+
+    Arena& arena_;
+    Stream stream_;
+    const Layout& layout_;
+    const GptConfig& config_;
+    Parameters weights_, gradients_;
+};
+
+// ---- forward
+
+// Takes a tensor and fills it from the host.
+Tensor<int> Gpt::take_input(const char* name, Shape shape, const std::vector<int>& values) {
+    Tensor<int> t = arena_.take<int>(name, shape, "input");
+    assert(static_cast<int64_t>(values.size()) <= t.size() || arena_.rehearsing());
+    copy_to_device(t.data(), values.data(), values.size() * sizeof(int), stream_);
+    return t;
+}
+
+TensorX Gpt::embed(const Tensor<int>& tokens, int first_position) {
+    TensorX x = take("residual", {tokens.rows(), tokens.columns(), config_.channels});
+    embedding_forward(x, tokens, weights_.embeddings.wte, weights_.embeddings.wpe, first_position, stream_);
+    return x;
+}
+
+// out (B, T, C) = causal attention of a.qkv (B, T, 3C); with a cache, of it and of all that came before.
+void Gpt::attend(BlockActivations& a, TensorX& out, KvCache* cache, int layer, Keep keep) {
+    const int B = static_cast<int>(a.qkv.shape().dims[0]), T = static_cast<int>(a.qkv.shape().dims[1]);
+    const int64_t C = config_.channels;
+    const floatX* qkv = a.qkv.data();
+    AttentionInput<floatX> in{B, config_.heads, config_.head_size(), T, T, qkv, qkv + C, qkv + 2 * C,
+                              3 * C, 3 * C, T * 3 * C, T * 3 * C};
+    if (cache) {
+        floatX* kv = cache->layers[static_cast<size_t>(layer)].data();
+        copy_rows_on_device(kv + cache->length * 2 * C, 2 * C, qkv + C, 3 * C, 2 * C, T, stream_);
+        in.keys = cache->length + T;
+        in.k = kv;
+        in.v = kv + C;
+        in.kv_row = 2 * C;
+        in.kv_batch = in.keys * 2 * C;
+    }
+    if (keep.backward) a.lse = take_float("attention_lse", {B, config_.heads, T});
+    if (!arena_.rehearsing()) attention_forward(out.data(), a.lse.data(), in, stream_);
+}
+
+// One block. The residual stream enters as *stream + branch, not yet added, which the first layernorm adds on its way;
+// for the first block it is a.input already, and stream is null. Leaves as a.middle + the returned branch.
+TensorX Gpt::forward_block(int layer, const TensorX* stream, TensorX branch, BlockActivations& a, Keep keep,
+                           KvCache* cache) {
+    Range range("block", layer);
+    const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
+    const Shape btc = stream ? stream->shape() : a.input.shape();
+    const int64_t B = btc.dims[0], T = btc.dims[1], C = btc.dims[2];
+
+    a.ln_1_mean = take_float("ln_1_mean", {B, T});
+    a.ln_1_rstd = take_float("ln_1_rstd", {B, T});
+    if (stream) {
+        a.input = take("residual", btc);
+        a.ln_1 = take("ln_1", btc);
+        residual_layernorm_forward(a.input, a.ln_1, a.ln_1_mean, a.ln_1_rstd, *stream, branch, w.ln_1_weight,
+                                   w.ln_1_bias, stream_);
+        branch.drop();
+    } else {
+        a.ln_1 = take("ln_1", btc);
+        layernorm_forward(a.ln_1, a.ln_1_mean, a.ln_1_rstd, a.input, w.ln_1_weight, w.ln_1_bias, stream_);
+    }
+
+    a.qkv = take("qkv", {B, T, 3 * C});
+    matmul(arena_, stream_, a.qkv, a.ln_1, w.qkv_weight, {.bias = &w.qkv_bias});
+    if (!keep.norm) a.ln_1.drop();
+    a.attention = take("attention", btc);
+    attend(a, a.attention, cache, layer, keep);
+    if (!keep.backward) a.qkv.drop();
+    TensorX projected = take("attention_projected", btc);
+    matmul(arena_, stream_, projected, a.attention, w.attention_weight, {.bias = &w.attention_bias});
+    if (!keep.backward) a.attention.drop();
+
+    a.middle = take("residual_middle", btc);
+    a.ln_2_mean = take_float("ln_2_mean", {B, T});
+    a.ln_2_rstd = take_float("ln_2_rstd", {B, T});
+    a.ln_2 = take("ln_2", btc);
+    residual_layernorm_forward(a.middle, a.ln_2, a.ln_2_mean, a.ln_2_rstd, a.input, projected, w.ln_2_weight,
+                               w.ln_2_bias, stream_);
+    projected.drop();
+    if (!keep.backward) a.input.drop();
+
+    if (keep.backward) {
+        a.up = take("up", {B, T, 4 * C});
+        matmul(arena_, stream_, a.up, a.ln_2, w.up_weight, {.bias = &w.up_bias});
+        if (!keep.norm) a.ln_2.drop();
+        a.gelu = take("gelu", {B, T, 4 * C});
+        gelu_forward(a.gelu, a.up, stream_);
+    } else {  // nobody reads the input of GELU again: it stays inside the product
+        a.gelu = take("gelu", {B, T, 4 * C});
+        matmul(arena_, stream_, a.gelu, a.ln_2, w.up_weight, {.bias = &w.up_bias, .gelu = true});
+        a.ln_2.drop();
+    }
+    TensorX down = take("down", btc);
+    matmul(arena_, stream_, down, a.gelu, w.down_weight, {.bias = &w.down_bias});
+    if (!keep.gelu) a.gelu.drop();
+    return down;
+}
+
+LastActivations Gpt::forward_last(const TensorX& stream, TensorX branch) {
+    const int64_t B = stream.shape().dims[0], T = stream.shape().dims[1];
+    LastActivations a{take("residual", stream.shape()), take("ln_f", stream.shape()), take_float("ln_f_mean", {B, T}),
+                      take_float("ln_f_rstd", {B, T})};
+    residual_layernorm_forward(a.input, a.ln_f, a.mean, a.rstd, stream, branch, weights_.last.weight,
+                               weights_.last.bias, stream_);
+    return a;
+}
+
+// The last layernorm's output for `tokens` (B, T), keeping nothing. With a cache the tokens follow what it holds.
+TensorX Gpt::forward_only(const Tensor<int>& tokens, KvCache* cache) {
+    TensorX branch;
+    BlockActivations before, now;
+    now.input = embed(tokens, cache ? cache->length : 0);
+    for (int l = 0; l < config_.layers; l++) {
+        branch = forward_block(l, l ? &before.middle : nullptr, std::move(branch), now, kKeepNothing, cache);
+        before = std::move(now);
+        now = BlockActivations();
+    }
+    return std::move(forward_last(before.middle, std::move(branch)).ln_f);
+}
+
+// ---- backward
+
+// d_weight += in^T d_out and d_bias += the column sums of d_out, for out = in weight + bias.
+void Gpt::backward_linear(TensorX& d_weight, TensorX& d_bias, const TensorX& in, const TensorX& d_out) {
+    TensorF scratch = take_float("column_sums", column_sums_scratch(d_out.rows(), d_out.columns(), 1));
+    bias_backward(d_bias, scratch, d_out, stream_);
+    matmul(arena_, stream_, d_weight, in, d_out, {.transpose_a = true, .accumulate = true});
+}
+
+void Gpt::backward_norm(TensorX& d_stream, TensorX& d_weight, TensorX& d_bias, const TensorX& d_out, const TensorX& x,
+                        const TensorF& mean, const TensorF& rstd, const TensorX& weight) {
+    TensorF scratch = take_float("column_sums", column_sums_scratch(x.rows(), x.columns(), 2));
+    layernorm_backward(d_stream, d_weight, d_bias, scratch, d_out, x, mean, rstd, weight, stream_);
+}
+
+// The MLP half: d_stream, the gradient of the block's output, becomes that of a.middle.
+void Gpt::backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream) {
+    TensorX gelu = std::move(a.gelu);
+    if (!gelu) {
+        gelu = take("gelu", a.up.shape());
+        gelu_forward(gelu, a.up, stream_);
+    }
+    backward_linear(g.down_weight, g.down_bias, gelu, d_stream);
+    gelu.drop();
+    TensorX d_up = take_gradient("d_up", a.up.shape());
+    matmul(arena_, stream_, d_up, d_stream, w.down_weight, {.transpose_b = true, .gelu_input = &a.up});
+    a.up.drop();
+
+    TensorX ln_2 = std::move(a.ln_2);
+    if (!ln_2) {
+        ln_2 = take("ln_2", a.middle.shape());
+        layernorm_normalize(ln_2, a.middle, a.ln_2_mean, a.ln_2_rstd, w.ln_2_weight, w.ln_2_bias, stream_);
+    }
+    backward_linear(g.up_weight, g.up_bias, ln_2, d_up);
+    ln_2.drop();
+    TensorX d_ln_2 = take_gradient("d_ln_2", a.middle.shape());
+    matmul(arena_, stream_, d_ln_2, d_up, w.up_weight, {.transpose_b = true});
+    d_up.drop();
+    backward_norm(d_stream, g.ln_2_weight, g.ln_2_bias, d_ln_2, a.middle, a.ln_2_mean, a.ln_2_rstd, w.ln_2_weight);
+}
+
+// The attention half: d_stream, the gradient of a.middle, becomes that of a.input.
+void Gpt::backward_attention(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream) {
+    const int B = static_cast<int>(a.qkv.shape().dims[0]), T = static_cast<int>(a.qkv.shape().dims[1]);
+    const int64_t C = config_.channels;
+    backward_linear(g.attention_weight, g.attention_bias, a.attention, d_stream);
+    TensorX d_attention = take_gradient("d_attention", a.attention.shape());
+    matmul(arena_, stream_, d_attention, d_stream, w.attention_weight, {.transpose_b = true});
+
+    TensorX d_qkv = take_gradient("d_qkv", a.qkv.shape());
+    TensorF delta = take_float("attention_delta", a.lse.shape());
+    const floatX* qkv = a.qkv.data();
+    const AttentionInput<floatX> in{B, config_.heads, config_.head_size(), T, T, qkv, qkv + C, qkv + 2 * C,
+                                    3 * C, 3 * C, T * 3 * C, T * 3 * C};
+    floatX* d = d_qkv.data();
+    if (!arena_.rehearsing())
+        attention_backward(d, d + C, d + 2 * C, d_attention.data(), a.attention.data(), a.lse.data(), delta.data(),
+                           in, stream_);
+    delta.drop();
+    d_attention.drop();
+    a.attention.drop();
+    a.lse.drop();
+    a.qkv.drop();
+
+    TensorX ln_1 = std::move(a.ln_1);
+    if (!ln_1) {
+        ln_1 = take("ln_1", a.input.shape());
+        layernorm_normalize(ln_1, a.input, a.ln_1_mean, a.ln_1_rstd, w.ln_1_weight, w.ln_1_bias, stream_);
+    }
+    backward_linear(g.qkv_weight, g.qkv_bias, ln_1, d_qkv);
+    ln_1.drop();
+    TensorX d_ln_1 = take_gradient("d_ln_1", a.input.shape());
+    matmul(arena_, stream_, d_ln_1, d_qkv, w.qkv_weight, {.transpose_b = true});
+    d_qkv.drop();
+    backward_norm(d_stream, g.ln_1_weight, g.ln_1_bias, d_ln_1, a.input, a.ln_1_mean, a.ln_1_rstd, w.ln_1_weight);
+}
+
+// Adds the block's gradients; d_stream (B, T, C), the gradient of its output, becomes that of its input.
+void Gpt::backward_block(int layer, BlockActivations& a, TensorX& d_stream) {
+    Range range("block", layer);
+    const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
+    Block<floatX>& g = gradients_.blocks[static_cast<size_t>(layer)];
+    backward_mlp(w, g, a, d_stream);
+    a.middle.drop();
+    backward_attention(w, g, a, d_stream);
+}
+
+// ---- the steps
+
+// One micro-batch: adds its gradients, and loss_scale times the sum of its losses to `loss` (1).
+void Gpt::forward_backward(const Batch& batch, int B, int T, Keep keep, float loss_scale, TensorF& loss) {
+    const int64_t rows = int64_t{B} * T, V = config_.padded_vocabulary();
+    std::vector<BlockActivations> blocks(static_cast<size_t>(config_.layers));
+    const TokenGroups groups = arena_.rehearsing() ? TokenGroups() : group_tokens(batch.inputs, config_.vocabulary);
+    Tensor<int> inputs = take_input("inputs", {B, T}, batch.inputs);
+    Tensor<int> targets = take_input("targets", {B, T}, batch.targets);
+    Tensor<int> order = take_input("rows_by_token", {rows}, groups.order);
+    Tensor<int> starts = take_input("token_starts", {std::min<int64_t>(rows, config_.vocabulary) + 1}, groups.starts);
+
+    TensorX d_stream;
+    {
+        std::optional<Range> range("forward");
+        LastActivations last;
+        TensorX branch;
+        blocks[0].input = embed(inputs, 0);
+        for (int l = 0; l < config_.layers; l++) {
+            const size_t i = static_cast<size_t>(l);
+            branch = forward_block(l, l ? &blocks[i - 1].middle : nullptr, std::move(branch), blocks[i], keep);
+        }
+        last = forward_last(blocks.back().middle, std::move(branch));
+
+        // The head runs backward as soon as it has run forward: its logits are the largest tensor of the step.
+        range.emplace("head");
+        TensorX logits = take("logits", {B, T, V});
+        matmul(arena_, stream_, logits, last.ln_f, weights_.embeddings.wte, {.transpose_b = true});
+        TensorF losses = take_float("losses", {B, T});
+        cross_entropy_forward_backward(logits, losses, targets, loss_scale, config_.vocabulary, stream_);
+        add_losses(loss, losses, loss_scale, stream_);
+        matmul(arena_, stream_, gradients_.embeddings.wte, logits, last.ln_f, {.transpose_a = true, .accumulate = true});
+        last.ln_f.drop();
+        TensorX d_ln_f = take_gradient("d_ln_f", last.input.shape());
+        matmul(arena_, stream_, d_ln_f, logits, weights_.embeddings.wte);
+        logits.drop();
+        d_stream = take_gradient("d_residual", last.input.shape());
+        device_fill(d_stream.data(), 0, static_cast<size_t>(d_stream.bytes()), stream_);
+        backward_norm(d_stream, gradients_.last.weight, gradients_.last.bias, d_ln_f, last.input, last.mean,
+                      last.rstd, weights_.last.weight);
+    }
+    Range range("backward");
+    for (int l = config_.layers - 1; l >= 0; l--) {
+        backward_block(l, blocks[static_cast<size_t>(l)], d_stream);
+        blocks.pop_back();
+    }
+    embedding_backward(gradients_.embeddings.wte, gradients_.embeddings.wpe, d_stream, inputs, order, starts,
+                       groups.count(), stream_);
+}
+
+// Adds loss_scale times the sum of the batch's losses to `loss` (1).
+void Gpt::evaluate(const Batch& batch, int B, int T, float loss_scale, TensorF& loss) {
+    Range range("evaluate");
+    Tensor<int> inputs = take_input("inputs", {B, T}, batch.inputs);
+    Tensor<int> targets = take_input("targets", {B, T}, batch.targets);
+    TensorX ln_f = forward_only(inputs, nullptr);
+    TensorX logits = take("logits", {B, T, config_.padded_vocabulary()});
+    matmul(arena_, stream_, logits, ln_f, weights_.embeddings.wte, {.transpose_b = true});
+    TensorF losses = take_float("losses", {B, T});
+    cross_entropy_forward(logits, losses, targets, config_.vocabulary, stream_);
+    add_losses(loss, losses, loss_scale, stream_);
+}
+
+void Gpt::gradient_norm(const floatX* gradients, TensorF& norm) {
+    TensorF scratch = take_float("norm_partials", {kNormBlocks});
+    global_norm(norm, scratch, gradients, layout_.size(), stream_);
+}
+
+// Runs `tokens`, which follow what the cache holds, and appends them to it. The logits (1, V) after the last.
+TensorX Gpt::forward_cached(const std::vector<int>& tokens, KvCache& cache) {
+    const int T = static_cast<int>(tokens.size()), C = config_.channels;
+    Tensor<int> inputs = take_input("inputs", {1, T}, tokens);
+    TensorX logits = take("logits", {1, config_.padded_vocabulary()});
+    const TensorX ln_f = forward_only(inputs, &cache);
+    const TensorX last(ln_f.data() ? ln_f.data() + int64_t{T - 1} * C : nullptr, {1, C});
+    matmul(arena_, stream_, logits, last, weights_.embeddings.wte, {.transpose_b = true});
+    cache.length += T;
+    return logits;
+}
+
+// Continues a prompt of at least one token by up to new_tokens: choose(logits) reads the logits (1, V) and returns the
+// next token, or a negative one to stop. The cache holds what came before, so that a new token costs one row.
+template <class Choose>
+void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choose) {
+    Range range("generate");
+    KvCache cache;
+    for (int l = 0; l < config_.layers; l++)
+        cache.layers.push_back(
+            take("kv_cache", {static_cast<int64_t>(prompt.size()) + new_tokens, 2 * config_.channels}));
+    std::vector<int> next = {choose(forward_cached(prompt, cache))};
+    arena_.repeat(new_tokens - 1, [&] {
+        if (next[0] >= 0) next = {choose(forward_cached(next, cache))};
+        return next[0] >= 0;
+    });
+}
+
+// ---- the run
+
+constexpr uint64_t kSampleStream = uint64_t{1} << 62;  // counter space of random_bits() for sampling
+
+volatile std::sig_atomic_t interrupted = 0;
+void on_interrupt(int) {
+    interrupted = 1;
+    std::signal(SIGINT, SIG_DFL);  // a second Ctrl-C stops at once
+}
+
+const char* const kOwnText[] = {"README.md", "train_gpt.cu", "llmc/*.h", "llmc/*.cuh", "test/*.cpp", "dev/*.py"};
+
+// Everything a run needs, opened and checked in the order of its members, before any device memory is taken.
+class Trainer {
+  public:
+    explicit Trainer(Options options);
+    void print_plan() const;
+    void run();
+
+  private:
+    std::unique_ptr<Dataset> open_data(const std::vector<std::string>& files, const char* option, Part part) const;
+    GptConfig choose_config() const;
+    void open_validation();
+    std::optional<Tokenizer> open_tokenizer() const;
+    std::vector<int> first_tokens() const;
+    int sample_length() const;
+    MemoryReport make_report();
+    void check_reach() const;
+    void prepare();
+    void load();
+    double read_metric(int which);
+    Batch read_batch(const SequenceLoader& loader, uint64_t first, uint64_t count) const;
+    void train_step(int64_t step);
+    double validate();
+    void sample(int64_t step);
+    void save(int64_t steps_done);
+    void log_line(const nlohmann::ordered_json& line);
+    void print_step(int64_t step, double loss, double norm, double rate, double seconds);
+
+    Options o_;
+    std::unique_ptr<Dataset> data_, val_data_;
+    GptConfig config_;
+    std::optional<Tokenizer> tokenizer_;
+    std::optional<SequenceLoader> loader_, val_loader_;
+    Stream stream_ = nullptr;
+    Arena arena_;
+    State<floatX> state_;
+    Gpt gpt_;
+    Keep keep_;
+    MemoryReport report_;
+    Plan train_plan_, update_plan_, evaluate_plan_, sample_plan_;
+    DeviceBuffer metrics_memory_;
+    TensorF loss_, norm_;  // (1) each, on the device
+    int64_t first_step_ = 0, first_sequence_ = 0;  // where a resumed run begins
+    std::string last_save_;
+    double peak_flops_ = 0, seconds_per_step_ = 0;
+    std::unique_ptr<FILE, int (*)(FILE*)> log_{nullptr, fclose};
+};
+
+bool is_depth(const std::string& model) {
+    return model.size() >= 2 && model.size() <= 5 && model[0] == 'd' &&
+           model.find_first_not_of("0123456789", 1) == std::string::npos;
+}
+
+std::unique_ptr<Dataset> Trainer::open_data(const std::vector<std::string>& files, const char* option, Part part) const {
+    return std::make_unique<Dataset>(expand_files(files, option), option, part);
+}
+
+// The sizes of the model, from the save, the folder or the depth that the options name.
+GptConfig Trainer::choose_config() const {
+    std::optional<GptConfig> saved;
+    if (!o_.resume.empty()) saved = read_model_config(o_.resume);
+    GptConfig config;
+    if (is_depth(o_.model)) {
+        int vocabulary = data_ ? data_->vocabulary() : o_.has("--model") ? 50257 : 256;
+        if (saved) vocabulary = saved->vocabulary;
+        config = config_of_depth(std::stoi(o_.model.substr(1)), vocabulary, std::max(1024, o_.seq_len));
+        if (saved) config.positions = saved->positions;
+    } else if (saved && !std::filesystem::exists(o_.model)) {
+        config = *saved;  // the folder that a run started from may be gone
+    } else {
+        config = read_model_config(o_.model);
+    }
+    if (saved && !(config == *saved))
+        fail("--resume %s holds another model (%d layers, %d channels, %d heads) than --model %s (%d, %d, %d)",
+             o_.resume.c_str(), saved->layers, saved->channels, saved->heads, o_.model.c_str(), config.layers,
+             config.channels, config.heads);
+    return config;
+}
+
+Trainer::Trainer(Options options)
+    : o_(std::move(options)),
+      data_([&]() -> std::unique_ptr<Dataset> {
+          if (!o_.data.empty()) {
+              auto train = open_data(o_.data, "--data", Part::All);
+              if (train->is_text() && o_.val_data.empty()) train = open_data(o_.data, "--data", Part::Train);
+              return train;
+          }
+          if (o_.plan || o_.steps == 0) return nullptr;
+          if (!std::filesystem::exists("train_gpt.cu"))
+              fail("--data is missing, and the project's own text (train_gpt.cu and its folder) is not here to train on");
+          o_.data.assign(std::begin(kOwnText), std::end(kOwnText));
+          return open_data(o_.data, "--data", Part::Train);
+      }()),
+      config_(choose_config()),
+      tokenizer_(open_tokenizer()),
+      state_(config_),
+      gpt_(arena_, stream_, state_),
+      keep_(keep_of(o_.recompute)) {
+    if (o_.seq_len > config_.positions)
+        fail("--seq-len %d is more than the model's %d positions", o_.seq_len, config_.positions);
+    if (data_) {
+        open_validation();
+        check_reach();
+    }
+    report_ = make_report();
+}
+
+void Trainer::open_validation() {
+    if (!o_.val_data.empty()) {
+        val_data_ = open_data(o_.val_data, "--val-data", Part::All);
+    } else if (data_->is_text()) {
+        val_data_ = open_data(o_.data, "--data", Part::Validation);
+        if (val_data_->token_count() <= static_cast<uint64_t>(o_.seq_len)) {
+            fprintf(stderr, "no validation: the text's last tenth is shorter than a sequence of %d\n", o_.seq_len);
+            val_data_.reset();
+        }
+    }
+}
+
+// Fails when the data cannot feed the model: other vocabulary, too few tokens, tokens beyond the vocabulary.
+void Trainer::check_reach() const {
+    for (const Dataset* d : {data_.get(), val_data_.get()})
+        if (d && d->is_text() && config_.vocabulary != 256)
+            fail("%s is text, read as bytes (vocabulary 256), but the model's vocabulary is %d: tokenize it with "
+                 "dev/data/tokenize_text.py",
+                 d->stream_name(0).c_str(), config_.vocabulary);
+    for (Dataset* d : {data_.get(), val_data_.get()})
+        if (d) d->check_tokens(config_.vocabulary);
+    const SequenceLoader loader(*data_, o_.seq_len, o_.seed, true);
+    if (loader.sequences_per_epoch() < static_cast<uint64_t>(o_.batch))
+        fail("--batch %d is more than the data's %llu sequences of %d tokens", o_.batch,
+             static_cast<unsigned long long>(loader.sequences_per_epoch()), o_.seq_len);
+    if (val_data_) SequenceLoader(*val_data_, o_.seq_len, o_.seed, false);
+}
+
+// From the model's folder, or beside the shards; a vocabulary of 256 is bytes.
+std::optional<Tokenizer> Trainer::open_tokenizer() const {
+    std::vector<std::string> folders;
+    if (!o_.resume.empty()) folders.push_back(o_.resume);
+    if (!is_depth(o_.model)) folders.push_back(o_.model);
+    if (data_ && !data_->is_text()) {
+        const auto parent = std::filesystem::path(data_->stream_name(0)).parent_path();
+        folders.push_back(parent.empty() ? "." : parent.string());
+    }
+    for (const std::string& folder : folders)
+        if (auto t = Tokenizer::open(folder); t && static_cast<int>(t->size()) <= config_.vocabulary) return t;
+    if (config_.vocabulary == 256) return Tokenizer::bytes();
+    return std::nullopt;
+}
+
+// What a sample starts from: the prompt, else the end of a text before, else a line's end.
+std::vector<int> Trainer::first_tokens() const {
+    if (!o_.prompt.empty()) {
+        if (!tokenizer_)
+            fail("--prompt: no vocab.json and merges.txt in the model's folder or beside the data to read it with");
+        return tokenizer_->encode(o_.prompt);
+    }
+    if (tokenizer_ && tokenizer_->end_of_text() >= 0) return {tokenizer_->end_of_text()};
+    return {config_.vocabulary == 50257 ? 50256 : config_.vocabulary == 256 ? '\n' : 0};
+}
+
+// How many tokens a sample adds; 0 where none was asked for or the model has no room.
+int Trainer::sample_length() const {
+    const int room = config_.positions - static_cast<int>(first_tokens().size());
+    if (room < 1) fail("--prompt has %zu tokens, the model %d positions", first_tokens().size(), config_.positions);
+    if (o_.has("--sample-tokens") && o_.sample_tokens > room)
+        fail("--sample-tokens %d is more than the %d positions that the model has after the prompt", o_.sample_tokens,
+             room);
+    return std::min(o_.sample_tokens, room);
+}
+
+// Rehearses every step that the run may take, and puts what they and the state need into one report.
+MemoryReport Trainer::make_report() {
+    MemoryReport r;
+    r.model = o_.model;
+    r.device = kDevice;
+    r.precision = kPrecision;
+    r.recompute = o_.recompute;
+    r.parameters = state_.layout.count();
+    r.batch = o_.batch;
+    r.seq_len = o_.seq_len;
+    const size_t n = static_cast<size_t>(state_.layout.size());
+    auto buffer = [&](const char* name, const char* kind, const char* dtype, size_t element) {
+        r.buffers.push_back({name, kind, std::to_string(n), {static_cast<int64_t>(n)}, dtype, n * element});
+    };
+    const Batch nothing;
+    TensorF loss(nullptr, {1});
+    buffer("weights", "weights", dtype_name<floatX>(), sizeof(floatX));
+    if (o_.steps > 0) {
+        buffer("gradients", "gradients", dtype_name<floatX>(), sizeof(floatX));
+        buffer("m", "optimizer_m", "fp32", 4);
+        buffer("v", "optimizer_v", "fp32", 4);
+        if (State<floatX>::kHasMaster) buffer("master", "master", "fp32", 4);
+        train_plan_ = arena_.rehearse([&] { gpt_.forward_backward(nothing, o_.batch, o_.seq_len, keep_, 1, loss); });
+        update_plan_ = arena_.rehearse([&] { gpt_.gradient_norm(nullptr, loss); });
+        r.others.emplace_back("the gradient's norm", update_plan_);
+    }
+    r.buffers.push_back({"metrics", "workspace", "2", {2}, "fp32", 2 * sizeof(float)});
+    if (val_data_) {
+        evaluate_plan_ = arena_.rehearse([&] { gpt_.evaluate(nothing, o_.batch, o_.seq_len, 1, loss); });
+        r.others.emplace_back("validation", evaluate_plan_);
+    }
+    if (sample_length() > 0) {
+        const auto first = first_tokens();
+        sample_plan_ = arena_.rehearse([&] { gpt_.generate(first, sample_length(), [](const TensorX&) { return 0; }); });
+        r.others.emplace_back("sampling", sample_plan_);
+    }
+    r.train = train_plan_;
+    return r;
+}
+
+void Trainer::print_plan() const {
+    if (o_.json)
+        printf("%s\n", report_json(report_).dump(2).c_str());
+    else
+        print_report(stdout, report_);
+}
+
+// Fails unless there is a device for this binary.
+void check_device() {
+#ifdef SIMT_GPU
+    int count = 0;
+    const cudaError_t status = cudaGetDeviceCount(&count);
+    if (status != cudaSuccess || count == 0)
+        fail("this ./train is built for a GPU and none answers (%s); for the CPU: make DEVICE=cpu",
+             status == cudaSuccess ? "no device" : cudaGetErrorString(status));
+#endif
+}
+
+// Checks what can be checked, takes the memory, and loads or initialises the model.
+void Trainer::prepare() {
+    check_device();
+    if (!o_.out.empty()) check_writable(o_.out);
+    if (!o_.log.empty()) {
+        log_.reset(fopen(o_.log.c_str(), o_.resume.empty() ? "w" : "a"));
+        if (!log_) fail("--log %s: %s", o_.log.c_str(), strerror(errno));
+    }
+    print_plan();
+    if (o_.steps > 0) peak_flops_ = device_peak_flops<floatX>(stream_);
+    arena_.allocate({&train_plan_, &update_plan_, &evaluate_plan_, &sample_plan_});
+    metrics_memory_ = DeviceBuffer(2 * sizeof(float), "the metrics");
+    float* metrics = reinterpret_cast<float*>(metrics_memory_.data());
+    loss_ = TensorF(metrics, {1});
+    norm_ = TensorF(metrics + 1, {1});
+    state_.allocate(o_.steps > 0);
+    gpt_.bind(state_);
+    load();
+    if (data_) loader_.emplace(*data_, o_.seq_len, o_.seed, true);
+    if (val_data_) val_loader_.emplace(*val_data_, o_.seq_len, o_.seed, false);
+}
+
+void Trainer::load() {
+    if (!o_.resume.empty()) {
+        const Progress progress = read_progress(o_.resume);
+        load_training_state(state_, o_.resume);
+        first_step_ = progress.step;
+        first_sequence_ = progress.sequences;
+        last_save_ = o_.resume;
+        printf("resuming %s at step %lld\n", o_.resume.c_str(), static_cast<long long>(first_step_));
+    } else if (is_depth(o_.model)) {
+        initialize_weights(state_, o_.seed);
+    } else {
+        load_weights(state_, o_.model);
+    }
+}
+
+double Trainer::read_metric(int which) {
+    float value = 0;
+    copy_to_host(&value, (which ? norm_ : loss_).data(), sizeof value, stream_);
+    return value;
+}
+
+// `count` sequences from number `first` on; rows beyond them, up to a whole batch, do not count.
+Batch Trainer::read_batch(const SequenceLoader& loader, uint64_t first, uint64_t count) const {
+    const size_t T = static_cast<size_t>(o_.seq_len), B = static_cast<size_t>(o_.batch);
+    Batch b{std::vector<int>(B * T, 0), std::vector<int>(B * T, -1)};
+    const_cast<SequenceLoader&>(loader).fill(first, static_cast<int>(count), b.inputs.data(), b.targets.data());
+    return b;
+}
+
+void Trainer::train_step(int64_t step) {
+    Range range("step");
+    const Clock clock;
+    const uint64_t batch = static_cast<uint64_t>(o_.batch), micro = static_cast<uint64_t>(o_.grad_accum);
+    const float loss_scale = 1.f / (static_cast<float>(o_.batch) * static_cast<float>(o_.seq_len) *
+                                    static_cast<float>(o_.grad_accum));
+    device_fill(loss_.data(), 0, sizeof(float), stream_);
+    device_fill(state_.gradients(), 0, static_cast<size_t>(state_.layout.size()) * sizeof(floatX), stream_);
+    for (uint64_t k = 0; k < micro; k++) {
+        const uint64_t before = static_cast<uint64_t>(first_sequence_) + static_cast<uint64_t>(step - first_step_) * micro * batch;
+        const Batch b = read_batch(*loader_, before + k * batch, batch);
+        arena_.run(train_plan_, [&] { gpt_.forward_backward(b, o_.batch, o_.seq_len, keep_, loss_scale, loss_); });
+    }
+    arena_.run(update_plan_, [&] { gpt_.gradient_norm(state_.gradients(), norm_); });
+    const double rate = learning_rate(o_.schedule, step, o_.steps, o_.warmup, o_.lr, o_.min_lr);
+    {
+        Range update("update");
+        const AdamW adamw{static_cast<float>(rate),    static_cast<float>(o_.beta1),
+                          static_cast<float>(o_.beta2), static_cast<float>(o_.eps),
+                          static_cast<float>(o_.weight_decay), static_cast<float>(o_.clip), static_cast<int>(step + 1)};
+        for (const Unit& u : state_.layout.units())
+            adamw_update(adamw, state_.weights() + u.offset, state_.master() ? state_.master() + u.offset : nullptr,
+                         state_.gradients() + u.offset, state_.m() + u.offset, state_.v() + u.offset, norm_,
+                         u.decayed, u.size, stream_);
+    }
+    const double loss = read_metric(0), norm = read_metric(1);
+    if (!std::isfinite(loss) || !std::isfinite(norm))
+        fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s", static_cast<long long>(step),
+             loss, norm, last_save_.empty() ? "none" : last_save_.c_str());
+    print_step(step, loss, norm, rate, clock.seconds());
+}
+
+void Trainer::print_step(int64_t step, double loss, double norm, double rate, double seconds) {
+    const double tokens = static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum;
+    // 6 FLOPs a parameter and token (Kaplan et al., arXiv:2001.08361), and causal attention's 6 layers C T.
+    const double flops = tokens * (6.0 * static_cast<double>(report_.parameters) +
+                                   6.0 * config_.layers * config_.channels * static_cast<double>(o_.seq_len));
+    // The first step is slower: products are compiled. The time left follows the latest steps.
+    seconds_per_step_ = step <= first_step_ + 1 ? seconds : 0.9 * seconds_per_step_ + 0.1 * seconds;
+    const int64_t left = static_cast<int64_t>(seconds_per_step_ * static_cast<double>(o_.steps - step - 1));
+    printf("step %5lld/%lld %5.1f%% | loss %.6f | norm %.4f | lr %.3e | %8.2f ms | %8.0f tok/s | MFU %4.1f%% | %lld:%02lld left\n",
+           static_cast<long long>(step), static_cast<long long>(o_.steps),
+           100.0 * static_cast<double>(step + 1) / static_cast<double>(o_.steps), loss, norm, rate, seconds * 1e3,
+           tokens / seconds, 100.0 * flops / seconds / peak_flops_, static_cast<long long>(left / 60),
+           static_cast<long long>(left % 60));
+    fflush(stdout);
+    log_line({{"step", step}, {"loss", loss}, {"grad_norm", norm}, {"lr", rate}, {"ms", seconds * 1e3},
+              {"tokens_per_second", tokens / seconds}});
+}
+
+void Trainer::log_line(const nlohmann::ordered_json& line) {
+    if (!log_) return;
+    if (fprintf(log_.get(), "%s\n", line.dump().c_str()) < 0 || fflush(log_.get()) != 0)
+        fail("--log %s: %s", o_.log.c_str(), strerror(errno));
+}
+
+// The mean loss over the first --eval-batches batches of the validation data.
+double Trainer::validate() {
+    const uint64_t batch = static_cast<uint64_t>(o_.batch);
+    const uint64_t sequences = std::min(val_loader_->sequences_per_epoch(), batch * static_cast<uint64_t>(o_.eval_batches));
+    device_fill(loss_.data(), 0, sizeof(float), stream_);
+    const float scale = 1.f / (static_cast<float>(sequences) * static_cast<float>(o_.seq_len));
+    for (uint64_t first = 0; first < sequences; first += batch) {
+        const Batch b = read_batch(*val_loader_, first, std::min(batch, sequences - first));
+        arena_.run(evaluate_plan_, [&] { gpt_.evaluate(b, o_.batch, o_.seq_len, scale, loss_); });
+    }
+    return read_metric(0);
+}
+
+// Prints a continuation of the prompt. Token i of the sample after `step` draws random number (step, i).
+void Trainer::sample(int64_t step) {
+    const std::vector<int> first = first_tokens();
+    uint64_t i = 0;
+    auto print = [&](int token) {
+        if (tokenizer_)
+            fputs(tokenizer_->decode(token).c_str(), stdout);
+        else
+            printf("%d ", token);
+    };
+    printf("--- sample after %lld steps ---\n%s", static_cast<long long>(step), o_.prompt.c_str());
+    arena_.run(sample_plan_, [&] {
+        gpt_.generate(first, sample_length(), [&](const TensorX& device_logits) {
+            std::vector<floatX> narrow(static_cast<size_t>(config_.vocabulary));
+            copy_to_host(narrow.data(), device_logits.data(), narrow.size() * sizeof(floatX), stream_);
+            std::vector<float> logits(narrow.size());
+            for (size_t v = 0; v < logits.size(); v++) logits[v] = to_float(narrow[v]);
+            const double uniform = random_uniform(o_.seed, kSampleStream, static_cast<uint64_t>(step), i++);
+            const int token = sample_token(logits, o_.temperature, o_.top_k, uniform);
+            if (tokenizer_ && token == tokenizer_->end_of_text()) return -1;
+            print(token);
+            fflush(stdout);
+            return token;
+        });
+    });
+    printf("\n---\n");
+}
+
+void Trainer::save(int64_t steps_done) {
+    const bool folder = !is_depth(o_.model) && std::filesystem::exists(o_.model);
+    const int64_t read = first_sequence_ + (steps_done - first_step_) * o_.batch * o_.grad_accum;
+    const Progress progress{steps_done, read, kPrecision, o_.given};
+    save_checkpoint(o_.out, state_, progress, folder ? o_.model : o_.resume, o_.keep, o_.steps > 0);
+    last_save_ = o_.out;
+    printf("saved step %lld in %s\n", static_cast<long long>(steps_done), o_.out.c_str());
+}
+
+void Trainer::run() {
+    const size_t before = device_bytes_in_use();
+    prepare();
+    std::signal(SIGINT, on_interrupt);
+    int64_t step = first_step_;
+    auto validate_and_log = [&] {
+        const double loss = validate();
+        printf("step %5lld validation loss %.6f\n", static_cast<long long>(step), loss);
+        log_line({{"step", step}, {"val_loss", loss}});
+    };
+    auto is_time = [&](int64_t every) { return every > 0 && step > first_step_ && step % every == 0; };
+    for (; step < o_.steps && !interrupted; step++) {
+        if (val_data_ && is_time(o_.eval_every)) validate_and_log();
+        if (sample_length() > 0 && is_time(o_.sample_every)) sample(step);
+        if (is_time(o_.save_every)) save(step);
+        train_step(step);
+        if (step == first_step_)
+            printf("taken from the device: %.1f MiB; planned: %.1f MiB\n",
+                   static_cast<double>(device_bytes_in_use() - before) / 1048576.0,
+                   static_cast<double>(report_.total()) / 1048576.0);
+    }
+    if (interrupted) {
+        printf("interrupted after step %lld\n", static_cast<long long>(step - 1));
+        if (!o_.out.empty()) save(step);
+        return;
+    }
+    if (!o_.out.empty()) save(step);
+    if (val_data_ && o_.steps > 0) validate_and_log();
+    if (sample_length() > 0) sample(step);
+}
+
+int main(int argc, char** argv) {
+    try {
+        const Options options =
+            parse_options(argc, argv, [](const std::string& folder) { return read_progress(folder).options; });
+        if (options.threads > 0) omp_set_num_threads(options.threads);
+        Trainer trainer(options);
+        if (options.plan)
+            trainer.print_plan();
+        else
+            trainer.run();
+    } catch (const UserError& e) {
+        fprintf(stderr, "train: %s\n", e.what());
+        return 2;
+    } catch (const std::bad_alloc&) {
+        fprintf(stderr, "train: out of host memory\n");
+        return 2;
+    }
+    return 0;
+}

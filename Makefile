@@ -37,8 +37,6 @@ ifeq ($(filter bf16 fp32,$(PRECISION)),)
 endif
 
 BUILD := build/$(DEVICE)-$(PRECISION)
-DEFINES_bf16 := -DLLMC_BF16
-DEFINES := $(DEFINES_$(PRECISION))
 
 # Without -fno-math-errno -fno-trapping-math the loops of the fast CPU build stay scalar.
 WARNINGS := -Wall -Wextra -Werror
@@ -58,20 +56,127 @@ NVCCFLAGS := -std=c++20 -O3 -I. -MMD -MP -Werror all-warnings -Xcompiler -Wall,-
              -Xptxas -v,-warn-spills,-warn-lmem-usage $(GENCODE)
 CUDA_LIBS := -lcublasLt -lcublas -lpcre2-8 -lgomp
 
-.PHONY: all test test-unit test-python deps bench format clean help fuzz FORCE
+
+.PHONY: all deps test test-deps unit-tests python-tests cuda-build fuzz format clean help FORCE
 all: train
 
-# ./train is the binary of the configuration asked for last.
+# ./train is a link to the binary of the configuration asked for last.
 train: $(BUILD)/train FORCE
-	@cmp -s $< $@ || { ln -sf $< $@; }
+	@ln -sfn $< $@
 	@echo "./train: DEVICE=$(DEVICE) ($(WHY)), PRECISION=$(PRECISION)"
 
-$(BUILD)/train: build/%-$(PRECISION)/train: train_gpt.cu Makefile
+build/cpu-fp32/train: DEFINES :=
+build/cpu-bf16/train: DEFINES := -DLLMC_BF16
+build/cpu-fp32/train build/cpu-bf16/train: train_gpt.cu Makefile
 	@mkdir -p $(@D)
-ifeq ($(DEVICE),cuda)
-	$(NVCC) $(NVCCFLAGS) $(DEFINES) -MF $@.d -MT $@ $< -o $@ $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; rm -f $@; exit 1; }
-else
 	$(CXX) -x c++ $(CXXFLAGS) $(NVTX_INCLUDE) $(DEFINES) -MF $@.d -MT $@ $< -o $@ $(CPU_LIBS)
+
+# The compiler's report of registers and spills is kept beside the binary; a spill is an error.
+build/cuda-fp32/train: DEFINES :=
+build/cuda-bf16/train: DEFINES := -DLLMC_BF16
+build/cuda-fp32/train build/cuda-bf16/train: train_gpt.cu Makefile
+	@mkdir -p $(@D)
+	$(NVCC) $(NVCCFLAGS) $(DEFINES) -MF $@.d -MT $@ $< -o $@ $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; rm -f $@; exit 1; }
+
+# Debian's packages. With deps, building and training; test-deps adds what the tests need, Python's side in .venv.
+DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libpcre2-dev
+TEST_DEPS := $(DEPS) libgtest-dev python3-venv clang libclang-rt-dev
+SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
+define install
+	@missing=$$(for p in $(1); do dpkg-query -W -f='$${Status}' $$p 2>/dev/null | grep -q 'ok installed' || echo $$p; done); \
+	if [ -n "$$missing" ]; then echo "installing" $$missing; \
+	  $(SUDO) apt-get update -qq && DEBIAN_FRONTEND=noninteractive $(SUDO) apt-get install -y -qq $$missing >/dev/null; fi
+endef
+deps:
+	$(call install,$(DEPS))
+test-deps:
+	$(call install,$(TEST_DEPS))
+	@dev/venv.sh
+
+# The tests of kernels run in each build of the one source; on a GPU, in that.
+KERNEL_TESTS := test_kernels test_attention test_matmul
+HOST_TESTS := test_files test_dataset test_tokenizer test_checkpoint test_arena test_host
+FAITHFUL := -DSIMT_LANES=32
+ifeq ($(DEVICE),cuda)
+  UNIT_TESTS := $(KERNEL_TESTS:%=build/test/cuda/%) $(HOST_TESTS:%=build/test/fast/%)
+else
+  UNIT_TESTS := $(HOST_TESTS:%=build/test/fast/%) $(KERNEL_TESTS:%=build/test/fast/%) \
+      $(foreach b,faithful asan tsan,$(filter-out build/test/tsan/test_matmul,$(KERNEL_TESTS:%=build/test/$(b)/%)) build/test/$(b)/test_simt)
+endif
+TEST_LIBS := -lgtest -lgtest_main $(CPU_LIBS)
+build/test/fast/%: FLAGS := $(CXXFLAGS)
+build/test/faithful/%: FLAGS := $(CXXFLAGS) $(FAITHFUL)
+build/test/asan/%: FLAGS := $(CXX_COMMON) -O1 -g -march=native -fsanitize=address $(FAITHFUL)
+build/test/tsan/%: FLAGS := $(CXX_COMMON) -O1 -g -march=native -fsanitize=thread $(FAITHFUL)
+define cpu_test
+build/test/$(1)/%: test/%.cpp Makefile
+	@mkdir -p $$(@D)
+	$(CXX) -x c++ $$(FLAGS) -MF $$@.d -MT $$@ $$< -o $$@ $(TEST_LIBS)
+endef
+$(foreach b,fast faithful asan tsan,$(eval $(call cpu_test,$(b))))
+build/test/cuda/%: test/%.cpp Makefile
+	@mkdir -p $(@D)
+	$(NVCC) -x cu $(NVCCFLAGS) -MF $@.d -MT $@ $< -o $@ -lgtest -lgtest_main $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; exit 1; }
+
+test: test-deps
+	+$(MAKE) --no-print-directory -j$$(nproc) DEVICE=$(DEVICE) build-tests
+	$(MAKE) --no-print-directory DEVICE=$(DEVICE) unit-tests python-tests
+
+.PHONY: build-tests
+ifeq ($(DEVICE),cuda)
+TRAINERS := build/cuda-fp32/train build/cuda-bf16/train
+build-tests: $(UNIT_TESTS) $(TRAINERS)
+else
+TRAINERS := build/cpu-fp32/train build/cpu-bf16/train
+build-tests: $(UNIT_TESTS) $(TRAINERS) build/test/tsan/race_probe cuda-build fuzz-build
 endif
 
--include $(wildcard build/*/*.d)
+unit-tests: $(UNIT_TESTS)
+	@for t in $(UNIT_TESTS); do echo "== $$t"; $$t --gtest_brief=1 || exit 1; done
+ifeq ($(DEVICE),cpu)
+	@$(MAKE) --no-print-directory race-probe fuzz
+endif
+
+# ThreadSanitizer must find a planted missing barrier, and nothing where none is missing.
+.PHONY: race-probe fuzz-build
+race-probe: build/test/tsan/race_probe
+	@$< none >/dev/null 2>&1 || { echo "race_probe: a race was reported where there is none"; exit 1; }
+	@! $< missing >/dev/null 2>&1 || { echo "race_probe: the missing barrier was not found"; exit 1; }
+	@echo "== race_probe: the planted missing barrier is found"
+
+# The CUDA build compiles, and nothing spills. Without a CUDA Toolkit there is nothing to check.
+cuda-build:
+ifneq ($(wildcard $(CUDA_HOME)/bin/nvcc),)
+	+@$(MAKE) --no-print-directory DEVICE=cuda build/cuda-bf16/train build/cuda-fp32/train
+	@! grep -hE '[1-9][0-9]* bytes (stack frame|spill)' build/cuda-*/train.log || { echo "cuda-build: kernels spill"; exit 1; }
+	@echo "== cuda-build: $$(cat build/cuda-*/train.log | grep -c 'Used .* registers') kernels, none spills"
+else
+	@echo "== cuda-build: skipped, no CUDA Toolkit here"
+endif
+
+FUZZ_SECONDS ?= 10
+FUZZERS := $(patsubst %,build/test/fuzz/fuzz_%,safetensors shards json)
+fuzz-build: $(FUZZERS)
+build/test/fuzz/%: test/%.cpp Makefile
+	@mkdir -p $(@D)
+	clang++ -std=c++20 -Wall -Wextra -Werror -I. -MMD -MP -MF $@.d -MT $@ -g -O1 -fsanitize=fuzzer,address $< -o $@
+fuzz: $(FUZZERS)
+	@python3 test/fuzz_seeds.py build/fuzz
+	@for f in safetensors shards json; do \
+	  build/test/fuzz/fuzz_$$f -max_total_time=$(FUZZ_SECONDS) -verbosity=0 -print_final_stats=0 build/fuzz/$$f > build/fuzz/$$f.log 2>&1 || \
+	  { tail -40 build/fuzz/$$f.log; exit 1; }; echo "== fuzz_$$f: $(FUZZ_SECONDS) s, nothing found"; done
+
+python-tests: $(TRAINERS)
+	@dev/venv.sh
+	TRAIN_BINARIES="$(TRAINERS)" $(PYTHON) -m pytest -q test
+
+format:
+	clang-format -i train_gpt.cu llmc/*.h llmc/*.cuh test/*.cpp test/*.h
+
+clean:
+	rm -rf build train
+
+help:
+	@sed -n 's/^# \?//p' Makefile | head -6
+
+-include $(wildcard build/*/*.d build/test/*/*.d)

@@ -87,12 +87,12 @@ __global__ void __launch_bounds__(kBlockThreads)
     const int t = blockIdx.x * warps_per_block() + warp();
     if (t >= seq_len) return;
     for (int c = lane() * N; c < C; c += kLanes * N) {
-        Packed<T, N> o = load<N>(dwpe + int64_t{t} * C + c);
         Accumulator<N> sum;
         for (int b = 0; b < batch; b++) {
             const Packed<T, N> d = load<N>(dout + (int64_t{b} * seq_len + t) * C + c);
             for (int k = 0; k < N; k++) sum[k] += d[k];
         }
+        Packed<T, N> o = load<N>(dwpe + int64_t{t} * C + c);
         for (int k = 0; k < N; k++) o.set(k, o[k] + sum[k]);
         store(dwpe + int64_t{t} * C + c, o);
     }

@@ -1,0 +1,96 @@
+// Matrix products in every form the trainer uses, against double precision.
+#include "llmc/matmul.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "test/kernel_test.h"
+
+namespace {
+
+struct Case {
+    int64_t m, n, k;
+    bool transpose_a, transpose_b, accumulate, bias, gelu, gelu_input;
+};
+
+double gelu(double x) { return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))); }
+double gelu_slope(double x) { return (gelu(x + 1e-5) - gelu(x - 1e-5)) / 2e-5; }
+
+template <class T>
+void check(const Case& c) {
+    SCOPED_TRACE(testing::Message() << c.m << "x" << c.n << "x" << c.k << " ta" << c.transpose_a << " tb" << c.transpose_b
+                                    << " acc" << c.accumulate << " bias" << c.bias << " gelu" << c.gelu << " dgelu"
+                                    << c.gelu_input);
+    const auto size = [](int64_t rows, int64_t columns) { return static_cast<size_t>(rows * columns); };
+    const auto a = random_values<T>(size(c.m, c.k), 1, 1), b = random_values<T>(size(c.k, c.n), 1, 2);
+    const auto bias = random_values<T>(size(1, c.n), 1, 3), x = random_values<T>(size(c.m, c.n), 1, 4);
+    const auto start = c.accumulate ? random_values<T>(size(c.m, c.n), 1, 5) : poisoned<T>(size(c.m, c.n));
+    std::vector<double> want(size(c.m, c.n));
+    for (int64_t i = 0; i < c.m; i++)
+        for (int64_t j = 0; j < c.n; j++) {
+            double sum = 0;
+            for (int64_t l = 0; l < c.k; l++)
+                sum += double{to_float(a[size(1, c.transpose_a ? l * c.m + i : i * c.k + l)])} *
+                       double{to_float(b[size(1, c.transpose_b ? j * c.k + l : l * c.n + j)])};
+            const size_t at = size(1, i * c.n + j);
+            if (c.bias) sum += to_float(bias[size(1, j)]);
+            if (c.accumulate) sum += to_float(start[at]);
+            if (c.gelu) sum = gelu(sum);
+            if (c.gelu_input) sum *= gelu_slope(to_float(x[at]));
+            want[at] = sum;
+        }
+    DeviceArray<T> device_a(a), device_b(b), device_bias(bias), device_x(x), device_out(start);
+    auto ta = device_a.tensor(c.transpose_a ? Shape{c.k, c.m} : Shape{c.m, c.k});
+    auto tb = device_b.tensor(c.transpose_b ? Shape{c.n, c.k} : Shape{c.k, c.n});
+    auto out = device_out.tensor({c.m, c.n}), t_bias = device_bias.tensor({c.n}), t_x = device_x.tensor({c.m, c.n});
+    MatmulOptions<T> options;
+    options.transpose_a = c.transpose_a;
+    options.transpose_b = c.transpose_b;
+    options.accumulate = c.accumulate;
+    options.gelu = c.gelu;
+    if (c.bias) options.bias = &t_bias;
+    if (c.gelu_input) options.gelu_input = &t_x;
+    Arena arena;
+    auto multiply = [&] { matmul(arena, Stream{}, out, ta, tb, options); };
+    Plan plan = arena.rehearse(multiply);
+    arena.allocate({&plan});
+    arena.run(plan, multiply);
+    EXPECT_LT(relative_error(device_out.download(), want), tolerance<T>());
+}
+
+template <class T>
+class Matmul : public testing::Test {};
+using Types = testing::Types<float, bf16>;
+TYPED_TEST_SUITE(Matmul, Types);
+
+TYPED_TEST(Matmul, EveryFormOfTheStep) {
+    const int64_t shapes[][3] = {{64, 192, 64}, {37, 72, 24}, {1, 256, 64}, {33, 5, 7}, {130, 128, 300}, {1, 1, 1}};
+    for (const auto& [m, n, k] : shapes) {
+        check<TypeParam>({m, n, k, false, false, false, true, false, false});   // a linear layer
+        check<TypeParam>({m, n, k, false, false, false, true, true, false});    // with GELU
+        check<TypeParam>({m, n, k, false, true, false, false, false, false});   // logits, input gradients
+        check<TypeParam>({m, n, k, false, true, false, false, false, true});    // through GELU's gradient
+        check<TypeParam>({m, n, k, true, false, true, false, false, false});    // weight gradients
+        check<TypeParam>({m, n, k, false, false, false, false, false, false});  // the head's input gradient
+    }
+}
+
+TYPED_TEST(Matmul, GivesTheSameBitsEveryTime) {
+    const int64_t m = 70, n = 90, k = 110;
+    DeviceArray<TypeParam> a(random_values<TypeParam>(m * k, 1, 1)), b(random_values<TypeParam>(k * n, 1, 2));
+    std::vector<TypeParam> first;
+    for (int turn = 0; turn < 3; turn++) {
+        DeviceArray<TypeParam> c(poisoned<TypeParam>(m * n));
+        auto out = c.tensor({m, n});
+        Arena arena;
+        auto multiply = [&] { matmul(arena, Stream{}, out, a.tensor({m, k}), b.tensor({k, n})); };
+        Plan plan = arena.rehearse(multiply);
+        arena.allocate({&plan});
+        arena.run(plan, multiply);
+        const auto got = c.download();
+        if (turn == 0) first = got;
+        EXPECT_EQ(0, memcmp(first.data(), got.data(), got.size() * sizeof(TypeParam)));
+    }
+}
+}  // namespace

@@ -1,0 +1,138 @@
+// kernel_test.h - what the tests of kernels share: arrays on the device, inputs, errors, and every order of threads.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "llmc/arena.h"  // defines what a tensor does at its end
+#include "llmc/random.h"
+#include "llmc/tensor.h"
+
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#endif
+
+#if defined(SIMT_LANES) && SIMT_LANES == 32
+constexpr bool kFaithful = true;
+#else
+constexpr bool kFaithful = false;
+#endif
+#if defined(__SANITIZE_THREAD__)
+constexpr bool kThreadSanitizer = true;  // slow: tests take smaller shapes
+#else
+constexpr bool kThreadSanitizer = false;
+#endif
+
+// Elements in device memory. AddressSanitizer sees accesses right before and right after them.
+template <class T>
+class DeviceArray {
+  public:
+    explicit DeviceArray(size_t size) : size_(size), buffer_(bytes() + 2 * kGuard, "a test") {
+#if defined(__SANITIZE_ADDRESS__)
+        __asan_poison_memory_region(buffer_.data(), kGuard);
+        __asan_poison_memory_region(buffer_.data() + kGuard + bytes(), kGuard);
+#endif
+    }
+    explicit DeviceArray(const std::vector<T>& host) : DeviceArray(host.size()) {
+        copy_to_device(data(), host.data(), bytes(), Stream{});
+    }
+    DeviceArray(const DeviceArray&) = delete;
+#if defined(__SANITIZE_ADDRESS__)
+    ~DeviceArray() { __asan_unpoison_memory_region(buffer_.data(), buffer_.bytes()); }
+#endif
+
+    T* data() const { return reinterpret_cast<T*>(buffer_.data() + kGuard); }
+    size_t size() const { return size_; }
+    std::vector<T> download() const {
+        std::vector<T> host(size_);
+        copy_to_host(host.data(), data(), bytes(), Stream{});
+        return host;
+    }
+    Tensor<T> tensor(Shape shape) const {
+        assert(shape.size() == static_cast<int64_t>(size_));
+        return Tensor<T>(data(), shape);
+    }
+
+  private:
+    static constexpr size_t kGuard = 256;
+    size_t bytes() const { return size_ * sizeof(T); }
+    size_t size_;
+    DeviceBuffer buffer_;
+};
+
+// n normal numbers of standard deviation `scale`.
+template <class T>
+std::vector<T> random_values(size_t n, double scale, uint64_t seed) {
+    std::vector<T> values(n);
+    for (size_t i = 0; i < n; i++) values[i] = from_float<T>(static_cast<float>(scale * random_normal(seed, i)));
+    return values;
+}
+
+// n NaNs, for outputs: an element that is not written, or read before it is, shows.
+template <class T>
+std::vector<T> poisoned(size_t n) {
+    return std::vector<T>(n, from_float<T>(std::numeric_limits<float>::quiet_NaN()));
+}
+
+template <class T>
+std::vector<double> to_doubles(const std::vector<T>& values) {
+    std::vector<double> doubles(values.size());
+    for (size_t i = 0; i < values.size(); i++) doubles[i] = double{to_float(values[i])};
+    return doubles;
+}
+
+// |got - want| / |want| by the Euclidean norm, |got| where `want` is all zeros. A NaN in either gives a NaN, which
+// compares below no tolerance.
+template <class T>
+double relative_error(const std::vector<T>& got, const std::vector<double>& want) {
+    if (got.size() != want.size()) return std::numeric_limits<double>::infinity();
+    double difference = 0, size = 0;
+    for (size_t i = 0; i < want.size(); i++) {
+        const double d = double{to_float(got[i])} - want[i];
+        difference += d * d;
+        size += want[i] * want[i];
+    }
+    return std::sqrt(size == 0 ? difference : difference / size);
+}
+
+// The relative error that rounding inputs and outputs to T explains.
+template <class T>
+constexpr double tolerance() { return std::is_same_v<T, float> ? 1e-5 : 1e-2; }
+
+// The bytes of some vectors, one after the other.
+template <class... T>
+std::vector<unsigned char> bytes_of(const std::vector<T>&... values) {
+    std::vector<unsigned char> bytes;
+    auto append = [&bytes](const auto& v) {
+        const auto* first = reinterpret_cast<const unsigned char*>(v.data());
+        bytes.insert(bytes.end(), first, first + v.size() * sizeof(v[0]));
+    };
+    (append(values), ...);
+    return bytes;
+}
+
+// Runs run(), which launches kernels and returns the bytes of what they wrote. In the faithful build again with the
+// threads in other orders and dynamic shared memory poisoned: the bytes must be the same.
+template <class Run>
+void for_each_order(Run&& run) {
+#if defined(SIMT_LANES) && SIMT_LANES == 32
+    using simt::Order;
+    const simt::Config before = simt::config;
+    simt::config = {Order::Forward, 1, true};
+    const std::vector<unsigned char> first = run();
+    EXPECT_FALSE(first.empty());
+    simt::config = {Order::Reverse, 1, true};
+    EXPECT_TRUE(run() == first) << "other bits when threads run in reverse order";
+    for (unsigned seed = 1; seed <= 3; seed++) {
+        simt::config = {Order::Random, seed, true};
+        EXPECT_TRUE(run() == first) << "other bits when threads run in random order " << seed;
+    }
+    simt::config = before;
+#else
+    EXPECT_FALSE(run().empty());
+#endif
+}

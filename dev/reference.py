@@ -317,7 +317,6 @@ class Trainer:
         self.options = options
         self.model, config = load_model(options.model)
         self.vocab_size = config["vocab_size"]
-        options.seq_len = options.seq_len or min(64, config["n_positions"])
         if options.seq_len > config["n_positions"]:
             fail(f"--seq-len {options.seq_len}: the model has {config['n_positions']} positions")
         train, self.val_streams = load_data(options.data, options.val_data)
@@ -410,13 +409,13 @@ def parse_options(arguments):
     add("--model", required=True, help="Hugging Face folder: config.json, model.safetensors")
     add("--data", required=True, nargs="+", action="extend", help="training .bin shards or text files, or globs")
     add("--val-data", nargs="+", action="extend", help="validation files or globs")
-    add("--batch", type=positive, default=4, help="sequences in a micro-batch")
-    add("--seq-len", type=positive, help="tokens in a sequence; none: 64, or the model's positions if fewer")
+    add("--batch", type=positive, default=8, help="sequences in a micro-batch")
+    add("--seq-len", type=positive, default=256, help="tokens in a sequence")
     add("--grad-accum", type=positive, default=1, help="micro-batches in a step")
-    add("--steps", type=whole, default=20)
-    add("--lr", type=real, default=3e-4, help="highest learning rate")
+    add("--steps", type=whole, default=150)
+    add("--lr", type=real, default=1e-3, help="highest learning rate")
     add("--min-lr", type=real, default=0.0, help="learning rate at the schedule's end")
-    add("--warmup", type=whole, default=0, help="steps of linear warm-up")
+    add("--warmup", type=whole, default=10, help="steps of linear warm-up")
     add("--schedule", choices=("cosine", "linear", "constant", "wsd"), default="cosine")
     add("--weight-decay", type=real, default=0.1, help="of matrices only")
     add("--beta1", type=real, default=0.9)

@@ -34,41 +34,58 @@ struct Options {
     std::string resume;
     int threads = 0;
 
-    // The options given on the command line, by name, as they were written: what a save remembers for a resume.
+    // The options given on the command line, by name, as they were written: what a save remembers for a
+    // resume.
     std::map<std::string, std::vector<std::string>> given;
     bool has(const std::string& name) const { return given.count(name) > 0; }
 };
 
+// Accepts a number from low to high: unlike CLI::Range, not "nan".
+inline CLI::Validator between(double low, double high) {
+    return CLI::Validator(
+        [=](const std::string& text) -> std::string {
+            char* end = nullptr;
+            const double value = strtod(text.c_str(), &end);
+            if (!text.empty() && *end == '\0' && value >= low && value <= high) return "";
+            return format("%s is not a number from %g to %g", text.c_str(), low, high);
+        },
+        "");
+}
+
 // Declares every option on the parser, bound to `o`.
 inline void declare_options(CLI::App& app, Options& o) {
     const int most = 1 << 30;
-    const double infinity = std::numeric_limits<double>::infinity();
     const std::string model = "Model and data", optimizer = "Optimizer", memory = "Memory", run = "Run",
                       sampling = "Sampling", saving = "Saving";
     app.add_option("--model", o.model, "dN: a new GPT-2 of N layers; or a Hugging Face folder")->group(model);
     app.add_option("--data", o.data, "text files, or token shards (.bin); globs")->group(model);
-    app.add_option("--val-data", o.val_data, "the same for validation; else a text's last tenth")->group(model);
-    app.add_option("--batch", o.batch, "sequences in a micro-batch")->check(CLI::Range(1, most))->group(model);
-    app.add_option("--seq-len", o.seq_len, "tokens in a sequence")->check(CLI::Range(1, most))->group(model);
-    app.add_option("--grad-accum", o.grad_accum, "micro-batches in a step")->check(CLI::Range(1, most))->group(model);
+    app.add_option("--val-data", o.val_data, "the same for validation; else a text's last tenth")
+        ->group(model);
+    app.add_option("--batch", o.batch, "sequences in a micro-batch")->check(between(1, most))->group(model);
+    app.add_option("--seq-len", o.seq_len, "tokens in a sequence")->check(between(1, most))->group(model);
+    app.add_option("--grad-accum", o.grad_accum, "micro-batches in a step")
+        ->check(between(1, most))
+        ->group(model);
     app.add_option("--seed", o.seed, "of initial weights, data order and samples")->group(model);
 
     app.add_option("--steps", o.steps, "updates in all; 0 only initialises or generates")
-        ->check(CLI::Range(int64_t{0}, int64_t{1} << 40))
+        ->check(between(0, 1e12))
         ->group(optimizer);
-    app.add_option("--lr", o.lr, "the highest learning rate")->check(CLI::Range(0.0, 1e3))->group(optimizer);
-    app.add_option("--min-lr", o.min_lr, "the rate at the end")->check(CLI::Range(0.0, 1e3))->group(optimizer);
-    app.add_option("--warmup", o.warmup, "steps of rising rate")
-        ->check(CLI::Range(int64_t{0}, int64_t{1} << 40))
-        ->group(optimizer);
+    app.add_option("--lr", o.lr, "the highest learning rate")->check(between(0.0, 1e3))->group(optimizer);
+    app.add_option("--min-lr", o.min_lr, "the rate at the end")->check(between(0.0, 1e3))->group(optimizer);
+    app.add_option("--warmup", o.warmup, "steps of rising rate")->check(between(0, 1e12))->group(optimizer);
     app.add_option("--schedule", o.schedule, "after the warm-up")
         ->check(CLI::IsMember({"constant", "cosine", "linear", "wsd"}))
         ->group(optimizer);
-    app.add_option("--weight-decay", o.weight_decay, "AdamW's, of matrices")->check(CLI::Range(0.0, 1e3))->group(optimizer);
-    app.add_option("--beta1", o.beta1, "AdamW's")->check(CLI::Range(0.0, 0.999999))->group(optimizer);
-    app.add_option("--beta2", o.beta2, "AdamW's")->check(CLI::Range(0.0, 0.9999999))->group(optimizer);
-    app.add_option("--eps", o.eps, "AdamW's")->check(CLI::Range(1e-20, 1.0))->group(optimizer);
-    app.add_option("--clip", o.clip, "the gradient's largest norm; 0: any")->check(CLI::Range(0.0, infinity))->group(optimizer);
+    app.add_option("--weight-decay", o.weight_decay, "AdamW's, of matrices")
+        ->check(between(0.0, 1e3))
+        ->group(optimizer);
+    app.add_option("--beta1", o.beta1, "AdamW's")->check(between(0.0, 0.999999))->group(optimizer);
+    app.add_option("--beta2", o.beta2, "AdamW's")->check(between(0.0, 0.9999999))->group(optimizer);
+    app.add_option("--eps", o.eps, "AdamW's")->check(between(1e-20, 1.0))->group(optimizer);
+    app.add_option("--clip", o.clip, "the gradient's largest norm; 0: any")
+        ->check(between(0.0, 1e30))
+        ->group(optimizer);
 
     app.add_option("--recompute", o.recompute, "what backward makes again; norm includes gelu")
         ->check(CLI::IsMember({"none", "gelu", "norm"}))
@@ -78,24 +95,30 @@ inline void declare_options(CLI::App& app, Options& o) {
 
     app.add_option("--log", o.log, "a file of JSON lines, one a step")->group(run);
     app.add_option("--eval-every", o.eval_every, "steps between validations; 0: at the end")
-        ->check(CLI::Range(int64_t{0}, int64_t{1} << 40))
+        ->check(between(0, 1e12))
         ->group(run);
-    app.add_option("--eval-batches", o.eval_batches, "batches in one")->check(CLI::Range(1, most))->group(run);
-    app.add_option("--threads", o.threads, "CPU threads; 0: all")->check(CLI::Range(0, 4096))->group(run);
+    app.add_option("--eval-batches", o.eval_batches, "batches in one")->check(between(1, most))->group(run);
+    app.add_option("--threads", o.threads, "CPU threads; 0: all")->check(between(0, 4096))->group(run);
 
     app.add_option("--sample-every", o.sample_every, "steps between samples; 0: at the end")
-        ->check(CLI::Range(int64_t{0}, int64_t{1} << 40))
+        ->check(between(0, 1e12))
         ->group(sampling);
-    app.add_option("--sample-tokens", o.sample_tokens, "tokens to sample; 0: none")->check(CLI::Range(0, most))->group(sampling);
+    app.add_option("--sample-tokens", o.sample_tokens, "tokens to sample; 0: none")
+        ->check(between(0, most))
+        ->group(sampling);
     app.add_option("--prompt", o.prompt, "what a sample starts with")->group(sampling);
-    app.add_option("--temperature", o.temperature, "0: always the likeliest")->check(CLI::Range(0.0, 1e3))->group(sampling);
-    app.add_option("--top-k", o.top_k, "sample among the K likeliest; 0: all")->check(CLI::Range(0, most))->group(sampling);
+    app.add_option("--temperature", o.temperature, "0: always the likeliest")
+        ->check(between(0.0, 1e3))
+        ->group(sampling);
+    app.add_option("--top-k", o.top_k, "sample among the K likeliest; 0: all")
+        ->check(between(0, most))
+        ->group(sampling);
 
     app.add_option("--out", o.out, "a folder for saves, in Hugging Face's format")->group(saving);
     app.add_option("--save-every", o.save_every, "steps between saves; 0: at the end")
-        ->check(CLI::Range(int64_t{0}, int64_t{1} << 40))
+        ->check(between(0, 1e12))
         ->group(saving);
-    app.add_option("--keep", o.keep, "saves to keep; 0: all")->check(CLI::Range(0, most))->group(saving);
+    app.add_option("--keep", o.keep, "saves to keep; 0: all")->check(between(0, most))->group(saving);
     app.add_option("--resume", o.resume, "go on from a save; its options hold unless given")->group(saving);
 }
 
@@ -103,24 +126,28 @@ inline void declare_options(CLI::App& app, Options& o) {
 inline void check_options(const Options& o) {
     if (o.json && !o.plan) fail("--json is the format of --plan; for a training's figures use --log FILE");
     if (o.min_lr > o.lr) fail("--min-lr %g is above --lr %g", o.min_lr, o.lr);
-    if (o.save_every > 0 && o.out.empty()) fail("--save-every %lld needs --out DIR", static_cast<long long>(o.save_every));
+    if (o.save_every > 0 && o.out.empty())
+        fail("--save-every %lld needs --out DIR", static_cast<long long>(o.save_every));
     if (!o.val_data.empty() && o.data.empty()) fail("--val-data needs --data");
     if (int64_t{o.batch} * o.seq_len > (1 << 30))
-        fail("--batch %d x --seq-len %d: more than 2^30 tokens in a micro-batch; use --grad-accum", o.batch, o.seq_len);
+        fail("--batch %d x --seq-len %d: more than 2^30 tokens in a micro-batch; use --grad-accum", o.batch,
+             o.seq_len);
 }
 
-// Reads the command line. `saved` is asked, for a resume, for the options of that save; those not given now hold.
-// Prints the help and exits when asked for it; fails on what is wrong.
+// Reads the command line. `saved` is asked, for a resume, for the options of that save; those not given now
+// hold. Prints the help and exits when asked for it; fails on what is wrong.
 template <class Saved>
 Options parse_options(int argc, char** argv, Saved&& saved) {
     Options o;
     CLI::App app("Trains a GPT in the memory you have, and says beforehand what it takes.");
     app.get_formatter()->column_width(28);
     app.set_help_flag("--help", "this list");
+    app.option_defaults()->always_capture_default();
     declare_options(app, o);
     auto given = [&] {
         for (const CLI::Option* option : app.get_options())
-            if (option->count() > 0 && option->get_name() != "--help") o.given[option->get_name()] = option->results();
+            if (option->count() > 0 && option->get_name() != "--help")
+                o.given[option->get_name()] = option->results();
     };
     try {
         app.parse(argc, argv);

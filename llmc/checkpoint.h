@@ -1,0 +1,410 @@
+// checkpoint.h - the model and the training on disk: loaded, begun, saved and resumed.
+//
+// A folder OUT of saves opens as a Hugging Face model, and so does each save in it:
+//
+//   OUT/step-00000200/       config.json, generation_config.json, model.safetensors, the tokenizer's files,
+//   and
+//                            to resume from: trainer_state.json, trainer_state.safetensors
+//   OUT/latest            -> step-00000200
+//   OUT/model.safetensors -> latest/model.safetensors, and the same for each other file
+//
+// A save is written as step-*.tmp, synced, and renamed; then `latest` is renamed over, which switches every
+// file of OUT at once. A process killed or a machine stopped at any moment leaves the last save whole, and
+// OUT pointing at it. Which tensors there are, and their names and shapes, the Layout says (model.h).
+//
+// Copies to and from the device use the default stream: kernels on other streams must be done by then.
+#pragma once
+
+#include <algorithm>
+#include <cassert>
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <set>
+#include <string>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "llmc/file.h"
+#include "llmc/safetensors.h"
+#include "llmc/state.h"
+
+// What a run needs to go on, beside the tensors.
+struct Progress {
+    int64_t step = 0;       // optimizer steps done
+    int64_t sequences = 0;  // sequences of the training data read
+    std::string precision;  // of the build that saved: "fp32" or "bf16"; save_checkpoint() fills it in
+    nlohmann::json options = nlohmann::json::object();  // the run's, for the resumed run to compare
+};
+
+// Host copies of device memory hold at most this many elements.
+constexpr int64_t kChunkElements = int64_t{4} << 20;
+
+// Calls f(first, count) for one chunk after another of n elements.
+template <class F>
+void for_each_chunk(int64_t n, F f) {
+    for (int64_t first = 0; first < n; first += kChunkElements) f(first, std::min(kChunkElements, n - first));
+}
+
+// The shape in a file, as safetensors.h wants it.
+inline std::vector<int64_t> file_shape(const Parameter& p) {
+    return {p.shape.dims, p.shape.dims + p.shape.count};
+}
+
+// The dtype of a file's tensors that have a buffer's bits.
+template <class E>
+constexpr FileType kFileType = std::is_same_v<E, float> ? FileType::F32 : FileType::BF16;
+
+// Buffers of all parameters that one file holds, each with the prefix of its tensors' names there.
+template <class E>
+using Buffers = std::vector<std::pair<std::string, E*>>;
+
+template <class T>
+Buffers<T> weight_buffers(const State<T>& state) {
+    return {{"transformer.", state.weights()}};
+}
+template <class T>
+Buffers<float> training_buffers(const State<T>& state) {
+    assert(state.m() && state.v());
+    Buffers<float> buffers = {{"m.", state.m()}, {"v.", state.v()}};
+    if (state.master()) buffers.emplace_back("master.", state.master());
+    return buffers;
+}
+
+// Sets the weights from element `at` on to fp32 values: rounded in the weights, in full in the master copy.
+template <class T>
+void put_weights(State<T>& state, int64_t at, const std::vector<float>& values) {
+    std::vector<T> rounded(values.size());
+    for (size_t i = 0; i < values.size(); i++) rounded[i] = from_float<T>(values[i]);
+    copy_to_device(state.weights() + at, rounded.data(), rounded.size() * sizeof(T), {});
+    if (state.master()) copy_to_device(state.master() + at, values.data(), values.size() * sizeof(float), {});
+}
+
+// The sizes of the model in a folder. Fails when there is no folder or no config.json in it, or when that is
+// damaged or describes no GPT-2.
+inline GptConfig read_model_config(const std::string& folder) {
+    const std::string file = folder + "/config.json";
+    if (!file_exists(file)) fail("--model %s: is not a folder with config.json", folder.c_str());
+    return parse_config(read_json(file), file);
+}
+
+// Gives every weight its initial value (model.h). The padding stays as it is: zero.
+template <class T>
+void initialize_weights(State<T>& state, uint64_t seed) {
+    const int layers = state.layout.config().layers;
+    std::vector<float> values;
+    int index = 0;
+    for (const Parameter& p : state.layout.parameters()) {
+        for_each_chunk(p.shape.size(), [&](int64_t first, int64_t count) {
+            values.resize(static_cast<size_t>(count));
+            float* out = values.data();
+#pragma omp parallel for schedule(static)
+            for (int64_t i = 0; i < count; i++) out[i] = initial_value(p, index, first + i, layers, seed);
+            put_weights(state, p.offset + first, values);
+        });
+        index++;
+    }
+}
+
+// Loads every weight from a folder's safetensors: F32, F16 or BF16, names with or without "transformer.".
+// Other tensors in there are left alone, lm_head.weight among them: it is wte. Fails naming the tensor that
+// is missing, or has another shape or dtype. The padding stays as it is: zero.
+template <class T>
+void load_weights(State<T>& state, const std::string& folder) {
+    const SafetensorsFolder files(folder);
+    std::vector<float> values;
+    for (const Parameter& p : state.layout.parameters()) {
+        const SafetensorsEntry& entry = files.get(p.name, file_shape(p));
+        for_each_chunk(p.shape.size(), [&](int64_t first, int64_t count) {
+            values.resize(static_cast<size_t>(count));
+            read_as_float(entry, values.data(), static_cast<size_t>(first), values.size());
+            put_weights(state, p.offset + first, values);
+        });
+    }
+}
+
+// Fails naming the file when a call of the system did.
+inline void check_call(bool good, const std::string& path, const char* action) {
+    if (!good) fail("%s: cannot %s: %s", path.c_str(), action, std::strerror(errno));
+}
+
+inline std::string folder_above(const std::string& path) {
+    const std::string above = std::filesystem::path(path).parent_path().string();
+    return above.empty() ? "." : above;
+}
+
+// Makes a folder and those above it that are missing, durably.
+inline void make_folders(const std::string& path) {
+    if (file_exists(path)) return;
+    make_folders(folder_above(path));
+    check_call(mkdir(path.c_str(), 0777) == 0 || errno == EEXIST, path, "make the folder");
+    sync_directory(folder_above(path));
+}
+
+// Removes a folder with all in it, if it is there.
+inline void remove_folder(const std::string& path) {
+    std::error_code error;
+    std::filesystem::remove_all(path, error);
+    if (error) fail("%s: cannot remove: %s", path.c_str(), error.message().c_str());
+}
+
+// Gives a finished folder its final name, durably. One that had the name trades places with it in one step,
+// so that no moment is without. Where the file system cannot do that (NFS), it is `path`.old for a moment.
+inline void replace_folder(const std::string& finished, const std::string& path) {
+    if (renameat2(AT_FDCWD, finished.c_str(), AT_FDCWD, path.c_str(), RENAME_EXCHANGE) == 0)
+        return sync_directory(folder_above(path));
+    if (errno != ENOENT && file_exists(path)) {
+        remove_folder(path + ".old");
+        check_call(std::rename(path.c_str(), (path + ".old").c_str()) == 0, path, "rename");
+    }
+    replace_file(finished, path);
+}
+
+// Makes `path` a symbolic link, in place of the one it may have been, durably.
+inline void replace_link(const std::string& target, const std::string& path) {
+    const std::string temporary = path + ".tmp";
+    check_call(unlink(temporary.c_str()) == 0 || errno == ENOENT, temporary, "remove");
+    check_call(symlink(target.c_str(), temporary.c_str()) == 0, temporary, "make the link");
+    replace_file(temporary, path);
+}
+
+inline void write_text(const std::string& path, const std::string& text) {
+    FileWriter file(path);
+    file.write(text);
+    file.finish();
+}
+inline void write_json(const std::string& path, const nlohmann::json& json) {
+    write_text(path, json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+}
+
+inline constexpr const char* kTokenizerFiles[] = {"vocab.json", "merges.txt", "tokenizer.json",
+                                                  "tokenizer_config.json", "special_tokens_map.json"};
+
+// "step-00000123", and back; -1 if a name is none.
+inline std::string step_name(int64_t step) { return format("step-%08lld", static_cast<long long>(step)); }
+inline int64_t step_of(const std::string& name) {
+    long long step = -1;
+    return std::sscanf(name.c_str(), "step-%18lld", &step) == 1 && step_name(step) == name ? step : -1;
+}
+
+// Writes the buffers' tensors, without their padding, in their own precision.
+template <class E>
+void write_tensors(const std::string& path, const Layout& layout, const Buffers<E>& buffers) {
+    SafetensorsWriter file(path);
+    for (const auto& [prefix, buffer] : buffers)
+        for (const Parameter& p : layout.parameters())
+            file.declare(prefix + p.name, kFileType<E>, file_shape(p));
+    std::vector<E> host(static_cast<size_t>(std::min(layout.size(), kChunkElements)));
+    for (const auto& [prefix, buffer] : buffers) {
+        for (const Parameter& p : layout.parameters()) {
+            for_each_chunk(p.shape.size(), [&, from = buffer + p.offset](int64_t first, int64_t count) {
+                const size_t bytes = static_cast<size_t>(count) * sizeof(E);
+                copy_to_host(host.data(), from + first, bytes, {});
+                file.append(host.data(), bytes);
+            });
+        }
+    }
+    file.finish();
+}
+
+// Reads what write_tensors() wrote, bit for bit. Fails naming the first tensor that a file of another model
+// has otherwise.
+template <class E>
+void read_tensors(const std::string& path, const Layout& layout, const Buffers<E>& buffers) {
+    const SafetensorsFile file(path);
+    const std::string wanted = file_type_info(kFileType<E>).name;
+    std::set<std::string> names;
+    for (const auto& [prefix, buffer] : buffers) {
+        for (const Parameter& p : layout.parameters()) {
+            const SafetensorsEntry& entry = file.get(prefix + p.name, file_shape(p));
+            if (entry.dtype != wanted)
+                fail("%s: tensor \"%s\" has dtype %s where %s is needed", path.c_str(), entry.name.c_str(),
+                     entry.dtype.c_str(), wanted.c_str());
+            for_each_chunk(p.shape.size(), [&, to = buffer + p.offset](int64_t first, int64_t count) {
+                copy_to_device(to + first, entry.data + static_cast<size_t>(first) * sizeof(E),
+                               static_cast<size_t>(count) * sizeof(E), {});
+            });
+            names.insert(entry.name);
+        }
+    }
+    for (const SafetensorsEntry& entry : file.entries())
+        if (!names.contains(entry.name))
+            fail("%s: tensor \"%s\" is not in this model", path.c_str(), printable(entry.name).c_str());
+}
+
+// The names of what is in a folder.
+inline std::vector<std::string> list_folder(const std::string& path) {
+    std::vector<std::string> names;
+    std::error_code error;
+    for (std::filesystem::directory_iterator at(path, error), end; !error && at != end; at.increment(error))
+        names.push_back(at->path().filename().string());
+    if (error) fail("%s: cannot list: %s", path.c_str(), error.message().c_str());
+    return names;
+}
+
+// Where a symbolic link leads, or "" if it is none.
+inline std::string link_target(const std::string& path) {
+    std::error_code none;
+    return std::filesystem::read_symlink(path, none).string();
+}
+
+// The save that a folder of saves shows now; any other folder is meant itself. Files that belong together are
+// to be read from there: `latest` may switch between them.
+inline std::string resolve_save(const std::string& folder) {
+    const std::string latest = link_target(folder + "/latest");
+    return latest.empty() ? folder : (std::filesystem::path(folder) / latest).string();
+}
+
+// Makes OUT show the save `name`. Links for new files come first, leading nowhere until `latest` switches, so
+// that all appear at once; links of files that this save lacks go last.
+inline void publish(const std::string& out, const std::string& name) {
+    for (const std::string& file : list_folder(out + "/" + name)) {
+        const std::string link = out + "/" + file;
+        if (link_target(link).empty() && !file_exists(link)) replace_link("latest/" + file, link);
+    }
+    replace_link(name, out + "/latest");
+    for (const std::string& file : list_folder(out)) {
+        const std::string link = out + "/" + file;
+        if (link_target(link) == "latest/" + file && !file_exists(link))
+            check_call(unlink(link.c_str()) == 0, link, "remove");
+    }
+}
+
+// Removes what killed saves left behind and all but `keep` saves (0: keeps all): that of `step`, and of the
+// others the latest before it, then the latest after it, which a run resumed from an earlier step has left
+// behind.
+inline void remove_old_saves(const std::string& out, int64_t step, int keep) {
+    std::vector<std::pair<bool, int64_t>> saves;  // (not after `step`, step)
+    for (const std::string& name : list_folder(out)) {
+        if (const int64_t s = step_of(name); s >= 0) saves.emplace_back(s <= step, s);
+        const bool leftover = name.ends_with(".tmp") || name.ends_with(".old");
+        if (leftover && step_of(name.substr(0, name.size() - 4)) >= 0) remove_folder(out + "/" + name);
+    }
+    std::sort(saves.rbegin(), saves.rend());
+    for (size_t i = static_cast<size_t>(keep); keep > 0 && i < saves.size(); i++) {
+        // Renamed first: what has the name of a save is always whole.
+        const std::string path = out + "/" + step_name(saves[i].second);
+        check_call(std::rename(path.c_str(), (path + ".tmp").c_str()) == 0, path, "rename");
+        remove_folder(path + ".tmp");
+    }
+}
+
+// Writes and syncs all files of a save into a new folder.
+template <class T>
+void write_save(const std::string& folder, const State<T>& state, const Progress& progress,
+                const std::string& tokenizer_folder, bool with_training_state) {
+    check_call(mkdir(folder.c_str(), 0777) == 0, folder, "make the folder");
+    const auto config = config_json(state.layout.config(), std::is_same_v<T, float> ? "float32" : "bfloat16");
+    write_json(folder + "/config.json", config);
+    write_json(folder + "/generation_config.json",
+               {{"bos_token_id", config["bos_token_id"]}, {"eos_token_id", config["eos_token_id"]}});
+    for (const std::string name : kTokenizerFiles) {
+        if (tokenizer_folder.empty() || !file_exists(tokenizer_folder + "/" + name)) continue;
+        write_text(folder + "/" + name, read_text(tokenizer_folder + "/" + name));
+    }
+    write_tensors(folder + "/model.safetensors", state.layout, weight_buffers(state));
+    if (with_training_state) {
+        write_tensors(folder + "/trainer_state.safetensors", state.layout, training_buffers(state));
+        write_json(folder + "/trainer_state.json", {{"step", progress.step},
+                                                    {"sequences", progress.sequences},
+                                                    {"precision", dtype_name<T>()},
+                                                    {"options", progress.options}});
+    }
+    sync_directory(folder);
+}
+
+// Saves the weights, and with_training_state what resuming takes, as OUT/step-N, makes OUT show it, and
+// removes all but the newest `keep` saves (0 keeps all). A save of the same step is replaced. The tokenizer's
+// files come from a folder, or from nowhere if that is empty. Fails naming the file when something cannot be
+// written; what was saved before is then as it was. Needs room for one save more than are kept.
+template <class T>
+void save_checkpoint(const std::string& out, const State<T>& state, const Progress& progress,
+                     const std::string& tokenizer_folder, int keep, bool with_training_state) {
+    assert(progress.step >= 0 && keep >= 0);
+    make_folders(out);
+    const std::string name = step_name(progress.step), path = out + "/" + name, temporary = path + ".tmp";
+    // A resumed run's tokenizer may lie in a save that has been removed since; later saves have it too.
+    const bool removed = !tokenizer_folder.empty() && !file_exists(tokenizer_folder);
+    remove_folder(temporary);
+    try {
+        write_save(temporary, state, progress, removed ? out + "/latest" : tokenizer_folder,
+                   with_training_state);
+        replace_folder(temporary, path);
+    } catch (...) {
+        std::error_code ignored;
+        std::filesystem::remove_all(temporary, ignored);
+        throw;
+    }
+    publish(out, name);
+    remove_old_saves(out, progress.step, keep);
+}
+
+// Fails unless OUT, which need not exist, can be made, written and linked in, and holds no files that a
+// save's links would have to replace. Leaves nothing behind.
+inline void check_writable(const std::string& out) {
+    if (out.empty()) fail("--out is empty where the name of a folder is needed");
+    struct stat info;
+    std::string nearest = out;  // to OUT of what exists
+    while (lstat(nearest.c_str(), &info) != 0) {
+        if (errno != ENOENT && errno != ENOTDIR) fail("--out %s: %s", out.c_str(), std::strerror(errno));
+        nearest = folder_above(nearest);
+    }
+    if (stat(nearest.c_str(), &info) != 0 || !S_ISDIR(info.st_mode))
+        fail("--out %s: %s is not a folder", out.c_str(), nearest.c_str());
+    for (const char* name : {"latest", "config.json", "model.safetensors"}) {
+        const std::string path = out + "/" + name;
+        if (lstat(path.c_str(), &info) == 0 && !S_ISLNK(info.st_mode))
+            fail("--out %s: has a %s that no save has linked there; choose another folder", out.c_str(),
+                 name);
+    }
+    std::string probe = nearest + "/.probe-XXXXXX";
+    bool good = mkdtemp(probe.data()) != nullptr;
+    int reason = errno;
+    if (good) {
+        const std::string link = probe + "/link";
+        good = symlink("nowhere", link.c_str()) == 0;
+        reason = errno;
+        unlink(link.c_str());
+        rmdir(probe.c_str());
+    }
+    if (!good) fail("--out %s: cannot write in %s: %s", out.c_str(), nearest.c_str(), std::strerror(reason));
+}
+
+// What trainer_state.json holds, in a save or a folder of saves. Fails when there is none or it is damaged.
+inline Progress read_progress(const std::string& folder) {
+    const std::string file = resolve_save(folder) + "/trainer_state.json";
+    if (!file_exists(file)) fail("%s: holds no training to resume: no trainer_state.json", folder.c_str());
+    const nlohmann::json json = read_json(file);
+    const auto get = [&](const char* name, auto good, const char* wanted) -> const nlohmann::json& {
+        if (!json.is_object() || !json.contains(name)) fail("%s: \"%s\" is missing", file.c_str(), name);
+        if (!good(json[name])) fail("%s: \"%s\" is not %s", file.c_str(), name, wanted);
+        return json[name];
+    };
+    const auto is_count = [](const nlohmann::json& j) {
+        return j.is_number_unsigned() && j.get<uint64_t>() <= INT64_MAX;
+    };
+    const auto is_precision = [](const nlohmann::json& j) { return j == "fp32" || j == "bf16"; };
+    const auto is_object = [](const nlohmann::json& j) { return j.is_object(); };
+    return {get("step", is_count, "a count").get<int64_t>(),
+            get("sequences", is_count, "a count").get<int64_t>(),
+            get("precision", is_precision, "\"fp32\" or \"bf16\"").get<std::string>(),
+            get("options", is_object, "an object")};
+}
+
+// Loads weights, m, v and master bit for bit from a save with training state, or the one a folder of saves
+// shows. Fails when it was saved in another precision, or naming the first tensor that another model has
+// otherwise.
+template <class T>
+void load_training_state(State<T>& state, const std::string& folder) {
+    const std::string save = resolve_save(folder), precision = read_progress(save).precision;
+    if (precision != dtype_name<T>())
+        fail("%s: was saved by a %s build, this one is %s: make PRECISION=%s", save.c_str(),
+             precision.c_str(), dtype_name<T>(), precision.c_str());
+    read_tensors(save + "/model.safetensors", state.layout, weight_buffers(state));
+    read_tensors(save + "/trainer_state.safetensors", state.layout, training_buffers(state));
+    const std::string config = save + "/config.json";  // the number of heads shows in no shape
+    if (const GptConfig saved = parse_config(read_json(config), config); !(saved == state.layout.config()))
+        fail("%s: n_head is %d where this model has %d", config.c_str(), saved.heads,
+             state.layout.config().heads);
+}

@@ -1,0 +1,540 @@
+// test_checkpoint.cpp - weights begun and loaded; saves written, kept, replaced, killed, resumed; bad input.
+
+#include <sys/mount.h>
+#include <sys/statvfs.h>
+#include <sys/wait.h>
+
+#include <chrono>
+#include <csignal>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "llmc/checkpoint.h"
+#include "test/file_helpers.h"
+
+namespace {
+
+namespace fs = std::filesystem;
+
+const GptConfig kTiny = {131, 16, 2, 2, 24};  // its wte has 125 rows of padding
+
+template <class E>
+std::vector<E> from_device(const E* device, int64_t size) {
+    std::vector<E> host(static_cast<size_t>(size));
+    copy_to_host(host.data(), device, host.size() * sizeof(E), {});
+    return host;
+}
+
+template <class E>
+bool same_bits(const std::vector<E>& a, const std::vector<E>& b) {
+    return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(E)) == 0;
+}
+
+template <class T>
+bool same_state(const State<T>& a, const State<T>& b) {
+    const int64_t n = a.layout.size();
+    bool same = same_bits(from_device(a.weights(), n), from_device(b.weights(), n));
+    const auto of_a = training_buffers(a), of_b = training_buffers(b);
+    for (size_t i = 0; i < of_a.size(); i++)
+        same &= same_bits(from_device(of_a[i].second, n), from_device(of_b[i].second, n));
+    return same;
+}
+
+// Fills every parameter with f(element), each of several buffers with its own kind; the padding stays zero.
+template <class E, class F>
+void fill(E* device, const Layout& layout, F f) {
+    for (const Parameter& p : layout.parameters()) {
+        std::vector<E> host;
+        for (int64_t i = 0; i < p.shape.size(); i++) host.push_back(f(p.offset + i));
+        copy_to_device(device + p.offset, host.data(), host.size() * sizeof(E), {});
+    }
+}
+
+// A training's state: bits of every kind in it, NaN with a payload, infinities and subnormals among them.
+template <class T>
+void fill_all(State<T>& state, uint64_t seed) {
+    const auto bits = [](auto zero, uint64_t random) {
+        std::memcpy(&zero, &random, sizeof zero);
+        return zero;
+    };
+    fill(state.weights(), state.layout, [&](int64_t i) { return bits(T{}, random_bits(seed, 0, i)); });
+    uint64_t kind = 1;
+    for (const auto& [prefix, buffer] : training_buffers(state)) {
+        fill(buffer, state.layout, [&](int64_t i) { return bits(0.f, random_bits(seed, kind, i)); });
+        kind++;
+    }
+}
+
+template <class T>
+struct Training : State<T> {
+    explicit Training(const GptConfig& config = kTiny, bool training = true) : State<T>(config) {
+        this->allocate(training);
+    }
+};
+
+Progress at_step(int64_t step) { return {step, 8 * step, "", {{"lr", 0.1}, {"step", step}}}; }
+
+// The step of the save that OUT shows, after checking that all of its files belong to that step: the kill
+// test's weights, m and v are all equal to it.
+int64_t whole_step(const std::string& folder) {
+    const Progress progress = read_progress(folder);
+    Training<float> state;
+    load_training_state(state, folder);
+    const auto value = static_cast<float>(progress.step);
+    for (const float* buffer : {state.weights(), state.m(), state.v()}) {
+        const auto host = from_device(buffer, state.layout.size());
+        for (const Parameter& p : state.layout.parameters())
+            for (int64_t i = 0; i < p.shape.size(); i++)
+                if (host[static_cast<size_t>(p.offset + i)] != value) return -1;
+    }
+    Training<float> by_folder(kTiny, false);
+    load_weights(by_folder, folder);
+    EXPECT_EQ(from_device(by_folder.weights(), 1)[0], value);
+    EXPECT_EQ(read_model_config(folder), kTiny);
+    return progress.options["step"] == progress.step ? progress.step : -1;
+}
+
+void fill_with_step(State<float>& state, int64_t step) {
+    for (float* buffer : {state.weights(), state.m(), state.v()})
+        fill(buffer, state.layout, [&](int64_t) { return static_cast<float>(step); });
+}
+
+std::vector<std::string> sorted_names(const std::string& folder) {
+    std::vector<std::string> names = list_folder(folder);
+    std::sort(names.begin(), names.end());
+    return names;
+}
+
+std::vector<std::string> steps_in(const std::string& folder) {
+    std::vector<std::string> names;
+    for (const std::string& name : sorted_names(folder))
+        if (name.starts_with("step-")) names.push_back(name);
+    return names;
+}
+
+template <class T>
+class Checkpoint : public testing::Test {};
+using Precisions = testing::Types<float, bf16>;
+TYPED_TEST_SUITE(Checkpoint, Precisions);
+
+TYPED_TEST(Checkpoint, ResumesWithTheSameBits) {
+    const TempFolder folder;
+    const std::string out = folder / "made/on/the/way";
+    Training<TypeParam> saved;
+    fill_all(saved, 1);
+    save_checkpoint(out, saved, at_step(7), "", 1, true);
+    for (const std::string& from : {out, out + "/step-00000007", out + "/latest"}) {
+        Training<TypeParam> loaded;
+        load_training_state(loaded, from);
+        EXPECT_TRUE(same_state(saved, loaded)) << from;
+        const Progress progress = read_progress(from);
+        EXPECT_EQ(progress.step, 7);
+        EXPECT_EQ(progress.sequences, 56);
+        EXPECT_EQ(progress.precision, dtype_name<TypeParam>());
+        EXPECT_EQ(progress.options, (nlohmann::json{{"lr", 0.1}, {"step", 7}}));
+        EXPECT_EQ(read_model_config(from), kTiny);
+    }
+}
+
+TYPED_TEST(Checkpoint, InitialisesEveryWeightAndNoPadding) {
+    // wte takes more than one chunk.
+    const GptConfig config = {50257, 8, 1, 2, 96};
+    Training<TypeParam> state(config);
+    initialize_weights(state, 42);
+    const auto weights = from_device(state.weights(), state.layout.size());
+    ASSERT_GT(state.layout.parameters()[0].shape.size(), kChunkElements);
+    std::vector<float> master;
+    if (state.master()) master = from_device(state.master(), state.layout.size());
+    int index = 0;
+    int64_t next = 0, wrong = 0, padding = 0;
+    for (const Parameter& p : state.layout.parameters()) {
+        for (; next < p.offset; next++) padding += to_float(weights[static_cast<size_t>(next)]) != 0;
+        for (int64_t i = 0; i < p.shape.size(); i++) {
+            const float value = initial_value(p, index, i, config.layers, 42);
+            const auto at = static_cast<size_t>(p.offset + i);
+            wrong += to_float(weights[at]) != to_float(from_float<TypeParam>(value));
+            wrong += !master.empty() && master[at] != value;
+        }
+        next = p.offset + p.shape.size();
+        index++;
+    }
+    EXPECT_EQ(wrong, 0);
+    EXPECT_EQ(padding, 0);
+}
+
+// Writes a model file in which element i of each tensor has the bits f(element in the layout).
+template <class Bits, class F>
+void write_model(const std::string& path, const std::string& prefix, FileType type, F f) {
+    const Layout layout(kTiny);
+    SafetensorsWriter file(path);
+    // In another order than the layout's, and with what transformers' older versions wrote beside it.
+    auto parameters = layout.parameters();
+    std::reverse(parameters.begin(), parameters.end());
+    file.declare("lm_head.weight", FileType::F32, {1});
+    file.declare(prefix + "h.0.attn.masked_bias", FileType::F32, {1});
+    for (const Parameter& p : parameters) file.declare(prefix + p.name, type, file_shape(p));
+    file.append("12345678", 8);
+    for (const Parameter& p : parameters) {
+        std::vector<Bits> host;
+        for (int64_t i = 0; i < p.shape.size(); i++) host.push_back(f(p.offset + i));
+        file.append(host.data(), host.size() * sizeof(Bits));
+    }
+    file.finish();
+}
+
+TYPED_TEST(Checkpoint, LoadsWeightsOfEveryKind) {
+    const auto half = [](int64_t i) { return static_cast<uint16_t>(0x3000 + i % 1000); };  // 0.125 and on
+    const auto brain = [](int64_t i) { return static_cast<uint16_t>(0x3f00 + i % 200); };  // 0.5 and on
+    const auto whole = [](int64_t i) { return 1 + static_cast<float>(i % 10007) * 0x1p-20f; };
+    const auto whole_bits = [&](int64_t i) { return std::bit_cast<uint32_t>(whole(i)); };
+    for (const std::string prefix : {"", "transformer."}) {
+        for (const FileType type : {FileType::F16, FileType::BF16, FileType::F32}) {
+            const TempFolder folder;
+            const std::string path = folder / "model.safetensors";
+            if (type == FileType::F16) write_model<uint16_t>(path, prefix, type, half);
+            if (type == FileType::BF16) write_model<uint16_t>(path, prefix, type, brain);
+            if (type == FileType::F32) write_model<uint32_t>(path, prefix, type, whole_bits);
+            Training<TypeParam> loaded, expected;
+            load_weights(loaded, folder.path());
+            const auto value = [&](int64_t i) {
+                if (type == FileType::F16) return half_to_float(half(i));
+                if (type == FileType::BF16) return std::bit_cast<float>(uint32_t{brain(i)} << 16);
+                return whole(i);
+            };
+            fill(expected.weights(), expected.layout,
+                 [&](int64_t i) { return from_float<TypeParam>(value(i)); });
+            if (expected.master()) fill(expected.master(), expected.layout, value);
+            EXPECT_TRUE(same_state(loaded, expected)) << prefix << file_type_info(type).name;
+        }
+    }
+}
+
+TYPED_TEST(Checkpoint, SavesWithoutTrainingState) {
+    const TempFolder folder;
+    const Training<TypeParam> state(kTiny, false);
+    fill(state.weights(), state.layout,
+         [](int64_t i) { return from_float<TypeParam>(static_cast<float>(i)); });
+    save_checkpoint(folder.path(), state, at_step(1), "", 0, false);
+    EXPECT_EQ(sorted_names(folder.path()),
+              (std::vector<std::string>{"config.json", "generation_config.json", "latest",
+                                        "model.safetensors", "step-00000001"}));
+    Training<TypeParam> loaded(kTiny, false);
+    load_weights(loaded, folder.path());
+    EXPECT_TRUE(same_bits(from_device(state.weights(), state.layout.size()),
+                          from_device(loaded.weights(), state.layout.size())));
+    expect_user_error([&] { read_progress(folder.path()); }, {folder.path(), "no training to resume"});
+
+    // A save with state after it brings its links, and one without takes them away.
+    Training<TypeParam> whole;
+    save_checkpoint(folder.path(), whole, at_step(2), "", 0, true);
+    EXPECT_EQ(link_target(folder / "trainer_state.json"), "latest/trainer_state.json");
+    EXPECT_EQ(read_progress(folder.path()).step, 2);
+    save_checkpoint(folder.path(), state, at_step(3), "", 0, false);
+    EXPECT_EQ(link_target(folder / "trainer_state.json"), "");
+    EXPECT_EQ(link_target(folder / "trainer_state.safetensors"), "");
+    EXPECT_EQ(read_progress(folder / "step-00000002").step, 2);
+}
+
+TEST(Save, KeepsTheNewest) {
+    const TempFolder folder;
+    const Training<float> state;
+    const auto save = [&](int64_t step, int keep) {
+        save_checkpoint(folder.path(), state, at_step(step), "", keep, true);
+        EXPECT_EQ(link_target(folder / "latest"), step_name(step));
+        EXPECT_EQ(read_progress(folder.path()).step, step);
+    };
+    using Names = std::vector<std::string>;
+    for (const int64_t step : {9, 10, 100}) save(step, 0);
+    EXPECT_EQ(steps_in(folder.path()), (Names{"step-00000009", "step-00000010", "step-00000100"}));
+    // Left by killed saves, and what is none of ours.
+    for (const char* name : {"step-00000005.tmp", "step-00000006.old", "step-5", "step-00000100.backup"})
+        fs::create_directory(folder / name);
+    save(123456789, 3);
+    EXPECT_EQ(steps_in(folder.path()),
+              (Names{"step-00000010", "step-00000100", "step-00000100.backup", "step-123456789", "step-5"}));
+    // Resumed from step 10: the later saves are the first to go, and never the one just made.
+    save(11, 2);
+    EXPECT_EQ(steps_in(folder.path()),
+              (Names{"step-00000010", "step-00000011", "step-00000100.backup", "step-5"}));
+    save(1, 1);
+    EXPECT_EQ(steps_in(folder.path()), (Names{"step-00000001", "step-00000100.backup", "step-5"}));
+}
+
+TEST(Save, ReplacesTheSameStep) {
+    const TempFolder folder;
+    Training<float> first, second, loaded;
+    fill_all(first, 1);
+    fill_all(second, 2);
+    save_checkpoint(folder.path(), first, at_step(5), "", 2, true);
+    save_checkpoint(folder.path(), second, at_step(5), "", 2, true);
+    EXPECT_EQ(steps_in(folder.path()), (std::vector<std::string>{"step-00000005"}));
+    load_training_state(loaded, folder.path());
+    EXPECT_TRUE(same_state(second, loaded));
+}
+
+TEST(Save, CopiesTheTokenizer) {
+    const TempFolder folder, model;
+    model.write("vocab.json", "{}");
+    model.write("merges.txt", "#version: 0.2\n");
+    model.write("unrelated.txt", "x");
+    const std::string out = folder / "out";
+    const Training<float> state;
+    save_checkpoint(out, state, at_step(1), model.path(), 1, true);
+    EXPECT_EQ(read_text(out + "/merges.txt"), "#version: 0.2\n");
+    EXPECT_EQ(read_text(out + "/step-00000001/vocab.json"), "{}");
+    EXPECT_FALSE(file_exists(out + "/unrelated.txt"));
+    // Resumed from a save that `keep` then removes.
+    for (const int64_t step : {2, 3, 4})
+        save_checkpoint(out, state, at_step(step), out + "/step-00000001", 1, true);
+    EXPECT_EQ(read_text(out + "/merges.txt"), "#version: 0.2\n");
+    EXPECT_EQ(read_text(out + "/step-00000004/vocab.json"), "{}");
+}
+
+// A file system of 1 MiB, unmounted at the end of its scope; mounted() is false where that is not permitted.
+class SmallDisk {
+  public:
+    SmallDisk() { mounted_ = mount("tmpfs", folder_.path().c_str(), "tmpfs", 0, "size=1m") == 0; }
+    ~SmallDisk() {
+        if (mounted_) umount2(folder_.path().c_str(), MNT_DETACH);
+    }
+    bool mounted() const { return mounted_; }
+    bool make_read_only() {
+        return mount("tmpfs", folder_.path().c_str(), "tmpfs", MS_REMOUNT | MS_RDONLY, nullptr) == 0;
+    }
+    const std::string& path() const { return folder_.path(); }
+
+  private:
+    TempFolder folder_;
+    bool mounted_ = false;
+};
+
+TEST(Save, LeavesTheEarlierSavesWhenTheDiskIsFull) {
+    const SmallDisk disk;
+    if (!disk.mounted()) GTEST_SKIP() << "needs permission to mount a tmpfs";
+    const std::string out = disk.path() + "/out";
+    Training<float> state;
+    fill_with_step(state, 1);
+    save_checkpoint(out, state, at_step(1), "", 1, true);
+    const auto before = sorted_names(out);
+    fill_with_step(state, 2);
+    // From a disk without a free page to one on which the save, of some 60 pages, almost fits.
+    for (int free_pages = 0; free_pages <= 56; free_pages += 7) {
+        struct statvfs info;
+        ASSERT_EQ(statvfs(disk.path().c_str(), &info), 0);
+        const size_t size = (info.f_bavail - static_cast<size_t>(free_pages)) * info.f_bsize;
+        std::ofstream(disk.path() + "/filler") << std::string(size, 'x');
+        for (const int64_t step : {1, 2})
+            expect_user_error([&] { save_checkpoint(out, state, at_step(step), "", 1, true); },
+                              {out + "/step-", "No space left on device"});
+        EXPECT_EQ(sorted_names(out), before) << free_pages;
+        EXPECT_EQ(whole_step(out), 1);
+        fs::remove(disk.path() + "/filler");
+    }
+    save_checkpoint(out, state, at_step(2), "", 1, true);
+    EXPECT_EQ(whole_step(out), 2);
+}
+
+TEST(Save, FailsOnAReadOnlyFileSystem) {
+    SmallDisk disk;
+    if (!disk.mounted() || !disk.make_read_only()) GTEST_SKIP() << "needs permission to mount a tmpfs";
+    const Training<float> state;
+    for (const std::string& out : {disk.path(), disk.path() + "/a/b"}) {
+        expect_user_error([&] { check_writable(out); },
+                          {"--out " + out, disk.path(), "Read-only file system"});
+        expect_user_error([&] { save_checkpoint(out, state, at_step(1), "", 1, true); },
+                          {disk.path(), "Read-only file system"});
+    }
+}
+
+#if !defined(SIMT_GPU)  // a forked process cannot use the GPU
+// Goes on with ever later steps, saves every other one twice, and never returns.
+[[noreturn]] void save_forever(const std::string& out) {
+    Training<float> state;
+    for (int64_t step = read_progress(out).step + 1;; step++) {
+        fill_with_step(state, step);
+        for (int i = 0; i < 1 + (step % 2); i++) save_checkpoint(out, state, at_step(step), "", 2, true);
+    }
+}
+
+TEST(Save, SurvivesBeingKilled) {
+    const TempFolder folder;
+    const std::string out = folder / "out";
+    Training<float> state;
+    fill_with_step(state, 0);
+    const auto start = std::chrono::steady_clock::now();
+    save_checkpoint(out, state, at_step(0), "", 2, true);
+    const std::chrono::duration<double, std::micro> save_time = std::chrono::steady_clock::now() - start;
+    std::mt19937 random(1);
+    int64_t last = 0;
+    for (int round = 0; round < 25; round++) {
+        const pid_t child = fork();
+        ASSERT_GE(child, 0);
+        if (child == 0) {
+            try {
+                save_forever(out);
+            } catch (const std::exception& error) {
+                std::fprintf(stderr, "%s\n", error.what());
+                _exit(1);
+            }
+        }
+        usleep(static_cast<useconds_t>(random() % 1000 * 0.004 * save_time.count()));  // up to 4 saves
+        kill(child, SIGKILL);
+        int status = 0;
+        waitpid(child, &status, 0);
+        ASSERT_TRUE(WIFSIGNALED(status)) << "the saving process failed by itself";
+        const int64_t step = whole_step(out);
+        EXPECT_GE(step, last);
+        last = std::max(step, last);
+        for (const std::string& name : steps_in(out)) {
+            if (step_of(name) < 0) continue;  // what the kill left unfinished
+            EXPECT_EQ(whole_step(out + "/" + name), step_of(name));
+        }
+    }
+    EXPECT_GT(last, 0);
+    save_checkpoint(out, state, at_step(last), "", 2, true);
+    for (const std::string& name : steps_in(out)) EXPECT_GE(step_of(name), 0) << name << " was left behind";
+}
+#endif
+
+TEST(CheckWritable, TellsBeforeTheTraining) {
+    const TempFolder folder;
+    EXPECT_NO_THROW(check_writable(folder.path()));
+    EXPECT_NO_THROW(check_writable(folder / "new/and/deep/"));
+    EXPECT_EQ(list_folder(folder.path()).size(), 0u);
+    const std::string file = folder.write("file", "");
+    fs::create_symlink("nowhere", folder / "dangling");
+    expect_user_error([&] { check_writable(""); }, {"--out", "empty"});
+    expect_user_error([&] { check_writable(file); }, {"--out " + file, "is not a folder"});
+    expect_user_error([&] { check_writable(file + "/sub"); }, {file + "/sub", file + " is not a folder"});
+    expect_user_error([&] { check_writable(folder / "dangling"); }, {"dangling is not a folder"});
+    expect_user_error([&] { check_writable(folder / std::string(300, 'x')); }, {"File name too long"});
+    EXPECT_EQ(list_folder(folder.path()).size(), 2u);
+
+    // A folder of saves is as good as an empty one; somebody's model is not.
+    const Training<float> state;
+    save_checkpoint(folder / "saves", state, at_step(1), "", 1, true);
+    EXPECT_NO_THROW(check_writable(folder / "saves"));
+    expect_user_error([&] { check_writable(folder / "saves/step-00000001"); }, {"has a config.json"});
+}
+
+TEST(LoadWeights, NamesWhatIsWrong) {
+    const TempFolder folder;
+    State<float> state(kTiny);
+    state.allocate(false);
+    expect_user_error([&] { read_model_config(folder / "absent"); },
+                      {"--model " + (folder / "absent"), "config.json"});
+    expect_user_error([&] { read_model_config(folder.path()); }, {folder.path(), "config.json"});
+    expect_user_error([&] { read_model_config(folder.write("file", "")); }, {"file", "config.json"});
+    folder.write("config.json", "{");
+    expect_user_error([&] { read_model_config(folder.path()); }, {"config.json: broken JSON"});
+    expect_user_error([&] { load_weights(state, folder.path()); }, {folder.path(), "model.safetensors"});
+
+    // A file of zeros in which one tensor has another dtype and shape, or with an empty shape is not.
+    const auto write = [&](const std::string& odd, FileType odd_type, const std::vector<int64_t>& odd_shape) {
+        SafetensorsWriter file(folder / "model.safetensors");
+        size_t bytes = 0;
+        for (const Parameter& p : state.layout.parameters()) {
+            std::vector<int64_t> shape = file_shape(p);
+            FileType type = FileType::F32;
+            if (p.name == odd) type = odd_type, shape = odd_shape;
+            if (shape.empty()) continue;
+            file.declare(p.name, type, shape);
+            size_t size = file_type_info(type).bytes;
+            for (const int64_t dim : shape) size *= static_cast<size_t>(dim);
+            bytes += size;
+        }
+        const std::string zeros(bytes, '\0');
+        file.append(zeros.data(), zeros.size());
+        file.finish();
+    };
+    const auto load = [&] { load_weights(state, folder.path()); };
+    write("", FileType::F32, {});
+    EXPECT_NO_THROW(load());
+    write("h.1.ln_2.bias", FileType::F32, {});
+    expect_user_error(load, {folder.path(), "\"h.1.ln_2.bias\" is missing"});
+    write("wpe.weight", FileType::F32, {17, 24});
+    expect_user_error(load, {"\"wpe.weight\"", "[17, 24]", "[16, 24]"});
+    write("h.0.mlp.c_fc.weight", FileType::F32, {96, 24});
+    expect_user_error(load, {"\"h.0.mlp.c_fc.weight\"", "[96, 24]", "[24, 96]"});
+    write("ln_f.bias", FileType::F64, {24});
+    expect_user_error(load, {"\"ln_f.bias\"", "F64"});
+}
+
+TEST(Resume, NamesWhatIsWrong) {
+    const TempFolder folder;
+    const std::string out = folder / "out", step = out + "/step-00000003";
+    const Training<bf16> saved;
+    save_checkpoint(out, saved, at_step(3), "", 1, true);
+    const auto resume = [&](const GptConfig& config) {
+        Training<bf16> state(config);
+        load_training_state(state, out);
+    };
+    EXPECT_NO_THROW(resume(kTiny));
+    Training<float> fp32;
+    expect_user_error([&] { load_training_state(fp32, out); },
+                      {"saved by a bf16 build, this one is fp32: make PRECISION=bf16"});
+    // vocabulary, positions, layers, heads, channels
+    expect_user_error(
+        [&] {
+            resume({130, 16, 2, 2, 24});
+        },
+        {"transformer.wte.weight", "[131, 24]", "[130, 24]"});
+    expect_user_error(
+        [&] {
+            resume({131, 17, 2, 2, 24});
+        },
+        {"transformer.wpe.weight", "[16, 24]", "[17, 24]"});
+    expect_user_error(
+        [&] {
+            resume({131, 16, 3, 2, 24});
+        },
+        {"transformer.h.2.attn.c_attn.weight", "missing"});
+    expect_user_error([&] { resume({131, 16, 1, 2, 24}); }, {"transformer.h.1.", "is not in this model"});
+    expect_user_error([&] { resume({131, 16, 2, 3, 24}); }, {"n_head is 2", "3"});
+
+    const std::string good = read_text(step + "/trainer_state.json");
+    const auto with = [&](const std::string& key, const nlohmann::json& value) {
+        nlohmann::json json = nlohmann::json::parse(good);
+        json[key] = value;
+        return json.dump();
+    };
+    const std::vector<std::pair<std::string, std::string>> cases = {
+        {"", "broken JSON"},
+        {good.substr(0, good.size() / 2), "broken JSON"},
+        {"[]", "\"step\" is missing"},
+        {"{\"step\": 1}", "\"sequences\" is missing"},
+        {with("step", -1), "\"step\" is not a count"},
+        {with("step", 1.5), "\"step\" is not a count"},
+        {with("step", "3"), "\"step\" is not a count"},
+        {with("step", uint64_t{1} << 63), "\"step\" is not a count"},
+        {with("sequences", nullptr), "\"sequences\" is not a count"},
+        {with("precision", "fp8"), "\"precision\" is not \"fp32\" or \"bf16\""},
+        {with("options", 1), "\"options\" is not an object"},
+    };
+    for (const auto& [text, part] : cases) {
+        std::ofstream(step + "/trainer_state.json") << text;
+        expect_user_error([&] { read_progress(out); }, {step + "/trainer_state.json", part});
+    }
+    std::ofstream(step + "/trainer_state.json") << good;
+    EXPECT_EQ(read_progress(out).step, 3);
+
+    // The weights of another precision, a file cut short, one that is gone.
+    const Layout layout(kTiny);
+    write_tensors(step + "/model.safetensors", layout, Buffers<float>{{"transformer.", fp32.weights()}});
+    expect_user_error([&] { resume(kTiny); }, {"transformer.wte.weight", "F32", "BF16"});
+    write_tensors(step + "/model.safetensors", layout, weight_buffers(saved));
+    const std::string rest = step + "/trainer_state.safetensors";
+    fs::resize_file(rest, fs::file_size(rest) - 1);
+    expect_user_error([&] { resume(kTiny); }, {rest, "cut short"});
+    fs::remove(rest);
+    expect_user_error([&] { resume(kTiny); }, {rest, "No such file"});
+    fs::remove(step + "/trainer_state.json");
+    expect_user_error([&] { read_progress(out); }, {out, "no training to resume"});
+    expect_user_error([&] { read_progress(folder / "absent"); }, {"absent", "no training to resume"});
+}
+
+}  // namespace

@@ -68,7 +68,7 @@ def test_steps(tmp_path, clip):
     steps, batch, accumulate, seq_len, seed = 5, 2, 3, 16, 7
     reference.main(["--model", folder, "--data", text, "--steps", str(steps), "--batch", str(batch),
                     "--grad-accum", str(accumulate), "--seq-len", str(seq_len), "--seed", str(seed),
-                    "--schedule", "constant", "--lr", "1e-3", "--clip", str(clip), "--eval-every", "2",
+                    "--schedule", "constant", "--lr", "1e-3", "--warmup", "0", "--clip", str(clip), "--eval-every", "2",
                     "--eval-batches", "3", "--log", str(tmp_path / "log"), "--out", str(tmp_path / "out"),
                     "--dump-gradients", str(tmp_path / "gradients")])
     lines = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
@@ -134,7 +134,8 @@ def test_schedules(schedule, expected):
 
 
 def test_bf16_is_close_but_not_equal(tmp_path):
-    arguments = ("--model", make(tmp_path / "model"), "--data", write_text(tmp_path / "text"), "--steps", 3)
+    arguments = ("--model", make(tmp_path / "model"), "--data", write_text(tmp_path / "text"),
+                 "--steps", 3, "--seq-len", 24, "--warmup", 0, "--lr", 3e-4, "--batch", 4)
     exact, rounded = run(*arguments), run(*arguments, "--precision", "bf16")
     for a, b in zip(exact, rounded, strict=True):
         assert 0 < abs(a["loss"] - b["loss"]) < 0.03
@@ -142,7 +143,7 @@ def test_bf16_is_close_but_not_equal(tmp_path):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--seq-len", "25"], "the model has 24 positions"),
-    (["--eval-every", "1", "--val-data", "nowhere*"], "--val-data nowhere*: no such file"),
+    (["--seq-len", "24", "--eval-every", "1", "--val-data", "nowhere*"], "--val-data nowhere*: no such file"),
     (["--schedule", "step"], "invalid choice: 'step'"),
     (["--batch", "0"], "--batch: 0 must be at least 1"),
 ])

@@ -462,6 +462,7 @@ class Trainer {
 
   private:
     std::unique_ptr<Dataset> open_data(const std::vector<std::string>& files, const char* option, Part part) const;
+    std::unique_ptr<Dataset> open_training_data();
     GptConfig choose_config() const;
     void open_validation();
     std::optional<Tokenizer> open_tokenizer() const;
@@ -472,7 +473,7 @@ class Trainer {
     void prepare();
     void load();
     double read_metric(int which);
-    Batch read_batch(const SequenceLoader& loader, uint64_t first, uint64_t count) const;
+    Batch read_batch(SequenceLoader& loader, uint64_t first, uint64_t count) const;
     void train_step(int64_t step);
     double validate();
     void sample(int64_t step);
@@ -533,23 +534,13 @@ GptConfig Trainer::choose_config() const {
 
 Trainer::Trainer(Options options)
     : o_(std::move(options)),
-      data_([&]() -> std::unique_ptr<Dataset> {
-          if (!o_.data.empty()) {
-              auto train = open_data(o_.data, "--data", Part::All);
-              if (train->is_text() && o_.val_data.empty()) train = open_data(o_.data, "--data", Part::Train);
-              return train;
-          }
-          if (o_.plan || o_.steps == 0) return nullptr;
-          if (!std::filesystem::exists("train_gpt.cu"))
-              fail("--data is missing, and the project's own text (train_gpt.cu and its folder) is not here to train on");
-          o_.data.assign(std::begin(kOwnText), std::end(kOwnText));
-          return open_data(o_.data, "--data", Part::Train);
-      }()),
+      data_(open_training_data()),
       config_(choose_config()),
       tokenizer_(open_tokenizer()),
       state_(config_),
       gpt_(arena_, stream_, state_),
       keep_(keep_of(o_.recompute)) {
+    if (!o_.has("--seq-len")) o_.seq_len = std::min(o_.seq_len, config_.positions);
     if (o_.seq_len > config_.positions)
         fail("--seq-len %d is more than the model's %d positions", o_.seq_len, config_.positions);
     if (data_) {
@@ -557,6 +548,20 @@ Trainer::Trainer(Options options)
         check_reach();
     }
     report_ = make_report();
+}
+
+// What --data names, or this project's own text; nothing where no training is asked for.
+std::unique_ptr<Dataset> Trainer::open_training_data() {
+    if (!o_.data.empty()) {
+        auto data = open_data(o_.data, "--data", Part::All);
+        const bool split = data->is_text() && o_.val_data.empty();
+        return split ? open_data(o_.data, "--data", Part::Train) : std::move(data);
+    }
+    if (o_.plan || o_.steps == 0) return nullptr;
+    if (!std::filesystem::exists("train_gpt.cu"))
+        fail("--data is missing, and the project's own text (train_gpt.cu and its folder) is not here to train on");
+    o_.data.assign(std::begin(kOwnText), std::end(kOwnText));
+    return open_data(o_.data, "--data", Part::Train);
 }
 
 void Trainer::open_validation() {
@@ -613,8 +618,9 @@ std::vector<int> Trainer::first_tokens() const {
     return {config_.vocabulary == 50257 ? 50256 : config_.vocabulary == 256 ? '\n' : 0};
 }
 
-// How many tokens a sample adds; 0 where none was asked for or the model has no room.
+// How many tokens a sample adds; 0 where there is nothing to sample from or to.
 int Trainer::sample_length() const {
+    if (o_.steps == 0 && o_.prompt.empty()) return 0;
     const int room = config_.positions - static_cast<int>(first_tokens().size());
     if (room < 1) fail("--prompt has %zu tokens, the model %d positions", first_tokens().size(), config_.positions);
     if (o_.has("--sample-tokens") && o_.sample_tokens > room)
@@ -689,7 +695,7 @@ void Trainer::prepare() {
         log_.reset(fopen(o_.log.c_str(), o_.resume.empty() ? "w" : "a"));
         if (!log_) fail("--log %s: %s", o_.log.c_str(), strerror(errno));
     }
-    print_plan();
+    if (o_.steps > 0) print_plan();
     if (o_.steps > 0) peak_flops_ = device_peak_flops<floatX>(stream_);
     arena_.allocate({&train_plan_, &update_plan_, &evaluate_plan_, &sample_plan_});
     metrics_memory_ = DeviceBuffer(2 * sizeof(float), "the metrics");
@@ -704,7 +710,9 @@ void Trainer::prepare() {
 }
 
 void Trainer::load() {
-    if (!o_.resume.empty()) {
+    if (!o_.resume.empty() && o_.steps == 0) {
+        load_weights(state_, o_.resume);
+    } else if (!o_.resume.empty()) {
         const Progress progress = read_progress(o_.resume);
         load_training_state(state_, o_.resume);
         first_step_ = progress.step;
@@ -725,10 +733,10 @@ double Trainer::read_metric(int which) {
 }
 
 // `count` sequences from number `first` on; rows beyond them, up to a whole batch, do not count.
-Batch Trainer::read_batch(const SequenceLoader& loader, uint64_t first, uint64_t count) const {
+Batch Trainer::read_batch(SequenceLoader& loader, uint64_t first, uint64_t count) const {
     const size_t T = static_cast<size_t>(o_.seq_len), B = static_cast<size_t>(o_.batch);
     Batch b{std::vector<int>(B * T, 0), std::vector<int>(B * T, -1)};
-    const_cast<SequenceLoader&>(loader).fill(first, static_cast<int>(count), b.inputs.data(), b.targets.data());
+    loader.fill(first, static_cast<int>(count), b.inputs.data(), b.targets.data());
     return b;
 }
 

@@ -689,7 +689,6 @@ void check_device() {
 
 // Checks what can be checked, takes the memory, and loads or initialises the model.
 void Trainer::prepare() {
-    check_device();
     if (!o_.out.empty()) check_writable(o_.out);
     if (!o_.log.empty()) {
         log_.reset(fopen(o_.log.c_str(), o_.resume.empty() ? "w" : "a"));
@@ -847,6 +846,7 @@ void Trainer::save(int64_t steps_done) {
 }
 
 void Trainer::run() {
+    check_device();
     const size_t before = device_bytes_in_use();
     prepare();
     std::signal(SIGINT, on_interrupt);

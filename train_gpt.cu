@@ -574,6 +574,8 @@ void Trainer::open_validation() {
             val_data_.reset();
         }
     }
+    if (o_.eval_every > 0 && !val_data_)
+        fail("--eval-every %lld: there is nothing to validate on; give --val-data", static_cast<long long>(o_.eval_every));
 }
 
 // Fails when the data cannot feed the model: other vocabulary, too few tokens, tokens beyond the vocabulary.
@@ -690,10 +692,6 @@ void check_device() {
 // Checks what can be checked, takes the memory, and loads or initialises the model.
 void Trainer::prepare() {
     if (!o_.out.empty()) check_writable(o_.out);
-    if (!o_.log.empty()) {
-        log_.reset(fopen(o_.log.c_str(), o_.resume.empty() ? "w" : "a"));
-        if (!log_) fail("--log %s: %s", o_.log.c_str(), strerror(errno));
-    }
     if (o_.steps > 0) print_plan();
     if (o_.steps > 0) peak_flops_ = device_peak_flops<floatX>(stream_);
     arena_.allocate({&train_plan_, &update_plan_, &evaluate_plan_, &sample_plan_});
@@ -704,6 +702,10 @@ void Trainer::prepare() {
     state_.allocate(o_.steps > 0);
     gpt_.bind(state_);
     load();
+    if (!o_.log.empty()) {
+        log_.reset(fopen(o_.log.c_str(), o_.resume.empty() ? "w" : "a"));
+        if (!log_) fail("--log %s: %s", o_.log.c_str(), strerror(errno));
+    }
     if (data_) loader_.emplace(*data_, o_.seq_len, o_.seed, true);
     if (val_data_) val_loader_.emplace(*val_data_, o_.seq_len, o_.seed, false);
 }
@@ -813,10 +815,12 @@ void Trainer::sample(int64_t step) {
     const std::vector<int> first = first_tokens();
     uint64_t i = 0;
     auto print = [&](int token) {
-        if (tokenizer_)
-            fputs(tokenizer_->decode(token).c_str(), stdout);
-        else
+        if (!tokenizer_) {
             printf("%d ", token);
+            return;
+        }
+        const std::string bytes = tokenizer_->decode(token);  // of which one may be zero
+        fwrite(bytes.data(), 1, bytes.size(), stdout);
     };
     printf("--- sample after %lld steps ---\n%s", static_cast<long long>(step), o_.prompt.c_str());
     arena_.run(sample_plan_, [&] {

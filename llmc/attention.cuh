@@ -1,0 +1,437 @@
+// attention.cuh - causal multi-head attention without the (T, T) matrix of scores: FlashAttention-2.
+//
+//   S = Q K^T / sqrt(head_size), masked   P = softmax(S) by row   out = P V   lse = log sum exp(S) by row
+//   dS = P * (dout V^T - delta)   delta = rowsum(dout * out)
+//   dV = P^T dout   dK = dS^T Q / sqrt(head_size)   dQ = dS K / sqrt(head_size)
+//
+// A block keeps 64 rows of one side, each of its 4 warps 16 of them, and the rows of the other side pass by
+// in tiles while the next ones are on their way. Scores stay in the registers that the product left them in;
+// P and dS are rounded to T there for the next product. Forward follows the softmax online (Milakov and
+// Gimelshein 2018; Dao 2023); backward makes P again from lse, once for dK and dV and once for dQ, so that no
+// sum needs atomics. On the fast CPU attention_cpu.h does the same with oneDNN.
+#pragma once
+
+#include <initializer_list>
+
+#include "llmc/attention_input.h"
+#include "llmc/mma.cuh"
+#if !defined(SIMT_GPU) && SIMT_LANES == 1
+#include "llmc/attention_cpu.h"
+#endif
+
+constexpr float kLog2e = 1.44269504f;
+constexpr int kAttentionRows = 64;      // that stay in a block
+constexpr int kAttentionThreads = 128;  // 4 warps of 16 rows
+
+// Tiles for heads of up to kHead columns, a multiple of 16; what is beyond head_size is zero.
+template <class T, int kHead>
+struct AttentionTiles {
+    // Rows that pass by at a time: 8 KiB of them.
+    static constexpr int kPassing = 8192 / (kHead * sizeof(T)) < 64 ? 8192 / (kHead * sizeof(T)) : 64;
+    // 16 bytes more than the columns, so that 8 rows in a row fall into different banks.
+    static constexpr int kStride = kHead + 16 / sizeof(T);
+    static constexpr int kStayingSize = kAttentionRows * kStride;
+    static constexpr int kPassingSize = kPassing * kStride;
+    // Blocks that an SM must have registers for. Left to itself the compiler aims higher and spills.
+    static constexpr int kBlocksAtOnce = kHead <= 64 ? 3 : 2;
+};
+
+// The accumulators of 16 rows by 8 * N columns.
+template <int N>
+using AttentionRows = float[1][N][4];
+
+// 2^x; 0 for -inf.
+SIMT_DEVICE float exp2_of(float x) {
+#if defined(SIMT_GPU)
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return fast_exp(x * 0.693147181f);
+#endif
+}
+
+// Starts to copy `rows` rows (or as many as the tile has) of head_size columns; the rest of the tile becomes
+// zero. `vectors`: rows are made of whole aligned 16 bytes.
+template <int kRows, int kHead, class T>
+SIMT_DEVICE void load_tile(T* tile, const T* from, int64_t row_stride, int rows, int head_size,
+                           bool vectors) {
+    constexpr int kVector = 16 / sizeof(T), kVectors = kHead / kVector;
+    for (int i = threadIdx.x; i < kRows * kVectors; i += kAttentionThreads) {
+        const int row = i / kVectors, column = i % kVectors * kVector;
+        T* to = tile + row * AttentionTiles<T, kHead>::kStride + column;
+        const T* source = from + row * row_stride + column;
+        if (vectors) {
+            const bool valid = row < rows && column < head_size;
+            copy_to_shared<16>(to, valid ? source : from, valid);
+        } else {
+            for (int e = 0; e < kVector; e++)
+                to[e] = row < rows && column + e < head_size ? source[e] : from_float<T>(0.f);
+        }
+    }
+}
+
+// The keys and values from `key` on: a tile of K, and after it one of V.
+template <int kHead, class T>
+SIMT_DEVICE void load_keys(T* tiles, const AttentionInput<T>& in, int b, int h, int key, bool vectors) {
+    using Tiles = AttentionTiles<T, kHead>;
+    const int64_t at = in.kv_offset(b, h) + key * in.kv_row;
+    load_tile<Tiles::kPassing, kHead>(tiles, in.k + at, in.kv_row, in.keys - key, in.head_size, vectors);
+    load_tile<Tiles::kPassing, kHead>(tiles + Tiles::kPassingSize, in.v + at, in.kv_row, in.keys - key,
+                                      in.head_size, vectors);
+}
+
+// Calls f(s[0][j][e] ..., r, column) for all accumulators of this lane; r = 0, 1 for row lane / 4 + 8 r.
+template <int N, class F, class... S>
+SIMT_DEVICE void for_each_score(F f, S&... s) {
+    UNROLL for (int j = 0; j < N; j++) {
+        UNROLL for (int e = 0; e < 4; e++) f(s[0][j][e]..., e / 2, 8 * j + lane() % 4 * 2 + e % 2);
+    }
+}
+
+// s = A B^T over kHead columns: 16 rows of tile a, the 8 * N rows of tile b.
+template <int kHead, int N, class T>
+SIMT_DEVICE void multiply_rows(AttentionRows<N>& s, const T* a_tile, const T* b_tile) {
+    constexpr int kStride = AttentionTiles<T, kHead>::kStride;
+    for_each_score<N>([](float& x, int, int) { x = 0.f; }, s);
+    UNROLL for (int k = 0; k < kHead; k += 16) {
+        const FragmentA<T> a[1] = {load_a(a_tile + k, kStride)};
+        FragmentB<T> b[N];
+        load_b(b, b_tile + k, kStride);
+        mma_tiles(s, a, b);
+    }
+}
+
+// o += P B: P is 16 rows by 8 * N columns of accumulators, rounded to T; tile b has 8 * N rows of kHead
+// columns. By 64 columns at a time, to have few fragments in registers.
+template <int kHead, int N, class T>
+SIMT_DEVICE void multiply_columns(AttentionRows<kHead / 8>& o, const AttentionRows<N>& p, const T* b_tile) {
+    constexpr int kStride = AttentionTiles<T, kHead>::kStride, kGroup = kHead / 8 < 8 ? kHead / 8 : 8;
+    UNROLL for (int k = 0; k < N; k += 2) {
+        const FragmentA<T> a[1] = {accumulators_as_a<T>(p[0][k], p[0][k + 1])};
+        UNROLL for (int j = 0; j < kHead / 8; j += kGroup) {
+            FragmentB<T> b[kGroup];
+            load_b_transposed(b, b_tile + 8 * k * kStride + 8 * j, kStride);
+            mma_tiles(reinterpret_cast<AttentionRows<kGroup>&>(o[0][j]), a, b);
+        }
+    }
+}
+
+// Writes 16 rows times factor[r], of which `rows` exist, to `out` at the row where the warp's rows begin.
+template <int kHead, class T>
+SIMT_DEVICE void store_rows(T* out, int64_t row_stride, const AttentionRows<kHead / 8>& o,
+                            const float (&factor)[2], int rows, int head_size, bool vectors) {
+    UNROLL for (int r = 0; r < 2; r++) {
+        const int row = lane() / 4 + 8 * r;
+        if (row >= rows) continue;
+        UNROLL for (int j = 0; j < kHead / 8; j++) {
+            const int column = 8 * j + lane() % 4 * 2;
+            const float x = o[0][j][2 * r] * factor[r], y = o[0][j][2 * r + 1] * factor[r];
+            T* to = out + row * row_stride + column;
+            if (vectors) {
+                if (column < head_size) store_pair(to, make_pair_of<T>(x, y));
+            } else {
+                if (column < head_size) to[0] = from_float<T>(x);
+                if (column + 1 < head_size) to[1] = from_float<T>(y);
+            }
+        }
+    }
+}
+
+// Over the four lanes that share rows.
+SIMT_DEVICE float quad_max(float v) {
+    v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+    return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+SIMT_DEVICE float quad_sum(float v) {
+    v += __shfl_xor_sync(~0u, v, 1);
+    return v + __shfl_xor_sync(~0u, v, 2);
+}
+
+// The softmax of a lane's two rows so far: largest score, and this lane's part of the sum of exponentials.
+struct OnlineSoftmax {
+    float largest[2] = {-INFINITY, -INFINITY};
+    float sum[2] = {0.f, 0.f};
+
+    // Turns scores into exponentials relative to the largest so far; brings sum and output to the same base.
+    template <int N, int kColumns>
+    SIMT_DEVICE void step(AttentionRows<N>& s, AttentionRows<kColumns>& o, float scale_log2) {
+        float base[2];
+        UNROLL for (int r = 0; r < 2; r++) {
+            float top = largest[r];
+            UNROLL for (int j = 0; j < N; j++) top = fmaxf(top, fmaxf(s[0][j][2 * r], s[0][j][2 * r + 1]));
+            top = quad_max(top);
+            const float correction = exp2_of((largest[r] - top) * scale_log2);
+            largest[r] = top;
+            base[r] = top * scale_log2;
+            sum[r] *= correction;
+            UNROLL for (int j = 0; j < kColumns; j++) {
+                o[0][j][2 * r] *= correction;
+                o[0][j][2 * r + 1] *= correction;
+            }
+        }
+        const auto exponential = [&](float& x, int r, int) {
+            x = exp2_of(x * scale_log2 - base[r]);
+            sum[r] += x;
+        };
+        for_each_score<N>(exponential, s);
+    }
+};
+
+// out and lse of 64 queries of one head. Blocks (batch * heads, tiles of queries), longest first.
+template <class T, int kHead>
+__global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::kBlocksAtOnce)
+    attention_forward_kernel(T* out, float* lse, AttentionInput<T> in, float scale, bool vectors) {
+    using Tiles = AttentionTiles<T, kHead>;
+    constexpr int kPassing = Tiles::kPassing;
+    DYNAMIC_SHARED(T, shared);
+    T* const q_tile = shared;
+    T* const kv_tiles = q_tile + Tiles::kStayingSize;  // K, V of this step, K, V of the next
+    const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads;
+    const int block_row = (gridDim.y - 1 - blockIdx.y) * kAttentionRows;
+    const int row = block_row + 16 * warp();  // of this warp's first query
+    const int end = in.keys_before(block_row + kAttentionRows);
+    load_tile<kAttentionRows, kHead>(q_tile, in.q + in.q_offset(b, h) + block_row * in.q_row, in.q_row,
+                                     in.queries - block_row, in.head_size, vectors);
+    load_keys<kHead>(kv_tiles, in, b, h, 0, vectors);
+
+    AttentionRows<kHead / 8> o = {};
+    OnlineSoftmax softmax;
+    for (int key = 0, buffer = 0; key < end; key += kPassing, buffer ^= 1) {
+        wait_for_copies();
+        __syncthreads();  // this step's tiles are complete, and nobody reads the other two any more
+        if (key + kPassing < end)
+            load_keys<kHead>(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, b, h, key + kPassing,
+                             vectors);
+        const T* const k_tile = kv_tiles + buffer * 2 * Tiles::kPassingSize;
+        AttentionRows<kPassing / 8> s;
+        multiply_rows<kHead>(s, q_tile + 16 * warp() * Tiles::kStride, k_tile);
+        // The last column that this warp's first query sees.
+        const int diagonal = row + in.keys - in.queries - key;
+        const auto mask = [&](float& x, int r, int column) {
+            if (column > diagonal + lane() / 4 + 8 * r) x = -INFINITY;
+        };
+        if (diagonal < kPassing - 1) for_each_score<kPassing / 8>(mask, s);
+        softmax.step(s, o, scale * kLog2e);
+        multiply_columns<kHead>(o, s, k_tile + Tiles::kPassingSize);
+    }
+
+    float factor[2];
+    UNROLL for (int r = 0; r < 2; r++) {
+        const float sum = quad_sum(softmax.sum[r]);
+        const int query = row + lane() / 4 + 8 * r;
+        if (lse && query < in.queries && lane() % 4 == 0)
+            lse[in.row_offset(b, h) + query] = softmax.largest[r] * scale + logf(sum);
+        factor[r] = 1.f / sum;
+    }
+    store_rows<kHead>(out + in.out_offset(b, h) + row * in.out_row(), in.out_row(), o, factor,
+                      in.queries - row, in.head_size, vectors);
+}
+
+// delta[b, h, i] = sum of dout * out over the head's columns: a warp for each b, i, h, in this order.
+template <class T, bool kVectors>
+__global__ void attention_delta_kernel(float* delta, const T* dout, const T* out, AttentionInput<T> in) {
+    constexpr int N = kVectors ? kVectorSize<T> : 1;
+    const int64_t index = int64_t{blockIdx.x} * warps_per_block() + warp(), row = index / in.heads;
+    const int h = index % in.heads, i = row % in.queries, b = row / in.queries;
+    if (b >= in.batch) return;
+    const int64_t at = index * in.head_size;
+    Accumulator<N> sum;
+    for (int c = lane() * N; c < in.head_size; c += kLanes * N) {
+        const Packed<T, N> x = load<N>(dout + at + c), y = load<N>(out + at + c);
+        for (int e = 0; e < N; e++) sum[e] += x[e] * y[e];
+    }
+    const float total = warp_sum(sum.sum());
+    if (lane() == 0) delta[in.row_offset(b, h) + i] = total;
+}
+
+// dK and dV of 64 keys of one head, from S^T = K Q^T. Blocks (batch * heads, tiles of keys), longest first.
+template <class T, int kHead>
+__global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, with twice the sums
+    attention_backward_keys_kernel(T* dk, T* dv, const T* dout, const float* lse, const float* delta,
+                                   AttentionInput<T> in, float scale, bool vectors) {
+    using Tiles = AttentionTiles<T, kHead>;
+    constexpr int kPassing = Tiles::kPassing;
+    DYNAMIC_SHARED(T, shared);
+    T* const k_tile = shared;
+    T* const v_tile = k_tile + Tiles::kStayingSize;
+    T* const passing = v_tile + Tiles::kStayingSize;  // Q, dout of this step, Q, dout of the next
+    // lse, delta of this step, lse, delta of the next.
+    float* const statistics = reinterpret_cast<float*>(passing + 4 * Tiles::kPassingSize);
+    const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads;
+    const int block_row = blockIdx.y * kAttentionRows;
+    const int row = block_row + 16 * warp();  // of this warp's first key
+    const auto load_queries = [&](int query, int buffer) {
+        T* const to = passing + buffer * 2 * Tiles::kPassingSize;
+        const int left = in.queries - query;
+        load_tile<kPassing, kHead>(to, in.q + in.q_offset(b, h) + query * in.q_row, in.q_row, left,
+                                   in.head_size, vectors);
+        load_tile<kPassing, kHead>(to + Tiles::kPassingSize,
+                                   dout + in.out_offset(b, h) + query * in.out_row(), in.out_row(), left,
+                                   in.head_size, vectors);
+        const int i = threadIdx.x % kPassing;
+        const float* const from = (threadIdx.x < kPassing ? lse : delta) + in.row_offset(b, h);
+        if (threadIdx.x < 2 * kPassing)
+            copy_to_shared<4>(statistics + buffer * 2 * kPassing + threadIdx.x,
+                              i < left ? from + query + i : from, i < left);
+    };
+    const int64_t rows_at = in.kv_offset(b, h) + block_row * in.kv_row;
+    load_tile<kAttentionRows, kHead>(k_tile, in.k + rows_at, in.kv_row, in.keys - block_row, in.head_size,
+                                     vectors);
+    load_tile<kAttentionRows, kHead>(v_tile, in.v + rows_at, in.kv_row, in.keys - block_row, in.head_size,
+                                     vectors);
+    load_queries(block_row, 0);
+
+    AttentionRows<kHead / 8> dk_rows = {}, dv_rows = {};
+    for (int query = block_row, buffer = 0; query < in.queries; query += kPassing, buffer ^= 1) {
+        wait_for_copies();
+        __syncthreads();  // as in forward
+        if (query + kPassing < in.queries) load_queries(query + kPassing, buffer ^ 1);
+        const T* const q_tile = passing + buffer * 2 * Tiles::kPassingSize;
+        const T* const dout_tile = q_tile + Tiles::kPassingSize;
+        const float* const lse_of = statistics + buffer * 2 * kPassing;
+        AttentionRows<kPassing / 8> p, ds;
+        multiply_rows<kHead>(p, k_tile + 16 * warp() * Tiles::kStride, q_tile);
+        const int diagonal = row - query;  // the first column that sees this warp's first key
+        const auto to_probability = [&](float& x, int r, int column) {
+            x = exp2_of((x * scale - lse_of[column]) * kLog2e);
+            if (column < diagonal + lane() / 4 + 8 * r) x = 0.f;
+        };
+        for_each_score<kPassing / 8>(to_probability, p);
+        multiply_columns<kHead>(dv_rows, p, dout_tile);
+        multiply_rows<kHead>(ds, v_tile + 16 * warp() * Tiles::kStride, dout_tile);
+        const float* const delta_of = lse_of + kPassing;
+        const auto gradient = [&](float& x, float probability, int, int column) {
+            x = probability * (x - delta_of[column]);
+        };
+        for_each_score<kPassing / 8>(gradient, ds, p);
+        multiply_columns<kHead>(dk_rows, ds, q_tile);
+    }
+    const int64_t at = in.kv_offset(b, h) + row * in.kv_row;
+    store_rows<kHead>(dk + at, in.kv_row, dk_rows, {scale, scale}, in.keys - row, in.head_size, vectors);
+    store_rows<kHead>(dv + at, in.kv_row, dv_rows, {1.f, 1.f}, in.keys - row, in.head_size, vectors);
+}
+
+// dQ of 64 queries of one head. Blocks (batch * heads, tiles of queries), longest first.
+template <class T, int kHead>
+__global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::kBlocksAtOnce)
+    attention_backward_queries_kernel(T* dq, const T* dout, const float* lse, const float* delta,
+                                      AttentionInput<T> in, float scale, bool vectors) {
+    using Tiles = AttentionTiles<T, kHead>;
+    constexpr int kPassing = Tiles::kPassing;
+    DYNAMIC_SHARED(T, shared);
+    T* const q_tile = shared;
+    T* const dout_tile = q_tile + Tiles::kStayingSize;
+    T* const kv_tiles = dout_tile + Tiles::kStayingSize;  // K, V of this step, K, V of the next
+    const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads;
+    const int block_row = (gridDim.y - 1 - blockIdx.y) * kAttentionRows;
+    const int row = block_row + 16 * warp();  // of this warp's first query
+    const int end = in.keys_before(block_row + kAttentionRows);
+    load_tile<kAttentionRows, kHead>(q_tile, in.q + in.q_offset(b, h) + block_row * in.q_row, in.q_row,
+                                     in.queries - block_row, in.head_size, vectors);
+    load_tile<kAttentionRows, kHead>(dout_tile, dout + in.out_offset(b, h) + block_row * in.out_row(),
+                                     in.out_row(), in.queries - block_row, in.head_size, vectors);
+    load_keys<kHead>(kv_tiles, in, b, h, 0, vectors);
+
+    float row_lse[2], row_delta[2];
+    UNROLL for (int r = 0; r < 2; r++) {
+        const int query = row + lane() / 4 + 8 * r;
+        row_lse[r] = query < in.queries ? lse[in.row_offset(b, h) + query] : 0.f;
+        row_delta[r] = query < in.queries ? delta[in.row_offset(b, h) + query] : 0.f;
+    }
+    AttentionRows<kHead / 8> dq_rows = {};
+    for (int key = 0, buffer = 0; key < end; key += kPassing, buffer ^= 1) {
+        wait_for_copies();
+        __syncthreads();  // as in forward
+        if (key + kPassing < end)
+            load_keys<kHead>(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, b, h, key + kPassing,
+                             vectors);
+        const T* const k_tile = kv_tiles + buffer * 2 * Tiles::kPassingSize;
+        AttentionRows<kPassing / 8> s, ds;
+        multiply_rows<kHead>(s, q_tile + 16 * warp() * Tiles::kStride, k_tile);
+        multiply_rows<kHead>(ds, dout_tile + 16 * warp() * Tiles::kStride, k_tile + Tiles::kPassingSize);
+        const int diagonal = row - key;  // the last column that this warp's first query sees
+        const auto gradient = [&](float& x, float score, int r, int column) {
+            const float probability = exp2_of((score * scale - row_lse[r]) * kLog2e);
+            x = column <= diagonal + lane() / 4 + 8 * r ? probability * (x - row_delta[r]) : 0.f;
+        };
+        for_each_score<kPassing / 8>(gradient, ds, s);
+        multiply_columns<kHead>(dq_rows, ds, k_tile);
+    }
+    store_rows<kHead>(dq + in.q_offset(b, h) + row * in.q_row, in.q_row, dq_rows, {scale, scale},
+                      in.queries - row, in.head_size, vectors);
+}
+
+// Calls f(std::integral_constant) with the columns of the tiles for this head size.
+template <class F>
+void for_head_size(int head_size, F f) {
+    assert(attention_supports(head_size));
+    if (head_size <= 16)
+        f(std::integral_constant<int, 16>());
+    else if (head_size <= 32)
+        f(std::integral_constant<int, 32>());
+    else if (head_size <= 64)
+        f(std::integral_constant<int, 64>());
+    else
+        f(std::integral_constant<int, 128>());
+}
+
+// Whether all rows of these arrays and of the input's are made of whole, aligned 16 bytes.
+template <class T>
+bool attention_vectors(const AttentionInput<T>& in, std::initializer_list<const void*> arrays) {
+    const auto whole = [](int64_t bytes) { return bytes % 16 == 0; };
+    bool all = true;
+    for (const int64_t n :
+         std::initializer_list<int64_t>{in.head_size, in.q_row, in.kv_row, in.q_batch, in.kv_batch})
+        all = all && whole(n * sizeof(T));
+    for (const T* p : std::initializer_list<const T*>{in.q, in.k, in.v})
+        all = all && whole(reinterpret_cast<intptr_t>(p));
+    for (const void* p : arrays) all = all && whole(reinterpret_cast<intptr_t>(p));
+    return all;
+}
+
+// out (batch, queries, heads * head_size) and lse (batch, heads, queries), the logarithm of each row's sum of
+// exponentials, which backward needs; lse may be null.
+template <class T>
+void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream stream) {
+    assert(in.queries <= in.keys);
+    if constexpr (kFastCpu) {
+        attention_forward_on_cpu(out, lse, in, stream);
+    } else {
+        for_head_size(in.head_size, [&](auto columns) {
+            using Tiles = AttentionTiles<T, columns.value>;
+            const dim3 grid(in.batch * in.heads, ceil_div(in.queries, kAttentionRows));
+            launch<attention_forward_kernel<T, columns.value>>(
+                grid, kAttentionThreads, (Tiles::kStayingSize + 4 * Tiles::kPassingSize) * sizeof(T), stream,
+                out, lse, in, in.scale(), attention_vectors(in, {out}));
+        });
+    }
+}
+
+// dq, dk, dv, strided like q, k, v, from dout, out and lse of the forward pass; queries == keys. Every
+// element of the heads is written. delta (batch, heads, queries) is scratch. Deterministic.
+template <class T>
+void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const float* lse, float* delta,
+                        const AttentionInput<T>& in, Stream stream) {
+    assert(in.queries == in.keys);
+    const bool vectors = attention_vectors(in, {dq, dk, dv, dout, out});
+    const dim3 row_blocks(ceil_div(int64_t{in.batch} * in.queries * in.heads, kBlockWarps));
+    if (vectors && vector_fits<T>(in.head_size))
+        launch<attention_delta_kernel<T, true>>(row_blocks, kBlockThreads, 0, stream, delta, dout, out, in);
+    else
+        launch<attention_delta_kernel<T, false>>(row_blocks, kBlockThreads, 0, stream, delta, dout, out, in);
+    if constexpr (kFastCpu) {
+        attention_backward_on_cpu(dq, dk, dv, dout, lse, delta, in, stream);
+    } else {
+        for_head_size(in.head_size, [&](auto columns) {
+            using Tiles = AttentionTiles<T, columns.value>;
+            const size_t tiles = (2 * Tiles::kStayingSize + 4 * Tiles::kPassingSize) * sizeof(T);
+            const dim3 grid(in.batch * in.heads, ceil_div(in.keys, kAttentionRows));
+            launch<attention_backward_keys_kernel<T, columns.value>>(
+                grid, kAttentionThreads, tiles + 4 * Tiles::kPassing * sizeof(float), stream, dk, dv, dout,
+                lse, delta, in, in.scale(), vectors);
+            launch<attention_backward_queries_kernel<T, columns.value>>(
+                grid, kAttentionThreads, tiles, stream, dq, dout, lse, delta, in, in.scale(), vectors);
+        });
+    }
+}

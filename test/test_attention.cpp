@@ -15,11 +15,9 @@ namespace {
 
 struct Case {
     int batch, heads, head_size, queries, keys;
-    enum Layout {
-        kPacked,
-        kCache,
-        kUnaligned
-    } layout;          // columns of qkv; a cache with spare rows; odd strides
+    // Columns of a packed qkv; a cache with spare rows; rows whose length is no multiple of a vector.
+    enum Layout { kPacked, kCache, kUnaligned };
+    Layout layout;
     double scale = 1;  // of q, so of the scores
 
     int channels() const { return heads * head_size; }

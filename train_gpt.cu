@@ -569,10 +569,7 @@ void Trainer::open_validation() {
         val_data_ = open_data(o_.val_data, "--val-data", Part::All);
     } else if (data_->is_text()) {
         val_data_ = open_data(o_.data, "--data", Part::Validation);
-        if (val_data_->token_count() <= static_cast<uint64_t>(o_.seq_len)) {
-            fprintf(stderr, "no validation: the text's last tenth is shorter than a sequence of %d\n", o_.seq_len);
-            val_data_.reset();
-        }
+        if (val_data_->token_count() <= static_cast<uint64_t>(o_.seq_len)) val_data_.reset();
     }
     if (o_.eval_every > 0 && !val_data_)
         fail("--eval-every %lld: there is nothing to validate on; give --val-data", static_cast<long long>(o_.eval_every));
@@ -692,6 +689,8 @@ void check_device() {
 // Checks what can be checked, takes the memory, and loads or initialises the model.
 void Trainer::prepare() {
     if (!o_.out.empty()) check_writable(o_.out);
+    if (data_ && data_->is_text() && !val_data_)
+        fprintf(stderr, "no validation: the text's last tenth is shorter than a sequence of %d\n", o_.seq_len);
     if (o_.steps > 0) print_plan();
     if (o_.steps > 0) peak_flops_ = device_peak_flops<floatX>(stream_);
     arena_.allocate({&train_plan_, &update_plan_, &evaluate_plan_, &sample_plan_});
@@ -892,7 +891,9 @@ int main(int argc, char** argv) {
         else
             trainer.run();
     } catch (const UserError& e) {
-        fprintf(stderr, "train: %s\n", e.what());
+        std::string line = e.what();
+        std::replace(line.begin(), line.end(), '\n', ' ');  // names of files may have any
+        fprintf(stderr, "train: %s\n", line.c_str());
         return 2;
     } catch (const std::bad_alloc&) {
         fprintf(stderr, "train: out of host memory\n");

@@ -118,7 +118,11 @@ void load_weights(State<T>& state, const std::string& folder) {
         const SafetensorsEntry& entry = files.get(p.name, file_shape(p));
         for_each_chunk(p.shape.size(), [&](int64_t first, int64_t count) {
             values.resize(static_cast<size_t>(count));
-            read_as_float(entry, values.data(), static_cast<size_t>(first), values.size());
+            try {
+                read_as_float(entry, values.data(), static_cast<size_t>(first), values.size());
+            } catch (const UserError& e) {
+                fail("%s: %s", folder.c_str(), e.what());
+            }
             put_weights(state, p.offset + first, values);
         });
     }

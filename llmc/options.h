@@ -66,7 +66,9 @@ inline void declare_options(CLI::App& app, Options& o) {
     app.add_option("--grad-accum", o.grad_accum, "micro-batches in a step")
         ->check(between(1, most))
         ->group(model);
-    app.add_option("--seed", o.seed, "of initial weights, data order and samples")->group(model);
+    app.add_option("--seed", o.seed, "of initial weights, data order and samples")
+        ->check(between(0, 0x1p64))
+        ->group(model);
 
     app.add_option("--steps", o.steps, "updates in all; 0 only initialises or generates")
         ->check(between(0, 1e12))
@@ -157,7 +159,11 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
             for (CLI::Option* option : app.get_options()) {
                 const auto it = before.find(option->get_name());
                 if (it == before.end() || option->count() > 0 || option->get_name() == "--resume") continue;
-                option->add_result(it->get<std::vector<std::string>>());
+                try {
+                    option->add_result(it->get<std::vector<std::string>>());
+                } catch (const nlohmann::json::exception&) {
+                    fail("--resume %s: its %s is no list of texts", o.resume.c_str(), it.key().c_str());
+                }
                 option->run_callback();
             }
             given();

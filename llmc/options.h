@@ -67,7 +67,7 @@ inline void declare_options(CLI::App& app, Options& o) {
         ->check(between(1, most))
         ->group(model);
     app.add_option("--seed", o.seed, "of initial weights, data order and samples")
-        ->check(between(0, 0x1p64))
+        ->check(between(0, 0x1.fffffffffffffp63))  // the last number below 2^64
         ->group(model);
 
     app.add_option("--steps", o.steps, "updates in all; 0 only initialises or generates")

@@ -1,0 +1,358 @@
+"""A mistake gets one line that names what is wrong, exit code 2, and nothing is written."""
+
+import json
+import os
+import shutil
+import struct
+import subprocess
+
+import numpy as np
+import pytest
+from safetensors.torch import load_file, save_file
+from trainer_runs import binaries, listing, make, random_tokens, read_log, saved_bytes, write_shard, write_text
+
+SMALL = ("--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)
+# What a run would write if the mistake were not found: nothing of it may be there.
+GOOD = {"--model": "model", "--data": "text", "--batch": 2, "--seq-len": 24, "--steps": 2, "--sample-tokens": 4,
+        "--out": "out", "--log": "log"}
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    path = tmp_path_factory.mktemp("given")
+    make(path / "model", *SMALL)
+    make(path / "model300", *SMALL, "--vocab", 300)
+    write_text(path / "text")
+    write_shard(path / "shard.bin", random_tokens(300, 500))
+    return path
+
+
+@pytest.fixture
+def work(given, tmp_path):
+    """A copy to spoil."""
+    shutil.copytree(given, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def command(options):
+    """Options from a dict; None leaves one out, True is a flag."""
+    return [part for name, value in (GOOD | options).items() if value is not None
+            for part in ((name,) if value is True else (name, str(value)))]
+
+
+def refused(train, folder, options, *named):
+    """Runs it with these options instead of the good ones; returns the line."""
+    before = listing(folder)
+    error = train(*command(options), cwd=folder, code=2).stderr.decode()
+    assert error.startswith("train: ") and error.count("\n") == 1 and error.endswith("\n"), error
+    for name in named:
+        assert name in error, error
+    assert listing(folder) == before
+    return error
+
+
+def test_the_good_options_are_good(train, work):
+    train(*command({}), cwd=work)
+    assert len(read_log(work / "log")) == 3 and saved_bytes(work / "out")
+
+
+# ---- options
+
+NUMBERS = {  # an option, a value out of its range on either side
+    "--batch": (0, 1 << 31), "--seq-len": (0, 1 << 31), "--grad-accum": (0, 1 << 31), "--steps": (-1, "1e13"),
+    "--lr": (-1e-9, "inf"), "--min-lr": (-1, "inf"), "--warmup": (-1, "1e13"), "--weight-decay": (-1, "inf"),
+    "--beta1": (-0.1, 1), "--beta2": (-0.1, 1), "--eps": (0, "inf"), "--clip": (-1, "inf"), "--seed": (-1, 1 << 64),
+    "--eval-every": (-1, "1e13"), "--eval-batches": (0, 1 << 31), "--threads": (-1, 5000),
+    "--sample-every": (-1, "1e13"), "--sample-tokens": (-1, 1 << 31), "--temperature": (-1, "inf"),
+    "--top-k": (-1, 1 << 31), "--save-every": (-1, "1e13"), "--keep": (-1, 1 << 31)}
+
+
+@pytest.mark.parametrize("option", NUMBERS)
+def test_numbers(train, work, option):
+    for value in (*NUMBERS[option], "seven", "7x", "nan", ""):
+        refused(train, work, {option: value}, option, str(value))
+    if option not in ("--lr", "--min-lr", "--weight-decay", "--beta1", "--beta2", "--eps", "--clip", "--temperature"):
+        refused(train, work, {option: "1.5"}, option, "1.5")
+
+
+@pytest.mark.parametrize("options, named", [
+    ({"--speed": 3}, ["--speed"]),
+    ({"-x": True}, ["-x"]),
+    ({"--schedule": "step"}, ["--schedule", "step", "cosine"]),
+    ({"--recompute": "all"}, ["--recompute", "all", "gelu"]),
+    ({"--model": "d13"}, ["--model", "d13", "d12", "d24"]),
+    ({"--model": "d0"}, ["--model", "d0"]),
+    ({"--model": "nowhere"}, ["--model", "nowhere"]),
+    ({"--model": "text"}, ["--model", "text"]),
+    ({"--model": "two\nlines"}, ["--model", "two"]),
+    ({"--seq-len": 65}, ["--seq-len", "65", "64"]),
+    ({"--batch": 1000}, ["--batch", "1000"]),
+    ({"--batch": 1 << 20, "--seq-len": 1 << 20}, ["--batch", "--seq-len", str(1 << 20)]),
+    ({"--min-lr": 0.2, "--lr": 0.1}, ["--min-lr", "0.2", "--lr", "0.1"]),
+    ({"--json": True}, ["--json", "--plan"]),
+    ({"--save-every": 1, "--out": None}, ["--save-every", "--out"]),
+    ({"--val-data": "text", "--data": None}, ["--val-data", "--data"]),
+    ({"--prompt": 65 * "x"}, ["--prompt", "65", "64"]),
+    ({"--prompt": 60 * "x", "--sample-tokens": 5}, ["--sample-tokens", "5", "4"]),
+    ({"--model": "model300", "--data": "shard.bin", "--prompt": "x"}, ["--prompt", "vocab.json"]),
+    ({"--log": "nowhere/log"}, ["--log", "nowhere/log"]),
+    ({"--log": "model"}, ["--log", "model"]),
+    ({"--out": "text"}, ["--out", "text"]),
+    ({"--out": "text/out"}, ["--out", "text"]),
+    ({"--out": "model"}, ["--out", "model"]),  # has files that are no links of ours
+    ({"--out": "/proc/out"}, ["--out", "/proc"]),
+], ids=str)
+def test_options(train, work, options, named):
+    refused(train, work, options, *named)
+
+
+# ---- data
+
+
+@pytest.mark.parametrize("option", ["--data", "--val-data"])
+@pytest.mark.parametrize("value, named", [
+    ("nowhere", ["nowhere"]), ("*.csv", ["*.csv"]), ("model", ["model", "directory"]), ("empty", ["empty"]),
+    ("mixed*", ["mixed.bin", "mixed.txt"]), ("/dev/null", ["/dev/null"])])
+def test_files_of_data(train, work, option, value, named):
+    (work / "empty").touch()
+    (work / "mixed.txt").write_bytes(bytes(500))
+    write_shard(work / "mixed.bin", [1] * 500)
+    error = refused(train, work, {option: value}, *named)
+    assert option in error
+
+
+def test_no_data(train, work):
+    """Away from the project's folder there is no text to fall back on."""
+    refused(train, work, {"--data": None}, "--data")
+
+
+def test_too_little_data(train, work):
+    (work / "short").write_bytes(b"x" * 20)
+    refused(train, work, {"--data": "short"}, "short", "24")
+    refused(train, work, {"--val-data": "short"}, "short", "24")
+
+
+def header(*fields):
+    return np.array(fields + (0,) * (256 - len(fields)), dtype=np.int32).tobytes()
+
+
+@pytest.mark.parametrize("content, named", [
+    (header(20240519, 1, 100) + bytes(200), ["20240519"]),
+    (header(20240520, 7, 100) + bytes(200), ["7"]),
+    (header(20240520, 1, 100)[:1000], ["1000"]),
+    (header(20240520, 1, 100) + bytes(198), ["100", "198"]),
+    (header(20240520, 1, 100) + bytes(202), ["100", "202"]),
+    (header(20240520, 1, -1) + bytes(200), ["-1"]),
+    (header(20240520, 1, 0), ["0"]),
+    (header(20240520, 1, 1 << 30) + bytes(200), [str(1 << 30)]),
+    (header(20240520, 1, 100) + struct.pack("<100H", *[0] * 77, 300, *[0] * 22), ["300", "77"]),
+], ids=["magic", "version", "short header", "short", "long", "negative", "none", "huge", "token"])
+@pytest.mark.parametrize("option", ["--data", "--val-data"])
+def test_shards(train, work, option, content, named):
+    (work / "bad.bin").write_bytes(content)
+    refused(train, work, {"--model": "model300", "--data": "shard.bin", option: "bad.bin"}, "bad.bin", *named)
+
+
+def test_text_for_a_model_of_tokens(train, work):
+    refused(train, work, {"--model": "model300"}, "text", "256", "300")
+
+
+# ---- model folders
+
+
+def rewrite_header(change):
+    """A damage of model.safetensors: what change(header) makes of it."""
+
+    def damage(folder):
+        path = folder / "model.safetensors"
+        data = path.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        fields = json.loads(data[8:8 + length])
+        change(fields)
+        text = json.dumps(fields).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length:])
+
+    return damage
+
+
+def with_tensors(change):
+    def damage(folder):
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return damage
+
+
+def cut(count):
+    def damage(folder):
+        data = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(data[:count])
+
+    return damage
+
+
+def past_the_end(fields):
+    begin, end = fields["h.1.mlp.c_fc.weight"]["data_offsets"]
+    fields["h.1.mlp.c_fc.weight"]["data_offsets"] = [begin + (1 << 30), end + (1 << 30)]
+
+
+def overlap(fields):
+    fields["h.1.mlp.c_fc.weight"]["data_offsets"] = fields["h.0.mlp.c_fc.weight"]["data_offsets"]
+
+
+NAME = "h.1.mlp.c_fc.weight"
+
+
+@pytest.mark.parametrize("damage, named", [
+    (cut(0), []), (cut(7), []), (cut(100), []), (cut(-1), []), (cut(20000), []),
+    (lambda folder: (folder / "model.safetensors").unlink(), []),
+    (rewrite_header(past_the_end), [NAME]),
+    (rewrite_header(overlap), ["mlp.c_fc.weight", "overlap"]),
+    (rewrite_header(lambda fields: fields[NAME].update(dtype="I32")), [NAME, "I32"]),
+    (rewrite_header(lambda fields: fields[NAME].update(dtype="F31")), [NAME, "F31"]),
+    (rewrite_header(lambda fields: fields[NAME].update(dtype="BF16")), [NAME]),
+    (rewrite_header(lambda fields: fields[NAME].update(shape=[192, 48])), [NAME, "[192, 48]", "[48, 192]"]),
+    (rewrite_header(lambda fields: fields[NAME].update(shape=[-48, -192])), [NAME]),
+    (rewrite_header(lambda fields: fields[NAME].update(shape=[1 << 62, 48, 192])), [NAME]),
+    (with_tensors(lambda tensors: tensors.pop(NAME)), [NAME, "missing"]),
+    (with_tensors(lambda tensors: tensors.pop("wte.weight")), ["wte.weight", "missing"]),
+], ids=["empty", "7 bytes", "100 bytes", "last byte", "half", "gone", "past the end", "overlap", "I32", "F31", "BF16",
+        "transposed", "negative", "overflow", "no c_fc", "no wte"])
+def test_safetensors(train, work, damage, named):
+    damage(work / "model")
+    refused(train, work, {}, "model", *named)
+
+
+@pytest.mark.parametrize("change, named", [
+    ({"n_layer": "two"}, ["n_layer"]), ({"n_layer": None}, ["n_layer"]), ({"n_layer": 0}, ["n_layer"]),
+    ({"n_layer": 3}, ["h.2."]), ({"n_head": 5}, ["n_embd", "48", "n_head", "5"]), ({"n_embd": 1 << 40}, ["n_embd"]),
+    ({"vocab_size": -1}, ["vocab_size"]), ({"n_positions": 32}, ["wpe.weight"]),
+    ({"model_type": "llama"}, ["model_type", "llama"]), ({"activation_function": "relu"}, ["activation_function"]),
+    ({"tie_word_embeddings": False}, ["tie_word_embeddings"]), ({"n_inner": 100}, ["n_inner"]),
+    ({"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
+    ({"layer_norm_epsilon": 1e-6}, ["layer_norm_epsilon"]), ({"add_cross_attention": True}, ["add_cross_attention"]),
+], ids=str)
+def test_config(train, work, change, named):
+    path = work / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    refused(train, work, {"--data": "text"}, "model", *named)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"n_layer": 2', "\x00\x01"])
+def test_config_that_is_no_json(train, work, text):
+    (work / "model" / "config.json").write_text(text)
+    refused(train, work, {}, "model/config.json")
+
+
+def test_damaged_tokenizer(train, work):
+    for name in ("vocab.json", "merges.txt"):
+        (work / "model" / name).write_text("{nonsense")
+    refused(train, work, {}, "model/", "json")
+
+
+# ---- saves
+
+
+@pytest.fixture
+def saved(work, train):
+    """With `out`, a save of two steps, beside."""
+    train(*command({"--log": None}), cwd=work)
+    return work
+
+
+RESUME = {name: None for name in GOOD} | {"--steps": 4}
+
+
+def test_resume_of_what_is_none(train, work):
+    (work / "hollow").mkdir()
+    for folder in ("hollow", "nowhere", "model", "text"):
+        refused(train, work, RESUME | {"--resume": folder}, folder)
+
+
+def test_resume_of_another_model(train, saved):
+    make(saved / "deeper", *SMALL, "--layers", 3)
+    make(saved / "fewer heads", *SMALL, "--heads", 2)
+    for model in ("deeper", "fewer heads", "d2"):
+        refused(train, saved, RESUME | {"--resume": "out", "--model": model}, "--resume out", model)
+
+
+def test_resume_of_another_precision(train, saved):
+    others = [other for other in binaries() if other.precision != train.precision]
+    if not others:
+        pytest.skip("TRAIN_BINARIES has one precision")
+    refused(others[0], saved, RESUME | {"--resume": "out"}, "out", train.precision, others[0].precision)
+
+
+@pytest.mark.parametrize("damage, named", [
+    (lambda state: state.pop("step"), "step"),
+    (lambda state: state.update(step=-1), "step"),
+    (lambda state: state.update(sequences="4"), "sequences"),
+    (lambda state: state.update(precision="fp8"), "precision"),
+    (lambda state: state.update(options=[]), "options"),
+    (lambda state: state["options"].update({"--batch": 3}), "--batch"),
+    (lambda state: state["options"].update({"--batch": ["x"]}), "--batch"),
+    (lambda state: state["options"].update({"--batch": []}), "--batch"),
+], ids=["no step", "step", "sequences", "precision", "options", "number", "no number", "nothing"])
+def test_resume_of_a_damaged_state(train, saved, damage, named):
+    path = saved / "out" / "latest" / "trainer_state.json"
+    state = json.loads(path.read_text())
+    damage(state)
+    path.write_text(json.dumps(state))
+    refused(train, saved, RESUME | {"--resume": "out"}, named)
+
+
+def test_resume_of_damaged_tensors(train, saved):
+    path = saved / "out" / "latest" / "trainer_state.safetensors"
+    tensors = load_file(path)
+    path.write_bytes(path.read_bytes()[:-10])
+    refused(train, saved, RESUME | {"--resume": "out"}, "trainer_state.safetensors")
+    tensors.pop("v.ln_f.bias")
+    save_file(tensors, path)
+    refused(train, saved, RESUME | {"--resume": "out"}, "trainer_state.safetensors", "v.ln_f.bias")
+
+
+def test_resume_where_data_is_gone(train, saved):
+    (saved / "text").unlink()
+    refused(train, saved, RESUME | {"--resume": "out"}, "--data", "text")
+
+
+def test_disk_full(train, work):
+    """The save that does not fit is gone again; the one before is whole, and another run can go on from it."""
+    disk = work / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("only root can make a small disk")
+    try:
+        options = {"--out": "disk/out", "--save-every": 1, "--keep": 0, "--steps": 9, "--log": None}
+        error = train(*command(options), cwd=work, code=2).stderr.decode()
+        assert error.startswith("train: disk/out/step-") and error.count("\n") == 1 and "No space left" in error
+        steps = sorted(path.name for path in (disk / "out").glob("step-*"))
+        assert steps and len(steps) < 9 and os.readlink(disk / "out" / "latest") == steps[-1]
+        train(*command({"--steps": len(steps), "--schedule": "cosine", "--resume": "disk/out", "--out": "elsewhere",
+                        "--model": None}), cwd=work)
+        assert saved_bytes(work / "elsewhere") == saved_bytes(disk / "out")
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+# ---- numbers that are none
+
+
+def test_weights_that_are_no_numbers(train, work):
+    with_tensors(lambda tensors: tensors["h.0.ln_1.weight"].fill_(float("nan")))(work / "model")
+    error = train(*command({}), cwd=work, code=2).stderr.decode()
+    assert error.startswith("train: step 0: ") and "nan" in error and "none" in error and error.count("\n") == 1
+    assert not (work / "out").exists()
+
+
+def test_a_loss_that_is_no_number(train, work):
+    """Stops at once, with the save from before named and whole."""
+    options = {"--lr": 1000, "--weight-decay": 1000, "--schedule": "constant", "--warmup": 0, "--save-every": 1,
+               "--keep": 0, "--steps": 100, "--clip": 0}
+    error = train(*command(options), cwd=work, code=2).stderr.decode()
+    assert error.startswith("train: step ") and error.count("\n") == 1 and error.endswith(": out\n"), error
+    step = int(error.split()[2].rstrip(":"))
+    assert step > 0 and os.readlink(work / "out" / "latest") == f"step-{step:08}"
+    assert [line["step"] for line in read_log(work / "log")] == list(range(step))

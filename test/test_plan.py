@@ -1,0 +1,155 @@
+"""The memory report: its sums, its placement, the figures it must reach, and that a run takes what it says."""
+
+import re
+import time
+
+import pytest
+from trainer_runs import make, write_text
+
+MIB = 1 << 20
+LEVELS = ["none", "gelu", "norm"]
+ELEMENT = {"fp32": 4, "bf16": 2, "int32": 4, "byte": 1}
+
+
+def aligned(size):
+    return (size + 255) // 256 * 256
+
+
+def in_arena(plan):
+    """The buffers that share the arena."""
+    return [b for b in plan["buffers"] if b["offset"] is not None]
+
+
+def peak(buffers):
+    """The most bytes that live at one time."""
+    events = sorted([(b["born"], aligned(b["bytes"])) for b in buffers] +
+                    [(b["dies"], -aligned(b["bytes"])) for b in buffers])
+    live = most = 0
+    for _, size in events:
+        live += size
+        most = max(most, live)
+    return most
+
+
+def test_schema(train):
+    plan = train.plan("--model", "d2", "--batch", 3, "--seq-len", 40, "--recompute", "norm")
+    assert list(plan) == ["model", "parameters", "device", "precision", "batch", "seq_len", "recompute", "totals",
+                          "activations_lower_bound", "peak_at", "buffers"]
+    assert (plan["model"], plan["batch"], plan["seq_len"], plan["recompute"]) == ("d2", 3, 40, "norm")
+    assert plan["device"] in ("cpu", "cuda") and plan["precision"] in ("fp32", "bf16")
+    assert list(plan["totals"]) == ["weights", "gradients", "optimizer_m", "optimizer_v", "master", "activations",
+                                    "workspace", "total"]
+    assert all(isinstance(size, int) for size in plan["totals"].values())
+    assert re.search(r"forward|head|backward", plan["peak_at"])
+    for buffer in plan["buffers"]:
+        assert list(buffer) == ["name", "kind", "shape", "dtype", "bytes", "offset", "born", "dies"]
+        elements = 1
+        for dimension in buffer["shape"]:
+            elements *= dimension
+        assert buffer["bytes"] == elements * ELEMENT[buffer["dtype"]], buffer
+        assert 0 <= buffer["born"] < buffer["dies"], buffer
+    assert {b["kind"] for b in plan["buffers"]} - {"master"} == {
+        "weights", "gradients", "optimizer_m", "optimizer_v", "workspace", "input", "activation", "gradient"}
+
+
+def test_totals(train):
+    plan = train.plan("--model", "d2", "--batch", 3, "--seq-len", 40)
+    totals = plan["totals"]
+    for kind in ("weights", "gradients", "optimizer_m", "optimizer_v", "master", "workspace"):
+        assert totals[kind] == sum(b["bytes"] for b in plan["buffers"] if b["kind"] == kind), kind
+    assert totals["activations"] == max(b["offset"] + aligned(b["bytes"]) for b in in_arena(plan))
+    assert totals["total"] == sum(size for kind, size in totals.items() if kind != "total")
+    # Tensors are padded to 128 elements and wte to 128 rows: a little more than the parameters themselves.
+    width = ELEMENT[plan["precision"]]
+    assert plan["parameters"] * width <= totals["weights"] == totals["gradients"] < 1.01 * plan["parameters"] * width
+    assert totals["optimizer_m"] == totals["optimizer_v"] == totals["weights"] // width * 4
+    assert totals["master"] == (totals["optimizer_m"] if plan["precision"] == "bf16" else 0)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("model", ["d12", "d48"])
+def test_placement(train, model, level):
+    plan = train.plan("--model", model, "--batch", 4, "--seq-len", 1024, "--recompute", level)
+    buffers = in_arena(plan)
+    assert peak(buffers) == plan["activations_lower_bound"]
+    assert plan["activations_lower_bound"] <= plan["totals"]["activations"] <= 1.01 * plan["activations_lower_bound"]
+    buffers.sort(key=lambda b: b["offset"])
+    for i, low in enumerate(buffers):
+        assert low["offset"] % 256 == 0
+        for high in buffers[i + 1:]:
+            if high["offset"] >= low["offset"] + low["bytes"]:
+                break
+            assert low["dies"] <= high["born"] or high["dies"] <= low["born"], (low, high)
+
+
+@pytest.mark.parametrize("model, parameters", [("d12", 124439808), ("d24", 354823168), ("d36", 774030080),
+                                               ("d48", 1557611200)])
+def test_parameters_of_gpt2(train, model, parameters):
+    assert train.plan("--model", model)["parameters"] == parameters
+
+
+@pytest.mark.parametrize("level, mib", [("gelu", 1326), ("norm", 1182)])
+def test_less_than_llm_c(train_bf16, level, mib):
+    """llm.c's own figures for GPT-2 124M."""
+    plan = train_bf16.plan("--model", "d12", "--batch", 4, "--seq-len", 1024, "--recompute", level)
+    assert plan["totals"]["activations"] <= mib * MIB
+
+
+def test_recompute_takes_less(train):
+    sizes = [train.plan("--model", "d12", "--recompute", level)["totals"]["activations"] for level in LEVELS]
+    assert sizes[0] > sizes[1] > sizes[2]
+
+
+def test_no_buffer_grows_with_seq_len_squared(train):
+    """The same number of tokens in long and in short sequences."""
+    short, long = (train.plan("--model", "d12", "--batch", batch, "--seq-len", seq_len, "--sample-tokens", 0)
+                   for batch, seq_len in ((8, 256), (2, 1024)))
+    assert abs(long["totals"]["activations"] / short["totals"]["activations"] - 1) < 0.001
+    assert len(in_arena(long)) == len(in_arena(short))
+    for a, b in zip(in_arena(short), in_arena(long)):
+        assert a["name"] == b["name"] and b["bytes"] <= 1.001 * a["bytes"]
+
+
+def test_takes_no_memory_and_no_time(train):
+    def seconds():
+        start = time.perf_counter()
+        train("--model", "d48", "--batch", 32, "--seq-len", 1024, "--plan")
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 1  # the best of three, as the machine may be busy
+
+
+def test_text(train):
+    arguments = ("--model", "d12", "--batch", 4, "--seq-len", 1024)
+    text, totals = train(*arguments, "--plan").stdout.decode(), train.plan(*arguments)["totals"]
+    lines = {"activations": "activations", "parameters": "weights", "parameter gradients": "gradients",
+             "AdamW optimizer state m": "optimizer_m", "AdamW optimizer state v": "optimizer_v",
+             "master copy of params": "master"}
+    for what, kind in lines.items():
+        if totals[kind]:
+            assert f"allocating {totals[kind] / MIB:.0f} MiB for {what}\n" in text
+        else:
+            assert what not in text
+    assert f"in all: {totals['total'] / MIB:.2f} MiB" in text
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_run_takes_what_was_planned(train, tmp_path, level):
+    """After the first step, when everything has been touched that ever will be.
+
+    Beside the plan a process has its code, the libraries' and what those compile: CODE. On the GPU memory comes in
+    pages of 2 MiB. Less than planned there may be on the CPU, by what has not been touched yet.
+    """
+    code = 24 if train.device == "cpu" else 128
+    write_text(tmp_path / "text", 60000)
+    arguments = ("--model", "d4", "--data", "text", "--batch", 8, "--seq-len", 256, "--recompute", level)
+    text = train(*arguments, "--steps", 1, "--sample-tokens", 0, cwd=tmp_path).stdout.decode()
+    taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", text).groups())
+    assert 0.97 * planned <= taken <= planned + code
+
+
+def test_model_of_a_folder(train, tmp_path):
+    make(tmp_path / "model", "--layers", 3, "--heads", 5, "--channels", 40, "--vocab", 300, "--positions", 48)
+    plan = train.plan("--model", tmp_path / "model", "--seq-len", 48)
+    assert plan["parameters"] == 300 * 40 + 48 * 40 + 3 * (12 * 40 * 40 + 13 * 40) + 2 * 40
+    assert {tuple(b["shape"]) for b in plan["buffers"] if b["name"] == "qkv"} == {(8, 48, 120)}

@@ -1,0 +1,370 @@
+"""Training with the binaries: gradients, steps and files against PyTorch, and that runs repeat to the bit."""
+
+import contextlib
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+import reference
+import torch
+from safetensors.torch import load_file
+from tokenizers import ByteLevelBPETokenizer
+from trainer_runs import (ROOT, figures, listing, make, random_tokens, read_log, saved_bytes, write_shard, write_text)
+from transformers import AutoModelForCausalLM, GPT2Tokenizer
+
+# In fp32 only the order of sums differs. In bf16 each of some 15 roundings between a loss and a gradient adds up to
+# 2^-9 = 0.2%, in random directions; 1.2% is the most that was seen, and any wrong term is far more.
+GRADIENT_BOUND = {"fp32": 1e-4, "bf16": 3e-2}
+LOSS_BOUND = {"fp32": 1e-4, "bf16": 1e-2}
+SMALL = ("--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Model and data of most tests: run with cwd=folder, --model model --data text. Nobody writes here."""
+    path = tmp_path_factory.mktemp("given")
+    make(path / "model", *SMALL)
+    write_text(path / "text")
+    return path
+
+
+@pytest.fixture
+def work(folder, tmp_path):
+    """A folder of one's own with them."""
+    for name in ("model", "text"):
+        (tmp_path / name).symlink_to(folder / name)
+    return tmp_path
+
+
+RUN = ("--model", "model", "--data", "text", "--batch", 2, "--seq-len", 24)
+DATA = (*RUN, "--sample-tokens", 0)
+
+
+def run_reference(*arguments):
+    return list(reference.Trainer(reference.parse_options(list(map(str, arguments)))).train())
+
+
+def by_key(lines, key):
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+# ---- against PyTorch
+
+
+@pytest.mark.parametrize("layers, heads, channels, vocab, batch, seq_len, accumulate", [
+    (2, 3, 72, 300, 3, 37, 2),     # nothing is a multiple of anything
+    (1, 1, 8, 129, 1, 1, 1),       # one token
+    (3, 2, 256, 256, 2, 130, 1),   # heads of 128, more than one tile of keys
+    (2, 5, 80, 1000, 5, 64, 1),    # heads of 16
+])
+def test_gradients(train, tmp_path, layers, heads, channels, vocab, batch, seq_len, accumulate):
+    """Of every tensor. A first step with beta1 0 leaves them in AdamW's m."""
+    make(tmp_path / "model", "--layers", layers, "--heads", heads, "--channels", channels, "--vocab", vocab,
+         "--positions", seq_len + 3, "--dtype", "bf16")  # weights that both precisions hold
+    write_shard(tmp_path / "data.bin", random_tokens(vocab, 2000))
+    data = ("--model", tmp_path / "model", "--data", tmp_path / "data.bin", "--batch", batch, "--seq-len", seq_len,
+            "--grad-accum", accumulate, "--steps", 1)
+    run_reference(*data, "--dump-gradients", tmp_path / "expected")
+    train(*data, "--beta1", 0, "--clip", 0, "--sample-tokens", 0, "--out", tmp_path / "out")
+    expected, state = load_file(tmp_path / "expected"), load_file(tmp_path / "out" / "trainer_state.safetensors")
+    gradients = {name.removeprefix("m."): tensor for name, tensor in state.items() if name.startswith("m.")}
+    assert gradients.keys() == expected.keys() and len(expected) == 12 * layers + 4
+    for name, gradient in expected.items():
+        assert gradients[name].shape == gradient.shape and gradient.norm() > 1e-6
+        assert (gradients[name] - gradient).norm() <= GRADIENT_BOUND[train.precision] * gradient.norm(), name
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "wsd"])
+def test_twenty_steps(train, work, schedule):
+    """Loss, norm and rate of each step, and validation between them, against dev/reference.py in fp32."""
+    options = ("--model", work / "model", "--data", work / "text", "--batch", 2, "--seq-len", 24, "--grad-accum", 3,
+               "--steps", 20, "--lr", 3e-3, "--min-lr", 3e-4, "--warmup", 4, "--schedule", schedule, "--clip", 2,
+               "--weight-decay", 0.2, "--beta1", 0.8, "--beta2", 0.97, "--eps", 1e-6, "--seed", 5, "--eval-every", 8,
+               "--eval-batches", 3)
+    expected = run_reference(*options)
+    train(*options, "--log", work / "log", "--sample-tokens", 0)
+    log = read_log(work / "log")
+    assert [list(line) for line in log] == [list(line) for line in expected]
+    norms = by_key(expected, "grad_norm").values()
+    assert min(norms) < 2 < max(norms) and len(norms) == 20  # some steps are clipped
+    bound = LOSS_BOUND[train.precision]
+    assert by_key(log, "lr") == pytest.approx(by_key(expected, "lr"), rel=1e-12)
+    assert by_key(log, "loss") == pytest.approx(by_key(expected, "loss"), rel=0, abs=bound)
+    assert by_key(log, "val_loss") == pytest.approx(by_key(expected, "val_loss"), rel=0, abs=bound)
+    assert by_key(log, "grad_norm") == pytest.approx(by_key(expected, "grad_norm"), rel=bound)
+
+
+def test_order_of_shards(train, tmp_path):
+    """Each step reads one sequence, which its loss tells from all others, over more than two epochs."""
+    make(tmp_path / "model", *SMALL, "--vocab", 300)
+    for i, count in enumerate((17, 100, 250)):
+        write_shard(tmp_path / f"shard_{i}.bin", np.random.default_rng(i).integers(0, 300, count))
+    options = ("--model", tmp_path / "model", "--data", tmp_path / "shard_*.bin", "--batch", 1, "--seq-len", 16,
+               "--steps", 50, "--lr", 0, "--seed", 3)
+    train(*options, "--log", tmp_path / "log", "--sample-tokens", 0)
+    got, expected = by_key(read_log(tmp_path / "log"), "loss"), by_key(run_reference(*options), "loss")
+    assert got == pytest.approx(expected, rel=0, abs=LOSS_BOUND[train.precision])
+    ordered = sorted(expected[step] for step in range(1 + 5 + 14))  # the first epoch's
+    assert np.median(np.diff(ordered)) > 2 * LOSS_BOUND[train.precision]
+
+
+def open_with_transformers(folder):
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True,
+                                                       attn_implementation="eager")
+    assert not any(info.values()), info
+    return model.eval()
+
+
+def test_transformers_opens_a_save(train, work):
+    """Nothing missing, nothing else, the precision it was trained in; and the loss it had on the same tokens."""
+    (work / "held_out").write_bytes((ROOT / "test" / "test_train.py").read_bytes()[:500])
+    train(*DATA, "--steps", 5, "--val-data", "held_out", "--out", "out", "--log", "log", cwd=work)
+    model = open_with_transformers(work / "out")
+    assert {p.dtype for p in model.parameters()} == {torch.float32 if train.precision == "fp32" else torch.bfloat16}
+    tokens = torch.tensor(list((work / "held_out").read_bytes()))
+    windows = torch.stack([tokens[start:start + 25] for start in range(0, len(tokens) - 24, 24)])[:8 * 2]
+    with torch.no_grad():
+        logits = model.float()(windows[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item()
+    [validated] = by_key(read_log(work / "log"), "val_loss").values()
+    assert validated == pytest.approx(loss, rel=0, abs=1e-5 if train.precision == "fp32" else 1e-2)
+
+
+def sampled(train, *arguments, cwd):
+    """The likeliest continuation of a prompt, with it, in bytes."""
+    text = train(*arguments, "--temperature", 0, cwd=cwd).stdout
+    return re.search(rb"--- sample after \d+ steps ---\n(.*)\n---\n$", text, re.DOTALL)[1]
+
+
+def greedy(folder, prompt, count):
+    """The tokens that transformers adds."""
+    model = open_with_transformers(folder).float()
+    model.generation_config.eos_token_id = None
+    tokens = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                            do_sample=False, max_new_tokens=count, pad_token_id=0)
+    return tokens[0, len(prompt):].tolist()
+
+
+def test_greedy_bytes(train_fp32, folder):
+    """To the last position that the model has, each token through the cache."""
+    prompt = b"The end, "
+    count = 64 - len(prompt)
+    got = sampled(train_fp32, "--model", "model", "--steps", 0, "--prompt", prompt.decode(), "--sample-tokens", count,
+                  cwd=folder)
+    assert got == prompt + bytes(greedy(folder / "model", list(prompt), count))
+
+
+def test_greedy_tokens(train_fp32, tmp_path):
+    """Without a tokenizer tokens are printed as numbers, after token 0; here after a step that changes nothing."""
+    make(tmp_path / "model", *SMALL, "--vocab", 301)
+    write_shard(tmp_path / "data.bin", random_tokens(301, 100))
+    got = sampled(train_fp32, "--model", "model", "--data", "data.bin", "--batch", 1, "--seq-len", 8, "--steps", 1,
+                  "--lr", 0, "--sample-tokens", 63, cwd=tmp_path)
+    assert list(map(int, got.split())) == greedy(tmp_path / "model", [0], 63)
+
+
+def test_greedy_with_tokenizer(train_fp32, folder, tmp_path):
+    bpe = ByteLevelBPETokenizer()
+    bpe.train([str(folder / "text")], vocab_size=400, special_tokens=["<|endoftext|>"], show_progress=False)
+    make(tmp_path / "model", *SMALL, "--vocab", len(bpe.get_vocab()))
+    bpe.save_model(str(tmp_path / "model"))
+    tokenizer = GPT2Tokenizer.from_pretrained(tmp_path / "model")
+    prompt = "def write_text(path):\n    return it's 12 numbers"
+    tokens = tokenizer.encode(prompt)
+    assert len(tokens) < len(prompt) / 1.5
+    expected = greedy(tmp_path / "model", tokens, 20)
+    if 0 in expected:  # the end of the text: the trainer stops there
+        expected = expected[:expected.index(0)]
+    got = sampled(train_fp32, "--model", "model", "--steps", 0, "--prompt", prompt, "--sample-tokens", 20,
+                  cwd=tmp_path)
+    assert got.decode(errors="replace") == prompt + tokenizer.decode(expected, clean_up_tokenization_spaces=False)
+
+
+# ---- the same numbers
+
+
+def trained(train, folder, name, *options):
+    """The figures and the saved files of six steps, in a folder of that name."""
+    train(*DATA, "--steps", 6, "--eval-every", 2, "--out", name, "--log", f"{name}.log", *options, cwd=folder)
+    return figures(read_log(folder / f"{name}.log")), saved_bytes(folder / name)
+
+
+def test_equal_runs_are_equal(train, work):
+    assert trained(train, work, "a") == trained(train, work, "b")
+    assert trained(train, work, "a")[0] != trained(train, work, "c", "--seed", 1)[0]
+
+
+def test_recompute_changes_nothing(train, work):
+    runs = [trained(train, work, level, "--recompute", level, "--grad-accum", 2)
+            for level in ("none", "gelu", "norm")]
+    assert runs[0] == runs[1] == runs[2]
+
+
+def test_threads_change_nothing(train, work):
+    assert trained(train, work, "one", "--threads", 1) == trained(train, work, "two", "--threads", 2)
+
+
+# ---- saves
+
+
+@pytest.mark.parametrize("through", ["out", "out/step-00000005"])
+def test_resume_is_the_unbroken_run(train, work, through):
+    """With no other option than --resume, and the folder it began from gone."""
+    train(*DATA, "--steps", 12, "--grad-accum", 2, "--eval-every", 4, "--save-every", 5, "--keep", 0, "--out", "out",
+          "--log", "log", cwd=work)
+    whole, files = figures(read_log(work / "log")), saved_bytes(work / "out" / "step-00000012")
+    for step in (10, 12):
+        shutil.rmtree(work / "out" / f"step-{step:08}")
+    (work / "out" / "latest").unlink()
+    (work / "out" / "latest").symlink_to("step-00000005")
+    (work / "log").unlink()
+    (work / "model").unlink()
+    text = train("--resume", through, cwd=work).stdout.decode()
+    assert f"resuming {through} at step 5\n" in text
+    assert figures(read_log(work / "log")) == whole[-len(read_log(work / "log")):]
+    assert list(by_key(read_log(work / "log"), "loss")) == list(range(5, 12))
+    assert saved_bytes(work / "out" / "step-00000012") == saved_bytes(work / "out") == files
+    state = json.loads((work / "out" / "trainer_state.json").read_text())
+    assert (state["step"], state["sequences"], state["precision"]) == (12, 12 * 2 * 2, train.precision)
+
+
+def test_options_given_to_a_resume_hold(train, work):
+    train(*DATA, "--steps", 4, "--schedule", "constant", "--lr", 1e-3, "--out", "out", cwd=work)
+    train("--resume", "out", "--steps", 6, "--lr", 2e-3, "--log", "log", cwd=work)
+    assert by_key(read_log(work / "log"), "lr") == {4: 2e-3 * 5 / 10, 5: 2e-3 * 6 / 10}  # in a warm-up of 10
+
+
+def wait_for_line(process, pattern):
+    for line in process.stdout:
+        if re.search(pattern, line):
+            return
+    pytest.fail(f"the run ended without {pattern}")
+
+
+@contextlib.contextmanager
+def running(train, *arguments, cwd):
+    """A run that is killed at the latest where the block ends."""
+    process = train.start(*arguments, cwd=cwd)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.stdout.close()
+        process.wait()
+
+
+def test_interrupt(train, work):
+    """Ctrl-C finishes the step, saves and says so; resumed, the run is the unbroken one."""
+    options = (*DATA, "--schedule", "constant", "--grad-accum", 8)
+    with running(train, *options, "--steps", 100000, "--out", "out", "--log", "log", cwd=work) as process:
+        wait_for_line(process, rb"^step +3/")
+        process.send_signal(signal.SIGINT)
+        text = process.stdout.read().decode()
+        assert process.wait(timeout=60) == 0
+    last = int(re.search(r"^interrupted after step (\d+)$", text, re.MULTILINE)[1])
+    assert f"saved step {last + 1} in out\n" in text and last >= 3
+    assert list(by_key(read_log(work / "log"), "loss")) == list(range(last + 1))
+    train("--resume", "out", "--steps", last + 4, cwd=work)
+    train(*options, "--steps", last + 4, "--out", "whole", "--log", "whole.log", cwd=work)
+    resumed, whole = figures(read_log(work / "log")), figures(read_log(work / "whole.log"))
+    assert [line for line in resumed if "loss" in line] == [line for line in whole if "loss" in line]
+    assert saved_bytes(work / "out") == saved_bytes(work / "whole")
+
+
+def test_kill_leaves_a_usable_save(train, work):
+    """Killed at random moments of a run that saves all the time, and resumed from what is there."""
+    options = (*DATA, "--schedule", "constant", "--save-every", 1, "--steps", 100000, "--out", "out")
+    moments = random.Random(train.precision)
+    step, arguments = 0, options
+    for _ in range(6):
+        with running(train, *arguments, cwd=work) as process:
+            wait_for_line(process, rb"^saved step")
+            time.sleep(moments.uniform(0, 0.1))
+        state = json.loads((work / "out" / "trainer_state.json").read_text())
+        assert state["step"] > step
+        step, arguments = state["step"], ("--resume", "out")
+        for name in ("model.safetensors", "trainer_state.safetensors"):
+            assert all(tensor.isfinite().all() for tensor in load_file(work / "out" / name).values())
+    train(*DATA, "--schedule", "constant", "--steps", step, "--out", "whole", cwd=work)
+    assert saved_bytes(work / "out") == saved_bytes(work / "whole")
+    train("--resume", "out", "--steps", step + 1, cwd=work)
+    assert not [name for name in os.listdir(work / "out") if name.endswith((".tmp", ".old"))]
+
+
+@pytest.mark.parametrize("keep, steps", [(0, [2, 4, 6, 7]), (1, [7]), (2, [6, 7]), (None, [6, 7])])
+def test_keep(train, work, keep, steps):
+    train(*DATA, "--steps", 7, "--save-every", 2, "--out", "out", *(() if keep is None else ("--keep", keep)),
+          cwd=work)
+    assert sorted(path.name for path in (work / "out").glob("step-*")) == [f"step-{step:08}" for step in steps]
+    assert os.readlink(work / "out" / "latest") == "step-00000007"
+
+
+def test_begin_and_save_without_a_step(train, tmp_path):
+    """--steps 0 --out writes a model of GPT-2's initial values that another run takes up."""
+    train("--model", "d2", "--steps", 0, "--sample-tokens", 0, "--out", tmp_path / "out")
+    tensors = {name.removeprefix("transformer."): t.float()
+               for name, t in load_file(tmp_path / "out" / "model.safetensors").items()}
+    assert tensors["wte.weight"].shape == (50257, 128) and tensors["wpe.weight"].shape == (1024, 128)
+    for name, tensor in tensors.items():
+        if name.endswith("bias"):
+            assert (tensor == 0).all(), name
+        elif tensor.ndim == 1:
+            assert (tensor == 1).all(), name
+        else:
+            deviation = 0.02 / math.sqrt(2 * 2) if name.endswith("c_proj.weight") else 0.02
+            assert tensor.std() == pytest.approx(deviation, rel=0.02), name
+            assert abs(tensor.mean()) < 5 * deviation / math.sqrt(tensor.numel()), name
+    assert not (tmp_path / "out" / "trainer_state.json").exists()
+    train("--model", tmp_path / "out", "--steps", 0, "--sample-tokens", 3)
+
+
+# ---- the loop
+
+
+def test_validation_and_samples_when_asked(train, work):
+    text = train(*RUN, "--steps", 10, "--eval-every", 3, "--sample-every", 4, "--sample-tokens", 5, "--save-every", 6,
+                 "--out", "out", "--log", "log", cwd=work).stdout
+    events = re.findall(rb"^(?:step +(\d+) (validation)|--- (sample) after (\d+)|(saved) step (\d+))", text,
+                        re.MULTILINE)
+    assert [b" ".join(filter(None, event)) for event in events] == [
+        b"3 validation", b"sample 4", b"6 validation", b"saved 6", b"sample 8", b"9 validation", b"saved 10",
+        b"10 validation", b"sample 10"]
+    log = read_log(work / "log")
+    assert list(by_key(log, "val_loss")) == [3, 6, 9, 10] and list(by_key(log, "loss")) == list(range(10))
+
+
+def test_log(train, work):
+    train(*DATA, "--steps", 3, "--log", "log", cwd=work)
+    log = read_log(work / "log")
+    assert [list(line) for line in log] == 3 * [["step", "loss", "grad_norm", "lr", "ms", "tokens_per_second"]] + \
+        [["step", "val_loss"]]
+    for line in log[:3]:
+        assert line["tokens_per_second"] == pytest.approx(2 * 24 / (line["ms"] / 1000), rel=1e-9)
+
+
+def test_prompt_is_continued(train, folder):
+    before = listing(folder)
+    text = train("--model", "model", "--steps", 0, "--prompt", "Once", "--sample-tokens", 9, cwd=folder).stdout
+    [(added,)] = [match.groups() for match in re.finditer(rb"--- sample after 0 steps ---\nOnce(.*)\n---\n", text,
+                                                          re.DOTALL)]
+    assert len(added) == 9
+    again = train("--model", "model", "--steps", 0, "--prompt", "Once", "--sample-tokens", 9, cwd=folder).stdout
+    other = train("--model", "model", "--steps", 0, "--prompt", "Once", "--sample-tokens", 9, "--seed", 1, cwd=folder)
+    assert text == again and text != other.stdout
+    assert listing(folder) == before
+
+
+def test_own_text_is_the_default(train):
+    """In the project's folder a run needs no option; here only to be short and to leave nothing."""
+    text = train("--steps", 1, "--batch", 1, "--seq-len", 32, "--sample-tokens", 0, cwd=ROOT).stdout.decode()
+    loss = float(re.search(r"loss ([\d.]+)", text)[1])
+    # That of bytes before anything is learnt; where spaces follow each other less, as like tokens have like logits.
+    assert 0.85 * math.log(256) < loss < 1.05 * math.log(256)
+    assert "recompute gelu" in text and "batch 1, seq_len 32" in text

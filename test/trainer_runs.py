@@ -1,0 +1,99 @@
+"""What the tests of the trainer share: its binaries, running them, small models and data."""
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+
+import make_model
+import numpy as np
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# Threads that wait asleep: with more of them than free cores, a barrier of spinning ones takes a time slice.
+ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+
+
+class Train:
+    """One binary of the trainer."""
+
+    def __init__(self, path):
+        self.path = str((ROOT / path).resolve())
+        plan = json.loads(self("--model", "d1", "--plan", "--json").stdout)
+        self.precision, self.device = plan["precision"], plan["device"]
+
+    def __str__(self):
+        return f"{self.device}-{self.precision}"
+
+    def command(self, *arguments):
+        return [self.path, *map(str, arguments)]
+
+    def start(self, *arguments, cwd=None, **popen):
+        return subprocess.Popen(self.command(*arguments), cwd=cwd, stdout=subprocess.PIPE, env=ENVIRONMENT, **popen)
+
+    def __call__(self, *arguments, cwd=None, code=0):
+        """Runs it to its end; stdout stays bytes, as samples of byte models need not be text."""
+        result = subprocess.run(self.command(*arguments), cwd=cwd, env=ENVIRONMENT, capture_output=True, timeout=120)
+        assert result.returncode == code, (arguments, result.returncode, result.stdout[-2000:], result.stderr)
+        return result
+
+    def plan(self, *arguments):
+        return json.loads(self(*arguments, "--plan", "--json").stdout)
+
+
+@functools.cache
+def binaries():
+    """Those of TRAIN_BINARIES."""
+    paths = os.environ.get("TRAIN_BINARIES", "build/cpu-fp32/train build/cpu-bf16/train").split()
+    return [Train(path) for path in paths]
+
+
+def make(folder, *options):
+    """A random model's folder."""
+    make_model.main(["--out", str(folder), *map(str, options)])
+    return folder
+
+
+def write_shard(path, tokens):
+    header = np.zeros(256, dtype=np.int32)
+    header[:3] = 20240520, 1, len(tokens)
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype=np.uint16).tobytes())
+    return path
+
+
+def random_tokens(vocab, count, seed=0):
+    """Tokens that can be learnt: each follows from the one before, give or take 3."""
+    noise = np.random.default_rng(seed).integers(0, 4, count)
+    tokens = np.empty(count, dtype=np.int64)
+    token = 0
+    for i in range(count):
+        token = (7 * token + 3 + noise[i]) % vocab
+        tokens[i] = token
+    return tokens
+
+
+def write_text(path, size=4000):
+    """Text of the project's own, which every tokenizer can read."""
+    path.write_bytes(pathlib.Path(__file__).read_bytes().ljust(size, b"\n")[:size])
+    return path
+
+
+def read_log(path):
+    return [json.loads(line) for line in pathlib.Path(path).read_text().splitlines()]
+
+
+def figures(lines):
+    """A log without its times: what must be equal wherever two runs are."""
+    return [{key: value for key, value in line.items() if key not in ("ms", "tokens_per_second")} for line in lines]
+
+
+def saved_bytes(folder):
+    """The files of a save that hold numbers."""
+    names = ("config.json", "model.safetensors", "trainer_state.safetensors")
+    return {name: (pathlib.Path(folder) / name).read_bytes() for name in names}
+
+
+def listing(folder):
+    """Everything in a folder, to see that nothing was written."""
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+            for path in sorted(pathlib.Path(folder).rglob("*"))}

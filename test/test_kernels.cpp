@@ -1,0 +1,547 @@
+// test_kernels.cpp - every kernel but attention's against plain loops in double precision, in every order of threads.
+//
+// Outputs start as NaN, gradients that are added to start as random numbers.
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "llmc/adamw.cuh"
+#include "llmc/columns.cuh"
+#include "llmc/cross_entropy.cuh"
+#include "llmc/embedding.cuh"
+#include "llmc/gelu.cuh"
+#include "llmc/layernorm.cuh"
+#include "test/kernel_test.h"
+
+namespace {
+
+using Doubles = std::vector<double>;
+const Stream kStream{};
+
+struct MatrixSize {
+    int rows, C;
+};
+
+std::vector<MatrixSize> matrix_sizes() {
+    if (kThreadSanitizer) return {{1, 1}, {3, 100}, {37, 72}};
+    std::vector<MatrixSize> sizes;
+    for (int rows : {1, 3, 37, 300})
+        for (int C : {1, 7, 64, 72, 100, 768, 1000}) sizes.push_back({rows, C});
+    return sizes;
+}
+
+std::vector<int> vector_sizes() {
+    if (kThreadSanitizer) return {1, 7, 100, 5003};
+    return {1, 7, 64, 100, 1000, 4096, 100003};
+}
+
+std::string text(const MatrixSize& s) { return std::to_string(s.rows) + " x " + std::to_string(s.C); }
+
+template <class T>
+class Kernels : public testing::Test {};
+using Types = testing::Types<float, bf16>;
+TYPED_TEST_SUITE(Kernels, Types);
+
+// The input of a layernorm: rows with a mean and a deviation of their own.
+template <class T>
+std::vector<T> uneven_rows(const MatrixSize& s, uint64_t seed) {
+    std::vector<T> x = random_values<T>(static_cast<size_t>(s.rows) * s.C, 1, seed);
+    for (size_t i = 0; i < x.size(); i++) {
+        const size_t row = i / s.C;
+        x[i] = from_float<T>(to_float(x[i]) * (1 + row % 3) + static_cast<float>(row % 5) - 2);
+    }
+    return x;
+}
+
+struct LayernormReference {
+    Doubles out, mean, rstd;
+    LayernormReference(const Doubles& x, const Doubles& weight, const Doubles& bias) : out(x.size()) {
+        const size_t C = weight.size();
+        for (size_t start = 0; start < x.size(); start += C) {
+            double m = 0, variance = 0;
+            for (size_t c = 0; c < C; c++) m += x[start + c] / C;
+            for (size_t c = 0; c < C; c++) variance += (x[start + c] - m) * (x[start + c] - m) / C;
+            const double r = 1 / std::sqrt(variance + 1e-5);
+            for (size_t c = 0; c < C; c++) out[start + c] = (x[start + c] - m) * r * weight[c] + bias[c];
+            mean.push_back(m);
+            rstd.push_back(r);
+        }
+    }
+};
+
+TYPED_TEST(Kernels, LayernormForward) {
+    using T = TypeParam;
+    for (const MatrixSize& s : matrix_sizes()) {
+        SCOPED_TRACE(text(s));
+        const Shape matrix{s.rows, s.C}, row{s.C}, column{s.rows};
+        const size_t n = static_cast<size_t>(s.rows) * s.C;
+        const std::vector<T> x = uneven_rows<T>(s, 1), w = random_values<T>(s.C, 1, 2), b = random_values<T>(s.C, 1, 3);
+        std::vector<T> out, again;
+        std::vector<float> mean, rstd;
+        for_each_order([&] {
+            const DeviceArray<T> d_x(x), d_w(w), d_b(b), d_out(poisoned<T>(n)), d_again(poisoned<T>(n));
+            const DeviceArray<float> d_mean(poisoned<float>(s.rows)), d_rstd(poisoned<float>(s.rows));
+            Tensor<T> t_out = d_out.tensor(matrix), t_again = d_again.tensor(matrix);
+            Tensor<float> t_mean = d_mean.tensor(column), t_rstd = d_rstd.tensor(column);
+            layernorm_forward(t_out, t_mean, t_rstd, d_x.tensor(matrix), d_w.tensor(row), d_b.tensor(row), kStream);
+            layernorm_normalize(t_again, d_x.tensor(matrix), t_mean, t_rstd, d_w.tensor(row), d_b.tensor(row), kStream);
+            out = d_out.download(), again = d_again.download();
+            mean = d_mean.download(), rstd = d_rstd.download();
+            return bytes_of(out, mean, rstd);
+        });
+        const LayernormReference want(to_doubles(x), to_doubles(w), to_doubles(b));
+        EXPECT_LT(relative_error(out, want.out), tolerance<T>());
+        EXPECT_LT(relative_error(mean, want.mean), tolerance<float>());
+        EXPECT_LT(relative_error(rstd, want.rstd), tolerance<float>());
+        EXPECT_TRUE(bytes_of(again) == bytes_of(out)) << "layernorm_normalize makes other bits";
+    }
+}
+
+TYPED_TEST(Kernels, ResidualLayernormForwardIsAdditionThenLayernorm) {
+    using T = TypeParam;
+    for (const MatrixSize& s : matrix_sizes()) {
+        SCOPED_TRACE(text(s));
+        const Shape matrix{s.rows, s.C}, row{s.C}, column{s.rows};
+        const size_t n = static_cast<size_t>(s.rows) * s.C;
+        const std::vector<T> a = uneven_rows<T>(s, 4), b = random_values<T>(n, 1, 5);
+        const DeviceArray<T> weight(random_values<T>(s.C, 1, 6)), bias(random_values<T>(s.C, 1, 7));
+        std::vector<T> added(n);
+        for (size_t i = 0; i < n; i++) added[i] = from_float<T>(to_float(a[i]) + to_float(b[i]));
+
+        // What each of the two ways writes: sum, out, mean, rstd.
+        auto run = [&](bool fused) {
+            const DeviceArray<T> d_a(a), d_b(b), d_sum(fused ? poisoned<T>(n) : added), d_out(poisoned<T>(n));
+            const DeviceArray<float> d_mean(poisoned<float>(s.rows)), d_rstd(poisoned<float>(s.rows));
+            Tensor<T> sum = d_sum.tensor(matrix), out = d_out.tensor(matrix);
+            Tensor<float> mean = d_mean.tensor(column), rstd = d_rstd.tensor(column);
+            if (fused)
+                residual_layernorm_forward(sum, out, mean, rstd, d_a.tensor(matrix), d_b.tensor(matrix),
+                                           weight.tensor(row), bias.tensor(row), kStream);
+            else
+                layernorm_forward(out, mean, rstd, sum, weight.tensor(row), bias.tensor(row), kStream);
+            return bytes_of(d_sum.download(), d_out.download(), d_mean.download(), d_rstd.download());
+        };
+        std::vector<unsigned char> fused;
+        for_each_order([&] { return fused = run(true); });
+        EXPECT_TRUE(fused == run(false));
+    }
+}
+
+TYPED_TEST(Kernels, LayernormBackward) {
+    using T = TypeParam;
+    for (const MatrixSize& s : matrix_sizes()) {
+        SCOPED_TRACE(text(s));
+        const Shape matrix{s.rows, s.C}, row{s.C}, column{s.rows};
+        const size_t n = static_cast<size_t>(s.rows) * s.C, C = s.C;
+        const std::vector<T> x = uneven_rows<T>(s, 11), w = random_values<T>(C, 1, 12), dout = random_values<T>(n, 1, 13);
+        const std::vector<T> dx_0 = random_values<T>(n, 1, 14), dw_0 = random_values<T>(C, 3, 15),
+                             db_0 = random_values<T>(C, 3, 16);
+        const LayernormReference forward(to_doubles(x), to_doubles(w), Doubles(C));
+        const std::vector<float> mean(forward.mean.begin(), forward.mean.end());
+        const std::vector<float> rstd(forward.rstd.begin(), forward.rstd.end());
+        std::vector<T> dx, dw, db;
+        for_each_order([&] {
+            const DeviceArray<T> d_x(x), d_w(w), d_dout(dout), d_dx(dx_0), d_dw(dw_0), d_db(db_0);
+            const DeviceArray<float> d_mean(mean), d_rstd(rstd);
+            const Shape scratch_shape = column_sums_scratch(s.rows, s.C, 2);
+            const DeviceArray<float> d_scratch(poisoned<float>(scratch_shape.size()));
+            Tensor<T> t_dx = d_dx.tensor(matrix), t_dw = d_dw.tensor(row), t_db = d_db.tensor(row);
+            Tensor<float> scratch = d_scratch.tensor(scratch_shape);
+            layernorm_backward(t_dx, t_dw, t_db, scratch, d_dout.tensor(matrix), d_x.tensor(matrix),
+                               d_mean.tensor(column), d_rstd.tensor(column), d_w.tensor(row), kStream);
+            dx = d_dx.download(), dw = d_dw.download(), db = d_db.download();
+            return bytes_of(dx, dw, db);
+        });
+        Doubles want_dx = to_doubles(dx_0), want_dw = to_doubles(dw_0), want_db = to_doubles(db_0);
+        for (size_t i = 0; i < n; i += C) {
+            const double m = forward.mean[i / C], r = forward.rstd[i / C];
+            auto xhat = [&](size_t c) { return (to_float(x[i + c]) - m) * r; };
+            auto g = [&](size_t c) { return double{to_float(dout[i + c])} * to_float(w[c]); };
+            double mean_g = 0, mean_gx = 0;
+            for (size_t c = 0; c < C; c++) mean_g += g(c) / C, mean_gx += g(c) * xhat(c) / C;
+            for (size_t c = 0; c < C; c++) {
+                want_dx[i + c] += r * (g(c) - mean_g - xhat(c) * mean_gx);
+                want_dw[c] += to_float(dout[i + c]) * xhat(c);
+                want_db[c] += to_float(dout[i + c]);
+            }
+        }
+        EXPECT_LT(relative_error(dx, want_dx), tolerance<T>());
+        EXPECT_LT(relative_error(dw, want_dw), tolerance<T>());
+        EXPECT_LT(relative_error(db, want_db), tolerance<T>());
+    }
+}
+
+TYPED_TEST(Kernels, BiasBackward) {
+    using T = TypeParam;
+    std::vector<MatrixSize> sizes = matrix_sizes();
+    // Also the most chunks, with the last ones short, and (in the fast build) empty.
+    if (!kThreadSanitizer) sizes.insert(sizes.end(), {{1025, 100}, {8257, 72}});
+    for (const MatrixSize& s : sizes) {
+        SCOPED_TRACE(text(s));
+        const std::vector<T> dout = random_values<T>(static_cast<size_t>(s.rows) * s.C, 1, 21);
+        const std::vector<T> start = random_values<T>(s.C, 5, 22);
+        std::vector<T> dbias;
+        for_each_order([&] {
+            const DeviceArray<T> d_dout(dout), d_dbias(start);
+            const Shape scratch_shape = column_sums_scratch(s.rows, s.C, 1);
+            const DeviceArray<float> d_scratch(poisoned<float>(scratch_shape.size()));
+            Tensor<T> t_dbias = d_dbias.tensor({s.C});
+            Tensor<float> scratch = d_scratch.tensor(scratch_shape);
+            bias_backward(t_dbias, scratch, d_dout.tensor({s.rows, s.C}), kStream);
+            return bytes_of(dbias = d_dbias.download());
+        });
+        Doubles want = to_doubles(start);
+        for (size_t i = 0; i < dout.size(); i++) want[i % s.C] += to_float(dout[i]);
+        EXPECT_LT(relative_error(dbias, want), tolerance<T>());
+    }
+}
+
+// Inputs of gelu: most in its bend, some where it is flat or straight.
+template <class T>
+std::vector<T> gelu_inputs(int n) {
+    std::vector<T> x = random_values<T>(n, 2, 31);
+    const float far[] = {-1000.f, -100.f, -20.f, -9.f, 0.f, 9.f, 20.f, 100.f, 1000.f};
+    for (size_t i = 0; i < x.size() && i < std::size(far) * 7; i += 7) x[i] = from_float<T>(far[i / 7]);
+    return x;
+}
+
+TYPED_TEST(Kernels, GeluForward) {
+    using T = TypeParam;
+    for (int n : vector_sizes()) {
+        SCOPED_TRACE(n);
+        const std::vector<T> x = gelu_inputs<T>(n);
+        std::vector<T> out, in_place;
+        for_each_order([&] {
+            const DeviceArray<T> d_x(x), d_out(poisoned<T>(n));
+            Tensor<T> t_out = d_out.tensor({n}), t_x = d_x.tensor({n});
+            gelu_forward(t_out, t_x, kStream);
+            gelu_forward(t_x, t_x, kStream);
+            out = d_out.download(), in_place = d_x.download();
+            return bytes_of(out);
+        });
+        double worst = 0;
+        for (size_t i = 0; i < x.size(); i++) {
+            const double v = to_float(x[i]);
+            const double want = 0.5 * v * (1 + std::tanh(std::sqrt(2 / M_PI) * (v + 0.044715 * v * v * v)));
+            const double error = std::abs(to_float(out[i]) - want) / std::max(1.0, std::abs(want));
+            if (!(error <= worst)) worst = error;
+        }
+        EXPECT_LT(worst, tolerance<T>());
+        EXPECT_TRUE(bytes_of(in_place) == bytes_of(out));
+    }
+}
+
+TYPED_TEST(Kernels, GeluBackward) {
+    using T = TypeParam;
+    for (int n : vector_sizes()) {
+        SCOPED_TRACE(n);
+        const std::vector<T> x = gelu_inputs<T>(n), dout = random_values<T>(n, 1, 32);
+        std::vector<T> dx, in_place;
+        for_each_order([&] {
+            const DeviceArray<T> d_x(x), d_dout(dout), d_dx(poisoned<T>(n));
+            Tensor<T> t_dx = d_dx.tensor({n}), t_dout = d_dout.tensor({n});
+            gelu_backward(t_dx, t_dout, d_x.tensor({n}), kStream);
+            gelu_backward(t_dout, t_dout, d_x.tensor({n}), kStream);
+            dx = d_dx.download(), in_place = d_dout.download();
+            return bytes_of(dx);
+        });
+        Doubles want;
+        for (size_t i = 0; i < x.size(); i++) {
+            const double v = to_float(x[i]), scale = std::sqrt(2 / M_PI);
+            const double t = std::tanh(scale * (v + 0.044715 * v * v * v));
+            const double slope = 0.5 * (1 + t) + 0.5 * v * (1 - t * t) * scale * (1 + 3 * 0.044715 * v * v);
+            want.push_back(to_float(dout[i]) * slope);
+        }
+        EXPECT_LT(relative_error(dx, want), n > 1 ? tolerance<T>() : 1e-4);  // n = 1 is -1000: its slope is 0
+        EXPECT_TRUE(bytes_of(in_place) == bytes_of(dx));
+    }
+}
+
+struct EmbeddingCase {
+    int batch, seq_len, C, vocabulary;
+    bool one_token;  // every row holds the same
+};
+
+std::vector<EmbeddingCase> embedding_cases() {
+    if (kThreadSanitizer) return {{2, 5, 72, 3, false}, {2, 5, 7, 9, true}};
+    return {{1, 1, 1, 1, false},   {1, 3, 7, 2, false},      {3, 37, 64, 10, false}, {4, 75, 72, 50257, false},
+            {2, 33, 100, 5, true}, {3, 100, 768, 40, false}, {2, 8, 1000, 300, true}};
+}
+
+std::vector<int> tokens_of(const EmbeddingCase& e) {
+    std::vector<int> tokens(static_cast<size_t>(e.batch) * e.seq_len);
+    for (size_t i = 0; i < tokens.size(); i++)
+        tokens[i] = static_cast<int>(random_bits(41, e.one_token ? 0 : i) % static_cast<uint64_t>(e.vocabulary));
+    return tokens;
+}
+
+TYPED_TEST(Kernels, EmbeddingForward) {
+    using T = TypeParam;
+    for (const EmbeddingCase& e : embedding_cases()) {
+        for (int first_position : {0, 4}) {
+            SCOPED_TRACE(text({e.batch * e.seq_len, e.C}));
+            const std::vector<int> tokens = tokens_of(e);
+            const int positions = e.seq_len + first_position;
+            const size_t C = e.C;
+            const std::vector<T> wte = random_values<T>(e.vocabulary * C, 1, 42), wpe = random_values<T>(positions * C, 1, 43);
+            std::vector<T> out;
+            for_each_order([&] {
+                const DeviceArray<int> d_tokens(tokens);
+                const DeviceArray<T> d_wte(wte), d_wpe(wpe), d_out(poisoned<T>(tokens.size() * C));
+                Tensor<T> t_out = d_out.tensor({e.batch, e.seq_len, e.C});
+                embedding_forward(t_out, d_tokens.tensor({e.batch, e.seq_len}), d_wte.tensor({e.vocabulary, e.C}),
+                                  d_wpe.tensor({positions, e.C}), first_position, kStream);
+                return bytes_of(out = d_out.download());
+            });
+            bool same = true;
+            for (size_t i = 0; i < out.size(); i++) {
+                const size_t position = first_position + i / C % e.seq_len;
+                const float sum = to_float(wte[tokens[i / C] * C + i % C]) + to_float(wpe[position * C + i % C]);
+                same &= to_float(out[i]) == to_float(from_float<T>(sum));
+            }
+            EXPECT_TRUE(same);
+        }
+    }
+}
+
+TYPED_TEST(Kernels, EmbeddingBackward) {
+    using T = TypeParam;
+    for (const EmbeddingCase& e : embedding_cases()) {
+        SCOPED_TRACE(text({e.batch * e.seq_len, e.C}));
+        const std::vector<int> tokens = tokens_of(e);
+        const TokenGroups groups = group_tokens(tokens, e.vocabulary);
+        const size_t C = e.C;
+        const std::vector<T> dout = random_values<T>(tokens.size() * C, 1, 44);
+        const std::vector<T> dwte_0 = random_values<T>(e.vocabulary * C, 1, 45);
+        const std::vector<T> dwpe_0 = random_values<T>((e.seq_len + 2) * C, 1, 46);  // positions that are not used, too
+        std::vector<T> dwte, dwpe;
+        for_each_order([&] {
+            const DeviceArray<int> d_tokens(tokens), d_order(groups.order), d_starts(groups.starts);
+            const DeviceArray<T> d_dout(dout), d_dwte(dwte_0), d_dwpe(dwpe_0);
+            Tensor<T> t_dwte = d_dwte.tensor({e.vocabulary, e.C}), t_dwpe = d_dwpe.tensor({e.seq_len + 2, e.C});
+            embedding_backward(t_dwte, t_dwpe, d_dout.tensor({e.batch, e.seq_len, e.C}),
+                               d_tokens.tensor({e.batch, e.seq_len}), d_order.tensor({e.batch * e.seq_len}),
+                               d_starts.tensor({groups.count() + 1}), groups.count(), kStream);
+            dwte = d_dwte.download(), dwpe = d_dwpe.download();
+            return bytes_of(dwte, dwpe);
+        });
+        Doubles want_dwte = to_doubles(dwte_0), want_dwpe = to_doubles(dwpe_0);
+        for (size_t i = 0; i < dout.size(); i++) {
+            want_dwte[tokens[i / C] * C + i % C] += to_float(dout[i]);
+            want_dwpe[i / C % e.seq_len * C + i % C] += to_float(dout[i]);
+        }
+        EXPECT_LT(relative_error(dwte, want_dwte), tolerance<T>());
+        EXPECT_LT(relative_error(dwpe, want_dwpe), tolerance<T>());
+    }
+}
+
+TEST(GroupTokens, GroupsRowsByTokenInOrder) {
+    for (const EmbeddingCase& e : std::vector<EmbeddingCase>{{2, 50, 1, 7, false}, {1, 9, 1, 50257, false}, {1, 5, 1, 3, true}}) {
+        const std::vector<int> tokens = tokens_of(e);
+        const TokenGroups groups = group_tokens(tokens, e.vocabulary);
+        std::vector<int> rows(tokens.size());
+        std::iota(rows.begin(), rows.end(), 0);
+        std::stable_sort(rows.begin(), rows.end(), [&](int a, int b) { return tokens[a] < tokens[b]; });
+        EXPECT_EQ(groups.order, rows);
+        std::vector<int> starts;
+        for (size_t i = 0; i < rows.size(); i++)
+            if (i == 0 || tokens[rows[i]] != tokens[rows[i - 1]]) starts.push_back(static_cast<int>(i));
+        EXPECT_EQ(groups.count(), static_cast<int>(starts.size()));
+        starts.push_back(static_cast<int>(rows.size()));
+        EXPECT_EQ(groups.starts, starts);
+    }
+    EXPECT_EQ(group_tokens({}, 5).count(), 0);
+}
+
+struct CrossEntropyCase {
+    int rows, V, stride;
+};
+
+std::vector<CrossEntropyCase> cross_entropy_cases() {
+    if (kThreadSanitizer) return {{3, 130, 160}, {3, 1000, 1024}};
+    return {{3, 1, 32}, {5, 50257, 50304}, {37, 256, 256}, {300, 130, 160}, {7, 130, 256}, {1, 1000, 1024}};
+}
+
+// Random logits: in some rows large ones, in one all the same; garbage in the padding.
+template <class T>
+std::vector<T> logits_of(const CrossEntropyCase& s) {
+    std::vector<T> logits = random_values<T>(static_cast<size_t>(s.rows) * s.stride, 2, 51);
+    const float garbage[] = {NAN, INFINITY, -INFINITY, 1e30f};
+    for (size_t i = 0; i < logits.size(); i++) {
+        const size_t row = i / s.stride, c = i % s.stride;
+        if (c >= static_cast<size_t>(s.V))
+            logits[i] = from_float<T>(garbage[i % 4]);
+        else if (row % 3 == 1)
+            logits[i] = from_float<T>(to_float(logits[i]) > 0 ? 80.f : -80.f);
+        else if (row == 2)
+            logits[i] = from_float<T>(3.f);
+    }
+    return logits;
+}
+
+std::vector<int> targets_of(const CrossEntropyCase& s) {
+    std::vector<int> targets;
+    for (int row = 0; row < s.rows; row++) {
+        const int target = static_cast<int>(random_bits(52, static_cast<uint64_t>(row)) % static_cast<uint64_t>(s.V));
+        targets.push_back(row % 5 == 3 ? -1 : row == 0 ? s.V - 1 : target);
+    }
+    return targets;
+}
+
+TYPED_TEST(Kernels, CrossEntropy) {
+    using T = TypeParam;
+    const float scale = 0.125f;
+    for (const CrossEntropyCase& s : cross_entropy_cases()) {
+        SCOPED_TRACE(text({s.rows, s.V}));
+        const std::vector<T> logits = logits_of<T>(s);
+        const std::vector<int> targets = targets_of(s);
+        const Shape matrix{s.rows, s.stride}, column{s.rows};
+        std::vector<T> gradient, kept;
+        std::vector<float> losses, losses_alone;
+        for_each_order([&] {
+            const DeviceArray<T> d_logits(logits);
+            const DeviceArray<int> d_targets(targets);
+            const DeviceArray<float> d_losses(poisoned<float>(s.rows)), d_alone(poisoned<float>(s.rows));
+            Tensor<T> t_logits = d_logits.tensor(matrix);
+            Tensor<float> t_losses = d_losses.tensor(column), t_alone = d_alone.tensor(column);
+            cross_entropy_forward(t_logits, t_alone, d_targets.tensor(column), s.V, kStream);
+            kept = d_logits.download(), losses_alone = d_alone.download();
+            cross_entropy_forward_backward(t_logits, t_losses, d_targets.tensor(column), scale, s.V, kStream);
+            gradient = d_logits.download(), losses = d_losses.download();
+            return bytes_of(gradient, losses, losses_alone);
+        });
+        Doubles want_losses, want_gradient(logits.size());
+        for (int row = 0; row < s.rows; row++) {
+            const T* x = &logits[static_cast<size_t>(row) * s.stride];
+            double most = -INFINITY, total = 0;
+            for (int c = 0; c < s.V; c++) most = std::max(most, double{to_float(x[c])});
+            for (int c = 0; c < s.V; c++) total += std::exp(to_float(x[c]) - most);
+            const int target = targets[row];
+            want_losses.push_back(target < 0 ? 0 : std::log(total) + most - to_float(x[target]));
+            for (int c = 0; target >= 0 && c < s.V; c++)
+                want_gradient[static_cast<size_t>(row) * s.stride + c] =
+                    scale * (std::exp(to_float(x[c]) - most) / total - (c == target));
+        }
+        EXPECT_TRUE(bytes_of(kept) == bytes_of(logits)) << "cross_entropy_forward writes to the logits";
+        EXPECT_LT(relative_error(losses, want_losses), tolerance<float>());
+        EXPECT_LT(relative_error(losses_alone, want_losses), tolerance<float>());
+        EXPECT_LT(relative_error(gradient, want_gradient), tolerance<T>());
+        int not_zero = 0;
+        for (size_t i = 0; i < gradient.size(); i++)
+            if (i % s.stride >= static_cast<size_t>(s.V) || targets[i / s.stride] < 0) not_zero += to_float(gradient[i]) != 0;
+        EXPECT_EQ(not_zero, 0) << "a gradient in padding, or of a row that does not count";
+    }
+}
+
+TEST(AddLosses, AddsTheScaledSum) {
+    for (int rows : {1, 37, 300, 5003}) {
+        const std::vector<float> losses = random_values<float>(rows, 3, 61);
+        std::vector<float> total;
+        for_each_order([&] {
+            const DeviceArray<float> d_losses(losses), d_total(std::vector<float>{2.5f});
+            Tensor<float> t_total = d_total.tensor({1});
+            add_losses(t_total, d_losses.tensor({rows}), 0.5f, kStream);
+            return bytes_of(total = d_total.download());
+        });
+        const Doubles terms = to_doubles(losses);
+        EXPECT_NEAR(total[0], 2.5 + 0.5 * std::accumulate(terms.begin(), terms.end(), 0.0), 1e-4 * std::sqrt(rows));
+    }
+}
+
+template <class T>
+struct AdamWState {
+    std::vector<T> weights;
+    std::vector<float> master, m, v;
+};
+
+// Plain AdamW; `master` is what it starts from and what it leaves.
+void adamw_reference(const AdamW& o, Doubles& master, const Doubles& gradients, Doubles& m, Doubles& v, double norm,
+                     size_t decayed) {
+    const double scale = o.clip > 0 && norm > o.clip ? o.clip / norm : 1;
+    for (size_t i = 0; i < master.size(); i++) {
+        const double g = gradients[i] * scale;
+        m[i] = o.beta1 * m[i] + (1 - double{o.beta1}) * g;
+        v[i] = o.beta2 * v[i] + (1 - double{o.beta2}) * g * g;
+        const double m_hat = m[i] / (1 - std::pow(double{o.beta1}, o.step));
+        const double v_hat = v[i] / (1 - std::pow(double{o.beta2}, o.step));
+        const double decay = i < decayed ? o.weight_decay : 0;
+        master[i] -= o.lr * (m_hat / (std::sqrt(v_hat) + o.epsilon) + decay * master[i]);
+    }
+}
+
+// One step from random state, checked against the reference. `clip` 0 is none. lr and decay are so large that an
+// error in either is large beside the weights.
+template <class T>
+void expect_adamw(int n, int decayed, float clip, float norm, int step) {
+    SCOPED_TRACE(text({n, decayed}) + ", clip " + std::to_string(clip) + ", step " + std::to_string(step));
+    const AdamW options{0.1f, 0.9f, 0.95f, 1e-8f, 0.5f, clip, step};
+    const std::vector<T> gradients = random_values<T>(n, 1, 71);
+    AdamWState<T> start{{}, random_values<float>(n, 0.2, 72), random_values<float>(n, 1, 73), random_values<float>(n, 1, 74)};
+    for (float w : start.master) start.weights.push_back(from_float<T>(w));
+    for (float& v : start.v) v = std::abs(v);
+    constexpr bool has_master = !std::is_same_v<T, float>;
+    AdamWState<T> end;
+    for_each_order([&] {
+        const DeviceArray<T> weights(has_master ? poisoned<T>(n) : start.weights), d_gradients(gradients);
+        const DeviceArray<float> master(start.master), m(start.m), v(start.v), d_norm(std::vector<float>{norm});
+        adamw_update<T>(options, weights.data(), has_master ? master.data() : nullptr, d_gradients.data(), m.data(),
+                        v.data(), d_norm.tensor({1}), decayed, n, kStream);
+        end = {weights.download(), master.download(), m.download(), v.download()};
+        return bytes_of(end.weights, end.master, end.m, end.v);
+    });
+    Doubles master = to_doubles(start.master), m = to_doubles(start.m), v = to_doubles(start.v);
+    adamw_reference(options, master, to_doubles(gradients), m, v, norm, static_cast<size_t>(decayed));
+    EXPECT_LT(relative_error(end.m, m), tolerance<float>());
+    EXPECT_LT(relative_error(end.v, v), tolerance<float>());
+    if constexpr (has_master) {
+        EXPECT_LT(relative_error(end.master, master), tolerance<float>());
+        std::vector<T> rounded;
+        for (float w : end.master) rounded.push_back(from_float<T>(w));
+        EXPECT_TRUE(bytes_of(end.weights) == bytes_of(rounded)) << "the weights are not the rounded master copy";
+    } else {
+        EXPECT_LT(relative_error(end.weights, master), tolerance<float>());
+        EXPECT_EQ(end.master, start.master);
+    }
+}
+
+TYPED_TEST(Kernels, AdamWUpdate) {
+    for (int n : vector_sizes()) {
+        expect_adamw<TypeParam>(n, n / 2 + 1, 0.f, 7.f, 1);  // in the middle of a vector
+        expect_adamw<TypeParam>(n, n / 3, 1.f, 7.f, 20);    // clipping
+        expect_adamw<TypeParam>(n, 0, 10.f, 7.f, 3);        // no need to
+    }
+    expect_adamw<TypeParam>(1000, 1000, 1.f, 1.f, 5);
+}
+
+TYPED_TEST(Kernels, GlobalNorm) {
+    using T = TypeParam;
+    // Always 1024 blocks, so few sizes.
+    for (int n : {0, 7, 100003, kNormBlocks * kVectorSize<T> * 3 + 5}) {
+        if (kThreadSanitizer && n != 7) continue;
+        SCOPED_TRACE(n);
+        const std::vector<T> x = random_values<T>(n, 3, 81);
+        std::vector<float> norm;
+        auto run = [&] {
+            const DeviceArray<T> d_x(x);
+            const DeviceArray<float> d_norm(poisoned<float>(1)), d_scratch(poisoned<float>(kNormBlocks));
+            Tensor<float> t_norm = d_norm.tensor({1}), scratch = d_scratch.tensor({kNormBlocks});
+            global_norm(t_norm, scratch, d_x.data(), n, kStream);
+            return bytes_of(norm = d_norm.download());
+        };
+        if (kThreadSanitizer)
+            run();
+        else
+            for_each_order(run);
+        double squares = 0;
+        for (double v : to_doubles(x)) squares += v * v;
+        EXPECT_LT(relative_error(norm, {std::sqrt(squares)}), tolerance<float>());
+    }
+}
+
+}  // namespace

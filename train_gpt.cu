@@ -880,7 +880,19 @@ void Trainer::run() {
     if (sample_length() > 0) sample(step);
 }
 
+// On a CPU, threads that wait for others spin for milliseconds by libgomp's default, which on a machine with other work
+// makes a step up to ten times slower; after some microseconds they had better sleep. libgomp reads its environment
+// before main, hence the second start.
+void spin_briefly([[maybe_unused]] char** argv) {
+#ifndef SIMT_GPU
+    if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
+    setenv("GOMP_SPINCOUNT", "10000", 1);
+    execv("/proc/self/exe", argv);  // where there is no /proc, we go on as we are
+#endif
+}
+
 int main(int argc, char** argv) {
+    spin_briefly(argv);
     try {
         const Options options =
             parse_options(argc, argv, [](const std::string& folder) { return read_progress(folder).options; });

@@ -467,7 +467,8 @@ class Trainer {
     void open_validation();
     std::optional<Tokenizer> open_tokenizer() const;
     std::vector<int> first_tokens() const;
-    int sample_length() const;
+    bool samples() const;
+    int window() const;
     MemoryReport make_report();
     void check_reach() const;
     void prepare();
@@ -492,7 +493,7 @@ class Trainer {
     Gpt gpt_;
     Keep keep_;
     MemoryReport report_;
-    Plan train_plan_, update_plan_, evaluate_plan_, sample_plan_;
+    Plan train_plan_, update_plan_, evaluate_plan_, sample_plan_, slide_plan_;
     DeviceBuffer metrics_memory_;
     TensorF loss_, norm_;  // (1) each, on the device
     int64_t first_step_ = 0, first_sequence_ = 0;  // where a resumed run begins
@@ -518,7 +519,7 @@ GptConfig Trainer::choose_config() const {
     if (is_depth(o_.model)) {
         int vocabulary = data_ ? data_->vocabulary() : o_.has("--model") ? 50257 : 256;
         if (saved) vocabulary = saved->vocabulary;
-        config = config_of_depth(std::stoi(o_.model.substr(1)), vocabulary, std::max(1024, o_.seq_len));
+        config = config_of_depth(std::stoi(o_.model.substr(1)), vocabulary, vocabulary == 256 ? o_.seq_len : std::max(1024, o_.seq_len));
         if (saved) config.positions = saved->positions;
     } else if (saved && !std::filesystem::exists(o_.model)) {
         config = *saved;  // the folder that a run started from may be gone
@@ -617,15 +618,19 @@ std::vector<int> Trainer::first_tokens() const {
     return {config_.vocabulary == 50257 ? 50256 : config_.vocabulary == 256 ? '\n' : 0};
 }
 
-// How many tokens a sample adds; 0 where there is nothing to sample from or to.
-int Trainer::sample_length() const {
-    if (o_.steps == 0 && o_.prompt.empty()) return 0;
-    const int room = config_.positions - static_cast<int>(first_tokens().size());
-    if (room < 1) fail("--prompt has %zu tokens, the model %d positions", first_tokens().size(), config_.positions);
-    if (o_.has("--sample-tokens") && o_.sample_tokens > room)
-        fail("--sample-tokens %d is more than the %d positions that the model has after the prompt", o_.sample_tokens,
-             room);
-    return std::min(o_.sample_tokens, room);
+// Whether the run samples: not where it only initialises, nor without room for a token after the first.
+bool Trainer::samples() const {
+    if (o_.sample_tokens == 0 || (o_.steps == 0 && o_.prompt.empty())) return false;
+    const int prompt = static_cast<int>(first_tokens().size());
+    if (prompt >= config_.positions && !o_.prompt.empty())
+        fail("--prompt has %d tokens, which leaves no room in the model's %d positions", prompt, config_.positions);
+    return prompt < config_.positions;
+}
+
+// The positions that a sample uses: those that are trained, and room after the prompt.
+int Trainer::window() const {
+    const int trained = o_.steps > 0 ? o_.seq_len : config_.positions;
+    return std::min(config_.positions, std::max(trained, static_cast<int>(first_tokens().size()) + 1));
 }
 
 // Rehearses every step that the run may take, and puts what they and the state need into one report.
@@ -659,10 +664,14 @@ MemoryReport Trainer::make_report() {
         evaluate_plan_ = arena_.rehearse([&] { gpt_.evaluate(nothing, o_.batch, o_.seq_len, 1, loss); });
         r.others.emplace_back("validation", evaluate_plan_);
     }
-    if (sample_length() > 0) {
+    if (samples()) {
+        const auto any = [](const TensorX&) { return 0; };
         const auto first = first_tokens();
-        sample_plan_ = arena_.rehearse([&] { gpt_.generate(first, sample_length(), [](const TensorX&) { return 0; }); });
+        sample_plan_ = arena_.rehearse([&] { gpt_.generate(first, window() - static_cast<int>(first.size()), any); });
+        const int half = window() / 2;
+        slide_plan_ = arena_.rehearse([&] { gpt_.generate(std::vector<int>(half), window() - half, any); });
         r.others.emplace_back("sampling", sample_plan_);
+        r.others.emplace_back("a sample's continuation", slide_plan_);
     }
     r.train = train_plan_;
     return r;
@@ -693,7 +702,7 @@ void Trainer::prepare() {
         fprintf(stderr, "no validation: the text's last tenth is shorter than a sequence of %d\n", o_.seq_len);
     if (o_.steps > 0) print_plan();
     if (o_.steps > 0) peak_flops_ = device_peak_flops<floatX>(stream_);
-    arena_.allocate({&train_plan_, &update_plan_, &evaluate_plan_, &sample_plan_});
+    arena_.allocate({&train_plan_, &update_plan_, &evaluate_plan_, &sample_plan_, &slide_plan_});
     metrics_memory_ = DeviceBuffer(2 * sizeof(float), "the metrics");
     float* metrics = reinterpret_cast<float*>(metrics_memory_.data());
     loss_ = TensorF(metrics, {1});
@@ -809,33 +818,37 @@ double Trainer::validate() {
     return read_metric(0);
 }
 
-// Prints a continuation of the prompt. Token i of the sample after `step` draws random number (step, i).
+// Prints a continuation of the prompt. Token i of the sample after `step` draws random number (step, i). A sample
+// longer than the window goes on from its latest half.
 void Trainer::sample(int64_t step) {
-    const std::vector<int> first = first_tokens();
-    uint64_t i = 0;
+    std::vector<int> text = first_tokens();
+    int drawn = 0;
     auto print = [&](int token) {
-        if (!tokenizer_) {
-            printf("%d ", token);
-            return;
-        }
-        const std::string bytes = tokenizer_->decode(token);  // of which one may be zero
+        const std::string bytes = tokenizer_ ? tokenizer_->decode(token) : std::to_string(token) + " ";
         fwrite(bytes.data(), 1, bytes.size(), stdout);
+        fflush(stdout);
+    };
+    auto choose = [&](const TensorX& device_logits) {
+        std::vector<floatX> narrow(static_cast<size_t>(config_.vocabulary));
+        copy_to_host(narrow.data(), device_logits.data(), narrow.size() * sizeof(floatX), stream_);
+        std::vector<float> logits(narrow.size());
+        for (size_t v = 0; v < logits.size(); v++) logits[v] = to_float(narrow[v]);
+        const double uniform =
+            random_uniform(o_.seed, kSampleStream, static_cast<uint64_t>(step), static_cast<uint64_t>(drawn++));
+        const int token = sample_token(logits, o_.temperature, o_.top_k, uniform);
+        if (tokenizer_ && token == tokenizer_->end_of_text()) drawn = o_.sample_tokens;
+        else print(token);
+        text.push_back(token);
+        return drawn < o_.sample_tokens ? token : -1;
     };
     printf("--- sample after %lld steps ---\n%s", static_cast<long long>(step), o_.prompt.c_str());
-    arena_.run(sample_plan_, [&] {
-        gpt_.generate(first, sample_length(), [&](const TensorX& device_logits) {
-            std::vector<floatX> narrow(static_cast<size_t>(config_.vocabulary));
-            copy_to_host(narrow.data(), device_logits.data(), narrow.size() * sizeof(floatX), stream_);
-            std::vector<float> logits(narrow.size());
-            for (size_t v = 0; v < logits.size(); v++) logits[v] = to_float(narrow[v]);
-            const double uniform = random_uniform(o_.seed, kSampleStream, static_cast<uint64_t>(step), i++);
-            const int token = sample_token(logits, o_.temperature, o_.top_k, uniform);
-            if (tokenizer_ && token == tokenizer_->end_of_text()) return -1;
-            print(token);
-            fflush(stdout);
-            return token;
-        });
-    });
+    const std::vector<int> first = text;
+    arena_.run(sample_plan_, [&] { gpt_.generate(first, window() - static_cast<int>(first.size()), choose); });
+    while (drawn < o_.sample_tokens) {
+        const int half = window() / 2;
+        const std::vector<int> latest(text.end() - half, text.end());
+        arena_.run(slide_plan_, [&] { gpt_.generate(latest, window() - half, choose); });
+    }
     printf("\n---\n");
 }
 
@@ -862,7 +875,7 @@ void Trainer::run() {
     auto is_time = [&](int64_t every) { return every > 0 && step > first_step_ && step % every == 0; };
     for (; step < o_.steps && !interrupted; step++) {
         if (val_data_ && is_time(o_.eval_every)) validate_and_log();
-        if (sample_length() > 0 && is_time(o_.sample_every)) sample(step);
+        if (samples() && is_time(o_.sample_every)) sample(step);
         if (is_time(o_.save_every)) save(step);
         train_step(step);
         if (step == first_step_)
@@ -877,7 +890,7 @@ void Trainer::run() {
     }
     if (!o_.out.empty()) save(step);
     if (val_data_ && o_.steps > 0) validate_and_log();
-    if (sample_length() > 0) sample(step);
+    if (samples()) sample(step);
 }
 
 // On a CPU, threads that wait for others spin for milliseconds by libgomp's default, which on a machine with other work

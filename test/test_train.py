@@ -161,11 +161,21 @@ def test_greedy_bytes(train_fp32, folder):
     assert got == prompt + bytes(greedy(folder / "model", list(prompt), count))
 
 
+def test_a_long_sample_slides(train_fp32, folder):
+    """Past the model's last position, it goes on from the latest half."""
+    prompt = list(b"The end, ")
+    got = list(sampled(train_fp32, "--model", "model", "--steps", 0, "--prompt", "The end, ", "--sample-tokens", 110,
+                       cwd=folder))
+    assert len(got) == len(prompt) + 110
+    assert got[64:96] == greedy(folder / "model", got[32:64], 32)
+    assert got[96:] == greedy(folder / "model", got[64:96], len(got) - 96)
+
+
 def test_greedy_tokens(train_fp32, tmp_path):
     """Without a tokenizer tokens are printed as numbers, after token 0; here after a step that changes nothing."""
     make(tmp_path / "model", *SMALL, "--vocab", 301)
-    write_shard(tmp_path / "data.bin", random_tokens(301, 100))
-    got = sampled(train_fp32, "--model", "model", "--data", "data.bin", "--batch", 1, "--seq-len", 8, "--steps", 1,
+    write_shard(tmp_path / "data.bin", random_tokens(301, 200))
+    got = sampled(train_fp32, "--model", "model", "--data", "data.bin", "--batch", 1, "--seq-len", 64, "--steps", 1,
                   "--lr", 0, "--sample-tokens", 63, cwd=tmp_path)
     assert list(map(int, got.split())) == greedy(tmp_path / "model", [0], 63)
 

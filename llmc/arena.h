@@ -96,11 +96,7 @@ class Arena {
     template <class Step>
     Plan rehearse(Step&& step) {
         Plan plan;
-        begin(&plan, true);
-        simt::launches_off = true;
-        step();
-        simt::launches_off = false;
-        end();
+        perform(plan, true, step);
         find_peak(plan);
         place(plan);
         return plan;
@@ -121,9 +117,8 @@ class Arena {
     // Runs the step in the memory of its plan.
     template <class Step>
     void run(Plan& plan, Step&& step) {
-        begin(&plan, false);
-        step();
-        end();
+        assert(workspace_bytes_ + plan.bytes <= memory_.bytes());
+        perform(plan, false, step);
     }
 
     // Room for a tensor, uninitialised, until the returned handle ends.
@@ -134,16 +129,18 @@ class Arena {
         if (rehearsing_) {
             Take t{name, kind, shape, dtype_name<T>(), bytes, 0, clock_++, -1, Range::path(), ""};
             plan_->takes.push_back(std::move(t));
+            live_.push_back(true);
             return Tensor<T>(nullptr, shape, this, index);
         }
-        const size_t count = plan_->takes.size();
-        if (static_cast<size_t>(index) >= count)
+        check_releases();
+        if (static_cast<size_t>(index) >= plan_->takes.size())
             fail("arena: the step takes '%s' (%s), which its rehearsal did not", name, shape.text().c_str());
         const Take& t = plan_->takes[static_cast<size_t>(index)];
         if (t.name != name || t.bytes != bytes)
             fail("arena: the step takes '%s' (%s) where its rehearsal took '%s' (%s)", name, shape.text().c_str(),
                  t.name.c_str(), t.shape.text().c_str());
         if (t.born != clock_++) fail("arena: '%s' is taken at another moment than in its rehearsal", name);
+        live_[static_cast<size_t>(index)] = true;
         return Tensor<T>(reinterpret_cast<T*>(memory_.data() + workspace_bytes_ + t.offset), shape, this, index);
     }
     template <class T>
@@ -167,7 +164,9 @@ class Arena {
             plan_->loops.push_back({next_, clock_});
             return;
         }
-        const auto [next, clock] = plan_->loops.at(static_cast<size_t>(loop_++));
+        if (static_cast<size_t>(loop_) >= plan_->loops.size())
+            fail("arena: the step repeats a loop that its rehearsal did not");
+        const auto [next, clock] = plan_->loops[static_cast<size_t>(loop_++)];
         for (int i = 0; i < turns; i++) {
             next_ = first;
             clock_ = time;
@@ -183,19 +182,33 @@ class Arena {
   private:
     friend void arena_give_back(Arena& arena, int take);
 
-    void begin(Plan* plan, bool rehearsing) {
+    template <class Step>
+    void perform(Plan& plan, bool rehearsing, Step& step) {
         assert(!plan_);
-        plan_ = plan;
-        rehearsing_ = rehearsing;
+        struct Close {  // also when the step fails
+            Arena& arena;
+            ~Close() {
+                arena.plan_ = nullptr;
+                arena.rehearsing_ = simt::launches_off = false;
+            }
+        } close{*this};
+        plan_ = &plan;
+        rehearsing_ = simt::launches_off = rehearsing;
         next_ = clock_ = loop_ = 0;
+        live_.assign(plan.takes.size(), false);
+        released_wrongly_ = -1;
+        step();
+        check_releases();
+        for (size_t i = 0; i < live_.size(); i++)
+            if (live_[i]) fail("arena: '%s' outlives the step", plan.takes[i].name.c_str());
+        if (static_cast<size_t>(next_) != plan.takes.size())
+            fail("arena: the step ends before it takes '%s', which its rehearsal did",
+                 plan.takes[static_cast<size_t>(next_)].name.c_str());
     }
-    void end() {
-        for (const Take& t : plan_->takes)
-            if (t.dies < 0) fail("arena: '%s' outlives the step", t.name.c_str());
-        if (static_cast<size_t>(next_) != plan_->takes.size())
-            fail("arena: the step took %d tensors, its rehearsal %zu", next_, plan_->takes.size());
-        plan_ = nullptr;
-        rehearsing_ = false;
+    void check_releases() const {
+        if (released_wrongly_ >= 0)
+            fail("arena: '%s' is let go at another moment than in its rehearsal",
+                 plan_->takes[static_cast<size_t>(released_wrongly_)].name.c_str());
     }
 
     DeviceBuffer memory_;
@@ -203,14 +216,19 @@ class Arena {
     Plan* plan_ = nullptr;
     bool rehearsing_ = false;
     int next_ = 0, clock_ = 0, loop_ = 0;
+    std::vector<bool> live_;     // by take
+    int released_wrongly_ = -1;  // the first take let go at an unplanned moment; destructors cannot fail
 };
 
 inline void arena_give_back(Arena& arena, int take) {
-    if (!arena.plan_) return;  // an error is unwinding the step
+    if (!arena.plan_) return;  // the step has failed
+    arena.live_[static_cast<size_t>(take)] = false;
     Take& t = arena.plan_->takes[static_cast<size_t>(take)];
     const int now = arena.clock_++;
     if (arena.rehearsing_) {
         t.dies = now;
         t.dies_at = Range::path();
+    } else if (t.dies != now && arena.released_wrongly_ < 0) {
+        arena.released_wrongly_ = take;
     }
 }

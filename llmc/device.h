@@ -137,7 +137,7 @@ class Range {
         if (!path().empty()) path() += ' ';
         const size_t start = path().size();
         path() += name;
-        if (index >= 0) path() += " " + std::to_string(index);
+        if (index >= 0) path().append(" ").append(std::to_string(index));
 #ifdef LLMC_NVTX
         nvtxRangePushA(path().c_str() + start);
 #else

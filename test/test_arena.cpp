@@ -1,0 +1,489 @@
+// test_arena.cpp - the memory plan: it is followed to the byte, nothing that lives together overlaps, it is
+// nearly as small as can be, and a step that departs from its rehearsal is stopped by name.
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "llmc/arena.h"
+#include "llmc/random.h"
+#include "test/file_helpers.h"
+
+namespace {
+
+using Bytes = Tensor<char>;
+using Step = std::function<void()>;
+
+Bytes take(Arena& arena, const char* name, int64_t bytes) { return arena.take<char>(name, {bytes}); }
+
+void expect_no_overlap(const Plan& plan) {
+    int overlaps = 0, beyond = 0, unaligned = 0;
+    for (const Take& a : plan.takes) {
+        beyond += a.offset + a.bytes > plan.bytes;
+        unaligned += a.offset % kArenaAlignment != 0;
+        for (const Take& b : plan.takes) {
+            const bool together = &a != &b && a.born < b.dies && b.born < a.dies;
+            overlaps += together && a.offset < b.offset + b.bytes && b.offset < a.offset + a.bytes;
+        }
+    }
+    EXPECT_EQ(overlaps, 0);
+    EXPECT_EQ(beyond, 0);
+    EXPECT_EQ(unaligned, 0);
+    EXPECT_GE(plan.bytes, plan.lower_bound);
+}
+
+// Where the plan wants take i of a step that runs.
+char* planned_address(Arena& arena, const Plan& plan, size_t i) {
+    return static_cast<char*>(arena.workspace(0)) + arena_align(plan.workspace) + plan.takes[i].offset;
+}
+
+// A step of random takes and releases. When it runs, each tensor is filled with a byte of its own, which must
+// still be there when it is let go.
+class RandomStep {
+  public:
+    RandomStep(Arena& arena, uint64_t seed, int takes) : arena_(arena), seed_(seed), takes_(takes) {}
+
+    void operator()() {
+        std::vector<Bytes> live;
+        std::vector<char> filled;
+        addresses.clear();
+        for (uint64_t i = 0; i < static_cast<uint64_t>(takes_); i++) {
+            const auto size =
+                static_cast<int64_t>(random_bits(seed_, i, 0) % (random_bits(seed_, i, 1) % 20000 + 1));
+            live.push_back(take(arena_, "random", size));
+            filled.push_back(static_cast<char>(i % 251));
+            addresses.push_back(live.back().data());
+            if (!arena_.rehearsing()) memset(live.back().data(), filled.back(), static_cast<size_t>(size));
+            while (!live.empty() && random_bits(seed_, i, 2 + live.size()) % 5 < 2) {
+                const size_t at = random_bits(seed_, i, 1000 + live.size()) % live.size();
+                check(live[at], filled[at]);
+                live.erase(live.begin() + static_cast<ptrdiff_t>(at));
+                filled.erase(filled.begin() + static_cast<ptrdiff_t>(at));
+            }
+        }
+        while (!live.empty()) {
+            check(live.back(), filled.back());
+            live.pop_back();
+            filled.pop_back();
+        }
+    }
+    std::vector<char*> addresses;  // of the takes, in order
+    int damaged = 0;               // tensors that somebody else wrote to
+
+  private:
+    void check(const Bytes& t, char want) {
+        if (!arena_.rehearsing())
+            damaged += !std::all_of(t.data(), t.data() + t.size(), [=](char c) { return c == want; });
+    }
+    Arena& arena_;
+    uint64_t seed_;
+    int takes_;
+};
+
+TEST(Arena, RandomStepsGetTheirPlannedAddressesAndNeverOverlap) {
+    for (uint64_t seed = 1; seed <= 20; seed++) {
+        SCOPED_TRACE(seed);
+        Arena arena;
+        RandomStep step(arena, seed, 300);
+        Plan plan = arena.rehearse(step);
+        ASSERT_EQ(plan.takes.size(), 300u);
+        EXPECT_EQ(step.addresses, std::vector<char*>(300, nullptr));
+        expect_no_overlap(plan);
+        arena.allocate({&plan});
+        EXPECT_EQ(arena.bytes(), plan.bytes);
+        for (int turn = 0; turn < 2; turn++) {
+            arena.run(plan, step);
+            for (size_t i = 0; i < 300; i++) ASSERT_EQ(step.addresses[i], planned_address(arena, plan, i));
+        }
+        EXPECT_EQ(step.damaged, 0);
+    }
+}
+
+// The takes of a training step of GPT-2, in the order of a forward and backward pass, in bf16.
+struct GptStep {
+    int layers;
+    int64_t C;
+    bool keep_norm, keep_gelu;
+    int64_t rows = 4 * 1024, vocabulary = 50304;
+};
+
+struct GptBlock {
+    Bytes ln_1, qkv, attention, middle, ln_2, up, gelu, residual, statistics;
+};
+
+void forward(Arena& arena, const GptStep& s, GptBlock& b) {
+    const int64_t n = s.rows * s.C * 2;
+    b.statistics = take(arena, "statistics", s.rows * 20);
+    b.ln_1 = take(arena, "ln_1", n);
+    b.qkv = take(arena, "qkv", 3 * n);
+    if (!s.keep_norm) b.ln_1.drop();
+    b.attention = take(arena, "attention", n);
+    {
+        Bytes projected = take(arena, "projected", n);
+        b.middle = take(arena, "middle", n);
+        b.ln_2 = take(arena, "ln_2", n);
+    }
+    b.up = take(arena, "up", 4 * n);
+    if (!s.keep_norm) b.ln_2.drop();
+    b.gelu = take(arena, "gelu", 4 * n);
+    Bytes down = take(arena, "down", n);
+    if (!s.keep_gelu) b.gelu.drop();
+    b.residual = take(arena, "residual", n);
+}
+
+void backward(Arena& arena, const GptStep& s, GptBlock& b) {
+    const int64_t n = s.rows * s.C * 2;
+    auto again = [&](Bytes& t, const char* name, int64_t bytes) {
+        if (!t) t = take(arena, name, bytes);
+        Bytes sums = take(arena, "column_sums", s.C * 64 * 4);
+    };
+    b.residual.drop();
+    again(b.gelu, "gelu", 4 * n);
+    b.gelu.drop();
+    Bytes d_up = take(arena, "d_up", 4 * n);
+    b.up.drop();
+    again(b.ln_2, "ln_2", n);
+    b.ln_2.drop();
+    Bytes d_ln_2 = take(arena, "d_ln_2", n);
+    d_up.drop();
+    d_ln_2.drop();
+    b.middle.drop();
+    Bytes d_attention = take(arena, "d_attention", n), d_qkv = take(arena, "d_qkv", 3 * n);
+    d_attention.drop();
+    b.attention.drop();
+    b.qkv.drop();
+    again(b.ln_1, "ln_1", n);
+    Bytes d_ln_1 = take(arena, "d_ln_1", n);
+}
+
+void gpt_step(Arena& arena, const GptStep& s) {
+    std::vector<GptBlock> blocks(static_cast<size_t>(s.layers));
+    Bytes input = take(arena, "input", s.rows * s.C * 2), d_stream;
+    for (GptBlock& b : blocks) forward(arena, s, b);
+    {
+        Range range("head");
+        Bytes ln_f = take(arena, "ln_f", s.rows * s.C * 2),
+              logits = take(arena, "logits", s.rows * s.vocabulary * 2);
+        Bytes losses = take(arena, "losses", s.rows * 4);
+        d_stream = take(arena, "d_stream", s.rows * s.C * 2);
+    }
+    while (!blocks.empty()) {
+        backward(arena, s, blocks.back());
+        blocks.pop_back();
+    }
+}
+
+TEST(Arena, GptStepsTakeAtMostOnePercentMoreThanTheBound) {
+    for (const GptStep& s :
+         {GptStep{12, 768, true, true}, GptStep{12, 768, true, false}, GptStep{12, 768, false, false},
+          GptStep{48, 1600, true, true}, GptStep{48, 1600, false, false}}) {
+        SCOPED_TRACE(std::to_string(s.layers) + " layers, norm " + std::to_string(s.keep_norm) + ", gelu " +
+                     std::to_string(s.keep_gelu));
+        Arena arena;
+        const Plan plan = arena.rehearse([&] { gpt_step(arena, s); });
+        EXPECT_GT(plan.lower_bound, static_cast<size_t>(s.layers * s.rows * s.C * 2 * 10));
+        EXPECT_LE(static_cast<double>(plan.bytes), 1.01 * static_cast<double>(plan.lower_bound));
+        expect_no_overlap(plan);
+    }
+}
+
+Take interval(size_t bytes, int born, int dies) {
+    Take t;
+    t.name = std::to_string(born);
+    t.bytes = bytes;
+    t.born = born;
+    t.dies = dies;
+    return t;
+}
+
+TEST(FindPeak, AgreesWithCountingAtEveryTime) {
+    for (uint64_t seed = 1; seed <= 100; seed++) {
+        Plan plan;
+        const uint64_t takes = 1 + random_bits(seed, 0) % 40;
+        for (uint64_t i = 1; i <= takes; i++) {
+            const int born = static_cast<int>(random_bits(seed, i, 0) % 50);
+            const int dies = born + 1 + static_cast<int>(random_bits(seed, i, 1) % 20);
+            plan.takes.push_back(interval(random_bits(seed, i, 2) % 5000, born, dies));
+        }
+        size_t most = 0;
+        int most_at = 0;
+        for (int time = 0; time < 100; time++) {
+            size_t live = 0;
+            for (const Take& t : plan.takes)
+                live += t.born <= time && time < t.dies ? arena_align(t.bytes) : 0;
+            if (live > most) most = live, most_at = time;
+        }
+        find_peak(plan);
+        ASSERT_EQ(plan.lower_bound, most);
+        ASSERT_EQ(plan.peak_time, most_at);
+        place(plan);
+        expect_no_overlap(plan);
+    }
+}
+
+TEST(FindPeak, NamesTheRangeAndTheTensor) {
+    Arena arena;
+    const Plan plan = arena.rehearse([&] {
+        Range outer("backward");
+        Bytes a = take(arena, "small", 100);
+        {
+            Range inner("block", 11);
+            Bytes b = take(arena, "large", 1000);
+        }
+        Bytes c = take(arena, "other", 500);
+    });
+    EXPECT_EQ(plan.peak_at, "backward block 11, large");
+    EXPECT_EQ(plan.lower_bound, 256u + 1024u);
+    EXPECT_EQ(plan.takes[1].born_at, "backward block 11");
+    EXPECT_EQ(plan.takes[2].dies_at, "backward");
+}
+
+// Steps beside this one, which was rehearsed: takes a, b, lets go of a, takes c, loops twice over d, takes e.
+class Departures : public testing::Test {
+  protected:
+    void rehearsed() {
+        Bytes a = take(arena, "a", 600), b = take(arena, "b", 300);
+        a.drop();
+        Bytes c = take(arena, "c", 600);
+        loop();
+        Bytes e = take(arena, "e", 10);
+    }
+    void loop() {
+        arena.repeat(2, [&] { return bool(take(arena, "d", 50)); });
+    }
+    void expect_stopped(const Step& step, std::initializer_list<std::string> parts) {
+        expect_user_error([&] { arena.run(plan, step); }, parts);
+        EXPECT_FALSE(simt::launches_off);
+        arena.run(plan, [&] { rehearsed(); });  // nothing is left of the failed step
+    }
+    void SetUp() override {
+        plan = arena.rehearse([&] { rehearsed(); });
+        arena.allocate({&plan});
+    }
+    Arena arena;
+    Plan plan;
+};
+
+TEST_F(Departures, AnotherName) {
+    expect_stopped([&] { Bytes a = take(arena, "x", 600); }, {"'x' (600)", "rehearsal took 'a' (600)"});
+}
+
+TEST_F(Departures, AnotherSize) {
+    expect_stopped([&] { Bytes a = take(arena, "a", 601); }, {"'a' (601)", "rehearsal took 'a' (600)"});
+}
+
+TEST_F(Departures, AnotherOrder) {
+    expect_stopped([&] { Bytes b = take(arena, "b", 300), a = take(arena, "a", 600); },
+                   {"'b'", "rehearsal took 'a'"});
+}
+
+TEST_F(Departures, OneMore) {
+    expect_stopped(
+        [&] {
+            rehearsed();
+            Bytes f = take(arena, "f", 7);
+        },
+        {"'f' (7)", "which its rehearsal did not"});
+}
+
+TEST_F(Departures, OneFewer) {
+    expect_stopped(
+        [&] {
+            Bytes a = take(arena, "a", 600), b = take(arena, "b", 300);
+            a.drop();
+            Bytes c = take(arena, "c", 600);
+            loop();
+        },
+        {"'c' is let go at another moment"});
+    expect_stopped([&] {}, {"ends before it takes 'a'"});
+}
+
+TEST_F(Departures, LetGoTooLate) {
+    expect_stopped(
+        [&] {
+            Bytes a = take(arena, "a", 600), b = take(arena, "b", 300);
+            Bytes c = take(arena, "c", 600);
+        },
+        {"'c' is taken at another moment"});
+}
+
+// As many takes and releases as planned, but a still lives when c gets its room.
+TEST_F(Departures, AnotherIsLetGo) {
+    ASSERT_EQ(plan.takes[2].offset, plan.takes[0].offset);
+    expect_stopped(
+        [&] {
+            Bytes a = take(arena, "a", 600), b = take(arena, "b", 300);
+            b.drop();
+            Bytes c = take(arena, "c", 600);
+        },
+        {"'b' is let go at another moment"});
+}
+
+TEST_F(Departures, OneOutlivesTheStep) {
+    Bytes kept;
+    const Step keeping = [&] { kept = take(arena, "f", 10); };
+    plan = arena.rehearse([&] { Bytes f = take(arena, "f", 10); });
+    expect_user_error([&] { arena.run(plan, keeping); }, {"'f' outlives the step"});
+    kept.drop();
+    expect_user_error([&] { arena.rehearse(keeping); }, {"'f' outlives the step"});
+    kept.drop();
+    EXPECT_FALSE(simt::launches_off);
+}
+
+TEST_F(Departures, OneMoreLoop) {
+    Plan no_loop = arena.rehearse([&] { arena.repeat(0, [] { return true; }); });
+    expect_user_error([&] { arena.run(no_loop, [&] { loop(); }); }, {"a loop that its rehearsal did not"});
+}
+
+TEST_F(Departures, AFailingStepLeavesTheArenaReady) {
+    const Step failing = [&] {
+        Bytes a = take(arena, "a", 600);
+        fail("a mistake of the user's");
+    };
+    expect_stopped(failing, {"a mistake"});
+    expect_user_error([&] { arena.rehearse(failing); }, {"a mistake"});
+    EXPECT_FALSE(simt::launches_off);
+    EXPECT_FALSE(arena.rehearsing());
+}
+
+TEST(ArenaDeathTest, APlanThatWasNotAllocatedDoesNotRun) {
+    Arena arena;
+    Plan plan = arena.rehearse([&] { Bytes a = take(arena, "a", 600); });
+    EXPECT_DEATH(arena.run(plan, [&] { Bytes a = take(arena, "a", 600); }), "plan.bytes <= memory_.bytes");
+}
+
+TEST(Arena, RehearsesWithoutLaunching) {
+    Arena arena;
+    Plan plan = arena.rehearse([&] {
+        EXPECT_TRUE(simt::launches_off);
+        EXPECT_TRUE(arena.rehearsing());
+        Bytes a = take(arena, "a", 600);
+        device_fill(a.data(), 1, 600, Stream{});  // would write to a null pointer
+    });
+    EXPECT_FALSE(simt::launches_off);
+    EXPECT_EQ(arena.bytes(), 0u);
+    arena.allocate({&plan});
+    arena.run(plan, [&] {
+        EXPECT_FALSE(simt::launches_off);
+        EXPECT_FALSE(arena.rehearsing());
+        Bytes a = take(arena, "a", 600);
+    });
+}
+
+TEST(Repeat, EveryTurnHasTheAddressesOfTheRehearsedOne) {
+    Arena arena;
+    int first_turns = 3, stop_after = 100, turns_run = 0;
+    std::vector<std::vector<char*>> seen;
+    const Step step = [&] {
+        Bytes before = take(arena, "before", 400);
+        arena.repeat(first_turns, [&] {
+            if (turns_run == stop_after) return false;
+            Bytes x = take(arena, "x", 1000), y = take(arena, "y", 2000);
+            seen.push_back({x.data(), y.data()});
+            turns_run++;
+            return true;
+        });
+        Bytes between = take(arena, "between", 3000);
+        arena.repeat(2, [&] { return bool(take(arena, "z", 500)); });
+        Bytes after = take(arena, "after", 800);
+        seen.push_back({before.data(), between.data(), after.data()});
+    };
+    Plan plan = arena.rehearse(step);
+    EXPECT_EQ(turns_run, 1);
+    EXPECT_EQ(plan.takes.size(), 6u);
+    expect_no_overlap(plan);
+    arena.allocate({&plan});
+    const std::vector<char*> turn{planned_address(arena, plan, 1), planned_address(arena, plan, 2)};
+    const std::vector<char*> around{planned_address(arena, plan, 0), planned_address(arena, plan, 3),
+                                    planned_address(arena, plan, 5)};
+    for (int stop : {100, 2, 1, 0}) {
+        SCOPED_TRACE(stop);
+        seen.clear();
+        turns_run = 0;
+        stop_after = stop;
+        arena.run(plan, step);
+        std::vector<std::vector<char*>> want(static_cast<size_t>(std::min(stop, first_turns)), turn);
+        want.push_back(around);
+        EXPECT_EQ(seen, want);
+    }
+}
+
+TEST(Arena, SeveralPlansShareOneAllocation) {
+    Arena arena;
+    char *first = nullptr, *second = nullptr;
+    const Step large = [&] {
+        Bytes a = take(arena, "a", 10000);
+        arena.workspace(100);
+        first = a.data();
+    };
+    const Step small = [&] {
+        arena.workspace(1000);
+        Bytes b = take(arena, "b", 500);
+        second = b.data();
+    };
+    Plan large_plan = arena.rehearse(large), small_plan = arena.rehearse(small);
+    const Plan empty;
+    arena.allocate({&large_plan, &small_plan, &empty});
+    EXPECT_EQ(arena.bytes(), 1024u + arena_align(10000));
+    for (int i = 0; i < 2; i++) {
+        arena.run(large_plan, large);
+        arena.run(small_plan, small);
+        EXPECT_EQ(first, static_cast<char*>(arena.workspace(0)) + 1024);
+        EXPECT_EQ(second, first);
+    }
+}
+
+TEST(Arena, WorkspaceIsTheLargestAskedForAndApartFromTensors) {
+    Arena arena;
+    std::vector<int64_t> asked = {300, 5000, 40};
+    std::vector<void*> got;
+    bool intact = true;
+    const Step step = [&] {
+        Bytes a = take(arena, "a", 2000);
+        if (!arena.rehearsing()) memset(a.data(), 1, 2000);
+        for (int64_t bytes : asked) {
+            got.push_back(arena.workspace(static_cast<size_t>(bytes)));
+            if (!arena.rehearsing()) memset(got.back(), 2, static_cast<size_t>(bytes));
+        }
+        if (!arena.rehearsing())
+            intact = std::all_of(a.data(), a.data() + 2000, [](char c) { return c == 1; });
+    };
+    Plan plan = arena.rehearse(step);
+    EXPECT_EQ(plan.workspace, 5000u);
+    arena.allocate({&plan});
+    got.clear();
+    arena.run(plan, step);
+    EXPECT_TRUE(intact);
+    EXPECT_EQ(got, std::vector<void*>(3, arena.workspace(0)));
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(got[0]) % kArenaAlignment, 0u);
+    asked[1] = 6000;
+    expect_user_error([&] { arena.run(plan, step); }, {"more scratch than in the rehearsal"});
+}
+
+TEST(TensorHandle, OwnsOnceAndViewsOwnNothing) {
+    Arena arena;
+    const Plan plan = arena.rehearse([&] {
+        Bytes a = take(arena, "a", 600);
+        Bytes view = a.view({2, 300});
+        EXPECT_EQ(view.rows(), 2);
+        Bytes moved = std::move(a);
+        EXPECT_TRUE(moved && view);
+        EXPECT_FALSE(a);
+        a.drop();
+        moved.drop();
+        moved.drop();
+        EXPECT_FALSE(moved);
+        Bytes b = take(arena, "b", 100);
+        b = take(arena, "c", 100);  // the second is taken before the first is let go
+    });
+    ASSERT_EQ(plan.takes.size(), 3u);
+    EXPECT_EQ(plan.takes[0].dies, 1);
+    EXPECT_EQ(plan.takes[1].dies, 4);
+    EXPECT_EQ(plan.lower_bound, 768u);
+}
+
+}  // namespace

@@ -1,4 +1,5 @@
-// kernel_test.h - what the tests of kernels share: arrays on the device, inputs, errors, and every order of threads.
+// kernel_test.h - what the tests of kernels share: arrays on the device, inputs, errors, and every order of
+// threads.
 #pragma once
 
 #include <cmath>
@@ -68,7 +69,8 @@ class DeviceArray {
 template <class T>
 std::vector<T> random_values(size_t n, double scale, uint64_t seed) {
     std::vector<T> values(n);
-    for (size_t i = 0; i < n; i++) values[i] = from_float<T>(static_cast<float>(scale * random_normal(seed, i)));
+    for (size_t i = 0; i < n; i++)
+        values[i] = from_float<T>(static_cast<float>(scale * random_normal(seed, i)));
     return values;
 }
 
@@ -85,8 +87,8 @@ std::vector<double> to_doubles(const std::vector<T>& values) {
     return doubles;
 }
 
-// |got - want| / |want| by the Euclidean norm, |got| where `want` is all zeros. A NaN in either gives a NaN, which
-// compares below no tolerance.
+// |got - want| / |want| by the Euclidean norm, |got| where `want` is all zeros. A NaN in either gives a NaN,
+// which compares below no tolerance.
 template <class T>
 double relative_error(const std::vector<T>& got, const std::vector<double>& want) {
     if (got.size() != want.size()) return std::numeric_limits<double>::infinity();
@@ -101,7 +103,9 @@ double relative_error(const std::vector<T>& got, const std::vector<double>& want
 
 // The relative error that rounding inputs and outputs to T explains.
 template <class T>
-constexpr double tolerance() { return std::is_same_v<T, float> ? 1e-5 : 1e-2; }
+constexpr double tolerance() {
+    return std::is_same_v<T, float> ? 1e-5 : 1e-2;
+}
 
 // The bytes of some vectors, one after the other.
 template <class... T>
@@ -115,8 +119,8 @@ std::vector<unsigned char> bytes_of(const std::vector<T>&... values) {
     return bytes;
 }
 
-// Runs run(), which launches kernels and returns the bytes of what they wrote. In the faithful build again with the
-// threads in other orders and dynamic shared memory poisoned: the bytes must be the same.
+// Runs run(), which launches kernels and returns the bytes of what they wrote. In the faithful build again
+// with the threads in other orders and dynamic shared memory poisoned: the bytes must be the same.
 template <class Run>
 void for_each_order(Run&& run) {
 #if defined(SIMT_LANES) && SIMT_LANES == 32

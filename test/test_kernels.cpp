@@ -1,4 +1,5 @@
-// test_kernels.cpp - every kernel but attention's against plain loops in double precision, in every order of threads.
+// test_kernels.cpp - every kernel but attention's against plain loops in double precision, in every order of
+// threads.
 //
 // Outputs start as NaN, gradients that are added to start as random numbers.
 
@@ -81,7 +82,8 @@ TYPED_TEST(Kernels, LayernormForward) {
         SCOPED_TRACE(text(s));
         const Shape matrix{s.rows, s.C}, row{s.C}, column{s.rows};
         const size_t n = static_cast<size_t>(s.rows) * s.C;
-        const std::vector<T> x = uneven_rows<T>(s, 1), w = random_values<T>(s.C, 1, 2), b = random_values<T>(s.C, 1, 3);
+        const std::vector<T> x = uneven_rows<T>(s, 1), w = random_values<T>(s.C, 1, 2),
+                             b = random_values<T>(s.C, 1, 3);
         std::vector<T> out, again;
         std::vector<float> mean, rstd;
         for_each_order([&] {
@@ -89,8 +91,10 @@ TYPED_TEST(Kernels, LayernormForward) {
             const DeviceArray<float> d_mean(poisoned<float>(s.rows)), d_rstd(poisoned<float>(s.rows));
             Tensor<T> t_out = d_out.tensor(matrix), t_again = d_again.tensor(matrix);
             Tensor<float> t_mean = d_mean.tensor(column), t_rstd = d_rstd.tensor(column);
-            layernorm_forward(t_out, t_mean, t_rstd, d_x.tensor(matrix), d_w.tensor(row), d_b.tensor(row), kStream);
-            layernorm_normalize(t_again, d_x.tensor(matrix), t_mean, t_rstd, d_w.tensor(row), d_b.tensor(row), kStream);
+            layernorm_forward(t_out, t_mean, t_rstd, d_x.tensor(matrix), d_w.tensor(row), d_b.tensor(row),
+                              kStream);
+            layernorm_normalize(t_again, d_x.tensor(matrix), t_mean, t_rstd, d_w.tensor(row), d_b.tensor(row),
+                                kStream);
             out = d_out.download(), again = d_again.download();
             mean = d_mean.download(), rstd = d_rstd.download();
             return bytes_of(out, mean, rstd);
@@ -139,7 +143,8 @@ TYPED_TEST(Kernels, LayernormBackward) {
         SCOPED_TRACE(text(s));
         const Shape matrix{s.rows, s.C}, row{s.C}, column{s.rows};
         const size_t n = static_cast<size_t>(s.rows) * s.C, C = s.C;
-        const std::vector<T> x = uneven_rows<T>(s, 11), w = random_values<T>(C, 1, 12), dout = random_values<T>(n, 1, 13);
+        const std::vector<T> x = uneven_rows<T>(s, 11), w = random_values<T>(C, 1, 12),
+                             dout = random_values<T>(n, 1, 13);
         const std::vector<T> dx_0 = random_values<T>(n, 1, 14), dw_0 = random_values<T>(C, 3, 15),
                              db_0 = random_values<T>(C, 3, 16);
         const LayernormReference forward(to_doubles(x), to_doubles(w), Doubles(C));
@@ -270,14 +275,16 @@ struct EmbeddingCase {
 
 std::vector<EmbeddingCase> embedding_cases() {
     if (kThreadSanitizer) return {{2, 5, 72, 3, false}, {2, 5, 7, 9, true}};
-    return {{1, 1, 1, 1, false},   {1, 3, 7, 2, false},      {3, 37, 64, 10, false}, {4, 75, 72, 50257, false},
-            {2, 33, 100, 5, true}, {3, 100, 768, 40, false}, {2, 8, 1000, 300, true}};
+    return {{1, 1, 1, 1, false},       {1, 3, 7, 2, false},   {3, 37, 64, 10, false},
+            {4, 75, 72, 50257, false}, {2, 33, 100, 5, true}, {3, 100, 768, 40, false},
+            {2, 8, 1000, 300, true}};
 }
 
 std::vector<int> tokens_of(const EmbeddingCase& e) {
     std::vector<int> tokens(static_cast<size_t>(e.batch) * e.seq_len);
     for (size_t i = 0; i < tokens.size(); i++)
-        tokens[i] = static_cast<int>(random_bits(41, e.one_token ? 0 : i) % static_cast<uint64_t>(e.vocabulary));
+        tokens[i] =
+            static_cast<int>(random_bits(41, e.one_token ? 0 : i) % static_cast<uint64_t>(e.vocabulary));
     return tokens;
 }
 
@@ -289,20 +296,23 @@ TYPED_TEST(Kernels, EmbeddingForward) {
             const std::vector<int> tokens = tokens_of(e);
             const int positions = e.seq_len + first_position;
             const size_t C = e.C;
-            const std::vector<T> wte = random_values<T>(e.vocabulary * C, 1, 42), wpe = random_values<T>(positions * C, 1, 43);
+            const std::vector<T> wte = random_values<T>(e.vocabulary * C, 1, 42),
+                                 wpe = random_values<T>(positions * C, 1, 43);
             std::vector<T> out;
             for_each_order([&] {
                 const DeviceArray<int> d_tokens(tokens);
                 const DeviceArray<T> d_wte(wte), d_wpe(wpe), d_out(poisoned<T>(tokens.size() * C));
                 Tensor<T> t_out = d_out.tensor({e.batch, e.seq_len, e.C});
-                embedding_forward(t_out, d_tokens.tensor({e.batch, e.seq_len}), d_wte.tensor({e.vocabulary, e.C}),
-                                  d_wpe.tensor({positions, e.C}), first_position, kStream);
+                embedding_forward(t_out, d_tokens.tensor({e.batch, e.seq_len}),
+                                  d_wte.tensor({e.vocabulary, e.C}), d_wpe.tensor({positions, e.C}),
+                                  first_position, kStream);
                 return bytes_of(out = d_out.download());
             });
             bool same = true;
             for (size_t i = 0; i < out.size(); i++) {
                 const size_t position = first_position + i / C % e.seq_len;
-                const float sum = to_float(wte[tokens[i / C] * C + i % C]) + to_float(wpe[position * C + i % C]);
+                const float sum =
+                    to_float(wte[tokens[i / C] * C + i % C]) + to_float(wpe[position * C + i % C]);
                 same &= to_float(out[i]) == to_float(from_float<T>(sum));
             }
             EXPECT_TRUE(same);
@@ -319,12 +329,14 @@ TYPED_TEST(Kernels, EmbeddingBackward) {
         const size_t C = e.C;
         const std::vector<T> dout = random_values<T>(tokens.size() * C, 1, 44);
         const std::vector<T> dwte_0 = random_values<T>(e.vocabulary * C, 1, 45);
-        const std::vector<T> dwpe_0 = random_values<T>((e.seq_len + 2) * C, 1, 46);  // positions that are not used, too
+        const std::vector<T> dwpe_0 =
+            random_values<T>((e.seq_len + 2) * C, 1, 46);  // positions that are not used, too
         std::vector<T> dwte, dwpe;
         for_each_order([&] {
             const DeviceArray<int> d_tokens(tokens), d_order(groups.order), d_starts(groups.starts);
             const DeviceArray<T> d_dout(dout), d_dwte(dwte_0), d_dwpe(dwpe_0);
-            Tensor<T> t_dwte = d_dwte.tensor({e.vocabulary, e.C}), t_dwpe = d_dwpe.tensor({e.seq_len + 2, e.C});
+            Tensor<T> t_dwte = d_dwte.tensor({e.vocabulary, e.C}),
+                      t_dwpe = d_dwpe.tensor({e.seq_len + 2, e.C});
             embedding_backward(t_dwte, t_dwpe, d_dout.tensor({e.batch, e.seq_len, e.C}),
                                d_tokens.tensor({e.batch, e.seq_len}), d_order.tensor({e.batch * e.seq_len}),
                                d_starts.tensor({groups.count() + 1}), groups.count(), kStream);
@@ -342,7 +354,8 @@ TYPED_TEST(Kernels, EmbeddingBackward) {
 }
 
 TEST(GroupTokens, GroupsRowsByTokenInOrder) {
-    for (const EmbeddingCase& e : std::vector<EmbeddingCase>{{2, 50, 1, 7, false}, {1, 9, 1, 50257, false}, {1, 5, 1, 3, true}}) {
+    for (const EmbeddingCase& e :
+         std::vector<EmbeddingCase>{{2, 50, 1, 7, false}, {1, 9, 1, 50257, false}, {1, 5, 1, 3, true}}) {
         const std::vector<int> tokens = tokens_of(e);
         const TokenGroups groups = group_tokens(tokens, e.vocabulary);
         std::vector<int> rows(tokens.size());
@@ -388,7 +401,8 @@ std::vector<T> logits_of(const CrossEntropyCase& s) {
 std::vector<int> targets_of(const CrossEntropyCase& s) {
     std::vector<int> targets;
     for (int row = 0; row < s.rows; row++) {
-        const int target = static_cast<int>(random_bits(52, static_cast<uint64_t>(row)) % static_cast<uint64_t>(s.V));
+        const int target =
+            static_cast<int>(random_bits(52, static_cast<uint64_t>(row)) % static_cast<uint64_t>(s.V));
         targets.push_back(row % 5 == 3 ? -1 : row == 0 ? s.V - 1 : target);
     }
     return targets;
@@ -434,7 +448,8 @@ TYPED_TEST(Kernels, CrossEntropy) {
         EXPECT_LT(relative_error(gradient, want_gradient), tolerance<T>());
         int not_zero = 0;
         for (size_t i = 0; i < gradient.size(); i++)
-            if (i % s.stride >= static_cast<size_t>(s.V) || targets[i / s.stride] < 0) not_zero += to_float(gradient[i]) != 0;
+            if (i % s.stride >= static_cast<size_t>(s.V) || targets[i / s.stride] < 0)
+                not_zero += to_float(gradient[i]) != 0;
         EXPECT_EQ(not_zero, 0) << "a gradient in padding, or of a row that does not count";
     }
 }
@@ -450,7 +465,8 @@ TEST(AddLosses, AddsTheScaledSum) {
             return bytes_of(total = d_total.download());
         });
         const Doubles terms = to_doubles(losses);
-        EXPECT_NEAR(total[0], 2.5 + 0.5 * std::accumulate(terms.begin(), terms.end(), 0.0), 1e-4 * std::sqrt(rows));
+        EXPECT_NEAR(total[0], 2.5 + 0.5 * std::accumulate(terms.begin(), terms.end(), 0.0),
+                    1e-4 * std::sqrt(rows));
     }
 }
 
@@ -461,8 +477,8 @@ struct AdamWState {
 };
 
 // Plain AdamW; `master` is what it starts from and what it leaves.
-void adamw_reference(const AdamW& o, Doubles& master, const Doubles& gradients, Doubles& m, Doubles& v, double norm,
-                     size_t decayed) {
+void adamw_reference(const AdamW& o, Doubles& master, const Doubles& gradients, Doubles& m, Doubles& v,
+                     double norm, size_t decayed) {
     const double scale = o.clip > 0 && norm > o.clip ? o.clip / norm : 1;
     for (size_t i = 0; i < master.size(); i++) {
         const double g = gradients[i] * scale;
@@ -475,23 +491,25 @@ void adamw_reference(const AdamW& o, Doubles& master, const Doubles& gradients, 
     }
 }
 
-// One step from random state, checked against the reference. `clip` 0 is none. lr and decay are so large that an
-// error in either is large beside the weights.
+// One step from random state, checked against the reference. `clip` 0 is none. lr and decay are so large that
+// an error in either is large beside the weights.
 template <class T>
 void expect_adamw(int n, int decayed, float clip, float norm, int step) {
     SCOPED_TRACE(text({n, decayed}) + ", clip " + std::to_string(clip) + ", step " + std::to_string(step));
     const AdamW options{0.1f, 0.9f, 0.95f, 1e-8f, 0.5f, clip, step};
     const std::vector<T> gradients = random_values<T>(n, 1, 71);
-    AdamWState<T> start{{}, random_values<float>(n, 0.2, 72), random_values<float>(n, 1, 73), random_values<float>(n, 1, 74)};
+    AdamWState<T> start{
+        {}, random_values<float>(n, 0.2, 72), random_values<float>(n, 1, 73), random_values<float>(n, 1, 74)};
     for (float w : start.master) start.weights.push_back(from_float<T>(w));
     for (float& v : start.v) v = std::abs(v);
     constexpr bool has_master = !std::is_same_v<T, float>;
     AdamWState<T> end;
     for_each_order([&] {
         const DeviceArray<T> weights(has_master ? poisoned<T>(n) : start.weights), d_gradients(gradients);
-        const DeviceArray<float> master(start.master), m(start.m), v(start.v), d_norm(std::vector<float>{norm});
-        adamw_update<T>(options, weights.data(), has_master ? master.data() : nullptr, d_gradients.data(), m.data(),
-                        v.data(), d_norm.tensor({1}), decayed, n, kStream);
+        const DeviceArray<float> master(start.master), m(start.m), v(start.v),
+            d_norm(std::vector<float>{norm});
+        adamw_update<T>(options, weights.data(), has_master ? master.data() : nullptr, d_gradients.data(),
+                        m.data(), v.data(), d_norm.tensor({1}), decayed, n, kStream);
         end = {weights.download(), master.download(), m.download(), v.download()};
         return bytes_of(end.weights, end.master, end.m, end.v);
     });
@@ -503,7 +521,8 @@ void expect_adamw(int n, int decayed, float clip, float norm, int step) {
         EXPECT_LT(relative_error(end.master, master), tolerance<float>());
         std::vector<T> rounded;
         for (float w : end.master) rounded.push_back(from_float<T>(w));
-        EXPECT_TRUE(bytes_of(end.weights) == bytes_of(rounded)) << "the weights are not the rounded master copy";
+        EXPECT_TRUE(bytes_of(end.weights) == bytes_of(rounded))
+            << "the weights are not the rounded master copy";
     } else {
         EXPECT_LT(relative_error(end.weights, master), tolerance<float>());
         EXPECT_EQ(end.master, start.master);
@@ -513,8 +532,8 @@ void expect_adamw(int n, int decayed, float clip, float norm, int step) {
 TYPED_TEST(Kernels, AdamWUpdate) {
     for (int n : vector_sizes()) {
         expect_adamw<TypeParam>(n, n / 2 + 1, 0.f, 7.f, 1);  // in the middle of a vector
-        expect_adamw<TypeParam>(n, n / 3, 1.f, 7.f, 20);    // clipping
-        expect_adamw<TypeParam>(n, 0, 10.f, 7.f, 3);        // no need to
+        expect_adamw<TypeParam>(n, n / 3, 1.f, 7.f, 20);     // clipping
+        expect_adamw<TypeParam>(n, 0, 10.f, 7.f, 3);         // no need to
     }
     expect_adamw<TypeParam>(1000, 1000, 1.f, 1.f, 5);
 }

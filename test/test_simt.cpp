@@ -1,5 +1,5 @@
-// test_simt.cpp - the faithful CPU build itself: its collectives compute what a GPU's do, and it catches what is wrong
-// in a kernel: a missing barrier, threads that part ways, threads that never meet.
+// test_simt.cpp - the faithful CPU build itself: its collectives compute what a GPU's do, and it catches what
+// is wrong in a kernel: a missing barrier, threads that part ways, threads that never meet.
 
 #include <algorithm>
 #include <atomic>
@@ -35,7 +35,8 @@ struct WithConfig {
     ~WithConfig() { simt::config = before; }
 };
 
-__global__ void warp_kernel(float* sum, float* maximum, float* from_lane_5, float* neighbour, const float* x) {
+__global__ void warp_kernel(float* sum, float* maximum, float* from_lane_5, float* neighbour,
+                            const float* x) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     sum[i] = warp_sum(x[i]);
     maximum[i] = warp_max(x[i]);
@@ -46,7 +47,8 @@ __global__ void warp_kernel(float* sum, float* maximum, float* from_lane_5, floa
 TEST(Warp, SumMaximumAndShuffles) {
     const unsigned blocks = 3, threads = 96, n = blocks * threads;
     std::vector<float> x(n), sum(n), maximum(n), from_lane_5(n), neighbour(n);
-    for (unsigned i = 0; i < n; i++) x[i] = static_cast<float>(static_cast<int>(i * 37 % 101) - 150);  // exact sums
+    for (unsigned i = 0; i < n; i++)
+        x[i] = static_cast<float>(static_cast<int>(i * 37 % 101) - 150);  // exact sums
     for_each_order([&] {
         launch<warp_kernel>(blocks, threads, 0, Stream{}, sum.data(), maximum.data(), from_lane_5.data(),
                             neighbour.data(), x.data());
@@ -75,7 +77,8 @@ TEST(Block, SumAndMaximum) {
         std::vector<float> sum(n), maximum(n), last(n), x = random_values<float>(n, 1, threads);
         for (float& v : x) v -= 10.f;
         for_each_order([&] {
-            launch<block_kernel>(blocks, threads, 0, Stream{}, sum.data(), maximum.data(), last.data(), x.data());
+            launch<block_kernel>(blocks, threads, 0, Stream{}, sum.data(), maximum.data(), last.data(),
+                                 x.data());
             return bytes_of(sum, maximum, last);
         });
         for (unsigned i = 0; i < n; i++) {
@@ -121,7 +124,8 @@ int orders_that_fail() {
     for (const simt::Config& c : kConfigs) {
         const WithConfig scope(c);
         std::fill(out.begin(), out.end(), 0.f);
-        launch<tree_kernel<kMissing>>(blocks, threads, threads * sizeof(float), Stream{}, out.data(), x.data());
+        launch<tree_kernel<kMissing>>(blocks, threads, threads * sizeof(float), Stream{}, out.data(),
+                                      x.data());
         failures += out != want;
     }
     return failures;
@@ -151,7 +155,8 @@ TEST(Orders, StartThreadsAsTheySay) {
     std::vector<int> ascending(64);
     std::iota(ascending.begin(), ascending.end(), 0);
     EXPECT_EQ(starts_under({Order::Forward, 1, false}), ascending);
-    EXPECT_EQ(starts_under({Order::Reverse, 1, false}), std::vector<int>(ascending.rbegin(), ascending.rend()));
+    EXPECT_EQ(starts_under({Order::Reverse, 1, false}),
+              std::vector<int>(ascending.rbegin(), ascending.rend()));
     const std::vector<int> random = starts_under({Order::Random, 1, false});
     EXPECT_TRUE(std::is_permutation(random.begin(), random.end(), ascending.begin()));
     EXPECT_NE(random, ascending);
@@ -231,7 +236,8 @@ void run_mistaken(Mistake mistake, unsigned threads = 64) {
 
 TEST(DivergenceDeathTest, StopsAndSaysWhy) {
     if (kThreadSanitizer) GTEST_SKIP() << "ThreadSanitizer does not follow a fork";
-    EXPECT_DEATH(run_mistaken(kReturnsBefore), "a warp collective needs 32 live lanes .block 0,0,0 thread 1,0,0");
+    EXPECT_DEATH(run_mistaken(kReturnsBefore),
+                 "a warp collective needs 32 live lanes .block 0,0,0 thread 1,0,0");
     EXPECT_DEATH(run_mistaken(kReturnsAmid), "a thread returned while others wait in a collective");
     EXPECT_DEATH(run_mistaken(kOtherCollective), "threads meet in different collectives");
     EXPECT_DEATH(run_mistaken(kOtherBarrier), "deadlock: a barrier is not reached by all live threads");

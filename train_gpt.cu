@@ -783,9 +783,11 @@ void Trainer::train_step(int64_t step) {
 
 void Trainer::print_step(int64_t step, double loss, double norm, double rate, double seconds) {
     const double tokens = static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum;
-    // 6 FLOPs a parameter and token (Kaplan et al., arXiv:2001.08361), and causal attention's 6 layers C T.
-    const double flops = tokens * (6.0 * static_cast<double>(report_.parameters) +
-                                   6.0 * config_.layers * config_.channels * static_cast<double>(o_.seq_len));
+    // 6 FLOPs a token and parameter that is multiplied with, which positions are not (Kaplan et al., arXiv:2001.08361),
+    // and causal attention's 6 layers C T.
+    const double multiplied = static_cast<double>(report_.parameters - int64_t{config_.positions} * config_.channels);
+    const double flops =
+        tokens * (6.0 * multiplied + 6.0 * config_.layers * config_.channels * static_cast<double>(o_.seq_len));
     // The first step is slower: products are compiled. The time left follows the latest steps.
     seconds_per_step_ = step <= first_step_ + 1 ? seconds : 0.9 * seconds_per_step_ + 0.1 * seconds;
     const int64_t left = static_cast<int64_t>(seconds_per_step_ * static_cast<double>(o_.steps - step - 1));

@@ -9,12 +9,12 @@
 #include "llmc/error.h"
 
 struct Options {
-    std::string model = "d4";
+    std::string model = "d2";
     std::vector<std::string> data, val_data;
-    int batch = 8, seq_len = 256, grad_accum = 1;
-    int64_t steps = 150;
+    int batch = 8, seq_len = 128, grad_accum = 1;
+    int64_t steps = 1500;
     double lr = 1e-3, min_lr = 0;
-    int64_t warmup = 10;
+    int64_t warmup = 30;
     std::string schedule = "cosine";
     double weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, clip = 1.0;
     uint64_t seed = 1337;

@@ -2,9 +2,10 @@
 //
 // A CUDA thread runs until it must wait: at a barrier, or in a warp collective, where all 32 lanes put down what
 // they bring and the last to arrive computes for all. One fiber runs thread after thread until one of them waits;
-// then the next gets a fiber of its own. Threads and blocks start in forward, reverse or random order, and random
-// order also picks who goes on after a wait, so a missing barrier shows as a wrong number under some order. Dynamic
-// shared memory can be poisoned first. Threads that meet at different barriers, or leave others waiting, abort.
+// then the next gets a fiber of its own. Threads and blocks start in forward, reverse or random order. After a wait,
+// reverse order goes on with who was released last, so that a warp runs far ahead of the others, and random order
+// with anyone: a missing barrier shows as a wrong number under some order. Dynamic shared memory can be poisoned
+// first. Threads that meet at different barriers, or leave others waiting, abort.
 //
 // Sanitizers are told of the fibers. For ThreadSanitizer each CUDA thread of a block is a thread of its own, and only
 // the block's start and end, barriers and collectives order them: what it then reports is a race of the kernel.
@@ -79,6 +80,12 @@ struct Queue {
         tail = f;
         count++;
     }
+    SIMT_RUNTIME void push_front(Fiber* f) {
+        f->next = head;
+        if (!head) tail = f;
+        head = f;
+        count++;
+    }
     SIMT_RUNTIME Fiber* pop(unsigned at) {
         Fiber** link = &head;
         Fiber* before = nullptr;
@@ -88,9 +95,6 @@ struct Queue {
         if (tail == f) tail = before;
         count--;
         return f;
-    }
-    SIMT_RUNTIME void take_all(Queue& other) {
-        while (other.head) push(other.pop(0));
     }
 };
 
@@ -223,7 +227,13 @@ SIMT_RUNTIME inline void yield_to(Worker& w, Fiber* self, Fiber* to) {
 
 SIMT_RUNTIME inline void release(Worker& w, Meeting& m) {
     m.round++;
-    w.ready.take_all(m.waiting);
+    while (m.waiting.count) {
+        Fiber* f = m.waiting.pop(0);
+        if (config.order == Order::Reverse)
+            w.ready.push_front(f);
+        else
+            w.ready.push(f);
+    }
 }
 
 // Waits until all of the meeting's threads are here; the last runs last() before anybody goes on. `what` names the
@@ -242,7 +252,7 @@ SIMT_RUNTIME inline void meet(Worker& w, Meeting& m, const void* what, Last&& la
     if (m.waiting.count + 1 == m.expected) {
         last();
         release(w, m);
-        if (config.order != Order::Forward) {
+        if (config.order == Order::Random) {
             w.ready.push(self);
             yield_to(w, self, choose(w));
         }

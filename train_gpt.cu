@@ -1,8 +1,10 @@
-// train_gpt.cu - the training of a GPT, top to bottom: the model's forward and backward, the step, sampling, the loop.
+// train_gpt.cu - the training of a GPT, top to bottom: the model's forward and backward, the step, sampling,
+// the loop.
 //
-// Every piece of the step takes its tensors from the arena (llmc/arena.h), where they are first written, and lets go
-// of them where they are last read. What a block lets go of in forward, backward makes again: that is all there is to
-// recompute. The kernels are in llmc/*.cuh, each with its launcher; matrix products in llmc/matmul.h.
+// Every piece of the step takes its tensors from the arena (llmc/arena.h), where they are first written, and
+// lets go of them where they are last read. What a block lets go of in forward, backward makes again: that is
+// all there is to recompute. The kernels are in llmc/*.cuh, each with its launcher; matrix products in
+// llmc/matmul.h.
 
 #include <omp.h>
 
@@ -55,17 +57,17 @@ constexpr Keep kKeepNothing = {false, false, false};
 
 // The tensors of one block's forward, in the order they are written. (B, T, C) unless said otherwise.
 struct BlockActivations {
-    TensorX input;                  // the residual stream at the block's start
-    TensorF ln_1_mean, ln_1_rstd;   // (B, T)
-    TensorX ln_1;                   // kept with Keep::norm
-    TensorX qkv;                    // (B, T, 3C)
-    TensorX attention;              // before the projection
-    TensorF lse;                    // (B, heads, T), the log of each softmax's denominator
-    TensorX middle;                 // the residual stream after attention
-    TensorF ln_2_mean, ln_2_rstd;   // (B, T)
-    TensorX ln_2;                   // kept with Keep::norm
-    TensorX up;                     // (B, T, 4C), before GELU
-    TensorX gelu;                   // (B, T, 4C), kept with Keep::gelu
+    TensorX input;                 // the residual stream at the block's start
+    TensorF ln_1_mean, ln_1_rstd;  // (B, T)
+    TensorX ln_1;                  // kept with Keep::norm
+    TensorX qkv;                   // (B, T, 3C)
+    TensorX attention;             // before the projection
+    TensorF lse;                   // (B, heads, T), the log of each softmax's denominator
+    TensorX middle;                // the residual stream after attention
+    TensorF ln_2_mean, ln_2_rstd;  // (B, T)
+    TensorX ln_2;                  // kept with Keep::norm
+    TensorX up;                    // (B, T, 4C), before GELU
+    TensorX gelu;                  // (B, T, 4C), kept with Keep::gelu
 };
 
 // The last layernorm's tensors, and the stream it reads.
@@ -74,7 +76,8 @@ struct LastActivations {
     TensorF mean, rstd;  // (B, T)
 };
 
-// The keys and values of a sequence so far, a (positions, 2C) tensor a layer, and how many positions are filled.
+// The keys and values of a sequence so far, a (positions, 2C) tensor a layer, and how many positions are
+// filled.
 struct KvCache {
     std::vector<TensorX> layers;
     int length = 0;
@@ -85,8 +88,8 @@ struct Batch {
     std::vector<int> inputs, targets;  // B * T; a negative target does not count
 };
 
-// The model: its parameters, seen through views, and the operations of a step on them. Nothing here owns memory; the
-// parameters lie in a State, all else in the arena.
+// The model: its parameters, seen through views, and the operations of a step on them. Nothing here owns
+// memory; the parameters lie in a State, all else in the arena.
 class Gpt {
   public:
     Gpt(Arena& arena, Stream stream, const State<floatX>& state)
@@ -122,6 +125,7 @@ class Gpt {
     Tensor<int> take_input(const char* name, Shape shape, const std::vector<int>& values);
 
     TensorX embed(const Tensor<int>& tokens, int first_position);
+    AttentionInput<floatX> attention_of(const TensorX& qkv) const;
     void attend(BlockActivations& a, TensorX& out, KvCache* cache, int layer, Keep keep);
     TensorX forward_block(int layer, const TensorX* stream, TensorX branch, BlockActivations& a, Keep keep,
                           KvCache* cache = nullptr);
@@ -131,8 +135,8 @@ class Gpt {
     void backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream);
     void backward_attention(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream);
     void backward_linear(TensorX& d_weight, TensorX& d_bias, const TensorX& in, const TensorX& d_out);
-    void backward_norm(TensorX& d_stream, TensorX& d_weight, TensorX& d_bias, const TensorX& d_out, const TensorX& x,
-                       const TensorF& mean, const TensorF& rstd, const TensorX& weight);
+    void backward_norm(TensorX& d_stream, TensorX& d_weight, TensorX& d_bias, const TensorX& d_out,
+                       const TensorX& x, const TensorF& mean, const TensorF& rstd, const TensorX& weight);
     TensorX forward_cached(const std::vector<int>& tokens, KvCache& cache);
 
     Arena& arena_;
@@ -158,16 +162,32 @@ TensorX Gpt::embed(const Tensor<int>& tokens, int first_position) {
     return x;
 }
 
+// The attention of a packed qkv (B, T, 3C) with itself.
+AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv) const {
+    const int B = static_cast<int>(qkv.shape().dims[0]), T = static_cast<int>(qkv.shape().dims[1]);
+    const int64_t C = config_.channels, row = 3 * C;
+    return {.batch = B,
+            .heads = config_.heads,
+            .head_size = config_.head_size(),
+            .queries = T,
+            .keys = T,
+            .q = qkv.data(),
+            .k = qkv.data() + C,
+            .v = qkv.data() + 2 * C,
+            .q_row = row,
+            .kv_row = row,
+            .q_batch = T * row,
+            .kv_batch = T * row};
+}
+
 // out (B, T, C) = causal attention of a.qkv (B, T, 3C); with a cache, of it and of all that came before.
 void Gpt::attend(BlockActivations& a, TensorX& out, KvCache* cache, int layer, Keep keep) {
-    const int B = static_cast<int>(a.qkv.shape().dims[0]), T = static_cast<int>(a.qkv.shape().dims[1]);
+    AttentionInput<floatX> in = attention_of(a.qkv);
+    const int B = in.batch, T = in.queries;
     const int64_t C = config_.channels;
-    const floatX* qkv = a.qkv.data();
-    AttentionInput<floatX> in{B, config_.heads, config_.head_size(), T, T, qkv, qkv + C, qkv + 2 * C,
-                              3 * C, 3 * C, T * 3 * C, T * 3 * C};
     if (cache) {
         floatX* kv = cache->layers[static_cast<size_t>(layer)].data();
-        copy_rows_on_device(kv + cache->length * 2 * C, 2 * C, qkv + C, 3 * C, 2 * C, T, stream_);
+        copy_rows_on_device(kv + cache->length * 2 * C, 2 * C, in.k, 3 * C, 2 * C, T, stream_);
         in.keys = cache->length + T;
         in.k = kv;
         in.v = kv + C;
@@ -178,8 +198,9 @@ void Gpt::attend(BlockActivations& a, TensorX& out, KvCache* cache, int layer, K
     if (!arena_.rehearsing()) attention_forward(out.data(), a.lse.data(), in, stream_);
 }
 
-// One block. The residual stream enters as *stream + branch, not yet added, which the first layernorm adds on its way;
-// for the first block it is a.input already, and stream is null. Leaves as a.middle + the returned branch.
+// One block. The residual stream enters as *stream + branch, not yet added, which the first layernorm adds on
+// its way; for the first block it is a.input already, and stream is null. Leaves as a.middle + the returned
+// branch.
 TensorX Gpt::forward_block(int layer, const TensorX* stream, TensorX branch, BlockActivations& a, Keep keep,
                            KvCache* cache) {
     Range range("block", layer);
@@ -238,14 +259,15 @@ TensorX Gpt::forward_block(int layer, const TensorX* stream, TensorX branch, Blo
 
 LastActivations Gpt::forward_last(const TensorX& stream, TensorX branch) {
     const int64_t B = stream.shape().dims[0], T = stream.shape().dims[1];
-    LastActivations a{take("residual", stream.shape()), take("ln_f", stream.shape()), take_float("ln_f_mean", {B, T}),
-                      take_float("ln_f_rstd", {B, T})};
+    LastActivations a{take("residual", stream.shape()), take("ln_f", stream.shape()),
+                      take_float("ln_f_mean", {B, T}), take_float("ln_f_rstd", {B, T})};
     residual_layernorm_forward(a.input, a.ln_f, a.mean, a.rstd, stream, branch, weights_.last.weight,
                                weights_.last.bias, stream_);
     return a;
 }
 
-// The last layernorm's output for `tokens` (B, T), keeping nothing. With a cache the tokens follow what it holds.
+// The last layernorm's output for `tokens` (B, T), keeping nothing. With a cache the tokens follow what it
+// holds.
 TensorX Gpt::forward_only(const Tensor<int>& tokens, KvCache* cache) {
     TensorX branch;
     BlockActivations before, now;
@@ -267,8 +289,8 @@ void Gpt::backward_linear(TensorX& d_weight, TensorX& d_bias, const TensorX& in,
     matmul(arena_, stream_, d_weight, in, d_out, {.transpose_a = true, .accumulate = true});
 }
 
-void Gpt::backward_norm(TensorX& d_stream, TensorX& d_weight, TensorX& d_bias, const TensorX& d_out, const TensorX& x,
-                        const TensorF& mean, const TensorF& rstd, const TensorX& weight) {
+void Gpt::backward_norm(TensorX& d_stream, TensorX& d_weight, TensorX& d_bias, const TensorX& d_out,
+                        const TensorX& x, const TensorF& mean, const TensorF& rstd, const TensorX& weight) {
     TensorF scratch = take_float("column_sums", column_sums_scratch(x.rows(), x.columns(), 2));
     layernorm_backward(d_stream, d_weight, d_bias, scratch, d_out, x, mean, rstd, weight, stream_);
 }
@@ -296,12 +318,13 @@ void Gpt::backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivation
     TensorX d_ln_2 = take_gradient("d_ln_2", a.middle.shape());
     matmul(arena_, stream_, d_ln_2, d_up, w.up_weight, {.transpose_b = true});
     d_up.drop();
-    backward_norm(d_stream, g.ln_2_weight, g.ln_2_bias, d_ln_2, a.middle, a.ln_2_mean, a.ln_2_rstd, w.ln_2_weight);
+    backward_norm(d_stream, g.ln_2_weight, g.ln_2_bias, d_ln_2, a.middle, a.ln_2_mean, a.ln_2_rstd,
+                  w.ln_2_weight);
 }
 
 // The attention half: d_stream, the gradient of a.middle, becomes that of a.input.
-void Gpt::backward_attention(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream) {
-    const int B = static_cast<int>(a.qkv.shape().dims[0]), T = static_cast<int>(a.qkv.shape().dims[1]);
+void Gpt::backward_attention(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a,
+                             TensorX& d_stream) {
     const int64_t C = config_.channels;
     backward_linear(g.attention_weight, g.attention_bias, a.attention, d_stream);
     TensorX d_attention = take_gradient("d_attention", a.attention.shape());
@@ -309,13 +332,10 @@ void Gpt::backward_attention(const Block<floatX>& w, Block<floatX>& g, BlockActi
 
     TensorX d_qkv = take_gradient("d_qkv", a.qkv.shape());
     TensorF delta = take_float("attention_delta", a.lse.shape());
-    const floatX* qkv = a.qkv.data();
-    const AttentionInput<floatX> in{B, config_.heads, config_.head_size(), T, T, qkv, qkv + C, qkv + 2 * C,
-                                    3 * C, 3 * C, T * 3 * C, T * 3 * C};
     floatX* d = d_qkv.data();
     if (!arena_.rehearsing())
-        attention_backward(d, d + C, d + 2 * C, d_attention.data(), a.attention.data(), a.lse.data(), delta.data(),
-                           in, stream_);
+        attention_backward(d, d + C, d + 2 * C, d_attention.data(), a.attention.data(), a.lse.data(),
+                           delta.data(), attention_of(a.qkv), stream_);
     delta.drop();
     d_attention.drop();
     a.attention.drop();
@@ -332,7 +352,8 @@ void Gpt::backward_attention(const Block<floatX>& w, Block<floatX>& g, BlockActi
     TensorX d_ln_1 = take_gradient("d_ln_1", a.input.shape());
     matmul(arena_, stream_, d_ln_1, d_qkv, w.qkv_weight, {.transpose_b = true});
     d_qkv.drop();
-    backward_norm(d_stream, g.ln_1_weight, g.ln_1_bias, d_ln_1, a.input, a.ln_1_mean, a.ln_1_rstd, w.ln_1_weight);
+    backward_norm(d_stream, g.ln_1_weight, g.ln_1_bias, d_ln_1, a.input, a.ln_1_mean, a.ln_1_rstd,
+                  w.ln_1_weight);
 }
 
 // Adds the block's gradients; d_stream (B, T, C), the gradient of its output, becomes that of its input.
@@ -351,11 +372,13 @@ void Gpt::backward_block(int layer, BlockActivations& a, TensorX& d_stream) {
 void Gpt::forward_backward(const Batch& batch, int B, int T, Keep keep, float loss_scale, TensorF& loss) {
     const int64_t rows = int64_t{B} * T, V = config_.padded_vocabulary();
     std::vector<BlockActivations> blocks(static_cast<size_t>(config_.layers));
-    const TokenGroups groups = arena_.rehearsing() ? TokenGroups() : group_tokens(batch.inputs, config_.vocabulary);
+    const TokenGroups groups =
+        arena_.rehearsing() ? TokenGroups() : group_tokens(batch.inputs, config_.vocabulary);
     Tensor<int> inputs = take_input("inputs", {B, T}, batch.inputs);
     Tensor<int> targets = take_input("targets", {B, T}, batch.targets);
     Tensor<int> order = take_input("rows_by_token", {rows}, groups.order);
-    Tensor<int> starts = take_input("token_starts", {std::min<int64_t>(rows, config_.vocabulary) + 1}, groups.starts);
+    Tensor<int> starts =
+        take_input("token_starts", {std::min<int64_t>(rows, config_.vocabulary) + 1}, groups.starts);
 
     TensorX d_stream;
     {
@@ -365,18 +388,21 @@ void Gpt::forward_backward(const Batch& batch, int B, int T, Keep keep, float lo
         blocks[0].input = embed(inputs, 0);
         for (int l = 0; l < config_.layers; l++) {
             const size_t i = static_cast<size_t>(l);
-            branch = forward_block(l, l ? &blocks[i - 1].middle : nullptr, std::move(branch), blocks[i], keep);
+            branch =
+                forward_block(l, l ? &blocks[i - 1].middle : nullptr, std::move(branch), blocks[i], keep);
         }
         last = forward_last(blocks.back().middle, std::move(branch));
 
-        // The head runs backward as soon as it has run forward: its logits are the largest tensor of the step.
+        // The head runs backward as soon as it has run forward: its logits are the largest tensor of the
+        // step.
         range.emplace("head");
         TensorX logits = take("logits", {B, T, V});
         matmul(arena_, stream_, logits, last.ln_f, weights_.embeddings.wte, {.transpose_b = true});
         TensorF losses = take_float("losses", {B, T});
         cross_entropy_forward_backward(logits, losses, targets, loss_scale, config_.vocabulary, stream_);
         add_losses(loss, losses, loss_scale, stream_);
-        matmul(arena_, stream_, gradients_.embeddings.wte, logits, last.ln_f, {.transpose_a = true, .accumulate = true});
+        matmul(arena_, stream_, gradients_.embeddings.wte, logits, last.ln_f,
+               {.transpose_a = true, .accumulate = true});
         last.ln_f.drop();
         TensorX d_ln_f = take_gradient("d_ln_f", last.input.shape());
         matmul(arena_, stream_, d_ln_f, logits, weights_.embeddings.wte);
@@ -425,8 +451,9 @@ TensorX Gpt::forward_cached(const std::vector<int>& tokens, KvCache& cache) {
     return logits;
 }
 
-// Continues a prompt of at least one token by up to new_tokens: choose(logits) reads the logits (1, V) and returns the
-// next token, or a negative one to stop. The cache holds what came before, so that a new token costs one row.
+// Continues a prompt of at least one token by up to new_tokens: choose(logits) reads the logits (1, V) and
+// returns the next token, or a negative one to stop. The cache holds what came before, so that a new token
+// costs one row.
 template <class Choose>
 void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choose) {
     Range range("generate");
@@ -451,7 +478,8 @@ void on_interrupt(int) {
     std::signal(SIGINT, SIG_DFL);  // a second Ctrl-C stops at once
 }
 
-const char* const kOwnText[] = {"README.md", "train_gpt.cu", "llmc/*.h", "llmc/*.cuh", "test/*.cpp", "dev/*.py"};
+const char* const kOwnText[] = {"README.md",  "train_gpt.cu", "llmc/*.h",
+                                "llmc/*.cuh", "test/*.cpp",   "dev/*.py"};
 
 // Everything a run needs, opened and checked in the order of its members, before any device memory is taken.
 class Trainer {
@@ -461,7 +489,8 @@ class Trainer {
     void run();
 
   private:
-    std::unique_ptr<Dataset> open_data(const std::vector<std::string>& files, const char* option, Part part) const;
+    std::unique_ptr<Dataset> open_data(const std::vector<std::string>& files, const char* option,
+                                       Part part) const;
     std::unique_ptr<Dataset> open_training_data();
     GptConfig choose_config() const;
     void open_validation();
@@ -495,7 +524,7 @@ class Trainer {
     MemoryReport report_;
     Plan train_plan_, update_plan_, evaluate_plan_, sample_plan_, slide_plan_;
     DeviceBuffer metrics_memory_;
-    TensorF loss_, norm_;  // (1) each, on the device
+    TensorF loss_, norm_;                          // (1) each, on the device
     int64_t first_step_ = 0, first_sequence_ = 0;  // where a resumed run begins
     std::string last_save_;
     double peak_flops_ = 0, seconds_per_step_ = 0;
@@ -507,7 +536,8 @@ bool is_depth(const std::string& model) {
            model.find_first_not_of("0123456789", 1) == std::string::npos;
 }
 
-std::unique_ptr<Dataset> Trainer::open_data(const std::vector<std::string>& files, const char* option, Part part) const {
+std::unique_ptr<Dataset> Trainer::open_data(const std::vector<std::string>& files, const char* option,
+                                            Part part) const {
     return std::make_unique<Dataset>(expand_files(files, option), option, part);
 }
 
@@ -519,7 +549,8 @@ GptConfig Trainer::choose_config() const {
     if (is_depth(o_.model)) {
         int vocabulary = data_ ? data_->vocabulary() : o_.has("--model") ? 50257 : 256;
         if (saved) vocabulary = saved->vocabulary;
-        config = config_of_depth(std::stoi(o_.model.substr(1)), vocabulary, vocabulary == 256 ? o_.seq_len : std::max(1024, o_.seq_len));
+        config = config_of_depth(std::stoi(o_.model.substr(1)), vocabulary,
+                                 vocabulary == 256 ? o_.seq_len : std::max(1024, o_.seq_len));
         if (saved) config.positions = saved->positions;
     } else if (saved && !std::filesystem::exists(o_.model)) {
         config = *saved;  // the folder that a run started from may be gone
@@ -527,9 +558,10 @@ GptConfig Trainer::choose_config() const {
         config = read_model_config(o_.model);
     }
     if (saved && !(config == *saved))
-        fail("--resume %s holds another model (%d layers, %d channels, %d heads) than --model %s (%d, %d, %d)",
-             o_.resume.c_str(), saved->layers, saved->channels, saved->heads, o_.model.c_str(), config.layers,
-             config.channels, config.heads);
+        fail(
+            "--resume %s holds another model (%d layers, %d channels, %d heads) than --model %s (%d, %d, %d)",
+            o_.resume.c_str(), saved->layers, saved->channels, saved->heads, o_.model.c_str(), config.layers,
+            config.channels, config.heads);
     return config;
 }
 
@@ -560,7 +592,9 @@ std::unique_ptr<Dataset> Trainer::open_training_data() {
     }
     if (o_.plan || o_.steps == 0) return nullptr;
     if (!std::filesystem::exists("train_gpt.cu"))
-        fail("--data is missing, and the project's own text (train_gpt.cu and its folder) is not here to train on");
+        fail(
+            "--data is missing, and the project's own text (train_gpt.cu and its folder) is not here to "
+            "train on");
     o_.data.assign(std::begin(kOwnText), std::end(kOwnText));
     return open_data(o_.data, "--data", Part::Train);
 }
@@ -573,16 +607,19 @@ void Trainer::open_validation() {
         if (val_data_->token_count() <= static_cast<uint64_t>(o_.seq_len)) val_data_.reset();
     }
     if (o_.eval_every > 0 && !val_data_)
-        fail("--eval-every %lld: there is nothing to validate on; give --val-data", static_cast<long long>(o_.eval_every));
+        fail("--eval-every %lld: there is nothing to validate on; give --val-data",
+             static_cast<long long>(o_.eval_every));
 }
 
 // Fails when the data cannot feed the model: other vocabulary, too few tokens, tokens beyond the vocabulary.
 void Trainer::check_reach() const {
     for (const Dataset* d : {data_.get(), val_data_.get()})
         if (d && d->is_text() && config_.vocabulary != 256)
-            fail("%s is text, read as bytes (vocabulary 256), but the model's vocabulary is %d: tokenize it with "
-                 "dev/data/tokenize_text.py",
-                 d->stream_name(0).c_str(), config_.vocabulary);
+            fail(
+                "%s is text, read as bytes (vocabulary 256), but the model's vocabulary is %d: tokenize it "
+                "with "
+                "dev/data/tokenize_text.py",
+                d->stream_name(0).c_str(), config_.vocabulary);
     for (Dataset* d : {data_.get(), val_data_.get()})
         if (d) d->check_tokens(config_.vocabulary);
     const SequenceLoader loader(*data_, o_.seq_len, o_.seed, true);
@@ -602,7 +639,8 @@ std::optional<Tokenizer> Trainer::open_tokenizer() const {
         folders.push_back(parent.empty() ? "." : parent.string());
     }
     for (const std::string& folder : folders)
-        if (auto t = Tokenizer::open(folder); t && static_cast<int>(t->size()) <= config_.vocabulary) return t;
+        if (auto t = Tokenizer::open(folder); t && static_cast<int>(t->size()) <= config_.vocabulary)
+            return t;
     if (config_.vocabulary == 256) return Tokenizer::bytes();
     return std::nullopt;
 }
@@ -611,7 +649,9 @@ std::optional<Tokenizer> Trainer::open_tokenizer() const {
 std::vector<int> Trainer::first_tokens() const {
     if (!o_.prompt.empty()) {
         if (!tokenizer_)
-            fail("--prompt: no vocab.json and merges.txt in the model's folder or beside the data to read it with");
+            fail(
+                "--prompt: no vocab.json and merges.txt in the model's folder or beside the data to read it "
+                "with");
         return tokenizer_->encode(o_.prompt);
     }
     if (tokenizer_ && tokenizer_->end_of_text() >= 0) return {tokenizer_->end_of_text()};
@@ -623,7 +663,8 @@ bool Trainer::samples() const {
     if (o_.sample_tokens == 0 || (o_.steps == 0 && o_.prompt.empty())) return false;
     const int prompt = static_cast<int>(first_tokens().size());
     if (prompt >= config_.positions && !o_.prompt.empty())
-        fail("--prompt has %d tokens, which leaves no room in the model's %d positions", prompt, config_.positions);
+        fail("--prompt has %d tokens, which leaves no room in the model's %d positions", prompt,
+             config_.positions);
     return prompt < config_.positions;
 }
 
@@ -655,7 +696,8 @@ MemoryReport Trainer::make_report() {
         buffer("m", "optimizer_m", "fp32", 4);
         buffer("v", "optimizer_v", "fp32", 4);
         if (State<floatX>::kHasMaster) buffer("master", "master", "fp32", 4);
-        train_plan_ = arena_.rehearse([&] { gpt_.forward_backward(nothing, o_.batch, o_.seq_len, keep_, 1, loss); });
+        train_plan_ =
+            arena_.rehearse([&] { gpt_.forward_backward(nothing, o_.batch, o_.seq_len, keep_, 1, loss); });
         update_plan_ = arena_.rehearse([&] { gpt_.gradient_norm(nullptr, loss); });
         r.others.emplace_back("the gradient's norm", update_plan_);
     }
@@ -667,7 +709,8 @@ MemoryReport Trainer::make_report() {
     if (samples()) {
         const auto any = [](const TensorX&) { return 0; };
         const auto first = first_tokens();
-        sample_plan_ = arena_.rehearse([&] { gpt_.generate(first, window() - static_cast<int>(first.size()), any); });
+        sample_plan_ =
+            arena_.rehearse([&] { gpt_.generate(first, window() - static_cast<int>(first.size()), any); });
         const int half = window() / 2;
         slide_plan_ = arena_.rehearse([&] { gpt_.generate(std::vector<int>(half), window() - half, any); });
         r.others.emplace_back("sampling", sample_plan_);
@@ -699,7 +742,8 @@ void check_device() {
 void Trainer::prepare() {
     if (!o_.out.empty()) check_writable(o_.out);
     if (data_ && data_->is_text() && !val_data_)
-        fprintf(stderr, "no validation: the text's last tenth is shorter than a sequence of %d\n", o_.seq_len);
+        fprintf(stderr, "no validation: the text's last tenth is shorter than a sequence of %d\n",
+                o_.seq_len);
     if (o_.steps > 0) print_plan();
     if (o_.steps > 0) peak_flops_ = device_peak_flops<floatX>(stream_);
     arena_.allocate({&train_plan_, &update_plan_, &evaluate_plan_, &sample_plan_, &slide_plan_});
@@ -758,46 +802,57 @@ void Trainer::train_step(int64_t step) {
     device_fill(loss_.data(), 0, sizeof(float), stream_);
     device_fill(state_.gradients(), 0, static_cast<size_t>(state_.layout.size()) * sizeof(floatX), stream_);
     for (uint64_t k = 0; k < micro; k++) {
-        const uint64_t before = static_cast<uint64_t>(first_sequence_) + static_cast<uint64_t>(step - first_step_) * micro * batch;
+        const uint64_t before = static_cast<uint64_t>(first_sequence_) +
+                                static_cast<uint64_t>(step - first_step_) * micro * batch;
         const Batch b = read_batch(*loader_, before + k * batch, batch);
-        arena_.run(train_plan_, [&] { gpt_.forward_backward(b, o_.batch, o_.seq_len, keep_, loss_scale, loss_); });
+        arena_.run(train_plan_,
+                   [&] { gpt_.forward_backward(b, o_.batch, o_.seq_len, keep_, loss_scale, loss_); });
     }
     arena_.run(update_plan_, [&] { gpt_.gradient_norm(state_.gradients(), norm_); });
     const double rate = learning_rate(o_.schedule, step, o_.steps, o_.warmup, o_.lr, o_.min_lr);
     {
         Range update("update");
-        const AdamW adamw{static_cast<float>(rate),    static_cast<float>(o_.beta1),
-                          static_cast<float>(o_.beta2), static_cast<float>(o_.eps),
-                          static_cast<float>(o_.weight_decay), static_cast<float>(o_.clip), static_cast<int>(step + 1)};
+        const AdamW adamw{
+            static_cast<float>(rate),   static_cast<float>(o_.beta1),        static_cast<float>(o_.beta2),
+            static_cast<float>(o_.eps), static_cast<float>(o_.weight_decay), static_cast<float>(o_.clip),
+            static_cast<int>(step + 1)};
         for (const Unit& u : state_.layout.units())
-            adamw_update(adamw, state_.weights() + u.offset, state_.master() ? state_.master() + u.offset : nullptr,
+            adamw_update(adamw, state_.weights() + u.offset,
+                         state_.master() ? state_.master() + u.offset : nullptr,
                          state_.gradients() + u.offset, state_.m() + u.offset, state_.v() + u.offset, norm_,
                          u.decayed, u.size, stream_);
     }
     const double loss = read_metric(0), norm = read_metric(1);
     if (!std::isfinite(loss) || !std::isfinite(norm))
-        fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s", static_cast<long long>(step),
-             loss, norm, last_save_.empty() ? "none" : last_save_.c_str());
+        fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
+             static_cast<long long>(step), loss, norm, last_save_.empty() ? "none" : last_save_.c_str());
     print_step(step, loss, norm, rate, clock.seconds());
 }
 
 void Trainer::print_step(int64_t step, double loss, double norm, double rate, double seconds) {
     const double tokens = static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum;
-    // 6 FLOPs a token and parameter that is multiplied with, which positions are not (Kaplan et al., arXiv:2001.08361),
-    // and causal attention's 6 layers C T.
-    const double multiplied = static_cast<double>(report_.parameters - int64_t{config_.positions} * config_.channels);
-    const double flops =
-        tokens * (6.0 * multiplied + 6.0 * config_.layers * config_.channels * static_cast<double>(o_.seq_len));
+    // 6 FLOPs a token and parameter that is multiplied with, which positions are not (Kaplan et al.,
+    // arXiv:2001.08361), and causal attention's 6 layers C T.
+    const double multiplied =
+        static_cast<double>(report_.parameters - int64_t{config_.positions} * config_.channels);
+    const double flops = tokens * (6.0 * multiplied +
+                                   6.0 * config_.layers * config_.channels * static_cast<double>(o_.seq_len));
     // The first step is slower: products are compiled. The time left follows the latest steps.
     seconds_per_step_ = step <= first_step_ + 1 ? seconds : 0.9 * seconds_per_step_ + 0.1 * seconds;
     const int64_t left = static_cast<int64_t>(seconds_per_step_ * static_cast<double>(o_.steps - step - 1));
-    printf("step %5lld/%lld %5.1f%% | loss %.6f | norm %.4f | lr %.3e | %8.2f ms | %8.0f tok/s | MFU %4.1f%% | %lld:%02lld left\n",
-           static_cast<long long>(step), static_cast<long long>(o_.steps),
-           100.0 * static_cast<double>(step + 1) / static_cast<double>(o_.steps), loss, norm, rate, seconds * 1e3,
-           tokens / seconds, 100.0 * flops / seconds / peak_flops_, static_cast<long long>(left / 60),
-           static_cast<long long>(left % 60));
+    printf(
+        "step %5lld/%lld %5.1f%% | loss %.6f | norm %.4f | lr %.3e | %8.2f ms | %8.0f tok/s | MFU %4.1f%% | "
+        "%lld:%02lld left\n",
+        static_cast<long long>(step), static_cast<long long>(o_.steps),
+        100.0 * static_cast<double>(step + 1) / static_cast<double>(o_.steps), loss, norm, rate,
+        seconds * 1e3, tokens / seconds, 100.0 * flops / seconds / peak_flops_,
+        static_cast<long long>(left / 60), static_cast<long long>(left % 60));
     fflush(stdout);
-    log_line({{"step", step}, {"loss", loss}, {"grad_norm", norm}, {"lr", rate}, {"ms", seconds * 1e3},
+    log_line({{"step", step},
+              {"loss", loss},
+              {"grad_norm", norm},
+              {"lr", rate},
+              {"ms", seconds * 1e3},
               {"tokens_per_second", tokens / seconds}});
 }
 
@@ -810,7 +865,8 @@ void Trainer::log_line(const nlohmann::ordered_json& line) {
 // The mean loss over the first --eval-batches batches of the validation data.
 double Trainer::validate() {
     const uint64_t batch = static_cast<uint64_t>(o_.batch);
-    const uint64_t sequences = std::min(val_loader_->sequences_per_epoch(), batch * static_cast<uint64_t>(o_.eval_batches));
+    const uint64_t sequences =
+        std::min(val_loader_->sequences_per_epoch(), batch * static_cast<uint64_t>(o_.eval_batches));
     device_fill(loss_.data(), 0, sizeof(float), stream_);
     const float scale = 1.f / (static_cast<float>(sequences) * static_cast<float>(o_.seq_len));
     for (uint64_t first = 0; first < sequences; first += batch) {
@@ -820,8 +876,8 @@ double Trainer::validate() {
     return read_metric(0);
 }
 
-// Prints a continuation of the prompt. Token i of the sample after `step` draws random number (step, i). A sample
-// longer than the window goes on from its latest half.
+// Prints a continuation of the prompt. Token i of the sample after `step` draws random number (step, i). A
+// sample longer than the window goes on from its latest half.
 void Trainer::sample(int64_t step) {
     std::vector<int> text = first_tokens();
     int drawn = 0;
@@ -835,17 +891,20 @@ void Trainer::sample(int64_t step) {
         copy_to_host(narrow.data(), device_logits.data(), narrow.size() * sizeof(floatX), stream_);
         std::vector<float> logits(narrow.size());
         for (size_t v = 0; v < logits.size(); v++) logits[v] = to_float(narrow[v]);
-        const double uniform =
-            random_uniform(o_.seed, kSampleStream, static_cast<uint64_t>(step), static_cast<uint64_t>(drawn++));
+        const double uniform = random_uniform(o_.seed, kSampleStream, static_cast<uint64_t>(step),
+                                              static_cast<uint64_t>(drawn++));
         const int token = sample_token(logits, o_.temperature, o_.top_k, uniform);
-        if (tokenizer_ && token == tokenizer_->end_of_text()) drawn = o_.sample_tokens;
-        else print(token);
+        if (tokenizer_ && token == tokenizer_->end_of_text())
+            drawn = o_.sample_tokens;
+        else
+            print(token);
         text.push_back(token);
         return drawn < o_.sample_tokens ? token : -1;
     };
     printf("--- sample after %lld steps ---\n%s", static_cast<long long>(step), o_.prompt.c_str());
     const std::vector<int> first = text;
-    arena_.run(sample_plan_, [&] { gpt_.generate(first, window() - static_cast<int>(first.size()), choose); });
+    arena_.run(sample_plan_,
+               [&] { gpt_.generate(first, window() - static_cast<int>(first.size()), choose); });
     while (drawn < o_.sample_tokens) {
         const int half = window() / 2;
         const std::vector<int> latest(text.end() - half, text.end());
@@ -895,9 +954,9 @@ void Trainer::run() {
     if (samples()) sample(step);
 }
 
-// On a CPU, threads that wait for others spin for milliseconds by libgomp's default, which on a machine with other work
-// makes a step up to ten times slower; after some microseconds they had better sleep. libgomp reads its environment
-// before main, hence the second start.
+// On a CPU, threads that wait for others spin for milliseconds by libgomp's default, which on a machine with
+// other work makes a step up to ten times slower; after some microseconds they had better sleep. libgomp
+// reads its environment before main, hence the second start.
 void spin_briefly([[maybe_unused]] char** argv) {
 #ifndef SIMT_GPU
     if (getenv("GOMP_SPINCOUNT") || getenv("OMP_WAIT_POLICY")) return;
@@ -909,8 +968,8 @@ void spin_briefly([[maybe_unused]] char** argv) {
 int main(int argc, char** argv) {
     spin_briefly(argv);
     try {
-        const Options options =
-            parse_options(argc, argv, [](const std::string& folder) { return read_progress(folder).options; });
+        const Options options = parse_options(
+            argc, argv, [](const std::string& folder) { return read_progress(folder).options; });
         if (options.threads > 0) omp_set_num_threads(options.threads);
         Trainer trainer(options);
         if (options.plan)

@@ -16,10 +16,11 @@ struct AdamWFactors {
 };
 
 // One vector of fp32 state a turn. Without a master copy (null) the weights are fp32 and their own master.
+// Asked for four blocks at once, ptxas does not save registers for a sixth, and does not spill.
 template <class T>
-__global__ void __launch_bounds__(kBlockThreads)
-    adamw_kernel(T* weights, float* master, const T* gradients, float* m, float* v, const float* norm, AdamWFactors f,
-                 int64_t decayed, int64_t n) {
+__global__ void __launch_bounds__(kBlockThreads, 4)
+    adamw_kernel(T* weights, float* master, const T* gradients, float* m, float* v, const float* norm,
+                 AdamWFactors f, int64_t decayed, int64_t n) {
     const float total = *norm;
     const float scale = f.clip > 0.f && total > f.clip ? f.clip / total : 1.f;
     for_each_vector<float>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) {
@@ -48,17 +49,19 @@ __global__ void __launch_bounds__(kBlockThreads)
     });
 }
 
-// One step of AdamW on n parameters, the first `decayed` of which decay. m, v fp32; `master` is the fp32 copy behind
-// bf16 weights, null for fp32 ones. The gradient is first scaled to a norm of at most `clip`; norm (1) is on the device.
+// One step of AdamW on n parameters, the first `decayed` of which decay. m, v fp32; `master` is the fp32 copy
+// behind bf16 weights, null for fp32 ones. The gradient is first scaled to a norm of at most `clip`; norm (1)
+// is on the device.
 template <class T>
 void adamw_update(const AdamW& options, T* weights, float* master, const T* gradients, float* m, float* v,
                   const Tensor<float>& norm, int64_t decayed, int64_t n, Stream stream) {
     assert(master || (std::is_same_v<T, float>) || simt::launches_off);
-    AdamWFactors f{options.lr, options.beta1, options.beta2, options.epsilon, options.weight_decay, options.clip, 0, 0};
+    AdamWFactors f{
+        options.lr, options.beta1, options.beta2, options.epsilon, options.weight_decay, options.clip, 0, 0};
     f.m_correction = static_cast<float>(1.0 / (1.0 - std::pow(double{options.beta1}, options.step)));
     f.v_correction = static_cast<float>(1.0 / (1.0 - std::pow(double{options.beta2}, options.step)));
-    launch<adamw_kernel<T>>(elementwise_blocks<float>(n), kBlockThreads, 0, stream, weights, master, gradients, m, v,
-                            norm.data(), f, decayed, n);
+    launch<adamw_kernel<T>>(elementwise_blocks<float>(n), kBlockThreads, 0, stream, weights, master,
+                            gradients, m, v, norm.data(), f, decayed, n);
 }
 
 constexpr int kNormBlocks = 1024;  // partial sums of the global norm

@@ -1,11 +1,11 @@
 // arena.h - the step is rehearsed on paper, placed, then run.
 //
-// All activations and workspaces live in one allocation. A step is ordinary code that takes a tensor where it is
-// first written and lets go of it where its variable ends. rehearse() runs the step with launches switched off and
-// writes down every take: name, shape, bytes, born, dies. The takes are then placed so that tensors that never live
-// together share addresses. run() runs the same code: it takes the same tensors in the same order and gets their
-// planned addresses; a step that departs from its rehearsal stops and names the tensor. So the plan cannot drift
-// from the program: it is the program.
+// All activations and workspaces live in one allocation. A step is ordinary code that takes a tensor where it
+// is first written and lets go of it where its variable ends. rehearse() runs the step with launches switched
+// off and writes down every take: name, shape, bytes, born, dies. The takes are then placed so that tensors
+// that never live together share addresses. run() runs the same code: it takes the same tensors in the same
+// order and gets their planned addresses; a step that departs from its rehearsal stops and names the tensor.
+// So the plan cannot drift from the program: it is the program.
 #pragma once
 
 #include <algorithm>
@@ -34,16 +34,18 @@ struct Plan {
     size_t lower_bound = 0;  // the most bytes that live at one time
     int peak_time = 0;       // when that is first reached, and in which range
     std::string peak_at;
-    size_t bytes = 0;      // the room the placement takes: lower_bound or a little more
-    size_t workspace = 0;  // the largest scratch a library asked for
+    size_t bytes = 0;                        // the room the placement takes: lower_bound or a little more
+    size_t workspace = 0;                    // the largest scratch a library asked for
     std::vector<std::pair<int, int>> loops;  // where repeat() stood after a turn: takes, time
 };
 
 constexpr size_t kArenaAlignment = 256;
-constexpr size_t arena_align(size_t bytes) { return (bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment; }
+constexpr size_t arena_align(size_t bytes) {
+    return (bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
+}
 
-// Places takes that live together at different offsets: largest first, each into the smallest hole that holds it.
-// Best fit of this order came within 0.2% of the bound on GPT-2 steps; a test holds it to 1%.
+// Places takes that live together at different offsets: largest first, each into the smallest hole that holds
+// it. Best fit of this order came within 0.2% of the bound on GPT-2 steps; a test holds it to 1%.
 inline void place(Plan& plan) {
     std::vector<Take*> order;
     for (Take& t : plan.takes) order.push_back(&t);
@@ -57,7 +59,8 @@ inline void place(Plan& plan) {
         size_t end = 0, best = SIZE_MAX, best_hole = SIZE_MAX;
         for (const Take* p : placed) {
             if (p->born >= t->dies || t->born >= p->dies) continue;
-            if (p->offset >= end + need && p->offset - end < best_hole) best_hole = p->offset - end, best = end;
+            if (p->offset >= end + need && p->offset - end < best_hole)
+                best_hole = p->offset - end, best = end;
             end = std::max(end, p->offset + arena_align(p->bytes));
         }
         t->offset = best != SIZE_MAX ? best : end;
@@ -137,24 +140,28 @@ class Arena {
             fail("arena: the step takes '%s' (%s), which its rehearsal did not", name, shape.text().c_str());
         const Take& t = plan_->takes[static_cast<size_t>(index)];
         if (t.name != name || t.bytes != bytes)
-            fail("arena: the step takes '%s' (%s) where its rehearsal took '%s' (%s)", name, shape.text().c_str(),
-                 t.name.c_str(), t.shape.text().c_str());
+            fail("arena: the step takes '%s' (%s) where its rehearsal took '%s' (%s)", name,
+                 shape.text().c_str(), t.name.c_str(), t.shape.text().c_str());
         if (t.born != clock_++) fail("arena: '%s' is taken at another moment than in its rehearsal", name);
         live_[static_cast<size_t>(index)] = true;
-        return Tensor<T>(reinterpret_cast<T*>(memory_.data() + workspace_bytes_ + t.offset), shape, this, index);
+        return Tensor<T>(reinterpret_cast<T*>(memory_.data() + workspace_bytes_ + t.offset), shape, this,
+                         index);
     }
     template <class T>
-    Tensor<T> take_gradient(const char* name, Shape shape) { return take<T>(name, shape, "gradient"); }
+    Tensor<T> take_gradient(const char* name, Shape shape) {
+        return take<T>(name, shape, "gradient");
+    }
 
     // Scratch for one library call. All calls share it: the stream runs them one after the other.
     void* workspace(size_t bytes) {
         if (rehearsing_) plan_->workspace = std::max(plan_->workspace, bytes);
-        if (!rehearsing_ && bytes > workspace_bytes_) fail("arena: a library wants more scratch than in the rehearsal");
+        if (!rehearsing_ && bytes > workspace_bytes_)
+            fail("arena: a library wants more scratch than in the rehearsal");
         return memory_.data();
     }
 
-    // A loop whose every turn takes the same tensors is rehearsed for one turn. body() returns whether to go on; a
-    // loop that stops early, even before its first turn, leaves the arena as a whole loop does.
+    // A loop whose every turn takes the same tensors is rehearsed for one turn. body() returns whether to go
+    // on; a loop that stops early, even before its first turn, leaves the arena as a whole loop does.
     template <class Body>
     void repeat(int turns, Body&& body) {
         if (turns <= 0) return;

@@ -1,7 +1,7 @@
 // columns.cuh - sums over the rows of a matrix, for the gradients of biases and of layernorm's weights.
 //
-// Deterministic, without atomics: the rows are cut into chunks, a block sums a stripe of columns of one chunk, and a
-// second kernel adds the chunks in order to the gradient.
+// Deterministic, without atomics: the rows are cut into chunks, a block sums a stripe of columns of one
+// chunk, and a second kernel adds the chunks in order to the gradient.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,8 @@ void with_vector_size(int64_t C, F&& f) {
         f(std::integral_constant<int, 1>());
 }
 
-// Vectors of columns that a lane sums: on the CPU several, so that a row's stripe is more than one cache line.
+// Vectors of columns that a lane sums: on the CPU several, so that a row's stripe is more than one cache
+// line.
 constexpr int kColumnVectors = kFastCpu ? 4 : 1;
 constexpr int kColumnRows = kBlockWarps * 16;  // the fewest rows worth a chunk
 constexpr int kColumnChunks = 64;              // and the most chunks
@@ -55,7 +56,8 @@ __global__ void __launch_bounds__(kBlockThreads)
             if (warp() == 0 && c < C) {
                 for (int k = 0; k < N; k++) {
                     float total = 0.f;
-                    for (int w = 0; w < warps_per_block(); w++) total += shared[(w * kLanes + lane()) * N + k];
+                    for (int w = 0; w < warps_per_block(); w++)
+                        total += shared[(w * kLanes + lane()) * N + k];
                     partial[(int64_t{blockIdx.y} * kSums + s) * C + c + k] = total;
                 }
             }
@@ -89,20 +91,20 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // Adds to out[s] (C) the sums over all rows of what columns.add() gathers from a row.
 template <class T, class Columns>
-void add_column_sums(const Columns& columns, ColumnOutputs<T, Columns::kSums> out, Tensor<float>& scratch, int rows,
-                     int C, Stream stream) {
+void add_column_sums(const Columns& columns, ColumnOutputs<T, Columns::kSums> out, Tensor<float>& scratch,
+                     int rows, int C, Stream stream) {
     const int chunks = column_chunks(rows);
     assert(scratch.shape() == column_sums_scratch(rows, C, Columns::kSums));
     const int rows_per_chunk = static_cast<int>(ceil_div(rows, chunks));
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
         const dim3 grid(static_cast<unsigned>(ceil_div(C, int64_t{kLanes} * N * kColumnVectors)),
                         static_cast<unsigned>(chunks));
-        launch<column_sums_kernel<T, N, Columns>>(grid, kBlockThreads, kBlockThreads * N * sizeof(float), stream,
-                                                  scratch.data(), columns, rows, C, rows_per_chunk);
+        launch<column_sums_kernel<T, N, Columns>>(grid, kBlockThreads, kBlockThreads * N * sizeof(float),
+                                                  stream, scratch.data(), columns, rows, C, rows_per_chunk);
     });
     const int64_t per_block = kBlockThreads * (kFastCpu ? 64 : 1);
-    launch<add_chunks_kernel<T, Columns::kSums>>(dim3(static_cast<unsigned>(ceil_div(C, per_block))), kBlockThreads,
-                                                 0, stream, out, scratch.data(), chunks, C);
+    launch<add_chunks_kernel<T, Columns::kSums>>(dim3(static_cast<unsigned>(ceil_div(C, per_block))),
+                                                 kBlockThreads, 0, stream, out, scratch.data(), chunks, C);
 }
 
 template <class T>

@@ -1,5 +1,6 @@
-// cross_entropy.cuh - softmax and cross-entropy of logits, loss and gradient in one kernel, in place: the probabilities
-// are never stored. One block a row; the maximum and the sum in one pass (Milakov, Gimelshein, arXiv:1805.02867).
+// cross_entropy.cuh - softmax and cross-entropy of logits, loss and gradient in one kernel, in place: the
+// probabilities are never stored. One block a row; the maximum and the sum in one pass (Milakov, Gimelshein,
+// arXiv:1805.02867).
 #pragma once
 
 #include "llmc/packed.h"
@@ -27,7 +28,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
     const float maximum = block_max(most);
     const float total = block_sum(first < V ? sums.sum() * fast_exp(most - maximum) : 0.f);
-    if (threadIdx.x == 0) losses[blockIdx.x] = target < 0 ? 0.f : logf(total) + maximum - to_float(row[target]);
+    if (threadIdx.x == 0)
+        losses[blockIdx.x] = target < 0 ? 0.f : logf(total) + maximum - to_float(row[target]);
     if constexpr (kGradient) {
         __syncthreads();  // the loss has read the target's logit, which is overwritten now
         const float factor = target < 0 ? 0.f : scale / total;
@@ -46,7 +48,8 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 // *total += scale * the sum of losses, by one block.
-__global__ void __launch_bounds__(kBlockThreads) add_losses_kernel(float* total, const float* losses, int rows, float scale) {
+__global__ void __launch_bounds__(kBlockThreads)
+    add_losses_kernel(float* total, const float* losses, int rows, float scale) {
     float sum = 0.f;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) sum += losses[i];
     sum = block_sum(sum);
@@ -56,8 +59,8 @@ __global__ void __launch_bounds__(kBlockThreads) add_losses_kernel(float* total,
 // losses[row] = -log softmax(logits[row])[target] over the first V columns; logits (rows, padded V) become
 // d(scale * sum of losses)/dlogits. Targets in [0, V), or negative for a row that does not count.
 template <class T>
-void cross_entropy_forward_backward(Tensor<T>& logits, Tensor<float>& losses, const Tensor<int>& targets, float scale,
-                                    int V, Stream stream) {
+void cross_entropy_forward_backward(Tensor<T>& logits, Tensor<float>& losses, const Tensor<int>& targets,
+                                    float scale, int V, Stream stream) {
     launch<cross_entropy_kernel<T, true>>(static_cast<unsigned>(logits.rows()), kBlockThreads, 0, stream,
                                           logits.data(), losses.data(), targets.data(), scale, V,
                                           static_cast<int>(logits.columns()));

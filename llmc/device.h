@@ -28,9 +28,11 @@ inline void* device_allocate(size_t bytes, const char* what) {
     if (status == cudaErrorMemoryAllocation) {
         size_t free_bytes = 0, total = 0;
         cudaMemGetInfo(&free_bytes, &total);
-        fail("out of device memory: %s takes %.0f MiB, %.0f MiB of %.0f are free; smaller: --batch, --seq-len, or "
-             "--recompute norm",
-             what, bytes / 1048576.0, free_bytes / 1048576.0, total / 1048576.0);
+        fail(
+            "out of device memory: %s takes %.0f MiB, %.0f MiB of %.0f are free; smaller: --batch, "
+            "--seq-len, or "
+            "--recompute norm",
+            what, bytes / 1048576.0, free_bytes / 1048576.0, total / 1048576.0);
     }
     CUDA_CHECK(status);
     CUDA_CHECK(cudaMemset(p, 0, bytes));
@@ -74,12 +76,12 @@ inline void copy_to_host(void* host, const void* device, size_t bytes, [[maybe_u
 }
 // Copies `rows` rows of `columns` elements on the device, with row lengths in elements.
 template <class T>
-void copy_rows_on_device(T* to, int64_t to_row, const T* from, int64_t from_row, int64_t columns, int64_t rows,
-                         [[maybe_unused]] Stream stream) {
+void copy_rows_on_device(T* to, int64_t to_row, const T* from, int64_t from_row, int64_t columns,
+                         int64_t rows, [[maybe_unused]] Stream stream) {
     if (simt::launches_off) return;
 #if defined(SIMT_GPU)
-    CUDA_CHECK(cudaMemcpy2DAsync(to, to_row * sizeof(T), from, from_row * sizeof(T), columns * sizeof(T), rows,
-                                 cudaMemcpyDeviceToDevice, stream));
+    CUDA_CHECK(cudaMemcpy2DAsync(to, to_row * sizeof(T), from, from_row * sizeof(T), columns * sizeof(T),
+                                 rows, cudaMemcpyDeviceToDevice, stream));
 #else
     for (int64_t i = 0; i < rows; i++)
         memcpy(to + i * to_row, from + i * from_row, static_cast<size_t>(columns) * sizeof(T));

@@ -1,7 +1,7 @@
 // embedding.cuh - token and position embeddings, forward and backward.
 //
-// Many rows may hold the same token, so backward groups rows by token first (on the host, by counting) and one warp
-// sums a token's rows in order: the same bits every time, without atomics.
+// Many rows may hold the same token, so backward groups rows by token first (on the host, by counting) and
+// one warp sums a token's rows in order: the same bits every time, without atomics.
 #pragma once
 
 #include <vector>
@@ -34,12 +34,13 @@ void embedding_forward(Tensor<T>& out, const Tensor<int>& tokens, const Tensor<T
     const int seq_len = static_cast<int>(tokens.columns());
     const dim3 grid(static_cast<unsigned>(ceil_div(rows, kBlockWarps)));
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
-        launch<embedding_forward_kernel<T, N>>(grid, kBlockThreads, 0, stream, out.data(), tokens.data(), wte.data(),
-                                               wpe.data(), rows, seq_len, first_position, C);
+        launch<embedding_forward_kernel<T, N>>(grid, kBlockThreads, 0, stream, out.data(), tokens.data(),
+                                               wte.data(), wpe.data(), rows, seq_len, first_position, C);
     });
 }
 
-// Rows grouped by token: group g is the rows order[starts[g]] .. order[starts[g + 1] - 1], in ascending order.
+// Rows grouped by token: group g is the rows order[starts[g]] .. order[starts[g + 1] - 1], in ascending
+// order.
 struct TokenGroups {
     std::vector<int> order, starts;
     int count() const { return static_cast<int>(starts.size()) - 1; }
@@ -63,8 +64,8 @@ inline TokenGroups group_tokens(const std::vector<int>& tokens, int vocabulary) 
 
 template <class T, int N>
 __global__ void __launch_bounds__(kBlockThreads)
-    token_embedding_backward_kernel(T* dwte, const T* dout, const int* tokens, const int* order, const int* starts,
-                                    int groups, int C) {
+    token_embedding_backward_kernel(T* dwte, const T* dout, const int* tokens, const int* order,
+                                    const int* starts, int groups, int C) {
     const int group = blockIdx.x * warps_per_block() + warp();
     if (group >= groups) return;
     const int first = starts[group], end = starts[group + 1];
@@ -98,8 +99,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
 }
 
-// Adds to dwte (V, C) and dwpe (positions, C) what dout (batch, seq_len, C) sends back. order and starts are the
-// device's copy of group_tokens(tokens), with `groups` groups.
+// Adds to dwte (V, C) and dwpe (positions, C) what dout (batch, seq_len, C) sends back. order and starts are
+// the device's copy of group_tokens(tokens), with `groups` groups.
 template <class T>
 void embedding_backward(Tensor<T>& dwte, Tensor<T>& dwpe, const Tensor<T>& dout, const Tensor<int>& tokens,
                         const Tensor<int>& order, const Tensor<int>& starts, int groups, Stream stream) {
@@ -108,8 +109,9 @@ void embedding_backward(Tensor<T>& dwte, Tensor<T>& dwpe, const Tensor<T>& dout,
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
         const dim3 by_token(static_cast<unsigned>(ceil_div(groups, kBlockWarps)),
                             static_cast<unsigned>(ceil_div(C, int64_t{kLanes} * N)));
-        launch<token_embedding_backward_kernel<T, N>>(by_token, kBlockThreads, 0, stream, dwte.data(), dout.data(),
-                                                      tokens.data(), order.data(), starts.data(), groups, C);
+        launch<token_embedding_backward_kernel<T, N>>(by_token, kBlockThreads, 0, stream, dwte.data(),
+                                                      dout.data(), tokens.data(), order.data(), starts.data(),
+                                                      groups, C);
         const dim3 by_position(static_cast<unsigned>(ceil_div(seq_len, kBlockWarps)));
         launch<position_embedding_backward_kernel<T, N>>(by_position, kBlockThreads, 0, stream, dwpe.data(),
                                                          dout.data(), batch, seq_len, C);

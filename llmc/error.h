@@ -1,7 +1,8 @@
 // error.h - what happens when something is wrong that the user can mend.
 //
-// A user's mistake is one line that names the option or file, the value, and what would be right. Code anywhere
-// throws it with fail(); main prints it and exits with code 2. Bugs of our own are asserts, not fail().
+// A user's mistake is one line that names the option or file, the value, and what would be right. Code
+// anywhere throws it with fail(); main prints it and exits with code 2. Bugs of our own are asserts, not
+// fail().
 #pragma once
 
 #include <cstdarg>

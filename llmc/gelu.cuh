@@ -1,5 +1,5 @@
-// gelu.cuh - the Gaussian error linear unit in its tanh form (Hendrycks, Gimpel, arXiv:1606.08415), as GPT-2 has it:
-// gelu(x) = x/2 (1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3).
+// gelu.cuh - the Gaussian error linear unit in its tanh form (Hendrycks, Gimpel, arXiv:1606.08415), as GPT-2
+// has it: gelu(x) = x/2 (1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3).
 #pragma once
 
 #include "llmc/packed.h"
@@ -24,7 +24,8 @@ __global__ void __launch_bounds__(kBlockThreads) gelu_forward_kernel(T* out, con
 }
 
 template <class T>
-__global__ void __launch_bounds__(kBlockThreads) gelu_backward_kernel(T* dx, const T* dout, const T* x, int64_t n) {
+__global__ void __launch_bounds__(kBlockThreads)
+    gelu_backward_kernel(T* dx, const T* dout, const T* x, int64_t n) {
     for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) {
         const Packed<T, N> p = load<N>(x + i), d = load<N>(dout + i);
         Packed<T, N> o;
@@ -40,13 +41,13 @@ __global__ void __launch_bounds__(kBlockThreads) gelu_backward_kernel(T* dx, con
 // out = gelu(x), elementwise; out may be x.
 template <class T>
 void gelu_forward(Tensor<T>& out, const Tensor<T>& x, Stream stream) {
-    launch<gelu_forward_kernel<T>>(elementwise_blocks<T>(x.size()), kBlockThreads, 0, stream, out.data(), x.data(),
-                                   x.size());
+    launch<gelu_forward_kernel<T>>(elementwise_blocks<T>(x.size()), kBlockThreads, 0, stream, out.data(),
+                                   x.data(), x.size());
 }
 
 // dx = dout gelu'(x), elementwise; dx may be dout.
 template <class T>
 void gelu_backward(Tensor<T>& dx, const Tensor<T>& dout, const Tensor<T>& x, Stream stream) {
-    launch<gelu_backward_kernel<T>>(elementwise_blocks<T>(x.size()), kBlockThreads, 0, stream, dx.data(), dout.data(),
-                                    x.data(), x.size());
+    launch<gelu_backward_kernel<T>>(elementwise_blocks<T>(x.size()), kBlockThreads, 0, stream, dx.data(),
+                                    dout.data(), x.data(), x.size());
 }

@@ -1,5 +1,5 @@
-// layernorm.cuh - layer normalisation over the last dimension (Ba, Kiros, Hinton, arXiv:1607.06450), forward, fused
-// with the residual addition before it, backward, and re-made from saved statistics.
+// layernorm.cuh - layer normalisation over the last dimension (Ba, Kiros, Hinton, arXiv:1607.06450), forward,
+// fused with the residual addition before it, backward, and re-made from saved statistics.
 #pragma once
 
 #include "llmc/columns.cuh"
@@ -8,17 +8,18 @@
 
 constexpr float kLayernormEpsilon = 1e-5f;
 
-// One element's output. Written once, with its rounding fixed, so that a re-made output has the bits of the first.
+// One element's output. Written once, with its rounding fixed, so that a re-made output has the bits of the
+// first.
 SIMT_DEVICE float normalize(float x, float mean, float rstd, float weight, float bias) {
     return fmaf((x - mean) * rstd, weight, bias);
 }
 
-// One warp a row. With kResidual the row is a + b: it is stored in `sum` as T and read back from there, so that what
-// is normalised is what backward will see.
+// One warp a row. With kResidual the row is a + b: it is stored in `sum` as T and read back from there, so
+// that what is normalised is what backward will see.
 template <class T, int N, bool kResidual>
 __global__ void __launch_bounds__(kBlockThreads)
-    layernorm_forward_kernel(T* out, float* mean, float* rstd, T* sum, const T* a, const T* b, const T* weight,
-                             const T* bias, int rows, int C) {
+    layernorm_forward_kernel(T* out, float* mean, float* rstd, T* sum, const T* a, const T* b,
+                             const T* weight, const T* bias, int rows, int C) {
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
     const int64_t start = int64_t{row} * C;
@@ -87,8 +88,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     for (int c = lane() * N; c < C; c += kLanes * N) {
         const Packed<T, N> d = load<N>(dout + start + c), p = load<N>(x + start + c), w = load<N>(weight + c);
         Packed<T, N> o = load<N>(dx + start + c);
-        for (int k = 0; k < N; k++)
-            o.set(k, o[k] + r * (d[k] * w[k] - mean_g - (p[k] - m) * r * mean_gx));
+        for (int k = 0; k < N; k++) o.set(k, o[k] + r * (d[k] * w[k] - mean_g - (p[k] - m) * r * mean_gx));
         store(dx + start + c, o);
     }
 }
@@ -111,19 +111,20 @@ struct LayernormColumns {
 };
 
 template <class T, bool kResidual>
-void layernorm_launch(Tensor<T>& out, Tensor<float>& mean, Tensor<float>& rstd, T* sum, const Tensor<T>& a, const T* b,
-                      const Tensor<T>& weight, const Tensor<T>& bias, Stream stream) {
+void layernorm_launch(Tensor<T>& out, Tensor<float>& mean, Tensor<float>& rstd, T* sum, const Tensor<T>& a,
+                      const T* b, const Tensor<T>& weight, const Tensor<T>& bias, Stream stream) {
     const int rows = static_cast<int>(a.rows()), C = static_cast<int>(a.columns());
     const dim3 grid(static_cast<unsigned>(ceil_div(rows, kBlockWarps)));
     auto run = [&]<int N>(std::integral_constant<int, N>) {
-        launch<layernorm_forward_kernel<T, N, kResidual>>(grid, kBlockThreads, 0, stream, out.data(), mean.data(),
-                                                          rstd.data(), sum, a.data(), b, weight.data(), bias.data(),
-                                                          rows, C);
+        launch<layernorm_forward_kernel<T, N, kResidual>>(grid, kBlockThreads, 0, stream, out.data(),
+                                                          mean.data(), rstd.data(), sum, a.data(), b,
+                                                          weight.data(), bias.data(), rows, C);
     };
     with_vector_size<T>(C, run);
 }
 
-// out (rows, C) = (x - mean) rstd weight + bias, with the mean and 1/sqrt(variance + 1e-5) of each row, both saved.
+// out (rows, C) = (x - mean) rstd weight + bias, with the mean and 1/sqrt(variance + 1e-5) of each row, both
+// saved.
 template <class T>
 void layernorm_forward(Tensor<T>& out, Tensor<float>& mean, Tensor<float>& rstd, const Tensor<T>& x,
                        const Tensor<T>& weight, const Tensor<T>& bias, Stream stream) {
@@ -140,18 +141,20 @@ void residual_layernorm_forward(Tensor<T>& sum, Tensor<T>& out, Tensor<float>& m
 
 // Makes layernorm_forward's output again from x and the saved mean and rstd: the same bits, one pass.
 template <class T>
-void layernorm_normalize(Tensor<T>& out, const Tensor<T>& x, const Tensor<float>& mean, const Tensor<float>& rstd,
-                         const Tensor<T>& weight, const Tensor<T>& bias, Stream stream) {
+void layernorm_normalize(Tensor<T>& out, const Tensor<T>& x, const Tensor<float>& mean,
+                         const Tensor<float>& rstd, const Tensor<T>& weight, const Tensor<T>& bias,
+                         Stream stream) {
     const int rows = static_cast<int>(x.rows()), C = static_cast<int>(x.columns());
     const dim3 grid(static_cast<unsigned>(ceil_div(rows, kBlockWarps)));
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
-        launch<layernorm_normalize_kernel<T, N>>(grid, kBlockThreads, 0, stream, out.data(), x.data(), mean.data(),
-                                                 rstd.data(), weight.data(), bias.data(), rows, C);
+        launch<layernorm_normalize_kernel<T, N>>(grid, kBlockThreads, 0, stream, out.data(), x.data(),
+                                                 mean.data(), rstd.data(), weight.data(), bias.data(), rows,
+                                                 C);
     });
 }
 
-// Adds to dx (rows, C), dweight (C) and dbias (C) what dout (rows, C) sends back through layernorm_forward of x.
-// scratch: column_sums_scratch(rows, C, 2).
+// Adds to dx (rows, C), dweight (C) and dbias (C) what dout (rows, C) sends back through layernorm_forward of
+// x. scratch: column_sums_scratch(rows, C, 2).
 template <class T>
 void layernorm_backward(Tensor<T>& dx, Tensor<T>& dweight, Tensor<T>& dbias, Tensor<float>& scratch,
                         const Tensor<T>& dout, const Tensor<T>& x, const Tensor<float>& mean,
@@ -160,7 +163,8 @@ void layernorm_backward(Tensor<T>& dx, Tensor<T>& dweight, Tensor<T>& dbias, Ten
     const dim3 grid(static_cast<unsigned>(ceil_div(rows, kBlockWarps)));
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
         launch<layernorm_backward_input_kernel<T, N>>(grid, kBlockThreads, 0, stream, dx.data(), dout.data(),
-                                                      x.data(), mean.data(), rstd.data(), weight.data(), rows, C);
+                                                      x.data(), mean.data(), rstd.data(), weight.data(), rows,
+                                                      C);
     });
     const LayernormColumns<T> columns{dout.data(), x.data(), mean.data(), rstd.data()};
     add_column_sums<T>(columns, {{dweight.data(), dbias.data()}}, scratch, rows, C, stream);

@@ -18,14 +18,15 @@ struct MatmulShape {
     int64_t m, n, k;
 };
 
-// Computes out (M, N) = a (M, K) b (K, N) with the options. Leading dimensions of a tensor count as rows. Products are
-// summed in fp32. Scratch comes from the arena's workspace.
+// Computes out (M, N) = a (M, K) b (K, N) with the options. Leading dimensions of a tensor count as rows.
+// Products are summed in fp32. Scratch comes from the arena's workspace.
 template <class T>
 void matmul(Arena& arena, Stream stream, Tensor<T>& out, const Tensor<T>& a, const Tensor<T>& b,
             const MatmulOptions<T>& options = {});
 
 template <class T>
-MatmulShape matmul_shape(const Tensor<T>& out, const Tensor<T>& a, const Tensor<T>& b, const MatmulOptions<T>& o) {
+MatmulShape matmul_shape(const Tensor<T>& out, const Tensor<T>& a, const Tensor<T>& b,
+                         const MatmulOptions<T>& o) {
     const MatmulShape s{out.rows(), out.columns(), o.transpose_a ? a.rows() : a.columns()};
     assert(a.size() == s.m * s.k && b.size() == s.k * s.n);
     assert((o.transpose_b ? b.columns() : b.rows()) == s.k && !(o.gelu && o.gelu_input));
@@ -55,8 +56,8 @@ void matmul(Arena& arena, Stream stream, Tensor<T>& out, const Tensor<T>& a, con
                                 options.gelu};
     void* scratch = arena.workspace(onednn_scratch_bytes<T, T>(product));
     if (!simt::launches_off)
-        onednn_matmul<T, T>(product, out.data(), a.data(), b.data(), options.bias ? options.bias->data() : nullptr,
-                            scratch);
+        onednn_matmul<T, T>(product, out.data(), a.data(), b.data(),
+                            options.bias ? options.bias->data() : nullptr, scratch);
     if (options.gelu_input) gelu_backward(out, out, *options.gelu_input, stream);
 }
 #endif

@@ -1,8 +1,8 @@
 // matmul_cublaslt.h - matmul.h on a GPU: cuBLASLt with bias, GELU and its gradient fused into the product.
 //
-// cuBLASLt thinks column-major: row-major out = a b is column-major out^T = b^T a^T, so b comes first. The algorithm
-// is the first that the library's heuristics name for a shape and alignment, looked up once and kept, so that the
-// same product has the same bits every time.
+// cuBLASLt thinks column-major: row-major out = a b is column-major out^T = b^T a^T, so b comes first. The
+// algorithm is the first that the library's heuristics name for a shape and alignment, looked up once and
+// kept, so that the same product has the same bits every time.
 #pragma once
 
 #include <cublasLt.h>
@@ -50,7 +50,8 @@ void set(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t attribute, const
 
 inline cublasLtMatrixLayout_t layout(cudaDataType_t type, int64_t rows, int64_t columns) {
     cublasLtMatrixLayout_t l;
-    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&l, type, static_cast<uint64_t>(rows), static_cast<uint64_t>(columns), rows));
+    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&l, type, static_cast<uint64_t>(rows),
+                                            static_cast<uint64_t>(columns), rows));
     return l;
 }
 
@@ -61,7 +62,8 @@ inline cublasLtEpilogue_t epilogue(bool bias, bool gelu, bool dgelu) {
 }
 
 template <class T>
-Described describe(const MatmulShape& s, const MatmulOptions<T>& o, bool dgelu, const std::array<uint32_t, 4>& aligned) {
+Described describe(const MatmulShape& s, const MatmulOptions<T>& o, bool dgelu,
+                   const std::array<uint32_t, 4>& aligned) {
     Described d;
     CUBLAS_CHECK(cublasLtMatmulDescCreate(&d.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
     set(d.operation, CUBLASLT_MATMUL_DESC_TRANSA, o.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
@@ -88,8 +90,8 @@ Described describe(const MatmulShape& s, const MatmulOptions<T>& o, bool dgelu, 
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, aligned[2]);
     cublasLtMatmulHeuristicResult_t found = {};
     int count = 0;
-    CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(handle(), d.operation, d.b, d.a, d.out, d.out, preference, 1, &found,
-                                                &count));
+    CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(handle(), d.operation, d.b, d.a, d.out, d.out, preference, 1,
+                                                &found, &count));
     CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
     if (count == 0)
         fail("cuBLASLt has no algorithm for a product of %lld x %lld x %lld", static_cast<long long>(s.m),
@@ -108,23 +110,37 @@ void matmul(Arena& arena, Stream stream, Tensor<T>& out, const Tensor<T>& a, con
     // The fused gradient wants rows of its input at 16-byte steps; other widths go through the kernel.
     const bool dgelu = options.gelu_input && s.n * static_cast<int64_t>(sizeof(T)) % 16 == 0;
     if (!simt::launches_off) {
-        const std::array<uint32_t, 4> aligned = {alignment(b.data()), alignment(a.data()), alignment(out.data()),
+        const std::array<uint32_t, 4> aligned = {alignment(b.data()), alignment(a.data()),
+                                                 alignment(out.data()),
                                                  options.bias ? alignment(options.bias->data()) : 256};
         using Key = std::array<int64_t, 13>;
         static std::map<Key, Described> known;
-        const Key key = {s.m, s.n, s.k, options.transpose_a, options.transpose_b, options.accumulate,
-                         options.bias != nullptr, options.gelu, dgelu, aligned[0], aligned[1], aligned[2], aligned[3]};
+        const Key key = {s.m,
+                         s.n,
+                         s.k,
+                         options.transpose_a,
+                         options.transpose_b,
+                         options.accumulate,
+                         options.bias != nullptr,
+                         options.gelu,
+                         dgelu,
+                         aligned[0],
+                         aligned[1],
+                         aligned[2],
+                         aligned[3]};
         auto it = known.find(key);
         if (it == known.end()) it = known.emplace(key, describe<T>(s, options, dgelu, aligned)).first;
         Described& d = it->second;
         if (options.bias)
-            set(d.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, static_cast<const void*>(options.bias->data()));
+            set(d.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
+                static_cast<const void*>(options.bias->data()));
         if (dgelu)
             set(d.operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER,
                 static_cast<const void*>(options.gelu_input->data()));
         const float alpha = 1.f, beta = options.accumulate ? 1.f : 0.f;
-        CUBLAS_CHECK(cublasLtMatmul(handle(), d.operation, &alpha, b.data(), d.b, a.data(), d.a, &beta, out.data(),
-                                    d.out, out.data(), d.out, &d.algorithm, workspace, kCublasWorkspace, stream));
+        CUBLAS_CHECK(cublasLtMatmul(handle(), d.operation, &alpha, b.data(), d.b, a.data(), d.a, &beta,
+                                    out.data(), d.out, out.data(), d.out, &d.algorithm, workspace,
+                                    kCublasWorkspace, stream));
     }
     if (options.gelu_input && !dgelu) gelu_backward(out, out, *options.gelu_input, stream);
 }

@@ -1,8 +1,8 @@
-// model.h - the parameters of a GPT-2: one table describes a block, one what is around the blocks. Loading, saving,
-// counting, initialising, decaying and reporting follow from them.
+// model.h - the parameters of a GPT-2: one table describes a block, one what is around the blocks. Loading,
+// saving, counting, initialising, decaying and reporting follow from them.
 //
-// In memory a unit's tensors lie together: first the embeddings, then each block, then the last layernorm. Inside a
-// unit the decayed ones (the matrices) come first, so that one number says where decay ends.
+// In memory a unit's tensors lie together: first the embeddings, then each block, then the last layernorm.
+// Inside a unit the decayed ones (the matrices) come first, so that one number says where decay ends.
 #pragma once
 
 #include <string>
@@ -14,7 +14,8 @@
 
 enum class Init { Normal, ResidualNormal, Zero, One };
 
-// A row of a table: the field, its name in Hugging Face's files, its shape there, and how it starts. Matrices decay.
+// A row of a table: the field, its name in Hugging Face's files, its shape there, and how it starts. Matrices
+// decay.
 template <class Fields, class T>
 struct TableRow {
     using Field = Tensor<T> Fields::*;
@@ -76,10 +77,10 @@ struct LastLayernorm {
 
 // One tensor of the model and where it lies.
 struct Parameter {
-    std::string name;   // in Hugging Face's files, without the prefix "transformer."
-    Shape shape;        // there
-    Shape memory;       // here: wte's rows are padded
-    int64_t offset;     // in elements, from the start of all parameters
+    std::string name;  // in Hugging Face's files, without the prefix "transformer."
+    Shape shape;       // there
+    Shape memory;      // here: wte's rows are padded
+    int64_t offset;    // in elements, from the start of all parameters
     Init init;
     bool decayed() const { return shape.count == 2; }
 };
@@ -91,7 +92,8 @@ struct Unit {
     int64_t decayed;       // how many from the start decay
 };
 
-// Tensors start at a multiple of this many elements: aligned for vectors and for the libraries, in any precision.
+// Tensors start at a multiple of this many elements: aligned for vectors and for the libraries, in any
+// precision.
 constexpr int64_t kParameterAlignment = 128;
 
 // Where every tensor of a model lies; the same for weights, gradients and optimizer state.
@@ -100,7 +102,8 @@ class Layout {
     explicit Layout(const GptConfig& config) : config_(config) {
         add_unit("embeddings", "", Embeddings<float>::table(config));
         for (int l = 0; l < config.layers; l++)
-            add_unit("block " + std::to_string(l), "h." + std::to_string(l) + ".", Block<float>::table(config));
+            add_unit("block " + std::to_string(l), "h." + std::to_string(l) + ".",
+                     Block<float>::table(config));
         add_unit("last layernorm", "", LastLayernorm<float>::table(config));
     }
     const GptConfig& config() const { return config_; }
@@ -117,11 +120,17 @@ class Layout {
 
     // Views of a buffer of size() elements, by the tables' fields.
     template <class T>
-    Embeddings<T> embeddings(T* base) const { return fields<Embeddings<T>>(base, 0); }
+    Embeddings<T> embeddings(T* base) const {
+        return fields<Embeddings<T>>(base, 0);
+    }
     template <class T>
-    Block<T> block(T* base, int layer) const { return fields<Block<T>>(base, layer + 1); }
+    Block<T> block(T* base, int layer) const {
+        return fields<Block<T>>(base, layer + 1);
+    }
     template <class T>
-    LastLayernorm<T> last_layernorm(T* base) const { return fields<LastLayernorm<T>>(base, config_.layers + 1); }
+    LastLayernorm<T> last_layernorm(T* base) const {
+        return fields<LastLayernorm<T>>(base, config_.layers + 1);
+    }
 
   private:
     template <class Fields>
@@ -157,8 +166,8 @@ class Layout {
 };
 
 // GPT-2's initial value of element i of parameter number `index`: normal with deviation 0.02, divided by
-// sqrt(2 layers) for the two projections into the residual stream; biases 0, gains 1. A function of its arguments
-// alone, so the values do not depend on the layout, the device or the precision.
+// sqrt(2 layers) for the two projections into the residual stream; biases 0, gains 1. A function of its
+// arguments alone, so the values do not depend on the layout, the device or the precision.
 inline float initial_value(const Parameter& p, int index, int64_t i, int layers, uint64_t seed) {
     if (p.init == Init::Zero) return 0.f;
     if (p.init == Init::One) return 1.f;

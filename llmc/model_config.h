@@ -30,10 +30,12 @@ inline void check_config(const GptConfig& c, const std::string& where) {
     positive("n_head", c.heads, c.channels);
     if (c.channels % c.heads != 0)
         fail("%s: n_embd %d is not a multiple of n_head %d", where.c_str(), c.channels, c.heads);
-    if (c.head_size() > 128) fail("%s: heads of %d channels; at most 128 are supported", where.c_str(), c.head_size());
+    if (c.head_size() > 128)
+        fail("%s: heads of %d channels; at most 128 are supported", where.c_str(), c.head_size());
 }
 
-// Reads the sizes from a parsed config.json; fails on what is missing, of the wrong type, or not GPT-2's arithmetic.
+// Reads the sizes from a parsed config.json; fails on what is missing, of the wrong type, or not GPT-2's
+// arithmetic.
 inline GptConfig parse_config(const nlohmann::json& json, const std::string& file) {
     if (!json.is_object()) fail("%s: not a JSON object", file.c_str());
     auto integer = [&](const char* name, int64_t otherwise) -> int {
@@ -41,8 +43,8 @@ inline GptConfig parse_config(const nlohmann::json& json, const std::string& fil
         if (it == json.end() && otherwise >= 0) return static_cast<int>(otherwise);
         if (it == json.end()) fail("%s: '%s' is missing", file.c_str(), name);
         if (!it->is_number_integer()) fail("%s: '%s' is not an integer", file.c_str(), name);
-        const int64_t value = it->is_number_unsigned() && it->get<uint64_t>() > INT32_MAX ? INT64_MAX
-                                                                                          : it->get<int64_t>();
+        const int64_t value =
+            it->is_number_unsigned() && it->get<uint64_t>() > INT32_MAX ? INT64_MAX : it->get<int64_t>();
         if (value < 0 || value > INT32_MAX) fail("%s: '%s' is out of range", file.c_str(), name);
         return static_cast<int>(value);
     };
@@ -97,8 +99,8 @@ inline nlohmann::json config_json(const GptConfig& c, const char* dtype) {
             {"torch_dtype", dtype}};
 }
 
-// The model dN, N layers deep, with llm.c's widths: up to 12 layers 64 N channels in N heads; beyond, GPT-2's sizes.
-// Fails with what is known when N is not.
+// The model dN, N layers deep, with llm.c's widths: up to 12 layers 64 N channels in N heads; beyond, GPT-2's
+// sizes. Fails with what is known when N is not.
 inline GptConfig config_of_depth(int layers, int vocabulary, int positions) {
     int channels = 0, heads = 0;
     if (layers >= 1 && layers <= 12) channels = 64 * layers, heads = layers;

@@ -1,7 +1,9 @@
-// onednn.h - matrix products on the CPU by oneDNN, on raw pointers with strides, made once per shape and kept.
+// onednn.h - matrix products on the CPU by oneDNN, on raw pointers with strides, made once per shape and
+// kept.
 //
-// A product is made per calling thread: called inside a parallel region it runs on that thread alone, as the tiles
-// of attention do; called outside it uses all threads. oneDNN allocates nothing: its scratch comes from the caller.
+// A product is made per calling thread: called inside a parallel region it runs on that thread alone, as the
+// tiles of attention do; called outside it uses all threads. oneDNN allocates nothing: its scratch comes from
+// the caller.
 #pragma once
 
 #include <omp.h>
@@ -15,8 +17,8 @@
 
 #include "llmc/simt.h"
 
-// c (m, n) = a (m, k) b (k, n) [+ c] [+ bias (n)], then GELU if asked. Strides are in elements; of each matrix one
-// of the two strides must be 1.
+// c (m, n) = a (m, k) b (k, n) [+ c] [+ bias (n)], then GELU if asked. Strides are in elements; of each
+// matrix one of the two strides must be 1.
 struct OnednnProduct {
     int64_t m, n, k;
     int64_t a_row, a_column, b_row, b_column, c_row;
@@ -43,7 +45,8 @@ struct Made {
     std::unordered_map<int, memory> arguments;
 };
 
-inline dnnl::matmul::primitive_desc describe(const OnednnProduct& p, memory::data_type in, memory::data_type out) {
+inline dnnl::matmul::primitive_desc describe(const OnednnProduct& p, memory::data_type in,
+                                             memory::data_type out) {
     const memory::desc a({p.m, p.k}, in, memory::dims{p.a_row, p.a_column});
     const memory::desc b({p.k, p.n}, in, memory::dims{p.b_row, p.b_column});
     const memory::desc c({p.m, p.n}, out, memory::dims{p.c_row, 1});
@@ -70,8 +73,8 @@ Made& made(const OnednnProduct& p) {
     using Key = std::array<int64_t, 12>;
     static thread_local std::map<Key, std::unique_ptr<Made>> known;
     const int threads = omp_in_parallel() ? 1 : omp_get_max_threads();
-    const Key key{p.m, p.n, p.k, p.a_row, p.a_column, p.b_row, p.b_column, p.c_row, p.accumulate, p.bias, p.gelu,
-                  threads};
+    const Key key{p.m,        p.n,     p.k,          p.a_row, p.a_column, p.b_row,
+                  p.b_column, p.c_row, p.accumulate, p.bias,  p.gelu,     threads};
     std::unique_ptr<Made>& slot = known[key];
     if (!slot) {
         slot = std::make_unique<Made>();
@@ -100,7 +103,8 @@ size_t onednn_scratch_bytes(const OnednnProduct& p) {
     return onednn::made<In, Out>(p).description.scratchpad_desc().get_size();
 }
 
-// Computes the product. `scratch` is 64-byte aligned and has onednn_scratch_bytes(); bias may be null if unused.
+// Computes the product. `scratch` is 64-byte aligned and has onednn_scratch_bytes(); bias may be null if
+// unused.
 template <class In, class Out>
 void onednn_matmul(const OnednnProduct& p, Out* c, const In* a, const In* b, const In* bias, void* scratch) {
     static thread_local dnnl::stream stream(onednn::cpu());

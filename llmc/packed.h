@@ -1,8 +1,8 @@
 // packed.h - a vector of elements: what one lane loads, computes on and stores at a time.
 //
 // On the GPU a full vector is 16 bytes and its address must be aligned so; on the CPU it is the width of the
-// build's registers at any address. Rows whose length is no multiple of a full vector use vectors of one element:
-// launchers choose, with vector_fits().
+// build's registers at any address. Rows whose length is no multiple of a full vector use vectors of one
+// element: launchers choose, with vector_fits().
 #pragma once
 
 #include "llmc/simt.h"
@@ -12,7 +12,9 @@ template <class T>
 constexpr int kVectorSize = kVectorBytes / static_cast<int>(sizeof(T));
 
 template <class T>
-constexpr bool vector_fits(int64_t columns) { return columns % kVectorSize<T> == 0; }
+constexpr bool vector_fits(int64_t columns) {
+    return columns % kVectorSize<T> == 0;
+}
 
 template <class T, int N = kVectorSize<T>>
 struct alignas(N * sizeof(T)) Packed {
@@ -29,7 +31,8 @@ SIMT_DEVICE Packed<T, N> load(const T* p) {
     constexpr int bytes = N * static_cast<int>(sizeof(T));
     if constexpr (bytes % 16 == 0) {
 #pragma unroll
-        for (int i = 0; i < bytes / 16; i++) reinterpret_cast<int4*>(&r)[i] = reinterpret_cast<const int4*>(p)[i];
+        for (int i = 0; i < bytes / 16; i++)
+            reinterpret_cast<int4*>(&r)[i] = reinterpret_cast<const int4*>(p)[i];
     } else {
         static_assert(N == 1);
         r.v[0] = *p;
@@ -46,7 +49,8 @@ SIMT_DEVICE void store(T* p, const Packed<T, N>& x) {
     constexpr int bytes = N * static_cast<int>(sizeof(T));
     if constexpr (bytes % 16 == 0) {
 #pragma unroll
-        for (int i = 0; i < bytes / 16; i++) reinterpret_cast<int4*>(p)[i] = reinterpret_cast<const int4*>(&x)[i];
+        for (int i = 0; i < bytes / 16; i++)
+            reinterpret_cast<int4*>(p)[i] = reinterpret_cast<const int4*>(&x)[i];
     } else {
         static_assert(N == 1);
         *p = x.v[0];
@@ -79,8 +83,8 @@ unsigned elementwise_blocks(int64_t n) {
     return static_cast<unsigned>(ceil_div(n, int64_t{kVectorSize<T>} * kBlockThreads * kElementwiseRun));
 }
 
-// Calls f(i, count) for this thread's share of n elements: `count` is an integral constant, a full vector or, in the
-// tail, one. The arrays must be aligned to a full vector.
+// Calls f(i, count) for this thread's share of n elements: `count` is an integral constant, a full vector or,
+// in the tail, one. The arrays must be aligned to a full vector.
 template <class T, class F>
 SIMT_DEVICE void for_each_vector(int64_t n, F f) {
     constexpr int N = kVectorSize<T>;

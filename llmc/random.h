@@ -1,5 +1,6 @@
-// random.h - counted random numbers: a value is a pure function of (seed, where it is used), never of how many
-// numbers were drawn before it. So a resumed run needs no generator state, and order of evaluation is free.
+// random.h - counted random numbers: a value is a pure function of (seed, where it is used), never of how
+// many numbers were drawn before it. So a resumed run needs no generator state, and order of evaluation is
+// free.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,5 @@
-// report.h - the memory report: what every buffer takes, when it is born and when it dies, as text or as JSON.
+// report.h - the memory report: what every buffer takes, when it is born and when it dies, as text or as
+// JSON.
 #pragma once
 
 #include <map>
@@ -50,8 +51,9 @@ struct MemoryReport {
 };
 
 inline nlohmann::ordered_json report_json(const MemoryReport& r) {
-    nlohmann::ordered_json j = {{"model", r.model},         {"parameters", r.parameters}, {"device", r.device},
-                                {"precision", r.precision}, {"batch", r.batch},           {"seq_len", r.seq_len},
+    nlohmann::ordered_json j = {{"model", r.model},        {"parameters", r.parameters},
+                                {"device", r.device},      {"precision", r.precision},
+                                {"batch", r.batch},        {"seq_len", r.seq_len},
                                 {"recompute", r.recompute}};
     auto& totals = j["totals"];
     for (const char* kind : {"weights", "gradients", "optimizer_m", "optimizer_v", "master"})
@@ -62,17 +64,25 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     j["activations_lower_bound"] = r.train.lower_bound;
     j["peak_at"] = r.train.peak_at;
     auto& buffers = j["buffers"] = nlohmann::ordered_json::array();
-    const int end = static_cast<int>(2 * r.train.takes.size());  // the clock of takes and releases stops there
+    const int end =
+        static_cast<int>(2 * r.train.takes.size());  // the clock of takes and releases stops there
     auto add = [&](const std::string& name, const std::string& kind, const std::vector<int64_t>& shape,
                    const char* dtype, size_t bytes, nlohmann::ordered_json offset, int born, int dies) {
-        buffers.push_back({{"name", name},     {"kind", kind}, {"shape", shape}, {"dtype", dtype}, {"bytes", bytes},
-                           {"offset", offset}, {"born", born}, {"dies", dies}});
+        buffers.push_back({{"name", name},
+                           {"kind", kind},
+                           {"shape", shape},
+                           {"dtype", dtype},
+                           {"bytes", bytes},
+                           {"offset", offset},
+                           {"born", born},
+                           {"dies", dies}});
     };
     for (const auto& b : r.buffers) add(b.name, b.kind, b.shape, b.dtype, b.bytes, nullptr, 0, end);
     const size_t library = r.workspace() - r.of_kind("workspace");
     add("library", "workspace", {static_cast<int64_t>(library)}, "byte", library, nullptr, 0, end);
     for (const Take& t : r.train.takes)
-        add(t.name, t.kind, {t.shape.dims, t.shape.dims + t.shape.count}, t.dtype, t.bytes, t.offset, t.born, t.dies);
+        add(t.name, t.kind, {t.shape.dims, t.shape.dims + t.shape.count}, t.dtype, t.bytes, t.offset, t.born,
+            t.dies);
     return j;
 }
 
@@ -95,7 +105,8 @@ inline void print_report(FILE* to, const MemoryReport& r) {
                                                          {"optimizer_v", "AdamW optimizer state v"},
                                                          {"master", "master copy of params"}};
     for (auto [kind, what] : lines)
-        if (r.of_kind(kind)) fprintf(to, "allocating %.0f MiB for %s\n", static_cast<double>(r.of_kind(kind)) / mib, what);
+        if (r.of_kind(kind))
+            fprintf(to, "allocating %.0f MiB for %s\n", static_cast<double>(r.of_kind(kind)) / mib, what);
 
     std::vector<std::string> order;
     std::map<std::string, TableLine> table;
@@ -114,18 +125,20 @@ inline void print_report(FILE* to, const MemoryReport& r) {
         line.bytes += t.bytes;
         line.count++;
     }
-    fprintf(to, "\n%-22s %-12s %-22s %-5s %10s %6s  %-28s %s\n", "buffer", "kind", "shape", "dtype", "MiB", "count",
-            "born (first)", "dies (last)");
+    fprintf(to, "\n%-22s %-12s %-22s %-5s %10s %6s  %-28s %s\n", "buffer", "kind", "shape", "dtype", "MiB",
+            "count", "born (first)", "dies (last)");
     for (const std::string& name : order) {
         const TableLine& t = table[name];
-        fprintf(to, "%-22s %-12s %-22s %-5s %10.2f %6d  %-28s %s\n", name.c_str(), t.kind.c_str(), t.shape.c_str(),
-                t.dtype.c_str(), static_cast<double>(t.bytes) / mib, t.count, t.born.c_str(), t.dies.c_str());
+        fprintf(to, "%-22s %-12s %-22s %-5s %10.2f %6d  %-28s %s\n", name.c_str(), t.kind.c_str(),
+                t.shape.c_str(), t.dtype.c_str(), static_cast<double>(t.bytes) / mib, t.count, t.born.c_str(),
+                t.dies.c_str());
     }
     fprintf(to, "\nactivations: %.2f MiB planned, %.2f MiB live at the peak (%s)\n",
             static_cast<double>(r.train.bytes) / mib, static_cast<double>(r.train.lower_bound) / mib,
             r.train.peak_at.c_str());
     for (const auto& [name, plan] : r.others)
-        fprintf(to, "  %s uses %.2f MiB of the same arena\n", name.c_str(), static_cast<double>(plan.bytes) / mib);
+        fprintf(to, "  %s uses %.2f MiB of the same arena\n", name.c_str(),
+                static_cast<double>(plan.bytes) / mib);
     fprintf(to, "workspace: %.2f MiB; in all: %.2f MiB\n", static_cast<double>(r.workspace()) / mib,
             static_cast<double>(r.total()) / mib);
 }

@@ -6,8 +6,8 @@
 #include <numeric>
 #include <vector>
 
-// The index drawn from softmax(logits / temperature) over the top_k likeliest (0: all), by `uniform` in [0, 1).
-// Temperature 0 is the likeliest itself; ties go to the lower index.
+// The index drawn from softmax(logits / temperature) over the top_k likeliest (0: all), by `uniform` in [0,
+// 1). Temperature 0 is the likeliest itself; ties go to the lower index.
 inline int sample_token(const std::vector<float>& logits, double temperature, int top_k, double uniform) {
     std::vector<int> order(logits.size());
     std::iota(order.begin(), order.end(), 0);
@@ -17,7 +17,8 @@ inline int sample_token(const std::vector<float>& logits, double temperature, in
     };
     size_t kept = top_k > 0 ? std::min<size_t>(static_cast<size_t>(top_k), order.size()) : order.size();
     if (temperature <= 0) kept = 1;
-    std::partial_sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(kept), order.end(), likelier);
+    std::partial_sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(kept), order.end(),
+                      likelier);
     if (kept == 1) return order[0];
     std::vector<double> weights(kept);
     const double most = logits[static_cast<size_t>(order[0])];

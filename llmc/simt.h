@@ -41,7 +41,8 @@ SIMT_DEVICE int warps_per_block() { return blockDim.x / kLanes; }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The sum, or maximum, of v over a warp, in every lane, by the butterfly: the order of the additions is fixed.
+// The sum, or maximum, of v over a warp, in every lane, by the butterfly: the order of the additions is
+// fixed.
 SIMT_DEVICE float warp_sum(float v) {
     for (int m = kLanes / 2; m > 0; m /= 2) v += __shfl_xor_sync(~0u, v, m);
     return v;
@@ -51,7 +52,8 @@ SIMT_DEVICE float warp_max(float v) {
     return v;
 }
 
-// The same over a block of whole warps. Every thread must call it; the first barrier guards the reuse of `part`.
+// The same over a block of whole warps. Every thread must call it; the first barrier guards the reuse of
+// `part`.
 template <class Reduce>
 SIMT_DEVICE float block_reduce(float v, float identity, Reduce reduce) {
     if constexpr (kLanes == 1) return v;

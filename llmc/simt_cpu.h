@@ -1,7 +1,8 @@
-// simt_cpu.h - simt.h on a CPU: g++ made to understand CUDA, and launch() as a loop over blocks on all threads.
+// simt_cpu.h - simt.h on a CPU: g++ made to understand CUDA, and launch() as a loop over blocks on all
+// threads.
 //
-// In the fast build a block has one thread, so a kernel is a plain function and its vectors are the CPU's widest.
-// In the faithful build (SIMT_LANES=32) simt_fibers.h runs the threads of a block as fibers.
+// In the fast build a block has one thread, so a kernel is a plain function and its vectors are the CPU's
+// widest. In the faithful build (SIMT_LANES=32) simt_fibers.h runs the threads of a block as fibers.
 #pragma once
 
 #include <omp.h>
@@ -80,8 +81,9 @@ SIMT_HOST_DEVICE T from_float(float x) {
 
 SIMT_DEVICE float rsqrtf(float x) { return 1.f / sqrtf(x); }
 
-// exp without a branch or a call, so that loops around it vectorise; relative error 2e-7 on [-87, 88], clamped
-// outside. Range reduction by ln 2 in two parts and the minimax polynomial of Cephes' expf (Moshier, 1992).
+// exp without a branch or a call, so that loops around it vectorise; relative error 2e-7 on [-87, 88],
+// clamped outside. Range reduction by ln 2 in two parts and the minimax polynomial of Cephes' expf (Moshier,
+// 1992).
 SIMT_DEVICE float fast_exp(float x) {
     x = x < -87.3f ? -87.3f : x > 88.f ? 88.f : x;
     const float n = floorf(x * 1.44269504f + 0.5f);
@@ -124,9 +126,13 @@ struct SharedMemory {
 inline void __syncthreads() {}
 inline void __syncwarp() {}
 template <class T>
-T __shfl_xor_sync(unsigned, T v, int) { return v; }
+T __shfl_xor_sync(unsigned, T v, int) {
+    return v;
+}
 template <class T>
-T __shfl_sync(unsigned, T v, int) { return v; }
+T __shfl_sync(unsigned, T v, int) {
+    return v;
+}
 
 namespace simt {
 // Runs body() once a block. Threads take blocks in runs, so that neighbours in memory stay on one core.
@@ -164,7 +170,8 @@ template <auto kernel, class... P, class... A>
 void launch_function(void (*)(P...), dim3 grid, dim3 block, size_t shared_bytes, A&&... args) {
     const std::tuple<P...> values(static_cast<P>(args)...);
     run_grid(grid, block, shared_bytes, [&] {
-        std::apply([](const P&... p) __attribute__((always_inline)) { kernel(p...); }, values);
+        std::apply(
+            [](const P&... p) __attribute__((always_inline)) { kernel(p...); }, values);
     });
 }
 }  // namespace simt

@@ -11,7 +11,7 @@
 #define SIMT_HOST_DEVICE __host__ __device__ __forceinline__
 
 // Names the block's dynamic shared memory. One base for all kernels: C++ allows one type per extern array.
-#define DYNAMIC_SHARED(T, name)                                        \
+#define DYNAMIC_SHARED(T, name)                                           \
     extern __shared__ __align__(128) unsigned char simt_dynamic_shared[]; \
     T* name = reinterpret_cast<T*>(simt_dynamic_shared)
 
@@ -43,7 +43,8 @@ inline void cuda_check(cudaError_t status, const char* what) {
 
 namespace simt {
 template <class... P, class... A>
-void launch_function(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, Stream stream, A&&... args) {
+void launch_function(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, Stream stream,
+                     A&&... args) {
     if (shared_bytes > 48 * 1024)
         CUDA_CHECK(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                         cudaFuncAttributeMaxDynamicSharedMemorySize,

@@ -1,14 +1,16 @@
 // simt_fibers.h - the faithful CPU build: a block's threads as fibers, in warps of 32, for the tests.
 //
-// A CUDA thread runs until it must wait: at a barrier, or in a warp collective, where all 32 lanes put down what
-// they bring and the last to arrive computes for all. One fiber runs thread after thread until one of them waits;
-// then the next gets a fiber of its own. Threads and blocks start in forward, reverse or random order. After a wait,
-// reverse order goes on with who was released last, so that a warp runs far ahead of the others, and random order
-// with anyone: a missing barrier shows as a wrong number under some order. Dynamic shared memory can be poisoned
-// first. Threads that meet at different barriers, or leave others waiting, abort.
+// A CUDA thread runs until it must wait: at a barrier, or in a warp collective, where all 32 lanes put down
+// what they bring and the last to arrive computes for all. One fiber runs thread after thread until one of
+// them waits; then the next gets a fiber of its own. Threads and blocks start in forward, reverse or random
+// order. After a wait, reverse order goes on with who was released last, so that a warp runs far ahead of the
+// others, and random order with anyone: a missing barrier shows as a wrong number under some order. Dynamic
+// shared memory can be poisoned first. Threads that meet at different barriers, or leave others waiting,
+// abort.
 //
-// Sanitizers are told of the fibers. For ThreadSanitizer each CUDA thread of a block is a thread of its own, and only
-// the block's start and end, barriers and collectives order them: what it then reports is a race of the kernel.
+// Sanitizers are told of the fibers. For ThreadSanitizer each CUDA thread of a block is a thread of its own,
+// and only the block's start and end, barriers and collectives order them: what it then reports is a race of
+// the kernel.
 #pragma once
 
 #include <sys/mman.h>
@@ -65,8 +67,8 @@ constexpr bool kThreadPerFiber = false;
 struct Fiber {
     void* stack_pointer = nullptr;
     Fiber* next = nullptr;
-    unsigned thread = 0;      // of the block, linear
-    char* stack = nullptr;    // its lowest address; null for the OS thread's own
+    unsigned thread = 0;         // of the block, linear
+    char* stack = nullptr;       // its lowest address; null for the OS thread's own
     void* fake_stack = nullptr;  // AddressSanitizer's
     void* tsan = nullptr;
 };
@@ -101,10 +103,10 @@ struct Queue {
 // Where the threads of a warp or a block meet.
 struct Meeting {
     Queue waiting;
-    unsigned expected = 0;      // threads that have not returned
+    unsigned expected = 0;       // threads that have not returned
     const void* what = nullptr;  // what they meet for
-    void* brought[32];          // by lane, in a warp's collective
-    char sync[2];               // ThreadSanitizer's handles, by parity of `round`
+    void* brought[32];           // by lane, in a warp's collective
+    char sync[2];                // ThreadSanitizer's handles, by parity of `round`
     unsigned round = 0;
 };
 
@@ -134,15 +136,15 @@ SIMT_RUNTIME inline void set_thread_index(unsigned i) {
 }
 
 #ifdef __AVX512F__
-#define SIMT_CLOBBER_512                                                                                      \
-    , "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22", "xmm23", "xmm24", "xmm25", "xmm26",      \
+#define SIMT_CLOBBER_512                                                                                 \
+    , "xmm16", "xmm17", "xmm18", "xmm19", "xmm20", "xmm21", "xmm22", "xmm23", "xmm24", "xmm25", "xmm26", \
         "xmm27", "xmm28", "xmm29", "xmm30", "xmm31", "k1", "k2", "k3", "k4", "k5", "k6", "k7"
 #else
 #define SIMT_CLOBBER_512
 #endif
 
-// Saves where we are in `from` and goes on in `to`. Every register is a clobber, so the compiler saves what lives;
-// only the stack and frame pointers are ours to keep. Steps over the red zone first.
+// Saves where we are in `from` and goes on in `to`. Every register is a clobber, so the compiler saves what
+// lives; only the stack and frame pointers are ours to keep. Steps over the red zone first.
 SIMT_RUNTIME __attribute__((always_inline)) inline void switch_stacks(Fiber* from, Fiber* to) {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(&from->fake_stack, to->stack, to->stack ? kStackBytes : 0);
@@ -163,9 +165,9 @@ SIMT_RUNTIME __attribute__((always_inline)) inline void switch_stacks(Fiber* fro
         "jmp *%%rax\n"
         "1:\tpop %%rbp\n\t"
         "lea 128(%%rsp), %%rsp"
-        : "+D"(save), "+S"(load)::"rax", "rbx", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15",
-          "memory", "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10",
-          "xmm11", "xmm12", "xmm13", "xmm14", "xmm15" SIMT_CLOBBER_512);
+        : "+D"(save), "+S"(load)::"rax", "rbx", "rcx", "rdx", "r8", "r9", "r10", "r11", "r12", "r13", "r14",
+          "r15", "memory", "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8",
+          "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15" SIMT_CLOBBER_512);
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(from->fake_stack, nullptr, nullptr);
 #endif
@@ -202,7 +204,8 @@ SIMT_RUNTIME inline Fiber* starting_fiber(Worker& w) {
         w.idle = f->next;
     else
         f = make_fiber(w);
-    void** top = reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(f->stack + kStackBytes - 64) & ~uintptr_t{63});
+    void** top =
+        reinterpret_cast<void**>(reinterpret_cast<uintptr_t>(f->stack + kStackBytes - 64) & ~uintptr_t{63});
     *--top = nullptr;  // no return address: run_threads never returns; the stack is aligned as after a call
     *--top = reinterpret_cast<void*>(&run_threads);
     f->stack_pointer = top;
@@ -236,8 +239,8 @@ SIMT_RUNTIME inline void release(Worker& w, Meeting& m) {
     }
 }
 
-// Waits until all of the meeting's threads are here; the last runs last() before anybody goes on. `what` names the
-// collective, so that threads which meet in different ones are caught.
+// Waits until all of the meeting's threads are here; the last runs last() before anybody goes on. `what`
+// names the collective, so that threads which meet in different ones are caught.
 template <class Last>
 SIMT_RUNTIME inline void meet(Worker& w, Meeting& m, const void* what, Last&& last) {
     Fiber* self = w.current;
@@ -278,7 +281,8 @@ SIMT_RUNTIME inline void thread_returned(Worker& w, unsigned thread) {
     }
 }
 
-// What a fiber does: it starts threads one after the other until one of them had to wait for others, and leaves.
+// What a fiber does: it starts threads one after the other until one of them had to wait for others, and
+// leaves.
 SIMT_RUNTIME __attribute__((noinline)) inline void run_threads() {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
@@ -381,8 +385,8 @@ inline Meeting& this_warp(Worker& w) {
     return m;
 }
 
-// A warp's collective: every lane brings a pointer to something on its stack, which lies still while it waits, and
-// the last to arrive calls last(brought) on all 32. `what` tells collectives apart.
+// A warp's collective: every lane brings a pointer to something on its stack, which lies still while it
+// waits, and the last to arrive calls last(brought) on all 32. `what` tells collectives apart.
 template <class Last>
 SIMT_RUNTIME __attribute__((noinline)) void warp_collective(const void* what, void* mine, Last&& last) {
     Worker& w = *this_worker;

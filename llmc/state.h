@@ -1,5 +1,5 @@
-// state.h - what a training keeps from step to step: weights, their gradients, AdamW's m and v, and behind bf16
-// weights an fp32 master copy. One buffer each, all in the order of the Layout (model.h).
+// state.h - what a training keeps from step to step: weights, their gradients, AdamW's m and v, and behind
+// bf16 weights an fp32 master copy. One buffer each, all in the order of the Layout (model.h).
 #pragma once
 
 #include "llmc/device.h"

@@ -1,7 +1,8 @@
 // tensor.h - a tensor: where its elements are, of which type, in which shape.
 //
-// It may own room in the arena (arena.h) and then gives it back where its life ends; or it is a view of memory that
-// somebody else keeps. It moves, it does not copy: view() makes the second handle when one is meant.
+// It may own room in the arena (arena.h) and then gives it back where its life ends; or it is a view of
+// memory that somebody else keeps. It moves, it does not copy: view() makes the second handle when one is
+// meant.
 #pragma once
 
 #include <cassert>
@@ -97,7 +98,8 @@ class Tensor {
     int64_t bytes() const { return size() * static_cast<int64_t>(sizeof(T)); }
     int64_t rows() const { return shape_.rows(); }
     int64_t columns() const { return shape_.columns(); }
-    // Whether it holds something: not default-made, moved from or dropped. Also true in a rehearsal, without data.
+    // Whether it holds something: not default-made, moved from or dropped. Also true in a rehearsal, without
+    // data.
     explicit operator bool() const { return live_; }
 
   private:

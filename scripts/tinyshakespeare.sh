@@ -4,6 +4,6 @@
 set -eu
 cd "$(dirname "$0")/.."
 exec ./train --data "${1:-data/tinyshakespeare.txt}" \
-    --model d4 --batch 16 --seq-len 128 --steps 1500 \
+    --model d4 --batch 16 --seq-len 128 --steps 1150 \
     --lr 2e-3 --min-lr 1e-4 --warmup 50 --weight-decay 0.1 \
-    --eval-every 250 --eval-batches 50 --prompt "ROMEO:" --sample-tokens 400
+    --eval-every 250 --eval-batches 50 --prompt "ROMEO:" --sample-tokens 300

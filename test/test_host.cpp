@@ -1,4 +1,5 @@
-// The host parts that have no file format of their own: schedule, sampling, options, sizes and layout of models.
+// The host parts that have no file format of their own: schedule, sampling, options, sizes and layout of
+// models.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -28,15 +29,14 @@ TEST(Schedule, KnownPoints) {
     EXPECT_DOUBLE_EQ(learning_rate("cosine", 0, 1, 0, 1.0, 0.0), 1.0);
 }
 
-TEST(Sampler, ZeroTemperatureIsTheLikeliest) {
-    EXPECT_EQ(sample_token({0.f, 3.f, 3.f, 1.f}, 0, 0, 0.99), 1);
-}
+TEST(Sampler, ZeroTemperatureIsTheLikeliest) { EXPECT_EQ(sample_token({0.f, 3.f, 3.f, 1.f}, 0, 0, 0.99), 1); }
 
 TEST(Sampler, DrawsWithSoftmaxProbabilities) {
     const std::vector<float> logits = {1.f, 0.f, -1.f, 2.f};
     std::vector<double> count(4);
     const int draws = 100000;
-    for (int i = 0; i < draws; i++) count[static_cast<size_t>(sample_token(logits, 0.5, 0, (i + 0.5) / draws))]++;
+    for (int i = 0; i < draws; i++)
+        count[static_cast<size_t>(sample_token(logits, 0.5, 0, (i + 0.5) / draws))]++;
     double total = 0;
     for (float x : logits) total += std::exp(x / 0.5);
     for (size_t v = 0; v < 4; v++) EXPECT_NEAR(count[v] / draws, std::exp(logits[v] / 0.5) / total, 1e-4);
@@ -52,7 +52,8 @@ Options parse(std::vector<std::string> words, const nlohmann::json& saved = {}) 
     words.insert(words.begin(), "train");
     std::vector<char*> argv;
     for (std::string& w : words) argv.push_back(w.data());
-    return parse_options(static_cast<int>(argv.size()), argv.data(), [&](const std::string&) { return saved; });
+    return parse_options(static_cast<int>(argv.size()), argv.data(),
+                         [&](const std::string&) { return saved; });
 }
 std::string failure(const std::vector<std::string>& words) {
     try {

@@ -19,9 +19,9 @@ double gelu_slope(double x) { return (gelu(x + 1e-5) - gelu(x - 1e-5)) / 2e-5; }
 
 template <class T>
 void check(const Case& c) {
-    SCOPED_TRACE(testing::Message() << c.m << "x" << c.n << "x" << c.k << " ta" << c.transpose_a << " tb" << c.transpose_b
-                                    << " acc" << c.accumulate << " bias" << c.bias << " gelu" << c.gelu << " dgelu"
-                                    << c.gelu_input);
+    SCOPED_TRACE(testing::Message() << c.m << "x" << c.n << "x" << c.k << " ta" << c.transpose_a << " tb"
+                                    << c.transpose_b << " acc" << c.accumulate << " bias" << c.bias << " gelu"
+                                    << c.gelu << " dgelu" << c.gelu_input);
     const auto size = [](int64_t rows, int64_t columns) { return static_cast<size_t>(rows * columns); };
     const auto a = random_values<T>(size(c.m, c.k), 1, 1), b = random_values<T>(size(c.k, c.n), 1, 2);
     const auto bias = random_values<T>(size(1, c.n), 1, 3), x = random_values<T>(size(c.m, c.n), 1, 4);
@@ -43,7 +43,8 @@ void check(const Case& c) {
     DeviceArray<T> device_a(a), device_b(b), device_bias(bias), device_x(x), device_out(start);
     auto ta = device_a.tensor(c.transpose_a ? Shape{c.k, c.m} : Shape{c.m, c.k});
     auto tb = device_b.tensor(c.transpose_b ? Shape{c.n, c.k} : Shape{c.k, c.n});
-    auto out = device_out.tensor({c.m, c.n}), t_bias = device_bias.tensor({c.n}), t_x = device_x.tensor({c.m, c.n});
+    auto out = device_out.tensor({c.m, c.n}), t_bias = device_bias.tensor({c.n}),
+         t_x = device_x.tensor({c.m, c.n});
     MatmulOptions<T> options;
     options.transpose_a = c.transpose_a;
     options.transpose_b = c.transpose_b;
@@ -65,7 +66,8 @@ using Types = testing::Types<float, bf16>;
 TYPED_TEST_SUITE(Matmul, Types);
 
 TYPED_TEST(Matmul, EveryFormOfTheStep) {
-    const int64_t shapes[][3] = {{64, 192, 64}, {37, 72, 24}, {1, 256, 64}, {33, 5, 7}, {130, 128, 300}, {1, 1, 1}};
+    const int64_t shapes[][3] = {{64, 192, 64}, {37, 72, 24},    {1, 256, 64},
+                                 {33, 5, 7},    {130, 128, 300}, {1, 1, 1}};
     for (const auto& [m, n, k] : shapes) {
         check<TypeParam>({m, n, k, false, false, false, true, false, false});   // a linear layer
         check<TypeParam>({m, n, k, false, false, false, true, true, false});    // with GELU

@@ -135,6 +135,8 @@ class Gpt {
     void backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream);
     void backward_attention(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream);
     void backward_linear(TensorX& d_weight, TensorX& d_bias, const TensorX& in, const TensorX& d_out);
+    TensorX kept_or_normalized(TensorX& kept, const char* name, const TensorX& x, const TensorF& mean,
+                               const TensorF& rstd, const TensorX& weight, const TensorX& bias);
     void backward_norm(TensorX& d_stream, TensorX& d_weight, TensorX& d_bias, const TensorX& d_out,
                        const TensorX& x, const TensorF& mean, const TensorF& rstd, const TensorX& weight);
     TensorX forward_cached(const std::vector<int>& tokens, KvCache& cache);
@@ -295,6 +297,15 @@ void Gpt::backward_norm(TensorX& d_stream, TensorX& d_weight, TensorX& d_bias, c
     layernorm_backward(d_stream, d_weight, d_bias, scratch, d_out, x, mean, rstd, weight, stream_);
 }
 
+// A layernorm's output as forward kept it, or made again from the saved statistics: the same bits.
+TensorX Gpt::kept_or_normalized(TensorX& kept, const char* name, const TensorX& x, const TensorF& mean,
+                                const TensorF& rstd, const TensorX& weight, const TensorX& bias) {
+    if (kept) return std::move(kept);
+    TensorX out = take(name, x.shape());
+    layernorm_normalize(out, x, mean, rstd, weight, bias, stream_);
+    return out;
+}
+
 // The MLP half: d_stream, the gradient of the block's output, becomes that of a.middle.
 void Gpt::backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream) {
     TensorX gelu = std::move(a.gelu);
@@ -308,11 +319,8 @@ void Gpt::backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivation
     matmul(arena_, stream_, d_up, d_stream, w.down_weight, {.transpose_b = true, .gelu_input = &a.up});
     a.up.drop();
 
-    TensorX ln_2 = std::move(a.ln_2);
-    if (!ln_2) {
-        ln_2 = take("ln_2", a.middle.shape());
-        layernorm_normalize(ln_2, a.middle, a.ln_2_mean, a.ln_2_rstd, w.ln_2_weight, w.ln_2_bias, stream_);
-    }
+    TensorX ln_2 =
+        kept_or_normalized(a.ln_2, "ln_2", a.middle, a.ln_2_mean, a.ln_2_rstd, w.ln_2_weight, w.ln_2_bias);
     backward_linear(g.up_weight, g.up_bias, ln_2, d_up);
     ln_2.drop();
     TensorX d_ln_2 = take_gradient("d_ln_2", a.middle.shape());
@@ -342,11 +350,8 @@ void Gpt::backward_attention(const Block<floatX>& w, Block<floatX>& g, BlockActi
     a.lse.drop();
     a.qkv.drop();
 
-    TensorX ln_1 = std::move(a.ln_1);
-    if (!ln_1) {
-        ln_1 = take("ln_1", a.input.shape());
-        layernorm_normalize(ln_1, a.input, a.ln_1_mean, a.ln_1_rstd, w.ln_1_weight, w.ln_1_bias, stream_);
-    }
+    TensorX ln_1 =
+        kept_or_normalized(a.ln_1, "ln_1", a.input, a.ln_1_mean, a.ln_1_rstd, w.ln_1_weight, w.ln_1_bias);
     backward_linear(g.qkv_weight, g.qkv_bias, ln_1, d_qkv);
     ln_1.drop();
     TensorX d_ln_1 = take_gradient("d_ln_1", a.input.shape());
@@ -936,7 +941,7 @@ void Trainer::run() {
     auto is_time = [&](int64_t every) { return every > 0 && step > first_step_ && step % every == 0; };
     for (; step < o_.steps && !interrupted; step++) {
         if (val_data_ && is_time(o_.eval_every)) validate_and_log();
-        if (samples() && is_time(o_.sample_every)) sample(step);
+        if (is_time(o_.sample_every) && samples()) sample(step);
         if (is_time(o_.save_every)) save(step);
         train_step(step);
         if (step == first_step_)

@@ -197,7 +197,7 @@ void Gpt::attend(BlockActivations& a, TensorX& out, KvCache* cache, int layer, K
         in.kv_batch = in.keys * 2 * C;
     }
     if (keep.backward) a.lse = take_float("attention_lse", {B, config_.heads, T});
-    if (!arena_.rehearsing()) attention_forward(out.data(), a.lse.data(), in, stream_);
+    attention_forward(out.data(), a.lse.data(), in, stream_);
 }
 
 // One block. The residual stream enters as *stream + branch, not yet added, which the first layernorm adds on
@@ -341,9 +341,8 @@ void Gpt::backward_attention(const Block<floatX>& w, Block<floatX>& g, BlockActi
     TensorX d_qkv = take_gradient("d_qkv", a.qkv.shape());
     TensorF delta = take_float("attention_delta", a.lse.shape());
     floatX* d = d_qkv.data();
-    if (!arena_.rehearsing())
-        attention_backward(d, d + C, d + 2 * C, d_attention.data(), a.attention.data(), a.lse.data(),
-                           delta.data(), attention_of(a.qkv), stream_);
+    attention_backward(d, d + C, d + 2 * C, d_attention.data(), a.attention.data(), a.lse.data(),
+                       delta.data(), attention_of(a.qkv), stream_);
     delta.drop();
     d_attention.drop();
     a.attention.drop();

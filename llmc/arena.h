@@ -15,6 +15,7 @@
 
 #include "llmc/device.h"
 #include "llmc/tensor.h"
+#include "llmc/work.h"
 
 // What one take of the step was. Times count takes and releases from the start of the step; a tensor lives in
 // [born, dies).
@@ -37,6 +38,7 @@ struct Plan {
     size_t bytes = 0;                        // the room the placement takes: lower_bound or a little more
     size_t workspace = 0;                    // the largest scratch a library asked for
     std::vector<std::pair<int, int>> loops;  // where repeat() stood after a turn: takes, time
+    std::vector<Work> work;                  // the operations, in order
 };
 
 constexpr size_t kArenaAlignment = 256;
@@ -197,10 +199,12 @@ class Arena {
             ~Close() {
                 arena.plan_ = nullptr;
                 arena.rehearsing_ = simt::launches_off = false;
+                work_ledger = nullptr;
             }
         } close{*this};
         plan_ = &plan;
         rehearsing_ = simt::launches_off = rehearsing;
+        work_ledger = rehearsing ? &plan.work : nullptr;
         next_ = clock_ = loop_ = 0;
         live_.assign(plan.takes.size(), false);
         released_wrongly_ = -1;

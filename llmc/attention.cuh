@@ -15,6 +15,7 @@
 
 #include "llmc/attention_input.h"
 #include "llmc/mma.cuh"
+#include "llmc/work.h"
 #if !defined(SIMT_GPU) && SIMT_LANES == 1
 #include "llmc/attention_cpu.h"
 #endif
@@ -390,11 +391,22 @@ bool attention_vectors(const AttentionInput<T>& in, std::initializer_list<const 
     return all;
 }
 
+// Counts `products` matrix products of the causal half of queries x keys, and passes over arrays as large as
+// q.
+template <class T>
+void count_attention(const char* name, const AttentionInput<T>& in, int products, int passes) {
+    const double rows = static_cast<double>(in.batch) * in.heads * in.queries;
+    const double seen = in.keys - 0.5 * in.queries;  // keys, on average
+    count_work(name, 2.0 * rows * seen * in.head_size * products, rows * in.head_size * passes * sizeof(T));
+}
+
 // out (batch, queries, heads * head_size) and lse (batch, heads, queries), the logarithm of each row's sum of
 // exponentials, which backward needs; lse may be null.
 template <class T>
 void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream stream) {
     assert(in.queries <= in.keys);
+    count_attention("attention_forward", in, 2, 4);
+    if (simt::launches_off) return;
     if constexpr (kFastCpu) {
         attention_forward_on_cpu(out, lse, in, stream);
     } else {
@@ -414,6 +426,9 @@ template <class T>
 void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const float* lse, float* delta,
                         const AttentionInput<T>& in, Stream stream) {
     assert(in.queries == in.keys);
+    // On a GPU keys and queries each make the scores and their gradients.
+    count_attention("attention_backward", in, kFastCpu ? 5 : 7, 8);
+    if (simt::launches_off) return;
     const bool vectors = attention_vectors(in, {dq, dk, dv, dout, out});
     const dim3 row_blocks(ceil_div(int64_t{in.batch} * in.queries * in.heads, kBlockWarps));
     if (vectors && vector_fits<T>(in.head_size))

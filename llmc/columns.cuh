@@ -8,6 +8,7 @@
 
 #include "llmc/packed.h"
 #include "llmc/tensor.h"
+#include "llmc/work.h"
 
 // Calls f with the vector size that rows of C elements allow, as an integral constant.
 template <class T, class F>
@@ -121,6 +122,7 @@ struct BiasColumns {
 // dbias (C) += the column sums of dout (rows, C). scratch: column_sums_scratch(rows, C, 1).
 template <class T>
 void bias_backward(Tensor<T>& dbias, Tensor<float>& scratch, const Tensor<T>& dout, Stream stream) {
+    count_pass("bias_backward", dout);
     add_column_sums<T>(BiasColumns<T>{dout.data()}, {{dbias.data()}}, scratch, static_cast<int>(dout.rows()),
                        static_cast<int>(dout.columns()), stream);
 }

@@ -5,6 +5,7 @@
 
 #include "llmc/packed.h"
 #include "llmc/tensor.h"
+#include "llmc/work.h"
 
 // Columns from V to stride are padding of the vocabulary: no probability, zero gradient. A negative target is
 // ignored: no loss, zero gradient. `stride` is a multiple of the vector.
@@ -61,6 +62,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 template <class T>
 void cross_entropy_forward_backward(Tensor<T>& logits, Tensor<float>& losses, const Tensor<int>& targets,
                                     float scale, int V, Stream stream) {
+    count_pass("cross_entropy_forward_backward", logits, logits, logits);
     launch<cross_entropy_kernel<T, true>>(static_cast<unsigned>(logits.rows()), kBlockThreads, 0, stream,
                                           logits.data(), losses.data(), targets.data(), scale, V,
                                           static_cast<int>(logits.columns()));
@@ -70,6 +72,7 @@ void cross_entropy_forward_backward(Tensor<T>& logits, Tensor<float>& losses, co
 template <class T>
 void cross_entropy_forward(const Tensor<T>& logits, Tensor<float>& losses, const Tensor<int>& targets, int V,
                            Stream stream) {
+    count_pass("cross_entropy_forward", logits);
     launch<cross_entropy_kernel<T, false>>(static_cast<unsigned>(logits.rows()), kBlockThreads, 0, stream,
                                            logits.data(), losses.data(), targets.data(), 0.f, V,
                                            static_cast<int>(logits.columns()));
@@ -77,6 +80,7 @@ void cross_entropy_forward(const Tensor<T>& logits, Tensor<float>& losses, const
 
 // total (1) += scale * the sum of losses (rows).
 inline void add_losses(Tensor<float>& total, const Tensor<float>& losses, float scale, Stream stream) {
+    count_pass("add_losses", losses);
     launch<add_losses_kernel>(1, kBlockThreads, 0, stream, total.data(), losses.data(),
                               static_cast<int>(losses.size()), scale);
 }

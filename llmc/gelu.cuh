@@ -4,6 +4,7 @@
 
 #include "llmc/packed.h"
 #include "llmc/tensor.h"
+#include "llmc/work.h"
 
 constexpr float kGeluScale = 0.7978845608f;
 constexpr float kGeluCubic = 0.044715f;
@@ -41,6 +42,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 // out = gelu(x), elementwise; out may be x.
 template <class T>
 void gelu_forward(Tensor<T>& out, const Tensor<T>& x, Stream stream) {
+    count_pass("gelu_forward", out, x);
     launch<gelu_forward_kernel<T>>(elementwise_blocks<T>(x.size()), kBlockThreads, 0, stream, out.data(),
                                    x.data(), x.size());
 }
@@ -48,6 +50,7 @@ void gelu_forward(Tensor<T>& out, const Tensor<T>& x, Stream stream) {
 // dx = dout gelu'(x), elementwise; dx may be dout.
 template <class T>
 void gelu_backward(Tensor<T>& dx, const Tensor<T>& dout, const Tensor<T>& x, Stream stream) {
+    count_pass("gelu_backward", dx, dout, x);
     launch<gelu_backward_kernel<T>>(elementwise_blocks<T>(x.size()), kBlockThreads, 0, stream, dx.data(),
                                     dout.data(), x.data(), x.size());
 }

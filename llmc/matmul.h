@@ -24,6 +24,15 @@ template <class T>
 void matmul(Arena& arena, Stream stream, Tensor<T>& out, const Tensor<T>& a, const Tensor<T>& b,
             const MatmulOptions<T>& options = {});
 
+// A product's FLOPs, and the bytes of its operands.
+template <class T>
+void count_matmul(const MatmulShape& s, const MatmulOptions<T>& o) {
+    const int64_t elements =
+        s.m * s.k + s.k * s.n + s.m * s.n * (1 + o.accumulate + (o.gelu_input != nullptr));
+    count_work("matmul", 2.0 * static_cast<double>(s.m) * static_cast<double>(s.n) * static_cast<double>(s.k),
+               static_cast<double>(elements) * sizeof(T));
+}
+
 template <class T>
 MatmulShape matmul_shape(const Tensor<T>& out, const Tensor<T>& a, const Tensor<T>& b,
                          const MatmulOptions<T>& o) {
@@ -54,6 +63,7 @@ void matmul(Arena& arena, Stream stream, Tensor<T>& out, const Tensor<T>& a, con
                                 options.accumulate,
                                 options.bias != nullptr,
                                 options.gelu};
+    count_matmul(s, options);
     void* scratch = arena.workspace(onednn_scratch_bytes<T, T>(product));
     if (!simt::launches_off)
         onednn_matmul<T, T>(product, out.data(), a.data(), b.data(),

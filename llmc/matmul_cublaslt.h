@@ -106,6 +106,7 @@ void matmul(Arena& arena, Stream stream, Tensor<T>& out, const Tensor<T>& a, con
             const MatmulOptions<T>& options) {
     using namespace cublaslt;
     const MatmulShape s = matmul_shape(out, a, b, options);
+    count_matmul(s, options);
     void* workspace = arena.workspace(kCublasWorkspace);
     // The fused gradient wants rows of its input at 16-byte steps; other widths go through the kernel.
     const bool dgelu = options.gelu_input && s.n * static_cast<int64_t>(sizeof(T)) % 16 == 0;

@@ -1,0 +1,42 @@
+// split.h - an fp32 value in two parts: its rounding to bf16, and the next bits as a small signed difference.
+//
+// With 16 low bits the pair is the value exactly: a master copy of a bf16 weight in two bytes beside it. With
+// 4 it carries a running sum past bf16's rounding. The parts are those of the bit pattern, which grows with
+// the magnitude, so a carry from the low part runs on into bf16's exponent as it should.
+#pragma once
+
+#include <cstring>
+
+#include "llmc/simt.h"
+
+template <int kLowBits>
+struct Split {
+    static_assert(1 < kLowBits && kLowBits <= 16);
+    bf16 high;  // the nearest bf16, of two equally near ones that of larger magnitude
+    int low;    // in [-2^(kLowBits - 1), 2^(kLowBits - 1))
+};
+
+// x rounded to kLowBits more bits than bf16 has. Finite x.
+template <int kLowBits>
+SIMT_HOST_DEVICE Split<kLowBits> split(float x) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    if constexpr (kLowBits < 16) u = (u + (1u << (15 - kLowBits))) >> (16 - kLowBits);
+    const uint32_t high = (u + (1u << (kLowBits - 1))) >> kLowBits;
+    const uint16_t bits = static_cast<uint16_t>(high);
+    Split<kLowBits> s;
+    memcpy(&s.high, &bits, 2);
+    s.low = static_cast<int>(u - (high << kLowBits));
+    return s;
+}
+
+// The value whose parts these are.
+template <int kLowBits>
+SIMT_HOST_DEVICE float join(bf16 high, int low) {
+    uint16_t bits;
+    memcpy(&bits, &high, 2);
+    const uint32_t u = ((uint32_t{bits} << kLowBits) + static_cast<uint32_t>(low)) << (16 - kLowBits);
+    float x;
+    memcpy(&x, &u, 4);
+    return x;
+}

@@ -1,0 +1,28 @@
+// work.h - what the operations of a step cost: the FLOPs and the bytes that each launcher counts while the
+// step is rehearsed (arena.h).
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "llmc/device.h"
+
+// One launch or library call. Bytes are those read and written if every operand passes once.
+struct Work {
+    std::string range;  // where it stands: Range::path()
+    const char* name;
+    double flops, bytes;
+};
+
+// Where a rehearsal writes its operations down; null otherwise.
+inline std::vector<Work>* work_ledger = nullptr;
+
+inline void count_work(const char* name, double flops, double bytes) {
+    if (work_ledger) work_ledger->push_back({Range::path(), name, flops, bytes});
+}
+
+// The same for an operation that passes once over these tensors.
+template <class... Tensors>
+void count_pass(const char* name, const Tensors&... tensors) {
+    if (work_ledger) count_work(name, 0, (static_cast<double>(tensors.bytes()) + ...));
+}

@@ -18,7 +18,10 @@ struct Options {
     std::string schedule = "cosine";
     double weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, clip = 1.0;
     uint64_t seed = 1337;
+    bool clip_per_block = false;
     std::string recompute = "gelu";
+    int64_t head_rows = 256;
+    bool update_in_backward = false;
     bool plan = false, json = false;
     std::string log;
     int64_t eval_every = 0;
@@ -89,8 +92,17 @@ inline void declare_options(CLI::App& app, Options& o) {
         ->check(between(0.0, 1e30))
         ->group(optimizer);
 
-    app.add_option("--recompute", o.recompute, "what backward makes again; norm includes gelu")
-        ->check(CLI::IsMember({"none", "gelu", "norm"}))
+    app.add_flag("--clip-per-block", o.clip_per_block, "clip each block's gradient by its own norm")
+        ->group(optimizer);
+
+    app.add_option("--recompute", o.recompute, "what backward makes again, more from name to name")
+        ->check(CLI::IsMember({"none", "gelu", "norm", "ffn", "attention", "block"}))
+        ->group(memory);
+    app.add_option("--head-rows", o.head_rows, "rows of the batch with logits at a time; 0: all")
+        ->check(between(0, most))
+        ->group(memory);
+    app.add_flag("--update-in-backward", o.update_in_backward,
+                 "update each block as soon as its gradient is complete: no gradient of the model is held")
         ->group(memory);
     app.add_flag("--plan", o.plan, "print what every buffer takes, and stop")->group(memory);
     app.add_flag("--json", o.json, "the plan as JSON")->group(memory);
@@ -130,6 +142,15 @@ inline void check_options(const Options& o) {
     if (o.min_lr > o.lr) fail("--min-lr %g is above --lr %g", o.min_lr, o.lr);
     if (o.save_every > 0 && o.out.empty())
         fail("--save-every %lld needs --out DIR", static_cast<long long>(o.save_every));
+    if (o.update_in_backward && o.grad_accum > 1)
+        fail("--update-in-backward consumes gradients at once: it does not go with --grad-accum %d",
+             o.grad_accum);
+    if (o.update_in_backward && o.clip > 0 && !o.clip_per_block)
+        fail(
+            "--update-in-backward updates blocks before the gradient's norm is known: add --clip-per-block, "
+            "or "
+            "--clip 0 instead of %g",
+            o.clip);
     if (!o.val_data.empty() && o.data.empty()) fail("--val-data needs --data");
     if (int64_t{o.batch} * o.seq_len > (1 << 30))
         fail("--batch %d x --seq-len %d: more than 2^30 tokens in a micro-batch; use --grad-accum", o.batch,

@@ -7,11 +7,13 @@
 
 #include "llmc/device.h"
 
-// One launch or library call. Bytes are those read and written if every operand passes once.
+// A launch or library call, or several alike in a loop. Bytes are those read and written if every operand
+// passes once.
 struct Work {
     std::string range;  // where it stands: Range::path()
     const char* name;
-    double flops, bytes;
+    double flops, bytes;  // of all calls
+    double calls = 1;
 };
 
 // Where a rehearsal writes its operations down; null otherwise.

@@ -22,16 +22,14 @@ __global__ void __launch_bounds__(kBlockThreads)
         Packed<bf16, N> s = load<N>(sum + i);
         Packed<uint8_t, N / 2> l = load<N / 2>(low + i / 2);
         const Packed<float, N> t = load<N>(term + i);
+        // One loop a step, so that the CPU build takes each in vectors.
         int parts[N];
-        for (int k = 0; k < N / 2; k++) {
-            parts[k] = static_cast<int8_t>(l.v[k] << 4) >> 4;
-            parts[k + N / 2] = static_cast<int8_t>(l.v[k]) >> 4;
-        }
-        for (int k = 0; k < N; k++) {
-            const auto next = split<kWideSumBits>(join<kWideSumBits>(s.v[k], parts[k]) + t.v[k]);
-            s.v[k] = next.high;
-            parts[k] = next.low;
-        }
+        for (int k = 0; k < N / 2; k++) parts[k] = ((l.v[k] & 15) ^ 8) - 8;
+        for (int k = 0; k < N / 2; k++) parts[k + N / 2] = ((l.v[k] >> 4) ^ 8) - 8;
+        float x[N];
+        for (int k = 0; k < N; k++) x[k] = join<kWideSumBits>(s.v[k], parts[k]) + t.v[k];
+        for (int k = 0; k < N; k++) parts[k] = split<kWideSumBits>(x[k]).low;
+        for (int k = 0; k < N; k++) s.v[k] = split<kWideSumBits>(x[k]).high;
         for (int k = 0; k < N / 2; k++)
             l.v[k] = static_cast<uint8_t>((parts[k] & 15) | (parts[k + N / 2] << 4));
         store(sum + i, s);

@@ -195,12 +195,11 @@ struct Chain {
         }
         carried = levels[0].forward.end + levels[0].backward.end;
         for (const Level& k : levels) assert(k.forward.end + k.backward.end == carried);
-        auto for_a_while = [&](size_t k) {
-            return std::max(levels[k].forward.peak - levels[k].forward.end,
-                            middle.end + levels[k].backward.peak);
+        auto rank = [&](size_t k) {  // of equals the one that keeps least comes first
+            const Stretch &forward = levels[k].forward, &backward = levels[k].backward;
+            return std::pair(-std::max(forward.peak - forward.end, middle.end + backward.peak), forward.end);
         };
-        std::stable_sort(order.begin(), order.end(),
-                         [&](size_t a, size_t b) { return for_a_while(a) > for_a_while(b); });
+        std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return rank(a) < rank(b); });
     }
 };
 
@@ -270,7 +269,7 @@ inline std::vector<Mix> best_mixes(const std::vector<Profile>& profiles) {
         const int layers = profile.layers();
         assert(layers >= 1 && layers <= UINT16_MAX);
         const std::vector<Mix> rests = best_rests(chain, layers);
-        for (size_t first = 0; first < chain.levels.size(); first++) {
+        for (size_t first : chain.order) {
             const Chain::Level& level = chain.levels[first];
             of_first = rests;
             for (Mix& m : of_first) {

@@ -609,6 +609,14 @@ void on_interrupt(int) {
 const char* const kOwnText[] = {"README.md",  "train_gpt.cu", "llmc/*.h",
                                 "llmc/*.cuh", "test/*.cpp",   "dev/*.py"};
 
+// What --memory chooses among, beside the recompute levels of the layers.
+struct Setting {
+    int batch, grad_accum;
+    int64_t head_rows;
+};
+
+constexpr double kMiB = 1048576.0;
+
 // Everything a run needs, opened and checked in the order of its members, before any device memory is taken.
 class Trainer {
   public:
@@ -627,6 +635,13 @@ class Trainer {
     bool samples() const;
     int window() const;
     int64_t metrics_count() const { return 1 + static_cast<int64_t>(state_.layout.units().size()); }
+    void set_step(const std::vector<int>& levels);
+    void find_batch();
+    std::vector<Setting> settings() const;
+    void apply(const Setting& s);
+    std::vector<Profile> profiles(const std::vector<Setting>& settings);
+    void fit_memory();
+    Plan rehearse_training();
     MemoryReport make_report();
     void point_metrics(float* at);
     void check_reach() const;
@@ -659,6 +674,7 @@ class Trainer {
     bool norm_of_each_unit_;
     AdamW adamw_ = {};  // of the current step
     MemoryReport report_;
+    std::vector<MemoryChoice> choice_;  // with --memory: the configuration, and its neighbours
     Plan train_plan_, update_plan_, evaluate_plan_, sample_plan_, slide_plan_;
     DeviceBuffer metrics_memory_;
     TensorF loss_;   // (1), on the device
@@ -718,13 +734,143 @@ Trainer::Trainer(Options options)
         open_validation();
         check_reach();
     }
-    step_ = {o_.batch, o_.seq_len, o_.head_rows, {}};
-    for (const RecomputeLevel& level : kRecomputeLevels)
-        if (o_.recompute == level.name) step_.keep.assign(static_cast<size_t>(config_.layers), level.keep);
     if (o_.update_in_backward)
         consume_ = [this](int unit, const floatX* gradients) { update_unit(unit, gradients); };
     point_metrics(nullptr);
+    if (o_.batch == 0)
+        find_batch();
+    else if (!o_.memory.empty())
+        fit_memory();
+    set_step(parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute"));
     report_ = make_report();
+}
+
+// How a micro-batch runs by the options, with layer l at recompute level levels[l].
+void Trainer::set_step(const std::vector<int>& levels) {
+    step_ = {o_.batch, o_.seq_len, o_.head_rows, {}};
+    for (int level : levels) step_.keep.push_back(kRecomputeLevels[level].keep);
+}
+
+// --batch auto: the largest micro-batch whose plan fits --memory, or what the device has free.
+void Trainer::find_batch() {
+    const std::vector<int> levels =
+        parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
+    const size_t room =
+        o_.memory.empty() ? device_bytes_free() / 20 * 19 : parse_bytes(o_.memory, "--memory");
+    auto total = [&](int batch) {
+        o_.batch = batch;
+        set_step(levels);
+        return make_report().total();
+    };
+    const int64_t sequences =
+        data_ ? static_cast<int64_t>(SequenceLoader(*data_, o_.seq_len, o_.seed, true).sequences_per_epoch())
+              : INT32_MAX;
+    const int most = static_cast<int>(std::min<int64_t>(sequences, kMostTokens / o_.seq_len));
+    if (total(1) > room)
+        fail("--batch auto: a batch of 1 takes %.0f MiB and there are %.0f",
+             static_cast<double>(total(1)) / kMiB, static_cast<double>(room) / kMiB);
+    int fits = 1, fails = 2;
+    while (fails <= most && total(fails) <= room) fits = fails, fails *= 2;
+    fails = std::min(fails, most + 1);
+    while (fails - fits > 1) {
+        const int middle = fits + (fails - fits) / 2;
+        (total(middle) <= room ? fits : fails) = middle;
+    }
+    o_.batch = fits;
+    o_.given["--batch"] = {std::to_string(fits)};
+}
+
+// The settings that keep the tokens of a step and what the user gave.
+std::vector<Setting> Trainer::settings() const {
+    const int sequences = o_.batch * o_.grad_accum;
+    std::vector<Setting> all;
+    for (int batch = sequences; batch >= 1; batch--) {
+        if (sequences % batch || (o_.update_in_backward && batch < sequences)) continue;
+        std::vector<int64_t> rows = {0, 4096, 1024, 256, 64};
+        if (o_.has("--head-rows")) rows = {o_.head_rows};
+        for (int64_t r : rows)
+            if (r < int64_t{batch} * o_.seq_len) all.push_back({batch, sequences / batch, r});
+    }
+    return all;
+}
+
+void Trainer::apply(const Setting& s) {
+    o_.batch = s.batch;
+    o_.grad_accum = s.grad_accum;
+    o_.head_rows = s.head_rows;
+}
+
+// What each setting takes in memory and time, from rehearsals with all layers at one level. The rows of the
+// head change only what is between the blocks.
+std::vector<Profile> Trainer::profiles(const std::vector<Setting>& settings) {
+    const DeviceRates rates = nominal_rates<floatX>();
+    const size_t layers = static_cast<size_t>(config_.layers);
+    std::vector<Profile> all;
+    for (size_t i = 0; i < settings.size(); i++) {
+        apply(settings[i]);
+        set_step(std::vector<int>(layers, 0));
+        const MemoryReport report = make_report();
+        const std::vector<Segment> of_first = segments_of(report.train, rates);
+        const bool same_blocks = i > 0 && settings[i].batch == settings[i - 1].batch;
+        Profile p = same_blocks ? all.back() : Profile();
+        if (same_blocks) {
+            for (std::vector<Segment>& level : p.levels) level[layers].after = of_first[layers].after;
+        } else {
+            p.levels.push_back(of_first);
+            for (size_t level = 1; level < std::size(kRecomputeLevels); level++) {
+                set_step(std::vector<int>(layers, static_cast<int>(level)));
+                p.levels.push_back(segments_of(rehearse_training(), rates));
+            }
+        }
+        p.runs = o_.grad_accum;
+        p.fixed_bytes = report.total() - report.activations();
+        p.arena_floor = report.activations_of_others();
+        p.fixed_seconds = seconds_of(update_plan_.work, rates);
+        all.push_back(std::move(p));
+    }
+    return all;
+}
+
+// --memory: the fastest configuration whose plan fits, and what it was chosen over.
+void Trainer::fit_memory() {
+    const size_t budget = parse_bytes(o_.memory, "--memory");
+    const std::vector<Setting> all = settings();
+    auto take_up = [&](const Choice& c) {
+        apply(all[c.profile]);
+        o_.recompute = levels_text(c.levels, recompute_names());
+        set_step(c.levels);
+    };
+    const Solution s = solve(profiles(all), budget, [&](const Choice& c) {
+        take_up(c);
+        return make_report().total();
+    });
+    auto described = [&](const Choice& c) {
+        const Setting& setting = all[c.profile];
+        return MemoryChoice{levels_text(c.levels, recompute_names()),
+                            setting.head_rows,
+                            setting.batch,
+                            setting.grad_accum,
+                            c.exact,
+                            c.seconds,
+                            c.seconds / s.fastest.seconds - 1};
+    };
+    if (!s.chosen) {
+        take_up(s.least);
+        const auto [name, bytes] = make_report().largest();
+        fail("--memory %s: the least that this takes is %.1f MiB (%s), %.1f of it for %s", o_.memory.c_str(),
+             static_cast<double>(s.least.exact) / kMiB, described(s.least).text().c_str(),
+             static_cast<double>(bytes) / kMiB, name.c_str());
+    }
+    choice_ = {described(*s.chosen)};
+    if (s.next_cheaper) choice_.push_back(described(*s.next_cheaper));
+    if (s.next_smaller) choice_.push_back(described(*s.next_smaller));
+    take_up(*s.chosen);
+    // A save remembers the choice, not the budget: a resumed run shall run the same.
+    o_.given.erase("--memory");
+    o_.given["--recompute"] = {o_.recompute};
+    o_.given["--head-rows"] = {std::to_string(o_.head_rows)};
+    o_.given["--batch"] = {std::to_string(o_.batch)};
+    o_.given["--grad-accum"] = {std::to_string(o_.grad_accum)};
 }
 
 // Where the step leaves its loss and norms; nowhere, as long as it is only rehearsed.
@@ -773,7 +919,7 @@ void Trainer::check_reach() const {
     for (Dataset* d : {data_.get(), val_data_.get()})
         if (d) d->check_tokens(config_.vocabulary);
     const SequenceLoader loader(*data_, o_.seq_len, o_.seed, true);
-    if (loader.sequences_per_epoch() < static_cast<uint64_t>(o_.batch))
+    if (o_.batch > 0 && loader.sequences_per_epoch() < static_cast<uint64_t>(o_.batch))
         fail("--batch %d is more than the data's %llu sequences of %d tokens", o_.batch,
              static_cast<unsigned long long>(loader.sequences_per_epoch()), o_.seq_len);
     if (val_data_) SequenceLoader(*val_data_, o_.seq_len, o_.seed, false);
@@ -824,6 +970,10 @@ int Trainer::window() const {
     return std::min(config_.positions, std::max(trained, static_cast<int>(first_tokens().size()) + 1));
 }
 
+Plan Trainer::rehearse_training() {
+    return arena_.rehearse([&] { gpt_.forward_backward({}, step_, 1, loss_, consume_); });
+}
+
 // Rehearses every step that the run may take, and puts what they and the state need into one report.
 MemoryReport Trainer::make_report() {
     MemoryReport r;
@@ -834,6 +984,8 @@ MemoryReport Trainer::make_report() {
     r.parameters = state_.layout.count();
     r.batch = o_.batch;
     r.seq_len = o_.seq_len;
+    r.grad_accum = o_.grad_accum;
+    r.head_rows = o_.head_rows;
     const size_t n = static_cast<size_t>(state_.layout.size());
     auto buffer = [&](const char* name, const char* kind, const char* dtype, size_t element) {
         r.buffers.push_back({name, kind, std::to_string(n), {static_cast<int64_t>(n)}, dtype, n * element});
@@ -845,7 +997,7 @@ MemoryReport Trainer::make_report() {
         buffer("m", "optimizer_m", "fp32", 4);
         buffer("v", "optimizer_v", "fp32", 4);
         if (State<floatX>::kHasMaster) buffer("master", "master", "fp32", 4);
-        train_plan_ = arena_.rehearse([&] { gpt_.forward_backward(nothing, step_, 1, loss_, consume_); });
+        train_plan_ = rehearse_training();
         if (!consume_) {
             update_plan_ = arena_.rehearse([&] { update(); });
             r.others.emplace_back("the update", update_plan_);
@@ -873,6 +1025,10 @@ MemoryReport Trainer::make_report() {
         r.others.emplace_back("a sample's continuation", slide_plan_);
     }
     r.train = train_plan_;
+    const DeviceRates rates = nominal_rates<floatX>();
+    r.seconds = o_.grad_accum * seconds_of(train_plan_.work, rates) + seconds_of(update_plan_.work, rates);
+    r.budget = o_.memory;
+    r.choice = choice_;
     return r;
 }
 

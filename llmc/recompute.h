@@ -34,6 +34,18 @@ constexpr RecomputeLevel kRecomputeLevels[] = {
     {"block", {.gelu = false, .norm = false, .up = false, .qkv = false, .attention = false, .middle = false}},
 };
 
+inline std::vector<std::string> recompute_names() {
+    std::vector<std::string> names;
+    for (const RecomputeLevel& level : kRecomputeLevels) names.push_back(level.name);
+    return names;
+}
+
+inline std::string joined(const std::vector<std::string>& names, const char* between) {
+    std::string text;
+    for (const std::string& name : names) text += (text.empty() ? "" : between) + name;
+    return text;
+}
+
 // "block:4,norm:8" for the levels of twelve layers, from the first on; "norm" if all have that level.
 inline std::string levels_text(const std::vector<int>& levels, const std::vector<std::string>& names) {
     std::string text;
@@ -48,8 +60,7 @@ inline std::string levels_text(const std::vector<int>& levels, const std::vector
 // The levels by layer that such a text names. Fails, naming `option` and the text, on anything else.
 inline std::vector<int> parse_levels(const std::string& text, const std::vector<std::string>& names,
                                      int layers, const char* option) {
-    std::string known;
-    for (const std::string& name : names) known += (known.empty() ? "" : ", ") + name;
+    const std::string known = joined(names, ", ");
     std::vector<int> levels;
     int64_t sum = 0;
     for (size_t start = 0; start <= text.size();) {

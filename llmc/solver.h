@@ -49,6 +49,12 @@ inline double seconds_of(const Work& work, const DeviceRates& rates) {
     return std::max(work.flops / rates.flops, work.bytes / rates.bandwidth) + rates.latency * work.calls;
 }
 
+inline double seconds_of(const std::vector<Work>& work, const DeviceRates& rates) {
+    double seconds = 0;
+    for (const Work& w : work) seconds += seconds_of(w, rates);
+    return seconds;
+}
+
 // A part of the step: the most bytes that live in it and those that live after it, relative to those before.
 struct Stretch {
     int64_t peak = 0, end = 0;
@@ -164,7 +170,7 @@ struct Solution {
     std::optional<Choice> chosen;        // the fastest that fits; none if nothing does
     std::optional<Choice> next_cheaper;  // the smallest that is faster than the chosen one
     std::optional<Choice> next_smaller;  // the fastest that is smaller than the chosen one
-    Choice least;                        // the smallest of all
+    Choice least, fastest;               // the smallest and the fastest of all
 };
 
 constexpr size_t kMaxLevels = 8;
@@ -341,6 +347,7 @@ inline Solution solve(const std::vector<Profile>& profiles, size_t budget,
         }
     }
     s.least = choice(0);
+    s.fastest = choice_of(profiles, best.back());
     if (s.chosen && fits > 0) s.next_smaller = choice(fits - 1);
     if (s.chosen && fits + 1 < static_cast<ptrdiff_t>(best.size())) s.next_cheaper = choice(fits + 1);
     return s;

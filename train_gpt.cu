@@ -739,7 +739,7 @@ Trainer::Trainer(Options options)
     point_metrics(nullptr);
     if (o_.batch == 0)
         find_batch();
-    else if (!o_.memory.empty())
+    else if (o_.has("--memory"))
         fit_memory();
     set_step(parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute"));
     report_ = make_report();
@@ -756,7 +756,7 @@ void Trainer::find_batch() {
     const std::vector<int> levels =
         parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
     const size_t room =
-        o_.memory.empty() ? device_bytes_free() / 20 * 19 : parse_bytes(o_.memory, "--memory");
+        o_.has("--memory") ? parse_bytes(o_.memory, "--memory") : device_bytes_free() / 20 * 19;
     auto total = [&](int batch) {
         o_.batch = batch;
         set_step(levels);

@@ -164,7 +164,7 @@ inline void check_options(const Options& o) {
     if (o.min_lr > o.lr) fail("--min-lr %g is above --lr %g", o.min_lr, o.lr);
     if (o.save_every > 0 && o.out.empty())
         fail("--save-every %lld needs --out DIR", static_cast<long long>(o.save_every));
-    if (!o.memory.empty() && o.batch != 0 && o.has("--recompute"))
+    if (o.has("--memory") && o.batch != 0 && o.has("--recompute"))
         fail("--memory %s chooses what to recompute itself: leave --recompute %s out", o.memory.c_str(),
              o.recompute.c_str());
     if (o.update_in_backward && o.grad_accum > 1)
@@ -177,7 +177,7 @@ inline void check_options(const Options& o) {
             "--clip 0 instead of %g",
             o.clip);
     if (!o.val_data.empty() && o.data.empty()) fail("--val-data needs --data");
-    if (!o.memory.empty() && o.steps == 0)
+    if (o.has("--memory") && o.steps == 0)
         fail("--memory %s: there is nothing to choose without training, --steps 0", o.memory.c_str());
     if (int64_t{o.batch} * o.seq_len > kMostTokens)
         fail("--batch %d x --seq-len %d: more than 2^30 tokens in a micro-batch; use --grad-accum", o.batch,

@@ -78,10 +78,10 @@ struct MemoryReport {
 };
 
 inline nlohmann::ordered_json report_json(const MemoryReport& r) {
-    nlohmann::ordered_json j = {{"model", r.model},        {"parameters", r.parameters},
-                                {"device", r.device},      {"precision", r.precision},
-                                {"batch", r.batch},        {"seq_len", r.seq_len},
-                                {"recompute", r.recompute}};
+    nlohmann::ordered_json j = {
+        {"model", r.model},           {"parameters", r.parameters}, {"device", r.device},
+        {"precision", r.precision},   {"batch", r.batch},           {"seq_len", r.seq_len},
+        {"grad_accum", r.grad_accum}, {"head_rows", r.head_rows},   {"recompute", r.recompute}};
     auto& totals = j["totals"];
     for (const char* kind : {"weights", "gradients", "optimizer_m", "optimizer_v", "master"})
         totals[kind] = r.of_kind(kind);

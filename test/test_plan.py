@@ -7,7 +7,7 @@ import pytest
 from trainer_runs import make, write_text
 
 MIB = 1 << 20
-LEVELS = ["none", "gelu", "norm"]
+LEVELS = ["none", "gelu", "norm", "ffn", "attention", "block"]
 ELEMENT = {"fp32": 4, "bf16": 2, "int32": 4, "byte": 1}
 
 
@@ -33,8 +33,9 @@ def peak(buffers):
 
 def test_schema(train):
     plan = train.plan("--model", "d2", "--batch", 3, "--seq-len", 40, "--recompute", "norm")
-    assert list(plan) == ["model", "parameters", "device", "precision", "batch", "seq_len", "recompute", "totals",
-                          "activations_lower_bound", "peak_at", "buffers"]
+    assert list(plan) == ["model", "parameters", "device", "precision", "batch", "seq_len", "grad_accum",
+                          "head_rows", "recompute", "totals", "activations_lower_bound", "peak_at",
+                          "estimated_seconds", "buffers"]
     assert (plan["model"], plan["batch"], plan["seq_len"], plan["recompute"]) == ("d2", 3, 40, "norm")
     assert plan["device"] in ("cpu", "cuda") and plan["precision"] in ("fp32", "bf16")
     assert list(plan["totals"]) == ["weights", "gradients", "optimizer_m", "optimizer_v", "master", "activations",

@@ -13,7 +13,6 @@
 #include <memory>
 #include <optional>
 
-#include "llmc/adamw.cuh"
 #include "llmc/arena.h"
 #include "llmc/attention.cuh"
 #include "llmc/checkpoint.h"
@@ -21,8 +20,10 @@
 #include "llmc/cross_entropy.cuh"
 #include "llmc/dataset.h"
 #include "llmc/embedding.cuh"
+#include "llmc/global_norm.cuh"
 #include "llmc/layernorm.cuh"
 #include "llmc/matmul.h"
+#include "llmc/optimizer.cuh"
 #include "llmc/options.h"
 #include "llmc/report.h"
 #include "llmc/sampler.h"
@@ -535,6 +536,19 @@ class Trainer {
     std::unique_ptr<FILE, int (*)(FILE*)> log_{nullptr, fclose};
 };
 
+// What a run keeps from step to step. Fails where this build's weights have no use for what was asked.
+StateOptions state_options(const Options& o) {
+    if (std::is_same_v<floatX, float> && o.master != "fp32")
+        fail("--master %s completes bf16 weights, and this build's are fp32: make PRECISION=bf16",
+             o.master.c_str());
+    return {.training = o.steps > 0,
+            .gradients = true,
+            .optimizer = named<Optimizer>(kOptimizerNames, o.optimizer),
+            .master = named<Master>(kMasterNames, o.master),
+            .m = named<Moment>(kMomentNames, o.adam_m),
+            .v = named<Moment>(kMomentNames, o.adam_v)};
+}
+
 bool is_depth(const std::string& model) {
     return model.size() >= 2 && model.size() <= 5 && model[0] == 'd' &&
            model.find_first_not_of("0123456789", 1) == std::string::npos;
@@ -574,7 +588,7 @@ Trainer::Trainer(Options options)
       data_(open_training_data()),
       config_(choose_config()),
       tokenizer_(open_tokenizer()),
-      state_(config_),
+      state_(config_, state_options(o_)),
       gpt_(arena_, stream_, state_),
       keep_(keep_of(o_.recompute)) {
     if (!o_.has("--seq-len")) o_.seq_len = std::min(o_.seq_len, config_.positions);
@@ -688,18 +702,11 @@ MemoryReport Trainer::make_report() {
     r.parameters = state_.layout.count();
     r.batch = o_.batch;
     r.seq_len = o_.seq_len;
-    const size_t n = static_cast<size_t>(state_.layout.size());
-    auto buffer = [&](const char* name, const char* kind, const char* dtype, size_t element) {
-        r.buffers.push_back({name, kind, std::to_string(n), {static_cast<int64_t>(n)}, dtype, n * element});
-    };
+    for (const StateBuffer& b : state_.buffers())
+        r.buffers.push_back({b.name, b.kind, std::to_string(b.elements), {b.elements}, b.dtype, b.bytes()});
     const Batch nothing;
     TensorF loss(nullptr, {1});
-    buffer("weights", "weights", dtype_name<floatX>(), sizeof(floatX));
     if (o_.steps > 0) {
-        buffer("gradients", "gradients", dtype_name<floatX>(), sizeof(floatX));
-        buffer("m", "optimizer_m", "fp32", 4);
-        buffer("v", "optimizer_v", "fp32", 4);
-        if (State<floatX>::kHasMaster) buffer("master", "master", "fp32", 4);
         train_plan_ =
             arena_.rehearse([&] { gpt_.forward_backward(nothing, o_.batch, o_.seq_len, keep_, 1, loss); });
         update_plan_ = arena_.rehearse([&] { gpt_.gradient_norm(nullptr, loss); });
@@ -755,7 +762,7 @@ void Trainer::prepare() {
     float* metrics = reinterpret_cast<float*>(metrics_memory_.data());
     loss_ = TensorF(metrics, {1});
     norm_ = TensorF(metrics + 1, {1});
-    state_.allocate(o_.steps > 0);
+    state_.allocate();
     gpt_.bind(state_);
     load();
     if (!o_.log.empty()) {
@@ -816,15 +823,16 @@ void Trainer::train_step(int64_t step) {
     const double rate = learning_rate(o_.schedule, step, o_.steps, o_.warmup, o_.lr, o_.min_lr);
     {
         Range update("update");
-        const AdamW adamw{
-            static_cast<float>(rate),   static_cast<float>(o_.beta1),        static_cast<float>(o_.beta2),
-            static_cast<float>(o_.eps), static_cast<float>(o_.weight_decay), static_cast<float>(o_.clip),
-            static_cast<int>(step + 1)};
+        const OptimizerStep optimizer{.lr = static_cast<float>(rate),
+                                      .beta1 = static_cast<float>(o_.beta1),
+                                      .beta2 = static_cast<float>(o_.beta2),
+                                      .epsilon = static_cast<float>(o_.eps),
+                                      .weight_decay = static_cast<float>(o_.weight_decay),
+                                      .clip = static_cast<float>(o_.clip),
+                                      .step = static_cast<int>(step + 1),
+                                      .seed = o_.seed};
         for (const Unit& u : state_.layout.units())
-            adamw_update(adamw, state_.weights() + u.offset,
-                         state_.master() ? state_.master() + u.offset : nullptr,
-                         state_.gradients() + u.offset, state_.m() + u.offset, state_.v() + u.offset, norm_,
-                         u.decayed, u.size, stream_);
+            optimizer_update(optimizer, state_, u, state_.gradients() + u.offset, norm_, stream_);
     }
     const double loss = read_metric(0), norm = read_metric(1);
     if (!std::isfinite(loss) || !std::isfinite(norm))

@@ -18,6 +18,7 @@ struct Options {
     std::string schedule = "cosine";
     double weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, clip = 1.0;
     uint64_t seed = 1337;
+    std::string optimizer = "adamw", master = "fp32", adam_m = "fp32", adam_v = "fp32";
     std::string recompute = "gelu";
     bool plan = false, json = false;
     std::string log;
@@ -89,6 +90,19 @@ inline void declare_options(CLI::App& app, Options& o) {
         ->check(between(0.0, 1e30))
         ->group(optimizer);
 
+    app.add_option("--optimizer", o.optimizer, "sgd: without momentum, and without state")
+        ->check(CLI::IsMember({"adamw", "sgd"}))
+        ->group(optimizer);
+
+    app.add_option("--master", o.master, "what completes bf16 weights; split: the same in half the bytes")
+        ->check(CLI::IsMember({"fp32", "split", "none"}))
+        ->group(memory);
+    app.add_option("--adam-m", o.adam_m, "how AdamW's first moments are kept")
+        ->check(CLI::IsMember({"fp32", "bf16", "8bit"}))
+        ->group(memory);
+    app.add_option("--adam-v", o.adam_v, "the same of its second moments")
+        ->check(CLI::IsMember({"fp32", "bf16", "8bit"}))
+        ->group(memory);
     app.add_option("--recompute", o.recompute, "what backward makes again; norm includes gelu")
         ->check(CLI::IsMember({"none", "gelu", "norm"}))
         ->group(memory);
@@ -127,6 +141,9 @@ inline void declare_options(CLI::App& app, Options& o) {
 // Fails when options that are each in range do not go together.
 inline void check_options(const Options& o) {
     if (o.json && !o.plan) fail("--json is the format of --plan; for a training's figures use --log FILE");
+    for (const char* moments : {"--adam-m", "--adam-v"})
+        if (o.optimizer == "sgd" && o.has(moments))
+            fail("%s is AdamW's, and --optimizer sgd keeps no moments", moments);
     if (o.min_lr > o.lr) fail("--min-lr %g is above --lr %g", o.min_lr, o.lr);
     if (o.save_every > 0 && o.out.empty())
         fail("--save-every %lld needs --out DIR", static_cast<long long>(o.save_every));

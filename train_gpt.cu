@@ -14,7 +14,6 @@
 #include <memory>
 #include <optional>
 
-#include "llmc/adamw.cuh"
 #include "llmc/arena.h"
 #include "llmc/attention.cuh"
 #include "llmc/checkpoint.h"
@@ -22,8 +21,10 @@
 #include "llmc/cross_entropy.cuh"
 #include "llmc/dataset.h"
 #include "llmc/embedding.cuh"
+#include "llmc/global_norm.cuh"
 #include "llmc/layernorm.cuh"
 #include "llmc/matmul.h"
+#include "llmc/optimizer.cuh"
 #include "llmc/options.h"
 #include "llmc/recompute.h"
 #include "llmc/report.h"
@@ -613,6 +614,7 @@ const char* const kOwnText[] = {"README.md",  "train_gpt.cu", "llmc/*.h",
 struct Setting {
     int batch, grad_accum;
     int64_t head_rows;
+    std::string master, adam_m, adam_v;
 };
 
 constexpr double kMiB = 1048576.0;
@@ -637,9 +639,10 @@ class Trainer {
     int64_t metrics_count() const { return 1 + static_cast<int64_t>(state_.layout.units().size()); }
     void set_step(const std::vector<int>& levels);
     void find_batch();
-    std::vector<Setting> settings() const;
+    std::vector<Setting> formats() const;
+    std::vector<Setting> settings(Setting s) const;
     void apply(const Setting& s);
-    std::vector<Profile> profiles(const std::vector<Setting>& settings);
+    std::vector<Profile> profiles_of(const std::vector<Setting>& settings);
     void fit_memory();
     Plan rehearse_training();
     MemoryReport make_report();
@@ -672,7 +675,7 @@ class Trainer {
     StepOptions step_;
     Gpt::Consume consume_;  // with --update-in-backward
     bool norm_of_each_unit_;
-    AdamW adamw_ = {};  // of the current step
+    OptimizerStep optimizer_ = {};  // of the current step
     MemoryReport report_;
     std::vector<MemoryChoice> choice_;  // with --memory: the configuration, and its neighbours
     Plan train_plan_, update_plan_, evaluate_plan_, sample_plan_, slide_plan_;
@@ -684,6 +687,19 @@ class Trainer {
     double peak_flops_ = 0, seconds_per_step_ = 0;
     std::unique_ptr<FILE, int (*)(FILE*)> log_{nullptr, fclose};
 };
+
+// What a run keeps from step to step. Fails where this build's weights have no use for what was asked.
+StateOptions state_options(const Options& o) {
+    if (std::is_same_v<floatX, float> && o.master != "fp32")
+        fail("--master %s completes bf16 weights, and this build's are fp32: make PRECISION=bf16",
+             o.master.c_str());
+    return {.training = o.steps > 0,
+            .gradients = !o.update_in_backward,
+            .optimizer = named<Optimizer>(kOptimizerNames, o.optimizer),
+            .master = named<Master>(kMasterNames, o.master),
+            .m = named<Moment>(kMomentNames, o.adam_m),
+            .v = named<Moment>(kMomentNames, o.adam_v)};
+}
 
 bool is_depth(const std::string& model) {
     return model.size() >= 2 && model.size() <= 5 && model[0] == 'd' &&
@@ -724,7 +740,7 @@ Trainer::Trainer(Options options)
       data_(open_training_data()),
       config_(choose_config()),
       tokenizer_(open_tokenizer()),
-      state_(config_),
+      state_(config_, state_options(o_)),
       gpt_(arena_, stream_, state_),
       norm_of_each_unit_(o_.clip_per_block || o_.update_in_backward) {
     if (!o_.has("--seq-len")) o_.seq_len = std::min(o_.seq_len, config_.positions);
@@ -780,8 +796,26 @@ void Trainer::find_batch() {
     o_.given["--batch"] = {std::to_string(fits)};
 }
 
-// The settings that keep the tokens of a step and what the user gave.
-std::vector<Setting> Trainer::settings() const {
+// The formats of the state that --memory may choose: the one there is, and smaller ones where that is
+// allowed.
+std::vector<Setting> Trainer::formats() const {
+    Setting smaller{0, 0, 0, o_.master, o_.adam_m, o_.adam_v};
+    std::vector<Setting> all = {smaller};
+    if (!o_.allow_8bit) return all;
+    if (std::is_same_v<floatX, bf16> && !o_.has("--master")) {
+        smaller.master = "split";
+        all.push_back(smaller);
+    }
+    if (o_.optimizer == "adamw") {
+        if (!o_.has("--adam-m")) smaller.adam_m = "8bit";
+        if (!o_.has("--adam-v")) smaller.adam_v = "8bit";
+        all.push_back(smaller);
+    }
+    return all;
+}
+
+// The settings of one format that keep the tokens of a step and what the user gave.
+std::vector<Setting> Trainer::settings(Setting s) const {
     const int sequences = o_.batch * o_.grad_accum;
     std::vector<Setting> all;
     for (int batch = sequences; batch >= 1; batch--) {
@@ -789,7 +823,10 @@ std::vector<Setting> Trainer::settings() const {
         std::vector<int64_t> rows = {0, 4096, 1024, 256, 64};
         if (o_.has("--head-rows")) rows = {o_.head_rows};
         for (int64_t r : rows)
-            if (r < int64_t{batch} * o_.seq_len) all.push_back({batch, sequences / batch, r});
+            if (r == 0 || o_.has("--head-rows") || r < int64_t{batch} * o_.seq_len) {
+                s.batch = batch, s.grad_accum = sequences / batch, s.head_rows = r;
+                all.push_back(s);
+            }
     }
     return all;
 }
@@ -798,11 +835,13 @@ void Trainer::apply(const Setting& s) {
     o_.batch = s.batch;
     o_.grad_accum = s.grad_accum;
     o_.head_rows = s.head_rows;
+    o_.master = s.master, o_.adam_m = s.adam_m, o_.adam_v = s.adam_v;
+    state_.choose(state_options(o_));
 }
 
 // What each setting takes in memory and time, from rehearsals with all layers at one level. The rows of the
 // head change only what is between the blocks.
-std::vector<Profile> Trainer::profiles(const std::vector<Setting>& settings) {
+std::vector<Profile> Trainer::profiles_of(const std::vector<Setting>& settings) {
     const DeviceRates rates = nominal_rates<floatX>();
     const size_t layers = static_cast<size_t>(config_.layers);
     std::vector<Profile> all;
@@ -811,7 +850,10 @@ std::vector<Profile> Trainer::profiles(const std::vector<Setting>& settings) {
         set_step(std::vector<int>(layers, 0));
         const MemoryReport report = make_report();
         const std::vector<Segment> of_first = segments_of(report.train, rates);
-        const bool same_blocks = i > 0 && settings[i].batch == settings[i - 1].batch;
+        const bool same_blocks = i > 0 && settings[i].batch == settings[i - 1].batch &&
+                                 settings[i].master == settings[i - 1].master &&
+                                 settings[i].adam_m == settings[i - 1].adam_m &&
+                                 settings[i].adam_v == settings[i - 1].adam_v;
         Profile p = same_blocks ? all.back() : Profile();
         if (same_blocks) {
             for (std::vector<Segment>& level : p.levels) level[layers].after = of_first[layers].after;
@@ -834,19 +876,37 @@ std::vector<Profile> Trainer::profiles(const std::vector<Setting>& settings) {
 // --memory: the fastest configuration whose plan fits, and what it was chosen over.
 void Trainer::fit_memory() {
     const size_t budget = parse_bytes(o_.memory, "--memory");
-    const std::vector<Setting> all = settings();
+    std::vector<Setting> all;
+    size_t first_format = 0;  // settings of the format there is
+    for (const Setting& format : formats()) {
+        const std::vector<Setting> more = settings(format);
+        all.insert(all.end(), more.begin(), more.end());
+        if (!first_format) first_format = more.size();
+    }
     auto take_up = [&](const Choice& c) {
         apply(all[c.profile]);
         o_.recompute = levels_text(c.levels, recompute_names());
         set_step(c.levels);
     };
-    const Solution s = solve(profiles(all), budget, [&](const Choice& c) {
+    auto exact_total = [&](const Choice& c) {
         take_up(c);
         return make_report().total();
-    });
+    };
+    std::vector<Profile> profiles = profiles_of(all);
+    Solution s = solve(profiles, budget, exact_total);
+    if (first_format < all.size()) {  // a smaller format must be worth at least a percent
+        profiles.resize(first_format);
+        Solution same = solve(profiles, budget, exact_total);
+        if (same.chosen && same.chosen->seconds < 1.01 * s.chosen->seconds) s = same;
+    }
     auto described = [&](const Choice& c) {
         const Setting& setting = all[c.profile];
+        std::string formats;
+        if (setting.master != all[0].master) formats += " --master " + setting.master;
+        if (setting.adam_m != all[0].adam_m) formats += " --adam-m " + setting.adam_m;
+        if (setting.adam_v != all[0].adam_v) formats += " --adam-v " + setting.adam_v;
         return MemoryChoice{levels_text(c.levels, recompute_names()),
+                            formats,
                             setting.head_rows,
                             setting.batch,
                             setting.grad_accum,
@@ -871,6 +931,10 @@ void Trainer::fit_memory() {
     o_.given["--head-rows"] = {std::to_string(o_.head_rows)};
     o_.given["--batch"] = {std::to_string(o_.batch)};
     o_.given["--grad-accum"] = {std::to_string(o_.grad_accum)};
+    if (o_.allow_8bit) o_.given["--master"] = {o_.master};
+    if (o_.allow_8bit && o_.optimizer == "adamw")
+        o_.given["--adam-m"] = {o_.adam_m}, o_.given["--adam-v"] = {o_.adam_v};
+    o_.given.erase("--allow-8bit");
 }
 
 // Where the step leaves its loss and norms; nowhere, as long as it is only rehearsed.
@@ -986,17 +1050,9 @@ MemoryReport Trainer::make_report() {
     r.seq_len = o_.seq_len;
     r.grad_accum = o_.grad_accum;
     r.head_rows = o_.head_rows;
-    const size_t n = static_cast<size_t>(state_.layout.size());
-    auto buffer = [&](const char* name, const char* kind, const char* dtype, size_t element) {
-        r.buffers.push_back({name, kind, std::to_string(n), {static_cast<int64_t>(n)}, dtype, n * element});
-    };
-    const Batch nothing;
-    buffer("weights", "weights", dtype_name<floatX>(), sizeof(floatX));
+    for (const StateBuffer& b : state_.buffers())
+        r.buffers.push_back({b.name, b.kind, std::to_string(b.elements), {b.elements}, b.dtype, b.bytes()});
     if (o_.steps > 0) {
-        if (!consume_) buffer("gradients", "gradients", dtype_name<floatX>(), sizeof(floatX));
-        buffer("m", "optimizer_m", "fp32", 4);
-        buffer("v", "optimizer_v", "fp32", 4);
-        if (State<floatX>::kHasMaster) buffer("master", "master", "fp32", 4);
         train_plan_ = rehearse_training();
         if (!consume_) {
             update_plan_ = arena_.rehearse([&] { update(); });
@@ -1011,7 +1067,7 @@ MemoryReport Trainer::make_report() {
                          "fp32",
                          static_cast<size_t>(metrics) * sizeof(float)});
     if (val_data_) {
-        evaluate_plan_ = arena_.rehearse([&] { gpt_.evaluate(nothing, step_, 1, loss_); });
+        evaluate_plan_ = arena_.rehearse([&] { gpt_.evaluate({}, step_, 1, loss_); });
         r.others.emplace_back("validation", evaluate_plan_);
     }
     if (samples()) {
@@ -1061,7 +1117,7 @@ void Trainer::prepare() {
     arena_.allocate({&train_plan_, &update_plan_, &evaluate_plan_, &sample_plan_, &slide_plan_});
     metrics_memory_ = DeviceBuffer(static_cast<size_t>(metrics_count()) * sizeof(float), "the metrics");
     point_metrics(reinterpret_cast<float*>(metrics_memory_.data()));
-    state_.allocate(o_.steps > 0, !consume_);
+    state_.allocate();
     gpt_.bind();
     load();
     if (!o_.log.empty()) {
@@ -1123,8 +1179,7 @@ void Trainer::update_unit(int unit, const floatX* gradients) {
     const Unit& u = state_.layout.units()[static_cast<size_t>(unit)];
     TensorF norm = norm_of_each_unit_ ? norms_.rows_at(unit, 1) : norms_.rows_at(0, 1);
     if (norm_of_each_unit_) measure_norm(gradients, u.size, norm);
-    adamw_update(adamw_, state_.weights() + u.offset, state_.master() ? state_.master() + u.offset : nullptr,
-                 gradients, state_.m() + u.offset, state_.v() + u.offset, norm, u.decayed, u.size, stream_);
+    optimizer_update(optimizer_, state_, u, gradients, norm, stream_);
 }
 
 void Trainer::update() {
@@ -1142,9 +1197,14 @@ void Trainer::train_step(int64_t step) {
     const float loss_scale = 1.f / (static_cast<float>(o_.batch) * static_cast<float>(o_.seq_len) *
                                     static_cast<float>(o_.grad_accum));
     const double rate = learning_rate(o_.schedule, step, o_.steps, o_.warmup, o_.lr, o_.min_lr);
-    adamw_ = {static_cast<float>(rate),   static_cast<float>(o_.beta1),        static_cast<float>(o_.beta2),
-              static_cast<float>(o_.eps), static_cast<float>(o_.weight_decay), static_cast<float>(o_.clip),
-              static_cast<int>(step + 1)};
+    optimizer_ = {.lr = static_cast<float>(rate),
+                  .beta1 = static_cast<float>(o_.beta1),
+                  .beta2 = static_cast<float>(o_.beta2),
+                  .epsilon = static_cast<float>(o_.eps),
+                  .weight_decay = static_cast<float>(o_.weight_decay),
+                  .clip = static_cast<float>(o_.clip),
+                  .step = static_cast<int>(step + 1),
+                  .seed = o_.seed};
     device_fill(loss_.data(), 0, sizeof(float), stream_);
     if (!consume_)
         device_fill(state_.gradients(), 0, static_cast<size_t>(state_.layout.size()) * sizeof(floatX),

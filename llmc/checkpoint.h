@@ -36,6 +36,7 @@ struct Progress {
     int64_t sequences = 0;  // sequences of the training data read
     std::string precision;  // of the build that saved: "fp32" or "bf16"; save_checkpoint() fills it in
     nlohmann::json options = nlohmann::json::object();  // the run's, for the resumed run to compare
+    std::string formats = {};  // StateOptions::text() of what was saved; save_checkpoint() fills it in
 };
 
 // Host copies of device memory hold at most this many elements.
@@ -52,33 +53,51 @@ inline std::vector<int64_t> file_shape(const Parameter& p) {
     return {p.shape.dims, p.shape.dims + p.shape.count};
 }
 
-// The dtype of a file's tensors that have a buffer's bits.
-template <class E>
-constexpr FileType kFileType = std::is_same_v<E, float> ? FileType::F32 : FileType::BF16;
+// A buffer's tensor of one parameter in a file: its shape there, and its elements in the buffer.
+inline std::vector<int64_t> file_shape(const StateBuffer& b, const Parameter& p) {
+    return b.span == 1 ? file_shape(p) : std::vector<int64_t>{ceil_div(p.shape.size(), b.span)};
+}
+inline int64_t file_elements(const StateBuffer& b, const Parameter& p) {
+    return ceil_div(p.shape.size(), b.span);
+}
+inline FileType file_type(const StateBuffer& b) {
+    const std::string dtype = b.dtype;
+    if (dtype == dtype_name<float>()) return FileType::F32;
+    if (dtype == dtype_name<bf16>()) return FileType::BF16;
+    return dtype == dtype_name<int16_t>() ? FileType::I16 : FileType::U8;
+}
 
-// Buffers of all parameters that one file holds, each with the prefix of its tensors' names there.
-template <class E>
-using Buffers = std::vector<std::pair<std::string, E*>>;
+// The buffers that one file holds, the widest elements first, so that all tensors in it are aligned.
+using Buffers = std::vector<const StateBuffer*>;
 
 template <class T>
-Buffers<T> weight_buffers(const State<T>& state) {
-    return {{"transformer.", state.weights()}};
+Buffers weight_buffers(const State<T>& state) {
+    return {state.find(StatePart::Weights)};
 }
 template <class T>
-Buffers<float> training_buffers(const State<T>& state) {
-    assert(state.m() && state.v());
-    Buffers<float> buffers = {{"m.", state.m()}, {"v.", state.v()}};
-    if (state.master()) buffers.emplace_back("master.", state.master());
+Buffers training_buffers(const State<T>& state) {
+    Buffers buffers;
+    for (const StateBuffer& b : state.buffers())
+        if (b.prefix && b.part != StatePart::Weights) buffers.push_back(&b);
+    std::stable_sort(buffers.begin(), buffers.end(),
+                     [](const StateBuffer* a, const StateBuffer* b) { return a->width > b->width; });
     return buffers;
 }
 
-// Sets the weights from element `at` on to fp32 values: rounded in the weights, in full in the master copy.
+// Sets the weights from element `at` on to fp32 values: rounded in the weights as an update rounds what its
+// master holds, and what rounding drops in the master.
 template <class T>
 void put_weights(State<T>& state, int64_t at, const std::vector<float>& values) {
-    std::vector<T> rounded(values.size());
-    for (size_t i = 0; i < values.size(); i++) rounded[i] = from_float<T>(values[i]);
-    copy_to_device(state.weights() + at, rounded.data(), rounded.size() * sizeof(T), {});
-    if (state.master()) copy_to_device(state.master() + at, values.data(), values.size() * sizeof(float), {});
+    const auto put = [&](auto element, void* device) {
+        std::vector<decltype(element(0.f))> host(values.size());
+        for (size_t i = 0; i < values.size(); i++) host[i] = element(values[i]);
+        copy_to_device(device, host.data(), host.size() * sizeof host[0], {});
+    };
+    put([](float x) { return narrow_master<T>(x); }, state.template data<void>(StatePart::Weights, at));
+    void* master = state.template data<void>(StatePart::Master, at);
+    if (master && state.options.master == Master::Fp32) put([](float x) { return x; }, master);
+    if (master && state.options.master == Master::Split)
+        put([](float x) { return static_cast<int16_t>(split<16>(x).low); }, master);
 }
 
 // The sizes of the model in a folder. Fails when there is no folder or no config.json in it, or when that is
@@ -192,20 +211,20 @@ inline int64_t step_of(const std::string& name) {
     return std::sscanf(name.c_str(), "step-%18lld", &step) == 1 && step_name(step) == name ? step : -1;
 }
 
-// Writes the buffers' tensors, without their padding, in their own precision.
-template <class E>
-void write_tensors(const std::string& path, const Layout& layout, const Buffers<E>& buffers) {
+// Writes the buffers' tensors, without their padding, as they are in memory.
+inline void write_tensors(const std::string& path, const Layout& layout, const Buffers& buffers) {
     SafetensorsWriter file(path);
-    for (const auto& [prefix, buffer] : buffers)
+    for (const StateBuffer* b : buffers)
         for (const Parameter& p : layout.parameters())
-            file.declare(prefix + p.name, kFileType<E>, file_shape(p));
-    std::vector<E> host(static_cast<size_t>(std::min(layout.size(), kChunkElements)));
-    for (const auto& [prefix, buffer] : buffers) {
+            file.declare(b->prefix + p.name, file_type(*b), file_shape(*b, p));
+    std::vector<char> host;
+    for (const StateBuffer* b : buffers) {
         for (const Parameter& p : layout.parameters()) {
-            for_each_chunk(p.shape.size(), [&, from = buffer + p.offset](int64_t first, int64_t count) {
-                const size_t bytes = static_cast<size_t>(count) * sizeof(E);
-                copy_to_host(host.data(), from + first, bytes, {});
-                file.append(host.data(), bytes);
+            const char* from = b->at(p.offset);
+            for_each_chunk(file_elements(*b, p), [&](int64_t first, int64_t count) {
+                host.resize(static_cast<size_t>(count) * b->width);
+                copy_to_host(host.data(), from + static_cast<size_t>(first) * b->width, host.size(), {});
+                file.append(host.data(), host.size());
             });
         }
     }
@@ -214,20 +233,19 @@ void write_tensors(const std::string& path, const Layout& layout, const Buffers<
 
 // Reads what write_tensors() wrote, bit for bit. Fails naming the first tensor that a file of another model
 // has otherwise.
-template <class E>
-void read_tensors(const std::string& path, const Layout& layout, const Buffers<E>& buffers) {
+inline void read_tensors(const std::string& path, const Layout& layout, const Buffers& buffers) {
     const SafetensorsFile file(path);
-    const std::string wanted = file_type_info(kFileType<E>).name;
     std::set<std::string> names;
-    for (const auto& [prefix, buffer] : buffers) {
+    for (const StateBuffer* b : buffers) {
+        const std::string wanted = file_type_info(file_type(*b)).name;
         for (const Parameter& p : layout.parameters()) {
-            const SafetensorsEntry& entry = file.get(prefix + p.name, file_shape(p));
+            const SafetensorsEntry& entry = file.get(b->prefix + p.name, file_shape(*b, p));
             if (entry.dtype != wanted)
                 fail("%s: tensor \"%s\" has dtype %s where %s is needed", path.c_str(), entry.name.c_str(),
                      entry.dtype.c_str(), wanted.c_str());
-            for_each_chunk(p.shape.size(), [&, to = buffer + p.offset](int64_t first, int64_t count) {
-                copy_to_device(to + first, entry.data + static_cast<size_t>(first) * sizeof(E),
-                               static_cast<size_t>(count) * sizeof(E), {});
+            for_each_chunk(file_elements(*b, p), [&, to = b->at(p.offset)](int64_t first, int64_t count) {
+                const size_t start = static_cast<size_t>(first) * b->width;
+                copy_to_device(to + start, entry.data + start, static_cast<size_t>(count) * b->width, {});
             });
             names.insert(entry.name);
         }
@@ -313,6 +331,7 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
         write_json(folder + "/trainer_state.json", {{"step", progress.step},
                                                     {"sequences", progress.sequences},
                                                     {"precision", dtype_name<T>()},
+                                                    {"formats", state.options.text()},
                                                     {"options", progress.options}});
     }
     sync_directory(folder);
@@ -390,25 +409,30 @@ inline Progress read_progress(const std::string& folder) {
     };
     const auto is_precision = [](const nlohmann::json& j) { return j == "fp32" || j == "bf16"; };
     const auto is_object = [](const nlohmann::json& j) { return j.is_object(); };
+    const auto is_text = [](const nlohmann::json& j) { return j.is_string(); };
     return {get("step", is_count, "a count").get<int64_t>(),
             get("sequences", is_count, "a count").get<int64_t>(),
             get("precision", is_precision, "\"fp32\" or \"bf16\"").get<std::string>(),
-            get("options", is_object, "an object")};
+            get("formats", is_text, "a text").get<std::string>(), get("options", is_object, "an object")};
 }
 
-// Loads weights, m, v and master bit for bit from a save with training state, or the one a folder of saves
-// shows. Fails when it was saved in another precision, or naming the first tensor that another model has
+// Loads all that a save with training state has, bit for bit; of a folder of saves, the one it shows. Fails
+// when it was saved in another precision or other formats, or naming the first tensor that another model has
 // otherwise.
 template <class T>
 void load_training_state(State<T>& state, const std::string& folder) {
-    const std::string save = resolve_save(folder), precision = read_progress(save).precision;
-    if (precision != dtype_name<T>())
+    const std::string save = resolve_save(folder), now = state.options.text();
+    const Progress saved = read_progress(save);
+    if (saved.precision != dtype_name<T>())
         fail("%s: was saved by a %s build, this one is %s: make PRECISION=%s", save.c_str(),
-             precision.c_str(), dtype_name<T>(), precision.c_str());
+             saved.precision.c_str(), dtype_name<T>(), saved.precision.c_str());
+    if (saved.formats != now)
+        fail("%s: its state was kept with %s, this run has %s; a resumed run keeps the save's formats",
+             save.c_str(), printable(saved.formats).c_str(), now.c_str());
     read_tensors(save + "/model.safetensors", state.layout, weight_buffers(state));
     read_tensors(save + "/trainer_state.safetensors", state.layout, training_buffers(state));
     const std::string config = save + "/config.json";  // the number of heads shows in no shape
-    if (const GptConfig saved = parse_config(read_json(config), config); !(saved == state.layout.config()))
-        fail("%s: n_head is %d where this model has %d", config.c_str(), saved.heads,
+    if (const GptConfig model = parse_config(read_json(config), config); !(model == state.layout.config()))
+        fail("%s: n_head is %d where this model has %d", config.c_str(), model.heads,
              state.layout.config().heads);
 }

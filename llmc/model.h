@@ -93,8 +93,8 @@ struct Unit {
 };
 
 // Tensors start at a multiple of this many elements: aligned for vectors and for the libraries, in any
-// precision.
-constexpr int64_t kParameterAlignment = 128;
+// precision, and no block of quantized state (quantize8.cuh) spans two of them.
+constexpr int64_t kParameterAlignment = 256;
 
 // Where every tensor of a model lies; the same for weights, gradients and optimizer state.
 class Layout {

@@ -23,10 +23,12 @@ struct Options {
     double weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, clip = 1.0;
     uint64_t seed = 1337;
     bool clip_per_block = false;
+    std::string optimizer = "adamw", master = "fp32", adam_m = "fp32", adam_v = "fp32";
     std::string recompute = "gelu";
     int64_t head_rows = 256;
     bool update_in_backward = false;
     std::string memory;
+    bool allow_8bit = false;
     bool plan = false, json = false;
     std::string log;
     int64_t eval_every = 0;
@@ -110,9 +112,22 @@ inline void declare_options(CLI::App& app, Options& o) {
         ->check(between(0.0, 1e30))
         ->group(optimizer);
 
+    app.add_option("--optimizer", o.optimizer, "sgd: without momentum, and without state")
+        ->check(CLI::IsMember({"adamw", "sgd"}))
+        ->group(optimizer);
+
     app.add_flag("--clip-per-block", o.clip_per_block, "clip each block's gradient by its own norm")
         ->group(optimizer);
 
+    app.add_option("--master", o.master, "what completes bf16 weights; split: the same in half the bytes")
+        ->check(CLI::IsMember({"fp32", "split", "none"}))
+        ->group(memory);
+    app.add_option("--adam-m", o.adam_m, "how AdamW's first moments are kept")
+        ->check(CLI::IsMember({"fp32", "bf16", "8bit"}))
+        ->group(memory);
+    app.add_option("--adam-v", o.adam_v, "the same of its second moments")
+        ->check(CLI::IsMember({"fp32", "bf16", "8bit"}))
+        ->group(memory);
     app.add_option("--recompute", o.recompute,
                    "what backward makes again: " + joined(recompute_names(), ", ") +
                        "; or by layers, as in block:4,norm:8")
@@ -125,6 +140,9 @@ inline void declare_options(CLI::App& app, Options& o) {
         ->group(memory);
     app.add_option("--memory", o.memory,
                    "choose --recompute, --head-rows, --batch and --grad-accum so that all fits, as in 8GiB")
+        ->group(memory);
+    app.add_flag("--allow-8bit", o.allow_8bit,
+                 "--memory may also choose --master split and 8-bit moments, where that is faster")
         ->group(memory);
     app.add_flag("--plan", o.plan, "print what every buffer takes, and stop")->group(memory);
     app.add_flag("--json", o.json, "the plan as JSON")->group(memory);
@@ -161,6 +179,9 @@ inline void declare_options(CLI::App& app, Options& o) {
 // Fails when options that are each in range do not go together.
 inline void check_options(const Options& o) {
     if (o.json && !o.plan) fail("--json is the format of --plan; for a training's figures use --log FILE");
+    for (const char* moments : {"--adam-m", "--adam-v"})
+        if (o.optimizer == "sgd" && o.has(moments))
+            fail("%s is AdamW's, and --optimizer sgd keeps no moments", moments);
     if (o.min_lr > o.lr) fail("--min-lr %g is above --lr %g", o.min_lr, o.lr);
     if (o.save_every > 0 && o.out.empty())
         fail("--save-every %lld needs --out DIR", static_cast<long long>(o.save_every));
@@ -177,6 +198,8 @@ inline void check_options(const Options& o) {
             "--clip 0 instead of %g",
             o.clip);
     if (!o.val_data.empty() && o.data.empty()) fail("--val-data needs --data");
+    if (o.allow_8bit && !o.has("--memory"))
+        fail("--allow-8bit is for --memory to choose by; for 8-bit moments use --adam-m 8bit --adam-v 8bit");
     if (o.has("--memory") && o.steps == 0)
         fail("--memory %s: there is nothing to choose without training, --steps 0", o.memory.c_str());
     if (int64_t{o.batch} * o.seq_len > kMostTokens)

@@ -35,6 +35,8 @@ SIMT_DEVICE Packed<T, N> load(const T* p) {
             reinterpret_cast<int4*>(&r)[i] = reinterpret_cast<const int4*>(p)[i];
     } else if constexpr (bytes == 4) {
         reinterpret_cast<int&>(r) = *reinterpret_cast<const int*>(p);
+    } else if constexpr (bytes == 8) {
+        reinterpret_cast<int2&>(r) = *reinterpret_cast<const int2*>(p);
     } else {
         static_assert(N == 1);
         r.v[0] = *p;
@@ -55,6 +57,8 @@ SIMT_DEVICE void store(T* p, const Packed<T, N>& x) {
             reinterpret_cast<int4*>(p)[i] = reinterpret_cast<const int4*>(&x)[i];
     } else if constexpr (bytes == 4) {
         *reinterpret_cast<int*>(p) = reinterpret_cast<const int&>(x);
+    } else if constexpr (bytes == 8) {
+        *reinterpret_cast<int2*>(p) = reinterpret_cast<const int2&>(x);
     } else {
         static_assert(N == 1);
         *p = x.v[0];
@@ -62,6 +66,21 @@ SIMT_DEVICE void store(T* p, const Packed<T, N>& x) {
 #else
     memcpy(p, &x, sizeof x);
 #endif
+}
+
+// N elements from number i on of an array of n; those beyond its end are zero, and are not stored.
+template <int N, class T>
+SIMT_DEVICE Packed<T, N> load_within(const T* p, int64_t i, int64_t n) {
+    if (i + N <= n) return load<N>(p + i);
+    Packed<T, N> r;
+    for (int k = 0; k < N; k++) r.v[k] = i + k < n ? p[i + k] : T{};
+    return r;
+}
+template <class T, int N>
+SIMT_DEVICE void store_within(T* p, int64_t i, int64_t n, const Packed<T, N>& x) {
+    if (i + N <= n) return store(p + i, x);
+    for (int k = 0; k < N; k++)
+        if (i + k < n) p[i + k] = x.v[k];
 }
 
 // N floats of which a row may keep several in registers: an accumulator of a vector's elements.

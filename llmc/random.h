@@ -6,17 +6,31 @@
 #include <cmath>
 #include <cstdint>
 
+#if defined(__CUDACC__)
+#define RANDOM_HOST_DEVICE __host__ __device__
+#else
+#define RANDOM_HOST_DEVICE
+#endif
+
 // The finaliser of splitmix64 (Steele, Lea, Flood 2014), a bijection of 64 bits with good avalanche.
-inline uint64_t mix64(uint64_t x) {
+RANDOM_HOST_DEVICE inline uint64_t mix64(uint64_t x) {
     x += 0x9E3779B97F4A7C15ull;
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9ull;
     x = (x ^ (x >> 27)) * 0x94D049BB133111EBull;
     return x ^ (x >> 31);
 }
 
+// What all counters (a, b, any) under a seed have in common.
+inline uint64_t random_key(uint64_t seed, uint64_t a, uint64_t b) {
+    return mix64(mix64(mix64(seed) ^ a) ^ b);
+}
+
+// 64 random bits for the last part of a counter; kernels get the key of the rest.
+RANDOM_HOST_DEVICE inline uint64_t random_bits_of(uint64_t key, uint64_t c) { return mix64(key ^ c); }
+
 // 64 random bits for the counter (a, b, c) under a seed. dev/reference.py computes the same.
 inline uint64_t random_bits(uint64_t seed, uint64_t a, uint64_t b = 0, uint64_t c = 0) {
-    return mix64(mix64(mix64(mix64(seed) ^ a) ^ b) ^ c);
+    return random_bits_of(random_key(seed, a, b), c);
 }
 
 // Uniform in [0, 1), 53 bits.

@@ -12,7 +12,7 @@
 
 // A configuration that --memory chose or might have.
 struct MemoryChoice {
-    std::string recompute;
+    std::string recompute, formats;  // of the layers; of the state, as options, where not as given
     int64_t head_rows;
     int batch, grad_accum;
     size_t bytes;    // in all
@@ -20,8 +20,8 @@ struct MemoryChoice {
     double slower;   // than the fastest configuration there is: 0.1 is 10%
 
     std::string text() const {
-        return format("--recompute %s --head-rows %lld --batch %d --grad-accum %d", recompute.c_str(),
-                      static_cast<long long>(head_rows), batch, grad_accum);
+        return format("--recompute %s --head-rows %lld --batch %d --grad-accum %d%s", recompute.c_str(),
+                      static_cast<long long>(head_rows), batch, grad_accum, formats.c_str());
     }
 };
 
@@ -96,6 +96,7 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
                                {"head_rows", c.head_rows},
                                {"batch", c.batch},
                                {"grad_accum", c.grad_accum},
+                               {"formats", c.formats},
                                {"bytes", c.bytes},
                                {"seconds", c.seconds},
                                {"slower", c.slower}});

@@ -51,6 +51,8 @@ constexpr const char* dtype_name() {
         return "bf16";
     else if constexpr (std::is_same_v<T, int>)
         return "int32";
+    else if constexpr (std::is_same_v<T, int16_t>)
+        return "int16";
     else
         return "byte";
 }

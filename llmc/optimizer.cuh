@@ -1,0 +1,323 @@
+// optimizer.cuh - the update of the weights: AdamW (Loshchilov, Hutter, arXiv:1711.05101), or SGD with the
+// same decoupled decay; one kernel over all the formats in which a state may be kept (state.h).
+//
+// A warp updates a block of 256 elements, so that 8-bit moments find their block's scale without leaving it.
+// A format is a branch that all lanes take alike.
+#pragma once
+
+#include "llmc/packed.h"
+#include "llmc/random.h"
+#include "llmc/state.h"
+#include "llmc/tensor.h"
+#include "llmc/work.h"
+
+// One step of the optimizer. SGD uses lr, weight_decay and clip.
+struct OptimizerStep {
+    float lr, beta1, beta2, epsilon, weight_decay;
+    float clip;         // the largest global norm of the gradient; 0 for any
+    int step;           // from 1, for the bias correction
+    uint64_t seed = 0;  // of what is rounded at random
+};
+
+// One of AdamW's moments: fp32, bf16 or codes, and of codes the scales. Null where there is none.
+struct MomentArray {
+    Moment format = Moment::Fp32;
+    void* data = nullptr;
+    float* scales = nullptr;
+};
+
+// n elements of the model and their state.
+template <class T>
+struct UpdateArrays {
+    T* weights;
+    const T* gradients;
+    Optimizer optimizer = Optimizer::AdamW;
+    Master master_format = Master::Fp32;
+    void* master = nullptr;  // fp32, or the low 16 bits, behind bf16 weights
+    MomentArray m, v;
+    int64_t decayed = 0;  // how many from the start decay
+    int64_t n = 0;
+    int64_t first = 0;  // the number of element 0 in the model, for random rounding
+};
+
+// What the kernel needs beside the arrays: bias corrections included.
+struct UpdateFactors {
+    float lr, beta1, beta2, epsilon, weight_decay, clip, m_correction, v_correction;
+    uint64_t random_key;
+};
+
+constexpr uint64_t kRoundingStream = uint64_t{1} << 63;  // counter space of random_bits() for rounding
+
+// A lane's elements of a block of 256: on a GPU 8, in registers; on the fast CPU all, in loops that
+// vectorise.
+constexpr int kLaneElements = kQuantizedBlock / kLanes;
+constexpr int kUpdateBlocks = kFastCpu ? 16 : 1;  // blocks that a warp does
+
+// A lane's elements as fp32: on a GPU registers; on the fast CPU those that are fp32 in memory are worked on
+// where they lie.
+struct LaneRegisters {
+    float v[kLaneElements];
+    SIMT_DEVICE bool point_at(const void*) { return false; }
+    SIMT_DEVICE bool is_at(const void*) const { return false; }
+};
+struct LaneMemory {
+    float room[kLaneElements];
+    float* v = room;
+    SIMT_DEVICE bool point_at(const float* p) {
+        v = const_cast<float*>(p);
+        return true;
+    }
+    SIMT_DEVICE bool point_at(const bf16*) { return false; }
+    SIMT_DEVICE bool is_at(const float* p) const { return v == p; }
+};
+using LaneFloats = std::conditional_t<kFastCpu, LaneMemory, LaneRegisters>;
+struct LaneRandom {
+    uint64_t bits[kLaneElements];  // an element's: 16 for the weight, 16 for m, 16 for v
+};
+
+// One of the two bf16 between which x lies, the nearer one more often, so that the mean is x. `random` has 16
+// bits.
+SIMT_HOST_DEVICE bf16 round_randomly(float x, uint32_t random) {
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    const uint16_t bits = static_cast<uint16_t>((u + random) >> 16);
+    bf16 rounded;
+    memcpy(static_cast<void*>(&rounded), &bits, 2);
+    return x == x ? rounded : from_float<bf16>(x);
+}
+
+// Calls f(k, element) for a lane's elements from number i on of an array of n, or what there are.
+template <class E, class F>
+SIMT_DEVICE void read_lane(const E* p, int64_t i, int64_t n, F f) {
+    if constexpr (kFastCpu) {
+        const int count = static_cast<int>(n - i < kLaneElements ? n - i : kLaneElements);
+#pragma omp simd
+        for (int k = 0; k < count; k++) f(k, p[i + k]);
+        for (int k = count; k < kLaneElements; k++) f(k, E{});
+    } else {
+        const auto x = load_within<kLaneElements>(p, i, n);
+        for (int k = 0; k < kLaneElements; k++) f(k, x.v[k]);
+    }
+}
+// Stores f(k) for them.
+template <class E, class F>
+SIMT_DEVICE void write_lane(E* p, int64_t i, int64_t n, F f) {
+    if constexpr (kFastCpu) {
+        const int count = static_cast<int>(n - i < kLaneElements ? n - i : kLaneElements);
+#pragma omp simd
+        for (int k = 0; k < count; k++) p[i + k] = f(k);
+    } else {
+        Packed<E, kLaneElements> x;
+        for (int k = 0; k < kLaneElements; k++) x.v[k] = f(k);
+        store_within(p, i, n, x);
+    }
+}
+
+template <class T>
+SIMT_DEVICE void load_floats(LaneFloats& x, const T* p, int64_t i, int64_t n) {
+    if (i + kLaneElements <= n && x.point_at(p + i)) return;
+    read_lane(p, i, n, [&](int k, T e) { x.v[k] = to_float(e); });
+}
+SIMT_DEVICE void store_floats(float* p, int64_t i, int64_t n, const LaneFloats& x) {
+    if (x.is_at(p + i)) return;
+    write_lane(p, i, n, [&](int k) { return x.v[k]; });
+}
+SIMT_DEVICE void store_randomly(bf16* p, int64_t i, int64_t n, const LaneFloats& x, const LaneRandom& random,
+                                int shift) {
+    write_lane(p, i, n, [&](int k) {
+        return round_randomly(x.v[k], static_cast<uint32_t>(random.bits[k] >> shift) & 0xffffu);
+    });
+}
+
+template <class Code>
+SIMT_DEVICE void load_moment(LaneFloats& x, const MomentArray& a, int64_t i, int64_t n) {
+    if (a.format == Moment::Fp32) return load_floats(x, static_cast<float*>(a.data), i, n);
+    if (a.format == Moment::Bf16) return load_floats(x, static_cast<bf16*>(a.data), i, n);
+    const float scale = a.scales[i / kQuantizedBlock];
+    read_lane(static_cast<const uint8_t*>(a.data), i, n,
+              [&](int k, uint8_t code) { x.v[k] = Code::decode(code, scale); });
+}
+
+SIMT_DEVICE float largest_magnitude(const LaneFloats& x) {
+    float largest = 0.f;
+#pragma omp simd reduction(max : largest)
+    for (int k = 0; k < kLaneElements; k++) {
+        const float magnitude = fabsf(x.v[k]);
+        largest = magnitude > largest ? magnitude : largest;
+    }
+    return largest;
+}
+
+// All lanes of a warp store their part of a block.
+template <class Code>
+SIMT_DEVICE void store_moment(const MomentArray& a, int64_t i, int64_t n, LaneFloats& x,
+                              const LaneRandom& random, int shift) {
+    if (a.format == Moment::Fp32) return store_floats(static_cast<float*>(a.data), i, n, x);
+    if (a.format == Moment::Bf16) return store_randomly(static_cast<bf16*>(a.data), i, n, x, random, shift);
+    for (int k = 0; k < kLaneElements; k++) x.v[k] = Code::quantity(x.v[k]);
+    const float scale = block_scale(warp_max(largest_magnitude(x))), inverse = inverse_scale(scale);
+    write_lane(static_cast<uint8_t*>(a.data), i, n, [&](int k) { return Code::encode(x.v[k], inverse); });
+    if (lane() == 0) a.scales[i / kQuantizedBlock] = scale;
+}
+
+template <class T>
+SIMT_DEVICE void load_master(LaneFloats& x, const UpdateArrays<T>& a, int64_t i) {
+    if constexpr (!std::is_same_v<T, float>) {
+        if (a.master_format == Master::Fp32) return load_floats(x, static_cast<float*>(a.master), i, a.n);
+        if (a.master_format == Master::Split) {
+            bf16 high[kLaneElements];
+            read_lane(a.weights, i, a.n, [&](int k, bf16 e) { high[k] = e; });
+            return read_lane(static_cast<const int16_t*>(a.master), i, a.n,
+                             [&](int k, int16_t low) { x.v[k] = join<16>(high[k], low); });
+        }
+    }
+    load_floats(x, a.weights, i, a.n);
+}
+
+template <class T>
+SIMT_DEVICE void store_master(const UpdateArrays<T>& a, int64_t i, const LaneFloats& x,
+                              const LaneRandom& random) {
+    if constexpr (std::is_same_v<T, float>) {
+        store_floats(a.weights, i, a.n, x);
+    } else if (a.master_format == Master::None) {
+        store_randomly(a.weights, i, a.n, x, random, 0);
+    } else {
+        write_lane(a.weights, i, a.n, [&](int k) { return narrow_master<bf16>(x.v[k]); });
+        if (a.master_format == Master::Fp32)
+            store_floats(static_cast<float*>(a.master), i, a.n, x);
+        else
+            write_lane(static_cast<int16_t*>(a.master), i, a.n,
+                       [&](int k) { return static_cast<int16_t>(split<16>(x.v[k]).low); });
+    }
+}
+
+// A lane's elements, of which the first `decayed` decay. `scale` brings the gradient to its norm.
+SIMT_DEVICE void adamw(float* w, float* m, float* v, const float* gradients, const UpdateFactors& f,
+                       float scale, int decayed) {
+    for (int k = 0; k < kLaneElements; k++) {
+        const float grad = gradients[k] * scale;
+        const float a = f.beta1 * m[k] + (1.f - f.beta1) * grad;
+        const float b = f.beta2 * v[k] + (1.f - f.beta2) * grad * grad;
+        const float decay = k < decayed ? f.weight_decay : 0.f;
+        const float updated =
+            w[k] - f.lr * (a * f.m_correction / (sqrtf(b * f.v_correction) + f.epsilon) + decay * w[k]);
+        m[k] = a;
+        v[k] = b;
+        w[k] = updated;
+    }
+}
+SIMT_DEVICE void sgd(float* __restrict__ w, const float* __restrict__ gradients, const UpdateFactors& f,
+                     float scale, int decayed) {
+    for (int k = 0; k < kLaneElements; k++) {
+        const float decay = k < decayed ? f.weight_decay : 0.f;
+        w[k] -= f.lr * (gradients[k] * scale + decay * w[k]);
+    }
+}
+
+// A lane's part of a block, from element i on. `scale` brings the gradient to its norm.
+template <class T>
+SIMT_DEVICE void update_lane(const UpdateArrays<T>& a, const UpdateFactors& f, float scale, bool rounds,
+                             int64_t i) {
+    LaneFloats w, grad, m, v;
+    load_master(w, a, i);
+    load_floats(grad, a.gradients, i, a.n);
+    const bool adam = a.optimizer == Optimizer::AdamW;
+    if (adam) {
+        load_moment<SignedCode>(m, a.m, i, a.n);
+        load_moment<RootCode>(v, a.v, i, a.n);
+    }
+    const int64_t left = a.decayed - i;
+    const int decayed = left <= 0 ? 0 : left < kLaneElements ? static_cast<int>(left) : kLaneElements;
+    if (adam)
+        adamw(w.v, m.v, v.v, grad.v, f, scale, decayed);
+    else
+        sgd(w.v, grad.v, f, scale, decayed);
+    LaneRandom random;
+    if (rounds)
+        for (int k = 0; k < kLaneElements; k++)
+            random.bits[k] = random_bits_of(f.random_key, static_cast<uint64_t>(a.first + i + k));
+    if (adam) {
+        store_moment<SignedCode>(a.m, i, a.n, m, random, 16);
+        store_moment<RootCode>(a.v, i, a.n, v, random, 32);
+    }
+    store_master(a, i, w, random);
+}
+
+// Whether anything of an update is rounded at random.
+template <class T>
+SIMT_HOST_DEVICE bool rounds_randomly(const UpdateArrays<T>& a) {
+    return (!std::is_same_v<T, float> && a.master_format == Master::None) ||
+           (a.optimizer == Optimizer::AdamW && (a.m.format == Moment::Bf16 || a.v.format == Moment::Bf16));
+}
+
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads, 3)
+    optimizer_kernel(UpdateArrays<T> a, UpdateFactors f, const float* norm) {
+    const float total = *norm;
+    const float scale = f.clip > 0.f && total > f.clip ? f.clip / total : 1.f;
+    const bool rounds = rounds_randomly(a);
+    const int64_t first = (int64_t{blockIdx.x} * kBlockWarps + warp()) * kUpdateBlocks;
+    for (int b = 0; b < kUpdateBlocks; b++) {
+        const int64_t block = (first + b) * kQuantizedBlock;
+        if (block < a.n) update_lane(a, f, scale, rounds, block + lane() * kLaneElements);
+    }
+}
+
+// The bytes that an update reads and writes.
+template <class T>
+double update_bytes(const UpdateArrays<T>& a) {
+    const auto moment = [](Moment format) {  // read and written
+        return format == Moment::Fp32 ? 8. : format == Moment::Bf16 ? 4. : 2 + 8. / kQuantizedBlock;
+    };
+    double bytes = 2 * sizeof(T) + sizeof(T);  // weights, gradients
+    if (!std::is_same_v<T, float> && a.master_format == Master::Fp32)
+        bytes += 8 - sizeof(T);  // in their place
+    if (!std::is_same_v<T, float> && a.master_format == Master::Split) bytes += 4;
+    if (a.optimizer == Optimizer::AdamW) bytes += moment(a.m.format) + moment(a.v.format);
+    return bytes * static_cast<double>(a.n);
+}
+
+// One step on the arrays. The gradient is first scaled to a norm of at most `clip`; norm (1) is on the
+// device. Pointers must be aligned to 16 bytes. What is rounded at random depends on nothing but the seed,
+// the step and the element's number.
+template <class T>
+void optimizer_update(const OptimizerStep& o, const UpdateArrays<T>& a, const Tensor<float>& norm,
+                      Stream stream) {
+    const auto correction = [&](float beta) {
+        return static_cast<float>(1.0 / (1.0 - std::pow(double{beta}, o.step)));
+    };
+    const UpdateFactors f{.lr = o.lr,
+                          .beta1 = o.beta1,
+                          .beta2 = o.beta2,
+                          .epsilon = o.epsilon,
+                          .weight_decay = o.weight_decay,
+                          .clip = o.clip,
+                          .m_correction = correction(o.beta1),
+                          .v_correction = correction(o.beta2),
+                          .random_key = random_key(o.seed, kRoundingStream, static_cast<uint64_t>(o.step))};
+    count_work("optimizer_update", 0, update_bytes(a));
+    const int64_t blocks = ceil_div(ceil_div(a.n, kQuantizedBlock), kBlockWarps * kUpdateBlocks);
+    launch<optimizer_kernel<T>>(static_cast<unsigned>(blocks), kBlockThreads, 0, stream, a, f, norm.data());
+}
+
+// One step on a unit of the model (model.h), whose gradients (unit.size) may lie anywhere.
+template <class T>
+void optimizer_update(const OptimizerStep& o, const State<T>& state, const Unit& unit,
+                      const T* unit_gradients, const Tensor<float>& norm, Stream stream) {
+    const int64_t at = unit.offset;
+    const StateOptions& s = state.options;
+    optimizer_update(o,
+                     UpdateArrays<T>{.weights = state.template data<T>(StatePart::Weights, at),
+                                     .gradients = unit_gradients,
+                                     .optimizer = s.optimizer,
+                                     .master_format = s.master,
+                                     .master = state.template data<void>(StatePart::Master, at),
+                                     .m = {s.m, state.template data<void>(StatePart::M, at),
+                                           state.template data<float>(StatePart::MScale, at)},
+                                     .v = {s.v, state.template data<void>(StatePart::V, at),
+                                           state.template data<float>(StatePart::VScale, at)},
+                                     .decayed = unit.decayed,
+                                     .n = unit.size,
+                                     .first = at},
+                     norm, stream);
+}

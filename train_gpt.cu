@@ -28,6 +28,7 @@
 #include "llmc/sampler.h"
 #include "llmc/schedule.h"
 #include "llmc/state.h"
+#include "llmc/timeline.h"
 #include "llmc/tokenizer.h"
 
 #ifdef LLMC_BF16
@@ -725,6 +726,7 @@ MemoryReport Trainer::make_report() {
 }
 
 void Trainer::print_plan() const {
+    if (!o_.timeline.empty()) write_timeline(o_.timeline, report_, update_plan_);
     if (o_.json)
         printf("%s\n", report_json(report_).dump(2).c_str());
     else

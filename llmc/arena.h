@@ -200,11 +200,13 @@ class Arena {
                 arena.plan_ = nullptr;
                 arena.rehearsing_ = simt::launches_off = false;
                 work_ledger = nullptr;
+                work_clock = nullptr;
             }
         } close{*this};
         plan_ = &plan;
         rehearsing_ = simt::launches_off = rehearsing;
         work_ledger = rehearsing ? &plan.work : nullptr;
+        work_clock = rehearsing ? &clock_ : nullptr;
         next_ = clock_ = loop_ = 0;
         live_.assign(plan.takes.size(), false);
         released_wrongly_ = -1;

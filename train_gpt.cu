@@ -945,10 +945,12 @@ void Trainer::run() {
         if (is_time(o_.sample_every) && samples()) sample(step);
         if (is_time(o_.save_every)) save(step);
         train_step(step);
-        if (step == first_step_)
+        if (step == first_step_) {
+            forbid_device_allocation();
             printf("taken from the device: %.1f MiB; planned: %.1f MiB\n",
                    static_cast<double>(device_bytes_in_use() - before) / 1048576.0,
                    static_cast<double>(report_.total()) / 1048576.0);
+        }
     }
     if (interrupted) {
         printf("interrupted after step %lld\n", static_cast<long long>(step - 1));

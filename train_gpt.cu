@@ -10,6 +10,7 @@
 
 #include <csignal>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -24,12 +25,15 @@
 #include "llmc/layernorm.cuh"
 #include "llmc/matmul.h"
 #include "llmc/options.h"
+#include "llmc/recompute.h"
 #include "llmc/report.h"
+#include "llmc/residual.cuh"
 #include "llmc/sampler.h"
 #include "llmc/schedule.h"
 #include "llmc/state.h"
 #include "llmc/timeline.h"
 #include "llmc/tokenizer.h"
+#include "llmc/wide_sum.cuh"
 
 #ifdef LLMC_BF16
 using floatX = bf16;
@@ -46,35 +50,26 @@ constexpr const char* kDevice = "cpu";
 using TensorX = Tensor<floatX>;
 using TensorF = Tensor<float>;
 
-// What a block's forward leaves for backward. What it does not leave, backward makes again.
-struct Keep {
-    bool backward;  // anything at all; not in evaluation
-    bool gelu;      // the MLP's activation
-    bool norm;      // the layernorms' outputs
-};
-
-Keep keep_of(const std::string& recompute) { return {true, recompute == "none", recompute != "norm"}; }
-constexpr Keep kKeepNothing = {false, false, false};
-
 // The tensors of one block's forward, in the order they are written. (B, T, C) unless said otherwise.
 struct BlockActivations {
     TensorX input;                 // the residual stream at the block's start
     TensorF ln_1_mean, ln_1_rstd;  // (B, T)
-    TensorX ln_1;                  // kept with Keep::norm
+    TensorX ln_1;
     TensorX qkv;                   // (B, T, 3C)
     TensorX attention;             // before the projection
     TensorF lse;                   // (B, heads, T), the log of each softmax's denominator
     TensorX middle;                // the residual stream after attention
     TensorF ln_2_mean, ln_2_rstd;  // (B, T)
-    TensorX ln_2;                  // kept with Keep::norm
-    TensorX up;                    // (B, T, 4C), before GELU
-    TensorX gelu;                  // (B, T, 4C), kept with Keep::gelu
+    TensorX ln_2;
+    TensorX up;    // (B, T, 4C), before GELU
+    TensorX gelu;  // (B, T, 4C)
 };
 
-// The last layernorm's tensors, and the stream it reads.
-struct LastActivations {
-    TensorX input, ln_f;
-    TensorF mean, rstd;  // (B, T)
+// The last layernorm and the logits of some rows.
+struct HeadActivations {
+    TensorF mean, rstd;  // (rows)
+    TensorX ln_f;        // (rows, C)
+    TensorX logits;      // (rows, padded vocabulary)
 };
 
 // The keys and values of a sequence so far, a (positions, 2C) tensor a layer, and how many positions are
@@ -89,64 +84,93 @@ struct Batch {
     std::vector<int> inputs, targets;  // B * T; a negative target does not count
 };
 
+// How a micro-batch is run.
+struct StepOptions {
+    int batch = 0, seq_len = 0;
+    int64_t head_rows = 0;   // rows that have logits at one time; 0: all
+    std::vector<Keep> keep;  // of each layer
+};
+
 // The model: its parameters, seen through views, and the operations of a step on them. Nothing here owns
 // memory; the parameters lie in a State, all else in the arena.
 class Gpt {
   public:
+    // Takes the gradients of a unit of the Layout, by number, as soon as they are complete, and its weights.
+    using Consume = std::function<void(int unit, const floatX* gradients)>;
+
     Gpt(Arena& arena, Stream stream, const State<floatX>& state)
-        : arena_(arena), stream_(stream), layout_(state.layout), config_(state.layout.config()) {
-        bind(state);
+        : arena_(arena), stream_(stream), state_(state), layout_(state.layout), config_(layout_.config()) {
+        bind();
     }
     // Points the views at the state's memory: again after it was allocated.
-    void bind(const State<floatX>& state) {
-        weights_ = bind_one(state.weights());
-        gradients_ = bind_one(state.gradients());
+    void bind() {
+        weights_ = {layout_.embeddings(state_.weights()), {}, layout_.last_layernorm(state_.weights())};
+        for (int l = 0; l < config_.layers; l++)
+            weights_.blocks.push_back(layout_.block(state_.weights(), l));
     }
 
-    void forward_backward(const Batch& batch, int B, int T, Keep keep, float loss_scale, TensorF& loss);
-    void evaluate(const Batch& batch, int B, int T, float loss_scale, TensorF& loss);
-    void gradient_norm(const floatX* gradients, TensorF& norm);
+    void forward_backward(const Batch& batch, const StepOptions& options, float loss_scale, TensorF& loss,
+                          const Consume& consume = {});
+    void evaluate(const Batch& batch, const StepOptions& options, float loss_scale, TensorF& loss);
     template <class Choose>
     void generate(const std::vector<int>& prompt, int new_tokens, Choose&& choose);
 
   private:
-    struct Parameters {
-        Embeddings<floatX> embeddings;
-        std::vector<Block<floatX>> blocks;
-        LastLayernorm<floatX> last;
-    };
-    Parameters bind_one(floatX* base) const {
-        Parameters p{layout_.embeddings(base), {}, layout_.last_layernorm(base)};
-        for (int l = 0; l < config_.layers; l++) p.blocks.push_back(layout_.block(base, l));
-        return p;
-    }
     TensorX take(const char* name, Shape shape) { return arena_.take<floatX>(name, shape); }
     TensorX take_gradient(const char* name, Shape shape) { return arena_.take_gradient<floatX>(name, shape); }
     TensorF take_float(const char* name, Shape shape) { return arena_.take<float>(name, shape); }
+    template <class T>
+    void zero(Tensor<T>& t) {
+        device_fill(t.data(), 0, static_cast<size_t>(t.bytes()), stream_);
+    }
     Tensor<int> take_input(const char* name, Shape shape, const std::vector<int>& values);
 
     TensorX embed(const Tensor<int>& tokens, int first_position);
     AttentionInput<floatX> attention_of(const TensorX& qkv) const;
-    void attend(BlockActivations& a, TensorX& out, KvCache* cache, int layer, Keep keep);
-    TensorX forward_block(int layer, const TensorX* stream, TensorX branch, BlockActivations& a, Keep keep,
-                          KvCache* cache = nullptr);
-    LastActivations forward_last(const TensorX& stream, TensorX branch);
+    void attend(BlockActivations& a, Keep keep, KvCache* cache, int layer);
+    void forward_attention(int layer, BlockActivations& a, Keep keep, KvCache* cache);
+    TensorX forward_mlp(int layer, BlockActivations& a, Keep keep);
+    TensorX forward_block(int layer, BlockActivations& a, Keep keep, KvCache* cache = nullptr);
     TensorX forward_only(const Tensor<int>& tokens, KvCache* cache);
-    void backward_block(int layer, BlockActivations& a, TensorX& d_stream);
-    void backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream);
-    void backward_attention(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream);
-    void backward_linear(TensorX& d_weight, TensorX& d_bias, const TensorX& in, const TensorX& d_out);
-    TensorX kept_or_normalized(TensorX& kept, const char* name, const TensorX& x, const TensorF& mean,
-                               const TensorF& rstd, const TensorX& weight, const TensorX& bias);
-    void backward_norm(TensorX& d_stream, TensorX& d_weight, TensorX& d_bias, const TensorX& d_out,
-                       const TensorX& x, const TensorF& mean, const TensorF& rstd, const TensorX& weight);
     TensorX forward_cached(const std::vector<int>& tokens, KvCache& cache);
+    template <class Chunk>
+    void for_each_head_chunk(int64_t rows, int64_t head_rows, Chunk&& chunk);
+
+    // Where the gradients of a unit go: into the State's, or into room of their own. Offsets in the Layout
+    // count from `base`.
+    struct UnitGradients {
+        TensorX room;
+        floatX* base;
+    };
+    UnitGradients take_unit_gradients(int unit, const Consume& consume);
+    void complete(int unit, UnitGradients& gradients, const Consume& consume);
+    HeadActivations forward_head(const TensorX& x);
+    template <class T>
+    void add_head_product(Tensor<T>& d_wte, Tensor<uint8_t>& low, const Tensor<T>& d_logits,
+                          const Tensor<T>& ln_f);
+    void head(TensorX& stream, const Tensor<int>& targets, const StepOptions& options, float loss_scale,
+              TensorF& loss, TensorX& d_wte, LastLayernorm<floatX>& d_last);
+    TensorX normalized(TensorX& kept, const char* name, const TensorX& x, const TensorF& mean,
+                       const TensorF& rstd, const TensorX& weight, const TensorX& bias);
+    void backward_linear(TensorX& d_weight, TensorX& d_bias, const TensorX& in, const TensorX& d_out);
+    template <class Gradient>
+    void backward_norm(TensorX& d_stream, Tensor<Gradient>& d_weight, Tensor<Gradient>& d_bias,
+                       const TensorX& d_out, const TensorX& x, const TensorF& mean, const TensorF& rstd,
+                       const TensorX& weight);
+    void backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream);
+    void backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream);
+    void backward_block(int layer, BlockActivations& a, TensorX& d_stream, const Consume& consume);
 
     Arena& arena_;
     Stream stream_;
+    const State<floatX>& state_;
     const Layout& layout_;
     const GptConfig& config_;
-    Parameters weights_, gradients_;
+    struct {
+        Embeddings<floatX> embeddings;
+        std::vector<Block<floatX>> blocks;
+        LastLayernorm<floatX> last;
+    } weights_;
 };
 
 // ---- forward
@@ -183,8 +207,9 @@ AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv) const {
             .kv_batch = T * row};
 }
 
-// out (B, T, C) = causal attention of a.qkv (B, T, 3C); with a cache, of it and of all that came before.
-void Gpt::attend(BlockActivations& a, TensorX& out, KvCache* cache, int layer, Keep keep) {
+// a.attention (B, T, C) = causal attention of a.qkv (B, T, 3C); with a cache, of it and of all that came
+// before.
+void Gpt::attend(BlockActivations& a, Keep keep, KvCache* cache, int layer) {
     AttentionInput<floatX> in = attention_of(a.qkv);
     const int B = in.batch, T = in.queries;
     const int64_t C = config_.channels;
@@ -197,42 +222,29 @@ void Gpt::attend(BlockActivations& a, TensorX& out, KvCache* cache, int layer, K
         in.kv_row = 2 * C;
         in.kv_batch = in.keys * 2 * C;
     }
+    a.attention = take("attention", {B, T, C});
     if (keep.backward) a.lse = take_float("attention_lse", {B, config_.heads, T});
-    attention_forward(out.data(), a.lse.data(), in, stream_);
+    attention_forward(a.attention.data(), a.lse.data(), in, stream_);
 }
 
-// One block. The residual stream enters as *stream + branch, not yet added, which the first layernorm adds on
-// its way; for the first block it is a.input already, and stream is null. Leaves as a.middle + the returned
-// branch.
-TensorX Gpt::forward_block(int layer, const TensorX* stream, TensorX branch, BlockActivations& a, Keep keep,
-                           KvCache* cache) {
-    Range range("block", layer);
+// From a.input to a.middle and its layernorm.
+void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, KvCache* cache) {
     const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
-    const Shape btc = stream ? stream->shape() : a.input.shape();
+    const Shape btc = a.input.shape();
     const int64_t B = btc.dims[0], T = btc.dims[1], C = btc.dims[2];
 
     a.ln_1_mean = take_float("ln_1_mean", {B, T});
     a.ln_1_rstd = take_float("ln_1_rstd", {B, T});
-    if (stream) {
-        a.input = take("residual", btc);
-        a.ln_1 = take("ln_1", btc);
-        residual_layernorm_forward(a.input, a.ln_1, a.ln_1_mean, a.ln_1_rstd, *stream, branch, w.ln_1_weight,
-                                   w.ln_1_bias, stream_);
-        branch.drop();
-    } else {
-        a.ln_1 = take("ln_1", btc);
-        layernorm_forward(a.ln_1, a.ln_1_mean, a.ln_1_rstd, a.input, w.ln_1_weight, w.ln_1_bias, stream_);
-    }
-
+    a.ln_1 = take("ln_1", btc);
+    layernorm_forward(a.ln_1, a.ln_1_mean, a.ln_1_rstd, a.input, w.ln_1_weight, w.ln_1_bias, stream_);
     a.qkv = take("qkv", {B, T, 3 * C});
     matmul(arena_, stream_, a.qkv, a.ln_1, w.qkv_weight, {.bias = &w.qkv_bias});
     if (!keep.norm) a.ln_1.drop();
-    a.attention = take("attention", btc);
-    attend(a, a.attention, cache, layer, keep);
-    if (!keep.backward) a.qkv.drop();
+    attend(a, keep, cache, layer);
+    if (!keep.qkv) a.qkv.drop();
     TensorX projected = take("attention_projected", btc);
     matmul(arena_, stream_, projected, a.attention, w.attention_weight, {.bias = &w.attention_bias});
-    if (!keep.backward) a.attention.drop();
+    if (!keep.attention) a.attention.drop(), a.lse.drop();
 
     a.middle = take("residual_middle", btc);
     a.ln_2_mean = take_float("ln_2_mean", {B, T});
@@ -240,50 +252,95 @@ TensorX Gpt::forward_block(int layer, const TensorX* stream, TensorX branch, Blo
     a.ln_2 = take("ln_2", btc);
     residual_layernorm_forward(a.middle, a.ln_2, a.ln_2_mean, a.ln_2_rstd, a.input, projected, w.ln_2_weight,
                                w.ln_2_bias, stream_);
-    projected.drop();
-    if (!keep.backward) a.input.drop();
+}
 
+// From a.middle and its layernorm to the block's output.
+TensorX Gpt::forward_mlp(int layer, BlockActivations& a, Keep keep) {
+    const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
+    const Shape btc = a.middle.shape(), bt4c = {btc.dims[0], btc.dims[1], 4 * btc.dims[2]};
     if (keep.backward) {
-        a.up = take("up", {B, T, 4 * C});
+        a.up = take("up", bt4c);
         matmul(arena_, stream_, a.up, a.ln_2, w.up_weight, {.bias = &w.up_bias});
         if (!keep.norm) a.ln_2.drop();
-        a.gelu = take("gelu", {B, T, 4 * C});
+        a.gelu = take("gelu", bt4c);
         gelu_forward(a.gelu, a.up, stream_);
+        if (!keep.up) a.up.drop();
     } else {  // nobody reads the input of GELU again: it stays inside the product
-        a.gelu = take("gelu", {B, T, 4 * C});
+        a.gelu = take("gelu", bt4c);
         matmul(arena_, stream_, a.gelu, a.ln_2, w.up_weight, {.bias = &w.up_bias, .gelu = true});
         a.ln_2.drop();
     }
-    TensorX down = take("down", btc);
-    matmul(arena_, stream_, down, a.gelu, w.down_weight, {.bias = &w.down_bias});
+    TensorX output = take("residual", btc);
+    matmul(arena_, stream_, output, a.gelu, w.down_weight, {.bias = &w.down_bias});
     if (!keep.gelu) a.gelu.drop();
-    return down;
+    residual_forward(output, output, a.middle, stream_);
+    return output;
 }
 
-LastActivations Gpt::forward_last(const TensorX& stream, TensorX branch) {
-    const int64_t B = stream.shape().dims[0], T = stream.shape().dims[1];
-    LastActivations a{take("residual", stream.shape()), take("ln_f", stream.shape()),
-                      take_float("ln_f_mean", {B, T}), take_float("ln_f_rstd", {B, T})};
-    residual_layernorm_forward(a.input, a.ln_f, a.mean, a.rstd, stream, branch, weights_.last.weight,
-                               weights_.last.bias, stream_);
+// One block, from the residual stream in a.input to the one returned.
+TensorX Gpt::forward_block(int layer, BlockActivations& a, Keep keep, KvCache* cache) {
+    Range range("block", layer);
+    forward_attention(layer, a, keep, cache);
+    if (!keep.backward) a.input.drop();
+    TensorX output = forward_mlp(layer, a, keep);
+    if (!keep.middle && keep.backward) {
+        TensorX input = std::move(a.input);
+        a = {};
+        a.input = std::move(input);
+    }
+    return output;
+}
+
+// The last block's output for `tokens` (B, T), keeping nothing. With a cache the tokens follow what it holds.
+TensorX Gpt::forward_only(const Tensor<int>& tokens, KvCache* cache) {
+    TensorX stream = embed(tokens, cache ? cache->length : 0);
+    for (int l = 0; l < config_.layers; l++) {
+        BlockActivations a;
+        a.input = std::move(stream);
+        stream = forward_block(l, a, kKeepNothing, cache);
+    }
+    return stream;
+}
+
+HeadActivations Gpt::forward_head(const TensorX& x) {
+    const int64_t rows = x.rows();
+    HeadActivations a{take_float("ln_f_mean", {rows}), take_float("ln_f_rstd", {rows}),
+                      take("ln_f", {rows, config_.channels}),
+                      take("logits", {rows, config_.padded_vocabulary()})};
+    layernorm_forward(a.ln_f, a.mean, a.rstd, x, weights_.last.weight, weights_.last.bias, stream_);
+    matmul(arena_, stream_, a.logits, a.ln_f, weights_.embeddings.wte, {.transpose_b = true});
     return a;
 }
 
-// The last layernorm's output for `tokens` (B, T), keeping nothing. With a cache the tokens follow what it
-// holds.
-TensorX Gpt::forward_only(const Tensor<int>& tokens, KvCache* cache) {
-    TensorX branch;
-    BlockActivations before, now;
-    now.input = embed(tokens, cache ? cache->length : 0);
-    for (int l = 0; l < config_.layers; l++) {
-        branch = forward_block(l, l ? &before.middle : nullptr, std::move(branch), now, kKeepNothing, cache);
-        before = std::move(now);
-        now = BlockActivations();
-    }
-    return std::move(forward_last(before.middle, std::move(branch)).ln_f);
+// Calls chunk(first, count) for all rows, head_rows at a time; 0 means all at once.
+template <class Chunk>
+void Gpt::for_each_head_chunk(int64_t rows, int64_t head_rows, Chunk&& chunk) {
+    const int64_t count = head_rows > 0 ? std::min(head_rows, rows) : rows;
+    int64_t first = 0;
+    arena_.repeat(static_cast<int>(rows / count), [&] {
+        chunk(first, count);
+        first += count;
+        return true;
+    });
+    if (rows % count) chunk(rows / count * count, rows % count);
 }
 
 // ---- backward
+
+// Where a unit's gradients are consumed as soon as they are complete, they lie in the arena until then.
+Gpt::UnitGradients Gpt::take_unit_gradients(int unit, const Consume& consume) {
+    if (!consume) return {{}, state_.gradients()};
+    const Unit& u = layout_.units()[static_cast<size_t>(unit)];
+    TensorX room = arena_.take<floatX>("unit_gradients", {u.size}, "parameter_gradient");
+    zero(room);
+    floatX* base = room.data() ? room.data() - u.offset : nullptr;
+    return {std::move(room), base};
+}
+
+void Gpt::complete(int unit, UnitGradients& gradients, const Consume& consume) {
+    if (consume) consume(unit, gradients.room.data());
+    gradients.room.drop();
+}
 
 // d_weight += in^T d_out and d_bias += the column sums of d_out, for out = in weight + bias.
 void Gpt::backward_linear(TensorX& d_weight, TensorX& d_bias, const TensorX& in, const TensorX& d_out) {
@@ -292,39 +349,111 @@ void Gpt::backward_linear(TensorX& d_weight, TensorX& d_bias, const TensorX& in,
     matmul(arena_, stream_, d_weight, in, d_out, {.transpose_a = true, .accumulate = true});
 }
 
-void Gpt::backward_norm(TensorX& d_stream, TensorX& d_weight, TensorX& d_bias, const TensorX& d_out,
-                        const TensorX& x, const TensorF& mean, const TensorF& rstd, const TensorX& weight) {
+template <class Gradient>
+void Gpt::backward_norm(TensorX& d_stream, Tensor<Gradient>& d_weight, Tensor<Gradient>& d_bias,
+                        const TensorX& d_out, const TensorX& x, const TensorF& mean, const TensorF& rstd,
+                        const TensorX& weight) {
     TensorF scratch = take_float("column_sums", column_sums_scratch(x.rows(), x.columns(), 2));
     layernorm_backward(d_stream, d_weight, d_bias, scratch, d_out, x, mean, rstd, weight, stream_);
 }
 
 // A layernorm's output as forward kept it, or made again from the saved statistics: the same bits.
-TensorX Gpt::kept_or_normalized(TensorX& kept, const char* name, const TensorX& x, const TensorF& mean,
-                                const TensorF& rstd, const TensorX& weight, const TensorX& bias) {
+TensorX Gpt::normalized(TensorX& kept, const char* name, const TensorX& x, const TensorF& mean,
+                        const TensorF& rstd, const TensorX& weight, const TensorX& bias) {
     if (kept) return std::move(kept);
     TensorX out = take(name, x.shape());
     layernorm_normalize(out, x, mean, rstd, weight, bias, stream_);
     return out;
 }
 
-// The MLP half: d_stream, the gradient of the block's output, becomes that of a.middle.
+// The rows of the vocabulary whose gradient of one chunk is in fp32 at a time.
+constexpr int64_t kWideRows = 2048;
+
+// d_wte (V, C) += d_logits^T ln_f, of a chunk of rows. In bf16 `low` carries what the sum of several chunks
+// would lose.
+template <class T>
+void Gpt::add_head_product(Tensor<T>& d_wte, Tensor<uint8_t>& low, const Tensor<T>& d_logits,
+                           const Tensor<T>& ln_f) {
+    if (!low) {
+        matmul(arena_, stream_, d_wte, d_logits, ln_f, {.transpose_a = true, .accumulate = true});
+        return;
+    }
+    if constexpr (std::is_same_v<T, bf16>) {
+        const int64_t V = d_wte.rows();
+        TensorF room = take_float("d_wte_product", {std::min(kWideRows, V), d_wte.columns()});
+        for (int64_t first = 0; first < V; first += kWideRows) {
+            const int64_t count = std::min(kWideRows, V - first);
+            TensorF product = room.rows_at(0, count);
+            const Tensor<T> columns(d_logits.data() + first, {d_logits.rows(), count});
+            matmul(arena_, stream_, product, columns, ln_f, {.transpose_a = true, .a_row = V});
+            Tensor<T> sum = d_wte.rows_at(first, count);
+            Tensor<uint8_t> sum_low = low.rows_at(first, count);
+            wide_sum_add(sum, sum_low, product, stream_);
+        }
+    }
+}
+
+// The head of some rows after others, each forward and at once back, so that no more
+// logits exist than a chunk's. `stream` (B, T, C), the last block's output, becomes its own gradient.
+void Gpt::head(TensorX& stream, const Tensor<int>& targets, const StepOptions& options, float loss_scale,
+               TensorF& loss, TensorX& d_wte, LastLayernorm<floatX>& d_last) {
+    const int64_t rows = stream.rows(), C = config_.channels, V = config_.padded_vocabulary();
+    const bool chunks = options.head_rows > 0 && options.head_rows < rows;
+    TensorF losses = take_float("losses", {rows, 1});
+    TensorF d_last_sums = take_float("d_ln_f_sums", {1, 2, C});
+    zero(d_last_sums);
+    TensorF d_weight(d_last_sums.data(), {C}), d_bias(d_last_sums.data() + C, {C});
+    Tensor<uint8_t> low;
+    if (chunks && std::is_same_v<floatX, bf16>) {
+        low = arena_.take<uint8_t>("d_wte_low_bits", {V, C / 2}, "gradient");
+        zero(low);
+    }
+    for_each_head_chunk(rows, options.head_rows, [&](int64_t first, int64_t count) {
+        TensorX part = stream.rows_at(first, count), x = take("head_input", {count, C});
+        copy_rows_on_device(x.data(), C, part.data(), C, C, count, stream_);
+        HeadActivations a = forward_head(x);
+        TensorF part_losses = losses.rows_at(first, count);
+        cross_entropy_forward_backward(a.logits, part_losses, targets.view({rows, 1}).rows_at(first, count),
+                                       loss_scale, config_.vocabulary, stream_);
+        add_head_product(d_wte, low, a.logits, a.ln_f);
+        TensorX d_ln_f = std::move(a.ln_f);
+        matmul(arena_, stream_, d_ln_f, a.logits, weights_.embeddings.wte);
+        a.logits.drop();
+        zero(part);
+        backward_norm(part, d_weight, d_bias, d_ln_f, x, a.mean, a.rstd, weights_.last.weight);
+    });
+    add_losses(loss, losses, loss_scale, stream_);
+    add_chunks(ColumnOutputs<floatX, 2>{{d_last.weight.data(), d_last.bias.data()}}, d_last_sums, 1,
+               static_cast<int>(C), stream_);
+}
+
+// The MLP half: d_stream, the gradient of the block's output, becomes that of a.middle. What is made again is
+// let go of as soon as it was read once, where it costs no product.
 void Gpt::backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream) {
+    const Shape btc = a.middle.shape(), bt4c = {btc.dims[0], btc.dims[1], 4 * btc.dims[2]};
+    auto make_ln_2 = [&] {
+        return normalized(a.ln_2, "ln_2", a.middle, a.ln_2_mean, a.ln_2_rstd, w.ln_2_weight, w.ln_2_bias);
+    };
+    if (!a.up) {
+        const TensorX ln_2 = make_ln_2();
+        a.up = take("up", bt4c);
+        matmul(arena_, stream_, a.up, ln_2, w.up_weight, {.bias = &w.up_bias});
+    }
     TensorX gelu = std::move(a.gelu);
     if (!gelu) {
-        gelu = take("gelu", a.up.shape());
+        gelu = take("gelu", bt4c);
         gelu_forward(gelu, a.up, stream_);
     }
     backward_linear(g.down_weight, g.down_bias, gelu, d_stream);
     gelu.drop();
-    TensorX d_up = take_gradient("d_up", a.up.shape());
+    TensorX d_up = take_gradient("d_up", bt4c);
     matmul(arena_, stream_, d_up, d_stream, w.down_weight, {.transpose_b = true, .gelu_input = &a.up});
     a.up.drop();
 
-    TensorX ln_2 =
-        kept_or_normalized(a.ln_2, "ln_2", a.middle, a.ln_2_mean, a.ln_2_rstd, w.ln_2_weight, w.ln_2_bias);
+    TensorX ln_2 = make_ln_2();
     backward_linear(g.up_weight, g.up_bias, ln_2, d_up);
     ln_2.drop();
-    TensorX d_ln_2 = take_gradient("d_ln_2", a.middle.shape());
+    TensorX d_ln_2 = take_gradient("d_ln_2", btc);
     matmul(arena_, stream_, d_ln_2, d_up, w.up_weight, {.transpose_b = true});
     d_up.drop();
     backward_norm(d_stream, g.ln_2_weight, g.ln_2_bias, d_ln_2, a.middle, a.ln_2_mean, a.ln_2_rstd,
@@ -332,14 +461,24 @@ void Gpt::backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivation
 }
 
 // The attention half: d_stream, the gradient of a.middle, becomes that of a.input.
-void Gpt::backward_attention(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a,
-                             TensorX& d_stream) {
+void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream) {
+    const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
+    const Shape btc = a.input.shape(), bt3c = {btc.dims[0], btc.dims[1], 3 * btc.dims[2]};
     const int64_t C = config_.channels;
-    backward_linear(g.attention_weight, g.attention_bias, a.attention, d_stream);
-    TensorX d_attention = take_gradient("d_attention", a.attention.shape());
-    matmul(arena_, stream_, d_attention, d_stream, w.attention_weight, {.transpose_b = true});
+    auto make_ln_1 = [&] {
+        return normalized(a.ln_1, "ln_1", a.input, a.ln_1_mean, a.ln_1_rstd, w.ln_1_weight, w.ln_1_bias);
+    };
+    if (!a.qkv) {
+        const TensorX ln_1 = make_ln_1();
+        a.qkv = take("qkv", bt3c);
+        matmul(arena_, stream_, a.qkv, ln_1, w.qkv_weight, {.bias = &w.qkv_bias});
+    }
+    if (!a.attention) attend(a, {}, nullptr, layer);
 
-    TensorX d_qkv = take_gradient("d_qkv", a.qkv.shape());
+    backward_linear(g.attention_weight, g.attention_bias, a.attention, d_stream);
+    TensorX d_attention = take_gradient("d_attention", btc);
+    matmul(arena_, stream_, d_attention, d_stream, w.attention_weight, {.transpose_b = true});
+    TensorX d_qkv = take_gradient("d_qkv", bt3c);
     TensorF delta = take_float("attention_delta", a.lse.shape());
     floatX* d = d_qkv.data();
     attention_backward(d, d + C, d + 2 * C, d_attention.data(), a.attention.data(), a.lse.data(),
@@ -350,11 +489,10 @@ void Gpt::backward_attention(const Block<floatX>& w, Block<floatX>& g, BlockActi
     a.lse.drop();
     a.qkv.drop();
 
-    TensorX ln_1 =
-        kept_or_normalized(a.ln_1, "ln_1", a.input, a.ln_1_mean, a.ln_1_rstd, w.ln_1_weight, w.ln_1_bias);
+    TensorX ln_1 = make_ln_1();
     backward_linear(g.qkv_weight, g.qkv_bias, ln_1, d_qkv);
     ln_1.drop();
-    TensorX d_ln_1 = take_gradient("d_ln_1", a.input.shape());
+    TensorX d_ln_1 = take_gradient("d_ln_1", btc);
     matmul(arena_, stream_, d_ln_1, d_qkv, w.qkv_weight, {.transpose_b = true});
     d_qkv.drop();
     backward_norm(d_stream, g.ln_1_weight, g.ln_1_bias, d_ln_1, a.input, a.ln_1_mean, a.ln_1_rstd,
@@ -362,20 +500,26 @@ void Gpt::backward_attention(const Block<floatX>& w, Block<floatX>& g, BlockActi
 }
 
 // Adds the block's gradients; d_stream (B, T, C), the gradient of its output, becomes that of its input.
-void Gpt::backward_block(int layer, BlockActivations& a, TensorX& d_stream) {
+void Gpt::backward_block(int layer, BlockActivations& a, TensorX& d_stream, const Consume& consume) {
     Range range("block", layer);
-    const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
-    Block<floatX>& g = gradients_.blocks[static_cast<size_t>(layer)];
-    backward_mlp(w, g, a, d_stream);
+    UnitGradients gradients = take_unit_gradients(layer + 1, consume);
+    Block<floatX> g = layout_.block(gradients.base, layer);
+    if (!a.middle) forward_attention(layer, a, {.norm = false}, nullptr);
+    backward_mlp(weights_.blocks[static_cast<size_t>(layer)], g, a, d_stream);
     a.middle.drop();
-    backward_attention(w, g, a, d_stream);
+    backward_attention(layer, g, a, d_stream);
+    a = {};
+    complete(layer + 1, gradients, consume);
 }
 
 // ---- the steps
 
-// One micro-batch: adds its gradients, and loss_scale times the sum of its losses to `loss` (1).
-void Gpt::forward_backward(const Batch& batch, int B, int T, Keep keep, float loss_scale, TensorF& loss) {
-    const int64_t rows = int64_t{B} * T, V = config_.padded_vocabulary();
+// One micro-batch: adds its gradients, or has each unit's consumed, and adds loss_scale times the sum of its
+// losses to `loss` (1).
+void Gpt::forward_backward(const Batch& batch, const StepOptions& options, float loss_scale, TensorF& loss,
+                           const Consume& consume) {
+    const int B = options.batch, T = options.seq_len, last_unit = config_.layers + 1;
+    const int64_t rows = int64_t{B} * T;
     std::vector<BlockActivations> blocks(static_cast<size_t>(config_.layers));
     const TokenGroups groups =
         arena_.rehearsing() ? TokenGroups() : group_tokens(batch.inputs, config_.vocabulary);
@@ -385,75 +529,55 @@ void Gpt::forward_backward(const Batch& batch, int B, int T, Keep keep, float lo
     Tensor<int> starts =
         take_input("token_starts", {std::min<int64_t>(rows, config_.vocabulary) + 1}, groups.starts);
 
-    TensorX d_stream;
-    {
-        std::optional<Range> range("forward");
-        LastActivations last;
-        TensorX branch;
-        blocks[0].input = embed(inputs, 0);
-        for (int l = 0; l < config_.layers; l++) {
-            const size_t i = static_cast<size_t>(l);
-            branch =
-                forward_block(l, l ? &blocks[i - 1].middle : nullptr, std::move(branch), blocks[i], keep);
-        }
-        last = forward_last(blocks.back().middle, std::move(branch));
+    std::optional<Range> range(std::in_place, "forward");
+    TensorX stream = embed(inputs, 0);
+    for (size_t l = 0; l < blocks.size(); l++) {
+        blocks[l].input = std::move(stream);
+        stream = forward_block(static_cast<int>(l), blocks[l], options.keep[l]);
+    }
 
-        // The head runs backward as soon as it has run forward: its logits are the largest tensor of the
-        // step.
-        range.emplace("head");
-        TensorX logits = take("logits", {B, T, V});
-        matmul(arena_, stream_, logits, last.ln_f, weights_.embeddings.wte, {.transpose_b = true});
-        TensorF losses = take_float("losses", {B, T});
-        cross_entropy_forward_backward(logits, losses, targets, loss_scale, config_.vocabulary, stream_);
-        add_losses(loss, losses, loss_scale, stream_);
-        matmul(arena_, stream_, gradients_.embeddings.wte, logits, last.ln_f,
-               {.transpose_a = true, .accumulate = true});
-        last.ln_f.drop();
-        TensorX d_ln_f = take_gradient("d_ln_f", last.input.shape());
-        matmul(arena_, stream_, d_ln_f, logits, weights_.embeddings.wte);
-        logits.drop();
-        d_stream = take_gradient("d_residual", last.input.shape());
-        device_fill(d_stream.data(), 0, static_cast<size_t>(d_stream.bytes()), stream_);
-        backward_norm(d_stream, gradients_.last.weight, gradients_.last.bias, d_ln_f, last.input, last.mean,
-                      last.rstd, weights_.last.weight);
-    }
-    Range range("backward");
-    for (int l = config_.layers - 1; l >= 0; l--) {
-        backward_block(l, blocks[static_cast<size_t>(l)], d_stream);
-        blocks.pop_back();
-    }
-    embedding_backward(gradients_.embeddings.wte, gradients_.embeddings.wpe, d_stream, inputs, order, starts,
-                       groups.count(), stream_);
+    range.emplace("head");
+    UnitGradients of_embeddings = take_unit_gradients(0, consume);
+    UnitGradients of_last = take_unit_gradients(last_unit, consume);
+    Embeddings<floatX> d_embeddings = layout_.embeddings(of_embeddings.base);
+    LastLayernorm<floatX> d_last = layout_.last_layernorm(of_last.base);
+    head(stream, targets, options, loss_scale, loss, d_embeddings.wte, d_last);
+    complete(last_unit, of_last, consume);
+
+    range.emplace("backward");
+    for (int l = config_.layers - 1; l >= 0; l--)
+        backward_block(l, blocks[static_cast<size_t>(l)], stream, consume);
+    embedding_backward(d_embeddings.wte, d_embeddings.wpe, stream, inputs, order, starts, groups.count(),
+                       stream_);
+    stream.drop();
+    complete(0, of_embeddings, consume);
 }
 
 // Adds loss_scale times the sum of the batch's losses to `loss` (1).
-void Gpt::evaluate(const Batch& batch, int B, int T, float loss_scale, TensorF& loss) {
+void Gpt::evaluate(const Batch& batch, const StepOptions& options, float loss_scale, TensorF& loss) {
     Range range("evaluate");
-    Tensor<int> inputs = take_input("inputs", {B, T}, batch.inputs);
-    Tensor<int> targets = take_input("targets", {B, T}, batch.targets);
-    TensorX ln_f = forward_only(inputs, nullptr);
-    TensorX logits = take("logits", {B, T, config_.padded_vocabulary()});
-    matmul(arena_, stream_, logits, ln_f, weights_.embeddings.wte, {.transpose_b = true});
-    TensorF losses = take_float("losses", {B, T});
-    cross_entropy_forward(logits, losses, targets, config_.vocabulary, stream_);
+    const Shape shape = {options.batch, options.seq_len};
+    Tensor<int> inputs = take_input("inputs", shape, batch.inputs);
+    Tensor<int> targets = take_input("targets", shape, batch.targets);
+    const TensorX stream = forward_only(inputs, nullptr);
+    const int64_t rows = stream.rows();
+    TensorF losses = take_float("losses", {rows, 1});
+    for_each_head_chunk(rows, options.head_rows, [&](int64_t first, int64_t count) {
+        const HeadActivations a = forward_head(stream.rows_at(first, count));
+        TensorF part = losses.rows_at(first, count);
+        cross_entropy_forward(a.logits, part, targets.view({rows, 1}).rows_at(first, count),
+                              config_.vocabulary, stream_);
+    });
     add_losses(loss, losses, loss_scale, stream_);
-}
-
-void Gpt::gradient_norm(const floatX* gradients, TensorF& norm) {
-    TensorF scratch = take_float("norm_partials", {kNormBlocks});
-    global_norm(norm, scratch, gradients, layout_.size(), stream_);
 }
 
 // Runs `tokens`, which follow what the cache holds, and appends them to it. The logits (1, V) after the last.
 TensorX Gpt::forward_cached(const std::vector<int>& tokens, KvCache& cache) {
-    const int T = static_cast<int>(tokens.size()), C = config_.channels;
+    const int T = static_cast<int>(tokens.size());
     Tensor<int> inputs = take_input("inputs", {1, T}, tokens);
-    TensorX logits = take("logits", {1, config_.padded_vocabulary()});
-    const TensorX ln_f = forward_only(inputs, &cache);
-    const TensorX last(ln_f.data() ? ln_f.data() + int64_t{T - 1} * C : nullptr, {1, C});
-    matmul(arena_, stream_, logits, last, weights_.embeddings.wte, {.transpose_b = true});
+    const TensorX stream = forward_only(inputs, &cache);
     cache.length += T;
-    return logits;
+    return std::move(forward_head(stream.rows_at(T - 1, 1)).logits);
 }
 
 // Continues a prompt of at least one token by up to new_tokens: choose(logits) reads the logits (1, V) and
@@ -486,6 +610,14 @@ void on_interrupt(int) {
 const char* const kOwnText[] = {"README.md",  "train_gpt.cu", "llmc/*.h",
                                 "llmc/*.cuh", "test/*.cpp",   "dev/*.py"};
 
+// What --memory chooses among, beside the recompute levels of the layers.
+struct Setting {
+    int batch, grad_accum;
+    int64_t head_rows;
+};
+
+constexpr double kMiB = 1048576.0;
+
 // Everything a run needs, opened and checked in the order of its members, before any device memory is taken.
 class Trainer {
   public:
@@ -503,13 +635,26 @@ class Trainer {
     std::vector<int> first_tokens() const;
     bool samples() const;
     int window() const;
+    int64_t metrics_count() const { return 1 + static_cast<int64_t>(state_.layout.units().size()); }
+    void set_step(const std::vector<int>& levels);
+    void find_batch();
+    std::vector<Setting> settings() const;
+    void apply(const Setting& s);
+    std::vector<Profile> profiles(const std::vector<Setting>& settings);
+    void fit_memory();
+    Plan rehearse_training();
     MemoryReport make_report();
+    void point_metrics(float* at);
     void check_reach() const;
     void prepare();
     void load();
-    double read_metric(int which);
+    double read_loss();
+    double read_norm();
     Batch read_batch(SequenceLoader& loader, uint64_t first, uint64_t count) const;
     void train_step(int64_t step);
+    void measure_norm(const floatX* gradients, int64_t n, TensorF& norm);
+    void update_unit(int unit, const floatX* gradients);
+    void update();
     double validate();
     void sample(int64_t step);
     void save(int64_t steps_done);
@@ -525,11 +670,16 @@ class Trainer {
     Arena arena_;
     State<floatX> state_;
     Gpt gpt_;
-    Keep keep_;
+    StepOptions step_;
+    Gpt::Consume consume_;  // with --update-in-backward
+    bool norm_of_each_unit_;
+    AdamW adamw_ = {};  // of the current step
     MemoryReport report_;
+    std::vector<MemoryChoice> choice_;  // with --memory: the configuration, and its neighbours
     Plan train_plan_, update_plan_, evaluate_plan_, sample_plan_, slide_plan_;
     DeviceBuffer metrics_memory_;
-    TensorF loss_, norm_;                          // (1) each, on the device
+    TensorF loss_;   // (1), on the device
+    TensorF norms_;  // (units, 1) there: of each unit's gradient, or in [0] of all
     int64_t first_step_ = 0, first_sequence_ = 0;  // where a resumed run begins
     std::string last_save_;
     double peak_flops_ = 0, seconds_per_step_ = 0;
@@ -577,7 +727,7 @@ Trainer::Trainer(Options options)
       tokenizer_(open_tokenizer()),
       state_(config_),
       gpt_(arena_, stream_, state_),
-      keep_(keep_of(o_.recompute)) {
+      norm_of_each_unit_(o_.clip_per_block || o_.update_in_backward) {
     if (!o_.has("--seq-len")) o_.seq_len = std::min(o_.seq_len, config_.positions);
     if (o_.seq_len > config_.positions)
         fail("--seq-len %d is more than the model's %d positions", o_.seq_len, config_.positions);
@@ -585,7 +735,149 @@ Trainer::Trainer(Options options)
         open_validation();
         check_reach();
     }
+    if (o_.update_in_backward)
+        consume_ = [this](int unit, const floatX* gradients) { update_unit(unit, gradients); };
+    point_metrics(nullptr);
+    if (o_.batch == 0)
+        find_batch();
+    else if (!o_.memory.empty())
+        fit_memory();
+    set_step(parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute"));
     report_ = make_report();
+}
+
+// How a micro-batch runs by the options, with layer l at recompute level levels[l].
+void Trainer::set_step(const std::vector<int>& levels) {
+    step_ = {o_.batch, o_.seq_len, o_.head_rows, {}};
+    for (int level : levels) step_.keep.push_back(kRecomputeLevels[level].keep);
+}
+
+// --batch auto: the largest micro-batch whose plan fits --memory, or what the device has free.
+void Trainer::find_batch() {
+    const std::vector<int> levels =
+        parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
+    const size_t room =
+        o_.memory.empty() ? device_bytes_free() / 20 * 19 : parse_bytes(o_.memory, "--memory");
+    auto total = [&](int batch) {
+        o_.batch = batch;
+        set_step(levels);
+        return make_report().total();
+    };
+    const int64_t sequences =
+        data_ ? static_cast<int64_t>(SequenceLoader(*data_, o_.seq_len, o_.seed, true).sequences_per_epoch())
+              : INT32_MAX;
+    const int most = static_cast<int>(std::min<int64_t>(sequences, kMostTokens / o_.seq_len));
+    if (total(1) > room)
+        fail("--batch auto: a batch of 1 takes %.0f MiB and there are %.0f",
+             static_cast<double>(total(1)) / kMiB, static_cast<double>(room) / kMiB);
+    int fits = 1, fails = 2;
+    while (fails <= most && total(fails) <= room) fits = fails, fails *= 2;
+    fails = std::min(fails, most + 1);
+    while (fails - fits > 1) {
+        const int middle = fits + (fails - fits) / 2;
+        (total(middle) <= room ? fits : fails) = middle;
+    }
+    o_.batch = fits;
+    o_.given["--batch"] = {std::to_string(fits)};
+}
+
+// The settings that keep the tokens of a step and what the user gave.
+std::vector<Setting> Trainer::settings() const {
+    const int sequences = o_.batch * o_.grad_accum;
+    std::vector<Setting> all;
+    for (int batch = sequences; batch >= 1; batch--) {
+        if (sequences % batch || (o_.update_in_backward && batch < sequences)) continue;
+        std::vector<int64_t> rows = {0, 4096, 1024, 256, 64};
+        if (o_.has("--head-rows")) rows = {o_.head_rows};
+        for (int64_t r : rows)
+            if (r < int64_t{batch} * o_.seq_len) all.push_back({batch, sequences / batch, r});
+    }
+    return all;
+}
+
+void Trainer::apply(const Setting& s) {
+    o_.batch = s.batch;
+    o_.grad_accum = s.grad_accum;
+    o_.head_rows = s.head_rows;
+}
+
+// What each setting takes in memory and time, from rehearsals with all layers at one level. The rows of the
+// head change only what is between the blocks.
+std::vector<Profile> Trainer::profiles(const std::vector<Setting>& settings) {
+    const DeviceRates rates = nominal_rates<floatX>();
+    const size_t layers = static_cast<size_t>(config_.layers);
+    std::vector<Profile> all;
+    for (size_t i = 0; i < settings.size(); i++) {
+        apply(settings[i]);
+        set_step(std::vector<int>(layers, 0));
+        const MemoryReport report = make_report();
+        const std::vector<Segment> of_first = segments_of(report.train, rates);
+        const bool same_blocks = i > 0 && settings[i].batch == settings[i - 1].batch;
+        Profile p = same_blocks ? all.back() : Profile();
+        if (same_blocks) {
+            for (std::vector<Segment>& level : p.levels) level[layers].after = of_first[layers].after;
+        } else {
+            p.levels.push_back(of_first);
+            for (size_t level = 1; level < std::size(kRecomputeLevels); level++) {
+                set_step(std::vector<int>(layers, static_cast<int>(level)));
+                p.levels.push_back(segments_of(rehearse_training(), rates));
+            }
+        }
+        p.runs = o_.grad_accum;
+        p.fixed_bytes = report.total() - report.activations();
+        p.arena_floor = report.activations_of_others();
+        p.fixed_seconds = seconds_of(update_plan_.work, rates);
+        all.push_back(std::move(p));
+    }
+    return all;
+}
+
+// --memory: the fastest configuration whose plan fits, and what it was chosen over.
+void Trainer::fit_memory() {
+    const size_t budget = parse_bytes(o_.memory, "--memory");
+    const std::vector<Setting> all = settings();
+    auto take_up = [&](const Choice& c) {
+        apply(all[c.profile]);
+        o_.recompute = levels_text(c.levels, recompute_names());
+        set_step(c.levels);
+    };
+    const Solution s = solve(profiles(all), budget, [&](const Choice& c) {
+        take_up(c);
+        return make_report().total();
+    });
+    auto described = [&](const Choice& c) {
+        const Setting& setting = all[c.profile];
+        return MemoryChoice{levels_text(c.levels, recompute_names()),
+                            setting.head_rows,
+                            setting.batch,
+                            setting.grad_accum,
+                            c.exact,
+                            c.seconds,
+                            c.seconds / s.fastest.seconds - 1};
+    };
+    if (!s.chosen) {
+        take_up(s.least);
+        const auto [name, bytes] = make_report().largest();
+        fail("--memory %s: the least that this takes is %.1f MiB (%s), %.1f of it for %s", o_.memory.c_str(),
+             static_cast<double>(s.least.exact) / kMiB, described(s.least).text().c_str(),
+             static_cast<double>(bytes) / kMiB, name.c_str());
+    }
+    choice_ = {described(*s.chosen)};
+    if (s.next_cheaper) choice_.push_back(described(*s.next_cheaper));
+    if (s.next_smaller) choice_.push_back(described(*s.next_smaller));
+    take_up(*s.chosen);
+    // A save remembers the choice, not the budget: a resumed run shall run the same.
+    o_.given.erase("--memory");
+    o_.given["--recompute"] = {o_.recompute};
+    o_.given["--head-rows"] = {std::to_string(o_.head_rows)};
+    o_.given["--batch"] = {std::to_string(o_.batch)};
+    o_.given["--grad-accum"] = {std::to_string(o_.grad_accum)};
+}
+
+// Where the step leaves its loss and norms; nowhere, as long as it is only rehearsed.
+void Trainer::point_metrics(float* at) {
+    loss_ = TensorF(at, {1});
+    norms_ = TensorF(at ? at + 1 : nullptr, {metrics_count() - 1, 1});
 }
 
 // What --data names, or this project's own text; nothing where no training is asked for.
@@ -628,7 +920,7 @@ void Trainer::check_reach() const {
     for (Dataset* d : {data_.get(), val_data_.get()})
         if (d) d->check_tokens(config_.vocabulary);
     const SequenceLoader loader(*data_, o_.seq_len, o_.seed, true);
-    if (loader.sequences_per_epoch() < static_cast<uint64_t>(o_.batch))
+    if (o_.batch > 0 && loader.sequences_per_epoch() < static_cast<uint64_t>(o_.batch))
         fail("--batch %d is more than the data's %llu sequences of %d tokens", o_.batch,
              static_cast<unsigned long long>(loader.sequences_per_epoch()), o_.seq_len);
     if (val_data_) SequenceLoader(*val_data_, o_.seq_len, o_.seed, false);
@@ -679,6 +971,10 @@ int Trainer::window() const {
     return std::min(config_.positions, std::max(trained, static_cast<int>(first_tokens().size()) + 1));
 }
 
+Plan Trainer::rehearse_training() {
+    return arena_.rehearse([&] { gpt_.forward_backward({}, step_, 1, loss_, consume_); });
+}
+
 // Rehearses every step that the run may take, and puts what they and the state need into one report.
 MemoryReport Trainer::make_report() {
     MemoryReport r;
@@ -689,26 +985,34 @@ MemoryReport Trainer::make_report() {
     r.parameters = state_.layout.count();
     r.batch = o_.batch;
     r.seq_len = o_.seq_len;
+    r.grad_accum = o_.grad_accum;
+    r.head_rows = o_.head_rows;
     const size_t n = static_cast<size_t>(state_.layout.size());
     auto buffer = [&](const char* name, const char* kind, const char* dtype, size_t element) {
         r.buffers.push_back({name, kind, std::to_string(n), {static_cast<int64_t>(n)}, dtype, n * element});
     };
     const Batch nothing;
-    TensorF loss(nullptr, {1});
     buffer("weights", "weights", dtype_name<floatX>(), sizeof(floatX));
     if (o_.steps > 0) {
-        buffer("gradients", "gradients", dtype_name<floatX>(), sizeof(floatX));
+        if (!consume_) buffer("gradients", "gradients", dtype_name<floatX>(), sizeof(floatX));
         buffer("m", "optimizer_m", "fp32", 4);
         buffer("v", "optimizer_v", "fp32", 4);
         if (State<floatX>::kHasMaster) buffer("master", "master", "fp32", 4);
-        train_plan_ =
-            arena_.rehearse([&] { gpt_.forward_backward(nothing, o_.batch, o_.seq_len, keep_, 1, loss); });
-        update_plan_ = arena_.rehearse([&] { gpt_.gradient_norm(nullptr, loss); });
-        r.others.emplace_back("the gradient's norm", update_plan_);
+        train_plan_ = rehearse_training();
+        if (!consume_) {
+            update_plan_ = arena_.rehearse([&] { update(); });
+            r.others.emplace_back("the update", update_plan_);
+        }
     }
-    r.buffers.push_back({"metrics", "workspace", "2", {2}, "fp32", 2 * sizeof(float)});
+    const int64_t metrics = metrics_count();
+    r.buffers.push_back({"metrics",
+                         "workspace",
+                         std::to_string(metrics),
+                         {metrics},
+                         "fp32",
+                         static_cast<size_t>(metrics) * sizeof(float)});
     if (val_data_) {
-        evaluate_plan_ = arena_.rehearse([&] { gpt_.evaluate(nothing, o_.batch, o_.seq_len, 1, loss); });
+        evaluate_plan_ = arena_.rehearse([&] { gpt_.evaluate(nothing, step_, 1, loss_); });
         r.others.emplace_back("validation", evaluate_plan_);
     }
     if (samples()) {
@@ -722,6 +1026,10 @@ MemoryReport Trainer::make_report() {
         r.others.emplace_back("a sample's continuation", slide_plan_);
     }
     r.train = train_plan_;
+    const DeviceRates rates = nominal_rates<floatX>();
+    r.seconds = o_.grad_accum * seconds_of(train_plan_.work, rates) + seconds_of(update_plan_.work, rates);
+    r.budget = o_.memory;
+    r.choice = choice_;
     return r;
 }
 
@@ -753,12 +1061,10 @@ void Trainer::prepare() {
     if (o_.steps > 0) print_plan();
     if (o_.steps > 0) peak_flops_ = device_peak_flops<floatX>(stream_);
     arena_.allocate({&train_plan_, &update_plan_, &evaluate_plan_, &sample_plan_, &slide_plan_});
-    metrics_memory_ = DeviceBuffer(2 * sizeof(float), "the metrics");
-    float* metrics = reinterpret_cast<float*>(metrics_memory_.data());
-    loss_ = TensorF(metrics, {1});
-    norm_ = TensorF(metrics + 1, {1});
-    state_.allocate(o_.steps > 0);
-    gpt_.bind(state_);
+    metrics_memory_ = DeviceBuffer(static_cast<size_t>(metrics_count()) * sizeof(float), "the metrics");
+    point_metrics(reinterpret_cast<float*>(metrics_memory_.data()));
+    state_.allocate(o_.steps > 0, !consume_);
+    gpt_.bind();
     load();
     if (!o_.log.empty()) {
         log_.reset(fopen(o_.log.c_str(), o_.resume.empty() ? "w" : "a"));
@@ -785,10 +1091,19 @@ void Trainer::load() {
     }
 }
 
-double Trainer::read_metric(int which) {
-    float value = 0;
-    copy_to_host(&value, (which ? norm_ : loss_).data(), sizeof value, stream_);
-    return value;
+double Trainer::read_loss() {
+    float loss = 0;
+    copy_to_host(&loss, loss_.data(), sizeof loss, stream_);
+    return double{loss};
+}
+
+// The norm of the whole gradient.
+double Trainer::read_norm() {
+    std::vector<float> norms(norm_of_each_unit_ ? static_cast<size_t>(norms_.rows()) : 1);
+    copy_to_host(norms.data(), norms_.data(), norms.size() * sizeof(float), stream_);
+    double squares = 0;
+    for (float norm : norms) squares += double{norm} * double{norm};
+    return std::sqrt(squares);
 }
 
 // `count` sequences from number `first` on; rows beyond them, up to a whole batch, do not count.
@@ -799,36 +1114,51 @@ Batch Trainer::read_batch(SequenceLoader& loader, uint64_t first, uint64_t count
     return b;
 }
 
+void Trainer::measure_norm(const floatX* gradients, int64_t n, TensorF& norm) {
+    TensorF scratch = arena_.take<float>("norm_partials", {kNormBlocks});
+    global_norm(norm, scratch, gradients, n, stream_);
+}
+
+// Updates the weights of a unit with its gradients, in one launch.
+void Trainer::update_unit(int unit, const floatX* gradients) {
+    Range range("update", unit);
+    const Unit& u = state_.layout.units()[static_cast<size_t>(unit)];
+    TensorF norm = norm_of_each_unit_ ? norms_.rows_at(unit, 1) : norms_.rows_at(0, 1);
+    if (norm_of_each_unit_) measure_norm(gradients, u.size, norm);
+    adamw_update(adamw_, state_.weights() + u.offset, state_.master() ? state_.master() + u.offset : nullptr,
+                 gradients, state_.m() + u.offset, state_.v() + u.offset, norm, u.decayed, u.size, stream_);
+}
+
+void Trainer::update() {
+    Range range("update");
+    TensorF norm = norms_.rows_at(0, 1);
+    if (!norm_of_each_unit_) measure_norm(state_.gradients(), state_.layout.size(), norm);
+    for (size_t i = 0; i < state_.layout.units().size(); i++)
+        update_unit(static_cast<int>(i), state_.gradients() + state_.layout.units()[i].offset);
+}
+
 void Trainer::train_step(int64_t step) {
     Range range("step");
     const Clock clock;
     const uint64_t batch = static_cast<uint64_t>(o_.batch), micro = static_cast<uint64_t>(o_.grad_accum);
     const float loss_scale = 1.f / (static_cast<float>(o_.batch) * static_cast<float>(o_.seq_len) *
                                     static_cast<float>(o_.grad_accum));
+    const double rate = learning_rate(o_.schedule, step, o_.steps, o_.warmup, o_.lr, o_.min_lr);
+    adamw_ = {static_cast<float>(rate),   static_cast<float>(o_.beta1),        static_cast<float>(o_.beta2),
+              static_cast<float>(o_.eps), static_cast<float>(o_.weight_decay), static_cast<float>(o_.clip),
+              static_cast<int>(step + 1)};
     device_fill(loss_.data(), 0, sizeof(float), stream_);
-    device_fill(state_.gradients(), 0, static_cast<size_t>(state_.layout.size()) * sizeof(floatX), stream_);
+    if (!consume_)
+        device_fill(state_.gradients(), 0, static_cast<size_t>(state_.layout.size()) * sizeof(floatX),
+                    stream_);
     for (uint64_t k = 0; k < micro; k++) {
         const uint64_t before = static_cast<uint64_t>(first_sequence_) +
                                 static_cast<uint64_t>(step - first_step_) * micro * batch;
         const Batch b = read_batch(*loader_, before + k * batch, batch);
-        arena_.run(train_plan_,
-                   [&] { gpt_.forward_backward(b, o_.batch, o_.seq_len, keep_, loss_scale, loss_); });
+        arena_.run(train_plan_, [&] { gpt_.forward_backward(b, step_, loss_scale, loss_, consume_); });
     }
-    arena_.run(update_plan_, [&] { gpt_.gradient_norm(state_.gradients(), norm_); });
-    const double rate = learning_rate(o_.schedule, step, o_.steps, o_.warmup, o_.lr, o_.min_lr);
-    {
-        Range update("update");
-        const AdamW adamw{
-            static_cast<float>(rate),   static_cast<float>(o_.beta1),        static_cast<float>(o_.beta2),
-            static_cast<float>(o_.eps), static_cast<float>(o_.weight_decay), static_cast<float>(o_.clip),
-            static_cast<int>(step + 1)};
-        for (const Unit& u : state_.layout.units())
-            adamw_update(adamw, state_.weights() + u.offset,
-                         state_.master() ? state_.master() + u.offset : nullptr,
-                         state_.gradients() + u.offset, state_.m() + u.offset, state_.v() + u.offset, norm_,
-                         u.decayed, u.size, stream_);
-    }
-    const double loss = read_metric(0), norm = read_metric(1);
+    if (!consume_) arena_.run(update_plan_, [&] { update(); });
+    const double loss = read_loss(), norm = read_norm();
     if (!std::isfinite(loss) || !std::isfinite(norm))
         fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
              static_cast<long long>(step), loss, norm, last_save_.empty() ? "none" : last_save_.c_str());
@@ -877,9 +1207,9 @@ double Trainer::validate() {
     const float scale = 1.f / (static_cast<float>(sequences) * static_cast<float>(o_.seq_len));
     for (uint64_t first = 0; first < sequences; first += batch) {
         const Batch b = read_batch(*val_loader_, first, std::min(batch, sequences - first));
-        arena_.run(evaluate_plan_, [&] { gpt_.evaluate(b, o_.batch, o_.seq_len, scale, loss_); });
+        arena_.run(evaluate_plan_, [&] { gpt_.evaluate(b, step_, scale, loss_); });
     }
-    return read_metric(0);
+    return read_loss();
 }
 
 // Prints a continuation of the prompt. Token i of the sample after `step` draws random number (step, i). A

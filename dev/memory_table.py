@@ -34,10 +34,10 @@ def ask(train, *arguments):
 
 def levels_of(train):
     """Those that the binary's --help lists."""
-    found = re.search(r"--recompute \S*\{([^}]+)\}", ask(train, "--help"))
+    found = re.search(r"--recompute .*?: ([a-z_]+(, [a-z_]+)*)", ask(train, "--help"))
     if not found:
         fail(f"--train {train}: its --help lists no levels of --recompute; give --levels")
-    return found.group(1).split(",")
+    return found.group(1).split(", ")
 
 
 def plan_of(train, model, options, level):

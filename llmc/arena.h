@@ -181,7 +181,12 @@ class Arena {
         if (turns <= 0) return;
         const int first = next_, time = clock_;
         if (rehearsing_) {
+            const size_t before = plan_->work.size();
             body();
+            for (size_t i = before; i < plan_->work.size(); i++) {
+                Work& w = plan_->work[i];
+                w.flops *= turns, w.bytes *= turns, w.calls *= turns;
+            }
             plan_->loops.push_back({next_, clock_});
             return;
         }

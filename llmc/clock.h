@@ -1,10 +1,13 @@
 // clock.h - how long things take, and how fast the device multiplies matrices at its best.
 #pragma once
 
+#include <omp.h>
+
 #include <chrono>
 #include <string>
 
 #include "llmc/matmul.h"
+#include "llmc/solver.h"
 
 class Clock {
   public:
@@ -22,21 +25,46 @@ inline void device_synchronize([[maybe_unused]] Stream stream) {
 #endif
 }
 
-// The FLOP/s of this device that a model's utilisation is measured against, as a GPU's maker promises them
-// for dense products in T, where the GPU is known (NVIDIA's data sheets); else those of a square product,
-// measured now.
-template <class T>
-double device_peak_flops(Stream stream) {
+// A GPU by a part of its name, with its dense bf16 FLOP/s and its memory's bytes/s (NVIDIA's data sheets).
+struct KnownGpu {
+    const char* name;
+    double flops, bandwidth;
+};
+constexpr KnownGpu kKnownGpus[] = {{"H200", 989e12, 4.8e12},      {"H100", 989e12, 3.35e12},
+                                   {"A100", 312e12, 1.94e12},     {"L40S", 362e12, 0.864e12},
+                                   {"RTX 4090", 165e12, 1.01e12}, {"RTX 3090", 71e12, 0.936e12}};
+
+// The GPU of this machine, if it is a known one; null otherwise.
+inline const KnownGpu* known_gpu() {
 #if defined(SIMT_GPU)
     cudaDeviceProp properties;
-    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
-    const std::pair<const char*, double> promised[] = {{"H200", 989e12},     {"H100", 989e12},
-                                                       {"A100", 312e12},     {"L40S", 362e12},
-                                                       {"RTX 4090", 165e12}, {"RTX 3090", 71e12}};
-    if (std::is_same_v<T, bf16>)
-        for (auto [name, flops] : promised)
-            if (std::string(properties.name).find(name) != std::string::npos) return flops;
+    if (cudaGetDeviceProperties(&properties, 0) != cudaSuccess) return nullptr;
+    for (const KnownGpu& gpu : kKnownGpus)
+        if (std::string(properties.name).find(gpu.name) != std::string::npos) return &gpu;
 #endif
+    return nullptr;
+}
+
+// The rates by which operations are compared before any has run. Known ones, not measured: the same command
+// must make the same choice every time. A GPU reaches some two thirds of what its maker promises; for an
+// unknown one, or none, an A100 stands. The CPU's are those of a core with AVX-512, through oneDNN.
+template <class T>
+DeviceRates nominal_rates() {
+    constexpr bool narrow = !std::is_same_v<T, float>;
+    if (kFastCpu) {
+        const double threads = omp_get_max_threads();
+        return {threads * (narrow ? 180e9 : 100e9), threads * 12e9, 5e-6};
+    }
+    const KnownGpu* known = known_gpu();
+    const KnownGpu& gpu = known ? *known : kKnownGpus[2];
+    return {gpu.flops * (narrow ? 0.65 : 0.05), gpu.bandwidth * 0.8, 3e-6};
+}
+
+// The FLOP/s that a model's utilisation is measured against: what the GPU's maker promises for dense products
+// in bf16, where it is known; else those of a square product, measured now.
+template <class T>
+double device_peak_flops(Stream stream) {
+    if (const KnownGpu* gpu = known_gpu(); gpu && std::is_same_v<T, bf16>) return gpu->flops;
     const int64_t n = kFastCpu ? 1200 : 4096;  // on a CPU no power of two, whose rows would share cache sets
     Arena arena;
     double best = 1e30;

@@ -90,9 +90,17 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
 }
 
-// Adds to out[s] (C) the sums over all rows of what columns.add() gathers from a row.
-template <class T, class Columns>
-void add_column_sums(const Columns& columns, ColumnOutputs<T, Columns::kSums> out, Tensor<float>& scratch,
+// out[s] (C) += the sum over chunks of partial (chunks, kSums, C).
+template <class T, int kSums>
+void add_chunks(ColumnOutputs<T, kSums> out, const Tensor<float>& partial, int chunks, int C, Stream stream) {
+    const int64_t per_block = kBlockThreads * (kFastCpu ? 64 : 1);
+    launch<add_chunks_kernel<T, kSums>>(dim3(static_cast<unsigned>(ceil_div(C, per_block))), kBlockThreads, 0,
+                                        stream, out, partial.data(), chunks, C);
+}
+
+// Adds to out[s] (C) the sums over all rows of what columns.add() gathers from a row of T.
+template <class T, class Columns, class Out>
+void add_column_sums(const Columns& columns, ColumnOutputs<Out, Columns::kSums> out, Tensor<float>& scratch,
                      int rows, int C, Stream stream) {
     const int chunks = column_chunks(rows);
     assert(scratch.shape() == column_sums_scratch(rows, C, Columns::kSums));
@@ -103,9 +111,7 @@ void add_column_sums(const Columns& columns, ColumnOutputs<T, Columns::kSums> ou
         launch<column_sums_kernel<T, N, Columns>>(grid, kBlockThreads, kBlockThreads * N * sizeof(float),
                                                   stream, scratch.data(), columns, rows, C, rows_per_chunk);
     });
-    const int64_t per_block = kBlockThreads * (kFastCpu ? 64 : 1);
-    launch<add_chunks_kernel<T, Columns::kSums>>(dim3(static_cast<unsigned>(ceil_div(C, per_block))),
-                                                 kBlockThreads, 0, stream, out, scratch.data(), chunks, C);
+    add_chunks(out, scratch, chunks, C, stream);
 }
 
 template <class T>
@@ -123,6 +129,6 @@ struct BiasColumns {
 template <class T>
 void bias_backward(Tensor<T>& dbias, Tensor<float>& scratch, const Tensor<T>& dout, Stream stream) {
     count_pass("bias_backward", dout);
-    add_column_sums<T>(BiasColumns<T>{dout.data()}, {{dbias.data()}}, scratch, static_cast<int>(dout.rows()),
-                       static_cast<int>(dout.columns()), stream);
+    add_column_sums<T>(BiasColumns<T>{dout.data()}, ColumnOutputs<T, 1>{{dbias.data()}}, scratch,
+                       static_cast<int>(dout.rows()), static_cast<int>(dout.columns()), stream);
 }

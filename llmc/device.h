@@ -118,6 +118,23 @@ inline size_t device_bytes_in_use() {
 #endif
 }
 
+// Bytes that the device could lend to this process now.
+inline size_t device_bytes_free() {
+#if defined(SIMT_GPU)
+    size_t free_bytes = 0, total = 0;
+    CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total));
+    return free_bytes;
+#else
+    unsigned long kib = 0;
+    char line[128];
+    if (FILE* f = fopen("/proc/meminfo", "r")) {
+        while (fgets(line, sizeof line, f) && sscanf(line, "MemAvailable: %lu kB", &kib) != 1) continue;
+        fclose(f);
+    }
+    return size_t{kib} * 1024;
+#endif
+}
+
 // A buffer of device memory that lives as long as this object.
 class DeviceBuffer {
   public:

@@ -159,10 +159,11 @@ void layernorm_normalize(Tensor<T>& out, const Tensor<T>& x, const Tensor<float>
 
 // Adds to dx (rows, C), dweight (C) and dbias (C) what dout (rows, C) sends back through layernorm_forward of
 // x. scratch: column_sums_scratch(rows, C, 2).
-template <class T>
-void layernorm_backward(Tensor<T>& dx, Tensor<T>& dweight, Tensor<T>& dbias, Tensor<float>& scratch,
-                        const Tensor<T>& dout, const Tensor<T>& x, const Tensor<float>& mean,
-                        const Tensor<float>& rstd, const Tensor<T>& weight, Stream stream) {
+template <class T, class Gradient>
+void layernorm_backward(Tensor<T>& dx, Tensor<Gradient>& dweight, Tensor<Gradient>& dbias,
+                        Tensor<float>& scratch, const Tensor<T>& dout, const Tensor<T>& x,
+                        const Tensor<float>& mean, const Tensor<float>& rstd, const Tensor<T>& weight,
+                        Stream stream) {
     count_pass("layernorm_backward", dx, dx, dout, x, dout, x);
     const int rows = static_cast<int>(x.rows()), C = static_cast<int>(x.columns());
     const dim3 grid(static_cast<unsigned>(ceil_div(rows, kBlockWarps)));
@@ -172,5 +173,6 @@ void layernorm_backward(Tensor<T>& dx, Tensor<T>& dweight, Tensor<T>& dbias, Ten
                                                       C);
     });
     const LayernormColumns<T> columns{dout.data(), x.data(), mean.data(), rstd.data()};
-    add_column_sums<T>(columns, {{dweight.data(), dbias.data()}}, scratch, rows, C, stream);
+    add_column_sums<T>(columns, ColumnOutputs<Gradient, 2>{{dweight.data(), dbias.data()}}, scratch, rows, C,
+                       stream);
 }

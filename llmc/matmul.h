@@ -11,6 +11,7 @@ struct MatmulOptions {
     const Tensor<T>* bias = nullptr;                // (N), added to every row
     bool gelu = false;                              // then gelu
     const Tensor<T>* gelu_input = nullptr;          // or then times gelu'(this), of out's shape
+    int64_t a_row = 0;  // elements from a row of a to the next, where a is columns of a wider matrix
 };
 
 // The product as the libraries see it: row-major out (m, n) [+]= op(a) (m, k) op(b) (k, n).
@@ -19,9 +20,9 @@ struct MatmulShape {
 };
 
 // Computes out (M, N) = a (M, K) b (K, N) with the options. Leading dimensions of a tensor count as rows.
-// Products are summed in fp32. Scratch comes from the arena's workspace.
-template <class T>
-void matmul(Arena& arena, Stream stream, Tensor<T>& out, const Tensor<T>& a, const Tensor<T>& b,
+// Products are summed in fp32, and rounded once, to out's type. Scratch comes from the arena's workspace.
+template <class T, class Out>
+void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, const Tensor<T>& b,
             const MatmulOptions<T>& options = {});
 
 // A product's FLOPs, and the bytes of its operands.
@@ -33,8 +34,8 @@ void count_matmul(const MatmulShape& s, const MatmulOptions<T>& o) {
                static_cast<double>(elements) * sizeof(T));
 }
 
-template <class T>
-MatmulShape matmul_shape(const Tensor<T>& out, const Tensor<T>& a, const Tensor<T>& b,
+template <class T, class Out>
+MatmulShape matmul_shape(const Tensor<Out>& out, const Tensor<T>& a, const Tensor<T>& b,
                          const MatmulOptions<T>& o) {
     const MatmulShape s{out.rows(), out.columns(), o.transpose_a ? a.rows() : a.columns()};
     assert(a.size() == s.m * s.k && b.size() == s.k * s.n);
@@ -48,15 +49,16 @@ MatmulShape matmul_shape(const Tensor<T>& out, const Tensor<T>& a, const Tensor<
 #else
 #include "llmc/onednn.h"
 
-template <class T>
-void matmul(Arena& arena, Stream stream, Tensor<T>& out, const Tensor<T>& a, const Tensor<T>& b,
+template <class T, class Out>
+void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, const Tensor<T>& b,
             const MatmulOptions<T>& options) {
     const MatmulShape s = matmul_shape(out, a, b, options);
+    const int64_t a_row = options.a_row ? options.a_row : a.columns();
     const OnednnProduct product{s.m,
                                 s.n,
                                 s.k,
-                                options.transpose_a ? 1 : s.k,
-                                options.transpose_a ? s.m : 1,
+                                options.transpose_a ? 1 : a_row,
+                                options.transpose_a ? a_row : 1,
                                 options.transpose_b ? 1 : s.n,
                                 options.transpose_b ? s.k : 1,
                                 s.n,
@@ -64,10 +66,11 @@ void matmul(Arena& arena, Stream stream, Tensor<T>& out, const Tensor<T>& a, con
                                 options.bias != nullptr,
                                 options.gelu};
     count_matmul(s, options);
-    void* scratch = arena.workspace(onednn_scratch_bytes<T, T>(product));
+    void* scratch = arena.workspace(onednn_scratch_bytes<T, Out>(product));
     if (!simt::launches_off)
-        onednn_matmul<T, T>(product, out.data(), a.data(), b.data(),
-                            options.bias ? options.bias->data() : nullptr, scratch);
-    if (options.gelu_input) gelu_backward(out, out, *options.gelu_input, stream);
+        onednn_matmul<T, Out>(product, out.data(), a.data(), b.data(),
+                              options.bias ? options.bias->data() : nullptr, scratch);
+    if constexpr (std::is_same_v<T, Out>)
+        if (options.gelu_input) gelu_backward(out, out, *options.gelu_input, stream);
 }
 #endif

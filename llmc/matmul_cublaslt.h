@@ -48,10 +48,10 @@ void set(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t attribute, const
     CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(d, attribute, &value, sizeof value));
 }
 
-inline cublasLtMatrixLayout_t layout(cudaDataType_t type, int64_t rows, int64_t columns) {
+inline cublasLtMatrixLayout_t layout(cudaDataType_t type, int64_t rows, int64_t columns, int64_t leading) {
     cublasLtMatrixLayout_t l;
     CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&l, type, static_cast<uint64_t>(rows),
-                                            static_cast<uint64_t>(columns), rows));
+                                            static_cast<uint64_t>(columns), leading));
     return l;
 }
 
@@ -61,7 +61,7 @@ inline cublasLtEpilogue_t epilogue(bool bias, bool gelu, bool dgelu) {
     return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-template <class T>
+template <class T, class Out>
 Described describe(const MatmulShape& s, const MatmulOptions<T>& o, bool dgelu,
                    const std::array<uint32_t, 4>& aligned) {
     Described d;
@@ -74,9 +74,10 @@ Described describe(const MatmulShape& s, const MatmulOptions<T>& o, bool dgelu,
         set(d.operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, s.n);
         set(d.operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, dtype<T>);
     }
-    d.b = o.transpose_b ? layout(dtype<T>, s.k, s.n) : layout(dtype<T>, s.n, s.k);
-    d.a = o.transpose_a ? layout(dtype<T>, s.m, s.k) : layout(dtype<T>, s.k, s.m);
-    d.out = layout(dtype<T>, s.n, s.m);
+    const int64_t a_row = o.a_row ? o.a_row : o.transpose_a ? s.m : s.k;
+    d.b = o.transpose_b ? layout(dtype<T>, s.k, s.n, s.k) : layout(dtype<T>, s.n, s.k, s.n);
+    d.a = o.transpose_a ? layout(dtype<T>, s.m, s.k, a_row) : layout(dtype<T>, s.k, s.m, a_row);
+    d.out = layout(dtype<Out>, s.n, s.m, s.n);
 
     cublasLtMatmulPreference_t preference;
     CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
@@ -101,8 +102,8 @@ Described describe(const MatmulShape& s, const MatmulOptions<T>& o, bool dgelu,
 }
 }  // namespace cublaslt
 
-template <class T>
-void matmul(Arena& arena, Stream stream, Tensor<T>& out, const Tensor<T>& a, const Tensor<T>& b,
+template <class T, class Out>
+void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, const Tensor<T>& b,
             const MatmulOptions<T>& options) {
     using namespace cublaslt;
     const MatmulShape s = matmul_shape(out, a, b, options);
@@ -114,7 +115,7 @@ void matmul(Arena& arena, Stream stream, Tensor<T>& out, const Tensor<T>& a, con
         const std::array<uint32_t, 4> aligned = {alignment(b.data()), alignment(a.data()),
                                                  alignment(out.data()),
                                                  options.bias ? alignment(options.bias->data()) : 256};
-        using Key = std::array<int64_t, 13>;
+        using Key = std::array<int64_t, 14>;
         static std::map<Key, Described> known;
         const Key key = {s.m,
                          s.n,
@@ -125,12 +126,13 @@ void matmul(Arena& arena, Stream stream, Tensor<T>& out, const Tensor<T>& a, con
                          options.bias != nullptr,
                          options.gelu,
                          dgelu,
+                         options.a_row,
                          aligned[0],
                          aligned[1],
                          aligned[2],
                          aligned[3]};
         auto it = known.find(key);
-        if (it == known.end()) it = known.emplace(key, describe<T>(s, options, dgelu, aligned)).first;
+        if (it == known.end()) it = known.emplace(key, describe<T, Out>(s, options, dgelu, aligned)).first;
         Described& d = it->second;
         if (options.bias)
             set(d.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
@@ -143,5 +145,6 @@ void matmul(Arena& arena, Stream stream, Tensor<T>& out, const Tensor<T>& a, con
                                     out.data(), d.out, out.data(), d.out, &d.algorithm, workspace,
                                     kCublasWorkspace, stream));
     }
-    if (options.gelu_input && !dgelu) gelu_backward(out, out, *options.gelu_input, stream);
+    if constexpr (std::is_same_v<T, Out>)
+        if (options.gelu_input && !dgelu) gelu_backward(out, out, *options.gelu_input, stream);
 }

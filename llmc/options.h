@@ -7,18 +7,26 @@
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/recompute.h"
+
+constexpr int64_t kMostTokens = 1 << 30;  // in a micro-batch
 
 struct Options {
     std::string model = "d2";
     std::vector<std::string> data, val_data;
-    int batch = 8, seq_len = 128, grad_accum = 1;
+    int batch = 8,  // 0: auto
+        seq_len = 128, grad_accum = 1;
     int64_t steps = 1500;
     double lr = 1e-3, min_lr = 0;
     int64_t warmup = 30;
     std::string schedule = "cosine";
     double weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, clip = 1.0;
     uint64_t seed = 1337;
+    bool clip_per_block = false;
     std::string recompute = "gelu";
+    int64_t head_rows = 256;
+    bool update_in_backward = false;
+    std::string memory;
     bool plan = false, json = false;
     std::string timeline;
     std::string log;
@@ -53,6 +61,17 @@ inline CLI::Validator between(double low, double high) {
         "");
 }
 
+// Accepts a number from low to high, or "auto", which it reads as 0.
+inline CLI::Validator number_or_auto(double low, double high) {
+    return CLI::Validator(
+        [=](std::string& text) -> std::string {
+            if (text != "auto") return between(low, high)(text);
+            text = "0";
+            return "";
+        },
+        "");
+}
+
 // Declares every option on the parser, bound to `o`.
 inline void declare_options(CLI::App& app, Options& o) {
     const int most = 1 << 30;
@@ -62,7 +81,9 @@ inline void declare_options(CLI::App& app, Options& o) {
     app.add_option("--data", o.data, "text files, or token shards (.bin); globs")->group(model);
     app.add_option("--val-data", o.val_data, "the same for validation; else a text's last tenth")
         ->group(model);
-    app.add_option("--batch", o.batch, "sequences in a micro-batch")->check(between(1, most))->group(model);
+    app.add_option("--batch", o.batch, "sequences in a micro-batch; auto: the most that fit")
+        ->transform(number_or_auto(1, most))
+        ->group(model);
     app.add_option("--seq-len", o.seq_len, "tokens in a sequence")->check(between(1, most))->group(model);
     app.add_option("--grad-accum", o.grad_accum, "micro-batches in a step")
         ->check(between(1, most))
@@ -90,8 +111,21 @@ inline void declare_options(CLI::App& app, Options& o) {
         ->check(between(0.0, 1e30))
         ->group(optimizer);
 
-    app.add_option("--recompute", o.recompute, "what backward makes again; norm includes gelu")
-        ->check(CLI::IsMember({"none", "gelu", "norm"}))
+    app.add_flag("--clip-per-block", o.clip_per_block, "clip each block's gradient by its own norm")
+        ->group(optimizer);
+
+    app.add_option("--recompute", o.recompute,
+                   "what backward makes again: " + joined(recompute_names(), ", ") +
+                       "; or by layers, as in block:4,norm:8")
+        ->group(memory);
+    app.add_option("--head-rows", o.head_rows, "rows of the batch with logits at a time; 0: all")
+        ->check(between(0, most))
+        ->group(memory);
+    app.add_flag("--update-in-backward", o.update_in_backward,
+                 "update each block as soon as its gradient is complete: no gradient of the model is held")
+        ->group(memory);
+    app.add_option("--memory", o.memory,
+                   "choose --recompute, --head-rows, --batch and --grad-accum so that all fits, as in 8GiB")
         ->group(memory);
     app.add_flag("--plan", o.plan, "print what every buffer takes, and stop")->group(memory);
     app.add_flag("--json", o.json, "the plan as JSON")->group(memory);
@@ -135,8 +169,22 @@ inline void check_options(const Options& o) {
     if (o.min_lr > o.lr) fail("--min-lr %g is above --lr %g", o.min_lr, o.lr);
     if (o.save_every > 0 && o.out.empty())
         fail("--save-every %lld needs --out DIR", static_cast<long long>(o.save_every));
+    if (!o.memory.empty() && o.batch != 0 && o.has("--recompute"))
+        fail("--memory %s chooses what to recompute itself: leave --recompute %s out", o.memory.c_str(),
+             o.recompute.c_str());
+    if (o.update_in_backward && o.grad_accum > 1)
+        fail("--update-in-backward consumes gradients at once: it does not go with --grad-accum %d",
+             o.grad_accum);
+    if (o.update_in_backward && o.clip > 0 && !o.clip_per_block)
+        fail(
+            "--update-in-backward updates blocks before the gradient's norm is known: add --clip-per-block, "
+            "or "
+            "--clip 0 instead of %g",
+            o.clip);
     if (!o.val_data.empty() && o.data.empty()) fail("--val-data needs --data");
-    if (int64_t{o.batch} * o.seq_len > (1 << 30))
+    if (!o.memory.empty() && o.steps == 0)
+        fail("--memory %s: there is nothing to choose without training, --steps 0", o.memory.c_str());
+    if (int64_t{o.batch} * o.seq_len > kMostTokens)
         fail("--batch %d x --seq-len %d: more than 2^30 tokens in a micro-batch; use --grad-accum", o.batch,
              o.seq_len);
 }
@@ -166,6 +214,7 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
                 const bool of_one_run =
                     option->get_name() == "--resume" || option->get_name() == "--timeline";
                 if (it == before.end() || option->count() > 0 || of_one_run) continue;
+                if (option->get_name() == "--recompute" && o.has("--memory")) continue;  // chosen anew
                 try {
                     option->add_result(it->get<std::vector<std::string>>());
                 } catch (const nlohmann::json::exception&) {

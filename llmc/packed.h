@@ -33,6 +33,8 @@ SIMT_DEVICE Packed<T, N> load(const T* p) {
 #pragma unroll
         for (int i = 0; i < bytes / 16; i++)
             reinterpret_cast<int4*>(&r)[i] = reinterpret_cast<const int4*>(p)[i];
+    } else if constexpr (bytes == 4) {
+        reinterpret_cast<int&>(r) = *reinterpret_cast<const int*>(p);
     } else {
         static_assert(N == 1);
         r.v[0] = *p;
@@ -51,6 +53,8 @@ SIMT_DEVICE void store(T* p, const Packed<T, N>& x) {
 #pragma unroll
         for (int i = 0; i < bytes / 16; i++)
             reinterpret_cast<int4*>(p)[i] = reinterpret_cast<const int4*>(&x)[i];
+    } else if constexpr (bytes == 4) {
+        *reinterpret_cast<int*>(p) = reinterpret_cast<const int&>(x);
     } else {
         static_assert(N == 1);
         *p = x.v[0];

@@ -10,6 +10,21 @@
 #include "llmc/arena.h"
 #include "llmc/model.h"
 
+// A configuration that --memory chose or might have.
+struct MemoryChoice {
+    std::string recompute;
+    int64_t head_rows;
+    int batch, grad_accum;
+    size_t bytes;    // in all
+    double seconds;  // of a step, by estimate
+    double slower;   // than the fastest configuration there is: 0.1 is 10%
+
+    std::string text() const {
+        return format("--recompute %s --head-rows %lld --batch %d --grad-accum %d", recompute.c_str(),
+                      static_cast<long long>(head_rows), batch, grad_accum);
+    }
+};
+
 struct MemoryReport {
     // A buffer outside the arena, alive for the whole run. `kind` is also its line in the totals.
     struct Buffer {
@@ -20,7 +35,11 @@ struct MemoryReport {
     };
     std::string model, device, precision, recompute;
     int64_t parameters = 0;
-    int batch = 0, seq_len = 0;
+    int batch = 0, seq_len = 0, grad_accum = 1;
+    int64_t head_rows = 0;
+    double seconds = 0;                // of a step, by estimate
+    std::string budget;                // --memory
+    std::vector<MemoryChoice> choice;  // what was chosen for it, and its neighbours
     std::vector<Buffer> buffers;
     Plan train;
     std::vector<std::pair<std::string, Plan>> others;  // steps that use the arena at other times
@@ -31,10 +50,18 @@ struct MemoryReport {
         return bytes + of_kind("workspace");
     }
     // The arena without the libraries' workspace.
-    size_t activations() const {
-        size_t bytes = train.bytes;
+    size_t activations() const { return std::max(train.bytes, activations_of_others()); }
+    size_t activations_of_others() const {
+        size_t bytes = 0;
         for (const auto& [name, plan] : others) bytes = std::max(bytes, plan.bytes);
         return bytes;
+    }
+    // The largest of the state's buffers and the arena.
+    std::pair<std::string, size_t> largest() const {
+        std::pair<std::string, size_t> most{"activations", activations()};
+        for (const Buffer& b : buffers)
+            if (b.bytes > most.second) most = {b.name, b.bytes};
+        return most;
     }
     size_t of_kind(const std::string& kind) const {
         size_t bytes = 0;
@@ -63,6 +90,15 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     totals["total"] = r.total();
     j["activations_lower_bound"] = r.train.lower_bound;
     j["peak_at"] = r.train.peak_at;
+    j["estimated_seconds"] = r.seconds;
+    for (const MemoryChoice& c : r.choice)
+        j["choice"].push_back({{"recompute", c.recompute},
+                               {"head_rows", c.head_rows},
+                               {"batch", c.batch},
+                               {"grad_accum", c.grad_accum},
+                               {"bytes", c.bytes},
+                               {"seconds", c.seconds},
+                               {"slower", c.slower}});
     auto& buffers = j["buffers"] = nlohmann::ordered_json::array();
     const int end =
         static_cast<int>(2 * r.train.takes.size());  // the clock of takes and releases stops there
@@ -93,8 +129,25 @@ struct TableLine {
     int count = 0;
 };
 
+// What --memory chose, what that costs, and what lies next to it.
+inline void print_choice(FILE* to, const MemoryReport& r) {
+    for (size_t i = 0; i < r.choice.size(); i++) {
+        const MemoryChoice &c = r.choice[i], &chosen = r.choice[0];
+        const double mib = static_cast<double>(c.bytes) / 1048576.0, relative = c.seconds / chosen.seconds;
+        if (i == 0)
+            fprintf(
+                to,
+                "--memory %s: %s\n  takes %.1f MiB; by estimate %.1f%% slower than the fastest there is\n",
+                r.budget.c_str(), c.text().c_str(), mib, 100 * c.slower);
+        else
+            fprintf(to, "  next %s: %s\n    takes %.1f MiB; %.2f%% %s\n", relative < 1 ? "faster" : "smaller",
+                    c.text().c_str(), mib, 100 * std::abs(relative - 1), relative < 1 ? "faster" : "slower");
+    }
+}
+
 inline void print_report(FILE* to, const MemoryReport& r) {
     const double mib = 1048576.0;
+    print_choice(to, r);
     fprintf(to, "%s: %lld parameters; %s, %s, batch %d, seq_len %d, recompute %s\n", r.model.c_str(),
             static_cast<long long>(r.parameters), r.device.c_str(), r.precision.c_str(), r.batch, r.seq_len,
             r.recompute.c_str());

@@ -13,11 +13,11 @@ class State {
     explicit State(const GptConfig& config) : layout(config) {}
 
     // Takes the memory, zeroed. Without training only the weights.
-    void allocate(bool training) {
+    void allocate(bool training, bool gradients = true) {
         const size_t n = static_cast<size_t>(layout.size());
         weights_ = DeviceBuffer(n * sizeof(T), "the weights");
         if (!training) return;
-        gradients_ = DeviceBuffer(n * sizeof(T), "the gradients");
+        if (gradients) gradients_ = DeviceBuffer(n * sizeof(T), "the gradients");
         m_ = DeviceBuffer(n * sizeof(float), "AdamW's m");
         v_ = DeviceBuffer(n * sizeof(float), "AdamW's v");
         if (kHasMaster) master_ = DeviceBuffer(n * sizeof(float), "the master weights");

@@ -92,6 +92,12 @@ class Tensor {
         return Tensor(data_, shape);
     }
 
+    // A view of `count` rows from `first` on.
+    Tensor rows_at(int64_t first, int64_t count) const {
+        assert(first + count <= rows());
+        return Tensor(data_ ? data_ + first * columns() : nullptr, {count, columns()});
+    }
+
     T* data() const { return data_; }
     const Shape& shape() const { return shape_; }
     int64_t size() const { return shape_.size(); }

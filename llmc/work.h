@@ -7,11 +7,13 @@
 
 #include "llmc/device.h"
 
-// One launch or library call. Bytes are those read and written if every operand passes once.
+// A launch or library call, or several alike in a loop. Bytes are those read and written if every operand
+// passes once.
 struct Work {
     std::string range;  // where it stands: Range::path()
     const char* name;
-    double flops, bytes;
+    double flops, bytes;  // of all calls
+    double calls = 1;
     int time = 0;  // takes and releases before it
 };
 
@@ -20,7 +22,7 @@ inline std::vector<Work>* work_ledger = nullptr;
 inline const int* work_clock = nullptr;
 
 inline void count_work(const char* name, double flops, double bytes) {
-    if (work_ledger) work_ledger->push_back({Range::path(), name, flops, bytes, *work_clock});
+    if (work_ledger) work_ledger->push_back({Range::path(), name, flops, bytes, 1, *work_clock});
 }
 
 // The same for an operation that passes once over these tensors.

@@ -18,6 +18,7 @@
 #include "llmc/embedding.cuh"
 #include "llmc/gelu.cuh"
 #include "llmc/layernorm.cuh"
+#include "llmc/residual.cuh"
 #include "test/kernel_test.h"
 
 namespace {
@@ -451,6 +452,25 @@ TYPED_TEST(Kernels, CrossEntropy) {
             if (i % s.stride >= static_cast<size_t>(s.V) || targets[i / s.stride] < 0)
                 not_zero += to_float(gradient[i]) != 0;
         EXPECT_EQ(not_zero, 0) << "a gradient in padding, or of a row that does not count";
+    }
+}
+
+TYPED_TEST(Kernels, ResidualForward) {
+    using T = TypeParam;
+    for (int n : vector_sizes()) {
+        const std::vector<T> a = random_values<T>(n, 1, 62), b = random_values<T>(n, 1, 63);
+        std::vector<T> out, in_place;
+        for_each_order([&] {
+            const DeviceArray<T> d_a(a), d_b(b), d_out(poisoned<T>(n));
+            Tensor<T> t_a = d_a.tensor({n}), t_out = d_out.tensor({n});
+            residual_forward(t_out, t_a, d_b.tensor({n}), kStream);
+            residual_forward(t_a, t_a, d_b.tensor({n}), kStream);
+            return bytes_of(out = d_out.download(), in_place = d_a.download());
+        });
+        Doubles want = to_doubles(a);
+        for (int i = 0; i < n; i++) want[i] += to_float(b[i]);
+        EXPECT_LT(relative_error(out, want), tolerance<T>());
+        EXPECT_TRUE(bytes_of(out) == bytes_of(in_place));
     }
 }
 

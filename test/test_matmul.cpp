@@ -78,6 +78,35 @@ TYPED_TEST(Matmul, EveryFormOfTheStep) {
     }
 }
 
+// Columns of a wider matrix, transposed, into fp32: a slice of the head's weight gradient.
+TYPED_TEST(Matmul, ColumnsOfAWiderMatrixIntoFp32) {
+    for (const auto& [m, n, k, width, first] :
+         {std::array<int64_t, 5>{64, 48, 33, 192, 64}, {37, 5, 70, 90, 53}, {1, 1, 3, 2, 1}}) {
+        SCOPED_TRACE(testing::Message() << m << "x" << n << "x" << k);
+        const auto a = random_values<TypeParam>(static_cast<size_t>(k * width), 1, 1);
+        const auto b = random_values<TypeParam>(static_cast<size_t>(k * n), 1, 2);
+        std::vector<double> want(static_cast<size_t>(m * n));
+        for (int64_t i = 0; i < m; i++)
+            for (int64_t j = 0; j < n; j++)
+                for (int64_t l = 0; l < k; l++)
+                    want[static_cast<size_t>(i * n + j)] +=
+                        double{to_float(a[static_cast<size_t>(l * width + first + i)])} *
+                        double{to_float(b[static_cast<size_t>(l * n + j)])};
+        DeviceArray<TypeParam> device_a(a), device_b(b);
+        DeviceArray<float> device_out(poisoned<float>(static_cast<size_t>(m * n)));
+        Tensor<float> out = device_out.tensor({m, n});
+        Arena arena;
+        auto multiply = [&] {
+            matmul(arena, Stream{}, out, Tensor<TypeParam>(device_a.data() + first, {k, m}),
+                   device_b.tensor({k, n}), {.transpose_a = true, .a_row = width});
+        };
+        Plan plan = arena.rehearse(multiply);
+        arena.allocate({&plan});
+        arena.run(plan, multiply);
+        EXPECT_LT(relative_error(device_out.download(), want), tolerance<float>());
+    }
+}
+
 TYPED_TEST(Matmul, GivesTheSameBitsEveryTime) {
     const int64_t m = 70, n = 90, k = 110;
     DeviceArray<TypeParam> a(random_values<TypeParam>(m * k, 1, 1)), b(random_values<TypeParam>(k * n, 1, 2));

@@ -7,7 +7,7 @@ import plot_memory
 import pytest
 from trainer_runs import write_text
 
-LEVELS = ["none", "gelu", "norm"]
+LEVELS = ["none", "gelu", "norm", "ffn", "attention", "block"]
 STATE = ["weights", "gradients", "optimizer_m", "optimizer_v", "master"]
 SETTINGS = ("--model", "d3", "--batch", 3, "--seq-len", 40)
 
@@ -23,7 +23,9 @@ def peak(timeline):
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@pytest.mark.parametrize("settings", [SETTINGS, ("--model", "d12", "--batch", 4, "--seq-len", 1024)], ids=["d3", "d12"])
+@pytest.mark.parametrize("settings", [
+    SETTINGS, ("--model", "d12", "--batch", 4, "--seq-len", 1024, "--head-rows", 0),
+    (*SETTINGS, "--update-in-backward", "--clip-per-block")], ids=["d3", "d12", "d3, update in backward"])
 def test_sums(train, tmp_path, settings, level):
     timeline, plan = write(train, tmp_path / "t.json", *settings, "--recompute", level)
     for key in ("model", "parameters", "device", "precision", "batch", "seq_len", "recompute"):
@@ -32,15 +34,17 @@ def test_sums(train, tmp_path, settings, level):
     state = [kind for kind in STATE if totals[kind]]
     kinds = timeline["kinds"]
     assert kinds[:len(state)] == state and kinds[-1] == "workspace"
-    assert kinds[len(state):len(state) + 3] == ["input", "activation", "gradient"]
     assert peak(timeline) == (plan["activations_lower_bound"] + totals["workspace"] + sum(totals[k] for k in state))
     # The first to reach the peak is the take that the plan names.
     first = next(o for o in timeline["operations"] if sum(o["bytes"]) == peak(timeline))
     assert f"{first['range']}, {first['name']}" == plan["peak_at"] and first["event"] == "take"
     for kind in (*state, "workspace"):
         assert {o["bytes"][kinds.index(kind)] for o in timeline["operations"]} == {totals[kind]}
-    for kind in ("input", "activation", "gradient"):
+    takes = ["input", "activation", "gradient"] + ["parameter_gradient"] * ("--update-in-backward" in settings)
+    assert kinds[len(state):-1] == takes
+    for kind in takes:
         assert timeline["operations"][-1]["bytes"][kinds.index(kind)] == 0
+        assert max(o["bytes"][kinds.index(kind)] for o in timeline["operations"]) > 0
 
 
 @pytest.mark.parametrize("level", LEVELS)

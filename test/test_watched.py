@@ -23,7 +23,9 @@ def test_touches_only_what_lives(tmp_path, path):
                 "--sample-every", 1, "--out", level, "--save-every", 1, cwd=tmp_path)
         watched("--resume", level, "--steps", 4, cwd=tmp_path)
         watched("--model", "model", "--data", "data.bin", "--val-data", "data.bin", "--batch", 2, "--seq-len", 37,
-                "--grad-accum", 2, *own, cwd=tmp_path)
+                "--grad-accum", 2, "--head-rows", 0, *own, cwd=tmp_path)
+        watched("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", 37, "--head-rows", 7,
+                "--update-in-backward", "--clip-per-block", *own, cwd=tmp_path)
 
 
 def test_all_of_a_run_is_allocated_by_step_0(train, tmp_path):

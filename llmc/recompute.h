@@ -1,0 +1,94 @@
+// recompute.h - what a block's forward keeps for its backward; what it does not keep, backward makes again.
+#pragma once
+
+#include <algorithm>
+#include <charconv>
+#include <string>
+#include <vector>
+
+#include "llmc/error.h"
+
+// The tensors that a block keeps, beside its input. Any set works; each name of the ladder keeps less than
+// the one before.
+struct Keep {
+    bool backward = true;   // anything at all; not in evaluation
+    bool gelu = true;       // the MLP's activation
+    bool norm = true;       // the layernorms' outputs
+    bool up = true;         // GELU's input, made again by one product
+    bool qkv = true;        // made again by one product
+    bool attention = true;  // attention's output and lse
+    bool middle = true;     // the stream between attention and MLP: without it nothing but the input is kept
+};
+constexpr Keep kKeepNothing = {.backward = false};
+
+struct RecomputeLevel {
+    const char* name;
+    Keep keep;
+};
+constexpr RecomputeLevel kRecomputeLevels[] = {
+    {"none", {}},
+    {"gelu", {.gelu = false}},
+    {"norm", {.gelu = false, .norm = false}},
+    {"ffn", {.gelu = false, .norm = false, .up = false}},
+    {"attention", {.gelu = false, .norm = false, .up = false, .qkv = false, .attention = false}},
+    {"block", {.gelu = false, .norm = false, .up = false, .qkv = false, .attention = false, .middle = false}},
+};
+
+inline std::vector<std::string> recompute_names() {
+    std::vector<std::string> names;
+    for (const RecomputeLevel& level : kRecomputeLevels) names.push_back(level.name);
+    return names;
+}
+
+inline std::string joined(const std::vector<std::string>& names, const char* between) {
+    std::string text;
+    for (const std::string& name : names) text += (text.empty() ? "" : between) + name;
+    return text;
+}
+
+// "block:4,norm:8" for the levels of twelve layers, from the first on; "norm" if all have that level.
+inline std::string levels_text(const std::vector<int>& levels, const std::vector<std::string>& names) {
+    std::string text;
+    for (size_t i = 0, end; i < levels.size(); i = end) {
+        for (end = i; end < levels.size() && levels[end] == levels[i];) end++;
+        text += (i ? "," : "") + names[static_cast<size_t>(levels[i])];
+        if (end - i < levels.size()) text.append(":").append(std::to_string(end - i));
+    }
+    return text;
+}
+
+// The levels by layer that such a text names. Fails, naming `option` and the text, on anything else.
+inline std::vector<int> parse_levels(const std::string& text, const std::vector<std::string>& names,
+                                     int layers, const char* option) {
+    const std::string known = joined(names, ", ");
+    std::vector<int> levels;
+    int64_t sum = 0;
+    for (size_t start = 0; start <= text.size();) {
+        const size_t end = std::min(text.find(',', start), text.size());
+        const std::string part = text.substr(start, end - start);
+        const size_t colon = part.find(':');
+        const std::string name = part.substr(0, colon);
+        const bool only = start == 0 && end == text.size() && colon == std::string::npos;
+        start = end + 1;
+        if (part.empty())
+            fail("%s '%s' has an empty part; it takes one of %s, or several with counts, as in %s:1,%s:2",
+                 option, text.c_str(), known.c_str(), names.front().c_str(), names.back().c_str());
+        const auto level = std::find(names.begin(), names.end(), name);
+        if (level == names.end())
+            fail("%s %s: no level '%s'; there are %s", option, text.c_str(), name.c_str(), known.c_str());
+        const std::string digits =
+            only ? std::to_string(layers) : part.substr(std::min(name.size() + 1, part.size()));
+        int count = 0;
+        const auto [stop, error] = std::from_chars(digits.data(), digits.data() + digits.size(), count);
+        if (error != std::errc() || stop != digits.data() + digits.size() || count < 1)
+            fail("%s %s: '%s' needs a count of layers, a positive integer, as in %s:%d", option, text.c_str(),
+                 part.c_str(), name.c_str(), layers);
+        sum += count;
+        if (sum <= layers)
+            levels.insert(levels.end(), static_cast<size_t>(count), static_cast<int>(level - names.begin()));
+    }
+    if (sum != layers)
+        fail("%s %s is for %lld layers; the model has %d", option, text.c_str(), static_cast<long long>(sum),
+             layers);
+    return levels;
+}

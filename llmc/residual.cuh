@@ -1,0 +1,25 @@
+// residual.cuh - the addition to the residual stream.
+#pragma once
+
+#include "llmc/packed.h"
+#include "llmc/tensor.h"
+#include "llmc/work.h"
+
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads)
+    residual_forward_kernel(T* out, const T* a, const T* b, int64_t n) {
+    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) {
+        const Packed<T, N> p = load<N>(a + i), q = load<N>(b + i);
+        Packed<T, N> o;
+        for (int k = 0; k < N; k++) o.set(k, p[k] + q[k]);
+        store(out + i, o);
+    });
+}
+
+// out = a + b, elementwise; out may be a or b.
+template <class T>
+void residual_forward(Tensor<T>& out, const Tensor<T>& a, const Tensor<T>& b, Stream stream) {
+    count_pass("residual_forward", out, a, b);
+    launch<residual_forward_kernel<T>>(elementwise_blocks<T>(out.size()), kBlockThreads, 0, stream,
+                                       out.data(), a.data(), b.data(), out.size());
+}

@@ -1,0 +1,376 @@
+// solver.h - the fastest configuration that fits a budget.
+//
+// A step is rehearsed once per recompute level, with all its blocks at that level. What a level changes stays
+// inside the ranges of its block ("forward block 3", "backward block 3"), so the memory and the time of any
+// mix of levels can be put together from those rehearsals: a stretch of the step is known by its peak and by
+// what it leaves, both relative to what lives when it begins, and stretches follow one another.
+//
+// Which of the mixes are worth anything is found exactly. Let a block of level k keep e bytes, need f bytes
+// at the peak of its forward and b at that of its backward, where m bytes live beside what the blocks keep.
+// Then a block behind others that keep S needs S + max(f, m + e + b) = S + e + r with r = max(f - e, m + b):
+// the bytes it takes for a while, beyond what it keeps. Of two neighbours with r1 >= r2, the first in front
+// needs S + e1 + max(r1, e2 + r2), which is no more than the S + e2 + e1 + r1 of the other order, because e2
+// >= 0. So for any mix the order by falling r is best: the blocks that make most again come first, where few
+// others have kept anything. (As Jackson's rule for the largest lateness. It supposes what holds for real
+// blocks: that they keep at least nothing, and that their backward lets go of what they kept. Nothing is
+// supposed about how the levels compare.) The first block may differ from the others and is tried at each
+// level.
+//
+// With the order fixed, a mix grows at its front: a block of level k before a rest whose peak is Q has the
+// peak e + max(Q, r). That rises with Q, so of two rests of the same length one that is both larger and
+// slower can be forgotten, and what remains for each length is a short list, from small and slow to large and
+// fast: some hundreds of mixes of 48 layers. Only where it is far longer is it cut (thin()).
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cassert>
+#include <charconv>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <optional>
+#include <string>
+#include <strings.h>
+#include <utility>
+#include <vector>
+
+#include "llmc/arena.h"
+#include "llmc/error.h"
+
+// What a device can do: FLOP/s, bytes/s, and the seconds that each launch takes besides.
+struct DeviceRates {
+    double flops, bandwidth, latency;
+};
+
+// The seconds of an operation by the roofline model: its FLOPs or its bytes, whichever take longer.
+inline double seconds_of(const Work& work, const DeviceRates& rates) {
+    return std::max(work.flops / rates.flops, work.bytes / rates.bandwidth) + rates.latency * work.calls;
+}
+
+inline double seconds_of(const std::vector<Work>& work, const DeviceRates& rates) {
+    double seconds = 0;
+    for (const Work& w : work) seconds += seconds_of(w, rates);
+    return seconds;
+}
+
+// A part of the step: the most bytes that live in it and those that live after it, relative to those before.
+struct Stretch {
+    int64_t peak = 0, end = 0;
+    double seconds = 0;
+
+    Stretch then(const Stretch& next) const {
+        return {std::max(peak, end + next.peak), end + next.end, seconds + next.seconds};
+    }
+    bool operator==(const Stretch&) const = default;
+};
+
+// What happens in the range of a block, and behind it until the next one begins.
+struct Segment {
+    std::string block;  // "forward block 3"; empty for what comes before the first
+    Stretch inside, after;
+};
+
+// The range of the block that a path is in, with what is nested in it cut off; empty outside of blocks.
+inline std::string block_range(const std::string& path) {
+    const std::string word = "block ";
+    for (size_t at = path.find(word); at != std::string::npos; at = path.find(word, at + 1)) {
+        const size_t number = at + word.size(),
+                     end = std::min(path.find_first_not_of("0123456789", number), path.size());
+        if ((at == 0 || path[at - 1] == ' ') && end > number && (end == path.size() || path[end] == ' '))
+            return path.substr(0, end);
+    }
+    return "";
+}
+
+// Cuts a rehearsed step at its blocks. Bytes are rounded as in the arena; seconds to 2^-40 (a picosecond), so
+// that their sums are exact and the same in any order.
+inline std::vector<Segment> segments_of(const Plan& plan, const DeviceRates& rates) {
+    struct Event {
+        int time;
+        int64_t bytes;
+        const std::string* path;
+    };
+    std::vector<Event> events;
+    for (const Take& t : plan.takes) {
+        const int64_t bytes = static_cast<int64_t>(arena_align(t.bytes));
+        events.push_back({t.born, bytes, &t.born_at});
+        events.push_back({t.dies, -bytes, &t.dies_at});
+    }
+    std::sort(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.time < b.time; });
+
+    std::vector<Segment> segments(1);
+    for (const Event& e : events) {
+        const std::string block = block_range(*e.path);
+        if (!block.empty() && block != segments.back().block) segments.push_back({block, {}, {}});
+        assert(block.empty() || segments.back().after == Stretch());  // a block's range is entered once
+        Stretch& s = block.empty() ? segments.back().after : segments.back().inside;
+        s = s.then({std::max<int64_t>(e.bytes, 0), e.bytes, 0});
+    }
+    size_t at = 0;
+    for (const Work& w : plan.work) {
+        const std::string block = block_range(w.range);
+        while (!block.empty() && block != segments[at].block) {
+            at++;
+            assert(at < segments.size());  // a block that works also takes something
+        }
+        (block.empty() ? segments[at].after : segments[at].inside).seconds += seconds_of(w, rates);
+    }
+    for (Segment& s : segments)
+        for (Stretch* part : {&s.inside, &s.after})
+            part->seconds = std::round(part->seconds * 0x1p40) * 0x1p-40;
+    return segments;
+}
+
+// A setting of all but the levels: a micro-batch size, the rows of the head, a format of the state.
+struct Profile {
+    std::vector<std::vector<Segment>> levels;  // segments_of() the rehearsal with all blocks at that level
+    int runs = 1;                              // micro-batches in a step
+    size_t fixed_bytes = 0;                    // outside the arena: the state, workspace
+    size_t arena_floor = 0;                    // the room in the arena that other steps need anyway
+    double fixed_seconds = 0;                  // outside the micro-batches: the update
+
+    int layers() const { return static_cast<int>(levels[0].size() - 1) / 2; }
+    size_t total(int64_t arena) const {
+        return fixed_bytes + std::max(arena_floor, static_cast<size_t>(arena));
+    }
+    double step(double micro_batch) const { return runs * micro_batch + fixed_seconds; }
+};
+
+struct Estimate {
+    size_t arena = 0;  // the most bytes that live at one time: the placement takes as much or a little more
+    size_t total = 0;  // with what is outside the arena
+    double seconds = 0;
+};
+
+// What the step takes with layer l at levels[l].
+inline Estimate evaluate(const Profile& profile, const std::vector<int>& levels) {
+    const size_t layers = levels.size();
+    assert(static_cast<int>(layers) == profile.layers());
+    Stretch step = profile.levels[0][0].after;
+    for (size_t i = 1; i <= 2 * layers; i++) {  // forward from the first to the last, then back
+        const size_t layer = i <= layers ? i - 1 : 2 * layers - i;
+        const Segment& s = profile.levels[static_cast<size_t>(levels[layer])][i];
+        step = step.then(s.inside).then(s.after);
+    }
+    return {static_cast<size_t>(step.peak), profile.total(step.peak), profile.step(step.seconds)};
+}
+
+// A configuration. `bytes` is the lower bound of all it takes; `exact` is what the caller's exact_total said,
+// where there is one.
+struct Choice {
+    size_t profile = 0;
+    std::vector<int> levels;  // by layer
+    size_t bytes = 0, exact = 0;
+    double seconds = 0;
+};
+
+struct Solution {
+    std::optional<Choice> chosen;        // the fastest that fits; none if nothing does
+    std::optional<Choice> next_cheaper;  // the smallest that is faster than the chosen one
+    std::optional<Choice> next_smaller;  // the fastest that is smaller than the chosen one
+    Choice least, fastest;               // the smallest and the fastest of all
+};
+
+constexpr size_t kMaxLevels = 8;
+
+// A profile as the search wants it. A stretch between two forward blocks goes with the later one, one between
+// two backward blocks with the earlier one.
+struct Chain {
+    struct Level {
+        Stretch first_forward, first_backward;  // of block 0
+        Stretch forward, backward;              // of every other
+    };
+    std::vector<Level> levels;
+    Stretch before, middle;     // up to the first block, and between forward and backward
+    int64_t carried = 0;        // what a forward and a backward block leave together; the same for all levels
+    std::vector<size_t> order;  // the levels from the front of the step to its back
+
+    explicit Chain(const Profile& profile) {
+        const size_t layers = static_cast<size_t>(profile.layers());
+        before = profile.levels[0][0].after;
+        middle = profile.levels[0][layers].after;
+        for (const std::vector<Segment>& s : profile.levels) {
+            assert(s.size() == 2 * layers + 1 && s[0].after == before && s[layers].after == middle);
+            auto forward = [&](size_t l) { return s[l].after.then(s[l + 1].inside); };
+            auto backward = [&](size_t l) { return s[2 * layers - l].inside.then(s[2 * layers - l].after); };
+            levels.push_back({s[1].inside, backward(0), {}, {}});
+            if (layers > 1) levels.back().forward = forward(1), levels.back().backward = backward(1);
+            for (size_t l = 2; l < layers; l++)
+                assert(forward(l) == forward(1) && backward(l) == backward(1));  // blocks are alike
+            order.push_back(order.size());
+        }
+        carried = levels[0].forward.end + levels[0].backward.end;
+        for (const Level& k : levels) assert(k.forward.end + k.backward.end == carried);
+        auto rank = [&](size_t k) {  // of equals the one that keeps least comes first
+            const Stretch &forward = levels[k].forward, &backward = levels[k].backward;
+            return std::pair(-std::max(forward.peak - forward.end, middle.end + backward.peak), forward.end);
+        };
+        std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return rank(a) < rank(b); });
+    }
+};
+
+// A mix of levels: that of the first block, and how many of the others have each.
+struct Mix {
+    int64_t bytes;
+    double seconds;
+    int profile = 0, first = 0;
+    std::array<uint16_t, kMaxLevels> counts = {};
+};
+
+// Merges two lists that rise in bytes into one that also falls in seconds: of what is larger and not faster
+// than another nothing remains, of equals the one in `a`.
+inline std::vector<Mix> best_of(const std::vector<Mix>& a, const std::vector<Mix>& b) {
+    std::vector<Mix> best;
+    for (auto i = a.begin(), j = b.begin(); i != a.end() || j != b.end();) {
+        const Mix& next = j == b.end() || (i != a.end() && i->bytes <= j->bytes) ? *i++ : *j++;
+        if (!best.empty() && next.seconds >= best.back().seconds) continue;
+        if (!best.empty() && next.bytes == best.back().bytes) best.pop_back();
+        best.push_back(next);
+    }
+    return best;
+}
+
+// Where bytes and seconds of the levels lie on one line but for noise, next to no mix beats another, and
+// lists would grow to millions. Beyond `most`, of mixes with nearly the same seconds only the smallest stays,
+// and what is chosen may be a little slower than the best.
+inline void thin(std::vector<Mix>& list, size_t most) {
+    if (list.size() <= most) return;
+    const double gap = (list.front().seconds - list.back().seconds) / static_cast<double>(most);
+    size_t kept = 1;
+    for (size_t i = 1; i < list.size(); i++)
+        if (i + 1 == list.size() || list[kept - 1].seconds - list[i].seconds >= gap) list[kept++] = list[i];
+    list.resize(kept);
+}
+
+constexpr size_t kMixesInAll = size_t{1} << 19;  // in the lists of all lengths: 10,922 for each of 48 layers
+
+// The best mixes of all blocks but the first, from the first's end to its backward's begin.
+inline std::vector<Mix> best_rests(const Chain& chain, int layers) {
+    std::vector<std::vector<Mix>> best(static_cast<size_t>(layers));  // by length
+    best[0] = {{chain.middle.peak, 0}};
+    std::vector<Mix> longer;
+    for (auto k = chain.order.rbegin(); k != chain.order.rend(); ++k) {
+        const Stretch &forward = chain.levels[*k].forward, &backward = chain.levels[*k].backward;
+        for (size_t length = 1; length < best.size(); length++) {
+            const int64_t left = chain.middle.end + static_cast<int64_t>(length - 1) * chain.carried;
+            longer = best[length - 1];
+            for (Mix& m : longer) {
+                m.bytes = std::max(forward.peak, forward.end + std::max(m.bytes, left + backward.peak));
+                m.seconds += forward.seconds + backward.seconds;
+                m.counts[*k]++;
+            }
+            best[length] = best_of(best[length], longer);
+            thin(best[length], kMixesInAll / best.size());
+        }
+    }
+    return best.back();
+}
+
+// The configurations that no other beats in both bytes and seconds, from small and slow to large and fast.
+inline std::vector<Mix> best_mixes(const std::vector<Profile>& profiles) {
+    std::vector<Mix> best, of_first;
+    for (size_t p = 0; p < profiles.size(); p++) {
+        const Profile& profile = profiles[p];
+        assert(!profile.levels.empty() && profile.levels.size() <= kMaxLevels);
+        const Chain chain(profile);
+        const int layers = profile.layers();
+        assert(layers >= 1 && layers <= UINT16_MAX);
+        const std::vector<Mix> rests = best_rests(chain, layers);
+        for (size_t first : chain.order) {
+            const Chain::Level& level = chain.levels[first];
+            of_first = rests;
+            for (Mix& m : of_first) {
+                const Stretch rest = {m.bytes, chain.middle.end + (layers - 1) * chain.carried,
+                                      chain.middle.seconds + m.seconds};
+                const Stretch step =
+                    chain.before.then(level.first_forward).then(rest).then(level.first_backward);
+                m.bytes = static_cast<int64_t>(profile.total(step.peak));
+                m.seconds = profile.step(step.seconds);
+                m.profile = static_cast<int>(p);
+                m.first = static_cast<int>(first);
+            }
+            best = best_of(best, of_first);
+        }
+    }
+    return best;
+}
+
+inline Choice choice_of(const std::vector<Profile>& profiles, const Mix& mix) {
+    Choice c = {
+        static_cast<size_t>(mix.profile), {mix.first}, static_cast<size_t>(mix.bytes), 0, mix.seconds};
+    for (size_t k : Chain(profiles[c.profile]).order)
+        c.levels.insert(c.levels.end(), mix.counts[k], static_cast<int>(k));
+    return c;
+}
+
+using ExactTotal = std::function<size_t(const Choice&)>;
+constexpr int kExactTries = 16;
+
+// The fastest configuration of any profile that fits `budget` bytes, and its neighbours. Of equally fast ones
+// the smaller, then the one of the earlier profile.
+//
+// A placement may take a little more than the bound. exact_total, if given, says what a choice really takes,
+// and by its word what is chosen fits: where the first try does not, the next is lower by as much as that was
+// over the budget, then by steps that double, then halfway between what fits and what does not. (For
+// placements within 1% of the bound that is a few tries.)
+inline Solution solve(const std::vector<Profile>& profiles, size_t budget,
+                      const ExactTotal& exact_total = {}) {
+    assert(!profiles.empty());
+    const std::vector<Mix> best = best_mixes(profiles);
+    auto choice = [&](ptrdiff_t i) {
+        Choice c = choice_of(profiles, best[static_cast<size_t>(i)]);
+        c.exact = exact_total ? exact_total(c) : c.bytes;
+        return c;
+    };
+    auto within = [&](int64_t bytes) {  // how many of the best
+        return std::upper_bound(best.begin(), best.end(), bytes,
+                                [](int64_t b, const Mix& m) { return b < m.bytes; }) -
+               best.begin();
+    };
+    const int64_t most = INT64_MAX / 4;  // an exact_total may say SIZE_MAX
+    auto bytes_of = [&](size_t bytes) { return static_cast<int64_t>(std::min<size_t>(bytes, most)); };
+    int64_t limit = bytes_of(budget), step = 0;
+    ptrdiff_t fits = -1, fails = within(limit);
+    Solution s;
+    for (int tries = 0; fails - fits > 1 && (fits < 0 || tries < kExactTries); tries++) {
+        const ptrdiff_t next = fits < 0 ? std::max<ptrdiff_t>(within(limit) - 1, 0) : (fits + fails) / 2;
+        const Choice c = choice(next);
+        if (c.exact <= budget) {
+            fits = next;
+            s.chosen = c;
+        } else {
+            fails = next;
+            step = std::min(most, std::max(2 * step, bytes_of(c.exact - budget)));
+            limit = bytes_of(c.bytes) - step;
+        }
+    }
+    s.least = choice(0);
+    s.fastest = choice_of(profiles, best.back());
+    if (s.chosen && fits > 0) s.next_smaller = choice(fits - 1);
+    if (s.chosen && fits + 1 < static_cast<ptrdiff_t>(best.size())) s.next_cheaper = choice(fits + 1);
+    return s;
+}
+
+// The bytes of "8GiB", "1.5GB" or "300MiB". Fails, naming `option` and the text, on anything else.
+inline size_t parse_bytes(const std::string& text, const char* option) {
+    const std::pair<const char*, double> units[] = {{"B", 1},        {"KiB", 0x1p10}, {"MiB", 0x1p20},
+                                                    {"GiB", 0x1p30}, {"TiB", 0x1p40}, {"KB", 1e3},
+                                                    {"MB", 1e6},     {"GB", 1e9},     {"TB", 1e12}};
+    const char* const digits = "0123456789";
+    size_t end = std::min(text.find_first_not_of(digits), text.size());
+    const bool number = end > 0;
+    if (number && end < text.size() && text[end] == '.') {
+        const size_t fraction = std::min(text.find_first_not_of(digits, end + 1), text.size());
+        if (fraction > end + 1) end = fraction;
+    }
+    for (const auto& [unit, bytes] : units) {
+        if (!number || strcasecmp(text.c_str() + end, unit) != 0) continue;
+        const double value = std::strtod(text.substr(0, end).c_str(), nullptr) * bytes;
+        if (value >= 0x1p64) fail("%s %s is more bytes than there are addresses", option, text.c_str());
+        return static_cast<size_t>(value);
+    }
+    fail("%s '%s' is no number of bytes with a unit (B, KiB, MiB, GiB, TiB, KB, MB, GB, TB), as in 8GiB",
+         option, text.c_str());
+}

@@ -1,0 +1,562 @@
+// test_solver.cpp - the solver: what it composes is what a rehearsal of that mix finds, what it chooses is
+// what trying everything finds, and it is fast.
+
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "llmc/random.h"
+#include "llmc/recompute.h"
+#include "llmc/solver.h"
+#include "test/file_helpers.h"
+
+namespace {
+
+using Bytes = Tensor<char>;
+using Levels = std::vector<int>;
+
+constexpr DeviceRates kRates = {.flops = 1e12, .bandwidth = 1e11, .latency = 2e-6};
+
+// A training step of random blocks. A block makes some tensors in a row, with scratch; a level keeps some of
+// them for backward, which makes the others again: one at a time, or at the last level all at once, in a
+// range of its own. Which tensors a level keeps is nested from level to level, as in real blocks, or quite
+// random.
+class RandomStep {
+  public:
+    RandomStep(uint64_t seed, int layers, int levels, bool nested, int batch = 1)
+        : layers(layers), levels(levels), seed_(seed), nested_(nested), batch_(batch) {}
+
+    void operator()(Arena& arena, const Levels& level_of) const {
+        std::vector<Block> blocks(static_cast<size_t>(layers));
+        Bytes tokens = take(arena, "tokens", 0), d_stream;
+        std::vector<Bytes> left;
+        {
+            std::optional<Range> range("forward");
+            Bytes branch;
+            blocks[0].input = take(arena, "residual", 1);
+            work(1);
+            for (int l = 0; l < layers; l++)
+                branch = forward(arena, l, level_of[size(l)], blocks[size(l)], std::move(branch));
+            Bytes last = take(arena, "last", 1);
+            branch.drop();
+            range.emplace("head");
+            Bytes logits = take(arena, "logits", 2);
+            work(2);
+            logits.drop();
+            d_stream = take(arena, "d_stream", 5);
+        }
+        Range range("backward");
+        for (int l = layers - 1; l >= 0; l--) {
+            backward(arena, l, level_of[size(l)], blocks[size(l)]);
+            blocks.pop_back();
+            if (leaves) left.push_back(take(arena, "left", 2));
+        }
+        Bytes scratch = take(arena, "column_sums", 3);
+        work(3);
+    }
+    Plan rehearse(const Levels& level_of) const {
+        Arena arena;
+        return arena.rehearse([&] { (*this)(arena, level_of); });
+    }
+    Profile profile() const {
+        Profile p;
+        for (int k = 0; k < levels; k++)
+            p.levels.push_back(segments_of(rehearse(Levels(size(layers), k)), kRates));
+        return p;
+    }
+    int layers, levels;
+    bool leaves = false;  // something behind each block's backward, up to the end
+
+  private:
+    static constexpr int kTensors = 6;
+    struct Block {
+        Bytes input, made[kTensors];
+    };
+    static size_t size(int i) { return static_cast<size_t>(i); }
+
+    Bytes take(Arena& arena, const char* name, int which) const {
+        const int64_t most = which == 2 ? 60000 : 9000;
+        return arena.take<char>(
+            name, {batch_ * (1 + static_cast<int64_t>(random_bits(seed_, 1, size(which)) % most))});
+    }
+    void work(int which) const {
+        count_work("work", 1e6 * batch_ * random_uniform(2, which), 2e5 * batch_ * random_uniform(3, which));
+    }
+    double random_uniform(uint64_t a, int b) const {
+        return static_cast<double>(random_bits(seed_, a, size(b)) % 1000003) / 1000003.0;
+    }
+    bool keeps(int level, int i) const {
+        if (!nested_) return random_bits(seed_, 4, size(level), size(i)) % 2 == 0;
+        return static_cast<int>(random_bits(seed_, 5, size(i)) % size(levels + 1)) >= level;
+    }
+    void make(Arena& arena, int i, Bytes& made, int scratch) const {
+        made = take(arena, "made", 10 + i);
+        Bytes temporary = take(arena, "scratch", scratch);
+        work(10 + i);
+    }
+
+    Bytes forward(Arena& arena, int l, int level, Block& b, Bytes branch) const {
+        Range range("block", l);
+        if (l > 0) {
+            b.input = take(arena, "residual", 1);
+            work(4);
+            branch.drop();
+        }
+        for (int i = 0; i < kTensors; i++) {
+            make(arena, i, b.made[i], nested_ ? 20 : 20 + level);
+            if (i > 0 && !keeps(level, i - 1)) b.made[i - 1].drop();
+        }
+        Bytes out = take(arena, "branch", 1);
+        if (!keeps(level, kTensors - 1)) b.made[kTensors - 1].drop();
+        return out;
+    }
+    void backward(Arena& arena, int l, int level, Block& b) const {
+        Range range("block", l);
+        auto missing = [&](int i) {
+            if (!b.made[i]) make(arena, i, b.made[i], nested_ ? 30 : 30 + level);
+        };
+        if (level == levels - 1) {
+            Range again("forward");
+            for (int i = 0; i < kTensors; i++) missing(i);
+        }
+        for (int i = kTensors - 1; i >= 0; i--) {
+            missing(i);
+            Bytes gradient = take(arena, "gradient", 10 + i);
+            work(40 + i);
+            if (i != 2) b.made[i].drop();  // that one goes behind the block's range
+        }
+    }
+    uint64_t seed_;
+    bool nested_;
+    int64_t batch_;
+};
+
+// Calls visit() with every way to give each of `layers` one of `levels`.
+template <class Visit>
+void each_mix(int layers, int levels, Visit&& visit) {
+    Levels mix(static_cast<size_t>(layers), 0);
+    for (;;) {
+        visit(mix);
+        size_t i = 0;
+        while (i < mix.size() && ++mix[i] == levels) mix[i++] = 0;
+        if (i == mix.size()) return;
+    }
+}
+
+TEST(Segments, CutAtBlocksOnly) {
+    EXPECT_EQ(block_range("forward block 3"), "forward block 3");
+    EXPECT_EQ(block_range("backward block 11 forward block 11"), "backward block 11");
+    EXPECT_EQ(block_range("block 0"), "block 0");
+    for (const char* path :
+         {"", "head", "block", "block ", "block x", "block 3x", "subblock 3", "forward blocks 3"})
+        EXPECT_EQ(block_range(path), "") << path;
+}
+
+TEST(Segments, PeaksAndEndsAreRelative) {
+    Arena arena;
+    const Plan plan = arena.rehearse([&] {
+        Bytes a = arena.take<char>("a", {1000}), b;
+        {
+            Range range("block", 0);
+            b = arena.take<char>("b", {257});
+            Bytes c = arena.take<char>("c", {1});
+            count_work("one", 3e12, 1e11);
+            count_work("two", 0, 4e11);
+        }
+        count_work("three", 0, 0);
+        a.drop();
+    });
+    const std::vector<Segment> s = segments_of(plan, kRates);
+    ASSERT_EQ(s.size(), 2u);
+    EXPECT_EQ(s[0].after, (Stretch{1024, 1024, 0}));
+    EXPECT_EQ(s[1].block, "block 0");
+    EXPECT_EQ(s[1].inside.peak, 768);
+    EXPECT_EQ(s[1].inside.end, 512);
+    EXPECT_NEAR(s[1].inside.seconds, 7 + 4e-6, 1e-11);
+    EXPECT_EQ(s[1].after.end, -1536);
+    EXPECT_NEAR(s[1].after.seconds, 2e-6, 1e-12);
+}
+
+TEST(Evaluate, EqualsTheRehearsalOfEveryMixInEveryOrder) {
+    for (const auto& [seed, layers, levels] :
+         {std::tuple{1u, 5, 3}, {2u, 4, 4}, {3u, 3, 6}, {4u, 2, 3}, {5u, 1, 4}})
+        for (bool nested : {true, false}) {
+            const RandomStep step(seed, layers, levels, nested);
+            Profile profile = step.profile();
+            profile.runs = 3;
+            profile.fixed_bytes = 1000;
+            profile.arena_floor = evaluate(profile, Levels(static_cast<size_t>(layers), levels / 2)).arena;
+            profile.fixed_seconds = 0.5;
+            int unlike = 0;
+            each_mix(layers, levels, [&](const Levels& mix) {
+                const Plan plan = step.rehearse(mix);
+                double seconds = 0;
+                for (const Work& w : plan.work) seconds += seconds_of(w, kRates);
+                const Estimate e = evaluate(profile, mix);
+                unlike += e.arena != plan.lower_bound ||
+                          e.total != std::max(profile.arena_floor, plan.lower_bound) + 1000 ||
+                          std::abs(e.seconds - (3 * seconds + 0.5)) > 1e-10;
+            });
+            EXPECT_EQ(unlike, 0) << "seed " << seed << (nested ? ", nested" : "");
+        }
+}
+
+// All there is to choose from, by trying everything.
+std::vector<Choice> all_choices(const std::vector<Profile>& profiles) {
+    std::vector<Choice> all;
+    for (size_t p = 0; p < profiles.size(); p++)
+        each_mix(profiles[p].layers(), static_cast<int>(profiles[p].levels.size()), [&](const Levels& mix) {
+            const Estimate e = evaluate(profiles[p], mix);
+            all.push_back({p, mix, e.total, e.total, e.seconds});
+        });
+    return all;
+}
+
+bool faster(const Choice& a, const Choice& b) {
+    return std::tuple(a.seconds, a.bytes, a.profile) < std::tuple(b.seconds, b.bytes, b.profile);
+}
+bool smaller(const Choice& a, const Choice& b) {
+    return std::tuple(a.bytes, a.seconds, a.profile) < std::tuple(b.bytes, b.seconds, b.profile);
+}
+
+// The first of those allowed, by `before`.
+template <class Before, class Allowed>
+std::optional<Choice> first_of(const std::vector<Choice>& all, Before before, Allowed allowed) {
+    std::optional<Choice> best;
+    for (const Choice& c : all)
+        if (allowed(c) && (!best || before(c, *best))) best = c;
+    return best;
+}
+
+void expect_same(const std::vector<Profile>& profiles, const std::optional<Choice>& got,
+                 const std::optional<Choice>& want, const char* what) {
+    ASSERT_EQ(got.has_value(), want.has_value()) << what;
+    if (!got) return;
+    EXPECT_EQ(got->bytes, want->bytes) << what;
+    EXPECT_EQ(got->seconds, want->seconds) << what;
+    EXPECT_EQ(got->profile, want->profile) << what;
+    const Estimate e = evaluate(profiles[got->profile], got->levels);
+    EXPECT_EQ(e.total, got->bytes) << what;
+    EXPECT_EQ(e.seconds, got->seconds) << what;
+}
+
+void expect_solved(const std::vector<Profile>& profiles, const std::vector<Choice>& all, size_t budget) {
+    const Solution s = solve(profiles, budget);
+    const auto best = first_of(all, faster, [&](const Choice& c) { return c.bytes <= budget; });
+    expect_same(profiles, s.chosen, best, "chosen");
+    expect_same(profiles, s.least, first_of(all, smaller, [](const Choice&) { return true; }), "least");
+    std::optional<Choice> cheaper, less;
+    if (best) {
+        cheaper = first_of(all, smaller, [&](const Choice& c) { return c.seconds < best->seconds; });
+        less = first_of(all, faster, [&](const Choice& c) { return c.bytes < best->bytes; });
+    }
+    expect_same(profiles, s.next_cheaper, cheaper, "next_cheaper");
+    expect_same(profiles, s.next_smaller, less, "next_smaller");
+}
+
+// Two micro-batch sizes, one of them in two formats of the state, and one twice.
+std::vector<Profile> random_profiles(uint64_t seed, int layers, int levels, bool nested) {
+    std::vector<Profile> profiles = {RandomStep(seed, layers, levels, nested, 1).profile(),
+                                     RandomStep(seed, layers, levels, nested, 2).profile()};
+    profiles[0].runs = 2;
+    profiles[0].fixed_bytes = profiles[1].fixed_bytes = 50000;
+    profiles[0].arena_floor = 30000;
+    profiles.push_back(profiles[1]);
+    profiles[2].fixed_bytes = 20000;
+    profiles[2].fixed_seconds = 1e-5;
+    profiles.push_back(profiles[1]);
+    return profiles;
+}
+
+TEST(Solve, EqualsTryingEverything) {
+    int solved = 0, fits_none = 0;
+    for (const auto& [seed, layers, levels] : {std::tuple{11u, 5, 4},
+                                               {12u, 4, 5},
+                                               {13u, 3, 6},
+                                               {14u, 5, 3},
+                                               {15u, 4, 4},
+                                               {16u, 2, 6},
+                                               {17u, 1, 3}})
+        for (bool nested : {true, false}) {
+            SCOPED_TRACE("seed " + std::to_string(seed) + (nested ? ", nested" : ""));
+            const std::vector<Profile> profiles = random_profiles(seed, layers, levels, nested);
+            const std::vector<Choice> all = all_choices(profiles);
+            std::vector<size_t> budgets = {0, 1, SIZE_MAX};
+            for (const Choice& c : all) {
+                const bool uniform = std::count(c.levels.begin(), c.levels.end(), c.levels[0]) == layers;
+                if (uniform || random_bits(seed, budgets.size()) % 30 == 0) {
+                    budgets.push_back(c.bytes);
+                    budgets.push_back(c.bytes - 1);
+                }
+            }
+            for (size_t budget : budgets) {
+                solved++;
+                expect_solved(profiles, all, budget);
+                fits_none += !solve(profiles, budget).chosen;
+            }
+        }
+    EXPECT_GT(solved, 500);
+    EXPECT_GT(fits_none, 20);
+}
+
+TEST(Solve, OrderMattersAndMixesBeatUniformLevels) {
+    int beaten = 0, orders = 0;
+    for (uint64_t seed = 21; seed < 51; seed++) {
+        const std::vector<Profile> profiles = {RandomStep(seed, 5, 4, true).profile()};
+        for (int k = 0; k < 4; k++) {
+            const Estimate uniform = evaluate(profiles[0], Levels(5, k));
+            const Solution s = solve(profiles, uniform.total + 8000);
+            ASSERT_TRUE(s.chosen);
+            EXPECT_LE(s.chosen->seconds, uniform.seconds);
+            beaten += s.chosen->seconds < uniform.seconds;
+            Levels reversed(s.chosen->levels.rbegin(), s.chosen->levels.rend());
+            orders += evaluate(profiles[0], reversed).total > s.chosen->bytes;
+        }
+    }
+    EXPECT_GT(beaten, 5);
+    EXPECT_GT(orders, 5);
+}
+
+// Then the order is a guess, but what is said of the choice is true.
+TEST(Solve, BlocksThatLeaveSomethingBehindAreCounted) {
+    for (uint64_t seed = 31; seed < 36; seed++) {
+        RandomStep step(seed, 5, 4, true);
+        step.leaves = true;
+        const std::vector<Profile> profiles = {step.profile()};
+        for (int k = 0; k < 4; k++) {
+            const Estimate uniform = evaluate(profiles[0], Levels(5, k));
+            for (size_t more : {0, 8000, 20000}) {
+                const Solution s = solve(profiles, uniform.total + more);
+                ASSERT_TRUE(s.chosen);
+                EXPECT_LE(s.chosen->seconds, uniform.seconds);
+                EXPECT_EQ(s.chosen->bytes, step.rehearse(s.chosen->levels).lower_bound);
+            }
+        }
+    }
+}
+
+TEST(Solve, IsDeterministic) {
+    const std::vector<Profile> profiles = random_profiles(31, 5, 4, false);
+    const size_t budget = evaluate(profiles[0], Levels(5, 2)).total;
+    const Solution a = solve(profiles, budget), b = solve(profiles, budget);
+    ASSERT_TRUE(a.chosen && b.chosen);
+    EXPECT_EQ(a.chosen->levels, b.chosen->levels);
+    EXPECT_EQ(a.chosen->profile, b.chosen->profile);
+}
+
+// What a placement may add to a choice: up to 1%, as if at random.
+size_t placed(const Choice& c) {
+    uint64_t mix = c.profile;
+    for (int k : c.levels) mix = random_bits(41, mix, static_cast<uint64_t>(k));
+    return c.bytes + c.bytes / 100 * (mix % 1000) / 1000;
+}
+
+TEST(Solve, WhatIsChosenFitsByTheExactTotal) {
+    int beyond = 0;
+    for (uint64_t seed = 42; seed < 48; seed++) {
+        const std::vector<Profile> profiles = random_profiles(seed, 5, 4, true);
+        const std::vector<Choice> all = all_choices(profiles);
+        for (const Choice& c : all) {
+            if (random_bits(seed, c.bytes) % 100) continue;
+            const size_t budget = c.bytes;
+            int calls = 0;
+            const Solution s = solve(profiles, budget, [&](const Choice& x) {
+                calls++;
+                return placed(x);
+            });
+            EXPECT_LE(calls, kExactTries + 3);
+            EXPECT_EQ(s.least.exact, placed(s.least));
+            const auto surely =
+                first_of(all, faster, [&](const Choice& x) { return x.bytes * 101 / 100 < budget; });
+            if (!s.chosen) {
+                EXPECT_GT(placed(s.least), budget);
+                EXPECT_FALSE(surely);
+                continue;
+            }
+            EXPECT_EQ(s.chosen->exact, placed(*s.chosen));
+            EXPECT_LE(s.chosen->exact, budget);
+            if (surely) {
+                EXPECT_LE(s.chosen->seconds, surely->seconds);
+            }
+            if (s.next_cheaper) {
+                EXPECT_EQ(s.next_cheaper->exact, placed(*s.next_cheaper));
+            }
+            beyond += placed(*solve(profiles, budget).chosen) > budget;
+        }
+    }
+    EXPECT_GT(beyond, 20);  // where the bound alone would have chosen what does not fit
+}
+
+TEST(Solve, AFewTriesFindWhatFitsByTheExactTotal) {
+    const std::vector<Profile> profiles = {RandomStep(49, 48, 6, true).profile()};
+    const size_t least = solve(profiles, 0).least.bytes, most = solve(profiles, SIZE_MAX).chosen->bytes;
+    for (size_t i = 1; i <= 8; i++) {
+        const size_t budget = least + (most - least) * i / 8;
+        std::vector<size_t> tried;
+        const Solution s = solve(profiles, budget, [&](const Choice& c) {
+            tried.push_back(c.bytes);
+            return c.bytes + most / 20 + c.bytes % 1000;  // more than a placement adds
+        });
+        ASSERT_TRUE(s.chosen);
+        EXPECT_GT(tried[0] + most / 20, budget);  // the first does not fit
+        EXPECT_LE(tried.size(), 12u);
+        EXPECT_LE(s.chosen->exact, budget);
+        ASSERT_TRUE(s.next_cheaper);
+        EXPECT_GT(s.next_cheaper->exact, budget);
+    }
+}
+
+TEST(Solve, NothingIsChosenWhenTheExactTotalNeverFits) {
+    const std::vector<Profile> profiles = random_profiles(51, 4, 4, true);
+    for (size_t total : {SIZE_MAX, size_t{1} << 40})
+        EXPECT_FALSE(solve(profiles, 1 << 30, [&](const Choice&) { return total; }).chosen);
+    const Solution only_least = solve(profiles, 1 << 30, [&](const Choice& c) {
+        return c.bytes == solve(profiles, 0).least.bytes ? 1 << 30 : SIZE_MAX;
+    });
+    ASSERT_TRUE(only_least.chosen);
+    EXPECT_EQ(only_least.chosen->bytes, only_least.least.bytes);
+    EXPECT_FALSE(only_least.next_smaller);
+}
+
+// Settings that are `profile` with other sizes and speeds, as micro-batches of 1, 2, 3 ... would be.
+std::vector<Profile> scaled(const Profile& profile, int count) {
+    std::vector<Profile> profiles;
+    for (int i = 1; i <= count; i++) {
+        Profile p = profile;
+        p.runs = 100 / i;
+        p.fixed_bytes = static_cast<size_t>(i % 3) * 1000000;
+        for (auto& level : p.levels)
+            for (Segment& s : level)
+                for (Stretch* part : {&s.inside, &s.after}) {
+                    part->peak *= i;
+                    part->end *= i;
+                    part->seconds = std::round(part->seconds * (i + 0.3) * 0x1p40) * 0x1p-40;
+                }
+        profiles.push_back(p);
+    }
+    return profiles;
+}
+
+double seconds_to_solve(const std::vector<Profile>& profiles, size_t budget) {
+    const auto start = std::chrono::steady_clock::now();
+    const Solution s = solve(profiles, budget);
+    const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+    EXPECT_TRUE(s.chosen);
+    EXPECT_LE(s.chosen->bytes, budget);
+    for (const Profile& p : profiles)
+        for (size_t k = 0; k < p.levels.size(); k++) {
+            const Estimate e = evaluate(p, Levels(static_cast<size_t>(p.layers()), static_cast<int>(k)));
+            if (e.total <= budget) {
+                EXPECT_LE(s.chosen->seconds, e.seconds);
+            }
+        }
+    return seconds.count();
+}
+
+TEST(Solve, SixtySettingsOf48LayersAreSolvedAtOnce) {
+    for (bool nested : {true, false}) {
+        const std::vector<Profile> profiles = scaled(RandomStep(61, 48, 6, nested).profile(), 60);
+        EXPECT_LT(seconds_to_solve(profiles, evaluate(profiles[20], Levels(48, 3)).total), 2.0);
+    }
+}
+
+// Levels whose time falls with their bytes on a line but for noise: nearly every mix is the best of its size.
+TEST(Solve, LevelsOnALineDoNotTakeForever) {
+    Profile profile = RandomStep(62, 48, 6, true).profile();
+    for (size_t k = 0; k < 6; k++)
+        for (size_t i = 1; i < profile.levels[k].size(); i++) {
+            const auto kept = 256 * static_cast<int64_t>(400000 * (6 - k) + random_bits(63, k) % 80000);
+            const double noise = 1e-7 * static_cast<double>(random_bits(64, k) % 1000) / 1000;
+            const double seconds = 0.01 - 1e-11 * static_cast<double>(kept) + noise;
+            Segment& s = profile.levels[k][i];
+            s.inside = i <= 48 ? Stretch{kept, kept, std::round(seconds * 0x1p40) * 0x1p-40}
+                               : Stretch{int64_t{1} << 30, -kept, 0x1p-7};
+            if (i != 48) s.after = {};
+        }
+    const std::vector<Profile> profiles = scaled(profile, 4);
+    EXPECT_LT(seconds_to_solve(profiles, evaluate(profiles[1], Levels(48, 3)).total), 2.0);
+}
+
+const std::vector<std::string> kNames = {"none", "gelu", "norm", "block"};
+
+TEST(LevelsText, IsReadBack) {
+    EXPECT_EQ(levels_text({2, 2, 2}, kNames), "norm");
+    EXPECT_EQ(levels_text({2, 2, 3}, kNames), "norm:2,block:1");
+    EXPECT_EQ(levels_text({0, 3, 0}, kNames), "none:1,block:1,none:1");
+    EXPECT_EQ(parse_levels("norm", kNames, 3, "--recompute"), (Levels{2, 2, 2}));
+    EXPECT_EQ(parse_levels("norm:3", kNames, 3, "--recompute"), (Levels{2, 2, 2}));
+    each_mix(4, 4, [](const Levels& mix) {
+        EXPECT_EQ(parse_levels(levels_text(mix, kNames), kNames, 4, "--recompute"), mix);
+    });
+}
+
+TEST(ParseLevels, SaysWhatIsWrong) {
+    const std::pair<const char*, std::string> cases[] = {
+        {"nrom", "'nrom'; there are none, gelu, norm, block"},
+        {"norm:8,blok:4", "'blok'; there are none, gelu, norm, block"},
+        {":12", "''; there are none"},
+        {"norm:0,block:12", "'norm:0' needs a count of layers, a positive integer"},
+        {"norm:-4,block:16", "'norm:-4' needs a count"},
+        {"norm:x,block:4", "'norm:x' needs a count"},
+        {"norm:8x,block:4", "'norm:8x' needs a count"},
+        {"norm:+8,block:4", "'norm:+8' needs a count"},
+        {"norm: 8,block:4", "'norm: 8' needs a count"},
+        {"norm:2.5", "'norm:2.5' needs a count"},
+        {"norm:99999999999", "'norm:99999999999' needs a count"},
+        {"norm:,block:4", "'norm:' needs a count"},
+        {"norm,block:4", "'norm' needs a count"},
+        {"norm:8,block:3", "is for 11 layers; the model has 12"},
+        {"norm:8,block:2000000000,none:2000000000", "is for 4000000008 layers; the model has 12"},
+        {"", "'' has an empty part"},
+        {",", "',' has an empty part"},
+        {"norm:12,", "'norm:12,' has an empty part"},
+        {"norm:6,,block:6", "'norm:6,,block:6' has an empty part"},
+    };
+    for (const auto& [text, message] : cases) {
+        SCOPED_TRACE(text);
+        expect_user_error([&] { parse_levels(text, kNames, 12, "--recompute"); },
+                          {message, "--recompute", text});
+    }
+}
+
+TEST(ParseBytes, ReadsNumbersWithUnits) {
+    const size_t gib = size_t{1} << 30;
+    const std::pair<const char*, size_t> cases[] = {
+        {"8GiB", 8 * gib},
+        {"8gib", 8 * gib},
+        {"0.5GiB", gib / 2},
+        {"1.5KiB", 1536},
+        {"3B", 3},
+        {"2KB", 2000},
+        {"2.25MB", 2250000},
+        {"7MiB", 7 << 20},
+        {"24GB", 24000000000u},
+        {"1TiB", 1024 * gib},
+        {"16TB", 16000000000000u},
+        {"0B", 0},
+        {"1000000TiB", 1000000 * (1024 * gib)},
+        {"007KiB", 7168},
+        {"0.1KB", 100},
+    };
+    for (const auto& [text, bytes] : cases) EXPECT_EQ(parse_bytes(text, "--budget"), bytes) << text;
+}
+
+TEST(ParseBytes, SaysWhatIsWrong) {
+    for (const char* text :
+         {"3", "8QB", "", "GiB", "-1GiB", "+1GiB", "nanGiB", "infGiB", "8 GiB", "8GiB ", " 8GiB", "1e3GiB",
+          "0x10GiB", "1.GiB", ".5GiB", "1.2.3GiB", "8Gi", "8G", "1,5GiB"}) {
+        SCOPED_TRACE(text);
+        expect_user_error([&] { parse_bytes(text, "--budget"); },
+                          {"--budget", format("'%s'", text), "with a unit (B, KiB"});
+    }
+    for (const char* text : {"16777216TiB", "99999999999999999999B", "1000000000000000000000000000000GiB"})
+        expect_user_error([&] { parse_bytes(text, "--budget"); }, {"--budget", text, "more bytes than"});
+    EXPECT_GT(parse_bytes("16777215TiB", "--budget"), size_t{1} << 63);
+}
+
+}  // namespace

@@ -1,0 +1,103 @@
+// test_wide_sum.cpp - sums of many terms into bf16 lose no more than one rounding would.
+#include "llmc/wide_sum.cuh"
+
+#include <gtest/gtest.h>
+
+#include "test/kernel_test.h"
+
+namespace {
+
+// The exact sums, the wide ones with their low bits, and those that round to bf16 after every term.
+struct Sums {
+    std::vector<double> exact;
+    std::vector<bf16> wide, plain;
+    std::vector<uint8_t> low;
+};
+
+// `terms` terms of mean `drift` and deviation 1, added to a start of the same kind.
+Sums add_up(size_t n, int terms, double drift) {
+    Sums s;
+    const auto term = [&](int i) {
+        std::vector<float> t = random_values<float>(n, 1, 100 + static_cast<uint64_t>(i));
+        for (float& x : t) x += static_cast<float>(drift);
+        return t;
+    };
+    std::vector<bf16> start;
+    for (float x : term(-1)) start.push_back(from_float<bf16>(x));
+    for_each_order([&] {
+        DeviceArray<bf16> sum(start);
+        DeviceArray<uint8_t> low(std::vector<uint8_t>(n / 2, 0));
+        Tensor<bf16> t_sum = sum.tensor({static_cast<int64_t>(n)});
+        Tensor<uint8_t> t_low = low.tensor({static_cast<int64_t>(n / 2)});
+        for (int i = 0; i < terms; i++) {
+            DeviceArray<float> t(term(i));
+            wide_sum_add(t_sum, t_low, t.tensor({static_cast<int64_t>(n)}), Stream{});
+        }
+        s.wide = sum.download();
+        s.low = low.download();
+        return bytes_of(s.wide, s.low);
+    });
+    s.exact = to_doubles(start);
+    s.plain = start;
+    for (int i = 0; i < terms; i++) {
+        const std::vector<float> t = term(i);
+        for (size_t j = 0; j < n; j++) {
+            s.exact[j] += double{t[j]};
+            s.plain[j] = from_float<bf16>(to_float(s.plain[j]) + t[j]);
+        }
+    }
+    return s;
+}
+
+double one_rounding(const std::vector<double>& exact) {
+    std::vector<bf16> rounded;
+    for (double x : exact) rounded.push_back(from_float<bf16>(static_cast<float>(x)));
+    return relative_error(rounded, exact);
+}
+
+TEST(WideSum, LosesNoMoreThanOneRounding) {
+    for (size_t n : {size_t{kVectorSize<bf16>}, size_t{128 * 75}})
+        for (double drift : {0.0, 1.0})
+            for (int terms : {1, 16, kThreadSanitizer ? 20 : 256}) {
+                SCOPED_TRACE(testing::Message() << n << " elements, " << terms << " terms about " << drift);
+                const Sums s = add_up(n, terms, drift);
+                EXPECT_LT(relative_error(s.wide, s.exact), 2 * one_rounding(s.exact));
+            }
+}
+
+TEST(WideSum, APlainSumWouldLoseMore) {
+    const Sums s = add_up(9600, 64, 0);
+    EXPECT_GT(relative_error(s.plain, s.exact), 3 * one_rounding(s.exact));
+}
+
+// The bits that bf16 lacks are there: with them the sum is nearer by almost four bits.
+TEST(WideSum, KeepsTheLowBits) {
+    const Sums s = add_up(9600, 2, 0);
+    constexpr size_t N = kVectorSize<bf16>;
+    std::vector<float> joined;
+    for (size_t i = 0; i < s.wide.size(); i++) {
+        const size_t k = i % N;
+        const int byte = static_cast<int8_t>(s.low[(i - k) / 2 + k % (N / 2)]);
+        joined.push_back(
+            join<kWideSumBits>(s.wide[i], k < N / 2 ? static_cast<int8_t>(byte << 4) >> 4 : byte >> 4));
+    }
+    EXPECT_LT(relative_error(joined, s.exact), one_rounding(s.exact) / 8);
+}
+
+TEST(Split, JoinsToWhatItWas) {
+    std::vector<float> values = random_values<float>(10000, 3, 7);
+    for (size_t i = 0; i < values.size(); i += 3) values[i] *= 1e-38f;  // down to the denormals
+    for (float x : {0.f, -0.f, 1.f, 1.00390625f, -1.01171875f, 0.99999994f, 3e38f, 1e-45f, -1e-45f})
+        values.push_back(x);
+    for (float x : values) {
+        const auto s = split<16>(x);
+        const float again = join<16>(s.high, s.low);
+        EXPECT_EQ(0, memcmp(&x, &again, 4)) << x;
+        EXPECT_LE(std::abs(to_float(s.high) - x), std::abs(to_float(from_float<bf16>(x)) - x)) << x;
+        const auto few = split<4>(x);
+        EXPECT_GE(few.low, -8);
+        EXPECT_LT(few.low, 8);
+        EXPECT_LE(std::abs(join<4>(few.high, few.low) - x), std::ldexp(std::abs(x), -12) + 1e-40f) << x;
+    }
+}
+}  // namespace

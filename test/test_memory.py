@@ -1,6 +1,8 @@
 """Memory options: what they save, and that they leave the training as it is, to the bit where that is promised."""
 
 import itertools
+import json
+import time
 
 import pytest
 import reference
@@ -169,3 +171,92 @@ def test_gradient_of_the_head_in_chunks(train_bf16, tmp_path, rows):
 
     for name in ("wte.weight", "ln_f.weight", "ln_f.bias"):
         assert error(rows, name) <= 2 * error(0, name), name
+
+
+# ---- --memory
+
+
+def total(plan):
+    return plan["totals"]["total"]
+
+
+@pytest.fixture(scope="module")
+def brute_force(train_bf16, tmp_path_factory):
+    """(model's options, every configuration of a small model as (seconds, bytes, its options))."""
+    path = tmp_path_factory.mktemp("brute")
+    make(path / "model", "--layers", 3, "--heads", 2, "--channels", 64, "--vocab", 300, "--positions", 128)
+    given = ("--model", path / "model", "--seq-len", 80, "--sample-tokens", 0)
+    every = []
+    for batch, rows in ((2, 0), (2, 64), (1, 0), (1, 64)):
+        for levels in itertools.product(LEVELS, repeat=3):
+            options = ("--recompute", ",".join(f"{level}:1" for level in levels), "--head-rows", rows, "--batch", batch,
+                       "--grad-accum", 2 // batch)
+            plan = train_bf16.plan(*given, *options)
+            every.append((plan["estimated_seconds"], total(plan), options))
+    return given, every
+
+
+def test_choice_is_the_best_there_is(train_bf16, brute_force):
+    """Against all mixes in any order, at budgets all the way from the smallest to the largest."""
+    given, every = brute_force
+    sizes = sorted({size for _, size, _ in every})
+    least, most = sizes[0], sizes[-1]
+    chosen = set()
+    for budget in [least, *(least + (most - least) * i // 23 for i in range(1, 24)), *sizes[5::40]]:
+        plan = train_bf16.plan(*given, "--batch", 2, "--memory", f"{budget}B")
+        best = min(seconds for seconds, size, _ in every if size <= budget)
+        assert total(plan) <= budget
+        assert plan["estimated_seconds"] == pytest.approx(best, rel=1e-6)
+        [choice, *others] = plan["choice"]
+        assert choice["bytes"] == total(plan) and choice["seconds"] == pytest.approx(best, rel=1e-6)
+        fastest = min(seconds for seconds, _, _ in every)
+        assert choice["slower"] == pytest.approx(best / fastest - 1, abs=1e-6)
+        for other in others:
+            assert (other["seconds"] < choice["seconds"]) != (other["bytes"] < choice["bytes"])
+        chosen.add((choice["recompute"], choice["batch"], choice["head_rows"]))
+    assert len(chosen) > 10
+
+
+def test_too_little_memory_says_the_least(train_bf16, brute_force):
+    given, every = brute_force
+    least = min(size for _, size, _ in every)
+    error = train_bf16(*given, "--batch", 2, "--memory", f"{least - 1}B", "--plan", code=2).stderr.decode()
+    assert error.count("\n") == 1 and f"{least / MIB:.1f} MiB" in error and "--memory" in error
+    assert "--recompute block" in error
+
+
+@pytest.mark.parametrize("model", ["d6", "d12"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_no_slower_than_a_level_that_fits(train, model, level):
+    options = ("--model", model, "--batch", 4, "--seq-len", 256, "--sample-tokens", 0)
+    plan = train.plan(*options, "--recompute", level)
+    chosen = train.plan(*options, "--memory", f"{int(1.05 * total(plan))}B")
+    assert chosen["estimated_seconds"] <= plan["estimated_seconds"]
+    assert total(chosen) <= 1.05 * total(plan)
+
+
+def test_choice_of_a_large_model_is_quick(train):
+    start = time.perf_counter()
+    plan = train.plan("--model", "d48", "--batch", 16, "--seq-len", 1024, "--memory", "40GiB")
+    assert time.perf_counter() - start < 4 and total(plan) <= 40 << 30
+
+
+def test_a_run_with_memory_resumes_as_it_ran(train, folder, tmp_path):
+    """The save names what was chosen, so that a resumed run has the same bits."""
+    budget = f"{total(train.plan('--model', folder / 'model', '--batch', 1, '--seq-len', 20)) + 65536}B"
+    log, files = trained(train, folder, tmp_path / "whole", "--memory", budget, "--batch", 6, "--steps", 6)
+    trained(train, folder, tmp_path / "out", "--memory", budget, "--batch", 6, "--steps", 3, "--schedule", "constant")
+    saved = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["options"]
+    assert "--memory" not in saved and {"--recompute", "--batch", "--grad-accum", "--head-rows"} <= set(saved)
+    trained(train, folder, tmp_path / "constant", "--memory", budget, "--batch", 6, "--steps", 6, "--schedule",
+            "constant")
+    train("--resume", tmp_path / "out", "--steps", 6)
+    assert saved_bytes(tmp_path / "out") == saved_bytes(tmp_path / "constant")
+
+
+def test_batch_auto(train):
+    options = ("--model", "d4", "--seq-len", 128, "--sample-tokens", 0)
+    for budget in (300 * MIB, 500 * MIB):
+        plan = train.plan(*options, "--batch", "auto", "--memory", f"{budget}B")
+        assert total(plan) <= budget < total(train.plan(*options, "--batch", plan["batch"] + 1))
+    assert train.plan(*options, "--batch", "auto")["batch"] > plan["batch"]  # what this machine has free

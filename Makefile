@@ -101,7 +101,7 @@ ifeq ($(DEVICE),cuda)
   UNIT_TESTS := $(KERNEL_TESTS:%=build/test/cuda/%) $(HOST_TESTS:%=build/test/fast/%)
 else
   UNIT_TESTS := $(HOST_TESTS:%=build/test/fast/%) $(KERNEL_TESTS:%=build/test/fast/%) \
-      $(foreach b,faithful asan tsan,$(filter-out build/test/tsan/test_matmul,$(KERNEL_TESTS:%=build/test/$(b)/%)) build/test/$(b)/test_simt)
+      $(foreach b,faithful asan tsan,$(filter-out build/test/tsan/test_matmul,$(KERNEL_TESTS:%=build/test/$(b)/%)) build/test/$(b)/test_simt) build/test/asan/test_arena
 endif
 TEST_LIBS := -lgtest -lgtest_main $(CPU_LIBS)
 build/test/fast/%: FLAGS := $(CXXFLAGS)
@@ -114,6 +114,16 @@ build/test/$(1)/%: test/%.cpp Makefile
 	$(CXX) -x c++ $$(FLAGS) -MF $$@.d -MT $$@ $$< -o $$@ $(TEST_LIBS)
 endef
 $(foreach b,fast faithful asan tsan,$(eval $(call cpu_test,$(b))))
+# The trainer in its fast CPU build under AddressSanitizer, which the arena tells what is alive.
+ifeq ($(DEVICE),cpu)
+ASAN_TRAINERS := build/test/asan/train-fp32 build/test/asan/train-bf16
+endif
+build/test/asan/train-fp32: DEFINES :=
+build/test/asan/train-bf16: DEFINES := -DLLMC_BF16
+build/test/asan/train-fp32 build/test/asan/train-bf16: FLAGS := $(CXX_COMMON) -O1 -g -march=native -fsanitize=address
+build/test/asan/train-fp32 build/test/asan/train-bf16: train_gpt.cu Makefile
+	@mkdir -p $(@D)
+	$(CXX) -x c++ $(FLAGS) $(NVTX_INCLUDE) $(DEFINES) -MF $@.d -MT $@ $< -o $@ $(CPU_LIBS)
 build/test/cuda/%: test/%.cpp Makefile
 	@mkdir -p $(@D)
 	$(NVCC) -x cu $(NVCCFLAGS) -MF $@.d -MT $@ $< -o $@ -lgtest -lgtest_main $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; exit 1; }
@@ -128,7 +138,7 @@ TRAINERS := build/cuda-fp32/train build/cuda-bf16/train
 build-tests: $(UNIT_TESTS) $(TRAINERS)
 else
 TRAINERS := build/cpu-fp32/train build/cpu-bf16/train
-build-tests: $(UNIT_TESTS) $(TRAINERS) build/test/tsan/race_probe cuda-build fuzz-build
+build-tests: $(UNIT_TESTS) $(TRAINERS) $(ASAN_TRAINERS) build/test/tsan/race_probe cuda-build fuzz-build
 endif
 
 unit-tests: $(UNIT_TESTS)
@@ -166,9 +176,9 @@ fuzz: $(FUZZERS)
 	  build/test/fuzz/fuzz_$$f -max_total_time=$(FUZZ_SECONDS) -verbosity=0 -print_final_stats=0 build/fuzz/$$f > build/fuzz/$$f.log 2>&1 || \
 	  { tail -40 build/fuzz/$$f.log; exit 1; }; echo "== fuzz_$$f: $(FUZZ_SECONDS) s, nothing found"; done
 
-python-tests: $(TRAINERS)
+python-tests: $(TRAINERS) $(ASAN_TRAINERS)
 	@dev/venv.sh
-	TRAIN_BINARIES="$(TRAINERS)" $(PYTHON) -m pytest -q test
+	TRAIN_BINARIES="$(TRAINERS)" ASAN_TRAINERS="$(ASAN_TRAINERS)" $(PYTHON) -m pytest -q test
 
 format:
 	clang-format -i train_gpt.cu llmc/*.h llmc/*.cuh test/*.cpp test/*.h

@@ -32,6 +32,7 @@
 #include "llmc/sampler.h"
 #include "llmc/schedule.h"
 #include "llmc/state.h"
+#include "llmc/timeline.h"
 #include "llmc/tokenizer.h"
 #include "llmc/wide_sum.cuh"
 
@@ -1089,6 +1090,7 @@ MemoryReport Trainer::make_report() {
 }
 
 void Trainer::print_plan() const {
+    if (!o_.timeline.empty()) write_timeline(o_.timeline, report_, update_plan_);
     if (o_.json)
         printf("%s\n", report_json(report_).dump(2).c_str());
     else
@@ -1333,10 +1335,12 @@ void Trainer::run() {
         if (is_time(o_.sample_every) && samples()) sample(step);
         if (is_time(o_.save_every)) save(step);
         train_step(step);
-        if (step == first_step_)
+        if (step == first_step_) {
+            forbid_device_allocation();
             printf("taken from the device: %.1f MiB; planned: %.1f MiB\n",
                    static_cast<double>(device_bytes_in_use() - before) / 1048576.0,
                    static_cast<double>(report_.total()) / 1048576.0);
+        }
     }
     if (interrupted) {
         printf("interrupted after step %lld\n", static_cast<long long>(step - 1));

@@ -6,6 +6,9 @@
 // that never live together share addresses. run() runs the same code: it takes the same tensors in the same
 // order and gets their planned addresses; a step that departs from its rehearsal stops and names the tensor.
 // So the plan cannot drift from the program: it is the program.
+//
+// Under AddressSanitizer a touch of what no live tensor owns stops the program: what was let go of, and the
+// room between a tensor's end and the next.
 #pragma once
 
 #include <algorithm>
@@ -15,6 +18,7 @@
 
 #include "llmc/device.h"
 #include "llmc/tensor.h"
+#include "llmc/watch.h"
 #include "llmc/work.h"
 
 // What one take of the step was. Times count takes and releases from the start of the step; a tensor lives in
@@ -117,6 +121,7 @@ class Arena {
   public:
     Arena() = default;
     Arena(const Arena&) = delete;
+    ~Arena() { open_memory(memory_.data(), memory_.bytes()); }  // for whoever gets these addresses next
 
     // Runs the step on paper and plans its memory. Needs no device.
     template <class Step>
@@ -136,8 +141,10 @@ class Arena {
             bytes = std::max(bytes, p->bytes);
             workspace_bytes_ = std::max(workspace_bytes_, arena_align(p->workspace));
         }
+        open_memory(memory_.data(), memory_.bytes());
         memory_ = DeviceBuffer();
         memory_ = DeviceBuffer(workspace_bytes_ + bytes, "the activation arena");
+        close_memory(memory_.data(), memory_.bytes());
     }
 
     // Runs the step in the memory of its plan.
@@ -167,19 +174,24 @@ class Arena {
                  shape.text().c_str(), t.name.c_str(), t.shape.text().c_str());
         if (t.born != clock_++) fail("arena: '%s' is taken at another moment than in its rehearsal", name);
         live_[static_cast<size_t>(index)] = true;
-        return Tensor<T>(reinterpret_cast<T*>(memory_.data() + workspace_bytes_ + t.offset), shape, this,
-                         index);
+        open_memory(address(t), t.bytes);
+        return Tensor<T>(reinterpret_cast<T*>(address(t)), shape, this, index);
     }
     template <class T>
     Tensor<T> take_gradient(const char* name, Shape shape) {
         return take<T>(name, shape, "gradient");
     }
 
-    // Scratch for one library call. All calls share it: the stream runs them one after the other.
+    // Scratch for one library call. All calls share it: the stream runs them one after the other. Only the
+    // bytes asked for last are open.
     void* workspace(size_t bytes) {
-        if (rehearsing_) plan_->workspace = std::max(plan_->workspace, bytes);
-        if (!rehearsing_ && bytes > workspace_bytes_)
-            fail("arena: a library wants more scratch than in the rehearsal");
+        if (rehearsing_) {
+            plan_->workspace = std::max(plan_->workspace, bytes);
+            return memory_.data();
+        }
+        if (bytes > workspace_bytes_) fail("arena: a library wants more scratch than in the rehearsal");
+        close_memory(memory_.data(), workspace_bytes_);
+        open_memory(memory_.data(), bytes);
         return memory_.data();
     }
 
@@ -223,14 +235,17 @@ class Arena {
         struct Close {  // also when the step fails
             Arena& arena;
             ~Close() {
+                close_memory(arena.memory_.data(), arena.memory_.bytes());
                 arena.plan_ = nullptr;
                 arena.rehearsing_ = simt::launches_off = false;
                 work_ledger = nullptr;
+                work_clock = nullptr;
             }
         } close{*this};
         plan_ = &plan;
         rehearsing_ = simt::launches_off = rehearsing;
         work_ledger = rehearsing ? &plan.work : nullptr;
+        work_clock = rehearsing ? &clock_ : nullptr;
         next_ = clock_ = loop_ = 0;
         live_.assign(plan.takes.size(), false);
         released_wrongly_ = -1;
@@ -242,6 +257,7 @@ class Arena {
             fail("arena: the step ends before it takes '%s', which its rehearsal did",
                  plan.takes[static_cast<size_t>(next_)].name.c_str());
     }
+    char* address(const Take& t) const { return memory_.data() + workspace_bytes_ + t.offset; }
     void check_releases() const {
         if (released_wrongly_ >= 0)
             fail("arena: '%s' is let go at another moment than in its rehearsal",
@@ -265,7 +281,8 @@ inline void arena_give_back(Arena& arena, int take) {
     if (arena.rehearsing_) {
         t.dies = now;
         t.dies_at = Range::path();
-    } else if (t.dies != now && arena.released_wrongly_ < 0) {
-        arena.released_wrongly_ = take;
+        return;
     }
+    close_memory(arena.address(t), arena_align(t.bytes));
+    if (t.dies != now && arena.released_wrongly_ < 0) arena.released_wrongly_ = take;
 }

@@ -20,8 +20,14 @@
 #define LLMC_NVTX 1
 #endif
 
+// After this, taking device memory is an error: a training that has made its first step has all it will need.
+inline bool device_allocation_forbidden = false;
+inline void forbid_device_allocation(bool forbidden = true) { device_allocation_forbidden = forbidden; }
+
 // Takes `bytes` of device memory, zeroed. Fails with the device's free memory when there is not enough.
 inline void* device_allocate(size_t bytes, const char* what) {
+    if (device_allocation_forbidden)
+        fail("%s: %zu bytes are allocated after the first step, which has to allocate all", what, bytes);
     void* p = nullptr;
 #if defined(SIMT_GPU)
     const cudaError_t status = cudaMalloc(&p, bytes ? bytes : 1);

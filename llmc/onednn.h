@@ -16,6 +16,7 @@
 #include <unordered_map>
 
 #include "llmc/simt.h"
+#include "llmc/watch.h"
 
 // c (m, n) = a (m, k) b (k, n) [+ c] [+ bias (n)], then GELU if asked. Strides are in elements; of each
 // matrix one of the two strides must be 1.
@@ -110,6 +111,11 @@ void onednn_matmul(const OnednnProduct& p, Out* c, const In* a, const In* b, con
     static thread_local dnnl::stream stream(onednn::cpu());
     onednn::Made& made = onednn::made<In, Out>(p);
     if (!made.product) onednn::compile(made);
+    check_open(a, ((p.m - 1) * p.a_row + (p.k - 1) * p.a_column + 1) * sizeof(In));
+    check_open(b, ((p.k - 1) * p.b_row + (p.n - 1) * p.b_column + 1) * sizeof(In));
+    check_open(c, ((p.m - 1) * p.c_row + p.n) * sizeof(Out));
+    if (p.bias) check_open(bias, p.n * sizeof(In));
+    check_open(scratch, made.description.scratchpad_desc().get_size());
     made.a.set_data_handle(const_cast<In*>(a));
     made.b.set_data_handle(const_cast<In*>(b));
     made.c.set_data_handle(c);

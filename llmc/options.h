@@ -30,6 +30,7 @@ struct Options {
     std::string memory;
     bool allow_8bit = false;
     bool plan = false, json = false;
+    std::string timeline;
     std::string log;
     int64_t eval_every = 0;
     int eval_batches = 8;
@@ -146,6 +147,8 @@ inline void declare_options(CLI::App& app, Options& o) {
         ->group(memory);
     app.add_flag("--plan", o.plan, "print what every buffer takes, and stop")->group(memory);
     app.add_flag("--json", o.json, "the plan as JSON")->group(memory);
+    app.add_option("--timeline", o.timeline, "a file for the bytes that live after each operation of a step")
+        ->group(memory);
 
     app.add_option("--log", o.log, "a file of JSON lines, one a step")->group(run);
     app.add_option("--eval-every", o.eval_every, "steps between validations; 0: at the end")
@@ -182,6 +185,8 @@ inline void check_options(const Options& o) {
     for (const char* moments : {"--adam-m", "--adam-v"})
         if (o.optimizer == "sgd" && o.has(moments))
             fail("%s is AdamW's, and --optimizer sgd keeps no moments", moments);
+    if (!o.timeline.empty() && o.steps == 0)
+        fail("--timeline %s is of a training step, and --steps 0 has none", o.timeline.c_str());
     if (o.min_lr > o.lr) fail("--min-lr %g is above --lr %g", o.min_lr, o.lr);
     if (o.save_every > 0 && o.out.empty())
         fail("--save-every %lld needs --out DIR", static_cast<long long>(o.save_every));
@@ -229,8 +234,12 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
             const nlohmann::json before = saved(o.resume);
             for (CLI::Option* option : app.get_options()) {
                 const auto it = before.find(option->get_name());
-                if (it == before.end() || option->count() > 0 || option->get_name() == "--resume") continue;
+                const bool of_one_run =
+                    option->get_name() == "--resume" || option->get_name() == "--timeline";
+                if (it == before.end() || option->count() > 0 || of_one_run) continue;
                 if (option->get_name() == "--recompute" && o.has("--memory")) continue;  // chosen anew
+                // What only generates leaves the save that it reads alone.
+                if (option->get_name() == "--out" && o.steps == 0) continue;
                 try {
                     option->add_result(it->get<std::vector<std::string>>());
                 } catch (const nlohmann::json::exception&) {

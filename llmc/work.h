@@ -14,13 +14,15 @@ struct Work {
     const char* name;
     double flops, bytes;  // of all calls
     double calls = 1;
+    int time = 0;  // takes and releases before it
 };
 
-// Where a rehearsal writes its operations down; null otherwise.
+// Where a rehearsal writes its operations down, and its clock; null otherwise.
 inline std::vector<Work>* work_ledger = nullptr;
+inline const int* work_clock = nullptr;
 
 inline void count_work(const char* name, double flops, double bytes) {
-    if (work_ledger) work_ledger->push_back({Range::path(), name, flops, bytes});
+    if (work_ledger) work_ledger->push_back({Range::path(), name, flops, bytes, 1, *work_clock});
 }
 
 // The same for an operation that passes once over these tensors.

@@ -486,4 +486,143 @@ TEST(TensorHandle, OwnsOnceAndViewsOwnNothing) {
     EXPECT_EQ(plan.lower_bound, 768u);
 }
 
+TEST(DeviceMemory, AForbiddenAllocationNamesTheBuffer) {
+    const DeviceBuffer before(1000, "the first");
+    forbid_device_allocation();
+    expect_user_error([] { DeviceBuffer late(4096, "the second"); }, {"the second", "4096", "first step"});
+    Arena arena;
+    Plan plan = arena.rehearse([&] { Bytes a = take(arena, "a", 600); });
+    expect_user_error([&] { arena.allocate({&plan}); }, {"the activation arena"});
+    forbid_device_allocation(false);
+    arena.allocate({&plan});
+    EXPECT_EQ(arena.bytes(), arena_align(600));
+}
+
+#ifdef LLMC_ASAN
+
+const char* const kCaught = "ERROR: AddressSanitizer";
+
+char read(const char* p) { return *const_cast<const volatile char*>(p); }
+void write(char* p) { *const_cast<volatile char*>(p) = 1; }
+
+// Runs the step in the memory of its plan.
+void run_planned(Arena& arena, const Step& step) {
+    Plan plan = arena.rehearse(step);
+    arena.allocate({&plan});
+    arena.run(plan, step);
+}
+
+TEST(WatchedDeathTest, ATensorThatWasLetGo) {
+    Arena arena;
+    run_planned(arena, [&] {
+        Bytes a = take(arena, "a", 600);
+        char* p = a.data();
+        const Bytes view = a.view();
+        if (!arena.rehearsing()) write(p), write(p + 599);
+        a.drop();
+        if (arena.rehearsing()) return;
+        EXPECT_DEATH(read(p), kCaught);
+        EXPECT_DEATH(write(p + 599), kCaught);
+        EXPECT_DEATH(read(view.data()), kCaught);
+        EXPECT_DEATH(device_fill(p, 0, 600, Stream{}), kCaught);
+    });
+}
+
+TEST(WatchedDeathTest, TheRoomBehindATensor) {
+    for (const int64_t size : {600, 601, 607, 1, 255}) {
+        SCOPED_TRACE(size);
+        Arena arena;
+        run_planned(arena, [&] {
+            Bytes a = take(arena, "a", size), b = take(arena, "b", 100);
+            if (arena.rehearsing()) return;
+            for (int64_t i = 0; i < size; i++) write(a.data() + i);
+            EXPECT_DEATH(read(a.data() + size), kCaught);
+            EXPECT_DEATH(read(a.data() + arena_align(static_cast<size_t>(size)) - 1), kCaught);
+        });
+    }
+}
+
+TEST(WatchedDeathTest, MemoryThatIsNotTakenYetOrNoMore) {
+    Arena arena;
+    char* p = nullptr;
+    run_planned(arena, [&] {
+        Bytes a = take(arena, "a", 600);
+        p = a.data();
+        if (!arena.rehearsing()) {
+            EXPECT_DEATH(read(p + arena_align(600)), kCaught);
+        }
+        Bytes b = take(arena, "b", 300);
+    });
+    EXPECT_DEATH(read(p), kCaught);  // the step is over
+}
+
+TEST(WatchedDeathTest, AStepThatFailedLeavesNothingOpen) {
+    Arena arena;
+    char* p = nullptr;
+    Plan plan = arena.rehearse([&] { Bytes a = take(arena, "a", 600); });
+    arena.allocate({&plan});
+    expect_user_error(
+        [&] {
+            arena.run(plan, [&] {
+                Bytes a = take(arena, "a", 600);
+                p = a.data();
+                fail("a mistake of the user's");
+            });
+        },
+        {"a mistake"});
+    EXPECT_DEATH(read(p), kCaught);
+}
+
+TEST(WatchedDeathTest, WorkspaceBeyondWhatWasAskedFor) {
+    Arena arena;
+    run_planned(arena, [&] {
+        arena.workspace(5000);
+        char* scratch = static_cast<char*>(arena.workspace(100));
+        if (arena.rehearsing()) return;
+        write(scratch + 99);
+        EXPECT_DEATH(read(scratch + 100), kCaught);
+        arena.workspace(5000);
+        write(scratch + 4999);
+        EXPECT_DEATH(read(scratch + 5000), kCaught);
+    });
+}
+
+// Tensors that live together, one that gets the room of another, turns of a loop, a second run: all as usual.
+TEST(Watched, WhatIsAliveIsOpen) {
+    Arena arena;
+    const Step step = [&] {
+        const auto fill = [&](Bytes t) {
+            if (!arena.rehearsing()) memset(t.data(), 7, static_cast<size_t>(t.size()));
+            return t;
+        };
+        Bytes a = fill(take(arena, "a", 601)), b = fill(take(arena, "b", 90));
+        const char* room = a.data();
+        a.drop();
+        Bytes c = fill(take(arena, "c", 607));
+        EXPECT_EQ(c.data(), room);
+        arena.repeat(3, [&] { return bool(fill(take(arena, "d", 50))); });
+        if (!arena.rehearsing()) {
+            EXPECT_EQ(read(b.data() + 89), 7);
+        }
+    };
+    Plan plan = arena.rehearse(step);
+    arena.allocate({&plan});
+    for (int turn = 0; turn < 2; turn++) arena.run(plan, step);
+}
+
+// Where an arena was, others may allocate.
+TEST(Watched, MemoryIsOpenWhenItIsGivenBack) {
+    void* old = nullptr;
+    size_t bytes = 0;
+    {
+        Arena arena;
+        run_planned(arena, [&] { Bytes a = take(arena, "a", 1 << 20); });
+        old = arena.workspace(0);
+        bytes = arena.bytes();
+    }
+    EXPECT_EQ(__asan_region_is_poisoned(old, bytes), nullptr);
+}
+
+#endif
+
 }  // namespace

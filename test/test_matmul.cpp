@@ -124,4 +124,29 @@ TYPED_TEST(Matmul, GivesTheSameBitsEveryTime) {
         EXPECT_EQ(0, memcmp(first.data(), got.data(), got.size() * sizeof(TypeParam)));
     }
 }
+#ifdef LLMC_ASAN
+// The library is not instrumented: what it gets is checked beforehand.
+TEST(MatmulDeathTest, OfATensorThatWasLetGo) {
+    Arena arena;
+    const auto step = [&](bool let_go) {
+        Tensor<float> a = arena.take<float>("a", {5, 7}), b = arena.take<float>("b", {7, 3}),
+                      out = arena.take<float>("out", {5, 3});
+        const Tensor<float> kept = a.view();
+        device_fill(a.data(), 0, static_cast<size_t>(a.bytes()), Stream{});
+        device_fill(b.data(), 0, static_cast<size_t>(b.bytes()), Stream{});
+        if (let_go) a.drop();
+        matmul(arena, Stream{}, out, kept, b);
+    };
+    for (const bool let_go : {false, true}) {
+        Plan plan = arena.rehearse([&] { step(let_go); });
+        arena.allocate({&plan});
+        if (let_go) {
+            EXPECT_DEATH(arena.run(plan, [&] { step(true); }), "ERROR: AddressSanitizer");
+        } else {
+            arena.run(plan, [&] { step(false); });
+        }
+    }
+}
+#endif
+
 }  // namespace

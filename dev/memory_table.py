@@ -1,0 +1,154 @@
+#!/usr/bin/env python3
+"""Where the activations' memory goes: MiB of each buffer at a step's peak, at each --recompute level, beside llm.c.
+
+Asks ./train --plan; nothing is allocated. A column sums what lives at the moment when most does. llm.c's columns are
+the formula of its train_gpt2.cu with cuDNN's attention; it allocates every buffer for the whole run.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+
+MIB = 1 << 20
+LLM_C_LEVELS = {"none": 0, "gelu": 1, "norm": 2}  # its -r
+ROWS = {"ln_1": "ln_1 + ln_2", "ln_2": "ln_1 + ln_2"}  # small or equal buffers that share a row
+STATISTICS = "layernorm mean, rstd"
+
+
+def fail(message):
+    print(f"memory_table.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def ask(train, *arguments):
+    try:
+        result = subprocess.run([train, *map(str, arguments)], capture_output=True, text=True)
+    except OSError as error:
+        fail(f"--train {train}: {error.strerror}; build it with make")
+    if result.returncode != 0:
+        fail(f"{' '.join(map(str, (train, *arguments)))}: {result.stderr.strip()}")
+    return result.stdout
+
+
+def levels_of(train):
+    """Those that the binary's --help lists."""
+    found = re.search(r"--recompute .*?: ([a-z_]+(, [a-z_]+)*)", ask(train, "--help"))
+    if not found:
+        fail(f"--train {train}: its --help lists no levels of --recompute; give --levels")
+    return found.group(1).split(", ")
+
+
+def plan_of(train, model, options, level):
+    return json.loads(ask(train, "--plan", "--json", "--model", model, "--batch", options.batch, "--seq-len",
+                          options.seq_len, "--recompute", level, "--sample-tokens", 0))
+
+
+def row_of(buffer):
+    if buffer["kind"] == "input":
+        return "inputs"
+    name = buffer["name"]
+    return STATISTICS if re.fullmatch(r"ln_._(mean|rstd)", name) else ROWS.get(name, name)
+
+
+def aligned(size):
+    """Bytes that a buffer takes in the arena."""
+    return (size + 255) // 256 * 256
+
+
+def at_the_peak(plan):
+    """{row: bytes} of what lives when most does; the sum is the plan's activations_lower_bound."""
+    takes = [b for b in plan["buffers"] if b["offset"] is not None]
+    live = most = peak = 0
+    for time, size in sorted([(b["born"], aligned(b["bytes"])) for b in takes] +
+                             [(b["dies"], -aligned(b["bytes"])) for b in takes]):
+        live += size
+        if live > most:
+            most, peak = live, time
+    rows = {}
+    for b in takes:
+        alive = b["born"] <= peak < b["dies"]
+        rows[row_of(b)] = rows.get(row_of(b), 0) + alive * aligned(b["bytes"])
+    return rows
+
+
+def sizes_of(plan):
+    """The letters of llm_c(), read from a plan that makes nothing again."""
+    shapes = {}
+    for b in plan["buffers"]:
+        shapes.setdefault(b["name"], []).append(b["shape"])
+    return {"L": len(shapes["qkv"]), "B": plan["batch"], "T": plan["seq_len"], "C": shapes["residual"][0][-1],
+            "NH": shapes["attention_lse"][0][1], "Vp": shapes["logits"][0][-1],
+            "s": {"bf16": 2, "fp32": 4}[plan["precision"]]}
+
+
+def llm_c(level, L, B, T, C, NH, Vp, s):
+    """{row: bytes} of llm.c's activations: L layers, NH heads, s bytes a value, Vp the padded vocabulary.
+
+    Its encoded and residual3 are our residual, residual2 our residual_middle, atty our attention, fch and fch_gelu our
+    up and gelu, output our logits. All gradients of activations lie in its two scratch buffers and in output.
+    """
+    btc, bt = B * T * C * s, B * T
+    r = LLM_C_LEVELS[level]
+    return {"residual": btc + L * btc, "ln_1 + ln_2": 0 if r >= 2 else 2 * L * btc, "qkv": L * 3 * btc,
+            "attention": L * btc, "attention_lse": L * B * NH * T * 4, "residual_middle": L * btc, "up": L * 4 * btc,
+            "gelu": (L if r == 0 else 1) * 4 * btc, "ln_f": btc, STATISTICS: (4 * L + 2) * bt * 4,
+            "logits": bt * max(3 * C, Vp) * s, "losses": bt * 4, "scratch_bt4c": 4 * btc, "scratch_btc": btc}
+
+
+def columns_of(plans, sizes):
+    """[(title, {row: bytes}, planned bytes)], llm.c's beside ours where it has the level."""
+    columns = []
+    for level, plan in plans.items():
+        columns.append((level, at_the_peak(plan), plan["totals"]["activations"]))
+        if level in LLM_C_LEVELS:
+            theirs = llm_c(level, **sizes)
+            columns.append((f"llm.c -r {LLM_C_LEVELS[level]}", theirs, sum(theirs.values())))
+    return columns
+
+
+def table_of(columns):
+    """Lists of cells, the header first. Rows that are nowhere 0.01 MiB are left out, but not out of the sums."""
+    names = list(dict.fromkeys(name for _, rows, _ in columns for name in rows))
+    sized = [name for name in names if max(rows.get(name, 0) for _, rows, _ in columns) >= 0.005 * MIB]
+    table = [["MiB", *(title for title, _, _ in columns)]]
+    for name in sized:
+        table.append([name, *(f"{rows[name] / MIB:.2f}" if rows.get(name) else "" for _, rows, _ in columns)])
+    table.append(["alive at the peak", *(f"{sum(rows.values()) / MIB:.2f}" for _, rows, _ in columns)])
+    table.append(["planned in all", *(f"{planned / MIB:.2f}" for _, _, planned in columns)])
+    return table
+
+
+def print_table(table, markdown):
+    widths = [max(map(len, column)) for column in zip(*table)]
+    left, between, right = ("| ", " | ", " |") if markdown else ("", "  ", "")
+    for i, cells in enumerate(table):
+        padded = [cells[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells[1:], widths[1:]))]
+        print(f"{left}{between.join(padded)}{right}")
+        if markdown and i == 0:
+            print("|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|")
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", default="./train", help="the binary to ask (default: ./train)")
+    parser.add_argument("--models", nargs="+", default=["d12", "d24", "d36", "d48"], help="dN, or folders of models")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--seq-len", type=int, default=1024)
+    parser.add_argument("--levels", nargs="+", help="of --recompute (default: all that the binary has)")
+    parser.add_argument("--markdown", action="store_true", help="tables as Markdown")
+    options = parser.parse_args(arguments)
+    levels = options.levels or levels_of(options.train)
+    for model in options.models:
+        plans = {level: plan_of(options.train, model, options, level) for level in levels}
+        sizes = sizes_of(plans.get("none") or plan_of(options.train, model, options, "none"))
+        first = next(iter(plans.values()))
+        title = f"{model}: {first['precision']}, batch {options.batch}, seq_len {options.seq_len}"
+        print(f"**{title}**\n" if options.markdown else title)
+        print_table(table_of(columns_of(plans, sizes)), options.markdown)
+        print()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Memory while a training runs: nothing is touched that no live tensor owns, and nothing is taken after step 0."""
+
+import os
+
+import pytest
+from memory_table import levels_of
+from trainer_runs import ROOT, Train, make, random_tokens, saved_bytes, write_shard, write_text
+
+# Built with AddressSanitizer, which the arena tells what is alive (llmc/watch.h). Empty where they are not built.
+ASAN_TRAINERS = os.environ.get("ASAN_TRAINERS", "build/test/asan/train-fp32 build/test/asan/train-bf16").split()
+
+
+@pytest.mark.parametrize("path", ASAN_TRAINERS)
+def test_touches_only_what_lives(tmp_path, path):
+    """At every level; what AddressSanitizer finds ends the program with a code that is not 0."""
+    watched = Train(path)
+    write_text(tmp_path / "text", 9000)
+    make(tmp_path / "model", "--layers", 3, "--heads", 3, "--channels", 24, "--vocab", 300, "--positions", 40)
+    write_shard(tmp_path / "data.bin", random_tokens(300, 2000))
+    for level in levels_of(watched.path):
+        own = ("--recompute", level, "--sample-tokens", 30, "--steps", 3)
+        watched("--model", "d2", "--data", "text", "--batch", 3, "--seq-len", 41, *own, "--eval-every", 1,
+                "--sample-every", 1, "--out", level, "--save-every", 1, cwd=tmp_path)
+        watched("--resume", level, "--steps", 4, cwd=tmp_path)
+        watched("--model", "model", "--data", "data.bin", "--val-data", "data.bin", "--batch", 2, "--seq-len", 37,
+                "--grad-accum", 2, "--head-rows", 0, *own, cwd=tmp_path)
+        watched("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", 37, "--head-rows", 7,
+                "--update-in-backward", "--clip-per-block", *own, cwd=tmp_path)
+
+
+def test_all_of_a_run_is_allocated_by_step_0(train, tmp_path):
+    """Validation, samples and saves come later and take no device memory: it is forbidden then."""
+    write_text(tmp_path / "text", 9000)
+    train("--model", "d2", "--data", "text", "--batch", 3, "--seq-len", 40, "--steps", 4, "--eval-every", 2,
+          "--sample-every", 2, "--sample-tokens", 60, "--save-every", 2, "--out", "out", cwd=tmp_path)
+    assert saved_bytes(tmp_path / "out")
+
+
+def resident_bytes(pid):
+    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+@pytest.mark.parametrize("level", ["none", "norm"])
+def test_the_resident_set_does_not_grow(train, tmp_path, level):
+    """From step 2, by when all has been touched, to step 200."""
+    write_text(tmp_path / "text", 60000)
+    seen = []
+    with train.start("--model", "d2", "--data", "text", "--batch", 2, "--seq-len", 32, "--steps", 100000,
+                     "--recompute", level, "--sample-tokens", 0, cwd=tmp_path) as process:
+        for line in process.stdout:
+            if line.startswith((b"step     2/", b"step   200/")):
+                seen.append(resident_bytes(process.pid))
+            if len(seen) == 2:
+                process.kill()
+    assert len(seen) == 2 and 0 < seen[1] <= seen[0] + (1 << 20), seen

@@ -40,7 +40,7 @@ struct Progress {
 };
 
 // Host copies of device memory hold at most this many elements.
-constexpr int64_t kChunkElements = int64_t{4} << 20;
+constexpr int64_t kChunkElements = int64_t{1} << 19;
 
 // Calls f(first, count) for one chunk after another of n elements.
 template <class F>

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import time
 
 import pytest
@@ -233,6 +234,17 @@ def test_no_slower_than_a_level_that_fits(train, model, level):
     chosen = train.plan(*options, "--memory", f"{int(1.05 * total(plan))}B")
     assert chosen["estimated_seconds"] <= plan["estimated_seconds"]
     assert total(chosen) <= 1.05 * total(plan)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.8])
+def test_what_is_chosen_fits_when_measured(train, tmp_path, share):
+    write_text(tmp_path / "text", 60000)
+    options = ("--model", "d4", "--data", tmp_path / "text", "--batch", 8, "--seq-len", 256, "--sample-tokens", 0)
+    error = train(*options, "--memory", "1B", "--plan", code=2).stderr.decode()
+    least, most = float(re.search(r"([\d.]+) MiB", error)[1]), total(train.plan(*options, "--recompute", "none")) / MIB
+    budget = least + 0.1 + share * (most - least)
+    text = train(*options, "--memory", f"{budget:.1f}MiB", "--steps", 2).stdout.decode()
+    assert float(re.search(r"taken from the device: ([\d.]+)", text)[1]) <= budget + (0 if train.device == "cpu" else 128)
 
 
 def test_choice_of_a_large_model_is_quick(train):

@@ -150,20 +150,18 @@ TYPED_TEST(Checkpoint, ResumesWithTheSameBits) {
     }
 }
 
-std::vector<StateOptions> all_formats() {
-    std::vector<StateOptions> all;
-    for (const Master master : {Master::Fp32, Master::Split, Master::None}) {
-        for (const Moment m : {Moment::Fp32, Moment::Bf16, Moment::Bits8})
-            for (const Moment v : {Moment::Fp32, Moment::Bf16, Moment::Bits8})
-                all.push_back({.master = master, .m = m, .v = v});
-        all.push_back({.optimizer = Optimizer::Sgd, .master = master});
-        all.push_back({.gradients = false, .optimizer = Optimizer::Sgd, .master = master});
-    }
-    return all;
-}
+// Every format of every part, not every combination.
+const StateOptions kFormats[] = {
+    {},
+    {.m = Moment::Bits8, .v = Moment::Bf16},
+    {.master = Master::Split, .m = Moment::Bf16, .v = Moment::Bits8},
+    {.master = Master::None, .m = Moment::Bits8, .v = Moment::Bits8},
+    {.optimizer = Optimizer::Sgd},
+    {.gradients = false, .optimizer = Optimizer::Sgd, .master = Master::None},
+};
 
 TYPED_TEST(Checkpoint, EveryFormatComesBackAndNoOther) {
-    for (const StateOptions& options : all_formats()) {
+    for (const StateOptions& options : kFormats) {
         if (std::is_same_v<TypeParam, float> && options.master != Master::Fp32) continue;
         SCOPED_TRACE(options.text());
         const TempFolder folder;

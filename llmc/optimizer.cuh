@@ -233,9 +233,12 @@ SIMT_DEVICE void update_lane(const UpdateArrays<T>& a, const UpdateFactors& f, f
     else
         sgd(w.v, grad.v, f, scale, decayed);
     LaneRandom random;
-    if (rounds)
+    if (rounds) {
         for (int k = 0; k < kLaneElements; k++)
             random.bits[k] = random_bits_of(f.random_key, static_cast<uint64_t>(a.first + i + k));
+    } else if (!kFastCpu) {  // nobody reads it, which no compiler sees; in registers this costs nothing
+        random = {};
+    }
     if (adam) {
         store_moment<SignedCode>(a.m, i, a.n, m, random, 16);
         store_moment<RootCode>(a.v, i, a.n, v, random, 32);

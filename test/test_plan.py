@@ -8,7 +8,7 @@ from trainer_runs import make, write_text
 
 MIB = 1 << 20
 LEVELS = ["none", "gelu", "norm", "ffn", "attention", "block"]
-ELEMENT = {"fp32": 4, "bf16": 2, "int32": 4, "byte": 1}
+ELEMENT = {"fp32": 4, "bf16": 2, "int32": 4, "int16": 2, "byte": 1}
 
 
 def aligned(size):
@@ -60,7 +60,7 @@ def test_totals(train):
         assert totals[kind] == sum(b["bytes"] for b in plan["buffers"] if b["kind"] == kind), kind
     assert totals["activations"] == max(b["offset"] + aligned(b["bytes"]) for b in in_arena(plan))
     assert totals["total"] == sum(size for kind, size in totals.items() if kind != "total")
-    # Tensors are padded to 128 elements and wte to 128 rows: a little more than the parameters themselves.
+    # Tensors are padded to 256 elements and wte to 128 rows: a little more than the parameters themselves.
     width = ELEMENT[plan["precision"]]
     assert plan["parameters"] * width <= totals["weights"] == totals["gradients"] < 1.01 * plan["parameters"] * width
     assert totals["optimizer_m"] == totals["optimizer_v"] == totals["weights"] // width * 4

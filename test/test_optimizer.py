@@ -6,12 +6,10 @@ import pytest
 from safetensors.torch import load_file
 from trainer_runs import ROOT, figures, make, read_log, saved_bytes, write_text
 
-MOMENTS = [("--adam-m", m, "--adam-v", v) for m, v in (("bf16", "bf16"), ("8bit", "8bit"), ("fp32", "8bit"),
-                                                       ("8bit", "bf16"))]
-MASTERS = [("--master", "split"), ("--master", "none")]
+MOMENTS = [("--adam-m", m, "--adam-v", v) for m, v in (("bf16", "bf16"), ("8bit", "8bit"), ("fp32", "8bit"))]
 SGD = ("--optimizer", "sgd")
 FORMATS = {"fp32": [*MOMENTS, SGD],
-           "bf16": [*MOMENTS, *MASTERS, ("--master", "split", *MOMENTS[1]), ("--master", "none", *MOMENTS[1]),
+           "bf16": [("--master", "split"), ("--master", "none"), ("--master", "split", *MOMENTS[1]),
                     ("--master", "none", *MOMENTS[0]), ("--master", "none", *SGD)]}
 
 
@@ -92,12 +90,11 @@ def work_in(folder, path):
 
 
 def test_runs_repeat_and_resume(train_in, folder, tmp_path):
-    """To the bit; with another seed what is rounded at random comes out otherwise."""
+    """To the bit, on any number of threads."""
     train, options = train_in
     work = work_in(folder, tmp_path)
     log, files = trained(train, work, "a", *options)
-    assert trained(train, work, "b", *options) == (log, files)
-    assert trained(train, work, "threads", *options, "--threads", 1)[1] == files
+    assert trained(train, work, "b", *options, "--threads", 1) == (log, files)
     step = work / "a" / "step-00000003"
     train("--resume", step, "--out", "resumed", "--log", work / "resumed.log", cwd=work)
     assert figures(read_log(work / "resumed.log")) == log[3:]

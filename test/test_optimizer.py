@@ -6,12 +6,10 @@ import pytest
 from safetensors.torch import load_file
 from trainer_runs import ROOT, figures, make, read_log, saved_bytes, write_text
 
-MOMENTS = [("--adam-m", m, "--adam-v", v) for m, v in (("bf16", "bf16"), ("8bit", "8bit"), ("fp32", "8bit"),
-                                                       ("8bit", "bf16"))]
-MASTERS = [("--master", "split"), ("--master", "none")]
+MOMENTS = [("--adam-m", m, "--adam-v", v) for m, v in (("bf16", "bf16"), ("8bit", "8bit"), ("fp32", "8bit"))]
 SGD = ("--optimizer", "sgd")
 FORMATS = {"fp32": [*MOMENTS, SGD],
-           "bf16": [*MOMENTS, *MASTERS, ("--master", "split", *MOMENTS[1]), ("--master", "none", *MOMENTS[1]),
+           "bf16": [("--master", "split"), ("--master", "none"), ("--master", "split", *MOMENTS[1]),
                     ("--master", "none", *MOMENTS[0]), ("--master", "none", *SGD)]}
 
 
@@ -80,7 +78,8 @@ DATA = ("--model", "model", "--data", "text", "--batch", 2, "--seq-len", 24, "--
 
 def trained(train, folder, out, *options):
     """The figures and the saved files of six steps, of which the third is kept."""
-    train(*DATA, "--steps", 6, "--save-every", 3, "--keep", 0, "--out", out, "--log", f"{out}.log", *options, cwd=folder)
+    train(*DATA, "--steps", 6, "--save-every", 3, "--keep", 0, "--out", out, "--log", f"{out}.log", *options,
+          cwd=folder)
     return figures(read_log(folder / f"{out}.log")), saved_bytes(folder / out)
 
 
@@ -91,12 +90,11 @@ def work_in(folder, path):
 
 
 def test_runs_repeat_and_resume(train_in, folder, tmp_path):
-    """To the bit; with another seed what is rounded at random comes out otherwise."""
+    """To the bit, on any number of threads."""
     train, options = train_in
     work = work_in(folder, tmp_path)
     log, files = trained(train, work, "a", *options)
-    assert trained(train, work, "b", *options) == (log, files)
-    assert trained(train, work, "threads", *options, "--threads", 1)[1] == files
+    assert trained(train, work, "b", *options, "--threads", 1) == (log, files)
     step = work / "a" / "step-00000003"
     train("--resume", step, "--out", "resumed", "--log", work / "resumed.log", cwd=work)
     assert figures(read_log(work / "resumed.log")) == log[3:]
@@ -124,10 +122,10 @@ def test_split_is_the_fp32_master(train_bf16, folder, tmp_path):
 
 # ---- learning
 
-# After 100 steps on the project's own text the loss is near 2.9, from 5.5; what the formats changed in it was at most
-# 0.004 over several seeds, the mean of the last ten steps' losses.
+# After 100 steps on the project's own text the loss is near 3, from 5.5. Over four seeds the formats changed it, as the
+# mean of the last ten steps, by at most 0.0024.
 STEPS = 100
-BOUND = 0.02
+BOUND = 0.01
 LEARN = ("--model", "d2", "--batch", 4, "--seq-len", 64, "--steps", STEPS, "--sample-tokens", 0, "--eval-batches", 1)
 
 
@@ -154,11 +152,13 @@ def test_moments_learn_as_fp32(train, final_loss, options):
 
 @pytest.mark.parametrize("options", [(), MOMENTS[1]], ids=str)
 def test_no_master_learns_as_fp32(train_bf16, final_loss, options):
-    assert final_loss(train_bf16, "--master", "none", *options) == pytest.approx(final_loss(train_bf16), rel=0, abs=BOUND)
+    fp32 = final_loss(train_bf16)
+    assert final_loss(train_bf16, "--master", "none", *options) == pytest.approx(fp32, rel=0, abs=BOUND)
 
 
 def test_sgd_learns(train_bf16, final_loss):
     """More slowly; and without a master as with one."""
     sgd = (*SGD, "--lr", 0.1)
-    assert final_loss(train_bf16) < final_loss(train_bf16, *sgd)
-    assert final_loss(train_bf16, "--master", "none", *sgd) == pytest.approx(final_loss(train_bf16, *sgd), rel=0, abs=BOUND)
+    fp32 = final_loss(train_bf16, *sgd)
+    assert final_loss(train_bf16) < fp32
+    assert final_loss(train_bf16, "--master", "none", *sgd) == pytest.approx(fp32, rel=0, abs=BOUND)

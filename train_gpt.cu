@@ -21,6 +21,7 @@
 #include "llmc/cross_entropy.cuh"
 #include "llmc/dataset.h"
 #include "llmc/embedding.cuh"
+#include "llmc/fit.h"
 #include "llmc/global_norm.cuh"
 #include "llmc/layernorm.cuh"
 #include "llmc/matmul.h"
@@ -611,15 +612,6 @@ void on_interrupt(int) {
 const char* const kOwnText[] = {"README.md",  "train_gpt.cu", "llmc/*.h",
                                 "llmc/*.cuh", "test/*.cpp",   "dev/*.py"};
 
-// What --memory chooses among, beside the recompute levels of the layers.
-struct Setting {
-    int batch, grad_accum;
-    int64_t head_rows;
-    std::string master, adam_m, adam_v;
-};
-
-constexpr double kMiB = 1048576.0;
-
 // What the first step takes beside the plan: on a CPU 5 to 12 MiB of compiled products, stacks and host
 // buffers, as measured; on a GPU not measured yet.
 #ifdef SIMT_GPU
@@ -646,13 +638,8 @@ class Trainer {
     bool samples() const;
     int window() const;
     int64_t metrics_count() const { return 1 + static_cast<int64_t>(state_.layout.units().size()); }
-    void set_step(const std::vector<int>& levels);
-    void find_batch();
-    std::vector<Setting> formats() const;
-    std::vector<Setting> settings(Setting s) const;
-    void apply(const Setting& s);
-    std::vector<Profile> profiles_of(const std::vector<Setting>& settings);
-    void fit_memory();
+    void use(const Setting& s);
+    Setting choose_setting();
     Plan rehearse_training();
     MemoryReport make_report();
     void point_metrics(float* at);
@@ -762,188 +749,38 @@ Trainer::Trainer(Options options)
     if (o_.update_in_backward)
         consume_ = [this](int unit, const floatX* gradients) { update_unit(unit, gradients); };
     point_metrics(nullptr);
-    if (o_.batch == 0)
-        find_batch();
-    else if (o_.has("--memory"))
-        fit_memory();
-    set_step(parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute"));
+    const bool choose = o_.has("--memory") || o_.batch == 0;
+    use(choose_setting());
+    if (choose) remember_choice(o_);
     report_ = make_report();
 }
 
-// How a micro-batch runs by the options, with layer l at recompute level levels[l].
-void Trainer::set_step(const std::vector<int>& levels) {
-    step_ = {o_.batch, o_.seq_len, o_.head_rows, {}};
-    for (int level : levels) step_.keep.push_back(kRecomputeLevels[level].keep);
-}
-
-// --batch auto: the largest micro-batch whose plan fits --memory, or what the device has free.
-void Trainer::find_batch() {
-    const std::vector<int> levels =
-        parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
-    const size_t room =
-        o_.has("--memory") ? parse_bytes(o_.memory, "--memory") : device_bytes_free() / 20 * 19;
-    auto total = [&](int batch) {
-        o_.batch = batch;
-        set_step(levels);
-        return make_report().total();
-    };
-    const int64_t sequences =
-        data_ ? static_cast<int64_t>(SequenceLoader(*data_, o_.seq_len, o_.seed, true).sequences_per_epoch())
-              : INT32_MAX;
-    const int most = static_cast<int>(std::min<int64_t>(sequences, kMostTokens / o_.seq_len));
-    if (total(1) > room)
-        fail("--batch auto: a batch of 1 takes %.0f MiB and there are %.0f",
-             static_cast<double>(total(1)) / kMiB, static_cast<double>(room) / kMiB);
-    int fits = 1, fails = 2;
-    while (fails <= most && total(fails) <= room) fits = fails, fails *= 2;
-    fails = std::min(fails, most + 1);
-    while (fails - fits > 1) {
-        const int middle = fits + (fails - fits) / 2;
-        (total(middle) <= room ? fits : fails) = middle;
-    }
-    o_.batch = fits;
-    o_.given["--batch"] = {std::to_string(fits)};
-}
-
-// The formats of the state that --memory may choose: the one there is, and smaller ones where that is
-// allowed.
-std::vector<Setting> Trainer::formats() const {
-    Setting smaller{0, 0, 0, o_.master, o_.adam_m, o_.adam_v};
-    std::vector<Setting> all = {smaller};
-    if (!o_.allow_8bit) return all;
-    if (std::is_same_v<floatX, bf16> && !o_.has("--master")) {
-        smaller.master = "split";
-        all.push_back(smaller);
-    }
-    if (o_.optimizer == "adamw") {
-        if (!o_.has("--adam-m")) smaller.adam_m = "8bit";
-        if (!o_.has("--adam-v")) smaller.adam_v = "8bit";
-        all.push_back(smaller);
-    }
-    return all;
-}
-
-// The settings of one format that keep the tokens of a step and what the user gave.
-std::vector<Setting> Trainer::settings(Setting s) const {
-    const int sequences = o_.batch * o_.grad_accum;
-    std::vector<Setting> all;
-    for (int batch = sequences; batch >= 1; batch--) {
-        if (sequences % batch || (o_.update_in_backward && batch < sequences)) continue;
-        std::vector<int64_t> rows = {0, 4096, 1024, 256, 64};
-        if (o_.has("--head-rows")) rows = {o_.head_rows};
-        for (int64_t r : rows)
-            if (r == 0 || o_.has("--head-rows") || r < int64_t{batch} * o_.seq_len) {
-                s.batch = batch, s.grad_accum = sequences / batch, s.head_rows = r;
-                all.push_back(s);
-            }
-    }
-    return all;
-}
-
-void Trainer::apply(const Setting& s) {
-    o_.batch = s.batch;
-    o_.grad_accum = s.grad_accum;
-    o_.head_rows = s.head_rows;
-    o_.master = s.master, o_.adam_m = s.adam_m, o_.adam_v = s.adam_v;
+// Sets up the step, and the state's formats, as a setting says.
+void Trainer::use(const Setting& s) {
+    take_up(s, o_);
     state_.choose(state_options(o_));
+    step_ = {s.batch, o_.seq_len, s.head_rows, {}};
+    for (int level : s.levels) step_.keep.push_back(kRecomputeLevels[level].keep);
 }
 
-// What each setting takes in memory and time, from rehearsals with all layers at one level. The rows of the
-// head change only what is between the blocks.
-std::vector<Profile> Trainer::profiles_of(const std::vector<Setting>& settings) {
-    const DeviceRates rates = nominal_rates<floatX>();
-    const size_t layers = static_cast<size_t>(config_.layers);
-    std::vector<Profile> all;
-    for (size_t i = 0; i < settings.size(); i++) {
-        apply(settings[i]);
-        set_step(std::vector<int>(layers, 0));
-        const MemoryReport report = make_report();
-        const std::vector<Segment> of_first = segments_of(report.train, rates);
-        const bool same_blocks = i > 0 && settings[i].batch == settings[i - 1].batch &&
-                                 settings[i].master == settings[i - 1].master &&
-                                 settings[i].adam_m == settings[i - 1].adam_m &&
-                                 settings[i].adam_v == settings[i - 1].adam_v;
-        Profile p = same_blocks ? all.back() : Profile();
-        if (same_blocks) {
-            for (std::vector<Segment>& level : p.levels) level[layers].after = of_first[layers].after;
-        } else {
-            p.levels.push_back(of_first);
-            for (size_t level = 1; level < std::size(kRecomputeLevels); level++) {
-                set_step(std::vector<int>(layers, static_cast<int>(level)));
-                p.levels.push_back(segments_of(rehearse_training(), rates));
-            }
-        }
-        p.runs = o_.grad_accum;
-        p.fixed_bytes = report.total() - report.activations();
-        p.arena_floor = report.activations_of_others();
-        p.fixed_seconds = seconds_of(update_plan_.work, rates);
-        all.push_back(std::move(p));
+// The setting that the options name, or that --memory or --batch auto choose.
+Setting Trainer::choose_setting() {
+    const Rehearsals rehearsals{config_.layers, nominal_rates<floatX>(),
+                                [this](const Setting& s) { return use(s), make_report(); },
+                                [this](const Setting& s) { return use(s), rehearse_training(); }};
+    const bool budget = o_.has("--memory");
+    const Options given = o_;
+    if (budget && o_.batch > 0) return fit_memory(given, std::is_same_v<floatX, bf16>, rehearsals, choice_);
+    Setting s = setting_of(o_);
+    s.levels = parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
+    if (o_.batch > 0) return s;
+    int64_t most = kMostTokens / o_.seq_len;
+    if (data_) {
+        const SequenceLoader loader(*data_, o_.seq_len, o_.seed, true);
+        most = std::min(most, static_cast<int64_t>(loader.sequences_per_epoch()));
     }
-    return all;
-}
-
-// --memory: the fastest configuration whose plan fits, and what it was chosen over.
-void Trainer::fit_memory() {
-    const size_t budget = parse_bytes(o_.memory, "--memory");
-    std::vector<Setting> all;
-    size_t first_format = 0;  // settings of the format there is
-    for (const Setting& format : formats()) {
-        const std::vector<Setting> more = settings(format);
-        all.insert(all.end(), more.begin(), more.end());
-        if (!first_format) first_format = more.size();
-    }
-    auto take_up = [&](const Choice& c) {
-        apply(all[c.profile]);
-        o_.recompute = levels_text(c.levels, recompute_names());
-        set_step(c.levels);
-    };
-    auto exact_total = [&](const Choice& c) {
-        take_up(c);
-        return make_report().total();
-    };
-    std::vector<Profile> profiles = profiles_of(all);
-    Solution s = solve(profiles, budget, exact_total);
-    if (first_format < all.size()) {  // a smaller format must be worth at least a percent
-        profiles.resize(first_format);
-        Solution same = solve(profiles, budget, exact_total);
-        if (same.chosen && same.chosen->seconds < 1.01 * s.chosen->seconds) s = same;
-    }
-    auto described = [&](const Choice& c) {
-        const Setting& setting = all[c.profile];
-        std::string formats;
-        if (setting.master != all[0].master) formats += " --master " + setting.master;
-        if (setting.adam_m != all[0].adam_m) formats += " --adam-m " + setting.adam_m;
-        if (setting.adam_v != all[0].adam_v) formats += " --adam-v " + setting.adam_v;
-        return MemoryChoice{levels_text(c.levels, recompute_names()),
-                            formats,
-                            setting.head_rows,
-                            setting.batch,
-                            setting.grad_accum,
-                            c.exact,
-                            c.seconds,
-                            c.seconds / s.fastest.seconds - 1};
-    };
-    if (!s.chosen) {
-        take_up(s.least);
-        const auto [name, bytes] = make_report().largest();
-        fail("--memory %s: the least that this takes is %.1f MiB (%s), %.1f of it for %s", o_.memory.c_str(),
-             static_cast<double>(s.least.exact) / kMiB, described(s.least).text().c_str(),
-             static_cast<double>(bytes) / kMiB, name.c_str());
-    }
-    choice_ = {described(*s.chosen)};
-    if (s.next_cheaper) choice_.push_back(described(*s.next_cheaper));
-    if (s.next_smaller) choice_.push_back(described(*s.next_smaller));
-    take_up(*s.chosen);
-    // A save remembers the choice, not the budget: a resumed run shall run the same.
-    o_.given.erase("--memory");
-    o_.given["--recompute"] = {o_.recompute};
-    o_.given["--head-rows"] = {std::to_string(o_.head_rows)};
-    o_.given["--batch"] = {std::to_string(o_.batch)};
-    o_.given["--grad-accum"] = {std::to_string(o_.grad_accum)};
-    if (o_.allow_8bit) o_.given["--master"] = {o_.master};
-    if (o_.allow_8bit && o_.optimizer == "adamw")
-        o_.given["--adam-m"] = {o_.adam_m}, o_.given["--adam-v"] = {o_.adam_v};
-    o_.given.erase("--allow-8bit");
+    const size_t room = budget ? parse_bytes(o_.memory, "--memory") : device_bytes_free() / 20 * 19;
+    return fit_batch(s, room, most, rehearsals);
 }
 
 // Where the step leaves its loss and norms; nowhere, as long as it is only rehearsed.
@@ -1092,7 +929,8 @@ MemoryReport Trainer::make_report() {
     }
     r.train = train_plan_;
     const DeviceRates rates = nominal_rates<floatX>();
-    r.seconds = o_.grad_accum * seconds_of(train_plan_.work, rates) + seconds_of(update_plan_.work, rates);
+    r.update_seconds = seconds_of(update_plan_.work, rates);
+    r.seconds = o_.grad_accum * seconds_of(train_plan_.work, rates) + r.update_seconds;
     r.budget = o_.memory;
     r.choice = choice_;
     return r;

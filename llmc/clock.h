@@ -60,11 +60,9 @@ DeviceRates nominal_rates() {
     return {gpu.flops * (narrow ? 0.65 : 0.05), gpu.bandwidth * 0.8, 3e-6};
 }
 
-// The FLOP/s that a model's utilisation is measured against: what the GPU's maker promises for dense products
-// in bf16, where it is known; else those of a square product, measured now.
+// The FLOP/s of a square product, measured now, the best of several.
 template <class T>
-double device_peak_flops(Stream stream) {
-    if (const KnownGpu* gpu = known_gpu(); gpu && std::is_same_v<T, bf16>) return gpu->flops;
+double measured_matmul_flops(Stream stream) {
     const int64_t n = kFastCpu ? 1200 : 4096;  // on a CPU no power of two, whose rows would share cache sets
     Arena arena;
     double best = 1e30;
@@ -84,4 +82,12 @@ double device_peak_flops(Stream stream) {
     arena.run(plan, multiply);
     const double side = static_cast<double>(n);
     return 2 * side * side * side / best;
+}
+
+// The FLOP/s that a model's utilisation is measured against: what the GPU's maker promises for dense products
+// in bf16, where it is known; else those of a square product.
+template <class T>
+double device_peak_flops(Stream stream) {
+    if (const KnownGpu* gpu = known_gpu(); gpu && std::is_same_v<T, bf16>) return gpu->flops;
+    return measured_matmul_flops<T>(stream);
 }

@@ -52,6 +52,7 @@ struct Options {
     // resume.
     std::map<std::string, std::vector<std::string>> given;
     bool has(const std::string& name) const { return given.count(name) > 0; }
+    const char* first(const std::string& name) const { return given.at(name).at(0).c_str(); }
 };
 
 // Accepts a number from low to high: unlike CLI::Range, not "nan".
@@ -198,14 +199,13 @@ inline void check_bench_options(const Options& o) {
     if (o.bench.empty()) {
         if (o.has("--bench")) fail("--bench '': step or forward");
         for (const char* name : {"--bench-warmup", "--bench-steps"})
-            if (o.has(name)) fail("%s is of a measurement: add --bench", name);
+            if (o.has(name)) fail("%s %s is of a measurement: add --bench", name, o.first(name));
         return;
     }
-    for (const char* name : {"--plan", "--timeline", "--steps", "--resume", "--out", "--save-every", "--log",
+    if (o.has("--steps")) fail("--steps %s is of a training; a bench has --bench-steps", o.first("--steps"));
+    for (const char* name : {"--plan", "--timeline", "--resume", "--out", "--save-every", "--log",
                              "--val-data", "--eval-every", "--sample-every", "--prompt"})
-        if (o.has(name))
-            fail("%s does not go with --bench, which only measures; the number of its steps is --bench-steps",
-                 name);
+        if (o.has(name)) fail("%s %s: a bench only measures; leave it out, or --bench", name, o.first(name));
     if (o.bench == "forward" && o.has("--memory"))
         fail("--memory %s chooses for training, and --bench forward does none", o.memory.c_str());
 }

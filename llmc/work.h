@@ -56,7 +56,9 @@ class [[nodiscard]] Operation {
   public:
     Operation(const char* name, double flops, double bytes, const Product& product = {})
         : listener_(work_ledger ? nullptr : operation_listener) {
-        if (work_ledger) work_ledger->push_back({Range::path(), name, flops, bytes, 1, *work_clock, product});
+        if (work_ledger)
+            work_ledger->push_back(
+                {Range::path(), name, flops, bytes, 1, work_clock ? *work_clock : 0, product});
         if (listener_) listener_->operation_begins(name, product);
     }
     ~Operation() {

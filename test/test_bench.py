@@ -43,7 +43,7 @@ def consistent(figures, phases, whole):
     assert figures["tokens_per_second"] == pytest.approx(tokens / seconds)
     assert figures["matmul_share"] == pytest.approx(figures["flops_per_second"] / figures["matmul_peak"])
     assert 1e9 < figures["matmul_peak"] < 1e16 and 1e8 < figures["copy_peak"] < 1e14
-    assert figures["cold_ms"] > 0 and figures["taken_bytes"] > 0.5 * figures["planned_bytes"]
+    assert figures["cold_ms"] > 0 and figures["taken_bytes"] > 0
     return seconds
 
 
@@ -67,7 +67,9 @@ def test_step(train, tmp_path, options):
     plan = train.plan("--model", "d2", *SHAPE, *options, "--sample-tokens", 0)
     for key in ("model", "device", "precision", "batch", "seq_len", "grad_accum", "recompute"):
         assert figures[key] == plan[key]
-    assert figures["planned_bytes"] == plan["totals"]["total"]
+    totals = plan["totals"]
+    assert figures["planned_bytes"] == totals["total"]
+    assert 0.8 * (totals["total"] - totals["process"]) < figures["taken_bytes"] < 1.5 * totals["total"]
     assert figures["flops_per_second"] * seconds == pytest.approx(flops(plan, 2, 128, 1024))
 
 

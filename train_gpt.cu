@@ -16,6 +16,7 @@
 
 #include "llmc/arena.h"
 #include "llmc/attention.cuh"
+#include "llmc/bench.h"
 #include "llmc/checkpoint.h"
 #include "llmc/clock.h"
 #include "llmc/cross_entropy.cuh"
@@ -602,6 +603,7 @@ void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choo
 // ---- the run
 
 constexpr uint64_t kSampleStream = uint64_t{1} << 62;  // counter space of random_bits() for sampling
+constexpr uint64_t kBenchStream = kSampleStream + 1;   // and for the tokens of a bench without data
 
 volatile std::sig_atomic_t interrupted = 0;
 void on_interrupt(int) {
@@ -626,6 +628,7 @@ class Trainer {
     explicit Trainer(Options options);
     void print_plan() const;
     void run();
+    void bench();
 
   private:
     std::unique_ptr<Dataset> open_data(const std::vector<std::string>& files, const char* option,
@@ -649,7 +652,9 @@ class Trainer {
     double read_loss();
     double read_norm();
     Batch read_batch(SequenceLoader& loader, uint64_t first, uint64_t count) const;
+    Batch training_batch(int64_t step, uint64_t k);
     void train_step(int64_t step);
+    void forward_step(int64_t step);
     void measure_norm(const floatX* gradients, int64_t n, TensorF& norm);
     void update_unit(int unit, const floatX* gradients);
     void update();
@@ -657,6 +662,7 @@ class Trainer {
     void sample(int64_t step);
     void save(int64_t steps_done);
     void log_line(const nlohmann::ordered_json& line);
+    double step_flops() const;
     void print_step(int64_t step, double loss, double norm, double rate, double seconds);
 
     Options o_;
@@ -743,7 +749,7 @@ Trainer::Trainer(Options options)
     if (o_.seq_len > config_.positions)
         fail("--seq-len %d is more than the model's %d positions", o_.seq_len, config_.positions);
     if (data_) {
-        open_validation();
+        if (o_.bench.empty()) open_validation();
         check_reach();
     }
     if (o_.update_in_backward)
@@ -796,7 +802,7 @@ std::unique_ptr<Dataset> Trainer::open_training_data() {
         const bool split = data->is_text() && o_.val_data.empty();
         return split ? open_data(o_.data, "--data", Part::Train) : std::move(data);
     }
-    if (o_.plan || o_.steps == 0) return nullptr;
+    if (o_.plan || o_.steps == 0 || !o_.bench.empty()) return nullptr;
     if (!std::filesystem::exists("train_gpt.cu"))
         fail(
             "--data is missing, and the project's own text (train_gpt.cu and its folder) is not here to "
@@ -913,7 +919,7 @@ MemoryReport Trainer::make_report() {
                          {metrics},
                          "fp32",
                          static_cast<size_t>(metrics) * sizeof(float)});
-    if (val_data_) {
+    if (val_data_ || o_.bench == "forward") {
         evaluate_plan_ = arena_.rehearse([&] { gpt_.evaluate({}, step_, 1, loss_); });
         r.others.emplace_back("validation", evaluate_plan_);
     }
@@ -958,11 +964,11 @@ void check_device() {
 // Checks what can be checked, takes the memory, and loads or initialises the model.
 void Trainer::prepare() {
     if (!o_.out.empty()) check_writable(o_.out);
-    if (data_ && data_->is_text() && !val_data_)
+    if (data_ && data_->is_text() && !val_data_ && o_.bench.empty())
         fprintf(stderr, "no validation: the text's last tenth is shorter than a sequence of %d\n",
                 o_.seq_len);
-    if (o_.steps > 0) print_plan();
-    if (o_.steps > 0) peak_flops_ = device_peak_flops<floatX>(stream_);
+    if (o_.steps > 0 && o_.bench.empty()) print_plan();
+    if (o_.steps > 0 && o_.bench.empty()) peak_flops_ = device_peak_flops<floatX>(stream_);
     arena_.allocate({&train_plan_, &update_plan_, &evaluate_plan_, &sample_plan_, &slide_plan_});
     metrics_memory_ = DeviceBuffer(static_cast<size_t>(metrics_count()) * sizeof(float), "the metrics");
     point_metrics(reinterpret_cast<float*>(metrics_memory_.data()));
@@ -1042,10 +1048,24 @@ void Trainer::update() {
         update_unit(static_cast<int>(i), state_.gradients() + state_.layout.units()[i].offset);
 }
 
+// Micro-batch k of a step: from the data, or random tokens where a bench has none.
+Batch Trainer::training_batch(int64_t step, uint64_t k) {
+    const uint64_t batch = static_cast<uint64_t>(o_.batch), micro = static_cast<uint64_t>(o_.grad_accum);
+    const uint64_t first = static_cast<uint64_t>(first_sequence_) +
+                           (static_cast<uint64_t>(step - first_step_) * micro + k) * batch;
+    if (loader_) return read_batch(*loader_, first, batch);
+    const size_t tokens = static_cast<size_t>(o_.batch) * static_cast<size_t>(o_.seq_len);
+    Batch b{std::vector<int>(tokens), std::vector<int>(tokens)};
+    auto draw = [&](uint64_t i) {
+        return static_cast<int>(random_uniform(o_.seed, kBenchStream, first, i) * config_.vocabulary);
+    };
+    for (size_t i = 0; i < tokens; i++) b.inputs[i] = draw(2 * i), b.targets[i] = draw(2 * i + 1);
+    return b;
+}
+
 void Trainer::train_step(int64_t step) {
     Range range("step");
     const Clock clock;
-    const uint64_t batch = static_cast<uint64_t>(o_.batch), micro = static_cast<uint64_t>(o_.grad_accum);
     const float loss_scale = 1.f / (static_cast<float>(o_.batch) * static_cast<float>(o_.seq_len) *
                                     static_cast<float>(o_.grad_accum));
     const double rate = learning_rate(o_.schedule, step, o_.steps, o_.warmup, o_.lr, o_.min_lr);
@@ -1061,10 +1081,8 @@ void Trainer::train_step(int64_t step) {
     if (!consume_)
         device_fill(state_.gradients(), 0, static_cast<size_t>(state_.layout.size()) * sizeof(floatX),
                     stream_);
-    for (uint64_t k = 0; k < micro; k++) {
-        const uint64_t before = static_cast<uint64_t>(first_sequence_) +
-                                static_cast<uint64_t>(step - first_step_) * micro * batch;
-        const Batch b = read_batch(*loader_, before + k * batch, batch);
+    for (int k = 0; k < o_.grad_accum; k++) {
+        const Batch b = training_batch(step, static_cast<uint64_t>(k));
         arena_.run(train_plan_, [&] { gpt_.forward_backward(b, step_, loss_scale, loss_, consume_); });
     }
     if (!consume_) arena_.run(update_plan_, [&] { update(); });
@@ -1072,17 +1090,33 @@ void Trainer::train_step(int64_t step) {
     if (!std::isfinite(loss) || !std::isfinite(norm))
         fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
              static_cast<long long>(step), loss, norm, last_save_.empty() ? "none" : last_save_.c_str());
-    print_step(step, loss, norm, rate, clock.seconds());
+    if (o_.bench.empty()) print_step(step, loss, norm, rate, clock.seconds());
+}
+
+// The forward of a step alone, as a validation runs it.
+void Trainer::forward_step(int64_t step) {
+    Range range("step");
+    device_fill(loss_.data(), 0, sizeof(float), stream_);
+    for (int k = 0; k < o_.grad_accum; k++) {
+        const Batch b = training_batch(step, static_cast<uint64_t>(k));
+        Range forward("forward");
+        arena_.run(evaluate_plan_, [&] { gpt_.evaluate(b, step_, 1, loss_); });
+    }
+    read_loss();
+}
+
+// 6 FLOPs a token and parameter that is multiplied with, which positions are not (Kaplan et al.,
+// arXiv:2001.08361), and causal attention's 6 layers C T.
+double Trainer::step_flops() const {
+    const double tokens = static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum;
+    const double multiplied =
+        static_cast<double>(report_.parameters - int64_t{config_.positions} * config_.channels);
+    return tokens *
+           (6.0 * multiplied + 6.0 * config_.layers * config_.channels * static_cast<double>(o_.seq_len));
 }
 
 void Trainer::print_step(int64_t step, double loss, double norm, double rate, double seconds) {
     const double tokens = static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum;
-    // 6 FLOPs a token and parameter that is multiplied with, which positions are not (Kaplan et al.,
-    // arXiv:2001.08361), and causal attention's 6 layers C T.
-    const double multiplied =
-        static_cast<double>(report_.parameters - int64_t{config_.positions} * config_.channels);
-    const double flops = tokens * (6.0 * multiplied +
-                                   6.0 * config_.layers * config_.channels * static_cast<double>(o_.seq_len));
     // The first step is slower: products are compiled. The time left follows the latest steps.
     seconds_per_step_ = step <= first_step_ + 1 ? seconds : 0.9 * seconds_per_step_ + 0.1 * seconds;
     const int64_t left = static_cast<int64_t>(seconds_per_step_ * static_cast<double>(o_.steps - step - 1));
@@ -1091,7 +1125,7 @@ void Trainer::print_step(int64_t step, double loss, double norm, double rate, do
         "%lld:%02lld left\n",
         static_cast<long long>(step), static_cast<long long>(o_.steps),
         100.0 * static_cast<double>(step + 1) / static_cast<double>(o_.steps), loss, norm, rate,
-        seconds * 1e3, tokens / seconds, 100.0 * flops / seconds / peak_flops_,
+        seconds * 1e3, tokens / seconds, 100.0 * step_flops() / seconds / peak_flops_,
         static_cast<long long>(left / 60), static_cast<long long>(left % 60));
     fflush(stdout);
     log_line({{"step", step},
@@ -1201,6 +1235,39 @@ void Trainer::run() {
     if (samples()) sample(step);
 }
 
+// --bench: runs steps, or their forwards alone, and prints what they took and reached.
+void Trainer::bench() {
+    check_device();
+    const bool forward_only = o_.bench == "forward";
+    BenchReport r = {.memory = report_,
+                     .forward_only = forward_only,
+                     .profiled = o_.profile_ops,
+                     .threads = omp_get_max_threads(),
+                     .warmup = o_.bench_warmup,
+                     .plans = {{forward_only ? &evaluate_plan_ : &train_plan_, o_.grad_accum}},
+                     .tokens = static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum,
+                     .flops = step_flops() / (forward_only ? 3 : 1),  // a third is forward's
+                     .matmul_peak = measured_matmul_flops<floatX>(stream_),
+                     .copy_peak = measured_copy_bandwidth(stream_)};
+    if (!forward_only && !consume_) r.plans.emplace_back(&update_plan_, 1);
+    const size_t before = device_bytes_in_use();
+    prepare();
+    StepWatch watch(stream_, o_.profile_ops);
+    for (int64_t step = 0; step < 1 + o_.bench_warmup + o_.bench_steps; step++) {
+        forward_only ? forward_step(step) : train_step(step);
+        StepTimes times = watch.take();
+        if (step == 0)
+            r.cold = std::move(times);
+        else if (step > o_.bench_warmup)
+            r.steps.push_back(std::move(times));
+    }
+    r.taken_bytes = std::max(device_bytes_in_use(), before) - before;
+    if (o_.json)
+        printf("%s\n", bench_json(r).dump(2).c_str());
+    else
+        print_bench(stdout, r);
+}
+
 // On a CPU, threads that wait for others spin for milliseconds by libgomp's default, which on a machine with
 // other work makes a step up to ten times slower; after some microseconds they had better sleep. libgomp
 // reads its environment before main, hence the second start.
@@ -1221,6 +1288,8 @@ int main(int argc, char** argv) {
         Trainer trainer(options);
         if (options.plan)
             trainer.print_plan();
+        else if (!options.bench.empty())
+            trainer.bench();
         else
             trainer.run();
     } catch (const UserError& e) {

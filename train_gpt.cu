@@ -390,7 +390,7 @@ void Gpt::add_head_product(Tensor<T>& d_wte, Tensor<uint8_t>& low, const Tensor<
             const Tensor<T> columns(d_logits.data() + first, {d_logits.rows(), count});
             matmul(arena_, stream_, product, columns, ln_f, {.transpose_a = true, .a_row = V});
             Tensor<T> sum = d_wte.rows_at(first, count);
-            Tensor<uint8_t> sum_low = low.rows_at(first, count);
+            Tensor<uint8_t> sum_low = low.rows_at(first / 2, count / 2);  // V is even, padded
             wide_sum_add(sum, sum_low, product, stream_);
         }
     }
@@ -408,7 +408,7 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const StepOptions& o
     TensorF d_weight(d_last_sums.data(), {C}), d_bias(d_last_sums.data() + C, {C});
     Tensor<uint8_t> low;
     if (chunks && std::is_same_v<floatX, bf16>) {
-        low = arena_.take<uint8_t>("d_wte_low_bits", {V, C / 2}, "gradient");
+        low = arena_.take<uint8_t>("d_wte_low_bits", {V / 2, C}, "gradient");
         zero(low);
     }
     for_each_head_chunk(rows, options.head_rows, [&](int64_t first, int64_t count) {
@@ -614,13 +614,15 @@ void on_interrupt(int) {
 const char* const kOwnText[] = {"README.md",  "train_gpt.cu", "llmc/*.h",
                                 "llmc/*.cuh", "test/*.cpp",   "dev/*.py"};
 
-// What the first step takes beside the plan: on a CPU 5 to 12 MiB of compiled products, stacks and host
-// buffers, as measured; on a GPU not measured yet.
+// What the first step takes beside the plan: on a CPU compiled products, stacks and host buffers, measured
+// with 2 to 64 threads; on a GPU not measured yet.
+size_t process_bytes() {
 #ifdef SIMT_GPU
-constexpr size_t kProcessBytes = 0;
+    return 0;
 #else
-constexpr size_t kProcessBytes = size_t{12} << 20;
+    return (11 << 20) + (static_cast<size_t>(std::min(32, omp_get_max_threads())) * 3 << 18);
 #endif
+}
 
 // Everything a run needs, opened and checked in the order of its members, before any device memory is taken.
 class Trainer {
@@ -692,7 +694,7 @@ class Trainer {
 
 // What a run keeps from step to step. Fails where this build's weights have no use for what was asked.
 StateOptions state_options(const Options& o) {
-    if (std::is_same_v<floatX, float> && o.master != "fp32")
+    if (std::is_same_v<floatX, float> && o.steps > 0 && o.master != "fp32")
         fail("--master %s completes bf16 weights, and this build's are fp32: make PRECISION=bf16",
              o.master.c_str());
     return {.training = o.steps > 0,
@@ -761,6 +763,17 @@ Trainer::Trainer(Options options)
     report_ = make_report();
 }
 
+// Fails unless there is a device for this binary.
+void check_device() {
+#ifdef SIMT_GPU
+    int count = 0;
+    const cudaError_t status = cudaGetDeviceCount(&count);
+    if (status != cudaSuccess || count == 0)
+        fail("this ./train is built for a GPU and none answers (%s); for the CPU: make DEVICE=cpu",
+             status == cudaSuccess ? "no device" : cudaGetErrorString(status));
+#endif
+}
+
 // Sets up the step, and the state's formats, as a setting says.
 void Trainer::use(const Setting& s) {
     take_up(s, o_);
@@ -771,7 +784,12 @@ void Trainer::use(const Setting& s) {
 
 // The setting that the options name, or that --memory or --batch auto choose.
 Setting Trainer::choose_setting() {
-    const Rehearsals rehearsals{config_.layers, nominal_rates<floatX>(),
+    int64_t most = kMostTokens / o_.seq_len;
+    if (data_) {
+        const SequenceLoader loader(*data_, o_.seq_len, o_.seed, true);
+        most = std::min(most, static_cast<int64_t>(loader.sequences_per_epoch()));
+    }
+    const Rehearsals rehearsals{config_.layers, most, nominal_rates<floatX>(),
                                 [this](const Setting& s) { return use(s), make_report(); },
                                 [this](const Setting& s) { return use(s), rehearse_training(); }};
     const bool budget = o_.has("--memory");
@@ -780,11 +798,7 @@ Setting Trainer::choose_setting() {
     Setting s = setting_of(o_);
     s.levels = parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
     if (o_.batch > 0) return s;
-    int64_t most = kMostTokens / o_.seq_len;
-    if (data_) {
-        const SequenceLoader loader(*data_, o_.seq_len, o_.seed, true);
-        most = std::min(most, static_cast<int64_t>(loader.sequences_per_epoch()));
-    }
+    if (!budget) check_device();
     const size_t room = budget ? parse_bytes(o_.memory, "--memory") : device_bytes_free() / 20 * 19;
     return fit_batch(s, room, most, rehearsals);
 }
@@ -902,7 +916,7 @@ MemoryReport Trainer::make_report() {
     r.seq_len = o_.seq_len;
     r.grad_accum = o_.grad_accum;
     r.head_rows = o_.head_rows;
-    r.process = kProcessBytes;
+    r.process = process_bytes();
     for (const StateBuffer& b : state_.buffers())
         r.buffers.push_back({b.name, b.kind, std::to_string(b.elements), {b.elements}, b.dtype, b.bytes()});
     if (o_.steps > 0) {
@@ -948,17 +962,6 @@ void Trainer::print_plan() const {
         printf("%s\n", report_json(report_).dump(2).c_str());
     else
         print_report(stdout, report_);
-}
-
-// Fails unless there is a device for this binary.
-void check_device() {
-#ifdef SIMT_GPU
-    int count = 0;
-    const cudaError_t status = cudaGetDeviceCount(&count);
-    if (status != cudaSuccess || count == 0)
-        fail("this ./train is built for a GPU and none answers (%s); for the CPU: make DEVICE=cpu",
-             status == cudaSuccess ? "no device" : cudaGetErrorString(status));
-#endif
 }
 
 // Checks what can be checked, takes the memory, and loads or initialises the model.
@@ -1142,11 +1145,13 @@ void Trainer::log_line(const nlohmann::ordered_json& line) {
         fail("--log %s: %s", o_.log.c_str(), strerror(errno));
 }
 
-// The mean loss over the first --eval-batches batches of the validation data.
+// The mean loss over the validation data's first sequences, as many as --eval-batches steps read: the same
+// whatever micro-batch was chosen.
 double Trainer::validate() {
     const uint64_t batch = static_cast<uint64_t>(o_.batch);
     const uint64_t sequences =
-        std::min(val_loader_->sequences_per_epoch(), batch * static_cast<uint64_t>(o_.eval_batches));
+        std::min(val_loader_->sequences_per_epoch(),
+                 batch * static_cast<uint64_t>(o_.grad_accum) * static_cast<uint64_t>(o_.eval_batches));
     device_fill(loss_.data(), 0, sizeof(float), stream_);
     const float scale = 1.f / (static_cast<float>(sequences) * static_cast<float>(o_.seq_len));
     for (uint64_t first = 0; first < sequences; first += batch) {
@@ -1221,7 +1226,7 @@ void Trainer::run() {
         train_step(step);
         if (step == first_step_) {
             printf("taken from the device: %.1f MiB; planned: %.1f MiB\n",
-                   static_cast<double>(device_bytes_in_use() - before) / 1048576.0,
+                   (static_cast<double>(device_bytes_in_use()) - static_cast<double>(before)) / 1048576.0,
                    static_cast<double>(report_.total()) / 1048576.0);
         }
     }

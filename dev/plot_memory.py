@@ -15,7 +15,7 @@ MIB = 1 << 20
 FIGURES = ("parameters", "batch", "seq_len")
 COLOURS = ("#46627f", "#7f9db9", "#5f8f7a", "#93b8a6", "#c0c9cf", "#333333", "#e08a3c", "#b5403a", "#8a6bb1",
            "#999999")
-SETTINGS = ("model", "device", "precision", "batch", "seq_len", "recompute")
+SETTINGS = ("model", "device", "precision", "batch", "seq_len", "grad_accum", "head_rows", "recompute")
 
 
 def fail(message):

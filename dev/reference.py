@@ -345,7 +345,7 @@ class Trainer:
     def validation_loss(self):
         batch, total, count = self.options.batch, 0.0, 0
         sequences = itertools.islice(validation_sequences(self.val_streams, self.options.seq_len),
-                                     self.options.eval_batches * batch)
+                                     self.options.eval_batches * batch * self.options.grad_accum)
         while chunk := list(itertools.islice(sequences, batch)):
             total += self.loss(chunk).item() * len(chunk)
             count += len(chunk)
@@ -424,7 +424,7 @@ def parse_options(arguments):
     add("--clip", type=real, default=1.0, help="largest gradient norm, 0 for no clipping")
     add("--seed", type=whole, default=1337, help="of the data's order")
     add("--eval-every", type=whole, default=0, help="steps between validations, 0 for none")
-    add("--eval-batches", type=positive, default=8, help="batches in a validation")
+    add("--eval-batches", type=positive, default=8, help="steps whose sequences make a validation")
     add("--log", help="also write the JSON lines to this file")
     add("--out", help="save the trained model to this folder")
     add("--dump-gradients", metavar="FILE", help="save the first step's gradients, before clipping")

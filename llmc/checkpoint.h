@@ -35,7 +35,7 @@ struct Progress {
     int64_t step = 0;       // optimizer steps done
     int64_t sequences = 0;  // sequences of the training data read
     std::string precision;  // of the build that saved: "fp32" or "bf16"; save_checkpoint() fills it in
-    nlohmann::json options = nlohmann::json::object();  // the run's, for the resumed run to compare
+    nlohmann::json options = nlohmann::json::object();  // the run's, which hold for a resumed run too
     std::string formats = {};  // StateOptions::text() of what was saved; save_checkpoint() fills it in
 };
 
@@ -413,7 +413,9 @@ inline Progress read_progress(const std::string& folder) {
     return {get("step", is_count, "a count").get<int64_t>(),
             get("sequences", is_count, "a count").get<int64_t>(),
             get("precision", is_precision, "\"fp32\" or \"bf16\"").get<std::string>(),
-            get("options", is_object, "an object"), get("formats", is_text, "a text").get<std::string>()};
+            get("options", is_object, "an object"),
+            json.contains("formats") ? get("formats", is_text, "a text").get<std::string>()
+                                     : StateOptions().text()};
 }
 
 // Loads all that a save with training state has, bit for bit; of a folder of saves, the one it shows. Fails

@@ -25,6 +25,7 @@ struct Setting {
 // How the chooser learns what a setting takes: by rehearsals.
 struct Rehearsals {
     int layers;
+    int64_t most_sequences;  // that a micro-batch may have
     DeviceRates rates;
     std::function<MemoryReport(const Setting&)> report;  // of all that the run may do
     std::function<Plan(const Setting&)> training;        // of a micro-batch alone
@@ -59,7 +60,8 @@ inline void remember_choice(Options& o) {
     o.given.erase("--allow-8bit");
 }
 
-// The formats of the state: the one there is first, then smaller ones where that is allowed.
+// The formats of the state: the one there is first, then smaller ones where that is allowed, the harmless
+// before the lossy.
 inline std::vector<Setting> formats_to_try(const Options& o, bool narrow_weights) {
     Setting s = setting_of(o);
     std::vector<Setting> all = {s};
@@ -74,7 +76,7 @@ inline std::vector<Setting> formats_to_try(const Options& o, bool narrow_weights
 
 // Every micro-batch that divides the step's sequences, each with every number of head rows, from large to
 // small.
-inline std::vector<Setting> settings_to_try(Setting s, const Options& o) {
+inline std::vector<Setting> settings_to_try(Setting s, const Options& o, int64_t most_sequences) {
     const int64_t sequences = int64_t{o.batch} * o.grad_accum;
     std::vector<int64_t> batches;
     for (int64_t d = 1; d * d <= sequences; d++) {
@@ -86,7 +88,7 @@ inline std::vector<Setting> settings_to_try(Setting s, const Options& o) {
     std::vector<Setting> all;
     for (int64_t batch : batches) {
         const int64_t tokens = batch * o.seq_len, accumulated = sequences / batch;
-        if (tokens > kMostTokens || accumulated > INT32_MAX || (o.update_in_backward && accumulated > 1))
+        if (batch > most_sequences || accumulated > INT32_MAX || (o.update_in_backward && accumulated > 1))
             continue;
         s.batch = static_cast<int>(batch), s.grad_accum = static_cast<int>(accumulated);
         for (int64_t rows : {0, 4096, 1024, 256, 64}) {
@@ -123,23 +125,25 @@ inline std::vector<Profile> profiles_of(std::vector<Setting> settings, const Reh
         p.runs = s.grad_accum;
         p.fixed_bytes = report.total() - report.activations();
         p.arena_floor = report.activations_of_others();
-        p.fixed_seconds = report.update_seconds;
+        // A smaller state is not chosen for a faster update, which on a CPU it does not have, but for what
+        // else its room is good for.
+        p.fixed_seconds = all.empty() ? report.update_seconds : all.front().fixed_seconds;
         all.push_back(std::move(p));
     }
     return all;
 }
 
 // --memory: the setting whose plan fits and is the fastest by estimate, and what it was chosen over: the
-// first of `choices`, then its neighbours. A smaller state than there is must be worth 1% of time. Fails
-// naming the least that would fit.
+// first of `choices`, then its neighbours. Each format of the state must be worth 1% of time over those
+// before it. Fails naming the least that would fit.
 inline Setting fit_memory(const Options& o, bool narrow_weights, const Rehearsals& rehearsals,
                           std::vector<MemoryChoice>& choices) {
     const size_t budget = parse_bytes(o.memory, "--memory");
     std::vector<Setting> settings;
-    size_t of_given_state = 0;
+    std::vector<size_t> ends;  // of each format's settings
     for (const Setting& format : formats_to_try(o, narrow_weights)) {
-        for (const Setting& s : settings_to_try(format, o)) settings.push_back(s);
-        if (!of_given_state) of_given_state = settings.size();
+        for (const Setting& s : settings_to_try(format, o, rehearsals.most_sequences)) settings.push_back(s);
+        ends.push_back(settings.size());
     }
     auto setting = [&](const Choice& c) {
         Setting s = settings[c.profile];
@@ -147,12 +151,13 @@ inline Setting fit_memory(const Options& o, bool narrow_weights, const Rehearsal
         return s;
     };
     auto exact_total = [&](const Choice& c) { return rehearsals.report(setting(c)).total(); };
-    std::vector<Profile> profiles = profiles_of(settings, rehearsals);
-    Solution solution = solve(profiles, budget, exact_total);
-    if (of_given_state < settings.size() && solution.chosen) {
-        profiles.resize(of_given_state);
-        Solution same = solve(profiles, budget, exact_total);
-        if (same.chosen && same.chosen->seconds < 1.01 * solution.chosen->seconds) solution = std::move(same);
+    const std::vector<Profile> profiles = profiles_of(settings, rehearsals);
+    Solution solution;
+    for (size_t end : ends) {
+        const std::vector<Profile> allowed(profiles.begin(), profiles.begin() + static_cast<ptrdiff_t>(end));
+        Solution more = solve(allowed, budget, exact_total);
+        if (!solution.chosen || (more.chosen && more.chosen->seconds < 0.99 * solution.chosen->seconds))
+            solution = std::move(more);
     }
     auto described = [&](const Choice& c) {
         const Setting s = setting(c);

@@ -107,7 +107,7 @@ inline void declare_options(CLI::App& app, Options& o) {
     app.add_option("--schedule", o.schedule, "after the warm-up")
         ->check(CLI::IsMember({"constant", "cosine", "linear", "wsd"}))
         ->group(optimizer);
-    app.add_option("--weight-decay", o.weight_decay, "AdamW's, of matrices")
+    app.add_option("--weight-decay", o.weight_decay, "of matrices")
         ->check(between(0.0, 1e3))
         ->group(optimizer);
     app.add_option("--beta1", o.beta1, "AdamW's")->check(between(0.0, 0.999999))->group(optimizer);
@@ -158,7 +158,9 @@ inline void declare_options(CLI::App& app, Options& o) {
     app.add_option("--eval-every", o.eval_every, "steps between validations; 0: at the end")
         ->check(between(0, 1e12))
         ->group(run);
-    app.add_option("--eval-batches", o.eval_batches, "batches in one")->check(between(1, most))->group(run);
+    app.add_option("--eval-batches", o.eval_batches, "steps whose sequences make one")
+        ->check(between(1, most))
+        ->group(run);
     app.add_option("--threads", o.threads, "CPU threads; 0: all")->check(between(0, 4096))->group(run);
 
     app.add_option("--bench", o.bench, "measure training steps, or the forward alone; nothing is kept")
@@ -236,6 +238,8 @@ inline void check_options(const Options& o) {
             "--clip 0 instead of %g",
             o.clip);
     if (!o.val_data.empty() && o.data.empty()) fail("--val-data needs --data");
+    if (o.allow_8bit && o.has("--resume"))
+        fail("--allow-8bit: a resumed run keeps the formats of --resume %s", o.resume.c_str());
     if (o.allow_8bit && !o.has("--memory"))
         fail("--allow-8bit is for --memory to choose by; for 8-bit moments use --adam-m 8bit --adam-v 8bit");
     if (o.has("--memory") && o.steps == 0)
@@ -270,7 +274,9 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
                 const bool of_one_run =
                     option->get_name() == "--resume" || option->get_name() == "--timeline";
                 if (it == before.end() || option->count() > 0 || of_one_run) continue;
-                if (option->get_name() == "--recompute" && o.has("--memory")) continue;  // chosen anew
+                const bool chosen_anew =
+                    option->get_name() == "--recompute" || option->get_name() == "--head-rows";
+                if (chosen_anew && o.has("--memory") && o.batch != 0) continue;
                 // What only generates leaves the save that it reads alone.
                 if (option->get_name() == "--out" && o.steps == 0) continue;
                 try {

@@ -88,10 +88,11 @@ inline Timeline make_timeline(const MemoryReport& report, const Plan& update) {
 inline void write_timeline(const std::string& path, const MemoryReport& report, const Plan& update) {
     using nlohmann::ordered_json;
     const Timeline timeline = make_timeline(report, update);
-    const ordered_json head = {{"model", report.model},         {"parameters", report.parameters},
-                               {"device", report.device},       {"precision", report.precision},
-                               {"batch", report.batch},         {"seq_len", report.seq_len},
-                               {"recompute", report.recompute}, {"kinds", timeline.kinds}};
+    const ordered_json head = {{"model", report.model},           {"parameters", report.parameters},
+                               {"device", report.device},         {"precision", report.precision},
+                               {"batch", report.batch},           {"seq_len", report.seq_len},
+                               {"grad_accum", report.grad_accum}, {"head_rows", report.head_rows},
+                               {"recompute", report.recompute},   {"kinds", timeline.kinds}};
     try {
         FileWriter file(path);
         std::string text = head.dump();

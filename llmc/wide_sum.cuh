@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(kBlockThreads)
         float x[N];
         for (int k = 0; k < N; k++) x[k] = join<kWideSumBits>(s.v[k], parts[k]) + t.v[k];
         for (int k = 0; k < N; k++) parts[k] = split<kWideSumBits>(x[k]).low;
-        for (int k = 0; k < N; k++) s.v[k] = split<kWideSumBits>(x[k]).high;
+        for (int k = 0; k < N; k++)
+            s.v[k] = x[k] == x[k] ? split<kWideSumBits>(x[k]).high : from_float<bf16>(x[k]);  // a NaN stays
         for (int k = 0; k < N / 2; k++)
             l.v[k] = static_cast<uint8_t>((parts[k] & 15) | (parts[k + N / 2] << 4));
         store(sum + i, s);

@@ -343,3 +343,57 @@ def test_batch_auto(train):
         plan = train.plan(*options, "--batch", "auto", "--memory", f"{budget}B")
         assert total(plan) <= budget < total(train.plan(*options, "--batch", plan["batch"] + 1))
     assert train.plan(*options, "--batch", "auto")["batch"] > plan["batch"]  # what this machine has free
+
+
+def test_batch_auto_with_memory_resumes(train, folder, tmp_path):
+    """The save has the batch that was found, and what was given; the budget does not hold again."""
+    run = ("--model", folder / "model", "--data", folder / "text", "--seq-len", 20, "--sample-tokens", 0,
+           "--recompute", "norm", "--schedule", "constant", "--batch", "auto", "--memory", "20MiB")
+    train(*run, "--steps", 2, "--out", tmp_path / "out")
+    saved = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["options"]
+    assert "--memory" not in saved and saved["--recompute"] == ["norm"] and int(saved["--batch"][0]) > 1
+    train("--resume", tmp_path / "out", "--steps", 4)
+    train(*run, "--steps", 4, "--out", tmp_path / "whole")
+    assert saved_bytes(tmp_path / "out") == saved_bytes(tmp_path / "whole")
+
+
+def test_no_micro_batch_beyond_the_data(train, folder):
+    """Or the run could not be resumed."""
+    options = ("--model", folder / "model", "--data", folder / "text", "--seq-len", 60, "--batch", 4, "--grad-accum", 64)
+    plan = train.plan(*options, "--memory", "2GiB")
+    assert plan["batch"] * plan["grad_accum"] == 256 and plan["batch"] <= 64  # of 4000 bytes
+    huge = train.plan("--batch", 4096, "--grad-accum", 1 << 20, "--memory", "900GiB")
+    assert huge["batch"] * huge["grad_accum"] == 1 << 32
+
+
+def test_validation_is_the_same_whatever_was_chosen(train_fp32, folder, tmp_path):
+    losses = []
+    for i, options in enumerate((("--memory", "20MiB"), ("--memory", "2GiB"), ("--recompute", "block"))):
+        log = tmp_path / f"{i}.log"
+        train_fp32("--model", folder / "model", "--data", folder / "text", "--seq-len", 12, "--batch", 12, "--steps", 1,
+                   "--eval-batches", 1, "--sample-tokens", 0, "--log", log, *options)
+        losses.append(read_log(log)[-1]["val_loss"])
+    assert losses == pytest.approx(losses[:1] * 3, rel=0, abs=1e-5)
+
+
+def test_smaller_state_only_where_it_helps(train_bf16):
+    """Room enough: nothing lossy. Too little: first what loses nothing."""
+    options = ("--model", "d12", "--batch", 1, "--seq-len", 256, "--sample-tokens", 0, "--allow-8bit")
+    assert train_bf16.plan(*options, "--memory", "3000MiB")["choice"][0]["formats"] == ""
+    assert train_bf16.plan(*options, "--memory", "1800MiB")["choice"][0]["formats"] == " --master split"
+    small = train_bf16.plan(*options, "--memory", "1300MiB")
+    assert small["choice"][0]["formats"] == " --master split --adam-m 8bit --adam-v 8bit"
+    assert total(small) <= 1300 * MIB
+
+
+@pytest.mark.parametrize("channels", [5, 7])
+def test_odd_channels_in_chunks(train, tmp_path, channels):
+    make(tmp_path / "model", "--layers", 2, "--heads", 1, "--channels", channels, "--positions", 64)
+    write_text(tmp_path / "text")
+    run = ("--model", tmp_path / "model", "--data", tmp_path / "text", "--batch", 4, "--seq-len", 64, "--steps", 3,
+           "--sample-tokens", 0)
+    losses = []
+    for rows in (0, 100):
+        train(*run, "--head-rows", rows, "--log", tmp_path / f"{rows}")
+        losses += [line["loss"] for line in read_log(tmp_path / f"{rows}") if "loss" in line]
+    assert losses[:3] == pytest.approx(losses[3:], rel=0, abs=5e-3)

@@ -17,6 +17,25 @@
 
 namespace {
 
+struct Estimate {
+    size_t arena = 0;  // the most bytes that live at one time: the placement takes as much or a little more
+    size_t total = 0;  // with what is outside the arena
+    double seconds = 0;
+};
+
+// What the step takes with layer l at levels[l].
+Estimate evaluate(const Profile& profile, const std::vector<int>& levels) {
+    const size_t layers = levels.size();
+    assert(static_cast<int>(layers) == profile.layers());
+    Stretch step = profile.levels[0][0].after;
+    for (size_t i = 1; i <= 2 * layers; i++) {  // forward from the first to the last, then back
+        const size_t layer = i <= layers ? i - 1 : 2 * layers - i;
+        const Segment& s = profile.levels[static_cast<size_t>(levels[layer])][i];
+        step = step.then(s.inside).then(s.after);
+    }
+    return {static_cast<size_t>(step.peak), profile.total(step.peak), profile.step(step.seconds)};
+}
+
 using Bytes = Tensor<char>;
 using Levels = std::vector<int>;
 

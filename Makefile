@@ -180,8 +180,20 @@ python-tests: $(TRAINERS) $(ASAN_TRAINERS)
 	@dev/venv.sh
 	TRAIN_BINARIES="$(TRAINERS)" ASAN_TRAINERS="$(ASAN_TRAINERS)" $(PYTHON) -m pytest -q test
 
+# The attention kernels' times by head size and length; dev/bench/attention.py puts PyTorch's beside them.
+.PHONY: bench-attention
+BENCH_ATTENTION := build/bench/$(DEVICE)/attention
+bench-attention: $(BENCH_ATTENTION)
+	GOMP_SPINCOUNT=10000 $(BENCH_ATTENTION) $(BENCH_OPTIONS)
+build/bench/cpu/%: dev/bench/%.cpp Makefile
+	@mkdir -p $(@D)
+	$(CXX) -x c++ $(CXXFLAGS) $(NVTX_INCLUDE) -MF $@.d -MT $@ $< -o $@ $(CPU_LIBS)
+build/bench/cuda/%: dev/bench/%.cpp Makefile
+	@mkdir -p $(@D)
+	$(NVCC) -x cu $(NVCCFLAGS) -MF $@.d -MT $@ $< -o $@ $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; rm -f $@; exit 1; }
+
 format:
-	clang-format -i train_gpt.cu llmc/*.h llmc/*.cuh test/*.cpp test/*.h
+	clang-format -i train_gpt.cu llmc/*.h llmc/*.cuh test/*.cpp test/*.h dev/bench/*.cpp
 
 clean:
 	rm -rf build train
@@ -189,4 +201,4 @@ clean:
 help:
 	@sed -n 's/^# \?//p' Makefile | head -6
 
--include $(wildcard build/*/*.d build/test/*/*.d)
+-include $(wildcard build/*/*.d build/test/*/*.d build/bench/*/*.d)

@@ -14,11 +14,9 @@ import statistics
 import sys
 
 import results
-from results import MIB, PeerFailed, fail
+from results import ENVIRONMENT, MIB, PeerFailed, fail
 
 FOLDER = pathlib.Path(__file__).resolve().parent
-# Threads that wait spin for this long, in all peers alike; ./train sets it itself.
-ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
 NOTES = {
     "train": "`train`: `./train --bench` on random tokens; weights in the build's precision, in bf16 with an fp32 master",
     "torch": "`torch`: PyTorch eager with scaled_dot_product_attention, fused AdamW where the device has it, clipping by "

@@ -14,6 +14,8 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 MIB = 1 << 20
+# Threads that wait spin for this long, in all peers alike; ./train sets it itself.
+ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
 
 
 class PeerFailed(Exception):

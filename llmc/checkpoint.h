@@ -40,7 +40,7 @@ struct Progress {
 };
 
 // Host copies of device memory hold at most this many elements.
-constexpr int64_t kChunkElements = int64_t{4} << 20;
+constexpr int64_t kChunkElements = int64_t{1} << 19;
 
 // Calls f(first, count) for one chunk after another of n elements.
 template <class F>
@@ -413,7 +413,7 @@ inline Progress read_progress(const std::string& folder) {
     return {get("step", is_count, "a count").get<int64_t>(),
             get("sequences", is_count, "a count").get<int64_t>(),
             get("precision", is_precision, "\"fp32\" or \"bf16\"").get<std::string>(),
-            get("formats", is_text, "a text").get<std::string>(), get("options", is_object, "an object")};
+            get("options", is_object, "an object"), get("formats", is_text, "a text").get<std::string>()};
 }
 
 // Loads all that a save with training state has, bit for bit; of a folder of saves, the one it shows. Fails

@@ -20,40 +20,41 @@
 #define LLMC_NVTX 1
 #endif
 
-// After this, taking device memory is an error: a training that has made its first step has all it will need.
+// After this, taking device memory is an error: a run takes all it will need before its first step.
 inline bool device_allocation_forbidden = false;
 inline void forbid_device_allocation(bool forbidden = true) { device_allocation_forbidden = forbidden; }
+
+inline size_t device_bytes_allocated = 0;  // by this process, now
 
 // Takes `bytes` of device memory, zeroed. Fails with the device's free memory when there is not enough.
 inline void* device_allocate(size_t bytes, const char* what) {
     if (device_allocation_forbidden)
-        fail("%s: %zu bytes are allocated after the first step, which has to allocate all", what, bytes);
+        fail("%s: %zu bytes are allocated after the start of the run, where all is to be allocated", what,
+             bytes);
     void* p = nullptr;
 #if defined(SIMT_GPU)
     const cudaError_t status = cudaMalloc(&p, bytes ? bytes : 1);
     if (status == cudaErrorMemoryAllocation) {
         size_t free_bytes = 0, total = 0;
         cudaMemGetInfo(&free_bytes, &total);
-        fail(
-            "out of device memory: %s takes %.0f MiB, %.0f MiB of %.0f are free; smaller: --batch, "
-            "--seq-len, or "
-            "--recompute norm",
-            what, bytes / 1048576.0, free_bytes / 1048576.0, total / 1048576.0);
+        fail("out of device memory: %s takes %.0f MiB, %.0f MiB of %.0f are free; --memory chooses what fits",
+             what, bytes / 1048576.0, free_bytes / 1048576.0, total / 1048576.0);
     }
     CUDA_CHECK(status);
     CUDA_CHECK(cudaMemset(p, 0, bytes));
 #else
     p = mmap(nullptr, bytes ? bytes : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED)
-        fail("out of memory: %s takes %.0f MiB; smaller: --batch, --seq-len, or --recompute norm", what,
-             bytes / 1048576.0);
+        fail("out of memory: %s takes %.0f MiB; --memory chooses what fits", what, bytes / 1048576.0);
     madvise(p, bytes, MADV_HUGEPAGE);
 #endif
+    device_bytes_allocated += bytes;
     return p;
 }
 
-inline void device_free(void* p, [[maybe_unused]] size_t bytes) {
+inline void device_free(void* p, size_t bytes) {
     if (!p) return;
+    device_bytes_allocated -= bytes;
 #if defined(SIMT_GPU)
     cudaFree(p);
 #else

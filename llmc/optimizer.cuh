@@ -138,6 +138,7 @@ SIMT_DEVICE void load_moment(LaneFloats& x, const MomentArray& a, int64_t i, int
               [&](int k, uint8_t code) { x.v[k] = Code::decode(code, scale); });
 }
 
+// Of a lane's elements.
 SIMT_DEVICE float largest_magnitude(const LaneFloats& x) {
     float largest = 0.f;
 #pragma omp simd reduction(max : largest)
@@ -191,7 +192,10 @@ SIMT_DEVICE void store_master(const UpdateArrays<T>& a, int64_t i, const LaneFlo
     }
 }
 
-// A lane's elements, of which the first `decayed` decay. `scale` brings the gradient to its norm.
+// A lane's elements, of which the first `decayed` decay. `scale` brings the gradient to its norm. The buffers
+// lie at like offsets in their pages, where a CPU takes a load right after a store for one of the same
+// address: so all loads come first, and the pointers are not __restrict__, which would let the compiler mix
+// them.
 SIMT_DEVICE void adamw(float* w, float* m, float* v, const float* gradients, const UpdateFactors& f,
                        float scale, int decayed) {
     for (int k = 0; k < kLaneElements; k++) {
@@ -206,8 +210,7 @@ SIMT_DEVICE void adamw(float* w, float* m, float* v, const float* gradients, con
         w[k] = updated;
     }
 }
-SIMT_DEVICE void sgd(float* __restrict__ w, const float* __restrict__ gradients, const UpdateFactors& f,
-                     float scale, int decayed) {
+SIMT_DEVICE void sgd(float* w, const float* gradients, const UpdateFactors& f, float scale, int decayed) {
     for (int k = 0; k < kLaneElements; k++) {
         const float decay = k < decayed ? f.weight_decay : 0.f;
         w[k] -= f.lr * (gradients[k] * scale + decay * w[k]);
@@ -233,9 +236,12 @@ SIMT_DEVICE void update_lane(const UpdateArrays<T>& a, const UpdateFactors& f, f
     else
         sgd(w.v, grad.v, f, scale, decayed);
     LaneRandom random;
-    if (rounds)
+    if (rounds) {
         for (int k = 0; k < kLaneElements; k++)
             random.bits[k] = random_bits_of(f.random_key, static_cast<uint64_t>(a.first + i + k));
+    } else if (!kFastCpu) {  // nobody reads it, which no compiler sees; in registers this costs nothing
+        random = {};
+    }
     if (adam) {
         store_moment<SignedCode>(a.m, i, a.n, m, random, 16);
         store_moment<RootCode>(a.v, i, a.n, v, random, 32);
@@ -250,6 +256,7 @@ SIMT_HOST_DEVICE bool rounds_randomly(const UpdateArrays<T>& a) {
            (a.optimizer == Optimizer::AdamW && (a.m.format == Moment::Bf16 || a.v.format == Moment::Bf16));
 }
 
+// Asked for four blocks at once, ptxas spills.
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads, 3)
     optimizer_kernel(UpdateArrays<T> a, UpdateFactors f, const float* norm) {

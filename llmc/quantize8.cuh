@@ -27,7 +27,7 @@ struct DynamicMap {
         for (int i = kBits - 1; i >= 0; i--, power /= 10) {
             const int codes = 1 << i;
             const float exact = static_cast<float>(power * 0.9 / codes);
-            step[i] = std::bit_cast<float>(std::bit_cast<uint32_t>(exact) & 0xffffff00u);
+            step[i] = std::bit_cast<float>((std::bit_cast<uint32_t>(exact) + 0x80u) & 0xffffff00u);
             inverse[i] = 1 / step[i];
             const double first = power * (0.1 + 0.45 / codes), last = power * (1 - 0.45 / codes);
             base[i] = static_cast<float>(last - static_cast<double>(step[i]) * (2 * codes - 1));

@@ -41,6 +41,7 @@ struct MemoryReport {
     std::string budget;                // --memory
     std::vector<MemoryChoice> choice;  // what was chosen for it, and its neighbours
     std::vector<Buffer> buffers;
+    size_t process = 0;  // what a process takes beside them: code that libraries compile, threads' stacks
     Plan train;
     std::vector<std::pair<std::string, Plan>> others;  // steps that use the arena at other times
 
@@ -69,12 +70,13 @@ struct MemoryReport {
             if (b.kind == kind) bytes += b.bytes;
         return bytes;
     }
-    size_t total() const {
+    size_t allocated() const {
         size_t bytes = activations() + workspace();
         for (const Buffer& b : buffers)
             if (b.kind != "workspace") bytes += b.bytes;
         return bytes;
     }
+    size_t total() const { return allocated() + process; }
 };
 
 inline nlohmann::ordered_json report_json(const MemoryReport& r) {
@@ -87,6 +89,7 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
         totals[kind] = r.of_kind(kind);
     totals["activations"] = r.activations();
     totals["workspace"] = r.workspace();
+    totals["process"] = r.process;
     totals["total"] = r.total();
     j["activations_lower_bound"] = r.train.lower_bound;
     j["peak_at"] = r.train.peak_at;
@@ -193,6 +196,7 @@ inline void print_report(FILE* to, const MemoryReport& r) {
     for (const auto& [name, plan] : r.others)
         fprintf(to, "  %s uses %.2f MiB of the same arena\n", name.c_str(),
                 static_cast<double>(plan.bytes) / mib);
-    fprintf(to, "workspace: %.2f MiB; in all: %.2f MiB\n", static_cast<double>(r.workspace()) / mib,
+    fprintf(to, "workspace: %.2f MiB; the process itself: about %.0f MiB; in all: %.2f MiB\n",
+            static_cast<double>(r.workspace()) / mib, static_cast<double>(r.process) / mib,
             static_cast<double>(r.total()) / mib);
 }

@@ -25,7 +25,7 @@ SIMT_HOST_DEVICE Split<kLowBits> split(float x) {
     const uint32_t high = (u + (1u << (kLowBits - 1))) >> kLowBits;
     const uint16_t bits = static_cast<uint16_t>(high);
     Split<kLowBits> s;
-    memcpy(static_cast<void*>(&s.high), &bits, 2);  // CUDA's bf16 is a class
+    memcpy(static_cast<void*>(&s.high), &bits, 2);
     s.low = static_cast<int>(u - (high << kLowBits));
     return s;
 }

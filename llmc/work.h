@@ -22,7 +22,8 @@ inline std::vector<Work>* work_ledger = nullptr;
 inline const int* work_clock = nullptr;
 
 inline void count_work(const char* name, double flops, double bytes) {
-    if (work_ledger) work_ledger->push_back({Range::path(), name, flops, bytes, 1, *work_clock});
+    if (!work_ledger) return;
+    work_ledger->push_back({Range::path(), name, flops, bytes, 1, work_clock ? *work_clock : 0});
 }
 
 // The same for an operation that passes once over these tensors.

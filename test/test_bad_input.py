@@ -99,6 +99,12 @@ def test_numbers(train, work, option):
     ({"--batch": "Auto"}, ["--batch", "Auto"]),
     ({"--update-in-backward": True}, ["--update-in-backward", "--clip-per-block", "--clip"]),
     ({"--update-in-backward": True, "--clip": 0, "--grad-accum": 2}, ["--update-in-backward", "--grad-accum"]),
+    ({"--optimizer": "lion"}, ["--optimizer", "lion", "adamw"]),
+    ({"--master": "fp16"}, ["--master", "fp16", "split"]),
+    ({"--adam-m": "4bit"}, ["--adam-m", "4bit", "8bit"]),
+    ({"--adam-v": "fp16"}, ["--adam-v", "fp16", "8bit"]),
+    ({"--optimizer": "sgd", "--adam-m": "8bit"}, ["--adam-m", "--optimizer sgd"]),
+    ({"--optimizer": "sgd", "--adam-v": "fp32"}, ["--adam-v", "--optimizer sgd"]),
     ({"--model": "d13"}, ["--model", "d13", "d12", "d24"]),
     ({"--model": "d0"}, ["--model", "d0"]),
     ({"--model": "nowhere"}, ["--model", "nowhere"]),
@@ -302,16 +308,34 @@ def test_resume_of_another_precision(train, saved):
     refused(others[0], saved, RESUME | {"--resume": "out"}, "out", train.precision, others[0].precision)
 
 
+@pytest.mark.parametrize("master", ["split", "none"])
+def test_master_of_fp32_weights(train_fp32, work, master):
+    refused(train_fp32, work, {"--master": master}, f"--master {master}", "fp32", "PRECISION=bf16")
+
+
+@pytest.mark.parametrize("options", [{"--adam-m": "8bit"}, {"--adam-v": "bf16"}, {"--optimizer": "sgd"}], ids=str)
+def test_resume_in_other_formats(train, saved, options):
+    error = refused(train, saved, RESUME | {"--resume": "out"} | options, "out", *map(" ".join, options.items()))
+    assert "--optimizer adamw --master fp32 --adam-m fp32 --adam-v fp32" in error
+
+
+def test_resume_with_another_master(train_bf16, work):
+    train_bf16(*command({"--log": None}), cwd=work)
+    refused(train_bf16, work, RESUME | {"--resume": "out", "--master": "split"}, "out", "--master split",
+            "--master fp32")
+
+
 @pytest.mark.parametrize("damage, named", [
     (lambda state: state.pop("step"), "step"),
     (lambda state: state.update(step=-1), "step"),
     (lambda state: state.update(sequences="4"), "sequences"),
     (lambda state: state.update(precision="fp8"), "precision"),
     (lambda state: state.update(options=[]), "options"),
+    (lambda state: state.update(formats=8), "formats"),
     (lambda state: state["options"].update({"--batch": 3}), "--batch"),
     (lambda state: state["options"].update({"--batch": ["x"]}), "--batch"),
     (lambda state: state["options"].update({"--batch": []}), "--batch"),
-], ids=["no step", "step", "sequences", "precision", "options", "number", "no number", "nothing"])
+], ids=["no step", "step", "sequences", "precision", "options", "formats", "number", "no number", "nothing"])
 def test_resume_of_a_damaged_state(train, saved, damage, named):
     path = saved / "out" / "latest" / "trainer_state.json"
     state = json.loads(path.read_text())

@@ -34,13 +34,15 @@ bool same_bits(const std::vector<E>& a, const std::vector<E>& b) {
     return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(E)) == 0;
 }
 
+std::vector<char> bytes_of(const StateBuffer& b) {
+    return from_device(b.memory.data(), static_cast<int64_t>(b.bytes()));
+}
+
 template <class T>
 bool same_state(const State<T>& a, const State<T>& b) {
-    const int64_t n = a.layout.size();
-    bool same = same_bits(from_device(a.weights(), n), from_device(b.weights(), n));
-    const auto of_a = training_buffers(a), of_b = training_buffers(b);
-    for (size_t i = 0; i < of_a.size(); i++)
-        same &= same_bits(from_device(of_a[i].second, n), from_device(of_b[i].second, n));
+    bool same = a.buffers().size() == b.buffers().size();
+    for (size_t i = 0; same && i < a.buffers().size(); i++)
+        same = same_bits(bytes_of(a.buffers()[i]), bytes_of(b.buffers()[i]));
     return same;
 }
 
@@ -54,27 +56,35 @@ void fill(E* device, const Layout& layout, F f) {
     }
 }
 
-// A training's state: bits of every kind in it, NaN with a payload, infinities and subnormals among them.
+// What a save holds of a state: bits of every kind in it, NaN with a payload, infinities and subnormals among
+// them.
 template <class T>
 void fill_all(State<T>& state, uint64_t seed) {
-    const auto bits = [](auto zero, uint64_t random) {
-        std::memcpy(&zero, &random, sizeof zero);
-        return zero;
-    };
-    fill(state.weights(), state.layout, [&](int64_t i) { return bits(T{}, random_bits(seed, 0, i)); });
-    uint64_t kind = 1;
-    for (const auto& [prefix, buffer] : training_buffers(state)) {
-        fill(buffer, state.layout, [&](int64_t i) { return bits(0.f, random_bits(seed, kind, i)); });
-        kind++;
+    for (const StateBuffer& b : state.buffers()) {
+        if (!b.prefix) continue;
+        for (const Parameter& p : state.layout.parameters()) {
+            std::vector<char> host(static_cast<size_t>(ceil_div(p.shape.size(), b.span)) * b.width);
+            for (size_t i = 0; i < host.size(); i++)
+                host[i] = static_cast<char>(random_bits(seed, static_cast<uint64_t>(b.part),
+                                                        static_cast<uint64_t>(p.offset) * 4 + i));
+            copy_to_device(b.at(p.offset), host.data(), host.size(), {});
+        }
     }
 }
 
 template <class T>
 struct Training : State<T> {
-    explicit Training(const GptConfig& config = kTiny, bool training = true) : State<T>(config) {
-        this->allocate(training);
+    explicit Training(const GptConfig& config = kTiny, const StateOptions& options = {})
+        : State<T>(config, options) {
+        this->allocate();
     }
 };
+const StateOptions kOnlyWeights = {.training = false};
+
+// The fp32 buffers of a state in the default formats.
+std::vector<float*> fp32_buffers(const State<float>& state) {
+    return {state.weights(), state.data<float>(StatePart::M), state.data<float>(StatePart::V)};
+}
 
 Progress at_step(int64_t step) { return {step, 8 * step, "", {{"lr", 0.1}, {"step", step}}}; }
 
@@ -85,13 +95,13 @@ int64_t whole_step(const std::string& folder) {
     Training<float> state;
     load_training_state(state, folder);
     const auto value = static_cast<float>(progress.step);
-    for (const float* buffer : {state.weights(), state.m(), state.v()}) {
+    for (const float* buffer : fp32_buffers(state)) {
         const auto host = from_device(buffer, state.layout.size());
         for (const Parameter& p : state.layout.parameters())
             for (int64_t i = 0; i < p.shape.size(); i++)
                 if (host[static_cast<size_t>(p.offset + i)] != value) return -1;
     }
-    Training<float> by_folder(kTiny, false);
+    Training<float> by_folder(kTiny, kOnlyWeights);
     load_weights(by_folder, folder);
     EXPECT_EQ(from_device(by_folder.weights(), 1)[0], value);
     EXPECT_EQ(read_model_config(folder), kTiny);
@@ -99,7 +109,7 @@ int64_t whole_step(const std::string& folder) {
 }
 
 void fill_with_step(State<float>& state, int64_t step) {
-    for (float* buffer : {state.weights(), state.m(), state.v()})
+    for (float* buffer : fp32_buffers(state))
         fill(buffer, state.layout, [&](int64_t) { return static_cast<float>(step); });
 }
 
@@ -140,6 +150,71 @@ TYPED_TEST(Checkpoint, ResumesWithTheSameBits) {
     }
 }
 
+// Every format of every part, not every combination.
+const StateOptions kFormats[] = {
+    {},
+    {.m = Moment::Bits8, .v = Moment::Bf16},
+    {.master = Master::Split, .m = Moment::Bf16, .v = Moment::Bits8},
+    {.master = Master::None, .m = Moment::Bits8, .v = Moment::Bits8},
+    {.optimizer = Optimizer::Sgd},
+    {.gradients = false, .optimizer = Optimizer::Sgd, .master = Master::None},
+};
+
+TYPED_TEST(Checkpoint, EveryFormatComesBackAndNoOther) {
+    for (const StateOptions& options : kFormats) {
+        if (std::is_same_v<TypeParam, float> && options.master != Master::Fp32) continue;
+        SCOPED_TRACE(options.text());
+        const TempFolder folder;
+        Training<TypeParam> saved(kTiny, options), loaded(kTiny, options);
+        fill_all(saved, 1);
+        save_checkpoint(folder.path(), saved, at_step(1), "", 1, true);
+        load_training_state(loaded, folder.path());
+        EXPECT_TRUE(same_state(saved, loaded));
+        Training<TypeParam> other(kTiny, {.master = options.master, .m = Moment::Fp32, .v = Moment::Bits8});
+        if (other.options.text() == options.text()) continue;
+        expect_user_error([&] { load_training_state(other, folder.path()); },
+                          {folder.path(), options.text(), other.options.text()});
+        initialize_weights(saved, 2);
+        save_checkpoint(folder.path(), saved, at_step(1), "", 1, true);
+        Training<TypeParam> weights(kTiny, kOnlyWeights);
+        load_weights(weights, folder.path());
+        EXPECT_TRUE(same_bits(bytes_of(weights.buffers()[0]), bytes_of(saved.buffers()[0])));
+    }
+}
+
+TEST(CheckpointFormats, AreTensorsOfTheirOwnTypes) {
+    const TempFolder folder;
+    Training<bf16> saved(kTiny, {.master = Master::Split, .m = Moment::Bits8, .v = Moment::Bf16});
+    save_checkpoint(folder.path(), saved, at_step(1), "", 1, true);
+    const SafetensorsFile file(folder / "trainer_state.safetensors");
+    std::map<std::string, int> count;
+    for (const SafetensorsEntry& e : file.entries()) {
+        count[e.name.substr(0, e.name.find('.')) + " " + e.dtype]++;
+        const auto width = find_file_type(e.dtype)->bytes;
+        EXPECT_EQ(static_cast<size_t>(e.data - file.entries()[0].data) % width, 0u) << e.name;
+    }
+    const int tensors = static_cast<int>(saved.layout.parameters().size());
+    EXPECT_EQ(
+        count,
+        (std::map<std::string, int>{
+            {"m U8", tensors}, {"m_scale F32", tensors}, {"v BF16", tensors}, {"master_low I16", tensors}}));
+    EXPECT_EQ(file.find("m_scale.wte.weight")->shape, (std::vector<int64_t>{(131 * 24 + 255) / 256}));
+}
+
+TEST(CheckpointFormats, WeightsAndMasterBeginAsOneValue) {
+    Training<bf16> whole, split(kTiny, {.master = Master::Split}), none(kTiny, {.master = Master::None});
+    for (Training<bf16>* state : {&whole, &split, &none}) initialize_weights(*state, 7);
+    const int64_t n = whole.layout.size();
+    const auto weights = from_device(whole.weights(), n);
+    EXPECT_TRUE(same_bits(weights, from_device(split.weights(), n)));
+    EXPECT_TRUE(same_bits(weights, from_device(none.weights(), n)));
+    const auto master = from_device(whole.data<float>(StatePart::Master), n);
+    const auto low = from_device(split.data<int16_t>(StatePart::Master), n);
+    std::vector<float> joined;
+    for (size_t i = 0; i < low.size(); i++) joined.push_back(join<16>(weights[i], low[i]));
+    EXPECT_TRUE(same_bits(master, joined));
+}
+
 TYPED_TEST(Checkpoint, InitialisesEveryWeightAndNoPadding) {
     // wte takes more than one chunk.
     const GptConfig config = {50257, 8, 1, 2, 96};
@@ -148,7 +223,8 @@ TYPED_TEST(Checkpoint, InitialisesEveryWeightAndNoPadding) {
     const auto weights = from_device(state.weights(), state.layout.size());
     ASSERT_GT(state.layout.parameters()[0].shape.size(), kChunkElements);
     std::vector<float> master;
-    if (state.master()) master = from_device(state.master(), state.layout.size());
+    if (const float* copy = state.template data<float>(StatePart::Master))
+        master = from_device(copy, state.layout.size());
     int index = 0;
     int64_t next = 0, wrong = 0, padding = 0;
     for (const Parameter& p : state.layout.parameters()) {
@@ -156,7 +232,7 @@ TYPED_TEST(Checkpoint, InitialisesEveryWeightAndNoPadding) {
         for (int64_t i = 0; i < p.shape.size(); i++) {
             const float value = initial_value(p, index, i, config.layers, 42);
             const auto at = static_cast<size_t>(p.offset + i);
-            wrong += to_float(weights[at]) != to_float(from_float<TypeParam>(value));
+            wrong += to_float(weights[at]) != to_float(narrow_master<TypeParam>(value));
             wrong += !master.empty() && master[at] != value;
         }
         next = p.offset + p.shape.size();
@@ -206,8 +282,9 @@ TYPED_TEST(Checkpoint, LoadsWeightsOfEveryKind) {
                 return whole(i);
             };
             fill(expected.weights(), expected.layout,
-                 [&](int64_t i) { return from_float<TypeParam>(value(i)); });
-            if (expected.master()) fill(expected.master(), expected.layout, value);
+                 [&](int64_t i) { return narrow_master<TypeParam>(value(i)); });
+            if (float* master = expected.template data<float>(StatePart::Master))
+                fill(master, expected.layout, value);
             EXPECT_TRUE(same_state(loaded, expected)) << prefix << file_type_info(type).name;
         }
     }
@@ -215,14 +292,14 @@ TYPED_TEST(Checkpoint, LoadsWeightsOfEveryKind) {
 
 TYPED_TEST(Checkpoint, SavesWithoutTrainingState) {
     const TempFolder folder;
-    const Training<TypeParam> state(kTiny, false);
+    const Training<TypeParam> state(kTiny, kOnlyWeights);
     fill(state.weights(), state.layout,
          [](int64_t i) { return from_float<TypeParam>(static_cast<float>(i)); });
     save_checkpoint(folder.path(), state, at_step(1), "", 0, false);
     EXPECT_EQ(sorted_names(folder.path()),
               (std::vector<std::string>{"config.json", "generation_config.json", "latest",
                                         "model.safetensors", "step-00000001"}));
-    Training<TypeParam> loaded(kTiny, false);
+    Training<TypeParam> loaded(kTiny, kOnlyWeights);
     load_weights(loaded, folder.path());
     EXPECT_TRUE(same_bits(from_device(state.weights(), state.layout.size()),
                           from_device(loaded.weights(), state.layout.size())));
@@ -427,8 +504,7 @@ TEST(CheckWritable, TellsBeforeTheTraining) {
 
 TEST(LoadWeights, NamesWhatIsWrong) {
     const TempFolder folder;
-    State<float> state(kTiny);
-    state.allocate(false);
+    Training<float> state(kTiny, kOnlyWeights);
     expect_user_error([&] { read_model_config(folder / "absent"); },
                       {"--model " + (folder / "absent"), "config.json"});
     expect_user_error([&] { read_model_config(folder.path()); }, {folder.path(), "config.json"});
@@ -518,6 +594,7 @@ TEST(Resume, NamesWhatIsWrong) {
         {with("sequences", nullptr), "\"sequences\" is not a count"},
         {with("precision", "fp8"), "\"precision\" is not \"fp32\" or \"bf16\""},
         {with("options", 1), "\"options\" is not an object"},
+        {with("formats", 1), "\"formats\" is not a text"},
     };
     for (const auto& [text, part] : cases) {
         std::ofstream(step + "/trainer_state.json") << text;
@@ -528,7 +605,7 @@ TEST(Resume, NamesWhatIsWrong) {
 
     // The weights of another precision, a file cut short, one that is gone.
     const Layout layout(kTiny);
-    write_tensors(step + "/model.safetensors", layout, Buffers<float>{{"transformer.", fp32.weights()}});
+    write_tensors(step + "/model.safetensors", layout, weight_buffers(fp32));
     expect_user_error([&] { resume(kTiny); }, {"transformer.wte.weight", "F32", "BF16"});
     write_tensors(step + "/model.safetensors", layout, weight_buffers(saved));
     const std::string rest = step + "/trainer_state.safetensors";

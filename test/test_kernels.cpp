@@ -1,5 +1,5 @@
-// test_kernels.cpp - every kernel but attention's against plain loops in double precision, in every order of
-// threads.
+// test_kernels.cpp - every kernel but attention's and the optimizer's against plain loops in double
+// precision, in every order of threads.
 //
 // Outputs start as NaN, gradients that are added to start as random numbers.
 
@@ -12,7 +12,6 @@
 
 #include <gtest/gtest.h>
 
-#include "llmc/adamw.cuh"
 #include "llmc/columns.cuh"
 #include "llmc/cross_entropy.cuh"
 #include "llmc/embedding.cuh"
@@ -487,99 +486,6 @@ TEST(AddLosses, AddsTheScaledSum) {
         const Doubles terms = to_doubles(losses);
         EXPECT_NEAR(total[0], 2.5 + 0.5 * std::accumulate(terms.begin(), terms.end(), 0.0),
                     1e-4 * std::sqrt(rows));
-    }
-}
-
-template <class T>
-struct AdamWState {
-    std::vector<T> weights;
-    std::vector<float> master, m, v;
-};
-
-// Plain AdamW; `master` is what it starts from and what it leaves.
-void adamw_reference(const AdamW& o, Doubles& master, const Doubles& gradients, Doubles& m, Doubles& v,
-                     double norm, size_t decayed) {
-    const double scale = o.clip > 0 && norm > o.clip ? o.clip / norm : 1;
-    for (size_t i = 0; i < master.size(); i++) {
-        const double g = gradients[i] * scale;
-        m[i] = o.beta1 * m[i] + (1 - double{o.beta1}) * g;
-        v[i] = o.beta2 * v[i] + (1 - double{o.beta2}) * g * g;
-        const double m_hat = m[i] / (1 - std::pow(double{o.beta1}, o.step));
-        const double v_hat = v[i] / (1 - std::pow(double{o.beta2}, o.step));
-        const double decay = i < decayed ? o.weight_decay : 0;
-        master[i] -= o.lr * (m_hat / (std::sqrt(v_hat) + o.epsilon) + decay * master[i]);
-    }
-}
-
-// One step from random state, checked against the reference. `clip` 0 is none. lr and decay are so large that
-// an error in either is large beside the weights.
-template <class T>
-void expect_adamw(int n, int decayed, float clip, float norm, int step) {
-    SCOPED_TRACE(text({n, decayed}) + ", clip " + std::to_string(clip) + ", step " + std::to_string(step));
-    const AdamW options{0.1f, 0.9f, 0.95f, 1e-8f, 0.5f, clip, step};
-    const std::vector<T> gradients = random_values<T>(n, 1, 71);
-    AdamWState<T> start{
-        {}, random_values<float>(n, 0.2, 72), random_values<float>(n, 1, 73), random_values<float>(n, 1, 74)};
-    for (float w : start.master) start.weights.push_back(from_float<T>(w));
-    for (float& v : start.v) v = std::abs(v);
-    constexpr bool has_master = !std::is_same_v<T, float>;
-    AdamWState<T> end;
-    for_each_order([&] {
-        const DeviceArray<T> weights(has_master ? poisoned<T>(n) : start.weights), d_gradients(gradients);
-        const DeviceArray<float> master(start.master), m(start.m), v(start.v),
-            d_norm(std::vector<float>{norm});
-        adamw_update<T>(options, weights.data(), has_master ? master.data() : nullptr, d_gradients.data(),
-                        m.data(), v.data(), d_norm.tensor({1}), decayed, n, kStream);
-        end = {weights.download(), master.download(), m.download(), v.download()};
-        return bytes_of(end.weights, end.master, end.m, end.v);
-    });
-    Doubles master = to_doubles(start.master), m = to_doubles(start.m), v = to_doubles(start.v);
-    adamw_reference(options, master, to_doubles(gradients), m, v, norm, static_cast<size_t>(decayed));
-    EXPECT_LT(relative_error(end.m, m), tolerance<float>());
-    EXPECT_LT(relative_error(end.v, v), tolerance<float>());
-    if constexpr (has_master) {
-        EXPECT_LT(relative_error(end.master, master), tolerance<float>());
-        std::vector<T> rounded;
-        for (float w : end.master) rounded.push_back(from_float<T>(w));
-        EXPECT_TRUE(bytes_of(end.weights) == bytes_of(rounded))
-            << "the weights are not the rounded master copy";
-    } else {
-        EXPECT_LT(relative_error(end.weights, master), tolerance<float>());
-        EXPECT_EQ(end.master, start.master);
-    }
-}
-
-TYPED_TEST(Kernels, AdamWUpdate) {
-    for (int n : vector_sizes()) {
-        expect_adamw<TypeParam>(n, n / 2 + 1, 0.f, 7.f, 1);  // in the middle of a vector
-        expect_adamw<TypeParam>(n, n / 3, 1.f, 7.f, 20);     // clipping
-        expect_adamw<TypeParam>(n, 0, 10.f, 7.f, 3);         // no need to
-    }
-    expect_adamw<TypeParam>(1000, 1000, 1.f, 1.f, 5);
-}
-
-TYPED_TEST(Kernels, GlobalNorm) {
-    using T = TypeParam;
-    // Always 1024 blocks, so few sizes.
-    for (int n : {0, 7, 100003, kNormBlocks * kVectorSize<T> * 3 + 5}) {
-        if (kThreadSanitizer && n != 7) continue;
-        SCOPED_TRACE(n);
-        const std::vector<T> x = random_values<T>(n, 3, 81);
-        std::vector<float> norm;
-        auto run = [&] {
-            const DeviceArray<T> d_x(x);
-            const DeviceArray<float> d_norm(poisoned<float>(1)), d_scratch(poisoned<float>(kNormBlocks));
-            Tensor<float> t_norm = d_norm.tensor({1}), scratch = d_scratch.tensor({kNormBlocks});
-            global_norm(t_norm, scratch, d_x.data(), n, kStream);
-            return bytes_of(norm = d_norm.download());
-        };
-        if (kThreadSanitizer)
-            run();
-        else
-            for_each_order(run);
-        double squares = 0;
-        for (double v : to_doubles(x)) squares += v * v;
-        EXPECT_LT(relative_error(norm, {std::sqrt(squares)}), tolerance<float>());
     }
 }
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import time
 
 import pytest
@@ -128,6 +129,77 @@ def test_update_in_backward_holds_one_block(train):
     assert saved > whole["totals"]["gradients"] - embeddings[2] - 1.5 * blocks[0][2]
 
 
+# ---- every option with every other
+
+NEUTRAL = {  # change no bit of a loss
+    "block": ("--recompute", "block"), "mix": ("--recompute", "block:1,ffn:1,gelu:1"),
+    "attention": ("--recompute", "attention"), "split": ("--master", "split"),
+    "consumed": ("--update-in-backward",)}
+CHANGING = {  # change the arithmetic, the same way every time
+    "head": ("--head-rows", "7"), "no master": ("--master", "none"), "m bf16": ("--adam-m", "bf16"),
+    "v bf16": ("--adam-v", "bf16"), "m 8bit": ("--adam-m", "8bit"), "v 8bit": ("--adam-v", "8bit"),
+    "sgd": ("--optimizer", "sgd")}
+
+
+def together(train, *choices):
+    """Whether options can be given at once, to this binary."""
+    names = [name for choice in choices for name in choice if name.startswith("--")]
+    return (len(set(names)) == len(names) and not ("--master" in names and train.precision == "fp32")
+            and not ({"--adam-m", "--adam-v"} & set(names) and "--optimizer" in names))
+
+
+@pytest.fixture(scope="module", params=[(3, 48, 3, 20), (5, 40, 2, 33)], ids=["C48", "C40"])
+def outcome(request, tmp_path_factory):
+    """The losses, norms and weights that options lead to, each run once for each binary and shape."""
+    heads, channels, batch, seq_len = request.param
+    path = tmp_path_factory.mktemp("matrix")
+    make(path / "model", "--layers", 3, "--heads", heads, "--channels", channels, "--positions", 64)
+    write_text(path / "text")
+    known = {}
+
+    def of(train, *choices):
+        key = (str(train), frozenset(choices))
+        if key not in known:
+            log, files = trained(train, path, path / str(len(known)), "--clip-per-block", "--batch", batch, "--seq-len",
+                                 seq_len, *(part for choice in choices for part in choice))
+            known[key] = log, files["model.safetensors"]
+        return known[key]
+    return of
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_neutral_options_together(train, outcome, count):
+    tried = 0
+    for names in itertools.combinations(NEUTRAL, count):
+        choices = [NEUTRAL[name] for name in names]
+        if together(train, *choices):
+            assert outcome(train, *choices) == outcome(train), names
+            tried += 1
+    assert tried >= {"fp32": 4, "bf16": 5}[train.precision] if count == 1 else 3
+
+
+@pytest.mark.parametrize("name", CHANGING)
+def test_changing_options_with_neutral_ones(train, outcome, name):
+    if not together(train, CHANGING[name]):
+        pytest.skip("for bf16 weights")
+    alone = outcome(train, CHANGING[name])
+    assert name == "head" or alone != outcome(train)
+    for neutral in NEUTRAL.values():
+        if together(train, CHANGING[name], neutral):
+            assert outcome(train, CHANGING[name], neutral) == alone, neutral
+
+
+def test_changing_options_together(train, outcome):
+    """Reproducible: run again with what changes no bit."""
+    for names in itertools.combinations(CHANGING, 2):
+        choices = [CHANGING[name] for name in names]
+        if together(train, *choices):
+            both = outcome(train, *choices)
+            assert outcome(train, *choices, NEUTRAL["mix"], NEUTRAL["consumed"]) == both, names
+            if "head" not in names:  # in fp32 its rounding may not show
+                assert all(both != outcome(train, choice) for choice in choices), names
+
+
 # ---- the head in chunks
 
 
@@ -233,6 +305,17 @@ def test_no_slower_than_a_level_that_fits(train, model, level):
     chosen = train.plan(*options, "--memory", f"{int(1.05 * total(plan))}B")
     assert chosen["estimated_seconds"] <= plan["estimated_seconds"]
     assert total(chosen) <= 1.05 * total(plan)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.8])
+def test_what_is_chosen_fits_when_measured(train, tmp_path, share):
+    write_text(tmp_path / "text", 60000)
+    options = ("--model", "d4", "--data", tmp_path / "text", "--batch", 8, "--seq-len", 256, "--sample-tokens", 0)
+    error = train(*options, "--memory", "1B", "--plan", code=2).stderr.decode()
+    least, most = float(re.search(r"([\d.]+) MiB", error)[1]), total(train.plan(*options, "--recompute", "none")) / MIB
+    budget = least + 0.1 + share * (most - least)
+    text = train(*options, "--memory", f"{budget:.1f}MiB", "--steps", 2).stdout.decode()
+    assert float(re.search(r"taken from the device: ([\d.]+)", text)[1]) <= budget + (0 if train.device == "cpu" else 128)
 
 
 def test_choice_of_a_large_model_is_quick(train):

@@ -65,6 +65,13 @@ part() {
     write_results
 }
 
+# include FILE: what the part before wrote, if it did.
+include() {
+    if [ $dry_run = no ] && [ "$1" -nt "$logs/facts" ]; then
+        { echo; sed 's/^/    /' "$1"; } >>"$logs/details"
+    fi
+}
+
 # skip NAME WHY
 skip() {
     echo "== $1: skipped, $2"
@@ -146,14 +153,16 @@ bench() {
     bench_trainer d48 bf16 16 8 4 2 1
     torch=$(python_with torch)
     python=${torch:-python3}
-    part "attention by length and head size" 200 "$python" dev/bench/attention.py --device cuda --out \
+    part "attention by length and head size" 1 "$python" dev/bench/attention.py --device cuda --out \
         "dev/results/$gpu-attention.md"
+    include "dev/results/$gpu-attention.md"
     if [ -z "$torch" ] && [ $dry_run = no ]; then
         skip "compare with PyTorch" "no Python here has torch"
         return
     fi
-    part "compare with PyTorch" 60 "$python" dev/bench/compare.py --device cuda --precision bf16 --model d12 --batch 32 \
+    part "compare with PyTorch" 1 "$python" dev/bench/compare.py --device cuda --precision bf16 --model d12 --batch 32 \
         --seq-len 1024 --steps 10 --warmup 5 --out "dev/results/$gpu-compare-d12.md"
+    include "dev/results/$gpu-compare-d12.md"
 }
 
 facts() {

@@ -246,7 +246,8 @@ def gpu_machine(tmp_path):
     executable(tmp_path / "dev" / "gpu_check.sh", (ROOT / "dev" / "gpu_check.sh").read_text())
     executable(tmp_path / "dev" / "venv.sh", "#!/bin/sh\necho 'not online'; exit 1\n")
     for name, text in {"nvidia-smi": NVIDIA_SMI, "make": MAKE, "compute-sanitizer": '#!/bin/sh\necho "$SMALL_SHAPES $*"\n',
-                       "python3": '#!/bin/sh\n[ "$1" = -c ] && exit 1\necho "python $*"\n'}.items():
+                       "python3": '#!/bin/sh\n[ "$1" = -c ] && exit 1\necho "python $*"\n'
+                       'sleep 0.1; echo "figures of $1" > dev/results/nvidia-fake-100-attention.md\n'}.items():
         executable(tmp_path / "bin" / name, text)
 
     def run(*arguments, code, without=()):
@@ -274,7 +275,8 @@ def test_gpu_check_goes_on_after_a_failure(gpu_machine, tmp_path):
     for line in ("- GPU, memory, driver, compute capability: NVIDIA Fake 100, 1000 MiB, 1.0, 9.0", "- nvcc: V13.0",
                  "- CUDA of the driver: CUDA Version: 13.0", "    wrong",
                  "    1 --tool memcheck --error-exitcode 9 build/test/cuda/test_a --gtest_brief=1",
-                 "    python dev/bench/attention.py --device cuda --out dev/results/nvidia-fake-100-attention.md"):
+                 "    python dev/bench/attention.py --device cuda --out dev/results/nvidia-fake-100-attention.md",
+                 "    figures of dev/bench/attention.py"):
         assert line in text.splitlines(), line
 
 

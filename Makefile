@@ -192,7 +192,7 @@ python-tests: $(TRAINERS) $(ASAN_TRAINERS) $(BENCH_ATTENTION)
 	@dev/venv.sh
 	TRAIN_BINARIES="$(TRAINERS)" ASAN_TRAINERS="$(ASAN_TRAINERS)" $(PYTHON) -m pytest -q test
 
-# Everything that only a machine with a GPU can check and measure, written to dev/results/. GPU_CHECK=--dry-run: the plan.
+# All that only a machine with a GPU can check and measure, to dev/results/. GPU_CHECK=--dry-run prints the plan.
 .PHONY: gpu-check nvcc-version
 gpu-check:
 	@KERNEL_TESTS="$(KERNEL_TESTS)" dev/gpu_check.sh $(GPU_CHECK)

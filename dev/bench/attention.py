@@ -154,8 +154,8 @@ def parse_options(arguments):
     add("--threads", type=positive, default=results.cores())
     add("--rounds", type=positive, help="(default: 3)")
     add("--seconds", type=float, help="that a case is repeated for (default: 0.2)")
-    add("--memory", type=positive, help="MiB for the naive attention (default: half of what a CPU has left, nine tenths "
-                                        "of what a GPU has)")
+    add("--memory", type=positive, help="MiB for the naive attention (default: half of what a CPU has left, nine "
+                                        "tenths of what a GPU has)")
     add("--timeout", type=positive, default=3600, help="seconds that a turn may take")
     add("--binary", help="built from attention.cpp (default: build/bench/DEVICE/attention)")
     add("--quick", action="store_true", help="small shapes and one round, to see that it works")

@@ -18,10 +18,10 @@ from results import ENVIRONMENT, MIB, PeerFailed, fail
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 NOTES = {
-    "train": "`train`: `./train --bench` on random tokens; weights in the build's precision, in bf16 with an fp32 master",
-    "torch": "`torch`: PyTorch eager with scaled_dot_product_attention, fused AdamW where the device has it, clipping by "
-             "the global norm, a vocabulary padded to 50304; in bf16 autocast over fp32 weights, which is nearest to "
-             "./train's bf16 weights with an fp32 master",
+    "train": "`train`: `./train --bench` on random tokens; weights in the build's precision, bf16 with an fp32 master",
+    "torch": "`torch`: PyTorch eager with scaled_dot_product_attention, fused AdamW where the device has it, clipping "
+             "by the global norm, a vocabulary padded to 50304; in bf16 autocast over fp32 weights, which is nearest "
+             "to ./train's bf16 weights with an fp32 master",
     "torch.compile": "`torch.compile`: the same, its model compiled; compiling is not in the times",
     "llm.c": "`llm.c`: its own trainer; it times a step without validation and sampling; on a CPU it does not clip",
 }
@@ -54,8 +54,8 @@ class Train:
         output, resident = results.run(command, ENVIRONMENT, o.timeout)
         raw = results.last_json(output, command)
         if (raw["device"], raw["precision"]) != (o.device, o.precision):
-            fail(f"--train {results.shown([self.binary])}: it is a {raw['device']} {raw['precision']} build, wanted is "
-                 f"{o.device} {o.precision}")
+            fail(f"--train {results.shown([self.binary])}: it is a {raw['device']} {raw['precision']} build, wanted "
+                 f"is {o.device} {o.precision}")
         step = raw["step_ms"]
         return {"step_ms": {"median": step["median"], "min": step["min"]}, "raw": raw,
                 "peak_bytes": raw["taken_bytes"] if o.device == "cuda" else resident}, {}
@@ -69,9 +69,9 @@ class Torch:
 
     def command(self):
         o = self.options
-        return [sys.executable, FOLDER / "torch_gpt2.py", "--model", o.model, "--batch", o.batch, "--seq-len", o.seq_len,
-                "--precision", o.precision, "--device", o.device, "--threads", o.threads, "--warmup", o.warmup,
-                "--steps", o.steps, *(["--compile"] if self.compiled else [])]
+        return [sys.executable, FOLDER / "torch_gpt2.py", "--model", o.model, "--batch", o.batch, "--seq-len",
+                o.seq_len, "--precision", o.precision, "--device", o.device, "--threads", o.threads, "--warmup",
+                o.warmup, "--steps", o.steps, *(["--compile"] if self.compiled else [])]
 
     def turn(self):
         command, o = self.command(), self.options

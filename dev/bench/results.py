@@ -16,6 +16,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 MIB = 1 << 20
 # Threads that wait spin for this long, in all peers alike; ./train sets it itself.
 ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
+LOAD_BEFORE = os.getloadavg()[0]  # of other work, which spoils times
 
 
 class PeerFailed(Exception):
@@ -169,7 +170,8 @@ def nvcc_version():
 def machine(device):
     """{what: in words} of the device and of what the trainer is made with there."""
     facts = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
-             "commit": commit_of(ROOT), "CPU": f"{cpu_name()}, {cores()} cores"}
+             "commit": commit_of(ROOT), "CPU": f"{cpu_name()}, {cores()} cores",
+             "load of the machine before": f"{LOAD_BEFORE:.1f}"}
     if device == "cuda":
         gpu = output_of("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
         facts |= {"GPU, memory, driver": gpu.splitlines()[0] if gpu else "unknown", "nvcc": nvcc_version()}

@@ -16,11 +16,13 @@
 
 #include "llmc/arena.h"
 #include "llmc/attention.cuh"
+#include "llmc/bench.h"
 #include "llmc/checkpoint.h"
 #include "llmc/clock.h"
 #include "llmc/cross_entropy.cuh"
 #include "llmc/dataset.h"
 #include "llmc/embedding.cuh"
+#include "llmc/fit.h"
 #include "llmc/global_norm.cuh"
 #include "llmc/layernorm.cuh"
 #include "llmc/matmul.h"
@@ -601,6 +603,7 @@ void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choo
 // ---- the run
 
 constexpr uint64_t kSampleStream = uint64_t{1} << 62;  // counter space of random_bits() for sampling
+constexpr uint64_t kBenchStream = kSampleStream + 1;   // and for the tokens of a bench without data
 
 volatile std::sig_atomic_t interrupted = 0;
 void on_interrupt(int) {
@@ -610,15 +613,6 @@ void on_interrupt(int) {
 
 const char* const kOwnText[] = {"README.md",  "train_gpt.cu", "llmc/*.h",
                                 "llmc/*.cuh", "test/*.cpp",   "dev/*.py"};
-
-// What --memory chooses among, beside the recompute levels of the layers.
-struct Setting {
-    int batch, grad_accum;
-    int64_t head_rows;
-    std::string master, adam_m, adam_v;
-};
-
-constexpr double kMiB = 1048576.0;
 
 // What the first step takes beside the plan: on a CPU 5 to 12 MiB of compiled products, stacks and host
 // buffers, as measured; on a GPU not measured yet.
@@ -634,6 +628,7 @@ class Trainer {
     explicit Trainer(Options options);
     void print_plan() const;
     void run();
+    void bench();
 
   private:
     std::unique_ptr<Dataset> open_data(const std::vector<std::string>& files, const char* option,
@@ -646,13 +641,8 @@ class Trainer {
     bool samples() const;
     int window() const;
     int64_t metrics_count() const { return 1 + static_cast<int64_t>(state_.layout.units().size()); }
-    void set_step(const std::vector<int>& levels);
-    void find_batch();
-    std::vector<Setting> formats() const;
-    std::vector<Setting> settings(Setting s) const;
-    void apply(const Setting& s);
-    std::vector<Profile> profiles_of(const std::vector<Setting>& settings);
-    void fit_memory();
+    void use(const Setting& s);
+    Setting choose_setting();
     Plan rehearse_training();
     MemoryReport make_report();
     void point_metrics(float* at);
@@ -662,7 +652,9 @@ class Trainer {
     double read_loss();
     double read_norm();
     Batch read_batch(SequenceLoader& loader, uint64_t first, uint64_t count) const;
+    Batch training_batch(int64_t step, uint64_t k);
     void train_step(int64_t step);
+    void forward_step(int64_t step);
     void measure_norm(const floatX* gradients, int64_t n, TensorF& norm);
     void update_unit(int unit, const floatX* gradients);
     void update();
@@ -670,6 +662,7 @@ class Trainer {
     void sample(int64_t step);
     void save(int64_t steps_done);
     void log_line(const nlohmann::ordered_json& line);
+    double step_flops() const;
     void print_step(int64_t step, double loss, double norm, double rate, double seconds);
 
     Options o_;
@@ -756,194 +749,44 @@ Trainer::Trainer(Options options)
     if (o_.seq_len > config_.positions)
         fail("--seq-len %d is more than the model's %d positions", o_.seq_len, config_.positions);
     if (data_) {
-        open_validation();
+        if (o_.bench.empty()) open_validation();
         check_reach();
     }
     if (o_.update_in_backward)
         consume_ = [this](int unit, const floatX* gradients) { update_unit(unit, gradients); };
     point_metrics(nullptr);
-    if (o_.batch == 0)
-        find_batch();
-    else if (o_.has("--memory"))
-        fit_memory();
-    set_step(parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute"));
+    const bool choose = o_.has("--memory") || o_.batch == 0;
+    use(choose_setting());
+    if (choose) remember_choice(o_);
     report_ = make_report();
 }
 
-// How a micro-batch runs by the options, with layer l at recompute level levels[l].
-void Trainer::set_step(const std::vector<int>& levels) {
-    step_ = {o_.batch, o_.seq_len, o_.head_rows, {}};
-    for (int level : levels) step_.keep.push_back(kRecomputeLevels[level].keep);
-}
-
-// --batch auto: the largest micro-batch whose plan fits --memory, or what the device has free.
-void Trainer::find_batch() {
-    const std::vector<int> levels =
-        parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
-    const size_t room =
-        o_.has("--memory") ? parse_bytes(o_.memory, "--memory") : device_bytes_free() / 20 * 19;
-    auto total = [&](int batch) {
-        o_.batch = batch;
-        set_step(levels);
-        return make_report().total();
-    };
-    const int64_t sequences =
-        data_ ? static_cast<int64_t>(SequenceLoader(*data_, o_.seq_len, o_.seed, true).sequences_per_epoch())
-              : INT32_MAX;
-    const int most = static_cast<int>(std::min<int64_t>(sequences, kMostTokens / o_.seq_len));
-    if (total(1) > room)
-        fail("--batch auto: a batch of 1 takes %.0f MiB and there are %.0f",
-             static_cast<double>(total(1)) / kMiB, static_cast<double>(room) / kMiB);
-    int fits = 1, fails = 2;
-    while (fails <= most && total(fails) <= room) fits = fails, fails *= 2;
-    fails = std::min(fails, most + 1);
-    while (fails - fits > 1) {
-        const int middle = fits + (fails - fits) / 2;
-        (total(middle) <= room ? fits : fails) = middle;
-    }
-    o_.batch = fits;
-    o_.given["--batch"] = {std::to_string(fits)};
-}
-
-// The formats of the state that --memory may choose: the one there is, and smaller ones where that is
-// allowed.
-std::vector<Setting> Trainer::formats() const {
-    Setting smaller{0, 0, 0, o_.master, o_.adam_m, o_.adam_v};
-    std::vector<Setting> all = {smaller};
-    if (!o_.allow_8bit) return all;
-    if (std::is_same_v<floatX, bf16> && !o_.has("--master")) {
-        smaller.master = "split";
-        all.push_back(smaller);
-    }
-    if (o_.optimizer == "adamw") {
-        if (!o_.has("--adam-m")) smaller.adam_m = "8bit";
-        if (!o_.has("--adam-v")) smaller.adam_v = "8bit";
-        all.push_back(smaller);
-    }
-    return all;
-}
-
-// The settings of one format that keep the tokens of a step and what the user gave.
-std::vector<Setting> Trainer::settings(Setting s) const {
-    const int sequences = o_.batch * o_.grad_accum;
-    std::vector<Setting> all;
-    for (int batch = sequences; batch >= 1; batch--) {
-        if (sequences % batch || (o_.update_in_backward && batch < sequences)) continue;
-        std::vector<int64_t> rows = {0, 4096, 1024, 256, 64};
-        if (o_.has("--head-rows")) rows = {o_.head_rows};
-        for (int64_t r : rows)
-            if (r == 0 || o_.has("--head-rows") || r < int64_t{batch} * o_.seq_len) {
-                s.batch = batch, s.grad_accum = sequences / batch, s.head_rows = r;
-                all.push_back(s);
-            }
-    }
-    return all;
-}
-
-void Trainer::apply(const Setting& s) {
-    o_.batch = s.batch;
-    o_.grad_accum = s.grad_accum;
-    o_.head_rows = s.head_rows;
-    o_.master = s.master, o_.adam_m = s.adam_m, o_.adam_v = s.adam_v;
+// Sets up the step, and the state's formats, as a setting says.
+void Trainer::use(const Setting& s) {
+    take_up(s, o_);
     state_.choose(state_options(o_));
+    step_ = {s.batch, o_.seq_len, s.head_rows, {}};
+    for (int level : s.levels) step_.keep.push_back(kRecomputeLevels[level].keep);
 }
 
-// What each setting takes in memory and time, from rehearsals with all layers at one level. The rows of the
-// head change only what is between the blocks.
-std::vector<Profile> Trainer::profiles_of(const std::vector<Setting>& settings) {
-    const DeviceRates rates = nominal_rates<floatX>();
-    const size_t layers = static_cast<size_t>(config_.layers);
-    std::vector<Profile> all;
-    for (size_t i = 0; i < settings.size(); i++) {
-        apply(settings[i]);
-        set_step(std::vector<int>(layers, 0));
-        const MemoryReport report = make_report();
-        const std::vector<Segment> of_first = segments_of(report.train, rates);
-        const bool same_blocks = i > 0 && settings[i].batch == settings[i - 1].batch &&
-                                 settings[i].master == settings[i - 1].master &&
-                                 settings[i].adam_m == settings[i - 1].adam_m &&
-                                 settings[i].adam_v == settings[i - 1].adam_v;
-        Profile p = same_blocks ? all.back() : Profile();
-        if (same_blocks) {
-            for (std::vector<Segment>& level : p.levels) level[layers].after = of_first[layers].after;
-        } else {
-            p.levels.push_back(of_first);
-            for (size_t level = 1; level < std::size(kRecomputeLevels); level++) {
-                set_step(std::vector<int>(layers, static_cast<int>(level)));
-                p.levels.push_back(segments_of(rehearse_training(), rates));
-            }
-        }
-        p.runs = o_.grad_accum;
-        p.fixed_bytes = report.total() - report.activations();
-        p.arena_floor = report.activations_of_others();
-        p.fixed_seconds = seconds_of(update_plan_.work, rates);
-        all.push_back(std::move(p));
+// The setting that the options name, or that --memory or --batch auto choose.
+Setting Trainer::choose_setting() {
+    const Rehearsals rehearsals{config_.layers, nominal_rates<floatX>(),
+                                [this](const Setting& s) { return use(s), make_report(); },
+                                [this](const Setting& s) { return use(s), rehearse_training(); }};
+    const bool budget = o_.has("--memory");
+    const Options given = o_;
+    if (budget && o_.batch > 0) return fit_memory(given, std::is_same_v<floatX, bf16>, rehearsals, choice_);
+    Setting s = setting_of(o_);
+    s.levels = parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
+    if (o_.batch > 0) return s;
+    int64_t most = kMostTokens / o_.seq_len;
+    if (data_) {
+        const SequenceLoader loader(*data_, o_.seq_len, o_.seed, true);
+        most = std::min(most, static_cast<int64_t>(loader.sequences_per_epoch()));
     }
-    return all;
-}
-
-// --memory: the fastest configuration whose plan fits, and what it was chosen over.
-void Trainer::fit_memory() {
-    const size_t budget = parse_bytes(o_.memory, "--memory");
-    std::vector<Setting> all;
-    size_t first_format = 0;  // settings of the format there is
-    for (const Setting& format : formats()) {
-        const std::vector<Setting> more = settings(format);
-        all.insert(all.end(), more.begin(), more.end());
-        if (!first_format) first_format = more.size();
-    }
-    auto take_up = [&](const Choice& c) {
-        apply(all[c.profile]);
-        o_.recompute = levels_text(c.levels, recompute_names());
-        set_step(c.levels);
-    };
-    auto exact_total = [&](const Choice& c) {
-        take_up(c);
-        return make_report().total();
-    };
-    std::vector<Profile> profiles = profiles_of(all);
-    Solution s = solve(profiles, budget, exact_total);
-    if (first_format < all.size()) {  // a smaller format must be worth at least a percent
-        profiles.resize(first_format);
-        Solution same = solve(profiles, budget, exact_total);
-        if (same.chosen && same.chosen->seconds < 1.01 * s.chosen->seconds) s = same;
-    }
-    auto described = [&](const Choice& c) {
-        const Setting& setting = all[c.profile];
-        std::string formats;
-        if (setting.master != all[0].master) formats += " --master " + setting.master;
-        if (setting.adam_m != all[0].adam_m) formats += " --adam-m " + setting.adam_m;
-        if (setting.adam_v != all[0].adam_v) formats += " --adam-v " + setting.adam_v;
-        return MemoryChoice{levels_text(c.levels, recompute_names()),
-                            formats,
-                            setting.head_rows,
-                            setting.batch,
-                            setting.grad_accum,
-                            c.exact,
-                            c.seconds,
-                            c.seconds / s.fastest.seconds - 1};
-    };
-    if (!s.chosen) {
-        take_up(s.least);
-        const auto [name, bytes] = make_report().largest();
-        fail("--memory %s: the least that this takes is %.1f MiB (%s), %.1f of it for %s", o_.memory.c_str(),
-             static_cast<double>(s.least.exact) / kMiB, described(s.least).text().c_str(),
-             static_cast<double>(bytes) / kMiB, name.c_str());
-    }
-    choice_ = {described(*s.chosen)};
-    if (s.next_cheaper) choice_.push_back(described(*s.next_cheaper));
-    if (s.next_smaller) choice_.push_back(described(*s.next_smaller));
-    take_up(*s.chosen);
-    // A save remembers the choice, not the budget: a resumed run shall run the same.
-    o_.given.erase("--memory");
-    o_.given["--recompute"] = {o_.recompute};
-    o_.given["--head-rows"] = {std::to_string(o_.head_rows)};
-    o_.given["--batch"] = {std::to_string(o_.batch)};
-    o_.given["--grad-accum"] = {std::to_string(o_.grad_accum)};
-    if (o_.allow_8bit) o_.given["--master"] = {o_.master};
-    if (o_.allow_8bit && o_.optimizer == "adamw")
-        o_.given["--adam-m"] = {o_.adam_m}, o_.given["--adam-v"] = {o_.adam_v};
-    o_.given.erase("--allow-8bit");
+    const size_t room = budget ? parse_bytes(o_.memory, "--memory") : device_bytes_free() / 20 * 19;
+    return fit_batch(s, room, most, rehearsals);
 }
 
 // Where the step leaves its loss and norms; nowhere, as long as it is only rehearsed.
@@ -959,7 +802,7 @@ std::unique_ptr<Dataset> Trainer::open_training_data() {
         const bool split = data->is_text() && o_.val_data.empty();
         return split ? open_data(o_.data, "--data", Part::Train) : std::move(data);
     }
-    if (o_.plan || o_.steps == 0) return nullptr;
+    if (o_.plan || o_.steps == 0 || !o_.bench.empty()) return nullptr;
     if (!std::filesystem::exists("train_gpt.cu"))
         fail(
             "--data is missing, and the project's own text (train_gpt.cu and its folder) is not here to "
@@ -1076,7 +919,7 @@ MemoryReport Trainer::make_report() {
                          {metrics},
                          "fp32",
                          static_cast<size_t>(metrics) * sizeof(float)});
-    if (val_data_) {
+    if (val_data_ || o_.bench == "forward") {
         evaluate_plan_ = arena_.rehearse([&] { gpt_.evaluate({}, step_, 1, loss_); });
         r.others.emplace_back("validation", evaluate_plan_);
     }
@@ -1092,7 +935,8 @@ MemoryReport Trainer::make_report() {
     }
     r.train = train_plan_;
     const DeviceRates rates = nominal_rates<floatX>();
-    r.seconds = o_.grad_accum * seconds_of(train_plan_.work, rates) + seconds_of(update_plan_.work, rates);
+    r.update_seconds = seconds_of(update_plan_.work, rates);
+    r.seconds = o_.grad_accum * seconds_of(train_plan_.work, rates) + r.update_seconds;
     r.budget = o_.memory;
     r.choice = choice_;
     return r;
@@ -1120,11 +964,11 @@ void check_device() {
 // Checks what can be checked, takes the memory, and loads or initialises the model.
 void Trainer::prepare() {
     if (!o_.out.empty()) check_writable(o_.out);
-    if (data_ && data_->is_text() && !val_data_)
+    if (data_ && data_->is_text() && !val_data_ && o_.bench.empty())
         fprintf(stderr, "no validation: the text's last tenth is shorter than a sequence of %d\n",
                 o_.seq_len);
-    if (o_.steps > 0) print_plan();
-    if (o_.steps > 0) peak_flops_ = device_peak_flops<floatX>(stream_);
+    if (o_.steps > 0 && o_.bench.empty()) print_plan();
+    if (o_.steps > 0 && o_.bench.empty()) peak_flops_ = device_peak_flops<floatX>(stream_);
     arena_.allocate({&train_plan_, &update_plan_, &evaluate_plan_, &sample_plan_, &slide_plan_});
     metrics_memory_ = DeviceBuffer(static_cast<size_t>(metrics_count()) * sizeof(float), "the metrics");
     point_metrics(reinterpret_cast<float*>(metrics_memory_.data()));
@@ -1204,10 +1048,24 @@ void Trainer::update() {
         update_unit(static_cast<int>(i), state_.gradients() + state_.layout.units()[i].offset);
 }
 
+// Micro-batch k of a step: from the data, or random tokens where a bench has none.
+Batch Trainer::training_batch(int64_t step, uint64_t k) {
+    const uint64_t batch = static_cast<uint64_t>(o_.batch), micro = static_cast<uint64_t>(o_.grad_accum);
+    const uint64_t first = static_cast<uint64_t>(first_sequence_) +
+                           (static_cast<uint64_t>(step - first_step_) * micro + k) * batch;
+    if (loader_) return read_batch(*loader_, first, batch);
+    const size_t tokens = static_cast<size_t>(o_.batch) * static_cast<size_t>(o_.seq_len);
+    Batch b{std::vector<int>(tokens), std::vector<int>(tokens)};
+    auto draw = [&](uint64_t i) {
+        return static_cast<int>(random_uniform(o_.seed, kBenchStream, first, i) * config_.vocabulary);
+    };
+    for (size_t i = 0; i < tokens; i++) b.inputs[i] = draw(2 * i), b.targets[i] = draw(2 * i + 1);
+    return b;
+}
+
 void Trainer::train_step(int64_t step) {
     Range range("step");
     const Clock clock;
-    const uint64_t batch = static_cast<uint64_t>(o_.batch), micro = static_cast<uint64_t>(o_.grad_accum);
     const float loss_scale = 1.f / (static_cast<float>(o_.batch) * static_cast<float>(o_.seq_len) *
                                     static_cast<float>(o_.grad_accum));
     const double rate = learning_rate(o_.schedule, step, o_.steps, o_.warmup, o_.lr, o_.min_lr);
@@ -1223,10 +1081,8 @@ void Trainer::train_step(int64_t step) {
     if (!consume_)
         device_fill(state_.gradients(), 0, static_cast<size_t>(state_.layout.size()) * sizeof(floatX),
                     stream_);
-    for (uint64_t k = 0; k < micro; k++) {
-        const uint64_t before = static_cast<uint64_t>(first_sequence_) +
-                                static_cast<uint64_t>(step - first_step_) * micro * batch;
-        const Batch b = read_batch(*loader_, before + k * batch, batch);
+    for (int k = 0; k < o_.grad_accum; k++) {
+        const Batch b = training_batch(step, static_cast<uint64_t>(k));
         arena_.run(train_plan_, [&] { gpt_.forward_backward(b, step_, loss_scale, loss_, consume_); });
     }
     if (!consume_) arena_.run(update_plan_, [&] { update(); });
@@ -1234,17 +1090,33 @@ void Trainer::train_step(int64_t step) {
     if (!std::isfinite(loss) || !std::isfinite(norm))
         fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
              static_cast<long long>(step), loss, norm, last_save_.empty() ? "none" : last_save_.c_str());
-    print_step(step, loss, norm, rate, clock.seconds());
+    if (o_.bench.empty()) print_step(step, loss, norm, rate, clock.seconds());
+}
+
+// The forward of a step alone, as a validation runs it.
+void Trainer::forward_step(int64_t step) {
+    Range range("step");
+    device_fill(loss_.data(), 0, sizeof(float), stream_);
+    for (int k = 0; k < o_.grad_accum; k++) {
+        const Batch b = training_batch(step, static_cast<uint64_t>(k));
+        Range forward("forward");
+        arena_.run(evaluate_plan_, [&] { gpt_.evaluate(b, step_, 1, loss_); });
+    }
+    read_loss();
+}
+
+// 6 FLOPs a token and parameter that is multiplied with, which positions are not (Kaplan et al.,
+// arXiv:2001.08361), and causal attention's 6 layers C T.
+double Trainer::step_flops() const {
+    const double tokens = static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum;
+    const double multiplied =
+        static_cast<double>(report_.parameters - int64_t{config_.positions} * config_.channels);
+    return tokens *
+           (6.0 * multiplied + 6.0 * config_.layers * config_.channels * static_cast<double>(o_.seq_len));
 }
 
 void Trainer::print_step(int64_t step, double loss, double norm, double rate, double seconds) {
     const double tokens = static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum;
-    // 6 FLOPs a token and parameter that is multiplied with, which positions are not (Kaplan et al.,
-    // arXiv:2001.08361), and causal attention's 6 layers C T.
-    const double multiplied =
-        static_cast<double>(report_.parameters - int64_t{config_.positions} * config_.channels);
-    const double flops = tokens * (6.0 * multiplied +
-                                   6.0 * config_.layers * config_.channels * static_cast<double>(o_.seq_len));
     // The first step is slower: products are compiled. The time left follows the latest steps.
     seconds_per_step_ = step <= first_step_ + 1 ? seconds : 0.9 * seconds_per_step_ + 0.1 * seconds;
     const int64_t left = static_cast<int64_t>(seconds_per_step_ * static_cast<double>(o_.steps - step - 1));
@@ -1253,7 +1125,7 @@ void Trainer::print_step(int64_t step, double loss, double norm, double rate, do
         "%lld:%02lld left\n",
         static_cast<long long>(step), static_cast<long long>(o_.steps),
         100.0 * static_cast<double>(step + 1) / static_cast<double>(o_.steps), loss, norm, rate,
-        seconds * 1e3, tokens / seconds, 100.0 * flops / seconds / peak_flops_,
+        seconds * 1e3, tokens / seconds, 100.0 * step_flops() / seconds / peak_flops_,
         static_cast<long long>(left / 60), static_cast<long long>(left % 60));
     fflush(stdout);
     log_line({{"step", step},
@@ -1363,6 +1235,39 @@ void Trainer::run() {
     if (samples()) sample(step);
 }
 
+// --bench: runs steps, or their forwards alone, and prints what they took and reached.
+void Trainer::bench() {
+    check_device();
+    const bool forward_only = o_.bench == "forward";
+    BenchReport r = {.memory = report_,
+                     .forward_only = forward_only,
+                     .profiled = o_.profile_ops,
+                     .threads = omp_get_max_threads(),
+                     .warmup = o_.bench_warmup,
+                     .plans = {{forward_only ? &evaluate_plan_ : &train_plan_, o_.grad_accum}},
+                     .tokens = static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum,
+                     .flops = step_flops() / (forward_only ? 3 : 1),  // a third is forward's
+                     .matmul_peak = measured_matmul_flops<floatX>(stream_),
+                     .copy_peak = measured_copy_bandwidth(stream_)};
+    if (!forward_only && !consume_) r.plans.emplace_back(&update_plan_, 1);
+    const size_t before = device_bytes_in_use();
+    prepare();
+    StepWatch watch(stream_, o_.profile_ops);
+    for (int64_t step = 0; step < 1 + o_.bench_warmup + o_.bench_steps; step++) {
+        forward_only ? forward_step(step) : train_step(step);
+        StepTimes times = watch.take();
+        if (step == 0)
+            r.cold = std::move(times);
+        else if (step > o_.bench_warmup)
+            r.steps.push_back(std::move(times));
+    }
+    r.taken_bytes = std::max(device_bytes_in_use(), before) - before;
+    if (o_.json)
+        printf("%s\n", bench_json(r).dump(2).c_str());
+    else
+        print_bench(stdout, r);
+}
+
 // On a CPU, threads that wait for others spin for milliseconds by libgomp's default, which on a machine with
 // other work makes a step up to ten times slower; after some microseconds they had better sleep. libgomp
 // reads its environment before main, hence the second start.
@@ -1383,6 +1288,8 @@ int main(int argc, char** argv) {
         Trainer trainer(options);
         if (options.plan)
             trainer.print_plan();
+        else if (!options.bench.empty())
+            trainer.bench();
         else
             trainer.run();
     } catch (const UserError& e) {

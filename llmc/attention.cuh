@@ -391,13 +391,14 @@ bool attention_vectors(const AttentionInput<T>& in, std::initializer_list<const 
     return all;
 }
 
-// Counts `products` matrix products of the causal half of queries x keys, and passes over arrays as large as
-// q.
+// An operation of `products` matrix products of the causal half of queries x keys, and passes over arrays as
+// large as q.
 template <class T>
-void count_attention(const char* name, const AttentionInput<T>& in, int products, int passes) {
+Operation attention_operation(const char* name, const AttentionInput<T>& in, int products, int passes) {
     const double rows = static_cast<double>(in.batch) * in.heads * in.queries;
     const double seen = in.keys - 0.5 * in.queries;  // keys, on average
-    count_work(name, 2.0 * rows * seen * in.head_size * products, rows * in.head_size * passes * sizeof(T));
+    return Operation(name, 2.0 * rows * seen * in.head_size * products,
+                     rows * in.head_size * passes * sizeof(T));
 }
 
 // out (batch, queries, heads * head_size) and lse (batch, heads, queries), the logarithm of each row's sum of
@@ -405,7 +406,7 @@ void count_attention(const char* name, const AttentionInput<T>& in, int products
 template <class T>
 void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream stream) {
     assert(in.queries <= in.keys);
-    count_attention("attention_forward", in, 2, 4);
+    const Operation operation = attention_operation("attention_forward", in, 2, 4);
     if (simt::launches_off) return;
     if constexpr (kFastCpu) {
         attention_forward_on_cpu(out, lse, in, stream);
@@ -427,7 +428,7 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const 
                         const AttentionInput<T>& in, Stream stream) {
     assert(in.queries == in.keys);
     // On a GPU keys and queries each make the scores and their gradients.
-    count_attention("attention_backward", in, kFastCpu ? 5 : 7, 8);
+    const Operation operation = attention_operation("attention_backward", in, kFastCpu ? 5 : 7, 8);
     if (simt::launches_off) return;
     const bool vectors = attention_vectors(in, {dq, dk, dv, dout, out});
     const dim3 row_blocks(ceil_div(int64_t{in.batch} * in.queries * in.heads, kBlockWarps));

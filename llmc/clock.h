@@ -7,6 +7,7 @@
 #include <string>
 
 #include "llmc/matmul.h"
+#include "llmc/random.h"
 #include "llmc/solver.h"
 
 class Clock {
@@ -60,17 +61,20 @@ DeviceRates nominal_rates() {
     return {gpu.flops * (narrow ? 0.65 : 0.05), gpu.bandwidth * 0.8, 3e-6};
 }
 
-// The FLOP/s that a model's utilisation is measured against: what the GPU's maker promises for dense products
-// in bf16, where it is known; else those of a square product, measured now.
+// The FLOP/s of a square product, measured now, the best of several.
 template <class T>
-double device_peak_flops(Stream stream) {
-    if (const KnownGpu* gpu = known_gpu(); gpu && std::is_same_v<T, bf16>) return gpu->flops;
+double measured_matmul_flops(Stream stream) {
     const int64_t n = kFastCpu ? 1200 : 4096;  // on a CPU no power of two, whose rows would share cache sets
+    std::vector<T> random(static_cast<size_t>(n * n));  // a GPU multiplies zeros with less power, and faster
+    for (size_t i = 0; i < random.size(); i++)
+        random[i] = from_float<T>(static_cast<float>(random_uniform(0, i) - 0.5));
     Arena arena;
     double best = 1e30;
     auto multiply = [&] {
         Tensor<T> a = arena.take<T>("a", {n, n}), b = arena.take<T>("b", {n, n}),
                   c = arena.take<T>("c", {n, n});
+        for (Tensor<T>* t : {&a, &b})
+            copy_to_device(t->data(), random.data(), random.size() * sizeof(T), stream);
         for (int i = 0; i < (arena.rehearsing() ? 1 : 12); i++) {
             const Clock clock;
             matmul(arena, stream, c, a, b);
@@ -84,4 +88,12 @@ double device_peak_flops(Stream stream) {
     arena.run(plan, multiply);
     const double side = static_cast<double>(n);
     return 2 * side * side * side / best;
+}
+
+// The FLOP/s that a model's utilisation is measured against: what the GPU's maker promises for dense products
+// in bf16, where it is known; else those of a square product.
+template <class T>
+double device_peak_flops(Stream stream) {
+    if (const KnownGpu* gpu = known_gpu(); gpu && std::is_same_v<T, bf16>) return gpu->flops;
+    return measured_matmul_flops<T>(stream);
 }

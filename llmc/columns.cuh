@@ -128,7 +128,7 @@ struct BiasColumns {
 // dbias (C) += the column sums of dout (rows, C). scratch: column_sums_scratch(rows, C, 1).
 template <class T>
 void bias_backward(Tensor<T>& dbias, Tensor<float>& scratch, const Tensor<T>& dout, Stream stream) {
-    count_pass("bias_backward", dout);
+    const Operation operation("bias_backward", 0, pass_bytes(dout));
     add_column_sums<T>(BiasColumns<T>{dout.data()}, ColumnOutputs<T, 1>{{dbias.data()}}, scratch,
                        static_cast<int>(dout.rows()), static_cast<int>(dout.columns()), stream);
 }

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 template <class T>
 void cross_entropy_forward_backward(Tensor<T>& logits, Tensor<float>& losses, const Tensor<int>& targets,
                                     float scale, int V, Stream stream) {
-    count_pass("cross_entropy_forward_backward", logits, logits, logits);
+    const Operation operation("cross_entropy_forward_backward", 0, pass_bytes(logits, logits, logits));
     launch<cross_entropy_kernel<T, true>>(static_cast<unsigned>(logits.rows()), kBlockThreads, 0, stream,
                                           logits.data(), losses.data(), targets.data(), scale, V,
                                           static_cast<int>(logits.columns()));
@@ -72,7 +72,7 @@ void cross_entropy_forward_backward(Tensor<T>& logits, Tensor<float>& losses, co
 template <class T>
 void cross_entropy_forward(const Tensor<T>& logits, Tensor<float>& losses, const Tensor<int>& targets, int V,
                            Stream stream) {
-    count_pass("cross_entropy_forward", logits);
+    const Operation operation("cross_entropy_forward", 0, pass_bytes(logits));
     launch<cross_entropy_kernel<T, false>>(static_cast<unsigned>(logits.rows()), kBlockThreads, 0, stream,
                                            logits.data(), losses.data(), targets.data(), 0.f, V,
                                            static_cast<int>(logits.columns()));
@@ -80,7 +80,7 @@ void cross_entropy_forward(const Tensor<T>& logits, Tensor<float>& losses, const
 
 // total (1) += scale * the sum of losses (rows).
 inline void add_losses(Tensor<float>& total, const Tensor<float>& losses, float scale, Stream stream) {
-    count_pass("add_losses", losses);
+    const Operation operation("add_losses", 0, pass_bytes(losses));
     launch<add_losses_kernel>(1, kBlockThreads, 0, stream, total.data(), losses.data(),
                               static_cast<int>(losses.size()), scale);
 }

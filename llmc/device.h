@@ -156,10 +156,18 @@ class DeviceBuffer {
     size_t bytes_ = 0;
 };
 
+// Hears of the ranges of a step: the bench.
+struct RangeListener {
+    virtual void range_opens(const char* name) = 0;
+    virtual void range_closes() = 0;
+};
+inline RangeListener* range_listener = nullptr;  // null unless somebody measures
+
 // A named stretch of the step: an NVTX range for nsys, and the place the memory plan names. Ranges nest.
 class Range {
   public:
-    explicit Range(const char* name, int index = -1) : length_before_(path().size()) {
+    explicit Range(const char* name, int index = -1)
+        : length_before_(path().size()), listener_(range_listener) {
         if (!path().empty()) path() += ' ';
         const size_t start = path().size();
         path() += name;
@@ -169,8 +177,10 @@ class Range {
 #else
         (void)start;
 #endif
+        if (listener_) listener_->range_opens(name);
     }
     ~Range() {
+        if (listener_) listener_->range_closes();
         path().resize(length_before_);
 #ifdef LLMC_NVTX
         nvtxRangePop();
@@ -185,4 +195,5 @@ class Range {
 
   private:
     size_t length_before_;
+    RangeListener* listener_;
 };

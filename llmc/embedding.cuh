@@ -33,7 +33,7 @@ void embedding_forward(Tensor<T>& out, const Tensor<int>& tokens, const Tensor<T
                        int first_position, Stream stream) {
     const int rows = static_cast<int>(out.rows()), C = static_cast<int>(out.columns());
     const int seq_len = static_cast<int>(tokens.columns());
-    count_pass("embedding_forward", out, out, out);
+    const Operation operation("embedding_forward", 0, pass_bytes(out, out, out));
     const dim3 grid(static_cast<unsigned>(ceil_div(rows, kBlockWarps)));
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
         launch<embedding_forward_kernel<T, N>>(grid, kBlockThreads, 0, stream, out.data(), tokens.data(),
@@ -108,7 +108,7 @@ void embedding_backward(Tensor<T>& dwte, Tensor<T>& dwpe, const Tensor<T>& dout,
                         const Tensor<int>& order, const Tensor<int>& starts, int groups, Stream stream) {
     const int C = static_cast<int>(dout.columns()), seq_len = static_cast<int>(tokens.columns());
     const int batch = static_cast<int>(tokens.rows());
-    count_pass("embedding_backward", dout, dout, dout, dout);
+    const Operation operation("embedding_backward", 0, pass_bytes(dout, dout, dout, dout));
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
         const dim3 by_token(static_cast<unsigned>(ceil_div(groups, kBlockWarps)),
                             static_cast<unsigned>(ceil_div(C, int64_t{kLanes} * N)));

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 // out = gelu(x), elementwise; out may be x.
 template <class T>
 void gelu_forward(Tensor<T>& out, const Tensor<T>& x, Stream stream) {
-    count_pass("gelu_forward", out, x);
+    const Operation operation("gelu_forward", 0, pass_bytes(out, x));
     launch<gelu_forward_kernel<T>>(elementwise_blocks<T>(x.size()), kBlockThreads, 0, stream, out.data(),
                                    x.data(), x.size());
 }
@@ -50,7 +50,7 @@ void gelu_forward(Tensor<T>& out, const Tensor<T>& x, Stream stream) {
 // dx = dout gelu'(x), elementwise; dx may be dout.
 template <class T>
 void gelu_backward(Tensor<T>& dx, const Tensor<T>& dout, const Tensor<T>& x, Stream stream) {
-    count_pass("gelu_backward", dx, dout, x);
+    const Operation operation("gelu_backward", 0, pass_bytes(dx, dout, x));
     launch<gelu_backward_kernel<T>>(elementwise_blocks<T>(x.size()), kBlockThreads, 0, stream, dx.data(),
                                     dout.data(), x.data(), x.size());
 }

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kBlockThreads) norm_kernel(float* norm, const 
 template <class T>
 void global_norm(Tensor<float>& norm, Tensor<float>& scratch, const T* x, int64_t n, Stream stream) {
     assert(scratch.size() == kNormBlocks);
-    count_work("global_norm", 0, static_cast<double>(n) * sizeof(T));
+    const Operation operation("global_norm", 0, static_cast<double>(n) * sizeof(T));
     const int64_t per_block = ceil_div(ceil_div(n, kVectorSize<T>), kNormBlocks) * kVectorSize<T>;
     launch<squares_kernel<T>>(kNormBlocks, kBlockThreads, 0, stream, scratch.data(), x, n, per_block);
     launch<norm_kernel>(1, kBlockThreads, 0, stream, norm.data(), scratch.data(), kNormBlocks);

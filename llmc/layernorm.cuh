@@ -129,7 +129,7 @@ void layernorm_launch(Tensor<T>& out, Tensor<float>& mean, Tensor<float>& rstd, 
 template <class T>
 void layernorm_forward(Tensor<T>& out, Tensor<float>& mean, Tensor<float>& rstd, const Tensor<T>& x,
                        const Tensor<T>& weight, const Tensor<T>& bias, Stream stream) {
-    count_pass("layernorm_forward", out, x);
+    const Operation operation("layernorm_forward", 0, pass_bytes(out, x));
     layernorm_launch<T, false>(out, mean, rstd, nullptr, x, nullptr, weight, bias, stream);
 }
 
@@ -138,7 +138,7 @@ template <class T>
 void residual_layernorm_forward(Tensor<T>& sum, Tensor<T>& out, Tensor<float>& mean, Tensor<float>& rstd,
                                 const Tensor<T>& a, const Tensor<T>& b, const Tensor<T>& weight,
                                 const Tensor<T>& bias, Stream stream) {
-    count_pass("residual_layernorm_forward", sum, out, a, b);
+    const Operation operation("residual_layernorm_forward", 0, pass_bytes(sum, out, a, b));
     layernorm_launch<T, true>(out, mean, rstd, sum.data(), a, b.data(), weight, bias, stream);
 }
 
@@ -147,7 +147,7 @@ template <class T>
 void layernorm_normalize(Tensor<T>& out, const Tensor<T>& x, const Tensor<float>& mean,
                          const Tensor<float>& rstd, const Tensor<T>& weight, const Tensor<T>& bias,
                          Stream stream) {
-    count_pass("layernorm_normalize", out, x);
+    const Operation operation("layernorm_normalize", 0, pass_bytes(out, x));
     const int rows = static_cast<int>(x.rows()), C = static_cast<int>(x.columns());
     const dim3 grid(static_cast<unsigned>(ceil_div(rows, kBlockWarps)));
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
@@ -164,7 +164,7 @@ void layernorm_backward(Tensor<T>& dx, Tensor<Gradient>& dweight, Tensor<Gradien
                         Tensor<float>& scratch, const Tensor<T>& dout, const Tensor<T>& x,
                         const Tensor<float>& mean, const Tensor<float>& rstd, const Tensor<T>& weight,
                         Stream stream) {
-    count_pass("layernorm_backward", dx, dx, dout, x, dout, x);
+    const Operation operation("layernorm_backward", 0, pass_bytes(dx, dx, dout, x, dout, x));
     const int rows = static_cast<int>(x.rows()), C = static_cast<int>(x.columns());
     const dim3 grid(static_cast<unsigned>(ceil_div(rows, kBlockWarps)));
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {

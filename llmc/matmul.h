@@ -25,13 +25,16 @@ template <class T, class Out>
 void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, const Tensor<T>& b,
             const MatmulOptions<T>& options = {});
 
-// A product's FLOPs, and the bytes of its operands.
+// The product as an operation, with its FLOPs and the bytes of its operands.
 template <class T>
-void count_matmul(const MatmulShape& s, const MatmulOptions<T>& o) {
+Operation matmul_operation(const MatmulShape& s, const MatmulOptions<T>& o) {
     const int64_t elements =
         s.m * s.k + s.k * s.n + s.m * s.n * (1 + o.accumulate + (o.gelu_input != nullptr));
-    count_work("matmul", 2.0 * static_cast<double>(s.m) * static_cast<double>(s.n) * static_cast<double>(s.k),
-               static_cast<double>(elements) * sizeof(T));
+    return Operation("matmul",
+                     2.0 * static_cast<double>(s.m) * static_cast<double>(s.n) * static_cast<double>(s.k),
+                     static_cast<double>(elements) * sizeof(T),
+                     {s.m, s.n, s.k, o.transpose_a, o.transpose_b, o.accumulate, o.bias != nullptr, o.gelu,
+                      o.gelu_input != nullptr});
 }
 
 template <class T, class Out>
@@ -65,7 +68,7 @@ void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, c
                                 options.accumulate,
                                 options.bias != nullptr,
                                 options.gelu};
-    count_matmul(s, options);
+    const Operation operation = matmul_operation(s, options);
     void* scratch = arena.workspace(onednn_scratch_bytes<T, Out>(product));
     if (!simt::launches_off)
         onednn_matmul<T, Out>(product, out.data(), a.data(), b.data(),

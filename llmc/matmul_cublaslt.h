@@ -107,7 +107,7 @@ void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, c
             const MatmulOptions<T>& options) {
     using namespace cublaslt;
     const MatmulShape s = matmul_shape(out, a, b, options);
-    count_matmul(s, options);
+    const Operation operation = matmul_operation(s, options);
     void* workspace = arena.workspace(kCublasWorkspace);
     // The fused gradient wants rows of its input at 16-byte steps; other widths go through the kernel.
     const bool dgelu = options.gelu_input && s.n * static_cast<int64_t>(sizeof(T)) % 16 == 0;

@@ -302,7 +302,7 @@ void optimizer_update(const OptimizerStep& o, const UpdateArrays<T>& a, const Te
                           .m_correction = correction(o.beta1),
                           .v_correction = correction(o.beta2),
                           .random_key = random_key(o.seed, kRoundingStream, static_cast<uint64_t>(o.step))};
-    count_work("optimizer_update", 0, update_bytes(a));
+    const Operation operation("optimizer_update", 0, update_bytes(a));
     const int64_t blocks = ceil_div(ceil_div(a.n, kQuantizedBlock), kBlockWarps * kUpdateBlocks);
     launch<optimizer_kernel<T>>(static_cast<unsigned>(blocks), kBlockThreads, 0, stream, a, f, norm.data());
 }

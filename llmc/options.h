@@ -30,6 +30,9 @@ struct Options {
     std::string memory;
     bool allow_8bit = false;
     bool plan = false, json = false;
+    std::string bench;  // "step" or "forward"; empty: a training
+    int bench_warmup = 2, bench_steps = 10;
+    bool profile_ops = false;
     std::string timeline;
     std::string log;
     int64_t eval_every = 0;
@@ -49,6 +52,7 @@ struct Options {
     // resume.
     std::map<std::string, std::vector<std::string>> given;
     bool has(const std::string& name) const { return given.count(name) > 0; }
+    const char* first(const std::string& name) const { return given.at(name).at(0).c_str(); }
 };
 
 // Accepts a number from low to high: unlike CLI::Range, not "nan".
@@ -78,7 +82,7 @@ inline CLI::Validator number_or_auto(double low, double high) {
 inline void declare_options(CLI::App& app, Options& o) {
     const int most = 1 << 30;
     const std::string model = "Model and data", optimizer = "Optimizer", memory = "Memory", run = "Run",
-                      sampling = "Sampling", saving = "Saving";
+                      bench = "Bench", sampling = "Sampling", saving = "Saving";
     app.add_option("--model", o.model, "dN: a new GPT-2 of N layers; or a Hugging Face folder")->group(model);
     app.add_option("--data", o.data, "text files, or token shards (.bin); globs")->group(model);
     app.add_option("--val-data", o.val_data, "the same for validation; else a text's last tenth")
@@ -146,7 +150,7 @@ inline void declare_options(CLI::App& app, Options& o) {
                  "--memory may also choose --master split and 8-bit moments, where that is faster")
         ->group(memory);
     app.add_flag("--plan", o.plan, "print what every buffer takes, and stop")->group(memory);
-    app.add_flag("--json", o.json, "the plan as JSON")->group(memory);
+    app.add_flag("--json", o.json, "the plan, or the bench's figures, as JSON")->group(memory);
     app.add_option("--timeline", o.timeline, "a file for the bytes that live after each operation of a step")
         ->group(memory);
 
@@ -156,6 +160,17 @@ inline void declare_options(CLI::App& app, Options& o) {
         ->group(run);
     app.add_option("--eval-batches", o.eval_batches, "batches in one")->check(between(1, most))->group(run);
     app.add_option("--threads", o.threads, "CPU threads; 0: all")->check(between(0, 4096))->group(run);
+
+    app.add_option("--bench", o.bench, "measure training steps, or the forward alone; nothing is kept")
+        ->expected(0, 1)
+        ->default_str("step")
+        ->check(CLI::IsMember({"step", "forward"}))
+        ->group(bench);
+    app.add_option("--bench-warmup", o.bench_warmup, "steps before those that count, after a cold one")
+        ->check(between(0, 1e6))
+        ->group(bench);
+    app.add_option("--bench-steps", o.bench_steps, "steps that count")->check(between(1, 1e6))->group(bench);
+    app.add_flag("--profile-ops", o.profile_ops, "measure each operation too; implies --bench")->group(bench);
 
     app.add_option("--sample-every", o.sample_every, "steps between samples; 0: at the end")
         ->check(between(0, 1e12))
@@ -179,9 +194,27 @@ inline void declare_options(CLI::App& app, Options& o) {
     app.add_option("--resume", o.resume, "go on from a save; its options hold unless given")->group(saving);
 }
 
+// A bench measures a run that it does not make: fails on what only that run would have.
+inline void check_bench_options(const Options& o) {
+    if (o.bench.empty()) {
+        if (o.has("--bench")) fail("--bench '': step or forward");
+        for (const char* name : {"--bench-warmup", "--bench-steps"})
+            if (o.has(name)) fail("%s %s is of a measurement: add --bench", name, o.first(name));
+        return;
+    }
+    if (o.has("--steps")) fail("--steps %s is of a training; a bench has --bench-steps", o.first("--steps"));
+    for (const char* name : {"--plan", "--timeline", "--resume", "--out", "--save-every", "--log",
+                             "--val-data", "--eval-every", "--sample-every", "--prompt"})
+        if (o.has(name)) fail("%s %s: a bench only measures; leave it out, or --bench", name, o.first(name));
+    if (o.bench == "forward" && o.has("--memory"))
+        fail("--memory %s chooses for training, and --bench forward does none", o.memory.c_str());
+}
+
 // Fails when options that are each in range do not go together.
 inline void check_options(const Options& o) {
-    if (o.json && !o.plan) fail("--json is the format of --plan; for a training's figures use --log FILE");
+    check_bench_options(o);
+    if (o.json && !o.plan && o.bench.empty())
+        fail("--json is the format of --plan and --bench; for a training's figures use --log FILE");
     for (const char* moments : {"--adam-m", "--adam-v"})
         if (o.optimizer == "sgd" && o.has(moments))
             fail("%s is AdamW's, and --optimizer sgd keeps no moments", moments);
@@ -258,6 +291,11 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
             if (c == '\n') c = ' ';
         fail("%s (--help lists the options)", line.c_str());
     }
+    if (o.profile_ops && !o.has("--bench")) o.bench = "step";
     check_options(o);
+    if (!o.bench.empty()) {
+        o.steps = o.bench == "forward" ? 0 : 1 + int64_t{o.bench_warmup} + o.bench_steps;
+        o.sample_tokens = 0;
+    }
     return o;
 }

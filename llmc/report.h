@@ -10,6 +10,8 @@
 #include "llmc/arena.h"
 #include "llmc/model.h"
 
+constexpr double mebibytes(size_t bytes) { return static_cast<double>(bytes) / 1048576.0; }
+
 // A configuration that --memory chose or might have.
 struct MemoryChoice {
     std::string recompute, formats;  // of the layers; of the state, as options, where not as given
@@ -38,6 +40,7 @@ struct MemoryReport {
     int batch = 0, seq_len = 0, grad_accum = 1;
     int64_t head_rows = 0;
     double seconds = 0;                // of a step, by estimate
+    double update_seconds = 0;         // of the update in it
     std::string budget;                // --memory
     std::vector<MemoryChoice> choice;  // what was chosen for it, and its neighbours
     std::vector<Buffer> buffers;

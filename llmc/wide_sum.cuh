@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 inline void wide_sum_add(Tensor<bf16>& sum, Tensor<uint8_t>& low, const Tensor<float>& term, Stream stream) {
     const int64_t n = sum.size();
     assert(n == term.size() && n == 2 * low.size() && n % kVectorSize<bf16> == 0);
-    count_pass("wide_sum_add", sum, sum, low, low, term);
+    const Operation operation("wide_sum_add", 0, pass_bytes(sum, sum, low, low, term));
     launch<wide_sum_kernel>(elementwise_blocks<bf16>(n), kBlockThreads, 0, stream, sum.data(), low.data(),
                             term.data(), n);
 }

@@ -85,7 +85,8 @@ class RandomStep {
             name, {batch_ * (1 + static_cast<int64_t>(random_bits(seed_, 1, size(which)) % most))});
     }
     void work(int which) const {
-        count_work("work", 1e6 * batch_ * random_uniform(2, which), 2e5 * batch_ * random_uniform(3, which));
+        const Operation operation("work", 1e6 * batch_ * random_uniform(2, which),
+                                  2e5 * batch_ * random_uniform(3, which));
     }
     double random_uniform(uint64_t a, int b) const {
         return static_cast<double>(random_bits(seed_, a, size(b)) % 1000003) / 1000003.0;
@@ -165,10 +166,10 @@ TEST(Segments, PeaksAndEndsAreRelative) {
             Range range("block", 0);
             b = arena.take<char>("b", {257});
             Bytes c = arena.take<char>("c", {1});
-            count_work("one", 3e12, 1e11);
-            count_work("two", 0, 4e11);
+            const Operation one("one", 3e12, 1e11);
+            const Operation two("two", 0, 4e11);
         }
-        count_work("three", 0, 0);
+        const Operation three("three", 0, 0);
         a.drop();
     });
     const std::vector<Segment> s = segments_of(plan, kRates);

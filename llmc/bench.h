@@ -1,0 +1,341 @@
+// bench.h - what a step takes, phase by phase and operation by operation, beside what the device can do.
+//
+// A StepWatch listens to the ranges and the operations of steps as they run and sets a mark in the stream at
+// each boundary: on a GPU an event, so that measuring does not hold up the step. What an operation costs was
+// counted in the rehearsal (work.h); the device's rates are measured just before.
+#pragma once
+
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "llmc/clock.h"
+#include "llmc/packed.h"
+#include "llmc/report.h"
+
+// Moments of the stream's work, numbered from 0, and the time between them.
+class Marks {
+  public:
+    explicit Marks(Stream stream) : stream_(stream) {}
+    Marks(const Marks&) = delete;
+#if defined(SIMT_GPU)
+    ~Marks() {
+        for (cudaEvent_t event : moments_) cudaEventDestroy(event);
+    }
+    int set() {  // checked by finish(): destructors set marks too
+        if (count_ == moments_.size()) cudaEventCreate(&moments_.emplace_back());
+        cudaEventRecord(moments_[count_], stream_);
+        return static_cast<int>(count_++);
+    }
+    double seconds(int from, int to) const {
+        float ms = 0;
+        CUDA_CHECK(cudaEventElapsedTime(&ms, moments_[static_cast<size_t>(from)],
+                                        moments_[static_cast<size_t>(to)]));
+        return ms * 1e-3;
+    }
+#else
+    int set() {
+        if (count_ == moments_.size()) moments_.emplace_back();
+        moments_[count_] = std::chrono::steady_clock::now();
+        return static_cast<int>(count_++);
+    }
+    double seconds(int from, int to) const {
+        return std::chrono::duration<double>(moments_[static_cast<size_t>(to)] -
+                                             moments_[static_cast<size_t>(from)])
+            .count();
+    }
+#endif
+    // Waits until all marks have been passed.
+    void finish() const { device_synchronize(stream_); }
+    void clear() { count_ = 0; }
+
+  private:
+    Stream stream_;
+#if defined(SIMT_GPU)
+    std::vector<cudaEvent_t> moments_;
+#else
+    std::vector<std::chrono::steady_clock::time_point> moments_;
+#endif
+    size_t count_ = 0;
+};
+
+// Operations are told apart by name, products also by shape and form.
+using OperationKey = std::pair<std::string_view, Product>;
+
+struct OperationTime {
+    double seconds = 0;  // without what is nested in it
+    int64_t calls = 0;
+};
+
+// What one step took, in seconds: the range "step", and by name those directly in it.
+struct StepTimes {
+    std::map<std::string, double> ranges;
+    std::map<OperationKey, OperationTime> operations;
+};
+
+// Times the steps that run while it exists.
+class StepWatch : RangeListener, OperationListener {
+  public:
+    // Operations are only listened to if asked for.
+    StepWatch(Stream stream, bool operations) : marks_(stream) {
+        range_listener = this;
+        if (operations) operation_listener = this;
+    }
+    ~StepWatch() {
+        range_listener = nullptr;
+        operation_listener = nullptr;
+    }
+
+    // The times of the step that ran since the last call.
+    StepTimes take() {
+        marks_.finish();
+        for (const Span& s : spans_) times_.ranges[s.name] += marks_.seconds(s.from, s.to);
+        for (size_t i = 0; i + 1 < turns_.size(); i++)
+            if (turns_[i].running)
+                turns_[i].running->seconds += marks_.seconds(turns_[i].mark, turns_[i + 1].mark);
+        spans_.clear();
+        turns_.clear();
+        marks_.clear();
+        return std::exchange(times_, {});
+    }
+
+  private:
+    static constexpr int kDepth = 2;  // the step, and its phases; what is nested in them does not count
+    struct Span {
+        const char* name;
+        int from, to;
+    };
+    struct Turn {  // from a mark on this operation runs, or none
+        int mark;
+        OperationTime* running;
+    };
+
+    void range_opens(const char* name) override {
+        if (depth_++ < kDepth) open_[depth_ - 1] = {name, marks_.set(), 0};
+    }
+    void range_closes() override {
+        if (--depth_ >= kDepth) return;
+        spans_.push_back(open_[depth_]);
+        spans_.back().to = marks_.set();
+    }
+    void operation_begins(const char* name, const Product& product) override {
+        OperationTime& time = times_.operations[{name, product}];
+        time.calls++;
+        running_.push_back(&time);
+        turns_.push_back({marks_.set(), &time});
+    }
+    void operation_ends() override {
+        running_.pop_back();
+        turns_.push_back({marks_.set(), running_.empty() ? nullptr : running_.back()});
+    }
+
+    Marks marks_;
+    StepTimes times_;
+    Span open_[kDepth] = {};
+    int depth_ = 0;
+    std::vector<Span> spans_;
+    std::vector<Turn> turns_;
+    std::vector<OperationTime*> running_;  // the innermost last
+};
+
+// ---- the device
+
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads) copy_kernel(T* out, const T* in, int64_t n) {
+    for_each_vector<T>(
+        n, [&]<int N>(int64_t i, std::integral_constant<int, N>) { store(out + i, load<N>(in + i)); });
+}
+
+// The bytes per second that a large copy reads and writes, the best of several.
+inline double measured_copy_bandwidth(Stream stream) {
+    const int64_t n = int64_t{kFastCpu ? 32 : 128} << 20;  // floats: far more than caches hold
+    const size_t bytes = static_cast<size_t>(n) * sizeof(float);
+    const DeviceBuffer from(bytes, "what the bench copies"), to(bytes, "the bench's copy");
+    device_fill(from.data(), 1, bytes, stream);  // on a CPU, pages are there once they were written
+    device_fill(to.data(), 1, bytes, stream);
+    device_synchronize(stream);
+    double best = 1e30;
+    for (int i = 0; i < 8; i++) {
+        const Clock clock;
+        launch<copy_kernel<float>>(elementwise_blocks<float>(n), kBlockThreads, 0, stream,
+                                   reinterpret_cast<float*>(to.data()),
+                                   reinterpret_cast<const float*>(from.data()), n);
+        device_synchronize(stream);
+        best = std::min(best, clock.seconds());
+    }
+    return 2 * static_cast<double>(bytes) / best;
+}
+
+// ---- the report
+
+struct Statistics {
+    double mean, std, median, min;  // std: of the sample, by n - 1; 0 for one value
+};
+
+inline Statistics statistics(std::vector<double> values) {
+    assert(!values.empty());
+    std::sort(values.begin(), values.end());
+    const size_t n = values.size();
+    double sum = 0, squares = 0;
+    for (double v : values) sum += v;
+    const double mean = sum / static_cast<double>(n);
+    for (double v : values) squares += (v - mean) * (v - mean);
+    return {mean, n > 1 ? std::sqrt(squares / static_cast<double>(n - 1)) : 0,
+            (values[(n - 1) / 2] + values[n / 2]) / 2, values[0]};
+}
+
+// A line of the table of operations: all calls of one kind in a step.
+struct OperationLine {
+    std::string name;
+    double calls = 0, seconds = 0, flops = 0, bytes = 0;
+    double roofline = 0;  // the seconds that the device's measured rates allow
+};
+
+struct BenchReport {
+    const MemoryReport& memory;  // the model, the batch and what was planned
+    bool forward_only, profiled;
+    int threads, warmup;
+    std::vector<std::pair<const Plan*, int>> plans;  // of a step, and how often each runs in it
+    double tokens, flops;                            // of a step
+    double matmul_peak, copy_peak;                   // measured: FLOP/s, bytes/s
+    size_t taken_bytes = 0;
+    StepTimes cold = {};
+    std::vector<StepTimes> steps = {};
+
+    const char* whole() const { return forward_only ? "forward" : "step"; }
+    // The ranges that were measured, in order: without the update where backward contains it.
+    std::vector<std::string> phases() const {
+        std::vector<std::string> names;
+        for (const char* name : {"forward", "head", "backward", "update", "step"})
+            if (steps[0].ranges.count(name) && (!forward_only || name == std::string_view("forward")))
+                names.push_back(name);
+        return names;
+    }
+    Statistics of(const std::string& phase) const {
+        std::vector<double> seconds;
+        for (const StepTimes& s : steps) seconds.push_back(s.ranges.at(phase));
+        return statistics(std::move(seconds));
+    }
+    double seconds() const { return of(whole()).median; }
+    double flops_per_second() const { return flops / seconds(); }
+    double bytes_per_second() const {
+        double bytes = 0;
+        for (const auto& [plan, runs] : plans)
+            for (const Work& w : plan->work) bytes += runs * w.bytes;
+        return bytes / seconds();
+    }
+    std::vector<OperationLine> operations() const;
+};
+
+// The operations of a step, the longest first: their costs from the rehearsal, their mean times measured.
+inline std::vector<OperationLine> BenchReport::operations() const {
+    std::map<OperationKey, OperationLine> lines;
+    const DeviceRates rates = {matmul_peak, copy_peak, 0};
+    for (const auto& [plan, runs] : plans)
+        for (const Work& w : plan->work) {
+            OperationLine& line = lines[{w.name, w.product}];
+            line.name = w.product.m ? w.name + (" " + w.product.text()) : w.name;
+            line.calls += runs * w.calls;
+            line.flops += runs * w.flops;
+            line.bytes += runs * w.bytes;
+            line.roofline += runs * seconds_of(w, rates);
+        }
+    std::map<OperationKey, OperationTime> times;
+    for (const StepTimes& s : steps)
+        for (const auto& [key, time] : s.operations) {
+            times[key].calls += time.calls;
+            times[key].seconds += time.seconds;
+        }
+    const double count = static_cast<double>(steps.size());
+    std::vector<OperationLine> sorted;
+    for (auto& [key, line] : lines) {
+        assert(static_cast<double>(times[key].calls) == line.calls * count);  // the plan is the program
+        line.seconds = times[key].seconds / count;
+        sorted.push_back(line);
+    }
+    assert(times.size() == lines.size());
+    std::stable_sort(sorted.begin(), sorted.end(),
+                     [](const OperationLine& a, const OperationLine& b) { return a.seconds > b.seconds; });
+    return sorted;
+}
+
+inline nlohmann::ordered_json bench_json(const BenchReport& r) {
+    const MemoryReport& m = r.memory;
+    nlohmann::ordered_json j = {{"model", m.model},
+                                {"device", m.device},
+                                {"precision", m.precision},
+                                {"batch", m.batch},
+                                {"seq_len", m.seq_len},
+                                {"grad_accum", m.grad_accum},
+                                {"recompute", m.recompute},
+                                {"threads", r.threads},
+                                {"warmup", r.warmup},
+                                {"steps", r.steps.size()},
+                                {"cold_ms", 1e3 * r.cold.ranges.at(r.whole())}};
+    for (const std::string& phase : r.phases()) {
+        const Statistics s = r.of(phase);
+        j[phase + "_ms"] = {
+            {"mean", 1e3 * s.mean}, {"std", 1e3 * s.std}, {"median", 1e3 * s.median}, {"min", 1e3 * s.min}};
+    }
+    j["tokens_per_second"] = r.tokens / r.seconds();
+    j["flops_per_second"] = r.flops_per_second();
+    j["matmul_peak"] = r.matmul_peak;
+    j["matmul_share"] = r.flops_per_second() / r.matmul_peak;
+    j["copy_peak"] = r.copy_peak;
+    j["bytes_per_second"] = r.bytes_per_second();
+    j["planned_bytes"] = m.total();
+    j["taken_bytes"] = r.taken_bytes;
+    if (!r.profiled) return j;
+    for (const OperationLine& o : r.operations())
+        j["operations"].push_back({{"name", o.name},
+                                   {"calls", static_cast<int64_t>(o.calls)},
+                                   {"ms", 1e3 * o.seconds},
+                                   {"flops", o.flops},
+                                   {"bytes", o.bytes},
+                                   {"roofline_ms", 1e3 * o.roofline}});
+    return j;
+}
+
+// A line an operation, and one for the rest: fills, copies, and what waits for the host.
+inline void print_operations(FILE* to, const BenchReport& r) {
+    const double whole = r.of(r.whole()).mean;
+    double inside = 0;
+    fprintf(to, "\n%-58s %6s %10s %7s %8s %9s %12s %6s\n", "operation", "calls", "ms", "share", "GB/s",
+            "GFLOP/s", "roofline ms", "ratio");
+    for (const OperationLine& o : r.operations()) {
+        inside += o.seconds;
+        fprintf(to, "%-58s %6.0f %10.3f %6.1f%% %8.1f %9.1f %12.3f %6.1f\n", o.name.c_str(), o.calls,
+                1e3 * o.seconds, 100 * o.seconds / whole, o.bytes / o.seconds / 1e9,
+                o.flops / o.seconds / 1e9, 1e3 * o.roofline, o.seconds / o.roofline);
+    }
+    fprintf(to, "%-58s %6s %10.3f %6.1f%%\n", "outside of operations", "", 1e3 * (whole - inside),
+            100 * (whole - inside) / whole);
+}
+
+inline void print_bench(FILE* to, const BenchReport& r) {
+    const MemoryReport& m = r.memory;
+    const double mib = 1048576.0;
+    fprintf(to, "%s: %s, %s, batch %d, seq_len %d, grad_accum %d, recompute %s, %d CPU threads\n",
+            m.model.c_str(), m.device.c_str(), m.precision.c_str(), m.batch, m.seq_len, m.grad_accum,
+            m.recompute.c_str(), r.threads);
+    fprintf(to, "%zu steps, after a cold one of %.2f ms and %d to warm up\n\n", r.steps.size(),
+            1e3 * r.cold.ranges.at(r.whole()), r.warmup);
+    fprintf(to, "%-10s %10s %10s %10s %10s\n", "ms", "mean", "std", "median", "min");
+    for (const std::string& phase : r.phases()) {
+        const Statistics s = r.of(phase);
+        fprintf(to, "%-10s %10.3f %10.3f %10.3f %10.3f\n", phase.c_str(), 1e3 * s.mean, 1e3 * s.std,
+                1e3 * s.median, 1e3 * s.min);
+    }
+    fprintf(to, "\n%.0f tokens/s\n", r.tokens / r.seconds());
+    fprintf(to, "%.1f GFLOP/s: %.1f%% of the %.1f of square products\n", r.flops_per_second() / 1e9,
+            100 * r.flops_per_second() / r.matmul_peak, r.matmul_peak / 1e9);
+    fprintf(to, "%.1f GB/s: %.1f%% of the %.1f of a large copy\n", r.bytes_per_second() / 1e9,
+            100 * r.bytes_per_second() / r.copy_peak, r.copy_peak / 1e9);
+    fprintf(to, "%.1f MiB planned, %.1f MiB taken\n", static_cast<double>(m.total()) / mib,
+            static_cast<double>(r.taken_bytes) / mib);
+    if (r.profiled) print_operations(to, r);
+}

@@ -1,0 +1,203 @@
+// fit.h - the options that make a training fit: --memory by the solver, --batch auto by trying.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "llmc/options.h"
+#include "llmc/recompute.h"
+#include "llmc/report.h"
+#include "llmc/solver.h"
+
+// What may be chosen. The tokens of a step, batch * grad_accum sequences, stay what they are.
+struct Setting {
+    int batch, grad_accum;
+    int64_t head_rows;
+    std::string master, adam_m, adam_v;
+    std::vector<int> levels = {};  // of recompute, by layer
+
+    bool same_state(const Setting& other) const {
+        return master == other.master && adam_m == other.adam_m && adam_v == other.adam_v;
+    }
+};
+
+// How the chooser learns what a setting takes: by rehearsals.
+struct Rehearsals {
+    int layers;
+    DeviceRates rates;
+    std::function<MemoryReport(const Setting&)> report;  // of all that the run may do
+    std::function<Plan(const Setting&)> training;        // of a micro-batch alone
+};
+
+inline Setting setting_of(const Options& o) {
+    return {o.batch, o.grad_accum, o.head_rows, o.master, o.adam_m, o.adam_v};
+}
+
+// Writes a setting into the options.
+inline void take_up(const Setting& s, Options& o) {
+    o.batch = s.batch;
+    o.grad_accum = s.grad_accum;
+    o.head_rows = s.head_rows;
+    o.master = s.master, o.adam_m = s.adam_m, o.adam_v = s.adam_v;
+    o.recompute = levels_text(s.levels, recompute_names());
+}
+
+// Writes what was chosen into the options that a save remembers, in place of the budget: a resumed run shall
+// run the same.
+inline void remember_choice(Options& o) {
+    auto remember = [&](const char* option, const std::string& value) { o.given[option] = {value}; };
+    remember("--batch", std::to_string(o.batch));
+    remember("--grad-accum", std::to_string(o.grad_accum));
+    remember("--head-rows", std::to_string(o.head_rows));
+    remember("--recompute", o.recompute);
+    if (o.allow_8bit) {
+        remember("--master", o.master);
+        if (o.optimizer == "adamw") remember("--adam-m", o.adam_m), remember("--adam-v", o.adam_v);
+    }
+    o.given.erase("--memory");
+    o.given.erase("--allow-8bit");
+}
+
+// The formats of the state: the one there is first, then smaller ones where that is allowed.
+inline std::vector<Setting> formats_to_try(const Options& o, bool narrow_weights) {
+    Setting s = setting_of(o);
+    std::vector<Setting> all = {s};
+    if (!o.allow_8bit) return all;
+    if (narrow_weights && !o.has("--master")) s.master = "split";
+    if (!s.same_state(all.back())) all.push_back(s);
+    if (o.optimizer == "adamw" && !o.has("--adam-m")) s.adam_m = "8bit";
+    if (o.optimizer == "adamw" && !o.has("--adam-v")) s.adam_v = "8bit";
+    if (!s.same_state(all.back())) all.push_back(s);
+    return all;
+}
+
+// Every micro-batch that divides the step's sequences, each with every number of head rows, from large to
+// small.
+inline std::vector<Setting> settings_to_try(Setting s, const Options& o) {
+    const int64_t sequences = int64_t{o.batch} * o.grad_accum;
+    std::vector<int64_t> batches;
+    for (int64_t d = 1; d * d <= sequences; d++) {
+        if (sequences % d) continue;
+        batches.push_back(d);
+        if (d != sequences / d) batches.push_back(sequences / d);
+    }
+    std::sort(batches.rbegin(), batches.rend());
+    std::vector<Setting> all;
+    for (int64_t batch : batches) {
+        const int64_t tokens = batch * o.seq_len, accumulated = sequences / batch;
+        if (tokens > kMostTokens || accumulated > INT32_MAX || (o.update_in_backward && accumulated > 1))
+            continue;
+        s.batch = static_cast<int>(batch), s.grad_accum = static_cast<int>(accumulated);
+        for (int64_t rows : {0, 4096, 1024, 256, 64}) {
+            s.head_rows = rows;
+            if (!o.has("--head-rows") && rows < tokens) all.push_back(s);
+        }
+        s.head_rows = o.head_rows;
+        if (o.has("--head-rows")) all.push_back(s);
+    }
+    return all;
+}
+
+// What each setting takes in memory and time, by rehearsals with all layers at one level. The rows of the
+// head change only what is between the blocks.
+inline std::vector<Profile> profiles_of(std::vector<Setting> settings, const Rehearsals& rehearsals) {
+    const size_t layers = static_cast<size_t>(rehearsals.layers);
+    std::vector<Profile> all;
+    for (size_t i = 0; i < settings.size(); i++) {
+        Setting& s = settings[i];
+        s.levels.assign(layers, 0);
+        const MemoryReport report = rehearsals.report(s);
+        const std::vector<Segment> keeps_all = segments_of(report.train, rehearsals.rates);
+        const bool same_blocks = i > 0 && s.batch == settings[i - 1].batch && s.same_state(settings[i - 1]);
+        Profile p = same_blocks ? all.back() : Profile();
+        if (same_blocks) {
+            for (std::vector<Segment>& level : p.levels) level[layers].after = keeps_all[layers].after;
+        } else {
+            p.levels.push_back(keeps_all);
+            for (size_t level = 1; level < std::size(kRecomputeLevels); level++) {
+                s.levels.assign(layers, static_cast<int>(level));
+                p.levels.push_back(segments_of(rehearsals.training(s), rehearsals.rates));
+            }
+        }
+        p.runs = s.grad_accum;
+        p.fixed_bytes = report.total() - report.activations();
+        p.arena_floor = report.activations_of_others();
+        p.fixed_seconds = report.update_seconds;
+        all.push_back(std::move(p));
+    }
+    return all;
+}
+
+// --memory: the setting whose plan fits and is the fastest by estimate, and what it was chosen over: the
+// first of `choices`, then its neighbours. A smaller state than there is must be worth 1% of time. Fails
+// naming the least that would fit.
+inline Setting fit_memory(const Options& o, bool narrow_weights, const Rehearsals& rehearsals,
+                          std::vector<MemoryChoice>& choices) {
+    const size_t budget = parse_bytes(o.memory, "--memory");
+    std::vector<Setting> settings;
+    size_t of_given_state = 0;
+    for (const Setting& format : formats_to_try(o, narrow_weights)) {
+        for (const Setting& s : settings_to_try(format, o)) settings.push_back(s);
+        if (!of_given_state) of_given_state = settings.size();
+    }
+    auto setting = [&](const Choice& c) {
+        Setting s = settings[c.profile];
+        s.levels = c.levels;
+        return s;
+    };
+    auto exact_total = [&](const Choice& c) { return rehearsals.report(setting(c)).total(); };
+    std::vector<Profile> profiles = profiles_of(settings, rehearsals);
+    Solution solution = solve(profiles, budget, exact_total);
+    if (of_given_state < settings.size() && solution.chosen) {
+        profiles.resize(of_given_state);
+        Solution same = solve(profiles, budget, exact_total);
+        if (same.chosen && same.chosen->seconds < 1.01 * solution.chosen->seconds) solution = std::move(same);
+    }
+    auto described = [&](const Choice& c) {
+        const Setting s = setting(c);
+        std::string state;
+        if (s.master != o.master) state += " --master " + s.master;
+        if (s.adam_m != o.adam_m) state += " --adam-m " + s.adam_m;
+        if (s.adam_v != o.adam_v) state += " --adam-v " + s.adam_v;
+        return MemoryChoice{levels_text(s.levels, recompute_names()),
+                            state,
+                            s.head_rows,
+                            s.batch,
+                            s.grad_accum,
+                            c.exact,
+                            c.seconds,
+                            c.seconds / solution.fastest.seconds - 1};
+    };
+    if (!solution.chosen) {
+        const auto [name, bytes] = rehearsals.report(setting(solution.least)).largest();
+        fail("--memory %s: the least that this takes is %.1f MiB (%s), %.1f of it for %s", o.memory.c_str(),
+             mebibytes(solution.least.exact), described(solution.least).text().c_str(), mebibytes(bytes),
+             name.c_str());
+    }
+    choices = {described(*solution.chosen)};
+    if (solution.next_cheaper) choices.push_back(described(*solution.next_cheaper));
+    if (solution.next_smaller) choices.push_back(described(*solution.next_smaller));
+    return setting(*solution.chosen);
+}
+
+// --batch auto: the largest micro-batch of at most `most` sequences whose plan fits `room` bytes, all other
+// options as they are. Fails when not even one sequence does.
+inline Setting fit_batch(Setting s, size_t room, int64_t most, const Rehearsals& rehearsals) {
+    auto total = [&](int64_t batch) {
+        s.batch = static_cast<int>(batch);
+        return rehearsals.report(s).total();
+    };
+    if (const size_t least = total(1); least > room)
+        fail("--batch auto: a batch of 1 takes %.1f MiB and there are %.1f", mebibytes(least),
+             mebibytes(room));
+    int64_t fits = 1, fails = 2;
+    while (fails <= most && total(fails) <= room) fits = fails, fails *= 2;
+    fails = std::min(fails, most + 1);
+    while (fails - fits > 1) {
+        const int64_t middle = fits + (fails - fits) / 2;
+        (total(middle) <= room ? fits : fails) = middle;
+    }
+    s.batch = static_cast<int>(fits);
+    return s;
+}

@@ -1,0 +1,211 @@
+"""--bench and --profile-ops: their figures, that these add up, and that they measure the step that was planned."""
+
+import collections
+import json
+import re
+
+import pytest
+from trainer_runs import listing, make, random_tokens, write_shard, write_text
+
+SHAPE = ("--batch", 2, "--seq-len", 48, "--threads", 1)
+SETTINGS = (*SHAPE, "--bench-warmup", 1, "--bench-steps", 3)
+PHASES = ["forward", "head", "backward", "update"]
+HEAD = ["model", "device", "precision", "batch", "seq_len", "grad_accum", "recompute", "threads", "warmup", "steps",
+        "cold_ms"]
+RATES = ["tokens_per_second", "flops_per_second", "matmul_peak", "matmul_share", "copy_peak", "bytes_per_second",
+         "planned_bytes", "taken_bytes"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model small enough that nothing takes long; nobody writes here."""
+    path = tmp_path_factory.mktemp("given")
+    make(path / "model", "--layers", 3, "--heads", 3, "--channels", 48, "--positions", 64, "--vocab", 300)
+    write_text(path / "text")
+    write_shard(path / "shard.bin", random_tokens(300, 3000))
+    return path
+
+
+def bench(train, *arguments, model="d2", cwd=None):
+    result = train("--model", model, *SETTINGS, *arguments, "--json", cwd=cwd)
+    assert result.stderr == b""
+    return json.loads(result.stdout)
+
+
+def consistent(figures, phases, whole):
+    """What must hold between the figures of any bench."""
+    for phase in phases:
+        times = figures[f"{phase}_ms"]
+        assert list(times) == ["mean", "std", "median", "min"]
+        assert 0 < times["min"] <= times["median"] and times["min"] <= times["mean"] and times["std"] >= 0
+    seconds = figures[f"{whole}_ms"]["median"] / 1e3
+    tokens = figures["batch"] * figures["seq_len"] * figures["grad_accum"]
+    assert figures["tokens_per_second"] == pytest.approx(tokens / seconds)
+    assert figures["matmul_share"] == pytest.approx(figures["flops_per_second"] / figures["matmul_peak"])
+    assert 1e9 < figures["matmul_peak"] < 1e16 and 1e8 < figures["copy_peak"] < 1e14
+    assert figures["cold_ms"] > 0 and figures["taken_bytes"] > 0
+    return seconds
+
+
+def flops(plan, layers, channels, positions):
+    """Of a step of training, from the plan's sizes."""
+    multiplied = plan["parameters"] - positions * channels
+    tokens = plan["batch"] * plan["seq_len"] * plan["grad_accum"]
+    return 6 * tokens * (multiplied + layers * channels * plan["seq_len"])
+
+
+@pytest.mark.parametrize("options", [(), ("--grad-accum", 2)], ids=["", "grad-accum"])
+def test_step(train, tmp_path, options):
+    """Away from any data, on random tokens; the phases are most of the step and no more."""
+    figures = bench(train, "--bench", *options, cwd=tmp_path)
+    assert list(figures) == HEAD + [f"{phase}_ms" for phase in (*PHASES, "step")] + RATES
+    assert not listing(tmp_path)
+    seconds = consistent(figures, [*PHASES, "step"], "step")
+    inside = sum(figures[f"{phase}_ms"]["mean"] for phase in PHASES)
+    assert 0.6 * figures["step_ms"]["mean"] <= inside <= 1.001 * figures["step_ms"]["mean"]
+    assert (figures["warmup"], figures["steps"], figures["threads"]) == (1, 3, 1)
+    plan = train.plan("--model", "d2", *SHAPE, *options, "--sample-tokens", 0)
+    for key in ("model", "device", "precision", "batch", "seq_len", "grad_accum", "recompute"):
+        assert figures[key] == plan[key]
+    totals = plan["totals"]
+    assert figures["planned_bytes"] == totals["total"]
+    assert 0.8 * (totals["total"] - totals["process"]) < figures["taken_bytes"] < 1.5 * totals["total"]
+    assert figures["flops_per_second"] * seconds == pytest.approx(flops(plan, 2, 128, 1024))
+
+
+def test_update_in_backward(train):
+    """The update has no time of its own."""
+    figures = bench(train, "--update-in-backward", "--clip-per-block", "--profile-ops")
+    phases = ["forward", "head", "backward", "step"]
+    assert [key for key in figures if key.endswith("_ms") and key != "cold_ms"] == [f"{p}_ms" for p in phases]
+    consistent(figures, phases, "step")
+    assert calls(figures)["optimizer_update"] == 4  # a unit a block, and the two around them
+
+
+def test_forward(train):
+    """Alone: only the weights are there, and a third of the FLOPs."""
+    figures = bench(train, "--bench", "forward", "--profile-ops")
+    assert list(figures) == [*HEAD, "forward_ms", *RATES, "operations"]
+    seconds = consistent(figures, ["forward"], "forward")
+    plan = train.plan("--model", "d2", *SHAPE, "--sample-tokens", 0)
+    assert 3 * figures["flops_per_second"] * seconds == pytest.approx(flops(plan, 2, 128, 1024))
+    totals = plan["totals"]
+    assert totals["weights"] < figures["planned_bytes"] < totals["total"] - totals["gradients"]
+    assert not any("backward" in name or "update" in name for name in calls(figures))
+    assert calls(figures)["attention_forward"] == 2 and calls(figures)["cross_entropy_forward"] == 1
+    sums(figures, "forward")
+
+
+@pytest.mark.parametrize("model, data", [("model", "shard.bin"), ("d1", "text"), ("model", None)])
+def test_data(train, folder, model, data):
+    before = listing(folder)
+    options = [part for part in ("--data", data) if data]
+    figures = bench(train, "--bench", *options, model=model, cwd=folder)
+    assert figures["model"] == model
+    consistent(figures, PHASES, "step")
+    assert listing(folder) == before
+
+
+# ---- operations
+
+
+def calls(figures):
+    """By name, all products together."""
+    count = collections.Counter()
+    for operation in figures["operations"]:
+        count[operation["name"].split()[0]] += operation["calls"]
+    return count
+
+
+def sums(figures, whole):
+    """Times, FLOPs and bytes of the operations against those of the step."""
+    operations = figures["operations"]
+    assert len({o["name"] for o in operations}) == len(operations)
+    assert [o["ms"] for o in operations] == sorted((o["ms"] for o in operations), reverse=True)
+    inside, mean = sum(o["ms"] for o in operations), figures[f"{whole}_ms"]["mean"]
+    assert 0.6 * mean <= inside <= 1.001 * mean
+    seconds = figures[f"{whole}_ms"]["median"] / 1e3
+    assert sum(o["bytes"] for o in operations) == pytest.approx(figures["bytes_per_second"] * seconds)
+    for o in operations:
+        assert o["calls"] > 0 and o["ms"] > 0
+        bounds = o["flops"] / figures["matmul_peak"], o["bytes"] / figures["copy_peak"]
+        assert max(bounds) * 1e3 <= o["roofline_ms"] * (1 + 1e-9) <= sum(bounds) * 1e3 * (1 + 2e-9)
+        if o["name"].startswith("matmul"):
+            form = r"matmul (\d+) x (\d+) x (\d+) [NT][NT]( bias| accumulate| gelu| gelu_backward)*"
+            m, n, k = re.fullmatch(form, o["name"]).groups()[:3]
+            assert o["flops"] == 2 * int(m) * int(n) * int(k) * o["calls"]
+
+
+@pytest.mark.parametrize("recompute", ["gelu", "block"])
+def test_operations_are_those_of_the_plan(train, tmp_path, recompute):
+    """Each as often as the rehearsal has it: the timeline lists them one by one."""
+    options = ("--recompute", recompute, "--head-rows", 0)
+    figures = bench(train, "--bench", "--profile-ops", *options)
+    sums(figures, "step")
+    train("--model", "d2", *SHAPE, *options, "--plan", "--timeline", tmp_path / "t.json")
+    timeline = json.loads((tmp_path / "t.json").read_text())["operations"]
+    assert calls(figures) == collections.Counter(o["name"] for o in timeline if o["event"] == "operation")
+    products = {o["name"] for o in figures["operations"]}
+    assert "matmul 96 x 384 x 128 NN bias" in products and "matmul 128 x 384 x 96 TN accumulate" in products
+    assert "matmul 96 x 512 x 128 NT gelu_backward" in products and "matmul 96 x 50304 x 128 NT" in products
+
+
+def test_loops_and_micro_batches_count(train):
+    """96 rows in chunks of 40 are three heads, two of them turns of a loop; of two micro-batches, six."""
+    one = calls(bench(train, "--profile-ops", "--head-rows", 40))
+    two = calls(bench(train, "--profile-ops", "--head-rows", 40, "--grad-accum", 2))
+    assert one["cross_entropy_forward_backward"] == 3 and one["layernorm_backward"] == 2 * 2 + 3
+    of_update = {"optimizer_update": 4, "global_norm": 1}
+    assert two == {name: of_update.get(name, 2 * count) for name, count in one.items()}
+
+
+# ---- the tables
+
+
+def test_table(train):
+    lines = train("--model", "d2", *SETTINGS, "--bench").stdout.decode().splitlines()
+    assert lines[0].startswith(f"d2: {train.device}, {train.precision}, batch 2, seq_len 48, ")
+    assert re.fullmatch(r"3 steps, after a cold one of \d+\.\d\d ms and 1 to warm up", lines[1])
+    assert lines[3].split() == ["ms", "mean", "std", "median", "min"]
+    table = [line.split() for line in lines[4:9]]
+    assert [row[0] for row in table] == [*PHASES, "step"] and all(len(row) == 5 for row in table)
+    assert sum(float(row[1]) for row in table[:4]) <= float(table[4][1]) + 0.01
+    for line, pattern in zip(lines[10:], (r"\d+ tokens/s", r"[\d.]+ GFLOP/s: [\d.]+% of the [\d.]+ of square products",
+                                          r"[\d.]+ GB/s: [\d.]+% of the [\d.]+ of a large copy",
+                                          r"[\d.]+ MiB planned, [\d.]+ MiB taken"), strict=True):
+        assert re.fullmatch(pattern, line), line
+
+
+def test_table_of_operations(train):
+    text = train("--model", "d2", *SETTINGS, "--profile-ops").stdout.decode()  # implies --bench
+    _, table = text.split("\noperation ")
+    lines = table.splitlines()
+    assert lines[0].split() == "calls ms share GB/s GFLOP/s roofline ms ratio".split()
+    shares = [float(re.search(r"([\d.]+)%", line)[1]) for line in lines[1:]]
+    assert sum(shares) == pytest.approx(100, abs=0.06 * len(shares))
+    assert lines[-1].startswith("outside of operations ")
+    assert sum(line.startswith("matmul ") for line in lines) > 10
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize("arguments, named", [
+    (["--bench", "nonsense"], ["--bench", "nonsense", "forward"]), (["--bench", ""], ["--bench"]),
+    (["--bench", "--bench-steps", 0], ["--bench-steps", "0"]), (["--bench", "--bench-steps", "x"], ["--bench-steps"]),
+    (["--bench", "--bench-warmup", -1], ["--bench-warmup", "-1"]), (["--bench-steps", 3], ["--bench-steps", "--bench"]),
+    (["--bench-warmup", 3], ["--bench-warmup", "--bench"]), (["--bench", "--steps", 7], ["--steps 7", "--bench-steps"]),
+    (["--bench", "--out", "out"], ["--out out", "--bench"]), (["--bench", "--save-every", 3], ["--save-every 3"]),
+    (["--bench", "--log", "log"], ["--log log", "--bench"]), (["--bench", "--plan"], ["--plan", "--bench"]),
+    (["--profile-ops", "--timeline", "t"], ["--timeline t", "--bench"]), (["--bench", "--prompt", "a"], ["--prompt a"]),
+    (["--bench", "forward", "--memory", "1GiB"], ["--memory 1GiB", "--bench forward"]),
+    (["--bench", "--model", "model", "--data", "text"], ["text", "300"]),
+    (["--json"], ["--json", "--plan", "--bench"]),
+], ids=str)
+def test_mistakes(train, folder, arguments, named):
+    before = listing(folder)
+    error = train(*arguments, cwd=folder, code=2).stderr.decode()
+    assert error.startswith("train: ") and error.count("\n") == 1 and error.endswith("\n"), error
+    for name in named:
+        assert name in error, error
+    assert listing(folder) == before

@@ -172,17 +172,19 @@ def take_turns(peers, rounds):
 
 
 def table_rows(peers, turns, failed, tokens):
-    medians = {name: [t["step_ms"]["median"] for t in turns if t["peer"] == name] for name in peers}
-    base = statistics.median(medians["train"]) if medians.get("train") else None
+    medians = {name: {t["round"]: t["step_ms"]["median"] for t in turns if t["peer"] == name} for name in peers}
+    base = medians.get("train", {})
     rows = []
     for name in peers:
         if name in failed:
             rows.append([name, "failed", "", "", "", ""])
             continue
-        ms = statistics.median(medians[name])
+        times = medians[name]
+        ms = statistics.median(times.values())
+        ratios = [times[number] / base[number] for number in times if number in base]  # drift is in both
         peak = [t["peak_bytes"] for t in turns if t["peer"] == name and t["peak_bytes"]]
-        rows.append([name, f"{ms:.2f}", f"{min(medians[name]):.2f} to {max(medians[name]):.2f}",
-                     f"{1000 * tokens / ms:.0f}", f"{ms / base:.2f}" if base else "",
+        rows.append([name, f"{ms:.2f}", f"{min(times.values()):.2f} to {max(times.values()):.2f}",
+                     f"{1000 * tokens / ms:.0f}", f"{statistics.median(ratios):.2f}" if ratios else "",
                      f"{max(peak) / MIB:.0f}" if peak else ""])
     return rows
 
@@ -198,7 +200,7 @@ def report(options, peers, left_out, turns, failed, versions):
     notes += [f"`{name}` is left out: {why}" for name, why in left_out.items()]
     lines = [f"# {o.model}, {o.precision}, batch {o.batch}, seq_len {o.seq_len}, {o.device}", "",
              f"Median of {o.rounds} rounds' medians of {o.steps} steps after {o.warmup}; peers in turn, each turn a "
-             f"process of its own. Peak MiB is {memory}.", "",
+             f"process of its own. Times are divided round by round, and the median is shown. Peak MiB is {memory}.", "",
              *results.markdown(header, table_rows(peers, turns, failed, o.batch * o.seq_len)), "",
              *(f"- {note}." for note in notes), "", *results.facts_list(facts), "", "Commands:", "",
              *(f"    {results.shown(peer.command())}" for peer in peers.values())]

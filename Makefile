@@ -133,12 +133,13 @@ test: test-deps
 	$(MAKE) --no-print-directory DEVICE=$(DEVICE) unit-tests python-tests
 
 .PHONY: build-tests
+BENCH_ATTENTION := build/bench/$(DEVICE)/attention
 ifeq ($(DEVICE),cuda)
 TRAINERS := build/cuda-fp32/train build/cuda-bf16/train
-build-tests: $(UNIT_TESTS) $(TRAINERS)
+build-tests: $(UNIT_TESTS) $(TRAINERS) $(BENCH_ATTENTION)
 else
 TRAINERS := build/cpu-fp32/train build/cpu-bf16/train
-build-tests: $(UNIT_TESTS) $(TRAINERS) $(ASAN_TRAINERS) build/test/tsan/race_probe cuda-build fuzz-build
+build-tests: $(UNIT_TESTS) $(TRAINERS) $(ASAN_TRAINERS) $(BENCH_ATTENTION) build/test/tsan/race_probe cuda-build fuzz-build
 endif
 
 unit-tests: $(UNIT_TESTS)
@@ -176,12 +177,30 @@ fuzz: $(FUZZERS)
 	  build/test/fuzz/fuzz_$$f -max_total_time=$(FUZZ_SECONDS) -verbosity=0 -print_final_stats=0 build/fuzz/$$f > build/fuzz/$$f.log 2>&1 || \
 	  { tail -40 build/fuzz/$$f.log; exit 1; }; echo "== fuzz_$$f: $(FUZZ_SECONDS) s, nothing found"; done
 
-python-tests: $(TRAINERS) $(ASAN_TRAINERS)
+# The attention kernels' times by head size and length; dev/bench/attention.py puts PyTorch's beside them.
+.PHONY: bench-attention
+bench-attention: $(BENCH_ATTENTION)
+	GOMP_SPINCOUNT=10000 $(BENCH_ATTENTION) $(BENCH_OPTIONS)
+build/bench/cpu/%: dev/bench/%.cpp Makefile
+	@mkdir -p $(@D)
+	$(CXX) -x c++ $(CXXFLAGS) $(NVTX_INCLUDE) -MF $@.d -MT $@ $< -o $@ $(CPU_LIBS)
+build/bench/cuda/%: dev/bench/%.cpp Makefile
+	@mkdir -p $(@D)
+	$(NVCC) -x cu $(NVCCFLAGS) -MF $@.d -MT $@ $< -o $@ $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; rm -f $@; exit 1; }
+
+python-tests: $(TRAINERS) $(ASAN_TRAINERS) $(BENCH_ATTENTION)
 	@dev/venv.sh
 	TRAIN_BINARIES="$(TRAINERS)" ASAN_TRAINERS="$(ASAN_TRAINERS)" $(PYTHON) -m pytest -q test
 
+# All that only a machine with a GPU can check and measure, to dev/results/. GPU_CHECK=--dry-run prints the plan.
+.PHONY: gpu-check nvcc-version
+gpu-check:
+	@KERNEL_TESTS="$(KERNEL_TESTS)" dev/gpu_check.sh $(GPU_CHECK)
+nvcc-version:
+	@$(NVCC) --version | sed -n 's/^.*release.*, //p'
+
 format:
-	clang-format -i train_gpt.cu llmc/*.h llmc/*.cuh test/*.cpp test/*.h
+	clang-format -i train_gpt.cu llmc/*.h llmc/*.cuh test/*.cpp test/*.h dev/bench/*.cpp
 
 clean:
 	rm -rf build train
@@ -189,4 +208,4 @@ clean:
 help:
 	@sed -n 's/^# \?//p' Makefile | head -6
 
--include $(wildcard build/*/*.d build/test/*/*.d)
+-include $(wildcard build/*/*.d build/test/*/*.d build/bench/*/*.d)

@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 #include <vector>
 
@@ -23,10 +24,12 @@ constexpr bool kFaithful = true;
 constexpr bool kFaithful = false;
 #endif
 #if defined(__SANITIZE_THREAD__)
-constexpr bool kThreadSanitizer = true;  // slow: tests take smaller shapes
+constexpr bool kThreadSanitizer = true;
 #else
 constexpr bool kThreadSanitizer = false;
 #endif
+// Where all is slow, tests take smaller shapes: also under compute-sanitizer, by dev/gpu_check.sh.
+inline const bool kSmallShapes = kThreadSanitizer || getenv("SMALL_SHAPES");
 
 // Elements in device memory. AddressSanitizer sees accesses right before and right after them.
 template <class T>

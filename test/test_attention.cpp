@@ -207,7 +207,7 @@ TYPED_TEST(Attention, MatchesTheDefinition) {
 
 // Large enough for several tiles of the fast CPU build both ways.
 TYPED_TEST(Attention, MatchesTheDefinitionInManyTiles) {
-    if (kThreadSanitizer) GTEST_SKIP() << "slow";
+    if (kSmallShapes) GTEST_SKIP() << "slow";
     for (const Case& c : {Case{1, 2, 64, 700, 700, Case::kPacked}, Case{1, 1, 40, 300, 900, Case::kCache}})
         with_case<TypeParam>(
             c, [&](const auto& x, const auto& dout, const Reference& want) { run_case(c, x, dout, want); });

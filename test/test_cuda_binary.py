@@ -1,7 +1,12 @@
-"""The binary for a GPU on a machine without one: it plans, and says in one line that nothing answers."""
+"""The binary for a GPU on a machine without one: it plans, says in one line that nothing answers, and its kernels are
+made of the instructions that they were written for."""
 
+import collections
+import importlib.util
 import json
+import os
 import pathlib
+import re
 import shutil
 import subprocess
 
@@ -30,3 +35,95 @@ class TestWithoutDevice:
         ran = subprocess.run([binary, "--steps", "1"], cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert ran.returncode == 2 and ran.stderr.count("\n") == 1
         assert ran.stderr.startswith("train: ") and "make DEVICE=cpu" in ran.stderr
+
+
+BF16 = ROOT / "build/cuda-bf16/train"
+# 128-bit loads and stores that a kernel has at least: one for each array that it reads or writes in vectors, and two
+# where 8 elements are fp32. `8E` in a name is the instantiation whose rows are whole vectors.
+MEMORY_BOUND = {
+    r"layernorm_forward_kernel\w+Li8ELb0E": (3, 1), r"layernorm_forward_kernel\w+Li8ELb1E": (4, 2),
+    r"layernorm_normalize_kernel\w+Li8E": (3, 1), r"layernorm_backward_input_kernel\w+Li8E": (3, 1),
+    r"gelu_forward_kernel": (1, 1), r"gelu_backward_kernel": (2, 1), r"residual_forward_kernel": (2, 1),
+    r"optimizer_kernel": (6, 5), r"squares_kernel": (1, 0), r"wide_sum_kernel": (3, 1),
+    r"cross_entropy_kernel\w+Lb0E": (1, 0), r"cross_entropy_kernel\w+Lb1E": (2, 1),
+    r"embedding_forward_kernel\w+Li8E": (2, 1), r"token_embedding_backward_kernel\w+Li8E": (2, 1),
+    r"position_embedding_backward_kernel\w+Li8E": (2, 1), r"attention_delta_kernel\w+Lb1E": (2, 0)}
+TENSOR_CORES = (r"attention_forward_kernel", r"attention_backward_keys_kernel", r"attention_backward_queries_kernel")
+
+
+def find_cuobjdump():
+    """The toolkit's, or the one that comes with PyTorch's triton."""
+    places = [os.path.dirname(os.path.realpath(found)) for name in ("nvcc", "/usr/local/cuda/bin/nvcc")
+              if (found := shutil.which(name))]
+    triton = importlib.util.find_spec("triton")
+    if triton:
+        places += [f"{folder}/backends/nvidia/bin" for folder in triton.submodule_search_locations]
+    return shutil.which("cuobjdump", path=os.pathsep.join([os.environ.get("PATH", ""), *places]))
+
+
+CUOBJDUMP = find_cuobjdump()
+
+
+def cuobjdump(*arguments):
+    ran = subprocess.run([CUOBJDUMP, *arguments, BF16], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def instructions(sass):
+    """{(architecture, kernel): how often it has each instruction}."""
+    found, arch, counts = {}, "", collections.Counter()
+    for line in sass.splitlines():
+        if match := re.match(r"arch = (\w+)", line):
+            arch = match.group(1)
+        elif match := re.search(r"Function : (\w+)", line):
+            counts = found[arch, match.group(1)] = collections.Counter()
+        elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", line):
+            counts[match.group(1)] += 1
+    return found
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    found = instructions(cuobjdump("-sass"))
+    assert all(sum(counts.values()) > 20 for counts in found.values())
+    return found
+
+
+@pytest.mark.skipif(not BF16.exists(), reason="no CUDA build")
+@pytest.mark.skipif(not CUOBJDUMP, reason="no cuobjdump")
+class TestInstructions:
+    @staticmethod
+    def count(counts, pattern):
+        return sum(times for name, times in counts.items() if re.match(pattern, name))
+
+    def those(self, kernels, name):
+        """The kernels of that name, which every architecture must have."""
+        found = {key: counts for key, counts in kernels.items() if re.match(rf"_Z\d+{name}", key[1])}
+        assert {arch for arch, _ in found} == {arch for arch, _ in kernels}, f"no kernel is named {name}"
+        return found
+
+    @pytest.mark.parametrize("name", TENSOR_CORES)
+    def test_attention_multiplies_on_tensor_cores(self, kernels, name):
+        found = self.those(kernels, name)
+        assert len(found) == 4 * len({arch for arch, _ in kernels})  # one for each size of heads
+        for key, counts in found.items():
+            for instruction in ("HMMA", "LDSM", r"LDGSTS\..*128"):  # products, fragments, asynchronous copies
+                assert self.count(counts, instruction), (key, instruction)
+
+    @pytest.mark.parametrize("name", MEMORY_BOUND)
+    def test_memory_is_read_and_written_in_128_bits(self, kernels, name):
+        loads, stores = MEMORY_BOUND[name]
+        for key, counts in self.those(kernels, name).items():
+            assert self.count(counts, r"LDG\..*128") >= loads, key
+            assert self.count(counts, r"STG\..*128") >= stores, key
+            if "Li8E" in name:  # these have no tails: all that is bf16 passes in vectors
+                assert not self.count(counts, r"(LDG|STG)\..*16"), key
+
+    def test_nothing_lies_in_local_memory(self, kernels):
+        for key, counts in kernels.items():
+            assert not self.count(counts, "LDL|STL"), key
+        usage = cuobjdump("--dump-resource-usage")
+        stacks = re.findall(r"STACK:(\d+).*LOCAL:(\d+)", usage)
+        assert len(stacks) == len(kernels) == usage.count("Function ")
+        assert set(stacks) == {("0", "0")}

@@ -390,7 +390,7 @@ TYPED_TEST_SUITE(OptimizerUpdate, Types);
 TYPED_TEST(OptimizerUpdate, IsTheReferencesInEveryFormat) {
     for (const Formats& formats : all_formats(!std::is_same_v<TypeParam, float>)) {
         for (const int n : {1, 7, 255, 256, 1003, 5003}) {
-            if (n > (kThreadSanitizer ? 256 : kFaithful ? 1003 : 5003)) continue;
+            if (n > (kSmallShapes ? 256 : kFaithful ? 1003 : 5003)) continue;
             Problem p;
             p.decayed = n / 2 + 1;  // in the middle of a vector
             expect_update<TypeParam>(formats, static_cast<size_t>(n), p);
@@ -475,7 +475,7 @@ TEST(OptimizerUpdate, RandomRoundingIsUnbiased) {
     const auto exact = updated(Training<bf16>::make({}, w, m, v), gradients, p);
     const auto start = Training<bf16>::make(narrow, w, m, v);
     Rounding of_w(n), of_m(n), of_v(n);
-    for (p.step.seed = 0; p.step.seed < (kThreadSanitizer ? 50 : 400); p.step.seed++) {
+    for (p.step.seed = 0; p.step.seed < (kSmallShapes ? 50 : 400); p.step.seed++) {
         const auto end = updated(start, gradients, p);
         of_w.add(end.weights, exact.master);
         of_m.add(end.m.narrow, exact.m.fp32);

@@ -58,7 +58,7 @@ double one_rounding(const std::vector<double>& exact) {
 TEST(WideSum, LosesNoMoreThanOneRounding) {
     for (size_t n : {size_t{kVectorSize<bf16>}, size_t{128 * 75}})
         for (double drift : {0.0, 1.0})
-            for (int terms : {1, 16, kThreadSanitizer ? 20 : 256}) {
+            for (int terms : {1, 16, kSmallShapes ? 20 : 256}) {
                 SCOPED_TRACE(testing::Message() << n << " elements, " << terms << " terms about " << drift);
                 const Sums s = add_up(n, terms, drift);
                 EXPECT_LT(relative_error(s.wide, s.exact), 2 * one_rounding(s.exact));

@@ -1,0 +1,251 @@
+#!/usr/bin/env python3
+"""./train beside PyTorch and llm.c: the time of a training step, in turn, each turn a process of its own.
+
+Peers: train, torch (eager), torch.compile, and llm.c from a checkout that is built and named by the environment's LLMC.
+Without --peers all that are there. Writes a table, and beside it all numbers as .json.
+"""
+
+import argparse
+import importlib.util
+import os
+import pathlib
+import re
+import statistics
+import sys
+
+import results
+from results import ENVIRONMENT, MIB, PeerFailed, fail
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+NOTES = {
+    "train": "`train`: `./train --bench` on random tokens; weights in the build's precision, bf16 with an fp32 master",
+    "torch": "`torch`: PyTorch eager with scaled_dot_product_attention, fused AdamW where the device has it, clipping "
+             "by the global norm, a vocabulary padded to 50304; in bf16 autocast over fp32 weights, which is nearest "
+             "to ./train's bf16 weights with an fp32 master",
+    "torch.compile": "`torch.compile`: the same, its model compiled; compiling is not in the times",
+    "llm.c": "`llm.c`: its own trainer; it times a step without validation and sampling; on a CPU it does not clip",
+}
+
+
+def median_of(times):
+    if not times:
+        raise PeerFailed("printed no step times")
+    return {"median": statistics.median(times), "min": min(times), "all": times}
+
+
+class Train:
+    """This repository's trainer."""
+
+    def __init__(self, options):
+        self.options = options
+        build = f"build/{options.device}-{options.precision}/train"
+        self.binary = options.train or results.ROOT / build
+        if not os.path.exists(self.binary):
+            fail(f"--train {results.shown([self.binary])}: no such file; "
+                 f"make DEVICE={options.device} PRECISION={options.precision} builds {build}")
+
+    def command(self):
+        o = self.options
+        return [self.binary, "--bench", "--bench-warmup", o.warmup, "--bench-steps", o.steps, "--json", "--model",
+                o.model, "--batch", o.batch, "--seq-len", o.seq_len, "--threads", o.threads]
+
+    def turn(self):
+        command, o = self.command(), self.options
+        output, resident = results.run(command, ENVIRONMENT, o.timeout)
+        raw = results.last_json(output, command)
+        if (raw["device"], raw["precision"]) != (o.device, o.precision):
+            fail(f"--train {results.shown([self.binary])}: it is a {raw['device']} {raw['precision']} build, wanted "
+                 f"is {o.device} {o.precision}")
+        step = raw["step_ms"]
+        return {"step_ms": {"median": step["median"], "min": step["min"]}, "raw": raw,
+                "peak_bytes": raw["taken_bytes"] if o.device == "cuda" else resident}, {}
+
+
+class Torch:
+    def __init__(self, options, compiled=False):
+        self.options, self.compiled = options, compiled
+        if not importlib.util.find_spec("torch"):
+            fail("--peers: this Python has no PyTorch; dev/venv.sh makes .venv, then use .venv/bin/python")
+
+    def command(self):
+        o = self.options
+        return [sys.executable, FOLDER / "torch_gpt2.py", "--model", o.model, "--batch", o.batch, "--seq-len",
+                o.seq_len, "--precision", o.precision, "--device", o.device, "--threads", o.threads, "--warmup",
+                o.warmup, "--steps", o.steps, *(["--compile"] if self.compiled else [])]
+
+    def turn(self):
+        command, o = self.command(), self.options
+        output, resident = results.run(command, {**ENVIRONMENT, "OMP_NUM_THREADS": str(o.threads)}, o.timeout)
+        raw = results.last_json(output, command)
+        versions = {"PyTorch": raw["torch"]} | ({"PyTorch's CUDA": raw["cuda"]} if o.device == "cuda" else {})
+        return {"step_ms": median_of(raw["steps_ms"]), "raw": raw,
+                "peak_bytes": raw["peak_bytes"] if o.device == "cuda" else resident}, versions
+
+
+class LlmC:
+    """The C trainer on a CPU, the CUDA one on a GPU; neither is a part of this repository."""
+
+    STEP_TIME = {"cpu": r"step \d+: train loss .*\(took ([\d.]+) ms\)", "cuda": r"step +\d+/\d+ \|.*\| ([\d.]+) ms \|"}
+    BINARY = {"cpu": "train_gpt2", "cuda": "train_gpt2cu"}
+
+    @staticmethod
+    def unfit(options):
+        """Why llm.c cannot do this comparison, or None."""
+        if options.device == "cpu":
+            if (options.model, options.batch, options.seq_len, options.precision) != ("d12", 4, 64, "fp32"):
+                return "llm.c's C trainer does --model d12 --batch 4 --seq-len 64 --precision fp32 only"
+        elif options.precision != "bf16" or options.model not in ("d6", "d12", "d24", "d36", "d48"):
+            return "llm.c's CUDA trainer does --precision bf16 and --model d6, d12, d24, d36 or d48 only"
+        return None
+
+    def __init__(self, options):
+        self.options = options
+        folder = os.environ.get("LLMC")
+        if not folder:
+            fail("--peers llm.c: the environment's LLMC must name a built checkout of llm.c")
+        if unfit := self.unfit(options):
+            fail(f"--peers llm.c: {unfit}")
+        self.folder = pathlib.Path(folder).resolve()
+        if not (self.folder / self.BINARY[options.device]).exists():
+            fail(f"LLMC={folder}: there is no {self.BINARY[options.device]}; make {self.BINARY[options.device]} there")
+
+    def command(self):
+        o = self.options
+        binary = self.folder / self.BINARY[o.device]
+        if o.device == "cpu":
+            return ["stdbuf", "-oL", binary]  # it takes no options, and says what it took by the line
+        # No validation but the first and last step's, of one batch; no sampling.
+        return [binary, "-e", o.model, "-b", o.batch, "-t", o.seq_len, "-x", o.warmup + o.steps, "-v", 1000000, "-m", 1,
+                "-s", 0, "-h", 0]
+
+    def turn(self):
+        command, o = self.command(), self.options
+        wanted = o.warmup + o.steps
+
+        def times(output):
+            return [float(ms) for ms in re.findall(self.STEP_TIME[o.device], output)]
+
+        output, resident = results.run(command, {**ENVIRONMENT, "OMP_NUM_THREADS": str(o.threads)}, o.timeout,
+                                       cwd=self.folder, enough=lambda output: len(times(output)) >= wanted)
+        turn = {"step_ms": median_of(times(output)[o.warmup:wanted]), "raw": {"steps_ms": times(output)},
+                "peak_bytes": None if o.device == "cuda" else resident}
+        return turn, {"llm.c": results.commit_of(self.folder)}
+
+
+PEERS = {"train": Train, "torch": Torch, "torch.compile": lambda options: Torch(options, compiled=True), "llm.c": LlmC}
+
+
+def choose_peers(options):
+    """{name: peer}, and what is left out of those that were not asked for by name."""
+    if options.peers:
+        names = options.peers.split(",")
+        for name in names:
+            if name not in PEERS:
+                fail(f"--peers {name}: known are {', '.join(PEERS)}")
+        return {name: PEERS[name](options) for name in names}, {}
+    left_out = {}
+    if not importlib.util.find_spec("torch"):
+        left_out |= dict.fromkeys(("torch", "torch.compile"), "this Python has no PyTorch")
+    why_not = LlmC.unfit(options) if os.environ.get("LLMC") else "the environment names no LLMC"
+    if why_not:
+        left_out["llm.c"] = why_not
+    return {name: make(options) for name, make in PEERS.items() if name not in left_out}, left_out
+
+
+def take_turns(peers, rounds):
+    """[turns], {peer: why it failed}, {what: version}. A peer that fails has no more turns."""
+    turns, failed, versions = [], {}, {}
+    for number in range(1, rounds + 1):
+        for name, peer in peers.items():
+            if name in failed:
+                continue
+            try:
+                turn, said = peer.turn()
+            except PeerFailed as error:
+                failed[name] = str(error)
+                print(f"round {number}: {name}: failed: {error}", file=sys.stderr)
+                continue
+            turns.append({"peer": name, "round": number, **turn})
+            versions |= said
+            print(f"round {number}: {name}: {turn['step_ms']['median']:.2f} ms a step", flush=True)
+    return turns, failed, versions
+
+
+def table_rows(peers, turns, failed, tokens):
+    medians = {name: {t["round"]: t["step_ms"]["median"] for t in turns if t["peer"] == name} for name in peers}
+    base = medians.get("train", {})
+    rows = []
+    for name in peers:
+        if name in failed:
+            rows.append([name, "failed", "", "", "", ""])
+            continue
+        times = medians[name]
+        ms = statistics.median(times.values())
+        ratios = [times[number] / base[number] for number in times if number in base]  # drift is in both
+        peak = [t["peak_bytes"] for t in turns if t["peer"] == name and t["peak_bytes"]]
+        rows.append([name, f"{ms:.2f}", f"{min(times.values()):.2f} to {max(times.values()):.2f}",
+                     f"{1000 * tokens / ms:.0f}", f"{statistics.median(ratios):.2f}" if ratios else "",
+                     f"{max(peak) / MIB:.0f}" if peak else ""])
+    return rows
+
+
+def report(options, peers, left_out, turns, failed, versions):
+    o = options
+    facts = results.machine(o.device) | versions | {"threads": o.threads}
+    header = ["", "ms a step", "over the rounds", "tokens/s", "time / train's", "peak MiB"]
+    memory = ("what the process took of the device; PyTorch's is what its allocator reserved" if o.device == "cuda" else
+              "the most that was resident in the process, libraries included")
+    notes = [NOTES[name] for name in peers]
+    notes += [f"`{name}` failed: {why}" for name, why in failed.items()]
+    notes += [f"`{name}` is left out: {why}" for name, why in left_out.items()]
+    lines = [f"# {o.model}, {o.precision}, batch {o.batch}, seq_len {o.seq_len}, {o.device}", "",
+             f"Median of {o.rounds} rounds' medians of {o.steps} steps after {o.warmup}; peers in turn, each turn a "
+             f"process of its own. Times are divided round by round, and the median is shown. Peak MiB is {memory}.", "",
+             *results.markdown(header, table_rows(peers, turns, failed, o.batch * o.seq_len)), "",
+             *(f"- {note}." for note in notes), "", *results.facts_list(facts), "", "Commands:", "",
+             *(f"    {results.shown(peer.command())}" for peer in peers.values())]
+    raw = {"settings": {key: getattr(o, key) for key in ("model", "batch", "seq_len", "precision", "device", "threads",
+                                                         "steps", "warmup", "rounds")},
+           "machine": facts, "commands": {name: results.shown(peer.command()) for name, peer in peers.items()},
+           "failed": failed, "left_out": left_out, "turns": turns}
+    results.write(o.out, lines, raw)
+    print("\n".join(lines[4:6 + len(peers)]))
+    print(f"written: {o.out}, {o.out.with_suffix('.json')}")
+
+
+def parse_options(arguments):
+    parser = results.OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add, positive = parser.add_argument, results.positive
+    add("--model", default="d12", help="dN as in ./train --help")
+    add("--batch", type=positive, default=4)
+    add("--seq-len", type=positive, default=64)
+    add("--device", choices=("cpu", "cuda"), help="(default: cuda where a GPU answers nvidia-smi)")
+    add("--precision", choices=("fp32", "bf16"), help="(default: bf16 on cuda, fp32 on the cpu)")
+    add("--threads", type=positive, default=results.cores(), help="of every peer, on the CPU")
+    add("--steps", type=positive, default=5, help="timed in a turn")
+    add("--warmup", type=positive, default=2, help="steps of a turn before those")
+    add("--rounds", type=positive, default=3)
+    add("--peers", help=f"of {', '.join(PEERS)}, with commas between (default: all that are there)")
+    add("--train", help="the trainer's binary (default: that of the device and precision in build/)")
+    add("--timeout", type=positive, default=3600, help="seconds that a turn may take")
+    add("--out", type=results.result_path, help="(default: dev/results/compare-MODEL-DEVICE-PRECISION.md)")
+    options = parser.parse_args(arguments)
+    options.device = options.device or ("cuda" if results.gpu_answers() else "cpu")
+    options.precision = options.precision or ("bf16" if options.device == "cuda" else "fp32")
+    options.out = options.out or (results.ROOT / "dev/results" /
+                                  f"compare-{options.model}-{options.device}-{options.precision}.md")
+    return options
+
+
+def main(arguments=None):
+    options = parse_options(arguments)
+    peers, left_out = choose_peers(options)
+    turns, failed, versions = take_turns(peers, options.rounds)
+    if not turns:
+        fail("; ".join(f"{name}: {why}" for name, why in failed.items()))
+    report(options, peers, left_out, turns, failed, versions)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

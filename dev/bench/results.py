@@ -1,0 +1,201 @@
+"""What the benchmarks share: processes that are measured, the machine in words, tables, and files of results."""
+
+import argparse
+import datetime
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
+MIB = 1 << 20
+# Threads that wait spin for this long, in all peers alike; ./train sets it itself.
+ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
+LOAD_BEFORE = os.getloadavg()[0]  # of other work, which spoils times
+
+
+class PeerFailed(Exception):
+    """A process ended badly; the text is one line."""
+
+
+class OptionParser(argparse.ArgumentParser):
+    """Answers a mistake in one line."""
+
+    def error(self, message):
+        fail(message)
+
+
+def fail(message):
+    """Ends the program for a user's mistake: one line, exit code 2."""
+    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def positive(text):
+    """An argparse type."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
+positive.__name__ = "int"
+
+
+def result_path(text):
+    """An argparse type: where the table goes; the raw numbers go beside it as .json."""
+    path = pathlib.Path(text)
+    if path.suffix != ".md":
+        raise argparse.ArgumentTypeError(f"{text} must end in .md")
+    return path
+
+
+def shown(command):
+    """A command as a person at the repository's root would type it."""
+    words = []
+    for word in map(str, command):
+        for folder, name in ((os.environ.get("LLMC"), "$LLMC"), (str(ROOT), "")):
+            if folder and word.startswith(folder.rstrip("/") + "/"):
+                word = (f"{name}/" if name else "") + word[len(folder.rstrip("/")) + 1:]
+        words.append("python" if word == sys.executable else word)
+    return " ".join(words)
+
+
+def run(command, environment=None, timeout=3600, cwd=None, enough=None):
+    """Runs a command; returns its output and the most bytes that were resident in it.
+
+    Where `enough` is given, the command is ended once enough(output so far) is true. Raises PeerFailed where it cannot
+    be started, ends with an error or takes longer than `timeout` seconds.
+    """
+    command = [str(word) for word in command]
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        def text_of(file):
+            return os.pread(file.fileno(), os.fstat(file.fileno()).st_size, 0).decode(errors="replace")
+
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=errors, cwd=cwd,
+                                       env={**os.environ, **(environment or {})})
+        except OSError as error:
+            raise PeerFailed(f"{shown(command[:1])}: {error.strerror}") from None
+        deadline, stopped, late, pid = time.monotonic() + timeout, False, False, 0
+        try:
+            while not pid:
+                time.sleep(0.02)
+                pid, status, usage = os.wait4(process.pid, os.WNOHANG)
+                late = late or time.monotonic() > deadline
+                if not pid and not stopped and (late or enough and enough(text_of(out))):
+                    process.kill()
+                    stopped = True
+        finally:
+            if pid:
+                process.returncode = os.waitstatus_to_exitcode(status)
+            else:
+                process.kill()
+        if late:
+            raise PeerFailed(f"{shown(command)}: not done after {timeout} s")
+        if process.returncode and not stopped:
+            said = text_of(errors).strip().splitlines() or [f"exit code {process.returncode}"]
+            raise PeerFailed(said[-1] if process.returncode == 2 else f"{shown(command)}: {said[-1]}")
+        return text_of(out), usage.ru_maxrss * 1024
+
+
+def last_json(output, command):
+    """The last line of a process's output that is a JSON object, or all of it."""
+    for text in (output, *reversed(output.splitlines())):
+        try:
+            found = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            return found
+    raise PeerFailed(f"{shown(command)}: printed no JSON")
+
+
+def output_of(*command):
+    """What a command prints, stripped; empty where it fails or is not there."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def commit_of(folder):
+    """The commit of a checkout, with + where files were changed since."""
+    commit = output_of("git", "-C", str(folder), "rev-parse", "--short", "HEAD")
+    if not commit or output_of("git", "-C", str(folder), "rev-parse", "--show-prefix"):
+        return "unknown (no git checkout)"
+    return commit + ("+" if output_of("git", "-C", str(folder), "status", "--porcelain", "-uno") else "")
+
+
+def gpu_answers():
+    return output_of("nvidia-smi", "-L").startswith("GPU")
+
+
+def cores():
+    """CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def cpu_name():
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", pathlib.Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found.group(1) if found else "unknown"
+
+
+def onednn_version():
+    """Of the headers that the trainer is built with."""
+    for folder in ("/usr/include/oneapi/dnnl", "/usr/local/include/oneapi/dnnl"):
+        try:
+            text = (pathlib.Path(folder) / "dnnl_version.h").read_text()
+        except OSError:
+            continue
+        return ".".join(re.search(rf"define DNNL_VERSION_{part}\s+(\d+)", text).group(1)
+                        for part in ("MAJOR", "MINOR", "PATCH"))
+    return "unknown"
+
+
+def nvcc_version():
+    nvcc = next((p for p in ("/usr/local/cuda/bin/nvcc", shutil.which("nvcc")) if p and os.path.exists(p)), None)
+    found = re.search(r"release [\d.]+, (V[\d.]+)", output_of(nvcc, "--version")) if nvcc else None
+    return found.group(1) if found else "unknown"
+
+
+def machine(device):
+    """{what: in words} of the device and of what the trainer is made with there."""
+    facts = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+             "commit": commit_of(ROOT), "CPU": f"{cpu_name()}, {cores()} cores",
+             "load of the machine before": f"{LOAD_BEFORE:.1f}"}
+    if device == "cuda":
+        gpu = output_of("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+        facts |= {"GPU, memory, driver": gpu.splitlines()[0] if gpu else "unknown", "nvcc": nvcc_version()}
+    else:
+        facts |= {"compiler": (output_of("g++", "--version").splitlines() or ["unknown"])[0],
+                  "oneDNN": onednn_version()}
+    return facts
+
+
+def markdown(header, rows):
+    """Lines of a table; the first column is text, the others are numbers."""
+    return ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|",
+            *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def facts_list(facts):
+    return [f"- {what}: {said}" for what, said in facts.items()]
+
+
+def write(path, lines, raw):
+    """The table in words, and beside it all numbers."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("\n".join(lines) + "\n")
+        path.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
+    except OSError as error:
+        fail(f"--out {path}: {error.strerror}")

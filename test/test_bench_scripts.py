@@ -1,0 +1,313 @@
+"""dev/bench: peers in turn with a trainer that only says how long it took, PyTorch as it is, and a fake llm.c; the
+attention benchmark; and dev/gpu_check.sh with every command replaced."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from trainer_runs import ENVIRONMENT, binaries
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BENCH = ROOT / "dev" / "bench"
+TRAINER = '''#!{python}
+import json, sys
+def of(name): return sys.argv[sys.argv.index(name) + 1]
+turns = {folder!r} + "/turns"
+open(turns, "a").write("x")
+turn = len(open(turns).read())
+if turn == {fails}: sys.exit("train: nothing left")
+assert "--bench" in sys.argv and "--json" in sys.argv and "--data" not in sys.argv
+step = dict(mean=11.0, std=1.0, median=10.0 * turn, min=9.0)
+print(json.dumps(dict(model=of("--model"), device="cpu", precision="fp32", batch=int(of("--batch")), step_ms=step,
+                      warmup=int(of("--bench-warmup")), steps=int(of("--bench-steps")), taken_bytes=1 << 20)))
+'''
+# Says more than what is asked for and never ends by itself.
+LLM_C = '''#!/bin/sh
+echo "threads $OMP_NUM_THREADS"
+i=0
+while [ $i -lt 500 ]; do echo "step $i: train loss 5.0 (took $((100 + i)).5 ms)"; i=$((i + 1)); sleep 0.02; done
+'''
+
+
+def load(name):
+    """A script of dev/bench; compare.py's name is also that of one in dev."""
+    sys.path.insert(0, str(BENCH))
+    try:
+        spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(BENCH))
+    return module
+
+
+def executable(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+def fake_trainer(folder, fails=0):
+    return executable(folder / "train", TRAINER.format(python=sys.executable, folder=str(folder), fails=fails))
+
+
+def script(name, *arguments, code=0, **environment):
+    ran = subprocess.run([sys.executable, BENCH / name, *map(str, arguments)], capture_output=True, text=True,
+                         env={**ENVIRONMENT, **environment}, timeout=300)
+    assert ran.returncode == code, ran.stdout + ran.stderr
+    return ran
+
+
+def compare(folder, *arguments, code=0, **environment):
+    """Runs it on the CPU; returns its table's rows, all numbers, and the text."""
+    out = folder / "results" / "table.md"
+    script("compare.py", "--device", "cpu", "--precision", "fp32", "--out", out, *arguments, code=code, **environment)
+    text = out.read_text()
+    rows = {cells[0]: cells[1:] for line in text.splitlines() if line.startswith("| ")
+            for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}
+    return rows, json.loads(out.with_suffix(".json").read_text()), text
+
+
+def test_torch_beside_the_trainer(tmp_path):
+    rows, raw, text = compare(tmp_path, "--train", fake_trainer(tmp_path), "--model", "d1", "--batch", 2,
+                              "--seq-len", 8, "--peers", "train,torch", "--rounds", 2, "--steps", 3, "--warmup", 1,
+                              "--threads", 1)
+    assert [(t["peer"], t["round"]) for t in raw["turns"]] == [("train", 1), ("torch", 1), ("train", 2), ("torch", 2)]
+    assert rows["train"][:4] == ["15.00", "10.00 to 20.00", f"{1000 * 16 / 15:.0f}", "1.00"]
+    eager = [t for t in raw["turns"] if t["peer"] == "torch"]
+    for turn in eager:
+        assert len(turn["raw"]["steps_ms"]) == 3 and turn["raw"]["threads"] == 1
+        assert turn["step_ms"]["median"] == sorted(turn["raw"]["steps_ms"])[1] > 0
+        assert turn["peak_bytes"] > 16 * turn["raw"]["parameters"]
+    first, second = (turn["step_ms"]["median"] for turn in eager)
+    assert rows["torch"][0] == f"{(first + second) / 2:.2f}"
+    assert rows["torch"][3] == f"{(first / 10 + second / 20) / 2:.2f}"
+    assert raw["machine"]["PyTorch"] == torch.__version__ and f"- PyTorch: {torch.__version__}" in text
+    assert raw["settings"]["model"] == "d1" and raw["left_out"] == {} and raw["failed"] == {}
+    for said in ("- date: ", "- commit: ", "- CPU: ", "- compiler: ", "- oneDNN: ", "- threads: 1", "autocast",
+                 "--bench --bench-warmup 1 --bench-steps 3 --json --model d1 --batch 2 --seq-len 8 --threads 1"):
+        assert said in text, said
+    assert str(ROOT) not in text
+
+
+def test_llm_c_is_ended_once_it_has_said_enough(tmp_path):
+    executable(tmp_path / "llm.c" / "train_gpt2", LLM_C)
+    rows, raw, text = compare(tmp_path, "--train", fake_trainer(tmp_path), "--peers", "train,llm.c", "--rounds", 1,
+                              "--warmup", 2, "--steps", 3, "--threads", 1, LLMC=str(tmp_path / "llm.c"))
+    assert rows["llm.c"][0] == "103.50" and rows["llm.c"][3] == "10.35"  # of steps 2, 3 and 4
+    said = raw["turns"][1]["raw"]["steps_ms"]
+    assert said[:5] == [100.5, 101.5, 102.5, 103.5, 104.5] and len(said) < 400
+    assert "$LLMC/train_gpt2" in text and str(tmp_path / "llm.c") not in text and "- llm.c: unknown" in text
+
+
+def test_llm_c_on_a_gpu_is_read():
+    line = ("step    3/20 | loss 9.512345 (-1.20z)| norm 3.0000 (+0.10z)| lr 3.00e-04 | 98.76 ms | 40.1% bf16 MFU | "
+            "165000 tok/s")
+    assert re.findall(load("compare").LlmC.STEP_TIME["cuda"], line) == ["98.76"]
+
+
+def test_llm_c_is_left_out_where_it_cannot_do_the_same(tmp_path):
+    executable(tmp_path / "llm.c" / "train_gpt2", LLM_C)
+    module = load("compare")
+    options = module.parse_options(["--device", "cpu", "--precision", "fp32", "--model", "d1", "--train",
+                                    str(fake_trainer(tmp_path))])
+    os.environ["LLMC"] = str(tmp_path / "llm.c")
+    try:
+        peers, left_out = module.choose_peers(options)
+    finally:
+        del os.environ["LLMC"]
+    assert list(peers) == ["train", "torch", "torch.compile"] and "d12" in left_out["llm.c"]
+
+
+def test_a_peer_that_fails_is_written_down(tmp_path):
+    executable(tmp_path / "llm.c" / "train_gpt2", "#!/bin/sh\necho 'no data' >&2; exit 1\n")
+    rows, raw, text = compare(tmp_path, "--train", fake_trainer(tmp_path), "--peers", "llm.c,train", "--rounds", 2,
+                              code=1, LLMC=str(tmp_path / "llm.c"))
+    assert rows["llm.c"][0] == "failed" and rows["train"][0] == "15.00" and "no data" in raw["failed"]["llm.c"]
+    assert [t["peer"] for t in raw["turns"]] == ["train", "train"] and "`llm.c` failed: " in text
+
+
+@pytest.mark.parametrize("arguments, named", [
+    (["--peers", "train,jax"], "--peers jax: known are train, torch"), (["--peers", "llm.c"], "LLMC"),
+    (["--train", "nowhere/train"], "nowhere/train"), (["--out", "table.txt"], "table.txt must end in .md"),
+    (["--batch", "0"], "--batch"), (["--rounds", "x"], "--rounds"),
+    (["--peers", "train", "--precision", "bf16", "--train", "{train}"], "it is a cpu fp32 build, wanted is cpu bf16"),
+    (["--peers", "train", "--train", "{failing}"], "nothing left")])
+def test_mistakes_are_answered_in_one_line(tmp_path, arguments, named):
+    paths = {"train": fake_trainer(tmp_path / "good"), "failing": fake_trainer(tmp_path / "bad", fails=1)}
+    arguments = [argument.format(**paths) for argument in arguments]
+    ran = script("compare.py", "--device", "cpu", "--precision", "fp32", "--out", tmp_path / "t.md", *arguments, code=2,
+                 LLMC="")
+    lines = [line for line in ran.stderr.splitlines() if not line.startswith("round ")]
+    assert len(lines) == 1 and lines[0].startswith("compare.py: ") and named in lines[0], ran.stderr
+
+
+def test_the_trainer_itself(train, tmp_path):
+    if b"--bench" not in train("--help").stdout:
+        pytest.skip("this trainer has no --bench yet")
+    out = tmp_path / "t.md"
+    script("compare.py", "--device", train.device, "--precision", train.precision, "--train", train.path, "--out", out,
+           "--model", "d1", "--batch", 2, "--seq-len", 8, "--peers", "train", "--rounds", 1, "--steps", 2)
+    (turn,) = json.loads(out.with_suffix(".json").read_text())["turns"]
+    assert turn["step_ms"]["median"] > 0 and turn["peak_bytes"] > 0 and turn["raw"]["steps"] == 2
+
+
+@pytest.mark.parametrize("model", ["d1", "d6", "d24", "d36", "d48"])
+def test_pytorchs_model_is_as_large(train_fp32, model):
+    module = load("torch_gpt2")
+    layers, heads, channels = module.sizes(model)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in module.GPT2(layers, heads, channels, 1024).parameters())
+    padding = (module.PADDED_VOCABULARY - module.VOCABULARY) * channels
+    assert parameters - padding == train_fp32.plan("--model", model)["parameters"]
+
+
+def test_pytorchs_model_refuses_other_depths():
+    for model in ("d13", "d0", "12", "d"):
+        with pytest.raises(load("torch_gpt2").argparse.ArgumentTypeError, match="known are"):
+            load("torch_gpt2").sizes(model)
+
+
+def attention(folder, *arguments):
+    device = binaries()[0].device
+    binary = ROOT / f"build/bench/{device}/attention"
+    assert binary.exists(), f"make DEVICE={device} {binary.relative_to(ROOT)}"
+    out = folder / "attention.md"
+    script("attention.py", "--device", device, "--quick", "--threads", 1, "--out", out, *arguments)
+    return out.read_text(), json.loads(out.with_suffix(".json").read_text())
+
+
+def test_attention_beside_pytorchs(tmp_path):
+    text, raw = attention(tmp_path, "--precision", "bf16", "--memory", 2000)
+    wanted = {(kind, "bf16", length, size) for kind in ("train", "sdpa", "naive") for length in (64, 256)
+              for size in (16, 64)}
+    assert {(line["kind"], line["precision"], line["seq_len"], line["head_size"]) for line in raw["lines"]} == wanted
+    assert len(raw["lines"]) == len(wanted) and raw["failed"] == {}
+    for line in raw["lines"]:
+        assert line["batch"] * line["seq_len"] == 256 and line["heads"] * line["head_size"] == 64
+        assert line["forward_ms"] > 0 and line["backward_ms"] > 0
+        if line["kind"] == "train":
+            assert line["bytes"] == 4 * 256 * 64 * 2 + 4 * 256 * line["heads"]
+            flops = 2 * 256 * 64 * line["seq_len"]  # two products, of which half is seen
+            assert line["forward_flops_per_second"] == pytest.approx(flops / line["forward_ms"] * 1000, rel=1e-3)
+    for row in ("| 64 x 16 | 4 x 4 |", "| 256 x 64 | 1 x 1 |"):
+        assert text.count(row) == 1
+    assert "## bf16" in text and "## fp32" not in text and f"- PyTorch: {torch.__version__}" in text
+
+
+def test_naive_attention_runs_out_of_memory(tmp_path):
+    text, raw = attention(tmp_path, "--precision", "fp32", "--lengths", 1024, "--tokens", 1024, "--head-sizes", 16,
+                          "--memory", 24)
+    lines = {line["kind"]: line for line in raw["lines"]}
+    assert lines["naive"]["out_of_memory"] and lines["sdpa"]["forward_ms"] > 0
+    assert "| out of memory |  |  | T x T: 16 |" in text  # 4 heads x 1024 x 1024 x 4 bytes
+
+
+def test_naive_attention_is_attention():
+    module = load("torch_attention")
+    q, k, v = torch.randn(3, 2, 2, 10, 8).unbind()
+    future = torch.ones(10, 10, dtype=torch.bool).triu(1)
+    torch.testing.assert_close(module.naive(q, k, v, future), module.sdpa(q, k, v))
+
+
+NVIDIA_SMI = '''#!/bin/sh
+case "$*" in
+    *name,*) echo "NVIDIA Fake 100, 1000 MiB, 1.0, 9.0" ;;
+    *query-gpu=name*) echo "NVIDIA Fake 100" ;;
+    *) echo "| Driver Version: 1.0   CUDA Version: 13.0 |" ;;
+esac
+'''
+# Builds programs that say their arguments; one test fails, and the trainer needs a small batch.
+MAKE = '''#!/bin/sh
+for target; do
+    case $target in
+        build/*) mkdir -p "$(dirname "$target")"
+            printf '#!/bin/sh\\necho "$0 $*"\\n' > "$target"
+            case $target in
+                */test_b) echo "echo wrong; exit 1" >> "$target" ;;
+                */train)
+                    echo 'case "$*" in *"batch 16"*) ;; *) echo "out of device memory"; exit 2 ;; esac' >> "$target" ;;
+            esac
+            chmod +x "$target" ;;
+        nvcc-version) echo V13.0 ;;
+    esac
+done
+'''
+# Has no modules; runs the attention benchmark only.
+PYTHON = '''#!/bin/sh
+[ "$1" = -c ] && exit 1
+sleep 0.1
+echo "python $*"
+echo "figures of $1" > dev/results/nvidia-fake-100-attention.md
+'''
+
+
+@pytest.fixture
+def gpu_machine(tmp_path):
+    """A copy of gpu_check.sh where commands are fakes; the run of it."""
+    executable(tmp_path / "dev" / "gpu_check.sh", (ROOT / "dev" / "gpu_check.sh").read_text())
+    executable(tmp_path / "dev" / "venv.sh", "#!/bin/sh\necho 'not online'; exit 1\n")
+    for name, text in {"nvidia-smi": NVIDIA_SMI, "make": MAKE, "python3": PYTHON,
+                       "compute-sanitizer": '#!/bin/sh\necho "$SMALL_SHAPES $*"\n'}.items():
+        executable(tmp_path / "bin" / name, text)
+
+    def run(*arguments, code, without=()):
+        for name in without:
+            (tmp_path / "bin" / name).unlink()
+        environment = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "KERNEL_TESTS": "test_a test_b"}
+        ran = subprocess.run([tmp_path / "dev" / "gpu_check.sh", *arguments], capture_output=True, text=True,
+                             timeout=60, env=environment)
+        assert ran.returncode == code, ran.stdout + ran.stderr
+        return ran
+
+    return run
+
+
+def test_gpu_check_goes_on_after_a_failure(gpu_machine, tmp_path):
+    said = gpu_machine(code=1).stdout
+    text = (tmp_path / "dev" / "results" / "nvidia-fake-100.md").read_text()
+    rows = {cells[1].strip(): cells[2].strip() for line in text.splitlines() if line.startswith("| ")
+            for cells in [line.split("|")]}
+    assert rows["build test_b"] == rows["test_a"] == rows["test_a under racecheck"] == "passed"
+    assert rows["test_b"] == "FAILED (exit code 1)" and rows["Python tests"].startswith("skipped: ")
+    batches = [rows.get(f"train d12, bf16, batch {batch}, seq_len 1024") for batch in (64, 32, 16, 8)]
+    assert batches == ["does not fit", "does not fit", "passed", None]
+    assert rows["attention by length and head size"] == "passed"
+    assert rows["compare with PyTorch"] == "skipped: no Python here has torch"
+    assert "19 parts, 1 failed" in text and "19 parts, 1 failed" in said
+    for line in ("- GPU, memory, driver, compute capability: NVIDIA Fake 100, 1000 MiB, 1.0, 9.0", "- nvcc: V13.0",
+                 "- CUDA of the driver: CUDA Version: 13.0", "    wrong",
+                 "    1 --tool memcheck --error-exitcode 9 build/test/cuda/test_a --gtest_brief=1",
+                 "    python dev/bench/attention.py --device cuda --out dev/results/nvidia-fake-100-attention.md",
+                 "    figures of dev/bench/attention.py"):
+        assert line in text.splitlines(), line
+
+
+def test_gpu_check_skips_what_is_not_there(gpu_machine, tmp_path):
+    if shutil.which("compute-sanitizer", path="/usr/bin:/bin:/usr/local/cuda/bin"):
+        pytest.skip("compute-sanitizer is here")
+    assert "compute-sanitizer: skipped, it is not on the PATH" in gpu_machine(
+        code=1, without=["compute-sanitizer"]).stdout
+
+
+def test_gpu_check_prints_its_plan(gpu_machine, tmp_path):
+    said = gpu_machine("--dry-run", code=0).stdout
+    for command in ("make DEVICE=cuda PRECISION=fp32 build/cuda-fp32/train", "make DEVICE=cuda build/test/cuda/test_a",
+                    "compute-sanitizer --tool racecheck", "-m pytest -q test", "--model d48 --batch 16 --seq-len 1024",
+                    "dev/bench/attention.py", "dev/bench/compare.py"):
+        assert command in said, command
+    assert not (tmp_path / "dev" / "results").exists() and not (tmp_path / "build").exists()
+
+
+def test_gpu_check_needs_a_gpu(gpu_machine):
+    ran = gpu_machine(code=2, without=["nvidia-smi"])
+    assert ran.stderr == "gpu_check.sh: no GPU answers nvidia-smi; this checks the CUDA build on one\n"
+    assert gpu_machine("--quick", code=2).stderr == "gpu_check.sh: --quick: the only option is --dry-run\n"

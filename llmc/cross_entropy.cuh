@@ -20,9 +20,9 @@ __global__ void __launch_bounds__(kBlockThreads)
     Accumulator<N> sums;
     for (int c = first; c < V; c += step) {
         const Packed<T, N> p = load<N>(row + c);
-        float x[N], high = most;
+        float x[N];
         for (int k = 0; k < N; k++) x[k] = c + k < V ? p[k] : -INFINITY;
-        for (int k = 0; k < N; k++) high = fmaxf(high, x[k]);
+        const float high = fmaxf(most, largest_of(x));
         const float shrink = high > most ? fast_exp(most - high) : 1.f;
         for (int k = 0; k < N; k++) sums[k] = sums[k] * shrink + (c + k < V ? fast_exp(x[k] - high) : 0.f);
         most = high;

@@ -83,6 +83,16 @@ SIMT_DEVICE void store_within(T* p, int64_t i, int64_t n, const Packed<T, N>& x)
         if (i + k < n) p[i + k] = x.v[k];
 }
 
+// The largest of N floats, N a power of two, by halves: a chain of maxima would stay scalar on the CPU.
+template <int N>
+SIMT_DEVICE float largest_of(const float (&x)[N]) {
+    float m[N];
+    for (int k = 0; k < N; k++) m[k] = x[k];
+    for (int half = N / 2; half > 0; half /= 2)
+        for (int k = 0; k < half; k++) m[k] = m[k + half] > m[k] ? m[k + half] : m[k];
+    return m[0];
+}
+
 // N floats of which a row may keep several in registers: an accumulator of a vector's elements.
 template <int N>
 struct Accumulator {

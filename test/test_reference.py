@@ -106,7 +106,7 @@ def test_steps(tmp_path, clip):
         assert line["loss"] == pytest.approx(loss.item(), abs=1e-5)
         assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
 
-    rows = list(itertools.islice(reference.validation_sequences(held_out, seq_len), 3 * batch))
+    rows = list(itertools.islice(reference.validation_sequences(held_out, seq_len), 3 * batch * accumulate))
     assert validations[5] == pytest.approx(loss_of(rows).item(), abs=1e-5)
     saved = transformers_model(tmp_path / "out").state_dict()
     for name, p in model.named_parameters():

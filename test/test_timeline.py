@@ -28,7 +28,7 @@ def peak(timeline):
     (*SETTINGS, "--update-in-backward", "--clip-per-block")], ids=["d3", "d12", "d3, update in backward"])
 def test_sums(train, tmp_path, settings, level):
     timeline, plan = write(train, tmp_path / "t.json", *settings, "--recompute", level)
-    for key in ("model", "parameters", "device", "precision", "batch", "seq_len", "recompute"):
+    for key in ("model", "parameters", "device", "precision", "batch", "seq_len", "grad_accum", "head_rows", "recompute"):
         assert timeline[key] == plan[key], key
     totals = plan["totals"]
     state = [kind for kind in STATE if totals[kind]]
@@ -153,7 +153,8 @@ def files(tmp_path_factory):
             add("update", "operation", "adamw")
         (folder / f"{name}.json").write_text(json.dumps({
             "model": "d2", "parameters": 1000, "device": "cpu", "precision": "bf16", "batch": 1, "seq_len": 128,
-            "recompute": "gelu", "kinds": list(live), "operations": operations} | settings))
+            "grad_accum": 1, "head_rows": 256, "recompute": "gelu",
+            "kinds": list(live), "operations": operations} | settings))
     return folder
 
 
@@ -215,7 +216,7 @@ def test_of_a_real_step(train, tmp_path, capsys):
 @pytest.mark.parametrize("text", [
     None, "", "{", "[]", "{}", '{"kinds": [], "operations": []}', "\x00\xff",
     '{"model": "d1", "parameters": 1, "device": "cpu", "precision": "bf16", "batch": 1, "seq_len": 1, '
-    '"recompute": "gelu", "kinds": ["a"], "operations": [{"range": "", "name": "x", "bytes": [1, 2]}]}'], ids=repr)
+    '"grad_accum": 1, "head_rows": 256, "recompute": "gelu", "kinds": ["a"], "operations": [{"range": "", "name": "x", "bytes": [1, 2]}]}'], ids=repr)
 def test_bad_file(tmp_path, capsys, text):
     if text is not None:
         (tmp_path / "bad").write_text(text, encoding="latin-1")

@@ -1,5 +1,6 @@
 # make          builds ./train for this machine        make deps   installs what that needs (Debian, Ubuntu)
 # make test     runs the tests                         make help   lists the rest
+# make gpu-check    tests and measures on a GPU        make bench-attention   times attention
 #
 # DEVICE=cuda|cpu        the default is cuda where a GPU answers
 # PRECISION=bf16|fp32    the default is bf16 on cuda, fp32 on the cpu
@@ -206,6 +207,6 @@ clean:
 	rm -rf build train
 
 help:
-	@sed -n 's/^# \?//p' Makefile | head -6
+	@sed -n 's/^# \?//p' Makefile | head -7
 
 -include $(wildcard build/*/*.d build/test/*/*.d build/bench/*/*.d)

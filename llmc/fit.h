@@ -145,6 +145,9 @@ inline Setting fit_memory(const Options& o, bool narrow_weights, const Rehearsal
         for (const Setting& s : settings_to_try(format, o, rehearsals.most_sequences)) settings.push_back(s);
         ends.push_back(settings.size());
     }
+    if (settings.empty())
+        fail("--memory %s: of --batch %d x --grad-accum %d sequences no part can be a micro-batch",
+             o.memory.c_str(), o.batch, o.grad_accum);
     auto setting = [&](const Choice& c) {
         Setting s = settings[c.profile];
         s.levels = c.levels;

@@ -63,9 +63,11 @@ def main(arguments=None):
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         write_tokens(folder / "tokens.bin", (o.steps * o.batch + 1) * o.seq_len + 1)
-        shape = ["--model", o.model, "--batch", str(o.batch), "--seq-len", str(o.seq_len), "--sample-tokens", "0", *o.more]
+        shape = ["--model", o.model, "--batch", str(o.batch), "--seq-len", str(o.seq_len), "--sample-tokens", "0",
+                 *o.more]
         for level in levels:
-            plan = subprocess.run([o.train, *shape, "--recompute", level, "--plan", "--json"], capture_output=True, text=True)
+            plan = subprocess.run([o.train, *shape, "--recompute", level, "--plan", "--json"], capture_output=True,
+                                  text=True)
             if plan.returncode:
                 sys.exit(f"levels.py: {plan.stderr.strip()}")
             plans[level] = json.loads(plan.stdout)

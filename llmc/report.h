@@ -199,7 +199,7 @@ inline void print_report(FILE* to, const MemoryReport& r) {
     for (const auto& [name, plan] : r.others)
         fprintf(to, "  %s uses %.2f MiB of the same arena\n", name.c_str(),
                 static_cast<double>(plan.bytes) / mib);
-    fprintf(to, "workspace: %.2f MiB; the process itself: about %.0f MiB; in all: %.2f MiB\n",
-            static_cast<double>(r.workspace()) / mib, static_cast<double>(r.process) / mib,
-            static_cast<double>(r.total()) / mib);
+    fprintf(to, "workspace: %.2f MiB; ", static_cast<double>(r.workspace()) / mib);
+    if (r.process) fprintf(to, "the process itself: about %.0f MiB; ", static_cast<double>(r.process) / mib);
+    fprintf(to, "in all: %.2f MiB\n", static_cast<double>(r.total()) / mib);
 }

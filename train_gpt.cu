@@ -800,7 +800,7 @@ Setting Trainer::choose_setting() {
     if (o_.batch > 0) return s;
     if (!budget) check_device();
     const size_t room = budget ? parse_bytes(o_.memory, "--memory") : device_bytes_free() / 20 * 19;
-    return fit_batch(s, room, most, rehearsals);
+    return fit_batch(s, room, rehearsals);
 }
 
 // Where the step leaves its loss and norms; nowhere, as long as it is only rehearsed.
@@ -1224,11 +1224,10 @@ void Trainer::run() {
         if (is_time(o_.sample_every) && samples()) sample(step);
         if (is_time(o_.save_every)) save(step);
         train_step(step);
-        if (step == first_step_) {
+        if (step == first_step_)
             printf("taken from the device: %.1f MiB; planned: %.1f MiB\n",
                    (static_cast<double>(device_bytes_in_use()) - static_cast<double>(before)) / 1048576.0,
-                   static_cast<double>(report_.total()) / 1048576.0);
-        }
+                   mebibytes(report_.total()));
     }
     if (interrupted) {
         printf("interrupted after step %lld\n", static_cast<long long>(step - 1));

@@ -318,7 +318,6 @@ inline void print_operations(FILE* to, const BenchReport& r) {
 
 inline void print_bench(FILE* to, const BenchReport& r) {
     const MemoryReport& m = r.memory;
-    const double mib = 1048576.0;
     fprintf(to, "%s: %s, %s, batch %d, seq_len %d, grad_accum %d, recompute %s, %d CPU threads\n",
             m.model.c_str(), m.device.c_str(), m.precision.c_str(), m.batch, m.seq_len, m.grad_accum,
             m.recompute.c_str(), r.threads);
@@ -335,7 +334,6 @@ inline void print_bench(FILE* to, const BenchReport& r) {
             100 * r.flops_per_second() / r.matmul_peak, r.matmul_peak / 1e9);
     fprintf(to, "%.1f GB/s: %.1f%% of the %.1f of a large copy\n", r.bytes_per_second() / 1e9,
             100 * r.bytes_per_second() / r.copy_peak, r.copy_peak / 1e9);
-    fprintf(to, "%.1f MiB planned, %.1f MiB taken\n", static_cast<double>(m.total()) / mib,
-            static_cast<double>(r.taken_bytes) / mib);
+    fprintf(to, "%.1f MiB planned, %.1f MiB taken\n", mebibytes(m.total()), mebibytes(r.taken_bytes));
     if (r.profiled) print_operations(to, r);
 }

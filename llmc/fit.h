@@ -189,9 +189,10 @@ inline Setting fit_memory(const Options& o, bool narrow_weights, const Rehearsal
     return setting(*solution.chosen);
 }
 
-// --batch auto: the largest micro-batch of at most `most` sequences whose plan fits `room` bytes, all other
-// options as they are. Fails when not even one sequence does.
-inline Setting fit_batch(Setting s, size_t room, int64_t most, const Rehearsals& rehearsals) {
+// --batch auto: the largest micro-batch whose plan fits `room` bytes, all other options as they are. Fails
+// when not even one sequence does.
+inline Setting fit_batch(Setting s, size_t room, const Rehearsals& rehearsals) {
+    const int64_t most = rehearsals.most_sequences;
     auto total = [&](int64_t batch) {
         s.batch = static_cast<int>(batch);
         return rehearsals.report(s).total();

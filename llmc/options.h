@@ -8,6 +8,7 @@
 
 #include "llmc/error.h"
 #include "llmc/recompute.h"
+#include "llmc/state.h"
 
 constexpr int64_t kMostTokens = 1 << 30;  // in a micro-batch
 
@@ -78,6 +79,12 @@ inline CLI::Validator number_or_auto(double low, double high) {
         "");
 }
 
+// Accepts one of the names.
+template <size_t count>
+CLI::IsMember one_of(const char* const (&names)[count]) {
+    return CLI::IsMember(std::vector<std::string>(std::begin(names), std::end(names)));
+}
+
 // Declares every option on the parser, bound to `o`.
 inline void declare_options(CLI::App& app, Options& o) {
     const int most = 1 << 30;
@@ -118,20 +125,20 @@ inline void declare_options(CLI::App& app, Options& o) {
         ->group(optimizer);
 
     app.add_option("--optimizer", o.optimizer, "sgd: without momentum, and without state")
-        ->check(CLI::IsMember({"adamw", "sgd"}))
+        ->check(one_of(kOptimizerNames))
         ->group(optimizer);
 
     app.add_flag("--clip-per-block", o.clip_per_block, "clip each block's gradient by its own norm")
         ->group(optimizer);
 
     app.add_option("--master", o.master, "what completes bf16 weights; split: the same in half the bytes")
-        ->check(CLI::IsMember({"fp32", "split", "none"}))
+        ->check(one_of(kMasterNames))
         ->group(memory);
     app.add_option("--adam-m", o.adam_m, "how AdamW's first moments are kept")
-        ->check(CLI::IsMember({"fp32", "bf16", "8bit"}))
+        ->check(one_of(kMomentNames))
         ->group(memory);
     app.add_option("--adam-v", o.adam_v, "the same of its second moments")
-        ->check(CLI::IsMember({"fp32", "bf16", "8bit"}))
+        ->check(one_of(kMomentNames))
         ->group(memory);
     app.add_option("--recompute", o.recompute,
                    "what backward makes again: " + joined(recompute_names(), ", ") +

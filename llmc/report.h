@@ -140,7 +140,7 @@ struct TableLine {
 inline void print_choice(FILE* to, const MemoryReport& r) {
     for (size_t i = 0; i < r.choice.size(); i++) {
         const MemoryChoice &c = r.choice[i], &chosen = r.choice[0];
-        const double mib = static_cast<double>(c.bytes) / 1048576.0, relative = c.seconds / chosen.seconds;
+        const double mib = mebibytes(c.bytes), relative = c.seconds / chosen.seconds;
         if (i == 0)
             fprintf(
                 to,
@@ -153,20 +153,18 @@ inline void print_choice(FILE* to, const MemoryReport& r) {
 }
 
 inline void print_report(FILE* to, const MemoryReport& r) {
-    const double mib = 1048576.0;
     print_choice(to, r);
     fprintf(to, "%s: %lld parameters; %s, %s, batch %d, seq_len %d, recompute %s\n", r.model.c_str(),
             static_cast<long long>(r.parameters), r.device.c_str(), r.precision.c_str(), r.batch, r.seq_len,
             r.recompute.c_str());
-    fprintf(to, "allocating %.0f MiB for activations\n", static_cast<double>(r.activations()) / mib);
+    fprintf(to, "allocating %.0f MiB for activations\n", mebibytes(r.activations()));
     const std::pair<const char*, const char*> lines[] = {{"weights", "parameters"},
                                                          {"gradients", "parameter gradients"},
                                                          {"optimizer_m", "AdamW optimizer state m"},
                                                          {"optimizer_v", "AdamW optimizer state v"},
                                                          {"master", "master copy of params"}};
     for (auto [kind, what] : lines)
-        if (r.of_kind(kind))
-            fprintf(to, "allocating %.0f MiB for %s\n", static_cast<double>(r.of_kind(kind)) / mib, what);
+        if (r.of_kind(kind)) fprintf(to, "allocating %.0f MiB for %s\n", mebibytes(r.of_kind(kind)), what);
 
     std::vector<std::string> order;
     std::map<std::string, TableLine> table;
@@ -190,16 +188,14 @@ inline void print_report(FILE* to, const MemoryReport& r) {
     for (const std::string& name : order) {
         const TableLine& t = table[name];
         fprintf(to, "%-22s %-12s %-22s %-5s %10.2f %6d  %-28s %s\n", name.c_str(), t.kind.c_str(),
-                t.shape.c_str(), t.dtype.c_str(), static_cast<double>(t.bytes) / mib, t.count, t.born.c_str(),
+                t.shape.c_str(), t.dtype.c_str(), mebibytes(t.bytes), t.count, t.born.c_str(),
                 t.dies.c_str());
     }
-    fprintf(to, "\nactivations: %.2f MiB planned, %.2f MiB live at the peak (%s)\n",
-            static_cast<double>(r.train.bytes) / mib, static_cast<double>(r.train.lower_bound) / mib,
-            r.train.peak_at.c_str());
+    fprintf(to, "\nactivations: %.2f MiB planned, %.2f MiB live at the peak (%s)\n", mebibytes(r.train.bytes),
+            mebibytes(r.train.lower_bound), r.train.peak_at.c_str());
     for (const auto& [name, plan] : r.others)
-        fprintf(to, "  %s uses %.2f MiB of the same arena\n", name.c_str(),
-                static_cast<double>(plan.bytes) / mib);
-    fprintf(to, "workspace: %.2f MiB; ", static_cast<double>(r.workspace()) / mib);
-    if (r.process) fprintf(to, "the process itself: about %.0f MiB; ", static_cast<double>(r.process) / mib);
-    fprintf(to, "in all: %.2f MiB\n", static_cast<double>(r.total()) / mib);
+        fprintf(to, "  %s uses %.2f MiB of the same arena\n", name.c_str(), mebibytes(plan.bytes));
+    fprintf(to, "workspace: %.2f MiB; ", mebibytes(r.workspace()));
+    if (r.process) fprintf(to, "the process itself: about %.0f MiB; ", mebibytes(r.process));
+    fprintf(to, "in all: %.2f MiB\n", mebibytes(r.total()));
 }

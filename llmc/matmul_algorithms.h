@@ -84,7 +84,7 @@ class MatmulAlgorithms {
         if (!good) fail("%s: %s", path_.c_str(), wrong.c_str());
     }
     MatmulAlgorithm parse(const std::string& product, const nlohmann::json& entry) const {
-        const std::string of = " of \"" + printable(product) + "\"";
+        const std::string of = format(" of \"%s\"", printable(product).c_str());
         auto member = [&](const char* name) {
             check(entry.is_object() && entry.contains(name), format("no \"%s\"", name) + of);
             return entry[name];

@@ -63,7 +63,7 @@ struct Key {
     // Its name in a file of algorithms.
     std::string text() const {
         std::string t = product.text() + (in == CUDA_R_32F ? ", fp32" : ", bf16") + ", aligned";
-        for (uint32_t bytes : aligned) t += " " + std::to_string(bytes);
+        for (uint32_t bytes : aligned) t += format(" %u", bytes);
         return t;
     }
 };

@@ -30,7 +30,7 @@ struct Product {
         if (gelu_backward) t += " gelu_backward";
         if (bias_gradient) t += " bias_gradient";
         if (widened) t += " to fp32";
-        if (a_row) t += " rows of " + std::to_string(a_row);
+        if (a_row) t += format(" rows of %lld", static_cast<long long>(a_row));
         return t;
     }
 };

@@ -13,8 +13,8 @@ struct MatmulOptions {
     bool gelu = false;                              // then gelu
     const Tensor<T>* gelu_input = nullptr;          // or then times gelu'(this), of out's shape
     int64_t a_row = 0;  // elements from a row of a to the next, where a is columns of a wider matrix
-    // (N) = the sums of b's columns, or += with accumulate: a bias's gradient beside its weight's. b is not
-    // transposed.
+    // (N) += the sums of b's columns: a bias's gradient beside its weight's. Without accumulate it must be
+    // zero before, as the product may write it. b is not transposed.
     Tensor<T>* bias_gradient = nullptr;
 };
 
@@ -64,10 +64,7 @@ void matmul_bias_gradient(Arena& arena, Stream stream, const Tensor<T>& b, const
                           bool fused) {
     if (!o.bias_gradient) return;
     Tensor<float> scratch = arena.take<float>("column_sums", column_sums_scratch(b.rows(), b.columns(), 1));
-    if (fused) return;
-    Tensor<T>& sums = *o.bias_gradient;
-    if (!o.accumulate) device_fill(sums.data(), 0, static_cast<size_t>(sums.bytes()), stream);
-    bias_backward(sums, scratch, b, stream);
+    if (!fused) bias_backward(*o.bias_gradient, scratch, b, stream);
 }
 
 #if defined(SIMT_GPU)

@@ -14,7 +14,7 @@ struct Product {
     int64_t a_row = 0;  // as in MatmulOptions
     bool transpose_a = false, transpose_b = false, accumulate = false, bias = false, gelu = false,
          gelu_backward = false;
-    bool bias_gradient = false;  // the first sums of b's columns, which a library may fuse
+    bool bias_gradient = false;  // b's columns are summed too, into zeros: a library may fuse that
     bool widened = false;        // out is fp32, the operands are not
     auto operator<=>(const Product&) const = default;
 

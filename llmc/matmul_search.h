@@ -5,7 +5,6 @@
 // back.
 #pragma once
 
-#include <limits>
 #include <set>
 #include <string>
 #include <vector>
@@ -29,14 +28,14 @@ class Stopwatch {
   public:
     explicit Stopwatch(Stream stream)
         : stream_(stream), marks_(stream), flushed_(size_t{256} << 20, "the search's fill") {}
-    // The median of the seconds that what launch() queues takes.
-    template <class Launch>
-    double seconds(Launch&& launch) {
+    // The median of the seconds that the device takes for what queue() gives it.
+    template <class Queue>
+    double seconds(Queue&& queue) {
         marks_.clear();
         for (int i = 0; i < kWarmups + kRuns; i++) {
             device_fill(flushed_.data(), 0, flushed_.bytes(), stream_);
             marks_.set();
-            launch();
+            queue();
             marks_.set();
         }
         marks_.finish();

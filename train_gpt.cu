@@ -650,7 +650,7 @@ size_t process_bytes() {
 #ifdef SIMT_GPU
     return 0;
 #else
-    return (11 << 20) + (static_cast<size_t>(std::min(32, omp_get_max_threads())) * 3 << 18);
+    return (13 << 20) + (static_cast<size_t>(std::min(32, omp_get_max_threads())) * 3 << 18);
 #endif
 }
 
@@ -955,8 +955,8 @@ MemoryReport Trainer::make_report() {
     if (o_.steps > 0) {
         train_plan_ = rehearse_training();
         if (o_.grad_accum > 1) {
-            add_plan_ = rehearse_training(true);
-            r.others.emplace_back("further micro-batches", add_plan_);
+            add_plan_ = rehearse_training(true);  // the same takes, other products
+            train_plan_.workspace = std::max(train_plan_.workspace, add_plan_.workspace);
         }
         if (!consume_) {
             update_plan_ = arena_.rehearse([&] { update(); });

@@ -127,6 +127,12 @@ def test_llm_c_is_left_out_where_it_cannot_do_the_same(tmp_path):
     assert list(peers) == ["train", "torch", "torch.compile"] and "d12" in left_out["llm.c"]
 
 
+def test_llm_c_on_a_cpu_is_what_its_source_says(tmp_path):
+    assert load("compare").LlmC.shape_on_a_cpu(tmp_path) == (4, 64)
+    (tmp_path / "train_gpt2.c").write_text("int main() {\n    int B = 2; // batch\n    int T = 1024; // length\n}\n")
+    assert load("compare").LlmC.shape_on_a_cpu(tmp_path) == (2, 1024)
+
+
 def test_a_peer_that_fails_is_written_down(tmp_path):
     executable(tmp_path / "llm.c" / "train_gpt2", "#!/bin/sh\necho 'no data' >&2; exit 1\n")
     rows, raw, text = compare(tmp_path, "--train", fake_trainer(tmp_path), "--peers", "llm.c,train", "--rounds", 2,

@@ -23,7 +23,8 @@ NOTES = {
              "by the global norm, a vocabulary padded to 50304; in bf16 autocast over fp32 weights, which is nearest "
              "to ./train's bf16 weights with an fp32 master",
     "torch.compile": "`torch.compile`: the same, its model compiled; compiling is not in the times",
-    "llm.c": "`llm.c`: its own trainer; it times a step without validation and sampling; on a CPU it does not clip",
+    "llm.c": "`llm.c`: its own trainer; it times a step without validation and sampling; on a CPU it "
+             "is in fp32, and does not clip",
 }
 
 
@@ -89,11 +90,20 @@ class LlmC:
     BINARY = {"cpu": "train_gpt2", "cuda": "train_gpt2cu"}
 
     @staticmethod
+    def shape_on_a_cpu(folder):
+        """(batch, length): what its C trainer's source says, which has no options for them."""
+        source = pathlib.Path(folder) / "train_gpt2.c"
+        text = source.read_text(encoding="utf-8", errors="replace") if source.exists() else ""
+        found = [re.search(rf"^ *int {name} = (\d+);", text, re.MULTILINE) for name in ("B", "T")]
+        return tuple(int(match[1]) if match else default for match, default in zip(found, (4, 64)))
+
+    @staticmethod
     def unfit(options):
         """Why llm.c cannot do this comparison, or None."""
         if options.device == "cpu":
-            if (options.model, options.batch, options.seq_len, options.precision) != ("d12", 4, 64, "fp32"):
-                return "llm.c's C trainer does --model d12 --batch 4 --seq-len 64 --precision fp32 only"
+            batch, length = LlmC.shape_on_a_cpu(os.environ.get("LLMC", ""))
+            if (options.model, options.batch, options.seq_len) != ("d12", batch, length):
+                return f"that checkout's C trainer does --model d12 --batch {batch} --seq-len {length} only"
         elif options.precision != "bf16" or options.model not in ("d6", "d12", "d24", "d36", "d48"):
             return "llm.c's CUDA trainer does --precision bf16 and --model d6, d12, d24, d36 or d48 only"
         return None

@@ -1,9 +1,9 @@
 // hopper_cpu.h - hopper.cuh in the faithful CPU build: its kernels run as fibers, before any device ran them.
 //
-// It follows the PTX ISA and is as late, or as early, as that allows: a product is made only when somebody
-// waits for its group, so that registers and tiles that are touched too soon give wrong numbers; a TMA copy
-// is made at once, so that a tile which is still in use is overwritten. A barrier that nobody completes stops
-// the program.
+// It follows the PTX ISA and is as late, or as early, as that allows, so that what is touched too soon gives
+// wrong numbers. A product is made only when somebody waits for its group. TMA's copies are made at once
+// where threads run in forward order, else only when somebody waits at a barrier, the latest first or at
+// random. A barrier that nobody completes stops the program.
 #pragma once
 
 #include "llmc/mma.cuh"
@@ -34,6 +34,38 @@ SIMT_RUNTIME inline bf16* swizzled_element(uint32_t address) {
     return reinterpret_cast<bf16*>(shared_pointer(address ^ (address >> 7 & 7) << 4));
 }
 SIMT_RUNTIME inline float widened(bf16 x) { return __builtin_bit_cast(float, uint32_t{x.bits} << 16); }
+}  // namespace simt
+
+namespace simt {
+// A product that a lane started: its d, 8 * n columns; a from registers or from shared memory.
+struct Wgmma {
+    float* d;
+    const FragmentA<bf16>* a;  // or null
+    uint64_t a_descriptor, b_descriptor;
+    int n;
+    bool add, columns;  // += rather than =; b is MN-major
+};
+struct WgmmaQueue {
+    Wgmma started[64];
+    int count = 0, groups = 0, end[64];  // of each group, in `started`
+};
+// A box that TMA was told to copy.
+struct Copy {
+    TensorMap map;
+    uint32_t to, barrier;
+    int column, row, batch;
+};
+// Of one OS thread, so of the block that it runs.
+struct HopperUnits {
+    WgmmaQueue products[kMaxThreads];
+    Copy copies[64];
+    unsigned copies_count = 0;
+};
+SIMT_RUNTIME inline HopperUnits& hopper_units() {
+    HopperUnits*& units = this_worker->hopper;
+    if (!units) units = new HopperUnits;
+    return *units;
+}
 }  // namespace simt
 
 template <int>
@@ -75,11 +107,48 @@ SIMT_RUNTIME inline void barrier_arrive_expecting(uint32_t barrier, uint32_t byt
     simt::barrier_at(barrier).bytes += static_cast<int32_t>(bytes);
     simt::change(barrier, 1, 0);
 }
+
+// --- TMA
+
+namespace simt {
+// Makes one of the copies that wait.
+SIMT_RUNTIME inline void make_copy(HopperUnits& units, unsigned index) {
+    const Copy c = units.copies[index];
+    units.copies[index] = units.copies[--units.copies_count];
+    for (int r = 0; r < c.map.box_rows; r++)
+        for (int e = 0; e < 64; e++) {
+            const int64_t column = c.column + e, row = c.row + r;
+            const bool inside = 0 <= column && column < c.map.columns && 0 <= row && row < c.map.rows &&
+                                0 <= c.batch && c.batch < c.map.batch;
+            *swizzled_element(c.to + static_cast<uint32_t>(r * 128 + e * 2)) =
+                inside ? c.map.data[c.batch * c.map.batch_row + row * c.map.row + column] : bf16{0};
+        }
+    change(c.barrier, 0, -c.map.box_rows * 128);
+}
+}  // namespace simt
+
+template <class Tile>
+SIMT_RUNTIME void start_load(uint32_t tile, const TensorMap& map, uint32_t barrier, int column, int row,
+                             int batch) {
+    simt::HopperUnits& units = simt::hopper_units();
+    for (int panel = 0; panel < Tile::kPanels; panel++) {
+        if (units.copies_count == 64) simt::die("more copies under way than the emulation has room for");
+        units.copies[units.copies_count++] = {
+            map,  tile + static_cast<uint32_t>(panel) * Tile::kPanelBytes, barrier, column + 64 * panel, row,
+            batch};
+        if (simt::config.order == simt::Order::Forward) simt::make_copy(units, units.copies_count - 1);
+    }
+}
+
 // All threads of the block must have started: who waits here lets those go on that run.
 SIMT_RUNTIME __attribute__((noinline)) inline void barrier_wait(uint32_t barrier, uint32_t parity) {
     simt::Worker& w = *simt::this_worker;
+    simt::HopperUnits& units = simt::hopper_units();
     for (int turns = 0; simt::barrier_at(barrier).parity == parity; turns++) {
         if (turns == 1'000'000) simt::die("deadlock: a barrier's phase is never complete");
+        const unsigned copies = units.copies_count;
+        const bool random = simt::config.order == simt::Order::Random;
+        if (copies) simt::make_copy(units, random ? simt::next_random(w) % copies : copies - 1);
         simt::Fiber* self = w.current;
         w.ready.push(self);
         simt::yield_to(w, self, simt::choose(w));
@@ -89,48 +158,11 @@ SIMT_RUNTIME __attribute__((noinline)) inline void barrier_wait(uint32_t barrier
 #endif
 }
 
-// --- TMA
-
-template <class Tile>
-SIMT_RUNTIME void start_load(uint32_t tile, const TensorMap& map, uint32_t barrier, int column, int row,
-                             int batch) {
-    for (int panel = 0; panel < Tile::kPanels; panel++) {
-        for (int r = 0; r < map.box_rows; r++)
-            for (int c = 0; c < 64; c++) {
-                const int64_t at_column = column + 64 * panel + c, at_row = row + r;
-                const bool inside = 0 <= at_column && at_column < map.columns && 0 <= at_row &&
-                                    at_row < map.rows && 0 <= batch && batch < map.batch;
-                const uint32_t at =
-                    static_cast<uint32_t>(panel) * Tile::kPanelBytes + static_cast<uint32_t>(r * 128 + c * 2);
-                *simt::swizzled_element(tile + at) =
-                    inside ? map.data[batch * map.batch_row + at_row * map.row + at_column] : bf16{0};
-            }
-        simt::change(barrier, 0, -map.box_rows * 128);
-    }
-}
-
 // --- wgmma
 
 namespace simt {
-// One that a lane started: its d, 8 * n columns; a from registers or from shared memory.
-struct Wgmma {
-    float* d;
-    const FragmentA<bf16>* a;  // or null
-    uint64_t a_descriptor, b_descriptor;
-    int n;
-    bool add, columns;  // += rather than =; b is MN-major
-};
-struct WgmmaQueue {
-    Wgmma started[64];
-    int count = 0, groups = 0, end[64];  // of each group, in `started`
-};
-SIMT_RUNTIME inline WgmmaQueue& wgmma_queue() {
-    WgmmaQueue*& queues = this_worker->wgmma;
-    if (!queues) queues = new WgmmaQueue[kMaxThreads];
-    return queues[threadIdx.x];
-}
 SIMT_RUNTIME inline void start(const Wgmma& product) {
-    WgmmaQueue& q = wgmma_queue();
+    WgmmaQueue& q = hopper_units().products[threadIdx.x];
     if (q.count == 64) die("more products under way than the emulation has room for");
     q.started[q.count++] = product;
 }
@@ -194,12 +226,12 @@ inline const char kWgmmaWait = 0;
 
 SIMT_DEVICE void wgmma_fence() {}
 SIMT_RUNTIME __attribute__((noinline)) inline void wgmma_commit() {
-    simt::WgmmaQueue& q = simt::wgmma_queue();
+    simt::WgmmaQueue& q = simt::hopper_units().products[threadIdx.x];
     q.end[q.groups++] = q.count;
 }
 template <int kGroups>
 SIMT_RUNTIME __attribute__((noinline)) void wgmma_wait() {
-    simt::warp_collective(&simt::kWgmmaWait, &simt::wgmma_queue(),
+    simt::warp_collective(&simt::kWgmmaWait, &simt::hopper_units().products[threadIdx.x],
                           [](void** brought) SIMT_RUNTIME { simt::complete_groups(brought, kGroups); });
 }
 template <class Registers>

@@ -122,7 +122,7 @@ struct Worker {
     Meeting block, warps[kMaxThreads / 32];
     char* stacks = nullptr;
     SharedMemory shared;
-    struct WgmmaQueue* wgmma = nullptr;  // hopper_cpu.h's, one a thread
+    struct HopperUnits* hopper = nullptr;  // hopper_cpu.h's
     void (*body)(const void*) = nullptr;
     const void* argument = nullptr;
     char sync[2];  // ThreadSanitizer: the block's start and end

@@ -129,7 +129,9 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
             if (column > diagonal + lane() / 4 + 8 * r) x = -INFINITY;
         };
         if (diagonal < kPassing - 1) for_each_score<kPassing / 8>(mask, s);
-        softmax.step(s, o, scale * kLog2e);
+        float correction[2];
+        softmax.step(s, correction, scale * kLog2e);
+        scale_rows(o, correction);
         multiply_columns<kHead>(o, s, k_tile + Tiles::kPassingSize);
     }
 

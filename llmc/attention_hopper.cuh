@@ -41,10 +41,12 @@ struct HopperForward {
     static constexpr int kRows = 64 * kConsumers, kKeys = 128;
     using QTile = SwizzledTile<kRows, kHead>;
     using KvTile = SwizzledTile<kKeys, kHead>;
-    static constexpr int kSlots = 4;  // of the ring: K, V, K, V
-    // In shared memory lie Q, the slots, and from here on Q's barrier and the ring's.
-    static constexpr uint32_t kBarriers = QTile::kBytes + kSlots * KvTile::kBytes;
-    static constexpr size_t kSharedBytes = 1024 + kBarriers + 8 + 8 * 2 * kSlots;
+    static constexpr int kSlots = 2;  // of the ring of K, and of that of V
+    // In shared memory lie Q, K's slots, V's slots, and the barriers of Q and of the rings.
+    static constexpr uint32_t kKeyTiles = QTile::kBytes, kValueTiles = kKeyTiles + kSlots * KvTile::kBytes;
+    static constexpr uint32_t kBarriers = kValueTiles + kSlots * KvTile::kBytes;
+    static constexpr uint32_t kKeyRing = kBarriers + 8, kValueRing = kKeyRing + 8 * 2 * kSlots;
+    static constexpr size_t kSharedBytes = 1024 + kValueRing + 8 * 2 * kSlots;
 };
 
 // How both kernels of backward are cut: two tiles stay, and two of the other side pass by at a time.
@@ -85,63 +87,93 @@ template <int kHead>
 SIMT_DEVICE void hopper_forward_produce(uint32_t shared, const AttentionInput<bf16>& in,
                                         const HopperForwardMaps& maps, int block_row) {
     using F = HopperForward<kHead>;
+    using KvTile = typename F::KvTile;
     const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads, column = h * kHead;
     const int end = in.keys_before(block_row + F::kRows);
-    const uint32_t kv_tiles = shared + F::QTile::kBytes, q_full = shared + F::kBarriers;
+    const uint32_t q_full = shared + F::kBarriers;
     barrier_arrive_expecting(q_full, F::QTile::kBytes);
     start_load<typename F::QTile>(shared, maps.q, q_full, column, block_row, b);
-    Ring<F::kSlots> ring{q_full + 8};
-    for (int key = 0; key < end; key += F::kKeys)
-        for (const TensorMap* map : {&maps.k, &maps.v}) {
-            ring.wait_empty();
-            barrier_arrive_expecting(ring.full(), F::KvTile::kBytes);
-            start_load<typename F::KvTile>(kv_tiles + ring.slot * F::KvTile::kBytes, *map, ring.full(),
-                                           column, key, b);
-            ring.advance();
-        }
+    Ring<F::kSlots> keys{shared + F::kKeyRing}, values{shared + F::kValueRing};
+    const auto load = [&](Ring<F::kSlots>& ring, uint32_t tiles, const TensorMap& map, int key) {
+        ring.wait_empty();
+        barrier_arrive_expecting(ring.full(), KvTile::kBytes);
+        start_load<KvTile>(tiles + ring.slot * KvTile::kBytes, map, ring.full(), column, key, b);
+        ring.advance();
+    };
+    for (int key = 0; key < end; key += F::kKeys) {
+        load(keys, shared + F::kKeyTiles, maps.k, key);
+        load(values, shared + F::kValueTiles, maps.v, key);
+    }
 }
 
+// The scores of a tile are made before the output of the tile before: while the tensor cores do the latter,
+// the softmax is taken of the former.
 template <int kHead>
 SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
                                         const AttentionInput<bf16>& in, float scale, int block_row) {
     using F = HopperForward<kHead>;
+    using KvTile = typename F::KvTile;
     constexpr int N = F::kKeys / 8;
     const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads;
     const int group_row = (threadIdx.x / kWarpgroup - 1) * 64;  // of the consumer, in the block
     const int row = block_row + group_row + warp() % 4 * 16;    // of this warp's first query
     const int end = in.keys_before(block_row + F::kRows);
-    const uint32_t kv_tiles = shared + F::QTile::kBytes, q_full = shared + F::kBarriers;
-    Ring<F::kSlots> ring{q_full + 8};
-    const auto tile = [&] { return kv_tiles + ring.slot * F::KvTile::kBytes; };
+    Ring<F::kSlots> keys{shared + F::kKeyRing}, values{shared + F::kValueRing};
 
     AttentionRows<kHead / 8> o = {};
+    AttentionRows<N> s;
+    FragmentA<bf16> p[N / 2];
     OnlineSoftmax softmax;
-    barrier_wait(q_full, 0);
-    for (int key = 0; key < end; key += F::kKeys) {
-        AttentionRows<N> s;
-        ring.wait_full();
-        start_rows_product<typename F::QTile, typename F::KvTile>(s, shared, group_row, tile());
-        wgmma_wait<0>();
+    float correction[2];
+    const auto start_scores = [&] {
+        start_rows_product<typename F::QTile, KvTile>(s, shared, group_row,
+                                                      shared + F::kKeyTiles + keys.slot * KvTile::kBytes);
+    };
+    const auto start_output = [&] {
+        values.wait_full();
+        start_columns_product<KvTile>(o, p, shared + F::kValueTiles + values.slot * KvTile::kBytes);
+    };
+    const auto take_softmax = [&](int key) {
         hold(s);
-        ring.release();
-        ring.advance();
+        keys.release();
+        keys.advance();
         // The last column that this warp's first query sees.
         const int diagonal = row + in.keys - in.queries - key;
         const auto mask = [&](float& x, int r, int column) {
             if (column > diagonal + lane() / 4 + 8 * r) x = -INFINITY;
         };
         if (diagonal < F::kKeys - 1) for_each_score<N>(mask, s);
-        softmax.step(s, o, scale * kLog2e);
-        FragmentA<bf16> p[N / 2];
-        round_scores<N>(p, s);
-        ring.wait_full();
-        start_columns_product<typename F::KvTile>(o, p, tile());
-        wgmma_wait<0>();
+        softmax.step(s, correction, scale * kLog2e);
+        hold(s);
+        // The next tile is awaited here because the compiler moves the wait for the output's product before
+        // the exponentials unless a branch stands between.
+        if (key + F::kKeys < end) keys.wait_full();
+    };
+    const auto take_output = [&] {
         hold(o);
         hold(p);
-        ring.release();
-        ring.advance();
+        values.release();
+        values.advance();
+    };
+    barrier_wait(shared + F::kBarriers, 0);  // Q
+    keys.wait_full();
+    start_scores();
+    wgmma_wait<0>();
+    take_softmax(0);
+    round_scores<N>(p, s);
+    for (int key = F::kKeys; key < end; key += F::kKeys) {
+        start_scores();
+        start_output();
+        wgmma_wait<1>();
+        take_softmax(key);
+        wgmma_wait<0>();
+        take_output();
+        scale_rows(o, correction);
+        round_scores<N>(p, s);
     }
+    start_output();
+    wgmma_wait<0>();
+    take_output();
 
     float factor[2];
     UNROLL for (int r = 0; r < 2; r++) {
@@ -167,7 +199,8 @@ __global__ void __launch_bounds__(HopperForward<kHead>::kThreads, 1)
     const int block_row = (gridDim.y - 1 - blockIdx.y) * F::kRows;
     if (threadIdx.x == 0) {
         barrier_init(shared + F::kBarriers, 1);
-        Ring<F::kSlots>{shared + F::kBarriers + 8}.init(1, 4 * F::kConsumers);
+        Ring<F::kSlots>{shared + F::kKeyRing}.init(1, 4 * F::kConsumers);
+        Ring<F::kSlots>{shared + F::kValueRing}.init(1, 4 * F::kConsumers);
         barriers_are_made();
     }
     __syncthreads();
@@ -289,13 +322,13 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
         hold(p);
         const int diagonal = row - query;  // the first column that sees this warp's first key
         const auto mask = [&](float& x, int r, int column) {
-            if (column < diagonal + lane() / 4 + 8 * r) x = -INFINITY;
+            if (column < diagonal + lane() / 4 + 8 * r) x = 0.f;
         };
-        if (diagonal + 15 > 0) for_each_score<N>(mask, p);
         const auto to_probability = [&](float& x, int, int column) {
             x = exp2_of(x * (scale * kLog2e) - lse_of[column]);
         };
         for_each_score<N>(to_probability, p);
+        if (diagonal + 15 > 0) for_each_score<N>(mask, p);
         FragmentA<bf16> p_rounded[N / 2], ds_rounded[N / 2];
         round_scores<N>(p_rounded, p);
         wgmma_wait<0>();
@@ -373,13 +406,13 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
         hold(p);
         const int diagonal = row - key;  // the last column that this warp's first query sees
         const auto mask = [&](float& x, int r, int column) {
-            if (column > diagonal + lane() / 4 + 8 * r) x = -INFINITY;
+            if (column > diagonal + lane() / 4 + 8 * r) x = 0.f;
         };
-        if (diagonal < B::kPassing - 1) for_each_score<N>(mask, p);
         const auto to_probability = [&](float& x, int r, int) {
             x = exp2_of(x * (scale * kLog2e) - row_lse[r]);
         };
         for_each_score<N>(to_probability, p);
+        if (diagonal < B::kPassing - 1) for_each_score<N>(mask, p);
         wgmma_wait<0>();
         hold(ds);
         const auto gradient = [&](float& x, float probability, int r, int) {

@@ -63,27 +63,30 @@ SIMT_DEVICE float quad_sum(float v) {
     return v + __shfl_xor_sync(~0u, v, 2);
 }
 
+// Multiplies this lane's two rows with factor[r].
+template <int N>
+SIMT_DEVICE void scale_rows(AttentionRows<N>& o, const float (&factor)[2]) {
+    UNROLL for (int j = 0; j < N; j++) { UNROLL for (int e = 0; e < 4; e++) o[0][j][e] *= factor[e / 2]; }
+}
+
 // The softmax of a lane's two rows so far: largest score, and this lane's part of the sum of exponentials.
 struct OnlineSoftmax {
     float largest[2] = {-INFINITY, -INFINITY};
     float sum[2] = {0.f, 0.f};
 
-    // Turns scores into exponentials relative to the largest so far; brings sum and output to the same base.
-    template <int N, int kColumns>
-    SIMT_DEVICE void step(AttentionRows<N>& s, AttentionRows<kColumns>& o, float scale_log2) {
+    // Turns scores into exponentials relative to the largest so far. The output of the steps before is to be
+    // multiplied with `correction`, to have the same base.
+    template <int N>
+    SIMT_DEVICE void step(AttentionRows<N>& s, float (&correction)[2], float scale_log2) {
         float base[2];
         UNROLL for (int r = 0; r < 2; r++) {
             float top = largest[r];
             UNROLL for (int j = 0; j < N; j++) top = fmaxf(top, fmaxf(s[0][j][2 * r], s[0][j][2 * r + 1]));
             top = quad_max(top);
-            const float correction = exp2_of((largest[r] - top) * scale_log2);
+            correction[r] = exp2_of((largest[r] - top) * scale_log2);
             largest[r] = top;
             base[r] = top * scale_log2;
-            sum[r] *= correction;
-            UNROLL for (int j = 0; j < kColumns; j++) {
-                o[0][j][2 * r] *= correction;
-                o[0][j][2 * r + 1] *= correction;
-            }
+            sum[r] *= correction[r];
         }
         const auto exponential = [&](float& x, int r, int) {
             x = exp2_of(x * scale_log2 - base[r]);

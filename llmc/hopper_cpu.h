@@ -34,9 +34,7 @@ SIMT_RUNTIME inline bf16* swizzled_element(uint32_t address) {
     return reinterpret_cast<bf16*>(shared_pointer(address ^ (address >> 7 & 7) << 4));
 }
 SIMT_RUNTIME inline float widened(bf16 x) { return __builtin_bit_cast(float, uint32_t{x.bits} << 16); }
-}  // namespace simt
 
-namespace simt {
 // A product that a lane started: its d, 8 * n columns; a from registers or from shared memory.
 struct Wgmma {
     float* d;

@@ -88,12 +88,20 @@ struct Sizes<SwizzledTile<kRows, kColumns>> {
 template <class F>
 void check_forward() {
     Sizes<typename F::QTile>::check(1024);
-    for (int slot = 0; slot < F::kSlots; slot++)
-        Sizes<typename F::KvTile>::check(2048 + F::QTile::kBytes + slot * F::KvTile::kBytes);
+    for (int slot = 0; slot < 2 * F::kSlots; slot++)
+        Sizes<typename F::KvTile>::check(2048 + F::kKeyTiles + slot * F::KvTile::kBytes);
+}
+template <class B>
+void check_backward() {
+    for (int i = 0; i < 2; i++) Sizes<typename B::StayingTile>::check(1024 + i * B::StayingTile::kBytes);
+    for (int i = 0; i < 2 * B::kSlots; i++)
+        Sizes<typename B::PassingTile>::check(3072 + B::kPassingTiles + i * B::PassingTile::kBytes);
 }
 TEST(HopperLayout, DescriptorsFindWhatTmaWrote) {
     check_forward<HopperForward<64>>();
     check_forward<HopperForward<128>>();
+    check_backward<HopperBackward<64>>();
+    check_backward<HopperBackward<128>>();
 }
 
 template <class K>
@@ -115,6 +123,8 @@ void check_resources() {
 TEST(HopperLayout, KernelsFitAnSm) {
     check_resources<HopperForward<64>>();
     check_resources<HopperForward<128>>();
+    check_resources<HopperBackward<64>>();
+    check_resources<HopperBackward<128>>();
 }
 
 }  // namespace

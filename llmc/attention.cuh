@@ -125,26 +125,13 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
         multiply_rows<kHead>(s, q_tile + 16 * warp() * Tiles::kStride, k_tile);
         // The last column that this warp's first query sees.
         const int diagonal = row + in.keys - in.queries - key;
-        const auto mask = [&](float& x, int r, int column) {
-            if (column > diagonal + lane() / 4 + 8 * r) x = -INFINITY;
-        };
-        if (diagonal < kPassing - 1) for_each_score<kPassing / 8>(mask, s);
+        if (diagonal < kPassing - 1) mask_later_keys(s, diagonal, -INFINITY);
         float correction[2];
         softmax.step(s, correction, scale * kLog2e);
         scale_rows(o, correction);
         multiply_columns<kHead>(o, s, k_tile + Tiles::kPassingSize);
     }
-
-    float factor[2];
-    UNROLL for (int r = 0; r < 2; r++) {
-        const float sum = quad_sum(softmax.sum[r]);
-        const int query = row + lane() / 4 + 8 * r;
-        if (lse && query < in.queries && lane() % 4 == 0)
-            lse[in.row_offset(b, h) + query] = softmax.largest[r] * scale + logf(sum);
-        factor[r] = 1.f / sum;
-    }
-    store_rows<kHead>(out + in.out_offset(b, h) + row * in.out_row(), in.out_row(), o, factor,
-                      in.queries - row, in.head_size, vectors);
+    store_output<kHead>(out, lse, o, softmax, in, b, h, row, scale, vectors);
 }
 
 // delta[b, h, i] = sum of dout * out over the head's columns: a warp for each b, i, h, in this order.

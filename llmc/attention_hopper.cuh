@@ -4,15 +4,16 @@
 // It has not run on a device yet: it is compiled for one, and runs in the faithful CPU build.
 //
 // A block is a producer and some consumers, of four warps each (Shah et al. 2024, FlashAttention-3). The
-// producer has TMA fill a ring of tiles; each consumer multiplies its 64 rows with them by wgmma, straight
-// from shared memory. The formulas, the order of the sums and what is rounded are those of attention.cuh.
+// producer has TMA fill rings of tiles; each consumer multiplies its 64 rows with them by wgmma, straight
+// from shared memory. The formulas, and what is rounded, are those of attention.cuh.
 //
-//   forward           S = Q K^T     out = P V                            staying Q     passing K, V
-//   backward, keys    S^T = K Q^T   dV = P^T dout   dK = dS^T Q          staying K, V  passing Q, dout
-//   backward, queries S = Q K^T     dQ = dS K                            staying Q, dout  passing K, V
+//                       stays    passes by
+//   forward             Q        K, V       S = Q K^T                        out += P V
+//   backward, keys      K, V     Q, dout    S^T = K Q^T, dP^T = V dout^T     dV += P^T dout, dK += dS^T Q
+//   backward, queries   Q, dout  K, V       S = Q K^T,   dP = dout V^T       dQ += dS K
 //
-// The first product of a line sums over a head's columns, in which the tiles' rows lie (K-major); of the
-// others the left operand stays in registers and the right is summed over its rows (MN-major).
+// The products on the left sum over the columns of both tiles (K-major). Those on the right have their left
+// operand in registers, where the scores are, and sum over the rows of a tile that passes by (MN-major).
 #pragma once
 
 #include "llmc/attention_input.h"
@@ -57,7 +58,7 @@ struct HopperBackward {
     static constexpr int kRows = 64 * kConsumers, kPassing = 64;
     using StayingTile = SwizzledTile<kRows, kHead>;
     using PassingTile = SwizzledTile<kPassing, kHead>;
-    static constexpr int kSlots = 2;  // of the ring: two tiles and, for the keys' kernel, lse and delta
+    static constexpr int kSlots = 4;  // of the ring: two tiles and, for the keys' kernel, lse and delta
     static constexpr uint32_t kPassingTiles = 2 * StayingTile::kBytes;  // where they are
     static constexpr uint32_t kStatistics = kPassingTiles + kSlots * 2 * PassingTile::kBytes;
     static constexpr uint32_t kBarriers =
@@ -83,21 +84,33 @@ SIMT_DEVICE void round_scores(FragmentA<bf16> (&a)[N / 2], const AttentionRows<N
     UNROLL for (int k = 0; k < N / 2; k++) a[k] = accumulators_as_a<bf16>(p[0][2 * k], p[0][2 * k + 1]);
 }
 
+// Where a thread stands: its block's batch entry and head; its consumer's first row, in the block; its
+// warp's.
+struct HopperPlace {
+    int b, h, group_row, row;
+    SIMT_DEVICE HopperPlace(const AttentionInput<bf16>& in, int block_row)
+        : b(blockIdx.x / in.heads),
+          h(blockIdx.x % in.heads),
+          group_row((threadIdx.x / kWarpgroup - 1) * 64),
+          row(block_row + group_row + warp() % 4 * 16) {}
+};
+
 template <int kHead>
 SIMT_DEVICE void hopper_forward_produce(uint32_t shared, const AttentionInput<bf16>& in,
                                         const HopperForwardMaps& maps, int block_row) {
     using F = HopperForward<kHead>;
     using KvTile = typename F::KvTile;
-    const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads, column = h * kHead;
+    const HopperPlace place(in, block_row);
     const int end = in.keys_before(block_row + F::kRows);
     const uint32_t q_full = shared + F::kBarriers;
     barrier_arrive_expecting(q_full, F::QTile::kBytes);
-    start_load<typename F::QTile>(shared, maps.q, q_full, column, block_row, b);
+    start_load<typename F::QTile>(shared, maps.q, q_full, place.h * kHead, block_row, place.b);
     Ring<F::kSlots> keys{shared + F::kKeyRing}, values{shared + F::kValueRing};
     const auto load = [&](Ring<F::kSlots>& ring, uint32_t tiles, const TensorMap& map, int key) {
         ring.wait_empty();
         barrier_arrive_expecting(ring.full(), KvTile::kBytes);
-        start_load<KvTile>(tiles + ring.slot * KvTile::kBytes, map, ring.full(), column, key, b);
+        start_load<KvTile>(tiles + ring.slot * KvTile::kBytes, map, ring.full(), place.h * kHead, key,
+                           place.b);
         ring.advance();
     };
     for (int key = 0; key < end; key += F::kKeys) {
@@ -114,9 +127,7 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
     using F = HopperForward<kHead>;
     using KvTile = typename F::KvTile;
     constexpr int N = F::kKeys / 8;
-    const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads;
-    const int group_row = (threadIdx.x / kWarpgroup - 1) * 64;  // of the consumer, in the block
-    const int row = block_row + group_row + warp() % 4 * 16;    // of this warp's first query
+    const HopperPlace place(in, block_row);
     const int end = in.keys_before(block_row + F::kRows);
     Ring<F::kSlots> keys{shared + F::kKeyRing}, values{shared + F::kValueRing};
 
@@ -126,7 +137,7 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
     OnlineSoftmax softmax;
     float correction[2];
     const auto start_scores = [&] {
-        start_rows_product<typename F::QTile, KvTile>(s, shared, group_row,
+        start_rows_product<typename F::QTile, KvTile>(s, shared, place.group_row,
                                                       shared + F::kKeyTiles + keys.slot * KvTile::kBytes);
     };
     const auto start_output = [&] {
@@ -138,11 +149,8 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
         keys.release();
         keys.advance();
         // The last column that this warp's first query sees.
-        const int diagonal = row + in.keys - in.queries - key;
-        const auto mask = [&](float& x, int r, int column) {
-            if (column > diagonal + lane() / 4 + 8 * r) x = -INFINITY;
-        };
-        if (diagonal < F::kKeys - 1) for_each_score<N>(mask, s);
+        const int diagonal = place.row + in.keys - in.queries - key;
+        if (diagonal < F::kKeys - 1) mask_later_keys(s, diagonal, -INFINITY);
         softmax.step(s, correction, scale * kLog2e);
         hold(s);
         // The next tile is awaited here because the compiler moves the wait for the output's product before
@@ -174,17 +182,7 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
     start_output();
     wgmma_wait<0>();
     take_output();
-
-    float factor[2];
-    UNROLL for (int r = 0; r < 2; r++) {
-        const float sum = quad_sum(softmax.sum[r]);
-        const int query = row + lane() / 4 + 8 * r;
-        if (lse && query < in.queries && lane() % 4 == 0)
-            lse[in.row_offset(b, h) + query] = softmax.largest[r] * scale + logf(sum);
-        factor[r] = 1.f / sum;
-    }
-    store_rows<kHead>(out + in.out_offset(b, h) + row * in.out_row(), in.out_row(), o, factor,
-                      in.queries - row, kHead, true);
+    store_output<kHead>(out, lse, o, softmax, in, place.b, place.h, place.row, scale, true);
 }
 
 // out and lse of the queries of kConsumers * 64 rows of one head. Blocks (batch * heads, tiles of queries),
@@ -258,7 +256,8 @@ SIMT_DEVICE unsigned char* hopper_backward_begin(int full_arrivals) {
 }
 
 // By a warp: loads the staying tiles, from block_row on, and the passing ones from `begin` to before `end`.
-// For queries that pass (kStatistics), each lane brings some of their lse, times log2(e), and delta.
+// For queries that pass (kStatistics), each lane brings some of their lse, times log2(e), and delta, and
+// arrives at the ring's barrier too.
 template <int kHead, bool kStatistics>
 SIMT_DEVICE void hopper_backward_produce(unsigned char* shared, const AttentionInput<bf16>& in,
                                          const HopperBackwardMaps& maps, int block_row, int begin, int end,
@@ -266,31 +265,33 @@ SIMT_DEVICE void hopper_backward_produce(unsigned char* shared, const AttentionI
     using B = HopperBackward<kHead>;
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
-    const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads, column = h * kHead;
+    const HopperPlace place(in, block_row);
     const uint32_t at = shared_address(shared), staying_full = at + B::kBarriers;
     if (lane() == 0) {
         barrier_arrive_expecting(staying_full, 2 * Staying::kBytes);
         for (int i = 0; i < 2; i++)
-            start_load<Staying>(at + i * Staying::kBytes, maps.staying[i], staying_full, column, block_row,
-                                b);
+            start_load<Staying>(at + i * Staying::kBytes, maps.staying[i], staying_full, place.h * kHead,
+                                block_row, place.b);
     }
     Ring<B::kSlots> ring{staying_full + 8};
     for (int row = begin; row < end; row += B::kPassing, ring.advance()) {
         ring.wait_empty();
+        if (lane() == 0) {
+            const uint32_t to = at + B::kPassingTiles + ring.slot * 2 * Passing::kBytes;
+            barrier_arrive_expecting(ring.full(), 2 * Passing::kBytes);
+            for (int i = 0; i < 2; i++)
+                start_load<Passing>(to + i * Passing::kBytes, maps.passing[i], ring.full(), place.h * kHead,
+                                    row, place.b);
+        }
         if constexpr (kStatistics) {
             float* const to = reinterpret_cast<float*>(shared + B::kStatistics) + ring.slot * 2 * B::kPassing;
+            const int64_t from = in.row_offset(place.b, place.h) + row;
             for (int i = lane(); i < B::kPassing; i += kLanes) {
-                const bool valid = row + i < end;
-                to[i] = valid ? lse[in.row_offset(b, h) + row + i] * kLog2e : 0.f;
-                to[B::kPassing + i] = valid ? delta[in.row_offset(b, h) + row + i] : 0.f;
+                to[i] = row + i < end ? lse[from + i] * kLog2e : 0.f;
+                to[B::kPassing + i] = row + i < end ? delta[from + i] : 0.f;
             }
-            if (lane() != 0) barrier_arrive(ring.full());
+            barrier_arrive(ring.full());
         }
-        if (lane() != 0) continue;
-        const uint32_t to = at + B::kPassingTiles + ring.slot * 2 * Passing::kBytes;
-        barrier_arrive_expecting(ring.full(), 2 * Passing::kBytes);
-        for (int i = 0; i < 2; i++)
-            start_load<Passing>(to + i * Passing::kBytes, maps.passing[i], ring.full(), column, row, b);
     }
 }
 
@@ -301,9 +302,7 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
     constexpr int N = B::kPassing / 8;
-    const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads;
-    const int group_row = (threadIdx.x / kWarpgroup - 1) * 64;  // of the consumer, in the block
-    const int row = block_row + group_row + warp() % 4 * 16;    // of this warp's first key
+    const HopperPlace place(in, block_row);
     const uint32_t k_tile = shared_address(shared), v_tile = k_tile + Staying::kBytes;
     Ring<B::kSlots> ring{k_tile + B::kBarriers + 8};
     AttentionRows<kHead / 8> dk_rows = {}, dv_rows = {};
@@ -316,11 +315,11 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
         const float* const delta_of = lse_of + B::kPassing;
         AttentionRows<N> p, ds;
         ring.wait_full();
-        start_rows_product<Staying, Passing>(p, k_tile, group_row, q_tile);
-        start_rows_product<Staying, Passing>(ds, v_tile, group_row, dout_tile);
+        start_rows_product<Staying, Passing>(p, k_tile, place.group_row, q_tile);
+        start_rows_product<Staying, Passing>(ds, v_tile, place.group_row, dout_tile);
         wgmma_wait<1>();
         hold(p);
-        const int diagonal = row - query;  // the first column that sees this warp's first key
+        const int diagonal = place.row - query;  // the first column that sees this warp's first key
         const auto mask = [&](float& x, int r, int column) {
             if (column < diagonal + lane() / 4 + 8 * r) x = 0.f;
         };
@@ -347,9 +346,9 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
         hold(ds_rounded);
         ring.release();
     }
-    const int64_t at = in.kv_offset(b, h) + row * in.kv_row;
-    store_rows<kHead>(dk + at, in.kv_row, dk_rows, {scale, scale}, in.keys - row, kHead, true);
-    store_rows<kHead>(dv + at, in.kv_row, dv_rows, {1.f, 1.f}, in.keys - row, kHead, true);
+    const int64_t at = in.kv_offset(place.b, place.h) + place.row * in.kv_row;
+    store_rows<kHead>(dk + at, in.kv_row, dk_rows, {scale, scale}, in.keys - place.row, kHead, true);
+    store_rows<kHead>(dv + at, in.kv_row, dv_rows, {1.f, 1.f}, in.keys - place.row, kHead, true);
 }
 
 // dK and dV of 128 keys of one head. Blocks (batch * heads, tiles of keys), longest first.
@@ -360,7 +359,7 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
                                           const __grid_constant__ HopperBackwardMaps maps) {
 #if defined(HOPPER_CODE)
     using B = HopperBackward<kHead>;
-    unsigned char* const shared = hopper_backward_begin<kHead>(kLanes);
+    unsigned char* const shared = hopper_backward_begin<kHead>(1 + kLanes);
     const int block_row = blockIdx.y * B::kRows;
     if (threadIdx.x < kWarpgroup) {
         shrink_registers<B::kProducerRegisters>();
@@ -383,16 +382,14 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
     constexpr int N = B::kPassing / 8;
-    const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads;
-    const int group_row = (threadIdx.x / kWarpgroup - 1) * 64;  // of the consumer, in the block
-    const int row = block_row + group_row + warp() % 4 * 16;    // of this warp's first query
+    const HopperPlace place(in, block_row);
     const uint32_t q_tile = shared_address(shared), dout_tile = q_tile + Staying::kBytes;
     Ring<B::kSlots> ring{q_tile + B::kBarriers + 8};
     float row_lse[2], row_delta[2];
     UNROLL for (int r = 0; r < 2; r++) {
-        const int query = row + lane() / 4 + 8 * r;
-        row_lse[r] = query < in.queries ? lse[in.row_offset(b, h) + query] * kLog2e : 0.f;
-        row_delta[r] = query < in.queries ? delta[in.row_offset(b, h) + query] : 0.f;
+        const int query = place.row + lane() / 4 + 8 * r;
+        row_lse[r] = query < in.queries ? lse[in.row_offset(place.b, place.h) + query] * kLog2e : 0.f;
+        row_delta[r] = query < in.queries ? delta[in.row_offset(place.b, place.h) + query] : 0.f;
     }
     AttentionRows<kHead / 8> dq_rows = {};
     barrier_wait(q_tile + B::kBarriers, 0);
@@ -400,19 +397,16 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
         const uint32_t k_tile = q_tile + B::kPassingTiles + ring.slot * 2 * Passing::kBytes;
         AttentionRows<N> p, ds;
         ring.wait_full();
-        start_rows_product<Staying, Passing>(p, q_tile, group_row, k_tile);
-        start_rows_product<Staying, Passing>(ds, dout_tile, group_row, k_tile + Passing::kBytes);
+        start_rows_product<Staying, Passing>(p, q_tile, place.group_row, k_tile);
+        start_rows_product<Staying, Passing>(ds, dout_tile, place.group_row, k_tile + Passing::kBytes);
         wgmma_wait<1>();
         hold(p);
-        const int diagonal = row - key;  // the last column that this warp's first query sees
-        const auto mask = [&](float& x, int r, int column) {
-            if (column > diagonal + lane() / 4 + 8 * r) x = 0.f;
-        };
+        const int diagonal = place.row - key;  // the last column that this warp's first query sees
         const auto to_probability = [&](float& x, int r, int) {
             x = exp2_of(x * (scale * kLog2e) - row_lse[r]);
         };
         for_each_score<N>(to_probability, p);
-        if (diagonal < B::kPassing - 1) for_each_score<N>(mask, p);
+        if (diagonal < B::kPassing - 1) mask_later_keys(p, diagonal, 0.f);
         wgmma_wait<0>();
         hold(ds);
         const auto gradient = [&](float& x, float probability, int r, int) {
@@ -427,8 +421,8 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
         hold(ds_rounded);
         ring.release();
     }
-    store_rows<kHead>(dq + in.q_offset(b, h) + row * in.q_row, in.q_row, dq_rows, {scale, scale},
-                      in.queries - row, kHead, true);
+    store_rows<kHead>(dq + in.q_offset(place.b, place.h) + place.row * in.q_row, in.q_row, dq_rows,
+                      {scale, scale}, in.queries - place.row, kHead, true);
 }
 
 // dQ of 128 queries of one head. Blocks (batch * heads, tiles of queries), longest first.

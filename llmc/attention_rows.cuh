@@ -5,6 +5,7 @@
 // + 8, in each 8 columns the neighbours lane % 4 * 2 and the next. So it is after mma.sync, and after wgmma.
 #pragma once
 
+#include "llmc/attention_input.h"
 #include "llmc/mma.cuh"
 
 constexpr float kLog2e = 1.44269504f;
@@ -30,6 +31,15 @@ SIMT_DEVICE void for_each_score(F f, S&... s) {
     UNROLL for (int j = 0; j < N; j++) {
         UNROLL for (int e = 0; e < 4; e++) f(s[0][j][e]..., e / 2, 8 * j + lane() % 4 * 2 + e % 2);
     }
+}
+
+// s = value where query i, in row i, does not see the key in a column: those after column diagonal + i.
+template <int N>
+SIMT_DEVICE void mask_later_keys(AttentionRows<N>& s, int diagonal, float value) {
+    const auto mask = [&](float& x, int r, int column) {
+        if (column > diagonal + lane() / 4 + 8 * r) x = value;
+    };
+    for_each_score<N>(mask, s);
 }
 
 // Writes 16 rows times factor[r], of which `rows` exist, to `out` at the row where the warp's rows begin.
@@ -95,3 +105,20 @@ struct OnlineSoftmax {
         for_each_score<N>(exponential, s);
     }
 };
+
+// Writes the output of the warp's 16 queries from `row` on, and unless it is null their lse.
+template <int kHead, class T>
+SIMT_DEVICE void store_output(T* out, float* lse, const AttentionRows<kHead / 8>& o,
+                              const OnlineSoftmax& softmax, const AttentionInput<T>& in, int b, int h,
+                              int row, float scale, bool vectors) {
+    float factor[2];
+    UNROLL for (int r = 0; r < 2; r++) {
+        const float sum = quad_sum(softmax.sum[r]);
+        const int query = row + lane() / 4 + 8 * r;
+        if (lse && query < in.queries && lane() % 4 == 0)
+            lse[in.row_offset(b, h) + query] = softmax.largest[r] * scale + logf(sum);
+        factor[r] = 1.f / sum;
+    }
+    store_rows<kHead>(out + in.out_offset(b, h) + row * in.out_row(), in.out_row(), o, factor,
+                      in.queries - row, in.head_size, vectors);
+}

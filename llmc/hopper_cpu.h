@@ -75,9 +75,10 @@ SIMT_DEVICE void grow_registers() {}
 
 namespace simt {
 struct Barrier {
-    uint32_t parity : 1, arrivals : 15,
-        pending : 16;  // of the phase under way; what a phase needs; still needs
-    int32_t bytes;     // that are expected and have not come
+    uint32_t parity : 1;     // of the phase under way
+    uint32_t arrivals : 15;  // that a phase needs
+    uint32_t pending : 16;   // that this one still needs
+    int32_t bytes;           // that are expected and have not come
 };
 static_assert(sizeof(Barrier) == 8);
 SIMT_RUNTIME inline Barrier& barrier_at(uint32_t address) {

@@ -240,6 +240,43 @@ TEST(HopperAttention, MatchesTheDefinition) {
     }
 }
 
+// Output, lse and gradients of packed inputs, by one of the two versions of the kernels.
+std::vector<double> results_of(Case c, const Arrays<bf16>& x, const DeviceArray<bf16>& dout, bool hopper) {
+    c.hopper = hopper;
+    const AttentionInput<bf16> in = input_of(c, x);
+    const size_t rows = static_cast<size_t>(c.batch) * c.queries;
+    DeviceArray<bf16> out(poisoned<bf16>(rows * c.channels()));
+    DeviceArray<float> lse(poisoned<float>(rows * c.heads)), delta(poisoned<float>(rows * c.heads));
+    const Arrays<bf16> gradients = poisoned_arrays<bf16>(c);
+    attention_forward(out.data(), lse.data(), in, Stream{});
+    attention_backward(gradients.q, gradients.k, gradients.v, dout.data(), out.data(), lse.data(),
+                       delta.data(), in, Stream{});
+    std::vector<double> results = to_doubles(out.download());
+    for (const std::vector<double>& more :
+         {to_doubles(lse.download()), to_doubles(gradients.device[0]->download())})
+        results.insert(results.end(), more.begin(), more.end());
+    return results;
+}
+
+// On a GPU in more blocks than it has multiprocessors.
+TEST(HopperAttention, AgreesWithTheCommonKernels) {
+    if (!has_hopper_attention())
+        GTEST_SKIP() << "needs a GPU of compute capability 9.0, or the faithful build";
+    const int length = kSmallShapes ? 130 : kFaithful ? 300 : 3001, heads = kFaithful ? 2 : 16;
+    for (const int head_size : {64, 128}) {
+        const Case c{2, heads, head_size, length, length, Case::kPacked};
+        SCOPED_TRACE(c.name());
+        const Arrays<bf16> x = random_arrays<bf16>(c);
+        const DeviceArray<bf16> dout(random_values<bf16>(c.q_size() / 3, 1, 11));
+        const std::vector<double> common = results_of(c, x, dout, false),
+                                  hopper = results_of(c, x, dout, true);
+        EXPECT_LT(relative_error(std::vector<float>(hopper.begin(), hopper.end()), common),
+                  tolerance<bf16>());
+        EXPECT_FALSE(hopper == common) << "the same kernels ran";
+        EXPECT_TRUE(results_of(c, x, dout, true) == hopper) << "other bits at the second time";
+    }
+}
+
 #if !defined(SIMT_GPU)
 TYPED_TEST(Attention, DoesNotDependOnTheNumberOfThreads) {
     if (kThreadSanitizer) GTEST_SKIP() << "slow";

@@ -79,23 +79,29 @@ def runs(arch, name):
 
 
 def instructions(sass):
-    """{(architecture, kernel): how often it has each instruction}."""
-    found, arch, counts = {}, "", collections.Counter()
+    """{(architecture, kernel): its instructions, in order}."""
+    found, arch, names = {}, "", []
     for line in sass.splitlines():
         if match := re.match(r"arch = (\w+)", line):
             arch = match.group(1)
         elif match := re.search(r"Function : (\w+)", line):
-            counts = found[arch, match.group(1)] = collections.Counter()
+            names = found[arch, match.group(1)] = []
         elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", line):
-            counts[match.group(1)] += 1
+            names.append(match.group(1))
     return found
 
 
 @pytest.fixture(scope="module")
-def kernels():
+def sequences():
     found = instructions(cuobjdump("-sass"))
-    assert all(sum(counts.values()) > 20 for (arch, name), counts in found.items() if runs(arch, name))
+    assert all(len(names) > 20 for (arch, name), names in found.items() if runs(arch, name))
     return found
+
+
+@pytest.fixture(scope="module")
+def kernels(sequences):
+    """{(architecture, kernel): how often it has each instruction}."""
+    return {key: collections.Counter(names) for key, names in sequences.items()}
 
 
 @pytest.mark.skipif(not BF16.exists(), reason="no CUDA build")
@@ -141,6 +147,14 @@ class TestInstructions:
             assert not self.count(counts, "HMMA|LDSM|ATOM|RED"), kernel
             usage = cuobjdump("--dump-resource-usage", "-arch", "sm_90a")
             assert re.search(rf"Function {kernel}:\s+REG:{HOPPER[name]} ", usage), kernel
+
+    @pytest.mark.parametrize("name", HOPPER)
+    def test_exponentials_are_taken_while_a_product_is_under_way(self, sequences, name):
+        """The wait for the scores, exponentials, the wait for the product started after them: in this order."""
+        for (arch, kernel), names in self.those(sequences, name).items():
+            events = "".join("W" if "WARPGROUP.DEPBAR" in name else "E" if name == "MUFU.EX2" else "P" if "HGMMA" in name
+                             else "" for name in names)
+            assert not runs(arch, kernel) or re.search("PWE{32,}W", events), (kernel, events)
 
     def test_nothing_lies_in_local_memory(self, kernels):
         for key, counts in kernels.items():

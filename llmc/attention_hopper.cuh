@@ -327,7 +327,7 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
             x = exp2_of(x * (scale * kLog2e) - lse_of[column]);
         };
         for_each_score<N>(to_probability, p);
-        if (diagonal + 15 > 0) for_each_score<N>(mask, p);
+        if (diagonal + 15 > 0) for_each_score<N>(mask, p);  // a branch before the wait, as in forward
         FragmentA<bf16> p_rounded[N / 2], ds_rounded[N / 2];
         round_scores<N>(p_rounded, p);
         wgmma_wait<0>();
@@ -406,7 +406,7 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
             x = exp2_of(x * (scale * kLog2e) - row_lse[r]);
         };
         for_each_score<N>(to_probability, p);
-        if (diagonal < B::kPassing - 1) mask_later_keys(p, diagonal, 0.f);
+        if (diagonal < B::kPassing - 1) mask_later_keys(p, diagonal, 0.f);  // a branch, as above
         wgmma_wait<0>();
         hold(ds);
         const auto gradient = [&](float& x, float probability, int r, int) {

@@ -130,6 +130,7 @@ template <class Tile>
 SIMT_RUNTIME void start_load(uint32_t tile, const TensorMap& map, uint32_t barrier, int column, int row,
                              int batch) {
     simt::HopperUnits& units = simt::hopper_units();
+    if (tile % 1024) simt::die("a swizzled tile does not begin at a multiple of 1024 bytes");
     for (int panel = 0; panel < Tile::kPanels; panel++) {
         if (units.copies_count == 64) simt::die("more copies under way than the emulation has room for");
         units.copies[units.copies_count++] = {

@@ -53,8 +53,10 @@ CUDA_ARCH ?= 80 90a
 comma := ,
 GENCODE := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a)$(comma)code=sm_$(a)) \
            -gencode arch=compute_$(firstword $(subst a,,$(lastword $(CUDA_ARCH))))$(comma)code=compute_$(firstword $(subst a,,$(lastword $(CUDA_ARCH))))
+# The kernels for compute capability 9.0 alone need that architecture's own instructions.
+HOPPER := $(if $(filter 90a,$(CUDA_ARCH)),-DLLMC_HOPPER)
 NVCCFLAGS := -std=c++20 -O3 -I. -MMD -MP -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-Wno-unknown-pragmas,-fopenmp \
-             -Xptxas -v,-warn-spills,-warn-lmem-usage $(GENCODE)
+             -Xptxas -v,-warn-spills,-warn-lmem-usage $(GENCODE) $(HOPPER)
 CUDA_LIBS := -lcublasLt -lcublas -lpcre2-8 -lgomp
 
 
@@ -96,7 +98,7 @@ test-deps:
 
 # The tests of kernels run in each build of the one source; on a GPU, in that.
 KERNEL_TESTS := test_kernels test_optimizer test_attention test_matmul test_wide_sum
-HOST_TESTS := test_files test_dataset test_tokenizer test_checkpoint test_arena test_solver test_host
+HOST_TESTS := test_hopper_layout test_files test_dataset test_tokenizer test_checkpoint test_arena test_solver test_host
 FAITHFUL := -DSIMT_LANES=32
 ifeq ($(DEVICE),cuda)
   UNIT_TESTS := $(KERNEL_TESTS:%=build/test/cuda/%) $(HOST_TESTS:%=build/test/fast/%)

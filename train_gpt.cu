@@ -103,8 +103,13 @@ class Gpt {
     // Takes the gradients of a unit of the Layout, by number, as soon as they are complete, and its weights.
     using Consume = std::function<void(int unit, const floatX* gradients)>;
 
-    Gpt(Arena& arena, Stream stream, const State<floatX>& state)
-        : arena_(arena), stream_(stream), state_(state), layout_(state.layout), config_(layout_.config()) {
+    Gpt(Arena& arena, Stream stream, const State<floatX>& state, bool hopper_attention)
+        : arena_(arena),
+          stream_(stream),
+          state_(state),
+          layout_(state.layout),
+          config_(layout_.config()),
+          hopper_attention_(hopper_attention) {
         bind();
     }
     // Points the views at the state's memory: again after it was allocated.
@@ -175,6 +180,7 @@ class Gpt {
     const State<floatX>& state_;
     const Layout& layout_;
     const GptConfig& config_;
+    const bool hopper_attention_;
     struct {
         Embeddings<floatX> embeddings;
         std::vector<Block<floatX>> blocks;
@@ -213,7 +219,8 @@ AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv) const {
             .q_row = row,
             .kv_row = row,
             .q_batch = T * row,
-            .kv_batch = T * row};
+            .kv_batch = T * row,
+            .hopper = hopper_attention_};
 }
 
 // a.attention (B, T, C) = causal attention of a.qkv (B, T, 3C); with a cache, of it and of all that came
@@ -737,6 +744,20 @@ StateOptions state_options(const Options& o) {
             .v = named<Moment>(kMomentNames, o.adam_v)};
 }
 
+// Fails where --attention hopper asks for kernels that this build or this model's heads have not.
+void check_attention(const Options& o, const GptConfig& config) {
+    if (o.attention != "hopper") return;
+    if (!kHopperAttention<floatX>)
+        fail(
+            "--attention hopper: this build has no such kernels; make DEVICE=cuda PRECISION=bf16 with 90a in "
+            "CUDA_ARCH does, and --attention common is in each");
+    if (!hopper_attention_supports(config.head_size()))
+        fail(
+            "--attention hopper does heads of 64 and 128 channels, and the model's have %d: --attention "
+            "common",
+            config.head_size());
+}
+
 bool is_depth(const std::string& model) {
     return model.size() >= 2 && model.size() <= 5 && model[0] == 'd' &&
            model.find_first_not_of("0123456789", 1) == std::string::npos;
@@ -777,8 +798,9 @@ Trainer::Trainer(Options options)
       config_(choose_config()),
       tokenizer_(open_tokenizer()),
       state_(config_, state_options(o_)),
-      gpt_(arena_, stream_, state_),
+      gpt_(arena_, stream_, state_, o_.attention == "hopper"),
       norm_of_each_unit_(o_.clip_per_block || o_.update_in_backward) {
+    check_attention(o_, config_);
     if (!o_.has("--seq-len")) o_.seq_len = std::min(o_.seq_len, config_.positions);
     if (o_.seq_len > config_.positions)
         fail("--seq-len %d is more than the model's %d positions", o_.seq_len, config_.positions);
@@ -795,14 +817,18 @@ Trainer::Trainer(Options options)
     report_ = make_report();
 }
 
-// Fails unless there is a device for this binary.
-void check_device() {
+// Fails unless there is a device for this binary, and for the attention that was asked for.
+void check_device([[maybe_unused]] const Options& o) {
 #ifdef SIMT_GPU
     int count = 0;
     const cudaError_t status = cudaGetDeviceCount(&count);
     if (status != cudaSuccess || count == 0)
         fail("this ./train is built for a GPU and none answers (%s); for the CPU: make DEVICE=cpu",
              status == cudaSuccess ? "no device" : cudaGetErrorString(status));
+    if (o.attention == "hopper" && !device_is_hopper())
+        fail(
+            "--attention hopper is for GPUs of compute capability 9.0, which this one is not: --attention "
+            "common");
 #endif
 }
 
@@ -830,7 +856,7 @@ Setting Trainer::choose_setting() {
     Setting s = setting_of(o_);
     s.levels = parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
     if (o_.batch > 0) return s;
-    if (!budget) check_device();
+    if (!budget) check_device(o_);
     const size_t room = budget ? parse_bytes(o_.memory, "--memory") : device_bytes_free() / 20 * 19;
     return fit_batch(s, room, rehearsals);
 }
@@ -1261,7 +1287,7 @@ void Trainer::save(int64_t steps_done) {
 }
 
 void Trainer::run() {
-    check_device();
+    check_device(o_);
     const size_t before = device_bytes_in_use();
     prepare();
     std::signal(SIGINT, on_interrupt);
@@ -1294,7 +1320,7 @@ void Trainer::run() {
 
 // --bench: runs steps, or their forwards alone, and prints what they took and reached.
 void Trainer::bench() {
-    check_device();
+    check_device(o_);
     const bool forward_only = o_.bench == "forward";
     BenchReport r = {.memory = report_,
                      .forward_only = forward_only,

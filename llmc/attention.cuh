@@ -13,14 +13,14 @@
 
 #include <initializer_list>
 
+#include "llmc/attention_hopper.cuh"
 #include "llmc/attention_input.h"
-#include "llmc/mma.cuh"
+#include "llmc/attention_rows.cuh"
 #include "llmc/work.h"
 #if !defined(SIMT_GPU) && SIMT_LANES == 1
 #include "llmc/attention_cpu.h"
 #endif
 
-constexpr float kLog2e = 1.44269504f;
 constexpr int kAttentionRows = 64;      // that stay in a block
 constexpr int kAttentionThreads = 128;  // 4 warps of 16 rows
 
@@ -36,21 +36,6 @@ struct AttentionTiles {
     // Blocks that an SM must have registers for. Left to itself the compiler aims higher and spills.
     static constexpr int kBlocksAtOnce = kHead <= 64 ? 3 : 2;
 };
-
-// The accumulators of 16 rows by 8 * N columns.
-template <int N>
-using AttentionRows = float[1][N][4];
-
-// 2^x; 0 for -inf.
-SIMT_DEVICE float exp2_of(float x) {
-#if defined(SIMT_GPU)
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-#else
-    return fast_exp(x * 0.693147181f);
-#endif
-}
 
 // Starts to copy `rows` rows (or as many as the tile has) of head_size columns; the rest of the tile becomes
 // zero. `vectors`: rows are made of whole aligned 16 bytes.
@@ -82,14 +67,6 @@ SIMT_DEVICE void load_keys(T* tiles, const AttentionInput<T>& in, int b, int h, 
                                       in.head_size, vectors);
 }
 
-// Calls f(s[0][j][e] ..., r, column) for all accumulators of this lane; r = 0, 1 for row lane / 4 + 8 r.
-template <int N, class F, class... S>
-SIMT_DEVICE void for_each_score(F f, S&... s) {
-    UNROLL for (int j = 0; j < N; j++) {
-        UNROLL for (int e = 0; e < 4; e++) f(s[0][j][e]..., e / 2, 8 * j + lane() % 4 * 2 + e % 2);
-    }
-}
-
 // s = A B^T over kHead columns: 16 rows of tile a, the 8 * N rows of tile b.
 template <int kHead, int N, class T>
 SIMT_DEVICE void multiply_rows(AttentionRows<N>& s, const T* a_tile, const T* b_tile) {
@@ -117,67 +94,6 @@ SIMT_DEVICE void multiply_columns(AttentionRows<kHead / 8>& o, const AttentionRo
         }
     }
 }
-
-// Writes 16 rows times factor[r], of which `rows` exist, to `out` at the row where the warp's rows begin.
-template <int kHead, class T>
-SIMT_DEVICE void store_rows(T* out, int64_t row_stride, const AttentionRows<kHead / 8>& o,
-                            const float (&factor)[2], int rows, int head_size, bool vectors) {
-    UNROLL for (int r = 0; r < 2; r++) {
-        const int row = lane() / 4 + 8 * r;
-        if (row >= rows) continue;
-        UNROLL for (int j = 0; j < kHead / 8; j++) {
-            const int column = 8 * j + lane() % 4 * 2;
-            const float x = o[0][j][2 * r] * factor[r], y = o[0][j][2 * r + 1] * factor[r];
-            T* to = out + row * row_stride + column;
-            if (vectors) {
-                if (column < head_size) store_pair(to, make_pair_of<T>(x, y));
-            } else {
-                if (column < head_size) to[0] = from_float<T>(x);
-                if (column + 1 < head_size) to[1] = from_float<T>(y);
-            }
-        }
-    }
-}
-
-// Over the four lanes that share rows.
-SIMT_DEVICE float quad_max(float v) {
-    v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
-    return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
-}
-SIMT_DEVICE float quad_sum(float v) {
-    v += __shfl_xor_sync(~0u, v, 1);
-    return v + __shfl_xor_sync(~0u, v, 2);
-}
-
-// The softmax of a lane's two rows so far: largest score, and this lane's part of the sum of exponentials.
-struct OnlineSoftmax {
-    float largest[2] = {-INFINITY, -INFINITY};
-    float sum[2] = {0.f, 0.f};
-
-    // Turns scores into exponentials relative to the largest so far; brings sum and output to the same base.
-    template <int N, int kColumns>
-    SIMT_DEVICE void step(AttentionRows<N>& s, AttentionRows<kColumns>& o, float scale_log2) {
-        float base[2];
-        UNROLL for (int r = 0; r < 2; r++) {
-            float top = largest[r];
-            UNROLL for (int j = 0; j < N; j++) top = fmaxf(top, fmaxf(s[0][j][2 * r], s[0][j][2 * r + 1]));
-            top = quad_max(top);
-            const float correction = exp2_of((largest[r] - top) * scale_log2);
-            largest[r] = top;
-            base[r] = top * scale_log2;
-            sum[r] *= correction;
-            UNROLL for (int j = 0; j < kColumns; j++) {
-                o[0][j][2 * r] *= correction;
-                o[0][j][2 * r + 1] *= correction;
-            }
-        }
-        const auto exponential = [&](float& x, int r, int) {
-            x = exp2_of(x * scale_log2 - base[r]);
-            sum[r] += x;
-        };
-        for_each_score<N>(exponential, s);
-    }
-};
 
 // out and lse of 64 queries of one head. Blocks (batch * heads, tiles of queries), longest first.
 template <class T, int kHead>
@@ -209,24 +125,13 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
         multiply_rows<kHead>(s, q_tile + 16 * warp() * Tiles::kStride, k_tile);
         // The last column that this warp's first query sees.
         const int diagonal = row + in.keys - in.queries - key;
-        const auto mask = [&](float& x, int r, int column) {
-            if (column > diagonal + lane() / 4 + 8 * r) x = -INFINITY;
-        };
-        if (diagonal < kPassing - 1) for_each_score<kPassing / 8>(mask, s);
-        softmax.step(s, o, scale * kLog2e);
+        if (diagonal < kPassing - 1) mask_later_keys(s, diagonal, -INFINITY);
+        float correction[2];
+        softmax.step(s, correction, scale * kLog2e);
+        scale_rows(o, correction);
         multiply_columns<kHead>(o, s, k_tile + Tiles::kPassingSize);
     }
-
-    float factor[2];
-    UNROLL for (int r = 0; r < 2; r++) {
-        const float sum = quad_sum(softmax.sum[r]);
-        const int query = row + lane() / 4 + 8 * r;
-        if (lse && query < in.queries && lane() % 4 == 0)
-            lse[in.row_offset(b, h) + query] = softmax.largest[r] * scale + logf(sum);
-        factor[r] = 1.f / sum;
-    }
-    store_rows<kHead>(out + in.out_offset(b, h) + row * in.out_row(), in.out_row(), o, factor,
-                      in.queries - row, in.head_size, vectors);
+    store_output<kHead>(out, lse, o, softmax, in, b, h, row, scale, vectors);
 }
 
 // delta[b, h, i] = sum of dout * out over the head's columns: a warp for each b, i, h, in this order.
@@ -391,6 +296,13 @@ bool attention_vectors(const AttentionInput<T>& in, std::initializer_list<const 
     return all;
 }
 
+// Whether attention_hopper.cuh's kernels were asked for and can do this; else those above do.
+template <class T>
+bool hopper_attention_takes(const AttentionInput<T>& in, std::initializer_list<const void*> arrays) {
+    return in.hopper && hopper_attention_supports(in.head_size) && attention_vectors(in, arrays) &&
+           device_is_hopper();
+}
+
 // An operation of `products` matrix products of the causal half of queries x keys, and passes over arrays as
 // large as q.
 template <class T>
@@ -411,6 +323,8 @@ void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream s
     if constexpr (kFastCpu) {
         attention_forward_on_cpu(out, lse, in, stream);
     } else {
+        if constexpr (kHopperAttention<T>)
+            if (hopper_attention_takes(in, {out})) return hopper_attention_forward(out, lse, in, stream);
         for_head_size(in.head_size, [&](auto columns) {
             using Tiles = AttentionTiles<T, columns.value>;
             const dim3 grid(in.batch * in.heads, ceil_div(in.queries, kAttentionRows));
@@ -439,6 +353,9 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const 
     if constexpr (kFastCpu) {
         attention_backward_on_cpu(dq, dk, dv, dout, lse, delta, in, stream);
     } else {
+        if constexpr (kHopperAttention<T>)
+            if (hopper_attention_takes(in, {dq, dk, dv, dout, out}))
+                return hopper_attention_backward(dq, dk, dv, dout, lse, delta, in, stream);
         for_head_size(in.head_size, [&](auto columns) {
             using Tiles = AttentionTiles<T, columns.value>;
             const size_t tiles = (2 * Tiles::kStayingSize + 4 * Tiles::kPassingSize) * sizeof(T);

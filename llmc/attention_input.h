@@ -14,6 +14,7 @@ struct AttentionInput {
     int batch, heads, head_size, queries, keys;
     const T *q, *k, *v;
     int64_t q_row, kv_row, q_batch, kv_batch;
+    bool hopper = false;  // attention_hopper.cuh's kernels, where they can
 
     // Where one head of one batch entry begins: in q and k or v, in the output, and in the statistics of
     // rows.

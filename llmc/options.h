@@ -54,6 +54,7 @@ struct Options {
     int64_t save_every = 0;
     int keep = 2;
     std::string resume;
+    std::string attention = "common";
     int threads = 0;
     std::string matmul_algorithms;
 
@@ -175,6 +176,9 @@ inline void declare_options(CLI::App& app, Options& o) {
         ->group(run);
     app.add_option("--eval-batches", o.eval_batches, "steps whose sequences make one")
         ->check(between(1, most))
+        ->group(run);
+    app.add_option("--attention", o.attention, "hopper: for GPUs of compute capability 9.0, not tried yet")
+        ->check(CLI::IsMember({"common", "hopper"}))
         ->group(run);
     app.add_option("--threads", o.threads, "CPU threads; 0: all")->check(between(0, 4096))->group(run);
     app.add_option("--matmul-algorithms", o.matmul_algorithms,

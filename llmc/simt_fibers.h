@@ -8,9 +8,9 @@
 // shared memory can be poisoned first. Threads that meet at different barriers, or leave others waiting,
 // abort.
 //
-// Sanitizers are told of the fibers. For ThreadSanitizer each CUDA thread of a block is a thread of its own,
-// and only the block's start and end, barriers and collectives order them: what it then reports is a race of
-// the kernel.
+// hopper_cpu.h adds the units of a Hopper. Sanitizers are told of the fibers. For ThreadSanitizer each CUDA
+// thread of a block is a thread of its own, and only the block's start and end, barriers and collectives
+// order them: what it then reports is a race of the kernel.
 #pragma once
 
 #include <sys/mman.h>
@@ -122,6 +122,7 @@ struct Worker {
     Meeting block, warps[kMaxThreads / 32];
     char* stacks = nullptr;
     SharedMemory shared;
+    struct HopperUnits* hopper = nullptr;  // hopper_cpu.h's
     void (*body)(const void*) = nullptr;
     const void* argument = nullptr;
     char sync[2];  // ThreadSanitizer: the block's start and end

@@ -19,6 +19,7 @@ struct Case {
     enum Layout { kPacked, kCache, kUnaligned };
     Layout layout;
     double scale = 1;  // of q, so of the scores
+    bool hopper = false;
 
     int channels() const { return heads * head_size; }
     int spare() const { return layout == kCache ? 3 : 0; }
@@ -96,7 +97,8 @@ AttentionInput<T> input_of(const Case& c, const Arrays<T>& arrays) {
             c.row(),
             c.row(),
             c.queries * c.row(),
-            (c.keys + c.spare()) * c.row()};
+            (c.keys + c.spare()) * c.row(),
+            c.hopper};
 }
 
 struct Reference {
@@ -170,6 +172,12 @@ std::vector<unsigned char> run_case(const Case& c, const Arrays<T>& x, const Dev
     return bytes_of(out.download(), lse.download(), dq, dk, dv);
 }
 
+// Where attention_hopper.cuh's kernels run: on such a GPU, and in the faithful build.
+bool has_hopper_attention() {
+    if constexpr (kHopperAttention<bf16>) return device_is_hopper();
+    return false;
+}
+
 // Calls check(inputs, dout, reference) for the case.
 template <class T, class Check>
 void with_case(const Case& c, Check check) {
@@ -211,6 +219,62 @@ TYPED_TEST(Attention, MatchesTheDefinitionInManyTiles) {
     for (const Case& c : {Case{1, 2, 64, 700, 700, Case::kPacked}, Case{1, 1, 40, 300, 900, Case::kCache}})
         with_case<TypeParam>(
             c, [&](const auto& x, const auto& dout, const Reference& want) { run_case(c, x, dout, want); });
+}
+
+TEST(HopperAttention, MatchesTheDefinition) {
+    if (!has_hopper_attention())
+        GTEST_SKIP() << "needs a GPU of compute capability 9.0, or the faithful build";
+    using enum Case::Layout;
+    // One tile and less, tiles that are just full and just begun, several rounds of the ring, a cache.
+    std::vector<Case> cases{
+        {1, 1, 64, 1, 1, kPacked},      {2, 2, 64, 63, 63, kPacked},      {1, 1, 64, 192, 192, kPacked},
+        {1, 2, 64, 193, 193, kPacked},  {1, 1, 64, 641, 641, kPacked, 3}, {1, 3, 64, 100, 260, kCache, 3},
+        {2, 1, 64, 1, 700, kCache},     {1, 2, 128, 65, 65, kPacked},     {2, 1, 128, 128, 128, kPacked},
+        {1, 1, 128, 129, 129, kPacked}, {1, 1, 128, 515, 515, kPacked},   {2, 1, 128, 37, 300, kCache}};
+    if (kThreadSanitizer) cases = {{1, 1, 64, 130, 130, kPacked}, {1, 1, 128, 5, 300, kCache}};
+    for (Case c : cases) {
+        c.hopper = true;
+        with_case<bf16>(c, [&](const auto& x, const auto& dout, const Reference& want) {
+            for_each_order([&] { return run_case(c, x, dout, want); });
+        });
+    }
+}
+
+// Output, lse and gradients of packed inputs, by one of the two versions of the kernels.
+std::vector<double> results_of(Case c, const Arrays<bf16>& x, const DeviceArray<bf16>& dout, bool hopper) {
+    c.hopper = hopper;
+    const AttentionInput<bf16> in = input_of(c, x);
+    const size_t rows = static_cast<size_t>(c.batch) * c.queries;
+    DeviceArray<bf16> out(poisoned<bf16>(rows * c.channels()));
+    DeviceArray<float> lse(poisoned<float>(rows * c.heads)), delta(poisoned<float>(rows * c.heads));
+    const Arrays<bf16> gradients = poisoned_arrays<bf16>(c);
+    attention_forward(out.data(), lse.data(), in, Stream{});
+    attention_backward(gradients.q, gradients.k, gradients.v, dout.data(), out.data(), lse.data(),
+                       delta.data(), in, Stream{});
+    std::vector<double> results = to_doubles(out.download());
+    for (const std::vector<double>& more :
+         {to_doubles(lse.download()), to_doubles(gradients.device[0]->download())})
+        results.insert(results.end(), more.begin(), more.end());
+    return results;
+}
+
+// On a GPU in more blocks than it has multiprocessors.
+TEST(HopperAttention, AgreesWithTheCommonKernels) {
+    if (!has_hopper_attention())
+        GTEST_SKIP() << "needs a GPU of compute capability 9.0, or the faithful build";
+    const int length = kSmallShapes ? 130 : kFaithful ? 300 : 3001, heads = kFaithful ? 2 : 16;
+    for (const int head_size : {64, 128}) {
+        const Case c{2, heads, head_size, length, length, Case::kPacked};
+        SCOPED_TRACE(c.name());
+        const Arrays<bf16> x = random_arrays<bf16>(c);
+        const DeviceArray<bf16> dout(random_values<bf16>(c.q_size() / 3, 1, 11));
+        const std::vector<double> common = results_of(c, x, dout, false),
+                                  hopper = results_of(c, x, dout, true);
+        EXPECT_LT(relative_error(std::vector<float>(hopper.begin(), hopper.end()), common),
+                  tolerance<bf16>());
+        EXPECT_FALSE(hopper == common) << "the same kernels ran";
+        EXPECT_TRUE(results_of(c, x, dout, true) == hopper) << "other bits at the second time";
+    }
 }
 
 #if !defined(SIMT_GPU)

@@ -99,6 +99,8 @@ def test_numbers(train, work, option):
     ({"--batch": "Auto"}, ["--batch", "Auto"]),
     ({"--update-in-backward": True}, ["--update-in-backward", "--clip-per-block", "--clip"]),
     ({"--update-in-backward": True, "--clip": 0, "--grad-accum": 2}, ["--update-in-backward", "--grad-accum"]),
+    ({"--attention": "flash"}, ["--attention", "flash", "common", "hopper"]),
+    ({"--attention": "hopper"}, ["--attention hopper", "--attention common"]),  # no build has it for heads of 16
     ({"--optimizer": "lion"}, ["--optimizer", "lion", "adamw"]),
     ({"--master": "fp16"}, ["--master", "fp16", "split"]),
     ({"--adam-m": "4bit"}, ["--adam-m", "4bit", "8bit"]),

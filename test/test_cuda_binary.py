@@ -48,6 +48,9 @@ MEMORY_BOUND = {
     r"cross_entropy_kernel\w+Lb0E": (1, 0), r"cross_entropy_kernel\w+Lb1E": (2, 1),
     r"embedding_forward_kernel\w+Li8E": (2, 1), r"token_embedding_backward_kernel\w+Li8E": (2, 1),
     r"position_embedding_backward_kernel\w+Li8E": (2, 1), r"attention_delta_kernel\w+Lb1E": (2, 0)}
+# Registers that threads of the kernels for compute capability 9.0 start with: 65536 by the block's threads.
+HOPPER = {r"hopper_attention_forward_kernelILi64E": 128, r"hopper_attention_forward_kernelILi128E": 168,
+          r"hopper_attention_backward_keys_kernel": 168, r"hopper_attention_backward_queries_kernel": 168}
 TENSOR_CORES = (r"attention_forward_kernel", r"attention_backward_keys_kernel", r"attention_backward_queries_kernel")
 
 
@@ -70,24 +73,35 @@ def cuobjdump(*arguments):
     return ran.stdout
 
 
+def runs(arch, name):
+    """Other kernels than those for compute capability 9.0 alone are empty where they cannot run."""
+    return "hopper" not in name or arch == "sm_90a"
+
+
 def instructions(sass):
-    """{(architecture, kernel): how often it has each instruction}."""
-    found, arch, counts = {}, "", collections.Counter()
+    """{(architecture, kernel): its instructions, in order}."""
+    found, arch, names = {}, "", []
     for line in sass.splitlines():
         if match := re.match(r"arch = (\w+)", line):
             arch = match.group(1)
         elif match := re.search(r"Function : (\w+)", line):
-            counts = found[arch, match.group(1)] = collections.Counter()
+            names = found[arch, match.group(1)] = []
         elif match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?([A-Z][\w.]*)", line):
-            counts[match.group(1)] += 1
+            names.append(match.group(1))
     return found
 
 
 @pytest.fixture(scope="module")
-def kernels():
+def sequences():
     found = instructions(cuobjdump("-sass"))
-    assert all(sum(counts.values()) > 20 for counts in found.values())
+    assert all(len(names) > 20 for (arch, name), names in found.items() if runs(arch, name))
     return found
+
+
+@pytest.fixture(scope="module")
+def kernels(sequences):
+    """{(architecture, kernel): how often it has each instruction}."""
+    return {key: collections.Counter(names) for key, names in sequences.items()}
 
 
 @pytest.mark.skipif(not BF16.exists(), reason="no CUDA build")
@@ -119,6 +133,28 @@ class TestInstructions:
             assert self.count(counts, r"STG\..*128") >= stores, key
             if "Li8E" in name:  # these have no tails: all that is bf16 passes in vectors
                 assert not self.count(counts, r"(LDG|STG)\..*16"), key
+
+    @pytest.mark.parametrize("name", HOPPER)
+    def test_hopper_attention_is_made_of_what_hopper_has(self, kernels, name):
+        for (arch, kernel), counts in self.those(kernels, name).items():
+            if not runs(arch, kernel):
+                assert self.count(counts, "BPT") and not self.count(counts, r"(ST|LD)[GS]|[HQ]G?MMA"), (arch, kernel)
+                continue
+            # Products by warpgroups, TMA, barriers, registers from the producer to the consumers.
+            for instruction in ("HGMMA", r"UTMALDG\.3D", r"SYNCS\.PHASECHK", r"SYNCS\.ARRIVE", r"USETMAXREG\.DEALLOC",
+                                r"USETMAXREG\.TRY_ALLOC"):
+                assert self.count(counts, instruction), (kernel, instruction)
+            assert not self.count(counts, "HMMA|LDSM|ATOM|RED"), kernel
+            usage = cuobjdump("--dump-resource-usage", "-arch", "sm_90a")
+            assert re.search(rf"Function {kernel}:\s+REG:{HOPPER[name]} ", usage), kernel
+
+    @pytest.mark.parametrize("name", HOPPER)
+    def test_exponentials_are_taken_while_a_product_is_under_way(self, sequences, name):
+        """The wait for the scores, exponentials, the wait for the product started after them: in this order."""
+        for (arch, kernel), names in self.those(sequences, name).items():
+            events = "".join("W" if "WARPGROUP.DEPBAR" in name else "E" if name == "MUFU.EX2" else "P" if "HGMMA" in name
+                             else "" for name in names)
+            assert not runs(arch, kernel) or re.search("PWE{32,}W", events), (kernel, events)
 
     def test_nothing_lies_in_local_memory(self, kernels):
         for key, counts in kernels.items():

@@ -19,7 +19,7 @@ namespace {
 struct Options {
     std::vector<int> head_sizes = {16, 32, 64, 128};
     std::vector<int> lengths = {256, 1024, 4096, 8192, 16384};
-    std::string precision = "both";
+    std::string precision = "both", attention = "common";
     int tokens = 16384;
     int channels = kFastCpu ? 256 : 2048;
     double seconds = 0.2;  // that a case is repeated for
@@ -85,8 +85,9 @@ void measure(const Options& o, const Arrays<T>& arrays, int head_size, int lengt
     const int64_t C = o.channels, row = 3 * C, rows = int64_t{batch} * heads * length;
     const T* const q = elements_of<T>(arrays.qkv);
     T* const dq = elements_of<T>(arrays.dqkv);
-    const AttentionInput<T> in{batch, heads,     head_size, length, length,       q,
-                               q + C, q + 2 * C, row,       row,    length * row, length * row};
+    AttentionInput<T> in{batch, heads,     head_size, length, length,       q,
+                         q + C, q + 2 * C, row,       row,    length * row, length * row};
+    in.hopper = o.attention == "hopper";
     T* const out = elements_of<T>(arrays.out);
     float* const lse = elements_of<float>(arrays.lse);
     const double forward_ms = milliseconds(o.seconds, [&] { attention_forward(out, lse, in, Stream{}); });
@@ -100,9 +101,9 @@ void measure(const Options& o, const Arrays<T>& arrays, int head_size, int lengt
     const int64_t bytes = 4 * arrays.elements * sizeof(T) + rows * sizeof(float);
     printf(
         "{\"head_size\": %d, \"seq_len\": %d, \"batch\": %d, \"heads\": %d, \"precision\": \"%s\", "
-        "\"forward_ms\": %.6g, \"backward_ms\": %.6g, \"forward_flops_per_second\": %.4g, "
-        "\"backward_flops_per_second\": %.4g, \"bytes\": %lld}\n",
-        head_size, length, batch, heads, dtype_name<T>(), forward_ms, backward_ms,
+        "\"attention\": \"%s\", \"forward_ms\": %.6g, \"backward_ms\": %.6g, "
+        "\"forward_flops_per_second\": %.4g, \"backward_flops_per_second\": %.4g, \"bytes\": %lld}\n",
+        head_size, length, batch, heads, dtype_name<T>(), o.attention.c_str(), forward_ms, backward_ms,
         2 * product / (forward_ms / 1000), 5 * product / (backward_ms / 1000), static_cast<long long>(bytes));
     fflush(stdout);
 }
@@ -116,6 +117,16 @@ void sweep(const Options& o) {
         for (int head_size : o.head_sizes) measure(o, arrays, head_size, length);
 }
 
+// Fails where --attention hopper would be the common kernels.
+void check_hopper(const Options& o) {
+    if (o.precision != "bf16")
+        fail("--attention hopper is bf16's alone, not --precision %s's", o.precision.c_str());
+    for (int h : o.head_sizes)
+        if (!hopper_attention_supports(h)) fail("--head-sizes %d: --attention hopper does 64 and 128", h);
+    if (!kHopperAttention<bf16> || !device_is_hopper())
+        fail("--attention hopper needs a GPU of compute capability 9.0, and 90a in CUDA_ARCH");
+}
+
 Options parse_options(int argc, char** argv) {
     Options o;
     CLI::App app("Times causal attention, forward and backward; prints JSON lines.");
@@ -123,6 +134,7 @@ Options parse_options(int argc, char** argv) {
     app.add_option("--head-sizes", o.head_sizes)->delimiter(',')->check(CLI::Range(1, 128));
     app.add_option("--lengths", o.lengths)->delimiter(',')->check(CLI::PositiveNumber);
     app.add_option("--precision", o.precision)->check(CLI::IsMember({"fp32", "bf16", "both"}));
+    app.add_option("--attention", o.attention, "which kernels")->check(CLI::IsMember({"common", "hopper"}));
     app.add_option("--tokens", o.tokens, "batch x length")->check(CLI::PositiveNumber);
     app.add_option("--channels", o.channels, "heads x head size")->check(CLI::PositiveNumber);
     app.add_option("--seconds", o.seconds, "that a case is repeated for")->check(CLI::NonNegativeNumber);
@@ -139,6 +151,7 @@ Options parse_options(int argc, char** argv) {
         if (o.channels % h) fail("--head-sizes %d: --channels %d is no multiple of it", h, o.channels);
     for (int length : o.lengths)
         if (o.tokens % length) fail("--lengths %d: --tokens %d is no multiple of it", length, o.tokens);
+    if (o.attention == "hopper") check_hopper(o);
     return o;
 }
 

@@ -17,15 +17,24 @@ import results
 from results import ENVIRONMENT, MIB, PeerFailed, fail
 
 FOLDER = pathlib.Path(__file__).resolve().parent
-KINDS = ("train", "sdpa", "naive")
+KINDS = ("train", "hopper", "sdpa", "naive")
+HOPPER_HEADS = (64, 128)  # that llmc/attention_hopper.cuh does, in bf16
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
+def does(kind, precision, head_size):
+    return kind != "hopper" or precision == "bf16" and head_size in HOPPER_HEADS
+
+
+def head_sizes_of(kind, options, precision):
+    return [size for size in options.head_sizes if does(kind, precision, size)]
+
+
 def command_of(kind, options, precision, length):
-    sweep = ["--head-sizes", ",".join(map(str, options.head_sizes)), "--tokens", options.tokens, "--channels",
-             options.channels, "--precision", precision, "--threads", options.threads, "--seconds", options.seconds]
-    if kind == "train":
-        return [options.binary, "--lengths", length, *sweep]
+    sweep = ["--head-sizes", ",".join(map(str, head_sizes_of(kind, options, precision))), "--tokens", options.tokens,
+             "--channels", options.channels, "--precision", precision, "--threads", options.threads, "--seconds", options.seconds]
+    if kind in ("train", "hopper"):
+        return [options.binary, "--lengths", length, *sweep, *(["--attention", kind] if kind == "hopper" else [])]
     return [sys.executable, FOLDER / "torch_attention.py", "--kind", kind, "--length", length, *sweep, "--device",
             options.device, *(["--memory", options.memory * MIB] if kind == "naive" else [])]
 
@@ -38,7 +47,7 @@ def turn(kind, options, precision, length):
         lines = [json.loads(line) for line in output.splitlines()]
     except ValueError:
         raise PeerFailed(f"{results.shown(command)}: printed no JSON lines") from None
-    if [line["head_size"] for line in lines] != options.head_sizes:
+    if [line["head_size"] for line in lines] != head_sizes_of(kind, options, precision):
         raise PeerFailed(f"{results.shown(command)}: it did not do all head sizes")
     return lines
 
@@ -52,7 +61,7 @@ def take_turns(options, kinds):
             for number in range(1, options.rounds + 1):
                 for kind in kinds:
                     key = f"{kind} {precision} {length}"
-                    if key in failed:
+                    if key in failed or not head_sizes_of(kind, options, precision):
                         continue
                     try:
                         found = turn(kind, options, precision, length)
@@ -81,7 +90,7 @@ def cells_of(kind, lines, base_ms, scores):
         return ["out of memory", "", "", f"T x T: {scores / MIB:.0f}"]
     if forward is None:
         return ["failed", "", "", ""]
-    taken = max(2 * line["bytes"] if kind == "train" else line["peak_bytes"] for line in lines)
+    taken = max(line["peak_bytes"] if "peak_bytes" in line else 2 * line["bytes"] for line in lines)
     ratio = f"{(forward + backward) / base_ms:.2f}" if base_ms else ""
     return [f"{forward:.3g}", f"{backward:.3g}", ratio, f"{taken / MIB:.1f}"]
 
@@ -100,7 +109,7 @@ def table(options, kinds, lines, precision):
             row = [f"{length} x {size}", f"{options.tokens // length} x {options.channels // size}"]
             for kind in kinds:
                 cells = cells_of(kind, [line for line in case if line["kind"] == kind], base_ms,
-                                 score_bytes(options, precision, size, length))
+                                 score_bytes(options, precision, size, length)) if does(kind, precision, size) else [""] * 4
                 row += cells[:2] + cells[3:] if kind == "train" else cells
             rows.append(row)
     return results.markdown(header, rows)
@@ -111,7 +120,8 @@ def report(options, kinds, lines, failed):
     facts = results.machine(options.device) | torch | {"threads": options.threads}
     text = [f"# Causal attention, {options.device}: time and memory by length and head size", "",
             f"Median of {options.rounds} rounds, in turn. Batch x length is {options.tokens} tokens and heads x head "
-            f"size is {options.channels} channels everywhere. `train` is llmc/attention.cuh; its MiB are q, k, v, out, "
+            f"size is {options.channels} channels everywhere. `train` is llmc/attention.cuh" +
+            (", `hopper` llmc/attention_hopper.cuh" if "hopper" in kinds else "") + "; its MiB are q, k, v, out, "
             "lse and their gradients, and it takes nothing else on a GPU. PyTorch's are what forward and backward took "
             "at the most, inputs included" +
             (", as its allocator counts. " if options.device == "cuda" else ", as the process's resident set grew. ") +
@@ -120,7 +130,8 @@ def report(options, kinds, lines, failed):
     for precision in options.precisions:
         text += [f"## {precision}", "", *table(options, kinds, lines, precision), ""]
     text += [f"- {key} failed: {why}" for key, why in failed.items()]
-    commands = [results.shown(command_of(kind, options, options.precisions[0], options.lengths[0])) for kind in kinds]
+    commands = [results.shown(command_of(kind, options, "bf16" if kind == "hopper" else options.precisions[0],
+                                         options.lengths[0])) for kind in kinds]
     text += [*results.facts_list(facts), "", "Commands, for the first precision and length:", "",
              *(f"    {command}" for command in commands)]
     results.write(options.out, text, {"machine": facts, "commands": commands, "failed": failed, "lines": lines,
@@ -135,6 +146,13 @@ def free_mib(device):
         return int(said.splitlines()[0]) * 9 // 10 if said else 0
     meminfo = pathlib.Path("/proc/meminfo").read_text()
     return int(meminfo.split("MemAvailable:")[1].split()[0]) // 1024 // 2
+
+
+def has_hopper(options):
+    """Whether llmc/attention_hopper.cuh has anything to do on this GPU."""
+    capability = results.output_of("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    return (options.device == "cuda" and capability.split("\n")[0] == "9.0" and "bf16" in options.precisions and
+            bool(head_sizes_of("hopper", options, "bf16")))
 
 
 def numbers(text):
@@ -181,8 +199,9 @@ def parse_options(arguments):
 
 def main(arguments=None):
     options = parse_options(arguments)
-    kinds = KINDS if importlib.util.find_spec("torch") else KINDS[:1]
-    if len(kinds) == 1:
+    torch = importlib.util.find_spec("torch")
+    kinds = [kind for kind in KINDS if kind == "train" or (has_hopper(options) if kind == "hopper" else torch)]
+    if not torch:
         print("PyTorch is left out: this Python has none; dev/venv.sh makes .venv", file=sys.stderr)
     lines, failed = take_turns(options, kinds)
     if not lines:

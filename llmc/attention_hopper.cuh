@@ -1,0 +1,476 @@
+// attention_hopper.cuh - causal attention as in attention.cuh, for the tensor cores of compute
+// capability 9.0.
+//
+// It has not run on a device yet: it is compiled for one, and runs in the faithful CPU build.
+//
+// A block is a producer and some consumers, of four warps each (Shah et al. 2024, FlashAttention-3). The
+// producer has TMA fill rings of tiles; each consumer multiplies its 64 rows with them by wgmma, straight
+// from shared memory. The formulas, and what is rounded, are those of attention.cuh.
+//
+//                       stays    passes by
+//   forward             Q        K, V       S = Q K^T                        out += P V
+//   backward, keys      K, V     Q, dout    S^T = K Q^T, dP^T = V dout^T     dV += P^T dout, dK += dS^T Q
+//   backward, queries   Q, dout  K, V       S = Q K^T,   dP = dout V^T       dQ += dS K
+//
+// The products on the left sum over the columns of both tiles (K-major). Those on the right have their left
+// operand in registers, where the scores are, and sum over the rows of a tile that passes by (MN-major).
+#pragma once
+
+#include "llmc/attention_input.h"
+#include "llmc/attention_rows.cuh"
+#include "llmc/hopper.cuh"
+
+// Whether this build has these kernels for T: the Makefile defines LLMC_HOPPER where it compiles for sm_90a.
+#if defined(LLMC_HOPPER) || (!defined(SIMT_GPU) && SIMT_LANES == 32)
+template <class T>
+constexpr bool kHopperAttention = std::is_same_v<T, bf16>;
+#else
+template <class T>
+constexpr bool kHopperAttention = false;
+#endif
+inline bool hopper_attention_supports(int head_size) { return head_size == 64 || head_size == 128; }
+
+constexpr int kWarpgroup = 128;  // threads
+
+// How forward is cut: a consumer has room for the output, the scores and the rounded ones.
+template <int kHead>
+struct HopperForward {
+    static constexpr int kConsumers = kHead == 64 ? 3 : 2, kThreads = kWarpgroup * (1 + kConsumers);
+    // Of the 65536 that an SM has, started with 65536 / kThreads each, by eights.
+    static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+    static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
+    static constexpr int kRows = 64 * kConsumers, kKeys = 128;
+    using QTile = SwizzledTile<kRows, kHead>;
+    using KvTile = SwizzledTile<kKeys, kHead>;
+    static constexpr int kSlots = 2;  // of the ring of K, and of that of V
+    // In shared memory lie Q, K's slots, V's slots, and the barriers of Q and of the rings.
+    static constexpr uint32_t kKeyTiles = QTile::kBytes, kValueTiles = kKeyTiles + kSlots * KvTile::kBytes;
+    static constexpr uint32_t kBarriers = kValueTiles + kSlots * KvTile::kBytes;
+    static constexpr uint32_t kKeyRing = kBarriers + 8, kValueRing = kKeyRing + 8 * 2 * kSlots;
+    static constexpr size_t kSharedBytes = 1024 + kValueRing + 8 * 2 * kSlots;
+};
+
+// How both kernels of backward are cut: two tiles stay, and two of the other side pass by at a time.
+template <int kHead>
+struct HopperBackward {
+    static constexpr int kConsumers = 2, kThreads = kWarpgroup * (1 + kConsumers);
+    static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+    static constexpr int kRows = 64 * kConsumers, kPassing = 64;
+    using StayingTile = SwizzledTile<kRows, kHead>;
+    using PassingTile = SwizzledTile<kPassing, kHead>;
+    static constexpr int kSlots = 4;  // of the ring: two tiles and, for the keys' kernel, lse and delta
+    static constexpr uint32_t kPassingTiles = 2 * StayingTile::kBytes;  // where they are
+    static constexpr uint32_t kStatistics = kPassingTiles + kSlots * 2 * PassingTile::kBytes;
+    static constexpr uint32_t kBarriers =
+        kStatistics + kSlots * 2 * kPassing * 4;  // the staying tiles', the ring's
+    static constexpr size_t kSharedBytes = 1024 + kBarriers + 8 + 8 * 2 * kSlots;
+};
+
+#if defined(SIMT_GPU) || SIMT_LANES == 32
+struct HopperForwardMaps {
+    TensorMap q, k, v;
+};
+
+// Dynamic shared memory from the first multiple of 1024 bytes on.
+SIMT_DEVICE unsigned char* swizzled_shared_memory() {
+    DYNAMIC_SHARED(unsigned char, shared);
+    return shared + (1024 - shared_address(shared) % 1024) % 1024;
+}
+
+// Columns 16 k .. 16 k + 15 of scores, rounded, as the left operands of the next product: the lanes own the
+// same elements of both ("Register Fragments"), as with mma.sync.
+template <int N>
+SIMT_DEVICE void round_scores(FragmentA<bf16> (&a)[N / 2], const AttentionRows<N>& p) {
+    UNROLL for (int k = 0; k < N / 2; k++) a[k] = accumulators_as_a<bf16>(p[0][2 * k], p[0][2 * k + 1]);
+}
+
+// Where a thread stands: its block's batch entry and head; its consumer's first row, in the block; its
+// warp's.
+struct HopperPlace {
+    int b, h, group_row, row;
+    SIMT_DEVICE HopperPlace(const AttentionInput<bf16>& in, int block_row)
+        : b(blockIdx.x / in.heads),
+          h(blockIdx.x % in.heads),
+          group_row((threadIdx.x / kWarpgroup - 1) * 64),
+          row(block_row + group_row + warp() % 4 * 16) {}
+};
+
+template <int kHead>
+SIMT_DEVICE void hopper_forward_produce(uint32_t shared, const AttentionInput<bf16>& in,
+                                        const HopperForwardMaps& maps, int block_row) {
+    using F = HopperForward<kHead>;
+    using KvTile = typename F::KvTile;
+    const HopperPlace place(in, block_row);
+    const int end = in.keys_before(block_row + F::kRows);
+    const uint32_t q_full = shared + F::kBarriers;
+    barrier_arrive_expecting(q_full, F::QTile::kBytes);
+    start_load<typename F::QTile>(shared, maps.q, q_full, place.h * kHead, block_row, place.b);
+    Ring<F::kSlots> keys{shared + F::kKeyRing}, values{shared + F::kValueRing};
+    const auto load = [&](Ring<F::kSlots>& ring, uint32_t tiles, const TensorMap& map, int key) {
+        ring.wait_empty();
+        barrier_arrive_expecting(ring.full(), KvTile::kBytes);
+        start_load<KvTile>(tiles + ring.slot * KvTile::kBytes, map, ring.full(), place.h * kHead, key,
+                           place.b);
+        ring.advance();
+    };
+    for (int key = 0; key < end; key += F::kKeys) {
+        load(keys, shared + F::kKeyTiles, maps.k, key);
+        load(values, shared + F::kValueTiles, maps.v, key);
+    }
+}
+
+// The scores of a tile are made before the output of the tile before: while the tensor cores do the latter,
+// the softmax is taken of the former.
+template <int kHead>
+SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
+                                        const AttentionInput<bf16>& in, float scale, int block_row) {
+    using F = HopperForward<kHead>;
+    using KvTile = typename F::KvTile;
+    constexpr int N = F::kKeys / 8;
+    const HopperPlace place(in, block_row);
+    const int end = in.keys_before(block_row + F::kRows);
+    Ring<F::kSlots> keys{shared + F::kKeyRing}, values{shared + F::kValueRing};
+
+    AttentionRows<kHead / 8> o = {};
+    AttentionRows<N> s;
+    FragmentA<bf16> p[N / 2];
+    OnlineSoftmax softmax;
+    float correction[2];
+    const auto start_scores = [&] {
+        start_rows_product<typename F::QTile, KvTile>(s, shared, place.group_row,
+                                                      shared + F::kKeyTiles + keys.slot * KvTile::kBytes);
+    };
+    const auto start_output = [&] {
+        values.wait_full();
+        start_columns_product<KvTile>(o, p, shared + F::kValueTiles + values.slot * KvTile::kBytes);
+    };
+    const auto take_softmax = [&](int key) {
+        hold(s);
+        keys.release();
+        keys.advance();
+        // The last column that this warp's first query sees.
+        const int diagonal = place.row + in.keys - in.queries - key;
+        if (diagonal < F::kKeys - 1) mask_later_keys(s, diagonal, -INFINITY);
+        softmax.step(s, correction, scale * kLog2e);
+        hold(s);
+        // The next tile is awaited here because the compiler moves the wait for the output's product before
+        // the exponentials unless a branch stands between.
+        if (key + F::kKeys < end) keys.wait_full();
+    };
+    const auto take_output = [&] {
+        hold(o);
+        hold(p);
+        values.release();
+        values.advance();
+    };
+    barrier_wait(shared + F::kBarriers, 0);  // Q
+    keys.wait_full();
+    start_scores();
+    wgmma_wait<0>();
+    take_softmax(0);
+    round_scores<N>(p, s);
+    for (int key = F::kKeys; key < end; key += F::kKeys) {
+        start_scores();
+        start_output();
+        wgmma_wait<1>();
+        take_softmax(key);
+        wgmma_wait<0>();
+        take_output();
+        scale_rows(o, correction);
+        round_scores<N>(p, s);
+    }
+    start_output();
+    wgmma_wait<0>();
+    take_output();
+    store_output<kHead>(out, lse, o, softmax, in, place.b, place.h, place.row, scale, true);
+}
+
+// out and lse of the queries of kConsumers * 64 rows of one head. Blocks (batch * heads, tiles of queries),
+// longest first.
+template <int kHead>
+__global__ void __launch_bounds__(HopperForward<kHead>::kThreads, 1)
+    hopper_attention_forward_kernel(bf16* out, float* lse, AttentionInput<bf16> in, float scale,
+                                    const __grid_constant__ HopperForwardMaps maps) {
+#if defined(HOPPER_CODE)
+    using F = HopperForward<kHead>;
+    const uint32_t shared = shared_address(swizzled_shared_memory());
+    const int block_row = (gridDim.y - 1 - blockIdx.y) * F::kRows;
+    if (threadIdx.x == 0) {
+        barrier_init(shared + F::kBarriers, 1);
+        Ring<F::kSlots>{shared + F::kKeyRing}.init(1, 4 * F::kConsumers);
+        Ring<F::kSlots>{shared + F::kValueRing}.init(1, 4 * F::kConsumers);
+        barriers_are_made();
+    }
+    __syncthreads();
+    if (threadIdx.x < kWarpgroup) {
+        shrink_registers<F::kProducerRegisters>();
+        if (threadIdx.x == 0) hopper_forward_produce<kHead>(shared, in, maps, block_row);
+    } else {
+        grow_registers<F::kConsumerRegisters>();
+        hopper_forward_consume<kHead>(shared, out, lse, in, scale, block_row);
+    }
+#else
+    __trap();  // launched on sm_90a only
+#endif
+}
+
+// (batch, rows, heads * head_size) of this input as TMA sees it, in boxes of box_rows.
+inline TensorMap map_of_queries(const AttentionInput<bf16>& in, const bf16* q, int box_rows) {
+    return tensor_map(q, in.out_row(), in.queries, in.batch, in.q_row, in.q_batch, box_rows);
+}
+inline TensorMap map_of_keys(const AttentionInput<bf16>& in, const bf16* k, int box_rows) {
+    return tensor_map(k, in.out_row(), in.keys, in.batch, in.kv_row, in.kv_batch, box_rows);
+}
+
+// attention_forward() for what hopper_attention_supports() and rows of whole, aligned 16 bytes.
+template <int kHead>
+void hopper_forward(bf16* out, float* lse, const AttentionInput<bf16>& in, Stream stream) {
+    using F = HopperForward<kHead>;
+    const HopperForwardMaps maps{map_of_queries(in, in.q, F::kRows), map_of_keys(in, in.k, F::kKeys),
+                                 map_of_keys(in, in.v, F::kKeys)};
+    const dim3 grid(in.batch * in.heads, ceil_div(in.queries, F::kRows));
+    launch<hopper_attention_forward_kernel<kHead>>(grid, F::kThreads, F::kSharedBytes, stream, out, lse, in,
+                                                   in.scale(), maps);
+}
+inline void hopper_attention_forward(bf16* out, float* lse, const AttentionInput<bf16>& in, Stream stream) {
+    in.head_size == 64 ? hopper_forward<64>(out, lse, in, stream) : hopper_forward<128>(out, lse, in, stream);
+}
+
+struct HopperBackwardMaps {
+    TensorMap staying[2], passing[2];
+};
+
+// Makes the barriers; ends with a __syncthreads(). Returns where the tiles begin.
+template <int kHead>
+SIMT_DEVICE unsigned char* hopper_backward_begin(int full_arrivals) {
+    using B = HopperBackward<kHead>;
+    unsigned char* const shared = swizzled_shared_memory();
+    const uint32_t staying_full = shared_address(shared) + B::kBarriers;
+    if (threadIdx.x == 0) {
+        barrier_init(staying_full, 1);
+        Ring<B::kSlots>{staying_full + 8}.init(full_arrivals, 4 * B::kConsumers);
+        barriers_are_made();
+    }
+    __syncthreads();
+    return shared;
+}
+
+// By a warp: loads the staying tiles, from block_row on, and the passing ones from `begin` to before `end`.
+// For queries that pass (kStatistics), each lane brings some of their lse, times log2(e), and delta, and
+// arrives at the ring's barrier too.
+template <int kHead, bool kStatistics>
+SIMT_DEVICE void hopper_backward_produce(unsigned char* shared, const AttentionInput<bf16>& in,
+                                         const HopperBackwardMaps& maps, int block_row, int begin, int end,
+                                         const float* lse, const float* delta) {
+    using B = HopperBackward<kHead>;
+    using Staying = typename B::StayingTile;
+    using Passing = typename B::PassingTile;
+    const HopperPlace place(in, block_row);
+    const uint32_t at = shared_address(shared), staying_full = at + B::kBarriers;
+    if (lane() == 0) {
+        barrier_arrive_expecting(staying_full, 2 * Staying::kBytes);
+        for (int i = 0; i < 2; i++)
+            start_load<Staying>(at + i * Staying::kBytes, maps.staying[i], staying_full, place.h * kHead,
+                                block_row, place.b);
+    }
+    Ring<B::kSlots> ring{staying_full + 8};
+    for (int row = begin; row < end; row += B::kPassing, ring.advance()) {
+        ring.wait_empty();
+        if (lane() == 0) {
+            const uint32_t to = at + B::kPassingTiles + ring.slot * 2 * Passing::kBytes;
+            barrier_arrive_expecting(ring.full(), 2 * Passing::kBytes);
+            for (int i = 0; i < 2; i++)
+                start_load<Passing>(to + i * Passing::kBytes, maps.passing[i], ring.full(), place.h * kHead,
+                                    row, place.b);
+        }
+        if constexpr (kStatistics) {
+            float* const to = reinterpret_cast<float*>(shared + B::kStatistics) + ring.slot * 2 * B::kPassing;
+            const int64_t from = in.row_offset(place.b, place.h) + row;
+            for (int i = lane(); i < B::kPassing; i += kLanes) {
+                to[i] = row + i < end ? lse[from + i] * kLog2e : 0.f;
+                to[B::kPassing + i] = row + i < end ? delta[from + i] : 0.f;
+            }
+            barrier_arrive(ring.full());
+        }
+    }
+}
+
+template <int kHead>
+SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
+                                     const AttentionInput<bf16>& in, float scale, int block_row) {
+    using B = HopperBackward<kHead>;
+    using Staying = typename B::StayingTile;
+    using Passing = typename B::PassingTile;
+    constexpr int N = B::kPassing / 8;
+    const HopperPlace place(in, block_row);
+    const uint32_t k_tile = shared_address(shared), v_tile = k_tile + Staying::kBytes;
+    Ring<B::kSlots> ring{k_tile + B::kBarriers + 8};
+    AttentionRows<kHead / 8> dk_rows = {}, dv_rows = {};
+    barrier_wait(k_tile + B::kBarriers, 0);
+    for (int query = block_row; query < in.queries; query += B::kPassing, ring.advance()) {
+        const uint32_t q_tile = k_tile + B::kPassingTiles + ring.slot * 2 * Passing::kBytes;
+        const uint32_t dout_tile = q_tile + Passing::kBytes;
+        const float* const lse_of =
+            reinterpret_cast<const float*>(shared + B::kStatistics) + ring.slot * 2 * B::kPassing;
+        const float* const delta_of = lse_of + B::kPassing;
+        AttentionRows<N> p, ds;
+        ring.wait_full();
+        start_rows_product<Staying, Passing>(p, k_tile, place.group_row, q_tile);
+        start_rows_product<Staying, Passing>(ds, v_tile, place.group_row, dout_tile);
+        wgmma_wait<1>();
+        hold(p);
+        const int diagonal = place.row - query;  // the first column that sees this warp's first key
+        const auto mask = [&](float& x, int r, int column) {
+            if (column < diagonal + lane() / 4 + 8 * r) x = 0.f;
+        };
+        const auto to_probability = [&](float& x, int, int column) {
+            x = exp2_of(x * (scale * kLog2e) - lse_of[column]);
+        };
+        for_each_score<N>(to_probability, p);
+        if (diagonal + 15 > 0) for_each_score<N>(mask, p);  // a branch before the wait, as in forward
+        FragmentA<bf16> p_rounded[N / 2], ds_rounded[N / 2];
+        round_scores<N>(p_rounded, p);
+        wgmma_wait<0>();
+        hold(ds);
+        start_columns_product<Passing>(dv_rows, p_rounded, dout_tile);
+        const auto gradient = [&](float& x, float probability, int, int column) {
+            x = probability * (x - delta_of[column]);
+        };
+        for_each_score<N>(gradient, ds, p);
+        round_scores<N>(ds_rounded, ds);
+        start_columns_product<Passing>(dk_rows, ds_rounded, q_tile);
+        wgmma_wait<0>();
+        hold(dv_rows);
+        hold(dk_rows);
+        hold(p_rounded);
+        hold(ds_rounded);
+        ring.release();
+    }
+    const int64_t at = in.kv_offset(place.b, place.h) + place.row * in.kv_row;
+    store_rows<kHead>(dk + at, in.kv_row, dk_rows, {scale, scale}, in.keys - place.row, kHead, true);
+    store_rows<kHead>(dv + at, in.kv_row, dv_rows, {1.f, 1.f}, in.keys - place.row, kHead, true);
+}
+
+// dK and dV of 128 keys of one head. Blocks (batch * heads, tiles of keys), longest first.
+template <int kHead>
+__global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
+    hopper_attention_backward_keys_kernel(bf16* dk, bf16* dv, const float* lse, const float* delta,
+                                          AttentionInput<bf16> in, float scale,
+                                          const __grid_constant__ HopperBackwardMaps maps) {
+#if defined(HOPPER_CODE)
+    using B = HopperBackward<kHead>;
+    unsigned char* const shared = hopper_backward_begin<kHead>(1 + kLanes);
+    const int block_row = blockIdx.y * B::kRows;
+    if (threadIdx.x < kWarpgroup) {
+        shrink_registers<B::kProducerRegisters>();
+        if (warp() == 0)
+            hopper_backward_produce<kHead, true>(shared, in, maps, block_row, block_row, in.queries, lse,
+                                                 delta);
+    } else {
+        grow_registers<B::kConsumerRegisters>();
+        hopper_keys_consume<kHead>(shared, dk, dv, in, scale, block_row);
+    }
+#else
+    __trap();  // launched on sm_90a only
+#endif
+}
+
+template <int kHead>
+SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const float* lse, const float* delta,
+                                        const AttentionInput<bf16>& in, float scale, int block_row, int end) {
+    using B = HopperBackward<kHead>;
+    using Staying = typename B::StayingTile;
+    using Passing = typename B::PassingTile;
+    constexpr int N = B::kPassing / 8;
+    const HopperPlace place(in, block_row);
+    const uint32_t q_tile = shared_address(shared), dout_tile = q_tile + Staying::kBytes;
+    Ring<B::kSlots> ring{q_tile + B::kBarriers + 8};
+    float row_lse[2], row_delta[2];
+    UNROLL for (int r = 0; r < 2; r++) {
+        const int query = place.row + lane() / 4 + 8 * r;
+        row_lse[r] = query < in.queries ? lse[in.row_offset(place.b, place.h) + query] * kLog2e : 0.f;
+        row_delta[r] = query < in.queries ? delta[in.row_offset(place.b, place.h) + query] : 0.f;
+    }
+    AttentionRows<kHead / 8> dq_rows = {};
+    barrier_wait(q_tile + B::kBarriers, 0);
+    for (int key = 0; key < end; key += B::kPassing, ring.advance()) {
+        const uint32_t k_tile = q_tile + B::kPassingTiles + ring.slot * 2 * Passing::kBytes;
+        AttentionRows<N> p, ds;
+        ring.wait_full();
+        start_rows_product<Staying, Passing>(p, q_tile, place.group_row, k_tile);
+        start_rows_product<Staying, Passing>(ds, dout_tile, place.group_row, k_tile + Passing::kBytes);
+        wgmma_wait<1>();
+        hold(p);
+        const int diagonal = place.row - key;  // the last column that this warp's first query sees
+        const auto to_probability = [&](float& x, int r, int) {
+            x = exp2_of(x * (scale * kLog2e) - row_lse[r]);
+        };
+        for_each_score<N>(to_probability, p);
+        if (diagonal < B::kPassing - 1) mask_later_keys(p, diagonal, 0.f);  // a branch, as above
+        wgmma_wait<0>();
+        hold(ds);
+        const auto gradient = [&](float& x, float probability, int r, int) {
+            x = probability * (x - row_delta[r]);
+        };
+        for_each_score<N>(gradient, ds, p);
+        FragmentA<bf16> ds_rounded[N / 2];
+        round_scores<N>(ds_rounded, ds);
+        start_columns_product<Passing>(dq_rows, ds_rounded, k_tile);
+        wgmma_wait<0>();
+        hold(dq_rows);
+        hold(ds_rounded);
+        ring.release();
+    }
+    store_rows<kHead>(dq + in.q_offset(place.b, place.h) + place.row * in.q_row, in.q_row, dq_rows,
+                      {scale, scale}, in.queries - place.row, kHead, true);
+}
+
+// dQ of 128 queries of one head. Blocks (batch * heads, tiles of queries), longest first.
+template <int kHead>
+__global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
+    hopper_attention_backward_queries_kernel(bf16* dq, const float* lse, const float* delta,
+                                             AttentionInput<bf16> in, float scale,
+                                             const __grid_constant__ HopperBackwardMaps maps) {
+#if defined(HOPPER_CODE)
+    using B = HopperBackward<kHead>;
+    unsigned char* const shared = hopper_backward_begin<kHead>(1);
+    const int block_row = (gridDim.y - 1 - blockIdx.y) * B::kRows, end = in.keys_before(block_row + B::kRows);
+    if (threadIdx.x < kWarpgroup) {
+        shrink_registers<B::kProducerRegisters>();
+        if (warp() == 0)
+            hopper_backward_produce<kHead, false>(shared, in, maps, block_row, 0, end, nullptr, nullptr);
+    } else {
+        grow_registers<B::kConsumerRegisters>();
+        hopper_queries_consume<kHead>(shared, dq, lse, delta, in, scale, block_row, end);
+    }
+#else
+    __trap();  // launched on sm_90a only
+#endif
+}
+
+// dq, dk and dv as attention_backward(), delta being made; conditions as for forward.
+template <int kHead>
+void hopper_backward(bf16* dq, bf16* dk, bf16* dv, const bf16* dout, const float* lse, const float* delta,
+                     const AttentionInput<bf16>& in, Stream stream) {
+    using B = HopperBackward<kHead>;
+    const auto map_of_dout = [&](int box_rows) {
+        return tensor_map(dout, in.out_row(), in.queries, in.batch, in.out_row(), in.queries * in.out_row(),
+                          box_rows);
+    };
+    const HopperBackwardMaps keys{{map_of_keys(in, in.k, B::kRows), map_of_keys(in, in.v, B::kRows)},
+                                  {map_of_queries(in, in.q, B::kPassing), map_of_dout(B::kPassing)}};
+    const HopperBackwardMaps queries{
+        {map_of_queries(in, in.q, B::kRows), map_of_dout(B::kRows)},
+        {map_of_keys(in, in.k, B::kPassing), map_of_keys(in, in.v, B::kPassing)}};
+    const dim3 grid(in.batch * in.heads, ceil_div(in.queries, B::kRows));
+    launch<hopper_attention_backward_keys_kernel<kHead>>(grid, B::kThreads, B::kSharedBytes, stream, dk, dv,
+                                                         lse, delta, in, in.scale(), keys);
+    launch<hopper_attention_backward_queries_kernel<kHead>>(grid, B::kThreads, B::kSharedBytes, stream, dq,
+                                                            lse, delta, in, in.scale(), queries);
+}
+inline void hopper_attention_backward(bf16* dq, bf16* dk, bf16* dv, const bf16* dout, const float* lse,
+                                      const float* delta, const AttentionInput<bf16>& in, Stream stream) {
+    in.head_size == 64 ? hopper_backward<64>(dq, dk, dv, dout, lse, delta, in, stream)
+                       : hopper_backward<128>(dq, dk, dv, dout, lse, delta, in, stream);
+}
+#endif

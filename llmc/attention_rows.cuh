@@ -1,0 +1,124 @@
+// attention_rows.cuh - what a warp does with its 16 rows of scores in registers: masks, the softmax, the
+// output.
+//
+// A lane has the elements of a product that the tensor cores left it (mma.cuh): of rows lane / 4 and lane / 4
+// + 8, in each 8 columns the neighbours lane % 4 * 2 and the next. So it is after mma.sync, and after wgmma.
+#pragma once
+
+#include "llmc/attention_input.h"
+#include "llmc/mma.cuh"
+
+constexpr float kLog2e = 1.44269504f;
+
+// The accumulators of 16 rows by 8 * N columns.
+template <int N>
+using AttentionRows = float[1][N][4];
+
+// 2^x; 0 for -inf.
+SIMT_DEVICE float exp2_of(float x) {
+#if defined(SIMT_GPU)
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return fast_exp(x * 0.693147181f);
+#endif
+}
+
+// Calls f(s[0][j][e] ..., r, column) for all accumulators of this lane; r = 0, 1 for row lane / 4 + 8 r.
+template <int N, class F, class... S>
+SIMT_DEVICE void for_each_score(F f, S&... s) {
+    UNROLL for (int j = 0; j < N; j++) {
+        UNROLL for (int e = 0; e < 4; e++) f(s[0][j][e]..., e / 2, 8 * j + lane() % 4 * 2 + e % 2);
+    }
+}
+
+// s = value where query i, in row i, does not see the key in a column: those after column diagonal + i.
+template <int N>
+SIMT_DEVICE void mask_later_keys(AttentionRows<N>& s, int diagonal, float value) {
+    const auto mask = [&](float& x, int r, int column) {
+        if (column > diagonal + lane() / 4 + 8 * r) x = value;
+    };
+    for_each_score<N>(mask, s);
+}
+
+// Writes 16 rows times factor[r], of which `rows` exist, to `out` at the row where the warp's rows begin.
+template <int kHead, class T>
+SIMT_DEVICE void store_rows(T* out, int64_t row_stride, const AttentionRows<kHead / 8>& o,
+                            const float (&factor)[2], int rows, int head_size, bool vectors) {
+    UNROLL for (int r = 0; r < 2; r++) {
+        const int row = lane() / 4 + 8 * r;
+        if (row >= rows) continue;
+        UNROLL for (int j = 0; j < kHead / 8; j++) {
+            const int column = 8 * j + lane() % 4 * 2;
+            const float x = o[0][j][2 * r] * factor[r], y = o[0][j][2 * r + 1] * factor[r];
+            T* to = out + row * row_stride + column;
+            if (vectors) {
+                if (column < head_size) store_pair(to, make_pair_of<T>(x, y));
+            } else {
+                if (column < head_size) to[0] = from_float<T>(x);
+                if (column + 1 < head_size) to[1] = from_float<T>(y);
+            }
+        }
+    }
+}
+
+// Over the four lanes that share rows.
+SIMT_DEVICE float quad_max(float v) {
+    v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
+    return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
+}
+SIMT_DEVICE float quad_sum(float v) {
+    v += __shfl_xor_sync(~0u, v, 1);
+    return v + __shfl_xor_sync(~0u, v, 2);
+}
+
+// Multiplies this lane's two rows with factor[r].
+template <int N>
+SIMT_DEVICE void scale_rows(AttentionRows<N>& o, const float (&factor)[2]) {
+    UNROLL for (int j = 0; j < N; j++) { UNROLL for (int e = 0; e < 4; e++) o[0][j][e] *= factor[e / 2]; }
+}
+
+// The softmax of a lane's two rows so far: largest score, and this lane's part of the sum of exponentials.
+struct OnlineSoftmax {
+    float largest[2] = {-INFINITY, -INFINITY};
+    float sum[2] = {0.f, 0.f};
+
+    // Turns scores into exponentials relative to the largest so far. The output of the steps before is to be
+    // multiplied with `correction`, to have the same base.
+    template <int N>
+    SIMT_DEVICE void step(AttentionRows<N>& s, float (&correction)[2], float scale_log2) {
+        float base[2];
+        UNROLL for (int r = 0; r < 2; r++) {
+            float top = largest[r];
+            UNROLL for (int j = 0; j < N; j++) top = fmaxf(top, fmaxf(s[0][j][2 * r], s[0][j][2 * r + 1]));
+            top = quad_max(top);
+            correction[r] = exp2_of((largest[r] - top) * scale_log2);
+            largest[r] = top;
+            base[r] = top * scale_log2;
+            sum[r] *= correction[r];
+        }
+        const auto exponential = [&](float& x, int r, int) {
+            x = exp2_of(x * scale_log2 - base[r]);
+            sum[r] += x;
+        };
+        for_each_score<N>(exponential, s);
+    }
+};
+
+// Writes the output of the warp's 16 queries from `row` on, and unless it is null their lse.
+template <int kHead, class T>
+SIMT_DEVICE void store_output(T* out, float* lse, const AttentionRows<kHead / 8>& o,
+                              const OnlineSoftmax& softmax, const AttentionInput<T>& in, int b, int h,
+                              int row, float scale, bool vectors) {
+    float factor[2];
+    UNROLL for (int r = 0; r < 2; r++) {
+        const float sum = quad_sum(softmax.sum[r]);
+        const int query = row + lane() / 4 + 8 * r;
+        if (lse && query < in.queries && lane() % 4 == 0)
+            lse[in.row_offset(b, h) + query] = softmax.largest[r] * scale + logf(sum);
+        factor[r] = 1.f / sum;
+    }
+    store_rows<kHead>(out + in.out_offset(b, h) + row * in.out_row(), in.out_row(), o, factor,
+                      in.queries - row, in.head_size, vectors);
+}

@@ -137,12 +137,13 @@ test: test-deps
 
 .PHONY: build-tests
 BENCH_ATTENTION := build/bench/$(DEVICE)/attention
+BENCHES := $(BENCH_ATTENTION) $(if $(filter cpu,$(DEVICE)),build/bench/cpu/products)
 ifeq ($(DEVICE),cuda)
 TRAINERS := build/cuda-fp32/train build/cuda-bf16/train
-build-tests: $(UNIT_TESTS) $(TRAINERS) $(BENCH_ATTENTION)
+build-tests: $(UNIT_TESTS) $(TRAINERS) $(BENCHES)
 else
 TRAINERS := build/cpu-fp32/train build/cpu-bf16/train
-build-tests: $(UNIT_TESTS) $(TRAINERS) $(ASAN_TRAINERS) $(BENCH_ATTENTION) build/test/tsan/race_probe cuda-build fuzz-build
+build-tests: $(UNIT_TESTS) $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES) build/test/tsan/race_probe cuda-build fuzz-build
 endif
 
 unit-tests: $(UNIT_TESTS)
@@ -191,7 +192,7 @@ build/bench/cuda/%: dev/bench/%.cpp Makefile
 	@mkdir -p $(@D)
 	$(NVCC) -x cu $(NVCCFLAGS) -MF $@.d -MT $@ $< -o $@ $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; rm -f $@; exit 1; }
 
-python-tests: $(TRAINERS) $(ASAN_TRAINERS) $(BENCH_ATTENTION)
+python-tests: $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES)
 	@dev/venv.sh
 	TRAIN_BINARIES="$(TRAINERS)" ASAN_TRAINERS="$(ASAN_TRAINERS)" $(PYTHON) -m pytest -q test
 

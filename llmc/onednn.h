@@ -46,11 +46,10 @@ struct Made {
     std::unordered_map<int, memory> arguments;
 };
 
+// A product of operands that lie as these say; a bias is of type `in`.
 inline dnnl::matmul::primitive_desc describe(const OnednnProduct& p, memory::data_type in,
-                                             memory::data_type out) {
-    const memory::desc a({p.m, p.k}, in, memory::dims{p.a_row, p.a_column});
-    const memory::desc b({p.k, p.n}, in, memory::dims{p.b_row, p.b_column});
-    const memory::desc c({p.m, p.n}, out, memory::dims{p.c_row, 1});
+                                             const memory::desc& a, const memory::desc& b,
+                                             const memory::desc& c) {
     const memory::desc bias = p.bias ? memory::desc({1, p.n}, in, memory::dims{p.n, 1}) : memory::desc();
     dnnl::post_ops after;
     if (p.accumulate) after.append_sum(1.f);
@@ -67,6 +66,12 @@ inline dnnl::matmul::primitive_desc describe(const OnednnProduct& p, memory::dat
     if (p.bias) return {dnnl::matmul::desc(a, b, bias, c), attributes, cpu()};
     return {dnnl::matmul::desc(a, b, c), attributes, cpu()};
 #endif
+}
+inline dnnl::matmul::primitive_desc describe(const OnednnProduct& p, memory::data_type in,
+                                             memory::data_type out) {
+    return describe(p, in, memory::desc({p.m, p.k}, in, memory::dims{p.a_row, p.a_column}),
+                    memory::desc({p.k, p.n}, in, memory::dims{p.b_row, p.b_column}),
+                    memory::desc({p.m, p.n}, out, memory::dims{p.c_row, 1}));
 }
 
 template <class In, class Out>

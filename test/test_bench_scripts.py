@@ -156,6 +156,23 @@ def test_mistakes_are_answered_in_one_line(tmp_path, arguments, named):
     assert len(lines) == 1 and lines[0].startswith("compare.py: ") and named in lines[0], ran.stderr
 
 
+@pytest.mark.parametrize("rows", [0, 5], ids=["whole", "chunks"])
+def test_products_alone(train, rows):
+    """Each product of a profile by oneDNN alone, and their sum; what is no profile is refused in one line."""
+    binary = ROOT / "build/bench/cpu/products"
+    if train.device != "cpu" or not binary.exists():
+        pytest.skip("make DEVICE=cpu build/bench/cpu/products")
+    profile = train("--model", "d1", "--batch", 2, "--seq-len", 8, "--profile-ops", "--bench-warmup", 0, "--bench-steps", 1,
+                    "--head-rows", rows, "--json").stdout
+    names = [o["name"] for o in json.loads(profile)["operations"] if o["name"].startswith("matmul")]
+    ran = subprocess.run([binary], input=profile, capture_output=True, check=True)
+    head, *rows, total, times = ran.stdout.decode().splitlines()
+    assert [row[:48].strip() for row in rows] == names and total.startswith("all ") and times.startswith("ms a step ")
+    assert all(float(number) > 0 for row in [*rows, total, times] for number in row[48:].split())
+    ran = subprocess.run([binary], input=b"{}", capture_output=True)
+    assert ran.returncode == 2 and ran.stderr.count(b"\n") == 1
+
+
 def test_the_trainer_itself(train, tmp_path):
     if b"--bench" not in train("--help").stdout:
         pytest.skip("this trainer has no --bench yet")

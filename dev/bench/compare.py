@@ -10,6 +10,7 @@ import importlib.util
 import os
 import pathlib
 import re
+import shlex
 import statistics
 import sys
 
@@ -48,7 +49,8 @@ class Train:
     def command(self):
         o = self.options
         return [self.binary, "--bench", "--bench-warmup", o.warmup, "--bench-steps", o.steps, "--json", "--model",
-                o.model, "--batch", o.batch, "--seq-len", o.seq_len, "--threads", o.threads]
+                o.model, "--batch", o.batch, "--seq-len", o.seq_len, "--threads", o.threads,
+                *shlex.split(o.train_options)]
 
     def turn(self):
         command, o = self.command(), self.options
@@ -237,6 +239,8 @@ def parse_options(arguments):
     add("--rounds", type=positive, default=3)
     add("--peers", help=f"of {', '.join(PEERS)}, with commas between (default: all that are there)")
     add("--train", help="the trainer's binary (default: that of the device and precision in build/)")
+    add("--train-options", default="", help="more options for the trainer, in one word: '--recompute none --head-rows 0' "
+                                            "keeps what the peers keep")
     add("--timeout", type=positive, default=3600, help="seconds that a turn may take")
     add("--out", type=results.result_path, help="(default: dev/results/compare-MODEL-DEVICE-PRECISION.md)")
     options = parser.parse_args(arguments)

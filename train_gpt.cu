@@ -679,13 +679,13 @@ class Trainer {
     StepOptions step_;
     Gpt::Consume consume_;  // with --update-in-backward
     bool norm_of_each_unit_;
-    OptimizerStep optimizer_ = {};  // of the current step
     MemoryReport report_;
     std::vector<MemoryChoice> choice_;  // with --memory: the configuration, and its neighbours
     Plan train_plan_, update_plan_, evaluate_plan_, sample_plan_, slide_plan_;
-    DeviceBuffer metrics_memory_;
-    TensorF loss_;   // (1), on the device
-    TensorF norms_;  // (units, 1) there: of each unit's gradient, or in [0] of all
+    DeviceBuffer metrics_memory_, factors_memory_;
+    TensorF loss_;                      // (1), on the device
+    TensorF norms_;                     // (units, 1) there: of each unit's gradient, or in [0] of all
+    UpdateFactors* factors_ = nullptr;  // there: of the current step
     int64_t first_step_ = 0, first_sequence_ = 0;  // where a resumed run begins
     std::string last_save_;
     double peak_flops_ = 0, seconds_per_step_ = 0;
@@ -933,6 +933,8 @@ MemoryReport Trainer::make_report() {
                          {metrics},
                          "fp32",
                          static_cast<size_t>(metrics) * sizeof(float)});
+    constexpr int64_t factors = sizeof(UpdateFactors);
+    r.buffers.push_back({"step_factors", "workspace", std::to_string(factors), {factors}, "byte", factors});
     if (val_data_ || o_.bench == "forward") {
         evaluate_plan_ = arena_.rehearse([&] { gpt_.evaluate({}, step_, 1, loss_); });
         r.others.emplace_back("validation", evaluate_plan_);
@@ -975,6 +977,8 @@ void Trainer::prepare() {
     arena_.allocate({&train_plan_, &update_plan_, &evaluate_plan_, &sample_plan_, &slide_plan_});
     metrics_memory_ = DeviceBuffer(static_cast<size_t>(metrics_count()) * sizeof(float), "the metrics");
     point_metrics(reinterpret_cast<float*>(metrics_memory_.data()));
+    factors_memory_ = DeviceBuffer(sizeof(UpdateFactors), "the step's factors");
+    factors_ = reinterpret_cast<UpdateFactors*>(factors_memory_.data());
     state_.allocate();
     gpt_.bind();
     if (device_bytes_allocated != report_.allocated())
@@ -1040,7 +1044,7 @@ void Trainer::update_unit(int unit, const floatX* gradients) {
     const Unit& u = state_.layout.units()[static_cast<size_t>(unit)];
     TensorF norm = norm_of_each_unit_ ? norms_.rows_at(unit, 1) : norms_.rows_at(0, 1);
     if (norm_of_each_unit_) measure_norm(gradients, u.size, norm);
-    optimizer_update(optimizer_, state_, u, gradients, norm, stream_);
+    optimizer_update(factors_, state_, u, gradients, norm, stream_);
 }
 
 void Trainer::update() {
@@ -1072,14 +1076,16 @@ void Trainer::train_step(int64_t step) {
     const float loss_scale = 1.f / (static_cast<float>(o_.batch) * static_cast<float>(o_.seq_len) *
                                     static_cast<float>(o_.grad_accum));
     const double rate = learning_rate(o_.schedule, step, o_.steps, o_.warmup, o_.lr, o_.min_lr);
-    optimizer_ = {.lr = static_cast<float>(rate),
-                  .beta1 = static_cast<float>(o_.beta1),
-                  .beta2 = static_cast<float>(o_.beta2),
-                  .epsilon = static_cast<float>(o_.eps),
-                  .weight_decay = static_cast<float>(o_.weight_decay),
-                  .clip = static_cast<float>(o_.clip),
-                  .step = static_cast<int>(step + 1),
-                  .seed = o_.seed};
+    set_factors(factors_,
+                {.lr = static_cast<float>(rate),
+                 .beta1 = static_cast<float>(o_.beta1),
+                 .beta2 = static_cast<float>(o_.beta2),
+                 .epsilon = static_cast<float>(o_.eps),
+                 .weight_decay = static_cast<float>(o_.weight_decay),
+                 .clip = static_cast<float>(o_.clip),
+                 .step = static_cast<int>(step + 1),
+                 .seed = o_.seed},
+                stream_);
     device_fill(loss_.data(), 0, sizeof(float), stream_);
     if (!consume_)
         device_fill(state_.gradients(), 0, static_cast<size_t>(state_.layout.size()) * sizeof(floatX),

@@ -524,13 +524,14 @@ void Gpt::forward_backward(const Batch& batch, const StepOptions& options, float
     const int B = options.batch, T = options.seq_len, last_unit = config_.layers + 1;
     const int64_t rows = int64_t{B} * T;
     std::vector<BlockActivations> blocks(static_cast<size_t>(config_.layers));
-    const TokenGroups groups =
-        arena_.rehearsing() ? TokenGroups() : group_tokens(batch.inputs, config_.vocabulary);
+    std::vector<int> by_token(batch.inputs.size()),
+        token_starts(static_cast<size_t>(most_token_groups(rows, config_.vocabulary) + 1));
+    group_tokens(batch.inputs, config_.vocabulary, by_token, token_starts);
     Tensor<int> inputs = take_input("inputs", {B, T}, batch.inputs);
     Tensor<int> targets = take_input("targets", {B, T}, batch.targets);
-    Tensor<int> order = take_input("rows_by_token", {rows}, groups.order);
+    Tensor<int> order = take_input("rows_by_token", {rows}, by_token);
     Tensor<int> starts =
-        take_input("token_starts", {std::min<int64_t>(rows, config_.vocabulary) + 1}, groups.starts);
+        take_input("token_starts", {most_token_groups(rows, config_.vocabulary) + 1}, token_starts);
 
     std::optional<Range> range(std::in_place, "forward");
     TensorX stream = embed(inputs, 0);
@@ -550,8 +551,7 @@ void Gpt::forward_backward(const Batch& batch, const StepOptions& options, float
     range.emplace("backward");
     for (int l = config_.layers - 1; l >= 0; l--)
         backward_block(l, blocks[static_cast<size_t>(l)], stream, consume);
-    embedding_backward(d_embeddings.wte, d_embeddings.wpe, stream, inputs, order, starts, groups.count(),
-                       stream_);
+    embedding_backward(d_embeddings.wte, d_embeddings.wpe, stream, inputs, order, starts, stream_);
     stream.drop();
     complete(0, of_embeddings, consume);
 }

@@ -22,6 +22,7 @@
 #include "llmc/cross_entropy.cuh"
 #include "llmc/dataset.h"
 #include "llmc/embedding.cuh"
+#include "llmc/feeder.h"
 #include "llmc/fit.h"
 #include "llmc/global_norm.cuh"
 #include "llmc/layernorm.cuh"
@@ -82,14 +83,8 @@ struct KvCache {
     int length = 0;
 };
 
-// A micro-batch: B sequences of T tokens and what follows each token.
-struct Batch {
-    std::vector<int> inputs, targets;  // B * T; a negative target does not count
-};
-
 // How a micro-batch is run.
 struct StepOptions {
-    int batch = 0, seq_len = 0;
     int64_t head_rows = 0;   // rows that have logits at one time; 0: all
     std::vector<Keep> keep;  // of each layer
 };
@@ -101,7 +96,8 @@ class Gpt {
     // Takes the gradients of a unit of the Layout, by number, as soon as they are complete, and its weights.
     using Consume = std::function<void(int unit, const floatX* gradients)>;
 
-    Gpt(Arena& arena, Stream stream, const State<floatX>& state)
+    // The stream may be made later, before the first run.
+    Gpt(Arena& arena, const Stream& stream, const State<floatX>& state)
         : arena_(arena), stream_(stream), state_(state), layout_(state.layout), config_(layout_.config()) {
         bind();
     }
@@ -112,9 +108,9 @@ class Gpt {
             weights_.blocks.push_back(layout_.block(state_.weights(), l));
     }
 
-    void forward_backward(const Batch& batch, const StepOptions& options, float loss_scale, TensorF& loss,
-                          const Consume& consume = {});
-    void evaluate(const Batch& batch, const StepOptions& options, float loss_scale, TensorF& loss);
+    void forward_backward(const DeviceBatch& batch, const StepOptions& options, float loss_scale,
+                          TensorF& loss, const Consume& consume = {});
+    void evaluate(const DeviceBatch& batch, const StepOptions& options, float loss_scale, TensorF& loss);
     template <class Choose>
     void generate(const std::vector<int>& prompt, int new_tokens, Choose&& choose);
 
@@ -165,7 +161,7 @@ class Gpt {
     void backward_block(int layer, BlockActivations& a, TensorX& d_stream, const Consume& consume);
 
     Arena& arena_;
-    Stream stream_;
+    const Stream& stream_;
     const State<floatX>& state_;
     const Layout& layout_;
     const GptConfig& config_;
@@ -178,7 +174,7 @@ class Gpt {
 
 // ---- forward
 
-// Takes a tensor and fills it from the host.
+// Takes a tensor and fills it from the host, waiting until it is there.
 Tensor<int> Gpt::take_input(const char* name, Shape shape, const std::vector<int>& values) {
     Tensor<int> t = arena_.take<int>(name, shape, "input");
     assert(static_cast<int64_t>(values.size()) <= t.size() || arena_.rehearsing());
@@ -519,22 +515,12 @@ void Gpt::backward_block(int layer, BlockActivations& a, TensorX& d_stream, cons
 
 // One micro-batch: adds its gradients, or has each unit's consumed, and adds loss_scale times the sum of its
 // losses to `loss` (1).
-void Gpt::forward_backward(const Batch& batch, const StepOptions& options, float loss_scale, TensorF& loss,
-                           const Consume& consume) {
-    const int B = options.batch, T = options.seq_len, last_unit = config_.layers + 1;
-    const int64_t rows = int64_t{B} * T;
+void Gpt::forward_backward(const DeviceBatch& batch, const StepOptions& options, float loss_scale,
+                           TensorF& loss, const Consume& consume) {
+    const int last_unit = config_.layers + 1;
     std::vector<BlockActivations> blocks(static_cast<size_t>(config_.layers));
-    std::vector<int> by_token(batch.inputs.size()),
-        token_starts(static_cast<size_t>(most_token_groups(rows, config_.vocabulary) + 1));
-    group_tokens(batch.inputs, config_.vocabulary, by_token, token_starts);
-    Tensor<int> inputs = take_input("inputs", {B, T}, batch.inputs);
-    Tensor<int> targets = take_input("targets", {B, T}, batch.targets);
-    Tensor<int> order = take_input("rows_by_token", {rows}, by_token);
-    Tensor<int> starts =
-        take_input("token_starts", {most_token_groups(rows, config_.vocabulary) + 1}, token_starts);
-
     std::optional<Range> range(std::in_place, "forward");
-    TensorX stream = embed(inputs, 0);
+    TensorX stream = embed(batch.inputs, 0);
     for (size_t l = 0; l < blocks.size(); l++) {
         blocks[l].input = std::move(stream);
         stream = forward_block(static_cast<int>(l), blocks[l], options.keep[l]);
@@ -545,30 +531,28 @@ void Gpt::forward_backward(const Batch& batch, const StepOptions& options, float
     UnitGradients of_last = take_unit_gradients(last_unit, consume);
     Embeddings<floatX> d_embeddings = layout_.embeddings(of_embeddings.base);
     LastLayernorm<floatX> d_last = layout_.last_layernorm(of_last.base);
-    head(stream, targets, options, loss_scale, loss, d_embeddings.wte, d_last);
+    head(stream, batch.targets, options, loss_scale, loss, d_embeddings.wte, d_last);
     complete(last_unit, of_last, consume);
 
     range.emplace("backward");
     for (int l = config_.layers - 1; l >= 0; l--)
         backward_block(l, blocks[static_cast<size_t>(l)], stream, consume);
-    embedding_backward(d_embeddings.wte, d_embeddings.wpe, stream, inputs, order, starts, stream_);
+    embedding_backward(d_embeddings.wte, d_embeddings.wpe, stream, batch.inputs, batch.rows_by_token,
+                       batch.token_starts, stream_);
     stream.drop();
     complete(0, of_embeddings, consume);
 }
 
 // Adds loss_scale times the sum of the batch's losses to `loss` (1).
-void Gpt::evaluate(const Batch& batch, const StepOptions& options, float loss_scale, TensorF& loss) {
+void Gpt::evaluate(const DeviceBatch& batch, const StepOptions& options, float loss_scale, TensorF& loss) {
     Range range("evaluate");
-    const Shape shape = {options.batch, options.seq_len};
-    Tensor<int> inputs = take_input("inputs", shape, batch.inputs);
-    Tensor<int> targets = take_input("targets", shape, batch.targets);
-    const TensorX stream = forward_only(inputs, nullptr);
+    const TensorX stream = forward_only(batch.inputs, nullptr);
     const int64_t rows = stream.rows();
     TensorF losses = take_float("losses", {rows, 1});
     for_each_head_chunk(rows, options.head_rows, [&](int64_t first, int64_t count) {
         const HeadActivations a = forward_head(stream.rows_at(first, count));
         TensorF part = losses.rows_at(first, count);
-        cross_entropy_forward(a.logits, part, targets.view({rows, 1}).rows_at(first, count),
+        cross_entropy_forward(a.logits, part, batch.targets.view({rows, 1}).rows_at(first, count),
                               config_.vocabulary, stream_);
     });
     add_losses(loss, losses, loss_scale, stream_);
@@ -642,7 +626,9 @@ class Trainer {
     std::vector<int> first_tokens() const;
     bool samples() const;
     int window() const;
+    bool feeds() const { return o_.steps > 0 || o_.bench == "forward"; }
     int64_t metrics_count() const { return 1 + static_cast<int64_t>(state_.layout.units().size()); }
+    void open_device();
     void use(const Setting& s);
     Setting choose_setting();
     Plan rehearse_training();
@@ -653,8 +639,8 @@ class Trainer {
     void load();
     double read_loss();
     double read_norm();
-    Batch read_batch(SequenceLoader& loader, uint64_t first, uint64_t count) const;
-    Batch training_batch(int64_t step, uint64_t k);
+    void feed(SequenceLoader& loader, uint64_t first, uint64_t count);
+    void feed_training(int64_t step, uint64_t k);
     void train_step(int64_t step);
     void forward_step(int64_t step);
     void measure_norm(const floatX* gradients, int64_t n, TensorF& norm);
@@ -672,10 +658,12 @@ class Trainer {
     GptConfig config_;
     std::optional<Tokenizer> tokenizer_;
     std::optional<SequenceLoader> loader_, val_loader_;
-    Stream stream_ = nullptr;
+    std::optional<OwnStream> own_stream_;
+    Stream stream_ = nullptr;  // that one, from open_device() on
     Arena arena_;
     State<floatX> state_;
     Gpt gpt_;
+    Feeder feeder_;
     StepOptions step_;
     Gpt::Consume consume_;  // with --update-in-backward
     bool norm_of_each_unit_;
@@ -774,11 +762,18 @@ void check_device() {
 #endif
 }
 
-// Sets up the step, and the state's formats, as a setting says.
+// The device, there to be used.
+void Trainer::open_device() {
+    check_device();
+    stream_ = own_stream_.emplace().get();
+}
+
+// Sets up the step, its batch and the state's formats as a setting says.
 void Trainer::use(const Setting& s) {
     take_up(s, o_);
     state_.choose(state_options(o_));
-    step_ = {s.batch, o_.seq_len, s.head_rows, {}};
+    feeder_.choose(s.batch, o_.seq_len, config_.vocabulary);
+    step_ = {s.head_rows, {}};
     for (int level : s.levels) step_.keep.push_back(kRecomputeLevels[level].keep);
 }
 
@@ -901,7 +896,7 @@ int Trainer::window() const {
 }
 
 Plan Trainer::rehearse_training() {
-    return arena_.rehearse([&] { gpt_.forward_backward({}, step_, 1, loss_, consume_); });
+    return arena_.rehearse([&] { gpt_.forward_backward(feeder_.batch(), step_, 1, loss_, consume_); });
 }
 
 // Rehearses every step that the run may take, and puts what they and the state need into one report.
@@ -919,6 +914,15 @@ MemoryReport Trainer::make_report() {
     r.process = process_bytes();
     for (const StateBuffer& b : state_.buffers())
         r.buffers.push_back({b.name, b.kind, std::to_string(b.elements), {b.elements}, b.dtype, b.bytes()});
+    if (feeds()) {
+        const Shape shape = {Feeder::kCopies, feeder_.count()};
+        r.buffers.push_back({"batch",
+                             "input",
+                             shape.text(),
+                             {Feeder::kCopies, feeder_.count()},
+                             dtype_name<int>(),
+                             feeder_.bytes()});
+    }
     if (o_.steps > 0) {
         train_plan_ = rehearse_training();
         if (!consume_) {
@@ -936,7 +940,7 @@ MemoryReport Trainer::make_report() {
     constexpr int64_t factors = sizeof(UpdateFactors);
     r.buffers.push_back({"step_factors", "workspace", std::to_string(factors), {factors}, "byte", factors});
     if (val_data_ || o_.bench == "forward") {
-        evaluate_plan_ = arena_.rehearse([&] { gpt_.evaluate({}, step_, 1, loss_); });
+        evaluate_plan_ = arena_.rehearse([&] { gpt_.evaluate(feeder_.batch(), step_, 1, loss_); });
         r.others.emplace_back("validation", evaluate_plan_);
     }
     if (samples()) {
@@ -979,6 +983,7 @@ void Trainer::prepare() {
     point_metrics(reinterpret_cast<float*>(metrics_memory_.data()));
     factors_memory_ = DeviceBuffer(sizeof(UpdateFactors), "the step's factors");
     factors_ = reinterpret_cast<UpdateFactors*>(factors_memory_.data());
+    if (feeds()) feeder_.allocate();
     state_.allocate();
     gpt_.bind();
     if (device_bytes_allocated != report_.allocated())
@@ -1025,12 +1030,13 @@ double Trainer::read_norm() {
     return std::sqrt(squares);
 }
 
-// `count` sequences from number `first` on; rows beyond them, up to a whole batch, do not count.
-Batch Trainer::read_batch(SequenceLoader& loader, uint64_t first, uint64_t count) const {
-    const size_t T = static_cast<size_t>(o_.seq_len), B = static_cast<size_t>(o_.batch);
-    Batch b{std::vector<int>(B * T, 0), std::vector<int>(B * T, -1)};
-    loader.fill(first, static_cast<int>(count), b.inputs.data(), b.targets.data());
-    return b;
+// Feeds `count` sequences from number `first` on; rows beyond them, up to a whole batch, do not count.
+void Trainer::feed(SequenceLoader& loader, uint64_t first, uint64_t count) {
+    feeder_.feed(stream_, [&](std::span<int> inputs, std::span<int> targets) {
+        std::fill(inputs.begin(), inputs.end(), 0);
+        std::fill(targets.begin(), targets.end(), -1);
+        loader.fill(first, static_cast<int>(count), inputs.data(), targets.data());
+    });
 }
 
 void Trainer::measure_norm(const floatX* gradients, int64_t n, TensorF& norm) {
@@ -1055,19 +1061,18 @@ void Trainer::update() {
         update_unit(static_cast<int>(i), state_.gradients() + state_.layout.units()[i].offset);
 }
 
-// Micro-batch k of a step: from the data, or random tokens where a bench has none.
-Batch Trainer::training_batch(int64_t step, uint64_t k) {
+// Feeds micro-batch k of a step: from the data, or random tokens where a bench has none.
+void Trainer::feed_training(int64_t step, uint64_t k) {
     const uint64_t batch = static_cast<uint64_t>(o_.batch), micro = static_cast<uint64_t>(o_.grad_accum);
     const uint64_t first = static_cast<uint64_t>(first_sequence_) +
                            (static_cast<uint64_t>(step - first_step_) * micro + k) * batch;
-    if (loader_) return read_batch(*loader_, first, batch);
-    const size_t tokens = static_cast<size_t>(o_.batch) * static_cast<size_t>(o_.seq_len);
-    Batch b{std::vector<int>(tokens), std::vector<int>(tokens)};
-    auto draw = [&](uint64_t i) {
-        return static_cast<int>(random_uniform(o_.seed, kBenchStream, first, i) * config_.vocabulary);
-    };
-    for (size_t i = 0; i < tokens; i++) b.inputs[i] = draw(2 * i), b.targets[i] = draw(2 * i + 1);
-    return b;
+    if (loader_) return feed(*loader_, first, batch);
+    feeder_.feed(stream_, [&](std::span<int> inputs, std::span<int> targets) {
+        auto draw = [&](uint64_t i) {
+            return static_cast<int>(random_uniform(o_.seed, kBenchStream, first, i) * config_.vocabulary);
+        };
+        for (size_t i = 0; i < inputs.size(); i++) inputs[i] = draw(2 * i), targets[i] = draw(2 * i + 1);
+    });
 }
 
 void Trainer::train_step(int64_t step) {
@@ -1091,8 +1096,9 @@ void Trainer::train_step(int64_t step) {
         device_fill(state_.gradients(), 0, static_cast<size_t>(state_.layout.size()) * sizeof(floatX),
                     stream_);
     for (int k = 0; k < o_.grad_accum; k++) {
-        const Batch b = training_batch(step, static_cast<uint64_t>(k));
-        arena_.run(train_plan_, [&] { gpt_.forward_backward(b, step_, loss_scale, loss_, consume_); });
+        feed_training(step, static_cast<uint64_t>(k));
+        arena_.run(train_plan_,
+                   [&] { gpt_.forward_backward(feeder_.batch(), step_, loss_scale, loss_, consume_); });
     }
     if (!consume_) arena_.run(update_plan_, [&] { update(); });
     const double loss = read_loss(), norm = read_norm();
@@ -1107,9 +1113,9 @@ void Trainer::forward_step(int64_t step) {
     Range range("step");
     device_fill(loss_.data(), 0, sizeof(float), stream_);
     for (int k = 0; k < o_.grad_accum; k++) {
-        const Batch b = training_batch(step, static_cast<uint64_t>(k));
+        feed_training(step, static_cast<uint64_t>(k));
         Range forward("forward");
-        arena_.run(evaluate_plan_, [&] { gpt_.evaluate(b, step_, 1, loss_); });
+        arena_.run(evaluate_plan_, [&] { gpt_.evaluate(feeder_.batch(), step_, 1, loss_); });
     }
     read_loss();
 }
@@ -1161,8 +1167,8 @@ double Trainer::validate() {
     device_fill(loss_.data(), 0, sizeof(float), stream_);
     const float scale = 1.f / (static_cast<float>(sequences) * static_cast<float>(o_.seq_len));
     for (uint64_t first = 0; first < sequences; first += batch) {
-        const Batch b = read_batch(*val_loader_, first, std::min(batch, sequences - first));
-        arena_.run(evaluate_plan_, [&] { gpt_.evaluate(b, step_, scale, loss_); });
+        feed(*val_loader_, first, std::min(batch, sequences - first));
+        arena_.run(evaluate_plan_, [&] { gpt_.evaluate(feeder_.batch(), step_, scale, loss_); });
     }
     return read_loss();
 }
@@ -1214,7 +1220,7 @@ void Trainer::save(int64_t steps_done) {
 }
 
 void Trainer::run() {
-    check_device();
+    open_device();
     const size_t before = device_bytes_in_use();
     prepare();
     std::signal(SIGINT, on_interrupt);
@@ -1247,7 +1253,7 @@ void Trainer::run() {
 
 // --bench: runs steps, or their forwards alone, and prints what they took and reached.
 void Trainer::bench() {
-    check_device();
+    open_device();
     const bool forward_only = o_.bench == "forward";
     BenchReport r = {.memory = report_,
                      .forward_only = forward_only,

@@ -87,6 +87,7 @@ struct KvCache {
 struct StepOptions {
     int64_t head_rows = 0;   // rows that have logits at one time; 0: all
     std::vector<Keep> keep;  // of each layer
+    bool adds = false;       // to the gradients of micro-batches before: else they are written
 };
 
 // The model: its parameters, seen through views, and the operations of a step on them. Nothing here owns
@@ -141,24 +142,28 @@ class Gpt {
         TensorX room;
         floatX* base;
     };
-    UnitGradients take_unit_gradients(int unit, const Consume& consume);
+    UnitGradients take_unit_gradients(int unit, const StepOptions& options, const Consume& consume);
+    void zero_added(int unit, floatX* base);
     void complete(int unit, UnitGradients& gradients, const Consume& consume);
     HeadActivations forward_head(const TensorX& x);
     template <class T>
     void add_head_product(Tensor<T>& d_wte, Tensor<uint8_t>& low, const Tensor<T>& d_logits,
-                          const Tensor<T>& ln_f);
+                          const Tensor<T>& ln_f, bool adds);
     void head(TensorX& stream, const Tensor<int>& targets, const StepOptions& options, float loss_scale,
               TensorF& loss, TensorX& d_wte, LastLayernorm<floatX>& d_last);
     TensorX normalized(TensorX& kept, const char* name, const TensorX& x, const TensorF& mean,
                        const TensorF& rstd, const TensorX& weight, const TensorX& bias);
-    void backward_linear(TensorX& d_weight, TensorX& d_bias, const TensorX& in, const TensorX& d_out);
+    void backward_linear(TensorX& d_weight, TensorX& d_bias, const TensorX& in, const TensorX& d_out,
+                         bool adds);
     template <class Gradient>
     void backward_norm(TensorX& d_stream, Tensor<Gradient>& d_weight, Tensor<Gradient>& d_bias,
                        const TensorX& d_out, const TensorX& x, const TensorF& mean, const TensorF& rstd,
                        const TensorX& weight);
-    void backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream);
-    void backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream);
-    void backward_block(int layer, BlockActivations& a, TensorX& d_stream, const Consume& consume);
+    void backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream,
+                      bool adds);
+    void backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds);
+    void backward_block(int layer, BlockActivations& a, TensorX& d_stream, const StepOptions& options,
+                        const Consume& consume);
 
     Arena& arena_;
     const Stream& stream_;
@@ -327,13 +332,31 @@ void Gpt::for_each_head_chunk(int64_t rows, int64_t head_rows, Chunk&& chunk) {
 // ---- backward
 
 // Where a unit's gradients are consumed as soon as they are complete, they lie in the arena until then.
-Gpt::UnitGradients Gpt::take_unit_gradients(int unit, const Consume& consume) {
-    if (!consume) return {{}, state_.gradients()};
-    const Unit& u = layout_.units()[static_cast<size_t>(unit)];
-    TensorX room = arena_.take<floatX>("unit_gradients", {u.size}, "parameter_gradient");
-    zero(room);
-    floatX* base = room.data() ? room.data() - u.offset : nullptr;
-    return {std::move(room), base};
+Gpt::UnitGradients Gpt::take_unit_gradients(int unit, const StepOptions& options, const Consume& consume) {
+    UnitGradients g{{}, state_.gradients()};
+    if (consume) {
+        const Unit& u = layout_.units()[static_cast<size_t>(unit)];
+        g.room = arena_.take<floatX>("unit_gradients", {u.size}, "parameter_gradient");
+        g.base = g.room.data() ? g.room.data() - u.offset : nullptr;
+    }
+    if (!options.adds) zero_added(unit, g.base);
+    return g;
+}
+
+// Zeroes what a unit's first gradients are added to: its vectors, and the room between tensors. Matrices are
+// written whole, by a product.
+void Gpt::zero_added(int unit, floatX* base) {
+    int64_t from = 0, end = 0;
+    auto flush = [&] {
+        if (end > from)
+            device_fill(base + from, 0, static_cast<size_t>(end - from) * sizeof(floatX), stream_);
+    };
+    for (const Parameter& p : layout_.parameters_of(unit)) {
+        const int64_t start = p.offset + (p.decayed() ? p.memory.size() : 0);
+        if (start != end) flush(), from = start;
+        end = p.end();
+    }
+    flush();
 }
 
 void Gpt::complete(int unit, UnitGradients& gradients, const Consume& consume) {
@@ -341,11 +364,12 @@ void Gpt::complete(int unit, UnitGradients& gradients, const Consume& consume) {
     gradients.room.drop();
 }
 
-// d_weight += in^T d_out and d_bias += the column sums of d_out, for out = in weight + bias.
-void Gpt::backward_linear(TensorX& d_weight, TensorX& d_bias, const TensorX& in, const TensorX& d_out) {
+// d_weight [+]= in^T d_out and d_bias += the column sums of d_out, for out = in weight + bias.
+void Gpt::backward_linear(TensorX& d_weight, TensorX& d_bias, const TensorX& in, const TensorX& d_out,
+                          bool adds) {
     TensorF scratch = take_float("column_sums", column_sums_scratch(d_out.rows(), d_out.columns(), 1));
     bias_backward(d_bias, scratch, d_out, stream_);
-    matmul(arena_, stream_, d_weight, in, d_out, {.transpose_a = true, .accumulate = true});
+    matmul(arena_, stream_, d_weight, in, d_out, {.transpose_a = true, .accumulate = adds});
 }
 
 template <class Gradient>
@@ -368,13 +392,13 @@ TensorX Gpt::normalized(TensorX& kept, const char* name, const TensorX& x, const
 // The rows of the vocabulary whose gradient of one chunk is in fp32 at a time.
 constexpr int64_t kWideRows = 2048;
 
-// d_wte (V, C) += d_logits^T ln_f, of a chunk of rows. In bf16 `low` carries what the sum of several chunks
-// would lose.
+// d_wte (V, C) [+]= d_logits^T ln_f, of a chunk of rows. In bf16 `low` carries what the sum of several chunks
+// would lose, and it is added always.
 template <class T>
 void Gpt::add_head_product(Tensor<T>& d_wte, Tensor<uint8_t>& low, const Tensor<T>& d_logits,
-                           const Tensor<T>& ln_f) {
+                           const Tensor<T>& ln_f, bool adds) {
     if (!low) {
-        matmul(arena_, stream_, d_wte, d_logits, ln_f, {.transpose_a = true, .accumulate = true});
+        matmul(arena_, stream_, d_wte, d_logits, ln_f, {.transpose_a = true, .accumulate = adds});
         return;
     }
     if constexpr (std::is_same_v<T, bf16>) {
@@ -402,6 +426,7 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const StepOptions& o
     TensorF d_last_sums = take_float("d_ln_f_sums", {1, 2, C});
     zero(d_last_sums);
     TensorF d_weight(d_last_sums.data(), {C}), d_bias(d_last_sums.data() + C, {C});
+    if (chunks && !options.adds) zero(d_wte);
     Tensor<uint8_t> low;
     if (chunks && std::is_same_v<floatX, bf16>) {
         low = arena_.take<uint8_t>("d_wte_low_bits", {V / 2, C}, "gradient");
@@ -414,7 +439,7 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const StepOptions& o
         TensorF part_losses = losses.rows_at(first, count);
         cross_entropy_forward_backward(a.logits, part_losses, targets.view({rows, 1}).rows_at(first, count),
                                        loss_scale, config_.vocabulary, stream_);
-        add_head_product(d_wte, low, a.logits, a.ln_f);
+        add_head_product(d_wte, low, a.logits, a.ln_f, chunks || options.adds);
         TensorX d_ln_f = std::move(a.ln_f);
         matmul(arena_, stream_, d_ln_f, a.logits, weights_.embeddings.wte);
         a.logits.drop();
@@ -428,7 +453,8 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const StepOptions& o
 
 // The MLP half: d_stream, the gradient of the block's output, becomes that of a.middle. What is made again is
 // let go of as soon as it was read once, where it costs no product.
-void Gpt::backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream) {
+void Gpt::backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream,
+                       bool adds) {
     const Shape btc = a.middle.shape(), bt4c = {btc.dims[0], btc.dims[1], 4 * btc.dims[2]};
     auto make_ln_2 = [&] {
         return normalized(a.ln_2, "ln_2", a.middle, a.ln_2_mean, a.ln_2_rstd, w.ln_2_weight, w.ln_2_bias);
@@ -443,14 +469,14 @@ void Gpt::backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivation
         gelu = take("gelu", bt4c);
         gelu_forward(gelu, a.up, stream_);
     }
-    backward_linear(g.down_weight, g.down_bias, gelu, d_stream);
+    backward_linear(g.down_weight, g.down_bias, gelu, d_stream, adds);
     gelu.drop();
     TensorX d_up = take_gradient("d_up", bt4c);
     matmul(arena_, stream_, d_up, d_stream, w.down_weight, {.transpose_b = true, .gelu_input = &a.up});
     a.up.drop();
 
     TensorX ln_2 = make_ln_2();
-    backward_linear(g.up_weight, g.up_bias, ln_2, d_up);
+    backward_linear(g.up_weight, g.up_bias, ln_2, d_up, adds);
     ln_2.drop();
     TensorX d_ln_2 = take_gradient("d_ln_2", btc);
     matmul(arena_, stream_, d_ln_2, d_up, w.up_weight, {.transpose_b = true});
@@ -460,7 +486,7 @@ void Gpt::backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivation
 }
 
 // The attention half: d_stream, the gradient of a.middle, becomes that of a.input.
-void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream) {
+void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds) {
     const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     const Shape btc = a.input.shape(), bt3c = {btc.dims[0], btc.dims[1], 3 * btc.dims[2]};
     const int64_t C = config_.channels;
@@ -474,7 +500,7 @@ void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, T
     }
     if (!a.attention) attend(a, {}, nullptr, layer);
 
-    backward_linear(g.attention_weight, g.attention_bias, a.attention, d_stream);
+    backward_linear(g.attention_weight, g.attention_bias, a.attention, d_stream, adds);
     TensorX d_attention = take_gradient("d_attention", btc);
     matmul(arena_, stream_, d_attention, d_stream, w.attention_weight, {.transpose_b = true});
     TensorX d_qkv = take_gradient("d_qkv", bt3c);
@@ -489,7 +515,7 @@ void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, T
     a.qkv.drop();
 
     TensorX ln_1 = make_ln_1();
-    backward_linear(g.qkv_weight, g.qkv_bias, ln_1, d_qkv);
+    backward_linear(g.qkv_weight, g.qkv_bias, ln_1, d_qkv, adds);
     ln_1.drop();
     TensorX d_ln_1 = take_gradient("d_ln_1", btc);
     matmul(arena_, stream_, d_ln_1, d_qkv, w.qkv_weight, {.transpose_b = true});
@@ -498,23 +524,25 @@ void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, T
                   w.ln_1_weight);
 }
 
-// Adds the block's gradients; d_stream (B, T, C), the gradient of its output, becomes that of its input.
-void Gpt::backward_block(int layer, BlockActivations& a, TensorX& d_stream, const Consume& consume) {
+// Writes or adds the block's gradients; d_stream (B, T, C), the gradient of its output, becomes that of its
+// input.
+void Gpt::backward_block(int layer, BlockActivations& a, TensorX& d_stream, const StepOptions& options,
+                         const Consume& consume) {
     Range range("block", layer);
-    UnitGradients gradients = take_unit_gradients(layer + 1, consume);
+    UnitGradients gradients = take_unit_gradients(layer + 1, options, consume);
     Block<floatX> g = layout_.block(gradients.base, layer);
     if (!a.middle) forward_attention(layer, a, {.norm = false}, nullptr);
-    backward_mlp(weights_.blocks[static_cast<size_t>(layer)], g, a, d_stream);
+    backward_mlp(weights_.blocks[static_cast<size_t>(layer)], g, a, d_stream, options.adds);
     a.middle.drop();
-    backward_attention(layer, g, a, d_stream);
+    backward_attention(layer, g, a, d_stream, options.adds);
     a = {};
     complete(layer + 1, gradients, consume);
 }
 
 // ---- the steps
 
-// One micro-batch: adds its gradients, or has each unit's consumed, and adds loss_scale times the sum of its
-// losses to `loss` (1).
+// One micro-batch: writes or adds its gradients, or has each unit's consumed, and adds loss_scale times the
+// sum of its losses to `loss` (1).
 void Gpt::forward_backward(const DeviceBatch& batch, const StepOptions& options, float loss_scale,
                            TensorF& loss, const Consume& consume) {
     const int last_unit = config_.layers + 1;
@@ -527,16 +555,17 @@ void Gpt::forward_backward(const DeviceBatch& batch, const StepOptions& options,
     }
 
     range.emplace("head");
-    UnitGradients of_embeddings = take_unit_gradients(0, consume);
-    UnitGradients of_last = take_unit_gradients(last_unit, consume);
+    UnitGradients of_embeddings = take_unit_gradients(0, options, consume);
+    UnitGradients of_last = take_unit_gradients(last_unit, options, consume);
     Embeddings<floatX> d_embeddings = layout_.embeddings(of_embeddings.base);
     LastLayernorm<floatX> d_last = layout_.last_layernorm(of_last.base);
+    if (!options.adds) zero(d_embeddings.wpe);
     head(stream, batch.targets, options, loss_scale, loss, d_embeddings.wte, d_last);
     complete(last_unit, of_last, consume);
 
     range.emplace("backward");
     for (int l = config_.layers - 1; l >= 0; l--)
-        backward_block(l, blocks[static_cast<size_t>(l)], stream, consume);
+        backward_block(l, blocks[static_cast<size_t>(l)], stream, options, consume);
     embedding_backward(d_embeddings.wte, d_embeddings.wpe, stream, batch.inputs, batch.rows_by_token,
                        batch.token_starts, stream_);
     stream.drop();
@@ -631,7 +660,7 @@ class Trainer {
     void open_device();
     void use(const Setting& s);
     Setting choose_setting();
-    Plan rehearse_training();
+    Plan rehearse_training(bool adds = false);
     MemoryReport make_report();
     void point_metrics(float* at);
     void check_reach() const;
@@ -669,7 +698,8 @@ class Trainer {
     bool norm_of_each_unit_;
     MemoryReport report_;
     std::vector<MemoryChoice> choice_;  // with --memory: the configuration, and its neighbours
-    Plan train_plan_, update_plan_, evaluate_plan_, sample_plan_, slide_plan_;
+    Plan train_plan_, add_plan_;        // a step's first micro-batch, and those that add to its gradients
+    Plan update_plan_, evaluate_plan_, sample_plan_, slide_plan_;
     DeviceBuffer metrics_memory_, factors_memory_;
     TensorF loss_;                      // (1), on the device
     TensorF norms_;                     // (units, 1) there: of each unit's gradient, or in [0] of all
@@ -895,7 +925,8 @@ int Trainer::window() const {
     return std::min(config_.positions, std::max(trained, static_cast<int>(first_tokens().size()) + 1));
 }
 
-Plan Trainer::rehearse_training() {
+Plan Trainer::rehearse_training(bool adds) {
+    step_.adds = adds;
     return arena_.rehearse([&] { gpt_.forward_backward(feeder_.batch(), step_, 1, loss_, consume_); });
 }
 
@@ -925,6 +956,10 @@ MemoryReport Trainer::make_report() {
     }
     if (o_.steps > 0) {
         train_plan_ = rehearse_training();
+        if (o_.grad_accum > 1) {
+            add_plan_ = rehearse_training(true);
+            r.others.emplace_back("further micro-batches", add_plan_);
+        }
         if (!consume_) {
             update_plan_ = arena_.rehearse([&] { update(); });
             r.others.emplace_back("the update", update_plan_);
@@ -956,7 +991,8 @@ MemoryReport Trainer::make_report() {
     r.train = train_plan_;
     const DeviceRates rates = nominal_rates<floatX>();
     r.update_seconds = seconds_of(update_plan_.work, rates);
-    r.seconds = o_.grad_accum * seconds_of(train_plan_.work, rates) + r.update_seconds;
+    r.seconds = seconds_of(train_plan_.work, rates) +
+                (o_.grad_accum - 1) * seconds_of(add_plan_.work, rates) + r.update_seconds;
     r.budget = o_.memory;
     r.choice = choice_;
     return r;
@@ -978,7 +1014,7 @@ void Trainer::prepare() {
                 o_.seq_len);
     if (o_.steps > 0 && o_.bench.empty()) print_plan();
     if (o_.steps > 0 && o_.bench.empty()) peak_flops_ = device_peak_flops<floatX>(stream_);
-    arena_.allocate({&train_plan_, &update_plan_, &evaluate_plan_, &sample_plan_, &slide_plan_});
+    arena_.allocate({&train_plan_, &add_plan_, &update_plan_, &evaluate_plan_, &sample_plan_, &slide_plan_});
     metrics_memory_ = DeviceBuffer(static_cast<size_t>(metrics_count()) * sizeof(float), "the metrics");
     point_metrics(reinterpret_cast<float*>(metrics_memory_.data()));
     factors_memory_ = DeviceBuffer(sizeof(UpdateFactors), "the step's factors");
@@ -1092,12 +1128,10 @@ void Trainer::train_step(int64_t step) {
                  .seed = o_.seed},
                 stream_);
     device_fill(loss_.data(), 0, sizeof(float), stream_);
-    if (!consume_)
-        device_fill(state_.gradients(), 0, static_cast<size_t>(state_.layout.size()) * sizeof(floatX),
-                    stream_);
     for (int k = 0; k < o_.grad_accum; k++) {
         feed_training(step, static_cast<uint64_t>(k));
-        arena_.run(train_plan_,
+        step_.adds = k > 0;
+        arena_.run(step_.adds ? add_plan_ : train_plan_,
                    [&] { gpt_.forward_backward(feeder_.batch(), step_, loss_scale, loss_, consume_); });
     }
     if (!consume_) arena_.run(update_plan_, [&] { update(); });
@@ -1260,12 +1294,15 @@ void Trainer::bench() {
                      .profiled = o_.profile_ops,
                      .threads = omp_get_max_threads(),
                      .warmup = o_.bench_warmup,
-                     .plans = {{forward_only ? &evaluate_plan_ : &train_plan_, o_.grad_accum}},
+                     .plans = {},
                      .tokens = static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum,
                      .flops = step_flops() / (forward_only ? 3 : 1),  // a third is forward's
                      .matmul_peak = measured_matmul_flops<floatX>(stream_),
                      .copy_peak = measured_copy_bandwidth(stream_)};
-    if (!forward_only && !consume_) r.plans.emplace_back(&update_plan_, 1);
+    if (forward_only)
+        r.plans = {{&evaluate_plan_, o_.grad_accum}};
+    else
+        r.plans = {{&train_plan_, 1}, {&add_plan_, o_.grad_accum - 1}, {&update_plan_, 1}};
     const size_t before = device_bytes_in_use();
     prepare();
     StepWatch watch(stream_, o_.profile_ops);

@@ -22,10 +22,14 @@ __global__ void __launch_bounds__(kBlockThreads)
         const Packed<T, N> p = load<N>(row + c);
         float x[N];
         for (int k = 0; k < N; k++) x[k] = c + k < V ? p[k] : -INFINITY;
-        const float high = fmaxf(most, largest_of(x));
-        const float shrink = high > most ? fast_exp(most - high) : 1.f;
-        for (int k = 0; k < N; k++) sums[k] = sums[k] * shrink + (c + k < V ? fast_exp(x[k] - high) : 0.f);
-        most = high;
+        bool above = false;
+        for (int k = 0; k < N; k++) above |= x[k] > most;
+        if (above) {  // seldom, after a row's first vectors
+            const float high = largest_of(x), shrink = fast_exp(most - high);
+            for (int k = 0; k < N; k++) sums[k] *= shrink;
+            most = high;
+        }
+        for (int k = 0; k < N; k++) sums[k] += fast_exp(x[k] - most);
     }
     const float maximum = block_max(most);
     const float total = block_sum(first < V ? sums.sum() * fast_exp(most - maximum) : 0.f);

@@ -5,6 +5,7 @@
 // Inside a unit the decayed ones (the matrices) come first, so that one number says where decay ends.
 #pragma once
 
+#include <span>
 #include <string>
 #include <vector>
 
@@ -75,6 +76,10 @@ struct LastLayernorm {
     }
 };
 
+// Tensors start at a multiple of this many elements: aligned for vectors and for the libraries, in any
+// precision, and no block of quantized state (quantize8.cuh) spans two of them.
+constexpr int64_t kParameterAlignment = 256;
+
 // One tensor of the model and where it lies.
 struct Parameter {
     std::string name;  // in Hugging Face's files, without the prefix "transformer."
@@ -83,6 +88,10 @@ struct Parameter {
     int64_t offset;    // in elements, from the start of all parameters
     Init init;
     bool decayed() const { return shape.count == 2; }
+    // Where the next tensor may start.
+    int64_t end() const {
+        return offset + (memory.size() + kParameterAlignment - 1) / kParameterAlignment * kParameterAlignment;
+    }
 };
 
 // A unit of the model: what one optimizer launch updates.
@@ -91,10 +100,6 @@ struct Unit {
     int64_t offset, size;  // in elements, padding included
     int64_t decayed;       // how many from the start decay
 };
-
-// Tensors start at a multiple of this many elements: aligned for vectors and for the libraries, in any
-// precision, and no block of quantized state (quantize8.cuh) spans two of them.
-constexpr int64_t kParameterAlignment = 256;
 
 // Where every tensor of a model lies; the same for weights, gradients and optimizer state.
 class Layout {
@@ -109,6 +114,12 @@ class Layout {
     const GptConfig& config() const { return config_; }
     const std::vector<Parameter>& parameters() const { return parameters_; }
     const std::vector<Unit>& units() const { return units_; }
+    std::span<const Parameter> parameters_of(int unit) const {
+        const size_t first = first_parameter_[static_cast<size_t>(unit)];
+        const bool last = unit + 1 == static_cast<int>(units_.size());
+        const size_t end = last ? parameters_.size() : first_parameter_[static_cast<size_t>(unit) + 1];
+        return std::span(parameters_).subspan(first, end - first);
+    }
     // Elements, with padding: what a buffer of all parameters holds.
     int64_t size() const { return size_; }
     // The number of parameters as the field counts them: without padding.
@@ -140,7 +151,7 @@ class Layout {
         for (const auto& row : table) {
             Parameter p{prefix + row.name, row.shape, row.shape, size_, row.init};
             if (p.name == "wte.weight") p.memory.dims[0] = config_.padded_vocabulary();
-            size_ += (p.memory.size() + kParameterAlignment - 1) / kParameterAlignment * kParameterAlignment;
+            size_ = p.end();
             if (p.decayed()) unit.decayed = size_ - unit.offset;
             parameters_.push_back(p);
         }

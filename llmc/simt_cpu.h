@@ -85,7 +85,8 @@ SIMT_DEVICE float rsqrtf(float x) { return 1.f / sqrtf(x); }
 // clamped outside. Range reduction by ln 2 in two parts and the minimax polynomial of Cephes' expf (Moshier,
 // 1992).
 SIMT_DEVICE float fast_exp(float x) {
-    x = x < -87.3f ? -87.3f : x > 88.f ? 88.f : x;
+    x = x < -87.3f ? -87.3f : x;
+    x = x > 88.f ? 88.f : x;
     const float n = floorf(x * 1.44269504f + 0.5f);
     const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;

@@ -146,17 +146,21 @@ def test_operations_are_those_of_the_plan(train, tmp_path, recompute):
     timeline = json.loads((tmp_path / "t.json").read_text())["operations"]
     assert calls(figures) == collections.Counter(o["name"] for o in timeline if o["event"] == "operation")
     products = {o["name"] for o in figures["operations"]}
-    assert "matmul 96 x 384 x 128 NN bias" in products and "matmul 128 x 384 x 96 TN accumulate" in products
+    assert "matmul 96 x 384 x 128 NN bias" in products and "matmul 128 x 384 x 96 TN" in products
     assert "matmul 96 x 512 x 128 NT gelu_backward" in products and "matmul 96 x 50304 x 128 NT" in products
 
 
 def test_loops_and_micro_batches_count(train):
     """96 rows in chunks of 40 are three heads, two of them turns of a loop; of two micro-batches, six."""
-    one = calls(bench(train, "--profile-ops", "--head-rows", 40))
-    two = calls(bench(train, "--profile-ops", "--head-rows", 40, "--grad-accum", 2))
+    figures = [bench(train, "--profile-ops", "--head-rows", 40, "--grad-accum", n) for n in (1, 2)]
+    one, two = map(calls, figures)
     assert one["cross_entropy_forward_backward"] == 3 and one["layernorm_backward"] == 2 * 2 + 3
     of_update = {"optimizer_update": 4, "global_norm": 1}
     assert two == {name: of_update.get(name, 2 * count) for name, count in one.items()}
+    products = [{o["name"]: o["calls"] for o in f["operations"]} for f in figures]
+    of_up = "matmul 128 x 512 x 96 TN"  # the first micro-batch writes this gradient, the second adds to it
+    assert products[0][of_up] == products[1][of_up] == products[1][of_up + " accumulate"] == 2
+    assert of_up + " accumulate" not in products[0]
 
 
 # ---- the tables

@@ -9,6 +9,7 @@
 #include <omp.h>
 
 #include <csignal>
+#include <deque>
 #include <filesystem>
 #include <functional>
 #include <memory>
@@ -25,6 +26,7 @@
 #include "llmc/feeder.h"
 #include "llmc/fit.h"
 #include "llmc/global_norm.cuh"
+#include "llmc/graph.h"
 #include "llmc/layernorm.cuh"
 #include "llmc/matmul.h"
 #include "llmc/optimizer.cuh"
@@ -637,6 +639,10 @@ size_t process_bytes() {
 #endif
 }
 
+// The steps that are enqueued before the host looks at what the one before has left, so that the device has
+// work while it does.
+constexpr size_t kStepsAhead = StepGraphs::kReplays ? 1 : 0;
+
 // Everything a run needs, opened and checked in the order of its members, before any device memory is taken.
 class Trainer {
   public:
@@ -666,8 +672,10 @@ class Trainer {
     void check_reach() const;
     void prepare();
     void load();
-    double read_loss();
-    double read_norm();
+    double whole_norm(const float* norms) const;
+    void take_metrics(size_t ahead = 0);
+    template <class Step>
+    void run_step(Plan& plan, Step&& step);
     void feed(SequenceLoader& loader, uint64_t first, uint64_t count);
     void feed_training(int64_t step, uint64_t k);
     void train_step(int64_t step);
@@ -681,6 +689,8 @@ class Trainer {
     void log_line(const nlohmann::ordered_json& line);
     double step_flops() const;
     void print_step(int64_t step, double loss, double norm, double rate, double seconds);
+    void bench_phases(BenchReport& r, const std::function<void(int64_t)>& run_one);
+    void bench_replays(BenchReport& r, const std::function<void(int64_t)>& run_one);
 
     Options o_;
     std::unique_ptr<Dataset> data_, val_data_;
@@ -700,10 +710,20 @@ class Trainer {
     std::vector<MemoryChoice> choice_;  // with --memory: the configuration, and its neighbours
     Plan train_plan_, add_plan_;        // a step's first micro-batch, and those that add to its gradients
     Plan update_plan_, evaluate_plan_, sample_plan_, slide_plan_;
+    StepGraphs graphs_;
+    bool replays_ = false;  // whether steps are run through them
     DeviceBuffer metrics_memory_, factors_memory_;
     TensorF loss_;                      // (1), on the device
     TensorF norms_;                     // (units, 1) there: of each unit's gradient, or in [0] of all
     UpdateFactors* factors_ = nullptr;  // there: of the current step
+    struct Pending {
+        int64_t step;
+        double rate;
+    };
+    std::deque<Pending> pending_;         // steps that were enqueued and not looked at yet
+    std::optional<Readback> metrics_[2];  // of even and of odd steps
+    Clock clock_;
+    double completed_ = 0;                         // on it: when the latest step that was looked at was done
     int64_t first_step_ = 0, first_sequence_ = 0;  // where a resumed run begins
     std::string last_save_;
     double peak_flops_ = 0, seconds_per_step_ = 0;
@@ -774,6 +794,7 @@ Trainer::Trainer(Options options)
     }
     if (o_.update_in_backward)
         consume_ = [this](int unit, const floatX* gradients) { update_unit(unit, gradients); };
+    replays_ = o_.graph == "on";
     point_metrics(nullptr);
     const bool choose = o_.has("--memory") || o_.batch == 0;
     use(choose_setting());
@@ -1017,6 +1038,7 @@ void Trainer::prepare() {
     arena_.allocate({&train_plan_, &add_plan_, &update_plan_, &evaluate_plan_, &sample_plan_, &slide_plan_});
     metrics_memory_ = DeviceBuffer(static_cast<size_t>(metrics_count()) * sizeof(float), "the metrics");
     point_metrics(reinterpret_cast<float*>(metrics_memory_.data()));
+    for (auto& metrics : metrics_) metrics.emplace(metrics_memory_.bytes());
     factors_memory_ = DeviceBuffer(sizeof(UpdateFactors), "the step's factors");
     factors_ = reinterpret_cast<UpdateFactors*>(factors_memory_.data());
     if (feeds()) feeder_.allocate();
@@ -1051,19 +1073,39 @@ void Trainer::load() {
     }
 }
 
-double Trainer::read_loss() {
-    float loss = 0;
-    copy_to_host(&loss, loss_.data(), sizeof loss, stream_);
-    return double{loss};
+// The norm of the whole gradient, of what a step left.
+double Trainer::whole_norm(const float* norms) const {
+    double squares = 0;
+    for (int64_t i = 0; i < (norm_of_each_unit_ ? norms_.rows() : 1); i++)
+        squares += double{norms[i]} * double{norms[i]};
+    return std::sqrt(squares);
 }
 
-// The norm of the whole gradient.
-double Trainer::read_norm() {
-    std::vector<float> norms(norm_of_each_unit_ ? static_cast<size_t>(norms_.rows()) : 1);
-    copy_to_host(norms.data(), norms_.data(), norms.size() * sizeof(float), stream_);
-    double squares = 0;
-    for (float norm : norms) squares += double{norm} * double{norm};
-    return std::sqrt(squares);
+// Looks at what the steps have left, but for the latest `ahead` of them: prints and logs it, and fails where
+// it is not finite. Before anything of a step is kept, it was looked at. A step's time is that between the
+// end of the step before and its own.
+void Trainer::take_metrics(size_t ahead) {
+    for (; pending_.size() > ahead; pending_.pop_front()) {
+        const auto [step, rate] = pending_.front();
+        const float* metrics = reinterpret_cast<const float*>(metrics_[step % 2]->wait());
+        const double before = std::exchange(completed_, clock_.seconds());
+        const double loss = double{metrics[0]}, norm = whole_norm(metrics + 1);
+        if (!std::isfinite(loss) || !std::isfinite(norm))
+            fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
+                 static_cast<long long>(step), loss, norm, last_save_.empty() ? "none" : last_save_.c_str());
+        if (o_.bench.empty()) print_step(step, loss, norm, rate, completed_ - before);
+    }
+}
+
+// Runs `step` in the memory of its plan, on a GPU as a graph from the third time on. It must be the same
+// every time: what changes lies in the device's memory.
+template <class Step>
+void Trainer::run_step(Plan& plan, Step&& step) {
+    const auto run = [&] { arena_.run(plan, step); };
+    if (replays_)
+        graphs_.run(&plan, stream_, run);
+    else
+        run();
 }
 
 // Feeds `count` sequences from number `first` on; rows beyond them, up to a whole batch, do not count.
@@ -1113,7 +1155,7 @@ void Trainer::feed_training(int64_t step, uint64_t k) {
 
 void Trainer::train_step(int64_t step) {
     Range range("step");
-    const Clock clock;
+    if (pending_.empty()) completed_ = clock_.seconds();
     const float loss_scale = 1.f / (static_cast<float>(o_.batch) * static_cast<float>(o_.seq_len) *
                                     static_cast<float>(o_.grad_accum));
     const double rate = learning_rate(o_.schedule, step, o_.steps, o_.warmup, o_.lr, o_.min_lr);
@@ -1131,15 +1173,13 @@ void Trainer::train_step(int64_t step) {
     for (int k = 0; k < o_.grad_accum; k++) {
         feed_training(step, static_cast<uint64_t>(k));
         step_.adds = k > 0;
-        arena_.run(step_.adds ? add_plan_ : train_plan_,
-                   [&] { gpt_.forward_backward(feeder_.batch(), step_, loss_scale, loss_, consume_); });
+        run_step(step_.adds ? add_plan_ : train_plan_,
+                 [&] { gpt_.forward_backward(feeder_.batch(), step_, loss_scale, loss_, consume_); });
     }
-    if (!consume_) arena_.run(update_plan_, [&] { update(); });
-    const double loss = read_loss(), norm = read_norm();
-    if (!std::isfinite(loss) || !std::isfinite(norm))
-        fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
-             static_cast<long long>(step), loss, norm, last_save_.empty() ? "none" : last_save_.c_str());
-    if (o_.bench.empty()) print_step(step, loss, norm, rate, clock.seconds());
+    if (!consume_) run_step(update_plan_, [&] { update(); });
+    metrics_[step % 2]->start(metrics_memory_.data(), stream_);
+    pending_.push_back({step, rate});
+    take_metrics(kStepsAhead);
 }
 
 // The forward of a step alone, as a validation runs it.
@@ -1149,9 +1189,8 @@ void Trainer::forward_step(int64_t step) {
     for (int k = 0; k < o_.grad_accum; k++) {
         feed_training(step, static_cast<uint64_t>(k));
         Range forward("forward");
-        arena_.run(evaluate_plan_, [&] { gpt_.evaluate(feeder_.batch(), step_, 1, loss_); });
+        run_step(evaluate_plan_, [&] { gpt_.evaluate(feeder_.batch(), step_, 1, loss_); });
     }
-    read_loss();
 }
 
 // 6 FLOPs a token and parameter that is multiplied with, which positions are not (Kaplan et al.,
@@ -1166,8 +1205,8 @@ double Trainer::step_flops() const {
 
 void Trainer::print_step(int64_t step, double loss, double norm, double rate, double seconds) {
     const double tokens = static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum;
-    // The first step is slower: products are compiled. The time left follows the latest steps.
-    seconds_per_step_ = step <= first_step_ + 1 ? seconds : 0.9 * seconds_per_step_ + 0.1 * seconds;
+    // The first steps are slower: products are compiled, graphs recorded. The time left follows the latest.
+    seconds_per_step_ = step <= first_step_ + 2 ? seconds : 0.9 * seconds_per_step_ + 0.1 * seconds;
     const int64_t left = static_cast<int64_t>(seconds_per_step_ * static_cast<double>(o_.steps - step - 1));
     printf(
         "step %5lld/%lld %5.1f%% | loss %.6f | norm %.4f | lr %.3e | %8.2f ms | %8.0f tok/s | MFU %4.1f%% | "
@@ -1194,22 +1233,27 @@ void Trainer::log_line(const nlohmann::ordered_json& line) {
 // The mean loss over the validation data's first sequences, as many as --eval-batches steps read: the same
 // whatever micro-batch was chosen.
 double Trainer::validate() {
+    take_metrics();
     const uint64_t batch = static_cast<uint64_t>(o_.batch);
     const uint64_t sequences =
         std::min(val_loader_->sequences_per_epoch(),
                  batch * static_cast<uint64_t>(o_.grad_accum) * static_cast<uint64_t>(o_.eval_batches));
     device_fill(loss_.data(), 0, sizeof(float), stream_);
+    // The same in every call, as run_step() asks for.
     const float scale = 1.f / (static_cast<float>(sequences) * static_cast<float>(o_.seq_len));
     for (uint64_t first = 0; first < sequences; first += batch) {
         feed(*val_loader_, first, std::min(batch, sequences - first));
-        arena_.run(evaluate_plan_, [&] { gpt_.evaluate(feeder_.batch(), step_, scale, loss_); });
+        run_step(evaluate_plan_, [&] { gpt_.evaluate(feeder_.batch(), step_, scale, loss_); });
     }
-    return read_loss();
+    float loss = 0;
+    copy_to_host(&loss, loss_.data(), sizeof loss, stream_);
+    return double{loss};
 }
 
 // Prints a continuation of the prompt. Token i of the sample after `step` draws random number (step, i). A
 // sample longer than the window goes on from its latest half.
 void Trainer::sample(int64_t step) {
+    take_metrics();
     std::vector<int> text = first_tokens();
     int drawn = 0;
     auto print = [&](int token) {
@@ -1245,6 +1289,7 @@ void Trainer::sample(int64_t step) {
 }
 
 void Trainer::save(int64_t steps_done) {
+    take_metrics();
     const bool folder = !is_depth(o_.model) && std::filesystem::exists(o_.model);
     const int64_t read = first_sequence_ + (steps_done - first_step_) * o_.batch * o_.grad_accum;
     const Progress progress{steps_done, read, kPrecision, o_.given};
@@ -1270,11 +1315,14 @@ void Trainer::run() {
         if (is_time(o_.sample_every) && samples()) sample(step);
         if (is_time(o_.save_every)) save(step);
         train_step(step);
-        if (step == first_step_)
+        if (step == first_step_) {
+            take_metrics();
             printf("taken from the device: %.1f MiB; planned: %.1f MiB\n",
                    (static_cast<double>(device_bytes_in_use()) - static_cast<double>(before)) / 1048576.0,
                    mebibytes(report_.total()));
+        }
     }
+    take_metrics();
     if (interrupted) {
         printf("interrupted after step %lld\n", static_cast<long long>(step - 1));
         if (!o_.out.empty()) save(step);
@@ -1283,6 +1331,35 @@ void Trainer::run() {
     if (!o_.out.empty()) save(step);
     if (val_data_ && o_.steps > 0) validate_and_log();
     if (samples()) sample(step);
+}
+
+// Measures the phases of steps, or their operations, one step at a time.
+void Trainer::bench_phases(BenchReport& r, const std::function<void(int64_t)>& run_one) {
+    StepWatch watch(stream_, o_.profile_ops);
+    for (int64_t step = 0; step < 1 + o_.bench_warmup + o_.bench_steps; step++) {
+        run_one(step);
+        StepTimes times = watch.take();
+        if (step == 0)
+            r.cold = std::move(times);
+        else if (step > o_.bench_warmup)
+            r.steps.push_back(std::move(times));
+    }
+    take_metrics();
+}
+
+// Measures steps that are replayed as graphs, one after the other as a training runs them. At least two come
+// before those that count: one that runs as ever and one that is recorded.
+void Trainer::bench_replays(BenchReport& r, const std::function<void(int64_t)>& run_one) {
+    Marks ends(stream_);
+    const int before = 1 + std::max(1, o_.bench_warmup);
+    for (int step = 0; step < before + o_.bench_steps; step++) {
+        run_one(step);
+        ends.set();
+    }
+    take_metrics();
+    ends.finish();
+    for (int step = before; step < before + o_.bench_steps; step++)
+        r.replayed.push_back(ends.seconds(step - 1, step));
 }
 
 // --bench: runs steps, or their forwards alone, and prints what they took and reached.
@@ -1305,15 +1382,12 @@ void Trainer::bench() {
         r.plans = {{&train_plan_, 1}, {&add_plan_, o_.grad_accum - 1}, {&update_plan_, 1}};
     const size_t before = device_bytes_in_use();
     prepare();
-    StepWatch watch(stream_, o_.profile_ops);
-    for (int64_t step = 0; step < 1 + o_.bench_warmup + o_.bench_steps; step++) {
-        forward_only ? forward_step(step) : train_step(step);
-        StepTimes times = watch.take();
-        if (step == 0)
-            r.cold = std::move(times);
-        else if (step > o_.bench_warmup)
-            r.steps.push_back(std::move(times));
-    }
+    const bool graphs = StepGraphs::kReplays && o_.graph == "on" && !o_.profile_ops;
+    auto run_one = [&](int64_t step) { forward_only ? forward_step(step) : train_step(step); };
+    replays_ = false;  // a graph has no phases that could be seen
+    bench_phases(r, run_one);
+    replays_ = graphs;
+    if (graphs) bench_replays(r, run_one);
     r.taken_bytes = std::max(device_bytes_in_use(), before) - before;
     if (o_.json)
         printf("%s\n", bench_json(r).dump(2).c_str());

@@ -237,6 +237,26 @@ class Event {
 #endif
 };
 
+// Bytes of the device on their way to the host.
+class Readback {
+  public:
+    explicit Readback(size_t bytes) : host_(bytes) {}
+    // Has what the stream's work leaves at `device` copied, without waiting.
+    void start(const void* device, Stream stream) {
+        copy_later(host_.data(), device, host_.bytes(), stream);
+        arrived_.set(stream);
+    }
+    // Waits until what was last started is there.
+    const char* wait() const {
+        arrived_.wait();
+        return host_.data();
+    }
+
+  private:
+    PinnedBuffer host_;
+    Event arrived_;
+};
+
 // Hears of the ranges of a step: the bench.
 struct RangeListener {
     virtual void range_opens(const char* name) = 0;

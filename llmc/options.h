@@ -48,6 +48,7 @@ struct Options {
     int keep = 2;
     std::string resume;
     int threads = 0;
+    std::string graph = "on";
 
     // The options given on the command line, by name, as they were written: what a save remembers for a
     // resume.
@@ -169,6 +170,9 @@ inline void declare_options(CLI::App& app, Options& o) {
         ->check(between(1, most))
         ->group(run);
     app.add_option("--threads", o.threads, "CPU threads; 0: all")->check(between(0, 4096))->group(run);
+    app.add_option("--graph", o.graph, "replay each step as a CUDA graph; only a GPU has them")
+        ->check(CLI::IsMember({"on", "off"}))
+        ->group(run);
 
     app.add_option("--bench", o.bench, "measure training steps, or the forward alone; nothing is kept")
         ->expected(0, 1)

@@ -1,13 +1,16 @@
-// test_stream.cpp - what keeps a device busy: the micro-batches that are fed to it while it computes.
+// test_stream.cpp - what keeps a device busy: micro-batches that are fed to it while it computes, figures
+// that come back late, and work that is recorded as a graph.
 
 #include <algorithm>
 #include <array>
 #include <span>
+#include <stdexcept>
 #include <vector>
 
 #include <gtest/gtest.h>
 
 #include "llmc/feeder.h"
+#include "llmc/graph.h"
 #include "test/kernel_test.h"
 
 namespace {
@@ -86,6 +89,69 @@ TEST(Feeder, RunsAheadWithoutMixingBatches) {
     const std::vector<int> all = downloaded(seen.tensor({turns, 4 * 512}), stream.get());
     for (size_t i = 0; i < all.size(); i++)
         ASSERT_EQ(all[i], token(static_cast<int>(i / rows), i % rows, 0, vocabulary)) << i;
+}
+
+// Two are under way at a time, each from what the stream had done when it was started.
+TEST(Readback, HoldsWhatWasThereWhenItWasStarted) {
+    const OwnStream stream;
+    const DeviceArray<int> device(3);
+    Readback even(3 * sizeof(int)), odd(3 * sizeof(int));
+    for (int byte = 0; byte < 6; byte++) {
+        device_fill(device.data(), byte, 3 * sizeof(int), stream.get());
+        (byte % 2 ? odd : even).start(device.data(), stream.get());
+        if (byte == 0) continue;
+        const char* before = (byte % 2 ? even : odd).wait();  // after the next was enqueued
+        EXPECT_TRUE(std::all_of(before, before + 3 * sizeof(int), [&](char c) { return c == byte - 1; }));
+    }
+}
+
+// *sum = *sum * 3 + *x
+__global__ void fold_kernel(unsigned* sum, const unsigned* x) { *sum = *sum * 3 + *x; }
+
+// Replays read what lies in memory then; each key has its own work, and is enqueued by the host twice at
+// most.
+TEST(StepGraphs, ReplaysWhatWasEnqueued) {
+    const OwnStream stream;
+    StepGraphs graphs;
+    const DeviceArray<unsigned> sums(std::vector<unsigned>{0, 0}), x(1);
+    int calls[2] = {};
+    unsigned want[2] = {};
+    const int runs = 6;
+    for (int i = 0; i < 2 * runs; i++) {
+        const int which = i % 2;
+        device_fill(x.data(), i, sizeof(unsigned), stream.get());
+        graphs.run(&calls[which], stream.get(), [&] {
+            calls[which]++;
+            for (int k = 0; k < 2; k++)
+                launch<fold_kernel>(1, 1, 0, stream.get(), sums.data() + which, x.data());
+        });
+        for (int k = 0; k < 2; k++) want[which] = want[which] * 3 + static_cast<unsigned>(i) * 0x01010101u;
+    }
+    const std::vector<unsigned> got = sums.download();
+    for (const int which : {0, 1}) {
+        EXPECT_EQ(got[static_cast<size_t>(which)], want[which]);
+        EXPECT_EQ(calls[which], StepGraphs::kReplays ? 2 : runs);
+    }
+}
+
+// What fails while it is recorded leaves the stream as it was.
+TEST(StepGraphs, AFailureIsPassedOn) {
+    const OwnStream stream;
+    StepGraphs graphs;
+    const DeviceArray<unsigned> sum(std::vector<unsigned>{1}), x(std::vector<unsigned>{1});
+    for (const bool fails : {false, true, false, false}) {
+        auto run = [&] {
+            graphs.run(&sum, stream.get(), [&] {
+                if (fails) throw std::runtime_error("a test");
+                launch<fold_kernel>(1, 1, 0, stream.get(), sum.data(), x.data());
+            });
+        };
+        if (fails)
+            EXPECT_THROW(run(), std::runtime_error);
+        else
+            run();
+    }
+    EXPECT_EQ(sum.download()[0], 40u);
 }
 
 }  // namespace

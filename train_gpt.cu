@@ -29,6 +29,7 @@
 #include "llmc/graph.h"
 #include "llmc/layernorm.cuh"
 #include "llmc/matmul.h"
+#include "llmc/matmul_search.h"
 #include "llmc/optimizer.cuh"
 #include "llmc/options.h"
 #include "llmc/recompute.h"
@@ -366,12 +367,12 @@ void Gpt::complete(int unit, UnitGradients& gradients, const Consume& consume) {
     gradients.room.drop();
 }
 
-// d_weight [+]= in^T d_out and d_bias += the column sums of d_out, for out = in weight + bias.
+// d_weight [+]= in^T d_out and d_bias += the column sums of d_out, for out = in weight + bias. Without `adds`
+// d_bias must be zero: the product may write it.
 void Gpt::backward_linear(TensorX& d_weight, TensorX& d_bias, const TensorX& in, const TensorX& d_out,
                           bool adds) {
-    TensorF scratch = take_float("column_sums", column_sums_scratch(d_out.rows(), d_out.columns(), 1));
-    bias_backward(d_bias, scratch, d_out, stream_);
-    matmul(arena_, stream_, d_weight, in, d_out, {.transpose_a = true, .accumulate = adds});
+    matmul(arena_, stream_, d_weight, in, d_out,
+           {.transpose_a = true, .accumulate = adds, .bias_gradient = &d_bias});
 }
 
 template <class Gradient>
@@ -635,7 +636,7 @@ size_t process_bytes() {
 #ifdef SIMT_GPU
     return 0;
 #else
-    return (11 << 20) + (static_cast<size_t>(std::min(32, omp_get_max_threads())) * 3 << 18);
+    return (13 << 20) + (static_cast<size_t>(std::min(32, omp_get_max_threads())) * 3 << 18);
 #endif
 }
 
@@ -670,6 +671,7 @@ class Trainer {
     MemoryReport make_report();
     void point_metrics(float* at);
     void check_reach() const;
+    void choose_algorithms();
     void prepare();
     void load();
     double whole_norm(const float* norms) const;
@@ -978,8 +980,8 @@ MemoryReport Trainer::make_report() {
     if (o_.steps > 0) {
         train_plan_ = rehearse_training();
         if (o_.grad_accum > 1) {
-            add_plan_ = rehearse_training(true);
-            r.others.emplace_back("further micro-batches", add_plan_);
+            add_plan_ = rehearse_training(true);  // the same takes, other products
+            train_plan_.workspace = std::max(train_plan_.workspace, add_plan_.workspace);
         }
         if (!consume_) {
             update_plan_ = arena_.rehearse([&] { update(); });
@@ -1027,6 +1029,21 @@ void Trainer::print_plan() const {
         print_report(stdout, report_);
 }
 
+// With --matmul-algorithms: has every product that the run will make take its algorithm from the file. The
+// steps are rehearsed again, as a product may now make a bias's gradient too: other operations, in the same
+// memory.
+void Trainer::choose_algorithms() {
+#ifdef SIMT_GPU
+    if (o_.matmul_algorithms.empty()) return;
+    std::set<Product> products;
+    for (const Plan* plan : {&train_plan_, &add_plan_, &evaluate_plan_, &sample_plan_, &slide_plan_})
+        for (const Work& w : plan->work)
+            if (w.product.m > 0) products.insert(w.product);
+    search_matmul_algorithms<floatX>(o_.matmul_algorithms, products, stream_);
+    report_ = make_report();
+#endif
+}
+
 // Checks what can be checked, takes the memory, and loads or initialises the model.
 void Trainer::prepare() {
     if (!o_.out.empty()) check_writable(o_.out);
@@ -1035,6 +1052,7 @@ void Trainer::prepare() {
                 o_.seq_len);
     if (o_.steps > 0 && o_.bench.empty()) print_plan();
     if (o_.steps > 0 && o_.bench.empty()) peak_flops_ = device_peak_flops<floatX>(stream_);
+    choose_algorithms();
     arena_.allocate({&train_plan_, &add_plan_, &update_plan_, &evaluate_plan_, &sample_plan_, &slide_plan_});
     metrics_memory_ = DeviceBuffer(static_cast<size_t>(metrics_count()) * sizeof(float), "the metrics");
     point_metrics(reinterpret_cast<float*>(metrics_memory_.data()));

@@ -18,6 +18,7 @@ dry_run=no
 failures=0 parts=0
 ended=  # how the part before did, in words
 may_lack_memory=no  # such a part is no failure
+fitting=  # bench_trainer's batch
 PATH=$PATH:/usr/local/cuda/bin  # where compute-sanitizer often is
 
 fail() {
@@ -133,22 +134,39 @@ test_python() {
     part "Python tests" 15 env TRAIN_BINARIES="build/cuda-bf16/train build/cuda-fp32/train" "$python" -m pytest -q test
 }
 
-# bench_trainer MODEL PRECISION BATCH...: with the first of these batches that fits.
+# bench_trainer MODEL PRECISION BATCH...: with the first of these batches that fits, which is then $fitting.
 bench_trainer() {
     local model=$1 precision=$2 batch
     shift 2
+    fitting=
     may_lack_memory=yes
     for batch in "$@"; do
         part "train $model, $precision, batch $batch, seq_len 1024" 200 "build/cuda-$precision/train" --bench \
             --bench-warmup 3 --bench-steps 10 --json --model "$model" --batch "$batch" --seq-len 1024
+        [ "$ended" = passed ] && fitting=$batch
         [ "$ended" = "does not fit" ] || break
     done
     may_lack_memory=no
 }
 
+# search_algorithms BATCH: d12's operations one by one, with the algorithms that cuBLASLt names first and with those
+# that a search finds fastest; and its step with these, to set beside bench_trainer's.
+search_algorithms() {
+    local step=(build/cuda-bf16/train --bench-warmup 3 --bench-steps 10 --model d12 --batch "$1" --seq-len 1024)
+    local searched=(--matmul-algorithms "build/matmul-$gpu.json")
+    part "operations of d12, bf16, batch $1" 60 "${step[@]}" --profile-ops
+    part "train d12, bf16, batch $1, searched algorithms" 200 "${step[@]}" --bench --json "${searched[@]}"
+    part "operations of d12, bf16, batch $1, searched algorithms" 60 "${step[@]}" --profile-ops "${searched[@]}"
+}
+
 bench() {
     local python torch
     bench_trainer d12 bf16 64 32 16 8 4
+    if [ -n "$fitting" ]; then
+        search_algorithms "$fitting"
+    else
+        skip "searched algorithms" "d12 did not run"
+    fi
     bench_trainer d12 fp32 64 32 16 8 4
     bench_trainer d48 bf16 16 8 4 2 1
     torch=$(python_with torch)

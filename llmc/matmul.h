@@ -2,6 +2,7 @@
 #pragma once
 
 #include "llmc/arena.h"
+#include "llmc/columns.cuh"
 #include "llmc/gelu.cuh"
 
 template <class T>
@@ -12,39 +13,58 @@ struct MatmulOptions {
     bool gelu = false;                              // then gelu
     const Tensor<T>* gelu_input = nullptr;          // or then times gelu'(this), of out's shape
     int64_t a_row = 0;  // elements from a row of a to the next, where a is columns of a wider matrix
-};
-
-// The product as the libraries see it: row-major out (m, n) [+]= op(a) (m, k) op(b) (k, n).
-struct MatmulShape {
-    int64_t m, n, k;
+    // (N) += the sums of b's columns: a bias's gradient beside its weight's. Without accumulate it must be
+    // zero before, as the product may write it. b is not transposed.
+    Tensor<T>* bias_gradient = nullptr;
 };
 
 // Computes out (M, N) = a (M, K) b (K, N) with the options. Leading dimensions of a tensor count as rows.
-// Products are summed in fp32, and rounded once, to out's type. Scratch comes from the arena's workspace.
+// Products are summed in fp32, and rounded once, to out's type. Scratch comes from the arena.
 template <class T, class Out>
 void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, const Tensor<T>& b,
             const MatmulOptions<T>& options = {});
 
-// The product as an operation, with its FLOPs and the bytes of its operands.
-template <class T>
-Operation matmul_operation(const MatmulShape& s, const MatmulOptions<T>& o) {
-    const int64_t elements =
-        s.m * s.k + s.k * s.n + s.m * s.n * (1 + o.accumulate + (o.gelu_input != nullptr));
-    return Operation("matmul",
-                     2.0 * static_cast<double>(s.m) * static_cast<double>(s.n) * static_cast<double>(s.k),
-                     static_cast<double>(elements) * sizeof(T),
-                     {s.m, s.n, s.k, o.transpose_a, o.transpose_b, o.accumulate, o.bias != nullptr, o.gelu,
-                      o.gelu_input != nullptr});
+// The product as the libraries see it: row-major out (m, n) [+]= op(a) (m, k) op(b) (k, n).
+template <class T, class Out>
+Product matmul_product(const Tensor<Out>& out, const Tensor<T>& a, const Tensor<T>& b,
+                       const MatmulOptions<T>& o) {
+    const Product p = {.m = out.rows(),
+                       .n = out.columns(),
+                       .k = o.transpose_a ? a.rows() : a.columns(),
+                       .a_row = o.a_row,
+                       .transpose_a = o.transpose_a,
+                       .transpose_b = o.transpose_b,
+                       .accumulate = o.accumulate,
+                       .bias = o.bias != nullptr,
+                       .gelu = o.gelu,
+                       .gelu_backward = o.gelu_input != nullptr,
+                       .bias_gradient = o.bias_gradient && !o.accumulate,
+                       .widened = sizeof(Out) > sizeof(T)};
+    assert(a.size() == p.m * p.k && b.size() == p.k * p.n);
+    assert((o.transpose_b ? b.columns() : b.rows()) == p.k && !(o.gelu && o.gelu_input));
+    assert(!o.bias || o.bias->size() == p.n);
+    assert(!o.bias_gradient || (o.bias_gradient->size() == p.n && !o.transpose_b && !p.widened && !o.bias &&
+                                !o.gelu && !o.gelu_input));
+    return p;
 }
 
-template <class T, class Out>
-MatmulShape matmul_shape(const Tensor<Out>& out, const Tensor<T>& a, const Tensor<T>& b,
-                         const MatmulOptions<T>& o) {
-    const MatmulShape s{out.rows(), out.columns(), o.transpose_a ? a.rows() : a.columns()};
-    assert(a.size() == s.m * s.k && b.size() == s.k * s.n);
-    assert((o.transpose_b ? b.columns() : b.rows()) == s.k && !(o.gelu && o.gelu_input));
-    assert(!o.bias || o.bias->size() == s.n);
-    return s;
+// The product as an operation, with its FLOPs and the bytes of its operands.
+template <class T>
+Operation matmul_operation(const Product& p) {
+    const int64_t elements = p.m * p.k + p.k * p.n + p.m * p.n * (1 + p.accumulate + p.gelu_backward);
+    return Operation("matmul",
+                     2.0 * static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k),
+                     static_cast<double>(elements) * sizeof(T), p);
+}
+
+// The bias's gradient by a kernel of its own, unless the product has it. Its scratch is planned in any case:
+// an algorithm that is chosen when a run starts does not change the plan.
+template <class T>
+void matmul_bias_gradient(Arena& arena, Stream stream, const Tensor<T>& b, const MatmulOptions<T>& o,
+                          bool fused) {
+    if (!o.bias_gradient) return;
+    Tensor<float> scratch = arena.take<float>("column_sums", column_sums_scratch(b.rows(), b.columns(), 1));
+    if (!fused) bias_backward(*o.bias_gradient, scratch, b, stream);
 }
 
 #if defined(SIMT_GPU)
@@ -55,20 +75,21 @@ MatmulShape matmul_shape(const Tensor<Out>& out, const Tensor<T>& a, const Tenso
 template <class T, class Out>
 void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, const Tensor<T>& b,
             const MatmulOptions<T>& options) {
-    const MatmulShape s = matmul_shape(out, a, b, options);
+    const Product p = matmul_product(out, a, b, options);
+    matmul_bias_gradient(arena, stream, b, options, false);
     const int64_t a_row = options.a_row ? options.a_row : a.columns();
-    const OnednnProduct product{s.m,
-                                s.n,
-                                s.k,
+    const OnednnProduct product{p.m,
+                                p.n,
+                                p.k,
                                 options.transpose_a ? 1 : a_row,
                                 options.transpose_a ? a_row : 1,
-                                options.transpose_b ? 1 : s.n,
-                                options.transpose_b ? s.k : 1,
-                                s.n,
+                                options.transpose_b ? 1 : p.n,
+                                options.transpose_b ? p.k : 1,
+                                p.n,
                                 options.accumulate,
                                 options.bias != nullptr,
                                 options.gelu};
-    const Operation operation = matmul_operation(s, options);
+    const Operation operation = matmul_operation<T>(p);
     void* scratch = arena.workspace(onednn_scratch_bytes<T, Out>(product));
     if (!simt::launches_off)
         onednn_matmul<T, Out>(product, out.data(), a.data(), b.data(),

@@ -1,14 +1,20 @@
-// matmul_cublaslt.h - matmul.h on a GPU: cuBLASLt with bias, GELU and its gradient fused into the product.
+// matmul_cublaslt.h - matmul.h on a GPU: cuBLASLt with bias, GELU, its gradient and a bias's gradient fused
+// into the product.
 //
 // cuBLASLt thinks column-major: row-major out = a b is column-major out^T = b^T a^T, so b comes first. The
-// algorithm is the first that the library's heuristics name for a shape and alignment, looked up once and
-// kept, so that the same product has the same bits every time.
+// algorithm of a product is the one that a search found fastest (matmul_search.h), where there was one, else
+// the first that the library's heuristics name. It is looked up once and kept, so that the same product has
+// the same bits every time.
 #pragma once
 
 #include <cublasLt.h>
 
 #include <array>
+#include <compare>
 #include <map>
+#include <optional>
+
+#include "llmc/matmul_algorithms.h"
 
 inline void cublas_check(cublasStatus_t status, const char* what) {
     if (status != CUBLAS_STATUS_SUCCESS) fail("cuBLASLt: %s: %s", what, cublasLtGetStatusString(status));
@@ -30,75 +36,210 @@ inline cublasLtHandle_t handle() {
 template <class T>
 constexpr cudaDataType_t dtype = std::is_same_v<T, float> ? CUDA_R_32F : CUDA_R_16BF;
 
-// The largest power of two up to 256 that divides the address: heuristics may use it for wider loads.
+// The largest power of two up to 256 that divides the address: heuristics may use it for wider loads. In a
+// rehearsal addresses count from the start of a buffer, which is aligned to 256 bytes.
 inline uint32_t alignment(const void* p) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(p);
-    return static_cast<uint32_t>(std::min<uintptr_t>(256, address & (~address + 1)));
+    return address ? static_cast<uint32_t>(std::min<uintptr_t>(256, address & (~address + 1))) : 256;
 }
 
-// A product described to the library, with the algorithm chosen for it.
-struct Described {
-    cublasLtMatmulDesc_t operation;
-    cublasLtMatrixLayout_t b, a, out;
-    cublasLtMatmulAlgo_t algorithm;
+// Where a product's operands are. `vector` is the bias or its gradient; what it has not is null.
+struct Operands {
+    const void *a, *b, *vector, *gelu_input;
+    void* out;
+    using Alignments = std::array<uint32_t, 5>;
+    Alignments alignments() const {
+        return {alignment(b), alignment(a), alignment(out), alignment(vector), alignment(gelu_input)};
+    }
 };
 
-template <class V>
-void set(cublasLtMatmulDesc_t d, cublasLtMatmulDescAttributes_t attribute, const V& value) {
-    CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(d, attribute, &value, sizeof value));
-}
+// What an algorithm is chosen for.
+struct Key {
+    Product product;
+    cudaDataType_t in, out;
+    Operands::Alignments aligned;
+    auto operator<=>(const Key&) const = default;
 
-inline cublasLtMatrixLayout_t layout(cudaDataType_t type, int64_t rows, int64_t columns, int64_t leading) {
-    cublasLtMatrixLayout_t l;
-    CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&l, type, static_cast<uint64_t>(rows),
-                                            static_cast<uint64_t>(columns), leading));
-    return l;
-}
-
-inline cublasLtEpilogue_t epilogue(bool bias, bool gelu, bool dgelu) {
-    if (dgelu) return CUBLASLT_EPILOGUE_DGELU;
-    if (gelu) return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
-    return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
-}
-
-template <class T, class Out>
-Described describe(const MatmulShape& s, const MatmulOptions<T>& o, bool dgelu,
-                   const std::array<uint32_t, 4>& aligned) {
-    Described d;
-    CUBLAS_CHECK(cublasLtMatmulDescCreate(&d.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    set(d.operation, CUBLASLT_MATMUL_DESC_TRANSA, o.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
-    set(d.operation, CUBLASLT_MATMUL_DESC_TRANSB, o.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
-    set(d.operation, CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue(o.bias != nullptr, o.gelu, dgelu));
-    if (o.bias) set(d.operation, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, dtype<T>);
-    if (dgelu) {
-        set(d.operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, s.n);
-        set(d.operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE, dtype<T>);
+    // Its name in a file of algorithms.
+    std::string text() const {
+        std::string t = product.text() + (in == CUDA_R_32F ? ", fp32" : ", bf16") + ", aligned";
+        for (uint32_t bytes : aligned) t += format(" %u", bytes);
+        return t;
     }
-    const int64_t a_row = o.a_row ? o.a_row : o.transpose_a ? s.m : s.k;
-    d.b = o.transpose_b ? layout(dtype<T>, s.k, s.n, s.k) : layout(dtype<T>, s.n, s.k, s.n);
-    d.a = o.transpose_a ? layout(dtype<T>, s.m, s.k, a_row) : layout(dtype<T>, s.k, s.m, a_row);
-    d.out = layout(dtype<Out>, s.n, s.m, s.n);
+};
 
+// The library takes GELU's input in rows of a multiple of 8 elements; other widths go through the kernel.
+inline bool fuses_gelu_backward(const Product& p) { return p.gelu_backward && p.n % 8 == 0; }
+
+inline cublasLtEpilogue_t epilogue(const Product& p, bool fuse_bias_gradient) {
+    // The gradient is the sums over k of b, which is the library's A.
+    if (fuse_bias_gradient) return CUBLASLT_EPILOGUE_BGRADA;
+    if (fuses_gelu_backward(p)) return CUBLASLT_EPILOGUE_DGELU;
+    if (p.gelu) return p.bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+    return p.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+}
+
+// A product described to the library: all but the algorithm.
+class Description {
+  public:
+    // `at` says how the operands are aligned; its addresses may still change.
+    Description(const Key& key, const Operands& at, bool fuse_bias_gradient);
+    Description(const Description&) = delete;
+    ~Description() {
+        cublasLtMatmulDescDestroy(operation_);
+        for (cublasLtMatrixLayout_t l : {a_, b_, out_}) cublasLtMatrixLayoutDestroy(l);
+    }
+
+    // Algorithms for it that the heuristics name, the likeliest to be fast first; none where nothing can do
+    // it.
+    std::vector<MatmulAlgorithm> candidates(int most) const;
+    // What the library says of an algorithm for this product, in kCublasWorkspace.
+    cublasStatus_t check(const MatmulAlgorithm& a) const;
+    // Queues the product.
+    cublasStatus_t run(const MatmulAlgorithm& a, const Operands& at, void* workspace, Stream stream) const;
+
+  private:
+    template <class V>
+    void set(cublasLtMatmulDescAttributes_t attribute, const V& value) const {
+        CUBLAS_CHECK(cublasLtMatmulDescSetAttribute(operation_, attribute, &value, sizeof value));
+    }
+    void point(const Operands& at) const {
+        if (key_.product.bias || fuses_bias_gradient_) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, at.vector);
+        if (fuses_gelu_backward(key_.product)) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, at.gelu_input);
+    }
+    static cublasLtMatmulAlgo_t as_library(const MatmulAlgorithm& a) {
+        cublasLtMatmulAlgo_t algorithm;
+        static_assert(sizeof algorithm == sizeof a.data);
+        memcpy(&algorithm, a.data.data(), sizeof algorithm);
+        return algorithm;
+    }
+    static cublasLtMatrixLayout_t layout(cudaDataType_t type, int64_t rows, int64_t columns,
+                                         int64_t leading) {
+        cublasLtMatrixLayout_t l;
+        CUBLAS_CHECK(cublasLtMatrixLayoutCreate(&l, type, static_cast<uint64_t>(rows),
+                                                static_cast<uint64_t>(columns), leading));
+        return l;
+    }
+
+    Key key_;
+    bool fuses_bias_gradient_;
+    cublasLtMatmulDesc_t operation_;
+    cublasLtMatrixLayout_t a_, b_, out_;
+};
+
+inline Description::Description(const Key& key, const Operands& at, bool fuse_bias_gradient)
+    : key_(key), fuses_bias_gradient_(fuse_bias_gradient) {
+    const Product& p = key.product;
+    CUBLAS_CHECK(cublasLtMatmulDescCreate(&operation_, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+    set(CUBLASLT_MATMUL_DESC_TRANSA, p.transpose_b ? CUBLAS_OP_T : CUBLAS_OP_N);
+    set(CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue(p, fuse_bias_gradient));
+    if (p.bias) set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, key.in);
+    if (fuses_gelu_backward(p)) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.n);
+    point(at);
+    const int64_t a_row = p.a_row ? p.a_row : p.transpose_a ? p.m : p.k;
+    b_ = p.transpose_b ? layout(key.in, p.k, p.n, p.k) : layout(key.in, p.n, p.k, p.n);
+    a_ = p.transpose_a ? layout(key.in, p.m, p.k, a_row) : layout(key.in, p.k, p.m, a_row);
+    out_ = layout(key.out, p.n, p.m, p.n);
+}
+
+inline std::vector<MatmulAlgorithm> Description::candidates(int most) const {
     cublasLtMatmulPreference_t preference;
     CUBLAS_CHECK(cublasLtMatmulPreferenceCreate(&preference));
     auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
         CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value));
     };
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kCublasWorkspace);
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, aligned[0]);
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, aligned[1]);
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, aligned[2]);
-    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, aligned[2]);
-    cublasLtMatmulHeuristicResult_t found = {};
+    // Parts of a sum meet in fp32: the other schemes would round them to out's type in between.
+    prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, key_.aligned[0]);
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, key_.aligned[1]);
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, key_.aligned[2]);
+    prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, key_.aligned[2]);
+    constexpr int kMost = 32;
+    cublasLtMatmulHeuristicResult_t found[kMost] = {};
     int count = 0;
-    CUBLAS_CHECK(cublasLtMatmulAlgoGetHeuristic(handle(), d.operation, d.b, d.a, d.out, d.out, preference, 1,
-                                                &found, &count));
+    const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
+        handle(), operation_, b_, a_, out_, out_, preference, std::min(most, kMost), found, &count);
     CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
-    if (count == 0)
-        fail("cuBLASLt has no algorithm for a product of %lld x %lld x %lld", static_cast<long long>(s.m),
-             static_cast<long long>(s.n), static_cast<long long>(s.k));
-    d.algorithm = found.algo;
-    return d;
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED) return {};
+    cublas_check(status, "cublasLtMatmulAlgoGetHeuristic");
+    std::vector<MatmulAlgorithm> algorithms;
+    for (int i = 0; i < count; i++) {
+        if (found[i].state != CUBLAS_STATUS_SUCCESS) continue;
+        MatmulAlgorithm& a = algorithms.emplace_back();
+        memcpy(a.data.data(), &found[i].algo, sizeof a.data);
+        a.bias_gradient = fuses_bias_gradient_;
+    }
+    return algorithms;
+}
+
+inline cublasStatus_t Description::check(const MatmulAlgorithm& a) const {
+    const cublasLtMatmulAlgo_t algorithm = as_library(a);
+    cublasLtMatmulHeuristicResult_t result = {};
+    const cublasStatus_t status =
+        cublasLtMatmulAlgoCheck(handle(), operation_, b_, a_, out_, out_, &algorithm, &result);
+    if (status != CUBLAS_STATUS_SUCCESS) return status;
+    return result.workspaceSize <= kCublasWorkspace ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_ALLOC_FAILED;
+}
+
+inline cublasStatus_t Description::run(const MatmulAlgorithm& a, const Operands& at, void* workspace,
+                                       Stream stream) const {
+    point(at);
+    const cublasLtMatmulAlgo_t algorithm = as_library(a);
+    const float alpha = 1.f, beta = key_.product.accumulate ? 1.f : 0.f;  // 0: what is in out is not read
+    return cublasLtMatmul(handle(), operation_, &alpha, at.b, b_, at.a, a_, &beta, at.out, out_, at.out, out_,
+                          &algorithm, workspace, kCublasWorkspace, stream);
+}
+
+// A product that has run, or is about to.
+struct Known {
+    Description description;
+    MatmulAlgorithm algorithm = {};
+    Known(const Key& key, const Operands& at, bool fuse_bias_gradient)
+        : description(key, at, fuse_bias_gradient) {}
+};
+inline std::map<Key, Known>& known_products() {
+    static auto& known = *new std::map<Key, Known>;  // outlives whatever runs at the program's end
+    return known;
+}
+
+// What a search found, or nothing.
+inline std::optional<MatmulAlgorithms>& searched() {
+    static std::optional<MatmulAlgorithms> algorithms;
+    return algorithms;
+}
+// From now on products take their algorithms from there.
+inline void use_algorithms(std::optional<MatmulAlgorithms> algorithms) {
+    searched() = std::move(algorithms);
+    known_products().clear();
+}
+inline const MatmulAlgorithm* find_searched(const Key& key) {
+    return searched() ? searched()->find(key.text()) : nullptr;
+}
+
+// Fails, naming the file, where the library refuses an algorithm that is in it.
+inline void check_searched(const MatmulAlgorithm& a, const MatmulAlgorithms& file, const Key& key,
+                           const Description& description) {
+    if (const cublasStatus_t status = description.check(a); status != CUBLAS_STATUS_SUCCESS)
+        fail("%s: cuBLASLt refuses the algorithm of \"%s\" (%s); without the file, all are measured anew",
+             file.path().c_str(), key.text().c_str(), cublasLtGetStatusString(status));
+}
+
+inline Known& known_product(const Key& key, const Operands& at) {
+    std::map<Key, Known>& known = known_products();
+    if (const auto it = known.find(key); it != known.end()) return it->second;
+    const MatmulAlgorithm* found = find_searched(key);
+    Known& made = known.try_emplace(key, key, at, found && found->bias_gradient).first->second;
+    if (found) {
+        check_searched(*found, *searched(), key, made.description);
+        made.algorithm = *found;
+        return made;
+    }
+    const std::vector<MatmulAlgorithm> candidates = made.description.candidates(1);
+    if (candidates.empty()) fail("cuBLASLt has no algorithm for a product of %s", key.text().c_str());
+    made.algorithm = candidates[0];
+    return made;
 }
 }  // namespace cublaslt
 
@@ -106,45 +247,21 @@ template <class T, class Out>
 void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, const Tensor<T>& b,
             const MatmulOptions<T>& options) {
     using namespace cublaslt;
-    const MatmulShape s = matmul_shape(out, a, b, options);
-    const Operation operation = matmul_operation(s, options);
+    const Product p = matmul_product(out, a, b, options);
+    const Tensor<T>* vector = options.bias_gradient ? options.bias_gradient : options.bias;
+    const Operands at = {a.data(), b.data(), vector ? vector->data() : nullptr,
+                         options.gelu_input ? options.gelu_input->data() : nullptr, out.data()};
+    const Key key = {p, dtype<T>, dtype<Out>, at.alignments()};
+    const MatmulAlgorithm* found = p.bias_gradient ? find_searched(key) : nullptr;
+    matmul_bias_gradient(arena, stream, b, options, found && found->bias_gradient);
+
+    const Operation operation = matmul_operation<T>(p);
     void* workspace = arena.workspace(kCublasWorkspace);
-    // The fused gradient wants rows of its input at 16-byte steps; other widths go through the kernel.
-    const bool dgelu = options.gelu_input && s.n * static_cast<int64_t>(sizeof(T)) % 16 == 0;
     if (!simt::launches_off) {
-        const std::array<uint32_t, 4> aligned = {alignment(b.data()), alignment(a.data()),
-                                                 alignment(out.data()),
-                                                 options.bias ? alignment(options.bias->data()) : 256};
-        using Key = std::array<int64_t, 14>;
-        static std::map<Key, Described> known;
-        const Key key = {s.m,
-                         s.n,
-                         s.k,
-                         options.transpose_a,
-                         options.transpose_b,
-                         options.accumulate,
-                         options.bias != nullptr,
-                         options.gelu,
-                         dgelu,
-                         options.a_row,
-                         aligned[0],
-                         aligned[1],
-                         aligned[2],
-                         aligned[3]};
-        auto it = known.find(key);
-        if (it == known.end()) it = known.emplace(key, describe<T, Out>(s, options, dgelu, aligned)).first;
-        Described& d = it->second;
-        if (options.bias)
-            set(d.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER,
-                static_cast<const void*>(options.bias->data()));
-        if (dgelu)
-            set(d.operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER,
-                static_cast<const void*>(options.gelu_input->data()));
-        const float alpha = 1.f, beta = options.accumulate ? 1.f : 0.f;
-        CUBLAS_CHECK(cublasLtMatmul(handle(), d.operation, &alpha, b.data(), d.b, a.data(), d.a, &beta,
-                                    out.data(), d.out, out.data(), d.out, &d.algorithm, workspace,
-                                    kCublasWorkspace, stream));
+        const Known& product = known_product(key, at);
+        CUBLAS_CHECK(product.description.run(product.algorithm, at, workspace, stream));
     }
     if constexpr (std::is_same_v<T, Out>)
-        if (options.gelu_input && !dgelu) gelu_backward(out, out, *options.gelu_input, stream);
+        if (options.gelu_input && !fuses_gelu_backward(p))
+            gelu_backward(out, out, *options.gelu_input, stream);
 }

@@ -12,6 +12,13 @@
 
 constexpr int64_t kMostTokens = 1 << 30;  // in a micro-batch
 
+// Whether the library that multiplies lets others choose its algorithms.
+#if defined(SIMT_GPU)
+constexpr bool kSearchesAlgorithms = true;
+#else
+constexpr bool kSearchesAlgorithms = false;
+#endif
+
 struct Options {
     std::string model = "d2";
     std::vector<std::string> data, val_data;
@@ -49,6 +56,7 @@ struct Options {
     std::string resume;
     int threads = 0;
     std::string graph = "on";
+    std::string matmul_algorithms;
 
     // The options given on the command line, by name, as they were written: what a save remembers for a
     // resume.
@@ -173,6 +181,9 @@ inline void declare_options(CLI::App& app, Options& o) {
     app.add_option("--graph", o.graph, "replay each step as a CUDA graph; only a GPU has them")
         ->check(CLI::IsMember({"on", "off"}))
         ->group(run);
+    app.add_option("--matmul-algorithms", o.matmul_algorithms,
+                   "on a GPU, a file of each product's fastest; what it lacks is measured and added")
+        ->group(run);
 
     app.add_option("--bench", o.bench, "measure training steps, or the forward alone; nothing is kept")
         ->expected(0, 1)
@@ -226,6 +237,11 @@ inline void check_bench_options(const Options& o) {
 // Fails when options that are each in range do not go together.
 inline void check_options(const Options& o) {
     check_bench_options(o);
+    if (o.has("--matmul-algorithms") && o.matmul_algorithms.empty())
+        fail("--matmul-algorithms '': the name of a file");
+    if (o.has("--matmul-algorithms") && !kSearchesAlgorithms)
+        fail("--matmul-algorithms %s is for cuBLASLt on a GPU; on the CPU oneDNN chooses for itself",
+             o.matmul_algorithms.c_str());
     if (o.json && !o.plan && o.bench.empty())
         fail("--json is the format of --plan and --bench; for a training's figures use --log FILE");
     for (const char* moments : {"--adam-m", "--adam-v"})
@@ -285,6 +301,7 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
                 const bool of_one_run =
                     option->get_name() == "--resume" || option->get_name() == "--timeline";
                 if (it == before.end() || option->count() > 0 || of_one_run) continue;
+                if (option->get_name() == "--matmul-algorithms" && !kSearchesAlgorithms) continue;
                 const bool chosen_anew =
                     option->get_name() == "--recompute" || option->get_name() == "--head-rows";
                 if (chosen_anew && o.has("--memory") && o.batch != 0) continue;

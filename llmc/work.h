@@ -11,11 +11,15 @@
 // What tells one matrix product from another: its shape and its form. All zero for other operations.
 struct Product {
     int64_t m = 0, n = 0, k = 0;
+    int64_t a_row = 0;  // as in MatmulOptions
     bool transpose_a = false, transpose_b = false, accumulate = false, bias = false, gelu = false,
          gelu_backward = false;
+    bool bias_gradient = false;  // b's columns are summed too, into zeros: a library may fuse that
+    bool widened = false;        // out is fp32, the operands are not
     auto operator<=>(const Product&) const = default;
 
-    // "512 x 768 x 3072 NT accumulate": m x n x k, whether a and b are transposed, and what is fused.
+    // "512 x 768 x 3072 NT accumulate": m x n x k, whether a and b are transposed, and what else is asked
+    // for.
     std::string text() const {
         std::string t = std::to_string(m) + " x " + std::to_string(n) + " x " + std::to_string(k);
         t += transpose_a ? " T" : " N";
@@ -24,6 +28,9 @@ struct Product {
         if (accumulate) t += " accumulate";
         if (gelu) t += " gelu";
         if (gelu_backward) t += " gelu_backward";
+        if (bias_gradient) t += " bias_gradient";
+        if (widened) t += " to fp32";
+        if (a_row) t += format(" rows of %lld", static_cast<long long>(a_row));
         return t;
     }
 };

@@ -115,6 +115,7 @@ def test_numbers(train, work, option):
     ({"--batch": 1 << 20, "--seq-len": 1 << 20}, ["--batch", "--seq-len", str(1 << 20)]),
     ({"--min-lr": 0.2, "--lr": 0.1}, ["--min-lr", "0.2", "--lr", "0.1"]),
     ({"--json": True}, ["--json", "--plan"]),
+    ({"--matmul-algorithms": ""}, ["--matmul-algorithms", "file"]),
     ({"--save-every": 1, "--out": None}, ["--save-every", "--out"]),
     ({"--val-data": "text", "--data": None}, ["--val-data", "--data"]),
     ({"--prompt": 65 * "x"}, ["--prompt", "65", "64"]),
@@ -128,6 +129,18 @@ def test_numbers(train, work, option):
 ], ids=str)
 def test_options(train, work, options, named):
     refused(train, work, options, *named)
+
+
+def test_algorithms_of_products(train, work):
+    if train.device == "cpu":
+        refused(train, work, {"--matmul-algorithms": "found.json"}, "--matmul-algorithms found.json", "GPU", "oneDNN")
+        return
+    for name, content in {"short": '{"matmul_algorithms": 1, "mach', "empty": "", "version": '{"matmul_algorithms": 2}',
+                          "machines": '{"matmul_algorithms": 1, "machines": 3}'}.items():
+        (work / name).write_text(content)
+        refused(train, work, {"--matmul-algorithms": name}, f"{name}: ")
+    for name in ("model", "model/config.json", "nowhere/found.json"):
+        refused(train, work, {"--matmul-algorithms": name}, name)
 
 
 # ---- data

@@ -280,9 +280,13 @@ def test_gpu_check_goes_on_after_a_failure(gpu_machine, tmp_path):
     assert rows["test_b"] == "FAILED (exit code 1)" and rows["Python tests"].startswith("skipped: ")
     batches = [rows.get(f"train d12, bf16, batch {batch}, seq_len 1024") for batch in (64, 32, 16, 8)]
     assert batches == ["does not fit", "does not fit", "passed", None]
+    for name in ("operations of d12, bf16, batch 16", "train d12, bf16, batch 16, searched algorithms",
+                 "operations of d12, bf16, batch 16, searched algorithms"):
+        assert rows[name] == "passed"
+    assert text.count("--matmul-algorithms build/matmul-nvidia-fake-100.json") == 4  # two commands, said by both
     assert rows["attention by length and head size"] == "passed"
     assert rows["compare with PyTorch"] == "skipped: no Python here has torch"
-    assert "19 parts, 1 failed" in text and "19 parts, 1 failed" in said
+    assert "22 parts, 1 failed" in text and "22 parts, 1 failed" in said
     for line in ("- GPU, memory, driver, compute capability: NVIDIA Fake 100, 1000 MiB, 1.0, 9.0", "- nvcc: V13.0",
                  "- CUDA of the driver: CUDA Version: 13.0", "    wrong",
                  "    1 --tool memcheck --error-exitcode 9 build/test/cuda/test_a --gtest_brief=1",
@@ -302,6 +306,7 @@ def test_gpu_check_prints_its_plan(gpu_machine, tmp_path):
     said = gpu_machine("--dry-run", code=0).stdout
     for command in ("make DEVICE=cuda PRECISION=fp32 build/cuda-fp32/train", "make DEVICE=cuda build/test/cuda/test_a",
                     "compute-sanitizer --tool racecheck", "-m pytest -q test", "--model d48 --batch 16 --seq-len 1024",
+                    "--batch 64 --seq-len 1024 --profile-ops\n", "--bench --json --matmul-algorithms build/matmul-",
                     "dev/bench/attention.py", "dev/bench/compare.py"):
         assert command in said, command
     assert not (tmp_path / "dev" / "results").exists() and not (tmp_path / "build").exists()

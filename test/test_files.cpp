@@ -1,4 +1,5 @@
-// test_files.cpp - files, JSON and safetensors: round trips, exact conversions, and every kind of damage.
+// test_files.cpp - files, JSON, safetensors and the algorithms of products: round trips, exact conversions,
+// and every kind of damage.
 
 #include <cmath>
 #include <cstring>
@@ -10,6 +11,7 @@
 #include <gtest/gtest.h>
 
 #include "llmc/file.h"
+#include "llmc/matmul_algorithms.h"
 #include "llmc/safetensors.h"
 #include "test/file_helpers.h"
 
@@ -339,6 +341,104 @@ TEST(SafetensorsFolder, NamesWhatIsWrong) {
         folder.write("model.safetensors.index.json", index);
         for (const std::string& part : parts) expect_user_error(open, {folder.path(), part});
     }
+}
+
+// ---- matmul_algorithms.h
+
+MatmulAlgorithm algorithm(uint64_t first, double microseconds, bool bias_gradient) {
+    return {{first, 1, 2, 3, 4, 5, 6, ~uint64_t{0}}, microseconds, bias_gradient};
+}
+
+void expect_equal(const MatmulAlgorithm* got, const MatmulAlgorithm& want) {
+    ASSERT_NE(got, nullptr);
+    EXPECT_EQ(got->data, want.data);
+    EXPECT_EQ(got->microseconds, want.microseconds);
+    EXPECT_EQ(got->bias_gradient, want.bias_gradient);
+}
+
+TEST(MatmulAlgorithms, TheFirstOfTheFastestWins) {
+    const std::vector<MatmulAlgorithm> measured = {algorithm(1, 3, false), algorithm(2, 2, false),
+                                                   algorithm(3, 2, true)};
+    EXPECT_EQ(fastest(measured).data[0], 2u);
+}
+
+TEST(MatmulAlgorithms, RoundTripAndMerge) {
+    const TempFolder folder;
+    const std::string path = folder / "algorithms.json";
+    const MatmulAlgorithm one = algorithm(0x0123456789abcdef, 12.5, false), two = algorithm(7, 1e-3, true);
+    {
+        MatmulAlgorithms empty(path, "GPU, cuBLASLt 1");
+        EXPECT_EQ(empty.size(), 0u);
+        EXPECT_EQ(empty.find("1 x 2 x 3 NN"), nullptr);
+        empty.add("1 x 2 x 3 NN", one);
+        EXPECT_FALSE(std::filesystem::exists(path));
+        empty.save();
+    }
+    MatmulAlgorithms known(path, "GPU, cuBLASLt 1");
+    expect_equal(known.find("1 x 2 x 3 NN"), one);
+    EXPECT_EQ(known.find("1 x 2 x 3 NT"), nullptr);
+    known.add("1 x 2 x 3 TN bias_gradient", two);
+    expect_equal(known.find("1 x 2 x 3 TN bias_gradient"), two);
+    known.save();
+    const std::string before = read_text(path);
+    MatmulAlgorithms(path, "GPU, cuBLASLt 1").save();
+    EXPECT_EQ(read_text(path), before);
+
+    // Another GPU, or another version of the library, knows nothing of these and keeps them.
+    for (const char* machine : {"other GPU, cuBLASLt 1", "GPU, cuBLASLt 2"}) {
+        MatmulAlgorithms other(path, machine);
+        EXPECT_EQ(other.size(), 0u);
+        EXPECT_EQ(other.find("1 x 2 x 3 NN"), nullptr);
+        other.add("1 x 2 x 3 NN", two);
+        other.save();
+    }
+    const MatmulAlgorithms again(path, "GPU, cuBLASLt 1");
+    EXPECT_EQ(again.size(), 2u);
+    expect_equal(again.find("1 x 2 x 3 NN"), one);
+    expect_equal(again.find("1 x 2 x 3 TN bias_gradient"), two);
+    expect_equal(MatmulAlgorithms(path, "GPU, cuBLASLt 2").find("1 x 2 x 3 NN"), two);
+    EXPECT_EQ(std::distance(std::filesystem::directory_iterator(folder.path()), {}), 1);  // nothing beside it
+}
+
+TEST(MatmulAlgorithms, NamesWhatIsWrong) {
+    const TempFolder folder;
+    const std::string digits = '"' + std::string(128, 'a') + '"';
+    const auto product = [](const std::string& entry) {
+        return R"({"matmul_algorithms": 1, "machines": {"GPU": {"1 x 1": )" + entry + "}}}";
+    };
+    const auto entry = [](const std::string& algorithm, const std::string& time, const std::string& fused) {
+        return R"({"algorithm": )" + algorithm + R"(, "microseconds": )" + time + R"(, "bias_gradient": )" +
+               fused + "}";
+    };
+    const auto open = [&](const std::string& text) {
+        return MatmulAlgorithms(folder.write("a.json", text), "GPU");
+    };
+    const std::string good = product(entry(digits, "1.5", "true"));
+    EXPECT_EQ(open(good).size(), 1u);
+    const std::vector<std::pair<std::string, std::string>> cases = {
+        {good.substr(0, good.size() / 2), "broken JSON"},
+        {"", "broken JSON"},
+        {"[]", "is no file of matmul algorithms"},
+        {R"({"n_layer": 12})", "is no file of matmul algorithms"},
+        {R"({"matmul_algorithms": 2, "machines": {}})", "format"},
+        {R"({"matmul_algorithms": 1})", "machines"},
+        {R"({"matmul_algorithms": 1, "machines": []})", "machines"},
+        {R"({"matmul_algorithms": 1, "machines": {"GPU": 3}})", "GPU"},
+        {product("3"), "\"1 x 1\""},
+        {product("{}"), "no \"algorithm\" of \"1 x 1\""},
+        {product(entry("3", "1", "true")), "hexadecimal"},
+        {product(entry("\"abc\"", "1", "true")), "hexadecimal"},
+        {product(entry('"' + std::string(128, 'x') + '"', "1", "true")), "hexadecimal"},
+        {product(entry(digits, "\"1\"", "true")), "microseconds"},
+        {product(entry(digits, "1", "1")), "bias_gradient"},
+    };
+    for (const auto& [text, part] : cases)
+        expect_user_error([&, &text = text] { open(text); }, {folder / "a.json", part});
+    // Of other machines nothing is read.
+    EXPECT_EQ(MatmulAlgorithms(folder.write("a.json", product("3")), "other").size(), 0u);
+    expect_user_error([&] { MatmulAlgorithms(folder.path(), "GPU"); }, {folder.path(), "directory"});
+    expect_user_error([&] { MatmulAlgorithms(folder / "absent/a.json", "GPU").save(); },
+                      {folder / "absent/a.json", "No such file"});
 }
 
 }  // namespace

@@ -4,7 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <set>
 
+#include "llmc/matmul_search.h"
+#include "test/file_helpers.h"
 #include "test/kernel_test.h"
 
 namespace {
@@ -12,16 +15,34 @@ namespace {
 struct Case {
     int64_t m, n, k;
     bool transpose_a, transpose_b, accumulate, bias, gelu, gelu_input;
+    bool bias_gradient = false;
 };
+
+constexpr int64_t kShapes[][3] = {{64, 192, 64}, {37, 72, 24},    {1, 256, 64},
+                                  {33, 5, 7},    {130, 128, 300}, {1, 1, 1}};
+
+std::vector<Case> forms_of_the_step(int64_t m, int64_t n, int64_t k) {
+    return {
+        {m, n, k, false, false, false, true, false, false},        // a linear layer
+        {m, n, k, false, false, false, true, true, false},         // with GELU
+        {m, n, k, false, true, false, false, false, false},        // logits, input gradients
+        {m, n, k, false, true, false, false, false, true},         // through GELU's gradient
+        {m, n, k, true, false, true, false, false, false},         // the head's weight gradient
+        {m, n, k, false, false, false, false, false, false},       // and its input gradient
+        {m, n, k, true, false, true, false, false, false, true},   // added gradients of weight and bias
+        {m, n, k, true, false, false, false, false, false, true},  // the first of them
+    };
+}
 
 double gelu(double x) { return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))); }
 double gelu_slope(double x) { return (gelu(x + 1e-5) - gelu(x - 1e-5)) / 2e-5; }
 
+// Returns the bytes of what was written.
 template <class T>
-void check(const Case& c) {
+std::vector<unsigned char> check(const Case& c) {
     SCOPED_TRACE(testing::Message() << c.m << "x" << c.n << "x" << c.k << " ta" << c.transpose_a << " tb"
                                     << c.transpose_b << " acc" << c.accumulate << " bias" << c.bias << " gelu"
-                                    << c.gelu << " dgelu" << c.gelu_input);
+                                    << c.gelu << " dgelu" << c.gelu_input << " dbias" << c.bias_gradient);
     const auto size = [](int64_t rows, int64_t columns) { return static_cast<size_t>(rows * columns); };
     const auto a = random_values<T>(size(c.m, c.k), 1, 1), b = random_values<T>(size(c.k, c.n), 1, 2);
     const auto bias = random_values<T>(size(1, c.n), 1, 3), x = random_values<T>(size(c.m, c.n), 1, 4);
@@ -40,11 +61,19 @@ void check(const Case& c) {
             if (c.gelu_input) sum *= gelu_slope(to_float(x[at]));
             want[at] = sum;
         }
-    DeviceArray<T> device_a(a), device_b(b), device_bias(bias), device_x(x), device_out(start);
+    const auto sums_start =
+        c.accumulate ? random_values<T>(size(1, c.n), 1, 6) : std::vector<T>(size(1, c.n));
+    std::vector<double> want_sums(size(1, c.n));
+    for (int64_t j = 0; j < c.n; j++) {
+        if (c.accumulate) want_sums[size(1, j)] = to_float(sums_start[size(1, j)]);
+        for (int64_t l = 0; l < c.k; l++) want_sums[size(1, j)] += to_float(b[size(1, l * c.n + j)]);
+    }
+    DeviceArray<T> device_a(a), device_b(b), device_bias(bias), device_x(x), device_out(start),
+        device_sums(sums_start);
     auto ta = device_a.tensor(c.transpose_a ? Shape{c.k, c.m} : Shape{c.m, c.k});
     auto tb = device_b.tensor(c.transpose_b ? Shape{c.n, c.k} : Shape{c.k, c.n});
     auto out = device_out.tensor({c.m, c.n}), t_bias = device_bias.tensor({c.n}),
-         t_x = device_x.tensor({c.m, c.n});
+         t_x = device_x.tensor({c.m, c.n}), t_sums = device_sums.tensor({c.n});
     MatmulOptions<T> options;
     options.transpose_a = c.transpose_a;
     options.transpose_b = c.transpose_b;
@@ -52,12 +81,17 @@ void check(const Case& c) {
     options.gelu = c.gelu;
     if (c.bias) options.bias = &t_bias;
     if (c.gelu_input) options.gelu_input = &t_x;
+    if (c.bias_gradient) options.bias_gradient = &t_sums;
     Arena arena;
     auto multiply = [&] { matmul(arena, Stream{}, out, ta, tb, options); };
     Plan plan = arena.rehearse(multiply);
     arena.allocate({&plan});
     arena.run(plan, multiply);
     EXPECT_LT(relative_error(device_out.download(), want), tolerance<T>());
+    if (c.bias_gradient) {
+        EXPECT_LT(relative_error(device_sums.download(), want_sums), tolerance<T>());
+    }
+    return bytes_of(device_out.download(), device_sums.download());
 }
 
 template <class T>
@@ -66,16 +100,8 @@ using Types = testing::Types<float, bf16>;
 TYPED_TEST_SUITE(Matmul, Types);
 
 TYPED_TEST(Matmul, EveryFormOfTheStep) {
-    const int64_t shapes[][3] = {{64, 192, 64}, {37, 72, 24},    {1, 256, 64},
-                                 {33, 5, 7},    {130, 128, 300}, {1, 1, 1}};
-    for (const auto& [m, n, k] : shapes) {
-        check<TypeParam>({m, n, k, false, false, false, true, false, false});   // a linear layer
-        check<TypeParam>({m, n, k, false, false, false, true, true, false});    // with GELU
-        check<TypeParam>({m, n, k, false, true, false, false, false, false});   // logits, input gradients
-        check<TypeParam>({m, n, k, false, true, false, false, false, true});    // through GELU's gradient
-        check<TypeParam>({m, n, k, true, false, true, false, false, false});    // weight gradients
-        check<TypeParam>({m, n, k, false, false, false, false, false, false});  // the head's input gradient
-    }
+    for (const auto& [m, n, k] : kShapes)
+        for (const Case& c : forms_of_the_step(m, n, k)) check<TypeParam>(c);
 }
 
 // Columns of a wider matrix, transposed, into fp32: a slice of the head's weight gradient.
@@ -124,6 +150,76 @@ TYPED_TEST(Matmul, GivesTheSameBitsEveryTime) {
         EXPECT_EQ(0, memcmp(first.data(), got.data(), got.size() * sizeof(TypeParam)));
     }
 }
+
+#if defined(SIMT_GPU)
+Product product_of(const Case& c) {
+    return {.m = c.m,
+            .n = c.n,
+            .k = c.k,
+            .transpose_a = c.transpose_a,
+            .transpose_b = c.transpose_b,
+            .accumulate = c.accumulate,
+            .bias = c.bias,
+            .gelu = c.gelu,
+            .gelu_backward = c.gelu_input,
+            .bias_gradient = c.bias_gradient && !c.accumulate};
+}
+
+// Back to the heuristics, also when a test fails.
+struct WithoutSearch {
+    ~WithoutSearch() { cublaslt::use_algorithms({}); }
+};
+
+TYPED_TEST(Matmul, SearchedAlgorithmsAreRightAndAreKept) {
+    const WithoutSearch afterwards;
+    const TempFolder folder;
+    const std::string file = folder / "algorithms.json";
+    std::vector<Case> cases;
+    for (const auto& [m, n, k] : kShapes)
+        for (const Case& c : forms_of_the_step(m, n, k))
+            if (!kSmallShapes || m == kShapes[0][0]) cases.push_back(c);
+    std::set<Product> products;
+    for (const Case& c : cases) products.insert(product_of(c));
+    std::vector<std::vector<unsigned char>> first;
+    std::string written;
+    for (int run = 0; run < 2; run++) {
+        search_matmul_algorithms<TypeParam>(file, products, Stream{});
+        ASSERT_TRUE(cublaslt::searched().has_value());
+        EXPECT_EQ(cublaslt::searched()->size(), products.size());
+        if (run == 0) written = read_text(file);
+        EXPECT_EQ(read_text(file), written);  // the second measures nothing
+        for (size_t i = 0; i < cases.size(); i++) {
+            EXPECT_NE(cublaslt::find_searched(matmul_search::key_of<TypeParam>(product_of(cases[i]))),
+                      nullptr);
+            auto bytes = check<TypeParam>(cases[i]);
+            if (run == 0) first.push_back(bytes);
+            EXPECT_TRUE(bytes == first[i]);
+        }
+    }
+}
+
+// Whether or not a search would choose it.
+TYPED_TEST(Matmul, BiasGradientMadeByTheProduct) {
+    const WithoutSearch afterwards;
+    const TempFolder folder;
+    MatmulAlgorithms algorithms(folder / "algorithms.json", matmul_search::machine());
+    std::vector<Case> cases;
+    for (const auto& [m, n, k] : kShapes) {
+        const Case c = {m, n, k, true, false, false, false, false, false, true};
+        const cublaslt::Key key = matmul_search::key_of<TypeParam>(product_of(c));
+        const cublaslt::Description description(key, matmul_search::aligned_operands(), true);
+        const std::vector<MatmulAlgorithm> candidates = description.candidates(1);
+        if (candidates.empty()) continue;
+        EXPECT_TRUE(candidates[0].bias_gradient);
+        algorithms.add(key.text(), candidates[0]);
+        cases.push_back(c);
+    }
+    if (cases.empty()) GTEST_SKIP() << "cuBLASLt makes no bias gradients of this type here";
+    cublaslt::use_algorithms(algorithms);
+    for (const Case& c : cases) EXPECT_TRUE(check<TypeParam>(c) == check<TypeParam>(c));
+}
+#endif
+
 #ifdef LLMC_ASAN
 // The library is not instrumented: what it gets is checked beforehand.
 TEST(MatmulDeathTest, OfATensorThatWasLetGo) {

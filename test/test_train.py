@@ -221,6 +221,19 @@ def test_threads_change_nothing(train, work):
     assert trained(train, work, "one", "--threads", 1) == trained(train, work, "two", "--threads", 2)
 
 
+def test_searched_algorithms_give_the_same_bits(train, work):
+    """The first run measures and writes the file, which the others leave as it is."""
+    if train.device == "cpu":
+        pytest.skip("oneDNN chooses for itself")
+    options = ("--matmul-algorithms", "found.json", "--grad-accum", 2)
+    first = trained(train, work, "a", *options)
+    found = (work / "found.json").read_bytes()
+    products = [set(of_gpu) for of_gpu in json.loads(found)["machines"].values()]
+    assert len(products) == 1 and any(" bias_gradient" in name for name in products[0])
+    assert first == trained(train, work, "b", *options) == trained(train, work, "c", *options, "--recompute", "none")
+    assert (work / "found.json").read_bytes() == found
+
+
 # ---- saves
 
 
@@ -249,6 +262,17 @@ def test_options_given_to_a_resume_hold(train, work):
     train(*DATA, "--steps", 4, "--schedule", "constant", "--lr", 1e-3, "--warmup", 10, "--out", "out", cwd=work)
     train("--resume", "out", "--steps", 6, "--lr", 2e-3, "--log", "log", cwd=work)
     assert by_key(read_log(work / "log"), "lr") == {4: 2e-3 * 5 / 10, 5: 2e-3 * 6 / 10}  # in the saved warm-up
+
+
+def test_a_cpu_resumes_what_had_searched_algorithms(train, work):
+    if train.device != "cpu":
+        pytest.skip("a GPU takes them")
+    train(*DATA, "--steps", 2, "--out", "out", cwd=work)
+    state = json.loads((work / "out" / "trainer_state.json").read_text())
+    state["options"]["--matmul-algorithms"] = ["found.json"]
+    (work / "out" / "trainer_state.json").write_text(json.dumps(state))
+    train("--resume", "out", "--steps", 3, "--log", "log", cwd=work)
+    assert len(read_log(work / "log")) == 2 and not (work / "found.json").exists()
 
 
 def wait_for_line(process, pattern):

@@ -1,0 +1,152 @@
+// matmul_search.h - finds the fastest algorithm of each matrix product, on a GPU: cuBLASLt's heuristics name
+// candidates, and each is timed on operands made up for it.
+//
+// Nothing of the run is touched: this happens before its memory is taken, and what is taken here is given
+// back.
+#pragma once
+
+#include <set>
+#include <string>
+#include <vector>
+
+#include "llmc/bench.h"
+
+#if defined(SIMT_GPU)
+namespace matmul_search {
+constexpr int kCandidates = 16, kWarmups = 3, kRuns = 10;
+
+// The GPU and the library, whose algorithms no others understand.
+inline std::string machine() {
+    cudaDeviceProp properties;
+    CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
+    return format("%s, cuBLASLt %zu", properties.name, cublasLtGetVersion());
+}
+
+// Times what the device does. Before each run a fill passes that is larger than its L2 cache: so all runs
+// start alike, and the host gets so far ahead that between two marks there is only the device's work.
+class Stopwatch {
+  public:
+    explicit Stopwatch(Stream stream)
+        : stream_(stream), marks_(stream), flushed_(size_t{256} << 20, "the search's fill") {}
+    // The median of the seconds that the device takes for what queue() gives it.
+    template <class Queue>
+    double seconds(Queue&& queue) {
+        marks_.clear();
+        for (int i = 0; i < kWarmups + kRuns; i++) {
+            device_fill(flushed_.data(), 0, flushed_.bytes(), stream_);
+            marks_.set();
+            queue();
+            marks_.set();
+        }
+        marks_.finish();
+        std::vector<double> runs;
+        for (int i = kWarmups; i < kWarmups + kRuns; i++) runs.push_back(marks_.seconds(2 * i, 2 * i + 1));
+        return statistics(std::move(runs)).median;
+    }
+
+  private:
+    Stream stream_;
+    Marks marks_;
+    DeviceBuffer flushed_;
+};
+
+// Uniform in [-1/2, 1/2): a GPU multiplies zeros with less power, and faster.
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads) random_fill_kernel(T* out, int64_t n) {
+    const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+    if (i < n)
+        out[i] = from_float<T>(static_cast<float>(mix64(static_cast<uint64_t>(i)) >> 40) * 0x1p-24f - 0.5f);
+}
+
+// A tensor of random values in memory of its own.
+template <class T>
+struct RandomTensor {
+    DeviceBuffer memory;
+    Tensor<T> tensor;
+    RandomTensor(Shape shape, Stream stream)
+        : memory(static_cast<size_t>(shape.size()) * sizeof(T), "a product that is measured"),
+          tensor(reinterpret_cast<T*>(memory.data()), shape) {
+        const int64_t n = shape.size();
+        launch<random_fill_kernel<T>>(dim3(static_cast<unsigned>(ceil_div(n, kBlockThreads))), kBlockThreads,
+                                      0, stream, tensor.data(), n);
+    }
+};
+
+// A product as the trainer runs it: its operands aligned to 256 bytes.
+template <class T>
+cublaslt::Key key_of(const Product& p) {
+    return {p, cublaslt::dtype<T>, p.widened ? CUDA_R_32F : cublaslt::dtype<T>, {256, 256, 256, 256, 256}};
+}
+
+// Operands of which nothing is there but their alignment, for asking the library.
+inline cublaslt::Operands aligned_operands() {
+    void* const p = reinterpret_cast<void*>(uintptr_t{256});
+    return {p, p, p, p, p};
+}
+
+// Times every candidate for the product. One that is asked for a bias's gradient is timed with the kernel
+// that else makes it, and as one that makes it itself.
+template <class T, class Out>
+std::vector<MatmulAlgorithm> measure(const Product& p, Stopwatch& stopwatch, void* workspace, Stream stream) {
+    const Shape a_shape =
+        p.transpose_a ? Shape{p.k, p.a_row ? p.a_row : p.m} : Shape{p.m, p.a_row ? p.a_row : p.k};
+    const RandomTensor<T> a(a_shape, stream), b({p.k, p.n}, stream);
+    RandomTensor<T> vector({p.n}, stream), gelu_input({p.gelu_backward ? p.m : 0, p.n}, stream);
+    RandomTensor<Out> out({p.m, p.n}, stream);
+    RandomTensor<float> scratch(column_sums_scratch(p.k, p.n, 1), stream);
+    const cublaslt::Operands at = {a.tensor.data(), b.tensor.data(), vector.tensor.data(),
+                                   gelu_input.tensor.data(), out.tensor.data()};
+    const cublaslt::Key key = key_of<T>(p);
+    std::vector<MatmulAlgorithm> measured;
+    for (const bool fused : {false, true}) {
+        if (fused && !p.bias_gradient) break;
+        const cublaslt::Description description(key, at, fused);
+        for (MatmulAlgorithm candidate : description.candidates(kCandidates)) {
+            if (description.check(candidate) != CUBLAS_STATUS_SUCCESS ||
+                description.run(candidate, at, workspace, stream) != CUBLAS_STATUS_SUCCESS)
+                continue;
+            candidate.microseconds = 1e6 * stopwatch.seconds([&] {
+                if (p.bias_gradient && !fused) bias_backward(vector.tensor, scratch.tensor, b.tensor, stream);
+                CUBLAS_CHECK(description.run(candidate, at, workspace, stream));
+            });
+            measured.push_back(candidate);
+        }
+    }
+    if (measured.empty()) fail("cuBLASLt has no algorithm for a product of %s", key.text().c_str());
+    return measured;
+}
+}  // namespace matmul_search
+
+// Has the products take their algorithms from the file, after measuring those that it lacks and writing it.
+// Fails where the library refuses one of the file's, or the file cannot be read or written.
+template <class T>
+void search_matmul_algorithms(const std::string& path, const std::set<Product>& products, Stream stream) {
+    using namespace matmul_search;
+    MatmulAlgorithms algorithms(path, machine());
+    std::vector<Product> missing;
+    for (const Product& p : products) {
+        const cublaslt::Key key = key_of<T>(p);
+        const MatmulAlgorithm* known = algorithms.find(key.text());
+        if (known)
+            cublaslt::check_searched(*known, algorithms, key,
+                                     cublaslt::Description(key, aligned_operands(), known->bias_gradient));
+        else
+            missing.push_back(p);
+    }
+    if (!missing.empty()) {
+        algorithms.save();  // whether that can be done shows before the work
+        fprintf(stderr, "--matmul-algorithms %s: measuring %zu of %zu products\n", path.c_str(),
+                missing.size(), products.size());
+        const DeviceBuffer workspace(kCublasWorkspace, "cuBLASLt's workspace");
+        Stopwatch stopwatch(stream);
+        for (const Product& p : missing) {
+            const std::vector<MatmulAlgorithm> measured =
+                p.widened ? measure<T, float>(p, stopwatch, workspace.data(), stream)
+                          : measure<T, T>(p, stopwatch, workspace.data(), stream);
+            algorithms.add(key_of<T>(p).text(), fastest(measured));
+        }
+        algorithms.save();
+    }
+    cublaslt::use_algorithms(std::move(algorithms));
+}
+#endif

@@ -97,7 +97,7 @@ test-deps:
 	@dev/venv.sh
 
 # The tests of kernels run in each build of the one source; on a GPU, in that.
-KERNEL_TESTS := test_kernels test_optimizer test_attention test_matmul test_wide_sum
+KERNEL_TESTS := test_kernels test_optimizer test_attention test_matmul test_wide_sum test_stream
 HOST_TESTS := test_hopper_layout test_files test_dataset test_tokenizer test_checkpoint test_arena test_solver test_host
 FAITHFUL := -DSIMT_LANES=32
 ifeq ($(DEVICE),cuda)

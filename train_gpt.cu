@@ -9,6 +9,7 @@
 #include <omp.h>
 
 #include <csignal>
+#include <deque>
 #include <filesystem>
 #include <functional>
 #include <memory>
@@ -22,8 +23,10 @@
 #include "llmc/cross_entropy.cuh"
 #include "llmc/dataset.h"
 #include "llmc/embedding.cuh"
+#include "llmc/feeder.h"
 #include "llmc/fit.h"
 #include "llmc/global_norm.cuh"
+#include "llmc/graph.h"
 #include "llmc/layernorm.cuh"
 #include "llmc/matmul.h"
 #include "llmc/matmul_search.h"
@@ -83,14 +86,8 @@ struct KvCache {
     int length = 0;
 };
 
-// A micro-batch: B sequences of T tokens and what follows each token.
-struct Batch {
-    std::vector<int> inputs, targets;  // B * T; a negative target does not count
-};
-
 // How a micro-batch is run.
 struct StepOptions {
-    int batch = 0, seq_len = 0;
     int64_t head_rows = 0;   // rows that have logits at one time; 0: all
     std::vector<Keep> keep;  // of each layer
     bool adds = false;       // to the gradients of micro-batches before: else they are written
@@ -103,7 +100,8 @@ class Gpt {
     // Takes the gradients of a unit of the Layout, by number, as soon as they are complete, and its weights.
     using Consume = std::function<void(int unit, const floatX* gradients)>;
 
-    Gpt(Arena& arena, Stream stream, const State<floatX>& state, bool hopper_attention)
+    // The stream may be made later, before the first run.
+    Gpt(Arena& arena, const Stream& stream, const State<floatX>& state, bool hopper_attention)
         : arena_(arena),
           stream_(stream),
           state_(state),
@@ -119,9 +117,9 @@ class Gpt {
             weights_.blocks.push_back(layout_.block(state_.weights(), l));
     }
 
-    void forward_backward(const Batch& batch, const StepOptions& options, float loss_scale, TensorF& loss,
-                          const Consume& consume = {});
-    void evaluate(const Batch& batch, const StepOptions& options, float loss_scale, TensorF& loss);
+    void forward_backward(const DeviceBatch& batch, const StepOptions& options, float loss_scale,
+                          TensorF& loss, const Consume& consume = {});
+    void evaluate(const DeviceBatch& batch, const StepOptions& options, float loss_scale, TensorF& loss);
     template <class Choose>
     void generate(const std::vector<int>& prompt, int new_tokens, Choose&& choose);
 
@@ -176,7 +174,7 @@ class Gpt {
                         const Consume& consume);
 
     Arena& arena_;
-    Stream stream_;
+    const Stream& stream_;
     const State<floatX>& state_;
     const Layout& layout_;
     const GptConfig& config_;
@@ -190,7 +188,7 @@ class Gpt {
 
 // ---- forward
 
-// Takes a tensor and fills it from the host.
+// Takes a tensor and fills it from the host, waiting until it is there.
 Tensor<int> Gpt::take_input(const char* name, Shape shape, const std::vector<int>& values) {
     Tensor<int> t = arena_.take<int>(name, shape, "input");
     assert(static_cast<int64_t>(values.size()) <= t.size() || arena_.rehearsing());
@@ -555,21 +553,12 @@ void Gpt::backward_block(int layer, BlockActivations& a, TensorX& d_stream, cons
 
 // One micro-batch: writes or adds its gradients, or has each unit's consumed, and adds loss_scale times the
 // sum of its losses to `loss` (1).
-void Gpt::forward_backward(const Batch& batch, const StepOptions& options, float loss_scale, TensorF& loss,
-                           const Consume& consume) {
-    const int B = options.batch, T = options.seq_len, last_unit = config_.layers + 1;
-    const int64_t rows = int64_t{B} * T;
+void Gpt::forward_backward(const DeviceBatch& batch, const StepOptions& options, float loss_scale,
+                           TensorF& loss, const Consume& consume) {
+    const int last_unit = config_.layers + 1;
     std::vector<BlockActivations> blocks(static_cast<size_t>(config_.layers));
-    const TokenGroups groups =
-        arena_.rehearsing() ? TokenGroups() : group_tokens(batch.inputs, config_.vocabulary);
-    Tensor<int> inputs = take_input("inputs", {B, T}, batch.inputs);
-    Tensor<int> targets = take_input("targets", {B, T}, batch.targets);
-    Tensor<int> order = take_input("rows_by_token", {rows}, groups.order);
-    Tensor<int> starts =
-        take_input("token_starts", {std::min<int64_t>(rows, config_.vocabulary) + 1}, groups.starts);
-
     std::optional<Range> range(std::in_place, "forward");
-    TensorX stream = embed(inputs, 0);
+    TensorX stream = embed(batch.inputs, 0);
     for (size_t l = 0; l < blocks.size(); l++) {
         blocks[l].input = std::move(stream);
         stream = forward_block(static_cast<int>(l), blocks[l], options.keep[l]);
@@ -581,31 +570,28 @@ void Gpt::forward_backward(const Batch& batch, const StepOptions& options, float
     Embeddings<floatX> d_embeddings = layout_.embeddings(of_embeddings.base);
     LastLayernorm<floatX> d_last = layout_.last_layernorm(of_last.base);
     if (!options.adds) zero(d_embeddings.wpe);
-    head(stream, targets, options, loss_scale, loss, d_embeddings.wte, d_last);
+    head(stream, batch.targets, options, loss_scale, loss, d_embeddings.wte, d_last);
     complete(last_unit, of_last, consume);
 
     range.emplace("backward");
     for (int l = config_.layers - 1; l >= 0; l--)
         backward_block(l, blocks[static_cast<size_t>(l)], stream, options, consume);
-    embedding_backward(d_embeddings.wte, d_embeddings.wpe, stream, inputs, order, starts, groups.count(),
-                       stream_);
+    embedding_backward(d_embeddings.wte, d_embeddings.wpe, stream, batch.inputs, batch.rows_by_token,
+                       batch.token_starts, stream_);
     stream.drop();
     complete(0, of_embeddings, consume);
 }
 
 // Adds loss_scale times the sum of the batch's losses to `loss` (1).
-void Gpt::evaluate(const Batch& batch, const StepOptions& options, float loss_scale, TensorF& loss) {
+void Gpt::evaluate(const DeviceBatch& batch, const StepOptions& options, float loss_scale, TensorF& loss) {
     Range range("evaluate");
-    const Shape shape = {options.batch, options.seq_len};
-    Tensor<int> inputs = take_input("inputs", shape, batch.inputs);
-    Tensor<int> targets = take_input("targets", shape, batch.targets);
-    const TensorX stream = forward_only(inputs, nullptr);
+    const TensorX stream = forward_only(batch.inputs, nullptr);
     const int64_t rows = stream.rows();
     TensorF losses = take_float("losses", {rows, 1});
     for_each_head_chunk(rows, options.head_rows, [&](int64_t first, int64_t count) {
         const HeadActivations a = forward_head(stream.rows_at(first, count));
         TensorF part = losses.rows_at(first, count);
-        cross_entropy_forward(a.logits, part, targets.view({rows, 1}).rows_at(first, count),
+        cross_entropy_forward(a.logits, part, batch.targets.view({rows, 1}).rows_at(first, count),
                               config_.vocabulary, stream_);
     });
     add_losses(loss, losses, loss_scale, stream_);
@@ -661,6 +647,10 @@ size_t process_bytes() {
 #endif
 }
 
+// The steps that are enqueued before the host looks at what the one before has left, so that the device has
+// work while it does.
+constexpr size_t kStepsAhead = StepGraphs::kReplays ? 1 : 0;
+
 // Everything a run needs, opened and checked in the order of its members, before any device memory is taken.
 class Trainer {
   public:
@@ -679,7 +669,9 @@ class Trainer {
     std::vector<int> first_tokens() const;
     bool samples() const;
     int window() const;
+    bool feeds() const { return o_.steps > 0 || o_.bench == "forward"; }
     int64_t metrics_count() const { return 1 + static_cast<int64_t>(state_.layout.units().size()); }
+    void open_device();
     void use(const Setting& s);
     Setting choose_setting();
     Plan rehearse_training(bool adds = false);
@@ -689,10 +681,12 @@ class Trainer {
     void choose_algorithms();
     void prepare();
     void load();
-    double read_loss();
-    double read_norm();
-    Batch read_batch(SequenceLoader& loader, uint64_t first, uint64_t count) const;
-    Batch training_batch(int64_t step, uint64_t k);
+    double whole_norm(const float* norms) const;
+    void take_metrics(size_t ahead = 0);
+    template <class Step>
+    void run_step(Plan& plan, Step&& step);
+    void feed(SequenceLoader& loader, uint64_t first, uint64_t count);
+    void feed_training(int64_t step, uint64_t k);
     void train_step(int64_t step);
     void forward_step(int64_t step);
     void measure_norm(const floatX* gradients, int64_t n, TensorF& norm);
@@ -704,27 +698,41 @@ class Trainer {
     void log_line(const nlohmann::ordered_json& line);
     double step_flops() const;
     void print_step(int64_t step, double loss, double norm, double rate, double seconds);
+    void bench_phases(BenchReport& r, const std::function<void(int64_t)>& run_one);
+    void bench_replays(BenchReport& r, const std::function<void(int64_t)>& run_one);
 
     Options o_;
     std::unique_ptr<Dataset> data_, val_data_;
     GptConfig config_;
     std::optional<Tokenizer> tokenizer_;
     std::optional<SequenceLoader> loader_, val_loader_;
-    Stream stream_ = nullptr;
+    std::optional<OwnStream> own_stream_;
+    Stream stream_ = nullptr;  // that one, from open_device() on
     Arena arena_;
     State<floatX> state_;
     Gpt gpt_;
+    Feeder feeder_;
     StepOptions step_;
     Gpt::Consume consume_;  // with --update-in-backward
     bool norm_of_each_unit_;
-    OptimizerStep optimizer_ = {};  // of the current step
     MemoryReport report_;
     std::vector<MemoryChoice> choice_;  // with --memory: the configuration, and its neighbours
     Plan train_plan_, add_plan_;        // a step's first micro-batch, and those that add to its gradients
     Plan update_plan_, evaluate_plan_, sample_plan_, slide_plan_;
-    DeviceBuffer metrics_memory_;
-    TensorF loss_;   // (1), on the device
-    TensorF norms_;  // (units, 1) there: of each unit's gradient, or in [0] of all
+    StepGraphs graphs_;
+    bool replays_ = false;  // whether steps are run through them
+    DeviceBuffer metrics_memory_, factors_memory_;
+    TensorF loss_;                      // (1), on the device
+    TensorF norms_;                     // (units, 1) there: of each unit's gradient, or in [0] of all
+    UpdateFactors* factors_ = nullptr;  // there: of the current step
+    struct Pending {
+        int64_t step;
+        double rate;
+    };
+    std::deque<Pending> pending_;         // steps that were enqueued and not looked at yet
+    std::optional<Readback> metrics_[2];  // of even and of odd steps
+    Clock clock_;
+    double completed_ = 0;                         // on it: when the latest step that was looked at was done
     int64_t first_step_ = 0, first_sequence_ = 0;  // where a resumed run begins
     std::string last_save_;
     double peak_flops_ = 0, seconds_per_step_ = 0;
@@ -810,6 +818,7 @@ Trainer::Trainer(Options options)
     }
     if (o_.update_in_backward)
         consume_ = [this](int unit, const floatX* gradients) { update_unit(unit, gradients); };
+    replays_ = o_.graph == "on";
     point_metrics(nullptr);
     const bool choose = o_.has("--memory") || o_.batch == 0;
     use(choose_setting());
@@ -832,11 +841,18 @@ void check_device([[maybe_unused]] const Options& o) {
 #endif
 }
 
-// Sets up the step, and the state's formats, as a setting says.
+// The device, there to be used.
+void Trainer::open_device() {
+    check_device(o_);
+    stream_ = own_stream_.emplace().get();
+}
+
+// Sets up the step, its batch and the state's formats as a setting says.
 void Trainer::use(const Setting& s) {
     take_up(s, o_);
     state_.choose(state_options(o_));
-    step_ = {s.batch, o_.seq_len, s.head_rows, {}};
+    feeder_.choose(s.batch, o_.seq_len, config_.vocabulary);
+    step_ = {s.head_rows, {}};
     for (int level : s.levels) step_.keep.push_back(kRecomputeLevels[level].keep);
 }
 
@@ -960,7 +976,7 @@ int Trainer::window() const {
 
 Plan Trainer::rehearse_training(bool adds) {
     step_.adds = adds;
-    return arena_.rehearse([&] { gpt_.forward_backward({}, step_, 1, loss_, consume_); });
+    return arena_.rehearse([&] { gpt_.forward_backward(feeder_.batch(), step_, 1, loss_, consume_); });
 }
 
 // Rehearses every step that the run may take, and puts what they and the state need into one report.
@@ -978,6 +994,15 @@ MemoryReport Trainer::make_report() {
     r.process = process_bytes();
     for (const StateBuffer& b : state_.buffers())
         r.buffers.push_back({b.name, b.kind, std::to_string(b.elements), {b.elements}, b.dtype, b.bytes()});
+    if (feeds()) {
+        const Shape shape = {Feeder::kCopies, feeder_.count()};
+        r.buffers.push_back({"batch",
+                             "input",
+                             shape.text(),
+                             {Feeder::kCopies, feeder_.count()},
+                             dtype_name<int>(),
+                             feeder_.bytes()});
+    }
     if (o_.steps > 0) {
         train_plan_ = rehearse_training();
         if (o_.grad_accum > 1) {
@@ -996,8 +1021,10 @@ MemoryReport Trainer::make_report() {
                          {metrics},
                          "fp32",
                          static_cast<size_t>(metrics) * sizeof(float)});
+    constexpr int64_t factors = sizeof(UpdateFactors);
+    r.buffers.push_back({"step_factors", "workspace", std::to_string(factors), {factors}, "byte", factors});
     if (val_data_ || o_.bench == "forward") {
-        evaluate_plan_ = arena_.rehearse([&] { gpt_.evaluate({}, step_, 1, loss_); });
+        evaluate_plan_ = arena_.rehearse([&] { gpt_.evaluate(feeder_.batch(), step_, 1, loss_); });
         r.others.emplace_back("validation", evaluate_plan_);
     }
     if (samples()) {
@@ -1055,6 +1082,10 @@ void Trainer::prepare() {
     arena_.allocate({&train_plan_, &add_plan_, &update_plan_, &evaluate_plan_, &sample_plan_, &slide_plan_});
     metrics_memory_ = DeviceBuffer(static_cast<size_t>(metrics_count()) * sizeof(float), "the metrics");
     point_metrics(reinterpret_cast<float*>(metrics_memory_.data()));
+    for (auto& metrics : metrics_) metrics.emplace(metrics_memory_.bytes());
+    factors_memory_ = DeviceBuffer(sizeof(UpdateFactors), "the step's factors");
+    factors_ = reinterpret_cast<UpdateFactors*>(factors_memory_.data());
+    if (feeds()) feeder_.allocate();
     state_.allocate();
     gpt_.bind();
     if (device_bytes_allocated != report_.allocated())
@@ -1086,27 +1117,48 @@ void Trainer::load() {
     }
 }
 
-double Trainer::read_loss() {
-    float loss = 0;
-    copy_to_host(&loss, loss_.data(), sizeof loss, stream_);
-    return double{loss};
-}
-
-// The norm of the whole gradient.
-double Trainer::read_norm() {
-    std::vector<float> norms(norm_of_each_unit_ ? static_cast<size_t>(norms_.rows()) : 1);
-    copy_to_host(norms.data(), norms_.data(), norms.size() * sizeof(float), stream_);
+// The norm of the whole gradient, of what a step left.
+double Trainer::whole_norm(const float* norms) const {
     double squares = 0;
-    for (float norm : norms) squares += double{norm} * double{norm};
+    for (int64_t i = 0; i < (norm_of_each_unit_ ? norms_.rows() : 1); i++)
+        squares += double{norms[i]} * double{norms[i]};
     return std::sqrt(squares);
 }
 
-// `count` sequences from number `first` on; rows beyond them, up to a whole batch, do not count.
-Batch Trainer::read_batch(SequenceLoader& loader, uint64_t first, uint64_t count) const {
-    const size_t T = static_cast<size_t>(o_.seq_len), B = static_cast<size_t>(o_.batch);
-    Batch b{std::vector<int>(B * T, 0), std::vector<int>(B * T, -1)};
-    loader.fill(first, static_cast<int>(count), b.inputs.data(), b.targets.data());
-    return b;
+// Looks at what the steps have left, but for the latest `ahead` of them: prints and logs it, and fails where
+// it is not finite. Before anything of a step is kept, it was looked at. A step's time is that between the
+// end of the step before and its own.
+void Trainer::take_metrics(size_t ahead) {
+    for (; pending_.size() > ahead; pending_.pop_front()) {
+        const auto [step, rate] = pending_.front();
+        const float* metrics = reinterpret_cast<const float*>(metrics_[step % 2]->wait());
+        const double before = std::exchange(completed_, clock_.seconds());
+        const double loss = double{metrics[0]}, norm = whole_norm(metrics + 1);
+        if (!std::isfinite(loss) || !std::isfinite(norm))
+            fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
+                 static_cast<long long>(step), loss, norm, last_save_.empty() ? "none" : last_save_.c_str());
+        if (o_.bench.empty()) print_step(step, loss, norm, rate, completed_ - before);
+    }
+}
+
+// Runs `step` in the memory of its plan, on a GPU as a graph from the third time on. It must be the same
+// every time: what changes lies in the device's memory.
+template <class Step>
+void Trainer::run_step(Plan& plan, Step&& step) {
+    const auto run = [&] { arena_.run(plan, step); };
+    if (replays_)
+        graphs_.run(&plan, stream_, run);
+    else
+        run();
+}
+
+// Feeds `count` sequences from number `first` on; rows beyond them, up to a whole batch, do not count.
+void Trainer::feed(SequenceLoader& loader, uint64_t first, uint64_t count) {
+    feeder_.feed(stream_, [&](std::span<int> inputs, std::span<int> targets) {
+        std::fill(inputs.begin(), inputs.end(), 0);
+        std::fill(targets.begin(), targets.end(), -1);
+        loader.fill(first, static_cast<int>(count), inputs.data(), targets.data());
+    });
 }
 
 void Trainer::measure_norm(const floatX* gradients, int64_t n, TensorF& norm) {
@@ -1120,7 +1172,7 @@ void Trainer::update_unit(int unit, const floatX* gradients) {
     const Unit& u = state_.layout.units()[static_cast<size_t>(unit)];
     TensorF norm = norm_of_each_unit_ ? norms_.rows_at(unit, 1) : norms_.rows_at(0, 1);
     if (norm_of_each_unit_) measure_norm(gradients, u.size, norm);
-    optimizer_update(optimizer_, state_, u, gradients, norm, stream_);
+    optimizer_update(factors_, state_, u, gradients, norm, stream_);
 }
 
 void Trainer::update() {
@@ -1131,48 +1183,47 @@ void Trainer::update() {
         update_unit(static_cast<int>(i), state_.gradients() + state_.layout.units()[i].offset);
 }
 
-// Micro-batch k of a step: from the data, or random tokens where a bench has none.
-Batch Trainer::training_batch(int64_t step, uint64_t k) {
+// Feeds micro-batch k of a step: from the data, or random tokens where a bench has none.
+void Trainer::feed_training(int64_t step, uint64_t k) {
     const uint64_t batch = static_cast<uint64_t>(o_.batch), micro = static_cast<uint64_t>(o_.grad_accum);
     const uint64_t first = static_cast<uint64_t>(first_sequence_) +
                            (static_cast<uint64_t>(step - first_step_) * micro + k) * batch;
-    if (loader_) return read_batch(*loader_, first, batch);
-    const size_t tokens = static_cast<size_t>(o_.batch) * static_cast<size_t>(o_.seq_len);
-    Batch b{std::vector<int>(tokens), std::vector<int>(tokens)};
-    auto draw = [&](uint64_t i) {
-        return static_cast<int>(random_uniform(o_.seed, kBenchStream, first, i) * config_.vocabulary);
-    };
-    for (size_t i = 0; i < tokens; i++) b.inputs[i] = draw(2 * i), b.targets[i] = draw(2 * i + 1);
-    return b;
+    if (loader_) return feed(*loader_, first, batch);
+    feeder_.feed(stream_, [&](std::span<int> inputs, std::span<int> targets) {
+        auto draw = [&](uint64_t i) {
+            return static_cast<int>(random_uniform(o_.seed, kBenchStream, first, i) * config_.vocabulary);
+        };
+        for (size_t i = 0; i < inputs.size(); i++) inputs[i] = draw(2 * i), targets[i] = draw(2 * i + 1);
+    });
 }
 
 void Trainer::train_step(int64_t step) {
     Range range("step");
-    const Clock clock;
+    if (pending_.empty()) completed_ = clock_.seconds();
     const float loss_scale = 1.f / (static_cast<float>(o_.batch) * static_cast<float>(o_.seq_len) *
                                     static_cast<float>(o_.grad_accum));
     const double rate = learning_rate(o_.schedule, step, o_.steps, o_.warmup, o_.lr, o_.min_lr);
-    optimizer_ = {.lr = static_cast<float>(rate),
-                  .beta1 = static_cast<float>(o_.beta1),
-                  .beta2 = static_cast<float>(o_.beta2),
-                  .epsilon = static_cast<float>(o_.eps),
-                  .weight_decay = static_cast<float>(o_.weight_decay),
-                  .clip = static_cast<float>(o_.clip),
-                  .step = static_cast<int>(step + 1),
-                  .seed = o_.seed};
+    set_factors(factors_,
+                {.lr = static_cast<float>(rate),
+                 .beta1 = static_cast<float>(o_.beta1),
+                 .beta2 = static_cast<float>(o_.beta2),
+                 .epsilon = static_cast<float>(o_.eps),
+                 .weight_decay = static_cast<float>(o_.weight_decay),
+                 .clip = static_cast<float>(o_.clip),
+                 .step = static_cast<int>(step + 1),
+                 .seed = o_.seed},
+                stream_);
     device_fill(loss_.data(), 0, sizeof(float), stream_);
     for (int k = 0; k < o_.grad_accum; k++) {
-        const Batch b = training_batch(step, static_cast<uint64_t>(k));
+        feed_training(step, static_cast<uint64_t>(k));
         step_.adds = k > 0;
-        arena_.run(step_.adds ? add_plan_ : train_plan_,
-                   [&] { gpt_.forward_backward(b, step_, loss_scale, loss_, consume_); });
+        run_step(step_.adds ? add_plan_ : train_plan_,
+                 [&] { gpt_.forward_backward(feeder_.batch(), step_, loss_scale, loss_, consume_); });
     }
-    if (!consume_) arena_.run(update_plan_, [&] { update(); });
-    const double loss = read_loss(), norm = read_norm();
-    if (!std::isfinite(loss) || !std::isfinite(norm))
-        fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
-             static_cast<long long>(step), loss, norm, last_save_.empty() ? "none" : last_save_.c_str());
-    if (o_.bench.empty()) print_step(step, loss, norm, rate, clock.seconds());
+    if (!consume_) run_step(update_plan_, [&] { update(); });
+    metrics_[step % 2]->start(metrics_memory_.data(), stream_);
+    pending_.push_back({step, rate});
+    take_metrics(kStepsAhead);
 }
 
 // The forward of a step alone, as a validation runs it.
@@ -1180,11 +1231,10 @@ void Trainer::forward_step(int64_t step) {
     Range range("step");
     device_fill(loss_.data(), 0, sizeof(float), stream_);
     for (int k = 0; k < o_.grad_accum; k++) {
-        const Batch b = training_batch(step, static_cast<uint64_t>(k));
+        feed_training(step, static_cast<uint64_t>(k));
         Range forward("forward");
-        arena_.run(evaluate_plan_, [&] { gpt_.evaluate(b, step_, 1, loss_); });
+        run_step(evaluate_plan_, [&] { gpt_.evaluate(feeder_.batch(), step_, 1, loss_); });
     }
-    read_loss();
 }
 
 // 6 FLOPs a token and parameter that is multiplied with, which positions are not (Kaplan et al.,
@@ -1199,8 +1249,8 @@ double Trainer::step_flops() const {
 
 void Trainer::print_step(int64_t step, double loss, double norm, double rate, double seconds) {
     const double tokens = static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum;
-    // The first step is slower: products are compiled. The time left follows the latest steps.
-    seconds_per_step_ = step <= first_step_ + 1 ? seconds : 0.9 * seconds_per_step_ + 0.1 * seconds;
+    // The first steps are slower: products are compiled, graphs recorded. The time left follows the latest.
+    seconds_per_step_ = step <= first_step_ + 2 ? seconds : 0.9 * seconds_per_step_ + 0.1 * seconds;
     const int64_t left = static_cast<int64_t>(seconds_per_step_ * static_cast<double>(o_.steps - step - 1));
     printf(
         "step %5lld/%lld %5.1f%% | loss %.6f | norm %.4f | lr %.3e | %8.2f ms | %8.0f tok/s | MFU %4.1f%% | "
@@ -1227,22 +1277,27 @@ void Trainer::log_line(const nlohmann::ordered_json& line) {
 // The mean loss over the validation data's first sequences, as many as --eval-batches steps read: the same
 // whatever micro-batch was chosen.
 double Trainer::validate() {
+    take_metrics();
     const uint64_t batch = static_cast<uint64_t>(o_.batch);
     const uint64_t sequences =
         std::min(val_loader_->sequences_per_epoch(),
                  batch * static_cast<uint64_t>(o_.grad_accum) * static_cast<uint64_t>(o_.eval_batches));
     device_fill(loss_.data(), 0, sizeof(float), stream_);
+    // The same in every call, as run_step() asks for.
     const float scale = 1.f / (static_cast<float>(sequences) * static_cast<float>(o_.seq_len));
     for (uint64_t first = 0; first < sequences; first += batch) {
-        const Batch b = read_batch(*val_loader_, first, std::min(batch, sequences - first));
-        arena_.run(evaluate_plan_, [&] { gpt_.evaluate(b, step_, scale, loss_); });
+        feed(*val_loader_, first, std::min(batch, sequences - first));
+        run_step(evaluate_plan_, [&] { gpt_.evaluate(feeder_.batch(), step_, scale, loss_); });
     }
-    return read_loss();
+    float loss = 0;
+    copy_to_host(&loss, loss_.data(), sizeof loss, stream_);
+    return double{loss};
 }
 
 // Prints a continuation of the prompt. Token i of the sample after `step` draws random number (step, i). A
 // sample longer than the window goes on from its latest half.
 void Trainer::sample(int64_t step) {
+    take_metrics();
     std::vector<int> text = first_tokens();
     int drawn = 0;
     auto print = [&](int token) {
@@ -1278,6 +1333,7 @@ void Trainer::sample(int64_t step) {
 }
 
 void Trainer::save(int64_t steps_done) {
+    take_metrics();
     const bool folder = !is_depth(o_.model) && std::filesystem::exists(o_.model);
     const int64_t read = first_sequence_ + (steps_done - first_step_) * o_.batch * o_.grad_accum;
     const Progress progress{steps_done, read, kPrecision, o_.given};
@@ -1287,7 +1343,7 @@ void Trainer::save(int64_t steps_done) {
 }
 
 void Trainer::run() {
-    check_device(o_);
+    open_device();
     const size_t before = device_bytes_in_use();
     prepare();
     std::signal(SIGINT, on_interrupt);
@@ -1303,11 +1359,14 @@ void Trainer::run() {
         if (is_time(o_.sample_every) && samples()) sample(step);
         if (is_time(o_.save_every)) save(step);
         train_step(step);
-        if (step == first_step_)
+        if (step == first_step_) {
+            take_metrics();
             printf("taken from the device: %.1f MiB; planned: %.1f MiB\n",
                    (static_cast<double>(device_bytes_in_use()) - static_cast<double>(before)) / 1048576.0,
                    mebibytes(report_.total()));
+        }
     }
+    take_metrics();
     if (interrupted) {
         printf("interrupted after step %lld\n", static_cast<long long>(step - 1));
         if (!o_.out.empty()) save(step);
@@ -1318,9 +1377,38 @@ void Trainer::run() {
     if (samples()) sample(step);
 }
 
+// Measures the phases of steps, or their operations, one step at a time.
+void Trainer::bench_phases(BenchReport& r, const std::function<void(int64_t)>& run_one) {
+    StepWatch watch(stream_, o_.profile_ops);
+    for (int64_t step = 0; step < 1 + o_.bench_warmup + o_.bench_steps; step++) {
+        run_one(step);
+        StepTimes times = watch.take();
+        if (step == 0)
+            r.cold = std::move(times);
+        else if (step > o_.bench_warmup)
+            r.steps.push_back(std::move(times));
+    }
+    take_metrics();
+}
+
+// Measures steps that are replayed as graphs, one after the other as a training runs them. At least two come
+// before those that count: one that runs as ever and one that is recorded.
+void Trainer::bench_replays(BenchReport& r, const std::function<void(int64_t)>& run_one) {
+    Marks ends(stream_);
+    const int before = 1 + std::max(1, o_.bench_warmup);
+    for (int step = 0; step < before + o_.bench_steps; step++) {
+        run_one(step);
+        ends.set();
+    }
+    take_metrics();
+    ends.finish();
+    for (int step = before; step < before + o_.bench_steps; step++)
+        r.replayed.push_back(ends.seconds(step - 1, step));
+}
+
 // --bench: runs steps, or their forwards alone, and prints what they took and reached.
 void Trainer::bench() {
-    check_device(o_);
+    open_device();
     const bool forward_only = o_.bench == "forward";
     BenchReport r = {.memory = report_,
                      .forward_only = forward_only,
@@ -1338,15 +1426,12 @@ void Trainer::bench() {
         r.plans = {{&train_plan_, 1}, {&add_plan_, o_.grad_accum - 1}, {&update_plan_, 1}};
     const size_t before = device_bytes_in_use();
     prepare();
-    StepWatch watch(stream_, o_.profile_ops);
-    for (int64_t step = 0; step < 1 + o_.bench_warmup + o_.bench_steps; step++) {
-        forward_only ? forward_step(step) : train_step(step);
-        StepTimes times = watch.take();
-        if (step == 0)
-            r.cold = std::move(times);
-        else if (step > o_.bench_warmup)
-            r.steps.push_back(std::move(times));
-    }
+    const bool graphs = StepGraphs::kReplays && o_.graph == "on" && !o_.profile_ops;
+    auto run_one = [&](int64_t step) { forward_only ? forward_step(step) : train_step(step); };
+    replays_ = false;  // a graph has no phases that could be seen
+    bench_phases(r, run_one);
+    replays_ = graphs;
+    if (graphs) bench_replays(r, run_one);
     r.taken_bytes = std::max(device_bytes_in_use(), before) - before;
     if (o_.json)
         printf("%s\n", bench_json(r).dump(2).c_str());

@@ -46,8 +46,6 @@ def plan_of(train, model, options, level):
 
 
 def row_of(buffer):
-    if buffer["kind"] == "input":
-        return "inputs"
     name = buffer["name"]
     return STATISTICS if re.fullmatch(r"ln_._(mean|rstd)", name) else ROWS.get(name, name)
 

@@ -2,7 +2,9 @@
 //
 // A StepWatch listens to the ranges and the operations of steps as they run and sets a mark in the stream at
 // each boundary: on a GPU an event, so that measuring does not hold up the step. What an operation costs was
-// counted in the rehearsal (work.h); the device's rates are measured just before.
+// counted in the rehearsal (work.h); the device's rates are measured just before. A step that is replayed as
+// a graph has no such boundaries: phases are those of steps without graphs, and replayed ones are timed
+// whole.
 #pragma once
 
 #include <algorithm>
@@ -205,6 +207,7 @@ struct BenchReport {
     size_t taken_bytes = 0;
     StepTimes cold = {};
     std::vector<StepTimes> steps = {};
+    std::vector<double> replayed = {};  // seconds of whole steps, where a training replays them as graphs
 
     const char* whole() const { return forward_only ? "forward" : "step"; }
     // The ranges that were measured, in order: without the update where backward contains it.
@@ -220,7 +223,18 @@ struct BenchReport {
         for (const StepTimes& s : steps) seconds.push_back(s.ranges.at(phase));
         return statistics(std::move(seconds));
     }
-    double seconds() const { return of(whole()).median; }
+    // What is reported by name: the phases, and last the whole as a training runs it. Where that is replayed,
+    // the one that the phases are of is "plain".
+    std::vector<std::pair<std::string, Statistics>> times() const {
+        std::vector<std::pair<std::string, Statistics>> all;
+        for (const std::string& phase : phases()) all.emplace_back(phase, of(phase));
+        if (!replayed.empty()) {
+            all.back().first = std::string("plain_") + whole();
+            all.emplace_back(whole(), statistics(replayed));
+        }
+        return all;
+    }
+    double seconds() const { return times().back().second.median; }
     double flops_per_second() const { return flops / seconds(); }
     double bytes_per_second() const {
         double bytes = 0;
@@ -276,11 +290,9 @@ inline nlohmann::ordered_json bench_json(const BenchReport& r) {
                                 {"warmup", r.warmup},
                                 {"steps", r.steps.size()},
                                 {"cold_ms", 1e3 * r.cold.ranges.at(r.whole())}};
-    for (const std::string& phase : r.phases()) {
-        const Statistics s = r.of(phase);
-        j[phase + "_ms"] = {
+    for (const auto& [name, s] : r.times())
+        j[name + "_ms"] = {
             {"mean", 1e3 * s.mean}, {"std", 1e3 * s.std}, {"median", 1e3 * s.median}, {"min", 1e3 * s.min}};
-    }
     j["tokens_per_second"] = r.tokens / r.seconds();
     j["flops_per_second"] = r.flops_per_second();
     j["matmul_peak"] = r.matmul_peak;
@@ -323,12 +335,10 @@ inline void print_bench(FILE* to, const BenchReport& r) {
             m.recompute.c_str(), r.threads);
     fprintf(to, "%zu steps, after a cold one of %.2f ms and %d to warm up\n\n", r.steps.size(),
             1e3 * r.cold.ranges.at(r.whole()), r.warmup);
-    fprintf(to, "%-10s %10s %10s %10s %10s\n", "ms", "mean", "std", "median", "min");
-    for (const std::string& phase : r.phases()) {
-        const Statistics s = r.of(phase);
-        fprintf(to, "%-10s %10.3f %10.3f %10.3f %10.3f\n", phase.c_str(), 1e3 * s.mean, 1e3 * s.std,
+    fprintf(to, "%-13s %10s %10s %10s %10s\n", "ms", "mean", "std", "median", "min");
+    for (const auto& [name, s] : r.times())
+        fprintf(to, "%-13s %10.3f %10.3f %10.3f %10.3f\n", name.c_str(), 1e3 * s.mean, 1e3 * s.std,
                 1e3 * s.median, 1e3 * s.min);
-    }
     fprintf(to, "\n%.0f tokens/s\n", r.tokens / r.seconds());
     fprintf(to, "%.1f GFLOP/s: %.1f%% of the %.1f of square products\n", r.flops_per_second() / 1e9,
             100 * r.flops_per_second() / r.matmul_peak, r.matmul_peak / 1e9);

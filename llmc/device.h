@@ -62,7 +62,8 @@ inline void device_free(void* p, size_t bytes) {
 #endif
 }
 
-// Copies and fills, in order with the stream's kernels. The host side of a copy may be reused on return.
+// Copies and fills, in order with the stream's kernels. Those between host and device wait until they are
+// done, for set-up and sampling; the step has copy_later().
 inline void copy_to_device(void* device, const void* host, size_t bytes, [[maybe_unused]] Stream stream) {
     if (simt::launches_off) return;
 #if defined(SIMT_GPU)
@@ -79,6 +80,14 @@ inline void copy_to_host(void* host, const void* device, size_t bytes, [[maybe_u
     CUDA_CHECK(cudaStreamSynchronize(stream));
 #else
     memcpy(host, device, bytes);
+#endif
+}
+// A copy between pinned memory and the device, or on the device, which the host does not wait for.
+inline void copy_later(void* to, const void* from, size_t bytes, [[maybe_unused]] Stream stream) {
+#if defined(SIMT_GPU)
+    CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
+#else
+    memcpy(to, from, bytes);
 #endif
 }
 // Copies `rows` rows of `columns` elements on the device, with row lengths in elements.
@@ -154,6 +163,98 @@ class DeviceBuffer {
   private:
     void* data_ = nullptr;
     size_t bytes_ = 0;
+};
+
+// Host memory that a GPU copies from and to while the host goes on; on a CPU ordinary memory.
+class PinnedBuffer {
+  public:
+    explicit PinnedBuffer(size_t bytes) : bytes_(bytes) {
+#if defined(SIMT_GPU)
+        CUDA_CHECK(cudaMallocHost(&data_, bytes ? bytes : 1));
+#else
+        data_ = ::operator new(bytes);
+#endif
+    }
+    PinnedBuffer(const PinnedBuffer&) = delete;
+    ~PinnedBuffer() {
+#if defined(SIMT_GPU)
+        cudaDeviceSynchronize();  // after an error copies may be under way
+        cudaFreeHost(data_);
+#else
+        ::operator delete(data_);
+#endif
+    }
+    char* data() const { return static_cast<char*>(data_); }
+    size_t bytes() const { return bytes_; }
+
+  private:
+    void* data_ = nullptr;
+    size_t bytes_;
+};
+
+// A stream of one's own: work in it runs beside that of others, and can be recorded as a graph. The default
+// stream, in which a model is loaded and saved, still waits for it, and it for the default stream.
+class OwnStream {
+  public:
+    OwnStream() {
+#if defined(SIMT_GPU)
+        CUDA_CHECK(cudaStreamCreate(&stream_));
+#endif
+    }
+    OwnStream(const OwnStream&) = delete;
+    ~OwnStream() {
+#if defined(SIMT_GPU)
+        cudaStreamDestroy(stream_);
+#endif
+    }
+    Stream get() const { return stream_; }
+
+  private:
+    Stream stream_ = nullptr;
+};
+
+// A moment of a stream's work, for others to wait for. Until it was set nobody waits. On a CPU all work is
+// done when it was asked for.
+class Event {
+  public:
+#if defined(SIMT_GPU)
+    Event() { CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
+    ~Event() { cudaEventDestroy(event_); }
+    void set(Stream stream) { CUDA_CHECK(cudaEventRecord(event_, stream)); }
+    void hold(Stream stream) const { CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0)); }
+    void wait() const { CUDA_CHECK(cudaEventSynchronize(event_)); }
+#else
+    Event() = default;
+    void set(Stream) {}
+    void hold(Stream) const {}  // what follows in the stream
+    void wait() const {}        // the host
+#endif
+    Event(const Event&) = delete;
+
+  private:
+#if defined(SIMT_GPU)
+    cudaEvent_t event_ = nullptr;
+#endif
+};
+
+// Bytes of the device on their way to the host.
+class Readback {
+  public:
+    explicit Readback(size_t bytes) : host_(bytes) {}
+    // Has what the stream's work leaves at `device` copied, without waiting.
+    void start(const void* device, Stream stream) {
+        copy_later(host_.data(), device, host_.bytes(), stream);
+        arrived_.set(stream);
+    }
+    // Waits until what was last started is there.
+    const char* wait() const {
+        arrived_.wait();
+        return host_.data();
+    }
+
+  private:
+    PinnedBuffer host_;
+    Event arrived_;
 };
 
 // Hears of the ranges of a step: the bench.

@@ -1,9 +1,12 @@
 // embedding.cuh - token and position embeddings, forward and backward.
 //
 // Many rows may hold the same token, so backward groups rows by token first (on the host, by counting) and
-// one warp sums a token's rows in order: the same bits every time, without atomics.
+// one warp sums a token's rows in order: the same bits every time, without atomics. How many groups there are
+// the launch does not know: it is for as many as there can be, and the last are empty.
 #pragma once
 
+#include <algorithm>
+#include <span>
 #include <vector>
 
 #include "llmc/columns.cuh"
@@ -41,27 +44,28 @@ void embedding_forward(Tensor<T>& out, const Tensor<int>& tokens, const Tensor<T
     });
 }
 
-// Rows grouped by token: group g is the rows order[starts[g]] .. order[starts[g + 1] - 1], in ascending
-// order.
-struct TokenGroups {
-    std::vector<int> order, starts;
-    int count() const { return static_cast<int>(starts.size()) - 1; }
-};
+// The most groups that the tokens of so many rows can have.
+constexpr int64_t most_token_groups(int64_t rows, int vocabulary) {
+    return std::min<int64_t>(rows, vocabulary);
+}
 
-// Groups the rows of `tokens`, all in [0, vocabulary), by counting: O(rows + vocabulary).
-inline TokenGroups group_tokens(const std::vector<int>& tokens, int vocabulary) {
+// Groups the rows of `tokens`, all in [0, vocabulary), by counting: O(rows + vocabulary). Group g is the rows
+// order[starts[g]] .. order[starts[g + 1] - 1], in ascending order. starts holds at least
+// most_token_groups() + 1 numbers; groups beyond those that there are get no rows.
+inline void group_tokens(std::span<const int> tokens, int vocabulary, std::span<int> order,
+                         std::span<int> starts) {
+    assert(order.size() == tokens.size());
     std::vector<int> next(static_cast<size_t>(vocabulary) + 1, 0);
     for (int t : tokens) next[static_cast<size_t>(t) + 1]++;
-    TokenGroups groups;
+    size_t groups = 0;
     for (size_t v = 0; v < static_cast<size_t>(vocabulary); v++) {
-        if (next[v + 1] > 0) groups.starts.push_back(next[v]);
+        if (next[v + 1] > 0) starts[groups++] = next[v];
         next[v + 1] += next[v];
     }
-    groups.starts.push_back(static_cast<int>(tokens.size()));
-    groups.order.resize(tokens.size());
+    assert(groups < starts.size());
+    std::fill(starts.begin() + static_cast<ptrdiff_t>(groups), starts.end(), static_cast<int>(tokens.size()));
     for (size_t row = 0; row < tokens.size(); row++)
-        groups.order[static_cast<size_t>(next[static_cast<size_t>(tokens[row])]++)] = static_cast<int>(row);
-    return groups;
+        order[static_cast<size_t>(next[static_cast<size_t>(tokens[row])]++)] = static_cast<int>(row);
 }
 
 template <class T, int N>
@@ -72,7 +76,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     if (group >= groups) return;
     const int first = starts[group], end = starts[group + 1];
     const int c = (blockIdx.y * kLanes + lane()) * N;
-    if (c >= C) return;
+    if (first == end || c >= C) return;
     Accumulator<N> sum;
     for (int i = first; i < end; i++) {
         const Packed<T, N> d = load<N>(dout + int64_t{order[i]} * C + c);
@@ -101,13 +105,13 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
 }
 
-// Adds to dwte (V, C) and dwpe (positions, C) what dout (batch, seq_len, C) sends back. order and starts are
-// the device's copy of group_tokens(tokens), with `groups` groups.
+// Adds to dwte (V, C) and dwpe (positions, C) what dout (batch, seq_len, C) sends back. order (batch *
+// seq_len) and starts (groups + 1) are the device's copy of what group_tokens() made of the tokens.
 template <class T>
 void embedding_backward(Tensor<T>& dwte, Tensor<T>& dwpe, const Tensor<T>& dout, const Tensor<int>& tokens,
-                        const Tensor<int>& order, const Tensor<int>& starts, int groups, Stream stream) {
+                        const Tensor<int>& order, const Tensor<int>& starts, Stream stream) {
     const int C = static_cast<int>(dout.columns()), seq_len = static_cast<int>(tokens.columns());
-    const int batch = static_cast<int>(tokens.rows());
+    const int batch = static_cast<int>(tokens.rows()), groups = static_cast<int>(starts.size()) - 1;
     const Operation operation("embedding_backward", 0, pass_bytes(dout, dout, dout, dout));
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
         const dim3 by_token(static_cast<unsigned>(ceil_div(groups, kBlockWarps)),

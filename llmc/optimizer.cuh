@@ -40,7 +40,8 @@ struct UpdateArrays {
     int64_t first = 0;  // the number of element 0 in the model, for random rounding
 };
 
-// What the kernel needs beside the arrays: bias corrections included.
+// What the kernel needs beside the arrays: bias corrections included. It reads them from the device's memory,
+// so that the launches of every step's update are the same.
 struct UpdateFactors {
     float lr, beta1, beta2, epsilon, weight_decay, clip, m_correction, v_correction;
     uint64_t random_key;
@@ -259,7 +260,8 @@ SIMT_HOST_DEVICE bool rounds_randomly(const UpdateArrays<T>& a) {
 // Asked for four blocks at once, ptxas spills.
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads, 3)
-    optimizer_kernel(UpdateArrays<T> a, UpdateFactors f, const float* norm) {
+    optimizer_kernel(UpdateArrays<T> a, const UpdateFactors* factors, const float* norm) {
+    const UpdateFactors f = *factors;
     const float total = *norm;
     const float scale = f.clip > 0.f && total > f.clip ? f.clip / total : 1.f;
     const bool rounds = rounds_randomly(a);
@@ -284,12 +286,10 @@ double update_bytes(const UpdateArrays<T>& a) {
     return bytes * static_cast<double>(a.n);
 }
 
-// One step on the arrays. The gradient is first scaled to a norm of at most `clip`; norm (1) is on the
-// device. Pointers must be aligned to 16 bytes. What is rounded at random depends on nothing but the seed,
-// the step and the element's number.
-template <class T>
-void optimizer_update(const OptimizerStep& o, const UpdateArrays<T>& a, const Tensor<float>& norm,
-                      Stream stream) {
+__global__ void set_factors_kernel(UpdateFactors* to, UpdateFactors factors) { *to = factors; }
+
+// Writes a step's factors to the device, for the updates that follow on the stream.
+inline void set_factors(UpdateFactors* factors, const OptimizerStep& o, Stream stream) {
     const auto correction = [&](float beta) {
         return static_cast<float>(1.0 / (1.0 - std::pow(double{beta}, o.step)));
     };
@@ -302,18 +302,28 @@ void optimizer_update(const OptimizerStep& o, const UpdateArrays<T>& a, const Te
                           .m_correction = correction(o.beta1),
                           .v_correction = correction(o.beta2),
                           .random_key = random_key(o.seed, kRoundingStream, static_cast<uint64_t>(o.step))};
+    launch<set_factors_kernel>(1, 1, 0, stream, factors, f);
+}
+
+// One step on the arrays, by the factors that set_factors() wrote. The gradient is first scaled to a norm of
+// at most `clip`; norm (1) is on the device, as the factors are. Pointers must be aligned to 16 bytes. What
+// is rounded at random depends on nothing but the seed, the step and the element's number.
+template <class T>
+void optimizer_update(const UpdateFactors* factors, const UpdateArrays<T>& a, const Tensor<float>& norm,
+                      Stream stream) {
     const Operation operation("optimizer_update", 0, update_bytes(a));
     const int64_t blocks = ceil_div(ceil_div(a.n, kQuantizedBlock), kBlockWarps * kUpdateBlocks);
-    launch<optimizer_kernel<T>>(static_cast<unsigned>(blocks), kBlockThreads, 0, stream, a, f, norm.data());
+    launch<optimizer_kernel<T>>(static_cast<unsigned>(blocks), kBlockThreads, 0, stream, a, factors,
+                                norm.data());
 }
 
 // One step on a unit of the model (model.h), whose gradients (unit.size) may lie anywhere.
 template <class T>
-void optimizer_update(const OptimizerStep& o, const State<T>& state, const Unit& unit,
+void optimizer_update(const UpdateFactors* factors, const State<T>& state, const Unit& unit,
                       const T* unit_gradients, const Tensor<float>& norm, Stream stream) {
     const int64_t at = unit.offset;
     const StateOptions& s = state.options;
-    optimizer_update(o,
+    optimizer_update(factors,
                      UpdateArrays<T>{.weights = state.template data<T>(StatePart::Weights, at),
                                      .gradients = unit_gradients,
                                      .optimizer = s.optimizer,

@@ -56,6 +56,7 @@ struct Options {
     std::string resume;
     std::string attention = "common";
     int threads = 0;
+    std::string graph = "on";
     std::string matmul_algorithms;
 
     // The options given on the command line, by name, as they were written: what a save remembers for a
@@ -181,6 +182,9 @@ inline void declare_options(CLI::App& app, Options& o) {
         ->check(CLI::IsMember({"common", "hopper"}))
         ->group(run);
     app.add_option("--threads", o.threads, "CPU threads; 0: all")->check(between(0, 4096))->group(run);
+    app.add_option("--graph", o.graph, "replay each step as a CUDA graph; only a GPU has them")
+        ->check(CLI::IsMember({"on", "off"}))
+        ->group(run);
     app.add_option("--matmul-algorithms", o.matmul_algorithms,
                    "on a GPU, a file of each product's fastest; what it lacks is measured and added")
         ->group(run);

@@ -88,7 +88,7 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
         {"precision", r.precision},   {"batch", r.batch},           {"seq_len", r.seq_len},
         {"grad_accum", r.grad_accum}, {"head_rows", r.head_rows},   {"recompute", r.recompute}};
     auto& totals = j["totals"];
-    for (const char* kind : {"weights", "gradients", "optimizer_m", "optimizer_v", "master"})
+    for (const char* kind : {"weights", "gradients", "optimizer_m", "optimizer_v", "master", "input"})
         totals[kind] = r.of_kind(kind);
     totals["activations"] = r.activations();
     totals["workspace"] = r.workspace();

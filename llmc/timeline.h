@@ -21,7 +21,8 @@ struct Timeline {
     std::vector<TimelineEvent> events;
 };
 
-// The kinds of memory of a training: of the state as the report has them, then of the arena's takes.
+// The kinds of memory of a training: of the state and the batch as the report has them, then of the arena's
+// takes.
 inline std::vector<std::string> timeline_kinds(const MemoryReport& report, const Plan& update) {
     std::vector<std::string> kinds;
     const auto add = [&](const std::string& kind) {
@@ -29,7 +30,7 @@ inline std::vector<std::string> timeline_kinds(const MemoryReport& report, const
             kinds.push_back(kind);
     };
     for (const auto& b : report.buffers) add(b.kind);
-    for (const char* kind : {"input", "activation", "gradient"}) add(kind);
+    for (const char* kind : {"activation", "gradient"}) add(kind);
     for (const Plan* plan : {&report.train, &update})
         for (const Take& t : plan->takes) add(t.kind);
     kinds.push_back("workspace");
@@ -73,7 +74,8 @@ inline void append_plan(Timeline& timeline, const Plan& plan, const std::string&
     }
 }
 
-// The timeline of one micro-batch and of the update. State and workspace are there all the time.
+// The timeline of one micro-batch and of the update. State, batch and workspace are there all the
+// time.
 inline Timeline make_timeline(const MemoryReport& report, const Plan& update) {
     Timeline timeline{timeline_kinds(report, update), {}};
     std::vector<size_t> live;

@@ -489,7 +489,8 @@ TEST(TensorHandle, OwnsOnceAndViewsOwnNothing) {
 TEST(DeviceMemory, AForbiddenAllocationNamesTheBuffer) {
     const DeviceBuffer before(1000, "the first");
     forbid_device_allocation();
-    expect_user_error([] { DeviceBuffer late(4096, "the second"); }, {"the second", "4096", "start of the run"});
+    expect_user_error([] { DeviceBuffer late(4096, "the second"); },
+                      {"the second", "4096", "start of the run"});
     Arena arena;
     Plan plan = arena.rehearse([&] { Bytes a = take(arena, "a", 600); });
     expect_user_error([&] { arena.allocate({&plan}); }, {"the activation arena"});

@@ -32,6 +32,11 @@ def bench(train, *arguments, model="d2", cwd=None):
     return json.loads(result.stdout)
 
 
+def wholes(train, name="step"):
+    """The whole step's names: where a training replays it as graphs, the one that the phases are of is "plain"."""
+    return [f"plain_{name}", name] if train.device == "cuda" else [name]
+
+
 def consistent(figures, phases, whole):
     """What must hold between the figures of any bench."""
     for phase in phases:
@@ -58,11 +63,12 @@ def flops(plan, layers, channels, positions):
 def test_step(train, tmp_path, options):
     """Away from any data, on random tokens; the phases are most of the step and no more."""
     figures = bench(train, "--bench", *options, cwd=tmp_path)
-    assert list(figures) == HEAD + [f"{phase}_ms" for phase in (*PHASES, "step")] + RATES
+    assert list(figures) == HEAD + [f"{phase}_ms" for phase in (*PHASES, *wholes(train))] + RATES
     assert not listing(tmp_path)
-    seconds = consistent(figures, [*PHASES, "step"], "step")
+    seconds = consistent(figures, [*PHASES, *wholes(train)], "step")
     inside = sum(figures[f"{phase}_ms"]["mean"] for phase in PHASES)
-    assert 0.6 * figures["step_ms"]["mean"] <= inside <= 1.001 * figures["step_ms"]["mean"]
+    mean = figures[f"{wholes(train)[0]}_ms"]["mean"]
+    assert 0.6 * mean <= inside <= 1.001 * mean
     assert (figures["warmup"], figures["steps"], figures["threads"]) == (1, 3, 1)
     plan = train.plan("--model", "d2", *SHAPE, *options, "--sample-tokens", 0)
     for key in ("model", "device", "precision", "batch", "seq_len", "grad_accum", "recompute"):
@@ -94,6 +100,13 @@ def test_forward(train):
     assert not any("backward" in name or "update" in name for name in calls(figures))
     assert calls(figures)["attention_forward"] == 2 and calls(figures)["cross_entropy_forward"] == 1
     sums(figures, "forward")
+
+
+def test_without_graphs(train):
+    """Where there are graphs, --graph off measures the plain step alone."""
+    figures = bench(train, "--bench", "--graph", "off")
+    assert list(figures) == HEAD + [f"{phase}_ms" for phase in (*PHASES, "step")] + RATES
+    consistent(figures, [*PHASES, "step"], "step")
 
 
 @pytest.mark.parametrize("model, data", [("model", "shard.bin"), ("d1", "text"), ("model", None)])
@@ -172,10 +185,11 @@ def test_table(train):
     assert lines[0].startswith(f"d2: {train.device}, {train.precision}, batch 2, seq_len 48, ")
     assert re.fullmatch(r"3 steps, after a cold one of \d+\.\d\d ms and 1 to warm up", lines[1])
     assert lines[3].split() == ["ms", "mean", "std", "median", "min"]
-    table = [line.split() for line in lines[4:9]]
-    assert [row[0] for row in table] == [*PHASES, "step"] and all(len(row) == 5 for row in table)
+    end = 4 + len(PHASES) + len(wholes(train))
+    table = [line.split() for line in lines[4:end]]
+    assert [row[0] for row in table] == [*PHASES, *wholes(train)] and all(len(row) == 5 for row in table)
     assert sum(float(row[1]) for row in table[:4]) <= float(table[4][1]) + 0.01
-    for line, pattern in zip(lines[10:], (r"\d+ tokens/s", r"[\d.]+ GFLOP/s: [\d.]+% of the [\d.]+ of square products",
+    for line, pattern in zip(lines[end + 1:], (r"\d+ tokens/s", r"[\d.]+ GFLOP/s: [\d.]+% of the [\d.]+ of square products",
                                           r"[\d.]+ GB/s: [\d.]+% of the [\d.]+ of a large copy",
                                           r"[\d.]+ MiB planned, [\d.]+ MiB taken"), strict=True):
         assert re.fullmatch(pattern, line), line

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "llmc/arena.h"
+#include "llmc/bench.h"
 #include "llmc/model.h"
 #include "llmc/options.h"
 #include "llmc/sampler.h"
@@ -27,6 +28,30 @@ TEST(Schedule, KnownPoints) {
     EXPECT_DOUBLE_EQ(learning_rate("wsd", 90, 100, 10, 1.0, 0.0), 0.5);
     EXPECT_DOUBLE_EQ(learning_rate("wsd", 92, 100, 90, 1.0, 0.0), 0.8);  // decay waits for a long warm-up
     EXPECT_DOUBLE_EQ(learning_rate("cosine", 0, 1, 0, 1.0, 0.0), 1.0);
+}
+
+// Rates are those of the steps that are replayed, where these are; phases stay those of plain steps.
+TEST(Bench, ReplayedStepsAreTheSteps) {
+    const MemoryReport memory;
+    for (const bool forward_only : {false, true}) {
+        const std::string whole = forward_only ? "forward" : "step", plain = "plain_" + whole + "_ms";
+        BenchReport r{memory, forward_only, false, 1, 0, {}, 100, 1000, 1, 1};
+        r.cold.ranges = {{"forward", 3.}, {"step", 9.}};
+        r.steps.assign(3, {{{"forward", 1.}, {"update", 2.}, {"step", 4.}}, {}});
+        nlohmann::ordered_json j = bench_json(r);
+        EXPECT_FALSE(j.contains(plain));
+        EXPECT_EQ(j.contains("update_ms"), !forward_only);
+        EXPECT_EQ(j[whole + "_ms"]["median"], forward_only ? 1e3 : 4e3);
+        EXPECT_EQ(j["tokens_per_second"], forward_only ? 100 : 25);
+        r.replayed = {0.5, 0.25, 1};
+        j = bench_json(r);
+        EXPECT_EQ(j[plain]["median"], forward_only ? 1e3 : 4e3);
+        EXPECT_EQ(j.contains("update_ms"), !forward_only);
+        EXPECT_EQ(j[whole + "_ms"]["median"], 500);
+        EXPECT_EQ(j[whole + "_ms"]["min"], 250);
+        EXPECT_EQ(j["tokens_per_second"], 200);
+        EXPECT_EQ(j["flops_per_second"], 2000);
+    }
 }
 
 TEST(Sampler, ZeroTemperatureIsTheLikeliest) { EXPECT_EQ(sample_token({0.f, 3.f, 3.f, 1.f}, 0, 0, 0.99), 1); }
@@ -72,6 +97,12 @@ TEST(Options, AResumeTakesTheSavedOnesUnlessGiven) {
     EXPECT_EQ(o.data, (std::vector<std::string>{"a.txt", "b.txt"}));
     EXPECT_TRUE(o.has("--batch") && o.has("--lr") && !o.has("--seed"));
     EXPECT_EQ(o.given.at("--lr"), std::vector<std::string>{"0.25"});
+}
+
+TEST(Options, GraphIsOnOrOff) {
+    EXPECT_EQ(parse({}).graph, "on");
+    EXPECT_EQ(parse({"--graph", "off"}).graph, "off");
+    EXPECT_NE(failure({"--graph", "maybe"}).find("--graph"), std::string::npos);
 }
 
 TEST(Options, MistakesNameTheOption) {

@@ -320,29 +320,44 @@ TYPED_TEST(Kernels, EmbeddingForward) {
     }
 }
 
+// What group_tokens() makes, with room for `spare` groups more than there can be.
+struct TokenGroups {
+    std::vector<int> order, starts;
+    TokenGroups(const std::vector<int>& tokens, int vocabulary, int spare = 0)
+        : order(tokens.size(), -1),
+          starts(most_token_groups(static_cast<int64_t>(tokens.size()), vocabulary) + 1 + spare, -1) {
+        group_tokens(tokens, vocabulary, order, starts);
+    }
+};
+
 TYPED_TEST(Kernels, EmbeddingBackward) {
     using T = TypeParam;
     for (const EmbeddingCase& e : embedding_cases()) {
         SCOPED_TRACE(text({e.batch * e.seq_len, e.C}));
         const std::vector<int> tokens = tokens_of(e);
-        const TokenGroups groups = group_tokens(tokens, e.vocabulary);
         const size_t C = e.C;
         const std::vector<T> dout = random_values<T>(tokens.size() * C, 1, 44);
         const std::vector<T> dwte_0 = random_values<T>(e.vocabulary * C, 1, 45);
         const std::vector<T> dwpe_0 =
             random_values<T>((e.seq_len + 2) * C, 1, 46);  // positions that are not used, too
         std::vector<T> dwte, dwpe;
-        for_each_order([&] {
-            const DeviceArray<int> d_tokens(tokens), d_order(groups.order), d_starts(groups.starts);
-            const DeviceArray<T> d_dout(dout), d_dwte(dwte_0), d_dwpe(dwpe_0);
-            Tensor<T> t_dwte = d_dwte.tensor({e.vocabulary, e.C}),
-                      t_dwpe = d_dwpe.tensor({e.seq_len + 2, e.C});
-            embedding_backward(t_dwte, t_dwpe, d_dout.tensor({e.batch, e.seq_len, e.C}),
-                               d_tokens.tensor({e.batch, e.seq_len}), d_order.tensor({e.batch * e.seq_len}),
-                               d_starts.tensor({groups.count() + 1}), groups.count(), kStream);
-            dwte = d_dwte.download(), dwpe = d_dwpe.download();
+        auto run = [&](int spare) {
+            const TokenGroups groups(tokens, e.vocabulary, spare);
+            const int64_t starts = static_cast<int64_t>(groups.starts.size());
+            for_each_order([&] {
+                const DeviceArray<int> d_tokens(tokens), d_order(groups.order), d_starts(groups.starts);
+                const DeviceArray<T> d_dout(dout), d_dwte(dwte_0), d_dwpe(dwpe_0);
+                Tensor<T> t_dwte = d_dwte.tensor({e.vocabulary, e.C}),
+                          t_dwpe = d_dwpe.tensor({e.seq_len + 2, e.C});
+                embedding_backward(t_dwte, t_dwpe, d_dout.tensor({e.batch, e.seq_len, e.C}),
+                                   d_tokens.tensor({e.batch, e.seq_len}),
+                                   d_order.tensor({e.batch * e.seq_len}), d_starts.tensor({starts}), kStream);
+                dwte = d_dwte.download(), dwpe = d_dwpe.download();
+                return bytes_of(dwte, dwpe);
+            });
             return bytes_of(dwte, dwpe);
-        });
+        };
+        EXPECT_TRUE(run(37) == run(0));
         Doubles want_dwte = to_doubles(dwte_0), want_dwpe = to_doubles(dwpe_0);
         for (size_t i = 0; i < dout.size(); i++) {
             want_dwte[tokens[i / C] * C + i % C] += to_float(dout[i]);
@@ -357,19 +372,21 @@ TEST(GroupTokens, GroupsRowsByTokenInOrder) {
     for (const EmbeddingCase& e :
          std::vector<EmbeddingCase>{{2, 50, 1, 7, false}, {1, 9, 1, 50257, false}, {1, 5, 1, 3, true}}) {
         const std::vector<int> tokens = tokens_of(e);
-        const TokenGroups groups = group_tokens(tokens, e.vocabulary);
         std::vector<int> rows(tokens.size());
         std::iota(rows.begin(), rows.end(), 0);
         std::stable_sort(rows.begin(), rows.end(), [&](int a, int b) { return tokens[a] < tokens[b]; });
-        EXPECT_EQ(groups.order, rows);
         std::vector<int> starts;
         for (size_t i = 0; i < rows.size(); i++)
             if (i == 0 || tokens[rows[i]] != tokens[rows[i - 1]]) starts.push_back(static_cast<int>(i));
-        EXPECT_EQ(groups.count(), static_cast<int>(starts.size()));
-        starts.push_back(static_cast<int>(rows.size()));
-        EXPECT_EQ(groups.starts, starts);
+        for (const int spare : {0, 5}) {
+            const TokenGroups groups(tokens, e.vocabulary, spare);
+            EXPECT_EQ(groups.order, rows);
+            std::vector<int> padded = starts;
+            padded.resize(groups.starts.size(), static_cast<int>(rows.size()));
+            EXPECT_EQ(groups.starts, padded);
+        }
     }
-    EXPECT_EQ(group_tokens({}, 5).count(), 0);
+    EXPECT_EQ(TokenGroups({}, 5).starts, std::vector<int>{0});
 }
 
 struct CrossEntropyCase {

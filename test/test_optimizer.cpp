@@ -245,6 +245,12 @@ struct Problem {
     int64_t decayed = 0, first = 0;
 };
 
+// A step's factors on the device.
+struct DeviceFactors {
+    explicit DeviceFactors(const OptimizerStep& step) : array(1) { set_factors(array.data(), step, kStream); }
+    DeviceArray<UpdateFactors> array;
+};
+
 // One update of what `start` holds.
 template <class T>
 Training<T> updated(const Training<T>& start, const std::vector<T>& gradients, const Problem& p) {
@@ -255,7 +261,8 @@ Training<T> updated(const Training<T>& start, const std::vector<T>& gradients, c
     const DeviceArray<int16_t> low(start.low);
     const DeviceMoment m(start.m), v(start.v);
     void* behind = start.low.empty() ? static_cast<void*>(master.data()) : low.data();
-    optimizer_update(p.step,
+    const DeviceFactors factors(p.step);
+    optimizer_update(factors.array.data(),
                      UpdateArrays<T>{.weights = weights.data(),
                                      .gradients = d_g.data(),
                                      .optimizer = f.optimizer,
@@ -567,6 +574,49 @@ TEST(OptimizerUpdate, CodesOfExtremeBlocks) {
             << i << " " << gradients[i];
 }
 
+TEST(OptimizerUpdate, FactorsAreTheSteps) {
+    for (const int step : {1, 2, 1000, 1000000}) {
+        const OptimizerStep o{3e-4f, 0.9f, 0.999f, 1e-8f, 0.1f, 1.f, step, 7};
+        const UpdateFactors f = DeviceFactors(o).array.download()[0];
+        EXPECT_EQ(f.lr, o.lr);
+        EXPECT_EQ(f.beta1, o.beta1);
+        EXPECT_EQ(f.beta2, o.beta2);
+        EXPECT_EQ(f.epsilon, o.epsilon);
+        EXPECT_EQ(f.weight_decay, o.weight_decay);
+        EXPECT_EQ(f.clip, o.clip);
+        EXPECT_NEAR(f.m_correction * (1 - std::pow(double{o.beta1}, step)), 1, 1e-7);
+        EXPECT_NEAR(f.v_correction * (1 - std::pow(double{o.beta2}, step)), 1, 1e-7);
+        OptimizerStep next = o;
+        next.step++;
+        EXPECT_NE(f.random_key, DeviceFactors(next).array.download()[0].random_key);
+    }
+}
+
+// What a launch is given stays the same from step to step; the factors behind it do not.
+TEST(OptimizerUpdate, TheSameLaunchFollowsItsFactors) {
+    const size_t n = 3 * kQuantizedBlock + 5;
+    const auto gradients = random_values<float>(n, 1, 71), zeros = std::vector<float>(n, 0.f);
+    const auto start = Training<float>::make({}, random_values<float>(n, 1, 72), zeros, zeros);
+    Problem first, second;
+    second.step.step = 2;
+    second.step.lr = 0.02f;
+    second.step.clip = 3;
+    const auto want = updated(updated(start, gradients, first), gradients, second);
+
+    const DeviceArray<float> weights(start.weights), d_g(gradients), norm(std::vector<float>{first.norm});
+    const DeviceMoment m(start.m), v(start.v);
+    const DeviceFactors factors(first.step);
+    const UpdateArrays<float> arrays{.weights = weights.data(),
+                                     .gradients = d_g.data(),
+                                     .m = m.array(Moment::Fp32),
+                                     .v = v.array(Moment::Fp32),
+                                     .n = static_cast<int64_t>(n)};
+    optimizer_update(factors.array.data(), arrays, norm.tensor({1}), kStream);
+    set_factors(factors.array.data(), second.step, kStream);
+    optimizer_update(factors.array.data(), arrays, norm.tensor({1}), kStream);
+    EXPECT_TRUE(bytes_of(weights.download()) == bytes_of(want.weights));
+}
+
 TEST(OptimizerUpdate, CountsTheBytesItMoves) {
     const auto bytes = [](auto type, const Formats& f) {
         UpdateArrays<decltype(type)> a{};
@@ -578,7 +628,7 @@ TEST(OptimizerUpdate, CountsTheBytesItMoves) {
         std::vector<Work> ledger;
         work_ledger = &ledger;
         simt::launches_off = true;
-        optimizer_update(OptimizerStep{}, a, Tensor<float>(nullptr, {1}), kStream);
+        optimizer_update(nullptr, a, Tensor<float>(nullptr, {1}), kStream);
         simt::launches_off = false;
         work_ledger = nullptr;
         EXPECT_EQ(ledger.size(), 1u);
@@ -603,7 +653,8 @@ void expect_unit_update(const StateOptions& options) {
     const auto n = static_cast<size_t>(unit.size);
     const DeviceArray<T> gradients(std::vector<T>(n, from_float<T>(0.5f)));
     const DeviceArray<float> norm(std::vector<float>{1});
-    optimizer_update(Problem{}.step, state, unit, gradients.data(), norm.tensor({1}), kStream);
+    const DeviceFactors factors(Problem{}.step);
+    optimizer_update(factors.array.data(), state, unit, gradients.data(), norm.tensor({1}), kStream);
     for (const StateBuffer& b : state.buffers()) {
         std::vector<char> host(b.bytes());
         copy_to_host(host.data(), b.memory.data(), host.size(), kStream);

@@ -38,8 +38,8 @@ def test_schema(train):
                           "estimated_seconds", "buffers"]
     assert (plan["model"], plan["batch"], plan["seq_len"], plan["recompute"]) == ("d2", 3, 40, "norm")
     assert plan["device"] in ("cpu", "cuda") and plan["precision"] in ("fp32", "bf16")
-    assert list(plan["totals"]) == ["weights", "gradients", "optimizer_m", "optimizer_v", "master", "activations",
-                                    "workspace", "process", "total"]
+    assert list(plan["totals"]) == ["weights", "gradients", "optimizer_m", "optimizer_v", "master", "input",
+                                    "activations", "workspace", "process", "total"]
     assert all(isinstance(size, int) for size in plan["totals"].values())
     assert re.search(r"forward|head|backward", plan["peak_at"])
     for buffer in plan["buffers"]:
@@ -56,7 +56,7 @@ def test_schema(train):
 def test_totals(train):
     plan = train.plan("--model", "d2", "--batch", 3, "--seq-len", 40)
     totals = plan["totals"]
-    for kind in ("weights", "gradients", "optimizer_m", "optimizer_v", "master", "workspace"):
+    for kind in ("weights", "gradients", "optimizer_m", "optimizer_v", "master", "input", "workspace"):
         assert totals[kind] == sum(b["bytes"] for b in plan["buffers"] if b["kind"] == kind), kind
     assert totals["activations"] == max(b["offset"] + aligned(b["bytes"]) for b in in_arena(plan))
     assert totals["total"] == sum(size for kind, size in totals.items() if kind != "total")
@@ -65,6 +65,18 @@ def test_totals(train):
     assert plan["parameters"] * width <= totals["weights"] == totals["gradients"] < 1.01 * plan["parameters"] * width
     assert totals["optimizer_m"] == totals["optimizer_v"] == totals["weights"] // width * 4
     assert totals["master"] == (totals["optimizer_m"] if plan["precision"] == "bf16" else 0)
+
+
+def test_batch(train, tmp_path):
+    """Inputs, targets, rows by token, and where each token's begin; on a GPU the next ones too. Not where none is fed."""
+    make(tmp_path / "model", "--layers", 1, "--heads", 1, "--channels", 8, "--vocab", 300, "--positions", 100)
+    copies = 2 if train.device == "cuda" else 1
+    for batch, seq_len, starts in ((3, 40, 3 * 40 + 1), (4, 100, 300 + 1)):
+        plan = train.plan("--model", tmp_path / "model", "--batch", batch, "--seq-len", seq_len)
+        [fed] = [b for b in plan["buffers"] if b["kind"] == "input"]
+        assert (fed["name"], fed["shape"]) == ("batch", [copies, 3 * batch * seq_len + starts])
+        assert plan["totals"]["input"] == fed["bytes"] and fed["offset"] is None
+    assert train.plan("--model", tmp_path / "model", "--steps", 0)["totals"]["input"] == 0
 
 
 @pytest.mark.parametrize("level", LEVELS)

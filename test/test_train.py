@@ -332,6 +332,23 @@ def test_kill_leaves_a_usable_save(train, work):
     assert not [name for name in os.listdir(work / "out") if name.endswith((".tmp", ".old"))]
 
 
+def test_what_is_not_finite_is_not_saved(train, work):
+    """The run ends with the step that it shows in, and the save before is named and good."""
+    error = train(*DATA, "--steps", 50, "--optimizer", "sgd", "--lr", 1000, "--warmup", 0, "--clip", 0,
+                  "--save-every", 1, "--keep", 0, "--out", "out", "--log", "log", cwd=work, code=2).stderr.decode()
+    step = int(re.fullmatch(r"train: step (\d+): the loss is .*; the last good save: out\n", error)[1])
+    assert list(by_key(read_log(work / "log"), "loss")) == list(range(step))
+    assert json.loads((work / "out" / "trainer_state.json").read_text())["step"] == step
+    assert all(tensor.isfinite().all() for tensor in load_file(work / "out" / "model.safetensors").values())
+
+
+@pytest.mark.parametrize("options", [("--grad-accum", 3, "--eval-batches", 2),
+                                     ("--update-in-backward", "--clip-per-block")], ids=str)
+def test_graphs_change_nothing(train, work, options):
+    """Where there are graphs, six steps record and replay the micro-batches, the update and the validation."""
+    assert trained(train, work, "on", *options) == trained(train, work, "off", *options, "--graph", "off")
+
+
 @pytest.mark.parametrize("keep, steps", [(0, [2, 4, 6, 7]), (1, [7]), (2, [6, 7]), (None, [6, 7])])
 def test_keep(train, work, keep, steps):
     train(*DATA, "--steps", 7, "--save-every", 2, "--out", "out", *(() if keep is None else ("--keep", keep)),

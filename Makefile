@@ -185,6 +185,11 @@ fuzz: $(FUZZERS)
 .PHONY: bench-attention
 bench-attention: $(BENCH_ATTENTION)
 	GOMP_SPINCOUNT=10000 $(BENCH_ATTENTION) $(BENCH_OPTIONS)
+# The rates of a step's products beside those that oneDNN has with them alone.
+.PHONY: bench-products
+bench-products: build/cpu-$(PRECISION)/train build/bench/cpu/products
+	build/cpu-$(PRECISION)/train --profile-ops --json $(or $(BENCH_OPTIONS),--model d12 --batch 4 --seq-len 64) | \
+	  GOMP_SPINCOUNT=10000 build/bench/cpu/products
 build/bench/cpu/%: dev/bench/%.cpp Makefile
 	@mkdir -p $(@D)
 	$(CXX) -x c++ $(CXXFLAGS) $(NVTX_INCLUDE) -MF $@.d -MT $@ $< -o $@ $(CPU_LIBS)

@@ -90,13 +90,30 @@ struct BackwardScratch {
     }
 };
 
-// n floats as T; floats stay where they are. A loop of its own, or g++ does not vectorise it.
+// n floats times factor, rounded to T.
 template <class T>
-void narrow_row(T* to, const float* from, int n) {
-    if constexpr (std::is_same_v<T, float>)
-        assert(to == from);
-    else
-        for (int i = 0; i < n; i++) to[i] = from_float<T>(from[i]);
+void write_row(T* to, const float* from, int n, float factor) {
+    int i = 0;
+    for (; i + kScoreRun <= n; i += kScoreRun) {
+        ScoreRun x = load<kScoreRun>(from + i);
+        for (float& e : x.v) e *= factor;
+        store(to + i, x.v);
+    }
+    for (; i < n; i++) to[i] = from_float<T>(from[i] * factor);
+}
+
+// The largest of n scores, whole runs. In g++'s own vectors: it leaves a loop of maxima scalar.
+inline float largest_score(const float* s, int n) {
+    typedef float Vector __attribute__((vector_size(sizeof(ScoreRun))));
+    Vector most, x;
+    memcpy(&most, s, sizeof most);
+    for (int j = kScoreRun; j < n; j += kScoreRun) {
+        memcpy(&x, s + j, sizeof x);
+        most = x > most ? x : most;
+    }
+    ScoreRun run;
+    memcpy(&run, &most, sizeof run);
+    return largest_of(run.v);
 }
 
 // Of `visible` scores s: the exponentials relative to the largest so far (also of tiles before) to p, then
@@ -110,20 +127,14 @@ float softmax_row(T* p, float* s, int visible, int columns, float scale, float& 
     }
     const int end = static_cast<int>(ceil_div(visible, kScoreRun)) * kScoreRun;
     std::fill(s + visible, s + end, -INFINITY);
-    ScoreRun tops = load<kScoreRun>(s);
-    for (int j = kScoreRun; j < end; j += kScoreRun) {
-        const ScoreRun x = load<kScoreRun>(s + j);
-        for (int i = 0; i < kScoreRun; i++) tops.v[i] = x.v[i] > tops.v[i] ? x.v[i] : tops.v[i];
-    }
-    const float top = std::max(largest, *std::max_element(tops.v, tops.v + kScoreRun));
+    const float top = std::max(largest, largest_score(s, end));
     Accumulator<kScoreRun> sums;
     for (int j = 0; j < end; j += kScoreRun) {
         ScoreRun x = load<kScoreRun>(s + j);
         for (int i = 0; i < kScoreRun; i++) x.v[i] = fast_exp((x.v[i] - top) * scale);
         for (int i = 0; i < kScoreRun; i++) sums[i] += x.v[i];
-        store(s + j, x);
+        store(p + j, x.v);
     }
-    narrow_row(p, s, end);
     std::fill(p + visible, p + columns, from_float<T>(0.f));
     const float correction = largest == -INFINITY ? 0.f : fast_exp((largest - top) * scale);
     largest = top;
@@ -159,8 +170,7 @@ __global__ void attention_forward_cpu_kernel(T* out, float* lse, AttentionInput<
     }
     for (int i = 0; i < rows; i++) {
         T* to = out + in.out_offset(b, h) + (first + i) * in.out_row();
-        const float factor = 1.f / scratch.sum[i];
-        for (int c = 0; c < columns; c++) to[c] = from_float<T>(scratch.out[i * columns + c] * factor);
+        write_row(to, scratch.out + i * columns, columns, 1.f / scratch.sum[i]);
         if (lse) lse[in.row_offset(b, h) + first + i] = scratch.largest[i] * scale + logf(scratch.sum[i]);
     }
 }
@@ -206,11 +216,9 @@ void backward_row(T* p, T* ds, float* s, float* dp, int visible, int columns, fl
         ScoreRun x = load<kScoreRun>(s + j), y = load<kScoreRun>(dp + j);
         for (int i = 0; i < kScoreRun; i++) x.v[i] = fast_exp(x.v[i] * scale - lse);
         for (int i = 0; i < kScoreRun; i++) y.v[i] = x.v[i] * (y.v[i] - delta);
-        store(s + j, x);
-        store(dp + j, y);
+        store(p + j, x.v);
+        store(ds + j, y.v);
     }
-    narrow_row(p, s, end);
-    narrow_row(ds, dp, end);
     std::fill(p + visible, p + columns, from_float<T>(0.f));
     std::fill(ds + visible, ds + columns, from_float<T>(0.f));
 }
@@ -218,8 +226,7 @@ void backward_row(T* p, T* ds, float* s, float* dp, int visible, int columns, fl
 // Rows of head_size floats, times factor, to rows of T.
 template <class T>
 void write_rows(T* to, int64_t to_row, const float* from, int rows, int columns, float factor) {
-    for (int i = 0; i < rows; i++)
-        for (int c = 0; c < columns; c++) to[i * to_row + c] = from_float<T>(from[i * columns + c] * factor);
+    for (int i = 0; i < rows; i++) write_row(to + i * to_row, from + i * columns, columns, factor);
 }
 
 // dq, dk and dv of one head. Grid (heads, batch).

@@ -40,12 +40,12 @@ __global__ void __launch_bounds__(kBlockThreads)
         const float factor = target < 0 ? 0.f : scale / total;
         for (int c = first; c < stride; c += step) {
             const Packed<T, N> p = load<N>(row + c);
-            Packed<T, N> o;
-            for (int k = 0; k < N; k++) o.set(k, c + k < V ? fast_exp(p[k] - maximum) * factor : 0.f);
+            float o[N];
+            for (int k = 0; k < N; k++) o[k] = c + k < V ? fast_exp(p[k] - maximum) * factor : 0.f;
             if (target >= c && target < c + N) {
                 const float one = fast_exp(to_float(row[target]) - maximum) * factor - scale;
                 for (int k = 0; k < N; k++)
-                    if (c + k == target) o.set(k, one);
+                    if (c + k == target) o[k] = one;
             }
             store(row + c, o);
         }

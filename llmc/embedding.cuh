@@ -24,8 +24,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     const T* position = wpe + int64_t{first_position + row % seq_len} * C;
     for (int c = lane() * N; c < C; c += kLanes * N) {
         const Packed<T, N> p = load<N>(token + c), q = load<N>(position + c);
-        Packed<T, N> o;
-        for (int k = 0; k < N; k++) o.set(k, p[k] + q[k]);
+        float o[N];
+        for (int k = 0; k < N; k++) o[k] = p[k] + q[k];
         store(out + int64_t{row} * C + c, o);
     }
 }
@@ -83,9 +83,9 @@ __global__ void __launch_bounds__(kBlockThreads)
         for (int k = 0; k < N; k++) sum[k] += d[k];
     }
     T* to = dwte + int64_t{tokens[order[first]]} * C + c;
-    Packed<T, N> o = load<N>(to);
-    for (int k = 0; k < N; k++) o.set(k, o[k] + sum[k]);
-    store(to, o);
+    const Packed<T, N> before = load<N>(to);
+    for (int k = 0; k < N; k++) sum[k] += before[k];
+    store(to, sum.v);
 }
 
 template <class T, int N>
@@ -99,9 +99,9 @@ __global__ void __launch_bounds__(kBlockThreads)
             const Packed<T, N> d = load<N>(dout + (int64_t{b} * seq_len + t) * C + c);
             for (int k = 0; k < N; k++) sum[k] += d[k];
         }
-        Packed<T, N> o = load<N>(dwpe + int64_t{t} * C + c);
-        for (int k = 0; k < N; k++) o.set(k, o[k] + sum[k]);
-        store(dwpe + int64_t{t} * C + c, o);
+        const Packed<T, N> before = load<N>(dwpe + int64_t{t} * C + c);
+        for (int k = 0; k < N; k++) sum[k] += before[k];
+        store(dwpe + int64_t{t} * C + c, sum.v);
     }
 }
 

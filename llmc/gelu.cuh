@@ -16,10 +16,10 @@ SIMT_DEVICE float gelu_tanh(float x) {
 
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads) gelu_forward_kernel(T* out, const T* x, int64_t n) {
-    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) {
+    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         const Packed<T, N> p = load<N>(x + i);
-        Packed<T, N> o;
-        for (int k = 0; k < N; k++) o.set(k, 0.5f * p[k] * (1.f + gelu_tanh(p[k])));
+        float o[N];
+        for (int k = 0; k < N; k++) o[k] = 0.5f * p[k] * (1.f + gelu_tanh(p[k]));
         store(out + i, o);
     });
 }
@@ -27,13 +27,13 @@ __global__ void __launch_bounds__(kBlockThreads) gelu_forward_kernel(T* out, con
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
     gelu_backward_kernel(T* dx, const T* dout, const T* x, int64_t n) {
-    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) {
+    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         const Packed<T, N> p = load<N>(x + i), d = load<N>(dout + i);
-        Packed<T, N> o;
+        float o[N];
         for (int k = 0; k < N; k++) {
             const float v = p[k], t = gelu_tanh(v);
             const float du = kGeluScale * (1.f + 3.f * kGeluCubic * v * v);
-            o.set(k, d[k] * (0.5f * (1.f + t) + 0.5f * v * (1.f - t * t) * du));
+            o[k] = d[k] * (0.5f * (1.f + t) + 0.5f * v * (1.f - t * t) * du);
         }
         store(dx + i, o);
     });

@@ -30,7 +30,9 @@ __global__ void __launch_bounds__(kBlockThreads)
         Packed<T, N> p = load<N>(a + start + c);
         if constexpr (kResidual) {
             const Packed<T, N> q = load<N>(b + start + c);
-            for (int k = 0; k < N; k++) p.set(k, p[k] + q[k]);
+            float both[N];
+            for (int k = 0; k < N; k++) both[k] = p[k] + q[k];
+            p = rounded<T>(both);
             store(sum + start + c, p);
         }
         for (int k = 0; k < N; k++) total[k] += p[k];
@@ -44,8 +46,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     const float r = rsqrtf(warp_sum(squares.sum()) / C + kLayernormEpsilon);
     for (int c = lane() * N; c < C; c += kLanes * N) {
         const Packed<T, N> p = load<N>(x + c), w = load<N>(weight + c), s = load<N>(bias + c);
-        Packed<T, N> o;
-        for (int k = 0; k < N; k++) o.set(k, normalize(p[k], m, r, w[k], s[k]));
+        float o[N];
+        for (int k = 0; k < N; k++) o[k] = normalize(p[k], m, r, w[k], s[k]);
         store(out + start + c, o);
     }
     if (lane() == 0) mean[row] = m, rstd[row] = r;
@@ -61,8 +63,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     const float m = mean[row], r = rstd[row];
     for (int c = lane() * N; c < C; c += kLanes * N) {
         const Packed<T, N> p = load<N>(x + start + c), w = load<N>(weight + c), s = load<N>(bias + c);
-        Packed<T, N> o;
-        for (int k = 0; k < N; k++) o.set(k, normalize(p[k], m, r, w[k], s[k]));
+        float o[N];
+        for (int k = 0; k < N; k++) o[k] = normalize(p[k], m, r, w[k], s[k]);
         store(out + start + c, o);
     }
 }
@@ -88,8 +90,9 @@ __global__ void __launch_bounds__(kBlockThreads)
     const float mean_g = warp_sum(sum_g.sum()) / C, mean_gx = warp_sum(sum_gx.sum()) / C;
     for (int c = lane() * N; c < C; c += kLanes * N) {
         const Packed<T, N> d = load<N>(dout + start + c), p = load<N>(x + start + c), w = load<N>(weight + c);
-        Packed<T, N> o = load<N>(dx + start + c);
-        for (int k = 0; k < N; k++) o.set(k, o[k] + r * (d[k] * w[k] - mean_g - (p[k] - m) * r * mean_gx));
+        const Packed<T, N> before = load<N>(dx + start + c);
+        float o[N];
+        for (int k = 0; k < N; k++) o[k] = before[k] + r * (d[k] * w[k] - mean_g - (p[k] - m) * r * mean_gx);
         store(dx + start + c, o);
     }
 }

@@ -21,7 +21,6 @@ struct alignas(N * sizeof(T)) Packed {
     static constexpr int size = N;
     T v[N];
     SIMT_DEVICE float operator[](int i) const { return to_float(v[i]); }
-    SIMT_DEVICE void set(int i, float x) { v[i] = from_float<T>(x); }
 };
 
 template <int N, class T>
@@ -66,6 +65,18 @@ SIMT_DEVICE void store(T* p, const Packed<T, N>& x) {
 #else
     memcpy(p, &x, sizeof x);
 #endif
+}
+
+// N floats, each rounded to T.
+template <class T, int N>
+SIMT_DEVICE Packed<T, N> rounded(const float (&x)[N]) {
+    Packed<T, N> r;
+    from_floats(r.v, x);
+    return r;
+}
+template <class T, int N>
+SIMT_DEVICE void store(T* p, const float (&x)[N]) {
+    store(p, rounded<T>(x));
 }
 
 // N elements from number i on of an array of n; those beyond its end are zero, and are not stored.

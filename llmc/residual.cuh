@@ -8,10 +8,10 @@
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
     residual_forward_kernel(T* out, const T* a, const T* b, int64_t n) {
-    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) {
+    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         const Packed<T, N> p = load<N>(a + i), q = load<N>(b + i);
-        Packed<T, N> o;
-        for (int k = 0; k < N; k++) o.set(k, p[k] + q[k]);
+        float o[N];
+        for (int k = 0; k < N; k++) o[k] = p[k] + q[k];
         store(out + i, o);
     });
 }

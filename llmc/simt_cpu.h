@@ -6,6 +6,9 @@
 #pragma once
 
 #include <omp.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 #include <atomic>
 #include <cmath>
@@ -23,6 +26,7 @@ static_assert(SIMT_LANES == 1 || SIMT_LANES == 32, "SIMT_LANES is 1 (fast) or 32
 
 #define SIMT_DEVICE inline __attribute__((always_inline))
 #define SIMT_HOST_DEVICE SIMT_DEVICE
+#define SIMT_INLINE __attribute__((always_inline))  // of a lambda in a kernel: g++ may call it
 #define __global__ static
 #define __device__
 #define __host__
@@ -80,14 +84,35 @@ SIMT_HOST_DEVICE T from_float(float x) {
     }
 }
 
+// N floats, each rounded to T. The CPU's own instruction, which g++ does not find, takes what is too small
+// for a normal number (1.2e-38) as zero.
+template <class T, int N>
+SIMT_DEVICE void from_floats(T (&to)[N], const float (&x)[N]) {
+#ifdef __AVX512BF16__
+    if constexpr (std::is_same_v<T, bf16> && N == 32) {
+        const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + 16), _mm512_loadu_ps(x));
+        memcpy(to, &both, sizeof both);
+        return;
+    }
+    if constexpr (std::is_same_v<T, bf16> && N == 16) {
+        const __m256bh all = _mm512_cvtneps_pbh(_mm512_loadu_ps(x));
+        memcpy(to, &all, sizeof all);
+        return;
+    }
+#endif
+    for (int k = 0; k < N; k++) to[k] = from_float<T>(x[k]);
+}
+
 SIMT_DEVICE float rsqrtf(float x) { return 1.f / sqrtf(x); }
 
 // exp without a branch or a call, so that loops around it vectorise; relative error 2e-7 on [-87, 88],
 // clamped outside. Range reduction by ln 2 in two parts and the minimax polynomial of Cephes' expf (Moshier,
-// 1992).
+// 1992). The bounds are variables: of constants g++ makes cases, each with a result, and not a minimum and a
+// maximum.
+inline float fast_exp_least = -87.3f, fast_exp_most = 88.f;
 SIMT_DEVICE float fast_exp(float x) {
-    x = x < -87.3f ? -87.3f : x;
-    x = x > 88.f ? 88.f : x;
+    x = x < fast_exp_least ? fast_exp_least : x;
+    x = x > fast_exp_most ? fast_exp_most : x;
     const float n = floorf(x * 1.44269504f + 0.5f);
     const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;

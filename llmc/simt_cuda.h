@@ -9,6 +9,7 @@
 #define SIMT_GPU 1
 #define SIMT_DEVICE __device__ __forceinline__
 #define SIMT_HOST_DEVICE __host__ __device__ __forceinline__
+#define SIMT_INLINE  // of a lambda in a kernel
 
 // Names the block's dynamic shared memory. One base for all kernels: C++ allows one type per extern array.
 #define DYNAMIC_SHARED(T, name)                                           \
@@ -31,6 +32,19 @@ SIMT_HOST_DEVICE T from_float(float x) {
         return x;
     else
         return __float2bfloat16(x);
+}
+
+// N floats, each rounded to T, bf16 two at a time.
+template <class T, int N>
+SIMT_DEVICE void from_floats(T (&to)[N], const float (&x)[N]) {
+    if constexpr (std::is_same_v<T, bf16> && N % 2 == 0) {
+#pragma unroll
+        for (int k = 0; k < N; k += 2)
+            reinterpret_cast<__nv_bfloat162&>(to[k]) = __floats2bfloat162_rn(x[k], x[k + 1]);
+    } else {
+#pragma unroll
+        for (int k = 0; k < N; k++) to[k] = from_float<T>(x[k]);
+    }
 }
 
 SIMT_DEVICE float fast_exp(float x) { return __expf(x); }

@@ -57,7 +57,7 @@ GENCODE := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a)$(comma)code=sm_$(
 HOPPER := $(if $(filter 90a,$(CUDA_ARCH)),-DLLMC_HOPPER)
 NVCCFLAGS := -std=c++20 -O3 -I. -MMD -MP -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-Wno-unknown-pragmas,-fopenmp \
              -Xptxas -v,-warn-spills,-warn-lmem-usage $(GENCODE) $(HOPPER)
-CUDA_LIBS := -lcublasLt -lcublas -lpcre2-8 -lgomp
+CUDA_LIBS := -lcublasLt -lpcre2-8 -lgomp
 
 
 .PHONY: all deps test test-deps unit-tests python-tests cuda-build fuzz format clean help FORCE

@@ -201,7 +201,8 @@ python-tests: $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES)
 	@dev/venv.sh
 	TRAIN_BINARIES="$(TRAINERS)" ASAN_TRAINERS="$(ASAN_TRAINERS)" $(PYTHON) -m pytest -q test
 
-# All that only a machine with a GPU can check and measure, to dev/results/. GPU_CHECK=--dry-run prints the plan.
+# What only a machine with a GPU can check and measure, to dev/results/. GPU_CHECK=--dry-run prints the plan, and
+# GPU_CHECK="build kernels" does a part of it: dev/gpu_check.sh says which there are.
 .PHONY: gpu-check nvcc-version
 gpu-check:
 	@KERNEL_TESTS="$(KERNEL_TESTS)" dev/gpu_check.sh $(GPU_CHECK)

@@ -57,7 +57,7 @@ GENCODE := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a)$(comma)code=sm_$(
 HOPPER := $(if $(filter 90a,$(CUDA_ARCH)),-DLLMC_HOPPER)
 NVCCFLAGS := -std=c++20 -O3 -I. -MMD -MP -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-Wno-unknown-pragmas,-fopenmp \
              -Xptxas -v,-warn-spills,-warn-lmem-usage $(GENCODE) $(HOPPER)
-CUDA_LIBS := -lcublasLt -lcublas -lpcre2-8 -lgomp
+CUDA_LIBS := -lcublasLt -lpcre2-8 -lgomp
 
 
 .PHONY: all deps test test-deps unit-tests python-tests cuda-build fuzz format clean help FORCE
@@ -201,7 +201,8 @@ python-tests: $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES)
 	@dev/venv.sh
 	TRAIN_BINARIES="$(TRAINERS)" ASAN_TRAINERS="$(ASAN_TRAINERS)" $(PYTHON) -m pytest -q test
 
-# All that only a machine with a GPU can check and measure, to dev/results/. GPU_CHECK=--dry-run prints the plan.
+# What only a machine with a GPU can check and measure, to dev/results/. GPU_CHECK=--dry-run prints the plan, and
+# GPU_CHECK="build kernels" does a part of it: dev/gpu_check.sh says which there are.
 .PHONY: gpu-check nvcc-version
 gpu-check:
 	@KERNEL_TESTS="$(KERNEL_TESTS)" dev/gpu_check.sh $(GPU_CHECK)

@@ -1,18 +1,32 @@
 #!/usr/bin/env bash
-# All there is to check and to measure on a machine with a GPU, in one go: make gpu-check calls this.
+# What only a machine with a GPU can check and measure, in one go or group by group: make gpu-check calls this.
 #
-# Builds the trainer in both precisions and the tests of kernels, runs those, under compute-sanitizer too, then the
-# Python tests and the benchmarks, and writes dev/results/GPU.md after each part: its command, how it ended, what it
-# said. A part that fails is written down and the others go on. Exit code 0: all passed; 1: a part failed; 2: no GPU.
-# With LLMC set, compare.py has llm.c run too.
+# Writes dev/results/GPU.md after each part: its command, how it ended, what it said. A part that fails is written down
+# and the others go on. Exit code 0: all passed; 1: a part failed; 2: no GPU. With LLMC set, compare.py has llm.c run too.
 #
-#   --dry-run        prints the parts and runs nothing
-#   PART_SECONDS     how long a part may take (2400)
+#   gpu_check.sh [--dry-run] [GROUP...]     --dry-run prints the parts and runs nothing
+#
+# Groups, all of them where none is named, always in this order:
+#   build        the trainer in both precisions, the tests of kernels, the attention benchmark; the others take what is
+#                in build/
+#   kernels      the tests of kernels
+#   trainer      its speed, operation by operation too, and with the fastest algorithms of matrix products
+#   compare      its speed beside PyTorch's
+#   attention    attention's speed beside PyTorch's
+#   python       the Python tests of the trainer, a part a file
+#   sanitizers   the tests of kernels under compute-sanitizer
+#
+#   PART_SECONDS     how long a part may take (600)
+#   TOTAL_SECONDS    when the last part is ended and no other begun (0: never)
+#   RESULTS          the folder for what is written (dev/results); a run of some groups names them in its file
 #   KERNEL_TESTS     the tests' names, which make knows
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 
-part_seconds=${PART_SECONDS:-2400}
+known_groups=(build kernels trainer compare attention python sanitizers)
+groups=()
+part_seconds=${PART_SECONDS:-600} total_seconds=${TOTAL_SECONDS:-0}
+folder=${RESULTS:-dev/results}
 read -ra kernel_tests <<<"${KERNEL_TESTS:-}"
 dry_run=no
 failures=0 parts=0
@@ -26,12 +40,12 @@ fail() {
     exit 2
 }
 
-# how_it_ended STATUS LOG
+# how_it_ended STATUS LOG SECONDS
 how_it_ended() {
     if [ "$1" = 0 ]; then
         echo passed
-    elif [ "$1" = 124 ]; then
-        echo "FAILED (not done after $part_seconds s)"
+    elif [ "$1" = 124 ] || [ "$1" = 137 ]; then
+        echo "FAILED (not done after $3 s)"
     elif [ $may_lack_memory = yes ] && [ "$1" = 2 ] && grep -qi memory "$2"; then
         echo "does not fit"
     else
@@ -41,18 +55,26 @@ how_it_ended() {
 
 # part NAME LINES COMMAND...: runs it, and writes down how it ended and the last LINES lines it said, more if it failed.
 part() {
-    local name=$1 lines=$2 status start=$SECONDS
+    local name=$1 lines=$2 status start=$SECONDS limit=$part_seconds left=$((total_seconds - SECONDS))
     shift 2
     if [ $dry_run = yes ]; then
         echo "$name: $*"
         ended=passed
         return
     fi
+    if [ "$total_seconds" -gt 0 ] && [ $left -lt "$limit" ]; then
+        limit=$left
+        if [ $limit -lt 1 ]; then
+            skip "$name" "$total_seconds s are over"
+            ended=skipped
+            return
+        fi
+    fi
     echo "== $name: $*"
     parts=$((parts + 1))
-    timeout --kill-after=30 "$part_seconds" "$@" </dev/null >"$logs/said" 2>&1
+    timeout --kill-after=10 "$limit" "$@" </dev/null >"$logs/said" 2>&1
     status=$?
-    ended=$(how_it_ended $status "$logs/said")
+    ended=$(how_it_ended $status "$logs/said" "$limit")
     if [[ $ended = FAILED* ]]; then
         failures=$((failures + 1)) lines=$((lines > 60 ? lines : 60))
     fi
@@ -77,24 +99,23 @@ include() {
 skip() {
     echo "== $1: skipped, $2"
     echo "| $1 | skipped: $2 | |" >>"$logs/summary"
+    write_results
 }
 
-build() {
-    local precision test
-    for precision in bf16 fp32; do
-        part "build the trainer, $precision" 1 make DEVICE=cuda PRECISION=$precision "build/cuda-$precision/train"
-    done
-    for test in "${kernel_tests[@]}"; do
-        part "build $test" 1 make DEVICE=cuda "build/test/cuda/$test"
-    done
-    part "build the attention benchmark" 1 make DEVICE=cuda build/bench/cuda/attention
+do_build() {
+    part build 1 make -k -j"$(nproc)" DEVICE=cuda build/cuda-{bf16,fp32}/train \
+        "${kernel_tests[@]/#/build/test/cuda/}" build/bench/cuda/attention
 }
 
-test_kernels() {
-    local test tool
+do_kernels() {
+    local test
     for test in "${kernel_tests[@]}"; do
         part "$test" 12 "build/test/cuda/$test" --gtest_brief=1
     done
+}
+
+do_sanitizers() {
+    local test tool
     if [ $dry_run = no ] && ! command -v compute-sanitizer >/dev/null; then
         skip "compute-sanitizer" "it is not on the PATH (CUDA Toolkit)"
         return
@@ -119,19 +140,27 @@ python_with() {
     done
 }
 
-test_python() {
-    local python
-    if [ $dry_run = yes ]; then
-        python=.venv/bin/python
-    else
+do_python() {
+    local python file
+    python=$(python_with pytest torch transformers)
+    if [ -z "$python" ] && [ $dry_run = no ]; then
         timeout "$part_seconds" dev/venv.sh >"$logs/venv.log" 2>&1 || tail -n 1 "$logs/venv.log"
         python=$(python_with pytest torch transformers)
     fi
-    if [ -z "$python" ]; then
+    if [ -z "$python" ] && [ $dry_run = no ]; then
         skip "Python tests" "no .venv can be made here, and python3 has no pytest, torch and transformers"
         return
     fi
-    part "Python tests" 15 env TRAIN_BINARIES="build/cuda-bf16/train build/cuda-fp32/train" "$python" -m pytest -q test
+    while read -r file; do
+        part "$(basename "$file")" 15 env TRAIN_BINARIES="build/cuda-bf16/train build/cuda-fp32/train" \
+            "${python:-.venv/bin/python}" -m pytest -q "$file"
+    done < <(grep -lE '^ *def test_.*\btrain(_fp32|_bf16)?\b|trainer_runs|BINARIES' test/test_*.py)
+}
+
+# time_step MODEL PRECISION BATCH OPTION...: a part that measures the trainer's steps.
+time_step() {
+    part "train $1, $2, batch $3, seq_len 1024${4:+, ${*:4}}" 200 "build/cuda-$2/train" --bench --bench-warmup 3 \
+        --bench-steps 10 --json --model "$1" --batch "$3" --seq-len 1024 "${@:4}"
 }
 
 # bench_trainer MODEL PRECISION BATCH...: with the first of these batches that fits, which is then $fitting.
@@ -141,46 +170,62 @@ bench_trainer() {
     fitting=
     may_lack_memory=yes
     for batch in "$@"; do
-        part "train $model, $precision, batch $batch, seq_len 1024" 200 "build/cuda-$precision/train" --bench \
-            --bench-warmup 3 --bench-steps 10 --json --model "$model" --batch "$batch" --seq-len 1024
+        time_step "$model" "$precision" "$batch"
         [ "$ended" = passed ] && fitting=$batch
         [ "$ended" = "does not fit" ] || break
     done
     may_lack_memory=no
 }
 
-# search_algorithms BATCH: d12's operations one by one, with the algorithms that cuBLASLt names first and with those
-# that a search finds fastest; and its step with these, to set beside bench_trainer's.
-search_algorithms() {
-    local step=(build/cuda-bf16/train --bench-warmup 3 --bench-steps 10 --model d12 --batch "$1" --seq-len 1024)
+# d12 BATCH: what may make its step faster; and its operations one by one, with the algorithms that cuBLASLt names first
+# and with those that a search finds fastest.
+d12() {
     local searched=(--matmul-algorithms "build/matmul-$gpu.json")
-    part "operations of d12, bf16, batch $1" 60 "${step[@]}" --profile-ops
-    part "train d12, bf16, batch $1, searched algorithms" 200 "${step[@]}" --bench --json "${searched[@]}"
-    part "operations of d12, bf16, batch $1, searched algorithms" 60 "${step[@]}" --profile-ops "${searched[@]}"
+    local operations=(build/cuda-bf16/train --profile-ops --bench-warmup 3 --bench-steps 10 --model d12 --batch "$1" \
+        --seq-len 1024 --head-rows 4096)
+    may_lack_memory=yes
+    time_step d12 bf16 "$1" --recompute none --head-rows 0
+    may_lack_memory=no
+    time_step d12 bf16 "$1" --head-rows 4096
+    time_step d12 bf16 "$1" --head-rows 4096 --graph off
+    if [ "$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1)" = 9.0 ]; then
+        time_step d12 bf16 "$1" --head-rows 4096 --attention hopper
+    fi
+    part "operations of d12, bf16, batch $1" 60 "${operations[@]}"
+    time_step d12 bf16 "$1" --head-rows 4096 "${searched[@]}"
+    part "operations of d12, bf16, batch $1, searched algorithms" 60 "${operations[@]}" "${searched[@]}"
 }
 
-bench() {
-    local python torch
+do_trainer() {
     bench_trainer d12 bf16 64 32 16 8 4
     if [ -n "$fitting" ]; then
-        search_algorithms "$fitting"
+        d12 "$fitting"
     else
-        skip "searched algorithms" "d12 did not run"
+        skip "other ways to run d12" "d12 did not run"
     fi
-    bench_trainer d12 fp32 64 32 16 8 4
+    bench_trainer d12 fp32 16 8 4
     bench_trainer d48 bf16 16 8 4 2 1
-    torch=$(python_with torch)
-    python=${torch:-python3}
-    part "attention by length and head size" 1 "$python" dev/bench/attention.py --device cuda --out \
-        "dev/results/$gpu-attention.md"
-    include "dev/results/$gpu-attention.md"
-    if [ -z "$torch" ] && [ $dry_run = no ]; then
+}
+
+# measure NAME FILE SCRIPT OPTION...: a script of dev/bench that writes a table.
+measure() {
+    local name=$1 file=$folder/$2 python
+    python=$(python_with torch)
+    part "$name" 1 "${python:-python3}" "dev/bench/$3" --device cuda --timeout 240 --out "$file" "${@:4}"
+    include "$file"
+}
+
+do_attention() {
+    measure "attention by length and head size" "$gpu-attention.md" attention.py --rounds 1 --lengths 1024,4096,16384
+}
+
+do_compare() {
+    if [ $dry_run = no ] && [ -z "$(python_with torch)" ]; then
         skip "compare with PyTorch" "no Python here has torch"
         return
     fi
-    part "compare with PyTorch" 1 "$python" dev/bench/compare.py --device cuda --precision bf16 --model d12 --batch 32 \
-        --seq-len 1024 --steps 10 --warmup 5 --out "dev/results/$gpu-compare-d12.md"
-    include "dev/results/$gpu-compare-d12.md"
+    measure "compare with PyTorch" "$gpu-compare-d12.md" compare.py --precision bf16 --model d12 --batch 32 \
+        --seq-len 1024 --steps 10 --warmup 5 --rounds 2 --train-options "--recompute none --head-rows 0" --llmc-options "-r 0"
 }
 
 facts() {
@@ -201,33 +246,44 @@ write_results() {
     } >"$results"
 }
 
+# choose ARGUMENT...: what they name.
+choose() {
+    local argument
+    for argument in "$@"; do
+        if [ "$argument" = --dry-run ]; then
+            dry_run=yes
+        elif [[ " ${known_groups[*]} " = *" $argument "* ]]; then
+            groups+=("$argument")
+        else
+            fail "$argument: neither --dry-run nor a group, which are ${known_groups[*]}"
+        fi
+    done
+}
+
 main() {
-    case ${1:-} in
-        "") ;;
-        --dry-run) dry_run=yes ;;
-        *) fail "$1: the only option is --dry-run" ;;
-    esac
+    local group name
+    choose "$@"
     [ ${#kernel_tests[@]} -gt 0 ] || fail "KERNEL_TESTS is empty: start it with make gpu-check"
     gpu_name=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1) || gpu_name=
     [ -n "$gpu_name" ] || fail "no GPU answers nvidia-smi; this checks the CUDA build on one"
     gpu=$(tr -cs '[:alnum:]\n' - <<<"${gpu_name,,}")
-    results=dev/results/$gpu.md
+    name=$(IFS=-; echo "$gpu${groups[*]:+-${groups[*]}}")
+    results=$folder/$name.md
     if [ $dry_run = no ]; then
         logs=$(mktemp -d)
         trap 'rm -rf "$logs"' EXIT
         touch "$logs/summary" "$logs/details"
-        mkdir -p dev/results
+        mkdir -p "$folder"
         facts >"$logs/facts"
     fi
-    build
-    test_kernels
-    test_python
-    bench
+    [ ${#groups[@]} -gt 0 ] || groups=("${known_groups[@]}")
+    for group in "${known_groups[@]}"; do
+        if [[ " ${groups[*]} " = *" $group "* ]]; then do_"$group"; fi
+    done
     if [ $dry_run = yes ]; then
         echo "results: $results"
         return
     fi
-    write_results  # what was skipped last too
     echo "$parts parts, $failures failed; written: $results"
     [ $failures = 0 ]
 }

@@ -160,15 +160,11 @@ inline double measured_copy_bandwidth(Stream stream) {
     device_fill(from.data(), 1, bytes, stream);  // on a CPU, pages are there once they were written
     device_fill(to.data(), 1, bytes, stream);
     device_synchronize(stream);
-    double best = 1e30;
-    for (int i = 0; i < 8; i++) {
-        const Clock clock;
+    const double best = best_seconds(8, stream, [&] {
         launch<copy_kernel<float>>(elementwise_blocks<float>(n), kBlockThreads, 0, stream,
                                    reinterpret_cast<float*>(to.data()),
                                    reinterpret_cast<const float*>(from.data()), n);
-        device_synchronize(stream);
-        best = std::min(best, clock.seconds());
-    }
+    });
     return 2 * static_cast<double>(bytes) / best;
 }
 

@@ -1,4 +1,5 @@
-// columns.cuh - sums over the rows of a matrix, for the gradients of biases and of layernorm's weights.
+// columns.cuh - sums over the rows of a matrix, for the gradients of biases and of layernorm's weights; and a
+// bias added to every row.
 //
 // Deterministic, without atomics: the rows are cut into chunks, a block sums a stripe of columns of one
 // chunk, and a second kernel adds the chunks in order to the gradient.
@@ -112,6 +113,22 @@ void add_column_sums(const Columns& columns, ColumnOutputs<Out, Columns::kSums> 
                                                   stream, scratch.data(), columns, rows, C, rows_per_chunk);
     });
     add_chunks(out, scratch, chunks, C, stream);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads) add_bias_kernel(T* out, const T* bias, int64_t n, int C) {
+    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) {
+        Packed<T, N> p = load<N>(out + i);
+        for (int k = 0; k < N; k++) p.set(k, p[k] + to_float(bias[(i + k) % C]));
+        store(out + i, p);
+    });
+}
+
+// out (rows, C) += bias (C) in every row, for products whose library does not.
+template <class T>
+void add_bias(Tensor<T>& out, const Tensor<T>& bias, Stream stream) {
+    launch<add_bias_kernel<T>>(elementwise_blocks<T>(out.size()), kBlockThreads, 0, stream, out.data(),
+                               bias.data(), out.size(), static_cast<int>(out.columns()));
 }
 
 template <class T>

@@ -106,6 +106,7 @@ inline std::vector<Setting> settings_to_try(Setting s, const Options& o, int64_t
 inline std::vector<Profile> profiles_of(std::vector<Setting> settings, const Rehearsals& rehearsals) {
     const size_t layers = static_cast<size_t>(rehearsals.layers);
     std::vector<Profile> all;
+    double update_seconds = 0;
     for (size_t i = 0; i < settings.size(); i++) {
         Setting& s = settings[i];
         s.levels.assign(layers, 0);
@@ -127,7 +128,11 @@ inline std::vector<Profile> profiles_of(std::vector<Setting> settings, const Reh
         p.arena_floor = report.activations_of_others();
         // A smaller state is not chosen for a faster update, which on a CPU it does not have, but for what
         // else its room is good for.
-        p.fixed_seconds = all.empty() ? report.update_seconds : all.front().fixed_seconds;
+        if (all.empty()) update_seconds = report.update_seconds;
+        // What adding to gradients takes longer than writing them is the same at every level.
+        const double added = report.seconds - report.update_seconds -
+                             s.grad_accum * seconds_of(report.train.work, rehearsals.rates);
+        p.fixed_seconds = update_seconds + added;
         all.push_back(std::move(p));
     }
     return all;

@@ -4,7 +4,7 @@
 // cuBLASLt thinks column-major: row-major out = a b is column-major out^T = b^T a^T, so b comes first. The
 // algorithm of a product is the one that a search found fastest (matmul_search.h), where there was one, else
 // the first that the library's heuristics name. It is looked up once and kept, so that the same product has
-// the same bits every time.
+// the same bits every time. Where the library cannot fuse what a product asks for, kernels do it afterwards.
 #pragma once
 
 #include <cublasLt.h>
@@ -90,6 +90,7 @@ class Description {
         for (cublasLtMatrixLayout_t l : {a_, b_, out_}) cublasLtMatrixLayoutDestroy(l);
     }
 
+    const Product& product() const { return key_.product; }
     // Algorithms for it that the heuristics name, the likeliest to be fast first; none where nothing can do
     // it.
     std::vector<MatmulAlgorithm> candidates(int most) const;
@@ -162,7 +163,8 @@ inline std::vector<MatmulAlgorithm> Description::candidates(int most) const {
     const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
         handle(), operation_, b_, a_, out_, out_, preference, std::min(most, kMost), found, &count);
     CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
-    if (status == CUBLAS_STATUS_NOT_SUPPORTED) return {};
+    // The second is said of epilogues that do not go with the types or the sizes.
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) return {};
     cublas_check(status, "cublasLtMatmulAlgoGetHeuristic");
     std::vector<MatmulAlgorithm> algorithms;
     for (int i = 0; i < count; i++) {
@@ -192,7 +194,7 @@ inline cublasStatus_t Description::run(const MatmulAlgorithm& a, const Operands&
                           &algorithm, workspace, kCublasWorkspace, stream);
 }
 
-// A product that has run, or is about to.
+// A product that has run, or is about to. The description may be that of the product alone (doable()).
 struct Known {
     Description description;
     MatmulAlgorithm algorithm = {};
@@ -226,11 +228,23 @@ inline void check_searched(const MatmulAlgorithm& a, const MatmulAlgorithms& fil
              file.path().c_str(), key.text().c_str(), cublasLtGetStatusString(status));
 }
 
-inline Known& known_product(const Key& key, const Operands& at) {
+// What the library does of a product: all of it, or what is left without bias and GELU where it has no
+// algorithm that fuses them.
+inline Key doable(const Key& key, const Operands& at) {
+    if (epilogue(key.product, false) == CUBLASLT_EPILOGUE_DEFAULT || find_searched(key) ||
+        !Description(key, at, false).candidates(1).empty())
+        return key;
+    Key bare = key;
+    bare.product.bias = bare.product.gelu = bare.product.gelu_backward = false;
+    return bare;
+}
+
+inline Known& known_product(const Key& asked, const Operands& at) {
     std::map<Key, Known>& known = known_products();
-    if (const auto it = known.find(key); it != known.end()) return it->second;
+    if (const auto it = known.find(asked); it != known.end()) return it->second;
+    const Key key = doable(asked, at);
     const MatmulAlgorithm* found = find_searched(key);
-    Known& made = known.try_emplace(key, key, at, found && found->bias_gradient).first->second;
+    Known& made = known.try_emplace(asked, key, at, found && found->bias_gradient).first->second;
     if (found) {
         check_searched(*found, *searched(), key, made.description);
         made.algorithm = *found;
@@ -240,6 +254,19 @@ inline Known& known_product(const Key& key, const Operands& at) {
     if (candidates.empty()) fail("cuBLASLt has no algorithm for a product of %s", key.text().c_str());
     made.algorithm = candidates[0];
     return made;
+}
+
+// Does what `asked` asks for and the library did not, in place. It is a part of the product's operation.
+template <class T>
+void finish(const Product& asked, const Product& done, Tensor<T>& out, const MatmulOptions<T>& o,
+            Stream stream) {
+    const unsigned blocks = elementwise_blocks<T>(out.size());
+    if (asked.bias && !done.bias) add_bias(out, *o.bias, stream);
+    if (asked.gelu && !done.gelu)
+        launch<gelu_forward_kernel<T>>(blocks, kBlockThreads, 0, stream, out.data(), out.data(), out.size());
+    if (fuses_gelu_backward(asked) && !done.gelu_backward)
+        launch<gelu_backward_kernel<T>>(blocks, kBlockThreads, 0, stream, out.data(), out.data(),
+                                        o.gelu_input->data(), out.size());
 }
 }  // namespace cublaslt
 
@@ -260,6 +287,7 @@ void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, c
     if (!simt::launches_off) {
         const Known& product = known_product(key, at);
         CUBLAS_CHECK(product.description.run(product.algorithm, at, workspace, stream));
+        if constexpr (std::is_same_v<T, Out>) finish(p, product.description.product(), out, options, stream);
     }
     if constexpr (std::is_same_v<T, Out>)
         if (options.gelu_input && !fuses_gelu_backward(p))

@@ -123,15 +123,16 @@ template <class T>
 void search_matmul_algorithms(const std::string& path, const std::set<Product>& products, Stream stream) {
     using namespace matmul_search;
     MatmulAlgorithms algorithms(path, machine());
-    std::vector<Product> missing;
-    for (const Product& p : products) {
+    std::set<Product> missing;
+    for (const Product& asked : products) {
+        const Product p = cublaslt::doable(key_of<T>(asked), aligned_operands()).product;
         const cublaslt::Key key = key_of<T>(p);
         const MatmulAlgorithm* known = algorithms.find(key.text());
         if (known)
             cublaslt::check_searched(*known, algorithms, key,
                                      cublaslt::Description(key, aligned_operands(), known->bias_gradient));
         else
-            missing.push_back(p);
+            missing.insert(p);
     }
     if (!missing.empty()) {
         algorithms.save();  // whether that can be done shows before the work

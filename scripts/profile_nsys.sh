@@ -1,11 +1,11 @@
 #!/bin/sh
-# Profiles a few steps under nsys: the timeline has NVTX ranges for the step, forward, each block, backward and update.
-# Arguments go to ./train; the defaults are GPT-2 124M. Writes profile.nsys-rep and prints the time by range. Steps are
-# not replayed as graphs, which have no ranges.
+# Profiles a few steps on random tokens under nsys: the timeline has NVTX ranges for the step, forward, each block,
+# backward and update. Arguments go to ./train; the defaults are GPT-2 124M. Writes profile.nsys-rep and prints the time
+# by range. Steps are not replayed as graphs, which have no ranges.
 set -eu
 cd "$(dirname "$0")/.."
 command -v nsys >/dev/null || { echo "profile_nsys.sh: nsys is not on the PATH (NVIDIA Nsight Systems)" >&2; exit 2; }
 [ $# -gt 0 ] || set -- --model d12 --batch 4 --seq-len 1024
 nsys profile --trace=cuda,nvtx --force-overwrite=true --output=profile ./train --graph off "$@" \
-    --steps 5 --sample-tokens 0
+    --bench --bench-warmup 2 --bench-steps 3
 nsys stats --report nvtx_sum,cuda_gpu_kern_sum profile.nsys-rep

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from trainer_runs import ENVIRONMENT, binaries
@@ -112,6 +113,24 @@ def test_llm_c_on_a_gpu_is_read():
     line = ("step    3/20 | loss 9.512345 (-1.20z)| norm 3.0000 (+0.10z)| lr 3.00e-04 | 98.76 ms | 40.1% bf16 MFU | "
             "165000 tok/s")
     assert re.findall(load("compare").LlmC.STEP_TIME["cuda"], line) == ["98.76"]
+
+
+def test_llm_c_on_a_gpu_gets_tokens_and_options(tmp_path, monkeypatch):
+    """Its trainer wants pairs of a flag of one or two letters and a value, and more tokens than a batch."""
+    module = load("compare")
+    executable(tmp_path / "llm.c" / "train_gpt2cu", "#!/bin/sh\n")
+    monkeypatch.setenv("LLMC", str(tmp_path / "llm.c"))
+    monkeypatch.setattr(module.results, "ROOT", tmp_path)
+    options = module.parse_options(["--device", "cuda", "--batch", "2", "--seq-len", "64", "--warmup", "1", "--steps", "4",
+                                    "--llmc-options", "-r 0 -ge 2"])
+    _, *words = map(str, module.LlmC(options).command())
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    assert all(re.fullmatch("-[a-z]{1,2}", flag) for flag in given)
+    assert given["-e"] == "d12" and given["-x"] == "5" and given["-r"] == "0" and given["-i"] == given["-j"]
+    header = np.fromfile(given["-i"], dtype=np.int32, count=256)
+    tokens = np.fromfile(given["-i"], dtype=np.uint16, offset=1024)
+    assert header[:3].tolist() == [20240520, 1, tokens.size] and tokens.size > 2 * 64 and 40000 < tokens.max() < 50257
+    assert "--seq-len up to 1024" in module.LlmC.unfit(module.parse_options(["--device", "cuda", "--seq-len", "2048"]))
 
 
 def test_llm_c_is_left_out_where_it_cannot_do_the_same(tmp_path):
@@ -270,6 +289,7 @@ def test_naive_attention_is_attention():
 NVIDIA_SMI = '''#!/bin/sh
 case "$*" in
     *name,*) echo "NVIDIA Fake 100, 1000 MiB, 1.0, 9.0" ;;
+    *compute_cap*) echo 9.0 ;;
     *query-gpu=name*) echo "NVIDIA Fake 100" ;;
     *) echo "| Driver Version: 1.0   CUDA Version: 13.0 |" ;;
 esac
@@ -308,10 +328,10 @@ def gpu_machine(tmp_path):
                        "compute-sanitizer": '#!/bin/sh\necho "$SMALL_SHAPES $*"\n'}.items():
         executable(tmp_path / "bin" / name, text)
 
-    def run(*arguments, code, without=()):
+    def run(*arguments, code, without=(), **environment):
         for name in without:
             (tmp_path / "bin" / name).unlink()
-        environment = {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "KERNEL_TESTS": "test_a test_b"}
+        environment |= {"PATH": f"{tmp_path / 'bin'}:/usr/bin:/bin", "KERNEL_TESTS": "test_a test_b"}
         ran = subprocess.run([tmp_path / "dev" / "gpu_check.sh", *arguments], capture_output=True, text=True,
                              timeout=60, env=environment)
         assert ran.returncode == code, ran.stdout + ran.stderr
@@ -320,28 +340,55 @@ def gpu_machine(tmp_path):
     return run
 
 
+def gpu_rows(path):
+    """{part: how it ended} of a file of results."""
+    return {cells[1].strip(): cells[2].strip() for line in path.read_text().splitlines() if line.startswith("| ")
+            for cells in [line.split("|")]}
+
+
 def test_gpu_check_goes_on_after_a_failure(gpu_machine, tmp_path):
     said = gpu_machine(code=1).stdout
-    text = (tmp_path / "dev" / "results" / "nvidia-fake-100.md").read_text()
-    rows = {cells[1].strip(): cells[2].strip() for line in text.splitlines() if line.startswith("| ")
-            for cells in [line.split("|")]}
-    assert rows["build test_b"] == rows["test_a"] == rows["test_a under racecheck"] == "passed"
+    results = tmp_path / "dev" / "results" / "nvidia-fake-100.md"
+    text, rows = results.read_text(), gpu_rows(results)
+    assert rows["build"] == rows["test_a"] == rows["test_a under racecheck"] == "passed"
     assert rows["test_b"] == "FAILED (exit code 1)" and rows["Python tests"].startswith("skipped: ")
     batches = [rows.get(f"train d12, bf16, batch {batch}, seq_len 1024") for batch in (64, 32, 16, 8)]
     assert batches == ["does not fit", "does not fit", "passed", None]
-    for name in ("operations of d12, bf16, batch 16", "train d12, bf16, batch 16, searched algorithms",
-                 "operations of d12, bf16, batch 16, searched algorithms"):
-        assert rows[name] == "passed"
-    assert text.count("--matmul-algorithms build/matmul-nvidia-fake-100.json") == 4  # two commands, said by both
+    ways = ("--recompute none --head-rows 0", "--head-rows 4096", "--head-rows 4096 --graph off",
+            "--head-rows 4096 --attention hopper",
+            "--head-rows 4096 --matmul-algorithms build/matmul-nvidia-fake-100.json")
+    for name in ("operations of d12, bf16, batch 16", "operations of d12, bf16, batch 16, searched algorithms",
+                 *(f"train d12, bf16, batch 16, seq_len 1024, {way}" for way in ways)):
+        assert rows[name] == "passed", name
     assert rows["attention by length and head size"] == "passed"
     assert rows["compare with PyTorch"] == "skipped: no Python here has torch"
-    assert "22 parts, 1 failed" in text and "22 parts, 1 failed" in said
+    assert "20 parts, 1 failed" in text and "20 parts, 1 failed" in said
     for line in ("- GPU, memory, driver, compute capability: NVIDIA Fake 100, 1000 MiB, 1.0, 9.0", "- nvcc: V13.0",
                  "- CUDA of the driver: CUDA Version: 13.0", "    wrong",
                  "    1 --tool memcheck --error-exitcode 9 build/test/cuda/test_a --gtest_brief=1",
-                 "    python dev/bench/attention.py --device cuda --out dev/results/nvidia-fake-100-attention.md",
                  "    figures of dev/bench/attention.py"):
         assert line in text.splitlines(), line
+
+
+def test_gpu_check_does_groups_with_what_was_built(gpu_machine, tmp_path):
+    gpu_machine("build", code=0, RESULTS="out")
+    gpu_machine("sanitizers", "kernels", code=1, RESULTS="out")
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "nvidia-fake-100-build.md", "nvidia-fake-100-sanitizers-kernels.md"]
+    assert list(gpu_rows(tmp_path / "out" / "nvidia-fake-100-build.md")) == ["part", "build"]
+    rows = gpu_rows(tmp_path / "out" / "nvidia-fake-100-sanitizers-kernels.md")
+    assert list(rows)[1:4] == ["test_a", "test_b", "test_a under memcheck"] and len(rows) == 7
+
+
+def test_gpu_check_ends_in_time(gpu_machine, tmp_path):
+    gpu_machine("build", code=0)
+    executable(tmp_path / "build" / "test" / "cuda" / "test_a", "#!/bin/sh\necho begun; exec sleep 30\n")
+    results = tmp_path / "dev" / "results" / "nvidia-fake-100-kernels.md"
+    gpu_machine("kernels", code=1, PART_SECONDS="1")
+    assert gpu_rows(results)["test_a"] == gpu_rows(results)["test_b"].replace("exit code 1", "not done after 1 s")
+    gpu_machine("kernels", code=1, TOTAL_SECONDS="2")
+    assert gpu_rows(results)["test_a"].startswith("FAILED (not done after ") and "    begun" in results.read_text()
+    assert gpu_rows(results)["test_b"] == "skipped: 2 s are over"
 
 
 def test_gpu_check_skips_what_is_not_there(gpu_machine, tmp_path):
@@ -353,9 +400,10 @@ def test_gpu_check_skips_what_is_not_there(gpu_machine, tmp_path):
 
 def test_gpu_check_prints_its_plan(gpu_machine, tmp_path):
     said = gpu_machine("--dry-run", code=0).stdout
-    for command in ("make DEVICE=cuda PRECISION=fp32 build/cuda-fp32/train", "make DEVICE=cuda build/test/cuda/test_a",
-                    "compute-sanitizer --tool racecheck", "-m pytest -q test", "--model d48 --batch 16 --seq-len 1024",
-                    "--batch 64 --seq-len 1024 --profile-ops\n", "--bench --json --matmul-algorithms build/matmul-",
+    for command in ("DEVICE=cuda build/cuda-bf16/train build/cuda-fp32/train build/test/cuda/test_a",
+                    "compute-sanitizer --tool racecheck", "--model d48 --batch 16 --seq-len 1024",
+                    "--profile-ops --bench-warmup 3 --bench-steps 10 --model d12 --batch 64",
+                    "--head-rows 4096 --matmul-algorithms build/matmul-", "--recompute none --head-rows 0",
                     "dev/bench/attention.py", "dev/bench/compare.py"):
         assert command in said, command
     assert not (tmp_path / "dev" / "results").exists() and not (tmp_path / "build").exists()
@@ -364,4 +412,5 @@ def test_gpu_check_prints_its_plan(gpu_machine, tmp_path):
 def test_gpu_check_needs_a_gpu(gpu_machine):
     ran = gpu_machine(code=2, without=["nvidia-smi"])
     assert ran.stderr == "gpu_check.sh: no GPU answers nvidia-smi; this checks the CUDA build on one\n"
-    assert gpu_machine("--quick", code=2).stderr == "gpu_check.sh: --quick: the only option is --dry-run\n"
+    said = gpu_machine("--quick", code=2).stderr
+    assert said.startswith("gpu_check.sh: --quick: neither --dry-run nor a group, which are build kernels")

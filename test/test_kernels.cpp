@@ -207,6 +207,26 @@ TYPED_TEST(Kernels, BiasBackward) {
     }
 }
 
+TYPED_TEST(Kernels, AddBias) {
+    using T = TypeParam;
+    for (const MatrixSize& s : matrix_sizes()) {
+        SCOPED_TRACE(text(s));
+        const std::vector<T> start = random_values<T>(static_cast<size_t>(s.rows) * s.C, 1, 26);
+        const std::vector<T> bias = random_values<T>(s.C, 1, 27);
+        const DeviceArray<T> d_bias(bias);
+        std::vector<T> out;
+        for_each_order([&] {
+            const DeviceArray<T> d_out(start);
+            Tensor<T> t_out = d_out.tensor({s.rows, s.C});
+            add_bias(t_out, d_bias.tensor({s.C}), kStream);
+            return bytes_of(out = d_out.download());
+        });
+        Doubles want = to_doubles(start);
+        for (size_t i = 0; i < want.size(); i++) want[i] += to_float(bias[i % s.C]);
+        EXPECT_LT(relative_error(out, want), tolerance<T>());
+    }
+}
+
 // Inputs of gelu: most in its bend, some where it is flat or straight.
 template <class T>
 std::vector<T> gelu_inputs(int n) {

@@ -6,9 +6,11 @@ Without --peers all that are there. Writes a table, and beside it all numbers as
 """
 
 import argparse
+import array
 import importlib.util
 import os
 import pathlib
+import random
 import re
 import shlex
 import statistics
@@ -25,7 +27,7 @@ NOTES = {
              "to ./train's bf16 weights with an fp32 master",
     "torch.compile": "`torch.compile`: the same, its model compiled; compiling is not in the times",
     "llm.c": "`llm.c`: its own trainer; it times a step without validation and sampling; on a CPU it "
-             "is in fp32, and does not clip",
+             "is in fp32, and does not clip; on a GPU it recomputes GELU unless --llmc-options has -r 0",
 }
 
 
@@ -85,6 +87,13 @@ class Torch:
                 "peak_bytes": raw["peak_bytes"] if o.device == "cuda" else resident}, versions
 
 
+def write_tokens(path, count):
+    """A shard of random tokens of GPT-2's vocabulary, as ./train and llm.c read them."""
+    tokens = array.array("H", random.Random(1).choices(range(50257), k=count))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(array.array("i", [20240520, 1, count] + [0] * 253).tobytes() + tokens.tobytes())
+
+
 class LlmC:
     """The C trainer on a CPU, the CUDA one on a GPU; neither is a part of this repository."""
 
@@ -106,8 +115,10 @@ class LlmC:
             batch, length = LlmC.shape_on_a_cpu(os.environ.get("LLMC", ""))
             if (options.model, options.batch, options.seq_len) != ("d12", batch, length):
                 return f"that checkout's C trainer does --model d12 --batch {batch} --seq-len {length} only"
-        elif options.precision != "bf16" or options.model not in ("d6", "d12", "d24", "d36", "d48"):
-            return "llm.c's CUDA trainer does --precision bf16 and --model d6, d12, d24, d36 or d48 only"
+        elif (options.precision != "bf16" or options.model not in ("d6", "d12", "d24", "d36", "d48") or
+              options.seq_len > 1024):
+            return ("llm.c's CUDA trainer does --precision bf16, --model d6, d12, d24, d36 or d48 and --seq-len up to "
+                    "1024 only")
         return None
 
     def __init__(self, options):
@@ -120,6 +131,9 @@ class LlmC:
         self.folder = pathlib.Path(folder).resolve()
         if not (self.folder / self.BINARY[options.device]).exists():
             fail(f"LLMC={folder}: there is no {self.BINARY[options.device]}; make {self.BINARY[options.device]} there")
+        self.tokens = results.ROOT / "build/bench/tokens.bin"
+        if options.device == "cuda":
+            write_tokens(self.tokens, 8 * options.batch * options.seq_len + 1)
 
     def command(self):
         o = self.options
@@ -127,8 +141,8 @@ class LlmC:
         if o.device == "cpu":
             return ["stdbuf", "-oL", binary]  # it takes no options, and says what it took by the line
         # No validation but the first and last step's, of one batch; no sampling.
-        return [binary, "-e", o.model, "-b", o.batch, "-t", o.seq_len, "-x", o.warmup + o.steps, "-v", 1000000, "-m", 1,
-                "-s", 0, "-h", 0]
+        return [binary, "-i", self.tokens, "-j", self.tokens, "-e", o.model, "-b", o.batch, "-t", o.seq_len, "-x",
+                o.warmup + o.steps, "-v", 1000000, "-m", 1, "-s", 0, "-h", 0, *shlex.split(o.llmc_options)]
 
     def turn(self):
         command, o = self.command(), self.options
@@ -241,6 +255,8 @@ def parse_options(arguments):
     add("--train", help="the trainer's binary (default: that of the device and precision in build/)")
     add("--train-options", default="", help="more options for the trainer, in one word: '--recompute none --head-rows 0' "
                                             "keeps what the peers keep")
+    add("--llmc-options", default="", help="more options for llm.c's CUDA trainer, in one word: '-r 0 -ge 2' recomputes "
+                                           "nothing and has cuBLASLt do GELU")
     add("--timeout", type=positive, default=3600, help="seconds that a turn may take")
     add("--out", type=results.result_path, help="(default: dev/results/compare-MODEL-DEVICE-PRECISION.md)")
     options = parser.parse_args(arguments)

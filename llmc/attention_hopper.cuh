@@ -134,7 +134,9 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
     using KvTile = typename F::KvTile;
     constexpr int N = F::kKeys / 8;
     const HopperRows place(in, block_row);
-    const int end = in.keys_before(block_row + F::kRows);
+    // Keys that its rows see; it leaves later tiles alone, and nothing is loaded where those lie.
+    static_assert(F::kRows - 64 <= F::kSlots * F::kKeys);
+    const int end = in.keys_before(block_row + place.group_row + 64);
     Ring<F::kSlots> keys{shared + F::kKeyRing}, values{shared + F::kValueRing};
 
     AttentionRows<kHead / 8> o = {};
@@ -321,6 +323,10 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
         const float* const delta_of = lse_of + B::kPassing;
         AttentionRows<N> p, ds;
         ring.wait_full();
+        if (query + B::kPassing <= block_row + place.group_row) {  // queries before all of its keys
+            ring.release();
+            continue;
+        }
         start_rows_product<Staying, Passing>(p, k_tile, place.group_row, q_tile);
         start_rows_product<Staying, Passing>(ds, v_tile, place.group_row, dout_tile);
         wgmma_wait<1>();
@@ -383,7 +389,7 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
 
 template <int kHead>
 SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const float* lse, const float* delta,
-                                        const AttentionInput<bf16>& in, float scale, int block_row, int end) {
+                                        const AttentionInput<bf16>& in, float scale, int block_row) {
     using B = HopperBackward<kHead>;
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
@@ -399,6 +405,8 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
     }
     AttentionRows<kHead / 8> dq_rows = {};
     barrier_wait(q_tile + B::kBarriers, 0);
+    static_assert(B::kRows - 64 <= B::kSlots * B::kPassing);  // as in forward
+    const int end = in.keys_before(block_row + place.group_row + 64);
     for (int key = 0; key < end; key += B::kPassing, ring.advance()) {
         const uint32_t k_tile = q_tile + B::kPassingTiles + ring.slot * 2 * Passing::kBytes;
         AttentionRows<N> p, ds;
@@ -447,7 +455,7 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
             hopper_backward_produce<kHead, false>(shared, in, maps, block_row, 0, end, nullptr, nullptr);
     } else {
         grow_registers<B::kConsumerRegisters>();
-        hopper_queries_consume<kHead>(shared, dq, lse, delta, in, scale, block_row, end);
+        hopper_queries_consume<kHead>(shared, dq, lse, delta, in, scale, block_row);
     }
 #else
     __trap();  // launched on sm_90a only

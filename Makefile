@@ -159,11 +159,12 @@ race-probe: build/test/tsan/race_probe
 	@$< missing >/dev/null 2>&1; [ $$? = 66 ] || { echo "race_probe: the missing barrier was not found"; exit 1; }
 	@echo "== race_probe: the planted missing barrier is found"
 
-# The CUDA build compiles, and nothing spills. Without a CUDA Toolkit there is nothing to check.
+# The CUDA build compiles, nothing spills, and wgmma runs asynchronously. Without a CUDA Toolkit there is nothing to check.
 cuda-build:
 ifneq ($(wildcard $(CUDA_HOME)/bin/nvcc),)
 	+@$(MAKE) --no-print-directory DEVICE=cuda build/cuda-bf16/train build/cuda-fp32/train
 	@! grep -hE '[1-9][0-9]* bytes (stack frame|spill)' build/cuda-*/train.log || { echo "cuda-build: kernels spill"; exit 1; }
+	@! grep -h 'wgmma.*serialized' build/cuda-*/train.log || { echo "cuda-build: products wait for each other"; exit 1; }
 	@echo "== cuda-build: $$(cat build/cuda-*/train.log | grep -c 'Used .* registers') kernels, none spills"
 else
 	@echo "== cuda-build: skipped, no CUDA Toolkit here"

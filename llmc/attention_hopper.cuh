@@ -84,15 +84,21 @@ SIMT_DEVICE void round_scores(FragmentA<bf16> (&a)[N / 2], const AttentionRows<N
     UNROLL for (int k = 0; k < N / 2; k++) a[k] = accumulators_as_a<bf16>(p[0][2 * k], p[0][2 * k + 1]);
 }
 
-// Where a thread stands: its block's batch entry and head; its consumer's first row, in the block; its
-// warp's.
+// Where a thread stands: its block's batch entry and head.
 struct HopperPlace {
-    int b, h, group_row, row;
-    SIMT_DEVICE HopperPlace(const AttentionInput<bf16>& in, int block_row)
-        : b(blockIdx.x / in.heads),
-          h(blockIdx.x % in.heads),
-          group_row((threadIdx.x / kWarpgroup - 1) * 64),
-          row(block_row + group_row + warp() % 4 * 16) {}
+    int b, h;
+    SIMT_DEVICE explicit HopperPlace(const AttentionInput<bf16>& in)
+        : b(blockIdx.x / in.heads), h(blockIdx.x % in.heads) {}
+};
+// And a consumer's: its first row, in the block; its warp's. The shuffle tells the compiler that they are
+// the same in all lanes, for which there are registers of their own.
+struct HopperRows : HopperPlace {
+    int group_row, row;
+    SIMT_DEVICE HopperRows(const AttentionInput<bf16>& in, int block_row) : HopperPlace(in) {
+        const int number = __shfl_sync(~0u, warp(), 0) - kWarpgroup / kLanes;
+        group_row = number / 4 * 64;
+        row = block_row + number * 16;
+    }
 };
 
 template <int kHead>
@@ -100,7 +106,7 @@ SIMT_DEVICE void hopper_forward_produce(uint32_t shared, const AttentionInput<bf
                                         const HopperForwardMaps& maps, int block_row) {
     using F = HopperForward<kHead>;
     using KvTile = typename F::KvTile;
-    const HopperPlace place(in, block_row);
+    const HopperPlace place(in);
     const int end = in.keys_before(block_row + F::kRows);
     const uint32_t q_full = shared + F::kBarriers;
     barrier_arrive_expecting(q_full, F::QTile::kBytes);
@@ -127,8 +133,10 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
     using F = HopperForward<kHead>;
     using KvTile = typename F::KvTile;
     constexpr int N = F::kKeys / 8;
-    const HopperPlace place(in, block_row);
-    const int end = in.keys_before(block_row + F::kRows);
+    const HopperRows place(in, block_row);
+    // Keys that its rows see; it leaves later tiles alone, and nothing is loaded where those lie.
+    static_assert(F::kRows - 64 <= F::kSlots * F::kKeys);
+    const int end = in.keys_before(block_row + place.group_row + 64);
     Ring<F::kSlots> keys{shared + F::kKeyRing}, values{shared + F::kValueRing};
 
     AttentionRows<kHead / 8> o = {};
@@ -265,7 +273,7 @@ SIMT_DEVICE void hopper_backward_produce(unsigned char* shared, const AttentionI
     using B = HopperBackward<kHead>;
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
-    const HopperPlace place(in, block_row);
+    const HopperPlace place(in);
     const uint32_t at = shared_address(shared), staying_full = at + B::kBarriers;
     if (lane() == 0) {
         barrier_arrive_expecting(staying_full, 2 * Staying::kBytes);
@@ -302,7 +310,7 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
     constexpr int N = B::kPassing / 8;
-    const HopperPlace place(in, block_row);
+    const HopperRows place(in, block_row);
     const uint32_t k_tile = shared_address(shared), v_tile = k_tile + Staying::kBytes;
     Ring<B::kSlots> ring{k_tile + B::kBarriers + 8};
     AttentionRows<kHead / 8> dk_rows = {}, dv_rows = {};
@@ -315,6 +323,10 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
         const float* const delta_of = lse_of + B::kPassing;
         AttentionRows<N> p, ds;
         ring.wait_full();
+        if (query + B::kPassing <= block_row + place.group_row) {  // queries before all of its keys
+            ring.release();
+            continue;
+        }
         start_rows_product<Staying, Passing>(p, k_tile, place.group_row, q_tile);
         start_rows_product<Staying, Passing>(ds, v_tile, place.group_row, dout_tile);
         wgmma_wait<1>();
@@ -377,12 +389,12 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
 
 template <int kHead>
 SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const float* lse, const float* delta,
-                                        const AttentionInput<bf16>& in, float scale, int block_row, int end) {
+                                        const AttentionInput<bf16>& in, float scale, int block_row) {
     using B = HopperBackward<kHead>;
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
     constexpr int N = B::kPassing / 8;
-    const HopperPlace place(in, block_row);
+    const HopperRows place(in, block_row);
     const uint32_t q_tile = shared_address(shared), dout_tile = q_tile + Staying::kBytes;
     Ring<B::kSlots> ring{q_tile + B::kBarriers + 8};
     float row_lse[2], row_delta[2];
@@ -393,6 +405,8 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
     }
     AttentionRows<kHead / 8> dq_rows = {};
     barrier_wait(q_tile + B::kBarriers, 0);
+    static_assert(B::kRows - 64 <= B::kSlots * B::kPassing);  // as in forward
+    const int end = in.keys_before(block_row + place.group_row + 64);
     for (int key = 0; key < end; key += B::kPassing, ring.advance()) {
         const uint32_t k_tile = q_tile + B::kPassingTiles + ring.slot * 2 * Passing::kBytes;
         AttentionRows<N> p, ds;
@@ -441,7 +455,7 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
             hopper_backward_produce<kHead, false>(shared, in, maps, block_row, 0, end, nullptr, nullptr);
     } else {
         grow_registers<B::kConsumerRegisters>();
-        hopper_queries_consume<kHead>(shared, dq, lse, delta, in, scale, block_row, end);
+        hopper_queries_consume<kHead>(shared, dq, lse, delta, in, scale, block_row);
     }
 #else
     __trap();  // launched on sm_90a only

@@ -42,10 +42,48 @@ SIMT_DEVICE void mask_later_keys(AttentionRows<N>& s, int diagonal, float value)
     for_each_score<N>(mask, s);
 }
 
+// The four lanes that share rows exchange pairs: v[i] of the t-th lane becomes v[t] of the i-th.
+SIMT_DEVICE void transpose_in_quad(uint32_t (&v)[4]) {
+    UNROLL for (int step = 1; step <= 2; step *= 2) {
+        const bool upper = lane() & step;
+        UNROLL for (int i = 0; i < 4; i++) {
+            if (i & step) continue;
+            const uint32_t got = __shfl_xor_sync(~0u, upper ? v[i] : v[i + step], step);
+            v[i] = upper ? got : v[i];
+            v[i + step] = upper ? v[i + step] : got;
+        }
+    }
+}
+
+// store_rows() where rows are made of whole, aligned 16 bytes: a lane stores 8 of each 32 columns.
+template <int kHead>
+SIMT_DEVICE void store_rows_in_vectors(bf16* out, int64_t row_stride, const AttentionRows<kHead / 8>& o,
+                                       const float (&factor)[2], int rows, int head_size) {
+    UNROLL for (int r = 0; r < 2; r++) {
+        const int row = lane() / 4 + 8 * r;
+        UNROLL for (int j = 0; j < kHead / 8; j += 4) {
+            uint32_t pairs[4];
+            UNROLL for (int i = 0; i < 4; i++) pairs[i] =
+                make_pair_of<bf16>(o[0][j + i][2 * r] * factor[r], o[0][j + i][2 * r + 1] * factor[r]);
+            transpose_in_quad(pairs);
+            const int column = 8 * (j + lane() % 4);
+            if (row >= rows || column >= head_size) continue;
+            bf16* const to = out + row * row_stride + column;
+#if defined(SIMT_GPU)  // an ordinary store is taken apart here and there
+            __stwb(reinterpret_cast<uint4*>(to), make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+#else
+            memcpy(to, pairs, sizeof pairs);
+#endif
+        }
+    }
+}
+
 // Writes 16 rows times factor[r], of which `rows` exist, to `out` at the row where the warp's rows begin.
 template <int kHead, class T>
 SIMT_DEVICE void store_rows(T* out, int64_t row_stride, const AttentionRows<kHead / 8>& o,
                             const float (&factor)[2], int rows, int head_size, bool vectors) {
+    if constexpr (std::is_same_v<T, bf16> && kHead % 32 == 0)
+        if (vectors) return store_rows_in_vectors<kHead>(out, row_stride, o, factor, rows, head_size);
     UNROLL for (int r = 0; r < 2; r++) {
         const int row = lane() / 4 + 8 * r;
         if (row >= rows) continue;

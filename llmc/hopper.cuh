@@ -18,10 +18,12 @@
 // What wgmma is told of an operand in shared memory that is swizzled by 128 bytes ("Matrix Descriptor
 // Format"): in units of 16 bytes, bits 0-13 have the start address, 16-29 the leading and 32-45 the stride
 // byte offset; bits 62-63 the swizzle, 1 for 128 bytes. Bits 49-51, the base offset, are 0 because the
-// pattern repeats at multiples of 1024 bytes.
-SIMT_HOST_DEVICE constexpr uint64_t swizzled_operand(uint32_t address, uint32_t leading, uint32_t stride) {
-    const auto encode = [](uint32_t bytes) { return uint64_t{(bytes & 0x3ffff) >> 4}; };
-    return encode(address) | encode(leading) << 16 | encode(stride) << 32 | uint64_t{1} << 62;
+// pattern repeats at multiples of 1024 bytes. The operand begins `offset` bytes after `address`; that is
+// added last, so that one address serves many operands.
+SIMT_HOST_DEVICE constexpr uint64_t swizzled_operand(uint32_t address, uint32_t offset, uint32_t leading,
+                                                     uint32_t stride) {
+    const uint32_t low = ((address & 0x3ffff) >> 4 | leading >> 4 << 16) + (offset >> 4);
+    return uint64_t{stride >> 4 | 1u << 30} << 32 | low;
 }
 
 // kRows x kColumns bf16 in shared memory, from a multiple of 1024 bytes on, as TMA leaves them: panels of 64
@@ -37,12 +39,12 @@ struct SwizzledTile {
     // 16 k + 15: K-major. 8 rows lie 1024 bytes from the next 8, the stride; 16 columns are 32 bytes of the
     // 128, by which the start address goes on; the leading offset is not used ("Strides").
     SIMT_HOST_DEVICE static constexpr uint64_t by_rows(uint32_t tile, int row, int k) {
-        return swizzled_operand(tile + k / 4 * kPanelBytes + row * 128 + k % 4 * 32, 16, 1024);
+        return swizzled_operand(tile + row * 128, k / 4 * kPanelBytes + k % 4 * 32, 16, 1024);
     }
     // The operand whose columns (N) are those of the tile, summed over the rows 16 k .. 16 k + 15: MN-major.
     // 64 columns lie a panel from the next 64, the leading offset, and 8 rows 1024 bytes from the next 8.
     SIMT_HOST_DEVICE static constexpr uint64_t by_columns(uint32_t tile, int k) {
-        return swizzled_operand(tile + k * 16 * 128, kPanelBytes, 1024);
+        return swizzled_operand(tile, k * 16 * 128, kPanelBytes, 1024);
     }
 };
 

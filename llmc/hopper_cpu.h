@@ -6,9 +6,11 @@
 // random. A barrier that nobody completes stops the program.
 #pragma once
 
+#include <cassert>
+
 #include "llmc/mma.cuh"
 
-// What tensor_map() describes.
+// What tensor_map() describes, and refuses as cuTensorMapEncodeTiled does.
 struct TensorMap {
     const bf16* data;
     int64_t columns, rows, batch, row, batch_row;
@@ -16,6 +18,9 @@ struct TensorMap {
 };
 inline TensorMap tensor_map(const bf16* data, int64_t columns, int64_t rows, int64_t batch, int64_t row,
                             int64_t batch_row, int box_rows) {
+    const auto in_steps = [](int64_t elements) { return elements > 0 && elements * 2 % 16 == 0; };
+    assert(reinterpret_cast<uintptr_t>(data) % 16 == 0 && in_steps(row) && in_steps(batch_row));
+    assert(columns > 0 && rows > 0 && batch > 0 && 0 < box_rows && box_rows <= 256);
     return {data, columns, rows, batch, row, batch_row, box_rows};
 }
 inline bool device_is_hopper() { return true; }
@@ -46,6 +51,7 @@ struct Wgmma {
 struct WgmmaQueue {
     Wgmma started[64];
     int count = 0, groups = 0, end[64];  // of each group, in `started`
+    bool fenced = false;                 // since registers could be touched
 };
 // A box that TMA was told to copy.
 struct Copy {
@@ -163,6 +169,7 @@ SIMT_RUNTIME __attribute__((noinline)) inline void barrier_wait(uint32_t barrier
 namespace simt {
 SIMT_RUNTIME inline void start(const Wgmma& product) {
     WgmmaQueue& q = hopper_units().products[threadIdx.x];
+    if (!q.fenced) die("a product is started without a fence since the last wait");
     if (q.count == 64) die("more products under way than the emulation has room for");
     q.started[q.count++] = product;
 }
@@ -224,7 +231,9 @@ SIMT_RUNTIME inline void complete_groups(void** brought, int groups) {
 inline const char kWgmmaWait = 0;
 }  // namespace simt
 
-SIMT_DEVICE void wgmma_fence() {}
+SIMT_RUNTIME __attribute__((noinline)) inline void wgmma_fence() {
+    simt::hopper_units().products[threadIdx.x].fenced = true;
+}
 SIMT_RUNTIME __attribute__((noinline)) inline void wgmma_commit() {
     simt::WgmmaQueue& q = simt::hopper_units().products[threadIdx.x];
     q.end[q.groups++] = q.count;
@@ -233,6 +242,7 @@ template <int kGroups>
 SIMT_RUNTIME __attribute__((noinline)) void wgmma_wait() {
     simt::warp_collective(&simt::kWgmmaWait, &simt::hopper_units().products[threadIdx.x],
                           [](void** brought) SIMT_RUNTIME { simt::complete_groups(brought, kGroups); });
+    simt::hopper_units().products[threadIdx.x].fenced = false;
 }
 template <class Registers>
 SIMT_DEVICE void hold(Registers&) {}

@@ -145,6 +145,9 @@ class TestInstructions:
                                 r"USETMAXREG\.TRY_ALLOC"):
                 assert self.count(counts, instruction), (kernel, instruction)
             assert not self.count(counts, "HMMA|LDSM|ATOM|RED"), kernel
+            # All that is bf16 is written in 128 bits; the forward pass has a lane's two elements of lse besides.
+            wide = self.count(counts, r"STG\..*128")
+            assert wide >= 4 and self.count(counts, "STG") - wide == (2 if "forward" in name else 0), kernel
             usage = cuobjdump("--dump-resource-usage", "-arch", "sm_90a")
             assert re.search(rf"Function {kernel}:\s+REG:{HOPPER[name]} ", usage), kernel
 

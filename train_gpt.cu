@@ -191,7 +191,7 @@ class Gpt {
 // Takes a tensor and fills it from the host, waiting until it is there.
 Tensor<int> Gpt::take_input(const char* name, Shape shape, const std::vector<int>& values) {
     Tensor<int> t = arena_.take<int>(name, shape, "input");
-    assert(static_cast<int64_t>(values.size()) <= t.size() || arena_.rehearsing());
+    assert(static_cast<int64_t>(values.size()) == t.size());
     copy_to_device(t.data(), values.data(), values.size() * sizeof(int), stream_);
     return t;
 }
@@ -665,7 +665,7 @@ class Trainer {
     std::unique_ptr<Dataset> open_training_data();
     GptConfig choose_config() const;
     void open_validation();
-    std::optional<Tokenizer> open_tokenizer() const;
+    std::optional<Tokenizer> open_tokenizer();
     std::vector<int> first_tokens() const;
     bool samples() const;
     int window() const;
@@ -696,6 +696,7 @@ class Trainer {
     void sample(int64_t step);
     void save(int64_t steps_done);
     void log_line(const nlohmann::ordered_json& line);
+    double step_tokens() const;
     double step_flops() const;
     void print_step(int64_t step, double loss, double norm, double rate, double seconds);
     void bench_phases(BenchReport& r, const std::function<void(int64_t)>& run_one);
@@ -704,6 +705,7 @@ class Trainer {
     Options o_;
     std::unique_ptr<Dataset> data_, val_data_;
     GptConfig config_;
+    std::string tokenizer_folder_;  // where the tokenizer was found, for saves; may be empty
     std::optional<Tokenizer> tokenizer_;
     std::optional<SequenceLoader> loader_, val_loader_;
     std::optional<OwnStream> own_stream_;
@@ -930,7 +932,7 @@ void Trainer::check_reach() const {
 }
 
 // From the model's folder, or beside the shards; a vocabulary of 256 is bytes.
-std::optional<Tokenizer> Trainer::open_tokenizer() const {
+std::optional<Tokenizer> Trainer::open_tokenizer() {
     std::vector<std::string> folders;
     if (!o_.resume.empty()) folders.push_back(o_.resume);
     if (!is_depth(o_.model)) folders.push_back(o_.model);
@@ -939,8 +941,10 @@ std::optional<Tokenizer> Trainer::open_tokenizer() const {
         folders.push_back(parent.empty() ? "." : parent.string());
     }
     for (const std::string& folder : folders)
-        if (auto t = Tokenizer::open(folder); t && static_cast<int>(t->size()) <= config_.vocabulary)
+        if (auto t = Tokenizer::open(folder); t && static_cast<int>(t->size()) <= config_.vocabulary) {
+            tokenizer_folder_ = folder;
             return t;
+        }
     if (config_.vocabulary == 256) return Tokenizer::bytes();
     return std::nullopt;
 }
@@ -1005,10 +1009,8 @@ MemoryReport Trainer::make_report() {
     }
     if (o_.steps > 0) {
         train_plan_ = rehearse_training();
-        if (o_.grad_accum > 1) {
-            add_plan_ = rehearse_training(true);  // the same takes, other products
-            train_plan_.workspace = std::max(train_plan_.workspace, add_plan_.workspace);
-        }
+        add_plan_ = o_.grad_accum > 1 ? rehearse_training(true) : Plan();  // the same takes, other products
+        train_plan_.workspace = std::max(train_plan_.workspace, add_plan_.workspace);
         if (!consume_) {
             update_plan_ = arena_.rehearse([&] { update(); });
             r.others.emplace_back("the update", update_plan_);
@@ -1050,7 +1052,7 @@ MemoryReport Trainer::make_report() {
 void Trainer::print_plan() const {
     if (!o_.timeline.empty()) write_timeline(o_.timeline, report_, update_plan_);
     if (o_.json)
-        printf("%s\n", report_json(report_).dump(2).c_str());
+        printf("%s\n", json_text(report_json(report_)).c_str());
     else
         print_report(stdout, report_);
 }
@@ -1155,8 +1157,10 @@ void Trainer::run_step(Plan& plan, Step&& step) {
 // Feeds `count` sequences from number `first` on; rows beyond them, up to a whole batch, do not count.
 void Trainer::feed(SequenceLoader& loader, uint64_t first, uint64_t count) {
     feeder_.feed(stream_, [&](std::span<int> inputs, std::span<int> targets) {
-        std::fill(inputs.begin(), inputs.end(), 0);
-        std::fill(targets.begin(), targets.end(), -1);
+        if (count < static_cast<uint64_t>(o_.batch)) {
+            std::fill(inputs.begin(), inputs.end(), 0);
+            std::fill(targets.begin(), targets.end(), -1);
+        }
         loader.fill(first, static_cast<int>(count), inputs.data(), targets.data());
     });
 }
@@ -1237,18 +1241,19 @@ void Trainer::forward_step(int64_t step) {
     }
 }
 
+double Trainer::step_tokens() const { return static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum; }
+
 // 6 FLOPs a token and parameter that is multiplied with, which positions are not (Kaplan et al.,
 // arXiv:2001.08361), and causal attention's 6 layers C T.
 double Trainer::step_flops() const {
-    const double tokens = static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum;
     const double multiplied =
         static_cast<double>(report_.parameters - int64_t{config_.positions} * config_.channels);
-    return tokens *
+    return step_tokens() *
            (6.0 * multiplied + 6.0 * config_.layers * config_.channels * static_cast<double>(o_.seq_len));
 }
 
 void Trainer::print_step(int64_t step, double loss, double norm, double rate, double seconds) {
-    const double tokens = static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum;
+    const double tokens = step_tokens();
     // The first steps are slower: products are compiled, graphs recorded. The time left follows the latest.
     seconds_per_step_ = step <= first_step_ + 2 ? seconds : 0.9 * seconds_per_step_ + 0.1 * seconds;
     const int64_t left = static_cast<int64_t>(seconds_per_step_ * static_cast<double>(o_.steps - step - 1));
@@ -1337,7 +1342,8 @@ void Trainer::save(int64_t steps_done) {
     const bool folder = !is_depth(o_.model) && std::filesystem::exists(o_.model);
     const int64_t read = first_sequence_ + (steps_done - first_step_) * o_.batch * o_.grad_accum;
     const Progress progress{steps_done, read, kPrecision, o_.given};
-    save_checkpoint(o_.out, state_, progress, folder ? o_.model : o_.resume, o_.keep, o_.steps > 0);
+    const std::string& tokenizer = folder ? o_.model : o_.resume.empty() ? tokenizer_folder_ : o_.resume;
+    save_checkpoint(o_.out, state_, progress, tokenizer, o_.keep, o_.steps > 0);
     last_save_ = o_.out;
     printf("saved step %lld in %s\n", static_cast<long long>(steps_done), o_.out.c_str());
 }
@@ -1368,7 +1374,10 @@ void Trainer::run() {
     }
     take_metrics();
     if (interrupted) {
-        printf("interrupted after step %lld\n", static_cast<long long>(step - 1));
+        if (step == first_step_)
+            printf("interrupted before step %lld\n", static_cast<long long>(step));
+        else
+            printf("interrupted after step %lld\n", static_cast<long long>(step - 1));
         if (!o_.out.empty()) save(step);
         return;
     }
@@ -1416,7 +1425,7 @@ void Trainer::bench() {
                      .threads = omp_get_max_threads(),
                      .warmup = o_.bench_warmup,
                      .plans = {},
-                     .tokens = static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum,
+                     .tokens = step_tokens(),
                      .flops = step_flops() / (forward_only ? 3 : 1),  // a third is forward's
                      .matmul_peak = measured_matmul_flops<floatX>(stream_),
                      .copy_peak = measured_copy_bandwidth(stream_)};
@@ -1434,7 +1443,7 @@ void Trainer::bench() {
     if (graphs) bench_replays(r, run_one);
     r.taken_bytes = std::max(device_bytes_in_use(), before) - before;
     if (o_.json)
-        printf("%s\n", bench_json(r).dump(2).c_str());
+        printf("%s\n", json_text(bench_json(r)).c_str());
     else
         print_bench(stdout, r);
 }
@@ -1471,6 +1480,9 @@ int main(int argc, char** argv) {
     } catch (const std::bad_alloc&) {
         fprintf(stderr, "train: out of host memory\n");
         return 2;
+    } catch (const std::exception& e) {
+        fprintf(stderr, "train: this is a bug: %s\n", e.what());
+        return 1;
     }
     return 0;
 }

@@ -2,7 +2,7 @@
 # What only a machine with a GPU can check and measure, in one go or group by group: make gpu-check calls this.
 #
 # Writes dev/results/GPU.md after each part: its command, how it ended, what it said. A part that fails is written down
-# and the others go on. Exit code 0: all passed; 1: a part failed; 2: no GPU. With LLMC set, compare.py has llm.c run too.
+# and the others go on. Exit code 0: no part failed; 1: one did; 2: no GPU, or a wrong argument. With LLMC set, compare.py has llm.c run too.
 #
 #   gpu_check.sh [--dry-run] [GROUP...]     --dry-run prints the parts and runs nothing
 #
@@ -46,7 +46,7 @@ how_it_ended() {
         echo passed
     elif [ "$1" = 124 ] || [ "$1" = 137 ]; then
         echo "FAILED (not done after $3 s)"
-    elif [ $may_lack_memory = yes ] && [ "$1" = 2 ] && grep -qi memory "$2"; then
+    elif [ $may_lack_memory = yes ] && [ "$1" = 2 ] && grep -qiE 'out of (device )?memory' "$2"; then
         echo "does not fit"
     else
         echo "FAILED (exit code $1)"

@@ -10,13 +10,8 @@
 
 #include "llmc/simt.h"
 
-#if defined(SIMT_GPU)
+#if defined(SIMT_GPU) || __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
-#elif __has_include(<nvtx3/nvToolsExt.h>)
-#include <nvtx3/nvToolsExt.h>
-#define LLMC_NVTX 1
-#endif
-#if defined(SIMT_GPU)
 #define LLMC_NVTX 1
 #endif
 

@@ -1,8 +1,8 @@
 // error.h - what happens when something is wrong that the user can mend.
 //
 // A user's mistake is one line that names the option or file, the value, and what would be right. Code
-// anywhere throws it with fail(); main prints it and exits with code 2. Bugs of our own are asserts, not
-// fail().
+// anywhere throws it with fail(); main prints it and exits with code 2. Bugs of our own are asserts; only
+// what keeps memory and the device true is checked in every build, and ends a run in the same way.
 #pragma once
 
 #include <cstdarg>

@@ -48,13 +48,14 @@ Product matmul_product(const Tensor<Out>& out, const Tensor<T>& a, const Tensor<
     return p;
 }
 
-// The product as an operation, with its FLOPs and the bytes of its operands.
-template <class T>
-Operation matmul_operation(const Product& p) {
-    const int64_t elements = p.m * p.k + p.k * p.n + p.m * p.n * (1 + p.accumulate + p.gelu_backward);
+// The product as an operation, with its FLOPs and the bytes of its operands, GELU's input among them where it
+// is fused.
+template <class T, class Out>
+Operation matmul_operation(const Product& p, bool fuses_gelu_backward) {
+    const int64_t in = p.m * p.k + p.k * p.n, out = p.m * p.n * (1 + p.accumulate + fuses_gelu_backward);
     return Operation("matmul",
                      2.0 * static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k),
-                     static_cast<double>(elements) * sizeof(T), p);
+                     static_cast<double>(in) * sizeof(T) + static_cast<double>(out) * sizeof(Out), p);
 }
 
 // The bias's gradient by a kernel of its own, unless the product has it. Its scratch is planned in any case:
@@ -89,7 +90,7 @@ void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, c
                                 options.accumulate,
                                 options.bias != nullptr,
                                 options.gelu};
-    const Operation operation = matmul_operation<T>(p);
+    const Operation operation = matmul_operation<T, Out>(p, false);
     void* scratch = arena.workspace(onednn_scratch_bytes<T, Out>(product));
     if (!simt::launches_off)
         onednn_matmul<T, Out>(product, out.data(), a.data(), b.data(),

@@ -282,7 +282,7 @@ void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, c
     const MatmulAlgorithm* found = p.bias_gradient ? find_searched(key) : nullptr;
     matmul_bias_gradient(arena, stream, b, options, found && found->bias_gradient);
 
-    const Operation operation = matmul_operation<T>(p);
+    const Operation operation = matmul_operation<T, Out>(p, fuses_gelu_backward(p));
     void* workspace = arena.workspace(kCublasWorkspace);
     if (!simt::launches_off) {
         const Known& product = known_product(key, at);

@@ -46,7 +46,8 @@ struct Made {
     std::unordered_map<int, memory> arguments;
 };
 
-// A product of operands that lie as these say; a bias is of type `in`.
+// A product of operands that lie as these say; a bias is of type `in`. Throws dnnl::error where oneDNN has
+// none.
 inline dnnl::matmul::primitive_desc describe(const OnednnProduct& p, memory::data_type in,
                                              const memory::desc& a, const memory::desc& b,
                                              const memory::desc& c) {
@@ -83,8 +84,14 @@ Made& made(const OnednnProduct& p) {
                   p.b_column, p.c_row, p.accumulate, p.bias,  p.gelu,     threads};
     std::unique_ptr<Made>& slot = known[key];
     if (!slot) {
-        slot = std::make_unique<Made>();
-        slot->description = describe(p, dtype<In>, dtype<Out>);
+        auto made = std::make_unique<Made>();
+        try {
+            made->description = describe(p, dtype<In>, dtype<Out>);
+        } catch (const dnnl::error& e) {
+            fail("oneDNN has no such product for this CPU (%s)%s", e.what(),
+                 std::is_same_v<In, float> ? "" : "; bf16 takes AVX-512: make PRECISION=fp32");
+        }
+        slot = std::move(made);
     }
     return *slot;
 }

@@ -95,131 +95,151 @@ CLI::IsMember one_of(const char* const (&names)[count]) {
     return CLI::IsMember(std::vector<std::string>(std::begin(names), std::end(names)));
 }
 
-// Declares every option on the parser, bound to `o`.
-inline void declare_options(CLI::App& app, Options& o) {
-    const int most = 1 << 30;
-    const std::string model = "Model and data", optimizer = "Optimizer", memory = "Memory", run = "Run",
-                      bench = "Bench", sampling = "Sampling", saving = "Saving";
-    app.add_option("--model", o.model, "dN: a new GPT-2 of N layers; or a Hugging Face folder")->group(model);
-    app.add_option("--data", o.data, "text files, or token shards (.bin); globs")->group(model);
+constexpr int kMostCount = 1 << 30;  // of tokens, sequences, saves
+
+inline void declare_model_options(CLI::App& app, Options& o) {
+    const std::string group = "Model and data";
+    app.add_option("--model", o.model, "dN: a new GPT-2 of N layers; or a Hugging Face folder")->group(group);
+    app.add_option("--data", o.data, "text files, or token shards (.bin); globs")->group(group);
     app.add_option("--val-data", o.val_data, "the same for validation; else a text's last tenth")
-        ->group(model);
+        ->group(group);
     app.add_option("--batch", o.batch, "sequences in a micro-batch; auto: the most that fit")
-        ->transform(number_or_auto(1, most))
-        ->group(model);
-    app.add_option("--seq-len", o.seq_len, "tokens in a sequence")->check(between(1, most))->group(model);
+        ->transform(number_or_auto(1, kMostCount))
+        ->group(group);
+    app.add_option("--seq-len", o.seq_len, "tokens in a sequence")
+        ->check(between(1, kMostCount))
+        ->group(group);
     app.add_option("--grad-accum", o.grad_accum, "micro-batches in a step")
-        ->check(between(1, most))
-        ->group(model);
+        ->check(between(1, kMostCount))
+        ->group(group);
     app.add_option("--seed", o.seed, "of initial weights, data order and samples")
         ->check(between(0, 0x1.fffffffffffffp63))  // the last number below 2^64
-        ->group(model);
-
+        ->group(group);
+}
+inline void declare_optimizer_options(CLI::App& app, Options& o) {
+    const std::string group = "Optimizer";
     app.add_option("--steps", o.steps, "updates in all; 0 only initialises or generates")
         ->check(between(0, 1e12))
-        ->group(optimizer);
-    app.add_option("--lr", o.lr, "the highest learning rate")->check(between(0.0, 1e3))->group(optimizer);
-    app.add_option("--min-lr", o.min_lr, "the rate at the end")->check(between(0.0, 1e3))->group(optimizer);
-    app.add_option("--warmup", o.warmup, "steps of rising rate")->check(between(0, 1e12))->group(optimizer);
+        ->group(group);
+    app.add_option("--lr", o.lr, "the highest learning rate")->check(between(0.0, 1e3))->group(group);
+    app.add_option("--min-lr", o.min_lr, "the rate at the end")->check(between(0.0, 1e3))->group(group);
+    app.add_option("--warmup", o.warmup, "steps of rising rate")->check(between(0, 1e12))->group(group);
     app.add_option("--schedule", o.schedule, "after the warm-up")
         ->check(CLI::IsMember({"constant", "cosine", "linear", "wsd"}))
-        ->group(optimizer);
-    app.add_option("--weight-decay", o.weight_decay, "of matrices")
-        ->check(between(0.0, 1e3))
-        ->group(optimizer);
-    app.add_option("--beta1", o.beta1, "AdamW's")->check(between(0.0, 0.999999))->group(optimizer);
-    app.add_option("--beta2", o.beta2, "AdamW's")->check(between(0.0, 0.9999999))->group(optimizer);
-    app.add_option("--eps", o.eps, "AdamW's")->check(between(1e-20, 1.0))->group(optimizer);
+        ->group(group);
+    app.add_option("--weight-decay", o.weight_decay, "of matrices")->check(between(0.0, 1e3))->group(group);
+    app.add_option("--beta1", o.beta1, "AdamW's")->check(between(0.0, 0.999999))->group(group);
+    app.add_option("--beta2", o.beta2, "AdamW's")->check(between(0.0, 0.9999999))->group(group);
+    app.add_option("--eps", o.eps, "AdamW's")->check(between(1e-20, 1.0))->group(group);
     app.add_option("--clip", o.clip, "the gradient's largest norm; 0: any")
         ->check(between(0.0, 1e30))
-        ->group(optimizer);
-
+        ->group(group);
     app.add_option("--optimizer", o.optimizer, "sgd: without momentum, and without state")
         ->check(one_of(kOptimizerNames))
-        ->group(optimizer);
-
+        ->group(group);
     app.add_flag("--clip-per-block", o.clip_per_block, "clip each block's gradient by its own norm")
-        ->group(optimizer);
-
+        ->group(group);
+}
+inline void declare_memory_options(CLI::App& app, Options& o) {
+    const std::string group = "Memory";
     app.add_option("--master", o.master, "what completes bf16 weights; split: the same in half the bytes")
         ->check(one_of(kMasterNames))
-        ->group(memory);
+        ->group(group);
     app.add_option("--adam-m", o.adam_m, "how AdamW's first moments are kept")
         ->check(one_of(kMomentNames))
-        ->group(memory);
+        ->group(group);
     app.add_option("--adam-v", o.adam_v, "the same of its second moments")
         ->check(one_of(kMomentNames))
-        ->group(memory);
+        ->group(group);
     app.add_option("--recompute", o.recompute,
                    "what backward makes again: " + joined(recompute_names(), ", ") +
                        "; or by layers, as in block:4,norm:8")
-        ->group(memory);
+        ->group(group);
     app.add_option("--head-rows", o.head_rows, "rows of the batch with logits at a time; 0: all")
-        ->check(between(0, most))
-        ->group(memory);
+        ->check(between(0, kMostCount))
+        ->group(group);
     app.add_flag("--update-in-backward", o.update_in_backward,
                  "update each block as soon as its gradient is complete: no gradient of the model is held")
-        ->group(memory);
+        ->group(group);
     app.add_option("--memory", o.memory,
                    "choose --recompute, --head-rows, --batch and --grad-accum so that all fits, as in 8GiB")
-        ->group(memory);
+        ->group(group);
     app.add_flag("--allow-8bit", o.allow_8bit,
                  "--memory may also choose --master split and 8-bit moments, where that is faster")
-        ->group(memory);
-    app.add_flag("--plan", o.plan, "print what every buffer takes, and stop")->group(memory);
-    app.add_flag("--json", o.json, "the plan, or the bench's figures, as JSON")->group(memory);
+        ->group(group);
+    app.add_flag("--plan", o.plan, "print what every buffer takes, and stop")->group(group);
+    app.add_flag("--json", o.json, "the plan, or the bench's figures, as JSON")->group(group);
     app.add_option("--timeline", o.timeline, "a file for the bytes that live after each operation of a step")
-        ->group(memory);
-
-    app.add_option("--log", o.log, "a file of JSON lines, one a step")->group(run);
+        ->group(group);
+}
+inline void declare_run_options(CLI::App& app, Options& o) {
+    const std::string group = "Run";
+    app.add_option("--log", o.log, "a file of JSON lines, one a step")->group(group);
     app.add_option("--eval-every", o.eval_every, "steps between validations; 0: at the end")
         ->check(between(0, 1e12))
-        ->group(run);
+        ->group(group);
     app.add_option("--eval-batches", o.eval_batches, "steps whose sequences make one")
-        ->check(between(1, most))
-        ->group(run);
+        ->check(between(1, kMostCount))
+        ->group(group);
     app.add_option("--attention", o.attention, "hopper: for GPUs of compute capability 9.0, not tried yet")
         ->check(CLI::IsMember({"common", "hopper"}))
-        ->group(run);
-    app.add_option("--threads", o.threads, "CPU threads; 0: all")->check(between(0, 4096))->group(run);
+        ->group(group);
+    app.add_option("--threads", o.threads, "CPU threads; 0: all")->check(between(0, 4096))->group(group);
     app.add_option("--graph", o.graph, "replay each step as a CUDA graph; only a GPU has them")
         ->check(CLI::IsMember({"on", "off"}))
-        ->group(run);
+        ->group(group);
     app.add_option("--matmul-algorithms", o.matmul_algorithms,
                    "on a GPU, a file of each product's fastest; what it lacks is measured and added")
-        ->group(run);
-
+        ->group(group);
+}
+inline void declare_bench_options(CLI::App& app, Options& o) {
+    const std::string group = "Bench";
     app.add_option("--bench", o.bench, "measure training steps, or the forward alone; nothing is kept")
         ->expected(0, 1)
         ->default_str("step")
         ->check(CLI::IsMember({"step", "forward"}))
-        ->group(bench);
+        ->group(group);
     app.add_option("--bench-warmup", o.bench_warmup, "steps before those that count, after a cold one")
         ->check(between(0, 1e6))
-        ->group(bench);
-    app.add_option("--bench-steps", o.bench_steps, "steps that count")->check(between(1, 1e6))->group(bench);
-    app.add_flag("--profile-ops", o.profile_ops, "measure each operation too; implies --bench")->group(bench);
-
+        ->group(group);
+    app.add_option("--bench-steps", o.bench_steps, "steps that count")->check(between(1, 1e6))->group(group);
+    app.add_flag("--profile-ops", o.profile_ops, "measure each operation too; implies --bench")->group(group);
+}
+inline void declare_sampling_options(CLI::App& app, Options& o) {
+    const std::string group = "Sampling";
     app.add_option("--sample-every", o.sample_every, "steps between samples; 0: at the end")
         ->check(between(0, 1e12))
-        ->group(sampling);
+        ->group(group);
     app.add_option("--sample-tokens", o.sample_tokens, "tokens to sample; 0: none")
-        ->check(between(0, most))
-        ->group(sampling);
-    app.add_option("--prompt", o.prompt, "what a sample starts with")->group(sampling);
+        ->check(between(0, kMostCount))
+        ->group(group);
+    app.add_option("--prompt", o.prompt, "what a sample starts with")->group(group);
     app.add_option("--temperature", o.temperature, "0: always the likeliest")
         ->check(between(0.0, 1e3))
-        ->group(sampling);
+        ->group(group);
     app.add_option("--top-k", o.top_k, "sample among the K likeliest; 0: all")
-        ->check(between(0, most))
-        ->group(sampling);
-
-    app.add_option("--out", o.out, "a folder for saves, in Hugging Face's format")->group(saving);
+        ->check(between(0, kMostCount))
+        ->group(group);
+}
+inline void declare_saving_options(CLI::App& app, Options& o) {
+    const std::string group = "Saving";
+    app.add_option("--out", o.out, "a folder for saves, in Hugging Face's format")->group(group);
     app.add_option("--save-every", o.save_every, "steps between saves; 0: at the end")
         ->check(between(0, 1e12))
-        ->group(saving);
-    app.add_option("--keep", o.keep, "saves to keep; 0: all")->check(between(0, most))->group(saving);
-    app.add_option("--resume", o.resume, "go on from a save; its options hold unless given")->group(saving);
+        ->group(group);
+    app.add_option("--keep", o.keep, "saves to keep; 0: all")->check(between(0, kMostCount))->group(group);
+    app.add_option("--resume", o.resume, "go on from a save; its options hold unless given")->group(group);
+}
+
+// Declares every option on the parser, bound to `o`.
+inline void declare_options(CLI::App& app, Options& o) {
+    declare_model_options(app, o);
+    declare_optimizer_options(app, o);
+    declare_memory_options(app, o);
+    declare_run_options(app, o);
+    declare_bench_options(app, o);
+    declare_sampling_options(app, o);
+    declare_saving_options(app, o);
 }
 
 // A bench measures a run that it does not make: fails on what only that run would have.

@@ -19,7 +19,7 @@ struct Keep {
     bool attention = true;  // attention's output and lse
     bool middle = true;     // the stream between attention and MLP: without it nothing but the input is kept
 };
-constexpr Keep kKeepNothing = {.backward = false};
+constexpr Keep kKeepNothing = {false, false, false, false, false, false, false};
 
 struct RecomputeLevel {
     const char* name;

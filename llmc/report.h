@@ -82,6 +82,11 @@ struct MemoryReport {
     size_t total() const { return allocated() + process; }
 };
 
+// JSON as text, of names of files in whatever encoding.
+inline std::string json_text(const nlohmann::ordered_json& json, int indent = 2) {
+    return json.dump(indent, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
+}
+
 inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     nlohmann::ordered_json j = {
         {"model", r.model},           {"parameters", r.parameters}, {"device", r.device},

@@ -97,7 +97,7 @@ inline void write_timeline(const std::string& path, const MemoryReport& report, 
                                {"recompute", report.recompute},   {"kinds", timeline.kinds}};
     try {
         FileWriter file(path);
-        std::string text = head.dump();
+        std::string text = json_text(head, -1);
         text.pop_back();  // the object goes on
         file.write(text + ",\n\"operations\": [");
         const char* separator = "\n";

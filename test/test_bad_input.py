@@ -413,3 +413,14 @@ def test_a_loss_that_is_no_number(train, work):
     step = int(error.split()[2].rstrip(":"))
     assert step > 0 and os.readlink(work / "out" / "latest") == f"step-{step:08}"
     assert [line["step"] for line in read_log(work / "log")] == list(range(step))
+
+
+# ---- the machine
+
+
+def test_a_cpu_without_products_in_bf16(train_bf16, tmp_path):
+    if train_bf16.device != "cpu":
+        pytest.skip("of a CPU")
+    ran = subprocess.run(train_bf16.command("--model", "d1", "--plan"), capture_output=True, text=True,
+                         env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"})
+    assert ran.returncode == 2 and ran.stderr.count("\n") == 1 and "make PRECISION=fp32" in ran.stderr

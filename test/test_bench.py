@@ -228,3 +228,9 @@ def test_mistakes(train, folder, arguments, named):
     for name in named:
         assert name in error, error
     assert listing(folder) == before
+
+
+def test_only_what_is_run_is_listed_after_a_choice(train):
+    """--memory rehearses what adds to gradients too; the run it chose does not."""
+    figures = bench(train, "--memory", "2GiB", "--profile-ops")
+    assert figures["grad_accum"] == 1 and all(operation["calls"] > 0 for operation in figures["operations"])

@@ -370,6 +370,30 @@ def test_gpu_check_goes_on_after_a_failure(gpu_machine, tmp_path):
         assert line in text.splitlines(), line
 
 
+def test_gpu_check_takes_no_fault_for_lack_of_memory(gpu_machine, tmp_path):
+    gpu_machine("build", code=0)
+    for precision in ("bf16", "fp32"):
+        executable(tmp_path / "build" / f"cuda-{precision}" / "train",
+                   "#!/bin/sh\necho 'CUDA: an illegal memory access was encountered'; exit 2\n")
+    gpu_machine("trainer", code=1)
+    rows = gpu_rows(tmp_path / "dev" / "results" / "nvidia-fake-100-trainer.md")
+    assert rows["train d12, bf16, batch 64, seq_len 1024"] == "FAILED (exit code 2)"
+
+
+def test_levels(train_fp32, capsys):
+    load("levels").main(["--train", train_fp32.path, "--model", "d1", "--batch", "1", "--seq-len", "16", "--levels",
+                         "none,block", "--rounds", "1", "--steps", "1"])
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith(("| `n", "| `b"))]
+    assert [row[0].strip() for row in rows] == ["`none`", "`block`"] and float(rows[0][5].strip(" x")) == 1
+    assert int(rows[0][1]) >= int(rows[1][1]) > 0 and all(float(row[3]) > 0 and float(row[4]) > 0 for row in rows)
+
+
+def test_levels_pass_on_what_the_trainer_says(train_fp32, capsys):
+    with pytest.raises(SystemExit) as ended:
+        load("levels").main(["--train", train_fp32.path, "--model", "d1", "--levels", "blok"])
+    assert ended.value.code == 2 and "no level 'blok'" in capsys.readouterr().err
+
+
 def test_gpu_check_does_groups_with_what_was_built(gpu_machine, tmp_path):
     gpu_machine("build", code=0, RESULTS="out")
     gpu_machine("sanitizers", "kernels", code=1, RESULTS="out")

@@ -167,3 +167,9 @@ def test_model_of_a_folder(train, tmp_path):
     plan = train.plan("--model", tmp_path / "model", "--seq-len", 48)
     assert plan["parameters"] == 300 * 40 + 48 * 40 + 3 * (12 * 40 * 40 + 13 * 40) + 2 * 40
     assert {tuple(b["shape"]) for b in plan["buffers"] if b["name"] == "qkv"} == {(8, 48, 120)}
+
+
+def test_a_name_in_no_encoding(train, tmp_path):
+    make(tmp_path / "model", "--layers", 1, "--heads", 1, "--channels", 16)
+    (tmp_path / "model").rename(tmp_path / "m\udcff")  # the byte ff
+    assert train.plan("--model", tmp_path / "m\udcff", "--timeline", tmp_path / "t.json")["model"].endswith("m\ufffd")

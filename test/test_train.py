@@ -197,6 +197,19 @@ def test_greedy_with_tokenizer(train_fp32, folder, tmp_path):
     assert got.decode(errors="replace") == prompt + tokenizer.decode(expected, clean_up_tokenization_spaces=False)
 
 
+def test_saves_take_the_tokenizer_beside_the_shards(train_fp32, folder, tmp_path):
+    bpe = ByteLevelBPETokenizer()
+    bpe.train([str(folder / "text")], vocab_size=300, show_progress=False)
+    bpe.save_model(str(tmp_path))
+    write_shard(tmp_path / "shard.bin", random_tokens(300, 100))
+    train_fp32("--model", "d1", "--data", "shard.bin", "--batch", 1, "--seq-len", 16, "--steps", 1, "--sample-tokens", 0,
+               "--out", "out", cwd=tmp_path)
+    for name in ("vocab.json", "merges.txt"):
+        assert (tmp_path / "out" / "latest" / name).read_bytes() == (tmp_path / name).read_bytes()
+    text = sampled(train_fp32, "--model", "out", "--steps", 0, "--prompt", "def", "--sample-tokens", 2, cwd=tmp_path)
+    assert text.startswith(b"def")
+
+
 # ---- the same numbers
 
 

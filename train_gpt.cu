@@ -87,7 +87,7 @@ struct KvCache {
 };
 
 // How a micro-batch is run.
-struct StepOptions {
+struct MicroBatchOptions {
     int64_t head_rows = 0;   // rows that have logits at one time; 0: all
     std::vector<Keep> keep;  // of each layer
     bool adds = false;       // to the gradients of micro-batches before: else they are written
@@ -117,9 +117,10 @@ class Gpt {
             weights_.blocks.push_back(layout_.block(state_.weights(), l));
     }
 
-    void forward_backward(const DeviceBatch& batch, const StepOptions& options, float loss_scale,
+    void forward_backward(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
                           TensorF& loss, const Consume& consume = {});
-    void evaluate(const DeviceBatch& batch, const StepOptions& options, float loss_scale, TensorF& loss);
+    void evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
+                  TensorF& loss);
     template <class Choose>
     void generate(const std::vector<int>& prompt, int new_tokens, Choose&& choose);
 
@@ -150,14 +151,14 @@ class Gpt {
         TensorX room;
         floatX* base;
     };
-    UnitGradients take_unit_gradients(int unit, const StepOptions& options, const Consume& consume);
+    UnitGradients take_unit_gradients(int unit, const MicroBatchOptions& options, const Consume& consume);
     void zero_added(int unit, floatX* base);
     void complete(int unit, UnitGradients& gradients, const Consume& consume);
     HeadActivations forward_head(const TensorX& x);
     template <class T>
     void add_head_product(Tensor<T>& d_wte, Tensor<uint8_t>& low, const Tensor<T>& d_logits,
                           const Tensor<T>& ln_f, bool adds);
-    void head(TensorX& stream, const Tensor<int>& targets, const StepOptions& options, float loss_scale,
+    void head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options, float loss_scale,
               TensorF& loss, TensorX& d_wte, LastLayernorm<floatX>& d_last);
     TensorX normalized(TensorX& kept, const char* name, const TensorX& x, const TensorF& mean,
                        const TensorF& rstd, const TensorX& weight, const TensorX& bias);
@@ -170,7 +171,7 @@ class Gpt {
     void backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream,
                       bool adds);
     void backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds);
-    void backward_block(int layer, BlockActivations& a, TensorX& d_stream, const StepOptions& options,
+    void backward_block(int layer, BlockActivations& a, TensorX& d_stream, const MicroBatchOptions& options,
                         const Consume& consume);
 
     Arena& arena_;
@@ -342,7 +343,8 @@ void Gpt::for_each_head_chunk(int64_t rows, int64_t head_rows, Chunk&& chunk) {
 // ---- backward
 
 // Where a unit's gradients are consumed as soon as they are complete, they lie in the arena until then.
-Gpt::UnitGradients Gpt::take_unit_gradients(int unit, const StepOptions& options, const Consume& consume) {
+Gpt::UnitGradients Gpt::take_unit_gradients(int unit, const MicroBatchOptions& options,
+                                            const Consume& consume) {
     UnitGradients g{{}, state_.gradients()};
     if (consume) {
         const Unit& u = layout_.units()[static_cast<size_t>(unit)];
@@ -428,8 +430,8 @@ void Gpt::add_head_product(Tensor<T>& d_wte, Tensor<uint8_t>& low, const Tensor<
 
 // The head of some rows after others, each forward and at once back, so that no more
 // logits exist than a chunk's. `stream` (B, T, C), the last block's output, becomes its own gradient.
-void Gpt::head(TensorX& stream, const Tensor<int>& targets, const StepOptions& options, float loss_scale,
-               TensorF& loss, TensorX& d_wte, LastLayernorm<floatX>& d_last) {
+void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options,
+               float loss_scale, TensorF& loss, TensorX& d_wte, LastLayernorm<floatX>& d_last) {
     const int64_t rows = stream.rows(), C = config_.channels, V = config_.padded_vocabulary();
     const bool chunks = options.head_rows > 0 && options.head_rows < rows;
     TensorF losses = take_float("losses", {rows, 1});
@@ -536,7 +538,7 @@ void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, T
 
 // Writes or adds the block's gradients; d_stream (B, T, C), the gradient of its output, becomes that of its
 // input.
-void Gpt::backward_block(int layer, BlockActivations& a, TensorX& d_stream, const StepOptions& options,
+void Gpt::backward_block(int layer, BlockActivations& a, TensorX& d_stream, const MicroBatchOptions& options,
                          const Consume& consume) {
     Range range("block", layer);
     UnitGradients gradients = take_unit_gradients(layer + 1, options, consume);
@@ -553,7 +555,7 @@ void Gpt::backward_block(int layer, BlockActivations& a, TensorX& d_stream, cons
 
 // One micro-batch: writes or adds its gradients, or has each unit's consumed, and adds loss_scale times the
 // sum of its losses to `loss` (1).
-void Gpt::forward_backward(const DeviceBatch& batch, const StepOptions& options, float loss_scale,
+void Gpt::forward_backward(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
                            TensorF& loss, const Consume& consume) {
     const int last_unit = config_.layers + 1;
     std::vector<BlockActivations> blocks(static_cast<size_t>(config_.layers));
@@ -583,7 +585,8 @@ void Gpt::forward_backward(const DeviceBatch& batch, const StepOptions& options,
 }
 
 // Adds loss_scale times the sum of the batch's losses to `loss` (1).
-void Gpt::evaluate(const DeviceBatch& batch, const StepOptions& options, float loss_scale, TensorF& loss) {
+void Gpt::evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
+                   TensorF& loss) {
     Range range("evaluate");
     const TensorX stream = forward_only(batch.inputs, nullptr);
     const int64_t rows = stream.rows();
@@ -632,6 +635,7 @@ volatile std::sig_atomic_t interrupted = 0;
 void on_interrupt(int) {
     interrupted = 1;
     std::signal(SIGINT, SIG_DFL);  // a second Ctrl-C stops at once
+    std::signal(SIGTERM, SIG_DFL);
 }
 
 const char* const kOwnText[] = {"README.md",  "train_gpt.cu", "llmc/*.h",
@@ -668,21 +672,21 @@ class Trainer {
     std::optional<Tokenizer> open_tokenizer();
     std::vector<int> first_tokens() const;
     bool samples() const;
-    int window() const;
+    int sample_window() const;
     bool feeds() const { return o_.steps > 0 || o_.bench == "forward"; }
     int64_t metrics_count() const { return 1 + static_cast<int64_t>(state_.layout.units().size()); }
     void open_device();
-    void use(const Setting& s);
-    Setting choose_setting();
+    void use(const MemorySetting& s);
+    MemorySetting choose_setting();
     Plan rehearse_training(bool adds = false);
     MemoryReport make_report();
     void point_metrics(float* at);
-    void check_reach() const;
+    void check_data() const;
     void choose_algorithms();
     void prepare();
     void load();
     double whole_norm(const float* norms) const;
-    void take_metrics(size_t ahead = 0);
+    void read_metrics(size_t ahead = 0);
     template <class Step>
     void run_step(Plan& plan, Step&& step);
     void feed(SequenceLoader& loader, uint64_t first, uint64_t count);
@@ -714,7 +718,7 @@ class Trainer {
     State<floatX> state_;
     Gpt gpt_;
     Feeder feeder_;
-    StepOptions step_;
+    MicroBatchOptions step_;
     Gpt::Consume consume_;  // with --update-in-backward
     bool norm_of_each_unit_;
     MemoryReport report_;
@@ -736,6 +740,7 @@ class Trainer {
     Clock clock_;
     double completed_ = 0;                         // on it: when the latest step that was looked at was done
     int64_t first_step_ = 0, first_sequence_ = 0;  // where a resumed run begins
+    SaveFolder saves_;
     std::string last_save_;
     double peak_flops_ = 0, seconds_per_step_ = 0;
     std::unique_ptr<FILE, int (*)(FILE*)> log_{nullptr, fclose};
@@ -816,7 +821,7 @@ Trainer::Trainer(Options options)
         fail("--seq-len %d is more than the model's %d positions", o_.seq_len, config_.positions);
     if (data_) {
         if (o_.bench.empty()) open_validation();
-        check_reach();
+        check_data();
     }
     if (o_.update_in_backward)
         consume_ = [this](int unit, const floatX* gradients) { update_unit(unit, gradients); };
@@ -850,8 +855,8 @@ void Trainer::open_device() {
 }
 
 // Sets up the step, its batch and the state's formats as a setting says.
-void Trainer::use(const Setting& s) {
-    take_up(s, o_);
+void Trainer::use(const MemorySetting& s) {
+    apply_setting(s, o_);
     state_.choose(state_options(o_));
     feeder_.choose(s.batch, o_.seq_len, config_.vocabulary);
     step_ = {s.head_rows, {}};
@@ -859,19 +864,19 @@ void Trainer::use(const Setting& s) {
 }
 
 // The setting that the options name, or that --memory or --batch auto choose.
-Setting Trainer::choose_setting() {
+MemorySetting Trainer::choose_setting() {
     int64_t most = kMostTokens / o_.seq_len;
     if (data_) {
         const SequenceLoader loader(*data_, o_.seq_len, o_.seed, true);
         most = std::min(most, static_cast<int64_t>(loader.sequences_per_epoch()));
     }
     const Rehearsals rehearsals{config_.layers, most, nominal_rates<floatX>(),
-                                [this](const Setting& s) { return use(s), make_report(); },
-                                [this](const Setting& s) { return use(s), rehearse_training(); }};
+                                [this](const MemorySetting& s) { return use(s), make_report(); },
+                                [this](const MemorySetting& s) { return use(s), rehearse_training(); }};
     const bool budget = o_.has("--memory");
     const Options given = o_;
     if (budget && o_.batch > 0) return fit_memory(given, std::is_same_v<floatX, bf16>, rehearsals, choice_);
-    Setting s = setting_of(o_);
+    MemorySetting s = setting_of(o_);
     s.levels = parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
     if (o_.batch > 0) return s;
     if (!budget) check_device(o_);
@@ -914,7 +919,7 @@ void Trainer::open_validation() {
 }
 
 // Fails when the data cannot feed the model: other vocabulary, too few tokens, tokens beyond the vocabulary.
-void Trainer::check_reach() const {
+void Trainer::check_data() const {
     for (const Dataset* d : {data_.get(), val_data_.get()})
         if (d && d->is_text() && config_.vocabulary != 256)
             fail(
@@ -973,7 +978,7 @@ bool Trainer::samples() const {
 }
 
 // The positions that a sample uses: those that are trained, and room after the prompt.
-int Trainer::window() const {
+int Trainer::sample_window() const {
     const int trained = o_.steps > 0 ? o_.seq_len : config_.positions;
     return std::min(config_.positions, std::max(trained, static_cast<int>(first_tokens().size()) + 1));
 }
@@ -1032,10 +1037,11 @@ MemoryReport Trainer::make_report() {
     if (samples()) {
         const auto any = [](const TensorX&) { return 0; };
         const auto first = first_tokens();
-        sample_plan_ =
-            arena_.rehearse([&] { gpt_.generate(first, window() - static_cast<int>(first.size()), any); });
-        const int half = window() / 2;
-        slide_plan_ = arena_.rehearse([&] { gpt_.generate(std::vector<int>(half), window() - half, any); });
+        sample_plan_ = arena_.rehearse(
+            [&] { gpt_.generate(first, sample_window() - static_cast<int>(first.size()), any); });
+        const int half = sample_window() / 2;
+        slide_plan_ =
+            arena_.rehearse([&] { gpt_.generate(std::vector<int>(half), sample_window() - half, any); });
         r.others.emplace_back("sampling", sample_plan_);
         r.others.emplace_back("a sample's continuation", slide_plan_);
     }
@@ -1074,7 +1080,15 @@ void Trainer::choose_algorithms() {
 
 // Checks what can be checked, takes the memory, and loads or initialises the model.
 void Trainer::prepare() {
-    if (!o_.out.empty()) check_writable(o_.out);
+    if (!o_.out.empty()) {
+        check_writable(o_.out);
+        saves_ = open_save_folder(o_.out, o_.keep, o_.resume);
+        if (!saves_.others.empty())
+            fprintf(stderr,
+                    "%s holds saves of another run, up to step %lld: they stay, but for steps that are saved "
+                    "again\n",
+                    o_.out.c_str(), static_cast<long long>(*saves_.others.rbegin()));
+    }
     if (data_ && data_->is_text() && !val_data_ && o_.bench.empty())
         fprintf(stderr, "no validation: the text's last tenth is shorter than a sequence of %d\n",
                 o_.seq_len);
@@ -1130,7 +1144,7 @@ double Trainer::whole_norm(const float* norms) const {
 // Looks at what the steps have left, but for the latest `ahead` of them: prints and logs it, and fails where
 // it is not finite. Before anything of a step is kept, it was looked at. A step's time is that between the
 // end of the step before and its own.
-void Trainer::take_metrics(size_t ahead) {
+void Trainer::read_metrics(size_t ahead) {
     for (; pending_.size() > ahead; pending_.pop_front()) {
         const auto [step, rate] = pending_.front();
         const float* metrics = reinterpret_cast<const float*>(metrics_[step % 2]->wait());
@@ -1227,7 +1241,7 @@ void Trainer::train_step(int64_t step) {
     if (!consume_) run_step(update_plan_, [&] { update(); });
     metrics_[step % 2]->start(metrics_memory_.data(), stream_);
     pending_.push_back({step, rate});
-    take_metrics(kStepsAhead);
+    read_metrics(kStepsAhead);
 }
 
 // The forward of a step alone, as a validation runs it.
@@ -1282,7 +1296,7 @@ void Trainer::log_line(const nlohmann::ordered_json& line) {
 // The mean loss over the validation data's first sequences, as many as --eval-batches steps read: the same
 // whatever micro-batch was chosen.
 double Trainer::validate() {
-    take_metrics();
+    read_metrics();
     const uint64_t batch = static_cast<uint64_t>(o_.batch);
     const uint64_t sequences =
         std::min(val_loader_->sequences_per_epoch(),
@@ -1302,7 +1316,7 @@ double Trainer::validate() {
 // Prints a continuation of the prompt. Token i of the sample after `step` draws random number (step, i). A
 // sample longer than the window goes on from its latest half.
 void Trainer::sample(int64_t step) {
-    take_metrics();
+    read_metrics();
     std::vector<int> text = first_tokens();
     int drawn = 0;
     auto print = [&](int token) {
@@ -1328,22 +1342,23 @@ void Trainer::sample(int64_t step) {
     printf("--- sample after %lld steps ---\n%s", static_cast<long long>(step), o_.prompt.c_str());
     const std::vector<int> first = text;
     arena_.run(sample_plan_,
-               [&] { gpt_.generate(first, window() - static_cast<int>(first.size()), choose); });
+               [&] { gpt_.generate(first, sample_window() - static_cast<int>(first.size()), choose); });
     while (drawn < o_.sample_tokens) {
-        const int half = window() / 2;
+        const int half = sample_window() / 2;
         const std::vector<int> latest(text.end() - half, text.end());
-        arena_.run(slide_plan_, [&] { gpt_.generate(latest, window() - half, choose); });
+        arena_.run(slide_plan_, [&] { gpt_.generate(latest, sample_window() - half, choose); });
     }
     printf("\n---\n");
 }
 
 void Trainer::save(int64_t steps_done) {
-    take_metrics();
+    read_metrics();
     const bool folder = !is_depth(o_.model) && std::filesystem::exists(o_.model);
     const int64_t read = first_sequence_ + (steps_done - first_step_) * o_.batch * o_.grad_accum;
     const Progress progress{steps_done, read, kPrecision, o_.given};
     const std::string& tokenizer = folder ? o_.model : o_.resume.empty() ? tokenizer_folder_ : o_.resume;
-    save_checkpoint(o_.out, state_, progress, tokenizer, o_.keep, o_.steps > 0);
+    saves_.others.erase(steps_done);
+    save_checkpoint(saves_, state_, progress, tokenizer, o_.steps > 0);
     last_save_ = o_.out;
     printf("saved step %lld in %s\n", static_cast<long long>(steps_done), o_.out.c_str());
 }
@@ -1353,6 +1368,7 @@ void Trainer::run() {
     const size_t before = device_bytes_in_use();
     prepare();
     std::signal(SIGINT, on_interrupt);
+    std::signal(SIGTERM, on_interrupt);  // as a scheduler sends when time is up
     int64_t step = first_step_;
     auto validate_and_log = [&] {
         const double loss = validate();
@@ -1366,13 +1382,13 @@ void Trainer::run() {
         if (is_time(o_.save_every)) save(step);
         train_step(step);
         if (step == first_step_) {
-            take_metrics();
+            read_metrics();
             printf("taken from the device: %.1f MiB; planned: %.1f MiB\n",
                    (static_cast<double>(device_bytes_in_use()) - static_cast<double>(before)) / 1048576.0,
                    mebibytes(report_.total()));
         }
     }
-    take_metrics();
+    read_metrics();
     if (interrupted) {
         if (step == first_step_)
             printf("interrupted before step %lld\n", static_cast<long long>(step));
@@ -1397,7 +1413,7 @@ void Trainer::bench_phases(BenchReport& r, const std::function<void(int64_t)>& r
         else if (step > o_.bench_warmup)
             r.steps.push_back(std::move(times));
     }
-    take_metrics();
+    read_metrics();
 }
 
 // Measures steps that are replayed as graphs, one after the other as a training runs them. At least two come
@@ -1409,7 +1425,7 @@ void Trainer::bench_replays(BenchReport& r, const std::function<void(int64_t)>& 
         run_one(step);
         ends.set();
     }
-    take_metrics();
+    read_metrics();
     ends.finish();
     for (int step = before; step < before + o_.bench_steps; step++)
         r.replayed.push_back(ends.seconds(step - 1, step));

@@ -293,18 +293,43 @@ inline void publish(const std::string& out, const std::string& name) {
     }
 }
 
-// Removes what killed saves left behind and all but `keep` saves (0: keeps all): that of `step`, and of the
+// Where a run saves: a folder, how many saves it keeps there (0: all), and the steps whose saves it does not
+// remove, as they are another run's.
+struct SaveFolder {
+    std::string path;
+    int keep = 0;
+    std::set<int64_t> others = {};
+};
+
+// The folder OUT for a run that resumes a save, or begins if `resume` is empty. What is there now is its own
+// only when it goes on from there.
+inline SaveFolder open_save_folder(const std::string& out, int keep, const std::string& resume) {
+    SaveFolder folder = {out, keep};
+    std::error_code none;
+    const auto canonical = [&](const std::string& path) {
+        return std::filesystem::weakly_canonical(path, none);
+    };
+    if (!file_exists(out)) return folder;
+    if (!resume.empty() && canonical(resolve_save(resume)).parent_path() == canonical(out)) return folder;
+    for (const std::string& name : list_folder(out))
+        if (step_of(name) >= 0) folder.others.insert(step_of(name));
+    return folder;
+}
+
+// Removes what killed saves left behind and all but `keep` of the run's saves: that of `step`, and of the
 // others the latest before it, then the latest after it, which a run resumed from an earlier step has left
 // behind.
-inline void remove_old_saves(const std::string& out, int64_t step, int keep) {
+inline void remove_old_saves(const SaveFolder& folder, int64_t step) {
+    const std::string& out = folder.path;
     std::vector<std::pair<bool, int64_t>> saves;  // (not after `step`, step)
     for (const std::string& name : list_folder(out)) {
-        if (const int64_t s = step_of(name); s >= 0) saves.emplace_back(s <= step, s);
+        const int64_t s = step_of(name);
+        if (s == step || (s >= 0 && !folder.others.contains(s))) saves.emplace_back(s <= step, s);
         const bool leftover = name.ends_with(".tmp") || name.ends_with(".old");
         if (leftover && step_of(name.substr(0, name.size() - 4)) >= 0) remove_folder(out + "/" + name);
     }
     std::sort(saves.rbegin(), saves.rend());
-    for (size_t i = static_cast<size_t>(keep); keep > 0 && i < saves.size(); i++) {
+    for (size_t i = static_cast<size_t>(folder.keep); folder.keep > 0 && i < saves.size(); i++) {
         // Renamed first: what has the name of a save is always whole.
         const std::string path = out + "/" + step_name(saves[i].second);
         check_call(std::rename(path.c_str(), (path + ".tmp").c_str()) == 0, path, "rename");
@@ -337,14 +362,16 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
     sync_directory(folder);
 }
 
-// Saves the weights, and with_training_state what resuming takes, as OUT/step-N, makes OUT show it, and
-// removes all but the newest `keep` saves (0 keeps all). A save of the same step is replaced. The tokenizer's
-// files come from a folder, or from nowhere if that is empty. Fails naming the file when something cannot be
-// written; what was saved before is then as it was. Needs room for one save more than are kept.
+// Saves the weights, and with_training_state what resuming takes, as step-N in a folder, makes the folder
+// show it, and removes all but the newest saves that it keeps. A save of the same step is replaced. The
+// tokenizer's files come from a folder, or from nowhere if that is empty. Fails naming the file when
+// something cannot be written; what was saved before is then as it was. Needs room for one save more than are
+// kept.
 template <class T>
-void save_checkpoint(const std::string& out, const State<T>& state, const Progress& progress,
-                     const std::string& tokenizer_folder, int keep, bool with_training_state) {
-    assert(progress.step >= 0 && keep >= 0);
+void save_checkpoint(const SaveFolder& folder, const State<T>& state, const Progress& progress,
+                     const std::string& tokenizer_folder, bool with_training_state) {
+    assert(progress.step >= 0 && folder.keep >= 0);
+    const std::string& out = folder.path;
     make_folders(out);
     const std::string name = step_name(progress.step), path = out + "/" + name, temporary = path + ".tmp";
     // A resumed run's tokenizer may lie in a save that has been removed since; later saves have it too.
@@ -360,7 +387,7 @@ void save_checkpoint(const std::string& out, const State<T>& state, const Progre
         throw;
     }
     publish(out, name);
-    remove_old_saves(out, progress.step, keep);
+    remove_old_saves(folder, progress.step);
 }
 
 // Fails unless OUT, which need not exist, can be made, written and linked in, and holds no files that a

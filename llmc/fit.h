@@ -11,13 +11,13 @@
 #include "llmc/solver.h"
 
 // What may be chosen. The tokens of a step, batch * grad_accum sequences, stay what they are.
-struct Setting {
+struct MemorySetting {
     int batch, grad_accum;
     int64_t head_rows;
     std::string master, adam_m, adam_v;
     std::vector<int> levels = {};  // of recompute, by layer
 
-    bool same_state(const Setting& other) const {
+    bool same_state(const MemorySetting& other) const {
         return master == other.master && adam_m == other.adam_m && adam_v == other.adam_v;
     }
 };
@@ -27,16 +27,16 @@ struct Rehearsals {
     int layers;
     int64_t most_sequences;  // that a micro-batch may have
     DeviceRates rates;
-    std::function<MemoryReport(const Setting&)> report;  // of all that the run may do
-    std::function<Plan(const Setting&)> training;        // of a micro-batch alone
+    std::function<MemoryReport(const MemorySetting&)> report;  // of all that the run may do
+    std::function<Plan(const MemorySetting&)> training;        // of a micro-batch alone
 };
 
-inline Setting setting_of(const Options& o) {
+inline MemorySetting setting_of(const Options& o) {
     return {o.batch, o.grad_accum, o.head_rows, o.master, o.adam_m, o.adam_v};
 }
 
 // Writes a setting into the options.
-inline void take_up(const Setting& s, Options& o) {
+inline void apply_setting(const MemorySetting& s, Options& o) {
     o.batch = s.batch;
     o.grad_accum = s.grad_accum;
     o.head_rows = s.head_rows;
@@ -62,9 +62,9 @@ inline void remember_choice(Options& o) {
 
 // The formats of the state: the one there is first, then smaller ones where that is allowed, the harmless
 // before the lossy.
-inline std::vector<Setting> formats_to_try(const Options& o, bool narrow_weights) {
-    Setting s = setting_of(o);
-    std::vector<Setting> all = {s};
+inline std::vector<MemorySetting> formats_to_try(const Options& o, bool narrow_weights) {
+    MemorySetting s = setting_of(o);
+    std::vector<MemorySetting> all = {s};
     if (!o.allow_8bit) return all;
     if (narrow_weights && !o.has("--master")) s.master = "split";
     if (!s.same_state(all.back())) all.push_back(s);
@@ -76,7 +76,7 @@ inline std::vector<Setting> formats_to_try(const Options& o, bool narrow_weights
 
 // Every micro-batch that divides the step's sequences, each with every number of head rows, from large to
 // small.
-inline std::vector<Setting> settings_to_try(Setting s, const Options& o, int64_t most_sequences) {
+inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options& o, int64_t most_sequences) {
     const int64_t sequences = int64_t{o.batch} * o.grad_accum;
     std::vector<int64_t> batches;
     for (int64_t d = 1; d * d <= sequences; d++) {
@@ -85,7 +85,7 @@ inline std::vector<Setting> settings_to_try(Setting s, const Options& o, int64_t
         if (d != sequences / d) batches.push_back(sequences / d);
     }
     std::sort(batches.rbegin(), batches.rend());
-    std::vector<Setting> all;
+    std::vector<MemorySetting> all;
     for (int64_t batch : batches) {
         const int64_t tokens = batch * o.seq_len, accumulated = sequences / batch;
         if (batch > most_sequences || accumulated > INT32_MAX || (o.update_in_backward && accumulated > 1))
@@ -103,12 +103,12 @@ inline std::vector<Setting> settings_to_try(Setting s, const Options& o, int64_t
 
 // What each setting takes in memory and time, by rehearsals with all layers at one level. The rows of the
 // head change only what is between the blocks.
-inline std::vector<Profile> profiles_of(std::vector<Setting> settings, const Rehearsals& rehearsals) {
+inline std::vector<Profile> profiles_of(std::vector<MemorySetting> settings, const Rehearsals& rehearsals) {
     const size_t layers = static_cast<size_t>(rehearsals.layers);
     std::vector<Profile> all;
     double update_seconds = 0;
     for (size_t i = 0; i < settings.size(); i++) {
-        Setting& s = settings[i];
+        MemorySetting& s = settings[i];
         s.levels.assign(layers, 0);
         const MemoryReport report = rehearsals.report(s);
         const std::vector<Segment> keeps_all = segments_of(report.train, rehearsals.rates);
@@ -141,20 +141,21 @@ inline std::vector<Profile> profiles_of(std::vector<Setting> settings, const Reh
 // --memory: the setting whose plan fits and is the fastest by estimate, and what it was chosen over: the
 // first of `choices`, then its neighbours. Each format of the state must be worth 1% of time over those
 // before it. Fails naming the least that would fit.
-inline Setting fit_memory(const Options& o, bool narrow_weights, const Rehearsals& rehearsals,
-                          std::vector<MemoryChoice>& choices) {
+inline MemorySetting fit_memory(const Options& o, bool narrow_weights, const Rehearsals& rehearsals,
+                                std::vector<MemoryChoice>& choices) {
     const size_t budget = parse_bytes(o.memory, "--memory");
-    std::vector<Setting> settings;
+    std::vector<MemorySetting> settings;
     std::vector<size_t> ends;  // of each format's settings
-    for (const Setting& format : formats_to_try(o, narrow_weights)) {
-        for (const Setting& s : settings_to_try(format, o, rehearsals.most_sequences)) settings.push_back(s);
+    for (const MemorySetting& format : formats_to_try(o, narrow_weights)) {
+        for (const MemorySetting& s : settings_to_try(format, o, rehearsals.most_sequences))
+            settings.push_back(s);
         ends.push_back(settings.size());
     }
     if (settings.empty())
         fail("--memory %s: of --batch %d x --grad-accum %d sequences no part can be a micro-batch",
              o.memory.c_str(), o.batch, o.grad_accum);
     auto setting = [&](const Choice& c) {
-        Setting s = settings[c.profile];
+        MemorySetting s = settings[c.profile];
         s.levels = c.levels;
         return s;
     };
@@ -168,7 +169,7 @@ inline Setting fit_memory(const Options& o, bool narrow_weights, const Rehearsal
             solution = std::move(more);
     }
     auto described = [&](const Choice& c) {
-        const Setting s = setting(c);
+        const MemorySetting s = setting(c);
         std::string state;
         if (s.master != o.master) state += " --master " + s.master;
         if (s.adam_m != o.adam_m) state += " --adam-m " + s.adam_m;
@@ -196,7 +197,7 @@ inline Setting fit_memory(const Options& o, bool narrow_weights, const Rehearsal
 
 // --batch auto: the largest micro-batch whose plan fits `room` bytes, all other options as they are. Fails
 // when not even one sequence does.
-inline Setting fit_batch(Setting s, size_t room, const Rehearsals& rehearsals) {
+inline MemorySetting fit_batch(MemorySetting s, size_t room, const Rehearsals& rehearsals) {
     const int64_t most = rehearsals.most_sequences;
     auto total = [&](int64_t batch) {
         s.batch = static_cast<int>(batch);

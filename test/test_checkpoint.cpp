@@ -136,7 +136,7 @@ TYPED_TEST(Checkpoint, ResumesWithTheSameBits) {
     const std::string out = folder / "made/on/the/way";
     Training<TypeParam> saved;
     fill_all(saved, 1);
-    save_checkpoint(out, saved, at_step(7), "", 1, true);
+    save_checkpoint({out, 1}, saved, at_step(7), "", true);
     for (const std::string& from : {out, out + "/step-00000007", out + "/latest"}) {
         Training<TypeParam> loaded;
         load_training_state(loaded, from);
@@ -167,7 +167,7 @@ TYPED_TEST(Checkpoint, EveryFormatComesBackAndNoOther) {
         const TempFolder folder;
         Training<TypeParam> saved(kTiny, options), loaded(kTiny, options);
         fill_all(saved, 1);
-        save_checkpoint(folder.path(), saved, at_step(1), "", 1, true);
+        save_checkpoint({folder.path(), 1}, saved, at_step(1), "", true);
         load_training_state(loaded, folder.path());
         EXPECT_TRUE(same_state(saved, loaded));
         Training<TypeParam> other(kTiny, {.master = options.master, .m = Moment::Fp32, .v = Moment::Bits8});
@@ -175,7 +175,7 @@ TYPED_TEST(Checkpoint, EveryFormatComesBackAndNoOther) {
         expect_user_error([&] { load_training_state(other, folder.path()); },
                           {folder.path(), options.text(), other.options.text()});
         initialize_weights(saved, 2);
-        save_checkpoint(folder.path(), saved, at_step(1), "", 1, true);
+        save_checkpoint({folder.path(), 1}, saved, at_step(1), "", true);
         Training<TypeParam> weights(kTiny, kOnlyWeights);
         load_weights(weights, folder.path());
         EXPECT_TRUE(same_bits(bytes_of(weights.buffers()[0]), bytes_of(saved.buffers()[0])));
@@ -185,7 +185,7 @@ TYPED_TEST(Checkpoint, EveryFormatComesBackAndNoOther) {
 TEST(CheckpointFormats, AreTensorsOfTheirOwnTypes) {
     const TempFolder folder;
     Training<bf16> saved(kTiny, {.master = Master::Split, .m = Moment::Bits8, .v = Moment::Bf16});
-    save_checkpoint(folder.path(), saved, at_step(1), "", 1, true);
+    save_checkpoint({folder.path(), 1}, saved, at_step(1), "", true);
     const SafetensorsFile file(folder / "trainer_state.safetensors");
     std::map<std::string, int> count;
     for (const SafetensorsEntry& e : file.entries()) {
@@ -295,7 +295,7 @@ TYPED_TEST(Checkpoint, SavesWithoutTrainingState) {
     const Training<TypeParam> state(kTiny, kOnlyWeights);
     fill(state.weights(), state.layout,
          [](int64_t i) { return from_float<TypeParam>(static_cast<float>(i)); });
-    save_checkpoint(folder.path(), state, at_step(1), "", 0, false);
+    save_checkpoint({folder.path(), 0}, state, at_step(1), "", false);
     EXPECT_EQ(sorted_names(folder.path()),
               (std::vector<std::string>{"config.json", "generation_config.json", "latest",
                                         "model.safetensors", "step-00000001"}));
@@ -307,10 +307,10 @@ TYPED_TEST(Checkpoint, SavesWithoutTrainingState) {
 
     // A save with state after it brings its links, and one without takes them away.
     Training<TypeParam> whole;
-    save_checkpoint(folder.path(), whole, at_step(2), "", 0, true);
+    save_checkpoint({folder.path(), 0}, whole, at_step(2), "", true);
     EXPECT_EQ(link_target(folder / "trainer_state.json"), "latest/trainer_state.json");
     EXPECT_EQ(read_progress(folder.path()).step, 2);
-    save_checkpoint(folder.path(), state, at_step(3), "", 0, false);
+    save_checkpoint({folder.path(), 0}, state, at_step(3), "", false);
     EXPECT_EQ(link_target(folder / "trainer_state.json"), "");
     EXPECT_EQ(link_target(folder / "trainer_state.safetensors"), "");
     EXPECT_EQ(read_progress(folder / "step-00000002").step, 2);
@@ -320,7 +320,7 @@ TEST(Save, KeepsTheNewest) {
     const TempFolder folder;
     const Training<float> state;
     const auto save = [&](int64_t step, int keep) {
-        save_checkpoint(folder.path(), state, at_step(step), "", keep, true);
+        save_checkpoint({folder.path(), keep}, state, at_step(step), "", true);
         EXPECT_EQ(link_target(folder / "latest"), step_name(step));
         EXPECT_EQ(read_progress(folder.path()).step, step);
     };
@@ -346,8 +346,8 @@ TEST(Save, ReplacesTheSameStep) {
     Training<float> first, second, loaded;
     fill_all(first, 1);
     fill_all(second, 2);
-    save_checkpoint(folder.path(), first, at_step(5), "", 2, true);
-    save_checkpoint(folder.path(), second, at_step(5), "", 2, true);
+    save_checkpoint({folder.path(), 2}, first, at_step(5), "", true);
+    save_checkpoint({folder.path(), 2}, second, at_step(5), "", true);
     EXPECT_EQ(steps_in(folder.path()), (std::vector<std::string>{"step-00000005"}));
     load_training_state(loaded, folder.path());
     EXPECT_TRUE(same_state(second, loaded));
@@ -360,13 +360,13 @@ TEST(Save, CopiesTheTokenizer) {
     model.write("unrelated.txt", "x");
     const std::string out = folder / "out";
     const Training<float> state;
-    save_checkpoint(out, state, at_step(1), model.path(), 1, true);
+    save_checkpoint({out, 1}, state, at_step(1), model.path(), true);
     EXPECT_EQ(read_text(out + "/merges.txt"), "#version: 0.2\n");
     EXPECT_EQ(read_text(out + "/step-00000001/vocab.json"), "{}");
     EXPECT_FALSE(file_exists(out + "/unrelated.txt"));
     // Resumed from a save that `keep` then removes.
     for (const int64_t step : {2, 3, 4})
-        save_checkpoint(out, state, at_step(step), out + "/step-00000001", 1, true);
+        save_checkpoint({out, 1}, state, at_step(step), out + "/step-00000001", true);
     EXPECT_EQ(read_text(out + "/merges.txt"), "#version: 0.2\n");
     EXPECT_EQ(read_text(out + "/step-00000004/vocab.json"), "{}");
 }
@@ -395,7 +395,7 @@ TEST(Save, LeavesTheEarlierSavesWhenTheDiskIsFull) {
     const std::string out = disk.path() + "/out";
     Training<float> state;
     fill_with_step(state, 1);
-    save_checkpoint(out, state, at_step(1), "", 1, true);
+    save_checkpoint({out, 1}, state, at_step(1), "", true);
     const auto before = sorted_names(out);
     fill_with_step(state, 2);
     // From a disk without a free page to one on which the save, of some 60 pages, almost fits.
@@ -405,13 +405,16 @@ TEST(Save, LeavesTheEarlierSavesWhenTheDiskIsFull) {
         const size_t size = (info.f_bavail - static_cast<size_t>(free_pages)) * info.f_bsize;
         std::ofstream(disk.path() + "/filler") << std::string(size, 'x');
         for (const int64_t step : {1, 2})
-            expect_user_error([&] { save_checkpoint(out, state, at_step(step), "", 1, true); },
-                              {out + "/step-", "No space left on device"});
+            expect_user_error(
+                [&] {
+                    save_checkpoint({out, 1}, state, at_step(step), "", true);
+                },
+                {out + "/step-", "No space left on device"});
         EXPECT_EQ(sorted_names(out), before) << free_pages;
         EXPECT_EQ(whole_step(out), 1);
         fs::remove(disk.path() + "/filler");
     }
-    save_checkpoint(out, state, at_step(2), "", 1, true);
+    save_checkpoint({out, 1}, state, at_step(2), "", true);
     EXPECT_EQ(whole_step(out), 2);
 }
 
@@ -422,8 +425,11 @@ TEST(Save, FailsOnAReadOnlyFileSystem) {
     for (const std::string& out : {disk.path(), disk.path() + "/a/b"}) {
         expect_user_error([&] { check_writable(out); },
                           {"--out " + out, disk.path(), "Read-only file system"});
-        expect_user_error([&] { save_checkpoint(out, state, at_step(1), "", 1, true); },
-                          {disk.path(), "Read-only file system"});
+        expect_user_error(
+            [&] {
+                save_checkpoint({out, 1}, state, at_step(1), "", true);
+            },
+            {disk.path(), "Read-only file system"});
     }
 }
 
@@ -433,7 +439,7 @@ TEST(Save, FailsOnAReadOnlyFileSystem) {
     Training<float> state;
     for (int64_t step = read_progress(out).step + 1;; step++) {
         fill_with_step(state, step);
-        for (int i = 0; i < 1 + (step % 2); i++) save_checkpoint(out, state, at_step(step), "", 2, true);
+        for (int i = 0; i < 1 + (step % 2); i++) save_checkpoint({out, 2}, state, at_step(step), "", true);
     }
 }
 
@@ -443,7 +449,7 @@ TEST(Save, SurvivesBeingKilled) {
     Training<float> state;
     fill_with_step(state, 0);
     const auto start = std::chrono::steady_clock::now();
-    save_checkpoint(out, state, at_step(0), "", 2, true);
+    save_checkpoint({out, 2}, state, at_step(0), "", true);
     const std::chrono::duration<double, std::micro> save_time = std::chrono::steady_clock::now() - start;
     std::mt19937 random(1);
     int64_t last = 0;
@@ -476,7 +482,7 @@ TEST(Save, SurvivesBeingKilled) {
         }
     }
     EXPECT_GE(last, 12);  // one for each of those rounds
-    save_checkpoint(out, state, at_step(last), "", 2, true);
+    save_checkpoint({out, 2}, state, at_step(last), "", true);
     for (const std::string& name : steps_in(out)) EXPECT_GE(step_of(name), 0) << name << " was left behind";
 }
 #endif
@@ -497,7 +503,7 @@ TEST(CheckWritable, TellsBeforeTheTraining) {
 
     // A folder of saves is as good as an empty one; somebody's model is not.
     const Training<float> state;
-    save_checkpoint(folder / "saves", state, at_step(1), "", 1, true);
+    save_checkpoint({folder / "saves", 1}, state, at_step(1), "", true);
     EXPECT_NO_THROW(check_writable(folder / "saves"));
     expect_user_error([&] { check_writable(folder / "saves/step-00000001"); }, {"has a config.json"});
 }
@@ -548,7 +554,7 @@ TEST(Resume, NamesWhatIsWrong) {
     const TempFolder folder;
     const std::string out = folder / "out", step = out + "/step-00000003";
     const Training<bf16> saved;
-    save_checkpoint(out, saved, at_step(3), "", 1, true);
+    save_checkpoint({out, 1}, saved, at_step(3), "", true);
     const auto resume = [&](const GptConfig& config) {
         Training<bf16> state(config);
         load_training_state(state, out);

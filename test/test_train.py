@@ -307,12 +307,13 @@ def running(train, *arguments, cwd):
         process.wait()
 
 
-def test_interrupt(train, work):
-    """Ctrl-C finishes the step, saves and says so; resumed, the run is the unbroken one."""
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt(train, work, sent):
+    """A run told to stop finishes the step, saves and says so; resumed, it is the unbroken one."""
     options = (*DATA, "--schedule", "constant", "--grad-accum", 8)
     with running(train, *options, "--steps", 100000, "--out", "out", "--log", "log", cwd=work) as process:
         wait_for_line(process, rb"^step +3/")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(sent)
         text = process.stdout.read().decode()
         assert process.wait(timeout=60) == 0
     last = int(re.search(r"^interrupted after step (\d+)$", text, re.MULTILINE)[1])
@@ -323,6 +324,27 @@ def test_interrupt(train, work):
     resumed, whole = figures(read_log(work / "log")), figures(read_log(work / "whole.log"))
     assert [line for line in resumed if "loss" in line] == [line for line in whole if "loss" in line]
     assert saved_bytes(work / "out") == saved_bytes(work / "whole")
+
+
+def test_another_runs_saves_stay(train, work):
+    """Whatever --keep says, where a run begins in their folder or goes on there from elsewhere."""
+    options = (*DATA, "--schedule", "constant", "--save-every", 1)
+    train(*options, "--steps", 9, "--keep", 2, "--out", "out", cwd=work)
+    options += ("--keep", 1)
+    train(*options, "--steps", 2, "--out", "elsewhere", cwd=work)
+    theirs = {name: saved_bytes(work / "out" / name) for name in ("step-00000008", "step-00000009")}
+
+    def saves():
+        return sorted(name for name in os.listdir(work / "out") if name.startswith("step-"))
+
+    for arguments in (options, ("--resume", "elsewhere")):
+        result = train(*arguments, "--steps", 4, "--out", "out", cwd=work)
+        assert b"out holds saves of another run, up to step 9: they stay" in result.stderr
+        assert {name: saved_bytes(work / "out" / name) for name in theirs} == theirs
+        assert os.readlink(work / "out" / "latest") == "step-00000004"
+        assert saves() == ["step-00000004", *theirs]
+    result = train("--resume", "out", "--steps", 5, cwd=work)  # they are its own now
+    assert b"another run" not in result.stderr and saves() == ["step-00000005"]
 
 
 def test_kill_leaves_a_usable_save(train, work):

@@ -83,6 +83,10 @@ def median_ms(lines, key):
     return statistics.median(times) if times else None
 
 
+def three_digits(x):
+    return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
+
+
 def cells_of(kind, lines, base_ms, scores):
     """Forward ms, backward ms, their sum over ours, and MiB of forward and backward."""
     forward, backward = median_ms(lines, "forward_ms"), median_ms(lines, "backward_ms")
@@ -92,7 +96,7 @@ def cells_of(kind, lines, base_ms, scores):
         return ["failed", "", "", ""]
     taken = max(line["peak_bytes"] if "peak_bytes" in line else 2 * line["bytes"] for line in lines)
     ratio = f"{(forward + backward) / base_ms:.2f}" if base_ms else ""
-    return [f"{forward:.3g}", f"{backward:.3g}", ratio, f"{taken / MIB:.1f}"]
+    return [three_digits(forward), three_digits(backward), ratio, f"{taken / MIB:.1f}"]
 
 
 def table(options, kinds, lines, precision):
@@ -119,7 +123,7 @@ def report(options, kinds, lines, failed):
     torch = {"PyTorch": line["torch"] for line in lines if "torch" in line}
     facts = results.machine(options.device) | torch | {"threads": options.threads}
     text = [f"# Causal attention, {options.device}: time and memory by length and head size", "",
-            f"Median of {options.rounds} rounds, in turn. Batch x length is {options.tokens} tokens and heads x head "
+            f"{f'Medians of {options.rounds} rounds' if options.rounds > 1 else 'One round'}, in turn. Batch x length is {options.tokens} tokens and heads x head "
             f"size is {options.channels} channels everywhere. `train` is llmc/attention.cuh" +
             (", `hopper` llmc/attention_hopper.cuh" if "hopper" in kinds else "") + "; its MiB are q, k, v, out, "
             "lse and their gradients, and it takes nothing else on a GPU. PyTorch's are what forward and backward took "

@@ -74,10 +74,16 @@ build/cpu-fp32/train build/cpu-bf16/train: train_gpt.cu Makefile
 	@mkdir -p $(@D)
 	$(CXX) -x c++ $(CXXFLAGS) $(NVTX_INCLUDE) $(DEFINES) -MF $@.d -MT $@ $< -o $@ $(CPU_LIBS)
 
+# Made anew when CUDA_ARCH has changed, and with it all that depends on it.
+CUDA_FLAGS := build/cuda.flags
+$(CUDA_FLAGS): FORCE
+	@mkdir -p $(@D)
+	@echo '$(NVCCFLAGS)' | cmp -s - $@ || echo '$(NVCCFLAGS)' > $@
+
 # The compiler's report of registers and spills is kept beside the binary; a spill is an error.
 build/cuda-fp32/train: DEFINES :=
 build/cuda-bf16/train: DEFINES := -DLLMC_BF16
-build/cuda-fp32/train build/cuda-bf16/train: train_gpt.cu Makefile
+build/cuda-fp32/train build/cuda-bf16/train: train_gpt.cu Makefile $(CUDA_FLAGS)
 	@mkdir -p $(@D)
 	$(NVCC) $(NVCCFLAGS) $(DEFINES) -MF $@.d -MT $@ $< -o $@ $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; rm -f $@; exit 1; }
 
@@ -127,7 +133,7 @@ build/test/asan/train-fp32 build/test/asan/train-bf16: FLAGS := $(CXX_COMMON) -O
 build/test/asan/train-fp32 build/test/asan/train-bf16: train_gpt.cu Makefile
 	@mkdir -p $(@D)
 	$(CXX) -x c++ $(FLAGS) $(NVTX_INCLUDE) $(DEFINES) -MF $@.d -MT $@ $< -o $@ $(CPU_LIBS)
-build/test/cuda/%: test/%.cpp Makefile
+build/test/cuda/%: test/%.cpp Makefile $(CUDA_FLAGS)
 	@mkdir -p $(@D)
 	$(NVCC) -x cu $(NVCCFLAGS) -MF $@.d -MT $@ $< -o $@ -lgtest -lgtest_main $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; exit 1; }
 
@@ -194,7 +200,7 @@ bench-products: build/cpu-$(PRECISION)/train build/bench/cpu/products
 build/bench/cpu/%: dev/bench/%.cpp Makefile
 	@mkdir -p $(@D)
 	$(CXX) -x c++ $(CXXFLAGS) $(NVTX_INCLUDE) -MF $@.d -MT $@ $< -o $@ $(CPU_LIBS)
-build/bench/cuda/%: dev/bench/%.cpp Makefile
+build/bench/cuda/%: dev/bench/%.cpp Makefile $(CUDA_FLAGS)
 	@mkdir -p $(@D)
 	$(NVCC) -x cu $(NVCCFLAGS) -MF $@.d -MT $@ $< -o $@ $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; rm -f $@; exit 1; }
 

@@ -126,7 +126,9 @@ class Gpt {
 
   private:
     TensorX take(const char* name, Shape shape) { return arena_.take<floatX>(name, shape); }
-    TensorX take_gradient(const char* name, Shape shape) { return arena_.take_gradient<floatX>(name, shape); }
+    TensorX take_gradient(const char* name, Shape shape) {
+        return arena_.take<floatX>(name, shape, "gradient");
+    }
     TensorF take_float(const char* name, Shape shape) { return arena_.take<float>(name, shape); }
     template <class T>
     void zero(Tensor<T>& t) {

@@ -177,10 +177,6 @@ class Arena {
         open_memory(address(t), t.bytes);
         return Tensor<T>(reinterpret_cast<T*>(address(t)), shape, this, index);
     }
-    template <class T>
-    Tensor<T> take_gradient(const char* name, Shape shape) {
-        return take<T>(name, shape, "gradient");
-    }
 
     // Scratch for one library call. All calls share it: the stream runs them one after the other. Only the
     // bytes asked for last are open.

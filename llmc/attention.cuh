@@ -136,7 +136,8 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
 
 // delta[b, h, i] = sum of dout * out over the head's columns: a warp for each b, i, h, in this order.
 template <class T, bool kVectors>
-__global__ void attention_delta_kernel(float* delta, const T* dout, const T* out, AttentionInput<T> in) {
+__global__ void __launch_bounds__(kBlockThreads)
+    attention_delta_kernel(float* delta, const T* dout, const T* out, AttentionInput<T> in) {
     constexpr int N = kVectors ? kVectorSize<T> : 1;
     const int64_t index = int64_t{blockIdx.x} * warps_per_block() + warp(), row = index / in.heads;
     const int h = index % in.heads, i = row % in.queries, b = row / in.queries;
@@ -162,8 +163,10 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
     T* const k_tile = shared;
     T* const v_tile = k_tile + Tiles::kStayingSize;
     T* const passing = v_tile + Tiles::kStayingSize;  // Q, dout of this step, Q, dout of the next
-    // lse, delta of this step, lse, delta of the next.
-    float* const statistics = reinterpret_cast<float*>(passing + 4 * Tiles::kPassingSize);
+    // Behind the columns of a row lies what its query left: lse in the tile of Q, delta in that of dout.
+    const auto statistic = [](const T* tile, int row) {
+        return reinterpret_cast<float*>(const_cast<T*>(tile) + row * Tiles::kStride + kHead);
+    };
     const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads;
     const int block_row = blockIdx.y * kAttentionRows;
     const int row = block_row + 16 * warp();  // of this warp's first key
@@ -176,9 +179,10 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
                                    dout + in.out_offset(b, h) + query * in.out_row(), in.out_row(), left,
                                    in.head_size, vectors);
         const int i = threadIdx.x % kPassing;
-        const float* const from = (threadIdx.x < kPassing ? lse : delta) + in.row_offset(b, h);
+        const bool first = threadIdx.x < kPassing;
+        const float* const from = (first ? lse : delta) + in.row_offset(b, h);
         if (threadIdx.x < 2 * kPassing)
-            copy_to_shared<4>(statistics + buffer * 2 * kPassing + threadIdx.x,
+            copy_to_shared<4>(statistic(first ? to : to + Tiles::kPassingSize, i),
                               i < left ? from + query + i : from, i < left);
     };
     const int64_t rows_at = in.kv_offset(b, h) + block_row * in.kv_row;
@@ -195,20 +199,18 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
         if (query + kPassing < in.queries) load_queries(query + kPassing, buffer ^ 1);
         const T* const q_tile = passing + buffer * 2 * Tiles::kPassingSize;
         const T* const dout_tile = q_tile + Tiles::kPassingSize;
-        const float* const lse_of = statistics + buffer * 2 * kPassing;
         AttentionRows<kPassing / 8> p, ds;
         multiply_rows<kHead>(p, k_tile + 16 * warp() * Tiles::kStride, q_tile);
         const int diagonal = row - query;  // the first column that sees this warp's first key
         const auto to_probability = [&](float& x, int r, int column) {
-            x = exp2_of((x * scale - lse_of[column]) * kLog2e);
+            x = exp2_of((x * scale - *statistic(q_tile, column)) * kLog2e);
             if (column < diagonal + lane() / 4 + 8 * r) x = 0.f;
         };
         for_each_score<kPassing / 8>(to_probability, p);
         multiply_columns<kHead>(dv_rows, p, dout_tile);
         multiply_rows<kHead>(ds, v_tile + 16 * warp() * Tiles::kStride, dout_tile);
-        const float* const delta_of = lse_of + kPassing;
         const auto gradient = [&](float& x, float probability, int, int column) {
-            x = probability * (x - delta_of[column]);
+            x = probability * (x - *statistic(dout_tile, column));
         };
         for_each_score<kPassing / 8>(gradient, ds, p);
         multiply_columns<kHead>(dk_rows, ds, q_tile);
@@ -345,7 +347,7 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const 
     const Operation operation = attention_operation("attention_backward", in, kFastCpu ? 5 : 7, 8);
     if (simt::launches_off) return;
     const bool vectors = attention_vectors(in, {dq, dk, dv, dout, out});
-    const dim3 row_blocks(ceil_div(int64_t{in.batch} * in.queries * in.heads, kBlockWarps));
+    const unsigned row_blocks = blocks_of_rows(int64_t{in.batch} * in.queries * in.heads);
     if (vectors && vector_fits<T>(in.head_size))
         launch<attention_delta_kernel<T, true>>(row_blocks, kBlockThreads, 0, stream, delta, dout, out, in);
     else
@@ -361,8 +363,7 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const 
             const size_t tiles = (2 * Tiles::kStayingSize + 4 * Tiles::kPassingSize) * sizeof(T);
             const dim3 grid(in.batch * in.heads, ceil_div(in.keys, kAttentionRows));
             launch<attention_backward_keys_kernel<T, columns.value>>(
-                grid, kAttentionThreads, tiles + 4 * Tiles::kPassing * sizeof(float), stream, dk, dv, dout,
-                lse, delta, in, in.scale(), vectors);
+                grid, kAttentionThreads, tiles, stream, dk, dv, dout, lse, delta, in, in.scale(), vectors);
             launch<attention_backward_queries_kernel<T, columns.value>>(
                 grid, kAttentionThreads, tiles, stream, dq, dout, lse, delta, in, in.scale(), vectors);
         });

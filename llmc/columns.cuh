@@ -74,13 +74,14 @@ struct ColumnOutputs {
     T* at[kSums];
 };
 
+constexpr int kAddRun = kFastCpu ? 64 : 1;  // columns that a thread adds up
+
 // out[s][c] += the sum over chunks of partial[chunk][s][c].
 template <class T, int kSums>
 __global__ void __launch_bounds__(kBlockThreads)
     add_chunks_kernel(ColumnOutputs<T, kSums> out, const float* partial, int chunks, int C) {
-    constexpr int kRun = kFastCpu ? 64 : 1;
-    for (int i = 0; i < kRun; i++) {
-        const int c = (blockIdx.x * kRun + i) * blockDim.x + threadIdx.x;
+    for (int i = 0; i < kAddRun; i++) {
+        const int c = (blockIdx.x * kAddRun + i) * blockDim.x + threadIdx.x;
         if (c >= C) return;
 #pragma unroll
         for (int s = 0; s < kSums; s++) {
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 // out[s] (C) += the sum over chunks of partial (chunks, kSums, C).
 template <class T, int kSums>
 void add_chunks(ColumnOutputs<T, kSums> out, const Tensor<float>& partial, int chunks, int C, Stream stream) {
-    const int64_t per_block = kBlockThreads * (kFastCpu ? 64 : 1);
+    constexpr int64_t per_block = kBlockThreads * kAddRun;
     launch<add_chunks_kernel<T, kSums>>(dim3(static_cast<unsigned>(ceil_div(C, per_block))), kBlockThreads, 0,
                                         stream, out, partial.data(), chunks, C);
 }

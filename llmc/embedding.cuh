@@ -37,10 +37,10 @@ void embedding_forward(Tensor<T>& out, const Tensor<int>& tokens, const Tensor<T
     const int rows = static_cast<int>(out.rows()), C = static_cast<int>(out.columns());
     const int seq_len = static_cast<int>(tokens.columns());
     const Operation operation("embedding_forward", 0, pass_bytes(out, out, out));
-    const dim3 grid(static_cast<unsigned>(ceil_div(rows, kBlockWarps)));
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
-        launch<embedding_forward_kernel<T, N>>(grid, kBlockThreads, 0, stream, out.data(), tokens.data(),
-                                               wte.data(), wpe.data(), rows, seq_len, first_position, C);
+        launch<embedding_forward_kernel<T, N>>(blocks_of_rows(rows), kBlockThreads, 0, stream, out.data(),
+                                               tokens.data(), wte.data(), wpe.data(), rows, seq_len,
+                                               first_position, C);
     });
 }
 
@@ -114,13 +114,11 @@ void embedding_backward(Tensor<T>& dwte, Tensor<T>& dwpe, const Tensor<T>& dout,
     const int batch = static_cast<int>(tokens.rows()), groups = static_cast<int>(starts.size()) - 1;
     const Operation operation("embedding_backward", 0, pass_bytes(dout, dout, dout, dout));
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
-        const dim3 by_token(static_cast<unsigned>(ceil_div(groups, kBlockWarps)),
-                            static_cast<unsigned>(ceil_div(C, int64_t{kLanes} * N)));
+        const dim3 by_token(blocks_of_rows(groups), static_cast<unsigned>(ceil_div(C, int64_t{kLanes} * N)));
         launch<token_embedding_backward_kernel<T, N>>(by_token, kBlockThreads, 0, stream, dwte.data(),
                                                       dout.data(), tokens.data(), order.data(), starts.data(),
                                                       groups, C);
-        const dim3 by_position(static_cast<unsigned>(ceil_div(seq_len, kBlockWarps)));
-        launch<position_embedding_backward_kernel<T, N>>(by_position, kBlockThreads, 0, stream, dwpe.data(),
-                                                         dout.data(), batch, seq_len, C);
+        launch<position_embedding_backward_kernel<T, N>>(blocks_of_rows(seq_len), kBlockThreads, 0, stream,
+                                                         dwpe.data(), dout.data(), batch, seq_len, C);
     });
 }

@@ -9,10 +9,17 @@
 
 constexpr float kLayernormEpsilon = 1e-5f;
 
-// One element's output. Written once, with its rounding fixed, so that a re-made output has the bits of the
-// first.
-SIMT_DEVICE float normalize(float x, float mean, float rstd, float weight, float bias) {
-    return fmaf((x - mean) * rstd, weight, bias);
+// The output of a row of C, by a warp. Written once, with its rounding fixed, so that a re-made output has
+// the bits of the first.
+template <int N, class T>
+SIMT_DEVICE void normalize_row(T* out, const T* x, float mean, float rstd, const T* weight, const T* bias,
+                               int C) {
+    for (int c = lane() * N; c < C; c += kLanes * N) {
+        const Packed<T, N> p = load<N>(x + c), w = load<N>(weight + c), s = load<N>(bias + c);
+        float o[N];
+        for (int k = 0; k < N; k++) o[k] = fmaf((p[k] - mean) * rstd, w[k], s[k]);
+        store(out + c, o);
+    }
 }
 
 // One warp a row. With kResidual the row is a + b: it is stored in `sum` as T and read back from there, so
@@ -44,12 +51,7 @@ __global__ void __launch_bounds__(kBlockThreads)
         for (int k = 0; k < N; k++) squares[k] += (p[k] - m) * (p[k] - m);
     }
     const float r = rsqrtf(warp_sum(squares.sum()) / C + kLayernormEpsilon);
-    for (int c = lane() * N; c < C; c += kLanes * N) {
-        const Packed<T, N> p = load<N>(x + c), w = load<N>(weight + c), s = load<N>(bias + c);
-        float o[N];
-        for (int k = 0; k < N; k++) o[k] = normalize(p[k], m, r, w[k], s[k]);
-        store(out + start + c, o);
-    }
+    normalize_row<N>(out + start, x, m, r, weight, bias, C);
     if (lane() == 0) mean[row] = m, rstd[row] = r;
 }
 
@@ -60,13 +62,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
     const int64_t start = int64_t{row} * C;
-    const float m = mean[row], r = rstd[row];
-    for (int c = lane() * N; c < C; c += kLanes * N) {
-        const Packed<T, N> p = load<N>(x + start + c), w = load<N>(weight + c), s = load<N>(bias + c);
-        float o[N];
-        for (int k = 0; k < N; k++) o[k] = normalize(p[k], m, r, w[k], s[k]);
-        store(out + start + c, o);
-    }
+    normalize_row<N>(out + start, x + start, mean[row], rstd[row], weight, bias, C);
 }
 
 // dx += rstd (g - mean(g) - xhat mean(g xhat)) with g = dout weight: one warp a row.
@@ -118,11 +114,10 @@ template <class T, bool kResidual>
 void layernorm_launch(Tensor<T>& out, Tensor<float>& mean, Tensor<float>& rstd, T* sum, const Tensor<T>& a,
                       const T* b, const Tensor<T>& weight, const Tensor<T>& bias, Stream stream) {
     const int rows = static_cast<int>(a.rows()), C = static_cast<int>(a.columns());
-    const dim3 grid(static_cast<unsigned>(ceil_div(rows, kBlockWarps)));
     auto run = [&]<int N>(std::integral_constant<int, N>) {
-        launch<layernorm_forward_kernel<T, N, kResidual>>(grid, kBlockThreads, 0, stream, out.data(),
-                                                          mean.data(), rstd.data(), sum, a.data(), b,
-                                                          weight.data(), bias.data(), rows, C);
+        launch<layernorm_forward_kernel<T, N, kResidual>>(blocks_of_rows(rows), kBlockThreads, 0, stream,
+                                                          out.data(), mean.data(), rstd.data(), sum, a.data(),
+                                                          b, weight.data(), bias.data(), rows, C);
     };
     with_vector_size<T>(C, run);
 }
@@ -152,11 +147,10 @@ void layernorm_normalize(Tensor<T>& out, const Tensor<T>& x, const Tensor<float>
                          Stream stream) {
     const Operation operation("layernorm_normalize", 0, pass_bytes(out, x));
     const int rows = static_cast<int>(x.rows()), C = static_cast<int>(x.columns());
-    const dim3 grid(static_cast<unsigned>(ceil_div(rows, kBlockWarps)));
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
-        launch<layernorm_normalize_kernel<T, N>>(grid, kBlockThreads, 0, stream, out.data(), x.data(),
-                                                 mean.data(), rstd.data(), weight.data(), bias.data(), rows,
-                                                 C);
+        launch<layernorm_normalize_kernel<T, N>>(blocks_of_rows(rows), kBlockThreads, 0, stream, out.data(),
+                                                 x.data(), mean.data(), rstd.data(), weight.data(),
+                                                 bias.data(), rows, C);
     });
 }
 
@@ -169,11 +163,10 @@ void layernorm_backward(Tensor<T>& dx, Tensor<Gradient>& dweight, Tensor<Gradien
                         Stream stream) {
     const Operation operation("layernorm_backward", 0, pass_bytes(dx, dx, dout, x, dout, x));
     const int rows = static_cast<int>(x.rows()), C = static_cast<int>(x.columns());
-    const dim3 grid(static_cast<unsigned>(ceil_div(rows, kBlockWarps)));
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
-        launch<layernorm_backward_input_kernel<T, N>>(grid, kBlockThreads, 0, stream, dx.data(), dout.data(),
-                                                      x.data(), mean.data(), rstd.data(), weight.data(), rows,
-                                                      C);
+        launch<layernorm_backward_input_kernel<T, N>>(blocks_of_rows(rows), kBlockThreads, 0, stream,
+                                                      dx.data(), dout.data(), x.data(), mean.data(),
+                                                      rstd.data(), weight.data(), rows, C);
     });
     const LayernormColumns<T> columns{dout.data(), x.data(), mean.data(), rstd.data()};
     add_column_sums<T>(columns, ColumnOutputs<Gradient, 2>{{dweight.data(), dbias.data()}}, scratch, rows, C,

@@ -19,7 +19,8 @@ struct MatmulOptions {
 };
 
 // Computes out (M, N) = a (M, K) b (K, N) with the options. Leading dimensions of a tensor count as rows.
-// Products are summed in fp32, and rounded once, to out's type. Scratch comes from the arena.
+// Products are summed in fp32, and rounded to out's type: once, unless the library lacks what is to follow
+// and a kernel does it then. Scratch comes from the arena.
 template <class T, class Out>
 void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, const Tensor<T>& b,
             const MatmulOptions<T>& options = {});
@@ -41,8 +42,9 @@ Product matmul_product(const Tensor<Out>& out, const Tensor<T>& a, const Tensor<
                        .bias_gradient = o.bias_gradient && !o.accumulate,
                        .widened = sizeof(Out) > sizeof(T)};
     assert(a.size() == p.m * p.k && b.size() == p.k * p.n);
-    assert((o.transpose_b ? b.columns() : b.rows()) == p.k && !(o.gelu && o.gelu_input));
-    assert(!o.bias || o.bias->size() == p.n);
+    assert((o.transpose_b ? b.columns() : b.rows()) == p.k && (!o.bias || o.bias->size() == p.n));
+    assert(!o.gelu_input || !(o.gelu || o.bias));
+    assert(!p.widened || !(o.gelu_input || o.gelu || o.bias));
     assert(!o.bias_gradient || (o.bias_gradient->size() == p.n && !o.transpose_b && !p.widened && !o.bias &&
                                 !o.gelu && !o.gelu_input));
     return p;

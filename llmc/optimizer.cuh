@@ -286,7 +286,9 @@ double update_bytes(const UpdateArrays<T>& a) {
     return bytes * static_cast<double>(a.n);
 }
 
-__global__ void set_factors_kernel(UpdateFactors* to, UpdateFactors factors) { *to = factors; }
+__global__ void __launch_bounds__(1) set_factors_kernel(UpdateFactors* to, UpdateFactors factors) {
+    *to = factors;
+}
 
 // Writes a step's factors to the device, for the updates that follow on the stream.
 inline void set_factors(UpdateFactors* factors, const OptimizerStep& o, Stream stream) {

@@ -41,6 +41,9 @@ SIMT_DEVICE int warps_per_block() { return blockDim.x / kLanes; }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The blocks of an ordinary launch with a warp for each row.
+constexpr unsigned blocks_of_rows(int64_t rows) { return static_cast<unsigned>(ceil_div(rows, kBlockWarps)); }
+
 // The sum, or maximum, of v over a warp, in every lane, by the butterfly: the order of the additions is
 // fixed.
 SIMT_DEVICE float warp_sum(float v) {

@@ -1,8 +1,8 @@
 #!/bin/sh
 # Fine-tunes a GPT-2 from a Hugging Face folder on a text: finetune.sh FOLDER TEXT. The text becomes shards first.
 set -eu
+model=$(realpath "$1") text=$(realpath "$2")
 cd "$(dirname "$0")/.."
-model=$1 text=$2
 dev/venv.sh
 .venv/bin/python dev/data/tokenize_text.py "$text" --vocab "$model" --out out/finetune --val-tokens 10000
 exec ./train --model "$model" --data 'out/finetune_train_*.bin' --val-data 'out/finetune_val_*.bin' \

@@ -83,27 +83,41 @@ class Steps:
         self.model = GPT2(layers, heads, channels, max(POSITIONS, options.seq_len)).to(options.device)
         self.optimizer, self.optimizer_kind = make_optimizer(self.model)
         self.loss = torch.compile(self.model) if options.compile else self.model
-
-    def synchronize(self):
-        if self.options.device == "cuda":
-            torch.cuda.synchronize()
+        self.loss_before = None
 
     def step(self):
-        """One step's milliseconds, the copy of its tokens to the device and its loss to the host included."""
+        """A step, the copy of its tokens to the device included; its loss is read once the next step is under way."""
         o = self.options
-        window = torch.randint(VOCABULARY, (o.batch, o.seq_len + 1))
-        self.synchronize()
-        start = time.perf_counter()
-        window = window.to(o.device)
+        window = torch.randint(VOCABULARY, (o.batch, o.seq_len + 1), pin_memory=o.device == "cuda")
+        window = window.to(o.device, non_blocking=True)
         self.optimizer.zero_grad(set_to_none=True)
         with torch.autocast(o.device, torch.bfloat16, enabled=o.precision == "bf16"):
             loss = self.loss(window[:, :-1], window[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
-        loss.item()
-        self.synchronize()
-        return 1000 * (time.perf_counter() - start)
+        if self.loss_before is not None:
+            self.loss_before.item()
+        self.loss_before = loss.detach()
+
+    def times(self, count):
+        """The milliseconds of `count` steps, each from the end of the one before to its own."""
+        cuda = self.options.device == "cuda"
+
+        def mark():
+            if not cuda:
+                return time.perf_counter()
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+
+        marks = [mark()]
+        for _ in range(count):
+            self.step()
+            marks.append(mark())
+        if cuda:
+            torch.cuda.synchronize()
+        return [a.elapsed_time(b) if cuda else 1000 * (b - a) for a, b in zip(marks, marks[1:])]
 
 
 def peak_bytes(device):
@@ -128,8 +142,7 @@ def main(arguments=None):
     if options.threads:
         torch.set_num_threads(options.threads)
     run = Steps(options)
-    warmup_ms = [run.step() for _ in range(max(1, options.warmup))]
-    steps_ms = [run.step() for _ in range(options.steps)]
+    warmup_ms, steps_ms = run.times(max(1, options.warmup)), run.times(options.steps)
     print(json.dumps({
         "device": options.device, "precision": options.precision, "compile": options.compile,
         "threads": torch.get_num_threads(), "optimizer": run.optimizer_kind, "warmup_ms": warmup_ms,

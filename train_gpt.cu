@@ -378,14 +378,16 @@ void Gpt::complete(int unit, UnitGradients& gradients, const Consume& consume) {
     gradients.room.drop();
 }
 
-// d_weight [+]= in^T d_out and d_bias += the column sums of d_out, for out = in weight + bias. Without `adds`
-// d_bias must be zero: the product may write it.
+// d_weight (K, N) [+]= in^T d_out and d_bias (N) += the column sums of d_out (rows, N), for out = in (rows,
+// K) weight + bias. Without `adds` d_bias must be zero: the product may write it.
 void Gpt::backward_linear(TensorX& d_weight, TensorX& d_bias, const TensorX& in, const TensorX& d_out,
                           bool adds) {
     matmul(arena_, stream_, d_weight, in, d_out,
            {.transpose_a = true, .accumulate = adds, .bias_gradient = &d_bias});
 }
 
+// Adds to d_stream (rows, C), d_weight (C) and d_bias (C) what d_out (rows, C) sends back through the
+// layernorm of x (rows, C).
 template <class Gradient>
 void Gpt::backward_norm(TensorX& d_stream, Tensor<Gradient>& d_weight, Tensor<Gradient>& d_bias,
                         const TensorX& d_out, const TensorX& x, const TensorF& mean, const TensorF& rstd,
@@ -394,7 +396,7 @@ void Gpt::backward_norm(TensorX& d_stream, Tensor<Gradient>& d_weight, Tensor<Gr
     layernorm_backward(d_stream, d_weight, d_bias, scratch, d_out, x, mean, rstd, weight, stream_);
 }
 
-// A layernorm's output as forward kept it, or made again from the saved statistics: the same bits.
+// A layernorm's output (rows, C) as forward kept it, or made again from the saved statistics: the same bits.
 TensorX Gpt::normalized(TensorX& kept, const char* name, const TensorX& x, const TensorF& mean,
                         const TensorF& rstd, const TensorX& weight, const TensorX& bias) {
     if (kept) return std::move(kept);
@@ -430,8 +432,8 @@ void Gpt::add_head_product(Tensor<T>& d_wte, Tensor<uint8_t>& low, const Tensor<
     }
 }
 
-// The head of some rows after others, each forward and at once back, so that no more
-// logits exist than a chunk's. `stream` (B, T, C), the last block's output, becomes its own gradient.
+// The head of some rows after others, each forward and at once back, so that no more logits exist than a
+// chunk's. `stream` (B, T, C), the last block's output, becomes its own gradient.
 void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options,
                float loss_scale, TensorF& loss, TensorX& d_wte, LastLayernorm<floatX>& d_last) {
     const int64_t rows = stream.rows(), C = config_.channels, V = config_.padded_vocabulary();
@@ -643,13 +645,16 @@ void on_interrupt(int) {
 const char* const kOwnText[] = {"README.md",  "train_gpt.cu", "llmc/*.h",
                                 "llmc/*.cuh", "test/*.cpp",   "dev/*.py"};
 
-// What the first step takes beside the plan: on a CPU compiled products, stacks and host buffers, measured
-// with 2 to 64 threads; on a GPU not measured yet.
-size_t process_bytes() {
+// What the first step takes beside the plan, with `heads` in a micro-batch: on a CPU compiled products,
+// stacks and host buffers, measured with 2 to 64 threads, and what attention's backward keeps of the heads
+// that are worked on (attention_cpu.h); on a GPU not measured yet.
+size_t process_bytes([[maybe_unused]] int64_t heads, [[maybe_unused]] int64_t head_floats) {
 #ifdef SIMT_GPU
     return 0;
 #else
-    return (13 << 20) + (static_cast<size_t>(std::min(32, omp_get_max_threads())) * 3 << 18);
+    const int64_t threads = omp_get_max_threads(), workers = std::min(threads, heads);
+    return (13 << 20) + (static_cast<size_t>(std::min<int64_t>(32, threads)) * 3 << 18) +
+           static_cast<size_t>(workers * head_floats) * sizeof(float);
 #endif
 }
 
@@ -681,6 +686,7 @@ class Trainer {
     void use(const MemorySetting& s);
     MemorySetting choose_setting();
     Plan rehearse_training(bool adds = false);
+    void rehearse_all();
     MemoryReport make_report();
     void point_metrics(float* at);
     void check_data() const;
@@ -709,6 +715,7 @@ class Trainer {
     void bench_replays(BenchReport& r, const std::function<void(int64_t)>& run_one);
 
     Options o_;
+    std::string resumed_;  // the save that --resume goes on from; empty without
     std::unique_ptr<Dataset> data_, val_data_;
     GptConfig config_;
     std::string tokenizer_folder_;  // where the tokenizer was found, for saves; may be empty
@@ -788,7 +795,7 @@ std::unique_ptr<Dataset> Trainer::open_data(const std::vector<std::string>& file
 // The sizes of the model, from the save, the folder or the depth that the options name.
 GptConfig Trainer::choose_config() const {
     std::optional<GptConfig> saved;
-    if (!o_.resume.empty()) saved = read_model_config(o_.resume);
+    if (!resumed_.empty()) saved = read_model_config(resumed_, "--resume");
     GptConfig config;
     if (is_depth(o_.model)) {
         int vocabulary = data_ ? data_->vocabulary() : o_.has("--model") ? 50257 : 256;
@@ -799,7 +806,7 @@ GptConfig Trainer::choose_config() const {
     } else if (saved && !std::filesystem::exists(o_.model)) {
         config = *saved;  // the folder that a run started from may be gone
     } else {
-        config = read_model_config(o_.model);
+        config = read_model_config(o_.model, "--model");
     }
     if (saved && !(config == *saved))
         fail(
@@ -811,6 +818,7 @@ GptConfig Trainer::choose_config() const {
 
 Trainer::Trainer(Options options)
     : o_(std::move(options)),
+      resumed_(o_.resume.empty() ? "" : resolve_save(o_.resume)),
       data_(open_training_data()),
       config_(choose_config()),
       tokenizer_(open_tokenizer()),
@@ -925,9 +933,8 @@ void Trainer::check_data() const {
     for (const Dataset* d : {data_.get(), val_data_.get()})
         if (d && d->is_text() && config_.vocabulary != 256)
             fail(
-                "%s is text, read as bytes (vocabulary 256), but the model's vocabulary is %d: tokenize it "
-                "with "
-                "dev/data/tokenize_text.py",
+                "%s is text, read as bytes (vocabulary 256), but the model's vocabulary is %d: "
+                "dev/data/tokenize_text.py makes tokens of it",
                 d->stream_name(0).c_str(), config_.vocabulary);
     for (Dataset* d : {data_.get(), val_data_.get()})
         if (d) d->check_tokens(config_.vocabulary);
@@ -941,7 +948,7 @@ void Trainer::check_data() const {
 // From the model's folder, or beside the shards; a vocabulary of 256 is bytes.
 std::optional<Tokenizer> Trainer::open_tokenizer() {
     std::vector<std::string> folders;
-    if (!o_.resume.empty()) folders.push_back(o_.resume);
+    if (!resumed_.empty()) folders.push_back(resumed_);
     if (!is_depth(o_.model)) folders.push_back(o_.model);
     if (data_ && !data_->is_text()) {
         const auto parent = std::filesystem::path(data_->stream_name(0)).parent_path();
@@ -990,8 +997,29 @@ Plan Trainer::rehearse_training(bool adds) {
     return arena_.rehearse([&] { gpt_.forward_backward(feeder_.batch(), step_, 1, loss_, consume_); });
 }
 
-// Rehearses every step that the run may take, and puts what they and the state need into one report.
+// Rehearses every step that the run may take.
+void Trainer::rehearse_all() {
+    if (o_.steps > 0) {
+        train_plan_ = rehearse_training();
+        add_plan_ = o_.grad_accum > 1 ? rehearse_training(true) : Plan();  // the same takes, other products
+        train_plan_.workspace = std::max(train_plan_.workspace, add_plan_.workspace);
+        if (!consume_) update_plan_ = arena_.rehearse([&] { update(); });
+    }
+    if (val_data_ || o_.bench == "forward")
+        evaluate_plan_ = arena_.rehearse([&] { gpt_.evaluate(feeder_.batch(), step_, 1, loss_); });
+    if (samples()) {
+        const auto any = [](const TensorX&) { return 0; };
+        const auto first = first_tokens();
+        const int rest = sample_window() - static_cast<int>(first.size()), half = sample_window() / 2;
+        sample_plan_ = arena_.rehearse([&] { gpt_.generate(first, rest, any); });
+        slide_plan_ =
+            arena_.rehearse([&] { gpt_.generate(std::vector<int>(half), sample_window() - half, any); });
+    }
+}
+
+// What the rehearsed steps and the state need, in one report.
 MemoryReport Trainer::make_report() {
+    rehearse_all();
     MemoryReport r;
     r.model = o_.model;
     r.device = kDevice;
@@ -1002,52 +1030,24 @@ MemoryReport Trainer::make_report() {
     r.seq_len = o_.seq_len;
     r.grad_accum = o_.grad_accum;
     r.head_rows = o_.head_rows;
-    r.process = process_bytes();
+    r.process = process_bytes(int64_t{o_.batch} * config_.heads, int64_t{o_.seq_len} * config_.head_size());
+    const auto add_buffer = [&](const char* name, const char* kind, Shape shape, const char* dtype,
+                                size_t bytes) {
+        r.buffers.push_back({name, kind, shape.text(), {shape.dims, shape.dims + shape.count}, dtype, bytes});
+    };
     for (const StateBuffer& b : state_.buffers())
-        r.buffers.push_back({b.name, b.kind, std::to_string(b.elements), {b.elements}, b.dtype, b.bytes()});
-    if (feeds()) {
-        const Shape shape = {Feeder::kCopies, feeder_.count()};
-        r.buffers.push_back({"batch",
-                             "input",
-                             shape.text(),
-                             {Feeder::kCopies, feeder_.count()},
-                             dtype_name<int>(),
-                             feeder_.bytes()});
-    }
-    if (o_.steps > 0) {
-        train_plan_ = rehearse_training();
-        add_plan_ = o_.grad_accum > 1 ? rehearse_training(true) : Plan();  // the same takes, other products
-        train_plan_.workspace = std::max(train_plan_.workspace, add_plan_.workspace);
-        if (!consume_) {
-            update_plan_ = arena_.rehearse([&] { update(); });
-            r.others.emplace_back("the update", update_plan_);
-        }
-    }
-    const int64_t metrics = metrics_count();
-    r.buffers.push_back({"metrics",
-                         "workspace",
-                         std::to_string(metrics),
-                         {metrics},
-                         "fp32",
-                         static_cast<size_t>(metrics) * sizeof(float)});
-    constexpr int64_t factors = sizeof(UpdateFactors);
-    r.buffers.push_back({"step_factors", "workspace", std::to_string(factors), {factors}, "byte", factors});
-    if (val_data_ || o_.bench == "forward") {
-        evaluate_plan_ = arena_.rehearse([&] { gpt_.evaluate(feeder_.batch(), step_, 1, loss_); });
-        r.others.emplace_back("validation", evaluate_plan_);
-    }
-    if (samples()) {
-        const auto any = [](const TensorX&) { return 0; };
-        const auto first = first_tokens();
-        sample_plan_ = arena_.rehearse(
-            [&] { gpt_.generate(first, sample_window() - static_cast<int>(first.size()), any); });
-        const int half = sample_window() / 2;
-        slide_plan_ =
-            arena_.rehearse([&] { gpt_.generate(std::vector<int>(half), sample_window() - half, any); });
-        r.others.emplace_back("sampling", sample_plan_);
-        r.others.emplace_back("a sample's continuation", slide_plan_);
-    }
+        add_buffer(b.name, b.kind, {b.elements}, b.dtype, b.bytes());
+    if (feeds())
+        add_buffer("batch", "input", {Feeder::kCopies, feeder_.count()}, dtype_name<int>(), feeder_.bytes());
+    const int64_t metrics = metrics_count(), factors = sizeof(UpdateFactors);
+    add_buffer("metrics", "workspace", {metrics}, "fp32", static_cast<size_t>(metrics) * sizeof(float));
+    add_buffer("step_factors", "workspace", {factors}, "byte", sizeof(UpdateFactors));
     r.train = train_plan_;
+    for (const auto& [name, plan] : {std::pair{"the update", &update_plan_},
+                                     {"validation", &evaluate_plan_},
+                                     {"sampling", &sample_plan_},
+                                     {"a sample's continuation", &slide_plan_}})
+        if (!plan->takes.empty()) r.others.emplace_back(name, *plan);
     const DeviceRates rates = nominal_rates<floatX>();
     r.update_seconds = seconds_of(update_plan_.work, rates);
     r.seconds = seconds_of(train_plan_.work, rates) +
@@ -1084,7 +1084,7 @@ void Trainer::choose_algorithms() {
 void Trainer::prepare() {
     if (!o_.out.empty()) {
         check_writable(o_.out);
-        saves_ = open_save_folder(o_.out, o_.keep, o_.resume);
+        saves_ = open_save_folder(o_.out, o_.keep, resumed_);
         if (!saves_.others.empty())
             fprintf(stderr,
                     "%s holds saves of another run, up to step %lld: they stay, but for steps that are saved "
@@ -1119,11 +1119,11 @@ void Trainer::prepare() {
 }
 
 void Trainer::load() {
-    if (!o_.resume.empty() && o_.steps == 0) {
-        load_weights(state_, o_.resume);
-    } else if (!o_.resume.empty()) {
-        const Progress progress = read_progress(o_.resume);
-        load_training_state(state_, o_.resume);
+    if (!resumed_.empty() && o_.steps == 0) {
+        load_weights(state_, resumed_);
+    } else if (!resumed_.empty()) {
+        const Progress progress = read_progress(resumed_);
+        load_training_state(state_, resumed_);
         first_step_ = progress.step;
         first_sequence_ = progress.sequences;
         last_save_ = o_.resume;
@@ -1159,7 +1159,7 @@ void Trainer::read_metrics(size_t ahead) {
     }
 }
 
-// Runs `step` in the memory of its plan, on a GPU as a graph from the third time on. It must be the same
+// Runs `step` in the memory of its plan, on a GPU as a graph from the second time on. It must be the same
 // every time: what changes lies in the device's memory.
 template <class Step>
 void Trainer::run_step(Plan& plan, Step&& step) {
@@ -1370,7 +1370,8 @@ void Trainer::run() {
     const size_t before = device_bytes_in_use();
     prepare();
     std::signal(SIGINT, on_interrupt);
-    std::signal(SIGTERM, on_interrupt);  // as a scheduler sends when time is up
+    std::signal(SIGTERM, on_interrupt);                    // as a scheduler sends when time is up
+    const bool graphs = StepGraphs::kReplays && replays_;  // recorded in the second step
     int64_t step = first_step_;
     auto validate_and_log = [&] {
         const double loss = validate();
@@ -1383,7 +1384,7 @@ void Trainer::run() {
         if (is_time(o_.sample_every) && samples()) sample(step);
         if (is_time(o_.save_every)) save(step);
         train_step(step);
-        if (step == first_step_) {
+        if (step == std::min(o_.steps, first_step_ + (graphs ? 2 : 1)) - 1) {
             read_metrics();
             printf("taken from the device: %.1f MiB; planned: %.1f MiB\n",
                    (static_cast<double>(device_bytes_in_use()) - static_cast<double>(before)) / 1048576.0,

@@ -25,7 +25,7 @@
 // [born, dies).
 struct Take {
     std::string name;
-    const char* kind = "activation";  // or "gradient" (of an activation), "input"
+    const char* kind = "activation";  // or "gradient" (of one), "parameter_gradient", "input"
     Shape shape;
     const char* dtype = "";
     size_t bytes = 0;   // as asked

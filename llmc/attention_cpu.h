@@ -1,8 +1,9 @@
 // attention_cpu.h - causal attention of the fast CPU build: attention.cuh's algorithm in tiles large enough
 // for oneDNN.
 //
-// A worker does whole tiles by itself, so results do not depend on how many there are. Scores, probabilities
-// and accumulators of a tile are the worker's scratch and stay in its cache.
+// A worker does whole tiles by itself, in backward all of a head's, so results do not depend on how many
+// there are. Scores, probabilities and accumulators of a tile are the worker's scratch and stay in its cache;
+// backward's dq of the head, in fp32, is too, and grows with the length.
 #pragma once
 
 #include <algorithm>

@@ -153,21 +153,21 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
         start_columns_product<KvTile>(o, p, shared + F::kValueTiles + values.slot * KvTile::kBytes);
     };
     const auto take_softmax = [&](int key) {
-        hold(s);
+        fence_registers(s);
         keys.release();
         keys.advance();
         // The last column that this warp's first query sees.
         const int diagonal = place.row + in.keys - in.queries - key;
         if (diagonal < F::kKeys - 1) mask_later_keys(s, diagonal, -INFINITY);
         softmax.step(s, correction, scale * kLog2e);
-        hold(s);
+        fence_registers(s);
         // The next tile is awaited here because the compiler moves the wait for the output's product before
         // the exponentials unless a branch stands between.
         if (key + F::kKeys < end) keys.wait_full();
     };
     const auto take_output = [&] {
-        hold(o);
-        hold(p);
+        fence_registers(o);
+        fence_registers(p);
         values.release();
         values.advance();
     };
@@ -211,10 +211,10 @@ __global__ void __launch_bounds__(HopperForward<kHead>::kThreads, 1)
     }
     __syncthreads();
     if (threadIdx.x < kWarpgroup) {
-        shrink_registers<F::kProducerRegisters>();
+        setmaxnreg_dec<F::kProducerRegisters>();
         if (threadIdx.x == 0) hopper_forward_produce<kHead>(shared, in, maps, block_row);
     } else {
-        grow_registers<F::kConsumerRegisters>();
+        setmaxnreg_inc<F::kConsumerRegisters>();
         hopper_forward_consume<kHead>(shared, out, lse, in, scale, block_row);
     }
 #else
@@ -330,7 +330,7 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
         start_rows_product<Staying, Passing>(p, k_tile, place.group_row, q_tile);
         start_rows_product<Staying, Passing>(ds, v_tile, place.group_row, dout_tile);
         wgmma_wait<1>();
-        hold(p);
+        fence_registers(p);
         const int diagonal = place.row - query;  // the first column that sees this warp's first key
         const auto mask = [&](float& x, int r, int column) {
             if (column < diagonal + lane() / 4 + 8 * r) x = 0.f;
@@ -343,7 +343,7 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
         FragmentA<bf16> p_rounded[N / 2], ds_rounded[N / 2];
         round_scores<N>(p_rounded, p);
         wgmma_wait<0>();
-        hold(ds);
+        fence_registers(ds);
         start_columns_product<Passing>(dv_rows, p_rounded, dout_tile);
         const auto gradient = [&](float& x, float probability, int, int column) {
             x = probability * (x - delta_of[column]);
@@ -352,10 +352,10 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
         round_scores<N>(ds_rounded, ds);
         start_columns_product<Passing>(dk_rows, ds_rounded, q_tile);
         wgmma_wait<0>();
-        hold(dv_rows);
-        hold(dk_rows);
-        hold(p_rounded);
-        hold(ds_rounded);
+        fence_registers(dv_rows);
+        fence_registers(dk_rows);
+        fence_registers(p_rounded);
+        fence_registers(ds_rounded);
         ring.release();
     }
     const int64_t at = in.kv_offset(place.b, place.h) + place.row * in.kv_row;
@@ -374,12 +374,12 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
     unsigned char* const shared = hopper_backward_begin<kHead>(1 + kLanes);
     const int block_row = blockIdx.y * B::kRows;
     if (threadIdx.x < kWarpgroup) {
-        shrink_registers<B::kProducerRegisters>();
+        setmaxnreg_dec<B::kProducerRegisters>();
         if (warp() == 0)
             hopper_backward_produce<kHead, true>(shared, in, maps, block_row, block_row, in.queries, lse,
                                                  delta);
     } else {
-        grow_registers<B::kConsumerRegisters>();
+        setmaxnreg_inc<B::kConsumerRegisters>();
         hopper_keys_consume<kHead>(shared, dk, dv, in, scale, block_row);
     }
 #else
@@ -414,7 +414,7 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
         start_rows_product<Staying, Passing>(p, q_tile, place.group_row, k_tile);
         start_rows_product<Staying, Passing>(ds, dout_tile, place.group_row, k_tile + Passing::kBytes);
         wgmma_wait<1>();
-        hold(p);
+        fence_registers(p);
         const int diagonal = place.row - key;  // the last column that this warp's first query sees
         const auto to_probability = [&](float& x, int r, int) {
             x = exp2_of(x * (scale * kLog2e) - row_lse[r]);
@@ -422,7 +422,7 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
         for_each_score<N>(to_probability, p);
         if (diagonal < B::kPassing - 1) mask_later_keys(p, diagonal, 0.f);  // a branch, as above
         wgmma_wait<0>();
-        hold(ds);
+        fence_registers(ds);
         const auto gradient = [&](float& x, float probability, int r, int) {
             x = probability * (x - row_delta[r]);
         };
@@ -431,8 +431,8 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
         round_scores<N>(ds_rounded, ds);
         start_columns_product<Passing>(dq_rows, ds_rounded, k_tile);
         wgmma_wait<0>();
-        hold(dq_rows);
-        hold(ds_rounded);
+        fence_registers(dq_rows);
+        fence_registers(ds_rounded);
         ring.release();
     }
     store_rows<kHead>(dq + in.q_offset(place.b, place.h) + place.row * in.q_row, in.q_row, dq_rows,
@@ -450,11 +450,11 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
     unsigned char* const shared = hopper_backward_begin<kHead>(1);
     const int block_row = (gridDim.y - 1 - blockIdx.y) * B::kRows, end = in.keys_before(block_row + B::kRows);
     if (threadIdx.x < kWarpgroup) {
-        shrink_registers<B::kProducerRegisters>();
+        setmaxnreg_dec<B::kProducerRegisters>();
         if (warp() == 0)
             hopper_backward_produce<kHead, false>(shared, in, maps, block_row, 0, end, nullptr, nullptr);
     } else {
-        grow_registers<B::kConsumerRegisters>();
+        setmaxnreg_inc<B::kConsumerRegisters>();
         hopper_queries_consume<kHead>(shared, dq, lse, delta, in, scale, block_row);
     }
 #else

@@ -14,7 +14,7 @@ constexpr float kLog2e = 1.44269504f;
 template <int N>
 using AttentionRows = float[1][N][4];
 
-// 2^x; 0 for -inf.
+// 2^x; for -inf 0, or next to it (1e-38) off a GPU.
 SIMT_DEVICE float exp2_of(float x) {
 #if defined(SIMT_GPU)
     float y;

@@ -52,7 +52,7 @@ class Marks {
     }
 #endif
     // Waits until all marks have been passed.
-    void finish() const { device_synchronize(stream_); }
+    void finish() const { stream_synchronize(stream_); }
     void clear() { count_ = 0; }
 
   private:
@@ -159,7 +159,7 @@ inline double measured_copy_bandwidth(Stream stream) {
     const DeviceBuffer from(bytes, "what the bench copies"), to(bytes, "the bench's copy");
     device_fill(from.data(), 1, bytes, stream);  // on a CPU, pages are there once they were written
     device_fill(to.data(), 1, bytes, stream);
-    device_synchronize(stream);
+    stream_synchronize(stream);
     const double best = best_seconds(8, stream, [&] {
         launch<copy_kernel<float>>(elementwise_blocks<float>(n), kBlockThreads, 0, stream,
                                    reinterpret_cast<float*>(to.data()),

@@ -2,8 +2,7 @@
 //
 // A folder OUT of saves opens as a Hugging Face model, and so does each save in it:
 //
-//   OUT/step-00000200/       config.json, generation_config.json, model.safetensors, the tokenizer's files,
-//   and
+//   OUT/step-00000200/       config.json, generation_config.json, model.safetensors, the tokenizer's files;
 //                            to resume from: trainer_state.json, trainer_state.safetensors
 //   OUT/latest            -> step-00000200
 //   OUT/model.safetensors -> latest/model.safetensors, and the same for each other file
@@ -100,11 +99,11 @@ void put_weights(State<T>& state, int64_t at, const std::vector<float>& values) 
         put([](float x) { return static_cast<int16_t>(split<16>(x).low); }, master);
 }
 
-// The sizes of the model in a folder. Fails when there is no folder or no config.json in it, or when that is
-// damaged or describes no GPT-2.
-inline GptConfig read_model_config(const std::string& folder) {
+// The sizes of the model in a folder, which `option` named. Fails when there is no folder or no config.json
+// in it, or when that is damaged or describes no GPT-2.
+inline GptConfig read_model_config(const std::string& folder, const char* option) {
     const std::string file = folder + "/config.json";
-    if (!file_exists(file)) fail("--model %s: is not a folder with config.json", folder.c_str());
+    if (!file_exists(file)) fail("%s %s: is not a folder with config.json", option, folder.c_str());
     return parse_config(read_json(file), file);
 }
 

@@ -1,4 +1,4 @@
-// device.h - the machine's memory, stream and clock: CUDA's on a GPU, plain ones on a CPU; and named ranges.
+// device.h - the device's memory, streams and events: CUDA's on a GPU, plain ones on a CPU; and named ranges.
 #pragma once
 
 #include <sys/mman.h>
@@ -58,7 +58,7 @@ inline void device_free(void* p, size_t bytes) {
 }
 
 // Copies and fills, in order with the stream's kernels. Those between host and device wait until they are
-// done, for set-up and sampling; the step has copy_later().
+// done, for set-up and sampling; the step has copy_async().
 inline void copy_to_device(void* device, const void* host, size_t bytes, [[maybe_unused]] Stream stream) {
     if (simt::launches_off) return;
 #if defined(SIMT_GPU)
@@ -78,7 +78,7 @@ inline void copy_to_host(void* host, const void* device, size_t bytes, [[maybe_u
 #endif
 }
 // A copy between pinned memory and the device, or on the device, which the host does not wait for.
-inline void copy_later(void* to, const void* from, size_t bytes, [[maybe_unused]] Stream stream) {
+inline void copy_async(void* to, const void* from, size_t bytes, [[maybe_unused]] Stream stream) {
 #if defined(SIMT_GPU)
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
 #else
@@ -211,21 +211,21 @@ class OwnStream {
     Stream stream_ = nullptr;
 };
 
-// A moment of a stream's work, for others to wait for. Until it was set nobody waits. On a CPU all work is
-// done when it was asked for.
+// A moment of a stream's work, for others to wait for. Until one is recorded nobody waits. On a CPU all work
+// is done when it was asked for.
 class Event {
   public:
 #if defined(SIMT_GPU)
     Event() { CUDA_CHECK(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming)); }
     ~Event() { cudaEventDestroy(event_); }
-    void set(Stream stream) { CUDA_CHECK(cudaEventRecord(event_, stream)); }
-    void hold(Stream stream) const { CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0)); }
+    void record(Stream stream) { CUDA_CHECK(cudaEventRecord(event_, stream)); }
+    void block(Stream stream) const { CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0)); }
     void wait() const { CUDA_CHECK(cudaEventSynchronize(event_)); }
 #else
     Event() = default;
-    void set(Stream) {}
-    void hold(Stream) const {}  // what follows in the stream
-    void wait() const {}        // the host
+    void record(Stream) {}
+    void block(Stream) const {}  // what follows in the stream
+    void wait() const {}         // the host
 #endif
     Event(const Event&) = delete;
 
@@ -241,8 +241,8 @@ class Readback {
     explicit Readback(size_t bytes) : host_(bytes) {}
     // Has what the stream's work leaves at `device` copied, without waiting.
     void start(const void* device, Stream stream) {
-        copy_later(host_.data(), device, host_.bytes(), stream);
-        arrived_.set(stream);
+        copy_async(host_.data(), device, host_.bytes(), stream);
+        arrived_.record(stream);
     }
     // Waits until what was last started is there.
     const char* wait() const {

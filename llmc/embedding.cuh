@@ -1,8 +1,8 @@
 // embedding.cuh - token and position embeddings, forward and backward.
 //
 // Many rows may hold the same token, so backward groups rows by token first (on the host, by counting) and
-// one warp sums a token's rows in order: the same bits every time, without atomics. How many groups there are
-// the launch does not know: it is for as many as there can be, and the last are empty.
+// warps sum a token's rows in order, each some columns: the same bits every time, without atomics. How many
+// groups there are the launch does not know: it is for as many as there can be, and the last are empty.
 #pragma once
 
 #include <algorithm>

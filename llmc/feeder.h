@@ -64,12 +64,12 @@ class Feeder {
         Lane& l = *lane_;
         l.copied.wait();
         write(l.staging.data(), fill);
-        l.taken.hold(l.stream.get());
-        copy_later(l.next.data(), l.staging.data(), copy_bytes(), l.stream.get());
-        l.copied.set(l.stream.get());
-        l.copied.hold(stream);
-        copy_later(current_.data(), l.next.data(), copy_bytes(), stream);
-        l.taken.set(stream);
+        l.taken.block(l.stream.get());
+        copy_async(l.next.data(), l.staging.data(), copy_bytes(), l.stream.get());
+        l.copied.record(l.stream.get());
+        l.copied.block(stream);
+        copy_async(current_.data(), l.next.data(), copy_bytes(), stream);
+        l.taken.record(stream);
 #else
         static_cast<void>(stream);
         write(current_.data(), fill);

@@ -93,11 +93,11 @@ SIMT_DEVICE uint32_t shared_address(const void* p) {
 // Every warp of a warpgroup takes this many registers a thread, a multiple of 8: fewer than the kernel
 // started with, or more, and then waits until others gave theirs back.
 template <int kRegisters>
-SIMT_DEVICE void shrink_registers() {
+SIMT_DEVICE void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-SIMT_DEVICE void grow_registers() {
+SIMT_DEVICE void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
@@ -164,13 +164,13 @@ SIMT_DEVICE void wgmma_wait() {
 }
 // Keeps the compiler from moving uses of registers across this line, which wgmma owns for a while.
 template <int N>
-SIMT_DEVICE void hold(float (&d)[1][N][4]) {
+SIMT_DEVICE void fence_registers(float (&d)[1][N][4]) {
     UNROLL for (int j = 0; j < N; j++) {
         UNROLL for (int e = 0; e < 4; e++) asm volatile("" : "+f"(d[0][j][e])::"memory");
     }
 }
 template <int N>
-SIMT_DEVICE void hold(FragmentA<bf16> (&a)[N]) {
+SIMT_DEVICE void fence_registers(FragmentA<bf16> (&a)[N]) {
     UNROLL for (int k = 0; k < N; k++) {
         UNROLL for (int i = 0; i < 4; i++) asm volatile("" : "+r"(a[k].r[i])::"memory");
     }
@@ -270,7 +270,7 @@ struct Ring {
 template <class A, class B, int N>
 SIMT_DEVICE void start_rows_product(float (&s)[1][N][4], uint32_t a, int a_row, uint32_t b) {
     static_assert(B::kHeight == 8 * N && A::kPanels == B::kPanels);
-    hold(s);
+    fence_registers(s);
     wgmma_fence();
     UNROLL for (int k = 0; k < 4 * A::kPanels; k++)
         wgmma_by_rows(s, A::by_rows(a, a_row, k), B::by_rows(b, 0, k), k > 0);
@@ -281,8 +281,8 @@ SIMT_DEVICE void start_rows_product(float (&s)[1][N][4], uint32_t a, int a_row, 
 template <class B, int kSteps, int N>
 SIMT_DEVICE void start_columns_product(float (&o)[1][N][4], FragmentA<bf16> (&p)[kSteps], uint32_t b) {
     static_assert(B::kHeight == 16 * kSteps && B::kPanels * 8 == N);
-    hold(o);
-    hold(p);
+    fence_registers(o);
+    fence_registers(p);
     wgmma_fence();
     UNROLL for (int k = 0; k < kSteps; k++) wgmma_by_columns(o, p[k], B::by_columns(b, k));
     wgmma_commit();

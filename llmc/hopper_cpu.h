@@ -73,9 +73,9 @@ SIMT_RUNTIME inline HopperUnits& hopper_units() {
 }  // namespace simt
 
 template <int>
-SIMT_DEVICE void shrink_registers() {}
+SIMT_DEVICE void setmaxnreg_dec() {}
 template <int>
-SIMT_DEVICE void grow_registers() {}
+SIMT_DEVICE void setmaxnreg_inc() {}
 
 // --- Barriers
 
@@ -245,7 +245,7 @@ SIMT_RUNTIME __attribute__((noinline)) void wgmma_wait() {
     simt::hopper_units().products[threadIdx.x].fenced = false;
 }
 template <class Registers>
-SIMT_DEVICE void hold(Registers&) {}
+SIMT_DEVICE void fence_registers(Registers&) {}
 
 template <int N>
 SIMT_RUNTIME __attribute__((noinline)) void wgmma_by_rows(float (&d)[1][N][4], uint64_t a, uint64_t b,

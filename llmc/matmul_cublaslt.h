@@ -17,7 +17,11 @@
 #include "llmc/matmul_algorithms.h"
 
 inline void cublas_check(cublasStatus_t status, const char* what) {
-    if (status != CUBLAS_STATUS_SUCCESS) fail("cuBLASLt: %s: %s", what, cublasLtGetStatusString(status));
+    if (status == CUBLAS_STATUS_SUCCESS) return;
+    const char* const why = cublasLtGetStatusString(status);
+    if (status == CUBLAS_STATUS_ALLOC_FAILED || status == CUBLAS_STATUS_ARCH_MISMATCH)
+        fail("cuBLASLt: %s: %s", what, why);
+    throw std::runtime_error(format("cuBLASLt: %s: %s", what, why));
 }
 #define CUBLAS_CHECK(call) cublas_check((call), #call)
 

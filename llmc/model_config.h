@@ -17,6 +17,8 @@ struct GptConfig {
     bool operator==(const GptConfig&) const = default;
 };
 
+constexpr int kMostPositions = 1 << 21;  // whose tiles of attention fit a grid's height
+
 // Fails unless the trainer can run a model of these sizes. `where` opens the message.
 inline void check_config(const GptConfig& c, const std::string& where) {
     auto positive = [&](const char* name, int value, int most) {
@@ -24,7 +26,7 @@ inline void check_config(const GptConfig& c, const std::string& where) {
             fail("%s: %s is %d, but must be 1 to %d", where.c_str(), name, value, most);
     };
     positive("vocab_size", c.vocabulary, 1 << 24);
-    positive("n_positions", c.positions, 1 << 24);
+    positive("n_positions", c.positions, kMostPositions);
     positive("n_layer", c.layers, 10000);
     positive("n_embd", c.channels, 1 << 20);
     positive("n_head", c.heads, c.channels);

@@ -107,7 +107,7 @@ inline void declare_model_options(CLI::App& app, Options& o) {
         ->transform(number_or_auto(1, kMostCount))
         ->group(group);
     app.add_option("--seq-len", o.seq_len, "tokens in a sequence")
-        ->check(between(1, kMostCount))
+        ->check(between(1, kMostPositions))
         ->group(group);
     app.add_option("--grad-accum", o.grad_accum, "micro-batches in a step")
         ->check(between(1, kMostCount))
@@ -286,7 +286,7 @@ inline void check_options(const Options& o) {
         fail(
             "--update-in-backward updates blocks before the gradient's norm is known: add --clip-per-block, "
             "or "
-            "--clip 0 instead of %g",
+            "give --clip 0 instead of %g",
             o.clip);
     if (!o.val_data.empty() && o.data.empty()) fail("--val-data needs --data");
     if (o.allow_8bit && o.has("--resume"))

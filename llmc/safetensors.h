@@ -71,7 +71,7 @@ class SafetensorsFile {
         const nlohmann::json header = read_header();
         for (const auto& [name, value] : header.items()) {
             if (name == "__metadata__")
-                read_metadata(value);
+                check_metadata(value);
             else
                 entries_.push_back(read_entry(name, value));
         }
@@ -82,7 +82,6 @@ class SafetensorsFile {
     const std::string& path() const { return file_.path(); }
     // In the order of their data.
     const std::vector<SafetensorsEntry>& entries() const { return entries_; }
-    const std::map<std::string, std::string>& metadata() const { return metadata_; }
 
     // The tensor of that name, or null.
     const SafetensorsEntry* find(const std::string& name) const {
@@ -129,12 +128,11 @@ class SafetensorsFile {
         return header;
     }
 
-    void read_metadata(const nlohmann::json& value) {
+    void check_metadata(const nlohmann::json& value) {
         if (!value.is_object()) fail("%s: \"__metadata__\" is not a JSON object", path().c_str());
         for (const auto& [key, text] : value.items()) {
             if (!text.is_string())
                 fail("%s: \"__metadata__\": \"%s\" is not a string", path().c_str(), printable(key).c_str());
-            metadata_[key] = text.get<std::string>();
         }
     }
 
@@ -216,7 +214,6 @@ class SafetensorsFile {
     size_t data_bytes_ = 0;
     std::vector<SafetensorsEntry> entries_;
     std::map<std::string, size_t> index_;
-    std::map<std::string, std::string> metadata_;
 };
 
 // A float with the value of an IEEE 754 half; every half has one.
@@ -322,9 +319,7 @@ class SafetensorsFolder {
     }
 
     const SafetensorsEntry* find(const std::string& name) const {
-        const std::string prefix = "transformer.";
-        const bool prefixed = name.starts_with(prefix);
-        for (const std::string& spelling : {name, prefixed ? name.substr(prefix.size()) : prefix + name})
+        for (const std::string& spelling : {name, "transformer." + name})
             if (const auto found = entries_.find(spelling); found != entries_.end()) return found->second;
         return nullptr;
     }

@@ -49,9 +49,18 @@ SIMT_DEVICE void from_floats(T (&to)[N], const float (&x)[N]) {
 
 SIMT_DEVICE float fast_exp(float x) { return __expf(x); }
 
-// Stops with one line when a CUDA call failed. A GPU out of memory or gone is the user's to mend.
+// Stops with one line when a CUDA call failed: the user's to mend where the GPU is full, gone, or not one
+// that this was compiled for, and else a bug.
 inline void cuda_check(cudaError_t status, const char* what) {
-    if (status != cudaSuccess) fail("CUDA: %s: %s", what, cudaGetErrorString(status));
+    if (status == cudaSuccess) return;
+    const char* const why = cudaGetErrorString(status);
+    for (const cudaError_t theirs :
+         {cudaErrorMemoryAllocation, cudaErrorNoDevice, cudaErrorDevicesUnavailable,
+          cudaErrorDeviceUninitialized, cudaErrorInsufficientDriver, cudaErrorSystemDriverMismatch,
+          cudaErrorSystemNotReady, cudaErrorNoKernelImageForDevice, cudaErrorUnsupportedPtxVersion,
+          cudaErrorECCUncorrectable})
+        if (status == theirs) fail("CUDA: %s: %s", what, why);
+    throw std::runtime_error(format("CUDA: %s: %s", what, why));
 }
 #define CUDA_CHECK(call) cuda_check((call), #call)
 

@@ -74,8 +74,7 @@ inline void append_plan(Timeline& timeline, const Plan& plan, const std::string&
     }
 }
 
-// The timeline of one micro-batch and of the update. State, batch and workspace are there all the
-// time.
+// The timeline of one micro-batch and of the update. State, batch and workspace are there all the time.
 inline Timeline make_timeline(const MemoryReport& report, const Plan& update) {
     Timeline timeline{timeline_kinds(report, update), {}};
     std::vector<size_t> live;

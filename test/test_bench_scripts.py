@@ -184,7 +184,7 @@ def test_products_alone(train, rows):
     profile = train("--model", "d1", "--batch", 2, "--seq-len", 8, "--profile-ops", "--bench-warmup", 0, "--bench-steps", 1,
                     "--head-rows", rows, "--json").stdout
     names = [o["name"] for o in json.loads(profile)["operations"] if o["name"].startswith("matmul")]
-    ran = subprocess.run([binary], input=profile, capture_output=True, check=True)
+    ran = subprocess.run([binary], input=profile, capture_output=True, check=True, env=ENVIRONMENT)
     head, *rows, total, times = ran.stdout.decode().splitlines()
     assert [row[:48].strip() for row in rows] == names and total.startswith("all ") and times.startswith("ms a step ")
     assert all(float(number) > 0 for row in [*rows, total, times] for number in row[48:].split())

@@ -104,7 +104,7 @@ int64_t whole_step(const std::string& folder) {
     Training<float> by_folder(kTiny, kOnlyWeights);
     load_weights(by_folder, folder);
     EXPECT_EQ(from_device(by_folder.weights(), 1)[0], value);
-    EXPECT_EQ(read_model_config(folder), kTiny);
+    EXPECT_EQ(read_model_config(folder, "--model"), kTiny);
     return progress.options["step"] == progress.step ? progress.step : -1;
 }
 
@@ -146,7 +146,7 @@ TYPED_TEST(Checkpoint, ResumesWithTheSameBits) {
         EXPECT_EQ(progress.sequences, 56);
         EXPECT_EQ(progress.precision, dtype_name<TypeParam>());
         EXPECT_EQ(progress.options, (nlohmann::json{{"lr", 0.1}, {"step", 7}}));
-        EXPECT_EQ(read_model_config(from), kTiny);
+        EXPECT_EQ(read_model_config(from, "--model"), kTiny);
     }
 }
 
@@ -511,12 +511,13 @@ TEST(CheckWritable, TellsBeforeTheTraining) {
 TEST(LoadWeights, NamesWhatIsWrong) {
     const TempFolder folder;
     Training<float> state(kTiny, kOnlyWeights);
-    expect_user_error([&] { read_model_config(folder / "absent"); },
+    expect_user_error([&] { read_model_config(folder / "absent", "--model"); },
                       {"--model " + (folder / "absent"), "config.json"});
-    expect_user_error([&] { read_model_config(folder.path()); }, {folder.path(), "config.json"});
-    expect_user_error([&] { read_model_config(folder.write("file", "")); }, {"file", "config.json"});
+    expect_user_error([&] { read_model_config(folder.path(), "--model"); }, {folder.path(), "config.json"});
+    expect_user_error([&] { read_model_config(folder.write("file", ""), "--model"); },
+                      {"file", "config.json"});
     folder.write("config.json", "{");
-    expect_user_error([&] { read_model_config(folder.path()); }, {"config.json: broken JSON"});
+    expect_user_error([&] { read_model_config(folder.path(), "--model"); }, {"config.json: broken JSON"});
     expect_user_error([&] { load_weights(state, folder.path()); }, {folder.path(), "model.safetensors"});
 
     // A file of zeros in which one tensor has another dtype and shape, or with an empty shape is not.

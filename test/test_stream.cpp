@@ -83,7 +83,7 @@ TEST(Feeder, RunsAheadWithoutMixingBatches) {
     const DeviceArray<int> seen(turns * rows);
     for (int k = 0; k < turns; k++) {
         feed(feeder, stream.get(), k, vocabulary);
-        copy_later(seen.data() + static_cast<size_t>(k) * rows, feeder.batch().inputs.data(),
+        copy_async(seen.data() + static_cast<size_t>(k) * rows, feeder.batch().inputs.data(),
                    rows * sizeof(int), stream.get());
     }
     const std::vector<int> all = downloaded(seen.tensor({turns, 4 * 512}), stream.get());

@@ -33,7 +33,7 @@ double milliseconds(double seconds, F f) {
     const auto time = [&](int calls) {
         const Clock clock;
         for (int i = 0; i < calls; i++) f();
-        device_synchronize(Stream{});
+        stream_synchronize(Stream{});
         return clock.seconds() / calls;
     };
     time(1);  // code is loaded, pages are touched

@@ -6,7 +6,9 @@
 // all there is to recompute. The kernels are in llmc/*.cuh, each with its launcher; matrix products in
 // llmc/matmul.h.
 
+#include <fcntl.h>
 #include <omp.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <deque>
@@ -639,7 +641,6 @@ volatile std::sig_atomic_t interrupted = 0;
 void on_interrupt(int) {
     interrupted = 1;
     std::signal(SIGINT, SIG_DFL);  // a second Ctrl-C stops at once
-    std::signal(SIGTERM, SIG_DFL);
 }
 
 const char* const kOwnText[] = {"README.md",  "train_gpt.cu", "llmc/*.h",
@@ -704,9 +705,9 @@ class Trainer {
     void measure_norm(const floatX* gradients, int64_t n, TensorF& norm);
     void update_unit(int unit, const floatX* gradients);
     void update();
-    double validate();
+    std::optional<double> validate();
     void sample(int64_t step);
-    void save(int64_t steps_done);
+    void save(int64_t steps_done, bool evaluated);
     void log_line(const nlohmann::ordered_json& line);
     double step_tokens() const;
     double step_flops() const;
@@ -749,6 +750,7 @@ class Trainer {
     Clock clock_;
     double completed_ = 0;                         // on it: when the latest step that was looked at was done
     int64_t first_step_ = 0, first_sequence_ = 0;  // where a resumed run begins
+    bool evaluated_ = false;                       // whether what is due at the next step was made
     SaveFolder saves_;
     std::string last_save_;
     double peak_flops_ = 0, seconds_per_step_ = 0;
@@ -832,6 +834,9 @@ Trainer::Trainer(Options options)
     if (data_) {
         if (o_.bench.empty()) open_validation();
         check_data();
+        for (const auto& [option, file] : {std::pair{"--log", o_.log}, {"--timeline", o_.timeline}})
+            for (const Dataset* d : {data_.get(), val_data_.get()})
+                if (d && d->reads(file)) fail("%s %s: is a file of the data", option, file.c_str());
     }
     if (o_.update_in_backward)
         consume_ = [this](int unit, const floatX* gradients) { update_unit(unit, gradients); };
@@ -1111,6 +1116,9 @@ void Trainer::prepare() {
     forbid_device_allocation();
     load();
     if (!o_.log.empty()) {
+        const std::string above = folder_above(o_.log);  // made where it is to be OUT or above it
+        if (!o_.out.empty() && *std::filesystem::proximate(o_.out, above).begin() != "..")
+            make_folders(above);
         log_.reset(fopen(o_.log.c_str(), o_.resume.empty() ? "w" : "a"));
         if (!log_) fail("--log %s: %s", o_.log.c_str(), strerror(errno));
     }
@@ -1126,6 +1134,7 @@ void Trainer::load() {
         load_training_state(state_, resumed_);
         first_step_ = progress.step;
         first_sequence_ = progress.sequences;
+        evaluated_ = progress.evaluated;
         last_save_ = o_.resume;
         printf("resuming %s at step %lld\n", o_.resume.c_str(), static_cast<long long>(first_step_));
     } else if (is_depth(o_.model)) {
@@ -1296,8 +1305,8 @@ void Trainer::log_line(const nlohmann::ordered_json& line) {
 }
 
 // The mean loss over the validation data's first sequences, as many as --eval-batches steps read: the same
-// whatever micro-batch was chosen.
-double Trainer::validate() {
+// whatever micro-batch was chosen. Nothing when the run is interrupted.
+std::optional<double> Trainer::validate() {
     read_metrics();
     const uint64_t batch = static_cast<uint64_t>(o_.batch);
     const uint64_t sequences =
@@ -1307,6 +1316,7 @@ double Trainer::validate() {
     // The same in every call, as run_step() asks for.
     const float scale = 1.f / (static_cast<float>(sequences) * static_cast<float>(o_.seq_len));
     for (uint64_t first = 0; first < sequences; first += batch) {
+        if (interrupted) return std::nullopt;
         feed(*val_loader_, first, std::min(batch, sequences - first));
         run_step(evaluate_plan_, [&] { gpt_.evaluate(feeder_.batch(), step_, scale, loss_); });
     }
@@ -1339,13 +1349,13 @@ void Trainer::sample(int64_t step) {
         else
             print(token);
         text.push_back(token);
-        return drawn < o_.sample_tokens ? token : -1;
+        return drawn < o_.sample_tokens && !interrupted ? token : -1;
     };
     printf("--- sample after %lld steps ---\n%s", static_cast<long long>(step), o_.prompt.c_str());
     const std::vector<int> first = text;
     arena_.run(sample_plan_,
                [&] { gpt_.generate(first, sample_window() - static_cast<int>(first.size()), choose); });
-    while (drawn < o_.sample_tokens) {
+    while (drawn < o_.sample_tokens && !interrupted) {
         const int half = sample_window() / 2;
         const std::vector<int> latest(text.end() - half, text.end());
         arena_.run(slide_plan_, [&] { gpt_.generate(latest, sample_window() - half, choose); });
@@ -1353,11 +1363,12 @@ void Trainer::sample(int64_t step) {
     printf("\n---\n");
 }
 
-void Trainer::save(int64_t steps_done) {
+// `evaluated`: whether the validation and the sample that are due at this step were made.
+void Trainer::save(int64_t steps_done, bool evaluated) {
     read_metrics();
     const bool folder = !is_depth(o_.model) && std::filesystem::exists(o_.model);
     const int64_t read = first_sequence_ + (steps_done - first_step_) * o_.batch * o_.grad_accum;
-    const Progress progress{steps_done, read, kPrecision, o_.given};
+    const Progress progress{steps_done, read, kPrecision, evaluated, o_.given};
     const std::string& tokenizer = folder ? o_.model : o_.resume.empty() ? tokenizer_folder_ : o_.resume;
     saves_.others.erase(steps_done);
     save_checkpoint(saves_, state_, progress, tokenizer, o_.steps > 0);
@@ -1374,15 +1385,19 @@ void Trainer::run() {
     const bool graphs = StepGraphs::kReplays && replays_;  // recorded in the second step
     int64_t step = first_step_;
     auto validate_and_log = [&] {
-        const double loss = validate();
-        printf("step %5lld validation loss %.6f\n", static_cast<long long>(step), loss);
-        log_line({{"step", step}, {"val_loss", loss}});
+        const std::optional<double> loss = validate();
+        if (!loss) return;
+        printf("step %5lld validation loss %.6f\n", static_cast<long long>(step), *loss);
+        log_line({{"step", step}, {"val_loss", *loss}});
     };
-    auto is_time = [&](int64_t every) { return every > 0 && step > first_step_ && step % every == 0; };
-    for (; step < o_.steps && !interrupted; step++) {
-        if (val_data_ && is_time(o_.eval_every)) validate_and_log();
-        if (is_time(o_.sample_every) && samples()) sample(step);
-        if (is_time(o_.save_every)) save(step);
+    auto is_time = [&](int64_t every) { return every > 0 && step > 0 && step % every == 0; };
+    for (; step < o_.steps && !interrupted; step++, evaluated_ = false) {
+        if (!evaluated_) {
+            if (val_data_ && is_time(o_.eval_every)) validate_and_log();
+            if (is_time(o_.sample_every) && samples()) sample(step);
+            if (interrupted) break;
+        }
+        if (is_time(o_.save_every) && step > first_step_) save(step, true);
         train_step(step);
         if (step == std::min(o_.steps, first_step_ + (graphs ? 2 : 1)) - 1) {
             read_metrics();
@@ -1397,10 +1412,10 @@ void Trainer::run() {
             printf("interrupted before step %lld\n", static_cast<long long>(step));
         else
             printf("interrupted after step %lld\n", static_cast<long long>(step - 1));
-        if (!o_.out.empty()) save(step);
+        if (!o_.out.empty()) save(step, evaluated_);
         return;
     }
-    if (!o_.out.empty()) save(step);
+    if (!o_.out.empty()) save(step, true);
     if (val_data_ && o_.steps > 0) validate_and_log();
     if (samples()) sample(step);
 }
@@ -1478,11 +1493,20 @@ void spin_briefly([[maybe_unused]] char** argv) {
 #endif
 }
 
+// Files that are opened must not get the numbers of standard streams that were closed.
+void open_standard_streams() {
+    while (true) {
+        const int file = open("/dev/null", O_RDWR);
+        if (file > 2) close(file);
+        if (file < 0 || file > 2) return;
+    }
+}
+
 int main(int argc, char** argv) {
+    open_standard_streams();
     spin_briefly(argv);
     try {
-        const Options options = parse_options(
-            argc, argv, [](const std::string& folder) { return read_progress(folder).options; });
+        const Options options = parse_options(argc, argv, saved_options);
         if (options.threads > 0) omp_set_num_threads(options.threads);
         Trainer trainer(options);
         if (options.plan)
@@ -1491,6 +1515,7 @@ int main(int argc, char** argv) {
             trainer.bench();
         else
             trainer.run();
+        if (fflush(stdout) != 0 || ferror(stdout)) fail("what was printed could not all be written");
     } catch (const UserError& e) {
         std::string line = e.what();
         std::replace(line.begin(), line.end(), '\n', ' ');  // names of files may have any

@@ -128,14 +128,26 @@ def read_config(folder):
     return config
 
 
+def shards_of(path):
+    """The files that hold a model's tensors: this one, or those that the index beside it names."""
+    index = path + ".index.json"
+    if os.path.exists(path) or not os.path.exists(index):
+        return [path]
+    with open(index, encoding="utf-8") as file:
+        names = json.load(file)["weight_map"].values()
+    return [os.path.join(os.path.dirname(path), name) for name in sorted(set(names))]
+
+
 def load_model(folder):
     """The model of a Hugging Face folder in fp32, and its config."""
     config = read_config(folder)
     path = os.path.join(folder, "model.safetensors")
-    try:
-        stored = load_file(path)
-    except (OSError, SafetensorError) as error:
-        fail(f"{path}: {error}")
+    stored = {}
+    for shard in shards_of(path):
+        try:
+            stored |= load_file(shard)
+        except (OSError, SafetensorError) as error:
+            fail(str(error) if shard in str(error) else f"{shard}: {error}")
     tensors = {name.removeprefix("transformer."): tensor.float() for name, tensor in stored.items()}
     with torch.device("meta"):
         model = GPT2(config)
@@ -379,7 +391,7 @@ class Trainer:
             if self.options.eval_every and step > 0 and step % self.options.eval_every == 0:
                 yield {"step": step, "val_loss": self.validation_loss()}
             yield self.step(step)
-        if self.options.eval_every:
+        if self.val_streams and self.options.steps:
             yield {"step": self.options.steps, "val_loss": self.validation_loss()}
 
 

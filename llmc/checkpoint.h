@@ -34,8 +34,10 @@ struct Progress {
     int64_t step = 0;       // optimizer steps done
     int64_t sequences = 0;  // sequences of the training data read
     std::string precision;  // of the build that saved: "fp32" or "bf16"; save_checkpoint() fills it in
+    bool evaluated = true;  // the validation and the sample that are due at this step were made
     nlohmann::json options = nlohmann::json::object();  // the run's, which hold for a resumed run too
-    std::string formats = {};  // StateOptions::text() of what was saved; save_checkpoint() fills it in
+    std::string formats = {};       // StateOptions::text() of what was saved; save_checkpoint() fills it in
+    std::set<int64_t> others = {};  // SaveFolder's; save_checkpoint() fills it in
 };
 
 // Host copies of device memory hold at most this many elements.
@@ -277,6 +279,37 @@ inline std::string resolve_save(const std::string& folder) {
     return latest.empty() ? folder : (std::filesystem::path(folder) / latest).string();
 }
 
+// What trainer_state.json holds, in a save or a folder of saves. Fails when there is none or it is damaged.
+inline Progress read_progress(const std::string& folder) {
+    const std::string file = resolve_save(folder) + "/trainer_state.json";
+    if (!file_exists(file)) fail("%s: holds no training to resume: no trainer_state.json", folder.c_str());
+    const nlohmann::json json = read_json(file);
+    const auto get = [&](const char* name, auto good, const char* wanted) -> const nlohmann::json& {
+        if (!json.is_object() || !json.contains(name)) fail("%s: \"%s\" is missing", file.c_str(), name);
+        if (!good(json[name])) fail("%s: \"%s\" is not %s", file.c_str(), name, wanted);
+        return json[name];
+    };
+    const auto is_count = [](const nlohmann::json& j) {
+        return j.is_number_unsigned() && j.get<uint64_t>() <= INT64_MAX;
+    };
+    const auto is_precision = [](const nlohmann::json& j) { return j == "fp32" || j == "bf16"; };
+    const auto is_object = [](const nlohmann::json& j) { return j.is_object(); };
+    const auto is_text = [](const nlohmann::json& j) { return j.is_string(); };
+    const auto is_truth = [](const nlohmann::json& j) { return j.is_boolean(); };
+    const auto are_counts = [&](const nlohmann::json& j) {
+        return j.is_array() && std::all_of(j.begin(), j.end(), is_count);
+    };
+    Progress p = {.step = get("step", is_count, "a count").get<int64_t>(),
+                  .sequences = get("sequences", is_count, "a count").get<int64_t>(),
+                  .precision = get("precision", is_precision, "\"fp32\" or \"bf16\"").get<std::string>(),
+                  .options = get("options", is_object, "an object"),
+                  .formats = StateOptions().text()};
+    if (json.contains("evaluated")) p.evaluated = get("evaluated", is_truth, "true or false").get<bool>();
+    if (json.contains("formats")) p.formats = get("formats", is_text, "a text").get<std::string>();
+    if (json.contains("others")) p.others = get("others", are_counts, "counts").get<std::set<int64_t>>();
+    return p;
+}
+
 // Makes OUT show the save `name`. Links for new files come first, leading nowhere until `latest` switches, so
 // that all appear at once; links of files that this save lacks go last.
 inline void publish(const std::string& out, const std::string& name) {
@@ -301,7 +334,7 @@ struct SaveFolder {
 };
 
 // The folder OUT for a run that resumes a save, or begins if `resume` is empty. What is there now is its own
-// only when it goes on from there.
+// only when it goes on from there, and then what that run has found there still is not.
 inline SaveFolder open_save_folder(const std::string& out, int keep, const std::string& resume) {
     SaveFolder folder = {out, keep};
     std::error_code none;
@@ -309,9 +342,13 @@ inline SaveFolder open_save_folder(const std::string& out, int keep, const std::
         return std::filesystem::weakly_canonical(path, none);
     };
     if (!file_exists(out)) return folder;
-    if (!resume.empty() && canonical(resolve_save(resume)).parent_path() == canonical(out)) return folder;
-    for (const std::string& name : list_folder(out))
-        if (step_of(name) >= 0) folder.others.insert(step_of(name));
+    const bool goes_on = !resume.empty() && canonical(resolve_save(resume)).parent_path() == canonical(out);
+    if (goes_on && file_exists(resolve_save(resume) + "/trainer_state.json")) {
+        folder.others = read_progress(resume).others;
+    } else if (!goes_on) {
+        for (const std::string& name : list_folder(out))
+            if (step_of(name) >= 0) folder.others.insert(step_of(name));
+    }
     return folder;
 }
 
@@ -354,6 +391,8 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
         write_tensors(folder + "/trainer_state.safetensors", state.layout, training_buffers(state));
         write_json(folder + "/trainer_state.json", {{"step", progress.step},
                                                     {"sequences", progress.sequences},
+                                                    {"evaluated", progress.evaluated},
+                                                    {"others", progress.others},
                                                     {"precision", dtype_name<T>()},
                                                     {"formats", state.options.text()},
                                                     {"options", progress.options}});
@@ -374,10 +413,12 @@ void save_checkpoint(const SaveFolder& folder, const State<T>& state, const Prog
     make_folders(out);
     const std::string name = step_name(progress.step), path = out + "/" + name, temporary = path + ".tmp";
     // A resumed run's tokenizer may lie in a save that has been removed since; later saves have it too.
+    Progress whole = progress;
+    whole.others = folder.others;
     const bool removed = !tokenizer_folder.empty() && !file_exists(tokenizer_folder);
     remove_folder(temporary);
     try {
-        write_save(temporary, state, progress, removed ? out + "/latest" : tokenizer_folder,
+        write_save(temporary, state, whole, removed ? out + "/latest" : tokenizer_folder,
                    with_training_state);
         replace_folder(temporary, path);
     } catch (...) {
@@ -420,28 +461,18 @@ inline void check_writable(const std::string& out) {
     if (!good) fail("--out %s: cannot write in %s: %s", out.c_str(), nearest.c_str(), std::strerror(reason));
 }
 
-// What trainer_state.json holds, in a save or a folder of saves. Fails when there is none or it is damaged.
-inline Progress read_progress(const std::string& folder) {
-    const std::string file = resolve_save(folder) + "/trainer_state.json";
-    if (!file_exists(file)) fail("%s: holds no training to resume: no trainer_state.json", folder.c_str());
-    const nlohmann::json json = read_json(file);
-    const auto get = [&](const char* name, auto good, const char* wanted) -> const nlohmann::json& {
-        if (!json.is_object() || !json.contains(name)) fail("%s: \"%s\" is missing", file.c_str(), name);
-        if (!good(json[name])) fail("%s: \"%s\" is not %s", file.c_str(), name, wanted);
-        return json[name];
-    };
-    const auto is_count = [](const nlohmann::json& j) {
-        return j.is_number_unsigned() && j.get<uint64_t>() <= INT64_MAX;
-    };
-    const auto is_precision = [](const nlohmann::json& j) { return j == "fp32" || j == "bf16"; };
-    const auto is_object = [](const nlohmann::json& j) { return j.is_object(); };
-    const auto is_text = [](const nlohmann::json& j) { return j.is_string(); };
-    return {get("step", is_count, "a count").get<int64_t>(),
-            get("sequences", is_count, "a count").get<int64_t>(),
-            get("precision", is_precision, "\"fp32\" or \"bf16\"").get<std::string>(),
-            get("options", is_object, "an object"),
-            json.contains("formats") ? get("formats", is_text, "a text").get<std::string>()
-                                     : StateOptions().text()};
+// The options of the run that made a save. Its --out is the folder of saves that this one lies in, wherever
+// that may have been moved since.
+inline nlohmann::json saved_options(const std::string& folder) {
+    nlohmann::json options = read_progress(folder).options;
+    const std::string out = folder_above(resolve_save(folder));
+    std::error_code none;
+    const auto saved = options.find("--out");
+    if (saved == options.end() || link_target(out + "/latest").empty()) return options;
+    const bool same = saved->is_array() && saved->size() == 1 && saved->front().is_string() &&
+                      std::filesystem::equivalent(saved->front().get<std::string>(), out, none);
+    if (!same) *saved = {out};
+    return options;
 }
 
 // Loads all that a save with training state has, bit for bit; of a folder of saves, the one it shows. Fails

@@ -11,10 +11,16 @@ struct GptConfig {
     int vocabulary = 0;  // tokens that exist; the rows of wte are padded_vocabulary()
     int positions = 0;   // the longest sequence
     int layers = 0, heads = 0, channels = 0;
+    // The tokens that begin and end a text: what a folder says of them is kept for saves.
+    int begin_of_text = -1, end_of_text = -1;
 
     int padded_vocabulary() const { return (vocabulary + 127) / 128 * 128; }
     int head_size() const { return channels / heads; }
-    bool operator==(const GptConfig&) const = default;
+    // Whether the sizes are the same.
+    bool operator==(const GptConfig& o) const {
+        return vocabulary == o.vocabulary && positions == o.positions && layers == o.layers &&
+               heads == o.heads && channels == o.channels;
+    }
 };
 
 constexpr int kMostPositions = 1 << 21;  // whose tiles of attention fit a grid's height
@@ -74,11 +80,19 @@ inline GptConfig parse_config(const nlohmann::json& json, const std::string& fil
     c.positions = json.contains("n_positions") ? integer("n_positions", -1) : integer("n_ctx", -1);
     check_config(c, file);
     must_be("n_inner", {4 * c.channels});
+    const auto token = [&](const char* key) {
+        const bool is_one = json.contains(key) && json[key].is_number_unsigned() &&
+                            json[key].get<uint64_t>() < static_cast<uint64_t>(c.vocabulary);
+        return is_one ? json[key].get<int>() : -1;
+    };
+    c.begin_of_text = token("bos_token_id");
+    c.end_of_text = token("eos_token_id");
     return c;
 }
 
 // What parse_config() reads back, with what `transformers` wants beside it.
 inline nlohmann::json config_json(const GptConfig& c, const char* dtype) {
+    const int usual = c.vocabulary == 50257 ? 50256 : 0;
     return {{"architectures", {"GPT2LMHeadModel"}},
             {"model_type", "gpt2"},
             {"activation_function", "gelu_new"},
@@ -96,8 +110,8 @@ inline nlohmann::json config_json(const GptConfig& c, const char* dtype) {
             {"attn_pdrop", 0.0},
             {"embd_pdrop", 0.0},
             {"resid_pdrop", 0.0},
-            {"bos_token_id", c.vocabulary == 50257 ? 50256 : 0},
-            {"eos_token_id", c.vocabulary == 50257 ? 50256 : 0},
+            {"bos_token_id", c.begin_of_text < 0 ? usual : c.begin_of_text},
+            {"eos_token_id", c.end_of_text < 0 ? usual : c.end_of_text},
             {"torch_dtype", dtype}};
 }
 

@@ -72,6 +72,8 @@ inline CLI::Validator between(double low, double high) {
         [=](const std::string& text) -> std::string {
             char* end = nullptr;
             const double value = strtod(text.c_str(), &end);
+            const bool octal = text.size() > 1 && text[0] == '0' && isdigit(text[1]);  // to CLI11
+            if (octal) return text + " begins with a zero";
             if (!text.empty() && *end == '\0' && value >= low && value <= high) return "";
             return format("%s is not a number from %g to %g", text.c_str(), low, high);
         },
@@ -250,19 +252,20 @@ inline void check_bench_options(const Options& o) {
             if (o.has(name)) fail("%s %s is of a measurement: add --bench", name, o.first(name));
         return;
     }
-    if (o.has("--steps")) fail("--steps %s is of a training; a bench has --bench-steps", o.first("--steps"));
     for (const char* name : {"--plan", "--timeline", "--resume", "--out", "--save-every", "--log",
                              "--val-data", "--eval-every", "--sample-every", "--prompt"})
         if (o.has(name)) fail("%s %s: a bench only measures; leave it out, or --bench", name, o.first(name));
+    if (o.has("--steps")) fail("--steps %s is of a training; a bench has --bench-steps", o.first("--steps"));
     if (o.bench == "forward" && o.has("--memory"))
         fail("--memory %s chooses for training, and --bench forward does none", o.memory.c_str());
 }
 
 // Fails when options that are each in range do not go together.
 inline void check_options(const Options& o) {
+    for (const char* name : {"--out", "--resume", "--log", "--timeline", "--matmul-algorithms"})
+        if (o.has(name) && !*o.first(name))
+            fail("%s is empty where the name of a file or folder is needed", name);
     check_bench_options(o);
-    if (o.has("--matmul-algorithms") && o.matmul_algorithms.empty())
-        fail("--matmul-algorithms '': the name of a file");
     if (o.has("--matmul-algorithms") && !kSearchesAlgorithms)
         fail("--matmul-algorithms %s is for cuBLASLt on a GPU; on the CPU oneDNN chooses for itself",
              o.matmul_algorithms.c_str());
@@ -330,7 +333,8 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
                     option->get_name() == "--recompute" || option->get_name() == "--head-rows";
                 if (chosen_anew && o.has("--memory") && o.batch != 0) continue;
                 // What only generates leaves the save that it reads alone.
-                if (option->get_name() == "--out" && o.steps == 0) continue;
+                const bool of_saving = option->get_name() == "--out" || option->get_name() == "--save-every";
+                if (of_saving && o.steps == 0) continue;
                 try {
                     option->add_result(it->get<std::vector<std::string>>());
                 } catch (const nlohmann::json::exception&) {

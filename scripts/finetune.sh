@@ -1,7 +1,7 @@
 #!/bin/sh
 # Fine-tunes a GPT-2 from a Hugging Face folder on a text: finetune.sh FOLDER TEXT. The text becomes shards first.
 set -eu
-model=$(realpath "$1") text=$(realpath "$2")
+model=$(realpath "${1:?a folder with a GPT-2, and a text}") text=$(realpath "${2:?a text}")
 cd "$(dirname "$0")/.."
 dev/venv.sh
 .venv/bin/python dev/data/tokenize_text.py "$text" --vocab "$model" --out out/finetune --val-tokens 10000

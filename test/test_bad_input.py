@@ -72,7 +72,8 @@ def test_numbers(train, work, option):
     for value in (*NUMBERS[option], "seven", "7x", "nan", ""):
         refused(train, work, {option: value}, option, str(value))
     if option not in ("--lr", "--min-lr", "--weight-decay", "--beta1", "--beta2", "--eps", "--clip", "--temperature"):
-        refused(train, work, {option: "1.5"}, option, "1.5")
+        for value in ("1.5", "010"):  # CLI11 would read the second as eight
+            refused(train, work, {option: value}, option, value)
 
 
 @pytest.mark.parametrize("options, named", [
@@ -117,13 +118,16 @@ def test_numbers(train, work, option):
     ({"--batch": 1 << 20, "--seq-len": 1 << 20}, ["--batch", "--seq-len", str(1 << 20)]),
     ({"--min-lr": 0.2, "--lr": 0.1}, ["--min-lr", "0.2", "--lr", "0.1"]),
     ({"--json": True}, ["--json", "--plan"]),
-    ({"--matmul-algorithms": ""}, ["--matmul-algorithms", "file"]),
+    *[({option: ""}, [option, "empty"]) for option in ("--matmul-algorithms", "--out", "--log", "--resume", "--timeline")],
     ({"--save-every": 1, "--out": None}, ["--save-every", "--out"]),
     ({"--val-data": "text", "--data": None}, ["--val-data", "--data"]),
     ({"--prompt": 65 * "x"}, ["--prompt", "65", "64"]),
     ({"--model": "model300", "--data": "shard.bin", "--prompt": "x"}, ["--prompt", "vocab.json"]),
     ({"--log": "nowhere/log"}, ["--log", "nowhere/log"]),
     ({"--log": "model"}, ["--log", "model"]),
+    ({"--log": "text"}, ["--log text", "data"]),
+    ({"--timeline": "./text"}, ["--timeline ./text", "data"]),
+    ({"--data": "shard.bin", "--model": "model300", "--val-data": "shard.bin", "--log": "shard.bin"}, ["--log shard.bin"]),
     ({"--out": "text"}, ["--out", "text"]),
     ({"--out": "text/out"}, ["--out", "text"]),
     ({"--out": "model"}, ["--out", "model"]),  # has files that are no links of ours
@@ -347,10 +351,12 @@ def test_resume_with_another_master(train_bf16, work):
     (lambda state: state.update(precision="fp8"), "precision"),
     (lambda state: state.update(options=[]), "options"),
     (lambda state: state.update(formats=8), "formats"),
+    (lambda state: state.update(evaluated=1), "evaluated"),
+    (lambda state: state.update(others=[-1]), "others"),
     (lambda state: state["options"].update({"--batch": 3}), "--batch"),
     (lambda state: state["options"].update({"--batch": ["x"]}), "--batch"),
     (lambda state: state["options"].update({"--batch": []}), "--batch"),
-], ids=["no step", "step", "sequences", "precision", "options", "formats", "number", "no number", "nothing"])
+], ids=["no step", "step", "sequences", "precision", "options", "formats", "evaluated", "others", "number", "no number", "nothing"])
 def test_resume_of_a_damaged_state(train, saved, damage, named):
     path = saved / "out" / "latest" / "trainer_state.json"
     state = json.loads(path.read_text())

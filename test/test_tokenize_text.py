@@ -84,6 +84,14 @@ def test_standard_input(tmp_path, vocab, monkeypatch):
     assert read_documents(tmp_path, "x_train_*.bin", vocab) == TEXTS[:1]
 
 
+def test_shards_of_an_earlier_run_go(tmp_path):
+    for total in (45, 25):
+        tokens = np.arange(total, dtype=np.uint16)
+        tokenize_text.write_shards([tokens], str(tmp_path / "x"), 5)
+    streams = reference.read_streams(reference.expand("--data", [str(tmp_path / "x_*.bin")]))
+    assert np.concatenate(streams).tolist() == tokens.tolist()
+
+
 @pytest.mark.parametrize("total, sizes", [(7, [7]), (20, [20]), (21, [21]), (22, [20, 2]), (41, [20, 21]),
                                           (45, [20, 20, 5])])
 def test_shard_sizes(tmp_path, total, sizes):

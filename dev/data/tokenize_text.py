@@ -131,7 +131,7 @@ def write_shard(path, tokens):
 
 
 def write_shards(arrays, prefix, shard_tokens):
-    """Writes PREFIX_000000.bin and so on. Returns how many tokens.
+    """Writes PREFIX_000000.bin and so on, and removes those of an earlier run beyond. Returns how many tokens.
 
     A last shard of less than a tenth joins the one before: a stream must be longer than a training sequence.
     """
@@ -139,7 +139,7 @@ def write_shards(arrays, prefix, shard_tokens):
     held, arrays = take(arrays, shard_tokens)
     for index in itertools.count():
         if not held:
-            return total
+            break
         following, arrays = take(arrays, shard_tokens)
         if sum(map(len, following)) < shard_tokens / 10:
             held, following = held + following, []
@@ -147,6 +147,12 @@ def write_shards(arrays, prefix, shard_tokens):
         write_shard(f"{prefix}_{index:06}.bin", tokens)
         total += len(tokens)
         held = following
+    for index in itertools.count(index):
+        path = f"{prefix}_{index:06}.bin"
+        if not os.path.exists(path):
+            return total
+        os.remove(path)
+        print(f"{path}: removed, from an earlier run")
 
 
 def write_dataset(documents, tokenizer, prefix, shard_tokens, val_tokens):

@@ -1380,9 +1380,9 @@ void Trainer::run() {
     open_device();
     const size_t before = device_bytes_in_use();
     prepare();
-    std::signal(SIGINT, on_interrupt);
-    std::signal(SIGTERM, on_interrupt);                    // as a scheduler sends when time is up
-    const bool graphs = StepGraphs::kReplays && replays_;  // recorded in the second step
+    // A scheduler sends SIGTERM when time is up.
+    for (int signal : {SIGINT, SIGTERM}) std::signal(signal, on_interrupt);
+    const int settled = StepGraphs::kReplays && replays_ ? 2 : 1;  // steps until graphs are recorded
     int64_t step = first_step_;
     auto validate_and_log = [&] {
         const std::optional<double> loss = validate();
@@ -1399,7 +1399,7 @@ void Trainer::run() {
         }
         if (is_time(o_.save_every) && step > first_step_) save(step, true);
         train_step(step);
-        if (step == std::min(o_.steps, first_step_ + (graphs ? 2 : 1)) - 1) {
+        if (step == std::min(o_.steps, first_step_ + settled) - 1) {
             read_metrics();
             printf("taken from the device: %.1f MiB; planned: %.1f MiB\n",
                    (static_cast<double>(device_bytes_in_use()) - static_cast<double>(before)) / 1048576.0,

@@ -436,5 +436,7 @@ def test_gpu_check_prints_its_plan(gpu_machine, tmp_path):
 def test_gpu_check_needs_a_gpu(gpu_machine):
     ran = gpu_machine(code=2, without=["nvidia-smi"])
     assert ran.stderr == "gpu_check.sh: no GPU answers nvidia-smi; this checks the CUDA build on one\n"
+    ran = gpu_machine("--dry-run", code=0)  # but to print what it would do it needs none
+    assert "--model d48" in ran.stdout and "nvidia-smi" not in ran.stderr
     said = gpu_machine("--quick", code=2).stderr
     assert said.startswith("gpu_check.sh: --quick: neither --dry-run nor a group, which are build kernels")

@@ -1368,9 +1368,14 @@ void Trainer::save(int64_t steps_done, bool evaluated) {
     read_metrics();
     const bool folder = !is_depth(o_.model) && std::filesystem::exists(o_.model);
     const int64_t read = first_sequence_ + (steps_done - first_step_) * o_.batch * o_.grad_accum;
-    const Progress progress{steps_done, read, kPrecision, evaluated, o_.given};
     const std::string& tokenizer = folder ? o_.model : o_.resume.empty() ? tokenizer_folder_ : o_.resume;
     saves_.others.erase(steps_done);
+    const Progress progress{.step = steps_done,
+                            .sequences = read,
+                            .precision = kPrecision,
+                            .evaluated = evaluated,
+                            .options = o_.given,
+                            .others = saves_.others};
     save_checkpoint(saves_, state_, progress, tokenizer, o_.steps > 0);
     last_save_ = o_.out;
     printf("saved step %lld in %s\n", static_cast<long long>(steps_done), o_.out.c_str());

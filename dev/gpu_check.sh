@@ -2,7 +2,8 @@
 # What only a machine with a GPU can check and measure, in one go or group by group: make gpu-check calls this.
 #
 # Writes dev/results/GPU.md after each part: its command, how it ended, what it said. A part that fails is written down
-# and the others go on. Exit code 0: no part failed; 1: one did; 2: no GPU, or a wrong argument. With LLMC set, compare.py has llm.c run too.
+# and the others go on. Exit code 0: no part failed; 1: one did; 2: no GPU, or a wrong argument. With LLMC set,
+# compare.py has llm.c run too.
 #
 #   gpu_check.sh [--dry-run] [GROUP...]     --dry-run prints the parts and runs nothing
 #

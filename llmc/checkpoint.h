@@ -37,7 +37,7 @@ struct Progress {
     bool evaluated = true;  // the validation and the sample that are due at this step were made
     nlohmann::json options = nlohmann::json::object();  // the run's, which hold for a resumed run too
     std::string formats = {};       // StateOptions::text() of what was saved; save_checkpoint() fills it in
-    std::set<int64_t> others = {};  // SaveFolder's; save_checkpoint() fills it in
+    std::set<int64_t> others = {};  // another run's saves in the same folder, by step
 };
 
 // Host copies of device memory hold at most this many elements.
@@ -333,18 +333,18 @@ struct SaveFolder {
     std::set<int64_t> others = {};
 };
 
-// The folder OUT for a run that resumes a save, or begins if `resume` is empty. What is there now is its own
-// only when it goes on from there, and then what that run has found there still is not.
-inline SaveFolder open_save_folder(const std::string& out, int keep, const std::string& resume) {
+// The folder OUT for a run that goes on from the save `resumed`, or begins if that is empty. What is there
+// now is its own only when it goes on from there, and then what that run has found there still is not.
+inline SaveFolder open_save_folder(const std::string& out, int keep, const std::string& resumed) {
     SaveFolder folder = {out, keep};
     std::error_code none;
     const auto canonical = [&](const std::string& path) {
         return std::filesystem::weakly_canonical(path, none);
     };
     if (!file_exists(out)) return folder;
-    const bool goes_on = !resume.empty() && canonical(resolve_save(resume)).parent_path() == canonical(out);
-    if (goes_on && file_exists(resolve_save(resume) + "/trainer_state.json")) {
-        folder.others = read_progress(resume).others;
+    const bool goes_on = !resumed.empty() && canonical(resumed).parent_path() == canonical(out);
+    if (goes_on && file_exists(resumed + "/trainer_state.json")) {
+        folder.others = read_progress(resumed).others;
     } else if (!goes_on) {
         for (const std::string& name : list_folder(out))
             if (step_of(name) >= 0) folder.others.insert(step_of(name));
@@ -360,7 +360,7 @@ inline void remove_old_saves(const SaveFolder& folder, int64_t step) {
     std::vector<std::pair<bool, int64_t>> saves;  // (not after `step`, step)
     for (const std::string& name : list_folder(out)) {
         const int64_t s = step_of(name);
-        if (s == step || (s >= 0 && !folder.others.contains(s))) saves.emplace_back(s <= step, s);
+        if (s >= 0 && !folder.others.contains(s)) saves.emplace_back(s <= step, s);
         const bool leftover = name.ends_with(".tmp") || name.ends_with(".old");
         if (leftover && step_of(name.substr(0, name.size() - 4)) >= 0) remove_folder(out + "/" + name);
     }
@@ -413,12 +413,10 @@ void save_checkpoint(const SaveFolder& folder, const State<T>& state, const Prog
     make_folders(out);
     const std::string name = step_name(progress.step), path = out + "/" + name, temporary = path + ".tmp";
     // A resumed run's tokenizer may lie in a save that has been removed since; later saves have it too.
-    Progress whole = progress;
-    whole.others = folder.others;
     const bool removed = !tokenizer_folder.empty() && !file_exists(tokenizer_folder);
     remove_folder(temporary);
     try {
-        write_save(temporary, state, whole, removed ? out + "/latest" : tokenizer_folder,
+        write_save(temporary, state, progress, removed ? out + "/latest" : tokenizer_folder,
                    with_training_state);
         replace_folder(temporary, path);
     } catch (...) {

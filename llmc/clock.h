@@ -75,7 +75,8 @@ DeviceRates nominal_rates() {
         const double threads = omp_get_max_threads();
         return {threads * (narrow ? 180e9 : 100e9), threads * 12e9, 5e-6};
     }
-    static const KnownGpu gpu = known_gpu() ? *known_gpu() : kA100;
+    static const KnownGpu* const known = known_gpu();
+    const KnownGpu& gpu = known ? *known : kA100;
     return {gpu.flops * (narrow ? 0.65 : 0.05), gpu.bandwidth * 0.8, 3e-6};
 }
 

@@ -112,7 +112,6 @@ class Dataset {
         for (const Stream& stream : streams_) sum += stream.tokens;
         return sum;
     }
-    // What to call a stream in a message: its file, or the first of them.
     // Whether a file is one of the data's.
     bool reads(const std::string& path) const {
         return std::any_of(files_.begin(), files_.end(), [&](const MappedFile& file) {
@@ -120,6 +119,7 @@ class Dataset {
             return std::filesystem::equivalent(file.path(), path, none);
         });
     }
+    // What to call a stream in a message: its file, or the first of them.
     std::string stream_name(size_t stream) const {
         if (!is_text_ || files_.size() == 1) return files_[stream].path();
         return format("%s and %zu more", files_[0].path().c_str(), files_.size() - 1);

@@ -288,8 +288,7 @@ inline void check_options(const Options& o) {
     if (o.update_in_backward && o.clip > 0 && !o.clip_per_block)
         fail(
             "--update-in-backward updates blocks before the gradient's norm is known: add --clip-per-block, "
-            "or "
-            "give --clip 0 instead of %g",
+            "or give --clip 0 instead of %g",
             o.clip);
     if (!o.val_data.empty() && o.data.empty()) fail("--val-data needs --data");
     if (o.allow_8bit && o.has("--resume"))

@@ -122,9 +122,10 @@ def table(options, kinds, lines, precision):
 def report(options, kinds, lines, failed):
     torch = {"PyTorch": line["torch"] for line in lines if "torch" in line}
     facts = results.machine(options.device) | torch | {"threads": options.threads}
+    rounds = f"Medians of {options.rounds} rounds" if options.rounds > 1 else "One round"
     text = [f"# Causal attention, {options.device}: time and memory by length and head size", "",
-            f"{f'Medians of {options.rounds} rounds' if options.rounds > 1 else 'One round'}, in turn. Batch x length is {options.tokens} tokens and heads x head "
-            f"size is {options.channels} channels everywhere. `train` is llmc/attention.cuh" +
+            f"{rounds}, in turn. Batch x length is {options.tokens} tokens and heads x head size is {options.channels} "
+            "channels everywhere. `train` is llmc/attention.cuh" +
             (", `hopper` llmc/attention_hopper.cuh" if "hopper" in kinds else "") + "; its MiB are q, k, v, out, "
             "lse and their gradients, and it takes nothing else on a GPU. PyTorch's are what forward and backward took "
             "at the most, inputs included" +

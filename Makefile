@@ -1,10 +1,27 @@
-# make          builds ./train for this machine        make deps   installs what that needs (Debian, Ubuntu)
-# make test     runs the tests                         make help   lists the rest
-# make gpu-check    tests and measures on a GPU        make bench-attention   times attention
+# make                   builds ./train for this machine
+# make deps              installs what that needs (Debian, Ubuntu)
+# make test              installs what the tests need, and runs them
+# make clean             removes what was built
+# make help              prints this list
+#
+# make test-deps         installs what the tests need beside that; Python's packages into .venv
+# make build-tests       builds the tests, and what they run
+# make unit-tests        runs the C++ tests; for the CPU also race-probe and fuzz
+# make python-tests      runs the Python tests
+# make race-probe        checks that ThreadSanitizer finds a barrier that is missing
+# make fuzz-build        builds the fuzzers of what reads files
+# make fuzz              runs them, each for FUZZ_SECONDS=10
+# make cuda-build        compiles for a GPU, which need not be there, and checks that no kernel spills
+# make gpu-check         tests and measures on a GPU; GPU_CHECK=--dry-run prints what, GPU_CHECK="build kernels" does a part
+# make bench-attention   times attention; BENCH_OPTIONS="..." are dev/bench/attention.cpp's
+# make bench-products    a step's products beside oneDNN's own rates; BENCH_OPTIONS="--model d12 --batch 4 --seq-len 64"
+# make format            formats the C++ sources
+# make nvcc-version      prints the version of nvcc
 #
 # DEVICE=cuda|cpu        the default is cuda where a GPU answers
 # PRECISION=bf16|fp32    the default is bf16 on cuda, fp32 on the cpu
 # CUDA_ARCH="80 90a"     GPU architectures to compile for; the last also as PTX, for later ones
+# NVCC=/path/to/nvcc     the default is the CUDA Toolkit's in /usr/local/cuda, or on the PATH
 
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) $(shell command -v nvcc 2>/dev/null) nvcc)
 CXX := g++
@@ -40,10 +57,12 @@ endif
 BUILD := build/$(DEVICE)-$(PRECISION)
 
 # Without -fno-math-errno -fno-trapping-math the loops of the fast CPU build stay scalar.
-WARNINGS := -Wall -Wextra -Werror
+# g++ 12 reports overlaps in std::string's own code that cannot happen (GCC's bug 105651).
+WARNINGS := -Wall -Wextra -Werror -Wno-restrict
 CXX_COMMON := -std=c++20 $(WARNINGS) -Wno-unknown-pragmas -fopenmp -I. -MMD -MP
 CXXFLAGS := $(CXX_COMMON) -O3 -march=native -fno-math-errno -fno-trapping-math
-CPU_LIBS := -ldnnl -lpcre2-8
+TEXT_LIBS := -lpcre2-8 -lutf8proc -lsentencepiece
+CPU_LIBS := -ldnnl $(TEXT_LIBS)
 CUDA_HOME := $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 ifneq ($(wildcard $(CUDA_HOME)/include/nvtx3/nvToolsExt.h),)
   NVTX_INCLUDE := -idirafter $(CUDA_HOME)/include
@@ -55,9 +74,9 @@ GENCODE := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a)$(comma)code=sm_$(
            -gencode arch=compute_$(firstword $(subst a,,$(lastword $(CUDA_ARCH))))$(comma)code=compute_$(firstword $(subst a,,$(lastword $(CUDA_ARCH))))
 # The kernels for compute capability 9.0 alone need that architecture's own instructions.
 HOPPER := $(if $(filter 90a,$(CUDA_ARCH)),-DLLMC_HOPPER)
-NVCCFLAGS := -std=c++20 -O3 -I. -MMD -MP -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-Wno-unknown-pragmas,-fopenmp \
+NVCCFLAGS := -std=c++20 -O3 -I. -MMD -MP -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-Wno-restrict,-Wno-unknown-pragmas,-fopenmp \
              -Xptxas -v,-warn-spills,-warn-lmem-usage $(GENCODE) $(HOPPER)
-CUDA_LIBS := -lcublasLt -lpcre2-8 -lgomp
+CUDA_LIBS := -lcublasLt $(TEXT_LIBS) -lgomp
 
 
 .PHONY: all deps test test-deps unit-tests python-tests cuda-build fuzz format clean help FORCE
@@ -88,8 +107,8 @@ build/cuda-fp32/train build/cuda-bf16/train: train_gpt.cu Makefile $(CUDA_FLAGS)
 	$(NVCC) $(NVCCFLAGS) $(DEFINES) -MF $@.d -MT $@ $< -o $@ $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; rm -f $@; exit 1; }
 
 # Debian's packages. With deps, building and training; test-deps adds what the tests need, Python's side in .venv.
-DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libpcre2-dev
-TEST_DEPS := $(DEPS) libgtest-dev python3-venv clang libclang-rt-dev
+DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libpcre2-dev libutf8proc-dev libsentencepiece-dev
+TEST_DEPS := $(DEPS) libgtest-dev python3-venv clang libclang-rt-dev libomp-dev
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 define install
 	@missing=$$(for p in $(1); do dpkg-query -W -f='$${Status}' $$p 2>/dev/null | grep -q 'ok installed' || echo $$p; done); \
@@ -103,8 +122,8 @@ test-deps:
 	@dev/venv.sh
 
 # The tests of kernels run in each build of the one source; on a GPU, in that.
-KERNEL_TESTS := test_kernels test_optimizer test_attention test_matmul test_wide_sum test_stream
-HOST_TESTS := test_hopper_layout test_files test_dataset test_tokenizer test_checkpoint test_arena test_solver test_host
+KERNEL_TESTS := test_kernels test_family_kernels test_optimizer test_attention test_matmul test_wide_sum test_stream
+HOST_TESTS := test_hopper_layout test_files test_permutation test_dataset test_tokenizer test_checkpoint test_arena test_solver test_host test_family test_random
 FAITHFUL := -DSIMT_LANES=32
 ifeq ($(DEVICE),cuda)
   UNIT_TESTS := $(KERNEL_TESTS:%=build/test/cuda/%) $(HOST_TESTS:%=build/test/fast/%)
@@ -123,16 +142,18 @@ build/test/$(1)/%: test/%.cpp Makefile
 	$(CXX) -x c++ $$(FLAGS) -MF $$@.d -MT $$@ $$< -o $$@ $(TEST_LIBS)
 endef
 $(foreach b,fast faithful asan tsan,$(eval $(call cpu_test,$(b))))
-# The trainer in its fast CPU build under AddressSanitizer, which the arena tells what is alive.
+# The trainer in its fast CPU build under AddressSanitizer, which the arena tells what is alive, and
+# UndefinedBehaviorSanitizer; clang's, as g++'s lets pointers pass that are off a null pointer.
 ifeq ($(DEVICE),cpu)
 ASAN_TRAINERS := build/test/asan/train-fp32 build/test/asan/train-bf16
 endif
 build/test/asan/train-fp32: DEFINES :=
 build/test/asan/train-bf16: DEFINES := -DLLMC_BF16
-build/test/asan/train-fp32 build/test/asan/train-bf16: FLAGS := $(CXX_COMMON) -O1 -g -march=native -fsanitize=address
+build/test/asan/train-fp32 build/test/asan/train-bf16: FLAGS := $(filter-out -Werror -Wno-restrict,$(CXX_COMMON)) -Wno-pass-failed -O1 -g -march=native \
+    -fsanitize=address,undefined -fno-sanitize-recover=undefined
 build/test/asan/train-fp32 build/test/asan/train-bf16: train_gpt.cu Makefile
 	@mkdir -p $(@D)
-	$(CXX) -x c++ $(FLAGS) $(NVTX_INCLUDE) $(DEFINES) -MF $@.d -MT $@ $< -o $@ $(CPU_LIBS)
+	clang++ -x c++ $(FLAGS) $(NVTX_INCLUDE) $(DEFINES) -MF $@.d -MT $@ $< -o $@ $(CPU_LIBS)
 build/test/cuda/%: test/%.cpp Makefile $(CUDA_FLAGS)
 	@mkdir -p $(@D)
 	$(NVCC) -x cu $(NVCCFLAGS) -MF $@.d -MT $@ $< -o $@ -lgtest -lgtest_main $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; exit 1; }
@@ -142,14 +163,15 @@ test: test-deps
 	$(MAKE) --no-print-directory DEVICE=$(DEVICE) unit-tests python-tests
 
 .PHONY: build-tests
+PROBE := build/test/fast/tokenize_probe
 BENCH_ATTENTION := build/bench/$(DEVICE)/attention
 BENCHES := $(BENCH_ATTENTION) $(if $(filter cpu,$(DEVICE)),build/bench/cpu/products)
 ifeq ($(DEVICE),cuda)
 TRAINERS := build/cuda-fp32/train build/cuda-bf16/train
-build-tests: $(UNIT_TESTS) $(TRAINERS) $(BENCHES)
+build-tests: $(UNIT_TESTS) $(TRAINERS) $(BENCHES) $(PROBE)
 else
 TRAINERS := build/cpu-fp32/train build/cpu-bf16/train
-build-tests: $(UNIT_TESTS) $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES) build/test/tsan/race_probe cuda-build fuzz-build
+build-tests: $(UNIT_TESTS) $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES) $(PROBE) build/test/tsan/race_probe cuda-build fuzz-build
 endif
 
 unit-tests: $(UNIT_TESTS)
@@ -177,14 +199,14 @@ else
 endif
 
 FUZZ_SECONDS ?= 10
-FUZZERS := $(patsubst %,build/test/fuzz/fuzz_%,safetensors shards json)
+FUZZERS := $(patsubst %,build/test/fuzz/fuzz_%,safetensors shards json tokenizer)
 fuzz-build: $(FUZZERS)
 build/test/fuzz/%: test/%.cpp Makefile
 	@mkdir -p $(@D)
-	clang++ -std=c++20 -Wall -Wextra -Werror -I. -MMD -MP -MF $@.d -MT $@ -g -O1 -fsanitize=fuzzer,address $< -o $@
+	clang++ -std=c++20 -Wall -Wextra -Werror -I. -MMD -MP -MF $@.d -MT $@ -g -O1 -fsanitize=fuzzer,address $< -o $@ $(TEXT_LIBS)
 fuzz: $(FUZZERS)
 	@python3 test/fuzz_seeds.py build/fuzz
-	@for f in safetensors shards json; do \
+	@for f in safetensors shards json tokenizer; do \
 	  build/test/fuzz/fuzz_$$f -max_total_time=$(FUZZ_SECONDS) -verbosity=0 -print_final_stats=0 build/fuzz/$$f > build/fuzz/$$f.log 2>&1 || \
 	  { tail -40 build/fuzz/$$f.log; exit 1; }; echo "== fuzz_$$f: $(FUZZ_SECONDS) s, nothing found"; done
 
@@ -204,7 +226,7 @@ build/bench/cuda/%: dev/bench/%.cpp Makefile $(CUDA_FLAGS)
 	@mkdir -p $(@D)
 	$(NVCC) -x cu $(NVCCFLAGS) -MF $@.d -MT $@ $< -o $@ $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; rm -f $@; exit 1; }
 
-python-tests: $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES)
+python-tests: $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES) $(PROBE)
 	@dev/venv.sh
 	TRAIN_BINARIES="$(TRAINERS)" ASAN_TRAINERS="$(ASAN_TRAINERS)" $(PYTHON) -m pytest -q test
 
@@ -222,7 +244,8 @@ format:
 clean:
 	rm -rf build train
 
+# The comment that this file begins with.
 help:
-	@sed -n 's/^# \?//p' Makefile | head -7
+	@sed '/^#/!Q; s/^# \?//' Makefile
 
 -include $(wildcard build/*/*.d build/test/*/*.d build/bench/*/*.d)

@@ -6,9 +6,10 @@ Losses are compared by their absolute difference, gradient norms by their relati
 """
 
 import argparse
-import json
 import math
 import sys
+
+from training_log import BrokenLog, read_log
 
 
 def fail(message):
@@ -16,28 +17,11 @@ def fail(message):
     sys.exit(2)
 
 
-def read_log(path):
-    """{step: {"loss": .., "grad_norm": .., "val_loss": ..}}; a null, which JSON has for NaN, becomes NaN."""
-    steps = {}
+def read(path):
     try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line)
-                    if "step" not in record:
-                        continue
-                    values = {key: math.nan if record[key] is None else float(record[key])
-                              for key in ("loss", "grad_norm", "val_loss") if key in record}
-                    steps.setdefault(int(record["step"]), {}).update(values)
-                except (ValueError, TypeError):
-                    fail(f"{path}, line {number}: not a line of a training log")
-    except (OSError, UnicodeDecodeError) as error:
-        fail(f"{path}: {error}")
-    if not any(steps.values()):
-        fail(f"{path}: no step with a loss in it")
-    return steps
+        return read_log(path, ("loss", "grad_norm", "val_loss"))
+    except BrokenLog as error:
+        fail(error)
 
 
 def difference(key, a, b):
@@ -108,7 +92,7 @@ def main(arguments=None):
     parser.add_argument("--plot", metavar="FILE", help="draw losses and differences (.png, .svg, .pdf)")
     options = parser.parse_args(arguments)
     norm_tolerance = options.tolerance if options.norm_tolerance is None else options.norm_tolerance
-    log_a, log_b = read_log(options.a), read_log(options.b)
+    log_a, log_b = read(options.a), read(options.b)
     failures, worst = compare(log_a, log_b, {"val_loss": options.tolerance, "loss": options.tolerance,
                                              "grad_norm": norm_tolerance})
     if options.plot:

@@ -1,9 +1,8 @@
 #!/usr/bin/env python3
-"""GPT-2 training in plain PyTorch: what ./train must agree with.
+"""Training by PyTorch and transformers' own models: what ./train must agree with.
 
-Reads the same Hugging Face folder and the same data in the same order, takes the same options and writes the same
-JSON lines, so that dev/compare.py can put two logs side by side. It shares no code with ./train and none with
-transformers; test/test_reference.py holds it against the latter.
+Reads the same Hugging Face folder, of any family, and the same data in the same order, takes the same options and
+writes the same JSON lines, so that dev/compare.py can put two logs side by side. It shares no code with ./train.
 """
 
 import argparse
@@ -20,11 +19,13 @@ import time
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import nn
+import transformers
+from safetensors.torch import save_file
 
-SHARD_MAGIC, SHARD_VERSION, SHARD_HEADER_BYTES = 20240520, 1, 1024
+SHARD_HEADER_BYTES = 1024
+SHARD_TOKENS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # by magic and version
+TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
+                   "special_tokens_map.json")
 
 
 def fail(message):
@@ -33,148 +34,30 @@ def fail(message):
     sys.exit(2)
 
 
-# The model. Modules are named as in Hugging Face's files, so a parameter's name is its tensor's name.
-
-
-class Conv1D(nn.Module):
-    """A linear layer whose weight is stored (inputs, outputs), as GPT-2's files have it."""
-
-    def __init__(self, inputs, outputs):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(inputs, outputs))
-        self.bias = nn.Parameter(torch.empty(outputs))
-
-    def forward(self, x):
-        return F.linear(x, self.weight.T, self.bias)
-
-
-class Attention(nn.Module):
-    def __init__(self, channels, heads):
-        super().__init__()
-        self.heads = heads
-        self.c_attn = Conv1D(channels, 3 * channels)
-        self.c_proj = Conv1D(channels, channels)
-
-    def forward(self, x):
-        B, T, C = x.shape
-        q, k, v = (part.view(B, T, self.heads, C // self.heads).transpose(1, 2)  # (B, heads, T, head size)
-                   for part in self.c_attn(x).chunk(3, dim=-1))
-        scores = q @ k.transpose(-2, -1) / math.sqrt(C // self.heads)
-        future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
-        weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
-        return self.c_proj((weights @ v).transpose(1, 2).reshape(B, T, C))
-
-
-class MLP(nn.Module):
-    def __init__(self, channels, inner):
-        super().__init__()
-        self.c_fc = Conv1D(channels, inner)
-        self.c_proj = Conv1D(inner, channels)
-
-    def forward(self, x):
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
-
-
-class Block(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        channels, eps = config["n_embd"], config["layer_norm_epsilon"]
-        self.ln_1 = nn.LayerNorm(channels, eps)
-        self.attn = Attention(channels, config["n_head"])
-        self.ln_2 = nn.LayerNorm(channels, eps)
-        self.mlp = MLP(channels, config["n_inner"] or 4 * channels)
-
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
-
-
-class GPT2(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.wte = nn.Embedding(config["vocab_size"], config["n_embd"])
-        self.wpe = nn.Embedding(config["n_positions"], config["n_embd"])
-        self.h = nn.ModuleList(Block(config) for _ in range(config["n_layer"]))
-        self.ln_f = nn.LayerNorm(config["n_embd"], config["layer_norm_epsilon"])
-
-    def forward(self, tokens):
-        """Logits (B, T, vocabulary) of tokens (B, T); the head's weight is the token embedding."""
-        x = self.wte(tokens) + self.wpe.weight[:tokens.shape[1]]
-        for block in self.h:
-            x = block(x)
-        return F.linear(self.ln_f(x), self.wte.weight)
-
-
-def read_config(folder):
-    path = os.path.join(folder, "config.json")
-    try:
-        with open(path, encoding="utf-8") as file:
-            config = json.load(file)
-    except (OSError, ValueError) as error:
-        fail(f"--model {folder}: cannot read config.json: {error}")
-    config = {"layer_norm_epsilon": 1e-5, "n_inner": None, "activation_function": "gelu_new"} | config
-    for key in ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head"):
-        if key not in config:
-            fail(f"{path}: {key} is missing")
-    if config["n_embd"] % config["n_head"]:
-        fail(f"{path}: n_embd {config['n_embd']} is no multiple of n_head {config['n_head']}")
-    if config["activation_function"] not in ("gelu_new", "gelu_pytorch_tanh"):
-        fail(f"{path}: activation_function is {config['activation_function']}, must be gelu_new")
-    # Key, and the value that GPT-2 has: other values are other arithmetic.
-    for key, expected in {"tie_word_embeddings": True, "scale_attn_weights": True,
-                          "scale_attn_by_inverse_layer_idx": False}.items():
-        if config.get(key, expected) != expected:
-            fail(f"{path}: {key} is {config[key]}, must be {expected}")
-    return config
-
-
-def shards_of(path):
-    """The files that hold a model's tensors: this one, or those that the index beside it names."""
-    index = path + ".index.json"
-    if os.path.exists(path) or not os.path.exists(index):
-        return [path]
-    with open(index, encoding="utf-8") as file:
-        names = json.load(file)["weight_map"].values()
-    return [os.path.join(os.path.dirname(path), name) for name in sorted(set(names))]
-
-
 def load_model(folder):
-    """The model of a Hugging Face folder in fp32, and its config."""
-    config = read_config(folder)
-    path = os.path.join(folder, "model.safetensors")
-    stored = {}
-    for shard in shards_of(path):
-        try:
-            stored |= load_file(shard)
-        except (OSError, SafetensorError) as error:
-            fail(str(error) if shard in str(error) else f"{shard}: {error}")
-    tensors = {name.removeprefix("transformer."): tensor.float() for name, tensor in stored.items()}
-    with torch.device("meta"):
-        model = GPT2(config)
-    for name, parameter in model.named_parameters():
-        if name not in tensors:
-            fail(f"{path}: tensor {name} is missing")
-        if tensors[name].shape != parameter.shape:
-            fail(f"{path}: {name} has shape {tuple(tensors[name].shape)}, must be {tuple(parameter.shape)}")
-    # Files may also hold the tied head and old versions' causal masks: those are left out.
-    model.load_state_dict({name: tensors[name] for name, _ in model.named_parameters()}, assign=True)
-    return model, config
+    """transformers' model of a Hugging Face folder in fp32, without dropout. Every weight must be in the files."""
+    if not os.path.isfile(os.path.join(folder, "config.json")):
+        fail(f"--model {folder}: is not a folder with config.json")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True)
+    except Exception as error:  # what transformers makes of a damaged folder may be anything
+        fail(f"--model {folder}: {(str(error).strip() or repr(error)).splitlines()[0]}")
+    for kind in ("missing_keys", "mismatched_keys"):
+        if info[kind]:
+            fail(f"--model {folder}: {kind.replace('_', ' ')}: {sorted(map(str, info[kind]))[0]}")
+    return model.eval()
 
 
 def save_model(model, source, folder):
-    """Writes an fp32 Hugging Face folder with the config and the tokenizer files of the source folder."""
-    os.makedirs(folder, exist_ok=True)
-    for name in ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"):
+    """Writes an fp32 Hugging Face folder with the tokenizer files of the source folder."""
+    model.save_pretrained(folder)
+    for name in TOKENIZER_FILES:
         origin, target = os.path.join(source, name), os.path.join(folder, name)
         if os.path.exists(origin) and not (os.path.exists(target) and os.path.samefile(origin, target)):
             shutil.copyfile(origin, target)
-    with open(os.path.join(source, "config.json"), encoding="utf-8") as file:
-        config = json.load(file)
-    config |= {key: "float32" for key in ("dtype", "torch_dtype") if key in config}
-    with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
-        json.dump(config, file, indent=2)
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.named_parameters()}
-    save_file(tensors, os.path.join(folder, "model.safetensors"), {"format": "pt"})
 
 
 # The data. A stream is an array of tokens: one shard, or all text files together.
@@ -198,8 +81,25 @@ def random_bits(seed, a, b=0, c=0):
 
 
 def permutation(count, seed, epoch, what):
-    """The order of count things in an epoch: what is 0 for the streams and 1 + f for the windows of stream f."""
-    return np.argsort(random_bits(seed, epoch, what, np.arange(count)), kind="stable").tolist()
+    """The order of count things in an epoch: what is 0 for the streams and 1 + f for the windows of stream f.
+
+    A Feistel network on two digits (llmc/permutation.h); numbers that it leads out of range go through it again.
+    """
+    lows = 1
+    while lows * lows < count:
+        lows *= 2
+    lows, highs = np.uint64(lows), np.uint64(-(-count // lows))
+    order = np.arange(count, dtype=np.uint64)
+    again = np.arange(count)
+    with np.errstate(over="ignore"):
+        while len(again):
+            low, high = order[again] % lows, order[again] // lows
+            for half in range(0, 24, 2):
+                low = (low + random_bits(seed, epoch, what, high + np.uint64(half << 56))) % lows
+                high = (high + random_bits(seed, epoch, what, low + np.uint64(half + 1 << 56)) % highs) % highs
+            order[again] = high * lows + low
+            again = again[order[again] >= count]
+    return order.tolist()
 
 
 def window_count(stream, seq_len):
@@ -249,12 +149,14 @@ def read_shard(path):
     if os.path.getsize(path) < SHARD_HEADER_BYTES:
         fail(f"{path}: shorter than a shard's header of {SHARD_HEADER_BYTES} bytes")
     magic, version, count = np.fromfile(path, dtype="<i4", count=3).tolist()
-    if (magic, version) != (SHARD_MAGIC, SHARD_VERSION):
-        fail(f"{path}: header {magic}, {version} is not that of a token shard ({SHARD_MAGIC}, {SHARD_VERSION})")
-    if os.path.getsize(path) != SHARD_HEADER_BYTES + 2 * count:
+    token = SHARD_TOKENS.get((magic, version))
+    if not token:
+        known = " or ".join(f"{m}, {v}" for m, v in SHARD_TOKENS)
+        fail(f"{path}: header {magic}, {version} is not that of a token shard ({known})")
+    if os.path.getsize(path) != SHARD_HEADER_BYTES + token.itemsize * count:
         fail(f"{path}: the header promises {count} tokens, the file has "
              f"{os.path.getsize(path) - SHARD_HEADER_BYTES} bytes of them")
-    return np.memmap(path, dtype="<u2", mode="r", offset=SHARD_HEADER_BYTES, shape=(count,)) if count else []
+    return np.memmap(path, dtype=token, mode="r", offset=SHARD_HEADER_BYTES, shape=(count,)) if count else []
 
 
 def read_streams(paths):
@@ -263,14 +165,19 @@ def read_streams(paths):
     return [np.concatenate([read_file(path) for path in paths])]
 
 
-def load_data(data, val_data):
-    """Training and validation streams; text without --val-data keeps each file's last tenth for validation."""
+def load_data(data, val_data, seq_len):
+    """Training and validation streams; text without --val-data keeps each file's last tenth for validation.
+
+    Where all these tenths are no sequence, all is trained on.
+    """
     paths = expand("--data", data)
     if val_data:
         return read_streams(paths), read_streams(expand("--val-data", val_data))
     if paths[0].endswith(".bin"):
         return read_streams(paths), []
     texts = [read_file(path) for path in paths]
+    if sum(len(text) // 10 for text in texts) <= seq_len:
+        return [np.concatenate(texts)], []
     cuts = [len(text) - len(text) // 10 for text in texts]
     return ([np.concatenate([text[:cut] for text, cut in zip(texts, cuts)])],
             [np.concatenate([text[cut:] for text, cut in zip(texts, cuts)])])
@@ -327,11 +234,12 @@ class AdamW:
 class Trainer:
     def __init__(self, options):
         self.options = options
-        self.model, config = load_model(options.model)
-        self.vocab_size = config["vocab_size"]
-        if options.seq_len > config["n_positions"]:
-            fail(f"--seq-len {options.seq_len}: the model has {config['n_positions']} positions")
-        train, self.val_streams = load_data(options.data, options.val_data)
+        self.model = load_model(options.model)
+        self.vocab_size = self.model.config.vocab_size
+        positions = getattr(self.model.config, "max_position_embeddings", None)  # ALiBi has no end
+        if positions and options.seq_len > positions:
+            fail(f"--seq-len {options.seq_len}: the model has {positions} positions")
+        train, self.val_streams = load_data(options.data, options.val_data, options.seq_len)
         check_streams("training", train, options.seq_len)
         self.sequences = training_sequences(train, options.seq_len, options.seed)
         if options.eval_every:
@@ -350,7 +258,7 @@ class Trainer:
         tokens = tokens.to(self.options.device)
         with torch.autocast(torch.device(self.options.device).type, torch.bfloat16,
                             enabled=self.options.precision == "bf16"):
-            logits = self.model(tokens[:, :-1])
+            logits = self.model(tokens[:, :-1], use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     @torch.no_grad()
@@ -425,7 +333,7 @@ def parse_options(arguments):
     add("--seq-len", type=positive, default=128, help="tokens in a sequence")
     add("--grad-accum", type=positive, default=1, help="micro-batches in a step")
     add("--steps", type=whole, default=1500)
-    add("--lr", type=real, default=1e-3, help="highest learning rate")
+    add("--lr", type=real, default=5e-5, help="highest learning rate")
     add("--min-lr", type=real, default=0.0, help="learning rate at the schedule's end")
     add("--warmup", type=whole, default=30, help="steps of linear warm-up")
     add("--schedule", choices=("cosine", "linear", "constant", "wsd"), default="cosine")

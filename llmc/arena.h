@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "llmc/device.h"
+#include "llmc/occupancy.h"
 #include "llmc/tensor.h"
 #include "llmc/watch.h"
 #include "llmc/work.h"
@@ -40,7 +41,7 @@ struct Plan {
     int peak_time = 0;       // when that is first reached, and in which range
     std::string peak_at;
     size_t bytes = 0;                        // the room the placement takes: lower_bound or a little more
-    size_t workspace = 0;                    // the largest scratch a library asked for
+    size_t workspace = 0;                    // the largest scratch that was asked for
     std::vector<std::pair<int, int>> loops;  // where repeat() stood after a turn: takes, time
     std::vector<Work> work;                  // the operations, in order
 };
@@ -53,22 +54,15 @@ constexpr size_t arena_align(size_t bytes) {
 // Places takes that live together at different offsets, in the given order, each into the smallest hole that
 // holds it. Returns the room that takes.
 inline size_t place_in_order(const std::vector<Take*>& order) {
-    std::vector<Take*> placed;  // by offset
+    int times = 0;
+    for (const Take* t : order) times = std::max(times, t->dies);
+    Occupancy occupied(times);
     size_t bytes = 0;
     for (Take* t : order) {
         const size_t need = arena_align(t->bytes);
-        size_t end = 0, best = SIZE_MAX, best_hole = SIZE_MAX;
-        for (const Take* p : placed) {
-            if (p->born >= t->dies || t->born >= p->dies) continue;
-            if (p->offset >= end + need && p->offset - end < best_hole)
-                best_hole = p->offset - end, best = end;
-            end = std::max(end, p->offset + arena_align(p->bytes));
-        }
-        t->offset = best != SIZE_MAX ? best : end;
+        t->offset = occupied.find(t->born, t->dies, need);
+        occupied.add(t->born, t->dies, t->offset, need);
         bytes = std::max(bytes, t->offset + need);
-        placed.insert(std::upper_bound(placed.begin(), placed.end(), t,
-                                       [](const Take* a, const Take* b) { return a->offset < b->offset; }),
-                      t);
     }
     return bytes;
 }
@@ -117,19 +111,21 @@ inline void find_peak(Plan& plan) {
         if (t.born == plan.peak_time) plan.peak_at = t.born_at + ", " + t.name;
 }
 
-class Arena {
+class Arena : simt::Lender {
   public:
     Arena() = default;
     Arena(const Arena&) = delete;
     ~Arena() { open_memory(memory_.data(), memory_.bytes()); }  // for whoever gets these addresses next
 
-    // Runs the step on paper and plans its memory. Needs no device.
+    // Runs the step on paper and plans its memory. Needs no device. Without `placed`, for who only compares
+    // plans, nothing gets its place yet, and the plan's bytes are the lower bound.
     template <class Step>
-    Plan rehearse(Step&& step) {
+    Plan rehearse(Step&& step, bool placed = true) {
         Plan plan;
         perform(plan, true, step);
         find_peak(plan);
-        place(plan);
+        plan.bytes = plan.lower_bound;
+        if (placed) place(plan);
         return plan;
     }
 
@@ -167,25 +163,25 @@ class Arena {
         }
         check_releases();
         if (static_cast<size_t>(index) >= plan_->takes.size())
-            fail("arena: the step takes '%s' (%s), which its rehearsal did not", name, shape.text().c_str());
+            bug("arena: the step takes '%s' (%s), which its rehearsal did not", name, shape.text().c_str());
         const Take& t = plan_->takes[static_cast<size_t>(index)];
         if (t.name != name || t.bytes != bytes)
-            fail("arena: the step takes '%s' (%s) where its rehearsal took '%s' (%s)", name,
-                 shape.text().c_str(), t.name.c_str(), t.shape.text().c_str());
-        if (t.born != clock_++) fail("arena: '%s' is taken at another moment than in its rehearsal", name);
+            bug("arena: the step takes '%s' (%s) where its rehearsal took '%s' (%s)", name,
+                shape.text().c_str(), t.name.c_str(), t.shape.text().c_str());
+        if (t.born != clock_++) bug("arena: '%s' is taken at another moment than in its rehearsal", name);
         live_[static_cast<size_t>(index)] = true;
         open_memory(address(t), t.bytes);
         return Tensor<T>(reinterpret_cast<T*>(address(t)), shape, this, index);
     }
 
-    // Scratch for one library call. All calls share it: the stream runs them one after the other. Only the
-    // bytes asked for last are open.
-    void* workspace(size_t bytes) {
+    // Scratch for one library call, or one launch's workers on a CPU. All share it: the stream runs them one
+    // after the other. Only the bytes asked for last are open.
+    void* workspace(size_t bytes) override {
         if (rehearsing_) {
             plan_->workspace = std::max(plan_->workspace, bytes);
             return memory_.data();
         }
-        if (bytes > workspace_bytes_) fail("arena: a library wants more scratch than in the rehearsal");
+        if (bytes > workspace_bytes_) bug("arena: a library or a launch wants more scratch than in the rehearsal");
         close_memory(memory_.data(), workspace_bytes_);
         open_memory(memory_.data(), bytes);
         return memory_.data();
@@ -208,7 +204,7 @@ class Arena {
             return;
         }
         if (static_cast<size_t>(loop_) >= plan_->loops.size())
-            fail("arena: the step repeats a loop that its rehearsal did not");
+            bug("arena: the step repeats a loop that its rehearsal did not");
         const auto [next, clock] = plan_->loops[static_cast<size_t>(loop_++)];
         for (int i = 0; i < turns; i++) {
             next_ = first;
@@ -234,12 +230,14 @@ class Arena {
                 close_memory(arena.memory_.data(), arena.memory_.bytes());
                 arena.plan_ = nullptr;
                 arena.rehearsing_ = simt::launches_off = false;
+                simt::lender = nullptr;
                 work_ledger = nullptr;
                 work_clock = nullptr;
             }
         } close{*this};
         plan_ = &plan;
         rehearsing_ = simt::launches_off = rehearsing;
+        simt::lender = this;
         work_ledger = rehearsing ? &plan.work : nullptr;
         work_clock = rehearsing ? &clock_ : nullptr;
         next_ = clock_ = loop_ = 0;
@@ -248,16 +246,16 @@ class Arena {
         step();
         check_releases();
         for (size_t i = 0; i < live_.size(); i++)
-            if (live_[i]) fail("arena: '%s' outlives the step", plan.takes[i].name.c_str());
+            if (live_[i]) bug("arena: '%s' outlives the step", plan.takes[i].name.c_str());
         if (static_cast<size_t>(next_) != plan.takes.size())
-            fail("arena: the step ends before it takes '%s', which its rehearsal did",
-                 plan.takes[static_cast<size_t>(next_)].name.c_str());
+            bug("arena: the step ends before it takes '%s', which its rehearsal did",
+                plan.takes[static_cast<size_t>(next_)].name.c_str());
     }
     char* address(const Take& t) const { return memory_.data() + workspace_bytes_ + t.offset; }
     void check_releases() const {
         if (released_wrongly_ >= 0)
-            fail("arena: '%s' is let go at another moment than in its rehearsal",
-                 plan_->takes[static_cast<size_t>(released_wrongly_)].name.c_str());
+            bug("arena: '%s' is let go at another moment than in its rehearsal",
+                plan_->takes[static_cast<size_t>(released_wrongly_)].name.c_str());
     }
 
     DeviceBuffer memory_;

@@ -8,9 +8,13 @@
 // in tiles while the next ones are on their way. Scores stay in the registers that the product left them in;
 // P and dS are rounded to T there for the next product. Forward follows the softmax online (Milakov and
 // Gimelshein 2018; Dao 2023); backward makes P again from lse, once for dK and dV and once for dQ, so that no
-// sum needs atomics. On the fast CPU attention_cpu.h does the same with oneDNN.
+// sum needs atomics: heads that share keys pass one after the other where those stay. Tiles outside a window
+// are left out. On the fast CPU attention_cpu.h does the same with oneDNN.
+//
+// Each kernel comes in two forms. The plain one has neither window nor slopes, and no branches for them.
 #pragma once
 
+#include <algorithm>
 #include <initializer_list>
 
 #include "llmc/attention_hopper.cuh"
@@ -57,11 +61,11 @@ SIMT_DEVICE void load_tile(T* tile, const T* from, int64_t row_stride, int rows,
     }
 }
 
-// The keys and values from `key` on: a tile of K, and after it one of V.
+// The keys and values of head kv from `key` on: a tile of K, and after it one of V.
 template <int kHead, class T>
-SIMT_DEVICE void load_keys(T* tiles, const AttentionInput<T>& in, int b, int h, int key, bool vectors) {
+SIMT_DEVICE void load_keys(T* tiles, const AttentionInput<T>& in, int b, int kv, int key, bool vectors) {
     using Tiles = AttentionTiles<T, kHead>;
-    const int64_t at = in.kv_offset(b, h) + key * in.kv_row;
+    const int64_t at = in.kv_offset(b, kv) + key * in.kv_row;
     load_tile<Tiles::kPassing, kHead>(tiles, in.k + at, in.kv_row, in.keys - key, in.head_size, vectors);
     load_tile<Tiles::kPassing, kHead>(tiles + Tiles::kPassingSize, in.v + at, in.kv_row, in.keys - key,
                                       in.head_size, vectors);
@@ -96,7 +100,7 @@ SIMT_DEVICE void multiply_columns(AttentionRows<kHead / 8>& o, const AttentionRo
 }
 
 // out and lse of 64 queries of one head. Blocks (batch * heads, tiles of queries), longest first.
-template <class T, int kHead>
+template <class T, int kHead, bool kPlain>
 __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::kBlocksAtOnce)
     attention_forward_kernel(T* out, float* lse, AttentionInput<T> in, float scale, bool vectors) {
     using Tiles = AttentionTiles<T, kHead>;
@@ -104,13 +108,14 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
     DYNAMIC_SHARED(T, shared);
     T* const q_tile = shared;
     T* const kv_tiles = q_tile + Tiles::kStayingSize;  // K, V of this step, K, V of the next
-    const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads;
+    const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads, kv = h / in.group();
     const int block_row = (gridDim.y - 1 - blockIdx.y) * kAttentionRows;
     const int row = block_row + 16 * warp();  // of this warp's first query
+    if (!kPlain) in.drop_keys(in.first_key(block_row));
     const int end = in.keys_before(block_row + kAttentionRows);
     load_tile<kAttentionRows, kHead>(q_tile, in.q + in.q_offset(b, h) + block_row * in.q_row, in.q_row,
                                      in.queries - block_row, in.head_size, vectors);
-    load_keys<kHead>(kv_tiles, in, b, h, 0, vectors);
+    load_keys<kHead>(kv_tiles, in, b, kv, 0, vectors);
 
     AttentionRows<kHead / 8> o = {};
     OnlineSoftmax softmax;
@@ -118,14 +123,16 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
         wait_for_copies();
         __syncthreads();  // this step's tiles are complete, and nobody reads the other two any more
         if (key + kPassing < end)
-            load_keys<kHead>(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, b, h, key + kPassing,
+            load_keys<kHead>(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, b, kv, key + kPassing,
                              vectors);
         const T* const k_tile = kv_tiles + buffer * 2 * Tiles::kPassingSize;
         AttentionRows<kPassing / 8> s;
         multiply_rows<kHead>(s, q_tile + 16 * warp() * Tiles::kStride, k_tile);
         // The last column that this warp's first query sees.
-        const int diagonal = row + in.keys - in.queries - key;
-        if (diagonal < kPassing - 1) mask_later_keys(s, diagonal, -INFINITY);
+        const int diagonal = in.position(row) - key;
+        if (!kPlain && in.alibi) add_distances(s, diagonal, in.slope(h, scale));
+        if (diagonal < kPassing - 1) mask_after(s, diagonal, -INFINITY);
+        if (!kPlain && diagonal + 15 >= in.span()) mask_up_to(s, diagonal - in.span(), -INFINITY);
         float correction[2];
         softmax.step(s, correction, scale * kLog2e);
         scale_rows(o, correction);
@@ -152,8 +159,9 @@ __global__ void __launch_bounds__(kBlockThreads)
     if (lane() == 0) delta[in.row_offset(b, h) + i] = total;
 }
 
-// dK and dV of 64 keys of one head, from S^T = K Q^T. Blocks (batch * heads, tiles of keys), longest first.
-template <class T, int kHead>
+// dK and dV of 64 keys of one head, from S^T = K Q^T. The queries of all heads that share it pass by, head
+// after head. Blocks (batch * kv_heads, tiles of keys), longest first.
+template <class T, int kHead, bool kPlain>
 __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, with twice the sums
     attention_backward_keys_kernel(T* dk, T* dv, const T* dout, const float* lse, const float* delta,
                                    AttentionInput<T> in, float scale, bool vectors) {
@@ -167,12 +175,13 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
     const auto statistic = [](const T* tile, int row) {
         return reinterpret_cast<float*>(const_cast<T*>(tile) + row * Tiles::kStride + kHead);
     };
-    const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads;
-    const int block_row = blockIdx.y * kAttentionRows;
+    const int kv = blockIdx.x % in.kv_heads, b = blockIdx.x / in.kv_heads;
+    const int first_head = kv * in.group(), heads_end = first_head + in.group();
+    const int block_row = blockIdx.y * kAttentionRows, end = in.queries_before(block_row + kAttentionRows);
     const int row = block_row + 16 * warp();  // of this warp's first key
-    const auto load_queries = [&](int query, int buffer) {
+    const auto load_queries = [&](int h, int query, int buffer) {
         T* const to = passing + buffer * 2 * Tiles::kPassingSize;
-        const int left = in.queries - query;
+        const int left = end - query;
         load_tile<kPassing, kHead>(to, in.q + in.q_offset(b, h) + query * in.q_row, in.q_row, left,
                                    in.head_size, vectors);
         load_tile<kPassing, kHead>(to + Tiles::kPassingSize,
@@ -185,28 +194,32 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
             copy_to_shared<4>(statistic(first ? to : to + Tiles::kPassingSize, i),
                               i < left ? from + query + i : from, i < left);
     };
-    const int64_t rows_at = in.kv_offset(b, h) + block_row * in.kv_row;
+    const int64_t rows_at = in.kv_offset(b, kv) + block_row * in.kv_row;
     load_tile<kAttentionRows, kHead>(k_tile, in.k + rows_at, in.kv_row, in.keys - block_row, in.head_size,
                                      vectors);
     load_tile<kAttentionRows, kHead>(v_tile, in.v + rows_at, in.kv_row, in.keys - block_row, in.head_size,
                                      vectors);
-    load_queries(block_row, 0);
+    load_queries(first_head, block_row, 0);
 
     AttentionRows<kHead / 8> dk_rows = {}, dv_rows = {};
-    for (int query = block_row, buffer = 0; query < in.queries; query += kPassing, buffer ^= 1) {
+    for (int h = first_head, query = block_row, buffer = 0; h < heads_end; buffer ^= 1) {
         wait_for_copies();
         __syncthreads();  // as in forward
-        if (query + kPassing < in.queries) load_queries(query + kPassing, buffer ^ 1);
+        const bool same_head = query + kPassing < end;
+        const int next_head = same_head ? h : h + 1, next_query = same_head ? query + kPassing : block_row;
+        if (next_head < heads_end) load_queries(next_head, next_query, buffer ^ 1);
         const T* const q_tile = passing + buffer * 2 * Tiles::kPassingSize;
         const T* const dout_tile = q_tile + Tiles::kPassingSize;
         AttentionRows<kPassing / 8> p, ds;
         multiply_rows<kHead>(p, k_tile + 16 * warp() * Tiles::kStride, q_tile);
         const int diagonal = row - query;  // the first column that sees this warp's first key
+        if (!kPlain && in.alibi) add_distances(p, diagonal, -in.slope(h, scale));
         const auto to_probability = [&](float& x, int r, int column) {
             x = exp2_of((x * scale - *statistic(q_tile, column)) * kLog2e);
             if (column < diagonal + lane() / 4 + 8 * r) x = 0.f;
         };
         for_each_score<kPassing / 8>(to_probability, p);
+        if (!kPlain && diagonal + in.span() < kPassing) mask_after(p, diagonal + in.span() - 1, 0.f);
         multiply_columns<kHead>(dv_rows, p, dout_tile);
         multiply_rows<kHead>(ds, v_tile + 16 * warp() * Tiles::kStride, dout_tile);
         const auto gradient = [&](float& x, float probability, int, int column) {
@@ -214,14 +227,16 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
         };
         for_each_score<kPassing / 8>(gradient, ds, p);
         multiply_columns<kHead>(dk_rows, ds, q_tile);
+        h = next_head;
+        query = next_query;
     }
-    const int64_t at = in.kv_offset(b, h) + row * in.kv_row;
+    const int64_t at = in.kv_offset(b, kv) + row * in.kv_row;
     store_rows<kHead>(dk + at, in.kv_row, dk_rows, {scale, scale}, in.keys - row, in.head_size, vectors);
     store_rows<kHead>(dv + at, in.kv_row, dv_rows, {1.f, 1.f}, in.keys - row, in.head_size, vectors);
 }
 
 // dQ of 64 queries of one head. Blocks (batch * heads, tiles of queries), longest first.
-template <class T, int kHead>
+template <class T, int kHead, bool kPlain>
 __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::kBlocksAtOnce)
     attention_backward_queries_kernel(T* dq, const T* dout, const float* lse, const float* delta,
                                       AttentionInput<T> in, float scale, bool vectors) {
@@ -231,15 +246,16 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
     T* const q_tile = shared;
     T* const dout_tile = q_tile + Tiles::kStayingSize;
     T* const kv_tiles = dout_tile + Tiles::kStayingSize;  // K, V of this step, K, V of the next
-    const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads;
+    const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads, kv = h / in.group();
     const int block_row = (gridDim.y - 1 - blockIdx.y) * kAttentionRows;
     const int row = block_row + 16 * warp();  // of this warp's first query
+    if (!kPlain) in.drop_keys(in.first_key(block_row));
     const int end = in.keys_before(block_row + kAttentionRows);
     load_tile<kAttentionRows, kHead>(q_tile, in.q + in.q_offset(b, h) + block_row * in.q_row, in.q_row,
                                      in.queries - block_row, in.head_size, vectors);
     load_tile<kAttentionRows, kHead>(dout_tile, dout + in.out_offset(b, h) + block_row * in.out_row(),
                                      in.out_row(), in.queries - block_row, in.head_size, vectors);
-    load_keys<kHead>(kv_tiles, in, b, h, 0, vectors);
+    load_keys<kHead>(kv_tiles, in, b, kv, 0, vectors);
 
     float row_lse[2], row_delta[2];
     UNROLL for (int r = 0; r < 2; r++) {
@@ -252,18 +268,20 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
         wait_for_copies();
         __syncthreads();  // as in forward
         if (key + kPassing < end)
-            load_keys<kHead>(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, b, h, key + kPassing,
+            load_keys<kHead>(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, b, kv, key + kPassing,
                              vectors);
         const T* const k_tile = kv_tiles + buffer * 2 * Tiles::kPassingSize;
         AttentionRows<kPassing / 8> s, ds;
         multiply_rows<kHead>(s, q_tile + 16 * warp() * Tiles::kStride, k_tile);
         multiply_rows<kHead>(ds, dout_tile + 16 * warp() * Tiles::kStride, k_tile + Tiles::kPassingSize);
-        const int diagonal = row - key;  // the last column that this warp's first query sees
+        const int diagonal = in.position(row) - key;  // as in forward
+        if (!kPlain && in.alibi) add_distances(s, diagonal, in.slope(h, scale));
         const auto gradient = [&](float& x, float score, int r, int column) {
             const float probability = exp2_of((score * scale - row_lse[r]) * kLog2e);
             x = column <= diagonal + lane() / 4 + 8 * r ? probability * (x - row_delta[r]) : 0.f;
         };
         for_each_score<kPassing / 8>(gradient, ds, s);
+        if (!kPlain && diagonal + 15 >= in.span()) mask_up_to(ds, diagonal - in.span(), 0.f);
         multiply_columns<kHead>(dq_rows, ds, k_tile);
     }
     store_rows<kHead>(dq + in.q_offset(b, h) + row * in.q_row, in.q_row, dq_rows, {scale, scale},
@@ -283,14 +301,21 @@ void for_head_size(int head_size, F f) {
     else
         f(std::integral_constant<int, 128>());
 }
+// And with whether the plain form does.
+template <class T, class F>
+void for_form(const AttentionInput<T>& in, F f) {
+    for_head_size(in.head_size, [&](auto columns) {
+        in.plain() ? f(columns, std::true_type()) : f(columns, std::false_type());
+    });
+}
 
 // Whether all rows of these arrays and of the input's are made of whole, aligned 16 bytes.
 template <class T>
 bool attention_vectors(const AttentionInput<T>& in, std::initializer_list<const void*> arrays) {
     const auto whole = [](int64_t bytes) { return bytes % 16 == 0; };
     bool all = true;
-    for (const int64_t n :
-         std::initializer_list<int64_t>{in.head_size, in.q_row, in.kv_row, in.q_batch, in.kv_batch})
+    for (const int64_t n : std::initializer_list<int64_t>{in.head_size, in.q_row, in.kv_row, in.q_batch,
+                                                          in.kv_batch, in.q_head, in.kv_head})
         all = all && whole(n * sizeof(T));
     for (const T* p : std::initializer_list<const T*>{in.q, in.k, in.v})
         all = all && whole(reinterpret_cast<intptr_t>(p));
@@ -305,32 +330,35 @@ bool hopper_attention_takes(const AttentionInput<T>& in, std::initializer_list<c
            device_is_hopper();
 }
 
-// An operation of `products` matrix products of the causal half of queries x keys, and passes over arrays as
-// large as q.
+// An operation of `products` matrix products of the scores that are seen, those on the diagonal by half, and
+// `passes` over arrays as large as q and as many over those rows of k and v that are.
 template <class T>
 Operation attention_operation(const char* name, const AttentionInput<T>& in, int products, int passes) {
-    const double rows = static_cast<double>(in.batch) * in.heads * in.queries;
-    const double seen = in.keys - 0.5 * in.queries;  // keys, on average
-    return Operation(name, 2.0 * rows * seen * in.head_size * products,
-                     rows * in.head_size * passes * sizeof(T));
+    const double first = in.keys - in.queries, end = in.keys, span = in.span();  // positions of queries
+    const double full = std::max(first, span);  // from here on a query sees as many as it can
+    const double seen = (full * full - first * first) / 2 + (end - full) * span;
+    const double heads = static_cast<double>(in.batch) * in.heads;
+    const double q_rows = heads * in.queries, kv_rows = heads / in.group() * (end - in.first_key(0));
+    return Operation(name, 2.0 * heads * seen * in.head_size * products,
+                     (q_rows + kv_rows) * in.head_size * passes * sizeof(T));
 }
 
 // out (batch, queries, heads * head_size) and lse (batch, heads, queries), the logarithm of each row's sum of
 // exponentials, which backward needs; lse may be null.
 template <class T>
 void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream stream) {
-    assert(in.queries <= in.keys);
-    const Operation operation = attention_operation("attention_forward", in, 2, 4);
-    if (simt::launches_off) return;
+    assert(in.queries <= in.keys && in.heads % in.kv_heads == 0);
+    const Operation operation = attention_operation("attention_forward", in, 2, 2);
+    if (simt::launches_off && !kFastCpu) return;  // on a CPU the launch plans its workers' scratch
     if constexpr (kFastCpu) {
         attention_forward_on_cpu(out, lse, in, stream);
     } else {
         if constexpr (kHopperAttention<T>)
             if (hopper_attention_takes(in, {out})) return hopper_attention_forward(out, lse, in, stream);
-        for_head_size(in.head_size, [&](auto columns) {
+        for_form(in, [&](auto columns, auto plain) {
             using Tiles = AttentionTiles<T, columns.value>;
             const dim3 grid(in.batch * in.heads, ceil_div(in.queries, kAttentionRows));
-            launch<attention_forward_kernel<T, columns.value>>(
+            launch<attention_forward_kernel<T, columns.value, plain.value>>(
                 grid, kAttentionThreads, (Tiles::kStayingSize + 4 * Tiles::kPassingSize) * sizeof(T), stream,
                 out, lse, in, in.scale(), attention_vectors(in, {out}));
         });
@@ -342,10 +370,10 @@ void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream s
 template <class T>
 void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const float* lse, float* delta,
                         const AttentionInput<T>& in, Stream stream) {
-    assert(in.queries == in.keys);
+    assert(in.queries == in.keys && in.heads % in.kv_heads == 0);
     // On a GPU keys and queries each make the scores and their gradients.
-    const Operation operation = attention_operation("attention_backward", in, kFastCpu ? 5 : 7, 8);
-    if (simt::launches_off) return;
+    const Operation operation = attention_operation("attention_backward", in, kFastCpu ? 5 : 7, 4);
+    if (simt::launches_off && !kFastCpu) return;  // on a CPU the launch plans its workers' scratch
     const bool vectors = attention_vectors(in, {dq, dk, dv, dout, out});
     const unsigned row_blocks = blocks_of_rows(int64_t{in.batch} * in.queries * in.heads);
     if (vectors && vector_fits<T>(in.head_size))
@@ -358,14 +386,16 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const 
         if constexpr (kHopperAttention<T>)
             if (hopper_attention_takes(in, {dq, dk, dv, dout, out}))
                 return hopper_attention_backward(dq, dk, dv, dout, lse, delta, in, stream);
-        for_head_size(in.head_size, [&](auto columns) {
+        for_form(in, [&](auto columns, auto plain) {
             using Tiles = AttentionTiles<T, columns.value>;
             const size_t tiles = (2 * Tiles::kStayingSize + 4 * Tiles::kPassingSize) * sizeof(T);
-            const dim3 grid(in.batch * in.heads, ceil_div(in.keys, kAttentionRows));
-            launch<attention_backward_keys_kernel<T, columns.value>>(
-                grid, kAttentionThreads, tiles, stream, dk, dv, dout, lse, delta, in, in.scale(), vectors);
-            launch<attention_backward_queries_kernel<T, columns.value>>(
-                grid, kAttentionThreads, tiles, stream, dq, dout, lse, delta, in, in.scale(), vectors);
+            const unsigned row_tiles = ceil_div(in.keys, kAttentionRows);
+            launch<attention_backward_keys_kernel<T, columns.value, plain.value>>(
+                dim3(in.batch * in.kv_heads, row_tiles), kAttentionThreads, tiles, stream, dk, dv, dout, lse,
+                delta, in, in.scale(), vectors);
+            launch<attention_backward_queries_kernel<T, columns.value, plain.value>>(
+                dim3(in.batch * in.heads, row_tiles), kAttentionThreads, tiles, stream, dq, dout, lse, delta,
+                in, in.scale(), vectors);
         });
     }
 }

@@ -1,9 +1,10 @@
 // attention_cpu.h - causal attention of the fast CPU build: attention.cuh's algorithm in tiles large enough
 // for oneDNN.
 //
-// A worker does whole tiles by itself, in backward all of a head's, so results do not depend on how many
-// there are. Scores, probabilities and accumulators of a tile are the worker's scratch and stay in its cache;
-// backward's dq of the head, in fp32, is too, and grows with the length.
+// A worker does whole tiles by itself, in backward all of a head of keys and values, so results do not depend
+// on how many there are. Scores, probabilities and accumulators of a tile are the worker's scratch and stay
+// in its cache; backward's dq of the query heads that share the keys, in fp32, is too, and grows with the
+// length.
 #pragma once
 
 #include <algorithm>
@@ -14,6 +15,8 @@
 // Rows and columns of a tile of scores.
 constexpr int kForwardQueries = 128, kForwardKeys = 256;
 constexpr int kBackwardQueries = 256, kBackwardKeys = 128;
+// Rows that the heads of a group read one head after the other in decoding, from the cache after the first.
+constexpr int kDecodeKeys = 128;
 
 // Rows of scores are worked on in runs, and tiles are whole runs wide.
 constexpr int kScoreRun = 16;
@@ -78,7 +81,7 @@ struct BackwardScratch {
     float *scores, *dp, *dk, *dv, *dq;
     T *p, *ds;
     size_t bytes;
-    BackwardScratch(unsigned char* base, int head_size, int queries) {
+    BackwardScratch(unsigned char* base, int head_size, int64_t dq_rows) {
         ScratchParts parts{base};
         scores = parts.take<float>(kBackwardQueries * kBackwardKeys);
         p = parts.take_beside<T>(scores, kBackwardQueries * kBackwardKeys);
@@ -86,7 +89,7 @@ struct BackwardScratch {
         ds = parts.take_beside<T>(dp, kBackwardQueries * kBackwardKeys);
         dk = parts.take<float>(kBackwardKeys * head_size);
         dv = parts.take<float>(kBackwardKeys * head_size);
-        dq = parts.take<float>(int64_t{queries} * head_size);
+        dq = parts.take<float>(dq_rows * head_size);
         bytes = parts.bytes;
     }
 };
@@ -103,6 +106,38 @@ void write_row(T* to, const float* from, int n, float factor) {
     for (; i < n; i++) to[i] = from_float<T>(from[i] * factor);
 }
 
+// Columns of a tile that a row sees, and the whole runs that these lie in.
+struct SeenColumns {
+    int begin, end;
+    bool none() const { return begin >= end; }
+    int runs_begin() const { return begin / kScoreRun * kScoreRun; }
+    int runs_end() const { return static_cast<int>(ceil_div(end, kScoreRun)) * kScoreRun; }
+};
+// Those of query `query`, of the `width` from `key` on.
+template <class T>
+SeenColumns seen_columns(const AttentionInput<T>& in, int query, int key, int width) {
+    return {std::max(in.first_key(query) - key, 0), std::min(in.position(query) + 1 - key, width)};
+}
+
+// Adds to the scores of query `query`, from `key` on, what ALiBi does; they are still to be multiplied with
+// `scale`.
+template <class T>
+void add_alibi(float* s, SeenColumns seen, const AttentionInput<T>& in, int h, int query, int key,
+               float scale) {
+    if (!in.alibi) return;
+    const float slope = in.slope(h, scale);
+    const int distance = key - in.position(query);
+    for (int j = seen.begin; j < seen.end; j++) s[j] += slope * static_cast<float>(distance + j);
+}
+
+// x = value in the columns of a row that it does not see, of those from `first` to before `last`.
+template <class T>
+void fill_unseen(T* x, SeenColumns seen, int first, int last, float value) {
+    if (seen.none()) seen = {last, last};
+    std::fill(x + first, x + seen.begin, from_float<T>(value));
+    std::fill(x + seen.end, x + last, from_float<T>(value));
+}
+
 // The largest of n scores, whole runs. In g++'s own vectors: it leaves a loop of maxima scalar.
 inline float largest_score(const float* s, int n) {
     typedef float Vector __attribute__((vector_size(sizeof(ScoreRun))));
@@ -117,26 +152,26 @@ inline float largest_score(const float* s, int n) {
     return largest_of(run.v);
 }
 
-// Of `visible` scores s: the exponentials relative to the largest so far (also of tiles before) to p, then
-// zeros up to `columns`. Updates the row's largest score and sum, and returns what the sum so far was
-// multiplied with.
+// Of the scores s that are seen: the exponentials relative to the largest so far (also of tiles before) to p,
+// which is zero in the other columns. Updates the row's largest score and sum, and returns what the sum so
+// far was multiplied with.
 template <class T>
-float softmax_row(T* p, float* s, int visible, int columns, float scale, float& largest, float& sum) {
-    if (visible <= 0) {
-        std::fill(p, p + columns, from_float<T>(0.f));
+float softmax_row(T* p, float* s, SeenColumns seen, int columns, float scale, float& largest, float& sum) {
+    if (seen.none()) {
+        fill_unseen(p, seen, 0, columns, 0.f);
         return 1.f;
     }
-    const int end = static_cast<int>(ceil_div(visible, kScoreRun)) * kScoreRun;
-    std::fill(s + visible, s + end, -INFINITY);
-    const float top = std::max(largest, largest_score(s, end));
+    const int begin = seen.runs_begin(), end = seen.runs_end();
+    fill_unseen(s, seen, begin, end, -INFINITY);
+    const float top = std::max(largest, largest_score(s + begin, end - begin));
     Accumulator<kScoreRun> sums;
-    for (int j = 0; j < end; j += kScoreRun) {
+    for (int j = begin; j < end; j += kScoreRun) {
         ScoreRun x = load<kScoreRun>(s + j);
         for (int i = 0; i < kScoreRun; i++) x.v[i] = fast_exp((x.v[i] - top) * scale);
         for (int i = 0; i < kScoreRun; i++) sums[i] += x.v[i];
         store(p + j, x.v);
     }
-    std::fill(p + visible, p + columns, from_float<T>(0.f));
+    fill_unseen(p, seen, 0, columns, 0.f);
     const float correction = largest == -INFINITY ? 0.f : fast_exp((largest - top) * scale);
     largest = top;
     sum = sum * correction + sums.sum();
@@ -147,8 +182,9 @@ float softmax_row(T* p, float* s, int visible, int columns, float scale, float& 
 template <class T>
 __global__ void attention_forward_cpu_kernel(T* out, float* lse, AttentionInput<T> in, float scale) {
     const ForwardScratch<T> scratch(simt::dynamic_shared, in.head_size);
-    const int h = blockIdx.y, b = blockIdx.z, first = blockIdx.x * kForwardQueries;
+    const int h = blockIdx.y, b = blockIdx.z, kv = h / in.group(), first = blockIdx.x * kForwardQueries;
     const int rows = std::min(kForwardQueries, in.queries - first), columns = in.head_size;
+    in.drop_keys(in.first_key(first));
     const int end = in.keys_before(first + rows);
     const StridedMatrix<T> q{in.q + in.q_offset(b, h) + first * in.q_row, in.q_row};
     std::fill(scratch.out, scratch.out + rows * columns, 0.f);
@@ -156,14 +192,15 @@ __global__ void attention_forward_cpu_kernel(T* out, float* lse, AttentionInput<
     std::fill(scratch.sum, scratch.sum + rows, 0.f);
     for (int key = 0; key < end; key += kForwardKeys) {
         const int width = std::min(kForwardKeys, end - key);
-        const int64_t at = in.kv_offset(b, h) + key * in.kv_row;
+        const int64_t at = in.kv_offset(b, kv) + key * in.kv_row;
         const StridedMatrix<T> k{in.k + at, in.kv_row}, v{in.v + at, in.kv_row};
         tile_product(scratch.scores, kForwardKeys, q, k.transposed(), rows, width, columns, false);
         for (int i = 0; i < rows; i++) {
-            const int visible = std::min(width, in.keys_before(first + i + 1) - key);
-            const float correction =
-                softmax_row(scratch.p + i * kForwardKeys, scratch.scores + i * kForwardKeys, visible, width,
-                            scale, scratch.largest[i], scratch.sum[i]);
+            float* const scores = scratch.scores + i * kForwardKeys;
+            const SeenColumns seen = seen_columns(in, first + i, key, width);
+            add_alibi(scores, seen, in, h, first + i, key, scale);
+            const float correction = softmax_row(scratch.p + i * kForwardKeys, scores, seen, width, scale,
+                                                 scratch.largest[i], scratch.sum[i]);
             for (int c = 0; c < columns; c++) scratch.out[i * columns + c] *= correction;
         }
         tile_product(scratch.out, columns, StridedMatrix<T>{scratch.p, kForwardKeys}, v, rows, columns, width,
@@ -187,41 +224,94 @@ float dot(const float* x, const T* y, int n) {
     return sum;
 }
 
-// One query of one head against all keys, as in decoding: no product is worth a call. Grid (heads, batch).
+// out[c] += the sum of p[j] v[j][c] over rows j, in their order, for kRuns whole runs of columns.
+template <int kRuns, class T>
+void add_rows(float* out, const float* p, const T* v, int64_t v_row, int rows) {
+    ScoreRun sums[kRuns];
+    for (int r = 0; r < kRuns; r++) sums[r] = load<kScoreRun>(out + r * kScoreRun);
+    for (int j = 0; j < rows; j++)
+        for (int r = 0; r < kRuns; r++)
+            for (int i = 0; i < kScoreRun; i++)
+                sums[r].v[i] += p[j] * to_float(v[j * v_row + r * kScoreRun + i]);
+    for (int r = 0; r < kRuns; r++) store(out + r * kScoreRun, sums[r]);
+}
+// For any number of columns.
 template <class T>
-__global__ void attention_decode_cpu_kernel(T* out, float* lse, AttentionInput<T> in, float scale) {
-    DYNAMIC_SHARED(float, scores);
-    const int h = blockIdx.x, b = blockIdx.y, columns = in.head_size;
-    float q[128], sums[128] = {};
-    for (int c = 0; c < columns; c++) q[c] = to_float(in.q[in.q_offset(b, h) + c]);
-    const T* const k = in.k + in.kv_offset(b, h);
-    const T* const v = in.v + in.kv_offset(b, h);
-    for (int j = 0; j < in.keys; j++) scores[j] = dot(q, k + j * in.kv_row, columns);
-    float largest = -INFINITY, sum = 0.f;
-    softmax_row(scores, scores, in.keys, in.keys, scale, largest, sum);
-    for (int j = 0; j < in.keys; j++)
-        for (int c = 0; c < columns; c++) sums[c] += scores[j] * to_float(v[j * in.kv_row + c]);
-    T* const to = out + in.out_offset(b, h);
-    for (int c = 0; c < columns; c++) to[c] = from_float<T>(sums[c] / sum);
-    if (lse) lse[in.row_offset(b, h)] = largest * scale + logf(sum);
+void add_rows(float* out, const float* p, const T* v, int64_t v_row, int rows, int columns) {
+    int c = 0;
+    for (; c + 4 * kScoreRun <= columns; c += 4 * kScoreRun) add_rows<4>(out + c, p, v + c, v_row, rows);
+    for (; c + kScoreRun <= columns; c += kScoreRun) add_rows<1>(out + c, p, v + c, v_row, rows);
+    for (; c < columns; c++)
+        for (int j = 0; j < rows; j++) out[c] += p[j] * to_float(v[j * v_row + c]);
 }
 
-// P and dS of a row of scores s and of dp = dout V^T, in `columns` columns of which the first `visible` are
-// seen.
+// What a worker keeps of the query heads that share keys: q, the scores and their sum of exponentials, the
+// output so far.
+struct DecodeScratch {
+    float *q, *scores, *sum, *out;
+    int64_t scores_row;
+    size_t bytes;
+    DecodeScratch(unsigned char* base, int group, int head_size, int keys)
+        : scores_row(ceil_div(keys, kScoreRun) * kScoreRun) {
+        ScratchParts parts{base};
+        q = parts.take<float>(group * head_size);
+        scores = parts.take<float>(group * scores_row);
+        sum = parts.take<float>(group);
+        out = parts.take<float>(group * head_size);
+        bytes = parts.bytes;
+    }
+};
+
+// One query of each head that shares these keys, against all that it sees, as in decoding: no product is
+// worth a call. Grid (kv_heads, batch).
 template <class T>
-void backward_row(T* p, T* ds, float* s, float* dp, int visible, int columns, float scale, float lse,
+__global__ void attention_decode_cpu_kernel(T* out, float* lse, AttentionInput<T> in, float scale) {
+    const int b = blockIdx.y, group = in.group(), first_head = blockIdx.x * group, columns = in.head_size;
+    in.drop_keys(in.first_key(0));
+    const DecodeScratch scratch(simt::dynamic_shared, group, columns, in.keys);
+    const T* const k = in.k + in.kv_offset(b, blockIdx.x);
+    const T* const v = in.v + in.kv_offset(b, blockIdx.x);
+    for (int g = 0; g < group; g++)
+        for (int c = 0; c < columns; c++)
+            scratch.q[g * columns + c] = to_float(in.q[in.q_offset(b, first_head + g) + c]);
+    for (int key = 0; key < in.keys; key += kDecodeKeys)
+        for (int g = 0; g < group; g++)
+            for (int j = key; j < std::min(key + kDecodeKeys, in.keys); j++)
+                scratch.scores[g * scratch.scores_row + j] =
+                    dot(scratch.q + g * columns, k + j * in.kv_row, columns);
+    for (int g = 0; g < group; g++) {
+        float* const scores = scratch.scores + g * scratch.scores_row;
+        float largest = -INFINITY;
+        scratch.sum[g] = 0.f;
+        add_alibi(scores, {0, in.keys}, in, first_head + g, 0, 0, scale);
+        softmax_row(scores, scores, {0, in.keys}, in.keys, scale, largest, scratch.sum[g]);
+        if (lse) lse[in.row_offset(b, first_head + g)] = largest * scale + logf(scratch.sum[g]);
+    }
+    std::fill(scratch.out, scratch.out + group * columns, 0.f);
+    for (int key = 0; key < in.keys; key += kDecodeKeys)
+        for (int g = 0; g < group; g++)
+            add_rows(scratch.out + g * columns, scratch.scores + g * scratch.scores_row + key,
+                     v + key * in.kv_row, in.kv_row, std::min(kDecodeKeys, in.keys - key), columns);
+    for (int g = 0; g < group; g++) {
+        T* const to = out + in.out_offset(b, first_head + g);
+        for (int c = 0; c < columns; c++)
+            to[c] = from_float<T>(scratch.out[g * columns + c] / scratch.sum[g]);
+    }
+}
+
+// P and dS of a row of scores s and of dp = dout V^T, both zero in columns that are not seen.
+template <class T>
+void backward_row(T* p, T* ds, float* s, float* dp, SeenColumns seen, int columns, float scale, float lse,
                   float delta) {
-    visible = std::max(visible, 0);
-    const int end = static_cast<int>(ceil_div(visible, kScoreRun)) * kScoreRun;
-    for (int j = 0; j < end; j += kScoreRun) {
+    for (int j = seen.runs_begin(); j < seen.end; j += kScoreRun) {
         ScoreRun x = load<kScoreRun>(s + j), y = load<kScoreRun>(dp + j);
         for (int i = 0; i < kScoreRun; i++) x.v[i] = fast_exp(x.v[i] * scale - lse);
         for (int i = 0; i < kScoreRun; i++) y.v[i] = x.v[i] * (y.v[i] - delta);
         store(p + j, x.v);
         store(ds + j, y.v);
     }
-    std::fill(p + visible, p + columns, from_float<T>(0.f));
-    std::fill(ds + visible, ds + columns, from_float<T>(0.f));
+    fill_unseen(p, seen, 0, columns, 0.f);
+    fill_unseen(ds, seen, 0, columns, 0.f);
 }
 
 // Rows of head_size floats, times factor, to rows of T.
@@ -230,47 +320,61 @@ void write_rows(T* to, int64_t to_row, const float* from, int rows, int columns,
     for (int i = 0; i < rows; i++) write_row(to + i * to_row, from + i * columns, columns, factor);
 }
 
-// dq, dk and dv of one head. Grid (heads, batch).
+// dk and dv of one head of keys and values, and dq of the query heads that share it, head after head for each
+// tile of keys. Grid (kv_heads, batch).
 template <class T>
 __global__ void attention_backward_cpu_kernel(T* dq, T* dk, T* dv, const T* dout, const float* lse,
                                               const float* delta, AttentionInput<T> in, float scale) {
-    const BackwardScratch<T> scratch(simt::dynamic_shared, in.head_size, in.queries);
-    const int h = blockIdx.x, b = blockIdx.y, columns = in.head_size;
-    const int64_t stride = kBackwardKeys, rows_at = in.row_offset(b, h);
+    const BackwardScratch<T> scratch(simt::dynamic_shared, in.head_size, int64_t{in.group()} * in.queries);
+    const int kv = blockIdx.x, b = blockIdx.y, columns = in.head_size;
+    const int first_head = kv * in.group(), heads_end = first_head + in.group();
+    const int64_t stride = kBackwardKeys;
+    const auto dq_of = [&](int h, int query) {
+        return scratch.dq + (int64_t{h - first_head} * in.queries + query) * columns;
+    };
+    // Without a window the first tile of keys writes all of dq.
+    const bool windowed = in.span() < in.keys;
+    if (windowed) std::fill(scratch.dq, dq_of(heads_end, 0), 0.f);
     for (int key = 0; key < in.keys; key += kBackwardKeys) {
-        const int width = std::min(kBackwardKeys, in.keys - key);
-        const int64_t at = in.kv_offset(b, h) + key * in.kv_row;
+        const int width = std::min(kBackwardKeys, in.keys - key), end = in.queries_before(key + width);
+        const int64_t at = in.kv_offset(b, kv) + key * in.kv_row;
         const StridedMatrix<T> k{in.k + at, in.kv_row}, v{in.v + at, in.kv_row};
-        for (int query = key; query < in.queries; query += kBackwardQueries) {
-            const int rows = std::min(kBackwardQueries, in.queries - query);
-            const StridedMatrix<T> q{in.q + in.q_offset(b, h) + query * in.q_row, in.q_row};
-            const StridedMatrix<T> d_out{dout + in.out_offset(b, h) + query * in.out_row(), in.out_row()};
-            tile_product(scratch.scores, stride, q, k.transposed(), rows, width, columns, false);
-            tile_product(scratch.dp, stride, d_out, v.transposed(), rows, width, columns, false);
-            for (int i = 0; i < rows; i++)
-                backward_row(scratch.p + i * stride, scratch.ds + i * stride, scratch.scores + i * stride,
-                             scratch.dp + i * stride, std::min(width, query + i + 1 - key), width, scale,
-                             lse[rows_at + query + i], delta[rows_at + query + i]);
-            const StridedMatrix<T> p{scratch.p, stride}, ds{scratch.ds, stride};
-            const bool more = query > key;
-            tile_product(scratch.dv, columns, p.transposed(), d_out, width, columns, rows, more);
-            tile_product(scratch.dk, columns, ds.transposed(), q, width, columns, rows, more);
-            tile_product(scratch.dq + int64_t{query} * columns, columns, ds, k, rows, columns, width,
-                         key > 0);
-        }
+        bool more = false;  // than the first tile of queries
+        for (int h = first_head; h < heads_end; h++)
+            for (int query = key; query < end; query += kBackwardQueries, more = true) {
+                const int rows = std::min(kBackwardQueries, end - query);
+                const int64_t rows_at = in.row_offset(b, h) + query;
+                const StridedMatrix<T> q{in.q + in.q_offset(b, h) + query * in.q_row, in.q_row};
+                const StridedMatrix<T> d_out{dout + in.out_offset(b, h) + query * in.out_row(), in.out_row()};
+                tile_product(scratch.scores, stride, q, k.transposed(), rows, width, columns, false);
+                tile_product(scratch.dp, stride, d_out, v.transposed(), rows, width, columns, false);
+                for (int i = 0; i < rows; i++) {
+                    float* const scores = scratch.scores + i * stride;
+                    const SeenColumns seen = seen_columns(in, query + i, key, width);
+                    add_alibi(scores, seen, in, h, query + i, key, scale);
+                    backward_row(scratch.p + i * stride, scratch.ds + i * stride, scores,
+                                 scratch.dp + i * stride, seen, width, scale, lse[rows_at + i],
+                                 delta[rows_at + i]);
+                }
+                const StridedMatrix<T> p{scratch.p, stride}, ds{scratch.ds, stride};
+                tile_product(scratch.dv, columns, p.transposed(), d_out, width, columns, rows, more);
+                tile_product(scratch.dk, columns, ds.transposed(), q, width, columns, rows, more);
+                tile_product(dq_of(h, query), columns, ds, k, rows, columns, width, windowed || key > 0);
+            }
         write_rows(dk + at, in.kv_row, scratch.dk, width, columns, scale);
         write_rows(dv + at, in.kv_row, scratch.dv, width, columns, 1.f);
     }
-    write_rows(dq + in.q_offset(b, h), in.q_row, scratch.dq, in.queries, columns, scale);
+    for (int h = first_head; h < heads_end; h++)
+        write_rows(dq + in.q_offset(b, h), in.q_row, dq_of(h, 0), in.queries, columns, scale);
 }
 
 // attention_forward() and attention_backward() of attention.cuh, delta made.
 template <class T>
 void attention_forward_on_cpu(T* out, float* lse, const AttentionInput<T>& in, Stream stream) {
     if (in.queries == 1)
-        launch<attention_decode_cpu_kernel<T>>(dim3(in.heads, in.batch), 1,
-                                               ceil_div(in.keys, kScoreRun) * sizeof(ScoreRun), stream, out,
-                                               lse, in, in.scale());
+        launch<attention_decode_cpu_kernel<T>>(
+            dim3(in.kv_heads, in.batch), 1, DecodeScratch(nullptr, in.group(), in.head_size, in.span()).bytes,
+            stream, out, lse, in, in.scale());
     else
         launch<attention_forward_cpu_kernel<T>>(
             dim3(ceil_div(in.queries, kForwardQueries), in.heads, in.batch), 1,
@@ -279,7 +383,7 @@ void attention_forward_on_cpu(T* out, float* lse, const AttentionInput<T>& in, S
 template <class T>
 void attention_backward_on_cpu(T* dq, T* dk, T* dv, const T* dout, const float* lse, const float* delta,
                                const AttentionInput<T>& in, Stream stream) {
-    launch<attention_backward_cpu_kernel<T>>(dim3(in.heads, in.batch), 1,
-                                             BackwardScratch<T>(nullptr, in.head_size, in.queries).bytes,
-                                             stream, dq, dk, dv, dout, lse, delta, in, in.scale());
+    const BackwardScratch<T> scratch(nullptr, in.head_size, int64_t{in.group()} * in.queries);
+    launch<attention_backward_cpu_kernel<T>>(dim3(in.kv_heads, in.batch), 1, scratch.bytes, stream, dq, dk,
+                                             dv, dout, lse, delta, in, in.scale());
 }

@@ -84,17 +84,16 @@ SIMT_DEVICE void round_scores(FragmentA<bf16> (&a)[N / 2], const AttentionRows<N
     UNROLL for (int k = 0; k < N / 2; k++) a[k] = accumulators_as_a<bf16>(p[0][2 * k], p[0][2 * k + 1]);
 }
 
-// Where a thread stands: its block's batch entry and head.
+// Where a thread stands: its block's batch entry and head, one of `heads`.
 struct HopperPlace {
     int b, h;
-    SIMT_DEVICE explicit HopperPlace(const AttentionInput<bf16>& in)
-        : b(blockIdx.x / in.heads), h(blockIdx.x % in.heads) {}
+    SIMT_DEVICE explicit HopperPlace(int heads) : b(blockIdx.x / heads), h(blockIdx.x % heads) {}
 };
 // And a consumer's: its first row, in the block; its warp's. The shuffle tells the compiler that they are
 // the same in all lanes, for which there are registers of their own.
 struct HopperRows : HopperPlace {
     int group_row, row;
-    SIMT_DEVICE HopperRows(const AttentionInput<bf16>& in, int block_row) : HopperPlace(in) {
+    SIMT_DEVICE HopperRows(int heads, int block_row) : HopperPlace(heads) {
         const int number = __shfl_sync(~0u, warp(), 0) - kWarpgroup / kLanes;
         group_row = number / 4 * 64;
         row = block_row + number * 16;
@@ -106,20 +105,21 @@ SIMT_DEVICE void hopper_forward_produce(uint32_t shared, const AttentionInput<bf
                                         const HopperForwardMaps& maps, int block_row) {
     using F = HopperForward<kHead>;
     using KvTile = typename F::KvTile;
-    const HopperPlace place(in);
+    const HopperPlace place(in.heads);
+    const int q_column = static_cast<int>(in.q_offset(0, place.h));
+    const int kv_column = static_cast<int>(in.kv_offset(0, place.h / in.group()));
     const int end = in.keys_before(block_row + F::kRows);
     const uint32_t q_full = shared + F::kBarriers;
     barrier_arrive_expecting(q_full, F::QTile::kBytes);
-    start_load<typename F::QTile>(shared, maps.q, q_full, place.h * kHead, block_row, place.b);
+    start_load<typename F::QTile>(shared, maps.q, q_full, q_column, block_row, place.b);
     Ring<F::kSlots> keys{shared + F::kKeyRing}, values{shared + F::kValueRing};
     const auto load = [&](Ring<F::kSlots>& ring, uint32_t tiles, const TensorMap& map, int key) {
         ring.wait_empty();
         barrier_arrive_expecting(ring.full(), KvTile::kBytes);
-        start_load<KvTile>(tiles + ring.slot * KvTile::kBytes, map, ring.full(), place.h * kHead, key,
-                           place.b);
+        start_load<KvTile>(tiles + ring.slot * KvTile::kBytes, map, ring.full(), kv_column, key, place.b);
         ring.advance();
     };
-    for (int key = 0; key < end; key += F::kKeys) {
+    for (int key = in.first_key(block_row); key < end; key += F::kKeys) {
         load(keys, shared + F::kKeyTiles, maps.k, key);
         load(values, shared + F::kValueTiles, maps.v, key);
     }
@@ -133,10 +133,11 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
     using F = HopperForward<kHead>;
     using KvTile = typename F::KvTile;
     constexpr int N = F::kKeys / 8;
-    const HopperRows place(in, block_row);
+    const HopperRows place(in.heads, block_row);
     // Keys that its rows see; it leaves later tiles alone, and nothing is loaded where those lie.
     static_assert(F::kRows - 64 <= F::kSlots * F::kKeys);
     const int end = in.keys_before(block_row + place.group_row + 64);
+    int key = in.first_key(block_row);
     Ring<F::kSlots> keys{shared + F::kKeyRing}, values{shared + F::kValueRing};
 
     AttentionRows<kHead / 8> o = {};
@@ -152,13 +153,15 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
         values.wait_full();
         start_columns_product<KvTile>(o, p, shared + F::kValueTiles + values.slot * KvTile::kBytes);
     };
-    const auto take_softmax = [&](int key) {
+    const auto take_softmax = [&] {
         fence_registers(s);
         keys.release();
         keys.advance();
         // The last column that this warp's first query sees.
-        const int diagonal = place.row + in.keys - in.queries - key;
-        if (diagonal < F::kKeys - 1) mask_later_keys(s, diagonal, -INFINITY);
+        const int diagonal = in.position(place.row) - key;
+        if (in.alibi) add_distances(s, diagonal, in.slope(place.h, scale));
+        if (diagonal < F::kKeys - 1) mask_after(s, diagonal, -INFINITY);
+        if (diagonal + 15 >= in.span()) mask_up_to(s, diagonal - in.span(), -INFINITY);
         softmax.step(s, correction, scale * kLog2e);
         fence_registers(s);
         // The next tile is awaited here because the compiler moves the wait for the output's product before
@@ -172,16 +175,21 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
         values.advance();
     };
     barrier_wait(shared + F::kBarriers, 0);  // Q
+    // Tiles before the windows of its rows.
+    for (; key + F::kKeys <= in.first_key(block_row + place.group_row); key += F::kKeys) {
+        keys.pass_over();
+        values.pass_over();
+    }
     keys.wait_full();
     start_scores();
     wgmma_wait<0>();
-    take_softmax(0);
+    take_softmax();
     round_scores<N>(p, s);
-    for (int key = F::kKeys; key < end; key += F::kKeys) {
+    for (key += F::kKeys; key < end; key += F::kKeys) {
         start_scores();
         start_output();
         wgmma_wait<1>();
-        take_softmax(key);
+        take_softmax();
         wgmma_wait<0>();
         take_output();
         scale_rows(o, correction);
@@ -222,12 +230,14 @@ __global__ void __launch_bounds__(HopperForward<kHead>::kThreads, 1)
 #endif
 }
 
-// (batch, rows, heads * head_size) of this input as TMA sees it, in boxes of box_rows.
+// (batch, rows, columns up to the last head's) of this input as TMA sees it, in boxes of box_rows.
 inline TensorMap map_of_queries(const AttentionInput<bf16>& in, const bf16* q, int box_rows) {
-    return tensor_map(q, in.out_row(), in.queries, in.batch, in.q_row, in.q_batch, box_rows);
+    return tensor_map(q, in.q_offset(0, in.heads - 1) + in.head_size, in.queries, in.batch, in.q_row,
+                      in.q_batch, box_rows);
 }
 inline TensorMap map_of_keys(const AttentionInput<bf16>& in, const bf16* k, int box_rows) {
-    return tensor_map(k, in.out_row(), in.keys, in.batch, in.kv_row, in.kv_batch, box_rows);
+    return tensor_map(k, in.kv_offset(0, in.kv_heads - 1) + in.head_size, in.keys, in.batch, in.kv_row,
+                      in.kv_batch, box_rows);
 }
 
 // attention_forward() for what hopper_attention_supports() and rows of whole, aligned 16 bytes.
@@ -264,43 +274,53 @@ SIMT_DEVICE unsigned char* hopper_backward_begin(int full_arrivals) {
 }
 
 // By a warp: loads the staying tiles, from block_row on, and the passing ones from `begin` to before `end`.
-// For queries that pass (kStatistics), each lane brings some of their lse, times log2(e), and delta, and
-// arrives at the ring's barrier too.
-template <int kHead, bool kStatistics>
+// With kKeysStay the queries of all heads that share the keys pass, head after head; each lane brings some of
+// their lse, times log2(e), and delta, and arrives at the ring's barrier too. Otherwise one head's queries
+// stay.
+template <int kHead, bool kKeysStay>
 SIMT_DEVICE void hopper_backward_produce(unsigned char* shared, const AttentionInput<bf16>& in,
                                          const HopperBackwardMaps& maps, int block_row, int begin, int end,
                                          const float* lse, const float* delta) {
     using B = HopperBackward<kHead>;
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
-    const HopperPlace place(in);
+    const HopperPlace place(kKeysStay ? in.kv_heads : in.heads);
+    const int group = in.group(), kv = kKeysStay ? place.h : place.h / group;
+    const int first_head = kKeysStay ? kv * group : place.h, heads_end = first_head + (kKeysStay ? group : 1);
+    // Where a head begins in the first and the second of the tensors: in K and V, or head h in Q and dout.
+    const auto column = [&](bool of_keys, int h, int i) {
+        if (of_keys) return static_cast<int>(in.kv_offset(0, kv));
+        return i == 0 ? static_cast<int>(in.q_offset(0, h)) : h * kHead;
+    };
     const uint32_t at = shared_address(shared), staying_full = at + B::kBarriers;
     if (lane() == 0) {
         barrier_arrive_expecting(staying_full, 2 * Staying::kBytes);
         for (int i = 0; i < 2; i++)
-            start_load<Staying>(at + i * Staying::kBytes, maps.staying[i], staying_full, place.h * kHead,
-                                block_row, place.b);
+            start_load<Staying>(at + i * Staying::kBytes, maps.staying[i], staying_full,
+                                column(kKeysStay, first_head, i), block_row, place.b);
     }
     Ring<B::kSlots> ring{staying_full + 8};
-    for (int row = begin; row < end; row += B::kPassing, ring.advance()) {
-        ring.wait_empty();
-        if (lane() == 0) {
-            const uint32_t to = at + B::kPassingTiles + ring.slot * 2 * Passing::kBytes;
-            barrier_arrive_expecting(ring.full(), 2 * Passing::kBytes);
-            for (int i = 0; i < 2; i++)
-                start_load<Passing>(to + i * Passing::kBytes, maps.passing[i], ring.full(), place.h * kHead,
-                                    row, place.b);
-        }
-        if constexpr (kStatistics) {
-            float* const to = reinterpret_cast<float*>(shared + B::kStatistics) + ring.slot * 2 * B::kPassing;
-            const int64_t from = in.row_offset(place.b, place.h) + row;
-            for (int i = lane(); i < B::kPassing; i += kLanes) {
-                to[i] = row + i < end ? lse[from + i] * kLog2e : 0.f;
-                to[B::kPassing + i] = row + i < end ? delta[from + i] : 0.f;
+    for (int h = first_head; h < heads_end; h++)
+        for (int row = begin; row < end; row += B::kPassing, ring.advance()) {
+            ring.wait_empty();
+            if (lane() == 0) {
+                const uint32_t to = at + B::kPassingTiles + ring.slot * 2 * Passing::kBytes;
+                barrier_arrive_expecting(ring.full(), 2 * Passing::kBytes);
+                for (int i = 0; i < 2; i++)
+                    start_load<Passing>(to + i * Passing::kBytes, maps.passing[i], ring.full(),
+                                        column(!kKeysStay, h, i), row, place.b);
             }
-            barrier_arrive(ring.full());
+            if constexpr (kKeysStay) {
+                float* const to =
+                    reinterpret_cast<float*>(shared + B::kStatistics) + ring.slot * 2 * B::kPassing;
+                const int64_t from = in.row_offset(place.b, h) + row;
+                for (int i = lane(); i < B::kPassing; i += kLanes) {
+                    to[i] = row + i < end ? lse[from + i] * kLog2e : 0.f;
+                    to[B::kPassing + i] = row + i < end ? delta[from + i] : 0.f;
+                }
+                barrier_arrive(ring.full());
+            }
         }
-    }
 }
 
 template <int kHead>
@@ -310,60 +330,65 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
     constexpr int N = B::kPassing / 8;
-    const HopperRows place(in, block_row);
+    const HopperRows place(in.kv_heads, block_row);
     const uint32_t k_tile = shared_address(shared), v_tile = k_tile + Staying::kBytes;
     Ring<B::kSlots> ring{k_tile + B::kBarriers + 8};
     AttentionRows<kHead / 8> dk_rows = {}, dv_rows = {};
     barrier_wait(k_tile + B::kBarriers, 0);
-    for (int query = block_row; query < in.queries; query += B::kPassing, ring.advance()) {
-        const uint32_t q_tile = k_tile + B::kPassingTiles + ring.slot * 2 * Passing::kBytes;
-        const uint32_t dout_tile = q_tile + Passing::kBytes;
-        const float* const lse_of =
-            reinterpret_cast<const float*>(shared + B::kStatistics) + ring.slot * 2 * B::kPassing;
-        const float* const delta_of = lse_of + B::kPassing;
-        AttentionRows<N> p, ds;
-        ring.wait_full();
-        if (query + B::kPassing <= block_row + place.group_row) {  // queries before all of its keys
+    const int end = in.queries_before(block_row + B::kRows);
+    const int seen_begin = block_row + place.group_row;  // queries that see any of its keys
+    const int seen_end = in.queries_before(seen_begin + 64);
+    const int first_head = place.h * in.group(), heads_end = first_head + in.group();
+    for (int h = first_head; h < heads_end; h++)
+        for (int query = block_row; query < end; query += B::kPassing, ring.advance()) {
+            const uint32_t q_tile = k_tile + B::kPassingTiles + ring.slot * 2 * Passing::kBytes;
+            const uint32_t dout_tile = q_tile + Passing::kBytes;
+            const float* const lse_of =
+                reinterpret_cast<const float*>(shared + B::kStatistics) + ring.slot * 2 * B::kPassing;
+            const float* const delta_of = lse_of + B::kPassing;
+            AttentionRows<N> p, ds;
+            ring.wait_full();
+            if (query + B::kPassing <= seen_begin || query >= seen_end) {
+                ring.release();
+                continue;
+            }
+            start_rows_product<Staying, Passing>(p, k_tile, place.group_row, q_tile);
+            start_rows_product<Staying, Passing>(ds, v_tile, place.group_row, dout_tile);
+            wgmma_wait<1>();
+            fence_registers(p);
+            const int diagonal = place.row - query;  // the first column that sees this warp's first key
+            if (in.alibi) add_distances(p, diagonal, -in.slope(h, scale));
+            const auto to_probability = [&](float& x, int, int column) {
+                x = exp2_of(x * (scale * kLog2e) - lse_of[column]);
+            };
+            for_each_score<N>(to_probability, p);
+            // A branch before the wait, as in forward.
+            if (diagonal + 15 > 0) mask_up_to(p, diagonal - 1, 0.f);
+            if (diagonal + in.span() < B::kPassing) mask_after(p, diagonal + in.span() - 1, 0.f);
+            FragmentA<bf16> p_rounded[N / 2], ds_rounded[N / 2];
+            round_scores<N>(p_rounded, p);
+            wgmma_wait<0>();
+            fence_registers(ds);
+            start_columns_product<Passing>(dv_rows, p_rounded, dout_tile);
+            const auto gradient = [&](float& x, float probability, int, int column) {
+                x = probability * (x - delta_of[column]);
+            };
+            for_each_score<N>(gradient, ds, p);
+            round_scores<N>(ds_rounded, ds);
+            start_columns_product<Passing>(dk_rows, ds_rounded, q_tile);
+            wgmma_wait<0>();
+            fence_registers(dv_rows);
+            fence_registers(dk_rows);
+            fence_registers(p_rounded);
+            fence_registers(ds_rounded);
             ring.release();
-            continue;
         }
-        start_rows_product<Staying, Passing>(p, k_tile, place.group_row, q_tile);
-        start_rows_product<Staying, Passing>(ds, v_tile, place.group_row, dout_tile);
-        wgmma_wait<1>();
-        fence_registers(p);
-        const int diagonal = place.row - query;  // the first column that sees this warp's first key
-        const auto mask = [&](float& x, int r, int column) {
-            if (column < diagonal + lane() / 4 + 8 * r) x = 0.f;
-        };
-        const auto to_probability = [&](float& x, int, int column) {
-            x = exp2_of(x * (scale * kLog2e) - lse_of[column]);
-        };
-        for_each_score<N>(to_probability, p);
-        if (diagonal + 15 > 0) for_each_score<N>(mask, p);  // a branch before the wait, as in forward
-        FragmentA<bf16> p_rounded[N / 2], ds_rounded[N / 2];
-        round_scores<N>(p_rounded, p);
-        wgmma_wait<0>();
-        fence_registers(ds);
-        start_columns_product<Passing>(dv_rows, p_rounded, dout_tile);
-        const auto gradient = [&](float& x, float probability, int, int column) {
-            x = probability * (x - delta_of[column]);
-        };
-        for_each_score<N>(gradient, ds, p);
-        round_scores<N>(ds_rounded, ds);
-        start_columns_product<Passing>(dk_rows, ds_rounded, q_tile);
-        wgmma_wait<0>();
-        fence_registers(dv_rows);
-        fence_registers(dk_rows);
-        fence_registers(p_rounded);
-        fence_registers(ds_rounded);
-        ring.release();
-    }
     const int64_t at = in.kv_offset(place.b, place.h) + place.row * in.kv_row;
     store_rows<kHead>(dk + at, in.kv_row, dk_rows, {scale, scale}, in.keys - place.row, kHead, true);
     store_rows<kHead>(dv + at, in.kv_row, dv_rows, {1.f, 1.f}, in.keys - place.row, kHead, true);
 }
 
-// dK and dV of 128 keys of one head. Blocks (batch * heads, tiles of keys), longest first.
+// dK and dV of 128 keys of one head. Blocks (batch * kv_heads, tiles of keys), longest first.
 template <int kHead>
 __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
     hopper_attention_backward_keys_kernel(bf16* dk, bf16* dv, const float* lse, const float* delta,
@@ -376,8 +401,8 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
     if (threadIdx.x < kWarpgroup) {
         setmaxnreg_dec<B::kProducerRegisters>();
         if (warp() == 0)
-            hopper_backward_produce<kHead, true>(shared, in, maps, block_row, block_row, in.queries, lse,
-                                                 delta);
+            hopper_backward_produce<kHead, true>(shared, in, maps, block_row, block_row,
+                                                 in.queries_before(block_row + B::kRows), lse, delta);
     } else {
         setmaxnreg_inc<B::kConsumerRegisters>();
         hopper_keys_consume<kHead>(shared, dk, dv, in, scale, block_row);
@@ -394,7 +419,7 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
     constexpr int N = B::kPassing / 8;
-    const HopperRows place(in, block_row);
+    const HopperRows place(in.heads, block_row);
     const uint32_t q_tile = shared_address(shared), dout_tile = q_tile + Staying::kBytes;
     Ring<B::kSlots> ring{q_tile + B::kBarriers + 8};
     float row_lse[2], row_delta[2];
@@ -406,21 +431,28 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
     AttentionRows<kHead / 8> dq_rows = {};
     barrier_wait(q_tile + B::kBarriers, 0);
     static_assert(B::kRows - 64 <= B::kSlots * B::kPassing);  // as in forward
+    const int seen_begin = in.first_key(block_row + place.group_row);
     const int end = in.keys_before(block_row + place.group_row + 64);
-    for (int key = 0; key < end; key += B::kPassing, ring.advance()) {
+    for (int key = in.first_key(block_row); key < end; key += B::kPassing, ring.advance()) {
         const uint32_t k_tile = q_tile + B::kPassingTiles + ring.slot * 2 * Passing::kBytes;
         AttentionRows<N> p, ds;
         ring.wait_full();
+        if (key + B::kPassing <= seen_begin) {  // keys before the windows of its rows
+            ring.release();
+            continue;
+        }
         start_rows_product<Staying, Passing>(p, q_tile, place.group_row, k_tile);
         start_rows_product<Staying, Passing>(ds, dout_tile, place.group_row, k_tile + Passing::kBytes);
         wgmma_wait<1>();
         fence_registers(p);
         const int diagonal = place.row - key;  // the last column that this warp's first query sees
+        if (in.alibi) add_distances(p, diagonal, in.slope(place.h, scale));
         const auto to_probability = [&](float& x, int r, int) {
             x = exp2_of(x * (scale * kLog2e) - row_lse[r]);
         };
         for_each_score<N>(to_probability, p);
-        if (diagonal < B::kPassing - 1) mask_later_keys(p, diagonal, 0.f);  // a branch, as above
+        if (diagonal < B::kPassing - 1) mask_after(p, diagonal, 0.f);  // a branch, as above
+        if (diagonal + 15 >= in.span()) mask_up_to(p, diagonal - in.span(), 0.f);
         wgmma_wait<0>();
         fence_registers(ds);
         const auto gradient = [&](float& x, float probability, int r, int) {
@@ -452,7 +484,8 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
     if (threadIdx.x < kWarpgroup) {
         setmaxnreg_dec<B::kProducerRegisters>();
         if (warp() == 0)
-            hopper_backward_produce<kHead, false>(shared, in, maps, block_row, 0, end, nullptr, nullptr);
+            hopper_backward_produce<kHead, false>(shared, in, maps, block_row, in.first_key(block_row), end,
+                                                  nullptr, nullptr);
     } else {
         setmaxnreg_inc<B::kConsumerRegisters>();
         hopper_queries_consume<kHead>(shared, dq, lse, delta, in, scale, block_row);
@@ -476,11 +509,13 @@ void hopper_backward(bf16* dq, bf16* dk, bf16* dv, const bf16* dout, const float
     const HopperBackwardMaps queries{
         {map_of_queries(in, in.q, B::kRows), map_of_dout(B::kRows)},
         {map_of_keys(in, in.k, B::kPassing), map_of_keys(in, in.v, B::kPassing)}};
-    const dim3 grid(in.batch * in.heads, ceil_div(in.queries, B::kRows));
-    launch<hopper_attention_backward_keys_kernel<kHead>>(grid, B::kThreads, B::kSharedBytes, stream, dk, dv,
-                                                         lse, delta, in, in.scale(), keys);
-    launch<hopper_attention_backward_queries_kernel<kHead>>(grid, B::kThreads, B::kSharedBytes, stream, dq,
-                                                            lse, delta, in, in.scale(), queries);
+    const unsigned row_tiles = ceil_div(in.queries, B::kRows);
+    launch<hopper_attention_backward_keys_kernel<kHead>>(dim3(in.batch * in.kv_heads, row_tiles), B::kThreads,
+                                                         B::kSharedBytes, stream, dk, dv, lse, delta, in,
+                                                         in.scale(), keys);
+    launch<hopper_attention_backward_queries_kernel<kHead>>(dim3(in.batch * in.heads, row_tiles), B::kThreads,
+                                                            B::kSharedBytes, stream, dq, lse, delta, in,
+                                                            in.scale(), queries);
 }
 inline void hopper_attention_backward(bf16* dq, bf16* dk, bf16* dv, const bf16* dout, const float* lse,
                                       const float* delta, const AttentionInput<bf16>& in, Stream stream) {

@@ -6,31 +6,68 @@
 
 #include "llmc/packed.h"
 
-// Query i of `queries` sees the keys 0 .. keys - queries + i: with a cache of keys there are more keys than
-// queries. Head h has columns h * head_size .. of a row. Distances of rows and of batch entries are in
-// elements, so q, k and v may be columns of one packed (batch, time, 3 * channels) tensor.
+// Query i of `queries` stands at key keys - queries + i; with a cache there are more keys than queries. It
+// sees this key and those before it, with a window only the last `window` of them.
+//
+// Each head of keys and values serves group() query heads in a row (Ainslie et al. 2023).
+//
+// ALiBi (Press et al. 2022) adds slope * (key - query) to a head's scores. The softmax is the same with
+// BLOOM's slope * key, but this is small where a probability is large, so nothing is lost in fp32.
+//
+// Distances of rows, of batch entries and of heads are in elements, so q, k and v may be columns of one
+// packed tensor: all heads of q, then those of k, then those of v; or the three of each head together.
 template <class T>
 struct AttentionInput {
     int batch, heads, head_size, queries, keys;
     const T *q, *k, *v;
     int64_t q_row, kv_row, q_batch, kv_batch;
-    bool hopper = false;  // attention_hopper.cuh's kernels, where they can
+    int kv_heads = heads;  // of keys and values; divides heads
+    int64_t q_head = head_size, kv_head = head_size;
+    int window = 0;                // keys that a query sees at most, its own included; 0: no window
+    const float* alibi = nullptr;  // a slope for each query head, or null
+    bool hopper = false;           // attention_hopper.cuh's kernels, where they can
 
-    // Where one head of one batch entry begins: in q and k or v, in the output, and in the statistics of
+    SIMT_HOST_DEVICE int group() const { return heads / kv_heads; }
+    // Where one head of one batch entry begins: in q, in k or v, in the output, and in the statistics of
     // rows.
-    SIMT_HOST_DEVICE int64_t q_offset(int b, int h) const { return b * q_batch + h * head_size; }
-    SIMT_HOST_DEVICE int64_t kv_offset(int b, int h) const { return b * kv_batch + h * head_size; }
+    SIMT_HOST_DEVICE int64_t q_offset(int b, int h) const { return b * q_batch + h * q_head; }
+    SIMT_HOST_DEVICE int64_t kv_offset(int b, int kv) const { return b * kv_batch + kv * kv_head; }
     SIMT_HOST_DEVICE int64_t out_row() const { return int64_t{heads} * head_size; }
     SIMT_HOST_DEVICE int64_t out_offset(int b, int h) const {
         return b * queries * out_row() + h * head_size;
     }
     SIMT_HOST_DEVICE int64_t row_offset(int b, int h) const { return (int64_t{b} * heads + h) * queries; }
+    // The key that a query stands at.
+    SIMT_HOST_DEVICE int position(int query) const { return keys - queries + query; }
     // Keys that the last of the queries before `query` sees.
-    SIMT_HOST_DEVICE int keys_before(int query) const {
-        return keys - queries + (query < queries ? query : queries);
+    SIMT_HOST_DEVICE int keys_before(int query) const { return position(query < queries ? query : queries); }
+    // Keys that a query sees at most.
+    SIMT_HOST_DEVICE int span() const { return 0 < window && window < keys ? window : keys; }
+    // The first key that `query` sees, or else the last of the queries.
+    SIMT_HOST_DEVICE int first_key(int query) const {
+        const int first = position(query < queries ? query : queries - 1) + 1 - span();
+        return first > 0 ? first : 0;
+    }
+    // Whether scores are products alone, and queries see all keys up to their own.
+    bool plain() const { return span() == keys && !alibi; }
+    // Leaves out the keys before `begin`, which none of the queries at hand sees.
+    SIMT_HOST_DEVICE void drop_keys(int begin) {
+        k += begin * kv_row;
+        v += begin * kv_row;
+        keys -= begin;
+    }
+    // Queries up to the last that sees any of the keys before `key`.
+    SIMT_HOST_DEVICE int queries_before(int key) const {
+        const int end = key - 1 + span() - position(0);
+        return end < queries ? end : queries;
     }
     // What scores are multiplied with: 1 / sqrt(head_size).
     float scale() const { return 1.f / std::sqrt(static_cast<float>(head_size)); }
+    // The slope of head h for scores that are still to be multiplied with scale(): over it, without a
+    // division.
+    SIMT_HOST_DEVICE float slope(int h, float scale) const {
+        return alibi[h] * (static_cast<float>(head_size) * scale);
+    }
 };
 
 // Whether attention_forward() and attention_backward() can do heads of this size.

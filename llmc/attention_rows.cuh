@@ -33,13 +33,38 @@ SIMT_DEVICE void for_each_score(F f, S&... s) {
     }
 }
 
-// s = value where query i, in row i, does not see the key in a column: those after column diagonal + i.
+// Calls f(x, of_lane, rest) for all accumulators: row i has them in column `column` + i + of_lane + rest.
+// What depends on the lane is one number, and the rest a constant: numbers of columns would take a register
+// each.
+template <int N, class F>
+SIMT_DEVICE void for_each_distance(AttentionRows<N>& s, int column, F f) {
+    const int of_lane = lane() % 4 * 2 - lane() / 4 - column;
+    UNROLL for (int j = 0; j < N; j++) {
+        UNROLL for (int e = 0; e < 4; e++) f(s[0][j][e], of_lane, 8 * j + e % 2 - e / 2 * 8);
+    }
+}
+// s += slope times that distance, negative before the column.
 template <int N>
-SIMT_DEVICE void mask_later_keys(AttentionRows<N>& s, int diagonal, float value) {
-    const auto mask = [&](float& x, int r, int column) {
-        if (column > diagonal + lane() / 4 + 8 * r) x = value;
+SIMT_DEVICE void add_distances(AttentionRows<N>& s, int column, float slope) {
+    const auto add = [&](float& x, int of_lane, int rest) {
+        x += slope * (static_cast<float>(of_lane) + rest);
     };
-    for_each_score<N>(mask, s);
+    for_each_distance<N>(s, column, add);
+}
+// s = value after that column, or up to it: where a query does not see a key.
+template <int N>
+SIMT_DEVICE void mask_after(AttentionRows<N>& s, int column, float value) {
+    const auto mask = [&](float& x, int of_lane, int rest) {
+        if (of_lane > -rest) x = value;
+    };
+    for_each_distance<N>(s, column, mask);
+}
+template <int N>
+SIMT_DEVICE void mask_up_to(AttentionRows<N>& s, int column, float value) {
+    const auto mask = [&](float& x, int of_lane, int rest) {
+        if (of_lane <= -rest) x = value;
+    };
+    for_each_distance<N>(s, column, mask);
 }
 
 // The four lanes that share rows exchange pairs: v[i] of the t-th lane becomes v[t] of the i-th.
@@ -117,9 +142,12 @@ SIMT_DEVICE void scale_rows(AttentionRows<N>& o, const float (&factor)[2]) {
     UNROLL for (int j = 0; j < N; j++) { UNROLL for (int e = 0; e < 4; e++) o[0][j][e] *= factor[e / 2]; }
 }
 
+// Less than any score, and no infinity: a row may see no key of its first tiles.
+constexpr float kNoScore = -1e30f;
+
 // The softmax of a lane's two rows so far: largest score, and this lane's part of the sum of exponentials.
 struct OnlineSoftmax {
-    float largest[2] = {-INFINITY, -INFINITY};
+    float largest[2] = {kNoScore, kNoScore};
     float sum[2] = {0.f, 0.f};
 
     // Turns scores into exponentials relative to the largest so far. The output of the steps before is to be

@@ -6,6 +6,7 @@
 //                            to resume from: trainer_state.json, trainer_state.safetensors
 //   OUT/latest            -> step-00000200
 //   OUT/model.safetensors -> latest/model.safetensors, and the same for each other file
+//   OUT/.lock                while a run saves there (outputs.h)
 //
 // A save is written as step-*.tmp, synced, and renamed; then `latest` is renamed over, which switches every
 // file of OUT at once. A process killed or a machine stopped at any moment leaves the last save whole, and
@@ -19,13 +20,18 @@
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
+#include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <system_error>
 #include <utility>
 #include <vector>
 
+#include <sys/statvfs.h>
+
 #include "llmc/file.h"
+#include "llmc/file_lock.h"
 #include "llmc/safetensors.h"
 #include "llmc/state.h"
 
@@ -33,11 +39,13 @@
 struct Progress {
     int64_t step = 0;       // optimizer steps done
     int64_t sequences = 0;  // sequences of the training data read
-    std::string precision;  // of the build that saved: "fp32" or "bf16"; save_checkpoint() fills it in
+    std::string precision;  // of the build that saved: "fp32" or "bf16"
     bool evaluated = true;  // the validation and the sample that are due at this step were made
     nlohmann::json options = nlohmann::json::object();  // the run's, which hold for a resumed run too
     std::string formats = {};       // StateOptions::text() of what was saved; save_checkpoint() fills it in
     std::set<int64_t> others = {};  // another run's saves in the same folder, by step
+    std::string directory = {};     // from where the options' relative names count; empty in older saves
+    std::map<std::string, std::string> data = {};  // data_facts() of what each option named (resume.h)
 };
 
 // Host copies of device memory hold at most this many elements.
@@ -49,17 +57,32 @@ void for_each_chunk(int64_t n, F f) {
     for (int64_t first = 0; first < n; first += kChunkElements) f(first, std::min(kChunkElements, n - first));
 }
 
-// The shape in a file, as safetensors.h wants it.
-inline std::vector<int64_t> file_shape(const Parameter& p) {
-    return {p.shape.dims, p.shape.dims + p.shape.count};
-}
+// A shape as safetensors.h wants it.
+inline std::vector<int64_t> file_shape(const Shape& shape) { return {shape.dims, shape.dims + shape.count}; }
 
-// A buffer's tensor of one parameter in a file: its shape there, and its elements in the buffer.
-inline std::vector<int64_t> file_shape(const StateBuffer& b, const Parameter& p) {
-    return b.span == 1 ? file_shape(p) : std::vector<int64_t>{ceil_div(p.shape.size(), b.span)};
-}
-inline int64_t file_elements(const StateBuffer& b, const Parameter& p) {
-    return ceil_div(p.shape.size(), b.span);
+// A tensor of a buffer as a save has it: so many elements of the buffer from `at` on.
+struct SavedTensor {
+    std::string name;
+    std::vector<int64_t> shape;
+    char* at;
+    int64_t elements;
+};
+
+// What a save has of a buffer: the weights under the names of the model's files, all else under our own.
+inline std::vector<SavedTensor> saved_tensors(const StateBuffer& b, const Layout& layout) {
+    std::vector<SavedTensor> all;
+    for (const Parameter& p : layout.parameters()) {
+        if (b.part == StatePart::Weights) {
+            for (const Parameter::Part& part : p.parts)
+                all.push_back(
+                    {part.name, file_shape(part.shape), b.at(p.offset + part.offset), part.shape.size()});
+        } else {
+            const int64_t elements = ceil_div(p.shape.size(), b.span);
+            const Shape shape = b.span == 1 ? p.shape : Shape{elements};
+            all.push_back({b.prefix + p.name, file_shape(shape), b.at(p.offset), elements});
+        }
+    }
+    return all;
 }
 inline FileType file_type(const StateBuffer& b) {
     const std::string dtype = b.dtype;
@@ -102,8 +125,8 @@ void put_weights(State<T>& state, int64_t at, const std::vector<float>& values) 
 }
 
 // The sizes of the model in a folder, which `option` named. Fails when there is no folder or no config.json
-// in it, or when that is damaged or describes no GPT-2.
-inline GptConfig read_model_config(const std::string& folder, const char* option) {
+// in it, or when that is damaged or describes a model that is not computed here.
+inline ModelConfig read_model_config(const std::string& folder, const char* option) {
     const std::string file = folder + "/config.json";
     if (!file_exists(file)) fail("%s %s: is not a folder with config.json", option, folder.c_str());
     return parse_config(read_json(file), file);
@@ -114,37 +137,38 @@ template <class T>
 void initialize_weights(State<T>& state, uint64_t seed) {
     const int layers = state.layout.config().layers;
     std::vector<float> values;
-    int index = 0;
-    for (const Parameter& p : state.layout.parameters()) {
+    for (const Parameter& p : state.layout.parameters())
         for_each_chunk(p.shape.size(), [&](int64_t first, int64_t count) {
             values.resize(static_cast<size_t>(count));
-            float* out = values.data();
+            constexpr int64_t kPiece = 1 << 14;  // of a thread
 #pragma omp parallel for schedule(static)
-            for (int64_t i = 0; i < count; i++) out[i] = initial_value(p, index, first + i, layers, seed);
+            for (int64_t at = 0; at < count; at += kPiece)
+                initial_values(p, first + at, layers, seed,
+                               {values.data() + at, static_cast<size_t>(std::min(kPiece, count - at))});
             put_weights(state, p.offset + first, values);
         });
-        index++;
-    }
 }
 
-// Loads every weight from a folder's safetensors: F32, F16 or BF16, names with or without "transformer.".
-// Other tensors in there are left alone, lm_head.weight among them: it is wte. Fails naming the tensor that
-// is missing, or has another shape or dtype. The padding stays as it is: zero.
+// Loads every weight from a folder's safetensors: F32, F16 or BF16, names with or without the family's
+// prefix. Other tensors in there are left alone, the lm_head.weight of a tied head among them. Fails naming
+// the tensor that is missing, or has another shape or dtype. The padding stays as it is: zero.
 template <class T>
 void load_weights(State<T>& state, const std::string& folder) {
-    const SafetensorsFolder files(folder);
+    const SafetensorsFolder files(folder, state.layout.config().family->prefix);
     std::vector<float> values;
     for (const Parameter& p : state.layout.parameters()) {
-        const SafetensorsEntry& entry = files.get(p.name, file_shape(p));
-        for_each_chunk(p.shape.size(), [&](int64_t first, int64_t count) {
-            values.resize(static_cast<size_t>(count));
-            try {
-                read_as_float(entry, values.data(), static_cast<size_t>(first), values.size());
-            } catch (const UserError& e) {
-                fail("%s: %s", folder.c_str(), e.what());
-            }
-            put_weights(state, p.offset + first, values);
-        });
+        for (const Parameter::Part& part : p.parts) {
+            const SafetensorsEntry& entry = files.get(part.name, file_shape(part.shape));
+            for_each_chunk(part.shape.size(), [&](int64_t first, int64_t count) {
+                values.resize(static_cast<size_t>(count));
+                try {
+                    read_as_float(entry, values.data(), static_cast<size_t>(first), values.size());
+                } catch (const UserError& e) {
+                    fail("%s: %s", folder.c_str(), e.what());
+                }
+                put_weights(state, p.offset + part.offset + first, values);
+            });
+        }
     }
 }
 
@@ -202,8 +226,49 @@ inline void write_json(const std::string& path, const nlohmann::json& json) {
     write_text(path, json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
 }
 
-inline constexpr const char* kTokenizerFiles[] = {"vocab.json", "merges.txt", "tokenizer.json",
-                                                  "tokenizer_config.json", "special_tokens_map.json"};
+// A text for a file of JSON. Of bytes that are not UTF-8, as JSON's texts must be, {"percent": "caf%E9"}.
+inline nlohmann::json escape_bytes(const nlohmann::json& text) {
+    try {
+        static_cast<void>(text.dump());
+        return text;
+    } catch (const nlohmann::json::type_error&) {
+        std::string escaped;
+        for (const char c : text.get<std::string>()) {
+            const bool plain = c > 0x20 && c < 0x7f && c != '%';
+            escaped += plain ? std::string(1, c) : format("%%%02X", static_cast<unsigned>(c) & 0xff);
+        }
+        return {{"percent", escaped}};
+    }
+}
+// And back. What escape_bytes() has not written stays what it is.
+inline nlohmann::json unescape_bytes(const nlohmann::json& json) {
+    if (!json.is_object() || json.size() != 1 || !json.contains("percent") || !json["percent"].is_string())
+        return json;
+    std::string bytes, escaped = json["percent"];
+    for (size_t i = 0; i < escaped.size(); i++) {
+        unsigned byte = 0;
+        if (escaped[i] != '%')
+            bytes += escaped[i];
+        else if (std::sscanf(escaped.c_str() + i, "%%%2x", &byte) == 1)
+            bytes += static_cast<char>(byte), i += 2;
+        else
+            return json;
+    }
+    return bytes;
+}
+
+// The same for options: lists of texts, by name.
+inline nlohmann::json convert_options(nlohmann::json options,
+                                      nlohmann::json (*convert)(const nlohmann::json&)) {
+    for (nlohmann::json& values : options)
+        if (values.is_array())
+            for (nlohmann::json& value : values) value = convert(value);
+    return options;
+}
+
+inline constexpr const char* kTokenizerFiles[] = {
+    "tokenizer.json",        "vocab.json",              "merges.txt",        "tokenizer.model",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"};
 
 // "step-00000123", and back; -1 if a name is none.
 inline std::string step_name(int64_t step) { return format("step-%08lld", static_cast<long long>(step)); }
@@ -216,15 +281,13 @@ inline int64_t step_of(const std::string& name) {
 inline void write_tensors(const std::string& path, const Layout& layout, const Buffers& buffers) {
     SafetensorsWriter file(path);
     for (const StateBuffer* b : buffers)
-        for (const Parameter& p : layout.parameters())
-            file.declare(b->prefix + p.name, file_type(*b), file_shape(*b, p));
+        for (const SavedTensor& t : saved_tensors(*b, layout)) file.declare(t.name, file_type(*b), t.shape);
     std::vector<char> host;
     for (const StateBuffer* b : buffers) {
-        for (const Parameter& p : layout.parameters()) {
-            const char* from = b->at(p.offset);
-            for_each_chunk(file_elements(*b, p), [&](int64_t first, int64_t count) {
+        for (const SavedTensor& t : saved_tensors(*b, layout)) {
+            for_each_chunk(t.elements, [&](int64_t first, int64_t count) {
                 host.resize(static_cast<size_t>(count) * b->width);
-                copy_to_host(host.data(), from + static_cast<size_t>(first) * b->width, host.size(), {});
+                copy_to_host(host.data(), t.at + static_cast<size_t>(first) * b->width, host.size(), {});
                 file.append(host.data(), host.size());
             });
         }
@@ -237,16 +300,19 @@ inline void write_tensors(const std::string& path, const Layout& layout, const B
 inline void read_tensors(const std::string& path, const Layout& layout, const Buffers& buffers) {
     const SafetensorsFile file(path);
     std::set<std::string> names;
+    std::vector<char> host;
     for (const StateBuffer* b : buffers) {
         const std::string wanted = file_type_info(file_type(*b)).name;
-        for (const Parameter& p : layout.parameters()) {
-            const SafetensorsEntry& entry = file.get(b->prefix + p.name, file_shape(*b, p));
+        for (const SavedTensor& t : saved_tensors(*b, layout)) {
+            const SafetensorsEntry& entry = file.get(t.name, t.shape);
             if (entry.dtype != wanted)
                 fail("%s: tensor \"%s\" has dtype %s where %s is needed", path.c_str(), entry.name.c_str(),
                      entry.dtype.c_str(), wanted.c_str());
-            for_each_chunk(file_elements(*b, p), [&, to = b->at(p.offset)](int64_t first, int64_t count) {
+            for_each_chunk(t.elements, [&](int64_t first, int64_t count) {
                 const size_t start = static_cast<size_t>(first) * b->width;
-                copy_to_device(to + start, entry.data + start, static_cast<size_t>(count) * b->width, {});
+                host.resize(static_cast<size_t>(count) * b->width);
+                entry.read(start, host.size(), host.data());
+                copy_to_device(t.at + start, host.data(), host.size(), {});
             });
             names.insert(entry.name);
         }
@@ -279,6 +345,31 @@ inline std::string resolve_save(const std::string& folder) {
     return latest.empty() ? folder : (std::filesystem::path(folder) / latest).string();
 }
 
+// A save that is being read. As long as it is held, the run that made it does not remove it
+// (remove_old_saves()).
+class HeldSave {
+  public:
+    // Of a folder of saves, holds the one that it shows; any other folder is meant itself. Where there is
+    // none, whoever reads it says so.
+    explicit HeldSave(const std::string& folder) {
+        for (int tries = 0; tries < 100; tries++) {
+            path_ = resolve_save(folder);
+            lock_.emplace(path_, O_RDONLY | O_DIRECTORY, FileLock::Shared);
+            if (lock_->good()) return;
+            if (lock_->outcome() == FileLock::Busy)
+                usleep(1000);  // it is just being removed
+            else if (resolve_save(folder) == path_)
+                return;
+        }
+    }
+    const std::string& path() const { return path_; }
+    void let_go() { lock_.reset(); }
+
+  private:
+    std::string path_;
+    std::optional<FileLock> lock_;
+};
+
 // What trainer_state.json holds, in a save or a folder of saves. Fails when there is none or it is damaged.
 inline Progress read_progress(const std::string& folder) {
     const std::string file = resolve_save(folder) + "/trainer_state.json";
@@ -295,6 +386,10 @@ inline Progress read_progress(const std::string& folder) {
     const auto is_precision = [](const nlohmann::json& j) { return j == "fp32" || j == "bf16"; };
     const auto is_object = [](const nlohmann::json& j) { return j.is_object(); };
     const auto is_text = [](const nlohmann::json& j) { return j.is_string(); };
+    const auto are_texts = [&](const nlohmann::json& j) {
+        return j.is_object() && std::all_of(j.begin(), j.end(), is_text);
+    };
+    const auto is_name = [&](const nlohmann::json& j) { return unescape_bytes(j).is_string(); };
     const auto is_truth = [](const nlohmann::json& j) { return j.is_boolean(); };
     const auto are_counts = [&](const nlohmann::json& j) {
         return j.is_array() && std::all_of(j.begin(), j.end(), is_count);
@@ -302,11 +397,14 @@ inline Progress read_progress(const std::string& folder) {
     Progress p = {.step = get("step", is_count, "a count").get<int64_t>(),
                   .sequences = get("sequences", is_count, "a count").get<int64_t>(),
                   .precision = get("precision", is_precision, "\"fp32\" or \"bf16\"").get<std::string>(),
-                  .options = get("options", is_object, "an object"),
+                  .options = convert_options(get("options", is_object, "an object"), unescape_bytes),
                   .formats = StateOptions().text()};
     if (json.contains("evaluated")) p.evaluated = get("evaluated", is_truth, "true or false").get<bool>();
     if (json.contains("formats")) p.formats = get("formats", is_text, "a text").get<std::string>();
     if (json.contains("others")) p.others = get("others", are_counts, "counts").get<std::set<int64_t>>();
+    if (json.contains("directory")) p.directory = unescape_bytes(get("directory", is_name, "a text"));
+    if (json.contains("data"))
+        p.data = get("data", are_texts, "texts by name").get<std::map<std::string, std::string>>();
     return p;
 }
 
@@ -352,9 +450,16 @@ inline SaveFolder open_save_folder(const std::string& out, int keep, const std::
     return folder;
 }
 
+// Removes the saves that were not finished. Only for a run that holds OUT alone.
+inline void remove_unfinished(const std::string& out) {
+    for (const std::string& name : list_folder(out))
+        if (name.ends_with(".tmp") && step_of(name.substr(0, name.size() - 4)) >= 0)
+            remove_folder(out + "/" + name);
+}
+
 // Removes what killed saves left behind and all but `keep` of the run's saves: that of `step`, and of the
 // others the latest before it, then the latest after it, which a run resumed from an earlier step has left
-// behind.
+// behind. One that somebody reads (HeldSave) stays until the next time.
 inline void remove_old_saves(const SaveFolder& folder, int64_t step) {
     const std::string& out = folder.path;
     std::vector<std::pair<bool, int64_t>> saves;  // (not after `step`, step)
@@ -368,6 +473,8 @@ inline void remove_old_saves(const SaveFolder& folder, int64_t step) {
     for (size_t i = static_cast<size_t>(folder.keep); folder.keep > 0 && i < saves.size(); i++) {
         // Renamed first: what has the name of a save is always whole.
         const std::string path = out + "/" + step_name(saves[i].second);
+        const FileLock lock(path, O_RDONLY | O_DIRECTORY, FileLock::Exclusive);
+        if (lock.outcome() == FileLock::Busy) continue;
         check_call(std::rename(path.c_str(), (path + ".tmp").c_str()) == 0, path, "rename");
         remove_folder(path + ".tmp");
     }
@@ -389,13 +496,16 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
     write_tensors(folder + "/model.safetensors", state.layout, weight_buffers(state));
     if (with_training_state) {
         write_tensors(folder + "/trainer_state.safetensors", state.layout, training_buffers(state));
-        write_json(folder + "/trainer_state.json", {{"step", progress.step},
-                                                    {"sequences", progress.sequences},
-                                                    {"evaluated", progress.evaluated},
-                                                    {"others", progress.others},
-                                                    {"precision", dtype_name<T>()},
-                                                    {"formats", state.options.text()},
-                                                    {"options", progress.options}});
+        write_json(folder + "/trainer_state.json",
+                   {{"step", progress.step},
+                    {"sequences", progress.sequences},
+                    {"evaluated", progress.evaluated},
+                    {"others", progress.others},
+                    {"precision", dtype_name<T>()},
+                    {"formats", state.options.text()},
+                    {"options", convert_options(progress.options, escape_bytes)},
+                    {"directory", escape_bytes(progress.directory)},
+                    {"data", progress.data}});
     }
     sync_directory(folder);
 }
@@ -459,18 +569,21 @@ inline void check_writable(const std::string& out) {
     if (!good) fail("--out %s: cannot write in %s: %s", out.c_str(), nearest.c_str(), std::strerror(reason));
 }
 
-// The options of the run that made a save. Its --out is the folder of saves that this one lies in, wherever
-// that may have been moved since.
-inline nlohmann::json saved_options(const std::string& folder) {
-    nlohmann::json options = read_progress(folder).options;
-    const std::string out = folder_above(resolve_save(folder));
-    std::error_code none;
-    const auto saved = options.find("--out");
-    if (saved == options.end() || link_target(out + "/latest").empty()) return options;
-    const bool same = saved->is_array() && saved->size() == 1 && saved->front().is_string() &&
-                      std::filesystem::equivalent(saved->front().get<std::string>(), out, none);
-    if (!same) *saved = {out};
-    return options;
+// Fails unless there is room in OUT for a save, as far as the file system says.
+template <class T>
+void check_room(const std::string& out, const State<T>& state, bool with_training_state) {
+    size_t bytes = 0;
+    for (const Buffers& buffers :
+         {weight_buffers(state), with_training_state ? training_buffers(state) : Buffers()})
+        for (const StateBuffer* b : buffers)
+            for (const SavedTensor& t : saved_tensors(*b, state.layout))
+                bytes += static_cast<size_t>(t.elements) * b->width;
+    struct statvfs info;
+    if (statvfs(out.c_str(), &info) != 0 || info.f_blocks == 0) return;
+    const double room = static_cast<double>(info.f_bavail) * static_cast<double>(info.f_frsize);
+    if (static_cast<double>(bytes) > room)
+        fail("--out %s: a save takes %.1f MiB, and %.1f are free there", out.c_str(),
+             static_cast<double>(bytes) / 1048576, room / 1048576);
 }
 
 // Loads all that a save with training state has, bit for bit; of a folder of saves, the one it shows. Fails
@@ -489,7 +602,7 @@ void load_training_state(State<T>& state, const std::string& folder) {
     read_tensors(save + "/model.safetensors", state.layout, weight_buffers(state));
     read_tensors(save + "/trainer_state.safetensors", state.layout, training_buffers(state));
     const std::string config = save + "/config.json";  // the number of heads shows in no shape
-    if (const GptConfig model = parse_config(read_json(config), config); !(model == state.layout.config()))
-        fail("%s: n_head is %d where this model has %d", config.c_str(), model.heads,
+    if (const ModelConfig model = parse_config(read_json(config), config); !(model == state.layout.config()))
+        fail("%s: has %d heads where this model has %d", config.c_str(), model.heads,
              state.layout.config().heads);
 }

@@ -104,10 +104,16 @@ double measured_matmul_flops(Stream stream) {
     return 2 * side * side * side / best;
 }
 
-// The FLOP/s that a model's utilisation is measured against: what the GPU's maker promises for dense products
-// in bf16, where it is known; else those of a square product.
+// The FLOP/s that a model's utilisation is measured against, and whose they are.
+struct PeakRate {
+    double flops;
+    const char* of;
+};
+
+// What the GPU's maker promises for dense products in bf16, where it is known; else a square product's.
 template <class T>
-double device_peak_flops(Stream stream) {
-    if (const KnownGpu* gpu = known_gpu(); gpu && std::is_same_v<T, bf16>) return gpu->flops;
-    return measured_matmul_flops<T>(stream);
+PeakRate device_peak_flops(Stream stream) {
+    if (const KnownGpu* gpu = known_gpu(); gpu && std::is_same_v<T, bf16>)
+        return {gpu->flops, "dense products in bf16 by NVIDIA's data sheet"};
+    return {measured_matmul_flops<T>(stream), "a square product measured now"};
 }

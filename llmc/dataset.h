@@ -1,17 +1,17 @@
 // dataset.h - tokens from files, and the order in which training sees them: a pure function of seed and
 // sequence number, so that a resumed run needs no position but that number.
 //
-// Two kinds of files. Token shards in llm.c's format: int32 header[256] = {20240520, 1, token count, ...},
-// then that many uint16 tokens of GPT-2's vocabulary; each shard is one stream of tokens. Everything else is
-// text, whose tokens are its bytes; all text files together are one stream. Files are mapped, never loaded.
+// Two kinds of files. Token shards in llm.c's formats, of 16 or of 32 bits a token; each shard is one stream
+// of tokens. Everything else is text, whose tokens are its bytes; all text files together are one stream.
+// What a sequence needs is read when it is needed, so that there may be any number of files of any size.
 #pragma once
 
 #include <algorithm>
 #include <cassert>
 #include <cstdint>
 #include <cstring>
-#include <limits>
-#include <numeric>
+#include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,6 +21,7 @@
 
 #include "llmc/error.h"
 #include "llmc/file.h"
+#include "llmc/permutation.h"
 #include "llmc/random.h"
 
 // The files that an option's patterns (file names, or glob(3) patterns) stand for, sorted by bytes within
@@ -56,183 +57,221 @@ inline std::vector<std::string> expand_files(const std::vector<std::string>& pat
     return files;
 }
 
-// The index of the first token that is not below `limit`, or `count`.
-template <class Token>
-uint64_t find_token_outside(const Token* tokens, uint64_t count, uint32_t limit) {
-    if (limit > std::numeric_limits<Token>::max()) return count;
-    constexpr uint64_t kBlock =
-        4096;  // the inner loop has no way out, so that it becomes vector instructions
-    for (uint64_t first = 0; first < count; first += kBlock) {
-        const uint64_t end = std::min(count, first + kBlock);
-        Token largest = 0;
-        for (uint64_t i = first; i < end; i++) largest = std::max(largest, tokens[i]);
-        if (largest >= limit)
-            return std::find_if(tokens + first, tokens + end, [&](Token t) { return t >= limit; }) - tokens;
-    }
-    return count;
-}
+// A kind of token shard: int32 header[256] = {magic, version, token count, ...}, then the tokens.
+struct ShardFormat {
+    int32_t magic, version;
+    size_t token_bytes;
+    int vocabulary;
+    const char* name;
+};
+inline constexpr ShardFormat kShardFormats[] = {
+    {20240520, 1, 2, 50257, "16-bit token shard"},   // of GPT-2's vocabulary
+    {20240801, 7, 4, 128256, "32-bit token shard"},  // of Llama 3's
+};
 
-// Which part of each text file: its last tenth (rounded down) is for validation.
-enum class Part { All, Train, Validation };
+// A failure to read on where reading went well before: what was trained so far is good.
+struct DataError : UserError {
+    using UserError::UserError;
+};
 
-// The token streams of one option's files.
+// The token streams of one option's files. Nothing of the files is held but where they are, and the one that
+// was read last is open.
 class Dataset {
   public:
-    // `files` as from expand_files. Fails on a damaged shard, and when text and shards are mixed. Shards are
-    // whole files for training or for validation: Part::Train takes all of them and Part::Validation fails.
-    Dataset(const std::vector<std::string>& files, const char* option, Part part = Part::All)
-        : option_(option) {
+    // `files` as from expand_files. Fails on a damaged shard, and when files of several kinds are mixed.
+    Dataset(const std::vector<std::string>& files, const char* option) : option_(option) {
         assert(!files.empty());
-        for (const std::string& path : files) files_.emplace_back(path);
-        is_text_ = !is_shard(files_[0]);
-        limit_ = static_cast<uint32_t>(vocabulary());
-        for (const MappedFile& file : files_) {
-            if (is_shard(file) == is_text_)
-                fail("%s: %s and %s are text and token shard; give files of one kind", option,
-                     files[0].c_str(), file.path().c_str());
-            if (is_text_)
-                add_text(file, part);
-            else
-                add_shard(file);
-        }
-        if (!is_text_ && part == Part::Validation)
-            fail("%s: %s is a token shard, which is not split; give shards for validation too", option,
-                 files[0].c_str());
+        for (const std::string& path : files) add(path);
     }
 
-    bool is_text() const { return is_text_; }
+    bool is_text() const { return !format_; }
     // How many different tokens this kind of files can have by its definition.
-    int vocabulary() const { return is_text_ ? 256 : 50257; }
+    int vocabulary() const { return is_text() ? 256 : format_->vocabulary; }
     const std::string& option() const { return option_; }
 
-    size_t stream_count() const { return streams_.size(); }
-    uint64_t token_count(size_t stream) const { return streams_[stream].tokens; }
-    uint64_t token_count() const {
-        uint64_t sum = 0;
-        for (const Stream& stream : streams_) sum += stream.tokens;
-        return sum;
-    }
+    size_t stream_count() const { return is_text() ? 1 : files_.size(); }
+    uint64_t token_count(size_t stream) const { return is_text() ? tokens_ : files_[stream].count; }
+    uint64_t token_count() const { return tokens_; }
     // Whether a file is one of the data's.
     bool reads(const std::string& path) const {
-        return std::any_of(files_.begin(), files_.end(), [&](const MappedFile& file) {
-            std::error_code none;
-            return std::filesystem::equivalent(file.path(), path, none);
-        });
+        struct stat info;
+        return stat(path.c_str(), &info) == 0 &&
+               std::any_of(files_.begin(), files_.end(), [&](const File& file) {
+                   return file.stamp.device == info.st_dev && file.stamp.inode == info.st_ino;
+               });
     }
     // What to call a stream in a message: its file, or the first of them.
     std::string stream_name(size_t stream) const {
-        if (!is_text_ || files_.size() == 1) return files_[stream].path();
-        return format("%s and %zu more", files_[0].path().c_str(), files_.size() - 1);
+        if (!is_text() || files_.size() == 1) return files_[stream].path;
+        return format("%s and %zu more", files_[0].path.c_str(), files_.size() - 1);
+    }
+
+    // Parts each text file's last tenth, rounded down, from the rest: a dataset to validate on. Null, with
+    // nothing parted, where all those tenths have fewer than `least` tokens.
+    std::unique_ptr<Dataset> hold_out(uint64_t least) {
+        assert(is_text());
+        uint64_t held_out = 0;
+        for (const File& file : files_) held_out += file.count / 10;
+        if (held_out < least) return nullptr;
+        auto tenths = std::unique_ptr<Dataset>(new Dataset(option_));
+        std::vector<File> all = std::move(files_);
+        files_.clear();
+        tokens_ = 0;
+        for (File& file : all) {
+            const uint64_t tenth = file.count / 10, rest = file.count - tenth;
+            if (tenth > 0) tenths->append({file.path, file.stamp, file.begin + rest, tenth});
+            append({std::move(file.path), file.stamp, file.begin, rest});
+        }
+        return tenths;
     }
 
     // From here on tokens must be below `vocab`, the model's. Looks at the first 512 Mi tokens now, a second
-    // or so of work, at the others when they are read. Fails naming the shard, the position and the token.
+    // or so of work, at the others when they are read. Fails naming the file, the position and the token.
     void check_tokens(int vocab) {
         assert(vocab > 0);
         limit_ = static_cast<uint32_t>(vocab);
+        if (token_bytes() < sizeof limit_ && limit_ >= 1u << (8 * token_bytes())) return;
         uint64_t budget = uint64_t{512} << 20;
-        for (const Stream& stream : streams_) {
-            for (const Piece& piece : stream.pieces) {
-                const uint64_t count = std::min(piece.count, budget);
-                check(piece, 0, count);
-                budget -= count;
-            }
+        std::vector<int32_t> chunk(1 << 16);
+        for (const File& file : files_) {
+            const uint64_t end = std::min(file.count, budget);
+            for (uint64_t at = 0; at < end; at += chunk.size())
+                read_file(file, at, std::min<uint64_t>(chunk.size(), end - at), chunk.data());
+            budget -= end;
         }
     }
 
-    void expect_random_reads() const {
-        for (const MappedFile& file : files_) file.expect_random_reads();
-    }
-
-    // Copies tokens [first, first + count) of a stream; fails as check_tokens does.
+    // Copies tokens [first, first + count) of a stream. Fails with a DataError on a file that has changed, on
+    // one that cannot be read, and on a token outside the vocabulary.
     void read(size_t stream, uint64_t first, uint64_t count, int32_t* out) const {
-        const std::vector<Piece>& pieces = streams_[stream].pieces;
-        assert(first + count <= streams_[stream].tokens);
-        auto piece = std::upper_bound(pieces.begin(), pieces.end(), first,
-                                      [](uint64_t position, const Piece& p) { return position < p.first; });
-        for (--piece; count > 0; ++piece) {
-            const uint64_t skip = first - piece->first, n = std::min(count, piece->count - skip);
-            check(*piece, skip, n);
-            if (is_text_)
-                std::copy_n(piece->data + skip, n, out);
-            else
-                std::copy_n(shard_tokens(*piece) + skip, n, out);
-            out += n;
-            first += n;
-            count -= n;
+        assert(first + count <= token_count(stream));
+        auto file = files_.begin() + static_cast<ptrdiff_t>(stream);
+        if (is_text())
+            file = std::upper_bound(files_.begin(), files_.end(), first,
+                                    [](uint64_t token, const File& f) { return token < f.first; }) -
+                   1;
+        try {
+            for (; count > 0; ++file) {
+                const uint64_t skip = first - file->first, n = std::min(count, file->count - skip);
+                read_file(*file, skip, n, out);
+                out += n;
+                first += n;
+                count -= n;
+            }
+        } catch (const UserError& error) {
+            throw DataError(error.what());
         }
     }
 
   private:
-    static constexpr int32_t kMagic = 20240520, kVersion = 1;
     static constexpr size_t kHeaderBytes = 256 * sizeof(int32_t);
 
-    // Tokens that lie together in one file.
-    struct Piece {
-        const MappedFile* file;
-        uint64_t file_position;     // of its first token, in tokens after the header
-        const unsigned char* data;  // of its first token
-        uint64_t first, count;      // where it lies in the stream
-    };
-    struct Stream {
-        std::vector<Piece> pieces;  // none empty
-        uint64_t tokens = 0;
+    // The tokens [begin, begin + count) of a file, a part of its stream.
+    struct File {
+        std::string path;
+        FileStamp stamp;        // when it was opened first
+        uint64_t begin, count;  // the file's tokens; headers are none
+        uint64_t first = 0;     // where the part begins in its stream
     };
 
-    static const uint16_t* shard_tokens(const Piece& piece) {
-        return reinterpret_cast<const uint16_t*>(piece.data);  // 1024 bytes into a page
+    explicit Dataset(const std::string& option) : option_(option) {}
+
+    size_t token_bytes() const { return is_text() ? 1 : format_->token_bytes; }
+
+    void append(File file) {
+        file.first = is_text() ? tokens_ : 0;
+        tokens_ += file.count;
+        files_.push_back(std::move(file));
     }
 
-    static bool is_shard(const MappedFile& file) {
-        int32_t magic = 0;
-        if (file.size() >= sizeof magic) std::memcpy(&magic, file.data(), sizeof magic);
-        return magic == kMagic || file.path().ends_with(".bin");
+    void add(const std::string& path) {
+        const FileReader file(path);
+        const FileStamp stamp = file.stamp();
+        int32_t header[3] = {};
+        file.read(0, std::min(file.size(), sizeof header), header);
+        const ShardFormat* format = nullptr;
+        for (const ShardFormat& known : kShardFormats)
+            if (header[0] == known.magic) format = &known;
+        uint64_t count = stamp.bytes;
+        if (format || path.ends_with(".bin")) count = check_shard(path, stamp.bytes, header, format);
+        if (files_.empty()) format_ = format;
+        const auto kind = [](const ShardFormat* f) { return f ? f->name : "text"; };
+        if (format != format_)
+            fail("%s: %s is a %s and %s a %s; give files of one kind", option_.c_str(),
+                 files_[0].path.c_str(), kind(format_), path.c_str(), kind(format));
+        limit_ = static_cast<uint32_t>(vocabulary());
+        append({path, stamp, 0, count});
     }
 
-    void add_shard(const MappedFile& file) {
-        const char* path = file.path().c_str();
-        if (file.size() < kHeaderBytes)
-            fail("%s: %zu bytes are too few for a token shard, whose header alone has %zu", path, file.size(),
+    // The number of tokens in a shard of so many bytes; fails on a damaged one.
+    static uint64_t check_shard(const std::string& file, uint64_t file_bytes, const int32_t* header,
+                                const ShardFormat* format) {
+        const char* path = file.c_str();
+        const auto size = static_cast<unsigned long long>(file_bytes);
+        if (size < kHeaderBytes)
+            fail("%s: %llu bytes are too few for a token shard, whose header alone has %zu", path, size,
                  kHeaderBytes);
-        int32_t header[3];
-        std::memcpy(header, file.data(), sizeof header);
-        if (header[0] != kMagic)
-            fail("%s: is not a token shard: it starts with %d where %d belongs", path, header[0], kMagic);
-        if (header[1] != kVersion)
-            fail("%s: token shard of version %d where %d is needed", path, header[1], kVersion);
-        const size_t bytes = file.size() - kHeaderBytes;
-        if (header[2] < 1 || bytes != sizeof(uint16_t) * static_cast<size_t>(header[2]))
-            fail("%s: its header promises %d tokens of 2 bytes and %zu bytes follow", path, header[2], bytes);
-        const auto count = static_cast<uint64_t>(header[2]);
-        streams_.push_back({{Piece{&file, 0, file.data() + kHeaderBytes, 0, count}}, count});
+        if (!format)
+            fail("%s: is not a token shard: it starts with %d where %d or %d belongs", path, header[0],
+                 kShardFormats[0].magic, kShardFormats[1].magic);
+        if (header[1] != format->version)
+            fail("%s: %s of version %d where %d is needed", path, format->name, header[1], format->version);
+        if (header[2] < 1 || size - kHeaderBytes != format->token_bytes * static_cast<uint64_t>(header[2]))
+            fail("%s: its header promises %d tokens of %zu bytes and %llu bytes follow", path, header[2],
+                 format->token_bytes, size - kHeaderBytes);
+        return static_cast<uint64_t>(header[2]);
     }
 
-    void add_text(const MappedFile& file, Part part) {
-        if (streams_.empty()) streams_.emplace_back();
-        Stream& stream = streams_[0];
-        const uint64_t held_out = part == Part::All ? 0 : file.size() / 10;
-        const uint64_t begin = part == Part::Validation ? file.size() - held_out : 0;
-        const uint64_t count = part == Part::Validation ? held_out : file.size() - held_out;
-        if (count == 0) return;
-        stream.pieces.push_back({&file, begin, file.data() + begin, stream.tokens, count});
-        stream.tokens += count;
+    // The file, open, if it is still what it was.
+    const FileReader& open_unchanged(const File& file) const {
+        if (!open_ || open_->path() != file.path) open_.emplace(file.path);
+        if (open_->stamp() != file.stamp)
+            fail("%s: was written to or replaced since the run began, and had %llu bytes then",
+                 file.path.c_str(), static_cast<unsigned long long>(file.stamp.bytes));
+        return *open_;
     }
 
-    void check(const Piece& piece, uint64_t first, uint64_t count) const {
-        const uint64_t bad =
-            first + (is_text_ ? find_token_outside(piece.data + first, count, limit_)
-                              : find_token_outside(shard_tokens(piece) + first, count, limit_));
-        if (bad == first + count) return;
-        fail("%s: token %d at position %llu is not below the vocabulary size %u", piece.file->path().c_str(),
-             is_text_ ? piece.data[bad] : shard_tokens(piece)[bad],
-             static_cast<unsigned long long>(piece.file_position + bad), limit_);
+    template <class Token>
+    static void widen(const unsigned char* bytes, size_t count, int32_t* out) {
+        for (size_t i = 0; i < count; i++) {
+            Token token;
+            std::memcpy(&token, bytes + i * sizeof token, sizeof token);
+            out[i] = static_cast<int32_t>(token);
+        }
+    }
+
+    // Reads tokens [first, first + count) of a file's part.
+    void read_file(const File& file, uint64_t first, uint64_t count, int32_t* out) const {
+        const FileReader& input = open_unchanged(file);
+        unsigned char bytes[1 << 14];
+        const size_t width = token_bytes(), header = is_text() ? 0 : kHeaderBytes;
+        for (uint64_t n; count > 0; first += n, out += n, count -= n) {
+            n = std::min<uint64_t>(count, sizeof bytes / width);
+            input.read(header + (file.begin + first) * width, n * width, bytes);
+            if (width == 1) widen<uint8_t>(bytes, n, out);
+            if (width == 2) widen<uint16_t>(bytes, n, out);
+            if (width == 4) widen<uint32_t>(bytes, n, out);
+            check(file, first, n, out);
+        }
+    }
+
+    void check(const File& file, uint64_t first, uint64_t count, const int32_t* tokens) const {
+        uint32_t largest = 0;  // a loop without a way out becomes vector instructions
+        for (uint64_t i = 0; i < count; i++) largest = std::max(largest, static_cast<uint32_t>(tokens[i]));
+        if (largest < limit_) return;
+        const auto outside = [&](int32_t token) { return static_cast<uint32_t>(token) >= limit_; };
+        const int32_t* bad = std::find_if(tokens, tokens + count, outside);
+        const auto position = file.begin + first + static_cast<uint64_t>(bad - tokens);
+        fail("%s: token %u at position %llu is not below the vocabulary size %u", file.path.c_str(),
+             static_cast<uint32_t>(*bad), static_cast<unsigned long long>(position), limit_);
     }
 
     std::string option_;
-    std::vector<MappedFile> files_;
-    std::vector<Stream> streams_;
-    bool is_text_ = false;
-    uint32_t limit_ = 0;
+    const ShardFormat* format_ = nullptr;  // null: text
+    std::vector<File> files_;              // of text one stream, of shards each its own
+    uint64_t tokens_ = 0;
+    uint32_t limit_ = 256;
+    mutable std::optional<FileReader> open_;  // the file that was read last
 };
 
 // Deals a dataset out as sequences of T inputs and their T targets (the inputs' successors), numbered through
@@ -241,9 +280,9 @@ class Dataset {
 //   A stream of n >= T + 1 tokens has max(1, (n - T) / T) windows; S sequences, the sum of windows, are an
 //   epoch. Sequence q is number q % S of epoch e = q / S, counted through the streams in the epoch's order of
 //   streams and through each stream f in the epoch's order of its windows. Window w starts at token offset +
-//   w * T. Shuffled: streams are sorted by random_bits(seed, e, 0, f), windows by random_bits(seed, e, f + 1,
-//   w), and offset is random_bits(seed, e, f + 1, 2^63) % T, or 0 if n < 2 T. Not shuffled: as given, and
-//   offset is 0.
+//   w * T. Shuffled: with K(g) = random_key(seed, e, g), the i-th of F streams is f = Permutation(F,
+//   K(0))(i), the j-th of its W windows is Permutation(W, K(f + 1))(j), and offset is random_bits_of(K(f +
+//   1), 2^63) % T, or 0 if n < 2 T. Not shuffled: as given, and offset is 0.
 class SequenceLoader {
   public:
     // The dataset must stay in place while the loader lives. Fails when a stream is shorter than T + 1
@@ -261,74 +300,60 @@ class SequenceLoader {
                     static_cast<unsigned long long>(tokens), seq_len, seq_len + 1);
             sequences_per_epoch_ += windows(stream);
         }
-        if (shuffle) data.expect_random_reads();
     }
 
     uint64_t sequences_per_epoch() const { return sequences_per_epoch_; }
 
     // Writes sequences first_sequence ... + rows - 1 to inputs (rows, T) and targets (rows, T). What it
-    // writes depends on nothing but its arguments. Fails on a token outside the vocabulary.
+    // writes depends on nothing but its arguments. Fails as Dataset::read does.
     void fill(uint64_t first_sequence, int rows, int32_t* inputs, int32_t* targets) {
         for (int row = 0; row < rows; row++, inputs += seq_len_, targets += seq_len_) {
             const uint64_t sequence = first_sequence + static_cast<uint64_t>(row);
             enter_epoch(sequence / sequences_per_epoch_);
             const uint64_t number = sequence % sequences_per_epoch_;
-            const auto turn = std::upper_bound(ends_.begin(), ends_.end(), number) - ends_.begin();
-            const size_t stream = order_[turn];
-            enter_stream(stream);
-            const uint64_t place = number - (ends_[turn] - windows(stream));
-            const uint64_t start = offset_ + (shuffle_ ? window_order_[place] : place) * seq_len_;
-            data_.read(stream, start, seq_len_, inputs);
-            std::copy_n(inputs + 1, seq_len_ - 1, targets);
-            data_.read(stream, start + seq_len_, 1, targets + seq_len_ - 1);
+            const auto turn =
+                static_cast<uint64_t>(std::upper_bound(ends_.begin(), ends_.end(), number) - ends_.begin());
+            const uint64_t stream = stream_at(turn);
+            const uint64_t start = window_start(stream, number - (ends_[turn] - windows(stream)));
+            data_.read(stream, start, 1, inputs);
+            data_.read(stream, start + 1, seq_len_, targets);
+            std::copy_n(targets, seq_len_ - 1, inputs + 1);
         }
     }
 
   private:
-    static constexpr uint64_t kNone = ~uint64_t{0};
-
     uint64_t windows(size_t stream) const {
         return std::max<uint64_t>(1, (data_.token_count(stream) - seq_len_) / seq_len_);
     }
 
-    // 0 ... count - 1, sorted by their random numbers of this group and epoch; equal ones stay in order.
-    std::vector<uint64_t> shuffled(uint64_t count, uint64_t group) const {
-        std::vector<std::pair<uint64_t, uint64_t>> keyed(count);
-        for (uint64_t i = 0; i < count; i++) keyed[i] = {random_bits(seed_, epoch_, group, i), i};
-        std::sort(keyed.begin(), keyed.end());
-        std::vector<uint64_t> order(count);
-        for (uint64_t i = 0; i < count; i++) order[i] = keyed[i].second;
-        return order;
+    // The stream whose turn it is in the epoch.
+    uint64_t stream_at(uint64_t turn) const {
+        if (!shuffle_) return turn;
+        return Permutation(data_.stream_count(), random_key(seed_, epoch_, 0))(turn);
+    }
+
+    // Where a stream's window starts whose place it is in the epoch.
+    uint64_t window_start(uint64_t stream, uint64_t place) const {
+        if (!shuffle_) return place * seq_len_;
+        const uint64_t key = random_key(seed_, epoch_, stream + 1);
+        const bool room = data_.token_count(stream) >= 2 * seq_len_;
+        const uint64_t offset = room ? random_bits_of(key, uint64_t{1} << 63) % seq_len_ : 0;
+        return offset + Permutation(windows(stream), key)(place) * seq_len_;
     }
 
     void enter_epoch(uint64_t epoch) {
         if (epoch == epoch_) return;
         epoch_ = epoch;
-        stream_ = kNone;
-        order_.resize(data_.stream_count());
-        std::iota(order_.begin(), order_.end(), 0);
-        if (shuffle_) order_ = shuffled(order_.size(), 0);
         ends_.clear();
         uint64_t end = 0;
-        for (const uint64_t stream : order_) ends_.push_back(end += windows(stream));
-    }
-
-    void enter_stream(uint64_t stream) {
-        if (stream == stream_) return;
-        stream_ = stream;
-        if (!shuffle_) return;
-        window_order_ = shuffled(windows(stream), stream + 1);
-        const bool room = data_.token_count(stream) >= 2 * seq_len_;
-        offset_ = room ? random_bits(seed_, epoch_, stream + 1, uint64_t{1} << 63) % seq_len_ : 0;
+        for (size_t turn = 0; turn < data_.stream_count(); turn++)
+            ends_.push_back(end += windows(stream_at(turn)));
     }
 
     const Dataset& data_;
     const uint64_t seq_len_, seed_;
     const bool shuffle_;
     uint64_t sequences_per_epoch_ = 0;
-    // A cache of the order around the last sequence that was asked for.
-    uint64_t epoch_ = kNone, stream_ = kNone, offset_ = 0;
-    std::vector<uint64_t> order_,
-        ends_;  // the epoch's streams, and the sequence number at which each one ends
-    std::vector<uint64_t> window_order_;  // of stream_
+    uint64_t epoch_ = ~uint64_t{0};  // of the sequence that was asked for last, and
+    std::vector<uint64_t> ends_;     // the number in it at which each stream ends, by turns
 };

@@ -24,8 +24,8 @@ inline size_t device_bytes_allocated = 0;  // by this process, now
 // Takes `bytes` of device memory, zeroed. Fails with the device's free memory when there is not enough.
 inline void* device_allocate(size_t bytes, const char* what) {
     if (device_allocation_forbidden)
-        fail("%s: %zu bytes are allocated after the start of the run, where all is to be allocated", what,
-             bytes);
+        bug("%s: %zu bytes are allocated after the start of the run, where all is to be allocated", what,
+            bytes);
     void* p = nullptr;
 #if defined(SIMT_GPU)
     const cudaError_t status = cudaMalloc(&p, bytes ? bytes : 1);

@@ -1,12 +1,14 @@
-// error.h - what happens when something is wrong that the user can mend.
+// error.h - what happens when something is wrong.
 //
 // A user's mistake is one line that names the option or file, the value, and what would be right. Code
-// anywhere throws it with fail(); main prints it and exits with code 2. Bugs of our own are asserts; only
-// what keeps memory and the device true is checked in every build, and ends a run in the same way.
+// anywhere throws it with fail(); main prints it and exits with code 2. Bugs of our own are asserts; what
+// keeps memory true is checked in every build, and thrown with bug(): that ends with code 1.
 #pragma once
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -33,4 +35,31 @@ template <class... A>
         throw UserError(pattern);
     else
         throw UserError(format(pattern, args...));
+}
+
+// Throws a std::logic_error with a message like fail()'s: what it says is our mistake, not the user's.
+template <class... A>
+[[noreturn]] inline void bug(const char* pattern, A... args) {
+    if constexpr (sizeof...(A) == 0)
+        throw std::logic_error(pattern);
+    else
+        throw std::logic_error(format(pattern, args...));
+}
+
+// In a catch: prints what was thrown in one line, and returns the code to exit with.
+inline int report_error() {
+    try {
+        throw;
+    } catch (const UserError& e) {
+        std::string line = e.what();
+        std::replace(line.begin(), line.end(), '\n', ' ');  // names of files may have any
+        fprintf(stderr, "train: %s\n", line.c_str());
+        return 2;
+    } catch (const std::bad_alloc&) {
+        fprintf(stderr, "train: out of host memory\n");
+        return 2;
+    } catch (const std::exception& e) {
+        fprintf(stderr, "train: this is a bug: %s\n", e.what());
+        return 1;
+    }
 }

@@ -1,4 +1,4 @@
-// file.h - files in and out: mapped, read, parsed, and written so that a crash or a full disk loses nothing.
+// file.h - files in and out: read, parsed, and written so that a crash or a full disk loses nothing.
 //
 // A save is atomic when it is written beside (FileWriter), synced (finish) and renamed (replace_file).
 #pragma once
@@ -15,7 +15,6 @@
 #include <vector>
 
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -53,77 +52,92 @@ class OpenFile {
     int fd_;
 };
 
-// A whole file, mapped read only; an empty file has size 0 and no data. Fails when the file is missing,
-// unreadable or not a regular file. The file must not be shortened while it is mapped.
-class MappedFile {
+// What tells a file from any other, and from itself after a change.
+struct FileStamp {
+    uint64_t device, inode, bytes;
+    int64_t written;  // in nanoseconds
+    bool operator==(const FileStamp&) const = default;
+};
+
+// A file that is read piece by piece, so that no more of it takes memory than what was asked for. Fails when
+// it is missing or unreadable, and for what else has a name: folders, FIFOs, and devices, which may not end.
+class FileReader {
   public:
-    explicit MappedFile(const std::string& path) : path_(path) {
-        const OpenFile file(path, O_RDONLY);
-        struct stat info;
-        if (fstat(file.fd(), &info) != 0) fail("%s: cannot stat: %s", path.c_str(), std::strerror(errno));
+    explicit FileReader(const std::string& path)
+        : path_(path), file_(path, O_RDONLY | O_NONBLOCK) {  // the second: not to wait for a FIFO's writer
+        const struct stat info = status();
         if (S_ISDIR(info.st_mode)) fail("%s: is a directory where a file is needed", path.c_str());
         if (!S_ISREG(info.st_mode)) fail("%s: is not a regular file", path.c_str());
-        if (info.st_size == 0) return;
-        const auto size = static_cast<size_t>(info.st_size);
-        void* address = mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.fd(), 0);
-        if (address == MAP_FAILED) fail("%s: cannot map: %s", path.c_str(), std::strerror(errno));
-        data_ = static_cast<const unsigned char*>(address);
-        size_ = size;
-    }
-    MappedFile(MappedFile&& other) noexcept
-        : path_(std::move(other.path_)),
-          data_(std::exchange(other.data_, nullptr)),
-          size_(std::exchange(other.size_, 0)) {}
-    MappedFile& operator=(MappedFile&& other) noexcept {
-        std::swap(path_, other.path_);
-        std::swap(data_, other.data_);
-        std::swap(size_, other.size_);
-        return *this;
-    }
-    ~MappedFile() {
-        if (data_) munmap(const_cast<unsigned char*>(data_), size_);
-    }
-
-    // Tells the system that reads will jump about, so that it does not fetch megabytes around each of them.
-    void expect_random_reads() const {
-        if (data_) madvise(const_cast<unsigned char*>(data_), size_, MADV_RANDOM);
+        size_ = static_cast<size_t>(info.st_size);
     }
 
     const std::string& path() const { return path_; }
-    const unsigned char* data() const { return data_; }
+    // When it was opened.
     size_t size() const { return size_; }
+    // As the file is now.
+    FileStamp stamp() const {
+        const struct stat info = status();
+        return {info.st_dev, info.st_ino, static_cast<uint64_t>(info.st_size),
+                int64_t{info.st_mtim.tv_sec} * 1'000'000'000 + info.st_mtim.tv_nsec};
+    }
+
+    // Copies the bytes from `first` on. Fails when they cannot be read or the file has become shorter.
+    void read(uint64_t first, size_t bytes, void* out) const {
+        char* to = static_cast<char*>(out);
+        while (bytes > 0) {
+            const ssize_t got = pread(file_.fd(), to, bytes, static_cast<off_t>(first));
+            if (got < 0 && errno == EINTR) continue;
+            if (got < 0) fail("%s: cannot read: %s", path_.c_str(), std::strerror(errno));
+            if (got == 0)
+                fail("%s: ends at byte %llu and had %zu when it was opened: it was changed meanwhile",
+                     path_.c_str(), static_cast<unsigned long long>(first), size_);
+            to += got;
+            first += static_cast<uint64_t>(got);
+            bytes -= static_cast<size_t>(got);
+        }
+    }
 
   private:
+    struct stat status() const {
+        struct stat info;
+        if (fstat(file_.fd(), &info) != 0) fail("%s: cannot stat: %s", path_.c_str(), std::strerror(errno));
+        return info;
+    }
+
     std::string path_;
-    const unsigned char* data_ = nullptr;
+    OpenFile file_;
     size_t size_ = 0;
 };
 
 // Whether something has that name.
 inline bool file_exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
 
-// The bytes of a file. Fails when it is missing, unreadable or a directory.
+// The largest file that is read as a whole: several times the largest tokenizers there are.
+constexpr size_t kLargestText = 128 << 20;
+
+// The bytes of a file. Fails as FileReader does, and when there are more than kLargestText.
 inline std::string read_text(const std::string& path) {
-    const OpenFile file(path, O_RDONLY);
-    std::string text;
-    std::vector<char> chunk(1 << 16);
-    for (;;) {
-        const ssize_t got = read(file.fd(), chunk.data(), chunk.size());
-        if (got < 0 && errno == EINTR) continue;
-        if (got < 0) fail("%s: cannot read: %s", path.c_str(), std::strerror(errno));
-        if (got == 0) return text;
-        text.append(chunk.data(), static_cast<size_t>(got));
-    }
+    const FileReader file(path);
+    if (file.size() > kLargestText)
+        fail("%s: has %zu bytes, and such a file may have %zu MiB", path.c_str(), file.size(),
+             kLargestText >> 20);
+    std::string text(file.size(), '\0');
+    file.read(0, text.size(), text.data());
+    return text;
 }
 
 // Parses JSON text that came from `file`. Fails in one line that names the file and the position of the
-// error. A key given twice in one object is an error too: JSON leaves open which one counts.
-inline nlohmann::json parse_json(std::string_view text, const std::string& file) {
+// error. A key given twice in one object is an error too: JSON leaves open which one counts. `keep` is asked
+// whether to keep what has just been parsed, as nlohmann's parser asks its callback; it sees to the keys that
+// it does not keep.
+template <class Keep>
+nlohmann::json parse_json(std::string_view text, const std::string& file, Keep&& keep) {
     using nlohmann::json;
     std::vector<std::set<std::string>> keys;  // of the objects that are open
     const auto note_keys = [&](int, json::parse_event_t event, json& parsed) {
         if (event == json::parse_event_t::object_start) keys.emplace_back();
         if (event == json::parse_event_t::object_end) keys.pop_back();
+        if (!keep(event, parsed)) return false;
         if (event == json::parse_event_t::key) {
             const auto& key = parsed.get_ref<const std::string&>();
             if (!keys.back().insert(key).second)
@@ -142,6 +156,9 @@ inline nlohmann::json parse_json(std::string_view text, const std::string& file)
             line.begin(), line.end(), [](unsigned char c) { return c < 0x20 || c == 0x7f; }, ' ');
         fail("%s: broken JSON: %s", file.c_str(), line.c_str());
     }
+}
+inline nlohmann::json parse_json(std::string_view text, const std::string& file) {
+    return parse_json(text, file, [](nlohmann::json::parse_event_t, const nlohmann::json&) { return true; });
 }
 
 // parse_json of a whole file.

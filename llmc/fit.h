@@ -27,8 +27,9 @@ struct Rehearsals {
     int layers;
     int64_t most_sequences;  // that a micro-batch may have
     DeviceRates rates;
-    std::function<MemoryReport(const MemorySetting&)> report;  // of all that the run may do
-    std::function<Plan(const MemorySetting&)> training;        // of a micro-batch alone
+    std::function<MemoryReport(const MemorySetting&)> report;   // of all that the run may do
+    std::function<MemoryReport(const MemorySetting&)> outline;  // the same, the training's plan not placed
+    std::function<Plan(const MemorySetting&)> training;         // that of a micro-batch alone, not placed
 };
 
 inline MemorySetting setting_of(const Options& o) {
@@ -110,8 +111,8 @@ inline std::vector<Profile> profiles_of(std::vector<MemorySetting> settings, con
     for (size_t i = 0; i < settings.size(); i++) {
         MemorySetting& s = settings[i];
         s.levels.assign(layers, 0);
-        const MemoryReport report = rehearsals.report(s);
-        const std::vector<Segment> keeps_all = segments_of(report.train, rehearsals.rates);
+        const MemoryReport report = rehearsals.outline(s);
+        const std::vector<Segment> keeps_all = segments_of(*report.train, rehearsals.rates);
         const bool same_blocks = i > 0 && s.batch == settings[i - 1].batch && s.same_state(settings[i - 1]);
         Profile p = same_blocks ? all.back() : Profile();
         if (same_blocks) {
@@ -131,7 +132,7 @@ inline std::vector<Profile> profiles_of(std::vector<MemorySetting> settings, con
         if (all.empty()) update_seconds = report.update_seconds;
         // What adding to gradients takes longer than writing them is the same at every level.
         const double added = report.seconds - report.update_seconds -
-                             s.grad_accum * seconds_of(report.train.work, rehearsals.rates);
+                             s.grad_accum * seconds_of(report.train->work, rehearsals.rates);
         p.fixed_seconds = update_seconds + added;
         all.push_back(std::move(p));
     }

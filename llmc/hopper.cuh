@@ -264,6 +264,12 @@ struct Ring {
     SIMT_DEVICE void advance() {
         if (++slot == kSlots) slot = 0, parity ^= 1;
     }
+    // A consumer's warp needs nothing of this tile.
+    SIMT_DEVICE void pass_over() {
+        wait_full();
+        release();
+        advance();
+    }
 };
 
 // Starts s = A B^T, a group of its own: 64 rows of tile a from a_row on, all rows of tile b.

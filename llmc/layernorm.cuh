@@ -7,7 +7,7 @@
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 
-constexpr float kLayernormEpsilon = 1e-5f;
+constexpr float kLayernormEpsilon = 1e-5f;  // GPT-2's and BLOOM's
 
 // The output of a row of C, by a warp. Written once, with its rounding fixed, so that a re-made output has
 // the bits of the first.
@@ -27,7 +27,7 @@ SIMT_DEVICE void normalize_row(T* out, const T* x, float mean, float rstd, const
 template <class T, int N, bool kResidual>
 __global__ void __launch_bounds__(kBlockThreads)
     layernorm_forward_kernel(T* out, float* mean, float* rstd, T* sum, const T* a, const T* b,
-                             const T* weight, const T* bias, int rows, int C) {
+                             const T* weight, const T* bias, int rows, int C, float epsilon) {
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
     const int64_t start = int64_t{row} * C;
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kBlockThreads)
         const Packed<T, N> p = load<N>(x + c);
         for (int k = 0; k < N; k++) squares[k] += (p[k] - m) * (p[k] - m);
     }
-    const float r = rsqrtf(warp_sum(squares.sum()) / C + kLayernormEpsilon);
+    const float r = rsqrtf(warp_sum(squares.sum()) / C + epsilon);
     normalize_row<N>(out + start, x, m, r, weight, bias, C);
     if (lane() == 0) mean[row] = m, rstd[row] = r;
 }
@@ -112,32 +112,34 @@ struct LayernormColumns {
 
 template <class T, bool kResidual>
 void layernorm_launch(Tensor<T>& out, Tensor<float>& mean, Tensor<float>& rstd, T* sum, const Tensor<T>& a,
-                      const T* b, const Tensor<T>& weight, const Tensor<T>& bias, Stream stream) {
+                      const T* b, const Tensor<T>& weight, const Tensor<T>& bias, Stream stream,
+                      float epsilon) {
     const int rows = static_cast<int>(a.rows()), C = static_cast<int>(a.columns());
     auto run = [&]<int N>(std::integral_constant<int, N>) {
         launch<layernorm_forward_kernel<T, N, kResidual>>(blocks_of_rows(rows), kBlockThreads, 0, stream,
                                                           out.data(), mean.data(), rstd.data(), sum, a.data(),
-                                                          b, weight.data(), bias.data(), rows, C);
+                                                          b, weight.data(), bias.data(), rows, C, epsilon);
     };
     with_vector_size<T>(C, run);
 }
 
-// out (rows, C) = (x - mean) rstd weight + bias, with the mean and 1/sqrt(variance + 1e-5) of each row, both
-// saved.
+// out (rows, C) = (x - mean) rstd weight + bias, with the mean and rstd = 1/sqrt(variance + epsilon) of each
+// row, both saved.
 template <class T>
 void layernorm_forward(Tensor<T>& out, Tensor<float>& mean, Tensor<float>& rstd, const Tensor<T>& x,
-                       const Tensor<T>& weight, const Tensor<T>& bias, Stream stream) {
+                       const Tensor<T>& weight, const Tensor<T>& bias, Stream stream,
+                       float epsilon = kLayernormEpsilon) {
     const Operation operation("layernorm_forward", 0, pass_bytes(out, x));
-    layernorm_launch<T, false>(out, mean, rstd, nullptr, x, nullptr, weight, bias, stream);
+    layernorm_launch<T, false>(out, mean, rstd, nullptr, x, nullptr, weight, bias, stream, epsilon);
 }
 
 // sum (rows, C) = a + b, and out = layernorm of sum.
 template <class T>
 void residual_layernorm_forward(Tensor<T>& sum, Tensor<T>& out, Tensor<float>& mean, Tensor<float>& rstd,
                                 const Tensor<T>& a, const Tensor<T>& b, const Tensor<T>& weight,
-                                const Tensor<T>& bias, Stream stream) {
+                                const Tensor<T>& bias, Stream stream, float epsilon = kLayernormEpsilon) {
     const Operation operation("residual_layernorm_forward", 0, pass_bytes(sum, out, a, b));
-    layernorm_launch<T, true>(out, mean, rstd, sum.data(), a, b.data(), weight, bias, stream);
+    layernorm_launch<T, true>(out, mean, rstd, sum.data(), a, b.data(), weight, bias, stream, epsilon);
 }
 
 // Makes layernorm_forward's output again from x and the saved mean and rstd: the same bits, one pass.
@@ -155,19 +157,23 @@ void layernorm_normalize(Tensor<T>& out, const Tensor<T>& x, const Tensor<float>
 }
 
 // Adds to dx (rows, C), dweight (C) and dbias (C) what dout (rows, C) sends back through layernorm_forward of
-// x. scratch: column_sums_scratch(rows, C, 2).
+// x. Absent dweight and dbias are frozen: nothing is computed for them, and scratch may be absent too; else
+// scratch is column_sums_scratch(rows, C, 2).
 template <class T, class Gradient>
 void layernorm_backward(Tensor<T>& dx, Tensor<Gradient>& dweight, Tensor<Gradient>& dbias,
                         Tensor<float>& scratch, const Tensor<T>& dout, const Tensor<T>& x,
                         const Tensor<float>& mean, const Tensor<float>& rstd, const Tensor<T>& weight,
                         Stream stream) {
-    const Operation operation("layernorm_backward", 0, pass_bytes(dx, dx, dout, x, dout, x));
+    assert(static_cast<bool>(dweight) == static_cast<bool>(dbias));
+    const Operation operation("layernorm_backward", 0,
+                              pass_bytes(dx, dx, dout, x) + (dweight ? pass_bytes(dout, x) : 0));
     const int rows = static_cast<int>(x.rows()), C = static_cast<int>(x.columns());
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
         launch<layernorm_backward_input_kernel<T, N>>(blocks_of_rows(rows), kBlockThreads, 0, stream,
                                                       dx.data(), dout.data(), x.data(), mean.data(),
                                                       rstd.data(), weight.data(), rows, C);
     });
+    if (!dweight) return;
     const LayernormColumns<T> columns{dout.data(), x.data(), mean.data(), rstd.data()};
     add_column_sums<T>(columns, ColumnOutputs<Gradient, 2>{{dweight.data(), dbias.data()}}, scratch, rows, C,
                        stream);

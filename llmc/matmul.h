@@ -70,6 +70,14 @@ void matmul_bias_gradient(Arena& arena, Stream stream, const Tensor<T>& b, const
     if (!fused) bias_backward(*o.bias_gradient, scratch, b, stream);
 }
 
+// bias (N) += the sums of the columns of b (rows, N), by a kernel of its own.
+template <class T>
+void add_bias_gradient(Arena& arena, Stream stream, Tensor<T>& bias, const Tensor<T>& b) {
+    MatmulOptions<T> options;
+    options.bias_gradient = &bias;
+    matmul_bias_gradient(arena, stream, b, options, false);
+}
+
 #if defined(SIMT_GPU)
 #include "llmc/matmul_cublaslt.h"
 #else

@@ -1,79 +1,54 @@
-// model.h - the parameters of a GPT-2: one table describes a block, one what is around the blocks. Loading,
-// saving, counting, initialising, decaying and reporting follow from them.
+// model.h - the parameters of a model: where each tensor of its family's table (family.h) lies, and views of
+// a unit's tensors by what they are for. Loading, saving, counting, initialising, decaying and reporting
+// follow from it.
 //
-// In memory a unit's tensors lie together: first the embeddings, then each block, then the last layernorm.
-// Inside a unit the decayed ones (the matrices) come first, so that one number says where decay ends.
+// In memory a unit's tensors lie together: first the embeddings, then each block, then the head. Inside a
+// unit the decayed ones come first, so that one number says where decay ends.
 #pragma once
 
+#include <algorithm>
 #include <span>
 #include <string>
 #include <vector>
 
-#include "llmc/model_config.h"
+#include "llmc/families.h"
 #include "llmc/random.h"
-#include "llmc/tensor.h"
 
-enum class Init { Normal, ResidualNormal, Zero, One };
+// out = in weight [+ bias]. An absent bias is an absent tensor.
+template <class T>
+struct Linear {
+    Tensor<T> weight, bias;
+    bool by_outputs = false;  // the weight lies (outputs, inputs), else (inputs, outputs)
 
-// A row of a table: the field, its name in Hugging Face's files, its shape there, and how it starts. Matrices
-// decay.
-template <class Fields, class T>
-struct TableRow {
-    using Field = Tensor<T> Fields::*;
-    Field field;
-    const char* name;
-    Shape shape;
-    Init init;
+    int64_t outputs() const { return by_outputs ? weight.rows() : weight.columns(); }
+    int64_t inputs() const { return by_outputs ? weight.columns() : weight.rows(); }
 };
-template <class Fields, class T>
-using Table = std::vector<TableRow<Fields, T>>;
+
+template <class T>
+struct Norm {
+    Tensor<T> weight, bias;
+};
 
 template <class T>
 struct Block {
-    Tensor<T> qkv_weight, attention_weight, up_weight, down_weight;
-    Tensor<T> ln_1_weight, ln_1_bias, qkv_bias, attention_bias, ln_2_weight, ln_2_bias, up_bias, down_bias;
-
-    static Table<Block, T> table(const GptConfig& g) {
-        const int64_t C = g.channels;
-        return {
-            {&Block::qkv_weight, "attn.c_attn.weight", {C, 3 * C}, Init::Normal},
-            {&Block::attention_weight, "attn.c_proj.weight", {C, C}, Init::ResidualNormal},
-            {&Block::up_weight, "mlp.c_fc.weight", {C, 4 * C}, Init::Normal},
-            {&Block::down_weight, "mlp.c_proj.weight", {4 * C, C}, Init::ResidualNormal},
-            {&Block::ln_1_weight, "ln_1.weight", {C}, Init::One},
-            {&Block::ln_1_bias, "ln_1.bias", {C}, Init::Zero},
-            {&Block::qkv_bias, "attn.c_attn.bias", {3 * C}, Init::Zero},
-            {&Block::attention_bias, "attn.c_proj.bias", {C}, Init::Zero},
-            {&Block::ln_2_weight, "ln_2.weight", {C}, Init::One},
-            {&Block::ln_2_bias, "ln_2.bias", {C}, Init::Zero},
-            {&Block::up_bias, "mlp.c_fc.bias", {4 * C}, Init::Zero},
-            {&Block::down_bias, "mlp.c_proj.bias", {C}, Init::Zero},
-        };
-    }
+    Norm<T> norm_1;
+    Linear<T> qkv;
+    Norm<T> query_norm, key_norm;  // of each head, before rotation
+    Linear<T> attention;           // the projection of attention's output
+    Norm<T> norm_2;
+    Linear<T> up, down;
 };
 
 template <class T>
 struct Embeddings {
-    Tensor<T> wte, wpe;
-    static Table<Embeddings, T> table(const GptConfig& g) {
-        const int64_t C = g.channels;
-        return {
-            {&Embeddings::wte, "wte.weight", {g.vocabulary, C}, Init::Normal},
-            {&Embeddings::wpe, "wpe.weight", {g.positions, C}, Init::Normal},
-        };
-    }
+    Tensor<T> token, position;
+    Norm<T> norm;
 };
 
 template <class T>
-struct LastLayernorm {
-    Tensor<T> weight, bias;
-    static Table<LastLayernorm, T> table(const GptConfig& g) {
-        const int64_t C = g.channels;
-        return {
-            {&LastLayernorm::weight, "ln_f.weight", {C}, Init::One},
-            {&LastLayernorm::bias, "ln_f.bias", {C}, Init::Zero},
-        };
-    }
+struct Head {
+    Norm<T> norm;
+    Linear<T> logits;  // by outputs; absent where the token embedding is meant
 };
 
 // Tensors start at a multiple of this many elements: aligned for vectors and for the libraries, in any
@@ -82,12 +57,19 @@ constexpr int64_t kParameterAlignment = 256;
 
 // One tensor of the model and where it lies.
 struct Parameter {
-    std::string name;  // in Hugging Face's files, without the prefix "transformer."
-    Shape shape;       // there
-    Shape memory;      // here: wte's rows are padded
-    int64_t offset;    // in elements, from the start of all parameters
+    struct Part {
+        std::string name;  // in files, whole
+        Shape shape;       // there
+        int64_t offset;    // in elements, from the start of the parameter
+    };
+    std::string name;  // in our own files
+    Field field;
+    std::vector<Part> parts;  // what the model's files have of it, one after the other
+    Shape shape;              // of all of them together
+    Shape memory;             // here: rows may be padded
+    int64_t offset;           // in elements, from the start of all parameters
     Init init;
-    bool decayed() const { return shape.count == 2; }
+    bool decays;
     // Where the next tensor may start.
     int64_t end() const {
         return offset + (memory.size() + kParameterAlignment - 1) / kParameterAlignment * kParameterAlignment;
@@ -104,16 +86,22 @@ struct Unit {
 // Where every tensor of a model lies; the same for weights, gradients and optimizer state.
 class Layout {
   public:
-    explicit Layout(const GptConfig& config) : config_(config) {
-        add_unit("embeddings", "", Embeddings<float>::table(config));
-        for (int l = 0; l < config.layers; l++)
-            add_unit("block " + std::to_string(l), "h." + std::to_string(l) + ".",
-                     Block<float>::table(config));
-        add_unit("last layernorm", "", LastLayernorm<float>::table(config));
+    explicit Layout(const ModelConfig& config) : config_(config) {
+        const Family& family = *config.family;
+        add_unit("embeddings", "", family.embeddings(config));
+        for (int l = 0; l < config.layers; l++) {
+            const std::string number = std::to_string(l);
+            add_unit("block " + number, std::string(family.blocks) + "." + number + ".",
+                     family.block(config));
+        }
+        add_unit("head", "", family.head(config));
     }
-    const GptConfig& config() const { return config_; }
+    const ModelConfig& config() const { return config_; }
     const std::vector<Parameter>& parameters() const { return parameters_; }
     const std::vector<Unit>& units() const { return units_; }
+    // The numbers of the units that are no block; block l is unit l + 1.
+    int embeddings_unit() const { return 0; }
+    int head_unit() const { return config_.layers + 1; }
     std::span<const Parameter> parameters_of(int unit) const {
         const size_t first = first_parameter_[static_cast<size_t>(unit)];
         const bool last = unit + 1 == static_cast<int>(units_.size());
@@ -128,61 +116,104 @@ class Layout {
         for (const Parameter& p : parameters_) n += p.shape.size();
         return n;
     }
+    // Those that each token is multiplied with, which embeddings that are only looked up are not.
+    int64_t multiplied() const {
+        int64_t n = count();
+        for (const Parameter& p : parameters_of(embeddings_unit()))
+            if (p.field == Field::PositionEmbedding || (p.field == Field::TokenEmbedding && !config_.tied))
+                n -= p.shape.size();
+        return n;
+    }
 
-    // Views of a buffer of size() elements, by the tables' fields.
+    // Views of a unit's tensors in a buffer of its own size, by what they are for.
     template <class T>
-    Embeddings<T> embeddings(T* base) const {
-        return fields<Embeddings<T>>(base, 0);
+    Embeddings<T> embeddings(T* unit) const {
+        const Find<T> at{*this, embeddings_unit(), unit};
+        return {at(Field::TokenEmbedding),
+                at(Field::PositionEmbedding),
+                {at(Field::EmbeddingNormWeight), at(Field::EmbeddingNormBias)}};
     }
     template <class T>
-    Block<T> block(T* base, int layer) const {
-        return fields<Block<T>>(base, layer + 1);
+    Block<T> block(T* unit, int layer) const {
+        const Find<T> at{*this, layer + 1, unit};
+        const bool by_outputs = config_.family->by_outputs;
+        return {{at(Field::Norm1Weight), at(Field::Norm1Bias)},
+                {at(Field::QkvWeight), at(Field::QkvBias), by_outputs},
+                {at(Field::QueryNormWeight), {}},
+                {at(Field::KeyNormWeight), {}},
+                {at(Field::AttentionWeight), at(Field::AttentionBias), by_outputs},
+                {at(Field::Norm2Weight), at(Field::Norm2Bias)},
+                {at(Field::UpWeight), at(Field::UpBias), by_outputs},
+                {at(Field::DownWeight), at(Field::DownBias), by_outputs}};
     }
     template <class T>
-    LastLayernorm<T> last_layernorm(T* base) const {
-        return fields<LastLayernorm<T>>(base, config_.layers + 1);
+    Head<T> head(T* unit) const {
+        const Find<T> at{*this, head_unit(), unit};
+        return {{at(Field::LastNormWeight), at(Field::LastNormBias)}, {at(Field::HeadWeight), {}, true}};
     }
 
   private:
-    template <class Fields>
-    void add_unit(const std::string& name, const std::string& prefix, const Table<Fields, float>& table) {
+    // A tensor of a unit at an address, or an absent one where the unit has none for that.
+    template <class T>
+    struct Find {
+        const Layout& layout;
+        int unit;
+        T* base;
+        Tensor<T> operator()(Field field) const {
+            for (const Parameter& p : layout.parameters_of(unit))
+                if (p.field == field)
+                    return {
+                        base ? base + (p.offset - layout.units_[static_cast<size_t>(unit)].offset) : nullptr,
+                        p.memory};
+            return {};
+        }
+    };
+
+    void add_unit(const std::string& name, const std::string& block, const Table& table) {
         Unit unit{name, size_, 0, 0};
         first_parameter_.push_back(parameters_.size());
-        for (const auto& row : table) {
-            Parameter p{prefix + row.name, row.shape, row.shape, size_, row.init};
-            if (p.name == "wte.weight") p.memory.dims[0] = config_.padded_vocabulary();
+        for (const Row& row : table) {
+            Parameter p{.name = block + (row.name ? row.name : row.parts[0].name),
+                        .field = row.field,
+                        .parts = {},
+                        .shape = row.parts[0].shape,
+                        .memory = {},
+                        .offset = size_,
+                        .init = row.init,
+                        .decays = row.decays};
+            p.shape.dims[0] = 0;
+            for (const FileTensor& t : row.parts) {
+                const int64_t start = p.shape.size();
+                p.parts.push_back(
+                    {(t.has_prefix ? config_.family->prefix + block : "") + t.name, t.shape, start});
+                p.shape.dims[0] += t.shape.dims[0];
+            }
+            p.memory = p.shape;
+            if (row.padded) p.memory.dims[0] = config_.padded_vocabulary();
             size_ = p.end();
-            if (p.decayed()) unit.decayed = size_ - unit.offset;
+            if (p.decays) unit.decayed = size_ - unit.offset;
             parameters_.push_back(p);
         }
         unit.size = size_ - unit.offset;
         units_.push_back(unit);
     }
-    template <class Fields, class T>
-    Fields fields(T* base, int unit) const {
-        Fields f;
-        const Parameter* p = &parameters_[first_parameter_[static_cast<size_t>(unit)]];
-        for (const auto& row : Fields::table(config_)) {
-            f.*row.field = Tensor<T>(base ? base + p->offset : nullptr, p->memory);
-            p++;
-        }
-        return f;
-    }
 
-    GptConfig config_;
+    ModelConfig config_;
     std::vector<Parameter> parameters_;
     std::vector<Unit> units_;
     std::vector<size_t> first_parameter_;  // of each unit
     int64_t size_ = 0;
 };
 
-// GPT-2's initial value of element i of parameter number `index`: normal with deviation 0.02, divided by
-// sqrt(2 layers) for the two projections into the residual stream; biases 0, gains 1. A function of its
-// arguments alone, so the values do not depend on the layout, the device or the precision.
-inline float initial_value(const Parameter& p, int index, int64_t i, int layers, uint64_t seed) {
-    if (p.init == Init::Zero) return 0.f;
-    if (p.init == Init::One) return 1.f;
-    const double deviation = p.init == Init::ResidualNormal ? 0.02 / std::sqrt(2.0 * layers) : 0.02;
-    return static_cast<float>(deviation *
-                              random_normal(seed, static_cast<uint64_t>(index), static_cast<uint64_t>(i)));
+// The initial values of a parameter from element `first` on, as GPT-2 starts: normal with deviation 0.02,
+// divided by sqrt(2 layers) for the two projections into the residual stream; biases 0, gains 1. Functions of
+// the seed, the parameter's name and the element alone: what else the model has changes none.
+inline void initial_values(const Parameter& p, int64_t first, int layers, uint64_t seed,
+                           std::span<float> out) {
+    if (p.init == Init::Zero || p.init == Init::One)
+        return std::fill(out.begin(), out.end(), p.init == Init::One ? 1.f : 0.f);
+    random_normals(seed, name_hash(p.name), static_cast<uint64_t>(first), out);
+    const bool residual = p.init == Init::ResidualNormal;
+    const float deviation = static_cast<float>(residual ? 0.02 / std::sqrt(2.0 * layers) : 0.02);
+    for (float& x : out) x *= deviation;
 }

@@ -1,128 +1,127 @@
-// model_config.h - the sizes of a GPT-2, from a Hugging Face config.json or from a depth.
+// model_config.h - the sizes of a model and what its family (family.h) leaves open, and the checked reading
+// of a Hugging Face config.json.
 #pragma once
 
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
-#include "llmc/error.h"
+#include "llmc/file.h"
+#include "llmc/rope_scaling.h"
 
-struct GptConfig {
-    int vocabulary = 0;  // tokens that exist; the rows of wte are padded_vocabulary()
+struct Family;
+
+struct ModelConfig {
+    const Family* family = nullptr;
+    int vocabulary = 0;  // tokens that exist; the rows of the embedding are padded_vocabulary()
     int positions = 0;   // the longest sequence
-    int layers = 0, heads = 0, channels = 0;
+    int layers = 0, channels = 0;
+    int heads = 0, kv_heads = 0;  // of queries; of keys and values, each for heads / kv_heads of queries
+    int head_size = 0;            // which times heads need not be the channels
+    int mlp_width = 0;            // of what the activation makes
+    double norm_epsilon = 1e-5;
+    bool tied = true;  // the head multiplies with the token embedding
+    int window = 0;    // keys that a query sees, itself included; 0: all before it
+    RopeScaling rope;  // where positions are rotary
     // The tokens that begin and end a text: what a folder says of them is kept for saves.
-    int begin_of_text = -1, end_of_text = -1;
+    std::vector<int> begin_of_text, end_of_text;
 
     int padded_vocabulary() const { return (vocabulary + 127) / 128 * 128; }
-    int head_size() const { return channels / heads; }
-    // Whether the sizes are the same.
-    bool operator==(const GptConfig& o) const {
-        return vocabulary == o.vocabulary && positions == o.positions && layers == o.layers &&
-               heads == o.heads && channels == o.channels;
+    int64_t query_width() const { return int64_t{heads} * head_size; }
+    int64_t kv_width() const { return int64_t{kv_heads} * head_size; }
+    int64_t qkv_width() const { return query_width() + 2 * kv_width(); }
+    // Whether the model is the same, whatever the tokens that end its texts.
+    bool operator==(const ModelConfig& o) const {
+        return family == o.family && vocabulary == o.vocabulary && positions == o.positions &&
+               layers == o.layers && channels == o.channels && heads == o.heads && kv_heads == o.kv_heads &&
+               head_size == o.head_size && mlp_width == o.mlp_width && norm_epsilon == o.norm_epsilon &&
+               tied == o.tied && window == o.window && rope == o.rope;
     }
 };
 
 constexpr int kMostPositions = 1 << 21;  // whose tiles of attention fit a grid's height
+constexpr int kMostHeadSize = 128;
 
-// Fails unless the trainer can run a model of these sizes. `where` opens the message.
-inline void check_config(const GptConfig& c, const std::string& where) {
-    auto positive = [&](const char* name, int value, int most) {
-        if (value < 1 || value > most)
-            fail("%s: %s is %d, but must be 1 to %d", where.c_str(), name, value, most);
-    };
-    positive("vocab_size", c.vocabulary, 1 << 24);
-    positive("n_positions", c.positions, kMostPositions);
-    positive("n_layer", c.layers, 10000);
-    positive("n_embd", c.channels, 1 << 20);
-    positive("n_head", c.heads, c.channels);
-    if (c.channels % c.heads != 0)
-        fail("%s: n_embd %d is not a multiple of n_head %d", where.c_str(), c.channels, c.heads);
-    if (c.head_size() > 128)
-        fail("%s: heads of %d channels; at most 128 are supported", where.c_str(), c.head_size());
-}
+// Reads the keys of a config.json. Each fails in one line that names the file and the key where the value is
+// missing without a default, or not of the kind.
+class ConfigReader {
+  public:
+    ConfigReader(const nlohmann::json& json, const std::string& file) : json_(json), file_(file) {
+        if (!json.is_object()) fail("%s: not a JSON object", file.c_str());
+    }
+    const std::string& file() const { return file_; }
+    // Null counts as absent.
+    bool has(const char* name) const {
+        const auto it = json_.find(name);
+        return it != json_.end() && !it->is_null();
+    }
+    // The spelling that is there, of a key that has two.
+    const char* either(const char* name, const char* other) const { return has(name) ? name : other; }
 
-// Reads the sizes from a parsed config.json; fails on what is missing, of the wrong type, or not GPT-2's
-// arithmetic.
-inline GptConfig parse_config(const nlohmann::json& json, const std::string& file) {
-    if (!json.is_object()) fail("%s: not a JSON object", file.c_str());
-    auto integer = [&](const char* name, int64_t otherwise) -> int {
-        const auto it = json.find(name);
-        if (it == json.end() && otherwise >= 0) return static_cast<int>(otherwise);
-        if (it == json.end()) fail("%s: '%s' is missing", file.c_str(), name);
-        if (!it->is_number_integer()) fail("%s: '%s' is not an integer", file.c_str(), name);
-        const int64_t value =
-            it->is_number_unsigned() && it->get<uint64_t>() > INT32_MAX ? INT64_MAX : it->get<int64_t>();
-        if (value < 0 || value > INT32_MAX) fail("%s: '%s' is out of range", file.c_str(), name);
-        return static_cast<int>(value);
-    };
-    // A setting that changes GPT-2's arithmetic may only have the value that we compute.
-    auto must_be = [&](const char* name, std::initializer_list<nlohmann::json> allowed) {
-        const auto it = json.find(name);
-        if (it == json.end() || it->is_null()) return;
+    int integer(const char* name) const {
+        const nlohmann::json& value = required(name);
+        if (!value.is_number_integer()) fail("%s: '%s' is not an integer", file_.c_str(), name);
+        const bool huge = value.is_number_unsigned() && value.get<uint64_t>() > INT32_MAX;
+        if (huge || value.get<int64_t>() < 0 || value.get<int64_t>() > INT32_MAX)
+            fail("%s: '%s' is out of range", file_.c_str(), name);
+        return value.get<int>();
+    }
+    int integer(const char* name, int otherwise) const { return has(name) ? integer(name) : otherwise; }
+    double number(const char* name, double otherwise) const { return has(name) ? number(name) : otherwise; }
+    double number(const char* name) const {
+        const nlohmann::json& value = required(name);
+        if (!value.is_number()) fail("%s: '%s' is not a number", file_.c_str(), name);
+        return value.get<double>();
+    }
+    bool truth(const char* name, bool otherwise) const {
+        if (!has(name)) return otherwise;
+        const nlohmann::json& value = required(name);
+        if (!value.is_boolean()) fail("%s: '%s' is not true or false", file_.c_str(), name);
+        return value.get<bool>();
+    }
+    std::string text(const char* name, const char* otherwise) const {
+        if (!has(name)) return otherwise;
+        const nlohmann::json& value = required(name);
+        if (!value.is_string()) fail("%s: '%s' is not a string", file_.c_str(), name);
+        return value.get<std::string>();
+    }
+    // Fails where a setting that changes the arithmetic has another value than those that we compute.
+    void must_be(const char* name, std::initializer_list<nlohmann::json> allowed) const {
+        if (!has(name)) return;
         for (const nlohmann::json& value : allowed)
-            if (*it == value) return;
-        fail("%s: '%s' is %s; only %s is supported", file.c_str(), name, it->dump().substr(0, 60).c_str(),
-             allowed.begin()->dump().c_str());
-    };
-    must_be("model_type", {"gpt2"});
-    must_be("activation_function", {"gelu_new", "gelu_pytorch_tanh"});
-    must_be("layer_norm_epsilon", {1e-5});
-    must_be("scale_attn_weights", {true});
-    must_be("scale_attn_by_inverse_layer_idx", {false});
-    must_be("add_cross_attention", {false});
-    must_be("tie_word_embeddings", {true});
-    GptConfig c;
-    c.layers = integer("n_layer", -1);
-    c.heads = integer("n_head", -1);
-    c.channels = integer("n_embd", -1);
-    c.vocabulary = integer("vocab_size", -1);
-    c.positions = json.contains("n_positions") ? integer("n_positions", -1) : integer("n_ctx", -1);
-    check_config(c, file);
-    must_be("n_inner", {4 * c.channels});
-    const auto token = [&](const char* key) {
-        const bool is_one = json.contains(key) && json[key].is_number_unsigned() &&
-                            json[key].get<uint64_t>() < static_cast<uint64_t>(c.vocabulary);
-        return is_one ? json[key].get<int>() : -1;
-    };
-    c.begin_of_text = token("bos_token_id");
-    c.end_of_text = token("eos_token_id");
-    return c;
-}
+            if (json_[name] == value) return;
+        fail("%s: '%s' is %s; only %s is supported", file_.c_str(), name,
+             json_[name].dump().substr(0, 60).c_str(), allowed.begin()->dump().c_str());
+    }
+    // The tokens of the vocabulary that a key names, one or a list; none where it says none.
+    std::vector<int> tokens(const char* name, int vocabulary) const {
+        std::vector<int> all;
+        if (!has(name)) return all;
+        const auto add = [&](const nlohmann::json& token) {
+            const int64_t id = token.is_number_integer() ? token.get<int64_t>() : -1;
+            if (id >= 0 && id < vocabulary) all.push_back(static_cast<int>(id));
+        };
+        if (json_[name].is_array())
+            for (const nlohmann::json& token : json_[name]) add(token);
+        else
+            add(json_[name]);
+        return all;
+    }
+    // The keys of an object in this one, which is empty where it is absent. Messages name the file alone.
+    ConfigReader object(const char* name) const {
+        static const nlohmann::json none = nlohmann::json::object();
+        if (has(name) && !json_[name].is_object()) fail("%s: '%s' is not an object", file_.c_str(), name);
+        return ConfigReader(has(name) ? json_[name] : none, file_);
+    }
+    const nlohmann::json& json() const { return json_; }
 
-// What parse_config() reads back, with what `transformers` wants beside it.
-inline nlohmann::json config_json(const GptConfig& c, const char* dtype) {
-    const int usual = c.vocabulary == 50257 ? 50256 : 0;
-    return {{"architectures", {"GPT2LMHeadModel"}},
-            {"model_type", "gpt2"},
-            {"activation_function", "gelu_new"},
-            {"vocab_size", c.vocabulary},
-            {"n_positions", c.positions},
-            {"n_ctx", c.positions},
-            {"n_embd", c.channels},
-            {"n_layer", c.layers},
-            {"n_head", c.heads},
-            {"n_inner", nullptr},
-            {"layer_norm_epsilon", 1e-5},
-            {"initializer_range", 0.02},
-            {"scale_attn_weights", true},
-            {"tie_word_embeddings", true},
-            {"attn_pdrop", 0.0},
-            {"embd_pdrop", 0.0},
-            {"resid_pdrop", 0.0},
-            {"bos_token_id", c.begin_of_text < 0 ? usual : c.begin_of_text},
-            {"eos_token_id", c.end_of_text < 0 ? usual : c.end_of_text},
-            {"torch_dtype", dtype}};
-}
+  private:
+    const nlohmann::json& required(const char* name) const {
+        if (!has(name)) fail("%s: '%s' is missing", file_.c_str(), name);
+        return json_[name];
+    }
 
-// The model dN, N layers deep, with llm.c's widths: up to 12 layers 64 N channels in N heads; beyond, GPT-2's
-// sizes. Fails with what is known when N is not.
-inline GptConfig config_of_depth(int layers, int vocabulary, int positions) {
-    int channels = 0, heads = 0;
-    if (layers >= 1 && layers <= 12) channels = 64 * layers, heads = layers;
-    if (layers == 24) channels = 1024, heads = 16;
-    if (layers == 36) channels = 1280, heads = 20;
-    if (layers == 48) channels = 1600, heads = 25;
-    if (channels == 0) fail("--model d%d: known depths are d1 to d12, d24, d36 and d48", layers);
-    return {vocabulary, positions, layers, heads, channels};
-}
+    const nlohmann::json& json_;
+    std::string file_;
+};

@@ -1,20 +1,23 @@
 // onednn.h - matrix products on the CPU by oneDNN, on raw pointers with strides, made once per shape and
 // kept.
 //
-// A product is made per calling thread: called inside a parallel region it runs on that thread alone, as the
-// tiles of attention do; called outside it uses all threads. oneDNN allocates nothing: its scratch comes from
-// the caller.
+// A product is made for a number of threads: called inside a parallel region it runs on that thread alone, as
+// the tiles of attention do; called outside it uses all threads. All threads share what was made, and each
+// keeps the operands it calls it with. Scratch comes from the caller; beside it oneDNN copies operands of
+// attention's tiles.
 #pragma once
 
 #include <omp.h>
 
 #include <array>
 #include <map>
-#include <memory>
+#include <mutex>
+#include <new>
 #include <oneapi/dnnl/dnnl.hpp>
 #include <type_traits>
 #include <unordered_map>
 
+#include "llmc/room.h"
 #include "llmc/simt.h"
 #include "llmc/watch.h"
 
@@ -37,14 +40,6 @@ inline dnnl::engine& cpu() {
 template <class T>
 constexpr memory::data_type dtype =
     std::is_same_v<T, float> ? memory::data_type::f32 : memory::data_type::bf16;
-
-// One product made for one thread, its memory objects kept so that a call only sets pointers.
-struct Made {
-    dnnl::matmul::primitive_desc description;
-    dnnl::matmul product;  // compiled at the first call
-    memory a, b, c, bias, scratch;
-    std::unordered_map<int, memory> arguments;
-};
 
 // A product of operands that lie as these say; a bias is of type `in`. Throws dnnl::error where oneDNN has
 // none.
@@ -75,45 +70,113 @@ inline dnnl::matmul::primitive_desc describe(const OnednnProduct& p, memory::dat
                     memory::desc({p.m, p.n}, out, memory::dims{p.c_row, 1}));
 }
 
-template <class In, class Out>
-Made& made(const OnednnProduct& p) {
-    using Key = std::array<int64_t, 12>;
-    static thread_local std::map<Key, std::unique_ptr<Made>> known;
-    const int threads = omp_in_parallel() ? 1 : omp_get_max_threads();
-    const Key key{p.m,        p.n,     p.k,          p.a_row, p.a_column, p.b_row,
-                  p.b_column, p.c_row, p.accumulate, p.bias,  p.gelu,     threads};
-    std::unique_ptr<Made>& slot = known[key];
-    if (!slot) {
-        auto made = std::make_unique<Made>();
-        try {
-            made->description = describe(p, dtype<In>, dtype<Out>);
-        } catch (const dnnl::error& e) {
-            fail("oneDNN has no such product for this CPU (%s)%s", e.what(),
-                 std::is_same_v<In, float> ? "" : "; bf16 takes AVX-512: make PRECISION=fp32");
-        }
-        slot = std::move(made);
+// While it lives, oneDNN takes the calling thread to have so many.
+class ThreadCount {
+  public:
+    explicit ThreadCount(int threads) { omp_set_num_threads(threads); }
+    ~ThreadCount() { omp_set_num_threads(before_); }
+    ThreadCount(const ThreadCount&) = delete;
+
+  private:
+    const int before_ = omp_get_max_threads();
+};
+
+// What oneDNN takes to describe and compile a product is less. It crashes where it does not get it.
+constexpr size_t kRoomToCompile = size_t{8} << 20;
+
+// Does what calls oneDNN, and tells its want of memory from other errors.
+template <class Call>
+auto with_room(Call&& call) {
+    try {
+        return call();
+    } catch (const dnnl::error& e) {
+        if (e.status == dnnl_out_of_memory) throw std::bad_alloc();
+        throw;
     }
-    return *slot;
 }
 
-inline void compile(Made& m) {
-    m.product = dnnl::matmul(m.description);
+// One product made for a number of threads, any of which may execute it.
+struct Made {
+    dnnl::matmul::primitive_desc description;
+    size_t scratch_bytes;
+    dnnl::matmul product;  // compiled at the first call
+};
+
+// The operands of one thread's calls of a product, kept so that a call only sets pointers.
+struct Operands {
+    Made* made = nullptr;
+    memory a, b, c, bias, scratch;
+    std::unordered_map<int, memory> arguments;
+};
+
+using Key = std::array<int64_t, 12>;
+inline Key key_of(const OnednnProduct& p) {
+    const int threads = omp_in_parallel() ? 1 : omp_get_max_threads();
+    return {p.m,        p.n,     p.k,          p.a_row, p.a_column, p.b_row,
+            p.b_column, p.c_row, p.accumulate, p.bias,  p.gelu,     threads};
+}
+
+inline std::mutex making;  // held by the thread that describes or compiles
+
+template <class In, class Out>
+Made& made(const OnednnProduct& p, const Key& key) {
+    static auto& known = *new std::map<Key, Made>();
+    const std::lock_guard lock(making);
+    const auto [at, is_new] = known.try_emplace(key);
+    if (!is_new) return at->second;
+    const ThreadCount threads(static_cast<int>(key.back()));
+    try {
+        require_room(kRoomToCompile, "a product");
+        Made& m = at->second;
+        m.description = with_room([&] { return describe(p, dtype<In>, dtype<Out>); });
+        m.scratch_bytes = m.description.scratchpad_desc().get_size();
+        return m;
+    } catch (const dnnl::error& e) {
+        known.erase(at);
+        fail("oneDNN has no such product for this CPU (%s)%s", e.what(),
+             std::is_same_v<In, float> ? "" : "; bf16 takes AVX-512: make PRECISION=fp32");
+    } catch (...) {
+        known.erase(at);
+        throw;
+    }
+}
+
+inline void compile(Made& m, const Key& key) {
+    const std::lock_guard lock(making);
+    if (m.product) return;
+    const ThreadCount threads(static_cast<int>(key.back()));
+    require_room(kRoomToCompile, "a product");
+    m.product = with_room([&] { return dnnl::matmul(m.description); });
+}
+
+inline void make_operands(Operands& o) {
+    const dnnl::matmul::primitive_desc& description = o.made->description;
     auto argument = [&](int which, memory& at, const memory::desc& shape) {
         at = memory(shape, cpu(), nullptr);
-        m.arguments[which] = at;
+        o.arguments[which] = at;
     };
-    argument(DNNL_ARG_SRC, m.a, m.description.src_desc());
-    argument(DNNL_ARG_WEIGHTS, m.b, m.description.weights_desc());
-    argument(DNNL_ARG_DST, m.c, m.description.dst_desc());
-    if (m.description.bias_desc().get_size() > 0) argument(DNNL_ARG_BIAS, m.bias, m.description.bias_desc());
-    argument(DNNL_ARG_SCRATCHPAD, m.scratch, m.description.scratchpad_desc());
+    argument(DNNL_ARG_SRC, o.a, description.src_desc());
+    argument(DNNL_ARG_WEIGHTS, o.b, description.weights_desc());
+    argument(DNNL_ARG_DST, o.c, description.dst_desc());
+    if (description.bias_desc().get_size() > 0) argument(DNNL_ARG_BIAS, o.bias, description.bias_desc());
+    if (o.made->scratch_bytes > 0) argument(DNNL_ARG_SCRATCHPAD, o.scratch, description.scratchpad_desc());
+}
+
+// The calling thread's operands of a product, with what was made of it.
+template <class In, class Out>
+Operands& operands(const OnednnProduct& p) {
+    static thread_local std::map<Key, Operands> known;
+    const Key key = key_of(p);
+    Operands& o = known[key];
+    if (!o.made) o.made = &made<In, Out>(p, key);
+    return o;
 }
 }  // namespace onednn
 
 // Bytes of scratch that onednn_matmul() wants for this product when called from here.
 template <class In, class Out>
 size_t onednn_scratch_bytes(const OnednnProduct& p) {
-    return onednn::made<In, Out>(p).description.scratchpad_desc().get_size();
+    return onednn::operands<In, Out>(p).made->scratch_bytes;
 }
 
 // Computes the product. `scratch` is 64-byte aligned and has onednn_scratch_bytes(); bias may be null if
@@ -121,18 +184,23 @@ size_t onednn_scratch_bytes(const OnednnProduct& p) {
 template <class In, class Out>
 void onednn_matmul(const OnednnProduct& p, Out* c, const In* a, const In* b, const In* bias, void* scratch) {
     static thread_local dnnl::stream stream(onednn::cpu());
-    onednn::Made& made = onednn::made<In, Out>(p);
-    if (!made.product) onednn::compile(made);
+    onednn::Operands& o = onednn::operands<In, Out>(p);
+    if (o.arguments.empty()) {
+        onednn::compile(*o.made, onednn::key_of(p));
+        onednn::make_operands(o);
+    }
     check_open(a, ((p.m - 1) * p.a_row + (p.k - 1) * p.a_column + 1) * sizeof(In));
     check_open(b, ((p.k - 1) * p.b_row + (p.n - 1) * p.b_column + 1) * sizeof(In));
     check_open(c, ((p.m - 1) * p.c_row + p.n) * sizeof(Out));
     if (p.bias) check_open(bias, p.n * sizeof(In));
-    check_open(scratch, made.description.scratchpad_desc().get_size());
-    made.a.set_data_handle(const_cast<In*>(a));
-    made.b.set_data_handle(const_cast<In*>(b));
-    made.c.set_data_handle(c);
-    if (p.bias) made.bias.set_data_handle(const_cast<In*>(bias));
-    made.scratch.set_data_handle(scratch);
-    made.product.execute(stream, made.arguments);
-    stream.wait();
+    check_open(scratch, o.made->scratch_bytes);
+    o.a.set_data_handle(const_cast<In*>(a));
+    o.b.set_data_handle(const_cast<In*>(b));
+    o.c.set_data_handle(c);
+    if (p.bias) o.bias.set_data_handle(const_cast<In*>(bias));
+    if (o.scratch) o.scratch.set_data_handle(scratch);
+    onednn::with_room([&] {
+        o.made->product.execute(stream, o.arguments);
+        stream.wait();
+    });
 }

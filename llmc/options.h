@@ -2,15 +2,24 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cmath>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <string>
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/file.h"
 #include "llmc/recompute.h"
 #include "llmc/state.h"
 
 constexpr int64_t kMostTokens = 1 << 30;  // in a micro-batch
+
+// The highest learning rate where none is given: of a new model, and of one that was trained, which the first
+// would spoil.
+constexpr double kNewRate = 1e-3, kFineTuningRate = 5e-5;
 
 // Whether the library that multiplies lets others choose its algorithms.
 #if defined(SIMT_GPU)
@@ -25,7 +34,7 @@ struct Options {
     int batch = 8,  // 0: auto
         seq_len = 128, grad_accum = 1;
     int64_t steps = 1500;
-    double lr = 1e-3, min_lr = 0;
+    double lr = 0, min_lr = 0;  // lr: without --lr, kNewRate or kFineTuningRate
     int64_t warmup = 30;
     std::string schedule = "cosine";
     double weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, clip = 1.0;
@@ -43,7 +52,7 @@ struct Options {
     bool profile_ops = false;
     std::string timeline;
     std::string log;
-    int64_t eval_every = 0;
+    int64_t print_every = 0, eval_every = 0;
     int eval_batches = 8;
     int64_t sample_every = 0;
     int sample_tokens = 200;
@@ -62,8 +71,18 @@ struct Options {
     // The options given on the command line, by name, as they were written: what a save remembers for a
     // resume.
     std::map<std::string, std::vector<std::string>> given;
+    std::set<std::string> saved;  // those of them that came from the save that is resumed,
+    std::string directory;        // whose relative names count from there
     bool has(const std::string& name) const { return given.count(name) > 0; }
     const char* first(const std::string& name) const { return given.at(name).at(0).c_str(); }
+    // Whether the run saves in --out.
+    bool saves() const { return !out.empty() && !plan && bench.empty(); }
+};
+
+// The options that a save remembers, by name: as they are there, and with relative names that hold here.
+struct SavedOptions {
+    nlohmann::json written, here;
+    std::string directory;  // from where the names count as they are written
 };
 
 // Accepts a number from low to high: unlike CLI::Range, not "nan".
@@ -80,11 +99,25 @@ inline CLI::Validator between(double low, double high) {
         "");
 }
 
-// Accepts a number from low to high, or "auto", which it reads as 0.
-inline CLI::Validator number_or_auto(double low, double high) {
+// Accepts a whole number from low to high, which may have an exponent: 1e3, 1.5e4.
+inline CLI::Validator whole(double low, double high) {
     return CLI::Validator(
         [=](std::string& text) -> std::string {
-            if (text != "auto") return between(low, high)(text);
+            const std::string wrong = between(low, high)(text);
+            if (!wrong.empty() || text.find_first_of("eE") == text.npos) return wrong;
+            const double value = strtod(text.c_str(), nullptr);
+            if (value != std::floor(value) || value > 0x1p53) return text + " is not a whole number";
+            text = format("%.0f", value);
+            return "";
+        },
+        "");
+}
+
+// Accepts a whole number from low to high, or "auto", which it reads as 0.
+inline CLI::Validator whole_or_auto(double low, double high) {
+    return CLI::Validator(
+        [=](std::string& text) -> std::string {
+            if (text != "auto") return whole(low, high)(text);
             text = "0";
             return "";
         },
@@ -101,31 +134,36 @@ constexpr int kMostCount = 1 << 30;  // of tokens, sequences, saves
 
 inline void declare_model_options(CLI::App& app, Options& o) {
     const std::string group = "Model and data";
-    app.add_option("--model", o.model, "dN: a new GPT-2 of N layers; or a Hugging Face folder")->group(group);
+    app.add_option("--model", o.model,
+                   "a Hugging Face folder; or dN: a new GPT-2 of N layers, llama:dN, qwen3:dN, ...")
+        ->group(group);
     app.add_option("--data", o.data, "text files, or token shards (.bin); globs")->group(group);
     app.add_option("--val-data", o.val_data, "the same for validation; else a text's last tenth")
         ->group(group);
     app.add_option("--batch", o.batch, "sequences in a micro-batch; auto: the most that fit")
-        ->transform(number_or_auto(1, kMostCount))
+        ->transform(whole_or_auto(1, kMostCount))
         ->group(group);
     app.add_option("--seq-len", o.seq_len, "tokens in a sequence")
-        ->check(between(1, kMostPositions))
+        ->transform(whole(1, kMostPositions))
         ->group(group);
     app.add_option("--grad-accum", o.grad_accum, "micro-batches in a step")
-        ->check(between(1, kMostCount))
+        ->transform(whole(1, kMostCount))
         ->group(group);
     app.add_option("--seed", o.seed, "of initial weights, data order and samples")
-        ->check(between(0, 0x1.fffffffffffffp63))  // the last number below 2^64
+        ->transform(whole(0, 0x1.fffffffffffffp63))  // the last number below 2^64
         ->group(group);
 }
 inline void declare_optimizer_options(CLI::App& app, Options& o) {
     const std::string group = "Optimizer";
     app.add_option("--steps", o.steps, "updates in all; 0 only initialises or generates")
-        ->check(between(0, 1e12))
+        ->transform(whole(0, 1e12))
         ->group(group);
-    app.add_option("--lr", o.lr, "the highest learning rate")->check(between(0.0, 1e3))->group(group);
+    app.add_option("--lr", o.lr, "the highest learning rate")
+        ->check(between(0.0, 1e3))
+        ->default_str(format("%g for dN, %g for a folder", kNewRate, kFineTuningRate))
+        ->group(group);
     app.add_option("--min-lr", o.min_lr, "the rate at the end")->check(between(0.0, 1e3))->group(group);
-    app.add_option("--warmup", o.warmup, "steps of rising rate")->check(between(0, 1e12))->group(group);
+    app.add_option("--warmup", o.warmup, "steps of rising rate")->transform(whole(0, 1e12))->group(group);
     app.add_option("--schedule", o.schedule, "after the warm-up")
         ->check(CLI::IsMember({"constant", "cosine", "linear", "wsd"}))
         ->group(group);
@@ -158,7 +196,7 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
                        "; or by layers, as in block:4,norm:8")
         ->group(group);
     app.add_option("--head-rows", o.head_rows, "rows of the batch with logits at a time; 0: all")
-        ->check(between(0, kMostCount))
+        ->transform(whole(0, kMostCount))
         ->group(group);
     app.add_flag("--update-in-backward", o.update_in_backward,
                  "update each block as soon as its gradient is complete: no gradient of the model is held")
@@ -177,16 +215,19 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
 inline void declare_run_options(CLI::App& app, Options& o) {
     const std::string group = "Run";
     app.add_option("--log", o.log, "a file of JSON lines, one a step")->group(group);
+    app.add_option("--print-every", o.print_every, "steps between printed lines; 0: a line a second")
+        ->transform(whole(0, 1e12))
+        ->group(group);
     app.add_option("--eval-every", o.eval_every, "steps between validations; 0: at the end")
-        ->check(between(0, 1e12))
+        ->transform(whole(0, 1e12))
         ->group(group);
     app.add_option("--eval-batches", o.eval_batches, "steps whose sequences make one")
-        ->check(between(1, kMostCount))
+        ->transform(whole(1, kMostCount))
         ->group(group);
     app.add_option("--attention", o.attention, "hopper: for GPUs of compute capability 9.0, not tried yet")
         ->check(CLI::IsMember({"common", "hopper"}))
         ->group(group);
-    app.add_option("--threads", o.threads, "CPU threads; 0: all")->check(between(0, 4096))->group(group);
+    app.add_option("--threads", o.threads, "CPU threads; 0: all")->transform(whole(0, 4096))->group(group);
     app.add_option("--graph", o.graph, "replay each step as a CUDA graph; only a GPU has them")
         ->check(CLI::IsMember({"on", "off"}))
         ->group(group);
@@ -202,35 +243,41 @@ inline void declare_bench_options(CLI::App& app, Options& o) {
         ->check(CLI::IsMember({"step", "forward"}))
         ->group(group);
     app.add_option("--bench-warmup", o.bench_warmup, "steps before those that count, after a cold one")
-        ->check(between(0, 1e6))
+        ->transform(whole(0, 1e6))
         ->group(group);
-    app.add_option("--bench-steps", o.bench_steps, "steps that count")->check(between(1, 1e6))->group(group);
+    app.add_option("--bench-steps", o.bench_steps, "steps that count")
+        ->transform(whole(1, 1e6))
+        ->group(group);
     app.add_flag("--profile-ops", o.profile_ops, "measure each operation too; implies --bench")->group(group);
 }
 inline void declare_sampling_options(CLI::App& app, Options& o) {
     const std::string group = "Sampling";
     app.add_option("--sample-every", o.sample_every, "steps between samples; 0: at the end")
-        ->check(between(0, 1e12))
+        ->transform(whole(0, 1e12))
         ->group(group);
     app.add_option("--sample-tokens", o.sample_tokens, "tokens to sample; 0: none")
-        ->check(between(0, kMostCount))
+        ->transform(whole(0, kMostCount))
         ->group(group);
     app.add_option("--prompt", o.prompt, "what a sample starts with")->group(group);
     app.add_option("--temperature", o.temperature, "0: always the likeliest")
         ->check(between(0.0, 1e3))
         ->group(group);
     app.add_option("--top-k", o.top_k, "sample among the K likeliest; 0: all")
-        ->check(between(0, kMostCount))
+        ->transform(whole(0, kMostCount))
         ->group(group);
 }
 inline void declare_saving_options(CLI::App& app, Options& o) {
     const std::string group = "Saving";
     app.add_option("--out", o.out, "a folder for saves, in Hugging Face's format")->group(group);
     app.add_option("--save-every", o.save_every, "steps between saves; 0: at the end")
-        ->check(between(0, 1e12))
+        ->transform(whole(0, 1e12))
         ->group(group);
-    app.add_option("--keep", o.keep, "saves to keep; 0: all")->check(between(0, kMostCount))->group(group);
-    app.add_option("--resume", o.resume, "go on from a save; its options hold unless given")->group(group);
+    app.add_option("--keep", o.keep, "saves to keep; 0: all")->transform(whole(0, kMostCount))->group(group);
+    app.add_option("--resume", o.resume,
+                   "go on from a save; its options hold unless given; auto: from the one in --out, or begin "
+                   "where there "
+                   "is none")
+        ->group(group);
 }
 
 // Declares every option on the parser, bound to `o`.
@@ -253,7 +300,7 @@ inline void check_bench_options(const Options& o) {
         return;
     }
     for (const char* name : {"--plan", "--timeline", "--resume", "--out", "--save-every", "--log",
-                             "--val-data", "--eval-every", "--sample-every", "--prompt"})
+                             "--val-data", "--print-every", "--eval-every", "--sample-every", "--prompt"})
         if (o.has(name)) fail("%s %s: a bench only measures; leave it out, or --bench", name, o.first(name));
     if (o.has("--steps")) fail("--steps %s is of a training; a bench has --bench-steps", o.first("--steps"));
     if (o.bench == "forward" && o.has("--memory"))
@@ -291,7 +338,7 @@ inline void check_options(const Options& o) {
             "or give --clip 0 instead of %g",
             o.clip);
     if (!o.val_data.empty() && o.data.empty()) fail("--val-data needs --data");
-    if (o.allow_8bit && o.has("--resume"))
+    if (o.allow_8bit && !o.resume.empty())
         fail("--allow-8bit: a resumed run keeps the formats of --resume %s", o.resume.c_str());
     if (o.allow_8bit && !o.has("--memory"))
         fail("--allow-8bit is for --memory to choose by; for 8-bit moments use --adam-m 8bit --adam-v 8bit");
@@ -302,16 +349,44 @@ inline void check_options(const Options& o) {
              o.seq_len);
 }
 
-// Reads the command line. `saved` is asked, for a resume, for the options of that save; those not given now
-// hold. Prints the help and exits when asked for it; fails on what is wrong.
+// Whether an option of a save holds in a run that goes on from it; `o` has those of the command line, which
+// this is none of.
+inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& values, const Options& o) {
+    const auto among = [&](std::initializer_list<const char*> names) {
+        return std::find(names.begin(), names.end(), name) != names.end();
+    };
+    if (among({"--resume", "--timeline"})) return false;
+    if (among({"--matmul-algorithms"})) return kSearchesAlgorithms;
+    if (among({"--recompute", "--head-rows"})) return !o.has("--memory") || o.batch == 0;  // else chosen anew
+    // What only generates needs no data, and leaves alone what the training has written.
+    if (among({"--data", "--val-data", "--log", "--out", "--save-every"})) return o.steps > 0;
+    // A prompt asks for a sample.
+    if (among({"--sample-tokens"})) return !o.has("--prompt") || values != nlohmann::json::array({"0"});
+    return true;
+}
+
+// For --resume auto: has the run go on from the save in --out if there is one to go on from, else begin. It
+// is the same command each time: what that has chosen when it began is not chosen anew.
+inline void resume_what_is_there(Options& o) {
+    if (o.out.empty()) fail("--resume auto is for the save in --out: give --out DIR");
+    o.resume = file_exists(o.out + "/latest/trainer_state.json") ? o.out : "";
+    if (!o.resume.empty()) o.allow_8bit = false;
+}
+
+// Reads the command line. `saved` is asked, for a resume, for the SavedOptions of that save; those not given
+// now hold. Prints the help and exits when asked for it; fails on what is wrong.
 template <class Saved>
 Options parse_options(int argc, char** argv, Saved&& saved) {
     Options o;
     CLI::App app("Trains a GPT in the memory you have, and says beforehand what it takes.");
     app.get_formatter()->column_width(28);
-    app.set_help_flag("--help", "this list");
+    app.set_help_flag("-h,--help", "this list");
+    app.footer(
+        "Exit code: 0 done; 2 a mistake, which one line names; 1 a bug; 128 + N stopped by signal N (Ctrl-C: "
+        "130, SIGTERM: 143), after saving where there is --out.");
     app.option_defaults()->always_capture_default();
     declare_options(app, o);
+    for (CLI::Option* option : app.get_options()) option->trigger_on_parse();  // of two, the last counts
     auto given = [&] {
         for (const CLI::Option* option : app.get_options())
             if (option->count() > 0 && option->get_name() != "--help")
@@ -320,20 +395,19 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
     try {
         app.parse(argc, argv);
         given();
+        const bool automatic = o.resume == "auto";
+        if (automatic) resume_what_is_there(o);
         if (!o.resume.empty()) {
-            const nlohmann::json before = saved(o.resume);
+            const SavedOptions before = saved(o.resume);
+            o.directory = before.directory;
             for (CLI::Option* option : app.get_options()) {
-                const auto it = before.find(option->get_name());
-                const bool of_one_run =
-                    option->get_name() == "--resume" || option->get_name() == "--timeline";
-                if (it == before.end() || option->count() > 0 || of_one_run) continue;
-                if (option->get_name() == "--matmul-algorithms" && !kSearchesAlgorithms) continue;
-                const bool chosen_anew =
-                    option->get_name() == "--recompute" || option->get_name() == "--head-rows";
-                if (chosen_anew && o.has("--memory") && o.batch != 0) continue;
-                // What only generates leaves the save that it reads alone.
-                const bool of_saving = option->get_name() == "--out" || option->get_name() == "--save-every";
-                if (of_saving && o.steps == 0) continue;
+                const std::string name = option->get_name();
+                const auto it = before.here.find(name);
+                if (it == before.here.end() || !holds_in_a_resume(name, *it, o)) continue;
+                const bool found = automatic && name == "--batch" && o.batch == 0 && !o.has("--memory");
+                if (option->count() > 0 && !found) continue;
+                if (found) option->clear();
+                o.saved.insert(name);
                 try {
                     option->add_result(it->get<std::vector<std::string>>());
                 } catch (const nlohmann::json::exception&) {
@@ -342,6 +416,8 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
                 option->run_callback();
             }
             given();
+            for (const std::string& name : o.saved)
+                o.given[name] = before.written[name].get<std::vector<std::string>>();
         }
     } catch (const CLI::CallForHelp&) {
         printf("%s", app.help().c_str());
@@ -352,6 +428,7 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
             if (c == '\n') c = ' ';
         fail("%s (--help lists the options)", line.c_str());
     }
+    if (!o.has("--lr")) o.lr = parse_new_model(o.model) ? kNewRate : kFineTuningRate;
     if (o.profile_ops && !o.has("--bench")) o.bench = "step";
     check_options(o);
     if (!o.bench.empty()) {

@@ -104,6 +104,16 @@ SIMT_DEVICE float largest_of(const float (&x)[N]) {
     return m[0];
 }
 
+// The sum of N floats, N a power of two, by halves too.
+template <int N>
+SIMT_DEVICE float sum_of(const float (&x)[N]) {
+    float m[N];
+    for (int k = 0; k < N; k++) m[k] = x[k];
+    for (int half = N / 2; half > 0; half /= 2)
+        for (int k = 0; k < half; k++) m[k] += m[k + half];
+    return m[0];
+}
+
 // N floats of which a row may keep several in registers: an accumulator of a vector's elements.
 template <int N>
 struct Accumulator {

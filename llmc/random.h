@@ -3,8 +3,11 @@
 // free.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <string_view>
+#include <span>
 
 #if defined(__CUDACC__)
 #define RANDOM_HOST_DEVICE __host__ __device__
@@ -28,6 +31,13 @@ inline uint64_t random_key(uint64_t seed, uint64_t a, uint64_t b) {
 // 64 random bits for the last part of a counter; kernels get the key of the rest.
 RANDOM_HOST_DEVICE inline uint64_t random_bits_of(uint64_t key, uint64_t c) { return mix64(key ^ c); }
 
+// A number for a name, as a counter (FNV-1a; Fowler, Noll, Vo).
+inline uint64_t name_hash(std::string_view name) {
+    uint64_t hash = 0xCBF29CE484222325ull;
+    for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001B3ull;
+    return hash;
+}
+
 // 64 random bits for the counter (a, b, c) under a seed. dev/reference.py computes the same.
 inline uint64_t random_bits(uint64_t seed, uint64_t a, uint64_t b = 0, uint64_t c = 0) {
     return random_bits_of(random_key(seed, a, b), c);
@@ -38,8 +48,82 @@ inline double random_uniform(uint64_t seed, uint64_t a, uint64_t b = 0, uint64_t
     return static_cast<double>(random_bits(seed, a, b, c) >> 11) * 0x1p-53;
 }
 
-// Standard normal by Box and Muller, from two uniforms of the same counter.
-inline double random_normal(uint64_t seed, uint64_t a, uint64_t b = 0) {
-    const double radius = std::sqrt(-2.0 * std::log(1.0 - random_uniform(seed, a, b, 0)));
-    return radius * std::cos(2.0 * M_PI * random_uniform(seed, a, b, 1));
+// Layers of equal area under exp(-x^2 / 2), x >= 0, for Marsaglia and Tsang's ziggurat ("The Ziggurat Method
+// for Generating Random Variables", 2000). Layer i > 0 is a rectangle as wide as edge[i], from density[i] up
+// to density[i + 1]. Layer 0 is what lies below density[1], with all that is beyond edge[1]; edge[0] is the
+// width of a rectangle of its area.
+struct Ziggurat {
+    static constexpr int kLayers = 256;
+    double edge[kLayers + 1], density[kLayers + 1];
+
+    Ziggurat() {
+        const double tail = 3.6541528853610088;  // for this number of layers the last edge is 0
+        const auto f = [](double x) { return std::exp(-0.5 * x * x); };
+        const double area = tail * f(tail) + std::sqrt(M_PI / 2) * std::erfc(tail / std::sqrt(2.0));
+        edge[0] = area / f(tail);
+        edge[1] = tail;
+        for (int i = 2; i < kLayers; i++)
+            edge[i] = std::sqrt(-2.0 * std::log(area / edge[i - 1] + f(edge[i - 1])));
+        edge[kLayers] = 0;
+        for (int i = 0; i <= kLayers; i++) density[i] = f(edge[i]);
+    }
+};
+inline const Ziggurat kZiggurat;
+
+// What 64 bits draw: the lowest 8 a layer, the upper 54 a number across it.
+struct ZigguratDraw {
+    int layer;
+    double x;
+    explicit ZigguratDraw(uint64_t bits)
+        : layer(static_cast<int>(bits % Ziggurat::kLayers)),
+          x(static_cast<double>(static_cast<int64_t>(bits) >> 10) * 0x1p-53 * kZiggurat.edge[layer]) {}
+    // Whether x lies where the whole layer is under the density, as 98.8% do.
+    bool inside() const { return std::abs(x) < kZiggurat.edge[layer + 1]; }
+};
+
+// What a first draw that does not lie inside leads to: the counter (stream, n, index) gives the n-th number.
+inline double random_normal_outside(uint64_t seed, uint64_t stream, uint64_t index, ZigguratDraw draw) {
+    const auto& [edge, density] = kZiggurat;
+    uint64_t n = 1;
+    const auto uniform = [&] { return random_uniform(seed, stream, n++, index); };
+    for (; !draw.inside(); draw = ZigguratDraw(random_bits(seed, stream, n++, index))) {
+        const int i = draw.layer;
+        if (i == 0) {  // Marsaglia's way beyond the last edge
+            double beyond, height;
+            do {
+                beyond = -std::log(1.0 - uniform()) / edge[1];
+                height = -std::log(1.0 - uniform());
+            } while (2 * height <= beyond * beyond);
+            return std::copysign(edge[1] + beyond, draw.x);
+        }
+        const double height = density[i] + uniform() * (density[i + 1] - density[i]);
+        if (height < std::exp(-0.5 * draw.x * draw.x)) break;
+    }
+    return draw.x;
+}
+
+// A standard normal number, a function of its arguments alone.
+inline double random_normal(uint64_t seed, uint64_t stream, uint64_t index = 0) {
+    const ZigguratDraw draw(random_bits(seed, stream, 0, index));
+    return draw.inside() ? draw.x : random_normal_outside(seed, stream, index, draw);
+}
+
+// The same for as many indices from `first` on as `out` has room for, rounded to float, in vectors.
+inline void random_normals(uint64_t seed, uint64_t stream, uint64_t first, std::span<float> out) {
+    constexpr size_t kBlock = 512;
+    const uint64_t key = random_key(seed, stream, 0);
+    for (size_t from = 0; from < out.size(); from += kBlock, first += kBlock) {
+        const size_t count = std::min(kBlock, out.size() - from);
+        uint64_t outside[kBlock];
+        for (size_t i = 0; i < count; i++) {
+            const ZigguratDraw draw(random_bits_of(key, first + i));
+            out[from + i] = static_cast<float>(draw.x);
+            outside[i] = !draw.inside();
+        }
+        for (size_t i = 0; i < count; i++) {
+            if (!outside[i]) continue;
+            const ZigguratDraw draw(random_bits_of(key, first + i));
+            out[from + i] = static_cast<float>(random_normal_outside(seed, stream, first + i, draw));
+        }
+    }
 }

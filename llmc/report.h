@@ -4,6 +4,7 @@
 
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -27,6 +28,8 @@ struct MemoryChoice {
     }
 };
 
+inline const Plan kNoPlan;
+
 struct MemoryReport {
     // A buffer outside the arena, alive for the whole run. `kind` is also its line in the totals.
     struct Buffer {
@@ -45,19 +48,21 @@ struct MemoryReport {
     std::vector<MemoryChoice> choice;  // what was chosen for it, and its neighbours
     std::vector<Buffer> buffers;
     size_t process = 0;  // what a process takes beside them: code that libraries compile, threads' stacks
-    Plan train;
-    std::vector<std::pair<std::string, Plan>> others;  // steps that use the arena at other times
+    // Of a micro-batch, and of what uses the arena at other times: the trainer's own plans, as it last
+    // rehearsed them.
+    const Plan* train = &kNoPlan;
+    std::vector<std::pair<const char*, const Plan*>> others;
 
     size_t workspace() const {
-        size_t bytes = arena_align(train.workspace);
-        for (const auto& [name, plan] : others) bytes = std::max(bytes, arena_align(plan.workspace));
+        size_t bytes = arena_align(train->workspace);
+        for (const auto& [name, plan] : others) bytes = std::max(bytes, arena_align(plan->workspace));
         return bytes + of_kind("workspace");
     }
     // The arena without the libraries' workspace.
-    size_t activations() const { return std::max(train.bytes, activations_of_others()); }
+    size_t activations() const { return std::max(train->bytes, activations_of_others()); }
     size_t activations_of_others() const {
         size_t bytes = 0;
-        for (const auto& [name, plan] : others) bytes = std::max(bytes, plan.bytes);
+        for (const auto& [name, plan] : others) bytes = std::max(bytes, plan->bytes);
         return bytes;
     }
     // The largest of the state's buffers and the arena.
@@ -99,8 +104,8 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     totals["workspace"] = r.workspace();
     totals["process"] = r.process;
     totals["total"] = r.total();
-    j["activations_lower_bound"] = r.train.lower_bound;
-    j["peak_at"] = r.train.peak_at;
+    j["activations_lower_bound"] = r.train->lower_bound;
+    j["peak_at"] = r.train->peak_at;
     j["estimated_seconds"] = r.seconds;
     for (const MemoryChoice& c : r.choice)
         j["choice"].push_back({{"recompute", c.recompute},
@@ -113,7 +118,7 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
                                {"slower", c.slower}});
     auto& buffers = j["buffers"] = nlohmann::ordered_json::array();
     const int end =
-        static_cast<int>(2 * r.train.takes.size());  // the clock of takes and releases stops there
+        static_cast<int>(2 * r.train->takes.size());  // the clock of takes and releases stops there
     auto add = [&](const std::string& name, const std::string& kind, const std::vector<int64_t>& shape,
                    const char* dtype, size_t bytes, nlohmann::ordered_json offset, int born, int dies) {
         buffers.push_back({{"name", name},
@@ -128,7 +133,7 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     for (const auto& b : r.buffers) add(b.name, b.kind, b.shape, b.dtype, b.bytes, nullptr, 0, end);
     const size_t library = r.workspace() - r.of_kind("workspace");
     add("library", "workspace", {static_cast<int64_t>(library)}, "byte", library, nullptr, 0, end);
-    for (const Take& t : r.train.takes)
+    for (const Take& t : r.train->takes)
         add(t.name, t.kind, {t.shape.dims, t.shape.dims + t.shape.count}, t.dtype, t.bytes, t.offset, t.born,
             t.dies);
     return j;
@@ -157,27 +162,43 @@ inline void print_choice(FILE* to, const MemoryReport& r) {
     }
 }
 
-inline void print_report(FILE* to, const MemoryReport& r) {
+// Some ten lines of what the whole takes: `verb` begins them. Beside the sum stands what is free, if it is
+// known.
+inline void print_summary(FILE* to, const MemoryReport& r, const char* verb,
+                          std::optional<size_t> bytes_free = {}) {
     print_choice(to, r);
-    fprintf(to, "%s: %lld parameters; %s, %s, batch %d, seq_len %d, recompute %s\n", r.model.c_str(),
-            static_cast<long long>(r.parameters), r.device.c_str(), r.precision.c_str(), r.batch, r.seq_len,
-            r.recompute.c_str());
-    fprintf(to, "allocating %.0f MiB for activations\n", mebibytes(r.activations()));
-    const std::pair<const char*, const char*> lines[] = {{"weights", "parameters"},
-                                                         {"gradients", "parameter gradients"},
-                                                         {"optimizer_m", "AdamW optimizer state m"},
-                                                         {"optimizer_v", "AdamW optimizer state v"},
-                                                         {"master", "master copy of params"}};
-    for (auto [kind, what] : lines)
-        if (r.of_kind(kind)) fprintf(to, "allocating %.0f MiB for %s\n", mebibytes(r.of_kind(kind)), what);
+    fprintf(to, "%s: %lld parameters; %s, %s, batch %d, seq_len %d, recompute %s\n%s, in MiB:\n",
+            r.model.c_str(), static_cast<long long>(r.parameters), r.device.c_str(), r.precision.c_str(),
+            r.batch, r.seq_len, r.recompute.c_str(), verb);
+    const auto line = [&](size_t bytes, const std::string& what) {
+        if (bytes > 0) fprintf(to, "%12.2f  %s\n", mebibytes(bytes), what.c_str());
+    };
+    line(r.activations(), r.train->takes.empty()
+                              ? "activations"
+                              : format("activations; a step's peak is %.2f (%s)",
+                                       mebibytes(r.train->lower_bound), r.train->peak_at.c_str()));
+    for (const auto& [kind, what] : {std::pair{"weights", "parameters"},
+                                     {"gradients", "parameter gradients"},
+                                     {"optimizer_m", "AdamW optimizer state m"},
+                                     {"optimizer_v", "AdamW optimizer state v"},
+                                     {"master", "master copy of params"},
+                                     {"input", "batch"}})
+        line(r.of_kind(kind), what);
+    line(r.workspace(), "workspace");
+    line(r.process, "the process itself (about)");
+    line(r.total(), bytes_free ? format("in all; %.0f are free", mebibytes(*bytes_free)) : "in all");
+}
 
+// The summary, and a table of every buffer.
+inline void print_report(FILE* to, const MemoryReport& r) {
+    print_summary(to, r, "takes");
     std::vector<std::string> order;
     std::map<std::string, TableLine> table;
     for (const auto& b : r.buffers) {
         order.push_back(b.name);
         table[b.name] = {b.shape_text, b.dtype, b.kind, "start", "end", b.bytes, 1};
     }
-    for (const Take& t : r.train.takes) {
+    for (const Take& t : r.train->takes) {
         TableLine& line = table[t.name];
         if (line.count == 0) {
             order.push_back(t.name);
@@ -196,11 +217,7 @@ inline void print_report(FILE* to, const MemoryReport& r) {
                 t.shape.c_str(), t.dtype.c_str(), mebibytes(t.bytes), t.count, t.born.c_str(),
                 t.dies.c_str());
     }
-    fprintf(to, "\nactivations: %.2f MiB planned, %.2f MiB live at the peak (%s)\n", mebibytes(r.train.bytes),
-            mebibytes(r.train.lower_bound), r.train.peak_at.c_str());
+    if (!r.others.empty()) fprintf(to, "\n");
     for (const auto& [name, plan] : r.others)
-        fprintf(to, "  %s uses %.2f MiB of the same arena\n", name.c_str(), mebibytes(plan.bytes));
-    fprintf(to, "workspace: %.2f MiB; ", mebibytes(r.workspace()));
-    if (r.process) fprintf(to, "the process itself: about %.0f MiB; ", mebibytes(r.process));
-    fprintf(to, "in all: %.2f MiB\n", mebibytes(r.total()));
+        fprintf(to, "%s uses %.2f MiB of the same arena\n", name, mebibytes(plan->bytes));
 }

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -51,8 +52,15 @@ struct SafetensorsEntry {
     std::string name;
     std::string dtype;
     std::vector<int64_t> shape;  // empty for a scalar
-    const unsigned char* data;   // in the mapped file, possibly unaligned
-    size_t bytes;
+    const FileReader* file;      // that holds it:
+    uint64_t offset;             // bytes from there to its data
+    size_t bytes;                // of its data
+
+    // Copies its bytes from `first` on.
+    void read(size_t first, size_t count, void* out) const {
+        assert(first <= bytes && count <= bytes - first);
+        file->read(offset + first, count, out);
+    }
 };
 
 // "[768, 2304]"
@@ -62,12 +70,12 @@ inline std::string shape_text(const std::vector<int64_t>& shape) {
     return "[" + text + "]";
 }
 
-// One safetensors file, mapped. Entries stay valid as long as the file lives, also when it is moved.
+// One safetensors file, open. Entries stay valid as long as the file lives, also when it is moved.
 class SafetensorsFile {
   public:
     // Fails in one line that names the file, and the tensor, when anything in it is not as the format wants
     // it.
-    explicit SafetensorsFile(const std::string& path) : file_(path) {
+    explicit SafetensorsFile(const std::string& path) : file_(std::make_unique<FileReader>(path)) {
         const nlohmann::json header = read_header();
         for (const auto& [name, value] : header.items()) {
             if (name == "__metadata__")
@@ -79,7 +87,7 @@ class SafetensorsFile {
         for (size_t i = 0; i < entries_.size(); i++) index_[entries_[i].name] = i;
     }
 
-    const std::string& path() const { return file_.path(); }
+    const std::string& path() const { return file_->path(); }
     // In the order of their data.
     const std::vector<SafetensorsEntry>& entries() const { return entries_; }
 
@@ -108,22 +116,23 @@ class SafetensorsFile {
     static constexpr uint64_t kLongestHeader = 100'000'000;  // the limit of the reference implementation
 
     nlohmann::json read_header() {
-        const char* path = file_.path().c_str();
+        const char* path = file_->path().c_str();
+        const size_t size = file_->size();
         uint64_t length = 0;
-        if (file_.size() < sizeof length)
-            fail("%s: %zu bytes are too few for a safetensors file", path, file_.size());
-        std::memcpy(&length, file_.data(), sizeof length);
+        if (size < sizeof length) fail("%s: %zu bytes are too few for a safetensors file", path, size);
+        file_->read(0, sizeof length, &length);
         if (length > kLongestHeader)
             fail("%s: not a safetensors file: it announces a header of %llu bytes, over the limit of %llu",
                  path, static_cast<unsigned long long>(length),
                  static_cast<unsigned long long>(kLongestHeader));
-        if (length > file_.size() - sizeof length)
+        if (length > size - sizeof length)
             fail("%s: it announces a header of %llu bytes and has %zu after the length: cut short?", path,
-                 static_cast<unsigned long long>(length), file_.size() - sizeof length);
-        const unsigned char* text = file_.data() + sizeof length;
-        data_ = text + length;
-        data_bytes_ = file_.size() - sizeof length - length;
-        nlohmann::json header = parse_json({reinterpret_cast<const char*>(text), length}, file_.path());
+                 static_cast<unsigned long long>(length), size - sizeof length);
+        std::string text(length, ' ');
+        file_->read(sizeof length, text.size(), text.data());
+        data_ = sizeof length + length;
+        data_bytes_ = size - data_;
+        nlohmann::json header = parse_json(text, file_->path());
         if (!header.is_object()) fail("%s: its header is not a JSON object", path);
         return header;
     }
@@ -145,7 +154,7 @@ class SafetensorsFile {
     SafetensorsEntry read_entry(const std::string& name, const nlohmann::json& value) const {
         for (const char* key : {"dtype", "shape", "data_offsets"})
             if (!value.is_object() || !value.contains(key)) fail_tensor(name, "\"%s\" is missing", key);
-        SafetensorsEntry entry{name, "", {}, nullptr, 0};
+        SafetensorsEntry entry{name, "", {}, file_.get(), 0, 0};
 
         const nlohmann::json& dtype = value["dtype"];
         const FileTypeInfo* type = dtype.is_string() ? find_file_type(dtype.get<std::string>()) : nullptr;
@@ -177,7 +186,7 @@ class SafetensorsFile {
             fail_tensor(name, "data_offsets %s hold %llu bytes where %s of shape %s takes %zu", range.c_str(),
                         static_cast<unsigned long long>(end - begin), type->name,
                         shape_text(entry.shape).c_str(), bytes);
-        entry.data = data_ + begin;
+        entry.offset = data_ + begin;
         entry.bytes = bytes;
         return entry;
     }
@@ -192,26 +201,26 @@ class SafetensorsFile {
 
     void check_cover() {
         std::sort(entries_.begin(), entries_.end(), [](const SafetensorsEntry& a, const SafetensorsEntry& b) {
-            return std::tie(a.data, a.bytes) < std::tie(b.data, b.bytes);
+            return std::tie(a.offset, a.bytes) < std::tie(b.offset, b.bytes);
         });
-        const unsigned char* covered = data_;
+        uint64_t covered = data_;
         for (size_t i = 0; i < entries_.size(); i++) {
             const SafetensorsEntry& entry = entries_[i];
-            if (entry.data < covered)
+            if (entry.offset < covered)
                 fail_tensor(entry.name, "its data overlaps that of \"%s\"",
                             printable(entries_[i - 1].name).c_str());
-            if (entry.data > covered)
+            if (entry.offset > covered)
                 fail_tensor(entry.name, "the %zu bytes before its data belong to no tensor",
-                            static_cast<size_t>(entry.data - covered));
+                            static_cast<size_t>(entry.offset - covered));
             covered += entry.bytes;
         }
         if (const size_t left = data_bytes_ - static_cast<size_t>(covered - data_); left > 0)
             fail("%s: the last %zu bytes belong to no tensor", path().c_str(), left);
     }
 
-    MappedFile file_;
-    const unsigned char* data_ = nullptr;
-    size_t data_bytes_ = 0;
+    std::unique_ptr<const FileReader> file_;
+    uint64_t data_ = 0;      // bytes before the data
+    size_t data_bytes_ = 0;  // and of them
     std::vector<SafetensorsEntry> entries_;
     std::map<std::string, size_t> index_;
 };
@@ -234,18 +243,15 @@ inline void read_as_float(const SafetensorsEntry& entry, float* out, size_t firs
     if (!narrow && entry.dtype != "F32")
         fail("tensor \"%s\" has dtype %s where F32, F16 or BF16 is needed", printable(entry.name).c_str(),
              entry.dtype.c_str());
-    const size_t width = narrow ? 2 : 4;
-    assert(first <= entry.bytes / width && count <= entry.bytes / width - first);
-    const unsigned char* source = entry.data + first * width;
-    if (!narrow) {
-        if (count > 0) std::memcpy(out, source, count * width);
-        return;
-    }
+    if (!narrow) return entry.read(first * 4, count * 4, out);
     const bool half = entry.dtype == "F16";
-    for (size_t i = 0; i < count; i++) {
-        uint16_t bits;
-        std::memcpy(&bits, source + i * width, width);
-        out[i] = half ? half_to_float(bits) : std::bit_cast<float>(static_cast<uint32_t>(bits) << 16);
+    std::vector<uint16_t> bits(std::min(count, size_t{1} << 15));
+    for (size_t done = 0; done < count; done += bits.size()) {
+        const size_t n = std::min(bits.size(), count - done);
+        entry.read((first + done) * 2, n * 2, bits.data());
+        for (size_t i = 0; i < n; i++)
+            out[done + i] =
+                half ? half_to_float(bits[i]) : std::bit_cast<float>(static_cast<uint32_t>(bits[i]) << 16);
     }
 }
 
@@ -302,11 +308,11 @@ class SafetensorsWriter {
 };
 
 // The weights in a checkpoint folder: model.safetensors, or else the shards that model.safetensors.index.json
-// names. Names are looked up with and without "transformer." in front, as both kinds of GPT-2 files are
-// about.
+// names. Names are looked up whole and without `prefix` in front, as both kinds of files are about.
 class SafetensorsFolder {
   public:
-    explicit SafetensorsFolder(const std::string& folder) : folder_(folder) {
+    explicit SafetensorsFolder(const std::string& folder, const std::string& prefix = "")
+        : folder_(folder), prefix_(prefix) {
         const std::string single = folder + "/model.safetensors", index = single + ".index.json";
         if (file_exists(single)) {
             files_.emplace_back(single);
@@ -319,9 +325,10 @@ class SafetensorsFolder {
     }
 
     const SafetensorsEntry* find(const std::string& name) const {
-        for (const std::string& spelling : {name, "transformer." + name})
-            if (const auto found = entries_.find(spelling); found != entries_.end()) return found->second;
-        return nullptr;
+        auto found = entries_.find(name);
+        if (found == entries_.end() && !prefix_.empty() && name.starts_with(prefix_))
+            found = entries_.find(name.substr(prefix_.size()));
+        return found == entries_.end() ? nullptr : found->second;
     }
 
     // The tensor of that name; fails when there is none or its shape is another.
@@ -349,7 +356,7 @@ class SafetensorsFolder {
         }
     }
 
-    std::string folder_;
+    std::string folder_, prefix_;
     std::vector<SafetensorsFile> files_;  // their entries stay in place when this grows
     std::map<std::string, const SafetensorsEntry*> entries_;
 };

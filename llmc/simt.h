@@ -24,6 +24,16 @@
 namespace simt {
 // True while a step is rehearsed on paper (arena.h): launches and library calls return at once.
 inline bool launches_off = false;
+
+// Lends room until the next who asks: the arena, while a step is rehearsed or runs in it. In the fast CPU
+// build the workers of a launch have their dynamic shared memory there; where nobody lends, of their own.
+struct Lender {
+    virtual void* workspace(size_t bytes) = 0;
+
+  protected:
+    ~Lender() = default;
+};
+inline Lender* lender = nullptr;
 }  // namespace simt
 
 #if defined(__CUDACC__)

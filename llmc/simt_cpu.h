@@ -10,10 +10,12 @@
 #include <immintrin.h>
 #endif
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <thread>
 #include <tuple>
 #include <type_traits>
@@ -162,19 +164,29 @@ T __shfl_sync(unsigned, T v, int) {
 }
 
 namespace simt {
-// Runs body() once a block. Threads take blocks in runs, so that neighbours in memory stay on one core.
+// Runs body() once a block. Threads take blocks in runs, so that neighbours in memory stay on one core; those
+// that get one are workers, and each has its part of the dynamic shared memory. What a block throws is thrown
+// here, when all have stopped.
 template <class Body>
 void run_grid(dim3 grid, [[maybe_unused]] dim3 block, size_t shared_bytes, Body&& body) {
     const size_t blocks = static_cast<size_t>(grid.x) * grid.y * grid.z;
     const size_t threads = omp_in_parallel() ? 1 : omp_get_max_threads();
     const size_t run = blocks / (threads * 16) + 1;
-    std::atomic<size_t> next{0};
-    auto work = [&] {
-        static thread_local SharedMemory shared;
-        dynamic_shared = shared.grow(shared_bytes);
+    const size_t most_workers = std::min(threads, (blocks + run - 1) / run);
+    const size_t part = (shared_bytes + 63) / 64 * 64;
+    unsigned char* lent = nullptr;
+    if (lender && part > 0) lent = static_cast<unsigned char*>(lender->workspace(most_workers * part));
+    if (launches_off) return;
+    std::atomic<size_t> next{0}, workers{0};
+    std::exception_ptr thrown;
+    auto work_on_runs = [&] {
+        size_t first = next.fetch_add(run);
+        if (first >= blocks) return;
+        static thread_local SharedMemory own;
+        dynamic_shared = lent ? lent + workers.fetch_add(1) * part : own.grow(part);
         gridDim = {grid.x, grid.y, grid.z};
-        for (size_t first; (first = next.fetch_add(run)) < blocks;) {
-            const size_t last = first + run < blocks ? first + run : blocks;
+        for (; first < blocks; first = next.fetch_add(run)) {
+            const size_t last = std::min(first + run, blocks);
             uint3 at{static_cast<unsigned>(first % grid.x), static_cast<unsigned>(first / grid.x % grid.y),
                      static_cast<unsigned>(first / (static_cast<size_t>(grid.x) * grid.y))};
             for (size_t i = first; i < last; i++) {
@@ -185,9 +197,16 @@ void run_grid(dim3 grid, [[maybe_unused]] dim3 block, size_t shared_bytes, Body&
             }
         }
     };
-    if (blocks <= 1 || threads == 1) return work();
+    if (blocks <= 1 || threads == 1) return work_on_runs();
 #pragma omp parallel num_threads(threads)
-    work();
+    try {
+        work_on_runs();
+    } catch (...) {
+        next = blocks;
+#pragma omp critical(thrown_by_a_block)
+        thrown = std::current_exception();
+    }
+    if (thrown) std::rethrow_exception(thrown);
 }
 }  // namespace simt
 #endif
@@ -207,7 +226,8 @@ void launch_function(void (*)(P...), dim3 grid, dim3 block, size_t shared_bytes,
 // inlined into the loop. An empty grid runs nothing.
 template <auto kernel, class... A>
 void launch(dim3 grid, dim3 block, size_t shared_bytes, Stream, A&&... args) {
-    if (simt::launches_off || grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+    if (grid.x == 0 || grid.y == 0 || grid.z == 0) return;
+    if (simt::launches_off && !kFastCpu) return;
     if (kFastCpu && block.x * block.y * block.z != 1) {
         fprintf(stderr, "simt: a block of the fast CPU build has one thread\n");
         abort();

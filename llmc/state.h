@@ -1,5 +1,5 @@
 // state.h - what a training keeps from step to step: weights, gradients, and the optimizer's state in the
-// formats the run chose. One table of buffers, from which memory, the report and saves follow.
+// formats the run chose. A table of buffers, from which memory, the report and saves follow.
 //
 // A buffer holds the elements of the Layout (model.h) in its order, or one element for each stretch of
 // them: the scales of 8-bit codes.
@@ -71,7 +71,7 @@ struct StateBuffer {
     StatePart part;
     const char* name;    // in the report
     const char* kind;    // the line of the report's totals where it counts
-    const char* prefix;  // of its tensors' names in a save; null: not saved
+    const char* prefix;  // of its parameters' names in a save; null: not saved
     const char* dtype;   // as dtype_name() has it
     size_t width;        // bytes of an element
     int span;            // elements of the model that one of its elements stands for
@@ -88,7 +88,7 @@ struct StateBuffer {
 template <class T>
 class State {
   public:
-    State(const GptConfig& config, const StateOptions& state_options) : layout(config) {
+    State(const ModelConfig& config, const StateOptions& state_options) : layout(config) {
         choose(state_options);
     }
     // Writes the table; takes no memory yet.
@@ -96,7 +96,7 @@ class State {
         options = state_options;
         buffers_.clear();
         const bool adamw = options.optimizer == Optimizer::AdamW;
-        add<T>(StatePart::Weights, "weights", "weights", "transformer.");
+        add<T>(StatePart::Weights, "weights", "weights", "");
         if (options.training && options.gradients)
             add<T>(StatePart::Gradients, "gradients", "gradients", nullptr);
         if (options.training && adamw) {

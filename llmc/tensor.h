@@ -97,10 +97,12 @@ class Tensor {
     // A view of `count` rows from `first` on.
     Tensor rows_at(int64_t first, int64_t count) const {
         assert(first + count <= rows());
-        return Tensor(data_ ? data_ + first * columns() : nullptr, {count, columns()});
+        return Tensor(at(first * columns()), {count, columns()});
     }
 
     T* data() const { return data_; }
+    // Element `i` of the data; null in a rehearsal, where there are none.
+    T* at(int64_t i) const { return data_ ? data_ + i : nullptr; }
     const Shape& shape() const { return shape_; }
     int64_t size() const { return shape_.size(); }
     int64_t bytes() const { return size() * static_cast<int64_t>(sizeof(T)); }

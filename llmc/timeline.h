@@ -31,7 +31,7 @@ inline std::vector<std::string> timeline_kinds(const MemoryReport& report, const
     };
     for (const auto& b : report.buffers) add(b.kind);
     for (const char* kind : {"activation", "gradient"}) add(kind);
-    for (const Plan* plan : {&report.train, &update})
+    for (const Plan* plan : {report.train, &update})
         for (const Take& t : plan->takes) add(t.kind);
     kinds.push_back("workspace");
     return kinds;
@@ -80,7 +80,7 @@ inline Timeline make_timeline(const MemoryReport& report, const Plan& update) {
     std::vector<size_t> live;
     for (const std::string& kind : timeline.kinds)
         live.push_back(kind == "workspace" ? report.workspace() : report.of_kind(kind));
-    append_plan(timeline, report.train, "", live);
+    append_plan(timeline, *report.train, "", live);
     append_plan(timeline, update, "update", live);
     return timeline;
 }

@@ -4,8 +4,14 @@
 
 #include <cstddef>
 
-#if defined(__SANITIZE_ADDRESS__) && !defined(__CUDACC__)
+#if defined(__has_feature)  // clang's way
+#if __has_feature(address_sanitizer)
 #define LLMC_ASAN 1
+#endif
+#elif defined(__SANITIZE_ADDRESS__) && !defined(__CUDACC__)
+#define LLMC_ASAN 1
+#endif
+#ifdef LLMC_ASAN
 #include <sanitizer/asan_interface.h>
 #endif
 

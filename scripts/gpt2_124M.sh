@@ -1,10 +1,11 @@
 #!/bin/sh
 # Trains GPT-2 124M on FineWeb's shards (dev/data/download.py fineweb) on one GPU: half a million tokens a step, as in
 # the GPT-3 paper's smallest model. With less memory: a smaller --batch and a larger --grad-accum, or --recompute norm.
+# Arguments go to ./train: gpt2_124M.sh --batch 16 --grad-accum 32
 set -eu
 cd "$(dirname "$0")/.."
 exec ./train --data 'data/fineweb_train_*.bin' --val-data 'data/fineweb_val_*.bin' \
     --model d12 --batch 64 --seq-len 1024 --grad-accum 8 --head-rows 4096 --steps 19000 \
     --lr 6e-4 --min-lr 6e-5 --warmup 700 --weight-decay 0.1 \
     --eval-every 250 --eval-batches 3 --sample-every 1000 \
-    --out out/gpt2_124M --save-every 1000 --log out/gpt2_124M.jsonl
+    --out out/gpt2_124M --save-every 1000 --log out/gpt2_124M.jsonl "$@"

@@ -1,10 +1,14 @@
 #!/bin/sh
 # Trains a byte-level GPT on tinyshakespeare: validation loss under 1.8 nats a byte in 5 minutes on two cores.
-# Wants the text: .venv/bin/python dev/data/download.py tinyshakespeare, or a path as the first argument.
+# Or on another text: its path is the first argument. Further ones go to ./train: tinyshakespeare.sh --steps 100
 set -eu
-text=${1:+$(realpath "$1")}
+text=dev/data/tinyshakespeare.txt
+case ${1:-} in
+    '' | -*) ;;
+    *) text=$(realpath "$1"); shift ;;
+esac
 cd "$(dirname "$0")/.."
-exec ./train --data "${text:-data/tinyshakespeare.txt}" \
+exec ./train --data "$text" \
     --model d4 --batch 16 --seq-len 128 --steps 1150 \
     --lr 2e-3 --min-lr 1e-4 --warmup 50 --weight-decay 0.1 \
-    --eval-every 250 --eval-batches 50 --prompt "ROMEO:" --sample-tokens 300
+    --eval-every 250 --eval-batches 50 --prompt "ROMEO:" --sample-tokens 300 "$@"

@@ -35,17 +35,25 @@ class TempFolder {
     std::string path_;
 };
 
-// Expects a one-line UserError that mentions all parts.
-template <class F>
-void expect_user_error(F action, std::initializer_list<std::string> parts) {
+// Expects an error of this type, of one line that mentions all parts.
+template <class Error, class F>
+void expect_error(F action, std::initializer_list<std::string> parts) {
     try {
         action();
         ADD_FAILURE() << "no error where one should mention " << *parts.begin();
-    } catch (const UserError& error) {
+    } catch (const Error& error) {
         const std::string message = error.what();
         EXPECT_EQ(message.find('\n'), std::string::npos) << message;
         for (const std::string& part : parts)
             EXPECT_NE(message.find(part), std::string::npos)
                 << "\"" << message << "\" lacks \"" << part << "\"";
     }
+}
+template <class F>
+void expect_user_error(F action, std::initializer_list<std::string> parts) {
+    expect_error<UserError>(action, parts);
+}
+template <class F>
+void expect_bug(F action, std::initializer_list<std::string> parts) {
+    expect_error<std::logic_error>(action, parts);
 }

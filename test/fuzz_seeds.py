@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the first inputs of the fuzz targets into FOLDER/safetensors, FOLDER/shards and FOLDER/json."""
+"""Writes the first inputs of the fuzz targets into FOLDER/safetensors, shards, json and tokenizer."""
 
 import json
 import pathlib
@@ -25,17 +25,17 @@ def safetensors_seeds():
 
 
 def shard_seeds():
-    def shard(choices, seq_len, seed, tokens, magic=20240520, version=1):
+    def shard(choices, seq_len, seed, tokens, magic=20240520, version=1, kind="H"):
         head = struct.pack("<iii", magic, version, len(tokens))
-        return bytes([choices, seq_len - 1, seed]) + head + struct.pack(f"<{len(tokens)}H", *tokens)
+        return bytes([choices, seq_len - 1, seed]) + head + struct.pack(f"<{len(tokens)}{kind}", *tokens)
 
     yield shard(3, 4, 2, range(40))
     yield shard(3, 1, 3, [50256, 0])
     yield shard(3, 2, 4, [50257, 0, 0, 0])
-    yield shard(1, 8, 6, range(9), magic=20240801)
+    yield shard(1, 8, 6, range(9), magic=20240801, version=7, kind="I")
+    yield shard(1, 2, 7, [128255, 128256, 2**32 - 1, 0], magic=20240801, version=7, kind="I")
     yield b"\0\3\2" + b"To be, or not to be, that is the question" * 3
-    for choices in (4, 12):
-        yield bytes([choices, 2, 5]) + b"text in two parts " * 8
+    yield bytes([4, 2, 5]) + b"text in two parts " * 8
 
 
 def json_seeds():
@@ -47,9 +47,58 @@ def json_seeds():
     yield b'{"a": [1, -2, 3.5e3, "\\u00e9\\ud83d\\ude00", null, true], "a": {}}'
 
 
+def tokenizer_seeds():
+    def file(text, model, **parts):
+        return json.dumps({"model": {"type": "BPE"} | model} | parts).encode() + b"\0" + text
+
+    def split(regex, **options):
+        return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False} | options
+
+    def added(number, content, **options):
+        return {"id": number, "content": content, "single_word": False, "lstrip": False, "rstrip": False,
+                "normalized": False, "special": True} | options
+
+    letters = {c: i for i, c in enumerate("abc' 1\u0120\u010a<>")}
+    merges = {"ab": 20, "abc": 21, "\u0120a": 22, "\u0120abc": 23}
+    by_bytes = {"vocab": letters | merges, "merges": ["a b", "ab c", "\u0120 a", "\u0120 abc"]}
+    text = " abc ab'a 1111 <s> ab\n\n  abc \u00e9\u65e5".encode() + b"\xff\xe6 abcabc"
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    yield file(text, by_bytes, pre_tokenizer=byte_level, decoder={"type": "ByteLevel"})
+    sequence = {"type": "Sequence", "pretokenizers": [
+        {"type": "Digits", "individual_digits": True}, split(r"(?i:'s|a)|[^\r\n\p{L}]?\p{L}+|\s+(?!\S)|\s+"),
+        byte_level | {"use_regex": False}]}
+    tokens = [added(30, "<s>", lstrip=True), added(20, "ab", normalized=True, single_word=True, special=False),
+              added(32, "<s>>", rstrip=True)]
+    template = {"type": "TemplateProcessing", "special_tokens": {"<s>": {"id": "<s>", "ids": [30], "tokens": ["<s>"]}},
+                "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]}
+    yield file(text, by_bytes | {"ignore_merges": True, "unk_token": "a", "fuse_unk": True}, pre_tokenizer=sequence,
+               normalizer={"type": "NFC"}, added_tokens=tokens, post_processor=template)
+    characters = {"vocab": {"<unk>": 0, "\u2581": 1, "a": 2, "b": 3, "\u2581a": 4, "ab": 5, "\u2581\u2581": 6},
+                  "merges": [["\u2581", "a"], ["a", "b"], ["\u2581", "\u2581"]], "unk_token": "<unk>", "fuse_unk": True}
+    space = {"String": "\u2581"}
+    decoder = {"type": "Sequence", "decoders": [
+        {"type": "Replace", "pattern": space, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0}]}
+    yield file(text, characters, decoder=decoder, added_tokens=[added(9, "<s>", normalized=True)], normalizer={
+        "type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "\u2581"},
+                                            {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}]})
+    bytes_too = characters | {"byte_fallback": True,
+                              "vocab": characters["vocab"] | {f"<0x{b:02X}>": 100 + b for b in range(256)}}
+    metaspace = {"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first", "split": False}
+    yield file(text, bytes_too, decoder=decoder, pre_tokenizer=metaspace)
+    yield file(text, characters, decoder={"type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "always"},
+               pre_tokenizer=metaspace | {"prepend_scheme": "always", "split": True})
+    yield file(text, characters, decoder=decoder, pre_tokenizer=split(" ?[^(\\s|[.,!?])]+", behavior="Removed"))
+    yield file(text, {"vocab": {"a": 0, "": 1, "aa": 4194303}, "merges": [["a", ""], ["", "a"], ["a", "a"]]})
+    yield file(text, {"vocab": {"a": 0, "b": -1, "c": 2**40}, "merges": ["a b"]})
+    yield file(text, {"type": "Unigram", "vocab": [["a", -1.5]], "unk_id": 0})
+    yield b'{"model": ' + b"[" * 500
+
+
 def main():
     folder = pathlib.Path(sys.argv[1])
-    targets = {"safetensors": safetensors_seeds(), "shards": shard_seeds(), "json": json_seeds()}
+    targets = {"safetensors": safetensors_seeds(), "shards": shard_seeds(), "json": json_seeds(),
+               "tokenizer": tokenizer_seeds()}
     for name, seeds in targets.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number, seed in enumerate(seeds):

@@ -13,9 +13,11 @@
 
 namespace {
 
-void deal(const std::string& path, Part part, int seq_len, uint64_t seed) {
-    Dataset data({path}, "--data", part);
+void deal(const std::string& path, bool split, int seq_len, uint64_t seed) {
+    Dataset data({path}, "--data");
+    const auto held_out = split && data.is_text() ? data.hold_out(static_cast<uint64_t>(seq_len)) : nullptr;
     data.check_tokens(data.vocabulary());
+    if (held_out) SequenceLoader(*held_out, seq_len, seed, false);
     SequenceLoader loader(data, seq_len, seed, seed % 2 == 0);
     const auto T = static_cast<size_t>(seq_len);
     std::vector<int32_t> inputs(3 * T), targets(3 * T);
@@ -36,8 +38,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* input, size_t size) {
     std::string content(reinterpret_cast<const char*>(input) + 3, size - 3);
     if (input[0] & 1 && content.size() >= 12) content.insert(12, 1024 - 12, '\0');
     const bool named_shard = input[0] & 2;
-    const Part part = input[0] & 4 ? (input[0] & 8 ? Part::Train : Part::Validation) : Part::All;
+    const bool split = input[0] & 4;
     const std::string path = fuzz_file(content, named_shard ? ".bin" : "");
-    parse_or_refuse([&] { deal(path, part, input[1] % 32 + 1, input[2]); });
+    parse_or_refuse([&] { deal(path, split, input[1] % 32 + 1, input[2]); });
     return 0;
 }

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <limits>
+#include <string>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -109,6 +110,21 @@ template <class T>
 constexpr double tolerance() {
     return std::is_same_v<T, float> ? 1e-5 : 1e-2;
 }
+
+struct MatrixSize {
+    int rows, C;
+};
+
+// Sizes of matrices whose rows are a kernel's: whole vectors and not, fewer than a warp's and more.
+inline std::vector<MatrixSize> matrix_sizes() {
+    if (kSmallShapes) return {{1, 1}, {3, 100}, {37, 72}};
+    std::vector<MatrixSize> sizes;
+    for (int rows : {1, 3, 37, 300})
+        for (int C : {1, 7, 64, 72, 100, 768, 1000}) sizes.push_back({rows, C});
+    return sizes;
+}
+
+inline std::string text(const MatrixSize& s) { return std::to_string(s.rows) + " x " + std::to_string(s.C); }
 
 // The bytes of some vectors, one after the other.
 template <class... T>

@@ -2,9 +2,11 @@
 // nearly as small as can be, and a step that departs from its rehearsal is stopped by name.
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <functional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <gtest/gtest.h>
@@ -200,6 +202,42 @@ Take interval(size_t bytes, int born, int dies) {
     return t;
 }
 
+// Beside a pass over all stays, in which the smallest gap is found by definition.
+TEST(Occupancy, FindsTheSmallestGapOfAll) {
+    struct Stay {
+        int from, to;
+        size_t begin, end;
+    };
+    int in_gaps = 0;
+    for (uint64_t seed = 1; seed <= 30; seed++) {
+        const uint64_t times = 1 + random_bits(seed, 0, 0) % 400,
+                       longest = 1 + random_bits(seed, 0, 1) % times;
+        Occupancy occupied(static_cast<int>(times));
+        std::vector<Stay> stays;  // by rising offset
+        for (uint64_t i = 1; i <= 300; i++) {
+            const int from = static_cast<int>(random_bits(seed, i, 0) % times),
+                      to = std::min(static_cast<int>(times),
+                                    from + 1 + static_cast<int>(random_bits(seed, i, 1) % longest));
+            const size_t bytes = 256 * (1 + random_bits(seed, i, 2) % 9);
+            size_t end = 0, want = 0, smallest = SIZE_MAX;
+            for (const Stay& s : stays) {
+                if (s.from >= to || from >= s.to) continue;
+                if (s.begin >= end + bytes && s.begin - end < smallest) smallest = s.begin - end, want = end;
+                end = std::max(end, s.end);
+            }
+            if (smallest == SIZE_MAX) want = end;
+            ASSERT_EQ(occupied.find(from, to, bytes), want) << "seed " << seed << ", stay " << i;
+            occupied.add(from, to, want, bytes);
+            in_gaps += smallest != SIZE_MAX;
+            const Stay stay{from, to, want, want + bytes};
+            stays.insert(std::upper_bound(stays.begin(), stays.end(), stay,
+                                          [](const Stay& a, const Stay& b) { return a.begin < b.begin; }),
+                         stay);
+        }
+    }
+    EXPECT_GT(in_gaps, 1000);
+}
+
 TEST(FindPeak, AgreesWithCountingAtEveryTime) {
     for (uint64_t seed = 1; seed <= 100; seed++) {
         Plan plan;
@@ -256,7 +294,7 @@ class Departures : public testing::Test {
         arena.repeat(2, [&] { return bool(take(arena, "d", 50)); });
     }
     void expect_stopped(const Step& step, std::initializer_list<std::string> parts) {
-        expect_user_error([&] { arena.run(plan, step); }, parts);
+        expect_bug([&] { arena.run(plan, step); }, parts);
         EXPECT_FALSE(simt::launches_off);
         arena.run(plan, [&] { rehearsed(); });  // nothing is left of the failed step
     }
@@ -327,16 +365,16 @@ TEST_F(Departures, OneOutlivesTheStep) {
     Bytes kept;
     const Step keeping = [&] { kept = take(arena, "f", 10); };
     plan = arena.rehearse([&] { Bytes f = take(arena, "f", 10); });
-    expect_user_error([&] { arena.run(plan, keeping); }, {"'f' outlives the step"});
+    expect_bug([&] { arena.run(plan, keeping); }, {"'f' outlives the step"});
     kept.drop();
-    expect_user_error([&] { arena.rehearse(keeping); }, {"'f' outlives the step"});
+    expect_bug([&] { arena.rehearse(keeping); }, {"'f' outlives the step"});
     kept.drop();
     EXPECT_FALSE(simt::launches_off);
 }
 
 TEST_F(Departures, OneMoreLoop) {
     Plan no_loop = arena.rehearse([&] { arena.repeat(0, [] { return true; }); });
-    expect_user_error([&] { arena.run(no_loop, [&] { loop(); }); }, {"a loop that its rehearsal did not"});
+    expect_bug([&] { arena.run(no_loop, [&] { loop(); }); }, {"a loop that its rehearsal did not"});
 }
 
 TEST_F(Departures, AFailingStepLeavesTheArenaReady) {
@@ -344,7 +382,8 @@ TEST_F(Departures, AFailingStepLeavesTheArenaReady) {
         Bytes a = take(arena, "a", 600);
         fail("a mistake of the user's");
     };
-    expect_stopped(failing, {"a mistake"});
+    expect_user_error([&] { arena.run(plan, failing); }, {"a mistake"});
+    arena.run(plan, [&] { rehearsed(); });
     expect_user_error([&] { arena.rehearse(failing); }, {"a mistake"});
     EXPECT_FALSE(simt::launches_off);
     EXPECT_FALSE(arena.rehearsing());
@@ -461,7 +500,7 @@ TEST(Arena, WorkspaceIsTheLargestAskedForAndApartFromTensors) {
     EXPECT_EQ(got, std::vector<void*>(3, arena.workspace(0)));
     EXPECT_EQ(reinterpret_cast<uintptr_t>(got[0]) % kArenaAlignment, 0u);
     asked[1] = 6000;
-    expect_user_error([&] { arena.run(plan, step); }, {"more scratch than in the rehearsal"});
+    expect_bug([&] { arena.run(plan, step); }, {"more scratch than in the rehearsal"});
 }
 
 TEST(TensorHandle, OwnsOnceAndViewsOwnNothing) {
@@ -489,15 +528,61 @@ TEST(TensorHandle, OwnsOnceAndViewsOwnNothing) {
 TEST(DeviceMemory, AForbiddenAllocationNamesTheBuffer) {
     const DeviceBuffer before(1000, "the first");
     forbid_device_allocation();
-    expect_user_error([] { DeviceBuffer late(4096, "the second"); },
-                      {"the second", "4096", "start of the run"});
+    expect_bug([] { DeviceBuffer late(4096, "the second"); }, {"the second", "4096", "start of the run"});
     Arena arena;
     Plan plan = arena.rehearse([&] { Bytes a = take(arena, "a", 600); });
-    expect_user_error([&] { arena.allocate({&plan}); }, {"the activation arena"});
+    expect_bug([&] { arena.allocate({&plan}); }, {"the activation arena"});
     forbid_device_allocation(false);
     arena.allocate({&plan});
     EXPECT_EQ(arena.bytes(), arena_align(600));
 }
+
+#if SIMT_LANES == 1
+
+// Fills the dynamic shared memory with the block's number, and counts the bytes that another overwrites
+// before all workers have.
+__global__ void keep_apart_kernel(std::atomic<int>* at_work, int workers, std::atomic<int>* overwritten,
+                                  const unsigned char** address, int bytes) {
+    DYNAMIC_SHARED(unsigned char, shared);
+    const auto mine = static_cast<unsigned char>(blockIdx.x + 1);
+    std::fill(shared, shared + bytes, mine);
+    for (++*at_work; *at_work < workers;) std::this_thread::yield();
+    *overwritten += static_cast<int>(bytes - std::count(shared, shared + bytes, mine));
+    address[blockIdx.x] = shared;
+}
+
+TEST(Arena, LendsTheWorkersOfALaunchTheirSharedMemory) {
+    const int before = omp_get_max_threads(), workers = 3, bytes = 1000;
+    omp_set_num_threads(workers);
+    Arena arena;
+    std::atomic<int> at_work = 0, overwritten = 0;
+    const unsigned char* address[3] = {};
+    const Step step = [&] {
+        launch<keep_apart_kernel>(workers, 1, bytes, Stream{}, &at_work, workers, &overwritten, address,
+                                  bytes);
+    };
+    Plan plan = arena.rehearse(step);
+    EXPECT_EQ(at_work, 0);
+    EXPECT_EQ(plan.workspace, workers * 1024u);
+    arena.allocate({&plan});
+    arena.run(plan, step);
+    EXPECT_EQ(at_work, workers);
+    EXPECT_EQ(overwritten, 0);
+    const auto* lent = static_cast<const unsigned char*>(arena.workspace(0));
+    for (const unsigned char* p : address) EXPECT_TRUE(lent <= p && p + bytes <= lent + plan.workspace);
+    omp_set_num_threads(before);
+}
+
+__global__ void throw_kernel(unsigned block) {
+    if (blockIdx.x == block) fail("block %u has a mistake", block);
+}
+
+TEST(Launch, ThrowsWhatABlockThrows) {
+    for (const unsigned block : {0u, 77u, 99u})
+        expect_user_error([&] { launch<throw_kernel>(100, 1, 0, Stream{}, block); }, {"has a mistake"});
+}
+
+#endif
 
 #ifdef LLMC_ASAN
 

@@ -1,13 +1,16 @@
 // test_attention.cpp - warp products and causal attention, forward and backward, against sums in double
 // precision.
 
+#include <algorithm>
 #include <memory>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include <gtest/gtest.h>
 
+#include "llmc/alibi.h"
 #include "llmc/attention.cuh"
 #include "test/kernel_test.h"
 
@@ -15,21 +18,37 @@ namespace {
 
 struct Case {
     int batch, heads, head_size, queries, keys;
-    // Columns of a packed qkv; a cache with spare rows; rows whose length is no multiple of a vector.
-    enum Layout { kPacked, kCache, kUnaligned };
+    // Columns of a packed qkv; a cache with spare rows; rows whose length is no multiple of a vector; a
+    // packed qkv that has q, k and v of a head side by side, as BLOOM's.
+    enum Layout { kPacked, kCache, kUnaligned, kByHead };
     Layout layout;
     double scale = 1;  // of q, so of the scores
+    int kv_heads = heads;
+    int window = 0;
+    bool alibi = false;
     bool hopper = false;
 
-    int channels() const { return heads * head_size; }
+    // Of q, k or v: which = 0, 1, 2.
+    int heads_of(int which) const { return which == 0 ? heads : kv_heads; }
+    int channels(int which = 0) const { return heads_of(which) * head_size; }
+    int rows(int which) const { return which == 0 ? queries : keys + spare(); }
+    bool packed() const { return layout == kPacked || layout == kByHead; }
     int spare() const { return layout == kCache ? 3 : 0; }
-    int64_t row() const { return layout == kPacked ? 3 * channels() : channels() + (layout == kUnaligned); }
-    size_t q_size() const { return batch * queries * row(); }
-    size_t kv_size() const { return batch * (keys + spare()) * row(); }
+    int64_t row(int which) const {
+        return packed() ? channels(0) + channels(1) + channels(2) : channels(which) + (layout == kUnaligned);
+    }
+    // The distance of heads, and the first column of head 0.
+    int head_distance() const { return (layout == kByHead ? 3 : 1) * head_size; }
+    int64_t begin(int which) const {
+        if (layout == kByHead) return which * head_size;
+        return layout == kPacked && which > 0 ? channels(0) + (which - 1) * channels(1) : 0;
+    }
+    size_t size(int which) const { return batch * rows(which) * row(which); }
     std::string name() const {
         return "batch " + std::to_string(batch) + ", " + std::to_string(heads) + " heads of " +
-               std::to_string(head_size) + ", " + std::to_string(queries) + " queries, " +
-               std::to_string(keys) + " keys, layout " + std::to_string(layout);
+               std::to_string(head_size) + " on " + std::to_string(kv_heads) + ", " +
+               std::to_string(queries) + " queries, " + std::to_string(keys) + " keys, layout " +
+               std::to_string(layout) + ", window " + std::to_string(window) + (alibi ? ", slopes" : "");
     }
 };
 
@@ -40,39 +59,41 @@ struct Arrays {
     std::vector<std::vector<T>> host;
     std::vector<std::unique_ptr<DeviceArray<T>>> device;
     T *q, *k, *v;
+    std::unique_ptr<DeviceArray<float>> slopes;
 
     Arrays(const Case& c, std::vector<std::vector<T>> values) : host(std::move(values)) {
         for (const std::vector<T>& h : host) device.push_back(std::make_unique<DeviceArray<T>>(h));
-        const bool packed = c.layout == Case::kPacked;
-        q = device[0]->data();
-        k = packed ? q + c.channels() : device[1]->data();
-        v = packed ? q + 2 * c.channels() : device[2]->data();
+        const auto place = [&](int which) { return device[c.packed() ? 0 : which]->data() + c.begin(which); };
+        q = place(0);
+        k = place(1);
+        v = place(2);
+        if (c.alibi) slopes = std::make_unique<DeviceArray<float>>(alibi_slopes(c.heads));
     }
     void download() {
         for (size_t i = 0; i < host.size(); i++) host[i] = device[i]->download();
     }
-    // Element (b, row, column) of q, k or v (which = 0, 1, 2), once downloaded.
-    double at(const Case& c, int which, int b, int64_t row, int column) const {
-        const int64_t rows = which == 0 ? c.queries : c.keys + c.spare();
-        const bool packed = c.layout == Case::kPacked;
-        const int64_t i = (b * rows + row) * c.row() + column + (packed ? which * c.channels() : 0);
-        return to_float(host[packed ? 0 : which][i]);
+    // Element (b, row, head, column) of q, k or v, once downloaded.
+    double at(const Case& c, int which, int b, int64_t row, int head, int column) const {
+        const int64_t i = (int64_t{b} * c.rows(which) + row) * c.row(which) + c.begin(which) +
+                          head * c.head_distance() + column;
+        return to_float(host[c.packed() ? 0 : which][i]);
     }
     // All of q, k or v as (batch, rows, channels).
     std::vector<float> compact(const Case& c, int which) const {
         std::vector<float> values;
         for (int b = 0; b < c.batch; b++)
             for (int i = 0; i < (which == 0 ? c.queries : c.keys); i++)
-                for (int j = 0; j < c.channels(); j++)
-                    values.push_back(static_cast<float>(at(c, which, b, i, j)));
+                for (int h = 0; h < c.heads_of(which); h++)
+                    for (int e = 0; e < c.head_size; e++)
+                        values.push_back(static_cast<float>(at(c, which, b, i, h, e)));
         return values;
     }
 };
 
 template <class T, class Fill>
 Arrays<T> make_arrays(const Case& c, Fill fill) {
-    if (c.layout == Case::kPacked) return Arrays<T>(c, {fill(c.q_size(), 0)});
-    return Arrays<T>(c, {fill(c.q_size(), 0), fill(c.kv_size(), 1), fill(c.kv_size(), 2)});
+    if (c.packed()) return Arrays<T>(c, {fill(c.size(0), 0)});
+    return Arrays<T>(c, {fill(c.size(0), 0), fill(c.size(1), 1), fill(c.size(2), 2)});
 }
 template <class T>
 Arrays<T> random_arrays(const Case& c) {
@@ -86,19 +107,24 @@ Arrays<T> poisoned_arrays(const Case& c) {
 
 template <class T>
 AttentionInput<T> input_of(const Case& c, const Arrays<T>& arrays) {
-    return {c.batch,
-            c.heads,
-            c.head_size,
-            c.queries,
-            c.keys,
-            arrays.q,
-            arrays.k,
-            arrays.v,
-            c.row(),
-            c.row(),
-            c.queries * c.row(),
-            (c.keys + c.spare()) * c.row(),
-            c.hopper};
+    return {.batch = c.batch,
+            .heads = c.heads,
+            .head_size = c.head_size,
+            .queries = c.queries,
+            .keys = c.keys,
+            .q = arrays.q,
+            .k = arrays.k,
+            .v = arrays.v,
+            .q_row = c.row(0),
+            .kv_row = c.row(1),
+            .q_batch = c.rows(0) * c.row(0),
+            .kv_batch = c.rows(1) * c.row(1),
+            .kv_heads = c.kv_heads,
+            .q_head = c.head_distance(),
+            .kv_head = c.head_distance(),
+            .window = c.window,
+            .alibi = c.alibi ? arrays.slopes->data() : nullptr,
+            .hopper = c.hopper};
 }
 
 struct Reference {
@@ -108,68 +134,107 @@ struct Reference {
 // By the definition, one row of scores at a time.
 template <class T>
 Reference reference(const Case& c, const Arrays<T>& x, const std::vector<double>& dout) {
-    const int C = c.channels();
     const size_t rows = static_cast<size_t>(c.batch) * c.queries,
                  key_rows = static_cast<size_t>(c.batch) * c.keys;
-    Reference r{std::vector<double>(rows * C), std::vector<double>(rows * c.heads),
-                std::vector<double>(rows * C), std::vector<double>(key_rows * C),
-                std::vector<double>(key_rows * C)};
+    Reference r{std::vector<double>(rows * c.channels()), std::vector<double>(rows * c.heads),
+                std::vector<double>(rows * c.channels()), std::vector<double>(key_rows * c.channels(1)),
+                std::vector<double>(key_rows * c.channels(1))};
     const double scale = 1 / std::sqrt(double(c.head_size));
+    const std::vector<float> slopes = c.alibi ? alibi_slopes(c.heads) : std::vector<float>(c.heads);
     for (int b = 0; b < c.batch; b++)
         for (int h = 0; h < c.heads; h++)
             for (int i = 0; i < c.queries; i++) {
-                const int seen = c.keys - c.queries + i + 1;
-                const size_t query = (b * size_t(c.queries) + i) * C;
-                std::vector<double> p(seen), dp(seen, 0.);
+                const int position = c.keys - c.queries + i, kv = h / (c.heads / c.kv_heads);
+                const int begin = c.window && c.window <= position ? position - c.window + 1 : 0;
+                const size_t query = (b * size_t(c.queries) + i) * c.channels() + h * c.head_size;
+                std::vector<double> p(c.keys), dp(c.keys);
                 double sum = 0, delta = 0;
-                for (int j = 0; j < seen; j++) {
-                    for (int e = h * c.head_size; e < (h + 1) * c.head_size; e++) {
-                        p[j] += x.at(c, 0, b, i, e) * x.at(c, 1, b, j, e);
-                        dp[j] += dout[query + e] * x.at(c, 2, b, j, e);
+                for (int j = begin; j <= position; j++) {
+                    for (int e = 0; e < c.head_size; e++) {
+                        p[j] += x.at(c, 0, b, i, h, e) * x.at(c, 1, b, j, kv, e);
+                        dp[j] += dout[query + e] * x.at(c, 2, b, j, kv, e);
                     }
-                    sum += p[j] = std::exp(p[j] * scale);
+                    sum += p[j] = std::exp(p[j] * scale + slopes[h] * double(j - position));
                 }
-                for (int j = 0; j < seen; j++) delta += (p[j] /= sum) * dp[j];
+                for (int j = begin; j <= position; j++) delta += (p[j] /= sum) * dp[j];
                 r.lse[(size_t(b) * c.heads + h) * c.queries + i] = std::log(sum);
-                for (int j = 0; j < seen; j++)
-                    for (int e = h * c.head_size; e < (h + 1) * c.head_size; e++) {
-                        const size_t key = (b * size_t(c.keys) + j) * C + e;
+                for (int j = begin; j <= position; j++)
+                    for (int e = 0; e < c.head_size; e++) {
+                        const size_t key = (b * size_t(c.keys) + j) * c.channels(1) + kv * c.head_size + e;
                         const double ds = p[j] * (dp[j] - delta) * scale;
-                        r.out[query + e] += p[j] * x.at(c, 2, b, j, e);
-                        r.dq[query + e] += ds * x.at(c, 1, b, j, e);
-                        r.dk[key] += ds * x.at(c, 0, b, i, e);
+                        r.out[query + e] += p[j] * x.at(c, 2, b, j, kv, e);
+                        r.dq[query + e] += ds * x.at(c, 1, b, j, kv, e);
+                        r.dk[key] += ds * x.at(c, 0, b, i, h, e);
                         r.dv[key] += p[j] * dout[query + e];
                     }
             }
     return r;
 }
 
-// Both passes once from poisoned outputs, checked; the bytes of all results.
+// The relative error of dq or dk. Where a query sees one key these are zero, and the error is what rounding
+// leaves of differences of numbers like 1: its root mean square.
+double gradient_error(const std::vector<float>& got, const std::vector<double>& want) {
+    const bool zero = std::all_of(want.begin(), want.end(), [](double x) { return x == 0; });
+    return relative_error(got, want) / (zero ? std::sqrt(double(want.size())) : 1);
+}
+
+// What both passes write to poisoned outputs, in the order of (batch, rows, columns); dq, dk and dv only
+// where queries == keys.
 template <class T>
-std::vector<unsigned char> run_case(const Case& c, const Arrays<T>& x, const DeviceArray<T>& dout,
-                                    const Reference& want) {
+struct Results {
+    std::vector<T> out;
+    std::vector<float> lse, dq, dk, dv;
+    std::vector<unsigned char> bytes() const { return bytes_of(out, lse, dq, dk, dv); }
+};
+template <class T>
+Results<T> run(const Case& c, const Arrays<T>& x, const DeviceArray<T>& dout) {
     const size_t rows = static_cast<size_t>(c.batch) * c.queries;
     const AttentionInput<T> in = input_of(c, x);
     DeviceArray<T> out(poisoned<T>(rows * c.channels()));
     DeviceArray<float> lse(poisoned<float>(rows * c.heads)), delta(poisoned<float>(rows * c.heads));
     attention_forward(out.data(), lse.data(), in, Stream{});
-    EXPECT_LT(relative_error(out.download(), want.out), tolerance<T>());
-    EXPECT_LT(relative_error(lse.download(), want.lse), tolerance<T>());
-    DeviceArray<T> out_only(poisoned<T>(rows * c.channels()));
-    attention_forward(out_only.data(), static_cast<float*>(nullptr), in, Stream{});
-    EXPECT_TRUE(bytes_of(out_only.download()) == bytes_of(out.download())) << "other bits without lse";
-    if (c.queries != c.keys) return bytes_of(out.download(), lse.download());
-
+    Results<T> results{out.download(), lse.download(), {}, {}, {}};
+    if (c.queries != c.keys) return results;
     Arrays<T> gradients = poisoned_arrays<T>(c);
     attention_backward(gradients.q, gradients.k, gradients.v, dout.data(), out.data(), lse.data(),
                        delta.data(), in, Stream{});
     gradients.download();
-    const std::vector<float> dq = gradients.compact(c, 0), dk = gradients.compact(c, 1),
-                             dv = gradients.compact(c, 2);
-    EXPECT_LT(relative_error(dq, want.dq), tolerance<T>());
-    EXPECT_LT(relative_error(dk, want.dk), tolerance<T>());
-    EXPECT_LT(relative_error(dv, want.dv), tolerance<T>());
-    return bytes_of(out.download(), lse.download(), dq, dk, dv);
+    results.dq = gradients.compact(c, 0);
+    results.dk = gradients.compact(c, 1);
+    results.dv = gradients.compact(c, 2);
+    return results;
+}
+
+// run(), checked; the bytes of all results.
+template <class T>
+std::vector<unsigned char> run_case(const Case& c, const Arrays<T>& x, const DeviceArray<T>& dout,
+                                    const Reference& want) {
+    const Results<T> got = run(c, x, dout);
+    EXPECT_LT(relative_error(got.out, want.out), tolerance<T>());
+    EXPECT_LT(relative_error(got.lse, want.lse), tolerance<T>());
+    DeviceArray<T> out_only(poisoned<T>(got.out.size()));
+    attention_forward(out_only.data(), static_cast<float*>(nullptr), input_of(c, x), Stream{});
+    EXPECT_TRUE(bytes_of(out_only.download()) == bytes_of(got.out)) << "other bits without lse";
+    if (c.queries == c.keys) {
+        EXPECT_LT(gradient_error(got.dq, want.dq), tolerance<T>());
+        EXPECT_LT(gradient_error(got.dk, want.dk), tolerance<T>());
+        EXPECT_LT(relative_error(got.dv, want.dv), tolerance<T>());
+    }
+    return got.bytes();
+}
+
+// Against those that transformers' build_alibi_tensor makes.
+TEST(Alibi, Slopes) {
+    const std::vector<std::pair<int, std::vector<double>>> known = {
+        {1, {0.00390625}},
+        {3, {0.0625, 0.00390625, 0.25}},
+        {7, {0.25, 0.0625, 0.015625, 0.00390625, 0.5, 0.125, 0.03125}},
+        {8, {0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625}},
+        {12,
+         {0.5, 0.25, 0.125, 0.0625, 0.03125, 0.015625, 0.0078125, 0.00390625, 0.707106769, 0.353553385,
+          0.176776677, 0.0883883387}}};
+    for (const auto& [heads, slopes] : known)
+        EXPECT_LT(relative_error(alibi_slopes(heads), slopes), 1e-7) << heads << " heads";
 }
 
 // Where attention_hopper.cuh's kernels run: on such a GPU, and in the faithful build.
@@ -190,7 +255,10 @@ void with_case(const Case& c, Check check) {
 
 std::vector<Case> cases() {
     using enum Case::Layout;
-    if (kThreadSanitizer) return {{1, 1, 20, 70, 70, kPacked}, {1, 1, 64, 5, 130, kCache}};
+    if (kThreadSanitizer)
+        return {{1, 1, 20, 70, 70, kPacked},
+                {1, 1, 64, 5, 130, kCache},
+                {1, 2, 16, 70, 70, kPacked, 1, 1, 17, true}};
     return {
         {1, 1, 8, 1, 1, kPacked},       {2, 3, 8, 63, 63, kPacked},      {1, 2, 20, 64, 64, kPacked},
         {1, 2, 21, 65, 65, kPacked},    {3, 1, 64, 65, 65, kPacked},     {1, 1, 64, 200, 200, kPacked, 3},
@@ -206,6 +274,35 @@ class Attention : public testing::Test {};
 using Types = testing::Types<float, bf16>;
 TYPED_TEST_SUITE(Attention, Types);
 
+// Odd lengths, heads in groups, windows, slopes; some with a cache.
+std::vector<Case> random_cases() {
+    std::mt19937 random(12);
+    const auto one_of = [&](const std::vector<int>& values) { return values[random() % values.size()]; };
+    std::vector<Case> cases;
+    for (int i = 0; i < (kFaithful ? 10 : 25); i++) {
+        const int group = one_of({1, 2, 3, 8}), kv_heads = one_of({1, 2, 3}), longest = kFaithful ? 75 : 150;
+        const int keys = 1 + 2 * (random() % longest);
+        const auto layout =
+            static_cast<Case::Layout>(one_of({Case::kPacked, Case::kCache, Case::kUnaligned}));
+        Case c{one_of({1, 2}), kv_heads * group, one_of({8, 12, 20, 33, 64, 128}), keys, keys, layout};
+        c.kv_heads = kv_heads;
+        c.window = one_of({0, 1, 2, 5, 17, 64, keys + 1});
+        if (layout == Case::kPacked && group == 1 && random() % 2) c.layout = Case::kByHead;
+        if (layout != Case::kPacked && random() % 2) c.queries = random() % 2 ? 1 : 1 + random() % keys;
+        c.alibi = random() % 2;
+        cases.push_back(c);
+    }
+    return cases;
+}
+
+TYPED_TEST(Attention, MatchesTheDefinitionOnRandomShapes) {
+    if (kSmallShapes) GTEST_SKIP() << "slow";
+    for (const Case& c : random_cases())
+        with_case<TypeParam>(c, [&](const auto& x, const auto& dout, const Reference& want) {
+            for_each_order([&] { return run_case(c, x, dout, want); });
+        });
+}
+
 TYPED_TEST(Attention, MatchesTheDefinition) {
     for (const Case& c : cases())
         with_case<TypeParam>(c, [&](const auto& x, const auto& dout, const Reference& want) {
@@ -216,7 +313,10 @@ TYPED_TEST(Attention, MatchesTheDefinition) {
 // Large enough for several tiles of the fast CPU build both ways.
 TYPED_TEST(Attention, MatchesTheDefinitionInManyTiles) {
     if (kSmallShapes) GTEST_SKIP() << "slow";
-    for (const Case& c : {Case{1, 2, 64, 700, 700, Case::kPacked}, Case{1, 1, 40, 300, 900, Case::kCache}})
+    for (const Case& c : {Case{1, 2, 64, 700, 700, Case::kPacked}, Case{1, 1, 40, 300, 900, Case::kCache},
+                          Case{1, 6, 24, 500, 500, Case::kPacked, 1, 2, 0, true},
+                          Case{1, 2, 20, 900, 900, Case::kPacked, 1, 1, 300},
+                          Case{1, 1, 20, 200, 900, Case::kCache, 1, 1, 270}})
         with_case<TypeParam>(
             c, [&](const auto& x, const auto& dout, const Reference& want) { run_case(c, x, dout, want); });
 }
@@ -225,13 +325,33 @@ TEST(HopperAttention, MatchesTheDefinition) {
     if (!has_hopper_attention())
         GTEST_SKIP() << "needs a GPU of compute capability 9.0, or the faithful build";
     using enum Case::Layout;
-    // One tile and less, tiles that are just full and just begun, several rounds of the ring, a cache.
-    std::vector<Case> cases{
-        {1, 1, 64, 1, 1, kPacked},      {2, 2, 64, 63, 63, kPacked},      {1, 1, 64, 192, 192, kPacked},
-        {1, 2, 64, 193, 193, kPacked},  {1, 1, 64, 641, 641, kPacked, 3}, {1, 3, 64, 100, 260, kCache, 3},
-        {2, 1, 64, 1, 700, kCache},     {1, 2, 128, 65, 65, kPacked},     {2, 1, 128, 128, 128, kPacked},
-        {1, 1, 128, 129, 129, kPacked}, {1, 1, 128, 515, 515, kPacked},   {2, 1, 128, 37, 300, kCache}};
-    if (kThreadSanitizer) cases = {{1, 1, 64, 130, 130, kPacked}, {1, 1, 128, 5, 300, kCache}};
+    // One tile and less, tiles that are just full and just begun, several rounds of the ring, a cache; heads
+    // in groups, windows of less than a tile and of several, slopes, all of them.
+    std::vector<Case> cases{{1, 1, 64, 1, 1, kPacked},
+                            {2, 2, 64, 63, 63, kPacked},
+                            {1, 1, 64, 192, 192, kPacked},
+                            {1, 2, 64, 193, 193, kPacked},
+                            {1, 1, 64, 641, 641, kPacked, 3},
+                            {1, 3, 64, 100, 260, kCache, 3},
+                            {2, 1, 64, 1, 700, kCache},
+                            {1, 2, 128, 65, 65, kPacked},
+                            {2, 1, 128, 128, 128, kPacked},
+                            {1, 1, 128, 129, 129, kPacked},
+                            {1, 1, 128, 515, 515, kPacked},
+                            {2, 1, 128, 37, 300, kCache},
+                            {2, 6, 64, 70, 70, kPacked, 1, 2},
+                            {1, 8, 128, 131, 131, kPacked, 1, 1},
+                            {1, 1, 64, 300, 300, kPacked, 1, 1, 17},
+                            {1, 1, 128, 200, 200, kPacked, 1, 1, 1},
+                            {1, 1, 64, 500, 500, kPacked, 1, 1, 300},
+                            {1, 2, 128, 270, 270, kPacked, 1, 1, 129},
+                            {1, 3, 64, 200, 200, kByHead, 1, 3, 0, true},
+                            {1, 3, 64, 70, 600, kCache, 1, 1, 64, true},
+                            {2, 4, 64, 200, 200, kPacked, 1, 2, 90, true}};
+    if (kThreadSanitizer)
+        cases = {{1, 1, 64, 130, 130, kPacked},
+                 {1, 1, 128, 5, 300, kCache},
+                 {1, 2, 64, 200, 200, kPacked, 1, 1, 30, true}};
     for (Case c : cases) {
         c.hopper = true;
         with_case<bf16>(c, [&](const auto& x, const auto& dout, const Reference& want) {
@@ -240,40 +360,141 @@ TEST(HopperAttention, MatchesTheDefinition) {
     }
 }
 
-// Output, lse and gradients of packed inputs, by one of the two versions of the kernels.
-std::vector<double> results_of(Case c, const Arrays<bf16>& x, const DeviceArray<bf16>& dout, bool hopper) {
-    c.hopper = hopper;
-    const AttentionInput<bf16> in = input_of(c, x);
-    const size_t rows = static_cast<size_t>(c.batch) * c.queries;
-    DeviceArray<bf16> out(poisoned<bf16>(rows * c.channels()));
-    DeviceArray<float> lse(poisoned<float>(rows * c.heads)), delta(poisoned<float>(rows * c.heads));
-    const Arrays<bf16> gradients = poisoned_arrays<bf16>(c);
-    attention_forward(out.data(), lse.data(), in, Stream{});
-    attention_backward(gradients.q, gradients.k, gradients.v, dout.data(), out.data(), lse.data(),
-                       delta.data(), in, Stream{});
-    std::vector<double> results = to_doubles(out.download());
-    for (const std::vector<double>& more :
-         {to_doubles(lse.download()), to_doubles(gradients.device[0]->download())})
-        results.insert(results.end(), more.begin(), more.end());
-    return results;
-}
-
 // On a GPU in more blocks than it has multiprocessors.
 TEST(HopperAttention, AgreesWithTheCommonKernels) {
     if (!has_hopper_attention())
         GTEST_SKIP() << "needs a GPU of compute capability 9.0, or the faithful build";
     const int length = kSmallShapes ? 130 : kFaithful ? 300 : 3001, heads = kFaithful ? 2 : 16;
-    for (const int head_size : {64, 128}) {
-        const Case c{2, heads, head_size, length, length, Case::kPacked};
+    using enum Case::Layout;
+    for (Case c : {Case{2, heads, 64, length, length, kPacked}, Case{2, heads, 128, length, length, kPacked},
+                   Case{2, heads, 64, length, length, kPacked, 1, heads / 2, length / 3, true}}) {
         SCOPED_TRACE(c.name());
         const Arrays<bf16> x = random_arrays<bf16>(c);
-        const DeviceArray<bf16> dout(random_values<bf16>(c.q_size() / 3, 1, 11));
-        const std::vector<double> common = results_of(c, x, dout, false),
-                                  hopper = results_of(c, x, dout, true);
-        EXPECT_LT(relative_error(std::vector<float>(hopper.begin(), hopper.end()), common),
-                  tolerance<bf16>());
-        EXPECT_FALSE(hopper == common) << "the same kernels ran";
-        EXPECT_TRUE(results_of(c, x, dout, true) == hopper) << "other bits at the second time";
+        const DeviceArray<bf16> dout(random_values<bf16>(c.batch * c.queries * c.channels(), 1, 11));
+        const Results<bf16> common = run(c, x, dout);
+        c.hopper = true;
+        const Results<bf16> hopper = run(c, x, dout);
+        EXPECT_LT(relative_error(hopper.out, to_doubles(common.out)), tolerance<bf16>());
+        EXPECT_LT(relative_error(hopper.lse, to_doubles(common.lse)), tolerance<bf16>());
+        EXPECT_LT(relative_error(hopper.dq, to_doubles(common.dq)), tolerance<bf16>());
+        EXPECT_LT(relative_error(hopper.dk, to_doubles(common.dk)), tolerance<bf16>());
+        EXPECT_LT(relative_error(hopper.dv, to_doubles(common.dv)), tolerance<bf16>());
+        EXPECT_FALSE(hopper.bytes() == common.bytes()) << "the same kernels ran";
+        EXPECT_TRUE(run(c, x, dout).bytes() == hopper.bytes()) << "other bits at the second time";
+    }
+}
+
+// random_arrays() with NaN in some rows of q, k or v. A product with one of them makes NaN, also times a
+// probability of zero.
+struct RowsOf {
+    int which, begin, end;
+};
+template <class T>
+Arrays<T> random_arrays_but(const Case& c, const std::vector<RowsOf>& nan) {
+    Arrays<T> x = random_arrays<T>(c);
+    for (const RowsOf& rows : nan)
+        for (int b = 0; b < c.batch; b++)
+            for (int row = rows.begin; row < rows.end; row++) {
+                T* const values = x.host[c.packed() ? 0 : rows.which].data() +
+                                  (b * c.rows(rows.which) + row) * c.row(rows.which) + c.begin(rows.which);
+                std::fill(values, values + c.channels(rows.which), poisoned<T>(1)[0]);
+            }
+    return Arrays<T>(c, std::move(x.host));
+}
+
+// Whether rows `begin` .. of (1, rows, columns) are the same bits in both, and whether a row is NaN.
+template <class T>
+bool same_rows(const std::vector<T>& a, const std::vector<T>& b, int begin, int end, int columns) {
+    return memcmp(&a[begin * columns], &b[begin * columns], (end - begin) * columns * sizeof(T)) == 0;
+}
+template <class T>
+bool is_nan(const std::vector<T>& a, int row, int columns) {
+    return std::all_of(&a[row * columns], &a[(row + 1) * columns],
+                       [](T x) { return std::isnan(to_float(x)); });
+}
+
+// A tile of queries touches the keys that one of its queries sees, and no others: so do tiles of keys, and
+// the work is the length times the window and a tile.
+template <class T>
+void check_window_work(Case c, int block) {
+    const int length = c.keys, columns = c.channels();
+    SCOPED_TRACE(c.name());
+    const DeviceArray<T> dout(random_values<T>(size_t(length) * columns, 1, 11));
+    const Results<T> clean = run(c, random_arrays<T>(c), dout);
+    const int last = block - 1;  // rows of a block after or before its first
+    const int room = length - c.window - 2 * last;
+    for (const int begin : {1, room / 2, room}) {
+        SCOPED_TRACE(testing::Message() << "row " << begin);
+        // Keys and values before `begin` are seen up to query begin + window - 2.
+        const Results<T> after = run(c, random_arrays_but<T>(c, {{1, 0, begin}, {2, 0, begin}}), dout);
+        const int first = begin + c.window - 1;
+        EXPECT_TRUE(is_nan(after.out, first - 1, columns)) << "a window of less keys";
+        EXPECT_TRUE(same_rows(after.out, clean.out, first + last, length, columns));
+        EXPECT_TRUE(same_rows(after.dq, clean.dq, first + last, length, columns));
+        EXPECT_TRUE(same_rows(after.dk, clean.dk, first + 2 * last, length, columns));
+        EXPECT_TRUE(same_rows(after.dv, clean.dv, first + 2 * last, length, columns));
+        // Queries from length - begin on see no key before length - begin - window + 1.
+        const Results<T> before = run(c, random_arrays_but<T>(c, {{0, length - begin, length}}), dout);
+        const int end = length - begin - c.window + 1;
+        EXPECT_TRUE(is_nan(before.dk, end, columns)) << "a window of less keys";
+        EXPECT_TRUE(same_rows(before.dk, clean.dk, 0, std::max(end - last, 0), columns));
+        EXPECT_TRUE(same_rows(before.dv, clean.dv, 0, std::max(end - last, 0), columns));
+    }
+}
+
+TYPED_TEST(Attention, AWindowCostsOnlyItsTiles) {
+    if (kThreadSanitizer) GTEST_SKIP() << "slow";
+    for (const int window : {1, 17, 100})
+        check_window_work<TypeParam>({1, 1, 16, 600, 600, Case::kPacked, 1, 1, window}, kFastCpu ? 128 : 64);
+    const bool hopper = has_hopper_attention() && std::is_same_v<TypeParam, bf16>;
+    if (hopper) {
+        Case c{1, 1, 64, 900, 900, Case::kPacked, 1, 1, 100};
+        c.hopper = true;
+        check_window_work<TypeParam>(c, 192 + 64);
+    }
+    // Of a cache the keys before all windows are not even loaded, which AddressSanitizer sees.
+    for (Case c :
+         {Case{1, 4, 64, 1, 300, Case::kCache, 1, 2, 40}, Case{1, 4, 64, 100, 600, Case::kCache, 1, 2, 40}})
+        for (int version = 0; version <= hopper; version++) {
+            c.hopper = version;
+            const int first = c.keys - c.queries + 1 - c.window;
+            const DeviceArray<TypeParam> dout(0);
+            const Arrays<TypeParam> x = random_arrays_but<TypeParam>(c, {{1, 0, first}, {2, 0, first}});
+            const Results<TypeParam> clean = run(c, random_arrays<TypeParam>(c), dout);
+#if defined(__SANITIZE_ADDRESS__)
+            for (const TypeParam* p : {x.k, x.v})
+                __asan_poison_memory_region(p, first * c.row(1) * sizeof *p);
+#endif
+            EXPECT_TRUE(run(c, x, dout).bytes() == clean.bytes());
+        }
+}
+
+// FLOPs that the launcher counts, against the scores of each query; on the diagonal a score counts half.
+TEST(AttentionWork, CountsTheScoresThatAreSeen) {
+    using enum Case::Layout;
+    for (const Case& c : {Case{2, 6, 8, 100, 100, kPacked, 1, 2}, Case{2, 6, 8, 100, 100, kPacked, 1, 2, 30},
+                          Case{1, 1, 8, 100, 100, kPacked, 1, 1, 1}, Case{2, 6, 8, 7, 100, kCache, 1, 2, 30},
+                          Case{2, 6, 8, 50, 100, kCache, 1, 2, 60}, Case{1, 2, 8, 1, 100, kCache},
+                          Case{1, 2, 8, 2000, 2000, kPacked, 1, 2, 30}}) {
+        SCOPED_TRACE(c.name());
+        std::vector<Work> ledger;
+        work_ledger = &ledger;
+        simt::launches_off = true;
+        attention_forward<float>(nullptr, nullptr, input_of(c, poisoned_arrays<float>(c)), Stream{});
+        simt::launches_off = false;
+        work_ledger = nullptr;
+        double seen = 0;
+        for (int i = 0; i < c.queries; i++) {
+            const int position = c.keys - c.queries + i;
+            seen += c.window ? std::min(position + 1, c.window) : position + 1;
+        }
+        const int rows_of_keys = c.window ? std::min(c.keys, c.queries + c.window - 1) : c.keys;
+        const double flops_of_score = 2 * 2 * c.head_size, heads = c.batch * c.heads;
+        ASSERT_EQ(ledger.size(), 1u);
+        EXPECT_LE(ledger[0].flops, flops_of_score * heads * seen);
+        EXPECT_GE(ledger[0].flops, flops_of_score * heads * (seen - 0.5 * c.queries));
+        EXPECT_EQ(ledger[0].bytes,
+                  2.0 * c.batch * (c.channels() * c.queries + c.channels(1) * rows_of_keys) * sizeof(float));
     }
 }
 
@@ -282,7 +503,8 @@ TYPED_TEST(Attention, DoesNotDependOnTheNumberOfThreads) {
     if (kThreadSanitizer) GTEST_SKIP() << "slow";
     const int before = omp_get_max_threads();
     // One head of few rows is a single block, in which the fast build's products could use all threads.
-    for (const Case& c : {Case{2, 3, 64, 150, 150, Case::kPacked}, Case{1, 1, 64, 100, 100, Case::kPacked}})
+    for (const Case& c : {Case{2, 3, 64, 150, 150, Case::kPacked}, Case{1, 1, 64, 100, 100, Case::kPacked},
+                          Case{2, 6, 64, 150, 150, Case::kPacked, 1, 2}})
         with_case<TypeParam>(c, [&](const auto& x, const auto& dout, const Reference& want) {
             omp_set_num_threads(1);
             const std::vector<unsigned char> one = run_case(c, x, dout, want);

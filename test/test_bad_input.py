@@ -9,6 +9,7 @@ import subprocess
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
+from tokenizers import ByteLevelBPETokenizer
 from trainer_runs import binaries, listing, make, random_tokens, read_log, saved_bytes, write_shard, write_text
 
 SMALL = ("--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)
@@ -62,7 +63,7 @@ NUMBERS = {  # an option, a value out of its range on either side
     "--batch": (0, 1 << 31), "--head-rows": (-1, 1 << 31), "--seq-len": (0, 1 << 31), "--grad-accum": (0, 1 << 31), "--steps": (-1, "1e13"),
     "--lr": (-1e-9, "inf"), "--min-lr": (-1, "inf"), "--warmup": (-1, "1e13"), "--weight-decay": (-1, "inf"),
     "--beta1": (-0.1, 1), "--beta2": (-0.1, 1), "--eps": (0, "inf"), "--clip": (-1, "inf"), "--seed": (-1, 1 << 64),
-    "--eval-every": (-1, "1e13"), "--eval-batches": (0, 1 << 31), "--threads": (-1, 5000),
+    "--print-every": (-1, "1e13"), "--eval-every": (-1, "1e13"), "--eval-batches": (0, 1 << 31), "--threads": (-1, 5000),
     "--sample-every": (-1, "1e13"), "--sample-tokens": (-1, 1 << 31), "--temperature": (-1, "inf"),
     "--top-k": (-1, 1 << 31), "--save-every": (-1, "1e13"), "--keep": (-1, 1 << 31)}
 
@@ -137,6 +138,41 @@ def test_options(train, work, options, named):
     refused(train, work, options, *named)
 
 
+@pytest.mark.parametrize("options, named", [
+    ({"--log": "out"}, ["--log out", "--out"]),
+    ({"--log": "up/../out/"}, ["--log up/../out/"]),
+    ({"--log": "out/config.json"}, ["out/config.json", "part of out"]),
+    ({"--log": "out/up/../trainer_state.safetensors"}, ["part of out"]),
+    ({"--log": "out/latest"}, ["part of out"]),
+    ({"--log": "out/.lock"}, ["part of out"]),
+    ({"--log": "out/step-00000002/log"}, ["part of out"]),
+    ({"--log": "dangling"}, ["--log dangling", "part of out"]),
+    ({"--log": "model/config.json"}, ["--log model/config.json", "part of model"]),
+    ({"--log": "model/tokenizer.json"}, ["part of model"]),  # not there yet
+    ({"--log": "up/../hard"}, ["--log up/../hard", "part of model"]),
+    ({"--log": "soft"}, ["--log soft", "part of model"]),
+    ({"--log": "hard text"}, ["--log hard text", "data"]),
+    ({"--log": "notes"}, ["--log notes", "is no file that --log writes"]),
+    ({"--log": "nowhere/log", "--model": "broken"}, ["--log nowhere/log"]),  # before the weights are read
+    ({"--log": "up/../same", "--timeline": "same"}, ["--log up/../same", "--timeline"]),
+    ({"--timeline": "model/model.safetensors"}, ["--timeline model/model.safetensors", "part of model"]),
+    ({"--timeline": "notes"}, ["--timeline notes"]),
+    ({"--timeline": "up"}, ["--timeline up", "directory"]),
+    ({"--out": "model/out.safetensors"}, ["--out model/out.safetensors", "part of model"]),
+], ids=str)
+def test_outputs(train, work, options, named):
+    """None is an input, another output, or a part of a save or a model, whatever it is called."""
+    (work / "up").mkdir()
+    (work / "dangling").symlink_to("out/config.json")
+    (work / "soft").symlink_to("model/vocab.json")
+    (work / "hard").hardlink_to(work / "model" / "model.safetensors")
+    (work / "hard text").hardlink_to(work / "text")
+    (work / "notes").write_text('{"stories": "mine"}')
+    shutil.copytree(work / "model", work / "broken")
+    cut(100)(work / "broken")
+    refused(train, work, options, *named)
+
+
 def test_algorithms_of_products(train, work):
     if train.device == "cpu":
         refused(train, work, {"--matmul-algorithms": "found.json"}, "--matmul-algorithms found.json", "GPU", "oneDNN")
@@ -166,7 +202,7 @@ def test_files_of_data(train, work, option, value, named):
 
 def test_no_data(train, work):
     """Away from the project's folder there is no text to fall back on."""
-    refused(train, work, {"--data": None}, "--data")
+    refused(train, work, {"--data": None}, "--data", "dev/data/tinyshakespeare.txt")
 
 
 def test_too_little_data(train, work):
@@ -182,6 +218,8 @@ def header(*fields):
 @pytest.mark.parametrize("content, named", [
     (header(20240519, 1, 100) + bytes(200), ["20240519"]),
     (header(20240520, 7, 100) + bytes(200), ["7"]),
+    (header(20240801, 1, 100) + bytes(400), ["1", "7"]),
+    (header(20240801, 7, 100) + bytes(200), ["100", "4 bytes", "200"]),
     (header(20240520, 1, 100)[:1000], ["1000"]),
     (header(20240520, 1, 100) + bytes(198), ["100", "198"]),
     (header(20240520, 1, 100) + bytes(202), ["100", "202"]),
@@ -189,7 +227,7 @@ def header(*fields):
     (header(20240520, 1, 0), ["0"]),
     (header(20240520, 1, 1 << 30) + bytes(200), [str(1 << 30)]),
     (header(20240520, 1, 100) + struct.pack("<100H", *[0] * 77, 300, *[0] * 22), ["300", "77"]),
-], ids=["magic", "version", "short header", "short", "long", "negative", "none", "huge", "token"])
+], ids=["magic", "version", "version of 32 bits", "16 bits for 32", "short header", "short", "long", "negative", "none", "huge", "token"])
 @pytest.mark.parametrize("option", ["--data", "--val-data"])
 def test_shards(train, work, option, content, named):
     (work / "bad.bin").write_bytes(content)
@@ -268,13 +306,13 @@ def test_safetensors(train, work, damage, named):
 
 
 @pytest.mark.parametrize("change, named", [
-    ({"n_layer": "two"}, ["n_layer"]), ({"n_layer": None}, ["n_layer"]), ({"n_layer": 0}, ["n_layer"]),
+    ({"n_layer": "two"}, ["n_layer"]), ({"n_layer": None}, ["n_layer"]), ({"n_layer": 0}, ["0 layers"]),
     ({"n_layer": 3}, ["h.2."]), ({"n_head": 5}, ["n_embd", "48", "n_head", "5"]), ({"n_embd": 1 << 40}, ["n_embd"]),
     ({"vocab_size": -1}, ["vocab_size"]), ({"n_positions": 32}, ["wpe.weight"]),
-    ({"model_type": "llama"}, ["model_type", "llama"]), ({"activation_function": "relu"}, ["activation_function"]),
+    ({"model_type": "mixtral"}, ["model_type", "mixtral"]), ({"activation_function": "relu"}, ["activation_function"]),
     ({"tie_word_embeddings": False}, ["tie_word_embeddings"]), ({"n_inner": 100}, ["n_inner"]),
     ({"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx"]),
-    ({"layer_norm_epsilon": 1e-6}, ["layer_norm_epsilon"]), ({"add_cross_attention": True}, ["add_cross_attention"]),
+    ({"layer_norm_epsilon": "1e-6"}, ["layer_norm_epsilon"]), ({"add_cross_attention": True}, ["add_cross_attention"]),
 ], ids=str)
 def test_config(train, work, change, named):
     path = work / "model" / "config.json"
@@ -288,10 +326,57 @@ def test_config_that_is_no_json(train, work, text):
     refused(train, work, {}, "model/config.json")
 
 
+@pytest.mark.parametrize("kind", ["pipe", "device", "huge"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json",
+                                  "shard.safetensors", "vocab.json", "merges.txt", "tokenizer.json"])
+def test_files_that_are_none(train, work, name, kind):
+    """A pipe that nobody writes into, a device without an end, a file of a terabyte: none is waited for or read."""
+    folder = work / "model"
+    if name in ("vocab.json", "merges.txt"):
+        bpe = ByteLevelBPETokenizer()
+        bpe.train_from_iterator([], vocab_size=256, show_progress=False)
+        bpe.save_model(str(folder))
+    if "index" in name or name.startswith("shard"):
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text('{"weight_map": {"wte.weight": "shard.safetensors"}}')
+    path = folder / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        with open(path, "wb") as file:
+            file.truncate(1 << 40)
+    error = train(*command({}), cwd=work, code=2).stderr.decode()
+    assert error.startswith("train: ") and error.count("\n") == 1 and f"model/{name}: " in error
+
+
 def test_damaged_tokenizer(train, work):
-    for name in ("vocab.json", "merges.txt"):
+    for name in ("vocab.json", "merges.txt", "tokenizer.json"):
         (work / "model" / name).write_text("{nonsense")
-    refused(train, work, {}, "model/", "json")
+        refused(train, work, {}, "model/", "json")
+    (work / "model" / "tokenizer.json").write_text('{"model": {"type": "WordPiece"}}')
+    refused(train, work, {}, 'model/tokenizer.json: model type "WordPiece" is not supported')
+
+
+def write_tokenizer(folder, tokens):
+    model = {"vocab": {chr(ord("a") + i): i for i in range(tokens)}, "merges": []}
+    decoder = {"type": "Sequence", "decoders": [{"type": "Fuse"}]}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": model, "decoder": decoder}))
+
+
+def test_a_tokenizer_larger_than_the_model(train, work):
+    write_tokenizer(work / "model", 256)
+    train(*command({}), cwd=work)
+    write_tokenizer(work / "model", 257)
+    refused(train, work, {}, "model: its tokenizer has 257 tokens and its model 256")
+
+
+def test_a_prompt_without_tokens(train, work):
+    write_tokenizer(work / "model", 26)
+    train(*command({"--prompt": "12 c"}), cwd=work)
+    refused(train, work, {"--prompt": "12 45"}, "--prompt", "no token", "12 45")
 
 
 # ---- saves
@@ -353,10 +438,13 @@ def test_resume_with_another_master(train_bf16, work):
     (lambda state: state.update(formats=8), "formats"),
     (lambda state: state.update(evaluated=1), "evaluated"),
     (lambda state: state.update(others=[-1]), "others"),
+    (lambda state: state.update(directory=3), "directory"),
+    (lambda state: state.update(data={"--data": 3}), "data"),
     (lambda state: state["options"].update({"--batch": 3}), "--batch"),
     (lambda state: state["options"].update({"--batch": ["x"]}), "--batch"),
     (lambda state: state["options"].update({"--batch": []}), "--batch"),
-], ids=["no step", "step", "sequences", "precision", "options", "formats", "evaluated", "others", "number", "no number", "nothing"])
+], ids=["no step", "step", "sequences", "precision", "options", "formats", "evaluated", "others", "directory", "data",
+        "number", "no number", "nothing"])
 def test_resume_of_a_damaged_state(train, saved, damage, named):
     path = saved / "out" / "latest" / "trainer_state.json"
     state = json.loads(path.read_text())
@@ -378,6 +466,31 @@ def test_resume_of_damaged_tensors(train, saved):
 def test_resume_where_data_is_gone(train, saved):
     (saved / "text").unlink()
     refused(train, saved, RESUME | {"--resume": "out"}, "--data", "text")
+
+
+@pytest.mark.parametrize("options", [
+    {"--log": "out/config.json"}, {"--log": "out/latest/trainer_state.json"}, {"--log": "out/step-00000002/log"},
+    {"--timeline": "out/model.safetensors"}, {"--out": "out/latest/more"}, {"--out": "other", "--log": "out/.lock"}],
+    ids=str)
+def test_outputs_of_a_resume(train, saved, options):
+    refused(train, saved, RESUME | {"--resume": "out"} | options, "part of ", *list(options.items())[-1])
+
+
+def test_no_room_for_a_save(train, work):
+    """Known before the training; a save that was not finished makes room."""
+    disk = work / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("only root can make a small disk")
+    try:
+        (disk / "filler").write_bytes(bytes(700000))
+        refused(train, work, {"--out": "disk/out"}, "--out disk/out: a save takes ", "MiB")
+        (disk / "out" / "step-00000007.tmp").mkdir(parents=True)
+        (disk / "filler").rename(disk / "out" / "step-00000007.tmp" / "model.safetensors")
+        train(*command({"--out": "disk/out"}), cwd=work)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_disk_full(train, work):
@@ -406,7 +519,7 @@ def test_disk_full(train, work):
 def test_weights_that_are_no_numbers(train, work):
     with_tensors(lambda tensors: tensors["h.0.ln_1.weight"].fill_(float("nan")))(work / "model")
     error = train(*command({}), cwd=work, code=2).stderr.decode()
-    assert error.startswith("train: step 0: ") and "nan" in error and "none" in error and error.count("\n") == 1
+    assert error.startswith("train: step 1: ") and "nan" in error and "none" in error and error.count("\n") == 1
     assert not (work / "out").exists()
 
 
@@ -416,7 +529,7 @@ def test_a_loss_that_is_no_number(train, work):
                "--keep": 0, "--steps": 100, "--clip": 0}
     error = train(*command(options), cwd=work, code=2).stderr.decode()
     assert error.startswith("train: step ") and error.count("\n") == 1 and error.endswith(": out\n"), error
-    step = int(error.split()[2].rstrip(":"))
+    step = int(error.split()[2].rstrip(":")) - 1  # the last good one
     assert step > 0 and os.readlink(work / "out" / "latest") == f"step-{step:08}"
     assert [line["step"] for line in read_log(work / "log")] == list(range(step))
 

@@ -14,13 +14,14 @@
 #include <gtest/gtest.h>
 
 #include "llmc/checkpoint.h"
+#include "llmc/outputs.h"
 #include "test/file_helpers.h"
 
 namespace {
 
 namespace fs = std::filesystem;
 
-const GptConfig kTiny = {131, 16, 2, 2, 24};  // its wte has 125 rows of padding
+const ModelConfig kTiny = gpt2_config(131, 16, 2, 2, 24);  // its wte has 125 rows of padding
 
 template <class E>
 std::vector<E> from_device(const E* device, int64_t size) {
@@ -74,7 +75,7 @@ void fill_all(State<T>& state, uint64_t seed) {
 
 template <class T>
 struct Training : State<T> {
-    explicit Training(const GptConfig& config = kTiny, const StateOptions& options = {})
+    explicit Training(const ModelConfig& config = kTiny, const StateOptions& options = {})
         : State<T>(config, options) {
         this->allocate();
     }
@@ -191,7 +192,7 @@ TEST(CheckpointFormats, AreTensorsOfTheirOwnTypes) {
     for (const SafetensorsEntry& e : file.entries()) {
         count[e.name.substr(0, e.name.find('.')) + " " + e.dtype]++;
         const auto width = find_file_type(e.dtype)->bytes;
-        EXPECT_EQ(static_cast<size_t>(e.data - file.entries()[0].data) % width, 0u) << e.name;
+        EXPECT_EQ((e.offset - file.entries()[0].offset) % width, 0u) << e.name;
     }
     const int tensors = static_cast<int>(saved.layout.parameters().size());
     EXPECT_EQ(
@@ -217,7 +218,7 @@ TEST(CheckpointFormats, WeightsAndMasterBeginAsOneValue) {
 
 TYPED_TEST(Checkpoint, InitialisesEveryWeightAndNoPadding) {
     // wte takes more than one chunk.
-    const GptConfig config = {50257, 8, 1, 2, 96};
+    const ModelConfig config = gpt2_config(50257, 8, 1, 2, 96);
     Training<TypeParam> state(config);
     initialize_weights(state, 42);
     const auto weights = from_device(state.weights(), state.layout.size());
@@ -225,18 +226,17 @@ TYPED_TEST(Checkpoint, InitialisesEveryWeightAndNoPadding) {
     std::vector<float> master;
     if (const float* copy = state.template data<float>(StatePart::Master))
         master = from_device(copy, state.layout.size());
-    int index = 0;
     int64_t next = 0, wrong = 0, padding = 0;
     for (const Parameter& p : state.layout.parameters()) {
         for (; next < p.offset; next++) padding += to_float(weights[static_cast<size_t>(next)]) != 0;
         for (int64_t i = 0; i < p.shape.size(); i++) {
-            const float value = initial_value(p, index, i, config.layers, 42);
+            float value;  // alone, whatever pieces and threads made it
+            initial_values(p, i, config.layers, 42, {&value, 1});
             const auto at = static_cast<size_t>(p.offset + i);
             wrong += to_float(weights[at]) != to_float(narrow_master<TypeParam>(value));
             wrong += !master.empty() && master[at] != value;
         }
         next = p.offset + p.shape.size();
-        index++;
     }
     EXPECT_EQ(wrong, 0);
     EXPECT_EQ(padding, 0);
@@ -252,7 +252,7 @@ void write_model(const std::string& path, const std::string& prefix, FileType ty
     std::reverse(parameters.begin(), parameters.end());
     file.declare("lm_head.weight", FileType::F32, {1});
     file.declare(prefix + "h.0.attn.masked_bias", FileType::F32, {1});
-    for (const Parameter& p : parameters) file.declare(prefix + p.name, type, file_shape(p));
+    for (const Parameter& p : parameters) file.declare(prefix + p.name, type, file_shape(p.shape));
     file.append("12345678", 8);
     for (const Parameter& p : parameters) {
         std::vector<Bits> host;
@@ -341,6 +341,31 @@ TEST(Save, KeepsTheNewest) {
     EXPECT_EQ(steps_in(folder.path()), (Names{"step-00000001", "step-00000100.backup", "step-5"}));
 }
 
+TEST(Save, LeavesWhatIsBeingRead) {
+    const TempFolder folder;
+    const std::string out = folder / "out";
+    Training<float> state;
+    const auto save = [&](int64_t step) {
+        fill_with_step(state, step);
+        save_checkpoint({out, 1}, state, at_step(step), "", true);
+    };
+    save(1);
+    HeldSave held(out), same(out + "/step-00000001");
+    EXPECT_EQ(held.path(), out + "/step-00000001");
+    for (const int64_t step : {2, 3}) save(step);
+    EXPECT_EQ(steps_in(out), (std::vector<std::string>{"step-00000001", "step-00000003"}));
+    EXPECT_EQ(whole_step(held.path()), 1);
+    held.let_go();
+    save(4);
+    EXPECT_EQ(steps_in(out).front(), "step-00000001");
+    same.let_go();
+    save(5);
+    EXPECT_EQ(steps_in(out), (std::vector<std::string>{"step-00000005"}));
+    // What is no folder of saves is meant itself, also where there is nothing.
+    for (const std::string& other : {folder.path(), folder / "nowhere"})
+        EXPECT_EQ(HeldSave(other).path(), other);
+}
+
 TEST(Save, ReplacesTheSameStep) {
     const TempFolder folder;
     Training<float> first, second, loaded;
@@ -357,12 +382,17 @@ TEST(Save, CopiesTheTokenizer) {
     const TempFolder folder, model;
     model.write("vocab.json", "{}");
     model.write("merges.txt", "#version: 0.2\n");
+    const std::string bytes("\0\xff\r\n", 4);
+    for (const char* name : {"tokenizer.model", "added_tokens.json", "chat_template.jinja"})
+        model.write(name, bytes);
     model.write("unrelated.txt", "x");
     const std::string out = folder / "out";
     const Training<float> state;
     save_checkpoint({out, 1}, state, at_step(1), model.path(), true);
     EXPECT_EQ(read_text(out + "/merges.txt"), "#version: 0.2\n");
     EXPECT_EQ(read_text(out + "/step-00000001/vocab.json"), "{}");
+    for (const char* name : {"tokenizer.model", "added_tokens.json", "chat_template.jinja"})
+        EXPECT_EQ(read_text(out + "/" + name), bytes);
     EXPECT_FALSE(file_exists(out + "/unrelated.txt"));
     // Resumed from a save that `keep` then removes.
     for (const int64_t step : {2, 3, 4})
@@ -487,6 +517,49 @@ TEST(Save, SurvivesBeingKilled) {
 }
 #endif
 
+TEST(HeldFolder, IsOneRunsAlone) {
+    const TempFolder folder;
+    const std::string out = folder / "made/on/the/way";
+    {
+        const HeldFolder held(out);
+        expect_user_error([&] { HeldFolder(out, 0); },
+                          {"--out " + out, "another run saves there",
+                           format("process %d on ", static_cast<int>(getpid()))});
+        expect_user_error([&] { HeldFolder(out + "/../way", 0.1); }, {"another run saves there"});
+        EXPECT_TRUE(file_exists(out + "/.lock"));
+    }
+    EXPECT_TRUE(list_folder(folder.path()).empty());  // nothing was saved
+    make_folders(out);
+    { const HeldFolder held(out, 0); }
+    EXPECT_TRUE(list_folder(out).empty());
+    const Training<float> state;
+    {
+        const HeldFolder held(folder / "new", 0);
+        save_checkpoint({folder / "new", 1}, state, at_step(1), "", true);
+    }
+    EXPECT_EQ(read_progress(folder / "new").step, 1);
+    EXPECT_FALSE(file_exists(folder / "new/.lock"));
+}
+
+#if !defined(SIMT_GPU)
+TEST(HeldFolder, IsFreeWhenItsRunIsKilled) {
+    const TempFolder folder;
+    const std::string out = folder / "out";
+    const pid_t child = fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+        const HeldFolder held(out);
+        for (;;) pause();
+    }
+    while (!file_exists(out + "/.lock") || read_text(out + "/.lock").empty()) usleep(1000);
+    expect_user_error([&] { HeldFolder(out, 0); }, {format("process %d on ", static_cast<int>(child))});
+    kill(child, SIGKILL);
+    const HeldFolder held(out);  // not waited for: it may not be gone yet
+    waitpid(child, nullptr, 0);
+    EXPECT_EQ(read_text(out + "/.lock").find(format("process %d on ", static_cast<int>(getpid()))), 0u);
+}
+#endif
+
 TEST(CheckWritable, TellsBeforeTheTraining) {
     const TempFolder folder;
     EXPECT_NO_THROW(check_writable(folder.path()));
@@ -525,7 +598,7 @@ TEST(LoadWeights, NamesWhatIsWrong) {
         SafetensorsWriter file(folder / "model.safetensors");
         size_t bytes = 0;
         for (const Parameter& p : state.layout.parameters()) {
-            std::vector<int64_t> shape = file_shape(p);
+            std::vector<int64_t> shape = file_shape(p.shape);
             FileType type = FileType::F32;
             if (p.name == odd) type = odd_type, shape = odd_shape;
             if (shape.empty()) continue;
@@ -542,7 +615,7 @@ TEST(LoadWeights, NamesWhatIsWrong) {
     write("", FileType::F32, {});
     EXPECT_NO_THROW(load());
     write("h.1.ln_2.bias", FileType::F32, {});
-    expect_user_error(load, {folder.path(), "\"h.1.ln_2.bias\" is missing"});
+    expect_user_error(load, {folder.path(), "\"transformer.h.1.ln_2.bias\" is missing"});
     write("wpe.weight", FileType::F32, {17, 24});
     expect_user_error(load, {"\"wpe.weight\"", "[17, 24]", "[16, 24]"});
     write("h.0.mlp.c_fc.weight", FileType::F32, {96, 24});
@@ -556,7 +629,7 @@ TEST(Resume, NamesWhatIsWrong) {
     const std::string out = folder / "out", step = out + "/step-00000003";
     const Training<bf16> saved;
     save_checkpoint({out, 1}, saved, at_step(3), "", true);
-    const auto resume = [&](const GptConfig& config) {
+    const auto resume = [&](const ModelConfig& config) {
         Training<bf16> state(config);
         load_training_state(state, out);
     };
@@ -565,23 +638,15 @@ TEST(Resume, NamesWhatIsWrong) {
     expect_user_error([&] { load_training_state(fp32, out); },
                       {"saved by a bf16 build, this one is fp32: make PRECISION=bf16"});
     // vocabulary, positions, layers, heads, channels
-    expect_user_error(
-        [&] {
-            resume({130, 16, 2, 2, 24});
-        },
-        {"transformer.wte.weight", "[131, 24]", "[130, 24]"});
-    expect_user_error(
-        [&] {
-            resume({131, 17, 2, 2, 24});
-        },
-        {"transformer.wpe.weight", "[16, 24]", "[17, 24]"});
-    expect_user_error(
-        [&] {
-            resume({131, 16, 3, 2, 24});
-        },
-        {"transformer.h.2.attn.c_attn.weight", "missing"});
-    expect_user_error([&] { resume({131, 16, 1, 2, 24}); }, {"transformer.h.1.", "is not in this model"});
-    expect_user_error([&] { resume({131, 16, 2, 3, 24}); }, {"n_head is 2", "3"});
+    expect_user_error([&] { resume(gpt2_config(130, 16, 2, 2, 24)); },
+                      {"transformer.wte.weight", "[131, 24]", "[130, 24]"});
+    expect_user_error([&] { resume(gpt2_config(131, 17, 2, 2, 24)); },
+                      {"transformer.wpe.weight", "[16, 24]", "[17, 24]"});
+    expect_user_error([&] { resume(gpt2_config(131, 16, 3, 2, 24)); },
+                      {"transformer.h.2.attn.c_attn.weight", "missing"});
+    expect_user_error([&] { resume(gpt2_config(131, 16, 1, 2, 24)); },
+                      {"transformer.h.1.", "is not in this model"});
+    expect_user_error([&] { resume(gpt2_config(131, 16, 2, 3, 24)); }, {"2 heads", "3"});
 
     const std::string good = read_text(step + "/trainer_state.json");
     const auto with = [&](const std::string& key, const nlohmann::json& value) {

@@ -46,8 +46,13 @@ MEMORY_BOUND = {
     r"gelu_forward_kernel": (1, 1), r"gelu_backward_kernel": (2, 1), r"residual_forward_kernel": (2, 1),
     r"optimizer_kernel": (6, 5), r"squares_kernel": (1, 0), r"wide_sum_kernel": (3, 1),
     r"cross_entropy_kernel\w+Lb0E": (1, 0), r"cross_entropy_kernel\w+Lb1E": (2, 1),
-    r"embedding_forward_kernel\w+Li8E": (2, 1), r"token_embedding_backward_kernel\w+Li8E": (2, 1),
-    r"position_embedding_backward_kernel\w+Li8E": (2, 1), r"attention_delta_kernel\w+Lb1E": (2, 0)}
+    r"embedding_forward_kernel\w+Li8ELb0E": (1, 1), r"embedding_forward_kernel\w+Li8ELb1E": (2, 1),
+    r"token_embedding_backward_kernel\w+Li8E": (2, 1), r"position_embedding_backward_kernel\w+Li8E": (2, 1),
+    r"attention_delta_kernel\w+Lb1E": (2, 0),
+    r"rmsnorm_forward_kernel\w+Li8ELb0E": (2, 1), r"rmsnorm_forward_kernel\w+Li8ELb1E": (3, 2),
+    r"rmsnorm_normalize_kernel\w+Li8E": (2, 1), r"rmsnorm_backward_input_kernel\w+Li8E": (3, 1),
+    r"rope_kernel\w+Li8E": (2, 2), r"swiglu_forward_kernel\w+Li8E": (2, 1), r"swiglu_backward_kernel\w+Li8E": (3, 2),
+    r"head_norm_forward_kernel\w+Li8E": (3, 2), r"head_norm_backward_kernel\w+Li8E": (6, 1)}
 # Registers that threads of the kernels for compute capability 9.0 start with: 65536 by the block's threads.
 HOPPER = {r"hopper_attention_forward_kernelILi64E": 128, r"hopper_attention_forward_kernelILi128E": 168,
           r"hopper_attention_backward_keys_kernel": 168, r"hopper_attention_backward_queries_kernel": 168}
@@ -120,7 +125,7 @@ class TestInstructions:
     @pytest.mark.parametrize("name", TENSOR_CORES)
     def test_attention_multiplies_on_tensor_cores(self, kernels, name):
         found = self.those(kernels, name)
-        assert len(found) == 4 * len({arch for arch, _ in kernels})  # one for each size of heads
+        assert len(found) == 2 * 4 * len({arch for arch, _ in kernels})  # two for each size of heads
         for key, counts in found.items():
             for instruction in ("HMMA", "LDSM", r"LDGSTS\..*128"):  # products, fragments, asynchronous copies
                 assert self.count(counts, instruction), (key, instruction)

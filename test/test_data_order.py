@@ -1,6 +1,7 @@
 """dev/reference.py's order of the data, against its definition computed one sequence at a time."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -20,25 +21,41 @@ def random_bits(seed, a, b=0, c=0):
     return mix64(mix64(mix64(mix64(seed) ^ a) ^ b) ^ c)
 
 
+def naive_permutation(i, count, seed, epoch, what):
+    """Where number i goes."""
+    lows = 1
+    while lows * lows < count:
+        lows *= 2
+    highs = math.ceil(count / lows)
+    while True:
+        high, low = divmod(i, lows)
+        for half in range(0, 24, 2):
+            low = (low + random_bits(seed, epoch, what, (half << 56) + high)) % lows
+            high = (high + random_bits(seed, epoch, what, (half + 1 << 56) + low)) % highs
+        i = high * lows + low
+        if i < count:
+            return i
+
+
 def naive_sequence(streams, T, seed, q):
     """Sequence q, from nothing but its number."""
     counts = [max(1, (len(stream) - T) // T) for stream in streams]
     epoch, i = divmod(q, sum(counts))
-    order = sorted(range(len(streams)), key=lambda f: random_bits(seed, epoch, 0, f))  # sorted() is stable
-    for f in order:
+    for turn in range(len(streams)):
+        f = naive_permutation(turn, len(streams), seed, epoch, 0)
         if i < counts[f]:
             break
         i -= counts[f]
-    window = sorted(range(counts[f]), key=lambda w: random_bits(seed, epoch, f + 1, w))[i]
+    window = naive_permutation(i, counts[f], seed, epoch, f + 1)
     offset = random_bits(seed, epoch, f + 1, 1 << 63) % T if len(streams[f]) >= 2 * T else 0
     start = offset + window * T
     return streams[f][start:start + T + 1].tolist()
 
 
-def write_shard(path, tokens):
+def write_shard(path, tokens, magic=20240520, version=1, dtype=np.uint16):
     header = np.zeros(256, dtype=np.int32)
-    header[:3] = 20240520, 1, len(tokens)
-    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype=np.uint16).tobytes())
+    header[:3] = magic, version, len(tokens)
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype=dtype).tobytes())
     return str(path)
 
 
@@ -46,6 +63,13 @@ def test_mix64():
     # The first outputs of splitmix64 seeded with 0 and 1234567, as published with it.
     assert int(reference.mix64(0)) == mix64(0) == 0xE220A8397B1DCDAF
     assert int(reference.mix64(1234567)) == mix64(1234567) == 6457827717110365317
+
+
+@pytest.mark.parametrize("count", [*range(1, 40), 64, 65, 1000])
+def test_permutation(count):
+    order = reference.permutation(count, 42, 3, 7)
+    assert order == [naive_permutation(i, count, 42, 3, 7) for i in range(count)]
+    assert sorted(order) == list(range(count))
 
 
 @pytest.mark.parametrize("seed", [0, 1337, MASK])
@@ -74,18 +98,23 @@ def test_validation_order():
 def test_text_keeps_a_tenth_of_each_file(tmp_path):
     (tmp_path / "b.txt").write_bytes(bytes(range(100, 125)))
     (tmp_path / "a.txt").write_bytes(bytes(range(19)))
-    (train,), (held_out,) = reference.load_data([str(tmp_path / "*.txt")], None)
+    (train,), (held_out,) = reference.load_data([str(tmp_path / "*.txt")], None, 2)
     assert train.tolist() == [*range(18), *range(100, 123)] and held_out.tolist() == [18, 123, 124]
+    (train,), held_out = reference.load_data([str(tmp_path / "*.txt")], None, 3)  # three tokens are no sequence of 3
+    assert train.tolist() == [*range(19), *range(100, 125)] and held_out == []
     (train,), (held_out,) = reference.load_data([str(tmp_path / "b.txt"), str(tmp_path / "a.txt")],
-                                                [str(tmp_path / "a.txt")])
+                                                [str(tmp_path / "a.txt")], 3)
     assert train.tolist() == [*range(100, 125), *range(19)] and held_out.tolist() == [*range(19)]
 
 
 def test_shards_are_streams(tmp_path):
     write_shard(tmp_path / "x_1.bin", [3, 65535])
     write_shard(tmp_path / "x_0.bin", [1, 2, 50256])
-    train, held_out = reference.load_data([str(tmp_path / "x_*.bin")], None)
+    train, held_out = reference.load_data([str(tmp_path / "x_*.bin")], None, 3)
     assert [stream.tolist() for stream in train] == [[1, 2, 50256], [3, 65535]] and held_out == []
+    write_shard(tmp_path / "wide.bin", [7, 128255, 65536], 20240801, 7, np.uint32)
+    [stream] = reference.read_streams([str(tmp_path / "wide.bin")])
+    assert stream.tolist() == [7, 128255, 65536]
 
 
 @pytest.mark.parametrize("damage, message", [
@@ -98,6 +127,6 @@ def test_damaged_shards(tmp_path, capsys, damage, message):
     write_shard(path, [1, 2, 3])
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(SystemExit) as ended:
-        reference.load_data([str(path)], None)
+        reference.load_data([str(path)], None, 3)
     error = capsys.readouterr().err
     assert ended.value.code == 2 and message in error and str(path) in error

@@ -6,20 +6,29 @@
 #include <vector>
 
 #include <gtest/gtest.h>
+#include <malloc.h>
 
 #include "llmc/dataset.h"
 #include "test/file_helpers.h"
 
 namespace {
 
-std::string shard(const std::vector<uint16_t>& tokens, int32_t magic = 20240520, int32_t version = 1,
+template <class Token = uint16_t>
+std::string shard(const std::vector<Token>& tokens, int32_t magic = 20240520, int32_t version = 1,
                   int extra = 0) {
     std::vector<int32_t> header(256);
     header[0] = magic;
     header[1] = version;
     header[2] = static_cast<int32_t>(tokens.size()) + extra;
     return std::string(reinterpret_cast<const char*>(header.data()), 1024) +
-           std::string(reinterpret_cast<const char*>(tokens.data()), tokens.size() * 2);
+           std::string(reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof(Token));
+}
+std::string shard(std::initializer_list<uint16_t> tokens, int32_t magic = 20240520, int32_t version = 1,
+                  int extra = 0) {
+    return shard(std::vector<uint16_t>(tokens), magic, version, extra);
+}
+std::string wide_shard(const std::vector<uint32_t>& tokens, int32_t version = 7, int extra = 0) {
+    return shard(tokens, 20240801, version, extra);
 }
 
 // n tokens that tell their stream and position.
@@ -73,10 +82,25 @@ TEST(Dataset, TextIsBytesInOneStream) {
     std::vector<int32_t> tokens(6);
     data.read(0, 21, 6, tokens.data());  // across all three files
     EXPECT_EQ(tokens, (std::vector<int32_t>{'y', 'z', 0xff, 0x80, 'q', 'a'}));
-    // Tenths are rounded down for each file: 2, 0 and 1 bytes.
-    EXPECT_EQ(text_of(Dataset({a, c}, "--data", Part::Train)), "0123456789ABCDEFGHIJxabcdefghi");
-    EXPECT_EQ(text_of(Dataset({a, b, c}, "--data", Part::Validation)), "yzj");
-    EXPECT_EQ(Dataset({b}, "--data", Part::Validation).token_count(), 0u);
+}
+
+TEST(Dataset, HoldsOutTheLastTenths) {
+    const TempFolder folder;
+    const std::string a = folder.write("a", "0123456789ABCDEFGHIJxyz"), b = folder.write("b", "\xff\x80q"),
+                      c = folder.write("c", "abcdefghij");
+    for (const uint64_t least : {0, 3}) {  // rounded down for each file: 2, 0 and 1 bytes
+        Dataset data({a, b, c}, "--data");
+        const auto tenths = data.hold_out(least);
+        ASSERT_TRUE(tenths);
+        EXPECT_EQ(text_of(*tenths), "yzj");
+        EXPECT_EQ(text_of(data), "0123456789ABCDEFGHIJx\xff\x80qabcdefghi");
+        EXPECT_EQ(tenths->stream_name(0), a + " and 1 more");
+        expect_user_error([&] { tenths->check_tokens('z'); }, {a, "token 122 at position 22"});
+        expect_user_error([&] { data.check_tokens('x'); }, {a, "token 120 at position 20"});
+    }
+    Dataset data({a, b, c}, "--data");
+    EXPECT_FALSE(data.hold_out(4));  // too few: all stays where it is
+    EXPECT_EQ(text_of(data), "0123456789ABCDEFGHIJxyz\xff\x80qabcdefghij");
 }
 
 TEST(Dataset, ShardsAreStreams) {
@@ -90,8 +114,23 @@ TEST(Dataset, ShardsAreStreams) {
     std::vector<int32_t> tokens(2);
     data.read(0, 1, 2, tokens.data());
     EXPECT_EQ(tokens, (std::vector<int32_t>{2, 50256}));
-    EXPECT_EQ(Dataset({a, b}, "--data", Part::Train).token_count(), 4u);
-    expect_user_error([&] { Dataset({a}, "--data", Part::Validation); }, {"--data", a, "validation"});
+}
+
+TEST(Dataset, ReadsWideTokens) {
+    const TempFolder folder;
+    const std::vector<uint32_t> tokens = {128255, 0, 65536, 7, 1 << 20};
+    const std::string a = folder.write("a.bin", wide_shard(tokens));
+    Dataset data({a}, "--data");
+    EXPECT_FALSE(data.is_text());
+    EXPECT_EQ(data.vocabulary(), 128256);
+    ASSERT_EQ(data.token_count(), 5u);
+    std::vector<int32_t> read(4);
+    data.read(0, 0, 4, read.data());
+    EXPECT_EQ(read, (std::vector<int32_t>{128255, 0, 65536, 7}));
+    expect_user_error([&] { data.check_tokens(128256); }, {a, "token 1048576 at position 4", "128256"});
+    EXPECT_NO_THROW(data.check_tokens((1 << 20) + 1));
+    Dataset damaged({folder.write("b.bin", wide_shard({1, 0xffffffff}))}, "--data");
+    expect_user_error([&] { damaged.check_tokens(1 << 24); }, {"token 4294967295 at position 1"});
 }
 
 TEST(Dataset, NamesDamagedShards) {
@@ -100,8 +139,10 @@ TEST(Dataset, NamesDamagedShards) {
     const std::vector<std::pair<std::string, std::string>> cases = {
         {"plain text", "10 bytes are too few"},
         {good.substr(0, 1023), "1023 bytes are too few"},
-        {shard({1, 2, 3}, 20240801), "starts with 20240801 where 20240520"},
-        {shard({1, 2, 3}, 20240520, 2), "version 2"},
+        {shard({1, 2, 3}, 20240802), "starts with 20240802 where 20240520 or 20240801"},
+        {shard({1, 2, 3}, 20240520, 7), "version 7 where 1"},
+        {wide_shard({1, 2, 3}, 1), "version 1 where 7"},
+        {wide_shard({1, 2, 3}, 7, 1), "promises 4 tokens of 4 bytes and 12 bytes follow"},
         {shard({1, 2, 3}, 20240520, 1, 1), "promises 4 tokens of 2 bytes and 6 bytes follow"},
         {good.substr(0, good.size() - 1), "promises 3 tokens of 2 bytes and 5 bytes follow"},
         {good + "xx", "promises 3 tokens of 2 bytes and 8 bytes follow"},
@@ -119,6 +160,49 @@ TEST(Dataset, RefusesToMix) {
     const std::string text = folder.write("t", "text"), bin = folder.write("s.bin", shard({1}));
     expect_user_error([&] { Dataset({text, bin}, "--val-data"); }, {"--val-data", text, bin});
     expect_user_error([&] { Dataset({bin, text}, "--val-data"); }, {"--val-data", text, bin});
+    const std::string wide = folder.write("w", wide_shard({1}));
+    expect_user_error([&] { Dataset({bin, wide}, "--data"); }, {bin, "16-bit", wide, "32-bit"});
+}
+
+TEST(Dataset, NamesFilesThatChange) {
+    const TempFolder folder;
+    const std::string a = folder.write("a", std::string(50, 'a')),
+                      b = folder.write("b", std::string(50, 'b'));
+    Dataset data({a, b}, "--data");
+    std::vector<int32_t> tokens(100);
+    const auto expect_failure = [&](const std::string& part) {
+        expect_user_error([&] { data.read(0, 40, 20, tokens.data()); }, {b, part});
+        EXPECT_NO_THROW(data.read(0, 0, 50, tokens.data()));
+        EXPECT_THROW(data.read(0, 50, 1, tokens.data()), DataError);
+        EXPECT_NO_THROW(data.read(0, 0, 50, tokens.data()));
+    };
+    data.read(0, 0, 100, tokens.data());
+    std::filesystem::resize_file(b, 10);
+    expect_failure("written to or replaced since the run began, and had 50 bytes");
+    folder.write("b", std::string(50, 'c'));
+    std::filesystem::last_write_time(b, std::filesystem::last_write_time(b) + std::chrono::seconds(1));
+    expect_failure("written to or replaced");
+    std::filesystem::remove(b);
+    expect_failure("No such file");
+    EXPECT_EQ(mkfifo(b.c_str(), 0666), 0);
+    expect_failure("not a regular file");
+}
+
+// As many files as no process may map or hold open at a time.
+TEST(Dataset, TakesAnyNumberOfFiles) {
+    const TempFolder folder;
+    const std::string path = folder.write("a", "some text");
+    std::vector<std::string> files = {folder.write("first", "0123456789")};
+    files.resize(70000, path);
+    files.push_back(folder.write("last", "xyz"));
+    Dataset data(files, "--data");
+    ASSERT_EQ(data.token_count(), 10 + 69999u * 9 + 3);
+    const auto held_out = data.hold_out(1);
+    ASSERT_TRUE(held_out);
+    EXPECT_EQ(text_of(*held_out), "9");
+    std::vector<int32_t> tokens(5);
+    data.read(0, 9 + 69999 * 9 - 2, 5, tokens.data());
+    EXPECT_EQ(std::string(tokens.begin(), tokens.end()), "xtxyz");
 }
 
 TEST(Dataset, NamesTokensOutsideTheVocabulary) {
@@ -139,10 +223,9 @@ TEST(Dataset, NamesTokensOutsideTheVocabulary) {
     EXPECT_NO_THROW(loader.fill(80, 1, in.data(), out.data()));
     expect_user_error([&] { loader.fill(81, 1, in.data(), out.data()); }, {bad, "50257 at position 8191"});
 
-    const std::string text = folder.write("t", "0123456789012345678z");
-    Dataset held_out({text}, "--data", Part::Validation);
-    EXPECT_NO_THROW(held_out.check_tokens(256));
-    expect_user_error([&] { held_out.check_tokens('z'); }, {text, "token 122 at position 19"});
+    Dataset text({folder.write("t", "0123456789012345678z")}, "--data");
+    EXPECT_NO_THROW(text.check_tokens(256));
+    expect_user_error([&] { text.check_tokens('z'); }, {folder / "t", "token 122 at position 19"});
 }
 
 TEST(SequenceLoader, NamesStreamsThatAreTooShort) {
@@ -165,23 +248,15 @@ struct Start {
 };
 std::vector<Start> starts_of_epoch(const std::vector<uint64_t>& sizes, uint64_t T, uint64_t seed, uint64_t e,
                                    bool shuffle) {
-    std::vector<size_t> streams(sizes.size());
-    for (size_t f = 0; f < sizes.size(); f++) streams[f] = f;
-    if (shuffle)
-        std::stable_sort(streams.begin(), streams.end(), [&](size_t a, size_t b) {
-            return random_bits(seed, e, 0, a) < random_bits(seed, e, 0, b);
-        });
+    const auto in_order = [&](uint64_t i, uint64_t count, uint64_t group) {
+        return shuffle ? Permutation(count, random_key(seed, e, group))(i) : i;
+    };
     std::vector<Start> starts;
-    for (const size_t f : streams) {
-        const uint64_t n = sizes[f];
-        std::vector<uint64_t> windows;
-        for (uint64_t w = 0; w < std::max<uint64_t>(1, (n - T) / T); w++) windows.push_back(w);
-        if (shuffle)
-            std::stable_sort(windows.begin(), windows.end(), [&](uint64_t a, uint64_t b) {
-                return random_bits(seed, e, f + 1, a) < random_bits(seed, e, f + 1, b);
-            });
+    for (uint64_t turn = 0; turn < sizes.size(); turn++) {
+        const uint64_t f = in_order(turn, sizes.size(), 0);
+        const uint64_t n = sizes[f], count = std::max<uint64_t>(1, (n - T) / T);
         const uint64_t offset = shuffle && n >= 2 * T ? random_bits(seed, e, f + 1, 1ull << 63) % T : 0;
-        for (const uint64_t w : windows) starts.push_back({f, offset + w * T});
+        for (uint64_t i = 0; i < count; i++) starts.push_back({f, offset + in_order(i, count, f + 1) * T});
     }
     return starts;
 }
@@ -238,7 +313,24 @@ TEST(SequenceLoader, KnownOrder) {
     loader.fill(0, 16, in.data(), out.data());
     for (size_t row = 0; row < 16; row++) firsts.push_back(in[row * 4]);
     EXPECT_EQ(firsts,
-              (std::vector<int32_t>{107, 115, 103, 111, 5, 1, 9, 13, 9, 5, 1, 13, 115, 111, 103, 107}));
+              (std::vector<int32_t>{9, 13, 5, 1, 103, 115, 111, 107, 13, 9, 1, 5, 103, 115, 111, 107}));
+}
+
+// Ten million windows of four files, in the memory of four files.
+TEST(SequenceLoader, KeepsNoOrder) {
+    const TempFolder folder;
+    std::vector<std::string> files;
+    for (const char* name : {"a.bin", "b.bin", "c.bin", "d.bin"}) {
+        files.push_back(folder.write(name, shard({}, 20240520, 1, 1 << 23)));
+        std::filesystem::resize_file(files.back(), 1024 + (2 << 23));  // zeros that take no room
+    }
+    const Dataset data(files, "--data");
+    const size_t before = mallinfo2().uordblks;
+    SequenceLoader loader(data, 3, 42, true);
+    std::vector<int32_t> in(3), out(3);
+    for (uint64_t q = 0; q < 3; q++) loader.fill(q * 3'000'000, 1, in.data(), out.data());
+    EXPECT_GT(loader.sequences_per_epoch(), 10'000'000u);
+    EXPECT_LT(mallinfo2().uordblks, before + 4096);
 }
 
 TEST(SequenceLoader, AnEpochShowsNoTokenTwice) {

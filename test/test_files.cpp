@@ -28,25 +28,39 @@ std::string tensor(const std::string& dtype, const std::string& shape, const std
     return R"({"dtype":")" + dtype + R"(","shape":)" + shape + R"(,"data_offsets":)" + offsets + "}";
 }
 
-TEST(MappedFile, MapsAndMoves) {
+TEST(FileReader, ReadsAnyPart) {
     const TempFolder folder;
-    MappedFile first(folder.write("a", "hello"));
-    const MappedFile second(std::move(first));
-    EXPECT_EQ(std::string(reinterpret_cast<const char*>(second.data()), second.size()), "hello");
-    EXPECT_EQ(first.data(), nullptr);
-    MappedFile third(folder.write("b", ""));
-    EXPECT_EQ(third.size(), 0u);
-    third = MappedFile(folder / "a");
-    EXPECT_EQ(third.size(), 5u);
+    const FileReader file(folder.write("a", "0123456789"));
+    std::string text(4, ' ');
+    file.read(3, 4, text.data());
+    EXPECT_EQ(text, "3456");
+    expect_user_error([&] { file.read(8, 4, text.data()); }, {folder / "a", "ends at byte 10"});
+    EXPECT_EQ(FileReader(folder.write("b", "")).size(), 0u);
+    EXPECT_EQ(file.stamp(), FileReader(folder / "a").stamp());
+    EXPECT_NE(file.stamp(), FileReader(folder / "b").stamp());
 }
 
-TEST(MappedFile, NamesWhatItCannotOpen) {
+TEST(FileReader, NamesWhatItCannotOpen) {
     const TempFolder folder;
-    expect_user_error([&] { MappedFile(folder / "absent"); }, {folder / "absent", "No such file"});
-    expect_user_error([&] { MappedFile(folder.path()); }, {folder.path(), "directory"});
-    expect_user_error([&] { MappedFile("/dev/null"); }, {"/dev/null", "not a regular file"});
-    expect_user_error([&] { read_text(folder / "absent"); }, {folder / "absent", "No such file"});
-    expect_user_error([&] { read_text(folder.path()); }, {folder.path(), "directory"});
+    const std::string pipe = folder / "pipe";
+    ASSERT_EQ(mkfifo(pipe.c_str(), 0666), 0);
+    const auto expect_refusal = [](const std::string& path, const char* part) {
+        expect_user_error([&] { FileReader{path}; }, {path, part});
+        expect_user_error([&] { read_text(path); }, {path, part});
+    };
+    expect_refusal(folder / "absent", "No such file");
+    expect_refusal(folder.path(), "directory");
+    expect_refusal(pipe, "not a regular file");  // and is not waited for
+    expect_refusal("/dev/zero", "not a regular file");
+}
+
+TEST(FileReader, TextsHaveASensibleSize) {
+    const TempFolder folder;
+    const std::string large = folder.write("large", "{}");
+    std::filesystem::resize_file(large, kLargestText);
+    EXPECT_EQ(read_text(large).size(), kLargestText);
+    std::filesystem::resize_file(large, uint64_t{1} << 40);
+    expect_user_error([&] { read_json(large); }, {large, "1099511627776 bytes", "128 MiB"});
 }
 
 TEST(Json, ReadsAndNamesThePositionOfErrors) {
@@ -155,8 +169,42 @@ TEST(Safetensors, RoundTrip) {
     read_as_float(file.get("brain", {3, 1}), read.data(), 1, 2);
     EXPECT_EQ(std::vector<float>(read.begin(), read.begin() + 2), (std::vector<float>{-2.0f, 0x1p-133f}));
     read_as_float(file.get("none", {4, 0}), read.data(), 0, 0);
-    EXPECT_EQ(std::memcmp(file.get("step", {}).data, &step, 8), 0);
+    int64_t found = 0;
+    file.get("step", {}).read(0, 8, &found);
+    EXPECT_EQ(found, step);
     EXPECT_EQ(file.find("absent"), nullptr);
+}
+
+// Read in pieces, which a piece's end must not show in.
+TEST(Safetensors, ReadsLongTensorsFromAnywhere) {
+    const TempFolder folder;
+    const size_t size = 100003;
+    std::vector<uint16_t> bits(size);
+    std::vector<float> expected(size), read(size);
+    for (size_t i = 0; i < size; i++) {
+        bits[i] = static_cast<uint16_t>(i * 40503 >> 3);
+        expected[i] = std::bit_cast<float>(uint32_t{bits[i]} << 16);
+    }
+    SafetensorsWriter writer(folder / "f");
+    writer.declare("whole", FileType::F32, {static_cast<int64_t>(size)});
+    writer.declare("brain", FileType::BF16, {static_cast<int64_t>(size)});
+    writer.append(expected.data(), size * sizeof(float));
+    writer.append(bits.data(), size * sizeof(uint16_t));
+    writer.finish();
+    const SafetensorsFile file(folder / "f");
+    for (const char* name : {"whole", "brain"}) {
+        for (const size_t first : {0, 1, 32767, 99999}) {
+            std::fill(read.begin(), read.end(), -1.f);
+            read_as_float(*file.find(name), read.data(), first, size - first);
+            EXPECT_EQ(std::memcmp(read.data(), expected.data() + first, (size - first) * sizeof(float)), 0)
+                << name << first;
+            EXPECT_TRUE(first == 0 || read[size - first] == -1.f) << name << first;
+        }
+    }
+    // Shortened meanwhile.
+    std::filesystem::resize_file(folder / "f", std::filesystem::file_size(folder / "f") - 2);
+    expect_user_error([&] { read_as_float(*file.find("brain"), read.data(), 0, size); },
+                      {folder / "f", "changed meanwhile"});
 }
 
 TEST(Safetensors, LooksUpByNameShapeAndType) {

@@ -11,6 +11,8 @@
 #include "llmc/options.h"
 #include "llmc/sampler.h"
 #include "llmc/schedule.h"
+#include "llmc/step_lines.h"
+#include "llmc/terminal.h"
 
 namespace {
 
@@ -54,6 +56,27 @@ TEST(Bench, ReplayedStepsAreTheSteps) {
     }
 }
 
+// What the user can mend ends with code 2, what is ours with 1; each prints one line.
+TEST(Error, ExitCodes) {
+    const auto ends_with = [](auto&& action) {
+        testing::internal::CaptureStderr();
+        int code = 0;
+        try {
+            action();
+        } catch (...) {
+            code = report_error();
+        }
+        return std::pair(code, testing::internal::GetCapturedStderr());
+    };
+    using End = std::pair<int, std::string>;
+    EXPECT_EQ(ends_with([] { fail("--lr %d\nis much", 7); }), End(2, "train: --lr 7 is much\n"));
+    EXPECT_EQ(ends_with([] { throw std::bad_alloc(); }), End(2, "train: out of host memory\n"));
+    EXPECT_EQ(ends_with([] { bug("%d bytes too few", 8); }),
+              End(1, "train: this is a bug: 8 bytes too few\n"));
+    EXPECT_EQ(ends_with([] { bug("100%"); }), End(1, "train: this is a bug: 100%\n"));
+    EXPECT_EQ(ends_with([] { throw std::runtime_error("CUDA"); }), End(1, "train: this is a bug: CUDA\n"));
+}
+
 TEST(Sampler, ZeroTemperatureIsTheLikeliest) { EXPECT_EQ(sample_token({0.f, 3.f, 3.f, 1.f}, 0, 0, 0.99), 1); }
 
 TEST(Sampler, DrawsWithSoftmaxProbabilities) {
@@ -73,12 +96,108 @@ TEST(Sampler, TopKDrawsNothingElse) {
     EXPECT_EQ(seen, (std::set<int>{0, 3}));
 }
 
+// What is printed of `steps` steps of so many seconds each, from first_step on: the steps' numbers, and the
+// text.
+std::pair<std::vector<int>, std::string> printed(int first_step, int steps, int every, double seconds,
+                                                 const std::set<int>& stops = {}) {
+    char* text = nullptr;
+    size_t size = 0;
+    FILE* to = open_memstream(&text, &size);
+    StepLines lines(to, first_step, steps, every, {100, 2e9, 1e12});
+    for (int step = first_step; step < steps; step++) {
+        lines.add({step, 2.5, 0.5, 1e-3, seconds}, 1000 + seconds * step);
+        if (stops.contains(step + 1)) lines.print_latest();
+    }
+    lines.print_latest();
+    lines.print_latest();
+    fclose(to);
+    std::pair<std::vector<int>, std::string> result{{}, text};
+    free(text);
+    int number = 0, read = 0;
+    for (const char* at = result.second.c_str(); sscanf(at, "step %d/%*[^\n]\n%n", &number, &read) == 1;
+         at += read)
+        result.first.push_back(number);
+    return result;
+}
+
+TEST(StepLines, ALineASecondAndTheFirstAndTheLast) {
+    using Numbers = std::vector<int>;
+    EXPECT_EQ(printed(0, 1050, 0, 0.0078125).first,
+              (Numbers{1, 2, 3, 131, 259, 387, 515, 643, 771, 899, 1027, 1050}));
+    EXPECT_EQ(printed(0, 6, 0, 1).first, (Numbers{1, 2, 3, 4, 5, 6}));
+    EXPECT_EQ(printed(700, 720, 0, 0.25).first, (Numbers{701, 702, 703, 707, 711, 715, 719, 720}));
+    EXPECT_EQ(printed(0, 300, 0, 0.0078125, {2, 100, 101}).first, (Numbers{1, 2, 3, 100, 101, 229, 300}));
+    EXPECT_EQ(printed(0, 1, 0, 1e-3).first, Numbers{1});
+}
+
+TEST(StepLines, EveryNth) {
+    using Numbers = std::vector<int>;
+    EXPECT_EQ(printed(0, 25, 10, 60).first, (Numbers{1, 2, 3, 10, 20, 25}));
+    EXPECT_EQ(printed(17, 31, 10, 1e-3, {25}).first, (Numbers{18, 19, 20, 25, 30, 31}));
+    EXPECT_EQ(printed(0, 300, 1, 1e-3).first.size(), 300);
+}
+
+TEST(StepLines, SayHowFarAndHowFast) {
+    EXPECT_EQ(
+        printed(0, 1, 0, 0.5).second,
+        "step     1/1 100.0% | loss 2.500000 | norm 0.5000 | lr 1.000e-03 |   500.00 ms |      200 tok/s | "
+        "MFU  0.4% | 0:00 left\n");
+    const std::string text = printed(0, 400, 100, 0.5).second;
+    EXPECT_NE(text.find("step   100/400  25.0% |"), std::string::npos);
+    EXPECT_NE(text.find("| 2:30 left\n"), std::string::npos);
+}
+
+// What a terminal gets of a text that comes in pieces of `piece` bytes.
+std::string shown(std::string_view text, size_t piece) {
+    TerminalText terminal;
+    std::string result;
+    for (size_t at = 0; at < text.size(); at += piece) result += terminal.add(text.substr(at, piece));
+    return result + terminal.finish();
+}
+
+TEST(Terminal, ShowsCharactersAndEscapesTheRest) {
+    const std::pair<std::string, std::string> known[] = {
+        {"plain\n\ttext", "plain\n\ttext"},
+        {"gr\xc3\xbc\xc3\x9f \xe2\x82\xac \xf0\x9f\x98\x80",
+         "gr\xc3\xbc\xc3\x9f \xe2\x82\xac \xf0\x9f\x98\x80"},
+        {"\x1b[31mred\r\b\x7f", "\\x1b[31mred\\x0d\\x08\\x7f"},
+        {std::string("\0", 1), "\\x00"},
+        {"\xc2\x9b"
+         "1m \xc2\xa0",
+         "\\xc2\\x9b1m \xc2\xa0"},              // a control sequence in one character
+        {"\x80\xbfz\xff", "\\x80\\xbfz\\xff"},  // continuations of nothing
+        {"\xc0\xaf\xe0\x80\xaf\xf0\x80\x80\xaf",
+         "\\xc0\\xaf\\xe0\\x80\\xaf\\xf0\\x80\\x80\\xaf"},  // longer than needed
+        {"\xed\xa0\x80", "\\xed\\xa0\\x80"},                // a surrogate
+        {"\xed\x9f\xbf\xee\x80\x80", "\xed\x9f\xbf\xee\x80\x80"},
+        {"\xf4\x8f\xbf\xbf\xf4\x90\x80\x80",
+         "\xf4\x8f\xbf\xbf\\xf4\\x90\\x80\\x80"},  // the last one and beyond
+        {"\xe2\x82"
+         "a\xe2\x82\xac",
+         "\\xe2\\x82"
+         "a\xe2\x82\xac"},                            // broken off, then whole
+        {"end \xf0\x9f\x98", "end \\xf0\\x9f\\x98"},  // broken off by the end
+    };
+    for (const auto& [text, expected] : known)
+        for (size_t piece = 1; piece <= text.size(); piece++)
+            EXPECT_EQ(shown(text, piece), expected) << "in pieces of " << piece;
+}
+
+TEST(Terminal, HoldsBackNoMoreThanACharacter) {
+    TerminalText terminal;
+    EXPECT_EQ(terminal.add("a\xe2\x82"), "a");
+    EXPECT_EQ(terminal.add("\xac"), "\xe2\x82\xac");
+    EXPECT_EQ(terminal.add("\xe2("), "\\xe2(");
+    EXPECT_EQ(terminal.finish(), "");
+}
+
 Options parse(std::vector<std::string> words, const nlohmann::json& saved = {}) {
     words.insert(words.begin(), "train");
     std::vector<char*> argv;
     for (std::string& w : words) argv.push_back(w.data());
-    return parse_options(static_cast<int>(argv.size()), argv.data(),
-                         [&](const std::string&) { return saved; });
+    return parse_options(static_cast<int>(argv.size()), argv.data(), [&](const std::string&) {
+        return SavedOptions{saved, saved, "/before"};
+    });
 }
 std::string failure(const std::vector<std::string>& words) {
     try {
@@ -99,10 +218,78 @@ TEST(Options, AResumeTakesTheSavedOnesUnlessGiven) {
     EXPECT_EQ(o.given.at("--lr"), std::vector<std::string>{"0.25"});
 }
 
+TEST(Options, ATrainedModelHasALowerRate) {
+    EXPECT_EQ(parse({}).lr, 1e-3);
+    EXPECT_EQ(parse({"--model", "d12"}).lr, 1e-3);
+    EXPECT_EQ(parse({"--model", "gpt2"}).lr, 5e-5);
+    EXPECT_EQ(parse({"--model", "gpt2", "--lr", "1e-3"}).lr, 1e-3);
+    EXPECT_EQ(parse({"--resume", "out"}, {{"--model", {"gpt2"}}}).lr, 5e-5);
+    EXPECT_EQ(parse({"--resume", "out", "--steps", "9"}, {{"--lr", {"0.5"}}}).lr, 0.5);
+    EXPECT_NE(failure({"--model", "gpt2", "--min-lr", "1e-4"}).find("--lr 5e-05"), std::string::npos);
+}
+
+TEST(Options, AResumeThatOnlyGeneratesNeedsNothingOfTheTraining) {
+    const nlohmann::json saved = {{"--data", {"a"}},         {"--val-data", {"b"}}, {"--log", {"c"}},
+                                  {"--out", {"d"}},          {"--seq-len", {"7"}},  {"--save-every", {"2"}},
+                                  {"--sample-tokens", {"0"}}};
+    Options o = parse({"--resume", "dir", "--steps", "0", "--prompt", "Hi"}, saved);
+    EXPECT_TRUE(o.data.empty() && o.val_data.empty() && o.log.empty() && o.out.empty() && o.save_every == 0);
+    EXPECT_EQ(o.seq_len, 7);
+    EXPECT_EQ(o.sample_tokens, Options().sample_tokens);
+    EXPECT_EQ(o.saved, (std::set<std::string>{"--seq-len"}));
+    EXPECT_EQ(parse({"--resume", "dir", "--prompt", "Hi", "--sample-tokens", "3"}, saved).sample_tokens, 3);
+    o = parse({"--resume", "dir", "--steps", "5"}, saved);
+    EXPECT_EQ(o.sample_tokens, 0);
+    EXPECT_EQ(o.log, "c");
+    EXPECT_EQ(o.directory, "/before");
+    EXPECT_TRUE(o.saves() && !parse({"--resume", "dir", "--plan"}, saved).saves());
+}
+
+TEST(Options, ResumeAuto) {
+    EXPECT_NE(failure({"--resume", "auto"}).find("--out"), std::string::npos);
+    EXPECT_EQ(parse({"--resume", "auto", "--out", "/nowhere", "--memory", "1GiB", "--allow-8bit"}).resume,
+              "");
+    EXPECT_NE(failure({"--resume", "dir", "--memory", "1GiB", "--allow-8bit"}).find("--allow-8bit"),
+              std::string::npos);
+}
+
 TEST(Options, GraphIsOnOrOff) {
     EXPECT_EQ(parse({}).graph, "on");
     EXPECT_EQ(parse({"--graph", "off"}).graph, "off");
     EXPECT_NE(failure({"--graph", "maybe"}).find("--graph"), std::string::npos);
+}
+
+TEST(Options, WholeNumbersMayHaveAnExponent) {
+    const Options o =
+        parse({"--steps", "1e3", "--batch", "1.5E1", "--seed", "1e15", "--top-k", "20e-1", "--warmup", "7"});
+    EXPECT_EQ(o.steps, 1000);
+    EXPECT_EQ(o.batch, 15);
+    EXPECT_EQ(o.seed, 1000000000000000u);
+    EXPECT_EQ(o.top_k, 2);
+    EXPECT_EQ(o.warmup, 7);
+    EXPECT_EQ(parse({"--seed", "18446744073709549568"}).seed, 18446744073709549568u);
+    for (const char* wrong : {"1.5e0", "1e-1", "1e20", "e3", "1e", "1e3x"})
+        EXPECT_NE(failure({"--steps", wrong}).find(std::string("--steps: ") + wrong), std::string::npos)
+            << wrong;
+    EXPECT_NE(failure({"--batch", "auto3"}), "");
+}
+
+TEST(Options, OfAnOptionGivenTwiceTheLastCounts) {
+    const Options o = parse({"--data", "a", "b", "c", "--lr", "1", "--batch", "auto", "--json", "--plan",
+                             "--data", "d", "e", "--lr=2", "--plan", "--batch", "3"});
+    EXPECT_EQ(o.lr, 2);
+    EXPECT_EQ(o.batch, 3);
+    EXPECT_TRUE(o.plan);
+    EXPECT_EQ(o.data, (std::vector<std::string>{"d", "e"}));
+    EXPECT_EQ(o.given.at("--lr"), std::vector<std::string>{"2"});  // what a save remembers
+    EXPECT_EQ(o.given.at("--data"), o.data);
+    EXPECT_EQ(o.given.at("--batch"), std::vector<std::string>{"3"});
+    EXPECT_EQ(parse({"--bench", "forward", "--bench"}).bench, "step");
+    EXPECT_NE(failure({"--lr", "1", "2", "--lr", "3"}), "");
+    EXPECT_NE(failure({"--lr", "x", "--lr", "3"}).find("--lr"), std::string::npos);
+    const nlohmann::json saved = {{"--lr", {"0.5"}}, {"--seed", {"1e3"}}};
+    EXPECT_EQ(parse({"--resume", "dir", "--lr", "3", "--lr", "4"}, saved).lr, 4);
+    EXPECT_EQ(parse({"--resume", "dir"}, saved).seed, 1000u);
 }
 
 TEST(Options, MistakesNameTheOption) {
@@ -116,15 +303,15 @@ TEST(Options, MistakesNameTheOption) {
 }
 
 TEST(Model, CountsOfGpt2) {
-    EXPECT_EQ(Layout(config_of_depth(12, 50257, 1024)).count(), 124439808);
-    EXPECT_EQ(Layout(config_of_depth(24, 50257, 1024)).count(), 354823168);
-    EXPECT_EQ(Layout(config_of_depth(36, 50257, 1024)).count(), 774030080);
-    EXPECT_EQ(Layout(config_of_depth(48, 50257, 1024)).count(), 1557611200);
-    EXPECT_THROW(config_of_depth(13, 50257, 1024), UserError);
+    EXPECT_EQ(Layout(new_config({&kGpt2, 12}, 50257, 1024)).count(), 124439808);
+    EXPECT_EQ(Layout(new_config({&kGpt2, 24}, 50257, 1024)).count(), 354823168);
+    EXPECT_EQ(Layout(new_config({&kGpt2, 36}, 50257, 1024)).count(), 774030080);
+    EXPECT_EQ(Layout(new_config({&kGpt2, 48}, 50257, 1024)).count(), 1557611200);
+    EXPECT_THROW(new_config({&kGpt2, 13}, 50257, 1024), UserError);
 }
 
 TEST(Model, LayoutTilesTheBufferAndPutsDecayFirst) {
-    const Layout layout({300, 50, 3, 5, 35});
+    const Layout layout(gpt2_config(300, 50, 3, 5, 35));
     int64_t end = 0;
     for (const Parameter& p : layout.parameters()) {
         EXPECT_GE(p.offset, end) << p.name;
@@ -139,7 +326,7 @@ TEST(Model, LayoutTilesTheBufferAndPutsDecayFirst) {
         start += u.size;
         for (const Parameter& p : layout.parameters()) {
             const bool inside = p.offset >= u.offset && p.offset < u.offset + u.size;
-            EXPECT_TRUE(!inside || p.decayed() == (p.offset < u.offset + u.decayed)) << p.name;
+            EXPECT_TRUE(!inside || p.decays == (p.offset < u.offset + u.decayed)) << p.name;
         }
     }
     EXPECT_EQ(start, layout.size());
@@ -147,23 +334,29 @@ TEST(Model, LayoutTilesTheBufferAndPutsDecayFirst) {
 }
 
 TEST(Model, FieldsPointWhereTheTableSays) {
-    const Layout layout({256, 16, 2, 2, 8});
-    std::vector<float> memory(static_cast<size_t>(layout.size()));
+    const Layout layout(gpt2_config(256, 16, 2, 2, 8));
+    const Unit& unit = layout.units()[2];
+    std::vector<float> memory(static_cast<size_t>(unit.size));
     const Block<float> block = layout.block(memory.data(), 1);
     for (const Parameter& p : layout.parameters())
         if (p.name == "h.1.mlp.c_fc.weight") {
-            EXPECT_EQ(block.up_weight.data(), memory.data() + p.offset);
-            EXPECT_EQ(block.up_weight.shape(), (Shape{8, 32}));
+            EXPECT_EQ(block.up.weight.data(), memory.data() + (p.offset - unit.offset));
+            EXPECT_EQ(block.up.weight.shape(), (Shape{8, 32}));
         }
-    EXPECT_EQ(layout.last_layernorm(memory.data()).bias.size(), 8);
+    EXPECT_EQ(layout.head(memory.data()).norm.bias.size(), 8);
 }
 
 TEST(Model, InitialValuesHaveGpt2sDeviation) {
-    const Parameter normal{"w", {100, 100}, {100, 100}, 0, Init::Normal};
-    const Parameter residual{"w", {100, 100}, {100, 100}, 0, Init::ResidualNormal};
+    Parameter normal, residual;
+    normal.init = Init::Normal;
+    residual.init = Init::ResidualNormal;
+    std::vector<float> values(10000), residual_values(10000);
+    normal.name = "a", residual.name = "b";
+    initial_values(normal, 0, 8, 1, values);
+    initial_values(residual, 0, 8, 1, residual_values);
     double sum = 0, squares = 0, residual_squares = 0;
-    for (int i = 0; i < 10000; i++) {
-        const double x = initial_value(normal, 3, i, 8, 1), y = initial_value(residual, 4, i, 8, 1);
+    for (size_t i = 0; i < values.size(); i++) {
+        const double x = values[i], y = residual_values[i];
         sum += x, squares += x * x, residual_squares += y * y;
     }
     EXPECT_NEAR(sum / 10000, 0, 1e-3);
@@ -172,8 +365,8 @@ TEST(Model, InitialValuesHaveGpt2sDeviation) {
 }
 
 TEST(Config, RefusesWhatItCannotCompute) {
-    const nlohmann::json good = config_json({50257, 1024, 12, 12, 768}, "float32");
-    EXPECT_EQ(parse_config(good, "f"), (GptConfig{50257, 1024, 12, 12, 768}));
+    const nlohmann::json good = config_json(gpt2_config(50257, 1024, 12, 12, 768), "float32");
+    EXPECT_EQ(parse_config(good, "f"), gpt2_config(50257, 1024, 12, 12, 768));
     auto message = [&](const char* name, const nlohmann::json& value) -> std::string {
         nlohmann::json j = good;
         j[name] = value;
@@ -185,9 +378,9 @@ TEST(Config, RefusesWhatItCannotCompute) {
         return "";
     };
     for (auto [name, value] : std::initializer_list<std::pair<const char*, nlohmann::json>>{
-             {"model_type", "llama"},
+             {"model_type", "mixtral"},
              {"activation_function", "relu"},
-             {"layer_norm_epsilon", 1e-6},
+             {"layer_norm_epsilon", "small"},
              {"n_head", 7},
              {"n_layer", -1},
              {"n_embd", "many"},

@@ -25,24 +25,10 @@ namespace {
 using Doubles = std::vector<double>;
 const Stream kStream{};
 
-struct MatrixSize {
-    int rows, C;
-};
-
-std::vector<MatrixSize> matrix_sizes() {
-    if (kSmallShapes) return {{1, 1}, {3, 100}, {37, 72}};
-    std::vector<MatrixSize> sizes;
-    for (int rows : {1, 3, 37, 300})
-        for (int C : {1, 7, 64, 72, 100, 768, 1000}) sizes.push_back({rows, C});
-    return sizes;
-}
-
 std::vector<int> vector_sizes() {
     if (kSmallShapes) return {1, 7, 100, 5003};
     return {1, 7, 64, 100, 1000, 4096, 100003};
 }
-
-std::string text(const MatrixSize& s) { return std::to_string(s.rows) + " x " + std::to_string(s.C); }
 
 template <class T>
 class Kernels : public testing::Test {};
@@ -62,13 +48,14 @@ std::vector<T> uneven_rows(const MatrixSize& s, uint64_t seed) {
 
 struct LayernormReference {
     Doubles out, mean, rstd;
-    LayernormReference(const Doubles& x, const Doubles& weight, const Doubles& bias) : out(x.size()) {
+    LayernormReference(const Doubles& x, const Doubles& weight, const Doubles& bias, double epsilon = 1e-5)
+        : out(x.size()) {
         const size_t C = weight.size();
         for (size_t start = 0; start < x.size(); start += C) {
             double m = 0, variance = 0;
             for (size_t c = 0; c < C; c++) m += x[start + c] / C;
             for (size_t c = 0; c < C; c++) variance += (x[start + c] - m) * (x[start + c] - m) / C;
-            const double r = 1 / std::sqrt(variance + 1e-5);
+            const double r = 1 / std::sqrt(variance + epsilon);
             for (size_t c = 0; c < C; c++) out[start + c] = (x[start + c] - m) * r * weight[c] + bias[c];
             mean.push_back(m);
             rstd.push_back(r);
@@ -104,6 +91,28 @@ TYPED_TEST(Kernels, LayernormForward) {
         EXPECT_LT(relative_error(mean, want.mean), tolerance<float>());
         EXPECT_LT(relative_error(rstd, want.rstd), tolerance<float>());
         EXPECT_TRUE(bytes_of(again) == bytes_of(out)) << "layernorm_normalize makes other bits";
+    }
+}
+
+TEST(Layernorm, EpsilonIsAParameter) {
+    const MatrixSize s{3, 100};
+    const Shape matrix{s.rows, s.C}, row{s.C}, column{s.rows};
+    const std::vector<float> x = uneven_rows<float>(s, 1), w = random_values<float>(s.C, 1, 2),
+                             b = random_values<float>(s.C, 1, 3);
+    const DeviceArray<float> d_x(x), d_w(w), d_b(b), d_zero(std::vector<float>(x.size()));
+    const DeviceArray<float> d_sum(poisoned<float>(x.size())), d_mean(s.rows), d_rstd(s.rows);
+    const LayernormReference want(to_doubles(x), to_doubles(w), to_doubles(b), 0.5);
+    for (bool residual : {false, true}) {
+        const DeviceArray<float> d_out(poisoned<float>(x.size()));
+        Tensor<float> out = d_out.tensor(matrix), sum = d_sum.tensor(matrix), mean = d_mean.tensor(column),
+                      rstd = d_rstd.tensor(column);
+        if (residual)
+            residual_layernorm_forward(sum, out, mean, rstd, d_x.tensor(matrix), d_zero.tensor(matrix),
+                                       d_w.tensor(row), d_b.tensor(row), kStream, 0.5f);
+        else
+            layernorm_forward(out, mean, rstd, d_x.tensor(matrix), d_w.tensor(row), d_b.tensor(row), kStream,
+                              0.5f);
+        EXPECT_LT(relative_error(d_out.download(), want.out), tolerance<float>());
     }
 }
 
@@ -150,9 +159,10 @@ TYPED_TEST(Kernels, LayernormBackward) {
         const LayernormReference forward(to_doubles(x), to_doubles(w), Doubles(C));
         const std::vector<float> mean(forward.mean.begin(), forward.mean.end());
         const std::vector<float> rstd(forward.rstd.begin(), forward.rstd.end());
-        std::vector<T> dx, dw, db;
+        std::vector<T> dx, dw, db, dx_alone;
         for_each_order([&] {
             const DeviceArray<T> d_x(x), d_w(w), d_dout(dout), d_dx(dx_0), d_dw(dw_0), d_db(db_0);
+            const DeviceArray<T> d_dx_alone(dx_0);
             const DeviceArray<float> d_mean(mean), d_rstd(rstd);
             const Shape scratch_shape = column_sums_scratch(s.rows, s.C, 2);
             const DeviceArray<float> d_scratch(poisoned<float>(scratch_shape.size()));
@@ -160,7 +170,12 @@ TYPED_TEST(Kernels, LayernormBackward) {
             Tensor<float> scratch = d_scratch.tensor(scratch_shape);
             layernorm_backward(t_dx, t_dw, t_db, scratch, d_dout.tensor(matrix), d_x.tensor(matrix),
                                d_mean.tensor(column), d_rstd.tensor(column), d_w.tensor(row), kStream);
+            Tensor<T> t_dx_alone = d_dx_alone.tensor(matrix), frozen;
+            Tensor<float> none;
+            layernorm_backward(t_dx_alone, frozen, frozen, none, d_dout.tensor(matrix), d_x.tensor(matrix),
+                               d_mean.tensor(column), d_rstd.tensor(column), d_w.tensor(row), kStream);
             dx = d_dx.download(), dw = d_dw.download(), db = d_db.download();
+            dx_alone = d_dx_alone.download();
             return bytes_of(dx, dw, db);
         });
         Doubles want_dx = to_doubles(dx_0), want_dw = to_doubles(dw_0), want_db = to_doubles(db_0);
@@ -179,6 +194,7 @@ TYPED_TEST(Kernels, LayernormBackward) {
         EXPECT_LT(relative_error(dx, want_dx), tolerance<T>());
         EXPECT_LT(relative_error(dw, want_dw), tolerance<T>());
         EXPECT_LT(relative_error(db, want_db), tolerance<T>());
+        EXPECT_TRUE(bytes_of(dx_alone) == bytes_of(dx)) << "frozen weights change dx";
     }
 }
 
@@ -318,24 +334,29 @@ TYPED_TEST(Kernels, EmbeddingForward) {
             const size_t C = e.C;
             const std::vector<T> wte = random_values<T>(e.vocabulary * C, 1, 42),
                                  wpe = random_values<T>(positions * C, 1, 43);
-            std::vector<T> out;
+            std::vector<T> out, alone;
             for_each_order([&] {
                 const DeviceArray<int> d_tokens(tokens);
                 const DeviceArray<T> d_wte(wte), d_wpe(wpe), d_out(poisoned<T>(tokens.size() * C));
                 Tensor<T> t_out = d_out.tensor({e.batch, e.seq_len, e.C});
                 embedding_forward(t_out, d_tokens.tensor({e.batch, e.seq_len}),
+                                  d_wte.tensor({e.vocabulary, e.C}), Tensor<T>(), first_position, kStream);
+                alone = d_out.download();
+                embedding_forward(t_out, d_tokens.tensor({e.batch, e.seq_len}),
                                   d_wte.tensor({e.vocabulary, e.C}), d_wpe.tensor({positions, e.C}),
                                   first_position, kStream);
-                return bytes_of(out = d_out.download());
+                return bytes_of(out = d_out.download(), alone);
             });
-            bool same = true;
+            bool same = true, same_alone = true;
             for (size_t i = 0; i < out.size(); i++) {
                 const size_t position = first_position + i / C % e.seq_len;
-                const float sum =
-                    to_float(wte[tokens[i / C] * C + i % C]) + to_float(wpe[position * C + i % C]);
+                const float token = to_float(wte[tokens[i / C] * C + i % C]);
+                const float sum = token + to_float(wpe[position * C + i % C]);
                 same &= to_float(out[i]) == to_float(from_float<T>(sum));
+                same_alone &= to_float(alone[i]) == token;
             }
             EXPECT_TRUE(same);
+            EXPECT_TRUE(same_alone) << "without positions";
         }
     }
 }
@@ -361,7 +382,7 @@ TYPED_TEST(Kernels, EmbeddingBackward) {
         const std::vector<T> dwpe_0 =
             random_values<T>((e.seq_len + 2) * C, 1, 46);  // positions that are not used, too
         std::vector<T> dwte, dwpe;
-        auto run = [&](int spare) {
+        auto run = [&](int spare, bool token_frozen = false, bool position_frozen = false) {
             const TokenGroups groups(tokens, e.vocabulary, spare);
             const int64_t starts = static_cast<int64_t>(groups.starts.size());
             for_each_order([&] {
@@ -369,6 +390,8 @@ TYPED_TEST(Kernels, EmbeddingBackward) {
                 const DeviceArray<T> d_dout(dout), d_dwte(dwte_0), d_dwpe(dwpe_0);
                 Tensor<T> t_dwte = d_dwte.tensor({e.vocabulary, e.C}),
                           t_dwpe = d_dwpe.tensor({e.seq_len + 2, e.C});
+                if (token_frozen) t_dwte.drop();
+                if (position_frozen) t_dwpe.drop();
                 embedding_backward(t_dwte, t_dwpe, d_dout.tensor({e.batch, e.seq_len, e.C}),
                                    d_tokens.tensor({e.batch, e.seq_len}),
                                    d_order.tensor({e.batch * e.seq_len}), d_starts.tensor({starts}), kStream);
@@ -378,6 +401,11 @@ TYPED_TEST(Kernels, EmbeddingBackward) {
             return bytes_of(dwte, dwpe);
         };
         EXPECT_TRUE(run(37) == run(0));
+        const std::vector<T> both_dwte = dwte, both_dwpe = dwpe;
+        EXPECT_TRUE(run(0, true, false) == bytes_of(dwte_0, both_dwpe)) << "a frozen token embedding";
+        EXPECT_TRUE(run(0, false, true) == bytes_of(both_dwte, dwpe_0)) << "no position embedding";
+        EXPECT_TRUE(run(0, true, true) == bytes_of(dwte_0, dwpe_0));
+        dwte = both_dwte, dwpe = both_dwpe;
         Doubles want_dwte = to_doubles(dwte_0), want_dwpe = to_doubles(dwpe_0);
         for (size_t i = 0; i < dout.size(); i++) {
             want_dwte[tokens[i / C] * C + i % C] += to_float(dout[i]);

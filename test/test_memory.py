@@ -2,13 +2,15 @@
 
 import itertools
 import json
+import pathlib
 import re
 import time
 
 import pytest
 import reference
 from safetensors.torch import load_file
-from trainer_runs import figures, make, random_tokens, read_log, saved_bytes, write_shard, write_text
+from trainer_runs import (figures, make, random_tokens, read_log, running, saved_bytes, wait_for_line, write_shard,
+                          write_text)
 
 MIB = 1 << 20
 LEVELS = ["none", "gelu", "norm", "ffn", "attention", "block"]
@@ -23,7 +25,8 @@ def folder(tmp_path_factory):
     return path
 
 
-DEFAULTS = {"--batch": 3, "--seq-len": 20, "--sample-tokens": 0, "--head-rows": 0, "--steps": 4, "--eval-every": 2}
+DEFAULTS = {"--batch": 3, "--seq-len": 20, "--sample-tokens": 0, "--head-rows": 0, "--steps": 4, "--eval-every": 2,
+            "--lr": 1e-3}
 
 
 def trained(train, folder, out, *options):
@@ -65,6 +68,34 @@ def test_each_level_takes_less(train):
     sizes = [activations(train, "--model", "d12", "--batch", 4, "--seq-len", 256, "--recompute", level)
              for level in LEVELS]
     assert sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(LEVELS)
+
+
+# ---- what a process really takes
+
+
+def peak(train, *options, line):
+    """The most bytes of memory that a run has held when it prints such a line."""
+    with running(train, *options) as process:
+        wait_for_line(process, line)
+        status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
+
+
+@pytest.mark.parametrize("goes_on", [("--steps", 100), ("--steps", 0, "--prompt", "a", "--sample-tokens", 10**6)],
+                         ids=str)
+def test_reading_a_save_stays_in_the_plan(train, tmp_path, goes_on):
+    """Its files are larger than all that the plan has beside the state."""
+    if train.device != "cpu":
+        pytest.skip("of a CPU's memory")
+    write_text(tmp_path / "text")
+    out = tmp_path / "out"
+    train("--model", "d6", "--data", tmp_path / "text", "--batch", 1, "--seq-len", 16, "--sample-tokens", 0,
+          "--threads", 2, "--steps", 1, "--out", out)
+    options = ("--resume", out, *goes_on)
+    libraries = 13 * MIB  # which the plan says that it leaves out
+    assert (out / "model.safetensors").stat().st_size > 20 * MIB
+    line = rb"^a" if "--prompt" in goes_on else rb"^taken from"  # the text begins with its prompt
+    assert peak(train, *options, line=line) < total(train.plan(*options)) + libraries
 
 
 # ---- the same bits
@@ -239,7 +270,8 @@ def test_gradient_of_the_head_in_chunks(train_bf16, tmp_path, rows):
         out = tmp_path / f"out{head_rows}"
         train_bf16(*data, "--beta1", 0, "--clip", 0, "--sample-tokens", 0, "--head-rows", head_rows, "--out", out)
         got = load_file(out / "trainer_state.safetensors")["m." + name]
-        return ((got - expected[name]).norm() / expected[name].norm()).item()
+        wanted = expected["transformer." + name]
+        return ((got - wanted).norm() / wanted.norm()).item()
 
     for name in ("wte.weight", "ln_f.weight", "ln_f.bias"):
         assert error(rows, name) <= 2 * error(0, name), name
@@ -316,6 +348,19 @@ def test_what_is_chosen_fits_when_measured(train, tmp_path, share):
     budget = least + 0.1 + share * (most - least)
     text = train(*options, "--memory", f"{budget:.1f}MiB", "--steps", 2).stdout.decode()
     assert float(re.search(r"taken from the device: ([\d.]+)", text)[1]) <= budget + (0 if train.device == "cpu" else 128)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 8, 16, 64])
+def test_the_plan_holds_with_many_threads(train, tmp_path, threads):
+    """And is not much more than what a run takes: by what each thread is given for its stack and copies."""
+    if train.device != "cpu":
+        pytest.skip("a GPU computes")
+    make(tmp_path / "model", "--layers", 1, "--heads", 1, "--channels", 128, "--positions", 384)
+    write_text(tmp_path / "text", 60000)
+    text = train("--model", tmp_path / "model", "--data", tmp_path / "text", "--batch", 32, "--seq-len", 384,
+                 "--head-rows", 256, "--sample-tokens", 0, "--steps", 2, "--threads", threads).stdout.decode()
+    taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", text).groups())
+    assert taken <= planned <= taken + 12 + 0.75 * threads
 
 
 def test_choice_of_a_large_model_is_quick(train):

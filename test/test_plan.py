@@ -1,6 +1,8 @@
 """The memory report: its sums, its placement, the figures it must reach, and that a run takes what it says."""
 
+import json
 import re
+import resource
 import time
 
 import pytest
@@ -132,18 +134,54 @@ def test_takes_no_memory_and_no_time(train):
     assert min(seconds() for _ in range(3)) < 1  # the best of three, as the machine may be busy
 
 
+LINES = {"activations": "activations", "parameters": "weights", "parameter gradients": "gradients",
+         "AdamW optimizer state m": "optimizer_m", "AdamW optimizer state v": "optimizer_v",
+         "master copy of params": "master", "batch": "input", "workspace": "workspace",
+         "the process itself (about)": "process", "in all": "total"}
+
+
+def check_summary(text, begins, plan):
+    """It says what the plan does, in some ten lines."""
+    summary = re.search(rf"^(\w+): (\d+) parameters; .*\n{begins}, in MiB:\n((?: +[\d.]+  .*\n)+)", text, re.MULTILINE)
+    assert (summary[1], int(summary[2])) == (plan["model"], plan["parameters"])
+    lines = {what: float(mib) for mib, what in re.findall(r"([\d.]+)  ([^;\n]*)", summary[3])}
+    totals = plan["totals"]
+    assert lines == {what: round(totals[kind] / MIB, 2) for what, kind in LINES.items() if totals[kind]}
+    assert summary[0].count("\n") <= 12
+    assert f"activations; a step's peak is {plan['activations_lower_bound'] / MIB:.2f} ({plan['peak_at']})\n" in text
+
+
+def test_thousands_of_layers_take_no_time(train, tmp_path):
+    """Of the processor: a plan grows with the layers, not with their square."""
+    (tmp_path / "config.json").write_text(json.dumps(
+        {"model_type": "gpt2", "vocab_size": 300, "n_positions": 128, "n_layer": 1000, "n_head": 2, "n_embd": 64}))
+
+    def seconds(*options):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+        train("--model", tmp_path, "--seq-len", 64, "--plan", *options)
+        return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+
+    assert seconds() < 1
+    assert seconds("--memory", "1400MiB") < 5
+
+
 def test_text(train):
     arguments = ("--model", "d12", "--batch", 4, "--seq-len", 1024)
-    text, totals = train(*arguments, "--plan").stdout.decode(), train.plan(*arguments)["totals"]
-    lines = {"activations": "activations", "parameters": "weights", "parameter gradients": "gradients",
-             "AdamW optimizer state m": "optimizer_m", "AdamW optimizer state v": "optimizer_v",
-             "master copy of params": "master"}
-    for what, kind in lines.items():
-        if totals[kind]:
-            assert f"allocating {totals[kind] / MIB:.0f} MiB for {what}\n" in text
-        else:
-            assert what not in text
-    assert f"in all: {totals['total'] / MIB:.2f} MiB" in text
+    text, plan = train(*arguments, "--plan").stdout.decode(), train.plan(*arguments)
+    check_summary(text, "takes", plan)
+    assert "allocating" not in text and " free" not in text
+    assert {line.split(" ")[0] for line in text.splitlines()} > {b["name"] for b in plan["buffers"]} - {"library"}
+
+
+def test_a_training_prints_a_summary(train, tmp_path):
+    """And no table. What is free, this program may not know to the MiB."""
+    write_text(tmp_path / "text")
+    arguments = ("--model", "d2", "--data", "text", "--batch", 2, "--seq-len", 24, "--sample-tokens", 0)
+    text = train(*arguments, "--steps", 2, cwd=tmp_path).stdout.decode()
+    check_summary(text, "allocating", json.loads(train(*arguments, "--plan", "--json", cwd=tmp_path).stdout))
+    [free] = re.findall(r"in all; (\d+) are free\n", text)
+    assert 0 < int(free) < 1 << 24 and "residual" not in text and "born" not in text
+    assert text.index(" are free") < text.index("step     1/2 ")
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import GPT2LMHeadModel
 
 VOCAB, POSITIONS = 97, 24
@@ -44,21 +44,30 @@ def assert_close(actual, expected):
     ["--layers", "3", "--heads", "6", "--channels", "48", "--prefix"],
     ["--dtype", "bf16"],
     ["--dtype", "fp16", "--prefix"],
+    ["--family", "llama", "--kv-heads", "2", "--shard-size", "100KB"],
+    ["--family", "bloom"],
 ], ids=" ".join)
-def test_logits_and_gradients(tmp_path, options):
+def test_loads_every_weight(tmp_path, options):
     folder = make(tmp_path / "model", *options)
-    ours, theirs = reference.load_model(folder)[0], transformers_model(folder)
-    tokens = torch.randint(VOCAB, (3, POSITIONS), generator=torch.Generator().manual_seed(1))
-    our_logits, their_logits = ours(tokens), theirs(tokens).logits
-    assert_close(our_logits, their_logits)
-    for logits in (our_logits, their_logits):
-        torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten()).backward()
-    their_gradients = {name.removeprefix("transformer."): p.grad for name, p in theirs.named_parameters()}
-    our_gradients = {name: p.grad for name, p in ours.named_parameters()}
-    assert our_gradients.keys() == their_gradients.keys()
-    for name, gradient in their_gradients.items():
-        assert gradient.abs().max() > 1e-4, f"{name} would not matter"
-        assert_close(our_gradients[name], gradient)
+    stored = {}
+    for file in (tmp_path / "model").glob("*.safetensors"):
+        stored |= load_file(file)
+    model = reference.load_model(folder)
+    assert not model.training and len(stored) == len(dict(model.named_parameters()))
+    for name, parameter in model.named_parameters():
+        expected = stored[name] if name in stored else stored[name.removeprefix("transformer.")]
+        assert parameter.dtype == torch.float32 and torch.equal(parameter, expected.float())
+
+
+def test_a_missing_weight_is_one_line(tmp_path, capsys):
+    folder = make(tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    del tensors["h.1.ln_2.bias"]
+    save_file(tensors, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SystemExit) as ended:
+        reference.load_model(folder)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and "h.1.ln_2.bias" in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
@@ -82,7 +91,7 @@ def test_steps(tmp_path, clip):
     others = [p for p in model.parameters() if p.ndim != 2]
     optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0}],
                                   lr=1e-3, betas=(0.9, 0.95), eps=1e-8)
-    train, held_out = reference.load_data([text], None)
+    train, held_out = reference.load_data([text], None, seq_len)
     sequences = reference.training_sequences(train, seq_len, seed)
 
     def loss_of(rows):
@@ -98,7 +107,7 @@ def test_steps(tmp_path, clip):
         if step == 0:
             dumped = load_file(tmp_path / "gradients")
             for name, p in model.named_parameters():
-                assert_close(dumped.pop(name.removeprefix("transformer.")), p.grad)
+                assert_close(dumped.pop(name), p.grad)
             assert not dumped
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or torch.inf)
         assert norm > 0.5, "clipping would not matter"
@@ -141,6 +150,18 @@ def test_bf16_is_close_but_not_equal(tmp_path):
     for a, b in zip(exact, rounded, strict=True):
         name = "loss" if "loss" in a else "val_loss"  # the last line
         assert 0 < abs(a[name] - b[name]) < 0.03
+
+
+@pytest.mark.parametrize("index", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"wte.weight": 7}}',
+                                   '{"weight_map": {"wte.weight": "nowhere.safetensors"}}', "\xff", "[" * 100000])
+def test_a_damaged_index_is_one_line(tmp_path, capsys, index):
+    folder = make(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    (tmp_path / "model" / "model.safetensors.index.json").write_bytes(index.encode("latin1"))
+    with pytest.raises(SystemExit) as ended:
+        reference.load_model(folder)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and folder in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -4,12 +4,15 @@ import io
 import itertools
 import json
 import os
+import resource
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 import reference
 import tokenize_text
-from tokenizers import ByteLevelBPETokenizer
+from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers
 
 END = "<|endoftext|>"
 TEXTS = ["To be, or not to be: that is the question.\n", "Ça coûte 3 €, 日本語 🙂\r\n\ttabs  and  spaces ",
@@ -52,11 +55,49 @@ def test_round_trip(tmp_path, vocab, files, kind):
     out = tmp_path / "out"
     tokenize_text.main([*files, "--vocab", str(vocab / kind), "--out", str(out / "x")])
     assert read_documents(out, "x_train_*.bin", vocab) == TEXTS
-    for name in ("vocab.json", "merges.txt"):
-        assert (out / name).exists()
-    assert json.loads((out / "vocab.json").read_text()) == json.loads((vocab / "files/vocab.json").read_text())
-    assert (out / "merges.txt").read_text() == (vocab / "files/merges.txt").read_text()
-    assert sorted(os.listdir(out)) == ["merges.txt", "vocab.json", "x_train_000000.bin"]
+    own = sorted(os.listdir(vocab / kind))
+    assert sorted(os.listdir(out)) == [*own, "x_train_000000.bin"]
+    assert [(out / name).read_bytes() for name in own] == [(vocab / kind / name).read_bytes() for name in own]
+
+
+def test_one_tokenizer_beside_the_shards(tmp_path, vocab, files):
+    """Another one's files go; a folder's own stay, whatever else it has."""
+    for kind in ("files", "json", "files"):
+        tokenize_text.main([*files, "--vocab", str(vocab / kind), "--out", str(tmp_path / "out" / "x")])
+        assert sorted(os.listdir(tmp_path / "out")) == [*sorted(os.listdir(vocab / kind)), "x_train_000000.bin"]
+    (tmp_path / "out" / "tokenizer.json").write_text("{}")
+    before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    tokenize_text.main([*files, "--vocab", str(tmp_path / "out"), "--out", str(tmp_path / "out" / "x")])
+    assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+def test_files_are_replaced(tmp_path, vocab, files):
+    """One that is read stays as it was, under another name."""
+    out, kept = tmp_path / "out", tmp_path / "kept"
+    kept.mkdir()
+    tokenize_text.main([*files, "--vocab", str(vocab / "files"), "--out", str(out / "x")])
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    for name in before:
+        os.link(out / name, kept / name)
+    tokenize_text.main([files[0], "--vocab", str(vocab / "files"), "--out", str(out / "x")])
+    assert (out / "x_train_000000.bin").read_bytes() != before["x_train_000000.bin"]
+    for name in before:
+        assert (kept / name).read_bytes() == before[name] and not os.path.samefile(kept / name, out / name)
+
+
+def test_more_than_65536_tokens(tmp_path):
+    """Llama 3's format: 32 bits a token, and another token begins a document."""
+    start = "<|begin_of_text|>"
+    words = [start, "?", *(f"word{i}" for i in range(70000))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text").write_text("word1 word65534 word65535 word69999 nothing")
+    tokenize_text.main([str(tmp_path / "text"), "--vocab", str(tmp_path), "--out", str(tmp_path / "x")])
+    shard = (tmp_path / "x_train_000000.bin").read_bytes()
+    assert np.frombuffer(shard[:12], "<i4").tolist() == [20240801, 7, 6] and len(shard) == 1024 + 6 * 4
+    [stream] = reference.read_streams([str(tmp_path / "x_train_000000.bin")])
+    assert stream.tolist() == [0, 3, 65536, 65537, 70001, 1]
 
 
 def test_separator_across_chunks():
@@ -78,10 +119,10 @@ def test_documents_of_json_lines_and_separators(tmp_path, vocab):
         assert read_documents(tmp_path, f"{path.stem}_train_*.bin", vocab) == expected
 
 
-def test_standard_input(tmp_path, vocab, monkeypatch):
-    monkeypatch.setattr("sys.stdin", io.StringIO(TEXTS[0]))
-    tokenize_text.main(["--vocab", str(vocab / "files"), "--out", str(tmp_path / "x")])
-    assert read_documents(tmp_path, "x_train_*.bin", vocab) == TEXTS[:1]
+def test_standard_input(tmp_path, vocab):
+    command = [sys.executable, tokenize_text.__file__, "--vocab", vocab / "files", "--out", tmp_path / "x"]
+    subprocess.run(command, input=TEXTS[1].encode(), check=True, env={**os.environ, "LC_ALL": "C"})
+    assert read_documents(tmp_path, "x_train_*.bin", vocab) == TEXTS[1:2]
 
 
 def test_shards_of_an_earlier_run_go(tmp_path):
@@ -120,10 +161,36 @@ def test_val_tokens_come_first(tmp_path, vocab, files):
     (["--val-tokens", "100000"], "--val-tokens 100000: the text has only"),
     (["--json-field", "text"], "0.txt: "),
     (["missing.txt"], "missing.txt"),
+    (["--shard-tokens", "many"], "--shard-tokens"),
+    (["--separator", ""], "--separator is empty"),
+    (["--out", "0.txt/x"], "0.txt"),
+    (["--out", "/proc/x/y"], "/proc/x"),
 ])
-def test_mistakes_are_one_line(tmp_path, vocab, files, capsys, arguments, message):
+def test_mistakes_are_one_line(tmp_path, vocab, files, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         tokenize_text.main(["--vocab", str(vocab / "files"), "--out", str(tmp_path / "x"), *files, *arguments])
     error = capsys.readouterr().err
     assert ended.value.code == 2 and message in error and error.count("\n") == 1
     assert not list(tmp_path.glob("x_*"))
+
+
+@pytest.mark.parametrize("line", ['{"text": 3}', '{"text": null}', '{"text": ["a"]}', '{"text": "\\ud800"}', "3", "{",
+                                  '{"other": "a"}', "[" * 100000])
+def test_lines_without_a_text(tmp_path, vocab, capsys, line):
+    (tmp_path / "lines").write_text('{"text": "good"}\n\n' + line + "\n")
+    with pytest.raises(SystemExit) as ended:
+        tokenize_text.main([str(tmp_path / "lines"), "--json-field", "text", "--vocab", str(vocab / "files"),
+                            "--out", str(tmp_path / "x")])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and "lines: line 3 is no JSON object with a text" in error and error.count("\n") == 1
+
+
+def test_what_cannot_be_written_is_one_line(tmp_path, vocab, files):
+    """And leaves no part of a file."""
+    ended = subprocess.run([sys.executable, tokenize_text.__file__, *files, "--vocab", vocab / "files",
+                            "--out", tmp_path / "out" / "x"], capture_output=True, text=True,
+                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)))
+    assert ended.returncode == 2 and ended.stderr.count("\n") == 1
+    assert f"{tmp_path}/out/x_train_000000.bin: File too large" in ended.stderr
+    assert os.listdir(tmp_path / "out") == []

@@ -1,11 +1,13 @@
-// test_tokenizer.cpp - byte-level BPE on a small vocabulary, and on GPT-2's when GPT2_TOKENIZER names its
-// folder.
+// test_tokenizer.cpp - tokenizers of small vocabularies, their steps, and what is refused; and GPT-2's when
+// GPT2_TOKENIZER names its folder. test_tokenizers.py compares real ones with other programs.
 
 #include <cstdlib>
 #include <random>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include <sys/resource.h>
 
 #include <gtest/gtest.h>
 #include <nlohmann/json.hpp>
@@ -106,25 +108,247 @@ TEST(Tokenizer, VocabAndMerges) {
     expect_small(*Tokenizer::open(folder.path()));
 }
 
+json byte_level() { return {{"type", "ByteLevel"}, {"add_prefix_space", false}}; }
+
+json merge_strings() {
+    json merges = json::array();
+    for (const auto& [left, right] : kMerges) merges.push_back(left + " " + right);
+    return merges;
+}
+
+// A tokenizer.json of the small vocabulary.
+json small_json() {
+    return {{"version", "1.0"},
+            {"added_tokens", json::array()},
+            {"pre_tokenizer", byte_level()},
+            {"decoder", {{"type", "ByteLevel"}}},
+            {"model", {{"type", "BPE"}, {"vocab", small_vocabulary()}, {"merges", merge_strings()}}}};
+}
+
+// One of SentencePiece's kind, whose tokens are characters, and bytes if they are asked for.
+json small_characters(bool bytes) {
+    json vocab, merges = json::array();
+    const auto add = [&](const std::string& token) { vocab[token] = vocab.size(); };
+    for (const char* token : {"<unk>", "▁", "a", "b", "ä"}) add(token);
+    if (bytes)
+        for (int byte = 0; byte < 256; byte++) add(format("<0x%02X>", byte));
+    for (const std::pair<std::string, std::string> merge :
+         {std::pair{"▁", "a"}, {"a", "b"}, {"▁a", "b"}, {"▁", "▁"}}) {
+        add(merge.first + merge.second);
+        merges.push_back({merge.first, merge.second});
+    }
+    const json space = {{"String", "▁"}};
+    return {{"pre_tokenizer",
+             {{"type", "Metaspace"}, {"replacement", "▁"}, {"prepend_scheme", "always"}, {"split", false}}},
+            {"decoder",
+             {{"type", "Sequence"},
+              {"decoders",
+               {{{"type", "Replace"}, {"pattern", space}, {"content", " "}},
+                {{"type", "ByteFallback"}},
+                {{"type", "Fuse"}},
+                {{"type", "Strip"}, {"content", " "}, {"start", 1}, {"stop", 0}}}}}},
+            {"model",
+             {{"type", "BPE"},
+              {"unk_token", "<unk>"},
+              {"byte_fallback", bytes},
+              {"vocab", vocab},
+              {"merges", merges}}}};
+}
+
+Tokenizer open_json(const json& content) {
+    const TempFolder folder;
+    folder.write("tokenizer.json", content.dump());
+    return *Tokenizer::open(folder.path());
+}
+
 TEST(Tokenizer, TokenizerJson) {
-    json strings = json::array(), pairs = json::array();
-    for (const auto& [left, right] : kMerges) {
-        strings.push_back(left + " " + right);
-        pairs.push_back({left, right});
+    expect_small(open_json(small_json()));
+    json pairs = small_json();
+    pairs["model"]["merges"] = json::array();
+    for (const auto& [left, right] : kMerges) pairs["model"]["merges"].push_back({left, right});
+    expect_small(open_json(pairs));
+}
+
+// Objects of JSON have no order.
+TEST(Tokenizer, MergesMayComeBeforeTheVocabulary) {
+    const TempFolder folder;
+    folder.write("tokenizer.json", R"({"pre_tokenizer": )" + byte_level().dump() +
+                                       R"(, "model": {"merges": )" + merge_strings().dump() +
+                                       R"(, "vocab": )" + small_vocabulary().dump() + "}}");
+    expect_small(*Tokenizer::open(folder.path()));
+}
+
+// Of merges that are given twice the last counts, as in Hugging Face's tokenizers.
+TEST(Tokenizer, LastOfEqualMerges) {
+    json content = small_json();
+    content["model"]["vocab"]["el"] = 999;
+    content["model"]["merges"] = {"h e", "e l"};
+    EXPECT_EQ(open_json(content).encode("hel"), (std::vector<int>{kHe, 'l'}));
+    content["model"]["merges"] = {"h e", "e l", "h e"};
+    EXPECT_EQ(open_json(content).encode("hel"), (std::vector<int>{'h', 999}));
+}
+
+TEST(Tokenizer, IgnoreMerges) {
+    json content = small_json();
+    content["model"]["vocab"]["now"] = 999;
+    EXPECT_EQ(open_json(content).encode("now").size(), 3);
+    content["model"]["ignore_merges"] = true;
+    EXPECT_EQ(open_json(content).encode("now"), std::vector<int>{999});
+    EXPECT_EQ(open_json(content).size(), 1000);
+}
+
+TEST(Tokenizer, BytesWithoutTokens) {
+    json content = small_json();
+    content["model"]["vocab"].erase("x");
+    EXPECT_EQ(open_json(content).encode("axxlxl"), (std::vector<int>{'a', kLl}));
+    content["model"]["unk_token"] = "<|endoftext|>";
+    EXPECT_EQ(open_json(content).encode("axxlxl"), (std::vector<int>{'a', kEnd, kEnd, 'l', kEnd, 'l'}));
+    content["model"]["fuse_unk"] = true;
+    EXPECT_EQ(open_json(content).encode("axxlxl"), (std::vector<int>{'a', kEnd, 'l', kEnd, 'l'}));
+}
+
+TEST(Tokenizer, Characters) {
+    const Tokenizer bytes = open_json(small_characters(true));
+    const int b = 3, umlaut = 4, byte = 5, space_a = byte + 256, ab = space_a + 1, space_ab = ab + 1,
+              spaces = ab + 2;
+    EXPECT_EQ(bytes.encode("a b\nä€"),
+              (std::vector<int>{space_a, 1, b, byte + '\n', umlaut, byte + 0xe2, byte + 0x82, byte + 0xac}));
+    EXPECT_EQ(bytes.encode("b   ab"),
+              (std::vector<int>{1, b, spaces, space_ab}));  // "▁" "▁" has its turn last
+    EXPECT_EQ(bytes.encode("\xffz"), (std::vector<int>{byte + 0xff, byte + 'z'}));
+    EXPECT_EQ(bytes.encode("a\xff"
+                           "ab"),
+              (std::vector<int>{space_a, byte + 0xff, ab}));  // text goes on
+    for (const std::string text : {"a b\nä€", "b   ab", "ab", ""})
+        EXPECT_EQ(bytes.decode(bytes.encode(text)), text);
+    const Tokenizer none = open_json(small_characters(false));
+    EXPECT_EQ(none.encode("a€€b\xff"), (std::vector<int>{5, 0, 0, b, 0}));
+    EXPECT_EQ(none.encode("abab"), (std::vector<int>{7, 6}));
+}
+
+// Without a pre-tokenizer all text is one word; it is cut where no merge reaches over.
+TEST(Tokenizer, LongWordsOfCharacters) {
+    const Tokenizer tokenizer = open_json(small_characters(true));
+    std::string text;
+    std::vector<int> expected;
+    for (int i = 0; i < 300000; i++) {
+        text += i % 3 == 0 ? " a" : "ab";
+        expected.push_back(i % 3 == 0 ? 261 : 262);
     }
-    for (const json& merges : {strings, pairs}) {
-        const TempFolder folder;
-        json whole = {{"model", {{"type", "BPE"}, {"vocab", small_vocabulary()}, {"merges", merges}}},
-                      {"pre_tokenizer", {{"type", "ByteLevel"}, {"add_prefix_space", false}}}};
-        folder.write("tokenizer.json", whole.dump());
-        expect_small(*Tokenizer::open(folder.path()));
-        whole["pre_tokenizer"]["add_prefix_space"] = true;
-        const std::string path = folder.write("tokenizer.json", whole.dump());
-        expect_user_error([&] { Tokenizer::open(folder.path()); }, {path, "add_prefix_space"});
-        whole["pre_tokenizer"] = {{"type", "Metaspace"}};
-        folder.write("tokenizer.json", whole.dump());
-        expect_user_error([&] { Tokenizer::open(folder.path()); }, {path, "ByteLevel"});
+    text.erase(0, 1);
+    EXPECT_EQ(tokenizer.encode(text), expected);
+    expected.assign(500000, 264);
+    EXPECT_EQ(tokenizer.encode(std::string(1000000, ' ')), expected);
+}
+
+TEST(Tokenizer, DecodesTokenByToken) {
+    const Tokenizer tokenizer = open_json(small_characters(true));
+    const auto text_of = [&](std::vector<int> tokens, bool begins) {
+        Tokenizer::Decoder decoder(tokenizer, begins);
+        std::vector<std::string> parts;
+        for (const int token : tokens) parts.push_back(decoder.next(token));
+        return parts;
+    };
+    using Parts = std::vector<std::string>;
+    EXPECT_EQ(text_of({261, 261}, true), (Parts{"a", " a"}));
+    EXPECT_EQ(text_of({261, 261}, false), (Parts{" a", " a"}));
+    EXPECT_EQ(text_of({264, 2}, true), (Parts{" ", "a"}));
+    EXPECT_EQ(text_of({1, 261}, true), (Parts{"", " a"}));
+    EXPECT_EQ(text_of({5 + 0xe2, 5 + 0x82, 5 + 0xac}, true), (Parts{"\xe2", "\x82", "\xac"}));
+    EXPECT_EQ(tokenizer.decode(261), " a");
+}
+
+TEST(Tokenizer, SeveralEndsOfText) {
+    const TempFolder folder;
+    folder.write("tokenizer.json", small_json().dump());
+    folder.write("generation_config.json", R"({"eos_token_id": [7, 9, 100000, -1]})");
+    const Tokenizer tokenizer = *Tokenizer::open(folder.path());
+    EXPECT_EQ(tokenizer.end_of_text(), kEnd);
+    for (int token = -1; token <= tokenizer.size(); token++)
+        EXPECT_EQ(tokenizer.ends_text(token), token == 7 || token == 9 || token == kEnd) << token;
+    for (const char* file : {"tokenizer_config.json", "special_tokens_map.json", "generation_config.json"}) {
+        const std::string path = folder.write(file, "[]");
+        expect_user_error([&] { Tokenizer::open(folder.path()); }, {path, "not a JSON object"});
+        std::filesystem::remove(path);
     }
+}
+
+TEST(Tokenizer, RefusesWhatItDoesNotKnow) {
+    const TempFolder folder;
+    const std::string path = folder / "tokenizer.json";
+    const auto refuses = [&](const json& content, std::initializer_list<std::string> parts) {
+        folder.write("tokenizer.json", content.dump());
+        expect_user_error([&] { Tokenizer::open(folder.path()); }, {path + ": "});
+        expect_user_error([&] { Tokenizer::open(folder.path()); }, parts);
+    };
+    const auto with = [](const char* where, const json& value) {
+        json content = small_json();
+        content[json::json_pointer(where)] = value;
+        return content;
+    };
+    const auto split = [](const json& pattern, const char* behavior = "Isolated") {
+        return json{{"type", "Split"}, {"pattern", pattern}, {"behavior", behavior}, {"invert", false}};
+    };
+    for (const char* type : {"WordPiece", "Unigram", "WordLevel", "New"})
+        refuses(with("/model/type", type), {"model type \"" + std::string(type) + "\" is not supported"});
+    refuses(with("/version", "2.0"), {"\"version\" \"2.0\""});
+    refuses(with("/model/dropout", 0.1), {"\"dropout\" 0.1"});
+    refuses(with("/model/end_of_word_suffix", "</w>"), {"\"end_of_word_suffix\" \"</w>\"", "not supported"});
+    refuses(with("/model/continuing_subword_prefix", "##"), {"\"continuing_subword_prefix\""});
+    refuses(with("/model/new", 1), {"\"new\" is not supported"});
+    refuses(with("/new", 1), {"\"new\" is not supported"});
+    json unknown = with("/model/unk_token", "none");
+    unknown["model"]["vocab"].erase("x");
+    refuses(unknown, {"\"unk_token\" \"none\"", "not in the vocabulary"});
+    for (const char* part : {"normalizer", "pre_tokenizer", "decoder", "post_processor"}) {
+        const std::string where = "/" + std::string(part);
+        refuses(with(where.c_str(), {{"type", "New"}}),
+                {std::string(part) + " type \"New\" is not supported"});
+        refuses(with(where.c_str(), {{"no", "type"}}), {std::string(part), "not supported"});
+        refuses(with(where.c_str(), 7), {std::string(part) + " is not a JSON object"});
+    }
+    refuses(with("/pre_tokenizer/new", 1), {"pre_tokenizer ByteLevel: \"new\" is not supported"});
+    refuses(with("/pre_tokenizer/use_regex", "yes"), {"pre_tokenizer ByteLevel: \"use_regex\" \"yes\""});
+    refuses(with("/pre_tokenizer", {{"type", "Sequence"}, {"pretokenizers", {byte_level(), byte_level()}}}),
+            {"after ByteLevel"});
+    refuses(with("/pre_tokenizer", split({{"Regex", "a"}}, "MergedWithNext")),
+            {"\"behavior\" \"MergedWithNext\""});
+    refuses(with("/pre_tokenizer", split({{"Glob", "a"}})), {"pre_tokenizer Split", "\"pattern\""});
+    refuses(with("/pre_tokenizer", split({{"Regex", "(a"}})), {"pre_tokenizer Split", "the regex \"(a\""});
+    refuses(with("/pre_tokenizer", split({{"Regex", "a*"}})), {"the regex \"a*\"", "no text"});
+    refuses(with("/pre_tokenizer", split({{"Regex", std::string(20000, 'a')}})), {"20000 bytes"});
+    refuses(with("/pre_tokenizer", split({{"Regex", "(?:(?:a{60000}){60000}){60000}"}})), {"cannot be used"});
+    refuses(with("/pre_tokenizer", split({{"Regex", std::string(1000, '(') + "a" + std::string(1000, ')')}})),
+            {"cannot be used"});
+    refuses(with("/normalizer", {{"type", "Replace"}, {"pattern", {{"Regex", "a"}}}, {"content", "b"}}),
+            {"\"pattern\""});
+    refuses(with("/normalizer", {{"type", "Replace"}, {"pattern", {{"String", "ab"}}}, {"content", "b"}}),
+            {"\"pattern\""});
+    refuses(with("/decoder", {{"type", "Metaspace"}, {"replacement", "▁"}}),
+            {"decoder Metaspace", "ByteLevel"});
+    refuses(with("/post_processor", {{"type", "TemplateProcessing"}, {"single", json::array()}}),
+            {"\"single\""});
+    refuses(with("/post_processor", {{"type", "TemplateProcessing"},
+                                     {"single", {{{"SpecialToken", {{"id", "<s>"}}}}}},
+                                     {"special_tokens", {{"<s>", {{"ids", {100000}}}}}}}),
+            {"special token \"<s>\" is no token"});
+    json characters = small_characters(true);
+    characters.erase("decoder");
+    refuses(characters, {"has no \"decoder\""});
+
+    const auto added = [](int id, const char* content) { return json{{"id", id}, {"content", content}}; };
+    refuses(with("/added_tokens", 1), {"\"added_tokens\" is not a list"});
+    refuses(with("/added_tokens", json::array({1})), {"added token is not a JSON object"});
+    refuses(with("/added_tokens", json::array({added(-1, "<s>")})), {"\"id\" -1"});
+    refuses(with("/added_tokens", json::array({added(1 << 30, "<s>")})), {"\"id\" 1073741824"});
+    refuses(with("/added_tokens", json::array({added(3, "<s>")})),
+            {"added token 3 \"<s>\"", "another token"});
+    refuses(with("/added_tokens", json::array({added(300, "he")})),
+            {"added token 300 \"he\"", "another number"});
+    refuses(with("/added_tokens", json::array({added(300, "<s>"), added(300, "<t>")})),
+            {"added token 300 \"<t>\"", "twice"});
+    refuses(with("/added_tokens", json::array({added(300, "<s>"), added(301, "<s>")})),
+            {"added token 301 \"<s>\""});
 }
 
 TEST(Tokenizer, NamesWhatIsWrong) {
@@ -161,18 +385,40 @@ TEST(Tokenizer, NamesWhatIsWrong) {
     folder.write("vocab.json", vocab.dump());
     expect_user_error(open, {vocab_path, "no token for the byte 0x20"});
 
+    folder.write("tokenizer_config.json", R"({"tokenizer_class": "Qwen2Tokenizer"})");
+    expect_user_error(open, {"tokenizer_config.json", "Qwen2Tokenizer", "tokenizer.json is needed"});
+
     const TempFolder other;
     const std::string path = other / "tokenizer.json";
-    for (const std::string text : {"[]", R"({"model": 1})", R"({"model": {"vocab": {}}})"}) {
-        other.write("tokenizer.json", text);
-        expect_user_error([&] { Tokenizer::open(other.path()); }, {path, "no BPE model"});
-    }
-    for (const char* merges : {R"("h e")", "[1]", R"([["h"]])", R"([["h", 1]])", R"(["he"])"}) {
-        const std::string model =
-            R"({"merges": )" + std::string(merges) + R"(, "vocab": )" + small_vocabulary().dump();
-        other.write("tokenizer.json", R"({"model": )" + model + "}}");
-        expect_user_error([&] { Tokenizer::open(other.path()); }, {path, "merge"});
-    }
+    const auto refuses = [&](const std::string& content, const char* part) {
+        other.write("tokenizer.json", content);
+        expect_user_error([&] { Tokenizer::open(other.path()); }, {path, part});
+    };
+    refuses("[]", "not a JSON object");
+    for (const char* text :
+         {"{}", R"({"model": 1})", R"({"model": {"vocab": {}}})", R"({"model": {"type": "BPE"}})"})
+        refuses(text, "no BPE model");
+    refuses(R"({"model": {"vocab": [], "merges": []}})", "the vocabulary is not a JSON object");
+    refuses(R"({"model": {"vocab": {}, "merges": {}}})", "\"merges\" is not a list");
+    for (const char* vocab : {R"({"a": 1, "a": 2})", R"({"a": 1, "b": 1})", R"({"a": -1})", R"({"a": 1.5})",
+                              R"({"a": [1]})", R"({"a": {"b": 1}})", R"({"a": 99999999})"})
+        refuses(R"({"model": {"merges": [], "vocab": )" + std::string(vocab) + "}}", "token");
+    for (const char* merges :
+         {R"(["h e", "he"])", "[\"h e\", 1]", R"(["h e", ["h"]])", R"(["h e", ["h", 1]])",
+          R"(["h e", ["h", "e", "l"]])", R"(["h e", {"h": "e"}])", R"(["h e", ["h", ["e"]]])",
+          R"(["h e", ["", "e"]])", R"(["h e", " e"])", R"(["h e", ["h", "zz"]])", R"(["h e", ["e", "h"]])"})
+        refuses(R"({"model": {"merges": )" + std::string(merges) + R"(, "vocab": )" +
+                    small_vocabulary().dump() + "}}",
+                "merge 1: ");
+    refuses(R"({"model": {"vocab": {)", "broken JSON");
+    refuses(std::string(100000, '[') + std::string(100000, ']'), "not a JSON object");
+    refuses(R"({"a": )" + std::string(100000, '[') + std::string(100000, ']') + "}", "");
+
+    const TempFolder third;
+    third.write("tokenizer.model", "text");
+    expect_user_error([&] { Tokenizer::open(third.path()); }, {third / "tokenizer.model", "damaged"});
+    third.write("tokenizer.model", "");
+    expect_user_error([&] { Tokenizer::open(third.path()); }, {third / "tokenizer.model", "damaged"});
 }
 
 TEST(Tokenizer, Bytes) {
@@ -211,6 +457,143 @@ TEST(Tokenizer, LongPieces) {
     EXPECT_EQ(tokenizer.encode(std::string(1000000, 'a')), std::vector<int>(500000, kAa));
     EXPECT_EQ(tokenizer.encode(std::string(1000000, '\xff')), std::vector<int>(1000000, 0xff));
     EXPECT_EQ(tokenizer.encode(std::string(1000000, ' ')), std::vector<int>(500000, kSpaces));
+}
+
+std::vector<int> encode_bytewise(const Tokenizer& tokenizer, std::string_view text) {
+    std::vector<int> tokens;
+    TextEncoder encoder = tokenizer.encoder();
+    for (const char& byte : text) encoder.feed({&byte, 1}, tokens);
+    encoder.finish(tokens);
+    return tokens;
+}
+
+// "xa" in "wxab" is no word of its own, and the "a" in it is not looked for, wherever the text's parts end.
+TEST(Tokenizer, PartsOfAddedTokens) {
+    json content = small_characters(true);
+    content.erase("pre_tokenizer");
+    content["added_tokens"] = {{{"id", 300}, {"content", "xa"}, {"single_word", true}},
+                               {{"id", 2}, {"content", "a"}}};
+    for (const bool normalized : {false, true}) {
+        for (json& token : content["added_tokens"]) token["normalized"] = normalized;
+        const Tokenizer tokenizer = open_json(content);
+        const auto byte = [](char c) { return 5 + c; };
+        const std::vector<int> expected = {byte('w'), byte('x'), 262,       byte('-'),
+                                           byte('w'), 2,         byte('-'), 300};
+        EXPECT_EQ(tokenizer.encode("wxab-wa-xa"), expected);
+        EXPECT_EQ(encode_bytewise(tokenizer, "wxab-wa-xa"), expected);
+    }
+}
+
+// A text of any size in bounded memory, whatever stands between the text and its words.
+TEST(Tokenizer, PartsTakeBoundedMemory) {
+    json composed = small_json();
+    composed["normalizer"] = {{"type", "NFC"}};
+    const auto added = [](int id, const char* content) {
+        return json{{"id", id},
+                    {"content", content},
+                    {"normalized", id % 2 == 0},
+                    {"lstrip", true},
+                    {"rstrip", true}};
+    };
+    composed["added_tokens"] = {added(500, "<left>"), added(501, "<right>")};
+    for (const json& content : {composed, small_characters(true)}) {
+        const Tokenizer tokenizer = open_json(content);
+        TextEncoder encoder = tokenizer.encoder();
+        std::vector<int> tokens;
+        const auto peak = [] {
+            rusage usage;
+            getrusage(RUSAGE_SELF, &usage);
+            return usage.ru_maxrss;  // KiB
+        };
+        std::string part;
+        while (part.size() < 100000) part += "a hello é日本語 hell  \n he < l<";
+        const auto before = peak();
+        size_t count = 0;
+        for (int i = 0; i < 300; i++) {
+            encoder.feed(part, tokens);
+            count += tokens.size();
+            tokens.clear();
+        }
+        encoder.finish(tokens);
+        EXPECT_GT(count, 300u * 40000);
+        EXPECT_LT(peak() - before, 4096);  // of 30 MB
+    }
+}
+
+// More different words than the cache remembers.
+TEST(Tokenizer, ManyWords) {
+    const TempFolder folder;
+    write_small(folder);
+    const Tokenizer tokenizer = *Tokenizer::open(folder.path());
+    std::string text;
+    std::vector<int> expected;
+    for (int i = 0; i < 150000; i++) {
+        const std::string word = "hello " + std::to_string(i % 99991);
+        text += word;
+        expected.push_back(kHello);
+        for (const char c : word.substr(5)) expected.push_back(c);
+    }
+    EXPECT_EQ(tokenizer.encode(text), expected);
+}
+
+std::string translated(const std::string& regex) { return RegexTranslation(regex, "here").result(); }
+
+TEST(Pretokenizer, TranslatesOniguruma) {
+    const std::string space = R"(\t-\r\x{85}\p{Z})";
+    EXPECT_EQ(translated(R"(\s+(?!\S)|\d)"), "[" + space + "]+(?![^" + space + R"(])|\p{Nd})");
+    EXPECT_EQ(translated(R"(?[^(\s|[.,!?]\])]+)"), "?[^(" + space + R"(|.,!?\])]+)");
+    EXPECT_EQ(translated(R"((?i:'s)|[^\r\n\p{L}\p{^N}]?\P{Lu}{1,3}.\.)"),
+              R"((?i:'s)|[^\r\n\p{L}\p{^N}]?\P{Lu}{1,3}.\.)");
+    for (const char* regex : {"^a",      "a$",     R"(\ba)",  R"(\Aa)",  R"(\h)",   R"(\w)",   R"(\p{Han})",
+                              R"(\p{)",  R"(\pL)", R"(\p)",   "\\",      "(?<=a)",  "(?<n>a)", "(?m:a)",
+                              "a{,2}",   "a{2}+",  "a{2}?",   "a{x}",    "a{",      "[]a]",    "[[:alpha:]]",
+                              "[a[^b]]", "[a&&b]", "[a-[b]]", "[[a]-b]", R"([\S])", "[a",      R"(\u0041)"})
+        expect_user_error([&] { translated(regex); }, {"here: \"", "in a regex is not supported"});
+}
+
+TEST(Pretokenizer, DecidesNothingThatFollowingTextCouldChange) {
+    const Pattern pattern(kGpt2Split, "here");
+    const auto match = Pattern::make_match();
+    const auto find = [&](std::string_view text, bool more) {
+        const auto found = pattern.find(text, 0, more, match.get());
+        return std::tuple(static_cast<int>(found.kind), found.begin, found.end);
+    };
+    const int is_match = Pattern::Found::kMatch, undecided = Pattern::Found::kUndecided;
+    EXPECT_EQ(find("ab", false), std::tuple(is_match, 0, 2));
+    EXPECT_EQ(find("ab", true), std::tuple(undecided, 0, 2));
+    EXPECT_EQ(find("ab c", true), std::tuple(is_match, 0, 2));
+    EXPECT_EQ(find("'", true), std::tuple(undecided, 0, 1));
+    EXPECT_EQ(find("   ", true), std::tuple(undecided, 0, 3));
+    EXPECT_EQ(find("   a", true), std::tuple(is_match, 0, 2));
+}
+
+// Where a text is cut, its parts are composed as in the whole.
+TEST(Normalizer, Cuts) {
+    Normalizer normalizer;
+    normalizer.nfc = true;
+    const std::vector<std::string> characters = {
+        "a", "e",      "\u0301", "\u0323", "\u1100", "\u1161", "\u11a8", "\uac00", " ", "é",
+        "ậ", "\u09c7", "\u09be", "日",     "\u0f71", "\u0f72", "\u3042", "\u3099", "x", "\u212b"};
+    std::mt19937 random(2);
+    for (int trial = 0; trial < 3000; trial++) {
+        std::string text;
+        for (size_t i = 0; i < 12; i++) text += characters[random() % characters.size()];
+        std::string parts;
+        for (std::string_view rest = text; !rest.empty();) {
+            const size_t cut = normalizer.cut(rest, 1 + random() % 4, false);
+            ASSERT_GT(cut, 0u);
+            normalizer.append(rest.substr(0, cut), false, false, parts);
+            rest.remove_prefix(cut);
+        }
+        ASSERT_EQ(parts, normalizer(text)) << text;
+        const size_t cut = normalizer.cut(text, text.size(), true);
+        for (const std::string& next : characters) {
+            std::string halves;
+            if (cut > 0) normalizer.append(std::string_view(text).substr(0, cut), false, false, halves);
+            normalizer.append(text.substr(cut) + next, false, false, halves);
+            ASSERT_EQ(halves, normalizer(text + next)) << text << "|" << next;
+        }
+    }
 }
 
 // Expected tokens are those of Hugging Face's tokenizers 0.23.

@@ -47,7 +47,7 @@ def test_the_resident_set_does_not_grow(train, tmp_path, level):
     write_text(tmp_path / "text", 60000)
     seen = []
     with train.start("--model", "d2", "--data", "text", "--batch", 2, "--seq-len", 32, "--steps", 100000,
-                     "--recompute", level, "--sample-tokens", 0, cwd=tmp_path) as process:
+                     "--recompute", level, "--sample-tokens", 0, "--print-every", 1, cwd=tmp_path) as process:
         for line in process.stdout:
             if line.startswith((b"step     2/", b"step   200/")):
                 seen.append(resident_bytes(process.pid))

@@ -1,10 +1,13 @@
 """What the tests of the trainer share: its binaries, running them, small models and data."""
 
+import contextlib
 import functools
 import json
 import os
 import pathlib
+import re
 import subprocess
+import threading
 
 import make_model
 import numpy as np
@@ -29,7 +32,8 @@ class Train:
         return [self.path, *map(str, arguments)]
 
     def start(self, *arguments, cwd=None, **popen):
-        return subprocess.Popen(self.command(*arguments), cwd=cwd, stdout=subprocess.PIPE, env=ENVIRONMENT, **popen)
+        popen = {"stdout": subprocess.PIPE} | popen
+        return subprocess.Popen(self.command(*arguments), cwd=cwd, env=ENVIRONMENT, **popen)
 
     def __call__(self, *arguments, cwd=None, code=0):
         """Runs it to its end; stdout stays bytes, as samples of byte models need not be text."""
@@ -39,6 +43,30 @@ class Train:
 
     def plan(self, *arguments):
         return json.loads(self(*arguments, "--plan", "--json").stdout)
+
+
+@contextlib.contextmanager
+def running(train, *arguments, **popen):
+    """A run that is killed at the latest where the block ends, or after two minutes."""
+    process = train.start(*arguments, **popen)
+    limit = threading.Timer(120, process.kill)
+    limit.start()
+    try:
+        yield process
+    finally:
+        limit.cancel()
+        process.kill()
+        for stream in (process.stdout, process.stderr):
+            if stream:
+                stream.close()
+        process.wait()
+
+
+def wait_for_line(process, pattern):
+    for line in process.stdout:
+        if re.search(pattern, line):
+            return line
+    raise AssertionError(f"the run ended without {pattern}")
 
 
 @functools.cache

@@ -13,6 +13,7 @@
 #include "llmc/clock.h"
 #include "llmc/device.h"
 #include "llmc/random.h"
+#include "llmc/threads.h"
 
 namespace {
 
@@ -160,7 +161,7 @@ Options parse_options(int argc, char** argv) {
 int main(int argc, char** argv) {
     try {
         const Options o = parse_options(argc, argv);
-        if (o.threads > 0) omp_set_num_threads(o.threads);
+        start_threads(o.threads);
         if (o.precision != "bf16") sweep<float>(o);
         if (o.precision != "fp32") sweep<bf16>(o);
     } catch (const UserError& e) {

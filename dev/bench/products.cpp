@@ -17,6 +17,7 @@
 #include "llmc/clock.h"
 #include "llmc/device.h"
 #include "llmc/onednn.h"
+#include "llmc/threads.h"
 
 namespace {
 using dnnl::memory;
@@ -98,7 +99,7 @@ double seconds_of(const dnnl::matmul::primitive_desc& description) {
 
 void measure(const nlohmann::json& profile) {
     const auto type = profile.at("precision") == "bf16" ? memory::data_type::bf16 : memory::data_type::f32;
-    omp_set_num_threads(profile.at("threads"));
+    start_threads(profile.at("threads"));
     printf("%-48s %10s %10s %10s %10s\n", "GFLOP/s", "in step", "alone", "in/alone", "own layout");
     double flops = 0, in_step = 0, alone = 0, own = 0;  // of the step: sums of seconds
     for (const nlohmann::json& operation : profile.at("operations")) {

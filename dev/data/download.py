@@ -1,41 +1,25 @@
 #!/usr/bin/env python3
 """Downloads a data set and makes it ready for ./train --data.
 
-tinyshakespeare  1.1 MB of text, trained on as bytes           -> DIR/tinyshakespeare.txt
-tinystories      2.2 GB of short stories, tokenized            -> DIR/tinystories_{train,val}_*.bin
-fineweb          web pages, 10 billion tokens (30 GB), tokenized -> DIR/fineweb_{train,val}_*.bin
+tinystories  2.2 GB of short stories, tokenized                -> DIR/tinystories_{train,val}_*.bin
+fineweb      web pages, 10 billion tokens (30 GB), tokenized   -> DIR/fineweb_{train,val}_*.bin
 """
 
 import argparse
 import os
-import urllib.request
 
-from tokenize_text import (add_shard_options, count, download_from_hub, encode, fail, load_tokenizer,
-                           read_documents, save_vocabulary, write_dataset, write_shards)
-
-TINYSHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
-
-
-def tinyshakespeare(options):
-    path = os.path.join(options.dir, "tinyshakespeare.txt")
-    try:
-        with urllib.request.urlopen(TINYSHAKESPEARE, timeout=30) as response:
-            text = response.read()
-    except OSError as error:  # urllib's errors are OSErrors
-        fail(f"cannot download {TINYSHAKESPEARE}: {error} (is this machine online?)")
-    with open(path, "wb") as file:
-        file.write(text)
-    print(f"{path}: {len(text):,} bytes")
+from tokenize_text import (OptionParser, add_shard_options, count, download_from_hub, encode, fail, load_tokenizer,
+                           one_line_for_errors, read_documents, save_tokenizer, write_dataset, write_shards)
 
 
 def tinystories(options):
-    tokenizer = load_tokenizer(options.vocab)
+    tokenizer, files = load_tokenizer(options.vocab)
     for split, name in (("val", "TinyStoriesV2-GPT4-valid.txt"), ("train", "TinyStoriesV2-GPT4-train.txt")):
         path = download_from_hub("roneneldan/TinyStories", name, "dataset")
         stories = read_documents([path], separator="<|endoftext|>")
         write_shards(encode(stories, tokenizer), os.path.join(options.dir, f"tinystories_{split}"),
                      options.shard_tokens)
-    save_vocabulary(tokenizer, options.dir)
+    save_tokenizer(files, options.dir)
 
 
 def fineweb_pages(files):
@@ -52,19 +36,20 @@ def fineweb(options):
         import pyarrow.parquet  # noqa: F401 - asked for before gigabytes are downloaded
     except ImportError:
         fail("fineweb is stored as Parquet: .venv/bin/pip install pyarrow")
-    write_dataset(fineweb_pages(options.files), load_tokenizer(options.vocab),
-                  os.path.join(options.dir, "fineweb"), options.shard_tokens, options.val_tokens)
+    write_dataset(fineweb_pages(options.files), options.vocab, os.path.join(options.dir, "fineweb"),
+                  options.shard_tokens, options.val_tokens)
 
 
+@one_line_for_errors
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name", choices=("tinyshakespeare", "tinystories", "fineweb"))
+    parser = OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=("tinystories", "fineweb"))
     parser.add_argument("--dir", default="data", help="folder to write (default: data)")
     parser.add_argument("--files", type=count(1), default=15, help="of fineweb: only so many of its 15 files")
     add_shard_options(parser, val_tokens=10_000_000)
     options = parser.parse_args(arguments)
     os.makedirs(options.dir, exist_ok=True)
-    {"tinyshakespeare": tinyshakespeare, "tinystories": tinystories, "fineweb": fineweb}[options.name](options)
+    {"tinystories": tinystories, "fineweb": fineweb}[options.name](options)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Tokenizes text with GPT-2's vocabulary into token shards that ./train reads.
+"""Tokenizes text into token shards that ./train reads, with GPT-2's vocabulary or another.
 
-A shard is llm.c's .bin: int32 header[256] = 20240520, 1, count; then uint16 tokens. Each document is preceded by
-<|endoftext|>. The vocabulary is put beside the shards, for the trainer to print samples with.
+A shard is llm.c's .bin: int32 header[256] = 20240520, 1, count; then uint16 tokens. Where a vocabulary has more than
+65,536, as Llama 3's, it is 20240801, 7, count; then uint32 tokens. Each document is preceded by the token that begins
+one. The tokenizer's files are put beside the shards, for the trainer to print samples with.
 """
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -15,8 +17,9 @@ import sys
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-SHARD_MAGIC, SHARD_VERSION = 20240520, 1
-DOCUMENT_START = "<|endoftext|>"
+SHARD_HEADERS = {2: (20240520, 1), 4: (20240801, 7)}  # magic and version, by bytes a token
+DOCUMENT_STARTS = "<|endoftext|>", "<|begin_of_text|>", "<s>"  # the first that a vocabulary has is meant
+TOKENIZER_FILES = "vocab.json", "merges.txt", "tokenizer.json"
 HUB_GPT2 = "openai-community/gpt2"
 
 
@@ -24,6 +27,36 @@ def fail(message):
     """Ends the program for a user's mistake: one line, exit code 2."""
     print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
     sys.exit(2)
+
+
+def one_line_for_errors(main):
+    """Of a main: what the system refuses, such as a full disk, ends the program as other mistakes do."""
+
+    @functools.wraps(main)
+    def run(arguments=None):
+        try:
+            main(arguments)
+        except OSError as error:
+            fail(f"{error.filename}: {error.strerror}" if error.filename else error)
+
+    return run
+
+
+class OptionParser(argparse.ArgumentParser):
+    def error(self, message):
+        fail(message)
+
+
+def replace_file(path, *parts):
+    """Writes bytes beside and renames, so that a file is never there in part, nor one that is read cut short."""
+    try:
+        with open(path + ".tmp", "wb") as file:
+            file.writelines(parts)
+        os.replace(path + ".tmp", path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.remove(path + ".tmp")
+        raise OSError(error.errno, error.strerror, path) from error
 
 
 def download_from_hub(repository, name, kind="model"):
@@ -39,7 +72,7 @@ def download_from_hub(repository, name, kind="model"):
 
 
 def load_tokenizer(vocab):
-    """The tokenizer of a folder with vocab.json and merges.txt or tokenizer.json, or of "gpt2" on the hub."""
+    """A folder's tokenizer, or the hub's gpt2, and its files: vocab.json and merges.txt or tokenizer.json."""
     files = [os.path.join(vocab, name) for name in ("vocab.json", "merges.txt")]
     if vocab == "gpt2" and not os.path.isdir(vocab):
         files = [download_from_hub(HUB_GPT2, name) for name in ("vocab.json", "merges.txt")]
@@ -48,26 +81,33 @@ def load_tokenizer(vocab):
             tokenizer = Tokenizer(models.BPE.from_file(*files))
             tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             tokenizer.decoder = decoders.ByteLevel()
-        elif os.path.exists(os.path.join(vocab, "tokenizer.json")):
-            tokenizer = Tokenizer.from_file(os.path.join(vocab, "tokenizer.json"))
+        elif os.path.exists(whole := os.path.join(vocab, "tokenizer.json")):
+            tokenizer, files = Tokenizer.from_file(whole), [whole]
         else:
             fail(f"--vocab {vocab}: no folder with vocab.json and merges.txt or with tokenizer.json")
     except Exception as error:  # tokenizers raises bare Exception for damaged files
-        fail(f"--vocab {vocab}: {error}")
-    if tokenizer.token_to_id(DOCUMENT_START) is None:
-        fail(f"--vocab {vocab}: the vocabulary has no {DOCUMENT_START}")
-    if tokenizer.get_vocab_size() > 1 << 16:
-        fail(f"--vocab {vocab}: {tokenizer.get_vocab_size()} tokens do not fit the shards' 16 bits")
+        fail(f"--vocab {vocab}: {' '.join(str(error).split())}")
+    if document_start(tokenizer) is None:
+        fail(f"--vocab {vocab}: the vocabulary has no {' or '.join(DOCUMENT_STARTS)}")
     tokenizer.encode_special_tokens = True  # the text's own "<|endoftext|>" is text
-    return tokenizer
+    return tokenizer, files
 
 
-def save_vocabulary(tokenizer, folder):
-    """Writes vocab.json and merges.txt; where they are the tokenizer's own, nothing changes."""
-    tokenizer.model.save(folder)
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    with open(os.path.join(folder, "vocab.json"), "w", encoding="utf-8") as file:
-        json.dump(dict(vocabulary), file)
+def document_start(tokenizer):
+    return next(filter(lambda token: token is not None, map(tokenizer.token_to_id, DOCUMENT_STARTS)), None)
+
+
+def save_tokenizer(files, folder):
+    """Copies a tokenizer's files into a folder, where none of another tokenizer stays."""
+    if os.path.samefile(os.path.dirname(files[0]) or ".", folder):
+        return
+    names = list(map(os.path.basename, files))
+    for path, name in zip(files, names):
+        with open(path, "rb") as file:
+            replace_file(os.path.join(folder, name), file.read())
+    for name in set(TOKENIZER_FILES) - set(names):
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(os.path.join(folder, name))
 
 
 def split_stream(file, separator):
@@ -79,33 +119,41 @@ def split_stream(file, separator):
     yield rest
 
 
+def text_of_line(line, field, place):
+    """The text in a field of a JSON object."""
+    try:
+        text = json.loads(line)[field]
+        text.encode()  # fails for what is no text, and for halves of characters, which JSON can spell
+        return text
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        fail(f"{place} is no JSON object with a text in the field {field}")
+
+
 def read_documents(paths, json_field=None, separator=None):
     """The texts of files ("-" is stdin): each file is one, or each line's JSON field, or what a separator parts."""
     for path in paths:
         try:
-            with (contextlib.nullcontext(sys.stdin) if path == "-" else
-                  open(path, encoding="utf-8", newline="")) as file:
+            with open(0 if path == "-" else path, encoding="utf-8", newline="", closefd=path != "-") as file:
                 if json_field:
-                    yield from (json.loads(line)[json_field] for line in file if line.strip())
+                    for number, line in enumerate(file, 1):
+                        if line.strip():
+                            yield text_of_line(line, json_field, f"{path}: line {number}")
                 elif separator:
                     yield from (text.strip("\r\n") for text in split_stream(file, separator))
                 else:
                     yield file.read()
         except UnicodeDecodeError as error:
             fail(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})")
-        except (OSError, json.JSONDecodeError) as error:
-            fail(f"{path}: {error}")
-        except (KeyError, TypeError):
-            fail(f"{path}: a line is no JSON object with the field {json_field}")
 
 
 def encode(documents, tokenizer):
     """Each document that is not empty as an array of tokens."""
-    start = tokenizer.token_to_id(DOCUMENT_START)
+    start = document_start(tokenizer)
+    dtype = np.uint16 if max(tokenizer.get_vocab().values()) < 1 << 16 else np.uint32
     documents = (text for text in documents if text)
     while batch := list(itertools.islice(documents, 256)):  # in parallel inside a batch
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-            yield np.array([start, *encoding.ids], dtype=np.uint16)
+            yield np.array([start, *encoding.ids], dtype=dtype)
 
 
 def take(arrays, count):
@@ -120,13 +168,9 @@ def take(arrays, count):
 
 
 def write_shard(path, tokens):
-    """Writes beside and renames, so that no half shard ever has a shard's name."""
     header = np.zeros(256, dtype="<i4")
-    header[:3] = SHARD_MAGIC, SHARD_VERSION, len(tokens)
-    with open(path + ".tmp", "wb") as file:
-        file.write(header.tobytes())
-        file.write(tokens.astype("<u2").tobytes())
-    os.replace(path + ".tmp", path)
+    header[:3] = *SHARD_HEADERS[tokens.itemsize], len(tokens)
+    replace_file(path, header.tobytes(), tokens.astype(tokens.dtype.newbyteorder("<")).tobytes())
     print(f"{path}: {len(tokens):,} tokens", flush=True)
 
 
@@ -155,8 +199,9 @@ def write_shards(arrays, prefix, shard_tokens):
         print(f"{path}: removed, from an earlier run")
 
 
-def write_dataset(documents, tokenizer, prefix, shard_tokens, val_tokens):
-    """PREFIX_val_*.bin from the first val_tokens tokens, PREFIX_train_*.bin from the rest, and the vocabulary."""
+def write_dataset(documents, vocab, prefix, shard_tokens, val_tokens):
+    """PREFIX_val_*.bin from the first val_tokens tokens, PREFIX_train_*.bin from the rest, the tokenizer's files."""
+    tokenizer, files = load_tokenizer(vocab)
     folder = os.path.dirname(prefix) or "."
     os.makedirs(folder, exist_ok=True)
     held_out, arrays = take(encode(documents, tokenizer), val_tokens)
@@ -166,7 +211,7 @@ def write_dataset(documents, tokenizer, prefix, shard_tokens, val_tokens):
              if held_out else "the text is empty")
     write_shards(held_out, f"{prefix}_val", shard_tokens)
     write_shards(itertools.chain([first], arrays), f"{prefix}_train", shard_tokens)
-    save_vocabulary(tokenizer, folder)
+    save_tokenizer(files, folder)
 
 
 def count(minimum):
@@ -189,9 +234,10 @@ def add_shard_options(parser, val_tokens):
     parser.add_argument("--val-tokens", type=count(0), default=val_tokens, help="first tokens, for validation")
 
 
+@one_line_for_errors
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
-                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = OptionParser(description=__doc__.splitlines()[0],
+                          formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("files", nargs="*", default=["-"], help="UTF-8 text files, - for standard input")
     parser.add_argument("--out", required=True, metavar="PREFIX", help="shards are PREFIX_train_000000.bin and on")
     parts = parser.add_mutually_exclusive_group()
@@ -199,8 +245,10 @@ def main(arguments=None):
     parts.add_argument("--separator", metavar="TEXT", help="splits a file into documents")
     add_shard_options(parser, val_tokens=0)
     options = parser.parse_args(arguments)
-    tokenizer = load_tokenizer(options.vocab)
-    write_dataset(read_documents(options.files, options.json_field, options.separator), tokenizer, options.out,
+    for name, value in (("--json-field", options.json_field), ("--separator", options.separator)):
+        if value == "":
+            fail(f"{name} is empty")
+    write_dataset(read_documents(options.files, options.json_field, options.separator), options.vocab, options.out,
                   options.shard_tokens, options.val_tokens)
 
 

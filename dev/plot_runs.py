@@ -1,0 +1,118 @@
+#!/usr/bin/env python3
+"""Draws training logs over each other: training and validation losses, learning rates, tokens a second.
+
+A log is JSON lines as ./train --log and dev/reference.py --log write them. Pale lines are single steps, the others
+means over a hundredth of the run.
+"""
+
+import argparse
+import math
+import os
+import statistics
+import sys
+
+from training_log import BrokenLog, read_log
+
+PANELS = {"loss": "training loss", "val_loss": "validation loss", "lr": "learning rate", "tokens_per_second": "tokens/s"}
+SMOOTHED = ("loss", "tokens_per_second")
+
+
+def fail(message):
+    print(f"plot_runs.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+class Run:
+    """One log, as the points (steps, values) of each curve."""
+
+    def __init__(self, path):
+        self.path = path
+        try:
+            steps = sorted(read_log(path, PANELS).items())
+        except BrokenLog as error:
+            fail(error)
+        self.points = {}
+        for key in PANELS:
+            found = [(step, values[key]) for step, values in steps if math.isfinite(values.get(key, math.nan))]
+            if found:
+                self.points[key] = tuple(zip(*found))
+
+    def summary(self):
+        """In one line: how far it came, and to which losses."""
+        steps = 1 + max(self.points.get("loss", ((-1,),))[0])
+        parts = [f"{steps} steps"]
+        if "loss" in self.points:
+            last = self.points["loss"][1][-max(1, steps // 100):]
+            parts.append(f"loss {statistics.mean(last):.4f} over the last {len(last)}")
+        if "val_loss" in self.points:
+            best, step = min(zip(*reversed(self.points["val_loss"])))
+            parts.append(f"best validation {best:.4f} at step {step}")
+        if "tokens_per_second" in self.points:
+            parts.append(f"{statistics.median(self.points['tokens_per_second'][1]):,.0f} tokens/s")
+        return f"{self.path}: {', '.join(parts)}"
+
+
+def smooth(values):
+    """Means over a hundredth of the values, that at each point and before it; fewer at the start."""
+    window = max(1, len(values) // 100)
+    sums = [0.0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return [(sums[i + 1] - sums[max(0, i + 1 - window)]) / min(i + 1, window) for i in range(len(values))]
+
+
+def labels_of(paths):
+    """The files' names, with as many folders as tell them apart."""
+    parts = [os.path.abspath(path).split(os.sep) for path in paths]
+    for count in range(1, max(map(len, parts)) + 1):
+        labels = [os.sep.join(part[-count:]) for part in parts]
+        if len(set(labels)) == len(labels):
+            return labels
+    return paths  # one of them twice
+
+
+def draw(runs, out):
+    try:
+        import matplotlib
+        matplotlib.use("Agg")  # no display needed
+        from matplotlib import pyplot
+    except ImportError:
+        fail("matplotlib is missing: run dev/venv.sh and use .venv/bin/python")
+    panels = [key for key in PANELS if any(key in run.points for run in runs)]
+    if not panels:
+        fail(f"{runs[0].path}: nothing in it is a number")
+    figure, rows = pyplot.subplots(len(panels), 1, sharex=True, squeeze=False, figsize=(10, 2.8 * len(panels)))
+    for key, axes in zip(panels, rows[:, 0]):
+        for i, (run, label) in enumerate(zip(runs, labels_of([run.path for run in runs]))):
+            if key not in run.points:
+                continue
+            steps, values = run.points[key]
+            colour, marker = f"C{i % 10}", "o" if key == "val_loss" or len(steps) == 1 else None
+            if key in SMOOTHED and len(values) >= 200:  # below that a mean is of one step
+                axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
+                values = smooth(values)
+            axes.plot(steps, values, color=colour, marker=marker, markersize=4, linewidth=1.5, label=label)
+        axes.set_ylabel(PANELS[key])
+        axes.grid(alpha=0.3)
+        axes.legend()
+    rows[-1, 0].set_xlabel("step")
+    try:
+        figure.savefig(out, dpi=120, bbox_inches="tight")
+    except (OSError, ValueError) as error:
+        fail(f"--out {out}: {error}")
+    pyplot.close(figure)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="of ./train --log LOG")
+    parser.add_argument("--out", default="runs.png", metavar="FILE", help=".png, .svg, .pdf (default: runs.png)")
+    options = parser.parse_args(arguments)
+    runs = [Run(path) for path in options.logs]
+    draw(runs, options.out)
+    for run in runs:
+        print(run.summary())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

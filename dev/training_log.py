@@ -1,0 +1,39 @@
+"""Reads training logs: JSON lines as ./train --log and dev/reference.py --log write them."""
+
+import json
+import math
+
+
+class BrokenLog(Exception):
+    """What is wrong with a log, in one line that names it."""
+
+
+def read_log(path, keys):
+    """{step: {key: number}} of the keys that its lines have. A null, which JSON has for NaN, becomes NaN.
+
+    Where a step was logged twice (a resumed run), the last counts. A log without any of the keys is broken.
+    """
+    steps = {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    record = json.loads(line)
+                    step = int(record.get("step", 0))
+                    values = {key: math.nan if record[key] is None else float(record[key])
+                              for key in keys if key in record}
+                except (AttributeError, ValueError, TypeError, OverflowError, RecursionError):
+                    step = -1
+                if not 0 <= step < 1 << 63:
+                    raise BrokenLog(f"{path}, line {number}: not a line of a training log")
+                if "step" in record:
+                    steps.setdefault(step, {}).update(values)
+    except OSError as error:
+        raise BrokenLog(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BrokenLog(f"{path}: {error}") from error
+    if not any(steps.values()):
+        raise BrokenLog(f"{path}: no step with a loss in it")
+    return steps

@@ -1,0 +1,119 @@
+// added_tokens.h - tokens that stand in a text by their whole spelling, found before anything else is done
+// with it: the leftmost first, of those the longest. The rules are those of Hugging Face's tokenizers for
+// their "added_tokens".
+#pragma once
+
+#include <algorithm>
+#include <bitset>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "llmc/utf8.h"
+#include "llmc/vocabulary.h"
+
+class AddedTokens {
+  public:
+    struct Token {
+        int token;
+        bool single_word = false;   // does not count with a letter before or after it
+        bool strips_left = false;   // takes the white space before it along
+        bool strips_right = false;  // and that after it
+        size_t length = 0;          // of its spelling
+    };
+    struct Match {
+        size_t begin, end;
+        int token;
+    };
+    struct Found {
+        std::optional<Match> match;
+        size_t text;      // what stands before this is text without added tokens
+        size_t searched;  // without a match: no token starts before this, whatever follows
+    };
+
+    bool empty() const { return tokens_.empty(); }
+    bool has(std::string_view spelling) const { return spellings_.find(spelling) >= 0; }
+
+    // Adds a token with a spelling that is not empty and that it does not have.
+    void add(std::string_view spelling, Token token) {
+        spellings_.add(static_cast<int>(tokens_.size()), spelling);
+        token.length = spelling.size();
+        tokens_.push_back(token);
+        first_bytes_.set(static_cast<unsigned char>(spelling[0]));
+        if (std::find(lengths_.begin(), lengths_.end(), spelling.size()) == lengths_.end()) {
+            lengths_.push_back(spelling.size());
+            std::sort(lengths_.rbegin(), lengths_.rend());
+        }
+        any_strips_left_ |= token.strips_left;
+    }
+
+    // The first match in the text from `from` on, of which what stands before `search` has none. Where more
+    // text will follow, nothing is said of what that could change. `after_word`: whether a letter stood
+    // before the text.
+    Found find(std::string_view text, size_t from, size_t search, bool more, bool after_word) const {
+        const auto undecided = [&](size_t at) {
+            return Found{std::nullopt, any_strips_left_ ? before_spaces(text, from, at) : at, at};
+        };
+        for (size_t at = std::max(from, search); at < text.size(); at++) {
+            if (!first_bytes_[static_cast<unsigned char>(text[at])]) continue;
+            if (more && text.size() - at < lengths_[0]) return undecided(at);
+            const Token* token = longest_at(text.substr(at));
+            if (!token) continue;
+            const size_t end = at + token->length;
+            const size_t after = token->strips_right ? after_spaces(text, end) : end;
+            if (more && after == text.size() && (token->strips_right || token->single_word))
+                return undecided(at);
+            if (token->single_word) {
+                const bool before = at == 0 ? after_word : ends_with_word(text.substr(0, at));
+                if (before || (end < text.size() && is_word(first_character(text.substr(end)).code))) {
+                    at = end - 1;
+                    continue;
+                }
+            }
+            const size_t begin = token->strips_left ? before_spaces(text, from, at) : at;
+            return {Match{begin, after, token->token}, begin, after};
+        }
+        if (more) return undecided(text.size());
+        return {std::nullopt, text.size(), text.size()};
+    }
+
+    static bool ends_with_word(std::string_view text) {
+        return !text.empty() && is_word(first_character(text.substr(last_character_start(text))).code);
+    }
+
+    size_t bytes() const { return spellings_.bytes() + tokens_.capacity() * sizeof(Token); }
+
+  private:
+    // The longest token that the text begins with.
+    const Token* longest_at(std::string_view text) const {
+        for (const size_t length : lengths_)
+            if (length <= text.size())
+                if (const int found = spellings_.find(text.substr(0, length)); found >= 0)
+                    return &tokens_[static_cast<size_t>(found)];
+        return nullptr;
+    }
+
+    static size_t before_spaces(std::string_view text, size_t from, size_t at) {
+        while (at > from) {
+            const size_t start = last_character_start(text.substr(0, at));
+            if (!is_space(first_character(text.substr(start)).code)) break;
+            at = start;
+        }
+        return at;
+    }
+
+    static size_t after_spaces(std::string_view text, size_t at) {
+        while (at < text.size()) {
+            const Character c = first_character(text.substr(at));
+            if (!is_space(c.code)) break;
+            at += c.length;
+        }
+        return at;
+    }
+
+    Vocabulary spellings_;  // by index into tokens_
+    std::vector<Token> tokens_;
+    std::vector<size_t> lengths_;  // of spellings, the longest first
+    std::bitset<256> first_bytes_;
+    bool any_strips_left_ = false;
+};

@@ -1,0 +1,111 @@
+// families.h - the families of models that there are, and a model's config.json by its family.
+#pragma once
+
+#include "llmc/family_bloom.h"
+#include "llmc/family_gpt2.h"
+#include "llmc/family_llama.h"
+#include "llmc/family_mistral.h"
+#include "llmc/family_qwen2.h"
+#include "llmc/family_qwen3.h"
+
+inline constexpr const Family* kFamilies[] = {&kGpt2, &kLlama, &kMistral, &kQwen2, &kQwen3, &kBloom};
+
+// "gpt2, llama, ..."
+inline std::string family_names() {
+    std::string names;
+    for (const Family* family : kFamilies) names += (names.empty() ? "" : ", ") + std::string(family->name);
+    return names;
+}
+// The family of that name, or null.
+inline const Family* find_family(const std::string& name) {
+    for (const Family* family : kFamilies)
+        if (name == family->name) return family;
+    return nullptr;
+}
+
+// A model from scratch by its name: "d12", a GPT-2 of 12 layers, or "llama:d12".
+struct NewModel {
+    const Family* family = nullptr;  // null: no such name
+    int layers = 0;
+    explicit operator bool() const { return family; }
+};
+inline NewModel parse_new_model(const std::string& name) {
+    const size_t colon = name.find(':');
+    const std::string family = colon == std::string::npos ? kGpt2.name : name.substr(0, colon);
+    const std::string depth = colon == std::string::npos ? name : name.substr(colon + 1);
+    const bool is_depth = depth.size() >= 2 && depth.size() <= 5 && depth[0] == 'd' &&
+                          depth.find_first_not_of("0123456789", 1) == std::string::npos;
+    return is_depth ? NewModel{find_family(family), std::stoi(depth.substr(1))} : NewModel();
+}
+
+// A new model, N layers deep, with llm.c's widths: up to 12 layers 64 N channels in N heads; beyond, those of
+// GPT-2. Fails with what is known when N is not.
+inline ModelConfig new_config(const NewModel& model, int vocabulary, int positions) {
+    const int layers = model.layers;
+    ModelConfig c;
+    c.family = model.family;
+    c.vocabulary = vocabulary;
+    c.positions = positions;
+    c.layers = layers;
+    if (layers >= 1 && layers <= 12) c.channels = 64 * layers, c.heads = layers;
+    if (layers == 24) c.channels = 1024, c.heads = 16;
+    if (layers == 36) c.channels = 1280, c.heads = 20;
+    if (layers == 48) c.channels = 1600, c.heads = 25;
+    if (c.channels == 0) fail("--model d%d: known depths are d1 to d12, d24, d36 and d48", layers);
+    c.family->begin(c);
+    return c;
+}
+
+// Fails unless the trainer can run a model of these sizes. `where` opens the message.
+inline void check_config(const ModelConfig& c, const std::string& where) {
+    auto positive = [&](const char* name, int value, int most) {
+        if (value < 1 || value > most)
+            fail("%s: the model has %d %s, but must have 1 to %d", where.c_str(), value, name, most);
+    };
+    positive("tokens (vocab_size)", c.vocabulary, 1 << 24);
+    positive("positions", c.positions, kMostPositions);
+    positive("layers", c.layers, 10000);
+    positive("channels", c.channels, 1 << 20);
+    positive("heads", c.heads, c.channels);
+    positive("key/value heads", c.kv_heads, c.heads);
+    positive("channels in a head", c.head_size, kMostHeadSize);
+    positive("channels in the MLP", c.mlp_width, 1 << 22);
+    if (c.heads % c.kv_heads != 0)
+        fail("%s: %d heads are not a multiple of %d key/value heads", where.c_str(), c.heads, c.kv_heads);
+}
+
+// Reads a model from a parsed config.json; fails on what is missing, of the wrong type, or not computed here.
+inline ModelConfig parse_config(const nlohmann::json& json, const std::string& file) {
+    const ConfigReader r(json, file);
+    const std::string type = r.text("model_type", "gpt2");
+    ModelConfig c;
+    c.family = find_family(type);
+    if (!c.family)
+        fail("%s: 'model_type' is \"%s\"; there are %s", file.c_str(), printable(type).c_str(),
+             family_names().c_str());
+    if (r.has("quantization_config"))
+        fail("%s: 'quantization_config': quantized weights are not supported", file.c_str());
+    c.family->read(r, c);
+    check_config(c, file);
+    c.begin_of_text = r.tokens("bos_token_id", c.vocabulary);
+    c.end_of_text = r.tokens("eos_token_id", c.vocabulary);
+    return c;
+}
+
+// What parse_config() reads back, with what `transformers` wants beside it.
+inline nlohmann::json config_json(const ModelConfig& c, const char* dtype) {
+    // One token as a number, several as a list. GPT-2's own vocabulary has one for both.
+    const auto tokens = [&](const std::vector<int>& t) {
+        if (t.empty()) return c.vocabulary == 50257 ? nlohmann::json(50256) : nlohmann::json();
+        return t.size() == 1 ? nlohmann::json(t[0]) : nlohmann::json(t);
+    };
+    nlohmann::json json = {{"architectures", {c.family->architecture}},
+                           {"model_type", c.family->name},
+                           {"vocab_size", c.vocabulary},
+                           {"tie_word_embeddings", c.tied},
+                           {"bos_token_id", tokens(c.begin_of_text)},
+                           {"eos_token_id", tokens(c.end_of_text)},
+                           {"torch_dtype", dtype}};
+    c.family->write(c, json);
+    return json;
+}

@@ -1,0 +1,166 @@
+// family_llama.h - Llama 2 to 3.2 (Touvron et al., arXiv:2307.09288; Dubey et al., arXiv:2407.21783),
+// TinyLlama, SmolLM2: RMSNorm, rotary positions, grouped key/value heads, SwiGLU, no biases, a tied or an own
+// head. Mistral and Qwen are the same but for details: their files begin with what stands here.
+#pragma once
+
+#include "llmc/family.h"
+
+namespace llama {
+// What a config.json leaves out: the values of the family's class in `transformers`.
+struct Defaults {
+    int vocabulary, mlp_width, positions;
+    int kv_heads = 0;   // 0: as many as heads
+    int head_size = 0;  // 0: channels / heads
+    int window = 0;
+    double theta = 10000;
+};
+
+// The rotary scaling, as version 4 of `transformers` writes it (rope_theta, rope_scaling) and as 5 does
+// (rope_parameters).
+inline RopeScaling read_rope(const ConfigReader& r, double theta) {
+    RopeScaling rope;
+    const bool one = r.has("rope_parameters");
+    const char* key = one ? "rope_parameters" : "rope_scaling";
+    const ConfigReader p = r.object(key);
+    rope.theta = one && p.has("rope_theta") ? p.number("rope_theta", theta) : r.number("rope_theta", theta);
+    if (!(rope.theta > 1)) fail("%s: 'rope_theta' is %g, but must be above 1", r.file().c_str(), rope.theta);
+    const std::string type = p.text(p.either("rope_type", "type"), "default");
+    if (type == "linear") rope.type = RopeType::kLinear;
+    if (type == "llama3") rope.type = RopeType::kLlama3;
+    if (type != "default" && rope.type == RopeType::kDefault)
+        fail("%s: the rotary scaling \"%s\" is not supported; default, linear and llama3 are",
+             r.file().c_str(), printable(type).c_str());
+    if (type == "default") return p.must_be("partial_rotary_factor", {1.0}), rope;
+    const auto positive = [&](const char* name) {
+        const double value = p.number(name);
+        if (!(value > 0))
+            fail("%s: %s: '%s' is %g, but must be positive", r.file().c_str(), key, name, value);
+        return value;
+    };
+    rope.factor = positive("factor");
+    if (rope.type != RopeType::kLlama3) return rope;
+    rope.low_freq_factor = positive("low_freq_factor");
+    rope.high_freq_factor = positive("high_freq_factor");
+    rope.original_max_position_embeddings = p.integer("original_max_position_embeddings");
+    if (rope.high_freq_factor <= rope.low_freq_factor)
+        fail("%s: %s: 'high_freq_factor' %g must be above 'low_freq_factor' %g", r.file().c_str(), key,
+             rope.high_freq_factor, rope.low_freq_factor);
+    if (rope.original_max_position_embeddings < 1)
+        fail("%s: %s: 'original_max_position_embeddings' must be positive", r.file().c_str(), key);
+    return rope;
+}
+
+// What all families of this kind have in their config.json.
+inline void read_with(const ConfigReader& r, ModelConfig& c, const Defaults& d) {
+    r.must_be("hidden_act", {"silu", "swish"});
+    for (const char* bias : {"attention_bias", "mlp_bias"}) r.must_be(bias, {false});
+    c.vocabulary = r.integer("vocab_size", d.vocabulary);
+    c.positions = r.integer("max_position_embeddings", d.positions);
+    c.layers = r.integer("num_hidden_layers", 32);
+    c.channels = r.integer("hidden_size", 4096);
+    c.heads = r.integer("num_attention_heads", 32);
+    // A key that is null means as many as heads; one that is missing, the class' number.
+    const int kv_heads = r.json().contains("num_key_value_heads") || d.kv_heads == 0 ? c.heads : d.kv_heads;
+    c.kv_heads = r.integer("num_key_value_heads", kv_heads);
+    const int share = c.heads > 0 && c.channels % c.heads == 0 ? c.channels / c.heads : 0;
+    c.head_size = r.integer("head_dim", d.head_size > 0 ? d.head_size : share);
+    if (c.head_size == 0 && c.heads > 0)
+        fail("%s: hidden_size %d is not a multiple of num_attention_heads %d", r.file().c_str(), c.channels,
+             c.heads);
+    if (c.head_size % 2 != 0)
+        fail("%s: heads of %d channels cannot be rotated in pairs", r.file().c_str(), c.head_size);
+    c.mlp_width = r.integer("intermediate_size", d.mlp_width);
+    c.norm_epsilon = r.number("rms_norm_eps", 1e-6);
+    c.tied = r.truth("tie_word_embeddings", false);
+    c.rope = read_rope(r, d.theta);
+}
+
+inline void read(const ConfigReader& r, ModelConfig& c) {
+    read_with(r, c, {.vocabulary = 32000, .mlp_width = 11008, .positions = 2048});
+}
+
+inline void write(const ModelConfig& c, nlohmann::json& json) {
+    json.update({{"hidden_act", "silu"},
+                 {"max_position_embeddings", c.positions},
+                 {"num_hidden_layers", c.layers},
+                 {"hidden_size", c.channels},
+                 {"num_attention_heads", c.heads},
+                 {"num_key_value_heads", c.kv_heads},
+                 {"head_dim", c.head_size},
+                 {"intermediate_size", c.mlp_width},
+                 {"rms_norm_eps", c.norm_epsilon},
+                 {"initializer_range", 0.02},
+                 {"attention_dropout", 0.0},
+                 {"rope_theta", c.rope.theta},
+                 {"rope_scaling", nullptr}});
+    if (c.rope.type == RopeType::kLinear)
+        json["rope_scaling"] = {{"rope_type", "linear"}, {"type", "linear"}, {"factor", c.rope.factor}};
+    if (c.rope.type == RopeType::kLlama3)
+        json["rope_scaling"] = {
+            {"rope_type", "llama3"},
+            {"factor", c.rope.factor},
+            {"low_freq_factor", c.rope.low_freq_factor},
+            {"high_freq_factor", c.rope.high_freq_factor},
+            {"original_max_position_embeddings", c.rope.original_max_position_embeddings}};
+}
+
+// Groups of three or two heads, a gated MLP with the parameters of a plain one of four times the channels, a
+// tied head.
+inline void begin(ModelConfig& c) {
+    c.kv_heads = c.heads / (c.heads % 3 == 0 ? 3 : c.heads % 2 == 0 ? 2 : 1);
+    c.head_size = c.channels / c.heads;
+    c.mlp_width = (8 * c.channels / 3 + 63) / 64 * 64;
+}
+
+inline Table embeddings(const ModelConfig& c) {
+    Row tokens = row(Field::TokenEmbedding, "embed_tokens.weight", {c.vocabulary, c.channels}, Init::Normal);
+    tokens.padded = c.tied;  // only the head's rows have to be
+    return {tokens};
+}
+
+inline Table block(const ModelConfig& c) {
+    const int64_t C = c.channels, Q = c.query_width(), KV = c.kv_width(), F = c.mlp_width;
+    return {
+        {Field::QkvWeight,
+         {{"self_attn.q_proj.weight", {Q, C}},
+          {"self_attn.k_proj.weight", {KV, C}},
+          {"self_attn.v_proj.weight", {KV, C}}},
+         Init::Normal,
+         true,
+         false,
+         "self_attn.qkv_proj.weight"},
+        row(Field::AttentionWeight, "self_attn.o_proj.weight", {C, Q}, Init::ResidualNormal),
+        {Field::UpWeight,
+         {{"mlp.gate_proj.weight", {F, C}}, {"mlp.up_proj.weight", {F, C}}},
+         Init::Normal,
+         true,
+         false,
+         "mlp.gate_up_proj.weight"},
+        row(Field::DownWeight, "mlp.down_proj.weight", {C, F}, Init::ResidualNormal),
+        row(Field::Norm1Weight, "input_layernorm.weight", {C}, Init::One),
+        row(Field::Norm2Weight, "post_attention_layernorm.weight", {C}, Init::One),
+    };
+}
+
+inline Table head(const ModelConfig& c) {
+    Table table;
+    if (!c.tied) table.push_back(own_head(c));
+    table.push_back(row(Field::LastNormWeight, "norm.weight", {c.channels}, Init::One));
+    return table;
+}
+}  // namespace llama
+
+inline constexpr Family kLlama = {.name = "llama",
+                                  .architecture = "LlamaForCausalLM",
+                                  .prefix = "model.",
+                                  .norm = NormKind::Rms,
+                                  .position = PositionKind::Rotary,
+                                  .mlp = MlpKind::SwiGlu,
+                                  .by_outputs = true,
+                                  .read = llama::read,
+                                  .write = llama::write,
+                                  .begin = llama::begin,
+                                  .embeddings = llama::embeddings,
+                                  .block = llama::block,
+                                  .head = llama::head,
+                                  .blocks = "layers"};

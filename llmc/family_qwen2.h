@@ -1,0 +1,51 @@
+// family_qwen2.h - Qwen2 and Qwen2.5 (Yang et al., arXiv:2407.10671): Llama with biases on queries, keys and
+// values, and a sliding window for those who ask for it.
+#pragma once
+
+#include "llmc/family_mistral.h"
+
+namespace qwen2 {
+// The window is live only where use_sliding_window says so, and then from layer max_window_layers on.
+inline void read_window(const ConfigReader& r, ModelConfig& c) {
+    const int window = r.truth("use_sliding_window", false) ? r.integer("sliding_window", 4096) : 0;
+    const int first = r.integer("max_window_layers", 28);
+    c.window = mistral::window_of_layers(r, c, window, [&](int layer) { return layer >= first; });
+}
+inline void write_window(const ModelConfig& c, nlohmann::json& json) {
+    json["use_sliding_window"] = c.window > 0;
+    json["sliding_window"] = c.window > 0 ? nlohmann::json(c.window) : nlohmann::json();
+    json["max_window_layers"] = c.window > 0 ? 0 : c.layers;
+}
+
+inline void read(const ConfigReader& r, ModelConfig& c) {
+    llama::read_with(r, c, {.vocabulary = 151936, .mlp_width = 22016, .positions = 32768, .kv_heads = 32});
+    read_window(r, c);
+}
+inline void write(const ModelConfig& c, nlohmann::json& json) {
+    llama::write(c, json);
+    write_window(c, json);
+}
+
+inline Table block(const ModelConfig& c) {
+    Table table = llama::block(c);
+    const int64_t Q = c.query_width(), KV = c.kv_width();
+    table.push_back(
+        {Field::QkvBias,
+         {{"self_attn.q_proj.bias", {Q}}, {"self_attn.k_proj.bias", {KV}}, {"self_attn.v_proj.bias", {KV}}},
+         Init::Zero,
+         false,
+         false,
+         "self_attn.qkv_proj.bias"});
+    return table;
+}
+}  // namespace qwen2
+
+inline constexpr Family kQwen2 = [] {
+    Family family = kLlama;
+    family.name = "qwen2";
+    family.architecture = "Qwen2ForCausalLM";
+    family.read = qwen2::read;
+    family.write = qwen2::write;
+    family.block = qwen2::block;
+    return family;
+}();

@@ -1,0 +1,92 @@
+// normalizer.h - what is done to text before it is split: composed characters (NFC), one character written
+// for another, something put in front.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <utf8proc.h>
+
+#include "llmc/error.h"
+#include "llmc/utf8.h"
+
+class Normalizer {
+  public:
+    bool nfc = false;                                               // first
+    std::vector<std::pair<std::string, std::string>> replacements;  // then: a character, and what for it
+    std::string prefix;                                             // then this in front of text,
+    bool prefix_at_origin = false;                                  // only where all text begins,
+    bool prefix_unless_there = false;                               // only where text does not begin with it
+
+    bool empty() const { return !nfc && replacements.empty() && prefix.empty(); }
+
+    // Where a text may be cut at or after `wanted` bytes, so that both parts are normalized as in the whole;
+    // before that only where there is no such place and more text will follow. 0 where there is none.
+    size_t cut(std::string_view text, size_t wanted, bool more) const {
+        const size_t first = std::min(wanted, text.size());
+        for (size_t at = first; at < text.size(); at++)
+            if (begins_anew(text.substr(at))) return at;
+        if (!more || !nfc) return text.size();
+        for (size_t at = first; at-- > 0;)
+            if (begins_anew(text.substr(at))) return at;
+        return 0;
+    }
+
+    // Appends a part of a text, normalized: between cuts, valid UTF-8, not empty.
+    void append(std::string_view part, bool begins, bool at_origin, std::string& out) const {
+        std::string normal = nfc && needs_nfc(part) ? composed(part) : std::string(part);
+        for (const auto& [from, to] : replacements) normal = replaced(normal, from, to);
+        const bool there = prefix_unless_there && normal.starts_with(prefix);
+        if (begins && (at_origin || !prefix_at_origin) && !there) out += prefix;
+        out += normal;
+    }
+
+    // A whole text, normalized.
+    std::string operator()(std::string_view text) const {
+        std::string out;
+        if (!text.empty()) append(text, true, true, out);
+        return out;
+    }
+
+  private:
+    // Nothing below U+0300 changes.
+    static bool needs_nfc(std::string_view text) {
+        return std::any_of(text.begin(), text.end(),
+                           [](char c) { return static_cast<unsigned char>(c) >= 0xcc; });
+    }
+
+    static std::string composed(std::string_view text) {
+        utf8proc_uint8_t* result = nullptr;
+        const auto length = utf8proc_map(reinterpret_cast<const utf8proc_uint8_t*>(text.data()),
+                                         static_cast<utf8proc_ssize_t>(text.size()), &result,
+                                         static_cast<utf8proc_option_t>(UTF8PROC_STABLE | UTF8PROC_COMPOSE));
+        const std::unique_ptr<utf8proc_uint8_t, decltype(&std::free)> owner(result, std::free);
+        if (length < 0) fail("a text cannot be normalized: %s", utf8proc_errmsg(length));
+        return {reinterpret_cast<const char*>(result), static_cast<size_t>(length)};
+    }
+
+    static std::string replaced(std::string_view text, const std::string& from, const std::string& to) {
+        std::string result;
+        for (size_t at; (at = text.find(from)) != text.npos; text.remove_prefix(at + from.size()))
+            result.append(text.substr(0, at)).append(to);
+        return result.append(text);
+    }
+
+    // Whether a character starts here that is composed with none before it. All that are are marks, or vowels
+    // and finals of Hangul (U+1160 to U+11FF).
+    bool begins_anew(std::string_view text) const {
+        if (continues_character(text[0])) return false;
+        if (!nfc || static_cast<unsigned char>(text[0]) < 0xcc) return true;
+        const int32_t code = first_character(text).code;
+        const auto category = utf8proc_category(code);
+        return utf8proc_get_property(code)->combining_class == 0 && category != UTF8PROC_CATEGORY_MN &&
+               category != UTF8PROC_CATEGORY_MC && category != UTF8PROC_CATEGORY_ME &&
+               !(code >= 0x1160 && code <= 0x11ff);
+    }
+};

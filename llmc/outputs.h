@@ -1,0 +1,161 @@
+// outputs.h - what a run writes: its folder of saves is its alone, and no output is an input, another output,
+// or a part of a save or of a model.
+#pragma once
+
+#include <cstring>
+#include <filesystem>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "llmc/checkpoint.h"
+
+// A folder of saves, held by the run that saves in it; OUT/.lock is its lock. The folder is made where there
+// is none, and gone again if nothing was saved.
+class HeldFolder {
+  public:
+    // Waits up to `seconds`: a run that was killed holds its folder until all of its memory is given back.
+    // Fails naming the run that holds it. On a file system without locks it says so and goes on.
+    explicit HeldFolder(const std::string& out, double seconds = 10) : path_(out + "/.lock") {
+        check_writable(out);
+        for (std::string folder = out; !file_exists(folder); folder = folder_above(folder))
+            made_.push_back(folder);
+        for (;; seconds -= 0.05) {
+            make_folders(out);
+            lock_.emplace(path_, O_RDWR | O_CREAT, FileLock::Exclusive);
+            if (lock_->good()) break;
+            errno = lock_->error();
+            check_call(errno == 0 || errno == ENOENT, path_, "open");  // it may just have been removed
+            if (seconds <= 0) fail_as_busy(out);
+            usleep(50000);
+        }
+        if (lock_->outcome() == FileLock::Unsupported)
+            fprintf(stderr, "--out %s: no locks on this file system: let no other run save there\n",
+                    out.c_str());
+        char host[256] = "";
+        gethostname(host, sizeof host - 1);
+        const std::string owner = format("process %d on %s\n", static_cast<int>(getpid()), host);
+        const bool told =
+            ftruncate(lock_->fd(), 0) == 0 && pwrite(lock_->fd(), owner.data(), owner.size(), 0) > 0;
+        static_cast<void>(told);  // only for messages
+    }
+    HeldFolder(const HeldFolder&) = delete;
+    ~HeldFolder() {
+        unlink(path_.c_str());
+        for (const std::string& folder : made_) rmdir(folder.c_str());  // where it is empty
+    }
+
+  private:
+    [[noreturn]] void fail_as_busy(const std::string& out) const {
+        char owner[300];
+        const ssize_t length = pread(lock_->fd(), owner, sizeof owner, 0);
+        const std::string_view line(owner, length > 0 ? static_cast<size_t>(length) : 0);
+        fail("--out %s: another run saves there: %s", out.c_str(),
+             printable(line.substr(0, line.find('\n'))).c_str());
+    }
+
+    std::string path_;
+    std::vector<std::string> made_;  // the innermost first
+    std::optional<FileLock> lock_;
+};
+
+// The file that a path leads to, also where there is none yet: links followed, `a/..` gone.
+inline std::string resolved(const std::string& path) {
+    namespace fs = std::filesystem;
+    std::error_code none;
+    fs::path file = fs::absolute(path, none);
+    for (int links = 0; links < 40 && fs::is_symlink(file, none); links++)
+        file = file.parent_path() / fs::read_symlink(file, none);
+    return fs::weakly_canonical(file, none).string();
+}
+
+// Whether two paths lead to one file, by whatever names and links.
+inline bool same_file(const std::string& a, const std::string& b) {
+    std::error_code none;
+    return resolved(a) == resolved(b) || std::filesystem::equivalent(a, b, none);
+}
+
+// Whether a model's folder or a save may have a file of that name.
+inline bool is_model_file(std::string_view name) {
+    for (const char* tokenizer : kTokenizerFiles)
+        if (name == tokenizer) return true;
+    return name == "config.json" || name == "generation_config.json" || name == "trainer_state.json" ||
+           name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json");
+}
+
+// Whether `path` is a file of the model in a folder, of a save or of a folder of saves, or would become one.
+inline bool is_part_of(const std::string& path, const std::string& folder) {
+    namespace fs = std::filesystem;
+    const fs::path way = fs::path(resolved(path)).lexically_relative(resolved(folder));
+    const std::string first = way.begin() == way.end() ? "" : way.begin()->string();
+    const std::string base = first.substr(0, first.find('.'));  // without .tmp, .old
+    if (first == "latest" || first == ".lock" || step_of(base) >= 0) return true;
+    if (way == first && is_model_file(first)) return true;
+    std::error_code none;
+    if (!fs::is_directory(folder, none)) return false;
+    for (const std::string& name : list_folder(folder))
+        if (is_model_file(name) && same_file(path, folder + "/" + name)) return true;
+    return false;
+}
+
+// A file that an option names for a run to write.
+struct Output {
+    const char* option;
+    std::string path;
+    const char* begins;  // with what such a file begins; "" where its reader checks
+};
+
+// Fails unless the file can be written, and is none already or one of the same kind.
+inline void check_output_file(const Output& o) {
+    struct stat info;
+    const char* path = o.path.c_str();
+    const std::string above = folder_above(resolved(o.path));
+    const auto check = [&](bool good) {
+        if (!good) fail("%s %s: %s", o.option, path, std::strerror(errno));
+    };
+    if (stat(path, &info) != 0) {
+        check(errno == ENOENT);
+        check(access(above.c_str(), W_OK | X_OK) == 0);
+        return;
+    }
+    check(access(path, W_OK) == 0);
+    if (S_ISDIR(info.st_mode)) fail("%s %s: %s", o.option, path, std::strerror(EISDIR));
+    if (!S_ISREG(info.st_mode) || info.st_size == 0) return;
+    const FileReader file(o.path);
+    std::string start(std::min(file.size(), std::strlen(o.begins)), ' ');
+    file.read(0, start.size(), start.data());
+    if (!std::string_view(o.begins).starts_with(start))
+        fail("%s %s: is there and is no file that %s writes: choose another name", o.option, path, o.option);
+}
+
+// Fails unless each file can be written, and OUT and the files are all different and no parts of the models
+// and saves in the folders `inputs`, nor the files of those in OUT. Empty paths are none.
+inline void check_outputs(const std::vector<Output>& files, const std::string& out,
+                          const std::vector<std::string>& inputs) {
+    std::vector<std::string> folders;
+    for (const std::string& input : inputs) {
+        const std::string save = resolve_save(input), above = folder_above(save);
+        folders.insert(folders.end(), {input, save});
+        if (!link_target(above + "/latest").empty()) folders.push_back(above);
+    }
+    const auto check_apart = [&](const Output& o) {
+        for (const std::string& folder : folders)
+            if (is_part_of(o.path, folder))
+                fail("%s %s: is a part of %s: choose another name", o.option, o.path.c_str(), folder.c_str());
+    };
+    std::vector<Output> before;
+    if (!out.empty()) {
+        before.push_back({"--out", out, ""});
+        check_apart(before[0]);
+        folders.push_back(out);
+    }
+    for (const Output& o : files) {
+        if (o.path.empty()) continue;
+        check_apart(o);
+        for (const Output& other : before)
+            if (same_file(o.path, other.path))
+                fail("%s %s: is %s too", o.option, o.path.c_str(), other.option);
+        check_output_file(o);
+        before.push_back(o);
+    }
+}

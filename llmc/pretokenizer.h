@@ -1,0 +1,233 @@
+// pretokenizer.h - splitting text into pieces, roughly words with the space before them, that no token
+// reaches over. The splits are regular expressions as Hugging Face's files write them, for Oniguruma in
+// Ruby's syntax; PCRE2 runs them, after a translation of what it reads differently. A character that is newer
+// than PCRE2's version of Unicode (14 in Debian 12) is neither letter nor digit to it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#define PCRE2_CODE_UNIT_WIDTH 8
+#include <pcre2.h>
+
+#include "llmc/error.h"
+#include "llmc/file.h"
+
+// GPT-2's expression (Radford et al. 2019).
+inline constexpr const char* kGpt2Split =
+    R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
+
+// Writes an expression in PCRE2's syntax. It knows what the tokenizers of the field use: alternatives,
+// groups,
+// (?i:...), lookahead, classes and classes in them, \s, \S, \d, \p{general category}, and repetitions. Fails,
+// naming the rest that it does not know, for some of it would be another language in PCRE2.
+class RegexTranslation {
+  public:
+    // `where` begins the message: the file and the component.
+    RegexTranslation(std::string_view regex, std::string where) : rest_(regex), where_(std::move(where)) {
+        if (regex.size() > kLongest)
+            fail("%s: a regex of %zu bytes where %zu are the most", where_.c_str(), regex.size(), kLongest);
+        while (!rest_.empty()) translate_one();
+    }
+    const std::string& result() const { return out_; }
+
+  private:
+    static constexpr size_t kLongest = 10000;
+    // White_Space spelt out: PCRE2's own \s differs from it by U+180E in some versions.
+    static constexpr const char* kSpace = R"(\t-\r\x{85}\p{Z})";
+
+    [[noreturn]] void refuse(std::string_view what) const {
+        fail("%s: \"%s\" in a regex is not supported", where_.c_str(), printable(what.substr(0, 20)).c_str());
+    }
+
+    std::string_view take(size_t bytes) {
+        const std::string_view taken = rest_.substr(0, bytes);
+        rest_.remove_prefix(taken.size());
+        return taken;
+    }
+
+    void translate_one() {
+        switch (rest_[0]) {
+            case '\\':
+                return translate_escape(false);
+            case '[':
+                return translate_class();
+            case '(':
+                return translate_group();
+            case '{':
+                return translate_repetition();
+            case '^':
+            case '$':
+                refuse(rest_);  // ends of lines in Ruby's syntax, of the text in PCRE2's
+            default:
+                out_ += take(1);
+        }
+    }
+
+    void translate_group() {
+        if (rest_.starts_with("(?")) {
+            for (const char* known : {"(?:", "(?i:", "(?!", "(?="})
+                if (rest_.starts_with(known)) {
+                    out_ += take(std::string_view(known).size());
+                    return;
+                }
+            refuse(rest_);
+        }
+        out_ += take(1);
+    }
+
+    // {n}, {n,} or {n,m}. A + or ? behind it repeats that in Ruby's syntax, and is no repetition in PCRE2's.
+    void translate_repetition() {
+        const size_t end = rest_.find('}');
+        const std::string_view counts = rest_.substr(1, end == rest_.npos ? 0 : end - 1);
+        const bool numbers = counts.find_first_not_of("0123456789,") == counts.npos &&
+                             std::count(counts.begin(), counts.end(), ',') <= 1;
+        if (end == rest_.npos || counts.empty() || counts[0] == ',' || !numbers ||
+            rest_.substr(end + 1).starts_with('+') || rest_.substr(end + 1).starts_with('?'))
+            refuse(rest_);
+        out_ += take(end + 1);
+    }
+
+    void translate_escape(bool in_class) {
+        const std::string_view whole = rest_;
+        if (whole.size() < 2) refuse(whole);
+        const char kind = whole[1];
+        const bool word =
+            (kind >= '0' && kind <= '9') || (kind >= 'a' && kind <= 'z') || (kind >= 'A' && kind <= 'Z');
+        take(2);
+        if (kind == 's')
+            out_ += in_class ? kSpace : "[" + std::string(kSpace) + "]";
+        else if (kind == 'S' && !in_class)
+            out_ += "[^" + std::string(kSpace) + "]";
+        else if (kind == 'd' || kind == 'D')
+            out_ += kind == 'd' ? R"(\p{Nd})" : R"(\P{Nd})";
+        else if (kind == 'p' || kind == 'P')
+            translate_property(whole);
+        else if (!word || kind == 'r' || kind == 'n' || kind == 't' || kind == 'f')
+            out_ += whole.substr(0, 2);
+        else
+            refuse(whole.substr(0, 2));
+    }
+
+    // A general category: a letter, or two.
+    void translate_property(std::string_view whole) {
+        const size_t end = rest_.find('}');
+        const size_t start = rest_.starts_with("{^") ? 2 : 1;
+        const size_t letters = end == rest_.npos || !rest_.starts_with('{') ? 0 : end - start;
+        if (letters < 1 || letters > 2 || std::string_view("LMNPSZC").find(rest_[start]) == rest_.npos ||
+            (letters == 2 && !(rest_[start + 1] >= 'a' && rest_[start + 1] <= 'z')))
+            refuse(whole);
+        out_ += whole.substr(0, 2);
+        out_ += take(end + 1);
+    }
+
+    // PCRE2 has no classes in classes; the inner one's members join the outer's.
+    void translate_class() {
+        const std::string_view whole = rest_;
+        out_ += take(rest_.starts_with("[^") ? 2 : 1);
+        if (rest_.starts_with(']')) refuse(whole);
+        for (int depth = 1; depth > 0;) {
+            if (rest_.empty() || rest_.starts_with("&&") || rest_.starts_with("-[") ||
+                rest_.starts_with("]-"))
+                refuse(whole);
+            if (rest_[0] == '[') {
+                if (rest_.starts_with("[^") || rest_.starts_with("[:") || rest_.starts_with("[]"))
+                    refuse(whole);
+                take(1);
+                depth++;
+            } else if (rest_[0] == ']') {
+                take(1);
+                depth--;
+            } else if (rest_[0] == '\\') {
+                translate_escape(true);
+            } else {
+                out_ += take(1);
+            }
+        }
+        out_ += ']';
+    }
+
+    std::string_view rest_;
+    std::string where_, out_;
+};
+
+// A compiled expression.
+class Pattern {
+  public:
+    struct Found {
+        enum { kMatch, kNone, kUndecided } kind;
+        size_t begin, end;  // of the match; kUndecided: what stands before `begin` has none
+    };
+    // What a thread needs to match with.
+    struct FreeMatch {
+        void operator()(pcre2_match_data* data) const { pcre2_match_data_free(data); }
+    };
+    using Match = std::unique_ptr<pcre2_match_data, FreeMatch>;
+    static Match make_match() { return Match(pcre2_match_data_create(1, nullptr)); }
+
+    // Compiles an expression of Oniguruma's. Fails with a message that begins with `where`.
+    Pattern(std::string_view regex, const std::string& where) {
+        int error = 0;
+        PCRE2_SIZE at = 0;
+        // A dot is any character but a line feed, as in Ruby's syntax.
+        const std::string translated = "(*LF)" + RegexTranslation(regex, where).result();
+        code_.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(translated.data()), translated.size(),
+                                  PCRE2_UTF | PCRE2_UCP, &error, &at, nullptr));
+        uint32_t may_be_empty = 0;
+        if (code_) pcre2_pattern_info(code_.get(), PCRE2_INFO_MATCHEMPTY, &may_be_empty);
+        if (!code_ || may_be_empty) {
+            PCRE2_UCHAR message[200] = "it matches no text at all";
+            if (!code_) pcre2_get_error_message(error, message, sizeof message);
+            fail("%s: the regex \"%s\" cannot be used: %s", where.c_str(), printable(regex).c_str(),
+                 reinterpret_cast<const char*>(message));
+        }
+        // Without it matching is slower and as right.
+        pcre2_jit_compile(code_.get(), PCRE2_JIT_COMPLETE | PCRE2_JIT_PARTIAL_HARD);
+    }
+
+    // The first match in valid UTF-8 from a place on. Where more text will follow, a match that it could
+    // change is not decided.
+    Found find(std::string_view text, size_t from, bool more, pcre2_match_data* match) const {
+        const uint32_t options = PCRE2_NO_UTF_CHECK | (more ? PCRE2_PARTIAL_HARD : 0);
+        int result = run(text, from, options, match);
+        if (result == PCRE2_ERROR_JIT_STACKLIMIT) result = run(text, from, options | PCRE2_NO_JIT, match);
+        if (result == PCRE2_ERROR_NOMATCH) return {Found::kNone, text.size(), text.size()};
+        const PCRE2_SIZE* range = pcre2_get_ovector_pointer(match);
+        if (result == PCRE2_ERROR_PARTIAL) return {Found::kUndecided, range[0], text.size()};
+        if (result < 0) {
+            PCRE2_UCHAR message[200];
+            pcre2_get_error_message(result, message, sizeof message);
+            fail("the tokenizer's regex cannot split the text: %s", reinterpret_cast<const char*>(message));
+        }
+        return {Found::kMatch, range[0], range[1]};
+    }
+
+    size_t bytes() const {
+        size_t code = 0, jit = 0;
+        pcre2_pattern_info(code_.get(), PCRE2_INFO_SIZE, &code);
+        pcre2_pattern_info(code_.get(), PCRE2_INFO_JITSIZE, &jit);
+        return code + jit;
+    }
+
+  private:
+    struct FreeCode {
+        void operator()(pcre2_code* code) const { pcre2_code_free(code); }
+    };
+
+    int run(std::string_view text, size_t from, uint32_t options, pcre2_match_data* match) const {
+        return pcre2_match(code_.get(), reinterpret_cast<PCRE2_SPTR>(text.data()), text.size(), from, options,
+                           match, nullptr);
+    }
+
+    std::unique_ptr<pcre2_code, FreeCode> code_;
+};
+
+// One way to split a text: each match is a piece, and each stretch between them.
+struct TextSplit {
+    Pattern pattern;
+    bool keeps_matches = true, keeps_rest = true;
+};

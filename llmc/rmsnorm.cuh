@@ -1,0 +1,154 @@
+// rmsnorm.cuh - normalisation of rows by their root mean square (Zhang, Sennrich, arXiv:1910.07467), forward,
+// fused with the residual addition before it, backward, and re-made from saved statistics.
+//
+// Rounded as in `transformers`: the normalised row is rounded to T before it is multiplied with the weight.
+#pragma once
+
+#include "llmc/columns.cuh"
+#include "llmc/packed.h"
+#include "llmc/tensor.h"
+#include "llmc/work.h"
+
+// The output of a row of C by the lanes that take every `step`-th element from their `first` on. Written
+// once, so that a re-made output has the bits of the first.
+template <int N, class T>
+SIMT_DEVICE void rms_normalize(T* out, const T* x, float rstd, const T* weight, int C, int first, int step) {
+    for (int c = first; c < C; c += step) {
+        const Packed<T, N> p = load<N>(x + c), w = load<N>(weight + c);
+        float normalized[N], o[N];
+        for (int k = 0; k < N; k++) normalized[k] = p[k] * rstd;
+        const Packed<T, N> n = rounded<T>(normalized);
+        for (int k = 0; k < N; k++) o[k] = n[k] * w[k];
+        store(out + c, o);
+    }
+}
+
+// One warp a row. With kResidual the row is a + b: it is stored in `sum` as T, and as T it is normalised.
+template <class T, int N, bool kResidual>
+__global__ void __launch_bounds__(kBlockThreads)
+    rmsnorm_forward_kernel(T* out, float* rstd, T* sum, const T* a, const T* b, const T* weight, int rows,
+                           int C, float epsilon) {
+    const int row = blockIdx.x * warps_per_block() + warp();
+    if (row >= rows) return;
+    const int64_t start = int64_t{row} * C;
+    Accumulator<N> squares;
+    for (int c = lane() * N; c < C; c += kLanes * N) {
+        Packed<T, N> p = load<N>(a + start + c);
+        if constexpr (kResidual) {
+            const Packed<T, N> q = load<N>(b + start + c);
+            float both[N];
+            for (int k = 0; k < N; k++) both[k] = p[k] + q[k];
+            p = rounded<T>(both);
+            store(sum + start + c, p);
+        }
+        for (int k = 0; k < N; k++) squares[k] += p[k] * p[k];
+    }
+    const float r = rsqrtf(warp_sum(sum_of(squares.v)) / C + epsilon);
+    rms_normalize<N>(out + start, (kResidual ? sum : a) + start, r, weight, C, lane() * N, kLanes * N);
+    if (lane() == 0) rstd[row] = r;
+}
+
+template <class T, int N>
+__global__ void __launch_bounds__(kBlockThreads)
+    rmsnorm_normalize_kernel(T* out, const T* x, const float* rstd, const T* weight, int rows, int C) {
+    const int row = blockIdx.x * warps_per_block() + warp();
+    if (row >= rows) return;
+    const int64_t start = int64_t{row} * C;
+    rms_normalize<N>(out + start, x + start, rstd[row], weight, C, lane() * N, kLanes * N);
+}
+
+// dx += rstd (g - xhat mean(g xhat)) with g = dout weight and xhat = x rstd: one warp a row.
+template <class T, int N>
+__global__ void __launch_bounds__(kBlockThreads)
+    rmsnorm_backward_input_kernel(T* dx, const T* dout, const T* x, const float* rstd, const T* weight,
+                                  int rows, int C) {
+    const int row = blockIdx.x * warps_per_block() + warp();
+    if (row >= rows) return;
+    const int64_t start = int64_t{row} * C;
+    const float r = rstd[row];
+    Accumulator<N> sum_gx;
+    for (int c = lane() * N; c < C; c += kLanes * N) {
+        const Packed<T, N> d = load<N>(dout + start + c), p = load<N>(x + start + c), w = load<N>(weight + c);
+        for (int k = 0; k < N; k++) sum_gx[k] += d[k] * w[k] * (p[k] * r);
+    }
+    const float mean_gx = warp_sum(sum_of(sum_gx.v)) / C;
+    for (int c = lane() * N; c < C; c += kLanes * N) {
+        const Packed<T, N> d = load<N>(dout + start + c), p = load<N>(x + start + c), w = load<N>(weight + c);
+        const Packed<T, N> before = load<N>(dx + start + c);
+        float o[N];
+        for (int k = 0; k < N; k++) o[k] = before[k] + r * (d[k] * w[k] - p[k] * r * mean_gx);
+        store(dx + start + c, o);
+    }
+}
+
+// What the weight gathers from one element: dout xhat.
+template <class T>
+struct RmsnormColumns {
+    static constexpr int kSums = 1;
+    const T *dout, *x;
+    const float* rstd;
+    template <int N>
+    SIMT_DEVICE void add(Accumulator<N> (&sums)[kSums], int row, int64_t at) const {
+        const Packed<T, N> d = load<N>(dout + at), p = load<N>(x + at);
+        const float r = rstd[row];
+        for (int k = 0; k < N; k++) sums[0][k] += d[k] * (p[k] * r);
+    }
+};
+
+template <class T, bool kResidual>
+void rmsnorm_launch(Tensor<T>& out, Tensor<float>& rstd, T* sum, const Tensor<T>& a, const T* b,
+                    const Tensor<T>& weight, Stream stream, float epsilon) {
+    const int rows = static_cast<int>(a.rows()), C = static_cast<int>(a.columns());
+    with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
+        launch<rmsnorm_forward_kernel<T, N, kResidual>>(blocks_of_rows(rows), kBlockThreads, 0, stream,
+                                                        out.data(), rstd.data(), sum, a.data(), b,
+                                                        weight.data(), rows, C, epsilon);
+    });
+}
+
+// out (rows, C) = x rstd weight, with rstd = 1/sqrt(mean(x^2) + epsilon) of each row, which is saved.
+template <class T>
+void rmsnorm_forward(Tensor<T>& out, Tensor<float>& rstd, const Tensor<T>& x, const Tensor<T>& weight,
+                     Stream stream, float epsilon) {
+    const Operation operation("rmsnorm_forward", 0, pass_bytes(out, x));
+    rmsnorm_launch<T, false>(out, rstd, nullptr, x, nullptr, weight, stream, epsilon);
+}
+
+// sum (rows, C) = a + b, and out = rmsnorm of sum.
+template <class T>
+void residual_rmsnorm_forward(Tensor<T>& sum, Tensor<T>& out, Tensor<float>& rstd, const Tensor<T>& a,
+                              const Tensor<T>& b, const Tensor<T>& weight, Stream stream, float epsilon) {
+    const Operation operation("residual_rmsnorm_forward", 0, pass_bytes(sum, out, a, b));
+    rmsnorm_launch<T, true>(out, rstd, sum.data(), a, b.data(), weight, stream, epsilon);
+}
+
+// Makes rmsnorm_forward's output again from x and the saved rstd: the same bits, one pass.
+template <class T>
+void rmsnorm_normalize(Tensor<T>& out, const Tensor<T>& x, const Tensor<float>& rstd, const Tensor<T>& weight,
+                       Stream stream) {
+    const Operation operation("rmsnorm_normalize", 0, pass_bytes(out, x));
+    const int rows = static_cast<int>(x.rows()), C = static_cast<int>(x.columns());
+    with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
+        launch<rmsnorm_normalize_kernel<T, N>>(blocks_of_rows(rows), kBlockThreads, 0, stream, out.data(),
+                                               x.data(), rstd.data(), weight.data(), rows, C);
+    });
+}
+
+// Adds to dx (rows, C) and dweight (C) what dout (rows, C) sends back through rmsnorm_forward of x. An absent
+// dweight is frozen: nothing is computed for it, and scratch may be absent too; else scratch is
+// column_sums_scratch(rows, C, 1).
+template <class T, class Gradient>
+void rmsnorm_backward(Tensor<T>& dx, Tensor<Gradient>& dweight, Tensor<float>& scratch, const Tensor<T>& dout,
+                      const Tensor<T>& x, const Tensor<float>& rstd, const Tensor<T>& weight, Stream stream) {
+    const Operation operation("rmsnorm_backward", 0,
+                              pass_bytes(dx, dx, dout, x) + (dweight ? pass_bytes(dout, x) : 0));
+    const int rows = static_cast<int>(x.rows()), C = static_cast<int>(x.columns());
+    with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
+        launch<rmsnorm_backward_input_kernel<T, N>>(blocks_of_rows(rows), kBlockThreads, 0, stream, dx.data(),
+                                                    dout.data(), x.data(), rstd.data(), weight.data(), rows,
+                                                    C);
+    });
+    if (!dweight) return;
+    const RmsnormColumns<T> columns{dout.data(), x.data(), rstd.data()};
+    add_column_sums<T>(columns, ColumnOutputs<Gradient, 1>{{dweight.data()}}, scratch, rows, C, stream);
+}

@@ -1,0 +1,29 @@
+// room.h - whether the process may have more memory: looked for before calls that crash where they get none.
+#pragma once
+
+#include <sys/mman.h>
+#include <sys/resource.h>
+
+#include "llmc/error.h"
+
+inline bool limited_address_space() {
+    rlimit limit{};
+    return getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
+}
+
+// Fails unless `bytes` more could be mapped now. A limit (ulimit -v) is what refuses them; memory that is
+// merely used up is not seen here.
+inline void require_room(size_t bytes, const char* what) {
+    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p != MAP_FAILED) {
+        munmap(p, bytes);
+        return;
+    }
+    rlimit limit{};
+    getrlimit(RLIMIT_AS, &limit);
+    const std::string said =
+        limit.rlim_cur == RLIM_INFINITY
+            ? "and the system refuses"
+            : format("beyond ulimit -v %llu", static_cast<unsigned long long>(limit.rlim_cur >> 10));
+    fail("out of memory: %s takes up to %zu MiB more, %s", what, bytes >> 20, said.c_str());
+}

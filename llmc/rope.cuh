@@ -1,0 +1,100 @@
+// rope.cuh - rotary position embedding (Su et al., arXiv:2104.09864) of the queries and keys in a packed qkv,
+// in place, and its inverse, which is its backward.
+//
+// Of a head, elements i and i + head_size/2 are a pair (Hugging Face's order, not Meta's), which position p
+// turns by the angle p * inverse_frequency[i]. As in `transformers` that product is rounded to fp32; its
+// cosine and sine stay fp32 here, while `transformers` rounds them to T. They are made anew for each row and
+// then serve all its heads: that costs 4 / heads of the arithmetic and no memory, where a table would be read
+// beside q and k.
+#pragma once
+
+#include "llmc/columns.cuh"
+#include "llmc/packed.h"
+#include "llmc/tensor.h"
+#include "llmc/work.h"
+
+// The cosine and sine of x, 0 <= x <= 2^21, within 1e-7, without a branch. n quarter turns are taken off with
+// pi/2 in two parts, which rounds only once. The product that n comes from is rounded too, so that what
+// remains may be as large as 1: Taylor's terms up to x^10.
+SIMT_DEVICE void cos_sin(float x, float& cosine, float& sine) {
+    const float n = floorf(x * 0.636619772f + 0.5f);
+    const float r = fmaf(-n, -4.37113883e-8f, fmaf(-n, 1.57079637f, x)), r2 = r * r;
+    float s = 1.f / 362880;
+    s = s * r2 - 1.f / 5040;
+    s = s * r2 + 1.f / 120;
+    s = s * r2 - 1.f / 6;
+    s = s * r2 * r + r;
+    float c = -1.f / 3628800;
+    c = c * r2 + 1.f / 40320;
+    c = c * r2 - 1.f / 720;
+    c = c * r2 + 1.f / 24;
+    c = c * r2 - 0.5f;
+    c = c * r2 + 1.f;
+    const int quarter = static_cast<int>(n);
+    const float turned_c = quarter & 1 ? s : c, turned_s = quarter & 1 ? c : s;
+    cosine = (quarter + 1) & 2 ? -turned_c : turned_c;
+    sine = quarter & 2 ? -turned_s : turned_s;
+}
+
+// One warp a row. A lane keeps the cosines and sines of its pairs for every head that it turns.
+template <class T, int N, bool kInverse>
+__global__ void __launch_bounds__(kBlockThreads)
+    rope_kernel(T* qkv, const float* frequencies, int rows, int row_length, int heads, int half, int seq_len,
+                int first_position) {
+    const int row = blockIdx.x * warps_per_block() + warp();
+    if (row >= rows) return;
+    const float position = static_cast<float>(first_position + row % seq_len);
+    const int vectors = half / N, span = vectors < kLanes ? vectors : kLanes;  // of a head at a time
+    const int heads_at_once = kLanes / span;
+    if (lane() >= heads_at_once * span) return;
+    for (int v = lane() % span; v < vectors; v += span) {
+        float cosine[N], sine[N];
+        for (int k = 0; k < N; k++) {
+            cos_sin(position * frequencies[v * N + k], cosine[k], sine[k]);
+            if (kInverse) sine[k] = -sine[k];
+        }
+        T* const first = qkv + int64_t{row} * row_length + v * N;
+        for (int head = lane() / span; head < heads; head += heads_at_once) {
+            T *const low = first + head * 2 * half, *const high = low + half;
+            const Packed<T, N> a = load<N>(low), b = load<N>(high);
+            float turned_a[N], turned_b[N];
+            for (int k = 0; k < N; k++) {
+                turned_a[k] = a[k] * cosine[k] - b[k] * sine[k];
+                turned_b[k] = b[k] * cosine[k] + a[k] * sine[k];
+            }
+            store(low, turned_a);
+            store(high, turned_b);
+        }
+    }
+}
+
+template <class T, bool kInverse>
+void rope_launch(const char* name, Tensor<T>& qkv, const Tensor<float>& frequencies, int heads,
+                 int first_position, Stream stream) {
+    const int rows = static_cast<int>(qkv.rows()), half = static_cast<int>(frequencies.size());
+    const int row_length = static_cast<int>(qkv.columns()), seq_len = static_cast<int>(qkv.shape().dims[1]);
+    assert(qkv.shape().count == 3 && heads * 2 * half <= row_length && row_length % (2 * half) == 0);
+    assert(int64_t{first_position} + seq_len <= 1 << 21);
+    const Operation operation(name, 0, 2.0 * rows * heads * 2 * half * sizeof(T));
+    with_vector_size<T>(half, [&]<int N>(std::integral_constant<int, N>) {
+        launch<rope_kernel<T, N, kInverse>>(blocks_of_rows(rows), kBlockThreads, 0, stream, qkv.data(),
+                                            frequencies.data(), rows, row_length, heads, half, seq_len,
+                                            first_position);
+    });
+}
+
+// Turns the first `heads` heads, the queries' and the keys', of each row of qkv (batch, seq_len, all heads *
+// head_size) by its position, first_position + t; positions are below 2^21. inverse_frequencies (head_size /
+// 2) is the device's copy of what rope_scaling.h makes.
+template <class T>
+void rope_forward(Tensor<T>& qkv, const Tensor<float>& inverse_frequencies, int heads, int first_position,
+                  Stream stream) {
+    rope_launch<T, false>("rope_forward", qkv, inverse_frequencies, heads, first_position, stream);
+}
+
+// Turns the gradients of queries and keys back.
+template <class T>
+void rope_backward(Tensor<T>& d_qkv, const Tensor<float>& inverse_frequencies, int heads, int first_position,
+                   Stream stream) {
+    rope_launch<T, true>("rope_backward", d_qkv, inverse_frequencies, heads, first_position, stream);
+}

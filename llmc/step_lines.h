@@ -1,0 +1,62 @@
+// step_lines.h - the lines that a training prints of its steps: which of them, and what they say.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <optional>
+#include <utility>
+
+struct StepFigures {
+    int64_t step;  // from 0
+    double loss, norm, rate, seconds;
+};
+
+// Prints of a training's first steps a line each, then one a second, or of every `every`-th step where that
+// is not 0. Steps are counted from 1 here, up to `steps`.
+class StepLines {
+  public:
+    // A step's tokens and FLOPs; its utilisation is relative to peak_flops a second.
+    struct Amounts {
+        double tokens, flops, peak_flops;
+    };
+    StepLines(FILE* to, int64_t first_step, int64_t steps, int64_t every, Amounts a_step)
+        : to_(to), first_step_(first_step), steps_(steps), every_(every), a_step_(a_step) {}
+
+    // A step that is done, at so many seconds on any clock.
+    void add(const StepFigures& f, double now) {
+        // The first steps are slower: products are compiled, graphs recorded. The time left follows the rest.
+        const bool early = f.step < first_step_ + kFirst;
+        seconds_per_step_ = early ? f.seconds : 0.9 * seconds_per_step_ + 0.1 * f.seconds;
+        latest_ = f;
+        now_ = now;
+        if (early || (every_ > 0 ? (f.step + 1) % every_ == 0 : now >= printed_ + 1)) print_latest();
+    }
+
+    // The line of the latest step, if it was not printed: before something else is, and at the end.
+    void print_latest() {
+        if (!latest_) return;
+        const StepFigures f = *std::exchange(latest_, std::nullopt);
+        const int64_t done = f.step + 1;
+        const auto left = static_cast<int64_t>(seconds_per_step_ * static_cast<double>(steps_ - done));
+        fprintf(to_,
+                "step %5lld/%lld %5.1f%% | loss %.6f | norm %.4f | lr %.3e | %8.2f ms | %8.0f tok/s | MFU "
+                "%4.1f%% | %lld:%02lld left\n",
+                static_cast<long long>(done), static_cast<long long>(steps_),
+                100.0 * static_cast<double>(done) / static_cast<double>(steps_), f.loss, f.norm, f.rate,
+                f.seconds * 1e3, a_step_.tokens / f.seconds,
+                100.0 * a_step_.flops / f.seconds / a_step_.peak_flops, static_cast<long long>(left / 60),
+                static_cast<long long>(left % 60));
+        fflush(to_);
+        printed_ = now_;
+    }
+
+  private:
+    static constexpr int64_t kFirst = 3;
+
+    FILE* to_;
+    int64_t first_step_, steps_, every_;
+    Amounts a_step_;
+    double seconds_per_step_ = 0;
+    std::optional<StepFigures> latest_;  // if its line was not printed
+    double now_ = 0, printed_ = 0;       // when the latest step was done, and that which was printed last
+};

@@ -1,0 +1,92 @@
+// terminal.h - text that a model wrote, on its way to a terminal, which would obey the control characters in
+// it. Into a pipe or a file bytes go as they are.
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "llmc/error.h"
+
+// How many bytes at the start of a text are its first character, by the table of well-formed UTF-8 (Unicode
+// 15.0, table 3-7); 0 where more bytes are needed to tell, -1 where the first one begins no character.
+inline int whole_character(std::string_view text) {
+    if (text.empty()) return 0;
+    const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
+    const int lead = byte(0), count = lead < 0x80 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
+    if (count > 1 && (lead < 0xc2 || lead > 0xf4)) return -1;
+    for (size_t i = 1; i < static_cast<size_t>(count); i++) {
+        if (i == text.size()) return 0;
+        int low = 0x80, high = 0xbf;
+        if (i == 1 && lead == 0xe0) low = 0xa0;  // no longer than needed
+        if (i == 1 && lead == 0xf0) low = 0x90;
+        if (i == 1 && lead == 0xed) high = 0x9f;  // no surrogates
+        if (i == 1 && lead == 0xf4) high = 0x8f;  // up to U+10FFFF
+        if (byte(i) < low || byte(i) > high) return -1;
+    }
+    return count;
+}
+
+// What a terminal is to get of bytes that come in pieces: characters as they are, and as \x1b each byte of a
+// control character, but for newline and tab, and each that is no UTF-8.
+class TerminalText {
+  public:
+    // What can be shown by now. The beginning of a character is held back until the rest of it has come.
+    std::string add(std::string_view bytes) {
+        held_ += bytes;
+        std::string shown;
+        size_t at = 0;
+        while (const int count = whole_character(std::string_view(held_).substr(at))) {
+            const auto character =
+                std::string_view(held_).substr(at, static_cast<size_t>(std::max(count, 1)));
+            shown += count < 0 || is_control(character) ? escaped(character) : character;
+            at += character.size();
+        }
+        held_.erase(0, at);
+        return shown;
+    }
+    // What is left of a character that has not come whole.
+    std::string finish() { return escaped(std::exchange(held_, {})); }
+
+  private:
+    static bool is_control(std::string_view character) {
+        const unsigned char first = static_cast<unsigned char>(character[0]);
+        if (character.size() == 1) return (first < 0x20 && first != '\n' && first != '\t') || first == 0x7f;
+        return first == 0xc2 && static_cast<unsigned char>(character[1]) < 0xa0;  // U+0080 to U+009F
+    }
+    static std::string escaped(std::string_view bytes) {
+        std::string text;
+        for (const char c : bytes) text += format("\\x%02x", static_cast<unsigned>(c) & 0xff);
+        return text;
+    }
+
+    std::string held_;
+};
+
+// Writes text to a file in pieces, each at once.
+class TextOutput {
+  public:
+    explicit TextOutput(FILE* to) : to_(to), terminal_(isatty(fileno(to)) == 1) {}
+    void write(std::string_view bytes) {
+        if (terminal_)
+            put(text_.add(bytes));
+        else
+            put(bytes);
+    }
+    // The end of the text, and what is to follow it.
+    void finish(std::string_view ending) { put(text_.finish()), put(ending); }
+
+  private:
+    void put(std::string_view bytes) {
+        fwrite(bytes.data(), 1, bytes.size(), to_);
+        fflush(to_);
+    }
+
+    FILE* to_;
+    bool terminal_;
+    TerminalText text_;
+};

@@ -1,0 +1,604 @@
+// tokenizer_json.h - tokenizers of Hugging Face's tokenizer.json files, and of GPT-2's vocab.json and
+// merges.txt.
+//
+// A tokenizer.json names the components that a text goes through, and their settings. All that is said there
+// is followed or refused by its name.
+#pragma once
+
+#include <algorithm>
+#include <cctype>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "llmc/bpe.h"
+#include "llmc/error.h"
+#include "llmc/file.h"
+#include "llmc/tokenizer_parts.h"
+#include "llmc/vocabulary.h"
+
+// The component of a tokenizer.json that an object describes. Its fields are asked for by name; what nobody
+// asked for is refused at the end.
+class Component {
+  public:
+    // `what` names its place in the file: "pre_tokenizer". Fails when it is no object.
+    Component(const nlohmann::json& object, std::string path, std::string what)
+        : object_(object), path_(std::move(path)), what_(std::move(what)) {
+        if (!object.is_object()) fail("%s: %s is not a JSON object", path_.c_str(), what_.c_str());
+        if (const auto type = object.find("type"); type != object.end() && type->is_string())
+            type_ = type->get<std::string>(), what_ += " " + printable(type_);
+        known_.insert("type");
+    }
+
+    const std::string& type() const { return type_; }
+    std::string where() const { return path_ + ": " + what_; }
+
+    // The value, or null where there is none.
+    const nlohmann::json& get(const char* key) {
+        static const nlohmann::json null;
+        known_.insert(key);
+        const auto found = object_.find(key);
+        return found == object_.end() ? null : *found;
+    }
+    bool flag(const char* key, bool usual) {
+        const nlohmann::json& value = get(key);
+        if (!value.is_boolean() && !value.is_null()) refuse(key);
+        return value.is_null() ? usual : value.get<bool>();
+    }
+    std::string text(const char* key) {
+        const nlohmann::json& value = get(key);
+        if (!value.is_string()) refuse(key);
+        return value.get<std::string>();
+    }
+    const nlohmann::json& list(const char* key) {
+        const nlohmann::json& value = get(key);
+        if (!value.is_array()) refuse(key);
+        return value;
+    }
+
+    [[noreturn]] void refuse_type() const {
+        fail("%s: %s type \"%s\" is not supported", path_.c_str(), what_.substr(0, what_.find(' ')).c_str(),
+             printable(type_).c_str());
+    }
+    // A value that is not supported, with what it is.
+    [[noreturn]] void refuse(const char* key) const {
+        const auto found = object_.find(key);
+        if (found == object_.end()) fail("%s: %s has no \"%s\"", path_.c_str(), what_.c_str(), key);
+        const std::string value = found->is_string() ? "\"" + printable(found->get<std::string>()) + "\""
+                                                     : printable(found->dump());
+        fail("%s: %s: \"%s\" %s is not supported", path_.c_str(), what_.c_str(), key, value.c_str());
+    }
+    void refuse_others() const {
+        for (const auto& [key, value] : object_.items())
+            if (!known_.contains(key))
+                fail("%s: %s: \"%s\" is not supported", path_.c_str(), what_.c_str(), printable(key).c_str());
+    }
+
+  private:
+    const nlohmann::json& object_;
+    std::string path_, what_, type_;
+    std::set<std::string> known_;
+};
+
+// A vocabulary and its merges as files spell them.
+class SpeltModel {
+  public:
+    struct Merge {
+        int rank, left, right, joined;  // tokens
+        std::string_view left_spelling, right_spelling;
+    };
+
+    // Merges stand in `merges_path`, each in a numbered `unit`: a "line".
+    SpeltModel(std::string path, std::string merges_path, const char* unit)
+        : path_(std::move(path)), merges_path_(std::move(merges_path)), unit_(unit) {}
+
+    void add_token(const std::string& spelling, const nlohmann::json& token) {
+        if (!token.is_number_unsigned() || token.get<uint64_t>() > Vocabulary::kLargestToken)
+            fail("%s: \"%s\" has a token that is not a number from 0 to %d", path_.c_str(),
+                 printable(spelling).c_str(), Vocabulary::kLargestToken);
+        const auto id = token.get<int>();
+        if (vocabulary_->has(id) || vocabulary_->find(spelling) >= 0)
+            fail("%s: token %d is given twice, here to \"%s\"", path_.c_str(), id,
+                 printable(spelling).c_str());
+        vocabulary_->add(id, spelling);
+    }
+
+    void add_merge(std::string_view left, std::string_view right, size_t number) {
+        if (left.empty() || right.empty()) refuse_merge(number, "is not a pair of tokens");
+        merges_.push_back({static_cast<uint32_t>(left.size()), static_cast<uint32_t>(right.size()), number});
+        merge_text_.append(left).append(right);
+    }
+    // The same of "left right".
+    void add_merge(std::string_view line, size_t number) {
+        const size_t space = line.find(' ');
+        if (space == line.npos || line.find(' ', space + 1) != line.npos)
+            refuse_merge(number, "\"" + printable(line) + "\" is not a pair of tokens");
+        add_merge(line.substr(0, space), line.substr(space + 1), number);
+    }
+    [[noreturn]] void refuse_merge(size_t number, const std::string& why) const {
+        fail("%s: %s %zu: %s", merges_path_.c_str(), unit_, number, why.c_str());
+    }
+
+    const std::shared_ptr<Vocabulary>& vocabulary() const { return vocabulary_; }
+    size_t merge_count() const { return merges_.size(); }
+
+    // Calls use(merge) for each. Fails naming one with a token that is not in the vocabulary.
+    template <class Use>
+    void for_each_merge(Use&& use) const {
+        std::string_view text = merge_text_;
+        for (size_t rank = 0; rank < merges_.size(); rank++) {
+            const MergeText& merge = merges_[rank];
+            const auto token = [&](std::string_view spelling) {
+                const int found = vocabulary_->find(spelling);
+                if (found < 0)
+                    refuse_merge(merge.number, "\"" + printable(spelling) + "\" is not in the vocabulary");
+                return found;
+            };
+            const std::string_view both = text.substr(0, merge.left + merge.right);
+            const std::string_view first = both.substr(0, merge.left), second = both.substr(merge.left);
+            use(Merge{static_cast<int>(rank), token(first), token(second), token(both), first, second});
+            text.remove_prefix(both.size());
+        }
+    }
+
+  private:
+    struct MergeText {
+        uint32_t left, right;  // lengths of the spellings
+        size_t number;
+    };
+    std::string path_, merges_path_;
+    const char* unit_;
+    std::shared_ptr<Vocabulary> vocabulary_ = std::make_shared<Vocabulary>();
+    std::string merge_text_;
+    std::vector<MergeText> merges_;
+};
+
+// Parses a JSON file. The vocabulary and merges, which stand under these keys, are handed to `spelt` as they
+// come and are not in the result, for as JSON values they would take ten times the memory.
+inline nlohmann::json read_spelt_json(const std::string& path,
+                                      const std::vector<std::string>& vocabulary_keys,
+                                      const std::vector<std::string>& merges_keys, SpeltModel& spelt) {
+    std::string open;               // what is open: 'o' an object, 'a' an array
+    std::vector<std::string> keys;  // of each, the latest
+    std::vector<std::string> pair;
+    // Whether the open containers are objects with these keys, and then those of `inner`.
+    const auto stands = [&](const std::vector<std::string>& under, std::string_view inner) {
+        return open.size() == under.size() + inner.size() && open.find_first_not_of('o') >= under.size() &&
+               open.ends_with(inner) && std::equal(under.begin(), under.end(), keys.begin());
+    };
+    return parse_json(read_text(path), path, [&](auto event, const nlohmann::json& parsed) {
+        using Event = nlohmann::json::parse_event_t;
+        const bool opens = event == Event::object_start || event == Event::array_start;
+        const bool in_vocabulary = stands(vocabulary_keys, "o");
+        const bool in_merges = stands(merges_keys, "a"), in_pair = stands(merges_keys, "aa");
+        const size_t number = spelt.merge_count();
+        if (in_vocabulary && event == Event::key) {
+            keys.back() = parsed.get<std::string>();
+            return false;
+        }
+        if (in_vocabulary && (opens || event == Event::value))
+            spelt.add_token(keys.back(), opens ? nullptr : parsed);
+        if ((in_merges && event == Event::object_start) || (in_pair && opens) ||
+            ((in_merges || in_pair) && event == Event::value && !parsed.is_string()))
+            spelt.refuse_merge(number, "is not a pair of tokens");
+        switch (event) {
+            case Event::object_start:
+            case Event::array_start:
+                open += event == Event::object_start ? 'o' : 'a';
+                keys.emplace_back();
+                pair.clear();
+                return true;
+            case Event::object_end:
+            case Event::array_end:
+                if (in_pair && pair.size() != 2) spelt.refuse_merge(number, "is not a pair of tokens");
+                if (in_pair) spelt.add_merge(pair[0], pair[1], number);
+                open.pop_back();
+                keys.pop_back();
+                return !in_pair;
+            case Event::key:
+                keys.back() = parsed.get<std::string>();
+                return true;
+            case Event::value:
+                if (in_merges) spelt.add_merge(parsed.get_ref<const std::string&>(), number);
+                if (in_pair) pair.push_back(parsed.get<std::string>());
+                return !in_merges && !in_pair;
+        }
+        return true;
+    });
+}
+
+inline Merges make_merges(const SpeltModel& spelt) {
+    Merges merges(spelt.merge_count());
+    spelt.for_each_merge([&](const SpeltModel::Merge& merge) {
+        merges.put(merge.left, merge.right, {merge.rank, merge.joined});
+    });
+    return merges;
+}
+
+// Which characters merges join across.
+inline Joints make_joints(const SpeltModel& spelt) {
+    Joints::Pairs pairs;
+    spelt.for_each_merge([&](const SpeltModel::Merge& merge) {
+        const std::string_view left = merge.left_spelling;
+        pairs.emplace_back(first_character(left.substr(last_character_start(left))).code,
+                           first_character(merge.right_spelling).code);
+    });
+    return Joints(std::move(pairs));
+}
+
+// Byte pair encoding on bytes, with GPT-2's spelling of them.
+inline void use_bytes(const SpeltModel& spelt, TextSteps& steps, Bpe& bpe) {
+    const Vocabulary& old = *spelt.vocabulary();
+    steps.vocabulary = std::make_shared<Vocabulary>();
+    std::string bytes;
+    for (int token = 0; token < old.size(); token++) {
+        if (!old.has(token)) continue;
+        const bool by_bytes = read_spelling(old[token], bytes);
+        steps.vocabulary->add(token, by_bytes ? bytes : old[token], by_bytes && bpe.whole_words);
+    }
+    for (int byte = 0; byte < 256; byte++)
+        bpe.byte_tokens[static_cast<size_t>(byte)] = old.find(spell_byte(byte));
+    bpe.by_bytes = true;
+    bpe.merges = make_merges(spelt);
+    bpe.vocabulary = steps.vocabulary;
+    steps.byte_tokens = bpe.byte_tokens;
+}
+
+// Byte pair encoding on characters, with tokens "<0x00>" to "<0xFF>" for those that have none, if asked for.
+inline void use_characters(const SpeltModel& spelt, bool byte_fallback, TextSteps& steps, Bpe& bpe) {
+    for (int byte = 0; byte < 256 && byte_fallback; byte++)
+        bpe.byte_tokens[static_cast<size_t>(byte)] = spelt.vocabulary()->find(format("<0x%02X>", byte));
+    bpe.by_bytes = false;
+    bpe.merges = make_merges(spelt);
+    // A word that is a token as a whole need not come about by merges.
+    if (!bpe.whole_words) steps.joints = make_joints(spelt);
+    bpe.vocabulary = steps.vocabulary = spelt.vocabulary();
+    steps.byte_tokens = bpe.byte_tokens;
+    steps.knows_all =
+        std::none_of(bpe.byte_tokens.begin(), bpe.byte_tokens.end(), [](int t) { return t < 0; });
+}
+
+// Reads a tokenizer.json. Fails naming the file, and the component and value that it does not know.
+class TokenizerJsonReader {
+  public:
+    explicit TokenizerJsonReader(const std::string& path) : path_(path), spelt_(path, path, "merge") {
+        const nlohmann::json file = read_spelt_json(path, {"model", "vocab"}, {"model", "merges"}, spelt_);
+        Component top(file, path, "it");
+        if (const auto& version = top.get("version"); !version.is_null() && version != "1.0")
+            top.refuse("version");
+        top.get("truncation"), top.get("padding");  // what a caller wants, not the tokenizer
+        read_model(top.get("model"));
+        for_each_in(top, "normalizer", "normalizers", [&](Component& c) { read_normalizer(c); });
+        read_added_tokens(top.get("added_tokens"));
+        for_each_in(top, "pre_tokenizer", "pretokenizers", [&](Component& c) { read_pre_tokenizer(c); });
+        finish_model();
+        for_each_in(top, "decoder", "decoders", [&](Component& c) { read_decoder(c); });
+        if (!by_bytes_ && top.get("decoder").is_null()) top.refuse("decoder");
+        for_each_in(top, "post_processor", "processors", [&](Component& c) { read_post_processor(c); });
+        top.refuse_others();
+    }
+
+    TokenizerParts take() { return std::move(parts_); }
+
+  private:
+    struct Added {
+        std::string spelling, text;  // the latter is normalized where it is to be found in normalized text
+    };
+
+    // Calls read(component) for the component of that name: none if it is null, each of its list if it is a
+    // Sequence. Fields that it did not ask for are refused.
+    template <class Read>
+    void for_each_in(Component& top, const char* name, const char* list, Read&& read) {
+        if (top.get(name).is_null()) return;
+        Component whole(top.get(name), path_, name);
+        if (whole.type() != "Sequence") {
+            read(whole);
+            whole.refuse_others();
+            return;
+        }
+        for (const nlohmann::json& each : whole.list(list)) {
+            Component part(each, path_, name);
+            read(part);
+            part.refuse_others();
+        }
+        whole.refuse_others();
+    }
+
+    void read_model(const nlohmann::json& json) {
+        const auto has = [&](const char* key) { return json.is_object() && json.contains(key); };
+        if (has("type") && json["type"] != "BPE") Component(json, path_, "model").refuse_type();
+        if (!has("vocab") || !has("merges"))
+            fail("%s: has no BPE model with \"vocab\" and \"merges\"", path_.c_str());
+        Component model(json, path_, "model");
+        if (!model.get("vocab").is_object()) fail("%s: the vocabulary is not a JSON object", path_.c_str());
+        if (!model.get("merges").is_array()) fail("%s: \"merges\" is not a list", path_.c_str());
+        const nlohmann::json& dropout = model.get("dropout");
+        if (!dropout.is_null() && dropout != 0) model.refuse("dropout");
+        for (const char* affix : {"continuing_subword_prefix", "end_of_word_suffix"})
+            if (!model.get(affix).is_null() && model.get(affix) != "") model.refuse(affix);
+        bpe_->whole_words = model.flag("ignore_merges", false);
+        bpe_->fuse_unknown = model.flag("fuse_unk", false);
+        byte_fallback_ = model.flag("byte_fallback", false);
+        if (!model.get("unk_token").is_null()) {
+            unknown_ = model.text("unk_token");
+            bpe_->unknown = spelt_.vocabulary()->find(unknown_);
+        }
+        model.refuse_others();
+    }
+
+    // Once it is known whether words are bytes or characters.
+    void finish_model() {
+        TextSteps& steps = parts_.steps;
+        if (by_bytes_)
+            use_bytes(spelt_, steps, *bpe_);
+        else
+            use_characters(spelt_, byte_fallback_, steps, *bpe_);
+        const bool knows_bytes = std::none_of(steps.byte_tokens.begin(), steps.byte_tokens.end(),
+                                              [](int32_t token) { return token < 0; });
+        if (by_bytes_ && byte_fallback_ && !knows_bytes)
+            fail("%s: model BPE: \"byte_fallback\" true is not supported with a pre_tokenizer ByteLevel",
+                 path_.c_str());
+        if (!unknown_.empty() && bpe_->unknown < 0 && !knows_bytes)
+            fail("%s: model BPE: \"unk_token\" \"%s\" is not in the vocabulary", path_.c_str(),
+                 printable(unknown_).c_str());
+        steps.unknown = bpe_->unknown;
+        add_spellings();
+        steps.words = std::move(bpe_);
+    }
+
+    void read_normalizer(Component& c) {
+        Normalizer& n = parts_.steps.normalizers[0];
+        if (c.type() == "NFC") {
+            // Later it would see what comes from the others, and where text can be cut is known for text as
+            // it is.
+            if (!n.empty()) fail("%s: normalizer NFC is not supported after another", path_.c_str());
+            n.nfc = true;
+        } else if (c.type() == "Prepend") {
+            n.prefix = c.text("prepend") + n.prefix;
+        } else if (c.type() == "Replace") {
+            const std::string from = read_string_pattern(c), to = c.text("content");
+            if (from.empty() || first_character(from).length != from.size()) c.refuse("pattern");
+            if (to.empty()) c.refuse("content");
+            n.replacements.emplace_back(from, to);
+            std::string prefix;
+            for (std::string_view rest = n.prefix; !rest.empty();
+                 rest.remove_prefix(first_character(rest).length)) {
+                const std::string_view character = rest.substr(0, first_character(rest).length);
+                prefix += character == from ? to : character;
+            }
+            n.prefix = prefix;
+        } else {
+            c.refuse_type();
+        }
+    }
+
+    // {"String": "..."}
+    static std::string read_string_pattern(Component& c) {
+        const nlohmann::json& pattern = c.get("pattern");
+        if (!pattern.is_object() || pattern.size() != 1 || !pattern.contains("String") ||
+            !pattern["String"].is_string())
+            c.refuse("pattern");
+        return pattern["String"].get<std::string>();
+    }
+
+    void read_added_tokens(const nlohmann::json& list) {
+        if (list.is_null()) return;
+        if (!list.is_array()) fail("%s: \"added_tokens\" is not a list", path_.c_str());
+        for (const nlohmann::json& each : list) {
+            Component c(each, path_, "added token");
+            const std::string content = c.text("content");
+            const nlohmann::json& id = c.get("id");
+            if (!id.is_number_unsigned() || id.get<uint64_t>() > Vocabulary::kLargestToken) c.refuse("id");
+            const AddedTokens::Token token{id.get<int>(), c.flag("single_word", false),
+                                           c.flag("lstrip", false), c.flag("rstrip", false)};
+            const bool special = c.flag("special", false), normalized = c.flag("normalized", !special);
+            c.refuse_others();
+            const Vocabulary& vocabulary = *spelt_.vocabulary();
+            const int known = vocabulary.find(content);
+            const auto refuse = [&](const char* why) {
+                fail("%s: added token %d \"%s\": %s", path_.c_str(), token.token, printable(content).c_str(),
+                     why);
+            };
+            if (known >= 0 && known != token.token) refuse("has another number in the vocabulary");
+            if (known < 0 && vocabulary.has(token.token)) refuse("its number is that of another token");
+            if (!added_.emplace(token.token, Added{content, content}).second)
+                refuse("its number is given twice");
+            const size_t at = static_cast<size_t>(token.token);
+            if (at >= parts_.special.size()) parts_.special.resize(at + 1);
+            parts_.special[at] = special;
+            if (content.empty()) continue;
+            const std::string pattern = normalized ? parts_.steps.normalizers[0](content) : content;
+            if (pattern.empty() || parts_.steps.added[normalized].has(pattern)) refuse("is another one too");
+            parts_.steps.added[normalized].add(pattern, token);
+            added_[token.token].text = pattern;
+        }
+    }
+
+    // Added tokens that are not the model's come into the vocabulary too.
+    void add_spellings() {
+        Vocabulary& vocabulary = *parts_.steps.vocabulary;
+        for (const auto& [token, added] : added_) {
+            if (!vocabulary.has(token)) vocabulary.add(token, added.spelling, false);
+            if (vocabulary[token] != added.text) parts_.decoding.texts[token] = added.text;
+        }
+        vocabulary.shrink();
+    }
+
+    void read_pre_tokenizer(Component& c) {
+        TextSteps& steps = parts_.steps;
+        const bool first = steps.splits.empty() && steps.normalizers[1].empty();
+        if (by_bytes_) fail("%s: a pre_tokenizer after ByteLevel is not supported", path_.c_str());
+        const auto add_split = [&](std::string_view regex) -> TextSplit& {
+            return steps.splits.emplace_back(TextSplit{Pattern(regex, c.where())});
+        };
+        if (c.type() == "Split") {
+            const nlohmann::json& pattern = c.get("pattern");
+            const bool is_regex = pattern.is_object() && pattern.size() == 1 && pattern.contains("Regex") &&
+                                  pattern["Regex"].is_string();
+            const bool inverted = c.flag("invert", false);
+            const std::string behavior = c.text("behavior");
+            if (behavior != "Isolated" && behavior != "Removed") c.refuse("behavior");
+            TextSplit& split =
+                add_split(is_regex ? pattern["Regex"].get<std::string>() : literal(read_string_pattern(c)));
+            if (behavior == "Removed") (inverted ? split.keeps_rest : split.keeps_matches) = false;
+        } else if (c.type() == "Digits") {
+            add_split(c.flag("individual_digits", false) ? R"(\p{N})" : R"(\p{N}+)");
+        } else if (c.type() == "ByteLevel") {
+            by_bytes_ = true;
+            c.flag("trim_offsets", true);
+            if (c.flag("add_prefix_space", true)) {
+                if (!first)
+                    fail("%s: \"add_prefix_space\" after another pre_tokenizer is not supported",
+                         c.where().c_str());
+                steps.normalizers[1].prefix = " ";
+                steps.normalizers[1].prefix_unless_there = true;
+            }
+            if (c.flag("use_regex", true)) add_split(kGpt2Split);
+        } else if (c.type() == "Metaspace") {
+            if (!first) fail("%s: is not supported after another pre_tokenizer", c.where().c_str());
+            const std::string scheme = read_prepend_scheme(c);
+            steps.normalizers[1].replacements.emplace_back(" ", kSpaceSymbol);
+            if (scheme != "never") {
+                steps.normalizers[1].prefix = kSpaceSymbol;
+                steps.normalizers[1].prefix_unless_there = true;
+                steps.normalizers[1].prefix_at_origin = scheme == "first";
+            }
+            const std::string space = kSpaceSymbol;
+            if (c.flag("split", true)) add_split(space + "[^" + space + "]*");
+        } else {
+            c.refuse_type();
+        }
+    }
+
+    static std::string read_prepend_scheme(Component& c) {
+        c.get("str_rep");
+        if (c.text("replacement") != kSpaceSymbol) c.refuse("replacement");
+        const bool prefix = c.flag("add_prefix_space", true);
+        const std::string scheme =
+            c.get("prepend_scheme").is_null() ? prefix ? "always" : "never" : c.text("prepend_scheme");
+        const bool known = scheme == "always" || scheme == "first" || scheme == "never";
+        if (!known || (!prefix && scheme != "never")) c.refuse("prepend_scheme");
+        return scheme;
+    }
+
+    // A regex that matches that text.
+    static std::string literal(std::string_view text) {
+        std::string regex;
+        for (const char c : text) {
+            const auto byte = static_cast<unsigned char>(c);
+            if (byte < 0x80 && !std::isalnum(byte)) regex += '\\';
+            regex += c;
+        }
+        return regex;
+    }
+
+    void read_decoder(Component& c) {
+        DecodingRules& rules = parts_.decoding;
+        if (c.type() == "ByteLevel") {
+            if (!by_bytes_) fail("%s: is not supported without a pre_tokenizer ByteLevel", c.where().c_str());
+            c.get("add_prefix_space"), c.get("trim_offsets"), c.get("use_regex");  // of the encoder
+        } else if (c.type() == "Replace") {
+            if (read_string_pattern(c) != kSpaceSymbol) c.refuse("pattern");
+            if (c.text("content") != " ") c.refuse("content");
+            rules.space_symbol = true;
+        } else if (c.type() == "ByteFallback") {
+            rules.byte_tokens = true;
+        } else if (c.type() == "Fuse") {
+            fused_ = true;
+        } else if (c.type() == "Strip") {
+            if (!fused_) fail("%s: is not supported before a Fuse", c.where().c_str());
+            if (c.text("content") != " ") c.refuse("content");
+            if (!c.get("start").is_number_unsigned()) c.refuse("start");
+            if (c.get("stop") != 0) c.refuse("stop");
+            rules.strips_spaces += c.get("start").get<uint32_t>();
+        } else if (c.type() == "Metaspace") {
+            if (fused_) fail("%s: is not supported after a Fuse", c.where().c_str());
+            rules.strips_symbols = read_prepend_scheme(c) != "never";
+            c.get("split");
+            rules.space_symbol = true;
+        } else {
+            c.refuse_type();
+        }
+        if (by_bytes_ && c.type() != "ByteLevel")
+            fail("%s: is not supported with a pre_tokenizer ByteLevel", c.where().c_str());
+    }
+
+    // "$A" with special tokens before and after it; what it says of pairs of texts is not needed.
+    void read_post_processor(Component& c) {
+        if (c.type() == "ByteLevel") {
+            c.get("add_prefix_space"), c.get("trim_offsets"), c.get("use_regex");  // of offsets
+            return;
+        }
+        if (c.type() != "TemplateProcessing") c.refuse_type();
+        c.get("pair");
+        std::vector<int32_t> around[2];
+        bool after = false;
+        for (const nlohmann::json& item : c.list("single")) {
+            const auto is = [&](const char* kind) {
+                return item.is_object() && item.size() == 1 && item.contains(kind) &&
+                       item[kind].is_object() && item[kind].contains("id") && item[kind]["id"].is_string();
+            };
+            if (is("Sequence") && !after) {
+                after = true;
+            } else if (is("SpecialToken")) {
+                const auto name = item["SpecialToken"]["id"].get<std::string>();
+                const nlohmann::json& all = c.get("special_tokens");
+                const bool known = all.is_object() && all.contains(name) && all[name].is_object() &&
+                                   all[name].contains("ids") && all[name]["ids"].is_array();
+                for (const nlohmann::json& id : known ? all[name]["ids"] : nlohmann::json::array({nullptr})) {
+                    if (!id.is_number_unsigned() || id.get<uint64_t>() > Vocabulary::kLargestToken ||
+                        !parts_.steps.vocabulary->has(id.get<int>()))
+                        fail("%s: special token \"%s\" is no token", c.where().c_str(),
+                             printable(name).c_str());
+                    around[after].push_back(id.get<int>());
+                }
+            } else {
+                c.refuse("single");
+            }
+        }
+        if (!after) c.refuse("single");
+        parts_.before.insert(parts_.before.begin(), around[0].begin(), around[0].end());
+        parts_.after.insert(parts_.after.end(), around[1].begin(), around[1].end());
+    }
+
+    std::string path_;
+    SpeltModel spelt_;
+    TokenizerParts parts_;
+    std::unique_ptr<Bpe> bpe_ = std::make_unique<Bpe>();
+    bool by_bytes_ = false, byte_fallback_ = false, fused_ = false;
+    std::string unknown_;         // the unk_token
+    std::map<int, Added> added_;  // by token
+};
+
+// GPT-2's vocab.json, and merges.txt with "left right" a line, after a line "#version: ...".
+inline TokenizerParts read_gpt2_files(const std::string& vocabulary, const std::string& merges) {
+    SpeltModel spelt(vocabulary, merges, "line");
+    if (!read_spelt_json(vocabulary, {}, {"no merges here"}, spelt).is_object())
+        fail("%s: the vocabulary is not a JSON object", vocabulary.c_str());
+    const std::string text = read_text(merges);
+    std::string_view rest = text;
+    for (size_t number = 1; !rest.empty(); number++) {
+        std::string_view line = rest.substr(0, rest.find('\n'));
+        rest.remove_prefix(std::min(rest.size(), line.size() + 1));
+        if (line.ends_with('\r')) line.remove_suffix(1);
+        if (line.empty() || (number == 1 && line.starts_with("#version"))) continue;
+        spelt.add_merge(line, number);
+    }
+    TokenizerParts parts;
+    auto bpe = std::make_unique<Bpe>();
+    use_bytes(spelt, parts.steps, *bpe);
+    for (size_t byte = 0; byte < 256; byte++)
+        if (bpe->byte_tokens[byte] < 0)
+            fail("%s: has no token for the byte 0x%02zx", vocabulary.c_str(), byte);
+    parts.steps.splits.push_back(TextSplit{Pattern(kGpt2Split, vocabulary)});
+    parts.steps.vocabulary->shrink();
+    parts.steps.words = std::move(bpe);
+    return parts;
+}

@@ -1,0 +1,93 @@
+// utf8.h - characters of UTF-8 text, and which of them are white space or parts of words.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <string_view>
+
+#include <utf8proc.h>
+
+struct Character {
+    int32_t code;   // -1 where the bytes are not UTF-8
+    size_t length;  // in bytes; 1 for a byte that is none
+};
+
+// The first character of a text that is not empty.
+inline Character first_character(std::string_view text) {
+    const auto* bytes = reinterpret_cast<const utf8proc_uint8_t*>(text.data());
+    if (bytes[0] < 0x80) return {bytes[0], 1};
+    utf8proc_int32_t code;
+    const auto length = utf8proc_iterate(bytes, static_cast<utf8proc_ssize_t>(text.size()), &code);
+    return length > 0 ? Character{code, static_cast<size_t>(length)} : Character{-1, 1};
+}
+
+inline bool continues_character(char byte) { return (static_cast<unsigned char>(byte) & 0xc0) == 0x80; }
+
+// Where the last character of valid UTF-8 that is not empty starts.
+inline size_t last_character_start(std::string_view text) {
+    size_t start = text.size() - 1;
+    while (start > 0 && continues_character(text[start])) start--;
+    return start;
+}
+
+// How many of the first bytes are valid UTF-8.
+inline size_t valid_utf8(std::string_view text) {
+    size_t at = 0;
+    while (at < text.size()) {
+        uint64_t eight;
+        if (text.size() - at >= sizeof eight) {
+            std::memcpy(&eight, text.data() + at, sizeof eight);
+            if (!(eight & 0x8080808080808080)) {
+                at += sizeof eight;
+                continue;
+            }
+        }
+        const Character c = first_character(text.substr(at));
+        if (c.code < 0) break;
+        at += c.length;
+    }
+    return at;
+}
+
+// How many bytes at the end may be the start of a character whose rest has not come yet.
+inline size_t unfinished_utf8(std::string_view text) {
+    for (size_t back = 1; back <= std::min<size_t>(3, text.size()); back++) {
+        const auto byte = static_cast<unsigned char>(text[text.size() - back]);
+        if (byte < 0x80) return 0;
+        const size_t length = byte >= 0xf0 ? 4 : byte >= 0xe0 ? 3 : byte >= 0xc0 ? 2 : 0;
+        if (length > 0) return length > back ? back : 0;
+    }
+    return 0;
+}
+
+// Unicode's White_Space.
+inline bool is_space(int32_t c) {
+    return (c >= 9 && c <= 13) || c == ' ' || c == 0x85 || c == 0xa0 || c == 0x1680 ||
+           (c >= 0x2000 && c <= 0x200a) || c == 0x2028 || c == 0x2029 || c == 0x202f || c == 0x205f ||
+           c == 0x3000;
+}
+
+// What regular expressions call \w (Unicode TR18, annex C): alphabetic characters, marks, decimal digits,
+// connectors and joiners.
+inline bool is_word(int32_t c) {
+    if ((c >= 0x24b6 && c <= 0x24e9) || (c >= 0x1f130 && c <= 0x1f149) || (c >= 0x1f150 && c <= 0x1f169) ||
+        (c >= 0x1f170 && c <= 0x1f189) || c == 0x200c || c == 0x200d)
+        return true;  // alphabetic symbols, and joiners
+    switch (utf8proc_category(c)) {
+        case UTF8PROC_CATEGORY_LU:
+        case UTF8PROC_CATEGORY_LL:
+        case UTF8PROC_CATEGORY_LT:
+        case UTF8PROC_CATEGORY_LM:
+        case UTF8PROC_CATEGORY_LO:
+        case UTF8PROC_CATEGORY_MN:
+        case UTF8PROC_CATEGORY_MC:
+        case UTF8PROC_CATEGORY_ME:
+        case UTF8PROC_CATEGORY_ND:
+        case UTF8PROC_CATEGORY_NL:
+        case UTF8PROC_CATEGORY_PC:
+            return true;
+        default:
+            return false;
+    }
+}

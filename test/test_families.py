@@ -1,0 +1,143 @@
+"""Every family against transformers' own model: gradients, steps, generation, files; and that options change no bit."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_train import GRADIENT_BOUND, LOSS_BOUND, by_key, greedy, open_with_transformers, run_reference, sampled
+from trainer_runs import figures, make, random_tokens, read_log, saved_bytes, write_shard
+
+LLAMA3 = json.dumps({"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
+                     "high_freq_factor": 4.0, "original_max_position_embeddings": 16})
+LINEAR = json.dumps({"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0})
+# Odd shapes: grouped heads, numbers of heads that are no power of two, heads of another size than their share, tied
+# and not, windows, scalings, files in shards.
+MODELS = {
+    "llama": ("--heads", 6, "--kv-heads", 2, "--channels", 60, "--mlp-width", 92),
+    "llama-tied": ("--heads", 4, "--kv-heads", 1, "--channels", 40, "--tied", "--rope", LLAMA3, "--shard-size", "40KB"),
+    "llama-linear": ("--heads", 3, "--channels", 48, "--head-size", 20, "--rope", LINEAR),
+    "mistral": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--window", 7),
+    "qwen2": ("--heads", 6, "--kv-heads", 3, "--channels", 48, "--tied"),
+    "qwen2-window": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--window", 5),
+    "qwen3": ("--heads", 4, "--kv-heads", 2, "--channels", 56, "--head-size", 18),
+    "bloom": ("--heads", 6, "--channels", 48),
+    "bloom-prefix": ("--heads", 8, "--channels", 64, "--prefix"),
+}
+VOCAB = 301
+DATA = ("--model", "model", "--data", "data.bin", "--batch", 3, "--seq-len", 37)
+# What lies together in a row of the trainer's tables.
+FUSED = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request, tmp_path_factory):
+    """A random model, with weights that both precisions hold, and data. Nobody writes here."""
+    path = tmp_path_factory.mktemp(request.param)
+    make(path / "model", "--family", request.param.split("-")[0], "--layers", 2, "--vocab", VOCAB, "--positions", 64,
+         "--dtype", "bf16", *MODELS[request.param])
+    write_shard(path / "data.bin", random_tokens(VOCAB, 3000))
+    return path
+
+
+@pytest.fixture
+def work(folder, tmp_path):
+    for name in ("model", "data.bin"):
+        (tmp_path / name).symlink_to(folder / name)
+    return tmp_path
+
+
+def fused(name, tensors):
+    """The tensor of a row, by its name in a training state, of those of a model's files."""
+    for prefix in ("", "model.", "transformer."):
+        for row, parts in FUSED.items():
+            if row in name and prefix + name.replace(row, parts[0]) in tensors:
+                return torch.cat([tensors[prefix + name.replace(row, part)] for part in parts])
+        if prefix + name in tensors:
+            return tensors[prefix + name]
+    raise KeyError(name)
+
+
+def test_gradients(train, work):
+    """Of every tensor. A first step with beta1 0 leaves them in AdamW's m."""
+    data = ("--model", work / "model", "--data", work / "data.bin", *DATA[4:], "--grad-accum", 2, "--steps", 1)
+    run_reference(*data, "--dump-gradients", work / "expected")
+    train(*data, "--beta1", 0, "--clip", 0, "--sample-tokens", 0, "--out", work / "out")
+    expected, state = load_file(work / "expected"), load_file(work / "out" / "trainer_state.safetensors")
+    gradients = {name.removeprefix("m."): tensor for name, tensor in state.items() if name.startswith("m.")}
+    assert sum(g.numel() for g in gradients.values()) == sum(g.numel() for g in expected.values())
+    for name, got in gradients.items():
+        gradient = fused(name, expected)
+        assert got.shape == gradient.shape and gradient.norm() > 1e-6
+        assert (got - gradient).norm() <= GRADIENT_BOUND[train.precision] * gradient.norm(), name
+
+
+def test_twenty_steps(train, work):
+    options = ("--model", work / "model", "--data", work / "data.bin", *DATA[4:], "--steps", 20, "--lr", 3e-3,
+               "--warmup", 4, "--clip", 2, "--val-data", work / "data.bin", "--eval-every", 8, "--eval-batches", 2)
+    expected = run_reference(*options)
+    train(*options, "--log", work / "log", "--sample-tokens", 0)
+    log, bound = read_log(work / "log"), LOSS_BOUND[train.precision]
+    assert by_key(log, "loss") == pytest.approx(by_key(expected, "loss"), rel=0, abs=bound)
+    assert by_key(log, "val_loss") == pytest.approx(by_key(expected, "val_loss"), rel=0, abs=bound)
+
+
+def test_logits_of_a_save(train, work):
+    """A save opens in transformers with nothing missing, and has the loss there that it had here."""
+    train(*DATA, "--steps", 3, "--val-data", "data.bin", "--eval-batches", 2, "--out", "out", "--log", "log",
+          "--sample-tokens", 0, cwd=work)
+    model = open_with_transformers(work / "out").float()
+    tokens = np.fromfile(work / "data.bin", dtype=np.uint16, offset=1024).astype(np.int64)
+    windows = torch.stack([torch.from_numpy(tokens[at:at + 38]) for at in range(0, 6 * 37, 37)])
+    with torch.no_grad():
+        logits = model(windows[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item()
+    [validated] = by_key(read_log(work / "log"), "val_loss").values()
+    assert validated == pytest.approx(loss, rel=0, abs=1e-5 if train.precision == "fp32" else 1e-2)
+
+
+def test_greedy(train_fp32, work):
+    """50 tokens, each through the cache, after token 0; here after a step that changes nothing."""
+    got = sampled(train_fp32, *DATA[:4], "--batch", 1, "--seq-len", 60, "--steps", 1, "--lr", 0, "--sample-tokens", 50,
+                  cwd=work)
+    assert list(map(int, got.split())) == greedy(work / "model", [0], 50)
+
+
+def trained(train, work, name, *options):
+    train(*DATA, "--steps", 4, "--out", name, "--log", f"{name}.log", "--sample-tokens", 0, *options, cwd=work)
+    return figures(read_log(work / f"{name}.log")), saved_bytes(work / name)
+
+
+def test_memory_options_change_no_bit(train, work):
+    """Each level, a mix, threads, and updating in backward, which takes the norm block by block."""
+    first = trained(train, work, "none", "--recompute", "none", "--grad-accum", 2)
+    for level in ("gelu", "norm", "ffn", "attention", "block", "block:1,norm:1"):
+        assert first == trained(train, work, level.replace(":", ""), "--recompute", level, "--grad-accum", 2)
+    assert first == trained(train, work, "one", "--threads", 1, "--grad-accum", 2)
+    by_block = trained(train, work, "a", "--clip-per-block")
+    assert by_block == trained(train, work, "b", "--clip-per-block", "--update-in-backward")
+
+
+def test_resume_is_the_unbroken_run(train, work):
+    train(*DATA, "--steps", 6, "--save-every", 3, "--keep", 0, "--out", "out", "--sample-tokens", 0, cwd=work)
+    whole = saved_bytes(work / "out" / "step-00000006")
+    shutil.rmtree(work / "out" / "step-00000006")
+    train("--resume", "out/step-00000003", cwd=work)
+    assert saved_bytes(work / "out" / "step-00000006") == whole
+
+
+def test_saves_are_of_the_family(train_fp32, work):
+    train_fp32(*DATA, "--steps", 1, "--lr", 0, "--out", "out", "--sample-tokens", 0, cwd=work)
+    before = {}
+    for file in (work / "model").glob("*.safetensors"):
+        before |= load_file(file)
+    after = load_file(work / "out" / "model.safetensors")
+    for name, tensor in before.items():
+        full = name if name in after else "transformer." + name
+        assert torch.equal(after.pop(full), tensor.float()), name
+    assert not after
+    old, new = (json.loads((work / f / "config.json").read_text()) for f in ("model", "out"))
+    assert new["model_type"] == old["model_type"] and new["architectures"] == old["architectures"]

@@ -1,0 +1,226 @@
+// The families' tables and config.json: counts of published models, both spellings of `transformers`, the
+// classes' defaults, what is refused, and that what is written reads back.
+#include <gtest/gtest.h>
+
+#include "llmc/arena.h"
+#include "llmc/model.h"
+
+namespace {
+using nlohmann::json;
+
+ModelConfig parsed(const json& config) { return parse_config(config, "config.json"); }
+
+std::string refusal(const json& config) {
+    try {
+        parsed(config);
+    } catch (const UserError& e) {
+        return e.what();
+    }
+    return "";
+}
+
+json with(json config, const char* key, const json& value) {
+    config[key] = value;
+    return config;
+}
+
+json llama(int channels, int layers, int heads, int kv_heads, int mlp_width, int vocabulary, bool tied) {
+    return {
+        {"model_type", "llama"},        {"hidden_size", channels},         {"num_hidden_layers", layers},
+        {"num_attention_heads", heads}, {"num_key_value_heads", kv_heads}, {"intermediate_size", mlp_width},
+        {"vocab_size", vocabulary},     {"max_position_embeddings", 4096}, {"rms_norm_eps", 1e-5},
+        {"tie_word_embeddings", tied}};
+}
+
+json of_type(const char* type, json config) { return with(std::move(config), "model_type", type); }
+
+const json kScaled = {{"rope_type", "llama3"},
+                      {"factor", 32.0},
+                      {"low_freq_factor", 1.0},
+                      {"high_freq_factor", 4.0},
+                      {"original_max_position_embeddings", 8192}};
+
+TEST(Family, CountsOfPublishedModels) {
+    const json qwen3 = with(of_type("qwen3", llama(1024, 28, 16, 8, 3072, 151936, true)), "head_dim", 128);
+    const std::pair<json, int64_t> models[] = {
+        {llama(4096, 32, 32, 32, 11008, 32000, false), 6738415616},                     // Llama 2 7B
+        {llama(4096, 32, 32, 8, 14336, 128256, false), 8030261248},                     // Llama 3.1 8B
+        {llama(2048, 16, 32, 8, 8192, 128256, true), 1235814400},                       // Llama 3.2 1B
+        {llama(2048, 22, 32, 4, 5632, 32000, false), 1100048384},                       // TinyLlama
+        {llama(576, 30, 9, 3, 1536, 49152, true), 134515008},                           // SmolLM2 135M
+        {of_type("mistral", llama(4096, 32, 32, 8, 14336, 32000, false)), 7241732096},  // Mistral 7B
+        {of_type("qwen2", llama(896, 24, 14, 2, 4864, 151936, true)), 494032768},       // Qwen2.5 0.5B
+        {qwen3, 596049920},                                                             // Qwen3 0.6B
+        {{{"model_type", "bloom"},
+          {"hidden_size", 1024},
+          {"n_layer", 24},
+          {"n_head", 16},
+          {"vocab_size", 250880}},
+         559214592},  // BLOOM 560m
+    };
+    for (const auto& [config, count] : models) EXPECT_EQ(Layout(parsed(config)).count(), count) << config;
+}
+
+TEST(Family, BothSpellingsOfTransformersAreTheSame) {
+    const json plain = llama(64, 2, 4, 2, 96, 300, false);
+    json four = with(with(plain, "rope_theta", 5e5), "rope_scaling", kScaled), old = four;
+    old["rope_scaling"].erase("rope_type");
+    old["rope_scaling"]["type"] = "llama3";
+    json five = with(plain, "rope_parameters", kScaled);
+    five["rope_parameters"]["rope_theta"] = 5e5;
+    const ModelConfig c = parsed(four);
+    EXPECT_EQ(c, parsed(old));
+    EXPECT_EQ(c, parsed(five));
+    EXPECT_EQ(c.rope.type, RopeType::kLlama3);
+    EXPECT_EQ(c.rope.theta, 5e5);
+    EXPECT_EQ(c.rope.factor, 32);
+    EXPECT_EQ(parsed(with(plain, "rope_scaling", nullptr)), parsed(plain));
+    EXPECT_EQ(parsed(plain).rope, RopeScaling());
+    json bloom = {
+        {"model_type", "bloom"}, {"hidden_size", 64}, {"n_layer", 3}, {"n_head", 4}, {"vocab_size", 99}};
+    const json original = {{"model_type", "bloom"},
+                           {"n_embed", 64},
+                           {"num_hidden_layers", 3},
+                           {"num_attention_heads", 4},
+                           {"vocab_size", 99}};
+    EXPECT_EQ(parsed(bloom), parsed(original));
+}
+
+TEST(Family, MissingKeysAreTheClasses) {
+    json config = llama(4096, 2, 32, 32, 96, 300, false);
+    for (const char* key : {"rms_norm_eps", "tie_word_embeddings", "num_key_value_heads"}) config.erase(key);
+    EXPECT_EQ(parsed(config).kv_heads, 32);
+    EXPECT_EQ(parsed(config).norm_epsilon, 1e-6);
+    EXPECT_FALSE(parsed(config).tied);
+    EXPECT_EQ(parsed(config).head_size, 128);
+    EXPECT_EQ(parsed(of_type("mistral", config)).kv_heads, 8);
+    EXPECT_EQ(parsed(with(of_type("mistral", config), "num_key_value_heads", nullptr)).kv_heads, 32);
+    EXPECT_EQ(parsed(of_type("mistral", config)).window, 4096);
+    EXPECT_EQ(parsed(with(of_type("mistral", config), "sliding_window", nullptr)).window, 0);
+    config["hidden_size"] = 1024;
+    EXPECT_EQ(parsed(of_type("qwen3", config)).head_size, 128);
+    EXPECT_EQ(parsed(of_type("qwen2", config)).head_size, 32);
+    EXPECT_TRUE(parsed({{"model_type", "bloom"}}).tied);
+}
+
+// Qwen's window is live only where it is said to be, and only in all layers or none.
+TEST(Family, WindowsOfQwen) {
+    json config = of_type("qwen2", llama(64, 4, 4, 2, 96, 300, false));
+    config["sliding_window"] = 7;
+    EXPECT_EQ(parsed(config).window, 0);
+    config["use_sliding_window"] = true;
+    EXPECT_EQ(parsed(config).window, 0);  // from layer 28 on, of which there are none
+    config["max_window_layers"] = 0;
+    EXPECT_EQ(parsed(config).window, 7);
+    config["max_window_layers"] = 2;
+    EXPECT_NE(refusal(config).find("2 of 4 layers"), std::string::npos);
+    config["layer_types"] = std::vector<std::string>(4, "sliding_attention");
+    EXPECT_EQ(parsed(config).window, 7);
+    config["layer_types"] = std::vector<std::string>(4, "full_attention");
+    EXPECT_EQ(parsed(config).window, 0);
+    config["layer_types"] = std::vector<std::string>(3, "full_attention");
+    EXPECT_NE(refusal(config).find("layer_types"), std::string::npos);
+}
+
+TEST(Family, RefusesWhatItCannotCompute) {
+    const json plain = llama(64, 2, 4, 2, 96, 300, false);
+    EXPECT_EQ(refusal(plain), "");
+    const auto scaling = [&](const char* key, const json& value) {
+        return with(plain, "rope_scaling", with(kScaled, key, value));
+    };
+    const std::pair<json, const char*> cases[] = {
+        {with(plain, "model_type", "gemma"), "gemma"},
+        {with(plain, "num_attention_heads", 5), "num_attention_heads 5"},
+        {with(plain, "num_attention_heads", 0), "0 heads"},
+        {with(plain, "num_key_value_heads", 3), "4 heads are not a multiple of 3"},
+        {with(plain, "num_key_value_heads", 8), "8 key/value heads"},
+        {with(plain, "head_dim", 7), "7 channels"},
+        {with(plain, "head_dim", 256), "256 channels in a head"},
+        {with(plain, "hidden_act", "gelu"), "hidden_act"},
+        {with(plain, "attention_bias", true), "attention_bias"},
+        {with(plain, "mlp_bias", true), "mlp_bias"},
+        {with(plain, "rms_norm_eps", "small"), "rms_norm_eps"},
+        {with(plain, "tie_word_embeddings", 1), "tie_word_embeddings"},
+        {with(plain, "quantization_config", {{"quant_method", "bitsandbytes"}}), "quantization_config"},
+        {with(plain, "rope_scaling", 3), "rope_scaling"},
+        {scaling("rope_type", "yarn"), "yarn"},
+        {scaling("factor", 0.0), "'factor' is 0"},
+        {scaling("factor", "8"), "'factor' is not a number"},
+        {scaling("high_freq_factor", 1.0), "'high_freq_factor' 1"},
+        {scaling("original_max_position_embeddings", 0), "original_max_position_embeddings"},
+        {with(plain, "rope_theta", "many"), "rope_theta"},
+        {with(plain, "rope_theta", 0), "rope_theta"},
+        {with(of_type("mistral", plain), "sliding_window", -1), "sliding_window"},
+        {with(of_type("qwen2", plain), "layer_types", {"full_attention", "chunked"}), "chunked"},
+        {{{"model_type", "bloom"}, {"apply_residual_connection_post_layernorm", true}},
+         "apply_residual_connection_post_layernorm"},
+    };
+    for (const auto& [config, message] : cases)
+        EXPECT_NE(refusal(config).find(message), std::string::npos) << message << ": " << refusal(config);
+}
+
+TEST(Family, WhatIsWrittenReadsBack) {
+    json scaled = with(llama(64, 2, 4, 2, 96, 300, true), "rope_scaling", kScaled);
+    scaled["eos_token_id"] = {7, 8, 9};
+    const json linear =
+        with(llama(64, 2, 4, 2, 96, 300, false), "rope_scaling", {{"type", "linear"}, {"factor", 2.0}});
+    const json window = with(of_type("mistral", linear), "sliding_window", 9);
+    json qwen = with(of_type("qwen3", linear), "sliding_window", 5);
+    qwen["use_sliding_window"] = true;
+    qwen["max_window_layers"] = 0;
+    const json bloom = {{"model_type", "bloom"}, {"layer_norm_epsilon", 1e-6}, {"vocab_size", 31}};
+    for (const json& config : {scaled, linear, window, of_type("qwen2", window), qwen, bloom}) {
+        const ModelConfig c = parsed(config);
+        const json written = config_json(c, "float32");
+        EXPECT_EQ(parsed(written), c) << written;
+        EXPECT_EQ(parsed(written).end_of_text, c.end_of_text);
+        EXPECT_EQ(written["model_type"], config["model_type"]);
+    }
+    EXPECT_EQ(config_json(parsed(scaled), "float32")["eos_token_id"], (json{7, 8, 9}));
+}
+
+TEST(Family, NewModels) {
+    EXPECT_EQ(parse_new_model("d12").family, &kGpt2);
+    EXPECT_EQ(parse_new_model("qwen3:d3").family, &kQwen3);
+    EXPECT_EQ(parse_new_model("qwen3:d3").layers, 3);
+    for (const char* name : {"", "d", "dd", "12", "gemma:d3", "llama:", "llama:3", "d123456", "llama/d3"})
+        EXPECT_FALSE(parse_new_model(name)) << name;
+    for (const Family* family : kFamilies) {
+        const ModelConfig c = new_config({family, 6}, 300, 128);
+        check_config(c, family->name);
+        EXPECT_EQ(parsed(config_json(c, "float32")), c) << family->name;
+        const double parameters = static_cast<double>(Layout(c).count());
+        EXPECT_NEAR(parameters, 12.0 * 6 * 384 * 384 + 300 * 384, 0.2 * parameters) << family->name;
+    }
+    EXPECT_THROW(new_config({&kLlama, 13}, 300, 128), UserError);
+}
+
+// The parts of a fused row lie one after the other, and every tensor of a unit can be found by its field.
+TEST(Family, FusedRowsAreTheFilesTensors) {
+    const Layout layout(parsed(of_type("qwen2", llama(64, 2, 4, 2, 96, 300, false))));
+    std::vector<float> memory(static_cast<size_t>(layout.size()));
+    const Block<float> block = layout.block(memory.data() + layout.units()[2].offset, 1);
+    EXPECT_EQ(block.qkv.weight.shape(), (Shape{128, 64}));
+    EXPECT_EQ(block.qkv.bias.shape(), (Shape{128}));
+    EXPECT_EQ(block.up.weight.shape(), (Shape{192, 64}));
+    EXPECT_FALSE(block.up.bias);
+    EXPECT_FALSE(block.norm_1.bias);
+    EXPECT_TRUE(block.qkv.by_outputs);
+    for (const Parameter& p : layout.parameters()) {
+        int64_t end = 0;
+        for (const Parameter::Part& part : p.parts) {
+            EXPECT_EQ(part.offset, end);
+            end += part.shape.size();
+        }
+        EXPECT_EQ(end, p.shape.size());
+        if (p.name != "layers.1.self_attn.qkv_proj.weight") continue;
+        EXPECT_EQ(memory.data() + p.offset, block.qkv.weight.data());
+        EXPECT_EQ(p.parts[1].name, "model.layers.1.self_attn.k_proj.weight");
+        EXPECT_EQ(p.parts[1].offset, 64 * 64);
+    }
+    const Head<float> head = layout.head(memory.data() + layout.units()[3].offset);
+    EXPECT_EQ(head.logits.weight.shape(), (Shape{384, 64}));
+    EXPECT_EQ(layout.parameters_of(layout.head_unit())[0].parts[0].name, "lm_head.weight");
+    EXPECT_EQ(layout.embeddings(memory.data()).token.shape(), (Shape{300, 64}));
+}
+}  // namespace

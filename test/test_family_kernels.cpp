@@ -1,0 +1,440 @@
+// test_family_kernels.cpp - the kernels of Llama's relatives against plain loops in double precision, in
+// every order of threads.
+//
+// Outputs start as NaN, gradients that are added to start as random numbers.
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "llmc/head_norm.cuh"
+#include "llmc/rmsnorm.cuh"
+#include "llmc/rope.cuh"
+#include "llmc/rope_scaling.h"
+#include "llmc/swiglu.cuh"
+#include "test/kernel_test.h"
+
+namespace {
+
+using Doubles = std::vector<double>;
+const Stream kStream{};
+
+template <class T>
+class FamilyKernels : public testing::Test {};
+using Types = testing::Types<float, bf16>;
+TYPED_TEST_SUITE(FamilyKernels, Types);
+
+// Rows of different sizes, some as small as epsilon makes them.
+template <class T>
+std::vector<T> rows_of_sizes(const MatrixSize& s, uint64_t seed) {
+    const float scale[] = {1, 1e-3f, 100};
+    std::vector<T> x = random_values<T>(static_cast<size_t>(s.rows) * s.C, 1, seed);
+    for (size_t i = 0; i < x.size(); i++) x[i] = from_float<T>(to_float(x[i]) * scale[i / s.C % 3]);
+    return x;
+}
+
+struct RmsnormReference {
+    Doubles out, rstd;
+    RmsnormReference(const Doubles& x, const Doubles& weight, double epsilon) : out(x.size()) {
+        const size_t C = weight.size();
+        for (size_t start = 0; start < x.size(); start += C) {
+            double square = 0;
+            for (size_t c = 0; c < C; c++) square += x[start + c] * x[start + c] / C;
+            rstd.push_back(1 / std::sqrt(square + epsilon));
+            for (size_t c = 0; c < C; c++) out[start + c] = x[start + c] * rstd.back() * weight[c];
+        }
+    }
+};
+
+// Adds to dx and dweight what dout sends back through a row of rmsnorm.
+void add_rmsnorm_gradients(double* dx, double* dweight, const double* dout, const double* x, double rstd,
+                           const double* weight, size_t C) {
+    double mean = 0;
+    for (size_t c = 0; c < C; c++) mean += dout[c] * weight[c] * x[c] * rstd / C;
+    for (size_t c = 0; c < C; c++) {
+        dx[c] += rstd * (dout[c] * weight[c] - x[c] * rstd * mean);
+        dweight[c] += dout[c] * x[c] * rstd;
+    }
+}
+
+constexpr float kEpsilon = 1e-5f;
+
+TYPED_TEST(FamilyKernels, RmsnormForward) {
+    using T = TypeParam;
+    for (const MatrixSize& s : matrix_sizes()) {
+        SCOPED_TRACE(text(s));
+        const Shape matrix{s.rows, s.C}, row{s.C}, column{s.rows};
+        const size_t n = static_cast<size_t>(s.rows) * s.C;
+        const std::vector<T> x = rows_of_sizes<T>(s, 1), w = random_values<T>(s.C, 1, 2);
+        std::vector<T> out, again;
+        std::vector<float> rstd;
+        for_each_order([&] {
+            const DeviceArray<T> d_x(x), d_w(w), d_out(poisoned<T>(n)), d_again(poisoned<T>(n));
+            const DeviceArray<float> d_rstd(poisoned<float>(s.rows));
+            Tensor<T> t_out = d_out.tensor(matrix), t_again = d_again.tensor(matrix);
+            Tensor<float> t_rstd = d_rstd.tensor(column);
+            rmsnorm_forward(t_out, t_rstd, d_x.tensor(matrix), d_w.tensor(row), kStream, kEpsilon);
+            rmsnorm_normalize(t_again, d_x.tensor(matrix), t_rstd, d_w.tensor(row), kStream);
+            out = d_out.download(), again = d_again.download(), rstd = d_rstd.download();
+            return bytes_of(out, rstd);
+        });
+        const RmsnormReference want(to_doubles(x), to_doubles(w), double{kEpsilon});
+        EXPECT_LT(relative_error(out, want.out), tolerance<T>());
+        EXPECT_LT(relative_error(rstd, want.rstd), tolerance<float>());
+        EXPECT_TRUE(bytes_of(again) == bytes_of(out)) << "rmsnorm_normalize makes other bits";
+        bool rounded_first = true;
+        for (size_t i = 0; i < n; i++) {
+            const T normalized = from_float<T>(to_float(x[i]) * rstd[i / s.C]);
+            rounded_first &=
+                to_float(out[i]) == to_float(from_float<T>(to_float(normalized) * to_float(w[i % s.C])));
+        }
+        EXPECT_TRUE(rounded_first) << "not rounded before the weight";
+    }
+}
+
+TYPED_TEST(FamilyKernels, ResidualRmsnormForwardIsAdditionThenRmsnorm) {
+    using T = TypeParam;
+    for (const MatrixSize& s : matrix_sizes()) {
+        SCOPED_TRACE(text(s));
+        const Shape matrix{s.rows, s.C}, row{s.C}, column{s.rows};
+        const size_t n = static_cast<size_t>(s.rows) * s.C;
+        const std::vector<T> a = rows_of_sizes<T>(s, 4), b = rows_of_sizes<T>(s, 5);
+        const DeviceArray<T> weight(random_values<T>(s.C, 1, 6));
+        std::vector<T> added(n);
+        for (size_t i = 0; i < n; i++) added[i] = from_float<T>(to_float(a[i]) + to_float(b[i]));
+
+        // What each of the two ways writes: sum, out, rstd.
+        auto run = [&](bool fused) {
+            const DeviceArray<T> d_a(a), d_b(b), d_sum(fused ? poisoned<T>(n) : added), d_out(poisoned<T>(n));
+            const DeviceArray<float> d_rstd(poisoned<float>(s.rows));
+            Tensor<T> sum = d_sum.tensor(matrix), out = d_out.tensor(matrix);
+            Tensor<float> rstd = d_rstd.tensor(column);
+            if (fused)
+                residual_rmsnorm_forward(sum, out, rstd, d_a.tensor(matrix), d_b.tensor(matrix),
+                                         weight.tensor(row), kStream, kEpsilon);
+            else
+                rmsnorm_forward(out, rstd, sum, weight.tensor(row), kStream, kEpsilon);
+            return bytes_of(d_sum.download(), d_out.download(), d_rstd.download());
+        };
+        std::vector<unsigned char> fused;
+        for_each_order([&] { return fused = run(true); });
+        EXPECT_TRUE(fused == run(false));
+    }
+}
+
+TYPED_TEST(FamilyKernels, RmsnormBackward) {
+    using T = TypeParam;
+    for (const MatrixSize& s : matrix_sizes()) {
+        SCOPED_TRACE(text(s));
+        const Shape matrix{s.rows, s.C}, row{s.C}, column{s.rows};
+        const size_t n = static_cast<size_t>(s.rows) * s.C, C = s.C;
+        const std::vector<T> x = rows_of_sizes<T>(s, 11), w = random_values<T>(C, 1, 12),
+                             dout = random_values<T>(n, 1, 13);
+        const std::vector<T> dx_0 = random_values<T>(n, 1, 14), dw_0 = random_values<T>(C, 3, 15);
+        const RmsnormReference forward(to_doubles(x), to_doubles(w), double{kEpsilon});
+        const std::vector<float> rstd(forward.rstd.begin(), forward.rstd.end());
+        std::vector<T> dx, dw, dx_alone;
+        for_each_order([&] {
+            const DeviceArray<T> d_x(x), d_w(w), d_dout(dout), d_dx(dx_0), d_dw(dw_0), d_dx_alone(dx_0);
+            const DeviceArray<float> d_rstd(rstd);
+            const Shape scratch_shape = column_sums_scratch(s.rows, s.C, 1);
+            const DeviceArray<float> d_scratch(poisoned<float>(scratch_shape.size()));
+            Tensor<T> t_dx = d_dx.tensor(matrix), t_dw = d_dw.tensor(row);
+            Tensor<float> scratch = d_scratch.tensor(scratch_shape);
+            rmsnorm_backward(t_dx, t_dw, scratch, d_dout.tensor(matrix), d_x.tensor(matrix),
+                             d_rstd.tensor(column), d_w.tensor(row), kStream);
+            Tensor<T> t_dx_alone = d_dx_alone.tensor(matrix), frozen;
+            Tensor<float> none;
+            rmsnorm_backward(t_dx_alone, frozen, none, d_dout.tensor(matrix), d_x.tensor(matrix),
+                             d_rstd.tensor(column), d_w.tensor(row), kStream);
+            dx = d_dx.download(), dw = d_dw.download(), dx_alone = d_dx_alone.download();
+            return bytes_of(dx, dw);
+        });
+        Doubles want_dx = to_doubles(dx_0), want_dw = to_doubles(dw_0);
+        const Doubles doubles_x = to_doubles(x), doubles_w = to_doubles(w), doubles_dout = to_doubles(dout);
+        for (size_t i = 0; i < n; i += C)
+            add_rmsnorm_gradients(&want_dx[i], want_dw.data(), &doubles_dout[i], &doubles_x[i],
+                                  forward.rstd[i / C], doubles_w.data(), C);
+        EXPECT_LT(relative_error(dx, want_dx), tolerance<T>());
+        EXPECT_LT(relative_error(dw, want_dw), tolerance<T>());
+        EXPECT_TRUE(bytes_of(dx_alone) == bytes_of(dx)) << "a frozen weight changes dx";
+    }
+}
+
+// What `transformers` 5.23 has as inv_freq.
+TEST(InverseFrequencies, AreThoseOfTransformers) {
+    auto expect = [](const std::vector<float>& got, const Doubles& want) {
+        ASSERT_EQ(got.size(), want.size());
+        for (size_t i = 0; i < got.size(); i++) EXPECT_NEAR(got[i], want[i], 2e-7 * want[i]) << i;
+    };
+    expect(inverse_frequencies(16, {.theta = 1e5}),
+           {1, 0.237137362, 0.0562341288, 0.0133352149, 0.00316227786, 0.000749894185, 0.00017782794,
+            4.21696532e-05});
+    expect(inverse_frequencies(16, {.type = RopeType::kLinear, .factor = 2.5}),
+           {0.400000006, 0.1264911, 0.0399999991, 0.0126491114, 0.00399999972, 0.00126491114, 0.000400000019,
+            0.000126491112});
+    expect(inverse_frequencies(24, {.type = RopeType::kLlama3, .theta = 5e5, .factor = 32}),
+           {1, 0.335031629, 0.112246193, 0.0376060307, 0.0125992084, 0.00422113482, 0.000429556705,
+            1.48064501e-05, 4.96062694e-06, 1.66196742e-06, 5.5681187e-07, 1.86549485e-07});
+}
+
+// Packed queries, keys and values.
+struct HeadsCase {
+    int batch, seq_len, heads, kv_heads, head_size;
+    int turned() const { return heads + kv_heads; }
+    int row() const { return (heads + 2 * kv_heads) * head_size; }
+    size_t size() const { return static_cast<size_t>(batch) * seq_len * row(); }
+    Shape shape() const { return {batch, seq_len, row()}; }
+};
+
+std::string text(const HeadsCase& s) {
+    return std::to_string(s.batch) + " x " + std::to_string(s.seq_len) + ", heads " +
+           std::to_string(s.heads) + "/" + std::to_string(s.kv_heads) + " of " + std::to_string(s.head_size);
+}
+
+std::vector<HeadsCase> heads_cases() {
+    if (kSmallShapes) return {{2, 3, 2, 1, 6}, {1, 9, 3, 3, 64}};
+    return {{1, 1, 1, 1, 2},  {2, 3, 2, 1, 6},   {1, 40, 9, 3, 64}, {3, 17, 8, 2, 128}, {2, 5, 7, 7, 96},
+            {1, 5, 3, 1, 70}, {2, 33, 4, 2, 80}, {1, 3, 5, 1, 256}, {1, 2, 2, 2, 130}};
+}
+
+TYPED_TEST(FamilyKernels, Rope) {
+    using T = TypeParam;
+    for (const HeadsCase& s : heads_cases()) {
+        for (int first_position : {0, 3000, (1 << 21) - s.seq_len}) {
+            SCOPED_TRACE(text(s) + " from " + std::to_string(first_position));
+            const std::vector<T> qkv = random_values<T>(s.size(), 1, 21);
+            const std::vector<float> frequencies = inverse_frequencies(s.head_size, {});
+            const int half = s.head_size / 2;
+            std::vector<T> turned, back;
+            for_each_order([&] {
+                const DeviceArray<T> d_qkv(qkv);
+                const DeviceArray<float> d_frequencies(frequencies);
+                Tensor<T> t_qkv = d_qkv.tensor(s.shape());
+                rope_forward(t_qkv, d_frequencies.tensor({half}), s.turned(), first_position, kStream);
+                turned = d_qkv.download();
+                rope_backward(t_qkv, d_frequencies.tensor({half}), s.turned(), first_position, kStream);
+                back = d_qkv.download();
+                return bytes_of(turned, back);
+            });
+            Doubles want = to_doubles(qkv);
+            bool values_kept = true;
+            for (size_t row = 0; row < s.size() / s.row(); row++) {
+                const float position = static_cast<float>(first_position + row % s.seq_len);
+                for (int h = 0; h < s.heads + 2 * s.kv_heads; h++) {
+                    const size_t at = row * s.row() + h * s.head_size;
+                    for (int i = 0; i < half; i++) {
+                        const size_t low = at + i, high = low + half;
+                        if (h < s.turned()) {
+                            const double angle = position * frequencies[i], a = want[low], b = want[high];
+                            want[low] = a * std::cos(angle) - b * std::sin(angle);
+                            want[high] = b * std::cos(angle) + a * std::sin(angle);
+                        } else {
+                            values_kept &= bytes_of(std::vector{turned[low], turned[high]}) ==
+                                           bytes_of(std::vector{qkv[low], qkv[high]});
+                        }
+                    }
+                }
+            }
+            const double exact = std::is_same_v<T, float> ? 2e-7 : tolerance<T>();
+            EXPECT_LT(relative_error(turned, want), exact);
+            EXPECT_LT(relative_error(back, to_doubles(qkv)), exact);
+            EXPECT_TRUE(values_kept) << "values are turned too";
+        }
+    }
+}
+
+// Each position's cosine and sine, as pairs (1, 0) that are turned by it.
+TEST(Rope, AnglesAreAccurateToTwoMillionPositions) {
+    const int positions = kSmallShapes ? 500 : 1 << 14, half = 16;
+    const std::vector<float> frequencies = inverse_frequencies(2 * half, {.theta = 500});
+    for (int first : {0, 4000, 1 << 17, (1 << 21) - positions}) {
+        std::vector<float> pairs(static_cast<size_t>(positions) * 2 * half);
+        for (size_t i = 0; i < pairs.size(); i++) pairs[i] = i / half % 2 == 0;
+        const DeviceArray<float> d_pairs(pairs), d_frequencies(frequencies);
+        Tensor<float> t_pairs = d_pairs.tensor({1, positions, 2 * half});
+        rope_forward(t_pairs, d_frequencies.tensor({half}), 1, first, kStream);
+        pairs = d_pairs.download();
+        double worst = 0;
+        for (size_t i = 0; i < pairs.size(); i++) {
+            const float position = static_cast<float>(first + i / (2 * half));
+            const double angle = position * frequencies[i % half];
+            const double want = i / half % 2 == 0 ? std::cos(angle) : std::sin(angle);
+            worst = std::max(worst, std::abs(pairs[i] - want));
+        }
+        EXPECT_LT(worst, 1.2e-7) << "from position " << first;
+    }
+}
+
+std::vector<HeadsCase> head_norm_cases() {
+    std::vector<HeadsCase> cases = heads_cases();
+    cases.push_back({2, 3, 3, 1, 7});
+    if (!kSmallShapes)
+        cases.insert(cases.end(), {{2, 300, 2, 1, 16}, {1, 37, 3, 2, 1}});  // several chunks of rows
+    return cases;
+}
+
+// Heads of different sizes.
+template <class T>
+std::vector<T> heads_of_sizes(const HeadsCase& s, uint64_t seed) {
+    return rows_of_sizes<T>({static_cast<int>(s.size()) / s.head_size, s.head_size}, seed);
+}
+
+TYPED_TEST(FamilyKernels, HeadNormForward) {
+    using T = TypeParam;
+    for (const HeadsCase& s : head_norm_cases()) {
+        SCOPED_TRACE(text(s));
+        const std::vector<T> qkv = heads_of_sizes<T>(s, 22), q_weight = random_values<T>(s.head_size, 1, 23),
+                             k_weight = random_values<T>(s.head_size, 1, 24);
+        std::vector<T> out, in_place;
+        for_each_order([&] {
+            const DeviceArray<T> d_qkv(qkv), d_out(poisoned<T>(s.size())), d_q_weight(q_weight),
+                d_k_weight(k_weight);
+            Tensor<T> t_qkv = d_qkv.tensor(s.shape()), t_out = d_out.tensor(s.shape());
+            for (Tensor<T>* to : {&t_out, &t_qkv})
+                head_norm_forward(*to, t_qkv, d_q_weight.tensor({s.head_size}),
+                                  d_k_weight.tensor({s.head_size}), s.heads, s.kv_heads, kStream, kEpsilon);
+            out = d_out.download(), in_place = d_qkv.download();
+            return bytes_of(out);
+        });
+        Doubles want;
+        bool values_kept = true;
+        for (size_t at = 0; at < s.size(); at += s.head_size) {
+            const int head = static_cast<int>(at % s.row()) / s.head_size;
+            const std::vector<T> one(qkv.begin() + at, qkv.begin() + at + s.head_size);
+            const bool normalized = head < s.turned();
+            const RmsnormReference reference(
+                to_doubles(one), to_doubles(head < s.heads ? q_weight : k_weight), double{kEpsilon});
+            const Doubles part = normalized ? reference.out : to_doubles(one);
+            want.insert(want.end(), part.begin(), part.end());
+            values_kept &=
+                normalized ||
+                bytes_of(std::vector<T>(out.begin() + at, out.begin() + at + s.head_size)) == bytes_of(one);
+        }
+        EXPECT_LT(relative_error(out, want), tolerance<T>());
+        EXPECT_TRUE(values_kept) << "other values";
+        EXPECT_TRUE(bytes_of(in_place) == bytes_of(out)) << "other bits in place";
+    }
+}
+
+TYPED_TEST(FamilyKernels, HeadNormBackward) {
+    using T = TypeParam;
+    for (const HeadsCase& s : head_norm_cases()) {
+        SCOPED_TRACE(text(s));
+        const int hs = s.head_size;
+        const Shape row{hs};
+        const std::vector<T> qkv = heads_of_sizes<T>(s, 25), q_weight = random_values<T>(hs, 1, 26),
+                             k_weight = random_values<T>(hs, 1, 27),
+                             d_qkv_0 = random_values<T>(s.size(), 1, 28), dq_0 = random_values<T>(hs, 3, 29),
+                             dk_0 = random_values<T>(hs, 3, 30);
+        std::vector<T> d_qkv, dq, dk, d_qkv_alone;
+        for_each_order([&] {
+            const DeviceArray<T> x(qkv), d_x(d_qkv_0), d_x_alone(d_qkv_0), qw(q_weight), kw(k_weight),
+                d_qw(dq_0), d_kw(dk_0);
+            const Shape scratch_shape = head_norm_scratch(s.batch * s.seq_len, hs);
+            const DeviceArray<float> d_scratch(poisoned<float>(scratch_shape.size()));
+            Tensor<T> t_d_x = d_x.tensor(s.shape()), t_d_qw = d_qw.tensor(row), t_d_kw = d_kw.tensor(row);
+            Tensor<float> scratch = d_scratch.tensor(scratch_shape);
+            head_norm_backward(t_d_x, t_d_qw, t_d_kw, scratch, x.tensor(s.shape()), qw.tensor(row),
+                               kw.tensor(row), s.heads, s.kv_heads, kStream, kEpsilon);
+            Tensor<T> t_d_x_alone = d_x_alone.tensor(s.shape()), frozen;
+            Tensor<float> none;
+            head_norm_backward(t_d_x_alone, frozen, frozen, none, x.tensor(s.shape()), qw.tensor(row),
+                               kw.tensor(row), s.heads, s.kv_heads, kStream, kEpsilon);
+            d_qkv = d_x.download(), dq = d_qw.download(), dk = d_kw.download();
+            d_qkv_alone = d_x_alone.download();
+            return bytes_of(d_qkv, dq, dk);
+        });
+        const Doubles x = to_doubles(qkv), d_out = to_doubles(d_qkv_0);
+        Doubles want = d_out, want_dq = to_doubles(dq_0), want_dk = to_doubles(dk_0);
+        for (size_t at = 0; at < s.size(); at += hs) {
+            const int head = static_cast<int>(at % s.row()) / hs;
+            if (head >= s.turned()) continue;
+            const bool query = head < s.heads;
+            const Doubles w = to_doubles(query ? q_weight : k_weight);
+            const RmsnormReference forward(Doubles(x.begin() + at, x.begin() + at + hs), w, double{kEpsilon});
+            std::fill_n(want.begin() + at, hs, 0.0);
+            add_rmsnorm_gradients(&want[at], (query ? want_dq : want_dk).data(), &d_out[at], &x[at],
+                                  forward.rstd[0], w.data(), hs);
+        }
+        EXPECT_LT(relative_error(d_qkv, want), tolerance<T>());
+        EXPECT_LT(relative_error(dq, want_dq), tolerance<T>());
+        EXPECT_LT(relative_error(dk, want_dk), tolerance<T>());
+        EXPECT_TRUE(bytes_of(d_qkv_alone) == bytes_of(d_qkv)) << "frozen weights change the gradients of qkv";
+    }
+}
+
+std::vector<MatrixSize> swiglu_sizes() {
+    std::vector<MatrixSize> sizes = matrix_sizes();
+    if (!kSmallShapes) sizes.insert(sizes.end(), {{2, 4096}, {3, 5000}});  // rows in several pieces
+    return sizes;
+}
+
+// [gate | up] by row, with gates where sigmoid is flat.
+template <class T>
+std::vector<T> gates_and_ups(const MatrixSize& s, uint64_t seed) {
+    std::vector<T> x = random_values<T>(static_cast<size_t>(s.rows) * 2 * s.C, 2, seed);
+    const float far[] = {-1000.f, -100.f, -20.f, 0.f, 20.f, 100.f, 1000.f};
+    for (size_t i = 0; i < std::min<size_t>(s.C, std::size(far)); i++)
+        x[(s.rows - 1) * size_t{2} * s.C + i] = from_float<T>(far[i]);
+    return x;
+}
+
+TYPED_TEST(FamilyKernels, SwigluForward) {
+    using T = TypeParam;
+    for (const MatrixSize& s : swiglu_sizes()) {
+        SCOPED_TRACE(text(s));
+        const size_t F = s.C, n = s.rows * F;
+        const std::vector<T> x = gates_and_ups<T>(s, 31);
+        std::vector<T> out;
+        for_each_order([&] {
+            const DeviceArray<T> d_x(x), d_out(poisoned<T>(n));
+            Tensor<T> t_out = d_out.tensor({s.rows, s.C});
+            swiglu_forward(t_out, d_x.tensor({s.rows, 2 * s.C}), kStream);
+            return bytes_of(out = d_out.download());
+        });
+        double worst = 0;
+        for (size_t i = 0; i < n; i++) {
+            const double gate = to_float(x[i / F * 2 * F + i % F]),
+                         up = to_float(x[i / F * 2 * F + F + i % F]);
+            const double want = gate / (1 + std::exp(-gate)) * up;
+            const double error = std::abs(to_float(out[i]) - want) / std::max(1.0, std::abs(want));
+            if (!(error <= worst)) worst = error;
+        }
+        EXPECT_LT(worst, (std::is_same_v<T, float> ? 1e-6 : tolerance<T>()));
+    }
+}
+
+TYPED_TEST(FamilyKernels, SwigluBackward) {
+    using T = TypeParam;
+    for (const MatrixSize& s : swiglu_sizes()) {
+        SCOPED_TRACE(text(s));
+        const size_t F = s.C, n = s.rows * F;
+        const std::vector<T> x = gates_and_ups<T>(s, 32), dout = random_values<T>(n, 1, 33);
+        const Shape wide{s.rows, 2 * s.C};
+        std::vector<T> dx, in_place;
+        for_each_order([&] {
+            const DeviceArray<T> d_x(x), d_dout(dout), d_dx(poisoned<T>(2 * n));
+            Tensor<T> t_dx = d_dx.tensor(wide), t_x = d_x.tensor(wide);
+            swiglu_backward(t_dx, d_dout.tensor({s.rows, s.C}), t_x, kStream);
+            swiglu_backward(t_x, d_dout.tensor({s.rows, s.C}), t_x, kStream);
+            dx = d_dx.download(), in_place = d_x.download();
+            return bytes_of(dx);
+        });
+        Doubles want(2 * n);
+        for (size_t i = 0; i < n; i++) {
+            const size_t gate_at = i / F * 2 * F + i % F;
+            const double gate = to_float(x[gate_at]), up = to_float(x[gate_at + F]), d = to_float(dout[i]);
+            const double sigmoid = 1 / (1 + std::exp(-gate));
+            want[gate_at] = d * up * sigmoid * (1 + gate * (1 - sigmoid));
+            want[gate_at + F] = d * gate * sigmoid;
+        }
+        EXPECT_LT(relative_error(dx, want), tolerance<T>());
+        EXPECT_TRUE(bytes_of(in_place) == bytes_of(dx));
+    }
+}
+
+}  // namespace

@@ -1,0 +1,301 @@
+"""Saves as users have them: shared, moved and read while a run writes them; signals, requeued jobs, changed data."""
+
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import time
+
+import pytest
+from trainer_runs import (figures, listing, make, read_log, running, saved_bytes, wait_for_line, write_text)
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("given")
+    make(path / "model", "--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)
+    write_text(path / "text")
+    return path
+
+
+@pytest.fixture
+def work(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+RUN = ("--model", "model", "--data", "text", "--batch", 2, "--seq-len", 24, "--schedule", "constant",
+       "--sample-tokens", 0)
+FOREVER = (*RUN, "--steps", 100000)
+
+
+def state(out):
+    return json.loads((out / "trainer_state.json").read_text())
+
+
+def change_state(out, change):
+    """Rewrites the save's trainer_state.json as change(state) leaves it."""
+    changed = state(out)
+    change(changed)
+    (out / "trainer_state.json").write_text(json.dumps(changed))
+
+
+# ---- one run a folder
+
+
+def test_one_run_at_a_time_saves_in_a_folder(train, work):
+    """The second says so and trains nothing; killed, the first leaves the folder at once."""
+    with running(train, *FOREVER, "--save-every", 1, "--out", "out", cwd=work) as process:
+        wait_for_line(process, rb"^saved step 2 ")
+        error = train(*RUN, "--steps", 1, "--log", "log", "--out", "./out/", cwd=work, code=2).stderr.decode()
+        assert error.count("\n") == 1 and "--out ./out/: another run saves there" in error
+        assert f"process {process.pid} on " in error and not (work / "log").exists()
+        assert process.poll() is None
+        AutoModelForCausalLM.from_pretrained(work / "out" / "latest")
+        process.kill()
+    step = state(work / "out")["step"]
+    AutoModelForCausalLM.from_pretrained(work / "out")
+    train("--resume", "out", "--steps", step + 1, "--save-every", 0, cwd=work)
+    train(*RUN, "--steps", step + 1, "--out", "whole", cwd=work)
+    assert saved_bytes(work / "out") == saved_bytes(work / "whole")
+    assert ".lock" not in os.listdir(work / "out")
+
+
+def test_the_next_run_waits_for_one_that_ends(train, work):
+    """It goes on from what that one saves last."""
+    with running(train, *FOREVER, "--out", "out", "--grad-accum", 4, cwd=work) as first:
+        wait_for_line(first, rb"^step +1/")
+        with running(train, *FOREVER, "--out", "out", "--grad-accum", 4, "--resume", "auto", cwd=work) as second:
+            time.sleep(0.5)
+            first.terminate()
+            saved = int(re.search(rb"saved step (\d+)", first.stdout.read())[1])
+            assert wait_for_line(second, rb"^(resuming|--resume auto)") == b"resuming out at step %d\n" % saved
+
+
+@pytest.mark.parametrize("options", [("--model", "out"), ("--resume", "out")], ids=str)
+def test_reading_where_a_run_saves(train, work, options):
+    """Each save is gone once the next is there; two come and go while the reader is stopped, wherever it is."""
+    def latest():
+        return os.readlink(work / "out" / "latest")
+
+    reader = (*options, "--steps", 0, "--prompt", "a", "--sample-tokens", 2, "--data", "text")
+    random.seed(train.precision)
+    with running(train, *FOREVER, "--save-every", 1, "--keep", 1, "--out", "out", cwd=work, stdout=None) as process:
+        while not (work / "out" / "latest").exists():
+            time.sleep(0.01)
+        start = time.monotonic()
+        train(*reader, cwd=work)
+        duration = time.monotonic() - start
+        for _ in range(20):
+            with running(train, *reader, cwd=work) as reading:
+                time.sleep(random.uniform(0, duration))
+                reading.send_signal(signal.SIGSTOP)
+                for _ in range(2):
+                    shown = latest()
+                    while latest() == shown:
+                        time.sleep(0.001)
+                reading.send_signal(signal.SIGCONT)
+                assert len(reading.stdout.read()) > len(b"a\n") and reading.wait() == 0
+        assert process.poll() is None
+        process.terminate()
+        process.wait(timeout=60)
+    train("--resume", "out", "--steps", state(work / "out")["step"] + 2, cwd=work)
+    assert len(list((work / "out").glob("step-*"))) == 1
+
+
+# ---- signals
+
+
+def test_interrupted_between_micro_batches(train, work):
+    """What was computed of the step is dropped, and the save stays to the bit."""
+    train(*RUN, "--grad-accum", 3, "--steps", 3, "--out", "out", cwd=work)
+    before = saved_bytes(work / "out")
+    with running(train, "--resume", "out", "--steps", 5, "--grad-accum", 10**8, cwd=work) as process:
+        wait_for_line(process, rb"^resuming")
+        time.sleep(1)
+        process.terminate()
+        assert process.wait(timeout=60) == 143
+        text = process.stdout.read()
+    assert b"interrupted before step 4\n" in text and saved_bytes(work / "out") == before
+    train("--resume", "out", "--steps", 5, "--grad-accum", 3, cwd=work)
+    train(*RUN, "--grad-accum", 3, "--steps", 5, "--out", "whole", cwd=work)
+    assert saved_bytes(work / "out") == saved_bytes(work / "whole")
+
+
+def test_what_is_due_at_an_interrupted_step_is_made_once(train, work):
+    options = ("--eval-every", 2, "--eval-batches", 1, "--log", "log")
+    with running(train, *RUN, *options, "--steps", 2, "--out", "out", cwd=work) as process:
+        process.wait()
+    change_state(work / "out", lambda saved: saved.update(evaluated=False))
+    (work / "log").unlink()
+    with running(train, "--resume", "out", "--steps", 4, "--grad-accum", 10**8, cwd=work) as process:
+        wait_for_line(process, rb"validation loss")
+        time.sleep(0.5)
+        process.terminate()
+        process.wait(timeout=60)
+    train("--resume", "out", "--steps", 3, "--grad-accum", 1, cwd=work)
+    assert [line["step"] for line in read_log(work / "log") if "val_loss" in line] == [2, 3]
+
+
+def test_first_and_second_ctrl_c(train, work):
+    write_text(work / "long", 100000)
+    options = ("--model", "d6", "--data", "long", "--batch", 16, "--seq-len", 512, "--steps", 5)
+    with running(train, *options, cwd=work, stderr=-1) as process:
+        wait_for_line(process, rb"^nothing will be saved: no --out")
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline() == b"stopping after this micro-batch; Ctrl-C again: at once\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == -signal.SIGINT
+
+
+def test_the_reader_of_the_output_goes(train, work):
+    """As `| tee` does on Ctrl-C: the run saves."""
+    with running(train, *FOREVER, "--out", "out", cwd=work, stderr=-1) as process:
+        wait_for_line(process, rb"^step +2/")
+        process.stdout.close()
+        assert process.wait(timeout=60) == 128 + signal.SIGPIPE
+        assert process.stderr.read() == b"stopping after this micro-batch; Ctrl-C again: at once, without saving\n"
+    assert state(work / "out")["step"] >= 3
+
+
+def test_ignored_signals_stay_ignored(train, work):
+    def ignore():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+    with running(train, *RUN, "--steps", 300, "--out", "out", cwd=work, preexec_fn=ignore) as process:
+        wait_for_line(process, rb"^step +2/")
+        process.send_signal(signal.SIGHUP)
+        process.stdout.read()
+        assert process.wait(timeout=60) == 0
+    assert state(work / "out")["step"] == 300
+
+
+# ---- requeued jobs
+
+
+def test_resume_auto(train, work):
+    """One command begins, goes on, and says when nothing is left."""
+    command = (*RUN, "--steps", 6, "--save-every", 2, "--log", "log", "--out", "out", "--resume", "auto")
+    assert b"--resume auto: out holds no save yet: beginning\n" in train(*command, cwd=work).stdout
+    whole, log = saved_bytes(work / "out"), figures(read_log(work / "log"))
+    shutil.rmtree(work / "out" / "step-00000006")
+    (work / "out" / "latest").unlink()
+    (work / "out" / "latest").symlink_to("step-00000004")
+    (work / "log").write_text("".join(json.dumps(line) + "\n" for line in log[:4]))
+    assert b"resuming out at step 4\n" in train(*command, cwd=work).stdout
+    assert saved_bytes(work / "out") == whole and figures(read_log(work / "log")) == log
+    before = listing(work / "out")
+    assert b"out is at step 6: of --steps 6 nothing is left to train\n" in train(*command, cwd=work).stdout
+    assert listing(work / "out") == before
+
+
+def test_resume_auto_keeps_what_was_chosen(train, work):
+    command = (*RUN[:4], "--seq-len", 24, "--sample-tokens", 0, "--batch", "auto", "--out", "out", "--resume", "auto")
+    train(*command, "--steps", 1, cwd=work)
+    assert int(state(work / "out")["options"]["--batch"][0]) > 3
+    change_state(work / "out", lambda saved: saved["options"].update({"--batch": ["3"]}))
+    assert b", batch 3, " in train(*command, "--steps", 2, cwd=work).stdout
+    command = (*RUN, "--memory", "2GiB", "--allow-8bit", "--out", "chosen", "--resume", "auto")
+    for steps in (1, 2):
+        train(*command, "--steps", steps, cwd=work)
+
+
+def test_resume_where_nothing_is_left(train, work):
+    train(*RUN, "--steps", 4, "--out", "out", cwd=work)
+    before = listing(work / "out")
+    text = train("--resume", "out", "--steps", 3, cwd=work).stdout
+    assert b"out is at step 4: of --steps 3 nothing is left to train\n" in text
+    assert listing(work / "out") == before
+    train("--resume", "out", "--out", "copy", cwd=work)
+    assert saved_bytes(work / "copy") == saved_bytes(work / "out")
+
+
+def test_a_prompt_for_a_save(train, work):
+    """Without the data, and though its run made no samples; what the run wrote stays."""
+    train(*RUN, "--steps", 1, "--log", "log", "--out", "out", cwd=work)
+    (work / "text").unlink()
+    before = listing(work)
+    text = train("--resume", "out", "--steps", 0, "--prompt", "Hi", cwd=work).stdout
+    assert text.startswith(b"Hi") and len(text) > 150
+    assert listing(work) == before
+
+
+# ---- the data and where they are
+
+
+def test_relative_names_are_found_again(train, work):
+    """From another folder, from the moved one, and from another than the moved one."""
+    (work / "runs").mkdir()
+    for name in ("text", "model"):
+        (work / name).rename(work / "runs" / name)
+    (work / "else").mkdir()
+    write_text(work / "else" / "text", 2000)  # another of that name
+    options = list(RUN)
+    options[options.index("text")] = "te*t"
+    train(*options, "--val-data", "text", "--steps", 1, "--log", "log", "--out", "out", cwd=work / "runs")
+    train("--resume", "../runs/out", "--steps", 2, cwd=work / "else")
+    (work / "runs").rename(work / "mov[e]d")
+    train("--resume", "../mov[e]d/out/step-00000002", "--steps", 3, cwd=work / "else")
+    train("--resume", "out", "--steps", 4, cwd=work / "mov[e]d")
+    assert [line["step"] for line in read_log(work / "mov[e]d" / "log") if "loss" in line] == [0, 1, 2, 3]
+    assert sorted(os.listdir(work / "else")) == ["text"]
+    train(*RUN, "--val-data", "text", "--steps", 4, "--out", "whole", cwd=work / "mov[e]d")
+    assert saved_bytes(work / "mov[e]d" / "out") == saved_bytes(work / "mov[e]d" / "whole")
+
+
+def longer(text):
+    return text + b"x"
+
+
+def other(text):
+    return b"#" + text[1:]
+
+
+@pytest.mark.parametrize("change", [longer, other])
+def test_changed_data(train, work, change):
+    train(*RUN, "--steps", 1, "--out", "out", cwd=work)
+    (work / "text").write_bytes(change((work / "text").read_bytes()))
+    before = listing(work)
+    error = train("--resume", "out", "--steps", 2, cwd=work, code=2).stderr.decode()
+    assert error.startswith("train: --data text: has changed since out was saved: ") and error.count("\n") == 1
+    assert listing(work) == before
+    error = train("--resume", "out", "--data", "text", "--steps", 2, cwd=work).stderr.decode()
+    assert error.startswith("--data text: other data than those of out: ") and error.count("\n") == 1
+    assert not train("--resume", "out", "--steps", 3, cwd=work).stderr
+
+
+def test_changed_validation_data(train, work):
+    write_text(work / "val", 1000)
+    train(*RUN, "--val-data", "val", "--steps", 1, "--out", "out", cwd=work)
+    write_text(work / "val", 900)
+    assert b"--val-data val: has changed" in train("--resume", "out", "--steps", 2, cwd=work, code=2).stderr
+    train("--resume", "out", "--val-data", "val", "--steps", 2, cwd=work)
+
+
+def test_older_saves(train, work):
+    """Those that say nothing of folders and data go on where they are, with what is there."""
+    train(*RUN, "--steps", 1, "--out", "out", cwd=work)
+
+    def older(saved):
+        assert saved.pop("directory") == str(work) and saved.pop("data")
+    change_state(work / "out", older)
+    (work / "text").write_bytes(longer((work / "text").read_bytes()))
+    assert not train("--resume", "out", "--steps", 2, cwd=work).stderr
+
+
+def test_names_that_are_not_utf8(train, work):
+    place = os.fsencode(work) + b"/caf\xe9"
+    os.mkdir(place)
+    for name in ("text", "model"):
+        (work / name).rename(os.fsdecode(place + b"/" + name.encode()))
+    os.rename(place + b"/text", place + b"/t%ext \xff")
+    options = list(RUN)
+    options[options.index("text")] = os.fsdecode(b"t%ext \xff")
+    train(*options, "--steps", 1, "--out", "out", cwd=os.fsdecode(place))
+    saved = json.loads(open(place + b"/out/trainer_state.json", "rb").read().decode())
+    assert saved["options"]["--data"] == [{"percent": "t%25ext%20%FF"}]
+    train("--resume", os.fsdecode(place + b"/out"), "--steps", 2, cwd=work)
+    assert b"--data t%ext \xff: no file" not in train("--resume", "out", "--steps", 3, cwd=os.fsdecode(place)).stderr

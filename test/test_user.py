@@ -1,0 +1,219 @@
+"""What a user sees: help, ready-made runs, what is printed of a training, and generated text."""
+
+import contextlib
+import os
+import pty
+import re
+import shutil
+import subprocess
+import tty
+import unicodedata
+
+import pytest
+from trainer_runs import ROOT, make, read_log, write_text
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help(train, option):
+    text = train(option).stdout.decode()
+    assert text.startswith("Trains a GPT") and "-h,--help" in text and "--model" in text
+
+
+# ---- ready-made runs
+
+PRINTS_ARGUMENTS = '#!/bin/sh\nprintf "%s\\n" "$@"\n'
+PROFILER = '#!/bin/sh\ncase $* in *./train*) while [ "$1" != ./train ]; do shift; done; exec "$@" ;; esac\n'
+
+
+@pytest.fixture
+def scripts(tmp_path):
+    """The scripts beside a ./train that prints its arguments, one a line; profilers only run what they are to profile."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    for name, text in {
+            "train": PRINTS_ARGUMENTS, "dev/venv.sh": "#!/bin/sh\n", ".venv/bin/python": "#!/bin/sh\n",
+            "bin/ncu": PROFILER, "bin/nsys": PROFILER}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    (tmp_path / "given").mkdir()
+    return tmp_path
+
+
+def arguments_of(scripts, name, *given):
+    """What a script started ./train with."""
+    ran = subprocess.run([scripts / "scripts" / name, *given], cwd=scripts / "given", capture_output=True, text=True,
+                         env={**os.environ, "PATH": f"{scripts / 'bin'}{os.pathsep}{os.environ['PATH']}"})
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "scripts").iterdir()))
+def test_scripts_pass_options_on(scripts, name):
+    """After their own, so that these count."""
+    files = ["model", "a text"] if name == "finetune.sh" else []
+    given = ["--prompt", "two words", "--lr", "0.5"]
+    alone, both = arguments_of(scripts, name, *files), arguments_of(scripts, name, *files, *given)
+    assert both[-4:] == given
+    assert both[:-4] == alone or name.startswith("profile") and both[:-4] + ["--model", "d12", "--batch", "4",
+                                                                             "--seq-len", "1024"] == alone
+
+
+def test_tinyshakespeare_takes_a_text(scripts):
+    for given, text in (((), "data/tinyshakespeare.txt"), (("--steps", "3"), "data/tinyshakespeare.txt"),
+                        (("book",), str(scripts / "given" / "book")),
+                        (("book", "--steps", "3"), str(scripts / "given" / "book"))):
+        arguments = arguments_of(scripts, "tinyshakespeare.sh", *given)
+        assert arguments[0] == "--data" and arguments[1].endswith(text) and arguments[2] == "--model"
+        assert (arguments[-2:] == ["--steps", "3"]) == ("3" in given)
+
+
+# ---- generated text
+
+
+def on_terminal(train, *arguments, cwd):
+    """What a terminal gets of a run's stdout, as it is written."""
+    master, slave = pty.openpty()
+    tty.setraw(slave)
+    with train.start(*arguments, cwd=cwd, stdout=slave) as process:
+        os.close(slave)
+        text = b""
+        with contextlib.suppress(OSError):  # which a terminal's other end gives in place of an end
+            while piece := os.read(master, 4096):
+                text += piece
+    os.close(master)
+    assert process.returncode == 0
+    return text
+
+
+def without_escapes(text):
+    return re.sub(rb"\\x([0-9a-f]{2})", lambda match: bytes.fromhex(match[1].decode()), text)
+
+
+def sendable(text):
+    """Whether a terminal would only show it."""
+    return not any(unicodedata.category(c) == "Cc" for c in text.decode() if c not in "\n\t")
+
+
+GENERATE = ("--model", "model", "--steps", 0, "--prompt", "Gr\u00fcn\x1b",
+            "--sample-tokens", 50)
+
+
+@pytest.fixture
+def work(tmp_path):
+    make(tmp_path / "model", "--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)
+    write_text(tmp_path / "text")
+    return tmp_path
+
+
+def test_generation_prints_the_text_alone(train, work):
+    """And a newline at its end; what else there is to say goes to stderr."""
+    result = train(*GENERATE, "--out", "out", cwd=work)
+    assert result.stdout.startswith("Gr\u00fcn\x1b".encode()) and len(result.stdout) == 6 + 50 + 1
+    assert result.stdout.endswith(b"\n") and result.stderr == b"saved step 0 in out\n"
+
+
+def test_generated_text_on_a_terminal(train, work):
+    """A model that has learnt nothing writes all sorts of bytes."""
+    piped, shown = train(*GENERATE, cwd=work).stdout, on_terminal(train, *GENERATE, cwd=work)
+    assert not sendable(piped.decode(errors="ignore").encode())
+    with pytest.raises(UnicodeDecodeError):
+        piped.decode()
+    assert sendable(shown) and without_escapes(shown) == piped
+    assert shown.startswith("Gr\u00fcn\\x1b".encode())
+
+
+def test_samples_of_a_training_have_a_header(train, work):
+    run = ("--model", "model", "--data", "text", "--batch", 1, "--seq-len", 16, "--steps", 1, "--lr", 0,
+           "--prompt", "Once", "--sample-tokens", 30)
+    match = re.search(rb"\n--- sample after 1 steps ---\n(Once.{30})\n---\n$", train(*run, cwd=work).stdout, re.DOTALL)
+    shown = on_terminal(train, *run, cwd=work)
+    assert match and sendable(shown) and match[1] in without_escapes(shown)
+
+
+# ---- what is printed of a training
+
+RUN = ("--model", "model", "--data", "text", "--batch", 1, "--seq-len", 16, "--sample-tokens", 0)
+
+
+def printed_steps(text):
+    return [int(number) for number in re.findall(rb"^step +(\d+)/", text, re.MULTILINE)]
+
+
+def test_steps_that_are_printed(train, work):
+    """The first three, the last, what comes before something else is printed, one a second; the log has all."""
+    run = (*RUN, "--steps", 400, "--eval-every", 150, "--eval-batches", 1, "--save-every", 170, "--out", "out")
+    text = train(*run, "--log", "log", cwd=work).stdout
+    steps, seconds = printed_steps(text), sum(line.get("ms", 0) for line in read_log(work / "log")) / 1000
+    assert steps[:3] == [1, 2, 3] and steps[-1] == 400 and {150, 170, 300, 340} <= set(steps)
+    assert len(steps) <= 8 + seconds
+    assert [line["step"] for line in read_log(work / "log") if "loss" in line] == list(range(400))
+    for before, after in ((b"step   150/400 ", b"\nstep   150 validation"), (b"step   400/400 100.0% ", b"\nsaved step 400"),
+                          (b"saved step 400", b"\nstep   400 validation")):
+        assert re.search(re.escape(before) + rb".*" + after, text), (before, after)
+
+
+def test_print_every(train, work):
+    assert printed_steps(train(*RUN, "--steps", 40, "--print-every", 15, cwd=work).stdout) == [1, 2, 3, 15, 30, 40]
+    assert printed_steps(train(*RUN, "--steps", 40, "--print-every", 1, cwd=work).stdout) == list(range(1, 41))
+
+
+def test_a_resumed_run_counts_on(train, work):
+    run = (*RUN, "--print-every", 1000)
+    train(*run, "--steps", 20, "--out", "out", cwd=work)
+    assert printed_steps(train("--resume", "out", "--steps", 30, cwd=work).stdout) == [21, 22, 23, 30]
+
+
+def test_utilisation_names_what_it_is_relative_to(train, work):
+    """Once, before the first step, and with the rate that makes of a step's time what is printed."""
+    text = train(*RUN, "--steps", 5, "--print-every", 1, cwd=work).stdout.decode()
+    [(peak, what)] = re.findall(r"^MFU is relative to (\d+) GFLOP/s, (.*)$", text, re.MULTILINE)
+    assert what == "a square product measured now" or train.device == "cuda"
+    parameters = 256 * 48 + 2 * (12 * 48 * 48 + 13 * 48) + 2 * 48  # without positions, which are not multiplied with
+    gigaflop = 16 * 6 * (parameters + 2 * 48 * 16) / 1e9
+    for milliseconds, percent in re.findall(r"([\d.]+) ms \|.*MFU +([\d.]+)%", text):
+        assert float(percent) == pytest.approx(100 * gigaflop / float(milliseconds) * 1000 / float(peak), abs=0.06, rel=0.02)
+    assert text.index("MFU is") < text.index("step     1/5")
+
+
+# ---- fine-tuning
+
+
+def test_the_rate_follows_the_model(train, work):
+    """Lower for a folder, whose weights were trained; and the help says so."""
+    help_text = train("--help").stdout.decode()
+    assert "0.001 for dN, 5e-05 for a folder" in help_text
+    for model, rate in (("model", 5e-5), ("d1", 1e-3)):
+        train("--model", model, *RUN[2:], "--steps", 31, "--log", "log", cwd=work)
+        assert max(line["lr"] for line in read_log(work / "log") if "lr" in line) == rate
+
+
+def test_fine_tuning_by_default_improves(train, tmp_path):
+    """A model that has learnt some C++, on Python: it gets better there."""
+    (tmp_path / "first").write_bytes((ROOT / "train_gpt.cu").read_bytes())
+    (tmp_path / "second").write_bytes((ROOT / "test" / "test_train.py").read_bytes())
+    small = ("--batch", 4, "--seq-len", 64, "--sample-tokens", 0)
+    train("--model", "d1", "--data", "first", *small, "--steps", 150, "--lr", 5e-3, "--out", "trained", cwd=tmp_path)
+    losses = []
+    for options in (("--lr", 0), ()):
+        train("--model", "trained", "--data", "second", *small, "--steps", 100, *options, "--log", "log", cwd=tmp_path)
+        losses += [line["val_loss"] for line in read_log(tmp_path / "log") if "val_loss" in line]
+    assert losses[1] < losses[0] - 0.05, losses
+
+
+# ---- make
+
+
+def test_make_help_lists_all_there_is():
+    text = (ROOT / "Makefile").read_text()
+    ran = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0 and not ran.stderr
+    targets = set(re.findall(r"^([a-z][a-z-]*):(?!=)", text, re.MULTILINE)) - {"all", "train"}  # make alone
+    assert set(re.findall(r"^make ([a-z-]+)  ", ran.stdout, re.MULTILINE)) == targets and len(targets) > 15
+    listed = set(re.findall(r"\b([A-Z_]+)=", ran.stdout))
+    assert set(re.findall(r"^(?: *|ifndef )([A-Z_]+)(?: \?=|$)", text, re.MULTILINE)) <= listed
+    assert all(f"$({name})" in text for name in listed)
+    for default, defined in (("FUZZ_SECONDS=10", "FUZZ_SECONDS ?= 10"), ('CUDA_ARCH="80 90a"', "CUDA_ARCH ?= 80 90a"),
+                             ('BENCH_OPTIONS="--model d12 --batch 4 --seq-len 64"',
+                              "$(or $(BENCH_OPTIONS),--model d12 --batch 4 --seq-len 64)")):
+        assert default in ran.stdout and defined in text, default

@@ -1,0 +1,91 @@
+// tokenize_probe.cpp - tokenizes on request, for tests that compare the tokens with those of other programs.
+//
+//     tokenize_probe FOLDER COMMAND < INPUTS > OUTPUTS
+//
+// Inputs and outputs are records: a uint32 length, then so many bytes.
+// encode [BYTES]  text to int32 tokens; fed in parts of so many bytes if given
+// specials        the same with what the tokenizer puts around a text
+// decode          int32 tokens to text; `plain`: without special tokens
+// time            text to JSON: its bytes and tokens, and the processor seconds that tokenizing it took
+// facts           needs no input; JSON: size, end_of_text, begin_of_text, held_bytes
+// A mistake of the user's is one line and exit code 2, as of the trainer.
+
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <string>
+#include <vector>
+
+#include "llmc/tokenizer.h"
+
+namespace {
+
+std::vector<int32_t> encode_in_parts(const Tokenizer& tokenizer, std::string_view text, size_t bytes) {
+    std::vector<int32_t> tokens;
+    TextEncoder encoder = tokenizer.encoder();
+    for (; !text.empty(); text.remove_prefix(std::min(bytes, text.size())))
+        encoder.feed(text.substr(0, bytes), tokens);
+    encoder.finish(tokens);
+    return tokens;
+}
+
+std::string encode(const Tokenizer& tokenizer, std::string_view text, size_t bytes, bool specials) {
+    const auto tokens =
+        bytes > 0 ? encode_in_parts(tokenizer, text, bytes) : tokenizer.encode(text, specials);
+    return {reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof tokens[0]};
+}
+
+std::string decode(const Tokenizer& tokenizer, std::string_view input, bool specials) {
+    std::vector<int> tokens(input.size() / sizeof(int));
+    input.copy(reinterpret_cast<char*>(tokens.data()), tokens.size() * sizeof(int));
+    return tokenizer.decode(tokens, specials);
+}
+
+std::string facts(const Tokenizer& t) {
+    return format(R"({"size": %d, "end_of_text": %d, "begin_of_text": %d, "held_bytes": %zu})", t.size(),
+                  t.end_of_text(), t.begin_of_text(), t.held_bytes());
+}
+
+std::string time(const Tokenizer& tokenizer, std::string_view text) {
+    const auto start = std::clock();
+    const size_t tokens = tokenizer.encode(text).size();
+    return format(R"({"bytes": %zu, "tokens": %zu, "seconds": %g})", text.size(), tokens,
+                  static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC);
+}
+
+void write_record(const std::string& record) {
+    const auto size = static_cast<uint32_t>(record.size());
+    fwrite(&size, sizeof size, 1, stdout);
+    fwrite(record.data(), 1, size, stdout);
+}
+
+void run(const std::string& folder, const std::string& command, size_t bytes) {
+    const auto tokenizer = Tokenizer::open(folder);
+    if (!tokenizer) fail("%s: has no tokenizer", folder.c_str());
+    if (command == "facts") return write_record(facts(*tokenizer));
+    for (uint32_t size; fread(&size, sizeof size, 1, stdin) == 1;) {
+        std::string input(size, '\0');
+        if (fread(input.data(), 1, size, stdin) != size) fail("a record is cut short");
+        if (command == "encode" || command == "specials")
+            write_record(encode(*tokenizer, input, bytes, command == "specials"));
+        else if (command == "decode" || command == "plain")
+            write_record(decode(*tokenizer, input, command == "decode"));
+        else if (command == "time")
+            write_record(time(*tokenizer, input));
+        else
+            fail("%s: no command", command.c_str());
+    }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    if (argc < 3) return 1;
+    try {
+        run(argv[1], argv[2], argc > 3 ? std::strtoul(argv[3], nullptr, 10) : 0);
+    } catch (const UserError& error) {
+        fprintf(stderr, "%s\n", error.what());
+        return 2;
+    }
+    return 0;
+}

@@ -1,5 +1,5 @@
-// train_gpt.cu - the training of a GPT, top to bottom: the model's forward and backward, the step, sampling,
-// the loop.
+// train_gpt.cu - the training of a language model, top to bottom: the loop and the step, then the model's
+// forward and backward, then what is rehearsed, taken and loaded before the first step.
 //
 // Every piece of the step takes its tensors from the arena (llmc/arena.h), where they are first written, and
 // lets go of them where they are last read. What a block lets go of in forward, backward makes again: that is
@@ -10,9 +10,6 @@
 #include <omp.h>
 #include <unistd.h>
 
-#include <csignal>
-#include <deque>
-#include <filesystem>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -21,9 +18,9 @@
 #include "llmc/attention.cuh"
 #include "llmc/bench.h"
 #include "llmc/checkpoint.h"
-#include "llmc/clock.h"
 #include "llmc/cross_entropy.cuh"
 #include "llmc/dataset.h"
+#include "llmc/device_rates.h"
 #include "llmc/embedding.cuh"
 #include "llmc/feeder.h"
 #include "llmc/fit.h"
@@ -32,78 +29,39 @@
 #include "llmc/head_norm.cuh"
 #include "llmc/matmul.h"
 #include "llmc/matmul_search.h"
+#include "llmc/metrics.h"
 #include "llmc/norm.h"
 #include "llmc/optimizer.cuh"
 #include "llmc/options.h"
-#include "llmc/outputs.h"
+#include "llmc/plans.h"
 #include "llmc/positions.h"
 #include "llmc/recompute.h"
 #include "llmc/report.h"
 #include "llmc/residual.cuh"
-#include "llmc/resume.h"
 #include "llmc/rope.cuh"
-#include "llmc/sampler.h"
+#include "llmc/run_inputs.h"
+#include "llmc/sample.h"
 #include "llmc/schedule.h"
+#include "llmc/signals.h"
 #include "llmc/state.h"
-#include "llmc/step_lines.h"
 #include "llmc/swiglu.cuh"
-#include "llmc/terminal.h"
 #include "llmc/threads.h"
 #include "llmc/timeline.h"
-#include "llmc/tokenizer.h"
 #include "llmc/wide_sum.cuh"
 
 #ifdef LLMC_BF16
 using floatX = bf16;
-constexpr const char* kPrecision = "bf16";
 #else
 using floatX = float;
-constexpr const char* kPrecision = "fp32";
-#endif
-#ifdef SIMT_GPU
-constexpr const char* kDevice = "cuda";
-#else
-constexpr const char* kDevice = "cpu";
 #endif
 using TensorX = Tensor<floatX>;
 using TensorF = Tensor<float>;
-
 using NormedX = Normed<floatX>;
 
-// The tensors of one block's forward, in the order they are written. (B, T, C) unless said otherwise.
-struct BlockActivations {
-    TensorX input;  // the residual stream at the block's start
-    NormedX norm_1;
-    TensorX qkv;        // (B, T, qkv_width()), as attention reads it
-    TensorX raw_qkv;    // the same before its heads were normalised, where they are
-    TensorX attention;  // (B, T, query_width()), before the projection
-    TensorF lse;        // (B, heads, T), the log of each softmax's denominator
-    TensorX middle;     // the residual stream after attention
-    NormedX norm_2;
-    TensorX up;         // before the activation; the gate's half first where there is one
-    TensorX activated;  // (B, T, mlp_width)
-};
-
-// The last norm and the logits of some rows.
-struct HeadActivations {
-    NormedX norm;    // (rows, C)
-    TensorX logits;  // (rows, padded vocabulary)
-};
-
-// What the tensors of a norm are called.
-struct NormNames {
-    const char *mean, *rstd, *out;
-};
-constexpr NormNames kNorm1 = {"ln_1_mean", "ln_1_rstd", "ln_1"}, kNorm2 = {"ln_2_mean", "ln_2_rstd", "ln_2"},
-                    kLastNorm = {"ln_f_mean", "ln_f_rstd", "ln_f"},
-                    kEmbeddingNorm = {"embedding_mean", "embedding_rstd", "residual"};
-
-// The keys and values of a sequence so far, a (positions, 2 kv_width()) tensor a layer, and how many
-// positions are filled.
-struct KvCache {
-    std::vector<TensorX> layers;
-    int length = 0;
-};
+struct BlockActivations;  // these are beside forward
+struct HeadActivations;
+struct KvCache;
+struct NormNames;
 
 // How a micro-batch is run.
 struct MicroBatchOptions {
@@ -160,14 +118,7 @@ class Gpt {
     void zero(Tensor<T>& t) {
         device_fill(t.data(), 0, static_cast<size_t>(t.bytes()), stream_);
     }
-    // A norm's tensors for x (.., C), not filled yet.
-    NormedX take_normed(const NormNames& names, const TensorX& x) {
-        Shape rows = x.shape();
-        rows.count--;
-        TensorF mean = family_.norm == NormKind::Layer ? take_float(names.mean, rows) : TensorF();
-        TensorF rstd = take_float(names.rstd, rows);
-        return {std::move(mean), std::move(rstd), take(names.out, x.shape())};
-    }
+    NormedX take_normed(const NormNames& names, const TensorX& x);
     Tensor<int> take_input(const char* name, Shape shape, const std::vector<int>& values);
     float epsilon() const { return static_cast<float>(config_.norm_epsilon); }
     // The columns of a packed qkv where the keys and the values begin.
@@ -248,7 +199,340 @@ class Gpt {
     } weights_;
 };
 
+// A run on the device: the model's state, the batch, the arena with its plans, and the loop over the steps.
+class Trainer {
+  public:
+    // Takes no memory of the device yet. `choices`: what --memory has chosen, and its neighbours.
+    Trainer(const Options& options, RunInputs& inputs, std::vector<MemoryChoice> choices = {});
+
+    void run();
+    void bench();
+    void print_plan() const;
+
+    // Another batch, other formats of the state, other levels of recompute: for who looks for the best.
+    void use(const MemorySetting& s);
+    Plan rehearse_training(bool adds, bool placed);
+    // Rehearses every step that the run may take; a micro-batch of the training is placed if asked.
+    const MemoryReport& rehearse(bool placed = true);
+
+  private:
+    // The loop.
+    void train();
+    bool train_step();
+    void feed_training(int k);
+    void feed(SequenceLoader& loader, uint64_t first, uint64_t count);
+    template <class Operations>
+    void run_step(Plan& plan, Operations&& operations);
+    void measure_norm(const floatX* gradients, int64_t n, TensorF& norm);
+    void update_unit(int unit, const floatX* gradients);
+    void update();
+    std::optional<double> validate();
+    void validate_and_log();
+    void do_what_is_due();
+    void sample();
+    void save();
+    void finish();
+    void stop();
+
+    // Before it, and the bench.
+    void open_device();
+    void prepare();
+    void prepare_saves();
+    void choose_algorithms();
+    void take_memory();
+    void load();
+    void print_start() const;
+    void print_data() const;
+    void forward_step();
+
+    bool is_time(int64_t every) const { return every > 0 && step_ > 0 && step_ % every == 0; }
+    bool trains() const { return o_.steps > 0 && o_.bench.empty(); }
+    bool saves() const { return !o_.out.empty(); }
+    // Where the run says what it does: without training, stdout is for generated text.
+    FILE* notes() const { return o_.steps > 0 ? stdout : stderr; }
+    uint64_t batch() const { return static_cast<uint64_t>(o_.batch); }
+    double step_tokens() const { return static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum; }
+    double step_flops() const;
+    uint64_t validation_sequences() const;
+
+    Options o_;
+    RunInputs& in_;
+    const ModelConfig& config_;
+    State<floatX> state_;
+    std::optional<OwnStream> own_stream_;
+    Stream stream_ = nullptr;  // that one, from open_device() on
+    Arena arena_;
+    Gpt gpt_;
+    Feeder feeder_;
+    std::optional<SequenceLoader> loader_, val_loader_;
+    MicroBatchOptions micro_;
+    Gpt::Consume consume_;  // with --update-in-backward
+    const bool norm_of_each_unit_;
+    Metrics metrics_;
+    DeviceBuffer factors_memory_, positions_memory_;
+    UpdateFactors* factors_ = nullptr;  // on the device: of the current step
+    Plans plans_;
+    MemoryReport report_;
+    const std::vector<MemoryChoice> choices_;
+    StepGraphs graphs_;
+    bool replays_;                                 // whether steps are run through them
+    size_t used_before_ = 0;                       // of the device's memory
+    int64_t step_ = 0;                             // steps done
+    int64_t first_step_ = 0, first_sequence_ = 0;  // where a resumed run begins
+    bool evaluated_ = false;                       // whether what is due at this step was made
+    SaveFolder saves_;
+    int64_t saved_step_ = -1;  // of what this run has saved last
+};
+
+// ---- the loop
+
+void Trainer::run() {
+    open_device();
+    prepare();
+    stop_on_signals(saves());
+    print_start();
+    try {
+        train();
+    } catch (const DataError&) {  // what was trained until then is good
+        if (saves() && step_ > first_step_) save();
+        throw;
+    }
+    metrics_.finish();
+    interrupted ? stop() : finish();
+}
+
+void Trainer::train() {
+    const int settled = StepGraphs::kReplays && replays_ ? 2 : 1;  // steps until graphs are recorded
+    for (step_ = first_step_; step_ < o_.steps && !interrupted; step_++, evaluated_ = false) {
+        if (!evaluated_) do_what_is_due();
+        if (interrupted) break;
+        if (is_time(o_.save_every) && step_ > first_step_) save();
+        if (!train_step()) break;
+        if (step_ == std::min(o_.steps, first_step_ + settled) - 1) {
+            metrics_.finish();
+            printf("taken from the device: %.1f MiB; planned: %.1f MiB\n",
+                   (static_cast<double>(device_bytes_in_use()) - static_cast<double>(used_before_)) / 1048576,
+                   mebibytes(report_.total()));
+        }
+    }
+}
+
+// Says whether it made the step: not when the run is interrupted between its micro-batches, of which nothing
+// is kept then.
+bool Trainer::train_step() {
+    Range range("step");
+    metrics_.step_begins();
+    const float loss_scale = 1.f / (static_cast<float>(o_.batch) * static_cast<float>(o_.seq_len) *
+                                    static_cast<float>(o_.grad_accum));
+    const double rate = learning_rate(o_.schedule, step_, o_.steps, o_.warmup, o_.lr, o_.min_lr);
+    set_factors(factors_,
+                {.lr = static_cast<float>(rate),
+                 .beta1 = static_cast<float>(o_.beta1),
+                 .beta2 = static_cast<float>(o_.beta2),
+                 .epsilon = static_cast<float>(o_.eps),
+                 .weight_decay = static_cast<float>(o_.weight_decay),
+                 .clip = static_cast<float>(o_.clip),
+                 .step = static_cast<int>(step_ + 1),
+                 .seed = o_.seed},
+                stream_);
+    device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
+    for (int k = 0; k < o_.grad_accum; k++) {
+        if (k > 0 && interrupted) return false;
+        feed_training(k);
+        micro_.adds = k > 0;
+        run_step(micro_.adds ? plans_.add : plans_.train, [&] {
+            gpt_.forward_backward(feeder_.batch(), micro_, loss_scale, metrics_.loss(), consume_);
+        });
+    }
+    if (!consume_) run_step(plans_.update, [&] { update(); });
+    metrics_.step_ends(step_, rate, stream_);
+    return true;
+}
+
+// Feeds micro-batch k of the step: from the data, or random tokens where a bench has none.
+void Trainer::feed_training(int k) {
+    const auto done = static_cast<uint64_t>((step_ - first_step_) * o_.grad_accum + k);
+    const uint64_t first = static_cast<uint64_t>(first_sequence_) + done * batch();
+    if (loader_) return feed(*loader_, first, batch());
+    const Feeder::Slot slot = feeder_.slot();
+    fill_random(slot.inputs, slot.targets, o_.seed, first, config_.vocabulary);
+    feeder_.send(stream_);
+}
+
+// Feeds `count` sequences from number `first` on; rows beyond them, up to a whole batch, do not count.
+void Trainer::feed(SequenceLoader& loader, uint64_t first, uint64_t count) {
+    const Feeder::Slot slot = feeder_.slot();
+    loader.fill_batch(first, count, slot.inputs, slot.targets);
+    feeder_.send(stream_);
+}
+
+// Runs operations in the memory of their plan, on a GPU as a graph from the second time on. They must be the
+// same every time: what changes lies in the device's memory.
+template <class Operations>
+void Trainer::run_step(Plan& plan, Operations&& operations) {
+    const auto run = [&] { arena_.run(plan, operations); };
+    if (replays_)
+        graphs_.run(&plan, stream_, run);
+    else
+        run();
+}
+
+void Trainer::update() {
+    Range range("update");
+    TensorF norm = metrics_.norms().rows_at(0, 1);
+    if (!norm_of_each_unit_) measure_norm(state_.gradients(), state_.layout.size(), norm);
+    for (size_t i = 0; i < state_.layout.units().size(); i++)
+        update_unit(static_cast<int>(i),
+                    state_.data<floatX>(StatePart::Gradients, state_.layout.units()[i].offset));
+}
+
+// Updates the weights of a unit with its gradients, in one launch.
+void Trainer::update_unit(int unit, const floatX* gradients) {
+    Range range("update", unit);
+    const Unit& u = state_.layout.units()[static_cast<size_t>(unit)];
+    TensorF norm = metrics_.norms().rows_at(norm_of_each_unit_ ? unit : 0, 1);
+    if (norm_of_each_unit_) measure_norm(gradients, u.size, norm);
+    optimizer_update(factors_, state_, u, gradients, norm, stream_);
+}
+
+void Trainer::measure_norm(const floatX* gradients, int64_t n, TensorF& norm) {
+    TensorF scratch = arena_.take<float>("norm_partials", {kNormBlocks});
+    global_norm(norm, scratch, gradients, n, stream_);
+}
+
+// The mean loss over the validation data's first sequences, as many as --eval-batches steps read: the same
+// whatever micro-batch was chosen. Nothing when the run is interrupted.
+std::optional<double> Trainer::validate() {
+    metrics_.finish();
+    const uint64_t sequences = validation_sequences();
+    device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
+    // The same in every call, as run_step() asks for.
+    const float scale = 1.f / (static_cast<float>(sequences) * static_cast<float>(o_.seq_len));
+    for (uint64_t first = 0; first < sequences; first += batch()) {
+        if (interrupted) return std::nullopt;
+        feed(*val_loader_, first, std::min(batch(), sequences - first));
+        run_step(plans_.evaluate, [&] { gpt_.evaluate(feeder_.batch(), micro_, scale, metrics_.loss()); });
+    }
+    float loss = 0;
+    copy_to_host(&loss, metrics_.loss().data(), sizeof loss, stream_);
+    return double{loss};
+}
+
+void Trainer::validate_and_log() {
+    const std::optional<double> loss = validate();
+    if (!loss) return;
+    printf("step %5lld validation loss %.6f\n", static_cast<long long>(step_), *loss);
+    metrics_.log().write({{"step", step_}, {"val_loss", *loss}});
+}
+
+uint64_t Trainer::validation_sequences() const {
+    return std::min(val_loader_->sequences_per_epoch(),
+                    batch() * static_cast<uint64_t>(o_.grad_accum) * static_cast<uint64_t>(o_.eval_batches));
+}
+
+// The validation and the sample that are due before the next step.
+void Trainer::do_what_is_due() {
+    if (val_loader_ && is_time(o_.eval_every)) validate_and_log();
+    if (is_time(o_.sample_every) && in_.samples()) sample();
+    evaluated_ = !interrupted;
+}
+
+// Prints the prompt and its continuation, of a training under a header. A sample longer than the window goes
+// on from its latest half.
+void Trainer::sample() {
+    metrics_.finish();
+    const std::vector<int> prompt = in_.first_tokens();
+    Sample text(o_, in_.tokenizer ? &*in_.tokenizer : nullptr, prompt, step_);
+    const auto choose = [&](const TensorX& device_logits) {
+        std::vector<floatX> narrow(static_cast<size_t>(config_.vocabulary));
+        copy_to_host(narrow.data(), device_logits.data(), narrow.size() * sizeof(floatX), stream_);
+        std::vector<float> logits(narrow.size());
+        for (size_t v = 0; v < logits.size(); v++) logits[v] = to_float(narrow[v]);
+        const int token = text.next(logits);
+        return interrupted ? -1 : token;
+    };
+    const int window = in_.sample_window(), half = window / 2;
+    arena_.run(plans_.sample,
+               [&] { gpt_.generate(prompt, window - static_cast<int>(prompt.size()), choose); });
+    while (!text.ended() && !interrupted) {
+        const std::vector<int> latest(text.tokens().end() - half, text.tokens().end());
+        arena_.run(plans_.slide, [&] { gpt_.generate(latest, window - half, choose); });
+    }
+    text.finish();
+}
+
+void Trainer::save() {
+    metrics_.finish();
+    const bool folder = !parse_new_model(o_.model) && std::filesystem::exists(o_.model);
+    const std::string& tokenizer = folder ? o_.model : o_.resume.empty() ? in_.tokenizer_folder : o_.resume;
+    saves_.others.erase(step_);
+    Progress progress{.step = step_,
+                      .sequences = first_sequence_ + (step_ - first_step_) * o_.batch * o_.grad_accum,
+                      .evaluated = evaluated_,
+                      .others = saves_.others,
+                      .data = in_.facts};
+    remember_options(o_, progress);
+    save_checkpoint(saves_, state_, progress, tokenizer, o_.steps > 0);
+    metrics_.last_save = o_.out;
+    saved_step_ = step_;
+    fprintf(notes(), "saved step %lld in %s\n", static_cast<long long>(step_), o_.out.c_str());
+}
+
+// The end of a run whose steps are all made.
+void Trainer::finish() {
+    const bool is_saved =
+        step_ == first_step_ && !in_.resumed.empty() && same_file(folder_above(in_.resumed), o_.out);
+    evaluated_ = true;
+    if (saves() && !is_saved) save();
+    if (val_loader_ && o_.steps > 0) validate_and_log();
+    if (in_.samples()) sample();
+}
+
+// The end of a run that was interrupted.
+void Trainer::stop() {
+    if (step_ == first_step_)
+        fprintf(notes(), "interrupted before step %lld\n", static_cast<long long>(step_ + 1));
+    else
+        printf("interrupted after step %lld\n", static_cast<long long>(step_));
+    if (saves() && saved_step_ != step_) save();
+}
+
 // ---- forward
+
+// The tensors of one block's forward, in the order they are written. (B, T, C) unless said otherwise.
+struct BlockActivations {
+    TensorX input;  // the residual stream at the block's start
+    NormedX norm_1;
+    TensorX qkv;        // (B, T, qkv_width()), as attention reads it
+    TensorX raw_qkv;    // the same before its heads were normalised, where they are
+    TensorX attention;  // (B, T, query_width()), before the projection
+    TensorF lse;        // (B, heads, T), the log of each softmax's denominator
+    TensorX middle;     // the residual stream after attention
+    NormedX norm_2;
+    TensorX up;         // before the activation; the gate's half first where there is one
+    TensorX activated;  // (B, T, mlp_width)
+};
+
+// The last norm and the logits of some rows.
+struct HeadActivations {
+    NormedX norm;    // (rows, C)
+    TensorX logits;  // (rows, padded vocabulary)
+};
+
+// What the tensors of a norm are called.
+struct NormNames {
+    const char *mean, *rstd, *out;
+};
+constexpr NormNames kNorm1 = {"ln_1_mean", "ln_1_rstd", "ln_1"}, kNorm2 = {"ln_2_mean", "ln_2_rstd", "ln_2"},
+                    kLastNorm = {"ln_f_mean", "ln_f_rstd", "ln_f"},
+                    kEmbeddingNorm = {"embedding_mean", "embedding_rstd", "residual"};
+
+// The keys and values of a sequence so far, a (positions, 2 kv_width()) tensor a layer, and how many
+// positions are filled.
+struct KvCache {
+    std::vector<TensorX> layers;
+    int length = 0;
+};
 
 // Takes a tensor and fills it from the host, waiting until it is there.
 Tensor<int> Gpt::take_input(const char* name, Shape shape, const std::vector<int>& values) {
@@ -256,6 +540,15 @@ Tensor<int> Gpt::take_input(const char* name, Shape shape, const std::vector<int
     assert(static_cast<int64_t>(values.size()) == t.size());
     copy_to_device(t.data(), values.data(), values.size() * sizeof(int), stream_);
     return t;
+}
+
+// A norm's tensors for x (.., C), not filled yet.
+NormedX Gpt::take_normed(const NormNames& names, const TensorX& x) {
+    Shape rows = x.shape();
+    rows.count--;
+    TensorF mean = family_.norm == NormKind::Layer ? take_float(names.mean, rows) : TensorF();
+    TensorF rstd = take_float(names.rstd, rows);
+    return {std::move(mean), std::move(rstd), take(names.out, x.shape())};
 }
 
 // The norm of x (rows, C).
@@ -494,8 +787,7 @@ void Gpt::zero_added(int unit, const TensorX& gradients) {
     int64_t from = 0, end = 0;
     auto flush = [&] {
         if (end > from)
-            device_fill(gradients.at(from), 0, static_cast<size_t>(end - from) * sizeof(floatX),
-                        stream_);
+            device_fill(gradients.at(from), 0, static_cast<size_t>(end - from) * sizeof(floatX), stream_);
     };
     for (const Parameter& p : layout_.parameters_of(unit)) {
         const int64_t start = p.offset - unit_start + (p.memory.count == 2 ? p.memory.size() : 0);
@@ -767,258 +1059,63 @@ void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choo
     });
 }
 
-// ---- the run
+// ---- before the first step
 
-constexpr uint64_t kSampleStream = uint64_t{1} << 62;  // counter space of random_bits() for sampling
-constexpr uint64_t kBenchStream = kSampleStream + 1;   // and for the tokens of a bench without data
-
-volatile std::sig_atomic_t interrupted = 0;  // the signal that asked the run to stop
-const char* when_interrupted = "";
-void on_interrupt(int signal) {
-    const int before = errno;
-    if (signal == SIGINT) std::signal(SIGINT, SIG_DFL);  // a second Ctrl-C stops at once
-    if (!interrupted) {
-        interrupted = signal;
-        [[maybe_unused]] const ssize_t told =
-            write(STDERR_FILENO, when_interrupted, strlen(when_interrupted));
-    }
-    errno = before;
-}
-
-// Has signals stop the run after the micro-batch or token at hand: Ctrl-C, that of a scheduler whose time is
-// up, of a terminal that closed, of a reader of the output that is gone. One that was to be ignored
-// (nohup) still is.
-void stop_on_signals(bool saves) {
-    when_interrupted = saves ? "stopping after this micro-batch; Ctrl-C again: at once, without saving\n"
-                             : "stopping after this micro-batch; Ctrl-C again: at once\n";
-    for (int signal : {SIGINT, SIGTERM, SIGHUP, SIGPIPE})
-        if (std::signal(signal, on_interrupt) == SIG_IGN) std::signal(signal, SIG_IGN);
-}
-
-// What is trained on where nothing is named: Shakespeare's plays, 1.1 MB.
-constexpr const char* kFirstText = "dev/data/tinyshakespeare.txt";
-
-// What the first step takes beside the plan, measured with 1 to 64 threads on a CPU: compiled products and
-// host buffers; of each thread its stack and the operands of its products; and what heaps keep of the copies
-// that oneDNN makes of attention's tiles. On a GPU not measured yet.
-size_t process_bytes() {
-#ifdef SIMT_GPU
-    return 0;
-#else
-    const size_t threads = static_cast<size_t>(omp_get_max_threads());
-    return (size_t{13} << 20) + threads * (768 << 10) + heaps_of(threads) * (512 << 10);
-#endif
-}
-
-// The steps that are enqueued before the host looks at what the one before has left, so that the device has
-// work while it does.
-constexpr size_t kStepsAhead = StepGraphs::kReplays ? 1 : 0;
-
-// Everything a run needs, opened and checked in the order of its members, before any device memory is taken.
-class Trainer {
-  public:
-    // `resumed`: the save that --resume names, held until it is loaded.
-    Trainer(Options options, std::optional<HeldSave> resumed);
-    void print_plan() const;
-    void run();
-    void bench();
-
-  private:
-    std::unique_ptr<Dataset> open_training_data();
-    ModelConfig choose_config() const;
-    void open_validation();
-    std::optional<Tokenizer> open_tokenizer();
-    std::vector<int> first_tokens() const;
-    bool samples() const;
-    // Where the run says what it does: without training, stdout is for generated text.
-    FILE* notes() const { return o_.steps > 0 ? stdout : stderr; }
-    int sample_window() const;
-    bool feeds() const { return o_.steps > 0 || o_.bench == "forward"; }
-    int64_t metrics_count() const { return 1 + static_cast<int64_t>(state_.layout.units().size()); }
-    void open_device();
-    void use(const MemorySetting& s);
-    MemorySetting choose_setting();
-    Plan rehearse_training(bool adds, bool placed);
-    void rehearse_all(bool placed);
-    MemoryReport make_report(bool placed = true);
-    void point_metrics(float* at);
-    void check_data() const;
-    void check_resumed_data();
-    void check_output_files() const;
-    void choose_algorithms();
-    void prepare();
-    void load();
-    double whole_norm(const float* norms) const;
-    void read_metrics(size_t ahead);
-    void read_metrics();
-    template <class Step>
-    void run_step(Plan& plan, Step&& step);
-    void feed(SequenceLoader& loader, uint64_t first, uint64_t count);
-    void feed_training(int64_t step, uint64_t k);
-    bool train_step(int64_t step);
-    void forward_step(int64_t step);
-    uint64_t validation_sequences() const;
-    void print_data() const;
-    void measure_norm(const floatX* gradients, int64_t n, TensorF& norm);
-    void update_unit(int unit, const floatX* gradients);
-    void update();
-    std::optional<double> validate();
-    void sample(int64_t step);
-    void save(int64_t steps_done, bool evaluated);
-    void log_line(const nlohmann::ordered_json& line);
-    double step_tokens() const;
-    double step_flops() const;
-    void record_step(const StepFigures& figures);
-    void bench_phases(BenchReport& r, const std::function<void(int64_t)>& run_one);
-    void bench_replays(BenchReport& r, const std::function<void(int64_t)>& run_one);
-
-    Options o_;
-    std::optional<HeldSave> held_save_, held_model_;  // until they are loaded:
-    std::string resumed_;                             // the save that --resume goes on from; empty without
-    std::string model_;                               // the folder that --model names, or the save it shows
-    std::optional<Progress> progress_;                // where the save stands, if the run trains on
-    std::unique_ptr<Dataset> data_, val_data_;
-    ModelConfig config_;
-    std::string tokenizer_folder_;  // where the tokenizer was found, for saves; may be empty
-    std::optional<Tokenizer> tokenizer_;
-    std::optional<SequenceLoader> loader_, val_loader_;
-    std::optional<OwnStream> own_stream_;
-    Stream stream_ = nullptr;  // that one, from open_device() on
-    Arena arena_;
-    State<floatX> state_;
-    Gpt gpt_;
-    Feeder feeder_;
-    MicroBatchOptions step_;
-    Gpt::Consume consume_;  // with --update-in-backward
-    bool norm_of_each_unit_;
-    MemoryReport report_;
-    std::vector<MemoryChoice> choice_;  // with --memory: the configuration, and its neighbours
-    Plan train_plan_, add_plan_;        // a step's first micro-batch, and those that add to its gradients
-    Plan update_plan_, evaluate_plan_, sample_plan_, slide_plan_;
-    StepGraphs graphs_;
-    bool replays_ = false;  // whether steps are run through them
-    DeviceBuffer metrics_memory_, factors_memory_, positions_memory_;
-    TensorF loss_;                      // (1), on the device
-    TensorF norms_;                     // (units, 1) there: of each unit's gradient, or in [0] of all
-    UpdateFactors* factors_ = nullptr;  // there: of the current step
-    struct Pending {
-        int64_t step;
-        double rate;
-    };
-    std::deque<Pending> pending_;         // steps that were enqueued and not looked at yet
-    std::optional<Readback> metrics_[2];  // of even and of odd steps
-    Clock clock_;
-    double completed_ = 0;                         // on it: when the latest step that was looked at was done
-    int64_t first_step_ = 0, first_sequence_ = 0;  // where a resumed run begins
-    bool evaluated_ = false;                       // whether what is due at the next step was made
-    SaveFolder saves_;
-    std::map<std::string, std::string> data_facts_;  // for saves
-    std::string last_save_;
-    int64_t saved_step_ = -1;  // of what this run has saved last
-    std::optional<StepLines> lines_;  // of a training, from prepare() on
-    std::unique_ptr<FILE, int (*)(FILE*)> log_{nullptr, fclose};
-};
-
-// What a run keeps from step to step. Fails where this build's weights have no use for what was asked.
-StateOptions state_options(const Options& o) {
-    if (std::is_same_v<floatX, float> && o.steps > 0 && o.master != "fp32")
-        fail("--master %s completes bf16 weights, and this build's are fp32: make PRECISION=bf16",
-             o.master.c_str());
-    return {.training = o.steps > 0,
-            .gradients = !o.update_in_backward,
-            .optimizer = named<Optimizer>(kOptimizerNames, o.optimizer),
-            .master = named<Master>(kMasterNames, o.master),
-            .m = named<Moment>(kMomentNames, o.adam_m),
-            .v = named<Moment>(kMomentNames, o.adam_v)};
-}
-
-// Fails where --attention hopper asks for kernels that this build or this model's heads have not.
-void check_attention(const Options& o, const ModelConfig& config) {
-    if (o.attention != "hopper") return;
-    if (!kHopperAttention<floatX>)
-        fail(
-            "--attention hopper: this build has no such kernels; make DEVICE=cuda PRECISION=bf16 with 90a in "
-            "CUDA_ARCH does, and --attention common is in each");
-    if (!hopper_attention_supports(config.head_size))
-        fail(
-            "--attention hopper does heads of 64 and 128 channels, and the model's have %d: --attention "
-            "common",
-            config.head_size);
-}
-
-std::unique_ptr<Dataset> open_data(const std::vector<std::string>& files, const char* option) {
-    return std::make_unique<Dataset>(expand_files(files, option), option);
-}
-
-// The sizes of the model, from the save, the folder or the depth that the options name.
-ModelConfig Trainer::choose_config() const {
-    std::optional<ModelConfig> saved;
-    if (!resumed_.empty()) saved = read_model_config(resumed_, "--resume");
-    ModelConfig config;
-    if (const NewModel made = parse_new_model(o_.model)) {
-        int vocabulary = data_ ? data_->vocabulary() : o_.has("--model") ? 50257 : 256;
-        if (saved) vocabulary = saved->vocabulary;
-        config = new_config(made, vocabulary, vocabulary == 256 ? o_.seq_len : std::max(1024, o_.seq_len));
-        if (saved) config.positions = saved->positions;
-    } else if (saved && !std::filesystem::exists(model_)) {
-        config = *saved;  // the folder that a run started from may be gone
-    } else {
-        config = read_model_config(model_, "--model");
-    }
-    if (saved && !(config == *saved))
-        fail(
-            "--resume %s holds another model (%d layers, %d channels, %d heads) than --model %s (%d, %d, %d)",
-            o_.resume.c_str(), saved->layers, saved->channels, saved->heads, o_.model.c_str(), config.layers,
-            config.channels, config.heads);
-    return config;
-}
-
-Trainer::Trainer(Options options, std::optional<HeldSave> resumed)
-    : o_(std::move(options)),
-      held_save_(std::move(resumed)),
-      held_model_(o_.model),
-      resumed_(held_save_ ? held_save_->path() : ""),
-      model_(held_model_->path()),
-      data_(open_training_data()),
-      config_(choose_config()),
-      tokenizer_(open_tokenizer()),
-      state_(config_, state_options(o_)),
+Trainer::Trainer(const Options& options, RunInputs& inputs, std::vector<MemoryChoice> choices)
+    : o_(options),
+      in_(inputs),
+      config_(inputs.config),
+      state_(config_, state_options<floatX>(o_)),
       gpt_(arena_, stream_, state_, o_.attention == "hopper"),
-      norm_of_each_unit_(o_.clip_per_block || o_.update_in_backward) {
-    if (held_save_ && o_.steps > 0) progress_ = read_progress(resumed_);
-    check_attention(o_, config_);
-    if (!o_.has("--seq-len")) o_.seq_len = std::min(o_.seq_len, config_.positions);
-    if (o_.seq_len > config_.positions)
-        fail("--seq-len %d is more than the model's %d positions", o_.seq_len, config_.positions);
-    if (data_) {
-        if (o_.bench.empty()) open_validation();
-        check_data();
-        if (o_.bench.empty() && !o_.plan) check_resumed_data();
-    }
-    check_output_files();
+      norm_of_each_unit_(o_.clip_per_block || o_.update_in_backward),
+      metrics_(static_cast<int64_t>(state_.layout.units().size()), norm_of_each_unit_),
+      choices_(std::move(choices)),
+      replays_(o_.graph == "on") {
+    check_attention<floatX>(o_, config_);
     if (o_.update_in_backward)
         consume_ = [this](int unit, const floatX* gradients) { update_unit(unit, gradients); };
-    replays_ = o_.graph == "on";
-    point_metrics(nullptr);
-    const bool choose = o_.has("--memory") || o_.batch == 0;
-    use(choose_setting());
-    if (choose) remember_choice(o_);
-    report_ = make_report();
+    MemorySetting given = setting_of(o_);
+    given.levels = parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
+    use(given);
 }
 
-// Fails unless there is a device for this binary, and for the attention that was asked for.
-void check_device([[maybe_unused]] const Options& o) {
-#ifdef SIMT_GPU
-    int count = 0;
-    const cudaError_t status = cudaGetDeviceCount(&count);
-    if (status != cudaSuccess || count == 0)
-        fail("this ./train is built for a GPU and none answers (%s); for the CPU: make DEVICE=cpu",
-             status == cudaSuccess ? "no device" : cudaGetErrorString(status));
-    if (o.attention == "hopper" && !device_is_hopper())
-        fail(
-            "--attention hopper is for GPUs of compute capability 9.0, which this one is not: --attention "
-            "common");
-#endif
+void Trainer::use(const MemorySetting& s) {
+    apply_setting(s, o_);
+    state_.choose(state_options<floatX>(o_));
+    feeder_.choose(s.batch, o_.seq_len, config_.vocabulary);
+    micro_ = {s.head_rows, {}};
+    for (int level : s.levels) micro_.keep.push_back(kRecomputeLevels[level].keep);
+}
+
+Plan Trainer::rehearse_training(bool adds, bool placed) {
+    micro_.adds = adds;
+    return arena_.rehearse(
+        [&] { gpt_.forward_backward(feeder_.batch(), micro_, 1, metrics_.loss(), consume_); }, placed);
+}
+
+const MemoryReport& Trainer::rehearse(bool placed) {
+    if (o_.steps > 0) {
+        plans_.train = rehearse_training(false, placed);
+        // The same takes, other products.
+        plans_.add = o_.grad_accum > 1 ? rehearse_training(true, placed) : Plan();
+        plans_.train.workspace = std::max(plans_.train.workspace, plans_.add.workspace);
+        if (!consume_) plans_.update = arena_.rehearse([&] { update(); });
+    }
+    if (in_.val_data || o_.bench == "forward")
+        plans_.evaluate =
+            arena_.rehearse([&] { gpt_.evaluate(feeder_.batch(), micro_, 1, metrics_.loss()); });
+    if (in_.samples() && plans_.sample.takes.empty()) {  // once: no setting changes these
+        const auto any = [](const TensorX&) { return 0; };
+        const std::vector<int> prompt = in_.first_tokens();
+        const int window = in_.sample_window(), half = window / 2;
+        const int rest = window - static_cast<int>(prompt.size());
+        plans_.sample = arena_.rehearse([&] { gpt_.generate(prompt, rest, any); });
+        plans_.slide = arena_.rehearse([&] { gpt_.generate(std::vector<int>(half), window - half, any); });
+    }
+    const Feeder* feeder = in_.feeds() ? &feeder_ : nullptr;
+    report_ = make_report(o_, state_, plans_, buffers_of(state_, feeder, metrics_.count()));
+    report_.choice = choices_;
+    return report_;
 }
 
 // The device, there to be used.
@@ -1027,250 +1124,50 @@ void Trainer::open_device() {
     stream_ = own_stream_.emplace().get();
 }
 
-// Sets up the step, its batch and the state's formats as a setting says.
-void Trainer::use(const MemorySetting& s) {
-    apply_setting(s, o_);
-    state_.choose(state_options(o_));
-    feeder_.choose(s.batch, o_.seq_len, config_.vocabulary);
-    step_ = {s.head_rows, {}};
-    for (int level : s.levels) step_.keep.push_back(kRecomputeLevels[level].keep);
-}
-
-// The setting that the options name, or that --memory or --batch auto choose.
-MemorySetting Trainer::choose_setting() {
-    int64_t most = kMostTokens / o_.seq_len;
-    if (data_) {
-        const SequenceLoader loader(*data_, o_.seq_len, o_.seed, true);
-        most = std::min(most, static_cast<int64_t>(loader.sequences_per_epoch()));
-    }
-    const Rehearsals rehearsals{
-        config_.layers,
-        most,
-        nominal_rates<floatX>(),
-        [this](const MemorySetting& s) { return use(s), make_report(); },
-        [this](const MemorySetting& s) { return use(s), make_report(false); },
-        [this](const MemorySetting& s) { return use(s), rehearse_training(false, false); }};
-    const bool budget = o_.has("--memory");
-    const Options given = o_;
-    if (budget && o_.batch > 0) return fit_memory(given, std::is_same_v<floatX, bf16>, rehearsals, choice_);
-    MemorySetting s = setting_of(o_);
-    s.levels = parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
-    if (o_.batch > 0) return s;
-    if (!budget) check_device(o_);
-    const size_t room = budget ? parse_bytes(o_.memory, "--memory") : device_bytes_free() / 20 * 19;
-    return fit_batch(s, room, rehearsals);
-}
-
-// Where the step leaves its loss and norms; nowhere, as long as it is only rehearsed.
-void Trainer::point_metrics(float* at) {
-    loss_ = TensorF(at, {1});
-    norms_ = TensorF(at ? at + 1 : nullptr, {metrics_count() - 1, 1});
-}
-
-// What --data names, or the first text; nothing where no training is asked for.
-std::unique_ptr<Dataset> Trainer::open_training_data() {
-    if (o_.data.empty()) {
-        if (o_.plan || o_.steps == 0 || !o_.bench.empty()) return nullptr;
-        if (!std::filesystem::exists(kFirstText))
-            fail("--data is missing, and %s, which is trained on without it, is not in this folder",
-                 kFirstText);
-        o_.data = {kFirstText};
-        o_.given["--data"] = o_.data;
-    }
-    return open_data(o_.data, "--data");
-}
-
-// What --val-data names, or a part of the text that is long enough for a sequence.
-void Trainer::open_validation() {
-    if (!o_.val_data.empty())
-        val_data_ = open_data(o_.val_data, "--val-data");
-    else if (data_->is_text())
-        val_data_ = data_->hold_out(static_cast<uint64_t>(o_.seq_len) + 1);
-    if (o_.eval_every > 0 && !val_data_)
-        fail("--eval-every %lld: there is nothing to validate on; give --val-data",
-             static_cast<long long>(o_.eval_every));
-}
-
-// Fails when the data cannot feed the model: other vocabulary, too few tokens, tokens beyond the vocabulary.
-void Trainer::check_data() const {
-    for (const Dataset* d : {data_.get(), val_data_.get()})
-        if (d && d->is_text() && config_.vocabulary != 256)
-            fail(
-                "%s is text, read as bytes (vocabulary 256), but the model's vocabulary is %d: "
-                "dev/data/tokenize_text.py makes tokens of it",
-                d->stream_name(0).c_str(), config_.vocabulary);
-    for (Dataset* d : {data_.get(), val_data_.get()})
-        if (d) d->check_tokens(config_.vocabulary);
-    const SequenceLoader loader(*data_, o_.seq_len, o_.seed, true);
-    if (o_.batch > 0 && loader.sequences_per_epoch() < static_cast<uint64_t>(o_.batch))
-        fail("--batch %d is more than the data's %llu sequences of %d tokens", o_.batch,
-             static_cast<unsigned long long>(loader.sequences_per_epoch()), o_.seq_len);
-    if (val_data_) SequenceLoader(*val_data_, o_.seq_len, o_.seed, false);
-}
-
-// Fails when the data are not those that the save was trained on, unless they were chosen for this run.
-void Trainer::check_resumed_data() {
-    const auto check = [&](const char* option, const Dataset& data, bool chosen) {
-        const std::string& facts = data_facts_[option] = data_facts(data);
-        if (progress_) check_same_data(option, data.stream_name(0), facts, *progress_, o_.resume, chosen);
-    };
-    const bool chosen = !o_.saved.contains("--data");
-    const bool val_chosen = o_.has("--val-data") && !o_.saved.contains("--val-data");
-    check("--data", *data_, chosen || val_chosen);  // without --val-data its last tenth is not for training
-    if (!o_.val_data.empty()) check("--val-data", *val_data_, val_chosen);
-}
-
-// Fails when something that the run would write cannot be written, or is something that must stay.
-void Trainer::check_output_files() const {
-    std::vector<Output> files = {{"--timeline", o_.timeline, "{\"model\":"}};
-    if (!o_.plan) {
-        files.push_back({"--log", o_.log, "{\"step\":"});
-        files.push_back({"--matmul-algorithms", o_.matmul_algorithms, ""});
-    }
-    for (const Output& file : files)
-        for (const Dataset* d : {data_.get(), val_data_.get()})
-            if (d && d->reads(file.path))
-                fail("%s %s: is a file of the data", file.option, file.path.c_str());
-    std::vector<std::string> inputs;
-    if (!parse_new_model(o_.model)) inputs.push_back(o_.model);
-    if (!o_.resume.empty()) inputs.push_back(o_.resume);
-    check_outputs(files, o_.plan ? "" : o_.out, inputs);
-}
-
-// From the model's folder, or beside the shards; a vocabulary of 256 is bytes.
-std::optional<Tokenizer> Trainer::open_tokenizer() {
-    std::vector<std::string> folders;
-    if (!resumed_.empty()) folders.push_back(resumed_);
-    if (!parse_new_model(o_.model)) folders.push_back(model_);
-    if (data_ && !data_->is_text()) {
-        const auto parent = std::filesystem::path(data_->stream_name(0)).parent_path();
-        folders.push_back(parent.empty() ? "." : parent.string());
-    }
-    for (const std::string& folder : folders) {
-        auto t = Tokenizer::open(folder);
-        if (t && t->size() > config_.vocabulary && (folder == resumed_ || folder == o_.model))
-            fail("%s: its tokenizer has %d tokens and its model %d", folder.c_str(), t->size(),
-                 config_.vocabulary);
-        if (!t || t->size() > config_.vocabulary) continue;
-        tokenizer_folder_ = folder;
-        return t;
-    }
-    if (config_.vocabulary == 256) return Tokenizer::bytes();
-    return std::nullopt;
-}
-
-// What a sample starts from: the prompt, else the begin of a text or the end of one before, else a line's
-// end.
-std::vector<int> Trainer::first_tokens() const {
-    if (!o_.prompt.empty()) {
-        if (!tokenizer_)
-            fail(
-                "--prompt: no tokenizer.json, vocab.json with merges.txt, or tokenizer.model in the model's "
-                "folder or beside the data to read it with");
-        auto tokens = tokenizer_->encode(o_.prompt, true);
-        if (tokens.empty())
-            fail("--prompt: its tokenizer has no token for any of \"%s\"", printable(o_.prompt).c_str());
-        return tokens;
-    }
-    if (tokenizer_ && tokenizer_->begin_of_text() >= 0) return {tokenizer_->begin_of_text()};
-    if (tokenizer_ && tokenizer_->end_of_text() >= 0) return {tokenizer_->end_of_text()};
-    return {config_.vocabulary == 50257 ? 50256 : config_.vocabulary == 256 ? '\n' : 0};
-}
-
-// Whether the run samples: not where it only initialises, nor without room for a token after the first.
-bool Trainer::samples() const {
-    if (o_.sample_tokens == 0 || (o_.steps == 0 && o_.prompt.empty())) return false;
-    const int prompt = static_cast<int>(first_tokens().size());
-    if (prompt >= config_.positions && !o_.prompt.empty())
-        fail("--prompt has %d tokens, which leaves no room in the model's %d positions", prompt,
-             config_.positions);
-    return prompt < config_.positions;
-}
-
-// The positions that a sample uses: those that are trained, and room after the prompt.
-int Trainer::sample_window() const {
-    const int trained = o_.steps > 0 ? o_.seq_len : config_.positions;
-    return std::min(config_.positions, std::max(trained, static_cast<int>(first_tokens().size()) + 1));
-}
-
-Plan Trainer::rehearse_training(bool adds, bool placed) {
-    step_.adds = adds;
-    return arena_.rehearse([&] { gpt_.forward_backward(feeder_.batch(), step_, 1, loss_, consume_); },
-                           placed);
-}
-
-// Rehearses every step that the run may take. A micro-batch of the training is placed if asked.
-void Trainer::rehearse_all(bool placed) {
-    if (o_.steps > 0) {
-        train_plan_ = rehearse_training(false, placed);
-        // The same takes, other products.
-        add_plan_ = o_.grad_accum > 1 ? rehearse_training(true, placed) : Plan();
-        train_plan_.workspace = std::max(train_plan_.workspace, add_plan_.workspace);
-        if (!consume_) update_plan_ = arena_.rehearse([&] { update(); });
-    }
-    if (val_data_ || o_.bench == "forward")
-        evaluate_plan_ = arena_.rehearse([&] { gpt_.evaluate(feeder_.batch(), step_, 1, loss_); });
-    if (samples() && sample_plan_.takes.empty()) {  // once: no setting changes these
-        const auto any = [](const TensorX&) { return 0; };
-        const auto first = first_tokens();
-        const int rest = sample_window() - static_cast<int>(first.size()), half = sample_window() / 2;
-        sample_plan_ = arena_.rehearse([&] { gpt_.generate(first, rest, any); });
-        slide_plan_ =
-            arena_.rehearse([&] { gpt_.generate(std::vector<int>(half), sample_window() - half, any); });
-    }
-}
-
-// What the rehearsed steps and the state need, in one report.
-MemoryReport Trainer::make_report(bool placed) {
-    rehearse_all(placed);
-    MemoryReport r;
-    r.model = o_.model;
-    r.device = kDevice;
-    r.precision = kPrecision;
-    r.recompute = o_.recompute;
-    r.parameters = state_.layout.count();
-    r.batch = o_.batch;
-    r.seq_len = o_.seq_len;
-    r.grad_accum = o_.grad_accum;
-    r.head_rows = o_.head_rows;
-    r.process = process_bytes();
-    const auto add_buffer = [&](const char* name, const char* kind, Shape shape, const char* dtype,
-                                size_t bytes) {
-        r.buffers.push_back({name, kind, shape.text(), {shape.dims, shape.dims + shape.count}, dtype, bytes});
-    };
-    for (const StateBuffer& b : state_.buffers())
-        add_buffer(b.name, b.kind, {b.elements}, b.dtype, b.bytes());
-    if (feeds())
-        add_buffer("batch", "input", {Feeder::kCopies, feeder_.count()}, dtype_name<int>(), feeder_.bytes());
-    const int64_t metrics = metrics_count(), factors = sizeof(UpdateFactors);
-    add_buffer("metrics", "workspace", {metrics}, "fp32", static_cast<size_t>(metrics) * sizeof(float));
-    add_buffer("step_factors", "workspace", {factors}, "byte", sizeof(UpdateFactors));
-    if (const int64_t positions = static_cast<int64_t>(position_factors(config_).size()))
-        add_buffer("position_factors", "workspace", {positions}, "fp32",
-                   static_cast<size_t>(positions) * sizeof(float));
-    r.train = &train_plan_;
-    for (const auto& [name, plan] : {std::pair{"the update", &update_plan_},
-                                     {"validation", &evaluate_plan_},
-                                     {"sampling", &sample_plan_},
-                                     {"a sample's continuation", &slide_plan_}})
-        if (!plan->takes.empty()) r.others.emplace_back(name, plan);
-    const DeviceRates rates = nominal_rates<floatX>();
-    r.update_seconds = seconds_of(update_plan_.work, rates);
-    r.seconds = seconds_of(train_plan_.work, rates) +
-                (o_.grad_accum - 1) * seconds_of(add_plan_.work, rates) + r.update_seconds;
-    r.budget = o_.memory;
-    r.choice = choice_;
-    return r;
-}
-
 void Trainer::print_plan() const {
-    if (!o_.timeline.empty()) write_timeline(o_.timeline, report_, update_plan_);
+    if (!o_.timeline.empty()) write_timeline(o_.timeline, report_, plans_.update);
     if (o_.json)
         printf("%s\n", json_text(report_json(report_)).c_str());
     else if (o_.plan)
         print_report(stdout, report_);
     else
         print_summary(stdout, report_, "allocating", device_bytes_free());
+}
+
+// Checks what can be checked, takes the memory, and loads or initialises the model.
+void Trainer::prepare() {
+    used_before_ = device_bytes_in_use();
+    if (saves()) prepare_saves();
+    if (in_.data && in_.data->is_text() && !in_.val_data && o_.bench.empty())
+        fprintf(stderr, "no validation: the text's last tenth is no sequence of %d; it is trained on too\n",
+                o_.seq_len);
+    PeakRate peak = {};
+    if (trains()) {
+        print_plan();
+        peak = device_peak_flops<floatX>(stream_);
+        printf("MFU is relative to %.0f GFLOP/s, %s\n", peak.flops / 1e9, peak.of);
+    }
+    choose_algorithms();
+    take_memory();
+    load();
+    if (trains())
+        metrics_.print_to(StepLines(stdout, first_step_, o_.steps, o_.print_every,
+                                    {step_tokens(), step_flops(), peak.flops}));
+    metrics_.log().open(o_.log, !o_.resume.empty());
+    if (in_.data) loader_.emplace(*in_.data, o_.seq_len, o_.seed, true);
+    if (in_.val_data) val_loader_.emplace(*in_.val_data, o_.seq_len, o_.seed, false);
+    if (loader_ && trains()) print_data();
+}
+
+void Trainer::prepare_saves() {
+    saves_ = open_save_folder(o_.out, o_.keep, in_.resumed);
+    remove_unfinished(o_.out);
+    check_room(o_.out, state_, o_.steps > 0);
+    if (!saves_.others.empty())
+        fprintf(stderr,
+                "%s holds saves of another run, up to step %lld: they stay, but for steps that are saved "
+                "again\n",
+                o_.out.c_str(), static_cast<long long>(*saves_.others.rbegin()));
 }
 
 // With --matmul-algorithms: has every product that the run will make take its algorithm from the file. The
@@ -1280,44 +1177,21 @@ void Trainer::choose_algorithms() {
 #ifdef SIMT_GPU
     if (o_.matmul_algorithms.empty()) return;
     std::set<Product> products;
-    for (const Plan* plan : {&train_plan_, &add_plan_, &evaluate_plan_, &sample_plan_, &slide_plan_})
+    for (const Plan* plan : plans_.all())
         for (const Work& w : plan->work)
             if (w.product.m > 0) products.insert(w.product);
     search_matmul_algorithms<floatX>(o_.matmul_algorithms, products, stream_);
-    report_ = make_report();
+    rehearse();
 #endif
 }
 
-// Checks what can be checked, takes the memory, and loads or initialises the model.
-void Trainer::prepare() {
-    if (!o_.out.empty()) {
-        saves_ = open_save_folder(o_.out, o_.keep, resumed_);
-        remove_unfinished(o_.out);
-        check_room(o_.out, state_, o_.steps > 0);
-        if (!saves_.others.empty())
-            fprintf(stderr,
-                    "%s holds saves of another run, up to step %lld: they stay, but for steps that are saved "
-                    "again\n",
-                    o_.out.c_str(), static_cast<long long>(*saves_.others.rbegin()));
-    }
-    if (data_ && data_->is_text() && !val_data_ && o_.bench.empty())
-        fprintf(stderr, "no validation: the text's last tenth is no sequence of %d; it is trained on too\n",
-                o_.seq_len);
-    const bool trains = o_.steps > 0 && o_.bench.empty();
-    PeakRate peak = {};
-    if (trains) {
-        print_plan();
-        peak = device_peak_flops<floatX>(stream_);
-        printf("MFU is relative to %.0f GFLOP/s, %s\n", peak.flops / 1e9, peak.of);
-    }
-    choose_algorithms();
-    arena_.allocate({&train_plan_, &add_plan_, &update_plan_, &evaluate_plan_, &sample_plan_, &slide_plan_});
-    metrics_memory_ = DeviceBuffer(static_cast<size_t>(metrics_count()) * sizeof(float), "the metrics");
-    point_metrics(reinterpret_cast<float*>(metrics_memory_.data()));
-    for (auto& metrics : metrics_) metrics.emplace(metrics_memory_.bytes());
+// Takes all device memory of the run: what the report says, to the byte. From here on nothing may be taken.
+void Trainer::take_memory() {
+    arena_.allocate(plans_.all());
+    metrics_.allocate();
     factors_memory_ = DeviceBuffer(sizeof(UpdateFactors), "the step's factors");
     factors_ = reinterpret_cast<UpdateFactors*>(factors_memory_.data());
-    if (feeds()) feeder_.allocate();
+    if (in_.feeds()) feeder_.allocate();
     state_.allocate();
     if (const std::vector<float> positions = position_factors(config_); !positions.empty()) {
         const size_t bytes = positions.size() * sizeof(float);
@@ -1328,17 +1202,25 @@ void Trainer::prepare() {
     if (device_bytes_allocated != report_.allocated())
         bug("%zu bytes were allocated where %zu were planned", device_bytes_allocated, report_.allocated());
     forbid_device_allocation();
-    load();
-    if (trains)
-        lines_.emplace(stdout, first_step_, o_.steps, o_.print_every,
-                       StepLines::Amounts{step_tokens(), step_flops(), peak.flops});
-    if (!o_.log.empty()) {
-        log_.reset(fopen(o_.log.c_str(), o_.resume.empty() ? "w" : "a"));
-        if (!log_) fail("--log %s: %s", o_.log.c_str(), strerror(errno));
+}
+
+void Trainer::load() {
+    if (!in_.resumed.empty() && o_.steps == 0) {
+        load_weights(state_, in_.resumed);
+    } else if (!in_.resumed.empty()) {
+        load_training_state(state_, in_.resumed);
+        step_ = first_step_ = in_.progress->step;
+        first_sequence_ = in_.progress->sequences;
+        evaluated_ = in_.progress->evaluated;
+        metrics_.last_save = o_.resume;
+        printf("resuming %s at step %lld\n", o_.resume.c_str(), static_cast<long long>(first_step_));
+    } else if (parse_new_model(o_.model)) {
+        initialize_weights(state_, o_.seed);
+    } else {
+        load_weights(state_, in_.model);
     }
-    if (data_) loader_.emplace(*data_, o_.seq_len, o_.seed, true);
-    if (val_data_) val_loader_.emplace(*val_data_, o_.seq_len, o_.seed, false);
-    if (loader_ && o_.steps > 0 && o_.bench.empty()) print_data();
+    in_.held_save.reset();
+    in_.held_model.reset();
 }
 
 // What the data are, and how much of them the run reads.
@@ -1349,7 +1231,7 @@ void Trainer::print_data() const {
         static_cast<double>(first_sequence_) +
         static_cast<double>(std::max<int64_t>(0, o_.steps - first_step_)) * o_.batch * o_.grad_accum;
     printf("data: %llu tokens in %llu sequences of %d; %lld steps read %.0f sequences, %.2f epochs",
-           number(data_->token_count()), number(epoch), o_.seq_len, static_cast<long long>(o_.steps), read,
+           number(in_.data->token_count()), number(epoch), o_.seq_len, static_cast<long long>(o_.steps), read,
            read / static_cast<double>(epoch));
     if (val_loader_)
         printf("; a validation reads %llu of %llu", number(validation_sequences()),
@@ -1357,160 +1239,15 @@ void Trainer::print_data() const {
     printf("\n");
 }
 
-void Trainer::load() {
-    if (!resumed_.empty() && o_.steps == 0) {
-        load_weights(state_, resumed_);
-    } else if (!resumed_.empty()) {
-        load_training_state(state_, resumed_);
-        first_step_ = progress_->step;
-        first_sequence_ = progress_->sequences;
-        evaluated_ = progress_->evaluated;
-        last_save_ = o_.resume;
-        printf("resuming %s at step %lld\n", o_.resume.c_str(), static_cast<long long>(first_step_));
-    } else if (parse_new_model(o_.model)) {
-        initialize_weights(state_, o_.seed);
-    } else {
-        load_weights(state_, model_);
-    }
-    held_save_.reset();
-    held_model_.reset();
+// What a user might not expect of what begins now.
+void Trainer::print_start() const {
+    if (!o_.resume.empty() && o_.steps > 0 && first_step_ >= o_.steps)
+        printf("%s is at step %lld: of --steps %lld nothing is left to train\n", o_.resume.c_str(),
+               static_cast<long long>(first_step_), static_cast<long long>(o_.steps));
+    else if (o_.has("--resume") && o_.resume.empty())
+        printf("--resume auto: %s holds no save yet: beginning\n", o_.out.c_str());
+    if (o_.steps > first_step_ && !saves()) printf("nothing will be saved: no --out\n");
 }
-
-// The norm of the whole gradient, of what a step left.
-double Trainer::whole_norm(const float* norms) const {
-    double squares = 0;
-    for (int64_t i = 0; i < (norm_of_each_unit_ ? norms_.rows() : 1); i++)
-        squares += double{norms[i]} * double{norms[i]};
-    return std::sqrt(squares);
-}
-
-// Looks at what the steps have left, but for the latest `ahead` of them: records it, and fails where it is
-// not finite. Before anything of a step is kept, it was looked at. A step's time is that between the end of
-// the step before and its own.
-void Trainer::read_metrics(size_t ahead) {
-    for (; pending_.size() > ahead; pending_.pop_front()) {
-        const auto [step, rate] = pending_.front();
-        const float* metrics = reinterpret_cast<const float*>(metrics_[step % 2]->wait());
-        const double before = std::exchange(completed_, clock_.seconds());
-        const double loss = double{metrics[0]}, norm = whole_norm(metrics + 1);
-        if (!std::isfinite(loss) || !std::isfinite(norm))
-            fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
-                 static_cast<long long>(step + 1), loss, norm,
-                 last_save_.empty() ? "none" : last_save_.c_str());
-        if (lines_) record_step({step, loss, norm, rate, completed_ - before});
-    }
-}
-
-// Looks at all steps, and prints the line of the latest: what follows is to stand after it.
-void Trainer::read_metrics() {
-    read_metrics(0);
-    if (lines_) lines_->print_latest();
-}
-
-// Runs `step` in the memory of its plan, on a GPU as a graph from the second time on. It must be the same
-// every time: what changes lies in the device's memory.
-template <class Step>
-void Trainer::run_step(Plan& plan, Step&& step) {
-    const auto run = [&] { arena_.run(plan, step); };
-    if (replays_)
-        graphs_.run(&plan, stream_, run);
-    else
-        run();
-}
-
-// Feeds `count` sequences from number `first` on; rows beyond them, up to a whole batch, do not count.
-void Trainer::feed(SequenceLoader& loader, uint64_t first, uint64_t count) {
-    feeder_.feed(stream_, [&](std::span<int> inputs, std::span<int> targets) {
-        if (count < static_cast<uint64_t>(o_.batch)) {
-            std::fill(inputs.begin(), inputs.end(), 0);
-            std::fill(targets.begin(), targets.end(), -1);
-        }
-        loader.fill(first, static_cast<int>(count), inputs.data(), targets.data());
-    });
-}
-
-void Trainer::measure_norm(const floatX* gradients, int64_t n, TensorF& norm) {
-    TensorF scratch = arena_.take<float>("norm_partials", {kNormBlocks});
-    global_norm(norm, scratch, gradients, n, stream_);
-}
-
-// Updates the weights of a unit with its gradients, in one launch.
-void Trainer::update_unit(int unit, const floatX* gradients) {
-    Range range("update", unit);
-    const Unit& u = state_.layout.units()[static_cast<size_t>(unit)];
-    TensorF norm = norm_of_each_unit_ ? norms_.rows_at(unit, 1) : norms_.rows_at(0, 1);
-    if (norm_of_each_unit_) measure_norm(gradients, u.size, norm);
-    optimizer_update(factors_, state_, u, gradients, norm, stream_);
-}
-
-void Trainer::update() {
-    Range range("update");
-    TensorF norm = norms_.rows_at(0, 1);
-    if (!norm_of_each_unit_) measure_norm(state_.gradients(), state_.layout.size(), norm);
-    for (size_t i = 0; i < state_.layout.units().size(); i++)
-        update_unit(static_cast<int>(i),
-                    state_.data<floatX>(StatePart::Gradients, state_.layout.units()[i].offset));
-}
-
-// Feeds micro-batch k of a step: from the data, or random tokens where a bench has none.
-void Trainer::feed_training(int64_t step, uint64_t k) {
-    const uint64_t batch = static_cast<uint64_t>(o_.batch), micro = static_cast<uint64_t>(o_.grad_accum);
-    const uint64_t first = static_cast<uint64_t>(first_sequence_) +
-                           (static_cast<uint64_t>(step - first_step_) * micro + k) * batch;
-    if (loader_) return feed(*loader_, first, batch);
-    feeder_.feed(stream_, [&](std::span<int> inputs, std::span<int> targets) {
-        auto draw = [&](uint64_t i) {
-            return static_cast<int>(random_uniform(o_.seed, kBenchStream, first, i) * config_.vocabulary);
-        };
-        for (size_t i = 0; i < inputs.size(); i++) inputs[i] = draw(2 * i), targets[i] = draw(2 * i + 1);
-    });
-}
-
-// Says whether it made the step: not when the run is interrupted between its micro-batches, of which nothing
-// is kept then.
-bool Trainer::train_step(int64_t step) {
-    Range range("step");
-    if (pending_.empty()) completed_ = clock_.seconds();
-    const float loss_scale = 1.f / (static_cast<float>(o_.batch) * static_cast<float>(o_.seq_len) *
-                                    static_cast<float>(o_.grad_accum));
-    const double rate = learning_rate(o_.schedule, step, o_.steps, o_.warmup, o_.lr, o_.min_lr);
-    set_factors(factors_,
-                {.lr = static_cast<float>(rate),
-                 .beta1 = static_cast<float>(o_.beta1),
-                 .beta2 = static_cast<float>(o_.beta2),
-                 .epsilon = static_cast<float>(o_.eps),
-                 .weight_decay = static_cast<float>(o_.weight_decay),
-                 .clip = static_cast<float>(o_.clip),
-                 .step = static_cast<int>(step + 1),
-                 .seed = o_.seed},
-                stream_);
-    device_fill(loss_.data(), 0, sizeof(float), stream_);
-    for (int k = 0; k < o_.grad_accum; k++) {
-        if (k > 0 && interrupted) return false;
-        feed_training(step, static_cast<uint64_t>(k));
-        step_.adds = k > 0;
-        run_step(step_.adds ? add_plan_ : train_plan_,
-                 [&] { gpt_.forward_backward(feeder_.batch(), step_, loss_scale, loss_, consume_); });
-    }
-    if (!consume_) run_step(update_plan_, [&] { update(); });
-    metrics_[step % 2]->start(metrics_memory_.data(), stream_);
-    pending_.push_back({step, rate});
-    read_metrics(kStepsAhead);
-    return true;
-}
-
-// The forward of a step alone, as a validation runs it.
-void Trainer::forward_step(int64_t step) {
-    Range range("step");
-    device_fill(loss_.data(), 0, sizeof(float), stream_);
-    for (int k = 0; k < o_.grad_accum; k++) {
-        feed_training(step, static_cast<uint64_t>(k));
-        Range forward("forward");
-        run_step(evaluate_plan_, [&] { gpt_.evaluate(feeder_.batch(), step_, 1, loss_); });
-    }
-}
-
-double Trainer::step_tokens() const { return static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum; }
 
 // 6 FLOPs a token and parameter that is multiplied with, which positions are not (Kaplan et al.,
 // arXiv:2001.08361), and causal attention's 6 layers C T.
@@ -1520,193 +1257,17 @@ double Trainer::step_flops() const {
     return step_tokens() * (6.0 * static_cast<double>(state_.layout.multiplied()) + 6.0 * attention);
 }
 
-void Trainer::record_step(const StepFigures& f) {
-    lines_->add(f, clock_.seconds());
-    log_line({{"step", f.step},
-              {"loss", f.loss},
-              {"grad_norm", f.norm},
-              {"lr", f.rate},
-              {"ms", f.seconds * 1e3},
-              {"tokens_per_second", step_tokens() / f.seconds}});
-}
+// ---- the bench
 
-void Trainer::log_line(const nlohmann::ordered_json& line) {
-    if (!log_) return;
-    if (fprintf(log_.get(), "%s\n", line.dump().c_str()) < 0 || fflush(log_.get()) != 0)
-        fail("--log %s: %s", o_.log.c_str(), strerror(errno));
-}
-
-uint64_t Trainer::validation_sequences() const {
-    return std::min(val_loader_->sequences_per_epoch(), static_cast<uint64_t>(o_.batch) *
-                                                            static_cast<uint64_t>(o_.grad_accum) *
-                                                            static_cast<uint64_t>(o_.eval_batches));
-}
-
-// The mean loss over the validation data's first sequences, as many as --eval-batches steps read: the same
-// whatever micro-batch was chosen. Nothing when the run is interrupted.
-std::optional<double> Trainer::validate() {
-    read_metrics();
-    const uint64_t batch = static_cast<uint64_t>(o_.batch), sequences = validation_sequences();
-    device_fill(loss_.data(), 0, sizeof(float), stream_);
-    // The same in every call, as run_step() asks for.
-    const float scale = 1.f / (static_cast<float>(sequences) * static_cast<float>(o_.seq_len));
-    for (uint64_t first = 0; first < sequences; first += batch) {
-        if (interrupted) return std::nullopt;
-        feed(*val_loader_, first, std::min(batch, sequences - first));
-        run_step(evaluate_plan_, [&] { gpt_.evaluate(feeder_.batch(), step_, scale, loss_); });
+// The forward of a step alone, as a validation runs it.
+void Trainer::forward_step() {
+    Range range("step");
+    device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
+    for (int k = 0; k < o_.grad_accum; k++) {
+        feed_training(k);
+        Range forward("forward");
+        run_step(plans_.evaluate, [&] { gpt_.evaluate(feeder_.batch(), micro_, 1, metrics_.loss()); });
     }
-    float loss = 0;
-    copy_to_host(&loss, loss_.data(), sizeof loss, stream_);
-    return double{loss};
-}
-
-// Prints the prompt and its continuation, of a training under a header. Token i of the sample after `step`
-// draws random number (step, i). A sample longer than the window goes on from its latest half.
-void Trainer::sample(int64_t step) {
-    read_metrics();
-    std::vector<int> text = first_tokens();
-    int drawn = 0;
-    if (o_.steps > 0) printf("--- sample after %lld steps ---\n", static_cast<long long>(step));
-    TextOutput output(stdout);
-    output.write(o_.prompt);
-    std::optional<Tokenizer::Decoder> decoder;
-    if (tokenizer_) decoder.emplace(*tokenizer_, o_.prompt.empty());
-    auto choose = [&](const TensorX& device_logits) {
-        std::vector<floatX> narrow(static_cast<size_t>(config_.vocabulary));
-        copy_to_host(narrow.data(), device_logits.data(), narrow.size() * sizeof(floatX), stream_);
-        std::vector<float> logits(narrow.size());
-        for (size_t v = 0; v < logits.size(); v++) logits[v] = to_float(narrow[v]);
-        const double uniform = random_uniform(o_.seed, kSampleStream, static_cast<uint64_t>(step),
-                                              static_cast<uint64_t>(drawn++));
-        const int token = sample_token(logits, o_.temperature, o_.top_k, uniform);
-        if (tokenizer_ && tokenizer_->ends_text(token))
-            drawn = o_.sample_tokens;
-        else
-            output.write(decoder ? decoder->next(token) : std::to_string(token) + " ");
-        text.push_back(token);
-        return drawn < o_.sample_tokens && !interrupted ? token : -1;
-    };
-    const std::vector<int> first = text;
-    arena_.run(sample_plan_,
-               [&] { gpt_.generate(first, sample_window() - static_cast<int>(first.size()), choose); });
-    while (drawn < o_.sample_tokens && !interrupted) {
-        const int half = sample_window() / 2;
-        const std::vector<int> latest(text.end() - half, text.end());
-        arena_.run(slide_plan_, [&] { gpt_.generate(latest, sample_window() - half, choose); });
-    }
-    output.finish(o_.steps > 0 ? "\n---\n" : "\n");
-}
-
-// `evaluated`: whether the validation and the sample that are due at this step were made.
-void Trainer::save(int64_t steps_done, bool evaluated) {
-    read_metrics();
-    const bool folder = !parse_new_model(o_.model) && std::filesystem::exists(o_.model);
-    const int64_t read = first_sequence_ + (steps_done - first_step_) * o_.batch * o_.grad_accum;
-    const std::string& tokenizer = folder ? o_.model : o_.resume.empty() ? tokenizer_folder_ : o_.resume;
-    saves_.others.erase(steps_done);
-    Progress progress{.step = steps_done,
-                      .sequences = read,
-                      .precision = kPrecision,
-                      .evaluated = evaluated,
-                      .others = saves_.others,
-                      .data = data_facts_};
-    remember_options(o_, progress);
-    save_checkpoint(saves_, state_, progress, tokenizer, o_.steps > 0);
-    last_save_ = o_.out;
-    saved_step_ = steps_done;
-    fprintf(notes(), "saved step %lld in %s\n", static_cast<long long>(steps_done), o_.out.c_str());
-}
-
-void Trainer::run() {
-    open_device();
-    const size_t before = device_bytes_in_use();
-    prepare();
-    stop_on_signals(!o_.out.empty());
-    if (!o_.resume.empty() && o_.steps > 0 && first_step_ >= o_.steps)
-        printf("%s is at step %lld: of --steps %lld nothing is left to train\n", o_.resume.c_str(),
-               static_cast<long long>(first_step_), static_cast<long long>(o_.steps));
-    else if (o_.has("--resume") && o_.resume.empty())
-        printf("--resume auto: %s holds no save yet: beginning\n", o_.out.c_str());
-    if (o_.steps > first_step_ && o_.out.empty()) printf("nothing will be saved: no --out\n");
-    const int settled = StepGraphs::kReplays && replays_ ? 2 : 1;  // steps until graphs are recorded
-    int64_t step = first_step_;
-    auto validate_and_log = [&] {
-        const std::optional<double> loss = validate();
-        if (!loss) return;
-        printf("step %5lld validation loss %.6f\n", static_cast<long long>(step), *loss);
-        log_line({{"step", step}, {"val_loss", *loss}});
-    };
-    // Runs what reads data. Where they cannot be read on, what was trained until then is saved.
-    auto reading = [&](bool evaluated, const auto& action) {
-        try {
-            action();
-        } catch (const DataError&) {
-            if (!o_.out.empty() && step > first_step_) save(step, evaluated);
-            throw;
-        }
-    };
-    auto is_time = [&](int64_t every) { return every > 0 && step > 0 && step % every == 0; };
-    for (; step < o_.steps && !interrupted; step++, evaluated_ = false) {
-        if (!evaluated_) {
-            if (val_data_ && is_time(o_.eval_every)) reading(false, validate_and_log);
-            if (is_time(o_.sample_every) && samples()) sample(step);
-            if (interrupted) break;
-            evaluated_ = true;
-        }
-        if (is_time(o_.save_every) && step > first_step_) save(step, true);
-        bool whole = true;
-        reading(true, [&] { whole = train_step(step); });
-        if (!whole) break;
-        if (step == std::min(o_.steps, first_step_ + settled) - 1) {
-            read_metrics();
-            printf("taken from the device: %.1f MiB; planned: %.1f MiB\n",
-                   (static_cast<double>(device_bytes_in_use()) - static_cast<double>(before)) / 1048576.0,
-                   mebibytes(report_.total()));
-        }
-    }
-    read_metrics();
-    if (interrupted) {
-        if (step == first_step_)
-            fprintf(notes(), "interrupted before step %lld\n", static_cast<long long>(step + 1));
-        else
-            printf("interrupted after step %lld\n", static_cast<long long>(step));
-        if (!o_.out.empty() && saved_step_ != step) save(step, evaluated_);
-        return;
-    }
-    const bool is_saved =
-        step == first_step_ && !resumed_.empty() && same_file(folder_above(resumed_), o_.out);
-    if (!o_.out.empty() && !is_saved) save(step, true);
-    if (val_data_ && o_.steps > 0) validate_and_log();
-    if (samples()) sample(step);
-}
-
-// Measures the phases of steps, or their operations, one step at a time.
-void Trainer::bench_phases(BenchReport& r, const std::function<void(int64_t)>& run_one) {
-    StepWatch watch(stream_, o_.profile_ops);
-    for (int64_t step = 0; step < 1 + o_.bench_warmup + o_.bench_steps; step++) {
-        run_one(step);
-        StepTimes times = watch.take();
-        if (step == 0)
-            r.cold = std::move(times);
-        else if (step > o_.bench_warmup)
-            r.steps.push_back(std::move(times));
-    }
-    read_metrics();
-}
-
-// Measures steps that are replayed as graphs, one after the other as a training runs them. At least two come
-// before those that count: one that runs as ever and one that is recorded.
-void Trainer::bench_replays(BenchReport& r, const std::function<void(int64_t)>& run_one) {
-    Marks ends(stream_);
-    const int before = 1 + std::max(1, o_.bench_warmup);
-    for (int step = 0; step < before + o_.bench_steps; step++) {
-        run_one(step);
-        ends.set();
-    }
-    read_metrics();
-    ends.finish();
-    for (int step = before; step < before + o_.bench_steps; step++)
-        r.replayed.push_back(ends.seconds(step - 1, step));
 }
 
 // --bench: runs steps, or their forwards alone, and prints what they took and reached.
@@ -1724,27 +1285,63 @@ void Trainer::bench() {
                      .matmul_peak = measured_matmul_flops<floatX>(stream_),
                      .copy_peak = measured_copy_bandwidth(stream_)};
     if (forward_only)
-        r.plans = {{&evaluate_plan_, o_.grad_accum}};
+        r.plans = {{&plans_.evaluate, o_.grad_accum}};
     else
-        r.plans = {{&train_plan_, 1}, {&add_plan_, o_.grad_accum - 1}, {&update_plan_, 1}};
-    const size_t before = device_bytes_in_use();
+        r.plans = {{&plans_.train, 1}, {&plans_.add, o_.grad_accum - 1}, {&plans_.update, 1}};
     prepare();
-    const bool graphs = StepGraphs::kReplays && o_.graph == "on" && !o_.profile_ops;
-    auto run_one = [&](int64_t step) {
+    const auto run_one = [&](int64_t step) {
+        step_ = step;
         if (forward_only)
-            forward_step(step);
+            forward_step();
         else
-            train_step(step);
+            train_step();
     };
+    const bool graphs = StepGraphs::kReplays && replays_ && !o_.profile_ops;
     replays_ = false;  // a graph has no phases that could be seen
-    bench_phases(r, run_one);
+    bench_phases(r, stream_, o_.bench_steps, run_one);
+    metrics_.finish();
     replays_ = graphs;
-    if (graphs) bench_replays(r, run_one);
-    r.taken_bytes = std::max(device_bytes_in_use(), before) - before;
+    if (graphs) bench_replays(r, stream_, o_.bench_steps, run_one);
+    metrics_.finish();
+    r.taken_bytes = std::max(device_bytes_in_use(), used_before_) - used_before_;
     if (o_.json)
         printf("%s\n", json_text(bench_json(r)).c_str());
     else
         print_bench(stdout, r);
+}
+
+// ---- what the options ask for
+
+// The options with what --memory or --batch auto choose among other settings, by the rehearsals of a trainer
+// that never runs. `choices`: what was chosen, and its neighbours.
+Options with_chosen_setting(const Options& given, RunInputs& inputs, std::vector<MemoryChoice>& choices) {
+    const bool budget = given.has("--memory");
+    if (!budget && given.batch > 0) return given;
+    int64_t most = kMostTokens / given.seq_len;
+    if (inputs.data) {
+        const SequenceLoader loader(*inputs.data, given.seq_len, given.seed, true);
+        most = std::min(most, static_cast<int64_t>(loader.sequences_per_epoch()));
+    }
+    Trainer trial(given, inputs);
+    const Rehearsals rehearsals{
+        inputs.config.layers,
+        most,
+        nominal_rates<floatX>(),
+        [&](const MemorySetting& s) { return trial.use(s), trial.rehearse(); },
+        [&](const MemorySetting& s) { return trial.use(s), trial.rehearse(false); },
+        [&](const MemorySetting& s) { return trial.use(s), trial.rehearse_training(false, false); }};
+    Options chosen = given;
+    if (given.batch > 0) {
+        apply_setting(fit_memory(given, std::is_same_v<floatX, bf16>, rehearsals, choices), chosen);
+    } else {
+        MemorySetting s = setting_of(given);
+        s.levels = parse_levels(given.recompute, recompute_names(), inputs.config.layers, "--recompute");
+        if (!budget) check_device(given);
+        const size_t room = budget ? parse_bytes(given.memory, "--memory") : device_bytes_free() / 20 * 19;
+        apply_setting(fit_batch(s, room, rehearsals), chosen);
+    }
+    remember_choice(chosen);
+    return chosen;
 }
 
 // Files that are opened must not get the numbers of standard streams that were closed.
@@ -1775,7 +1372,10 @@ int main(int argc, char** argv) {
             if (options.has("--resume")) options = parse();  // the run that held it may have saved since
         }
         start_threads(options.threads);
-        Trainer trainer(options, std::move(resumed));
+        RunInputs inputs(options, std::move(resumed));
+        std::vector<MemoryChoice> choices;
+        Trainer trainer(with_chosen_setting(options, inputs, choices), inputs, choices);
+        trainer.rehearse();
         if (options.plan)
             trainer.print_plan();
         else if (!options.bench.empty())

@@ -19,7 +19,7 @@
 #include "llmc/device.h"
 #include "llmc/occupancy.h"
 #include "llmc/tensor.h"
-#include "llmc/watch.h"
+#include "llmc/closed_memory.h"
 #include "llmc/work.h"
 
 // What one take of the step was. Times count takes and releases from the start of the step; a tensor lives in
@@ -130,7 +130,8 @@ class Arena : simt::Lender {
     }
 
     // Takes the device memory for the largest of the plans.
-    void allocate(std::initializer_list<const Plan*> plans) {
+    template <class Plans = std::initializer_list<const Plan*>>
+    void allocate(const Plans& plans) {
         size_t bytes = 0;
         workspace_bytes_ = 0;
         for (const Plan* p : plans) {

@@ -11,12 +11,14 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <span>
 #include <string_view>
 #include <utility>
 #include <vector>
 
-#include "llmc/clock.h"
+#include "llmc/device_rates.h"
 #include "llmc/packed.h"
+#include "llmc/random.h"
 #include "llmc/report.h"
 
 // Moments of the stream's work, numbered from 0, and the time between them.
@@ -342,4 +344,43 @@ inline void print_bench(FILE* to, const BenchReport& r) {
             100 * r.bytes_per_second() / r.copy_peak, r.copy_peak / 1e9);
     fprintf(to, "%.1f MiB planned, %.1f MiB taken\n", mebibytes(m.total()), mebibytes(r.taken_bytes));
     if (r.profiled) print_operations(to, r);
+}
+
+constexpr uint64_t kBenchStream = (uint64_t{1} << 62) + 1;  // counter space of random_bits() for its tokens
+
+// A batch of random tokens, for a bench without data.
+inline void fill_random(std::span<int> inputs, std::span<int> targets, uint64_t seed, uint64_t batch,
+                        int vocabulary) {
+    const auto draw = [&](uint64_t i) {
+        return static_cast<int>(random_uniform(seed, kBenchStream, batch, i) * vocabulary);
+    };
+    for (size_t i = 0; i < inputs.size(); i++) inputs[i] = draw(2 * i), targets[i] = draw(2 * i + 1);
+}
+
+// Measures the phases of steps, or their operations, one step at a time.
+template <class RunOne>
+void bench_phases(BenchReport& r, Stream stream, int count, RunOne&& run_one) {
+    StepWatch watch(stream, r.profiled);
+    for (int step = 0; step < 1 + r.warmup + count; step++) {
+        run_one(step);
+        StepTimes times = watch.take();
+        if (step == 0)
+            r.cold = std::move(times);
+        else if (step > r.warmup)
+            r.steps.push_back(std::move(times));
+    }
+}
+
+// Measures steps that are replayed as graphs, one after the other as a training runs them. At least two come
+// before those that count: one that runs as ever and one that is recorded.
+template <class RunOne>
+void bench_replays(BenchReport& r, Stream stream, int count, RunOne&& run_one) {
+    Marks ends(stream);
+    const int before = 1 + std::max(1, r.warmup);
+    for (int step = 0; step < before + count; step++) {
+        run_one(step);
+        ends.set();
+    }
+    ends.finish();
+    for (int step = before; step < before + count; step++) r.replayed.push_back(ends.seconds(step - 1, step));
 }

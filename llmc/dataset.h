@@ -12,6 +12,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -319,6 +320,17 @@ class SequenceLoader {
             data_.read(stream, start + 1, seq_len_, targets);
             std::copy_n(targets, seq_len_ - 1, inputs + 1);
         }
+    }
+
+    // The same for the rows of a batch, of which `count` are sequences. Those after them have targets that do
+    // not count.
+    void fill_batch(uint64_t first_sequence, uint64_t count, std::span<int32_t> inputs,
+                    std::span<int32_t> targets) {
+        const size_t end = static_cast<size_t>(count * seq_len_);
+        assert(inputs.size() == targets.size() && end <= inputs.size());
+        fill(first_sequence, static_cast<int>(count), inputs.data(), targets.data());
+        std::fill(inputs.begin() + static_cast<ptrdiff_t>(end), inputs.end(), 0);
+        std::fill(targets.begin() + static_cast<ptrdiff_t>(end), targets.end(), -1);
     }
 
   private:

@@ -57,6 +57,12 @@ inline void device_free(void* p, size_t bytes) {
 #endif
 }
 
+#if defined(SIMT_GPU)
+constexpr const char* kDevice = "cuda";
+#else
+constexpr const char* kDevice = "cpu";
+#endif
+
 // Copies and fills, in order with the stream's kernels. Those between host and device wait until they are
 // done, for set-up and sampling; the step has copy_async().
 inline void copy_to_device(void* device, const void* host, size_t bytes, [[maybe_unused]] Stream stream) {

@@ -1,14 +1,11 @@
 // embedding.cuh - token and position embeddings, forward and backward. Models without learned positions have
 // no position embedding.
 //
-// Many rows may hold the same token, so backward groups rows by token first (on the host, by counting) and
-// warps sum a token's rows in order, each some columns: the same bits every time, without atomics. How many
-// groups there are the launch does not know: it is for as many as there can be, and the last are empty.
+// Many rows may hold the same token, so the host groups rows by token first (group_tokens() in feeder.h) and
+// in backward warps sum a token's rows in order, each some columns: the same bits every time, without
+// atomics. How many groups there are the launch does not know: it is for as many as there can be, and the
+// last are empty.
 #pragma once
-
-#include <algorithm>
-#include <span>
-#include <vector>
 
 #include "llmc/columns.cuh"
 #include "llmc/packed.h"
@@ -50,30 +47,6 @@ void embedding_forward(Tensor<T>& out, const Tensor<int>& tokens, const Tensor<T
         };
         wpe ? run(std::true_type()) : run(std::false_type());
     });
-}
-
-// The most groups that the tokens of so many rows can have.
-constexpr int64_t most_token_groups(int64_t rows, int vocabulary) {
-    return std::min<int64_t>(rows, vocabulary);
-}
-
-// Groups the rows of `tokens`, all in [0, vocabulary), by counting: O(rows + vocabulary). Group g is the rows
-// order[starts[g]] .. order[starts[g + 1] - 1], in ascending order. starts holds at least
-// most_token_groups() + 1 numbers; groups beyond those that there are get no rows.
-inline void group_tokens(std::span<const int> tokens, int vocabulary, std::span<int> order,
-                         std::span<int> starts) {
-    assert(order.size() == tokens.size());
-    std::vector<int> next(static_cast<size_t>(vocabulary) + 1, 0);
-    for (int t : tokens) next[static_cast<size_t>(t) + 1]++;
-    size_t groups = 0;
-    for (size_t v = 0; v < static_cast<size_t>(vocabulary); v++) {
-        if (next[v + 1] > 0) starts[groups++] = next[v];
-        next[v + 1] += next[v];
-    }
-    assert(groups < starts.size());
-    std::fill(starts.begin() + static_cast<ptrdiff_t>(groups), starts.end(), static_cast<int>(tokens.size()));
-    for (size_t row = 0; row < tokens.size(); row++)
-        order[static_cast<size_t>(next[static_cast<size_t>(tokens[row])]++)] = static_cast<int>(row);
 }
 
 template <class T, int N>

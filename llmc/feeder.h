@@ -7,11 +7,38 @@
 // batch itself.
 #pragma once
 
+#include <algorithm>
+#include <cassert>
 #include <memory>
 #include <span>
+#include <vector>
 
 #include "llmc/device.h"
-#include "llmc/embedding.cuh"
+#include "llmc/tensor.h"
+
+// The most groups that the tokens of so many rows can have.
+constexpr int64_t most_token_groups(int64_t rows, int vocabulary) {
+    return std::min<int64_t>(rows, vocabulary);
+}
+
+// Groups the rows of `tokens`, all in [0, vocabulary), by counting: O(rows + vocabulary). Group g is the rows
+// order[starts[g]] .. order[starts[g + 1] - 1], in ascending order. starts holds at least
+// most_token_groups() + 1 numbers; groups beyond those that there are get no rows.
+inline void group_tokens(std::span<const int> tokens, int vocabulary, std::span<int> order,
+                         std::span<int> starts) {
+    assert(order.size() == tokens.size());
+    std::vector<int> next(static_cast<size_t>(vocabulary) + 1, 0);
+    for (int t : tokens) next[static_cast<size_t>(t) + 1]++;
+    size_t groups = 0;
+    for (size_t v = 0; v < static_cast<size_t>(vocabulary); v++) {
+        if (next[v + 1] > 0) starts[groups++] = next[v];
+        next[v + 1] += next[v];
+    }
+    assert(groups < starts.size());
+    std::fill(starts.begin() + static_cast<ptrdiff_t>(groups), starts.end(), static_cast<int>(tokens.size()));
+    for (size_t row = 0; row < tokens.size(); row++)
+        order[static_cast<size_t>(next[static_cast<size_t>(tokens[row])]++)] = static_cast<int>(row);
+}
 
 // A micro-batch on the device: B sequences of T tokens and what follows each token.
 struct DeviceBatch {
@@ -57,22 +84,31 @@ class Feeder {
 
     const DeviceBatch& batch() const { return batch_; }
 
-    // Makes what fill(inputs, targets) writes, B * T numbers each, the batch of what follows in the stream.
-    template <class Fill>
-    void feed(Stream stream, Fill&& fill) {
+    // Where the host writes the next micro-batch, B * T numbers each. Waits until there is room.
+    struct Slot {
+        std::span<int> inputs, targets;
+    };
+    Slot slot() {
+#if defined(SIMT_GPU)
+        lane_->copied.wait();
+#endif
+        const size_t rows = static_cast<size_t>(rows_);
+        return {numbers().subspan(0, rows), numbers().subspan(rows, rows)};
+    }
+
+    // Makes what was written into the slot the batch of what follows in the stream.
+    void send([[maybe_unused]] Stream stream) {
+        const size_t rows = static_cast<size_t>(rows_);
+        group_tokens(numbers().subspan(0, rows), vocabulary_, numbers().subspan(2 * rows, rows),
+                     numbers().subspan(3 * rows));
 #if defined(SIMT_GPU)
         Lane& l = *lane_;
-        l.copied.wait();
-        write(l.staging.data(), fill);
         l.taken.block(l.stream.get());
         copy_async(l.next.data(), l.staging.data(), copy_bytes(), l.stream.get());
         l.copied.record(l.stream.get());
         l.copied.block(stream);
         copy_async(current_.data(), l.next.data(), copy_bytes(), stream);
         l.taken.record(stream);
-#else
-        static_cast<void>(stream);
-        write(current_.data(), fill);
 #endif
     }
 
@@ -90,13 +126,14 @@ class Feeder {
 #endif
 
     size_t copy_bytes() const { return static_cast<size_t>(count()) * sizeof(int); }
-    // The whole of a batch, its tokens grouped too.
-    template <class Fill>
-    void write(char* to, Fill& fill) const {
-        const std::span<int> all(reinterpret_cast<int*>(to), static_cast<size_t>(count()));
-        const size_t rows = static_cast<size_t>(rows_);
-        fill(all.subspan(0, rows), all.subspan(rows, rows));
-        group_tokens(all.subspan(0, rows), vocabulary_, all.subspan(2 * rows, rows), all.subspan(3 * rows));
+    // A batch where the host writes it: inputs, targets, rows by token, the tokens' starts.
+    std::span<int> numbers() const {
+#if defined(SIMT_GPU)
+        char* at = lane_->staging.data();
+#else
+        char* at = current_.data();
+#endif
+        return {reinterpret_cast<int*>(at), static_cast<size_t>(count())};
     }
 
     int64_t rows_ = 0, starts_ = 0;

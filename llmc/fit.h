@@ -10,6 +10,20 @@
 #include "llmc/report.h"
 #include "llmc/solver.h"
 
+// What a run keeps from step to step. Fails where weights of type T have no use for what was asked.
+template <class T>
+StateOptions state_options(const Options& o) {
+    if (std::is_same_v<T, float> && o.steps > 0 && o.master != "fp32")
+        fail("--master %s completes bf16 weights, and this build's are fp32: make PRECISION=bf16",
+             o.master.c_str());
+    return {.training = o.steps > 0,
+            .gradients = !o.update_in_backward,
+            .optimizer = named<Optimizer>(kOptimizerNames, o.optimizer),
+            .master = named<Master>(kMasterNames, o.master),
+            .m = named<Moment>(kMomentNames, o.adam_m),
+            .v = named<Moment>(kMomentNames, o.adam_v)};
+}
+
 // What may be chosen. The tokens of a step, batch * grad_accum sequences, stay what they are.
 struct MemorySetting {
     int batch, grad_accum;

@@ -19,7 +19,7 @@
 
 #include "llmc/room.h"
 #include "llmc/simt.h"
-#include "llmc/watch.h"
+#include "llmc/closed_memory.h"
 
 // c (m, n) = a (m, k) b (k, n) [+ c] [+ bias (n)], then GELU if asked. Strides are in elements; of each
 // matrix one of the two strides must be 1.

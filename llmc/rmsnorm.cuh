@@ -41,7 +41,8 @@ __global__ void __launch_bounds__(kBlockThreads)
             p = rounded<T>(both);
             store(sum + start + c, p);
         }
-        for (int k = 0; k < N; k++) squares[k] += p[k] * p[k];
+        // fmaf: left to compilers, the two forms of this kernel might round differently.
+        for (int k = 0; k < N; k++) squares[k] = fmaf(p[k], p[k], squares[k]);
     }
     const float r = rsqrtf(warp_sum(sum_of(squares.v)) / C + epsilon);
     rms_normalize<N>(out + start, (kResidual ? sum : a) + start, r, weight, C, lane() * N, kLanes * N);

@@ -22,6 +22,8 @@ class StepLines {
     StepLines(FILE* to, int64_t first_step, int64_t steps, int64_t every, Amounts a_step)
         : to_(to), first_step_(first_step), steps_(steps), every_(every), a_step_(a_step) {}
 
+    // Of a step.
+    double tokens() const { return a_step_.tokens; }
     // A step that is done, at so many seconds on any clock.
     void add(const StepFigures& f, double now) {
         // The first steps are slower: products are compiled, graphs recorded. The time left follows the rest.

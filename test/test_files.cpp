@@ -346,14 +346,14 @@ TEST(SafetensorsFolder, FindsNamesWithAndWithoutPrefix) {
     for (const std::string written : {"wte.weight", "transformer.wte.weight"}) {
         const TempFolder folder;
         write_weights(folder / "model.safetensors", written, 3.0f);
-        const SafetensorsFolder weights(folder.path());
-        EXPECT_EQ(value_of(weights, "wte.weight"), 3.0f);
+        const SafetensorsFolder weights(folder.path(), "transformer.");
+        EXPECT_EQ(value_of(weights, "transformer.wte.weight"), 3.0f);
         EXPECT_EQ(weights.find("lm_head.weight"), nullptr);
-        expect_user_error([&] { weights.get("wpe.weight", {1}); },
-                          {folder.path(), "\"wpe.weight\"", "missing"});
+        expect_user_error([&] { weights.get("transformer.wpe.weight", {1}); },
+                          {folder.path(), "\"transformer.wpe.weight\"", "missing"});
         expect_user_error(
             [&] {
-                weights.get("wte.weight", {1, 1});
+                weights.get("transformer.wte.weight", {1, 1});
             },
             {folder.path(), "wte.weight", "[1, 1]"});
     }
@@ -365,9 +365,10 @@ TEST(SafetensorsFolder, OpensShards) {
     write_weights(folder / "model-2.safetensors", "transformer.b", 2.0f);
     folder.write("model.safetensors.index.json",
                  R"({"weight_map": {"a": "model-1.safetensors", "transformer.b": "model-2.safetensors"}})");
-    const SafetensorsFolder weights(folder.path());
-    EXPECT_EQ(value_of(weights, "a"), 1.0f);
-    EXPECT_EQ(value_of(weights, "b"), 2.0f);
+    const SafetensorsFolder weights(folder.path(), "transformer.");
+    EXPECT_EQ(value_of(weights, "transformer.a"), 1.0f);
+    EXPECT_EQ(value_of(weights, "transformer.b"), 2.0f);
+    EXPECT_EQ(weights.find("b"), nullptr);
 }
 
 TEST(SafetensorsFolder, NamesWhatIsWrong) {

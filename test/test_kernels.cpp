@@ -15,6 +15,7 @@
 #include "llmc/columns.cuh"
 #include "llmc/cross_entropy.cuh"
 #include "llmc/embedding.cuh"
+#include "llmc/feeder.h"
 #include "llmc/gelu.cuh"
 #include "llmc/layernorm.cuh"
 #include "llmc/residual.cuh"

@@ -28,13 +28,13 @@ int token(int k, size_t i, int targets, int vocabulary) {
 }
 
 void feed(Feeder& feeder, Stream stream, int k, int vocabulary) {
-    feeder.feed(stream, [&](std::span<int> inputs, std::span<int> targets) {
-        ASSERT_EQ(inputs.size(), targets.size());
-        for (size_t i = 0; i < inputs.size(); i++) {
-            inputs[i] = token(k, i, 0, vocabulary);
-            targets[i] = token(k, i, 1, vocabulary);
-        }
-    });
+    const Feeder::Slot slot = feeder.slot();
+    ASSERT_EQ(slot.inputs.size(), slot.targets.size());
+    for (size_t i = 0; i < slot.inputs.size(); i++) {
+        slot.inputs[i] = token(k, i, 0, vocabulary);
+        slot.targets[i] = token(k, i, 1, vocabulary);
+    }
+    feeder.send(stream);
 }
 
 // Numbers are as many as planned, and a batch is whole, whatever was there before.

@@ -1,4 +1,4 @@
-// watch.h - memory that may be touched and memory that may not, told to AddressSanitizer. Elsewhere all of
+// closed_memory.h - memory that may be touched and memory that may not, told to AddressSanitizer. Elsewhere all of
 // this does nothing.
 #pragma once
 

@@ -6,7 +6,7 @@ import pytest
 from memory_table import levels_of
 from trainer_runs import ROOT, Train, make, random_tokens, saved_bytes, write_shard, write_text
 
-# Built with AddressSanitizer, which the arena tells what is alive (llmc/watch.h). Empty where they are not built.
+# Built with AddressSanitizer, which the arena tells what is alive (llmc/closed_memory.h). Empty where they are not built.
 ASAN_TRAINERS = os.environ.get("ASAN_TRAINERS", "build/test/asan/train-fp32 build/test/asan/train-bf16").split()
 
 

@@ -1,0 +1,129 @@
+// metrics.h - what each step leaves for the host: its loss and its gradients' norms, in the device's memory,
+// read when the step is done; then checked, printed and logged.
+#pragma once
+
+#include <cerrno>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "llmc/device.h"
+#include "llmc/device_rates.h"
+#include "llmc/graph.h"
+#include "llmc/step_lines.h"
+#include "llmc/tensor.h"
+
+// --log: a file of JSON lines. Without a name nothing is written.
+class LogFile {
+  public:
+    void open(const std::string& path, bool append) {
+        if (path.empty()) return;
+        path_ = path;
+        file_.reset(fopen(path.c_str(), append ? "a" : "w"));
+        if (!file_) fail("--log %s: %s", path.c_str(), strerror(errno));
+    }
+    void write(const nlohmann::ordered_json& line) {
+        if (!file_) return;
+        if (fprintf(file_.get(), "%s\n", line.dump().c_str()) < 0 || fflush(file_.get()) != 0)
+            fail("--log %s: %s", path_.c_str(), strerror(errno));
+    }
+
+  private:
+    std::string path_;
+    std::unique_ptr<FILE, int (*)(FILE*)> file_{nullptr, fclose};
+};
+
+class Metrics {
+  public:
+    // The norm of the whole gradient is in the first of `norms` numbers, or is that of all of them together.
+    Metrics(int64_t norms, bool norm_of_each) : norm_of_each_(norm_of_each), norms_(nullptr, {norms, 1}) {}
+
+    // The numbers that a step writes, and their memory.
+    Tensor<float>& loss() { return loss_; }    // (1)
+    Tensor<float>& norms() { return norms_; }  // (norms, 1)
+    int64_t count() const { return 1 + norms_.rows(); }
+    size_t bytes() const { return static_cast<size_t>(count()) * sizeof(float); }
+    void allocate() {
+        memory_ = DeviceBuffer(bytes(), "the metrics");
+        float* at = reinterpret_cast<float*>(memory_.data());
+        loss_ = Tensor<float>(at, {1});
+        norms_ = Tensor<float>(at + 1, norms_.shape());
+        for (auto& copy : copies_) copy.emplace(memory_.bytes());
+    }
+
+    // From here on steps are printed and logged.
+    void print_to(const StepLines& lines) { lines_ = lines; }
+    LogFile& log() { return log_; }
+    // The last save, for the message of a step that is not finite.
+    std::string last_save = "none";
+
+    void step_begins() {
+        if (pending_.empty()) completed_ = clock_.seconds();
+    }
+    // Has what the step left read when the stream gets there, and looks at the step before, so that the
+    // device has work while the host does.
+    void step_ends(int64_t step, double rate, Stream stream) {
+        copies_[step % 2]->start(memory_.data(), stream);
+        pending_.push_back({step, rate});
+        read(kStepsAhead);
+    }
+    // Looks at all steps, and prints the line of the latest: what follows is to stand after it. Before
+    // anything of a step is kept, it was looked at.
+    void finish() {
+        read(0);
+        if (lines_) lines_->print_latest();
+    }
+
+  private:
+    static constexpr size_t kStepsAhead = StepGraphs::kReplays ? 1 : 0;
+
+    // Looks at what the steps have left, but for the latest `ahead` of them. Fails where it is not finite. A
+    // step's time is that between the end of the step before and its own.
+    void read(size_t ahead) {
+        for (; pending_.size() > ahead; pending_.pop_front()) {
+            const auto [step, rate] = pending_.front();
+            const float* numbers = reinterpret_cast<const float*>(copies_[step % 2]->wait());
+            const double before = std::exchange(completed_, clock_.seconds());
+            const double loss = double{numbers[0]}, norm = whole_norm(numbers + 1);
+            if (!std::isfinite(loss) || !std::isfinite(norm))
+                fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
+                     static_cast<long long>(step + 1), loss, norm, last_save.c_str());
+            if (lines_) record({step, loss, norm, rate, completed_ - before});
+        }
+    }
+    double whole_norm(const float* norms) const {
+        double squares = 0;
+        for (int64_t i = 0; i < (norm_of_each_ ? norms_.rows() : 1); i++)
+            squares += double{norms[i]} * double{norms[i]};
+        return std::sqrt(squares);
+    }
+    void record(const StepFigures& f) {
+        lines_->add(f, clock_.seconds());
+        log_.write({{"step", f.step},
+                    {"loss", f.loss},
+                    {"grad_norm", f.norm},
+                    {"lr", f.rate},
+                    {"ms", f.seconds * 1e3},
+                    {"tokens_per_second", lines_->tokens() / f.seconds}});
+    }
+
+    struct Pending {
+        int64_t step;
+        double rate;
+    };
+    bool norm_of_each_;
+    Tensor<float> loss_{nullptr, {1}}, norms_;
+    DeviceBuffer memory_;
+    std::optional<Readback> copies_[2];  // of even and of odd steps
+    std::deque<Pending> pending_;        // steps that were enqueued and not looked at yet
+    Stopwatch clock_;
+    double completed_ = 0;  // on it: when the latest step that was looked at was done
+    std::optional<StepLines> lines_;
+    LogFile log_;
+};

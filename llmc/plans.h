@@ -1,0 +1,88 @@
+// plans.h - the plans of all that a run does in the arena, and the memory report that is made of them.
+#pragma once
+
+#include <omp.h>
+
+#include <array>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/arena.h"
+#include "llmc/device_rates.h"
+#include "llmc/feeder.h"
+#include "llmc/options.h"
+#include "llmc/optimizer.cuh"
+#include "llmc/report.h"
+#include "llmc/state.h"
+#include "llmc/threads.h"
+
+struct Plans {
+    Plan train, add;  // a step's first micro-batch, and those that add to its gradients
+    Plan update;      // empty where backward contains it
+    Plan evaluate;
+    Plan sample, slide;  // a sample, and its continuation where it is longer than the model's window
+
+    std::array<const Plan*, 6> all() const { return {&train, &add, &update, &evaluate, &sample, &slide}; }
+};
+
+// What the first step takes beside the plan, measured with 1 to 64 threads on a CPU: compiled products and
+// host buffers; of each thread its stack and the operands of its products; and what heaps keep of the copies
+// that oneDNN makes of attention's tiles. On a GPU not measured yet.
+inline size_t process_bytes() {
+#ifdef SIMT_GPU
+    return 0;
+#else
+    const size_t threads = static_cast<size_t>(omp_get_max_threads());
+    return (size_t{13} << 20) + threads * (768 << 10) + heaps_of(threads) * (512 << 10);
+#endif
+}
+
+// The buffers beside the arena: the state's, the batch's where the run reads data, and what a step's kernels
+// and its metrics need.
+template <class T>
+std::vector<MemoryReport::Buffer> buffers_of(const State<T>& state, const Feeder* feeder, int64_t metrics) {
+    std::vector<MemoryReport::Buffer> all;
+    const auto add = [&](const char* name, const char* kind, Shape shape, const char* dtype, size_t bytes) {
+        all.push_back({name, kind, shape.text(), {shape.dims, shape.dims + shape.count}, dtype, bytes});
+    };
+    const auto add_floats = [&](const char* name, int64_t count) {
+        if (count > 0) add(name, "workspace", {count}, "fp32", static_cast<size_t>(count) * sizeof(float));
+    };
+    for (const StateBuffer& b : state.buffers()) add(b.name, b.kind, {b.elements}, b.dtype, b.bytes());
+    if (feeder) add("batch", "input", {Feeder::kCopies, feeder->count()}, dtype_name<int>(), feeder->bytes());
+    add_floats("metrics", metrics);
+    add("step_factors", "workspace", {int64_t{sizeof(UpdateFactors)}}, "byte", sizeof(UpdateFactors));
+    add_floats("position_factors", static_cast<int64_t>(position_factors(state.layout.config()).size()));
+    return all;
+}
+
+// What a run takes, and what its step costs by the nominal rates. The report refers to the plans.
+template <class T>
+MemoryReport make_report(const Options& o, const State<T>& state, const Plans& plans,
+                         std::vector<MemoryReport::Buffer> buffers) {
+    MemoryReport r;
+    r.model = o.model;
+    r.device = kDevice;
+    r.precision = dtype_name<T>();
+    r.recompute = o.recompute;
+    r.parameters = state.layout.count();
+    r.batch = o.batch;
+    r.seq_len = o.seq_len;
+    r.grad_accum = o.grad_accum;
+    r.head_rows = o.head_rows;
+    r.process = process_bytes();
+    r.buffers = std::move(buffers);
+    r.train = &plans.train;
+    for (const auto& [name, plan] : {std::pair{"the update", &plans.update},
+                                     {"validation", &plans.evaluate},
+                                     {"sampling", &plans.sample},
+                                     {"a sample's continuation", &plans.slide}})
+        if (!plan->takes.empty()) r.others.emplace_back(name, plan);
+    const DeviceRates rates = nominal_rates<T>();
+    r.update_seconds = seconds_of(plans.update.work, rates);
+    r.seconds = seconds_of(plans.train.work, rates) + (o.grad_accum - 1) * seconds_of(plans.add.work, rates) +
+                r.update_seconds;
+    r.budget = o.memory;
+    return r;
+}

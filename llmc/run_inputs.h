@@ -1,0 +1,264 @@
+// run_inputs.h - what a run reads, opened and checked before anything is trained or taken: the save or the
+// model that it starts from, its data, its tokenizer; and that its outputs do not write over them.
+#pragma once
+
+#include <algorithm>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/attention.cuh"
+#include "llmc/checkpoint.h"
+#include "llmc/dataset.h"
+#include "llmc/options.h"
+#include "llmc/outputs.h"
+#include "llmc/resume.h"
+#include "llmc/tokenizer.h"
+
+// What is trained on where nothing is named: Shakespeare's plays, 1.1 MB.
+constexpr const char* kFirstText = "dev/data/tinyshakespeare.txt";
+
+inline std::unique_ptr<Dataset> open_data(const std::vector<std::string>& files, const char* option) {
+    return std::make_unique<Dataset>(expand_files(files, option), option);
+}
+
+class RunInputs {
+  public:
+    // `resumed_save`: what --resume names, held until it is loaded. What follows from the inputs is filled in
+    // where it was not given: --data, --seq-len. The options must stay while the inputs are there.
+    RunInputs(Options& o, std::optional<HeldSave> resumed_save);
+    RunInputs(const RunInputs&) = delete;
+
+    // Whether the run samples: not where it only initialises, nor without room for a token after the first.
+    bool samples() const;
+    // What a sample starts from: the prompt, else the begin of a text or the end of one before, else a line's
+    // end.
+    std::vector<int> first_tokens() const;
+    // The positions that a sample uses: those that are trained, and room after the prompt.
+    int sample_window() const;
+    // Whether batches are fed, of the data or of random tokens.
+    bool feeds() const { return o_.steps > 0 || o_.bench == "forward"; }
+
+  private:
+    Options& o_;
+
+  public:
+    std::optional<HeldSave> held_save, held_model;  // until they are loaded:
+    std::string resumed;                            // the save that --resume goes on from; empty without
+    std::string model;                              // the folder that --model names, or the save it shows
+    std::optional<Progress> progress;               // where the save stands, if the run trains on
+    std::unique_ptr<Dataset> data, val_data;
+    ModelConfig config;
+    std::string tokenizer_folder;  // where the tokenizer was found, for saves; may be empty
+    std::optional<Tokenizer> tokenizer;
+    std::map<std::string, std::string> facts;  // data_facts() of the data by option, for saves
+
+  private:
+    std::unique_ptr<Dataset> open_training_data();
+    ModelConfig choose_config() const;
+    std::optional<Tokenizer> open_tokenizer();
+    void open_validation();
+    void check_data() const;
+    void check_resumed_data();
+    void check_output_files() const;
+};
+
+inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
+    : o_(o),
+      held_save(std::move(resumed_save)),
+      held_model(o.model),
+      resumed(held_save ? held_save->path() : ""),
+      model(held_model->path()),
+      data(open_training_data()),
+      config(choose_config()),
+      tokenizer(open_tokenizer()) {
+    if (held_save && o.steps > 0) progress = read_progress(resumed);
+    if (!o.has("--seq-len")) o.seq_len = std::min(o.seq_len, config.positions);
+    if (o.seq_len > config.positions)
+        fail("--seq-len %d is more than the model's %d positions", o.seq_len, config.positions);
+    if (data) {
+        if (o.bench.empty()) open_validation();
+        check_data();
+        if (o.bench.empty() && !o.plan) check_resumed_data();
+    }
+    check_output_files();
+}
+
+// What --data names, or the first text; nothing where no training is asked for.
+inline std::unique_ptr<Dataset> RunInputs::open_training_data() {
+    if (o_.data.empty()) {
+        if (o_.plan || o_.steps == 0 || !o_.bench.empty()) return nullptr;
+        if (!std::filesystem::exists(kFirstText))
+            fail("--data is missing, and %s, which is trained on without it, is not in this folder",
+                 kFirstText);
+        o_.data = {kFirstText};
+        o_.given["--data"] = o_.data;
+    }
+    return open_data(o_.data, "--data");
+}
+
+// The sizes of the model, from the save, the folder or the depth that the options name.
+inline ModelConfig RunInputs::choose_config() const {
+    std::optional<ModelConfig> saved;
+    if (!resumed.empty()) saved = read_model_config(resumed, "--resume");
+    ModelConfig config;
+    if (const NewModel made = parse_new_model(o_.model)) {
+        int vocabulary = data ? data->vocabulary() : o_.has("--model") ? 50257 : 256;
+        if (saved) vocabulary = saved->vocabulary;
+        config = new_config(made, vocabulary, vocabulary == 256 ? o_.seq_len : std::max(1024, o_.seq_len));
+        if (saved) config.positions = saved->positions;
+    } else if (saved && !std::filesystem::exists(model)) {
+        config = *saved;  // the folder that a run started from may be gone
+    } else {
+        config = read_model_config(model, "--model");
+    }
+    if (saved && !(config == *saved))
+        fail(
+            "--resume %s holds another model (%d layers, %d channels, %d heads) than --model %s (%d, %d, %d)",
+            o_.resume.c_str(), saved->layers, saved->channels, saved->heads, o_.model.c_str(), config.layers,
+            config.channels, config.heads);
+    return config;
+}
+
+// What --val-data names, or a part of the text that is long enough for a sequence.
+inline void RunInputs::open_validation() {
+    if (!o_.val_data.empty())
+        val_data = open_data(o_.val_data, "--val-data");
+    else if (data->is_text())
+        val_data = data->hold_out(static_cast<uint64_t>(o_.seq_len) + 1);
+    if (o_.eval_every > 0 && !val_data)
+        fail("--eval-every %lld: there is nothing to validate on; give --val-data",
+             static_cast<long long>(o_.eval_every));
+}
+
+// Fails when the data cannot feed the model: other vocabulary, too few tokens, tokens beyond the vocabulary.
+inline void RunInputs::check_data() const {
+    for (const Dataset* d : {data.get(), val_data.get()})
+        if (d && d->is_text() && config.vocabulary != 256)
+            fail(
+                "%s is text, read as bytes (vocabulary 256), but the model's vocabulary is %d: "
+                "dev/data/tokenize_text.py makes tokens of it",
+                d->stream_name(0).c_str(), config.vocabulary);
+    for (Dataset* d : {data.get(), val_data.get()})
+        if (d) d->check_tokens(config.vocabulary);
+    const SequenceLoader loader(*data, o_.seq_len, o_.seed, true);
+    if (o_.batch > 0 && loader.sequences_per_epoch() < static_cast<uint64_t>(o_.batch))
+        fail("--batch %d is more than the data's %llu sequences of %d tokens", o_.batch,
+             static_cast<unsigned long long>(loader.sequences_per_epoch()), o_.seq_len);
+    if (val_data) SequenceLoader(*val_data, o_.seq_len, o_.seed, false);
+}
+
+// Fails when the data are not those that the save was trained on, unless they were chosen for this run.
+inline void RunInputs::check_resumed_data() {
+    const auto check = [&](const char* option, const Dataset& d, bool chosen) {
+        const std::string& now = facts[option] = data_facts(d);
+        if (progress) check_same_data(option, d.stream_name(0), now, *progress, o_.resume, chosen);
+    };
+    const bool chosen = !o_.saved.contains("--data");
+    const bool val_chosen = o_.has("--val-data") && !o_.saved.contains("--val-data");
+    check("--data", *data, chosen || val_chosen);  // without --val-data its last tenth is not for training
+    if (!o_.val_data.empty()) check("--val-data", *val_data, val_chosen);
+}
+
+// Fails when something that the run would write cannot be written, or is something that must stay.
+inline void RunInputs::check_output_files() const {
+    std::vector<Output> files = {{"--timeline", o_.timeline, "{\"model\":"}};
+    if (!o_.plan) {
+        files.push_back({"--log", o_.log, "{\"step\":"});
+        files.push_back({"--matmul-algorithms", o_.matmul_algorithms, ""});
+    }
+    for (const Output& file : files)
+        for (const Dataset* d : {data.get(), val_data.get()})
+            if (d && d->reads(file.path))
+                fail("%s %s: is a file of the data", file.option, file.path.c_str());
+    std::vector<std::string> inputs;
+    if (!parse_new_model(o_.model)) inputs.push_back(o_.model);
+    if (!o_.resume.empty()) inputs.push_back(o_.resume);
+    check_outputs(files, o_.plan ? "" : o_.out, inputs);
+}
+
+// From the model's folder, or beside the shards; a vocabulary of 256 is bytes.
+inline std::optional<Tokenizer> RunInputs::open_tokenizer() {
+    std::vector<std::string> folders;
+    if (!resumed.empty()) folders.push_back(resumed);
+    if (!parse_new_model(o_.model)) folders.push_back(model);
+    if (data && !data->is_text()) {
+        const auto parent = std::filesystem::path(data->stream_name(0)).parent_path();
+        folders.push_back(parent.empty() ? "." : parent.string());
+    }
+    for (const std::string& folder : folders) {
+        auto t = Tokenizer::open(folder);
+        if (t && t->size() > config.vocabulary && (folder == resumed || folder == model))
+            fail("%s: its tokenizer has %d tokens and its model %d", folder.c_str(), t->size(),
+                 config.vocabulary);
+        if (!t || t->size() > config.vocabulary) continue;
+        tokenizer_folder = folder;
+        return t;
+    }
+    if (config.vocabulary == 256) return Tokenizer::bytes();
+    return std::nullopt;
+}
+
+inline std::vector<int> RunInputs::first_tokens() const {
+    if (!o_.prompt.empty()) {
+        if (!tokenizer)
+            fail(
+                "--prompt: no tokenizer.json, vocab.json with merges.txt, or tokenizer.model in the model's "
+                "folder or beside the data to read it with");
+        auto tokens = tokenizer->encode(o_.prompt, true);
+        if (tokens.empty())
+            fail("--prompt: its tokenizer has no token for any of \"%s\"", printable(o_.prompt).c_str());
+        return tokens;
+    }
+    if (tokenizer && tokenizer->begin_of_text() >= 0) return {tokenizer->begin_of_text()};
+    if (tokenizer && tokenizer->end_of_text() >= 0) return {tokenizer->end_of_text()};
+    return {config.vocabulary == 50257 ? 50256 : config.vocabulary == 256 ? '\n' : 0};
+}
+
+inline bool RunInputs::samples() const {
+    if (o_.sample_tokens == 0 || (o_.steps == 0 && o_.prompt.empty())) return false;
+    const int prompt = static_cast<int>(first_tokens().size());
+    if (prompt >= config.positions && !o_.prompt.empty())
+        fail("--prompt has %d tokens, which leaves no room in the model's %d positions", prompt,
+             config.positions);
+    return prompt < config.positions;
+}
+
+inline int RunInputs::sample_window() const {
+    const int trained = o_.steps > 0 ? o_.seq_len : config.positions;
+    return std::min(config.positions, std::max(trained, static_cast<int>(first_tokens().size()) + 1));
+}
+
+// Fails where --attention hopper asks for kernels that this build or this model's heads have not.
+template <class T>
+void check_attention(const Options& o, const ModelConfig& config) {
+    if (o.attention != "hopper") return;
+    if (!kHopperAttention<T>)
+        fail(
+            "--attention hopper: this build has no such kernels; make DEVICE=cuda PRECISION=bf16 with 90a in "
+            "CUDA_ARCH does, and --attention common is in each");
+    if (!hopper_attention_supports(config.head_size))
+        fail(
+            "--attention hopper does heads of 64 and 128 channels, and the model's have %d: --attention "
+            "common",
+            config.head_size);
+}
+
+// Fails unless there is a device for this binary, and for the attention that was asked for.
+inline void check_device([[maybe_unused]] const Options& o) {
+#ifdef SIMT_GPU
+    int count = 0;
+    const cudaError_t status = cudaGetDeviceCount(&count);
+    if (status != cudaSuccess || count == 0)
+        fail("this ./train is built for a GPU and none answers (%s); for the CPU: make DEVICE=cpu",
+             status == cudaSuccess ? "no device" : cudaGetErrorString(status));
+    if (o.attention == "hopper" && !device_is_hopper())
+        fail(
+            "--attention hopper is for GPUs of compute capability 9.0, which this one is not: --attention "
+            "common");
+#endif
+}

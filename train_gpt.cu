@@ -32,6 +32,7 @@
 #include "llmc/head_norm.cuh"
 #include "llmc/matmul.h"
 #include "llmc/matmul_search.h"
+#include "llmc/new_model.h"
 #include "llmc/norm.h"
 #include "llmc/optimizer.cuh"
 #include "llmc/options.h"
@@ -48,6 +49,7 @@
 #include "llmc/step_lines.h"
 #include "llmc/swiglu.cuh"
 #include "llmc/terminal.h"
+#include "llmc/text_tokens.h"
 #include "llmc/threads.h"
 #include "llmc/timeline.h"
 #include "llmc/tokenizer.h"
@@ -826,6 +828,7 @@ class Trainer {
   private:
     std::unique_ptr<Dataset> open_training_data();
     ModelConfig choose_config() const;
+    void tokenize_texts();
     void open_validation();
     std::optional<Tokenizer> open_tokenizer();
     std::vector<int> first_tokens() const;
@@ -833,7 +836,10 @@ class Trainer {
     // Where the run says what it does: without training, stdout is for generated text.
     FILE* notes() const { return o_.steps > 0 ? stdout : stderr; }
     int sample_window() const;
-    bool feeds() const { return o_.steps > 0 || o_.bench == "forward"; }
+    bool sample_slides() const;
+    bool ends_text(int token) const;
+    bool reads_training_data() const { return o_.steps > 0 || o_.bench == "forward"; }
+    bool feeds() const { return reads_training_data() || val_data_; }
     int64_t metrics_count() const { return 1 + static_cast<int64_t>(state_.layout.units().size()); }
     void open_device();
     void use(const MemorySetting& s);
@@ -863,6 +869,7 @@ class Trainer {
     void update_unit(int unit, const floatX* gradients);
     void update();
     std::optional<double> validate();
+    void validate_alone();
     void sample(int64_t step);
     void save(int64_t steps_done, bool evaluated);
     void log_line(const nlohmann::ordered_json& line);
@@ -877,7 +884,7 @@ class Trainer {
     std::string resumed_;                             // the save that --resume goes on from; empty without
     std::string model_;                               // the folder that --model names, or the save it shows
     std::optional<Progress> progress_;                // where the save stands, if the run trains on
-    std::unique_ptr<Dataset> data_, val_data_;
+    std::unique_ptr<Dataset> data_, val_data_;        // the latter where the run validates
     ModelConfig config_;
     std::string tokenizer_folder_;  // where the tokenizer was found, for saves; may be empty
     std::optional<Tokenizer> tokenizer_;
@@ -956,10 +963,9 @@ ModelConfig Trainer::choose_config() const {
     if (!resumed_.empty()) saved = read_model_config(resumed_, "--resume");
     ModelConfig config;
     if (const NewModel made = parse_new_model(o_.model)) {
-        int vocabulary = data_ ? data_->vocabulary() : o_.has("--model") ? 50257 : 256;
-        if (saved) vocabulary = saved->vocabulary;
-        config = new_config(made, vocabulary, vocabulary == 256 ? o_.seq_len : std::max(1024, o_.seq_len));
-        if (saved) config.positions = saved->positions;
+        const Dataset* data = data_ ? data_.get() : val_data_.get();
+        config = saved ? new_config(made, saved->vocabulary, saved->positions)
+                       : new_config_for(made, data, !o_.has("--model"), o_.seq_len);
     } else if (saved && !std::filesystem::exists(model_)) {
         config = *saved;  // the folder that a run started from may be gone
     } else {
@@ -970,7 +976,7 @@ ModelConfig Trainer::choose_config() const {
             "--resume %s holds another model (%d layers, %d channels, %d heads) than --model %s (%d, %d, %d)",
             o_.resume.c_str(), saved->layers, saved->channels, saved->heads, o_.model.c_str(), config.layers,
             config.channels, config.heads);
-    return config;
+    return saved.value_or(config);
 }
 
 Trainer::Trainer(Options options, std::optional<HeldSave> resumed)
@@ -980,6 +986,7 @@ Trainer::Trainer(Options options, std::optional<HeldSave> resumed)
       resumed_(held_save_ ? held_save_->path() : ""),
       model_(held_model_->path()),
       data_(open_training_data()),
+      val_data_(o_.val_data.empty() ? nullptr : open_data(o_.val_data, "--val-data")),
       config_(choose_config()),
       tokenizer_(open_tokenizer()),
       state_(config_, state_options(o_)),
@@ -990,11 +997,10 @@ Trainer::Trainer(Options options, std::optional<HeldSave> resumed)
     if (!o_.has("--seq-len")) o_.seq_len = std::min(o_.seq_len, config_.positions);
     if (o_.seq_len > config_.positions)
         fail("--seq-len %d is more than the model's %d positions", o_.seq_len, config_.positions);
-    if (data_) {
-        if (o_.bench.empty()) open_validation();
-        check_data();
-        if (o_.bench.empty() && !o_.plan) check_resumed_data();
-    }
+    tokenize_texts();
+    if (data_ && reads_training_data() && o_.bench.empty()) open_validation();
+    check_data();
+    if (data_ && o_.bench.empty() && !o_.plan) check_resumed_data();
     check_output_files();
     if (o_.update_in_backward)
         consume_ = [this](int unit, const floatX* gradients) { update_unit(unit, gradients); };
@@ -1080,12 +1086,26 @@ std::unique_ptr<Dataset> Trainer::open_training_data() {
     return open_data(o_.data, "--data");
 }
 
-// What --val-data names, or a part of the text that is long enough for a sequence.
+// Text becomes tokens, where the model has a tokenizer. A text that is not read, or of which a plan is the
+// same whatever its tokens, stays as it is.
+void Trainer::tokenize_texts() {
+    const bool chooses = o_.has("--memory") || o_.batch == 0;
+    for (Dataset* d : {data_.get(), val_data_.get()}) {
+        if (!d || !d->is_text()) continue;
+        if (tokenizer_folder_.empty()) {
+            check_bytes(*d, config_.vocabulary);
+            continue;
+        }
+        if (d == data_.get() && !reads_training_data()) continue;
+        const uint64_t batch_tokens = static_cast<uint64_t>(o_.batch) * static_cast<uint64_t>(o_.seq_len);
+        if (o_.plan && !chooses && is_long_text(*d, batch_tokens)) continue;
+        tokenize_text(*d, *tokenizer_);
+    }
+}
+
+// Without --val-data, a part of the text that is long enough for a sequence.
 void Trainer::open_validation() {
-    if (!o_.val_data.empty())
-        val_data_ = open_data(o_.val_data, "--val-data");
-    else if (data_->is_text())
-        val_data_ = data_->hold_out(static_cast<uint64_t>(o_.seq_len) + 1);
+    if (!val_data_ && data_->is_text()) val_data_ = data_->hold_out(static_cast<uint64_t>(o_.seq_len) + 1);
     if (o_.eval_every > 0 && !val_data_)
         fail("--eval-every %lld: there is nothing to validate on; give --val-data",
              static_cast<long long>(o_.eval_every));
@@ -1093,19 +1113,14 @@ void Trainer::open_validation() {
 
 // Fails when the data cannot feed the model: other vocabulary, too few tokens, tokens beyond the vocabulary.
 void Trainer::check_data() const {
-    for (const Dataset* d : {data_.get(), val_data_.get()})
-        if (d && d->is_text() && config_.vocabulary != 256)
-            fail(
-                "%s is text, read as bytes (vocabulary 256), but the model's vocabulary is %d: "
-                "dev/data/tokenize_text.py makes tokens of it",
-                d->stream_name(0).c_str(), config_.vocabulary);
     for (Dataset* d : {data_.get(), val_data_.get()})
-        if (d) d->check_tokens(config_.vocabulary);
+        if (d && (!d->is_text() || tokenizer_folder_.empty())) d->check_tokens(config_.vocabulary);
+    if (val_data_) SequenceLoader(*val_data_, o_.seq_len, o_.seed, false);
+    if (!data_) return;
     const SequenceLoader loader(*data_, o_.seq_len, o_.seed, true);
     if (o_.batch > 0 && loader.sequences_per_epoch() < static_cast<uint64_t>(o_.batch))
         fail("--batch %d is more than the data's %llu sequences of %d tokens", o_.batch,
              static_cast<unsigned long long>(loader.sequences_per_epoch()), o_.seq_len);
-    if (val_data_) SequenceLoader(*val_data_, o_.seq_len, o_.seed, false);
 }
 
 // Fails when the data are not those that the save was trained on, unless they were chosen for this run.
@@ -1142,13 +1157,11 @@ std::optional<Tokenizer> Trainer::open_tokenizer() {
     std::vector<std::string> folders;
     if (!resumed_.empty()) folders.push_back(resumed_);
     if (!parse_new_model(o_.model)) folders.push_back(model_);
-    if (data_ && !data_->is_text()) {
-        const auto parent = std::filesystem::path(data_->stream_name(0)).parent_path();
-        folders.push_back(parent.empty() ? "." : parent.string());
-    }
+    for (const Dataset* d : {data_.get(), val_data_.get()})
+        if (d && !d->is_text()) folders.push_back(tokenizer_folder(*d));
     for (const std::string& folder : folders) {
         auto t = Tokenizer::open(folder);
-        if (t && t->size() > config_.vocabulary && (folder == resumed_ || folder == o_.model))
+        if (t && t->size() > config_.vocabulary && (folder == resumed_ || folder == model_))
             fail("%s: its tokenizer has %d tokens and its model %d", folder.c_str(), t->size(),
                  config_.vocabulary);
         if (!t || t->size() > config_.vocabulary) continue;
@@ -1174,7 +1187,17 @@ std::vector<int> Trainer::first_tokens() const {
     }
     if (tokenizer_ && tokenizer_->begin_of_text() >= 0) return {tokenizer_->begin_of_text()};
     if (tokenizer_ && tokenizer_->end_of_text() >= 0) return {tokenizer_->end_of_text()};
-    return {config_.vocabulary == 50257 ? 50256 : config_.vocabulary == 256 ? '\n' : 0};
+    if (config_.vocabulary == 256) return {'\n'};
+    for (const std::vector<int>& marks : {config_.begin_of_text, config_.end_of_text})
+        if (!marks.empty()) return {marks[0]};
+    return {0};
+}
+
+// Whether a sample stops at a token: at those that the model's files name, or else the tokenizer.
+bool Trainer::ends_text(int token) const {
+    const std::vector<int>& stops = config_.stops;
+    if (stops.empty()) return tokenizer_ && token == tokenizer_->end_of_text();
+    return std::find(stops.begin(), stops.end(), token) != stops.end();
 }
 
 // Whether the run samples: not where it only initialises, nor without room for a token after the first.
@@ -1187,10 +1210,18 @@ bool Trainer::samples() const {
     return prompt < config_.positions;
 }
 
-// The positions that a sample uses: those that are trained, and room after the prompt.
+// The positions that a sample uses: those that are trained and room after the prompt; without training as
+// many as it has tokens.
 int Trainer::sample_window() const {
-    const int trained = o_.steps > 0 ? o_.seq_len : config_.positions;
-    return std::min(config_.positions, std::max(trained, static_cast<int>(first_tokens().size()) + 1));
+    const int64_t prompt = static_cast<int64_t>(first_tokens().size());
+    const int64_t wanted =
+        o_.steps > 0 ? std::max<int64_t>(o_.seq_len, prompt + 1) : prompt + o_.sample_tokens;
+    return static_cast<int>(std::min<int64_t>(config_.positions, wanted));
+}
+
+// Whether a sample may need more positions than that.
+bool Trainer::sample_slides() const {
+    return o_.steps > 0 || static_cast<int64_t>(first_tokens().size()) + o_.sample_tokens > sample_window();
 }
 
 Plan Trainer::rehearse_training(bool adds, bool placed) {
@@ -1215,8 +1246,9 @@ void Trainer::rehearse_all(bool placed) {
         const auto first = first_tokens();
         const int rest = sample_window() - static_cast<int>(first.size()), half = sample_window() / 2;
         sample_plan_ = arena_.rehearse([&] { gpt_.generate(first, rest, any); });
-        slide_plan_ =
-            arena_.rehearse([&] { gpt_.generate(std::vector<int>(half), sample_window() - half, any); });
+        if (sample_slides())
+            slide_plan_ =
+                arena_.rehearse([&] { gpt_.generate(std::vector<int>(half), sample_window() - half, any); });
     }
 }
 
@@ -1300,7 +1332,7 @@ void Trainer::prepare() {
                     "again\n",
                     o_.out.c_str(), static_cast<long long>(*saves_.others.rbegin()));
     }
-    if (data_ && data_->is_text() && !val_data_ && o_.bench.empty())
+    if (data_ && data_->is_text() && !val_data_ && reads_training_data() && o_.bench.empty())
         fprintf(stderr, "no validation: the text's last tenth is no sequence of %d; it is trained on too\n",
                 o_.seq_len);
     const bool trains = o_.steps > 0 && o_.bench.empty();
@@ -1560,6 +1592,15 @@ std::optional<double> Trainer::validate() {
     return double{loss};
 }
 
+// Validates the model as it is: prints what that gives, before any text.
+void Trainer::validate_alone() {
+    const std::optional<double> loss = validate();
+    if (!loss) return;
+    printf("validation loss %.6f, perplexity %.4f: %llu sequences of %d tokens\n", *loss, std::exp(*loss),
+           static_cast<unsigned long long>(validation_sequences()), o_.seq_len);
+    log_line({{"step", 0}, {"val_loss", *loss}});
+}
+
 // Prints the prompt and its continuation, of a training under a header. Token i of the sample after `step`
 // draws random number (step, i). A sample longer than the window goes on from its latest half.
 void Trainer::sample(int64_t step) {
@@ -1579,7 +1620,7 @@ void Trainer::sample(int64_t step) {
         const double uniform = random_uniform(o_.seed, kSampleStream, static_cast<uint64_t>(step),
                                               static_cast<uint64_t>(drawn++));
         const int token = sample_token(logits, o_.temperature, o_.top_k, uniform);
-        if (tokenizer_ && tokenizer_->ends_text(token))
+        if (ends_text(token))
             drawn = o_.sample_tokens;
         else
             output.write(decoder ? decoder->next(token) : std::to_string(token) + " ");
@@ -1677,6 +1718,7 @@ void Trainer::run() {
         step == first_step_ && !resumed_.empty() && same_file(folder_above(resumed_), o_.out);
     if (!o_.out.empty() && !is_saved) save(step, true);
     if (val_data_ && o_.steps > 0) validate_and_log();
+    if (val_data_ && o_.steps == 0) validate_alone();
     if (samples()) sample(step);
 }
 

@@ -421,7 +421,11 @@ std::optional<double> Trainer::validate() {
 void Trainer::validate_and_log() {
     const std::optional<double> loss = validate();
     if (!loss) return;
-    printf("step %5lld validation loss %.6f\n", static_cast<long long>(step_), *loss);
+    if (o_.steps > 0)
+        printf("step %5lld validation loss %.6f\n", static_cast<long long>(step_), *loss);
+    else
+        printf("validation loss %.6f, perplexity %.4f: %llu sequences of %d tokens\n", *loss, std::exp(*loss),
+               static_cast<unsigned long long>(validation_sequences()), o_.seq_len);
     metrics_.log().write({{"step", step_}, {"val_loss", *loss}});
 }
 
@@ -441,8 +445,8 @@ void Trainer::do_what_is_due() {
 // on from its latest half.
 void Trainer::sample() {
     metrics_.finish();
-    const std::vector<int> prompt = in_.first_tokens();
-    Sample text(o_, in_.tokenizer ? &*in_.tokenizer : nullptr, prompt, step_);
+    Sample text(o_, in_, step_);
+    const std::vector<int> prompt = text.tokens();
     const auto choose = [&](const TensorX& device_logits) {
         std::vector<floatX> narrow(static_cast<size_t>(config_.vocabulary));
         copy_to_host(narrow.data(), device_logits.data(), narrow.size() * sizeof(floatX), stream_);
@@ -484,7 +488,7 @@ void Trainer::finish() {
         step_ == first_step_ && !in_.resumed.empty() && same_file(folder_above(in_.resumed), o_.out);
     evaluated_ = true;
     if (saves() && !is_saved) save();
-    if (val_loader_ && o_.steps > 0) validate_and_log();
+    if (val_loader_) validate_and_log();
     if (in_.samples()) sample();
 }
 
@@ -1110,7 +1114,9 @@ const MemoryReport& Trainer::rehearse(bool placed) {
         const int window = in_.sample_window(), half = window / 2;
         const int rest = window - static_cast<int>(prompt.size());
         plans_.sample = arena_.rehearse([&] { gpt_.generate(prompt, rest, any); });
-        plans_.slide = arena_.rehearse([&] { gpt_.generate(std::vector<int>(half), window - half, any); });
+        if (in_.sample_slides())
+            plans_.slide =
+                arena_.rehearse([&] { gpt_.generate(std::vector<int>(half), window - half, any); });
     }
     const Feeder* feeder = in_.feeds() ? &feeder_ : nullptr;
     report_ = make_report(o_, state_, plans_, buffers_of(state_, feeder, metrics_.count()));
@@ -1138,7 +1144,7 @@ void Trainer::print_plan() const {
 void Trainer::prepare() {
     used_before_ = device_bytes_in_use();
     if (saves()) prepare_saves();
-    if (in_.data && in_.data->is_text() && !in_.val_data && o_.bench.empty())
+    if (in_.data && in_.data->is_text() && !in_.val_data && trains())
         fprintf(stderr, "no validation: the text's last tenth is no sequence of %d; it is trained on too\n",
                 o_.seq_len);
     PeakRate peak = {};

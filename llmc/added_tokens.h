@@ -19,6 +19,7 @@ class AddedTokens {
         bool single_word = false;   // does not count with a letter before or after it
         bool strips_left = false;   // takes the white space before it along
         bool strips_right = false;  // and that after it
+        bool special = false;       // a mark like <s>, which a text need not mean
         size_t length = 0;          // of its spelling
     };
     struct Match {
@@ -49,8 +50,9 @@ class AddedTokens {
 
     // The first match in the text from `from` on, of which what stands before `search` has none. Where more
     // text will follow, nothing is said of what that could change. `after_word`: whether a letter stood
-    // before the text.
-    Found find(std::string_view text, size_t from, size_t search, bool more, bool after_word) const {
+    // before the text. Without `specials` the marks' spellings are text, and so is what is in them.
+    Found find(std::string_view text, size_t from, size_t search, bool more, bool after_word,
+               bool specials = true) const {
         const auto undecided = [&](size_t at) {
             return Found{std::nullopt, any_strips_left_ ? before_spaces(text, from, at) : at, at};
         };
@@ -60,6 +62,10 @@ class AddedTokens {
             const Token* token = longest_at(text.substr(at));
             if (!token) continue;
             const size_t end = at + token->length;
+            if (token->special && !specials) {
+                at = end - 1;
+                continue;
+            }
             const size_t after = token->strips_right ? after_spaces(text, end) : end;
             if (more && after == text.size() && (token->strips_right || token->single_word))
                 return undecided(at);

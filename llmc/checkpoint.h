@@ -107,7 +107,14 @@ void put_weights(State<T>& state, int64_t at, const std::vector<float>& values) 
 inline ModelConfig read_model_config(const std::string& folder, const char* option) {
     const std::string file = folder + "/config.json";
     if (!file_exists(file)) fail("%s %s: is not a folder with config.json", option, folder.c_str());
-    return parse_config(read_json(file), file);
+    ModelConfig config = parse_config(read_json(file), file);
+    // What generating stops at is that file's where there is one, and else the config's.
+    const std::string generation = folder + "/generation_config.json";
+    if (file_exists(generation)) {
+        const nlohmann::json json = read_json(generation);
+        config.stops = ConfigReader(json, generation).tokens("eos_token_id", config.vocabulary);
+    }
+    return config;
 }
 
 // Gives every weight its initial value (model.h). The padding stays as it is: zero.
@@ -209,10 +216,11 @@ template <class T>
 void write_save(const std::string& folder, const State<T>& state, const Progress& progress,
                 const std::string& tokenizer_folder, bool with_training_state) {
     check_call(mkdir(folder.c_str(), 0777) == 0, folder, "make the folder");
-    const auto config = config_json(state.layout.config(), std::is_same_v<T, float> ? "float32" : "bfloat16");
+    const ModelConfig& model = state.layout.config();
+    const auto config = config_json(model, std::is_same_v<T, float> ? "float32" : "bfloat16");
     write_json(folder + "/config.json", config);
     write_json(folder + "/generation_config.json",
-               {{"bos_token_id", config["bos_token_id"]}, {"eos_token_id", config["eos_token_id"]}});
+               {{"bos_token_id", config["bos_token_id"]}, {"eos_token_id", tokens_json(model.stops)}});
     for (const std::string name : kTokenizerFiles) {
         if (tokenizer_folder.empty() || !file_exists(tokenizer_folder + "/" + name)) continue;
         write_text(folder + "/" + name, read_text(tokenizer_folder + "/" + name));

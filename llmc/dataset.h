@@ -2,7 +2,8 @@
 // sequence number, so that a resumed run needs no position but that number.
 //
 // Two kinds of files. Token shards in llm.c's formats, of 16 or of 32 bits a token; each shard is one stream
-// of tokens. Everything else is text, whose tokens are its bytes; all text files together are one stream.
+// of tokens. Everything else is text, whose tokens are its bytes, or those that a tokenizer makes of it
+// (text_tokens.h); all text files together are one stream.
 // What a sequence needs is read when it is needed, so that there may be any number of files of any size.
 #pragma once
 
@@ -24,6 +25,7 @@
 #include "llmc/file.h"
 #include "llmc/permutation.h"
 #include "llmc/random.h"
+#include "llmc/temporary_file.h"
 
 // The files that an option's patterns (file names, or glob(3) patterns) stand for, sorted by bytes within
 // each pattern. Fails naming option and pattern when a pattern matches nothing, a directory or an empty file.
@@ -62,12 +64,12 @@ inline std::vector<std::string> expand_files(const std::vector<std::string>& pat
 struct ShardFormat {
     int32_t magic, version;
     size_t token_bytes;
-    int vocabulary;
+    uint32_t limit;  // tokens are below it
     const char* name;
 };
 inline constexpr ShardFormat kShardFormats[] = {
-    {20240520, 1, 2, 50257, "16-bit token shard"},   // of GPT-2's vocabulary
-    {20240801, 7, 4, 128256, "32-bit token shard"},  // of Llama 3's
+    {20240520, 1, 2, 1u << 16, "16-bit token shard"},
+    {20240801, 7, 4, 1u << 31, "32-bit token shard"},
 };
 
 // A failure to read on where reading went well before: what was trained so far is good.
@@ -86,9 +88,15 @@ class Dataset {
     }
 
     bool is_text() const { return !format_; }
-    // How many different tokens this kind of files can have by its definition.
-    int vocabulary() const { return is_text() ? 256 : format_->vocabulary; }
+    // Whether the tokens are the text's bytes.
+    bool is_bytes() const { return is_text() && !text_tokens_; }
     const std::string& option() const { return option_; }
+    // The bytes of the files.
+    uint64_t file_bytes() const {
+        uint64_t sum = 0;
+        for (const File& file : files_) sum += file.stamp.bytes;
+        return sum;
+    }
 
     size_t stream_count() const { return is_text() ? 1 : files_.size(); }
     uint64_t token_count(size_t stream) const { return is_text() ? tokens_ : files_[stream].count; }
@@ -107,6 +115,28 @@ class Dataset {
         return format("%s and %zu more", files_[0].path.c_str(), files_.size() - 1);
     }
 
+    // Makes other tokens of text than its bytes, all below `limit`: encode(file, put) calls put(tokens) with
+    // those of one file, in pieces. They are kept in a temporary file, 2 or 4 bytes each as in shards. Fails
+    // where a file changes meanwhile, and where they cannot be kept.
+    template <class Encode>
+    void tokenize(uint32_t limit, Encode&& encode) {
+        assert(is_bytes());
+        const auto kept = std::make_shared<TextTokens>("the tokens of " + stream_name(0), limit);
+        std::vector<File> files = std::move(files_);
+        files_.clear();
+        tokens_ = 0;
+        for (File& file : files) {
+            const FileReader& text = open_unchanged(file);
+            const uint64_t begin = kept->count;
+            encode(text, [&](std::span<const int32_t> tokens) { kept->append(tokens); });
+            open_unchanged(file);
+            append({std::move(file.path), file.stamp, begin, kept->count - begin});
+        }
+        kept->file.finish();
+        text_tokens_ = kept;
+        limit_ = limit;
+    }
+
     // Parts each text file's last tenth, rounded down, from the rest: a dataset to validate on. Null, with
     // nothing parted, where all those tenths have fewer than `least` tokens.
     std::unique_ptr<Dataset> hold_out(uint64_t least) {
@@ -115,6 +145,8 @@ class Dataset {
         for (const File& file : files_) held_out += file.count / 10;
         if (held_out < least) return nullptr;
         auto tenths = std::unique_ptr<Dataset>(new Dataset(option_));
+        tenths->text_tokens_ = text_tokens_;
+        tenths->limit_ = limit_;
         std::vector<File> all = std::move(files_);
         files_.clear();
         tokens_ = 0;
@@ -132,14 +164,15 @@ class Dataset {
         assert(vocab > 0);
         limit_ = static_cast<uint32_t>(vocab);
         if (token_bytes() < sizeof limit_ && limit_ >= 1u << (8 * token_bytes())) return;
-        uint64_t budget = uint64_t{512} << 20;
-        std::vector<int32_t> chunk(1 << 16);
-        for (const File& file : files_) {
-            const uint64_t end = std::min(file.count, budget);
-            for (uint64_t at = 0; at < end; at += chunk.size())
-                read_file(file, at, std::min<uint64_t>(chunk.size(), end - at), chunk.data());
-            budget -= end;
-        }
+        read_first_tokens([](std::span<const int32_t>) {});
+    }
+    // The largest of the first 512 Mi tokens.
+    int32_t largest_token() const {
+        int32_t largest = 0;
+        read_first_tokens([&](std::span<const int32_t> tokens) {
+            for (const int32_t token : tokens) largest = std::max(largest, token);
+        });
+        return largest;
     }
 
     // Copies tokens [first, first + count) of a stream. Fails with a DataError on a file that has changed, on
@@ -171,13 +204,47 @@ class Dataset {
     struct File {
         std::string path;
         FileStamp stamp;        // when it was opened first
-        uint64_t begin, count;  // the file's tokens; headers are none
+        uint64_t begin, count;  // of the file's tokens, headers are none; or of those that text_tokens_ keeps
         uint64_t first = 0;     // where the part begins in its stream
+    };
+
+    // The tokens of all text files, one after the other.
+    struct TextTokens {
+        TemporaryFile file;
+        const size_t token_bytes;
+        uint64_t count = 0;
+
+        TextTokens(std::string what, uint32_t limit)
+            : file(std::move(what)), token_bytes(limit <= 1u << 16 ? 2 : 4) {}
+        void append(std::span<const int32_t> tokens) {
+            for (const int32_t token : tokens) {
+                const auto narrow = static_cast<uint16_t>(token);
+                file.append(token_bytes == 2 ? static_cast<const void*>(&narrow) : &token, token_bytes);
+            }
+            count += tokens.size();
+        }
     };
 
     explicit Dataset(const std::string& option) : option_(option) {}
 
-    size_t token_bytes() const { return is_text() ? 1 : format_->token_bytes; }
+    size_t token_bytes() const {
+        return format_ ? format_->token_bytes : text_tokens_ ? text_tokens_->token_bytes : 1;
+    }
+
+    template <class Use>
+    void read_first_tokens(Use&& use) const {
+        uint64_t budget = uint64_t{512} << 20;
+        std::vector<int32_t> chunk(1 << 16);
+        for (const File& file : files_) {
+            const uint64_t end = std::min(file.count, budget);
+            for (uint64_t at = 0; at < end; at += chunk.size()) {
+                const auto count = static_cast<size_t>(std::min<uint64_t>(chunk.size(), end - at));
+                read_file(file, at, count, chunk.data());
+                use(std::span<const int32_t>(chunk).first(count));
+            }
+            budget -= end;
+        }
+    }
 
     void append(File file) {
         file.first = is_text() ? tokens_ : 0;
@@ -200,7 +267,7 @@ class Dataset {
         if (format != format_)
             fail("%s: %s is a %s and %s a %s; give files of one kind", option_.c_str(),
                  files_[0].path.c_str(), kind(format_), path.c_str(), kind(format));
-        limit_ = static_cast<uint32_t>(vocabulary());
+        limit_ = format ? format->limit : 256;
         append({path, stamp, 0, count});
     }
 
@@ -243,12 +310,16 @@ class Dataset {
 
     // Reads tokens [first, first + count) of a file's part.
     void read_file(const File& file, uint64_t first, uint64_t count, int32_t* out) const {
-        const FileReader& input = open_unchanged(file);
+        const FileReader* input = text_tokens_ ? nullptr : &open_unchanged(file);
         unsigned char bytes[1 << 14];
         const size_t width = token_bytes(), header = is_text() ? 0 : kHeaderBytes;
         for (uint64_t n; count > 0; first += n, out += n, count -= n) {
             n = std::min<uint64_t>(count, sizeof bytes / width);
-            input.read(header + (file.begin + first) * width, n * width, bytes);
+            const uint64_t at = header + (file.begin + first) * width;
+            if (input)
+                input->read(at, n * width, bytes);
+            else
+                text_tokens_->file.read(at, n * width, bytes);
             if (width == 1) widen<uint8_t>(bytes, n, out);
             if (width == 2) widen<uint16_t>(bytes, n, out);
             if (width == 4) widen<uint32_t>(bytes, n, out);
@@ -268,8 +339,9 @@ class Dataset {
     }
 
     std::string option_;
-    const ShardFormat* format_ = nullptr;  // null: text
-    std::vector<File> files_;              // of text one stream, of shards each its own
+    const ShardFormat* format_ = nullptr;            // null: text
+    std::shared_ptr<const TextTokens> text_tokens_;  // null: its bytes
+    std::vector<File> files_;                        // of text one stream, of shards each its own
     uint64_t tokens_ = 0;
     uint32_t limit_ = 256;
     mutable std::optional<FileReader> open_;  // the file that was read last

@@ -39,7 +39,8 @@ inline NewModel parse_new_model(const std::string& name) {
 }
 
 // A new model, N layers deep, with llm.c's widths: up to 12 layers 64 N channels in N heads; beyond, those of
-// GPT-2. Fails with what is known when N is not.
+// GPT-2. With the vocabulary of the family's class it has that one's marks too. Fails with what is known when
+// N is not.
 inline ModelConfig new_config(const NewModel& model, int vocabulary, int positions) {
     const int layers = model.layers;
     ModelConfig c;
@@ -53,6 +54,10 @@ inline ModelConfig new_config(const NewModel& model, int vocabulary, int positio
     if (layers == 48) c.channels = 1600, c.heads = 25;
     if (c.channels == 0) fail("--model d%d: known depths are d1 to d12, d24, d36 and d48", layers);
     c.family->begin(c);
+    const TokenDefaults& usual = c.family->tokens;
+    if (vocabulary == usual.vocabulary && usual.begin_of_text >= 0) c.begin_of_text = {usual.begin_of_text};
+    if (vocabulary == usual.vocabulary && usual.end_of_text >= 0) c.end_of_text = {usual.end_of_text};
+    c.stops = c.end_of_text;
     return c;
 }
 
@@ -87,24 +92,29 @@ inline ModelConfig parse_config(const nlohmann::json& json, const std::string& f
         fail("%s: 'quantization_config': quantized weights are not supported", file.c_str());
     c.family->read(r, c);
     check_config(c, file);
-    c.begin_of_text = r.tokens("bos_token_id", c.vocabulary);
-    c.end_of_text = r.tokens("eos_token_id", c.vocabulary);
+    const auto marks = [&](const char* key, int usual) {
+        if (r.json().contains(key)) return r.tokens(key, c.vocabulary);
+        return usual >= 0 && usual < c.vocabulary ? std::vector<int>{usual} : std::vector<int>();
+    };
+    c.begin_of_text = marks("bos_token_id", c.family->tokens.begin_of_text);
+    c.stops = c.end_of_text = marks("eos_token_id", c.family->tokens.end_of_text);
     return c;
+}
+
+// One token as a number, several as a list, none as null.
+inline nlohmann::json tokens_json(const std::vector<int>& tokens) {
+    if (tokens.empty()) return {};
+    return tokens.size() == 1 ? nlohmann::json(tokens[0]) : nlohmann::json(tokens);
 }
 
 // What parse_config() reads back, with what `transformers` wants beside it.
 inline nlohmann::json config_json(const ModelConfig& c, const char* dtype) {
-    // One token as a number, several as a list. GPT-2's own vocabulary has one for both.
-    const auto tokens = [&](const std::vector<int>& t) {
-        if (t.empty()) return c.vocabulary == 50257 ? nlohmann::json(50256) : nlohmann::json();
-        return t.size() == 1 ? nlohmann::json(t[0]) : nlohmann::json(t);
-    };
     nlohmann::json json = {{"architectures", {c.family->architecture}},
                            {"model_type", c.family->name},
                            {"vocab_size", c.vocabulary},
                            {"tie_word_embeddings", c.tied},
-                           {"bos_token_id", tokens(c.begin_of_text)},
-                           {"eos_token_id", tokens(c.end_of_text)},
+                           {"bos_token_id", tokens_json(c.begin_of_text)},
+                           {"eos_token_id", tokens_json(c.end_of_text)},
                            {"torch_dtype", dtype}};
     c.family->write(c, json);
     return json;

@@ -74,10 +74,17 @@ inline Row own_head(const ModelConfig& c) {
         Field::HeadWeight, {{"lm_head.weight", {c.vocabulary, c.channels}, false}}, Init::Normal, true, true};
 }
 
+// What the family's class in `transformers` takes where a config.json does not say it.
+struct TokenDefaults {
+    int vocabulary;
+    int begin_of_text = -1, end_of_text = -1;  // -1: none
+};
+
 struct Family {
     const char* name;          // "model_type" in config.json
     const char* architecture;  // the only one of "architectures"
-    const char* prefix;        // of its tensors' names; files of some tools lack it
+    TokenDefaults tokens;
+    const char* prefix;  // of its tensors' names; files of some tools lack it
     NormKind norm;
     PositionKind position;
     MlpKind mlp;

@@ -5,10 +5,12 @@
 #include "llmc/family.h"
 
 namespace bloom {
+inline constexpr TokenDefaults kTokens = {250880, 1, 2};
+
 inline void read(const ConfigReader& r, ModelConfig& c) {
     r.must_be("apply_residual_connection_post_layernorm", {false});
     r.must_be("tie_word_embeddings", {true});
-    c.vocabulary = r.integer("vocab_size", 250880);
+    c.vocabulary = r.integer("vocab_size", kTokens.vocabulary);
     c.positions = kMostPositions;  // distances have no end
     c.layers = r.integer(r.either("n_layer", "num_hidden_layers"), 2);
     c.channels = r.integer(r.either("n_embed", "hidden_size"), 64);
@@ -76,6 +78,7 @@ inline Table head(const ModelConfig& c) {
 
 inline constexpr Family kBloom = {.name = "bloom",
                                   .architecture = "BloomForCausalLM",
+                                  .tokens = bloom::kTokens,
                                   .prefix = "transformer.",
                                   .norm = NormKind::Layer,
                                   .position = PositionKind::Alibi,

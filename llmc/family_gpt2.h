@@ -80,6 +80,7 @@ inline Table head(const ModelConfig& c) {
 
 inline constexpr Family kGpt2 = {.name = "gpt2",
                                  .architecture = "GPT2LMHeadModel",
+                                 .tokens = {50257, 50256, 50256},
                                  .prefix = "transformer.",
                                  .norm = NormKind::Layer,
                                  .position = PositionKind::Learned,

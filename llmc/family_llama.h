@@ -8,7 +8,8 @@
 namespace llama {
 // What a config.json leaves out: the values of the family's class in `transformers`.
 struct Defaults {
-    int vocabulary, mlp_width, positions;
+    TokenDefaults tokens;
+    int mlp_width, positions;
     int kv_heads = 0;   // 0: as many as heads
     int head_size = 0;  // 0: channels / heads
     int window = 0;
@@ -54,7 +55,7 @@ inline RopeScaling read_rope(const ConfigReader& r, double theta) {
 inline void read_with(const ConfigReader& r, ModelConfig& c, const Defaults& d) {
     r.must_be("hidden_act", {"silu", "swish"});
     for (const char* bias : {"attention_bias", "mlp_bias"}) r.must_be(bias, {false});
-    c.vocabulary = r.integer("vocab_size", d.vocabulary);
+    c.vocabulary = r.integer("vocab_size", d.tokens.vocabulary);
     c.positions = r.integer("max_position_embeddings", d.positions);
     c.layers = r.integer("num_hidden_layers", 32);
     c.channels = r.integer("hidden_size", 4096);
@@ -75,8 +76,10 @@ inline void read_with(const ConfigReader& r, ModelConfig& c, const Defaults& d) 
     c.rope = read_rope(r, d.theta);
 }
 
+inline constexpr TokenDefaults kTokens = {32000, 1, 2};
+
 inline void read(const ConfigReader& r, ModelConfig& c) {
-    read_with(r, c, {.vocabulary = 32000, .mlp_width = 11008, .positions = 2048});
+    read_with(r, c, {.tokens = kTokens, .mlp_width = 11008, .positions = 2048});
 }
 
 inline void write(const ModelConfig& c, nlohmann::json& json) {
@@ -152,6 +155,7 @@ inline Table head(const ModelConfig& c) {
 
 inline constexpr Family kLlama = {.name = "llama",
                                   .architecture = "LlamaForCausalLM",
+                                  .tokens = llama::kTokens,
                                   .prefix = "model.",
                                   .norm = NormKind::Rms,
                                   .position = PositionKind::Rotary,

@@ -30,7 +30,8 @@ int window_of_layers(const ConfigReader& r, const ModelConfig& c, int window, Sl
 }
 
 inline void read(const ConfigReader& r, ModelConfig& c) {
-    llama::read_with(r, c, {.vocabulary = 32000, .mlp_width = 14336, .positions = 131072, .kv_heads = 8});
+    llama::read_with(r, c,
+                     {.tokens = llama::kTokens, .mlp_width = 14336, .positions = 131072, .kv_heads = 8});
     // Null is no window; without the key it is that of the first Mistral.
     const int window = r.json().contains("sliding_window") ? r.integer("sliding_window", 0) : 4096;
     c.window = window_of_layers(r, c, window, [](int) { return true; });

@@ -5,6 +5,8 @@
 #include "llmc/family_mistral.h"
 
 namespace qwen2 {
+inline constexpr TokenDefaults kTokens = {151936};
+
 // The window is live only where use_sliding_window says so, and then from layer max_window_layers on.
 inline void read_window(const ConfigReader& r, ModelConfig& c) {
     const int window = r.truth("use_sliding_window", false) ? r.integer("sliding_window", 4096) : 0;
@@ -18,7 +20,7 @@ inline void write_window(const ModelConfig& c, nlohmann::json& json) {
 }
 
 inline void read(const ConfigReader& r, ModelConfig& c) {
-    llama::read_with(r, c, {.vocabulary = 151936, .mlp_width = 22016, .positions = 32768, .kv_heads = 32});
+    llama::read_with(r, c, {.tokens = kTokens, .mlp_width = 22016, .positions = 32768, .kv_heads = 32});
     read_window(r, c);
 }
 inline void write(const ModelConfig& c, nlohmann::json& json) {
@@ -44,6 +46,7 @@ inline constexpr Family kQwen2 = [] {
     Family family = kLlama;
     family.name = "qwen2";
     family.architecture = "Qwen2ForCausalLM";
+    family.tokens = qwen2::kTokens;
     family.read = qwen2::read;
     family.write = qwen2::write;
     family.block = qwen2::block;

@@ -8,7 +8,7 @@ namespace qwen3 {
 inline void read(const ConfigReader& r, ModelConfig& c) {
     llama::read_with(
         r, c,
-        {.vocabulary = 151936, .mlp_width = 22016, .positions = 32768, .kv_heads = 32, .head_size = 128});
+        {.tokens = qwen2::kTokens, .mlp_width = 22016, .positions = 32768, .kv_heads = 32, .head_size = 128});
     qwen2::read_window(r, c);
 }
 

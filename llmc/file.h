@@ -39,6 +39,8 @@ class OpenFile {
     OpenFile(const std::string& path, int flags) : fd_(open(path.c_str(), flags | O_CLOEXEC, 0666)) {
         if (fd_ < 0) fail("%s: cannot open: %s", path.c_str(), std::strerror(errno));
     }
+    // Takes over one that is open.
+    explicit OpenFile(int fd) : fd_(fd) {}
     OpenFile(const OpenFile&) = delete;
     OpenFile& operator=(const OpenFile&) = delete;
     ~OpenFile() {
@@ -51,6 +53,33 @@ class OpenFile {
   private:
     int fd_;
 };
+
+// Copies the bytes of an open file from `first` on. How many there were; -1 and errno where they cannot be
+// read.
+inline ssize_t read_at(int fd, uint64_t first, size_t bytes, void* out) {
+    size_t done = 0;
+    while (done < bytes) {
+        const ssize_t got =
+            pread(fd, static_cast<char*>(out) + done, bytes - done, static_cast<off_t>(first + done));
+        if (got < 0 && errno == EINTR) continue;
+        if (got < 0) return -1;
+        if (got == 0) break;
+        done += static_cast<size_t>(got);
+    }
+    return static_cast<ssize_t>(done);
+}
+
+// Writes all of the bytes to an open file. Whether that went well; else errno says why not.
+inline bool write_all(int fd, const char* data, size_t bytes) {
+    while (bytes > 0) {
+        const ssize_t done = ::write(fd, data, bytes);
+        if (done < 0 && errno == EINTR) continue;
+        if (done < 0) return false;
+        data += done;
+        bytes -= static_cast<size_t>(done);
+    }
+    return true;
+}
 
 // What tells a file from any other, and from itself after a change.
 struct FileStamp {
@@ -83,18 +112,11 @@ class FileReader {
 
     // Copies the bytes from `first` on. Fails when they cannot be read or the file has become shorter.
     void read(uint64_t first, size_t bytes, void* out) const {
-        char* to = static_cast<char*>(out);
-        while (bytes > 0) {
-            const ssize_t got = pread(file_.fd(), to, bytes, static_cast<off_t>(first));
-            if (got < 0 && errno == EINTR) continue;
-            if (got < 0) fail("%s: cannot read: %s", path_.c_str(), std::strerror(errno));
-            if (got == 0)
-                fail("%s: ends at byte %llu and had %zu when it was opened: it was changed meanwhile",
-                     path_.c_str(), static_cast<unsigned long long>(first), size_);
-            to += got;
-            first += static_cast<uint64_t>(got);
-            bytes -= static_cast<size_t>(got);
-        }
+        const ssize_t got = read_at(file_.fd(), first, bytes, out);
+        if (got < 0) fail("%s: cannot read: %s", path_.c_str(), std::strerror(errno));
+        if (static_cast<size_t>(got) < bytes)
+            fail("%s: ends at byte %llu and had %zu when it was opened: it was changed meanwhile",
+                 path_.c_str(), static_cast<unsigned long long>(first) + static_cast<size_t>(got), size_);
     }
 
   private:
@@ -198,13 +220,7 @@ class FileWriter {
     }
 
     void write_through(const char* data, size_t bytes) {
-        while (bytes > 0) {
-            const ssize_t done = ::write(file_.fd(), data, bytes);
-            if (done < 0 && errno == EINTR) continue;
-            if (done < 0) fail_to("write");
-            data += done;
-            bytes -= static_cast<size_t>(done);
-        }
+        if (!write_all(file_.fd(), data, bytes)) fail_to("write");
     }
 
     [[noreturn]] void fail_to(const char* action) const {

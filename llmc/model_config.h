@@ -24,8 +24,9 @@ struct ModelConfig {
     bool tied = true;  // the head multiplies with the token embedding
     int window = 0;    // keys that a query sees, itself included; 0: all before it
     RopeScaling rope;  // where positions are rotary
-    // The tokens that begin and end a text: what a folder says of them is kept for saves.
-    std::vector<int> begin_of_text, end_of_text;
+    // The tokens that begin and end a text: what a folder says of them is kept for saves. Generating stops at
+    // `stops`, which may be others.
+    std::vector<int> begin_of_text, end_of_text, stops;
 
     int padded_vocabulary() const { return (vocabulary + 127) / 128 * 128; }
     int64_t query_width() const { return int64_t{heads} * head_size; }

@@ -337,7 +337,8 @@ inline void check_options(const Options& o) {
             "--update-in-backward updates blocks before the gradient's norm is known: add --clip-per-block, "
             "or give --clip 0 instead of %g",
             o.clip);
-    if (!o.val_data.empty() && o.data.empty()) fail("--val-data needs --data");
+    if (!o.val_data.empty() && o.data.empty() && o.steps > 0)
+        fail("--val-data needs --data, or --steps 0: to validate the model as it is");
     if (o.allow_8bit && !o.resume.empty())
         fail("--allow-8bit: a resumed run keeps the formats of --resume %s", o.resume.c_str());
     if (o.allow_8bit && !o.has("--memory"))

@@ -14,9 +14,11 @@
 #include "llmc/attention.cuh"
 #include "llmc/checkpoint.h"
 #include "llmc/dataset.h"
+#include "llmc/new_model.h"
 #include "llmc/options.h"
 #include "llmc/outputs.h"
 #include "llmc/resume.h"
+#include "llmc/text_tokens.h"
 #include "llmc/tokenizer.h"
 
 // What is trained on where nothing is named: Shakespeare's plays, 1.1 MB.
@@ -38,10 +40,17 @@ class RunInputs {
     // What a sample starts from: the prompt, else the begin of a text or the end of one before, else a line's
     // end.
     std::vector<int> first_tokens() const;
-    // The positions that a sample uses: those that are trained, and room after the prompt.
+    // The positions that a sample uses: those that are trained and room after the prompt; without training as
+    // many as it has tokens.
     int sample_window() const;
-    // Whether batches are fed, of the data or of random tokens.
-    bool feeds() const { return o_.steps > 0 || o_.bench == "forward"; }
+    // Whether a sample may need more positions than that.
+    bool sample_slides() const;
+    // Whether a sample stops at a token: at those that the model's files name, or else the tokenizer. Of a
+    // model of bytes each token is text.
+    bool ends_text(int token) const;
+    // Whether batches are of training data, or of random tokens; and whether there are batches at all.
+    bool reads_training_data() const { return o_.steps > 0 || o_.bench == "forward"; }
+    bool feeds() const { return reads_training_data() || val_data; }
 
   private:
     Options& o_;
@@ -51,7 +60,7 @@ class RunInputs {
     std::string resumed;                            // the save that --resume goes on from; empty without
     std::string model;                              // the folder that --model names, or the save it shows
     std::optional<Progress> progress;               // where the save stands, if the run trains on
-    std::unique_ptr<Dataset> data, val_data;
+    std::unique_ptr<Dataset> data, val_data;        // the latter where the run validates
     ModelConfig config;
     std::string tokenizer_folder;  // where the tokenizer was found, for saves; may be empty
     std::optional<Tokenizer> tokenizer;
@@ -61,6 +70,7 @@ class RunInputs {
     std::unique_ptr<Dataset> open_training_data();
     ModelConfig choose_config() const;
     std::optional<Tokenizer> open_tokenizer();
+    void tokenize_texts();
     void open_validation();
     void check_data() const;
     void check_resumed_data();
@@ -74,17 +84,17 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
       resumed(held_save ? held_save->path() : ""),
       model(held_model->path()),
       data(open_training_data()),
+      val_data(o.val_data.empty() ? nullptr : open_data(o.val_data, "--val-data")),
       config(choose_config()),
       tokenizer(open_tokenizer()) {
     if (held_save && o.steps > 0) progress = read_progress(resumed);
     if (!o.has("--seq-len")) o.seq_len = std::min(o.seq_len, config.positions);
     if (o.seq_len > config.positions)
         fail("--seq-len %d is more than the model's %d positions", o.seq_len, config.positions);
-    if (data) {
-        if (o.bench.empty()) open_validation();
-        check_data();
-        if (o.bench.empty() && !o.plan) check_resumed_data();
-    }
+    tokenize_texts();
+    if (data && reads_training_data() && o.bench.empty()) open_validation();
+    check_data();
+    if (data && o.bench.empty() && !o.plan) check_resumed_data();
     check_output_files();
 }
 
@@ -107,10 +117,9 @@ inline ModelConfig RunInputs::choose_config() const {
     if (!resumed.empty()) saved = read_model_config(resumed, "--resume");
     ModelConfig config;
     if (const NewModel made = parse_new_model(o_.model)) {
-        int vocabulary = data ? data->vocabulary() : o_.has("--model") ? 50257 : 256;
-        if (saved) vocabulary = saved->vocabulary;
-        config = new_config(made, vocabulary, vocabulary == 256 ? o_.seq_len : std::max(1024, o_.seq_len));
-        if (saved) config.positions = saved->positions;
+        const Dataset* of = data ? data.get() : val_data.get();
+        config = saved ? new_config(made, saved->vocabulary, saved->positions)
+                       : new_config_for(made, of, !o_.has("--model"), o_.seq_len);
     } else if (saved && !std::filesystem::exists(model)) {
         config = *saved;  // the folder that a run started from may be gone
     } else {
@@ -121,15 +130,29 @@ inline ModelConfig RunInputs::choose_config() const {
             "--resume %s holds another model (%d layers, %d channels, %d heads) than --model %s (%d, %d, %d)",
             o_.resume.c_str(), saved->layers, saved->channels, saved->heads, o_.model.c_str(), config.layers,
             config.channels, config.heads);
-    return config;
+    return saved.value_or(config);
 }
 
-// What --val-data names, or a part of the text that is long enough for a sequence.
+// Text becomes tokens, where the model has a tokenizer. A text that is not read, or of which a plan is the
+// same whatever its tokens, stays as it is.
+inline void RunInputs::tokenize_texts() {
+    const bool chooses = o_.has("--memory") || o_.batch == 0;
+    for (Dataset* d : {data.get(), val_data.get()}) {
+        if (!d || !d->is_text()) continue;
+        if (tokenizer_folder.empty()) {
+            check_bytes(*d, config.vocabulary);
+            continue;
+        }
+        if (d == data.get() && !reads_training_data()) continue;
+        const uint64_t batch_tokens = static_cast<uint64_t>(o_.batch) * static_cast<uint64_t>(o_.seq_len);
+        if (o_.plan && !chooses && is_long_text(*d, batch_tokens)) continue;
+        tokenize_text(*d, *tokenizer);
+    }
+}
+
+// Without --val-data, a part of the text that is long enough for a sequence.
 inline void RunInputs::open_validation() {
-    if (!o_.val_data.empty())
-        val_data = open_data(o_.val_data, "--val-data");
-    else if (data->is_text())
-        val_data = data->hold_out(static_cast<uint64_t>(o_.seq_len) + 1);
+    if (!val_data && data->is_text()) val_data = data->hold_out(static_cast<uint64_t>(o_.seq_len) + 1);
     if (o_.eval_every > 0 && !val_data)
         fail("--eval-every %lld: there is nothing to validate on; give --val-data",
              static_cast<long long>(o_.eval_every));
@@ -137,19 +160,14 @@ inline void RunInputs::open_validation() {
 
 // Fails when the data cannot feed the model: other vocabulary, too few tokens, tokens beyond the vocabulary.
 inline void RunInputs::check_data() const {
-    for (const Dataset* d : {data.get(), val_data.get()})
-        if (d && d->is_text() && config.vocabulary != 256)
-            fail(
-                "%s is text, read as bytes (vocabulary 256), but the model's vocabulary is %d: "
-                "dev/data/tokenize_text.py makes tokens of it",
-                d->stream_name(0).c_str(), config.vocabulary);
     for (Dataset* d : {data.get(), val_data.get()})
-        if (d) d->check_tokens(config.vocabulary);
+        if (d && (!d->is_text() || tokenizer_folder.empty())) d->check_tokens(config.vocabulary);
+    if (val_data) SequenceLoader(*val_data, o_.seq_len, o_.seed, false);
+    if (!data) return;
     const SequenceLoader loader(*data, o_.seq_len, o_.seed, true);
     if (o_.batch > 0 && loader.sequences_per_epoch() < static_cast<uint64_t>(o_.batch))
         fail("--batch %d is more than the data's %llu sequences of %d tokens", o_.batch,
              static_cast<unsigned long long>(loader.sequences_per_epoch()), o_.seq_len);
-    if (val_data) SequenceLoader(*val_data, o_.seq_len, o_.seed, false);
 }
 
 // Fails when the data are not those that the save was trained on, unless they were chosen for this run.
@@ -186,10 +204,8 @@ inline std::optional<Tokenizer> RunInputs::open_tokenizer() {
     std::vector<std::string> folders;
     if (!resumed.empty()) folders.push_back(resumed);
     if (!parse_new_model(o_.model)) folders.push_back(model);
-    if (data && !data->is_text()) {
-        const auto parent = std::filesystem::path(data->stream_name(0)).parent_path();
-        folders.push_back(parent.empty() ? "." : parent.string());
-    }
+    for (const Dataset* d : {data.get(), val_data.get()})
+        if (d && !d->is_text()) folders.push_back(::tokenizer_folder(*d));
     for (const std::string& folder : folders) {
         auto t = Tokenizer::open(folder);
         if (t && t->size() > config.vocabulary && (folder == resumed || folder == model))
@@ -216,7 +232,17 @@ inline std::vector<int> RunInputs::first_tokens() const {
     }
     if (tokenizer && tokenizer->begin_of_text() >= 0) return {tokenizer->begin_of_text()};
     if (tokenizer && tokenizer->end_of_text() >= 0) return {tokenizer->end_of_text()};
-    return {config.vocabulary == 50257 ? 50256 : config.vocabulary == 256 ? '\n' : 0};
+    if (config.vocabulary == 256) return {'\n'};
+    for (const std::vector<int>& marks : {config.begin_of_text, config.end_of_text})
+        if (!marks.empty()) return {marks[0]};
+    return {0};
+}
+
+inline bool RunInputs::ends_text(int token) const {
+    if (tokenizer && tokenizer_folder.empty()) return false;
+    const std::vector<int>& stops = config.stops;
+    if (stops.empty()) return tokenizer && token == tokenizer->end_of_text();
+    return std::find(stops.begin(), stops.end(), token) != stops.end();
 }
 
 inline bool RunInputs::samples() const {
@@ -229,8 +255,14 @@ inline bool RunInputs::samples() const {
 }
 
 inline int RunInputs::sample_window() const {
-    const int trained = o_.steps > 0 ? o_.seq_len : config.positions;
-    return std::min(config.positions, std::max(trained, static_cast<int>(first_tokens().size()) + 1));
+    const int64_t prompt = static_cast<int64_t>(first_tokens().size());
+    const int64_t wanted =
+        o_.steps > 0 ? std::max<int64_t>(o_.seq_len, prompt + 1) : prompt + o_.sample_tokens;
+    return static_cast<int>(std::min<int64_t>(config.positions, wanted));
+}
+
+inline bool RunInputs::sample_slides() const {
+    return o_.steps > 0 || static_cast<int64_t>(first_tokens().size()) + o_.sample_tokens > sample_window();
 }
 
 // Fails where --attention hopper asks for kernels that this build or this model's heads have not.

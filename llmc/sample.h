@@ -6,23 +6,22 @@
 #include <string>
 #include <vector>
 
-#include "llmc/options.h"
 #include "llmc/random.h"
+#include "llmc/run_inputs.h"
 #include "llmc/sampler.h"
 #include "llmc/terminal.h"
-#include "llmc/tokenizer.h"
 
 constexpr uint64_t kSampleStream = uint64_t{1} << 62;  // counter space of random_bits() for sampling
 
 class Sample {
   public:
-    // Writes the prompt. `tokenizer` may be null: then numbers are written. Token i of the sample after
-    // `step` draws random number (step, i).
-    Sample(const Options& o, const Tokenizer* tokenizer, std::vector<int> prompt, int64_t step)
-        : o_(o), tokenizer_(tokenizer), tokens_(std::move(prompt)), step_(step) {
+    // Writes the prompt. Without a tokenizer numbers are written. Token i of the sample after `step` draws
+    // random number (step, i).
+    Sample(const Options& o, const RunInputs& in, int64_t step)
+        : o_(o), in_(in), tokens_(in.first_tokens()), step_(step) {
         if (o.steps > 0) printf("--- sample after %lld steps ---\n", static_cast<long long>(step));
         output_.write(o.prompt);
-        if (tokenizer) decoder_.emplace(*tokenizer, o.prompt.empty());
+        if (in.tokenizer) decoder_.emplace(*in.tokenizer, o.prompt.empty());
     }
 
     // The next token by the logits of those before, or -1 where the sample ends.
@@ -30,7 +29,7 @@ class Sample {
         const double uniform = random_uniform(o_.seed, kSampleStream, static_cast<uint64_t>(step_),
                                               static_cast<uint64_t>(drawn_++));
         const int token = sample_token(logits, o_.temperature, o_.top_k, uniform);
-        if (tokenizer_ && tokenizer_->ends_text(token))
+        if (in_.ends_text(token))
             drawn_ = o_.sample_tokens;
         else
             output_.write(decoder_ ? decoder_->next(token) : std::to_string(token) + " ");
@@ -45,7 +44,7 @@ class Sample {
 
   private:
     const Options& o_;
-    const Tokenizer* tokenizer_;
+    const RunInputs& in_;
     std::vector<int> tokens_;
     int64_t step_;
     int drawn_ = 0;

@@ -25,7 +25,8 @@
 // Encodes one text after the other. It refers to the steps, which must live as long.
 class TextEncoder {
   public:
-    explicit TextEncoder(const TextSteps& steps) : steps_(steps) {}
+    // Without `specials` a mark like <s> that stands in a text is text.
+    explicit TextEncoder(const TextSteps& steps, bool specials = true) : steps_(steps), specials_(specials) {}
 
     // Appends the tokens of a text's next part, as far as no later part can change them. Parts may end
     // anywhere.
@@ -90,7 +91,7 @@ class TextEncoder {
         if (added.empty()) return normalize(stage, text, more);
         Segment& segment = segments_[stage];
         for (size_t at = 0;;) {
-            const auto found = added.find(text, at, segment.searched, more, segment.after_word);
+            const auto found = added.find(text, at, segment.searched, more, segment.after_word, specials_);
             const std::string_view between = text.substr(at, found.text - at);
             if (!found.match) {
                 at += normalize(stage, between, more);
@@ -185,6 +186,7 @@ class TextEncoder {
     }
 
     const TextSteps& steps_;
+    const bool specials_;
     std::string waiting_;  // of a text that comes in parts
     size_t retry_ = 0;     // how much there must be before it is tried again
     std::array<Segment, 2> segments_;

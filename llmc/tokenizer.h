@@ -74,8 +74,15 @@ class Tokenizer {
         return tokens;
     }
     // For a text that comes in parts: feed() and finish() of it append the tokens of the whole. The tokenizer
-    // must live as long.
-    TextEncoder encoder() const { return TextEncoder(parts_->steps); }
+    // must live as long. Without `specials` a mark like <s> that stands in it is text, as a book's is.
+    TextEncoder encoder(bool specials = true) const { return TextEncoder(parts_->steps, specials); }
+    // The token in front of each document of the data: the first of these that there is, or what begins a
+    // text, or what ends one; -1: none.
+    int document_start() const {
+        for (const char* usual : {"<|endoftext|>", "<|begin_of_text|>", "<s>"})
+            if (const int token = find_spelling(usual); token >= 0) return token;
+        return begin_of_text_ >= 0 ? begin_of_text_ : end_of_text_;
+    }
 
     // The bytes a token stands for in the midst of a text, which need not be whole characters; none if there
     // is no such token, for models may have more rows than the vocabulary.
@@ -126,8 +133,6 @@ class Tokenizer {
     // The tokens that begin and end a text, or -1.
     int begin_of_text() const { return begin_of_text_; }
     int end_of_text() const { return end_of_text_; }
-    // Whether a text ends with this token. Models may have several for that.
-    bool ends_text(int token) const { return std::find(ends_.begin(), ends_.end(), token) != ends_.end(); }
     // One more than the largest token.
     int size() const { return parts_->steps.vocabulary->size(); }
     // The memory that it holds.
@@ -171,8 +176,7 @@ class Tokenizer {
     }
 
     // Which tokens begin and end a text: those that the tokenizer's own files name, or the usual names, or
-    // else the numbers in the model's files. A list of numbers counts in any case: models that chat have
-    // several ends.
+    // else the numbers in the model's files.
     void read_ends(const std::string& folder) {
         const auto own = {read_object(folder + "/tokenizer_config.json"),
                           read_object(folder + "/special_tokens_map.json")};
@@ -200,15 +204,10 @@ class Tokenizer {
         end_of_text_ = named("eos_token");
         for (const char* usual : {"<|endoftext|>", "<|end_of_text|>", "</s>"})
             if (end_of_text_ < 0) end_of_text_ = find_spelling(usual);
-        const auto begins = numbered("bos_token_id");
-        ends_ = numbered("eos_token_id");
-        if (end_of_text_ >= 0) {
-            if (ends_.size() < 2) ends_.clear();
-            ends_.push_back(end_of_text_);
-        } else {
-            if (begin_of_text_ < 0 && !begins.empty()) begin_of_text_ = begins[0];
-            if (!ends_.empty()) end_of_text_ = ends_[0];
-        }
+        if (end_of_text_ >= 0) return;
+        const auto begins = numbered("bos_token_id"), ends = numbered("eos_token_id");
+        if (begin_of_text_ < 0 && !begins.empty()) begin_of_text_ = begins[0];
+        if (!ends.empty()) end_of_text_ = ends[0];
     }
 
     int find_spelling(std::string_view spelling) const {
@@ -220,5 +219,4 @@ class Tokenizer {
 
     std::shared_ptr<const TokenizerParts> parts_;
     int begin_of_text_ = -1, end_of_text_ = -1;
-    std::vector<int> ends_;
 };

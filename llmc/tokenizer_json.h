@@ -397,8 +397,9 @@ class TokenizerJsonReader {
             const nlohmann::json& id = c.get("id");
             if (!id.is_number_unsigned() || id.get<uint64_t>() > Vocabulary::kLargestToken) c.refuse("id");
             const AddedTokens::Token token{id.get<int>(), c.flag("single_word", false),
-                                           c.flag("lstrip", false), c.flag("rstrip", false)};
-            const bool special = c.flag("special", false), normalized = c.flag("normalized", !special);
+                                           c.flag("lstrip", false), c.flag("rstrip", false),
+                                           c.flag("special", false)};
+            const bool normalized = c.flag("normalized", !token.special);
             c.refuse_others();
             const Vocabulary& vocabulary = *spelt_.vocabulary();
             const int known = vocabulary.find(content);
@@ -412,7 +413,7 @@ class TokenizerJsonReader {
                 refuse("its number is given twice");
             const size_t at = static_cast<size_t>(token.token);
             if (at >= parts_.special.size()) parts_.special.resize(at + 1);
-            parts_.special[at] = special;
+            parts_.special[at] = token.special;
             if (content.empty()) continue;
             const std::string pattern = normalized ? parts_.steps.normalizers[0](content) : content;
             if (pattern.empty() || parts_.steps.added[normalized].has(pattern)) refuse("is another one too");

@@ -16,7 +16,8 @@ namespace {
 void deal(const std::string& path, bool split, int seq_len, uint64_t seed) {
     Dataset data({path}, "--data");
     const auto held_out = split && data.is_text() ? data.hold_out(static_cast<uint64_t>(seq_len)) : nullptr;
-    data.check_tokens(data.vocabulary());
+    const int vocabulary = data.is_text() ? 256 : 50257;
+    data.check_tokens(vocabulary);
     if (held_out) SequenceLoader(*held_out, seq_len, seed, false);
     SequenceLoader loader(data, seq_len, seed, seed % 2 == 0);
     const auto T = static_cast<size_t>(seq_len);
@@ -25,7 +26,7 @@ void deal(const std::string& path, bool split, int seq_len, uint64_t seed) {
         loader.fill(first, 3, inputs.data(), targets.data());
         for (size_t i = 0; i < 3 * T; i++) {
             const bool successor = i % T == T - 1 || targets[i] == inputs[i + 1];
-            const auto valid = [&](int32_t token) { return token >= 0 && token < data.vocabulary(); };
+            const auto valid = [&](int32_t token) { return token >= 0 && token < vocabulary; };
             if (!successor || !valid(inputs[i]) || !valid(targets[i])) __builtin_trap();
         }
     }

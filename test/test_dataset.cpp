@@ -1,7 +1,10 @@
 // test_dataset.cpp - token files: what they are taken for, what is refused, and the order of sequences.
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <cstdlib>
+#include <filesystem>
 #include <string>
 #include <vector>
 
@@ -9,6 +12,7 @@
 #include <malloc.h>
 
 #include "llmc/dataset.h"
+#include "llmc/text_tokens.h"
 #include "test/file_helpers.h"
 
 namespace {
@@ -77,7 +81,7 @@ TEST(Dataset, TextIsBytesInOneStream) {
                       c = folder.write("c", "abcdefghij");
     const Dataset data({a, b, c}, "--data");
     EXPECT_TRUE(data.is_text());
-    EXPECT_EQ(data.vocabulary(), 256);
+    EXPECT_EQ(data.largest_token(), 255);
     EXPECT_EQ(data.stream_count(), 1u);
     std::vector<int32_t> tokens(6);
     data.read(0, 21, 6, tokens.data());  // across all three files
@@ -103,12 +107,118 @@ TEST(Dataset, HoldsOutTheLastTenths) {
     EXPECT_EQ(text_of(data), "0123456789ABCDEFGHIJxyz\xff\x80qabcdefghij");
 }
 
+// Each character's number and 1, of a file after 0.
+void encode_characters(const FileReader& file, const auto& put) {
+    std::vector<int32_t> tokens = {0};
+    read_utf8(file, [&](std::string_view part) {
+        for (size_t at = 0; at < part.size(); at += first_character(part.substr(at)).length) {
+            tokens.push_back(first_character(part.substr(at)).code + 1);
+            if (tokens.size() == 1000) put(tokens), tokens.clear();
+        }
+    });
+    put(tokens);
+}
+
+TEST(Dataset, KeepsTheTokensThatATextBecomes) {
+    const TempFolder folder;
+    const std::string a = folder.write("a", "012345678"), b = folder.write("b", "\xe2\x82\xac"),
+                      c = folder.write("c", "abcdefghij");
+    for (const uint32_t limit : {0x10000u, 0x110001u}) {
+        Dataset data({a, b, c}, "--data");
+        EXPECT_TRUE(data.is_bytes());
+        EXPECT_EQ(data.file_bytes(), 22u);
+        data.tokenize(limit, [](const auto& file, const auto& put) { encode_characters(file, put); });
+        EXPECT_TRUE(data.is_text());
+        EXPECT_FALSE(data.is_bytes());
+        const std::vector<int32_t> whole = {0, '1', '2', '3', '4', '5', '6', '7', '8', '9', 0,  0x20ad,
+                                            0, 'b', 'c', 'd', 'e', 'f', 'g', 'h', 'i', 'j', 'k'};
+        ASSERT_EQ(data.token_count(), whole.size());
+        std::vector<int32_t> tokens(whole.size());
+        data.read(0, 0, whole.size(), tokens.data());
+        EXPECT_EQ(tokens, whole);
+        data.read(0, 9, 5, tokens.data());
+        EXPECT_TRUE(std::equal(whole.begin() + 9, whole.begin() + 14, tokens.begin()));
+
+        // Of 10, 2 and 11 tokens the last tenths.
+        const auto tenths = data.hold_out(2);
+        ASSERT_TRUE(tenths);
+        EXPECT_EQ(text_of(*tenths), "9k");
+        EXPECT_EQ(data.token_count(), whole.size() - 2);
+        data.read(0, 8, 4, tokens.data());
+        EXPECT_TRUE(std::equal(tokens.begin(), tokens.begin() + 4,
+                               std::array<int32_t, 4>{'8', 0, 0x20ad, 0}.begin()));
+        EXPECT_TRUE(data.reads(b) && tenths->reads(c));
+    }
+}
+
+TEST(Dataset, NoticesATextThatChangesOnItsWay) {
+    const TempFolder folder;
+    const std::string a = folder.write("a", "text"), b = folder.write("b", "more");
+    const auto tokenize = [&](const auto& change) {
+        Dataset data({a, b}, "--data");
+        data.tokenize(256, [&](const FileReader& file, const auto&) {
+            if (file.path() == b) change();
+            std::string text(file.size(), ' ');
+            file.read(0, text.size(), text.data());
+        });
+    };
+    EXPECT_NO_THROW(tokenize([] {}));
+    expect_user_error([&] { tokenize([&] { folder.write("b", "longer"); }); }, {b, "was written to"});
+    expect_user_error([&] { tokenize([&] { folder.write("b", "x"); }); }, {b, "changed meanwhile"});
+}
+
+TEST(ReadUtf8, HandsOverWholeCharacters) {
+    const TempFolder folder;
+    const auto read = [&](const std::string& text) {
+        const FileReader file(folder.write("t", text));
+        std::string all;
+        read_utf8(file, [&](std::string_view part) {
+            EXPECT_EQ(valid_utf8(part), part.size());
+            all += part;
+        });
+        return all;
+    };
+    for (const std::string character : {"a", "\u00e9", "\u20ac", "\U0001f642"})
+        for (size_t shift = 0; shift < 4; shift++) {  // the parts' ends fall everywhere in a character
+            std::string text(shift, 'x');
+            while (text.size() < (1 << 20) + 2) text += character;
+            EXPECT_TRUE(read(text) == text) << character << shift;
+            const std::string position = std::to_string(text.size());
+            for (const char* bad :
+                 {"\xff", "\x80", "\xc0\x80", "\xed\xa0\x80", "\xf4\x90\x80\x80", "\xe2\x82"}) {
+                expect_user_error([&] { read(text + bad); },
+                                  {folder / "t", "not UTF-8", "position " + position});
+                expect_user_error([&] { read(text + bad + text); }, {"not UTF-8", "position " + position});
+            }
+        }
+}
+
+TEST(TemporaryFile, IsInTheFolderThatIsAskedFor) {
+    const TempFolder folder;
+    setenv("TMPDIR", folder.path().c_str(), 1);
+    TemporaryFile file("numbers");
+    EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
+    std::string bytes;
+    for (int i = 0; i < 700000; i++) bytes += std::to_string(i) + ",";
+    for (size_t at = 0, size = 1; at < bytes.size(); at += size, size = size * 5 / 2 % 2999999 + 1)
+        file.append(bytes.data() + at, size = std::min(size, bytes.size() - at));
+    file.finish();
+    std::string read(bytes.size() - 5, ' ');
+    file.read(5, read.size(), read.data());
+    EXPECT_TRUE(read == bytes.substr(5));
+    EXPECT_THROW(file.read(5, read.size() + 1, bytes.data()), std::logic_error);
+    setenv("TMPDIR", (folder / "absent").c_str(), 1);
+    expect_user_error([] { TemporaryFile("numbers"); },
+                      {folder / "absent", "numbers", "No such file", "TMPDIR"});
+    unsetenv("TMPDIR");
+}
+
 TEST(Dataset, ShardsAreStreams) {
     const TempFolder folder;
     const std::string a = folder.write("a.bin", shard({1, 2, 50256})), b = folder.write("b", shard({4}));
     const Dataset data({a, b}, "--data");  // b is known by its content
     EXPECT_FALSE(data.is_text());
-    EXPECT_EQ(data.vocabulary(), 50257);
+    EXPECT_EQ(data.largest_token(), 50256);
     EXPECT_EQ(data.stream_count(), 2u);
     EXPECT_EQ(data.token_count(), 4u);
     std::vector<int32_t> tokens(2);
@@ -122,7 +232,7 @@ TEST(Dataset, ReadsWideTokens) {
     const std::string a = folder.write("a.bin", wide_shard(tokens));
     Dataset data({a}, "--data");
     EXPECT_FALSE(data.is_text());
-    EXPECT_EQ(data.vocabulary(), 128256);
+    EXPECT_EQ(data.largest_token(), 1 << 20);
     ASSERT_EQ(data.token_count(), 5u);
     std::vector<int32_t> read(4);
     data.read(0, 0, 4, read.data());
@@ -217,11 +327,15 @@ TEST(Dataset, NamesTokensOutsideTheVocabulary) {
     expect_user_error([&] { data.check_tokens(7); }, {good, "token 7 at position 0"});
 
     // A loader notices as well, without a check before.
-    const Dataset unchecked({bad}, "--data");
+    std::vector<uint32_t> wide(10000, 7);
+    wide[8191] = 1u << 31;
+    const std::string worse = folder.write("c.bin", wide_shard(wide));
+    const Dataset unchecked({worse}, "--data");
     SequenceLoader loader(unchecked, 100, 0, false);
     std::vector<int32_t> in(100), out(100);
     EXPECT_NO_THROW(loader.fill(80, 1, in.data(), out.data()));
-    expect_user_error([&] { loader.fill(81, 1, in.data(), out.data()); }, {bad, "50257 at position 8191"});
+    expect_user_error([&] { loader.fill(81, 1, in.data(), out.data()); },
+                      {worse, "2147483648 at position 8191"});
 
     Dataset text({folder.write("t", "0123456789012345678z")}, "--data");
     EXPECT_NO_THROW(text.check_tokens(256));

@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 
@@ -60,12 +61,23 @@ def test_round_trip(tmp_path, vocab, files, kind):
     assert [(out / name).read_bytes() for name in own] == [(vocab / kind / name).read_bytes() for name in own]
 
 
+def test_tokenizer_json_counts_first(tmp_path, vocab, files):
+    """The other two do not say how a text is split."""
+    both = tmp_path / "both"
+    shutil.copytree(vocab / "json", both)
+    (both / "vocab.json").write_text("{}")
+    (both / "merges.txt").write_text("")
+    for folder in (both, vocab / "json"):
+        tokenize_text.main([*files, "--vocab", str(folder), "--out", str(tmp_path / folder.name / "x")])
+    assert (both / "x_train_000000.bin").read_bytes() == (tmp_path / "json" / "x_train_000000.bin").read_bytes()
+
+
 def test_one_tokenizer_beside_the_shards(tmp_path, vocab, files):
     """Another one's files go; a folder's own stay, whatever else it has."""
     for kind in ("files", "json", "files"):
         tokenize_text.main([*files, "--vocab", str(vocab / kind), "--out", str(tmp_path / "out" / "x")])
         assert sorted(os.listdir(tmp_path / "out")) == [*sorted(os.listdir(vocab / kind)), "x_train_000000.bin"]
-    (tmp_path / "out" / "tokenizer.json").write_text("{}")
+    shutil.copy(vocab / "json" / "tokenizer.json", tmp_path / "out")
     before = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     tokenize_text.main([*files, "--vocab", str(tmp_path / "out"), "--out", str(tmp_path / "out" / "x")])
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before

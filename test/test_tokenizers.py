@@ -16,6 +16,7 @@ import unicodedata
 
 import numpy as np
 import pytest
+import tokenize_text
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -124,6 +125,14 @@ def encode_all(folder, texts, *arguments, command="encode"):
 
 def encode(folder, text, *arguments, **options):
     return encode_all(folder, [text], *arguments, **options)[0]
+
+
+def encode_data(folder, texts, work):
+    """The tokens of texts as files of a training's data."""
+    paths = [work / f"{i}.txt" for i in range(len(texts))]
+    for path, text in zip(paths, texts):
+        path.write_bytes(text.encode())
+    return encode_all(folder, map(str, paths), command="data")
 
 
 def decode_all(folder, token_lists, command="decode"):
@@ -391,6 +400,22 @@ def test_special_tokens_around_a_text(family):
     assert encode(family.folder, "Hello", command="specials") == family.ids("Hello", specials=True)
 
 
+def test_data_are_what_the_script_writes(family, tmp_path):
+    """Marks in a text are text, and its document begins with one."""
+    texts = {name: text for name, text in TEXTS.items() if text} | {"repository": repository()}
+    tokenizer, _ = tokenize_text.load_tokenizer(str(family.folder))
+    expected = [tokens.tolist() for tokens in tokenize_text.encode(texts.values(), tokenizer)]
+    assert_same(encode_data(family.folder, list(texts.values()), tmp_path), expected, texts)
+    marks = [family.tokenizer.token_to_id(mark) for mark in tokenize_text.DOCUMENT_STARTS]
+    assert expected[0][0] in marks and not any(mark in tokens[1:] for tokens in expected for mark in marks)
+
+
+def test_data_that_are_not_utf8(family, tmp_path):
+    (tmp_path / "text").write_bytes("größer".encode("latin-1"))
+    error = probe(family.folder, "data", inputs=[str(tmp_path / "text").encode()], code=2)
+    assert error == f"{tmp_path}/text: is not UTF-8 text: no character has the byte 0xf6 at position 2\n"
+
+
 SENTENCEPIECE = ["tokenizer.model.v1", "mistral_instruct_tokenizer_240216.model.v2",
                  "mistral_instruct_tokenizer_240323.model.v3", "mistral_instruct_tokenizer_241114.model.v7"]
 
@@ -404,7 +429,7 @@ def model(request, tmp_path_factory):
     return folder, library.SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
 
 
-def test_sentencepiece(model):
+def test_sentencepiece(model, tmp_path):
     folder, library = model
     texts = TEXTS | {f"random {seed}": random_text(seed) for seed in range(3)}
     texts |= {"repository": repository()}
@@ -415,6 +440,7 @@ def test_sentencepiece(model):
     for size in (1, 7, 1000):
         assert_same(encode_all(folder, TEXTS.values(), size), map(library.encode, TEXTS.values()), TEXTS)
     assert encode(folder, "a", command="specials") == [1, *library.encode("a")]
+    assert encode_data(folder, [TEXTS["symbols"]], tmp_path) == [[1, *library.encode(TEXTS["symbols"])]]
     data = b"\xffab\xc3 c\xe6\x97 d" * 100
     assert decode_all(folder, encode_all(folder, [data])) == [data]
     assert (facts(folder)["begin_of_text"], facts(folder)["end_of_text"]) == (1, 2)
@@ -570,6 +596,12 @@ def test_random_tokenizers(tmp_path, seed):
     assert_same(encode_all(tmp_path, texts.values()), expected, texts.values())
     for size in (1, 3):
         assert_same(encode_all(tmp_path, texts.values(), size), expected, texts.values())
+    tokenizer.encode_special_tokens = True
+    as_text = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts.values()]
+    start = next(t for t in (tokenize_text.document_start(tokenizer), facts(tmp_path)["end_of_text"]) if t is not None)
+    as_text = [[start, *ids] if start >= 0 else ids for ids in as_text]
+    assert_same(encode_data(tmp_path, list(texts.values()), tmp_path), as_text, texts.values())
+    tokenizer.encode_special_tokens = False
     for text, tokens in zip(decode_all(tmp_path, expected), expected):
         known = tokenizer.decode(tokens, skip_special_tokens=False)
         assert "\ufffd" in known or text.decode() == known

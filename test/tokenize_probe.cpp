@@ -5,6 +5,7 @@
 // Inputs and outputs are records: a uint32 length, then so many bytes.
 // encode [BYTES]  text to int32 tokens; fed in parts of so many bytes if given
 // specials        the same with what the tokenizer puts around a text
+// data            the name of a text file to the tokens that it has as a training's data
 // decode          int32 tokens to text; `plain`: without special tokens
 // time            text to JSON: its bytes and tokens, and the processor seconds that tokenizing it took
 // facts           needs no input; JSON: size, end_of_text, begin_of_text, held_bytes
@@ -16,6 +17,7 @@
 #include <string>
 #include <vector>
 
+#include "llmc/text_tokens.h"
 #include "llmc/tokenizer.h"
 
 namespace {
@@ -29,10 +31,20 @@ std::vector<int32_t> encode_in_parts(const Tokenizer& tokenizer, std::string_vie
     return tokens;
 }
 
-std::string encode(const Tokenizer& tokenizer, std::string_view text, size_t bytes, bool specials) {
-    const auto tokens =
-        bytes > 0 ? encode_in_parts(tokenizer, text, bytes) : tokenizer.encode(text, specials);
+std::string record_of(const std::vector<int32_t>& tokens) {
     return {reinterpret_cast<const char*>(tokens.data()), tokens.size() * sizeof tokens[0]};
+}
+
+std::string encode(const Tokenizer& tokenizer, std::string_view text, size_t bytes, bool specials) {
+    return record_of(bytes > 0 ? encode_in_parts(tokenizer, text, bytes) : tokenizer.encode(text, specials));
+}
+
+std::string tokens_of_data(const Tokenizer& tokenizer, const std::string& file) {
+    Dataset data({file}, "--data");
+    tokenize_text(data, tokenizer);
+    std::vector<int32_t> tokens(data.token_count());
+    data.read(0, 0, tokens.size(), tokens.data());
+    return record_of(tokens);
 }
 
 std::string decode(const Tokenizer& tokenizer, std::string_view input, bool specials) {
@@ -68,6 +80,8 @@ void run(const std::string& folder, const std::string& command, size_t bytes) {
         if (fread(input.data(), 1, size, stdin) != size) fail("a record is cut short");
         if (command == "encode" || command == "specials")
             write_record(encode(*tokenizer, input, bytes, command == "specials"));
+        else if (command == "data")
+            write_record(tokens_of_data(*tokenizer, input));
         else if (command == "decode" || command == "plain")
             write_record(decode(*tokenizer, input, command == "decode"));
         else if (command == "time")

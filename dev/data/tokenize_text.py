@@ -72,17 +72,17 @@ def download_from_hub(repository, name, kind="model"):
 
 
 def load_tokenizer(vocab):
-    """A folder's tokenizer, or the hub's gpt2, and its files: vocab.json and merges.txt or tokenizer.json."""
+    """A folder's tokenizer, or the hub's gpt2, and its files: tokenizer.json, or vocab.json and merges.txt."""
     files = [os.path.join(vocab, name) for name in ("vocab.json", "merges.txt")]
     if vocab == "gpt2" and not os.path.isdir(vocab):
         files = [download_from_hub(HUB_GPT2, name) for name in ("vocab.json", "merges.txt")]
     try:
-        if all(map(os.path.exists, files)):
+        if os.path.exists(whole := os.path.join(vocab, "tokenizer.json")):  # the others leave out how to split text
+            tokenizer, files = Tokenizer.from_file(whole), [whole]
+        elif all(map(os.path.exists, files)):
             tokenizer = Tokenizer(models.BPE.from_file(*files))
             tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
             tokenizer.decoder = decoders.ByteLevel()
-        elif os.path.exists(whole := os.path.join(vocab, "tokenizer.json")):
-            tokenizer, files = Tokenizer.from_file(whole), [whole]
         else:
             fail(f"--vocab {vocab}: no folder with vocab.json and merges.txt or with tokenizer.json")
     except Exception as error:  # tokenizers raises bare Exception for damaged files

@@ -1,0 +1,68 @@
+// temporary_file.h - bytes that a process keeps for itself on a disk, in a file without a name: however the
+// process ends, they are gone with it.
+#pragma once
+
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include <unistd.h>
+
+#include "llmc/file.h"
+
+class TemporaryFile {
+  public:
+    // In the folder TMPDIR, else in /var/tmp, as /tmp may be memory. `holds` says in messages what it keeps.
+    // Fails, as append() and finish() do, in one line that names the folder.
+    explicit TemporaryFile(std::string holds)
+        : holds_(std::move(holds)), folder_(folder_for_files()), file_(make()) {
+        buffer_.reserve(kBufferBytes);
+    }
+
+    void append(const void* data, size_t bytes) {
+        const char* first = static_cast<const char*>(data);
+        if (buffer_.size() + bytes > kBufferBytes) finish();
+        if (bytes > kBufferBytes)
+            write(first, bytes);
+        else
+            buffer_.insert(buffer_.end(), first, first + bytes);
+    }
+    // Has all that was appended be there to read.
+    void finish() {
+        write(buffer_.data(), buffer_.size());
+        buffer_.clear();
+    }
+    void read(uint64_t first, size_t bytes, void* out) const {
+        const ssize_t got = read_at(file_.fd(), first, bytes, out);
+        if (got < 0) fail_to("read");
+        if (static_cast<size_t>(got) < bytes) bug("%s were read beyond their end", holds_.c_str());
+    }
+
+  private:
+    static constexpr size_t kBufferBytes = 1 << 20;
+
+    static std::string folder_for_files() {
+        const char* chosen = std::getenv("TMPDIR");
+        return chosen && *chosen ? chosen : "/var/tmp";
+    }
+    int make() const {
+        std::string path = folder_ + "/train-XXXXXX";
+        const int fd = mkostemp(path.data(), O_CLOEXEC);
+        if (fd < 0) fail_to("keep");
+        unlink(path.c_str());
+        return fd;
+    }
+    void write(const char* data, size_t bytes) const {
+        if (!write_all(file_.fd(), data, bytes)) fail_to("write");
+    }
+    [[noreturn]] void fail_to(const char* action) const {
+        fail("%s: cannot %s %s there: %s; TMPDIR can name another folder", folder_.c_str(), action,
+             holds_.c_str(), std::strerror(errno));
+    }
+
+    std::string holds_, folder_;
+    OpenFile file_;
+    std::vector<char> buffer_;
+};

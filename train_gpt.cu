@@ -1193,8 +1193,10 @@ std::vector<int> Trainer::first_tokens() const {
     return {0};
 }
 
-// Whether a sample stops at a token: at those that the model's files name, or else the tokenizer.
+// Whether a sample stops at a token: at those that the model's files name, or else the tokenizer. Of a model
+// of bytes each token is text.
 bool Trainer::ends_text(int token) const {
+    if (tokenizer_ && tokenizer_folder_.empty()) return false;
     const std::vector<int>& stops = config_.stops;
     if (stops.empty()) return tokenizer_ && token == tokenizer_->end_of_text();
     return std::find(stops.begin(), stops.end(), token) != stops.end();

@@ -339,6 +339,8 @@ inline void check_options(const Options& o) {
             o.clip);
     if (!o.val_data.empty() && o.data.empty() && o.steps > 0)
         fail("--val-data needs --data, or --steps 0: to validate the model as it is");
+    if (!o.val_data.empty() && o.batch == 0 && o.steps == 0)
+        fail("--batch auto is a training's; for a validation alone give a number");
     if (o.allow_8bit && !o.resume.empty())
         fail("--allow-8bit: a resumed run keeps the formats of --resume %s", o.resume.c_str());
     if (o.allow_8bit && !o.has("--memory"))

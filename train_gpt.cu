@@ -27,9 +27,11 @@
 #include "llmc/embedding.cuh"
 #include "llmc/feeder.h"
 #include "llmc/fit.h"
+#include "llmc/enough_memory.h"
 #include "llmc/global_norm.cuh"
 #include "llmc/graph.h"
 #include "llmc/head_norm.cuh"
+#include "llmc/head_rows.h"
 #include "llmc/matmul.h"
 #include "llmc/matmul_search.h"
 #include "llmc/norm.h"
@@ -494,8 +496,7 @@ void Gpt::zero_added(int unit, const TensorX& gradients) {
     int64_t from = 0, end = 0;
     auto flush = [&] {
         if (end > from)
-            device_fill(gradients.at(from), 0, static_cast<size_t>(end - from) * sizeof(floatX),
-                        stream_);
+            device_fill(gradients.at(from), 0, static_cast<size_t>(end - from) * sizeof(floatX), stream_);
     };
     for (const Parameter& p : layout_.parameters_of(unit)) {
         const int64_t start = p.offset - unit_start + (p.memory.count == 2 ? p.memory.size() : 0);
@@ -838,6 +839,7 @@ class Trainer {
     void open_device();
     void use(const MemorySetting& s);
     MemorySetting choose_setting();
+    int64_t automatic_head_rows(MemorySetting s);
     Plan rehearse_training(bool adds, bool placed);
     void rehearse_all(bool placed);
     MemoryReport make_report(bool placed = true);
@@ -893,6 +895,7 @@ class Trainer {
     bool norm_of_each_unit_;
     MemoryReport report_;
     std::vector<MemoryChoice> choice_;  // with --memory: the configuration, and its neighbours
+    std::string batch_choice_;          // with --batch auto
     Plan train_plan_, add_plan_;        // a step's first micro-batch, and those that add to its gradients
     Plan update_plan_, evaluate_plan_, sample_plan_, slide_plan_;
     StepGraphs graphs_;
@@ -914,7 +917,7 @@ class Trainer {
     SaveFolder saves_;
     std::map<std::string, std::string> data_facts_;  // for saves
     std::string last_save_;
-    int64_t saved_step_ = -1;  // of what this run has saved last
+    int64_t saved_step_ = -1;         // of what this run has saved last
     std::optional<StepLines> lines_;  // of a training, from prepare() on
     std::unique_ptr<FILE, int (*)(FILE*)> log_{nullptr, fclose};
 };
@@ -1000,9 +1003,9 @@ Trainer::Trainer(Options options, std::optional<HeldSave> resumed)
         consume_ = [this](int unit, const floatX* gradients) { update_unit(unit, gradients); };
     replays_ = o_.graph == "on";
     point_metrics(nullptr);
-    const bool choose = o_.has("--memory") || o_.batch == 0;
+    const Options given = o_;
     use(choose_setting());
-    if (choose) remember_choice(o_);
+    remember_choice(given, o_);
     report_ = make_report();
 }
 
@@ -1038,6 +1041,7 @@ void Trainer::use(const MemorySetting& s) {
 
 // The setting that the options name, or that --memory or --batch auto choose.
 MemorySetting Trainer::choose_setting() {
+    if (kHostIsDevice) memory_free_at_start();
     int64_t most = kMostTokens / o_.seq_len;
     if (data_) {
         const SequenceLoader loader(*data_, o_.seq_len, o_.seed, true);
@@ -1049,16 +1053,37 @@ MemorySetting Trainer::choose_setting() {
         nominal_rates<floatX>(),
         [this](const MemorySetting& s) { return use(s), make_report(); },
         [this](const MemorySetting& s) { return use(s), make_report(false); },
-        [this](const MemorySetting& s) { return use(s), rehearse_training(false, false); }};
+        [this](const MemorySetting& s) { return use(s), rehearse_training(false, false); },
+        [this](const MemorySetting& s) { return automatic_head_rows(s); }};
     const bool budget = o_.has("--memory");
     const Options given = o_;
     if (budget && o_.batch > 0) return fit_memory(given, std::is_same_v<floatX, bf16>, rehearsals, choice_);
     MemorySetting s = setting_of(o_);
     s.levels = parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
-    if (o_.batch > 0) return s;
+    if (o_.batch > 0) {
+        if (s.head_rows < 0) s.head_rows = automatic_head_rows(s);
+        return s;
+    }
     if (!budget) check_device(o_);
-    const size_t room = budget ? parse_bytes(o_.memory, "--memory") : device_bytes_free() / 20 * 19;
-    return fit_batch(s, room, rehearsals);
+    const FreeMemory room = budget ? FreeMemory{parse_bytes(o_.memory, "--memory"), "--memory"}
+                                   : with_reserve(memory_free_at_start());
+    std::optional<uint64_t> epoch;
+    if (data_) epoch = static_cast<uint64_t>(most);
+    return fit_batch(s, room, batch_cap(o_.seq_len, epoch), rehearsals, batch_choice_);
+}
+
+// What --head-rows auto chooses for a setting: by a step, or by a validation where there is no training.
+int64_t Trainer::automatic_head_rows(MemorySetting s) {
+    if (o_.steps == 0 && !val_data_ && o_.bench != "forward") return 0;
+    s.levels.assign(static_cast<size_t>(config_.layers), 0);
+    const DeviceRates rates = nominal_rates<floatX>(kHeadRowsThreads);
+    return choose_head_rows(int64_t{s.batch} * o_.seq_len, [&](int64_t rows) {
+        s.head_rows = rows;
+        use(s);
+        const auto evaluate = [&] { gpt_.evaluate(feeder_.batch(), step_, 1, loss_); };
+        return seconds_without_update(
+            o_.steps > 0 ? rehearse_training(false, false) : arena_.rehearse(evaluate, false), rates);
+    });
 }
 
 // Where the step leaves its loss and norms; nowhere, as long as it is only rehearsed.
@@ -1234,6 +1259,7 @@ MemoryReport Trainer::make_report(bool placed) {
     r.grad_accum = o_.grad_accum;
     r.head_rows = o_.head_rows;
     r.process = process_bytes();
+    if (kHostIsDevice && tokenizer_) r.process += r.tokenizer = tokenizer_->held_bytes();
     const auto add_buffer = [&](const char* name, const char* kind, Shape shape, const char* dtype,
                                 size_t bytes) {
         r.buffers.push_back({name, kind, shape.text(), {shape.dims, shape.dims + shape.count}, dtype, bytes});
@@ -1260,6 +1286,7 @@ MemoryReport Trainer::make_report(bool placed) {
                 (o_.grad_accum - 1) * seconds_of(add_plan_.work, rates) + r.update_seconds;
     r.budget = o_.memory;
     r.choice = choice_;
+    r.batch_choice = batch_choice_;
     return r;
 }
 
@@ -1270,7 +1297,8 @@ void Trainer::print_plan() const {
     else if (o_.plan)
         print_report(stdout, report_);
     else
-        print_summary(stdout, report_, "allocating", device_bytes_free());
+        print_summary(stdout, report_, "allocating", memory_free_at_start());
+    if (o_.plan) remark_shortage(report_);
 }
 
 // With --matmul-algorithms: has every product that the run will make take its algorithm from the file. The
@@ -1305,9 +1333,10 @@ void Trainer::prepare() {
                 o_.seq_len);
     const bool trains = o_.steps > 0 && o_.bench.empty();
     PeakRate peak = {};
+    if (trains) print_plan();
+    require_memory(report_, memory_free_at_start(), trains);
     if (trains) {
-        print_plan();
-        peak = device_peak_flops<floatX>(stream_);
+        peak = device_peak_flops<floatX>(stream_, report_.allocated());
         printf("MFU is relative to %.0f GFLOP/s, %s\n", peak.flops / 1e9, peak.of);
     }
     choose_algorithms();
@@ -1712,6 +1741,7 @@ void Trainer::bench_replays(BenchReport& r, const std::function<void(int64_t)>& 
 // --bench: runs steps, or their forwards alone, and prints what they took and reached.
 void Trainer::bench() {
     open_device();
+    require_memory(report_, memory_free_at_start(), false);
     const bool forward_only = o_.bench == "forward";
     BenchReport r = {.memory = report_,
                      .forward_only = forward_only,
@@ -1721,7 +1751,7 @@ void Trainer::bench() {
                      .plans = {},
                      .tokens = step_tokens(),
                      .flops = step_flops() / (forward_only ? 3 : 1),  // a third is forward's
-                     .matmul_peak = measured_matmul_flops<floatX>(stream_),
+                     .matmul_peak = measured_matmul_flops<floatX>(stream_, report_.allocated()),
                      .copy_peak = measured_copy_bandwidth(stream_)};
     if (forward_only)
         r.plans = {{&evaluate_plan_, o_.grad_accum}};

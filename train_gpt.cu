@@ -22,11 +22,13 @@
 #include "llmc/dataset.h"
 #include "llmc/device_rates.h"
 #include "llmc/embedding.cuh"
+#include "llmc/enough_memory.h"
 #include "llmc/feeder.h"
 #include "llmc/fit.h"
 #include "llmc/global_norm.cuh"
 #include "llmc/graph.h"
 #include "llmc/head_norm.cuh"
+#include "llmc/head_rows.h"
 #include "llmc/matmul.h"
 #include "llmc/matmul_search.h"
 #include "llmc/metrics.h"
@@ -202,8 +204,8 @@ class Gpt {
 // A run on the device: the model's state, the batch, the arena with its plans, and the loop over the steps.
 class Trainer {
   public:
-    // Takes no memory of the device yet. `choices`: what --memory has chosen, and its neighbours.
-    Trainer(const Options& options, RunInputs& inputs, std::vector<MemoryChoice> choices = {});
+    // Takes no memory of the device yet.
+    Trainer(const Options& options, RunInputs& inputs, Choices choices = {});
 
     void run();
     void bench();
@@ -212,6 +214,7 @@ class Trainer {
     // Another batch, other formats of the state, other levels of recompute: for who looks for the best.
     void use(const MemorySetting& s);
     Plan rehearse_training(bool adds, bool placed);
+    Plan rehearse_validation(bool placed);
     // Rehearses every step that the run may take; a micro-batch of the training is placed if asked.
     const MemoryReport& rehearse(bool placed = true);
 
@@ -273,7 +276,7 @@ class Trainer {
     UpdateFactors* factors_ = nullptr;  // on the device: of the current step
     Plans plans_;
     MemoryReport report_;
-    const std::vector<MemoryChoice> choices_;
+    const Choices choices_;
     StepGraphs graphs_;
     bool replays_;                                 // whether steps are run through them
     size_t used_before_ = 0;                       // of the device's memory
@@ -1065,7 +1068,7 @@ void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choo
 
 // ---- before the first step
 
-Trainer::Trainer(const Options& options, RunInputs& inputs, std::vector<MemoryChoice> choices)
+Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
     : o_(options),
       in_(inputs),
       config_(inputs.config),
@@ -1097,6 +1100,10 @@ Plan Trainer::rehearse_training(bool adds, bool placed) {
         [&] { gpt_.forward_backward(feeder_.batch(), micro_, 1, metrics_.loss(), consume_); }, placed);
 }
 
+Plan Trainer::rehearse_validation(bool placed) {
+    return arena_.rehearse([&] { gpt_.evaluate(feeder_.batch(), micro_, 1, metrics_.loss()); }, placed);
+}
+
 const MemoryReport& Trainer::rehearse(bool placed) {
     if (o_.steps > 0) {
         plans_.train = rehearse_training(false, placed);
@@ -1105,9 +1112,7 @@ const MemoryReport& Trainer::rehearse(bool placed) {
         plans_.train.workspace = std::max(plans_.train.workspace, plans_.add.workspace);
         if (!consume_) plans_.update = arena_.rehearse([&] { update(); });
     }
-    if (in_.val_data || o_.bench == "forward")
-        plans_.evaluate =
-            arena_.rehearse([&] { gpt_.evaluate(feeder_.batch(), micro_, 1, metrics_.loss()); });
+    if (in_.val_data || o_.bench == "forward") plans_.evaluate = rehearse_validation(true);
     if (in_.samples() && plans_.sample.takes.empty()) {  // once: no setting changes these
         const auto any = [](const TensorX&) { return 0; };
         const std::vector<int> prompt = in_.first_tokens();
@@ -1119,8 +1124,8 @@ const MemoryReport& Trainer::rehearse(bool placed) {
                 arena_.rehearse([&] { gpt_.generate(std::vector<int>(half), window - half, any); });
     }
     const Feeder* feeder = in_.feeds() ? &feeder_ : nullptr;
-    report_ = make_report(o_, state_, plans_, buffers_of(state_, feeder, metrics_.count()));
-    report_.choice = choices_;
+    report_ = make_report(o_, state_, plans_, buffers_of(state_, feeder, metrics_.count()),
+                          in_.tokenizer ? in_.tokenizer->held_bytes() : 0, choices_);
     return report_;
 }
 
@@ -1137,7 +1142,8 @@ void Trainer::print_plan() const {
     else if (o_.plan)
         print_report(stdout, report_);
     else
-        print_summary(stdout, report_, "allocating", device_bytes_free());
+        print_summary(stdout, report_, "allocating", memory_free_at_start());
+    if (o_.plan) remark_shortage(report_);
 }
 
 // Checks what can be checked, takes the memory, and loads or initialises the model.
@@ -1148,9 +1154,10 @@ void Trainer::prepare() {
         fprintf(stderr, "no validation: the text's last tenth is no sequence of %d; it is trained on too\n",
                 o_.seq_len);
     PeakRate peak = {};
+    if (trains()) print_plan();
+    require_memory(report_, memory_free_at_start(), trains());
     if (trains()) {
-        print_plan();
-        peak = device_peak_flops<floatX>(stream_);
+        peak = device_peak_flops<floatX>(stream_, report_.allocated());
         printf("MFU is relative to %.0f GFLOP/s, %s\n", peak.flops / 1e9, peak.of);
     }
     choose_algorithms();
@@ -1279,6 +1286,7 @@ void Trainer::forward_step() {
 // --bench: runs steps, or their forwards alone, and prints what they took and reached.
 void Trainer::bench() {
     open_device();
+    require_memory(report_, memory_free_at_start(), false);
     const bool forward_only = o_.bench == "forward";
     BenchReport r = {.memory = report_,
                      .forward_only = forward_only,
@@ -1288,7 +1296,7 @@ void Trainer::bench() {
                      .plans = {},
                      .tokens = step_tokens(),
                      .flops = step_flops() / (forward_only ? 3 : 1),  // a third is forward's
-                     .matmul_peak = measured_matmul_flops<floatX>(stream_),
+                     .matmul_peak = measured_matmul_flops<floatX>(stream_, report_.allocated()),
                      .copy_peak = measured_copy_bandwidth(stream_)};
     if (forward_only)
         r.plans = {{&plans_.evaluate, o_.grad_accum}};
@@ -1318,15 +1326,29 @@ void Trainer::bench() {
 
 // ---- what the options ask for
 
-// The options with what --memory or --batch auto choose among other settings, by the rehearsals of a trainer
-// that never runs. `choices`: what was chosen, and its neighbours.
-Options with_chosen_setting(const Options& given, RunInputs& inputs, std::vector<MemoryChoice>& choices) {
-    const bool budget = given.has("--memory");
-    if (!budget && given.batch > 0) return given;
+// What --head-rows auto chooses for a setting: by a step, or by a validation where there is no training.
+int64_t automatic_head_rows(Trainer& trial, MemorySetting s, const Options& o, const RunInputs& inputs) {
+    if (!inputs.feeds()) return 0;
+    s.levels.assign(static_cast<size_t>(inputs.config.layers), 0);
+    const DeviceRates rates = nominal_rates<floatX>(kHeadRowsThreads);
+    return choose_head_rows(int64_t{s.batch} * o.seq_len, [&](int64_t rows) {
+        s.head_rows = rows;
+        trial.use(s);
+        const Plan plan =
+            o.steps > 0 ? trial.rehearse_training(false, false) : trial.rehearse_validation(false);
+        return seconds_without_update(plan, rates);
+    });
+}
+
+// The options with what --memory, --batch auto and --head-rows auto choose among other settings, by the
+// rehearsals of a trainer that never runs.
+Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& choices) {
+    if (kHostIsDevice) memory_free_at_start();
     int64_t most = kMostTokens / given.seq_len;
+    std::optional<uint64_t> epoch;
     if (inputs.data) {
-        const SequenceLoader loader(*inputs.data, given.seq_len, given.seed, true);
-        most = std::min(most, static_cast<int64_t>(loader.sequences_per_epoch()));
+        epoch = SequenceLoader(*inputs.data, given.seq_len, given.seed, true).sequences_per_epoch();
+        most = std::min(most, static_cast<int64_t>(*epoch));
     }
     Trainer trial(given, inputs);
     const Rehearsals rehearsals{
@@ -1335,18 +1357,24 @@ Options with_chosen_setting(const Options& given, RunInputs& inputs, std::vector
         nominal_rates<floatX>(),
         [&](const MemorySetting& s) { return trial.use(s), trial.rehearse(); },
         [&](const MemorySetting& s) { return trial.use(s), trial.rehearse(false); },
-        [&](const MemorySetting& s) { return trial.use(s), trial.rehearse_training(false, false); }};
-    Options chosen = given;
-    if (given.batch > 0) {
-        apply_setting(fit_memory(given, std::is_same_v<floatX, bf16>, rehearsals, choices), chosen);
-    } else {
-        MemorySetting s = setting_of(given);
-        s.levels = parse_levels(given.recompute, recompute_names(), inputs.config.layers, "--recompute");
+        [&](const MemorySetting& s) { return trial.use(s), trial.rehearse_training(false, false); },
+        [&](const MemorySetting& s) { return automatic_head_rows(trial, s, given, inputs); }};
+    const bool budget = given.has("--memory");
+    MemorySetting s = setting_of(given);
+    s.levels = parse_levels(given.recompute, recompute_names(), inputs.config.layers, "--recompute");
+    if (budget && given.batch > 0) {
+        s = fit_memory(given, std::is_same_v<floatX, bf16>, rehearsals, choices.memory);
+    } else if (given.batch == 0) {
         if (!budget) check_device(given);
-        const size_t room = budget ? parse_bytes(given.memory, "--memory") : device_bytes_free() / 20 * 19;
-        apply_setting(fit_batch(s, room, rehearsals), chosen);
+        const FreeMemory room = budget ? FreeMemory{parse_bytes(given.memory, "--memory"), "--memory"}
+                                       : with_reserve(memory_free_at_start());
+        s = fit_batch(s, room, batch_cap(given.seq_len, epoch), rehearsals, choices.batch);
+    } else if (s.head_rows < 0) {
+        s.head_rows = rehearsals.head_rows(s);
     }
-    remember_choice(chosen);
+    Options chosen = given;
+    apply_setting(s, chosen);
+    remember_choice(given, chosen);
     return chosen;
 }
 
@@ -1379,8 +1407,9 @@ int main(int argc, char** argv) {
         }
         start_threads(options.threads);
         RunInputs inputs(options, std::move(resumed));
-        std::vector<MemoryChoice> choices;
-        Trainer trainer(with_chosen_setting(options, inputs, choices), inputs, choices);
+        Choices choices;
+        const Options chosen = with_chosen_setting(options, inputs, choices);
+        Trainer trainer(chosen, inputs, std::move(choices));
         trainer.rehearse();
         if (options.plan)
             trainer.print_plan();

@@ -156,7 +156,9 @@ __global__ void __launch_bounds__(kBlockThreads) copy_kernel(T* out, const T* in
 
 // The bytes per second that a large copy reads and writes, the best of several.
 inline double measured_copy_bandwidth(Stream stream) {
-    const int64_t n = int64_t{kFastCpu ? 32 : 128} << 20;  // floats: far more than caches hold
+    const int64_t wanted = int64_t{kFastCpu ? 32 : 128} << 20;  // floats: far more than caches hold
+    const int64_t fits = static_cast<int64_t>(device_memory_free().bytes / (4 * sizeof(float)));
+    const int64_t n = std::clamp<int64_t>(fits / 1024 * 1024, 1024, wanted);
     const size_t bytes = static_cast<size_t>(n) * sizeof(float);
     const DeviceBuffer from(bytes, "what the bench copies"), to(bytes, "the bench's copy");
     device_fill(from.data(), 1, bytes, stream);  // on a CPU, pages are there once they were written

@@ -8,11 +8,19 @@
 #include <cstring>
 #include <string>
 
+#include "llmc/host_memory.h"
 #include "llmc/simt.h"
 
 #if defined(SIMT_GPU) || __has_include(<nvtx3/nvToolsExt.h>)
 #include <nvtx3/nvToolsExt.h>
 #define LLMC_NVTX 1
+#endif
+
+// Whether the device's memory is the host's.
+#if defined(SIMT_GPU)
+constexpr bool kHostIsDevice = false;
+#else
+constexpr bool kHostIsDevice = true;
 #endif
 
 // After this, taking device memory is an error: a run takes all it will need before its first step.
@@ -132,20 +140,14 @@ inline size_t device_bytes_in_use() {
 #endif
 }
 
-// Bytes that the device could lend to this process now.
-inline size_t device_bytes_free() {
+// What the device could lend to this process now.
+inline FreeMemory device_memory_free() {
 #if defined(SIMT_GPU)
     size_t free_bytes = 0, total = 0;
     CUDA_CHECK(cudaMemGetInfo(&free_bytes, &total));
-    return free_bytes;
+    return {free_bytes, "the GPU's memory"};
 #else
-    unsigned long kib = 0;
-    char line[128];
-    if (FILE* f = fopen("/proc/meminfo", "r")) {
-        while (fgets(line, sizeof line, f) && sscanf(line, "MemAvailable: %lu kB", &kib) != 1) continue;
-        fclose(f);
-    }
-    return size_t{kib} * 1024;
+    return host_memory_free();
 #endif
 }
 

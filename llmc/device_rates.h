@@ -4,6 +4,8 @@
 #include <omp.h>
 
 #include <chrono>
+#include <cmath>
+#include <cstdint>
 #include <string>
 
 #include "llmc/matmul.h"
@@ -67,12 +69,12 @@ inline const KnownGpu* known_gpu() {
 
 // The rates by which operations are compared before any has run. Known ones, not measured: the same command
 // must make the same choice every time. A GPU reaches some two thirds of what its maker promises; for an
-// unknown one, or none, an A100 stands. The CPU's are those of a core with AVX-512, through oneDNN.
+// unknown one, or none, an A100 stands. The CPU's are those of cores with AVX-512, one a thread, through
+// oneDNN.
 template <class T>
-DeviceRates nominal_rates() {
+DeviceRates nominal_rates(double threads = omp_get_max_threads()) {
     constexpr bool narrow = !std::is_same_v<T, float>;
     if (kFastCpu) {
-        const double threads = omp_get_max_threads();
         return {threads * (narrow ? 180e9 : 100e9), threads * 12e9, 5e-6};
     }
     static const KnownGpu* const known = known_gpu();
@@ -80,20 +82,31 @@ DeviceRates nominal_rates() {
     return {gpu.flops * (narrow ? 0.65 : 0.05), gpu.bandwidth * 0.8, 3e-6};
 }
 
-// The FLOP/s of a square product, measured now, the best of several.
+// The side of a large square product whose three matrices fit `room` bytes: a multiple of 256 on a GPU, on a
+// CPU an odd one of 16, as rows of a power of two would share cache sets.
 template <class T>
-double measured_matmul_flops(Stream stream) {
-    const int64_t n = kFastCpu ? 1200 : 4096;  // on a CPU no power of two, whose rows would share cache sets
-    std::vector<T> random(static_cast<size_t>(n * n));  // a GPU multiplies zeros with less power, and faster
-    for (size_t i = 0; i < random.size(); i++)
-        random[i] = from_float<T>(static_cast<float>(random_uniform(0, i) - 0.5));
+int64_t square_side(size_t room) {
+    const int64_t fits = static_cast<int64_t>(std::sqrt(static_cast<double>(room / sizeof(T) / 3)));
+    if (!kFastCpu) return std::clamp<int64_t>(fits / 256, 1, 16) * 256;
+    return ((std::clamp<int64_t>(fits / 16, 1, 75) - 1) | 1) * 16;
+}
+
+// The FLOP/s of a square product, measured now, the best of several, in no more than about `room` bytes.
+template <class T>
+double measured_matmul_flops(Stream stream, size_t room = SIZE_MAX) {
+    const int64_t n = square_side<T>(room);
+    std::vector<T> random(static_cast<size_t>(n));
     Arena arena;
     double best = 0;
     auto multiply = [&] {
         Tensor<T> a = arena.take<T>("a", {n, n}), b = arena.take<T>("b", {n, n}),
                   c = arena.take<T>("c", {n, n});
-        for (Tensor<T>* t : {&a, &b})
-            copy_to_device(t->data(), random.data(), random.size() * sizeof(T), stream);
+        uint64_t draws = 0;  // a GPU multiplies zeros with less power, and faster
+        for (int64_t i = 0; i < n && !arena.rehearsing(); i++) {
+            for (T& x : random) x = from_float<T>(static_cast<float>(random_uniform(0, draws++) - 0.5));
+            for (Tensor<T>* t : {&a, &b})
+                copy_to_device(t->at(i * n), random.data(), random.size() * sizeof(T), stream);
+        }
         if (arena.rehearsing()) return matmul(arena, stream, c, a, b);
         best = best_seconds(kFastCpu ? 12 : 4, stream, [&] { matmul(arena, stream, c, a, b); });
     };
@@ -110,10 +123,11 @@ struct PeakRate {
     const char* of;
 };
 
-// What the GPU's maker promises for dense products in bf16, where it is known; else a square product's.
+// What the GPU's maker promises for dense products in bf16, where it is known; else a square product's, which
+// takes no more than `room` bytes.
 template <class T>
-PeakRate device_peak_flops(Stream stream) {
+PeakRate device_peak_flops(Stream stream, size_t room) {
     if (const KnownGpu* gpu = known_gpu(); gpu && std::is_same_v<T, bf16>)
         return {gpu->flops, "dense products in bf16 by NVIDIA's data sheet"};
-    return {measured_matmul_flops<T>(stream), "a square product measured now"};
+    return {measured_matmul_flops<T>(stream, room), "a square product measured now"};
 }

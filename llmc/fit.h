@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "llmc/enough_memory.h"
 #include "llmc/options.h"
 #include "llmc/recompute.h"
 #include "llmc/report.h"
@@ -44,6 +45,13 @@ struct Rehearsals {
     std::function<MemoryReport(const MemorySetting&)> report;   // of all that the run may do
     std::function<MemoryReport(const MemorySetting&)> outline;  // the same, the training's plan not placed
     std::function<Plan(const MemorySetting&)> training;         // that of a micro-batch alone, not placed
+    std::function<int64_t(const MemorySetting&)> head_rows;     // what --head-rows auto chooses
+};
+
+// What was chosen for a run, as its report says it: by --memory, with its neighbours; by --batch auto.
+struct Choices {
+    std::vector<MemoryChoice> memory;
+    std::string batch;
 };
 
 inline MemorySetting setting_of(const Options& o) {
@@ -60,12 +68,13 @@ inline void apply_setting(const MemorySetting& s, Options& o) {
 }
 
 // Writes what was chosen into the options that a save remembers, in place of the budget: a resumed run shall
-// run the same.
-inline void remember_choice(Options& o) {
+// run the same. `given`: the options before that.
+inline void remember_choice(const Options& given, Options& o) {
     auto remember = [&](const char* option, const std::string& value) { o.given[option] = {value}; };
+    if (o.steps > 0) remember("--head-rows", std::to_string(o.head_rows));
+    if (given.batch > 0 && !o.has("--memory")) return;
     remember("--batch", std::to_string(o.batch));
     remember("--grad-accum", std::to_string(o.grad_accum));
-    remember("--head-rows", std::to_string(o.head_rows));
     remember("--recompute", o.recompute);
     if (o.allow_8bit) {
         remember("--master", o.master);
@@ -108,10 +117,10 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options
         s.batch = static_cast<int>(batch), s.grad_accum = static_cast<int>(accumulated);
         for (int64_t rows : {0, 4096, 1024, 256, 64}) {
             s.head_rows = rows;
-            if (!o.has("--head-rows") && rows < tokens) all.push_back(s);
+            if (o.head_rows < 0 && rows < tokens) all.push_back(s);
         }
         s.head_rows = o.head_rows;
-        if (o.has("--head-rows")) all.push_back(s);
+        if (o.head_rows >= 0) all.push_back(s);
     }
     return all;
 }
@@ -210,24 +219,31 @@ inline MemorySetting fit_memory(const Options& o, bool narrow_weights, const Reh
     return setting(*solution.chosen);
 }
 
-// --batch auto: the largest micro-batch whose plan fits `room` bytes, all other options as they are. Fails
-// when not even one sequence does.
-inline MemorySetting fit_batch(MemorySetting s, size_t room, const Rehearsals& rehearsals) {
-    const int64_t most = rehearsals.most_sequences;
-    auto total = [&](int64_t batch) {
-        s.batch = static_cast<int>(batch);
-        return rehearsals.report(s).total();
+// --batch auto: the largest micro-batch within `cap` whose plan fits `room`, all other options as they are,
+// and in `said` which it is and why no larger. Fails when not even one sequence fits.
+inline MemorySetting fit_batch(MemorySetting s, const FreeMemory& room, const BatchCap& cap,
+                               const Rehearsals& rehearsals, std::string& said) {
+    const int64_t most = std::min(cap.sequences, rehearsals.most_sequences);
+    auto setting = [&](int64_t batch) {
+        MemorySetting tried = s;
+        tried.batch = static_cast<int>(batch);
+        if (s.head_rows < 0) tried.head_rows = rehearsals.head_rows(tried);
+        return tried;
     };
-    if (const size_t least = total(1); least > room)
-        fail("--batch auto: a batch of 1 takes %.1f MiB and there are %.1f", mebibytes(least),
-             mebibytes(room));
+    auto total = [&](int64_t batch) { return rehearsals.report(setting(batch)).total(); };
+    if (const size_t least = total(1); least > room.bytes)
+        fail("--batch auto: a batch of 1 takes %.1f MiB and there are %.1f (%s)", mebibytes(least),
+             mebibytes(room.bytes), room.limit.c_str());
     int64_t fits = 1, fails = 2;
-    while (fails <= most && total(fails) <= room) fits = fails, fails *= 2;
+    while (fails <= most && total(fails) <= room.bytes) fits = fails, fails *= 2;
     fails = std::min(fails, most + 1);
     while (fails - fits > 1) {
         const int64_t middle = fits + (fails - fits) / 2;
-        (total(middle) <= room ? fits : fails) = middle;
+        (total(middle) <= room.bytes ? fits : fails) = middle;
     }
-    s.batch = static_cast<int>(fits);
-    return s;
+    said = format("%lld sequences, ", static_cast<long long>(fits));
+    said += fits == most
+                ? cap.why
+                : format("the most that fit %.1f MiB (%s)", mebibytes(room.bytes), room.limit.c_str());
+    return setting(fits);
 }

@@ -42,7 +42,7 @@ struct Options {
     bool clip_per_block = false;
     std::string optimizer = "adamw", master = "fp32", adam_m = "fp32", adam_v = "fp32";
     std::string recompute = "gelu";
-    int64_t head_rows = 256;
+    int64_t head_rows = -1;  // 0: all, -1: auto
     bool update_in_backward = false;
     std::string memory;
     bool allow_8bit = false;
@@ -113,12 +113,12 @@ inline CLI::Validator whole(double low, double high) {
         "");
 }
 
-// Accepts a whole number from low to high, or "auto", which it reads as 0.
-inline CLI::Validator whole_or_auto(double low, double high) {
+// Accepts a whole number from low to high, or "auto", which it reads as another.
+inline CLI::Validator whole_or_auto(double low, double high, const char* automatic = "0") {
     return CLI::Validator(
         [=](std::string& text) -> std::string {
             if (text != "auto") return whole(low, high)(text);
-            text = "0";
+            text = automatic;
             return "";
         },
         "");
@@ -140,7 +140,9 @@ inline void declare_model_options(CLI::App& app, Options& o) {
     app.add_option("--data", o.data, "text files, or token shards (.bin); globs")->group(group);
     app.add_option("--val-data", o.val_data, "the same for validation; else a text's last tenth")
         ->group(group);
-    app.add_option("--batch", o.batch, "sequences in a micro-batch; auto: the most that fit")
+    app.add_option("--batch", o.batch,
+                   "sequences in a micro-batch; auto: the most that fit --memory or "
+                   "95% of what is free, but no more than 64 Ki tokens or a tenth of the data")
         ->transform(whole_or_auto(1, kMostCount))
         ->group(group);
     app.add_option("--seq-len", o.seq_len, "tokens in a sequence")
@@ -195,8 +197,10 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
                    "what backward makes again: " + joined(recompute_names(), ", ") +
                        "; or by layers, as in block:4,norm:8")
         ->group(group);
-    app.add_option("--head-rows", o.head_rows, "rows of the batch with logits at a time; 0: all")
-        ->transform(whole(0, kMostCount))
+    app.add_option("--head-rows", o.head_rows,
+                   "rows of the batch with logits at a time; 0: all; auto: few, for at most 2% of a step")
+        ->transform(whole_or_auto(0, kMostCount, "-1"))
+        ->default_str("auto")
         ->group(group);
     app.add_flag("--update-in-backward", o.update_in_backward,
                  "update each block as soon as its gradient is complete: no gradient of the model is held")
@@ -407,7 +411,9 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
                 const std::string name = option->get_name();
                 const auto it = before.here.find(name);
                 if (it == before.here.end() || !holds_in_a_resume(name, *it, o)) continue;
-                const bool found = automatic && name == "--batch" && o.batch == 0 && !o.has("--memory");
+                const bool found =
+                    automatic && !o.has("--memory") &&
+                    ((name == "--batch" && o.batch == 0) || (name == "--head-rows" && o.head_rows < 0));
                 if (option->count() > 0 && !found) continue;
                 if (found) option->clear();
                 o.saved.insert(name);

@@ -11,6 +11,7 @@
 #include "llmc/arena.h"
 #include "llmc/device_rates.h"
 #include "llmc/feeder.h"
+#include "llmc/fit.h"
 #include "llmc/options.h"
 #include "llmc/optimizer.cuh"
 #include "llmc/report.h"
@@ -60,7 +61,8 @@ std::vector<MemoryReport::Buffer> buffers_of(const State<T>& state, const Feeder
 // What a run takes, and what its step costs by the nominal rates. The report refers to the plans.
 template <class T>
 MemoryReport make_report(const Options& o, const State<T>& state, const Plans& plans,
-                         std::vector<MemoryReport::Buffer> buffers) {
+                         std::vector<MemoryReport::Buffer> buffers, size_t tokenizer_bytes,
+                         const Choices& choices) {
     MemoryReport r;
     r.model = o.model;
     r.device = kDevice;
@@ -71,7 +73,8 @@ MemoryReport make_report(const Options& o, const State<T>& state, const Plans& p
     r.seq_len = o.seq_len;
     r.grad_accum = o.grad_accum;
     r.head_rows = o.head_rows;
-    r.process = process_bytes();
+    r.tokenizer = kHostIsDevice ? tokenizer_bytes : 0;
+    r.process = process_bytes() + r.tokenizer;
     r.buffers = std::move(buffers);
     r.train = &plans.train;
     for (const auto& [name, plan] : {std::pair{"the update", &plans.update},
@@ -84,5 +87,7 @@ MemoryReport make_report(const Options& o, const State<T>& state, const Plans& p
     r.seconds = seconds_of(plans.train.work, rates) + (o.grad_accum - 1) * seconds_of(plans.add.work, rates) +
                 r.update_seconds;
     r.budget = o.memory;
+    r.choice = choices.memory;
+    r.batch_choice = choices.batch;
     return r;
 }

@@ -46,8 +46,11 @@ struct MemoryReport {
     double update_seconds = 0;         // of the update in it
     std::string budget;                // --memory
     std::vector<MemoryChoice> choice;  // what was chosen for it, and its neighbours
+    std::string batch_choice;          // what --batch auto chose, and why no more
     std::vector<Buffer> buffers;
-    size_t process = 0;  // what a process takes beside them: code that libraries compile, threads' stacks
+    // What a process takes beside them: code that libraries compile, threads' stacks, a tokenizer.
+    size_t process = 0;
+    size_t tokenizer = 0;  // of that, where it is known
     // Of a micro-batch, and of what uses the arena at other times: the trainer's own plans, as it last
     // rehearsed them.
     const Plan* train = &kNoPlan;
@@ -148,6 +151,7 @@ struct TableLine {
 
 // What --memory chose, what that costs, and what lies next to it.
 inline void print_choice(FILE* to, const MemoryReport& r) {
+    if (!r.batch_choice.empty()) fprintf(to, "--batch auto: %s\n", r.batch_choice.c_str());
     for (size_t i = 0; i < r.choice.size(); i++) {
         const MemoryChoice &c = r.choice[i], &chosen = r.choice[0];
         const double mib = mebibytes(c.bytes), relative = c.seconds / chosen.seconds;
@@ -164,12 +168,13 @@ inline void print_choice(FILE* to, const MemoryReport& r) {
 
 // Some ten lines of what the whole takes: `verb` begins them. Beside the sum stands what is free, if it is
 // known.
-inline void print_summary(FILE* to, const MemoryReport& r, const char* verb,
-                          std::optional<size_t> bytes_free = {}) {
+inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, const FreeMemory& free = {}) {
     print_choice(to, r);
-    fprintf(to, "%s: %lld parameters; %s, %s, batch %d, seq_len %d, recompute %s\n%s, in MiB:\n",
+    fprintf(to,
+            "%s: %lld parameters; %s, %s, batch %d, seq_len %d, recompute %s, head_rows %lld\n"
+            "%s, in MiB:\n",
             r.model.c_str(), static_cast<long long>(r.parameters), r.device.c_str(), r.precision.c_str(),
-            r.batch, r.seq_len, r.recompute.c_str(), verb);
+            r.batch, r.seq_len, r.recompute.c_str(), static_cast<long long>(r.head_rows), verb);
     const auto line = [&](size_t bytes, const std::string& what) {
         if (bytes > 0) fprintf(to, "%12.2f  %s\n", mebibytes(bytes), what.c_str());
     };
@@ -185,8 +190,9 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb,
                                      {"input", "batch"}})
         line(r.of_kind(kind), what);
     line(r.workspace(), "workspace");
-    line(r.process, "the process itself (about)");
-    line(r.total(), bytes_free ? format("in all; %.0f are free", mebibytes(*bytes_free)) : "in all");
+    const std::string of_it = format("; %.2f of it the tokenizer", mebibytes(r.tokenizer));
+    line(r.process, "the process itself (about)" + (r.tokenizer >= 1 << 20 ? of_it : ""));
+    line(r.total(), free.known() ? format("in all; %.0f are free", mebibytes(free.bytes)) : "in all");
 }
 
 // The summary, and a table of every buffer.

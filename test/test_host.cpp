@@ -253,6 +253,14 @@ TEST(Options, ResumeAuto) {
               std::string::npos);
 }
 
+TEST(Options, HeadRowsMayBeAutomatic) {
+    EXPECT_EQ(parse({}).head_rows, -1);
+    EXPECT_EQ(parse({"--head-rows", "auto"}).head_rows, -1);
+    EXPECT_EQ(parse({"--head-rows", "0"}).head_rows, 0);
+    EXPECT_EQ(parse({"--resume", "dir"}, {{"--head-rows", {"512"}}}).head_rows, 512);
+    EXPECT_NE(failure({"--head-rows", "-1"}).find("--head-rows"), std::string::npos);
+}
+
 TEST(Options, GraphIsOnOrOff) {
     EXPECT_EQ(parse({}).graph, "on");
     EXPECT_EQ(parse({"--graph", "off"}).graph, "off");

@@ -117,7 +117,8 @@ def test_recompute_takes_less(train):
 
 def test_no_buffer_grows_with_seq_len_squared(train):
     """The same number of tokens in long and in short sequences."""
-    short, long = (train.plan("--model", "d12", "--batch", batch, "--seq-len", seq_len, "--sample-tokens", 0)
+    short, long = (train.plan("--model", "d12", "--batch", batch, "--seq-len", seq_len, "--sample-tokens", 0,
+                              "--head-rows", 256)
                    for batch, seq_len in ((8, 256), (2, 1024)))
     assert abs(long["totals"]["activations"] / short["totals"]["activations"] - 1) < 0.001
     assert len(in_arena(long)) == len(in_arena(short))

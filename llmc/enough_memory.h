@@ -1,0 +1,66 @@
+// enough_memory.h - the plan beside what is free: what a run may not exceed, and how much --batch auto takes.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <string>
+
+#include "llmc/device.h"
+#include "llmc/report.h"
+
+// What --batch auto takes at most: as many tokens as train well in one micro-batch, and as many sequences of
+// the data as leave ten steps to an epoch.
+constexpr int64_t kMostAutoTokens = 1 << 16;
+constexpr int64_t kLeastStepsOfAnEpoch = 10;
+
+// The most sequences that --batch auto may choose, and why no more.
+struct BatchCap {
+    int64_t sequences;
+    const char* why;
+};
+
+// `epoch`: the data's sequences, where there are data.
+inline BatchCap batch_cap(int64_t seq_len, std::optional<uint64_t> epoch) {
+    const int64_t by_tokens = kMostAutoTokens / seq_len;
+    const int64_t by_data =
+        epoch ? static_cast<int64_t>(std::min<uint64_t>(*epoch / kLeastStepsOfAnEpoch, INT32_MAX))
+              : INT32_MAX;
+    const BatchCap cap = by_data < by_tokens ? BatchCap{by_data, "a tenth of the data"}
+                                             : BatchCap{by_tokens, "64 Ki tokens, the most that it takes"};
+    return {std::max<int64_t>(1, cap.sequences), cap.why};
+}
+
+// What is free at the first call: before a search over settings, whose own memory serves the run later.
+inline const FreeMemory& memory_free_at_start() {
+    static const FreeMemory free = device_memory_free();
+    return free;
+}
+
+// What is free with some room left.
+inline FreeMemory with_reserve(const FreeMemory& free) {
+    return {free.bytes / 20 * 19, "95% of what is free: " + free.limit};
+}
+
+// What a run is still to take: its tokenizer is there when it is planned.
+inline size_t still_to_take(const MemoryReport& r) { return r.total() - r.tokenizer; }
+
+inline std::string describe_shortage(const MemoryReport& r, const FreeMemory& free) {
+    return format("the plan takes %.1f MiB and %.1f are free (%s)", mebibytes(still_to_take(r)),
+                  mebibytes(free.bytes), free.limit.c_str());
+}
+
+// Fails where the plan takes more than is free.
+inline void require_memory(const MemoryReport& r, const FreeMemory& free, bool trains) {
+    if (still_to_take(r) <= free.bytes) return;
+    const std::string chosen =
+        trains ? format("--memory %zuMiB chooses what fits, or ", with_reserve(free).bytes >> 20) : "";
+    fail("%s; smaller: %sa smaller %s", describe_shortage(r, free).c_str(), chosen.c_str(),
+         r.train->takes.empty() ? "--model" : "--batch, --seq-len or --model");
+}
+
+// The same for a plan that is only asked about: a remark.
+inline void remark_shortage(const MemoryReport& r) {
+    if (!kHostIsDevice) return;  // a plan needs no GPU
+    const FreeMemory& free = memory_free_at_start();
+    if (still_to_take(r) > free.bytes) fprintf(stderr, "here %s\n", describe_shortage(r, free).c_str());
+}

@@ -1,0 +1,179 @@
+// host_memory.h - how much more memory this process may have: the least of what the machine has, what the
+// cgroups that it is in allow (of version 1 and 2; Docker's and Slurm's limits are such), and ulimit -v and
+// -d.
+#pragma once
+
+#include <omp.h>
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <fstream>
+#include <optional>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "llmc/error.h"
+
+// Bytes that are free, and what keeps them from being more. SIZE_MAX where that cannot be told.
+struct FreeMemory {
+    size_t bytes = SIZE_MAX;
+    std::string limit;
+
+    bool known() const { return bytes != SIZE_MAX; }
+    void at_most(size_t other, const std::string& other_limit) {
+        if (other < bytes) bytes = other, limit = other_limit;
+    }
+};
+
+// What a run maps and does not touch, measured with 1 to 16 threads: room for products to be compiled in, and
+// heaps. It counts where addresses are limited, and nowhere else.
+inline size_t untouched_bytes(int threads) { return static_cast<size_t>(12 + 4 * threads) << 20; }
+
+// The soft limits of this process; RLIM_INFINITY is none. Of what they allow, `untouched` bytes are for no
+// plan.
+struct ProcessLimits {
+    rlim_t address_space = RLIM_INFINITY, data = RLIM_INFINITY;
+    size_t untouched = 0;
+
+    static ProcessLimits now() {
+        rlimit address_space{}, data{};
+        ProcessLimits limits;
+        limits.untouched = untouched_bytes(omp_get_max_threads());
+        if (getrlimit(RLIMIT_AS, &address_space) == 0) limits.address_space = address_space.rlim_cur;
+        if (getrlimit(RLIMIT_DATA, &data) == 0) limits.data = data.rlim_cur;
+        return limits;
+    }
+};
+
+// The number behind `name` on its line of a file: "MemAvailable:   123 kB". Nothing where there is none.
+inline std::optional<uint64_t> number_in_file(const std::string& path, const std::string& name) {
+    std::ifstream file(path);
+    for (std::string line; std::getline(file, line);) {
+        std::istringstream words(line);
+        std::string first;
+        uint64_t number = 0;
+        if (words >> first >> number && first == name) return number;
+    }
+    return std::nullopt;
+}
+
+// The number that is all of a file. Nothing where it holds another word, as "max".
+inline std::optional<uint64_t> number_of_file(const std::string& path) {
+    std::ifstream file(path);
+    uint64_t number = 0;
+    if (file >> number) return number;
+    return std::nullopt;
+}
+
+// A hierarchy of cgroups that may limit memory: where it is mounted, and where in it this process is.
+struct MemoryCgroups {
+    int version;
+    std::string mounted_at;
+    std::string folder;  // below it: "/a/b", or empty
+};
+
+// A path of /proc/self/mountinfo, whose spaces are written as \040.
+inline std::string unescaped(const std::string& text) {
+    std::string plain;
+    for (size_t i = 0; i < text.size(); i++) {
+        const bool escaped =
+            text[i] == '\\' && i + 3 < text.size() &&
+            std::all_of(&text[i + 1], &text[i + 4], [](char c) { return c >= '0' && c <= '7'; });
+        plain += escaped ? static_cast<char>(strtol(text.substr(i + 1, 3).c_str(), nullptr, 8)) : text[i];
+        if (escaped) i += 3;
+    }
+    return plain;
+}
+
+// The names between commas.
+inline bool has_name(const std::string& list, const std::string& name) {
+    return ("," + list + ",").find("," + name + ",") != std::string::npos;
+}
+
+// The process's path in a hierarchy, from /proc/self/cgroup: lines of "4:memory:/path", of version 2
+// "0::/path".
+inline std::optional<std::string> cgroup_path(const std::string& root, int version) {
+    std::ifstream file(root + "/proc/self/cgroup");
+    for (std::string line; std::getline(file, line);) {
+        const size_t names = line.find(':') + 1, path = line.find(':', names) + 1;
+        if (names == 0 || path == 0) continue;
+        const std::string list = line.substr(names, path - 1 - names);
+        if (version == 2 ? list.empty() : has_name(list, "memory")) return line.substr(path);
+    }
+    return std::nullopt;
+}
+
+// The hierarchies that are mounted here, from /proc/self/mountinfo. A mount may show a part of a hierarchy,
+// as in a container: then its own path is cut off the process's; where that lies elsewhere, only the mount is
+// seen.
+inline std::vector<MemoryCgroups> memory_cgroups(const std::string& root) {
+    std::vector<MemoryCgroups> all;
+    std::ifstream file(root + "/proc/self/mountinfo");
+    for (std::string line; std::getline(file, line);) {
+        const size_t behind = line.find(" - ");
+        if (behind == std::string::npos) continue;
+        std::istringstream before(line), after(line.substr(behind + 3));
+        std::string word, mounted, at, type, source, options;
+        before >> word >> word >> word >> mounted >> at;
+        after >> type >> source >> options;
+        const int version = type == "cgroup2" ? 2 : type == "cgroup" && has_name(options, "memory") ? 1 : 0;
+        if (version == 0) continue;
+        const auto path = cgroup_path(root, version);
+        if (!path) continue;
+        std::string prefix = unescaped(mounted), folder;
+        if (prefix == "/") prefix.clear();
+        if (path->compare(0, prefix.size(), prefix) == 0) folder = path->substr(prefix.size());
+        if (folder == "/" || (!folder.empty() && folder[0] != '/') || folder.find("/..") == 0) folder.clear();
+        all.push_back({version, unescaped(at), folder});
+    }
+    return all;
+}
+
+// From here on a limit of version 1 is none: it has no word for that, but a number near 2^63.
+constexpr uint64_t kNoCgroupLimit = uint64_t{1} << 60;
+
+// Takes into account what one cgroup still allows; files that were read and may be dropped count as free.
+inline void limit_by_cgroup(FreeMemory& free, const std::string& root, int version,
+                            const std::string& folder) {
+    const std::string at = root + folder;
+    const auto used = number_of_file(at + (version == 2 ? "/memory.current" : "/memory.usage_in_bytes"));
+    if (!used) return;
+    const uint64_t files =
+        number_in_file(at + "/memory.stat", version == 2 ? "inactive_file" : "total_inactive_file")
+            .value_or(0);
+    const uint64_t kept = *used - std::min(*used, files);
+    const auto names =
+        version == 2 ? std::vector{"memory.max", "memory.high"} : std::vector{"memory.limit_in_bytes"};
+    for (const char* name : names)
+        if (const auto most = number_of_file(at + "/" + name); most && *most < kNoCgroupLimit)
+            free.at_most(*most - std::min(*most, kept), format("%s/%s", folder.c_str(), name));
+}
+
+// What is free for this process now. `root` is put in front of every path, for tests.
+inline FreeMemory host_memory_free(const std::string& root = "",
+                                   const ProcessLimits& limits = ProcessLimits::now()) {
+    FreeMemory free;
+    if (const auto kib = number_in_file(root + "/proc/meminfo", "MemAvailable:"))
+        free.at_most(*kib << 10, "this machine's memory");
+    for (const MemoryCgroups& cgroups : memory_cgroups(root)) {
+        std::string folder = cgroups.folder;
+        while (true) {
+            limit_by_cgroup(free, root, cgroups.version, cgroups.mounted_at + folder);
+            if (folder.empty()) break;
+            folder.resize(folder.rfind('/'));
+        }
+    }
+    const auto limit_by = [&](rlim_t most, const char* name, const char* option) {
+        const auto kib = number_in_file(root + "/proc/self/status", name);
+        if (most == RLIM_INFINITY || !kib) return;
+        const uint64_t used = (*kib << 10) + limits.untouched;
+        free.at_most(most - std::min<uint64_t>(most, used),
+                     format("ulimit %s %llu", option, static_cast<unsigned long long>(most >> 10)));
+    };
+    limit_by(limits.address_space, "VmSize:", "-v");
+    limit_by(limits.data, "VmData:", "-d");
+    return free;
+}

@@ -1,0 +1,195 @@
+// test_host_memory.cpp - what is free: read from made-up /proc and /sys of machines, containers and limits;
+// and what is made of it.
+#include <sys/mman.h>
+
+#include "llmc/enough_memory.h"
+#include "llmc/head_rows.h"
+#include "llmc/host_memory.h"
+#include "test/file_helpers.h"
+
+namespace {
+
+constexpr size_t kMiB = size_t{1} << 20;
+constexpr const char* kV1 =
+    "36 31 0:32 / /sys/fs/cgroup/memory rw,relatime shared:9 - cgroup cgroup rw,memory\n";
+constexpr const char* kV2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n";
+
+// A machine with 1000 MiB available, as files in a folder.
+struct Machine {
+    TempFolder folder;
+
+    Machine(const std::string& cgroup, const std::string& mounts) {
+        write("/proc/meminfo", "MemTotal:  9000000 kB\nMemAvailable:    1024000 kB\n");
+        write("/proc/self/status", "Name:\ttrain\nVmSize:\t   40960 kB\nVmData:\t  20480 kB\n");
+        write("/proc/self/cgroup", "3:cpuset:/other\n" + cgroup);
+        write("/proc/self/mountinfo", "23 1 0:5 / /proc rw - proc proc rw\n" + mounts);
+    }
+    void write(const std::string& path, const std::string& content) const {
+        const std::filesystem::path at(folder.path() + path);
+        std::filesystem::create_directories(at.parent_path());
+        std::ofstream(at) << content;
+    }
+    void v1(const std::string& at, const std::string& limit, size_t used, size_t files = 0) const {
+        write(at + "/memory.limit_in_bytes", limit);
+        write(at + "/memory.usage_in_bytes", std::to_string(used));
+        write(at + "/memory.stat", "inactive_file 1\ntotal_inactive_file " + std::to_string(files) + "\n");
+    }
+    void v2(const std::string& at, const std::string& max, const std::string& high, size_t used,
+            size_t files = 0) const {
+        write(at + "/memory.max", max + "\n");
+        write(at + "/memory.high", high + "\n");
+        write(at + "/memory.current", std::to_string(used) + "\n");
+        write(at + "/memory.stat", "anon 5\ninactive_file " + std::to_string(files) + "\nactive_file 7\n");
+    }
+    void expect_free(double mib, const std::string& limit, const ProcessLimits& limits = {}) const {
+        const FreeMemory free = host_memory_free(folder.path(), limits);
+        EXPECT_DOUBLE_EQ(mebibytes(free.bytes), mib);
+        EXPECT_EQ(free.limit, limit);
+    }
+};
+
+std::string mib(size_t n) { return std::to_string(n * kMiB); }
+
+TEST(HostMemory, OfAMachineWithoutLimits) {
+    const Machine none("", ""), v1("4:memory:/\n", kV1), v2("0::/\n", kV2);
+    none.expect_free(1000, "this machine's memory");
+    v1.v1("/sys/fs/cgroup/memory", "9223372036854771712", 50 * kMiB);
+    v1.expect_free(1000, "this machine's memory");
+    v2.v2("/sys/fs/cgroup", "max", "max", 50 * kMiB);
+    v2.expect_free(1000, "this machine's memory");
+    EXPECT_FALSE(host_memory_free("/nowhere", {}).known());
+}
+
+TEST(HostMemory, Version1) {
+    const Machine m("9:cpu,memory:/slurm/job\n", kV1);
+    const std::string at = "/sys/fs/cgroup/memory";
+    m.v1(at + "/slurm/job", mib(300), 100 * kMiB, 40 * kMiB);
+    m.expect_free(240, at + "/slurm/job/memory.limit_in_bytes");
+    m.v1(at + "/slurm", mib(250), 90 * kMiB);  // a parent's limit holds too
+    m.expect_free(160, at + "/slurm/memory.limit_in_bytes");
+    m.v1(at, mib(80), 90 * kMiB);  // all is used
+    m.expect_free(0, at + "/memory.limit_in_bytes");
+}
+
+TEST(HostMemory, Version2) {
+    const Machine m("0::/user.slice/job\n", kV2);
+    const std::string at = "/sys/fs/cgroup/user.slice";
+    m.v2(at + "/job", mib(300), "max", 100 * kMiB, 40 * kMiB);
+    m.expect_free(240, at + "/job/memory.max");
+    m.v2(at + "/job", mib(300), mib(200), 100 * kMiB, 40 * kMiB);
+    m.expect_free(140, at + "/job/memory.high");
+    m.v2(at, mib(130), "max", 20 * kMiB);
+    m.expect_free(110, at + "/memory.max");
+}
+
+// Both are mounted where a system has the old controllers and the new hierarchy for its own ends.
+TEST(HostMemory, Hybrid) {
+    const Machine m("4:memory:/a\n0::/b\n",
+                    std::string(kV1) + "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n");
+    m.v1("/sys/fs/cgroup/memory/a", mib(500), 0);
+    m.expect_free(500, "/sys/fs/cgroup/memory/a/memory.limit_in_bytes");
+    m.v2("/sys/fs/cgroup/unified/b", mib(400), "max", 0);
+    m.expect_free(400, "/sys/fs/cgroup/unified/b/memory.max");
+}
+
+// A container sees its own cgroup where others see the root, but the path as the machine has it.
+TEST(HostMemory, InAContainer) {
+    const Machine m("4:memory:/docker/0af\n",
+                    "36 31 0:32 /docker/0af /sys/fs/my\\040cgroup ro - cgroup cgroup rw,memory\n");
+    m.v1("/sys/fs/my cgroup", mib(286), 16 * kMiB);
+    m.expect_free(270, "/sys/fs/my cgroup/memory.limit_in_bytes");
+    for (const char* path : {"/", "/../../elsewhere", "/docker/0aff/x"}) {
+        m.write("/proc/self/cgroup", format("4:memory:%s\n", path));
+        m.expect_free(270, "/sys/fs/my cgroup/memory.limit_in_bytes");
+    }
+}
+
+TEST(HostMemory, LimitsOfTheProcess) {
+    const Machine m("", "");
+    m.expect_free(60, "ulimit -v 102400", {.address_space = 100 * kMiB});
+    m.expect_free(80, "ulimit -d 102400", {.address_space = 900 * kMiB, .data = 100 * kMiB});
+    m.expect_free(35, "ulimit -v 102400", {.address_space = 100 * kMiB, .untouched = 25 * kMiB});
+    m.expect_free(0, "ulimit -v 30720", {.address_space = 30 * kMiB});
+    m.expect_free(1000, "this machine's memory", {.address_space = 9000 * kMiB});
+}
+
+// Of files that hold anything nothing is read that is not there.
+TEST(HostMemory, DamagedFiles) {
+    const Machine m("::\n\n:\n4:memory\n0::\n7:x:\n",
+                    "\n - \nx - cgroup2\n36 31 0:32 / \\ rw - cgroup c memory\n");
+    m.expect_free(1000, "this machine's memory");
+    m.write("/proc/meminfo", "MemAvailable: much\n");
+    EXPECT_FALSE(host_memory_free(m.folder.path(), {}).known());
+}
+
+// That of the machine which this runs on: what is mapped and touched is no longer free.
+TEST(HostMemory, HereAndNow) {
+    const FreeMemory before = host_memory_free();
+    ASSERT_TRUE(before.known());
+    EXPECT_GT(before.bytes, kMiB);
+    EXPECT_FALSE(before.limit.empty());
+    const size_t used = number_in_file("/proc/self/status", "VmSize:").value() << 10;
+    const ProcessLimits limits{.address_space = used + 64 * kMiB};
+    const auto left = [&] { return host_memory_free("", limits); };
+    if (before.bytes < 128 * kMiB) GTEST_SKIP() << "little memory is free here";
+    EXPECT_NEAR(mebibytes(left().bytes), 64, 1);
+    EXPECT_NE(left().limit.find("ulimit -v"), std::string::npos);
+    void* p = mmap(nullptr, 40 * kMiB, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    EXPECT_NEAR(mebibytes(left().bytes), 24, 1);
+    munmap(p, 40 * kMiB);
+}
+
+// A report of so many MiB, as of a training or of a generation.
+MemoryReport report_of(size_t mib, const Plan* train) {
+    MemoryReport r;
+    r.process = mib * kMiB;
+    r.train = train;
+    return r;
+}
+
+TEST(EnoughMemory, RefusesWhatTakesMore) {
+    Plan step;
+    step.takes.resize(1);
+    const FreeMemory free{100 * kMiB, "ulimit -v 5"};
+    EXPECT_NO_THROW(require_memory(report_of(100, &step), free, true));
+    EXPECT_NO_THROW(require_memory(report_of(1 << 20, &step), FreeMemory(), true));
+    expect_user_error([&] { require_memory(report_of(101, &step), free, true); },
+                      {"takes 101.0 MiB", "100.0 are free (ulimit -v 5)", "--memory 95MiB", "--batch"});
+    expect_user_error([&] { require_memory(report_of(101, &kNoPlan), free, false); },
+                      {"takes 101.0 MiB", "a smaller --model"});
+}
+
+TEST(EnoughMemory, BatchAutoIsCapped) {
+    EXPECT_EQ(batch_cap(128, {}).sequences, 512);
+    EXPECT_EQ(batch_cap(128, 7841).sequences, 512);
+    EXPECT_EQ(batch_cap(128, 5119).sequences, 511);
+    EXPECT_STREQ(batch_cap(128, 5119).why, "a tenth of the data");
+    EXPECT_EQ(batch_cap(128, 9).sequences, 1);
+    EXPECT_EQ(batch_cap(1 << 20, 1000).sequences, 1);
+    EXPECT_EQ(batch_cap(1, uint64_t{1} << 60).sequences, 1 << 16);
+}
+
+// Against a search of all, on times that fall as chunks grow.
+TEST(HeadRows, TheFewestThatCostLittle) {
+    for (const double launch : {0.0, 1e-4, 1e-3, 1e-2, 1.0})
+        for (const int64_t rows : {1, 64, 65, 128, 1000, 4096, 100000}) {
+            const auto seconds = [&](int64_t few) {
+                return 1 +
+                       launch * std::ceil(static_cast<double>(rows) / static_cast<double>(few ? few : rows));
+            };
+            const int64_t chosen = choose_head_rows(rows, seconds);
+            EXPECT_TRUE(chosen == 0 || (chosen >= 64 && chosen < rows && (chosen & (chosen - 1)) == 0));
+            EXPECT_LE(seconds(chosen), 1.02 * seconds(0));
+            const bool fewer = rows > 64 && chosen != 64;
+            EXPECT_TRUE(!fewer || seconds(chosen ? chosen / 2 : 64) > 1.02 * seconds(0));
+        }
+}
+
+TEST(HeadRows, TheUpdateHasNoSay) {
+    Plan plan;
+    plan.work = {{"forward block 0", "matmul", 100, 0}, {"backward update 3", "adamw", 0, 900}};
+    EXPECT_DOUBLE_EQ(seconds_without_update(plan, {10, 10, 0}), 10);
+    EXPECT_DOUBLE_EQ(seconds_of(plan.work, {10, 10, 0}), 100);
+}
+
+}  // namespace

@@ -8,6 +8,7 @@
 # make build-tests       builds the tests, and what they run
 # make unit-tests        runs the C++ tests; for the CPU also race-probe and fuzz
 # make python-tests      runs the Python tests
+# make test-smollm2      fine-tunes SmolLM2-135M beside transformers (minutes)
 # make race-probe        checks that ThreadSanitizer finds a barrier that is missing
 # make fuzz-build        builds the fuzzers of what reads files
 # make fuzz              runs them, each for FUZZ_SECONDS=10
@@ -199,14 +200,14 @@ else
 endif
 
 FUZZ_SECONDS ?= 10
-FUZZERS := $(patsubst %,build/test/fuzz/fuzz_%,safetensors shards json tokenizer)
+FUZZERS := $(patsubst %,build/test/fuzz/fuzz_%,safetensors shards json config tokenizer)
 fuzz-build: $(FUZZERS)
 build/test/fuzz/%: test/%.cpp Makefile
 	@mkdir -p $(@D)
 	clang++ -std=c++20 -Wall -Wextra -Werror -I. -MMD -MP -MF $@.d -MT $@ -g -O1 -fsanitize=fuzzer,address $< -o $@ $(TEXT_LIBS)
 fuzz: $(FUZZERS)
 	@python3 test/fuzz_seeds.py build/fuzz
-	@for f in safetensors shards json tokenizer; do \
+	@for f in safetensors shards json config tokenizer; do \
 	  build/test/fuzz/fuzz_$$f -max_total_time=$(FUZZ_SECONDS) -verbosity=0 -print_final_stats=0 build/fuzz/$$f > build/fuzz/$$f.log 2>&1 || \
 	  { tail -40 build/fuzz/$$f.log; exit 1; }; echo "== fuzz_$$f: $(FUZZ_SECONDS) s, nothing found"; done
 
@@ -225,6 +226,11 @@ build/bench/cpu/%: dev/bench/%.cpp Makefile
 build/bench/cuda/%: dev/bench/%.cpp Makefile $(CUDA_FLAGS)
 	@mkdir -p $(@D)
 	$(NVCC) -x cu $(NVCCFLAGS) -MF $@.d -MT $@ $< -o $@ $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; rm -f $@; exit 1; }
+
+# A real model against transformers; takes minutes.
+.PHONY: test-smollm2
+test-smollm2: test-deps build/$(DEVICE)-fp32/train
+	TRAIN_BINARIES="build/$(DEVICE)-fp32/train" $(PYTHON) -m pytest -q test/slow_smollm2.py
 
 python-tests: $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES) $(PROBE)
 	@dev/venv.sh

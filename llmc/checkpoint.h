@@ -106,6 +106,9 @@ void put_weights(State<T>& state, int64_t at, const std::vector<float>& values) 
 // in it, or when that is damaged or describes a model that is not computed here.
 inline ModelConfig read_model_config(const std::string& folder, const char* option) {
     const std::string file = folder + "/config.json";
+    if (file_exists(folder + "/adapter_config.json"))
+        fail("%s %s: has an adapter_config.json, and adapters are not supported; merge it into its model",
+             option, folder.c_str());
     if (!file_exists(file)) fail("%s %s: is not a folder with config.json", option, folder.c_str());
     ModelConfig config = parse_config(read_json(file), file);
     // What generating stops at is that file's where there is one, and else the config's.
@@ -134,27 +137,79 @@ void initialize_weights(State<T>& state, uint64_t seed) {
         });
 }
 
+// Calls use(first, values) for one chunk after another of a tensor, as floats. Fails naming the folder when
+// it is of another dtype.
+template <class Use>
+void read_chunks(const SafetensorsEntry& entry, int64_t elements, const std::string& folder, Use&& use) {
+    std::vector<float> values;
+    for_each_chunk(elements, [&](int64_t first, int64_t count) {
+        values.resize(static_cast<size_t>(count));
+        try {
+            read_as_float(entry, values.data(), static_cast<size_t>(first), values.size());
+        } catch (const UserError& e) {
+            fail("%s: %s", folder.c_str(), e.what());
+        }
+        use(first, values);
+    });
+}
+
+// Fails unless a tied head that is in the files too is the token embedding there.
+inline void check_tied_head(const SafetensorsFolder& files, const Parameter::Part& embedding,
+                            const std::string& folder) {
+    const SafetensorsEntry *head = files.find("lm_head.weight"), *tokens = files.find(embedding.name);
+    if (!head || !tokens) return;
+    const SafetensorsEntry& same = files.get("lm_head.weight", file_shape(embedding.shape));
+    std::vector<float> other;
+    read_chunks(
+        *tokens, embedding.shape.size(), folder, [&](int64_t first, const std::vector<float>& values) {
+            other.resize(values.size());
+            read_as_float(same, other.data(), static_cast<size_t>(first), other.size());
+            if (other != values)
+                fail("%s: lm_head.weight is not %s, to which 'tie_word_embeddings' ties it: is that false?",
+                     folder.c_str(), embedding.name.c_str());
+        });
+}
+
+// Whether a tensor that no row of a table names is known to say nothing: buffers that older versions of
+// `transformers` saved, and a tied head.
+inline bool is_harmless(const std::string& name) {
+    for (const char* end : {"rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "lm_head.weight"})
+        if (name.ends_with(end)) return true;
+    return false;
+}
+
 // Loads every weight from a folder's safetensors: F32, F16 or BF16, names with or without the family's
-// prefix. Other tensors in there are left alone, the lm_head.weight of a tied head among them. Fails naming
-// the tensor that is missing, or has another shape or dtype. The padding stays as it is: zero.
+// prefix. Other tensors in there are left out, as `transformers` does, and said to be where they may have
+// been meant. Fails naming the tensor that is missing, has another shape or dtype, or is a tied head and
+// another matrix. The padding stays as it is: zero.
 template <class T>
 void load_weights(State<T>& state, const std::string& folder) {
-    const SafetensorsFolder files(folder, state.layout.config().family->prefix);
-    std::vector<float> values;
+    const ModelConfig& config = state.layout.config();
+    const SafetensorsFolder files(folder, config.family->prefix);
+    std::set<const SafetensorsEntry*> used;
     for (const Parameter& p : state.layout.parameters()) {
+        const bool is_head = config.tied && p.field == Field::TokenEmbedding;
+        if (is_head) check_tied_head(files, p.parts[0], folder);
         for (const Parameter::Part& part : p.parts) {
-            const SafetensorsEntry& entry = files.get(part.name, file_shape(part.shape));
-            for_each_chunk(part.shape.size(), [&](int64_t first, int64_t count) {
-                values.resize(static_cast<size_t>(count));
-                try {
-                    read_as_float(entry, values.data(), static_cast<size_t>(first), values.size());
-                } catch (const UserError& e) {
-                    fail("%s: %s", folder.c_str(), e.what());
-                }
-                put_weights(state, p.offset + part.offset + first, values);
-            });
+            // Of the two names of a tied matrix the files may have either.
+            const bool as_head = is_head && !files.find(part.name) && files.find("lm_head.weight");
+            const SafetensorsEntry& entry =
+                files.get(as_head ? "lm_head.weight" : part.name, file_shape(part.shape));
+            used.insert(&entry);
+            read_chunks(entry, part.shape.size(), folder,
+                        [&](int64_t first, const std::vector<float>& values) {
+                            put_weights(state, p.offset + part.offset + first, values);
+                        });
         }
     }
+    std::vector<std::string> others;
+    for (const auto& [name, entry] : files.entries())
+        if (!used.contains(entry) && !is_harmless(name)) others.push_back(name);
+    if (!others.empty())
+        fprintf(stderr, "%s: \"%s\"%s: not of a %s of this config.json, and left out\n", folder.c_str(),
+                printable(others[0]).c_str(),
+                others.size() > 1 ? format(" and %zu more tensors", others.size() - 1).c_str() : "",
+                config.family->name);
 }
 
 inline constexpr const char* kTokenizerFiles[] = {"tokenizer.json",

@@ -67,14 +67,15 @@ inline void check_config(const ModelConfig& c, const std::string& where) {
         if (value < 1 || value > most)
             fail("%s: the model has %d %s, but must have 1 to %d", where.c_str(), value, name, most);
     };
-    positive("tokens (vocab_size)", c.vocabulary, 1 << 24);
+    positive("tokens (vocab_size)", c.vocabulary, kMostVocabulary);
     positive("positions", c.positions, kMostPositions);
-    positive("layers", c.layers, 10000);
-    positive("channels", c.channels, 1 << 20);
+    positive("layers", c.layers, kMostLayers);
+    positive("channels", c.channels, kMostChannels);
     positive("heads", c.heads, c.channels);
     positive("key/value heads", c.kv_heads, c.heads);
     positive("channels in a head", c.head_size, kMostHeadSize);
-    positive("channels in the MLP", c.mlp_width, 1 << 22);
+    positive("channels in the MLP", c.mlp_width, kMostMlpWidth);
+    positive("channels in all heads", static_cast<int>(c.query_width()), kMostMlpWidth);
     if (c.heads % c.kv_heads != 0)
         fail("%s: %d heads are not a multiple of %d key/value heads", where.c_str(), c.heads, c.kv_heads);
 }
@@ -88,8 +89,13 @@ inline ModelConfig parse_config(const nlohmann::json& json, const std::string& f
     if (!c.family)
         fail("%s: 'model_type' is \"%s\"; there are %s", file.c_str(), printable(type).c_str(),
              family_names().c_str());
-    if (r.has("quantization_config"))
-        fail("%s: 'quantization_config': quantized weights are not supported", file.c_str());
+    if (r.has("quantization_config")) {
+        const std::string method = r.object("quantization_config").text("quant_method", "unnamed");
+        fail("%s: 'quantization_config' is of method \"%s\"; quantized weights are not supported",
+             file.c_str(), printable(method).c_str());
+    }
+    // Mixtures of experts under a dense model's name: `transformers` would leave their tensors out.
+    for (const char* key : {"num_local_experts", "num_experts", "n_routed_experts"}) r.must_be(key, {0});
     c.family->read(r, c);
     check_config(c, file);
     const auto marks = [&](const char* key, int usual) {

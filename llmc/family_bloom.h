@@ -10,17 +10,17 @@ inline constexpr TokenDefaults kTokens = {250880, 1, 2};
 inline void read(const ConfigReader& r, ModelConfig& c) {
     r.must_be("apply_residual_connection_post_layernorm", {false});
     r.must_be("tie_word_embeddings", {true});
-    c.vocabulary = r.integer("vocab_size", kTokens.vocabulary);
+    c.vocabulary = r.size("vocab_size", kTokens.vocabulary, kMostVocabulary);
     c.positions = kMostPositions;  // distances have no end
-    c.layers = r.integer(r.either("n_layer", "num_hidden_layers"), 2);
-    c.channels = r.integer(r.either("n_embed", "hidden_size"), 64);
-    c.heads = c.kv_heads = r.integer(r.either("n_head", "num_attention_heads"), 8);
-    if (c.heads > 0 && c.channels % c.heads != 0)
+    c.layers = r.size(r.either("n_layer", "num_hidden_layers"), 2, kMostLayers);
+    c.channels = r.size(r.either("n_embed", "hidden_size"), 64, kMostChannels);
+    c.heads = c.kv_heads = r.size(r.either("n_head", "num_attention_heads"), 8, kMostChannels);
+    if (c.channels % c.heads != 0)
         fail("%s: hidden_size %d is not a multiple of n_head %d", r.file().c_str(), c.channels, c.heads);
-    c.head_size = c.heads > 0 ? c.channels / c.heads : 0;
+    c.head_size = c.channels / c.heads;
     c.mlp_width = 4 * c.channels;
     r.must_be("n_inner", {c.mlp_width});
-    c.norm_epsilon = r.number("layer_norm_epsilon", 1e-5);
+    c.norm_epsilon = r.number("layer_norm_epsilon", 1e-5, 0, 1);
 }
 
 inline void write(const ModelConfig& c, nlohmann::json& json) {

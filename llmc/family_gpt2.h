@@ -11,17 +11,17 @@ inline void read(const ConfigReader& r, ModelConfig& c) {
     r.must_be("scale_attn_by_inverse_layer_idx", {false});
     r.must_be("add_cross_attention", {false});
     r.must_be("tie_word_embeddings", {true});
-    c.vocabulary = r.integer("vocab_size");
-    c.layers = r.integer("n_layer");
-    c.heads = c.kv_heads = r.integer("n_head");
-    c.channels = r.integer("n_embd");
-    c.positions = r.integer(r.either("n_positions", "n_ctx"));
-    if (c.heads > 0 && c.channels % c.heads != 0)
+    c.vocabulary = r.size("vocab_size", kMostVocabulary);
+    c.layers = r.size("n_layer", kMostLayers);
+    c.heads = c.kv_heads = r.size("n_head", kMostChannels);
+    c.channels = r.size("n_embd", kMostChannels);
+    c.positions = r.size(r.either("n_positions", "n_ctx"), kMostPositions);
+    if (c.channels % c.heads != 0)
         fail("%s: n_embd %d is not a multiple of n_head %d", r.file().c_str(), c.channels, c.heads);
-    c.head_size = c.heads > 0 ? c.channels / c.heads : 0;
+    c.head_size = c.channels / c.heads;
     c.mlp_width = 4 * c.channels;
     r.must_be("n_inner", {c.mlp_width});
-    c.norm_epsilon = r.number("layer_norm_epsilon", 1e-5);
+    c.norm_epsilon = r.number("layer_norm_epsilon", 1e-5, 0, 1);
 }
 
 inline void write(const ModelConfig& c, nlohmann::json& json) {

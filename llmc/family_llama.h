@@ -17,37 +17,31 @@ struct Defaults {
 };
 
 // The rotary scaling, as version 4 of `transformers` writes it (rope_theta, rope_scaling) and as 5 does
-// (rope_parameters).
+// (rope_parameters). Where a file has both, `transformers` takes the older.
 inline RopeScaling read_rope(const ConfigReader& r, double theta) {
+    constexpr double kHuge = 1e30;  // beyond, fp32 has no powers
+    const bool older = r.has("rope_scaling") && !r.json()["rope_scaling"].empty();
+    const ConfigReader p = r.object(older ? "rope_scaling" : "rope_parameters");
+    for (const auto& [key, value] : p.json().items())
+        if (value.is_structured()) p.refuse(key, "one value for all layers");
+    for (const ConfigReader* reader : {&r, &p}) reader->must_be("partial_rotary_factor", {1.0});
     RopeScaling rope;
-    const bool one = r.has("rope_parameters");
-    const char* key = one ? "rope_parameters" : "rope_scaling";
-    const ConfigReader p = r.object(key);
-    rope.theta = one && p.has("rope_theta") ? p.number("rope_theta", theta) : r.number("rope_theta", theta);
-    if (!(rope.theta > 1)) fail("%s: 'rope_theta' is %g, but must be above 1", r.file().c_str(), rope.theta);
+    rope.theta = (p.has("rope_theta") ? p : r).number("rope_theta", theta, 1, kHuge);
     const std::string type = p.text(p.either("rope_type", "type"), "default");
-    if (type == "linear") rope.type = RopeType::kLinear;
-    if (type == "llama3") rope.type = RopeType::kLlama3;
-    if (type != "default" && rope.type == RopeType::kDefault)
+    if (type == "default") return rope;
+    if (type != "linear" && type != "llama3")
         fail("%s: the rotary scaling \"%s\" is not supported; default, linear and llama3 are",
-             r.file().c_str(), printable(type).c_str());
-    if (type == "default") return p.must_be("partial_rotary_factor", {1.0}), rope;
-    const auto positive = [&](const char* name) {
-        const double value = p.number(name);
-        if (!(value > 0))
-            fail("%s: %s: '%s' is %g, but must be positive", r.file().c_str(), key, name, value);
-        return value;
-    };
-    rope.factor = positive("factor");
-    if (rope.type != RopeType::kLlama3) return rope;
-    rope.low_freq_factor = positive("low_freq_factor");
-    rope.high_freq_factor = positive("high_freq_factor");
-    rope.original_max_position_embeddings = p.integer("original_max_position_embeddings");
+             p.file().c_str(), printable(type).c_str());
+    rope.type = type == "linear" ? RopeType::kLinear : RopeType::kLlama3;
+    rope.factor = p.number("factor", 0, kHuge);
+    if (rope.type == RopeType::kLinear) return rope;
+    rope.low_freq_factor = p.number("low_freq_factor", 0, kHuge);
+    rope.high_freq_factor = p.number("high_freq_factor", 0, kHuge);
+    rope.original_max_position_embeddings = p.size("original_max_position_embeddings", INT32_MAX);
+    r.must_be("original_max_position_embeddings", {rope.original_max_position_embeddings});
     if (rope.high_freq_factor <= rope.low_freq_factor)
-        fail("%s: %s: 'high_freq_factor' %g must be above 'low_freq_factor' %g", r.file().c_str(), key,
+        fail("%s: 'high_freq_factor' %g must be above 'low_freq_factor' %g", p.file().c_str(),
              rope.high_freq_factor, rope.low_freq_factor);
-    if (rope.original_max_position_embeddings < 1)
-        fail("%s: %s: 'original_max_position_embeddings' must be positive", r.file().c_str(), key);
     return rope;
 }
 
@@ -55,23 +49,23 @@ inline RopeScaling read_rope(const ConfigReader& r, double theta) {
 inline void read_with(const ConfigReader& r, ModelConfig& c, const Defaults& d) {
     r.must_be("hidden_act", {"silu", "swish"});
     for (const char* bias : {"attention_bias", "mlp_bias"}) r.must_be(bias, {false});
-    c.vocabulary = r.integer("vocab_size", d.tokens.vocabulary);
-    c.positions = r.integer("max_position_embeddings", d.positions);
-    c.layers = r.integer("num_hidden_layers", 32);
-    c.channels = r.integer("hidden_size", 4096);
-    c.heads = r.integer("num_attention_heads", 32);
+    c.vocabulary = r.size("vocab_size", d.tokens.vocabulary, kMostVocabulary);
+    c.positions = r.size("max_position_embeddings", d.positions, kMostPositions);
+    c.layers = r.size("num_hidden_layers", 32, kMostLayers);
+    c.channels = r.size("hidden_size", 4096, kMostChannels);
+    c.heads = r.size("num_attention_heads", 32, kMostChannels);
     // A key that is null means as many as heads; one that is missing, the class' number.
     const int kv_heads = r.json().contains("num_key_value_heads") || d.kv_heads == 0 ? c.heads : d.kv_heads;
-    c.kv_heads = r.integer("num_key_value_heads", kv_heads);
-    const int share = c.heads > 0 && c.channels % c.heads == 0 ? c.channels / c.heads : 0;
-    c.head_size = r.integer("head_dim", d.head_size > 0 ? d.head_size : share);
-    if (c.head_size == 0 && c.heads > 0)
+    c.kv_heads = r.size("num_key_value_heads", kv_heads, kMostChannels);
+    const int share = c.channels % c.heads == 0 ? c.channels / c.heads : 0;
+    c.head_size = r.size("head_dim", d.head_size > 0 ? d.head_size : share, kMostHeadSize);
+    if (c.head_size == 0)
         fail("%s: hidden_size %d is not a multiple of num_attention_heads %d", r.file().c_str(), c.channels,
              c.heads);
     if (c.head_size % 2 != 0)
         fail("%s: heads of %d channels cannot be rotated in pairs", r.file().c_str(), c.head_size);
-    c.mlp_width = r.integer("intermediate_size", d.mlp_width);
-    c.norm_epsilon = r.number("rms_norm_eps", 1e-6);
+    c.mlp_width = r.size("intermediate_size", d.mlp_width, kMostMlpWidth);
+    c.norm_epsilon = r.number("rms_norm_eps", 1e-6, 0, 1);
     c.tied = r.truth("tie_word_embeddings", false);
     c.rope = read_rope(r, d.theta);
 }

@@ -9,8 +9,8 @@ namespace mistral {
 template <class Slides>
 int window_of_layers(const ConfigReader& r, const ModelConfig& c, int window, Slides&& slides) {
     const nlohmann::json& types = r.has("layer_types") ? r.json()["layer_types"] : nlohmann::json();
-    if (!types.is_null() && (!types.is_array() || types.size() != static_cast<size_t>(std::max(c.layers, 0))))
-        fail("%s: 'layer_types' is not a list of %d layers", r.file().c_str(), c.layers);
+    if (!types.is_null() && (!types.is_array() || types.size() != static_cast<size_t>(c.layers)))
+        r.refuse("layer_types", format("a list of %d layers", c.layers));
     int sliding = 0;
     for (int l = 0; l < c.layers; l++) {
         if (types.is_null()) {
@@ -26,6 +26,8 @@ int window_of_layers(const ConfigReader& r, const ModelConfig& c, int window, Sl
     if (sliding != 0 && sliding != c.layers)
         fail("%s: %d of %d layers have a sliding window; only all or none is supported", r.file().c_str(),
              sliding, c.layers);
+    if (sliding > 0 && window == 0)
+        fail("%s: 'layer_types' has sliding_attention, and no 'sliding_window' is set", r.file().c_str());
     return sliding > 0 ? window : 0;
 }
 
@@ -33,8 +35,11 @@ inline void read(const ConfigReader& r, ModelConfig& c) {
     llama::read_with(r, c,
                      {.tokens = llama::kTokens, .mlp_width = 14336, .positions = 131072, .kv_heads = 8});
     // Null is no window; without the key it is that of the first Mistral.
-    const int window = r.json().contains("sliding_window") ? r.integer("sliding_window", 0) : 4096;
+    const int window = r.json().contains("sliding_window") ? r.size("sliding_window", 0, INT32_MAX) : 4096;
     c.window = window_of_layers(r, c, window, [](int) { return true; });
+    // `transformers` reads no layer_types here.
+    if (c.window != window)
+        fail("%s: 'layer_types' is full_attention, and 'sliding_window' %d", r.file().c_str(), window);
 }
 
 inline void write(const ModelConfig& c, nlohmann::json& json) {

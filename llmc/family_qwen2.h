@@ -9,8 +9,10 @@ inline constexpr TokenDefaults kTokens = {151936};
 
 // The window is live only where use_sliding_window says so, and then from layer max_window_layers on.
 inline void read_window(const ConfigReader& r, ModelConfig& c) {
-    const int window = r.truth("use_sliding_window", false) ? r.integer("sliding_window", 4096) : 0;
-    const int first = r.integer("max_window_layers", 28);
+    // Null is no window; without the key it is the class's.
+    const int set = r.json().contains("sliding_window") ? 0 : 4096;
+    const int window = r.truth("use_sliding_window", false) ? r.size("sliding_window", set, INT32_MAX) : 0;
+    const int first = r.has("max_window_layers") ? r.integer("max_window_layers", 0, INT32_MAX) : 28;
     c.window = mistral::window_of_layers(r, c, window, [&](int layer) { return layer >= first; });
 }
 inline void write_window(const ModelConfig& c, nlohmann::json& json) {

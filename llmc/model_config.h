@@ -41,11 +41,15 @@ struct ModelConfig {
     }
 };
 
+constexpr int kMostVocabulary = 1 << 24;
 constexpr int kMostPositions = 1 << 21;  // whose tiles of attention fit a grid's height
+constexpr int kMostLayers = 10000;
+constexpr int kMostChannels = 1 << 20;
 constexpr int kMostHeadSize = 128;
+constexpr int kMostMlpWidth = 1 << 22;
 
-// Reads the keys of a config.json. Each fails in one line that names the file and the key where the value is
-// missing without a default, or not of the kind.
+// Reads the keys of a config.json. Each fails in one line that names the file, the key and its value where
+// that is missing without a default, not of the kind, or out of range.
 class ConfigReader {
   public:
     ConfigReader(const nlohmann::json& json, const std::string& file) : json_(json), file_(file) {
@@ -60,47 +64,59 @@ class ConfigReader {
     // The spelling that is there, of a key that has two.
     const char* either(const char* name, const char* other) const { return has(name) ? name : other; }
 
-    int integer(const char* name) const {
+    // An integer from `least` to `most`.
+    int integer(const char* name, int least, int most) const {
         const nlohmann::json& value = required(name);
-        if (!value.is_number_integer()) fail("%s: '%s' is not an integer", file_.c_str(), name);
         const bool huge = value.is_number_unsigned() && value.get<uint64_t>() > INT32_MAX;
-        if (huge || value.get<int64_t>() < 0 || value.get<int64_t>() > INT32_MAX)
-            fail("%s: '%s' is out of range", file_.c_str(), name);
+        if (!value.is_number_integer() || huge || value.get<int64_t>() < least || value.get<int64_t>() > most)
+            refuse(name, format("an integer from %d to %d", least, most));
         return value.get<int>();
     }
-    int integer(const char* name, int otherwise) const { return has(name) ? integer(name) : otherwise; }
-    double number(const char* name, double otherwise) const { return has(name) ? number(name) : otherwise; }
-    double number(const char* name) const {
+    // How many of something there are: at least one.
+    int size(const char* name, int most) const { return integer(name, 1, most); }
+    int size(const char* name, int otherwise, int most) const {
+        return has(name) ? size(name, most) : otherwise;
+    }
+    // A number above `low` and below `high`.
+    double number(const char* name, double low, double high) const {
         const nlohmann::json& value = required(name);
-        if (!value.is_number()) fail("%s: '%s' is not a number", file_.c_str(), name);
+        if (!value.is_number() || !(value.get<double>() > low && value.get<double>() < high))
+            refuse(name, format("a number above %g and below %g", low, high));
         return value.get<double>();
+    }
+    double number(const char* name, double otherwise, double low, double high) const {
+        return has(name) ? number(name, low, high) : otherwise;
     }
     bool truth(const char* name, bool otherwise) const {
         if (!has(name)) return otherwise;
-        const nlohmann::json& value = required(name);
-        if (!value.is_boolean()) fail("%s: '%s' is not true or false", file_.c_str(), name);
-        return value.get<bool>();
+        if (!json_[name].is_boolean()) refuse(name, "true or false");
+        return json_[name].get<bool>();
     }
     std::string text(const char* name, const char* otherwise) const {
         if (!has(name)) return otherwise;
-        const nlohmann::json& value = required(name);
-        if (!value.is_string()) fail("%s: '%s' is not a string", file_.c_str(), name);
-        return value.get<std::string>();
+        if (!json_[name].is_string()) refuse(name, "a string");
+        return json_[name].get<std::string>();
     }
     // Fails where a setting that changes the arithmetic has another value than those that we compute.
     void must_be(const char* name, std::initializer_list<nlohmann::json> allowed) const {
         if (!has(name)) return;
         for (const nlohmann::json& value : allowed)
             if (json_[name] == value) return;
-        fail("%s: '%s' is %s; only %s is supported", file_.c_str(), name,
-             json_[name].dump().substr(0, 60).c_str(), allowed.begin()->dump().c_str());
+        fail("%s: '%s' is %s; only %s is supported", file_.c_str(), name, shown(json_[name]).c_str(),
+             allowed.begin()->dump().c_str());
+    }
+    // Fails naming the key, its value, and what that must be.
+    [[noreturn]] void refuse(const std::string& name, const std::string& needed) const {
+        fail("%s: '%s' is %s, but must be %s", file_.c_str(), printable(name).c_str(),
+             shown(json_[name]).c_str(), needed.c_str());
     }
     // The tokens of the vocabulary that a key names, one or a list; none where it says none.
     std::vector<int> tokens(const char* name, int vocabulary) const {
         std::vector<int> all;
         if (!has(name)) return all;
         const auto add = [&](const nlohmann::json& token) {
-            const int64_t id = token.is_number_integer() ? token.get<int64_t>() : -1;
+            if (!token.is_number_integer()) refuse(name, "a token's number or a list of them");
+            const auto id = token.get<int64_t>();
             if (id >= 0 && id < vocabulary) all.push_back(static_cast<int>(id));
         };
         if (json_[name].is_array())
@@ -109,11 +125,11 @@ class ConfigReader {
             add(json_[name]);
         return all;
     }
-    // The keys of an object in this one, which is empty where it is absent. Messages name the file alone.
+    // The keys of an object in this one, which is empty where it is absent.
     ConfigReader object(const char* name) const {
         static const nlohmann::json none = nlohmann::json::object();
-        if (has(name) && !json_[name].is_object()) fail("%s: '%s' is not an object", file_.c_str(), name);
-        return ConfigReader(has(name) ? json_[name] : none, file_);
+        if (has(name) && !json_[name].is_object()) refuse(name, "an object");
+        return ConfigReader(has(name) ? json_[name] : none, file_ + ": " + name);
     }
     const nlohmann::json& json() const { return json_; }
 
@@ -121,6 +137,11 @@ class ConfigReader {
     const nlohmann::json& required(const char* name) const {
         if (!has(name)) fail("%s: '%s' is missing", file_.c_str(), name);
         return json_[name];
+    }
+    // A value for a message, cut short.
+    static std::string shown(const nlohmann::json& value) {
+        const std::string text = value.dump(-1, ' ', true);
+        return text.size() > 60 ? text.substr(0, 60) + "..." : text;
     }
 
     const nlohmann::json& json_;

@@ -336,6 +336,9 @@ class SafetensorsFolder {
         return SafetensorsFile::require_tensor(find(name), folder_, name, shape);
     }
 
+    // All there are, by name.
+    const std::map<std::string, const SafetensorsEntry*>& entries() const { return entries_; }
+
   private:
     void open_shards(const std::string& index) {
         const nlohmann::json json = read_json(index);

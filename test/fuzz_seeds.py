@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the first inputs of the fuzz targets into FOLDER/safetensors, shards, json and tokenizer."""
+"""Writes the first inputs of the fuzz targets into FOLDER/safetensors, shards, json, config and tokenizer."""
 
 import json
 import pathlib
@@ -45,6 +45,22 @@ def json_seeds():
     yield json.dumps(config).encode()
     yield json.dumps(config | {"n_head": 7, "n_inner": -1}).encode()
     yield b'{"a": [1, -2, 3.5e3, "\\u00e9\\ud83d\\ude00", null, true], "a": {}}'
+
+
+def config_seeds():
+    """Of each family its config as it is, and then one key after another changed, at the top or in an object."""
+    families, keys = 6, 44
+    yield from (bytes([family]) for family in range(families))
+    values = ("1", "0", "-1", "2.5", "1e300", "true", "null", '"llama3"', '"linear"', '"sliding_attention"', "[1, 2]")
+    for key in range(keys):
+        for i, value in enumerate(values):
+            yield bytes([(key + i) % families, key, (0, 0, 1, 2)[i % 4]]) + value.encode()
+    rope = {33: '"llama3"', 35: "8", 36: "1", 37: "4", 38: "8192", 30: "500000.0"}  # by the place of the key
+    for where in (1, 2):
+        yield b"\1" + b"\n".join(bytes([key, where]) + value.encode() for key, value in rope.items())
+    window = {26: "7", 27: "true", 28: "0"}
+    for family in (2, 3, 4):
+        yield bytes([family]) + b"\n".join(bytes([key, 0]) + value.encode() for key, value in window.items())
 
 
 def tokenizer_seeds():
@@ -98,7 +114,7 @@ def tokenizer_seeds():
 def main():
     folder = pathlib.Path(sys.argv[1])
     targets = {"safetensors": safetensors_seeds(), "shards": shard_seeds(), "json": json_seeds(),
-               "tokenizer": tokenizer_seeds()}
+               "config": config_seeds(), "tokenizer": tokenizer_seeds()}
     for name, seeds in targets.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number, seed in enumerate(seeds):

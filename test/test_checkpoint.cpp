@@ -250,7 +250,7 @@ void write_model(const std::string& path, const std::string& prefix, FileType ty
     // In another order than the layout's, and with what transformers' older versions wrote beside it.
     auto parameters = layout.parameters();
     std::reverse(parameters.begin(), parameters.end());
-    file.declare("lm_head.weight", FileType::F32, {1});
+    file.declare(prefix + "h.0.attn.bias", FileType::F32, {1});
     file.declare(prefix + "h.0.attn.masked_bias", FileType::F32, {1});
     for (const Parameter& p : parameters) file.declare(prefix + p.name, type, file_shape(p.shape));
     file.append("12345678", 8);

@@ -131,32 +131,110 @@ TEST(Family, RefusesWhatItCannotCompute) {
     const std::pair<json, const char*> cases[] = {
         {with(plain, "model_type", "gemma"), "gemma"},
         {with(plain, "num_attention_heads", 5), "num_attention_heads 5"},
-        {with(plain, "num_attention_heads", 0), "0 heads"},
+        {with(plain, "num_attention_heads", 0), "'num_attention_heads' is 0, but must be"},
         {with(plain, "num_key_value_heads", 3), "4 heads are not a multiple of 3"},
         {with(plain, "num_key_value_heads", 8), "8 key/value heads"},
         {with(plain, "head_dim", 7), "7 channels"},
-        {with(plain, "head_dim", 256), "256 channels in a head"},
+        {with(plain, "head_dim", 0), "'head_dim' is 0"},
+        {with(plain, "head_dim", 256), "'head_dim' is 256, but must be an integer from 1 to 128"},
+        {with(with(with(plain, "hidden_size", 1 << 20), "num_attention_heads", 1 << 18), "head_dim", 128),
+         "channels in all heads"},
         {with(plain, "hidden_act", "gelu"), "hidden_act"},
         {with(plain, "attention_bias", true), "attention_bias"},
         {with(plain, "mlp_bias", true), "mlp_bias"},
         {with(plain, "rms_norm_eps", "small"), "rms_norm_eps"},
         {with(plain, "tie_word_embeddings", 1), "tie_word_embeddings"},
-        {with(plain, "quantization_config", {{"quant_method", "bitsandbytes"}}), "quantization_config"},
+        {with(plain, "quantization_config", {{"quant_method", "bitsandbytes"}}), "\"bitsandbytes\""},
+        {with(plain, "quantization_config", 4), "'quantization_config' is 4"},
         {with(plain, "rope_scaling", 3), "rope_scaling"},
         {scaling("rope_type", "yarn"), "yarn"},
         {scaling("factor", 0.0), "'factor' is 0"},
-        {scaling("factor", "8"), "'factor' is not a number"},
+        {scaling("factor", -8.0), "rope_scaling: 'factor' is -8"},
+        {scaling("factor", "8"), "'factor' is \"8\", but must be a number"},
+        {scaling("factor", nullptr), "'factor' is missing"},
+        {scaling("factor", 1e300), "'factor' is 1e+300"},
+        {scaling("low_freq_factor", json::array({1})), "low_freq_factor"},
         {scaling("high_freq_factor", 1.0), "'high_freq_factor' 1"},
-        {scaling("original_max_position_embeddings", 0), "original_max_position_embeddings"},
-        {with(plain, "rope_theta", "many"), "rope_theta"},
-        {with(plain, "rope_theta", 0), "rope_theta"},
-        {with(of_type("mistral", plain), "sliding_window", -1), "sliding_window"},
+        {scaling("high_freq_factor", -1), "'high_freq_factor' is -1"},
+        {scaling("original_max_position_embeddings", 0), "'original_max_position_embeddings' is 0"},
+        {scaling("original_max_position_embeddings", 8192.5), "'original_max_position_embeddings' is 8192.5"},
+        {with(scaling("factor", 8), "original_max_position_embeddings", 4096),
+         "'original_max_position_embeddings' is 4096"},
+        {scaling("rope_type", 3), "'rope_type' is 3"},
+        {scaling("rope_type", "dynamic"), "\"dynamic\""},
+        {scaling("partial_rotary_factor", 0.5), "'partial_rotary_factor' is 0.5"},
+        {with(plain, "partial_rotary_factor", 0.5), "'partial_rotary_factor' is 0.5"},
+        {with(plain, "rope_parameters", {{"full_attention", {{"rope_theta", 1e4}}}}), "'full_attention' is"},
+        {with(plain, "rope_parameters", json::array({1e4})), "'rope_parameters' is [10000.0]"},
+        {with(plain, "rope_parameters", {{"rope_theta", 0}}), "rope_parameters: 'rope_theta' is 0"},
+        {with(plain, "rope_theta", "many"), "'rope_theta' is \"many\""},
+        {with(plain, "rope_theta", 0), "'rope_theta' is 0"},
+        {with(plain, "num_local_experts", 8), "'num_local_experts' is 8"},
+        {with(plain, "num_experts", 60), "'num_experts' is 60"},
+        {with(plain, "n_routed_experts", 64), "'n_routed_experts' is 64"},
+        {with(plain, "eos_token_id", "</s>"), "'eos_token_id' is \"</s>\""},
+        {with(plain, "eos_token_id", {1, 2.5}), "'eos_token_id' is [1,2.5]"},
+        {with(plain, "bos_token_id", true), "'bos_token_id' is true"},
+        {with(of_type("mistral", plain), "sliding_window", -1), "'sliding_window' is -1"},
+        {with(of_type("mistral", plain), "sliding_window", 0), "'sliding_window' is 0"},
+        {with(of_type("mistral", plain), "sliding_window", 7.5), "'sliding_window' is 7.5"},
+        {with(of_type("mistral", plain), "sliding_window", "7"), "'sliding_window' is \"7\""},
+        {with(of_type("mistral", plain), "layer_types", {"full_attention", "full_attention"}), "4096"},
+        {with(with(of_type("mistral", plain), "layer_types", {"sliding_attention", "sliding_attention"}),
+              "sliding_window", nullptr),
+         "no 'sliding_window'"},
+        {with(with(of_type("qwen3", plain), "use_sliding_window", true), "sliding_window", 0),
+         "'sliding_window' is 0"},
+        {with(of_type("qwen2", plain), "use_sliding_window", "yes"), "'use_sliding_window' is \"yes\""},
+        {with(of_type("qwen2", plain), "max_window_layers", -1), "'max_window_layers' is -1"},
         {with(of_type("qwen2", plain), "layer_types", {"full_attention", "chunked"}), "chunked"},
+        {with(of_type("qwen2", plain), "layer_types", 2), "'layer_types' is 2"},
+        {with(of_type("qwen2", plain), "layer_types", {"sliding_attention", "sliding_attention"}),
+         "no 'sliding_window'"},
         {{{"model_type", "bloom"}, {"apply_residual_connection_post_layernorm", true}},
          "apply_residual_connection_post_layernorm"},
     };
     for (const auto& [config, message] : cases)
         EXPECT_NE(refusal(config).find(message), std::string::npos) << message << ": " << refusal(config);
+}
+
+// Every number of every family: out of range, of another kind, or in a container.
+TEST(Family, RefusesAbsurdNumbers) {
+    const json none_of_both = {-1, -1e300, 1e300, "7", true, json::array({1}), json::object()};
+    int refused = 0;
+    for (const Family* family : kFamilies) {
+        ModelConfig c = new_config({family, 6}, 300, 128);
+        if (family == &kMistral || family == &kQwen2 || family == &kQwen3) c.window = 16;
+        const json good = config_json(c, "float32");
+        EXPECT_EQ(refusal(good), "");
+        for (const auto& [key, value] : good.items()) {
+            const bool unread = key == "n_ctx" || key == "initializer_range" || key.ends_with("drop") ||
+                                key.ends_with("dropout") || key.ends_with("token_id");
+            if (!value.is_number() || unread) continue;
+            json bad = none_of_both;
+            if (value.is_number_integer()) bad.insert(bad.end(), {0.5, int64_t{1} << 40, UINT64_MAX});
+            if (key != "max_window_layers") bad.push_back(0);
+            for (const json& wrong : bad) {
+                const std::string message = refusal(with(good, key.c_str(), wrong));
+                EXPECT_NE(message.find("'" + key + "' is " + wrong.dump() + ", but must be"),
+                          std::string::npos)
+                    << family->name << " " << key << " " << wrong << ": " << message;
+                refused++;
+            }
+        }
+    }
+    EXPECT_GT(refused, 300);
+}
+
+// Where a file has both spellings, `transformers` takes the older.
+TEST(Family, TheOlderSpellingCounts) {
+    json both = with(llama(64, 2, 4, 2, 96, 300, false), "rope_scaling", kScaled);
+    both["rope_parameters"] = {{"rope_type", "linear"}, {"factor", 3.0}, {"rope_theta", 7.0}};
+    EXPECT_EQ(parsed(both).rope.type, RopeType::kLlama3);
+    EXPECT_EQ(parsed(both).rope.theta, 10000);
+    both["rope_scaling"] = json::object();
+    EXPECT_EQ(parsed(both).rope.type, RopeType::kLinear);
+    EXPECT_EQ(parsed(both).rope.theta, 7);
 }
 
 TEST(Family, WhatIsWrittenReadsBack) {

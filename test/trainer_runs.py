@@ -35,9 +35,10 @@ class Train:
         popen = {"stdout": subprocess.PIPE} | popen
         return subprocess.Popen(self.command(*arguments), cwd=cwd, env=ENVIRONMENT, **popen)
 
-    def __call__(self, *arguments, cwd=None, code=0):
+    def __call__(self, *arguments, cwd=None, code=0, minutes=2):
         """Runs it to its end; stdout stays bytes, as samples of byte models need not be text."""
-        result = subprocess.run(self.command(*arguments), cwd=cwd, env=ENVIRONMENT, capture_output=True, timeout=120)
+        result = subprocess.run(self.command(*arguments), cwd=cwd, env=ENVIRONMENT, capture_output=True,
+                                timeout=60 * minutes)
         assert result.returncode == code, (arguments, result.returncode, result.stdout[-2000:], result.stderr)
         return result
 

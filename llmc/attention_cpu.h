@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "llmc/attention_input.h"
+#include "llmc/matvec_cpu.h"
 #include "llmc/onednn.h"
 
 // Rows and columns of a tile of scores.
@@ -211,17 +212,6 @@ __global__ void attention_forward_cpu_kernel(T* out, float* lse, AttentionInput<
         write_row(to, scratch.out + i * columns, columns, 1.f / scratch.sum[i]);
         if (lse) lse[in.row_offset(b, h) + first + i] = scratch.largest[i] * scale + logf(scratch.sum[i]);
     }
-}
-
-template <class T>
-float dot(const float* x, const T* y, int n) {
-    Accumulator<kScoreRun> sums;
-    int c = 0;
-    for (; c + kScoreRun <= n; c += kScoreRun)
-        for (int i = 0; i < kScoreRun; i++) sums[i] += x[c + i] * to_float(y[c + i]);
-    float sum = sums.sum();
-    for (; c < n; c++) sum += x[c] * to_float(y[c]);
-    return sum;
 }
 
 // out[c] += the sum of p[j] v[j][c] over rows j, in their order, for kRuns whole runs of columns.

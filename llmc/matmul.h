@@ -81,6 +81,7 @@ void add_bias_gradient(Arena& arena, Stream stream, Tensor<T>& bias, const Tenso
 #if defined(SIMT_GPU)
 #include "llmc/matmul_cublaslt.h"
 #else
+#include "llmc/matvec_cpu.h"
 #include "llmc/onednn.h"
 
 template <class T, class Out>
@@ -88,6 +89,13 @@ void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, c
             const MatmulOptions<T>& options) {
     const Product p = matmul_product(out, a, b, options);
     matmul_bias_gradient(arena, stream, b, options, false);
+    if constexpr (kFastCpu)
+        if (p.m == 1 && !p.transpose_a && !p.accumulate && !p.gelu_backward) {
+            const Operation operation = matmul_operation<T, Out>(p, false);
+            const T* const bias = options.bias ? options.bias->data() : nullptr;
+            return matvec_on_cpu<T, Out>(
+                arena, {out.data(), a.data(), b.data(), bias, p.n, p.k, p.transpose_b, p.gelu}, stream);
+        }
     const int64_t a_row = options.a_row ? options.a_row : a.columns();
     const OnednnProduct product{p.m,
                                 p.n,

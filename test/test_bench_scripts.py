@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from trainer_runs import ENVIRONMENT, binaries
+from trainer_runs import ENVIRONMENT, binaries, make
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BENCH = ROOT / "dev" / "bench"
@@ -210,6 +210,78 @@ def test_pytorchs_model_is_as_large(train_fp32, model):
         parameters = sum(p.numel() for p in module.GPT2(layers, heads, channels, 1024).parameters())
     padding = (module.PADDED_VOCABULARY - module.VOCABULARY) * channels
     assert parameters - padding == train_fp32.plan("--model", model)["parameters"]
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_transformers_beside_the_trainer(tmp_path, family):
+    model = make(tmp_path / "tiny", "--family", family, "--vocab", 300)
+    rows, raw, text = compare(tmp_path, "--train", fake_trainer(tmp_path), "--model", model, "--batch", 2, "--seq-len", 8,
+                              "--peers", "train,transformers,transformers.eager", "--rounds", 1, "--steps", 3, "--threads", 1)
+    assert text.startswith("# tiny, fp32") and raw["failed"] == {} and raw["machine"]["transformers"]
+    for name, attention in (("transformers", "sdpa"), ("transformers.eager", "eager")):
+        (turn,) = [t for t in raw["turns"] if t["peer"] == name]
+        assert turn["raw"]["attention"] == attention and turn["raw"]["weights"] == "fp32" and not turn["raw"]["compile"]
+        assert len(turn["raw"]["steps_ms"]) == 3 and turn["step_ms"]["median"] > 0
+        assert rows[name][3] == f"{turn['step_ms']['median'] / 10:.2f}" and f"- `{name}`: " in text
+
+
+def test_a_folders_peers(tmp_path):
+    """By precision; each is another command of the same script."""
+    module, model = load("compare"), make(tmp_path / "tiny", "--family", "llama")
+    for precision, weights in (("fp32", []), ("bf16", ["--weights", "bf16"])):
+        options = module.parse_options(["--device", "cpu", "--precision", precision, "--model", str(model), "--train",
+                                        str(fake_trainer(tmp_path))])
+        peers, left_out = module.choose_peers(options)
+        commands = [tuple(map(str, peer.command()[1:])) for peer in peers.values()]
+        assert left_out == {} and len(set(commands)) == len(peers) == 1 + (3 if precision == "fp32" else 5)
+        assert any(command[-1:] == ("--compile",) for command in commands)
+        assert any(list(command[-2:]) == weights for command in commands) or not weights
+    for name in ("transformers.bf16", "torch"):
+        with pytest.raises(SystemExit):
+            module.choose_peers(module.parse_options(["--device", "cpu", "--precision", "fp32", "--model", str(model),
+                                                      "--peers", name]))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom"])
+def test_transformers_loss_is_its_own(tmp_path, family):
+    """What is timed is the model's own loss, without dropout."""
+    module = load("torch_folder")
+    options = module.argparse.Namespace(model=str(make(tmp_path / "tiny", "--family", family, "--vocab", 300)),
+                                        weights="fp32", attention="eager")
+    loss, vocabulary = module.load(options)
+    window = torch.randint(vocabulary, (3, 9), generator=torch.Generator().manual_seed(1))
+    assert vocabulary == 300 and not loss.training
+    wanted = loss.model(input_ids=window, labels=window).loss.item()
+    assert loss(window[:, :-1], window[:, 1:]).item() == pytest.approx(wanted, rel=1e-5)
+
+
+def generation(*arguments, code=0):
+    ran = script("generation.py", *arguments, "--rounds", 2, "--threads", 1, code=code)
+    return {cells[0]: cells[1:] for line in ran.stdout.splitlines() if line.startswith("| ")
+            for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}, ran.stdout, ran.stderr
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_generation_beside_transformers(train_fp32, tmp_path, family):
+    """The same tokens, which are timed one by one; the weights that a token reads are counted."""
+    model = make(tmp_path / "tiny", "--family", family, "--vocab", 300, "--channels", 64, "--positions", 32)
+    rows, said, _ = generation("--model", model, "--train", train_fp32.path, "--tokens", 20)
+    assert "The first 20 of 20 tokens are the same." in said and rows["train"][3] == "1.00"
+    sizes = {p: torch.nn.Parameter.numel(p) for p in load("torch_folder").transformers.AutoModelForCausalLM
+             .from_pretrained(model).parameters()}
+    unread = 32 * 64 if family == "gpt2" else 300 * 64  # positions; an embedding that is no head
+    assert f"{4 * (sum(sizes.values()) - unread) / 1e6:.0f} MB of weights" in said
+    for name in ("train", "transformers"):
+        assert float(rows[name][0]) > 0 and rows[name][2].endswith("%")
+
+
+def test_generation_says_what_failed(tmp_path):
+    model = make(tmp_path / "tiny", "--vocab", 300)
+    silent = executable(tmp_path / "silent", "#!/bin/sh\necho '{\"copy_peak\": 1e9}'\n")
+    for train, named in ((silent, "made 0 tokens, not 8"), (executable(tmp_path / "failing", "#!/bin/sh\nexit 3\n"), "exit code 3"),
+                         (tmp_path / "none", "no such file")):
+        _, _, error = generation("--model", model, "--train", train, "--tokens", 8, code=2)
+        assert error.count("\n") == 1 and error.startswith("generation.py: ") and named in error
 
 
 def test_pytorchs_model_refuses_other_depths():

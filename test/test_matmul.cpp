@@ -104,6 +104,38 @@ TYPED_TEST(Matmul, EveryFormOfTheStep) {
         for (const Case& c : forms_of_the_step(m, n, k)) check<TypeParam>(c);
 }
 
+// As in decoding, where the fast CPU build has a kernel of its own, whose blocks these sizes cut anywhere.
+TYPED_TEST(Matmul, OneRow) {
+    for (const auto& [n, k] : {std::array<int64_t, 2>{1, 1},
+                               {15, 17},
+                               {50, 33},
+                               {31, 700},
+                               {700, 31},
+                               {257, 65},
+                               {96, 128},
+                               {1000, 193}}) {
+        for (Case c : forms_of_the_step(1, n, k)) check<TypeParam>(c);
+        for (const bool by_outputs : {false, true})
+            check<TypeParam>({1, n, k, false, by_outputs, false, true, true, false});
+    }
+}
+
+#if defined(SIMT_LANES) && SIMT_LANES == 1
+TYPED_TEST(Matmul, OneRowHasTheSameBitsWithAnyNumberOfThreads) {
+    const int before = omp_get_max_threads();
+    for (const bool by_outputs : {false, true}) {
+        std::vector<unsigned char> first;
+        for (const int threads : {1, 2, 5}) {
+            omp_set_num_threads(threads);
+            auto bytes = check<TypeParam>({1, 333, 555, false, by_outputs, false, true, false, false});
+            if (threads == 1) first = bytes;
+            EXPECT_TRUE(bytes == first) << threads << " threads";
+        }
+    }
+    omp_set_num_threads(before);
+}
+#endif
+
 // Columns of a wider matrix, transposed, into fp32: a slice of the head's weight gradient.
 TYPED_TEST(Matmul, ColumnsOfAWiderMatrixIntoFp32) {
     for (const auto& [m, n, k, width, first] :

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """./train beside PyTorch and llm.c: the time of a training step, in turn, each turn a process of its own.
 
-Peers: train, torch (eager), torch.compile, and llm.c from a checkout that is built and named by the environment's LLMC.
+Peers of a new GPT-2 (dN): train, torch (eager), torch.compile, and llm.c from a checkout that is built and named by the
+environment's LLMC. Of a Hugging Face folder: train, and transformers, with its attention sdpa or eager, and compiled.
 Without --peers all that are there. Writes a table, and beside it all numbers as .json.
 """
 
@@ -28,7 +29,18 @@ NOTES = {
     "torch.compile": "`torch.compile`: the same, its model compiled; compiling is not in the times",
     "llm.c": "`llm.c`: its own trainer; it times a step without validation and sampling; on a CPU it "
              "is in fp32, and does not clip; on a GPU it recomputes GELU unless --llmc-options has -r 0",
+    "transformers": "`transformers`: its own model with scaled_dot_product_attention, fused AdamW where the device has "
+                    "it, clipping by the global norm; in bf16 autocast over fp32 weights, which is nearest to ./train's "
+                    "bf16 weights with an fp32 master",
+    "transformers.eager": "`transformers.eager`: the same with attention written out",
+    "transformers.compile": "`transformers.compile`: `transformers`, its model compiled; compiling is not in the times",
+    "transformers.bf16": "`transformers.bf16`: `transformers` with weights and optimizer in bf16 and nothing behind "
+                         "them: less work, and less exact, than ./train's",
+    "transformers.bf16.compile": "`transformers.bf16.compile`: the same, compiled",
 }
+FOLDER_PEERS = {"transformers": [], "transformers.eager": ["--attention", "eager"], "transformers.compile": ["--compile"],
+                "transformers.bf16": ["--weights", "bf16"],
+                "transformers.bf16.compile": ["--weights", "bf16", "--compile"]}
 
 
 def median_of(times):
@@ -67,22 +79,26 @@ class Train:
 
 
 class Torch:
-    def __init__(self, options, compiled=False):
-        self.options, self.compiled = options, compiled
-        if not importlib.util.find_spec("torch"):
-            fail("--peers: this Python has no PyTorch; dev/venv.sh makes .venv, then use .venv/bin/python")
+    """A script that times steps in PyTorch."""
+
+    def __init__(self, options, script, *more):
+        self.options, self.script, self.more = options, script, more
+        module = "torch" if script == "torch_gpt2.py" else "transformers"
+        if not importlib.util.find_spec(module):
+            fail(f"--peers: this Python has no {module}; dev/venv.sh makes .venv, then use .venv/bin/python")
 
     def command(self):
         o = self.options
-        return [sys.executable, FOLDER / "torch_gpt2.py", "--model", o.model, "--batch", o.batch, "--seq-len",
+        return [sys.executable, FOLDER / self.script, "--model", o.model, "--batch", o.batch, "--seq-len",
                 o.seq_len, "--precision", o.precision, "--device", o.device, "--threads", o.threads, "--warmup",
-                o.warmup, "--steps", o.steps, *(["--compile"] if self.compiled else [])]
+                o.warmup, "--steps", o.steps, *self.more]
 
     def turn(self):
         command, o = self.command(), self.options
         output, resident = results.run(command, {**ENVIRONMENT, "OMP_NUM_THREADS": str(o.threads)}, o.timeout)
         raw = results.last_json(output, command)
         versions = {"PyTorch": raw["torch"]} | ({"PyTorch's CUDA": raw["cuda"]} if o.device == "cuda" else {})
+        versions |= {"transformers": raw["transformers"]} if "transformers" in raw else {}
         return {"step_ms": median_of(raw["steps_ms"]), "raw": raw,
                 "peak_bytes": raw["peak_bytes"] if o.device == "cuda" else resident}, versions
 
@@ -158,24 +174,34 @@ class LlmC:
         return turn, {"llm.c": results.commit_of(self.folder)}
 
 
-PEERS = {"train": Train, "torch": Torch, "torch.compile": lambda options: Torch(options, compiled=True), "llm.c": LlmC}
+def peers_of(options):
+    """{name: what makes the peer} of a kind of model."""
+    if not options.folder:
+        return {"train": Train, "torch": lambda o: Torch(o, "torch_gpt2.py"),
+                "torch.compile": lambda o: Torch(o, "torch_gpt2.py", "--compile"), "llm.c": LlmC}
+    return {"train": Train} | {name: lambda o, more=more: Torch(o, "torch_folder.py", *more)
+                               for name, more in FOLDER_PEERS.items()
+                               if options.precision == "bf16" or "--weights" not in more}
 
 
 def choose_peers(options):
     """{name: peer}, and what is left out of those that were not asked for by name."""
+    known = peers_of(options)
     if options.peers:
         names = options.peers.split(",")
         for name in names:
-            if name not in PEERS:
-                fail(f"--peers {name}: known are {', '.join(PEERS)}")
-        return {name: PEERS[name](options) for name in names}, {}
+            if name not in known:
+                fail(f"--peers {name}: known are {', '.join(known)}")
+        return {name: known[name](options) for name in names}, {}
     left_out = {}
-    if not importlib.util.find_spec("torch"):
-        left_out |= dict.fromkeys(("torch", "torch.compile"), "this Python has no PyTorch")
-    why_not = LlmC.unfit(options) if os.environ.get("LLMC") else "the environment names no LLMC"
-    if why_not:
-        left_out["llm.c"] = why_not
-    return {name: make(options) for name, make in PEERS.items() if name not in left_out}, left_out
+    module = "transformers" if options.folder else "torch"
+    if not importlib.util.find_spec(module):
+        left_out |= dict.fromkeys((name for name in known if name.startswith(module)), f"this Python has no {module}")
+    if "llm.c" in known:
+        why_not = LlmC.unfit(options) if os.environ.get("LLMC") else "the environment names no LLMC"
+        if why_not:
+            left_out["llm.c"] = why_not
+    return {name: make(options) for name, make in known.items() if name not in left_out}, left_out
 
 
 def take_turns(peers, rounds):
@@ -224,7 +250,7 @@ def report(options, peers, left_out, turns, failed, versions):
     notes = [NOTES[name] for name in peers]
     notes += [f"`{name}` failed: {why}" for name, why in failed.items()]
     notes += [f"`{name}` is left out: {why}" for name, why in left_out.items()]
-    lines = [f"# {o.model}, {o.precision}, batch {o.batch}, seq_len {o.seq_len}, {o.device}", "",
+    lines = [f"# {o.name}, {o.precision}, batch {o.batch}, seq_len {o.seq_len}, {o.device}", "",
              f"Median of {o.rounds} rounds' medians of {o.steps} steps after {o.warmup}; peers in turn, each turn a "
              f"process of its own. Times are divided round by round, and the median is shown. Peak MiB is {memory}.", "",
              *results.markdown(header, table_rows(peers, turns, failed, o.batch * o.seq_len)), "",
@@ -242,7 +268,7 @@ def report(options, peers, left_out, turns, failed, versions):
 def parse_options(arguments):
     parser = results.OptionParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, positive = parser.add_argument, results.positive
-    add("--model", default="d12", help="dN as in ./train --help")
+    add("--model", default="d12", help="dN as in ./train --help, or a Hugging Face folder")
     add("--batch", type=positive, default=4)
     add("--seq-len", type=positive, default=64)
     add("--device", choices=("cpu", "cuda"), help="(default: cuda where a GPU answers nvidia-smi)")
@@ -251,7 +277,7 @@ def parse_options(arguments):
     add("--steps", type=positive, default=5, help="timed in a turn")
     add("--warmup", type=positive, default=2, help="steps of a turn before those")
     add("--rounds", type=positive, default=3)
-    add("--peers", help=f"of {', '.join(PEERS)}, with commas between (default: all that are there)")
+    add("--peers", help=f"of {', '.join(NOTES)}, with commas between (default: all that there are for the model)")
     add("--train", help="the trainer's binary (default: that of the device and precision in build/)")
     add("--train-options", default="", help="more options for the trainer, in one word: '--recompute none --head-rows 0' "
                                             "keeps what the peers keep")
@@ -262,8 +288,10 @@ def parse_options(arguments):
     options = parser.parse_args(arguments)
     options.device = options.device or ("cuda" if results.gpu_answers() else "cpu")
     options.precision = options.precision or ("bf16" if options.device == "cuda" else "fp32")
+    options.folder = pathlib.Path(options.model).is_dir()
+    options.name = pathlib.Path(options.model).resolve().name if options.folder else options.model
     options.out = options.out or (results.ROOT / "dev/results" /
-                                  f"compare-{options.model}-{options.device}-{options.precision}.md")
+                                  f"compare-{options.name}-{options.device}-{options.precision}.md")
     return options
 
 

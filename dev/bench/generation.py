@@ -1,0 +1,208 @@
+#!/usr/bin/env python3
+"""Generating one sequence: the tokens a second of ./train and of transformers' generate() with its cache, in turn, beside
+the rate at which memory is copied. A token reads every weight once, so that rate is what there is to reach.
+
+    dev/bench/generation.py --model d12 --precision bf16 [--tokens 256] [--rounds 3]
+
+Greedy, from a prompt of one token; the time counts from the second token to the last. The trainer is given the model with
+a tokenizer that spells token i as "t<i> ", so that its output shows when which token came. Prints a table.
+"""
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import re
+import statistics
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+
+import results
+from results import ENVIRONMENT, PeerFailed, fail, positive
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+PROMPT = "t0 "  # token 0
+BYTES = {"fp32": 4, "bf16": 2}
+
+
+def parse(arguments):
+    parser = results.OptionParser(description=__doc__.split(".")[0])
+    add = parser.add_argument
+    add("--model", default="d12", help="dN, with random weights, or a Hugging Face folder")
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help="of the weights, in both")
+    add("--tokens", type=positive, default=256)
+    add("--threads", type=positive, default=results.cores())
+    add("--rounds", type=positive, default=3)
+    add("--train", help="the trainer's binary (default: that of the precision in build/)")
+    add("--timeout", type=positive, default=3600, help="seconds that a turn may take")
+    options = parser.parse_args(arguments)
+    options.train = options.train or str(results.ROOT / f"build/cpu-{options.precision}/train")
+    if not os.path.exists(options.train):
+        fail(f"--train {results.shown([options.train])}: no such file; make DEVICE=cpu PRECISION={options.precision}")
+    if options.tokens < 3:
+        fail("--tokens: at least 3, as the time from the second to the last counts")
+    return options
+
+
+def read_model(folder):
+    """The model's vocabulary, and how many weights a token reads: all but embeddings that are no head."""
+    sizes = {}
+    try:
+        vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+        for path in sorted(folder.glob("*.safetensors")):
+            with open(path, "rb") as file:
+                header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+            sizes |= {name: math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
+    except (OSError, KeyError, ValueError, struct.error) as error:
+        fail(f"--model {folder}: {error!r}")
+    if not sizes:
+        fail(f"--model {folder}: has no .safetensors")
+    unread = ["wpe.weight"]
+    if any(name.endswith("lm_head.weight") for name in sizes):
+        unread += ["embed_tokens.weight", "wte.weight", "word_embeddings.weight"]
+    return vocabulary, sum(n for name, n in sizes.items() if not name.endswith(tuple(unread)))
+
+
+def write_tokenizer(path, vocabulary):
+    """One that spells every token by its number, and can read the prompt."""
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    path.write_text(json.dumps({
+        "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "pre_tokenizer": byte_level,
+        "added_tokens": [{"id": 0, "content": PROMPT, "single_word": False, "lstrip": False, "rstrip": False,
+                          "normalized": False, "special": False}],
+        "post_processor": None, "decoder": byte_level,
+        "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+                  "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False, "ignore_merges": False,
+                  "vocab": {f"t{i}Ġ" if i else PROMPT: i for i in range(vocabulary)}, "merges": []}}))
+
+
+@contextlib.contextmanager
+def spelled(folder, vocabulary):
+    """The folder's model with such a tokenizer, and no token that ends a text."""
+    with tempfile.TemporaryDirectory() as temporary:
+        view = pathlib.Path(temporary)
+        for path in [folder / "config.json", *folder.glob("*.safetensors*")]:
+            (view / path.name).symlink_to(path.resolve())
+        (view / "generation_config.json").write_text('{"do_sample": false}')
+        write_tokenizer(view / "tokenizer.json", vocabulary)
+        yield view
+
+
+def rate_of(moments):
+    """Tokens a second; those of a tiny model may come all at once."""
+    return (len(moments) - 2) / max(moments[-1] - moments[1], 1e-6)
+
+
+def words_as_they_come(command):
+    """The words that a command prints, and when the end of each came."""
+    moments, text = [], b""
+    with tempfile.TemporaryFile() as errors:
+        try:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, bufsize=0,
+                                       env={**os.environ, **ENVIRONMENT})
+        except OSError as error:
+            raise PeerFailed(f"{results.shown(command[:1])}: {error.strerror}") from None
+        while piece := process.stdout.read(1 << 16):
+            text += piece
+            moments += [time.perf_counter()] * (text.count(b" ") - len(moments))
+        process.stdout.close()
+        if process.wait():
+            errors.seek(0)
+            raise PeerFailed((errors.read().decode(errors="replace").strip().splitlines() or ["the trainer failed"])[-1])
+    return text.decode(errors="replace").split(), moments
+
+
+def train_turn(options, view):
+    """The trainer's tokens, and how many it made a second."""
+    command = [options.train, "--model", view, "--steps", 0, "--prompt", PROMPT, "--sample-tokens", options.tokens,
+               "--temperature", 0, "--threads", options.threads]
+    words, moments = words_as_they_come([str(word) for word in command])
+    tokens = [int(word[1:]) for word in words[1:] if re.fullmatch(r"t\d+", word)]
+    if len(tokens) != options.tokens:
+        raise PeerFailed(f"{results.shown(command)}: made {len(tokens)} tokens, not {options.tokens}")
+    return tokens, rate_of(moments[1:])
+
+
+def transformers_turn(options, folder):
+    command = [sys.executable, FOLDER / "torch_generation.py", "--model", folder, "--weights", options.precision, "--tokens",
+               options.tokens, "--threads", options.threads]
+    output, _ = results.run(command, {**ENVIRONMENT, "OMP_NUM_THREADS": str(options.threads)}, options.timeout)
+    raw = results.last_json(output, command)
+    return raw["tokens"], rate_of(raw["moments"])
+
+
+def copy_rate(options):
+    """The bytes a second that a large copy reads and writes, as ./train --bench measures it."""
+    command = [options.train, "--bench", "forward", "--model", "d1", "--batch", 1, "--seq-len", 8, "--bench-warmup", 0,
+               "--bench-steps", 1, "--threads", options.threads, "--json"]
+    return results.last_json(results.run(command, ENVIRONMENT, options.timeout)[0], command)["copy_peak"]
+
+
+def model_folder(options):
+    """--model as a folder; a new model is written once."""
+    if pathlib.Path(options.model).is_dir():
+        return pathlib.Path(options.model)
+    folder = results.ROOT / "build" / "bench" / f"{options.model}-{options.precision}"
+    if not (folder / "config.json").exists():
+        results.run([options.train, "--model", options.model, "--steps", 0, "--out", folder], ENVIRONMENT, options.timeout)
+    return folder
+
+
+def measure(options, folder, vocabulary):
+    """{what: rates of the rounds}, and the tokens of each peer."""
+    rates, tokens = {}, {}
+    with_transformers = importlib.util.find_spec("transformers")
+    with spelled(folder, vocabulary) as view:
+        for _ in range(options.rounds):
+            rates.setdefault("copy", []).append(copy_rate(options))
+            turns = {"train": lambda: train_turn(options, view)}
+            if with_transformers:
+                turns["transformers"] = lambda: transformers_turn(options, folder)
+            for name, turn in turns.items():
+                made, rate = turn()
+                rates.setdefault(name, []).append(rate)
+                if tokens.setdefault(name, made) != made:
+                    raise PeerFailed(f"{name}: other tokens than the round before")
+    return rates, tokens
+
+
+def table(options, rates, tokens, weight_bytes):
+    rows = [["a copy", "", f"{statistics.median(rates['copy']) / 1e9:.1f}", "", ""]]
+    for name in tokens:
+        shares = [weight_bytes * rate / copy for rate, copy in zip(rates[name], rates["copy"])]  # drift is in both
+        ratios = [ours / rate for ours, rate in zip(rates["train"], rates[name])]
+        rate = statistics.median(rates[name])
+        rows.append([name, f"{rate:.1f}", f"{weight_bytes * rate / 1e9:.1f}", f"{100 * statistics.median(shares):.0f}%",
+                     f"{statistics.median(ratios):.2f}"])
+    return results.markdown(["", "tokens/s", "GB/s", "of the copy", "train is faster by"], rows)
+
+
+def same_until(a, b):
+    """How many tokens are the same from the first on."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def main(arguments=None):
+    options = parse(arguments)
+    try:
+        folder = model_folder(options)
+        vocabulary, weights = read_model(folder)
+        rates, tokens = measure(options, folder, vocabulary)
+    except PeerFailed as failed:
+        fail(failed)
+    weight_bytes = weights * BYTES[options.precision]
+    print(f"{options.model}, {options.precision}, {options.tokens} tokens, {options.threads} threads, medians of "
+          f"{options.rounds} rounds in turn; {weight_bytes / 1e6:.0f} MB of weights a token; load before: "
+          f"{results.LOAD_BEFORE:.1f}\n")
+    print("\n".join(table(options, rates, tokens, weight_bytes)))
+    if "transformers" in tokens:
+        print(f"\nThe first {same_until(tokens['train'], tokens['transformers'])} of {options.tokens} tokens are the same.")
+
+
+if __name__ == "__main__":
+    main()

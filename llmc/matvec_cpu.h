@@ -1,0 +1,117 @@
+// matvec_cpu.h - a product with one row, as in decoding, on the fast CPU build.
+//
+// Each weight is read once, so memory is the limit, which here means: the matrix is read from its first byte
+// to its last. Strips of columns, and several rows at once, were measured at half the rate. Where outputs lie
+// side by side, a worker therefore adds up whole rows, of a part of the inputs, and the parts are added
+// afterwards, in order. The row and all sums are fp32; results do not depend on the number of workers.
+#pragma once
+
+#include <algorithm>
+
+#include "llmc/arena.h"
+#include "llmc/gelu.cuh"
+#include "llmc/packed.h"
+
+// Elements that are worked on at a time.
+constexpr int kMatvecRun = 16;
+using MatvecRun = Packed<float, kMatvecRun>;
+
+template <class T>
+SIMT_DEVICE MatvecRun load_widened(const T* p) {
+    const Packed<T, kMatvecRun> x = load<kMatvecRun>(p);
+    MatvecRun r;
+    for (int i = 0; i < kMatvecRun; i++) r.v[i] = to_float(x.v[i]);
+    return r;
+}
+
+// The sum of x y (n).
+template <class T>
+float dot(const float* x, const T* y, int64_t n) {
+    MatvecRun even = {}, odd = {};  // two, as a sum waits for the one before
+    auto add = [&](MatvecRun& sums, int64_t at) {
+        const MatvecRun a = load<kMatvecRun>(x + at), b = load_widened(y + at);
+        for (int i = 0; i < kMatvecRun; i++) sums.v[i] += a.v[i] * b.v[i];
+    };
+    int64_t c = 0;
+    for (; c + 2 * kMatvecRun <= n; c += 2 * kMatvecRun) add(even, c), add(odd, c + kMatvecRun);
+    if (c + kMatvecRun <= n) add(even, c), c += kMatvecRun;
+    for (int i = 0; i < kMatvecRun; i++) even.v[i] += odd.v[i];
+    float sum = sum_of(even.v);
+    for (; c < n; c++) sum += x[c] * to_float(y[c]);
+    return sum;
+}
+
+// sums (n) += x y.
+template <class T>
+void add_multiple(float* sums, float x, const T* y, int64_t n) {
+    int64_t c = 0;
+    for (; c + kMatvecRun <= n; c += kMatvecRun) {
+        MatvecRun s = load<kMatvecRun>(sums + c);
+        const MatvecRun b = load_widened(y + c);
+        for (int i = 0; i < kMatvecRun; i++) s.v[i] += x * b.v[i];
+        store(sums + c, s);
+    }
+    for (; c < n; c++) sums[c] += x * to_float(y[c]);
+}
+
+// out (n) = x (k) times `weights`, which are (n, k) where they are stored by outputs, else (k, n); plus bias
+// (n) unless null; then GELU if asked.
+template <class T, class Out>
+struct Matvec {
+    Out* out;
+    const T *x, *weights, *bias;
+    int64_t n, k;
+    bool by_outputs, gelu;
+
+    SIMT_DEVICE void finish(int64_t j, float sum) const {
+        if (bias) sum += to_float(bias[j]);
+        if (gelu) sum = 0.5f * sum * (1.f + gelu_tanh(sum));
+        out[j] = from_float<Out>(sum);
+    }
+};
+
+constexpr int64_t kMatvecOutputs = 32;   // of a block, where it sums them whole
+constexpr int64_t kMatvecInputs = 64;    // of a block, where it sums a part of all outputs
+constexpr int64_t kMatvecColumns = 256;  // of a block that adds the parts
+
+template <class T, class Out>
+__global__ void matvec_by_outputs_kernel(Matvec<T, Out> p) {
+    const int64_t first = blockIdx.x * kMatvecOutputs, end = std::min(first + kMatvecOutputs, p.n);
+    DYNAMIC_SHARED(float, x);
+    for (int64_t l = 0; l < p.k; l++) x[l] = to_float(p.x[l]);
+    for (int64_t j = first; j < end; j++) p.finish(j, dot(x, p.weights + j * p.k, p.k));
+}
+
+// parts (blocks, n): each block's inputs times their rows.
+template <class T, class Out>
+__global__ void matvec_by_inputs_kernel(float* parts, Matvec<T, Out> p) {
+    const int64_t first = blockIdx.x * kMatvecInputs, end = std::min(first + kMatvecInputs, p.k);
+    float* const sums = parts + blockIdx.x * p.n;
+    std::fill(sums, sums + p.n, 0.f);
+    for (int64_t l = first; l < end; l++) add_multiple(sums, to_float(p.x[l]), p.weights + l * p.n, p.n);
+}
+
+template <class T, class Out>
+__global__ void matvec_add_parts_kernel(const float* parts, int count, Matvec<T, Out> p) {
+    const int64_t first = blockIdx.x * kMatvecColumns, columns = std::min(kMatvecColumns, p.n - first);
+    float sums[kMatvecColumns] = {};
+    for (int i = 0; i < count; i++)
+        for (int64_t c = 0; c < columns; c++) sums[c] += parts[i * p.n + first + c];
+    for (int64_t c = 0; c < columns; c++) p.finish(first + c, sums[c]);
+}
+
+// Computes it. Scratch comes from the arena.
+template <class T, class Out>
+void matvec_on_cpu(Arena& arena, const Matvec<T, Out>& p, Stream stream) {
+    const auto blocks = [](int64_t n, int64_t size) { return static_cast<unsigned>(ceil_div(n, size)); };
+    if (p.by_outputs) {
+        launch<matvec_by_outputs_kernel<T, Out>>(blocks(p.n, kMatvecOutputs), 1,
+                                                 static_cast<size_t>(p.k) * sizeof(float), stream, p);
+        return;
+    }
+    const unsigned count = blocks(p.k, kMatvecInputs);
+    const Tensor<float> parts = arena.take<float>("matvec_parts", {count, p.n});
+    launch<matvec_by_inputs_kernel<T, Out>>(count, 1, 0, stream, parts.data(), p);
+    launch<matvec_add_parts_kernel<T, Out>>(blocks(p.n, kMatvecColumns), 1, 0, stream, parts.data(),
+                                            static_cast<int>(count), p);
+}

@@ -52,8 +52,9 @@ inline std::string describe_shortage(const MemoryReport& r, const FreeMemory& fr
 // Fails where the plan takes more than is free.
 inline void require_memory(const MemoryReport& r, const FreeMemory& free, bool trains) {
     if (still_to_take(r) <= free.bytes) return;
+    const size_t budget = with_reserve(free).bytes;
     const std::string chosen =
-        trains ? format("--memory %zuMiB chooses what fits, or ", with_reserve(free).bytes >> 20) : "";
+        trains && budget > r.process ? format("--memory %zuMiB chooses what fits, or ", budget >> 20) : "";
     fail("%s; smaller: %sa smaller %s", describe_shortage(r, free).c_str(), chosen.c_str(),
          r.train->takes.empty() ? "--model" : "--batch, --seq-len or --model");
 }

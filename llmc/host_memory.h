@@ -29,8 +29,9 @@ struct FreeMemory {
 };
 
 // What a run maps and does not touch, measured with 1 to 16 threads: room for products to be compiled in, and
-// heaps. It counts where addresses are limited, and nowhere else.
-inline size_t untouched_bytes(int threads) { return static_cast<size_t>(12 + 4 * threads) << 20; }
+// heaps, and the products that a search for the largest batch describes. It counts where addresses are
+// limited, and nowhere else.
+inline size_t untouched_bytes(int threads) { return static_cast<size_t>(24 + 4 * threads) << 20; }
 
 // The soft limits of this process; RLIM_INFINITY is none. Of what they allow, `untouched` bytes are for no
 // plan.

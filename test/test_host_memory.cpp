@@ -142,7 +142,8 @@ TEST(HostMemory, HereAndNow) {
 // A report of so many MiB, as of a training or of a generation.
 MemoryReport report_of(size_t mib, const Plan* train) {
     MemoryReport r;
-    r.process = mib * kMiB;
+    r.buffers.push_back({"weights", "weights", "", {}, "byte", (mib - 10) * kMiB});
+    r.process = 10 * kMiB;
     r.train = train;
     return r;
 }
@@ -157,6 +158,11 @@ TEST(EnoughMemory, RefusesWhatTakesMore) {
                       {"takes 101.0 MiB", "100.0 are free (ulimit -v 5)", "--memory 95MiB", "--batch"});
     expect_user_error([&] { require_memory(report_of(101, &kNoPlan), free, false); },
                       {"takes 101.0 MiB", "a smaller --model"});
+    expect_user_error(
+        [&] {
+            require_memory(report_of(101, &step), {9 * kMiB, "a limit"}, true);
+        },
+        {"9.0 are free (a limit); smaller: a smaller --batch"});  // no budget is so small
 }
 
 TEST(EnoughMemory, BatchAutoIsCapped) {

@@ -269,6 +269,42 @@ def test_no_whole_logits(train):
         assert {b["shape"][0] for b in plan["buffers"] if b["name"] == "logits"} <= expected | {4 * 1024 % max(rows, 1)}
 
 
+ROWS = ["--head-rows", "auto"]
+
+
+@pytest.mark.parametrize("options", [(), ("--model", "d4"), ("--model", "d12", "--batch", 4, "--seq-len", 256),
+                                     ("--model", "d12", "--batch", 4, "--seq-len", 1024)], ids=str)
+def test_automatic_head_rows(train, options):
+    """Cost at most 2% of the estimated step; and the same are chosen whatever changes no bit of a training."""
+    plan = train.plan(*options, "--recompute", "none")
+    whole = train.plan(*options, "--recompute", "none", "--head-rows", 0)
+    assert plan["estimated_seconds"] <= 1.02 * whole["estimated_seconds"]
+    assert total(plan) <= total(whole)
+    for neutral in (ROWS, ("--threads", 1), ("--threads", 5), ("--recompute", "block"), ("--optimizer", "sgd"),
+                    ("--clip-per-block", "--update-in-backward")):
+        assert train.plan(*options, *neutral)["head_rows"] == plan["head_rows"], neutral
+
+
+def test_automatic_head_rows_differ(train):
+    """All where launches cost as much as the head, few of a large batch."""
+    assert train.plan("--batch", 1)["head_rows"] == 0
+    large = train.plan("--model", "d12", "--batch", 64, "--seq-len", 1024)["head_rows"]
+    assert 64 <= large <= 32768
+
+
+def test_a_resume_keeps_the_head_rows(train, folder, tmp_path):
+    """What was chosen is saved, and holds although another batch would choose others; a generation chooses none."""
+    run = ("--model", folder / "model", "--data", folder / "text", "--seq-len", 20, "--batch", 4, "--sample-tokens", 0)
+    train(*run, "--steps", 1, "--out", tmp_path / "out")
+    rows = train.plan(*run)["head_rows"]
+    saved = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["options"]
+    assert saved["--head-rows"] == [str(rows)]
+    assert train.plan("--resume", tmp_path / "out", "--batch", 100)["head_rows"] == rows
+    train(*run, "--steps", 1, "--out", tmp_path / "again", *ROWS)
+    saved = json.loads((tmp_path / "again" / "trainer_state.json").read_text())["options"]
+    assert saved["--head-rows"] == [str(rows)]
+
+
 @pytest.mark.parametrize("rows", [8, 32])
 def test_gradient_of_the_head_in_chunks(train_bf16, tmp_path, rows):
     """Against PyTorch in fp32, whose own error does not count: at most twice the error without chunks."""

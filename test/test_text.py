@@ -174,7 +174,7 @@ def test_no_room_for_the_tokens(train, work):
     (("--data", "a", "--val-data", "latin"), "latin: is not UTF-8 text"),
     (("--data", "a", "shards/b_train_000000.bin"), "--data: a is a text and shards/b_train_000000.bin a 16-bit token"),
     (("--data", "tiny"), "--data: tiny has "),
-    (("--model", "bare", "--data", "a"), "a is text, and the model, whose vocabulary is 400, has no tokenizer.json"),
+    (("--model", "bare", "--data", "a"), "a is text, which is read as bytes (vocabulary 256) where "),
     (("--model", "d1", "--data", "a", "--val-data", "shards/b_train_000000.bin"), "not below the vocabulary size 256"),
     (("--val-data", "a"), "--val-data needs --data, or --steps 0"),
     (("--val-data", "a", "--steps", 0, "--batch", "auto"), "--batch auto is a training's"),

@@ -1,4 +1,4 @@
-// device_rates.h - how fast the device is: by its maker, and multiplying matrices now; and the stopwatch to tell by.
+// device_rates.h - how fast the device is: by its maker, and multiplying matrices now; and the clock to tell by.
 #pragma once
 
 #include <omp.h>
@@ -12,7 +12,7 @@
 #include "llmc/random.h"
 #include "llmc/solver.h"
 
-class Stopwatch {
+class WallClock {
   public:
     double seconds() const {
         return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
@@ -48,7 +48,7 @@ template <class Queue>
 double best_seconds(int times, Stream stream, Queue&& queue) {
     double best = 1e30;
     for (int i = 0; i < times; i++) {
-        const Stopwatch clock;
+        const WallClock clock;
         for (int k = 0; k < kTimedTogether; k++) queue();
         stream_synchronize(stream);
         best = std::min(best, clock.seconds() / kTimedTogether);

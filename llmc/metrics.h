@@ -122,7 +122,7 @@ class Metrics {
     DeviceBuffer memory_;
     std::optional<Readback> copies_[2];  // of even and of odd steps
     std::deque<Pending> pending_;        // steps that were enqueued and not looked at yet
-    Stopwatch clock_;
+    WallClock clock_;
     double completed_ = 0;  // on it: when the latest step that was looked at was done
     std::optional<StepLines> lines_;
     LogFile log_;

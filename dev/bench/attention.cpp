@@ -32,7 +32,7 @@ struct Options {
 template <class F>
 double milliseconds(double seconds, F f) {
     const auto time = [&](int calls) {
-        const Stopwatch clock;
+        const WallClock clock;
         for (int i = 0; i < calls; i++) f();
         stream_synchronize(Stream{});
         return clock.seconds() / calls;
@@ -40,7 +40,7 @@ double milliseconds(double seconds, F f) {
     time(1);  // code is loaded, pages are touched
     const int calls = static_cast<int>(std::clamp(0.01 / time(1), 1.0, 1000.0));
     std::vector<double> times;
-    const Stopwatch all;
+    const WallClock all;
     while (times.size() < 3 || all.seconds() < seconds) times.push_back(time(calls));
     std::sort(times.begin(), times.end());
     return 1000 * times[times.size() / 2];

@@ -77,7 +77,7 @@ double seconds_of(const dnnl::matmul::primitive_desc& description) {
     int next = 0;
     const bool has_bias = description.bias_desc().get_size() > 0;
     auto run = [&](int calls) {
-        const Stopwatch clock;
+        const WallClock clock;
         for (int i = 0; i < calls; i++, next++) {
             std::unordered_map<int, memory> arguments = {{DNNL_ARG_SRC, a.of(next)},
                                                          {DNNL_ARG_WEIGHTS, b.of(next)},

@@ -1,7 +1,7 @@
 // matvec_cpu.h - a product with one row, as in decoding, on the fast CPU build.
 //
 // Each weight is read once, so memory is the limit, which here means: the matrix is read from its first byte
-// to its last. Strips of columns, and several rows at once, were measured at half the rate. Where outputs lie
+// to its last, a few rows side by side. Strips of columns were measured at half the rate. Where outputs lie
 // side by side, a worker therefore adds up whole rows, of a part of the inputs, and the parts are added
 // afterwards, in order. The row and all sums are fp32; results do not depend on the number of workers.
 #pragma once
@@ -41,17 +41,23 @@ float dot(const float* x, const T* y, int64_t n) {
     return sum;
 }
 
-// sums (n) += x y.
-template <class T>
-void add_multiple(float* sums, float x, const T* y, int64_t n) {
+// sums (n) += x (kRows) times kRows rows of n. A sum stays in a register for all of them: row by row, loading
+// and storing the sums takes longer than reading the matrix.
+template <int kRows, class T>
+void add_rows_times(float* sums, const T* x, const T* rows, int64_t n) {
+    float factors[kRows];
+    for (int r = 0; r < kRows; r++) factors[r] = to_float(x[r]);
     int64_t c = 0;
     for (; c + kMatvecRun <= n; c += kMatvecRun) {
         MatvecRun s = load<kMatvecRun>(sums + c);
-        const MatvecRun b = load_widened(y + c);
-        for (int i = 0; i < kMatvecRun; i++) s.v[i] += x * b.v[i];
+        for (int r = 0; r < kRows; r++) {
+            const MatvecRun row = load_widened(rows + r * n + c);
+            for (int i = 0; i < kMatvecRun; i++) s.v[i] += factors[r] * row.v[i];
+        }
         store(sums + c, s);
     }
-    for (; c < n; c++) sums[c] += x * to_float(y[c]);
+    for (; c < n; c++)
+        for (int r = 0; r < kRows; r++) sums[c] += factors[r] * to_float(rows[r * n + c]);
 }
 
 // out (n) = x (k) times `weights`, which are (n, k) where they are stored by outputs, else (k, n); plus bias
@@ -71,7 +77,8 @@ struct Matvec {
 };
 
 constexpr int64_t kMatvecOutputs = 32;   // of a block, where it sums them whole
-constexpr int64_t kMatvecInputs = 64;    // of a block, where it sums a part of all outputs
+constexpr int64_t kMatvecInputs = 64;    // of a block, where it sums a part of all outputs,
+constexpr int kMatvecRows = 4;           // so many at a time
 constexpr int64_t kMatvecColumns = 256;  // of a block that adds the parts
 
 template <class T, class Out>
@@ -88,7 +95,10 @@ __global__ void matvec_by_inputs_kernel(float* parts, Matvec<T, Out> p) {
     const int64_t first = blockIdx.x * kMatvecInputs, end = std::min(first + kMatvecInputs, p.k);
     float* const sums = parts + blockIdx.x * p.n;
     std::fill(sums, sums + p.n, 0.f);
-    for (int64_t l = first; l < end; l++) add_multiple(sums, to_float(p.x[l]), p.weights + l * p.n, p.n);
+    int64_t l = first;
+    for (; l + kMatvecRows <= end; l += kMatvecRows)
+        add_rows_times<kMatvecRows>(sums, p.x + l, p.weights + l * p.n, p.n);
+    for (; l < end; l++) add_rows_times<1>(sums, p.x + l, p.weights + l * p.n, p.n);
 }
 
 template <class T, class Out>

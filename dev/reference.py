@@ -240,9 +240,9 @@ class Trainer:
         if positions and options.seq_len > positions:
             fail(f"--seq-len {options.seq_len}: the model has {positions} positions")
         train, self.val_streams = load_data(options.data, options.val_data, options.seq_len)
-        if self.vocab_size != 256 and any(stream.dtype == np.uint8 for stream in train + self.val_streams):
-            fail(f"text is read as bytes here, and the model's vocabulary is {self.vocab_size}: "
-                 "dev/data/tokenize_text.py makes shards of it")
+        has_tokenizer = any(os.path.exists(os.path.join(options.model, name)) for name in TOKENIZER_FILES)
+        if has_tokenizer and any(stream.dtype == np.uint8 for stream in train + self.val_streams):
+            fail("text is read as bytes here, and the model has a tokenizer: dev/data/tokenize_text.py makes shards of it")
         check_streams("training", train, options.seq_len)
         self.sequences = training_sequences(train, options.seq_len, options.seed)
         if options.eval_every:

@@ -9,7 +9,8 @@ import pytest
 import reference
 import torch
 from safetensors.torch import load_file
-from test_train import GRADIENT_BOUND, LOSS_BOUND, by_key, greedy, open_with_transformers, run_reference, sampled
+from test_train import (GRADIENT_BOUND, LOSS_BOUND, by_key, greedy, open_with_transformers, run_reference, sampled,
+                        starting_at_0)
 from trainer_runs import figures, make, random_tokens, read_log, saved_bytes, write_shard
 
 LLAMA3 = json.dumps({"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
@@ -181,10 +182,10 @@ def test_logits_of_a_save(train, any_work):
 
 def test_greedy(train_fp32, any_work):
     """50 tokens, each through the cache, after token 0; here after a step that changes nothing."""
-    work = any_work
-    got = sampled(train_fp32, *DATA[:4], "--batch", 1, "--seq-len", 60, "--steps", 1, "--lr", 0, "--sample-tokens", 50,
-                  cwd=work)
-    assert list(map(int, got.split())) == greedy(work / "model", [0], 50)
+    model = starting_at_0(any_work / "model", any_work / "plain")
+    got = sampled(train_fp32, "--model", "plain", *DATA[2:4], "--batch", 1, "--seq-len", 60, "--steps", 1, "--lr", 0,
+                  "--sample-tokens", 50, cwd=any_work)
+    assert list(map(int, got.split())) == greedy(model, [0], 50)
 
 
 def trained(train, work, name, *options):

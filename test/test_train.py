@@ -154,6 +154,17 @@ def greedy(folder, prompt, count):
     return tokens[0, len(prompt):].tolist()
 
 
+def starting_at_0(folder, path):
+    """The same model without a token that ends a text, and with 0 as the one that begins it."""
+    path.mkdir()
+    for file in folder.iterdir():
+        if file.name not in ("config.json", "generation_config.json"):
+            (path / file.name).symlink_to(file.resolve())
+    config = json.loads((folder / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"bos_token_id": 0, "eos_token_id": None}))
+    return path
+
+
 def test_greedy_bytes(train_fp32, folder):
     """To the last position that the model has, each token through the cache."""
     prompt = b"The end, "
@@ -175,11 +186,12 @@ def test_a_long_sample_slides(train_fp32, folder):
 
 def test_greedy_tokens(train_fp32, tmp_path):
     """Without a tokenizer tokens are printed as numbers, after token 0; here after a step that changes nothing."""
-    make(tmp_path / "model", *SMALL, "--vocab", 301)
+    make(tmp_path / "made", *SMALL, "--vocab", 301)
+    model = starting_at_0(tmp_path / "made", tmp_path / "model")
     write_shard(tmp_path / "data.bin", random_tokens(301, 200))
     got = sampled(train_fp32, "--model", "model", "--data", "data.bin", "--batch", 1, "--seq-len", 64, "--steps", 1,
                   "--lr", 0, "--sample-tokens", 63, cwd=tmp_path)
-    assert list(map(int, got.split())) == greedy(tmp_path / "model", [0], 63)
+    assert list(map(int, got.split())) == greedy(model, [0], 63)
 
 
 def test_greedy_with_tokenizer(train_fp32, folder, tmp_path):

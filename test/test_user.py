@@ -189,9 +189,10 @@ def test_the_rate_follows_the_model(train, work):
 
 
 def test_fine_tuning_by_default_improves(train, tmp_path):
-    """A model that has learnt some C++, on Python: it gets better there."""
-    (tmp_path / "first").write_bytes((ROOT / "train_gpt.cu").read_bytes())
-    (tmp_path / "second").write_bytes((ROOT / "test" / "test_train.py").read_bytes())
+    """A model that has learnt some Shakespeare, on more of it in which small letters are large: it gets better there."""
+    text = (ROOT / "dev" / "data" / "tinyshakespeare.txt").read_text()
+    (tmp_path / "first").write_text(text[:60000])
+    (tmp_path / "second").write_text(text[60000:120000].swapcase())
     small = ("--batch", 4, "--seq-len", 64, "--sample-tokens", 0)
     train("--model", "d1", "--data", "first", *small, "--steps", 150, "--lr", 5e-3, "--out", "trained", cwd=tmp_path)
     losses = []

@@ -11,7 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import ByteLevelBPETokenizer
-from trainer_runs import binaries, listing, make, random_tokens, read_log, saved_bytes, write_shard, write_text
+from trainer_runs import (binaries, listing, make, random_tokens, read_log, saved_bytes, small_disk, write_shard,
+                          write_text)
 
 SMALL = ("--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)
 # What a run would write if the mistake were not found: nothing of it may be there.
@@ -682,29 +683,17 @@ def test_outputs_of_a_resume(train, saved, options):
 
 def test_no_room_for_a_save(train, work):
     """Known before the training; a save that was not finished makes room."""
-    disk = work / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("only root can make a small disk")
-    try:
+    with small_disk(work / "disk", "1m") as disk:
         (disk / "filler").write_bytes(bytes(700000))
         refused(train, work, {"--out": "disk/out"}, "--out disk/out: a save takes ", "MiB")
         (disk / "out" / "step-00000007.tmp").mkdir(parents=True)
         (disk / "filler").rename(disk / "out" / "step-00000007.tmp" / "model.safetensors")
         train(*command({"--out": "disk/out"}), cwd=work)
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_disk_full(train, work):
     """The save that does not fit is gone again; the one before is whole, and another run can go on from it."""
-    disk = work / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("only root can make a small disk")
-    try:
+    with small_disk(work / "disk", "2m") as disk:
         options = {"--out": "disk/out", "--save-every": 1, "--keep": 0, "--steps": 9, "--log": None}
         error = train(*command(options), cwd=work, code=2).stderr.decode()
         assert error.startswith("train: disk/out/step-") and error.count("\n") == 1 and "No space left" in error
@@ -713,8 +702,6 @@ def test_disk_full(train, work):
         train(*command({"--steps": len(steps), "--schedule": "cosine", "--resume": "disk/out", "--out": "elsewhere",
                         "--model": None}), cwd=work)
         assert saved_bytes(work / "elsewhere") == saved_bytes(disk / "out")
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 # ---- numbers that are none

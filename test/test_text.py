@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 import subprocess
 
@@ -12,7 +11,8 @@ import tokenize_text
 import torch
 from test_train import open_with_transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from trainer_runs import ENVIRONMENT, ROOT, figures, listing, make, random_tokens, read_log, saved_bytes, write_shard
+from trainer_runs import (ENVIRONMENT, ROOT, figures, listing, make, random_tokens, read_log, saved_bytes, small_disk,
+                          write_shard)
 
 VOCAB = 400
 WIDE = 66000  # more than 16 bits hold
@@ -154,19 +154,12 @@ def test_long_texts_say_how_far_they_are(train, work):
 
 
 def test_no_room_for_the_tokens(train, work):
-    disk = work / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("only root can make a small disk")
-    try:
+    with small_disk(work / "disk", "1m") as disk:
         (work / "long").write_bytes((work / "a").read_bytes() * 300)
         ran = in_folder_for_files(train, work, disk, "--data", "long", "--steps", 1, "--out", "out")
         assert ran.returncode == 2 and not (work / "out").exists() and ran.stderr == (
             f"train: {disk}: cannot write the tokens of long there: No space left on device; "
             "TMPDIR can name another folder\n")
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.mark.parametrize("options, line", [

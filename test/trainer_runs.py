@@ -11,10 +11,24 @@ import threading
 
 import make_model
 import numpy as np
+import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Threads that wait asleep: with more of them than free cores, a barrier of spinning ones takes a time slice.
 ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
+
+
+@contextlib.contextmanager
+def small_disk(path, size):
+    """A folder on a disk of its own, of a size like "1m". Who may not make one skips the test."""
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("only root can make a small disk")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", str(path)], check=True)
 
 
 class Train:

@@ -51,9 +51,29 @@ def load_model(folder):
     return model.eval()
 
 
+def add_adapter(model, folder):
+    """PEFT's model with an adapter to train: LoRA or a soft prompt, without dropout."""
+    import peft  # only who asks for an adapter needs it
+    try:
+        model = peft.PeftModel.from_pretrained(model, folder)
+    except Exception as error:
+        fail(f"--adapter {folder}: {(str(error).strip() or repr(error)).splitlines()[0]}")
+    for name, parameter in model.named_parameters():  # PEFT itself would not go on with a soft prompt
+        parameter.requires_grad_(".lora_" in name or name.startswith("prompt_encoder."))
+    return model.eval()
+
+
+def file_name(parameter):
+    """What PEFT's files call one of its model's parameters; others keep their names."""
+    prompt = parameter.startswith("prompt_encoder.")
+    return "prompt_embeddings" if prompt else parameter.replace(".default", "")
+
+
 def save_model(model, source, folder):
-    """Writes an fp32 Hugging Face folder with the tokenizer files of the source folder."""
+    """Writes an fp32 Hugging Face folder with the tokenizer files of the source folder; of an adapter, PEFT's."""
     model.save_pretrained(folder)
+    if hasattr(model, "peft_config"):
+        return
     for name in TOKENIZER_FILES:
         origin, target = os.path.join(source, name), os.path.join(folder, name)
         if os.path.exists(origin) and not (os.path.exists(target) and os.path.samefile(origin, target)):
@@ -249,8 +269,11 @@ class Trainer:
             if not self.val_streams:
                 fail("--eval-every: there is no validation data, give --val-data")
             check_streams("validation", self.val_streams, options.seq_len)
+        if options.adapter:
+            self.model = add_adapter(self.model, options.adapter)
         self.model.to(options.device)
-        self.optimizer = AdamW(self.model.parameters(), options.beta1, options.beta2, options.eps,
+        self.trained = {file_name(n): p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = AdamW(self.trained.values(), options.beta1, options.beta2, options.eps,
                                options.weight_decay)
 
     def loss(self, sequences):
@@ -261,7 +284,8 @@ class Trainer:
         tokens = tokens.to(self.options.device)
         with torch.autocast(torch.device(self.options.device).type, torch.bfloat16,
                             enabled=self.options.precision == "bf16"):
-            logits = self.model(tokens[:, :-1], use_cache=False).logits
+            # A soft prompt's rows come first, and have no targets.
+            logits = self.model(tokens[:, :-1], use_cache=False).logits[:, 1 - tokens.shape[1]:]
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     @torch.no_grad()
@@ -283,7 +307,7 @@ class Trainer:
             micro_loss = self.loss(list(itertools.islice(self.sequences, options.batch))) / options.grad_accum
             micro_loss.backward()
             loss += micro_loss.item()
-        gradients = {name: p.grad for name, p in self.model.named_parameters()}
+        gradients = {name: p.grad for name, p in self.trained.items()}
         if step == 0 and options.dump_gradients:
             save_file({name: g.cpu().contiguous() for name, g in gradients.items()}, options.dump_gradients)
         norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
@@ -330,6 +354,7 @@ def parse_options(arguments):
     add, whole, real = parser.add_argument, number(int, 0), number(float, 0)
     positive = number(int, 1)
     add("--model", required=True, help="Hugging Face folder: config.json, model.safetensors")
+    add("--adapter", help="a folder of PEFT's: train that beside the frozen model")
     add("--data", required=True, nargs="+", action="extend", help="training .bin shards or text files, or globs")
     add("--val-data", nargs="+", action="extend", help="validation files or globs")
     add("--batch", type=positive, default=8, help="sequences in a micro-batch")

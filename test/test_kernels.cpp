@@ -341,11 +341,12 @@ TYPED_TEST(Kernels, EmbeddingForward) {
                 const DeviceArray<T> d_wte(wte), d_wpe(wpe), d_out(poisoned<T>(tokens.size() * C));
                 Tensor<T> t_out = d_out.tensor({e.batch, e.seq_len, e.C});
                 embedding_forward(t_out, d_tokens.tensor({e.batch, e.seq_len}),
-                                  d_wte.tensor({e.vocabulary, e.C}), Tensor<T>(), first_position, kStream);
+                                  d_wte.tensor({e.vocabulary, e.C}), Tensor<T>(), Tensor<T>(), first_position,
+                                  kStream);
                 alone = d_out.download();
                 embedding_forward(t_out, d_tokens.tensor({e.batch, e.seq_len}),
                                   d_wte.tensor({e.vocabulary, e.C}), d_wpe.tensor({positions, e.C}),
-                                  first_position, kStream);
+                                  Tensor<T>(), first_position, kStream);
                 return bytes_of(out = d_out.download(), alone);
             });
             bool same = true, same_alone = true;

@@ -367,6 +367,8 @@ inline void check_adapter_options(const Options& o) {
         if (!o.adapter.empty())
             fail("%s %s: --adapter %s has its own", name, o.first(name), o.adapter.c_str());
     }
+    if (o.has("--adapter") && !o.resume.empty() && !o.saved.contains("--adapter"))
+        fail("--adapter %s: --resume %s goes on with its own", o.adapter.c_str(), o.resume.c_str());
     if (!o.merge.empty() && !o.trains_adapter() && o.resume.empty())
         fail("--merge %s: there is no adapter to merge; give --train lora or --adapter", o.merge.c_str());
     if (o.trains_adapter() && parse_new_model(o.model) && !o.plan && o.bench.empty())
@@ -431,7 +433,6 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     if (among({"--recompute", "--head-rows"})) return !o.has("--memory") || o.batch == 0;  // else chosen anew
     // What only generates needs no data, and leaves alone what the training has written.
     if (among({"--data", "--val-data", "--log", "--out", "--save-every", "--merge"})) return o.steps > 0;
-    if (among({"--adapter"})) return false;  // the save has what has become of it
     // A prompt asks for a sample.
     if (among({"--sample-tokens"})) return !o.has("--prompt") || values != nlohmann::json::array({"0"});
     return true;

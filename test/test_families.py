@@ -98,7 +98,7 @@ def gradients_in_bf16(options):
     for _ in range(options.grad_accum):
         trainer.model.zero_grad()
         (trainer.loss(list(itertools.islice(trainer.sequences, options.batch))) / options.grad_accum).backward()
-        for name, parameter in trainer.model.named_parameters():
+        for name, parameter in trainer.trained.items():
             gradients[name] = gradients.get(name, 0) + parameter.grad.float()
     return gradients
 

@@ -166,6 +166,7 @@ class GgufModel {
 
     // What is not read would be arithmetic that is left out.
     void refuse_other_keys() const {
+        reader_.must_be("split.count", {1, 0});  // the files of one model
         static constexpr const char* known[] = {"vocab_size",
                                                 "context_length",
                                                 "embedding_length",

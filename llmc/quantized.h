@@ -255,11 +255,18 @@ SIMT_DEVICE float half_at(const unsigned char* p) {
 #endif
 }
 
-// a * b + c, both rounded: a compiler must not fuse them where files were made with two roundings.
+// a * b + c, both rounded: a compiler must not fuse them where files were made with two roundings. To it the
+// asm could change the product.
 SIMT_DEVICE float product_then_sum(float a, float b, float c) {
 #if defined(SIMT_GPU)
     return __fadd_rn(__fmul_rn(a, b), c);
 #else
-    return static_cast<float>(double{a} * double{b}) + c;  // the product is exact before it is rounded
+    float product = a * b;
+#if defined(__x86_64__)
+    asm("" : "+x"(product));
+#else
+    asm("" : "+m"(product));
+#endif
+    return product + c;
 #endif
 }

@@ -82,9 +82,9 @@ def test_nf4_is_that_of_bitsandbytes(bnb, shape, dtype, kind, double):
 
 
 def quantized_linear(bnb, double=True, storage=torch.uint8):
-    linear = bnb.nn.Linear4bit(96, 40, bias=False, quant_type="nf4", compress_statistics=double,
+    linear = bnb.nn.Linear4bit(128, 40, bias=False, quant_type="nf4", compress_statistics=double,
                                quant_storage=storage)
-    linear.weight = bnb.nn.Params4bit(weights((40, 96), torch.bfloat16, "normal"), requires_grad=False,
+    linear.weight = bnb.nn.Params4bit(weights((40, 128), torch.bfloat16, "normal"), requires_grad=False,
                                       quant_type="nf4", compress_statistics=double, quant_storage=storage)
     return linear.to("cpu")
 
@@ -103,7 +103,7 @@ def test_files_of_bitsandbytes_are_read_and_written(bnb, tmp_path, double, stora
     tensors = linear.state_dict(prefix="layer.")
     folder = write_folder(tmp_path / "theirs", tensors)
     data = probe("nf4", folder, "layer.weight")
-    floats = np.frombuffer(probe("dequantize", "nf4-double" if double else "nf4", 40 * 96, data=data), np.float32)
+    floats = np.frombuffer(probe("dequantize", "nf4-double" if double else "nf4", 40 * 128, data=data), np.float32)
     wanted = bnb.functional.dequantize_4bit(linear.weight.data, linear.weight.quant_state).float()
     np.testing.assert_array_equal(torch.from_numpy(floats.copy()).bfloat16().float(), wanted.reshape(-1))
     ours = tmp_path / "ours"
@@ -145,15 +145,15 @@ def replaced(name, tensor):
 
 @pytest.mark.parametrize("change,message", [
     (changed_state(blocksize=128), '"blocksize" is 128'),
-    (changed_state(shape=[40, 95]), '"layer.weight" is 1920 bytes'),
-    (changed_state(shape=[3840]), '"shape"'),
+    (changed_state(shape=[40, 127]), '"layer.weight" is 2560 bytes'),
+    (changed_state(shape=[5120]), '"shape"'),
     (changed_state(quant_type="fp4"), '"quant_type"'),
     (changed_state(dtype="int8"), '"dtype"'),
-    (shortened("layer.weight"), '"layer.weight" is 1919 bytes'),
-    (shortened("layer.weight.absmax"), '"layer.weight.absmax" is 59 bytes'),
+    (shortened("layer.weight"), '"layer.weight" is 2559 bytes'),
+    (shortened("layer.weight.absmax"), '"layer.weight.absmax" is 79 bytes'),
     (shortened("layer.weight.nested_absmax"), '"layer.weight.nested_absmax"'),
     (shortened("layer.weight.nested_quant_map"), '"layer.weight.nested_quant_map"'),
-    (replaced("layer.weight.absmax", torch.zeros(60)), '240 bytes of F32 where 60 of U8'),
+    (replaced("layer.weight.absmax", torch.zeros(80)), '320 bytes of F32 where 80 of U8'),
     (replaced("layer.weight.quant_map", torch.zeros(16)), "not those of NF4"),
     (lambda tensors: tensors.pop("layer.weight.absmax"), '"layer.weight.absmax" is missing'),
     (lambda tensors: tensors.pop("layer.weight"), '"layer.weight" is missing'),

@@ -111,7 +111,9 @@ inline void add_post_processor(json& file, const TokenizerKeys& keys, bool adds_
     const auto add = [&](int token, const char* name) {
         if (token < 0) return;
         single.push_back({{"SpecialToken", {{"id", name}, {"type_id", 0}}}});
-        specials[name] = {{"id", name}, {"ids", {token}}, {"tokens", {name}}};
+        specials[name] = {{"id", name},
+                          {"ids", json::array({static_cast<unsigned>(token)})},
+                          {"tokens", json::array({name})}};
     };
     add(bos, "bos");
     single.push_back({{"Sequence", {{"id", "A"}, {"type_id", 0}}}});

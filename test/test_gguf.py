@@ -60,7 +60,7 @@ def apart(w, heads):
 
 def as_gguf(name, w, config, names):
     """A tensor under its name in a GGUF, with its rows in that order."""
-    ours = names.get_name(name, try_suffixes=(".weight", ".bias"))
+    ours = names.get_name(name.removeprefix("transformer."), try_suffixes=(".weight", ".bias"))
     if config.model_type in ("llama", "mistral") and "q_proj" in name:
         w = pairs(w, config.num_attention_heads)
     if config.model_type in ("llama", "mistral") and "k_proj" in name:
@@ -133,7 +133,7 @@ def test_models_are_read(tmp_path, name):
                 "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps",
                 "tie_word_embeddings", "n_layer", "n_head", "layer_norm_epsilon"):
         if wanted.get(key) is not None:
-            assert ours[key] == pytest.approx(wanted[key], rel=1e-12), key
+            assert ours[key] == wanted[key], key
     assert ours.get("sliding_window") == (32 if name == "mistral" else None)
     if name == "own head":
         assert ours["rope_theta"] == 5e5
@@ -211,5 +211,5 @@ def test_sentencepieces_tokenizers(tmp_path, name):
                      scores=[library.get_score(token) for token in tokens], bos_token_id=1, eos_token_id=2,
                      unknown_token_id=0)
     check_texts(path, lambda text: [1] + library.encode(text), known.TEXTS)
-    ids = np.asarray([1] + library.encode(known.SCRIPTS), np.int32)
-    assert probe("text", path, data=ids.tobytes()).decode() == "<s>" + known.SCRIPTS
+    ids = np.asarray(library.encode(known.SCRIPTS), np.int32)
+    assert probe("text", path, data=ids.tobytes()).decode() == known.SCRIPTS

@@ -14,6 +14,10 @@
 //     nested_offset  1                 fp32: the mean of the scales
 #pragma once
 
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -24,23 +28,22 @@
 constexpr int kNf4Block = 64, kNf4NestedBlock = 256, kNf4NestedValues = 256;
 
 // The values: quantiles of the normal distribution, one of them zero, scaled to [-1, 1].
-inline constexpr std::array<float, 16> kNf4Values = {
-    -1.f,
-    -0.6961928009986877f,
-    -0.5250730514526367f,
-    -0.39491748809814453f,
-    -0.28444138169288635f,
-    -0.18477343022823334f,
-    -0.09105003625154495f,
-    0.f,
-    0.07958029955625534f,
-    0.16093020141124725f,
-    0.24611230194568634f,
-    0.33791524171829224f,
-    0.44070982933044434f,
-    0.5626170039176941f,
-    0.7229568362236023f,
-    1.f};
+inline constexpr std::array<float, 16> kNf4Values = {-1.f,
+                                                     -0.6961928009986877f,
+                                                     -0.5250730514526367f,
+                                                     -0.39491748809814453f,
+                                                     -0.28444138169288635f,
+                                                     -0.18477343022823334f,
+                                                     -0.09105003625154495f,
+                                                     0.f,
+                                                     0.07958029955625534f,
+                                                     0.16093020141124725f,
+                                                     0.24611230194568634f,
+                                                     0.33791524171829224f,
+                                                     0.44070982933044434f,
+                                                     0.5626170039176941f,
+                                                     0.7229568362236023f,
+                                                     1.f};
 
 // Where the parts of a matrix of n elements lie, in bytes from its start.
 struct Nf4Parts {
@@ -98,8 +101,9 @@ struct Nf4Decoder {
             const __m128i two = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
             const __m128i mask = _mm_set1_epi8(15), high = _mm_and_si128(_mm_srli_epi16(two, 4), mask);
             const __m128i numbers = _mm_unpacklo_epi8(high, _mm_and_si128(two, mask));
-            const __m512 picked =
-                _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(numbers), _mm512_loadu_ps(values));
+            // g++ 12 warns of the unmasked forms (GCC's bug 105593).
+            const __m512i wide = _mm512_maskz_cvtepu8_epi32(0xffff, numbers);
+            const __m512 picked = _mm512_maskz_permutexvar_ps(0xffff, wide, _mm512_loadu_ps(values));
             _mm512_storeu_ps(w, _mm512_mul_ps(picked, _mm512_set1_ps(s)));
             return;
         }
@@ -117,43 +121,31 @@ inline constexpr WeightFormat kNf4Double =
     quantized_format<Nf4Decoder<true>>("nf4-double", "nf4", -1, kNf4Block, 0);
 
 namespace nf4 {
-// For each value but the last, the largest number that is not nearer to the next. Distances are rounded as
-// bitsandbytes' are, so that these are not quite the midpoints.
-inline constexpr std::array<float, 15> kThresholds = [] {
-    std::array<float, 15> thresholds{};
-    for (size_t i = 0; i < 15; i++) {
-        const float low = kNf4Values[i], high = kNf4Values[i + 1];
-        const auto stays = [&](float x) { return x - low <= high - x; };
-        const auto next = [](float x, bool up) {
-            return std::bit_cast<float>(std::bit_cast<uint32_t>(x) + ((x > 0) == up ? 1u : ~0u));
-        };
-        float x = (low + high) / 2;
-        while (!stays(x)) x = next(x, false);
-        while (stays(next(x, true))) x = next(x, true);
-        thresholds[i] = x;
-    }
-    return thresholds;
-}();
+// Scales are at least this where elements are divided by them.
+constexpr float kLeastScale = 1e-38f;
 
-// The codes of a block of n <= 64 elements, padded with that of zero to a byte; its scale. A product that
-// bitsandbytes rounds to the matrix's type is rounded to it: those of the last block where that is shorter.
+// The codes of a block of n <= 64 elements, padded with that of zero to a byte; its scale. A whole block is
+// multiplied with the inverse of its scale, and the last one, where it is shorter, divided by it, which is
+// then no less than kLeastScale: as bitsandbytes does it.
 template <class T>
 float quantize_block(unsigned char* codes, const T* x, int n) {
     float block[kNf4Block] = {};
     for (int k = 0; k < n; k++) block[k] = to_float(x[k]);
     float largest = 0;
     for (int k = 0; k < kNf4Block; k++) largest = std::max(largest, std::fabs(block[k]));
-    const float inverse = 1 / largest;
+    const float least = std::max(largest, kLeastScale);
+    const bool whole = n == kNf4Block;
+    const float inverse = whole ? 1 / least : 1, scale = whole ? 1 : least;
+    for (int k = 0; k < kNf4Block; k++) block[k] = block[k] * inverse / scale;
+    // The values whose upper neighbour is nearer are counted; from halfway the lower one is taken.
     int numbers[kNf4Block] = {};
-    for (int k = 0; k < kNf4Block; k++) {
-        block[k] *= inverse;
-        if (n < kNf4Block) block[k] = to_float(from_float<T>(block[k]));
+    for (size_t i = 0; i + 1 < kNf4Values.size(); i++) {
+        const float halfway = (kNf4Values[i] + kNf4Values[i + 1]) / 2;
+        for (int k = 0; k < kNf4Block; k++) numbers[k] += block[k] > halfway ? 1 : 0;
     }
-    for (const float threshold : kThresholds)
-        for (int k = 0; k < kNf4Block; k++) numbers[k] += block[k] > threshold ? 1 : 0;
-    if (n % 2 != 0) numbers[n] = 7;
-    for (int k = 0; k < n; k += 2) codes[k / 2] = static_cast<unsigned char>(numbers[k] << 4 | numbers[k + 1]);
-    return largest;
+    for (int k = 0; k < n; k += 2)
+        codes[k / 2] = static_cast<unsigned char>(numbers[k] << 4 | numbers[k + 1]);
+    return whole ? largest : least;
 }
 
 // bitsandbytes' dynamic map of signed 8-bit codes, sorted: by octaves as in quantize8.cuh, but with 1 and
@@ -211,10 +203,16 @@ inline float mean(const float* x, int64_t n) {
     return sum / static_cast<float>(n);
 }
 
-// The number of the value of a sorted map that is nearest to x, the lower of two.
+// The number of the value of a sorted map that is nearest to x in [-1, 1]. bitsandbytes looks it up in a
+// table of 65536 steps from -1 to 1, so x becomes the nearest step first.
 inline unsigned char nearest(const std::vector<float>& map, float x) {
-    const auto above = std::upper_bound(map.begin() + 1, map.end() - 1, x);
-    return static_cast<unsigned char>(above - map.begin() - (*above - x < x - above[-1] ? 0 : 1));
+    constexpr float kLast = 65535;
+    const float step = std::floor((std::clamp(x, -1.f, 1.f) + 1) * 0.5f * kLast + 0.5f);
+    const float rounded = -1 + 2 * step / kLast;
+    const auto above = std::lower_bound(map.begin() + 1, map.end(), rounded);  // the first not below
+    if (above == map.end()) return kNf4NestedValues - 1;
+    const auto number = static_cast<int>(above - map.begin());
+    return static_cast<unsigned char>(0.5f * (above[-1] + *above) < rounded ? number : number - 1);
 }
 
 // Codes of the scales, and what makes scales of them again.
@@ -229,15 +227,15 @@ inline void quantize_scales(unsigned char* out, const Nf4Parts& parts, const std
         float largest = 0;
         for (int64_t i = first; i < end; i++) largest = std::max(largest, std::fabs(scales[i] - offset));
         nested_absmax[b] = largest;
-        for (int64_t i = first; i < end; i++)
-            out[parts.absmax + i] = nearest(map, (scales[i] - offset) / largest);
+        const float inverse = 1 / largest;
+        for (int64_t i = first; i < end && largest > 0; i++)  // else the codes are 0
+            out[parts.absmax + i] = nearest(map, (scales[i] - offset) * inverse);
     }
 }
 }  // namespace nf4
 
 // Writes the bytes of a matrix of n elements in `format`, kNf4 or kNf4Double, all quantized_bytes() of them,
-// to host memory aligned to 16 bytes. They are those that bitsandbytes makes on a CPU with one thread, of a
-// matrix of type T.
+// to host memory aligned to 16 bytes. They are those that bitsandbytes 0.50 makes on a CPU with one thread.
 template <class T>
 void quantize_nf4(unsigned char* out, const T* w, int64_t n, const WeightFormat& format) {
     const bool is_double = &format == &kNf4Double;

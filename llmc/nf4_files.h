@@ -79,9 +79,9 @@ inline Nf4State parse_nf4_state(std::string_view text, const std::string& where)
 
 // The JSON that parse_nf4_state() reads back, byte for byte as Python's json.dumps writes bitsandbytes'.
 inline std::string nf4_state_json(const Nf4State& state) {
-    std::string text = format(R"({"quant_type": "nf4", "blocksize": %d, "dtype": "%s", "shape": [%lld, %lld])",
-                              kNf4Block, state.dtype.c_str(), static_cast<long long>(state.rows),
-                              static_cast<long long>(state.columns));
+    std::string text = format(
+        R"({"quant_type": "nf4", "blocksize": %d, "dtype": "%s", "shape": [%lld, %lld])", kNf4Block,
+        state.dtype.c_str(), static_cast<long long>(state.rows), static_cast<long long>(state.columns));
     if (state.is_double)
         text += format(R"(, "nested_blocksize": %d, "nested_dtype": "float32", "nested_offset": %s)",
                        kNf4NestedBlock, nlohmann::json(double{state.nested_offset}).dump().c_str());
@@ -162,7 +162,8 @@ class Nf4File {
     void check() const {
         for (const Part& part : parts_) {
             const std::string dtype = part.dtype ? part.dtype : part.entry->dtype;
-            require(*part.entry, dtype, static_cast<size_t>(part.count) * (dtype == "F32" && part.dtype ? 4 : 1));
+            require(*part.entry, dtype,
+                    static_cast<size_t>(part.count) * (dtype == "F32" && part.dtype ? 4 : 1));
         }
         std::array<float, 16> values;
         parts_[2].entry->read(0, sizeof values, values.data());

@@ -70,7 +70,8 @@ void dequantize(T* out, const QuantizedView& w, Stream stream) {
         w.format->to_bf16(out, w, stream);
 }
 
-// out (count, columns) = these rows of it, as an embedding looks them up. `rows`, on the device, are in range.
+// out (count, columns) = these rows of it, as an embedding looks them up. `rows`, on the device, are in
+// range.
 template <class T>
 void dequantize_rows(T* out, const QuantizedView& w, const int* rows, int64_t count, Stream stream) {
     if constexpr (std::is_same_v<T, float>)
@@ -254,11 +255,18 @@ SIMT_DEVICE float half_at(const unsigned char* p) {
 #endif
 }
 
-// a * b + c, both rounded: a compiler must not fuse them where files were made with two roundings.
+// a * b + c, both rounded: a compiler must not fuse them where files were made with two roundings. To it the
+// asm could change the product.
 SIMT_DEVICE float product_then_sum(float a, float b, float c) {
 #if defined(SIMT_GPU)
     return __fadd_rn(__fmul_rn(a, b), c);
 #else
-    return static_cast<float>(double{a} * double{b}) + c;  // the product is exact before it is rounded
+    float product = a * b;
+#if defined(__x86_64__)
+    asm("" : "+x"(product));
+#else
+    asm("" : "+m"(product));
+#endif
+    return product + c;
 #endif
 }

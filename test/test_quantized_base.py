@@ -2,6 +2,7 @@
 
 import json
 
+import bitsandbytes
 import numpy as np
 import peft
 import pytest
@@ -28,6 +29,28 @@ def open_nf4(folder, is_double):
         folder, dtype=torch.float32, quantization_config=nf4(is_double), attn_implementation="eager").eval()
 
 
+def floats_of(weight, state):
+    """What a matrix of bitsandbytes stands for, from its codes; its own dequantization on a CPU is wrong for matrices
+    whose rows are no whole blocks (0.50.2)."""
+    scales = state.absmax
+    if state.nested:
+        blocks = torch.arange(len(scales)) // state.state2.blocksize
+        scales = state.state2.code[scales.long()] * state.state2.absmax[blocks] + state.offset
+    codes = torch.stack([weight.flatten() >> 4, weight.flatten() & 15], dim=1).flatten()[:state.shape.numel()].long()
+    return (state.code[codes] * scales[torch.arange(len(codes)) // state.blocksize]).reshape(state.shape)
+
+
+def dequantized(model):
+    """With plain layers in place of bitsandbytes'."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            plain = torch.nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+            plain.weight = torch.nn.Parameter(floats_of(module.weight.data, module.weight.quant_state))
+            plain.bias = module.bias
+            model.set_submodule(name, plain)
+    return model
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
     work = prepare(tmp_path_factory.mktemp(request.param), request.param, OPTIONS)
@@ -49,9 +72,11 @@ def test_losses_are_those_of_bitsandbytes(train_fp32, work, base):
     got = by_key(read_log(work / "log"), "loss")
     open_nf4(work / "model", is_double).save_pretrained(work / "bnb")
     train_fp32(*options, "--log", "files.log", "--sample-tokens", 0, "--model", "bnb", cwd=work)
-    assert by_key(read_log(work / "files.log"), "loss") == got
+    # The mean of the scales of double quantization depends on the threads that bitsandbytes adds them up with.
+    of_files = by_key(read_log(work / "files.log"), "loss")
+    assert of_files == pytest.approx(got, rel=0, abs=1e-5) if is_double else of_files == got
 
-    model = peft.PeftModel.from_pretrained(open_nf4(work / "model", is_double), work / "adapter").eval()
+    model = peft.PeftModel.from_pretrained(dequantized(open_nf4(work / "model", is_double)), work / "adapter").eval()
     tokens = np.fromfile(work / "data.bin", dtype=np.uint16, offset=1024).astype(np.int64)
     windows = torch.stack([torch.from_numpy(tokens[at:at + 38]) for at in range(0, 6 * 37, 37)])
     with torch.no_grad():

@@ -131,7 +131,7 @@ TEST_F(Gguf, BrokenTensorsAreRefused) {
     expect_refused(tensor({1, 1, 1, 1, 1}, 0, 4), {"5 dimensions"});
     expect_refused(tensor({0}, 0, 4), {"dimension 0"});
     expect_refused(tensor({1ull << 40, 1ull << 40}, 0, 4), {"too large"});
-    expect_refused(tensor({1ull << 62}, 0, 4), {"overflows"});
+    expect_refused(tensor({1ull << 62}, 0, 4), {"overflow"});
     expect_refused(tensor({256}, 13, 176), {"Q5_K is not supported", "Q4_K"});
     expect_refused(tensor({256}, 99, 176), {"unknown type 99"});
     expect_refused(tensor({48}, 8, 51), {"48 elements", "Q8_0, 32"});

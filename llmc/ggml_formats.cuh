@@ -83,13 +83,10 @@ struct Q4_K : GgmlBlocks<256, 144> {
         const int at = static_cast<int>(i % 256), part = at / 32;
         // The first four parts have 6 bits of a byte; the last four have 4 bits of one, and its two upper
         // bits of what the first leave.
-        int s = scales[part % 4], t = scales[4 + part % 4];
-        if (part < 4) {
-            s &= 63, t &= 63;
-        } else {
-            const int low = scales[4 + part];
-            s = (s >> 6 << 4) | (low & 15), t = (t >> 6 << 4) | low >> 4;
-        }
+        const int s_byte = scales[part % 4], t_byte = scales[4 + part % 4], low = scales[4 + part];
+        const bool first = part < 4;
+        const int s = first ? s_byte & 63 : s_byte >> 6 << 4 | (low & 15);
+        const int t = first ? t_byte & 63 : t_byte >> 6 << 4 | low >> 4;
         const float d = half_at(b) * static_cast<float>(s), m = half_at(b + 2) * static_cast<float>(t);
         float q[N];
         load_numbers<N>(q, b + 16 + at / 64 * 32 + at % 32, part % 2 * 4, 15);

@@ -15,9 +15,11 @@
 
 #if defined(__CUDACC__)
 #include <cuda_fp16.h>
-#elif defined(__AVX512F__)
+#elif defined(__x86_64__)
 #include <immintrin.h>
+#if defined(__AVX512F__)
 #define SIMT_AVX512 1  // its masked forms, for of the others g++ 12 warns (GCC's bug 105593)
+#endif
 #endif
 
 #include "llmc/packed.h"
@@ -273,11 +275,15 @@ SIMT_DEVICE float half_at(const unsigned char* p) {
     return __half2float(__ushort_as_half(bits));
 #else
     memcpy(&bits, p, 2);
+#if defined(__F16C__)
+    return _cvtsh_ss(bits);
+#else
     // The exponent's bias is 15 in a half and 127 in a float; subnormals come out right by the product.
     const uint32_t magnitude = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
     const float scaled = std::bit_cast<float>(magnitude) * 0x1p112f;
     const uint32_t finite = std::bit_cast<uint32_t>(scaled);
     return std::bit_cast<float>(sign | (magnitude < 0x0f800000u ? finite : 0x7f800000u | magnitude));
+#endif
 #endif
 }
 

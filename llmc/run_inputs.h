@@ -309,7 +309,7 @@ inline void RunInputs::check_output_files() const {
 // From the model's folder, or beside the shards; a vocabulary of 256 is bytes.
 inline std::optional<Tokenizer> RunInputs::open_tokenizer() {
     std::vector<std::string> folders;
-    if (gguf) {
+    if (gguf && gguf->file().metadata().contains("tokenizer.ggml.model")) {
         tokenizer_folder = model;  // the file
         return read_gguf_tokenizer(gguf->file());
     }

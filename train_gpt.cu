@@ -10,6 +10,7 @@
 #include <omp.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <functional>
 #include <memory>
@@ -728,8 +729,8 @@ TensorX Gpt::lora_columns(const TensorX& x, const Adapter<floatX>& adapter) {
 
 void Gpt::scale_lora(TensorX& columns, const Adapter<floatX>& adapter) {
     ColumnScales s;
-    s.ends.fill(static_cast<int>(columns.columns()));
-    s.scales.fill(adapter.parts[0].scale);
+    std::fill_n(s.ends, kMostLoraParts, static_cast<int>(columns.columns()));
+    std::fill_n(s.scales, kMostLoraParts, adapter.parts[0].scale);
     int end = 0;
     bool same = true;
     for (size_t i = 0; i < adapter.parts.size(); i++) {

@@ -1,8 +1,6 @@
 // lora.cuh - the one pass of LoRA that is no product: its few columns scaled, each part's by its own number.
 #pragma once
 
-#include <array>
-
 #include "llmc/packed.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
@@ -12,8 +10,8 @@ constexpr int kMostLoraParts = 3;
 
 // Columns up to ends[i], from the end before, are multiplied with scales[i].
 struct ColumnScales {
-    std::array<int, kMostLoraParts> ends;
-    std::array<float, kMostLoraParts> scales;
+    int ends[kMostLoraParts];
+    float scales[kMostLoraParts];
 };
 
 template <class T>

@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_bad_input import refused
 from test_families import DATA, MODELS, gradients_in_bf16, linked, prepare
 from test_train import GRADIENT_BOUND, LOSS_BOUND, by_key, open_with_transformers, run_reference
@@ -222,3 +222,79 @@ def test_plan_is_what_is_taken(train, work):
         assert totals[kind] < 0.3 * whole["totals"][kind]
     adapter = [b["bytes"] for b in plan["buffers"] if b["name"] == "adapter_weights"]
     assert totals["weights"] == whole["totals"]["weights"] + adapter[0] and adapter[0] >= element * plan["trained"]
+
+
+# ---- bad input
+
+
+@pytest.fixture
+def spoilt(lora, tmp_path):
+    """A copy to spoil; of one family is enough."""
+    if "llama-tied" not in lora.name:
+        pytest.skip("the checks are the same for all families")
+    shutil.copytree(lora, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+GIVEN = {"--model": "model", "--data": "data.bin", "--batch": "2", "--seq-len": "16"}
+BAD_OPTIONS = [
+    ({"--train": "lora", "--lora-rank": "0"}, ["--lora-rank", "0"]),
+    ({"--train": "lora", "--lora-rank": "41"}, ["--lora-rank 41", "1 to"]),
+    ({"--train": "lora", "--lora-targets": "q_proj,no_proj"}, ["--lora-targets no_proj", "self_attn.q_proj"]),
+    ({"--lora-rank": "4"}, ["--lora-rank 4", "--train lora"]),
+    ({"--train": "lora", "--adapter": "adapter", "--lora-alpha": "4"}, ["--lora-alpha 4", "--adapter adapter"]),
+    ({"--train": "prompt", "--adapter": "adapter"}, ["--train prompt", "adapter is a lora adapter"]),
+    ({"--train": "prompt", "--soft-prompt": "64"}, ["soft prompt of 64", "64 positions"]),
+    ({"--train": "prompt", "--soft-prompt": "60"}, ["--seq-len 16", "64 positions", "60"]),
+    ({"--soft-prompt-text": "x"}, ["--soft-prompt-text x", "--train prompt"]),
+    ({"--train": "prompt", "--soft-prompt-text": "x"}, ["--soft-prompt-text", "no tokenizer"]),
+    ({"--merge": "merged"}, ["--merge merged", "no adapter"]),
+    ({"--adapter": "adapter", "--merge": "model"}, ["--merge model", "there already"]),
+    ({"--train": "lora", "--model": "d2", "--data": "data.bin"}, ["--model d2", "folder"]),
+    ({"--adapter": "model"}, ["model", "is no adapter"]),
+    ({"--adapter": "nowhere"}, ["nowhere", "is no adapter"]),
+    ({"--model": "adapter"}, ["--model adapter", "--adapter"]),
+]
+
+
+@pytest.mark.parametrize("options, named", BAD_OPTIONS, ids=str)
+def test_bad_options(train_fp32, spoilt, options, named):
+    refused(train_fp32, spoilt, GIVEN | options, *named)
+
+
+BAD_SETTINGS = [
+    ({"peft_type": "IA3"}, ["'peft_type'", "IA3", "LORA"]),
+    ({"use_dora": True}, ["'use_dora'", "true"]),
+    ({"bias": "all"}, ["'bias'", "all"]),
+    ({"modules_to_save": ["lm_head"]}, ["'modules_to_save'", "lm_head"]),
+    ({"init_lora_weights": "pissa"}, ["'init_lora_weights'", "pissa"]),
+    ({"lora_alpha": 0}, ["'lora_alpha'", "0"]),
+    ({"alpha_pattern": {"(": 3}}, ["'alpha_pattern'", "regular expression"]),
+    ({"alpha_pattern": {"q_proj": "x"}}, ["alpha_pattern", "q_proj", "x"]),
+]
+
+
+@pytest.mark.parametrize("change, named", BAD_SETTINGS, ids=str)
+def test_bad_settings(train_fp32, spoilt, change, named):
+    path = spoilt / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    refused(train_fp32, spoilt, GIVEN | {"--adapter": "adapter"}, "adapter/adapter_config.json", *named)
+
+
+def test_tensors_of_another_model(train_fp32, spoilt):
+    path = spoilt / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    first = next(name for name in tensors if name.endswith("lora_A.weight"))
+
+    def check(changed, *named):
+        save_file(changed, path, metadata={"format": "pt"})
+        refused(train_fp32, spoilt, GIVEN | {"--adapter": "adapter"}, "adapter_model.safetensors", *named)
+
+    check(tensors | {first: tensors[first][:, :-4].contiguous()}, first, "shape")
+    check({name: t for name, t in tensors.items() if name != first}, first)
+    check(tensors | {first.replace("layers.0", "layers.9"): tensors[first].clone()}, "layers.9", "no LoRA")
+    check(tensors | {first.replace("lora_A.weight", "lora_magnitude_vector"): tensors[first][0].clone()},
+          "lora_magnitude_vector")
+    check({}, "no tensors")
+    path.unlink()
+    refused(train_fp32, spoilt, GIVEN | {"--adapter": "adapter"}, "adapter", "has no adapter_model.safetensors")

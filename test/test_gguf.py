@@ -110,7 +110,8 @@ LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "nu
          "num_key_value_heads": 2, "vocab_size": 160, "max_position_embeddings": 128}
 MODELS = {
     "llama": (transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True, rms_norm_eps=1e-5), "llama"),
-    "own head": (transformers.LlamaConfig(**LLAMA, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}), "llama"),
+    "own head": (transformers.LlamaConfig(**LLAMA, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}),
+                 "llama"),
     "mistral": (transformers.MistralConfig(**LLAMA, sliding_window=32), "llama"),
     "qwen2": (transformers.Qwen2Config(**LLAMA), "qwen2"),
     "qwen3": (transformers.Qwen3Config(**LLAMA, head_dim=32, tie_word_embeddings=True), "qwen3"),

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include <gtest/gtest.h>
+#include <omp.h>
 
 #include "llmc/quantized_formats.h"
 #include "llmc/safetensors.h"
@@ -14,6 +15,12 @@
 namespace {
 using Bytes = std::vector<unsigned char>;
 const Stream kStream{};
+
+// Quantization runs on several threads, and ThreadSanitizer does not see that libgomp joins them.
+[[maybe_unused]] const bool kThreadsSet = [] {
+    if (kThreadSanitizer) omp_set_num_threads(1);
+    return true;
+}();
 
 float half_of(const unsigned char* p) { return half_to_float(static_cast<uint16_t>(p[0] | p[1] << 8)); }
 

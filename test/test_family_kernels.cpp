@@ -1,5 +1,5 @@
-// test_family_kernels.cpp - the kernels of Llama's relatives against plain loops in double precision, in
-// every order of threads.
+// test_family_kernels.cpp - the kernels of Llama's relatives, of adapters and of dropout against plain loops in
+// double precision, in every order of threads.
 //
 // Outputs start as NaN, gradients that are added to start as random numbers.
 
@@ -10,7 +10,10 @@
 
 #include <gtest/gtest.h>
 
+#include "llmc/dropout.cuh"
+#include "llmc/embedding.cuh"
 #include "llmc/head_norm.cuh"
+#include "llmc/lora.cuh"
 #include "llmc/rmsnorm.cuh"
 #include "llmc/rope.cuh"
 #include "llmc/rope_scaling.h"
@@ -434,6 +437,113 @@ TYPED_TEST(FamilyKernels, SwigluBackward) {
         }
         EXPECT_LT(relative_error(dx, want), tolerance<T>());
         EXPECT_TRUE(bytes_of(in_place) == bytes_of(dx));
+    }
+}
+
+// Parts of different widths and scales, and one scale for all.
+TYPED_TEST(FamilyKernels, ScaleColumns) {
+    using T = TypeParam;
+    for (const ColumnScales& s : {ColumnScales{{3, 5, 21}, {2, -0.5f, 4}}, ColumnScales{{21, 21, 21}, {3, 3, 3}}}) {
+        for (int rows : {1, 37, 1000}) {
+            const std::vector<T> x = random_values<T>(static_cast<size_t>(rows) * 21, 1, 7);
+            std::vector<T> out;
+            for_each_order([&] {
+                const DeviceArray<T> d(x);
+                Tensor<T> t = d.tensor({rows, 21});
+                scale_columns(t, s, kStream);
+                return bytes_of(out = d.download());
+            });
+            bool same = true;
+            for (size_t i = 0; i < x.size(); i++) {
+                const int c = static_cast<int>(i % 21);
+                const float scale = c < s.ends[0] ? s.scales[0] : c < s.ends[1] ? s.scales[1] : s.scales[2];
+                same &= to_float(out[i]) == to_float(from_float<T>(to_float(x[i]) * scale));
+            }
+            EXPECT_TRUE(same) << rows;
+        }
+    }
+}
+
+// Zero with the probability, else scaled so that the mean stays; the same zeros from the same key and place in
+// any build, others from others.
+TYPED_TEST(FamilyKernels, Dropout) {
+    using T = TypeParam;
+    constexpr size_t kCount = 40003;
+    constexpr double kProbability = 0.3;
+    const std::vector<T> ones(kCount, from_float<T>(1.f));
+    const auto dropped = [&](uint64_t sequence, uint64_t place, bool adds) {
+        std::vector<T> out;
+        for_each_order([&] {
+            const DeviceArray<T> d(ones), to(adds ? ones : poisoned<T>(kCount));
+            const DeviceArray<uint64_t> key(1);
+            set_dropout_key(key.data(), 5, sequence, kStream);
+            Tensor<T> t = to.tensor({int64_t{kCount}});
+            const Dropout at = dropout_at(key.data(), place, kProbability);
+            adds ? dropout_add(t, d.tensor({int64_t{kCount}}), at, kStream)
+                 : dropout(t, d.tensor({int64_t{kCount}}), at, kStream);
+            return bytes_of(out = to.download());
+        });
+        return to_doubles(out);
+    };
+    const Doubles first = dropped(11, 3, false);
+    const double kept = to_float(from_float<T>(dropout_at(nullptr, 0, kProbability).scale));
+    size_t zeros = 0;
+    for (const double x : first) {
+        ASSERT_TRUE(x == 0 || x == kept) << x;
+        zeros += x == 0;
+    }
+    EXPECT_NEAR(static_cast<double>(zeros) / kCount, kProbability, 0.01);  // 4 deviations
+    EXPECT_EQ(dropped(11, 3, false), first);
+    const Doubles added = dropped(11, 3, true);
+    const double one_more = to_float(from_float<T>(1 + dropout_at(nullptr, 0, kProbability).scale));
+    for (size_t i = 0; i < kCount; i++) ASSERT_EQ(added[i], first[i] == 0 ? 1 : one_more);
+    for (const Doubles& other : {dropped(12, 3, false), dropped(11, 4, false)}) {
+        size_t same = 0;
+        for (size_t i = 0; i < kCount; i++) same += other[i] == first[i];
+        EXPECT_NEAR(static_cast<double>(same) / kCount, 1 - 2 * kProbability * (1 - kProbability), 0.015);
+    }
+    EXPECT_FALSE(dropout_at(nullptr, 0, 0));
+}
+
+// The rows of a soft prompt stand before every sequence, with the positions of the first; their gradients are
+// the sums over the sequences.
+TYPED_TEST(FamilyKernels, SoftPrompts) {
+    using T = TypeParam;
+    constexpr int kBatch = 3, kLength = 5, kPrompt = 4, kVocabulary = 11, kAll = kPrompt + kLength;
+    for (const int C : {8, 13, 100}) {
+        SCOPED_TRACE(C);
+        const auto wte = random_values<T>(static_cast<size_t>(kVocabulary * C), 1, 1);
+        const auto wpe = random_values<T>(static_cast<size_t>(kAll * C), 1, 2);
+        const auto prompt = random_values<T>(static_cast<size_t>(kPrompt * C), 1, 3);
+        const auto d_out = random_values<T>(static_cast<size_t>(kBatch * kAll * C), 1, 4);
+        const auto before = random_values<T>(prompt.size(), 1, 5);
+        std::vector<int> tokens(kBatch * kLength);
+        for (size_t i = 0; i < tokens.size(); i++) tokens[i] = static_cast<int>(i * 7 % kVocabulary);
+        std::vector<T> out, d_prompt;
+        for_each_order([&] {
+            const DeviceArray<T> a(wte), b(wpe), p(prompt), g(before), d(d_out), o(poisoned<T>(d_out.size()));
+            const DeviceArray<int> t(tokens);
+            Tensor<T> to = o.tensor({kBatch, kAll, C}), gradient = g.tensor({kPrompt, C});
+            embedding_forward(to, t.tensor({kBatch, kLength}), a.tensor({kVocabulary, C}), b.tensor({kAll, C}),
+                              p.tensor({kPrompt, C}), 0, kStream);
+            prompt_backward(gradient, d.tensor({kBatch, kAll, C}), kStream);
+            return bytes_of(out = o.download(), d_prompt = g.download());
+        });
+        bool same = true;
+        Doubles sums = to_doubles(before);
+        for (int b = 0; b < kBatch; b++)
+            for (int t = 0; t < kAll; t++)
+                for (int c = 0; c < C; c++) {
+                    const size_t i = static_cast<size_t>((b * kAll + t) * C + c);
+                    const T from = t < kPrompt ? prompt[static_cast<size_t>(t * C + c)]
+                                               : wte[static_cast<size_t>(
+                                                     tokens[static_cast<size_t>(b * kLength + t - kPrompt)] * C + c)];
+                    const float sum = to_float(from) + to_float(wpe[static_cast<size_t>(t * C + c)]);
+                    same &= to_float(out[i]) == to_float(from_float<T>(sum));
+                    if (t < kPrompt) sums[static_cast<size_t>(t * C + c)] += to_float(d_out[i]);
+                }
+        EXPECT_TRUE(same);
+        EXPECT_LT(relative_error(d_prompt, sums), tolerance<T>());
     }
 }
 

@@ -165,6 +165,47 @@ TYPED_TEST(Matmul, ColumnsOfAWiderMatrixIntoFp32) {
     }
 }
 
+// Columns of wider matrices on either side and in the output: LoRA's thin products beside a wide one. What lies
+// beside the output's columns stays.
+TYPED_TEST(Matmul, ColumnsOfWiderMatrices) {
+    for (const auto& [m, n, k, transpose_b] : {std::tuple<int64_t, int64_t, int64_t, bool>{70, 33, 16, true},
+                                               {9, 16, 130, false},
+                                               {1, 40, 3, true}}) {
+        SCOPED_TRACE(testing::Message() << m << "x" << n << "x" << k);
+        const int64_t a_row = k + 11, b_row = (transpose_b ? k : n) + 5, out_row = n + 7;
+        const auto a = random_values<TypeParam>(static_cast<size_t>(m * a_row), 1, 1);
+        const auto b = random_values<TypeParam>(static_cast<size_t>((transpose_b ? n : k) * b_row), 1, 2);
+        const auto before = random_values<TypeParam>(static_cast<size_t>(m * out_row), 1, 3);
+        std::vector<double> want = to_doubles(before);
+        for (int64_t i = 0; i < m; i++)
+            for (int64_t j = 0; j < n; j++)
+                for (int64_t l = 0; l < k; l++)
+                    want[static_cast<size_t>(i * out_row + 2 + j)] +=
+                        double{to_float(a[static_cast<size_t>(i * a_row + 3 + l)])} *
+                        double{to_float(
+                            b[static_cast<size_t>(transpose_b ? j * b_row + 1 + l : l * b_row + 1 + j)])};
+        const DeviceArray<TypeParam> device_a(a), device_b(b), device_out(before);
+        Tensor<TypeParam> out(device_out.data() + 2, {m, n});
+        const Tensor<TypeParam> right(device_b.data() + 1, transpose_b ? Shape{n, k} : Shape{k, n});
+        Arena arena;
+        auto multiply = [&] {
+            matmul(arena, Stream{}, out, Tensor<TypeParam>(device_a.data() + 3, {m, k}), right,
+                   {.transpose_b = transpose_b, .accumulate = true, .a_row = a_row, .b_row = b_row, .out_row = out_row});
+        };
+        Plan plan = arena.rehearse(multiply);
+        arena.allocate({&plan});
+        arena.run(plan, multiply);
+        const std::vector<TypeParam> got = device_out.download();
+        EXPECT_LT(relative_error(got, want), tolerance<TypeParam>());
+        for (size_t i = 0; i < got.size(); i++) {
+            const int64_t column = static_cast<int64_t>(i) % out_row;
+            if (column < 2 || column >= n + 2) {
+                ASSERT_EQ(to_float(got[i]), to_float(before[i]));
+            }
+        }
+    }
+}
+
 TYPED_TEST(Matmul, GivesTheSameBitsEveryTime) {
     const int64_t m = 70, n = 90, k = 110;
     DeviceArray<TypeParam> a(random_values<TypeParam>(m * k, 1, 1)), b(random_values<TypeParam>(k * n, 1, 2));

@@ -21,6 +21,7 @@
 #include "llmc/cross_entropy.cuh"
 #include "llmc/dataset.h"
 #include "llmc/device_rates.h"
+#include "llmc/documents.h"
 #include "llmc/embedding.cuh"
 #include "llmc/enough_memory.h"
 #include "llmc/feeder.h"
@@ -177,8 +178,8 @@ class Gpt {
     template <class T>
     void add_head_product(Tensor<T>& d_weight, Tensor<uint8_t>& low, const Tensor<T>& d_logits,
                           const Tensor<T>& x, bool adds);
-    void head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options, float loss_scale,
-              TensorF& loss, Head<floatX>& g);
+    void head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options,
+              LossScale loss_scale, TensorF& loss, Head<floatX>& g);
     void backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream,
                       bool adds);
     void backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds);
@@ -194,6 +195,8 @@ class Gpt {
     const Family& family_;
     const bool hopper_attention_;
     TensorF position_factors_;
+    inline static const Documents kWhole{};  // each sequence is one
+    const Documents* documents_ = &kWhole;   // of the batch at hand
     struct {
         Embeddings<floatX> embeddings;
         std::vector<Block<floatX>> blocks;
@@ -222,8 +225,10 @@ class Trainer {
     // The loop.
     void train();
     bool train_step();
-    void feed_training(int k);
-    void feed(SequenceLoader& loader, uint64_t first, uint64_t count);
+    void feed_training(int k, float loss_scale);
+    uint64_t first_sequence_of(int k) const;
+    void feed(SequenceLoader& loader, uint64_t first, uint64_t count, float loss_scale);
+    float step_loss_scale();
     template <class Operations>
     void run_step(Plan& plan, Operations&& operations);
     void measure_norm(const floatX* gradients, int64_t n, TensorF& norm);
@@ -325,8 +330,7 @@ void Trainer::train() {
 bool Trainer::train_step() {
     Range range("step");
     metrics_.step_begins();
-    const float loss_scale = 1.f / (static_cast<float>(o_.batch) * static_cast<float>(o_.seq_len) *
-                                    static_cast<float>(o_.grad_accum));
+    const float loss_scale = step_loss_scale();
     const double rate = learning_rate(o_.schedule, step_, o_.steps, o_.warmup, o_.lr, o_.min_lr);
     set_factors(factors_,
                 {.lr = static_cast<float>(rate),
@@ -341,7 +345,7 @@ bool Trainer::train_step() {
     device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
     for (int k = 0; k < o_.grad_accum; k++) {
         if (k > 0 && interrupted) return false;
-        feed_training(k);
+        feed_training(k, loss_scale);
         micro_.adds = k > 0;
         run_step(micro_.adds ? plans_.add : plans_.train, [&] {
             gpt_.forward_backward(feeder_.batch(), micro_, loss_scale, metrics_.loss(), consume_);
@@ -352,20 +356,42 @@ bool Trainer::train_step() {
     return true;
 }
 
-// Feeds micro-batch k of the step: from the data, or random tokens where a bench has none.
-void Trainer::feed_training(int k) {
+// The number of the first sequence of the step's micro-batch k.
+uint64_t Trainer::first_sequence_of(int k) const {
     const auto done = static_cast<uint64_t>((step_ - first_step_) * o_.grad_accum + k);
-    const uint64_t first = static_cast<uint64_t>(first_sequence_) + done * batch();
-    if (loader_) return feed(*loader_, first, batch());
+    return static_cast<uint64_t>(first_sequence_) + done * batch();
+}
+
+// What makes the sum of so many losses their mean, and that of none zero.
+float mean_scale(uint64_t losses) { return losses > 0 ? 1.f / static_cast<float>(losses) : 0.f; }
+
+// That of the step, over the tokens that have a loss. Where none has, a line says so.
+float Trainer::step_loss_scale() {
+    uint64_t tokens = static_cast<uint64_t>(step_tokens());
+    if (loader_)
+        tokens =
+            loader_->tokens_with_loss(first_sequence_of(0), batch() * static_cast<uint64_t>(o_.grad_accum));
+    if (tokens == 0) {
+        metrics_.finish();
+        printf("step %5lld has no token to learn: it counts as no loss\n", static_cast<long long>(step_ + 1));
+    }
+    return mean_scale(tokens);
+}
+
+// Feeds micro-batch k of the step: from the data, or random tokens where a bench has none.
+void Trainer::feed_training(int k, float loss_scale) {
+    const uint64_t first = first_sequence_of(k);
+    if (loader_) return feed(*loader_, first, batch(), loss_scale);
     const Feeder::Slot slot = feeder_.slot();
     fill_random(slot.inputs, slot.targets, o_.seed, first, config_.vocabulary);
     feeder_.send(stream_);
 }
 
 // Feeds `count` sequences from number `first` on; rows beyond them, up to a whole batch, do not count.
-void Trainer::feed(SequenceLoader& loader, uint64_t first, uint64_t count) {
+void Trainer::feed(SequenceLoader& loader, uint64_t first, uint64_t count, float loss_scale) {
     const Feeder::Slot slot = feeder_.slot();
-    loader.fill_batch(first, count, slot.inputs, slot.targets);
+    loader.fill_batch(first, count, slot.inputs, slot.targets, slot.positions, slot.ends);
+    if (slot.loss_scale) *slot.loss_scale = loss_scale;
     feeder_.send(stream_);
 }
 
@@ -410,10 +436,10 @@ std::optional<double> Trainer::validate() {
     const uint64_t sequences = validation_sequences();
     device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
     // The same in every call, as run_step() asks for.
-    const float scale = 1.f / (static_cast<float>(sequences) * static_cast<float>(o_.seq_len));
+    const float scale = mean_scale(val_loader_->tokens_with_loss(0, sequences));
     for (uint64_t first = 0; first < sequences; first += batch()) {
         if (interrupted) return std::nullopt;
-        feed(*val_loader_, first, std::min(batch(), sequences - first));
+        feed(*val_loader_, first, std::min(batch(), sequences - first), scale);
         run_step(plans_.evaluate, [&] { gpt_.evaluate(feeder_.batch(), micro_, scale, metrics_.loss()); });
     }
     float loss = 0;
@@ -607,7 +633,7 @@ TensorX Gpt::embed(const Tensor<int>& tokens, int first_position) {
     const Embeddings<floatX>& w = weights_.embeddings;
     TensorX x =
         take(w.norm.weight ? "embedded" : "residual", {tokens.rows(), tokens.columns(), config_.channels});
-    embedding_forward(x, tokens, w.token, w.position, first_position, stream_);
+    embedding_forward(x, tokens, w.token, w.position, first_position, documents_->positions, stream_);
     return w.norm.weight ? std::move(norm(kEmbeddingNorm, x, w.norm).out) : std::move(x);
 }
 
@@ -628,13 +654,15 @@ void Gpt::make_qkv(BlockActivations& a, MakeX&& make_x, const Block<floatX>& w, 
         head_norm_forward(a.qkv, a.raw_qkv ? a.raw_qkv : a.qkv, w.query_norm.weight, w.key_norm.weight,
                           config_.heads, config_.kv_heads, stream_, epsilon());
     if (family_.position == PositionKind::Rotary)
-        rope_forward(a.qkv, position_factors_, config_.heads + config_.kv_heads, first_position, stream_);
+        rope_forward(a.qkv, position_factors_, config_.heads + config_.kv_heads, first_position,
+                     documents_->positions, stream_);
 }
 
 // Turns d_qkv, the gradient of a.qkv, into that of the product which make_qkv() began with.
 void Gpt::make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<floatX>& w, Block<floatX>& g) {
     if (family_.position == PositionKind::Rotary)
-        rope_backward(d_qkv, position_factors_, config_.heads + config_.kv_heads, 0, stream_);
+        rope_backward(d_qkv, position_factors_, config_.heads + config_.kv_heads, 0, documents_->positions,
+                      stream_);
     if (!w.query_norm.weight) return;
     TensorF scratch = take_float("column_sums", head_norm_scratch(d_qkv.rows(), config_.head_size));
     head_norm_backward(d_qkv, g.query_norm.weight, g.key_norm.weight, scratch, a.raw_qkv, w.query_norm.weight,
@@ -664,7 +692,9 @@ AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv) const {
             .kv_head = together ? 3 * size : size,
             .window = config_.window,
             .alibi = family_.position == PositionKind::Alibi ? position_factors_.data() : nullptr,
-            .hopper = hopper_attention_};
+            .hopper = hopper_attention_,
+            .positions = documents_->positions.data(),
+            .document_ends = documents_->ends.data()};
 }
 
 // a.attention (B, T, query_width()) = causal attention of a.qkv; with a cache, of it and of all that came
@@ -872,7 +902,7 @@ void Gpt::add_head_product(Tensor<T>& d_weight, Tensor<uint8_t>& low, const Tens
 // The head of some rows after others, each forward and at once back, so that no more logits exist than a
 // chunk's. `stream` (B, T, C), the last block's output, becomes its own gradient.
 void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options,
-               float loss_scale, TensorF& loss, Head<floatX>& g) {
+               LossScale loss_scale, TensorF& loss, Head<floatX>& g) {
     const int64_t rows = stream.rows(), C = config_.channels, V = config_.padded_vocabulary();
     const bool chunks = options.head_rows > 0 && options.head_rows < rows;
     TensorF losses = take_float("losses", {rows, 1});
@@ -970,7 +1000,7 @@ void Gpt::backward_embeddings(Embeddings<floatX>& g, TensorX& d_stream, const De
     const Embeddings<floatX>& w = weights_.embeddings;
     if (w.norm.weight) {
         TensorX x = take("embedded", d_stream.shape());
-        embedding_forward(x, batch.inputs, w.token, w.position, 0, stream_);
+        embedding_forward(x, batch.inputs, w.token, w.position, 0, documents_->positions, stream_);
         NormedX n = norm(kEmbeddingNorm, x, w.norm);
         n.out.drop();
         TensorX d_x = take_gradient("d_embedded", d_stream.shape());
@@ -979,15 +1009,16 @@ void Gpt::backward_embeddings(Embeddings<floatX>& g, TensorX& d_stream, const De
         d_stream = std::move(d_x);
     }
     embedding_backward(g.token, g.position, d_stream, batch.inputs, batch.rows_by_token, batch.token_starts,
-                       stream_);
+                       batch.documents, stream_);
 }
 
 // ---- the steps
 
-// One micro-batch: writes or adds its gradients, or has each unit's consumed, and adds loss_scale times the
-// sum of its losses to `loss` (1).
+// One micro-batch: writes or adds its gradients, or has each unit's consumed, and adds loss_scale, or the
+// batch's own, times the sum of its losses to `loss` (1).
 void Gpt::forward_backward(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
                            TensorF& loss, const Consume& consume) {
+    documents_ = &batch.documents;
     std::vector<BlockActivations> blocks(static_cast<size_t>(config_.layers));
     std::optional<Range> range(std::in_place, "forward");
     TensorX stream = embed(batch.inputs, 0);
@@ -1010,7 +1041,7 @@ void Gpt::forward_backward(const DeviceBatch& batch, const MicroBatchOptions& op
     UnitGradients of_head = take_unit_gradients(head_unit, options, consume);
     Head<floatX> d_head = layout_.head(of_head.all.data());
     if (config_.tied) d_head.logits.weight = d_embeddings.token.view();
-    head(stream, batch.targets, options, loss_scale, loss, d_head);
+    head(stream, batch.targets, options, {loss_scale, batch.loss_scale.data()}, loss, d_head);
     complete(head_unit, of_head, consume);
 
     range.emplace("backward");
@@ -1022,10 +1053,11 @@ void Gpt::forward_backward(const DeviceBatch& batch, const MicroBatchOptions& op
     complete(embeddings_unit, of_embeddings, consume);
 }
 
-// Adds loss_scale times the sum of the batch's losses to `loss` (1).
+// Adds loss_scale, or the batch's own, times the sum of the batch's losses to `loss` (1).
 void Gpt::evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
                    TensorF& loss) {
     Range range("evaluate");
+    documents_ = &batch.documents;
     const TensorX stream = forward_only(batch.inputs, nullptr);
     const int64_t rows = stream.rows();
     TensorF losses = take_float("losses", {rows, 1});
@@ -1035,7 +1067,7 @@ void Gpt::evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, f
         cross_entropy_forward(a.logits, part, batch.targets.view({rows, 1}).rows_at(first, count),
                               config_.vocabulary, stream_);
     });
-    add_losses(loss, losses, loss_scale, stream_);
+    add_losses(loss, losses, {loss_scale, batch.loss_scale.data()}, stream_);
 }
 
 // Runs `tokens`, which follow what the cache holds, and appends them to it. The logits (1, V) after the last.
@@ -1053,6 +1085,7 @@ TensorX Gpt::forward_cached(const std::vector<int>& tokens, KvCache& cache) {
 template <class Choose>
 void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choose) {
     Range range("generate");
+    documents_ = &kWhole;
     KvCache cache;
     for (int l = 0; l < config_.layers; l++)
         cache.layers.push_back(
@@ -1089,7 +1122,7 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
 void Trainer::use(const MemorySetting& s) {
     apply_setting(s, o_);
     state_.choose(state_options<floatX>(o_));
-    feeder_.choose(s.batch, o_.seq_len, config_.vocabulary);
+    feeder_.choose(s.batch, o_.seq_len, config_.vocabulary, in_.packs());
     micro_ = {s.head_rows, {}};
     for (int level : s.levels) micro_.keep.push_back(kRecomputeLevels[level].keep);
 }
@@ -1151,8 +1184,10 @@ void Trainer::prepare() {
     used_before_ = device_bytes_in_use();
     if (saves()) prepare_saves();
     if (in_.data && in_.data->is_text() && !in_.val_data && trains())
-        fprintf(stderr, "no validation: the text's last tenth is no sequence of %d; it is trained on too\n",
-                o_.seq_len);
+        fprintf(stderr, "no validation: %s; it is trained on too\n",
+                in_.data->is_examples()
+                    ? "a tenth of each file's examples is none, or has nothing to learn"
+                    : format("the text's last tenth is no sequence of %d", o_.seq_len).c_str());
     PeakRate peak = {};
     if (trains()) print_plan();
     require_memory(report_, memory_free_at_start(), trains());
@@ -1163,12 +1198,12 @@ void Trainer::prepare() {
     choose_algorithms();
     take_memory();
     load();
+    if (in_.data) loader_.emplace(*in_.data, o_.seq_len, o_.seed, true);
+    if (in_.val_data) val_loader_.emplace(*in_.val_data, o_.seq_len, o_.seed, false);
     if (trains())
         metrics_.print_to(StepLines(stdout, first_step_, o_.steps, o_.print_every,
                                     {step_tokens(), step_flops(), peak.flops}));
     metrics_.log().open(o_.log, !o_.resume.empty());
-    if (in_.data) loader_.emplace(*in_.data, o_.seq_len, o_.seed, true);
-    if (in_.val_data) val_loader_.emplace(*in_.val_data, o_.seq_len, o_.seed, false);
     if (loader_ && trains()) print_data();
 }
 
@@ -1243,13 +1278,26 @@ void Trainer::print_data() const {
     const double read =
         static_cast<double>(first_sequence_) +
         static_cast<double>(std::max<int64_t>(0, o_.steps - first_step_)) * o_.batch * o_.grad_accum;
-    printf("data: %llu tokens in %llu sequences of %d; %lld steps read %.0f sequences, %.2f epochs",
-           number(in_.data->token_count()), number(epoch), o_.seq_len, static_cast<long long>(o_.steps), read,
+    if (in_.data->is_examples()) {
+        printf(
+            "data: %zu examples, %llu tokens, %llu of them with loss, in %llu sequences of %d, %.1f%% "
+            "padding",
+            in_.data->examples().size(), number(in_.data->token_count()),
+            number(loader_->tokens_with_loss(0, epoch)), number(epoch), o_.seq_len, 100 * loader_->padding());
+    } else {
+        printf("data: %llu tokens in %llu sequences of %d", number(in_.data->token_count()), number(epoch),
+               o_.seq_len);
+    }
+    printf("; %lld steps read %.0f sequences, %.2f epochs", static_cast<long long>(o_.steps), read,
            read / static_cast<double>(epoch));
     if (val_loader_)
         printf("; a validation reads %llu of %llu", number(validation_sequences()),
                number(val_loader_->sequences_per_epoch()));
     printf("\n");
+    for (const Dataset* d : {in_.data.get(), in_.val_data.get()})
+        if (d && d->examples_cut() > 0)
+            printf("%s: %llu examples are longer than a sequence and were cut to %d tokens\n",
+                   d->stream_name(0).c_str(), number(d->examples_cut()), o_.seq_len + 1);
 }
 
 // What a user might not expect of what begins now.
@@ -1263,10 +1311,10 @@ void Trainer::print_start() const {
 }
 
 // 6 FLOPs a token and parameter that is multiplied with, which positions are not (Kaplan et al.,
-// arXiv:2001.08361), and causal attention's 6 layers C T.
+// arXiv:2001.08361), and causal attention's 6 layers C T; of packed examples T is an example's length.
 double Trainer::step_flops() const {
-    const double attention =
-        static_cast<double>(config_.layers * config_.query_width()) * static_cast<double>(o_.seq_len);
+    const double attention = static_cast<double>(config_.layers * config_.query_width()) *
+                             (loader_ ? loader_->attended() : static_cast<double>(o_.seq_len));
     return step_tokens() * (6.0 * static_cast<double>(state_.layout.multiplied()) + 6.0 * attention);
 }
 
@@ -1277,7 +1325,7 @@ void Trainer::forward_step() {
     Range range("step");
     device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
     for (int k = 0; k < o_.grad_accum; k++) {
-        feed_training(k);
+        feed_training(k, 1);
         Range forward("forward");
         run_step(plans_.evaluate, [&] { gpt_.evaluate(feeder_.batch(), micro_, 1, metrics_.loss()); });
     }

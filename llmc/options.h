@@ -33,6 +33,7 @@ struct Options {
     std::vector<std::string> data, val_data;
     int batch = 8,  // 0: auto
         seq_len = 128, grad_accum = 1;
+    std::string loss_on = "completions", chat_format = "auto";
     int64_t steps = 1500;
     double lr = 0, min_lr = 0;  // lr: without --lr, kNewRate or kFineTuningRate
     int64_t warmup = 30;
@@ -137,8 +138,16 @@ inline void declare_model_options(CLI::App& app, Options& o) {
     app.add_option("--model", o.model,
                    "a Hugging Face folder; or dN: a new GPT-2 of N layers, llama:dN, qwen3:dN, ...")
         ->group(group);
-    app.add_option("--data", o.data, "text files, or token shards (.bin); globs")->group(group);
-    app.add_option("--val-data", o.val_data, "the same for validation; else a text's last tenth")
+    app.add_option("--data", o.data, "text files, JSON lines (.jsonl), or token shards (.bin); globs")
+        ->group(group);
+    app.add_option("--val-data", o.val_data,
+                   "the same for validation; else the last tenth of texts and examples")
+        ->group(group);
+    app.add_option("--loss-on", o.loss_on, "of JSON lines: completions and what assistants say, or all")
+        ->check(CLI::IsMember({"completions", "all"}))
+        ->group(group);
+    app.add_option("--chat-format", o.chat_format, "of messages; auto: that of the model's folder")
+        ->check(CLI::IsMember({"auto", "chatml", "llama3", "mistral", "llama2", "zephyr"}))
         ->group(group);
     app.add_option("--batch", o.batch,
                    "sequences in a micro-batch; auto: the most that fit --memory or "
@@ -366,7 +375,8 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     if (among({"--matmul-algorithms"})) return kSearchesAlgorithms;
     if (among({"--recompute", "--head-rows"})) return !o.has("--memory") || o.batch == 0;  // else chosen anew
     // What only generates needs no data, and leaves alone what the training has written.
-    if (among({"--data", "--val-data", "--log", "--out", "--save-every"})) return o.steps > 0;
+    if (among({"--data", "--val-data", "--loss-on", "--chat-format", "--log", "--out", "--save-every"}))
+        return o.steps > 0;
     // A prompt asks for a sample.
     if (among({"--sample-tokens"})) return !o.has("--prompt") || values != nlohmann::json::array({"0"});
     return true;

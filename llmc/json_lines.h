@@ -12,6 +12,7 @@
 
 #include "llmc/error.h"
 #include "llmc/file.h"
+#include "llmc/utf8.h"
 
 struct Message {
     std::string role, content;
@@ -60,11 +61,27 @@ inline std::vector<Message> read_messages(const nlohmann::json& list, const std:
     return messages;
 }
 
+// The JSON of a line. Fails naming the line, and the column of what is broken.
+inline nlohmann::json parse_line(std::string_view line, const std::string& where) {
+    if (const size_t valid = valid_utf8(line); valid < line.size())
+        fail("%s: is not UTF-8 text: no character has the byte 0x%02x in column %zu", where.c_str(),
+             static_cast<unsigned char>(line[valid]), valid + 1);
+    try {
+        return parse_json(line, where);
+    } catch (const UserError& error) {
+        std::string message = error.what();
+        constexpr std::string_view kOnlyLine = "at line 1, column";
+        if (const size_t at = message.find(kOnlyLine); at != message.npos)
+            message.replace(at, kOnlyLine.size(), "at column");
+        throw UserError(message);
+    }
+}
+
 // The example of a line, which `where` names in messages: of "messages", else of "prompt" and "completion",
 // else of "text"; other fields may say what they like. Fails in one line on what is no such thing, and where
 // there is nothing to learn.
 inline JsonExample read_example(std::string_view line, const std::string& where) {
-    const nlohmann::json object = parse_json(line, where);
+    const nlohmann::json object = parse_line(line, where);
     if (!object.is_object()) fail("%s: is not a JSON object", where.c_str());
     JsonExample example;
     if (object.contains("messages")) {

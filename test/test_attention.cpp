@@ -533,7 +533,7 @@ TYPED_TEST(Attention, AWindowCostsOnlyItsTiles) {
 // The work is that of a document's tiles: NaN in keys, values and queries of others does not come further.
 TYPED_TEST(Attention, ADocumentCostsOnlyItsTiles) {
     if (kThreadSanitizer) GTEST_SKIP() << "slow";
-    const int length = 600, block = kFastCpu ? 128 : 64;
+    const int length = 800, block = kFastCpu ? 128 : 64;
     Case c{1, 1, 16, length, length, Case::kPacked};
     c.document = 100;
     const RandomDocuments documents(c);

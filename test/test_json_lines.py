@@ -321,7 +321,7 @@ def test_nothing_to_learn_in_a_step(train, work):
 
 FINE = json.dumps({"prompt": "a", "completion": "b"})
 BAD_LINES = {
-    "broken": ('{"text": "a', "line 3: broken JSON: "),
+    "broken": ('{"text": "a', "line 3: broken JSON: parse error at column 12: "),
     "list": ("[1]", "line 3: is not a JSON object"),
     "other": ('{"txt": "a"}', 'line 3: has neither "messages", nor "prompt" and "completion", nor "text"'),
     "half": ('{"prompt": "a"}', 'line 3: has no "completion"'),
@@ -337,7 +337,7 @@ BAD_LINES = {
     "late system": (json.dumps({"messages": [says("user", "a"), says("system", "b")]}), 'line 3: message 2: "role" is "system"'),
     "silent": (json.dumps({"messages": [says("user", "a"), says("assistant", "")]}), "line 3: message 2: the assistant says"),
     "no answer": (json.dumps({"messages": [says("user", "a")]}), "line 3: none of the messages is the assistant's"),
-    "not UTF-8": (b'{"text": "\xff"}', "line 3: broken JSON: "),
+    "not UTF-8": (b'{"text": "\xff"}', "line 3: is not UTF-8 text: no character has the byte 0xff in column 11"),
     "twice": ('{"text": "a", "text": "b"}', 'line 3: broken JSON: key "text" appears twice'),
 }
 

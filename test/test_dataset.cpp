@@ -495,13 +495,15 @@ TEST(Packing, HoldsEachExampleOnceAndLeavesLittle) {
 }
 
 // Examples of random lengths, the tokens of each in a row, of which every third is not to be learnt.
-Dataset examples_of(const TempFolder& folder, int count, int seq_len,
-                    std::vector<std::vector<int32_t>>& all) {
-    Dataset data({folder.write("a.jsonl", std::string(10, 'x')), folder.write("b.jsonl", "x")}, "--data");
-    EXPECT_TRUE(data.is_examples());
+std::unique_ptr<Dataset> examples_of(const TempFolder& folder, int count, int seq_len,
+                                     std::vector<std::vector<int32_t>>& all) {
+    auto data = std::make_unique<Dataset>(
+        std::vector<std::string>{folder.write("a.jsonl", std::string(10, 'x')), folder.write("b.jsonl", "x")},
+        "--data");
+    EXPECT_TRUE(data->is_examples());
     int32_t token = 3;  // none is 0, as padding is
     int file = 0;
-    data.tokenize_examples(seq_len, [&](const FileReader&, const auto& put) {
+    data->tokenize_examples(seq_len, [&](const FileReader&, const auto& put) {
         for (int i = file++ * count / 2; i < file * count / 2; i++) {
             std::vector<int32_t> tokens;
             const auto length = 2 + random_bits(9, static_cast<uint64_t>(i)) % 20;
@@ -556,7 +558,8 @@ TEST(SequenceLoader, PacksExamples) {
     for (const int seq_len : {1, 13, 40}) {
         const TempFolder folder;
         std::vector<std::vector<int32_t>> all;
-        Dataset data = examples_of(folder, 200, seq_len, all);
+        const std::unique_ptr<Dataset> made = examples_of(folder, 200, seq_len, all);
+        Dataset& data = *made;
         ASSERT_EQ(data.examples().size(), 200u);
         EXPECT_EQ(data.examples_cut() > 0, seq_len < 21);
         expect_all(data, seq_len, all, true);

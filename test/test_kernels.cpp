@@ -542,7 +542,8 @@ TYPED_TEST(Kernels, CrossEntropy) {
             Tensor<float> t_losses = d_losses.tensor(column), t_alone = d_alone.tensor(column);
             cross_entropy_forward(t_logits, t_alone, d_targets.tensor(column), s.V, kStream);
             kept = d_logits.download(), losses_alone = d_alone.download();
-            cross_entropy_forward_backward(t_logits, t_losses, d_targets.tensor(column), scale, s.V, kStream);
+            cross_entropy_forward_backward(t_logits, t_losses, d_targets.tensor(column), {scale}, s.V,
+                                           kStream);
             gradient = d_logits.download(), losses = d_losses.download();
             return bytes_of(gradient, losses, losses_alone);
         });
@@ -586,7 +587,9 @@ TYPED_TEST(Kernels, CrossEntropyScaledOnTheDevice) {
         return std::pair(d_logits.download(), d_total.download());
     };
     const DeviceArray<float> quarter(std::vector<float>{0.25f}), zero(std::vector<float>{0.f});
-    EXPECT_TRUE(run({NAN, quarter.data()}) == run({0.25f}));
+    const auto [by_device, sum_by_device] = run({NAN, quarter.data()});
+    const auto [by_value, sum_by_value] = run({0.25f});
+    EXPECT_TRUE(bytes_of(by_device, sum_by_device) == bytes_of(by_value, sum_by_value));
     const auto [gradient, total] = run({NAN, zero.data()});
     EXPECT_EQ(total[0], 0.f);
     for (const T& x : gradient) ASSERT_EQ(to_float(x), 0.f);
@@ -618,7 +621,7 @@ TEST(AddLosses, AddsTheScaledSum) {
         for_each_order([&] {
             const DeviceArray<float> d_losses(losses), d_total(std::vector<float>{2.5f});
             Tensor<float> t_total = d_total.tensor({1});
-            add_losses(t_total, d_losses.tensor({rows}), 0.5f, kStream);
+            add_losses(t_total, d_losses.tensor({rows}), {0.5f}, kStream);
             return bytes_of(total = d_total.download());
         });
         const Doubles terms = to_doubles(losses);

@@ -15,9 +15,10 @@
 
 namespace {
 
-std::vector<int> downloaded(const Tensor<int>& t, Stream stream) {
-    std::vector<int> host(static_cast<size_t>(t.size()));
-    copy_to_host(host.data(), t.data(), host.size() * sizeof(int), stream);
+template <class T>
+std::vector<T> downloaded(const Tensor<T>& t, Stream stream) {
+    std::vector<T> host(static_cast<size_t>(t.size()));
+    copy_to_host(host.data(), t.data(), host.size() * sizeof(T), stream);
     return host;
 }
 

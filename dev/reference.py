@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 SHARD_HEADER_BYTES = 1024
 SHARD_TOKENS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # by magic and version
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-                   "special_tokens_map.json")
+                   "special_tokens_map.json", "chat_template.jinja")
 
 
 def fail(message):
@@ -293,7 +293,7 @@ def shuffled(sequences, seed):
 
 
 def load_examples(data, val_data, examples, seq_len):
-    """Packed sequences to train on and to validate on: without --val-data the last tenth of each file's examples."""
+    """Packed sequences to train on and to validate on; without --val-data these are of each file's last tenth."""
     files, held_out = examples.read_files(expand("--data", data), seq_len), []
     if val_data:
         held_out = examples.read_files(expand("--val-data", val_data), seq_len)

@@ -35,17 +35,17 @@ struct Folder {
         const nlohmann::json model = {
             {"type", "BPE"}, {"vocab", vocabulary}, {"merges", nlohmann::json::array()}};
         std::filesystem::create_directory(path);
-        std::ofstream(path + "/tokenizer.json") << nlohmann::json{{"model", model}, {"added_tokens", added}};
+        std::ofstream(path + "/tokenizer.json")
+            << nlohmann::json{{"model", model}, {"added_tokens", added}, {"decoder", {{"type", "Fuse"}}}};
         std::ofstream(path + "/tokenizer_config.json") << R"({"bos_token": "<s>", "eos_token": "</s>"})";
     }
     ~Folder() { std::filesystem::remove_all(path); }
 };
 
-void deal(const std::string& path, const char* format, bool loss_on_all, int seq_len) {
-    static const Folder folder;
-    static const Tokenizer tokenizer = *Tokenizer::open(folder.path);
+void deal(const std::string& path, const Tokenizer& tokenizer, const std::string& folder, const char* format,
+          bool loss_on_all, int seq_len) {
     Dataset data({path}, "--data");
-    tokenize_examples(data, tokenizer, {loss_on_all, format, folder.path}, seq_len);
+    tokenize_examples(data, tokenizer, {loss_on_all, format, folder}, seq_len);
     const auto held_out = data.hold_out(1);
     for (const Dataset* d :
          {static_cast<const Dataset*>(&data), static_cast<const Dataset*>(held_out.get())}) {
@@ -77,6 +77,10 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* input, size_t size) {
     if (size < 3) return 0;
     constexpr const char* kFormats[] = {"auto", "chatml", "llama3", "mistral", "llama2", "zephyr"};
     const std::string path = fuzz_file({reinterpret_cast<const char*>(input) + 2, size - 2}, ".jsonl");
-    parse_or_refuse([&] { deal(path, kFormats[input[0] % 6], input[0] / 6 % 2, input[1] % 40 + 1); });
+    static const Folder folder;  // outside: that it opens is not in question
+    static const Tokenizer tokenizer = *Tokenizer::open(folder.path);
+    parse_or_refuse([&] {
+        deal(path, tokenizer, folder.path, kFormats[input[0] % 6], input[0] / 6 % 2, input[1] % 40 + 1);
+    });
     return 0;
 }

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the first inputs of the fuzz targets into FOLDER/safetensors, shards, json, config, tokenizer and json_lines."""
+"""Writes the first inputs of the fuzz targets, each into a folder of its name."""
 
 import json
 import pathlib
@@ -124,7 +124,7 @@ def json_lines_seeds():
         yield bytes([choices, 9]) + lines({"text": "To be"}, {"prompt": "", "completion": "or"}, {"messages": chat},
                                           "", {"messages": chat[1:3], "text": "not read", "id": [1, {}]})
     for wrong in ({"prompt": "a"}, {"completion": ""}, {"text": None}, {"messages": []}, {"messages": chat[:2]},
-                  {"messages": [says("tool", "x")]}, {"messages": [says("assistant", "first")]}, [], "{", '{"text": "\xff"}'):
+                  {"messages": [says("tool", "x")]}, {"messages": [says("assistant", "first")]}, [], "{", '{"text": 1}'):
         yield b"\4\5" + lines({"text": "fine"}, wrong)
 
 

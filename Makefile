@@ -123,8 +123,8 @@ test-deps:
 	@dev/venv.sh
 
 # The tests of kernels run in each build of the one source; on a GPU, in that.
-KERNEL_TESTS := test_kernels test_family_kernels test_optimizer test_attention test_matmul test_wide_sum test_stream
-HOST_TESTS := test_hopper_layout test_files test_permutation test_dataset test_tokenizer test_checkpoint test_arena test_solver test_host test_host_memory test_family test_random
+KERNEL_TESTS := test_kernels test_family_kernels test_quantized test_optimizer test_attention test_matmul test_wide_sum test_stream
+HOST_TESTS := test_hopper_layout test_files test_permutation test_dataset test_tokenizer test_checkpoint test_arena test_solver test_host test_host_memory test_family test_random test_gguf
 FAITHFUL := -DSIMT_LANES=32
 ifeq ($(DEVICE),cuda)
   UNIT_TESTS := $(KERNEL_TESTS:%=build/test/cuda/%) $(HOST_TESTS:%=build/test/fast/%)
@@ -164,15 +164,15 @@ test: test-deps
 	$(MAKE) --no-print-directory DEVICE=$(DEVICE) unit-tests python-tests
 
 .PHONY: build-tests
-PROBE := build/test/fast/tokenize_probe
+PROBES := build/test/fast/tokenize_probe build/test/fast/formats_probe
 BENCH_ATTENTION := build/bench/$(DEVICE)/attention
 BENCHES := $(BENCH_ATTENTION) $(if $(filter cpu,$(DEVICE)),build/bench/cpu/products)
 ifeq ($(DEVICE),cuda)
 TRAINERS := build/cuda-fp32/train build/cuda-bf16/train
-build-tests: $(UNIT_TESTS) $(TRAINERS) $(BENCHES) $(PROBE)
+build-tests: $(UNIT_TESTS) $(TRAINERS) $(BENCHES) $(PROBES)
 else
 TRAINERS := build/cpu-fp32/train build/cpu-bf16/train
-build-tests: $(UNIT_TESTS) $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES) $(PROBE) build/test/tsan/race_probe cuda-build fuzz-build
+build-tests: $(UNIT_TESTS) $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES) $(PROBES) build/test/tsan/race_probe cuda-build fuzz-build
 endif
 
 unit-tests: $(UNIT_TESTS)
@@ -200,7 +200,7 @@ else
 endif
 
 FUZZ_SECONDS ?= 10
-FUZZED := safetensors shards json config tokenizer json_lines
+FUZZED := safetensors shards json config tokenizer gguf nf4 json_lines
 FUZZERS := $(FUZZED:%=build/test/fuzz/fuzz_%)
 fuzz-build: $(FUZZERS)
 build/test/fuzz/%: test/%.cpp Makefile
@@ -233,7 +233,7 @@ build/bench/cuda/%: dev/bench/%.cpp Makefile $(CUDA_FLAGS)
 test-smollm2: test-deps build/$(DEVICE)-fp32/train
 	TRAIN_BINARIES="build/$(DEVICE)-fp32/train" $(PYTHON) -m pytest -q test/slow_smollm2.py
 
-python-tests: $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES) $(PROBE)
+python-tests: $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES) $(PROBES)
 	@dev/venv.sh
 	TRAIN_BINARIES="$(TRAINERS)" ASAN_TRAINERS="$(ASAN_TRAINERS)" $(PYTHON) -m pytest -q test
 

@@ -10,10 +10,12 @@
 #include <omp.h>
 #include <unistd.h>
 
+#include <array>
 #include <functional>
 #include <memory>
 #include <optional>
 
+#include "llmc/adapter.h"
 #include "llmc/arena.h"
 #include "llmc/attention.cuh"
 #include "llmc/bench.h"
@@ -22,6 +24,7 @@
 #include "llmc/dataset.h"
 #include "llmc/device_rates.h"
 #include "llmc/documents.h"
+#include "llmc/dropout.cuh"
 #include "llmc/embedding.cuh"
 #include "llmc/enough_memory.h"
 #include "llmc/feeder.h"
@@ -30,14 +33,17 @@
 #include "llmc/graph.h"
 #include "llmc/head_norm.cuh"
 #include "llmc/head_rows.h"
+#include "llmc/lora.cuh"
 #include "llmc/matmul.h"
 #include "llmc/matmul_search.h"
+#include "llmc/merged_file.h"
 #include "llmc/metrics.h"
 #include "llmc/norm.h"
 #include "llmc/optimizer.cuh"
 #include "llmc/options.h"
 #include "llmc/plans.h"
 #include "llmc/positions.h"
+#include "llmc/quantized_weights.h"
 #include "llmc/recompute.h"
 #include "llmc/report.h"
 #include "llmc/residual.cuh"
@@ -68,25 +74,30 @@ struct NormNames;
 
 // How a micro-batch is run.
 struct MicroBatchOptions {
-    int64_t head_rows = 0;   // rows that have logits at one time; 0: all
-    std::vector<Keep> keep;  // of each layer
-    bool adds = false;       // to the gradients of micro-batches before: else they are written
+    int64_t head_rows = 0;                  // rows that have logits at one time; 0: all
+    std::vector<Keep> keep;                 // of each layer
+    bool adds = false;                      // to the gradients of micro-batches before: else they are written
+    double lora_dropout = 0;                // the share of an adapter's inputs that is dropped
+    const uint64_t* dropout_key = nullptr;  // on the device: the micro-batch's
 };
 
 // The model: its parameters, seen through views, and the operations of a step on them. Nothing here owns
-// memory; the parameters lie in a State, all else in the arena.
+// memory; the parameters lie in a State, all else in the arena. What is trained lies in a State too: the
+// same, or an adapter's, and then the model itself is frozen.
 class Gpt {
   public:
     // Called with the number of a unit of the Layout and its gradients, as soon as they are complete.
     using Consume = std::function<void(int unit, const floatX* gradients)>;
 
     // The stream may be made later, before the first run.
-    Gpt(Arena& arena, const Stream& stream, const State<floatX>& state, bool hopper_attention)
+    Gpt(Arena& arena, const Stream& stream, const State<floatX>& model, const QuantizedWeights* quantized,
+        const State<floatX>& trained, bool hopper_attention)
         : arena_(arena),
           stream_(stream),
-          state_(state),
-          layout_(state.layout),
-          config_(layout_.config()),
+          model_(model),
+          quantized_(quantized),
+          trained_(trained),
+          config_(model.layout.config()),
           family_(*config_.family),
           hopper_attention_(hopper_attention) {
         bind();
@@ -96,12 +107,19 @@ class Gpt {
     void bind(float* position_factors_at = nullptr) {
         position_factors_ =
             TensorF(position_factors_at, {static_cast<int64_t>(position_factors(config_).size())});
-        const auto unit = [&](int number) { return unit_of(StatePart::Weights, number).data(); };
-        weights_.embeddings = layout_.embeddings(unit(layout_.embeddings_unit()));
+        const Layout& layout = model_.layout;
+        const auto unit = [&](int number) { return unit_of(model_, StatePart::Weights, number).data(); };
+        weights_.embeddings = layout.embeddings(unit(layout.embeddings_unit()));
         weights_.blocks.clear();
-        for (int l = 0; l < config_.layers; l++) weights_.blocks.push_back(layout_.block(unit(l + 1), l));
-        weights_.head = layout_.head(unit(layout_.head_unit()));
+        for (int l = 0; l < config_.layers; l++) weights_.blocks.push_back(layout.block(unit(l + 1), l));
+        weights_.head = layout.head(unit(layout.head_unit()));
         if (config_.tied) weights_.head.logits.weight = weights_.embeddings.token.view();
+        for (int l = 0; quantized_ && l < config_.layers; l++)
+            for (const auto& [w, field] : linears(weights_.blocks[static_cast<size_t>(l)])) {
+                w->quantized = quantized_->parts(l, field);
+                w->by_outputs = true;
+            }
+        if (is_frozen()) bind_adapter();
     }
 
     void forward_backward(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
@@ -110,6 +128,8 @@ class Gpt {
                   TensorF& loss);
     template <class Choose>
     void generate(const std::vector<int>& prompt, int new_tokens, Choose&& choose);
+    template <class Visit>
+    void for_each_merged(Visit&& visit);
 
   private:
     TensorX take(const char* name, Shape shape) { return arena_.take<floatX>(name, shape); }
@@ -136,6 +156,16 @@ class Gpt {
                          const Norm<floatX>& w);
     TensorX normalized(NormedX& n, const NormNames& names, const TensorX& x, const Norm<floatX>& w);
     TensorX linear(const char* name, const TensorX& x, const Linear<floatX>& w, bool gelu = false);
+    TensorX weight_of(const Linear<floatX>& w);
+    void merge_adapter(TensorX& matrix, const Linear<floatX>& w);
+    TensorX lora_columns(const TensorX& x, const Adapter<floatX>& adapter);
+    Dropout dropout_of(const Adapter<floatX>& adapter) const {
+        return dropping_ ? dropout_at(dropping_->dropout_key, adapter.place, dropping_->lora_dropout)
+                         : Dropout();
+    }
+    TensorX lora_input(const TensorX& x, const Adapter<floatX>& adapter);
+    void scale_lora(TensorX& columns, const Adapter<floatX>& adapter);
+    void add_lora(TensorX& out, const TensorX& x, const Adapter<floatX>& adapter);
     TensorX activate(const TensorX& up);
     template <class MakeX>
     void make_qkv(BlockActivations& a, MakeX&& make_x, const Block<floatX>& w, bool for_backward,
@@ -145,6 +175,12 @@ class Gpt {
     void attend(BlockActivations& a, Keep keep, KvCache* cache, int layer);
 
     TensorX embed(const Tensor<int>& tokens, int first_position);
+    TensorX of_tokens(TensorX&& stream);
+    TensorX with_prompt(TensorX&& d_tokens);
+    int64_t prompt_len() const {
+        const TensorX& prompt = weights_.embeddings.prompt;
+        return prompt ? prompt.rows() : 0;
+    }
     void forward_attention(int layer, BlockActivations& a, Keep keep, KvCache* cache);
     TensorX forward_mlp(int layer, BlockActivations& a, Keep keep);
     TensorX forward_block(int layer, BlockActivations& a, Keep keep, KvCache* cache = nullptr);
@@ -154,10 +190,35 @@ class Gpt {
     template <class Chunk>
     void for_each_head_chunk(int64_t rows, int64_t head_rows, Chunk&& chunk);
 
-    // A unit's elements of the State.
-    TensorX unit_of(StatePart part, int unit) const {
-        const Unit& u = layout_.units()[static_cast<size_t>(unit)];
-        return TensorX(state_.template data<floatX>(part, u.offset), {u.size});
+    // Whether the model's own weights are.
+    bool is_frozen() const { return &trained_ != &model_; }
+    // Whether backward reads what went into a layer.
+    bool wants_input(const Linear<floatX>& w) const { return !is_frozen() || w.adapter; }
+    void bind_adapter() {
+        const Layout& layout = trained_.layout;
+        const auto unit = [&](int number) { return unit_of(trained_, StatePart::Weights, number).data(); };
+        weights_.embeddings.prompt = std::move(layout.embeddings(unit(layout.embeddings_unit())).prompt);
+        for (int l = 0; l < config_.layers; l++) {
+            Block<floatX> adapter = layout.block(unit(l + 1), l);
+            const auto to = linears(weights_.blocks[static_cast<size_t>(l)]), from = linears(adapter);
+            for (size_t i = 0; i < to.size(); i++) {
+                to[i].first->adapter = std::move(from[i].first->adapter);
+                to[i].first->adapter.place = static_cast<uint64_t>(l) * kPlaces + i;
+            }
+        }
+    }
+    static constexpr uint64_t kPlaces = 16;  // of dropout in a block
+    static std::array<std::pair<Linear<floatX>*, Field>, 4> linears(Block<floatX>& block) {
+        return {{{&block.qkv, Field::QkvWeight},
+                 {&block.attention, Field::AttentionWeight},
+                 {&block.up, Field::UpWeight},
+                 {&block.down, Field::DownWeight}}};
+    }
+
+    // A unit's elements of a State.
+    static TensorX unit_of(const State<floatX>& state, StatePart part, int unit) {
+        const Unit& u = state.layout.units()[static_cast<size_t>(unit)];
+        return TensorX(state.template data<floatX>(part, u.offset), {u.size});
     }
 
     // The same, backward.
@@ -167,6 +228,8 @@ class Gpt {
     template <class MakeX>
     TensorX linear_backward(const char* name, Linear<floatX>& g, MakeX&& make_x, const TensorX& d_out,
                             const Linear<floatX>& w, bool adds, const TensorX* gelu_input = nullptr);
+    TensorX lora_backward(Adapter<floatX>& g, const TensorX& input, const TensorX& d_out,
+                          const Adapter<floatX>& adapter, bool adds);
 
     // Where the gradients of a unit go: into the State's, or into room of their own.
     struct UnitGradients {
@@ -189,12 +252,18 @@ class Gpt {
 
     Arena& arena_;
     const Stream& stream_;
-    const State<floatX>& state_;
-    const Layout& layout_;
+    const State<floatX>& model_;
+    const QuantizedWeights* const quantized_;  // of its blocks, or null
+    const State<floatX>& trained_;
     const ModelConfig& config_;
     const Family& family_;
     const bool hopper_attention_;
     TensorF position_factors_;
+    const MicroBatchOptions* dropping_ = nullptr;  // of the micro-batch that is trained on, or null
+    // A soft prompt is before each sequence, which holds one example then.
+    void read_documents(const DeviceBatch& batch) {
+        documents_ = prompt_len() > 0 ? &kWhole : &batch.documents;
+    }
     inline static const Documents kWhole{};  // each sequence is one
     const Documents* documents_ = &kWhole;   // of the batch at hand
     struct {
@@ -226,7 +295,6 @@ class Trainer {
     void train();
     bool train_step();
     void feed_training(int k, float loss_scale);
-    uint64_t first_sequence_of(int k) const;
     void feed(SequenceLoader& loader, uint64_t first, uint64_t count, float loss_scale);
     float step_loss_scale();
     template <class Operations>
@@ -258,15 +326,29 @@ class Trainer {
     bool saves() const { return !o_.out.empty(); }
     // Where the run says what it does: without training, stdout is for generated text.
     FILE* notes() const { return o_.steps > 0 ? stdout : stderr; }
+    // The number of the first sequence of micro-batch k of the step.
+    uint64_t first_of(int k) const {
+        const auto done = static_cast<uint64_t>((step_ - first_step_) * o_.grad_accum + k);
+        return static_cast<uint64_t>(first_sequence_) + done * batch();
+    }
+    bool drops() const { return in_.adapter.dropout > 0; }
     uint64_t batch() const { return static_cast<uint64_t>(o_.batch); }
     double step_tokens() const { return static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum; }
     double step_flops() const;
+    State<floatX>& trained() { return adapter_ ? *adapter_ : model_; }
+    const State<floatX>& trained() const { return adapter_ ? *adapter_ : model_; }
+    StateOptions model_options() const;
+    std::optional<State<floatX>> make_adapter_state() const;
+    void begin_prompt();
+    void merge();
     uint64_t validation_sequences() const;
 
     Options o_;
     RunInputs& in_;
     const ModelConfig& config_;
-    State<floatX> state_;
+    std::optional<QuantizedWeights> quantized_;  // matrices of a frozen model, which model_ then has not
+    State<floatX> model_;
+    std::optional<State<floatX>> adapter_;  // what is trained beside a frozen model
     std::optional<OwnStream> own_stream_;
     Stream stream_ = nullptr;  // that one, from open_device() on
     Arena arena_;
@@ -277,7 +359,7 @@ class Trainer {
     Gpt::Consume consume_;  // with --update-in-backward
     const bool norm_of_each_unit_;
     Metrics metrics_;
-    DeviceBuffer factors_memory_, positions_memory_;
+    DeviceBuffer factors_memory_, positions_memory_, dropout_memory_;
     UpdateFactors* factors_ = nullptr;  // on the device: of the current step
     Plans plans_;
     MemoryReport report_;
@@ -346,6 +428,9 @@ bool Trainer::train_step() {
     for (int k = 0; k < o_.grad_accum; k++) {
         if (k > 0 && interrupted) return false;
         feed_training(k, loss_scale);
+        if (drops())
+            set_dropout_key(reinterpret_cast<uint64_t*>(dropout_memory_.data()), o_.seed, first_of(k),
+                            stream_);
         micro_.adds = k > 0;
         run_step(micro_.adds ? plans_.add : plans_.train, [&] {
             gpt_.forward_backward(feeder_.batch(), micro_, loss_scale, metrics_.loss(), consume_);
@@ -356,12 +441,6 @@ bool Trainer::train_step() {
     return true;
 }
 
-// The number of the first sequence of the step's micro-batch k.
-uint64_t Trainer::first_sequence_of(int k) const {
-    const auto done = static_cast<uint64_t>((step_ - first_step_) * o_.grad_accum + k);
-    return static_cast<uint64_t>(first_sequence_) + done * batch();
-}
-
 // What makes the sum of so many losses their mean, and that of none zero.
 float mean_scale(uint64_t losses) { return losses > 0 ? 1.f / static_cast<float>(losses) : 0.f; }
 
@@ -369,8 +448,7 @@ float mean_scale(uint64_t losses) { return losses > 0 ? 1.f / static_cast<float>
 float Trainer::step_loss_scale() {
     uint64_t tokens = static_cast<uint64_t>(step_tokens());
     if (loader_)
-        tokens =
-            loader_->tokens_with_loss(first_sequence_of(0), batch() * static_cast<uint64_t>(o_.grad_accum));
+        tokens = loader_->tokens_with_loss(first_of(0), batch() * static_cast<uint64_t>(o_.grad_accum));
     if (tokens == 0) {
         metrics_.finish();
         printf("step %5lld has no token to learn: it counts as no loss\n", static_cast<long long>(step_ + 1));
@@ -380,7 +458,7 @@ float Trainer::step_loss_scale() {
 
 // Feeds micro-batch k of the step: from the data, or random tokens where a bench has none.
 void Trainer::feed_training(int k, float loss_scale) {
-    const uint64_t first = first_sequence_of(k);
+    const uint64_t first = first_of(k);
     if (loader_) return feed(*loader_, first, batch(), loss_scale);
     const Feeder::Slot slot = feeder_.slot();
     fill_random(slot.inputs, slot.targets, o_.seed, first, config_.vocabulary);
@@ -409,19 +487,21 @@ void Trainer::run_step(Plan& plan, Operations&& operations) {
 void Trainer::update() {
     Range range("update");
     TensorF norm = metrics_.norms().rows_at(0, 1);
-    if (!norm_of_each_unit_) measure_norm(state_.gradients(), state_.layout.size(), norm);
-    for (size_t i = 0; i < state_.layout.units().size(); i++)
+    const State<floatX>& state = trained();
+    if (!norm_of_each_unit_) measure_norm(state.gradients(), state.layout.size(), norm);
+    for (size_t i = 0; i < state.layout.units().size(); i++)
         update_unit(static_cast<int>(i),
-                    state_.data<floatX>(StatePart::Gradients, state_.layout.units()[i].offset));
+                    state.data<floatX>(StatePart::Gradients, state.layout.units()[i].offset));
 }
 
 // Updates the weights of a unit with its gradients, in one launch.
 void Trainer::update_unit(int unit, const floatX* gradients) {
     Range range("update", unit);
-    const Unit& u = state_.layout.units()[static_cast<size_t>(unit)];
+    const Unit& u = trained().layout.units()[static_cast<size_t>(unit)];
+    if (u.size == 0) return;
     TensorF norm = metrics_.norms().rows_at(norm_of_each_unit_ ? unit : 0, 1);
     if (norm_of_each_unit_) measure_norm(gradients, u.size, norm);
-    optimizer_update(factors_, state_, u, gradients, norm, stream_);
+    optimizer_update(factors_, trained(), u, gradients, norm, stream_);
 }
 
 void Trainer::measure_norm(const floatX* gradients, int64_t n, TensorF& norm) {
@@ -505,7 +585,7 @@ void Trainer::save() {
                       .others = saves_.others,
                       .data = in_.facts};
     remember_options(o_, progress);
-    save_checkpoint(saves_, state_, progress, tokenizer, o_.steps > 0);
+    save_checkpoint(saves_, trained(), progress, tokenizer, o_.steps > 0, in_.adapter);
     metrics_.last_save = o_.out;
     saved_step_ = step_;
     fprintf(notes(), "saved step %lld in %s\n", static_cast<long long>(step_), o_.out.c_str());
@@ -519,6 +599,22 @@ void Trainer::finish() {
     if (saves() && !is_saved) save();
     if (val_loader_) validate_and_log();
     if (in_.samples()) sample();
+    if (!o_.merge.empty() && !interrupted) merge();
+}
+
+// Saves the model with the adapter in its weights.
+void Trainer::merge() {
+    metrics_.finish();
+    write_folder(o_.merge, [&](const std::string& folder) {
+        write_settings<floatX>(folder, config_, in_.tokenizer_folder);
+        MergedFile<floatX> file(folder + "/model.safetensors", model_, quantized_.has_value(), stream_);
+        arena_.run(plans_.merge, [&] {
+            gpt_.for_each_merged(
+                [&](int layer, Field field, const TensorX& matrix) { file.append(layer, field, matrix); });
+        });
+        file.finish();
+    });
+    fprintf(notes(), "merged the adapter into a model in %s\n", o_.merge.c_str());
 }
 
 // The end of a run that was interrupted.
@@ -607,14 +703,77 @@ TensorX Gpt::normalized(NormedX& n, const NormNames& names, const TensorX& x, co
     return out;
 }
 
-// x (.., inputs) W [+ bias], (.., outputs); then GELU if asked.
+// x (.., inputs) W [+ bias] [+ adapter], (.., outputs); then GELU if asked.
 TensorX Gpt::linear(const char* name, const TensorX& x, const Linear<floatX>& w, bool gelu) {
     Shape shape = x.shape();
     shape.dims[shape.count - 1] = w.outputs();
     TensorX out = take(name, shape);
-    matmul(arena_, stream_, out, x, w.weight,
-           {.transpose_b = w.by_outputs, .bias = w.bias ? &w.bias : nullptr, .gelu = gelu});
+    const bool reads_codes = !w.quantized.empty() && x.rows() == 1, finishes = w.adapter || reads_codes;
+    if (reads_codes) {
+        for (const auto& [matrix, first] : w.quantized)
+            quantized_matvec(out.at(first), x.data(), matrix, w.bias ? w.bias.at(first) : nullptr, stream_);
+    } else {
+        matmul(arena_, stream_, out, x, weight_of(w),
+               {.transpose_b = w.by_outputs, .bias = w.bias ? &w.bias : nullptr, .gelu = gelu && !finishes});
+    }
+    if (w.adapter) add_lora(out, x, w.adapter);
+    if (gelu && finishes) gelu_forward(out, out, stream_);
     return out;
+}
+
+// A layer's matrix as a product reads it: where it lies, or made of its quantized parts.
+TensorX Gpt::weight_of(const Linear<floatX>& w) {
+    if (w.quantized.empty()) return w.weight.view();
+    TensorX weight = take("dequantized", {w.outputs(), w.inputs()});
+    for (const auto& [matrix, first] : w.quantized)
+        dequantize(weight.at(first * w.inputs()), matrix, stream_);
+    return weight;
+}
+
+// What LoRA sees of a layer's input x: some of it is dropped in training.
+TensorX Gpt::lora_input(const TensorX& x, const Adapter<floatX>& adapter) {
+    const Dropout d = dropout_of(adapter);
+    if (!d) return x.view();
+    TensorX seen = take("lora_input", x.shape());
+    dropout(seen, x, d, stream_);
+    return seen;
+}
+
+// LoRA's columns of its input (.., inputs): x A^T (rows, ranks), each part's times its scale.
+TensorX Gpt::lora_columns(const TensorX& x, const Adapter<floatX>& adapter) {
+    TensorX columns = take("lora_columns", {x.rows(), adapter.a.rows()});
+    matmul(arena_, stream_, columns, x, adapter.a, {.transpose_b = true});
+    scale_lora(columns, adapter);
+    return columns;
+}
+
+void Gpt::scale_lora(TensorX& columns, const Adapter<floatX>& adapter) {
+    ColumnScales s;
+    s.ends.fill(static_cast<int>(columns.columns()));
+    s.scales.fill(adapter.parts[0].scale);
+    int end = 0;
+    bool same = true;
+    for (size_t i = 0; i < adapter.parts.size(); i++) {
+        s.ends[i] = end += static_cast<int>(adapter.parts[i].b.columns());
+        s.scales[i] = adapter.parts[i].scale;
+        same = same && s.scales[i] == s.scales[0];
+    }
+    if (same) s.ends[0] = end;
+    if (!same || s.scales[0] != 1) scale_columns(columns, s, stream_);
+}
+
+// out (.., outputs) += what LoRA makes of x (.., inputs).
+void Gpt::add_lora(TensorX& out, const TensorX& x, const Adapter<floatX>& adapter) {
+    const TensorX columns = lora_columns(lora_input(x, adapter), adapter);
+    int64_t first = 0;
+    for (const auto& part : adapter.parts) {
+        const int64_t rank = part.b.columns();
+        TensorX to(out.at(part.first_output), {out.rows(), part.b.rows()});
+        matmul(
+            arena_, stream_, to, TensorX(columns.at(first), {columns.rows(), rank}), part.b,
+            {.transpose_b = true, .accumulate = true, .a_row = columns.columns(), .out_row = out.columns()});
+        first += rank;
+    }
 }
 
 // The activation of the MLP (.., mlp_width), of what its first product made.
@@ -629,11 +788,15 @@ TensorX Gpt::activate(const TensorX& up) {
     return out;
 }
 
+// The residual stream (B, prompt_len() + T, C) that tokens (B, T) begin; without the soft prompt where they
+// follow others.
 TensorX Gpt::embed(const Tensor<int>& tokens, int first_position) {
     const Embeddings<floatX>& w = weights_.embeddings;
-    TensorX x =
-        take(w.norm.weight ? "embedded" : "residual", {tokens.rows(), tokens.columns(), config_.channels});
-    embedding_forward(x, tokens, w.token, w.position, first_position, documents_->positions, stream_);
+    TensorX prompt;
+    if (w.prompt && first_position == 0) prompt = w.prompt.view();
+    const int64_t length = tokens.columns() + (prompt ? prompt.rows() : 0);
+    TensorX x = take(w.norm.weight ? "embedded" : "residual", {tokens.rows(), length, config_.channels});
+    embedding_forward(x, tokens, w.token, w.position, prompt, first_position, documents_->positions, stream_);
     return w.norm.weight ? std::move(norm(kEmbeddingNorm, x, w.norm).out) : std::move(x);
 }
 
@@ -664,7 +827,9 @@ void Gpt::make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<flo
         rope_backward(d_qkv, position_factors_, config_.heads + config_.kv_heads, 0, documents_->positions,
                       stream_);
     if (!w.query_norm.weight) return;
-    TensorF scratch = take_float("column_sums", head_norm_scratch(d_qkv.rows(), config_.head_size));
+    TensorF scratch;
+    if (g.query_norm.weight)
+        scratch = take_float("column_sums", head_norm_scratch(d_qkv.rows(), config_.head_size));
     head_norm_backward(d_qkv, g.query_norm.weight, g.key_norm.weight, scratch, a.raw_qkv, w.query_norm.weight,
                        w.key_norm.weight, config_.heads, config_.kv_heads, stream_, epsilon());
     a.raw_qkv.drop();
@@ -730,7 +895,7 @@ void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, KvCache* 
     a.norm_1 = norm(kNorm1, a.input, w.norm_1);
     auto normed = [&] { return a.norm_1.out.view(); };
     make_qkv(a, normed, w, keep.backward, cache ? cache->length : 0);
-    if (!keep.norm) a.norm_1.out.drop();
+    if (!keep.norm || !wants_input(w.qkv)) a.norm_1.out.drop();
     attend(a, keep, cache, layer);
     if (!keep.qkv) a.raw_qkv.drop();
     if (!keep.qkv || (a.raw_qkv && !keep.norm)) a.qkv.drop();
@@ -743,17 +908,17 @@ void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, KvCache* 
 // From a.middle and its norm to the block's output.
 TensorX Gpt::forward_mlp(int layer, BlockActivations& a, Keep keep) {
     const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
-    if (!keep.backward && family_.mlp == MlpKind::Gelu) {  // its input stays inside the product
+    if (!keep.backward && family_.mlp == MlpKind::Gelu) {  // its input is not needed
         a.activated = linear("gelu", a.norm_2.out, w.up, true);
         a.norm_2.out.drop();
     } else {
         a.up = linear("up", a.norm_2.out, w.up);
-        if (!keep.norm) a.norm_2.out.drop();
+        if (!keep.norm || !wants_input(w.up)) a.norm_2.out.drop();
         a.activated = activate(a.up);
         if (!keep.up) a.up.drop();
     }
     TensorX output = linear("residual", a.activated, w.down);
-    if (!keep.gelu) a.activated.drop();
+    if (!keep.gelu || !wants_input(w.down)) a.activated.drop();
     residual_forward(output, output, a.middle, stream_);
     return output;
 }
@@ -807,7 +972,8 @@ void Gpt::for_each_head_chunk(int64_t rows, int64_t head_rows, Chunk&& chunk) {
 // Where a unit's gradients are consumed as soon as they are complete, they lie in the arena until then.
 Gpt::UnitGradients Gpt::take_unit_gradients(int unit, const MicroBatchOptions& options,
                                             const Consume& consume) {
-    UnitGradients g{{}, unit_of(StatePart::Gradients, unit)};
+    UnitGradients g{{}, unit_of(trained_, StatePart::Gradients, unit)};
+    if (g.all.size() == 0) return g;
     if (consume) {
         g.room = arena_.take<floatX>("unit_gradients", g.all.shape(), "parameter_gradient");
         g.all = g.room.view();
@@ -820,13 +986,13 @@ Gpt::UnitGradients Gpt::take_unit_gradients(int unit, const MicroBatchOptions& o
 // layers are not: a product writes them. What else is added to a matrix zeroes it itself (head(),
 // forward_backward()).
 void Gpt::zero_added(int unit, const TensorX& gradients) {
-    const int64_t unit_start = layout_.units()[static_cast<size_t>(unit)].offset;
+    const int64_t unit_start = trained_.layout.units()[static_cast<size_t>(unit)].offset;
     int64_t from = 0, end = 0;
     auto flush = [&] {
         if (end > from)
             device_fill(gradients.at(from), 0, static_cast<size_t>(end - from) * sizeof(floatX), stream_);
     };
-    for (const Parameter& p : layout_.parameters_of(unit)) {
+    for (const Parameter& p : trained_.layout.parameters_of(unit)) {
         const int64_t start = p.offset - unit_start + (p.memory.count == 2 ? p.memory.size() : 0);
         if (start != end) flush(), from = start;
         end = p.end() - unit_start;
@@ -835,17 +1001,19 @@ void Gpt::zero_added(int unit, const TensorX& gradients) {
 }
 
 void Gpt::complete(int unit, UnitGradients& gradients, const Consume& consume) {
-    if (consume) consume(unit, gradients.room.data());
+    if (consume && gradients.room) consume(unit, gradients.room.data());
     gradients.room.drop();
 }
 
 // Backward of linear(): the weight's and bias' gradients from x (rows, inputs), which make_x() hands over and
 // which is let go of then, and the returned gradient of x, times gelu' of gelu_input if given. Without `adds`
 // the weight's gradient is written, and the bias' must be zero. An absent gradient is frozen: no product, and
-// x is not made.
+// x is not made. An adapter's columns of x are made again.
 template <class MakeX>
 TensorX Gpt::linear_backward(const char* name, Linear<floatX>& g, MakeX&& make_x, const TensorX& d_out,
                              const Linear<floatX>& w, bool adds, const TensorX* gelu_input) {
+    TensorX d_columns;
+    if (g.adapter) d_columns = lora_backward(g.adapter, make_x(), d_out, w.adapter, adds);
     if (g.weight) {
         const TensorX x = make_x();
         if (w.by_outputs) {
@@ -859,8 +1027,45 @@ TensorX Gpt::linear_backward(const char* name, Linear<floatX>& g, MakeX&& make_x
     Shape shape = d_out.shape();
     shape.dims[shape.count - 1] = w.inputs();
     TensorX d_x = take_gradient(name, shape);
-    matmul(arena_, stream_, d_x, d_out, w.weight, {.transpose_b = !w.by_outputs, .gelu_input = gelu_input});
+    const bool fuses = gelu_input && !d_columns;
+    matmul(arena_, stream_, d_x, d_out, weight_of(w),
+           {.transpose_b = !w.by_outputs, .gelu_input = fuses ? gelu_input : nullptr});
+    if (d_columns) {
+        if (const Dropout d = dropout_of(w.adapter)) {
+            TensorX d_seen = take_gradient("d_lora_input", shape);
+            matmul(arena_, stream_, d_seen, d_columns, w.adapter.a);
+            dropout_add(d_x, d_seen, d, stream_);
+        } else {
+            matmul(arena_, stream_, d_x, d_columns, w.adapter.a, {.accumulate = true});
+        }
+        if (gelu_input) gelu_backward(d_x, d_x, *gelu_input, stream_);
+    }
     return d_x;
+}
+
+// Backward of add_lora(): the gradients g of A and B from its input (.., inputs) and d_out (.., outputs).
+// Returns the gradient of x A^T, (rows, ranks).
+TensorX Gpt::lora_backward(Adapter<floatX>& g, const TensorX& input, const TensorX& d_out,
+                           const Adapter<floatX>& adapter, bool adds) {
+    const TensorX x = lora_input(input, adapter);
+    const int64_t rows = x.rows(), ranks = adapter.a.rows();
+    TensorX columns = lora_columns(x, adapter);
+    TensorX d_columns = take_gradient("d_lora_columns", {rows, ranks});
+    int64_t first = 0;
+    for (size_t i = 0; i < adapter.parts.size(); i++) {
+        const auto& part = adapter.parts[i];
+        const int64_t rank = part.b.columns();
+        const TensorX d_part(d_out.at(part.first_output), {rows, part.b.rows()});
+        matmul(arena_, stream_, g.parts[i].b, d_part, TensorX(columns.at(first), {rows, rank}),
+               {.transpose_a = true, .accumulate = adds, .a_row = d_out.columns(), .b_row = ranks});
+        TensorX to(d_columns.at(first), {rows, rank});
+        matmul(arena_, stream_, to, d_part, part.b, {.a_row = d_out.columns(), .out_row = ranks});
+        first += rank;
+    }
+    columns.drop();
+    scale_lora(d_columns, adapter);
+    matmul(arena_, stream_, g.a, d_columns, x, {.transpose_a = true, .accumulate = adds});
+    return d_columns;
 }
 
 // Adds to d_x (rows, C) and to the gradients what d_out (rows, C) sends back through the norm of x.
@@ -868,7 +1073,8 @@ template <class Gradient>
 void Gpt::norm_backward(TensorX& d_x, Norm<Gradient>& g, const TensorX& d_out, const TensorX& x,
                         const NormedX& n, const Norm<floatX>& w) {
     const int sums = norm_sums(family_.norm);
-    TensorF scratch = take_float("column_sums", column_sums_scratch(x.rows(), x.columns(), sums));
+    TensorF scratch;
+    if (g.weight) scratch = take_float("column_sums", column_sums_scratch(x.rows(), x.columns(), sums));
     ::norm_backward(family_.norm, d_x, g, scratch, d_out, x, n, w, stream_);
 }
 
@@ -905,14 +1111,17 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOpti
                LossScale loss_scale, TensorF& loss, Head<floatX>& g) {
     const int64_t rows = stream.rows(), C = config_.channels, V = config_.padded_vocabulary();
     const bool chunks = options.head_rows > 0 && options.head_rows < rows;
-    TensorF losses = take_float("losses", {rows, 1});
-    TensorF sums_of_norm = take_float("d_ln_f_sums", {1, norm_sums(family_.norm), C});
-    zero(sums_of_norm);
-    Norm<float> g_norm{sums_of_norm.rows_at(0, 1), {}};
-    if (g.norm.bias) g_norm.bias = sums_of_norm.rows_at(1, 1);
-    if (chunks && !options.adds) zero(g.logits.weight);
+    TensorF losses = take_float("losses", {rows, 1}), sums_of_norm;
+    Norm<float> g_norm;
+    if (g.norm.weight) {
+        sums_of_norm = take_float("d_ln_f_sums", {1, norm_sums(family_.norm), C});
+        zero(sums_of_norm);
+        g_norm.weight = sums_of_norm.rows_at(0, 1);
+        if (g.norm.bias) g_norm.bias = sums_of_norm.rows_at(1, 1);
+    }
+    if (g.logits.weight && chunks && !options.adds) zero(g.logits.weight);
     Tensor<uint8_t> low;
-    if (chunks && std::is_same_v<floatX, bf16>) {
+    if (g.logits.weight && chunks && std::is_same_v<floatX, bf16>) {
         low = arena_.take<uint8_t>("d_wte_low_bits", {V / 2, C}, "gradient");
         zero(low);
     }
@@ -923,7 +1132,8 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOpti
         TensorF part_losses = losses.rows_at(first, count);
         cross_entropy_forward_backward(a.logits, part_losses, targets.view({rows, 1}).rows_at(first, count),
                                        loss_scale, config_.vocabulary, stream_);
-        add_head_product(g.logits.weight, low, a.logits, a.norm.out, chunks || options.adds);
+        if (g.logits.weight)
+            add_head_product(g.logits.weight, low, a.logits, a.norm.out, chunks || options.adds);
         TensorX d_norm = std::move(a.norm.out);
         matmul(arena_, stream_, d_norm, a.logits, weights_.head.logits.weight);
         a.logits.drop();
@@ -931,7 +1141,7 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOpti
         norm_backward(part, g_norm, d_norm, x, a.norm, weights_.head.norm);
     });
     add_losses(loss, losses, loss_scale, stream_);
-    add_norm_sums(g.norm, sums_of_norm, stream_);
+    if (g.norm.weight) add_norm_sums(g.norm, sums_of_norm, stream_);
 }
 
 // The MLP half: d_stream, the gradient of the block's output, becomes that of a.middle. What is made again is
@@ -986,7 +1196,7 @@ void Gpt::backward_block(int layer, BlockActivations& a, TensorX& d_stream, cons
                          const Consume& consume) {
     Range range("block", layer);
     UnitGradients gradients = take_unit_gradients(layer + 1, options, consume);
-    Block<floatX> g = layout_.block(gradients.all.data(), layer);
+    Block<floatX> g = trained_.layout.block(gradients.all.data(), layer);
     if (!a.middle) forward_attention(layer, a, {.norm = false}, nullptr);
     backward_mlp(weights_.blocks[static_cast<size_t>(layer)], g, a, d_stream, options.adds);
     a.middle.drop();
@@ -1000,7 +1210,7 @@ void Gpt::backward_embeddings(Embeddings<floatX>& g, TensorX& d_stream, const De
     const Embeddings<floatX>& w = weights_.embeddings;
     if (w.norm.weight) {
         TensorX x = take("embedded", d_stream.shape());
-        embedding_forward(x, batch.inputs, w.token, w.position, 0, documents_->positions, stream_);
+        embedding_forward(x, batch.inputs, w.token, w.position, w.prompt, 0, documents_->positions, stream_);
         NormedX n = norm(kEmbeddingNorm, x, w.norm);
         n.out.drop();
         TensorX d_x = take_gradient("d_embedded", d_stream.shape());
@@ -1009,16 +1219,39 @@ void Gpt::backward_embeddings(Embeddings<floatX>& g, TensorX& d_stream, const De
         d_stream = std::move(d_x);
     }
     embedding_backward(g.token, g.position, d_stream, batch.inputs, batch.rows_by_token, batch.token_starts,
-                       batch.documents, stream_);
+                       *documents_, stream_);
+    if (g.prompt) prompt_backward(g.prompt, d_stream, stream_);
 }
 
 // ---- the steps
+
+// Of a stream (B, prompt_len() + T, C) the rows of the tokens, (B, T, C): what has targets.
+TensorX Gpt::of_tokens(TensorX&& stream) {
+    const int64_t N = prompt_len(), B = stream.shape().dims[0], C = config_.channels;
+    if (N == 0) return std::move(stream);
+    const int64_t T = stream.shape().dims[1] - N;
+    TensorX rows = take("residual", {B, T, C});
+    copy_rows_on_device(rows.data(), T * C, stream.at(N * C), (N + T) * C, T * C, B, stream_);
+    return rows;
+}
+
+// And back, of gradients: those of the soft prompt's rows, which have no loss, begin as zero.
+TensorX Gpt::with_prompt(TensorX&& d_tokens) {
+    const int64_t N = prompt_len(), B = d_tokens.shape().dims[0], C = config_.channels;
+    if (N == 0) return std::move(d_tokens);
+    const int64_t T = d_tokens.shape().dims[1];
+    TensorX d_stream = take_gradient("d_residual", {B, N + T, C});
+    zero(d_stream);
+    copy_rows_on_device(d_stream.at(N * C), (N + T) * C, d_tokens.data(), T * C, T * C, B, stream_);
+    return d_stream;
+}
 
 // One micro-batch: writes or adds its gradients, or has each unit's consumed, and adds loss_scale, or the
 // batch's own, times the sum of its losses to `loss` (1).
 void Gpt::forward_backward(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
                            TensorF& loss, const Consume& consume) {
-    documents_ = &batch.documents;
+    read_documents(batch);
+    dropping_ = &options;
     std::vector<BlockActivations> blocks(static_cast<size_t>(config_.layers));
     std::optional<Range> range(std::in_place, "forward");
     TensorX stream = embed(batch.inputs, 0);
@@ -1028,37 +1261,43 @@ void Gpt::forward_backward(const DeviceBatch& batch, const MicroBatchOptions& op
     }
 
     range.emplace("head");
-    const int embeddings_unit = layout_.embeddings_unit(), head_unit = layout_.head_unit();
+    const Layout& layout = trained_.layout;
+    const int embeddings_unit = layout.embeddings_unit(), head_unit = layout.head_unit();
+    const bool tied = config_.tied && !is_frozen();
     UnitGradients of_embeddings;
     Embeddings<floatX> d_embeddings;
     auto take_embeddings = [&] {
         of_embeddings = take_unit_gradients(embeddings_unit, options, consume);
-        d_embeddings = layout_.embeddings(of_embeddings.all.data());
+        d_embeddings = layout.embeddings(of_embeddings.all.data());
         if (!options.adds && d_embeddings.position) zero(d_embeddings.position);
-        if (!options.adds && !config_.tied) zero(d_embeddings.token);
+        if (!options.adds && !tied && d_embeddings.token) zero(d_embeddings.token);
+        if (!options.adds && d_embeddings.prompt) zero(d_embeddings.prompt);
     };
-    if (config_.tied) take_embeddings();
+    if (tied) take_embeddings();
     UnitGradients of_head = take_unit_gradients(head_unit, options, consume);
-    Head<floatX> d_head = layout_.head(of_head.all.data());
-    if (config_.tied) d_head.logits.weight = d_embeddings.token.view();
+    Head<floatX> d_head = layout.head(of_head.all.data());
+    if (tied) d_head.logits.weight = d_embeddings.token.view();
+    stream = of_tokens(std::move(stream));
     head(stream, batch.targets, options, {loss_scale, batch.loss_scale.data()}, loss, d_head);
+    stream = with_prompt(std::move(stream));
     complete(head_unit, of_head, consume);
 
     range.emplace("backward");
     for (int l = config_.layers - 1; l >= 0; l--)
         backward_block(l, blocks[static_cast<size_t>(l)], stream, options, consume);
-    if (!config_.tied) take_embeddings();
-    backward_embeddings(d_embeddings, stream, batch);
+    if (!tied) take_embeddings();
+    if (!is_frozen() || d_embeddings.prompt) backward_embeddings(d_embeddings, stream, batch);
     stream.drop();
     complete(embeddings_unit, of_embeddings, consume);
+    dropping_ = nullptr;
 }
 
 // Adds loss_scale, or the batch's own, times the sum of the batch's losses to `loss` (1).
 void Gpt::evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
                    TensorF& loss) {
     Range range("evaluate");
-    documents_ = &batch.documents;
-    const TensorX stream = forward_only(batch.inputs, nullptr);
+    read_documents(batch);
+    const TensorX stream = of_tokens(forward_only(batch.inputs, nullptr));
     const int64_t rows = stream.rows();
     TensorF losses = take_float("losses", {rows, 1});
     for_each_head_chunk(rows, options.head_rows, [&](int64_t first, int64_t count) {
@@ -1075,8 +1314,8 @@ TensorX Gpt::forward_cached(const std::vector<int>& tokens, KvCache& cache) {
     const int T = static_cast<int>(tokens.size());
     Tensor<int> inputs = take_input("inputs", {1, T}, tokens);
     const TensorX stream = forward_only(inputs, &cache);
-    cache.length += T;
-    return std::move(forward_head(stream.rows_at(T - 1, 1)).logits);
+    cache.length += static_cast<int>(stream.rows());
+    return std::move(forward_head(stream.rows_at(stream.rows() - 1, 1)).logits);
 }
 
 // Continues a prompt of at least one token by up to new_tokens: choose(logits) reads the logits (1, V) and
@@ -1087,16 +1326,53 @@ void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choo
     Range range("generate");
     documents_ = &kWhole;
     KvCache cache;
+    const int64_t positions = prompt_len() + static_cast<int64_t>(prompt.size()) + new_tokens;
     for (int l = 0; l < config_.layers; l++)
-        cache.layers.push_back(
-            take("kv_cache", {static_cast<int64_t>(prompt.size()) + new_tokens, 2 * config_.kv_width()}));
+        cache.layers.push_back(take("kv_cache", {positions, 2 * config_.kv_width()}));
     std::vector<int> next = {choose(forward_cached(prompt, cache))};
     arena_.repeat(new_tokens - 1, [&] {
         // The turn that is rehearsed is the last, of most keys.
-        if (arena_.rehearsing()) cache.length = static_cast<int>(prompt.size()) + new_tokens - 2;
+        if (arena_.rehearsing()) cache.length = static_cast<int>(positions) - 2;
         if (next[0] >= 0) next = {choose(forward_cached(next, cache))};
         return next[0] >= 0;
     });
+}
+
+// Calls visit(layer, field, matrix) for each linear layer's matrix with its adapter in it, W + scale B A, as
+// W lies: (in, out) or, if by outputs or quantized, (out, in).
+template <class Visit>
+void Gpt::for_each_merged(Visit&& visit) {
+    Range range("merge");
+    for (int l = 0; l < config_.layers; l++)
+        for (const auto& [w, field] : linears(weights_.blocks[static_cast<size_t>(l)])) {
+            const int64_t outputs = w->outputs(), inputs = w->inputs();
+            TensorX matrix = take("merged", w->by_outputs ? Shape{outputs, inputs} : Shape{inputs, outputs});
+            const TensorX weight = weight_of(*w);
+            copy_rows_on_device(matrix.data(), inputs, weight.data(), inputs, inputs, outputs, stream_);
+            merge_adapter(matrix, *w);
+            visit(l, field, matrix);
+        }
+}
+
+void Gpt::merge_adapter(TensorX& matrix, const Linear<floatX>& w) {
+    int64_t first = 0;
+    for (const auto& part : w.adapter.parts) {
+        const int64_t outputs = part.b.rows(), rank = part.b.columns();
+        TensorX b = take("scaled_lora_B", {outputs, rank});
+        copy_rows_on_device(b.data(), rank, part.b.data(), rank, rank, outputs, stream_);
+        const int all = static_cast<int>(rank);
+        scale_columns(b, {{all, all, all}, {part.scale, part.scale, part.scale}}, stream_);
+        const TensorX a = w.adapter.a.rows_at(first, rank);
+        if (w.by_outputs) {
+            TensorX to = matrix.rows_at(part.first_output, outputs);
+            matmul(arena_, stream_, to, b, a, {.accumulate = true});
+        } else {
+            TensorX to(matrix.at(part.first_output), {w.inputs(), outputs});
+            matmul(arena_, stream_, to, a, b,
+                   {.transpose_a = true, .transpose_b = true, .accumulate = true, .out_row = w.outputs()});
+        }
+        first += rank;
+    }
 }
 
 // ---- before the first step
@@ -1105,10 +1381,12 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
     : o_(options),
       in_(inputs),
       config_(inputs.config),
-      state_(config_, state_options<floatX>(o_)),
-      gpt_(arena_, stream_, state_, o_.attention == "hopper"),
+      quantized_(in_.quantized_weights()),
+      model_(quantized_ ? layout_without_matrices(config_) : Layout(config_), model_options()),
+      adapter_(make_adapter_state()),
+      gpt_(arena_, stream_, model_, quantized_ ? &*quantized_ : nullptr, trained(), o_.attention == "hopper"),
       norm_of_each_unit_(o_.clip_per_block || o_.update_in_backward),
-      metrics_(static_cast<int64_t>(state_.layout.units().size()), norm_of_each_unit_),
+      metrics_(static_cast<int64_t>(model_.layout.units().size()), norm_of_each_unit_),
       choices_(std::move(choices)),
       replays_(o_.graph == "on") {
     check_attention<floatX>(o_, config_);
@@ -1119,11 +1397,24 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
     use(given);
 }
 
+// What is kept of the model: of a frozen one its weights alone.
+StateOptions Trainer::model_options() const {
+    return in_.adapter ? StateOptions{.training = false} : state_options<floatX>(o_);
+}
+
+std::optional<State<floatX>> Trainer::make_adapter_state() const {
+    if (!in_.adapter) return std::nullopt;
+    return State<floatX>(trained_layout(config_, in_.adapter), state_options<floatX>(o_));
+}
+
 void Trainer::use(const MemorySetting& s) {
     apply_setting(s, o_);
-    state_.choose(state_options<floatX>(o_));
+    model_.choose(model_options());
+    if (adapter_) adapter_->choose(state_options<floatX>(o_));
     feeder_.choose(s.batch, o_.seq_len, config_.vocabulary, in_.packs());
-    micro_ = {s.head_rows, {}};
+    micro_ = {.head_rows = s.head_rows, .keep = {}};
+    micro_.lora_dropout = in_.adapter.dropout;
+    micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
     for (int level : s.levels) micro_.keep.push_back(kRecomputeLevels[level].keep);
 }
 
@@ -1157,8 +1448,13 @@ const MemoryReport& Trainer::rehearse(bool placed) {
                 arena_.rehearse([&] { gpt_.generate(std::vector<int>(half), window - half, any); });
     }
     const Feeder* feeder = in_.feeds() ? &feeder_ : nullptr;
-    report_ = make_report(o_, state_, plans_, buffers_of(state_, feeder, metrics_.count()),
-                          in_.tokenizer ? in_.tokenizer->held_bytes() : 0, choices_);
+    if (!o_.merge.empty() && plans_.merge.work.empty())
+        plans_.merge = arena_.rehearse([&] { gpt_.for_each_merged([](int, Field, const TensorX&) {}); });
+    report_ = make_report<floatX>(o_, plans_, in_.tokenizer ? in_.tokenizer->held_bytes() : 0, choices_);
+    report_.parameters = Layout(config_).count();
+    report_.trained = adapter_ ? adapter_->layout.count() : report_.parameters;
+    report_.buffers = buffers_of(model_, quantized_ ? &*quantized_ : nullptr, adapter_ ? &*adapter_ : nullptr,
+                                 feeder, metrics_.count(), drops());
     return report_;
 }
 
@@ -1210,7 +1506,7 @@ void Trainer::prepare() {
 void Trainer::prepare_saves() {
     saves_ = open_save_folder(o_.out, o_.keep, in_.resumed);
     remove_unfinished(o_.out);
-    check_room(o_.out, state_, o_.steps > 0);
+    check_room(o_.out, trained(), o_.steps > 0);
     if (!saves_.others.empty())
         fprintf(stderr,
                 "%s holds saves of another run, up to step %lld: they stay, but for steps that are saved "
@@ -1240,7 +1536,11 @@ void Trainer::take_memory() {
     factors_memory_ = DeviceBuffer(sizeof(UpdateFactors), "the step's factors");
     factors_ = reinterpret_cast<UpdateFactors*>(factors_memory_.data());
     if (in_.feeds()) feeder_.allocate();
-    state_.allocate();
+    if (drops()) dropout_memory_ = DeviceBuffer(sizeof(uint64_t), "the dropout's key");
+    micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
+    model_.allocate();
+    if (quantized_) quantized_->allocate();
+    if (adapter_) adapter_->allocate();
     if (const std::vector<float> positions = position_factors(config_); !positions.empty()) {
         const size_t bytes = positions.size() * sizeof(float);
         positions_memory_ = DeviceBuffer(bytes, "the positions' factors");
@@ -1253,22 +1553,48 @@ void Trainer::take_memory() {
 }
 
 void Trainer::load() {
+    if (adapter_ || in_.resumed.empty()) {
+        if (parse_new_model(o_.model))
+            initialize_weights(model_, o_.seed);
+        else
+            load_weights(model_, in_.model, [&](const SafetensorsFolder& files, auto& used) {
+                if (quantized_) quantized_->load<floatX>(files, config_.family->by_outputs, used);
+            });
+    }
     if (!in_.resumed.empty() && o_.steps == 0) {
-        load_weights(state_, in_.resumed);
+        adapter_ ? load_adapter(*adapter_, in_.resumed) : load_weights(model_, in_.resumed);
     } else if (!in_.resumed.empty()) {
-        load_training_state(state_, in_.resumed);
+        load_training_state(trained(), in_.resumed, in_.adapter);
         step_ = first_step_ = in_.progress->step;
         first_sequence_ = in_.progress->sequences;
         evaluated_ = in_.progress->evaluated;
         metrics_.last_save = o_.resume;
         printf("resuming %s at step %lld\n", o_.resume.c_str(), static_cast<long long>(first_step_));
-    } else if (parse_new_model(o_.model)) {
-        initialize_weights(state_, o_.seed);
-    } else {
-        load_weights(state_, in_.model);
+    } else if (adapter_ && in_.held_adapter) {
+        load_adapter(*adapter_, in_.held_adapter->path());
+    } else if (adapter_ && in_.adapter.kind == Trained::Prompt) {
+        begin_prompt();
+    } else if (adapter_) {
+        initialize_weights(*adapter_, o_.seed);
     }
+    in_.held_adapter.reset();
     in_.held_save.reset();
     in_.held_model.reset();
+}
+
+// A soft prompt begins as the token embeddings of its text, or of tokens drawn at random (Lester et al.,
+// arXiv:2104.08691, section 3.1).
+void Trainer::begin_prompt() {
+    const Parameter& tokens = model_.layout.parameters_of(model_.layout.embeddings_unit())[0];
+    const size_t C = static_cast<size_t>(config_.channels);
+    std::vector<floatX> row(C);
+    std::vector<float> values(C);
+    for (size_t i = 0; i < in_.first_prompt.size(); i++) {
+        const int64_t at = tokens.offset + int64_t{in_.first_prompt[i]} * config_.channels;
+        copy_to_host(row.data(), model_.data<floatX>(StatePart::Weights, at), C * sizeof(floatX), {});
+        for (size_t c = 0; c < C; c++) values[c] = to_float(row[c]);
+        put_weights(*adapter_, static_cast<int64_t>(i * C), values);
+    }
 }
 
 // What the data are, and how much of them the run reads.
@@ -1311,11 +1637,15 @@ void Trainer::print_start() const {
 }
 
 // 6 FLOPs a token and parameter that is multiplied with, which positions are not (Kaplan et al.,
-// arXiv:2001.08361), and causal attention's 6 layers C T; of packed examples T is an example's length.
+// arXiv:2001.08361), 4 where it is frozen, and causal attention's 6 layers C T;
+// of packed examples T is an example's length.
 double Trainer::step_flops() const {
     const double attention = static_cast<double>(config_.layers * config_.query_width()) *
                              (loader_ ? loader_->attended() : static_cast<double>(o_.seq_len));
-    return step_tokens() * (6.0 * static_cast<double>(state_.layout.multiplied()) + 6.0 * attention);
+    double products = (adapter_ ? 4.0 : 6.0) * static_cast<double>(Layout(config_).multiplied());
+    if (adapter_ && in_.adapter.kind == Trained::Lora)
+        products += 6.0 * static_cast<double>(adapter_->layout.count());
+    return step_tokens() * (products + 6.0 * attention);
 }
 
 // ---- the bench
@@ -1392,6 +1722,7 @@ int64_t automatic_head_rows(Trainer& trial, MemorySetting s, const Options& o, c
 // rehearsals of a trainer that never runs.
 Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& choices) {
     if (kHostIsDevice) memory_free_at_start();
+    if (!given.has("--memory") && given.batch > 0 && given.head_rows >= 0) return given;
     int64_t most = kMostTokens / given.seq_len;
     std::optional<uint64_t> epoch;
     if (inputs.data) {

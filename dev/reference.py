@@ -53,9 +53,29 @@ def load_model(folder):
     return model.eval()
 
 
+def add_adapter(model, folder):
+    """PEFT's model with an adapter to train: LoRA or a soft prompt, without dropout."""
+    import peft  # only who asks for an adapter needs it
+    try:
+        model = peft.PeftModel.from_pretrained(model, folder)
+    except Exception as error:
+        fail(f"--adapter {folder}: {(str(error).strip() or repr(error)).splitlines()[0]}")
+    for name, parameter in model.named_parameters():  # PEFT itself would not go on with a soft prompt
+        parameter.requires_grad_(".lora_" in name or name.startswith("prompt_encoder."))
+    return model.eval()
+
+
+def file_name(parameter):
+    """What PEFT's files call one of its model's parameters; others keep their names."""
+    prompt = parameter.startswith("prompt_encoder.")
+    return "prompt_embeddings" if prompt else parameter.replace(".default", "")
+
+
 def save_model(model, source, folder):
-    """Writes an fp32 Hugging Face folder with the tokenizer files of the source folder."""
+    """Writes an fp32 Hugging Face folder with the tokenizer files of the source folder; of an adapter, PEFT's."""
     model.save_pretrained(folder)
+    if hasattr(model, "peft_config"):
+        return
     for name in TOKENIZER_FILES:
         origin, target = os.path.join(source, name), os.path.join(folder, name)
         if os.path.exists(origin) and not (os.path.exists(target) and os.path.samefile(origin, target)):
@@ -287,12 +307,17 @@ def packed(examples, seq_len):
     return sequences
 
 
+def alone(examples, seq_len):
+    """Behind a soft prompt: each example has a sequence of its own."""
+    return [[example] for example in examples]
+
+
 def shuffled(sequences, seed):
     for epoch in itertools.count():
         yield from (sequences[i] for i in permutation(len(sequences), seed, epoch, 1))
 
 
-def load_examples(data, val_data, examples, seq_len):
+def load_examples(data, val_data, examples, seq_len, pack):
     """Packed sequences to train on and to validate on; without --val-data these are of each file's last tenth."""
     files, held_out = examples.read_files(expand("--data", data), seq_len), []
     if val_data:
@@ -300,7 +325,7 @@ def load_examples(data, val_data, examples, seq_len):
     elif any(learnt[1:].any() for file in files for _, learnt in file[len(file) - len(file) // 10:]):
         held_out = [file[len(file) - len(file) // 10:] for file in files]
         files = [file[:len(file) - len(file) // 10] for file in files]
-    return (packed([example for file in part for example in file], seq_len) for part in (files, held_out))
+    return (pack([example for file in part for example in file], seq_len) for part in (files, held_out))
 
 
 def is_json_lines(patterns):
@@ -360,15 +385,20 @@ class Trainer:
         positions = getattr(self.model.config, "max_position_embeddings", None)  # ALiBi has no end
         if positions and options.seq_len > positions:
             fail(f"--seq-len {options.seq_len}: the model has {positions} positions")
+        if options.adapter:
+            self.model = add_adapter(self.model, options.adapter)
         self.packs = is_json_lines(options.data)
         if self.packs:
             examples = Examples(options.model, options.loss_on)
-            train, self.held_out = load_examples(options.data, options.val_data, examples, options.seq_len)
+            pack = alone if getattr(self.model, "active_peft_config", None) and hasattr(
+                self.model, "prompt_encoder") else packed
+            train, self.held_out = load_examples(options.data, options.val_data, examples, options.seq_len, pack)
             self.sequences = shuffled(train, options.seed)
         else:
             self.read_streams(options)
         self.model.to(options.device)
-        self.optimizer = AdamW(self.model.parameters(), options.beta1, options.beta2, options.eps,
+        self.trained = {file_name(n): p for n, p in self.model.named_parameters() if p.requires_grad}
+        self.optimizer = AdamW(self.trained.values(), options.beta1, options.beta2, options.eps,
                                options.weight_decay)
 
     def read_streams(self, options):
@@ -390,14 +420,15 @@ class Trainer:
         for tokens, learnt in itertools.chain.from_iterable(sequences):
             tokens = torch.from_numpy(tokens.astype(np.int64))
             targets = torch.where(torch.from_numpy(learnt), tokens, -100)[1:].to(self.options.device)
-            with self.precision():
-                logits = self.model(tokens[None, :-1].to(self.options.device), use_cache=False).logits
+            logits = self.logits(tokens[None, :-1].to(self.options.device))
             total = total + F.cross_entropy(logits[0].float(), targets, ignore_index=-100, reduction="sum")
         return total
 
-    def precision(self):
-        return torch.autocast(torch.device(self.options.device).type, torch.bfloat16,
-                              enabled=self.options.precision == "bf16")
+    def logits(self, inputs):
+        """Of each input token, what comes next; a soft prompt's rows come first, and have no targets."""
+        with torch.autocast(torch.device(self.options.device).type, torch.bfloat16,
+                            enabled=self.options.precision == "bf16"):
+            return self.model(inputs, use_cache=False).logits[:, -inputs.shape[1]:]
 
     def part_of_mean(self, batch, batches):
         """What one of these batches adds to the mean loss of all; of examples that is over the tokens to learn."""
@@ -411,8 +442,7 @@ class Trainer:
         if tokens.max() >= self.vocab_size:
             fail(f"--data: token {tokens.max()} does not fit the model's vocabulary of {self.vocab_size}")
         tokens = tokens.to(self.options.device)
-        with self.precision():
-            logits = self.model(tokens[:, :-1], use_cache=False).logits
+        logits = self.logits(tokens[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     @torch.no_grad()
@@ -432,7 +462,7 @@ class Trainer:
             micro_loss = self.part_of_mean(batch, batches)
             micro_loss.backward()
             loss += micro_loss.item()
-        gradients = {name: p.grad for name, p in self.model.named_parameters()}
+        gradients = {name: p.grad for name, p in self.trained.items()}
         if step == 0 and options.dump_gradients:
             save_file({name: g.cpu().contiguous() for name, g in gradients.items()}, options.dump_gradients)
         norm = torch.stack([g.norm() for g in gradients.values()]).norm().item()
@@ -479,6 +509,7 @@ def parse_options(arguments):
     add, whole, real = parser.add_argument, number(int, 0), number(float, 0)
     positive = number(int, 1)
     add("--model", required=True, help="Hugging Face folder: config.json, model.safetensors")
+    add("--adapter", help="a folder of PEFT's: train that beside the frozen model")
     add("--data", required=True, nargs="+", action="extend", help="training .bin shards or text files, or globs")
     add("--val-data", nargs="+", action="extend", help="validation files or globs")
     add("--loss-on", choices=("completions", "all"), default="completions", help="what is learnt of JSON lines")

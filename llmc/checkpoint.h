@@ -23,6 +23,7 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/adapter_files.h"
 #include "llmc/progress.h"
 #include "llmc/safetensors.h"
 
@@ -106,9 +107,9 @@ void put_weights(State<T>& state, int64_t at, const std::vector<float>& values) 
 // in it, or when that is damaged or describes a model that is not computed here.
 inline ModelConfig read_model_config(const std::string& folder, const char* option) {
     const std::string file = folder + "/config.json";
-    if (file_exists(folder + "/adapter_config.json"))
-        fail("%s %s: has an adapter_config.json, and adapters are not supported; merge it into its model",
-             option, folder.c_str());
+    if (is_adapter_folder(folder))
+        fail("%s %s: is an adapter: give it as --adapter, and the model that it is of as --model", option,
+             folder.c_str());
     if (!file_exists(file)) fail("%s %s: is not a folder with config.json", option, folder.c_str());
     ModelConfig config = parse_config(read_json(file), file);
     // What generating stops at is that file's where there is one, and else the config's.
@@ -180,10 +181,11 @@ inline bool is_harmless(const std::string& name) {
 
 // Loads every weight from a folder's safetensors: F32, F16 or BF16, names with or without the family's
 // prefix. Other tensors in there are left out, as `transformers` does, and said to be where they may have
-// been meant. Fails naming the tensor that is missing, has another shape or dtype, or is a tied head and
-// another matrix. The padding stays as it is: zero.
-template <class T>
-void load_weights(State<T>& state, const std::string& folder) {
+// been meant. load_more(files, used) reads tensors of the model that lie elsewhere, and says which. Fails
+// naming the tensor that is missing, has another shape or dtype, or is a tied head and another matrix. The
+// padding stays as it is: zero.
+template <class T, class LoadMore>
+void load_weights(State<T>& state, const std::string& folder, LoadMore&& load_more) {
     const ModelConfig& config = state.layout.config();
     const SafetensorsFolder files(folder, config.family->prefix);
     std::set<const SafetensorsEntry*> used;
@@ -202,6 +204,7 @@ void load_weights(State<T>& state, const std::string& folder) {
                         });
         }
     }
+    load_more(files, used);
     std::vector<std::string> others;
     for (const auto& [name, entry] : files.entries())
         if (!used.contains(entry) && !is_harmless(name)) others.push_back(name);
@@ -210,6 +213,23 @@ void load_weights(State<T>& state, const std::string& folder) {
                 printable(others[0]).c_str(),
                 others.size() > 1 ? format(" and %zu more tensors", others.size() - 1).c_str() : "",
                 config.family->name);
+}
+
+template <class T>
+void load_weights(State<T>& state, const std::string& folder) {
+    load_weights(state, folder, [](const SafetensorsFolder&, std::set<const SafetensorsEntry*>&) {});
+}
+
+// Loads an adapter's weights from its folder; its tensors were checked when it was opened (read_adapter()).
+template <class T>
+void load_adapter(State<T>& state, const std::string& folder) {
+    const SafetensorsFile file(folder + "/" + kAdapterWeightsFile);
+    for (const Parameter& p : state.layout.parameters())
+        for (const Parameter::Part& part : p.parts)
+            read_chunks(file.get(part.name, file_shape(part.shape)), part.shape.size(), folder,
+                        [&](int64_t first, const std::vector<float>& values) {
+                            put_weights(state, p.offset + part.offset + first, values);
+                        });
 }
 
 inline constexpr const char* kTokenizerFiles[] = {"tokenizer.json",
@@ -266,12 +286,10 @@ inline void read_tensors(const std::string& path, const Layout& layout, const Bu
             fail("%s: tensor \"%s\" is not in this model", path.c_str(), printable(entry.name).c_str());
 }
 
-// Writes and syncs all files of a save into a new folder.
+// Writes a model's settings and tokenizer into the folder where its weights, of type T, will be.
 template <class T>
-void write_save(const std::string& folder, const State<T>& state, const Progress& progress,
-                const std::string& tokenizer_folder, bool with_training_state) {
-    check_call(mkdir(folder.c_str(), 0777) == 0, folder, "make the folder");
-    const ModelConfig& model = state.layout.config();
+void write_settings(const std::string& folder, const ModelConfig& model,
+                    const std::string& tokenizer_folder) {
     const auto config = config_json(model, std::is_same_v<T, float> ? "float32" : "bfloat16");
     write_json(folder + "/config.json", config);
     write_json(folder + "/generation_config.json",
@@ -280,7 +298,26 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
         if (tokenizer_folder.empty() || !file_exists(tokenizer_folder + "/" + name)) continue;
         write_text(folder + "/" + name, read_text(tokenizer_folder + "/" + name));
     }
-    write_tensors(folder + "/model.safetensors", state.layout, weight_buffers(state));
+}
+
+// Writes the files of an adapter into a folder, as PEFT has them.
+template <class T>
+void write_adapter(const std::string& folder, const State<T>& state, const AdapterConfig& adapter) {
+    write_json(folder + "/" + kAdapterConfigFile, adapter.json);
+    write_tensors(folder + "/" + kAdapterWeightsFile, state.layout, weight_buffers(state));
+}
+
+// Writes and syncs all files of a save into a new folder.
+template <class T>
+void write_save(const std::string& folder, const State<T>& state, const Progress& progress,
+                const std::string& tokenizer_folder, bool with_training_state, const AdapterConfig& adapter) {
+    check_call(mkdir(folder.c_str(), 0777) == 0, folder, "make the folder");
+    if (adapter) {
+        write_adapter(folder, state, adapter);
+    } else {
+        write_settings<T>(folder, state.layout.config(), tokenizer_folder);
+        write_tensors(folder + "/model.safetensors", state.layout, weight_buffers(state));
+    }
     if (with_training_state) {
         write_tensors(folder + "/trainer_state.safetensors", state.layout, training_buffers(state));
         write_json(folder + "/trainer_state.json",
@@ -297,14 +334,16 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
     sync_directory(folder);
 }
 
-// Saves the weights, and with_training_state what resuming takes, as step-N in a folder, makes the folder
+// Saves the weights, an adapter's where there is one, and with_training_state what resuming takes, as step-N
+// in a folder, makes the folder
 // show it, and removes all but the newest saves that it keeps. A save of the same step is replaced. The
 // tokenizer's files come from a folder, or from nowhere if that is empty. Fails naming the file when
 // something cannot be written; what was saved before is then as it was. Needs room for one save more than are
 // kept.
 template <class T>
 void save_checkpoint(const SaveFolder& folder, const State<T>& state, const Progress& progress,
-                     const std::string& tokenizer_folder, bool with_training_state) {
+                     const std::string& tokenizer_folder, bool with_training_state,
+                     const AdapterConfig& adapter = {}) {
     assert(progress.step >= 0 && folder.keep >= 0);
     const std::string& out = folder.path;
     make_folders(out);
@@ -314,7 +353,7 @@ void save_checkpoint(const SaveFolder& folder, const State<T>& state, const Prog
     remove_folder(temporary);
     try {
         write_save(temporary, state, progress, removed ? out + "/latest" : tokenizer_folder,
-                   with_training_state);
+                   with_training_state, adapter);
         replace_folder(temporary, path);
     } catch (...) {
         std::error_code ignored;
@@ -323,6 +362,24 @@ void save_checkpoint(const SaveFolder& folder, const State<T>& state, const Prog
     }
     publish(out, name);
     remove_old_saves(folder, progress.step);
+}
+
+// Has write(path) write the files of a folder that must not be there yet: whole, or not at all.
+template <class Write>
+void write_folder(const std::string& folder, Write&& write) {
+    make_folders(folder_above(folder));
+    const std::string temporary = folder + ".tmp";
+    remove_folder(temporary);
+    check_call(mkdir(temporary.c_str(), 0777) == 0, temporary, "make the folder");
+    try {
+        write(temporary);
+        sync_directory(temporary);
+        replace_file(temporary, folder);
+    } catch (...) {
+        std::error_code ignored;
+        std::filesystem::remove_all(temporary, ignored);
+        throw;
+    }
 }
 
 // Fails unless there is room in OUT for a save, as far as the file system says.
@@ -346,7 +403,7 @@ void check_room(const std::string& out, const State<T>& state, bool with_trainin
 // when it was saved in another precision or other formats, or naming the first tensor that another model has
 // otherwise.
 template <class T>
-void load_training_state(State<T>& state, const std::string& folder) {
+void load_training_state(State<T>& state, const std::string& folder, const AdapterConfig& adapter = {}) {
     const std::string save = resolve_save(folder), now = state.options.text();
     const Progress saved = read_progress(save);
     if (saved.precision != dtype_name<T>())
@@ -355,8 +412,10 @@ void load_training_state(State<T>& state, const std::string& folder) {
     if (saved.formats != now)
         fail("%s: its state was kept with %s, this run has %s; a resumed run keeps the save's formats",
              save.c_str(), printable(saved.formats).c_str(), now.c_str());
-    read_tensors(save + "/model.safetensors", state.layout, weight_buffers(state));
+    read_tensors(save + "/" + (adapter ? kAdapterWeightsFile : "model.safetensors"), state.layout,
+                 weight_buffers(state));
     read_tensors(save + "/trainer_state.safetensors", state.layout, training_buffers(state));
+    if (adapter) return;
     const std::string config = save + "/config.json";  // the number of heads shows in no shape
     if (const ModelConfig model = parse_config(read_json(config), config); !(model == state.layout.config()))
         fail("%s: has %d heads where this model has %d", config.c_str(), model.heads,

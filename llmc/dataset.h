@@ -181,6 +181,10 @@ class Dataset {
                  stream_name(0).c_str(), examples_.size(), seq_len);
     }
 
+    // Has each example have a sequence of its own.
+    void keep_apart() { apart_ = true; }
+    bool keeps_apart() const { return apart_; }
+
     // Parts the last tenth of each text file, or of its examples, rounded down, from the rest: a dataset to
     // validate on. Null, with nothing parted, where all those tenths have fewer than `least` tokens, or none
     // to learn.
@@ -197,6 +201,7 @@ class Dataset {
         tenths->text_tokens_ = text_tokens_;
         tenths->limit_ = limit_;
         tenths->lines_ = lines_;
+        tenths->apart_ = apart_;
         const std::vector<File> files = std::exchange(files_, {});
         const std::vector<Example> examples = std::exchange(examples_, {});
         auto example = examples.begin();
@@ -419,6 +424,7 @@ class Dataset {
     bool lines_ = false;                             // JSON lines
     std::vector<Example> examples_;                  // of these, in the stream's order
     uint64_t cut_ = 0;                               // examples that were longer than a sequence
+    bool apart_ = false;                             // whether examples share no sequence
     std::shared_ptr<const TextTokens> text_tokens_;  // null: its bytes
     std::vector<File> files_;                        // of text one stream, of shards each its own
     uint64_t tokens_ = 0;
@@ -529,7 +535,8 @@ class SequenceLoader {
             used += n;
             squares += n * n;
         }
-        packing_ = pack(rows, static_cast<uint32_t>(seq_len_));
+        packing_ =
+            data_.keeps_apart() ? each_apart(rows.size()) : pack(rows, static_cast<uint32_t>(seq_len_));
         sequences_per_epoch_ = packing_.ends.size();
         const double room = static_cast<double>(sequences_per_epoch_ * seq_len_);
         padding_ = 1 - used / room;

@@ -1,5 +1,5 @@
-// embedding.cuh - token and position embeddings, forward and backward. Models without learned positions have
-// no position embedding.
+// embedding.cuh - token and position embeddings and soft prompts, forward and backward. Models without
+// learned positions have no position embedding.
 //
 // Many rows may hold the same token, so the host groups rows by token first (group_tokens() in feeder.h) and
 // in backward warps sum a token's rows in order, each some columns: the same bits every time, without
@@ -16,15 +16,18 @@
 
 template <class T, int N, bool kPositions>
 __global__ void __launch_bounds__(kBlockThreads)
-    embedding_forward_kernel(T* out, const int* tokens, const T* wte, const T* wpe, const int* positions,
-                             int rows, int seq_len, int first_position, int C) {
+    embedding_forward_kernel(T* out, const int* tokens, const T* wte, const T* wpe, const T* prompt,
+                             const int* positions, int rows, int seq_len, int prompt_len, int first_position,
+                             int C) {
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
-    const T* token = wte + int64_t{tokens[row]} * C;
+    const int t = row % (prompt_len + seq_len), sequence = row / (prompt_len + seq_len);
+    const T* from = t < prompt_len ? prompt + int64_t{t} * C
+                                   : wte + int64_t{tokens[int64_t{sequence} * seq_len + t - prompt_len]} * C;
     for (int c = lane() * N; c < C; c += kLanes * N) {
-        Packed<T, N> p = load<N>(token + c);
+        Packed<T, N> p = load<N>(from + c);
         if constexpr (kPositions) {
-            const int position = positions ? positions[row] : first_position + row % seq_len;
+            const int position = positions ? positions[row] : first_position + t;
             const Packed<T, N> q = load<N>(wpe + int64_t{position} * C + c);
             float o[N];
             for (int k = 0; k < N; k++) o[k] = p[k] + q[k];
@@ -34,20 +37,24 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
 }
 
-// out (batch, seq_len, C) = wte[token] + wpe[position], or wte[token] alone where wpe is absent; tokens
-// (batch, seq_len). The position is that of `positions` (batch, seq_len), or first_position + t where these
-// are absent.
+// out (batch, prompt_len + seq_len, C) = wte[token] + wpe[position], or wte[token] alone where wpe is absent;
+// tokens (batch, seq_len). The position is that of `positions` (batch, seq_len), or first_position + t where
+// these are absent. Before each sequence's tokens come the rows of `prompt` (prompt_len, C), which may be
+// absent, and must be where there are `positions`.
 template <class T>
 void embedding_forward(Tensor<T>& out, const Tensor<int>& tokens, const Tensor<T>& wte, const Tensor<T>& wpe,
-                       int first_position, const Tensor<int>& positions, Stream stream) {
+                       const Tensor<T>& prompt, int first_position, const Tensor<int>& positions,
+                       Stream stream) {
     const int rows = static_cast<int>(out.rows()), C = static_cast<int>(out.columns());
     const int seq_len = static_cast<int>(tokens.columns());
+    const int prompt_len = prompt ? static_cast<int>(prompt.rows()) : 0;
+    assert(rows == tokens.rows() * (prompt_len + seq_len) && !(positions && prompt));
     const Operation operation("embedding_forward", 0, pass_bytes(out, out) + (wpe ? pass_bytes(out) : 0));
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
         auto run = [&]<bool kPositions>(std::bool_constant<kPositions>) {
             launch<embedding_forward_kernel<T, N, kPositions>>(
                 blocks_of_rows(rows), kBlockThreads, 0, stream, out.data(), tokens.data(), wte.data(),
-                wpe.data(), positions.data(), rows, seq_len, first_position, C);
+                wpe.data(), prompt.data(), positions.data(), rows, seq_len, prompt_len, first_position, C);
         };
         wpe ? run(std::true_type()) : run(std::false_type());
     });
@@ -73,11 +80,12 @@ __global__ void __launch_bounds__(kBlockThreads)
     store(to, sum.v);
 }
 
+// Of the first `positions` of every sequence.
 template <class T, int N>
 __global__ void __launch_bounds__(kBlockThreads)
-    position_embedding_backward_kernel(T* dwpe, const T* dout, int batch, int seq_len, int C) {
+    position_embedding_backward_kernel(T* dwpe, const T* dout, int batch, int seq_len, int positions, int C) {
     const int t = blockIdx.x * warps_per_block() + warp();
-    if (t >= seq_len) return;
+    if (t >= positions) return;
     for (int c = lane() * N; c < C; c += kLanes * N) {
         Accumulator<N> sum;
         for (int b = 0; b < batch; b++) {
@@ -117,6 +125,21 @@ void embedding_backward(Tensor<T>& dwte, Tensor<T>& dwpe, const Tensor<T>& dout,
         else if (dwpe)
             launch<position_embedding_backward_kernel<T, N>>(blocks_of_rows(seq_len), kBlockThreads, 0,
                                                              stream, dwpe.data(), dout.data(), batch, seq_len,
-                                                             C);
+                                                             seq_len, C);
+    });
+}
+
+// Adds to d_prompt (prompt_len, C) what d_out (batch, prompt_len + seq_len, C) sends back to the rows before
+// every sequence.
+template <class T>
+void prompt_backward(Tensor<T>& d_prompt, const Tensor<T>& d_out, Stream stream) {
+    const int positions = static_cast<int>(d_prompt.rows()), C = static_cast<int>(d_prompt.columns());
+    const int batch = static_cast<int>(d_out.shape().dims[0]);
+    const int seq_len = static_cast<int>(d_out.shape().dims[1]);
+    const Operation operation("prompt_backward", 0, pass_bytes(d_prompt, d_prompt) * batch);
+    with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
+        launch<position_embedding_backward_kernel<T, N>>(blocks_of_rows(positions), kBlockThreads, 0, stream,
+                                                         d_prompt.data(), d_out.data(), batch, seq_len,
+                                                         positions, C);
     });
 }

@@ -17,9 +17,10 @@ enum class NormKind { Layer, Rms };
 enum class PositionKind { Learned, Rotary, Alibi };
 enum class MlpKind { Gelu, SwiGlu };
 
-// What a tensor is for. The first four are of the embeddings, the last three of the head, the rest of a
-// block.
+// What a tensor is for. Those up to EmbeddingNormBias are of the embeddings, the last three of the head, the
+// rest of a block.
 enum class Field {
+    SoftPrompt,
     TokenEmbedding,
     PositionEmbedding,
     EmbeddingNormWeight,
@@ -43,7 +44,19 @@ enum class Field {
     HeadWeight,
 };
 
-enum class Init { Normal, ResidualNormal, Zero, One };
+// The linear layers of a block, in the order of their products.
+inline constexpr Field kLinearFields[] = {Field::QkvWeight, Field::AttentionWeight, Field::UpWeight,
+                                          Field::DownWeight};
+
+enum class Init { Normal, ResidualNormal, Zero, One, Uniform };
+
+// Which of LoRA's two matrices a tensor is, beside the linear layer whose field it has: the layer adds
+// scale B (A x) to outputs from first_output on. None of them: the layer's own.
+struct LoraRole {
+    enum { None, A, B } matrix = None;
+    int64_t first_output = 0;
+    float scale = 1;
+};
 
 // A tensor of the files.
 struct FileTensor {
@@ -59,7 +72,8 @@ struct Row {
     bool decays;
     bool padded = false;  // to padded_vocabulary() rows
     // The row's name in our own files, where it is no tensor of the family's.
-    const char* name = nullptr;
+    std::string name = {};
+    LoraRole lora = {};
 };
 using Table = std::vector<Row>;
 

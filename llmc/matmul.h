@@ -12,7 +12,9 @@ struct MatmulOptions {
     const Tensor<T>* bias = nullptr;                // (N), added to every row
     bool gelu = false;                              // then gelu
     const Tensor<T>* gelu_input = nullptr;          // or then times gelu'(this), of out's shape
-    int64_t a_row = 0;  // elements from a row of a to the next, where a is columns of a wider matrix
+    // Elements from a row to the next, of an operand that is columns of a wider matrix. What follows a
+    // product (bias, GELU) wants out's rows one after the other.
+    int64_t a_row = 0, b_row = 0, out_row = 0;
     // (N) += the sums of b's columns: a bias's gradient beside its weight's. Without accumulate it must be
     // zero before, as the product may write it. b is not transposed.
     Tensor<T>* bias_gradient = nullptr;
@@ -33,6 +35,8 @@ Product matmul_product(const Tensor<Out>& out, const Tensor<T>& a, const Tensor<
                        .n = out.columns(),
                        .k = o.transpose_a ? a.rows() : a.columns(),
                        .a_row = o.a_row,
+                       .b_row = o.b_row,
+                       .out_row = o.out_row,
                        .transpose_a = o.transpose_a,
                        .transpose_b = o.transpose_b,
                        .accumulate = o.accumulate,
@@ -44,6 +48,7 @@ Product matmul_product(const Tensor<Out>& out, const Tensor<T>& a, const Tensor<
     assert(a.size() == p.m * p.k && b.size() == p.k * p.n);
     assert((o.transpose_b ? b.columns() : b.rows()) == p.k && (!o.bias || o.bias->size() == p.n));
     assert(!o.gelu_input || !(o.gelu || o.bias));
+    assert(!o.out_row || !(o.gelu_input || o.gelu || o.bias));
     assert(!p.widened || !(o.gelu_input || o.gelu || o.bias));
     assert(!o.bias_gradient || (o.bias_gradient->size() == p.n && !o.transpose_b && !p.widened && !o.bias &&
                                 !o.gelu && !o.gelu_input));
@@ -90,21 +95,22 @@ void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, c
     const Product p = matmul_product(out, a, b, options);
     matmul_bias_gradient(arena, stream, b, options, false);
     if constexpr (kFastCpu)
-        if (p.m == 1 && !p.transpose_a && !p.accumulate && !p.gelu_backward) {
+        if (p.m == 1 && !p.transpose_a && !p.accumulate && !p.gelu_backward && !p.b_row) {
             const Operation operation = matmul_operation<T, Out>(p, false);
             const T* const bias = options.bias ? options.bias->data() : nullptr;
             return matvec_on_cpu<T, Out>(
                 arena, {out.data(), a.data(), b.data(), bias, p.n, p.k, p.transpose_b, p.gelu}, stream);
         }
     const int64_t a_row = options.a_row ? options.a_row : a.columns();
+    const int64_t b_row = options.b_row ? options.b_row : b.columns();
     const OnednnProduct product{p.m,
                                 p.n,
                                 p.k,
                                 options.transpose_a ? 1 : a_row,
                                 options.transpose_a ? a_row : 1,
-                                options.transpose_b ? 1 : p.n,
-                                options.transpose_b ? p.k : 1,
-                                p.n,
+                                options.transpose_b ? 1 : b_row,
+                                options.transpose_b ? b_row : 1,
+                                options.out_row ? options.out_row : p.n,
                                 options.accumulate,
                                 options.bias != nullptr,
                                 options.gelu};

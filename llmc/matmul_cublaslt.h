@@ -143,9 +143,10 @@ inline Description::Description(const Key& key, const Operands& at, bool fuse_bi
     if (fuses_gelu_backward(p)) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.n);
     point(at);
     const int64_t a_row = p.a_row ? p.a_row : p.transpose_a ? p.m : p.k;
-    b_ = p.transpose_b ? layout(key.in, p.k, p.n, p.k) : layout(key.in, p.n, p.k, p.n);
+    const int64_t b_row = p.b_row ? p.b_row : p.transpose_b ? p.k : p.n;
+    b_ = p.transpose_b ? layout(key.in, p.k, p.n, b_row) : layout(key.in, p.n, p.k, b_row);
     a_ = p.transpose_a ? layout(key.in, p.m, p.k, a_row) : layout(key.in, p.k, p.m, a_row);
-    out_ = layout(key.out, p.n, p.m, p.n);
+    out_ = layout(key.out, p.n, p.m, p.out_row ? p.out_row : p.n);
 }
 
 inline std::vector<MatmulAlgorithm> Description::candidates(int most) const {

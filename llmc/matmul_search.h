@@ -90,9 +90,11 @@ template <class T, class Out>
 std::vector<MatmulAlgorithm> measure(const Product& p, Stopwatch& stopwatch, void* workspace, Stream stream) {
     const Shape a_shape =
         p.transpose_a ? Shape{p.k, p.a_row ? p.a_row : p.m} : Shape{p.m, p.a_row ? p.a_row : p.k};
-    const RandomTensor<T> a(a_shape, stream), b({p.k, p.n}, stream);
+    const Shape b_shape =
+        p.transpose_b ? Shape{p.n, p.b_row ? p.b_row : p.k} : Shape{p.k, p.b_row ? p.b_row : p.n};
+    const RandomTensor<T> a(a_shape, stream), b(b_shape, stream);
     RandomTensor<T> vector({p.n}, stream), gelu_input({p.gelu_backward ? p.m : 0, p.n}, stream);
-    RandomTensor<Out> out({p.m, p.n}, stream);
+    RandomTensor<Out> out({p.m, p.out_row ? p.out_row : p.n}, stream);
     RandomTensor<float> scratch(column_sums_scratch(p.k, p.n, 1), stream);
     const cublaslt::Operands at = {a.tensor.data(), b.tensor.data(), vector.tensor.data(),
                                    gelu_input.tensor.data(), out.tensor.data()};

@@ -12,16 +12,47 @@
 #include <vector>
 
 #include "llmc/families.h"
+#include "llmc/quantized.h"
 #include "llmc/random.h"
 
-// out = in weight [+ bias]. An absent bias is an absent tensor.
+// What LoRA adds to a linear layer. A's rows are those of all parts, one after the other; each part has its
+// own columns of the layer's output.
+template <class T>
+struct Adapter {
+    struct Part {
+        Tensor<T> b;  // (outputs, rank)
+        int64_t first_output;
+        float scale;
+    };
+    Tensor<T> a;  // (ranks, inputs)
+    std::vector<Part> parts;
+    uint64_t place = 0;  // in the model, for dropout
+    explicit operator bool() const { return !parts.empty(); }
+};
+
+// Outputs of a linear layer from first_output on, whose rows of the matrix are quantized.
+struct QuantizedPart {
+    QuantizedView matrix;  // (outputs, inputs)
+    int64_t first_output;
+};
+
+// out = in weight [+ bias] [+ adapter]. What is absent is an absent tensor; a weight that is quantized is made
+// where a product reads it, (outputs, inputs).
 template <class T>
 struct Linear {
     Tensor<T> weight, bias;
     bool by_outputs = false;  // the weight lies (outputs, inputs), else (inputs, outputs)
+    Adapter<T> adapter = {};
+    std::vector<QuantizedPart> quantized = {};
 
-    int64_t outputs() const { return by_outputs ? weight.rows() : weight.columns(); }
-    int64_t inputs() const { return by_outputs ? weight.columns() : weight.rows(); }
+    int64_t outputs() const {
+        if (!quantized.empty()) return quantized.back().first_output + quantized.back().matrix.rows;
+        return by_outputs ? weight.rows() : weight.columns();
+    }
+    int64_t inputs() const {
+        if (!quantized.empty()) return quantized.back().matrix.columns;
+        return by_outputs ? weight.columns() : weight.rows();
+    }
 };
 
 template <class T>
@@ -43,6 +74,7 @@ template <class T>
 struct Embeddings {
     Tensor<T> token, position;
     Norm<T> norm;
+    Tensor<T> prompt = {};  // vectors before every sequence
 };
 
 template <class T>
@@ -70,6 +102,7 @@ struct Parameter {
     int64_t offset;           // in elements, from the start of all parameters
     Init init;
     bool decays;
+    LoraRole lora;
     // Where the next tensor may start.
     int64_t end() const {
         return offset + (memory.size() + kParameterAlignment - 1) / kParameterAlignment * kParameterAlignment;
@@ -83,18 +116,29 @@ struct Unit {
     int64_t decayed;       // how many from the start decay
 };
 
-// Where every tensor of a model lies; the same for weights, gradients and optimizer state.
+// What stands before the names of a block's tensors, behind the family's prefix.
+inline std::string block_prefix(const Family& family, int layer) {
+    return std::string(family.blocks) + "." + std::to_string(layer) + ".";
+}
+
+// Where every tensor of a model lies, or of what is trained beside a frozen one; the same for weights,
+// gradients and optimizer state.
 class Layout {
   public:
-    explicit Layout(const ModelConfig& config) : config_(config) {
-        const Family& family = *config.family;
-        add_unit("embeddings", "", family.embeddings(config));
-        for (int l = 0; l < config.layers; l++) {
-            const std::string number = std::to_string(l);
-            add_unit("block " + number, std::string(family.blocks) + "." + number + ".",
-                     family.block(config));
-        }
-        add_unit("head", "", family.head(config));
+    // Of the model's own tensors.
+    explicit Layout(const ModelConfig& config)
+        : Layout(config, config.family->prefix, [&](int unit) {
+              const Family& family = *config.family;
+              if (unit == 0) return family.embeddings(config);
+              return unit <= config.layers ? family.block(config) : family.head(config);
+          }) {}
+    // Of tensors in tables of their own: table(unit), which may be empty. Names in files begin with `prefix`.
+    template <class Tables>
+    Layout(const ModelConfig& config, const std::string& prefix, Tables&& table) : config_(config) {
+        add_unit("embeddings", prefix, "", table(0));
+        for (int l = 0; l < config.layers; l++)
+            add_unit("block " + std::to_string(l), prefix, block_prefix(*config.family, l), table(l + 1));
+        add_unit("head", prefix, "", table(config.layers + 1));
     }
     const ModelConfig& config() const { return config_; }
     const std::vector<Parameter>& parameters() const { return parameters_; }
@@ -131,20 +175,20 @@ class Layout {
         const Find<T> at{*this, embeddings_unit(), unit};
         return {at(Field::TokenEmbedding),
                 at(Field::PositionEmbedding),
-                {at(Field::EmbeddingNormWeight), at(Field::EmbeddingNormBias)}};
+                {at(Field::EmbeddingNormWeight), at(Field::EmbeddingNormBias)},
+                at(Field::SoftPrompt)};
     }
     template <class T>
     Block<T> block(T* unit, int layer) const {
         const Find<T> at{*this, layer + 1, unit};
-        const bool by_outputs = config_.family->by_outputs;
         return {{at(Field::Norm1Weight), at(Field::Norm1Bias)},
-                {at(Field::QkvWeight), at(Field::QkvBias), by_outputs},
+                at.linear(Field::QkvWeight, Field::QkvBias),
                 {at(Field::QueryNormWeight), {}},
                 {at(Field::KeyNormWeight), {}},
-                {at(Field::AttentionWeight), at(Field::AttentionBias), by_outputs},
+                at.linear(Field::AttentionWeight, Field::AttentionBias),
                 {at(Field::Norm2Weight), at(Field::Norm2Bias)},
-                {at(Field::UpWeight), at(Field::UpBias), by_outputs},
-                {at(Field::DownWeight), at(Field::DownBias), by_outputs}};
+                at.linear(Field::UpWeight, Field::UpBias),
+                at.linear(Field::DownWeight, Field::DownBias)};
     }
     template <class T>
     Head<T> head(T* unit) const {
@@ -159,33 +203,45 @@ class Layout {
         const Layout& layout;
         int unit;
         T* base;
+        Tensor<T> view(const Parameter& p) const {
+            return {base ? base + (p.offset - layout.units_[static_cast<size_t>(unit)].offset) : nullptr,
+                    p.memory};
+        }
         Tensor<T> operator()(Field field) const {
             for (const Parameter& p : layout.parameters_of(unit))
-                if (p.field == field)
-                    return {
-                        base ? base + (p.offset - layout.units_[static_cast<size_t>(unit)].offset) : nullptr,
-                        p.memory};
+                if (p.field == field && p.lora.matrix == LoraRole::None) return view(p);
             return {};
+        }
+        Linear<T> linear(Field weight, Field bias) const {
+            Linear<T> l{(*this)(weight), (*this)(bias), layout.config_.family->by_outputs};
+            for (const Parameter& p : layout.parameters_of(unit)) {
+                if (p.field != weight) continue;
+                if (p.lora.matrix == LoraRole::A) l.adapter.a = view(p);
+                if (p.lora.matrix == LoraRole::B)
+                    l.adapter.parts.push_back({view(p), p.lora.first_output, p.lora.scale});
+            }
+            return l;
         }
     };
 
-    void add_unit(const std::string& name, const std::string& block, const Table& table) {
+    void add_unit(const std::string& name, const std::string& prefix, const std::string& block,
+                  const Table& table) {
         Unit unit{name, size_, 0, 0};
         first_parameter_.push_back(parameters_.size());
         for (const Row& row : table) {
-            Parameter p{.name = block + (row.name ? row.name : row.parts[0].name),
+            Parameter p{.name = block + (row.name.empty() ? row.parts[0].name : row.name),
                         .field = row.field,
                         .parts = {},
                         .shape = row.parts[0].shape,
                         .memory = {},
                         .offset = size_,
                         .init = row.init,
-                        .decays = row.decays};
+                        .decays = row.decays,
+                        .lora = row.lora};
             p.shape.dims[0] = 0;
             for (const FileTensor& t : row.parts) {
                 const int64_t start = p.shape.size();
-                p.parts.push_back(
-                    {(t.has_prefix ? config_.family->prefix + block : "") + t.name, t.shape, start});
+                p.parts.push_back({(t.has_prefix ? prefix + block : "") + t.name, t.shape, start});
                 p.shape.dims[0] += t.shape.dims[0];
             }
             p.memory = p.shape;
@@ -206,12 +262,19 @@ class Layout {
 };
 
 // The initial values of a parameter from element `first` on, as GPT-2 starts: normal with deviation 0.02,
-// divided by sqrt(2 layers) for the two projections into the residual stream; biases 0, gains 1. Functions of
-// the seed, the parameter's name and the element alone: what else the model has changes none.
+// divided by sqrt(2 layers) for the two projections into the residual stream; biases 0, gains 1; LoRA's A
+// uniform up to 1/sqrt(its columns), as PEFT starts. Functions of the seed, the parameter's name and the element alone: what else the model has changes none.
 inline void initial_values(const Parameter& p, int64_t first, int layers, uint64_t seed,
                            std::span<float> out) {
     if (p.init == Init::Zero || p.init == Init::One)
         return std::fill(out.begin(), out.end(), p.init == Init::One ? 1.f : 0.f);
+    if (p.init == Init::Uniform) {
+        const double bound = 1 / std::sqrt(static_cast<double>(p.shape.columns()));
+        for (float& x : out)
+            x = static_cast<float>(
+                bound * (2 * random_uniform(seed, name_hash(p.name), 0, static_cast<uint64_t>(first++)) - 1));
+        return;
+    }
     random_normals(seed, name_hash(p.name), static_cast<uint64_t>(first), out);
     const bool residual = p.init == Init::ResidualNormal;
     const float deviation = static_cast<float>(residual ? 0.02 / std::sqrt(2.0 * layers) : 0.02);

@@ -24,6 +24,7 @@ struct ModelConfig {
     bool tied = true;  // the head multiplies with the token embedding
     int window = 0;    // keys that a query sees, itself included; 0: all before it
     RopeScaling rope;  // where positions are rotary
+    bool has_nf4 = false;  // the matrices of the blocks are quantized so in the model's files
     // The tokens that begin and end a text: what a folder says of them is kept for saves. Generating stops at
     // `stops`, which may be others.
     std::vector<int> begin_of_text, end_of_text, stops;

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "llmc/adapter.h"
 #include "llmc/error.h"
 #include "llmc/file.h"
 #include "llmc/recompute.h"
@@ -17,9 +18,9 @@
 
 constexpr int64_t kMostTokens = 1 << 30;  // in a micro-batch
 
-// The highest learning rate where none is given: of a new model, and of one that was trained, which the first
-// would spoil.
-constexpr double kNewRate = 1e-3, kFineTuningRate = 5e-5;
+// The highest learning rate where none is given: of a new model, of one that was trained, which the first
+// would spoil, and of what is trained beside one.
+constexpr double kNewRate = 1e-3, kFineTuningRate = 5e-5, kLoraRate = 2e-4, kPromptRate = 3e-3;
 
 // Whether the library that multiplies lets others choose its algorithms.
 #if defined(SIMT_GPU)
@@ -31,6 +32,12 @@ constexpr bool kSearchesAlgorithms = false;
 struct Options {
     std::string model = "d2";
     std::vector<std::string> data, val_data;
+    std::string train = "all", adapter, merge, base;
+    int lora_rank = 16;
+    double lora_alpha = 32, lora_dropout = 0;
+    std::vector<std::string> lora_targets = {"all"};
+    int soft_prompt = 20;
+    std::string soft_prompt_text;
     int batch = 8,  // 0: auto
         seq_len = 128, grad_accum = 1;
     std::string loss_on = "completions", chat_format = "auto";
@@ -78,6 +85,7 @@ struct Options {
     const char* first(const std::string& name) const { return given.at(name).at(0).c_str(); }
     // Whether the run saves in --out.
     bool saves() const { return !out.empty() && !plan && bench.empty(); }
+    bool trains_adapter() const { return train != "all" || !adapter.empty(); }
 };
 
 // The options that a save remembers, by name: as they are there, and with relative names that hold here.
@@ -164,6 +172,43 @@ inline void declare_model_options(CLI::App& app, Options& o) {
         ->transform(whole(0, 0x1.fffffffffffffp63))  // the last number below 2^64
         ->group(group);
 }
+inline void declare_adapter_options(CLI::App& app, Options& o) {
+    const std::string group = "Adapters";
+    app.add_option("--train", o.train,
+                   "all weights; or, beside a frozen model, lora: matrices at its linear layers, "
+                   "prompt: vectors before each sequence")
+        ->check(one_of(kTrainedNames))
+        ->group(group);
+    app.add_option("--base", o.base,
+                   "quantize the linear layers of a model that is not trained: nf4, or nf4-double")
+        ->check(CLI::IsMember({"nf4", "nf4-double"}))
+        ->group(group);
+    app.add_option("--lora-rank", o.lora_rank, "columns of each adapter")
+        ->transform(whole(1, kMostChannels))
+        ->group(group);
+    app.add_option("--lora-alpha", o.lora_alpha, "adapters count alpha / rank times")
+        ->check(between(1e-6, 1e6))
+        ->group(group);
+    app.add_option("--lora-targets", o.lora_targets,
+                   "linear layers that have one: names as in the model's files, attention, mlp, or all")
+        ->delimiter(',')
+        ->group(group);
+    app.add_option("--lora-dropout", o.lora_dropout,
+                   "share of an adapter's inputs that is dropped in training")
+        ->check(between(0.0, 0.99))
+        ->group(group);
+    app.add_option("--soft-prompt", o.soft_prompt,
+                   "vectors of a soft prompt; else as many as its text has tokens")
+        ->transform(whole(1, kMostPositions))
+        ->group(group);
+    app.add_option("--soft-prompt-text", o.soft_prompt_text,
+                   "what a soft prompt begins as; else random tokens")
+        ->group(group);
+    app.add_option("--adapter", o.adapter, "begin with an adapter that PEFT or a run has saved")
+        ->group(group);
+    app.add_option("--merge", o.merge, "at the end, save the model with the adapter in its weights")
+        ->group(group);
+}
 inline void declare_optimizer_options(CLI::App& app, Options& o) {
     const std::string group = "Optimizer";
     app.add_option("--steps", o.steps, "updates in all; 0 only initialises or generates")
@@ -171,7 +216,8 @@ inline void declare_optimizer_options(CLI::App& app, Options& o) {
         ->group(group);
     app.add_option("--lr", o.lr, "the highest learning rate")
         ->check(between(0.0, 1e3))
-        ->default_str(format("%g for dN, %g for a folder", kNewRate, kFineTuningRate))
+        ->default_str(format("%g for dN, %g for a folder, %g for LoRA, %g for a soft prompt", kNewRate,
+                             kFineTuningRate, kLoraRate, kPromptRate))
         ->group(group);
     app.add_option("--min-lr", o.min_lr, "the rate at the end")->check(between(0.0, 1e3))->group(group);
     app.add_option("--warmup", o.warmup, "steps of rising rate")->transform(whole(0, 1e12))->group(group);
@@ -296,6 +342,7 @@ inline void declare_saving_options(CLI::App& app, Options& o) {
 // Declares every option on the parser, bound to `o`.
 inline void declare_options(CLI::App& app, Options& o) {
     declare_model_options(app, o);
+    declare_adapter_options(app, o);
     declare_optimizer_options(app, o);
     declare_memory_options(app, o);
     declare_run_options(app, o);
@@ -320,9 +367,33 @@ inline void check_bench_options(const Options& o) {
         fail("--memory %s chooses for training, and --bench forward does none", o.memory.c_str());
 }
 
+// Fails on options of adapters that a run has no use for.
+inline void check_adapter_options(const Options& o) {
+    for (const char* name : {"--lora-rank", "--lora-alpha", "--lora-targets", "--lora-dropout"}) {
+        if (!o.has(name)) continue;
+        if (o.train != "lora") fail("%s %s is of an adapter: add --train lora", name, o.first(name));
+        if (!o.adapter.empty() && name != std::string("--lora-dropout"))
+            fail("%s %s: --adapter %s has its own", name, o.first(name), o.adapter.c_str());
+    }
+    for (const char* name : {"--soft-prompt", "--soft-prompt-text"}) {
+        if (!o.has(name)) continue;
+        if (o.train != "prompt") fail("%s %s: add --train prompt", name, o.first(name));
+        if (!o.adapter.empty())
+            fail("%s %s: --adapter %s has its own", name, o.first(name), o.adapter.c_str());
+    }
+    if (o.has("--adapter") && !o.resume.empty() && !o.saved.contains("--adapter"))
+        fail("--adapter %s: --resume %s goes on with its own", o.adapter.c_str(), o.resume.c_str());
+    if (!o.merge.empty() && !o.trains_adapter() && o.resume.empty())
+        fail("--merge %s: there is no adapter to merge; give --train lora or --adapter", o.merge.c_str());
+    if (o.trains_adapter() && parse_new_model(o.model) && !o.plan && o.bench.empty())
+        fail("--model %s: an adapter is of a trained model: give its folder", o.model.c_str());
+}
+
 // Fails when options that are each in range do not go together.
 inline void check_options(const Options& o) {
-    for (const char* name : {"--out", "--resume", "--log", "--timeline", "--matmul-algorithms"})
+    check_adapter_options(o);
+    for (const char* name :
+         {"--out", "--resume", "--log", "--timeline", "--matmul-algorithms", "--adapter", "--merge"})
         if (o.has(name) && !*o.first(name))
             fail("%s is empty where the name of a file or folder is needed", name);
     check_bench_options(o);
@@ -375,7 +446,8 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     if (among({"--matmul-algorithms"})) return kSearchesAlgorithms;
     if (among({"--recompute", "--head-rows"})) return !o.has("--memory") || o.batch == 0;  // else chosen anew
     // What only generates needs no data, and leaves alone what the training has written.
-    if (among({"--data", "--val-data", "--loss-on", "--chat-format", "--log", "--out", "--save-every"}))
+    if (among({"--data", "--val-data", "--loss-on", "--chat-format", "--log", "--out", "--save-every",
+               "--merge"}))
         return o.steps > 0;
     // A prompt asks for a sample.
     if (among({"--sample-tokens"})) return !o.has("--prompt") || values != nlohmann::json::array({"0"});
@@ -447,7 +519,11 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
             if (c == '\n') c = ' ';
         fail("%s (--help lists the options)", line.c_str());
     }
-    if (!o.has("--lr")) o.lr = parse_new_model(o.model) ? kNewRate : kFineTuningRate;
+    if (!o.has("--lr"))
+        o.lr = o.train == "prompt"        ? kPromptRate
+               : o.trains_adapter()       ? kLoraRate
+               : parse_new_model(o.model) ? kNewRate
+                                          : kFineTuningRate;
     if (o.profile_ops && !o.has("--bench")) o.bench = "step";
     check_options(o);
     if (!o.bench.empty()) {

@@ -46,3 +46,13 @@ inline Packing pack(std::span<const uint32_t> lengths, uint32_t room) {
         packing.order[next[sequence_of[i]]++] = static_cast<uint32_t>(i);
     return packing;
 }
+
+// Each of so many examples in a sequence of its own.
+inline Packing each_apart(size_t count) {
+    Packing packing;
+    for (size_t i = 0; i < count; i++) {
+        packing.order.push_back(static_cast<uint32_t>(i));
+        packing.ends.push_back(i + 1);
+    }
+    return packing;
+}

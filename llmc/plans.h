@@ -14,6 +14,7 @@
 #include "llmc/fit.h"
 #include "llmc/options.h"
 #include "llmc/optimizer.cuh"
+#include "llmc/quantized_weights.h"
 #include "llmc/report.h"
 #include "llmc/state.h"
 #include "llmc/threads.h"
@@ -23,8 +24,11 @@ struct Plans {
     Plan update;      // empty where backward contains it
     Plan evaluate;
     Plan sample, slide;  // a sample, and its continuation where it is longer than the model's window
+    Plan merge;
 
-    std::array<const Plan*, 6> all() const { return {&train, &add, &update, &evaluate, &sample, &slide}; }
+    std::array<const Plan*, 7> all() const {
+        return {&train, &add, &update, &evaluate, &sample, &slide, &merge};
+    }
 };
 
 // What the first step takes beside the plan, measured with 1 to 64 threads on a CPU: compiled products and
@@ -39,48 +43,56 @@ inline size_t process_bytes() {
 #endif
 }
 
-// The buffers beside the arena: the state's, the batch's where the run reads data, and what a step's kernels
-// and its metrics need.
+// The buffers beside the arena: those of the model's state and the adapter's, the batch's where the run reads
+// data, and what a step's kernels and its metrics need.
 template <class T>
-std::vector<MemoryReport::Buffer> buffers_of(const State<T>& state, const Feeder* feeder, int64_t metrics) {
+std::vector<MemoryReport::Buffer> buffers_of(const State<T>& model, const QuantizedWeights* quantized,
+                                             const State<T>* adapter, const Feeder* feeder,
+                                             int64_t metrics, bool drops) {
     std::vector<MemoryReport::Buffer> all;
-    const auto add = [&](const char* name, const char* kind, Shape shape, const char* dtype, size_t bytes) {
+    const auto add = [&](const std::string& name, const char* kind, Shape shape, const char* dtype, size_t bytes) {
         all.push_back({name, kind, shape.text(), {shape.dims, shape.dims + shape.count}, dtype, bytes});
     };
     const auto add_floats = [&](const char* name, int64_t count) {
         if (count > 0) add(name, "workspace", {count}, "fp32", static_cast<size_t>(count) * sizeof(float));
     };
-    for (const StateBuffer& b : state.buffers()) add(b.name, b.kind, {b.elements}, b.dtype, b.bytes());
+    for (const StateBuffer& b : model.buffers()) add(b.name, b.kind, {b.elements}, b.dtype, b.bytes());
+    if (quantized)
+        add("quantized_weights", "weights", {static_cast<int64_t>(quantized->bytes())}, "byte",
+            quantized->bytes());
+    if (adapter)
+        for (const StateBuffer& b : adapter->buffers())
+            add(std::string("adapter_") + b.name, b.kind, {b.elements}, b.dtype, b.bytes());
     if (feeder) add("batch", "input", {Feeder::kCopies, feeder->count()}, dtype_name<int>(), feeder->bytes());
     add_floats("metrics", metrics);
     add("step_factors", "workspace", {int64_t{sizeof(UpdateFactors)}}, "byte", sizeof(UpdateFactors));
-    add_floats("position_factors", static_cast<int64_t>(position_factors(state.layout.config()).size()));
+    if (drops) add("dropout_key", "workspace", {1}, "byte", sizeof(uint64_t));
+    add_floats("position_factors", static_cast<int64_t>(position_factors(model.layout.config()).size()));
     return all;
 }
 
-// What a run takes, and what its step costs by the nominal rates. The report refers to the plans.
+// What a run takes beside its buffers, and what its step costs by the nominal rates. The report refers to the
+// plans.
 template <class T>
-MemoryReport make_report(const Options& o, const State<T>& state, const Plans& plans,
-                         std::vector<MemoryReport::Buffer> buffers, size_t tokenizer_bytes,
+MemoryReport make_report(const Options& o, const Plans& plans, size_t tokenizer_bytes,
                          const Choices& choices) {
     MemoryReport r;
     r.model = o.model;
     r.device = kDevice;
     r.precision = dtype_name<T>();
     r.recompute = o.recompute;
-    r.parameters = state.layout.count();
     r.batch = o.batch;
     r.seq_len = o.seq_len;
     r.grad_accum = o.grad_accum;
     r.head_rows = o.head_rows;
     r.tokenizer = kHostIsDevice ? tokenizer_bytes : 0;
     r.process = process_bytes() + r.tokenizer;
-    r.buffers = std::move(buffers);
     r.train = &plans.train;
     for (const auto& [name, plan] : {std::pair{"the update", &plans.update},
                                      {"validation", &plans.evaluate},
                                      {"sampling", &plans.sample},
-                                     {"a sample's continuation", &plans.slide}})
+                                     {"a sample's continuation", &plans.slide},
+                                     {"merging", &plans.merge}})
         if (!plan->takes.empty()) r.others.emplace_back(name, plan);
     const DeviceRates rates = nominal_rates<T>();
     r.update_seconds = seconds_of(plans.update.work, rates);

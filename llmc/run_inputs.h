@@ -18,6 +18,7 @@
 #include "llmc/new_model.h"
 #include "llmc/options.h"
 #include "llmc/outputs.h"
+#include "llmc/quantized_weights.h"
 #include "llmc/resume.h"
 #include "llmc/text_tokens.h"
 #include "llmc/tokenizer.h"
@@ -36,11 +37,13 @@ class RunInputs {
     RunInputs(Options& o, std::optional<HeldSave> resumed_save);
     RunInputs(const RunInputs&) = delete;
 
+    // The matrices of the model that are kept quantized: as its files are, or as --base asks; else nothing.
+    std::optional<QuantizedWeights> quantized_weights() const;
     // Whether the run samples: not where it only initialises, nor without room for a token after the first.
     bool samples() const;
     // What a sample starts from: the prompt, else the begin of a text or the end of one before, else a line's
     // end.
-    std::vector<int> first_tokens() const;
+    const std::vector<int>& first_tokens() const;
     // The positions that a sample uses: those that are trained and room after the prompt; without training as
     // many as it has tokens.
     int sample_window() const;
@@ -60,21 +63,30 @@ class RunInputs {
 
   private:
     Options& o_;
+    mutable std::vector<int> first_tokens_;  // once they were asked for
 
   public:
-    std::optional<HeldSave> held_save, held_model;  // until they are loaded:
-    std::string resumed;                            // the save that --resume goes on from; empty without
-    std::string model;                              // the folder that --model names, or the save it shows
-    std::optional<Progress> progress;               // where the save stands, if the run trains on
-    std::unique_ptr<Dataset> data, val_data;        // the latter where the run validates
+    std::optional<HeldSave> held_save, held_model, held_adapter;  // until they are loaded:
+    std::string resumed;                      // the save that --resume goes on from; empty without
+    std::string model;                        // the folder that --model names, or the save it shows
+    std::optional<Progress> progress;         // where the save stands, if the run trains on
+    std::unique_ptr<Dataset> data, val_data;  // the latter where the run validates
     ModelConfig config;
     std::string tokenizer_folder;  // where the tokenizer was found, for saves; may be empty
     std::optional<Tokenizer> tokenizer;
+    AdapterConfig adapter;                     // what is trained beside the model, if anything
+    std::vector<int> first_prompt;             // the tokens that a new soft prompt begins as
     std::map<std::string, std::string> facts;  // data_facts() of the data by option, for saves
 
   private:
     std::unique_ptr<Dataset> open_training_data();
     ModelConfig choose_config() const;
+    std::vector<int> choose_first_tokens() const;
+    AdapterConfig choose_adapter();
+    void check_base() const;
+    std::vector<int> choose_first_prompt() const;
+    // The positions that the model has for tokens.
+    int token_positions() const { return config.positions - adapter.prompt_tokens; }
     std::optional<Tokenizer> open_tokenizer();
     void tokenize_texts();
     void tokenize_lines(Dataset& lines) const;
@@ -94,11 +106,19 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
       data(open_training_data()),
       val_data(o.val_data.empty() ? nullptr : open_data(o.val_data, "--val-data")),
       config(choose_config()),
-      tokenizer(open_tokenizer()) {
+      tokenizer(open_tokenizer()),
+      adapter(choose_adapter()) {
+    check_base();
     if (held_save && o.steps > 0) progress = read_progress(resumed);
-    if (!o.has("--seq-len")) o.seq_len = std::min(o.seq_len, config.positions);
-    if (o.seq_len > config.positions)
-        fail("--seq-len %d is more than the model's %d positions", o.seq_len, config.positions);
+    if (token_positions() < 1)
+        fail("a soft prompt of %d tokens leaves no room in the model's %d positions", adapter.prompt_tokens,
+             config.positions);
+    if (!o.has("--seq-len")) o.seq_len = std::min(o.seq_len, token_positions());
+    if (o.seq_len > token_positions())
+        fail("--seq-len %d is more than the model's %d positions%s", o.seq_len, config.positions,
+             adapter.prompt_tokens > 0
+                 ? format(", of which the soft prompt takes %d", adapter.prompt_tokens).c_str()
+                 : "");
     check_example_options();
     tokenize_texts();
     if (data && reads_training_data() && o.bench.empty()) open_validation();
@@ -123,7 +143,7 @@ inline std::unique_ptr<Dataset> RunInputs::open_training_data() {
 // The sizes of the model, from the save, the folder or the depth that the options name.
 inline ModelConfig RunInputs::choose_config() const {
     std::optional<ModelConfig> saved;
-    if (!resumed.empty()) saved = read_model_config(resumed, "--resume");
+    if (!resumed.empty() && !is_adapter_folder(resumed)) saved = read_model_config(resumed, "--resume");
     ModelConfig config;
     if (const NewModel made = parse_new_model(o_.model)) {
         const Dataset* of = data ? data.get() : val_data.get();
@@ -151,6 +171,74 @@ inline void RunInputs::check_example_options() const {
                  o_.first(name));
 }
 
+// Fails where a model whose matrices are quantized would be trained, or one that is so already would be
+// quantized again.
+inline void RunInputs::check_base() const {
+    const std::string why =
+        config.has_nf4 ? "--model " + o_.model + ": its files are NF4" : "--base " + o_.base;
+    if ((config.has_nf4 || !o_.base.empty()) && o_.steps > 0 && !adapter)
+        fail("%s: quantized weights are not trained; --train lora or prompt trains beside them", why.c_str());
+    if (config.has_nf4 && !o_.base.empty())
+        fail("--base %s: the files of --model %s are NF4 already", o_.base.c_str(), o_.model.c_str());
+}
+
+inline std::optional<QuantizedWeights> RunInputs::quantized_weights() const {
+    if (!config.has_nf4 && o_.base.empty()) return std::nullopt;
+    if (!config.has_nf4)
+        return QuantizedWeights(config, [&](const std::string&) { return find_weight_format(o_.base); });
+    const SafetensorsFolder files(model, config.family->prefix);
+    return QuantizedWeights(config, [&](const std::string& name) {
+        if (!Nf4File::has(files, name))
+            fail("%s: tensor \"%s\" is not quantized, and the folder's others are", model.c_str(),
+                 name.c_str());
+        return &Nf4File(files, name).format();
+    });
+}
+
+// What is trained beside the model: what a save or an adapter has, or else what the options ask for.
+inline AdapterConfig RunInputs::choose_adapter() {
+    const auto read = [&](const std::string& folder) {
+        AdapterConfig found = read_adapter(folder, config);
+        const Trained asked = named<Trained>(kTrainedNames, o_.train);
+        if (o_.has("--train") && asked != found.kind)
+            fail("--train %s: %s is a %s adapter", o_.train.c_str(), folder.c_str(),
+                 kTrainedNames[static_cast<int>(found.kind)]);
+        return found;
+    };
+    if (!resumed.empty() && is_adapter_folder(resumed)) return read(resumed);
+    if (!resumed.empty() && o_.trains_adapter())
+        fail("--resume %s: holds a whole model, and no adapter", o_.resume.c_str());
+    if (!o_.adapter.empty()) return read(held_adapter.emplace(o_.adapter).path());
+    std::error_code none;
+    const std::string base = std::filesystem::canonical(model, none).string();
+    if (o_.train == "lora")
+        return new_lora(config, {o_.lora_rank, o_.lora_alpha, o_.lora_dropout, o_.lora_targets}, base);
+    if (o_.train != "prompt") return {};
+    first_prompt = choose_first_prompt();
+    return new_prompt(config, static_cast<int>(first_prompt.size()), o_.soft_prompt_text, base);
+}
+
+// The tokens of --soft-prompt-text, cut or repeated to as many as --soft-prompt says, as PEFT does; or tokens
+// drawn at random.
+inline std::vector<int> RunInputs::choose_first_prompt() const {
+    size_t count = static_cast<size_t>(o_.soft_prompt);
+    std::vector<int> tokens(count);
+    if (o_.soft_prompt_text.empty()) {
+        for (size_t i = 0; i < count; i++)
+            tokens[i] = static_cast<int>(random_bits(o_.seed, name_hash("soft prompt"), 0, i) %
+                                         static_cast<uint64_t>(config.vocabulary));
+        return tokens;
+    }
+    if (!tokenizer) fail("--soft-prompt-text: the model's folder has no tokenizer to read it with");
+    const std::vector<int> text = tokenizer->encode(o_.soft_prompt_text, false);
+    if (text.empty())
+        fail("--soft-prompt-text: its tokenizer has no token for any of \"%s\"",
+             printable(o_.soft_prompt_text).c_str());
+    if (!o_.has("--soft-prompt")) tokens.resize(text.size());
+    for (size_t i = 0; i < tokens.size(); i++) tokens[i] = text[i % text.size()];
+    return tokens;
+}
+
 // Text becomes tokens, where the model has a tokenizer. A text that is not read, or of which a plan is the
 // same whatever its tokens, stays as it is.
 inline void RunInputs::tokenize_texts() {
@@ -176,6 +264,7 @@ inline void RunInputs::tokenize_texts() {
 inline void RunInputs::tokenize_lines(Dataset& lines) const {
     if (!tokenizer) check_bytes(lines, config.vocabulary);
     const std::string folder = tokenizer_folder.empty() ? model : tokenizer_folder;
+    if (adapter.prompt_tokens > 0) lines.keep_apart();  // a soft prompt is before each sequence
     tokenize_examples(lines, *tokenizer, {o_.loss_on == "all", o_.chat_format, folder}, o_.seq_len);
 }
 
@@ -227,6 +316,9 @@ inline void RunInputs::check_output_files() const {
     std::vector<std::string> inputs;
     if (!parse_new_model(o_.model)) inputs.push_back(o_.model);
     if (!o_.resume.empty()) inputs.push_back(o_.resume);
+    if (!o_.adapter.empty()) inputs.push_back(o_.adapter);
+    if (!o_.merge.empty() && !o_.plan && file_exists(o_.merge))
+        fail("--merge %s: is there already; name a folder that is not", o_.merge.c_str());
     check_outputs(files, o_.plan ? "" : o_.out, inputs);
 }
 
@@ -250,7 +342,12 @@ inline std::optional<Tokenizer> RunInputs::open_tokenizer() {
     return std::nullopt;
 }
 
-inline std::vector<int> RunInputs::first_tokens() const {
+inline const std::vector<int>& RunInputs::first_tokens() const {
+    if (first_tokens_.empty()) first_tokens_ = choose_first_tokens();
+    return first_tokens_;
+}
+
+inline std::vector<int> RunInputs::choose_first_tokens() const {
     if (!o_.prompt.empty()) {
         if (!tokenizer)
             fail(
@@ -279,17 +376,17 @@ inline bool RunInputs::ends_text(int token) const {
 inline bool RunInputs::samples() const {
     if (o_.sample_tokens == 0 || (o_.steps == 0 && o_.prompt.empty())) return false;
     const int prompt = static_cast<int>(first_tokens().size());
-    if (prompt >= config.positions && !o_.prompt.empty())
+    if (prompt >= token_positions() && !o_.prompt.empty())
         fail("--prompt has %d tokens, which leaves no room in the model's %d positions", prompt,
-             config.positions);
-    return prompt < config.positions;
+             token_positions());
+    return prompt < token_positions();
 }
 
 inline int RunInputs::sample_window() const {
     const int64_t prompt = static_cast<int64_t>(first_tokens().size());
     const int64_t wanted =
         o_.steps > 0 ? std::max<int64_t>(o_.seq_len, prompt + 1) : prompt + o_.sample_tokens;
-    return static_cast<int>(std::min<int64_t>(config.positions, wanted));
+    return static_cast<int>(std::min<int64_t>(token_positions(), wanted));
 }
 
 inline bool RunInputs::sample_slides() const {

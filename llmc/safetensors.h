@@ -336,6 +336,7 @@ class SafetensorsFolder {
         return SafetensorsFile::require_tensor(find(name), folder_, name, shape);
     }
 
+    const std::string& folder() const { return folder_; }
     // All there are, by name.
     const std::map<std::string, const SafetensorsEntry*>& entries() const { return entries_; }
 

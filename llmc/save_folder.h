@@ -195,7 +195,7 @@ inline void check_writable(const std::string& out) {
     }
     if (stat(nearest.c_str(), &info) != 0 || !S_ISDIR(info.st_mode))
         fail("--out %s: %s is not a folder", out.c_str(), nearest.c_str());
-    for (const char* name : {"latest", "config.json", "model.safetensors"}) {
+    for (const char* name : {"latest", "config.json", "model.safetensors", "adapter_model.safetensors"}) {
         const std::string path = out + "/" + name;
         if (lstat(path.c_str(), &info) == 0 && !S_ISLNK(info.st_mode))
             fail("--out %s: has a %s that no save has linked there; choose another folder", out.c_str(),

@@ -83,9 +83,8 @@ class ProtoFields {
 
 class SentencePieceModel final : public WordModel {
   public:
-    // Fails naming the file where it is damaged or of another kind.
-    explicit SentencePieceModel(const std::string& path) {
-        std::string file = read_text(path);
+    // Of the bytes of a file. Fails naming it where it is damaged or of another kind.
+    SentencePieceModel(std::string file, const std::string& path) {
         check(file, path);
         // Words are encoded one by one, and what is put in front of a text is not put in front of each. A
         // message that comes a second time is merged into the first: normalizer_spec { add_dummy_prefix: 0 }.
@@ -172,10 +171,11 @@ inline void add_neighbours(std::string_view piece, Joints::Pairs& pairs) {
     }
 }
 
-// Reads a tokenizer.model. A tokenizer_config.json says whether tokens are put around a text; Llama's are <s>
-// before and none after where it does not.
-inline TokenizerParts read_sentencepiece(const std::string& path, const nlohmann::json& config) {
-    auto model = std::make_unique<SentencePieceModel>(path);
+// Reads the bytes of a tokenizer.model. A tokenizer_config.json says whether tokens are put around a text;
+// Llama's are <s> before and none after where it does not.
+inline TokenizerParts read_sentencepiece(const std::string& file, const std::string& path,
+                                         const nlohmann::json& config) {
+    auto model = std::make_unique<SentencePieceModel>(file, path);
     const auto& library = model->library();
     TokenizerParts parts;
     TextSteps& steps = parts.steps;

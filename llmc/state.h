@@ -88,7 +88,7 @@ struct StateBuffer {
 template <class T>
 class State {
   public:
-    State(const ModelConfig& config, const StateOptions& state_options) : layout(config) {
+    State(Layout where, const StateOptions& state_options) : layout(std::move(where)) {
         choose(state_options);
     }
     // Writes the table; takes no memory yet.

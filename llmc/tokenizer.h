@@ -25,8 +25,11 @@
 
 class Tokenizer {
   public:
-    explicit Tokenizer(TokenizerParts parts)
-        : parts_(std::make_shared<const TokenizerParts>(std::move(parts))) {}
+    // The tokens that begin and end a text are -1 where there are none.
+    explicit Tokenizer(TokenizerParts parts, int begin_of_text = -1, int end_of_text = -1)
+        : parts_(std::make_shared<const TokenizerParts>(std::move(parts))),
+          begin_of_text_(begin_of_text),
+          end_of_text_(end_of_text) {}
 
     // Reads tokenizer.json, or else vocab.json and merges.txt as GPT-2's, or else tokenizer.model; nothing if
     // the folder has none of them. Which tokens begin and end a text is read from tokenizer_config.json,
@@ -42,8 +45,9 @@ class Tokenizer {
             refuse_other_classes(path("tokenizer_config.json"));
             tokenizer = Tokenizer(read_gpt2_files(path("vocab.json"), path("merges.txt")));
         } else if (has("tokenizer.model")) {
+            const std::string file = path("tokenizer.model");
             tokenizer = Tokenizer(
-                read_sentencepiece(path("tokenizer.model"), read_object(path("tokenizer_config.json"))));
+                read_sentencepiece(read_text(file), file, read_object(path("tokenizer_config.json"))));
         }
         if (tokenizer) tokenizer->read_ends(folder);
         return tokenizer;

@@ -269,8 +269,23 @@ inline void use_characters(const SpeltModel& spelt, bool byte_fallback, TextStep
 class TokenizerJsonReader {
   public:
     explicit TokenizerJsonReader(const std::string& path) : path_(path), spelt_(path, path, "merge") {
-        const nlohmann::json file = read_spelt_json(path, {"model", "vocab"}, {"model", "merges"}, spelt_);
-        Component top(file, path, "it");
+        read(read_spelt_json(path, {"model", "vocab"}, {"model", "merges"}, spelt_));
+    }
+    // The same of what another kind of file says, whose vocabulary and merges are in `spelt`.
+    TokenizerJsonReader(const nlohmann::json& file, SpeltModel spelt, const std::string& path)
+        : path_(path), spelt_(std::move(spelt)) {
+        read(file);
+    }
+
+    TokenizerParts take() { return std::move(parts_); }
+
+  private:
+    struct Added {
+        std::string spelling, text;  // the latter is normalized where it is to be found in normalized text
+    };
+
+    void read(const nlohmann::json& file) {
+        Component top(file, path_, "it");
         if (const auto& version = top.get("version"); !version.is_null() && version != "1.0")
             top.refuse("version");
         top.get("truncation"), top.get("padding");  // what a caller wants, not the tokenizer
@@ -284,13 +299,6 @@ class TokenizerJsonReader {
         for_each_in(top, "post_processor", "processors", [&](Component& c) { read_post_processor(c); });
         top.refuse_others();
     }
-
-    TokenizerParts take() { return std::move(parts_); }
-
-  private:
-    struct Added {
-        std::string spelling, text;  // the latter is normalized where it is to be found in normalized text
-    };
 
     // Calls read(component) for the component of that name: none if it is null, each of its list if it is a
     // Sequence. Fields that it did not ask for are refused.

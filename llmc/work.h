@@ -11,7 +11,7 @@
 // What tells one matrix product from another: its shape and its form. All zero for other operations.
 struct Product {
     int64_t m = 0, n = 0, k = 0;
-    int64_t a_row = 0;  // as in MatmulOptions
+    int64_t a_row = 0, b_row = 0, out_row = 0;  // as in MatmulOptions
     bool transpose_a = false, transpose_b = false, accumulate = false, bias = false, gelu = false,
          gelu_backward = false;
     bool bias_gradient = false;  // b's columns are summed too, into zeros: a library may fuse that
@@ -31,6 +31,8 @@ struct Product {
         if (bias_gradient) t += " bias_gradient";
         if (widened) t += " to fp32";
         if (a_row) t += format(" rows of %lld", static_cast<long long>(a_row));
+        if (b_row) t += format(" b's rows of %lld", static_cast<long long>(b_row));
+        if (out_row) t += format(" out's rows of %lld", static_cast<long long>(out_row));
         return t;
     }
 };

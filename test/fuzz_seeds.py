@@ -126,12 +126,83 @@ def json_lines_seeds():
     for wrong in ({"prompt": "a"}, {"completion": ""}, {"text": None}, {"messages": []}, {"messages": chat[:2]},
                   {"messages": [says("tool", "x")]}, {"messages": [says("assistant", "first")]}, [], "{", '{"text": 1}'):
         yield b"\4\5" + lines({"text": "fine"}, wrong)
+def gguf_file(keys, tensors, version=3):
+    def text(value):
+        return struct.pack("<Q", len(value.encode())) + value.encode()
+
+    def value(kind, item):
+        formats = {0: "B", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q"}
+        return text(item) if kind == 8 else struct.pack("<" + formats[kind], item)
+
+    file = b"GGUF" + struct.pack("<IQQ", version, len(tensors), len(keys))
+    for name, kind, item in keys:
+        file += text(name)
+        if isinstance(item, list):
+            file += struct.pack("<IIQ", 9, kind, len(item)) + b"".join(value(kind, each) for each in item)
+        else:
+            file += struct.pack("<I", kind) + value(kind, item)
+    data = b""
+    for name, dims, kind, size in tensors:
+        data += bytes(-len(data) % 32)
+        file += text(name) + struct.pack(f"<I{len(dims)}QIQ", len(dims), *dims, kind, len(data))
+        data += bytes(range(64)) * (size // 64) + bytes(size % 64)
+    return file + bytes(-len(file) % 32) + data
+
+
+def gguf_seeds():
+    def keys(arch):
+        sizes = {"block_count": 1, "context_length": 64, "embedding_length": 32, "feed_forward_length": 128,
+                 "attention.head_count": 2}
+        named = [("general.architecture", 8, arch)] + [(f"{arch}.{key}", 4, size) for key, size in sizes.items()]
+        return named + [(f"{arch}.attention.layer_norm{'' if arch == 'bloom' else '_rms'}_epsilon", 6, 1e-5)]
+
+    def matrix(name, inputs, outputs):
+        return (name + ".weight", (inputs, outputs), 8, inputs * outputs // 32 * 34)
+
+    def vector(name, size):
+        return (name, (size,), 0, 4 * size)
+
+    tokens = ["<unk>", "<s>", "a", "b", "ab", "\u0120", "\u0120a", "\u2581", "\u2581a", "<0x0A>", "1"]
+    tokenizer = [("tokenizer.ggml.tokens", 8, tokens), ("tokenizer.ggml.token_type", 5, [2, 3] + [1] * 7 + [6, 1]),
+                 ("tokenizer.ggml.bos_token_id", 4, 1), ("tokenizer.ggml.eos_token_id", 4, 1)]
+    by_bytes = tokenizer + [("tokenizer.ggml.model", 8, "gpt2"),
+                            ("tokenizer.ggml.merges", 8, ["a b", "\u0120 a"])]
+    by_scores = tokenizer + [("tokenizer.ggml.model", 8, "llama"), ("tokenizer.ggml.add_eos_token", 7, True),
+                             ("tokenizer.ggml.scores", 6, [float(-i) for i in range(len(tokens))])]
+    llama = [matrix("token_embd", 32, 11), matrix("output", 32, 11), vector("output_norm.weight", 32)]
+    llama += [vector(f"blk.0.{name}_norm.weight", 32) for name in ("attn", "ffn")]
+    llama += [matrix(f"blk.0.attn_{name}", 32, 32) for name in ("q", "k", "v", "output")]
+    llama += [matrix(f"blk.0.ffn_{name}", 32, 128) for name in ("gate", "up")] + [matrix("blk.0.ffn_down", 128, 32)]
+    yield gguf_file(keys("llama") + by_bytes + [("tokenizer.ggml.pre", 8, "llama-bpe")], llama)
+    yield gguf_file(keys("llama") + by_scores, llama + [vector("rope_freqs.weight", 8)], version=2)
+    biases = [vector(f"blk.0.attn_{name}.bias", 32) for name in ("q", "k", "v")]
+    yield gguf_file(keys("qwen2") + by_bytes + [("tokenizer.ggml.pre", 8, "qwen2")], llama + biases)
+    norms = [vector(f"blk.0.attn_{name}_norm.weight", 16) for name in ("q", "k")]
+    yield gguf_file(keys("qwen3") + [("qwen3.attention.key_length", 4, 16)] + by_bytes, llama + norms)
+    bloom = [matrix("token_embd", 32, 11)]
+    for name in ("token_embd_norm", "output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        bloom += [vector(f"{name}.{kind}", 32) for kind in ("weight", "bias")]
+    for name, inputs, outputs in (("attn_qkv", 32, 96), ("attn_output", 32, 32), ("ffn_up", 32, 128),
+                                  ("ffn_down", 128, 32)):
+        bloom += [matrix(f"blk.0.{name}", inputs, outputs), vector(f"blk.0.{name}.bias", outputs)]
+    yield gguf_file(keys("bloom") + by_bytes + [("tokenizer.ggml.pre", 8, "bloom")], bloom)
+    yield gguf_file([("a", 0, 1), ("b", 10, 2**63), ("c", 7, [True, False])], [("t", (4, 2, 1), 1, 16)])
+
+
+def nf4_seeds():
+    plain = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [64, 32]}
+    yield json.dumps(plain).encode()
+    nested = {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.02534}
+    yield json.dumps(plain | nested).encode()
+    yield json.dumps(plain | nested | {"nested_offset": 3.5e38}).encode()
+    yield json.dumps(plain | {"quant_type": "fp4", "shape": [2**40, 1]}).encode()
 
 
 def main():
     folder = pathlib.Path(sys.argv[1])
     targets = {"safetensors": safetensors_seeds(), "shards": shard_seeds(), "json": json_seeds(),
-               "config": config_seeds(), "tokenizer": tokenizer_seeds(), "json_lines": json_lines_seeds()}
+               "config": config_seeds(), "tokenizer": tokenizer_seeds(), "gguf": gguf_seeds(), "nf4": nf4_seeds(),
+               "json_lines": json_lines_seeds()}
     for name, seeds in targets.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number, seed in enumerate(seeds):

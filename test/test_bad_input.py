@@ -476,11 +476,11 @@ def test_settings_of_families(train_fp32, families, model, change, named):
     refused(train_fp32, families, {"--model": model}, f"{model}", *named)
 
 
-def test_adapters(train_fp32, families):
+def test_an_adapter_is_no_model(train_fp32, families):
     """With the model's own config.json beside it and without."""
     (families / "tied" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     for name in ("config.json", "model.safetensors"):
-        refused(train_fp32, families, {"--model": "tied"}, "--model tied", "adapter_config.json", "not supported")
+        refused(train_fp32, families, {"--model": "tied"}, "--model tied", "is an adapter", "--adapter")
         (families / "tied" / name).unlink()
 
 

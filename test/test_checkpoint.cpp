@@ -76,7 +76,7 @@ void fill_all(State<T>& state, uint64_t seed) {
 template <class T>
 struct Training : State<T> {
     explicit Training(const ModelConfig& config = kTiny, const StateOptions& options = {})
-        : State<T>(config, options) {
+        : State<T>(Layout(config), options) {
         this->allocate();
     }
 };

@@ -43,9 +43,9 @@ FUSED = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_at
          "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 
 
-def prepare(path, name):
+def prepare(path, name, models=MODELS | MORE_MODELS):
     """A random model, with weights that both precisions hold, and data. Nobody writes here."""
-    options = (MODELS | MORE_MODELS)[name]
+    options = models[name]
     make(path / "model", "--family", name.split("-")[0], "--layers", 2, "--vocab", VOCAB, "--positions", 64,
          "--dtype", "bf16", *options)
     assert len(list((path / "model").glob("*.safetensors"))) > 1 or "--shard-size" not in options
@@ -63,8 +63,8 @@ def any_folder(request, tmp_path_factory):
     return prepare(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def linked(path, folder):
-    for name in ("model", "data.bin"):
+def linked(path, folder, *more):
+    for name in ("model", "data.bin", *more):
         (path / name).symlink_to(folder / name)
     return path
 
@@ -98,7 +98,7 @@ def gradients_in_bf16(options):
     for _ in range(options.grad_accum):
         trainer.model.zero_grad()
         (trainer.loss(list(itertools.islice(trainer.sequences, options.batch))) / options.grad_accum).backward()
-        for name, parameter in trainer.model.named_parameters():
+        for name, parameter in trainer.trained.items():
             gradients[name] = gradients.get(name, 0) + parameter.grad.float()
     return gradients
 

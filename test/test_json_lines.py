@@ -177,7 +177,7 @@ def words(choose, count):
 WORDS = (ROOT / "README.md").read_text().split()[:400]
 
 
-def write_examples(path, count, seed=0, most=12):
+def write_examples(path, count, seed=0, most=4):
     """All kinds of lines, most of them short; and one that is longer than a sequence."""
     choose, examples = random.Random(seed), []
     for i in range(count):

@@ -341,12 +341,12 @@ TYPED_TEST(Kernels, EmbeddingForward) {
                 const DeviceArray<T> d_wte(wte), d_wpe(wpe), d_out(poisoned<T>(tokens.size() * C));
                 Tensor<T> t_out = d_out.tensor({e.batch, e.seq_len, e.C});
                 embedding_forward(t_out, d_tokens.tensor({e.batch, e.seq_len}),
-                                  d_wte.tensor({e.vocabulary, e.C}), Tensor<T>(), first_position, {},
-                                  kStream);
+                                  d_wte.tensor({e.vocabulary, e.C}), Tensor<T>(), Tensor<T>(), first_position,
+                                  {}, kStream);
                 alone = d_out.download();
                 embedding_forward(t_out, d_tokens.tensor({e.batch, e.seq_len}),
                                   d_wte.tensor({e.vocabulary, e.C}), d_wpe.tensor({positions, e.C}),
-                                  first_position, {}, kStream);
+                                  Tensor<T>(), first_position, {}, kStream);
                 return bytes_of(out = d_out.download(), alone);
             });
             bool same = true, same_alone = true;
@@ -448,7 +448,7 @@ TYPED_TEST(Kernels, EmbeddingOfDocuments) {
             const Documents documents{
                 d_places.tensor(rows), {}, d_order.tensor({rows.size()}), d_starts.tensor({starts})};
             embedding_forward(t_out, d_tokens.tensor(rows), d_wte.tensor({e.vocabulary, e.C}),
-                              d_wpe.tensor({e.seq_len, e.C}), 0, documents.positions, kStream);
+                              d_wpe.tensor({e.seq_len, e.C}), Tensor<T>(), 0, documents.positions, kStream);
             embedding_backward(t_dwte, t_dwpe, d_dout.tensor({e.batch, e.seq_len, e.C}),
                                d_tokens.tensor(rows), d_token_order.tensor({rows.size()}),
                                d_token_starts.tensor({static_cast<int64_t>(groups.starts.size())}), documents,

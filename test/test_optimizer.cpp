@@ -646,7 +646,7 @@ TEST(OptimizerUpdate, CountsTheBytesItMoves) {
 template <class T>
 void expect_unit_update(const StateOptions& options) {
     SCOPED_TRACE(options.text());
-    State<T> state(gpt2_config(300, 32, 2, 2, 24), options);
+    State<T> state(Layout(gpt2_config(300, 32, 2, 2, 24)), options);
     EXPECT_EQ(state.find(StatePart::Gradients) != nullptr, options.gradients);
     state.allocate();
     const Unit& unit = state.layout.units()[1];

@@ -131,9 +131,11 @@ def figures(lines):
 
 
 def saved_bytes(folder):
-    """The files of a save that hold numbers."""
-    names = ("config.json", "model.safetensors", "trainer_state.safetensors")
-    return {name: (pathlib.Path(folder) / name).read_bytes() for name in names}
+    """The files of a save that hold numbers, and its settings: a model's or an adapter's."""
+    folder = pathlib.Path(folder)
+    kind = ("adapter_config.json", "adapter_model.safetensors")
+    names = kind if (folder / kind[0]).exists() else ("config.json", "model.safetensors")
+    return {name: (folder / name).read_bytes() for name in (*names, "trainer_state.safetensors")}
 
 
 def listing(folder):

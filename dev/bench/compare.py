@@ -2,7 +2,8 @@
 """./train beside PyTorch and llm.c: the time of a training step, in turn, each turn a process of its own.
 
 Peers of a new GPT-2 (dN): train, torch (eager), torch.compile, and llm.c from a checkout that is built and named by the
-environment's LLMC. Of a Hugging Face folder: train, and transformers, with its attention sdpa or eager, and compiled.
+environment's LLMC. Of a Hugging Face folder: train, and transformers, with its attention sdpa or eager, and compiled;
+with --lora-rank PEFT's LoRA of it, its base in the precision or in NF4.
 Without --peers all that are there. Writes a table, and beside it all numbers as .json.
 """
 
@@ -37,10 +38,17 @@ NOTES = {
     "transformers.bf16": "`transformers.bf16`: `transformers` with weights and optimizer in bf16 and nothing behind "
                          "them: less work, and less exact, than ./train's",
     "transformers.bf16.compile": "`transformers.bf16.compile`: the same, compiled",
+    "peft": "`peft`: PEFT's LoRA of --lora-rank at all linear layers of `transformers`' model, which is frozen and in the "
+            "precision; sdpa, adapters in fp32, in bf16 under autocast",
+    "peft.compile": "`peft.compile`: the same, compiled",
+    "peft.nf4": "`peft.nf4`: PEFT's LoRA beside bitsandbytes' NF4, double quantized",
+    "peft.nf4.compile": "`peft.nf4.compile`: the same, compiled",
 }
 FOLDER_PEERS = {"transformers": [], "transformers.eager": ["--attention", "eager"], "transformers.compile": ["--compile"],
                 "transformers.bf16": ["--weights", "bf16"],
                 "transformers.bf16.compile": ["--weights", "bf16", "--compile"]}
+LORA_PEERS = {"peft": [], "peft.compile": ["--compile"], "peft.nf4": ["--nf4"],
+              "peft.nf4.compile": ["--nf4", "--compile"]}
 
 
 def median_of(times):
@@ -62,8 +70,9 @@ class Train:
 
     def command(self):
         o = self.options
+        lora = ["--train", "lora", "--lora-rank", o.lora_rank, "--lora-alpha", 2 * o.lora_rank] if o.lora_rank else []
         return [self.binary, "--bench", "--bench-warmup", o.warmup, "--bench-steps", o.steps, "--json", "--model",
-                o.model, "--batch", o.batch, "--seq-len", o.seq_len, "--threads", o.threads,
+                o.model, "--batch", o.batch, "--seq-len", o.seq_len, "--threads", o.threads, *lora,
                 *shlex.split(o.train_options)]
 
     def turn(self):
@@ -179,8 +188,11 @@ def peers_of(options):
     if not options.folder:
         return {"train": Train, "torch": lambda o: Torch(o, "torch_gpt2.py"),
                 "torch.compile": lambda o: Torch(o, "torch_gpt2.py", "--compile"), "llm.c": LlmC}
+    peers = FOLDER_PEERS
+    if options.lora_rank:
+        peers = {name: ["--lora-rank", options.lora_rank, *more] for name, more in LORA_PEERS.items()}
     return {"train": Train} | {name: lambda o, more=more: Torch(o, "torch_folder.py", *more)
-                               for name, more in FOLDER_PEERS.items()
+                               for name, more in peers.items()
                                if options.precision == "bf16" or "--weights" not in more}
 
 
@@ -194,7 +206,7 @@ def choose_peers(options):
                 fail(f"--peers {name}: known are {', '.join(known)}")
         return {name: known[name](options) for name in names}, {}
     left_out = {}
-    module = "transformers" if options.folder else "torch"
+    module = "peft" if options.lora_rank else "transformers" if options.folder else "torch"
     if not importlib.util.find_spec(module):
         left_out |= dict.fromkeys((name for name in known if name.startswith(module)), f"this Python has no {module}")
     if "llm.c" in known:
@@ -278,6 +290,7 @@ def parse_options(arguments):
     add("--warmup", type=positive, default=2, help="steps of a turn before those")
     add("--rounds", type=positive, default=3)
     add("--peers", help=f"of {', '.join(NOTES)}, with commas between (default: all that there are for the model)")
+    add("--lora-rank", type=positive, default=0, help="train LoRA of this rank beside a frozen folder, not all of it")
     add("--train", help="the trainer's binary (default: that of the device and precision in build/)")
     add("--train-options", default="", help="more options for the trainer, in one word: '--recompute none --head-rows 0' "
                                             "keeps what the peers keep")
@@ -289,6 +302,8 @@ def parse_options(arguments):
     options.device = options.device or ("cuda" if results.gpu_answers() else "cpu")
     options.precision = options.precision or ("bf16" if options.device == "cuda" else "fp32")
     options.folder = pathlib.Path(options.model).is_dir()
+    if options.lora_rank and not options.folder:
+        fail("--lora-rank: LoRA is of a Hugging Face folder, and --model is none")
     options.name = pathlib.Path(options.model).resolve().name if options.folder else options.model
     options.out = options.out or (results.ROOT / "dev/results" /
                                   f"compare-{options.name}-{options.device}-{options.precision}.md")

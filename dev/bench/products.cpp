@@ -44,12 +44,17 @@ Line parse(const nlohmann::json& operation) {
     p.a_row = form[0] == 'T' ? 1 : p.k, p.a_column = form[0] == 'T' ? p.m : 1;
     p.b_row = form[1] == 'T' ? 1 : p.n, p.b_column = form[1] == 'T' ? p.k : 1;
     p.c_row = p.n;
+    char operand = 'a';
     while (text >> word) {
         if (word == "accumulate") p.accumulate = true;
         if (word == "bias") p.bias = true;
         if (word == "gelu") p.gelu = true;
         if (word == "to") line.widened = true;
-        if (word == "of") text >> (form[0] == 'T' ? p.a_column : p.a_row);
+        if (word == "b's" || word == "out's") operand = word[0];
+        if (word != "of") continue;
+        if (operand == 'a') text >> (form[0] == 'T' ? p.a_column : p.a_row);
+        if (operand == 'b') text >> (form[1] == 'T' ? p.b_column : p.b_row);
+        if (operand == 'o') text >> p.c_row;
     }
     return line;
 }

@@ -23,14 +23,29 @@ class Loss(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+def nf4(precision):
+    """bitsandbytes' NF4, double quantized, for all linear layers but the head."""
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+
+
 def load(options):
-    """The model in evaluation mode, as ./train has no dropout, and its vocabulary."""
+    """The model in evaluation mode, as ./train has no dropout, and its vocabulary. With LoRA the model is frozen, in
+    the precision, and PEFT's adapters are fp32, as it makes them."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    frozen_in_bf16 = options.lora_rank and options.precision == "bf16"
+    more = {"quantization_config": nf4(options.precision)} if options.nf4 else {}
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        options.model, dtype=torch.bfloat16 if options.weights == "bf16" else torch.float32,
-        attn_implementation=options.attention, local_files_only=True)
-    return Loss(model).eval(), model.config.vocab_size
+        options.model, dtype=torch.bfloat16 if options.weights == "bf16" or frozen_in_bf16 else torch.float32,
+        attn_implementation=options.attention, local_files_only=True, **more)
+    vocabulary = model.config.vocab_size
+    if options.lora_rank:
+        import peft
+        model = peft.get_peft_model(model, peft.LoraConfig(
+            r=options.lora_rank, lora_alpha=2 * options.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return Loss(model).eval(), vocabulary
 
 
 def main(arguments=None):
@@ -39,6 +54,8 @@ def main(arguments=None):
     parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
     parser.add_argument("--weights", choices=("fp32", "bf16"), default="fp32",
                         help="bf16: without fp32 ones behind them, which ./train has")
+    parser.add_argument("--lora-rank", type=int, default=0, help="train PEFT's LoRA of all linear layers")
+    parser.add_argument("--nf4", action="store_true", help="the frozen model in bitsandbytes' NF4")
     torch_steps.add_options(parser)
     options = parser.parse_args(arguments)
     torch_steps.main(options, lambda: load(options), attention=options.attention, weights=options.weights,

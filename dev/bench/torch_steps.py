@@ -26,8 +26,9 @@ def add_options(parser):
 
 def make_optimizer(model):
     """AdamW over matrices with decay and vectors without, in one fused kernel where the device has one."""
-    groups = [{"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
-              {"params": [p for p in model.parameters() if p.ndim != 2], "weight_decay": 0.0}]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [{"params": [p for p in trained if p.ndim == 2], "weight_decay": 0.1},
+              {"params": [p for p in trained if p.ndim != 2], "weight_decay": 0.0}]
     settings = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8}
     try:
         return torch.optim.AdamW(groups, fused=True, **settings), "fused"
@@ -43,7 +44,8 @@ class Steps:
         self.model = model.to(options.device)
         self.optimizer, self.optimizer_kind = make_optimizer(self.model)
         self.loss = torch.compile(self.model) if options.compile else self.model
-        self.autocast = options.precision == "bf16" and next(model.parameters()).dtype == torch.float32
+        fp32 = next(p for p in model.parameters() if p.requires_grad).dtype == torch.float32
+        self.autocast = options.precision == "bf16" and fp32
         self.loss_before = None
 
     def step(self):

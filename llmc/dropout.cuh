@@ -1,0 +1,84 @@
+// dropout.cuh - dropout (Srivastava et al., JMLR 15, 2014): elements become zero with a probability, and those
+// that are kept are scaled by 1 / (1 - probability).
+//
+// Which are kept is a function of a key in the device's memory, of the place in the model and of the element's
+// number: what a block makes again has the same zeros, and nothing of them is stored. 16 random bits decide on
+// an element, so that probabilities are multiples of 1/65536.
+#pragma once
+
+#include <cmath>
+
+#include "llmc/packed.h"
+#include "llmc/random.h"
+#include "llmc/tensor.h"
+#include "llmc/work.h"
+
+// How elements are dropped at one place of the model, in one micro-batch.
+struct Dropout {
+    const uint64_t* key = nullptr;  // on the device: the micro-batch's
+    uint64_t place = 0;
+    uint32_t dropped = 0;  // of 65536
+    float scale = 1;
+
+    explicit operator bool() const { return dropped > 0; }
+};
+
+inline Dropout dropout_at(const uint64_t* key, uint64_t place, double probability) {
+    const auto dropped = static_cast<uint32_t>(std::lround(probability * 65536));
+    return {key, place, dropped, 65536.f / static_cast<float>(65536 - dropped)};
+}
+
+// N factors, of elements i to i + N - 1: 0 or the scale. N is a multiple of 4, and i of N; or N is 1.
+template <int N>
+SIMT_DEVICE void dropout_factors(float (&f)[N], const Dropout& d, uint64_t key, int64_t i) {
+    if constexpr (N == 1) {
+        const uint64_t bits = random_bits_of(key, static_cast<uint64_t>(i / 4)) >> (i % 4 * 16);
+        f[0] = (bits & 0xffffu) < d.dropped ? 0.f : d.scale;
+    } else {
+        static_assert(N % 4 == 0);
+        for (int k = 0; k < N; k++) {
+            const uint64_t bits = random_bits_of(key, static_cast<uint64_t>((i + k) / 4)) >> (k % 4 * 16);
+            f[k] = (bits & 0xffffu) < d.dropped ? 0.f : d.scale;
+        }
+    }
+}
+
+template <class T, bool kAdds>
+__global__ void __launch_bounds__(kBlockThreads) dropout_kernel(T* out, const T* x, Dropout d, int64_t n) {
+    const uint64_t key = mix64(*d.key ^ d.place);
+    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
+        const Packed<T, N> p = load<N>(x + i);
+        float f[N], o[N];
+        dropout_factors(f, d, key, i);
+        for (int k = 0; k < N; k++) o[k] = p[k] * f[k];
+        if constexpr (kAdds) {
+            const Packed<T, N> before = load<N>(out + i);
+            for (int k = 0; k < N; k++) o[k] += before[k];
+        }
+        store(out + i, o);
+    });
+}
+
+// out = x with elements dropped, elementwise; out may be x. Its own backward, of gradients.
+template <class T>
+void dropout(Tensor<T>& out, const Tensor<T>& x, const Dropout& d, Stream stream) {
+    const Operation operation("dropout", 0, pass_bytes(out, x));
+    launch<dropout_kernel<T, false>>(elementwise_blocks<T>(x.size()), kBlockThreads, 0, stream, out.data(),
+                                     x.data(), d, x.size());
+}
+
+// out += that.
+template <class T>
+void dropout_add(Tensor<T>& out, const Tensor<T>& x, const Dropout& d, Stream stream) {
+    const Operation operation("dropout_add", 0, pass_bytes(out, out, x));
+    launch<dropout_kernel<T, true>>(elementwise_blocks<T>(x.size()), kBlockThreads, 0, stream, out.data(),
+                                    x.data(), d, x.size());
+}
+
+__global__ void __launch_bounds__(1) set_dropout_key_kernel(uint64_t* to, uint64_t key) { *to = key; }
+
+// Writes the key of the micro-batch that follows on the stream: that of a seed and the number of its first
+// sequence.
+inline void set_dropout_key(uint64_t* to, uint64_t seed, uint64_t sequence, Stream stream) {
+    launch<set_dropout_key_kernel>(1, 1, 0, stream, to, random_key(seed, name_hash("dropout"), sequence));
+}

@@ -1,0 +1,127 @@
+// ggml_formats.cuh - the quantized formats of GGUF files: Q8_0, Q4_0, Q4_1, Q4_K and Q6_K, as ggml and PyPI's
+// gguf (gguf/quants.py) read them.
+//
+// A matrix is nothing but its blocks, as they are in the file; a row is whole blocks. In bytes:
+//
+//     Q8_0   32 elements   d (fp16), 32 int8                                       w = d q
+//     Q4_0   32            d, 16 bytes of two numbers                              w = d (q - 8)
+//     Q4_1   32            d, m (fp16), 16 bytes                                   w = d q + m
+//     Q4_K   256           d, m, 12 bytes of scales s and t (6 bits), 128 bytes    w = d s q - m t
+//     Q6_K   256           128 bytes (4 bits), 64 bytes (2 bits), 16 scales s, d   w = d s (q - 32)
+//
+// All products here are exact in fp32, so that fused or not the bits of the result are the same.
+#pragma once
+
+#include "llmc/quantized.h"
+
+// What the decoders have in common: a matrix of blocks.
+template <int kBlock, int kBytes>
+struct GgmlBlocks {
+    static constexpr int kElements = kBlock, kBlockBytes = kBytes;
+    const unsigned char* data;
+
+    explicit GgmlBlocks(const QuantizedView& w) : data(w.data) {}
+    static int64_t bytes(int64_t elements) { return aligned_part(elements / kBlock * kBytes); }
+
+    // The block of element i.
+    SIMT_DEVICE const unsigned char* block(int64_t i) const { return data + divided(i, kBlock) * kBytes; }
+};
+
+struct Q8_0 : GgmlBlocks<32, 34> {
+    using GgmlBlocks::GgmlBlocks;
+    template <int N>
+    SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
+        const unsigned char* const b = block(i);
+        const float d = half_at(b);
+        int q[N];
+        load_bytes(q, b + 2 + i % 32);
+        for (int k = 0; k < N; k++) w[k] = d * static_cast<float>(static_cast<signed char>(q[k]));
+    }
+};
+
+// N of 32 numbers of 4 bits from number `at` on: the first 16 are low halves of the 16 bytes.
+template <int N>
+SIMT_DEVICE void load_halves(int (&q)[N], const unsigned char* bytes, int at) {
+    load_bytes(q, bytes + at % 16);
+    const int shift = at / 16 * 4;
+    for (int k = 0; k < N; k++) q[k] = q[k] >> shift & 15;
+}
+
+struct Q4_0 : GgmlBlocks<32, 18> {
+    using GgmlBlocks::GgmlBlocks;
+    template <int N>
+    SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
+        const unsigned char* const b = block(i);
+        const float d = half_at(b);
+        int q[N];
+        load_halves(q, b + 2, static_cast<int>(i % 32));
+        for (int k = 0; k < N; k++) w[k] = d * static_cast<float>(q[k] - 8);
+    }
+};
+
+struct Q4_1 : GgmlBlocks<32, 20> {
+    using GgmlBlocks::GgmlBlocks;
+    template <int N>
+    SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
+        const unsigned char* const b = block(i);
+        const float d = half_at(b), m = half_at(b + 2);
+        int q[N];
+        load_halves(q, b + 4, static_cast<int>(i % 32));
+        for (int k = 0; k < N; k++) w[k] = d * static_cast<float>(q[k]) + m;
+    }
+};
+
+// Eight parts of 32 elements have scales of their own. Two parts are the halves of 32 bytes.
+struct Q4_K : GgmlBlocks<256, 144> {
+    using GgmlBlocks::GgmlBlocks;
+    template <int N>
+    SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
+        const unsigned char *const b = block(i), *const scales = b + 4;
+        const int at = static_cast<int>(i % 256), part = at / 32;
+        // The first four parts have 6 bits of a byte; the last four have 4 bits of one, and its two upper
+        // bits of what the first leave.
+        int s = scales[part % 4], t = scales[4 + part % 4];
+        if (part < 4) {
+            s &= 63, t &= 63;
+        } else {
+            const int low = scales[4 + part];
+            s = (s >> 6 << 4) | (low & 15), t = (t >> 6 << 4) | low >> 4;
+        }
+        const float d = half_at(b) * static_cast<float>(s), m = half_at(b + 2) * static_cast<float>(t);
+        int q[N];
+        load_bytes(q, b + 16 + at / 64 * 32 + at % 32);
+        const int shift = part % 2 * 4;
+        for (int k = 0; k < N; k++) w[k] = d * static_cast<float>(q[k] >> shift & 15) - m;
+    }
+};
+
+// Two halves of 128 elements; of a half, 64 bytes have the low bits of two quarters each, and 32 the high
+// bits of four. 16 elements share a scale.
+struct Q6_K : GgmlBlocks<256, 210> {
+    using GgmlBlocks::GgmlBlocks;
+    template <int N>
+    SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
+        const unsigned char* const b = block(i);
+        const int at = static_cast<int>(i % 256), half = at / 128, quarter = at / 32 % 4;
+        const int scale = static_cast<signed char>(b[192 + at / 16]);
+        const float d = half_at(b + 208) * static_cast<float>(scale);
+        int low[N], high[N];
+        load_bytes(low, b + half * 64 + quarter % 2 * 32 + at % 32);
+        load_bytes(high, b + 128 + half * 32 + at % 32);
+        const int low_shift = quarter / 2 * 4, high_shift = quarter * 2;
+        for (int k = 0; k < N; k++) {
+            const int q = (low[k] >> low_shift & 15) | (high[k] >> high_shift & 3) << 4;
+            w[k] = d * static_cast<float>(q - 32);
+        }
+    }
+};
+
+template <class Blocks>
+constexpr WeightFormat ggml_format(const char* name, const char* file_type, int ggml_type) {
+    return quantized_format<Blocks>(name, file_type, ggml_type, Blocks::kElements, Blocks::kBlockBytes);
+}
+inline constexpr WeightFormat kQ4_0 = ggml_format<Q4_0>("q4_0", "Q4_0", 2);
+inline constexpr WeightFormat kQ4_1 = ggml_format<Q4_1>("q4_1", "Q4_1", 3);
+inline constexpr WeightFormat kQ8_0 = ggml_format<Q8_0>("q8_0", "Q8_0", 8);
+inline constexpr WeightFormat kQ4_K = ggml_format<Q4_K>("q4_k", "Q4_K", 12);
+inline constexpr WeightFormat kQ6_K = ggml_format<Q6_K>("q6_k", "Q6_K", 14);

@@ -1,0 +1,355 @@
+// gguf.h - reads GGUF files, the format of llama.cpp and ggml (docs/gguf.md there), versions 2 and 3.
+//
+// A file is "GGUF", a u32 version, two u64 counts, of tensors and of keys; the keys, each a string (u64
+// length, bytes), a u32 type and a value; the table of tensors, each a name, a u32 count of dimensions, these
+// (u64, the fastest first), a u32 type and a u64 offset; and, aligned, the data, from where offsets count.
+// All is little endian. Everything is checked when a file is opened, so a tensor that was found can be read
+// without further doubt.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <charconv>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "llmc/error.h"
+#include "llmc/file.h"
+#include "llmc/utf8.h"
+
+// A type of tensors. Those without a size are known by name, and are not read.
+struct GgufType {
+    uint32_t number;
+    const char* name;
+    int block = 0, block_bytes = 0;  // elements, and their bytes
+};
+
+inline constexpr GgufType kGgufTypes[] = {
+    {0, "F32", 1, 4},
+    {1, "F16", 1, 2},
+    {2, "Q4_0", 32, 18},
+    {3, "Q4_1", 32, 20},
+    {6, "Q5_0"},
+    {7, "Q5_1"},
+    {8, "Q8_0", 32, 34},
+    {9, "Q8_1"},
+    {10, "Q2_K"},
+    {11, "Q3_K"},
+    {12, "Q4_K", 256, 144},
+    {13, "Q5_K"},
+    {14, "Q6_K", 256, 210},
+    {15, "Q8_K"},
+    {16, "IQ2_XXS"},
+    {17, "IQ2_XS"},
+    {18, "IQ3_XXS"},
+    {19, "IQ1_S"},
+    {20, "IQ4_NL"},
+    {21, "IQ3_S"},
+    {22, "IQ2_S"},
+    {23, "IQ4_XS"},
+    {24, "I8"},
+    {25, "I16"},
+    {26, "I32"},
+    {27, "I64"},
+    {28, "F64"},
+    {29, "IQ1_M"},
+    {30, "BF16", 1, 2},
+    {34, "TQ1_0"},
+    {35, "TQ2_0"},
+    {39, "MXFP4"},
+    {40, "NVFP4"},
+    {41, "Q1_0"},
+};
+
+struct GgufTensor {
+    std::string name;
+    const GgufType* type;
+    std::vector<int64_t> shape;  // rows first, as ours are
+    const FileReader* file;      // that holds it:
+    uint64_t offset;             // bytes from there to its data
+    size_t bytes;                // of its data
+
+    // Elements, or rows of a matrix.
+    int64_t rows() const { return shape[0]; }
+    size_t row_bytes() const { return bytes / static_cast<size_t>(shape[0]); }
+};
+
+// One GGUF file, open. Its tensors stay valid as long as it lives, and it does not move.
+class GgufFile {
+  public:
+    // Fails in one line that names the file, and the key or tensor, when anything in it is not as the format
+    // wants it, or a tensor's type is not supported.
+    explicit GgufFile(const std::string& path) : file_(path) {
+        const auto [tensors, keys] = read_start();
+        for (uint64_t i = 0; i < keys; i++) read_key();
+        for (uint64_t i = 0; i < tensors; i++) read_tensor();
+        read_alignment();
+        place_tensors();
+    }
+    GgufFile(const GgufFile&) = delete;
+    GgufFile& operator=(const GgufFile&) = delete;
+
+    const std::string& path() const { return file_.path(); }
+    // An object: numbers, strings, and lists of them, by key. A 32-bit float is the number that its shortest
+    // decimal spelling names.
+    const nlohmann::json& metadata() const { return metadata_; }
+    const std::vector<GgufTensor>& tensors() const { return tensors_; }
+    // The tensor of that name, or null.
+    const GgufTensor* find(const std::string& name) const {
+        const auto found = index_.find(name);
+        return found == index_.end() ? nullptr : &tensors_[found->second];
+    }
+
+  private:
+    enum ValueType : uint32_t {
+        kU8,
+        kI8,
+        kU16,
+        kI16,
+        kU32,
+        kI32,
+        kF32,
+        kBool,
+        kString,
+        kList,
+        kU64,
+        kI64,
+        kF64
+    };
+    static constexpr size_t kLongestKey = 65535, kLongestName = 64, kMostDimensions = 4;
+    static constexpr uint64_t kLongestList = 1 << 24;
+    static constexpr size_t kWindow = 1 << 20;
+
+    template <class... A>
+    [[noreturn]] void refuse(const char* pattern, A... args) const {
+        fail("%s: %s", path().c_str(), format(pattern, args...).c_str());
+    }
+
+    uint64_t left() const { return file_.size() - at_; }
+
+    // The next bytes of the header, valid until the next are asked for.
+    const char* take(uint64_t bytes) {
+        if (bytes > left())
+            refuse("its header goes on for %llu bytes at byte %llu, and %llu are left: cut short?",
+                   static_cast<unsigned long long>(bytes), static_cast<unsigned long long>(at_),
+                   static_cast<unsigned long long>(left()));
+        if (at_ < window_start_ || at_ + bytes > window_start_ + window_.size()) {
+            window_start_ = at_;
+            window_.resize(
+                static_cast<size_t>(std::min<uint64_t>(left(), std::max<uint64_t>(bytes, kWindow))));
+            file_.read(at_, window_.size(), window_.data());
+        }
+        const char* const taken = window_.data() + (at_ - window_start_);
+        at_ += bytes;
+        return taken;
+    }
+    template <class T>
+    T number() {
+        T value;
+        std::memcpy(&value, take(sizeof value), sizeof value);
+        return value;
+    }
+    std::string string(const char* what, uint64_t longest) {
+        const auto length = number<uint64_t>();
+        if (length > longest || length > left())
+            refuse("%s at byte %llu announces %llu bytes, over the limit of %llu", what,
+                   static_cast<unsigned long long>(at_), static_cast<unsigned long long>(length),
+                   static_cast<unsigned long long>(std::min(longest, left())));
+        const std::string text(take(length), static_cast<size_t>(length));
+        if (valid_utf8(text) != text.size()) refuse("%s \"%s\" is not UTF-8", what, printable(text).c_str());
+        return text;
+    }
+
+    struct Counts {
+        uint64_t tensors, keys;
+    };
+    Counts read_start() {
+        if (file_.size() < 24) refuse("%zu bytes are too few for a GGUF file", file_.size());
+        if (std::string_view(take(4), 4) != "GGUF") refuse("is no GGUF file");
+        const auto version = number<uint32_t>();
+        if (version != 2 && version != 3)
+            refuse("%s %u; versions 2 and 3, little endian, are supported",
+                   version % 65536 == 0 ? "is big endian, or its GGUF version is" : "its GGUF version is",
+                   version);
+        const auto tensors = number<uint64_t>(), keys = number<uint64_t>();
+        // A tensor takes 24 bytes of the header and more, a key 13.
+        if (tensors > left() / 24 || keys > left() / 13)
+            refuse("announces %llu tensors and %llu keys, more than its %zu bytes can hold",
+                   static_cast<unsigned long long>(tensors), static_cast<unsigned long long>(keys),
+                   file_.size());
+        return {tensors, keys};
+    }
+
+    void read_key() {
+        const std::string key = string("a key", kLongestKey);
+        if (key.empty() || metadata_.contains(key))
+            refuse("key \"%s\" %s", printable(key).c_str(), key.empty() ? "is empty" : "appears twice");
+        metadata_[key] = read_value(key, number<uint32_t>());
+    }
+
+    // The bytes that a value takes at least; 0: there is no such type.
+    static uint64_t least_bytes(uint32_t type) {
+        constexpr uint64_t bytes[] = {1, 1, 2, 2, 4, 4, 4, 1, 8, 12, 8, 8, 8};
+        return type < std::size(bytes) ? bytes[type] : 0;
+    }
+
+    nlohmann::json read_value(const std::string& key, uint32_t type) {
+        switch (type) {
+            case kU8:
+                return number<uint8_t>();
+            case kI8:
+                return number<int8_t>();
+            case kU16:
+                return number<uint16_t>();
+            case kI16:
+                return number<int16_t>();
+            case kU32:
+                return number<uint32_t>();
+            case kI32:
+                return number<int32_t>();
+            case kU64:
+                return number<uint64_t>();
+            case kI64:
+                return number<int64_t>();
+            case kF64:
+                return number<double>();
+            case kF32:
+                return shortest(number<float>());
+            case kString:
+                return string("a string", std::numeric_limits<uint64_t>::max());
+            case kList:
+                return read_list(key);
+            case kBool: {
+                const auto truth = number<uint8_t>();
+                if (truth > 1)
+                    refuse("key \"%s\" is %u, but must be true or false", printable(key).c_str(), truth);
+                return truth == 1;
+            }
+            default:
+                refuse("key \"%s\" has the unknown type %u", printable(key).c_str(), type);
+        }
+    }
+
+    nlohmann::json read_list(const std::string& key) {
+        const auto type = number<uint32_t>();
+        const auto count = number<uint64_t>();
+        if (least_bytes(type) == 0)
+            refuse("key \"%s\" is a list of the unknown type %u", printable(key).c_str(), type);
+        if (type == kList)
+            refuse("key \"%s\" is a list of lists, which is not supported", printable(key).c_str());
+        if (count > kLongestList || count > left() / least_bytes(type))
+            refuse("key \"%s\" announces %llu elements, and %llu bytes are left: cut short?",
+                   printable(key).c_str(), static_cast<unsigned long long>(count),
+                   static_cast<unsigned long long>(left()));
+        nlohmann::json::array_t list;
+        list.reserve(static_cast<size_t>(count));
+        for (uint64_t i = 0; i < count; i++) list.push_back(read_value(key, type));
+        return list;
+    }
+
+    // 1e-5 of 1e-5f, where a conversion gives 9.99999974737875e-06.
+    static double shortest(float x) {
+        char text[32];
+        const auto end = std::to_chars(text, text + sizeof text, x).ptr;
+        double value = x;
+        std::from_chars(text, end, value);
+        return value;
+    }
+
+    template <class... A>
+    [[noreturn]] void refuse_tensor(const std::string& name, const char* pattern, A... args) const {
+        refuse("tensor \"%s\": %s", printable(name).c_str(), format(pattern, args...).c_str());
+    }
+
+    void read_tensor() {
+        GgufTensor tensor{string("a tensor's name", kLongestName), nullptr, {}, &file_, 0, 0};
+        const std::string& name = tensor.name;
+        const auto count = number<uint32_t>();
+        if (count < 1 || count > kMostDimensions)
+            refuse_tensor(name, "%u dimensions where 1 to %zu are supported", count, kMostDimensions);
+        size_t elements = 1;
+        for (uint32_t i = 0; i < count; i++) {
+            const auto dim = number<uint64_t>();
+            if (dim == 0 || dim > INT64_MAX || __builtin_mul_overflow(elements, dim, &elements))
+                refuse_tensor(name, "dimension %llu is not a size, or too large",
+                              static_cast<unsigned long long>(dim));
+            tensor.shape.insert(tensor.shape.begin(), static_cast<int64_t>(dim));
+        }
+        const auto type = number<uint32_t>();
+        tensor.type = std::find_if(std::begin(kGgufTypes), std::end(kGgufTypes),
+                                   [&](const GgufType& known) { return known.number == type; });
+        if (tensor.type == std::end(kGgufTypes)) refuse_tensor(name, "unknown type %u", type);
+        if (tensor.type->block == 0)
+            refuse_tensor(name, "type %s is not supported; %s are", tensor.type->name, supported().c_str());
+        if (tensor.shape.back() % tensor.type->block != 0)
+            refuse_tensor(name, "rows of %lld elements are not whole blocks of %s, %d",
+                          static_cast<long long>(tensor.shape.back()), tensor.type->name, tensor.type->block);
+        if (__builtin_mul_overflow(elements / static_cast<size_t>(tensor.type->block),
+                                   static_cast<size_t>(tensor.type->block_bytes), &tensor.bytes))
+            refuse_tensor(name, "its size overflows");
+        tensor.offset = number<uint64_t>();
+        if (!index_.emplace(name, tensors_.size()).second) refuse_tensor(name, "appears twice");
+        tensors_.push_back(tensor);
+    }
+
+    // "F32, F16, ..."
+    static std::string supported() {
+        std::string names;
+        for (const GgufType& type : kGgufTypes)
+            if (type.block > 0) names += (names.empty() ? "" : ", ") + std::string(type.name);
+        return names;
+    }
+
+    void read_alignment() {
+        const auto given = metadata_.find("general.alignment");
+        if (given == metadata_.end()) return;
+        if (!given->is_number_unsigned() || !std::has_single_bit(given->get<uint64_t>()) ||
+            given->get<uint64_t>() > kWindow)
+            refuse("'general.alignment' is %s, but must be a power of two", printable(given->dump()).c_str());
+        alignment_ = given->get<uint64_t>();
+    }
+
+    // Turns offsets into those from the start of the file, and checks that data are there, each its own.
+    void place_tensors() {
+        const uint64_t start = (at_ + alignment_ - 1) / alignment_ * alignment_;
+        const uint64_t size = file_.size() < start ? 0 : file_.size() - start;
+        std::vector<const GgufTensor*> ordered;
+        for (GgufTensor& tensor : tensors_) {
+            if (tensor.offset % alignment_ != 0)
+                refuse_tensor(tensor.name, "its offset %llu is not a multiple of %llu",
+                              static_cast<unsigned long long>(tensor.offset),
+                              static_cast<unsigned long long>(alignment_));
+            if (tensor.offset > size || tensor.bytes > size - tensor.offset)
+                refuse_tensor(tensor.name,
+                              "its %zu bytes at offset %llu end after the file's %llu bytes of data: "
+                              "cut short?",
+                              tensor.bytes, static_cast<unsigned long long>(tensor.offset),
+                              static_cast<unsigned long long>(size));
+            tensor.offset += start;
+            ordered.push_back(&tensor);
+        }
+        std::sort(ordered.begin(), ordered.end(),
+                  [](const GgufTensor* a, const GgufTensor* b) { return a->offset < b->offset; });
+        for (size_t i = 1; i < ordered.size(); i++)
+            if (ordered[i - 1]->offset + ordered[i - 1]->bytes > ordered[i]->offset)
+                refuse_tensor(ordered[i]->name, "its data overlap those of \"%s\"",
+                              printable(ordered[i - 1]->name).c_str());
+        window_ = std::string();
+    }
+
+    FileReader file_;
+    uint64_t at_ = 0;  // bytes of the header that were read
+    std::string window_;
+    uint64_t window_start_ = 0;
+    uint64_t alignment_ = 32;
+    nlohmann::json metadata_ = nlohmann::json::object();
+    std::vector<GgufTensor> tensors_;
+    std::map<std::string, size_t> index_;
+};

@@ -1,0 +1,339 @@
+// gguf_model.h - a model in a GGUF file as llama.cpp's converter (convert_hf_to_gguf.py there) writes it: its
+// configuration, and its tensors under the names and in the order that Hugging Face's files have.
+//
+// Two things in a GGUF lie in another order, both by rows, so that quantized rows are moved whole. Of each
+// head of Llama's queries and keys, the elements that rotate together are neighbours (2i, 2i + 1), where
+// Hugging Face has them at i and i + head_size / 2. BLOOM's queries, keys and values are one after the other,
+// where Hugging Face has the three of each head together.
+#pragma once
+
+#include <cmath>
+#include <set>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "llmc/families.h"
+#include "llmc/gguf.h"
+#include "llmc/safetensors.h"
+
+// A tensor of the model in a GGUF.
+struct GgufPart {
+    enum class Rows { Same, RotaryPairs, QueriesKeysValues };
+
+    const GgufTensor* tensor;
+    Rows order;
+    int64_t head_size;  // rows of a head
+    int64_t heads;
+
+    // Where row number `row` of the model's tensor is in the file.
+    int64_t file_row(int64_t row) const {
+        if (order == Rows::Same) return row;
+        const int64_t head = row / head_size, i = row % head_size;
+        if (order == Rows::RotaryPairs)
+            return head * head_size + (i < head_size / 2 ? 2 * i : 2 * i - head_size + 1);
+        return (head % 3 * heads + head / 3) * head_size + i;
+    }
+
+    // Reads rows as bytes of the tensor's type; an element of a vector is a row.
+    void read_rows(int64_t first, int64_t count, void* out) const {
+        const size_t row_bytes = tensor->row_bytes();
+        for (int64_t done = 0; done < count;) {
+            const int64_t start = file_row(first + done);
+            int64_t together = 1;
+            if (order == Rows::Same) together = count - done;
+            while (done + together < count && file_row(first + done + together) == start + together)
+                together++;
+            tensor->file->read(tensor->offset + static_cast<uint64_t>(start) * row_bytes,
+                               static_cast<size_t>(together) * row_bytes,
+                               static_cast<char*>(out) + static_cast<size_t>(done) * row_bytes);
+            done += together;
+        }
+    }
+
+    // Whether its elements are F32, F16 or BF16.
+    bool has_floats() const { return tensor->type->block == 1; }
+    // Reads rows of such a tensor as floats, exactly.
+    void read_floats(int64_t first, int64_t count, float* out) const {
+        const auto n =
+            static_cast<size_t>(count) * tensor->row_bytes() / static_cast<size_t>(tensor->type->block_bytes);
+        if (tensor->type->block_bytes == 4) return read_rows(first, count, out);
+        std::vector<uint16_t> bits(n);
+        read_rows(first, count, bits.data());
+        const bool half = std::string_view(tensor->type->name) == "F16";
+        for (size_t i = 0; i < n; i++)
+            out[i] =
+                half ? half_to_float(bits[i]) : std::bit_cast<float>(static_cast<uint32_t>(bits[i]) << 16);
+    }
+};
+
+namespace gguf {
+// What stands for Hugging Face's names, without what is in front and without ".weight" or ".bias".
+inline constexpr std::pair<std::string_view, const char*> kNames[] = {
+    {"embed_tokens", "token_embd"},
+    {"word_embeddings", "token_embd"},
+    {"word_embeddings_layernorm", "token_embd_norm"},
+    {"norm", "output_norm"},
+    {"ln_f", "output_norm"},
+    {"lm_head", "output"},
+    {"input_layernorm", "attn_norm"},
+    {"post_attention_layernorm", "ffn_norm"},
+    {"self_attn.q_proj", "attn_q"},
+    {"self_attn.k_proj", "attn_k"},
+    {"self_attn.v_proj", "attn_v"},
+    {"self_attn.o_proj", "attn_output"},
+    {"self_attn.q_norm", "attn_q_norm"},
+    {"self_attn.k_norm", "attn_k_norm"},
+    {"self_attention.query_key_value", "attn_qkv"},
+    {"self_attention.dense", "attn_output"},
+    {"mlp.gate_proj", "ffn_gate"},
+    {"mlp.up_proj", "ffn_up"},
+    {"mlp.down_proj", "ffn_down"},
+    {"mlp.dense_h_to_4h", "ffn_up"},
+    {"mlp.dense_4h_to_h", "ffn_down"},
+};
+
+// "blk.3.attn_q.weight" for "model.layers.3.self_attn.q_proj.weight"; empty: there is none.
+inline std::string name_of(const Family& family, std::string_view name) {
+    if (name.starts_with(family.prefix)) name.remove_prefix(std::string_view(family.prefix).size());
+    std::string block;
+    if (const std::string blocks = std::string(family.blocks) + "."; name.starts_with(blocks)) {
+        name.remove_prefix(blocks.size());
+        const size_t dot = name.find('.');
+        block = "blk." + std::string(name.substr(0, dot)) + ".";
+        name.remove_prefix(std::min(name.size(), dot + 1));
+    }
+    const size_t ending = std::min(name.rfind('.'), name.size());
+    for (const auto& [known, ours] : kNames)
+        if (name.substr(0, ending) == known) return block + ours + std::string(name.substr(ending));
+    return "";
+}
+
+// Llama 3.1's scaling of the rotary frequencies, which a GGUF has as the number that divides each.
+inline std::vector<double> llama3_divisors(int head_size, const RopeScaling& rope) {
+    RopeScaling plain = rope;
+    plain.type = RopeType::kDefault;
+    const std::vector<float> with = inverse_frequencies(head_size, rope),
+                             without = inverse_frequencies(head_size, plain);
+    std::vector<double> divisors;
+    for (size_t i = 0; i < with.size(); i++) divisors.push_back(double{without[i]} / double{with[i]});
+    return divisors;
+}
+}  // namespace gguf
+
+class GgufModel {
+  public:
+    // Opens the file and reads its configuration. Fails in one line that names the file and the key or tensor
+    // when the architecture is not one of llama (and with it Mistral), qwen2, qwen3 and bloom, when it has
+    // keys or tensors that would change the arithmetic in a way that is not known here, or lacks a tensor.
+    explicit GgufModel(const std::string& path) : file_(path), reader_(file_.metadata(), path) {
+        arch_ = reader_.text("general.architecture", "");
+        if (arch_ != "llama" && arch_ != "qwen2" && arch_ != "qwen3" && arch_ != "bloom")
+            fail("%s: 'general.architecture' is \"%s\"; llama, qwen2, qwen3 and bloom are supported",
+                 path.c_str(), printable(arch_).c_str());
+        refuse_other_keys();
+        config_ = parse_config(config_json(), path);
+        read_rope_divisors();
+        check_tensors();
+    }
+
+    const GgufFile& file() const { return file_; }
+    const ModelConfig& config() const { return config_; }
+
+    // The tensor of that name in Hugging Face's files; fails when there is none or its shape is another.
+    GgufPart get(const std::string& name, const std::vector<int64_t>& shape) const {
+        const std::string ours = gguf::name_of(*config_.family, name);
+        const GgufTensor* tensor = file_.find(ours);
+        if (!tensor)
+            fail("%s: tensor \"%s\" is missing, which is %s", file_.path().c_str(), ours.c_str(),
+                 name.c_str());
+        if (tensor->shape != shape)
+            fail("%s: tensor \"%s\" has shape %s where %s is needed", file_.path().c_str(), ours.c_str(),
+                 shape_text(tensor->shape).c_str(), shape_text(shape).c_str());
+        GgufPart part{tensor, GgufPart::Rows::Same, config_.head_size, config_.heads};
+        const bool rotary = name.find(".q_proj.") != name.npos || name.find(".k_proj.") != name.npos;
+        if (arch_ == "llama" && rotary) part.order = GgufPart::Rows::RotaryPairs;
+        if (config_.family->heads_together && name.find(".query_key_value.") != name.npos)
+            part.order = GgufPart::Rows::QueriesKeysValues;
+        return part;
+    }
+
+  private:
+    std::string key(const char* name) const { return arch_ + "." + name; }
+
+    // What is not read would be arithmetic that is left out.
+    void refuse_other_keys() const {
+        reader_.must_be("split.count", {1, 0});  // the files of one model
+        static constexpr const char* known[] = {"vocab_size",
+                                                "context_length",
+                                                "embedding_length",
+                                                "block_count",
+                                                "feed_forward_length",
+                                                "attention.head_count",
+                                                "attention.head_count_kv",
+                                                "attention.key_length",
+                                                "attention.value_length",
+                                                "attention.layer_norm_epsilon",
+                                                "attention.layer_norm_rms_epsilon",
+                                                "attention.sliding_window",
+                                                "rope.dimension_count",
+                                                "rope.freq_base",
+                                                "rope.scaling.type",
+                                                "rope.scaling.factor",
+                                                "rope.scaling.original_context_length",
+                                                "rope.scaling.finetuned",
+                                                "tensor_data_layout"};
+        for (const auto& [name, value] : file_.metadata().items()) {
+            const std::string_view own = name;
+            if (!own.starts_with(arch_ + ".")) continue;
+            const auto rest = own.substr(arch_.size() + 1);
+            if (std::find(std::begin(known), std::end(known), rest) == std::end(known))
+                fail("%s: '%s' is not supported", file_.path().c_str(), printable(name).c_str());
+        }
+    }
+
+    // The rows of the embedding.
+    int vocabulary() const {
+        const GgufTensor* embedding = file_.find("token_embd.weight");
+        if (!embedding || embedding->shape.size() != 2 || embedding->rows() > kMostVocabulary)
+            fail("%s: tensor \"token_embd.weight\" is missing, or is no embedding", file_.path().c_str());
+        const auto rows = static_cast<int>(embedding->rows());
+        reader_.must_be(key("vocab_size").c_str(), {rows});
+        return rows;
+    }
+
+    nlohmann::json config_json() const {
+        const auto size = [&](const char* name, int most) { return reader_.size(key(name).c_str(), most); };
+        const bool bloom = arch_ == "bloom";
+        nlohmann::json json = {{"vocab_size", vocabulary()}, {"model_type", arch_}};
+        const int layers = size("block_count", kMostLayers),
+                  channels = size("embedding_length", kMostChannels);
+        const int heads = size("attention.head_count", kMostChannels),
+                  mlp = size("feed_forward_length", kMostMlpWidth);
+        add_marks(json);
+        if (bloom) {
+            const double epsilon = reader_.number(key("attention.layer_norm_epsilon").c_str(), 1e-5, 0, 1);
+            json.update({{"n_layer", layers},
+                         {"hidden_size", channels},
+                         {"n_head", heads},
+                         {"n_inner", mlp},
+                         {"layer_norm_epsilon", epsilon}});
+            return json;
+        }
+        json.update({{"num_hidden_layers", layers},
+                     {"hidden_size", channels},
+                     {"num_attention_heads", heads},
+                     {"intermediate_size", mlp},
+                     {"max_position_embeddings", size("context_length", kMostPositions)},
+                     {"num_key_value_heads",
+                      reader_.size(key("attention.head_count_kv").c_str(), heads, kMostChannels)},
+                     {"rms_norm_eps", reader_.number(key("attention.layer_norm_rms_epsilon").c_str(), 0, 1)},
+                     {"tie_word_embeddings", !file_.find("output.weight")}});
+        add_positions(json, channels, heads);
+        return json;
+    }
+
+    // The rotary positions and the window.
+    void add_positions(nlohmann::json& json, int channels, int heads) const {
+        const int share = channels % heads == 0 ? channels / heads : 0;
+        if (share == 0 && !reader_.has(key("attention.key_length").c_str()))
+            fail("%s: '%s' is missing, and %d channels are not a multiple of %d heads", file_.path().c_str(),
+                 key("attention.key_length").c_str(), channels, heads);
+        const int head_size = reader_.size(key("attention.key_length").c_str(), share, kMostHeadSize);
+        json["head_dim"] = head_size;
+        for (const char* same : {"attention.value_length", "rope.dimension_count"})
+            reader_.must_be(key(same).c_str(), {head_size});
+        json["rope_theta"] = reader_.number(key("rope.freq_base").c_str(), 10000, 1, 1e30);
+        const std::string scaling = reader_.text(key("rope.scaling.type").c_str(), "none");
+        if (scaling == "linear")
+            json["rope_scaling"] = {{"rope_type", "linear"},
+                                    {"factor", reader_.number(key("rope.scaling.factor").c_str(), 0, 1e30)}};
+        else if (scaling != "none")
+            fail("%s: '%s' is \"%s\"; none and linear are supported", file_.path().c_str(),
+                 key("rope.scaling.type").c_str(), printable(scaling).c_str());
+        if (!reader_.has(key("attention.sliding_window").c_str())) return;
+        json["sliding_window"] = reader_.size(key("attention.sliding_window").c_str(), INT32_MAX);
+        if (arch_ == "llama")
+            json["model_type"] = "mistral";
+        else
+            json["use_sliding_window"] = true, json["max_window_layers"] = 0;
+    }
+
+    // The tokens that begin and end a text; an end of a turn ends a text too.
+    void add_marks(nlohmann::json& json) const {
+        const auto mark = [&](const char* name) {
+            const std::string full = std::string("tokenizer.ggml.") + name;
+            return reader_.has(full.c_str())
+                       ? nlohmann::json(reader_.integer(full.c_str(), 0, kMostVocabulary))
+                       : nlohmann::json();
+        };
+        json["bos_token_id"] = mark("bos_token_id");
+        nlohmann::json ends = nlohmann::json::array();
+        for (const char* name : {"eos_token_id", "eot_token_id"})
+            if (const nlohmann::json end = mark(name); !end.is_null() && (ends.empty() || ends[0] != end))
+                ends.push_back(end);
+        json["eos_token_id"] = ends;
+    }
+
+    void read_rope_divisors() {
+        const GgufTensor* tensor = file_.find("rope_freqs.weight");
+        if (!tensor) return;
+        const auto refuse = [&](const char* why) {
+            fail("%s: tensor \"rope_freqs.weight\" %s", file_.path().c_str(), why);
+        };
+        if (config_.family->position != PositionKind::Rotary)
+            refuse("is in a model without rotary positions");
+        if (tensor->shape != std::vector<int64_t>{config_.head_size / 2} ||
+            std::string_view(tensor->type->name) != "F32")
+            refuse("is not a number for each pair of channels of a head");
+        std::vector<float> given(static_cast<size_t>(tensor->rows()));
+        tensor->file->read(tensor->offset, tensor->bytes, given.data());
+        RopeScaling rope = config_.rope;
+        if (rope.type != RopeType::kDefault) refuse("stands beside another scaling of the positions");
+        // The slowest frequencies are divided by the whole factor; the other numbers of all of Llama's models
+        // are those that RopeScaling begins with.
+        rope.type = RopeType::kLlama3, rope.factor = double{given.back()};
+        if (!(rope.factor >= 1 && rope.factor < 1e6)) refuse("is not the scaling of Llama 3.1");
+        const std::vector<double> wanted = gguf::llama3_divisors(config_.head_size, rope);
+        for (size_t i = 0; i < given.size(); i++)
+            if (!(std::abs(double{given[i]} - wanted[i]) < 1e-3 * wanted[i]))
+                refuse("is not the scaling of Llama 3.1");
+        if (rope.factor > 1) config_.rope = rope;
+    }
+
+    // That all tensors are there, and no others, but for two: the divisors of the frequencies, and a copy of
+    // the embedding as the head, which converters of BLOOM wrote.
+    void check_tensors() const {
+        std::set<std::string> known = {"rope_freqs.weight"};
+        if (arch_ == "bloom") known.insert("output.weight");
+        const Family& family = *config_.family;
+        const auto check = [&](const std::string& block, const Table& table) {
+            for (const Row& row : table)
+                for (const FileTensor& part : row.parts) {
+                    const std::string name = (part.has_prefix ? family.prefix + block : "") + part.name;
+                    const std::vector<int64_t> shape(part.shape.dims, part.shape.dims + part.shape.count);
+                    const GgufPart found = get(name, shape);
+                    if (part.shape.count == 1 && !found.has_floats())
+                        fail("%s: tensor \"%s\" has type %s where F32 is needed", file_.path().c_str(),
+                             found.tensor->name.c_str(), found.tensor->type->name);
+                    known.insert(found.tensor->name);
+                }
+        };
+        check("", family.embeddings(config_));
+        check("", family.head(config_));
+        for (int l = 0; l < config_.layers; l++)
+            check(std::string(family.blocks) + "." + std::to_string(l) + ".", family.block(config_));
+        for (const GgufTensor& tensor : file_.tensors())
+            if (!known.contains(tensor.name))
+                fail("%s: tensor \"%s\" is not of a %s model as it is known here", file_.path().c_str(),
+                     printable(tensor.name).c_str(), family.name);
+    }
+
+    GgufFile file_;
+    ConfigReader reader_;
+    std::string arch_;
+    ModelConfig config_;
+};

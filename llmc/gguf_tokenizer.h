@@ -1,0 +1,222 @@
+// gguf_tokenizer.h - the tokenizer of a GGUF file, by its keys "tokenizer.ggml.*".
+//
+// Its model "gpt2" is byte-level BPE with merges and a pre-tokenizer known by name: it is read as the
+// tokenizer.json that it was made from. "llama" is SentencePiece's BPE by scores: it is read as the
+// tokenizer.model that it was made from.
+#pragma once
+
+#include <bit>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "llmc/gguf.h"
+#include "llmc/model_config.h"
+#include "llmc/sentencepiece.h"
+#include "llmc/tokenizer.h"
+#include "llmc/tokenizer_json.h"
+
+namespace gguf {
+using nlohmann::json;
+
+enum TokenType { kNormal = 1, kUnknown = 2, kControl = 3, kUserDefined = 4, kUnused = 5, kByte = 6 };
+
+// The keys of a tokenizer, of the types that they must have.
+class TokenizerKeys {
+  public:
+    explicit TokenizerKeys(const GgufFile& file) : reader_(file.metadata(), file.path()) {
+        tokens_ = &list("tokens");
+        const json& types = list("token_type");
+        if (types.size() != tokens_->size())
+            fail("%s: 'tokenizer.ggml.token_type' has %zu elements for %zu tokens", path(), types.size(),
+                 tokens_->size());
+        for (size_t i = 0; i < types.size(); i++)
+            if (!(*tokens_)[i].is_string() || !types[i].is_number_integer() || types[i] < 1 || types[i] > 6)
+                fail("%s: token %zu of 'tokenizer.ggml.tokens' is no string, or of no known type", path(), i);
+    }
+
+    const char* path() const { return reader_.file().c_str(); }
+    const ConfigReader& reader() const { return reader_; }
+    static std::string key(const char* name) { return std::string("tokenizer.ggml.") + name; }
+
+    size_t size() const { return tokens_->size(); }
+    const std::string& token(size_t i) const { return (*tokens_)[i].get_ref<const std::string&>(); }
+    int type(size_t i) const { return list("token_type")[i].get<int>(); }
+    bool is_special(size_t i) const { return type(i) == kControl || type(i) == kUnknown; }
+
+    const json& list(const char* name) const {
+        const std::string full = key(name);
+        if (!reader_.has(full.c_str())) fail("%s: '%s' is missing", path(), full.c_str());
+        const json& value = reader_.json()[full];
+        if (!value.is_array()) reader_.refuse(full, "a list");
+        return value;
+    }
+    bool truth(const char* name, bool otherwise) const { return reader_.truth(key(name).c_str(), otherwise); }
+    std::string text(const char* name) const { return reader_.text(key(name).c_str(), ""); }
+    // A token by its number, or -1.
+    int mark(const char* name) const {
+        const std::string full = key(name);
+        return reader_.has(full.c_str()) ? reader_.integer(full.c_str(), 0, static_cast<int>(size()) - 1)
+                                         : -1;
+    }
+
+  private:
+    ConfigReader reader_;
+    const json* tokens_;
+};
+
+inline json split_by(const char* regex) {
+    return {{"type", "Split"}, {"pattern", {{"Regex", regex}}}, {"behavior", "Isolated"}, {"invert", false}};
+}
+inline json by_bytes(bool use_regex) {
+    return {
+        {"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}, {"use_regex", use_regex}};
+}
+
+// What the tokenizer.json of such a model has in front of its bytes.
+inline void add_pre_tokenizer(json& file, const std::string& pre, const char* path) {
+    const auto sequence = [](json first, bool use_regex) {
+        return json{{"type", "Sequence"}, {"pretokenizers", {std::move(first), by_bytes(use_regex)}}};
+    };
+    // Llama 3's and Qwen's differ in how many digits are a piece.
+    const std::string words = R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|)";
+    const std::string others = R"(| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
+    if (pre == "gpt-2") {
+        file["pre_tokenizer"] = by_bytes(true);
+    } else if (pre == "smollm") {
+        file["pre_tokenizer"] = sequence({{"type", "Digits"}, {"individual_digits", true}}, true);
+    } else if (pre == "llama-bpe") {
+        file["pre_tokenizer"] = sequence(split_by((words + R"(\p{N}{1,3})" + others).c_str()), false);
+        file["model"]["ignore_merges"] = true;
+    } else if (pre == "qwen2") {
+        file["pre_tokenizer"] = sequence(split_by((words + R"(\p{N})" + others).c_str()), false);
+        file["normalizer"] = {{"type", "NFC"}};
+    } else if (pre == "bloom") {
+        file["pre_tokenizer"] = sequence(split_by(" ?[^(\\s|.,!?…。，、।۔،)]+"), false);
+    } else {
+        fail("%s: 'tokenizer.ggml.pre' is \"%s\"; gpt-2, smollm, llama-bpe, qwen2 and bloom are supported",
+             path, printable(pre).c_str());
+    }
+}
+
+// Tokens that are put around a text.
+inline void add_post_processor(json& file, const TokenizerKeys& keys, bool adds_bos) {
+    const int bos = keys.truth("add_bos_token", adds_bos) ? keys.mark("bos_token_id") : -1;
+    const int eos = keys.truth("add_eos_token", false) ? keys.mark("eos_token_id") : -1;
+    if (bos < 0 && eos < 0) return;
+    json single = json::array(), specials = json::object();
+    const auto add = [&](int token, const char* name) {
+        if (token < 0) return;
+        single.push_back({{"SpecialToken", {{"id", name}, {"type_id", 0}}}});
+        specials[name] = {{"id", name},
+                          {"ids", json::array({static_cast<unsigned>(token)})},
+                          {"tokens", json::array({name})}};
+    };
+    add(bos, "bos");
+    single.push_back({{"Sequence", {{"id", "A"}, {"type_id", 0}}}});
+    add(eos, "eos");
+    file["post_processor"] = {
+        {"type", "TemplateProcessing"}, {"single", single}, {"special_tokens", specials}};
+}
+
+inline TokenizerParts read_byte_level(const TokenizerKeys& keys) {
+    SpeltModel spelt(keys.path(), keys.path(), "merge");
+    json file = {{"model", {{"type", "BPE"}, {"vocab", json::object()}, {"merges", json::array()}}},
+                 {"decoder", {{"type", "ByteLevel"}}},
+                 {"added_tokens", json::array()}};
+    for (size_t i = 0; i < keys.size(); i++) {
+        spelt.add_token(keys.token(i), i);
+        if (keys.is_special(i) || keys.type(i) == kUserDefined)
+            file["added_tokens"].push_back({{"id", i},
+                                            {"content", keys.token(i)},
+                                            {"special", keys.is_special(i)},
+                                            {"normalized", false}});
+    }
+    const json& merges = keys.list("merges");
+    for (size_t i = 0; i < merges.size(); i++) {
+        if (!merges[i].is_string()) spelt.refuse_merge(i, "is not a pair of tokens");
+        spelt.add_merge(merges[i].get_ref<const std::string&>(), i);
+    }
+    const std::string pre = keys.text("pre");
+    add_pre_tokenizer(file, pre, keys.path());
+    add_post_processor(file, keys, pre == "llama-bpe");
+    return TokenizerJsonReader(file, std::move(spelt), keys.path()).take();
+}
+
+// A message in Protocol Buffers' wire format, as ProtoFields reads it.
+class ProtoMessage {
+  public:
+    void add(unsigned field, uint64_t value) {
+        integer(field << 3);
+        integer(value);
+    }
+    void add(unsigned field, std::string_view bytes) {
+        integer(field << 3 | 2);
+        integer(bytes.size());
+        bytes_ += bytes;
+    }
+    void add(unsigned field, float value) {
+        integer(field << 3 | 5);
+        bytes_.append(reinterpret_cast<const char*>(&value), sizeof value);
+    }
+    const std::string& bytes() const { return bytes_; }
+
+  private:
+    void integer(uint64_t value) {
+        for (; value >= 0x80; value >>= 7) bytes_ += static_cast<char>(value | 0x80);
+        bytes_ += static_cast<char>(value);
+    }
+    std::string bytes_;
+};
+
+// The numbers of fields are those of SentencePiece's sentencepiece_model.proto.
+inline TokenizerParts read_sentencepiece_keys(const TokenizerKeys& keys) {
+    const json& scores = keys.list("scores");
+    if (scores.size() != keys.size())
+        fail("%s: 'tokenizer.ggml.scores' has %zu elements for %zu tokens", keys.path(), scores.size(),
+             keys.size());
+    ProtoMessage model, trainer, normalizer;
+    bool bytes = false;
+    for (size_t i = 0; i < keys.size(); i++) {
+        if (!scores[i].is_number()) fail("%s: score %zu is not a number", keys.path(), i);
+        ProtoMessage piece;
+        piece.add(1, std::string_view(keys.token(i)));
+        piece.add(2, scores[i].get<float>());
+        piece.add(3, static_cast<uint64_t>(keys.type(i)));
+        model.add(1, std::string_view(piece.bytes()));
+        bytes |= keys.type(i) == kByte;
+    }
+    trainer.add(3, uint64_t{2});  // BPE
+    trainer.add(35, uint64_t{bytes});
+    const std::pair<unsigned, const char*> marks[] = {
+        {45, "unknown_token_id"}, {46, "bos_token_id"}, {47, "eos_token_id"}};
+    for (const auto& [field, name] : marks)
+        if (const int token = keys.mark(name); token >= 0)
+            trainer.add(field, std::string_view(keys.token(static_cast<size_t>(token))));
+    normalizer.add(1, std::string_view("identity"));
+    normalizer.add(3, uint64_t{keys.truth("add_space_prefix", true)});
+    normalizer.add(4, uint64_t{keys.truth("remove_extra_whitespaces", false)});
+    model.add(2, std::string_view(trainer.bytes()));
+    model.add(3, std::string_view(normalizer.bytes()));
+    return read_sentencepiece(model.bytes(), keys.path(),
+                              {{"add_bos_token", keys.truth("add_bos_token", true)},
+                               {"add_eos_token", keys.truth("add_eos_token", false)}});
+}
+}  // namespace gguf
+
+// Fails naming the file, the key and its value when a key is missing, damaged, or not supported.
+inline Tokenizer read_gguf_tokenizer(const GgufFile& file) {
+    const std::string model = ConfigReader(file.metadata(), file.path()).text("tokenizer.ggml.model", "");
+    if (model != "gpt2" && model != "llama")
+        fail("%s: 'tokenizer.ggml.model' is \"%s\"; gpt2 and llama are supported", file.path().c_str(),
+             printable(model).c_str());
+    const gguf::TokenizerKeys keys(file);
+    if (file.metadata().contains("tokenizer.ggml.precompiled_charsmap"))
+        fail("%s: 'tokenizer.ggml.precompiled_charsmap' is not supported", file.path().c_str());
+    TokenizerParts parts =
+        model == "gpt2" ? gguf::read_byte_level(keys) : gguf::read_sentencepiece_keys(keys);
+    return Tokenizer(std::move(parts), keys.mark("bos_token_id"), keys.mark("eos_token_id"));
+}

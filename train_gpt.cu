@@ -340,6 +340,7 @@ class Trainer {
     StateOptions model_options() const;
     std::optional<State<floatX>> make_adapter_state() const;
     void begin_prompt();
+    void load_gguf();
     void merge();
     uint64_t validation_sequences() const;
 
@@ -1450,6 +1451,7 @@ const MemoryReport& Trainer::rehearse(bool placed) {
     const Feeder* feeder = in_.feeds() ? &feeder_ : nullptr;
     if (!o_.merge.empty() && plans_.merge.work.empty())
         plans_.merge = arena_.rehearse([&] { gpt_.for_each_merged([](int, Field, const TensorX&) {}); });
+    if (in_.gguf) plans_.load = arena_.rehearse([&] { load_gguf(); });
     report_ = make_report<floatX>(o_, plans_, in_.tokenizer ? in_.tokenizer->held_bytes() : 0, choices_);
     report_.parameters = Layout(config_).count();
     report_.trained = adapter_ ? adapter_->layout.count() : report_.parameters;
@@ -1556,6 +1558,8 @@ void Trainer::load() {
     if (adapter_ || in_.resumed.empty()) {
         if (parse_new_model(o_.model))
             initialize_weights(model_, o_.seed);
+        else if (in_.gguf)
+            arena_.run(plans_.load, [&] { load_gguf(); });
         else
             load_weights(model_, in_.model, [&](const SafetensorsFolder& files, auto& used) {
                 if (quantized_) quantized_->load<floatX>(files, config_.family->by_outputs, used);
@@ -1580,6 +1584,18 @@ void Trainer::load() {
     in_.held_adapter.reset();
     in_.held_save.reset();
     in_.held_model.reset();
+}
+
+// Loads a model from a GGUF. What is dequantized now comes through room in the arena.
+void Trainer::load_gguf() {
+    constexpr int64_t kRoom = int64_t{4} << 20;
+    const Tensor<uint8_t> room = arena_.take<uint8_t>("quantized_rows", {kRoom});
+    if (arena_.rehearsing()) return;
+    load_weights(model_, *in_.gguf, stream_, [&](size_t bytes) {
+        if (bytes > static_cast<size_t>(kRoom)) fail("%s: a row of %zu bytes", o_.model.c_str(), bytes);
+        return room.data();
+    });
+    quantized_->load(*in_.gguf);
 }
 
 // A soft prompt begins as the token embeddings of its text, or of tokens drawn at random (Lester et al.,

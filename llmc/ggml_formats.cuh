@@ -33,18 +33,21 @@ struct Q8_0 : GgmlBlocks<32, 34> {
     SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
         const unsigned char* const b = block(i);
         const float d = half_at(b);
-        int q[N];
-        load_bytes(q, b + 2 + i % 32);
-        for (int k = 0; k < N; k++) w[k] = d * static_cast<float>(static_cast<signed char>(q[k]));
+        float q[N];
+        load_signed<N>(q, b + 2 + i % 32);
+        for (int k = 0; k < N; k++) w[k] = d * q[k];
     }
 };
 
 // N of 32 numbers of 4 bits from number `at` on: the first 16 are low halves of the 16 bytes.
 template <int N>
-SIMT_DEVICE void load_halves(int (&q)[N], const unsigned char* bytes, int at) {
-    load_bytes(q, bytes + at % 16);
-    const int shift = at / 16 * 4;
-    for (int k = 0; k < N; k++) q[k] = q[k] >> shift & 15;
+SIMT_DEVICE void load_halves(float (&q)[N], const unsigned char* bytes, int at) {
+    if constexpr (N == 32) {
+        load_numbers<16>(q, bytes, 0, 15);
+        load_numbers<16>(q + 16, bytes, 4, 15);
+    } else {
+        load_numbers<N>(q, bytes + at % 16, at / 16 * 4, 15);
+    }
 }
 
 struct Q4_0 : GgmlBlocks<32, 18> {
@@ -53,9 +56,9 @@ struct Q4_0 : GgmlBlocks<32, 18> {
     SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
         const unsigned char* const b = block(i);
         const float d = half_at(b);
-        int q[N];
+        float q[N];
         load_halves(q, b + 2, static_cast<int>(i % 32));
-        for (int k = 0; k < N; k++) w[k] = d * static_cast<float>(q[k] - 8);
+        for (int k = 0; k < N; k++) w[k] = d * (q[k] - 8.f);
     }
 };
 
@@ -65,9 +68,9 @@ struct Q4_1 : GgmlBlocks<32, 20> {
     SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
         const unsigned char* const b = block(i);
         const float d = half_at(b), m = half_at(b + 2);
-        int q[N];
+        float q[N];
         load_halves(q, b + 4, static_cast<int>(i % 32));
-        for (int k = 0; k < N; k++) w[k] = d * static_cast<float>(q[k]) + m;
+        for (int k = 0; k < N; k++) w[k] = d * q[k] + m;
     }
 };
 
@@ -80,18 +83,14 @@ struct Q4_K : GgmlBlocks<256, 144> {
         const int at = static_cast<int>(i % 256), part = at / 32;
         // The first four parts have 6 bits of a byte; the last four have 4 bits of one, and its two upper
         // bits of what the first leave.
-        int s = scales[part % 4], t = scales[4 + part % 4];
-        if (part < 4) {
-            s &= 63, t &= 63;
-        } else {
-            const int low = scales[4 + part];
-            s = (s >> 6 << 4) | (low & 15), t = (t >> 6 << 4) | low >> 4;
-        }
+        const int s_byte = scales[part % 4], t_byte = scales[4 + part % 4], low = scales[4 + part];
+        const bool first = part < 4;
+        const int s = first ? s_byte & 63 : s_byte >> 6 << 4 | (low & 15);
+        const int t = first ? t_byte & 63 : t_byte >> 6 << 4 | low >> 4;
         const float d = half_at(b) * static_cast<float>(s), m = half_at(b + 2) * static_cast<float>(t);
-        int q[N];
-        load_bytes(q, b + 16 + at / 64 * 32 + at % 32);
-        const int shift = part % 2 * 4;
-        for (int k = 0; k < N; k++) w[k] = d * static_cast<float>(q[k] >> shift & 15) - m;
+        float q[N];
+        load_numbers<N>(q, b + 16 + at / 64 * 32 + at % 32, part % 2 * 4, 15);
+        for (int k = 0; k < N; k++) w[k] = d * q[k] - m;
     }
 };
 
@@ -103,15 +102,13 @@ struct Q6_K : GgmlBlocks<256, 210> {
     SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
         const unsigned char* const b = block(i);
         const int at = static_cast<int>(i % 256), half = at / 128, quarter = at / 32 % 4;
-        const int scale = static_cast<signed char>(b[192 + at / 16]);
-        const float d = half_at(b + 208) * static_cast<float>(scale);
-        int low[N], high[N];
-        load_bytes(low, b + half * 64 + quarter % 2 * 32 + at % 32);
-        load_bytes(high, b + 128 + half * 32 + at % 32);
-        const int low_shift = quarter / 2 * 4, high_shift = quarter * 2;
-        for (int k = 0; k < N; k++) {
-            const int q = (low[k] >> low_shift & 15) | (high[k] >> high_shift & 3) << 4;
-            w[k] = d * static_cast<float>(q - 32);
+        const float d = half_at(b + 208);
+        float low[N], high[N];
+        load_numbers<N>(low, b + half * 64 + quarter % 2 * 32 + at % 32, quarter / 2 * 4, 15);
+        load_numbers<N>(high, b + 128 + half * 32 + at % 32, quarter * 2, 3);
+        for (int first = 0; first < N; first += 16) {
+            const float scale = d * static_cast<float>(static_cast<signed char>(b[192 + (at + first) / 16]));
+            for (int k = first; k < N && k < first + 16; k++) w[k] = scale * (low[k] + 16.f * high[k] - 32.f);
         }
     }
 };

@@ -129,7 +129,9 @@ class GgufFile {
 
     template <class... A>
     [[noreturn]] void refuse(const char* pattern, A... args) const {
-        fail("%s: %s", path().c_str(), format(pattern, args...).c_str());
+        std::string what = pattern;
+        if constexpr (sizeof...(A) > 0) what = format(pattern, args...);
+        fail("%s: %s", path().c_str(), what.c_str());
     }
 
     uint64_t left() const { return file_.size() - at_; }
@@ -293,9 +295,9 @@ class GgufFile {
                           static_cast<long long>(tensor.shape.back()), tensor.type->name, tensor.type->block);
         if (__builtin_mul_overflow(elements / static_cast<size_t>(tensor.type->block),
                                    static_cast<size_t>(tensor.type->block_bytes), &tensor.bytes))
-            refuse_tensor(name, "its size overflows");
+            refuse_tensor(name, "%zu elements overflow", elements);
         tensor.offset = number<uint64_t>();
-        if (!index_.emplace(name, tensors_.size()).second) refuse_tensor(name, "appears twice");
+        if (!index_.emplace(name, tensors_.size()).second) refuse_tensor(name, "%s", "appears twice");
         tensors_.push_back(tensor);
     }
 

@@ -14,10 +14,6 @@
 //     nested_offset  1                 fp32: the mean of the scales
 #pragma once
 
-#if defined(__AVX512F__)
-#include <immintrin.h>
-#endif
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -96,15 +92,18 @@ struct Nf4Decoder {
             w[0] = values[i & 1 ? *p & 15 : *p >> 4] * s;
             return;
         }
-#if defined(__AVX512F__) && defined(__AVX512VL__) && !defined(SIMT_GPU)
-        if constexpr (N == 16) {
-            const __m128i two = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-            const __m128i mask = _mm_set1_epi8(15), high = _mm_and_si128(_mm_srli_epi16(two, 4), mask);
-            const __m128i numbers = _mm_unpacklo_epi8(high, _mm_and_si128(two, mask));
-            // g++ 12 warns of the unmasked forms (GCC's bug 105593).
-            const __m512i wide = _mm512_maskz_cvtepu8_epi32(0xffff, numbers);
-            const __m512 picked = _mm512_maskz_permutexvar_ps(0xffff, wide, _mm512_loadu_ps(values));
-            _mm512_storeu_ps(w, _mm512_mul_ps(picked, _mm512_set1_ps(s)));
+#if defined(SIMT_AVX512)
+        if constexpr (N % 16 == 0) {
+            const __m512 table = _mm512_loadu_ps(values), scales = _mm512_set1_ps(s);
+            const __m128i mask = _mm_set1_epi8(15);
+            for (int k = 0; k < N; k += 16) {
+                const __m128i two = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p + k / 2));
+                const __m128i high = _mm_and_si128(_mm_srli_epi16(two, 4), mask);
+                const __m128i numbers = _mm_unpacklo_epi8(high, _mm_and_si128(two, mask));
+                const __m512i wide = _mm512_maskz_cvtepu8_epi32(0xffff, numbers);
+                _mm512_storeu_ps(w + k,
+                                 _mm512_mul_ps(_mm512_maskz_permutexvar_ps(0xffff, wide, table), scales));
+            }
             return;
         }
 #endif

@@ -24,10 +24,10 @@ struct Plans {
     Plan update;      // empty where backward contains it
     Plan evaluate;
     Plan sample, slide;  // a sample, and its continuation where it is longer than the model's window
-    Plan merge;
+    Plan merge, load;  // of a model's weights and its adapter; of a GGUF's weights
 
-    std::array<const Plan*, 7> all() const {
-        return {&train, &add, &update, &evaluate, &sample, &slide, &merge};
+    std::array<const Plan*, 8> all() const {
+        return {&train, &add, &update, &evaluate, &sample, &slide, &merge, &load};
     }
 };
 
@@ -92,7 +92,8 @@ MemoryReport make_report(const Options& o, const Plans& plans, size_t tokenizer_
                                      {"validation", &plans.evaluate},
                                      {"sampling", &plans.sample},
                                      {"a sample's continuation", &plans.slide},
-                                     {"merging", &plans.merge}})
+                                     {"merging", &plans.merge},
+                                     {"loading", &plans.load}})
         if (!plan->takes.empty()) r.others.emplace_back(name, plan);
     const DeviceRates rates = nominal_rates<T>();
     r.update_seconds = seconds_of(plans.update.work, rates);

@@ -6,7 +6,7 @@
 //
 //     template <int N> void decode(float (&w)[N], int64_t i) const;   // elements i to i + N - 1
 //
-// for N = 1, 4, 8 or 16 and an i that is a multiple of it. Decoded values are the same bits everywhere.
+// for N = 1, 4, 8, 16 or 32 and an i that is a multiple of it. Decoded values are the same bits everywhere.
 #pragma once
 
 #include <bit>
@@ -15,6 +15,11 @@
 
 #if defined(__CUDACC__)
 #include <cuda_fp16.h>
+#elif defined(__x86_64__)
+#include <immintrin.h>
+#if defined(__AVX512F__)
+#define SIMT_AVX512 1  // its masked forms, for of the others g++ 12 warns (GCC's bug 105593)
+#endif
 #endif
 
 #include "llmc/packed.h"
@@ -93,27 +98,13 @@ void quantized_matvec(Out* out, const T* x, const QuantizedView& w, const T* bia
 }
 
 // The longest run that decoders decode at a time; every block is whole runs.
-constexpr int kDecodedRun = 16;
-
-// N elements from number i on: a vector of bf16 on the CPU is two runs.
-template <int N, class Decoder>
-SIMT_DEVICE void decode_vector(float (&w)[N], const Decoder& weights, int64_t i) {
-    if constexpr (N <= kDecodedRun) {
-        weights.decode(w, i);
-    } else {
-        float run[kDecodedRun];
-        for (int r = 0; r < N; r += kDecodedRun) {
-            weights.decode(run, i + r);
-            for (int k = 0; k < kDecodedRun; k++) w[r + k] = run[k];
-        }
-    }
-}
+constexpr int kDecodedRun = 32;
 
 template <class T, class Decoder>
 __global__ void __launch_bounds__(kBlockThreads) dequantize_kernel(T* out, Decoder weights, int64_t n) {
     for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         float w[N];
-        decode_vector(w, weights, i);
+        weights.decode(w, i);
         store(out + i, w);
     });
 }
@@ -239,6 +230,43 @@ SIMT_DEVICE void load_bytes(int (&q)[N], const unsigned char* p) {
 #endif
 }
 
+// N numbers of some bits, from bit `shift` of N bytes on.
+template <int N>
+SIMT_DEVICE void load_numbers(float* q, const unsigned char* p, int shift, int mask) {
+#if defined(SIMT_AVX512)
+    if constexpr (N % 16 == 0) {  // g++ leaves the loop below scalar in the midst of others
+        for (int k = 0; k < N; k += 16) {
+            const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + k));
+            const __m512i shifted = _mm512_maskz_srl_epi32(0xffff, _mm512_maskz_cvtepu8_epi32(0xffff, bytes),
+                                                           _mm_cvtsi32_si128(shift));
+            const __m512i numbers = _mm512_and_si512(shifted, _mm512_set1_epi32(mask));
+            _mm512_storeu_ps(q + k, _mm512_maskz_cvtepi32_ps(0xffff, numbers));
+        }
+        return;
+    }
+#endif
+    int bytes[N];
+    load_bytes(bytes, p);
+    for (int k = 0; k < N; k++) q[k] = static_cast<float>(bytes[k] >> shift & mask);
+}
+// N bytes that are numbers from -128 to 127.
+template <int N>
+SIMT_DEVICE void load_signed(float* q, const unsigned char* p) {
+#if defined(SIMT_AVX512)
+    if constexpr (N % 16 == 0) {
+        for (int k = 0; k < N; k += 16) {
+            const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + k));
+            const __m512i numbers = _mm512_maskz_cvtepi8_epi32(0xffff, bytes);
+            _mm512_storeu_ps(q + k, _mm512_maskz_cvtepi32_ps(0xffff, numbers));
+        }
+        return;
+    }
+#endif
+    int bytes[N];
+    load_bytes(bytes, p);
+    for (int k = 0; k < N; k++) q[k] = static_cast<float>(static_cast<signed char>(bytes[k]));
+}
+
 // The value of the IEEE 754 half at an address that is a multiple of 2; every half has one.
 SIMT_DEVICE float half_at(const unsigned char* p) {
     uint16_t bits;
@@ -247,11 +275,15 @@ SIMT_DEVICE float half_at(const unsigned char* p) {
     return __half2float(__ushort_as_half(bits));
 #else
     memcpy(&bits, p, 2);
+#if defined(__F16C__)
+    return _cvtsh_ss(bits);
+#else
     // The exponent's bias is 15 in a half and 127 in a float; subnormals come out right by the product.
     const uint32_t magnitude = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
     const float scaled = std::bit_cast<float>(magnitude) * 0x1p112f;
     const uint32_t finite = std::bit_cast<uint32_t>(scaled);
     return std::bit_cast<float>(sign | (magnitude < 0x0f800000u ? finite : 0x7f800000u | magnitude));
+#endif
 #endif
 }
 

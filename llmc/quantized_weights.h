@@ -10,6 +10,7 @@
 
 #include "llmc/adapter.h"
 #include "llmc/checkpoint.h"
+#include "llmc/gguf_model.h"
 #include "llmc/nf4_files.h"
 #include "llmc/quantized_formats.h"
 
@@ -27,13 +28,13 @@ inline Layout layout_without_matrices(const ModelConfig& c) {
 
 class QuantizedWeights {
   public:
-    // Of a model all whose linear layers are in one format, or in those of its files, by their names. Takes no
-    // memory yet.
+    // Of a model: format_of(name, rows, columns) is that of a matrix, by its name in files and its size, (out,
+    // in). Takes no memory yet.
     template <class FormatOf>
     QuantizedWeights(const ModelConfig& c, FormatOf&& format_of) {
         for (LinearModule& m : linear_modules(c)) {
             const std::string name = c.family->prefix + block_prefix(*c.family, m.layer) + m.name + ".weight";
-            const WeightFormat* format = format_of(name);
+            const WeightFormat* format = format_of(name, m.outputs, m.inputs);
             matrices_.push_back({name, m, format, bytes_});
             bytes_ += static_cast<size_t>(quantized_bytes(*format, m.outputs * m.inputs));
         }
@@ -56,16 +57,18 @@ class QuantizedWeights {
     // `by_outputs`. The tensors that were read go to `used`.
     template <class T>
     void load(const SafetensorsFolder& files, bool by_outputs, std::set<const SafetensorsEntry*>& used) {
-        std::vector<unsigned char> bytes;
-        for (const Matrix& m : matrices_) {
-            bytes.assign(static_cast<size_t>(quantized_bytes(view(m))) + kQuantizedAlignment, 0);
-            unsigned char* const aligned = align(bytes.data());
+        load_each([&](const Matrix& m, unsigned char* to) {
             if (Nf4File::has(files, m.name))
-                read_nf4(files, m, aligned, used);
+                read_nf4(files, m, to, used);
             else
-                quantize<T>(files, m, by_outputs, aligned, used);
-            copy_to_device(memory_.data() + m.offset, aligned, static_cast<size_t>(quantized_bytes(view(m))), {});
-        }
+                quantize<T>(files, m, by_outputs, to, used);
+        });
+    }
+    // Loads them from a GGUF, as they are there.
+    void load(const GgufModel& file) {
+        load_each([&](const Matrix& m, unsigned char* to) {
+            file.get(m.name, {m.module.outputs, m.module.inputs}).read_rows(0, m.module.outputs, to);
+        });
     }
 
   private:
@@ -76,6 +79,17 @@ class QuantizedWeights {
         size_t offset;
     };
 
+    // Has fill(matrix, to) write each matrix' bytes, in host memory.
+    template <class Fill>
+    void load_each(Fill&& fill) {
+        std::vector<unsigned char> bytes;
+        for (const Matrix& m : matrices_) {
+            const auto size = static_cast<size_t>(quantized_bytes(view(m)));
+            bytes.assign(size + kQuantizedAlignment, 0);
+            fill(m, align(bytes.data()));
+            copy_to_device(memory_.data() + m.offset, align(bytes.data()), size, {});
+        }
+    }
     static unsigned char* align(unsigned char* p) {
         const auto address = reinterpret_cast<uintptr_t>(p);
         return p + (kQuantizedAlignment - address % kQuantizedAlignment) % kQuantizedAlignment;
@@ -120,3 +134,36 @@ class QuantizedWeights {
     size_t bytes_ = 0;
     DeviceBuffer memory_;
 };
+
+// The format of a GGUF's tensor. Fails where it is none that is read.
+inline const WeightFormat& format_of(const GgufTensor& tensor) {
+    for (const WeightFormat* format : kWeightFormats)
+        if (format->ggml_type == static_cast<int>(tensor.type->number)) return *format;
+    fail("%s: tensor \"%s\" is %s, which is not supported", tensor.file->path().c_str(), tensor.name.c_str(),
+         tensor.type->name);
+}
+
+// Loads what is not quantized of a frozen model, the tensors of `state`, from a GGUF: dequantized where the file
+// has them so, a piece at a time. room(bytes) is device memory aligned to 16 bytes that nobody else uses.
+template <class T, class Room>
+void load_weights(State<T>& state, const GgufModel& file, Stream stream, Room&& room) {
+    constexpr int64_t kPiece = int64_t{1} << 20;  // bytes
+    std::vector<unsigned char> host;
+    for (const Parameter& p : state.layout.parameters())
+        for (const Parameter::Part& part : p.parts) {
+            const GgufPart found = file.get(part.name, file_shape(part.shape));
+            const WeightFormat& format = format_of(*found.tensor);
+            const auto row_bytes = static_cast<int64_t>(found.tensor->row_bytes());
+            const int64_t rows = part.shape.dims[0], columns = part.shape.size() / rows;
+            const int64_t most = std::max<int64_t>(1, kPiece / row_bytes);
+            for (int64_t first = 0; first < rows; first += most) {
+                const int64_t count = std::min(most, rows - first);
+                host.resize(static_cast<size_t>(count * row_bytes));
+                found.read_rows(first, count, host.data());
+                auto* const device = static_cast<unsigned char*>(room(host.size()));
+                copy_to_device(device, host.data(), host.size(), stream);
+                dequantize(state.weights() + p.offset + part.offset + first * columns,
+                           {&format, device, count, columns}, stream);
+            }
+        }
+}

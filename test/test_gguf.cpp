@@ -18,17 +18,17 @@ namespace {
 using Change = std::function<void(GgufWriter&)>;
 
 // A Llama of one layer: 8 channels in 2 heads, 1 of keys and values, 6 tokens.
-void add_keys(GgufWriter& w, const std::string& arch = "llama") {
+void add_keys(GgufWriter& w, const std::string& arch = "llama", float theta = 500000) {
     w.text("general.architecture", arch);
     w.u32(arch + ".block_count", 1);
     w.u32(arch + ".context_length", 64);
     w.u32(arch + ".embedding_length", 8);
-    w.u32(arch + ".feed_forward_length", 16);
+    w.u32(arch + ".feed_forward_length", arch == "bloom" ? 32 : 16);
     w.u32(arch + ".attention.head_count", 2);
     if (arch == "bloom") return;
     w.u32(arch + ".attention.head_count_kv", 1);
     w.f32(arch + ".attention.layer_norm_rms_epsilon", 1e-5f);
-    w.f32(arch + ".rope.freq_base", 500000);
+    w.f32(arch + ".rope.freq_base", theta);
 }
 void add_tensors(GgufWriter& w, const std::string& without = "") {
     const std::vector<std::pair<std::string, std::vector<uint64_t>>> tensors = {
@@ -101,7 +101,7 @@ TEST_F(Gguf, BrokenFilesAreRefused) {
     expect_refused([](auto& w) { w.version = 1; }, {"version is 1", "2 and 3"});
     expect_refused([](auto& w) { w.version = 3 << 24; }, {"big endian"});
     expect_refused([](auto& w) { w.claimed_tensors = 1000; }, {"1000 tensors"});
-    expect_refused([](auto& w) { w.claimed_keys = 1; }, {"cut short"});
+    expect_refused([](auto& w) { w.claimed_keys = 1; }, {"1 keys"});
     expect_refused([](auto& w) { w.u32("a", 1), w.u32("a", 2); }, {"\"a\" appears twice"});
     expect_refused([](auto& w) { w.u32("", 1); }, {"is empty"});
     expect_refused([](auto& w) { w.u32("\xff", 1); }, {"UTF-8"});
@@ -131,7 +131,7 @@ TEST_F(Gguf, BrokenTensorsAreRefused) {
     expect_refused(tensor({1, 1, 1, 1, 1}, 0, 4), {"5 dimensions"});
     expect_refused(tensor({0}, 0, 4), {"dimension 0"});
     expect_refused(tensor({1ull << 40, 1ull << 40}, 0, 4), {"too large"});
-    expect_refused(tensor({1ull << 62}, 0, 4), {"overflows"});
+    expect_refused(tensor({1ull << 62}, 0, 4), {"overflow"});
     expect_refused(tensor({256}, 13, 176), {"Q5_K is not supported", "Q4_K"});
     expect_refused(tensor({256}, 99, 176), {"unknown type 99"});
     expect_refused(tensor({48}, 8, 51), {"48 elements", "Q8_0, 32"});
@@ -166,11 +166,11 @@ TEST_F(Gguf, ALlamaIsRead) {
 
 TEST_F(Gguf, RotaryScalingIsReadFromItsDivisors) {
     RopeScaling rope;
-    rope.type = RopeType::kLlama3, rope.factor = 32, rope.theta = 500000;
+    rope.type = RopeType::kLlama3, rope.factor = 32, rope.theta = 1e12;
     const std::vector<double> divisors = gguf::llama3_divisors(4, rope);
     const auto file = [&](double times) {
         return [=](GgufWriter& w) {
-            add_keys(w), add_tensors(w);
+            add_keys(w, "llama", 1e12f), add_tensors(w);
             std::string data;
             for (const double d : divisors)
                 data += w.number(static_cast<float>(d * (data.empty() ? times : 1)));
@@ -223,6 +223,7 @@ TEST_F(Gguf, BrokenTokenizersAreRefused) {
     const auto with = [](const std::string& model, const std::vector<int32_t>& types, const Change& change) {
         return [=](GgufWriter& w) {
             w.text("tokenizer.ggml.model", model);
+            w.text("tokenizer.ggml.pre", "gpt-2");
             w.texts("tokenizer.ggml.tokens", {"a", "b"});
             w.i32s("tokenizer.ggml.token_type", types);
             change(w);

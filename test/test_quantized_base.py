@@ -11,8 +11,9 @@ import transformers
 from test_adapters import OPTIONS, STEPS, make_adapter, trained, validated
 from test_bad_input import refused
 from test_families import DATA, linked, prepare
+from test_gguf import MODELS as GGUF_MODELS, write_gguf
 from test_train import by_key, open_with_transformers
-from trainer_runs import read_log, saved_bytes
+from trainer_runs import random_tokens, read_log, saved_bytes, write_shard
 
 # Matrices whose elements are no multiple of NF4's blocks among them.
 FAMILIES = ("llama", "bloom", "qwen3")
@@ -134,3 +135,45 @@ def test_bad_input(train_fp32, work):
     for change, named in (({"bnb_4bit_quant_type": "fp4"}, "fp4"), ({"quant_method": "gptq"}, "gptq")):
         path.write_text(json.dumps(config | {"quantization_config": config["quantization_config"] | change}))
         refused(train_fp32, work, base | {"--train": "lora"}, "bnb/config.json", named)
+
+
+@pytest.fixture(params=("llama", "qwen3", "bloom"))
+def gguf_work(request, tmp_path):
+    """A GGUF with matrices in Q8_0, F16, BF16 and F32, a LoRA of its model, and tokens."""
+    config, arch = GGUF_MODELS[request.param]
+    torch.manual_seed(3)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            torch.nn.init.normal_(parameter, std=parameter.shape[1]**-0.5)
+    model.save_pretrained(tmp_path / "model")
+    write_gguf(tmp_path / "model.gguf", model, arch)
+    make_adapter(tmp_path, peft.LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))
+    write_shard(tmp_path / "data.bin", random_tokens(160, 3000))
+    return tmp_path
+
+
+def test_a_gguf(train_fp32, gguf_work):
+    """Its loss is that of the model that it was made of but for its 8 bits, and that of its merge with an adapter is
+    the merged folder's. A training goes on as ever, and full training is refused."""
+    work = gguf_work
+    plain = validated(train_fp32, work, "--model", "model")
+    assert validated(train_fp32, work, "--model", "model.gguf") == pytest.approx(plain, rel=0, abs=0.02)
+    adapted = validated(train_fp32, work, "--model", "model.gguf", "--adapter", "adapter", "--merge", "merged")
+    assert adapted != pytest.approx(plain, rel=0, abs=0.02)
+    tokens = np.fromfile(work / "data.bin", dtype=np.uint16, offset=1024).astype(np.int64)
+    windows = torch.stack([torch.from_numpy(tokens[at:at + 38]) for at in range(0, 6 * 37, 37)])
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(
+            open_with_transformers(work / "merged")(windows[:, :-1]).logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert adapted == pytest.approx(loss.item(), rel=0, abs=1e-5)
+
+    options = ("--model", "model.gguf", *DATA[2:], "--adapter", "adapter", "--sample-tokens", 0)
+    train_fp32(*options, "--steps", 4, "--save-every", 2, "--keep", 0, "--out", "out", cwd=work)
+    whole = saved_bytes(work / "out" / "step-00000004")
+    train_fp32("--resume", "out/step-00000002", cwd=work)
+    assert saved_bytes(work / "out" / "step-00000004") == whole
+    refused(train_fp32, work, {"--model": "model.gguf", "--data": "data.bin"}, "--model model.gguf", "GGUF",
+            "--train lora")
+    (work / "short.gguf").write_bytes((work / "model.gguf").read_bytes()[:-1000])
+    refused(train_fp32, work, {"--model": "short.gguf", "--data": "data.bin", "--train": "lora"}, "short.gguf")

@@ -200,14 +200,15 @@ else
 endif
 
 FUZZ_SECONDS ?= 10
-FUZZERS := $(patsubst %,build/test/fuzz/fuzz_%,safetensors shards json config tokenizer gguf nf4)
+FUZZED := safetensors shards json config tokenizer gguf nf4 json_lines
+FUZZERS := $(FUZZED:%=build/test/fuzz/fuzz_%)
 fuzz-build: $(FUZZERS)
 build/test/fuzz/%: test/%.cpp Makefile
 	@mkdir -p $(@D)
 	clang++ -std=c++20 -Wall -Wextra -Werror -I. -MMD -MP -MF $@.d -MT $@ -g -O1 -fsanitize=fuzzer,address $< -o $@ $(TEXT_LIBS)
 fuzz: $(FUZZERS)
 	@python3 test/fuzz_seeds.py build/fuzz
-	@for f in safetensors shards json config tokenizer gguf nf4; do \
+	@for f in $(FUZZED); do \
 	  build/test/fuzz/fuzz_$$f -max_total_time=$(FUZZ_SECONDS) -verbosity=0 -print_final_stats=0 build/fuzz/$$f > build/fuzz/$$f.log 2>&1 || \
 	  { tail -40 build/fuzz/$$f.log; exit 1; }; echo "== fuzz_$$f: $(FUZZ_SECONDS) s, nothing found"; done
 

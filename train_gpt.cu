@@ -24,6 +24,7 @@
 #include "llmc/cross_entropy.cuh"
 #include "llmc/dataset.h"
 #include "llmc/device_rates.h"
+#include "llmc/documents.h"
 #include "llmc/dropout.cuh"
 #include "llmc/embedding.cuh"
 #include "llmc/enough_memory.h"
@@ -74,16 +75,16 @@ struct NormNames;
 
 // How a micro-batch is run.
 struct MicroBatchOptions {
-    int64_t head_rows = 0;   // rows that have logits at one time; 0: all
-    std::vector<Keep> keep;  // of each layer
-    bool adds = false;       // to the gradients of micro-batches before: else they are written
+    int64_t head_rows = 0;                  // rows that have logits at one time; 0: all
+    std::vector<Keep> keep;                 // of each layer
+    bool adds = false;                      // to the gradients of micro-batches before: else they are written
     double lora_dropout = 0;                // the share of an adapter's inputs that is dropped
     const uint64_t* dropout_key = nullptr;  // on the device: the micro-batch's
 };
 
 // The model: its parameters, seen through views, and the operations of a step on them. Nothing here owns
-// memory; the parameters lie in a State, all else in the arena. What is trained lies in a State too: the same,
-// or an adapter's, and then the model itself is frozen.
+// memory; the parameters lie in a State, all else in the arena. What is trained lies in a State too: the
+// same, or an adapter's, and then the model itself is frozen.
 class Gpt {
   public:
     // Called with the number of a unit of the Layout and its gradients, as soon as they are complete.
@@ -241,8 +242,8 @@ class Gpt {
     template <class T>
     void add_head_product(Tensor<T>& d_weight, Tensor<uint8_t>& low, const Tensor<T>& d_logits,
                           const Tensor<T>& x, bool adds);
-    void head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options, float loss_scale,
-              TensorF& loss, Head<floatX>& g);
+    void head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options,
+              LossScale loss_scale, TensorF& loss, Head<floatX>& g);
     void backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream,
                       bool adds);
     void backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds);
@@ -260,6 +261,12 @@ class Gpt {
     const bool hopper_attention_;
     TensorF position_factors_;
     const MicroBatchOptions* dropping_ = nullptr;  // of the micro-batch that is trained on, or null
+    // A soft prompt is before each sequence, which holds one example then.
+    void read_documents(const DeviceBatch& batch) {
+        documents_ = prompt_len() > 0 ? &kWhole : &batch.documents;
+    }
+    inline static const Documents kWhole{};  // each sequence is one
+    const Documents* documents_ = &kWhole;   // of the batch at hand
     struct {
         Embeddings<floatX> embeddings;
         std::vector<Block<floatX>> blocks;
@@ -288,8 +295,9 @@ class Trainer {
     // The loop.
     void train();
     bool train_step();
-    void feed_training(int k);
-    void feed(SequenceLoader& loader, uint64_t first, uint64_t count);
+    void feed_training(int k, float loss_scale);
+    void feed(SequenceLoader& loader, uint64_t first, uint64_t count, float loss_scale);
+    float step_loss_scale();
     template <class Operations>
     void run_step(Plan& plan, Operations&& operations);
     void measure_norm(const floatX* gradients, int64_t n, TensorF& norm);
@@ -406,8 +414,7 @@ void Trainer::train() {
 bool Trainer::train_step() {
     Range range("step");
     metrics_.step_begins();
-    const float loss_scale = 1.f / (static_cast<float>(o_.batch) * static_cast<float>(o_.seq_len) *
-                                    static_cast<float>(o_.grad_accum));
+    const float loss_scale = step_loss_scale();
     const double rate = learning_rate(o_.schedule, step_, o_.steps, o_.warmup, o_.lr, o_.min_lr);
     set_factors(factors_,
                 {.lr = static_cast<float>(rate),
@@ -422,9 +429,10 @@ bool Trainer::train_step() {
     device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
     for (int k = 0; k < o_.grad_accum; k++) {
         if (k > 0 && interrupted) return false;
-        feed_training(k);
+        feed_training(k, loss_scale);
         if (drops())
-            set_dropout_key(reinterpret_cast<uint64_t*>(dropout_memory_.data()), o_.seed, first_of(k), stream_);
+            set_dropout_key(reinterpret_cast<uint64_t*>(dropout_memory_.data()), o_.seed, first_of(k),
+                            stream_);
         micro_.adds = k > 0;
         run_step(micro_.adds ? plans_.add : plans_.train, [&] {
             gpt_.forward_backward(feeder_.batch(), micro_, loss_scale, metrics_.loss(), consume_);
@@ -435,19 +443,35 @@ bool Trainer::train_step() {
     return true;
 }
 
+// What makes the sum of so many losses their mean, and that of none zero.
+float mean_scale(uint64_t losses) { return losses > 0 ? 1.f / static_cast<float>(losses) : 0.f; }
+
+// That of the step, over the tokens that have a loss. Where none has, a line says so.
+float Trainer::step_loss_scale() {
+    uint64_t tokens = static_cast<uint64_t>(step_tokens());
+    if (loader_)
+        tokens = loader_->tokens_with_loss(first_of(0), batch() * static_cast<uint64_t>(o_.grad_accum));
+    if (tokens == 0) {
+        metrics_.finish();
+        printf("step %5lld has no token to learn: it counts as no loss\n", static_cast<long long>(step_ + 1));
+    }
+    return mean_scale(tokens);
+}
+
 // Feeds micro-batch k of the step: from the data, or random tokens where a bench has none.
-void Trainer::feed_training(int k) {
+void Trainer::feed_training(int k, float loss_scale) {
     const uint64_t first = first_of(k);
-    if (loader_) return feed(*loader_, first, batch());
+    if (loader_) return feed(*loader_, first, batch(), loss_scale);
     const Feeder::Slot slot = feeder_.slot();
     fill_random(slot.inputs, slot.targets, o_.seed, first, config_.vocabulary);
     feeder_.send(stream_);
 }
 
 // Feeds `count` sequences from number `first` on; rows beyond them, up to a whole batch, do not count.
-void Trainer::feed(SequenceLoader& loader, uint64_t first, uint64_t count) {
+void Trainer::feed(SequenceLoader& loader, uint64_t first, uint64_t count, float loss_scale) {
     const Feeder::Slot slot = feeder_.slot();
-    loader.fill_batch(first, count, slot.inputs, slot.targets);
+    loader.fill_batch(first, count, slot.inputs, slot.targets, slot.positions, slot.ends);
+    if (slot.loss_scale) *slot.loss_scale = loss_scale;
     feeder_.send(stream_);
 }
 
@@ -494,10 +518,10 @@ std::optional<double> Trainer::validate() {
     const uint64_t sequences = validation_sequences();
     device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
     // The same in every call, as run_step() asks for.
-    const float scale = 1.f / (static_cast<float>(sequences) * static_cast<float>(o_.seq_len));
+    const float scale = mean_scale(val_loader_->tokens_with_loss(0, sequences));
     for (uint64_t first = 0; first < sequences; first += batch()) {
         if (interrupted) return std::nullopt;
-        feed(*val_loader_, first, std::min(batch(), sequences - first));
+        feed(*val_loader_, first, std::min(batch(), sequences - first), scale);
         run_step(plans_.evaluate, [&] { gpt_.evaluate(feeder_.batch(), micro_, scale, metrics_.loss()); });
     }
     float loss = 0;
@@ -587,9 +611,8 @@ void Trainer::merge() {
         write_settings<floatX>(folder, config_, in_.tokenizer_folder);
         MergedFile<floatX> file(folder + "/model.safetensors", model_, quantized_.has_value(), stream_);
         arena_.run(plans_.merge, [&] {
-            gpt_.for_each_merged([&](int layer, Field field, const TensorX& matrix) {
-                file.append(layer, field, matrix);
-            });
+            gpt_.for_each_merged(
+                [&](int layer, Field field, const TensorX& matrix) { file.append(layer, field, matrix); });
         });
         file.finish();
     });
@@ -693,9 +716,7 @@ TensorX Gpt::linear(const char* name, const TensorX& x, const Linear<floatX>& w,
             quantized_matvec(out.at(first), x.data(), matrix, w.bias ? w.bias.at(first) : nullptr, stream_);
     } else {
         matmul(arena_, stream_, out, x, weight_of(w),
-               {.transpose_b = w.by_outputs,
-                .bias = w.bias ? &w.bias : nullptr,
-                .gelu = gelu && !finishes});
+               {.transpose_b = w.by_outputs, .bias = w.bias ? &w.bias : nullptr, .gelu = gelu && !finishes});
     }
     if (w.adapter) add_lora(out, x, w.adapter);
     if (gelu && finishes) gelu_forward(out, out, stream_);
@@ -706,7 +727,8 @@ TensorX Gpt::linear(const char* name, const TensorX& x, const Linear<floatX>& w,
 TensorX Gpt::weight_of(const Linear<floatX>& w) {
     if (w.quantized.empty()) return w.weight.view();
     TensorX weight = take("dequantized", {w.outputs(), w.inputs()});
-    for (const auto& [matrix, first] : w.quantized) dequantize(weight.at(first * w.inputs()), matrix, stream_);
+    for (const auto& [matrix, first] : w.quantized)
+        dequantize(weight.at(first * w.inputs()), matrix, stream_);
     return weight;
 }
 
@@ -749,11 +771,9 @@ void Gpt::add_lora(TensorX& out, const TensorX& x, const Adapter<floatX>& adapte
     for (const auto& part : adapter.parts) {
         const int64_t rank = part.b.columns();
         TensorX to(out.at(part.first_output), {out.rows(), part.b.rows()});
-        matmul(arena_, stream_, to, TensorX(columns.at(first), {columns.rows(), rank}), part.b,
-               {.transpose_b = true,
-                .accumulate = true,
-                .a_row = columns.columns(),
-                .out_row = out.columns()});
+        matmul(
+            arena_, stream_, to, TensorX(columns.at(first), {columns.rows(), rank}), part.b,
+            {.transpose_b = true, .accumulate = true, .a_row = columns.columns(), .out_row = out.columns()});
         first += rank;
     }
 }
@@ -778,7 +798,7 @@ TensorX Gpt::embed(const Tensor<int>& tokens, int first_position) {
     if (w.prompt && first_position == 0) prompt = w.prompt.view();
     const int64_t length = tokens.columns() + (prompt ? prompt.rows() : 0);
     TensorX x = take(w.norm.weight ? "embedded" : "residual", {tokens.rows(), length, config_.channels});
-    embedding_forward(x, tokens, w.token, w.position, prompt, first_position, stream_);
+    embedding_forward(x, tokens, w.token, w.position, prompt, first_position, documents_->positions, stream_);
     return w.norm.weight ? std::move(norm(kEmbeddingNorm, x, w.norm).out) : std::move(x);
 }
 
@@ -799,13 +819,15 @@ void Gpt::make_qkv(BlockActivations& a, MakeX&& make_x, const Block<floatX>& w, 
         head_norm_forward(a.qkv, a.raw_qkv ? a.raw_qkv : a.qkv, w.query_norm.weight, w.key_norm.weight,
                           config_.heads, config_.kv_heads, stream_, epsilon());
     if (family_.position == PositionKind::Rotary)
-        rope_forward(a.qkv, position_factors_, config_.heads + config_.kv_heads, first_position, stream_);
+        rope_forward(a.qkv, position_factors_, config_.heads + config_.kv_heads, first_position,
+                     documents_->positions, stream_);
 }
 
 // Turns d_qkv, the gradient of a.qkv, into that of the product which make_qkv() began with.
 void Gpt::make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<floatX>& w, Block<floatX>& g) {
     if (family_.position == PositionKind::Rotary)
-        rope_backward(d_qkv, position_factors_, config_.heads + config_.kv_heads, 0, stream_);
+        rope_backward(d_qkv, position_factors_, config_.heads + config_.kv_heads, 0, documents_->positions,
+                      stream_);
     if (!w.query_norm.weight) return;
     TensorF scratch;
     if (g.query_norm.weight)
@@ -837,7 +859,9 @@ AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv) const {
             .kv_head = together ? 3 * size : size,
             .window = config_.window,
             .alibi = family_.position == PositionKind::Alibi ? position_factors_.data() : nullptr,
-            .hopper = hopper_attention_};
+            .hopper = hopper_attention_,
+            .positions = documents_->positions.data(),
+            .document_ends = documents_->ends.data()};
 }
 
 // a.attention (B, T, query_width()) = causal attention of a.qkv; with a cache, of it and of all that came
@@ -1021,8 +1045,8 @@ TensorX Gpt::linear_backward(const char* name, Linear<floatX>& g, MakeX&& make_x
     return d_x;
 }
 
-// Backward of add_lora(): the gradients g of A and B from its input (.., inputs) and d_out (.., outputs). Returns the
-// gradient of x A^T, (rows, ranks).
+// Backward of add_lora(): the gradients g of A and B from its input (.., inputs) and d_out (.., outputs).
+// Returns the gradient of x A^T, (rows, ranks).
 TensorX Gpt::lora_backward(Adapter<floatX>& g, const TensorX& input, const TensorX& d_out,
                            const Adapter<floatX>& adapter, bool adds) {
     const TensorX x = lora_input(input, adapter);
@@ -1086,7 +1110,7 @@ void Gpt::add_head_product(Tensor<T>& d_weight, Tensor<uint8_t>& low, const Tens
 // The head of some rows after others, each forward and at once back, so that no more logits exist than a
 // chunk's. `stream` (B, T, C), the last block's output, becomes its own gradient.
 void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options,
-               float loss_scale, TensorF& loss, Head<floatX>& g) {
+               LossScale loss_scale, TensorF& loss, Head<floatX>& g) {
     const int64_t rows = stream.rows(), C = config_.channels, V = config_.padded_vocabulary();
     const bool chunks = options.head_rows > 0 && options.head_rows < rows;
     TensorF losses = take_float("losses", {rows, 1}), sums_of_norm;
@@ -1188,7 +1212,7 @@ void Gpt::backward_embeddings(Embeddings<floatX>& g, TensorX& d_stream, const De
     const Embeddings<floatX>& w = weights_.embeddings;
     if (w.norm.weight) {
         TensorX x = take("embedded", d_stream.shape());
-        embedding_forward(x, batch.inputs, w.token, w.position, w.prompt, 0, stream_);
+        embedding_forward(x, batch.inputs, w.token, w.position, w.prompt, 0, documents_->positions, stream_);
         NormedX n = norm(kEmbeddingNorm, x, w.norm);
         n.out.drop();
         TensorX d_x = take_gradient("d_embedded", d_stream.shape());
@@ -1197,7 +1221,7 @@ void Gpt::backward_embeddings(Embeddings<floatX>& g, TensorX& d_stream, const De
         d_stream = std::move(d_x);
     }
     embedding_backward(g.token, g.position, d_stream, batch.inputs, batch.rows_by_token, batch.token_starts,
-                       stream_);
+                       *documents_, stream_);
     if (g.prompt) prompt_backward(g.prompt, d_stream, stream_);
 }
 
@@ -1224,10 +1248,11 @@ TensorX Gpt::with_prompt(TensorX&& d_tokens) {
     return d_stream;
 }
 
-// One micro-batch: writes or adds its gradients, or has each unit's consumed, and adds loss_scale times the
-// sum of its losses to `loss` (1).
+// One micro-batch: writes or adds its gradients, or has each unit's consumed, and adds loss_scale, or the
+// batch's own, times the sum of its losses to `loss` (1).
 void Gpt::forward_backward(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
                            TensorF& loss, const Consume& consume) {
+    read_documents(batch);
     dropping_ = &options;
     std::vector<BlockActivations> blocks(static_cast<size_t>(config_.layers));
     std::optional<Range> range(std::in_place, "forward");
@@ -1255,7 +1280,7 @@ void Gpt::forward_backward(const DeviceBatch& batch, const MicroBatchOptions& op
     Head<floatX> d_head = layout.head(of_head.all.data());
     if (tied) d_head.logits.weight = d_embeddings.token.view();
     stream = of_tokens(std::move(stream));
-    head(stream, batch.targets, options, loss_scale, loss, d_head);
+    head(stream, batch.targets, options, {loss_scale, batch.loss_scale.data()}, loss, d_head);
     stream = with_prompt(std::move(stream));
     complete(head_unit, of_head, consume);
 
@@ -1269,10 +1294,11 @@ void Gpt::forward_backward(const DeviceBatch& batch, const MicroBatchOptions& op
     dropping_ = nullptr;
 }
 
-// Adds loss_scale times the sum of the batch's losses to `loss` (1).
+// Adds loss_scale, or the batch's own, times the sum of the batch's losses to `loss` (1).
 void Gpt::evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
                    TensorF& loss) {
     Range range("evaluate");
+    read_documents(batch);
     const TensorX stream = of_tokens(forward_only(batch.inputs, nullptr));
     const int64_t rows = stream.rows();
     TensorF losses = take_float("losses", {rows, 1});
@@ -1282,7 +1308,7 @@ void Gpt::evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, f
         cross_entropy_forward(a.logits, part, batch.targets.view({rows, 1}).rows_at(first, count),
                               config_.vocabulary, stream_);
     });
-    add_losses(loss, losses, loss_scale, stream_);
+    add_losses(loss, losses, {loss_scale, batch.loss_scale.data()}, stream_);
 }
 
 // Runs `tokens`, which follow what the cache holds, and appends them to it. The logits (1, V) after the last.
@@ -1300,6 +1326,7 @@ TensorX Gpt::forward_cached(const std::vector<int>& tokens, KvCache& cache) {
 template <class Choose>
 void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choose) {
     Range range("generate");
+    documents_ = &kWhole;
     KvCache cache;
     const int64_t positions = prompt_len() + static_cast<int64_t>(prompt.size()) + new_tokens;
     for (int l = 0; l < config_.layers; l++)
@@ -1313,8 +1340,8 @@ void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choo
     });
 }
 
-// Calls visit(layer, field, matrix) for each linear layer's matrix with its adapter in it, W + scale B A, as W
-// lies: (in, out) or, if by outputs or quantized, (out, in).
+// Calls visit(layer, field, matrix) for each linear layer's matrix with its adapter in it, W + scale B A, as
+// W lies: (in, out) or, if by outputs or quantized, (out, in).
 template <class Visit>
 void Gpt::for_each_merged(Visit&& visit) {
     Range range("merge");
@@ -1343,9 +1370,8 @@ void Gpt::merge_adapter(TensorX& matrix, const Linear<floatX>& w) {
             matmul(arena_, stream_, to, b, a, {.accumulate = true});
         } else {
             TensorX to(matrix.at(part.first_output), {w.inputs(), outputs});
-            matmul(
-                arena_, stream_, to, a, b,
-                {.transpose_a = true, .transpose_b = true, .accumulate = true, .out_row = w.outputs()});
+            matmul(arena_, stream_, to, a, b,
+                   {.transpose_a = true, .transpose_b = true, .accumulate = true, .out_row = w.outputs()});
         }
         first += rank;
     }
@@ -1387,7 +1413,7 @@ void Trainer::use(const MemorySetting& s) {
     apply_setting(s, o_);
     model_.choose(model_options());
     if (adapter_) adapter_->choose(state_options<floatX>(o_));
-    feeder_.choose(s.batch, o_.seq_len, config_.vocabulary);
+    feeder_.choose(s.batch, o_.seq_len, config_.vocabulary, in_.packs());
     micro_ = {.head_rows = s.head_rows, .keep = {}};
     micro_.lora_dropout = in_.adapter.dropout;
     micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
@@ -1457,8 +1483,10 @@ void Trainer::prepare() {
     used_before_ = device_bytes_in_use();
     if (saves()) prepare_saves();
     if (in_.data && in_.data->is_text() && !in_.val_data && trains())
-        fprintf(stderr, "no validation: the text's last tenth is no sequence of %d; it is trained on too\n",
-                o_.seq_len);
+        fprintf(stderr, "no validation: %s; it is trained on too\n",
+                in_.data->is_examples()
+                    ? "a tenth of each file's examples is none, or has nothing to learn"
+                    : format("the text's last tenth is no sequence of %d", o_.seq_len).c_str());
     PeakRate peak = {};
     if (trains()) print_plan();
     require_memory(report_, memory_free_at_start(), trains());
@@ -1469,12 +1497,12 @@ void Trainer::prepare() {
     choose_algorithms();
     take_memory();
     load();
+    if (in_.data) loader_.emplace(*in_.data, o_.seq_len, o_.seed, true);
+    if (in_.val_data) val_loader_.emplace(*in_.val_data, o_.seq_len, o_.seed, false);
     if (trains())
         metrics_.print_to(StepLines(stdout, first_step_, o_.steps, o_.print_every,
                                     {step_tokens(), step_flops(), peak.flops}));
     metrics_.log().open(o_.log, !o_.resume.empty());
-    if (in_.data) loader_.emplace(*in_.data, o_.seq_len, o_.seed, true);
-    if (in_.val_data) val_loader_.emplace(*in_.val_data, o_.seq_len, o_.seed, false);
     if (loader_ && trains()) print_data();
 }
 
@@ -1593,13 +1621,26 @@ void Trainer::print_data() const {
     const double read =
         static_cast<double>(first_sequence_) +
         static_cast<double>(std::max<int64_t>(0, o_.steps - first_step_)) * o_.batch * o_.grad_accum;
-    printf("data: %llu tokens in %llu sequences of %d; %lld steps read %.0f sequences, %.2f epochs",
-           number(in_.data->token_count()), number(epoch), o_.seq_len, static_cast<long long>(o_.steps), read,
+    if (in_.data->is_examples()) {
+        printf(
+            "data: %zu examples, %llu tokens, %llu of them with loss, in %llu sequences of %d, %.1f%% "
+            "padding",
+            in_.data->examples().size(), number(in_.data->token_count()),
+            number(loader_->tokens_with_loss(0, epoch)), number(epoch), o_.seq_len, 100 * loader_->padding());
+    } else {
+        printf("data: %llu tokens in %llu sequences of %d", number(in_.data->token_count()), number(epoch),
+               o_.seq_len);
+    }
+    printf("; %lld steps read %.0f sequences, %.2f epochs", static_cast<long long>(o_.steps), read,
            read / static_cast<double>(epoch));
     if (val_loader_)
         printf("; a validation reads %llu of %llu", number(validation_sequences()),
                number(val_loader_->sequences_per_epoch()));
     printf("\n");
+    for (const Dataset* d : {in_.data.get(), in_.val_data.get()})
+        if (d && d->examples_cut() > 0)
+            printf("%s: %llu examples are longer than a sequence and were cut to %d tokens\n",
+                   d->stream_name(0).c_str(), number(d->examples_cut()), o_.seq_len + 1);
 }
 
 // What a user might not expect of what begins now.
@@ -1613,10 +1654,11 @@ void Trainer::print_start() const {
 }
 
 // 6 FLOPs a token and parameter that is multiplied with, which positions are not (Kaplan et al.,
-// arXiv:2001.08361), 4 where it is frozen, and causal attention's 6 layers C T.
+// arXiv:2001.08361), 4 where it is frozen, and causal attention's 6 layers C T;
+// of packed examples T is an example's length.
 double Trainer::step_flops() const {
-    const double attention =
-        static_cast<double>(config_.layers * config_.query_width()) * static_cast<double>(o_.seq_len);
+    const double attention = static_cast<double>(config_.layers * config_.query_width()) *
+                             (loader_ ? loader_->attended() : static_cast<double>(o_.seq_len));
     double products = (adapter_ ? 4.0 : 6.0) * static_cast<double>(Layout(config_).multiplied());
     if (adapter_ && in_.adapter.kind == Trained::Lora)
         products += 6.0 * static_cast<double>(adapter_->layout.count());
@@ -1630,7 +1672,7 @@ void Trainer::forward_step() {
     Range range("step");
     device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
     for (int k = 0; k < o_.grad_accum; k++) {
-        feed_training(k);
+        feed_training(k, 1);
         Range forward("forward");
         run_step(plans_.evaluate, [&] { gpt_.evaluate(feeder_.batch(), micro_, 1, metrics_.loss()); });
     }

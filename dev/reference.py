@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """Training by PyTorch and transformers' own models: what ./train must agree with.
 
-Reads the same Hugging Face folder, of any family, and the same data in the same order, takes the same options and
-writes the same JSON lines, so that dev/compare.py can put two logs side by side. It shares no code with ./train.
+Reads the same Hugging Face folder, of any family, and the same data in the same order; examples of JSON lines go
+through the model one by one, where ./train has them share sequences. Takes the same options and writes the same JSON
+lines, so that dev/compare.py can put two logs side by side. It shares no code with ./train.
 """
 
 import argparse
+import bisect
 import contextlib
 import glob
 import itertools
@@ -25,7 +27,7 @@ from safetensors.torch import save_file
 SHARD_HEADER_BYTES = 1024
 SHARD_TOKENS = {(20240520, 1): np.dtype("<u2"), (20240801, 7): np.dtype("<u4")}  # by magic and version
 TOKENIZER_FILES = ("vocab.json", "merges.txt", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
-                   "special_tokens_map.json")
+                   "special_tokens_map.json", "chat_template.jinja")
 
 
 def fail(message):
@@ -210,6 +212,126 @@ def check_streams(what, streams, seq_len):
                  f"{seq_len + 1} are needed")
 
 
+# JSON lines. An example is its tokens and, of each, whether it is to be learnt; a sequence is a list of examples.
+
+
+class Examples:
+    """Makes examples of JSON lines, by the tokenizer and the chat template of a model's folder, or by bytes."""
+
+    def __init__(self, folder, loss_on):
+        self.loss_on, self.tokenizer = loss_on, None
+        if any(os.path.exists(os.path.join(folder, name)) for name in TOKENIZER_FILES):
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def ids(self, text):
+        if not self.tokenizer:
+            return list(text.encode())
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def ends(self):
+        """The tokens around a text: what begins a document of the data, and what ends a text."""
+        if not self.tokenizer:
+            return [], []
+        vocabulary, end = self.tokenizer.get_vocab(), self.tokenizer.eos_token_id
+        usual = [vocabulary[mark] for mark in ("<|endoftext|>", "<|begin_of_text|>", "<s>") if mark in vocabulary]
+        begin = next((token for token in [*usual, self.tokenizer.bos_token_id, end] if token is not None), None)
+        return [[] if token is None else [token] for token in (begin, end)]
+
+    def of_pieces(self, pieces):
+        """The tokens of (text, learnt) pieces together; a token over a border is of the piece behind it."""
+        tokens, learnt, text = self.ids("".join(text for text, _ in pieces)), [], ""
+        for piece, learns in pieces:
+            text += piece
+            front = self.ids(text)
+            same = next((i for i, (a, b) in enumerate(zip(front, tokens)) if a != b), min(len(front), len(tokens)))
+            learnt += [learns] * (same - len(learnt))
+        return tokens, learnt
+
+    def conversation(self, messages):
+        """What the template writes; of that, what it adds for an assistant's message and the mark that ends it."""
+        def render(count, **options):
+            return self.tokenizer.apply_chat_template(messages[:count], tokenize=False, **options)
+
+        whole, pieces, done = render(len(messages)), [], 0
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = render(i, add_generation_prompt=True) if i else ""
+            if not whole.startswith(before):  # without such a prompt, or with white space that is not trained with
+                before = render(i)
+            end = len(render(i + 1).rstrip("\n"))
+            pieces += [(whole[done:len(before)], False), (whole[len(before):end], True)]
+            done = end
+        return self.of_pieces([*pieces, (whole[done:], False)])
+
+    def read(self, line):
+        example = json.loads(line)
+        if "messages" in example:
+            tokens, learnt = self.conversation(example["messages"])
+        else:
+            begin, end = self.ends()
+            if "completion" in example:
+                tokens, learnt = self.of_pieces([(example["prompt"], False), (example["completion"], True)])
+            else:
+                tokens = self.ids(example["text"])
+                learnt = [True] * len(tokens)
+            if tokens[:1] != begin:
+                tokens, learnt = begin + tokens, [False] * len(begin) + learnt
+            if tokens[-1:] != end:
+                tokens, learnt = tokens + end, learnt + [True] * len(end)
+        if self.loss_on == "all":
+            learnt = [True] * len(tokens)
+        return np.array(tokens), np.array(learnt)
+
+    def read_files(self, paths, seq_len):
+        """Of each file the list of its examples, each cut to what a sequence holds."""
+        files = []
+        for path in paths:
+            with open(path, encoding="utf-8") as file:
+                files.append([tuple(part[:seq_len + 1] for part in self.read(line)) for line in file if line.strip()])
+        return files
+
+
+def packed(examples, seq_len):
+    """Best fit: each example goes, whole, where it leaves least room, in sequences of seq_len targets."""
+    sequences, room = [], []  # room: (what is left, number), sorted
+    for example in examples:
+        rows = len(example[0]) - 1
+        place = bisect.bisect_left(room, (rows, 0))
+        left, number = room.pop(place) if place < len(room) else (seq_len, len(sequences))
+        if number == len(sequences):
+            sequences.append([])
+        sequences[number].append(example)
+        if left > rows:
+            bisect.insort(room, (left - rows, number))
+    return sequences
+
+
+def alone(examples, seq_len):
+    """Behind a soft prompt: each example has a sequence of its own."""
+    return [[example] for example in examples]
+
+
+def shuffled(sequences, seed):
+    for epoch in itertools.count():
+        yield from (sequences[i] for i in permutation(len(sequences), seed, epoch, 1))
+
+
+def load_examples(data, val_data, examples, seq_len, pack):
+    """Packed sequences to train on and to validate on; without --val-data these are of each file's last tenth."""
+    files, held_out = examples.read_files(expand("--data", data), seq_len), []
+    if val_data:
+        held_out = examples.read_files(expand("--val-data", val_data), seq_len)
+    elif any(learnt[1:].any() for file in files for _, learnt in file[len(file) - len(file) // 10:]):
+        held_out = [file[len(file) - len(file) // 10:] for file in files]
+        files = [file[:len(file) - len(file) // 10] for file in files]
+    return (pack([example for file in part for example in file], seq_len) for part in (files, held_out))
+
+
+def is_json_lines(patterns):
+    return all(path.endswith((".jsonl", ".json-lines")) for path in patterns)
+
+
 # Training.
 
 
@@ -225,6 +347,10 @@ def learning_rate(step, options):
     progress = max(0, step - start) / max(1, steps - start)
     left = 0.5 * (1 + math.cos(math.pi * progress)) if options.schedule == "cosine" else 1 - progress
     return low + left * (peak - low)
+
+
+def tokens_to_learn(sequences):
+    return sum(int(learnt[1:].sum()) for _, learnt in itertools.chain.from_iterable(sequences))
 
 
 class AdamW:
@@ -259,22 +385,55 @@ class Trainer:
         positions = getattr(self.model.config, "max_position_embeddings", None)  # ALiBi has no end
         if positions and options.seq_len > positions:
             fail(f"--seq-len {options.seq_len}: the model has {positions} positions")
-        train, self.val_streams = load_data(options.data, options.val_data, options.seq_len)
-        has_tokenizer = any(os.path.exists(os.path.join(options.model, name)) for name in TOKENIZER_FILES)
-        if has_tokenizer and any(stream.dtype == np.uint8 for stream in train + self.val_streams):
-            fail("text is read as bytes here, and the model has a tokenizer: dev/data/tokenize_text.py makes shards of it")
-        check_streams("training", train, options.seq_len)
-        self.sequences = training_sequences(train, options.seq_len, options.seed)
-        if options.eval_every:
-            if not self.val_streams:
-                fail("--eval-every: there is no validation data, give --val-data")
-            check_streams("validation", self.val_streams, options.seq_len)
         if options.adapter:
             self.model = add_adapter(self.model, options.adapter)
+        self.packs = is_json_lines(options.data)
+        if self.packs:
+            examples = Examples(options.model, options.loss_on)
+            pack = alone if hasattr(self.model, "prompt_encoder") else packed
+            train, self.held_out = load_examples(options.data, options.val_data, examples, options.seq_len, pack)
+            self.sequences = shuffled(train, options.seed)
+        else:
+            self.read_streams(options)
         self.model.to(options.device)
         self.trained = {file_name(n): p for n, p in self.model.named_parameters() if p.requires_grad}
         self.optimizer = AdamW(self.trained.values(), options.beta1, options.beta2, options.eps,
                                options.weight_decay)
+
+    def read_streams(self, options):
+        train, val_streams = load_data(options.data, options.val_data, options.seq_len)
+        has_tokenizer = any(os.path.exists(os.path.join(options.model, name)) for name in TOKENIZER_FILES)
+        if has_tokenizer and any(stream.dtype == np.uint8 for stream in train + val_streams):
+            fail("text is read as bytes here, and the model has a tokenizer: dev/data/tokenize_text.py makes shards of it")
+        check_streams("training", train, options.seq_len)
+        self.sequences = training_sequences(train, options.seq_len, options.seed)
+        if options.eval_every:
+            if not val_streams:
+                fail("--eval-every: there is no validation data, give --val-data")
+            check_streams("validation", val_streams, options.seq_len)
+        self.held_out = list(validation_sequences(val_streams, options.seq_len)) if val_streams else []
+
+    def loss_of_examples(self, sequences):
+        """The sum of the losses of packed sequences: each example goes through the model by itself."""
+        total = torch.zeros((), device=self.options.device)
+        for tokens, learnt in itertools.chain.from_iterable(sequences):
+            tokens = torch.from_numpy(tokens.astype(np.int64))
+            targets = torch.where(torch.from_numpy(learnt), tokens, -100)[1:].to(self.options.device)
+            logits = self.logits(tokens[None, :-1].to(self.options.device))
+            total = total + F.cross_entropy(logits[0].float(), targets, ignore_index=-100, reduction="sum")
+        return total
+
+    def logits(self, inputs):
+        """Of each input token, what comes next; a soft prompt's rows come first, and have no targets."""
+        with torch.autocast(torch.device(self.options.device).type, torch.bfloat16,
+                            enabled=self.options.precision == "bf16"):
+            return self.model(inputs, use_cache=False).logits[:, -inputs.shape[1]:]
+
+    def part_of_mean(self, batch, batches):
+        """What one of these batches adds to the mean loss of all; of examples that is over the tokens to learn."""
+        if not self.packs:
+            return self.loss(batch) * len(batch) / sum(map(len, batches))
+        return self.loss_of_examples(batch) / max(1, sum(map(tokens_to_learn, batches)))
 
     def loss(self, sequences):
         """Mean loss of a list of sequences."""
@@ -282,29 +441,24 @@ class Trainer:
         if tokens.max() >= self.vocab_size:
             fail(f"--data: token {tokens.max()} does not fit the model's vocabulary of {self.vocab_size}")
         tokens = tokens.to(self.options.device)
-        with torch.autocast(torch.device(self.options.device).type, torch.bfloat16,
-                            enabled=self.options.precision == "bf16"):
-            # A soft prompt's rows come first, and have no targets.
-            logits = self.model(tokens[:, :-1], use_cache=False).logits[:, 1 - tokens.shape[1]:]
+        logits = self.logits(tokens[:, :-1])
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     @torch.no_grad()
     def validation_loss(self):
-        batch, total, count = self.options.batch, 0.0, 0
-        sequences = itertools.islice(validation_sequences(self.val_streams, self.options.seq_len),
-                                     self.options.eval_batches * batch * self.options.grad_accum)
-        while chunk := list(itertools.islice(sequences, batch)):
-            total += self.loss(chunk).item() * len(chunk)
-            count += len(chunk)
-        return total / count
+        batch = self.options.batch
+        sequences = self.held_out[:self.options.eval_batches * batch * self.options.grad_accum]
+        chunks = [sequences[at:at + batch] for at in range(0, len(sequences), batch)]
+        return sum(self.part_of_mean(chunk, chunks).item() for chunk in chunks)
 
     def step(self, step):
         """One optimizer step; returns its line of the log."""
         options, start = self.options, time.perf_counter()
         self.model.zero_grad()
         loss = 0.0
-        for _ in range(options.grad_accum):
-            micro_loss = self.loss(list(itertools.islice(self.sequences, options.batch))) / options.grad_accum
+        batches = [list(itertools.islice(self.sequences, options.batch)) for _ in range(options.grad_accum)]
+        for batch in batches:
+            micro_loss = self.part_of_mean(batch, batches)
             micro_loss.backward()
             loss += micro_loss.item()
         gradients = {name: p.grad for name, p in self.trained.items()}
@@ -326,7 +480,7 @@ class Trainer:
             if self.options.eval_every and step > 0 and step % self.options.eval_every == 0:
                 yield {"step": step, "val_loss": self.validation_loss()}
             yield self.step(step)
-        if self.val_streams and self.options.steps:
+        if self.held_out and self.options.steps:
             yield {"step": self.options.steps, "val_loss": self.validation_loss()}
 
 
@@ -357,6 +511,7 @@ def parse_options(arguments):
     add("--adapter", help="a folder of PEFT's: train that beside the frozen model")
     add("--data", required=True, nargs="+", action="extend", help="training .bin shards or text files, or globs")
     add("--val-data", nargs="+", action="extend", help="validation files or globs")
+    add("--loss-on", choices=("completions", "all"), default="completions", help="what is learnt of JSON lines")
     add("--batch", type=positive, default=8, help="sequences in a micro-batch")
     add("--seq-len", type=positive, default=128, help="tokens in a sequence")
     add("--grad-accum", type=positive, default=1, help="micro-batches in a step")

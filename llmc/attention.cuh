@@ -9,9 +9,10 @@
 // P and dS are rounded to T there for the next product. Forward follows the softmax online (Milakov and
 // Gimelshein 2018; Dao 2023); backward makes P again from lse, once for dK and dV and once for dQ, so that no
 // sum needs atomics: heads that share keys pass one after the other where those stay. Tiles outside a window
-// are left out. On the fast CPU attention_cpu.h does the same with oneDNN.
+// or of other documents are left out. On the fast CPU attention_cpu.h does the same with oneDNN.
 //
-// Each kernel comes in two forms. The plain one has neither window nor slopes, and no branches for them.
+// Each kernel comes in two forms. The plain one has neither window nor slopes nor documents, and no branches
+// for them.
 #pragma once
 
 #include <algorithm>
@@ -111,12 +112,14 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
     const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads, kv = h / in.group();
     const int block_row = (gridDim.y - 1 - blockIdx.y) * kAttentionRows;
     const int row = block_row + 16 * warp();  // of this warp's first query
-    if (!kPlain) in.drop_keys(in.first_key(block_row));
+    if (!kPlain) in.drop_keys(in.first_key(b, block_row));
     const int end = in.keys_before(block_row + kAttentionRows);
     load_tile<kAttentionRows, kHead>(q_tile, in.q + in.q_offset(b, h) + block_row * in.q_row, in.q_row,
                                      in.queries - block_row, in.head_size, vectors);
     load_keys<kHead>(kv_tiles, in, b, kv, 0, vectors);
 
+    int first_keys[2] = {};  // of the documents of this lane's queries
+    if (!kPlain && in.positions) document_keys(first_keys, in, b, row);
     AttentionRows<kHead / 8> o = {};
     OnlineSoftmax softmax;
     for (int key = 0, buffer = 0; key < end; key += kPassing, buffer ^= 1) {
@@ -133,6 +136,7 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
         if (!kPlain && in.alibi) add_distances(s, diagonal, in.slope(h, scale));
         if (diagonal < kPassing - 1) mask_after(s, diagonal, -INFINITY);
         if (!kPlain && diagonal + 15 >= in.span()) mask_up_to(s, diagonal - in.span(), -INFINITY);
+        if (!kPlain && in.positions) mask_before(s, {first_keys[0] - key, first_keys[1] - key}, -INFINITY);
         float correction[2];
         softmax.step(s, correction, scale * kLog2e);
         scale_rows(o, correction);
@@ -177,7 +181,9 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
     };
     const int kv = blockIdx.x % in.kv_heads, b = blockIdx.x / in.kv_heads;
     const int first_head = kv * in.group(), heads_end = first_head + in.group();
-    const int block_row = blockIdx.y * kAttentionRows, end = in.queries_before(block_row + kAttentionRows);
+    const int block_row = blockIdx.y * kAttentionRows;
+    const int keys_end = block_row + kAttentionRows;
+    const int end = kPlain ? in.queries_before(keys_end) : in.queries_before(b, keys_end);
     const int row = block_row + 16 * warp();  // of this warp's first key
     const auto load_queries = [&](int h, int query, int buffer) {
         T* const to = passing + buffer * 2 * Tiles::kPassingSize;
@@ -201,6 +207,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
                                      vectors);
     load_queries(first_head, block_row, 0);
 
+    int ends[2] = {};  // of the documents of this lane's keys
+    if (!kPlain && in.positions) document_ends(ends, in, b, row);
     AttentionRows<kHead / 8> dk_rows = {}, dv_rows = {};
     for (int h = first_head, query = block_row, buffer = 0; h < heads_end; buffer ^= 1) {
         wait_for_copies();
@@ -220,6 +228,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
         };
         for_each_score<kPassing / 8>(to_probability, p);
         if (!kPlain && diagonal + in.span() < kPassing) mask_after(p, diagonal + in.span() - 1, 0.f);
+        if (!kPlain && in.positions) mask_from(p, {ends[0] - query, ends[1] - query}, 0.f);
         multiply_columns<kHead>(dv_rows, p, dout_tile);
         multiply_rows<kHead>(ds, v_tile + 16 * warp() * Tiles::kStride, dout_tile);
         const auto gradient = [&](float& x, float probability, int, int column) {
@@ -249,7 +258,7 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
     const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads, kv = h / in.group();
     const int block_row = (gridDim.y - 1 - blockIdx.y) * kAttentionRows;
     const int row = block_row + 16 * warp();  // of this warp's first query
-    if (!kPlain) in.drop_keys(in.first_key(block_row));
+    if (!kPlain) in.drop_keys(in.first_key(b, block_row));
     const int end = in.keys_before(block_row + kAttentionRows);
     load_tile<kAttentionRows, kHead>(q_tile, in.q + in.q_offset(b, h) + block_row * in.q_row, in.q_row,
                                      in.queries - block_row, in.head_size, vectors);
@@ -263,6 +272,8 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
         row_lse[r] = query < in.queries ? lse[in.row_offset(b, h) + query] : 0.f;
         row_delta[r] = query < in.queries ? delta[in.row_offset(b, h) + query] : 0.f;
     }
+    int first_keys[2] = {};  // as in forward
+    if (!kPlain && in.positions) document_keys(first_keys, in, b, row);
     AttentionRows<kHead / 8> dq_rows = {};
     for (int key = 0, buffer = 0; key < end; key += kPassing, buffer ^= 1) {
         wait_for_copies();
@@ -282,6 +293,7 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
         };
         for_each_score<kPassing / 8>(gradient, ds, s);
         if (!kPlain && diagonal + 15 >= in.span()) mask_up_to(ds, diagonal - in.span(), 0.f);
+        if (!kPlain && in.positions) mask_before(ds, {first_keys[0] - key, first_keys[1] - key}, 0.f);
         multiply_columns<kHead>(dq_rows, ds, k_tile);
     }
     store_rows<kHead>(dq + in.q_offset(b, h) + row * in.q_row, in.q_row, dq_rows, {scale, scale},
@@ -331,7 +343,8 @@ bool hopper_attention_takes(const AttentionInput<T>& in, std::initializer_list<c
 }
 
 // An operation of `products` matrix products of the scores that are seen, those on the diagonal by half, and
-// `passes` over arrays as large as q and as many over those rows of k and v that are.
+// `passes` over arrays as large as q and as many over those rows of k and v that are. Where documents end is
+// known on the device alone: they are counted as one.
 template <class T>
 Operation attention_operation(const char* name, const AttentionInput<T>& in, int products, int passes) {
     const double first = in.keys - in.queries, end = in.keys, span = in.span();  // positions of queries
@@ -348,6 +361,7 @@ Operation attention_operation(const char* name, const AttentionInput<T>& in, int
 template <class T>
 void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream stream) {
     assert(in.queries <= in.keys && in.heads % in.kv_heads == 0);
+    assert(!in.positions || in.queries == in.keys);
     const Operation operation = attention_operation("attention_forward", in, 2, 2);
     if (simt::launches_off && !kFastCpu) return;  // on a CPU the launch plans its workers' scratch
     if constexpr (kFastCpu) {

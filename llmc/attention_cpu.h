@@ -114,10 +114,10 @@ struct SeenColumns {
     int runs_begin() const { return begin / kScoreRun * kScoreRun; }
     int runs_end() const { return static_cast<int>(ceil_div(end, kScoreRun)) * kScoreRun; }
 };
-// Those of query `query`, of the `width` from `key` on.
+// Those of query `query` of batch entry b, of the `width` from `key` on.
 template <class T>
-SeenColumns seen_columns(const AttentionInput<T>& in, int query, int key, int width) {
-    return {std::max(in.first_key(query) - key, 0), std::min(in.position(query) + 1 - key, width)};
+SeenColumns seen_columns(const AttentionInput<T>& in, int b, int query, int key, int width) {
+    return {std::max(in.first_key(b, query) - key, 0), std::min(in.position(query) + 1 - key, width)};
 }
 
 // Adds to the scores of query `query`, from `key` on, what ALiBi does; they are still to be multiplied with
@@ -185,7 +185,7 @@ __global__ void attention_forward_cpu_kernel(T* out, float* lse, AttentionInput<
     const ForwardScratch<T> scratch(simt::dynamic_shared, in.head_size);
     const int h = blockIdx.y, b = blockIdx.z, kv = h / in.group(), first = blockIdx.x * kForwardQueries;
     const int rows = std::min(kForwardQueries, in.queries - first), columns = in.head_size;
-    in.drop_keys(in.first_key(first));
+    in.drop_keys(in.first_key(b, first));
     const int end = in.keys_before(first + rows);
     const StridedMatrix<T> q{in.q + in.q_offset(b, h) + first * in.q_row, in.q_row};
     std::fill(scratch.out, scratch.out + rows * columns, 0.f);
@@ -198,7 +198,7 @@ __global__ void attention_forward_cpu_kernel(T* out, float* lse, AttentionInput<
         tile_product(scratch.scores, kForwardKeys, q, k.transposed(), rows, width, columns, false);
         for (int i = 0; i < rows; i++) {
             float* const scores = scratch.scores + i * kForwardKeys;
-            const SeenColumns seen = seen_columns(in, first + i, key, width);
+            const SeenColumns seen = seen_columns(in, b, first + i, key, width);
             add_alibi(scores, seen, in, h, first + i, key, scale);
             const float correction = softmax_row(scratch.p + i * kForwardKeys, scores, seen, width, scale,
                                                  scratch.largest[i], scratch.sum[i]);
@@ -322,11 +322,11 @@ __global__ void attention_backward_cpu_kernel(T* dq, T* dk, T* dv, const T* dout
     const auto dq_of = [&](int h, int query) {
         return scratch.dq + (int64_t{h - first_head} * in.queries + query) * columns;
     };
-    // Without a window the first tile of keys writes all of dq.
-    const bool windowed = in.span() < in.keys;
-    if (windowed) std::fill(scratch.dq, dq_of(heads_end, 0), 0.f);
+    // Where queries see all keys the first tile of them writes all of dq.
+    const bool in_part = in.span() < in.keys || in.positions;
+    if (in_part) std::fill(scratch.dq, dq_of(heads_end, 0), 0.f);
     for (int key = 0; key < in.keys; key += kBackwardKeys) {
-        const int width = std::min(kBackwardKeys, in.keys - key), end = in.queries_before(key + width);
+        const int width = std::min(kBackwardKeys, in.keys - key), end = in.queries_before(b, key + width);
         const int64_t at = in.kv_offset(b, kv) + key * in.kv_row;
         const StridedMatrix<T> k{in.k + at, in.kv_row}, v{in.v + at, in.kv_row};
         bool more = false;  // than the first tile of queries
@@ -340,7 +340,7 @@ __global__ void attention_backward_cpu_kernel(T* dq, T* dk, T* dv, const T* dout
                 tile_product(scratch.dp, stride, d_out, v.transposed(), rows, width, columns, false);
                 for (int i = 0; i < rows; i++) {
                     float* const scores = scratch.scores + i * stride;
-                    const SeenColumns seen = seen_columns(in, query + i, key, width);
+                    const SeenColumns seen = seen_columns(in, b, query + i, key, width);
                     add_alibi(scores, seen, in, h, query + i, key, scale);
                     backward_row(scratch.p + i * stride, scratch.ds + i * stride, scores,
                                  scratch.dp + i * stride, seen, width, scale, lse[rows_at + i],
@@ -349,7 +349,7 @@ __global__ void attention_backward_cpu_kernel(T* dq, T* dk, T* dv, const T* dout
                 const StridedMatrix<T> p{scratch.p, stride}, ds{scratch.ds, stride};
                 tile_product(scratch.dv, columns, p.transposed(), d_out, width, columns, rows, more);
                 tile_product(scratch.dk, columns, ds.transposed(), q, width, columns, rows, more);
-                tile_product(dq_of(h, query), columns, ds, k, rows, columns, width, windowed || key > 0);
+                tile_product(dq_of(h, query), columns, ds, k, rows, columns, width, in_part || key > 0);
             }
         write_rows(dk + at, in.kv_row, scratch.dk, width, columns, scale);
         write_rows(dv + at, in.kv_row, scratch.dv, width, columns, 1.f);

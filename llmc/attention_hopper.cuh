@@ -119,7 +119,7 @@ SIMT_DEVICE void hopper_forward_produce(uint32_t shared, const AttentionInput<bf
         start_load<KvTile>(tiles + ring.slot * KvTile::kBytes, map, ring.full(), kv_column, key, place.b);
         ring.advance();
     };
-    for (int key = in.first_key(block_row); key < end; key += F::kKeys) {
+    for (int key = in.first_key(place.b, block_row); key < end; key += F::kKeys) {
         load(keys, shared + F::kKeyTiles, maps.k, key);
         load(values, shared + F::kValueTiles, maps.v, key);
     }
@@ -137,7 +137,9 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
     // Keys that its rows see; it leaves later tiles alone, and nothing is loaded where those lie.
     static_assert(F::kRows - 64 <= F::kSlots * F::kKeys);
     const int end = in.keys_before(block_row + place.group_row + 64);
-    int key = in.first_key(block_row);
+    int key = in.first_key(place.b, block_row);
+    int first_keys[2] = {};  // of the documents of this lane's queries
+    if (in.positions) document_keys(first_keys, in, place.b, place.row);
     Ring<F::kSlots> keys{shared + F::kKeyRing}, values{shared + F::kValueRing};
 
     AttentionRows<kHead / 8> o = {};
@@ -162,6 +164,7 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
         if (in.alibi) add_distances(s, diagonal, in.slope(place.h, scale));
         if (diagonal < F::kKeys - 1) mask_after(s, diagonal, -INFINITY);
         if (diagonal + 15 >= in.span()) mask_up_to(s, diagonal - in.span(), -INFINITY);
+        if (in.positions) mask_before(s, {first_keys[0] - key, first_keys[1] - key}, -INFINITY);
         softmax.step(s, correction, scale * kLog2e);
         fence_registers(s);
         // The next tile is awaited here because the compiler moves the wait for the output's product before
@@ -175,8 +178,8 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
         values.advance();
     };
     barrier_wait(shared + F::kBarriers, 0);  // Q
-    // Tiles before the windows of its rows.
-    for (; key + F::kKeys <= in.first_key(block_row + place.group_row); key += F::kKeys) {
+    // Tiles before the windows and documents of its rows.
+    for (; key + F::kKeys <= in.first_key(place.b, block_row + place.group_row); key += F::kKeys) {
         keys.pass_over();
         values.pass_over();
     }
@@ -335,9 +338,11 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
     Ring<B::kSlots> ring{k_tile + B::kBarriers + 8};
     AttentionRows<kHead / 8> dk_rows = {}, dv_rows = {};
     barrier_wait(k_tile + B::kBarriers, 0);
-    const int end = in.queries_before(block_row + B::kRows);
+    const int end = in.queries_before(place.b, block_row + B::kRows);
     const int seen_begin = block_row + place.group_row;  // queries that see any of its keys
-    const int seen_end = in.queries_before(seen_begin + 64);
+    const int seen_end = in.queries_before(place.b, seen_begin + 64);
+    int ends[2] = {};  // of the documents of this lane's keys
+    if (in.positions) document_ends(ends, in, place.b, place.row);
     const int first_head = place.h * in.group(), heads_end = first_head + in.group();
     for (int h = first_head; h < heads_end; h++)
         for (int query = block_row; query < end; query += B::kPassing, ring.advance()) {
@@ -365,6 +370,7 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
             // A branch before the wait, as in forward.
             if (diagonal + 15 > 0) mask_up_to(p, diagonal - 1, 0.f);
             if (diagonal + in.span() < B::kPassing) mask_after(p, diagonal + in.span() - 1, 0.f);
+            if (in.positions) mask_from(p, {ends[0] - query, ends[1] - query}, 0.f);
             FragmentA<bf16> p_rounded[N / 2], ds_rounded[N / 2];
             round_scores<N>(p_rounded, p);
             wgmma_wait<0>();
@@ -397,12 +403,12 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
 #if defined(HOPPER_CODE)
     using B = HopperBackward<kHead>;
     unsigned char* const shared = hopper_backward_begin<kHead>(1 + kLanes);
-    const int block_row = blockIdx.y * B::kRows;
+    const int block_row = blockIdx.y * B::kRows, b = blockIdx.x / in.kv_heads;
     if (threadIdx.x < kWarpgroup) {
         setmaxnreg_dec<B::kProducerRegisters>();
         if (warp() == 0)
             hopper_backward_produce<kHead, true>(shared, in, maps, block_row, block_row,
-                                                 in.queries_before(block_row + B::kRows), lse, delta);
+                                                 in.queries_before(b, block_row + B::kRows), lse, delta);
     } else {
         setmaxnreg_inc<B::kConsumerRegisters>();
         hopper_keys_consume<kHead>(shared, dk, dv, in, scale, block_row);
@@ -431,13 +437,15 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
     AttentionRows<kHead / 8> dq_rows = {};
     barrier_wait(q_tile + B::kBarriers, 0);
     static_assert(B::kRows - 64 <= B::kSlots * B::kPassing);  // as in forward
-    const int seen_begin = in.first_key(block_row + place.group_row);
+    const int seen_begin = in.first_key(place.b, block_row + place.group_row);
     const int end = in.keys_before(block_row + place.group_row + 64);
-    for (int key = in.first_key(block_row); key < end; key += B::kPassing, ring.advance()) {
+    int first_keys[2] = {};  // as in forward
+    if (in.positions) document_keys(first_keys, in, place.b, place.row);
+    for (int key = in.first_key(place.b, block_row); key < end; key += B::kPassing, ring.advance()) {
         const uint32_t k_tile = q_tile + B::kPassingTiles + ring.slot * 2 * Passing::kBytes;
         AttentionRows<N> p, ds;
         ring.wait_full();
-        if (key + B::kPassing <= seen_begin) {  // keys before the windows of its rows
+        if (key + B::kPassing <= seen_begin) {  // keys before the windows and documents of its rows
             ring.release();
             continue;
         }
@@ -453,6 +461,7 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
         for_each_score<N>(to_probability, p);
         if (diagonal < B::kPassing - 1) mask_after(p, diagonal, 0.f);  // a branch, as above
         if (diagonal + 15 >= in.span()) mask_up_to(p, diagonal - in.span(), 0.f);
+        if (in.positions) mask_before(p, {first_keys[0] - key, first_keys[1] - key}, 0.f);
         wgmma_wait<0>();
         fence_registers(ds);
         const auto gradient = [&](float& x, float probability, int r, int) {
@@ -484,7 +493,8 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
     if (threadIdx.x < kWarpgroup) {
         setmaxnreg_dec<B::kProducerRegisters>();
         if (warp() == 0)
-            hopper_backward_produce<kHead, false>(shared, in, maps, block_row, in.first_key(block_row), end,
+            hopper_backward_produce<kHead, false>(shared, in, maps, block_row,
+                                                  in.first_key(blockIdx.x / in.heads, block_row), end,
                                                   nullptr, nullptr);
     } else {
         setmaxnreg_inc<B::kConsumerRegisters>();

@@ -14,6 +14,9 @@
 // ALiBi (Press et al. 2022) adds slope * (key - query) to a head's scores. The softmax is the same with
 // BLOOM's slope * key, but this is small where a probability is large, so nothing is lost in fp32.
 //
+// A sequence may hold several documents one after the other: then a query sees no key of those before its
+// own. Queries and keys are the same rows then.
+//
 // Distances of rows, of batch entries and of heads are in elements, so q, k and v may be columns of one
 // packed tensor: all heads of q, then those of k, then those of v; or the three of each head together.
 template <class T>
@@ -26,6 +29,9 @@ struct AttentionInput {
     int window = 0;                // keys that a query sees at most, its own included; 0: no window
     const float* alibi = nullptr;  // a slope for each query head, or null
     bool hopper = false;           // attention_hopper.cuh's kernels, where they can
+    // (batch, queries): how many rows of its document come before a row, and the row after the document's
+    // last; or null, where a sequence is one document.
+    const int *positions = nullptr, *document_ends = nullptr;
 
     SIMT_HOST_DEVICE int group() const { return heads / kv_heads; }
     // Where one head of one batch entry begins: in q, in k or v, in the output, and in the statistics of
@@ -48,8 +54,19 @@ struct AttentionInput {
         const int first = position(query < queries ? query : queries - 1) + 1 - span();
         return first > 0 ? first : 0;
     }
+    // The first key of the document that a query, one of those there are, belongs to.
+    SIMT_HOST_DEVICE int document_key(int b, int query) const {
+        return position(query - positions[int64_t{b} * queries + query]);
+    }
+    // first_key() of batch entry b, where there may be documents.
+    SIMT_HOST_DEVICE int first_key(int b, int query) const {
+        const int first = first_key(query);
+        if (!positions) return first;
+        const int of_document = document_key(b, query < queries ? query : queries - 1);
+        return first > of_document ? first : of_document;
+    }
     // Whether scores are products alone, and queries see all keys up to their own.
-    bool plain() const { return span() == keys && !alibi; }
+    bool plain() const { return span() == keys && !alibi && !positions; }
     // Leaves out the keys before `begin`, which none of the queries at hand sees.
     SIMT_HOST_DEVICE void drop_keys(int begin) {
         k += begin * kv_row;
@@ -60,6 +77,13 @@ struct AttentionInput {
     SIMT_HOST_DEVICE int queries_before(int key) const {
         const int end = key - 1 + span() - position(0);
         return end < queries ? end : queries;
+    }
+    // The same of batch entry b, where there may be documents.
+    SIMT_HOST_DEVICE int queries_before(int b, int key) const {
+        const int end = queries_before(key);
+        if (!document_ends) return end;
+        const int of_document = document_ends[int64_t{b} * queries + (key < keys ? key : keys) - 1];
+        return end < of_document ? end : of_document;
     }
     // What scores are multiplied with: 1 / sqrt(head_size).
     float scale() const { return 1.f / std::sqrt(static_cast<float>(head_size)); }

@@ -67,6 +67,39 @@ SIMT_DEVICE void mask_up_to(AttentionRows<N>& s, int column, float value) {
     for_each_distance<N>(s, column, mask);
 }
 
+// The first keys that this lane's two queries of batch entry b see of their documents; `row` is the warp's
+// first query. And where the documents of its two keys end, `row` being the warp's first key.
+template <class T>
+SIMT_DEVICE void document_keys(int (&first)[2], const AttentionInput<T>& in, int b, int row) {
+    UNROLL for (int r = 0; r < 2; r++) {
+        const int query = row + lane() / 4 + 8 * r;
+        first[r] = query < in.queries ? in.document_key(b, query) : 0;
+    }
+}
+template <class T>
+SIMT_DEVICE void document_ends(int (&end)[2], const AttentionInput<T>& in, int b, int row) {
+    UNROLL for (int r = 0; r < 2; r++) {
+        const int key = row + lane() / 4 + 8 * r;
+        end[r] = key < in.keys ? in.document_ends[int64_t{b} * in.keys + key] : 0;
+    }
+}
+// s = value before column first[r] of the lane's row lane / 4 + 8 r: keys of other documents.
+template <int N>
+SIMT_DEVICE void mask_before(AttentionRows<N>& s, const int (&first)[2], float value) {
+    UNROLL for (int j = 0; j < N; j++) {
+        UNROLL for (int e = 0; e < 4; e++) if (8 * j + e % 2 < first[e / 2] - lane() % 4 * 2) s[0][j][e] =
+            value;
+    }
+}
+// And from column end[r] on: queries of other documents.
+template <int N>
+SIMT_DEVICE void mask_from(AttentionRows<N>& s, const int (&end)[2], float value) {
+    UNROLL for (int j = 0; j < N; j++) {
+        UNROLL for (int e = 0; e < 4; e++) if (8 * j + e % 2 >= end[e / 2] - lane() % 4 * 2) s[0][j][e] =
+            value;
+    }
+}
+
 // The four lanes that share rows exchange pairs: v[i] of the t-th lane becomes v[t] of the i-th.
 SIMT_DEVICE void transpose_in_quad(uint32_t (&v)[4]) {
     UNROLL for (int step = 1; step <= 2; step *= 2) {

@@ -7,11 +7,20 @@
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 
+// What the loss of each row counts for: a number, or one on the device, which may be another each time that a
+// graph is replayed.
+struct LossScale {
+    float value = 1;
+    const float* at = nullptr;
+    SIMT_DEVICE float get() const { return at ? *at : value; }
+};
+
 // Columns from V to stride are padding of the vocabulary: no probability, zero gradient. A negative target is
 // ignored: no loss, zero gradient. `stride` is a multiple of the vector.
 template <class T, bool kGradient>
 __global__ void __launch_bounds__(kBlockThreads)
-    cross_entropy_kernel(T* logits, float* losses, const int* targets, float scale, int V, int stride) {
+    cross_entropy_kernel(T* logits, float* losses, const int* targets, LossScale loss_scale, int V,
+                         int stride) {
     constexpr int N = kVectorSize<T>;
     T* row = logits + int64_t{blockIdx.x} * stride;
     const int target = targets[blockIdx.x];
@@ -37,7 +46,7 @@ __global__ void __launch_bounds__(kBlockThreads)
         losses[blockIdx.x] = target < 0 ? 0.f : logf(total) + maximum - to_float(row[target]);
     if constexpr (kGradient) {
         __syncthreads();  // the loss has read the target's logit, which is overwritten now
-        const float factor = target < 0 ? 0.f : scale / total;
+        const float scale = loss_scale.get(), factor = target < 0 ? 0.f : scale / total;
         for (int c = first; c < stride; c += step) {
             const Packed<T, N> p = load<N>(row + c);
             float o[N];
@@ -54,18 +63,18 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // *total += scale * the sum of losses, by one block.
 __global__ void __launch_bounds__(kBlockThreads)
-    add_losses_kernel(float* total, const float* losses, int rows, float scale) {
+    add_losses_kernel(float* total, const float* losses, int rows, LossScale scale) {
     float sum = 0.f;
     for (int i = threadIdx.x; i < rows; i += blockDim.x) sum += losses[i];
     sum = block_sum(sum);
-    if (threadIdx.x == 0) *total += scale * sum;
+    if (threadIdx.x == 0) *total += scale.get() * sum;
 }
 
 // losses[row] = -log softmax(logits[row])[target] over the first V columns; logits (rows, padded V) become
 // d(scale * sum of losses)/dlogits. Targets in [0, V), or negative for a row that does not count.
 template <class T>
 void cross_entropy_forward_backward(Tensor<T>& logits, Tensor<float>& losses, const Tensor<int>& targets,
-                                    float scale, int V, Stream stream) {
+                                    LossScale scale, int V, Stream stream) {
     const Operation operation("cross_entropy_forward_backward", 0, pass_bytes(logits, logits, logits));
     launch<cross_entropy_kernel<T, true>>(static_cast<unsigned>(logits.rows()), kBlockThreads, 0, stream,
                                           logits.data(), losses.data(), targets.data(), scale, V,
@@ -78,12 +87,12 @@ void cross_entropy_forward(const Tensor<T>& logits, Tensor<float>& losses, const
                            Stream stream) {
     const Operation operation("cross_entropy_forward", 0, pass_bytes(logits));
     launch<cross_entropy_kernel<T, false>>(static_cast<unsigned>(logits.rows()), kBlockThreads, 0, stream,
-                                           logits.data(), losses.data(), targets.data(), 0.f, V,
+                                           logits.data(), losses.data(), targets.data(), LossScale(), V,
                                            static_cast<int>(logits.columns()));
 }
 
 // total (1) += scale * the sum of losses (rows).
-inline void add_losses(Tensor<float>& total, const Tensor<float>& losses, float scale, Stream stream) {
+inline void add_losses(Tensor<float>& total, const Tensor<float>& losses, LossScale scale, Stream stream) {
     const Operation operation("add_losses", 0, pass_bytes(losses));
     launch<add_losses_kernel>(1, kBlockThreads, 0, stream, total.data(), losses.data(),
                               static_cast<int>(losses.size()), scale);

@@ -1,10 +1,11 @@
 // dataset.h - tokens from files, and the order in which training sees them: a pure function of seed and
 // sequence number, so that a resumed run needs no position but that number.
 //
-// Two kinds of files. Token shards in llm.c's formats, of 16 or of 32 bits a token; each shard is one stream
-// of tokens. Everything else is text, whose tokens are its bytes, or those that a tokenizer makes of it
-// (text_tokens.h); all text files together are one stream.
-// What a sequence needs is read when it is needed, so that there may be any number of files of any size.
+// Three kinds of files. Token shards in llm.c's formats, of 16 or of 32 bits a token; each shard is one
+// stream of tokens. JSON lines (.jsonl) hold examples, whose tokens a tokenizer makes (examples.h); they are
+// packed into sequences (packing.h). Everything else is text, whose tokens are its bytes, or those that a
+// tokenizer makes of it (text_tokens.h). All text files, and all examples, are one stream. What a sequence
+// needs is read when it is needed, so that there may be any number of files of any size.
 #pragma once
 
 #include <algorithm>
@@ -23,6 +24,8 @@
 
 #include "llmc/error.h"
 #include "llmc/file.h"
+#include "llmc/json_lines.h"
+#include "llmc/packing.h"
 #include "llmc/permutation.h"
 #include "llmc/random.h"
 #include "llmc/temporary_file.h"
@@ -77,6 +80,17 @@ struct DataError : UserError {
     using UserError::UserError;
 };
 
+// An example: its tokens in the stream, as many as fit a sequence, and how many of them are to be learnt.
+struct Example {
+    uint64_t begin;
+    uint32_t count, with_loss;
+};
+// How a token of an example that is not to be learnt is kept, and what token that is.
+inline int32_t without_loss(int32_t token) {
+    return static_cast<int32_t>(static_cast<uint32_t>(token) | 1u << 31);
+}
+inline int32_t token_of(int32_t kept) { return kept & 0x7fffffff; }
+
 // The token streams of one option's files. Nothing of the files is held but where they are, and the one that
 // was read last is open.
 class Dataset {
@@ -87,7 +101,12 @@ class Dataset {
         for (const std::string& path : files) add(path);
     }
 
+    // No shards; and whether the text is JSON lines.
     bool is_text() const { return !format_; }
+    bool is_examples() const { return lines_; }
+    // Of JSON lines, once they are tokens; and how many were longer than a sequence.
+    const std::vector<Example>& examples() const { return examples_; }
+    uint64_t examples_cut() const { return cut_; }
     // Whether the tokens are the text's bytes.
     bool is_bytes() const { return is_text() && !text_tokens_; }
     const std::string& option() const { return option_; }
@@ -137,23 +156,64 @@ class Dataset {
         limit_ = limit;
     }
 
-    // Parts each text file's last tenth, rounded down, from the rest: a dataset to validate on. Null, with
-    // nothing parted, where all those tenths have fewer than `least` tokens.
+    // Makes tokens of JSON lines: encode(file, put) calls put(tokens) with those of one example. Of each the
+    // first seq_len + 1 are kept. Fails as tokenize(), and where none is to be learnt.
+    template <class Encode>
+    void tokenize_examples(int seq_len, Encode&& encode) {
+        assert(is_examples() && examples_.empty());
+        const size_t most = static_cast<size_t>(seq_len) + 1;
+        uint64_t begin = 0, with_loss = 0;
+        tokenize(kEveryNumber, [&](const FileReader& file, const auto& put) {
+            encode(file, [&](std::span<const int32_t> tokens) {
+                if (tokens.size() > most) tokens = tokens.first(most), cut_++;
+                const auto learnt =
+                    std::count_if(tokens.begin() + 1, tokens.end(), [](int t) { return t >= 0; });
+                examples_.push_back(
+                    {begin, static_cast<uint32_t>(tokens.size()), static_cast<uint32_t>(learnt)});
+                begin += tokens.size();
+                with_loss += static_cast<uint64_t>(learnt);
+                put(tokens);
+            });
+        });
+        if (examples_.empty()) fail("%s: %s: has no example", option_.c_str(), stream_name(0).c_str());
+        if (with_loss == 0)
+            fail("%s: %s: no token of %zu examples is to be learnt in sequences of %d", option_.c_str(),
+                 stream_name(0).c_str(), examples_.size(), seq_len);
+    }
+
+    // Has each example have a sequence of its own.
+    void keep_apart() { apart_ = true; }
+    bool keeps_apart() const { return apart_; }
+
+    // Parts the last tenth of each text file, or of its examples, rounded down, from the rest: a dataset to
+    // validate on. Null, with nothing parted, where all those tenths have fewer than `least` tokens, or none
+    // to learn.
     std::unique_ptr<Dataset> hold_out(uint64_t least) {
         assert(is_text());
-        uint64_t held_out = 0;
-        for (const File& file : files_) held_out += file.count / 10;
-        if (held_out < least) return nullptr;
+        std::vector<uint64_t> cuts;  // where in the stream each file's last tenth begins
+        uint64_t held_out = 0, learnt = 0;
+        for (const File& file : files_) {
+            cuts.push_back(lines_ ? last_examples(file, learnt) : file.end() - file.count / 10);
+            held_out += file.end() - cuts.back();
+        }
+        if (held_out < least || (lines_ && learnt == 0)) return nullptr;
         auto tenths = std::unique_ptr<Dataset>(new Dataset(option_));
         tenths->text_tokens_ = text_tokens_;
         tenths->limit_ = limit_;
-        std::vector<File> all = std::move(files_);
-        files_.clear();
+        tenths->lines_ = lines_;
+        tenths->apart_ = apart_;
+        const std::vector<File> files = std::exchange(files_, {});
+        const std::vector<Example> examples = std::exchange(examples_, {});
+        auto example = examples.begin();
         tokens_ = 0;
-        for (File& file : all) {
-            const uint64_t tenth = file.count / 10, rest = file.count - tenth;
+        for (size_t i = 0; i < files.size(); i++) {
+            const File& file = files[i];
+            const uint64_t rest = cuts[i] - file.first, tenth = file.count - rest;
+            for (; example != examples.end() && example->begin < cuts[i]; ++example) append(*example);
+            for (; example != examples.end() && example->begin < file.end(); ++example)
+                tenths->append(*example);
             if (tenth > 0) tenths->append({file.path, file.stamp, file.begin + rest, tenth});
-            append({std::move(file.path), file.stamp, file.begin, rest});
+            append({file.path, file.stamp, file.begin, rest});
         }
         return tenths;
     }
@@ -199,6 +259,7 @@ class Dataset {
 
   private:
     static constexpr size_t kHeaderBytes = 256 * sizeof(int32_t);
+    static constexpr uint32_t kEveryNumber = ~uint32_t{0};  // a limit that without_loss() is below too
 
     // The tokens [begin, begin + count) of a file, a part of its stream.
     struct File {
@@ -206,6 +267,7 @@ class Dataset {
         FileStamp stamp;        // when it was opened first
         uint64_t begin, count;  // of the file's tokens, headers are none; or of those that text_tokens_ keeps
         uint64_t first = 0;     // where the part begins in its stream
+        uint64_t end() const { return first + count; }
     };
 
     // The tokens of all text files, one after the other.
@@ -246,6 +308,22 @@ class Dataset {
         }
     }
 
+    // Where the last tenth of a file's examples begins in the stream; adds to `learnt` how many of its tokens
+    // are to be learnt.
+    uint64_t last_examples(const File& file, uint64_t& learnt) const {
+        const auto from = [&](uint64_t place) {
+            return std::partition_point(examples_.begin(), examples_.end(),
+                                        [&](const Example& e) { return e.begin < place; });
+        };
+        const auto end = from(file.end()), begin = end - (end - from(file.first)) / 10;
+        for (auto e = begin; e != end; ++e) learnt += e->with_loss;
+        return begin == end ? file.end() : begin->begin;
+    }
+
+    void append(Example example) {
+        example.begin = examples_.empty() ? 0 : examples_.back().begin + examples_.back().count;
+        examples_.push_back(example);
+    }
     void append(File file) {
         file.first = is_text() ? tokens_ : 0;
         tokens_ += file.count;
@@ -262,11 +340,14 @@ class Dataset {
             if (header[0] == known.magic) format = &known;
         uint64_t count = stamp.bytes;
         if (format || path.ends_with(".bin")) count = check_shard(path, stamp.bytes, header, format);
-        if (files_.empty()) format_ = format;
-        const auto kind = [](const ShardFormat* f) { return f ? f->name : "text"; };
-        if (format != format_)
+        const bool lines = !format && is_json_lines(path);
+        if (files_.empty()) format_ = format, lines_ = lines;
+        const auto kind = [](const ShardFormat* f, bool is_lines) {
+            return f ? f->name : is_lines ? "file of JSON lines" : "text";
+        };
+        if (format != format_ || lines != lines_)
             fail("%s: %s is a %s and %s a %s; give files of one kind", option_.c_str(),
-                 files_[0].path.c_str(), kind(format_), path.c_str(), kind(format));
+                 files_[0].path.c_str(), kind(format_, lines_), path.c_str(), kind(format, lines));
         limit_ = format ? format->limit : 256;
         append({path, stamp, 0, count});
     }
@@ -340,6 +421,10 @@ class Dataset {
 
     std::string option_;
     const ShardFormat* format_ = nullptr;            // null: text
+    bool lines_ = false;                             // JSON lines
+    std::vector<Example> examples_;                  // of these, in the stream's order
+    uint64_t cut_ = 0;                               // examples that were longer than a sequence
+    bool apart_ = false;                             // whether examples share no sequence
     std::shared_ptr<const TextTokens> text_tokens_;  // null: its bytes
     std::vector<File> files_;                        // of text one stream, of shards each its own
     uint64_t tokens_ = 0;
@@ -356,13 +441,21 @@ class Dataset {
 //   w * T. Shuffled: with K(g) = random_key(seed, e, g), the i-th of F streams is f = Permutation(F,
 //   K(0))(i), the j-th of its W windows is Permutation(W, K(f + 1))(j), and offset is random_bits_of(K(f +
 //   1), 2^63) % T, or 0 if n < 2 T. Not shuffled: as given, and offset is 0.
+//
+//   Examples are packed in the order of the data, the same in each epoch: one of n tokens takes n - 1 rows,
+//   and what is left of a sequence does not count. Of S sequences the j-th of an epoch is Permutation(S,
+//   K(1))(j).
 class SequenceLoader {
   public:
     // The dataset must stay in place while the loader lives. Fails when a stream is shorter than T + 1
-    // tokens.
+    // tokens. Examples must be tokens, of no more than T + 1 each.
     SequenceLoader(const Dataset& data, int seq_len, uint64_t seed, bool shuffle)
         : data_(data), seq_len_(static_cast<uint64_t>(seq_len)), seed_(seed), shuffle_(shuffle) {
         assert(seq_len >= 1);
+        if (data.is_examples()) {
+            pack_examples();
+            return;
+        }
         for (size_t stream = 0; stream < data.stream_count(); stream++) {
             const uint64_t tokens = data.token_count(stream);
             if (tokens < seq_len_ + 1)
@@ -376,6 +469,19 @@ class SequenceLoader {
     }
 
     uint64_t sequences_per_epoch() const { return sequences_per_epoch_; }
+    // How many targets of these sequences have a loss.
+    uint64_t tokens_with_loss(uint64_t first_sequence, uint64_t count) const {
+        if (!data_.is_examples()) return count * seq_len_;
+        uint64_t sum = 0;
+        for (uint64_t i = first_sequence; i < first_sequence + count; i++)
+            for (const uint32_t e : packing_.sequence(packed_sequence(i)))
+                sum += data_.examples()[e].with_loss;
+        return sum;
+    }
+    // Of an epoch: the share of positions that hold no example; and how many tokens a token's example has, on
+    // average over all positions: what attention costs goes with that.
+    double padding() const { return padding_; }
+    double attended() const { return attended_; }
 
     // Writes sequences first_sequence ... + rows - 1 to inputs (rows, T) and targets (rows, T). What it
     // writes depends on nothing but its arguments. Fails as Dataset::read does.
@@ -395,17 +501,73 @@ class SequenceLoader {
     }
 
     // The same for the rows of a batch, of which `count` are sequences. Those after them have targets that do
-    // not count.
+    // not count. Positions and ends are those of documents.h, where a batch has them; each token of padding
+    // is a document of its own, which costs attention least.
     void fill_batch(uint64_t first_sequence, uint64_t count, std::span<int32_t> inputs,
-                    std::span<int32_t> targets) {
+                    std::span<int32_t> targets, std::span<int32_t> positions = {},
+                    std::span<int32_t> ends = {}) {
         const size_t end = static_cast<size_t>(count * seq_len_);
-        assert(inputs.size() == targets.size() && end <= inputs.size());
+        assert(inputs.size() == targets.size() && end <= inputs.size() && positions.size() == ends.size());
+        std::fill(inputs.begin(), inputs.end(), 0);
+        std::fill(targets.begin(), targets.end(), -1);
+        for (size_t row = 0; row < ends.size(); row++) {
+            positions[row] = 0;
+            ends[row] = static_cast<int32_t>(row % seq_len_ + 1);
+        }
+        if (data_.is_examples()) {
+            for (uint64_t i = 0; i < count; i++)
+                fill_packed(first_sequence + i, i * seq_len_, inputs, targets, positions, ends);
+            return;
+        }
         fill(first_sequence, static_cast<int>(count), inputs.data(), targets.data());
-        std::fill(inputs.begin() + static_cast<ptrdiff_t>(end), inputs.end(), 0);
-        std::fill(targets.begin() + static_cast<ptrdiff_t>(end), targets.end(), -1);
+        for (size_t row = 0; row < std::min(end, ends.size()); row++) {
+            positions[row] = static_cast<int32_t>(row % seq_len_);
+            ends[row] = static_cast<int32_t>(seq_len_);
+        }
     }
 
   private:
+    void pack_examples() {
+        std::vector<uint32_t> rows;
+        double used = 0, squares = 0;
+        for (const Example& e : data_.examples()) {
+            const double n = rows.emplace_back(e.count - 1);
+            used += n;
+            squares += n * n;
+        }
+        packing_ =
+            data_.keeps_apart() ? each_apart(rows.size()) : pack(rows, static_cast<uint32_t>(seq_len_));
+        sequences_per_epoch_ = packing_.ends.size();
+        const double room = static_cast<double>(sequences_per_epoch_ * seq_len_);
+        padding_ = 1 - used / room;
+        attended_ = squares / room;
+    }
+
+    // The number of a packed sequence, by its place in all epochs.
+    size_t packed_sequence(uint64_t place) const {
+        const uint64_t epoch = place / sequences_per_epoch_, number = place % sequences_per_epoch_;
+        return shuffle_ ? Permutation(sequences_per_epoch_, random_key(seed_, epoch, 1))(number) : number;
+    }
+
+    // Writes a packed sequence to the rows from `at` on.
+    void fill_packed(uint64_t place, size_t at, std::span<int32_t> inputs, std::span<int32_t> targets,
+                     std::span<int32_t> positions, std::span<int32_t> ends) const {
+        const size_t begin = at;
+        std::vector<int32_t> tokens;
+        for (const uint32_t number : packing_.sequence(packed_sequence(place))) {
+            const Example& e = data_.examples()[number];
+            tokens.resize(e.count);
+            data_.read(0, e.begin, e.count, tokens.data());
+            const size_t end = at - begin + e.count - 1;
+            for (uint32_t i = 0; i + 1 < e.count; i++, at++) {
+                inputs[at] = token_of(tokens[i]);
+                targets[at] = std::max(tokens[i + 1], -1);  // -1: not to be learnt
+                positions[at] = static_cast<int32_t>(i);
+                ends[at] = static_cast<int32_t>(end);
+            }
+        }
+    }
+
     uint64_t windows(size_t stream) const {
         return std::max<uint64_t>(1, (data_.token_count(stream) - seq_len_) / seq_len_);
     }
@@ -438,6 +600,8 @@ class SequenceLoader {
     const uint64_t seq_len_, seed_;
     const bool shuffle_;
     uint64_t sequences_per_epoch_ = 0;
+    Packing packing_;  // of examples
+    double padding_ = 0, attended_ = static_cast<double>(seq_len_);
     uint64_t epoch_ = ~uint64_t{0};  // of the sequence that was asked for last, and
     std::vector<uint64_t> ends_;     // the number in it at which each stream ends, by turns
 };

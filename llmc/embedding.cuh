@@ -1,31 +1,34 @@
-// embedding.cuh - token and position embeddings and soft prompts, forward and backward. Models without learned
-// positions have no position embedding.
+// embedding.cuh - token and position embeddings and soft prompts, forward and backward. Models without
+// learned positions have no position embedding.
 //
 // Many rows may hold the same token, so the host groups rows by token first (group_tokens() in feeder.h) and
 // in backward warps sum a token's rows in order, each some columns: the same bits every time, without
 // atomics. How many groups there are the launch does not know: it is for as many as there can be, and the
-// last are empty.
+// last are empty. Where positions begin anew within a sequence, their rows are grouped and summed the same
+// way.
 #pragma once
 
 #include "llmc/columns.cuh"
+#include "llmc/documents.h"
 #include "llmc/packed.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 
 template <class T, int N, bool kPositions>
 __global__ void __launch_bounds__(kBlockThreads)
-    embedding_forward_kernel(T* out, const int* tokens, const T* wte, const T* wpe, const T* prompt, int rows,
-                             int seq_len, int prompt_len, int first_position, int C) {
+    embedding_forward_kernel(T* out, const int* tokens, const T* wte, const T* wpe, const T* prompt,
+                             const int* positions, int rows, int seq_len, int prompt_len, int first_position,
+                             int C) {
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
     const int t = row % (prompt_len + seq_len), sequence = row / (prompt_len + seq_len);
-    const T* from = t < prompt_len
-                        ? prompt + int64_t{t} * C
-                        : wte + int64_t{tokens[int64_t{sequence} * seq_len + t - prompt_len]} * C;
+    const T* from = t < prompt_len ? prompt + int64_t{t} * C
+                                   : wte + int64_t{tokens[int64_t{sequence} * seq_len + t - prompt_len]} * C;
     for (int c = lane() * N; c < C; c += kLanes * N) {
         Packed<T, N> p = load<N>(from + c);
         if constexpr (kPositions) {
-            const Packed<T, N> q = load<N>(wpe + int64_t{first_position + t} * C + c);
+            const int position = positions ? positions[row] : first_position + t;
+            const Packed<T, N> q = load<N>(wpe + int64_t{position} * C + c);
             float o[N];
             for (int k = 0; k < N; k++) o[k] = p[k] + q[k];
             p = rounded<T>(o);
@@ -34,22 +37,24 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
 }
 
-// out (batch, prompt_len + seq_len, C) = wte[token] + wpe[first_position + t], or wte[token] alone where wpe is
-// absent; tokens (batch, seq_len). Before each sequence's tokens come the rows of `prompt` (prompt_len, C),
-// which may be absent.
+// out (batch, prompt_len + seq_len, C) = wte[token] + wpe[position], or wte[token] alone where wpe is absent;
+// tokens (batch, seq_len). The position is that of `positions` (batch, seq_len), or first_position + t where
+// these are absent. Before each sequence's tokens come the rows of `prompt` (prompt_len, C), which may be
+// absent, and must be where there are `positions`.
 template <class T>
 void embedding_forward(Tensor<T>& out, const Tensor<int>& tokens, const Tensor<T>& wte, const Tensor<T>& wpe,
-                       const Tensor<T>& prompt, int first_position, Stream stream) {
+                       const Tensor<T>& prompt, int first_position, const Tensor<int>& positions,
+                       Stream stream) {
     const int rows = static_cast<int>(out.rows()), C = static_cast<int>(out.columns());
     const int seq_len = static_cast<int>(tokens.columns());
     const int prompt_len = prompt ? static_cast<int>(prompt.rows()) : 0;
-    assert(rows == tokens.rows() * (prompt_len + seq_len));
+    assert(rows == tokens.rows() * (prompt_len + seq_len) && !(positions && prompt));
     const Operation operation("embedding_forward", 0, pass_bytes(out, out) + (wpe ? pass_bytes(out) : 0));
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
         auto run = [&]<bool kPositions>(std::bool_constant<kPositions>) {
             launch<embedding_forward_kernel<T, N, kPositions>>(
                 blocks_of_rows(rows), kBlockThreads, 0, stream, out.data(), tokens.data(), wte.data(),
-                wpe.data(), prompt.data(), rows, seq_len, prompt_len, first_position, C);
+                wpe.data(), prompt.data(), positions.data(), rows, seq_len, prompt_len, first_position, C);
         };
         wpe ? run(std::true_type()) : run(std::false_type());
     });
@@ -94,23 +99,30 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 // Adds to dwte (V, C) and dwpe (positions, C) what dout (batch, seq_len, C) sends back. order (batch *
-// seq_len) and starts (groups + 1) are the device's copy of what group_tokens() made of the tokens. Nothing
-// is computed for a gradient that is absent.
+// seq_len) and starts (groups + 1) are the device's copy of what group_tokens() made of the tokens; documents
+// are those of the batch. Nothing is computed for a gradient that is absent.
 template <class T>
 void embedding_backward(Tensor<T>& dwte, Tensor<T>& dwpe, const Tensor<T>& dout, const Tensor<int>& tokens,
-                        const Tensor<int>& order, const Tensor<int>& starts, Stream stream) {
+                        const Tensor<int>& order, const Tensor<int>& starts, const Documents& documents,
+                        Stream stream) {
     const int C = static_cast<int>(dout.columns()), seq_len = static_cast<int>(tokens.columns());
     const int batch = static_cast<int>(tokens.rows()), groups = static_cast<int>(starts.size()) - 1;
     if (!dwte && !dwpe) return;
     const Operation operation("embedding_backward", 0,
                               (dwte ? pass_bytes(dout, dout, dout) : 0) + (dwpe ? pass_bytes(dout) : 0));
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
-        const dim3 by_token(blocks_of_rows(groups), static_cast<unsigned>(ceil_div(C, int64_t{kLanes} * N)));
-        if (dwte)
-            launch<token_embedding_backward_kernel<T, N>>(by_token, kBlockThreads, 0, stream, dwte.data(),
-                                                          dout.data(), tokens.data(), order.data(),
-                                                          starts.data(), groups, C);
-        if (dwpe)
+        const auto add_groups = [&](Tensor<T>& to, const Tensor<int>& numbers, const Tensor<int>& rows,
+                                    const Tensor<int>& begins, int count) {
+            const dim3 grid(blocks_of_rows(count), static_cast<unsigned>(ceil_div(C, int64_t{kLanes} * N)));
+            launch<token_embedding_backward_kernel<T, N>>(grid, kBlockThreads, 0, stream, to.data(),
+                                                          dout.data(), numbers.data(), rows.data(),
+                                                          begins.data(), count, C);
+        };
+        if (dwte) add_groups(dwte, tokens, order, starts, groups);
+        if (dwpe && documents.positions)
+            add_groups(dwpe, documents.positions, documents.rows_by_position, documents.position_starts,
+                       seq_len);
+        else if (dwpe)
             launch<position_embedding_backward_kernel<T, N>>(blocks_of_rows(seq_len), kBlockThreads, 0,
                                                              stream, dwpe.data(), dout.data(), batch, seq_len,
                                                              seq_len, C);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "llmc/device.h"
+#include "llmc/documents.h"
 #include "llmc/tensor.h"
 
 // The most groups that the tokens of so many rows can have.
@@ -40,11 +41,14 @@ inline void group_tokens(std::span<const int> tokens, int vocabulary, std::span<
         order[static_cast<size_t>(next[static_cast<size_t>(tokens[row])]++)] = static_cast<int>(row);
 }
 
-// A micro-batch on the device: B sequences of T tokens and what follows each token.
+// A micro-batch on the device: B sequences of T tokens and what follows each token. Of a packed one also
+// where its documents are, and what each token's loss counts for in its step (1); these are absent in others.
 struct DeviceBatch {
     Tensor<int> inputs, targets;  // (B, T); a negative target does not count
     Tensor<int> rows_by_token;    // (B * T), and
     Tensor<int> token_starts;     // (groups + 1): group_tokens() of the inputs
+    Documents documents;
+    Tensor<float> loss_scale;
 };
 
 class Feeder {
@@ -56,27 +60,22 @@ class Feeder {
     static constexpr int kCopies = 1;
 #endif
 
-    // Sets the sizes. Takes no memory yet: the batch has shapes, but no data.
-    void choose(int batch, int seq_len, int vocabulary) {
+    // Sets the sizes, and whether batches are packed. Takes no memory yet: the batch has shapes, but no data.
+    void choose(int batch, int seq_len, int vocabulary, bool packed = false) {
         rows_ = int64_t{batch} * seq_len;
         starts_ = most_token_groups(rows_, vocabulary) + 1;
         vocabulary_ = vocabulary;
-        batch_.inputs = Tensor<int>(nullptr, {batch, seq_len});
-        batch_.targets = batch_.inputs.view();
-        batch_.rows_by_token = Tensor<int>(nullptr, {rows_});
-        batch_.token_starts = Tensor<int>(nullptr, {starts_});
+        seq_len_ = seq_len;
+        packed_ = packed;
+        point_at(nullptr);
     }
     // The numbers of one batch, and the device memory of all copies.
-    int64_t count() const { return 3 * rows_ + starts_; }
+    int64_t count() const { return 3 * rows_ + starts_ + (packed_ ? 3 * rows_ + seq_len_ + 2 : 0); }
     size_t bytes() const { return kCopies * copy_bytes(); }
 
     void allocate() {
         current_ = DeviceBuffer(copy_bytes(), "the batch");
-        int* at = reinterpret_cast<int*>(current_.data());
-        batch_.inputs = Tensor<int>(at, batch_.inputs.shape());
-        batch_.targets = Tensor<int>(at + rows_, batch_.targets.shape());
-        batch_.rows_by_token = Tensor<int>(at + 2 * rows_, {rows_});
-        batch_.token_starts = Tensor<int>(at + 3 * rows_, {starts_});
+        point_at(reinterpret_cast<int*>(current_.data()));
 #if defined(SIMT_GPU)
         lane_ = std::make_unique<Lane>(copy_bytes());
 #endif
@@ -84,23 +83,34 @@ class Feeder {
 
     const DeviceBatch& batch() const { return batch_; }
 
-    // Where the host writes the next micro-batch, B * T numbers each. Waits until there is room.
+    // Where the host writes the next micro-batch, B * T numbers each; the documents' positions and ends, and
+    // the scale of the loss, only of a packed one. Waits until there is room.
     struct Slot {
-        std::span<int> inputs, targets;
+        std::span<int> inputs, targets, positions, ends;
+        float* loss_scale;
     };
     Slot slot() {
 #if defined(SIMT_GPU)
         lane_->copied.wait();
 #endif
         const size_t rows = static_cast<size_t>(rows_);
-        return {numbers().subspan(0, rows), numbers().subspan(rows, rows)};
+        Slot slot{numbers().subspan(0, rows), numbers().subspan(rows, rows), {}, {}, nullptr};
+        if (packed_) {
+            slot.positions = documents().subspan(0, rows);
+            slot.ends = documents().subspan(rows, rows);
+            slot.loss_scale = reinterpret_cast<float*>(&numbers().back());
+        }
+        return slot;
     }
 
     // Makes what was written into the slot the batch of what follows in the stream.
     void send([[maybe_unused]] Stream stream) {
         const size_t rows = static_cast<size_t>(rows_);
         group_tokens(numbers().subspan(0, rows), vocabulary_, numbers().subspan(2 * rows, rows),
-                     numbers().subspan(3 * rows));
+                     numbers().subspan(3 * rows, static_cast<size_t>(starts_)));
+        if (packed_)
+            group_tokens(documents().subspan(0, rows), seq_len_, documents().subspan(2 * rows, rows),
+                         documents().subspan(3 * rows, static_cast<size_t>(seq_len_) + 1));
 #if defined(SIMT_GPU)
         Lane& l = *lane_;
         l.taken.block(l.stream.get());
@@ -126,7 +136,28 @@ class Feeder {
 #endif
 
     size_t copy_bytes() const { return static_cast<size_t>(count()) * sizeof(int); }
-    // A batch where the host writes it: inputs, targets, rows by token, the tokens' starts.
+    // The tensors of the batch, one after the other from `at` on.
+    void point_at(int* at) {
+        const auto next = [&](Shape shape) {
+            int* const begin = at;
+            if (at) at += shape.size();
+            return Tensor<int>(begin, shape);
+        };
+        const Shape matrix{rows_ / seq_len_, seq_len_};
+        batch_.inputs = next(matrix);
+        batch_.targets = next(matrix);
+        batch_.rows_by_token = next({rows_});
+        batch_.token_starts = next({starts_});
+        batch_.documents = {};
+        batch_.loss_scale.drop();
+        if (!packed_) return;
+        batch_.documents.positions = next(matrix);
+        batch_.documents.ends = next(matrix);
+        batch_.documents.rows_by_position = next({rows_});
+        batch_.documents.position_starts = next({seq_len_ + 1});
+        batch_.loss_scale = Tensor<float>(reinterpret_cast<float*>(at), {1});
+    }
+    // A batch where the host writes it, in that order.
     std::span<int> numbers() const {
 #if defined(SIMT_GPU)
         char* at = lane_->staging.data();
@@ -136,8 +167,12 @@ class Feeder {
         return {reinterpret_cast<int*>(at), static_cast<size_t>(count())};
     }
 
+    // And what a packed one has beside the others.
+    std::span<int> documents() const { return numbers().subspan(static_cast<size_t>(3 * rows_ + starts_)); }
+
     int64_t rows_ = 0, starts_ = 0;
-    int vocabulary_ = 0;
+    int vocabulary_ = 0, seq_len_ = 1;
+    bool packed_ = false;
     DeviceBuffer current_;
     DeviceBatch batch_;
 };

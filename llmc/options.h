@@ -40,6 +40,7 @@ struct Options {
     std::string soft_prompt_text;
     int batch = 8,  // 0: auto
         seq_len = 128, grad_accum = 1;
+    std::string loss_on = "completions", chat_format = "auto";
     int64_t steps = 1500;
     double lr = 0, min_lr = 0;  // lr: without --lr, kNewRate or kFineTuningRate
     int64_t warmup = 30;
@@ -145,8 +146,16 @@ inline void declare_model_options(CLI::App& app, Options& o) {
     app.add_option("--model", o.model,
                    "a Hugging Face folder; or dN: a new GPT-2 of N layers, llama:dN, qwen3:dN, ...")
         ->group(group);
-    app.add_option("--data", o.data, "text files, or token shards (.bin); globs")->group(group);
-    app.add_option("--val-data", o.val_data, "the same for validation; else a text's last tenth")
+    app.add_option("--data", o.data, "text files, JSON lines (.jsonl), or token shards (.bin); globs")
+        ->group(group);
+    app.add_option("--val-data", o.val_data,
+                   "the same for validation; else the last tenth of texts and examples")
+        ->group(group);
+    app.add_option("--loss-on", o.loss_on, "of JSON lines: completions and what assistants say, or all")
+        ->check(CLI::IsMember({"completions", "all"}))
+        ->group(group);
+    app.add_option("--chat-format", o.chat_format, "of messages; auto: that of the model's folder")
+        ->check(CLI::IsMember({"auto", "chatml", "llama3", "mistral", "llama2", "zephyr"}))
         ->group(group);
     app.add_option("--batch", o.batch,
                    "sequences in a micro-batch; auto: the most that fit --memory or "
@@ -170,7 +179,8 @@ inline void declare_adapter_options(CLI::App& app, Options& o) {
                    "prompt: vectors before each sequence")
         ->check(one_of(kTrainedNames))
         ->group(group);
-    app.add_option("--base", o.base, "quantize the linear layers of a model that is not trained: nf4, or nf4-double")
+    app.add_option("--base", o.base,
+                   "quantize the linear layers of a model that is not trained: nf4, or nf4-double")
         ->check(CLI::IsMember({"nf4", "nf4-double"}))
         ->group(group);
     app.add_option("--lora-rank", o.lora_rank, "columns of each adapter")
@@ -183,15 +193,19 @@ inline void declare_adapter_options(CLI::App& app, Options& o) {
                    "linear layers that have one: names as in the model's files, attention, mlp, or all")
         ->delimiter(',')
         ->group(group);
-    app.add_option("--lora-dropout", o.lora_dropout, "share of an adapter's inputs that is dropped in training")
+    app.add_option("--lora-dropout", o.lora_dropout,
+                   "share of an adapter's inputs that is dropped in training")
         ->check(between(0.0, 0.99))
         ->group(group);
-    app.add_option("--soft-prompt", o.soft_prompt, "vectors of a soft prompt; else as many as its text has tokens")
+    app.add_option("--soft-prompt", o.soft_prompt,
+                   "vectors of a soft prompt; else as many as its text has tokens")
         ->transform(whole(1, kMostPositions))
         ->group(group);
-    app.add_option("--soft-prompt-text", o.soft_prompt_text, "what a soft prompt begins as; else random tokens")
+    app.add_option("--soft-prompt-text", o.soft_prompt_text,
+                   "what a soft prompt begins as; else random tokens")
         ->group(group);
-    app.add_option("--adapter", o.adapter, "begin with an adapter that PEFT or a run has saved")->group(group);
+    app.add_option("--adapter", o.adapter, "begin with an adapter that PEFT or a run has saved")
+        ->group(group);
     app.add_option("--merge", o.merge, "at the end, save the model with the adapter in its weights")
         ->group(group);
 }
@@ -432,7 +446,9 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     if (among({"--matmul-algorithms"})) return kSearchesAlgorithms;
     if (among({"--recompute", "--head-rows"})) return !o.has("--memory") || o.batch == 0;  // else chosen anew
     // What only generates needs no data, and leaves alone what the training has written.
-    if (among({"--data", "--val-data", "--log", "--out", "--save-every", "--merge"})) return o.steps > 0;
+    if (among({"--data", "--val-data", "--loss-on", "--chat-format", "--log", "--out", "--save-every",
+               "--merge"}))
+        return o.steps > 0;
     // A prompt asks for a sample.
     if (among({"--sample-tokens"})) return !o.has("--prompt") || values != nlohmann::json::array({"0"});
     return true;

@@ -39,11 +39,11 @@ SIMT_DEVICE void cos_sin(float x, float& cosine, float& sine) {
 // One warp a row. A lane keeps the cosines and sines of its pairs for every head that it turns.
 template <class T, int N, bool kInverse>
 __global__ void __launch_bounds__(kBlockThreads)
-    rope_kernel(T* qkv, const float* frequencies, int rows, int row_length, int heads, int half, int seq_len,
-                int first_position) {
+    rope_kernel(T* qkv, const float* frequencies, const int* positions, int rows, int row_length, int heads,
+                int half, int seq_len, int first_position) {
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
-    const float position = static_cast<float>(first_position + row % seq_len);
+    const float position = static_cast<float>(positions ? positions[row] : first_position + row % seq_len);
     const int vectors = half / N, span = vectors < kLanes ? vectors : kLanes;  // of a head at a time
     const int heads_at_once = kLanes / span;
     if (lane() >= heads_at_once * span) return;
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 template <class T, bool kInverse>
 void rope_launch(const char* name, Tensor<T>& qkv, const Tensor<float>& frequencies, int heads,
-                 int first_position, Stream stream) {
+                 int first_position, const Tensor<int>& positions, Stream stream) {
     const int rows = static_cast<int>(qkv.rows()), half = static_cast<int>(frequencies.size());
     const int row_length = static_cast<int>(qkv.columns()), seq_len = static_cast<int>(qkv.shape().dims[1]);
     assert(qkv.shape().count == 3 && heads * 2 * half <= row_length && row_length % (2 * half) == 0);
@@ -78,23 +78,25 @@ void rope_launch(const char* name, Tensor<T>& qkv, const Tensor<float>& frequenc
     const Operation operation(name, 0, 2.0 * rows * heads * 2 * half * sizeof(T));
     with_vector_size<T>(half, [&]<int N>(std::integral_constant<int, N>) {
         launch<rope_kernel<T, N, kInverse>>(blocks_of_rows(rows), kBlockThreads, 0, stream, qkv.data(),
-                                            frequencies.data(), rows, row_length, heads, half, seq_len,
-                                            first_position);
+                                            frequencies.data(), positions.data(), rows, row_length, heads,
+                                            half, seq_len, first_position);
     });
 }
 
 // Turns the first `heads` heads, the queries' and the keys', of each row of qkv (batch, seq_len, all heads *
-// head_size) by its position, first_position + t; positions are below 2^21. inverse_frequencies (head_size /
-// 2) is the device's copy of what rope_scaling.h makes.
+// head_size) by its position: that of `positions` (batch, seq_len), or first_position + t where these are
+// absent. Positions are below 2^21. inverse_frequencies (head_size / 2) is the device's copy of what
+// rope_scaling.h makes.
 template <class T>
 void rope_forward(Tensor<T>& qkv, const Tensor<float>& inverse_frequencies, int heads, int first_position,
-                  Stream stream) {
-    rope_launch<T, false>("rope_forward", qkv, inverse_frequencies, heads, first_position, stream);
+                  const Tensor<int>& positions, Stream stream) {
+    rope_launch<T, false>("rope_forward", qkv, inverse_frequencies, heads, first_position, positions, stream);
 }
 
 // Turns the gradients of queries and keys back.
 template <class T>
 void rope_backward(Tensor<T>& d_qkv, const Tensor<float>& inverse_frequencies, int heads, int first_position,
-                   Stream stream) {
-    rope_launch<T, true>("rope_backward", d_qkv, inverse_frequencies, heads, first_position, stream);
+                   const Tensor<int>& positions, Stream stream) {
+    rope_launch<T, true>("rope_backward", d_qkv, inverse_frequencies, heads, first_position, positions,
+                         stream);
 }

@@ -14,6 +14,7 @@
 #include "llmc/attention.cuh"
 #include "llmc/checkpoint.h"
 #include "llmc/dataset.h"
+#include "llmc/examples.h"
 #include "llmc/gguf_tokenizer.h"
 #include "llmc/new_model.h"
 #include "llmc/options.h"
@@ -57,6 +58,11 @@ class RunInputs {
     // Whether batches are of training data, or of random tokens; and whether there are batches at all.
     bool reads_training_data() const { return o_.steps > 0 || o_.bench == "forward"; }
     bool feeds() const { return reads_training_data() || val_data; }
+    // Whether batches hold several examples a sequence.
+    bool packs() const {
+        const auto is_packed = [](const std::unique_ptr<Dataset>& d) { return d && d->is_examples(); };
+        return is_packed(data) || is_packed(val_data);
+    }
 
   private:
     Options& o_;
@@ -72,8 +78,8 @@ class RunInputs {
     ModelConfig config;
     std::string tokenizer_folder;  // where the tokenizer was found, for saves; may be empty
     std::optional<Tokenizer> tokenizer;
-    AdapterConfig adapter;          // what is trained beside the model, if anything
-    std::vector<int> first_prompt;  // the tokens that a new soft prompt begins as
+    AdapterConfig adapter;                     // what is trained beside the model, if anything
+    std::vector<int> first_prompt;             // the tokens that a new soft prompt begins as
     std::map<std::string, std::string> facts;  // data_facts() of the data by option, for saves
 
   private:
@@ -87,7 +93,9 @@ class RunInputs {
     int token_positions() const { return config.positions - adapter.prompt_tokens; }
     std::optional<Tokenizer> open_tokenizer();
     void tokenize_texts();
+    void tokenize_lines(Dataset& lines) const;
     void open_validation();
+    void check_example_options() const;
     void check_data() const;
     void check_resumed_data();
     void check_output_files() const;
@@ -116,6 +124,7 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
              adapter.prompt_tokens > 0
                  ? format(", of which the soft prompt takes %d", adapter.prompt_tokens).c_str()
                  : "");
+    check_example_options();
     tokenize_texts();
     if (data && reads_training_data() && o.bench.empty()) open_validation();
     check_data();
@@ -158,6 +167,15 @@ inline ModelConfig RunInputs::choose_config() const {
             o_.resume.c_str(), saved->layers, saved->channels, saved->heads, o_.model.c_str(), config.layers,
             config.channels, config.heads);
     return saved.value_or(config);
+}
+
+// Fails where options are given for examples, and there are none.
+inline void RunInputs::check_example_options() const {
+    if (packs()) return;
+    for (const char* name : {"--loss-on", "--chat-format"})
+        if (o_.has(name))
+            fail("%s %s is of JSON lines, files that end in .jsonl, and there are none", name,
+                 o_.first(name));
 }
 
 // Fails where a model whose matrices are quantized would be trained, or one that is so already would be
@@ -243,6 +261,10 @@ inline void RunInputs::tokenize_texts() {
     const bool chooses = o_.has("--memory") || o_.batch == 0;
     for (Dataset* d : {data.get(), val_data.get()}) {
         if (!d || !d->is_text()) continue;
+        if (d->is_examples()) {
+            tokenize_lines(*d);
+            continue;
+        }
         if (tokenizer_folder.empty()) {
             check_bytes(*d, config.vocabulary);
             continue;
@@ -254,9 +276,18 @@ inline void RunInputs::tokenize_texts() {
     }
 }
 
-// Without --val-data, a part of the text that is long enough for a sequence.
+// The examples of JSON lines become tokens, if only to know how many sequences there are.
+inline void RunInputs::tokenize_lines(Dataset& lines) const {
+    if (!tokenizer) check_bytes(lines, config.vocabulary);
+    const std::string folder = tokenizer_folder.empty() ? model : tokenizer_folder;
+    if (adapter.prompt_tokens > 0) lines.keep_apart();  // a soft prompt is before each sequence
+    tokenize_examples(lines, *tokenizer, {o_.loss_on == "all", o_.chat_format, folder}, o_.seq_len);
+}
+
+// Without --val-data, a part of the text that is long enough for a sequence, or of the examples.
 inline void RunInputs::open_validation() {
-    if (!val_data && data->is_text()) val_data = data->hold_out(static_cast<uint64_t>(o_.seq_len) + 1);
+    const uint64_t least = data->is_examples() ? 1 : static_cast<uint64_t>(o_.seq_len) + 1;
+    if (!val_data && data->is_text()) val_data = data->hold_out(least);
     if (o_.eval_every > 0 && !val_data)
         fail("--eval-every %lld: there is nothing to validate on; give --val-data",
              static_cast<long long>(o_.eval_every));
@@ -265,7 +296,8 @@ inline void RunInputs::open_validation() {
 // Fails when the data cannot feed the model: other vocabulary, too few tokens, tokens beyond the vocabulary.
 inline void RunInputs::check_data() const {
     for (Dataset* d : {data.get(), val_data.get()})
-        if (d && (!d->is_text() || tokenizer_folder.empty())) d->check_tokens(config.vocabulary);
+        if (d && !d->is_examples() && (!d->is_text() || tokenizer_folder.empty()))
+            d->check_tokens(config.vocabulary);
     if (val_data) SequenceLoader(*val_data, o_.seq_len, o_.seed, false);
     if (!data) return;
     const SequenceLoader loader(*data, o_.seq_len, o_.seed, true);

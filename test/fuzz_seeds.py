@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the first inputs of the fuzz targets into FOLDER/safetensors, shards, json, config, tokenizer, gguf, nf4."""
+"""Writes the first inputs of the fuzz targets, each into a folder of its name."""
 
 import json
 import pathlib
@@ -111,6 +111,21 @@ def tokenizer_seeds():
     yield b'{"model": ' + b"[" * 500
 
 
+def json_lines_seeds():
+    def lines(*objects):
+        return "\n".join(o if isinstance(o, str) else json.dumps(o, ensure_ascii=False) for o in objects).encode()
+
+    def says(role, content):
+        return {"role": role, "content": content}
+
+    chat = [says("system", "Be brief."), says("user", " Hi <s>"), says("assistant", "Hello.\n"), says("user", "Bye"),
+            says("assistant", "\u00e9 \U0001f642")]
+    for choices in range(24):
+        yield bytes([choices, 9]) + lines({"text": "To be"}, {"prompt": "", "completion": "or"}, {"messages": chat},
+                                          "", {"messages": chat[1:3], "text": "not read", "id": [1, {}]})
+    for wrong in ({"prompt": "a"}, {"completion": ""}, {"text": None}, {"messages": []}, {"messages": chat[:2]},
+                  {"messages": [says("tool", "x")]}, {"messages": [says("assistant", "first")]}, [], "{", '{"text": 1}'):
+        yield b"\4\5" + lines({"text": "fine"}, wrong)
 def gguf_file(keys, tensors, version=3):
     def text(value):
         return struct.pack("<Q", len(value.encode())) + value.encode()
@@ -186,7 +201,8 @@ def nf4_seeds():
 def main():
     folder = pathlib.Path(sys.argv[1])
     targets = {"safetensors": safetensors_seeds(), "shards": shard_seeds(), "json": json_seeds(),
-               "config": config_seeds(), "tokenizer": tokenizer_seeds(), "gguf": gguf_seeds(), "nf4": nf4_seeds()}
+               "config": config_seeds(), "tokenizer": tokenizer_seeds(), "gguf": gguf_seeds(), "nf4": nf4_seeds(),
+               "json_lines": json_lines_seeds()}
     for name, seeds in targets.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         for number, seed in enumerate(seeds):

@@ -27,6 +27,7 @@ struct Case {
     int window = 0;
     bool alibi = false;
     bool hopper = false;
+    int document = 0;  // documents of up to so many rows; 0: each sequence is one
 
     // Of q, k or v: which = 0, 1, 2.
     int heads_of(int which) const { return which == 0 ? heads : kv_heads; }
@@ -48,8 +49,27 @@ struct Case {
         return "batch " + std::to_string(batch) + ", " + std::to_string(heads) + " heads of " +
                std::to_string(head_size) + " on " + std::to_string(kv_heads) + ", " +
                std::to_string(queries) + " queries, " + std::to_string(keys) + " keys, layout " +
-               std::to_string(layout) + ", window " + std::to_string(window) + (alibi ? ", slopes" : "");
+               std::to_string(layout) + ", window " + std::to_string(window) + (alibi ? ", slopes" : "") +
+               (document ? ", documents of up to " + std::to_string(document) : "");
     }
+};
+
+// Documents of random lengths, in each sequence others: of each row the place in its document, and the end of
+// that.
+struct RandomDocuments {
+    std::vector<int> positions, ends;
+    explicit RandomDocuments(const Case& c) {
+        if (!c.document) return;
+        std::mt19937 random(5);
+        for (int b = 0; b < c.batch; b++)
+            for (int begin = 0; begin < c.queries;) {
+                const int end = std::min<int>(c.queries, begin + 1 + random() % c.document);
+                for (int i = begin; i < end; i++) positions.push_back(i - begin), ends.push_back(end);
+                begin = end;
+            }
+    }
+    // The first key that query i of batch entry b sees.
+    int begin(const Case& c, int b, int i) const { return i - positions[size_t(b) * c.queries + i]; }
 };
 
 // The arrays q, k and v lie in, or their gradients: one if packed, else three. With the columns' places in
@@ -60,6 +80,7 @@ struct Arrays {
     std::vector<std::unique_ptr<DeviceArray<T>>> device;
     T *q, *k, *v;
     std::unique_ptr<DeviceArray<float>> slopes;
+    std::unique_ptr<DeviceArray<int>> positions, ends;
 
     Arrays(const Case& c, std::vector<std::vector<T>> values) : host(std::move(values)) {
         for (const std::vector<T>& h : host) device.push_back(std::make_unique<DeviceArray<T>>(h));
@@ -68,6 +89,10 @@ struct Arrays {
         k = place(1);
         v = place(2);
         if (c.alibi) slopes = std::make_unique<DeviceArray<float>>(alibi_slopes(c.heads));
+        if (!c.document) return;
+        const RandomDocuments documents(c);
+        positions = std::make_unique<DeviceArray<int>>(documents.positions);
+        ends = std::make_unique<DeviceArray<int>>(documents.ends);
     }
     void download() {
         for (size_t i = 0; i < host.size(); i++) host[i] = device[i]->download();
@@ -124,7 +149,9 @@ AttentionInput<T> input_of(const Case& c, const Arrays<T>& arrays) {
             .kv_head = c.head_distance(),
             .window = c.window,
             .alibi = c.alibi ? arrays.slopes->data() : nullptr,
-            .hopper = c.hopper};
+            .hopper = c.hopper,
+            .positions = c.document ? arrays.positions->data() : nullptr,
+            .document_ends = c.document ? arrays.ends->data() : nullptr};
 }
 
 struct Reference {
@@ -140,12 +167,14 @@ Reference reference(const Case& c, const Arrays<T>& x, const std::vector<double>
                 std::vector<double>(rows * c.channels()), std::vector<double>(key_rows * c.channels(1)),
                 std::vector<double>(key_rows * c.channels(1))};
     const double scale = 1 / std::sqrt(double(c.head_size));
+    const RandomDocuments documents(c);
     const std::vector<float> slopes = c.alibi ? alibi_slopes(c.heads) : std::vector<float>(c.heads);
     for (int b = 0; b < c.batch; b++)
         for (int h = 0; h < c.heads; h++)
             for (int i = 0; i < c.queries; i++) {
                 const int position = c.keys - c.queries + i, kv = h / (c.heads / c.kv_heads);
-                const int begin = c.window && c.window <= position ? position - c.window + 1 : 0;
+                int begin = c.window && c.window <= position ? position - c.window + 1 : 0;
+                if (c.document) begin = std::max(begin, documents.begin(c, b, i));
                 const size_t query = (b * size_t(c.queries) + i) * c.channels() + h * c.head_size;
                 std::vector<double> p(c.keys), dp(c.keys);
                 double sum = 0, delta = 0;
@@ -321,6 +350,28 @@ TYPED_TEST(Attention, MatchesTheDefinitionInManyTiles) {
             c, [&](const auto& x, const auto& dout, const Reference& want) { run_case(c, x, dout, want); });
 }
 
+// Of a row each, less than a tile, several tiles; with all that may come together with them.
+TYPED_TEST(Attention, MatchesTheDefinitionInDocuments) {
+    std::vector<Case> cases;
+    const int length = kSmallShapes ? 70 : kFaithful ? 150 : 600;
+    for (const int longest : {1, 5, 40, 200, length + 1}) {
+        if (kThreadSanitizer && longest != 40) continue;
+        cases.push_back({2, 2, 16, length, length, Case::kPacked});
+        cases.push_back({2, 4, 20, length + 1, length + 1, Case::kPacked, 1, 2, 30, true});
+        if (!kSmallShapes) {
+            cases.push_back({1, 3, 64, length - 7, length - 7, Case::kByHead, 1, 3, 0, true});
+            cases.push_back({1, 2, 33, length, length, Case::kUnaligned, 1, 1, 17});
+            cases.push_back({1, 1, 128, length, length, Case::kPacked, 3});
+        }
+        for (Case& c : cases)
+            if (!c.document) c.document = longest;
+    }
+    for (const Case& c : cases)
+        with_case<TypeParam>(c, [&](const auto& x, const auto& dout, const Reference& want) {
+            for_each_order([&] { return run_case(c, x, dout, want); });
+        });
+}
+
 TEST(HopperAttention, MatchesTheDefinition) {
     if (!has_hopper_attention())
         GTEST_SKIP() << "needs a GPU of compute capability 9.0, or the faithful build";
@@ -352,6 +403,16 @@ TEST(HopperAttention, MatchesTheDefinition) {
         cases = {{1, 1, 64, 130, 130, kPacked},
                  {1, 1, 128, 5, 300, kCache},
                  {1, 2, 64, 200, 200, kPacked, 1, 1, 30, true}};
+    const auto in_documents = [&](Case c, int longest) {
+        c.document = longest;
+        cases.push_back(c);
+    };
+    if (!kThreadSanitizer)
+        for (const int longest : {3, 60, 400}) {
+            in_documents({2, 2, 64, 500, 500, kPacked}, longest);
+            in_documents({1, 4, 128, 300, 300, kPacked, 1, 2, 90, true}, longest);
+        }
+    in_documents({1, 1, 64, 200, 200, kPacked}, 90);
     for (Case c : cases) {
         c.hopper = true;
         with_case<bf16>(c, [&](const auto& x, const auto& dout, const Reference& want) {
@@ -467,6 +528,44 @@ TYPED_TEST(Attention, AWindowCostsOnlyItsTiles) {
 #endif
             EXPECT_TRUE(run(c, x, dout).bytes() == clean.bytes());
         }
+}
+
+// The work is that of a document's tiles: NaN in keys, values and queries of others does not come further.
+TYPED_TEST(Attention, ADocumentCostsOnlyItsTiles) {
+    if (kThreadSanitizer) GTEST_SKIP() << "slow";
+    const int length = 800, block = kFastCpu ? 128 : 64;
+    Case c{1, 1, 16, length, length, Case::kPacked};
+    c.document = 100;
+    const RandomDocuments documents(c);
+    const int columns = c.channels();
+    const DeviceArray<TypeParam> dout(random_values<TypeParam>(size_t(length) * columns, 1, 11));
+    const Results<TypeParam> clean = run(c, random_arrays<TypeParam>(c), dout);
+    // The rows of the documents that begin before row 300.
+    const int end = documents.ends[299];
+    ASSERT_TRUE(end < 450 && end > block);
+    const Results<TypeParam> after =
+        run(c, random_arrays_but<TypeParam>(c, {{1, 0, end}, {2, 0, end}}), dout);
+    EXPECT_TRUE(is_nan(after.out, end - 1, columns));
+    for (const auto& [got, want] : {std::pair(&after.dq, &clean.dq), std::pair(&after.dk, &clean.dk)})
+        EXPECT_TRUE(same_rows(*got, *want, end + 2 * block, length, columns));
+    EXPECT_TRUE(same_rows(after.out, clean.out, end + block, length, columns));
+    const Results<TypeParam> before = run(c, random_arrays_but<TypeParam>(c, {{0, end, length}}), dout);
+    EXPECT_TRUE(is_nan(before.dk, end, columns));
+    EXPECT_TRUE(same_rows(before.dk, clean.dk, 0, end - block, columns));
+    EXPECT_TRUE(same_rows(before.dv, clean.dv, 0, end - block, columns));
+}
+
+TYPED_TEST(Attention, ADocumentOfTheWholeLengthIsNone) {
+    Case c{2, 2, 64, 130, 130, Case::kPacked};
+    const DeviceArray<TypeParam> dout(random_values<TypeParam>(2 * 130 * c.channels(), 1, 11));
+    Arrays<TypeParam> x = random_arrays<TypeParam>(c);
+    const std::vector<unsigned char> without = run(c, x, dout).bytes();
+    std::vector<int> positions(2 * 130), ends(2 * 130, 130);
+    for (size_t i = 0; i < positions.size(); i++) positions[i] = static_cast<int>(i % 130);
+    x.positions = std::make_unique<DeviceArray<int>>(positions);
+    x.ends = std::make_unique<DeviceArray<int>>(ends);
+    c.document = 130;
+    EXPECT_TRUE(run(c, x, dout).bytes() == without);
 }
 
 // FLOPs that the launcher counts, against the scores of each query; on the diagonal a score counts half.

@@ -461,4 +461,131 @@ TEST(SequenceLoader, AnEpochShowsNoTokenTwice) {
     }
 }
 
+TEST(Packing, FillsTheSequenceThatIsLeftWithLeast) {
+    const std::vector<uint32_t> lengths = {6, 5, 2, 4, 10, 1, 5, 3};
+    const Packing packing = pack(lengths, 10);
+    std::vector<std::vector<uint32_t>> got;
+    for (size_t s = 0; s < packing.ends.size(); s++) {
+        const auto sequence = packing.sequence(s);
+        got.emplace_back(sequence.begin(), sequence.end());
+    }
+    EXPECT_EQ(got, (std::vector<std::vector<uint32_t>>{{0, 2}, {1, 3, 5}, {4}, {6, 7}}));
+}
+
+TEST(Packing, HoldsEachExampleOnceAndLeavesLittle) {
+    for (const uint32_t room : {1u, 7u, 100u, 1024u}) {
+        std::vector<uint32_t> lengths;
+        uint64_t sum = 0;
+        for (uint64_t i = 0; i < 5000; i++) {
+            lengths.push_back(1 + static_cast<uint32_t>(random_bits(3, i) % ((room + 2) / 3)));
+            sum += lengths.back();
+        }
+        const Packing packing = pack(lengths, room);
+        std::vector<int> seen(lengths.size());
+        for (size_t s = 0; s < packing.ends.size(); s++) {
+            uint64_t used = 0;
+            for (const uint32_t e : packing.sequence(s)) used += lengths[e], seen[e]++;
+            EXPECT_TRUE(0 < used && used <= room);
+            const auto sequence = packing.sequence(s);
+            EXPECT_TRUE(std::is_sorted(sequence.begin(), sequence.end()));
+        }
+        EXPECT_EQ(std::count(seen.begin(), seen.end(), 1), 5000);
+        EXPECT_LT(static_cast<double>(packing.ends.size()) * room, 1.03 * static_cast<double>(sum) + room);
+    }
+}
+
+// Examples of random lengths, the tokens of each in a row, of which every third is not to be learnt.
+std::unique_ptr<Dataset> examples_of(const TempFolder& folder, int count, int seq_len,
+                                     std::vector<std::vector<int32_t>>& all) {
+    auto data = std::make_unique<Dataset>(
+        std::vector<std::string>{folder.write("a.jsonl", std::string(10, 'x')), folder.write("b.jsonl", "x")},
+        "--data");
+    EXPECT_TRUE(data->is_examples());
+    int32_t token = 3;  // none is 0, as padding is
+    int file = 0;
+    data->tokenize_examples(seq_len, [&](const FileReader&, const auto& put) {
+        for (int i = file++ * count / 2; i < file * count / 2; i++) {
+            std::vector<int32_t> tokens;
+            const auto length = 2 + random_bits(9, static_cast<uint64_t>(i)) % 20;
+            for (uint64_t n = 0; n < length; n++, token++)
+                tokens.push_back(token % 3 == 1 ? without_loss(token) : token);
+            put(tokens);
+            tokens.resize(std::min<size_t>(tokens.size(), static_cast<size_t>(seq_len) + 1));
+            all.push_back(tokens);
+        }
+    });
+    return data;
+}
+
+// Every example stands once in an epoch, whole and in its own place, whatever the order.
+void expect_all(const Dataset& data, int seq_len, const std::vector<std::vector<int32_t>>& all,
+                bool shuffle) {
+    SequenceLoader loader(data, seq_len, 7, shuffle);
+    const uint64_t sequences = loader.sequences_per_epoch();
+    const auto T = static_cast<size_t>(seq_len);
+    for (const uint64_t epoch : {0, 3}) {
+        std::vector<int32_t> inputs(sequences * T), targets(inputs), positions(inputs), ends(inputs);
+        loader.fill_batch(epoch * sequences, sequences, inputs, targets, positions, ends);
+        std::vector<std::vector<int32_t>> got;
+        uint64_t learnt = 0, padding = 0;
+        for (size_t row = 0; row < inputs.size(); row++) {
+            const bool begins = positions[row] == 0;
+            ASSERT_LT(row % T, static_cast<size_t>(ends[row]));
+            if (inputs[row] == 0) {
+                padding++;
+                EXPECT_TRUE(begins && targets[row] == -1 && ends[row] == static_cast<int>(row % T) + 1);
+                continue;
+            }
+            if (begins) got.push_back({inputs[row]});
+            const bool last = row % T + 1 == static_cast<size_t>(ends[row]), has_loss = targets[row] != -1;
+            const int32_t next = inputs[row] + 1;
+            EXPECT_TRUE((last || inputs[row + 1] == next) && (!has_loss || targets[row] == next));
+            learnt += has_loss;
+            got.back().push_back(has_loss ? next : without_loss(next));
+        }
+        std::vector<std::vector<int32_t>> want = all;
+        for (auto& example : want) example[0] = token_of(example[0]);
+        std::sort(got.begin(), got.end());
+        std::sort(want.begin(), want.end());
+        EXPECT_TRUE(got == want);
+        EXPECT_EQ(loader.tokens_with_loss(epoch * sequences, sequences), learnt);
+        EXPECT_NEAR(loader.padding(), static_cast<double>(padding) / static_cast<double>(inputs.size()),
+                    1e-9);
+    }
+}
+
+TEST(SequenceLoader, PacksExamples) {
+    for (const int seq_len : {1, 13, 40}) {
+        const TempFolder folder;
+        std::vector<std::vector<int32_t>> all;
+        const std::unique_ptr<Dataset> made = examples_of(folder, 200, seq_len, all);
+        Dataset& data = *made;
+        ASSERT_EQ(data.examples().size(), 200u);
+        EXPECT_EQ(data.examples_cut() > 0, seq_len < 21);
+        expect_all(data, seq_len, all, true);
+        expect_all(data, seq_len, all, false);
+        // The last tenth of each of the two files' hundred.
+        const auto held_out = data.hold_out(1);
+        ASSERT_TRUE(held_out);
+        std::vector<std::vector<int32_t>> rest(all.begin(), all.begin() + 90),
+            tenths(all.begin() + 90, all.begin() + 100);
+        rest.insert(rest.end(), all.begin() + 100, all.begin() + 190);
+        tenths.insert(tenths.end(), all.begin() + 190, all.end());
+        expect_all(data, seq_len, rest, true);
+        expect_all(*held_out, seq_len, tenths, false);
+        EXPECT_EQ(held_out->examples().size(), 20u);
+    }
+}
+
+TEST(SequenceLoader, FillsDocumentsOfText) {
+    const TempFolder folder;
+    const Dataset data({folder.write("text", "0123456789abcdef")}, "--data");
+    SequenceLoader loader(data, 4, 1, false);
+    std::vector<int32_t> inputs(12), targets(12), positions(12), ends(12);
+    loader.fill_batch(0, 2, inputs, targets, positions, ends);
+    EXPECT_EQ(positions, (std::vector<int32_t>{0, 1, 2, 3, 0, 1, 2, 3, 0, 0, 0, 0}));
+    EXPECT_EQ(ends, (std::vector<int32_t>{4, 4, 4, 4, 4, 4, 4, 4, 1, 2, 3, 4}));
+    EXPECT_EQ(loader.tokens_with_loss(5, 2), 8u);
+}
+
 }  // namespace

@@ -207,8 +207,17 @@ std::vector<HeadsCase> heads_cases() {
 TYPED_TEST(FamilyKernels, Rope) {
     using T = TypeParam;
     for (const HeadsCase& s : heads_cases()) {
-        for (int first_position : {0, 3000, (1 << 21) - s.seq_len}) {
+        for (int first_position : {0, 3000, (1 << 21) - s.seq_len, -1}) {  // -1: positions of documents
             SCOPED_TRACE(text(s) + " from " + std::to_string(first_position));
+            std::vector<int> positions(s.size() / s.row());
+            for (size_t row = 0; row < positions.size(); row++) {
+                const uint64_t any = random_bits(22, row) % static_cast<uint64_t>(s.seq_len);
+                positions[row] = first_position < 0 ? static_cast<int>(any)
+                                                    : first_position + static_cast<int>(row % s.seq_len);
+            }
+            const DeviceArray<int> d_positions(positions);
+            const Shape by_row{static_cast<int64_t>(positions.size()) / s.seq_len, s.seq_len};
+            const Tensor<int> t_positions = first_position < 0 ? d_positions.tensor(by_row) : Tensor<int>();
             const std::vector<T> qkv = random_values<T>(s.size(), 1, 21);
             const std::vector<float> frequencies = inverse_frequencies(s.head_size, {});
             const int half = s.head_size / 2;
@@ -217,16 +226,18 @@ TYPED_TEST(FamilyKernels, Rope) {
                 const DeviceArray<T> d_qkv(qkv);
                 const DeviceArray<float> d_frequencies(frequencies);
                 Tensor<T> t_qkv = d_qkv.tensor(s.shape());
-                rope_forward(t_qkv, d_frequencies.tensor({half}), s.turned(), first_position, kStream);
+                rope_forward(t_qkv, d_frequencies.tensor({half}), s.turned(), std::max(first_position, 0),
+                             t_positions, kStream);
                 turned = d_qkv.download();
-                rope_backward(t_qkv, d_frequencies.tensor({half}), s.turned(), first_position, kStream);
+                rope_backward(t_qkv, d_frequencies.tensor({half}), s.turned(), std::max(first_position, 0),
+                              t_positions, kStream);
                 back = d_qkv.download();
                 return bytes_of(turned, back);
             });
             Doubles want = to_doubles(qkv);
             bool values_kept = true;
             for (size_t row = 0; row < s.size() / s.row(); row++) {
-                const float position = static_cast<float>(first_position + row % s.seq_len);
+                const float position = static_cast<float>(positions[row]);
                 for (int h = 0; h < s.heads + 2 * s.kv_heads; h++) {
                     const size_t at = row * s.row() + h * s.head_size;
                     for (int i = 0; i < half; i++) {
@@ -259,7 +270,7 @@ TEST(Rope, AnglesAreAccurateToTwoMillionPositions) {
         for (size_t i = 0; i < pairs.size(); i++) pairs[i] = i / half % 2 == 0;
         const DeviceArray<float> d_pairs(pairs), d_frequencies(frequencies);
         Tensor<float> t_pairs = d_pairs.tensor({1, positions, 2 * half});
-        rope_forward(t_pairs, d_frequencies.tensor({half}), 1, first, kStream);
+        rope_forward(t_pairs, d_frequencies.tensor({half}), 1, first, {}, kStream);
         pairs = d_pairs.download();
         double worst = 0;
         for (size_t i = 0; i < pairs.size(); i++) {

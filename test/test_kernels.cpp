@@ -342,11 +342,11 @@ TYPED_TEST(Kernels, EmbeddingForward) {
                 Tensor<T> t_out = d_out.tensor({e.batch, e.seq_len, e.C});
                 embedding_forward(t_out, d_tokens.tensor({e.batch, e.seq_len}),
                                   d_wte.tensor({e.vocabulary, e.C}), Tensor<T>(), Tensor<T>(), first_position,
-                                  kStream);
+                                  {}, kStream);
                 alone = d_out.download();
                 embedding_forward(t_out, d_tokens.tensor({e.batch, e.seq_len}),
                                   d_wte.tensor({e.vocabulary, e.C}), d_wpe.tensor({positions, e.C}),
-                                  Tensor<T>(), first_position, kStream);
+                                  Tensor<T>(), first_position, {}, kStream);
                 return bytes_of(out = d_out.download(), alone);
             });
             bool same = true, same_alone = true;
@@ -396,7 +396,8 @@ TYPED_TEST(Kernels, EmbeddingBackward) {
                 if (position_frozen) t_dwpe.drop();
                 embedding_backward(t_dwte, t_dwpe, d_dout.tensor({e.batch, e.seq_len, e.C}),
                                    d_tokens.tensor({e.batch, e.seq_len}),
-                                   d_order.tensor({e.batch * e.seq_len}), d_starts.tensor({starts}), kStream);
+                                   d_order.tensor({e.batch * e.seq_len}), d_starts.tensor({starts}), {},
+                                   kStream);
                 dwte = d_dwte.download(), dwpe = d_dwpe.download();
                 return bytes_of(dwte, dwpe);
             });
@@ -414,6 +415,54 @@ TYPED_TEST(Kernels, EmbeddingBackward) {
             want_dwpe[i / C % e.seq_len * C + i % C] += to_float(dout[i]);
         }
         EXPECT_LT(relative_error(dwte, want_dwte), tolerance<T>());
+        EXPECT_LT(relative_error(dwpe, want_dwpe), tolerance<T>());
+    }
+}
+
+// Positions that begin anew: forward reads each row's own, backward sums their rows, and no other is touched.
+TYPED_TEST(Kernels, EmbeddingOfDocuments) {
+    using T = TypeParam;
+    for (const EmbeddingCase& e : embedding_cases()) {
+        SCOPED_TRACE(text({e.batch * e.seq_len, e.C}));
+        const std::vector<int> tokens = tokens_of(e);
+        const size_t C = e.C;
+        std::vector<int> places(tokens.size());
+        for (size_t i = 0; i < places.size(); i++)
+            places[i] = i % e.seq_len == 0 || random_bits(47, i) % 4 == 0 ? 0 : places[i - 1] + 1;
+        const std::vector<T> wte = random_values<T>(e.vocabulary * C, 1, 42),
+                             wpe = random_values<T>(e.seq_len * C, 1, 43),
+                             dout = random_values<T>(tokens.size() * C, 1, 44),
+                             dwpe_0 = random_values<T>(e.seq_len * C, 1, 46);
+        const TokenGroups groups(tokens, e.vocabulary), by_place(places, e.seq_len, 1);
+        ASSERT_GE(by_place.starts.size(), std::min<size_t>(tokens.size(), e.seq_len) + 1);
+        std::vector<T> out, dwpe;
+        for_each_order([&] {
+            const Shape rows{e.batch, e.seq_len};
+            const DeviceArray<int> d_tokens(tokens), d_places(places), d_order(by_place.order),
+                d_starts(by_place.starts), d_token_order(groups.order), d_token_starts(groups.starts);
+            const DeviceArray<T> d_wte(wte), d_wpe(wpe), d_out(poisoned<T>(dout.size())), d_dout(dout),
+                d_dwte(wte), d_dwpe(dwpe_0);
+            Tensor<T> t_out = d_out.tensor({e.batch, e.seq_len, e.C}),
+                      t_dwte = d_dwte.tensor({e.vocabulary, e.C}), t_dwpe = d_dwpe.tensor({e.seq_len, e.C});
+            const int64_t starts = static_cast<int64_t>(by_place.starts.size());
+            const Documents documents{
+                d_places.tensor(rows), {}, d_order.tensor({rows.size()}), d_starts.tensor({starts})};
+            embedding_forward(t_out, d_tokens.tensor(rows), d_wte.tensor({e.vocabulary, e.C}),
+                              d_wpe.tensor({e.seq_len, e.C}), Tensor<T>(), 0, documents.positions, kStream);
+            embedding_backward(t_dwte, t_dwpe, d_dout.tensor({e.batch, e.seq_len, e.C}),
+                               d_tokens.tensor(rows), d_token_order.tensor({rows.size()}),
+                               d_token_starts.tensor({static_cast<int64_t>(groups.starts.size())}), documents,
+                               kStream);
+            out = d_out.download(), dwpe = d_dwpe.download();
+            return bytes_of(out, dwpe);
+        });
+        Doubles want(dout.size()), want_dwpe = to_doubles(dwpe_0);
+        for (size_t i = 0; i < dout.size(); i++) {
+            const size_t place = places[i / C] * C + i % C;
+            want[i] = double{to_float(wte[tokens[i / C] * C + i % C])} + to_float(wpe[place]);
+            want_dwpe[place] += to_float(dout[i]);
+        }
+        EXPECT_LT(relative_error(out, want), tolerance<T>());
         EXPECT_LT(relative_error(dwpe, want_dwpe), tolerance<T>());
     }
 }
@@ -493,7 +542,8 @@ TYPED_TEST(Kernels, CrossEntropy) {
             Tensor<float> t_losses = d_losses.tensor(column), t_alone = d_alone.tensor(column);
             cross_entropy_forward(t_logits, t_alone, d_targets.tensor(column), s.V, kStream);
             kept = d_logits.download(), losses_alone = d_alone.download();
-            cross_entropy_forward_backward(t_logits, t_losses, d_targets.tensor(column), scale, s.V, kStream);
+            cross_entropy_forward_backward(t_logits, t_losses, d_targets.tensor(column), {scale}, s.V,
+                                           kStream);
             gradient = d_logits.download(), losses = d_losses.download();
             return bytes_of(gradient, losses, losses_alone);
         });
@@ -519,6 +569,30 @@ TYPED_TEST(Kernels, CrossEntropy) {
                 not_zero += to_float(gradient[i]) != 0;
         EXPECT_EQ(not_zero, 0) << "a gradient in padding, or of a row that does not count";
     }
+}
+
+// A scale on the device is that scale; by zero there is neither loss nor gradient, nor a NaN.
+TYPED_TEST(Kernels, CrossEntropyScaledOnTheDevice) {
+    using T = TypeParam;
+    const CrossEntropyCase s{7, 130, 256};
+    const std::vector<T> logits = logits_of<T>(s);
+    const DeviceArray<int> d_targets(targets_of(s));
+    const auto run = [&](LossScale scale) {
+        const DeviceArray<T> d_logits(logits);
+        const DeviceArray<float> d_losses(poisoned<float>(s.rows)), d_total(std::vector<float>{0.f});
+        Tensor<T> t_logits = d_logits.tensor({s.rows, s.stride});
+        Tensor<float> t_losses = d_losses.tensor({s.rows}), t_total = d_total.tensor({1});
+        cross_entropy_forward_backward(t_logits, t_losses, d_targets.tensor({s.rows}), scale, s.V, kStream);
+        add_losses(t_total, t_losses, scale, kStream);
+        return std::pair(d_logits.download(), d_total.download());
+    };
+    const DeviceArray<float> quarter(std::vector<float>{0.25f}), zero(std::vector<float>{0.f});
+    const auto [by_device, sum_by_device] = run({NAN, quarter.data()});
+    const auto [by_value, sum_by_value] = run({0.25f});
+    EXPECT_TRUE(bytes_of(by_device, sum_by_device) == bytes_of(by_value, sum_by_value));
+    const auto [gradient, total] = run({NAN, zero.data()});
+    EXPECT_EQ(total[0], 0.f);
+    for (const T& x : gradient) ASSERT_EQ(to_float(x), 0.f);
 }
 
 TYPED_TEST(Kernels, ResidualForward) {
@@ -547,7 +621,7 @@ TEST(AddLosses, AddsTheScaledSum) {
         for_each_order([&] {
             const DeviceArray<float> d_losses(losses), d_total(std::vector<float>{2.5f});
             Tensor<float> t_total = d_total.tensor({1});
-            add_losses(t_total, d_losses.tensor({rows}), 0.5f, kStream);
+            add_losses(t_total, d_losses.tensor({rows}), {0.5f}, kStream);
             return bytes_of(total = d_total.download());
         });
         const Doubles terms = to_doubles(losses);

@@ -15,9 +15,10 @@
 
 namespace {
 
-std::vector<int> downloaded(const Tensor<int>& t, Stream stream) {
-    std::vector<int> host(static_cast<size_t>(t.size()));
-    copy_to_host(host.data(), t.data(), host.size() * sizeof(int), stream);
+template <class T>
+std::vector<T> downloaded(const Tensor<T>& t, Stream stream) {
+    std::vector<T> host(static_cast<size_t>(t.size()));
+    copy_to_host(host.data(), t.data(), host.size() * sizeof(T), stream);
     return host;
 }
 
@@ -69,6 +70,42 @@ TEST(Feeder, BringsEachBatchToTheSameAddresses) {
             EXPECT_EQ(downloaded(b.rows_by_token, stream.get()), order);
             EXPECT_EQ(downloaded(b.token_starts, stream.get()), starts);
         }
+    }
+}
+
+// Of a packed one where documents are, too, and the loss's scale.
+TEST(Feeder, BringsDocuments) {
+    const OwnStream stream;
+    Feeder feeder;
+    const int batch = 3, seq_len = 20, vocabulary = 7;
+    feeder.choose(batch, seq_len, vocabulary);
+    EXPECT_FALSE(feeder.batch().documents.positions);
+    const int64_t whole = feeder.count();
+    feeder.choose(batch, seq_len, vocabulary, true);
+    EXPECT_EQ(feeder.count(), whole + 3 * batch * seq_len + (seq_len + 1) + 1);
+    feeder.allocate();
+    for (int k = 0; k < 3; k++) {
+        const Feeder::Slot slot = feeder.slot();
+        std::vector<int> positions, ends;
+        for (int i = 0; i < batch * seq_len; i++) {
+            slot.inputs[i] = token(k, i, 0, vocabulary);
+            slot.targets[i] = token(k, i, 1, vocabulary);
+            slot.positions[i] = i % seq_len % (k + 4);
+            slot.ends[i] = 1000 * k + i;
+            positions.push_back(slot.positions[i]);
+            ends.push_back(slot.ends[i]);
+        }
+        *slot.loss_scale = 0.5f + k;
+        feeder.send(stream.get());
+        const DeviceBatch& b = feeder.batch();
+        EXPECT_EQ(downloaded(b.inputs, stream.get())[5], token(k, 5, 0, vocabulary));
+        EXPECT_EQ(downloaded(b.documents.positions, stream.get()), positions);
+        EXPECT_EQ(downloaded(b.documents.ends, stream.get()), ends);
+        EXPECT_EQ(downloaded(b.loss_scale, stream.get()), std::vector<float>{0.5f + k});
+        std::vector<int> order(positions.size()), starts(seq_len + 1);
+        group_tokens(positions, seq_len, order, starts);
+        EXPECT_EQ(downloaded(b.documents.rows_by_position, stream.get()), order);
+        EXPECT_EQ(downloaded(b.documents.position_starts, stream.get()), starts);
     }
 }
 

@@ -6,6 +6,9 @@
 // encode [BYTES]  text to int32 tokens; fed in parts of so many bytes if given
 // specials        the same with what the tokenizer puts around a text
 // data            the name of a text file to the tokens that it has as a training's data
+// examples FORMAT a line of JSON lines to the tokens that it has as a training's data, negative if not
+// learnt;
+//                 FORMAT as of --chat-format; `learn-all FORMAT`: by --loss-on all
 // decode          int32 tokens to text; `plain`: without special tokens
 // time            text to JSON: its bytes and tokens, and the processor seconds that tokenizing it took
 // facts           needs no input; JSON: size, end_of_text, begin_of_text, held_bytes
@@ -17,6 +20,7 @@
 #include <string>
 #include <vector>
 
+#include "llmc/examples.h"
 #include "llmc/text_tokens.h"
 #include "llmc/tokenizer.h"
 
@@ -71,10 +75,12 @@ void write_record(const std::string& record) {
     fwrite(record.data(), 1, size, stdout);
 }
 
-void run(const std::string& folder, const std::string& command, size_t bytes) {
+void run(const std::string& folder, const std::string& command, const std::string& argument) {
+    const size_t bytes = std::strtoul(argument.c_str(), nullptr, 10);
     const auto tokenizer = Tokenizer::open(folder);
     if (!tokenizer) fail("%s: has no tokenizer", folder.c_str());
     if (command == "facts") return write_record(facts(*tokenizer));
+    ExampleEncoder examples(*tokenizer, {command == "learn-all", argument, folder});
     for (uint32_t size; fread(&size, sizeof size, 1, stdin) == 1;) {
         std::string input(size, '\0');
         if (fread(input.data(), 1, size, stdin) != size) fail("a record is cut short");
@@ -82,6 +88,8 @@ void run(const std::string& folder, const std::string& command, size_t bytes) {
             write_record(encode(*tokenizer, input, bytes, command == "specials"));
         else if (command == "data")
             write_record(tokens_of_data(*tokenizer, input));
+        else if (command == "examples" || command == "learn-all")
+            write_record(record_of(examples.encode(read_example(input, "a line"), "a line")));
         else if (command == "decode" || command == "plain")
             write_record(decode(*tokenizer, input, command == "decode"));
         else if (command == "time")
@@ -96,7 +104,7 @@ void run(const std::string& folder, const std::string& command, size_t bytes) {
 int main(int argc, char** argv) {
     if (argc < 3) return 1;
     try {
-        run(argv[1], argv[2], argc > 3 ? std::strtoul(argv[3], nullptr, 10) : 0);
+        run(argv[1], argv[2], argc > 3 ? argv[3] : "");
     } catch (const UserError& error) {
         fprintf(stderr, "%s\n", error.what());
         return 2;

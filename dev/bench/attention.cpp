@@ -25,6 +25,7 @@ struct Options {
     int channels = kFastCpu ? 256 : 2048;
     double seconds = 0.2;  // that a case is repeated for
     int threads = 0;
+    int document = 0;
 };
 
 // Milliseconds of f(), which only starts work on the device: the median of at least 3 measurements, each of
@@ -80,6 +81,31 @@ T* elements_of(const DeviceBuffer& buffer) {
     return reinterpret_cast<T*>(buffer.data());
 }
 
+// Documents of `rows` rows in each sequence, the last as short as it must be; 0: a sequence is one.
+struct DocumentRows {
+    template <class T>
+    DocumentRows(int rows, const AttentionInput<T>& in)
+        : length(rows > 0 ? std::min(rows, in.queries) : in.queries) {
+        if (rows == 0) return;
+        const size_t count = static_cast<size_t>(in.batch) * in.queries;
+        std::vector<int> numbers(2 * count);
+        for (size_t i = 0; i < count; i++) {
+            const int row = static_cast<int>(i % in.queries);
+            numbers[i] = row % length;
+            numbers[count + i] = std::min(row - row % length + length, in.queries);
+        }
+        memory = DeviceBuffer(numbers.size() * sizeof(int), "the documents");
+        copy_to_device(memory.data(), numbers.data(), memory.bytes(), Stream{});
+    }
+    const int* positions() const { return reinterpret_cast<const int*>(memory.data()); }
+    const int* ends() const {
+        return memory.data() ? positions() + memory.bytes() / sizeof(int) / 2 : nullptr;
+    }
+
+    int length;
+    DeviceBuffer memory;
+};
+
 template <class T>
 void measure(const Options& o, const Arrays<T>& arrays, int head_size, int length) {
     const int heads = o.channels / head_size, batch = o.tokens / length;
@@ -89,6 +115,9 @@ void measure(const Options& o, const Arrays<T>& arrays, int head_size, int lengt
     AttentionInput<T> in{batch, heads,     head_size, length, length,       q,
                          q + C, q + 2 * C, row,       row,    length * row, length * row};
     in.hopper = o.attention == "hopper";
+    const DocumentRows documents(o.document, in);
+    in.positions = documents.positions();
+    in.document_ends = documents.ends();
     T* const out = elements_of<T>(arrays.out);
     float* const lse = elements_of<float>(arrays.lse);
     const double forward_ms = milliseconds(o.seconds, [&] { attention_forward(out, lse, in, Stream{}); });
@@ -97,15 +126,17 @@ void measure(const Options& o, const Arrays<T>& arrays, int head_size, int lengt
                            elements_of<float>(arrays.delta), in, Stream{});
     });
     // Of the half of the products that is seen: two in forward, five in backward.
-    const double product = static_cast<double>(rows) * length * head_size;
+    const double product = static_cast<double>(rows) * documents.length * head_size;
     // q, k, v, out, lse; backward's dout, dq, dk, dv, delta are as many again.
     const int64_t bytes = 4 * arrays.elements * sizeof(T) + rows * sizeof(float);
     printf(
-        "{\"head_size\": %d, \"seq_len\": %d, \"batch\": %d, \"heads\": %d, \"precision\": \"%s\", "
+        "{\"head_size\": %d, \"seq_len\": %d, \"document\": %d, \"batch\": %d, \"heads\": %d, \"precision\": "
+        "\"%s\", "
         "\"attention\": \"%s\", \"forward_ms\": %.6g, \"backward_ms\": %.6g, "
         "\"forward_flops_per_second\": %.4g, \"backward_flops_per_second\": %.4g, \"bytes\": %lld}\n",
-        head_size, length, batch, heads, dtype_name<T>(), o.attention.c_str(), forward_ms, backward_ms,
-        2 * product / (forward_ms / 1000), 5 * product / (backward_ms / 1000), static_cast<long long>(bytes));
+        head_size, length, documents.length, batch, heads, dtype_name<T>(), o.attention.c_str(), forward_ms,
+        backward_ms, 2 * product / (forward_ms / 1000), 5 * product / (backward_ms / 1000),
+        static_cast<long long>(bytes));
     fflush(stdout);
 }
 
@@ -137,6 +168,8 @@ Options parse_options(int argc, char** argv) {
     app.add_option("--precision", o.precision)->check(CLI::IsMember({"fp32", "bf16", "both"}));
     app.add_option("--attention", o.attention, "which kernels")->check(CLI::IsMember({"common", "hopper"}));
     app.add_option("--tokens", o.tokens, "batch x length")->check(CLI::PositiveNumber);
+    app.add_option("--document", o.document, "rows of each document in a sequence; 0: one is all of it")
+        ->check(CLI::NonNegativeNumber);
     app.add_option("--channels", o.channels, "heads x head size")->check(CLI::PositiveNumber);
     app.add_option("--seconds", o.seconds, "that a case is repeated for")->check(CLI::NonNegativeNumber);
     app.add_option("--threads", o.threads, "on a CPU; 0: all cores")->check(CLI::NonNegativeNumber);

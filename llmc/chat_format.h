@@ -1,0 +1,257 @@
+// chat_format.h - conversations as the text that a model knows them by: the usual formats, and which of them
+// the model of a folder has. Each is what Hugging Face's chat template of it writes.
+#pragma once
+
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "llmc/file.h"
+#include "llmc/json_lines.h"
+#include "llmc/tokenizer.h"
+
+// A turn: what stands before it, what of the format the speaker begins and ends with, what stands behind. An
+// assistant learns `opens`, its content and `closes`. "{bos}" and "{eos}" are the tokenizer's marks.
+struct ChatTurn {
+    const char *before, *opens, *closes, *after;
+};
+
+struct ChatFormat {
+    const char* name;                          // of --chat-format
+    std::vector<const char*> marks;            // that must be tokens of the tokenizer
+    const char* begin;                         // of a conversation
+    ChatTurn system, user, assistant;          // without a turn of its own the system's text is in the first
+    const char *system_before, *system_after;  // user's, between these; else null
+    bool trims;                                // the white space around what is said
+};
+
+// Of formats with the same name the first whose marks are there.
+inline const std::vector<ChatFormat>& chat_formats() {
+    static const std::vector<ChatFormat> formats = {
+        {"chatml",
+         {"<|im_start|>", "<|im_end|>"},
+         "",
+         {"<|im_start|>system\n", "", "<|im_end|>", "\n"},
+         {"<|im_start|>user\n", "", "<|im_end|>", "\n"},
+         {"<|im_start|>assistant\n", "", "<|im_end|>", "\n"},
+         nullptr,
+         nullptr,
+         false},
+        {"llama3",  // of Llama 3; that of 3.1 adds dates to the system's text
+         {"{bos}", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
+         "{bos}",
+         {"<|start_header_id|>system<|end_header_id|>\n\n", "", "<|eot_id|>", ""},
+         {"<|start_header_id|>user<|end_header_id|>\n\n", "", "<|eot_id|>", ""},
+         {"<|start_header_id|>assistant<|end_header_id|>\n\n", "", "<|eot_id|>", ""},
+         nullptr,
+         nullptr,
+         true},
+        {"mistral",  // from v0.3 on, where [INST] is a token
+         {"{bos}", "{eos}", "[INST]", "[/INST]"},
+         "{bos}",
+         {},
+         {"", "[INST] ", "[/INST]", ""},
+         {"", " ", "{eos}", ""},
+         "",
+         "\n\n",
+         false},
+        {"mistral",  // v0.1 and v0.2
+         {"{bos}", "{eos}"},
+         "{bos}",
+         {},
+         {"", " [INST] ", " [/INST]", ""},
+         {"", " ", "{eos}", ""},
+         "",
+         "\n\n",
+         false},
+        {"llama2",
+         {"{bos}", "{eos}"},
+         "",
+         {},
+         {"{bos}", "[INST] ", " [/INST]", ""},
+         {"", " ", " {eos}", ""},
+         "<<SYS>>\n",
+         "\n<</SYS>>\n\n",
+         true},
+        {"zephyr",
+         {"{eos}"},
+         "",
+         {"<|system|>\n", "", "{eos}", "\n"},
+         {"<|user|>\n", "", "{eos}", "\n"},
+         {"<|assistant|>\n", "", "{eos}", "\n"},
+         nullptr,
+         nullptr,
+         false},
+    };
+    return formats;
+}
+
+// A part of a text, and whether it is to be learnt.
+struct Piece {
+    std::string text;
+    bool has_loss;
+};
+
+// A format with the marks of a tokenizer, for conversations.
+class Chat {
+  public:
+    // By --chat-format's name, or "auto": that of the folder, by its chat template or, where there is none,
+    // its tokenizer's marks. Fails where the folder's is none of these, and where the tokenizer lacks marks.
+    Chat(const std::string& name, const std::string& folder, const Tokenizer& tokenizer)
+        : tokenizer_(tokenizer) {
+        const std::string of_folder = template_of(folder);
+        const std::string wanted = name == "auto" ? recognize(of_folder, folder) : name;
+        std::string missing;
+        for (const ChatFormat& format : chat_formats()) {
+            if (format.name != wanted) continue;
+            missing = first_missing(format);
+            if (!missing.empty()) continue;
+            format_ = &format;
+            break;
+        }
+        if (!format_)
+            fail("--chat-format %s: the tokenizer of %s has no %s", wanted.c_str(), folder.c_str(),
+                 missing.c_str());
+        if (wanted == "chatml") usual_system_ = usual_system(of_folder);
+    }
+
+    const char* name() const { return format_->name; }
+
+    // A conversation's text, in parts whose tokens do not depend on each other. `where` names it in messages.
+    // Fails where the format has no place for a message: where users and assistants must take turns.
+    std::vector<std::vector<Piece>> render(const std::vector<Message>& messages,
+                                           const std::string& where) const {
+        std::vector<std::vector<Piece>> parts(1);
+        add(parts, format_->begin, false);
+        const bool joins = format_->system_before;
+        std::string system = messages[0].role == "system" ? messages[0].content : usual_system_;
+        if (!system.empty() && !joins) add_turn(parts, format_->system, system, false);
+        bool user_next = true;
+        for (size_t i = messages[0].role == "system"; i < messages.size(); i++) {
+            const bool assistant = messages[i].role == "assistant";
+            if (joins && assistant == user_next)
+                fail("%s: message %zu: in the format %s users and assistants take turns, the user first",
+                     where.c_str(), i + 1, format_->name);
+            user_next = assistant;
+            std::string content = messages[i].content;
+            if (joins && !assistant && !system.empty()) {
+                content = format_->system_before + system + format_->system_after + content;
+                system.clear();
+            }
+            add_turn(parts, assistant ? format_->assistant : format_->user, content, assistant);
+        }
+        return parts;
+    }
+
+  private:
+    static std::string trimmed(const std::string& text) {
+        constexpr const char* kSpaces = " \t\n\v\f\r";
+        const size_t begin = text.find_first_not_of(kSpaces);
+        return begin == text.npos ? "" : text.substr(begin, text.find_last_not_of(kSpaces) + 1 - begin);
+    }
+
+    void add_turn(std::vector<std::vector<Piece>>& parts, const ChatTurn& turn, const std::string& content,
+                  bool has_loss) const {
+        add(parts, turn.before, false);
+        add(parts, turn.opens + (format_->trims ? trimmed(content) : content), has_loss);
+        add(parts, turn.closes, has_loss);
+        add(parts, turn.after, false);
+    }
+
+    // Where a text begins with a mark, its tokens are its own.
+    void add(std::vector<std::vector<Piece>>& parts, std::string text, bool has_loss) const {
+        text = with_marks(text);
+        if (text.empty()) return;
+        const bool apart = !has_loss && begins_with_mark(text);
+        if (apart && !parts.back().empty()) parts.emplace_back();
+        if (!parts.back().empty() && parts.back().back().has_loss == has_loss)
+            parts.back().back().text += text;
+        else
+            parts.back().push_back({text, has_loss});
+    }
+    bool begins_with_mark(std::string_view text) const {
+        for (const char* mark : format_->marks)
+            if (text.starts_with(with_marks(mark))) return true;
+        return false;
+    }
+
+    std::string with_marks(std::string text) const {
+        const auto put = [&](std::string_view name, int token) {
+            const size_t at = text.find(name);
+            if (at != text.npos) text.replace(at, name.size(), token < 0 ? "" : tokenizer_.decode(token));
+        };
+        put("{bos}", tokenizer_.begin_of_text());
+        put("{eos}", tokenizer_.end_of_text());
+        return text;
+    }
+
+    // What to call the first of a format's marks that is not a token; empty if all are.
+    std::string first_missing(const ChatFormat& format) const {
+        for (const char* mark : format.marks) {
+            const std::string spelling = with_marks(mark);
+            if (spelling.empty()) return "token that begins or ends a text";
+            if (tokenizer_.encode(spelling).size() != 1) return "token \"" + printable(spelling) + "\"";
+        }
+        return "";
+    }
+
+    // The chat template of a folder; empty if there is none. Of several the default one.
+    static std::string template_of(const std::string& folder) {
+        const std::string file = folder + "/chat_template.jinja", config = folder + "/tokenizer_config.json";
+        if (file_exists(file)) return read_text(file);
+        if (!file_exists(config)) return "";
+        const nlohmann::json json = read_json(config);
+        const auto found = json.find("chat_template");
+        if (!json.is_object() || found == json.end()) return "";
+        if (found->is_string()) return found->get<std::string>();
+        if (found->is_array())
+            for (const nlohmann::json& item : *found)
+                if (item.is_object() && item.value("name", nlohmann::json()) == "default" &&
+                    item.value("template", nlohmann::json()).is_string())
+                    return item["template"].get<std::string>();
+        return "";
+    }
+
+    std::string recognize(const std::string& of_folder, const std::string& folder) const {
+        const auto says = [&](const char* text) { return of_folder.find(text) != of_folder.npos; };
+        const auto knows = [&](const char* mark) {
+            const std::vector<int> tokens = tokenizer_.encode(mark);
+            return tokens.size() == 1 && tokenizer_.is_special(tokens[0]);
+        };
+        if (of_folder.empty()) {
+            if (knows("<|im_start|>") && knows("<|im_end|>")) return "chatml";
+            if (knows("<|start_header_id|>") && knows("<|eot_id|>")) return "llama3";
+            if (knows("[INST]") && knows("[/INST]")) return "mistral";
+            fail("%s has no chat template, and no marks of a chat format that is known: give --chat-format",
+                 folder.c_str());
+        }
+        if (says("<|im_start|>")) return "chatml";
+        if (says("<|start_header_id|>")) return "llama3";
+        if (says("<<SYS>>")) return "llama2";
+        if (says("[INST]")) return "mistral";
+        if (says("<|user|>") && says("<|assistant|>") && says("eos_token")) return "zephyr";
+        fail("%s: its chat template (\"%s\") is of no format that is known: give --chat-format",
+             folder.c_str(), printable(of_folder.substr(0, 40)).c_str());
+    }
+
+    // What a ChatML template puts where a conversation has no system's text, if it has that as a plain text.
+    static std::string usual_system(const std::string& of_folder) {
+        constexpr std::string_view kBegin = "<|im_start|>system", kEnd = "<|im_end|>";
+        for (size_t at = 0; (at = of_folder.find(kBegin, at)) != of_folder.npos;) {
+            at += kBegin.size();
+            const std::string_view rest = std::string_view(of_folder).substr(at);
+            const size_t skip = rest.starts_with("\\n") ? 2 : rest.starts_with("\n") ? 1 : 0;
+            const size_t end = rest.find(kEnd);
+            if (skip == 0 || end == rest.npos) continue;
+            const std::string_view text = rest.substr(skip, end - skip);
+            if (text.find_first_of("'\"{}\\") == text.npos) return std::string(text);
+        }
+        return "";
+    }
+
+    const Tokenizer& tokenizer_;
+    const ChatFormat* format_ = nullptr;
+    std::string usual_system_;
+};

@@ -1,0 +1,417 @@
+"""JSON lines: chat formats as transformers writes them, what is learnt, examples that share sequences, bad lines."""
+
+import json
+import random
+import re
+import shutil
+
+import numpy as np
+import peft
+import pytest
+import reference
+from test_adapters import make_adapter
+from test_tokenizers import encode_all, facts, llama2, llama2_first, llama3, mistral3, probe, smollm2
+from test_train import LOSS_BOUND, by_key, run_reference
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from trainer_runs import ROOT, figures, listing, make, read_log, saved_bytes
+
+# Hugging Face's chat templates, in short.
+CHATML = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system
+You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
+' }}{% endif %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+PLAIN_CHATML = ("{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' + '\\n' }}"
+                "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}")
+LLAMA3 = ("{{- bos_token }}{%- for m in messages %}{{- '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + "
+          "m['content'] | trim + '<|eot_id|>' }}{%- endfor %}"
+          "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}")
+FIRST_USER = ("{%- if messages[0].role == 'system' %}{%- set system, rest = messages[0].content, messages[1:] %}"
+              "{%- else %}{%- set system, rest = none, messages %}{%- endif %}")
+LLAMA2 = FIRST_USER + """
+{%- for m in rest %}{%- if loop.first and system %}
+{%- set content = '<<SYS>>\\n' + system.strip() + '\\n<</SYS>>\\n\\n' + m.content %}
+{%- else %}{%- set content = m.content %}{%- endif %}
+{%- if m.role == 'user' %}{{- bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
+{%- else %}{{- ' ' + content.strip() + ' ' + eos_token }}{%- endif %}{%- endfor %}"""
+MISTRAL = FIRST_USER + """
+{{- bos_token }}{%- for m in rest %}{%- if m.role == 'user' %}
+{{- OPEN + (system + '\\n\\n' if loop.first and system else '') + m.content + CLOSE }}
+{%- else %}{{- ' ' + m.content + eos_token }}{%- endif %}{%- endfor %}"""
+MISTRAL_1 = MISTRAL.replace("OPEN", "' [INST] '").replace("CLOSE", "' [/INST]'")
+MISTRAL_3 = MISTRAL.replace("OPEN", "'[INST] '").replace("CLOSE", "'[/INST]'")
+ZEPHYR = """{% for message in messages %}
+{% if message['role'] == 'user' %}
+{{ '<|user|>\\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'system' %}
+{{ '<|system|>\\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'assistant' %}
+{{ '<|assistant|>\\n'  + message['content'] + eos_token }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}"""
+
+
+def llama3_with_headers():
+    tokenizer = llama3()
+    tokenizer.add_special_tokens(["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"])
+    return tokenizer
+
+
+FORMATS = {
+    "chatml": (smollm2, CHATML, "<|im_start|>", "<|im_end|>", "<|im_end|>"),
+    "chatml-plain": (smollm2, PLAIN_CHATML, "<|im_start|>", "<|im_end|>", "<|im_end|>"),
+    "llama3": (llama3_with_headers, LLAMA3, "<|begin_of_text|>", "<|eot_id|>", "<|eot_id|>"),
+    "mistral-1": (llama2_first, MISTRAL_1, "<s>", "</s>", "</s>"),
+    "mistral-3": (mistral3, MISTRAL_3, "<s>", "</s>", "</s>"),
+    "llama2": (llama2, LLAMA2, "<s>", "</s>", " </s>"),
+    "llama2-first": (llama2_first, LLAMA2, "<s>", "</s>", " </s>"),
+    "zephyr": (llama2, ZEPHYR, "<s>", "</s>", "</s>"),
+}
+
+
+def save_tokenizer(folder, tokenizer, template, begin, end):
+    folder.mkdir(exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": begin, "eos_token": end}
+    config |= {"chat_template": template} if template else {}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def chat(request, tmp_path_factory):
+    make_tokenizer, template, begin, end, closes = FORMATS[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    return save_tokenizer(folder, make_tokenizer(), template, begin, end), request.param, closes
+
+
+def says(role, content):
+    return {"role": role, "content": content}
+
+
+CONVERSATIONS = [
+    [says("user", "Who wrote Hamlet?"), says("assistant", "Shakespeare did.")],
+    [says("system", "Answer in one word."), says("user", "1 + 1?"), says("assistant", "2"),
+     says("user", "And 2 + 2?\n\nPlease."), says("assistant", "Four.\n\n* 4\n* vier")],
+    [says("system", "Be kind."), says("user", "def f(x):\n    return x\n"), says("assistant", "日本語 🙂 ünï"),
+     says("user", "ok")],
+]
+
+
+def lines_of(examples):
+    return [json.dumps(example) for example in examples]
+
+
+def test_conversations_are_those_of_transformers(chat):
+    """The same tokens, and the same of them are learnt."""
+    folder, name, closes = chat
+    examples, tokens_of = reference.Examples(str(folder), "completions"), {}
+    lines = lines_of({"messages": messages} for messages in CONVERSATIONS)
+    kept = encode_all(folder, lines, "auto", command="examples")
+    for line, got, messages in zip(lines, kept, CONVERSATIONS, strict=True):
+        tokens, learnt = examples.read(line)
+        got = np.array(got, dtype=np.int32)
+        assert (got & 0x7fffffff).tolist() == tokens.tolist(), name
+        assert (got >= 0).tolist() == learnt.tolist(), name
+        answers = [message["content"] for message in messages if message["role"] == "assistant"]
+        said = examples.tokenizer.decode(got[got >= 0], skip_special_tokens=False)
+        assert re.sub(r"\s", "", said) == re.sub(r"\s", "", "".join(a + closes for a in answers))
+        tokens_of[line] = tokens.tolist()
+    assert encode_all(folder, lines, "auto", command="learn-all") == list(tokens_of.values())
+    assert encode_all(folder, lines, name.split("-")[0], command="examples") == kept
+
+
+def test_texts_and_completions(chat):
+    folder, _, _ = chat
+    examples = reference.Examples(str(folder), "completions")
+    for example in ({"text": "To be, or not to be."}, {"prompt": "Question: 2+2?\nAnswer:", "completion": " 4\n"},
+                    {"prompt": "", "completion": "abc"}, {"prompt": "foo", "completion": "bar"}):
+        [line] = lines_of([example])
+        [got] = encode_all(folder, [line], "auto", command="examples")
+        tokens, learnt = examples.read(line)
+        got = np.array(got, dtype=np.int32)
+        assert (got & 0x7fffffff).tolist() == tokens.tolist()
+        assert (got[1:] >= 0).tolist() == learnt[1:].tolist()
+        assert got[-1] == facts(folder)["end_of_text"]
+
+
+def test_formats_without_a_template(tmp_path):
+    """Are told by the tokenizer's marks, or refused."""
+    [line] = lines_of([{"messages": CONVERSATIONS[0]}])
+    for make_tokenizer, begin, end, same in ((smollm2, "<|im_start|>", "<|im_end|>", "chatml"),
+                                             (llama3_with_headers, "<|begin_of_text|>", "<|eot_id|>", "llama3"),
+                                             (mistral3, "<s>", "</s>", "mistral")):
+        folder = save_tokenizer(tmp_path / same, make_tokenizer(), None, begin, end)
+        assert (encode_all(folder, [line], "auto", command="examples") ==
+                encode_all(folder, [line], same, command="examples"))
+    folder = save_tokenizer(tmp_path / "none", llama2(), None, "<s>", "</s>")
+    error = probe(folder, "examples", "auto", inputs=[line.encode()], code=2)
+    assert error == f"{folder} has no chat template, and no marks of a chat format that is known: give --chat-format\n"
+    folder = save_tokenizer(tmp_path / "other", llama2(), "{{ messages }} of <|other|>", "<s>", "</s>")
+    error = probe(folder, "examples", "auto", inputs=[line.encode()], code=2)
+    assert "{{ messages }} of <|other|>" in error and error.count("\n") == 1 and "--chat-format" in error
+    error = probe(folder, "examples", "chatml", inputs=[line.encode()], code=2)
+    assert error == f'--chat-format chatml: the tokenizer of {folder} has no token "<|im_start|>"\n'
+    turns = json.dumps({"messages": [says("user", "a"), says("user", "b"), says("assistant", "c")]})
+    assert "message 2: in the format llama2 users and assistants take turns" in probe(
+        folder, "examples", "llama2", inputs=[turns.encode()], code=2)
+
+
+# ---- training
+
+VOCAB = 380
+FAMILIES = {
+    "llama": ("--heads", 4, "--kv-heads", 2, "--channels", 48),
+    "mistral": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--window", 9),
+    "gpt2": ("--heads", 3, "--channels", 48),
+    "bloom": ("--heads", 6, "--channels", 48),
+}
+LENGTH = 48
+RUN = ("--model", "model", "--data", "data.jsonl", "--batch", 3, "--seq-len", LENGTH, "--sample-tokens", 0)
+
+
+def words(choose, count):
+    return " ".join(choose.choice(WORDS) for _ in range(count))
+
+
+WORDS = (ROOT / "README.md").read_text().split()[:400]
+
+
+def write_examples(path, count, seed=0, most=4):
+    """All kinds of lines, most of them short; and one that is longer than a sequence."""
+    choose, examples = random.Random(seed), []
+    for i in range(count):
+        a, b, c = (words(choose, choose.randint(1, most)) for _ in range(3))
+        examples.append([{"text": a}, {"prompt": a, "completion": " " + b},
+                         {"messages": [says("user", a), says("assistant", b)]},
+                         {"messages": [says("system", "Go."), says("user", a), says("assistant", b), says("user", c),
+                                       says("assistant", a)], "id": i}][choose.randrange(4)])
+    examples[count // 3] = {"text": words(choose, 80)}
+    path.write_text("\n".join(lines_of(examples)) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.train_from_iterator([" ".join(WORDS)], trainers.BpeTrainer(
+        vocab_size=VOCAB, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
+    return tokenizer
+
+
+def given(path, family, tokenizer):
+    make(path / "model", "--family", family, "--layers", 2, "--vocab", VOCAB, "--positions", 64, *FAMILIES[family])
+    save_tokenizer(path / "model", tokenizer, PLAIN_CHATML, "<|endoftext|>", "<|im_end|>")
+    write_examples(path / "data.jsonl", 90)
+    return path
+
+
+@pytest.fixture(params=FAMILIES)
+def any_work(request, tmp_path, tokenizer):
+    return given(tmp_path, request.param, tokenizer)
+
+
+@pytest.fixture
+def work(tmp_path, tokenizer):
+    return given(tmp_path, "llama", tokenizer)
+
+
+def log_of(train, work, *options):
+    result = train(*RUN, *options, "--log", "log", cwd=work)
+    return read_log(work / "log"), result.stdout.decode()
+
+
+@pytest.mark.parametrize("loss_on", ["completions", "all"])
+def test_twenty_steps(train, any_work, loss_on):
+    """Packed here, one by one there."""
+    options = ("--grad-accum", 2, "--steps", 20, "--lr", 3e-3, "--warmup", 4, "--eval-every", 8, "--eval-batches", 2,
+               "--loss-on", loss_on)
+    expected = run_reference("--model", any_work / "model", "--data", any_work / "data.jsonl", *RUN[4:8], *options)
+    log, _ = log_of(train, any_work, *options)
+    bound = LOSS_BOUND[train.precision]
+    assert by_key(log, "loss") == pytest.approx(by_key(expected, "loss"), rel=0, abs=bound)
+    assert by_key(log, "val_loss") == pytest.approx(by_key(expected, "val_loss"), rel=0, abs=bound)
+    assert len(by_key(log, "val_loss")) == 3
+    if train.precision == "fp32":
+        assert by_key(log, "grad_norm") == pytest.approx(by_key(expected, "grad_norm"), rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["lora", "prompt"])
+def test_twenty_steps_of_an_adapter(train, any_work, kind):
+    """LoRA with packed examples; behind a soft prompt each has a sequence of its own."""
+    make_adapter(any_work, peft.PromptTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM") if kind == "prompt" else
+                 peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    options = ("--adapter", any_work / "adapter", "--steps", 20, "--lr", 3e-3, "--eval-batches", 2)
+    expected = run_reference("--model", any_work / "model", "--data", any_work / "data.jsonl", *RUN[4:8], *options)
+    log, out = log_of(train, any_work, *options)
+    assert ("81 sequences" in out) == (kind == "prompt")
+    for key in ("loss", "val_loss"):
+        assert by_key(log, key) == pytest.approx(by_key(expected, key), rel=0, abs=LOSS_BOUND[train.precision])
+
+
+def test_packed_is_unpacked(train, any_work):
+    """An epoch in one step, in sequences of several examples and in sequences of one."""
+    examples = reference.Examples(str(any_work / "model"), "completions")
+    choose, lines = random.Random(1), []
+    while len(lines) < 24:
+        line = json.dumps({"prompt": words(choose, 3), "completion": " " + words(choose, choose.randint(1, 5))})
+        if 11 <= len(examples.read(line)[0]) - 1 <= 20:
+            lines.append(line)
+    (any_work / "data.jsonl").write_text("\n".join(lines))
+    (any_work / "val.jsonl").write_text("\n".join(lines[::3]))
+    packed = len(reference.packed([examples.read(line) for line in lines], 60))
+    assert packed < 12
+    losses = []
+    for batch, length in ((24, 20), (packed, 60)):
+        log, _ = log_of(train, any_work, "--batch", batch, "--seq-len", length, "--steps", 20, "--lr", 3e-3,
+                        "--val-data", "val.jsonl")
+        losses.append([*by_key(log, "loss").values(), *by_key(log, "val_loss").values()])
+    assert losses[0] == pytest.approx(losses[1], rel=0, abs=1e-5 if train.precision == "fp32" else 1e-2)
+    assert len(losses[0]) == 21 and losses[0][0] - losses[0][-2] > 0.5
+
+
+def test_what_the_data_are(train, work):
+    """One line, and one for what was cut."""
+    examples = reference.Examples(str(work / "model"), "completions")
+    lines = (work / "data.jsonl").read_text().splitlines()[:81]
+    read = [examples.read(line) for line in lines]
+    [file] = examples.read_files([work / "data.jsonl"], LENGTH)
+    sequences = reference.packed(file[:81], LENGTH)
+    tokens, rows = (sum(len(tokens) - one for tokens, _ in file[:81]) for one in (0, 1))
+    _, out = log_of(train, work, "--steps", 2)
+    padding = 100 * (1 - rows / LENGTH / len(sequences))
+    assert (f"data: 81 examples, {tokens} tokens, {reference.tokens_to_learn(sequences)} of them with loss, in "
+            f"{len(sequences)} sequences of {LENGTH}, {padding:.1f}% padding; 2 steps read 6 sequences") in out
+    long = sum(len(tokens) > LENGTH + 1 for tokens, _ in read)
+    assert long > 0 and padding < 15
+    assert re.search(rf"data.jsonl: \d+ examples are longer than a sequence and were cut to {LENGTH + 1} tokens\n", out)
+
+
+def test_options_change_no_bit(train, work):
+    first = log_of(train, work, "--steps", 4, "--grad-accum", 2, "--recompute", "none")[0]
+    for options in (("--recompute", "block"), ("--recompute", "ffn"), ("--threads", 1)):
+        log, _ = log_of(train, work, "--steps", 4, "--grad-accum", 2, *options)
+        assert figures(log) == figures(first), options
+
+
+def test_a_resume_is_the_unbroken_run(train, work):
+    options = ("--schedule", "constant", "--save-every", 3, "--keep", 0, "--out", "out")
+    whole = figures(log_of(train, work, "--steps", 7, *options)[0])
+    after = saved_bytes(work / "out" / "step-00000007")
+    shutil.rmtree(work / "out" / "step-00000007")
+    shutil.rmtree(work / "out" / "step-00000006")
+    log = figures(read_log(work / "log"))
+    train("--resume", "out/step-00000003", cwd=work)
+    assert saved_bytes(work / "out" / "step-00000007") == after
+    assert figures(read_log(work / "log"))[len(log):] == [line for line in whole if line["step"] >= 3]
+    text = (work / "data.jsonl").read_text()
+    (work / "data.jsonl").write_text(text + json.dumps({"text": "More."}))
+    assert b"has changed since" in train("--resume", "out", "--steps", 8, cwd=work, code=2).stderr
+    generated = train("--resume", "out", "--steps", 0, "--prompt", "A", "--sample-tokens", 3, cwd=work)
+    assert generated.stdout
+
+
+def test_validation_alone(train, work):
+    data = work / "data.jsonl"
+    expected = run_reference("--model", work / "model", "--data", data, "--val-data", data, *RUN[4:8], "--steps", 1,
+                             "--lr", 0)
+    out = train("--model", "model", "--val-data", "data.jsonl", *RUN[4:], "--steps", 0, cwd=work).stdout.decode()
+    [loss] = by_key(expected, "val_loss").values()
+    assert float(re.search(r"validation loss ([\d.]+)", out)[1]) == pytest.approx(loss, abs=LOSS_BOUND[train.precision])
+
+
+def test_nothing_to_learn_in_a_step(train, work):
+    """Its loss counts as none, and the run goes on."""
+    choose = random.Random(2)
+    (work / "data.jsonl").write_text("\n".join(lines_of(
+        [{"prompt": words(choose, 90), "completion": "cut off"}] * 3 +
+        [{"prompt": "a", "completion": words(choose, 60)}] * 3)))
+    log, out = log_of(train, work, "--batch", 1, "--steps", 12, "--val-data", "data.jsonl")
+    losses = by_key(log, "loss")
+    said = [int(step) - 1 for step in re.findall(r"step +(\d+) has no token to learn: it counts as no loss\n", out)]
+    assert len(said) == 6 and [step for step, loss in losses.items() if loss == 0] == said
+    assert all(0 <= loss < 20 for loss in losses.values()) and all(line.get("grad_norm", 0) < 1e3 for line in log)
+
+
+FINE = json.dumps({"prompt": "a", "completion": "b"})
+
+
+def chat_of(*roles, said="a"):
+    return json.dumps({"messages": [says(role, said) for role in roles]})
+
+
+BAD_LINES = {
+    "broken": ('{"text": "a', "line 3: broken JSON: parse error at column 12: "),
+    "list": ("[1]", "line 3: is not a JSON object"),
+    "other": ('{"txt": "a"}', 'line 3: has neither "messages", nor "prompt" and "completion", nor "text"'),
+    "half": ('{"prompt": "a"}', 'line 3: has no "completion"'),
+    "other half": ('{"completion": "a"}', 'line 3: has no "prompt"'),
+    "number": ('{"text": 3}', 'line 3: "text" is not a text'),
+    "null": ('{"prompt": "a", "completion": null}', 'line 3: "completion" is not a text'),
+    "empty completion": ('{"prompt": "a", "completion": ""}', 'line 3: "completion" is empty'),
+    "empty text": ('{"text": ""}', 'line 3: "text" is empty'),
+    "no messages": ('{"messages": []}', 'line 3: "messages" is not a list of messages'),
+    "no role": ('{"messages": [{"content": "a"}]}', 'line 3: message 1: has no "role"'),
+    "no content": ('{"messages": [{"role": "user"}]}', 'line 3: message 1: has no "content"'),
+    "role": (chat_of("robot"), 'line 3: message 1: "role" is "robot"'),
+    "late system": (chat_of("user", "system"), 'line 3: message 2: "role" is "system"'),
+    "silent": (chat_of("user", "assistant", said=""), "line 3: message 2: the assistant says nothing"),
+    "no answer": (chat_of("user"), "line 3: none of the messages is the assistant's"),
+    "not UTF-8": (b'{"text": "\xff"}', "line 3: is not UTF-8 text: no character has the byte 0xff in column 11"),
+    "twice": ('{"text": "a", "text": "b"}', 'line 3: broken JSON: key "text" appears twice'),
+}
+
+
+@pytest.mark.parametrize("wrong", BAD_LINES)
+def test_bad_lines(train_fp32, work, wrong):
+    line, message = BAD_LINES[wrong]
+    line = line if isinstance(line, bytes) else line.encode()
+    (work / "data.jsonl").write_bytes(FINE.encode() + b"\n\n" + line + b"\n" + FINE.encode() + b"\n")
+    before = listing(work)
+    result = train_fp32(*RUN, "--out", "out", "--log", "log", cwd=work, code=2)
+    error = result.stderr.decode()
+    assert error.startswith("train: data.jsonl: " + message) and error.count("\n") == 1, error
+    assert listing(work) == before
+
+
+def test_other_mistakes(train_fp32, work):
+    (work / "text").write_text("plain " * 1000)
+    (work / "none.jsonl").write_text("\n \n")
+    long = {"prompt": "a " * 300, "completion": "b"}
+    (work / "long.jsonl").write_text("\n".join([json.dumps(long)] * 20))
+    before = listing(work)
+    for options, message in (
+            (("--data", "data.jsonl", "text"),
+             "--data: data.jsonl is a file of JSON lines and text a text; give files of one kind"),
+            (("--data", "text", "--loss-on", "all"),
+             "--loss-on all is of JSON lines, files that end in .jsonl, and there are none"),
+            (("--data", "text", "--chat-format", "chatml"), "--chat-format chatml is of JSON lines"),
+            (("--data", "none.jsonl"), "--data: none.jsonl: has no example"),
+            (("--data", "long.jsonl"),
+             f"--data: long.jsonl: no token of 20 examples is to be learnt in sequences of {LENGTH}"),
+            (("--chat-format", "llama3"),
+             '--chat-format llama3: the tokenizer of model has no token "<|start_header_id|>"'),
+            (("--batch", 5000), "--batch 5000 is more than the data's ")):
+        error = train_fp32(*RUN, *options, "--out", "out", cwd=work, code=2).stderr.decode()
+        assert error.startswith("train: " + message) and error.count("\n") == 1, error
+    assert listing(work) == before
+
+
+def test_bytes(train_fp32, work):
+    """Without a tokenizer tokens are bytes, and there is no chat."""
+    examples = [{"prompt": words(random.Random(i), 2), "completion": words(random.Random(-i), 2)} for i in range(1, 40)]
+    (work / "bytes.jsonl").write_text("\n".join(lines_of(examples)))
+    make(work / "small", "--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)
+    options = ("--model", "small", "--data", "bytes.jsonl", "--steps", 5)
+    log, _ = log_of(train_fp32, work, *options)
+    expected = run_reference("--model", work / "small", "--data", work / "bytes.jsonl", *RUN[4:8], "--steps", 5,
+                             "--lr", 5e-5)
+    assert by_key(log, "loss") == pytest.approx(by_key(expected, "loss"), rel=0, abs=1e-4)
+    train_fp32("--data", "bytes.jsonl", "--model", "llama:d1", "--batch", 2, "--seq-len", 64, "--steps", 1,
+               "--sample-tokens", 0, cwd=work)
+    (work / "bytes.jsonl").write_text(json.dumps({"messages": CONVERSATIONS[0]}))
+    assert b"--chat-format" in train_fp32(*RUN, *options, cwd=work, code=2).stderr

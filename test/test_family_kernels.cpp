@@ -536,7 +536,7 @@ TYPED_TEST(FamilyKernels, SoftPrompts) {
             const DeviceArray<int> t(tokens);
             Tensor<T> to = o.tensor({kBatch, kAll, C}), gradient = g.tensor({kPrompt, C});
             embedding_forward(to, t.tensor({kBatch, kLength}), a.tensor({kVocabulary, C}), b.tensor({kAll, C}),
-                              p.tensor({kPrompt, C}), 0, kStream);
+                              p.tensor({kPrompt, C}), 0, Tensor<int>(), kStream);
             prompt_backward(gradient, d.tensor({kBatch, kAll, C}), kStream);
             return bytes_of(out = o.download(), d_prompt = g.download());
         });

@@ -78,7 +78,8 @@ struct MicroBatchOptions {
     int64_t head_rows = 0;                  // rows that have logits at one time; 0: all
     std::vector<Keep> keep;                 // of each layer
     bool adds = false;                      // to the gradients of micro-batches before: else they are written
-    double lora_dropout = 0;                // the share of an adapter's inputs that is dropped
+    double dropout = 0;                     // the share of activations that is dropped,
+    double lora_dropout = 0;                // and of an adapter's inputs
     const uint64_t* dropout_key = nullptr;  // on the device: the micro-batch's
 };
 
@@ -160,10 +161,21 @@ class Gpt {
     TensorX weight_of(const Linear<floatX>& w);
     void merge_adapter(TensorX& matrix, const Linear<floatX>& w);
     TensorX lora_columns(const TensorX& x, const Adapter<floatX>& adapter);
+    // The dropout at one of a block's places in the micro-batch that is trained on; of the embeddings with the
+    // number of layers.
+    enum Place { kLoraPlaces = 0, kAttentionPlace = 4, kProjectedPlace, kOutputPlace, kPlaces = 16 };
+    Dropout dropout_in(int layer, Place place) const {
+        const uint64_t at = static_cast<uint64_t>(layer) * kPlaces + place;
+        return dropping_ ? dropout_at(dropping_->dropout_key, at, dropping_->dropout) : Dropout();
+    }
     Dropout dropout_of(const Adapter<floatX>& adapter) const {
         return dropping_ ? dropout_at(dropping_->dropout_key, adapter.place, dropping_->lora_dropout)
                          : Dropout();
     }
+    Dropout dropout_of_embeddings() const {
+        return weights_.embeddings.position ? dropout_in(config_.layers, kLoraPlaces) : Dropout();
+    }
+    TensorX dropped(const TensorX& d_out, const Dropout& d);
     TensorX lora_input(const TensorX& x, const Adapter<floatX>& adapter);
     void scale_lora(TensorX& columns, const Adapter<floatX>& adapter);
     void add_lora(TensorX& out, const TensorX& x, const Adapter<floatX>& adapter);
@@ -172,7 +184,7 @@ class Gpt {
     void make_qkv(BlockActivations& a, MakeX&& make_x, const Block<floatX>& w, bool for_backward,
                   int first_position);
     void make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<floatX>& w, Block<floatX>& g);
-    AttentionInput<floatX> attention_of(const TensorX& qkv) const;
+    AttentionInput<floatX> attention_of(const TensorX& qkv, int layer) const;
     void attend(BlockActivations& a, Keep keep, KvCache* cache, int layer);
 
     TensorX embed(const Tensor<int>& tokens, int first_position);
@@ -204,11 +216,10 @@ class Gpt {
             const auto to = linears(weights_.blocks[static_cast<size_t>(l)]), from = linears(adapter);
             for (size_t i = 0; i < to.size(); i++) {
                 to[i].first->adapter = std::move(from[i].first->adapter);
-                to[i].first->adapter.place = static_cast<uint64_t>(l) * kPlaces + i;
+                to[i].first->adapter.place = static_cast<uint64_t>(l) * kPlaces + kLoraPlaces + i;
             }
         }
     }
-    static constexpr uint64_t kPlaces = 16;  // of dropout in a block
     static std::array<std::pair<Linear<floatX>*, Field>, 4> linears(Block<floatX>& block) {
         return {{{&block.qkv, Field::QkvWeight},
                  {&block.attention, Field::AttentionWeight},
@@ -244,7 +255,7 @@ class Gpt {
                           const Tensor<T>& x, bool adds);
     void head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options,
               LossScale loss_scale, TensorF& loss, Head<floatX>& g);
-    void backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream,
+    void backward_mlp(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream,
                       bool adds);
     void backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds);
     void backward_embeddings(Embeddings<floatX>& g, TensorX& d_stream, const DeviceBatch& batch);
@@ -332,7 +343,7 @@ class Trainer {
         const auto done = static_cast<uint64_t>((step_ - first_step_) * o_.grad_accum + k);
         return static_cast<uint64_t>(first_sequence_) + done * batch();
     }
-    bool drops() const { return in_.adapter.dropout > 0; }
+    bool drops() const { return o_.dropout > 0 || in_.adapter.dropout > 0; }
     uint64_t batch() const { return static_cast<uint64_t>(o_.batch); }
     double step_tokens() const { return static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum; }
     double step_flops() const;
@@ -799,6 +810,7 @@ TensorX Gpt::embed(const Tensor<int>& tokens, int first_position) {
     const int64_t length = tokens.columns() + (prompt ? prompt.rows() : 0);
     TensorX x = take(w.norm.weight ? "embedded" : "residual", {tokens.rows(), length, config_.channels});
     embedding_forward(x, tokens, w.token, w.position, prompt, first_position, documents_->positions, stream_);
+    if (const Dropout d = dropout_of_embeddings()) dropout(x, x, d, stream_);
     return w.norm.weight ? std::move(norm(kEmbeddingNorm, x, w.norm).out) : std::move(x);
 }
 
@@ -838,7 +850,7 @@ void Gpt::make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<flo
 }
 
 // The attention of a packed qkv (B, T, qkv_width()) with itself.
-AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv) const {
+AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv, int layer) const {
     const int B = static_cast<int>(qkv.shape().dims[0]), T = static_cast<int>(qkv.shape().dims[1]);
     const int64_t row = config_.qkv_width(), size = config_.head_size;
     const bool together = family_.heads_together;
@@ -861,13 +873,14 @@ AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv) const {
             .alibi = family_.position == PositionKind::Alibi ? position_factors_.data() : nullptr,
             .hopper = hopper_attention_,
             .positions = documents_->positions.data(),
-            .document_ends = documents_->ends.data()};
+            .document_ends = documents_->ends.data(),
+            .dropout = dropout_in(layer, kAttentionPlace)};
 }
 
 // a.attention (B, T, query_width()) = causal attention of a.qkv; with a cache, of it and of all that came
 // before.
 void Gpt::attend(BlockActivations& a, Keep keep, KvCache* cache, int layer) {
-    AttentionInput<floatX> in = attention_of(a.qkv);
+    AttentionInput<floatX> in = attention_of(a.qkv, layer);
     const int B = in.batch, T = in.queries;
     if (cache) {
         // A row of the cache has all keys, then all values; or of each head its key and its value.
@@ -902,6 +915,7 @@ void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, KvCache* 
     if (!keep.qkv) a.raw_qkv.drop();
     if (!keep.qkv || (a.raw_qkv && !keep.norm)) a.qkv.drop();
     TensorX projected = linear("attention_projected", a.attention, w.attention);
+    if (const Dropout d = dropout_in(layer, kProjectedPlace)) dropout(projected, projected, d, stream_);
     if (!keep.attention) a.attention.drop(), a.lse.drop();
     a.middle = take("residual_middle", a.input.shape());
     a.norm_2 = add_and_norm(kNorm2, a.middle, a.input, projected, w.norm_2);
@@ -920,6 +934,7 @@ TensorX Gpt::forward_mlp(int layer, BlockActivations& a, Keep keep) {
         if (!keep.up) a.up.drop();
     }
     TensorX output = linear("residual", a.activated, w.down);
+    if (const Dropout d = dropout_in(layer, kOutputPlace)) dropout(output, output, d, stream_);
     if (!keep.gelu || !wants_input(w.down)) a.activated.drop();
     residual_forward(output, output, a.middle, stream_);
     return output;
@@ -1146,22 +1161,31 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOpti
     if (g.norm.weight) add_norm_sums(g.norm, sums_of_norm, stream_);
 }
 
+// The gradient of what dropout made of an activation, back through it: d_out itself where nothing was dropped.
+TensorX Gpt::dropped(const TensorX& d_out, const Dropout& d) {
+    if (!d) return d_out.view();
+    TensorX d_in = take_gradient("d_dropped", d_out.shape());
+    dropout(d_in, d_out, d, stream_);
+    return d_in;
+}
+
 // The MLP half: d_stream, the gradient of the block's output, becomes that of a.middle. What is made again is
 // let go of as soon as it was read once, where it costs no product.
-void Gpt::backward_mlp(const Block<floatX>& w, Block<floatX>& g, BlockActivations& a, TensorX& d_stream,
-                       bool adds) {
+void Gpt::backward_mlp(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds) {
+    const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     auto make_norm_2 = [&] { return normalized(a.norm_2, kNorm2, a.middle, w.norm_2); };
     if (!a.up) a.up = linear("up", make_norm_2(), w.up);
     auto make_activated = [&] { return a.activated ? std::move(a.activated) : activate(a.up); };
-    TensorX d_up;
+    TensorX d_up, d_output = dropped(d_stream, dropout_in(layer, kOutputPlace));
     if (family_.mlp == MlpKind::Gelu) {
-        d_up = linear_backward("d_up", g.down, make_activated, d_stream, w.down, adds, &a.up);
+        d_up = linear_backward("d_up", g.down, make_activated, d_output, w.down, adds, &a.up);
         a.up.drop();
     } else {
-        const TensorX d = linear_backward("d_swiglu", g.down, make_activated, d_stream, w.down, adds);
+        const TensorX d = linear_backward("d_swiglu", g.down, make_activated, d_output, w.down, adds);
         d_up = std::move(a.up);
         swiglu_backward(d_up, d, d_up, stream_);
     }
+    d_output.drop();
     TensorX d_norm = linear_backward("d_ln_2", g.up, make_norm_2, d_up, w.up, adds);
     d_up.drop();
     norm_backward(d_stream, g.norm_2, d_norm, a.middle, a.norm_2, w.norm_2);
@@ -1175,11 +1199,14 @@ void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, T
     if (!a.attention) attend(a, {}, nullptr, layer);
 
     auto attention = [&] { return a.attention.view(); };
-    TensorX d_attention = linear_backward("d_attention", g.attention, attention, d_stream, w.attention, adds);
+    TensorX d_projected = dropped(d_stream, dropout_in(layer, kProjectedPlace));
+    TensorX d_attention =
+        linear_backward("d_attention", g.attention, attention, d_projected, w.attention, adds);
+    d_projected.drop();
     TensorX d_qkv = take_gradient("d_qkv", a.qkv.shape());
     TensorF delta = take_float("attention_delta", a.lse.shape());
     attention_backward(d_qkv.data(), d_qkv.at(keys_at()), d_qkv.at(values_at()), d_attention.data(),
-                       a.attention.data(), a.lse.data(), delta.data(), attention_of(a.qkv), stream_);
+                       a.attention.data(), a.lse.data(), delta.data(), attention_of(a.qkv, layer), stream_);
     delta.drop();
     d_attention.drop();
     a.attention.drop();
@@ -1200,7 +1227,7 @@ void Gpt::backward_block(int layer, BlockActivations& a, TensorX& d_stream, cons
     UnitGradients gradients = take_unit_gradients(layer + 1, options, consume);
     Block<floatX> g = trained_.layout.block(gradients.all.data(), layer);
     if (!a.middle) forward_attention(layer, a, {.norm = false}, nullptr);
-    backward_mlp(weights_.blocks[static_cast<size_t>(layer)], g, a, d_stream, options.adds);
+    backward_mlp(layer, g, a, d_stream, options.adds);
     a.middle.drop();
     backward_attention(layer, g, a, d_stream, options.adds);
     a = {};
@@ -1210,6 +1237,7 @@ void Gpt::backward_block(int layer, BlockActivations& a, TensorX& d_stream, cons
 // Adds to the embeddings' gradients what d_stream (B, T, C), that of the first block's input, sends back.
 void Gpt::backward_embeddings(Embeddings<floatX>& g, TensorX& d_stream, const DeviceBatch& batch) {
     const Embeddings<floatX>& w = weights_.embeddings;
+    if (const Dropout d = dropout_of_embeddings()) dropout(d_stream, d_stream, d, stream_);
     if (w.norm.weight) {
         TensorX x = take("embedded", d_stream.shape());
         embedding_forward(x, batch.inputs, w.token, w.position, w.prompt, 0, documents_->positions, stream_);
@@ -1415,6 +1443,7 @@ void Trainer::use(const MemorySetting& s) {
     if (adapter_) adapter_->choose(state_options<floatX>(o_));
     feeder_.choose(s.batch, o_.seq_len, config_.vocabulary, in_.packs());
     micro_ = {.head_rows = s.head_rows, .keep = {}};
+    micro_.dropout = o_.dropout;
     micro_.lora_dropout = in_.adapter.dropout;
     micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
     for (int level : s.levels) micro_.keep.push_back(kRecomputeLevels[level].keep);

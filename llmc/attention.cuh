@@ -140,6 +140,7 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
         float correction[2];
         softmax.step(s, correction, scale * kLog2e);
         scale_rows(o, correction);
+        if (!kPlain && in.dropout) drop_scores(s, in, b, h, row, key);
         multiply_columns<kHead>(o, s, k_tile + Tiles::kPassingSize);
     }
     store_output<kHead>(out, lse, o, softmax, in, b, h, row, scale, vectors);
@@ -229,8 +230,17 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
         for_each_score<kPassing / 8>(to_probability, p);
         if (!kPlain && diagonal + in.span() < kPassing) mask_after(p, diagonal + in.span() - 1, 0.f);
         if (!kPlain && in.positions) mask_from(p, {ends[0] - query, ends[1] - query}, 0.f);
-        multiply_columns<kHead>(dv_rows, p, dout_tile);
+        if (!kPlain && in.dropout) {
+            AttentionRows<kPassing / 8> kept;
+            const auto copy = [](float& to, float from, int, int) { to = from; };
+            for_each_score<kPassing / 8>(copy, kept, p);
+            drop_scores_of_keys(kept, in, b, h, query, row);
+            multiply_columns<kHead>(dv_rows, kept, dout_tile);
+        } else {
+            multiply_columns<kHead>(dv_rows, p, dout_tile);
+        }
         multiply_rows<kHead>(ds, v_tile + 16 * warp() * Tiles::kStride, dout_tile);
+        if (!kPlain && in.dropout) drop_scores_of_keys(ds, in, b, h, query, row);
         const auto gradient = [&](float& x, float probability, int, int column) {
             x = probability * (x - *statistic(dout_tile, column));
         };
@@ -285,6 +295,7 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
         AttentionRows<kPassing / 8> s, ds;
         multiply_rows<kHead>(s, q_tile + 16 * warp() * Tiles::kStride, k_tile);
         multiply_rows<kHead>(ds, dout_tile + 16 * warp() * Tiles::kStride, k_tile + Tiles::kPassingSize);
+        if (!kPlain && in.dropout) drop_scores(ds, in, b, h, row, key);
         const int diagonal = in.position(row) - key;  // as in forward
         if (!kPlain && in.alibi) add_distances(s, diagonal, in.slope(h, scale));
         const auto gradient = [&](float& x, float score, int r, int column) {
@@ -338,7 +349,7 @@ bool attention_vectors(const AttentionInput<T>& in, std::initializer_list<const 
 // Whether attention_hopper.cuh's kernels were asked for and can do this; else those above do.
 template <class T>
 bool hopper_attention_takes(const AttentionInput<T>& in, std::initializer_list<const void*> arrays) {
-    return in.hopper && hopper_attention_supports(in.head_size) && attention_vectors(in, arrays) &&
+    return in.hopper && !in.dropout && hopper_attention_supports(in.head_size) && attention_vectors(in, arrays) &&
            device_is_hopper();
 }
 

@@ -179,6 +179,16 @@ float softmax_row(T* p, float* s, SeenColumns seen, int columns, float scale, fl
     return correction;
 }
 
+// x, a row of probabilities from `key` on or of their gradients, with some dropped.
+template <class X, class T>
+void drop_row(X* x, const AttentionInput<T>& in, int b, int h, int query, int key, int columns) {
+    if (!in.dropout) return;
+    const uint64_t here = in.dropout.here();
+    const int64_t first = in.score_number(b, h, query, key);
+    for (int j = 0; j < columns; j++)
+        x[j] = from_float<X>(to_float(x[j]) * in.dropout.factor(here, first + j));
+}
+
 // out and lse of kForwardQueries queries of one head. Grid (tiles of queries, heads, batch).
 template <class T>
 __global__ void attention_forward_cpu_kernel(T* out, float* lse, AttentionInput<T> in, float scale) {
@@ -202,6 +212,7 @@ __global__ void attention_forward_cpu_kernel(T* out, float* lse, AttentionInput<
             add_alibi(scores, seen, in, h, first + i, key, scale);
             const float correction = softmax_row(scratch.p + i * kForwardKeys, scores, seen, width, scale,
                                                  scratch.largest[i], scratch.sum[i]);
+            drop_row(scratch.p + i * kForwardKeys, in, b, h, first + i, key, width);
             for (int c = 0; c < columns; c++) scratch.out[i * columns + c] *= correction;
         }
         tile_product(scratch.out, columns, StridedMatrix<T>{scratch.p, kForwardKeys}, v, rows, columns, width,
@@ -342,9 +353,11 @@ __global__ void attention_backward_cpu_kernel(T* dq, T* dk, T* dv, const T* dout
                     float* const scores = scratch.scores + i * stride;
                     const SeenColumns seen = seen_columns(in, b, query + i, key, width);
                     add_alibi(scores, seen, in, h, query + i, key, scale);
+                    drop_row(scratch.dp + i * stride, in, b, h, query + i, key, width);
                     backward_row(scratch.p + i * stride, scratch.ds + i * stride, scores,
                                  scratch.dp + i * stride, seen, width, scale, lse[rows_at + i],
                                  delta[rows_at + i]);
+                    drop_row(scratch.p + i * stride, in, b, h, query + i, key, width);
                 }
                 const StridedMatrix<T> p{scratch.p, stride}, ds{scratch.ds, stride};
                 tile_product(scratch.dv, columns, p.transposed(), d_out, width, columns, rows, more);
@@ -361,7 +374,7 @@ __global__ void attention_backward_cpu_kernel(T* dq, T* dk, T* dv, const T* dout
 // attention_forward() and attention_backward() of attention.cuh, delta made.
 template <class T>
 void attention_forward_on_cpu(T* out, float* lse, const AttentionInput<T>& in, Stream stream) {
-    if (in.queries == 1)
+    if (in.queries == 1 && !in.dropout)
         launch<attention_decode_cpu_kernel<T>>(
             dim3(in.kv_heads, in.batch), 1, DecodeScratch(nullptr, in.group(), in.head_size, in.span()).bytes,
             stream, out, lse, in, in.scale());

@@ -4,6 +4,7 @@
 #include <cassert>
 #include <cmath>
 
+#include "llmc/dropout.cuh"
 #include "llmc/packed.h"
 
 // Query i of `queries` stands at key keys - queries + i; with a cache there are more keys than queries. It
@@ -32,6 +33,7 @@ struct AttentionInput {
     // (batch, queries): how many rows of its document come before a row, and the row after the document's
     // last; or null, where a sequence is one document.
     const int *positions = nullptr, *document_ends = nullptr;
+    Dropout dropout = {};  // of probabilities, in training
 
     SIMT_HOST_DEVICE int group() const { return heads / kv_heads; }
     // Where one head of one batch entry begins: in q, in k or v, in the output, and in the statistics of
@@ -66,7 +68,12 @@ struct AttentionInput {
         return first > of_document ? first : of_document;
     }
     // Whether scores are products alone, and queries see all keys up to their own.
-    bool plain() const { return span() == keys && !alibi && !positions; }
+    bool plain() const { return span() == keys && !alibi && !positions && !dropout; }
+    // The number of a probability, for dropout: of a query and a key, counted from the first that is not left
+    // out. Queries and keys are the same rows then.
+    SIMT_HOST_DEVICE int64_t score_number(int b, int h, int query, int key) const {
+        return (row_offset(b, h) + query) * queries + key + (queries - keys);
+    }
     // Leaves out the keys before `begin`, which none of the queries at hand sees.
     SIMT_HOST_DEVICE void drop_keys(int begin) {
         k += begin * kv_row;

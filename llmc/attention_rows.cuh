@@ -100,6 +100,30 @@ SIMT_DEVICE void mask_from(AttentionRows<N>& s, const int (&end)[2], float value
     }
 }
 
+// s, probabilities or their gradients, with some dropped: rows are queries from `query` on, columns keys from
+// `key` on.
+template <int N, class T>
+SIMT_DEVICE void drop_scores(AttentionRows<N>& s, const AttentionInput<T>& in, int b, int h, int query,
+                             int key) {
+    const uint64_t here = in.dropout.here();
+    const auto drop = [&](float& x, int r, int column) {
+        x *= in.dropout.factor(here,
+                               in.score_number(b, h, query + lane() / 4 + 8 * r, key + column));
+    };
+    for_each_score<N>(drop, s);
+}
+// The same where rows are keys and columns queries.
+template <int N, class T>
+SIMT_DEVICE void drop_scores_of_keys(AttentionRows<N>& s, const AttentionInput<T>& in, int b, int h, int query,
+                                     int key) {
+    const uint64_t here = in.dropout.here();
+    const auto drop = [&](float& x, int r, int column) {
+        x *= in.dropout.factor(here,
+                               in.score_number(b, h, query + column, key + lane() / 4 + 8 * r));
+    };
+    for_each_score<N>(drop, s);
+}
+
 // The four lanes that share rows exchange pairs: v[i] of the t-th lane becomes v[t] of the i-th.
 SIMT_DEVICE void transpose_in_quad(uint32_t (&v)[4]) {
     UNROLL for (int step = 1; step <= 2; step *= 2) {

@@ -20,7 +20,14 @@ struct Dropout {
     uint32_t dropped = 0;  // of 65536
     float scale = 1;
 
-    explicit operator bool() const { return dropped > 0; }
+    SIMT_HOST_DEVICE explicit operator bool() const { return dropped > 0; }
+    // The key of this place.
+    SIMT_DEVICE uint64_t here() const { return mix64(*key ^ place); }
+    // What element i is multiplied with, by the key of its place: 0 or the scale.
+    SIMT_DEVICE float factor(uint64_t here, int64_t i) const {
+        const uint64_t bits = random_bits_of(here, static_cast<uint64_t>(i / 4)) >> (i % 4 * 16);
+        return (bits & 0xffffu) < dropped ? 0.f : scale;
+    }
 };
 
 inline Dropout dropout_at(const uint64_t* key, uint64_t place, double probability) {
@@ -28,29 +35,13 @@ inline Dropout dropout_at(const uint64_t* key, uint64_t place, double probabilit
     return {key, place, dropped, 65536.f / static_cast<float>(65536 - dropped)};
 }
 
-// N factors, of elements i to i + N - 1: 0 or the scale. N is a multiple of 4, and i of N; or N is 1.
-template <int N>
-SIMT_DEVICE void dropout_factors(float (&f)[N], const Dropout& d, uint64_t key, int64_t i) {
-    if constexpr (N == 1) {
-        const uint64_t bits = random_bits_of(key, static_cast<uint64_t>(i / 4)) >> (i % 4 * 16);
-        f[0] = (bits & 0xffffu) < d.dropped ? 0.f : d.scale;
-    } else {
-        static_assert(N % 4 == 0);
-        for (int k = 0; k < N; k++) {
-            const uint64_t bits = random_bits_of(key, static_cast<uint64_t>((i + k) / 4)) >> (k % 4 * 16);
-            f[k] = (bits & 0xffffu) < d.dropped ? 0.f : d.scale;
-        }
-    }
-}
-
 template <class T, bool kAdds>
 __global__ void __launch_bounds__(kBlockThreads) dropout_kernel(T* out, const T* x, Dropout d, int64_t n) {
-    const uint64_t key = mix64(*d.key ^ d.place);
+    const uint64_t key = d.here();
     for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         const Packed<T, N> p = load<N>(x + i);
-        float f[N], o[N];
-        dropout_factors(f, d, key, i);
-        for (int k = 0; k < N; k++) o[k] = p[k] * f[k];
+        float o[N];
+        for (int k = 0; k < N; k++) o[k] = p[k] * d.factor(key, i + k);
         if constexpr (kAdds) {
             const Packed<T, N> before = load<N>(out + i);
             for (int k = 0; k < N; k++) o[k] += before[k];

@@ -91,4 +91,5 @@ inline constexpr Family kBloom = {.name = "bloom",
                                   .embeddings = bloom::embeddings,
                                   .block = bloom::block,
                                   .head = bloom::head,
-                                  .blocks = "h"};
+                                  .blocks = "h",
+                                  .drops = true};

@@ -92,7 +92,8 @@ inline constexpr Family kGpt2 = {.name = "gpt2",
                                  .embeddings = gpt2::embeddings,
                                  .block = gpt2::block,
                                  .head = gpt2::head,
-                                 .blocks = "h"};
+                                 .blocks = "h",
+                                 .drops = true};
 
 // A GPT-2 of these sizes.
 inline ModelConfig gpt2_config(int vocabulary, int positions, int layers, int heads, int channels) {

@@ -37,6 +37,7 @@ struct Options {
     double lora_alpha = 32, lora_dropout = 0;
     std::vector<std::string> lora_targets = {"all"};
     int soft_prompt = 20;
+    double dropout = 0;
     std::string soft_prompt_text;
     int batch = 8,  // 0: auto
         seq_len = 128, grad_accum = 1;
@@ -233,6 +234,10 @@ inline void declare_optimizer_options(CLI::App& app, Options& o) {
         ->group(group);
     app.add_option("--optimizer", o.optimizer, "sgd: without momentum, and without state")
         ->check(one_of(kOptimizerNames))
+        ->group(group);
+    app.add_option("--dropout", o.dropout,
+                   "share of activations that is dropped in training, of GPT-2 and BLOOM, as transformers does")
+        ->check(between(0.0, 0.99))
         ->group(group);
     app.add_flag("--clip-per-block", o.clip_per_block, "clip each block's gradient by its own norm")
         ->group(group);

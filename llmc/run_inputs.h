@@ -114,6 +114,8 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
       tokenizer(open_tokenizer()),
       adapter(choose_adapter()) {
     check_base();
+    if (o.dropout > 0 && !config.family->drops)
+        fail("--dropout %g: a %s has none", o.dropout, config.family->name);
     if (held_save && o.steps > 0) progress = read_progress(resumed);
     if (token_positions() < 1)
         fail("a soft prompt of %d tokens leaves no room in the model's %d positions", adapter.prompt_tokens,

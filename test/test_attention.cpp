@@ -28,6 +28,7 @@ struct Case {
     bool alibi = false;
     bool hopper = false;
     int document = 0;  // documents of up to so many rows; 0: each sequence is one
+    double dropout = 0;
 
     // Of q, k or v: which = 0, 1, 2.
     int heads_of(int which) const { return which == 0 ? heads : kv_heads; }
@@ -50,7 +51,8 @@ struct Case {
                std::to_string(head_size) + " on " + std::to_string(kv_heads) + ", " +
                std::to_string(queries) + " queries, " + std::to_string(keys) + " keys, layout " +
                std::to_string(layout) + ", window " + std::to_string(window) + (alibi ? ", slopes" : "") +
-               (document ? ", documents of up to " + std::to_string(document) : "");
+               (document ? ", documents of up to " + std::to_string(document) : "") +
+               (dropout > 0 ? ", dropout" : "");
     }
 };
 
@@ -72,6 +74,20 @@ struct RandomDocuments {
     int begin(const Case& c, int b, int i) const { return i - positions[size_t(b) * c.queries + i]; }
 };
 
+constexpr uint64_t kDropoutKey = 0x1234567890ABCDEF, kDropoutPlace = 21;
+
+// What each probability is multiplied with, of (batch, heads, queries, keys).
+std::vector<double> dropout_factors(const Case& c) {
+    std::vector<double> factors(size_t(c.batch) * c.heads * c.queries * c.keys, 1);
+    if (c.dropout == 0) return factors;
+    const auto dropped = static_cast<uint64_t>(std::lround(c.dropout * 65536));
+    for (size_t i = 0; i < factors.size(); i++) {
+        const uint64_t bits = mix64(mix64(kDropoutKey ^ kDropoutPlace) ^ (i / 4)) >> (i % 4 * 16);
+        factors[i] = (bits & 0xffff) < dropped ? 0 : 65536. / double(65536 - dropped);
+    }
+    return factors;
+}
+
 // The arrays q, k and v lie in, or their gradients: one if packed, else three. With the columns' places in
 // them.
 template <class T>
@@ -81,6 +97,7 @@ struct Arrays {
     T *q, *k, *v;
     std::unique_ptr<DeviceArray<float>> slopes;
     std::unique_ptr<DeviceArray<int>> positions, ends;
+    std::unique_ptr<DeviceArray<uint64_t>> dropout_key;
 
     Arrays(const Case& c, std::vector<std::vector<T>> values) : host(std::move(values)) {
         for (const std::vector<T>& h : host) device.push_back(std::make_unique<DeviceArray<T>>(h));
@@ -89,6 +106,7 @@ struct Arrays {
         k = place(1);
         v = place(2);
         if (c.alibi) slopes = std::make_unique<DeviceArray<float>>(alibi_slopes(c.heads));
+        dropout_key = std::make_unique<DeviceArray<uint64_t>>(std::vector<uint64_t>{kDropoutKey});
         if (!c.document) return;
         const RandomDocuments documents(c);
         positions = std::make_unique<DeviceArray<int>>(documents.positions);
@@ -151,7 +169,8 @@ AttentionInput<T> input_of(const Case& c, const Arrays<T>& arrays) {
             .alibi = c.alibi ? arrays.slopes->data() : nullptr,
             .hopper = c.hopper,
             .positions = c.document ? arrays.positions->data() : nullptr,
-            .document_ends = c.document ? arrays.ends->data() : nullptr};
+            .document_ends = c.document ? arrays.ends->data() : nullptr,
+            .dropout = dropout_at(arrays.dropout_key->data(), kDropoutPlace, c.dropout)};
 }
 
 struct Reference {
@@ -169,6 +188,7 @@ Reference reference(const Case& c, const Arrays<T>& x, const std::vector<double>
     const double scale = 1 / std::sqrt(double(c.head_size));
     const RandomDocuments documents(c);
     const std::vector<float> slopes = c.alibi ? alibi_slopes(c.heads) : std::vector<float>(c.heads);
+    const std::vector<double> factors = dropout_factors(c);
     for (int b = 0; b < c.batch; b++)
         for (int h = 0; h < c.heads; h++)
             for (int i = 0; i < c.queries; i++) {
@@ -176,6 +196,8 @@ Reference reference(const Case& c, const Arrays<T>& x, const std::vector<double>
                 int begin = c.window && c.window <= position ? position - c.window + 1 : 0;
                 if (c.document) begin = std::max(begin, documents.begin(c, b, i));
                 const size_t query = (b * size_t(c.queries) + i) * c.channels() + h * c.head_size;
+                const double* const factor =
+                    &factors[((size_t(b) * c.heads + h) * c.queries + i) * size_t(c.keys)];
                 std::vector<double> p(c.keys), dp(c.keys);
                 double sum = 0, delta = 0;
                 for (int j = begin; j <= position; j++) {
@@ -183,6 +205,7 @@ Reference reference(const Case& c, const Arrays<T>& x, const std::vector<double>
                         p[j] += x.at(c, 0, b, i, h, e) * x.at(c, 1, b, j, kv, e);
                         dp[j] += dout[query + e] * x.at(c, 2, b, j, kv, e);
                     }
+                    dp[j] *= factor[j];
                     sum += p[j] = std::exp(p[j] * scale + slopes[h] * double(j - position));
                 }
                 for (int j = begin; j <= position; j++) delta += (p[j] /= sum) * dp[j];
@@ -191,10 +214,10 @@ Reference reference(const Case& c, const Arrays<T>& x, const std::vector<double>
                     for (int e = 0; e < c.head_size; e++) {
                         const size_t key = (b * size_t(c.keys) + j) * c.channels(1) + kv * c.head_size + e;
                         const double ds = p[j] * (dp[j] - delta) * scale;
-                        r.out[query + e] += p[j] * x.at(c, 2, b, j, kv, e);
+                        r.out[query + e] += p[j] * factor[j] * x.at(c, 2, b, j, kv, e);
                         r.dq[query + e] += ds * x.at(c, 1, b, j, kv, e);
                         r.dk[key] += ds * x.at(c, 0, b, i, h, e);
-                        r.dv[key] += p[j] * dout[query + e];
+                        r.dv[key] += p[j] * factor[j] * dout[query + e];
                     }
             }
     return r;
@@ -319,6 +342,13 @@ std::vector<Case> random_cases() {
         if (layout == Case::kPacked && group == 1 && random() % 2) c.layout = Case::kByHead;
         if (layout != Case::kPacked && random() % 2) c.queries = random() % 2 ? 1 : 1 + random() % keys;
         c.alibi = random() % 2;
+        cases.push_back(c);
+    }
+    // Some again with probabilities dropped, where queries and keys are the same rows as in training.
+    for (size_t i = 0, count = cases.size(); i < count; i++) {
+        Case c = cases[i];
+        if (c.queries != c.keys || i % 3 == 2) continue;
+        c.dropout = i % 2 ? 0.1 : 0.5;
         cases.push_back(c);
     }
     return cases;

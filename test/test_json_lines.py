@@ -241,16 +241,17 @@ def test_twenty_steps(train, any_work, loss_on):
 
 
 @pytest.mark.parametrize("kind", ["lora", "prompt"])
-def test_twenty_steps_of_an_adapter(train, any_work, kind):
-    """LoRA with packed examples; behind a soft prompt each has a sequence of its own."""
+def test_twenty_steps_of_an_adapter(train_fp32, any_work, kind):
+    """LoRA with packed examples; behind a soft prompt each has a sequence of its own. In bf16 twenty steps of a soft
+    prompt leave each other by a percent, as rounding has them; that its arithmetic is right fp32 shows."""
     make_adapter(any_work, peft.PromptTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM") if kind == "prompt" else
                  peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     options = ("--adapter", any_work / "adapter", "--steps", 20, "--lr", 3e-3, "--eval-batches", 2)
     expected = run_reference("--model", any_work / "model", "--data", any_work / "data.jsonl", *RUN[4:8], *options)
-    log, out = log_of(train, any_work, *options)
+    log, out = log_of(train_fp32, any_work, *options)
     assert ("81 sequences" in out) == (kind == "prompt")
     for key in ("loss", "val_loss"):
-        assert by_key(log, key) == pytest.approx(by_key(expected, key), rel=0, abs=LOSS_BOUND[train.precision])
+        assert by_key(log, key) == pytest.approx(by_key(expected, key), rel=0, abs=LOSS_BOUND["fp32"])
 
 
 def test_packed_is_unpacked(train, any_work):

@@ -35,7 +35,7 @@ def peak(buffers):
 
 def test_schema(train):
     plan = train.plan("--model", "d2", "--batch", 3, "--seq-len", 40, "--recompute", "norm")
-    assert list(plan) == ["model", "parameters", "device", "precision", "batch", "seq_len", "grad_accum",
+    assert list(plan) == ["model", "parameters", "trained", "device", "precision", "batch", "seq_len", "grad_accum",
                           "head_rows", "recompute", "totals", "activations_lower_bound", "peak_at",
                           "estimated_seconds", "buffers"]
     assert (plan["model"], plan["batch"], plan["seq_len"], plan["recompute"]) == ("d2", 3, 40, "norm")

@@ -37,6 +37,25 @@ class TestWithoutDevice:
         assert ran.stderr.startswith("train: ") and "make DEVICE=cpu" in ran.stderr
 
 
+NVCC = shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
+# A toolkit of CUDA 12.4, as far as the driver's functions are concerned: those are asked for without a version.
+CUDA_12_4 = """
+#include <cuda_runtime.h>
+#undef CUDART_VERSION
+#define CUDART_VERSION 12040
+#define cudaGetDriverEntryPointByVersion not_before_12_5
+#include "llmc/hopper.cuh"
+"""
+
+
+@pytest.mark.skipif(not NVCC, reason="no nvcc")
+def test_functions_of_the_driver_are_found_before_cuda_12_5(tmp_path):
+    (tmp_path / "old.cu").write_text(CUDA_12_4)
+    ran = subprocess.run([NVCC, "-std=c++20", f"-I{ROOT}", "-arch=sm_80", "-Wno-deprecated-declarations", "-cuda",
+                          "old.cu"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
+
+
 BF16 = ROOT / "build/cuda-bf16/train"
 # 128-bit loads and stores that a kernel has at least: one for each array that it reads or writes in vectors, and two
 # where 8 elements are fp32. `8E` in a name is the instantiation whose rows are whole vectors.

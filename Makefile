@@ -5,6 +5,7 @@
 # make help              prints this list
 #
 # make test-deps         installs what the tests need beside that; Python's packages into .venv
+# make gpu-deps          installs what gpu-check needs beside make deps
 # make build-tests       builds the tests, and what they run
 # make unit-tests        runs the C++ tests; for the CPU also race-probe and fuzz
 # make python-tests      runs the Python tests
@@ -114,7 +115,7 @@ $(NVCC) $(1) $(NVCCFLAGS) $(NVCC_WERROR) -MF $@.d -MT $@ $< -o $@ $(2) $(CUDA_LI
 endef
 
 
-.PHONY: all deps test test-deps unit-tests python-tests cuda-build fuzz format clean help FORCE
+.PHONY: all deps gpu-deps test test-deps unit-tests python-tests cuda-build fuzz format clean help FORCE
 all: train
 
 # ./train is a link to the binary of the configuration asked for last.
@@ -150,6 +151,8 @@ define install
 endef
 deps:
 	$(call install,$(DEPS))
+gpu-deps:
+	$(call install,$(DEPS) libgtest-dev)
 test-deps:
 	$(call install,$(TEST_DEPS))
 	@dev/venv.sh

@@ -16,7 +16,7 @@
 #   attention    attention's speed beside PyTorch's
 #   python       the Python tests of the trainer, a part a file
 #   sanitizers   the tests of kernels under compute-sanitizer. Racecheck's alarms about kernels that are synchronized by
-#                TMA and mbarriers, which it does not follow, are told apart and are no failure
+#                TMA and mbarriers, some of which are known to be false, are told apart and are no failure
 #
 #   PART_SECONDS     how long a part may take (600)
 #   TOTAL_SECONDS    when the last part is ended and no other begun (0: never)
@@ -60,7 +60,7 @@ how_it_ended() {
     elif [ $may_lack_memory = yes ] && [ "$1" = 2 ] && grep -qiE 'out of (device )?memory' "$2"; then
         echo "does not fit"
     elif [ -n "$known_alarms" ] && [ "$1" = 9 ] && only_known_alarms "$2"; then
-        echo "passed, but for alarms about $known_alarms, whose barriers racecheck does not follow"
+        echo "passed, but for alarms about $known_alarms: such are known to be false at TMA and mbarriers"
     else
         echo "FAILED (exit code $1)"
     fi

@@ -29,6 +29,14 @@ class TestWithoutDevice:
         plan = json.loads(ran.stdout)
         assert ran.returncode == 0 and plan["device"] == "cuda" and plan["parameters"] == 124439808
         assert plan["totals"]["workspace"] >= 32 << 20  # cuBLASLt's is in the plan
+        context = plan["totals"]["process"] - (25 << 20)  # that of an A100 where no GPU answers
+        assert context > 0 if has_gpu() else context == 3 * 108 << 20
+
+    def test_the_libraries_are_found(self, binary):
+        """Also where the loader does not look by itself."""
+        said = subprocess.run(["readelf", "-d", binary], capture_output=True, text=True, check=True).stdout
+        [folder] = re.findall(r"\(R(?:UN)?PATH\).*\[(.*)\]", said)
+        assert list(pathlib.Path(folder).glob("libcublasLt.so.*"))
 
     @pytest.mark.skipif(bool(has_gpu()), reason="a GPU answers")
     def test_training_says_how_to_build_for_the_cpu(self, binary):

@@ -76,7 +76,7 @@ ifneq ($(wildcard $(CUDA_HOME)/include/nvtx3/nvToolsExt.h),)
 endif
 
 # With CUDA outside the loader's paths the binary must know where its libraries are.
-CUDA_LIB := $(patsubst %/,%,$(dir $(firstword $(wildcard $(CUDA_HOME:%=%/lib64/libcublasLt.so) $(CUDA_HOME:%=%/lib/libcublasLt.so)))))
+CUDA_LIB := $(patsubst %/libcublasLt.so,%,$(firstword $(wildcard $(CUDA_HOME)/lib64/libcublasLt.so $(CUDA_HOME)/lib/libcublasLt.so)))
 
 OLDEST_NVCC := 12.0
 nvcc_release = $(shell $(NVCC) --version 2>/dev/null | sed -n 's/^.*release \([0-9.]*\),.*/\1/p')
@@ -96,6 +96,7 @@ GENCODE := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a)$(comma)code=sm_$(
 HOPPER := $(if $(filter 90a,$(CUDA_ARCH)),-DLLMC_HOPPER)
 NVCCFLAGS := -std=c++20 -O3 -I. -MMD -MP -Xcompiler -Wall,-Wextra,-Wno-restrict,-Wno-unknown-pragmas,-fopenmp \
              -Xptxas -v,-warn-spills,-warn-lmem-usage $(GENCODE) $(HOPPER)
+# Not among the flags above: a build of a user's need not be made anew for the tests.
 NVCC_WERROR := $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror)
 CUDA_LIBS := $(CUDA_LIB:%=-Xlinker -rpath$(comma)%) -lcublasLt $(TEXT_LIBS) -lgomp
 # Stops in one line where nvcc or CUDA_ARCH cannot do: the compilers would say so in hundreds.
@@ -113,7 +114,6 @@ define compile_cuda
 $(NVCC) $(1) $(NVCCFLAGS) $(NVCC_WERROR) -MF $@.d -MT $@ $< -o $@ $(2) $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; rm -f $@; exit 1; }
 @grep warning $@.log >&2 || :
 endef
-
 
 .PHONY: all deps gpu-deps test test-deps unit-tests python-tests cuda-build fuzz format clean help FORCE
 all: train

@@ -1,4 +1,4 @@
-// device_rates.h - how fast the device is: by its maker, and multiplying matrices now; and the clock to tell by.
+// device_rates.h - how fast the device is: by its maker, and multiplying matrices now; and a clock for that.
 #pragma once
 
 #include <omp.h>
@@ -61,7 +61,9 @@ double best_seconds(int times, Stream stream, Queue&& queue) {
 // as whole words: an "RTX A1000" is no A100. What follows a GeForce's makes it another one ("Ti", "D",
 // "Laptop GPU"); what follows the others' says how it is built in.
 inline const KnownGpu* gpu_named(const std::string& name) {
-    const auto in_word = [&](size_t i) { return i < name.size() && isalnum(static_cast<unsigned char>(name[i])); };
+    const auto in_word = [&](size_t i) {
+        return i < name.size() && isalnum(static_cast<unsigned char>(name[i]));
+    };
     for (const KnownGpu& gpu : kKnownGpus) {
         const std::string known = gpu.name;
         const size_t begin = name.find(known), end = begin + known.size();

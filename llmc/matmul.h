@@ -66,8 +66,8 @@ Operation matmul_operation(const Product& p, bool fuses_gelu_backward) {
 }
 
 // What of a product cuBLASLt may fuse into it. Its GELU takes the hardware's approximate tanh, 2^-11 off (PTX
-// ISA, tanh.approx): less than bf16 rounds, far more than fp32 does. GELU's input for the gradient it takes in
-// rows of a multiple of 8 elements.
+// ISA, tanh.approx): less than bf16 rounds, far more than fp32 does. GELU's input for the gradient it takes
+// in rows of a multiple of 8 elements.
 inline Product fusable(Product p, bool fp32) {
     p.gelu &= !fp32;
     p.gelu_backward &= !fp32 && p.n % 8 == 0;

@@ -173,8 +173,11 @@ TEST(EnoughMemory, AContextIsTakenOnce) {
     r.context = 50 * kMiB;
     r.process += r.context;
     EXPECT_NO_THROW(require_memory(r, {100 * kMiB, "the GPU's memory"}, true));
-    expect_user_error([&] { require_memory(r, {99 * kMiB, "the GPU's memory"}, true); },
-                      {"takes 100.0 MiB", "99.0 are free", "--memory 144MiB"});
+    expect_user_error(
+        [&] {
+            require_memory(r, {99 * kMiB, "the GPU's memory"}, true);
+        },
+        {"takes 100.0 MiB", "99.0 are free", "--memory 144MiB"});
     EXPECT_EQ(with_reserve({100 * kMiB, ""}, 50 * kMiB).bytes, 145 * kMiB);
 }
 

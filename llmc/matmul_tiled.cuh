@@ -29,7 +29,7 @@ struct MatrixView {
     }
 };
 
-// Each thread sums every kBlockWarps-th row and kLanes-th column of the tile; `across` tiles are a row of out.
+// Each thread sums every kBlockWarps-th row and kLanes-th column of the tile. A row of out is `across` tiles.
 template <class T, class Out>
 __global__ void __launch_bounds__(kBlockThreads)
     matmul_tiled_kernel(Out* out, int64_t out_row, int64_t across, MatrixView<T> a, MatrixView<T> b,

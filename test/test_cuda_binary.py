@@ -126,7 +126,7 @@ def instructions(sass):
 @pytest.fixture(scope="module")
 def sequences():
     found = instructions(cuobjdump("-sass"))
-    assert all(len(names) > 20 for (arch, name), names in found.items() if runs(arch, name))
+    assert all(len(names) > 10 for names in found.values())  # the least sets one number
     return found
 
 

@@ -5,6 +5,7 @@
 # make help              prints this list
 #
 # make test-deps         installs what the tests need beside that; Python's packages into .venv
+# make gpu-deps          installs what gpu-check needs beside make deps
 # make build-tests       builds the tests, and what they run
 # make unit-tests        runs the C++ tests; for the CPU also race-probe and fuzz
 # make python-tests      runs the Python tests
@@ -21,8 +22,10 @@
 #
 # DEVICE=cuda|cpu        the default is cuda where a GPU answers
 # PRECISION=bf16|fp32    the default is bf16 on cuda, fp32 on the cpu
-# CUDA_ARCH="80 90a"     GPU architectures to compile for; the last also as PTX, for later ones
+# CUDA_ARCH="80 90a"     GPU architectures to compile for, the last also as PTX, for later ones; the default is the GPU's
+#                        that answers, or where none does 80, 86, 89, 90a, 100 and 120 as far as nvcc knows them
 # NVCC=/path/to/nvcc     the default is the CUDA Toolkit's in /usr/local/cuda, or on the PATH
+# WERROR=1               a compiler's warning is an error, as it is in the tests
 
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) $(shell command -v nvcc 2>/dev/null) nvcc)
 CXX := g++
@@ -57,9 +60,12 @@ endif
 
 BUILD := build/$(DEVICE)-$(PRECISION)
 
+# A warning of a compiler that these sources have not seen must not stop a user's build.
+WERROR ?= $(if $(filter test build-tests unit-tests python-tests race-probe fuzz-build fuzz cuda-build,$(MAKECMDGOALS)),1)
+export WERROR
 # Without -fno-math-errno -fno-trapping-math the loops of the fast CPU build stay scalar.
 # g++ 12 reports overlaps in std::string's own code that cannot happen (GCC's bug 105651).
-WARNINGS := -Wall -Wextra -Werror -Wno-restrict
+WARNINGS := -Wall -Wextra $(if $(WERROR),-Werror) -Wno-restrict
 CXX_COMMON := -std=c++20 $(WARNINGS) -Wno-unknown-pragmas -fopenmp -I. -MMD -MP
 CXXFLAGS := $(CXX_COMMON) -O3 -march=native -fno-math-errno -fno-trapping-math
 TEXT_LIBS := -lpcre2-8 -lutf8proc -lsentencepiece
@@ -69,18 +75,47 @@ ifneq ($(wildcard $(CUDA_HOME)/include/nvtx3/nvToolsExt.h),)
   NVTX_INCLUDE := -idirafter $(CUDA_HOME)/include
 endif
 
-CUDA_ARCH ?= 80 90a
+# With CUDA outside the loader's paths the binary must know where its libraries are.
+CUDA_LIB := $(patsubst %/libcublasLt.so,%,$(firstword $(wildcard $(CUDA_HOME)/lib64/libcublasLt.so $(CUDA_HOME)/lib/libcublasLt.so)))
+
+OLDEST_NVCC := 12.0
+nvcc_release = $(shell $(NVCC) --version 2>/dev/null | sed -n 's/^.*release \([0-9.]*\),.*/\1/p')
+nvcc_archs = $(patsubst compute_%,%,$(shell $(NVCC) --list-gpu-arch 2>/dev/null))
+gpu_archs = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | grep -x '[0-9]*' | sort -un)
+number_of = $(subst f,,$(subst a,,$(1)))
+CUDA_BUILD_ARCH := $(or $(CUDA_ARCH),80 90a)
+ifeq ($(DEVICE)$(CUDA_ARCH),cuda)
+  known := $(nvcc_archs)
+  CUDA_ARCH := $(patsubst 90,90a,$(or $(filter $(known),$(gpu_archs)),$(filter $(known),80 86 89 90 100 120)))
+endif
 comma := ,
+newest := $(call number_of,$(lastword $(CUDA_ARCH)))
 GENCODE := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a)$(comma)code=sm_$(a)) \
-           -gencode arch=compute_$(firstword $(subst a,,$(lastword $(CUDA_ARCH))))$(comma)code=compute_$(firstword $(subst a,,$(lastword $(CUDA_ARCH))))
+           -gencode arch=compute_$(newest)$(comma)code=compute_$(newest)
 # The kernels for compute capability 9.0 alone need that architecture's own instructions.
 HOPPER := $(if $(filter 90a,$(CUDA_ARCH)),-DLLMC_HOPPER)
-NVCCFLAGS := -std=c++20 -O3 -I. -MMD -MP -Werror all-warnings -Xcompiler -Wall,-Wextra,-Werror,-Wno-restrict,-Wno-unknown-pragmas,-fopenmp \
+NVCCFLAGS := -std=c++20 -O3 -I. -MMD -MP -Xcompiler -Wall,-Wextra,-Wno-restrict,-Wno-unknown-pragmas,-fopenmp \
              -Xptxas -v,-warn-spills,-warn-lmem-usage $(GENCODE) $(HOPPER)
-CUDA_LIBS := -lcublasLt $(TEXT_LIBS) -lgomp
+# Not among the flags above: a build of a user's need not be made anew for the tests.
+NVCC_WERROR := $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror)
+CUDA_LIBS := $(CUDA_LIB:%=-Xlinker -rpath$(comma)%) -lcublasLt $(TEXT_LIBS) -lgomp
+# Stops in one line where nvcc or CUDA_ARCH cannot do: the compilers would say so in hundreds.
+older_than = $(filter-out $(2),$(shell printf '%s\n' $(1) $(2) | sort -V | head -n 1))
+too_old = $(strip $(foreach a,$(CUDA_ARCH),$(shell [ "$(call number_of,$(a))" -ge 80 ] 2>/dev/null || echo "$(a)")))
+unknown_archs = $(strip $(foreach a,$(CUDA_ARCH),$(if $(filter $(nvcc_archs),$(call number_of,$(a))),,$(a))))
+check_nvcc = $(if $(nvcc_release),$(if $(call older_than,$(nvcc_release),$(OLDEST_NVCC)),$(error \
+  $(NVCC) is of CUDA $(nvcc_release), and $(OLDEST_NVCC) is the oldest that has C++20: NVCC= names another, make DEVICE=cpu needs none)),\
+  $(error NVCC=$(NVCC) does not answer: install the CUDA Toolkit, or make DEVICE=cpu))
+check_archs = $(if $(too_old),$(error CUDA_ARCH: $(too_old): the kernels need 80 or later, whose tensor cores have bf16),\
+  $(if $(unknown_archs),$(error CUDA_ARCH: $(unknown_archs): nvcc $(nvcc_release) knows $(nvcc_archs))))
+# $(call compile_cuda,FLAGS,LIBRARIES): the compilers' report, of registers and spills too, is kept beside the binary.
+define compile_cuda
+@mkdir -p $(@D)
+$(NVCC) $(1) $(NVCCFLAGS) $(NVCC_WERROR) -MF $@.d -MT $@ $< -o $@ $(2) $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; rm -f $@; exit 1; }
+@grep warning $@.log >&2 || :
+endef
 
-
-.PHONY: all deps test test-deps unit-tests python-tests cuda-build fuzz format clean help FORCE
+.PHONY: all deps gpu-deps test test-deps unit-tests python-tests cuda-build fuzz format clean help FORCE
 all: train
 
 # ./train is a link to the binary of the configuration asked for last.
@@ -97,15 +132,13 @@ build/cpu-fp32/train build/cpu-bf16/train: train_gpt.cu Makefile
 # Made anew when CUDA_ARCH has changed, and with it all that depends on it.
 CUDA_FLAGS := build/cuda.flags
 $(CUDA_FLAGS): FORCE
-	@mkdir -p $(@D)
-	@echo '$(NVCCFLAGS)' | cmp -s - $@ || echo '$(NVCCFLAGS)' > $@
+	$(check_nvcc)$(check_archs)@mkdir -p $(@D)
+	@echo '$(NVCCFLAGS) $(CUDA_LIBS)' | cmp -s - $@ || echo '$(NVCCFLAGS) $(CUDA_LIBS)' > $@
 
-# The compiler's report of registers and spills is kept beside the binary; a spill is an error.
 build/cuda-fp32/train: DEFINES :=
 build/cuda-bf16/train: DEFINES := -DLLMC_BF16
 build/cuda-fp32/train build/cuda-bf16/train: train_gpt.cu Makefile $(CUDA_FLAGS)
-	@mkdir -p $(@D)
-	$(NVCC) $(NVCCFLAGS) $(DEFINES) -MF $@.d -MT $@ $< -o $@ $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; rm -f $@; exit 1; }
+	$(call compile_cuda,$(DEFINES))
 
 # Debian's packages. With deps, building and training; test-deps adds what the tests need, Python's side in .venv.
 DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libpcre2-dev libutf8proc-dev libsentencepiece-dev
@@ -118,6 +151,8 @@ define install
 endef
 deps:
 	$(call install,$(DEPS))
+gpu-deps:
+	$(call install,$(DEPS) libgtest-dev)
 test-deps:
 	$(call install,$(TEST_DEPS))
 	@dev/venv.sh
@@ -156,8 +191,7 @@ build/test/asan/train-fp32 build/test/asan/train-bf16: train_gpt.cu Makefile
 	@mkdir -p $(@D)
 	clang++ -x c++ $(FLAGS) $(NVTX_INCLUDE) $(DEFINES) -MF $@.d -MT $@ $< -o $@ $(CPU_LIBS)
 build/test/cuda/%: test/%.cpp Makefile $(CUDA_FLAGS)
-	@mkdir -p $(@D)
-	$(NVCC) -x cu $(NVCCFLAGS) -MF $@.d -MT $@ $< -o $@ -lgtest -lgtest_main $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; exit 1; }
+	$(call compile_cuda,-x cu,-lgtest -lgtest_main)
 
 test: test-deps
 	+$(MAKE) --no-print-directory -j$$(nproc) DEVICE=$(DEVICE) build-tests
@@ -188,10 +222,11 @@ race-probe: build/test/tsan/race_probe
 	@$< missing >/dev/null 2>&1; [ $$? = 66 ] || { echo "race_probe: the missing barrier was not found"; exit 1; }
 	@echo "== race_probe: the planted missing barrier is found"
 
-# The CUDA build compiles, nothing spills, and wgmma runs asynchronously. Without a CUDA Toolkit there is nothing to check.
+# The CUDA build compiles, nothing spills, and wgmma runs asynchronously: with code for two architectures, as each takes
+# minutes. Without a CUDA Toolkit there is nothing to check.
 cuda-build:
 ifneq ($(wildcard $(CUDA_HOME)/bin/nvcc),)
-	+@$(MAKE) --no-print-directory DEVICE=cuda build/cuda-bf16/train build/cuda-fp32/train
+	+@$(MAKE) --no-print-directory DEVICE=cuda CUDA_ARCH="$(CUDA_BUILD_ARCH)" build/cuda-bf16/train build/cuda-fp32/train
 	@! grep -hE '[1-9][0-9]* bytes (stack frame|spill)' build/cuda-*/train.log || { echo "cuda-build: kernels spill"; exit 1; }
 	@! grep -h 'wgmma.*serialized' build/cuda-*/train.log || { echo "cuda-build: products wait for each other"; exit 1; }
 	@echo "== cuda-build: $$(cat build/cuda-*/train.log | grep -c 'Used .* registers') kernels, none spills"
@@ -205,7 +240,7 @@ FUZZERS := $(FUZZED:%=build/test/fuzz/fuzz_%)
 fuzz-build: $(FUZZERS)
 build/test/fuzz/%: test/%.cpp Makefile
 	@mkdir -p $(@D)
-	clang++ -std=c++20 -Wall -Wextra -Werror -I. -MMD -MP -MF $@.d -MT $@ -g -O1 -fsanitize=fuzzer,address $< -o $@ $(TEXT_LIBS)
+	clang++ -std=c++20 -Wall -Wextra $(if $(WERROR),-Werror) -I. -MMD -MP -MF $@.d -MT $@ -g -O1 -fsanitize=fuzzer,address $< -o $@ $(TEXT_LIBS)
 fuzz: $(FUZZERS)
 	@python3 test/fuzz_seeds.py build/fuzz
 	@for f in $(FUZZED); do \
@@ -225,8 +260,7 @@ build/bench/cpu/%: dev/bench/%.cpp Makefile
 	@mkdir -p $(@D)
 	$(CXX) -x c++ $(CXXFLAGS) $(NVTX_INCLUDE) -MF $@.d -MT $@ $< -o $@ $(CPU_LIBS)
 build/bench/cuda/%: dev/bench/%.cpp Makefile $(CUDA_FLAGS)
-	@mkdir -p $(@D)
-	$(NVCC) -x cu $(NVCCFLAGS) -MF $@.d -MT $@ $< -o $@ $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; rm -f $@; exit 1; }
+	$(call compile_cuda,-x cu)
 
 # A real model against transformers; takes minutes.
 .PHONY: test-smollm2

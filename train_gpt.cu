@@ -415,7 +415,7 @@ void Trainer::train() {
             metrics_.finish();
             printf("taken from the device: %.1f MiB; planned: %.1f MiB\n",
                    (static_cast<double>(device_bytes_in_use()) - static_cast<double>(used_before_)) / 1048576,
-                   mebibytes(report_.total()));
+                   mebibytes(report_.total() - report_.context));
         }
     }
 }
@@ -1792,7 +1792,7 @@ Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& ch
     } else if (given.batch == 0) {
         if (!budget) check_device(given);
         const FreeMemory room = budget ? FreeMemory{parse_bytes(given.memory, "--memory"), "--memory"}
-                                       : with_reserve(memory_free_at_start());
+                                       : with_reserve(memory_free_at_start(), context_bytes());
         s = fit_batch(s, room, batch_cap(given.seq_len, epoch), rehearsals, choices.batch);
     } else if (s.head_rows < 0) {
         s.head_rows = rehearsals.head_rows(s);

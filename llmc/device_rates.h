@@ -1,8 +1,9 @@
-// device_rates.h - how fast the device is: by its maker, and multiplying matrices now; and the clock to tell by.
+// device_rates.h - how fast the device is: by its maker, and multiplying matrices now; and a clock for that.
 #pragma once
 
 #include <omp.h>
 
+#include <cctype>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -28,13 +29,13 @@ inline void stream_synchronize([[maybe_unused]] Stream stream) {
 #endif
 }
 
-// A GPU by a part of its name, with its dense bf16 FLOP/s and its memory's bytes/s (NVIDIA's data sheets).
+// A GPU by its name, with its dense bf16 FLOP/s and its memory's bytes/s (NVIDIA's data sheets).
 struct KnownGpu {
     const char* name;
     double flops, bandwidth;
 };
 constexpr KnownGpu kA100 = {"A100", 312e12, 1.94e12};
-constexpr KnownGpu kKnownGpus[] = {  // of two names that fit the first
+constexpr KnownGpu kKnownGpus[] = {  // of two names that fit, the first
     {"GH200 480GB", 989e12, 4.0e12}, {"H200", 989e12, 4.8e12},      {"H100 PCIe", 756e12, 2.0e12},
     {"H100 NVL", 835e12, 3.9e12},    {"H100", 989e12, 3.35e12},     kA100,
     {"L40S", 362e12, 0.864e12},      {"RTX 4090", 165e12, 1.01e12}, {"RTX 3090", 71e12, 0.936e12}};
@@ -56,13 +57,28 @@ double best_seconds(int times, Stream stream, Queue&& queue) {
     return best;
 }
 
+// The GPU that a driver calls by this name, if it is a known one; null otherwise. The known name stands in it
+// as whole words: an "RTX A1000" is no A100. What follows a GeForce's makes it another one ("Ti", "D",
+// "Laptop GPU"); what follows the others' says how it is built in.
+inline const KnownGpu* gpu_named(const std::string& name) {
+    const auto in_word = [&](size_t i) {
+        return i < name.size() && isalnum(static_cast<unsigned char>(name[i]));
+    };
+    for (const KnownGpu& gpu : kKnownGpus) {
+        const std::string known = gpu.name;
+        const size_t begin = name.find(known), end = begin + known.size();
+        if (begin == std::string::npos || (begin > 0 && in_word(begin - 1)) || in_word(end)) continue;
+        if (known.starts_with("RTX") && end < name.size()) continue;
+        return &gpu;
+    }
+    return nullptr;
+}
+
 // The GPU of this machine, if it is a known one; null otherwise.
 inline const KnownGpu* known_gpu() {
 #if defined(SIMT_GPU)
     cudaDeviceProp properties;
-    if (cudaGetDeviceProperties(&properties, 0) != cudaSuccess) return nullptr;
-    for (const KnownGpu& gpu : kKnownGpus)
-        if (std::string(properties.name).find(gpu.name) != std::string::npos) return &gpu;
+    if (cudaGetDeviceProperties(&properties, 0) == cudaSuccess) return gpu_named(properties.name);
 #endif
     return nullptr;
 }

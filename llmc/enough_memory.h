@@ -36,13 +36,14 @@ inline const FreeMemory& memory_free_at_start() {
     return free;
 }
 
-// What is free with some room left.
-inline FreeMemory with_reserve(const FreeMemory& free) {
-    return {free.bytes / 20 * 19, "95% of what is free: " + free.limit};
+// What is free with some room left, of a device that has lent `context` to this process already.
+inline FreeMemory with_reserve(const FreeMemory& free, size_t context) {
+    return {free.bytes / 20 * 19 + context, "95% of what is free: " + free.limit};
 }
 
-// What a run is still to take: its tokenizer is there when it is planned.
-inline size_t still_to_take(const MemoryReport& r) { return r.total() - r.tokenizer; }
+// What a run is still to take: its tokenizer is there when it is planned, and the context when a GPU is asked
+// what is free.
+inline size_t still_to_take(const MemoryReport& r) { return r.total() - r.tokenizer - r.context; }
 
 inline std::string describe_shortage(const MemoryReport& r, const FreeMemory& free) {
     return format("the plan takes %.1f MiB and %.1f are free (%s)", mebibytes(still_to_take(r)),
@@ -52,7 +53,7 @@ inline std::string describe_shortage(const MemoryReport& r, const FreeMemory& fr
 // Fails where the plan takes more than is free.
 inline void require_memory(const MemoryReport& r, const FreeMemory& free, bool trains) {
     if (still_to_take(r) <= free.bytes) return;
-    const size_t budget = with_reserve(free).bytes;
+    const size_t budget = with_reserve(free, r.context).bytes;
     const std::string chosen =
         trains && budget > r.process ? format("--memory %zuMiB chooses what fits, or ", budget >> 20) : "";
     fail("%s; smaller: %sa smaller %s", describe_shortage(r, free).c_str(), chosen.c_str(),

@@ -68,8 +68,12 @@ inline TensorMap tensor_map(const bf16* data, int64_t columns, int64_t rows, int
     static const auto encode = [] {  // the driver's function, without linking with the driver
         void* function = nullptr;
         cudaDriverEntryPointQueryResult found;
+#if CUDART_VERSION >= 12050
         CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
                                                     cudaEnableDefault, &found));
+#else  // without a version it is the toolkit's own, and the function has only one
+        CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found));
+#endif
         if (found != cudaDriverEntryPointSuccess) fail("the CUDA driver has no cuTensorMapEncodeTiled");
         return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
     }();

@@ -65,6 +65,15 @@ Operation matmul_operation(const Product& p, bool fuses_gelu_backward) {
                      static_cast<double>(in) * sizeof(T) + static_cast<double>(out) * sizeof(Out), p);
 }
 
+// What of a product cuBLASLt may fuse into it. Its GELU takes the hardware's approximate tanh, 2^-11 off (PTX
+// ISA, tanh.approx): less than bf16 rounds, far more than fp32 does. GELU's input for the gradient it takes
+// in rows of a multiple of 8 elements.
+inline Product fusable(Product p, bool fp32) {
+    p.gelu &= !fp32;
+    p.gelu_backward &= !fp32 && p.n % 8 == 0;
+    return p;
+}
+
 // The bias's gradient by a kernel of its own, unless the product has it. Its scratch is planned in any case:
 // an algorithm that is chosen when a run starts does not change the plan.
 template <class T>

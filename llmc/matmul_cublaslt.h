@@ -4,7 +4,8 @@
 // cuBLASLt thinks column-major: row-major out = a b is column-major out^T = b^T a^T, so b comes first. The
 // algorithm of a product is the one that a search found fastest (matmul_search.h), where there was one, else
 // the first that the library's heuristics name. It is looked up once and kept, so that the same product has
-// the same bits every time. Where the library cannot fuse what a product asks for, kernels do it afterwards.
+// the same bits every time. Where the library cannot fuse what a product asks for, kernels do it afterwards;
+// where it names no algorithm at all, matmul_tiled.cuh multiplies.
 #pragma once
 
 #include <cublasLt.h>
@@ -15,6 +16,7 @@
 #include <optional>
 
 #include "llmc/matmul_algorithms.h"
+#include "llmc/matmul_tiled.cuh"
 
 inline void cublas_check(cublasStatus_t status, const char* what) {
     if (status == CUBLAS_STATUS_SUCCESS) return;
@@ -72,13 +74,10 @@ struct Key {
     }
 };
 
-// The library takes GELU's input in rows of a multiple of 8 elements; other widths go through the kernel.
-inline bool fuses_gelu_backward(const Product& p) { return p.gelu_backward && p.n % 8 == 0; }
-
 inline cublasLtEpilogue_t epilogue(const Product& p, bool fuse_bias_gradient) {
     // The gradient is the sums over k of b, which is the library's A.
     if (fuse_bias_gradient) return CUBLASLT_EPILOGUE_BGRADA;
-    if (fuses_gelu_backward(p)) return CUBLASLT_EPILOGUE_DGELU;
+    if (p.gelu_backward) return CUBLASLT_EPILOGUE_DGELU;
     if (p.gelu) return p.bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
     return p.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
@@ -110,7 +109,7 @@ class Description {
     }
     void point(const Operands& at) const {
         if (key_.product.bias || fuses_bias_gradient_) set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, at.vector);
-        if (fuses_gelu_backward(key_.product)) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, at.gelu_input);
+        if (key_.product.gelu_backward) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, at.gelu_input);
     }
     static cublasLtMatmulAlgo_t as_library(const MatmulAlgorithm& a) {
         cublasLtMatmulAlgo_t algorithm;
@@ -140,7 +139,7 @@ inline Description::Description(const Key& key, const Operands& at, bool fuse_bi
     set(CUBLASLT_MATMUL_DESC_TRANSB, p.transpose_a ? CUBLAS_OP_T : CUBLAS_OP_N);
     set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue(p, fuse_bias_gradient));
     if (p.bias) set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, key.in);
-    if (fuses_gelu_backward(p)) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.n);
+    if (p.gelu_backward) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.n);
     point(at);
     const int64_t a_row = p.a_row ? p.a_row : p.transpose_a ? p.m : p.k;
     const int64_t b_row = p.b_row ? p.b_row : p.transpose_b ? p.k : p.n;
@@ -199,12 +198,11 @@ inline cublasStatus_t Description::run(const MatmulAlgorithm& a, const Operands&
                           &algorithm, workspace, kCublasWorkspace, stream);
 }
 
-// A product that has run, or is about to. The description may be that of the product alone (doable()).
+// A product that has run, or is about to: as the library does it, with or without what follows it (doable()),
+// or nothing where the library has no algorithm for it.
 struct Known {
-    Description description;
+    std::optional<Description> description;
     MatmulAlgorithm algorithm = {};
-    Known(const Key& key, const Operands& at, bool fuse_bias_gradient)
-        : description(key, at, fuse_bias_gradient) {}
 };
 inline std::map<Key, Known>& known_products() {
     static auto& known = *new std::map<Key, Known>;  // outlives whatever runs at the program's end
@@ -233,35 +231,40 @@ inline void check_searched(const MatmulAlgorithm& a, const MatmulAlgorithms& fil
              file.path().c_str(), key.text().c_str(), cublasLtGetStatusString(status));
 }
 
-// What the library does of a product: all of it, or what is left without bias and GELU where it has no
-// algorithm that fuses them.
-inline Key doable(const Key& key, const Operands& at) {
-    if (epilogue(key.product, false) == CUBLASLT_EPILOGUE_DEFAULT || find_searched(key) ||
-        !Description(key, at, false).candidates(1).empty())
-        return key;
-    Key bare = key;
-    bare.product.bias = bare.product.gelu = bare.product.gelu_backward = false;
-    return bare;
+// A product without what follows it.
+inline Product bare(Product p) {
+    p.bias = p.gelu = p.gelu_backward = false;
+    return p;
 }
 
-inline Known& known_product(const Key& asked, const Operands& at) {
+// What the library does of a product: all that is fusable, or what is left without bias and GELU where it
+// has no algorithm that fuses them; nothing where it has none for that either.
+inline std::optional<Key> doable(Key key, const Operands& at) {
+    const auto has_algorithm = [&at](const Key& k) {
+        return find_searched(k) || !Description(k, at, false).candidates(1).empty();
+    };
+    key.product = fusable(key.product, key.in == CUDA_R_32F);
+    if (has_algorithm(key)) return key;
+    if (epilogue(key.product, false) == CUBLASLT_EPILOGUE_DEFAULT) return {};
+    key.product = bare(key.product);
+    return has_algorithm(key) ? std::optional(key) : std::nullopt;
+}
+
+inline const Known& known_product(const Key& asked, const Operands& at) {
     std::map<Key, Known>& known = known_products();
     if (const auto it = known.find(asked); it != known.end()) return it->second;
-    const Key key = doable(asked, at);
-    const MatmulAlgorithm* found = find_searched(key);
-    Known& made = known.try_emplace(asked, key, at, found && found->bias_gradient).first->second;
-    if (found) {
-        check_searched(*found, *searched(), key, made.description);
-        made.algorithm = *found;
-        return made;
-    }
-    const std::vector<MatmulAlgorithm> candidates = made.description.candidates(1);
-    if (candidates.empty()) fail("cuBLASLt has no algorithm for a product of %s", key.text().c_str());
-    made.algorithm = candidates[0];
+    const std::optional<Key> key = doable(asked, at);
+    Known& made = known[asked];
+    if (!key) return made;
+    const MatmulAlgorithm* found = find_searched(*key);
+    const Description& description = made.description.emplace(*key, at, found && found->bias_gradient);
+    if (found) check_searched(*found, *searched(), *key, description);
+    made.algorithm = found ? *found : description.candidates(1).at(0);
     return made;
 }
 
-// Does what `asked` asks for and the library did not, in place. It is a part of the product's operation.
+// Does what `asked`, a fusable product, asks for and the library did not, in place. It is a part of the
+// product's operation.
 template <class T>
 void finish(const Product& asked, const Product& done, Tensor<T>& out, const MatmulOptions<T>& o,
             Stream stream) {
@@ -269,7 +272,7 @@ void finish(const Product& asked, const Product& done, Tensor<T>& out, const Mat
     if (asked.bias && !done.bias) add_bias(out, *o.bias, stream);
     if (asked.gelu && !done.gelu)
         launch<gelu_forward_kernel<T>>(blocks, kBlockThreads, 0, stream, out.data(), out.data(), out.size());
-    if (fuses_gelu_backward(asked) && !done.gelu_backward)
+    if (asked.gelu_backward && !done.gelu_backward)
         launch<gelu_backward_kernel<T>>(blocks, kBlockThreads, 0, stream, out.data(), out.data(),
                                         o.gelu_input->data(), out.size());
 }
@@ -283,18 +286,27 @@ void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, c
     const Tensor<T>* vector = options.bias_gradient ? options.bias_gradient : options.bias;
     const Operands at = {a.data(), b.data(), vector ? vector->data() : nullptr,
                          options.gelu_input ? options.gelu_input->data() : nullptr, out.data()};
-    const Key key = {p, dtype<T>, dtype<Out>, at.alignments()};
+    const Product fused = fusable(p, std::is_same_v<T, float>);
+    const Key key = {fused, dtype<T>, dtype<Out>, at.alignments()};
     const MatmulAlgorithm* found = p.bias_gradient ? find_searched(key) : nullptr;
     matmul_bias_gradient(arena, stream, b, options, found && found->bias_gradient);
-
-    const Operation operation = matmul_operation<T, Out>(p, fuses_gelu_backward(p));
-    void* workspace = arena.workspace(kCublasWorkspace);
-    if (!simt::launches_off) {
-        const Known& product = known_product(key, at);
-        CUBLAS_CHECK(product.description.run(product.algorithm, at, workspace, stream));
-        if constexpr (std::is_same_v<T, Out>) finish(p, product.description.product(), out, options, stream);
+    {
+        const Operation operation = matmul_operation<T, Out>(p, fused.gelu_backward);
+        void* workspace = arena.workspace(kCublasWorkspace);
+        if (!simt::launches_off) {
+            const Known& known = known_product(key, at);
+            Product done = bare(fused);
+            if (known.description) {
+                CUBLAS_CHECK(known.description->run(known.algorithm, at, workspace, stream));
+                done = known.description->product();
+            } else {
+                matmul_tiled<T, Out>(fused, out.data(), a.data(), b.data(), stream);
+            }
+            if constexpr (std::is_same_v<T, Out>) finish(fused, done, out, options, stream);
+        }
     }
-    if constexpr (std::is_same_v<T, Out>)
-        if (options.gelu_input && !fuses_gelu_backward(p))
-            gelu_backward(out, out, *options.gelu_input, stream);
+    if constexpr (std::is_same_v<T, Out>) {
+        if (p.gelu && !fused.gelu) gelu_forward(out, out, stream);
+        if (p.gelu_backward && !fused.gelu_backward) gelu_backward(out, out, *options.gelu_input, stream);
+    }
 }

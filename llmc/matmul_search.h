@@ -114,12 +114,14 @@ std::vector<MatmulAlgorithm> measure(const Product& p, Stopwatch& stopwatch, voi
             measured.push_back(candidate);
         }
     }
-    if (measured.empty()) fail("cuBLASLt has no algorithm for a product of %s", key.text().c_str());
+    if (measured.empty())
+        fail("cuBLASLt does none of the algorithms that it names for a product of %s", key.text().c_str());
     return measured;
 }
 }  // namespace matmul_search
 
 // Has the products take their algorithms from the file, after measuring those that it lacks and writing it.
+// Products that the library has no algorithm for stay out of it.
 // Fails where the library refuses one of the file's, or the file cannot be read or written.
 template <class T>
 void search_matmul_algorithms(const std::string& path, const std::set<Product>& products, Stream stream) {
@@ -127,14 +129,14 @@ void search_matmul_algorithms(const std::string& path, const std::set<Product>& 
     MatmulAlgorithms algorithms(path, machine());
     std::set<Product> missing;
     for (const Product& asked : products) {
-        const Product p = cublaslt::doable(key_of<T>(asked), aligned_operands()).product;
-        const cublaslt::Key key = key_of<T>(p);
-        const MatmulAlgorithm* known = algorithms.find(key.text());
+        const std::optional<cublaslt::Key> key = cublaslt::doable(key_of<T>(asked), aligned_operands());
+        if (!key) continue;
+        const MatmulAlgorithm* known = algorithms.find(key->text());
         if (known)
-            cublaslt::check_searched(*known, algorithms, key,
-                                     cublaslt::Description(key, aligned_operands(), known->bias_gradient));
+            cublaslt::check_searched(*known, algorithms, *key,
+                                     cublaslt::Description(*key, aligned_operands(), known->bias_gradient));
         else
-            missing.insert(p);
+            missing.insert(key->product);
     }
     if (!missing.empty()) {
         algorithms.save();  // whether that can be done shows before the work

@@ -48,9 +48,10 @@ struct MemoryReport {
     std::vector<MemoryChoice> choice;  // what was chosen for it, and its neighbours
     std::string batch_choice;          // what --batch auto chose, and why no more
     std::vector<Buffer> buffers;
-    // What a process takes beside them: code that libraries compile, threads' stacks, a tokenizer.
+    // What a process takes beside them: code that libraries compile or load, threads' stacks, a tokenizer.
     size_t process = 0;
     size_t tokenizer = 0;  // of that, where it is known
+    size_t context = 0;    // of that, a GPU's
     // Of a micro-batch, and of what uses the arena at other times: the trainer's own plans, as it last
     // rehearsed them.
     const Plan* train = &kNoPlan;

@@ -396,7 +396,7 @@ def gpu_machine(tmp_path):
     """A copy of gpu_check.sh where commands are fakes; the run of it."""
     executable(tmp_path / "dev" / "gpu_check.sh", (ROOT / "dev" / "gpu_check.sh").read_text())
     executable(tmp_path / "dev" / "venv.sh", "#!/bin/sh\necho 'not online'; exit 1\n")
-    for name, text in {"nvidia-smi": NVIDIA_SMI, "make": MAKE, "python3": PYTHON,
+    for name, text in {"nvidia-smi": NVIDIA_SMI, "make": MAKE, "python3": PYTHON, "g++": "#!/bin/sh\n",
                        "compute-sanitizer": '#!/bin/sh\necho "$SMALL_SHAPES $*"\n'}.items():
         executable(tmp_path / "bin" / name, text)
 
@@ -474,6 +474,41 @@ def test_gpu_check_does_groups_with_what_was_built(gpu_machine, tmp_path):
     assert list(gpu_rows(tmp_path / "out" / "nvidia-fake-100-build.md")) == ["part", "build"]
     rows = gpu_rows(tmp_path / "out" / "nvidia-fake-100-sanitizers-kernels.md")
     assert list(rows)[1:4] == ["test_a", "test_b", "test_a under memcheck"] and len(rows) == 7
+
+
+def test_gpu_check_brings_googletest(gpu_machine, tmp_path):
+    executable(tmp_path / "bin" / "g++", "#!/bin/sh\nexit 1\n")
+    executable(tmp_path / "bin" / "make", MAKE.replace("nvcc-version)", "gpu-deps) echo brought ;; nvcc-version)"))
+    gpu_machine("build", code=0)
+    results = tmp_path / "dev" / "results" / "nvidia-fake-100-build.md"
+    assert list(gpu_rows(results)) == ["part", "install GoogleTest", "build"]
+    assert "    brought" in results.read_text().splitlines()
+
+
+HAZARD = "========= {}: Race reported between {} access at {}+0x10\n=========     and {} access at {}+0x20 [8 hazards]\n"
+HOPPER, OTHER = "void hopper_attention_forward_kernel<(int)64>(Maps)", "void layernorm_forward_kernel<float>(float *)"
+
+
+@pytest.mark.parametrize("said, ended", [
+    (HAZARD.format("Error", "Write", HOPPER, "Read", HOPPER), "passed, but for alarms about hopper_attention"),
+    (HAZARD.format("Error", "Write", HOPPER, "Read", HOPPER) + HAZARD.format("Warning", "Read", OTHER, "Write", OTHER),
+     "FAILED (exit code 9)"),
+    (HAZARD.format("Error", "Write", HOPPER, "Read", OTHER), "FAILED (exit code 9)"),
+    (HAZARD.format("Error", "Write", HOPPER, "Read", HOPPER) + "[  FAILED  ] Attention.Forward\n",
+     "FAILED (exit code 9)"),
+    ("========= Error: the application ended\n" + HAZARD.format("Error", "Write", HOPPER, "Read", HOPPER),
+     "FAILED (exit code 9)"),
+    ("", "FAILED (exit code 9)"),
+], ids=["known", "another kernel too", "between two", "a failed test", "another error", "nothing said"])
+def test_gpu_check_tells_false_alarms_apart(gpu_machine, tmp_path, said, ended):
+    gpu_machine("build", code=0)
+    executable(tmp_path / "bin" / "compute-sanitizer",
+               f"#!/bin/sh\ncase $* in *test_a*) cat <<'EOF'\n{said}EOF\nexit 9 ;; esac\n")
+    gpu_machine("sanitizers", code=1)
+    rows = gpu_rows(tmp_path / "dev" / "results" / "nvidia-fake-100-sanitizers.md")
+    assert rows["test_a under racecheck"].startswith(ended)
+    assert rows["test_a under memcheck"] == "FAILED (exit code 9)"  # which has no known alarms
+    assert rows["test_b under racecheck"] == "passed"
 
 
 def test_gpu_check_ends_in_time(gpu_machine, tmp_path):

@@ -29,12 +29,39 @@ class TestWithoutDevice:
         plan = json.loads(ran.stdout)
         assert ran.returncode == 0 and plan["device"] == "cuda" and plan["parameters"] == 124439808
         assert plan["totals"]["workspace"] >= 32 << 20  # cuBLASLt's is in the plan
+        context = plan["totals"]["process"] - (25 << 20)  # that of an A100 where no GPU answers
+        assert context > 0 if has_gpu() else context == 3 * 108 << 20
+
+    def test_the_libraries_are_found(self, binary):
+        """Also where the loader does not look by itself."""
+        said = subprocess.run(["readelf", "-d", binary], capture_output=True, text=True, check=True).stdout
+        [folder] = re.findall(r"\(R(?:UN)?PATH\).*\[(.*)\]", said)
+        assert list(pathlib.Path(folder).glob("libcublasLt.so.*"))
 
     @pytest.mark.skipif(bool(has_gpu()), reason="a GPU answers")
     def test_training_says_how_to_build_for_the_cpu(self, binary):
         ran = subprocess.run([binary, "--steps", "1"], cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert ran.returncode == 2 and ran.stderr.count("\n") == 1
         assert ran.stderr.startswith("train: ") and "make DEVICE=cpu" in ran.stderr
+
+
+NVCC = shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
+# A toolkit of CUDA 12.4, as far as the driver's functions are concerned: those are asked for without a version.
+CUDA_12_4 = """
+#include <cuda_runtime.h>
+#undef CUDART_VERSION
+#define CUDART_VERSION 12040
+#define cudaGetDriverEntryPointByVersion not_before_12_5
+#include "llmc/hopper.cuh"
+"""
+
+
+@pytest.mark.skipif(not NVCC, reason="no nvcc")
+def test_functions_of_the_driver_are_found_before_cuda_12_5(tmp_path):
+    (tmp_path / "old.cu").write_text(CUDA_12_4)
+    ran = subprocess.run([NVCC, "-std=c++20", f"-I{ROOT}", "-arch=sm_80", "-Wno-deprecated-declarations", "-cuda",
+                          "old.cu"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stderr
 
 
 BF16 = ROOT / "build/cuda-bf16/train"
@@ -99,7 +126,7 @@ def instructions(sass):
 @pytest.fixture(scope="module")
 def sequences():
     found = instructions(cuobjdump("-sass"))
-    assert all(len(names) > 20 for (arch, name), names in found.items() if runs(arch, name))
+    assert all(len(names) > 10 for names in found.values())  # the least sets one number
     return found
 
 

@@ -7,6 +7,7 @@
 
 #include "llmc/arena.h"
 #include "llmc/bench.h"
+#include "llmc/device_rates.h"
 #include "llmc/model.h"
 #include "llmc/options.h"
 #include "llmc/sampler.h"
@@ -57,6 +58,24 @@ TEST(Bench, ReplayedStepsAreTheSteps) {
 }
 
 // What the user can mend ends with code 2, what is ours with 1; each prints one line.
+TEST(DeviceRates, GpusAreKnownByWholeNames) {
+    const auto known = [](const char* name) {
+        const KnownGpu* gpu = gpu_named(name);
+        return std::string(gpu ? gpu->name : "");
+    };
+    EXPECT_EQ(known("NVIDIA A100-SXM4-80GB"), "A100");
+    EXPECT_EQ(known("A100-PCIE-40GB"), "A100");
+    EXPECT_EQ(known("NVIDIA H100 80GB HBM3"), "H100");
+    EXPECT_EQ(known("NVIDIA H100 PCIe"), "H100 PCIe");
+    EXPECT_EQ(known("NVIDIA H200 NVL"), "H200");
+    EXPECT_EQ(known("NVIDIA GH200 480GB"), "GH200 480GB");
+    EXPECT_EQ(known("NVIDIA GeForce RTX 4090"), "RTX 4090");
+    for (const char* other : {"NVIDIA RTX A1000", "NVIDIA RTX A1000 Laptop GPU", "NVIDIA A1000", "NVIDIA L40",
+                              "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D",
+                              "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GH200 144G HBM3e", ""})
+        EXPECT_EQ(known(other), "") << other;
+}
+
 TEST(Error, ExitCodes) {
     const auto ends_with = [](auto&& action) {
         testing::internal::CaptureStderr();

@@ -165,6 +165,27 @@ TEST(EnoughMemory, RefusesWhatTakesMore) {
         {"9.0 are free (a limit); smaller: a smaller --batch"});  // no budget is so small
 }
 
+// A GPU is asked what is free when the context is there already; a budget has it in it.
+TEST(EnoughMemory, AContextIsTakenOnce) {
+    Plan step;
+    step.takes.resize(1);
+    MemoryReport r = report_of(100, &step);
+    r.context = 50 * kMiB;
+    r.process += r.context;
+    EXPECT_NO_THROW(require_memory(r, {100 * kMiB, "the GPU's memory"}, true));
+    expect_user_error(
+        [&] {
+            require_memory(r, {99 * kMiB, "the GPU's memory"}, true);
+        },
+        {"takes 100.0 MiB", "99.0 are free", "--memory 144MiB"});
+    EXPECT_EQ(with_reserve({100 * kMiB, ""}, 50 * kMiB).bytes, 145 * kMiB);
+}
+
+TEST(EnoughMemory, AContextIsAsLargeAsPublished) {
+    for (const auto& [multiprocessors, mib] : {std::pair{34, 107}, {142, 426}, {188, 555}})
+        EXPECT_NEAR(mebibytes(cuda_context_bytes(multiprocessors)), mib, 0.06 * mib);
+}
+
 TEST(EnoughMemory, BatchAutoIsCapped) {
     EXPECT_EQ(batch_cap(128, {}).sequences, 512);
     EXPECT_EQ(batch_cap(128, 7841).sequences, 512);

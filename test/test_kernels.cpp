@@ -4,6 +4,7 @@
 // Outputs start as NaN, gradients that are added to start as random numbers.
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -18,6 +19,7 @@
 #include "llmc/feeder.h"
 #include "llmc/gelu.cuh"
 #include "llmc/layernorm.cuh"
+#include "llmc/matmul_tiled.cuh"
 #include "llmc/residual.cuh"
 #include "test/kernel_test.h"
 
@@ -612,6 +614,64 @@ TYPED_TEST(Kernels, ResidualForward) {
         EXPECT_LT(relative_error(out, want), tolerance<T>());
         EXPECT_TRUE(bytes_of(out) == bytes_of(in_place));
     }
+}
+
+// A product in memory where rows are longer than the matrix, by an odd number.
+Product product_in_memory(int64_t m, int64_t n, int64_t k, int form) {
+    Product p{.m = m, .n = n, .k = k};
+    p.transpose_a = form & 1, p.transpose_b = form & 2, p.accumulate = form & 4;
+    if (form & 8) {
+        p.a_row = (p.transpose_a ? m : k) + 3;
+        p.b_row = (p.transpose_b ? k : n) + 5;
+        p.out_row = n + 7;
+    }
+    return p;
+}
+
+template <class T, class Out>
+void check_tiled_product(const Product& p) {
+    SCOPED_TRACE(p.text());
+    const auto row = [](int64_t given, int64_t own) { return static_cast<size_t>(given ? given : own); };
+    const size_t m = p.m, n = p.n, k = p.k, a_row = row(p.a_row, p.transpose_a ? p.m : p.k),
+                 b_row = row(p.b_row, p.transpose_b ? p.k : p.n), out_row = row(p.out_row, p.n);
+    const std::vector<T> a = random_values<T>((p.transpose_a ? k : m) * a_row, 1, 71),
+                         b = random_values<T>((p.transpose_b ? n : k) * b_row, 1, 72);
+    const std::vector<Out> before = random_values<Out>(m * out_row, 1, 73);
+    std::vector<Out> out, product;
+    for_each_order([&] {
+        const DeviceArray<T> d_a(a), d_b(b);
+        const DeviceArray<Out> d_out(before);
+        matmul_tiled<T, Out>(p, d_out.data(), d_a.data(), d_b.data(), kStream);
+        return bytes_of(out = d_out.download());
+    });
+    Doubles want;
+    bool outside_is_kept = true;
+    for (size_t i = 0; i < m; i++)
+        for (size_t j = 0; j < out_row; j++) {
+            const size_t at = i * out_row + j;
+            if (j >= n) {
+                outside_is_kept &= to_float(out[at]) == to_float(before[at]);
+                continue;
+            }
+            double sum = p.accumulate ? double{to_float(before[at])} : 0;
+            for (size_t l = 0; l < k; l++)
+                sum += double{to_float(a[p.transpose_a ? l * a_row + i : i * a_row + l])} *
+                       double{to_float(b[p.transpose_b ? j * b_row + l : l * b_row + j])};
+            want.push_back(sum);
+            product.push_back(out[at]);
+        }
+    EXPECT_LT(relative_error(product, want), tolerance<Out>());
+    EXPECT_TRUE(outside_is_kept);
+}
+
+TYPED_TEST(Kernels, TiledProducts) {
+    using Sizes = std::vector<std::array<int64_t, 3>>;
+    const Sizes few = {{3, 35, 33}}, many = {{1, 1, 1}, {33, 5, 7}, {32, 64, 96}, {65, 31, 130}};
+    for (const auto& [m, n, k] : kSmallShapes ? few : many)
+        for (int form = 0; form < 16; form++) {
+            check_tiled_product<TypeParam, TypeParam>(product_in_memory(m, n, k, form));
+            check_tiled_product<TypeParam, float>(product_in_memory(m, n, k, form));
+        }
 }
 
 TEST(AddLosses, AddsTheScaledSum) {

@@ -189,8 +189,8 @@ def test_a_training_prints_a_summary(train, tmp_path):
 def test_a_run_takes_what_was_planned(train, tmp_path, level):
     """After the first step, when everything has been touched that ever will be.
 
-    What the process itself takes is estimated on the CPU, and not yet known on a GPU. Less than planned there may be
-    on the CPU, by what has not been touched yet.
+    What the process itself takes is an estimate, on a GPU a rough one. Less than planned there may be on the CPU, by
+    what has not been touched yet.
     """
     unknown = 4 if train.device == "cpu" else 128
     write_text(tmp_path / "text", 60000)

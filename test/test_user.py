@@ -214,7 +214,7 @@ def test_make_help_lists_all_there_is():
     listed = set(re.findall(r"\b([A-Z_]+)=", ran.stdout))
     assert set(re.findall(r"^(?: *|ifndef )([A-Z_]+)(?: \?=|$)", text, re.MULTILINE)) <= listed
     assert all(f"$({name})" in text for name in listed)
-    for default, defined in (("FUZZ_SECONDS=10", "FUZZ_SECONDS ?= 10"), ('CUDA_ARCH="80 90a"', "CUDA_ARCH ?= 80 90a"),
+    for default, defined in (("FUZZ_SECONDS=10", "FUZZ_SECONDS ?= 10"), ('CUDA_ARCH="80 90a"', "$(or $(CUDA_ARCH),80 90a)"),
                              ('BENCH_OPTIONS="--model d12 --batch 4 --seq-len 64"',
                               "$(or $(BENCH_OPTIONS),--model d12 --batch 4 --seq-len 64)")):
         assert default in ran.stdout and defined in text, default

@@ -1,0 +1,75 @@
+// matmul_tiled.cuh - matrix products in any layout by a kernel of our own: for those that the GPU's library
+// has no algorithm for, such as bf16 with odd row lengths. Right, and slow: the tensor cores stand by.
+#pragma once
+
+#include "llmc/tensor.h"
+#include "llmc/work.h"
+
+constexpr int kMatmulTile = 32;  // a block makes so many rows and columns of out, so many terms at a time
+constexpr int kMatmulTileRow = kMatmulTile + 1;  // in shared memory: columns lie in different banks
+
+// A matrix of whatever row length: its element (i, j) is data[i * row + j], or data[j * row + i] where it is
+// stored transposed.
+template <class T>
+struct MatrixView {
+    const T* data;
+    int64_t rows, columns, row;
+    bool transposed;
+
+    // Copies the tile that begins at (i, j), zeros where the matrix has ended. Neighbouring threads read
+    // neighbours in memory.
+    SIMT_DEVICE void copy_tile(float* tile, int64_t i, int64_t j) const {
+        for (int at = threadIdx.x; at < kMatmulTile * kMatmulTile; at += blockDim.x) {
+            const int far = at / kMatmulTile, near = at % kMatmulTile;
+            const int y = transposed ? near : far, x = transposed ? far : near;
+            const bool inside = i + y < rows && j + x < columns;
+            const int64_t element = transposed ? (j + x) * row + i + y : (i + y) * row + j + x;
+            tile[y * kMatmulTileRow + x] = inside ? to_float(data[element]) : 0.f;
+        }
+    }
+};
+
+// Each thread sums every kBlockWarps-th row and kLanes-th column of the tile. A row of out is `across` tiles.
+template <class T, class Out>
+__global__ void __launch_bounds__(kBlockThreads)
+    matmul_tiled_kernel(Out* out, int64_t out_row, int64_t across, MatrixView<T> a, MatrixView<T> b,
+                        bool accumulate) {
+    constexpr int kRows = kMatmulTile / kBlockWarps, kColumns = kMatmulTile / kLanes;
+    DYNAMIC_SHARED(float, a_tile);  // and b's behind it
+    float* const b_tile = a_tile + kMatmulTile * kMatmulTileRow;
+    const int64_t first_row = blockIdx.x / across * kMatmulTile;
+    const int64_t first_column = blockIdx.x % across * kMatmulTile;
+    float sums[kRows][kColumns] = {};
+    for (int64_t k = 0; k < a.columns; k += kMatmulTile) {
+        a.copy_tile(a_tile, first_row, k);
+        b.copy_tile(b_tile, k, first_column);
+        __syncthreads();
+        for (int l = 0; l < kMatmulTile; l++)
+            for (int y = 0; y < kRows; y++)
+                for (int x = 0; x < kColumns; x++)
+                    sums[y][x] += a_tile[(warp() + y * kBlockWarps) * kMatmulTileRow + l] *
+                                  b_tile[l * kMatmulTileRow + lane() + x * kLanes];
+        __syncthreads();
+    }
+    for (int y = 0; y < kRows; y++)
+        for (int x = 0; x < kColumns; x++) {
+            const int64_t i = first_row + warp() + y * kBlockWarps, j = first_column + lane() + x * kLanes;
+            if (i >= a.rows || j >= b.columns) continue;
+            Out& to = out[i * out_row + j];
+            to = from_float<Out>(accumulate ? to_float(to) + sums[y][x] : sums[y][x]);
+        }
+}
+
+// out (m, n) [+]= op(a) (m, k) op(b) (k, n) as `p` describes it, bias and GELU aside: summed in fp32 in the
+// order of k, rounded once. The product is the caller's operation.
+template <class T, class Out>
+void matmul_tiled(const Product& p, Out* out, const T* a, const T* b, Stream stream) {
+    const int64_t a_row = p.a_row ? p.a_row : p.transpose_a ? p.m : p.k;
+    const int64_t b_row = p.b_row ? p.b_row : p.transpose_b ? p.k : p.n;
+    const int64_t down = ceil_div(p.m, kMatmulTile), across = ceil_div(p.n, kMatmulTile);
+    launch<matmul_tiled_kernel<T, Out>>(dim3(static_cast<unsigned>(down * across)), kBlockThreads,
+                                        2 * kMatmulTile * kMatmulTileRow * sizeof(float), stream, out,
+                                        p.out_row ? p.out_row : p.n, across,
+                                        MatrixView<T>{a, p.m, p.k, a_row, p.transpose_a},
+                                        MatrixView<T>{b, p.k, p.n, b_row, p.transpose_b}, p.accumulate);
+}

@@ -1,0 +1,113 @@
+"""What make does for whom: the architectures, libraries and warnings of a build, and what stops one in a line."""
+
+import os
+import re
+import subprocess
+
+import pytest
+from trainer_runs import ROOT
+
+NVCC = '''#!/bin/sh
+case $1 in
+    --version) echo "Cuda compilation tools, release {release}, V{release}.99" ;;
+    --list-gpu-arch) printf 'compute_%s\\n' {archs} ;;
+    *) exit 1 ;;
+esac
+'''
+NVIDIA_SMI = '''#!/bin/sh
+case $1 in
+    -L) echo "GPU 0: Fake" ;;
+    --query-gpu=compute_cap) printf '%s\\n' {capabilities} ;;
+esac
+'''
+
+
+def executable(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def dry_make(tmp_path):
+    """What make would run, with a toolkit and GPUs that are only made up; nothing is built."""
+
+    def run(*arguments, code=0, release="13.0", archs="75 80 86 89 90 100 120", capabilities="", cuda=True):
+        executable(tmp_path / "cuda" / "bin" / "nvcc", NVCC.format(release=release, archs=archs))
+        executable(tmp_path / "cuda" / "lib64" / "libcublasLt.so", "")
+        executable(tmp_path / "bin" / "nvidia-smi", NVIDIA_SMI.format(capabilities=capabilities))
+        clean = {name: value for name, value in os.environ.items()
+                 if name not in ("WERROR", "CUDA_ARCH", "DEVICE", "PRECISION", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+        ran = subprocess.run(
+            ["make", "-nB", f"NVCC={tmp_path / 'cuda' / 'bin' / 'nvcc'}", *(["DEVICE=cuda"] if cuda else []), *arguments],
+            cwd=ROOT, capture_output=True, text=True, timeout=60,
+            env=clean | {"PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"})
+        assert ran.returncode == code, ran.stdout + ran.stderr
+        return ran.stderr if code else ran.stdout
+
+    return run
+
+
+def compilations(commands):
+    """The commands that compile, but clang's of the trainer, whose warnings nobody else has to see."""
+    return [line for line in commands.splitlines() if re.match(r"(g\+\+|clang\+\+|\S*nvcc) ", line)
+            and "-fsanitize=address,undefined" not in line]
+
+
+def codes(commands):
+    """What the commands have nvcc make, in order: sm_80, compute_80."""
+    return re.findall(r"code=(\w+)", "\n".join(compilations(commands)))
+
+
+def test_code_for_the_gpu_at_hand(dry_make):
+    assert codes(dry_make(capabilities="8.6")) == ["sm_86", "compute_86"]
+    assert codes(dry_make(capabilities="9.0 9.0")) == ["sm_90a", "compute_90"]
+    assert codes(dry_make(capabilities="8.0 12.0", cuda=False)) == ["sm_80", "sm_120", "compute_120"]
+    assert codes(dry_make("CUDA_ARCH=89", capabilities="9.0")) == ["sm_89", "compute_89"]
+
+
+def test_code_for_all_where_no_gpu_answers(dry_make):
+    everywhere = ["sm_80", "sm_86", "sm_89", "sm_90a"]
+    assert codes(dry_make()) == [*everywhere, "sm_100", "sm_120", "compute_120"]
+    old = {"release": "12.4", "archs": "50 75 80 86 87 89 90"}
+    assert codes(dry_make(**old)) == [*everywhere, "compute_90"]
+    assert codes(dry_make(**old, capabilities="12.0")) == [*everywhere, "compute_90"]  # by PTX
+    assert codes(dry_make(capabilities="'Field compute_cap is not valid'"))[-1] == "compute_120"
+
+
+def test_hopper_kernels_where_there_is_hopper_code(dry_make):
+    assert "-DLLMC_HOPPER" in dry_make(capabilities="9.0") and "-DLLMC_HOPPER" not in dry_make(capabilities="8.0")
+
+
+def test_the_binary_knows_where_its_libraries_are(dry_make, tmp_path):
+    assert f" -Xlinker -rpath,{(tmp_path / 'cuda' / 'lib64').resolve()} " in dry_make()
+
+
+@pytest.mark.parametrize("arguments, machine, said", [
+    (["CUDA_ARCH=75"], {}, "CUDA_ARCH: 75: the kernels need 80 or later"),
+    ([], {"capabilities": "7.5"}, "CUDA_ARCH: 75: the kernels need 80 or later"),
+    (["CUDA_ARCH=80 1.2"], {}, "CUDA_ARCH: 1.2: the kernels need 80 or later"),
+    (["CUDA_ARCH=80 200a"], {}, "CUDA_ARCH: 200a: nvcc 13.0 knows 75 80 86 89 90 100 120"),
+    (["CUDA_ARCH=75"], {"release": "11.5"}, "nvcc is of CUDA 11.5, and 12.0 is the oldest"),
+    (["NVCC=/nowhere/nvcc"], {}, "NVCC=/nowhere/nvcc does not answer"),
+], ids=["75", "a GPU of 75", "no number", "unknown", "old nvcc", "no nvcc"])
+def test_what_cannot_be_compiled_for_is_said_in_a_line(dry_make, arguments, machine, said):
+    error = dry_make(*arguments, code=2, **machine)
+    assert said in error and error.count("\n") == 1, error
+
+
+def test_warnings_stop_tests_but_no_users_build(dry_make):
+    for arguments in ((), ("DEVICE=cpu",), ("PRECISION=fp32",)):
+        [command] = compilations(dry_make(*arguments))
+        assert "-Wall" in command and "-Werror" not in command, command
+        [command] = compilations(dry_make(*arguments, "WERROR=1"))
+        assert "-Werror" in command, command
+    for arguments in (("build-tests",), ("DEVICE=cpu", "build-tests"), ("DEVICE=cpu", "cuda-build")):
+        commands = compilations(dry_make(*arguments))
+        assert len(commands) >= 2 and all("-Werror" in command for command in commands), arguments
+
+
+def test_cuda_build_compiles_for_two_architectures(dry_make):
+    built = codes(dry_make("DEVICE=cpu", "cuda-build"))
+    assert built == 2 * ["sm_80", "sm_90a", "compute_90"]
+    assert codes(dry_make("DEVICE=cpu", "cuda-build", "CUDA_ARCH=86")) == 2 * ["sm_86", "compute_86"]

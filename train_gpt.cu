@@ -159,26 +159,6 @@ class Gpt {
     TensorX normalized(NormedX& n, const NormNames& names, const TensorX& x, const Norm<floatX>& w);
     TensorX linear(const char* name, const TensorX& x, const Linear<floatX>& w, bool gelu = false);
     TensorX weight_of(const Linear<floatX>& w);
-    void merge_adapter(TensorX& matrix, const Linear<floatX>& w);
-    TensorX lora_columns(const TensorX& x, const Adapter<floatX>& adapter);
-    // The dropout at one of a block's places in the micro-batch that is trained on; of the embeddings with the
-    // number of layers.
-    enum Place { kLoraPlaces = 0, kAttentionPlace = 4, kProjectedPlace, kOutputPlace, kPlaces = 16 };
-    Dropout dropout_in(int layer, Place place) const {
-        const uint64_t at = static_cast<uint64_t>(layer) * kPlaces + place;
-        return dropping_ ? dropout_at(dropping_->dropout_key, at, dropping_->dropout) : Dropout();
-    }
-    Dropout dropout_of(const Adapter<floatX>& adapter) const {
-        return dropping_ ? dropout_at(dropping_->dropout_key, adapter.place, dropping_->lora_dropout)
-                         : Dropout();
-    }
-    Dropout dropout_of_embeddings() const {
-        return weights_.embeddings.position ? dropout_in(config_.layers, kLoraPlaces) : Dropout();
-    }
-    TensorX dropped(const TensorX& d_out, const Dropout& d);
-    TensorX lora_input(const TensorX& x, const Adapter<floatX>& adapter);
-    void scale_lora(TensorX& columns, const Adapter<floatX>& adapter);
-    void add_lora(TensorX& out, const TensorX& x, const Adapter<floatX>& adapter);
     TensorX activate(const TensorX& up);
     template <class MakeX>
     void make_qkv(BlockActivations& a, MakeX&& make_x, const Block<floatX>& w, bool for_backward,
@@ -203,23 +183,6 @@ class Gpt {
     template <class Chunk>
     void for_each_head_chunk(int64_t rows, int64_t head_rows, Chunk&& chunk);
 
-    // Whether the model's own weights are.
-    bool is_frozen() const { return &trained_ != &model_; }
-    // Whether backward reads what went into a layer.
-    bool wants_input(const Linear<floatX>& w) const { return !is_frozen() || w.adapter; }
-    void bind_adapter() {
-        const Layout& layout = trained_.layout;
-        const auto unit = [&](int number) { return unit_of(trained_, StatePart::Weights, number).data(); };
-        weights_.embeddings.prompt = std::move(layout.embeddings(unit(layout.embeddings_unit())).prompt);
-        for (int l = 0; l < config_.layers; l++) {
-            Block<floatX> adapter = layout.block(unit(l + 1), l);
-            const auto to = linears(weights_.blocks[static_cast<size_t>(l)]), from = linears(adapter);
-            for (size_t i = 0; i < to.size(); i++) {
-                to[i].first->adapter = std::move(from[i].first->adapter);
-                to[i].first->adapter.place = static_cast<uint64_t>(l) * kPlaces + kLoraPlaces + i;
-            }
-        }
-    }
     static std::array<std::pair<Linear<floatX>*, Field>, 4> linears(Block<floatX>& block) {
         return {{{&block.qkv, Field::QkvWeight},
                  {&block.attention, Field::AttentionWeight},
@@ -240,8 +203,35 @@ class Gpt {
     template <class MakeX>
     TensorX linear_backward(const char* name, Linear<floatX>& g, MakeX&& make_x, const TensorX& d_out,
                             const Linear<floatX>& w, bool adds, const TensorX* gelu_input = nullptr);
+
+    // What is trained beside a frozen model.
+    bool is_frozen() const { return &trained_ != &model_; }
+    // Whether backward reads what went into a layer.
+    bool wants_input(const Linear<floatX>& w) const { return !is_frozen() || w.adapter; }
+    void bind_adapter();
+    TensorX lora_input(const TensorX& x, const Adapter<floatX>& adapter);
+    TensorX lora_columns(const TensorX& x, const Adapter<floatX>& adapter);
+    void scale_lora(TensorX& columns, const Adapter<floatX>& adapter);
+    void add_lora(TensorX& out, const TensorX& x, const Adapter<floatX>& adapter);
     TensorX lora_backward(Adapter<floatX>& g, const TensorX& input, const TensorX& d_out,
                           const Adapter<floatX>& adapter, bool adds);
+    void merge_adapter(TensorX& matrix, const Linear<floatX>& w);
+
+    // The dropout at one of a block's places in the micro-batch that is trained on; of the embeddings with
+    // the number of layers.
+    enum Place { kLoraPlaces = 0, kAttentionPlace = 4, kProjectedPlace, kOutputPlace, kPlaces = 16 };
+    Dropout dropout_in(int layer, Place place) const {
+        const uint64_t at = static_cast<uint64_t>(layer) * kPlaces + place;
+        return dropping_ ? dropout_at(dropping_->dropout_key, at, dropping_->dropout) : Dropout();
+    }
+    Dropout dropout_of(const Adapter<floatX>& adapter) const {
+        return dropping_ ? dropout_at(dropping_->dropout_key, adapter.place, dropping_->lora_dropout)
+                         : Dropout();
+    }
+    Dropout dropout_of_embeddings() const {
+        return weights_.embeddings.position ? dropout_in(config_.layers, kLoraPlaces) : Dropout();
+    }
+    TensorX dropped(const TensorX& d_out, const Dropout& d);
 
     // Where the gradients of a unit go: into the State's, or into room of their own.
     struct UnitGradients {
@@ -255,8 +245,7 @@ class Gpt {
                           const Tensor<T>& x, bool adds);
     void head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options,
               LossScale loss_scale, TensorF& loss, Head<floatX>& g);
-    void backward_mlp(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream,
-                      bool adds);
+    void backward_mlp(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds);
     void backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds);
     void backward_embeddings(Embeddings<floatX>& g, TensorX& d_stream, const DeviceBatch& batch);
     void backward_block(int layer, BlockActivations& a, TensorX& d_stream, const MicroBatchOptions& options,
@@ -743,6 +732,21 @@ TensorX Gpt::weight_of(const Linear<floatX>& w) {
     return weight;
 }
 
+// Points the views of what is trained beside the model at its State.
+void Gpt::bind_adapter() {
+    const Layout& layout = trained_.layout;
+    const auto unit = [&](int number) { return unit_of(trained_, StatePart::Weights, number).data(); };
+    weights_.embeddings.prompt = std::move(layout.embeddings(unit(layout.embeddings_unit())).prompt);
+    for (int l = 0; l < config_.layers; l++) {
+        Block<floatX> adapter = layout.block(unit(l + 1), l);
+        const auto to = linears(weights_.blocks[static_cast<size_t>(l)]), from = linears(adapter);
+        for (size_t i = 0; i < to.size(); i++) {
+            to[i].first->adapter = std::move(from[i].first->adapter);
+            to[i].first->adapter.place = static_cast<uint64_t>(l) * kPlaces + kLoraPlaces + i;
+        }
+    }
+}
+
 // What LoRA sees of a layer's input x: some of it is dropped in training.
 TensorX Gpt::lora_input(const TensorX& x, const Adapter<floatX>& adapter) {
     const Dropout d = dropout_of(adapter);
@@ -1161,7 +1165,8 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOpti
     if (g.norm.weight) add_norm_sums(g.norm, sums_of_norm, stream_);
 }
 
-// The gradient of what dropout made of an activation, back through it: d_out itself where nothing was dropped.
+// The gradient of what dropout made of an activation, back through it: d_out itself where nothing was
+// dropped.
 TensorX Gpt::dropped(const TensorX& d_out, const Dropout& d) {
     if (!d) return d_out.view();
     TensorX d_in = take_gradient("d_dropped", d_out.shape());

@@ -64,7 +64,7 @@ struct AdapterConfig {
     std::vector<LinearModule> modules;  // LoRA's, in the order of linear_modules()
     double dropout = 0;                 // LoRA's, of its inputs
     int prompt_tokens = 0;
-    nlohmann::json json;                // adapter_config.json
+    nlohmann::json json;  // adapter_config.json
 
     explicit operator bool() const { return kind != Trained::All; }
 };
@@ -88,8 +88,8 @@ inline Table adapter_table(const AdapterConfig& adapter, const ModelConfig& c, i
         if (first.layer + 1 == unit) {
             Row a{first.field, {}, Init::Uniform, true, false, first.name + ".lora_A", {LoraRole::A}};
             for (size_t k = i; k < end; k++)
-                a.parts.push_back({adapter.modules[k].name + ".lora_A.weight",
-                                   {adapter.modules[k].rank, first.inputs}});
+                a.parts.push_back(
+                    {adapter.modules[k].name + ".lora_A.weight", {adapter.modules[k].rank, first.inputs}});
             table.push_back(std::move(a));
             for (size_t k = i; k < end; k++) {
                 const LinearModule& m = adapter.modules[k];
@@ -126,17 +126,13 @@ inline bool has_name(const LinearModule& m, const std::string& block, const std:
 inline AdapterConfig new_prompt(const ModelConfig& c, int tokens, const std::string& text,
                                 const std::string& base) {
     AdapterConfig adapter{.kind = Trained::Prompt, .modules = {}, .prompt_tokens = tokens, .json = {}};
-    adapter.json = {{"peft_type", "PROMPT_TUNING"},
-                    {"task_type", "CAUSAL_LM"},
-                    {"base_model_name_or_path", base},
-                    {"inference_mode", true},
-                    {"num_virtual_tokens", tokens},
-                    {"token_dim", c.channels},
-                    {"num_layers", c.layers},
-                    {"num_attention_heads", c.heads},
-                    {"num_transformer_submodules", 1},
-                    {"prompt_tuning_init", text.empty() ? "SAMPLE_VOCAB" : "TEXT"},
-                    {"tokenizer_name_or_path", base}};
+    adapter.json = {
+        {"peft_type", "PROMPT_TUNING"},    {"task_type", "CAUSAL_LM"},
+        {"base_model_name_or_path", base}, {"inference_mode", true},
+        {"num_virtual_tokens", tokens},    {"token_dim", c.channels},
+        {"num_layers", c.layers},          {"num_attention_heads", c.heads},
+        {"num_transformer_submodules", 1}, {"prompt_tuning_init", text.empty() ? "SAMPLE_VOCAB" : "TEXT"},
+        {"tokenizer_name_or_path", base}};
     if (!text.empty()) adapter.json["prompt_tuning_init_text"] = text;
     return adapter;
 }
@@ -182,9 +178,10 @@ inline AdapterConfig new_lora(const ModelConfig& c, const LoraOptions& o, const 
     }
     for (size_t i = 0; i < found.size(); i++)
         if (!found[i])
-            fail("--lora-targets %s: is no linear layer of this %s; \"all\", \"attention\", \"mlp\" or names "
-                 "as %s",
-                 printable(o.targets[i]).c_str(), c.family->name, linear_modules(c)[0].name.c_str());
+            fail(
+                "--lora-targets %s: is no linear layer of this %s; \"all\", \"attention\", \"mlp\" or names "
+                "as %s",
+                printable(o.targets[i]).c_str(), c.family->name, linear_modules(c)[0].name.c_str());
     const bool in_each_block = whole_names.size() == names.size() * static_cast<size_t>(c.layers);
     adapter.json = {{"peft_type", "LORA"},
                     {"task_type", "CAUSAL_LM"},

@@ -182,7 +182,8 @@ class Arena : simt::Lender {
             plan_->workspace = std::max(plan_->workspace, bytes);
             return memory_.data();
         }
-        if (bytes > workspace_bytes_) bug("arena: a library or a launch wants more scratch than in the rehearsal");
+        if (bytes > workspace_bytes_)
+            bug("arena: a library or a launch wants more scratch than in the rehearsal");
         close_memory(memory_.data(), workspace_bytes_);
         open_memory(memory_.data(), bytes);
         return memory_.data();

@@ -349,8 +349,8 @@ bool attention_vectors(const AttentionInput<T>& in, std::initializer_list<const 
 // Whether attention_hopper.cuh's kernels were asked for and can do this; else those above do.
 template <class T>
 bool hopper_attention_takes(const AttentionInput<T>& in, std::initializer_list<const void*> arrays) {
-    return in.hopper && !in.dropout && hopper_attention_supports(in.head_size) && attention_vectors(in, arrays) &&
-           device_is_hopper();
+    return in.hopper && !in.dropout && hopper_attention_supports(in.head_size) &&
+           attention_vectors(in, arrays) && device_is_hopper();
 }
 
 // An operation of `products` matrix products of the scores that are seen, those on the diagonal by half, and

@@ -107,19 +107,17 @@ SIMT_DEVICE void drop_scores(AttentionRows<N>& s, const AttentionInput<T>& in, i
                              int key) {
     const uint64_t here = in.dropout.here();
     const auto drop = [&](float& x, int r, int column) {
-        x *= in.dropout.factor(here,
-                               in.score_number(b, h, query + lane() / 4 + 8 * r, key + column));
+        x *= in.dropout.factor(here, in.score_number(b, h, query + lane() / 4 + 8 * r, key + column));
     };
     for_each_score<N>(drop, s);
 }
 // The same where rows are keys and columns queries.
 template <int N, class T>
-SIMT_DEVICE void drop_scores_of_keys(AttentionRows<N>& s, const AttentionInput<T>& in, int b, int h, int query,
-                                     int key) {
+SIMT_DEVICE void drop_scores_of_keys(AttentionRows<N>& s, const AttentionInput<T>& in, int b, int h,
+                                     int query, int key) {
     const uint64_t here = in.dropout.here();
     const auto drop = [&](float& x, int r, int column) {
-        x *= in.dropout.factor(here,
-                               in.score_number(b, h, query + column, key + lane() / 4 + 8 * r));
+        x *= in.dropout.factor(here, in.score_number(b, h, query + column, key + lane() / 4 + 8 * r));
     };
     for_each_score<N>(drop, s);
 }

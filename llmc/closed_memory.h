@@ -1,5 +1,5 @@
-// closed_memory.h - memory that may be touched and memory that may not, told to AddressSanitizer. Elsewhere all of
-// this does nothing.
+// closed_memory.h - memory that may be touched and memory that may not, told to AddressSanitizer. Elsewhere
+// all of this does nothing.
 #pragma once
 
 #include <cstddef>

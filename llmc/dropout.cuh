@@ -1,9 +1,9 @@
-// dropout.cuh - dropout (Srivastava et al., JMLR 15, 2014): elements become zero with a probability, and those
-// that are kept are scaled by 1 / (1 - probability).
+// dropout.cuh - dropout (Srivastava et al., JMLR 15, 2014): elements become zero with a probability, and
+// those that are kept are scaled by 1 / (1 - probability).
 //
-// Which are kept is a function of a key in the device's memory, of the place in the model and of the element's
-// number: what a block makes again has the same zeros, and nothing of them is stored. 16 random bits decide on
-// an element, so that probabilities are multiples of 1/65536.
+// Which are kept is a function of a key in the device's memory, of the place in the model and of the
+// element's number: what a block makes again has the same zeros, and nothing of them is stored. 16 random
+// bits decide on an element, so that probabilities are multiples of 1/65536.
 #pragma once
 
 #include <cmath>

@@ -115,7 +115,7 @@ struct Family {
     Table (*block)(const ModelConfig&);  // names follow "h.3." or the like
     Table (*head)(const ModelConfig&);
     const char* blocks;  // "h" or "layers": what stands before a block's number
-    // Whether the family's class drops activations in training: probabilities of attention and what is added to
-    // the residual stream; and with learned positions the embeddings.
+    // Whether the family's class drops activations in training: probabilities of attention and what is added
+    // to the residual stream; and with learned positions the embeddings.
     bool drops = false;
 };

@@ -13,8 +13,8 @@
 
 #include "llmc/solver.h"
 
-// With fewer the CPU's products are far from the rate that estimates take: with 64 rows a step of SmolLM2 took 13%
-// longer by the clock, with 256 1%.
+// With fewer the CPU's products are far from the rate that estimates take: with 64 rows a step of SmolLM2
+// took 13% longer by the clock, with 256 1%.
 constexpr int64_t kFewestHeadRows = 256;
 constexpr double kHeadRowsCost = 0.02;  // of a step
 constexpr int kHeadRowsThreads = 64;

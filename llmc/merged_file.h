@@ -36,9 +36,10 @@ class MergedFile {
     // The next linear layer's matrix, in device memory: block by block, in the order of kLinearFields.
     void append(int layer, Field field, const Tensor<T>& matrix) {
         assert(matrix.size() == parameter(layer, field).shape.size());
-        if (!transposed_) return for_each_chunk(matrix.size(), [&](int64_t first, int64_t count) {
-            append(reinterpret_cast<const char*>(matrix.at(first)), count);
-        });
+        if (!transposed_)
+            return for_each_chunk(matrix.size(), [&](int64_t first, int64_t count) {
+                append(reinterpret_cast<const char*>(matrix.at(first)), count);
+            });
         const int64_t rows = matrix.rows(), columns = matrix.columns();
         std::vector<T> by_outputs(static_cast<size_t>(matrix.size())), in_file(by_outputs.size());
         copy_to_host(by_outputs.data(), matrix.data(), by_outputs.size() * sizeof(T), stream_);

@@ -36,8 +36,8 @@ struct QuantizedPart {
     int64_t first_output;
 };
 
-// out = in weight [+ bias] [+ adapter]. What is absent is an absent tensor; a weight that is quantized is made
-// where a product reads it, (outputs, inputs).
+// out = in weight [+ bias] [+ adapter]. What is absent is an absent tensor; a weight that is quantized is
+// made where a product reads it, (outputs, inputs).
 template <class T>
 struct Linear {
     Tensor<T> weight, bias;
@@ -263,7 +263,8 @@ class Layout {
 
 // The initial values of a parameter from element `first` on, as GPT-2 starts: normal with deviation 0.02,
 // divided by sqrt(2 layers) for the two projections into the residual stream; biases 0, gains 1; LoRA's A
-// uniform up to 1/sqrt(its columns), as PEFT starts. Functions of the seed, the parameter's name and the element alone: what else the model has changes none.
+// uniform up to 1/sqrt(its columns), as PEFT starts. Functions of the seed, the parameter's name and the
+// element alone: what else the model has changes none.
 inline void initial_values(const Parameter& p, int64_t first, int layers, uint64_t seed,
                            std::span<float> out) {
     if (p.init == Init::Zero || p.init == Init::One)

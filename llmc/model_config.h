@@ -21,9 +21,9 @@ struct ModelConfig {
     int head_size = 0;            // which times heads need not be the channels
     int mlp_width = 0;            // of what the activation makes
     double norm_epsilon = 1e-5;
-    bool tied = true;  // the head multiplies with the token embedding
-    int window = 0;    // keys that a query sees, itself included; 0: all before it
-    RopeScaling rope;  // where positions are rotary
+    bool tied = true;      // the head multiplies with the token embedding
+    int window = 0;        // keys that a query sees, itself included; 0: all before it
+    RopeScaling rope;      // where positions are rotary
     bool has_nf4 = false;  // the matrices of the blocks are quantized so in the model's files
     // The tokens that begin and end a text: what a folder says of them is kept for saves. Generating stops at
     // `stops`, which may be others.

@@ -235,8 +235,9 @@ inline void declare_optimizer_options(CLI::App& app, Options& o) {
     app.add_option("--optimizer", o.optimizer, "sgd: without momentum, and without state")
         ->check(one_of(kOptimizerNames))
         ->group(group);
-    app.add_option("--dropout", o.dropout,
-                   "share of activations that is dropped in training, of GPT-2 and BLOOM, as transformers does")
+    app.add_option(
+           "--dropout", o.dropout,
+           "share of activations that is dropped in training, of GPT-2 and BLOOM, as transformers does")
         ->check(between(0.0, 0.99))
         ->group(group);
     app.add_flag("--clip-per-block", o.clip_per_block, "clip each block's gradient by its own norm")

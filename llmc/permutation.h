@@ -1,8 +1,10 @@
-// permutation.h - a shuffle that is computed, not stored: where each of n numbers goes is a function of a key.
+// permutation.h - a shuffle that is computed, not stored: where each of n numbers goes is a function of a
+// key.
 //
-// A Feistel network (Luby, Rackoff 1988) on two digits: `low` below a power of two, `high` below what it takes
-// for n numbers high * 2^k + low. A round adds to each digit what the other one and the key say. However
-// random that is, it can be taken away again: so no two numbers become the same. A number that leaves 0 ... n
+// A Feistel network (Luby, Rackoff 1988) on two digits: `low` below a power of two, `high` below what it
+// takes for n numbers high * 2^k + low. A round adds to each digit what the other one and the key say.
+// However random that is, it can be taken away again: so no two numbers become the same. A number that leaves
+// 0 ... n
 // - 1 is sent through again until it is back ("cycle walking", Black, Rogaway 2002), which keeps that true.
 #pragma once
 

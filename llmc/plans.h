@@ -24,7 +24,7 @@ struct Plans {
     Plan update;      // empty where backward contains it
     Plan evaluate;
     Plan sample, slide;  // a sample, and its continuation where it is longer than the model's window
-    Plan merge, load;  // of a model's weights and its adapter; of a GGUF's weights
+    Plan merge, load;    // of a model's weights and its adapter; of a GGUF's weights
 
     std::array<const Plan*, 8> all() const {
         return {&train, &add, &update, &evaluate, &sample, &slide, &merge, &load};
@@ -48,10 +48,11 @@ inline size_t process_bytes() {
 // data, and what a step's kernels and its metrics need.
 template <class T>
 std::vector<MemoryReport::Buffer> buffers_of(const State<T>& model, const QuantizedWeights* quantized,
-                                             const State<T>* adapter, const Feeder* feeder,
-                                             int64_t metrics, bool drops) {
+                                             const State<T>* adapter, const Feeder* feeder, int64_t metrics,
+                                             bool drops) {
     std::vector<MemoryReport::Buffer> all;
-    const auto add = [&](const std::string& name, const char* kind, Shape shape, const char* dtype, size_t bytes) {
+    const auto add = [&](const std::string& name, const char* kind, Shape shape, const char* dtype,
+                         size_t bytes) {
         all.push_back({name, kind, shape.text(), {shape.dims, shape.dims + shape.count}, dtype, bytes});
     };
     const auto add_floats = [&](const char* name, int64_t count) {

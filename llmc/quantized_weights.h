@@ -28,8 +28,8 @@ inline Layout layout_without_matrices(const ModelConfig& c) {
 
 class QuantizedWeights {
   public:
-    // Of a model: format_of(name, rows, columns) is that of a matrix, by its name in files and its size, (out,
-    // in). Takes no memory yet.
+    // Of a model: format_of(name, rows, columns) is that of a matrix, by its name in files and its size,
+    // (out, in). Takes no memory yet.
     template <class FormatOf>
     QuantizedWeights(const ModelConfig& c, FormatOf&& format_of) {
         for (LinearModule& m : linear_modules(c)) {
@@ -103,11 +103,12 @@ class QuantizedWeights {
         const Nf4File file(files, m.name);
         const Nf4State& s = file.state();
         if (s.rows != m.module.outputs || s.columns != m.module.inputs || &file.format() != m.format)
-            fail("tensor \"%s\": its quant_state is of a %lld x %lld matrix in %s where %lld x %lld in %s are "
-                 "needed",
-                 m.name.c_str(), static_cast<long long>(s.rows), static_cast<long long>(s.columns),
-                 file.format().name, static_cast<long long>(m.module.outputs),
-                 static_cast<long long>(m.module.inputs), m.format->name);
+            fail(
+                "tensor \"%s\": its quant_state is of a %lld x %lld matrix in %s where %lld x %lld in %s are "
+                "needed",
+                m.name.c_str(), static_cast<long long>(s.rows), static_cast<long long>(s.columns),
+                file.format().name, static_cast<long long>(m.module.outputs),
+                static_cast<long long>(m.module.inputs), m.format->name);
         file.read(to);
         for (const auto& [name, entry] : files.entries())
             if (name == m.name || name.starts_with(m.name + ".")) used.insert(entry);
@@ -120,13 +121,14 @@ class QuantizedWeights {
         const SafetensorsEntry& entry = files.get(m.name, file_shape(in_file));
         used.insert(&entry);
         std::vector<T> matrix(static_cast<size_t>(rows * columns));
-        read_chunks(entry, rows * columns, files.folder(), [&](int64_t first, const std::vector<float>& values) {
-            for (size_t k = 0; k < values.size(); k++) {
-                const int64_t i = first + static_cast<int64_t>(k);
-                const int64_t at = by_outputs ? i : i % rows * columns + i / rows;
-                matrix[static_cast<size_t>(at)] = from_float<T>(values[k]);
-            }
-        });
+        read_chunks(entry, rows * columns, files.folder(),
+                    [&](int64_t first, const std::vector<float>& values) {
+                        for (size_t k = 0; k < values.size(); k++) {
+                            const int64_t i = first + static_cast<int64_t>(k);
+                            const int64_t at = by_outputs ? i : i % rows * columns + i / rows;
+                            matrix[static_cast<size_t>(at)] = from_float<T>(values[k]);
+                        }
+                    });
         quantize_nf4(to, matrix.data(), rows * columns, *m.format);
     }
 
@@ -143,8 +145,9 @@ inline const WeightFormat& format_of(const GgufTensor& tensor) {
          tensor.type->name);
 }
 
-// Loads what is not quantized of a frozen model, the tensors of `state`, from a GGUF: dequantized where the file
-// has them so, a piece at a time. room(bytes) is device memory aligned to 16 bytes that nobody else uses.
+// Loads what is not quantized of a frozen model, the tensors of `state`, from a GGUF: dequantized where the
+// file has them so, a piece at a time. room(bytes) is device memory aligned to 16 bytes that nobody else
+// uses.
 template <class T, class Room>
 void load_weights(State<T>& state, const GgufModel& file, Stream stream, Room&& room) {
     constexpr int64_t kPiece = int64_t{1} << 20;  // bytes

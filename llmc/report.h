@@ -97,11 +97,11 @@ inline std::string json_text(const nlohmann::ordered_json& json, int indent = 2)
 }
 
 inline nlohmann::ordered_json report_json(const MemoryReport& r) {
-    nlohmann::ordered_json j = {
-        {"model", r.model},         {"parameters", r.parameters}, {"trained", r.trained},
-        {"device", r.device},       {"precision", r.precision},   {"batch", r.batch},
-        {"seq_len", r.seq_len},     {"grad_accum", r.grad_accum}, {"head_rows", r.head_rows},
-        {"recompute", r.recompute}};
+    nlohmann::ordered_json j = {{"model", r.model},         {"parameters", r.parameters},
+                                {"trained", r.trained},     {"device", r.device},
+                                {"precision", r.precision}, {"batch", r.batch},
+                                {"seq_len", r.seq_len},     {"grad_accum", r.grad_accum},
+                                {"head_rows", r.head_rows}, {"recompute", r.recompute}};
     auto& totals = j["totals"];
     for (const char* kind : {"weights", "gradients", "optimizer_m", "optimizer_v", "master", "input"})
         totals[kind] = r.of_kind(kind);
@@ -172,16 +172,15 @@ inline void print_choice(FILE* to, const MemoryReport& r) {
 // known.
 inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, const FreeMemory& free = {}) {
     print_choice(to, r);
-    const std::string trained =
-        r.trained == r.parameters
-            ? ""
-            : format(", %lld trained beside them", static_cast<long long>(r.trained));
+    const std::string trained = r.trained == r.parameters
+                                    ? ""
+                                    : format(", %lld trained beside them", static_cast<long long>(r.trained));
     fprintf(to,
             "%s: %lld parameters%s; %s, %s, batch %d, seq_len %d, recompute %s, head_rows %lld\n"
             "%s, in MiB:\n",
             r.model.c_str(), static_cast<long long>(r.parameters), trained.c_str(), r.device.c_str(),
-            r.precision.c_str(), r.batch, r.seq_len, r.recompute.c_str(),
-            static_cast<long long>(r.head_rows), verb);
+            r.precision.c_str(), r.batch, r.seq_len, r.recompute.c_str(), static_cast<long long>(r.head_rows),
+            verb);
     const auto line = [&](size_t bytes, const std::string& what) {
         if (bytes > 0) fprintf(to, "%12.2f  %s\n", mebibytes(bytes), what.c_str());
     };

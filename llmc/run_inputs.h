@@ -70,11 +70,11 @@ class RunInputs {
 
   public:
     std::optional<HeldSave> held_save, held_model, held_adapter;  // until they are loaded:
-    std::string resumed;                            // the save that --resume goes on from; empty without
-    std::string model;                              // the folder that --model names, or the save it shows
-    std::optional<Progress> progress;               // where the save stands, if the run trains on
-    std::unique_ptr<Dataset> data, val_data;        // the latter where the run validates
-    std::unique_ptr<GgufModel> gguf;                // --model, where it is a GGUF file
+    std::string resumed;                      // the save that --resume goes on from; empty without
+    std::string model;                        // the folder that --model names, or the save it shows
+    std::optional<Progress> progress;         // where the save stands, if the run trains on
+    std::unique_ptr<Dataset> data, val_data;  // the latter where the run validates
+    std::unique_ptr<GgufModel> gguf;          // --model, where it is a GGUF file
     ModelConfig config;
     std::string tokenizer_folder;  // where the tokenizer was found, for saves; may be empty
     std::optional<Tokenizer> tokenizer;
@@ -184,8 +184,8 @@ inline void RunInputs::check_example_options() const {
 // quantized again.
 inline void RunInputs::check_base() const {
     const bool is_so = config.has_nf4 || gguf;
-    const std::string why = is_so ? "--model " + o_.model + ": its files are " + (gguf ? "GGUF" : "NF4")
-                                  : "--base " + o_.base;
+    const std::string why =
+        is_so ? "--model " + o_.model + ": its files are " + (gguf ? "GGUF" : "NF4") : "--base " + o_.base;
     if ((is_so || !o_.base.empty()) && o_.steps > 0 && !adapter)
         fail("%s: quantized weights are not trained; --train lora or prompt trains beside them", why.c_str());
     if (is_so && !o_.base.empty())
@@ -221,6 +221,7 @@ inline AdapterConfig RunInputs::choose_adapter() {
         if (o_.has("--train") && asked != found.kind)
             fail("--train %s: %s is a %s adapter", o_.train.c_str(), folder.c_str(),
                  kTrainedNames[static_cast<int>(found.kind)]);
+        if (o_.has("--lora-dropout")) found.dropout = o_.lora_dropout;
         return found;
     };
     if (!resumed.empty() && is_adapter_folder(resumed)) return read(resumed);

@@ -1,5 +1,5 @@
-// stored_formats.cuh - matrices that are kept in a float type of a file, whatever the build's: F32, F16, BF16. Formats
-// like the quantized ones (quantized.h), with blocks of one element.
+// stored_formats.cuh - matrices that are kept in a float type of a file, whatever the build's: F32, F16,
+// BF16. Formats like the quantized ones (quantized.h), with blocks of one element.
 #pragma once
 
 #include "llmc/quantized.h"
@@ -28,4 +28,5 @@ struct StoredFloats {
 
 inline constexpr WeightFormat kStoredF32 = quantized_format<StoredFloats<4, false>>("f32", "F32", 0, 1, 4);
 inline constexpr WeightFormat kStoredF16 = quantized_format<StoredFloats<2, true>>("f16", "F16", 1, 1, 2);
-inline constexpr WeightFormat kStoredBf16 = quantized_format<StoredFloats<2, false>>("bf16", "BF16", 30, 1, 2);
+inline constexpr WeightFormat kStoredBf16 =
+    quantized_format<StoredFloats<2, false>>("bf16", "BF16", 30, 1, 2);

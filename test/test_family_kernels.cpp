@@ -1,5 +1,5 @@
-// test_family_kernels.cpp - the kernels of Llama's relatives, of adapters and of dropout against plain loops in
-// double precision, in every order of threads.
+// test_family_kernels.cpp - the kernels of Llama's relatives, of adapters and of dropout against plain loops
+// in double precision, in every order of threads.
 //
 // Outputs start as NaN, gradients that are added to start as random numbers.
 
@@ -454,7 +454,8 @@ TYPED_TEST(FamilyKernels, SwigluBackward) {
 // Parts of different widths and scales, and one scale for all.
 TYPED_TEST(FamilyKernels, ScaleColumns) {
     using T = TypeParam;
-    for (const ColumnScales& s : {ColumnScales{{3, 5, 21}, {2, -0.5f, 4}}, ColumnScales{{21, 21, 21}, {3, 3, 3}}}) {
+    for (const ColumnScales& s :
+         {ColumnScales{{3, 5, 21}, {2, -0.5f, 4}}, ColumnScales{{21, 21, 21}, {3, 3, 3}}}) {
         for (int rows : {1, 37, 1000}) {
             const std::vector<T> x = random_values<T>(static_cast<size_t>(rows) * 21, 1, 7);
             std::vector<T> out;
@@ -475,8 +476,8 @@ TYPED_TEST(FamilyKernels, ScaleColumns) {
     }
 }
 
-// Zero with the probability, else scaled so that the mean stays; the same zeros from the same key and place in
-// any build, others from others.
+// Zero with the probability, else scaled so that the mean stays; the same zeros from the same key and place
+// in any build, others from others.
 TYPED_TEST(FamilyKernels, Dropout) {
     using T = TypeParam;
     constexpr size_t kCount = 40003;
@@ -535,8 +536,8 @@ TYPED_TEST(FamilyKernels, SoftPrompts) {
             const DeviceArray<T> a(wte), b(wpe), p(prompt), g(before), d(d_out), o(poisoned<T>(d_out.size()));
             const DeviceArray<int> t(tokens);
             Tensor<T> to = o.tensor({kBatch, kAll, C}), gradient = g.tensor({kPrompt, C});
-            embedding_forward(to, t.tensor({kBatch, kLength}), a.tensor({kVocabulary, C}), b.tensor({kAll, C}),
-                              p.tensor({kPrompt, C}), 0, Tensor<int>(), kStream);
+            embedding_forward(to, t.tensor({kBatch, kLength}), a.tensor({kVocabulary, C}),
+                              b.tensor({kAll, C}), p.tensor({kPrompt, C}), 0, Tensor<int>(), kStream);
             prompt_backward(gradient, d.tensor({kBatch, kAll, C}), kStream);
             return bytes_of(out = o.download(), d_prompt = g.download());
         });
@@ -546,9 +547,10 @@ TYPED_TEST(FamilyKernels, SoftPrompts) {
             for (int t = 0; t < kAll; t++)
                 for (int c = 0; c < C; c++) {
                     const size_t i = static_cast<size_t>((b * kAll + t) * C + c);
-                    const T from = t < kPrompt ? prompt[static_cast<size_t>(t * C + c)]
-                                               : wte[static_cast<size_t>(
-                                                     tokens[static_cast<size_t>(b * kLength + t - kPrompt)] * C + c)];
+                    const T from = t < kPrompt
+                                       ? prompt[static_cast<size_t>(t * C + c)]
+                                       : wte[static_cast<size_t>(
+                                             tokens[static_cast<size_t>(b * kLength + t - kPrompt)] * C + c)];
                     const float sum = to_float(from) + to_float(wpe[static_cast<size_t>(t * C + c)]);
                     same &= to_float(out[i]) == to_float(from_float<T>(sum));
                     if (t < kPrompt) sums[static_cast<size_t>(t * C + c)] += to_float(d_out[i]);

@@ -165,8 +165,8 @@ TYPED_TEST(Matmul, ColumnsOfAWiderMatrixIntoFp32) {
     }
 }
 
-// Columns of wider matrices on either side and in the output: LoRA's thin products beside a wide one. What lies
-// beside the output's columns stays.
+// Columns of wider matrices on either side and in the output: LoRA's thin products beside a wide one. What
+// lies beside the output's columns stays.
 TYPED_TEST(Matmul, ColumnsOfWiderMatrices) {
     for (const auto& [m, n, k, transpose_b] : {std::tuple<int64_t, int64_t, int64_t, bool>{70, 33, 16, true},
                                                {9, 16, 130, false},
@@ -190,7 +190,11 @@ TYPED_TEST(Matmul, ColumnsOfWiderMatrices) {
         Arena arena;
         auto multiply = [&] {
             matmul(arena, Stream{}, out, Tensor<TypeParam>(device_a.data() + 3, {m, k}), right,
-                   {.transpose_b = transpose_b, .accumulate = true, .a_row = a_row, .b_row = b_row, .out_row = out_row});
+                   {.transpose_b = transpose_b,
+                    .accumulate = true,
+                    .a_row = a_row,
+                    .b_row = b_row,
+                    .out_row = out_row});
         };
         Plan plan = arena.rehearse(multiply);
         arena.allocate({&plan});

@@ -457,7 +457,7 @@ SETTINGS = [
     ("llama", {"rope_scaling": {"type": "linear", "factor": "2"}}, ["'factor' is \"2\""]),
     ("llama", {"rope_parameters": {"rope_theta": 0}}, ["'rope_theta' is 0"]),
     ("llama", {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
-     ["quantization_config", "bitsandbytes"]),
+     ["quantization_config", "fp4"]),
     ("tied", {"tie_word_embeddings": False}, ["lm_head.weight", "missing"]),
     ("mistral", {"sliding_window": 0}, ["'sliding_window' is 0"]),
     ("mistral", {"sliding_window": -4096}, ["'sliding_window' is -4096"]),

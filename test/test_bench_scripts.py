@@ -247,7 +247,7 @@ def test_transformers_loss_is_its_own(tmp_path, family):
     """What is timed is the model's own loss, without dropout."""
     module = load("torch_folder")
     options = module.argparse.Namespace(model=str(make(tmp_path / "tiny", "--family", family, "--vocab", 300)),
-                                        weights="fp32", attention="eager")
+                                        weights="fp32", attention="eager", lora_rank=0, nf4=False, precision="fp32")
     loss, vocabulary = module.load(options)
     window = torch.randint(vocabulary, (3, 9), generator=torch.Generator().manual_seed(1))
     assert vocabulary == 300 and not loss.training

@@ -51,7 +51,7 @@ def arguments_of(scripts, name, *given):
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "scripts").iterdir()))
 def test_scripts_pass_options_on(scripts, name):
     """After their own, so that these count."""
-    files = ["model", "a text"] if name == "finetune.sh" else []
+    files = ["model", "a text"] if name in ("finetune.sh", "lora.sh", "qlora.sh", "soft_prompt.sh") else []
     given = ["--prompt", "two words", "--lr", "0.5"]
     alone, both = arguments_of(scripts, name, *files), arguments_of(scripts, name, *files, *given)
     assert both[-4:] == given

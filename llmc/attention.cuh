@@ -293,9 +293,9 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
                              vectors);
         const T* const k_tile = kv_tiles + buffer * 2 * Tiles::kPassingSize;
         AttentionRows<kPassing / 8> s, ds;
-        multiply_rows<kHead>(s, q_tile + 16 * warp() * Tiles::kStride, k_tile);
         multiply_rows<kHead>(ds, dout_tile + 16 * warp() * Tiles::kStride, k_tile + Tiles::kPassingSize);
-        if (!kPlain && in.dropout) drop_scores(ds, in, b, h, row, key);
+        if (!kPlain && in.dropout) drop_scores(ds, in, b, h, row, key);  // before the scores take registers
+        multiply_rows<kHead>(s, q_tile + 16 * warp() * Tiles::kStride, k_tile);
         const int diagonal = in.position(row) - key;  // as in forward
         if (!kPlain && in.alibi) add_distances(s, diagonal, in.slope(h, scale));
         const auto gradient = [&](float& x, float score, int r, int column) {

@@ -205,10 +205,12 @@ TEST(HeadRows, TheFewestThatCostLittle) {
                        launch * std::ceil(static_cast<double>(rows) / static_cast<double>(few ? few : rows));
             };
             const int64_t chosen = choose_head_rows(rows, seconds);
-            EXPECT_TRUE(chosen == 0 || (chosen >= 64 && chosen < rows && (chosen & (chosen - 1)) == 0));
+            constexpr int64_t kFewest = kFewestHeadRows;
+            EXPECT_TRUE(chosen == 0 ||
+                        (chosen >= kFewest && chosen < rows && (chosen & (chosen - 1)) == 0));
             EXPECT_LE(seconds(chosen), 1.02 * seconds(0));
-            const bool fewer = rows > 64 && chosen != 64;
-            EXPECT_TRUE(!fewer || seconds(chosen ? chosen / 2 : 64) > 1.02 * seconds(0));
+            const bool fewer = rows > kFewest && chosen != kFewest;
+            EXPECT_TRUE(!fewer || seconds(chosen ? chosen / 2 : kFewest) > 1.02 * seconds(0));
         }
 }
 

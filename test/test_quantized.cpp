@@ -24,8 +24,15 @@ const Stream kStream{};
 
 float half_of(const unsigned char* p) { return half_to_float(static_cast<uint16_t>(p[0] | p[1] << 8)); }
 
-// Element i of a block of ggml's, by its definition.
+// Element i of a block of ggml's, by its definition; blocks of the float types are one element.
 double ggml_element(const std::string& format, const unsigned char* b, int i) {
+    if (format == "f16") return half_of(b);
+    if (format == "bf16" || format == "f32") {
+        float x;
+        const Bytes bits = format == "f32" ? Bytes(b, b + 4) : Bytes{0, 0, b[0], b[1]};
+        memcpy(&x, bits.data(), 4);
+        return x;
+    }
     if (format == "q8_0") return double{half_of(b)} * static_cast<signed char>(b[2 + i]);
     const auto nibble = [&](const unsigned char* p) { return i < 16 ? p[i] & 15 : p[i - 16] >> 4; };
     if (format == "q4_0") return double{half_of(b)} * (nibble(b + 2) - 8);
@@ -79,7 +86,7 @@ struct Matrix {
         for (size_t i = 0; i < bytes.size(); i++) bytes[i] = static_cast<unsigned char>(random_bits(7, i));
         for (int64_t b = 0; b < n / f.block; b++) {
             unsigned char* const block = bytes.data() + b * f.block_bytes;
-            for (const int at : {0, 2, 208})  // halves that are no infinity: where a format has one
+            for (const int at : {0, 2, 208})  // floats and halves that are no infinity: where a format has one
                 if (at + 2 <= f.block_bytes) block[at + 1] &= 0xbb;
             for (int i = 0; i < f.block; i++)
                 elements.push_back(static_cast<float>(ggml_element(f.name, block, i)));

@@ -254,9 +254,10 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
     store_rows<kHead>(dv + at, in.kv_row, dv_rows, {1.f, 1.f}, in.keys - row, in.head_size, vectors);
 }
 
-// dQ of 64 queries of one head. Blocks (batch * heads, tiles of queries), longest first.
-template <class T, int kHead, bool kPlain>
-__global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::kBlocksAtOnce)
+// dQ of 64 queries of one head. Blocks (batch * heads, tiles of queries), longest first. Dropout is a form of
+// its own: its numbers take registers.
+template <class T, int kHead, bool kPlain, bool kDrops>
+__global__ void __launch_bounds__(kAttentionThreads, kDrops ? 2 : AttentionTiles<T, kHead>::kBlocksAtOnce)
     attention_backward_queries_kernel(T* dq, const T* dout, const float* lse, const float* delta,
                                       AttentionInput<T> in, float scale, bool vectors) {
     using Tiles = AttentionTiles<T, kHead>;
@@ -293,9 +294,9 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
                              vectors);
         const T* const k_tile = kv_tiles + buffer * 2 * Tiles::kPassingSize;
         AttentionRows<kPassing / 8> s, ds;
-        multiply_rows<kHead>(ds, dout_tile + 16 * warp() * Tiles::kStride, k_tile + Tiles::kPassingSize);
-        if (!kPlain && in.dropout) drop_scores(ds, in, b, h, row, key);  // before the scores take registers
         multiply_rows<kHead>(s, q_tile + 16 * warp() * Tiles::kStride, k_tile);
+        multiply_rows<kHead>(ds, dout_tile + 16 * warp() * Tiles::kStride, k_tile + Tiles::kPassingSize);
+        if (kDrops) drop_scores(ds, in, b, h, row, key);
         const int diagonal = in.position(row) - key;  // as in forward
         if (!kPlain && in.alibi) add_distances(s, diagonal, in.slope(h, scale));
         const auto gradient = [&](float& x, float score, int r, int column) {
@@ -418,9 +419,13 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const 
             launch<attention_backward_keys_kernel<T, columns.value, plain.value>>(
                 dim3(in.batch * in.kv_heads, row_tiles), kAttentionThreads, tiles, stream, dk, dv, dout, lse,
                 delta, in, in.scale(), vectors);
-            launch<attention_backward_queries_kernel<T, columns.value, plain.value>>(
-                dim3(in.batch * in.heads, row_tiles), kAttentionThreads, tiles, stream, dq, dout, lse, delta,
-                in, in.scale(), vectors);
+            const auto launch_queries = [&](auto drops) {
+                launch<attention_backward_queries_kernel<T, columns.value, plain.value && !drops.value,
+                                                         drops.value>>(
+                    dim3(in.batch * in.heads, row_tiles), kAttentionThreads, tiles, stream, dq, dout, lse,
+                    delta, in, in.scale(), vectors);
+            };
+            in.dropout ? launch_queries(std::true_type()) : launch_queries(std::false_type());
         });
     }
 }

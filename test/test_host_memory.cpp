@@ -206,8 +206,7 @@ TEST(HeadRows, TheFewestThatCostLittle) {
             };
             const int64_t chosen = choose_head_rows(rows, seconds);
             constexpr int64_t kFewest = kFewestHeadRows;
-            EXPECT_TRUE(chosen == 0 ||
-                        (chosen >= kFewest && chosen < rows && (chosen & (chosen - 1)) == 0));
+            EXPECT_TRUE(chosen == 0 || (chosen >= kFewest && chosen < rows && (chosen & (chosen - 1)) == 0));
             EXPECT_LE(seconds(chosen), 1.02 * seconds(0));
             const bool fewer = rows > kFewest && chosen != kFewest;
             EXPECT_TRUE(!fewer || seconds(chosen ? chosen / 2 : kFewest) > 1.02 * seconds(0));

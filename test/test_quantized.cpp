@@ -86,7 +86,8 @@ struct Matrix {
         for (size_t i = 0; i < bytes.size(); i++) bytes[i] = static_cast<unsigned char>(random_bits(7, i));
         for (int64_t b = 0; b < n / f.block; b++) {
             unsigned char* const block = bytes.data() + b * f.block_bytes;
-            for (const int at : {0, 2, 208})  // floats and halves that are no infinity: where a format has one
+            for (const int at :
+                 {0, 2, 208})  // floats and halves that are no infinity: where a format has one
                 if (at + 2 <= f.block_bytes) block[at + 1] &= 0xbb;
             for (int i = 0; i < f.block; i++)
                 elements.push_back(static_cast<float>(ggml_element(f.name, block, i)));

@@ -152,7 +152,8 @@ class TestInstructions:
     @pytest.mark.parametrize("name", TENSOR_CORES)
     def test_attention_multiplies_on_tensor_cores(self, kernels, name):
         found = self.those(kernels, name)
-        assert len(found) == 2 * 4 * len({arch for arch, _ in kernels})  # two for each size of heads
+        forms = 3 if name == "attention_backward_queries_kernel" else 2  # of each size of heads; that has one for dropout
+        assert len(found) == forms * 4 * len({arch for arch, _ in kernels})
         for key, counts in found.items():
             for instruction in ("HMMA", "LDSM", r"LDGSTS\..*128"):  # products, fragments, asynchronous copies
                 assert self.count(counts, instruction), (key, instruction)

@@ -128,7 +128,7 @@ def test_bad_input(train_fp32, work):
     open_nf4(work / "model", True).save_pretrained(work / "bnb")
     base = {"--model": "bnb", "--data": "data.bin", "--batch": "2", "--seq-len": "16"}
     refused(train_fp32, work, base, "--model bnb", "NF4", "--train lora")
-    refused(train_fp32, work, base | {"--train": "lora", "--base": "nf4"}, "--base nf4", "NF4 already")
+    refused(train_fp32, work, base | {"--train": "lora", "--base": "nf4"}, "--base nf4", "quantized already")
     refused(train_fp32, work, base | {"--model": "model", "--base": "nf4"}, "--base nf4", "--train lora")
     path = work / "bnb" / "config.json"
     config = json.loads(path.read_text())

@@ -348,6 +348,7 @@ class Trainer {
     Options o_;
     RunInputs& in_;
     const ModelConfig& config_;
+    const Layout whole_;                         // of all that the model's files have
     std::optional<QuantizedWeights> quantized_;  // matrices of a frozen model, which model_ then has not
     State<floatX> model_;
     std::optional<State<floatX>> adapter_;  // what is trained beside a frozen model
@@ -1416,8 +1417,9 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
     : o_(options),
       in_(inputs),
       config_(inputs.config),
+      whole_(config_),
       quantized_(in_.quantized_weights()),
-      model_(quantized_ ? layout_without_matrices(config_) : Layout(config_), model_options()),
+      model_(quantized_ ? layout_without_matrices(config_) : whole_, model_options()),
       adapter_(make_adapter_state()),
       gpt_(arena_, stream_, model_, quantized_ ? &*quantized_ : nullptr, trained(), o_.attention == "hopper"),
       norm_of_each_unit_(o_.clip_per_block || o_.update_in_backward),
@@ -1488,7 +1490,7 @@ const MemoryReport& Trainer::rehearse(bool placed) {
         plans_.merge = arena_.rehearse([&] { gpt_.for_each_merged([](int, Field, const TensorX&) {}); });
     if (in_.gguf) plans_.load = arena_.rehearse([&] { load_gguf(); });
     report_ = make_report<floatX>(o_, plans_, in_.tokenizer ? in_.tokenizer->held_bytes() : 0, choices_);
-    report_.parameters = Layout(config_).count();
+    report_.parameters = whole_.count();
     report_.trained = adapter_ ? adapter_->layout.count() : report_.parameters;
     report_.buffers = buffers_of(model_, quantized_ ? &*quantized_ : nullptr, adapter_ ? &*adapter_ : nullptr,
                                  feeder, metrics_.count(), drops());
@@ -1693,7 +1695,7 @@ void Trainer::print_start() const {
 double Trainer::step_flops() const {
     const double attention = static_cast<double>(config_.layers * config_.query_width()) *
                              (loader_ ? loader_->attended() : static_cast<double>(o_.seq_len));
-    double products = (adapter_ ? 4.0 : 6.0) * static_cast<double>(Layout(config_).multiplied());
+    double products = (adapter_ ? 4.0 : 6.0) * static_cast<double>(whole_.multiplied());
     if (adapter_ && in_.adapter.kind == Trained::Lora)
         products += 6.0 * static_cast<double>(adapter_->layout.count());
     return step_tokens() * (products + 6.0 * attention);

@@ -58,6 +58,11 @@ inline std::vector<LinearModule> linear_modules(const ModelConfig& c) {
     return all;
 }
 
+// Its name in the model's files, whole: "model.layers.0.self_attn.q_proj".
+inline std::string full_name(const ModelConfig& c, const LinearModule& m) {
+    return c.family->prefix + block_prefix(*c.family, m.layer) + m.name;
+}
+
 // What is trained beside a frozen model.
 struct AdapterConfig {
     Trained kind = Trained::All;        // All: nothing beside it, but the model itself
@@ -117,9 +122,8 @@ inline Layout trained_layout(const ModelConfig& c, const AdapterConfig& adapter)
 
 // Whether PEFT's target_modules has a linear layer by such a name: its own, or the end of its own from a dot
 // on.
-inline bool has_name(const LinearModule& m, const std::string& block, const std::string& target) {
-    const std::string whole = block + m.name;
-    return whole == target || whole.ends_with("." + target);
+inline bool is_target(const std::string& full_name, const std::string& target) {
+    return full_name == target || full_name.ends_with("." + target);
 }
 
 // A new soft prompt of so many tokens, begun with those of `text` if it is not empty.
@@ -160,12 +164,12 @@ inline AdapterConfig new_lora(const ModelConfig& c, const LoraOptions& o, const 
     std::vector<bool> found(o.targets.size());
     std::vector<std::string> names, whole_names;
     for (LinearModule& m : linear_modules(c)) {
-        const std::string block = c.family->prefix + block_prefix(*c.family, m.layer);
+        const std::string whole_name = full_name(c, m);
         bool wanted = false;
         for (size_t i = 0; i < o.targets.size(); i++) {
             const std::string& t = o.targets[i];
             const bool hit = t == "all" || (t == "attention" && is_in_attention(m.field)) ||
-                             (t == "mlp" && !is_in_attention(m.field)) || has_name(m, block, t);
+                             (t == "mlp" && !is_in_attention(m.field)) || is_target(whole_name, t);
             if (hit) wanted = found[i] = true;
         }
         if (!wanted) continue;
@@ -173,7 +177,7 @@ inline AdapterConfig new_lora(const ModelConfig& c, const LoraOptions& o, const 
         m.rank = o.rank;
         m.scale = o.alpha / o.rank;
         if (std::find(names.begin(), names.end(), m.name) == names.end()) names.push_back(m.name);
-        whole_names.push_back(block + m.name);
+        whole_names.push_back(whole_name);
         adapter.modules.push_back(std::move(m));
     }
     for (size_t i = 0; i < found.size(); i++)

@@ -55,7 +55,7 @@ inline std::vector<LinearModule> read_lora_modules(const SafetensorsFile& file, 
     std::vector<LinearModule> modules;
     std::set<std::string> used;
     for (LinearModule& m : linear_modules(c)) {
-        const std::string module = c.family->prefix + block_prefix(*c.family, m.layer) + m.name;
+        const std::string module = full_name(c, m);
         const std::string a_name = kPeftPrefix + module + ".lora_A.weight";
         const std::string b_name = kPeftPrefix + module + ".lora_B.weight";
         const SafetensorsEntry* a = file.find(a_name);

@@ -154,6 +154,15 @@ void read_chunks(const SafetensorsEntry& entry, int64_t elements, const std::str
     });
 }
 
+// Loads a part of a parameter from its tensor in a folder's file.
+template <class T>
+void load_part(State<T>& state, const Parameter& p, const Parameter::Part& part,
+               const SafetensorsEntry& entry, const std::string& folder) {
+    read_chunks(entry, part.shape.size(), folder, [&](int64_t first, const std::vector<float>& values) {
+        put_weights(state, p.offset + part.offset + first, values);
+    });
+}
+
 // Fails unless a tied head that is in the files too is the token embedding there.
 inline void check_tied_head(const SafetensorsFolder& files, const Parameter::Part& embedding,
                             const std::string& folder) {
@@ -198,10 +207,7 @@ void load_weights(State<T>& state, const std::string& folder, LoadMore&& load_mo
             const SafetensorsEntry& entry =
                 files.get(as_head ? "lm_head.weight" : part.name, file_shape(part.shape));
             used.insert(&entry);
-            read_chunks(entry, part.shape.size(), folder,
-                        [&](int64_t first, const std::vector<float>& values) {
-                            put_weights(state, p.offset + part.offset + first, values);
-                        });
+            load_part(state, p, part, entry, folder);
         }
     }
     load_more(files, used);
@@ -226,10 +232,7 @@ void load_adapter(State<T>& state, const std::string& folder) {
     const SafetensorsFile file(folder + "/" + kAdapterWeightsFile);
     for (const Parameter& p : state.layout.parameters())
         for (const Parameter::Part& part : p.parts)
-            read_chunks(file.get(part.name, file_shape(part.shape)), part.shape.size(), folder,
-                        [&](int64_t first, const std::vector<float>& values) {
-                            put_weights(state, p.offset + part.offset + first, values);
-                        });
+            load_part(state, p, part, file.get(part.name, file_shape(part.shape)), folder);
 }
 
 inline constexpr const char* kTokenizerFiles[] = {"tokenizer.json",
@@ -335,11 +338,10 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
 }
 
 // Saves the weights, an adapter's where there is one, and with_training_state what resuming takes, as step-N
-// in a folder, makes the folder
-// show it, and removes all but the newest saves that it keeps. A save of the same step is replaced. The
-// tokenizer's files come from a folder, or from nowhere if that is empty. Fails naming the file when
-// something cannot be written; what was saved before is then as it was. Needs room for one save more than are
-// kept.
+// in a folder, makes the folder show it, and removes all but the newest saves that it keeps. A save of the
+// same step is replaced. The tokenizer's files come from a folder, or from nowhere if that is empty. Fails
+// naming the file when something cannot be written; what was saved before is then as it was. Needs room for
+// one save more than are kept.
 template <class T>
 void save_checkpoint(const SaveFolder& folder, const State<T>& state, const Progress& progress,
                      const std::string& tokenizer_folder, bool with_training_state,

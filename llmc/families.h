@@ -80,8 +80,8 @@ inline void check_config(const ModelConfig& c, const std::string& where) {
         fail("%s: %d heads are not a multiple of %d key/value heads", where.c_str(), c.heads, c.kv_heads);
 }
 
-// Reads how a model's matrices are quantized: as NF4, or fails.
-inline bool read_quantization(const ConfigReader& r) {
+// Fails unless a model's matrices are quantized as NF4.
+inline void check_quantization(const ConfigReader& r) {
     const std::string method = r.text("quant_method", "unnamed");
     if (method != "bitsandbytes")
         fail("%s: is of method \"%s\"; bitsandbytes' NF4 is supported", r.file().c_str(),
@@ -91,7 +91,6 @@ inline bool read_quantization(const ConfigReader& r) {
     if (type != "nf4")
         fail("%s: 'bnb_4bit_quant_type' is \"%s\"; nf4 is supported", r.file().c_str(),
              printable(type).c_str());
-    return true;
 }
 
 // Reads a model from a parsed config.json; fails on what is missing, of the wrong type, or not computed here.
@@ -103,7 +102,8 @@ inline ModelConfig parse_config(const nlohmann::json& json, const std::string& f
     if (!c.family)
         fail("%s: 'model_type' is \"%s\"; there are %s", file.c_str(), printable(type).c_str(),
              family_names().c_str());
-    if (r.has("quantization_config")) c.has_nf4 = read_quantization(r.object("quantization_config"));
+    c.has_nf4 = r.has("quantization_config");
+    if (c.has_nf4) check_quantization(r.object("quantization_config"));
     // Mixtures of experts under a dense model's name: `transformers` would leave their tensors out.
     for (const char* key : {"num_local_experts", "num_experts", "n_routed_experts"}) r.must_be(key, {0});
     c.family->read(r, c);

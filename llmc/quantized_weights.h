@@ -33,7 +33,7 @@ class QuantizedWeights {
     template <class FormatOf>
     QuantizedWeights(const ModelConfig& c, FormatOf&& format_of) {
         for (LinearModule& m : linear_modules(c)) {
-            const std::string name = c.family->prefix + block_prefix(*c.family, m.layer) + m.name + ".weight";
+            const std::string name = full_name(c, m) + ".weight";
             const WeightFormat* format = format_of(name, m.outputs, m.inputs);
             matrices_.push_back({name, m, format, bytes_});
             bytes_ += static_cast<size_t>(quantized_bytes(*format, m.outputs * m.inputs));
@@ -139,8 +139,7 @@ class QuantizedWeights {
 
 // The format of a GGUF's tensor. Fails where it is none that is read.
 inline const WeightFormat& format_of(const GgufTensor& tensor) {
-    for (const WeightFormat* format : kWeightFormats)
-        if (format->ggml_type == static_cast<int>(tensor.type->number)) return *format;
+    if (const WeightFormat* format = find_ggml_format(tensor.type->number)) return *format;
     fail("%s: tensor \"%s\" is %s, which is not supported", tensor.file->path().c_str(), tensor.name.c_str(),
          tensor.type->name);
 }

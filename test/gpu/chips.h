@@ -1,0 +1,37 @@
+// chips.h - the GPUs that can be played: what CUDA says of each, and the limits of a launch. The figures are those of the
+// CUDA C++ Programming Guide's table of compute capabilities and of NVIDIA's datasheets.
+#pragma once
+
+#include <cstddef>
+#include <cstdlib>
+#include <string>
+
+#include "test/gpu/fault.h"
+
+namespace gpu {
+
+struct Chip {
+    const char *key, *name;
+    int major, minor, multiprocessors;
+    size_t memory, shared_per_block, shared_per_multiprocessor;
+    int ptx;  // the newest PTX of a build that it runs; code for 90a it runs only if it is a 9.0
+};
+inline constexpr Chip kChips[] = {
+    {"A100", "NVIDIA A100-SXM4-80GB", 8, 0, 108, size_t{80} << 30, 166912, 167936, 80},
+    {"4090", "NVIDIA GeForce RTX 4090", 8, 9, 128, size_t{24} << 30, 101376, 102400, 89},
+    {"H100", "NVIDIA H100 80GB HBM3", 9, 0, 132, size_t{80} << 30, 232448, 233472, 90},
+    {"B200", "NVIDIA B200", 10, 0, 148, size_t{180} << 30, 232448, 233472, 100},
+};
+
+// The one that the environment's GPU names; an A100 without.
+inline const Chip& chip() {
+    static const Chip& chosen = []() -> const Chip& {
+        const char* name = getenv("GPU");
+        for (const Chip& c : kChips)
+            if (std::string(name ? name : "A100") == c.key) return c;
+        throw Fault(std::string("GPU=") + name + ": there are A100, 4090, H100 and B200");
+    }();
+    return chosen;
+}
+
+}  // namespace gpu

@@ -1,0 +1,173 @@
+// device.h - the emulated device: its memory, its streams, what is queued in them and when that runs.
+//
+// Work runs as late as its results can wait, or as early as it may, as a seed decides: GPU_ORDER=late|early|random.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <random>
+#include <ctime>
+
+#include "test/gpu/block.h"
+#include "test/gpu/chips.h"
+
+namespace gpu {
+
+inline std::string environment(const char* name, const char* otherwise) {
+    const char* v = getenv(name);
+    return v ? v : otherwise;
+}
+
+// A piece of work that waits to be done: it is given its place among the others when it is queued.
+struct Task {
+    std::string name;
+    std::function<void(const Work&)> run;
+    std::function<void()> queued = nullptr;  // done when it is queued, not when it runs
+};
+struct Recording {
+    std::vector<Task> tasks;
+};
+struct Stream {
+    int index = 0;
+    uint32_t queued = 0, done = 0;
+    StreamClock clock{};  // of what was queued last
+    std::deque<std::pair<Work, std::function<void(const Work&)>>> tasks;
+    Recording* recording = nullptr;
+};
+struct Event {
+    bool recorded = false;
+    StreamClock clock{};
+    double milliseconds = 0;
+};
+
+class Device {
+  public:
+    Device()
+        : memory(chip().memory), order_(environment("GPU_ORDER", "random")),
+          seed_(strtoull(environment("GPU_SEED", "1").c_str(), nullptr, 10)), random_(seed_) {
+        streams_.push_back(&default_stream_);
+    }
+
+    DeviceMemory memory;
+    bool check_races = environment("GPU_CHECK", "races") == "races";
+
+    Stream* create_stream() {
+        if (streams_.size() >= kMostStreams) throw Fault("more streams than the emulator knows");
+        Stream* s = new Stream;
+        s->index = static_cast<int>(streams_.size());
+        streams_.push_back(s);
+        return s;
+    }
+    Stream* default_stream() { return &default_stream_; }
+    uint64_t next_seed() { return seed_ * 7919 + ++launches_; }
+
+    bool recording() const {
+        return std::any_of(streams_.begin(), streams_.end(), [](const Stream* s) { return s->recording; });
+    }
+    // A call that CUDA refuses while a stream is recorded.
+    void not_while_recording(const char* call) const {
+        if (recording()) throw Fault(std::string(call) + " while a stream is captured");
+    }
+
+    void queue(Stream* s, Task task) {
+        if (s == &default_stream_ && recording()) throw Fault(task.name + " on the default stream while another is captured");
+        if (s->recording) {
+            s->recording->tasks.push_back(std::move(task));
+            return;
+        }
+        if (task.queued) task.queued();
+        // The default stream is after all that was queued before, and before all that is queued later.
+        if (s == &default_stream_)
+            for (const Stream* other : streams_) join(s->clock, other->clock);
+        else
+            join(s->clock, default_stream_.clock);
+        join(s->clock, host_);
+        Work work;
+        work.stream = s->index;
+        work.number = ++s->queued;
+        work.after = s->clock;
+        work.name = task.name;
+        s->clock[static_cast<size_t>(s->index)] = work.number;
+        s->tasks.emplace_back(std::move(work), std::move(task.run));
+        if (order_ == "early") finish(s);
+        if (order_ == "random")
+            for (uint64_t n = random_() % 4; n > 0; n--) {
+                Stream* any = streams_[random_() % streams_.size()];
+                if (!any->tasks.empty()) step(any);
+            }
+    }
+    void launch(const Recording& recording, Stream* s) {
+        for (const Task& t : recording.tasks) queue(s, t);
+    }
+    void record(Event* e, Stream* s) {
+        if (s->recording) throw Fault("an event is recorded in a stream that is captured");
+        queue(s, {"event", [this, e](const Work&) { e->milliseconds = now(); }});
+        e->recorded = true;
+        e->clock = s->clock;
+    }
+    void wait(Stream* s, const Event* e) {
+        if (s->recording) throw Fault("a stream that is captured waits for an event from outside");
+        if (e->recorded) join(s->clock, e->clock);
+    }
+    // The host waits.
+    void wait(const Event* e) {
+        not_while_recording("cudaEventSynchronize");
+        for (Stream* s : streams_) finish(s, e->clock[static_cast<size_t>(s->index)]);
+        join(host_, e->clock);
+    }
+    void wait(Stream* s) {
+        not_while_recording("cudaStreamSynchronize");
+        finish(s);
+        join(host_, s->clock);
+    }
+    void wait() {
+        not_while_recording("cudaDeviceSynchronize");
+        for (Stream* s : streams_) wait(s);
+    }
+
+    // What a copy or a product reads and writes.
+    void reads(const Work& work, const void* p, size_t bytes) { memory.reads(accessor(work), p, bytes); }
+    void writes(const Work& work, const void* p, size_t bytes) { memory.writes(accessor(work), p, bytes); }
+
+    // Memory of the host that copies may be under way to and from.
+    void add_pinned(void* p, size_t bytes) { pinned_[static_cast<char*>(p)] = bytes; }
+    bool remove_pinned(void* p) { return pinned_.erase(static_cast<char*>(p)); }
+    bool is_pinned(const void* p, size_t bytes) const {
+        auto it = pinned_.upper_bound(static_cast<char*>(const_cast<void*>(p)));
+        if (it == pinned_.begin()) return false;
+        --it;
+        return static_cast<const char*>(p) + bytes <= it->first + it->second;
+    }
+    static double now() {
+        timespec t;
+        clock_gettime(CLOCK_MONOTONIC, &t);
+        return static_cast<double>(t.tv_sec) * 1e3 + static_cast<double>(t.tv_nsec) * 1e-6;
+    }
+
+  private:
+    Accessor accessor(const Work& work) const { return {&work, kNoBlock, 0, 0, 0, 0, &nobody_}; }
+    void step(Stream* s) {
+        const auto [work, run] = std::move(s->tasks.front());
+        s->tasks.pop_front();
+        for (Stream* other : streams_)
+            if (other != s) finish(other, work.after[static_cast<size_t>(other->index)]);
+        run(work);
+        s->done = work.number;
+    }
+    void finish(Stream* s, uint32_t number = ~0u) {
+        while (!s->tasks.empty() && s->tasks.front().first.number <= number) step(s);
+    }
+
+    std::string order_;
+    uint64_t seed_, launches_ = 0;
+    std::mt19937_64 random_;
+    Stream default_stream_;
+    std::vector<Stream*> streams_;
+    StreamClock host_{};
+    WarpClock nobody_{};
+    std::map<char*, size_t> pinned_;
+};
+
+Device& device();
+
+}  // namespace gpu

@@ -1,0 +1,230 @@
+// memory.h - the emulated device's memory: what is allocated, which bytes were written, and who touched each word
+// last, by which a race is found when the next one touches it.
+//
+// Addresses are what the program sees; it cannot reach what is there, as on a real machine. The emulator sees the same
+// bytes elsewhere.
+#pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <vector>
+
+#include "test/gpu/fault.h"
+
+namespace gpu {
+
+constexpr int kMostStreams = 16;
+constexpr int kMostWarps = 32;
+
+// How far into each stream's work something is known to be done.
+using StreamClock = std::array<uint32_t, kMostStreams>;
+inline void join(StreamClock& a, const StreamClock& b) {
+    for (int i = 0; i < kMostStreams; i++) a[i] = std::max(a[i], b[i]);
+}
+
+// A piece of a stream's work: a kernel, a copy, a product. It is after whatever its clock knows.
+struct Work {
+    int stream = 0;
+    uint32_t number = 0;  // of the stream's, from 1
+    StreamClock after{};
+    std::string name;
+};
+
+// How far into each warp's work of a block something is known to be done. The last is that of copies by TMA.
+using WarpClock = std::array<uint32_t, kMostWarps + 1>;
+inline void join(WarpClock& a, const WarpClock& b) {
+    for (size_t i = 0; i < a.size(); i++) a[i] = std::max(a[i], b[i]);
+}
+
+// Who accesses: a thread of a block of a kernel, or a whole copy or product, which has no block.
+struct Accessor {
+    const Work* work;
+    uint32_t block;  // kNoBlock
+    uint32_t clock;  // the warp's own
+    uint32_t reads_done;  // counts the moments at which what its lanes read before is there
+    uint8_t warp, lane;
+    const WarpClock* after;  // what the warp knows of the others
+};
+constexpr uint32_t kNoBlock = ~0u;
+
+class DeviceMemory {
+  public:
+    explicit DeviceMemory(size_t bytes) : bytes_(bytes) {
+        const int file = memfd_create("device", 0);
+        if (file < 0 || ftruncate(file, static_cast<off_t>(bytes))) throw Fault("the emulator has no memory");
+        device_ = map(bytes, PROT_NONE, MAP_SHARED, file);
+        host_ = map(bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file);
+        words_ = reinterpret_cast<Word*>(map(bytes / 4 * sizeof(Word), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1));
+        close(file);
+    }
+
+    // Null where there is no room for it. Neighbours are 512 bytes apart, so that an index too far meets none.
+    void* allocate(size_t bytes) {
+        size_t at = 0;
+        for (const auto& [start, allocation] : live_) {
+            if (start >= at + bytes + 1024) break;
+            at = (start + allocation.bytes + 1024 + 4095) / 4096 * 4096;
+        }
+        if (at + bytes + 512 > limit()) return nullptr;
+        live_[at] = {bytes, false};
+        used_ += bytes;
+        return device_ + at;
+    }
+    void free(void* p) {
+        const auto it = live_.find(offset_of(p));
+        if (!is_device(p) || it == live_.end()) throw Fault("cudaFree of what was not allocated");
+        const size_t bytes = (it->second.bytes + 4095) / 4096 * 4096;
+        used_ -= it->second.bytes;
+        live_.erase(it);
+        last_bytes_ = 0;
+        // What lies there is nobody's: it reads as never written.
+        madvise(host_ + offset_of(p), bytes, MADV_REMOVE);
+        madvise(words_ + offset_of(p) / 4, bytes / 4 * sizeof(Word), MADV_DONTNEED);
+    }
+    size_t used() const { return used_; }
+    size_t limit() const { return bytes_; }
+    bool is_device(const void* p) const {
+        return static_cast<const char*>(p) >= device_ && static_cast<const char*>(p) < device_ + bytes_;
+    }
+    // Where the emulator finds what a program calls p.
+    char* bytes_at(const void* p) const { return host_ + offset_of(p); }
+
+    // Fails unless all of it is in one allocation.
+    void check_bounds(const void* p, size_t bytes) {
+        const size_t at = offset_of(p);
+        if (at - last_start_ < last_bytes_ && at - last_start_ + bytes <= last_bytes_) return;
+        auto it = is_device(p) ? live_.upper_bound(at) : live_.begin();
+        if (it == live_.begin()) throw Fault("an address in no allocation: " + text(p));
+        --it;
+        if (at + bytes > it->first + it->second.bytes)
+            throw Fault(std::to_string(bytes) + " bytes at " + text(p) + ", which is " + std::to_string(at - it->first) +
+                        " bytes into an allocation of " + std::to_string(it->second.bytes));
+        last_start_ = it->first;
+        last_bytes_ = it->second.bytes;
+        last_filled_ = it->second.filled;
+        it->second.touched = true;
+    }
+    // Whole allocations are filled at little cost, before anybody else has been there.
+    bool fill_whole(const void* p, int byte, size_t bytes) {
+        const auto it = live_.find(offset_of(p));
+        if (byte || it == live_.end() || it->second.bytes != bytes || it->second.touched) return false;
+        it->second.filled = true;  // its pages are zeros
+        last_bytes_ = 0;
+        return true;
+    }
+    // After check_bounds().
+    void check_written(const void* p, size_t bytes) const {
+        if (last_filled_) return;
+        for (size_t at = offset_of(p), end = at + bytes; at < end; at++)
+            if (!(words_[at / 4].written >> (at % 4) & 1)) throw Fault("reads " + text(device_ + at) + ", which nobody wrote");
+    }
+
+    // One thread reads or writes some bytes.
+    void reads(const Accessor& who, const void* p, size_t bytes) {
+        check_bounds(p, bytes);
+        check_written(p, bytes);
+        each_word(p, bytes, [&](Word& word, uint8_t mask) {
+            if (word.write.bytes & mask) check_order(who, word.write, "writes", "reads", p);
+            remember_read(who, word, mask);
+        });
+    }
+    void writes(const Accessor& who, const void* p, size_t bytes) {
+        check_bounds(p, bytes);
+        each_word(p, bytes, [&](Word& word, uint8_t mask) {
+            if (word.write.bytes & mask) check_order(who, word.write, "writes", "writes", p);
+            for (Access& read : word.read)
+                if (read.bytes & mask && !(same_warp(who, read) && read.reads_done < who.reads_done))
+                    check_order(who, read, "reads", "writes", p);
+            if (mask == 15) word.read[0].bytes = word.read[1].bytes = 0;
+            word.write = access(who, mask);
+            word.written |= mask;
+        });
+    }
+    std::string text(const void* p) const {
+        char t[40];
+        snprintf(t, sizeof t, "device+0x%zx", offset_of(p));
+        return t;
+    }
+
+  private:
+    struct Access {
+        uint32_t number, block, clock, reads_done;
+        uint8_t stream, warp, lane, bytes;  // bytes: which of the word's, 0: nobody
+    };
+    struct Word {
+        Access write, read[2];
+        uint8_t written;
+    };
+
+    static char* map(size_t bytes, int protection, int flags, int file) {
+        void* p = mmap(nullptr, bytes, protection, flags | MAP_NORESERVE, file, 0);
+        if (p == MAP_FAILED) throw Fault("the emulator has no address space");
+        return static_cast<char*>(p);
+    }
+    size_t offset_of(const void* p) const { return static_cast<size_t>(static_cast<const char*>(p) - device_); }
+    static Access access(const Accessor& who, uint8_t mask) {
+        return {who.work->number, who.block, who.clock, who.reads_done, static_cast<uint8_t>(who.work->stream), who.warp, who.lane, mask};
+    }
+    template <class F>
+    void each_word(const void* p, size_t bytes, F&& f) {
+        size_t at = offset_of(p);
+        const size_t end = at + bytes;
+        while (at < end) {
+            const size_t next = std::min(end, (at / 4 + 1) * 4);
+            f(words_[at / 4], static_cast<uint8_t>(((1u << (next - at)) - 1) << (at % 4)));
+            at = next;
+        }
+    }
+    static bool same_work(const Accessor& who, const Access& a) {
+        return a.number == who.work->number && a.stream == who.work->stream;
+    }
+    static bool same_warp(const Accessor& who, const Access& a) {
+        return same_work(who, a) && a.block == who.block && a.warp == who.warp;
+    }
+    static bool ordered(const Accessor& who, const Access& a) {
+        if (!same_work(who, a)) return who.work->after[a.stream] >= a.number;
+        if (a.block != who.block) return false;
+        if (who.block == kNoBlock) return true;
+        if (a.warp != who.warp) return (*who.after)[a.warp] > a.clock;
+        return a.lane == who.lane || a.clock < who.clock;
+    }
+    void check_order(const Accessor& who, const Access& a, const char* they, const char* we, const void* p) const {
+        if (ordered(who, a)) return;
+        if (!same_work(who, a))
+            throw Fault("race between streams: " + who.work->name + " " + we + " " + text(p) + ", and work " + std::to_string(a.number) +
+                        " of stream " + std::to_string(a.stream) + " " + they + " it, in no order");
+        throw Fault(std::string("race in global memory: ") + we + " " + text(p) + ", which block " + std::to_string(a.block) + ", warp " +
+                    std::to_string(a.warp) + ", lane " + std::to_string(a.lane) + " " + they + " in no order");
+    }
+    static void remember_read(const Accessor& who, Word& word, uint8_t mask) {
+        const Access mine = access(who, mask);
+        // A place of one's own, or that of somebody who is done; else the second.
+        for (Access& read : word.read) {
+            if (!read.bytes || ordered(who, read)) {
+                read = mine;
+                return;
+            }
+        }
+        word.read[1] = mine;
+    }
+
+    size_t bytes_;
+    char *device_, *host_;
+    Word* words_;
+    struct Allocation {
+        size_t bytes;
+        bool filled;           // all of it was set before it was used
+        bool touched = false;
+    };
+    std::map<size_t, Allocation> live_;  // by where each starts
+    size_t used_ = 0;
+    size_t last_start_ = 0, last_bytes_ = 0;  // the allocation that was asked for last
+    bool last_filled_ = false;
+};
+
+}  // namespace gpu

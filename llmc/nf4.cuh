@@ -148,15 +148,15 @@ float quantize_block(unsigned char* codes, const T* x, int n) {
 }
 
 // bitsandbytes' dynamic map of signed 8-bit codes, sorted: by octaves as in quantize8.cuh, but with 1 and
-// without -1.
+// without -1. Boundaries are rounded once, as PyTorch's linspace rounds them.
 inline std::vector<float> make_dynamic_map() {
     std::vector<float> map = {0, 1};
     for (int octave = 0; octave < 7; octave++) {
         const int steps = 1 << octave;
         const float step = (1.f - 0.1f) / static_cast<float>(steps);
         const auto boundary = [&](int i) {
-            return i < (steps + 1) / 2 ? 0.1f + step * static_cast<float>(i)
-                                       : 1.f - step * static_cast<float>(steps - i);
+            return i < (steps + 1) / 2 ? std::fma(step, static_cast<float>(i), 0.1f)
+                                       : std::fma(-step, static_cast<float>(steps - i), 1.f);
         };
         const auto power = static_cast<float>(std::pow(10., octave - 6));
         for (int i = 0; i < steps; i++) {

@@ -343,6 +343,7 @@ class Trainer {
     void begin_prompt();
     void load_gguf();
     void merge();
+    void save_base() const;
     uint64_t validation_sequences() const;
 
     Options o_;
@@ -382,6 +383,7 @@ class Trainer {
 void Trainer::run() {
     open_device();
     prepare();
+    if (!o_.save_base.empty()) save_base();
     stop_on_signals(saves());
     print_start();
     try {
@@ -618,6 +620,20 @@ void Trainer::merge() {
         file.finish();
     });
     fprintf(notes(), "merged the adapter into a model in %s\n", o_.merge.c_str());
+}
+
+// Saves the base in NF4. Where a resumed run finds it, it stays as it is.
+void Trainer::save_base() const {
+    if (file_exists(o_.save_base)) return;
+    write_folder(o_.save_base, [&](const std::string& folder) {
+        const nlohmann::json format = nf4_config(quantized_->are_double(), kTorchName<floatX>);
+        write_settings<floatX>(folder, config_, in_.tokenizer_folder, format);
+        FileTensors file;
+        file.add(model_);
+        quantized_->add_to(file);
+        file.write(folder + "/model.safetensors", stream_);
+    });
+    fprintf(notes(), "saved the base in %s\n", o_.save_base.c_str());
 }
 
 // The end of a run that was interrupted.

@@ -289,11 +289,17 @@ inline void read_tensors(const std::string& path, const Layout& layout, const Bu
             fail("%s: tensor \"%s\" is not in this model", path.c_str(), printable(entry.name).c_str());
 }
 
-// Writes a model's settings and tokenizer into the folder where its weights, of type T, will be.
+// The name of a type in the files of `transformers`.
 template <class T>
-void write_settings(const std::string& folder, const ModelConfig& model,
-                    const std::string& tokenizer_folder) {
-    const auto config = config_json(model, std::is_same_v<T, float> ? "float32" : "bfloat16");
+constexpr const char* kTorchName = std::is_same_v<T, float> ? "float32" : "bfloat16";
+
+// Writes a model's settings and tokenizer into the folder where its weights, of type T, will be.
+// `quantization` is what config.json says of matrices that are not of that type; null: all are.
+template <class T>
+void write_settings(const std::string& folder, const ModelConfig& model, const std::string& tokenizer_folder,
+                    const nlohmann::json& quantization = {}) {
+    auto config = config_json(model, kTorchName<T>);
+    if (!quantization.is_null()) config["quantization_config"] = quantization;
     write_json(folder + "/config.json", config);
     write_json(folder + "/generation_config.json",
                {{"bos_token_id", config["bos_token_id"]}, {"eos_token_id", tokens_json(model.stops)}});

@@ -11,7 +11,7 @@
 #include "llmc/adapter.h"
 #include "llmc/checkpoint.h"
 #include "llmc/gguf_model.h"
-#include "llmc/nf4_files.h"
+#include "llmc/nf4_save.h"
 #include "llmc/quantized_formats.h"
 
 // The layout of a model's tensors but the matrices of its blocks' linear layers.
@@ -57,13 +57,27 @@ class QuantizedWeights {
     // `by_outputs`. The tensors that were read go to `used`.
     template <class T>
     void load(const SafetensorsFolder& files, bool by_outputs, std::set<const SafetensorsEntry*>& used) {
-        load_each([&](const Matrix& m, unsigned char* to) {
+        load_each([&](Matrix& m, unsigned char* to) {
             if (Nf4File::has(files, m.name))
                 read_nf4(files, m, to, used);
             else
                 quantize<T>(files, m, by_outputs, to, used);
         });
     }
+    // Adds them to a file's tensors. All must be in NF4.
+    void add_to(FileTensors& file) const {
+        for (const Matrix& m : matrices_) {
+            const char* const device = memory_.data() + m.offset;
+            const int64_t rows = m.module.outputs, columns = m.module.inputs;
+            Nf4State state = {m.format == &kNf4Double, m.dtype, rows, columns};
+            if (state.is_double)
+                copy_to_host(&state.nested_offset, device + Nf4Parts(rows * columns, true).nested_offset, 4,
+                             {});
+            file.add(m.name, state, device);
+        }
+    }
+    bool are_double() const { return matrices_[0].format == &kNf4Double; }
+
     // Loads them from a GGUF, as they are there.
     void load(const GgufModel& file) {
         load_each([&](const Matrix& m, unsigned char* to) {
@@ -77,13 +91,14 @@ class QuantizedWeights {
         LinearModule module;
         const WeightFormat* format;
         size_t offset;
+        std::string dtype = {};  // of NF4: the type that it was quantized from, as files name it
     };
 
     // Has fill(matrix, to) write each matrix' bytes, in host memory.
     template <class Fill>
     void load_each(Fill&& fill) {
         std::vector<unsigned char> bytes;
-        for (const Matrix& m : matrices_) {
+        for (Matrix& m : matrices_) {
             const auto size = static_cast<size_t>(quantized_bytes(view(m)));
             bytes.assign(size + kQuantizedAlignment, 0);
             fill(m, align(bytes.data()));
@@ -98,7 +113,7 @@ class QuantizedWeights {
         const char* const at = memory_.data() ? memory_.data() + m.offset : nullptr;
         return {m.format, reinterpret_cast<const unsigned char*>(at), m.module.outputs, m.module.inputs};
     }
-    static void read_nf4(const SafetensorsFolder& files, const Matrix& m, unsigned char* to,
+    static void read_nf4(const SafetensorsFolder& files, Matrix& m, unsigned char* to,
                          std::set<const SafetensorsEntry*>& used) {
         const Nf4File file(files, m.name);
         const Nf4State& s = file.state();
@@ -109,12 +124,13 @@ class QuantizedWeights {
                 m.name.c_str(), static_cast<long long>(s.rows), static_cast<long long>(s.columns),
                 file.format().name, static_cast<long long>(m.module.outputs),
                 static_cast<long long>(m.module.inputs), m.format->name);
+        m.dtype = s.dtype;
         file.read(to);
         for (const auto& [name, entry] : files.entries())
             if (name == m.name || name.starts_with(m.name + ".")) used.insert(entry);
     }
     template <class T>
-    static void quantize(const SafetensorsFolder& files, const Matrix& m, bool by_outputs, unsigned char* to,
+    static void quantize(const SafetensorsFolder& files, Matrix& m, bool by_outputs, unsigned char* to,
                          std::set<const SafetensorsEntry*>& used) {
         const int64_t rows = m.module.outputs, columns = m.module.inputs;
         const Shape in_file = by_outputs ? Shape{rows, columns} : Shape{columns, rows};
@@ -129,6 +145,7 @@ class QuantizedWeights {
                             matrix[static_cast<size_t>(at)] = from_float<T>(values[k]);
                         }
                     });
+        m.dtype = kTorchName<T>;
         quantize_nf4(to, matrix.data(), rows * columns, *m.format);
     }
 

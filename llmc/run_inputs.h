@@ -88,6 +88,7 @@ class RunInputs {
     std::vector<int> choose_first_tokens() const;
     AdapterConfig choose_adapter();
     void check_base() const;
+    void check_saved_base() const;
     std::vector<int> choose_first_prompt() const;
     // The positions that the model has for tokens.
     int token_positions() const { return config.positions - adapter.prompt_tokens; }
@@ -114,6 +115,7 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
       tokenizer(open_tokenizer()),
       adapter(choose_adapter()) {
     check_base();
+    check_saved_base();
     if (o.dropout > 0 && !config.family->drops)
         fail("--dropout %g: a %s has none", o.dropout, config.family->name);
     if (held_save && o.steps > 0) progress = read_progress(resumed);
@@ -190,9 +192,29 @@ inline void RunInputs::check_base() const {
         fail("%s: quantized weights are not trained; --train lora or prompt trains beside them", why.c_str());
     if (is_so && !o_.base.empty())
         fail("--base %s: the files of --model %s are quantized already", o_.base.c_str(), o_.model.c_str());
-    if (gguf && o_.steps == 0 && !o_.out.empty() && !adapter)
-        fail("--out %s: a GGUF is not saved as it is; --merge DIR makes a folder of it and an adapter",
+    if ((is_so || !o_.base.empty()) && o_.steps == 0 && !o_.out.empty() && !adapter)
+        fail("--out %s: is for what is trained; --save-base DIR saves a base in NF4, --merge DIR a model",
              o_.out.c_str());
+    if (!o_.base.empty() && parse_new_model(o_.model) && !o_.plan && o_.bench.empty())
+        fail("--base %s: is for a model that was trained: give its folder as --model", o_.base.c_str());
+}
+
+// Fails where --save-base names what cannot be saved, or a folder that would be lost. One that is there
+// already is for a resumed run what it has saved itself.
+inline void RunInputs::check_saved_base() const {
+    const char* const folder = o_.save_base.c_str();
+    if (!*folder) return;
+    if (gguf) fail("--save-base %s: the matrices of a GGUF are not in NF4", folder);
+    if (o_.base.empty() && !config.has_nf4)
+        fail("--save-base %s: is for matrices in NF4: add --base nf4-double", folder);
+    for (const auto& [option, path] : {std::pair("--out", &o_.out), {"--merge", &o_.merge}})
+        if (!path->empty() && same_file(o_.save_base, *path))
+            fail("--save-base %s: is %s too", folder, option);
+    if (o_.plan || !file_exists(o_.save_base)) return;
+    if (!o_.has("--resume")) fail("--save-base %s: is there already; name a folder that is not", folder);
+    const ModelConfig there = read_model_config(o_.save_base, "--save-base");
+    if (!there.has_nf4 || !(there == config))
+        fail("--save-base %s: holds another model than --model %s in NF4", folder, o_.model.c_str());
 }
 
 inline std::optional<QuantizedWeights> RunInputs::quantized_weights() const {
@@ -215,8 +237,12 @@ inline std::optional<QuantizedWeights> RunInputs::quantized_weights() const {
 
 // What is trained beside the model: what a save or an adapter has, or else what the options ask for.
 inline AdapterConfig RunInputs::choose_adapter() {
+    std::error_code none;
+    const std::string base =
+        o_.save_base.empty() ? std::filesystem::canonical(model, none).string() : resolved(o_.save_base);
     const auto read = [&](const std::string& folder) {
         AdapterConfig found = read_adapter(folder, config);
+        if (!o_.save_base.empty()) found.json["base_model_name_or_path"] = base;
         const Trained asked = named<Trained>(kTrainedNames, o_.train);
         if (o_.has("--train") && asked != found.kind)
             fail("--train %s: %s is a %s adapter", o_.train.c_str(), folder.c_str(),
@@ -228,8 +254,6 @@ inline AdapterConfig RunInputs::choose_adapter() {
     if (!resumed.empty() && o_.trains_adapter())
         fail("--resume %s: holds a whole model, and no adapter", o_.resume.c_str());
     if (!o_.adapter.empty()) return read(held_adapter.emplace(o_.adapter).path());
-    std::error_code none;
-    const std::string base = std::filesystem::canonical(model, none).string();
     if (o_.train == "lora")
         return new_lora(config, {o_.lora_rank, o_.lora_alpha, o_.lora_dropout, o_.lora_targets}, base);
     if (o_.train != "prompt") return {};

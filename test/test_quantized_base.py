@@ -1,5 +1,6 @@
 """A base in NF4: training and generating on it, bitsandbytes' own folders, and what the adapter's merge gives."""
 
+import contextlib
 import json
 
 import bitsandbytes
@@ -52,6 +53,12 @@ def dequantized(model):
     return model
 
 
+def validated_windows(work):
+    """The sequences that validated() reads, with the token that follows each."""
+    tokens = np.fromfile(work / "data.bin", dtype=np.uint16, offset=1024).astype(np.int64)
+    return torch.stack([torch.from_numpy(tokens[at:at + 38]) for at in range(0, 6 * 37, 37)])
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
     work = prepare(tmp_path_factory.mktemp(request.param), request.param, OPTIONS)
@@ -78,8 +85,7 @@ def test_losses_are_those_of_bitsandbytes(train_fp32, work, base):
     assert of_files == pytest.approx(got, rel=0, abs=1e-5) if is_double else of_files == got
 
     model = peft.PeftModel.from_pretrained(dequantized(open_nf4(work / "model", is_double)), work / "adapter").eval()
-    tokens = np.fromfile(work / "data.bin", dtype=np.uint16, offset=1024).astype(np.int64)
-    windows = torch.stack([torch.from_numpy(tokens[at:at + 38]) for at in range(0, 6 * 37, 37)])
+    windows = validated_windows(work)
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(windows[:, :-1]).logits.flatten(0, 1),
                                                  windows[:, 1:].flatten()).item()
@@ -113,6 +119,74 @@ def test_merged_is_the_trained_model(train_fp32, work):
     open_with_transformers(work / "merged")
 
 
+@contextlib.contextmanager
+def one_thread():
+    """bitsandbytes adds up the scales' mean in another order with more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("family, base", [("gpt2", "nf4-double"), ("llama", "nf4"), ("llama-tied", "nf4-double"),
+                                          ("mistral", "nf4-double"), ("qwen2", "nf4"), ("qwen3", "nf4-double"),
+                                          ("bloom", "nf4")])
+def test_saved_base_is_that_of_transformers(train, tmp_path, family, base):
+    """Byte for byte, of the same precision; transformers opens it as its own, and so do we."""
+    work = prepare(tmp_path, family, OPTIONS)
+    dtype = torch.float32 if train.precision == "fp32" else torch.bfloat16
+    train("--model", "model", "--base", base, "--steps", 0, "--save-base", "base", cwd=work)
+    with one_thread():
+        config = nf4(base == "nf4-double")
+        config.bnb_4bit_compute_dtype = dtype
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(work / "model", dtype=dtype,
+                                                                   quantization_config=config).eval()
+    theirs.save_pretrained(work / "bnb")
+    assert (work / "base" / "model.safetensors").read_bytes() == (work / "bnb" / "model.safetensors").read_bytes()
+    settings = [json.loads((work / name / "config.json").read_text())["quantization_config"] for name in ("base", "bnb")]
+    assert settings[0] == {key: value for key, value in settings[1].items() if not key.startswith("_")}
+    opened = transformers.AutoModelForCausalLM.from_pretrained(work / "base", dtype=dtype)
+    matrices = [[floats_of(m.weight.data, m.weight.quant_state) for m in model.modules()
+                 if isinstance(m, bitsandbytes.nn.Linear4bit)] for model in (opened, theirs)]
+    assert len(matrices[0]) == len(matrices[1]) > 0 and all(map(torch.equal, *matrices))
+    options = ("--seq-len", 37, "--batch", 3, "--eval-batches", 1, "--steps", 0, "--val-data", "data.bin", "--model")
+    said = [train(*options, *model, cwd=work).stdout for model in (("base",), ("model", "--base", base))]
+    assert said[0] == said[1] and b"validation loss" in said[0]
+    train("--model", "base", "--steps", 0, "--save-base", "again", cwd=work)
+    assert saved_model(work / "again") == saved_model(work / "base")
+
+
+def saved_model(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_run_saves_the_base_of_its_adapter(train_fp32, work):
+    """peft opens the two as they are; a resumed run leaves the base alone, and one that began anew does too."""
+    (work / "base.tmp").mkdir()
+    (work / "base.tmp" / "of a run that was killed").touch()
+    options = (*DATA, "--adapter", "adapter", "--base", "nf4-double", "--sample-tokens", 0, "--save-base", "base")
+    train_fp32(*options, "--steps", 4, "--save-every", 2, "--keep", 0, "--out", "out", cwd=work)
+    assert not (work / "base.tmp").exists()
+    base, whole = saved_model(work / "base"), saved_bytes(work / "out" / "step-00000004")
+    settings = json.loads((work / "out" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str((work / "base").resolve())
+    loss = validated(train_fp32, work, "--model", "base", "--adapter", "out")
+    assert loss == validated(train_fp32, work, "--model", "model", "--base", "nf4-double", "--adapter", "out")
+
+    model = dequantized(peft.AutoPeftModelForCausalLM.from_pretrained(work / "out", dtype=torch.float32).eval())
+    windows = validated_windows(work)
+    with torch.no_grad():
+        theirs = torch.nn.functional.cross_entropy(model(windows[:, :-1]).logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert loss == pytest.approx(theirs.item(), rel=0, abs=1e-4)
+
+    train_fp32("--resume", "out/step-00000002", cwd=work)
+    assert saved_bytes(work / "out" / "step-00000004") == whole and saved_model(work / "base") == base
+    train_fp32(*options, "--steps", 5, "--out", "new", "--resume", "auto", cwd=work)
+    assert saved_model(work / "base") == base
+
+
 def test_plan(train, work):
     """The matrices take their 4 bits and their scales, and nothing else of the model is changed."""
     options = ("--model", str(work / "model"), "--train", "lora", "--batch", 2, "--seq-len", 16)
@@ -130,6 +204,14 @@ def test_bad_input(train_fp32, work):
     refused(train_fp32, work, base, "--model bnb", "NF4", "--train lora")
     refused(train_fp32, work, base | {"--train": "lora", "--base": "nf4"}, "--base nf4", "quantized already")
     refused(train_fp32, work, base | {"--model": "model", "--base": "nf4"}, "--base nf4", "--train lora")
+    untrained = base | {"--model": "model", "--steps": "0", "--data": None}
+    refused(train_fp32, work, untrained | {"--base": "nf4", "--out": "out"}, "--out out", "--save-base")
+    refused(train_fp32, work, untrained | {"--save-base": "base"}, "--save-base base", "--base nf4")
+    saves = base | {"--model": "model", "--base": "nf4", "--train": "lora"}
+    refused(train_fp32, work, saves | {"--save-base": "bnb"}, "--save-base bnb", "there already")
+    refused(train_fp32, work, saves | {"--save-base": "out"}, "--save-base out", "--out")
+    refused(train_fp32, work, saves | {"--save-base": ""}, "--save-base", "empty")
+    refused(train_fp32, work, saves | {"--save-base": "model", "--resume": "auto"}, "--save-base model", "in NF4")
     path = work / "bnb" / "config.json"
     config = json.loads(path.read_text())
     for change, named in (({"bnb_4bit_quant_type": "fp4"}, "fp4"), ({"quant_method": "gptq"}, "gptq")):
@@ -161,8 +243,7 @@ def test_a_gguf(train_fp32, gguf_work):
     assert validated(train_fp32, work, "--model", "model.gguf") == pytest.approx(plain, rel=0, abs=0.02)
     adapted = validated(train_fp32, work, "--model", "model.gguf", "--adapter", "adapter", "--merge", "merged")
     assert adapted != pytest.approx(plain, rel=0, abs=0.02)
-    tokens = np.fromfile(work / "data.bin", dtype=np.uint16, offset=1024).astype(np.int64)
-    windows = torch.stack([torch.from_numpy(tokens[at:at + 38]) for at in range(0, 6 * 37, 37)])
+    windows = validated_windows(work)
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(
             open_with_transformers(work / "merged")(windows[:, :-1]).logits.flatten(0, 1), windows[:, 1:].flatten())

@@ -78,8 +78,8 @@ class RunInputs {
     ModelConfig config;
     std::string tokenizer_folder;  // where the tokenizer was found, for saves; may be empty
     std::optional<Tokenizer> tokenizer;
-    AdapterConfig adapter;                     // what is trained beside the model, if anything
     std::vector<int> first_prompt;             // the tokens that a new soft prompt begins as
+    AdapterConfig adapter;                     // what is trained beside the model, if anything
     std::map<std::string, std::string> facts;  // data_facts() of the data by option, for saves
 
   private:

@@ -32,7 +32,7 @@ constexpr bool kSearchesAlgorithms = false;
 struct Options {
     std::string model = "d2";
     std::vector<std::string> data, val_data;
-    std::string train = "all", adapter, merge, base, save_base;
+    std::string train = "all", adapter, merge, base, head, save_base;
     int lora_rank = 16;
     double lora_alpha = 32, lora_dropout = 0;
     std::vector<std::string> lora_targets = {"all"};
@@ -183,6 +183,11 @@ inline void declare_adapter_options(CLI::App& app, Options& o) {
     app.add_option("--base", o.base,
                    "quantize the linear layers of a model that is not trained: nf4, or nf4-double")
         ->check(CLI::IsMember({"nf4", "nf4-double"}))
+        ->group(group);
+    app.add_option("--head", o.head,
+                   "quantize the output matrix of such a model too, with the token embedding where they are "
+                   "tied: nf4 (double but with --base nf4), or 8bit")
+        ->check(CLI::IsMember({"nf4", "8bit"}))
         ->group(group);
     app.add_option("--lora-rank", o.lora_rank, "columns of each adapter")
         ->transform(whole(1, kMostChannels))

@@ -40,6 +40,8 @@ class RunInputs {
 
     // The matrices of the model that are kept quantized: as its files are, or as --base asks; else nothing.
     std::optional<QuantizedWeights> quantized_weights() const;
+    // That of the head, as --head asks; else nothing.
+    std::optional<QuantizedWeights> quantized_head() const;
     // Whether the run samples: not where it only initialises, nor without room for a token after the first.
     bool samples() const;
     // What a sample starts from: the prompt, else the begin of a text or the end of one before, else a line's
@@ -182,21 +184,27 @@ inline void RunInputs::check_example_options() const {
                  o_.first(name));
 }
 
-// Fails where a model whose matrices are quantized would be trained, or one that is so already would be
-// quantized again.
+// Fails where a model whose matrices are quantized would be trained or saved as one that is not, or where
+// matrices cannot be quantized as asked.
 inline void RunInputs::check_base() const {
-    const bool is_so = config.has_nf4 || gguf;
+    const bool is_so = config.has_nf4 || gguf, quantizes = !o_.base.empty() || !o_.head.empty();
+    const std::string asked = !o_.base.empty() ? "--base " + o_.base : "--head " + o_.head;
     const std::string why =
-        is_so ? "--model " + o_.model + ": its files are " + (gguf ? "GGUF" : "NF4") : "--base " + o_.base;
-    if ((is_so || !o_.base.empty()) && o_.steps > 0 && !adapter)
+        is_so ? "--model " + o_.model + ": its files are " + (gguf ? "GGUF" : "NF4") : asked;
+    if ((is_so || quantizes) && o_.steps > 0 && !adapter)
         fail("%s: quantized weights are not trained; --train lora or prompt trains beside them", why.c_str());
     if (is_so && !o_.base.empty())
         fail("--base %s: the files of --model %s are quantized already", o_.base.c_str(), o_.model.c_str());
-    if ((is_so || !o_.base.empty()) && o_.steps == 0 && !o_.out.empty() && !adapter)
+    if ((is_so || quantizes) && o_.steps == 0 && !o_.out.empty() && !adapter)
         fail("--out %s: is for what is trained; --save-base DIR saves a base in NF4, --merge DIR a model",
              o_.out.c_str());
-    if (!o_.base.empty() && parse_new_model(o_.model) && !o_.plan && o_.bench.empty())
-        fail("--base %s: is for a model that was trained: give its folder as --model", o_.base.c_str());
+    if (quantizes && parse_new_model(o_.model) && !o_.plan && o_.bench.empty())
+        fail("%s: is for a model that was trained: give its folder as --model", asked.c_str());
+    if (gguf && !o_.head.empty())
+        fail("--head %s: is for a folder; a GGUF's head is kept in the build's precision", o_.head.c_str());
+    if (o_.head == "8bit" && config.channels % Q8_0::kElements != 0)
+        fail("--head 8bit: blocks of %d do not divide the model's %d channels; --head nf4", Q8_0::kElements,
+             config.channels);
 }
 
 // Fails where --save-base names what cannot be saved, or a folder that would be lost. One that is there
@@ -205,6 +213,9 @@ inline void RunInputs::check_saved_base() const {
     const char* const folder = o_.save_base.c_str();
     if (!*folder) return;
     if (gguf) fail("--save-base %s: the matrices of a GGUF are not in NF4", folder);
+    if (!o_.head.empty())
+        fail("--save-base %s: such a base has its head in 16 or 32 bits: leave --head %s to the training",
+             folder, o_.head.c_str());
     if (o_.base.empty() && !config.has_nf4)
         fail("--save-base %s: is for matrices in NF4: add --base nf4-double", folder);
     for (const auto& [option, path] : {std::pair("--out", &o_.out), {"--merge", &o_.merge}})
@@ -233,6 +244,11 @@ inline std::optional<QuantizedWeights> RunInputs::quantized_weights() const {
                  name.c_str());
         return &Nf4File(files, name).format();
     });
+}
+
+inline std::optional<QuantizedWeights> RunInputs::quantized_head() const {
+    if (o_.head.empty()) return std::nullopt;
+    return QuantizedWeights(config, o_.head == "8bit" ? kQ8_0 : o_.base == "nf4" ? kNf4 : kNf4Double);
 }
 
 // What is trained beside the model: what a save or an adapter has, or else what the options ask for.

@@ -74,7 +74,11 @@ void quantize(const WeightFormat& format) {
     Bytes input = read_input();
     const auto n = static_cast<int64_t>(input.size() / sizeof(T));
     Bytes out(static_cast<size_t>(quantized_bytes(format, n)));
-    quantize_nf4(out.data(), reinterpret_cast<const T*>(input.data()), n, format);
+    const T* const w = reinterpret_cast<const T*>(input.data());
+    if (&format == &kQ8_0)
+        quantize_q8_0(out.data(), w, n);
+    else
+        quantize_nf4(out.data(), w, n, format);
     write_output(out.data(), out.size());
 }
 

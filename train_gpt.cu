@@ -93,11 +93,12 @@ class Gpt {
 
     // The stream may be made later, before the first run.
     Gpt(Arena& arena, const Stream& stream, const State<floatX>& model, const QuantizedWeights* quantized,
-        const State<floatX>& trained, bool hopper_attention)
+        const QuantizedWeights* quantized_head, const State<floatX>& trained, bool hopper_attention)
         : arena_(arena),
           stream_(stream),
           model_(model),
           quantized_(quantized),
+          quantized_head_(quantized_head),
           trained_(trained),
           config_(model.layout.config()),
           family_(*config_.family),
@@ -115,7 +116,7 @@ class Gpt {
         weights_.blocks.clear();
         for (int l = 0; l < config_.layers; l++) weights_.blocks.push_back(layout.block(unit(l + 1), l));
         weights_.head = layout.head(unit(layout.head_unit()));
-        if (config_.tied) weights_.head.logits.weight = weights_.embeddings.token.view();
+        if (config_.tied && !quantized_head_) weights_.head.logits.weight = weights_.embeddings.token.view();
         for (int l = 0; quantized_ && l < config_.layers; l++)
             for (const auto& [w, field] : linears(weights_.blocks[static_cast<size_t>(l)])) {
                 w->quantized = quantized_->parts(l, field);
@@ -132,6 +133,7 @@ class Gpt {
     void generate(const std::vector<int>& prompt, int new_tokens, Choose&& choose);
     template <class Visit>
     void for_each_merged(Visit&& visit);
+    TensorX token_embeddings(const std::vector<int>& tokens);
 
   private:
     TensorX take(const char* name, Shape shape) { return arena_.take<floatX>(name, shape); }
@@ -167,6 +169,7 @@ class Gpt {
     AttentionInput<floatX> attention_of(const TensorX& qkv, int layer) const;
     void attend(BlockActivations& a, Keep keep, KvCache* cache, int layer);
 
+    void look_up(TensorX& x, const Tensor<int>& tokens, const TensorX& prompt, int first_position);
     TensorX embed(const Tensor<int>& tokens, int first_position);
     TensorX of_tokens(TensorX&& stream);
     TensorX with_prompt(TensorX&& d_tokens);
@@ -180,6 +183,10 @@ class Gpt {
     TensorX forward_only(const Tensor<int>& tokens, KvCache* cache);
     TensorX forward_cached(const std::vector<int>& tokens, KvCache& cache);
     HeadActivations forward_head(const TensorX& x);
+    template <class Use>
+    void for_each_head_slice(Use&& use);
+    TensorX logits_of(const TensorX& x);
+    void logits_backward(TensorX& d_x, const TensorX& d_logits);
     template <class Chunk>
     void for_each_head_chunk(int64_t rows, int64_t head_rows, Chunk&& chunk);
 
@@ -254,7 +261,8 @@ class Gpt {
     Arena& arena_;
     const Stream& stream_;
     const State<floatX>& model_;
-    const QuantizedWeights* const quantized_;  // of its blocks, or null
+    const QuantizedWeights* const quantized_;       // of its blocks, or null
+    const QuantizedWeights* const quantized_head_;  // where the token embedding may be too, or null
     const State<floatX>& trained_;
     const ModelConfig& config_;
     const Family& family_;
@@ -341,15 +349,19 @@ class Trainer {
     StateOptions model_options() const;
     std::optional<State<floatX>> make_adapter_state() const;
     void begin_prompt();
+    // Whether a new soft prompt begins as rows of a quantized embedding.
+    bool begins_from_codes() const { return config_.tied && quantized_head_ && !in_.first_prompt.empty(); }
     void load_gguf();
     void merge();
+    void save_base() const;
     uint64_t validation_sequences() const;
 
     Options o_;
     RunInputs& in_;
     const ModelConfig& config_;
-    const Layout whole_;                         // of all that the model's files have
-    std::optional<QuantizedWeights> quantized_;  // matrices of a frozen model, which model_ then has not
+    const Layout whole_;  // of all that the model's files have
+    // Matrices of a frozen model, which model_ then has not: of its linear layers, and of its head.
+    std::optional<QuantizedWeights> quantized_, quantized_head_;
     State<floatX> model_;
     std::optional<State<floatX>> adapter_;  // what is trained beside a frozen model
     std::optional<OwnStream> own_stream_;
@@ -382,6 +394,7 @@ class Trainer {
 void Trainer::run() {
     open_device();
     prepare();
+    if (!o_.save_base.empty()) save_base();
     stop_on_signals(saves());
     print_start();
     try {
@@ -610,7 +623,8 @@ void Trainer::merge() {
     metrics_.finish();
     write_folder(o_.merge, [&](const std::string& folder) {
         write_settings<floatX>(folder, config_, in_.tokenizer_folder);
-        MergedFile<floatX> file(folder + "/model.safetensors", model_, quantized_.has_value(), stream_);
+        MergedFile<floatX> file(folder + "/model.safetensors", model_, quantized_.has_value(),
+                                quantized_head_.has_value(), stream_);
         arena_.run(plans_.merge, [&] {
             gpt_.for_each_merged(
                 [&](int layer, Field field, const TensorX& matrix) { file.append(layer, field, matrix); });
@@ -618,6 +632,20 @@ void Trainer::merge() {
         file.finish();
     });
     fprintf(notes(), "merged the adapter into a model in %s\n", o_.merge.c_str());
+}
+
+// Saves the base in NF4. Where a resumed run finds it, it stays as it is.
+void Trainer::save_base() const {
+    if (file_exists(o_.save_base)) return;
+    write_folder(o_.save_base, [&](const std::string& folder) {
+        const nlohmann::json format = nf4_config(quantized_->are_double(), kTorchName<floatX>);
+        write_settings<floatX>(folder, config_, in_.tokenizer_folder, format);
+        FileTensors file;
+        file.add(model_);
+        quantized_->add_to(file);
+        file.write(folder + "/model.safetensors", stream_);
+    });
+    fprintf(notes(), "saved the base in %s\n", o_.save_base.c_str());
 }
 
 // The end of a run that was interrupted.
@@ -806,6 +834,20 @@ TensorX Gpt::activate(const TensorX& up) {
     return out;
 }
 
+// x (B, .., C) = the embeddings of tokens (B, T) behind those of `prompt`, if any. Of a quantized embedding
+// the tokens' rows alone are made.
+void Gpt::look_up(TensorX& x, const Tensor<int>& tokens, const TensorX& prompt, int first_position) {
+    const Embeddings<floatX>& w = weights_.embeddings;
+    const auto from = [&](const Tensor<int>& numbers, const TensorX& rows) {
+        embedding_forward(x, numbers, rows, w.position, prompt, first_position, documents_->positions,
+                          stream_);
+    };
+    if (w.token) return from(tokens, w.token);
+    TensorX rows = take("token_rows", {tokens.size(), config_.channels});
+    dequantize_rows(rows.data(), quantized_head_->view(), tokens.data(), tokens.size(), stream_);
+    from(Tensor<int>(nullptr, tokens.shape()), rows);
+}
+
 // The residual stream (B, prompt_len() + T, C) that tokens (B, T) begin; without the soft prompt where they
 // follow others.
 TensorX Gpt::embed(const Tensor<int>& tokens, int first_position) {
@@ -814,7 +856,7 @@ TensorX Gpt::embed(const Tensor<int>& tokens, int first_position) {
     if (w.prompt && first_position == 0) prompt = w.prompt.view();
     const int64_t length = tokens.columns() + (prompt ? prompt.rows() : 0);
     TensorX x = take(w.norm.weight ? "embedded" : "residual", {tokens.rows(), length, config_.channels});
-    embedding_forward(x, tokens, w.token, w.position, prompt, first_position, documents_->positions, stream_);
+    look_up(x, tokens, prompt, first_position);
     if (const Dropout d = dropout_of_embeddings()) dropout(x, x, d, stream_);
     return w.norm.weight ? std::move(norm(kEmbeddingNorm, x, w.norm).out) : std::move(x);
 }
@@ -972,8 +1014,51 @@ TensorX Gpt::forward_only(const Tensor<int>& tokens, KvCache* cache) {
 
 HeadActivations Gpt::forward_head(const TensorX& x) {
     HeadActivations a{norm(kLastNorm, x, weights_.head.norm), {}};
-    a.logits = linear("logits", a.norm.out, weights_.head.logits);
+    a.logits = logits_of(a.norm.out);
     return a;
+}
+
+// The rows of the vocabulary of which a quantized head's matrix is made at a time.
+constexpr int64_t kHeadSlice = 4096;
+
+// Calls use(first, slice) for a quantized head's rows (.., C) from number `first` on, slice by slice.
+template <class Use>
+void Gpt::for_each_head_slice(Use&& use) {
+    const QuantizedView matrix = quantized_head_->view();
+    const TensorX room = take("dequantized_head", {std::min(kHeadSlice, matrix.rows), matrix.columns});
+    for (int64_t first = 0; first < matrix.rows; first += kHeadSlice) {
+        const TensorX slice = room.rows_at(0, std::min(kHeadSlice, matrix.rows - first));
+        dequantize_slice(slice.data(), matrix, first, slice.rows(), stream_);
+        use(first, slice);
+    }
+}
+
+// The logits (rows, padded vocabulary) of x (rows, C). With a quantized head the padding is left as it was.
+TensorX Gpt::logits_of(const TensorX& x) {
+    if (!quantized_head_) return linear("logits", x, weights_.head.logits);
+    TensorX logits = take("logits", {x.rows(), config_.padded_vocabulary()});
+    if (x.rows() == 1) {
+        const floatX* const no_bias = nullptr;
+        quantized_matvec(logits.data(), x.data(), quantized_head_->view(), no_bias, stream_);
+        return logits;
+    }
+    for_each_head_slice([&](int64_t first, const TensorX& slice) {
+        TensorX columns(logits.at(first), {x.rows(), slice.rows()});
+        matmul(arena_, stream_, columns, x, slice, {.transpose_b = true, .out_row = logits.columns()});
+    });
+    return logits;
+}
+
+// And back: d_x (rows, C) from the logits' gradient. Slices are added in fp32.
+void Gpt::logits_backward(TensorX& d_x, const TensorX& d_logits) {
+    if (!quantized_head_) return matmul(arena_, stream_, d_x, d_logits, weights_.head.logits.weight);
+    TensorF sum = take_float("d_head_sum", d_x.shape());
+    for_each_head_slice([&](int64_t first, const TensorX& slice) {
+        const TensorX columns(d_logits.at(first), {d_logits.rows(), slice.rows()});
+        matmul(arena_, stream_, sum, columns, slice, {.accumulate = first > 0, .a_row = d_logits.columns()});
+    });
+    const auto* const bytes = reinterpret_cast<const unsigned char*>(sum.data());
+    dequantize(d_x.data(), {&kStoredF32, bytes, sum.rows(), sum.columns()}, stream_);  // rounds
 }
 
 // Calls chunk(first, count) for all rows, head_rows at a time; 0 means all at once.
@@ -1157,7 +1242,7 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOpti
         if (g.logits.weight)
             add_head_product(g.logits.weight, low, a.logits, a.norm.out, chunks || options.adds);
         TensorX d_norm = std::move(a.norm.out);
-        matmul(arena_, stream_, d_norm, a.logits, weights_.head.logits.weight);
+        logits_backward(d_norm, a.logits);
         a.logits.drop();
         zero(part);
         norm_backward(part, g_norm, d_norm, x, a.norm, weights_.head.norm);
@@ -1246,7 +1331,7 @@ void Gpt::backward_embeddings(Embeddings<floatX>& g, TensorX& d_stream, const De
     if (const Dropout d = dropout_of_embeddings()) dropout(d_stream, d_stream, d, stream_);
     if (w.norm.weight) {
         TensorX x = take("embedded", d_stream.shape());
-        embedding_forward(x, batch.inputs, w.token, w.position, w.prompt, 0, documents_->positions, stream_);
+        look_up(x, batch.inputs, w.prompt, 0);
         NormedX n = norm(kEmbeddingNorm, x, w.norm);
         n.out.drop();
         TensorX d_x = take_gradient("d_embedded", d_stream.shape());
@@ -1375,7 +1460,8 @@ void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choo
 }
 
 // Calls visit(layer, field, matrix) for each linear layer's matrix with its adapter in it, W + scale B A, as
-// W lies: (in, out) or, if by outputs or quantized, (out, in).
+// W lies: (in, out) or, if by outputs or quantized, (out, in). Then for a quantized head's rows, some at a
+// time, with the number of blocks as the layer.
 template <class Visit>
 void Gpt::for_each_merged(Visit&& visit) {
     Range range("merge");
@@ -1388,6 +1474,18 @@ void Gpt::for_each_merged(Visit&& visit) {
             merge_adapter(matrix, *w);
             visit(l, field, matrix);
         }
+    if (quantized_head_)
+        for_each_head_slice(
+            [&](int64_t, const TensorX& rows) { visit(config_.layers, head_field(config_), rows); });
+}
+
+// The token embeddings (count, C) of some tokens.
+TensorX Gpt::token_embeddings(const std::vector<int>& tokens) {
+    const auto count = static_cast<int64_t>(tokens.size());
+    const Tensor<int> numbers = take_input("inputs", {1, count}, tokens);
+    TensorX rows = take("token_rows", {count, config_.channels});
+    dequantize_rows(rows.data(), quantized_head_->view(), numbers.data(), count, stream_);
+    return rows;
 }
 
 void Gpt::merge_adapter(TensorX& matrix, const Linear<floatX>& w) {
@@ -1413,15 +1511,23 @@ void Gpt::merge_adapter(TensorX& matrix, const Linear<floatX>& w) {
 
 // ---- before the first step
 
+// What an optional holds, or null.
+template <class T>
+const T* pointer_to(const std::optional<T>& optional) {
+    return optional ? &*optional : nullptr;
+}
+
 Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
     : o_(options),
       in_(inputs),
       config_(inputs.config),
       whole_(config_),
       quantized_(in_.quantized_weights()),
-      model_(quantized_ ? layout_without_matrices(config_) : whole_, model_options()),
+      quantized_head_(in_.quantized_head()),
+      model_(layout_without(config_, quantized_.has_value(), quantized_head_.has_value()), model_options()),
       adapter_(make_adapter_state()),
-      gpt_(arena_, stream_, model_, quantized_ ? &*quantized_ : nullptr, trained(), o_.attention == "hopper"),
+      gpt_(arena_, stream_, model_, pointer_to(quantized_), pointer_to(quantized_head_), trained(),
+           o_.attention == "hopper"),
       norm_of_each_unit_(o_.clip_per_block || o_.update_in_backward),
       metrics_(static_cast<int64_t>(model_.layout.units().size()), norm_of_each_unit_),
       choices_(std::move(choices)),
@@ -1489,11 +1595,12 @@ const MemoryReport& Trainer::rehearse(bool placed) {
     if (!o_.merge.empty() && plans_.merge.work.empty())
         plans_.merge = arena_.rehearse([&] { gpt_.for_each_merged([](int, Field, const TensorX&) {}); });
     if (in_.gguf) plans_.load = arena_.rehearse([&] { load_gguf(); });
+    if (begins_from_codes()) plans_.load = arena_.rehearse([&] { gpt_.token_embeddings(in_.first_prompt); });
     report_ = make_report<floatX>(o_, plans_, in_.tokenizer ? in_.tokenizer->held_bytes() : 0, choices_);
     report_.parameters = whole_.count();
     report_.trained = adapter_ ? adapter_->layout.count() : report_.parameters;
-    report_.buffers = buffers_of(model_, quantized_ ? &*quantized_ : nullptr, adapter_ ? &*adapter_ : nullptr,
-                                 feeder, metrics_.count(), drops());
+    report_.buffers = buffers_of(model_, pointer_to(quantized_), pointer_to(quantized_head_),
+                                 pointer_to(adapter_), feeder, metrics_.count(), drops());
     return report_;
 }
 
@@ -1578,7 +1685,8 @@ void Trainer::take_memory() {
     if (drops()) dropout_memory_ = DeviceBuffer(sizeof(uint64_t), "the dropout's key");
     micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
     model_.allocate();
-    if (quantized_) quantized_->allocate();
+    for (std::optional<QuantizedWeights>* weights : {&quantized_, &quantized_head_})
+        if (*weights) (*weights)->allocate();
     if (adapter_) adapter_->allocate();
     if (const std::vector<float> positions = position_factors(config_); !positions.empty()) {
         const size_t bytes = positions.size() * sizeof(float);
@@ -1599,7 +1707,8 @@ void Trainer::load() {
             arena_.run(plans_.load, [&] { load_gguf(); });
         else
             load_weights(model_, in_.model, [&](const SafetensorsFolder& files, auto& used) {
-                if (quantized_) quantized_->load<floatX>(files, config_.family->by_outputs, used);
+                for (std::optional<QuantizedWeights>* weights : {&quantized_, &quantized_head_})
+                    if (*weights) (*weights)->load<floatX>(files, config_, used);
             });
     }
     if (!in_.resumed.empty() && o_.steps == 0) {
@@ -1638,16 +1747,24 @@ void Trainer::load_gguf() {
 // A soft prompt begins as the token embeddings of its text, or of tokens drawn at random (Lester et al.,
 // arXiv:2104.08691, section 3.1).
 void Trainer::begin_prompt() {
-    const Parameter& tokens = model_.layout.parameters_of(model_.layout.embeddings_unit())[0];
+    const std::vector<int>& tokens = in_.first_prompt;
     const size_t C = static_cast<size_t>(config_.channels);
-    std::vector<floatX> row(C);
-    std::vector<float> values(C);
-    for (size_t i = 0; i < in_.first_prompt.size(); i++) {
-        const int64_t at = tokens.offset + int64_t{in_.first_prompt[i]} * config_.channels;
-        copy_to_host(row.data(), model_.data<floatX>(StatePart::Weights, at), C * sizeof(floatX), {});
-        for (size_t c = 0; c < C; c++) values[c] = to_float(row[c]);
-        put_weights(*adapter_, static_cast<int64_t>(i * C), values);
+    std::vector<floatX> rows(tokens.size() * C);
+    if (begins_from_codes()) {
+        arena_.run(plans_.load, [&] {
+            const TensorX made = gpt_.token_embeddings(tokens);
+            copy_to_host(rows.data(), made.data(), rows.size() * sizeof(floatX), stream_);
+        });
+    } else {
+        const Parameter& embedding = model_.layout.parameters_of(model_.layout.embeddings_unit())[0];
+        for (size_t i = 0; i < tokens.size(); i++) {
+            const int64_t at = embedding.offset + int64_t{tokens[i]} * config_.channels;
+            copy_to_host(&rows[i * C], model_.data<floatX>(StatePart::Weights, at), C * sizeof(floatX), {});
+        }
     }
+    std::vector<float> values;
+    for (const floatX x : rows) values.push_back(to_float(x));
+    put_weights(*adapter_, 0, values);
 }
 
 // What the data are, and how much of them the run reads.

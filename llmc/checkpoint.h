@@ -180,6 +180,16 @@ inline void check_tied_head(const SafetensorsFolder& files, const Parameter::Par
         });
 }
 
+// The tensor of a part of a field's in a folder's files. Of the two names of a tied matrix these may have
+// either.
+inline const SafetensorsEntry& find_part(const SafetensorsFolder& files, const ModelConfig& config,
+                                         Field field, const Parameter::Part& part) {
+    const bool is_head = config.tied && field == Field::TokenEmbedding;
+    if (is_head) check_tied_head(files, part, files.folder());
+    const bool as_head = is_head && !files.find(part.name) && files.find("lm_head.weight");
+    return files.get(as_head ? "lm_head.weight" : part.name, file_shape(part.shape));
+}
+
 // Whether a tensor that no row of a table names is known to say nothing: buffers that older versions of
 // `transformers` saved, and a tied head.
 inline bool is_harmless(const std::string& name) {
@@ -198,18 +208,12 @@ void load_weights(State<T>& state, const std::string& folder, LoadMore&& load_mo
     const ModelConfig& config = state.layout.config();
     const SafetensorsFolder files(folder, config.family->prefix);
     std::set<const SafetensorsEntry*> used;
-    for (const Parameter& p : state.layout.parameters()) {
-        const bool is_head = config.tied && p.field == Field::TokenEmbedding;
-        if (is_head) check_tied_head(files, p.parts[0], folder);
+    for (const Parameter& p : state.layout.parameters())
         for (const Parameter::Part& part : p.parts) {
-            // Of the two names of a tied matrix the files may have either.
-            const bool as_head = is_head && !files.find(part.name) && files.find("lm_head.weight");
-            const SafetensorsEntry& entry =
-                files.get(as_head ? "lm_head.weight" : part.name, file_shape(part.shape));
+            const SafetensorsEntry& entry = find_part(files, config, p.field, part);
             used.insert(&entry);
             load_part(state, p, part, entry, folder);
         }
-    }
     load_more(files, used);
     std::vector<std::string> others;
     for (const auto& [name, entry] : files.entries())
@@ -289,11 +293,17 @@ inline void read_tensors(const std::string& path, const Layout& layout, const Bu
             fail("%s: tensor \"%s\" is not in this model", path.c_str(), printable(entry.name).c_str());
 }
 
-// Writes a model's settings and tokenizer into the folder where its weights, of type T, will be.
+// The name of a type in the files of `transformers`.
 template <class T>
-void write_settings(const std::string& folder, const ModelConfig& model,
-                    const std::string& tokenizer_folder) {
-    const auto config = config_json(model, std::is_same_v<T, float> ? "float32" : "bfloat16");
+constexpr const char* kTorchName = std::is_same_v<T, float> ? "float32" : "bfloat16";
+
+// Writes a model's settings and tokenizer into the folder where its weights, of type T, will be.
+// `quantization` is what config.json says of matrices that are not of that type; null: all are.
+template <class T>
+void write_settings(const std::string& folder, const ModelConfig& model, const std::string& tokenizer_folder,
+                    const nlohmann::json& quantization = {}) {
+    auto config = config_json(model, kTorchName<T>);
+    if (!quantization.is_null()) config["quantization_config"] = quantization;
     write_json(folder + "/config.json", config);
     write_json(folder + "/generation_config.json",
                {{"bos_token_id", config["bos_token_id"]}, {"eos_token_id", tokens_json(model.stops)}});

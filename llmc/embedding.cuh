@@ -22,8 +22,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
     const int t = row % (prompt_len + seq_len), sequence = row / (prompt_len + seq_len);
-    const T* from = t < prompt_len ? prompt + int64_t{t} * C
-                                   : wte + int64_t{tokens[int64_t{sequence} * seq_len + t - prompt_len]} * C;
+    const int64_t at = int64_t{sequence} * seq_len + t - prompt_len;  // of the token
+    const T* from = t < prompt_len ? prompt + int64_t{t} * C : wte + (tokens ? tokens[at] : at) * C;
     for (int c = lane() * N; c < C; c += kLanes * N) {
         Packed<T, N> p = load<N>(from + c);
         if constexpr (kPositions) {
@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(kBlockThreads)
 // out (batch, prompt_len + seq_len, C) = wte[token] + wpe[position], or wte[token] alone where wpe is absent;
 // tokens (batch, seq_len). The position is that of `positions` (batch, seq_len), or first_position + t where
 // these are absent. Before each sequence's tokens come the rows of `prompt` (prompt_len, C), which may be
-// absent, and must be where there are `positions`.
+// absent, and must be where there are `positions`. Of tokens that are a shape without data, wte has the rows,
+// one after the other.
 template <class T>
 void embedding_forward(Tensor<T>& out, const Tensor<int>& tokens, const Tensor<T>& wte, const Tensor<T>& wpe,
                        const Tensor<T>& prompt, int first_position, const Tensor<int>& positions,

@@ -12,6 +12,9 @@
 // All products here are exact in fp32, so that fused or not the bits of the result are the same.
 #pragma once
 
+#include <algorithm>
+#include <cmath>
+
 #include "llmc/quantized.h"
 
 // What the decoders have in common: a matrix of blocks.
@@ -122,3 +125,29 @@ inline constexpr WeightFormat kQ4_1 = ggml_format<Q4_1>("q4_1", "Q4_1", 3);
 inline constexpr WeightFormat kQ8_0 = ggml_format<Q8_0>("q8_0", "Q8_0", 8);
 inline constexpr WeightFormat kQ4_K = ggml_format<Q4_K>("q4_k", "Q4_K", 12);
 inline constexpr WeightFormat kQ6_K = ggml_format<Q6_K>("q6_k", "Q6_K", 14);
+
+// The half nearest to x >= 0, of two equally near ones the even one; an infinity from 65520 on.
+inline uint16_t half_bits(float x) {
+    if (x < 0x1p-14f) return static_cast<uint16_t>(std::nearbyint(x * 0x1p24f));  // a subnormal
+    const auto bits = std::bit_cast<uint32_t>(x);
+    return static_cast<uint16_t>(std::min((bits + 0xfff + (bits >> 13 & 1) - (112u << 23)) >> 13, 0x7c00u));
+}
+
+// Writes the blocks of Q8_0 of n elements, whole blocks of them, to host memory: the bytes that PyPI's gguf
+// makes. The scale is the largest magnitude / 127, and a number is divided by it before it is rounded itself.
+template <class T>
+void quantize_q8_0(unsigned char* out, const T* w, int64_t n) {
+#pragma omp parallel for
+    for (int64_t b = 0; b < n / Q8_0::kElements; b++) {
+        const T* const x = w + b * Q8_0::kElements;
+        unsigned char* const to = out + b * Q8_0::kBlockBytes;
+        float largest = 0;
+        for (int k = 0; k < Q8_0::kElements; k++) largest = std::max(largest, std::fabs(to_float(x[k])));
+        const float scale = largest / 127, inverse = scale > 0 ? 1 / scale : 0;
+        const uint16_t half = half_bits(scale);
+        to[0] = static_cast<unsigned char>(half & 255), to[1] = static_cast<unsigned char>(half >> 8);
+        for (int k = 0; k < Q8_0::kElements; k++)
+            to[2 + k] =
+                static_cast<unsigned char>(static_cast<signed char>(std::round(to_float(x[k]) * inverse)));
+    }
+}

@@ -8,12 +8,14 @@
 
 #include "llmc/adapter.h"
 #include "llmc/checkpoint.h"
+#include "llmc/quantized_weights.h"
 
 template <class T>
 class MergedFile {
   public:
-    // `transposed`: matrices come (out, in), whatever the family's files want.
-    MergedFile(const std::string& path, const State<T>& state, bool transposed, Stream stream)
+    // `transposed`: matrices come (out, in), whatever the family's files want. `head`: its matrix, which the
+    // State has not, comes too.
+    MergedFile(const std::string& path, const State<T>& state, bool transposed, bool head, Stream stream)
         : file_(path),
           stream_(stream),
           layout_(state.layout.config()),
@@ -27,16 +29,21 @@ class MergedFile {
             for (const Field field : kLinearFields)
                 for (const Parameter::Part& part : parameter(l, field).parts)
                     file_.declare(part.name, file_type(weights), file_shape(part.shape));
+        for (const Parameter& p : layout_.parameters())
+            if (head && p.field == head_field(layout_.config()))
+                file_.declare(p.parts[0].name, file_type(weights), file_shape(p.shape));
         for (const SavedTensor& t : others)
             for_each_chunk(t.elements, [&](int64_t first, int64_t count) {
                 append(t.at + static_cast<size_t>(first) * sizeof(T), count);
             });
     }
 
-    // The next linear layer's matrix, in device memory: block by block, in the order of kLinearFields.
+    // The next linear layer's matrix, in device memory: block by block, in the order of kLinearFields. Then
+    // rows of the head's, where `layer` is the number of blocks.
     void append(int layer, Field field, const Tensor<T>& matrix) {
-        assert(matrix.size() == parameter(layer, field).shape.size());
-        if (!transposed_)
+        const bool is_head = layer == layout_.config().layers;
+        assert(is_head || matrix.size() == parameter(layer, field).shape.size());
+        if (!transposed_ || is_head)
             return for_each_chunk(matrix.size(), [&](int64_t first, int64_t count) {
                 append(reinterpret_cast<const char*>(matrix.at(first)), count);
             });

@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cassert>
 #include <cmath>
 #include <vector>
 
@@ -148,15 +149,15 @@ float quantize_block(unsigned char* codes, const T* x, int n) {
 }
 
 // bitsandbytes' dynamic map of signed 8-bit codes, sorted: by octaves as in quantize8.cuh, but with 1 and
-// without -1.
+// without -1. Boundaries are rounded once, as PyTorch's linspace rounds them.
 inline std::vector<float> make_dynamic_map() {
     std::vector<float> map = {0, 1};
     for (int octave = 0; octave < 7; octave++) {
         const int steps = 1 << octave;
         const float step = (1.f - 0.1f) / static_cast<float>(steps);
         const auto boundary = [&](int i) {
-            return i < (steps + 1) / 2 ? 0.1f + step * static_cast<float>(i)
-                                       : 1.f - step * static_cast<float>(steps - i);
+            return i < (steps + 1) / 2 ? std::fma(step, static_cast<float>(i), 0.1f)
+                                       : std::fma(-step, static_cast<float>(steps - i), 1.f);
         };
         const auto power = static_cast<float>(std::pow(10., octave - 6));
         for (int i = 0; i < steps; i++) {
@@ -235,19 +236,43 @@ inline void quantize_scales(unsigned char* out, const Nf4Parts& parts, const std
 
 // Writes the bytes of a matrix of n elements in `format`, kNf4 or kNf4Double, all quantized_bytes() of them,
 // to host memory aligned to 16 bytes. They are those that bitsandbytes 0.50 makes on a CPU with one thread.
+class Nf4Quantizer {
+  public:
+    Nf4Quantizer(unsigned char* out, int64_t n, const WeightFormat& format)
+        : out_(out), n_(n), is_double_(&format == &kNf4Double), parts_(n, is_double_) {
+        std::fill(out, out + parts_.end, static_cast<unsigned char>(0));
+        std::copy(kNf4Values.begin(), kNf4Values.end(), reinterpret_cast<float*>(out + parts_.quant_map));
+        if (is_double_) scales_.resize(static_cast<size_t>(parts_.blocks));
+    }
+
+    // Elements from `first` on: whole blocks, but for the matrix's last.
+    template <class T>
+    void add(int64_t first, const T* w, int64_t count) {
+        assert(first % kNf4Block == 0 && (count % kNf4Block == 0 || first + count == n_));
+        float* const absmax = is_double_ ? scales_.data() : reinterpret_cast<float*>(out_ + parts_.absmax);
+#pragma omp parallel for
+        for (int64_t i = 0; i < count; i += kNf4Block) {
+            const int block = static_cast<int>(std::min<int64_t>(kNf4Block, count - i));
+            absmax[(first + i) / kNf4Block] = nf4::quantize_block(out_ + (first + i) / 2, w + i, block);
+        }
+    }
+    // After all elements.
+    void finish() {
+        if (is_double_ && n_ > 0) nf4::quantize_scales(out_, parts_, scales_);
+    }
+
+  private:
+    unsigned char* const out_;
+    const int64_t n_;
+    const bool is_double_;
+    const Nf4Parts parts_;
+    std::vector<float> scales_;
+};
+
+// The same of a matrix that is whole.
 template <class T>
 void quantize_nf4(unsigned char* out, const T* w, int64_t n, const WeightFormat& format) {
-    const bool is_double = &format == &kNf4Double;
-    const Nf4Parts parts(n, is_double);
-    std::fill(out, out + parts.end, static_cast<unsigned char>(0));
-    std::copy(kNf4Values.begin(), kNf4Values.end(), reinterpret_cast<float*>(out + parts.quant_map));
-    std::vector<float> scales(is_double ? static_cast<size_t>(parts.blocks) : 0);
-    float* const absmax = is_double ? scales.data() : reinterpret_cast<float*>(out + parts.absmax);
-#pragma omp parallel for
-    for (int64_t b = 0; b < parts.blocks; b++) {
-        const int64_t first = b * kNf4Block;
-        const int count = static_cast<int>(std::min<int64_t>(kNf4Block, n - first));
-        absmax[b] = nf4::quantize_block(out + first / 2, w + first, count);
-    }
-    if (is_double && n > 0) nf4::quantize_scales(out, parts, scales);
+    Nf4Quantizer quantizer(out, n, format);
+    quantizer.add(0, w, n);
+    quantizer.finish();
 }

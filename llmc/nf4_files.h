@@ -176,35 +176,24 @@ class Nf4File {
     std::vector<Part> parts_;
 };
 
-// Writes matrices as Nf4File reads them: declare each in the order in which their bytes will be appended.
-inline void declare_nf4(SafetensorsWriter& writer, const std::string& name, const Nf4State& state) {
-    const int64_t n = state.rows * state.columns;
-    const Nf4Parts parts(n, state.is_double);
-    const auto text = static_cast<int64_t>(nf4_state_json(state).size());
-    writer.declare(name + ".quant_map", FileType::F32, {16});
-    if (state.is_double) {
-        writer.declare(name + ".nested_absmax", FileType::F32, {parts.nested_blocks});
-        writer.declare(name + ".nested_quant_map", FileType::F32, {kNf4NestedValues});
-    }
-    writer.declare(name + ".absmax", state.is_double ? FileType::U8 : FileType::F32, {parts.blocks});
-    writer.declare(name, FileType::U8, {ceil_div(n, 2), 1});
-    writer.declare(name + Nf4File::kStateEnding, FileType::U8, {text});
-}
+// A tensor of a matrix in a file, and where its bytes begin among those in memory.
+struct Nf4Tensor {
+    std::string name;
+    FileType type;
+    std::vector<int64_t> shape;
+    int64_t at;
+};
 
-// Appends a declared matrix from its bytes in host memory.
-inline void append_nf4(SafetensorsWriter& writer, const Nf4State& state, const unsigned char* bytes) {
+// What bitsandbytes saves of a matrix, but for the JSON.
+inline std::vector<Nf4Tensor> nf4_tensors(const std::string& name, const Nf4State& state) {
     const int64_t n = state.rows * state.columns;
     const Nf4Parts parts(n, state.is_double);
-    const auto append = [&](int64_t at, int64_t count) {
-        writer.append(bytes + at, static_cast<size_t>(count));
-    };
-    append(parts.quant_map, 16 * 4);
-    if (state.is_double) {
-        append(parts.nested_absmax, parts.nested_blocks * 4);
-        append(parts.nested_map, kNf4NestedValues * 4);
-    }
-    append(parts.absmax, parts.blocks * (state.is_double ? 1 : 4));
-    append(parts.codes, ceil_div(n, 2));
-    const std::string text = nf4_state_json(state);
-    writer.append(text.data(), text.size());
+    std::vector<Nf4Tensor> all = {
+        {name, FileType::U8, {ceil_div(n, 2), 1}, parts.codes},
+        {name + ".absmax", state.is_double ? FileType::U8 : FileType::F32, {parts.blocks}, parts.absmax},
+        {name + ".quant_map", FileType::F32, {16}, parts.quant_map}};
+    if (!state.is_double) return all;
+    all.push_back({name + ".nested_absmax", FileType::F32, {parts.nested_blocks}, parts.nested_absmax});
+    all.push_back({name + ".nested_quant_map", FileType::F32, {kNf4NestedValues}, parts.nested_map});
+    return all;
 }

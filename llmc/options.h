@@ -32,7 +32,7 @@ constexpr bool kSearchesAlgorithms = false;
 struct Options {
     std::string model = "d2";
     std::vector<std::string> data, val_data;
-    std::string train = "all", adapter, merge, base;
+    std::string train = "all", adapter, merge, base, head, save_base;
     int lora_rank = 16;
     double lora_alpha = 32, lora_dropout = 0;
     std::vector<std::string> lora_targets = {"all"};
@@ -184,6 +184,11 @@ inline void declare_adapter_options(CLI::App& app, Options& o) {
                    "quantize the linear layers of a model that is not trained: nf4, or nf4-double")
         ->check(CLI::IsMember({"nf4", "nf4-double"}))
         ->group(group);
+    app.add_option("--head", o.head,
+                   "quantize the output matrix of such a model too, with the token embedding where they are "
+                   "tied: nf4 (double but with --base nf4), or 8bit")
+        ->check(CLI::IsMember({"nf4", "8bit"}))
+        ->group(group);
     app.add_option("--lora-rank", o.lora_rank, "columns of each adapter")
         ->transform(whole(1, kMostChannels))
         ->group(group);
@@ -208,6 +213,9 @@ inline void declare_adapter_options(CLI::App& app, Options& o) {
     app.add_option("--adapter", o.adapter, "begin with an adapter that PEFT or a run has saved")
         ->group(group);
     app.add_option("--merge", o.merge, "at the end, save the model with the adapter in its weights")
+        ->group(group);
+    app.add_option("--save-base", o.save_base,
+                   "before training, save a base in NF4 as bitsandbytes does; the adapter then names it")
         ->group(group);
 }
 inline void declare_optimizer_options(CLI::App& app, Options& o) {
@@ -365,8 +373,9 @@ inline void check_bench_options(const Options& o) {
             if (o.has(name)) fail("%s %s is of a measurement: add --bench", name, o.first(name));
         return;
     }
-    for (const char* name : {"--plan", "--timeline", "--resume", "--out", "--save-every", "--log",
-                             "--val-data", "--print-every", "--eval-every", "--sample-every", "--prompt"})
+    for (const char* name :
+         {"--plan", "--timeline", "--resume", "--out", "--save-base", "--save-every", "--log", "--val-data",
+          "--print-every", "--eval-every", "--sample-every", "--prompt"})
         if (o.has(name)) fail("%s %s: a bench only measures; leave it out, or --bench", name, o.first(name));
     if (o.has("--steps")) fail("--steps %s is of a training; a bench has --bench-steps", o.first("--steps"));
     if (o.bench == "forward" && o.has("--memory"))
@@ -398,8 +407,8 @@ inline void check_adapter_options(const Options& o) {
 // Fails when options that are each in range do not go together.
 inline void check_options(const Options& o) {
     check_adapter_options(o);
-    for (const char* name :
-         {"--out", "--resume", "--log", "--timeline", "--matmul-algorithms", "--adapter", "--merge"})
+    for (const char* name : {"--out", "--resume", "--log", "--timeline", "--matmul-algorithms", "--adapter",
+                             "--merge", "--save-base"})
         if (o.has(name) && !*o.first(name))
             fail("%s is empty where the name of a file or folder is needed", name);
     check_bench_options(o);
@@ -448,7 +457,7 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     const auto among = [&](std::initializer_list<const char*> names) {
         return std::find(names.begin(), names.end(), name) != names.end();
     };
-    if (among({"--resume", "--timeline"})) return false;
+    if (among({"--resume", "--timeline", "--save-base"})) return false;  // the adapter names its base
     if (among({"--matmul-algorithms"})) return kSearchesAlgorithms;
     if (among({"--recompute", "--head-rows"})) return !o.has("--memory") || o.batch == 0;  // else chosen anew
     // What only generates needs no data, and leaves alone what the training has written.

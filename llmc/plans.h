@@ -24,7 +24,7 @@ struct Plans {
     Plan update;      // empty where backward contains it
     Plan evaluate;
     Plan sample, slide;  // a sample, and its continuation where it is longer than the model's window
-    Plan merge, load;    // of a model's weights and its adapter; of a GGUF's weights
+    Plan merge, load;    // of a model's weights and its adapter; of a GGUF's weights, or a first soft prompt
 
     std::array<const Plan*, 8> all() const {
         return {&train, &add, &update, &evaluate, &sample, &slide, &merge, &load};
@@ -48,8 +48,8 @@ inline size_t process_bytes() {
 // data, and what a step's kernels and its metrics need.
 template <class T>
 std::vector<MemoryReport::Buffer> buffers_of(const State<T>& model, const QuantizedWeights* quantized,
-                                             const State<T>* adapter, const Feeder* feeder, int64_t metrics,
-                                             bool drops) {
+                                             const QuantizedWeights* head, const State<T>* adapter,
+                                             const Feeder* feeder, int64_t metrics, bool drops) {
     std::vector<MemoryReport::Buffer> all;
     const auto add = [&](const std::string& name, const char* kind, Shape shape, const char* dtype,
                          size_t bytes) {
@@ -59,9 +59,11 @@ std::vector<MemoryReport::Buffer> buffers_of(const State<T>& model, const Quanti
         if (count > 0) add(name, "workspace", {count}, "fp32", static_cast<size_t>(count) * sizeof(float));
     };
     for (const StateBuffer& b : model.buffers()) add(b.name, b.kind, {b.elements}, b.dtype, b.bytes());
-    if (quantized)
-        add("quantized_weights", "weights", {static_cast<int64_t>(quantized->bytes())}, "byte",
-            quantized->bytes());
+    const auto add_quantized = [&](const char* name, const QuantizedWeights* q) {
+        if (q) add(name, "weights", {static_cast<int64_t>(q->bytes())}, "byte", q->bytes());
+    };
+    add_quantized("quantized_weights", quantized);
+    add_quantized("quantized_head", head);
     if (adapter)
         for (const StateBuffer& b : adapter->buffers())
             add(std::string("adapter_") + b.name, b.kind, {b.elements}, b.dtype, b.bytes());

@@ -35,8 +35,8 @@ struct WeightFormat {
     int block_bytes;        // of them, where a matrix is nothing but blocks; else 0
     // Of a matrix of so many elements in memory.
     int64_t (*bytes)(int64_t elements);
-    void (*to_fp32)(float* out, const QuantizedView&, Stream);
-    void (*to_bf16)(bf16* out, const QuantizedView&, Stream);
+    void (*to_fp32)(float* out, const QuantizedView&, int64_t first_row, int64_t count, Stream);
+    void (*to_bf16)(bf16* out, const QuantizedView&, int64_t first_row, int64_t count, Stream);
     void (*rows_to_fp32)(float* out, const QuantizedView&, const int* rows, int64_t count, Stream);
     void (*rows_to_bf16)(bf16* out, const QuantizedView&, const int* rows, int64_t count, Stream);
     void (*matvec_fp32)(float* out, const float* x, const QuantizedView&, const float* bias, Stream);
@@ -66,13 +66,20 @@ constexpr int64_t aligned_part(int64_t bytes) {
     return ceil_div(bytes, kQuantizedAlignment) * kQuantizedAlignment;
 }
 
-// out (rows, columns) = the matrix, each element rounded once. `out` is aligned to 16 bytes.
+// out (count, columns) = rows of the matrix from first_row on, each element rounded once. `out` is aligned to
+// 16 bytes, and the elements before those rows are a multiple of kDecodedRun.
+template <class T>
+void dequantize_slice(T* out, const QuantizedView& w, int64_t first_row, int64_t count, Stream stream) {
+    if constexpr (std::is_same_v<T, float>)
+        w.format->to_fp32(out, w, first_row, count, stream);
+    else
+        w.format->to_bf16(out, w, first_row, count, stream);
+}
+
+// out (rows, columns) = the matrix.
 template <class T>
 void dequantize(T* out, const QuantizedView& w, Stream stream) {
-    if constexpr (std::is_same_v<T, float>)
-        w.format->to_fp32(out, w, stream);
-    else
-        w.format->to_bf16(out, w, stream);
+    dequantize_slice(out, w, 0, w.rows, stream);
 }
 
 // out (count, columns) = these rows of it, as an embedding looks them up. `rows`, on the device, are in
@@ -101,20 +108,22 @@ void quantized_matvec(Out* out, const T* x, const QuantizedView& w, const T* bia
 constexpr int kDecodedRun = 32;
 
 template <class T, class Decoder>
-__global__ void __launch_bounds__(kBlockThreads) dequantize_kernel(T* out, Decoder weights, int64_t n) {
+__global__ void __launch_bounds__(kBlockThreads)
+    dequantize_kernel(T* out, Decoder weights, int64_t first, int64_t n) {
     for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         float w[N];
-        weights.decode(w, i);
+        weights.decode(w, first + i);
         store(out + i, w);
     });
 }
 
 template <class T, class Decoder>
-void dequantize_with(T* out, const QuantizedView& w, Stream stream) {
-    const int64_t n = w.elements();
-    const Operation operation("dequantize", 0, static_cast<double>(quantized_bytes(w) + n * sizeof(T)));
+void dequantize_with(T* out, const QuantizedView& w, int64_t first_row, int64_t count, Stream stream) {
+    const int64_t n = count * w.columns, first = first_row * w.columns;
+    const double read = static_cast<double>(quantized_bytes(w)) * count / w.rows;
+    const Operation operation("dequantize", 0, read + static_cast<double>(n * sizeof(T)));
     launch<dequantize_kernel<T, Decoder>>(elementwise_blocks<T>(n), kBlockThreads, 0, stream, out, Decoder(w),
-                                          n);
+                                          first, n);
 }
 
 // Calls f with the elements that a lane decodes at a time in rows of so many, as an integral constant.

@@ -1,8 +1,9 @@
-// quantized_weights.h - the matrices of a frozen model's linear layers, where they are kept in a quantized
-// format (quantized.h): which there are, where they lie, and how they come from files. All else of the model
-// lies in a State, over a layout without them.
+// quantized_weights.h - the matrices of a frozen model's linear layers, or that of its head, where they are
+// kept in a quantized format (quantized.h): which there are, where they lie, and how they come from files.
+// All else of the model lies in a State, over a layout without them.
 #pragma once
 
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -11,33 +12,45 @@
 #include "llmc/adapter.h"
 #include "llmc/checkpoint.h"
 #include "llmc/gguf_model.h"
-#include "llmc/nf4_files.h"
+#include "llmc/nf4_save.h"
 #include "llmc/quantized_formats.h"
 
-// The layout of a model's tensors but the matrices of its blocks' linear layers.
-inline Layout layout_without_matrices(const ModelConfig& c) {
+// The field whose matrix the head multiplies with.
+inline Field head_field(const ModelConfig& c) { return c.tied ? Field::TokenEmbedding : Field::HeadWeight; }
+
+// The layout of a model's tensors, without the `matrices` of its blocks' linear layers, without the `head`'s.
+inline Layout layout_without(const ModelConfig& c, bool matrices, bool head) {
     return Layout(c, c.family->prefix, [&](int unit) {
         const Family& family = *c.family;
-        if (unit == 0) return family.embeddings(c);
-        if (unit > c.layers) return family.head(c);
-        Table table = family.block(c);
-        std::erase_if(table, [](const Row& row) { return is_linear(row.field); });
+        Table table = unit == 0 ? family.embeddings(c) : unit > c.layers ? family.head(c) : family.block(c);
+        std::erase_if(table, [&](const Row& row) {
+            return (matrices && is_linear(row.field)) || (head && row.field == head_field(c));
+        });
         return table;
     });
 }
 
 class QuantizedWeights {
   public:
-    // Of a model: format_of(name, rows, columns) is that of a matrix, by its name in files and its size,
-    // (out, in). Takes no memory yet.
+    // Those of a model's linear layers: format_of(name, rows, columns) is that of a matrix, by its name in
+    // files and its size, (out, in). Takes no memory yet.
     template <class FormatOf>
     QuantizedWeights(const ModelConfig& c, FormatOf&& format_of) {
         for (LinearModule& m : linear_modules(c)) {
             const std::string name = full_name(c, m) + ".weight";
-            const WeightFormat* format = format_of(name, m.outputs, m.inputs);
-            matrices_.push_back({name, m, format, bytes_});
-            bytes_ += static_cast<size_t>(quantized_bytes(*format, m.outputs * m.inputs));
+            add(name, m, format_of(name, m.outputs, m.inputs));
         }
+    }
+    // That of a model's head, (vocabulary, channels), which may be the token embedding too.
+    QuantizedWeights(const ModelConfig& c, const WeightFormat& format) {
+        for (const Table& table : {c.family->embeddings(c), c.family->head(c)})
+            for (const Row& row : table)
+                if (row.field == head_field(c)) {
+                    const FileTensor& t = row.parts[0];
+                    LinearModule m;
+                    m.field = row.field, m.inputs = c.channels, m.outputs = c.vocabulary;
+                    add((t.has_prefix ? c.family->prefix : "") + t.name, m, &format);
+                }
     }
 
     size_t bytes() const { return bytes_; }
@@ -52,18 +65,35 @@ class QuantizedWeights {
         return found;
     }
 
+    // The only matrix.
+    QuantizedView view() const { return view(matrices_[0]); }
+
     // Loads them from a model's folder: as its files have them where those are NF4, else quantized here, one
-    // matrix at a time; T is the type that they are quantized from. Files have matrices (out, in) if
-    // `by_outputs`. The tensors that were read go to `used`.
+    // matrix at a time; T is the type that they are quantized from. The tensors that were read go to `used`.
     template <class T>
-    void load(const SafetensorsFolder& files, bool by_outputs, std::set<const SafetensorsEntry*>& used) {
-        load_each([&](const Matrix& m, unsigned char* to) {
+    void load(const SafetensorsFolder& files, const ModelConfig& config,
+              std::set<const SafetensorsEntry*>& used) {
+        load_each([&](Matrix& m, unsigned char* to) {
             if (Nf4File::has(files, m.name))
                 read_nf4(files, m, to, used);
             else
-                quantize<T>(files, m, by_outputs, to, used);
+                quantize<T>(files, m, config, to, used);
         });
     }
+    // Adds them to a file's tensors. All must be in NF4.
+    void add_to(FileTensors& file) const {
+        for (const Matrix& m : matrices_) {
+            const char* const device = memory_.data() + m.offset;
+            const int64_t rows = m.module.outputs, columns = m.module.inputs;
+            Nf4State state = {m.format == &kNf4Double, m.dtype, rows, columns};
+            if (state.is_double)
+                copy_to_host(&state.nested_offset, device + Nf4Parts(rows * columns, true).nested_offset, 4,
+                             {});
+            file.add(m.name, state, device);
+        }
+    }
+    bool are_double() const { return matrices_[0].format == &kNf4Double; }
+
     // Loads them from a GGUF, as they are there.
     void load(const GgufModel& file) {
         load_each([&](const Matrix& m, unsigned char* to) {
@@ -77,13 +107,18 @@ class QuantizedWeights {
         LinearModule module;
         const WeightFormat* format;
         size_t offset;
+        std::string dtype = {};  // of NF4: the type that it was quantized from, as files name it
     };
 
+    void add(const std::string& name, const LinearModule& m, const WeightFormat* format) {
+        matrices_.push_back({name, m, format, bytes_});
+        bytes_ += static_cast<size_t>(quantized_bytes(*format, m.outputs * m.inputs));
+    }
     // Has fill(matrix, to) write each matrix' bytes, in host memory.
     template <class Fill>
     void load_each(Fill&& fill) {
         std::vector<unsigned char> bytes;
-        for (const Matrix& m : matrices_) {
+        for (Matrix& m : matrices_) {
             const auto size = static_cast<size_t>(quantized_bytes(view(m)));
             bytes.assign(size + kQuantizedAlignment, 0);
             fill(m, align(bytes.data()));
@@ -98,7 +133,7 @@ class QuantizedWeights {
         const char* const at = memory_.data() ? memory_.data() + m.offset : nullptr;
         return {m.format, reinterpret_cast<const unsigned char*>(at), m.module.outputs, m.module.inputs};
     }
-    static void read_nf4(const SafetensorsFolder& files, const Matrix& m, unsigned char* to,
+    static void read_nf4(const SafetensorsFolder& files, Matrix& m, unsigned char* to,
                          std::set<const SafetensorsEntry*>& used) {
         const Nf4File file(files, m.name);
         const Nf4State& s = file.state();
@@ -109,27 +144,42 @@ class QuantizedWeights {
                 m.name.c_str(), static_cast<long long>(s.rows), static_cast<long long>(s.columns),
                 file.format().name, static_cast<long long>(m.module.outputs),
                 static_cast<long long>(m.module.inputs), m.format->name);
+        m.dtype = s.dtype;
         file.read(to);
         for (const auto& [name, entry] : files.entries())
             if (name == m.name || name.starts_with(m.name + ".")) used.insert(entry);
     }
+    // A matrix that lies (in, out) in files is gathered whole first.
     template <class T>
-    static void quantize(const SafetensorsFolder& files, const Matrix& m, bool by_outputs, unsigned char* to,
-                         std::set<const SafetensorsEntry*>& used) {
-        const int64_t rows = m.module.outputs, columns = m.module.inputs;
+    static void quantize(const SafetensorsFolder& files, Matrix& m, const ModelConfig& config,
+                         unsigned char* to, std::set<const SafetensorsEntry*>& used) {
+        const int64_t rows = m.module.outputs, columns = m.module.inputs, n = rows * columns;
+        const bool by_outputs = config.family->by_outputs || !is_linear(m.module.field);
         const Shape in_file = by_outputs ? Shape{rows, columns} : Shape{columns, rows};
-        const SafetensorsEntry& entry = files.get(m.name, file_shape(in_file));
+        const SafetensorsEntry& entry = find_part(files, config, m.module.field, {m.name, in_file, 0});
         used.insert(&entry);
-        std::vector<T> matrix(static_cast<size_t>(rows * columns));
-        read_chunks(entry, rows * columns, files.folder(),
-                    [&](int64_t first, const std::vector<float>& values) {
-                        for (size_t k = 0; k < values.size(); k++) {
-                            const int64_t i = first + static_cast<int64_t>(k);
-                            const int64_t at = by_outputs ? i : i % rows * columns + i / rows;
-                            matrix[static_cast<size_t>(at)] = from_float<T>(values[k]);
-                        }
-                    });
-        quantize_nf4(to, matrix.data(), rows * columns, *m.format);
+        m.dtype = kTorchName<T>;
+        std::optional<Nf4Quantizer> nf4;
+        if (m.format != &kQ8_0) nf4.emplace(to, n, *m.format);
+        const auto add = [&](int64_t first, const std::vector<T>& elements) {
+            const auto count = static_cast<int64_t>(elements.size());
+            if (nf4)
+                nf4->add(first, elements.data(), count);
+            else
+                quantize_q8_0(to + first / Q8_0::kElements * Q8_0::kBlockBytes, elements.data(), count);
+        };
+        std::vector<T> matrix(by_outputs ? 0 : static_cast<size_t>(n));
+        read_chunks(entry, n, files.folder(), [&](int64_t first, const std::vector<float>& values) {
+            if (by_outputs) matrix.resize(values.size());
+            for (size_t k = 0; k < values.size(); k++) {
+                const int64_t i = first + static_cast<int64_t>(k);
+                const size_t at = by_outputs ? k : static_cast<size_t>(i % rows * columns + i / rows);
+                matrix[at] = from_float<T>(values[k]);
+            }
+            if (by_outputs) add(first, matrix);
+        });
+        if (!by_outputs) add(0, matrix);
+        if (nf4) nf4->finish();
     }
 
     std::vector<Matrix> matrices_;

@@ -37,8 +37,9 @@ inline std::string name_from(const std::string& folder, const std::string& name)
 }
 
 // The options whose values are names of files or folders.
-inline constexpr const char* kNameOptions[] = {"--data", "--val-data",          "--model",   "--log",
-                                               "--out",  "--matmul-algorithms", "--adapter", "--merge"};
+inline constexpr const char* kNameOptions[] = {"--data",    "--val-data", "--model",
+                                               "--log",     "--out",      "--matmul-algorithms",
+                                               "--adapter", "--merge",    "--save-base"};
 
 inline bool is_list_of_texts(const nlohmann::json& options, const char* name) {
     const auto it = options.find(name);

@@ -40,6 +40,8 @@ class RunInputs {
 
     // The matrices of the model that are kept quantized: as its files are, or as --base asks; else nothing.
     std::optional<QuantizedWeights> quantized_weights() const;
+    // That of the head, as --head asks; else nothing.
+    std::optional<QuantizedWeights> quantized_head() const;
     // Whether the run samples: not where it only initialises, nor without room for a token after the first.
     bool samples() const;
     // What a sample starts from: the prompt, else the begin of a text or the end of one before, else a line's
@@ -78,8 +80,8 @@ class RunInputs {
     ModelConfig config;
     std::string tokenizer_folder;  // where the tokenizer was found, for saves; may be empty
     std::optional<Tokenizer> tokenizer;
-    AdapterConfig adapter;                     // what is trained beside the model, if anything
     std::vector<int> first_prompt;             // the tokens that a new soft prompt begins as
+    AdapterConfig adapter;                     // what is trained beside the model, if anything
     std::map<std::string, std::string> facts;  // data_facts() of the data by option, for saves
 
   private:
@@ -88,6 +90,7 @@ class RunInputs {
     std::vector<int> choose_first_tokens() const;
     AdapterConfig choose_adapter();
     void check_base() const;
+    void check_saved_base() const;
     std::vector<int> choose_first_prompt() const;
     // The positions that the model has for tokens.
     int token_positions() const { return config.positions - adapter.prompt_tokens; }
@@ -114,6 +117,7 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
       tokenizer(open_tokenizer()),
       adapter(choose_adapter()) {
     check_base();
+    check_saved_base();
     if (o.dropout > 0 && !config.family->drops)
         fail("--dropout %g: a %s has none", o.dropout, config.family->name);
     if (held_save && o.steps > 0) progress = read_progress(resumed);
@@ -180,19 +184,48 @@ inline void RunInputs::check_example_options() const {
                  o_.first(name));
 }
 
-// Fails where a model whose matrices are quantized would be trained, or one that is so already would be
-// quantized again.
+// Fails where a model whose matrices are quantized would be trained or saved as one that is not, or where
+// matrices cannot be quantized as asked.
 inline void RunInputs::check_base() const {
-    const bool is_so = config.has_nf4 || gguf;
+    const bool is_so = config.has_nf4 || gguf, quantizes = !o_.base.empty() || !o_.head.empty();
+    const std::string asked = !o_.base.empty() ? "--base " + o_.base : "--head " + o_.head;
     const std::string why =
-        is_so ? "--model " + o_.model + ": its files are " + (gguf ? "GGUF" : "NF4") : "--base " + o_.base;
-    if ((is_so || !o_.base.empty()) && o_.steps > 0 && !adapter)
+        is_so ? "--model " + o_.model + ": its files are " + (gguf ? "GGUF" : "NF4") : asked;
+    if ((is_so || quantizes) && o_.steps > 0 && !adapter)
         fail("%s: quantized weights are not trained; --train lora or prompt trains beside them", why.c_str());
     if (is_so && !o_.base.empty())
         fail("--base %s: the files of --model %s are quantized already", o_.base.c_str(), o_.model.c_str());
-    if (gguf && o_.steps == 0 && !o_.out.empty() && !adapter)
-        fail("--out %s: a GGUF is not saved as it is; --merge DIR makes a folder of it and an adapter",
+    if ((is_so || quantizes) && o_.steps == 0 && !o_.out.empty() && !adapter)
+        fail("--out %s: is for what is trained; --save-base DIR saves a base in NF4, --merge DIR a model",
              o_.out.c_str());
+    if (quantizes && parse_new_model(o_.model) && !o_.plan && o_.bench.empty())
+        fail("%s: is for a model that was trained: give its folder as --model", asked.c_str());
+    if (gguf && !o_.head.empty())
+        fail("--head %s: is for a folder; a GGUF's head is kept in the build's precision", o_.head.c_str());
+    if (o_.head == "8bit" && config.channels % Q8_0::kElements != 0)
+        fail("--head 8bit: blocks of %d do not divide the model's %d channels; --head nf4", Q8_0::kElements,
+             config.channels);
+}
+
+// Fails where --save-base names what cannot be saved, or a folder that would be lost. One that is there
+// already is for a resumed run what it has saved itself.
+inline void RunInputs::check_saved_base() const {
+    const char* const folder = o_.save_base.c_str();
+    if (!*folder) return;
+    if (gguf) fail("--save-base %s: the matrices of a GGUF are not in NF4", folder);
+    if (!o_.head.empty())
+        fail("--save-base %s: such a base has its head in 16 or 32 bits: leave --head %s to the training",
+             folder, o_.head.c_str());
+    if (o_.base.empty() && !config.has_nf4)
+        fail("--save-base %s: is for matrices in NF4: add --base nf4-double", folder);
+    for (const auto& [option, path] : {std::pair("--out", &o_.out), {"--merge", &o_.merge}})
+        if (!path->empty() && same_file(o_.save_base, *path))
+            fail("--save-base %s: is %s too", folder, option);
+    if (o_.plan || !file_exists(o_.save_base)) return;
+    if (!o_.has("--resume")) fail("--save-base %s: is there already; name a folder that is not", folder);
+    const ModelConfig there = read_model_config(o_.save_base, "--save-base");
+    if (!there.has_nf4 || !(there == config))
+        fail("--save-base %s: holds another model than --model %s in NF4", folder, o_.model.c_str());
 }
 
 inline std::optional<QuantizedWeights> RunInputs::quantized_weights() const {
@@ -213,10 +246,19 @@ inline std::optional<QuantizedWeights> RunInputs::quantized_weights() const {
     });
 }
 
+inline std::optional<QuantizedWeights> RunInputs::quantized_head() const {
+    if (o_.head.empty()) return std::nullopt;
+    return QuantizedWeights(config, o_.head == "8bit" ? kQ8_0 : o_.base == "nf4" ? kNf4 : kNf4Double);
+}
+
 // What is trained beside the model: what a save or an adapter has, or else what the options ask for.
 inline AdapterConfig RunInputs::choose_adapter() {
+    std::error_code none;
+    const std::string base =
+        o_.save_base.empty() ? std::filesystem::canonical(model, none).string() : resolved(o_.save_base);
     const auto read = [&](const std::string& folder) {
         AdapterConfig found = read_adapter(folder, config);
+        if (!o_.save_base.empty()) found.json["base_model_name_or_path"] = base;
         const Trained asked = named<Trained>(kTrainedNames, o_.train);
         if (o_.has("--train") && asked != found.kind)
             fail("--train %s: %s is a %s adapter", o_.train.c_str(), folder.c_str(),
@@ -228,8 +270,6 @@ inline AdapterConfig RunInputs::choose_adapter() {
     if (!resumed.empty() && o_.trains_adapter())
         fail("--resume %s: holds a whole model, and no adapter", o_.resume.c_str());
     if (!o_.adapter.empty()) return read(held_adapter.emplace(o_.adapter).path());
-    std::error_code none;
-    const std::string base = std::filesystem::canonical(model, none).string();
     if (o_.train == "lora")
         return new_lora(config, {o_.lora_rank, o_.lora_alpha, o_.lora_dropout, o_.lora_targets}, base);
     if (o_.train != "prompt") return {};

@@ -26,7 +26,7 @@
 #include "llmc/arena.h"  // defines what a tensor does at its end
 #include "llmc/gguf_model.h"
 #include "llmc/gguf_tokenizer.h"
-#include "llmc/nf4_files.h"
+#include "llmc/nf4_save.h"
 #include "llmc/quantized_formats.h"
 
 namespace {
@@ -74,7 +74,11 @@ void quantize(const WeightFormat& format) {
     Bytes input = read_input();
     const auto n = static_cast<int64_t>(input.size() / sizeof(T));
     Bytes out(static_cast<size_t>(quantized_bytes(format, n)));
-    quantize_nf4(out.data(), reinterpret_cast<const T*>(input.data()), n, format);
+    const T* const w = reinterpret_cast<const T*>(input.data());
+    if (&format == &kQ8_0)
+        quantize_q8_0(out.data(), w, n);
+    else
+        quantize_nf4(out.data(), w, n, format);
     write_output(out.data(), out.size());
 }
 
@@ -105,10 +109,9 @@ void nf4(const Arguments& a, bool copies) {
         static_cast<size_t>(quantized_bytes(file.format(), file.state().rows * file.state().columns)));
     file.read(bytes.data());
     if (!copies) return write_output(bytes.data(), bytes.size());
-    SafetensorsWriter writer(a[2]);
-    declare_nf4(writer, a[1], file.state());
-    append_nf4(writer, file.state(), bytes.data());
-    writer.finish();
+    FileTensors tensors;
+    tensors.add(a[1], file.state(), reinterpret_cast<const char*>(bytes.data()));
+    tensors.write(a[2], kStream);
 }
 
 void gguf_tensor(const Arguments& a) {

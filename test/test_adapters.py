@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from test_bad_input import refused
 from test_families import DATA, MODELS, gradients_in_bf16, linked, prepare
 from test_train import GRADIENT_BOUND, LOSS_BOUND, by_key, open_with_transformers, run_reference
-from trainer_runs import figures, read_log, saved_bytes
+from trainer_runs import figures, make, read_log, saved_bytes
 
 # Of each model: the targets of its adapter, and what its configuration has beside rank and alpha. Parts of what lies
 # together in memory, ranks and scales that differ, every layer and one.
@@ -138,6 +138,18 @@ def test_twenty_steps_of_a_prompt(train, prompt_work):
 def logits(model, work):
     tokens = torch.from_numpy(np.fromfile(work / "data.bin", dtype=np.uint16, offset=1024)[:37].astype(np.int64))
     return model(tokens[None]).logits[0, -37:]
+
+
+def test_a_prompt_begins_as_embeddings(train, tmp_path):
+    """Of tokens that were drawn, or of a text's, again from its start where it is short."""
+    make(tmp_path / "model", "--channels", 24, "--heads", 3, "--vocab", 256, "--dtype", "bf16")
+    rows = load_file(tmp_path / "model" / "model.safetensors")["wte.weight"].float()
+    options = ("--model", "model", "--train", "prompt", "--soft-prompt", 5, "--steps", 0)
+    for name, text in (("drawn", ()), ("text", ("--soft-prompt-text", "ab"))):
+        train(*options, *text, "--out", name, cwd=tmp_path)
+        prompt = load_file(tmp_path / name / "adapter_model.safetensors")["prompt_embeddings"].float()
+        tokens = [torch.nonzero((rows == row).all(1)).item() for row in prompt]
+        assert len(set(tokens)) > 2 if name == "drawn" else bytes(tokens) == b"ababa"
 
 
 def with_adapter(model, adapter):

@@ -337,15 +337,22 @@ TYPED_TEST(Kernels, EmbeddingForward) {
             const size_t C = e.C;
             const std::vector<T> wte = random_values<T>(e.vocabulary * C, 1, 42),
                                  wpe = random_values<T>(positions * C, 1, 43);
-            std::vector<T> out, alone;
+            std::vector<T> out, alone, of_rows, rows;
+            for (const int token : tokens)
+                rows.insert(rows.end(), wte.begin() + token * e.C, wte.begin() + (token + 1) * e.C);
             for_each_order([&] {
                 const DeviceArray<int> d_tokens(tokens);
-                const DeviceArray<T> d_wte(wte), d_wpe(wpe), d_out(poisoned<T>(tokens.size() * C));
+                const DeviceArray<T> d_wte(wte), d_wpe(wpe), d_out(poisoned<T>(tokens.size() * C)),
+                    d_rows(rows);
                 Tensor<T> t_out = d_out.tensor({e.batch, e.seq_len, e.C});
                 embedding_forward(t_out, d_tokens.tensor({e.batch, e.seq_len}),
                                   d_wte.tensor({e.vocabulary, e.C}), Tensor<T>(), Tensor<T>(), first_position,
                                   {}, kStream);
                 alone = d_out.download();
+                embedding_forward(t_out, Tensor<int>(nullptr, {e.batch, e.seq_len}),
+                                  d_rows.tensor({e.batch * e.seq_len, e.C}), d_wpe.tensor({positions, e.C}),
+                                  Tensor<T>(), first_position, {}, kStream);
+                of_rows = d_out.download();
                 embedding_forward(t_out, d_tokens.tensor({e.batch, e.seq_len}),
                                   d_wte.tensor({e.vocabulary, e.C}), d_wpe.tensor({positions, e.C}),
                                   Tensor<T>(), first_position, {}, kStream);
@@ -361,6 +368,7 @@ TYPED_TEST(Kernels, EmbeddingForward) {
             }
             EXPECT_TRUE(same);
             EXPECT_TRUE(same_alone) << "without positions";
+            EXPECT_TRUE(bytes_of(of_rows) == bytes_of(out)) << "of the tokens' rows";
         }
     }
 }

@@ -126,17 +126,25 @@ TYPED_TEST(Quantized, ElementsAreThoseOfTheDefinition) {
         SCOPED_TRACE(text(m));
         std::vector<T> want, out, gathered;
         for (const float x : m.elements) want.push_back(from_float<T>(x));
+        int64_t first = 1;  // of the last rows, which can be made alone
+        while (first < m.rows && first * m.columns % kDecodedRun != 0) first++;
+        const std::vector<T> want_slice(want.begin() + first * m.columns, want.end());
+        std::vector<T> slice;
         const std::vector<int> rows = {0, static_cast<int>(m.rows - 1), static_cast<int>(m.rows / 2)};
         for_each_order([&] {
             const DeviceArray<unsigned char> d_bytes(m.bytes);
             const DeviceArray<T> d_out(poisoned<T>(want.size()));
             const DeviceArray<T> d_rows(poisoned<T>(rows.size() * m.columns));
+            const DeviceArray<T> d_slice(poisoned<T>(want_slice.size()));
             const DeviceArray<int> d_numbers(rows);
             dequantize(d_out.data(), m.view(d_bytes), kStream);
             dequantize_rows(d_rows.data(), m.view(d_bytes), d_numbers.data(), 3, kStream);
-            out = d_out.download(), gathered = d_rows.download();
-            return bytes_of(out, gathered);
+            if (first < m.rows)
+                dequantize_slice(d_slice.data(), m.view(d_bytes), first, m.rows - first, kStream);
+            out = d_out.download(), gathered = d_rows.download(), slice = d_slice.download();
+            return bytes_of(out, gathered, slice);
         });
+        EXPECT_TRUE(bytes_of(slice) == bytes_of(want_slice));
         EXPECT_TRUE(bytes_of(out) == bytes_of(want));
         std::vector<T> want_rows;
         for (const int row : rows)
@@ -191,6 +199,47 @@ TEST(Nf4, QuantizedToTheNearestValue) {
         }
         EXPECT_LT(std::sqrt(error / size), 0.1) << format->name;
     }
+}
+
+TEST(Nf4, InPiecesAsWhole) {
+    const int64_t n = 64 * 300 + 17;
+    const std::vector<bf16> w = random_values<bf16>(n, 0.02, 9);
+    for (const WeightFormat* format : {&kNf4, &kNf4Double}) {
+        Bytes whole(quantized_bytes(*format, n)), pieces(whole.size(), 0x5a);
+        quantize_nf4(whole.data(), w.data(), n, *format);
+        Nf4Quantizer quantizer(pieces.data(), n, *format);
+        for (int64_t first = 0; first < n; first += 64 * 7)
+            quantizer.add(first, w.data() + first, std::min<int64_t>(64 * 7, n - first));
+        quantizer.finish();
+        EXPECT_TRUE(pieces == whole) << format->name;
+    }
+}
+
+TEST(Q8_0, QuantizedToTheNearestNumber) {
+    const int64_t n = 32 * 77;
+    const std::vector<float> w = random_values<float>(n, 0.02, 8);
+    Bytes bytes(quantized_bytes(kQ8_0, n));
+    quantize_q8_0(bytes.data(), w.data(), n);
+    for (int64_t b = 0; b < n / 32; b++) {
+        const unsigned char* const block = bytes.data() + 34 * b;
+        for (int i = 0; i < 32; i++) {  // half a number, and the rounding of the scale, 2^-11 of 127 numbers
+            const double off = ggml_element("q8_0", block, i) - w[b * 32 + i];
+            EXPECT_LE(std::fabs(off), 0.563 * half_of(block));
+        }
+    }
+}
+
+TEST(Q8_0, ScalesAreTheNearestHalves) {
+    for (unsigned bits = 0; bits < 0x7c00; bits++) {
+        const float half = half_to_float(static_cast<uint16_t>(bits));
+        const float next = bits == 0x7bff ? 65536.f : half_to_float(static_cast<uint16_t>(bits + 1));
+        const float middle = (half + next) / 2;  // exact
+        EXPECT_EQ(half_bits(half), bits);
+        EXPECT_EQ(half_bits(middle), bits % 2 ? bits + 1 : bits);
+        EXPECT_EQ(half_bits(std::nextafter(middle, 0.f)), bits);
+        EXPECT_EQ(half_bits(std::nextafter(middle, 1e9f)), bits + 1);
+    }
+    EXPECT_EQ(half_bits(1e30f), 0x7c00);
 }
 
 // bitsandbytes codes a block of zeros as -1 times zero.

@@ -189,6 +189,17 @@ def test_ggml_formats_are_those_of_gguf(kind):
     assert np.isnan(ours[~numbers]).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["normal", "coarse", "tiny", "large"])
+def test_q8_0_is_that_of_gguf(kind, dtype):
+    """Scales that are subnormal halves, zero, or none among them."""
+    w = weights((37, 96), dtype, kind)
+    if kind in ("tiny", "large"):
+        w *= torch.logspace(*((-7, -1) if kind == "tiny" else (0, 7)), 37)[:, None]
+    wanted = gguf.quants.quantize(w.float().numpy(), gguf.GGMLQuantizationType.Q8_0).tobytes()
+    assert probe("quantize", "q8_0", "bf16" if dtype == torch.bfloat16 else "fp32", data=bytes_of(w)) == padded(wanted)
+
+
 @pytest.mark.parametrize("kind", GGML_FORMATS)
 def test_products_with_a_row(kind):
     rows, columns = 37, 768

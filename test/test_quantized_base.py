@@ -1,18 +1,21 @@
 """A base in NF4: training and generating on it, bitsandbytes' own folders, and what the adapter's merge gives."""
 
+import contextlib
 import json
 
 import bitsandbytes
+import gguf
 import numpy as np
 import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from test_adapters import OPTIONS, STEPS, make_adapter, trained, validated
 from test_bad_input import refused
 from test_families import DATA, linked, prepare
 from test_gguf import MODELS as GGUF_MODELS, write_gguf
-from test_train import by_key, open_with_transformers
+from test_train import by_key, open_with_transformers, sampled, starting_at_0
 from trainer_runs import random_tokens, read_log, saved_bytes, write_shard
 
 # Matrices whose elements are no multiple of NF4's blocks among them.
@@ -52,6 +55,12 @@ def dequantized(model):
     return model
 
 
+def validated_windows(work):
+    """The sequences that validated() reads, with the token that follows each."""
+    tokens = np.fromfile(work / "data.bin", dtype=np.uint16, offset=1024).astype(np.int64)
+    return torch.stack([torch.from_numpy(tokens[at:at + 38]) for at in range(0, 6 * 37, 37)])
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
     work = prepare(tmp_path_factory.mktemp(request.param), request.param, OPTIONS)
@@ -78,8 +87,7 @@ def test_losses_are_those_of_bitsandbytes(train_fp32, work, base):
     assert of_files == pytest.approx(got, rel=0, abs=1e-5) if is_double else of_files == got
 
     model = peft.PeftModel.from_pretrained(dequantized(open_nf4(work / "model", is_double)), work / "adapter").eval()
-    tokens = np.fromfile(work / "data.bin", dtype=np.uint16, offset=1024).astype(np.int64)
-    windows = torch.stack([torch.from_numpy(tokens[at:at + 38]) for at in range(0, 6 * 37, 37)])
+    windows = validated_windows(work)
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(windows[:, :-1]).logits.flatten(0, 1),
                                                  windows[:, 1:].flatten()).item()
@@ -113,6 +121,74 @@ def test_merged_is_the_trained_model(train_fp32, work):
     open_with_transformers(work / "merged")
 
 
+@contextlib.contextmanager
+def one_thread():
+    """bitsandbytes adds up the scales' mean in another order with more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("family, base", [("gpt2", "nf4-double"), ("llama", "nf4"), ("llama-tied", "nf4-double"),
+                                          ("mistral", "nf4-double"), ("qwen2", "nf4"), ("qwen3", "nf4-double"),
+                                          ("bloom", "nf4")])
+def test_saved_base_is_that_of_transformers(train, tmp_path, family, base):
+    """Byte for byte, of the same precision; transformers opens it as its own, and so do we."""
+    work = prepare(tmp_path, family, OPTIONS)
+    dtype = torch.float32 if train.precision == "fp32" else torch.bfloat16
+    train("--model", "model", "--base", base, "--steps", 0, "--save-base", "base", cwd=work)
+    with one_thread():
+        config = nf4(base == "nf4-double")
+        config.bnb_4bit_compute_dtype = dtype
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(work / "model", dtype=dtype,
+                                                                   quantization_config=config).eval()
+    theirs.save_pretrained(work / "bnb")
+    assert (work / "base" / "model.safetensors").read_bytes() == (work / "bnb" / "model.safetensors").read_bytes()
+    settings = [json.loads((work / name / "config.json").read_text())["quantization_config"] for name in ("base", "bnb")]
+    assert settings[0] == {key: value for key, value in settings[1].items() if not key.startswith("_")}
+    opened = transformers.AutoModelForCausalLM.from_pretrained(work / "base", dtype=dtype)
+    matrices = [[floats_of(m.weight.data, m.weight.quant_state) for m in model.modules()
+                 if isinstance(m, bitsandbytes.nn.Linear4bit)] for model in (opened, theirs)]
+    assert len(matrices[0]) == len(matrices[1]) > 0 and all(map(torch.equal, *matrices))
+    options = ("--seq-len", 37, "--batch", 3, "--eval-batches", 1, "--steps", 0, "--val-data", "data.bin", "--model")
+    said = [train(*options, *model, cwd=work).stdout for model in (("base",), ("model", "--base", base))]
+    assert said[0] == said[1] and b"validation loss" in said[0]
+    train("--model", "base", "--steps", 0, "--save-base", "again", cwd=work)
+    assert saved_model(work / "again") == saved_model(work / "base")
+
+
+def saved_model(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_run_saves_the_base_of_its_adapter(train_fp32, work):
+    """peft opens the two as they are; a resumed run leaves the base alone, and one that began anew does too."""
+    (work / "base.tmp").mkdir()
+    (work / "base.tmp" / "of a run that was killed").touch()
+    options = (*DATA, "--adapter", "adapter", "--base", "nf4-double", "--sample-tokens", 0, "--save-base", "base")
+    train_fp32(*options, "--steps", 4, "--save-every", 2, "--keep", 0, "--out", "out", cwd=work)
+    assert not (work / "base.tmp").exists()
+    base, whole = saved_model(work / "base"), saved_bytes(work / "out" / "step-00000004")
+    settings = json.loads((work / "out" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str((work / "base").resolve())
+    loss = validated(train_fp32, work, "--model", "base", "--adapter", "out")
+    assert loss == validated(train_fp32, work, "--model", "model", "--base", "nf4-double", "--adapter", "out")
+
+    model = dequantized(peft.AutoPeftModelForCausalLM.from_pretrained(work / "out", dtype=torch.float32).eval())
+    windows = validated_windows(work)
+    with torch.no_grad():
+        theirs = torch.nn.functional.cross_entropy(model(windows[:, :-1]).logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert loss == pytest.approx(theirs.item(), rel=0, abs=1e-4)
+
+    train_fp32("--resume", "out/step-00000002", cwd=work)
+    assert saved_bytes(work / "out" / "step-00000004") == whole and saved_model(work / "base") == base
+    train_fp32(*options, "--steps", 5, "--out", "new", "--resume", "auto", cwd=work)
+    assert saved_model(work / "base") == base
+
+
 def test_plan(train, work):
     """The matrices take their 4 bits and their scales, and nothing else of the model is changed."""
     options = ("--model", str(work / "model"), "--train", "lora", "--batch", 2, "--seq-len", 16)
@@ -124,12 +200,170 @@ def test_plan(train, work):
     assert small["parameters"] == plain["parameters"]
 
 
+# Tied and not, with learned positions and a norm behind the embedding; rows that blocks of NF4 do not divide, and more
+# of the vocabulary than is dequantized at a time.
+HEADS = {
+    "gpt2": ("--heads", 3, "--channels", 96),
+    "llama": ("--heads", 6, "--kv-heads", 2, "--channels", 96, "--mlp-width", 92),
+    "llama-tied": ("--heads", 8, "--kv-heads", 2, "--channels", 160, "--tied", "--vocab", 9001, "--shard-size", "3MB"),
+    "mistral": ("--heads", 4, "--kv-heads", 2, "--channels", 64, "--window", 7, "--vocab", 4097),
+    "qwen2": ("--heads", 6, "--kv-heads", 3, "--channels", 96, "--tied"),
+    "qwen3": ("--heads", 4, "--kv-heads", 2, "--channels", 32, "--head-size", 18),
+    "bloom": ("--heads", 6, "--channels", 96),
+}
+FORMATS = [("gpt2", "8bit"), ("llama", "nf4"), ("llama-tied", "nf4"), ("llama-tied", "8bit"), ("mistral", "nf4"),
+           ("qwen2", "8bit"), ("qwen3", "nf4"), ("bloom", "8bit")]
+HEAD_NAMES = ("lm_head.weight", "embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+
+
+def dequantized_head(w, head):
+    """What a matrix is, kept so: by bitsandbytes and PyPI's gguf."""
+    if head == "8bit":
+        kind = gguf.GGMLQuantizationType.Q8_0
+        return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(w.numpy(), kind), kind))
+    with one_thread():
+        return floats_of(*bitsandbytes.functional.quantize_4bit(w, quant_type="nf4", blocksize=64,
+                                                                compress_statistics=True))
+
+
+def write_plain(work, head):
+    """The model with its head, and the embedding where it is tied, as they are dequantized; returns the head's shape."""
+    tensors = {name: t.float() for path in (work / "model").glob("*.safetensors") for name, t in load_file(path).items()}
+    name = next(n for end in HEAD_NAMES for n in tensors if n.endswith(end))
+    tensors[name] = dequantized_head(tensors[name], head)
+    (work / "plain").mkdir()
+    save_file(tensors, work / "plain" / "model.safetensors", metadata={"format": "pt"})
+    (work / "plain" / "config.json").write_text((work / "model" / "config.json").read_text())
+    return tensors[name].shape
+
+
+@pytest.fixture(scope="module", params=FORMATS, ids="-".join)
+def head_folder(request, tmp_path_factory):
+    family, head = request.param
+    folder = prepare(tmp_path_factory.mktemp("head"), family, HEADS)
+    (folder / "head").write_text(head)
+    shape = write_plain(folder, head)
+    (folder / "shape").write_text(json.dumps(list(shape)))
+    make_adapter(folder, peft.LoraConfig(r=4, lora_alpha=7, target_modules="all-linear", task_type="CAUSAL_LM",
+                                         fan_in_fan_out=family == "gpt2"))
+    return folder
+
+
+@pytest.fixture
+def head_work(head_folder, tmp_path):
+    return linked(tmp_path, head_folder, "adapter", "plain", "head", "shape")
+
+
+def far(got, expected):
+    """The relative error of an adapter's tensors."""
+    of = [load_file(folder / "adapter_model.safetensors") for folder in (got, expected)]
+    assert of[0].keys() == of[1].keys()
+    distance = sum((of[0][name] - of[1][name]).float().square().sum() for name in of[0])
+    return (distance / sum(t.float().square().sum() for t in of[1].values())).sqrt().item()
+
+
+def test_a_quantized_head_is_what_it_stands_for(train, head_work):
+    """The steps, adapters, losses and samples are those on a folder with what the other libraries dequantize."""
+    work, head = head_work, ("--head", (head_work / "head").read_text())
+    runs = {}
+    for name, model in (("got", ("--model", "model", *head)), ("wanted", ("--model", "plain")),
+                        ("other", ("--model", "model"))):
+        train(*model, *DATA[2:], "--adapter", "adapter", "--steps", 6, *STEPS, "--head-rows", 40, "--out", name, "--log",
+              f"{name}.log", "--sample-tokens", 0, cwd=work)
+        runs[name] = by_key(read_log(work / f"{name}.log"), "loss")
+        runs[name + " validated"] = validated(train, work, *model, "--adapter", "adapter")
+    bound = 1e-5 if train.precision == "fp32" else 1e-2
+    assert runs["got"] == pytest.approx(runs["wanted"], rel=0, abs=bound)
+    assert runs["got validated"] == pytest.approx(runs["wanted validated"], rel=0, abs=bound)
+    off, changed = far(work / "got", work / "wanted"), far(work / "other", work / "wanted")
+    assert off < 4e-3 if train.precision == "bf16" else off < min(1e-4, changed / 5)
+    assert runs["other validated"] != runs["wanted validated"]
+    if train.precision == "fp32":
+        said = [sampled(train, "--model", starting_at_0(work / model[0], work / f"{model[0]}-0"), *model[1:], *DATA[2:4],
+                        "--batch", 1, "--seq-len", 60, "--steps", 1, "--lr", 0, "--train", "lora", "--lora-rank", 4,
+                        "--sample-tokens", 50,
+                        cwd=work) for model in (("model", *head), ("plain",))]
+        assert said[0] == said[1] and len(said[0].split()) == 50
+
+
+a_few = pytest.mark.parametrize("head_folder", FORMATS[:3], ids="-".join, indirect=True)
+
+
+@a_few
+def test_memory_options_change_no_bit_with_a_quantized_head(train, head_work):
+    work, head = head_work, (head_work / "head").read_text()
+    options = ("--head", head, "--base", "nf4", "--grad-accum", 2)
+    first = trained(train, work, "none", "--recompute", "none", "--save-every", 2, "--keep", 0, *options)
+    assert first == trained(train, work, "block", "--recompute", "block", "--threads", 1, *options)
+    train("--resume", "none/step-00000002", cwd=work)
+    assert saved_bytes(work / "none" / "step-00000004") == first[1]
+
+
+def test_plan_of_a_quantized_head(train, head_work):
+    """It takes its codes and scales in place of the matrix, and as many rows as are dequantized at a time."""
+    options = ("--model", head_work / "model", "--train", "lora", "--lora-rank", 4, "--batch", 2, "--seq-len", 16)
+    rows, columns = json.loads((head_work / "shape").read_text())
+    head = (head_work / "head").read_text()
+    plain, small = train.plan(*options), train.plan(*options, "--head", head)
+    n, element = rows * columns, 4 if train.precision == "fp32" else 2
+    blocks = -(-n // 64)
+    parts = (n // 32 * 34,) if head == "8bit" else (-(-n // 2), blocks, 64, -(-blocks // 256) * 4, 1024, 4)
+    wanted = sum(-(-part // 16) * 16 for part in parts)
+    [codes] = [b["bytes"] for b in small["buffers"] if b["name"] == "quantized_head"]
+    in_16_bits = -(-(-(-rows // 128) * 128 * columns) // 256) * 256 * element
+    assert codes == wanted and plain["totals"]["weights"] - small["totals"]["weights"] == in_16_bits - codes
+    assert small["parameters"] == plain["parameters"]
+    rooms = [b for b in small["buffers"] if b["name"] == "dequantized_head"]
+    assert [b["bytes"] for b in rooms] == 2 * [min(rows, 4096) * columns * element] and rooms[0]["dies"] <= rooms[1]["born"]
+    assert "taken from the device" in train(*options, "--head", head, "--data", head_work / "data.bin", "--steps", 2,
+                                            "--sample-tokens", 3).stdout.decode()
+
+
+@a_few
+def test_a_merge_has_the_quantized_head(train_fp32, head_work):
+    work, head = head_work, (head_work / "head").read_text()
+    before = validated(train_fp32, work, "--model", "model", "--adapter", "adapter", "--base", "nf4", "--head", head,
+                       "--merge", "merged")
+    assert validated(train_fp32, work, "--model", "merged") == pytest.approx(before, rel=0, abs=1e-5)
+    windows = validated_windows(work)
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(
+            open_with_transformers(work / "merged")(windows[:, :-1]).logits.flatten(0, 1), windows[:, 1:].flatten())
+    assert before == pytest.approx(loss.item(), rel=0, abs=1e-5)
+
+
+@a_few
+def test_a_soft_prompt_of_a_quantized_head(train, head_work):
+    """It begins as the same rows, which in bf16 were rounded in two ways, and learns the same."""
+    work, head = head_work, (head_work / "head").read_text()
+    for name, model in (("got", ("--model", "model", "--head", head)), ("wanted", ("--model", "plain"))):
+        options = (*model, *DATA[2:], "--train", "prompt", "--soft-prompt", 5, "--sample-tokens", 0)
+        train(*options, "--steps", 0, "--out", f"{name}-0", cwd=work)
+        train(*options, "--steps", 4, "--out", name, cwd=work)
+    assert far(work / "got-0", work / "wanted-0") <= (0 if train.precision == "fp32" else 1e-3)
+    assert 0 < far(work / "got", work / "wanted-0")
+    assert far(work / "got", work / "wanted") < (1e-4 if train.precision == "fp32" else 2e-2)
+
+
 def test_bad_input(train_fp32, work):
     open_nf4(work / "model", True).save_pretrained(work / "bnb")
     base = {"--model": "bnb", "--data": "data.bin", "--batch": "2", "--seq-len": "16"}
     refused(train_fp32, work, base, "--model bnb", "NF4", "--train lora")
     refused(train_fp32, work, base | {"--train": "lora", "--base": "nf4"}, "--base nf4", "quantized already")
     refused(train_fp32, work, base | {"--model": "model", "--base": "nf4"}, "--base nf4", "--train lora")
+    untrained = base | {"--model": "model", "--steps": "0", "--data": None}
+    refused(train_fp32, work, untrained | {"--base": "nf4", "--out": "out"}, "--out out", "--save-base")
+    refused(train_fp32, work, untrained | {"--save-base": "base"}, "--save-base base", "--base nf4")
+    saves = base | {"--model": "model", "--base": "nf4", "--train": "lora"}
+    refused(train_fp32, work, saves | {"--save-base": "base", "--head": "nf4"}, "--save-base base", "--head nf4")
+    refused(train_fp32, work, base | {"--model": "model", "--head": "nf4"}, "--head nf4", "--train lora")
+    refused(train_fp32, work, base | {"--model": "model", "--head": "8bit", "--train": "lora"}, "--head 8bit", "channels")
+    refused(train_fp32, work, untrained | {"--head": "nf4", "--out": "out"}, "--out out")
+    refused(train_fp32, work, untrained | {"--model": "d1", "--head": "nf4", "--out": None}, "--head nf4", "--model")
+    refused(train_fp32, work, saves | {"--save-base": "bnb"}, "--save-base bnb", "there already")
+    refused(train_fp32, work, saves | {"--save-base": "out"}, "--save-base out", "--out")
+    refused(train_fp32, work, saves | {"--save-base": ""}, "--save-base", "empty")
+    refused(train_fp32, work, saves | {"--save-base": "model", "--resume": "auto"}, "--save-base model", "in NF4")
     path = work / "bnb" / "config.json"
     config = json.loads(path.read_text())
     for change, named in (({"bnb_4bit_quant_type": "fp4"}, "fp4"), ({"quant_method": "gptq"}, "gptq")):
@@ -161,8 +395,7 @@ def test_a_gguf(train_fp32, gguf_work):
     assert validated(train_fp32, work, "--model", "model.gguf") == pytest.approx(plain, rel=0, abs=0.02)
     adapted = validated(train_fp32, work, "--model", "model.gguf", "--adapter", "adapter", "--merge", "merged")
     assert adapted != pytest.approx(plain, rel=0, abs=0.02)
-    tokens = np.fromfile(work / "data.bin", dtype=np.uint16, offset=1024).astype(np.int64)
-    windows = torch.stack([torch.from_numpy(tokens[at:at + 38]) for at in range(0, 6 * 37, 37)])
+    windows = validated_windows(work)
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(
             open_with_transformers(work / "merged")(windows[:, :-1]).logits.flatten(0, 1), windows[:, 1:].flatten())
@@ -175,5 +408,7 @@ def test_a_gguf(train_fp32, gguf_work):
     assert saved_bytes(work / "out" / "step-00000004") == whole
     refused(train_fp32, work, {"--model": "model.gguf", "--data": "data.bin"}, "--model model.gguf", "GGUF",
             "--train lora")
+    refused(train_fp32, work, {"--model": "model.gguf", "--data": "data.bin", "--train": "lora", "--head": "nf4"},
+            "--head nf4", "GGUF")
     (work / "short.gguf").write_bytes((work / "model.gguf").read_bytes()[:-1000])
     refused(train_fp32, work, {"--model": "short.gguf", "--data": "data.bin", "--train": "lora"}, "short.gguf")

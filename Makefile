@@ -14,6 +14,7 @@
 # make fuzz-build        builds the fuzzers of what reads files
 # make fuzz              runs them, each for FUZZ_SECONDS=10
 # make cuda-build        compiles for a GPU, which need not be there, and checks that no kernel spills
+# make test-emulated      runs more of the CUDA build without a GPU than make test does, on four that are played (tens of minutes)
 # make gpu-check         tests and measures on a GPU; GPU_CHECK=--dry-run prints what, GPU_CHECK="build kernels" does a part
 # make bench-attention   times attention; BENCH_OPTIONS="..." are dev/bench/attention.cpp's
 # make bench-products    a step's products beside oneDNN's own rates; BENCH_OPTIONS="--model d12 --batch 4 --seq-len 64"
@@ -199,6 +200,47 @@ test: test-deps
 
 .PHONY: build-tests
 PROBES := build/test/fast/tokenize_probe build/test/fast/formats_probe
+
+# The CUDA build on a machine without a GPU: test/gpu's library stands in for CUDA's, and runs the build's PTX, which lies
+# in these binaries as it is, for two architectures. They find the library by themselves.
+EMULATED := build/emulated
+EMULATED_TESTS := $(KERNEL_TESTS:%=$(EMULATED)/%)
+EMULATED_TRAINERS := $(EMULATED)/train-fp32 $(EMULATED)/train-bf16
+EMULATED_FLAGS := -std=c++20 -O3 -I. -MMD -MP -Xcompiler -Wall,-Wextra,-Wno-restrict,-Wno-unknown-pragmas,-fopenmp -DLLMC_HOPPER \
+    $(foreach a,80 90a,-gencode arch=compute_$(a)$(comma)code=compute_$(a)) -cudart shared -no-compress
+EMULATED_LIBS := -Xlinker -rpath$(comma)$(CURDIR)/$(EMULATED)/lib -lcublasLt $(TEXT_LIBS) -lgomp
+CUDA_MAJOR = $(firstword $(subst ., ,$(nvcc_release)))
+$(EMULATED)/lib/libgpu.so: $(wildcard test/gpu/*.cpp test/gpu/*.h) Makefile
+	@mkdir -p $(@D)
+	@printf 'libcudart.so.%s { global: cuda*; __cuda*; local: *; };\nlibcublasLt.so.%s { global: cublasLt*; };\n' $(CUDA_MAJOR) $(CUDA_MAJOR) > $(@D)/exports
+	$(CXX) -std=c++20 $(WARNINGS) -O3 -march=native -ffp-contract=off -fPIC -shared -I. -idirafter $(CUDA_HOME)/include \
+	    $(filter %.cpp,$^) -o $@ -Wl,--version-script=$(@D)/exports -ldnnl
+	@ln -sf $(@F) $(@D)/libcudart.so.$(CUDA_MAJOR)
+	@ln -sf $(@F) $(@D)/libcublasLt.so.$(CUDA_MAJOR)
+define compile_emulated
+@mkdir -p $(@D)
+$(NVCC) $(1) $(EMULATED_FLAGS) $(NVCC_WERROR) -MF $@.d -MT $@ $< -o $@ $(EMULATED_LIBS)
+endef
+$(EMULATED)/train-fp32: DEFINES :=
+$(EMULATED)/train-bf16: DEFINES := -DLLMC_BF16
+$(EMULATED_TRAINERS): train_gpt.cu Makefile | $(EMULATED)/lib/libgpu.so
+	$(call compile_emulated,$(DEFINES))
+$(EMULATED)/faults: test/gpu/faults.cu Makefile | $(EMULATED)/lib/libgpu.so
+	$(call compile_emulated)
+$(EMULATED)/test_%: test/test_%.cpp Makefile | $(EMULATED)/lib/libgpu.so
+	$(call compile_emulated,-x cu -lgtest -lgtest_main)
+.PHONY: emulated-build test-emulated
+ifneq ($(wildcard $(CUDA_HOME)/bin/nvcc),)
+emulated-build: $(EMULATED_TESTS) $(EMULATED_TRAINERS) $(EMULATED)/faults
+else
+emulated-build: ; @echo "== the CUDA build's tests without a GPU: skipped, no CUDA Toolkit here"
+endif
+# More of them: all kernel tests on all GPUs that can be played, with several seeds; tens of minutes.
+test-emulated: test-deps emulated-build build/cpu-fp32/train build/cpu-bf16/train
+	@for gpu in A100 4090 H100 B200; do for seed in 11 12 13; do for t in $(EMULATED_TESTS); do \
+	  echo "== $$t on $$gpu, seed $$seed"; GPU=$$gpu GPU_SEED=$$seed $$t --gtest_brief=1 --gtest_filter=-HopperAttention.Agrees* || exit 1; done; done; done
+	EMULATED_ALL=1 TRAIN_BINARIES="build/cpu-fp32/train build/cpu-bf16/train" $(PYTHON) -m pytest -q -n 2 test/test_emulated.py
+
 BENCH_ATTENTION := build/bench/$(DEVICE)/attention
 BENCHES := $(BENCH_ATTENTION) $(if $(filter cpu,$(DEVICE)),build/bench/cpu/products)
 ifeq ($(DEVICE),cuda)
@@ -206,7 +248,7 @@ TRAINERS := build/cuda-fp32/train build/cuda-bf16/train
 build-tests: $(UNIT_TESTS) $(TRAINERS) $(BENCHES) $(PROBES)
 else
 TRAINERS := build/cpu-fp32/train build/cpu-bf16/train
-build-tests: $(UNIT_TESTS) $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES) $(PROBES) build/test/tsan/race_probe cuda-build fuzz-build
+build-tests: $(UNIT_TESTS) $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES) $(PROBES) build/test/tsan/race_probe cuda-build emulated-build fuzz-build
 endif
 
 unit-tests: $(UNIT_TESTS)
@@ -269,7 +311,7 @@ test-smollm2: test-deps build/$(DEVICE)-fp32/train
 
 python-tests: $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES) $(PROBES)
 	@dev/venv.sh
-	TRAIN_BINARIES="$(TRAINERS)" ASAN_TRAINERS="$(ASAN_TRAINERS)" $(PYTHON) -m pytest -q test
+	TRAIN_BINARIES="$(TRAINERS)" ASAN_TRAINERS="$(ASAN_TRAINERS)" $(PYTHON) -m pytest -q -n 2 --dist loadfile test
 
 # What only a machine with a GPU can check and measure, to dev/results/. GPU_CHECK=--dry-run prints the plan, and
 # GPU_CHECK="build kernels" does a part of it: dev/gpu_check.sh says which there are.
@@ -280,7 +322,7 @@ nvcc-version:
 	@$(NVCC) --version | sed -n 's/^.*release.*, //p'
 
 format:
-	clang-format -i train_gpt.cu llmc/*.h llmc/*.cuh test/*.cpp test/*.h dev/bench/*.cpp
+	clang-format -i train_gpt.cu llmc/*.h llmc/*.cuh test/*.cpp test/*.h test/gpu/*.h test/gpu/*.cpp test/gpu/*.cu dev/bench/*.cpp
 
 clean:
 	rm -rf build train

@@ -34,8 +34,9 @@ def small_disk(path, size):
 class Train:
     """One binary of the trainer."""
 
-    def __init__(self, path):
+    def __init__(self, path, **environment):
         self.path = str((ROOT / path).resolve())
+        self.environment = ENVIRONMENT | environment
         plan = json.loads(self("--model", "d1", "--plan", "--json").stdout)
         self.precision, self.device = plan["precision"], plan["device"]
 
@@ -47,11 +48,11 @@ class Train:
 
     def start(self, *arguments, cwd=None, **popen):
         popen = {"stdout": subprocess.PIPE} | popen
-        return subprocess.Popen(self.command(*arguments), cwd=cwd, env=ENVIRONMENT, **popen)
+        return subprocess.Popen(self.command(*arguments), cwd=cwd, env=self.environment, **popen)
 
     def __call__(self, *arguments, cwd=None, code=0, minutes=2):
         """Runs it to its end; stdout stays bytes, as samples of byte models need not be text."""
-        result = subprocess.run(self.command(*arguments), cwd=cwd, env=ENVIRONMENT, capture_output=True,
+        result = subprocess.run(self.command(*arguments), cwd=cwd, env=self.environment, capture_output=True,
                                 timeout=60 * minutes)
         assert result.returncode == code, (arguments, result.returncode, result.stdout[-2000:], result.stderr)
         return result

@@ -1,5 +1,5 @@
-// assemble.h - makes a kernel's statements into instructions: each opcode's meaning for its types, and where each
-// register and constant lies.
+// assemble.h - makes a kernel's statements into instructions: each opcode's meaning for its types, and where
+// each register and constant lies.
 #pragma once
 
 #include "test/gpu/hopper.h"
@@ -10,7 +10,8 @@ namespace gpu {
 
 class Assembler {
   public:
-    Assembler(const KernelText& kernel, const PtxModule& module) : kernel_(kernel), p_(std::make_unique<Program>()) {
+    Assembler(const KernelText& kernel, const PtxModule& module)
+        : kernel_(kernel), p_(std::make_unique<Program>()) {
         p_->name = kernel.name;
         p_->parameter_bytes = kernel.parameter_bytes;
         p_->max_threads = kernel.max_threads;
@@ -32,7 +33,8 @@ class Assembler {
                 p_->code.push_back(instruction(s));
                 p_->has_wgmma |= s.opcode.starts_with("wgmma");
             } catch (const std::exception& e) {
-                throw Fault(kernel_.name + ", PTX line " + std::to_string(s.line) + ", " + s.opcode + ": " + e.what());
+                throw Fault(kernel_.name + ", PTX line " + std::to_string(s.line) + ", " + s.opcode + ": " +
+                            e.what());
             }
             p_->text.push_back(s.opcode);
         }
@@ -69,7 +71,9 @@ class Assembler {
             }
     }
     void place_register(const std::string& name, RegisterClass kind) {
-        const size_t bytes = kind == RegisterClass::Predicate ? 64 : kind == RegisterClass::Bits64 ? 256 : 128;
+        const size_t bytes = kind == RegisterClass::Predicate ? 64
+                             : kind == RegisterClass::Bits64  ? 256
+                                                              : 128;
         Slot s;
         s.offset = static_cast<uint32_t>(p_->register_bytes);
         s.wide = kind == RegisterClass::Bits64;
@@ -86,8 +90,12 @@ class Assembler {
             s.offset = static_cast<uint32_t>(p_->constants.size());
             const uint32_t narrow = static_cast<uint32_t>(value);
             for (int lane = 0; lane < 32; lane++)
-                if (wide) p_->constants.insert(p_->constants.end(), reinterpret_cast<const char*>(&value), reinterpret_cast<const char*>(&value) + 8);
-                else p_->constants.insert(p_->constants.end(), reinterpret_cast<const char*>(&narrow), reinterpret_cast<const char*>(&narrow) + 4);
+                if (wide)
+                    p_->constants.insert(p_->constants.end(), reinterpret_cast<const char*>(&value),
+                                         reinterpret_cast<const char*>(&value) + 8);
+                else
+                    p_->constants.insert(p_->constants.end(), reinterpret_cast<const char*>(&narrow),
+                                         reinterpret_cast<const char*>(&narrow) + 4);
         }
         return it->second;
     }
@@ -139,7 +147,9 @@ class Assembler {
         if (bits % 8 || bits < 8 || bits > 64) throw Fault("type " + t + " is not known");
         return static_cast<size_t>(bits) / 8;
     }
-    static bool has(const Words& words, const char* w) { return std::find(words.begin(), words.end(), w) != words.end(); }
+    static bool has(const Words& words, const char* w) {
+        return std::find(words.begin(), words.end(), w) != words.end();
+    }
     [[noreturn]] static void unknown() { throw Fault("this instruction is not known"); }
 
     // What `make` makes for an integer type, or for a type of float.
@@ -169,7 +179,8 @@ class Assembler {
             i.guard = destination(s.guard);
         }
         const Words words = split(s.opcode);
-        if (flow(s, words, i) || memory(s, words, i) || together(s, words, i) || hopper(s, words, i)) return i;
+        if (flow(s, words, i) || memory(s, words, i) || together(s, words, i) || hopper(s, words, i))
+            return i;
         if (words[0] == "mov") return move(s, words, i);
         if (words[0] == "cvt") return convert(s, words, i);
         if (words[0] == "setp") return set_predicate(s, words, i);
@@ -182,10 +193,12 @@ class Assembler {
         // "mul.wide.s32" takes 32 bits and makes 64.
         for (size_t n = 1; n < s.args.size(); n++) {
             const bool third_of_wide = has(words, "wide") && n == 3;
-            const bool of_32 = (shifts && n == 2) || ((words[0] == "bfi") && n >= 3) || ((words[0] == "bfe") && n >= 2);
+            const bool of_32 =
+                (shifts && n == 2) || ((words[0] == "bfi") && n >= 3) || ((words[0] == "bfe") && n >= 2);
             i.s[n - 1] = source(s.args[n], of_32 ? false : third_of_wide ? true : type_bytes(type) == 8);
         }
-        if (i.d.wide != (has(words, "wide") || (type_bytes(type) == 8 && words[0] != "popc" && words[0] != "clz")))
+        if (i.d.wide !=
+            (has(words, "wide") || (type_bytes(type) == 8 && words[0] != "popc" && words[0] != "clz")))
             throw Fault("the destination is of another width");
         return i;
     }
@@ -220,9 +233,12 @@ class Assembler {
         }
         i.offset = static_cast<int64_t>(a.number);
         const auto it = registers_.find(a.name);
-        if (it != registers_.end()) i.s[0] = it->second;
-        else if (const auto symbol = symbols_.find(a.name); symbol != symbols_.end()) i.s[0] = constant(symbol->second, true);
-        else throw Fault("\"" + a.name + "\" is not known");
+        if (it != registers_.end())
+            i.s[0] = it->second;
+        else if (const auto symbol = symbols_.find(a.name); symbol != symbols_.end())
+            i.s[0] = constant(symbol->second, true);
+        else
+            throw Fault("\"" + a.name + "\" is not known");
     }
     bool memory(const Statement& s, const Words& words, Instruction& i) {
         if (s.opcode.starts_with("cp.async.c")) {  // cp.async.cg.shared.global [to], [from], bytes[, count]
@@ -236,7 +252,8 @@ class Assembler {
             i.bytes = static_cast<uint8_t>(s.args.at(2).number);
             i.count = s.args.size() > 3;
             if (i.count) i.s[2] = source(s.args[3], false);
-            if (has(words, "cg") ? i.bytes != 16 : i.bytes != 4 && i.bytes != 8 && i.bytes != 16) throw Fault("cannot copy so many bytes");
+            if (has(words, "cg") ? i.bytes != 16 : i.bytes != 4 && i.bytes != 8 && i.bytes != 16)
+                throw Fault("cannot copy so many bytes");
             return true;
         }
         if (s.opcode == "cp.async.commit_group") {
@@ -251,10 +268,14 @@ class Assembler {
         if (words[0] != "ld" && words[0] != "st") return false;
         const bool loads = words[0] == "ld";
         i.execute = loads ? load : store;
-        if (has(words, "global")) i.option = kGlobal;
-        else if (has(words, "shared")) i.option = kShared;
-        else if (has(words, "param") && loads) i.execute = load_parameter;
-        else unknown();
+        if (has(words, "global"))
+            i.option = kGlobal;
+        else if (has(words, "shared"))
+            i.option = kShared;
+        else if (has(words, "param") && loads)
+            i.execute = load_parameter;
+        else
+            unknown();
         i.count = has(words, "v4") ? 4 : has(words, "v2") ? 2 : 1;
         i.bytes = static_cast<uint8_t>(type_bytes(words.back()));
         i.is_signed = words.back()[0] == 's';
@@ -263,9 +284,12 @@ class Assembler {
         std::vector<Arg> parts = values.kind == Arg::Vector ? values.parts : std::vector<Arg>{values};
         if (parts.size() != i.count) throw Fault("not as many values as it moves");
         for (const Arg& a : parts) {
-            if (loads) i.more.push_back(destination(a));
-            else if (a.kind == Arg::Number) i.sources.push_back(constant(a.number, i.bytes == 8));
-            else i.sources.push_back(any_width(a));
+            if (loads)
+                i.more.push_back(destination(a));
+            else if (a.kind == Arg::Number)
+                i.sources.push_back(constant(a.number, i.bytes == 8));
+            else
+                i.sources.push_back(any_width(a));
         }
         return true;
     }
@@ -280,7 +304,10 @@ class Assembler {
         }
         if (words[0] == "shfl" && words[1] == "sync") {
             i.flow = Flow::Together;
-            i.execute = words[2] == "up" ? shuffle<kUp> : words[2] == "down" ? shuffle<kDown> : words[2] == "bfly" ? shuffle<kXor> : shuffle<kIndex>;
+            i.execute = words[2] == "up"     ? shuffle<kUp>
+                        : words[2] == "down" ? shuffle<kDown>
+                        : words[2] == "bfly" ? shuffle<kXor>
+                                             : shuffle<kIndex>;
             i.d = destination(s.args.at(0).name);
             i.more.push_back(destination(s.args[0].second.empty() ? "_" : s.args[0].second));
             for (size_t n = 0; n < 3; n++) i.s[n] = source(s.args.at(n + 1), false);
@@ -342,15 +369,18 @@ class Assembler {
             set_address(s.args.at(1), i);
             i.s[1] = source(s.args.at(2), false);
         } else if (s.opcode == "fence.mbarrier_init.release.cluster") {
-            i.execute = [](Warp&, const Instruction&, uint32_t) {};  // of a cluster; here each block is its own
+            i.execute = [](Warp&, const Instruction&, uint32_t) {
+            };  // of a cluster; here each block is its own
         } else if (s.opcode == "fence.proxy.async.shared::cta") {
             i.execute = fence_proxy;
         } else if (words[0] == "setmaxnreg") {
             i.execute = [](Warp&, const Instruction&, uint32_t) {};
             i.flow = Flow::Together;
             i.whole_warp = true;
-            if (s.args.at(0).number % 8 || s.args[0].number < 24 || s.args[0].number > 256) throw Fault("registers are 24 to 256, by 8");
-        } else if (s.opcode == "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes") {
+            if (s.args.at(0).number % 8 || s.args[0].number < 24 || s.args[0].number > 256)
+                throw Fault("registers are 24 to 256, by 8");
+        } else if (s.opcode ==
+                   "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes") {
             // [to], [map, {column, row, batch}], [barrier]
             barrier(copy_tensor);
             Instruction map, arrived;
@@ -383,10 +413,13 @@ class Assembler {
     void product_of_warpgroup(const Statement& s, const Words& words, Instruction& i) {
         i.execute = wgmma;
         int n = 0;
-        if (sscanf(words.at(4).c_str(), "m64n%dk16", &n) != 1 || words.at(5) != "f32" || words.at(6) != "bf16") unknown();
+        if (sscanf(words.at(4).c_str(), "m64n%dk16", &n) != 1 || words.at(5) != "f32" ||
+            words.at(6) != "bf16")
+            unknown();
         i.option = static_cast<uint32_t>(n);
         for (const Arg& a : s.args.at(0).parts) i.more.push_back(destination(a));
-        if (i.more.size() != static_cast<size_t>(n) / 2) throw Fault("not the registers of " + std::to_string(n) + " columns");
+        if (i.more.size() != static_cast<size_t>(n) / 2)
+            throw Fault("not the registers of " + std::to_string(n) + " columns");
         const Arg& a = s.args.at(1);
         const bool a_in_registers = a.kind == Arg::Vector;
         if (a_in_registers)
@@ -395,7 +428,8 @@ class Assembler {
             i.s[0] = source(a, true);
         i.s[1] = source(s.args.at(2), true);
         i.s[2] = destination(s.args.at(3));
-        if (s.args.at(4).number != 1 || s.args.at(5).number != 1) throw Fault("operands are not negated here");
+        if (s.args.at(4).number != 1 || s.args.at(5).number != 1)
+            throw Fault("operands are not negated here");
         const size_t transposes = 6;
         if (!a_in_registers && s.args.at(transposes).number) throw Fault("a transposed A is not known");
         i.is_signed = s.args.at(transposes + !a_in_registers).number;  // B is MN-major
@@ -406,7 +440,8 @@ class Assembler {
         const std::string& type = words.back();
         if (type == "pred") {
             i.d = destination(to);
-            i.s[0] = i.s[1] = from.kind == Arg::Number ? constant(from.number ? ~0ull : 0, false) : destination(from);
+            i.s[0] = i.s[1] =
+                from.kind == Arg::Number ? constant(from.number ? ~0ull : 0, false) : destination(from);
             i.execute = predicates([](uint32_t a, uint32_t) { return a; });
         } else if (to.kind == Arg::Vector) {
             if (to.parts.size() != 2) unknown();
@@ -415,10 +450,12 @@ class Assembler {
             i.bytes = static_cast<uint8_t>(type_bytes(type) / 2);
             i.execute = [](Warp& w, const Instruction& x, uint32_t lanes) {
                 for_lanes(lanes, [&](int lane) {
-                    const uint64_t bits = x.s[0].wide ? w.at<uint64_t>(x.s[0])[lane] : w.at<uint32_t>(x.s[0])[lane];
+                    const uint64_t bits =
+                        x.s[0].wide ? w.at<uint64_t>(x.s[0])[lane] : w.at<uint32_t>(x.s[0])[lane];
                     const uint64_t mask = (1ull << 8 * x.bytes) - 1;
                     if (!x.more[0].sink) w.at<uint32_t>(x.more[0])[lane] = static_cast<uint32_t>(bits & mask);
-                    if (!x.more[1].sink) w.at<uint32_t>(x.more[1])[lane] = static_cast<uint32_t>(bits >> 8 * x.bytes);
+                    if (!x.more[1].sink)
+                        w.at<uint32_t>(x.more[1])[lane] = static_cast<uint32_t>(bits >> 8 * x.bytes);
                 });
             };
         } else if (from.kind == Arg::Vector) {
@@ -427,7 +464,8 @@ class Assembler {
             i.s[0] = source(from.parts[0], false);
             i.s[1] = source(from.parts[1], false);
             if (type_bytes(type) == 8)
-                i.execute = elementwise<uint64_t, uint32_t, uint32_t>([](uint32_t a, uint32_t b) { return a | uint64_t{b} << 32; });
+                i.execute = elementwise<uint64_t, uint32_t, uint32_t>(
+                    [](uint32_t a, uint32_t b) { return a | uint64_t{b} << 32; });
             else
                 i.execute = elementwise<uint32_t, uint16_t, uint16_t>(
                     [](uint16_t a, uint16_t b) { return a | static_cast<uint32_t>(b) << 16; });
@@ -453,8 +491,12 @@ class Assembler {
         if (to == "s32" || to == "u32") return from_integer<From, int32_t>();
         if (to == "s16") return from_integer<From, int16_t>();
         if (to == "u16") return from_integer<From, uint16_t>();
-        if (to == "u8") return elementwise<uint32_t, From>([](From x) { return static_cast<uint32_t>(static_cast<uint8_t>(x)); });
-        if (to == "s8") return elementwise<int32_t, From>([](From x) { return static_cast<int32_t>(static_cast<int8_t>(x)); });
+        if (to == "u8")
+            return elementwise<uint32_t, From>(
+                [](From x) { return static_cast<uint32_t>(static_cast<uint8_t>(x)); });
+        if (to == "s8")
+            return elementwise<int32_t, From>(
+                [](From x) { return static_cast<int32_t>(static_cast<int8_t>(x)); });
         if (to == "f32") return from_integer<From, float>();
         if (to == "f64") return from_integer<From, double>();
         unknown();
@@ -462,9 +504,11 @@ class Assembler {
     Instruction convert(const Statement& s, const Words& words, Instruction i) {
         const std::string &to = words[words.size() - 2], &from = words.back();
         i.d = destination(s.args.at(0));
-        if (s.opcode == "cvt.s64.s32" && any_width(s.args.at(1)).wide) {  // the lower half of a wider register
+        if (s.opcode == "cvt.s64.s32" &&
+            any_width(s.args.at(1)).wide) {  // the lower half of a wider register
             i.s[0] = any_width(s.args[1]);
-            i.execute = elementwise<int64_t, uint64_t>([](uint64_t x) { return static_cast<int64_t>(static_cast<int32_t>(x)); });
+            i.execute = elementwise<int64_t, uint64_t>(
+                [](uint64_t x) { return static_cast<int64_t>(static_cast<int32_t>(x)); });
             return i;
         }
         for (size_t n = 1; n < s.args.size(); n++) i.s[n - 1] = source(s.args[n], type_bytes(from) == 8);
@@ -477,7 +521,8 @@ class Assembler {
         } else if (to == "f32" && from == "bf16") {
             i.execute = elementwise<float, uint16_t>([](uint16_t x) { return from_bf16(x); });
         } else if (to == "f32" && from == "f16") {
-            i.execute = elementwise<float, uint16_t>([](uint16_t x) { return static_cast<float>(std::bit_cast<_Float16>(x)); });
+            i.execute = elementwise<float, uint16_t>(
+                [](uint16_t x) { return static_cast<float>(std::bit_cast<_Float16>(x)); });
         } else if (to == "f64" && from == "f32") {
             i.execute = elementwise<double, float>([](float x) { return static_cast<double>(x); });
         } else if (to == "f32" && from == "f64" && mode == "rn") {
@@ -487,8 +532,10 @@ class Assembler {
         } else if (to == "f32" && from == "f32" && mode == "rni") {
             i.execute = elementwise<float, float>([](float x) { return std::nearbyint(x); });
         } else if (to == "s32" && from == "f32" && (mode == "rzi" || mode == "rni")) {
-            i.execute = mode == "rzi" ? elementwise<int32_t, float>([](float x) { return saturated(std::trunc(x)); })
-                                      : elementwise<int32_t, float>([](float x) { return saturated(std::nearbyint(x)); });
+            i.execute =
+                mode == "rzi"
+                    ? elementwise<int32_t, float>([](float x) { return saturated(std::trunc(x)); })
+                    : elementwise<int32_t, float>([](float x) { return saturated(std::nearbyint(x)); });
         } else if (from == "s32") {
             i.execute = to_integer<int32_t>(to);
         } else if (from == "u32") {
@@ -508,7 +555,8 @@ class Assembler {
         } else {
             unknown();
         }
-        if (i.d.wide != (type_bytes(to == "bf16x2" ? "b32" : to == "bf16" ? "b16" : to) == 8)) throw Fault("the destination is of another width");
+        if (i.d.wide != (type_bytes(to == "bf16x2" ? "b32" : to == "bf16" ? "b16" : to) == 8))
+            throw Fault("the destination is of another width");
         return i;
     }
     static int32_t saturated(float x) {
@@ -568,11 +616,16 @@ class Assembler {
         return i;
     }
     Instruction of_predicates(const Statement& s, const Words& words, Instruction i) {
-        if (words[0] == "and") i.execute = predicates([](uint32_t a, uint32_t b) { return a & b; });
-        else if (words[0] == "or") i.execute = predicates([](uint32_t a, uint32_t b) { return a | b; });
-        else if (words[0] == "xor") i.execute = predicates([](uint32_t a, uint32_t b) { return a ^ b; });
-        else if (words[0] == "not") i.execute = predicates([](uint32_t a, uint32_t) { return ~a; });
-        else unknown();
+        if (words[0] == "and")
+            i.execute = predicates([](uint32_t a, uint32_t b) { return a & b; });
+        else if (words[0] == "or")
+            i.execute = predicates([](uint32_t a, uint32_t b) { return a | b; });
+        else if (words[0] == "xor")
+            i.execute = predicates([](uint32_t a, uint32_t b) { return a ^ b; });
+        else if (words[0] == "not")
+            i.execute = predicates([](uint32_t a, uint32_t) { return ~a; });
+        else
+            unknown();
         i.d = destination(s.args.at(0));
         i.s[0] = destination(s.args.at(1));
         i.s[1] = s.args.size() > 2 ? destination(s.args[2]) : i.s[0];
@@ -597,68 +650,152 @@ class Assembler {
     }
     // The wider product of two integers.
     template <class T>
-    using Wider = std::conditional_t<sizeof(T) == 8, std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>,
-                                     std::conditional_t<sizeof(T) == 4, std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>,
-                                                        std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>>>;
+    using Wider = std::conditional_t<
+        sizeof(T) == 8, std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>,
+        std::conditional_t<sizeof(T) == 4, std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>,
+                           std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>>>;
 
     static Execute arithmetic(const Words& words) {
         const std::string &op = words[0], &type = words.back();
         if (type == "f32") return floats(words);
-        if (op == "add") return integer(type, []<class T>() { return elementwise<T, T, T>([](T a, T b) { return static_cast<T>(static_cast<Unsigned<T>>(a) + static_cast<Unsigned<T>>(b)); }); });
-        if (op == "sub") return integer(type, []<class T>() { return elementwise<T, T, T>([](T a, T b) { return static_cast<T>(static_cast<Unsigned<T>>(a) - static_cast<Unsigned<T>>(b)); }); });
-        if (op == "mul" && words[1] == "lo") return integer(type, []<class T>() { return elementwise<T, T, T>([](T a, T b) { return static_cast<T>(uint64_t(a) * uint64_t(b)); }); });
-        if (op == "mul" && words[1] == "hi") return integer(type, []<class T>() { return elementwise<T, T, T>([](T a, T b) { return static_cast<T>(Wider<T>(a) * Wider<T>(b) >> (8 * sizeof(T))); }); });
-        if (op == "mad" && words[1] == "lo") return integer(type, []<class T>() { return elementwise<T, T, T, T>([](T a, T b, T c) { return static_cast<T>(uint64_t(a) * uint64_t(b) + uint64_t(c)); }); });
+        if (op == "add")
+            return integer(type, []<class T>() {
+                return elementwise<T, T, T>([](T a, T b) {
+                    return static_cast<T>(static_cast<Unsigned<T>>(a) + static_cast<Unsigned<T>>(b));
+                });
+            });
+        if (op == "sub")
+            return integer(type, []<class T>() {
+                return elementwise<T, T, T>([](T a, T b) {
+                    return static_cast<T>(static_cast<Unsigned<T>>(a) - static_cast<Unsigned<T>>(b));
+                });
+            });
+        if (op == "mul" && words[1] == "lo")
+            return integer(type, []<class T>() {
+                return elementwise<T, T, T>(
+                    [](T a, T b) { return static_cast<T>(uint64_t(a) * uint64_t(b)); });
+            });
+        if (op == "mul" && words[1] == "hi")
+            return integer(type, []<class T>() {
+                return elementwise<T, T, T>(
+                    [](T a, T b) { return static_cast<T>(Wider<T>(a) * Wider<T>(b) >> (8 * sizeof(T))); });
+            });
+        if (op == "mad" && words[1] == "lo")
+            return integer(type, []<class T>() {
+                return elementwise<T, T, T, T>(
+                    [](T a, T b, T c) { return static_cast<T>(uint64_t(a) * uint64_t(b) + uint64_t(c)); });
+            });
         if (op == "mul" && words[1] == "wide") {
-            if (type == "s32") return elementwise<int64_t, int32_t, int32_t>([](int32_t a, int32_t b) { return int64_t{a} * b; });
-            if (type == "u32") return elementwise<uint64_t, uint32_t, uint32_t>([](uint32_t a, uint32_t b) { return uint64_t{a} * b; });
+            if (type == "s32")
+                return elementwise<int64_t, int32_t, int32_t>(
+                    [](int32_t a, int32_t b) { return int64_t{a} * b; });
+            if (type == "u32")
+                return elementwise<uint64_t, uint32_t, uint32_t>(
+                    [](uint32_t a, uint32_t b) { return uint64_t{a} * b; });
         }
         if (op == "mad" && words[1] == "wide") {
-            if (type == "s32") return elementwise<int64_t, int32_t, int32_t, int64_t>([](int32_t a, int32_t b, int64_t c) { return static_cast<int64_t>(static_cast<uint64_t>(int64_t{a} * b) + static_cast<uint64_t>(c)); });
-            if (type == "u32") return elementwise<uint64_t, uint32_t, uint32_t, uint64_t>([](uint32_t a, uint32_t b, uint64_t c) { return uint64_t{a} * b + c; });
+            if (type == "s32")
+                return elementwise<int64_t, int32_t, int32_t, int64_t>([](int32_t a, int32_t b, int64_t c) {
+                    return static_cast<int64_t>(static_cast<uint64_t>(int64_t{a} * b) +
+                                                static_cast<uint64_t>(c));
+                });
+            if (type == "u32")
+                return elementwise<uint64_t, uint32_t, uint32_t, uint64_t>(
+                    [](uint32_t a, uint32_t b, uint64_t c) { return uint64_t{a} * b + c; });
         }
-        if (op == "div") return integer(type, []<class T>() { return elementwise<T, T, T>([](T a, T b) { return divided(a, b); }); });
-        if (op == "rem") return integer(type, []<class T>() { return elementwise<T, T, T>([](T a, T b) { return remainder(a, b); }); });
-        if (op == "min") return integer(type, []<class T>() { return elementwise<T, T, T>([](T a, T b) { return a < b ? a : b; }); });
-        if (op == "max") return integer(type, []<class T>() { return elementwise<T, T, T>([](T a, T b) { return a > b ? a : b; }); });
-        if (op == "and") return integer(type, []<class T>() { return elementwise<T, T, T>([](T a, T b) { return static_cast<T>(a & b); }); });
-        if (op == "or") return integer(type, []<class T>() { return elementwise<T, T, T>([](T a, T b) { return static_cast<T>(a | b); }); });
-        if (op == "xor") return integer(type, []<class T>() { return elementwise<T, T, T>([](T a, T b) { return static_cast<T>(a ^ b); }); });
-        if (op == "not") return integer(type, []<class T>() { return elementwise<T, T>([](T a) { return static_cast<T>(~a); }); });
-        if (op == "neg") return integer(type, []<class T>() { return elementwise<T, T>([](T a) { return static_cast<T>(0 - static_cast<Unsigned<T>>(a)); }); });
-        if (op == "abs") return integer(type, []<class T>() { return elementwise<T, T>([](T a) { return static_cast<T>(a < 0 ? 0 - static_cast<Unsigned<T>>(a) : static_cast<Unsigned<T>>(a)); }); });
+        if (op == "div")
+            return integer(
+                type, []<class T>() { return elementwise<T, T, T>([](T a, T b) { return divided(a, b); }); });
+        if (op == "rem")
+            return integer(type, []<class T>() {
+                return elementwise<T, T, T>([](T a, T b) { return remainder(a, b); });
+            });
+        if (op == "min")
+            return integer(
+                type, []<class T>() { return elementwise<T, T, T>([](T a, T b) { return a < b ? a : b; }); });
+        if (op == "max")
+            return integer(
+                type, []<class T>() { return elementwise<T, T, T>([](T a, T b) { return a > b ? a : b; }); });
+        if (op == "and")
+            return integer(type, []<class T>() {
+                return elementwise<T, T, T>([](T a, T b) { return static_cast<T>(a & b); });
+            });
+        if (op == "or")
+            return integer(type, []<class T>() {
+                return elementwise<T, T, T>([](T a, T b) { return static_cast<T>(a | b); });
+            });
+        if (op == "xor")
+            return integer(type, []<class T>() {
+                return elementwise<T, T, T>([](T a, T b) { return static_cast<T>(a ^ b); });
+            });
+        if (op == "not")
+            return integer(
+                type, []<class T>() { return elementwise<T, T>([](T a) { return static_cast<T>(~a); }); });
+        if (op == "neg")
+            return integer(type, []<class T>() {
+                return elementwise<T, T>([](T a) { return static_cast<T>(0 - static_cast<Unsigned<T>>(a)); });
+            });
+        if (op == "abs")
+            return integer(type, []<class T>() {
+                return elementwise<T, T>([](T a) {
+                    return static_cast<T>(a < 0 ? 0 - static_cast<Unsigned<T>>(a)
+                                                : static_cast<Unsigned<T>>(a));
+                });
+            });
         // Shifts by as many bits as there are, or more, leave nothing, or the sign.
-        if (op == "shl") return integer(type, []<class T>() { return elementwise<T, T, uint32_t>([](T a, uint32_t n) { return n < 8 * sizeof(T) ? static_cast<T>(static_cast<Unsigned<T>>(a) << n) : T{0}; }); });
-        if (op == "shr") return integer(type, []<class T>() { return elementwise<T, T, uint32_t>([](T a, uint32_t n) { return static_cast<T>(n < 8 * sizeof(T) ? a >> n : a < 0 ? ~T{0} : T{0}); }); });
+        if (op == "shl")
+            return integer(type, []<class T>() {
+                return elementwise<T, T, uint32_t>([](T a, uint32_t n) {
+                    return n < 8 * sizeof(T) ? static_cast<T>(static_cast<Unsigned<T>>(a) << n) : T{0};
+                });
+            });
+        if (op == "shr")
+            return integer(type, []<class T>() {
+                return elementwise<T, T, uint32_t>([](T a, uint32_t n) {
+                    return static_cast<T>(n < 8 * sizeof(T) ? a >> n : a < 0 ? ~T{0} : T{0});
+                });
+            });
         if (op == "bfi" && type == "b32") return bit_field_insert<uint32_t>();
         if (op == "bfi" && type == "b64") return bit_field_insert<uint64_t>();
-        if (op == "bfe" && type == "u32") return elementwise<uint32_t, uint32_t, uint32_t, uint32_t>([](uint32_t a, uint32_t at, uint32_t n) {
-            at &= 255, n &= 255;
-            return at > 31 || !n ? 0 : n > 31 ? a >> at : a >> at & ((1u << n) - 1);
-        });
-        if (op == "prmt" && words.size() == 2) return elementwise<uint32_t, uint32_t, uint32_t, uint32_t>([](uint32_t a, uint32_t b, uint32_t how) {
-            const uint64_t bytes = a | uint64_t{b} << 32;
-            uint32_t r = 0;
-            for (int k = 0; k < 4; k++) {
-                const uint32_t pick = how >> 4 * k & 15;
-                uint32_t byte = static_cast<uint32_t>(bytes >> 8 * (pick & 7)) & 255;
-                if (pick & 8) byte = byte & 128 ? 255 : 0;
-                r |= byte << 8 * k;
-            }
-            return r;
-        });
-        if (op == "popc" && type == "b32") return elementwise<uint32_t, uint32_t>([](uint32_t a) { return static_cast<uint32_t>(std::popcount(a)); });
-        if (op == "clz" && type == "b32") return elementwise<uint32_t, uint32_t>([](uint32_t a) { return static_cast<uint32_t>(std::countl_zero(a)); });
-        if (op == "brev" && type == "b32") return elementwise<uint32_t, uint32_t>([](uint32_t a) {
-            uint32_t r = 0;
-            for (int k = 0; k < 32; k++) r |= (a >> k & 1) << (31 - k);
-            return r;
-        });
-        if (op == "cvta" && has(words, "global")) return elementwise<uint64_t, uint64_t>([](uint64_t a) { return a; });
-        if (op == "cvta" && words[1] == "param") return [](Warp& w, const Instruction& i, uint32_t lanes) {
-            const uint64_t base = reinterpret_cast<uint64_t>(w.block->launch().parameters.data());
-            for_lanes(lanes, [&](int lane) { w.at<uint64_t>(i.d)[lane] = base + w.at<uint64_t>(i.s[0])[lane]; });
-        };
+        if (op == "bfe" && type == "u32")
+            return elementwise<uint32_t, uint32_t, uint32_t, uint32_t>(
+                [](uint32_t a, uint32_t at, uint32_t n) {
+                    at &= 255, n &= 255;
+                    return at > 31 || !n ? 0 : n > 31 ? a >> at : a >> at & ((1u << n) - 1);
+                });
+        if (op == "prmt" && words.size() == 2)
+            return elementwise<uint32_t, uint32_t, uint32_t, uint32_t>(
+                [](uint32_t a, uint32_t b, uint32_t how) {
+                    const uint64_t bytes = a | uint64_t{b} << 32;
+                    uint32_t r = 0;
+                    for (int k = 0; k < 4; k++) {
+                        const uint32_t pick = how >> 4 * k & 15;
+                        uint32_t byte = static_cast<uint32_t>(bytes >> 8 * (pick & 7)) & 255;
+                        if (pick & 8) byte = byte & 128 ? 255 : 0;
+                        r |= byte << 8 * k;
+                    }
+                    return r;
+                });
+        if (op == "popc" && type == "b32")
+            return elementwise<uint32_t, uint32_t>(
+                [](uint32_t a) { return static_cast<uint32_t>(std::popcount(a)); });
+        if (op == "clz" && type == "b32")
+            return elementwise<uint32_t, uint32_t>(
+                [](uint32_t a) { return static_cast<uint32_t>(std::countl_zero(a)); });
+        if (op == "brev" && type == "b32")
+            return elementwise<uint32_t, uint32_t>([](uint32_t a) {
+                uint32_t r = 0;
+                for (int k = 0; k < 32; k++) r |= (a >> k & 1) << (31 - k);
+                return r;
+            });
+        if (op == "cvta" && has(words, "global"))
+            return elementwise<uint64_t, uint64_t>([](uint64_t a) { return a; });
+        if (op == "cvta" && words[1] == "param")
+            return [](Warp& w, const Instruction& i, uint32_t lanes) {
+                const uint64_t base = reinterpret_cast<uint64_t>(w.block->launch().parameters.data());
+                for_lanes(lanes,
+                          [&](int lane) { w.at<uint64_t>(i.d)[lane] = base + w.at<uint64_t>(i.s[0])[lane]; });
+            };
         unknown();
     }
     template <class T>
@@ -678,19 +815,32 @@ class Assembler {
         if (op == "ex2" && mode == "approx")
             return ftz ? elementwise<float, float>([](float x) { return flushed(std::exp2(flushed(x))); })
                        : elementwise<float, float>([](float x) { return std::exp2(x); });
-        if (op == "lg2" && mode == "approx") return elementwise<float, float>([](float x) { return std::log2(x); });
-        if (op == "rsqrt" && mode == "approx") return elementwise<float, float>([](float x) { return static_cast<float>(1 / std::sqrt(static_cast<double>(x))); });
-        if (op == "sin" && mode == "approx") return elementwise<float, float>([](float x) { return std::sin(x); });
-        if (op == "cos" && mode == "approx") return elementwise<float, float>([](float x) { return std::cos(x); });
-        if (op == "min") return elementwise<float, float, float>([](float a, float b) { return a != a ? b : b != b ? a : b < a || (a == b && std::signbit(b)) ? b : a; });
-        if (op == "max") return elementwise<float, float, float>([](float a, float b) { return a != a ? b : b != b ? a : b > a || (a == b && !std::signbit(b)) ? b : a; });
+        if (op == "lg2" && mode == "approx")
+            return elementwise<float, float>([](float x) { return std::log2(x); });
+        if (op == "rsqrt" && mode == "approx")
+            return elementwise<float, float>(
+                [](float x) { return static_cast<float>(1 / std::sqrt(static_cast<double>(x))); });
+        if (op == "sin" && mode == "approx")
+            return elementwise<float, float>([](float x) { return std::sin(x); });
+        if (op == "cos" && mode == "approx")
+            return elementwise<float, float>([](float x) { return std::cos(x); });
+        if (op == "min")
+            return elementwise<float, float, float>([](float a, float b) {
+                return a != a ? b : b != b ? a : b < a || (a == b && std::signbit(b)) ? b : a;
+            });
+        if (op == "max")
+            return elementwise<float, float, float>([](float a, float b) {
+                return a != a ? b : b != b ? a : b > a || (a == b && !std::signbit(b)) ? b : a;
+            });
         if (op == "neg") return elementwise<float, float>([](float x) { return -x; });
         if (op == "abs") return elementwise<float, float>([](float x) { return std::fabs(x); });
         if (mode != "rn") unknown();
         if (op == "add") return elementwise<float, float, float>([](float a, float b) { return a + b; });
         if (op == "sub") return elementwise<float, float, float>([](float a, float b) { return a - b; });
         if (op == "mul") return elementwise<float, float, float>([](float a, float b) { return a * b; });
-        if (op == "fma") return elementwise<float, float, float, float>([](float a, float b, float c) { return std::fma(a, b, c); });
+        if (op == "fma")
+            return elementwise<float, float, float, float>(
+                [](float a, float b, float c) { return std::fma(a, b, c); });
         if (op == "div") return elementwise<float, float, float>([](float a, float b) { return a / b; });
         if (op == "rcp") return elementwise<float, float>([](float x) { return 1 / x; });
         if (op == "sqrt") return elementwise<float, float>([](float x) { return std::sqrt(x); });

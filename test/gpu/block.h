@@ -1,9 +1,9 @@
-// block.h - a thread block of an emulated GPU: its warps' registers and program counters, its shared memory, its
-// barriers, and the scheduler, which lets warps go on in an order that a seed decides.
+// block.h - a thread block of an emulated GPU: its warps' registers and program counters, its shared memory,
+// its barriers, and the scheduler, which lets warps go on in an order that a seed decides.
 //
-// A warp's lanes run together while they are at the same instruction. Those that part are groups; the group that is
-// furthest behind runs first, so that they meet again, but for a seed's whim. An instruction that needs certain lanes
-// at one place holds those that are there until the others have come.
+// A warp's lanes run together while they are at the same instruction. Those that part are groups; the group
+// that is furthest behind runs first, so that they meet again, but for a seed's whim. An instruction that
+// needs certain lanes at one place holds those that are there until the others have come.
 #pragma once
 
 #include <algorithm>
@@ -26,10 +26,10 @@ inline const Execute wgmma_execute = wgmma;  // the one that may touch registers
 struct SharedWord {
     uint32_t write_clock = 0;
     uint8_t write_warp = 0, write_lane = 0, write_bytes = 0, written = 0;
-    bool pending = false;      // a copy is under way there
-    bool barrier = false;      // an mbarrier is there
-    bool by_async = false;     // what wrote it last was the async proxy
-    uint32_t readers = 0;      // warps; their last clocks and lanes follow
+    bool pending = false;   // a copy is under way there
+    bool barrier = false;   // an mbarrier is there
+    bool by_async = false;  // what wrote it last was the async proxy
+    uint32_t readers = 0;   // warps; their last clocks and lanes follow
     std::array<uint32_t, kMostWarps> read_clock{}, reads_done{};
     std::array<uint8_t, kMostWarps> read_lane{};  // kManyLanes: more than one
     std::array<uint8_t, kMostWarps> read_bytes{};
@@ -67,41 +67,43 @@ struct Group {
 struct Warp {
     Block* block;
     int index;
-    uint32_t lanes;                // that the block has
-    uint32_t live;                 // that have not returned
+    uint32_t lanes;  // that the block has
+    uint32_t live;   // that have not returned
     std::vector<char> registers;
-    std::vector<Group> groups;     // that wait; the one that runs is taken out
+    std::vector<Group> groups;  // that wait; the one that runs is taken out
     bool at_barrier = false;
     uint32_t clock = 1;
-    // A shuffle gives each lane what others made of what they read before: those reads are done, not their writes.
+    // A shuffle gives each lane what others made of what they read before: those reads are done, not their
+    // writes.
     uint32_t reads_done = 1;
-    WarpClock after{};             // what it knows of the others
-    uint32_t proxy_fence = 0;      // its clock at its last fence.proxy.async
-    struct Copy {                  // cp.async
+    WarpClock after{};         // what it knows of the others
+    uint32_t proxy_fence = 0;  // its clock at its last fence.proxy.async
+    struct Copy {              // cp.async
         uint32_t to;
         std::array<char, 16> bytes;
         uint8_t count, lane;
-        int group;                 // -1: not committed
+        int group;  // -1: not committed
     };
     std::vector<Copy> copies;
     int copy_groups = 0;
-    struct Product {               // wgmma that was not waited for
+    struct Product {  // wgmma that was not waited for
         const Instruction* instruction;
-        int group;                 // -1: not committed
+        int group;  // -1: not committed
         bool done;
-        uint64_t a, b;             // its descriptors
+        uint64_t a, b;  // its descriptors
         bool add;
     };
     std::vector<Product> products;
     int product_groups = 0;
-    // Of programs with wgmma, by a register's place: it was written since the last wgmma.fence; a product owns it.
+    // Of programs with wgmma, by a register's place: it was written since the last wgmma.fence; a product
+    // owns it.
     std::vector<uint8_t> dirty, locked;
     void lock(const Product& p, bool on) {
         for (const std::vector<Slot>* slots : {&p.instruction->more, &p.instruction->sources})
             for (const Slot& s : *slots)
                 if (!s.constant) locked[s.offset / 64] = on;
     }
-    bool yields = false;           // it waits for others
+    bool yields = false;  // it waits for others
     // Where the running instruction finds a register or a constant.
     template <class T>
     T* at(Slot s) {
@@ -120,12 +122,17 @@ struct Barrier {
 class Block {
   public:
     Block(const Launch& launch, std::array<uint32_t, 3> id, uint32_t number)
-        : launch_(launch), program_(*launch.program), id_(id), number_(number), random_(launch.seed * 1000003 + number) {
+        : launch_(launch),
+          program_(*launch.program),
+          id_(id),
+          number_(number),
+          random_(launch.seed * 1000003 + number) {
         shared_bytes_ = program_.static_shared + launch.dynamic_bytes;
         shared_.assign(shared_bytes_, static_cast<char>(0xff));
         words_.resize((shared_bytes_ + 3) / 4);
         const uint32_t threads = launch.block[0] * launch.block[1] * launch.block[2];
-        for (uint32_t first = 0; first < threads; first += 32) add_warp(first, std::min(32u, threads - first));
+        for (uint32_t first = 0; first < threads; first += 32)
+            add_warp(first, std::min(32u, threads - first));
     }
     Block(const Block&) = delete;
 
@@ -145,7 +152,8 @@ class Block {
             }
             run_warp(*ready[random_() % ready.size()]);
         }
-        if (!async_.empty()) throw Fault(where() + "returns while copies into its shared memory are under way");
+        if (!async_.empty())
+            throw Fault(where() + "returns while copies into its shared memory are under way");
         for (Warp& w : warps_)
             if (!w.copies.empty()) throw Fault(where() + "returns before its cp.async have arrived");
     }
@@ -155,7 +163,13 @@ class Block {
     std::array<uint32_t, 3> id() const { return id_; }
     std::deque<Warp>& warps() { return warps_; }
     Accessor accessor(const Warp& w, int lane) const {
-        return {launch_.work, number_, w.clock, w.reads_done, static_cast<uint8_t>(w.index), static_cast<uint8_t>(lane), &w.after};
+        return {launch_.work,
+                number_,
+                w.clock,
+                w.reads_done,
+                static_cast<uint8_t>(w.index),
+                static_cast<uint8_t>(lane),
+                &w.after};
     }
 
     // --- Global memory, as a lane sees it.
@@ -163,15 +177,19 @@ class Block {
     const char* read_global(Warp& w, int lane, uint64_t address, size_t bytes) {
         check_aligned(address, bytes);
         const void* p = reinterpret_cast<const void*>(address);
-        if (launch_.check_races) launch_.memory->reads(accessor(w, lane), p, bytes);
-        else launch_.memory->check_bounds(p, bytes);
+        if (launch_.check_races)
+            launch_.memory->reads(accessor(w, lane), p, bytes);
+        else
+            launch_.memory->check_bounds(p, bytes);
         return launch_.memory->bytes_at(p);
     }
     char* write_global(Warp& w, int lane, uint64_t address, size_t bytes) {
         check_aligned(address, bytes);
         const void* p = reinterpret_cast<const void*>(address);
-        if (launch_.check_races) launch_.memory->writes(accessor(w, lane), p, bytes);
-        else launch_.memory->check_bounds(p, bytes);
+        if (launch_.check_races)
+            launch_.memory->writes(accessor(w, lane), p, bytes);
+        else
+            launch_.memory->check_bounds(p, bytes);
         return launch_.memory->bytes_at(p);
     }
 
@@ -180,7 +198,8 @@ class Block {
     const char* read_shared(Warp& w, int lane, uint64_t address, size_t bytes) {
         check_shared(address, bytes);
         if (launch_.check_races)
-            each_word(address, bytes, [&](SharedWord& word, uint8_t mask) { note_read(w, lane, word, mask, address); });
+            each_word(address, bytes,
+                      [&](SharedWord& word, uint8_t mask) { note_read(w, lane, word, mask, address); });
         return shared_.data() + address;
     }
     char* write_shared(Warp& w, int lane, uint64_t address, size_t bytes) {
@@ -246,7 +265,8 @@ class Block {
             if (c.group < 0 && (lanes >> c.lane & 1)) c.group = w.copy_groups;
         w.copy_groups++;
     }
-    // Until no more than `most` of the groups are under way; most < 0: until all copies are done, committed or not.
+    // Until no more than `most` of the groups are under way; most < 0: until all copies are done, committed
+    // or not.
     void wait_copies(Warp& w, uint32_t lanes, int most) {
         const auto done = [&](const Warp::Copy& c) {
             return (lanes >> c.lane & 1) && (most < 0 || (c.group >= 0 && c.group < w.copy_groups - most));
@@ -321,7 +341,8 @@ class Block {
     Barrier& mbarrier_at(uint64_t address) { return mbarriers_.at(address); }
     void waits_in_vain(Warp& w) {
         w.yields = true;
-        if (async_.empty() && ++vain_waits_ > 10000 * warps_.size()) throw Fault(where() + "nobody can go on: all wait at mbarriers");
+        if (async_.empty() && ++vain_waits_ > 10000 * warps_.size())
+            throw Fault(where() + "nobody can go on: all wait at mbarriers");
     }
 
     // Work that the block's copy engine does later.
@@ -329,7 +350,8 @@ class Block {
     uint32_t next_async_clock() { return async_clock_++; }
 
     std::string where() const {
-        return program_.name + ", block (" + std::to_string(id_[0]) + ", " + std::to_string(id_[1]) + ", " + std::to_string(id_[2]) + "): ";
+        return program_.name + ", block (" + std::to_string(id_[0]) + ", " + std::to_string(id_[1]) + ", " +
+               std::to_string(id_[2]) + "): ";
     }
     size_t shared_bytes() const { return shared_bytes_; }
     const Program& program() const { return program_; }
@@ -355,11 +377,21 @@ class Block {
         w.groups.push_back({0, w.lanes});
         for (uint32_t lane = 0; lane < 32; lane++) {
             const uint32_t t = first + lane;
-            const uint32_t values[] = {t % launch_.block[0], t / launch_.block[0] % launch_.block[1],
+            const uint32_t values[] = {t % launch_.block[0],
+                                       t / launch_.block[0] % launch_.block[1],
                                        t / launch_.block[0] / launch_.block[1],
-                                       launch_.block[0], launch_.block[1], launch_.block[2], id_[0], id_[1], id_[2],
-                                       launch_.grid[0], launch_.grid[1], launch_.grid[2], lane};
-            for (size_t i = 0; i < std::size(values); i++) w.at<uint32_t>(program_.special[i])[lane] = values[i];
+                                       launch_.block[0],
+                                       launch_.block[1],
+                                       launch_.block[2],
+                                       id_[0],
+                                       id_[1],
+                                       id_[2],
+                                       launch_.grid[0],
+                                       launch_.grid[1],
+                                       launch_.grid[2],
+                                       lane};
+            for (size_t i = 0; i < std::size(values); i++)
+                w.at<uint32_t>(program_.special[i])[lane] = values[i];
         }
     }
     bool can_run(const Warp& w) const {
@@ -382,7 +414,8 @@ class Block {
         for (const Warp& w : warps_)
             for (const Group& g : w.groups)
                 t += " warp " + std::to_string(w.index) + " lanes " + hex(g.lanes) + " wait at line " +
-                     std::to_string(program_.code[static_cast<size_t>(g.pc)].line) + (w.at_barrier ? " (barrier)" : "") + ';';
+                     std::to_string(program_.code[static_cast<size_t>(g.pc)].line) +
+                     (w.at_barrier ? " (barrier)" : "") + ';';
         throw Fault(t);
     }
     static std::string hex(uint32_t x) {
@@ -432,12 +465,13 @@ class Block {
     }
 
     static void check_aligned(uint64_t address, size_t bytes) {
-        if (address % bytes) throw Fault(std::to_string(bytes) + " bytes at an address that is no multiple of that");
+        if (address % bytes)
+            throw Fault(std::to_string(bytes) + " bytes at an address that is no multiple of that");
     }
     void check_shared(uint64_t address, size_t bytes) const {
         if (address + bytes > shared_bytes_)
-            throw Fault(std::to_string(bytes) + " bytes at shared+" + std::to_string(address) + ", and the block has " +
-                        std::to_string(shared_bytes_));
+            throw Fault(std::to_string(bytes) + " bytes at shared+" + std::to_string(address) +
+                        ", and the block has " + std::to_string(shared_bytes_));
         if (bytes <= 16) check_aligned(address, bytes);
     }
     template <class F>
@@ -454,7 +488,8 @@ class Block {
         return warp == w.index || w.after[static_cast<size_t>(warp)] > clock;
     }
     static std::string text(int warp, int lane) {
-        return warp == kAsync ? "a TMA copy" : "warp " + std::to_string(warp) + ", lane " + std::to_string(lane);
+        return warp == kAsync ? "a TMA copy"
+                              : "warp " + std::to_string(warp) + ", lane " + std::to_string(lane);
     }
     void set_written(SharedWord& word, uint8_t mask) {
         word.write_bytes = mask;
@@ -462,12 +497,17 @@ class Block {
         word.readers = 0;
     }
     void note_read(Warp& w, int lane, SharedWord& word, uint8_t mask, uint64_t address) {
-        if (word.barrier) throw Fault("an mbarrier at shared+" + std::to_string(address) + " is read as memory");
-        if (word.pending) throw Fault("shared+" + std::to_string(address) + " is read before the copy to it was waited for");
-        if ((word.written & mask) != mask) throw Fault("reads shared+" + std::to_string(address) + ", which nobody wrote");
+        if (word.barrier)
+            throw Fault("an mbarrier at shared+" + std::to_string(address) + " is read as memory");
+        if (word.pending)
+            throw Fault("shared+" + std::to_string(address) +
+                        " is read before the copy to it was waited for");
+        if ((word.written & mask) != mask)
+            throw Fault("reads shared+" + std::to_string(address) + ", which nobody wrote");
         if (word.write_bytes & mask) {
-            const bool ordered = word.write_warp == w.index ? word.write_lane == lane || word.write_clock < w.clock
-                                                            : w.after[word.write_warp] > word.write_clock;
+            const bool ordered = word.write_warp == w.index
+                                     ? word.write_lane == lane || word.write_clock < w.clock
+                                     : w.after[word.write_warp] > word.write_clock;
             if (!ordered)
                 throw Fault("race in shared memory: reads shared+" + std::to_string(address) + ", which " +
                             text(word.write_warp, word.write_lane) + " writes in no order");
@@ -480,25 +520,31 @@ class Block {
         word.reads_done[i] = w.reads_done;
         word.readers |= 1u << i;
     }
-    void check_write(int warp, int lane, uint32_t clock, uint32_t reads_done, const WarpClock& after, const SharedWord& word, uint8_t mask,
-                     uint64_t address) {
-        if (word.barrier) throw Fault("an mbarrier at shared+" + std::to_string(address) + " is written as memory");
-        if (word.pending) throw Fault("shared+" + std::to_string(address) + " is written while a copy to it is under way");
+    void check_write(int warp, int lane, uint32_t clock, uint32_t reads_done, const WarpClock& after,
+                     const SharedWord& word, uint8_t mask, uint64_t address) {
+        if (word.barrier)
+            throw Fault("an mbarrier at shared+" + std::to_string(address) + " is written as memory");
+        if (word.pending)
+            throw Fault("shared+" + std::to_string(address) + " is written while a copy to it is under way");
         if (word.write_bytes & mask) {
-            const bool ordered = word.write_warp == warp ? warp == kAsync || word.write_lane == lane || word.write_clock < clock
-                                                         : after[word.write_warp] > word.write_clock;
+            const bool ordered = word.write_warp == warp
+                                     ? warp == kAsync || word.write_lane == lane || word.write_clock < clock
+                                     : after[word.write_warp] > word.write_clock;
             if (!ordered)
-                throw Fault("race in shared memory: " + text(warp, lane) + " writes shared+" + std::to_string(address) + ", which " +
-                            text(word.write_warp, word.write_lane) + " writes in no order");
+                throw Fault("race in shared memory: " + text(warp, lane) + " writes shared+" +
+                            std::to_string(address) + ", which " + text(word.write_warp, word.write_lane) +
+                            " writes in no order");
         }
         for (uint32_t readers = word.readers; readers; readers &= readers - 1) {
             const int r = std::countr_zero(readers);
             const size_t i = static_cast<size_t>(r);
             if (!(word.read_bytes[i] & mask)) continue;
-            const bool ordered = r == warp ? word.read_lane[i] == lane || word.reads_done[i] < reads_done : after[i] > word.read_clock[i];
+            const bool ordered = r == warp ? word.read_lane[i] == lane || word.reads_done[i] < reads_done
+                                           : after[i] > word.read_clock[i];
             if (!ordered)
-                throw Fault("race in shared memory: " + text(warp, lane) + " writes shared+" + std::to_string(address) + ", which " +
-                            text(r, word.read_lane[i]) + " reads in no order");
+                throw Fault("race in shared memory: " + text(warp, lane) + " writes shared+" +
+                            std::to_string(address) + ", which " + text(r, word.read_lane[i]) +
+                            " reads in no order");
         }
     }
     // What ordinary accesses wrote, the async proxy sees after a fence.proxy.async of whoever wrote it.
@@ -506,7 +552,8 @@ class Block {
         if (!word.write_bytes || word.by_async) return;
         const Warp& writer = warps_[word.write_warp];
         if (writer.proxy_fence <= word.write_clock)
-            throw Fault("shared+" + std::to_string(address) + " is used by the async proxy, and its writer made no fence.proxy.async since");
+            throw Fault("shared+" + std::to_string(address) +
+                        " is used by the async proxy, and its writer made no fence.proxy.async since");
     }
 
     const Launch& launch_;
@@ -532,9 +579,11 @@ inline void Block::run_warp(Warp& w) {
         // The group that is furthest behind, or now and then any.
         std::vector<int> places;
         for (const Group& g : w.groups)
-            if ((g.needs & w.live & ~lanes_at(w, g.pc)) == 0 && std::find(places.begin(), places.end(), g.pc) == places.end())
+            if ((g.needs & w.live & ~lanes_at(w, g.pc)) == 0 &&
+                std::find(places.begin(), places.end(), g.pc) == places.end())
                 places.push_back(g.pc);
-        const int pc = random_() % 16 == 0 ? places[random_() % places.size()] : *std::min_element(places.begin(), places.end());
+        const int pc = random_() % 16 == 0 ? places[random_() % places.size()]
+                                           : *std::min_element(places.begin(), places.end());
         Group running{pc, lanes_at(w, pc)};
         std::erase_if(w.groups, [&](const Group& g) { return g.pc == pc; });
         run_group(w, running, quantum);
@@ -558,9 +607,11 @@ inline void Block::run_group(Warp& w, Group g, int& quantum) {
                     return;
                 }
                 if (lanes && (needs & w.live & ~lanes)) throw Fault("lanes that it names do not take part");
-                if (lanes && i.flow == Flow::Together && (lanes & ~needs)) throw Fault("a lane takes part that it does not name");
+                if (lanes && i.flow == Flow::Together && (lanes & ~needs))
+                    throw Fault("a lane takes part that it does not name");
             }
-            program_.executed[static_cast<size_t>(g.pc)] = program_.executed[static_cast<size_t>(g.pc)] || lanes;
+            program_.executed[static_cast<size_t>(g.pc)] =
+                program_.executed[static_cast<size_t>(g.pc)] || lanes;
             counters.instructions++;
             counters.lanes += static_cast<uint64_t>(std::popcount(lanes));
             if (i.flow == Flow::Branch) {
@@ -592,8 +643,8 @@ inline void Block::run_group(Warp& w, Group g, int& quantum) {
             }
             if (lanes && i.execute) i.execute(w, i, lanes);
         } catch (const Fault& f) {
-            throw Fault(where() + "warp " + std::to_string(w.index) + ", PTX line " + std::to_string(i.line) + " (" +
-                        program_.text[static_cast<size_t>(g.pc)] + "): " + f.what());
+            throw Fault(where() + "warp " + std::to_string(w.index) + ", PTX line " + std::to_string(i.line) +
+                        " (" + program_.text[static_cast<size_t>(g.pc)] + "): " + f.what());
         }
         if (!w.dirty.empty() && lanes && i.execute != wgmma_execute) {
             if (!i.d.constant) w.dirty[i.d.offset / 64] = 1;
@@ -603,12 +654,14 @@ inline void Block::run_group(Warp& w, Group g, int& quantum) {
         g.pc++;
         if (i.flow == Flow::Barrier && lanes) {
             w.groups.push_back(g);
-            arrive_at_block_barrier(w, w.at<uint32_t>(i.s[0])[std::countr_zero(lanes)], w.at<uint32_t>(i.s[1])[std::countr_zero(lanes)]);
+            arrive_at_block_barrier(w, w.at<uint32_t>(i.s[0])[std::countr_zero(lanes)],
+                                    w.at<uint32_t>(i.s[1])[std::countr_zero(lanes)]);
             quantum = 0;
             return;
         }
         if (w.yields) quantum = 1;
-        if (!w.groups.empty() && std::any_of(w.groups.begin(), w.groups.end(), [&](const Group& o) { return o.pc <= g.pc; })) {
+        if (!w.groups.empty() &&
+            std::any_of(w.groups.begin(), w.groups.end(), [&](const Group& o) { return o.pc <= g.pc; })) {
             quantum--;
             break;
         }
@@ -624,13 +677,13 @@ inline uint32_t Block::needed_lanes(Warp& w, const Instruction& i, uint32_t lane
 }
 inline void Block::check_locks(const Warp& w, const Instruction& i) const {
     const auto check = [&](const Slot& s) {
-        if (!s.constant && s.offset && w.locked[s.offset / 64]) throw Fault("touches a register of a wgmma that was not waited for");
+        if (!s.constant && s.offset && w.locked[s.offset / 64])
+            throw Fault("touches a register of a wgmma that was not waited for");
     };
     check(i.d);
     for (const Slot& s : i.s) check(s);
     for (const Slot& s : i.more) check(s);
     for (const Slot& s : i.sources) check(s);
 }
-
 
 }  // namespace gpu

@@ -1,5 +1,5 @@
-// chips.h - the GPUs that can be played: what CUDA says of each, and the limits of a launch. The figures are those of the
-// CUDA C++ Programming Guide's table of compute capabilities and of NVIDIA's datasheets.
+// chips.h - the GPUs that can be played: what CUDA says of each, and the limits of a launch. The figures are
+// those of the CUDA C++ Programming Guide's table of compute capabilities and of NVIDIA's datasheets.
 #pragma once
 
 #include <cstddef>
@@ -32,6 +32,15 @@ inline const Chip& chip() {
         throw Fault(std::string("GPU=") + name + ": there are A100, 4090, H100 and B200");
     }();
     return chosen;
+}
+
+// Bytes of its memory: the environment's GPU_MEMORY in MiB, where it is set.
+inline size_t chip_memory() {
+    static const size_t bytes = [] {
+        const char* mib = getenv("GPU_MEMORY");
+        return mib ? strtoull(mib, nullptr, 10) << 20 : chip().memory;
+    }();
+    return bytes;
 }
 
 }  // namespace gpu

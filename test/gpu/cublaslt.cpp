@@ -1,6 +1,6 @@
-// cublaslt.cpp - cuBLASLt's products on the emulated device, for what matmul_cublaslt.h asks of it: bf16 and fp32, added up
-// in fp32, with its epilogues. What its documentation calls unsupported is refused as it says, or is a fault where it would
-// be undefined.
+// cublaslt.cpp - cuBLASLt's products on the emulated device, for what matmul_cublaslt.h asks of it: bf16 and
+// fp32, added up in fp32, with its epilogues. What its documentation calls unsupported is refused as it says,
+// or is a fault where it would be undefined.
 //
 // GPU_REFUSE=bias,gelu,dgelu,bgrad,plain names epilogues for which it has no algorithm.
 #include <cublasLt.h>
@@ -79,33 +79,44 @@ struct Problem {
         // The bias is of D's type, or where that is fp32 and A is not, of either.
         const int bias_type = d.bias_type < 0 ? out.type : d.bias_type;
         if (has_bias && bias_type != out.type) return false;
-        if (d.epilogue == CUBLASLT_EPILOGUE_DGELU && (!d.aux || d.aux_leading % 8 || d.aux_leading < static_cast<int64_t>(m))) return false;
+        if (d.epilogue == CUBLASLT_EPILOGUE_DGELU &&
+            (!d.aux || d.aux_leading % 8 || d.aux_leading < static_cast<int64_t>(m)))
+            return false;
         return true;
     }
     uint64_t number() const {
         uint64_t h = 1469598103934665603u;
-        for (uint64_t x : {m, n, k, uint64_t(a.type), uint64_t(out.type), uint64_t(d.transpose_a), uint64_t(d.transpose_b), uint64_t(d.epilogue),
-                           uint64_t(a.leading), uint64_t(b.leading), uint64_t(c.leading), uint64_t(out.leading)})
+        for (uint64_t x : {m, n, k, uint64_t(a.type), uint64_t(out.type), uint64_t(d.transpose_a),
+                           uint64_t(d.transpose_b), uint64_t(d.epilogue), uint64_t(a.leading),
+                           uint64_t(b.leading), uint64_t(c.leading), uint64_t(out.leading)})
             h = (h ^ x) * 1099511628211u;
         return h;
     }
     bool is_refused() const {
         static const std::string list = "," + environment("GPU_REFUSE", "") + ",";
-        const auto refused = [&](const char* name) { return list.find("," + std::string(name) + ",") != std::string::npos; };
+        const auto refused = [&](const char* name) {
+            return list.find("," + std::string(name) + ",") != std::string::npos;
+        };
         switch (d.epilogue) {
-            case CUBLASLT_EPILOGUE_DEFAULT: return refused("plain");
-            case CUBLASLT_EPILOGUE_BIAS: return refused("bias");
+            case CUBLASLT_EPILOGUE_DEFAULT:
+                return refused("plain");
+            case CUBLASLT_EPILOGUE_BIAS:
+                return refused("bias");
             case CUBLASLT_EPILOGUE_GELU:
-            case CUBLASLT_EPILOGUE_GELU_BIAS: return refused("gelu");
-            case CUBLASLT_EPILOGUE_DGELU: return refused("dgelu");
-            case CUBLASLT_EPILOGUE_BGRADA: return refused("bgrad");
-            default: return true;
+            case CUBLASLT_EPILOGUE_GELU_BIAS:
+                return refused("gelu");
+            case CUBLASLT_EPILOGUE_DGELU:
+                return refused("dgelu");
+            case CUBLASLT_EPILOGUE_BGRADA:
+                return refused("bgrad");
+            default:
+                return true;
         }
     }
 };
 
-// The epilogues' tanh is the approximate one, with a relative error of up to 2^-11 ("tanh.approx.f32"); here half of
-// that at most, by the value.
+// The epilogues' tanh is the approximate one, with a relative error of up to 2^-11 ("tanh.approx.f32"); here
+// half of that at most, by the value.
 float approximate_tanh(float u) {
     const float t = std::tanh(u);
     if (std::fabs(t) == 1) return t;
@@ -145,7 +156,8 @@ void put(char* p, uint64_t i, cudaDataType type, float x) {
 std::vector<float> read_matrix(const Work& work, const void* at, const Layout& l) {
     std::vector<float> x(l.rows * l.columns);
     for (uint64_t j = 0; j < l.columns; j++) {
-        const char* column = static_cast<const char*>(at) + j * static_cast<uint64_t>(l.leading) * l.element();
+        const char* column =
+            static_cast<const char*>(at) + j * static_cast<uint64_t>(l.leading) * l.element();
         device().reads(work, column, l.rows * l.element());
         const char* bytes = device().memory.bytes_at(column);
         for (uint64_t i = 0; i < l.rows; i++) x[j * l.rows + i] = get(bytes, i, l.type);
@@ -153,8 +165,9 @@ std::vector<float> read_matrix(const Work& work, const void* at, const Layout& l
     return x;
 }
 
-void multiply(const Work& work, const Description& d, const Layout& la, const Layout& lb, const Layout& lc, const Layout& lout, const void* a,
-              const void* b, const void* c, void* out, float beta, const Algorithm& algorithm, void* workspace) {
+void multiply(const Work& work, const Description& d, const Layout& la, const Layout& lb, const Layout& lc,
+              const Layout& lout, const void* a, const void* b, const void* c, void* out, float beta,
+              const Algorithm& algorithm, void* workspace) {
     Problem p{d, la, lb, lc, lout};
     p.is_valid();
     const int64_t m = static_cast<int64_t>(p.m), n = static_cast<int64_t>(p.n), k = static_cast<int64_t>(p.k);
@@ -168,7 +181,8 @@ void multiply(const Work& work, const Description& d, const Layout& la, const La
         if (from == to) continue;
         const float* pa = xa.data() + (ta ? from : from * m);
         const float* pb = xb.data() + (tb ? from * n : from);
-        dnnl_sgemm(tb ? 'T' : 'N', ta ? 'T' : 'N', n, m, to - from, 1.f, pb, tb ? n : k, pa, ta ? k : m, 0.f, part.data(), m);
+        dnnl_sgemm(tb ? 'T' : 'N', ta ? 'T' : 'N', n, m, to - from, 1.f, pb, tb ? n : k, pa, ta ? k : m, 0.f,
+                   part.data(), m);
         for (size_t i = 0; i < sum.size(); i++) sum[i] += part[i];
     }
     const bool has_bias = d.epilogue == CUBLASLT_EPILOGUE_BIAS || d.epilogue == CUBLASLT_EPILOGUE_GELU_BIAS;
@@ -177,8 +191,10 @@ void multiply(const Work& work, const Description& d, const Layout& la, const La
     if (has_bias) device().reads(work, d.bias, p.m * lout.element());
     for (uint64_t j = 0; j < p.n; j++) {
         char* column = static_cast<char*>(out) + j * static_cast<uint64_t>(lout.leading) * lout.element();
-        const char* before = static_cast<const char*>(c) + j * static_cast<uint64_t>(lc.leading) * lc.element();
-        const char* aux = static_cast<const char*>(d.aux) + j * static_cast<uint64_t>(d.aux_leading) * lout.element();
+        const char* before =
+            static_cast<const char*>(c) + j * static_cast<uint64_t>(lc.leading) * lc.element();
+        const char* aux =
+            static_cast<const char*>(d.aux) + j * static_cast<uint64_t>(d.aux_leading) * lout.element();
         if (beta != 0) device().reads(work, before, p.m * lc.element());
         if (d.epilogue == CUBLASLT_EPILOGUE_DGELU) device().reads(work, aux, p.m * lout.element());
         device().writes(work, column, p.m * lout.element());
@@ -187,7 +203,8 @@ void multiply(const Work& work, const Description& d, const Layout& la, const La
             if (beta != 0) x += beta * get(memory.bytes_at(before), i, lc.type);
             if (has_bias) x += get(memory.bytes_at(d.bias), i, lout.type);
             if (has_gelu) x = gelu(x);
-            if (d.epilogue == CUBLASLT_EPILOGUE_DGELU) x *= gelu_slope(get(memory.bytes_at(aux), i, lout.type));
+            if (d.epilogue == CUBLASLT_EPILOGUE_DGELU)
+                x *= gelu_slope(get(memory.bytes_at(aux), i, lout.type));
             put(memory.bytes_at(column), i, lout.type, x);
         }
     }
@@ -227,15 +244,21 @@ cublasStatus_t cublasLtCreate(cublasLtHandle_t* h) {
 size_t cublasLtGetVersion() { return CUBLAS_VERSION; }
 const char* cublasLtGetStatusString(cublasStatus_t s) {
     switch (s) {
-        case CUBLAS_STATUS_SUCCESS: return "success";
-        case CUBLAS_STATUS_INVALID_VALUE: return "an invalid value";
-        case CUBLAS_STATUS_NOT_SUPPORTED: return "not supported";
-        default: return "a status that the emulator does not name";
+        case CUBLAS_STATUS_SUCCESS:
+            return "success";
+        case CUBLAS_STATUS_INVALID_VALUE:
+            return "an invalid value";
+        case CUBLAS_STATUS_NOT_SUPPORTED:
+            return "not supported";
+        default:
+            return "a status that the emulator does not name";
     }
 }
-cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* d, cublasComputeType_t compute, cudaDataType_t scale) {
+cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* d, cublasComputeType_t compute,
+                                        cudaDataType_t scale) {
     return guarded([&] {
-        if (compute != CUBLAS_COMPUTE_32F || scale != CUDA_R_32F) throw Fault("a type of sums that the emulator does not know");
+        if (compute != CUBLAS_COMPUTE_32F || scale != CUDA_R_32F)
+            throw Fault("a type of sums that the emulator does not know");
         *d = reinterpret_cast<cublasLtMatmulDesc_t>(new Description);
         return CUBLAS_STATUS_SUCCESS;
     });
@@ -244,25 +267,44 @@ cublasStatus_t cublasLtMatmulDescDestroy(cublasLtMatmulDesc_t d) {
     delete reinterpret_cast<Description*>(d);
     return CUBLAS_STATUS_SUCCESS;
 }
-cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc, cublasLtMatmulDescAttributes_t attribute, const void* value, size_t bytes) {
+cublasStatus_t cublasLtMatmulDescSetAttribute(cublasLtMatmulDesc_t desc,
+                                              cublasLtMatmulDescAttributes_t attribute, const void* value,
+                                              size_t bytes) {
     return guarded([&] {
         Description& d = description_of(desc);
         switch (attribute) {
-            case CUBLASLT_MATMUL_DESC_TRANSA: take(d.transpose_a, value, bytes); break;
-            case CUBLASLT_MATMUL_DESC_TRANSB: take(d.transpose_b, value, bytes); break;
-            case CUBLASLT_MATMUL_DESC_EPILOGUE: take(d.epilogue, value, bytes); break;
-            case CUBLASLT_MATMUL_DESC_BIAS_POINTER: take(d.bias, value, bytes); break;
-            case CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE: take(d.bias_type, value, bytes); break;
-            case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER: take(d.aux, value, bytes); break;
-            case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD: take(d.aux_leading, value, bytes); break;
-            default: throw Fault("an attribute of a product that the emulator does not know");
+            case CUBLASLT_MATMUL_DESC_TRANSA:
+                take(d.transpose_a, value, bytes);
+                break;
+            case CUBLASLT_MATMUL_DESC_TRANSB:
+                take(d.transpose_b, value, bytes);
+                break;
+            case CUBLASLT_MATMUL_DESC_EPILOGUE:
+                take(d.epilogue, value, bytes);
+                break;
+            case CUBLASLT_MATMUL_DESC_BIAS_POINTER:
+                take(d.bias, value, bytes);
+                break;
+            case CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE:
+                take(d.bias_type, value, bytes);
+                break;
+            case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER:
+                take(d.aux, value, bytes);
+                break;
+            case CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD:
+                take(d.aux_leading, value, bytes);
+                break;
+            default:
+                throw Fault("an attribute of a product that the emulator does not know");
         }
         return CUBLAS_STATUS_SUCCESS;
     });
 }
-cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* l, cudaDataType type, uint64_t rows, uint64_t columns, int64_t leading) {
+cublasStatus_t cublasLtMatrixLayoutCreate(cublasLtMatrixLayout_t* l, cudaDataType type, uint64_t rows,
+                                          uint64_t columns, int64_t leading) {
     return guarded([&] {
-        if (type != CUDA_R_32F && type != CUDA_R_16BF) throw Fault("a type of matrices that the emulator does not know");
+        if (type != CUDA_R_32F && type != CUDA_R_16BF)
+            throw Fault("a type of matrices that the emulator does not know");
         *l = reinterpret_cast<cublasLtMatrixLayout_t>(new Layout{type, rows, columns, leading});
         return CUBLAS_STATUS_SUCCESS;
     });
@@ -279,25 +321,41 @@ cublasStatus_t cublasLtMatmulPreferenceDestroy(cublasLtMatmulPreference_t p) {
     delete reinterpret_cast<Preference*>(p);
     return CUBLAS_STATUS_SUCCESS;
 }
-cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t preference, cublasLtMatmulPreferenceAttributes_t attribute,
+cublasStatus_t cublasLtMatmulPreferenceSetAttribute(cublasLtMatmulPreference_t preference,
+                                                    cublasLtMatmulPreferenceAttributes_t attribute,
                                                     const void* value, size_t bytes) {
     return guarded([&] {
         Preference& p = *reinterpret_cast<Preference*>(preference);
         switch (attribute) {
-            case CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES: take(p.workspace, value, bytes); break;
-            case CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK: take(p.reductions, value, bytes); break;
-            case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES: take(p.aligned[0], value, bytes); break;
-            case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES: take(p.aligned[1], value, bytes); break;
-            case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES: take(p.aligned[2], value, bytes); break;
-            case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES: take(p.aligned[3], value, bytes); break;
-            default: throw Fault("an attribute of a preference that the emulator does not know");
+            case CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES:
+                take(p.workspace, value, bytes);
+                break;
+            case CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK:
+                take(p.reductions, value, bytes);
+                break;
+            case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES:
+                take(p.aligned[0], value, bytes);
+                break;
+            case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES:
+                take(p.aligned[1], value, bytes);
+                break;
+            case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES:
+                take(p.aligned[2], value, bytes);
+                break;
+            case CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES:
+                take(p.aligned[3], value, bytes);
+                break;
+            default:
+                throw Fault("an attribute of a preference that the emulator does not know");
         }
         return CUBLAS_STATUS_SUCCESS;
     });
 }
-cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
-                                              cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t out, cublasLtMatmulPreference_t preference,
-                                              int asked, cublasLtMatmulHeuristicResult_t* results, int* count) {
+cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDesc_t desc,
+                                              cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
+                                              cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t out,
+                                              cublasLtMatmulPreference_t preference, int asked,
+                                              cublasLtMatmulHeuristicResult_t* results, int* count) {
     return guarded([&] {
         *count = 0;
         const Preference& pref = *reinterpret_cast<const Preference*>(preference);
@@ -306,7 +364,9 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
         if (p.is_refused()) return CUBLAS_STATUS_NOT_SUPPORTED;
         for (uint32_t n = 0; n < 3 && *count < asked; n++) {
             Algorithm algorithm{Algorithm::kMagic, p.number(), n * 4096, {}, n + 1, 0};
-            if (algorithm.workspace > pref.workspace || (n && !(pref.reductions & CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE))) continue;
+            if (algorithm.workspace > pref.workspace ||
+                (n && !(pref.reductions & CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE)))
+                continue;
             memcpy(algorithm.aligned, pref.aligned, sizeof algorithm.aligned);
             cublasLtMatmulHeuristicResult_t& r = results[(*count)++];
             memset(static_cast<void*>(&r), 0, sizeof r);
@@ -317,42 +377,51 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
         return *count ? CUBLAS_STATUS_SUCCESS : CUBLAS_STATUS_NOT_SUPPORTED;
     });
 }
-cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a, cublasLtMatrixLayout_t b,
-                                       cublasLtMatrixLayout_t c, cublasLtMatrixLayout_t out, const cublasLtMatmulAlgo_t* algo,
+cublasStatus_t cublasLtMatmulAlgoCheck(cublasLtHandle_t, cublasLtMatmulDesc_t desc, cublasLtMatrixLayout_t a,
+                                       cublasLtMatrixLayout_t b, cublasLtMatrixLayout_t c,
+                                       cublasLtMatrixLayout_t out, const cublasLtMatmulAlgo_t* algo,
                                        cublasLtMatmulHeuristicResult_t* result) {
     return guarded([&] {
         Problem p{description_of(desc), layout_of(a), layout_of(b), layout_of(c), layout_of(out)};
         if (!p.is_valid()) return CUBLAS_STATUS_INVALID_VALUE;
         Algorithm algorithm;
         memcpy(&algorithm, algo, sizeof algorithm);
-        if (algorithm.magic != Algorithm::kMagic || algorithm.problem != p.number()) return CUBLAS_STATUS_NOT_SUPPORTED;
+        if (algorithm.magic != Algorithm::kMagic || algorithm.problem != p.number())
+            return CUBLAS_STATUS_NOT_SUPPORTED;
         result->workspaceSize = algorithm.workspace;
         result->state = CUBLAS_STATUS_SUCCESS;
         return CUBLAS_STATUS_SUCCESS;
     });
 }
-cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const void* alpha, const void* a, cublasLtMatrixLayout_t la, const void* b,
-                              cublasLtMatrixLayout_t lb, const void* beta, const void* c, cublasLtMatrixLayout_t lc, void* out,
-                              cublasLtMatrixLayout_t lout, const cublasLtMatmulAlgo_t* algo, void* workspace, size_t workspace_bytes,
-                              cudaStream_t stream) {
+cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const void* alpha, const void* a,
+                              cublasLtMatrixLayout_t la, const void* b, cublasLtMatrixLayout_t lb,
+                              const void* beta, const void* c, cublasLtMatrixLayout_t lc, void* out,
+                              cublasLtMatrixLayout_t lout, const cublasLtMatmulAlgo_t* algo, void* workspace,
+                              size_t workspace_bytes, cudaStream_t stream) {
     return guarded([&] {
         Problem p{description_of(desc), layout_of(la), layout_of(lb), layout_of(lc), layout_of(lout)};
         if (!p.is_valid()) return CUBLAS_STATUS_INVALID_VALUE;
-        if (*static_cast<const float*>(alpha) != 1) throw Fault("alpha is not 1, which the emulator does not know");
+        if (*static_cast<const float*>(alpha) != 1)
+            throw Fault("alpha is not 1, which the emulator does not know");
         const Algorithm algorithm = algorithm_of(algo);
         if (algorithm.problem != p.number()) throw Fault("an algorithm that was made for another product");
         if (algorithm.workspace > workspace_bytes) throw Fault("less workspace than its algorithm takes");
-        if (reinterpret_cast<uintptr_t>(workspace) % 256) throw Fault("a workspace that is not aligned to 256 bytes");
+        if (reinterpret_cast<uintptr_t>(workspace) % 256)
+            throw Fault("a workspace that is not aligned to 256 bytes");
         const void* operands[] = {a, b, c, out};
         for (size_t i = 0; i < 4; i++)
             if (reinterpret_cast<uintptr_t>(operands[i]) % algorithm.aligned[i])
-                throw Fault("operand " + std::string(1, "ABCD"[i]) + " is aligned worse than its algorithm was told");
-        if (c != out && *static_cast<const float*>(beta) != 0) throw Fault("C is not D, which the emulator does not know");
+                throw Fault("operand " + std::string(1, "ABCD"[i]) +
+                            " is aligned worse than its algorithm was told");
+        if (c != out && *static_cast<const float*>(beta) != 0)
+            throw Fault("C is not D, which the emulator does not know");
         const Description d = p.d;
         const Layout xa = p.a, xb = p.b, xc = p.c, xout = p.out;
         const float scale = *static_cast<const float*>(beta);
         Stream* s = stream ? reinterpret_cast<Stream*>(stream) : device().default_stream();
-        device().queue(s, {"cublasLtMatmul", [=](const Work& work) { multiply(work, d, xa, xb, xc, xout, a, b, c, out, scale, algorithm, workspace); }});
+        device().queue(s, {"cublasLtMatmul", [=](const Work& work) {
+                               multiply(work, d, xa, xb, xc, xout, a, b, c, out, scale, algorithm, workspace);
+                           }});
         return CUBLAS_STATUS_SUCCESS;
     });
 }

@@ -1,9 +1,10 @@
-// cudart.cpp - the CUDA runtime's calls that the trainer and its tests make, on the emulated device. Loaded in the place
-// of libcudart and libcublasLt, it runs an unchanged program on its own PTX.
+// cudart.cpp - the CUDA runtime's calls that the trainer and its tests make, on the emulated device. Loaded
+// in the place of libcudart and libcublasLt, it runs an unchanged program on its own PTX.
 //
-// What CUDA forbids, and what it leaves undefined, ends the process with a line that begins with "GPU:" and exit
-// code 70. GPU=A100|4090|H100|B200 chooses the device, GPU_SEED and GPU_ORDER=late|early|random the order of all that has
-// none, GPU_CHECK=bounds leaves races unlooked for; GPU_COUNTERS and GPU_COVERAGE name files for what was counted.
+// What CUDA forbids, and what it leaves undefined, ends the process with a line that begins with "GPU:" and
+// exit code 70. GPU=A100|4090|H100|B200 chooses the device, GPU_SEED and GPU_ORDER=late|early|random the
+// order of all that has none, GPU_MEMORY=MiB makes it smaller, GPU_CHECK=bounds leaves races unlooked for;
+// GPU_COUNTERS and GPU_COVERAGE name files for what was counted.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <unistd.h>
@@ -73,8 +74,9 @@ std::map<const void*, Kernel>& kernels() {
     return all;
 }
 
-// The parts of a fat binary that are PTX. Its header has a magic number, a version, its own size and that of what
-// follows; each part has its kind (1: PTX), its own header's size, its size, and from byte 28 on its architecture.
+// The parts of a fat binary that are PTX. Its header has a magic number, a version, its own size and that of
+// what follows; each part has its kind (1: PTX), its own header's size, its size, and from byte 28 on its
+// architecture.
 void read_fat_binary(const char* data, FatBinary& to) {
     const auto number = [](const char* p, auto n) {
         memcpy(&n, p, sizeof n);
@@ -136,25 +138,42 @@ Kernel& kernel_of(const void* function) {
     return k;
 }
 
-void launch_kernel(const void* function, dim3 grid, dim3 block, void** arguments, size_t shared, Stream* stream) {
+void launch_kernel(const void* function, dim3 grid, dim3 block, void** arguments, size_t shared,
+                   Stream* stream) {
     Kernel& k = kernel_of(function);
     const auto bad = [&](const std::string& what) { throw Fault("launch of " + k.name + ": " + what); };
     const uint64_t threads = uint64_t{block.x} * block.y * block.z;
-    if (!threads || threads > 1024 || block.x > 1024 || block.y > 1024 || block.z > 64) bad("a block of " + std::to_string(threads) + " threads");
-    if (k.program->max_threads && threads > k.program->max_threads) bad("more threads than its __launch_bounds__");
-    if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535) bad("a grid that CUDA refuses");
-    if (shared > k.dynamic_shared) bad(std::to_string(shared) + " bytes of dynamic shared memory, and it was opted in for " + std::to_string(k.dynamic_shared));
-    if (shared + k.program->static_shared > chip().shared_per_block) bad("more shared memory than " + std::string(chip().name) + " has");
+    if (!threads || threads > 1024 || block.x > 1024 || block.y > 1024 || block.z > 64)
+        bad("a block of " + std::to_string(threads) + " threads");
+    if (k.program->max_threads && threads > k.program->max_threads)
+        bad("more threads than its __launch_bounds__");
+    if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffff || grid.y > 65535 || grid.z > 65535)
+        bad("a grid that CUDA refuses");
+    if (shared > k.dynamic_shared)
+        bad(std::to_string(shared) + " bytes of dynamic shared memory, and it was opted in for " +
+            std::to_string(k.dynamic_shared));
+    if (shared + k.program->static_shared > chip().shared_per_block)
+        bad("more shared memory than " + std::string(chip().name) + " has");
     std::vector<char> parameters(k.program->parameter_bytes);
     for (size_t i = 0; i < k.program->parameters.size(); i++)
-        memcpy(parameters.data() + k.program->parameters[i].first, arguments[i], k.program->parameters[i].second);
+        memcpy(parameters.data() + k.program->parameters[i].first, arguments[i],
+               k.program->parameters[i].second);
     const uint64_t seed = device().next_seed();
     device().queue(stream, {k.name, [&k, grid, block, shared, parameters, seed](const Work& work) {
-                                Launch l{k.program.get(), &work, {grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared, parameters,
-                                         &device().memory, &k.counters, seed, device().check_races};
+                                Launch l{k.program.get(),
+                                         &work,
+                                         {grid.x, grid.y, grid.z},
+                                         {block.x, block.y, block.z},
+                                         shared,
+                                         parameters,
+                                         &device().memory,
+                                         &k.counters,
+                                         seed,
+                                         device().check_races};
                                 k.counters.launches++;
                                 const uint32_t blocks = grid.x * grid.y * grid.z;
-                                // Blocks run one after the other, in an order of its own: from a seed's place on.
+                                // Blocks run one after the other, in an order of its own: from a seed's place
+                                // on.
                                 const uint32_t first = static_cast<uint32_t>(seed % blocks);
                                 for (uint32_t n = 0; n < blocks; n++) {
                                     const uint32_t b = (first + n) % blocks;
@@ -166,20 +185,22 @@ void launch_kernel(const void* function, dim3 grid, dim3 block, void** arguments
 void report() {
     if (const char* path = getenv("GPU_COUNTERS")) {
         std::ofstream f(path, std::ios::app);
-        f << "kernel launches instructions lanes global_requests global_sectors global_bytes shared_requests shared_passes branches divergent\n";
+        f << "kernel launches instructions lanes global_requests global_sectors global_bytes shared_requests "
+             "shared_passes branches divergent\n";
         for (const auto& [function, k] : kernels()) {
             const Counters& c = k.counters;
-            f << k.name << ' ' << c.launches << ' ' << c.instructions << ' ' << c.lanes << ' ' << c.global_requests << ' '
-              << c.global_sectors << ' ' << c.global_bytes << ' ' << c.shared_requests << ' ' << c.shared_passes << ' ' << c.branches
-              << ' ' << c.divergent << '\n';
+            f << k.name << ' ' << c.launches << ' ' << c.instructions << ' ' << c.lanes << ' '
+              << c.global_requests << ' ' << c.global_sectors << ' ' << c.global_bytes << ' '
+              << c.shared_requests << ' ' << c.shared_passes << ' ' << c.branches << ' ' << c.divergent
+              << '\n';
         }
     }
     if (const char* path = getenv("GPU_COVERAGE")) {
         std::ofstream f(path, std::ios::app);
         for (const auto& [function, k] : kernels())
             for (size_t i = 0; i + 1 < k.program->code.size(); i++)
-                f << k.module->target << ' ' << k.name << ' ' << k.program->code[i].line << ' ' << k.program->text[i] << ' '
-                  << k.program->executed[i] << '\n';
+                f << k.module->target << ' ' << k.name << ' ' << k.program->code[i].line << ' '
+                  << k.program->text[i] << ' ' << k.program->executed[i] << '\n';
     }
 }
 
@@ -189,36 +210,45 @@ uint64_t hash(const void* p, size_t bytes) {
     return std::hash<std::string_view>{}(std::string_view(static_cast<const char*>(p), bytes));
 }
 // Rows of a copy, whose ends may each be the host's or the device's.
-void copy(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t bytes, size_t rows, Stream* s, const char* name) {
+void copy(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t bytes, size_t rows,
+          Stream* s, const char* name) {
     if (!bytes || !rows) return;
     DeviceMemory& m = device().memory;
     const bool to_device = m.is_device(to), from_device = m.is_device(from);
     const auto extent = [&](size_t pitch) { return pitch * (rows - 1) + bytes; };
     if (to_device) m.check_bounds(to, extent(to_pitch));
     if (from_device) m.check_bounds(from, extent(from_pitch));
-    const bool waits = !(to_device || device().is_pinned(to, extent(to_pitch))) || !(from_device || device().is_pinned(from, extent(from_pitch)));
-    if (s->recording && waits) throw Fault(std::string(name) + ": memory that is not pinned, while a stream is captured");
-    // While a copy is under way its source must stay as it is, and its target is nobody's.
-    auto sum = std::make_shared<uint64_t>(0);
-    const auto queued = [=] {
+    const bool waits = !(to_device || device().is_pinned(to, extent(to_pitch))) ||
+                       !(from_device || device().is_pinned(from, extent(from_pitch)));
+    if (s->recording && waits)
+        throw Fault(std::string(name) + ": memory that is not pinned, while a stream is captured");
+    // Until the host knows that the copy is done, its source must stay as it is, and its target is nobody's.
+    const std::string what = name;
+    const auto sum = [=] {
+        uint64_t h = 0;
+        for (size_t r = 0; r < rows; r++)
+            h = h * 31 + hash(static_cast<const char*>(from) + r * from_pitch, bytes);
+        return h;
+    };
+    const auto queued = [=](const Work& work) {
         if (!from_device)
-            for (size_t r = 0; r < rows; r++) *sum = *sum * 31 + hash(static_cast<const char*>(from) + r * from_pitch, bytes);
+            device().check_when_known(work, [=, before = sum()] {
+                if (sum() != before)
+                    throw Fault(what + ": the host's memory was changed while it was copied");
+            });
         if (!to_device)
             for (size_t r = 0; r < rows; r++) memset(static_cast<char*>(to) + r * to_pitch, 0xa5, bytes);
     };
-    const std::string what = name;
-    device().queue(s, {name, [=, &m](const Work& work) {
-        uint64_t now = 0;
+    const auto run = [=, &m](const Work& work) {
         for (size_t r = 0; r < rows; r++) {
             const char* f = static_cast<const char*>(from) + r * from_pitch;
             char* t = static_cast<char*>(to) + r * to_pitch;
-            if (!from_device) now = now * 31 + hash(f, bytes);
             if (from_device) device().reads(work, f, bytes);
             if (to_device) device().writes(work, t, bytes);
             memmove(to_device ? m.bytes_at(t) : t, from_device ? m.bytes_at(f) : f, bytes);
         }
-        if (!from_device && now != *sum) throw Fault(what + ": the host's memory was changed while it was copied");
-    }, queued});
+    };
+    device().queue(s, {name, run, queued});
     if (waits) device().wait(s);
 }
 
@@ -252,7 +282,8 @@ void** __cudaRegisterFatBinary(void* wrapper) {
 }
 void __cudaRegisterFatBinaryEnd(void**) {}
 void __cudaUnregisterFatBinary(void**) {}
-void __cudaRegisterFunction(void** handle, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*, int*) {
+void __cudaRegisterFunction(void** handle, const char* host, char*, const char* name, int, uint3*, uint3*,
+                            dim3*, dim3*, int*) {
     registered()[host] = {reinterpret_cast<FatBinary*>(handle), name};
 }
 cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
@@ -278,20 +309,26 @@ cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, 
     *static_cast<cudaStream_t*>(stream) = c.stream;
     return cudaSuccess;
 }
-cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared, cudaStream_t stream) {
+cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void** arguments, size_t shared,
+                               cudaStream_t stream) {
     return call([&] { launch_kernel(kernel, grid, block, arguments, shared, stream_of(stream)); });
 }
-cudaError_t cudaLaunchKernel(const void* f, dim3 grid, dim3 block, void** arguments, size_t shared, cudaStream_t stream) {
+cudaError_t cudaLaunchKernel(const void* f, dim3 grid, dim3 block, void** arguments, size_t shared,
+                             cudaStream_t stream) {
     return call([&] { launch_kernel(f, grid, block, arguments, shared, stream_of(stream)); });
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* c, const void* f, void** arguments) {
-    return call([&] { launch_kernel(f, c->gridDim, c->blockDim, arguments, c->dynamicSmemBytes, stream_of(c->stream)); });
+    return call([&] {
+        launch_kernel(f, c->gridDim, c->blockDim, arguments, c->dynamicSmemBytes, stream_of(c->stream));
+    });
 }
 cudaError_t cudaFuncSetAttribute(const void* f, cudaFuncAttribute attribute, int value) {
     return call([&] {
-        if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) throw Fault("cudaFuncSetAttribute: an attribute that the emulator does not know");
+        if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize)
+            throw Fault("cudaFuncSetAttribute: an attribute that the emulator does not know");
         Kernel& k = kernel_of(f);
-        if (value < 0 || static_cast<size_t>(value) + k.program->static_shared > chip().shared_per_block) return cudaErrorInvalidValue;
+        if (value < 0 || static_cast<size_t>(value) + k.program->static_shared > chip().shared_per_block)
+            return cudaErrorInvalidValue;
         k.dynamic_shared = static_cast<size_t>(value);
         return cudaSuccess;
     });
@@ -309,7 +346,7 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
         p->major = chip().major;
         p->minor = chip().minor;
         p->multiProcessorCount = chip().multiprocessors;
-        p->totalGlobalMem = chip().memory;
+        p->totalGlobalMem = chip_memory();
         p->sharedMemPerBlock = 48 << 10;
         p->sharedMemPerBlockOptin = chip().shared_per_block;
         p->sharedMemPerMultiprocessor = chip().shared_per_multiprocessor;
@@ -321,12 +358,24 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     return call([&] {
         switch (attribute) {
-            case cudaDevAttrMultiProcessorCount: *value = chip().multiprocessors; return;
-            case cudaDevAttrComputeCapabilityMajor: *value = chip().major; return;
-            case cudaDevAttrComputeCapabilityMinor: *value = chip().minor; return;
-            case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = static_cast<int>(chip().shared_per_block); return;
-            case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = static_cast<int>(chip().shared_per_multiprocessor); return;
-            default: throw Fault("cudaDeviceGetAttribute: an attribute that the emulator does not know: " + std::to_string(attribute));
+            case cudaDevAttrMultiProcessorCount:
+                *value = chip().multiprocessors;
+                return;
+            case cudaDevAttrComputeCapabilityMajor:
+                *value = chip().major;
+                return;
+            case cudaDevAttrComputeCapabilityMinor:
+                *value = chip().minor;
+                return;
+            case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+                *value = static_cast<int>(chip().shared_per_block);
+                return;
+            case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+                *value = static_cast<int>(chip().shared_per_multiprocessor);
+                return;
+            default:
+                throw Fault("cudaDeviceGetAttribute: an attribute that the emulator does not know: " +
+                            std::to_string(attribute));
         }
     });
 }
@@ -334,34 +383,46 @@ cudaError_t cudaRuntimeGetVersion(int* v) { return *v = CUDART_VERSION, cudaSucc
 cudaError_t cudaDriverGetVersion(int* v) { return *v = CUDART_VERSION, cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t e) {
     switch (e) {
-        case cudaSuccess: return "no error";
-        case cudaErrorMemoryAllocation: return "out of memory";
-        case cudaErrorInvalidValue: return "invalid argument";
-        case cudaErrorInvalidDevice: return "invalid device ordinal";
-        default: return "an error that the emulator does not name";
+        case cudaSuccess:
+            return "no error";
+        case cudaErrorMemoryAllocation:
+            return "out of memory";
+        case cudaErrorInvalidValue:
+            return "invalid argument";
+        case cudaErrorInvalidDevice:
+            return "invalid device ordinal";
+        default:
+            return "an error that the emulator does not name";
     }
 }
 const char* cudaGetErrorName(cudaError_t e) { return cudaGetErrorString(e); }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 cudaError_t cudaPeekAtLastError() { return cudaSuccess; }
 
-static CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data, const cuuint64_t* sizes,
-                             const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps,
-                             CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
+static CUresult encode_tiled(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
+                             const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                             const cuuint32_t* steps, CUtensorMapInterleave interleave,
+                             CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
                              CUtensorMapFloatOOBfill fill) {
     return guarded([&]() -> CUresult {
         // The driver's own conditions (CUDA Driver API, Tensor Map Object Management).
-        if (reinterpret_cast<uintptr_t>(map) % 64 || reinterpret_cast<uintptr_t>(data) % 16) return CUDA_ERROR_INVALID_VALUE;
-        if (type != CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || rank != 3 || interleave != CU_TENSOR_MAP_INTERLEAVE_NONE ||
-            swizzle != CU_TENSOR_MAP_SWIZZLE_128B || fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
+        if (reinterpret_cast<uintptr_t>(map) % 64 || reinterpret_cast<uintptr_t>(data) % 16)
+            return CUDA_ERROR_INVALID_VALUE;
+        if (type != CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 || rank != 3 ||
+            interleave != CU_TENSOR_MAP_INTERLEAVE_NONE || swizzle != CU_TENSOR_MAP_SWIZZLE_128B ||
+            fill != CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE)
             throw Fault("cuTensorMapEncodeTiled: a kind of map that the emulator does not know");
         if (chip().major < 9) return CUDA_ERROR_NOT_SUPPORTED;
         for (cuuint32_t n = 0; n < rank; n++)
-            if (!sizes[n] || sizes[n] > uint64_t{1} << 32 || !box[n] || box[n] > 256 || steps[n] != 1) return CUDA_ERROR_INVALID_VALUE;
+            if (!sizes[n] || sizes[n] > uint64_t{1} << 32 || !box[n] || box[n] > 256 || steps[n] != 1)
+                return CUDA_ERROR_INVALID_VALUE;
         for (cuuint32_t n = 0; n + 1 < rank; n++)
             if (strides[n] % 16 || strides[n] >= uint64_t{1} << 40) return CUDA_ERROR_INVALID_VALUE;
         if (box[0] * 2 > 128) return CUDA_ERROR_INVALID_VALUE;
-        TensorMapBits bits{TensorMapBits::kMagic, reinterpret_cast<uint64_t>(data), {sizes[0], sizes[1], sizes[2]}, {strides[0], strides[1]},
+        TensorMapBits bits{TensorMapBits::kMagic,
+                           reinterpret_cast<uint64_t>(data),
+                           {sizes[0], sizes[1], sizes[2]},
+                           {strides[0], strides[1]},
                            {box[0], box[1], box[2]}};
         memset(static_cast<void*>(map), 0, sizeof *map);
         memcpy(static_cast<void*>(map), &bits, sizeof bits);
@@ -412,8 +473,8 @@ cudaError_t cudaFreeHost(void* p) {
 }
 cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
     return call([&] {
-        *total = chip().memory;
-        *free_bytes = chip().memory - device().memory.used();
+        *total = chip_memory();
+        *free_bytes = chip_memory() - device().memory.used();
     });
 }
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t s) {
@@ -425,8 +486,8 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemcpyKind)
         device().wait(device().default_stream());
     });
 }
-cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t bytes, size_t rows, cudaMemcpyKind,
-                              cudaStream_t s) {
+cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t bytes,
+                              size_t rows, cudaMemcpyKind, cudaStream_t s) {
     return call([&] {
         if (bytes > to_pitch || bytes > from_pitch) return cudaErrorInvalidValue;
         copy(to, to_pitch, from, from_pitch, bytes, rows, stream_of(s), "cudaMemcpy2DAsync");
@@ -438,6 +499,7 @@ cudaError_t cudaMemsetAsync(void* p, int byte, size_t bytes, cudaStream_t s) {
         if (!bytes) return;
         device().memory.check_bounds(p, bytes);
         device().queue(stream_of(s), {"cudaMemsetAsync", [=](const Work& work) {
+                                          if (!byte && device().memory.zero_whole(&work, p, bytes)) return;
                                           device().writes(work, p, bytes);
                                           memset(device().memory.bytes_at(p), byte, bytes);
                                       }});
@@ -446,7 +508,7 @@ cudaError_t cudaMemsetAsync(void* p, int byte, size_t bytes, cudaStream_t s) {
 cudaError_t cudaMemset(void* p, int byte, size_t bytes) {
     if (guarded([&] {
             device().not_while_recording("cudaMemset");
-            return device().memory.fill_whole(p, byte, bytes);
+            return !byte && device().memory.zero_whole(nullptr, p, bytes);
         }))
         return cudaSuccess;
     return cudaMemsetAsync(p, byte, bytes, nullptr);
@@ -469,7 +531,9 @@ cudaError_t cudaDeviceSynchronize() {
 cudaError_t cudaStreamWaitEvent(cudaStream_t s, cudaEvent_t e, unsigned) {
     return call([&] { device().wait(stream_of(s), event_of(e)); });
 }
-cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) { return *e = reinterpret_cast<cudaEvent_t>(new Event), cudaSuccess; }
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) {
+    return *e = reinterpret_cast<cudaEvent_t>(new Event), cudaSuccess;
+}
 cudaError_t cudaEventCreate(cudaEvent_t* e) { return cudaEventCreateWithFlags(e, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t e) {
     return call([&] {
@@ -505,7 +569,8 @@ cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* g) {
     });
 }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* e, cudaGraph_t g, unsigned long long) {
-    return *e = reinterpret_cast<cudaGraphExec_t>(new Recording(*reinterpret_cast<Recording*>(g))), cudaSuccess;
+    return *e = reinterpret_cast<cudaGraphExec_t>(new Recording(*reinterpret_cast<Recording*>(g))),
+           cudaSuccess;
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t g) {
     delete reinterpret_cast<Recording*>(g);

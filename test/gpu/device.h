@@ -1,6 +1,7 @@
 // device.h - the emulated device: its memory, its streams, what is queued in them and when that runs.
 //
-// Work runs as late as its results can wait, or as early as it may, as a seed decides: GPU_ORDER=late|early|random.
+// Work runs as late as its results can wait, or as early as it may, as a seed decides:
+// GPU_ORDER=late|early|random.
 #pragma once
 
 #include <deque>
@@ -22,7 +23,7 @@ inline std::string environment(const char* name, const char* otherwise) {
 struct Task {
     std::string name;
     std::function<void(const Work&)> run;
-    std::function<void()> queued = nullptr;  // done when it is queued, not when it runs
+    std::function<void(const Work&)> queued = nullptr;  // done when it is queued, not when it runs
 };
 struct Recording {
     std::vector<Task> tasks;
@@ -43,8 +44,10 @@ struct Event {
 class Device {
   public:
     Device()
-        : memory(chip().memory), order_(environment("GPU_ORDER", "random")),
-          seed_(strtoull(environment("GPU_SEED", "1").c_str(), nullptr, 10)), random_(seed_) {
+        : memory(chip_memory()),
+          order_(environment("GPU_ORDER", "random")),
+          seed_(strtoull(environment("GPU_SEED", "1").c_str(), nullptr, 10)),
+          random_(seed_) {
         streams_.push_back(&default_stream_);
     }
 
@@ -70,12 +73,12 @@ class Device {
     }
 
     void queue(Stream* s, Task task) {
-        if (s == &default_stream_ && recording()) throw Fault(task.name + " on the default stream while another is captured");
+        if (s == &default_stream_ && recording())
+            throw Fault(task.name + " on the default stream while another is captured");
         if (s->recording) {
             s->recording->tasks.push_back(std::move(task));
             return;
         }
-        if (task.queued) task.queued();
         // The default stream is after all that was queued before, and before all that is queued later.
         if (s == &default_stream_)
             for (const Stream* other : streams_) join(s->clock, other->clock);
@@ -87,6 +90,7 @@ class Device {
         work.number = ++s->queued;
         work.after = s->clock;
         work.name = task.name;
+        if (task.queued) task.queued(work);
         s->clock[static_cast<size_t>(s->index)] = work.number;
         s->tasks.emplace_back(std::move(work), std::move(task.run));
         if (order_ == "early") finish(s);
@@ -113,12 +117,12 @@ class Device {
     void wait(const Event* e) {
         not_while_recording("cudaEventSynchronize");
         for (Stream* s : streams_) finish(s, e->clock[static_cast<size_t>(s->index)]);
-        join(host_, e->clock);
+        host_knows(e->clock);
     }
     void wait(Stream* s) {
         not_while_recording("cudaStreamSynchronize");
         finish(s);
-        join(host_, s->clock);
+        host_knows(s->clock);
     }
     void wait() {
         not_while_recording("cudaDeviceSynchronize");
@@ -128,6 +132,11 @@ class Device {
     // What a copy or a product reads and writes.
     void reads(const Work& work, const void* p, size_t bytes) { memory.reads(accessor(work), p, bytes); }
     void writes(const Work& work, const void* p, size_t bytes) { memory.writes(accessor(work), p, bytes); }
+
+    // Has something checked at the moment when the host knows that the work is done.
+    void check_when_known(const Work& work, std::function<void()> check) {
+        checks_.push_back({work.stream, work.number, std::move(check)});
+    }
 
     // Memory of the host that copies may be under way to and from.
     void add_pinned(void* p, size_t bytes) { pinned_[static_cast<char*>(p)] = bytes; }
@@ -146,6 +155,14 @@ class Device {
 
   private:
     Accessor accessor(const Work& work) const { return {&work, kNoBlock, 0, 0, 0, 0, &nobody_}; }
+    void host_knows(const StreamClock& clock) {
+        join(host_, clock);
+        std::erase_if(checks_, [&](const Check& c) {
+            if (host_[static_cast<size_t>(c.stream)] < c.number) return false;
+            c.run();
+            return true;
+        });
+    }
     void step(Stream* s) {
         const auto [work, run] = std::move(s->tasks.front());
         s->tasks.pop_front();
@@ -163,7 +180,13 @@ class Device {
     std::mt19937_64 random_;
     Stream default_stream_;
     std::vector<Stream*> streams_;
-    StreamClock host_{};
+    StreamClock host_{};  // what the host knows to be done
+    struct Check {
+        int stream;
+        uint32_t number;
+        std::function<void()> run;
+    };
+    std::vector<Check> checks_;
     WarpClock nobody_{};
     std::map<char*, size_t> pinned_;
 };

@@ -1,6 +1,7 @@
 // faults.cu - programs with one fault each, which the emulator must find and name, and the same without it.
 //
-//   faults NAME right|wrong     exits with 0 where the result is right, 1 where it is wrong; a fault that the emulator
+//   faults NAME right|wrong     exits with 0 where the result is right, 1 where it is wrong; a fault that the
+//   emulator
 //                               finds ends the process with a line of its own
 #include <cublasLt.h>
 
@@ -137,7 +138,8 @@ __global__ void small_product(float* d, const bf16* a, const bf16* b) {
         fa[0].r[2] = r;
     }
     uint32_t r0, r1, r2, r3;
-    load_matrices<kFault != Planted::NotTransposed>(r0, r1, r2, r3, tile_b + lane() % 16 * 24 + lane() / 16 * 8);
+    load_matrices<kFault != Planted::NotTransposed>(r0, r1, r2, r3,
+                                                    tile_b + lane() % 16 * 24 + lane() / 16 * 8);
     float sum[1][1][4] = {};
     const FragmentB<bf16> fb[1] = {{{r0, r1}}};
     mma_tiles(sum, fa, fb);
@@ -151,7 +153,8 @@ bool product_is_right() {
     small_product<kFault><<<1, 32>>>(d, a, b);
     return is(d, 128, [](int i) {
         float sum = 0;
-        for (int k = 0; k < 16; k++) sum += static_cast<float>((i / 8 * 16 + k) % 97) * static_cast<float>((k * 16 + i % 8) % 97);
+        for (int k = 0; k < 16; k++)
+            sum += static_cast<float>((i / 8 * 16 + k) % 97) * static_cast<float>((k * 16 + i % 8) % 97);
         return sum;
     });
 }
@@ -164,7 +167,8 @@ struct Maps {
 enum class Tile { Right, NoPhase, NoFence, NoProxyFence, NoWait };
 // One warpgroup: s (64 x 64) = a a^T of a 64 x 64 tile, which TMA brings, or its threads do.
 template <Tile kFault>
-__global__ void __launch_bounds__(128) tile_product(float* out, const bf16* a, const __grid_constant__ Maps maps) {
+__global__ void __launch_bounds__(128)
+    tile_product(float* out, const bf16* a, const __grid_constant__ Maps maps) {
 #if defined(HOPPER_CODE)
     using Square = SwizzledTile<64, 64>;
     DYNAMIC_SHARED(unsigned char, shared);
@@ -172,7 +176,8 @@ __global__ void __launch_bounds__(128) tile_product(float* out, const bf16* a, c
     if (kFault == Tile::NoProxyFence) {  // by threads, as TMA would leave it
         unsigned char* bytes = shared + (tile - shared_address(shared));
         for (int i = static_cast<int>(threadIdx.x); i < 64 * 8; i += 128)
-            *reinterpret_cast<uint4*>(bytes + (i / 8 * 128 + (i % 8 ^ i / 8 % 8) * 16)) = *reinterpret_cast<const uint4*>(a + i * 8);
+            *reinterpret_cast<uint4*>(bytes + (i / 8 * 128 + (i % 8 ^ i / 8 % 8) * 16)) =
+                *reinterpret_cast<const uint4*>(a + i * 8);
         __syncthreads();
     } else {
         if (threadIdx.x == 0) {
@@ -187,14 +192,17 @@ __global__ void __launch_bounds__(128) tile_product(float* out, const bf16* a, c
         barrier_wait(barrier, kFault == Tile::NoPhase ? 1 : 0);
     }
     float s[1][8][4];
-    UNROLL for (int j = 0; j < 8; j++) UNROLL for (int e = 0; e < 4; e++) s[0][j][e] = static_cast<float>(threadIdx.x) * out[0];
+    UNROLL for (int j = 0; j < 8; j++) UNROLL for (int e = 0; e < 4; e++) s[0][j][e] =
+        static_cast<float>(threadIdx.x) * out[0];
     fence_registers(s);
     if (kFault != Tile::NoFence) wgmma_fence();
-    UNROLL for (int k = 0; k < 4; k++) wgmma_by_rows(s, Square::by_rows(tile, 0, k), Square::by_rows(tile, 0, k), true);
+    UNROLL for (int k = 0; k < 4; k++)
+        wgmma_by_rows(s, Square::by_rows(tile, 0, k), Square::by_rows(tile, 0, k), true);
     wgmma_commit();
     if (kFault != Tile::NoWait) wgmma_wait<0>();
     const int g = lane() / 4, t = lane() % 4;
-    UNROLL for (int j = 0; j < 8; j++) UNROLL for (int e = 0; e < 4; e++) out[1 + (16 * warp() + g + 8 * (e >> 1)) * 64 + 8 * j + 2 * t + (e & 1)] = s[0][j][e];
+    UNROLL for (int j = 0; j < 8; j++) UNROLL for (int e = 0; e < 4; e++)
+        out[1 + (16 * warp() + g + 8 * (e >> 1)) * 64 + 8 * j + 2 * t + (e & 1)] = s[0][j][e];
     if (kFault == Tile::NoWait) wgmma_wait<0>();
 #endif
 }
@@ -207,7 +215,8 @@ bool tile_is_right() {
     tile_product<kFault><<<1, 128, 10 * 1024>>>(out, a, maps);
     return is(out + 1, 64 * 64, [](int i) {
         float sum = 0;
-        for (int k = 0; k < 64; k++) sum += static_cast<float>((i / 64 * 64 + k) % 97) * static_cast<float>((i % 64 * 64 + k) % 97);
+        for (int k = 0; k < 64; k++)
+            sum += static_cast<float>((i / 64 * 64 + k) % 97) * static_cast<float>((i % 64 * 64 + k) % 97);
         return sum;
     });
 }
@@ -298,7 +307,8 @@ void cublas(cublasStatus_t status) {
 }
 // 32 x 32 bf16 with a bias.
 bool product_with_bias(Call fault) {
-    bf16 *a = numbers<bf16>(32 * 40), *b = numbers<bf16>(32 * 40), *out = room<bf16>(32 * 40), *bias = numbers<bf16>(32);
+    bf16 *a = numbers<bf16>(32 * 40), *b = numbers<bf16>(32 * 40), *out = room<bf16>(32 * 40),
+         *bias = numbers<bf16>(32);
     char* workspace = room<char>(1 << 20);
     cublasLtHandle_t handle;
     cublas(cublasLtCreate(&handle));
@@ -308,7 +318,8 @@ bool product_with_bias(Call fault) {
     const cudaDataType_t bias_type = fault == Call::BiasType ? CUDA_R_32F : CUDA_R_16BF;
     cublas(cublasLtMatmulDescSetAttribute(d, CUBLASLT_MATMUL_DESC_EPILOGUE, &epilogue, sizeof epilogue));
     cublas(cublasLtMatmulDescSetAttribute(d, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &bias, sizeof bias));
-    cublas(cublasLtMatmulDescSetAttribute(d, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &bias_type, sizeof bias_type));
+    cublas(
+        cublasLtMatmulDescSetAttribute(d, CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, &bias_type, sizeof bias_type));
     cublasLtMatrixLayout_t la, lb, lo;
     cublas(cublasLtMatrixLayoutCreate(&la, CUDA_R_16BF, 32, 32, fault == Call::Leading ? 24 : 32));
     cublas(cublasLtMatrixLayoutCreate(&lb, CUDA_R_16BF, 32, 32, 32));
@@ -316,20 +327,23 @@ bool product_with_bias(Call fault) {
     cublasLtMatmulPreference_t preference;
     cublas(cublasLtMatmulPreferenceCreate(&preference));
     const size_t most = 1 << 20;
-    cublas(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &most, sizeof most));
+    cublas(cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &most,
+                                                sizeof most));
     cublasLtMatmulHeuristicResult_t results[4];
     int count = 0;
     cublas(cublasLtMatmulAlgoGetHeuristic(handle, d, la, lb, lo, lo, preference, 4, results, &count));
     const float one = 1, zero = 0;
     if (fault == Call::OtherProduct) cublas(cublasLtMatrixLayoutCreate(&lo, CUDA_R_16BF, 32, 32, 40));
-    cublas(cublasLtMatmul(handle, d, &one, a + (fault == Call::Alignment ? 8 : 0), la, b, lb, &zero, out, lo, out, lo, &results[count - 1].algo,
-                          workspace + (fault == Call::Workspace ? 16 : 0), most / 2, nullptr));
+    cublas(cublasLtMatmul(handle, d, &one, a + (fault == Call::Alignment ? 8 : 0), la, b, lb, &zero, out, lo,
+                          out, lo, &results[count - 1].algo, workspace + (fault == Call::Workspace ? 16 : 0),
+                          most / 2, nullptr));
     CUDA_CHECK(cudaDeviceSynchronize());
     return true;
 }
 
 template <class Kernel>
-bool of_threads(Kernel kernel, int blocks, int threads, const std::function<float(int)>& expected, int count) {
+bool of_threads(Kernel kernel, int blocks, int threads, const std::function<float(int)>& expected,
+                int count) {
     float* out = room<float>(count);
     kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads)>>>(out);
     return is(out, count, expected);
@@ -343,35 +357,95 @@ bool of_numbers(Kernel kernel, const std::function<float(int)>& expected, A... m
 float itself(int i) { return static_cast<float>(i); }
 
 const std::map<std::string, std::function<bool(bool)>> kFaults = {
-    {"syncwarp", [](bool w) { return of_threads(w ? warp_exchange<true> : warp_exchange<false>, 1, 32, [](int i) { return itself(i ^ 1); }, 32); }},
-    {"syncthreads", [](bool w) { return of_threads(w ? block_exchange<true> : block_exchange<false>, 1, 128, [](int i) { return itself(i ^ 64); }, 128); }},
-    {"reused_buffer", [](bool w) { return of_threads(w ? reused_buffer<true> : reused_buffer<false>, 1, 64, [](int i) { return 2 * itself(i ^ 32) + 1; }, 64); }},
-    {"barrier_in_a_branch", [](bool w) { return of_threads(w ? barrier_in_a_branch<true> : barrier_in_a_branch<false>, 1, 32, [](int) { return 1.f; }, 32); }},
-    {"shuffle_of_some", [](bool w) { return of_threads(w ? shuffle_of_some<true> : shuffle_of_some<false>, 1, 32, [](int i) { return i < 16 ? 4.f : itself(i); }, 32); }},
-    {"blocks_share", [](bool w) { return of_threads(w ? blocks_share<true> : blocks_share<false>, 4, 32, itself, 4); }},
-    {"never_written", [](bool w) { return of_numbers(w ? never_written<true> : never_written<false>, [](int i) { return itself(i) + 1; }); }},
-    {"past_the_end", [](bool w) {
+    {"syncwarp",
+     [](bool w) {
+         return of_threads(
+             w ? warp_exchange<true> : warp_exchange<false>, 1, 32, [](int i) { return itself(i ^ 1); }, 32);
+     }},
+    {"syncthreads",
+     [](bool w) {
+         return of_threads(
+             w ? block_exchange<true> : block_exchange<false>, 1, 128, [](int i) { return itself(i ^ 64); },
+             128);
+     }},
+    {"reused_buffer",
+     [](bool w) {
+         return of_threads(
+             w ? reused_buffer<true> : reused_buffer<false>, 1, 64,
+             [](int i) { return 2 * itself(i ^ 32) + 1; }, 64);
+     }},
+    {"barrier_in_a_branch",
+     [](bool w) {
+         return of_threads(
+             w ? barrier_in_a_branch<true> : barrier_in_a_branch<false>, 1, 32, [](int) { return 1.f; }, 32);
+     }},
+    {"shuffle_of_some",
+     [](bool w) {
+         return of_threads(
+             w ? shuffle_of_some<true> : shuffle_of_some<false>, 1, 32,
+             [](int i) { return i < 16 ? 4.f : itself(i); }, 32);
+     }},
+    {"blocks_share",
+     [](bool w) { return of_threads(w ? blocks_share<true> : blocks_share<false>, 4, 32, itself, 4); }},
+    {"never_written",
+     [](bool w) {
+         return of_numbers(w ? never_written<true> : never_written<false>,
+                           [](int i) { return itself(i) + 1; });
+     }},
+    {"past_the_end",
+     [](bool w) {
          float *in = numbers<float>(32), *out = room<float>(32);
          (w ? past_the_end<true> : past_the_end<false>)<<<1, 32>>>(out, in, 32);
          return is(out, 32, [](int i) { return i < 31 ? itself(i + 1) : 0; });
      }},
-    {"vector_load", [](bool w) { return of_numbers(w ? vector_load<true> : vector_load<false>, [](int i) { return itself(4 * i % 97); }); }},
-    {"copy_not_waited_for", [](bool w) { return of_numbers(w ? copy_of_threads<true> : copy_of_threads<false>, [](int i) { return itself(4 * (i ^ 1) % 97); }); }},
-    {"shared_not_opted_in", [](bool w) {
+    {"vector_load",
+     [](bool w) {
+         return of_numbers(w ? vector_load<true> : vector_load<false>,
+                           [](int i) { return itself(4 * i % 97); });
+     }},
+    {"copy_not_waited_for",
+     [](bool w) {
+         return of_numbers(w ? copy_of_threads<true> : copy_of_threads<false>,
+                           [](int i) { return itself(4 * (i ^ 1) % 97); });
+     }},
+    {"shared_not_opted_in",
+     [](bool w) {
          float* out = room<float>(32);
-         if (!w) CUDA_CHECK(cudaFuncSetAttribute(shared_of, cudaFuncAttributeMaxDynamicSharedMemorySize, 64 << 10));
+         if (!w)
+             CUDA_CHECK(
+                 cudaFuncSetAttribute(shared_of, cudaFuncAttributeMaxDynamicSharedMemorySize, 64 << 10));
          shared_of<<<1, 32, 64 << 10>>>(out);
          return is(out, 32, [](int) { return 1.f; });
      }},
-    {"not_transposed", [](bool w) { return w ? product_is_right<Planted::NotTransposed>() : product_is_right<Planted::None>(); }},
-    {"fragments_swapped", [](bool w) { return w ? product_is_right<Planted::FragmentsSwapped>() : product_is_right<Planted::None>(); }},
-    {"mbarrier_phase", [](bool w) { return w ? tile_is_right<Tile::NoPhase>() : tile_is_right<Tile::Right>(); }},
+    {"not_transposed",
+     [](bool w) {
+         return w ? product_is_right<Planted::NotTransposed>() : product_is_right<Planted::None>();
+     }},
+    {"fragments_swapped",
+     [](bool w) {
+         return w ? product_is_right<Planted::FragmentsSwapped>() : product_is_right<Planted::None>();
+     }},
+    {"mbarrier_phase",
+     [](bool w) { return w ? tile_is_right<Tile::NoPhase>() : tile_is_right<Tile::Right>(); }},
     {"wgmma_fence", [](bool w) { return w ? tile_is_right<Tile::NoFence>() : tile_is_right<Tile::Right>(); }},
-    {"proxy_fence", [](bool w) { return w ? tile_is_right<Tile::NoProxyFence>() : tile_is_right<Tile::Right>(); }},
+    {"proxy_fence",
+     [](bool w) { return w ? tile_is_right<Tile::NoProxyFence>() : tile_is_right<Tile::Right>(); }},
     {"wgmma_wait", [](bool w) { return w ? tile_is_right<Tile::NoWait>() : tile_is_right<Tile::Right>(); }},
-    {"capture_sync", [](bool w) { return recorded([w](cudaStream_t s) { if (w) cudaStreamSynchronize(s); }); }},
-    {"capture_malloc", [](bool w) { return recorded([w](cudaStream_t) { void* p; if (w) cudaMalloc(&p, 16); }); }},
-    {"capture_default_stream", [](bool w) {
+    {"capture_sync",
+     [](bool w) {
+         return recorded([w](cudaStream_t s) {
+             if (w) cudaStreamSynchronize(s);
+         });
+     }},
+    {"capture_malloc",
+     [](bool w) {
+         return recorded([w](cudaStream_t) {
+             void* p;
+             if (w) cudaMalloc(&p, 16);
+         });
+     }},
+    {"capture_default_stream",
+     [](bool w) {
          float* x = numbers<float>(32);
          return recorded([w, x](cudaStream_t s) { add_one<<<1, 32, 0, w ? nullptr : s>>>(x); });
      }},

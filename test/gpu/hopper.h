@@ -34,13 +34,18 @@ inline void arrive_lanes(Warp& w, const Instruction& i, uint32_t lanes, bool exp
     });
     Block::release(w);
 }
-inline void arrive_at_mbarrier(Warp& w, const Instruction& i, uint32_t lanes) { arrive_lanes(w, i, lanes, false); }
-inline void arrive_expecting(Warp& w, const Instruction& i, uint32_t lanes) { arrive_lanes(w, i, lanes, true); }
+inline void arrive_at_mbarrier(Warp& w, const Instruction& i, uint32_t lanes) {
+    arrive_lanes(w, i, lanes, false);
+}
+inline void arrive_expecting(Warp& w, const Instruction& i, uint32_t lanes) {
+    arrive_lanes(w, i, lanes, true);
+}
 inline void try_wait_parity(Warp& w, const Instruction& i, uint32_t lanes) {
     uint32_t complete = 0;
     for_lanes(lanes, [&](int lane) {
         Barrier& b = w.block->mbarrier(w, address_of(w, i, lane));
-        complete |= static_cast<uint32_t>(w.block->phase_complete(w, b, w.at<uint32_t>(i.s[1])[lane])) << lane;
+        complete |= static_cast<uint32_t>(w.block->phase_complete(w, b, w.at<uint32_t>(i.s[1])[lane]))
+                    << lane;
     });
     uint32_t& d = *w.at<uint32_t>(i.d);
     d = (d & ~lanes) | (complete & lanes);
@@ -51,15 +56,16 @@ inline void fence_proxy(Warp& w, const Instruction&, uint32_t) {
     w.proxy_fence = w.clock;
 }
 
-// cp.async.bulk.tensor: a box of rows of 128 bytes into shared memory, zeros for what lies beyond the tensor; its bytes
-// count on an mbarrier.
+// cp.async.bulk.tensor: a box of rows of 128 bytes into shared memory, zeros for what lies beyond the tensor;
+// its bytes count on an mbarrier.
 inline void copy_tensor(Warp& w, const Instruction& i, uint32_t lanes) {
     for_lanes(lanes, [&](int lane) {
         Block& block = *w.block;
         const uint64_t map_at = w.at<uint64_t>(i.s[1])[lane];
         const std::vector<char>& parameters = block.launch().parameters;
         const uint64_t parameters_at = reinterpret_cast<uint64_t>(parameters.data());
-        if (map_at < parameters_at || map_at + 128 > parameters_at + parameters.size() || (map_at - parameters_at) % 64)
+        if (map_at < parameters_at || map_at + 128 > parameters_at + parameters.size() ||
+            (map_at - parameters_at) % 64)
             throw Fault("a tensor map is a __grid_constant__ parameter, at a multiple of 64 bytes");
         TensorMapBits map;
         memcpy(&map, reinterpret_cast<const void*>(map_at), sizeof map);
@@ -78,12 +84,16 @@ inline void copy_tensor(Warp& w, const Instruction& i, uint32_t lanes) {
         const uint32_t clock = block.next_async_clock();
         block.add_async([=, &block, &w] {
             std::vector<char> box(bytes, 0);
-            const auto inside = [&](size_t n) { return at[n] >= 0 && at[n] < static_cast<int64_t>(map.sizes[n]); };
+            const auto inside = [&](size_t n) {
+                return at[n] >= 0 && at[n] < static_cast<int64_t>(map.sizes[n]);
+            };
             for (uint32_t row = 0; row < map.box[1]; row++) {
                 const int64_t r = at[1] + row;
                 if (r < 0 || r >= static_cast<int64_t>(map.sizes[1]) || !inside(2) || !inside(0)) continue;
-                const uint64_t elements = std::min<uint64_t>(map.box[0], map.sizes[0] - static_cast<uint64_t>(at[0]));
-                const char* from = reinterpret_cast<const char*>(map.data) + at[0] * 2 + r * static_cast<int64_t>(map.strides[0]) +
+                const uint64_t elements =
+                    std::min<uint64_t>(map.box[0], map.sizes[0] - static_cast<uint64_t>(at[0]));
+                const char* from = reinterpret_cast<const char*>(map.data) + at[0] * 2 +
+                                   r * static_cast<int64_t>(map.strides[0]) +
                                    at[2] * static_cast<int64_t>(map.strides[1]);
                 DeviceMemory& memory = *block.launch().memory;
                 Accessor who = block.accessor(w, lane);
@@ -91,7 +101,8 @@ inline void copy_tensor(Warp& w, const Instruction& i, uint32_t lanes) {
                 memory.reads(who, from, elements * 2);
                 const char* bits = memory.bytes_at(from);
                 for (size_t k = 0; k < elements * 2; k += 16)
-                    memcpy(box.data() + (swizzled(to + row * row_bytes + k) - to), bits + k, std::min<size_t>(16, elements * 2 - k));
+                    memcpy(box.data() + (swizzled(to + row * row_bytes + k) - to), bits + k,
+                           std::min<size_t>(16, elements * 2 - k));
             }
             block.end_async_write(clock, to, box.data(), bytes);
             block.bytes_came(block.mbarrier_at(barrier), static_cast<int64_t>(bytes), clock);
@@ -103,11 +114,16 @@ inline void copy_tensor(Warp& w, const Instruction& i, uint32_t lanes) {
 
 struct Operand {  // "Matrix Descriptor Format"
     uint64_t start, leading, stride;
-    explicit Operand(uint64_t bits) : start((bits & 0x3fff) << 4), leading((bits >> 16 & 0x3fff) << 4), stride((bits >> 32 & 0x3fff) << 4) {
+    explicit Operand(uint64_t bits)
+        : start((bits & 0x3fff) << 4),
+          leading((bits >> 16 & 0x3fff) << 4),
+          stride((bits >> 32 & 0x3fff) << 4) {
         if (bits >> 62 != 1) throw Fault("wgmma with a swizzle that is not of 128 bytes");
     }
     // 8 elements along k, of a row of a K-major operand.
-    uint64_t by_rows(uint64_t row, uint64_t k) const { return swizzled(start + row / 8 * stride + row % 8 * 128 + k * 2); }
+    uint64_t by_rows(uint64_t row, uint64_t k) const {
+        return swizzled(start + row / 8 * stride + row % 8 * 128 + k * 2);
+    }
     // 8 elements along n, of row k of an MN-major one.
     uint64_t by_columns(uint64_t k, uint64_t n) const {
         return swizzled(start + n / 64 * leading + k / 8 * stride + k % 8 * 128 + n % 64 * 2);
@@ -131,12 +147,14 @@ inline void multiply(Warp& w, const Instruction& i) {
     } else {
         const Operand from(w.at<uint64_t>(i.s[0])[0]);
         for (uint64_t row = 0; row < 16; row++)
-            for (uint64_t k = 0; k < 16; k += 8) eight(&a[row][k], 1, from.by_rows(static_cast<uint64_t>(w.index % 4) * 16 + row, k));
+            for (uint64_t k = 0; k < 16; k += 8)
+                eight(&a[row][k], 1, from.by_rows(static_cast<uint64_t>(w.index % 4) * 16 + row, k));
     }
     const Operand from(w.at<uint64_t>(i.s[1])[0]);
     if (i.is_signed) {
         for (uint64_t k = 0; k < 16; k++)
-            for (uint64_t c = 0; c < static_cast<uint64_t>(n); c += 8) eight(&b[k][c], 1, from.by_columns(k, c));
+            for (uint64_t c = 0; c < static_cast<uint64_t>(n); c += 8)
+                eight(&b[k][c], 1, from.by_columns(k, c));
     } else {
         for (uint64_t c = 0; c < static_cast<uint64_t>(n); c++)
             for (uint64_t k = 0; k < 16; k += 8) eight(&b[k][c], 256, from.by_rows(c, k));
@@ -149,39 +167,47 @@ inline void multiply(Warp& w, const Instruction& i) {
                 d[lane / 4 + 8 * (e >> 1)][8 * j + 2 * (lane % 4) + (e & 1)] =
                     add ? w.at<float>(i.more[static_cast<size_t>(4 * j + e)])[lane] : 0.f;
     for (int m = 0; m < 16; m++)
-        for (int k = 0; k < 16; k++)
+        for (int k = 15; k >= 0; k--)  // in another order than mma, as real ones differ
             for (int c = 0; c < n; c++) d[m][c] += a[m][k] * b[k][c];
     for (int lane = 0; lane < 32; lane++)
         for (int j = 0; j < n / 8; j++)
             for (int e = 0; e < 4; e++)
-                w.at<float>(i.more[static_cast<size_t>(4 * j + e)])[lane] = d[lane / 4 + 8 * (e >> 1)][8 * j + 2 * (lane % 4) + (e & 1)];
+                w.at<float>(i.more[static_cast<size_t>(4 * j + e)])[lane] =
+                    d[lane / 4 + 8 * (e >> 1)][8 * j + 2 * (lane % 4) + (e & 1)];
 }
-// Operands are read, and D is written, at any time until the product was waited for: here at once, or at the end. What
-// the instruction's own registers say must not change till then, so that waiting does the same.
+// Operands are read, and D is written, at any time until the product was waited for: here at once, or at the
+// end. What the instruction's own registers say must not change till then, so that waiting does the same.
 inline void wgmma(Warp& w, const Instruction& i, uint32_t) {
     for (const std::vector<Slot>* slots : {&i.more, &i.sources})
         for (const Slot& s : *slots)
-            if (!s.constant && w.dirty[s.offset / 64]) throw Fault("wgmma's registers were written, and no wgmma.fence followed");
+            if (!s.constant && w.dirty[s.offset / 64])
+                throw Fault("wgmma's registers were written, and no wgmma.fence followed");
     Warp::Product p;
     p.instruction = &i;
     p.group = -1;
     // In program order: a product that adds to what another one under way makes comes after it.
-    p.done = w.products.empty() ? w.block->random()() & 1 : w.products.back().done && (w.block->random()() & 1);
-    if (p.done) multiply(w, i);
-    else if (i.sources.empty()) p.a = w.at<uint64_t>(i.s[0])[0];
+    p.done =
+        w.products.empty() ? w.block->random()() & 1 : w.products.back().done && (w.block->random()() & 1);
+    if (p.done)
+        multiply(w, i);
+    else if (i.sources.empty())
+        p.a = w.at<uint64_t>(i.s[0])[0];
     p.b = w.at<uint64_t>(i.s[1])[0];
     p.add = *w.at<uint32_t>(i.s[2]) & 1;
     w.products.push_back(p);
     w.lock(p, true);
 }
-inline void wgmma_fence(Warp& w, const Instruction&, uint32_t) { std::fill(w.dirty.begin(), w.dirty.end(), 0); }
+inline void wgmma_fence(Warp& w, const Instruction&, uint32_t) {
+    std::fill(w.dirty.begin(), w.dirty.end(), 0);
+}
 inline void wgmma_commit(Warp& w, const Instruction&, uint32_t) {
     for (Warp::Product& p : w.products)
         if (p.group < 0) p.group = w.product_groups;
     w.product_groups++;
 }
 inline void wgmma_wait(Warp& w, const Instruction& i, uint32_t) {
-    while (!w.products.empty() && w.products.front().group >= 0 && w.products.front().group < w.product_groups - i.offset) {
+    while (!w.products.empty() && w.products.front().group >= 0 &&
+           w.products.front().group < w.product_groups - i.offset) {
         Warp::Product p = w.products.front();
         w.products.erase(w.products.begin());
         if (!p.done) {

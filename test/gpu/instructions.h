@@ -1,5 +1,5 @@
-// instructions.h - what each PTX instruction does, for the lanes of a warp at once (PTX ISA 9.0). One that is not here is
-// an error that names it.
+// instructions.h - what each PTX instruction does, for the lanes of a warp at once (PTX ISA 9.0). One that is
+// not here is an error that names it.
 #pragma once
 
 #include <bit>
@@ -17,15 +17,21 @@ template <class T>
 using Cell = std::conditional_t<sizeof(T) == 8, uint64_t, uint32_t>;
 template <class T>
 T from_cell(Cell<T> x) {
-    if constexpr (sizeof(T) == 2) return std::bit_cast<T>(static_cast<uint16_t>(x));
-    else if constexpr (sizeof(T) == 1) return std::bit_cast<T>(static_cast<uint8_t>(x));
-    else return std::bit_cast<T>(x);
+    if constexpr (sizeof(T) == 2)
+        return std::bit_cast<T>(static_cast<uint16_t>(x));
+    else if constexpr (sizeof(T) == 1)
+        return std::bit_cast<T>(static_cast<uint8_t>(x));
+    else
+        return std::bit_cast<T>(x);
 }
 template <class T>
 Cell<T> to_cell(T x) {
-    if constexpr (sizeof(T) == 2) return std::bit_cast<uint16_t>(x);
-    else if constexpr (sizeof(T) == 1) return std::bit_cast<uint8_t>(x);
-    else return std::bit_cast<Cell<T>>(x);
+    if constexpr (sizeof(T) == 2)
+        return std::bit_cast<uint16_t>(x);
+    else if constexpr (sizeof(T) == 1)
+        return std::bit_cast<uint8_t>(x);
+    else
+        return std::bit_cast<Cell<T>>(x);
 }
 inline float from_bf16(uint32_t bits) { return std::bit_cast<float>(bits << 16); }
 inline uint16_t to_bf16(float x) {
@@ -34,7 +40,9 @@ inline uint16_t to_bf16(float x) {
     bits += 0x7fff + (bits >> 16 & 1);
     return static_cast<uint16_t>(bits >> 16);
 }
-inline float flushed(float x) { return std::fabs(x) < std::numeric_limits<float>::min() ? std::copysign(0.f, x) : x; }
+inline float flushed(float x) {
+    return std::fabs(x) < std::numeric_limits<float>::min() ? std::copysign(0.f, x) : x;
+}
 
 // d = f(s...) for each lane.
 template <class D, class... S, class F>
@@ -48,7 +56,8 @@ Execute elementwise(F) {
                 const Cell<D> r = to_cell<D>(F{}(from_cell<S>(std::get<N>(s)[lane])...));
                 d[lane] = lanes >> lane & 1 ? r : d[lane];
             }
-        }(std::index_sequence_for<S...>{});
+        }
+        (std::index_sequence_for<S...>{});
     };
 }
 // The predicate d = f(a, b) for each lane.
@@ -86,7 +95,8 @@ inline uint64_t address_of(Warp& w, const Instruction& i, int lane) {
     const uint64_t at = base.wide ? w.at<uint64_t>(base)[lane] : w.at<uint32_t>(base)[lane];
     return at + static_cast<uint64_t>(i.offset);
 }
-// Counts the sectors of 32 bytes that a request touches, and the passes in which shared memory's 32 banks serve it.
+// Counts the sectors of 32 bytes that a request touches, and the passes in which shared memory's 32 banks
+// serve it.
 inline void count_request(Warp& w, const Instruction& i, uint32_t lanes, size_t bytes) {
     Counters& c = *w.block->launch().counters;
     uint64_t at[32];
@@ -113,7 +123,8 @@ inline void count_request(Warp& w, const Instruction& i, uint32_t lanes, size_t 
                 for (uint64_t k = word; k < word + (bytes + 3) / 4; k++) {
                     auto& bank = rows[k % 32];
                     int& n = used[k % 32];
-                    if (std::find(bank.begin(), bank.begin() + n, k) == bank.begin() + n && n < 32) bank[static_cast<size_t>(n++)] = k;
+                    if (std::find(bank.begin(), bank.begin() + n, k) == bank.begin() + n && n < 32)
+                        bank[static_cast<size_t>(n++)] = k;
                 }
             }
             const int passes = *std::max_element(used.begin(), used.end());
@@ -132,8 +143,10 @@ inline void set_lane(Warp& w, const Instruction& i, int lane, const char* from) 
         }
         const Slot& d = i.more[k];
         if (d.sink) continue;
-        if (d.wide) w.at<uint64_t>(d)[lane] = bits;
-        else w.at<uint32_t>(d)[lane] = static_cast<uint32_t>(bits);
+        if (d.wide)
+            w.at<uint64_t>(d)[lane] = bits;
+        else
+            w.at<uint32_t>(d)[lane] = static_cast<uint32_t>(bits);
     }
 }
 inline void load_parameter(Warp& w, const Instruction& i, uint32_t lanes) {
@@ -149,14 +162,17 @@ inline void load(Warp& w, const Instruction& i, uint32_t lanes) {
     count_request(w, i, lanes, total);  // first: an address may lie where a value comes
     for_lanes(lanes, [&](int lane) {
         const uint64_t at = address_of(w, i, lane);
-        set_lane(w, i, lane, i.option == kGlobal ? w.block->read_global(w, lane, at, total) : w.block->read_shared(w, lane, at, total));
+        set_lane(w, i, lane,
+                 i.option == kGlobal ? w.block->read_global(w, lane, at, total)
+                                     : w.block->read_shared(w, lane, at, total));
     });
 }
 inline void store(Warp& w, const Instruction& i, uint32_t lanes) {
     const size_t total = size_t{i.bytes} * i.count;
     for_lanes(lanes, [&](int lane) {
         const uint64_t at = address_of(w, i, lane);
-        char* to = i.option == kGlobal ? w.block->write_global(w, lane, at, total) : w.block->write_shared(w, lane, at, total);
+        char* to = i.option == kGlobal ? w.block->write_global(w, lane, at, total)
+                                       : w.block->write_shared(w, lane, at, total);
         for (size_t k = 0; k < i.count; k++) {
             const Slot& s = i.sources[k];
             const uint64_t bits = s.wide ? w.at<uint64_t>(s)[lane] : w.at<uint32_t>(s)[lane];
@@ -173,12 +189,16 @@ inline void copy_async(Warp& w, const Instruction& i, uint32_t lanes) {
         const uint64_t from = w.at<uint64_t>(from_slot)[lane] + static_cast<uint64_t>(i.option);
         const uint32_t count = i.count ? w.at<uint32_t>(i.s[2])[lane] : i.bytes;
         if (count > i.bytes) throw Fault("cp.async of more bytes than it copies");
-        if (from % i.bytes) throw Fault("cp.async from an address that is no multiple of " + std::to_string(i.bytes));
-        const char* bytes = count ? w.block->read_global(w, lane, from, std::bit_ceil(count) == count ? count : 1) : nullptr;
+        if (from % i.bytes)
+            throw Fault("cp.async from an address that is no multiple of " + std::to_string(i.bytes));
+        const char* bytes =
+            count ? w.block->read_global(w, lane, from, std::bit_ceil(count) == count ? count : 1) : nullptr;
         w.block->begin_copy(w, lane, static_cast<uint32_t>(address_of(w, i, lane)), bytes, count, i.bytes);
     });
 }
-inline void copy_async_commit(Warp& w, const Instruction&, uint32_t lanes) { w.block->commit_copies(w, lanes); }
+inline void copy_async_commit(Warp& w, const Instruction&, uint32_t lanes) {
+    w.block->commit_copies(w, lanes);
+}
 inline void copy_async_wait(Warp& w, const Instruction& i, uint32_t lanes) {
     w.block->wait_copies(w, lanes, static_cast<int>(i.offset));
 }
@@ -195,9 +215,13 @@ void shuffle(Warp& w, const Instruction& i, uint32_t lanes) {
     memcpy(values, w.at<uint32_t>(i.s[0]), sizeof values);
     const uint32_t *bs = w.at<uint32_t>(i.s[1]), *cs = w.at<uint32_t>(i.s[2]);
     for (int lane = 0; lane < 32; lane++) {
-        const int b = static_cast<int>(bs[lane] & 31), segment = static_cast<int>(cs[lane] >> 8 & 31), clamp = static_cast<int>(cs[lane] & 31);
+        const int b = static_cast<int>(bs[lane] & 31), segment = static_cast<int>(cs[lane] >> 8 & 31),
+                  clamp = static_cast<int>(cs[lane] & 31);
         const int most = (lane & segment) | (clamp & ~segment), least = lane & segment;
-        const int j = kMode == kUp ? lane - b : kMode == kDown ? lane + b : kMode == kXor ? lane ^ b : least | (b & ~segment);
+        const int j = kMode == kUp     ? lane - b
+                      : kMode == kDown ? lane + b
+                      : kMode == kXor  ? lane ^ b
+                                       : least | (b & ~segment);
         ok[lane] = kMode == kUp ? j >= most : j <= most;
         from[lane] = ok[lane] ? j : lane;
     }
@@ -225,7 +249,8 @@ inline void sync_warp(Warp& w, const Instruction&, uint32_t) { Block::release(w)
 
 // --- Tensor cores.
 
-// ldmatrix.x4[.trans]: matrix m's row r is where lane 8 m + r says; lane l gets elements 2 (l % 4) and the next of row l / 4.
+// ldmatrix.x4[.trans]: matrix m's row r is where lane 8 m + r says; lane l gets elements 2 (l % 4) and the
+// next of row l / 4.
 inline void load_matrix(Warp& w, const Instruction& i, uint32_t lanes) {
     const int matrices = i.count;
     uint16_t tiles[4][8][8];
@@ -269,14 +294,16 @@ inline void mma_16_8_16(Warp& w, const Instruction& i, uint32_t) {
             b[2 * t + 8 * r][g] = from_bf16(pair & 0xffff);
             b[2 * t + 8 * r + 1][g] = from_bf16(pair >> 16);
         }
-        for (int r = 0; r < 4; r++) d[g + 8 * (r >> 1)][2 * t + (r & 1)] = w.at<float>(i.sources[static_cast<size_t>(6 + r)])[lane];
+        for (int r = 0; r < 4; r++)
+            d[g + 8 * (r >> 1)][2 * t + (r & 1)] = w.at<float>(i.sources[static_cast<size_t>(6 + r)])[lane];
     }
     for (int m = 0; m < 16; m++)
         for (int k = 0; k < 16; k++)
             for (int n = 0; n < 8; n++) d[m][n] += a[m][k] * b[k][n];
     for (int lane = 0; lane < 32; lane++) {
         const int g = lane / 4, t = lane % 4;
-        for (int r = 0; r < 4; r++) w.at<float>(i.more[static_cast<size_t>(r)])[lane] = d[g + 8 * (r >> 1)][2 * t + (r & 1)];
+        for (int r = 0; r < 4; r++)
+            w.at<float>(i.more[static_cast<size_t>(r)])[lane] = d[g + 8 * (r >> 1)][2 * t + (r & 1)];
     }
 }
 

@@ -1,8 +1,8 @@
-// memory.h - the emulated device's memory: what is allocated, which bytes were written, and who touched each word
-// last, by which a race is found when the next one touches it.
+// memory.h - the emulated device's memory: what is allocated, which bytes were written, and who touched each
+// word last, by which a race is found when the next one touches it.
 //
-// Addresses are what the program sees; it cannot reach what is there, as on a real machine. The emulator sees the same
-// bytes elsewhere.
+// Addresses are what the program sees; it cannot reach what is there, as on a real machine. The emulator sees
+// the same bytes elsewhere.
 #pragma once
 
 #include <sys/mman.h>
@@ -44,8 +44,8 @@ inline void join(WarpClock& a, const WarpClock& b) {
 // Who accesses: a thread of a block of a kernel, or a whole copy or product, which has no block.
 struct Accessor {
     const Work* work;
-    uint32_t block;  // kNoBlock
-    uint32_t clock;  // the warp's own
+    uint32_t block;       // kNoBlock
+    uint32_t clock;       // the warp's own
     uint32_t reads_done;  // counts the moments at which what its lanes read before is there
     uint8_t warp, lane;
     const WarpClock* after;  // what the warp knows of the others
@@ -59,11 +59,13 @@ class DeviceMemory {
         if (file < 0 || ftruncate(file, static_cast<off_t>(bytes))) throw Fault("the emulator has no memory");
         device_ = map(bytes, PROT_NONE, MAP_SHARED, file);
         host_ = map(bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file);
-        words_ = reinterpret_cast<Word*>(map(bytes / 4 * sizeof(Word), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1));
+        words_ = reinterpret_cast<Word*>(
+            map(bytes / 4 * sizeof(Word), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1));
         close(file);
     }
 
-    // Null where there is no room for it. Neighbours are 512 bytes apart, so that an index too far meets none.
+    // Null where there is no room for it. Neighbours are 512 bytes apart, so that an index too far meets
+    // none.
     void* allocate(size_t bytes) {
         size_t at = 0;
         for (const auto& [start, allocation] : live_) {
@@ -71,20 +73,17 @@ class DeviceMemory {
             at = (start + allocation.bytes + 1024 + 4095) / 4096 * 4096;
         }
         if (at + bytes + 512 > limit()) return nullptr;
-        live_[at] = {bytes, false};
+        live_[at].bytes = bytes;
         used_ += bytes;
         return device_ + at;
     }
     void free(void* p) {
         const auto it = live_.find(offset_of(p));
         if (!is_device(p) || it == live_.end()) throw Fault("cudaFree of what was not allocated");
-        const size_t bytes = (it->second.bytes + 4095) / 4096 * 4096;
+        empty(p, it->second.bytes);
         used_ -= it->second.bytes;
         live_.erase(it);
         last_bytes_ = 0;
-        // What lies there is nobody's: it reads as never written.
-        madvise(host_ + offset_of(p), bytes, MADV_REMOVE);
-        madvise(words_ + offset_of(p) / 4, bytes / 4 * sizeof(Word), MADV_DONTNEED);
     }
     size_t used() const { return used_; }
     size_t limit() const { return bytes_; }
@@ -102,32 +101,39 @@ class DeviceMemory {
         if (it == live_.begin()) throw Fault("an address in no allocation: " + text(p));
         --it;
         if (at + bytes > it->first + it->second.bytes)
-            throw Fault(std::to_string(bytes) + " bytes at " + text(p) + ", which is " + std::to_string(at - it->first) +
-                        " bytes into an allocation of " + std::to_string(it->second.bytes));
+            throw Fault(std::to_string(bytes) + " bytes at " + text(p) + ", which is " +
+                        std::to_string(at - it->first) + " bytes into an allocation of " +
+                        std::to_string(it->second.bytes));
         last_start_ = it->first;
         last_bytes_ = it->second.bytes;
-        last_filled_ = it->second.filled;
+        last_ = it->second;
         it->second.touched = true;
     }
-    // Whole allocations are filled at little cost, before anybody else has been there.
-    bool fill_whole(const void* p, int byte, size_t bytes) {
+    // Whole allocations are zeroed at little cost, by work or, where that is null, before there is any. Who
+    // was there before is forgotten.
+    bool zero_whole(const Work* work, const void* p, size_t bytes) {
         const auto it = live_.find(offset_of(p));
-        if (byte || it == live_.end() || it->second.bytes != bytes || it->second.touched) return false;
-        it->second.filled = true;  // its pages are zeros
+        if (it == live_.end() || it->second.bytes != bytes || (!work && it->second.touched)) return false;
+        if (it->second.touched) empty(p, bytes);
+        it->second.filled = true;
+        it->second.filled_in = work ? work->stream : 0;
+        it->second.filled_at = work ? work->number : 0;
         last_bytes_ = 0;
         return true;
     }
     // After check_bounds().
     void check_written(const void* p, size_t bytes) const {
-        if (last_filled_) return;
+        if (last_.filled) return;
         for (size_t at = offset_of(p), end = at + bytes; at < end; at++)
-            if (!(words_[at / 4].written >> (at % 4) & 1)) throw Fault("reads " + text(device_ + at) + ", which nobody wrote");
+            if (!(words_[at / 4].written >> (at % 4) & 1))
+                throw Fault("reads " + text(device_ + at) + ", which nobody wrote");
     }
 
     // One thread reads or writes some bytes.
     void reads(const Accessor& who, const void* p, size_t bytes) {
         check_bounds(p, bytes);
         check_written(p, bytes);
+        check_fill(who, p);
         each_word(p, bytes, [&](Word& word, uint8_t mask) {
             if (word.write.bytes & mask) check_order(who, word.write, "writes", "reads", p);
             remember_read(who, word, mask);
@@ -135,6 +141,7 @@ class DeviceMemory {
     }
     void writes(const Accessor& who, const void* p, size_t bytes) {
         check_bounds(p, bytes);
+        check_fill(who, p);
         each_word(p, bytes, [&](Word& word, uint8_t mask) {
             if (word.write.bytes & mask) check_order(who, word.write, "writes", "writes", p);
             for (Access& read : word.read)
@@ -166,9 +173,24 @@ class DeviceMemory {
         if (p == MAP_FAILED) throw Fault("the emulator has no address space");
         return static_cast<char*>(p);
     }
-    size_t offset_of(const void* p) const { return static_cast<size_t>(static_cast<const char*>(p) - device_); }
+    size_t offset_of(const void* p) const {
+        return static_cast<size_t>(static_cast<const char*>(p) - device_);
+    }
+    // What lies there is nobody's: zeros that read as never written.
+    void empty(const void* p, size_t bytes) {
+        const size_t pages = (bytes + 4095) / 4096 * 4096;
+        madvise(host_ + offset_of(p), pages, MADV_REMOVE);
+        madvise(words_ + offset_of(p) / 4, pages / 4 * sizeof(Word), MADV_DONTNEED);
+    }
+    void check_fill(const Accessor& who, const void* p) const {
+        if (!last_.filled || who.work->after[static_cast<size_t>(last_.filled_in)] >= last_.filled_at) return;
+        throw Fault("race between streams: " + who.work->name + " uses " + text(p) +
+                    ", in no order with the fill of its memory");
+    }
     static Access access(const Accessor& who, uint8_t mask) {
-        return {who.work->number, who.block, who.clock, who.reads_done, static_cast<uint8_t>(who.work->stream), who.warp, who.lane, mask};
+        return {
+            who.work->number, who.block, who.clock, who.reads_done, static_cast<uint8_t>(who.work->stream),
+            who.warp,         who.lane,  mask};
     }
     template <class F>
     void each_word(const void* p, size_t bytes, F&& f) {
@@ -193,13 +215,16 @@ class DeviceMemory {
         if (a.warp != who.warp) return (*who.after)[a.warp] > a.clock;
         return a.lane == who.lane || a.clock < who.clock;
     }
-    void check_order(const Accessor& who, const Access& a, const char* they, const char* we, const void* p) const {
+    void check_order(const Accessor& who, const Access& a, const char* they, const char* we,
+                     const void* p) const {
         if (ordered(who, a)) return;
         if (!same_work(who, a))
-            throw Fault("race between streams: " + who.work->name + " " + we + " " + text(p) + ", and work " + std::to_string(a.number) +
-                        " of stream " + std::to_string(a.stream) + " " + they + " it, in no order");
-        throw Fault(std::string("race in global memory: ") + we + " " + text(p) + ", which block " + std::to_string(a.block) + ", warp " +
-                    std::to_string(a.warp) + ", lane " + std::to_string(a.lane) + " " + they + " in no order");
+            throw Fault("race between streams: " + who.work->name + " " + we + " " + text(p) + ", and work " +
+                        std::to_string(a.number) + " of stream " + std::to_string(a.stream) + " " + they +
+                        " it, in no order");
+        throw Fault(std::string("race in global memory: ") + we + " " + text(p) + ", which block " +
+                    std::to_string(a.block) + ", warp " + std::to_string(a.warp) + ", lane " +
+                    std::to_string(a.lane) + " " + they + " in no order");
     }
     static void remember_read(const Accessor& who, Word& word, uint8_t mask) {
         const Access mine = access(who, mask);
@@ -217,14 +242,16 @@ class DeviceMemory {
     char *device_, *host_;
     Word* words_;
     struct Allocation {
-        size_t bytes;
-        bool filled;           // all of it was set before it was used
+        size_t bytes = 0;
+        bool filled = false;  // all of it was zeroed, by a stream's work
+        int filled_in = 0;
+        uint32_t filled_at = 0;
         bool touched = false;
     };
     std::map<size_t, Allocation> live_;  // by where each starts
     size_t used_ = 0;
     size_t last_start_ = 0, last_bytes_ = 0;  // the allocation that was asked for last
-    bool last_filled_ = false;
+    Allocation last_;
 };
 
 }  // namespace gpu

@@ -1,5 +1,5 @@
-// program.h - a kernel made ready to run: its instructions with where their operands lie, its constants, its shared
-// memory.
+// program.h - a kernel made ready to run: its instructions with where their operands lie, its constants, its
+// shared memory.
 #pragma once
 
 #include <array>
@@ -15,8 +15,8 @@ struct Instruction;
 // Does an instruction for the lanes of a warp.
 using Execute = void (*)(Warp&, const Instruction&, uint32_t lanes);
 
-// Where a register lies, or a constant, as one value a lane: 32 of 4 bytes, 32 of 8 where it is wide, or for a
-// predicate one word of 32 bits.
+// Where a register lies, or a constant, as one value a lane: 32 of 4 bytes, 32 of 8 where it is wide, or for
+// a predicate one word of 32 bits.
 struct Slot {
     uint32_t offset = 0;
     bool constant = false, wide = false, sink = false;
@@ -28,13 +28,13 @@ struct Instruction {
     Execute execute = nullptr;
     Flow flow = Flow::Next;
     bool guarded = false, guard_negated = false;
-    bool whole_warp = false;     // Together: all lanes that live, not those of a mask
+    bool whole_warp = false;  // Together: all lanes that live, not those of a mask
     Slot guard;
     Slot d, s[4];
-    std::vector<Slot> more;      // of vectors
-    std::vector<Slot> sources;   // of tensor cores' products and stores
-    int64_t offset = 0;          // of an address; else a number of the instruction's own
-    int target = -1;             // of a branch
+    std::vector<Slot> more;     // of vectors
+    std::vector<Slot> sources;  // of tensor cores' products and stores
+    int64_t offset = 0;         // of an address; else a number of the instruction's own
+    int target = -1;            // of a branch
     uint8_t bytes = 0, count = 1;
     bool is_signed = false;
     uint32_t option = 0;
@@ -42,8 +42,9 @@ struct Instruction {
 };
 
 // The names of special registers, in the order in which a block sets them.
-inline constexpr const char* kSpecial[] = {"%tid.x",   "%tid.y",   "%tid.z",   "%ntid.x",   "%ntid.y",   "%ntid.z",  "%ctaid.x",
-                                           "%ctaid.y", "%ctaid.z", "%nctaid.x", "%nctaid.y", "%nctaid.z", "%laneid"};
+inline constexpr const char* kSpecial[] = {"%tid.x",    "%tid.y",    "%tid.z",   "%ntid.x",  "%ntid.y",
+                                           "%ntid.z",   "%ctaid.x",  "%ctaid.y", "%ctaid.z", "%nctaid.x",
+                                           "%nctaid.y", "%nctaid.z", "%laneid"};
 
 struct Program {
     std::string name;
@@ -56,7 +57,7 @@ struct Program {
     std::vector<std::pair<size_t, size_t>> parameters;  // offset, bytes
     unsigned max_threads = 0;
     bool has_wgmma = false;
-    std::vector<std::string> text;   // of each instruction, for messages
+    std::vector<std::string> text;  // of each instruction, for messages
     mutable std::vector<bool> executed;
 };
 

@@ -1,5 +1,5 @@
-// ptx.h - reads PTX, the text that nvcc makes of kernels: which kernels there are, what each takes and holds, and its
-// statements with their operands. What they mean is instructions.h's.
+// ptx.h - reads PTX, the text that nvcc makes of kernels: which kernels there are, what each takes and holds,
+// and its statements with their operands. What they mean is instructions.h's.
 #pragma once
 
 #include <cctype>
@@ -18,12 +18,12 @@ namespace gpu {
 // An operand as it is written. An address is [base + offset], and may have coordinates (TMA).
 struct Arg {
     enum Kind { Name, Number, Vector, Address } kind = Name;
-    std::string name;          // a register, symbol or label; of an address its base, empty if that is a number
-    uint64_t number = 0;       // the bits of a number; of an address the offset
-    bool is_float = false;     // 0f... or 0d...
-    bool negated = false;      // !p
-    std::vector<Arg> parts;    // of a vector; of an address the coordinates
-    std::string second;        // d|p
+    std::string name;        // a register, symbol or label; of an address its base, empty if that is a number
+    uint64_t number = 0;     // the bits of a number; of an address the offset
+    bool is_float = false;   // 0f... or 0d...
+    bool negated = false;    // !p
+    std::vector<Arg> parts;  // of a vector; of an address the coordinates
+    std::string second;      // d|p
 };
 
 struct Statement {
@@ -96,17 +96,23 @@ class PtxReader {
         return true;
     }
     void expect(char c) {
-        if (!take(c)) bad(std::string("'") + c + "' is missing before \"" + std::string(text_.substr(at_, 20)) + '"');
+        if (!take(c))
+            bad(std::string("'") + c + "' is missing before \"" + std::string(text_.substr(at_, 20)) + '"');
     }
-    static bool in_word(char c) { return isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '$' || c == '%' || c == '.'; }
+    static bool in_word(char c) {
+        return isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '$' || c == '%' || c == '.';
+    }
     // A name, a directive or an opcode, with "::" inside.
     std::string word() {
         skip_space();
         const size_t start = at_;
         while (at_ < text_.size()) {
-            if (in_word(text_[at_])) at_++;
-            else if (text_.substr(at_, 2) == "::" && at_ > start) at_ += 2;
-            else break;
+            if (in_word(text_[at_]))
+                at_++;
+            else if (text_.substr(at_, 2) == "::" && at_ > start)
+                at_ += 2;
+            else
+                break;
         }
         if (at_ == start) bad("a name is missing before \"" + std::string(text_.substr(at_, 20)) + '"');
         return std::string(text_.substr(start, at_ - start));
@@ -185,7 +191,8 @@ class PtxReader {
             if (word() != ".param") bad("a kernel's parameters begin with .param");
             size_t alignment = 1;
             std::string w = word();
-            const size_t bytes = w == ".align" ? (alignment = integer(), w = word(), type_bytes(w)) : type_bytes(w);
+            const size_t bytes =
+                w == ".align" ? (alignment = integer(), w = word(), type_bytes(w)) : type_bytes(w);
             alignment = std::max(alignment, bytes);
             while ((w = word()).starts_with('.'))  // .ptr .global .align N
                 if (w == ".align") integer();
@@ -262,10 +269,11 @@ class PtxReader {
     }
     void declare(KernelText& k) {
         const std::string type = word();
-        const RegisterClass kind = type == ".pred" ? RegisterClass::Predicate
+        const RegisterClass kind = type == ".pred"         ? RegisterClass::Predicate
                                    : type_bytes(type) == 8 ? RegisterClass::Bits64
                                                            : RegisterClass::Bits32;
-        if (type != ".pred" && (type_bytes(type) > 8 || !type_bytes(type))) bad("registers of type " + type + " are not known");
+        if (type != ".pred" && (type_bytes(type) > 8 || !type_bytes(type)))
+            bad("registers of type " + type + " are not known");
         do {
             const std::string name = word();
             if (take('<')) {
@@ -296,8 +304,10 @@ class PtxReader {
             a.kind = Arg::Address;
             const bool minus = take('-');
             const std::string w = word();
-            if (isdigit(static_cast<unsigned char>(w[0]))) a.number = number_of(w, minus).number;
-            else a.name = renamed(w);
+            if (isdigit(static_cast<unsigned char>(w[0])))
+                a.number = number_of(w, minus).number;
+            else
+                a.name = renamed(w);
             if (take('+')) {
                 const bool negative = take('-');
                 a.number += number_of(word(), negative).number;

@@ -1,0 +1,240 @@
+"""The CUDA build without a GPU: its own PTX, run on a GPU that test/gpu plays. Its kernel tests, planted faults, and runs of
+the trainer, which are those of the CPU build within rounding, and equal to the bit where the arithmetic is."""
+
+import functools
+import os
+import pathlib
+import re
+import signal
+import subprocess
+
+import numpy as np
+import pytest
+from test_families import linked, prepare
+from test_train import sampled, starting_at_0
+from trainer_runs import Train, binaries, figures, read_log, running, saved_bytes, wait_for_line
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "emulated"
+FAULT = 70  # the exit code of a process that did what CUDA forbids
+
+pytestmark = pytest.mark.skipif(not (BUILD / "faults").exists(), reason="no CUDA Toolkit")
+
+
+def play(*command, gpu="A100", seed=1, minutes=8, **environment):
+    return subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=60 * minutes,
+                          env={**os.environ, "GPU": gpu, "GPU_SEED": str(seed), **environment})
+
+
+# --- Kernels.
+
+# Hopper's own code runs on the H100, everything else on the A100; the two have their PTX each. What takes minutes of the
+# attention kernels is left to make test-emulated.
+ATTENTION = {"A100": "-Attention/0.*Random*:Attention/0.*Documents:Attention/*Costs*", "H100": "HopperAttention.*"}
+
+
+@pytest.mark.parametrize("gpu, seed", [("A100", 1), ("H100", 2)])
+@pytest.mark.parametrize("name", ["attention", "kernels", "family_kernels", "quantized", "optimizer", "matmul", "wide_sum",
+                                  "stream"])
+def test_kernel_tests(name, gpu, seed):
+    chosen = ATTENTION[gpu] if name == "attention" else "*"
+    small = {"SMALL_SHAPES": "1"} if name == "attention" and gpu == "H100" else {}
+    ran = play(BUILD / f"test_{name}", "--gtest_brief=1", f"--gtest_filter={chosen}", gpu=gpu, seed=seed, **small)
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    assert "PASSED" in ran.stdout
+
+
+# --- The emulator: what it says of each planted fault. Those without a line of its own show in the result.
+
+FAULTS = {
+    "syncwarp": "race in shared memory",
+    "syncthreads": "(race in shared memory|nobody wrote)",
+    "reused_buffer": "race in shared memory",
+    "barrier_in_a_branch": "nobody can go on",
+    "shuffle_of_some": "a lane that does not take part",
+    "blocks_share": "race in global memory",
+    "never_written": "nobody wrote",
+    "past_the_end": "into an allocation of 128",
+    "vector_load": "the result is wrong",
+    "copy_not_waited_for": "before the copy to it was waited for",
+    "shared_not_opted_in": "dynamic shared memory",
+    "not_transposed": "the result is wrong",
+    "fragments_swapped": "the result is wrong",
+    "mbarrier_phase": "(before the copy to it was waited for|nobody wrote)",
+    "wgmma_fence": "no wgmma.fence",
+    "proxy_fence": "no fence.proxy.async",
+    "wgmma_wait": "a wgmma that was not waited for",
+    "capture_sync": "while a stream is captured",
+    "capture_malloc": "while a stream is captured",
+    "capture_default_stream": "on the default stream",
+    "stale_parameter": "in no allocation",
+    "pinned_source": "was changed while it was copied",
+    "event_wait": "race between streams",
+    "freed": "in no allocation",
+    "host_pointer": "in no allocation",
+    "bias_type": "refused",
+    "leading_dimension": "refused",
+    "workspace": "workspace",
+    "other_product": "another product",
+    "operand_alignment": "operand A",
+}
+ON_HOPPER = {"mbarrier_phase", "wgmma_fence", "proxy_fence", "wgmma_wait"}
+
+
+def test_all_faults_are_here():
+    assert set(play(BUILD / "faults").stdout.split()) == set(FAULTS)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found_and_named(name):
+    gpu = "H100" if name in ON_HOPPER else "A100"
+    for seed in range(1, 6):
+        right = play(BUILD / "faults", name, "right", gpu=gpu, seed=seed)
+        assert right.returncode == 0, right.stderr
+        wrong = play(BUILD / "faults", name, "wrong", gpu=gpu, seed=seed)
+        assert wrong.returncode in (1, 3, FAULT) and wrong.returncode != 0
+        assert re.search(FAULTS[name], wrong.stderr), wrong.stderr
+
+
+# --- The trainer.
+
+MODELS = {"gpt2": ("--heads", 2, "--channels", 48),
+          "llama": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--mlp-width", 72)}
+DATA = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", 33, "--sample-tokens", 0)
+STEPS = ("--steps", 10, "--lr", 1e-3, "--warmup", 2, "--clip", 2, "--val-data", "data.bin", "--eval-every", 5,
+         "--eval-batches", 2)
+# Losses beside those of the CPU build, whose kernels add in another order.
+BOUND = {"fp32": 2e-5, "bf16": 6e-3}
+
+
+@functools.cache
+def played(precision, **environment):
+    return Train(f"build/emulated/train-{precision}", **{"GPU": "A100", "GPU_SEED": "1"} | environment)
+
+
+def on_cpu(precision):
+    found = [b for b in binaries() if b.device == "cpu" and b.precision == precision]
+    return found[0] if found else pytest.skip(f"no CPU build in {precision}")
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp(request.param), request.param, MODELS)
+
+
+# fp32's attention multiplies by shuffles, which takes long here: of it a part is left to make test-emulated.
+@pytest.fixture(params=["fp32", "bf16"])
+def precision(request, model):
+    if request.param == "fp32" and model.name.startswith("gpt2") and "EMULATED_ALL" not in os.environ:
+        pytest.skip("make test-emulated runs it")
+    return request.param
+
+
+def logged(train, path, folder, *options, data=DATA):
+    """The figures of a run in a folder of its own, and what it saved."""
+    path.mkdir()
+    work = linked(path, folder)
+    ran = train(*data, *options, "--log", "log.jsonl", "--out", "out", cwd=work, minutes=5)
+    return figures(read_log(work / "log.jsonl")), saved_bytes(work / "out"), ran.stdout.decode()
+
+
+def losses(lines):
+    return np.array([value for line in lines for key, value in line.items() if key.endswith("loss")])
+
+
+# What changes neither plan nor arithmetic, and what changes the plan alone.
+SAME = {
+    "graphs off": (("--graph", "off"), {}),
+    "as late as possible": ((), {"GPU_ORDER": "late", "GPU_SEED": "7"}),
+    "as early as possible": ((), {"GPU_ORDER": "early", "GPU_SEED": "8"}),
+    "block": (("--recompute", "block"), {}),
+    "nothing kept less": (("--recompute", "none", "--head-rows", 0), {}),
+}
+# Runs of their own, each beside the CPU build's.
+VARIED = {
+    "accumulation": ("--grad-accum", 2),
+    "update in backward": ("--update-in-backward", "--clip", 0),
+    "8-bit state": ("--adam-m", "8bit", "--adam-v", "8bit"),
+    "LoRA on NF4": ("--train", "lora", "--lora-rank", 3, "--base", "nf4-double", "--lora-dropout", 0.1),
+    "soft prompt": ("--train", "prompt", "--soft-prompt", 3),
+}
+
+
+def test_runs_are_those_of_the_cpu_build_and_of_each_other(model, precision, tmp_path):
+    here, files, said = logged(played(precision), tmp_path / "here", model, *STEPS)
+    there, _, _ = logged(on_cpu(precision), tmp_path / "there", model, *STEPS)
+    assert len(losses(here)) >= 12  # of steps, and of validations
+    np.testing.assert_allclose(losses(here), losses(there), rtol=BOUND[precision])
+    taken, planned = map(float, re.search(r"taken from the device: ([0-9.]+) MiB; planned: ([0-9.]+)", said).groups())
+    assert taken <= planned
+    for name, (options, environment) in SAME.items():
+        again, same_files, _ = logged(played(precision, **environment), tmp_path / name, model, *STEPS, *options)
+        assert again == here, name
+        assert {k: v for k, v in same_files.items() if k != "trainer_state.safetensors"} == \
+            {k: v for k, v in files.items() if k != "trainer_state.safetensors"}, name
+
+
+@pytest.mark.parametrize("name", VARIED)
+def test_what_people_train_with(model, precision, name, tmp_path):
+    options = ("--steps", 4, "--lr", 1e-3, "--warmup", 2, *VARIED[name])
+    here, files, _ = logged(played(precision), tmp_path / "here", model, *options)
+    there, _, _ = logged(on_cpu(precision), tmp_path / "there", model, *options)
+    np.testing.assert_allclose(losses(here), losses(there), rtol=BOUND[precision])
+    again, same_files, _ = logged(played(precision, GPU_SEED="5"), tmp_path / "again", model, *options, "--graph", "off")
+    assert (again, same_files) == (here, files)
+
+
+def test_a_resumed_run_goes_on_with_the_same_bits(model, precision, tmp_path):
+    work = linked(tmp_path, model)
+    train = played(precision)
+    whole = (*DATA, "--steps", 6, "--lr", 1e-3, "--save-every", 3, "--keep", 0)
+    train(*whole, "--out", "whole", "--log", "whole.jsonl", cwd=work)
+    train("--resume", "whole/step-00000003", "--out", "rest", "--log", "rest.jsonl", cwd=work)
+    assert figures(read_log(work / "rest.jsonl"))[-3:] == figures(read_log(work / "whole.jsonl"))[-3:]
+    assert saved_bytes(work / "rest") == saved_bytes(work / "whole")
+
+
+def test_samples_are_those_of_the_cpu_build(model, tmp_path):
+    """In fp32, always the likeliest token."""
+    starting_at_0(model / "model", tmp_path / "model")
+    (tmp_path / "data.bin").symlink_to(model / "data.bin")
+    options = ("--model", "model", "--data", "data.bin", "--batch", 1, "--seq-len", 33, "--steps", 1, "--lr", 0,
+               "--sample-tokens", 30)
+    here, there = (sampled(train, *options, cwd=tmp_path) for train in (played("fp32"), on_cpu("fp32")))
+    assert here == there and len(here.split()) == 30
+
+
+def test_measuring(tmp_path):
+    work = prepare(tmp_path, "gpt2", MODELS)
+    small = played("bf16", GPU_MEMORY="64")  # what is copied to measure the rate of copies is then small
+    bench = ("--bench-warmup", 1, "--bench-steps", 2)
+    assert b"tokens/s" in small(*DATA, "--bench", *bench, cwd=work).stdout
+    assert b"matmul" in small(*DATA, "--profile-ops", *bench, cwd=work).stdout
+    train = played("bf16")
+    algorithms = ("--matmul-algorithms", "algorithms.json", "--steps", 2)
+    first, second = (train(*DATA, *algorithms, "--log", f"{n}.jsonl", cwd=work) for n in (1, 2))
+    assert b"measuring" in first.stdout + first.stderr and b"measuring" not in second.stdout + second.stderr
+    assert figures(read_log(work / "1.jsonl")) == figures(read_log(work / "2.jsonl"))
+
+
+def test_hopper_attention_trains(tmp_path):
+    """Its heads are 64 wide."""
+    prepare(tmp_path, "gpt2", {"gpt2": ("--heads", 1, "--channels", 64)})
+    logs, kernels = [], []
+    for attention in ("common", "hopper"):
+        train = played("bf16", GPU="H100", GPU_COUNTERS=str(tmp_path / f"{attention}.txt"))
+        train(*DATA, "--steps", 3, "--lr", 1e-3, "--attention", attention, "--log", f"{attention}.jsonl", cwd=tmp_path)
+        logs.append(losses(read_log(tmp_path / f"{attention}.jsonl")))
+        kernels.append("hopper_attention_backward_keys" in (tmp_path / f"{attention}.txt").read_text())
+    np.testing.assert_allclose(logs[0], logs[1], rtol=BOUND["bf16"])
+    assert kernels == [False, True]
+
+
+def test_ctrl_c_saves(model, tmp_path):
+    work = linked(tmp_path, model)
+    with running(played("bf16"), *DATA, "--steps", 10000, "--print-every", 1, "--out", "out", cwd=work) as process:
+        wait_for_line(process, rb"step +3/")
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.wait() == 130
+    assert (work / "out" / "model.safetensors").exists()

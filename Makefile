@@ -15,6 +15,7 @@
 # make fuzz              runs them, each for FUZZ_SECONDS=10
 # make cuda-build        compiles for a GPU, which need not be there, and checks that no kernel spills
 # make test-emulated      runs more of the CUDA build without a GPU than make test does, on four that are played (tens of minutes)
+# make gpu-coverage      lists what of the GPU's code no test has executed
 # make gpu-check         tests and measures on a GPU; GPU_CHECK=--dry-run prints what, GPU_CHECK="build kernels" does a part
 # make bench-attention   times attention; BENCH_OPTIONS="..." are dev/bench/attention.cpp's
 # make bench-products    a step's products beside oneDNN's own rates; BENCH_OPTIONS="--model d12 --batch 4 --seq-len 64"
@@ -240,6 +241,16 @@ test-emulated: test-deps emulated-build build/cpu-fp32/train build/cpu-bf16/trai
 	@for gpu in A100 4090 H100 B200; do for seed in 11 12 13; do for t in $(EMULATED_TESTS); do \
 	  echo "== $$t on $$gpu, seed $$seed"; GPU=$$gpu GPU_SEED=$$seed $$t --gtest_brief=1 --gtest_filter=-HopperAttention.Agrees* || exit 1; done; done; done
 	EMULATED_ALL=1 TRAIN_BINARIES="build/cpu-fp32/train build/cpu-bf16/train" $(PYTHON) -m pytest -q -n 2 test/test_emulated.py
+
+# Which of the PTX no test has executed: at most 2% may be left.
+.PHONY: gpu-coverage
+gpu-coverage: test-deps emulated-build build/cpu-fp32/train build/cpu-bf16/train
+	@rm -f $(EMULATED)/coverage
+	@for gpu in A100 H100; do for t in $(EMULATED_TESTS); do \
+	  GPU=$$gpu GPU_COVERAGE=$(EMULATED)/coverage $$t --gtest_brief=1 --gtest_filter=-HopperAttention.Agrees* || exit 1; done; done
+	GPU_COVERAGE=$(CURDIR)/$(EMULATED)/coverage EMULATED_ALL=1 TRAIN_BINARIES="build/cpu-fp32/train build/cpu-bf16/train" \
+	  $(PYTHON) -m pytest -q -n 2 test/test_emulated.py -k "not fault and not kernel_tests"
+	@$(PYTHON) dev/gpu_coverage.py $(EMULATED)/coverage
 
 BENCH_ATTENTION := build/bench/$(DEVICE)/attention
 BENCHES := $(BENCH_ATTENTION) $(if $(filter cpu,$(DEVICE)),build/bench/cpu/products)

@@ -195,12 +195,21 @@ void report() {
               << '\n';
         }
     }
+    // A line a kernel, launched or not: which of its instructions were executed, as 0 and 1.
     if (const char* path = getenv("GPU_COVERAGE")) {
         std::ofstream f(path, std::ios::app);
-        for (const auto& [function, k] : kernels())
-            for (size_t i = 0; i + 1 < k.program->code.size(); i++)
-                f << k.module->target << ' ' << k.name << ' ' << k.program->code[i].line << ' '
-                  << k.program->text[i] << ' ' << k.program->executed[i] << '\n';
+        std::ostringstream lines;  // written at once: others may append to the same file
+        for (const auto& [function, r] : registered()) {
+            const PtxModule& module = module_of(*r.binary);
+            const auto text = module.kernels.find(r.name);
+            if (text == module.kernels.end()) continue;
+            const size_t count = text->second.statements.size();
+            std::string executed(count, '0');
+            if (const auto k = kernels().find(function); k != kernels().end())
+                for (size_t i = 0; i < count; i++) executed[i] = k->second.program->executed[i] ? '1' : '0';
+            lines << module.target << ' ' << r.name << ' ' << executed << '\n';
+        }
+        f << lines.str() << std::flush;
     }
 }
 

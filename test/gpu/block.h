@@ -26,10 +26,9 @@ inline const Execute wgmma_execute = wgmma;  // the one that may touch registers
 struct SharedWord {
     uint32_t write_clock = 0;
     uint8_t write_warp = 0, write_lane = 0, write_bytes = 0, written = 0;
-    bool pending = false;   // a copy is under way there
-    bool barrier = false;   // an mbarrier is there
-    bool by_async = false;  // what wrote it last was the async proxy
-    uint32_t readers = 0;   // warps; their last clocks and lanes follow
+    bool pending = false;  // a copy is under way there
+    bool barrier = false;  // an mbarrier is there
+    uint32_t readers = 0;  // warps; their last clocks and lanes follow
     std::array<uint32_t, kMostWarps> read_clock{}, reads_done{};
     std::array<uint8_t, kMostWarps> read_lane{};  // kManyLanes: more than one
     std::array<uint8_t, kMostWarps> read_bytes{};
@@ -116,6 +115,8 @@ struct Warp {
 struct Barrier {
     uint32_t expected = 0, arrivals = 0, phase = 0;  // arrivals that are missing
     int64_t bytes = 0;                               // that are missing
+    int maker = 0;                                   // the warp, and its clock then
+    uint32_t made_at = 0;
     WarpClock arriving{}, complete{};
 };
 
@@ -160,8 +161,6 @@ class Block {
 
     const Launch& launch() const { return launch_; }
     std::mt19937& random() { return random_; }
-    std::array<uint32_t, 3> id() const { return id_; }
-    std::deque<Warp>& warps() { return warps_; }
     Accessor accessor(const Warp& w, int lane) const {
         return {launch_.work,
                 number_,
@@ -207,11 +206,7 @@ class Block {
         if (launch_.check_races)
             each_word(address, bytes, [&](SharedWord& word, uint8_t mask) {
                 check_write(w.index, lane, w.clock, w.reads_done, w.after, word, mask, address);
-                word.write_warp = static_cast<uint8_t>(w.index);
-                word.write_lane = static_cast<uint8_t>(lane);
-                word.write_clock = w.clock;
-                word.by_async = false;
-                set_written(word, mask);
+                set_written(word, mask, w.index, lane, w.clock);
             });
         return shared_.data() + address;
     }
@@ -239,11 +234,7 @@ class Block {
         memcpy(shared_.data() + address, from, bytes);
         each_word(address, bytes, [&](SharedWord& word, uint8_t mask) {
             word.pending = false;
-            word.write_warp = kAsync;
-            word.write_lane = 0;
-            word.write_clock = clock;
-            word.by_async = true;
-            set_written(word, mask);
+            set_written(word, mask, kAsync, 0, clock);
         });
     }
 
@@ -276,11 +267,7 @@ class Block {
             memcpy(shared_.data() + c.to, c.bytes.data(), c.count);
             each_word(c.to, c.count, [&](SharedWord& word, uint8_t mask) {
                 word.pending = false;
-                word.write_warp = static_cast<uint8_t>(w.index);
-                word.write_lane = c.lane;
-                word.write_clock = w.clock;
-                word.by_async = false;
-                set_written(word, mask);
+                set_written(word, mask, w.index, c.lane, w.clock);
             });
         }
         std::erase_if(w.copies, done);
@@ -307,16 +294,15 @@ class Block {
         check_shared(address, 8);
         const auto it = mbarriers_.find(address);
         if (it == mbarriers_.end()) throw Fault("no mbarrier was made at shared+" + std::to_string(address));
-        // Its making must be known to whoever uses it.
-        if (it->second.expected && !knows(w, made_by_[address].first, made_by_[address].second))
+        if (!knows(w, it->second.maker, it->second.made_at))
             throw Fault("race: an mbarrier is used, in no order with its mbarrier.init");
         return it->second;
     }
     void make_mbarrier(Warp& w, int lane, uint64_t address, uint32_t arrivals) {
         write_shared(w, lane, address, 8);
         for (uint64_t at = address; at < address + 8; at += 4) words_[at / 4].barrier = true;
-        mbarriers_[address] = Barrier{arrivals, arrivals, 0, 0, {}, {}};
-        made_by_[address] = {w.index, w.clock};
+        mbarriers_[address] =
+            Barrier{.expected = arrivals, .arrivals = arrivals, .maker = w.index, .made_at = w.clock};
     }
     void arrive(Barrier& b, uint32_t arrivals, const WarpClock& after, int warp, uint32_t clock) {
         if (b.arrivals < arrivals) throw Fault("more arrive at an mbarrier than it was made for");
@@ -353,8 +339,6 @@ class Block {
         return program_.name + ", block (" + std::to_string(id_[0]) + ", " + std::to_string(id_[1]) + ", " +
                std::to_string(id_[2]) + "): ";
     }
-    size_t shared_bytes() const { return shared_bytes_; }
-    const Program& program() const { return program_; }
 
   private:
     struct BlockBarrier {
@@ -491,7 +475,10 @@ class Block {
         return warp == kAsync ? "a TMA copy"
                               : "warp " + std::to_string(warp) + ", lane " + std::to_string(lane);
     }
-    void set_written(SharedWord& word, uint8_t mask) {
+    static void set_written(SharedWord& word, uint8_t mask, int warp, int lane, uint32_t clock) {
+        word.write_warp = static_cast<uint8_t>(warp);
+        word.write_lane = static_cast<uint8_t>(lane);
+        word.write_clock = clock;
         word.write_bytes = mask;
         word.written |= mask;
         word.readers = 0;
@@ -549,7 +536,7 @@ class Block {
     }
     // What ordinary accesses wrote, the async proxy sees after a fence.proxy.async of whoever wrote it.
     void check_proxy(const SharedWord& word, uint64_t address) const {
-        if (!word.write_bytes || word.by_async) return;
+        if (!word.write_bytes || word.write_warp == kAsync) return;
         const Warp& writer = warps_[word.write_warp];
         if (writer.proxy_fence <= word.write_clock)
             throw Fault("shared+" + std::to_string(address) +
@@ -567,7 +554,6 @@ class Block {
     std::deque<Warp> warps_;
     std::array<BlockBarrier, 16> barriers_;
     std::map<uint64_t, Barrier> mbarriers_;
-    std::map<uint64_t, std::pair<int, uint32_t>> made_by_;
     std::vector<std::function<void()>> async_;
     uint32_t async_clock_ = 1;
     size_t vain_waits_ = 0;

@@ -41,7 +41,7 @@ struct Algorithm {
     static constexpr uint64_t kMagic = 0x6d68746972676c61;
     uint64_t magic, problem, workspace;
     uint32_t aligned[4];
-    uint32_t splits, unused;
+    uint32_t splits;  // parts of k that are added up one after the other
 };
 static_assert(sizeof(Algorithm) <= sizeof(cublasLtMatmulAlgo_t));
 
@@ -363,7 +363,7 @@ cublasStatus_t cublasLtMatmulAlgoGetHeuristic(cublasLtHandle_t, cublasLtMatmulDe
         if (!p.is_valid()) return CUBLAS_STATUS_INVALID_VALUE;
         if (p.is_refused()) return CUBLAS_STATUS_NOT_SUPPORTED;
         for (uint32_t n = 0; n < 3 && *count < asked; n++) {
-            Algorithm algorithm{Algorithm::kMagic, p.number(), n * 4096, {}, n + 1, 0};
+            Algorithm algorithm{Algorithm::kMagic, p.number(), n * 4096, {}, n + 1};
             if (algorithm.workspace > pref.workspace ||
                 (n && !(pref.reductions & CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE)))
                 continue;

@@ -20,7 +20,6 @@ struct Arg {
     enum Kind { Name, Number, Vector, Address } kind = Name;
     std::string name;        // a register, symbol or label; of an address its base, empty if that is a number
     uint64_t number = 0;     // the bits of a number; of an address the offset
-    bool is_float = false;   // 0f... or 0d...
     bool negated = false;    // !p
     std::vector<Arg> parts;  // of a vector; of an address the coordinates
     std::string second;      // d|p
@@ -122,10 +121,8 @@ class PtxReader {
         Arg a;
         a.kind = Arg::Number;
         if (w.size() == 10 && (w.starts_with("0f") || w.starts_with("0F"))) {
-            a.is_float = true;
             a.number = strtoull(w.c_str() + 2, nullptr, 16);
         } else if (w.size() == 18 && (w.starts_with("0d") || w.starts_with("0D"))) {
-            a.is_float = true;
             a.number = strtoull(w.c_str() + 2, nullptr, 16);
         } else {
             char* end = nullptr;
@@ -147,7 +144,7 @@ class PtxReader {
             module_.target = word();
             skip_line();
         } else if (w == ".extern" || w == ".visible" || w == ".weak") {
-            linkage_extern_ = w == ".extern";
+            return;  // of what follows
         } else if (w == ".shared") {
             module_.shared.push_back(variable());
         } else if (w == ".entry") {
@@ -328,7 +325,6 @@ class PtxReader {
     std::string_view text_;
     size_t at_ = 0;
     int line_ = 1;
-    bool linkage_extern_ = false;
     PtxModule module_;
     std::vector<std::map<std::string, std::string>> scopes_;
 };

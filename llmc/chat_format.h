@@ -94,15 +94,33 @@ struct Piece {
     bool has_loss;
 };
 
+// The chat template of a folder; empty if there is none. Of several the default one.
+inline std::string chat_template_of(const std::string& folder) {
+    const std::string file = folder + "/chat_template.jinja", config = folder + "/tokenizer_config.json";
+    if (file_exists(file)) return read_text(file);
+    if (!file_exists(config)) return "";
+    const nlohmann::json json = read_json(config);
+    const auto found = json.find("chat_template");
+    if (!json.is_object() || found == json.end()) return "";
+    if (found->is_string()) return found->get<std::string>();
+    if (found->is_array())
+        for (const nlohmann::json& item : *found)
+            if (item.is_object() && item.value("name", nlohmann::json()) == "default" &&
+                item.value("template", nlohmann::json()).is_string())
+                return item["template"].get<std::string>();
+    return "";
+}
+
 // A format with the marks of a tokenizer, for conversations.
 class Chat {
   public:
-    // By --chat-format's name, or "auto": that of the folder, by its chat template or, where there is none,
-    // its tokenizer's marks. Fails where the folder's is none of these, and where the tokenizer lacks marks.
-    Chat(const std::string& name, const std::string& folder, const Tokenizer& tokenizer)
+    // By --chat-format's name, or "auto": that of a model's chat template or, where that is empty, of its
+    // tokenizer's marks. Fails, naming the model, where that is none of these, and where the tokenizer lacks
+    // marks.
+    Chat(const std::string& name, const std::string& chat_template, const std::string& model,
+         const Tokenizer& tokenizer)
         : tokenizer_(tokenizer) {
-        const std::string of_folder = template_of(folder);
-        const std::string wanted = name == "auto" ? recognize(of_folder, folder) : name;
+        const std::string wanted = name == "auto" ? recognize(chat_template, model) : name;
         std::string missing;
         for (const ChatFormat& format : chat_formats()) {
             if (format.name != wanted) continue;
@@ -112,9 +130,9 @@ class Chat {
             break;
         }
         if (!format_)
-            fail("--chat-format %s: the tokenizer of %s has no %s", wanted.c_str(), folder.c_str(),
+            fail("--chat-format %s: the tokenizer of %s has no %s", wanted.c_str(), model.c_str(),
                  missing.c_str());
-        if (wanted == "chatml") usual_system_ = usual_system(of_folder);
+        if (wanted == "chatml") usual_system_ = usual_system(chat_template);
     }
 
     const char* name() const { return format_->name; }
@@ -197,35 +215,18 @@ class Chat {
         return "";
     }
 
-    // The chat template of a folder; empty if there is none. Of several the default one.
-    static std::string template_of(const std::string& folder) {
-        const std::string file = folder + "/chat_template.jinja", config = folder + "/tokenizer_config.json";
-        if (file_exists(file)) return read_text(file);
-        if (!file_exists(config)) return "";
-        const nlohmann::json json = read_json(config);
-        const auto found = json.find("chat_template");
-        if (!json.is_object() || found == json.end()) return "";
-        if (found->is_string()) return found->get<std::string>();
-        if (found->is_array())
-            for (const nlohmann::json& item : *found)
-                if (item.is_object() && item.value("name", nlohmann::json()) == "default" &&
-                    item.value("template", nlohmann::json()).is_string())
-                    return item["template"].get<std::string>();
-        return "";
-    }
-
-    std::string recognize(const std::string& of_folder, const std::string& folder) const {
-        const auto says = [&](const char* text) { return of_folder.find(text) != of_folder.npos; };
+    std::string recognize(const std::string& chat_template, const std::string& model) const {
+        const auto says = [&](const char* text) { return chat_template.find(text) != chat_template.npos; };
         const auto knows = [&](const char* mark) {
             const std::vector<int> tokens = tokenizer_.encode(mark);
             return tokens.size() == 1 && tokenizer_.is_special(tokens[0]);
         };
-        if (of_folder.empty()) {
+        if (chat_template.empty()) {
             if (knows("<|im_start|>") && knows("<|im_end|>")) return "chatml";
             if (knows("<|start_header_id|>") && knows("<|eot_id|>")) return "llama3";
             if (knows("[INST]") && knows("[/INST]")) return "mistral";
             fail("%s has no chat template, and no marks of a chat format that is known: give --chat-format",
-                 folder.c_str());
+                 model.c_str());
         }
         if (says("<|im_start|>")) return "chatml";
         if (says("<|start_header_id|>")) return "llama3";
@@ -233,15 +234,15 @@ class Chat {
         if (says("[INST]")) return "mistral";
         if (says("<|user|>") && says("<|assistant|>") && says("eos_token")) return "zephyr";
         fail("%s: its chat template (\"%s\") is of no format that is known: give --chat-format",
-             folder.c_str(), printable(of_folder.substr(0, 40)).c_str());
+             model.c_str(), printable(chat_template.substr(0, 40)).c_str());
     }
 
     // What a ChatML template puts where a conversation has no system's text, if it has that as a plain text.
-    static std::string usual_system(const std::string& of_folder) {
+    static std::string usual_system(const std::string& chat_template) {
         constexpr std::string_view kBegin = "<|im_start|>system", kEnd = "<|im_end|>";
-        for (size_t at = 0; (at = of_folder.find(kBegin, at)) != of_folder.npos;) {
+        for (size_t at = 0; (at = chat_template.find(kBegin, at)) != chat_template.npos;) {
             at += kBegin.size();
-            const std::string_view rest = std::string_view(of_folder).substr(at);
+            const std::string_view rest = std::string_view(chat_template).substr(at);
             const size_t skip = rest.starts_with("\\n") ? 2 : rest.starts_with("\n") ? 1 : 0;
             const size_t end = rest.find(kEnd);
             if (skip == 0 || end == rest.npos) continue;

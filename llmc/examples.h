@@ -13,10 +13,10 @@
 #include "llmc/text_tokens.h"
 #include "llmc/tokenizer.h"
 
-// How --loss-on and --chat-format have examples read, by the tokenizer of a folder.
+// How --loss-on and --chat-format have examples read, for a model, by its chat template.
 struct ExampleOptions {
     bool loss_on_all;
-    std::string chat_format, folder;
+    std::string chat_format, chat_template, model;
 };
 
 class ExampleEncoder {
@@ -32,7 +32,8 @@ class ExampleEncoder {
     std::vector<int32_t> encode(const JsonExample& example, const std::string& where) {
         tokens_.clear();
         if (!example.messages.empty()) {
-            if (!chat_) chat_.emplace(options_.chat_format, options_.folder, tokenizer_);
+            if (!chat_)
+                chat_.emplace(options_.chat_format, options_.chat_template, options_.model, tokenizer_);
             for (const std::vector<Piece>& part : chat_->render(example.messages, where)) append(part);
         } else {
             const int begin = tokenizer_.document_start(), end = tokenizer_.end_of_text();

@@ -142,6 +142,8 @@ class GgufModel {
 
     const GgufFile& file() const { return file_; }
     const ModelConfig& config() const { return config_; }
+    // Of conversations; empty if it has none.
+    std::string chat_template() const { return reader_.text("tokenizer.chat_template", ""); }
 
     // The tensor of that name in Hugging Face's files; fails when there is none or its shape is another.
     GgufPart get(const std::string& name, const std::vector<int64_t>& shape) const {

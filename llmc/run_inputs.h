@@ -322,9 +322,11 @@ inline void RunInputs::tokenize_texts() {
 // The examples of JSON lines become tokens, if only to know how many sequences there are.
 inline void RunInputs::tokenize_lines(Dataset& lines) const {
     if (!tokenizer) check_bytes(lines, config.vocabulary);
-    const std::string folder = tokenizer_folder.empty() ? model : tokenizer_folder;
+    const std::string home = tokenizer_folder.empty() ? model : tokenizer_folder;
+    const std::string chat_template = gguf ? gguf->chat_template() : chat_template_of(home);
     if (adapter.prompt_tokens > 0) lines.keep_apart();  // a soft prompt is before each sequence
-    tokenize_examples(lines, *tokenizer, {o_.loss_on == "all", o_.chat_format, folder}, o_.seq_len);
+    tokenize_examples(lines, *tokenizer, {o_.loss_on == "all", o_.chat_format, chat_template, home},
+                      o_.seq_len);
 }
 
 // Without --val-data, a part of the text that is long enough for a sequence, or of the examples.

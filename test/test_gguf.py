@@ -194,6 +194,12 @@ def test_byte_level_tokenizers(tmp_path, pre):
         assert probe("ends", path).split() == [str(keys["bos_token_id"]).encode(), str(keys["eos_token_id"]).encode()]
 
 
+def test_smollm2s_chat_template(smollm2):
+    field = gguf.GGUFReader(smollm2).fields["tokenizer.chat_template"]
+    template = field.contents()
+    assert "You are a helpful AI assistant named SmolLM" in template and probe("chat", smollm2).decode() == template
+
+
 def test_smollm2s_tokenizer(smollm2):
     tokenizer = known.smollm2()
     check_texts(smollm2, lambda text: tokenizer.encode(text).ids, known.TEXTS)

@@ -80,7 +80,7 @@ void run(const std::string& folder, const std::string& command, const std::strin
     const auto tokenizer = Tokenizer::open(folder);
     if (!tokenizer) fail("%s: has no tokenizer", folder.c_str());
     if (command == "facts") return write_record(facts(*tokenizer));
-    ExampleEncoder examples(*tokenizer, {command == "learn-all", argument, folder});
+    ExampleEncoder examples(*tokenizer, {command == "learn-all", argument, chat_template_of(folder), folder});
     for (uint32_t size; fread(&size, sizeof size, 1, stdin) == 1;) {
         std::string input(size, '\0');
         if (fread(input.data(), 1, size, stdin) != size) fail("a record is cut short");

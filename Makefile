@@ -14,7 +14,8 @@
 # make fuzz-build        builds the fuzzers of what reads files
 # make fuzz              runs them, each for FUZZ_SECONDS=10
 # make cuda-build        compiles for a GPU, which need not be there, and checks that no kernel spills
-# make test-emulated      runs more of the CUDA build without a GPU than make test does, on four that are played (tens of minutes)
+# make emulated-build    builds what runs the CUDA build without a GPU
+# make test-emulated     runs more of the CUDA build that way than make test does, on four GPUs that are played (tens of minutes)
 # make gpu-coverage      lists what of the GPU's code no test has executed
 # make gpu-check         tests and measures on a GPU; GPU_CHECK=--dry-run prints what, GPU_CHECK="build kernels" does a part
 # make bench-attention   times attention; BENCH_OPTIONS="..." are dev/bench/attention.cpp's

@@ -47,6 +47,8 @@
 #include "llmc/quantized_weights.h"
 #include "llmc/recompute.h"
 #include "llmc/report.h"
+#include "llmc/residence_disk.h"
+#include "llmc/residence_host.h"
 #include "llmc/residual.cuh"
 #include "llmc/rope.cuh"
 #include "llmc/run_inputs.h"
@@ -102,8 +104,10 @@ class Gpt {
           trained_(trained),
           config_(model.layout.config()),
           family_(*config_.family),
-          hopper_attention_(hopper_attention) {
+          hopper_attention_(hopper_attention),
+          loans_(arena, stream) {
         bind();
+        if (lends()) borrow_from(nullptr);
     }
     // Points the views at the state's memory, and at position_factors() on the device: again after these were
     // allocated.
@@ -118,12 +122,11 @@ class Gpt {
         weights_.head = layout.head(unit(layout.head_unit()));
         if (config_.tied && !quantized_head_) weights_.head.logits.weight = weights_.embeddings.token.view();
         for (int l = 0; quantized_ && l < config_.layers; l++)
-            for (const auto& [w, field] : linears(weights_.blocks[static_cast<size_t>(l)])) {
-                w->quantized = quantized_->parts(l, field);
-                w->by_outputs = true;
-            }
+            bind_matrices(l, lends() ? nullptr : quantized_->block(l).data());
         if (is_frozen()) bind_adapter();
     }
+    // Where the blocks' matrices come from, which are not on the device.
+    void borrow_from(Residence* residence) { loans_.lend(quantized_->largest_block(), residence); }
 
     void forward_backward(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
                           TensorF& loss, const Consume& consume = {});
@@ -211,6 +214,11 @@ class Gpt {
     TensorX linear_backward(const char* name, Linear<floatX>& g, MakeX&& make_x, const TensorX& d_out,
                             const Linear<floatX>& w, bool adds, const TensorX* gelu_input = nullptr);
 
+    // Blocks that live elsewhere are borrowed before they are used (residence.h).
+    bool lends() const { return quantized_ && quantized_->is_lent(); }
+    void bind_matrices(int layer, const char* block);
+    void borrow(int layer, int next);
+
     // What is trained beside a frozen model.
     bool is_frozen() const { return &trained_ != &model_; }
     // Whether backward reads what went into a layer.
@@ -267,6 +275,7 @@ class Gpt {
     const ModelConfig& config_;
     const Family& family_;
     const bool hopper_attention_;
+    BlockLoans loans_;
     TensorF position_factors_;
     const MicroBatchOptions* dropping_ = nullptr;  // of the micro-batch that is trained on, or null
     // A soft prompt is before each sequence, which holds one example then.
@@ -351,6 +360,9 @@ class Trainer {
     void begin_prompt();
     // Whether a new soft prompt begins as rows of a quantized embedding.
     bool begins_from_codes() const { return config_.tied && quantized_head_ && !in_.first_prompt.empty(); }
+    bool lends() const { return quantized_ && quantized_->is_lent(); }
+    void make_residence();
+    DiskResidence* on_disk() const { return dynamic_cast<DiskResidence*>(residence_.get()); }
     void load_gguf();
     void merge();
     void save_base() const;
@@ -379,10 +391,11 @@ class Trainer {
     Plans plans_;
     MemoryReport report_;
     const Choices choices_;
+    std::unique_ptr<Residence> residence_;  // of matrices that are not on the device
     StepGraphs graphs_;
-    bool replays_;                                 // whether steps are run through them
-    size_t used_before_ = 0;                       // of the device's memory
-    int64_t step_ = 0;                             // steps done
+    bool replays_;            // whether steps are run through them: what waits for a disk cannot be a graph
+    size_t used_before_ = 0;  // of the device's memory
+    int64_t step_ = 0;        // steps done
     int64_t first_step_ = 0, first_sequence_ = 0;  // where a resumed run begins
     bool evaluated_ = false;                       // whether what is due at this step was made
     SaveFolder saves_;
@@ -623,7 +636,8 @@ void Trainer::merge() {
     metrics_.finish();
     write_folder(o_.merge, [&](const std::string& folder) {
         write_settings<floatX>(folder, config_, in_.tokenizer_folder);
-        MergedFile<floatX> file(folder + "/model.safetensors", model_, quantized_.has_value(),
+        const bool by_outputs = quantized_ && quantized_->by_outputs();
+        MergedFile<floatX> file(folder + "/model.safetensors", model_, by_outputs,
                                 quantized_head_.has_value(), stream_);
         arena_.run(plans_.merge, [&] {
             gpt_.for_each_merged(
@@ -739,7 +753,8 @@ TensorX Gpt::linear(const char* name, const TensorX& x, const Linear<floatX>& w,
     Shape shape = x.shape();
     shape.dims[shape.count - 1] = w.outputs();
     TensorX out = take(name, shape);
-    const bool reads_codes = !w.quantized.empty() && x.rows() == 1, finishes = w.adapter || reads_codes;
+    const bool reads_codes = !w.quantized.empty() && !w.floats && x.rows() == 1,
+               finishes = w.adapter || reads_codes;
     if (reads_codes) {
         for (const auto& [matrix, first] : w.quantized)
             quantized_matvec(out.at(first), x.data(), matrix, w.bias ? w.bias.at(first) : nullptr, stream_);
@@ -755,10 +770,27 @@ TensorX Gpt::linear(const char* name, const TensorX& x, const Linear<floatX>& w,
 // A layer's matrix as a product reads it: where it lies, or made of its quantized parts.
 TensorX Gpt::weight_of(const Linear<floatX>& w) {
     if (w.quantized.empty()) return w.weight.view();
-    TensorX weight = take("dequantized", {w.outputs(), w.inputs()});
+    if (w.lies_as(kStored<floatX>))
+        return TensorX(w.quantized[0].matrix.template floats<floatX>(), w.shape());
+    TensorX weight = take("dequantized", w.shape());
     for (const auto& [matrix, first] : w.quantized)
         dequantize(weight.at(first * w.inputs()), matrix, stream_);
     return weight;
+}
+
+// Has the matrices of a block on the device for what follows, and those of block `next` on their way;
+// negative: of none.
+void Gpt::borrow(int layer, int next) {
+    if (lends()) bind_matrices(layer, loans_.borrow(layer, next));
+}
+
+// Points the views of a block's matrices at where they begin on the device, or at nothing yet.
+void Gpt::bind_matrices(int layer, const char* block) {
+    for (const auto& [w, field] : linears(weights_.blocks[static_cast<size_t>(layer)])) {
+        w->quantized = quantized_->parts(layer, field, block);
+        w->floats = quantized_->are_floats();
+        w->by_outputs = quantized_->by_outputs();
+    }
 }
 
 // Points the views of what is trained beside the model at its State.
@@ -1004,11 +1036,14 @@ TensorX Gpt::forward_block(int layer, BlockActivations& a, Keep keep, KvCache* c
 // The last block's output for `tokens` (B, T), keeping nothing. With a cache the tokens follow what it holds.
 TensorX Gpt::forward_only(const Tensor<int>& tokens, KvCache* cache) {
     TensorX stream = embed(tokens, cache ? cache->length : 0);
-    for (int l = 0; l < config_.layers; l++) {
+    const int last = config_.layers - 1;
+    for (int l = 0; l <= last; l++) {
         BlockActivations a;
         a.input = std::move(stream);
+        borrow(l, l < last ? l + 1 : -1);
         stream = forward_block(l, a, kKeepNothing, cache);
     }
+    loans_.give_back();
     return stream;
 }
 
@@ -1376,9 +1411,12 @@ void Gpt::forward_backward(const DeviceBatch& batch, const MicroBatchOptions& op
     std::vector<BlockActivations> blocks(static_cast<size_t>(config_.layers));
     std::optional<Range> range(std::in_place, "forward");
     TensorX stream = embed(batch.inputs, 0);
+    const int last = config_.layers - 1;
     for (size_t l = 0; l < blocks.size(); l++) {
+        const int layer = static_cast<int>(l);
         blocks[l].input = std::move(stream);
-        stream = forward_block(static_cast<int>(l), blocks[l], options.keep[l]);
+        borrow(layer, layer < last ? layer + 1 : last - 1);  // backward begins with this block
+        stream = forward_block(layer, blocks[l], options.keep[l]);
     }
 
     range.emplace("head");
@@ -1404,8 +1442,11 @@ void Gpt::forward_backward(const DeviceBatch& batch, const MicroBatchOptions& op
     complete(head_unit, of_head, consume);
 
     range.emplace("backward");
-    for (int l = config_.layers - 1; l >= 0; l--)
+    for (int l = last; l >= 0; l--) {
+        borrow(l, l - 1);
         backward_block(l, blocks[static_cast<size_t>(l)], stream, options, consume);
+    }
+    loans_.give_back();
     if (!tied) take_embeddings();
     if (!is_frozen() || d_embeddings.prompt) backward_embeddings(d_embeddings, stream, batch);
     stream.drop();
@@ -1465,7 +1506,8 @@ void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choo
 template <class Visit>
 void Gpt::for_each_merged(Visit&& visit) {
     Range range("merge");
-    for (int l = 0; l < config_.layers; l++)
+    for (int l = 0; l < config_.layers; l++) {
+        borrow(l, l + 1 < config_.layers ? l + 1 : -1);
         for (const auto& [w, field] : linears(weights_.blocks[static_cast<size_t>(l)])) {
             const int64_t outputs = w->outputs(), inputs = w->inputs();
             TensorX matrix = take("merged", w->by_outputs ? Shape{outputs, inputs} : Shape{inputs, outputs});
@@ -1474,6 +1516,8 @@ void Gpt::for_each_merged(Visit&& visit) {
             merge_adapter(matrix, *w);
             visit(l, field, matrix);
         }
+    }
+    loans_.give_back();
     if (quantized_head_)
         for_each_head_slice(
             [&](int64_t, const TensorX& rows) { visit(config_.layers, head_field(config_), rows); });
@@ -1531,7 +1575,7 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       norm_of_each_unit_(o_.clip_per_block || o_.update_in_backward),
       metrics_(static_cast<int64_t>(model_.layout.units().size()), norm_of_each_unit_),
       choices_(std::move(choices)),
-      replays_(o_.graph == "on") {
+      replays_(o_.graph == "on" && !lends()) {
     check_attention<floatX>(o_, config_);
     if (o_.update_in_backward)
         consume_ = [this](int unit, const floatX* gradients) { update_unit(unit, gradients); };
@@ -1597,6 +1641,12 @@ const MemoryReport& Trainer::rehearse(bool placed) {
     if (in_.gguf) plans_.load = arena_.rehearse([&] { load_gguf(); });
     if (begins_from_codes()) plans_.load = arena_.rehearse([&] { gpt_.token_embeddings(in_.first_prompt); });
     report_ = make_report<floatX>(o_, plans_, in_.tokenizer ? in_.tokenizer->held_bytes() : 0, choices_);
+    if (lends()) {
+        const bool disk = quantized_->home() == Home::Disk;
+        report_.on_disk = disk ? quantized_->bytes() : 0;
+        if (!kHostIsDevice)
+            report_.pinned = disk ? DiskResidence::bytes(quantized_->largest_block()) : quantized_->bytes();
+    }
     report_.parameters = whole_.count();
     report_.trained = adapter_ ? adapter_->layout.count() : report_.parameters;
     report_.buffers = buffers_of(model_, pointer_to(quantized_), pointer_to(quantized_head_),
@@ -1687,6 +1737,7 @@ void Trainer::take_memory() {
     model_.allocate();
     for (std::optional<QuantizedWeights>* weights : {&quantized_, &quantized_head_})
         if (*weights) (*weights)->allocate();
+    if (lends()) make_residence();
     if (adapter_) adapter_->allocate();
     if (const std::vector<float> positions = position_factors(config_); !positions.empty()) {
         const size_t bytes = positions.size() * sizeof(float);
@@ -1699,6 +1750,16 @@ void Trainer::take_memory() {
     forbid_device_allocation();
 }
 
+// What the blocks' matrices are lent from.
+void Trainer::make_residence() {
+    if (quantized_->home() == Home::Disk)
+        residence_ = std::make_unique<DiskResidence>(quantized_->largest_block());
+    else
+        residence_ = std::make_unique<HostResidence>([this](int layer) { return quantized_->block(layer); });
+    gpt_.borrow_from(residence_.get());
+    metrics_.count_waiting(&residence_->seconds_waited);
+}
+
 void Trainer::load() {
     if (adapter_ || in_.resumed.empty()) {
         if (parse_new_model(o_.model))
@@ -1707,8 +1768,11 @@ void Trainer::load() {
             arena_.run(plans_.load, [&] { load_gguf(); });
         else
             load_weights(model_, in_.model, [&](const SafetensorsFolder& files, auto& used) {
-                for (std::optional<QuantizedWeights>* weights : {&quantized_, &quantized_head_})
-                    if (*weights) (*weights)->load<floatX>(files, config_, used);
+                if (DiskResidence* disk = on_disk())
+                    quantized_->find(files, config_, used, [&](const BlockOnDisk& b) { disk->add(b); });
+                else if (quantized_)
+                    quantized_->load<floatX>(files, config_, used);
+                if (quantized_head_) quantized_head_->load<floatX>(files, config_, used);
             });
     }
     if (!in_.resumed.empty() && o_.steps == 0) {
@@ -1741,7 +1805,10 @@ void Trainer::load_gguf() {
         if (bytes > static_cast<size_t>(kRoom)) fail("%s: a row of %zu bytes", o_.model.c_str(), bytes);
         return room.data();
     });
-    quantized_->load(*in_.gguf);
+    if (DiskResidence* disk = on_disk())
+        quantized_->find(*in_.gguf, [&](const BlockOnDisk& b) { disk->add(b); });
+    else
+        quantized_->load(*in_.gguf);
 }
 
 // A soft prompt begins as the token embeddings of its text, or of tokens drawn at random (Lester et al.,

@@ -38,8 +38,10 @@ struct GgufPart {
         return (head % 3 * heads + head / 3) * head_size + i;
     }
 
-    // Reads rows as bytes of the tensor's type; an element of a vector is a row.
-    void read_rows(int64_t first, int64_t count, void* out) const {
+    // Calls use(offset, bytes, at) for rows that lie together in the file, from byte `offset` on, and `at`
+    // bytes behind the first of them here.
+    template <class Use>
+    void for_each_run(int64_t first, int64_t count, Use&& use) const {
         const size_t row_bytes = tensor->row_bytes();
         for (int64_t done = 0; done < count;) {
             const int64_t start = file_row(first + done);
@@ -47,11 +49,17 @@ struct GgufPart {
             if (order == Rows::Same) together = count - done;
             while (done + together < count && file_row(first + done + together) == start + together)
                 together++;
-            tensor->file->read(tensor->offset + static_cast<uint64_t>(start) * row_bytes,
-                               static_cast<size_t>(together) * row_bytes,
-                               static_cast<char*>(out) + static_cast<size_t>(done) * row_bytes);
+            use(tensor->offset + static_cast<uint64_t>(start) * row_bytes,
+                static_cast<size_t>(together) * row_bytes, static_cast<size_t>(done) * row_bytes);
             done += together;
         }
+    }
+
+    // Reads rows as bytes of the tensor's type; an element of a vector is a row.
+    void read_rows(int64_t first, int64_t count, void* out) const {
+        for_each_run(first, count, [&](uint64_t offset, size_t bytes, size_t at) {
+            tensor->file->read(offset, bytes, static_cast<char*>(out) + at);
+        });
     }
 
     // Whether its elements are F32, F16 or BF16.

@@ -60,6 +60,8 @@ class Metrics {
     // From here on steps are printed and logged.
     void print_to(const StepLines& lines) { lines_ = lines; }
     LogFile& log() { return log_; }
+    // Where the seconds count that steps have waited for weights which live elsewhere.
+    void count_waiting(const double* seconds) { waited_ = seconds; }
     // The last save, for the message of a step that is not finite.
     std::string last_save = "none";
 
@@ -94,7 +96,8 @@ class Metrics {
             if (!std::isfinite(loss) || !std::isfinite(norm))
                 fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
                      static_cast<long long>(step + 1), loss, norm, last_save.c_str());
-            if (lines_) record({step, loss, norm, rate, completed_ - before});
+            const double waited = waited_ ? *waited_ - std::exchange(waited_before_, *waited_) : -1;
+            if (lines_) record({step, loss, norm, rate, completed_ - before, waited});
         }
     }
     double whole_norm(const float* norms) const {
@@ -105,12 +108,11 @@ class Metrics {
     }
     void record(const StepFigures& f) {
         lines_->add(f, clock_.seconds());
-        log_.write({{"step", f.step},
-                    {"loss", f.loss},
-                    {"grad_norm", f.norm},
-                    {"lr", f.rate},
-                    {"ms", f.seconds * 1e3},
-                    {"tokens_per_second", lines_->tokens() / f.seconds}});
+        nlohmann::ordered_json line = {
+            {"step", f.step}, {"loss", f.loss},        {"grad_norm", f.norm},
+            {"lr", f.rate},   {"ms", f.seconds * 1e3}, {"tokens_per_second", lines_->tokens() / f.seconds}};
+        if (f.waited >= 0) line["waited_ms"] = f.waited * 1e3;
+        log_.write(line);
     }
 
     struct Pending {
@@ -123,7 +125,9 @@ class Metrics {
     std::optional<Readback> copies_[2];  // of even and of odd steps
     std::deque<Pending> pending_;        // steps that were enqueued and not looked at yet
     WallClock clock_;
-    double completed_ = 0;  // on it: when the latest step that was looked at was done
+    const double* waited_ = nullptr;  // seconds in all
+    double waited_before_ = 0;        // at the step that was looked at last
+    double completed_ = 0;            // on it: when the latest step that was looked at was done
     std::optional<StepLines> lines_;
     LogFile log_;
 };

@@ -30,28 +30,42 @@ struct Adapter {
     explicit operator bool() const { return !parts.empty(); }
 };
 
-// Outputs of a linear layer from first_output on, whose rows of the matrix are quantized.
+// Outputs of a linear layer from first_output on, whose matrix is in a format of its own.
 struct QuantizedPart {
-    QuantizedView matrix;  // (outputs, inputs)
+    QuantizedView matrix;  // (outputs, inputs), or of one part as the weight lies
     int64_t first_output;
 };
 
 // out = in weight [+ bias] [+ adapter]. What is absent is an absent tensor; a weight that is quantized is
-// made where a product reads it, (outputs, inputs).
+// made where a product reads it.
 template <class T>
 struct Linear {
     Tensor<T> weight, bias;
     bool by_outputs = false;  // the weight lies (outputs, inputs), else (inputs, outputs)
     Adapter<T> adapter = {};
     std::vector<QuantizedPart> quantized = {};
+    bool floats = false;  // the parts are floats of a folder's: products are those of such a weight
 
     int64_t outputs() const {
-        if (!quantized.empty()) return quantized.back().first_output + quantized.back().matrix.rows;
-        return by_outputs ? weight.rows() : weight.columns();
+        if (quantized.empty()) return by_outputs ? weight.rows() : weight.columns();
+        const QuantizedPart& last = quantized.back();
+        return last.first_output + (by_outputs ? last.matrix.rows : last.matrix.columns);
     }
     int64_t inputs() const {
-        if (!quantized.empty()) return quantized.back().matrix.columns;
-        return by_outputs ? weight.columns() : weight.rows();
+        if (quantized.empty()) return by_outputs ? weight.columns() : weight.rows();
+        return by_outputs ? quantized[0].matrix.columns : quantized[0].matrix.rows;
+    }
+    // The shape of the weight as it lies.
+    Shape shape() const { return by_outputs ? Shape{outputs(), inputs()} : Shape{inputs(), outputs()}; }
+    // Whether the parts are the weight as a product reads it: all elements of that format, and no part's
+    // alignment between them.
+    bool lies_as(const WeightFormat& format) const {
+        for (const auto& [matrix, first] : quantized) {
+            const bool last = &matrix == &quantized.back().matrix;
+            if (matrix.format != &format) return false;
+            if (!last && matrix.elements() * format.block_bytes % kQuantizedAlignment != 0) return false;
+        }
+        return true;
     }
 };
 

@@ -18,6 +18,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "llmc/disk_reader.h"
 #include "llmc/nf4.cuh"
 #include "llmc/safetensors.h"
 
@@ -138,6 +139,15 @@ class Nf4File {
         std::fill(out, out + parts.end, static_cast<unsigned char>(0));
         for (const Part& part : parts_) part.entry->read(0, part.entry->bytes, out + part.at);
         if (state_.is_double) std::memcpy(out + parts.nested_offset, &state_.nested_offset, 4);
+    }
+
+    // Where those bytes are in the files: to be `at` bytes behind the begin of a block.
+    void find(BlockOnDisk& block, size_t at) const {
+        for (const Part& part : parts_)
+            block.pieces.push_back(
+                {part.entry->file, part.entry->offset, part.entry->bytes, at + static_cast<size_t>(part.at)});
+        if (state_.is_double)
+            block.numbers.push_back({at + static_cast<size_t>(parts().nested_offset), state_.nested_offset});
     }
 
     static constexpr const char* kStateEnding = ".quant_state.bitsandbytes__nf4";

@@ -14,6 +14,7 @@
 #include "llmc/error.h"
 #include "llmc/file.h"
 #include "llmc/recompute.h"
+#include "llmc/residence.h"
 #include "llmc/state.h"
 
 constexpr int64_t kMostTokens = 1 << 30;  // in a micro-batch
@@ -50,6 +51,7 @@ struct Options {
     uint64_t seed = 1337;
     bool clip_per_block = false;
     std::string optimizer = "adamw", master = "fp32", adam_m = "fp32", adam_v = "fp32";
+    std::string weights = "device";
     std::string recompute = "gelu";
     int64_t head_rows = -1;  // 0: all, -1: auto
     bool update_in_backward = false;
@@ -273,6 +275,12 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
         ->group(group);
     app.add_flag("--update-in-backward", o.update_in_backward,
                  "update each block as soon as its gradient is complete: no gradient of the model is held")
+        ->group(group);
+    app.add_option(
+           "--weights", o.weights,
+           "where the matrices of a frozen model's blocks live: they come to the device when they are "
+           "used; from the disk straight out of the model's files")
+        ->check(one_of(kHomeNames))
         ->group(group);
     app.add_option("--memory", o.memory,
                    "choose --recompute, --head-rows, --batch and --grad-accum so that all fits, as in 8GiB")

@@ -62,7 +62,11 @@ std::vector<MemoryReport::Buffer> buffers_of(const State<T>& model, const Quanti
     const auto add_quantized = [&](const char* name, const QuantizedWeights* q) {
         if (q) add(name, "weights", {static_cast<int64_t>(q->bytes())}, "byte", q->bytes());
     };
-    add_quantized("quantized_weights", quantized);
+    if (quantized && !quantized->is_lent()) add_quantized("quantized_weights", quantized);
+    if (quantized && quantized->home() == Home::Disk && kHostIsDevice) {
+        const size_t bytes = DiskResidence::bytes(quantized->largest_block());
+        add("disk_staging", "workspace", {static_cast<int64_t>(bytes)}, "byte", bytes);
+    }
     add_quantized("quantized_head", head);
     if (adapter)
         for (const StateBuffer& b : adapter->buffers())

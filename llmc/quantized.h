@@ -51,6 +51,11 @@ struct QuantizedView {
     int64_t rows = 0, columns = 0;
 
     int64_t elements() const { return rows * columns; }
+    // Of a format that is floats of that type, the first.
+    template <class T>
+    T* floats() const {
+        return const_cast<T*>(reinterpret_cast<const T*>(data));
+    }
 };
 
 // The bytes that a matrix of so many elements takes in memory, a multiple of 16. The file of the format says

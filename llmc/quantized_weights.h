@@ -1,10 +1,16 @@
 // quantized_weights.h - the matrices of a frozen model's linear layers, or that of its head, where they are
-// kept in a quantized format (quantized.h): which there are, where they lie, and how they come from files.
+// kept in a format of their own (quantized.h): which there are, where they lie, and how they come from files.
 // All else of the model lies in a State, over a layout without them.
+//
+// They lie on the device, or somewhere else (residence.h) from where a block's are lent. Those that are lent
+// may also be the floats of a folder as its files have them.
 #pragma once
 
+#include <algorithm>
+#include <memory>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -14,6 +20,7 @@
 #include "llmc/gguf_model.h"
 #include "llmc/nf4_save.h"
 #include "llmc/quantized_formats.h"
+#include "llmc/residence_disk.h"
 
 // The field whose matrix the head multiplies with.
 inline Field head_field(const ModelConfig& c) { return c.tied ? Field::TokenEmbedding : Field::HeadWeight; }
@@ -33,13 +40,17 @@ inline Layout layout_without(const ModelConfig& c, bool matrices, bool head) {
 class QuantizedWeights {
   public:
     // Those of a model's linear layers: format_of(name, rows, columns) is that of a matrix, by its name in
-    // files and its size, (out, in). Takes no memory yet.
+    // files and its size, (out, in). With `floats` all are floats as a folder's files have them. Takes no
+    // memory yet.
     template <class FormatOf>
-    QuantizedWeights(const ModelConfig& c, FormatOf&& format_of) {
+    QuantizedWeights(const ModelConfig& c, Home home, bool floats, FormatOf&& format_of)
+        : home_(home), floats_(floats), by_outputs_(!floats || c.family->by_outputs) {
         for (LinearModule& m : linear_modules(c)) {
             const std::string name = full_name(c, m) + ".weight";
+            while (static_cast<int>(blocks_.size()) <= m.layer) blocks_.push_back(bytes_);
             add(name, m, format_of(name, m.outputs, m.inputs));
         }
+        blocks_.push_back(bytes_);
     }
     // That of a model's head, (vocabulary, channels), which may be the token embedding too.
     QuantizedWeights(const ModelConfig& c, const WeightFormat& format) {
@@ -53,20 +64,43 @@ class QuantizedWeights {
                 }
     }
 
+    // All of them.
     size_t bytes() const { return bytes_; }
-    void allocate() { memory_ = DeviceBuffer(bytes_, "the quantized weights"); }
+    Home home() const { return home_; }
+    bool is_lent() const { return home_ != Home::Device; }
+    // Whether they are the floats of files, and lie (out, in).
+    bool are_floats() const { return floats_; }
+    bool by_outputs() const { return by_outputs_; }
+    // Takes their memory; on the disk they need none.
+    void allocate() {
+        if (home_ == Home::Device) memory_ = DeviceBuffer(bytes_, "the quantized weights");
+        if (home_ == Home::Host) host_ = std::make_unique<PinnedBuffer>(bytes_);
+    }
 
-    // The parts of a linear layer, each so many rows of its matrix (out, in).
-    std::vector<QuantizedPart> parts(int layer, Field field) const {
+    // A block's bytes where they live, in memory; null before it was taken, and on the disk.
+    std::span<const char> block(int layer) const {
+        const char* const all = host_ ? host_->data() : memory_.data();
+        return {all ? all + block_start(layer) : nullptr, block_start(layer + 1) - block_start(layer)};
+    }
+    size_t largest_block() const {
+        size_t most = 0;
+        for (size_t l = 0; l + 1 < blocks_.size(); l++) most = std::max(most, blocks_[l + 1] - blocks_[l]);
+        return most;
+    }
+
+    // The parts of a linear layer whose block begins at that address on the device, or at none yet. Each is
+    // so many outputs of its matrix.
+    std::vector<QuantizedPart> parts(int layer, Field field, const char* block) const {
         std::vector<QuantizedPart> found;
         for (const Matrix& m : matrices_)
             if (m.module.layer == layer && m.module.field == field)
-                found.push_back({view(m), m.module.first_output});
+                found.push_back({view(m, block ? block + (m.offset - block_start(layer)) : nullptr),
+                                 m.module.first_output});
         return found;
     }
 
     // The only matrix.
-    QuantizedView view() const { return view(matrices_[0]); }
+    QuantizedView view() const { return view(matrices_[0], memory_.data()); }
 
     // Loads them from a model's folder: as its files have them where those are NF4, else quantized here, one
     // matrix at a time; T is the type that they are quantized from. The tensors that were read go to `used`.
@@ -74,10 +108,32 @@ class QuantizedWeights {
     void load(const SafetensorsFolder& files, const ModelConfig& config,
               std::set<const SafetensorsEntry*>& used) {
         load_each([&](Matrix& m, unsigned char* to) {
+            if (floats_)
+                return find_floats(files, config, m, used).read(0, static_cast<size_t>(bytes_in_file(m)), to);
             if (Nf4File::has(files, m.name))
                 read_nf4(files, m, to, used);
             else
                 quantize<T>(files, m, config, to, used);
+        });
+    }
+    // Where each block is in those files, for who reads it when it is borrowed: add(block).
+    template <class Add>
+    void find(const SafetensorsFolder& files, const ModelConfig& config,
+              std::set<const SafetensorsEntry*>& used, Add&& add) {
+        find_each(add, [&](Matrix& m, BlockOnDisk& block, size_t at) {
+            if (!floats_) return find_nf4(files, m, used).find(block, at);
+            const SafetensorsEntry& entry = find_floats(files, config, m, used);
+            block.pieces.push_back({entry.file, entry.offset, entry.bytes, at});
+        });
+    }
+    // The same of a GGUF.
+    template <class Add>
+    void find(const GgufModel& file, Add&& add) {
+        find_each(add, [&](const Matrix& m, BlockOnDisk& block, size_t at) {
+            const GgufPart part = file.get(m.name, {m.module.outputs, m.module.inputs});
+            part.for_each_run(0, m.module.outputs, [&](uint64_t offset, size_t bytes, size_t from) {
+                block.pieces.push_back({part.tensor->file, offset, bytes, at + from});
+            });
         });
     }
     // Adds them to a file's tensors. All must be in NF4.
@@ -114,28 +170,59 @@ class QuantizedWeights {
         matrices_.push_back({name, m, format, bytes_});
         bytes_ += static_cast<size_t>(quantized_bytes(*format, m.outputs * m.inputs));
     }
+    size_t block_start(int layer) const { return blocks_[static_cast<size_t>(layer)]; }
+    // Calls add(block) for each block with what find_matrix(matrix, block, at) writes into it.
+    template <class Add, class FindMatrix>
+    void find_each(Add&& add, FindMatrix&& find_matrix) {
+        for (size_t l = 0, i = 0; l + 1 < blocks_.size(); l++) {
+            BlockOnDisk block;
+            block.bytes = blocks_[l + 1] - blocks_[l];
+            for (; i < matrices_.size() && matrices_[i].offset < blocks_[l + 1]; i++)
+                find_matrix(matrices_[i], block, matrices_[i].offset - blocks_[l]);
+            add(block);
+        }
+    }
+    static int64_t bytes_in_file(const Matrix& m) {
+        return m.module.outputs * m.module.inputs * m.format->block_bytes;
+    }
+    const SafetensorsEntry& find_floats(const SafetensorsFolder& files, const ModelConfig& config,
+                                        const Matrix& m, std::set<const SafetensorsEntry*>& used) const {
+        const int64_t rows = m.module.outputs, columns = m.module.inputs;
+        const Shape shape = by_outputs_ ? Shape{rows, columns} : Shape{columns, rows};
+        const SafetensorsEntry& entry = find_part(files, config, m.module.field, {m.name, shape, 0});
+        used.insert(&entry);
+        return entry;
+    }
     // Has fill(matrix, to) write each matrix' bytes, in host memory.
     template <class Fill>
     void load_each(Fill&& fill) {
         std::vector<unsigned char> bytes;
         for (Matrix& m : matrices_) {
-            const auto size = static_cast<size_t>(quantized_bytes(view(m)));
+            const auto size = static_cast<size_t>(quantized_bytes(view(m, nullptr)));
             bytes.assign(size + kQuantizedAlignment, 0);
             fill(m, align(bytes.data()));
-            copy_to_device(memory_.data() + m.offset, align(bytes.data()), size, {});
+            if (host_)
+                memcpy(host_->data() + m.offset, align(bytes.data()), size);
+            else
+                copy_to_device(memory_.data() + m.offset, align(bytes.data()), size, {});
         }
     }
     static unsigned char* align(unsigned char* p) {
         const auto address = reinterpret_cast<uintptr_t>(p);
         return p + (kQuantizedAlignment - address % kQuantizedAlignment) % kQuantizedAlignment;
     }
-    QuantizedView view(const Matrix& m) const {
-        const char* const at = memory_.data() ? memory_.data() + m.offset : nullptr;
-        return {m.format, reinterpret_cast<const unsigned char*>(at), m.module.outputs, m.module.inputs};
+    QuantizedView view(const Matrix& m, const char* at) const {
+        const int64_t outputs = m.module.outputs, inputs = m.module.inputs;
+        return {m.format, reinterpret_cast<const unsigned char*>(at), by_outputs_ ? outputs : inputs,
+                by_outputs_ ? inputs : outputs};
     }
     static void read_nf4(const SafetensorsFolder& files, Matrix& m, unsigned char* to,
                          std::set<const SafetensorsEntry*>& used) {
-        const Nf4File file(files, m.name);
+        find_nf4(files, m, used).read(to);
+    }
+    static Nf4File find_nf4(const SafetensorsFolder& files, Matrix& m,
+                            std::set<const SafetensorsEntry*>& used) {
+        Nf4File file(files, m.name);
         const Nf4State& s = file.state();
         if (s.rows != m.module.outputs || s.columns != m.module.inputs || &file.format() != m.format)
             fail(
@@ -145,9 +232,9 @@ class QuantizedWeights {
                 file.format().name, static_cast<long long>(m.module.outputs),
                 static_cast<long long>(m.module.inputs), m.format->name);
         m.dtype = s.dtype;
-        file.read(to);
         for (const auto& [name, entry] : files.entries())
             if (name == m.name || name.starts_with(m.name + ".")) used.insert(entry);
+        return file;
     }
     // A matrix that lies (in, out) in files is gathered whole first.
     template <class T>
@@ -182,10 +269,22 @@ class QuantizedWeights {
         if (nf4) nf4->finish();
     }
 
+    Home home_ = Home::Device;
+    bool floats_ = false, by_outputs_ = true;
     std::vector<Matrix> matrices_;
     size_t bytes_ = 0;
+    std::vector<size_t> blocks_;  // where each begins among all, and their end
     DeviceBuffer memory_;
+    std::unique_ptr<PinnedBuffer> host_;
 };
+
+// The format of floats that a file's tensor has as they are.
+inline const WeightFormat& format_of(const SafetensorsEntry& tensor, const std::string& folder) {
+    for (const WeightFormat* format : {&kStoredF32, &kStoredF16, &kStoredBf16})
+        if (tensor.dtype == format->file_type) return *format;
+    fail("%s: tensor \"%s\" has dtype %s where F32, F16 or BF16 is needed", folder.c_str(),
+         printable(tensor.name).c_str(), tensor.dtype.c_str());
+}
 
 // The format of a GGUF's tensor. Fails where it is none that is read.
 inline const WeightFormat& format_of(const GgufTensor& tensor) {

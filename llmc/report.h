@@ -52,6 +52,8 @@ struct MemoryReport {
     size_t process = 0;
     size_t tokenizer = 0;  // of that, where it is known
     size_t context = 0;    // of that, a GPU's
+    size_t pinned = 0;     // host memory beside a GPU: of matrices that live there or pass through it
+    size_t on_disk = 0;    // matrices that are read from their files when they are used
     // Of a micro-batch, and of what uses the arena at other times: the trainer's own plans, as it last
     // rehearsed them.
     const Plan* train = &kNoPlan;
@@ -109,6 +111,8 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     totals["workspace"] = r.workspace();
     totals["process"] = r.process;
     totals["total"] = r.total();
+    totals["pinned_host"] = r.pinned;
+    totals["on_disk"] = r.on_disk;
     j["activations_lower_bound"] = r.train->lower_bound;
     j["peak_at"] = r.train->peak_at;
     j["estimated_seconds"] = r.seconds;
@@ -199,6 +203,8 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
     const std::string of_it = format("; %.2f of it the tokenizer", mebibytes(r.tokenizer));
     line(r.process, "the process itself (about)" + (r.tokenizer >= 1 << 20 ? of_it : ""));
     line(r.total(), free.known() ? format("in all; %.0f are free", mebibytes(free.bytes)) : "in all");
+    line(r.pinned, "pinned host memory beside that");
+    line(r.on_disk, "of matrices beside that, read from the disk when they are used");
 }
 
 // The summary, and a table of every buffer.

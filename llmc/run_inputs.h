@@ -90,6 +90,7 @@ class RunInputs {
     std::vector<int> choose_first_tokens() const;
     AdapterConfig choose_adapter();
     void check_base() const;
+    void check_weights() const;
     void check_saved_base() const;
     std::vector<int> choose_first_prompt() const;
     // The positions that the model has for tokens.
@@ -117,6 +118,7 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
       tokenizer(open_tokenizer()),
       adapter(choose_adapter()) {
     check_base();
+    check_weights();
     check_saved_base();
     if (o.dropout > 0 && !config.family->drops)
         fail("--dropout %g: a %s has none", o.dropout, config.family->name);
@@ -207,6 +209,29 @@ inline void RunInputs::check_base() const {
              config.channels);
 }
 
+// Fails where --weights would lend what is trained, or what is in no file as it is needed.
+inline void RunInputs::check_weights() const {
+    const char* const home = o_.weights.c_str();
+    if (o_.weights == "device") return;
+    if (o_.weights == "host" && kHostIsDevice)
+        fail("--weights host: on a CPU the host's memory is the device's; --weights disk takes none");
+    if (o_.steps > 0 && !adapter)
+        fail("--weights %s: lends weights that are not trained; --train lora or prompt trains beside them",
+             home);
+    if (parse_new_model(o_.model))
+        fail("--weights %s: is for a model that is in files, and --model %s is a new one", home,
+             o_.model.c_str());
+    if (o_.weights == "host") return;
+    if (!o_.base.empty() && !o_.plan)
+        fail(
+            "--weights disk: --base %s would be quantized anew each time; save it once with --save-base DIR, "
+            "and "
+            "give --model DIR",
+            o_.base.c_str());
+    if (!o_.save_base.empty())
+        fail("--weights disk: --save-base %s is for a base in memory", o_.save_base.c_str());
+}
+
 // Fails where --save-base names what cannot be saved, or a folder that would be lost. One that is there
 // already is for a resumed run what it has saved itself.
 inline void RunInputs::check_saved_base() const {
@@ -229,16 +254,29 @@ inline void RunInputs::check_saved_base() const {
 }
 
 inline std::optional<QuantizedWeights> RunInputs::quantized_weights() const {
+    const Home home = named<Home>(kHomeNames, o_.weights);
     if (gguf)
-        return QuantizedWeights(config, [&](const std::string& name, int64_t rows, int64_t columns) {
-            return &format_of(*gguf->get(name, {rows, columns}).tensor);
-        });
+        return QuantizedWeights(config, home, false,
+                                [&](const std::string& name, int64_t rows, int64_t columns) {
+                                    return &format_of(*gguf->get(name, {rows, columns}).tensor);
+                                });
     if (!o_.base.empty())
-        return QuantizedWeights(
-            config, [&](const std::string&, int64_t, int64_t) { return find_weight_format(o_.base); });
-    if (!config.has_nf4) return std::nullopt;
+        return QuantizedWeights(config, home, false, [&](const std::string&, int64_t, int64_t) {
+            return find_weight_format(o_.base);
+        });
+    if (!config.has_nf4 && home == Home::Device) return std::nullopt;
+    if (!config.has_nf4 && o_.plan && !has_weights(model))  // as published models are
+        return QuantizedWeights(config, home, true,
+                                [](const std::string&, int64_t, int64_t) { return &kStoredBf16; });
     const SafetensorsFolder files(model, config.family->prefix);
-    return QuantizedWeights(config, [&](const std::string& name, int64_t, int64_t) {
+    if (!config.has_nf4)
+        return QuantizedWeights(
+            config, home, true, [&](const std::string& name, int64_t rows, int64_t columns) {
+                const bool by_outputs = config.family->by_outputs;
+                const Shape shape = by_outputs ? Shape{rows, columns} : Shape{columns, rows};
+                return &format_of(files.get(name, file_shape(shape)), model);
+            });
+    return QuantizedWeights(config, home, false, [&](const std::string& name, int64_t, int64_t) {
         if (!Nf4File::has(files, name))
             fail("%s: tensor \"%s\" is not quantized, and the folder's others are", model.c_str(),
                  name.c_str());

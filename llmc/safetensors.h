@@ -307,6 +307,12 @@ class SafetensorsWriter {
     bool header_written_ = false;
 };
 
+// Whether a folder has weights.
+inline bool has_weights(const std::string& folder) {
+    return file_exists(folder + "/model.safetensors") ||
+           file_exists(folder + "/model.safetensors.index.json");
+}
+
 // The weights in a checkpoint folder: model.safetensors, or else the shards that model.safetensors.index.json
 // names. Names are looked up whole and without `prefix` in front, as both kinds of files are about.
 class SafetensorsFolder {

@@ -4,11 +4,15 @@
 #include <cstdint>
 #include <cstdio>
 #include <optional>
+#include <string>
 #include <utility>
+
+#include "llmc/error.h"
 
 struct StepFigures {
     int64_t step;  // from 0
     double loss, norm, rate, seconds;
+    double waited = -1;  // seconds of them for weights that live elsewhere; negative: there are none
 };
 
 // Prints of a training's first steps a line each, then one a second, or of every `every`-th step where that
@@ -40,14 +44,15 @@ class StepLines {
         const StepFigures f = *std::exchange(latest_, std::nullopt);
         const int64_t done = f.step + 1;
         const auto left = static_cast<int64_t>(seconds_per_step_ * static_cast<double>(steps_ - done));
+        const std::string waited = f.waited < 0 ? "" : format(" | waited %.1f%%", 100 * f.waited / f.seconds);
         fprintf(to_,
                 "step %5lld/%lld %5.1f%% | loss %.6f | norm %.4f | lr %.3e | %8.2f ms | %8.0f tok/s | MFU "
-                "%4.1f%% | %lld:%02lld left\n",
+                "%4.1f%%%s | %lld:%02lld left\n",
                 static_cast<long long>(done), static_cast<long long>(steps_),
                 100.0 * static_cast<double>(done) / static_cast<double>(steps_), f.loss, f.norm, f.rate,
                 f.seconds * 1e3, a_step_.tokens / f.seconds,
-                100.0 * a_step_.flops / f.seconds / a_step_.peak_flops, static_cast<long long>(left / 60),
-                static_cast<long long>(left % 60));
+                100.0 * a_step_.flops / f.seconds / a_step_.peak_flops, waited.c_str(),
+                static_cast<long long>(left / 60), static_cast<long long>(left % 60));
         fflush(to_);
         printed_ = now_;
     }

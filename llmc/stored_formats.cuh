@@ -30,3 +30,9 @@ inline constexpr WeightFormat kStoredF32 = quantized_format<StoredFloats<4, fals
 inline constexpr WeightFormat kStoredF16 = quantized_format<StoredFloats<2, true>>("f16", "F16", 1, 1, 2);
 inline constexpr WeightFormat kStoredBf16 =
     quantized_format<StoredFloats<2, false>>("bf16", "BF16", 30, 1, 2);
+
+// That of floats of type T.
+template <class T>
+inline constexpr const WeightFormat& kStored = kStoredF32;
+template <>
+inline constexpr const WeightFormat& kStored<bf16> = kStoredBf16;

@@ -1,0 +1,89 @@
+// residence.h - where a frozen model's matrices live when they are not on the device, and how a block's are
+// lent to it: fetched into a room of the arena while the block before is computed.
+//
+// A residence is one file: residence_disk.h, residence_host.h. It fetches a block's bytes into a room, and
+// knows nothing of the step; BlockLoans takes the rooms, so that the plan has them, and decides what is
+// fetched when. A copy under way owns its room until it is joined in the order of the program: no other
+// tensor gets its address before.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include "llmc/arena.h"
+
+// Where the matrices of a model's blocks live.
+enum class Home { Device, Host, Disk };
+inline constexpr const char* kHomeNames[] = {"device", "host", "disk"};
+
+class Residence {
+  public:
+    virtual ~Residence() = default;
+    // Begins to fetch a block's bytes to `room` on the device, which what the stream was given so far may
+    // still use. One block is on its way at a time.
+    virtual void start(int layer, char* room, Stream stream) = 0;
+    // Has what the stream is given from here on find them there. Fails where they cannot be had.
+    virtual void finish(Stream stream) = 0;
+    // How long the host has waited for that, in all.
+    double seconds_waited = 0;
+};
+
+class BlockLoans {
+  public:
+    BlockLoans(Arena& arena, const Stream& stream) : arena_(arena), stream_(stream) {}
+
+    // Where blocks come from, and the bytes of the largest. Before that nothing can be borrowed; a rehearsal
+    // needs no residence.
+    void lend(size_t room_bytes, Residence* residence) {
+        room_bytes_ = static_cast<int64_t>(room_bytes);
+        residence_ = residence;
+    }
+    // The bytes of block `layer`, there for what the stream is given until another is borrowed or all are
+    // given back. Block `next` is on its way then; negative: none. Null in a rehearsal.
+    const char* borrow(int layer, int next) {
+        if (coming_.layer == layer) {
+            join();
+            held_ = std::move(coming_);
+            coming_ = {};
+        } else if (held_.layer != layer) {
+            held_ = {};
+            give_back_coming();
+            held_ = fetch(layer);
+            join();
+        }
+        if (next >= 0 && next != held_.layer && next != coming_.layer) {
+            give_back_coming();
+            coming_ = fetch(next);
+        }
+        return reinterpret_cast<const char*>(held_.bytes.data());
+    }
+    void give_back() {
+        held_ = {};
+        give_back_coming();
+    }
+
+  private:
+    struct Room {
+        int layer = -1;
+        Tensor<uint8_t> bytes = {};
+    };
+    Room fetch(int layer) {
+        Room room{layer, arena_.take<uint8_t>("lent_block", {room_bytes_}, "weights")};
+        if (!arena_.rehearsing())
+            residence_->start(layer, reinterpret_cast<char*>(room.bytes.data()), stream_);
+        return room;
+    }
+    void join() {
+        if (!arena_.rehearsing()) residence_->finish(stream_);
+    }
+    void give_back_coming() {
+        if (coming_.layer >= 0) join();
+        coming_ = {};
+    }
+
+    Arena& arena_;
+    const Stream& stream_;
+    Residence* residence_ = nullptr;
+    int64_t room_bytes_ = 0;
+    Room held_, coming_;
+};

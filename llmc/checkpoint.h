@@ -87,8 +87,8 @@ Buffers training_buffers(const State<T>& state) {
     return buffers;
 }
 
-// Sets the weights from element `at` on to fp32 values: rounded in the weights as an update rounds what its
-// master holds, and what rounding drops in the master.
+// Sets the weights from element `at` on to fp32 values: those that are trained rounded as an update rounds
+// what its master holds, and what rounding drops in the master.
 template <class T>
 void put_weights(State<T>& state, int64_t at, const std::vector<float>& values) {
     const auto put = [&](auto element, void* device) {
@@ -96,7 +96,9 @@ void put_weights(State<T>& state, int64_t at, const std::vector<float>& values) 
         for (size_t i = 0; i < values.size(); i++) host[i] = element(values[i]);
         copy_to_device(device, host.data(), host.size() * sizeof host[0], {});
     };
-    put([](float x) { return narrow_master<T>(x); }, state.template data<void>(StatePart::Weights, at));
+    const bool trained = state.options.training;
+    put([=](float x) { return trained ? narrow_master<T>(x) : from_float<T>(x); },
+        state.template data<void>(StatePart::Weights, at));
     void* master = state.template data<void>(StatePart::Master, at);
     if (master && state.options.master == Master::Fp32) put([](float x) { return x; }, master);
     if (master && state.options.master == Master::Split)

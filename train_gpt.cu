@@ -42,6 +42,8 @@
 #include "llmc/norm.h"
 #include "llmc/optimizer.cuh"
 #include "llmc/options.h"
+#include "llmc/parking_disk.h"
+#include "llmc/parking_host.h"
 #include "llmc/plans.h"
 #include "llmc/positions.h"
 #include "llmc/quantized_weights.h"
@@ -57,6 +59,7 @@
 #include "llmc/signals.h"
 #include "llmc/state.h"
 #include "llmc/swiglu.cuh"
+#include "llmc/temporary_file.h"
 #include "llmc/threads.h"
 #include "llmc/timeline.h"
 #include "llmc/wide_sum.cuh"
@@ -105,7 +108,8 @@ class Gpt {
           config_(model.layout.config()),
           family_(*config_.family),
           hopper_attention_(hopper_attention),
-          loans_(arena, stream) {
+          loans_(arena, stream),
+          parked_(arena, stream) {
         bind();
         if (lends()) borrow_from(nullptr);
     }
@@ -127,6 +131,8 @@ class Gpt {
     }
     // Where the blocks' matrices come from, which are not on the device.
     void borrow_from(Residence* residence) { loans_.lend(quantized_->largest_block(), residence); }
+    // Where the inputs of so many layers wait for their backward.
+    void park_in(ParkingPlace* place, int layers) { parked_.use(layers, place); }
 
     void forward_backward(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
                           TensorF& loss, const Consume& consume = {});
@@ -276,6 +282,7 @@ class Gpt {
     const Family& family_;
     const bool hopper_attention_;
     BlockLoans loans_;
+    ParkedInputs<floatX> parked_;
     TensorF position_factors_;
     const MicroBatchOptions* dropping_ = nullptr;  // of the micro-batch that is trained on, or null
     // A soft prompt is before each sequence, which holds one example then.
@@ -361,6 +368,18 @@ class Trainer {
     // Whether a new soft prompt begins as rows of a quantized embedding.
     bool begins_from_codes() const { return config_.tied && quantized_head_ && !in_.first_prompt.empty(); }
     bool lends() const { return quantized_ && quantized_->is_lent(); }
+    // The layers whose inputs are parked, and the bytes of one.
+    int parked_layers() const { return o_.park < 0 ? config_.layers : std::min(o_.park, config_.layers); }
+    size_t input_bytes() const {
+        const int64_t length = o_.seq_len + in_.adapter.prompt_tokens;
+        return static_cast<size_t>(o_.batch * length * config_.channels) * sizeof(floatX);
+    }
+    // Those that leave the device: the last two do not.
+    size_t stored_layers() const {
+        return static_cast<size_t>(o_.steps > 0 ? std::max(0, parked_layers() - 2) : 0);
+    }
+    void make_parking();
+    void report_elsewhere();
     void make_residence();
     DiskResidence* on_disk() const { return dynamic_cast<DiskResidence*>(residence_.get()); }
     void load_gguf();
@@ -391,11 +410,12 @@ class Trainer {
     Plans plans_;
     MemoryReport report_;
     const Choices choices_;
-    std::unique_ptr<Residence> residence_;  // of matrices that are not on the device
+    std::unique_ptr<Residence> residence_;   // of matrices that are not on the device
+    std::unique_ptr<ParkingPlace> parking_;  // of blocks' inputs between forward and backward
     StepGraphs graphs_;
-    bool replays_;            // whether steps are run through them: what waits for a disk cannot be a graph
-    size_t used_before_ = 0;  // of the device's memory
-    int64_t step_ = 0;        // steps done
+    bool replays_;  // whether steps are run through them: not where the host or other streams take part
+    size_t used_before_ = 0;                       // of the device's memory
+    int64_t step_ = 0;                             // steps done
     int64_t first_step_ = 0, first_sequence_ = 0;  // where a resumed run begins
     bool evaluated_ = false;                       // whether what is due at this step was made
     SaveFolder saves_;
@@ -1411,12 +1431,14 @@ void Gpt::forward_backward(const DeviceBatch& batch, const MicroBatchOptions& op
     std::vector<BlockActivations> blocks(static_cast<size_t>(config_.layers));
     std::optional<Range> range(std::in_place, "forward");
     TensorX stream = embed(batch.inputs, 0);
+    parked_.take(stream.shape());
     const int last = config_.layers - 1;
     for (size_t l = 0; l < blocks.size(); l++) {
         const int layer = static_cast<int>(l);
         blocks[l].input = std::move(stream);
         borrow(layer, layer < last ? layer + 1 : last - 1);  // backward begins with this block
         stream = forward_block(layer, blocks[l], options.keep[l]);
+        parked_.park(layer, blocks[l].input);
     }
 
     range.emplace("head");
@@ -1444,9 +1466,11 @@ void Gpt::forward_backward(const DeviceBatch& batch, const MicroBatchOptions& op
     range.emplace("backward");
     for (int l = last; l >= 0; l--) {
         borrow(l, l - 1);
+        parked_.fetch(l, blocks[static_cast<size_t>(l)].input);
         backward_block(l, blocks[static_cast<size_t>(l)], stream, options, consume);
     }
     loans_.give_back();
+    parked_.give_back();
     if (!tied) take_embeddings();
     if (!is_frozen() || d_embeddings.prompt) backward_embeddings(d_embeddings, stream, batch);
     stream.drop();
@@ -1575,7 +1599,7 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       norm_of_each_unit_(o_.clip_per_block || o_.update_in_backward),
       metrics_(static_cast<int64_t>(model_.layout.units().size()), norm_of_each_unit_),
       choices_(std::move(choices)),
-      replays_(o_.graph == "on" && !lends()) {
+      replays_(o_.graph == "on" && !lends() && o_.park == 0) {
     check_attention<floatX>(o_, config_);
     if (o_.update_in_backward)
         consume_ = [this](int unit, const floatX* gradients) { update_unit(unit, gradients); };
@@ -1603,6 +1627,7 @@ void Trainer::use(const MemorySetting& s) {
     micro_.dropout = o_.dropout;
     micro_.lora_dropout = in_.adapter.dropout;
     micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
+    gpt_.park_in(parking_.get(), parked_layers());
     for (int level : s.levels) micro_.keep.push_back(kRecomputeLevels[level].keep);
 }
 
@@ -1641,17 +1666,25 @@ const MemoryReport& Trainer::rehearse(bool placed) {
     if (in_.gguf) plans_.load = arena_.rehearse([&] { load_gguf(); });
     if (begins_from_codes()) plans_.load = arena_.rehearse([&] { gpt_.token_embeddings(in_.first_prompt); });
     report_ = make_report<floatX>(o_, plans_, in_.tokenizer ? in_.tokenizer->held_bytes() : 0, choices_);
-    if (lends()) {
-        const bool disk = quantized_->home() == Home::Disk;
-        report_.on_disk = disk ? quantized_->bytes() : 0;
-        if (!kHostIsDevice)
-            report_.pinned = disk ? DiskResidence::bytes(quantized_->largest_block()) : quantized_->bytes();
-    }
+    report_elsewhere();
     report_.parameters = whole_.count();
     report_.trained = adapter_ ? adapter_->layout.count() : report_.parameters;
-    report_.buffers = buffers_of(model_, pointer_to(quantized_), pointer_to(quantized_head_),
-                                 pointer_to(adapter_), feeder, metrics_.count(), drops());
+    report_.buffers =
+        buffers_of(model_, pointer_to(quantized_), pointer_to(quantized_head_), pointer_to(adapter_), feeder,
+                   metrics_.count(), drops(), stored_layers() > 0);
     return report_;
+}
+
+// What the run takes of other memory than the device's.
+void Trainer::report_elsewhere() {
+    const size_t parked = stored_layers() * input_bytes();
+    report_.pinned = report_.on_disk = report_.parked = 0;
+    (kHostIsDevice ? report_.parked : report_.pinned) = parked;
+    if (!lends()) return;
+    const bool disk = quantized_->home() == Home::Disk;
+    if (disk) report_.on_disk = quantized_->bytes();
+    if (!kHostIsDevice)
+        report_.pinned += disk ? DiskResidence::bytes(quantized_->largest_block()) : quantized_->bytes();
 }
 
 // The device, there to be used.
@@ -1738,6 +1771,9 @@ void Trainer::take_memory() {
     for (std::optional<QuantizedWeights>* weights : {&quantized_, &quantized_head_})
         if (*weights) (*weights)->allocate();
     if (lends()) make_residence();
+    if (stored_layers() > 0) make_parking();
+    metrics_.count_waiting(residence_ ? &residence_->seconds_waited : nullptr,
+                           parking_ ? &parking_->seconds_waited : nullptr);
     if (adapter_) adapter_->allocate();
     if (const std::vector<float> positions = position_factors(config_); !positions.empty()) {
         const size_t bytes = positions.size() * sizeof(float);
@@ -1757,7 +1793,17 @@ void Trainer::make_residence() {
     else
         residence_ = std::make_unique<HostResidence>([this](int layer) { return quantized_->block(layer); });
     gpt_.borrow_from(residence_.get());
-    metrics_.count_waiting(&residence_->seconds_waited);
+}
+
+// Where blocks' inputs wait.
+void Trainer::make_parking() {
+    const int layers = static_cast<int>(stored_layers());
+#ifdef SIMT_GPU
+    parking_ = std::make_unique<HostParking>(layers, input_bytes());
+#else
+    parking_ = std::make_unique<DiskParking>(temporary_folder(), layers, input_bytes());
+#endif
+    gpt_.park_in(parking_.get(), parked_layers());
 }
 
 void Trainer::load() {

@@ -1,26 +1,19 @@
-// disk_reader.h - reads pieces of files into memory while the program computes: straight from the disk
-// (O_DIRECT), so that the page cache takes no memory beside the plan, several requests at a time.
+// disk_reader.h - reads pieces of files into memory while the program computes (disk_threads.h): straight
+// from the disk (O_DIRECT), so that the page cache takes no memory beside the plan.
 //
 // A read from a disk is of whole sectors; pieces begin and end anywhere. So a request reads sectors into a
-// thread's own staging memory, and its pieces are copied from there to where they belong.
+// thread's staging memory, and its pieces are copied from there to where they belong.
 #pragma once
 
 #include <algorithm>
 #include <cerrno>
-#include <condition_variable>
-#include <csignal>
 #include <cstdint>
 #include <cstring>
-#include <exception>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <span>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
+#include "llmc/disk_threads.h"
 #include "llmc/file.h"
 
 // So many bytes of a file, and where they belong: `at` bytes behind the address that a read is given.
@@ -36,10 +29,6 @@ struct BlockOnDisk {
     std::vector<std::pair<size_t, float>> numbers;  // where each belongs
     size_t bytes = 0;
 };
-
-constexpr size_t kSector = 4096;           // of every disk that is about, or a multiple of its own
-constexpr size_t kRequestBytes = 2 << 20;  // that a request reads at most
-constexpr int kDiskThreads = 4;            // and requests under way at a time
 
 // A file that is read past the page cache.
 class DirectFile {
@@ -114,19 +103,13 @@ class DiskReads {
         }
     }
     size_t count() const { return requests_.size(); }
-    // Bytes of whole sectors.
-    size_t bytes() const {
-        size_t sum = 0;
-        for (const Request& r : requests_) sum += r.bytes();
-        return sum;
-    }
     // Runs request number i by way of `staging`, of kRequestBytes.
     void run(size_t i, char* staging, char* to) const {
         const Request& r = requests_[i];
         r.file->read(r.first, r.bytes(), r.needed, staging);
         for (const Copy& c : r.copies) std::memcpy(to + c.to, staging + c.from, c.bytes);
     }
-    // Fails where a file was changed.
+    // Fails where a file was changed meanwhile.
     void check() const {
         const DirectFile* last = nullptr;
         for (const Request& r : requests_)
@@ -142,82 +125,8 @@ class DiskReads {
         uint64_t first;
         size_t needed;  // bytes from there on
         std::vector<Copy> copies;
-        size_t bytes() const { return (needed + kSector - 1) / kSector * kSector; }
+        size_t bytes() const { return whole_sectors(needed); }
         uint64_t end() const { return first + needed; }
     };
     std::vector<Request> requests_;
-};
-
-// Threads that read. One start() at a time, and a wait() for it.
-class DiskReader {
-  public:
-    static constexpr size_t kStagingBytes = kDiskThreads * kRequestBytes;
-
-    // `staging` has kStagingBytes, aligned to sectors, and stays.
-    explicit DiskReader(char* staging) {
-        sigset_t all, before;  // signals are the main thread's
-        sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);
-        for (int i = 0; i < kDiskThreads; i++)
-            threads_.emplace_back([this, room = staging + i * kRequestBytes] { work(room); });
-        pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    }
-    DiskReader(const DiskReader&) = delete;
-    ~DiskReader() {
-        {
-            std::lock_guard lock(mutex_);
-            ends_ = true;
-            if (reads_) next_ = reads_->count();
-        }
-        wake_.notify_all();
-        for (std::thread& t : threads_) t.join();
-    }
-
-    // Begins to read to `to`; reads and memory stay until wait().
-    void start(const DiskReads& reads, char* to) {
-        std::lock_guard lock(mutex_);
-        reads_ = &reads, to_ = to;
-        next_ = done_ = 0;
-        wake_.notify_all();
-    }
-    // Waits until all is there. Fails with the first request that failed.
-    void wait() {
-        std::unique_lock lock(mutex_);
-        if (!reads_) return;
-        all_done_.wait(lock, [&] { return done_ == reads_->count(); });
-        const DiskReads& reads = *std::exchange(reads_, nullptr);
-        if (const auto error = std::exchange(error_, nullptr)) std::rethrow_exception(error);
-        reads.check();
-    }
-
-  private:
-    void work(char* staging) {
-        std::unique_lock lock(mutex_);
-        while (true) {
-            wake_.wait(lock, [&] { return ends_ || (reads_ && next_ < reads_->count()); });
-            if (ends_) return;
-            const size_t i = next_++;
-            const DiskReads& reads = *reads_;
-            char* const to = to_;
-            lock.unlock();
-            std::exception_ptr error;
-            try {
-                reads.run(i, staging, to);
-            } catch (...) {
-                error = std::current_exception();
-            }
-            lock.lock();
-            if (error && !error_) error_ = error;
-            if (++done_ == reads.count()) all_done_.notify_all();
-        }
-    }
-
-    std::vector<std::thread> threads_;
-    std::mutex mutex_;
-    std::condition_variable wake_, all_done_;
-    const DiskReads* reads_ = nullptr;
-    char* to_ = nullptr;
-    size_t next_ = 0, done_ = 0;  // requests that were begun, and that are done
-    std::exception_ptr error_;
-    bool ends_ = false;
 };

@@ -2,6 +2,7 @@
 // read when the step is done; then checked, printed and logged.
 #pragma once
 
+#include <array>
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
@@ -60,8 +61,9 @@ class Metrics {
     // From here on steps are printed and logged.
     void print_to(const StepLines& lines) { lines_ = lines; }
     LogFile& log() { return log_; }
-    // Where the seconds count that steps have waited for weights which live elsewhere.
-    void count_waiting(const double* seconds) { waited_ = seconds; }
+    // Where the seconds count that steps have waited for weights which live elsewhere, and for what was
+    // parked; null: there is none.
+    void count_waiting(const double* weights, const double* parked) { waits_ = {weights, parked}; }
     // The last save, for the message of a step that is not finite.
     std::string last_save = "none";
 
@@ -96,9 +98,16 @@ class Metrics {
             if (!std::isfinite(loss) || !std::isfinite(norm))
                 fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
                      static_cast<long long>(step + 1), loss, norm, last_save.c_str());
-            const double waited = waited_ ? *waited_ - std::exchange(waited_before_, *waited_) : -1;
+            const double in_all = seconds_waited();
+            const double waited = in_all < 0 ? -1 : in_all - std::exchange(waited_, in_all);
             if (lines_) record({step, loss, norm, rate, completed_ - before, waited});
         }
+    }
+    // In all; negative where nothing is waited for.
+    double seconds_waited() const {
+        double seconds = waits_[0] || waits_[1] ? 0 : -1;
+        for (const double* wait : waits_) seconds += wait ? *wait : 0;
+        return seconds;
     }
     double whole_norm(const float* norms) const {
         double squares = 0;
@@ -125,9 +134,9 @@ class Metrics {
     std::optional<Readback> copies_[2];  // of even and of odd steps
     std::deque<Pending> pending_;        // steps that were enqueued and not looked at yet
     WallClock clock_;
-    const double* waited_ = nullptr;  // seconds in all
-    double waited_before_ = 0;        // at the step that was looked at last
-    double completed_ = 0;            // on it: when the latest step that was looked at was done
+    std::array<const double*, 2> waits_ = {};
+    double waited_ = 0;     // seconds in all when the latest step was looked at
+    double completed_ = 0;  // on it: when the latest step that was looked at was done
     std::optional<StepLines> lines_;
     LogFile log_;
 };

@@ -52,6 +52,7 @@ struct Options {
     bool clip_per_block = false;
     std::string optimizer = "adamw", master = "fp32", adam_m = "fp32", adam_v = "fp32";
     std::string weights = "device";
+    int park = 0;  // layers; -1: all
     std::string recompute = "gelu";
     int64_t head_rows = -1;  // 0: all, -1: auto
     bool update_in_backward = false;
@@ -125,15 +126,18 @@ inline CLI::Validator whole(double low, double high) {
         "");
 }
 
-// Accepts a whole number from low to high, or "auto", which it reads as another.
-inline CLI::Validator whole_or_auto(double low, double high, const char* automatic = "0") {
+// Accepts a whole number from low to high, or a word, which it reads as another.
+inline CLI::Validator whole_or(const char* word, const char* meant, double low, double high) {
     return CLI::Validator(
         [=](std::string& text) -> std::string {
-            if (text != "auto") return whole(low, high)(text);
-            text = automatic;
+            if (text != word) return whole(low, high)(text);
+            text = meant;
             return "";
         },
         "");
+}
+inline CLI::Validator whole_or_auto(double low, double high, const char* automatic = "0") {
+    return whole_or("auto", automatic, low, high);
 }
 
 // Accepts one of the names.
@@ -281,6 +285,11 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
            "where the matrices of a frozen model's blocks live: they come to the device when they are "
            "used; from the disk straight out of the model's files")
         ->check(one_of(kHomeNames))
+        ->group(group);
+    app.add_option("--park", o.park,
+                   std::string("layers whose inputs wait for backward ") +
+                       (kHostIsDevice ? "in a file" : "in host memory") + ", or all")
+        ->transform(whole_or("all", "-1", 0, kMostLayers))
         ->group(group);
     app.add_option("--memory", o.memory,
                    "choose --recompute, --head-rows, --batch and --grad-accum so that all fits, as in 8GiB")
@@ -436,6 +445,8 @@ inline void check_options(const Options& o) {
     if (o.has("--memory") && o.batch != 0 && o.has("--recompute"))
         fail("--memory %s chooses what to recompute itself: leave --recompute %s out", o.memory.c_str(),
              o.recompute.c_str());
+    if (o.has("--memory") && o.park > 0)
+        fail("--memory %s: chooses among blocks that are alike: --park all, or 0", o.memory.c_str());
     if (o.update_in_backward && o.grad_accum > 1)
         fail("--update-in-backward consumes gradients at once: it does not go with --grad-accum %d",
              o.grad_accum);

@@ -49,7 +49,7 @@ inline size_t process_bytes() {
 template <class T>
 std::vector<MemoryReport::Buffer> buffers_of(const State<T>& model, const QuantizedWeights* quantized,
                                              const QuantizedWeights* head, const State<T>* adapter,
-                                             const Feeder* feeder, int64_t metrics, bool drops) {
+                                             const Feeder* feeder, int64_t metrics, bool drops, bool parks) {
     std::vector<MemoryReport::Buffer> all;
     const auto add = [&](const std::string& name, const char* kind, Shape shape, const char* dtype,
                          size_t bytes) {
@@ -63,10 +63,12 @@ std::vector<MemoryReport::Buffer> buffers_of(const State<T>& model, const Quanti
         if (q) add(name, "weights", {static_cast<int64_t>(q->bytes())}, "byte", q->bytes());
     };
     if (quantized && !quantized->is_lent()) add_quantized("quantized_weights", quantized);
-    if (quantized && quantized->home() == Home::Disk && kHostIsDevice) {
-        const size_t bytes = DiskResidence::bytes(quantized->largest_block());
-        add("disk_staging", "workspace", {static_cast<int64_t>(bytes)}, "byte", bytes);
-    }
+    const auto add_staging = [&](const char* name) {
+        constexpr size_t kBytes = DiskThreads::kStagingBytes;
+        if (kHostIsDevice) add(name, "workspace", {static_cast<int64_t>(kBytes)}, "byte", kBytes);
+    };
+    if (quantized && quantized->home() == Home::Disk) add_staging("disk_staging");
+    if (parks) add_staging("parking_staging");
     add_quantized("quantized_head", head);
     if (adapter)
         for (const StateBuffer& b : adapter->buffers())

@@ -54,6 +54,7 @@ struct MemoryReport {
     size_t context = 0;    // of that, a GPU's
     size_t pinned = 0;     // host memory beside a GPU: of matrices that live there or pass through it
     size_t on_disk = 0;    // matrices that are read from their files when they are used
+    size_t parked = 0;     // inputs of blocks in a file; beside a GPU they are among what is pinned
     // Of a micro-batch, and of what uses the arena at other times: the trainer's own plans, as it last
     // rehearsed them.
     const Plan* train = &kNoPlan;
@@ -113,6 +114,7 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     totals["total"] = r.total();
     totals["pinned_host"] = r.pinned;
     totals["on_disk"] = r.on_disk;
+    totals["parked"] = r.parked;
     j["activations_lower_bound"] = r.train->lower_bound;
     j["peak_at"] = r.train->peak_at;
     j["estimated_seconds"] = r.seconds;
@@ -205,6 +207,7 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
     line(r.total(), free.known() ? format("in all; %.0f are free", mebibytes(free.bytes)) : "in all");
     line(r.pinned, "pinned host memory beside that");
     line(r.on_disk, "of matrices beside that, read from the disk when they are used");
+    line(r.parked, "of inputs of blocks beside that, in a file until backward reads them");
 }
 
 // The summary, and a table of every buffer.

@@ -3,8 +3,7 @@
 //
 // A residence is one file: residence_disk.h, residence_host.h. It fetches a block's bytes into a room, and
 // knows nothing of the step; BlockLoans takes the rooms, so that the plan has them, and decides what is
-// fetched when. A copy under way owns its room until it is joined in the order of the program: no other
-// tensor gets its address before.
+// fetched when. A copy under way owns its room until it is joined in the order of the program.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +27,8 @@ class Residence {
     double seconds_waited = 0;
 };
 
+// Blocks of a pass over the model, each lent while the next is on its way: in two rooms, which the pass has
+// from its first loan to give_back(), so that all its blocks find the same memory left.
 class BlockLoans {
   public:
     BlockLoans(Arena& arena, const Stream& stream) : arena_(arena), stream_(stream) {}
@@ -41,49 +42,46 @@ class BlockLoans {
     // The bytes of block `layer`, there for what the stream is given until another is borrowed or all are
     // given back. Block `next` is on its way then; negative: none. Null in a rehearsal.
     const char* borrow(int layer, int next) {
-        if (coming_.layer == layer) {
+        for (Room& room : rooms_)
+            if (!room.bytes) room = {kNone, arena_.take<uint8_t>("lent_block", {room_bytes_}, "weights")};
+        if (layer != rooms_[held_].layer) {
+            if (layer != other().layer) fetch(layer);
             join();
-            held_ = std::move(coming_);
-            coming_ = {};
-        } else if (held_.layer != layer) {
-            held_ = {};
-            give_back_coming();
-            held_ = fetch(layer);
-            join();
+            held_ = 1 - held_;
         }
-        if (next >= 0 && next != held_.layer && next != coming_.layer) {
-            give_back_coming();
-            coming_ = fetch(next);
-        }
-        return reinterpret_cast<const char*>(held_.bytes.data());
+        if (next >= 0 && next != layer && next != other().layer) fetch(next);
+        return reinterpret_cast<const char*>(rooms_[held_].bytes.data());
     }
     void give_back() {
-        held_ = {};
-        give_back_coming();
+        join();
+        for (Room& room : rooms_) room = {};
     }
 
   private:
+    static constexpr int kNone = -1;
     struct Room {
-        int layer = -1;
+        int layer = kNone;
         Tensor<uint8_t> bytes = {};
     };
-    Room fetch(int layer) {
-        Room room{layer, arena_.take<uint8_t>("lent_block", {room_bytes_}, "weights")};
-        if (!arena_.rehearsing())
-            residence_->start(layer, reinterpret_cast<char*>(room.bytes.data()), stream_);
-        return room;
+    // The room whose block is not held, but on its way or nobody's.
+    Room& other() { return rooms_[1 - held_]; }
+    void fetch(int layer) {
+        join();
+        other().layer = layer;
+        if (arena_.rehearsing()) return;
+        residence_->start(layer, reinterpret_cast<char*>(other().bytes.data()), stream_);
+        under_way_ = true;
     }
     void join() {
-        if (!arena_.rehearsing()) residence_->finish(stream_);
-    }
-    void give_back_coming() {
-        if (coming_.layer >= 0) join();
-        coming_ = {};
+        if (under_way_) residence_->finish(stream_);
+        under_way_ = false;
     }
 
     Arena& arena_;
     const Stream& stream_;
     Residence* residence_ = nullptr;
     int64_t room_bytes_ = 0;
-    Room held_, coming_;
+    Room rooms_[2];
+    int held_ = 0;
+    bool under_way_ = false;
 };

@@ -18,12 +18,12 @@ class DiskResidence : public Residence {
   public:
     // What it takes, of the device or, beside a GPU, of pinned host memory.
     static size_t bytes(size_t largest_block) {
-        return DiskReader::kStagingBytes + (kHostIsDevice ? 0 : kRooms * largest_block);
+        return DiskThreads::kStagingBytes + (kHostIsDevice ? 0 : kRooms * largest_block);
     }
 
     // Takes that memory.
     explicit DiskResidence(size_t largest_block)
-        : room_bytes_(largest_block), memory_(bytes(largest_block)), reader_(memory_.data()) {}
+        : room_bytes_(largest_block), memory_(bytes(largest_block)), threads_(memory_.data()) {}
 
     // The blocks, from the first on. Fails where a file cannot be read so.
     void add(const BlockOnDisk& block) {
@@ -42,13 +42,16 @@ class DiskResidence : public Residence {
             turn_ = (turn_ + 1) % kRooms;
             copied_[turn_].wait();
             free_.record(stream);
-            to_ = memory_.data() + DiskReader::kStagingBytes + static_cast<size_t>(turn_) * room_bytes_;
+            to_ = memory_.data() + DiskThreads::kStagingBytes + static_cast<size_t>(turn_) * room_bytes_;
         }
-        reader_.start(coming_->reads, to_);
+        threads_.start(coming_->reads.count(), [reads = &coming_->reads, to = to_](size_t i, char* staging) {
+            reads->run(i, staging, to);
+        });
     }
     void finish([[maybe_unused]] Stream stream) override {
         const WallClock clock;
-        reader_.wait();
+        threads_.wait();
+        coming_->reads.check();
         seconds_waited += clock.seconds();
         for (const auto& [at, number] : coming_->numbers) std::memcpy(to_ + at, &number, sizeof number);
         if (kHostIsDevice) return;
@@ -82,5 +85,5 @@ class DiskResidence : public Residence {
     Event free_, copied_[kRooms];
     int turn_ = 0;
     Memory memory_;
-    DiskReader reader_;  // the last: its threads end before the memory does
+    DiskThreads threads_;  // the last: they end before the memory does
 };

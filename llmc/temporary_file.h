@@ -12,12 +12,18 @@
 
 #include "llmc/file.h"
 
+// Where they are: TMPDIR, else /var/tmp, as /tmp may be memory.
+inline std::string temporary_folder() {
+    const char* chosen = std::getenv("TMPDIR");
+    return chosen && *chosen ? chosen : "/var/tmp";
+}
+
 class TemporaryFile {
   public:
-    // In the folder TMPDIR, else in /var/tmp, as /tmp may be memory. `holds` says in messages what it keeps.
+    // `holds` says in messages what it keeps.
     // Fails, as append() and finish() do, in one line that names the folder.
     explicit TemporaryFile(std::string holds)
-        : holds_(std::move(holds)), folder_(folder_for_files()), file_(make()) {
+        : holds_(std::move(holds)), folder_(temporary_folder()), file_(make()) {
         buffer_.reserve(kBufferBytes);
     }
 
@@ -43,10 +49,6 @@ class TemporaryFile {
   private:
     static constexpr size_t kBufferBytes = 1 << 20;
 
-    static std::string folder_for_files() {
-        const char* chosen = std::getenv("TMPDIR");
-        return chosen && *chosen ? chosen : "/var/tmp";
-    }
     int make() const {
         std::string path = folder_ + "/train-XXXXXX";
         const int fd = mkostemp(path.data(), O_CLOEXEC);

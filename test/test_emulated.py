@@ -10,9 +10,10 @@ import subprocess
 
 import numpy as np
 import pytest
-from test_families import linked, prepare
+from test_families import VOCAB, linked, prepare
 from test_train import sampled, starting_at_0
-from trainer_runs import Train, binaries, figures, read_log, running, saved_bytes, wait_for_line
+from trainer_runs import (Train, binaries, figures, make, random_tokens, read_log, running, saved_bytes, wait_for_line,
+                          write_shard)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "emulated"
@@ -182,6 +183,20 @@ def test_what_people_train_with(model, precision, name, tmp_path):
     np.testing.assert_allclose(losses(here), losses(there), rtol=BOUND[precision])
     again, same_files, _ = logged(played(precision, GPU_SEED="5"), tmp_path / "again", model, *options, "--graph", "off")
     assert (again, same_files) == (here, files)
+
+
+def test_what_lives_elsewhere_comes_in_time(tmp_path):
+    """Blocks lent from host memory and from the disk, and parked inputs, with copies as late and as early as allowed."""
+    make(tmp_path / "model", "--family", "llama", "--layers", 5, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
+         *MODELS["llama"])
+    write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
+    options = ("--steps", 2, "--train", "lora", "--lora-rank", 3, "--eval-batches", 1)
+    first = logged(played("bf16"), tmp_path / "memory", tmp_path, *options)[:2]
+    for name, (more, environment) in {
+            "host": (("--weights", "host", "--park", "all"), {"GPU_ORDER": "late", "GPU_SEED": "3"}),
+            "disk": (("--weights", "disk", "--park", 4), {"GPU_ORDER": "early", "GPU_SEED": "4"}),
+            "disk late": (("--weights", "disk", "--recompute", "block"), {"GPU_ORDER": "late", "GPU_SEED": "5"})}.items():
+        assert logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, *more)[:2] == first, name
 
 
 def test_a_resumed_run_goes_on_with_the_same_bits(model, precision, tmp_path):

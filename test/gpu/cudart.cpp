@@ -239,16 +239,36 @@ void copy(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t
             h = h * 31 + hash(static_cast<const char*>(from) + r * from_pitch, bytes);
         return h;
     };
+    // What copies of the device's own write to the host's memory meanwhile is in order by their streams.
+    struct Source {
+        uint64_t sum = 0;
+        bool known = false;  // when the copy was asked for
+        uint64_t read_at = 0;
+    };
+    const auto source = std::make_shared<Source>();
+    const auto compare = [=] {
+        if (sum() != source->sum) throw Fault(what + ": the host's memory was changed while it was copied");
+    };
     const auto queued = [=](const Work& work) {
-        if (!from_device)
-            device().check_when_known(work, [=, before = sum()] {
-                if (sum() != before)
-                    throw Fault(what + ": the host's memory was changed while it was copied");
+        if (!from_device) {
+            source->known = !device().is_being_written(from, extent(from_pitch));
+            if (source->known) source->sum = sum();
+            device().check_when_known(work, [=] {
+                if (!device().was_written_since(source->read_at, from, extent(from_pitch))) compare();
             });
-        if (!to_device)
+        }
+        if (!to_device) {
+            device().host_write_is_queued(to, extent(to_pitch));
             for (size_t r = 0; r < rows; r++) memset(static_cast<char*>(to) + r * to_pitch, 0xa5, bytes);
+        }
     };
     const auto run = [=, &m](const Work& work) {
+        if (!from_device) {
+            if (source->known) compare();
+            source->sum = sum();
+            source->read_at = device().moment();
+        }
+        if (!to_device) device().host_write_runs(to, extent(to_pitch));
         for (size_t r = 0; r < rows; r++) {
             const char* f = static_cast<const char*>(from) + r * from_pitch;
             char* t = static_cast<char*>(to) + r * to_pitch;

@@ -4,6 +4,7 @@
 // GPU_ORDER=late|early|random.
 #pragma once
 
+#include <algorithm>
 #include <deque>
 #include <functional>
 #include <random>
@@ -138,6 +139,23 @@ class Device {
         checks_.push_back({work.stream, work.number, std::move(check)});
     }
 
+    // Copies to the host's memory: those that were asked for and have not run, and when others ran.
+    void host_write_is_queued(const void* p, size_t bytes) { host_writes_.push_back({p, bytes, 0}); }
+    void host_write_runs(const void* p, size_t bytes) {
+        for (HostWrite& w : host_writes_)
+            if (w.ran == 0 && w.at == p && w.bytes == bytes) {
+                w.ran = ++moment_;
+                return;
+            }
+    }
+    bool is_being_written(const void* p, size_t bytes) const {
+        return any_host_write(p, bytes, [](const HostWrite& w) { return w.ran == 0; });
+    }
+    bool was_written_since(uint64_t moment, const void* p, size_t bytes) const {
+        return any_host_write(p, bytes, [=](const HostWrite& w) { return w.ran > moment; });
+    }
+    uint64_t moment() { return ++moment_; }
+
     // Memory of the host that copies may be under way to and from.
     void add_pinned(void* p, size_t bytes) { pinned_[static_cast<char*>(p)] = bytes; }
     bool remove_pinned(void* p) { return pinned_.erase(static_cast<char*>(p)); }
@@ -154,9 +172,23 @@ class Device {
     }
 
   private:
+    struct HostWrite {
+        const void* at;
+        size_t bytes;
+        uint64_t ran;  // 0: not yet
+    };
+    template <class Which>
+    bool any_host_write(const void* p, size_t bytes, Which which) const {
+        const auto from = reinterpret_cast<uintptr_t>(p);
+        return std::any_of(host_writes_.begin(), host_writes_.end(), [&](const HostWrite& w) {
+            const auto at = reinterpret_cast<uintptr_t>(w.at);
+            return at < from + bytes && from < at + w.bytes && which(w);
+        });
+    }
     Accessor accessor(const Work& work) const { return {&work, kNoBlock, 0, 0, 0, 0, &nobody_}; }
     void host_knows(const StreamClock& clock) {
         join(host_, clock);
+        if (checks_.empty()) std::erase_if(host_writes_, [](const HostWrite& w) { return w.ran != 0; });
         std::erase_if(checks_, [&](const Check& c) {
             if (host_[static_cast<size_t>(c.stream)] < c.number) return false;
             c.run();
@@ -187,6 +219,8 @@ class Device {
         std::function<void()> run;
     };
     std::vector<Check> checks_;
+    std::vector<HostWrite> host_writes_;
+    uint64_t moment_ = 0;
     WarpClock nobody_{};
     std::map<char*, size_t> pinned_;
 };

@@ -37,6 +37,7 @@ class DirectFile {
     explicit DirectFile(const FileReader& file)
         : path_(file.path()), stamp_(file.stamp()), fd_(open_direct()) {
         if (stamp() != stamp_) fail_changed();
+        file.drop_pages();  // of what was read before
     }
     // Reads sectors to memory that is aligned to them; behind the file's end there is nothing. Fails where
     // fewer than `needed` bytes come.

@@ -112,9 +112,7 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     totals["workspace"] = r.workspace();
     totals["process"] = r.process;
     totals["total"] = r.total();
-    totals["pinned_host"] = r.pinned;
-    totals["on_disk"] = r.on_disk;
-    totals["parked"] = r.parked;
+    j["elsewhere"] = {{"pinned_host", r.pinned}, {"on_disk", r.on_disk}, {"parked", r.parked}};
     j["activations_lower_bound"] = r.train->lower_bound;
     j["peak_at"] = r.train->peak_at;
     j["estimated_seconds"] = r.seconds;

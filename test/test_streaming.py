@@ -116,7 +116,7 @@ def test_two_blocks_are_in_memory_and_no_page_of_the_files(train, wide, tmp_path
     memory, disk = plan(train, work), plan(train, work, *DISK)
     block = (4 + 3 * 3) * 512 * 512 * 2
     rooms = [b for b in disk["buffers"] if b["name"] == "lent_block"]
-    matrices = disk["totals"]["on_disk"]
+    matrices = disk["elsewhere"]["on_disk"]
     assert [room["bytes"] for room in rooms] == 2 * [block] and matrices == 12 * block
     assert disk["totals"]["weights"] == memory["totals"]["weights"] - matrices * (1 if train.precision == "bf16" else 2)
     said = train(*LORA, "--steps", 2, "--sample-tokens", 0, *DISK, cwd=work).stdout.decode()
@@ -200,7 +200,7 @@ def test_parking_keeps_two_inputs(train, wide, tmp_path):
     kept, parked = plan(train, work, *options), plan(train, work, *options, "--park", "all")
     one = 8 * 64 * 512 * (4 if train.precision == "fp32" else 2)
     assert kept["totals"]["activations"] - parked["totals"]["activations"] == (12 - 2) * one
-    assert parked["totals"]["parked"] == (12 - 2) * one
+    assert parked["elsewhere"]["parked"] == (12 - 2) * one
 
 
 def test_parking_needs_room(train, wide, tmp_path):

@@ -205,7 +205,8 @@ PROBES := build/test/fast/tokenize_probe build/test/fast/formats_probe
 
 # The CUDA build on a machine without a GPU: test/gpu's library stands in for CUDA's, and runs the build's PTX, which lies
 # in these binaries as it is, for two architectures. They find the library by themselves.
-EMULATED := build/emulated
+# With COVERAGE=1 they also count, for gcov, which lines of host code run, and lie in a folder of their own.
+EMULATED := build/emulated$(COVERAGE:1=-coverage)
 EMULATED_TESTS := $(KERNEL_TESTS:%=$(EMULATED)/%)
 EMULATED_TRAINERS := $(EMULATED)/train-fp32 $(EMULATED)/train-bf16
 EMULATED_FLAGS := -std=c++20 -O3 -I. -MMD -MP -Xcompiler -Wall,-Wextra,-Wno-restrict,-Wno-unknown-pragmas,-fopenmp -DLLMC_HOPPER \
@@ -221,7 +222,8 @@ $(EMULATED)/lib/libgpu.so: $(wildcard test/gpu/*.cpp test/gpu/*.h) Makefile
 	@ln -sf $(@F) $(@D)/libcublasLt.so.$(CUDA_MAJOR)
 define compile_emulated
 @mkdir -p $(@D)
-$(NVCC) $(1) $(EMULATED_FLAGS) $(NVCC_WERROR) -MF $@.d -MT $@ $< -o $@ $(EMULATED_LIBS)
+$(NVCC) $(1) $(EMULATED_FLAGS) $(COVERAGE:1=-Xcompiler --coverage) $(NVCC_WERROR) -MF $@.d -MT $@ -c $< -o $@.o
+$(NVCC) $@.o -o $@ -cudart shared $(COVERAGE:1=-Xcompiler --coverage) $(EMULATED_LIBS) $(2)
 endef
 $(EMULATED)/train-fp32: DEFINES :=
 $(EMULATED)/train-bf16: DEFINES := -DLLMC_BF16
@@ -230,7 +232,7 @@ $(EMULATED_TRAINERS): train_gpt.cu Makefile | $(EMULATED)/lib/libgpu.so
 $(EMULATED)/faults: test/gpu/faults.cu Makefile | $(EMULATED)/lib/libgpu.so
 	$(call compile_emulated)
 $(EMULATED)/test_%: test/test_%.cpp Makefile | $(EMULATED)/lib/libgpu.so
-	$(call compile_emulated,-x cu -lgtest -lgtest_main)
+	$(call compile_emulated,-x cu,-lgtest -lgtest_main)
 .PHONY: emulated-build test-emulated
 ifneq ($(wildcard $(CUDA_HOME)/bin/nvcc),)
 emulated-build: $(EMULATED_TESTS) $(EMULATED_TRAINERS) $(EMULATED)/faults

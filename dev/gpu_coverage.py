@@ -1,11 +1,19 @@
 #!/usr/bin/env python3
-"""Which instructions of the CUDA build's PTX no test has executed: reads what GPU_COVERAGE collected (make gpu-coverage)."""
+"""What of the CUDA build no test has executed (make gpu-coverage): instructions of its PTX, which GPU_COVERAGE collected,
+and lines of host code that no CPU build has, which gcov counted."""
 
 import argparse
 import collections
+import json
+import pathlib
 import re
 import subprocess
 import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+# Why tests leave something: patterns of kernels' names, and of lines.
+KERNEL_REASONS = {}
+LINE_REASONS = {}
 
 
 def merged(path):
@@ -30,6 +38,61 @@ def readable(names):
     return {name: re.sub(r"^void |\(.*", "", text) for name, text in zip(names, said.splitlines())}
 
 
+def reason(reasons, text):
+    return next((why for pattern, why in reasons.items() if re.search(pattern, text)), "?")
+
+
+def sources(preprocessed):
+    """{file: the numbers of its lines that a preprocessor's output holds}, of the repository's files."""
+    lines, file, number = collections.defaultdict(set), None, 0
+    for line in preprocessed.splitlines():
+        if marker := re.match(r'# (\d+) "([^"]*)"', line):
+            number, file = int(marker[1]), marker[2].removeprefix("./")
+            continue
+        if line.strip():
+            lines[file].add(number)
+        number += 1
+    return lines
+
+
+def lines_of_cpu_builds():
+    """Those of the fast build and of the faithful one."""
+    lines = collections.defaultdict(set)
+    for lanes in ([], ["-DSIMT_LANES=32"]):
+        command = ["g++", "-E", "-x", "c++", "-std=c++20", "-fopenmp", "-I.", *lanes, "train_gpt.cu"]
+        text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        for file, numbers in sources(text).items():
+            lines[file] |= numbers
+    return lines
+
+
+def counted_lines(folder):
+    """{(file, line): how often all programs executed it}, of the trainer's sources."""
+    counts = collections.Counter()
+    data = sorted(str(path.resolve()) for path in pathlib.Path(folder).glob("*.gcda"))
+    text = subprocess.run(["gcov", "--json-format", "--stdout", *data], capture_output=True, text=True, check=True).stdout
+    for program in text.splitlines():
+        for file in json.loads(program)["files"]:
+            name = file["file"].removeprefix(f"{ROOT}/").removeprefix("./")
+            if re.fullmatch(r"llmc/[\w.]+|train_gpt\.cu", name):
+                for line in file["lines"]:
+                    counts[name, line["line_number"]] += line["count"]
+    return counts
+
+
+def report_lines(folder, most):
+    """Says which lines of the GPU's alone nobody executed; whether these are too many."""
+    cpu = lines_of_cpu_builds()
+    counts = {at: count for at, count in counted_lines(folder).items() if at[1] not in cpu[at[0]]}
+    left = sorted(at for at, count in counts.items() if not count)
+    for file, number in left:
+        text = (ROOT / file).read_text().splitlines()[number - 1].strip()
+        print(f"{file}:{number}: {text[:70]:70s}  {reason(LINE_REASONS, text)}")
+    share = 100 * len(left) / max(1, len(counts))
+    print(f"host: {len(counts)} lines of the GPU's alone, {share:.1f}% never executed")
+    return share > most
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("collected", help="the file that GPU_COVERAGE named")
@@ -37,6 +100,7 @@ def main(arguments=None):
                                                               "(default: %(default)s)")
     parser.add_argument("--list", type=int, default=20, help="kernels to list, those with most left first "
                                                              "(default: %(default)s)")
+    parser.add_argument("--host", help="the folder of programs that were built with COVERAGE=1, and of what gcov counted")
     options = parser.parse_args(arguments)
     kernels = merged(options.collected)
     totals = collections.defaultdict(lambda: [0, 0])
@@ -49,8 +113,8 @@ def main(arguments=None):
     names = readable(sorted({name for _, name, _ in kernels}))
     for missing, count, target, name in sorted(left, reverse=True)[:options.list]:
         if missing:
-            print(f"{missing:7d} of {count:6d}  {target:7s} {names[name]}")
-    failed = False
+            print(f"{missing:7d} of {count:6d}  {target:7s} {names[name]}  {reason(KERNEL_REASONS, names[name])}")
+    failed = bool(options.host) and report_lines(options.host, options.most)
     for target, (count, missing) in sorted(totals.items()):
         share = 100 * missing / count
         failed |= share > options.most

@@ -15,7 +15,7 @@ from test_train import sampled, starting_at_0
 from trainer_runs import Train, binaries, figures, read_log, running, saved_bytes, wait_for_line
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build" / "emulated"
+BUILD = ROOT / os.environ.get("EMULATED", "build/emulated")
 FAULT = 70  # the exit code of a process that did what CUDA forbids
 
 pytestmark = pytest.mark.skipif(not (BUILD / "faults").exists(), reason="no CUDA Toolkit")
@@ -109,7 +109,7 @@ BOUND = {"fp32": 2e-5, "bf16": 6e-3}
 
 @functools.cache
 def played(precision, **environment):
-    return Train(f"build/emulated/train-{precision}", **{"GPU": "A100", "GPU_SEED": "1"} | environment)
+    return Train(BUILD / f"train-{precision}", **{"GPU": "A100", "GPU_SEED": "1"} | environment)
 
 
 def on_cpu(precision):

@@ -105,6 +105,7 @@ std::vector<Matrix> matrices() {
         for (const int64_t rows : {1, 3, 21}) {
             all.emplace_back(*f, rows, blocks ? f->block : 65);
             all.emplace_back(*f, rows, blocks ? 3 * f->block : 1008);
+            if (f->block == 1) all.emplace_back(*f, rows, 520);  // whole vectors
         }
         if (!kSmallShapes) all.emplace_back(*f, 9, blocks ? 9 * f->block : 2049);  // two scales of scales
     }

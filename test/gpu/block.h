@@ -40,6 +40,8 @@ struct Counters {
     uint64_t global_requests = 0, global_sectors = 0, global_bytes = 0;
     uint64_t shared_requests = 0, shared_passes = 0;  // a pass serves each bank once
     uint64_t branches = 0, divergent = 0;
+    uint64_t tensor_flops = 0;
+    uint64_t threads = 0, shared_bytes = 0;  // of a block, at most
 };
 
 struct Launch {

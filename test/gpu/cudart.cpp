@@ -171,6 +171,10 @@ void launch_kernel(const void* function, dim3 grid, dim3 block, void** arguments
                                          seed,
                                          device().check_races};
                                 k.counters.launches++;
+                                k.counters.threads =
+                                    std::max<uint64_t>(k.counters.threads, block.x * block.y * block.z);
+                                k.counters.shared_bytes = std::max<uint64_t>(
+                                    k.counters.shared_bytes, shared + k.program->static_shared);
                                 const uint32_t blocks = grid.x * grid.y * grid.z;
                                 // Blocks run one after the other, in an order of its own: from a seed's place
                                 // on.
@@ -186,13 +190,13 @@ void report() {
     if (const char* path = getenv("GPU_COUNTERS")) {
         std::ofstream f(path, std::ios::app);
         f << "kernel launches instructions lanes global_requests global_sectors global_bytes shared_requests "
-             "shared_passes branches divergent\n";
+             "shared_passes branches divergent tensor_flops threads shared_bytes\n";
         for (const auto& [function, k] : kernels()) {
             const Counters& c = k.counters;
             f << k.name << ' ' << c.launches << ' ' << c.instructions << ' ' << c.lanes << ' '
               << c.global_requests << ' ' << c.global_sectors << ' ' << c.global_bytes << ' '
-              << c.shared_requests << ' ' << c.shared_passes << ' ' << c.branches << ' ' << c.divergent
-              << '\n';
+              << c.shared_requests << ' ' << c.shared_passes << ' ' << c.branches << ' ' << c.divergent << ' '
+              << c.tensor_flops << ' ' << c.threads << ' ' << c.shared_bytes << '\n';
         }
     }
     // A line a kernel, launched or not: which of its instructions were executed, as 0 and 1.

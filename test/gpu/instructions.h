@@ -285,6 +285,7 @@ void gather_a(float (&a)[16][16], Get&& get) {
 }
 // mma.m16n8k16, bf16: d = a b + c in fp32.
 inline void mma_16_8_16(Warp& w, const Instruction& i, uint32_t) {
+    w.block->launch().counters->tensor_flops += 2 * 16 * 8 * 16;
     float a[16][16], b[16][8], d[16][8];
     gather_a(a, [&](int r, int lane) { return w.at<uint32_t>(i.sources[static_cast<size_t>(r)])[lane]; });
     for (int lane = 0; lane < 32; lane++) {

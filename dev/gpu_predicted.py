@@ -17,8 +17,9 @@ import re
 import subprocess
 import tempfile
 
+import numpy as np
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SEED_TEXT = ROOT / "dev/data/tinyshakespeare.txt"
 
 # NVIDIA's data sheets. `products` is what cuBLASLt reaches in bf16: "Maximum achievable matmul FLOPS" of stas00's
 # ml-engineering (compute/accelerator); it has no RTX 4090, for which the A100's share of the promise stands. `mma`: the
@@ -45,6 +46,7 @@ SETUPS = [Setup("GPT-2 124M", "d12", 64, 1024, GPT2_SMALL), Setup("GPT-2 1558M",
           Setup("Qwen2.5-1.5B", QWEN_1B5, 16, 1024, ("--family", "qwen2", "--heads", 4, "--kv-heads", 1, "--channels", 512,
                                                      "--mlp-width", 2048, "--tied"))]
 SMALL = ("--head-rows", 256)  # the head in chunks, as large steps have it
+VOCABULARY = 4096  # of the small model
 # Tokens/s of one GPU. llm.c's are of eight, which exchange gradients too.
 PUBLISHED = {
     ("GPT-2 124M", "A100"): (524288 / 0.300 / 8, "llm.c, scripts/run_gpt2_124M.sh: 8 GPUs, 300 ms a step"),
@@ -99,18 +101,27 @@ def plan(trainer, gpu, model, batch, seq_len, folder, *more):
                           GPU=gpu))
 
 
+def shard(folder):
+    """Tokens in llm.c's format."""
+    path, count = folder / "tokens.bin", 20000
+    random = np.random.default_rng(1)
+    path.write_bytes(np.array([20240520, 1, count] + 253 * [0], np.int32).tobytes() +
+                     random.integers(0, VOCABULARY, count).astype(np.uint16).tobytes())
+    return path
+
+
 def small_step(trainer, gpu, setup, folder):
     """By kernel, what one step of the small model counts: that of two steps less that of one."""
     import make_model
     model = folder / f"small-{setup.small[1]}"
     if not model.exists():
         make_model.main(list(map(str, ["--out", model, "--layers", 1, "--positions", setup.seq_len, "--dtype", "bf16",
-                                       *setup.small])))
+                                       "--vocab", VOCABULARY, *setup.small])))
     counted = []
     for steps in (1, 2):
         path = folder / f"{gpu}-{model.name}-{setup.seq_len}-{steps}"
         if not path.exists():
-            run([trainer, "--model", model, "--data", SEED_TEXT, "--batch", 1, "--seq-len", setup.seq_len, "--steps", steps,
+            run([trainer, "--model", model, "--data", shard(folder), "--batch", 1, "--seq-len", setup.seq_len, "--steps", steps,
                  "--eval-batches", 1, "--sample-tokens", 0, "--graph", "off", *SMALL], GPU=gpu, GPU_COUNTERS=str(path))
         counted.append(read_counters(path.read_text()))
     once, twice = counted
@@ -230,11 +241,11 @@ def operation_seconds(gpu, operation, cost, small, kernels, code):
     mine = kernels_of(operation, kernels)
     measure = "flops" if cost["flops"] else "bytes"
     times = cost[measure] / small[operation][measure]
-    total = {key: sum(kernels[k][key] for k in mine) * times for key in ("instructions", "tensor_flops", "global_sectors")}
+    total = {key: sum(kernels[k][key] for k in mine) * times for key in ("instructions", "tensor_flops", "distinct_sectors")}
     under_way = min((code[k]["little"] for k in mine if kernels[k]["global_bytes"] * 4 > kernels[mine[0]]["global_bytes"]),
                     default=1)
-    # Tiles that attention reads again lie in the L2 cache; what others ask for again comes from memory.
-    moved = cost["bytes"] if cost["flops"] else max(cost["bytes"], total["global_sectors"] * 32)
+    # What a kernel reads again lies in a cache; what the next one reads comes from memory.
+    moved = cost["bytes"] if cost["flops"] else max(cost["bytes"], total["distinct_sectors"] * 32)
     rate = gpu.products if any("hopper" in k for k in mine) else min(gpu.products, gpu.flops * gpu.mma)
     launches = sum(kernels[k]["launches"] for k in mine) / small[operation]["calls"] * cost["calls"]
     return {"tensor": total["tensor_flops"] / rate, "memory": moved / (gpu.bandwidth * min(REACHED, under_way)),

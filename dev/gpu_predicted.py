@@ -48,8 +48,9 @@ SETUPS = [Setup("GPT-2 124M", "d12", 64, 1024, GPT2_SMALL), Setup("GPT-2 1558M",
 SMALL = ("--head-rows", 256)  # the head in chunks, as large steps have it
 VOCABULARY = 4096  # of the small model
 # Tokens/s of one GPU. llm.c's are of eight, which exchange gradients too.
+LLMC_A100 = 0.300  # seconds of a step
 PUBLISHED = {
-    ("GPT-2 124M", "A100"): (524288 / 0.300 / 8, "llm.c, scripts/run_gpt2_124M.sh: 8 GPUs, 300 ms a step"),
+    ("GPT-2 124M", "A100"): (524288 / LLMC_A100 / 8, "llm.c, scripts/run_gpt2_124M.sh: 8 GPUs, 300 ms a step"),
     ("GPT-2 124M", "H100"): (18865 * 524288 / 2700 / 8, "llm.c, 10B tokens in 45 minutes on 8 GPUs (modded-nanogpt's README)"),
     ("GPT-2 1558M", "H100"): (1048576 / 2.80 / 8, "llm.c, scripts/run_gpt2_1558M.sh: 8 GPUs, 16 x 1024, 2.80 s a step"),
     ("Qwen2.5-1.5B", "H100"): (59e3, "LLMQ's README, bf16, batch 16"),
@@ -307,24 +308,26 @@ def step_tables(setup, steps):
             *table(["operation", "launches", *(f"{gpu}, ms" for gpu in steps)], rows)]
 
 
-def gates(totals_, steps, kernels):
-    """Each gate of the project, and whether it is met."""
+def gates(totals_, steps, kernels, optimism):
+    """Each gate of the project, and whether it is met. `optimism`: how much of llm.c's own step the count sees."""
     lines = []
     ms = 1e3 * totals_["GPT-2 124M", "H100"]
-    lines.append(f"- GPT-2 124M, 64 x 1024, in at most 115 ms on an H100: {ms:.0f} ms, {'met' if ms <= 115 else 'not met'}.")
+    lines.append(f"- GPT-2 124M, 64 x 1024, in at most 115 ms on an H100: {ms:.0f} ms as counted, {ms / optimism:.0f} with the "
+                 f"count's error on llm.c's step: {'met' if ms / optimism <= 115 else 'not met'}.")
     for (title, gpu), (published, _) in PUBLISHED.items():
         if not title.startswith("GPT-2"):
             continue
         setup = next(s for s in SETUPS if s.title == title)
         ratio = setup.batch * setup.seq_len / totals_[title, gpu] / published
-        lines.append(f"- 1.1 times llm.c's tokens/s, {title} on {gpu}: {ratio:.2f} times, {'met' if ratio >= 1.1 else 'not met'}.")
+        lines.append(f"- 1.1 times llm.c's tokens/s, {title} on {gpu}: {ratio:.2f} times as counted, {ratio * optimism:.2f} with "
+                     f"that error: {'met' if ratio * optimism >= 1.1 else 'not met'}.")
     moves = {name: k for name, k in kernels.items() if not k["tensor_flops"] and k["global_sectors"] > 1000}
     poor = {n: k["global_bytes"] / 32 / k["global_sectors"] for n, k in moves.items()}
     banks = {n: k["shared_passes"] / k["shared_requests"] for n, k in kernels.items() if k["shared_requests"]}
     def listed(values, bad):
         found = [(n, v) for n, v in values.items() if bad(v)]
         return "; ".join(f"{r} {v:.2f}" for r, (_, v) in zip(readable([n for n, _ in found]), found)) if found else "met by all"
-    lines.append(f"- 90% of the bytes of sectors used, by kernels that only move memory: {listed(poor, lambda v: v < 0.9)}.")
+    lines.append(f"- 90% of the bytes of sectors used, by kernels that only move memory: {listed(poor, lambda v: v < 0.9)}, of each request by itself.")
     lines.append(f"- At most 1.1 accesses a bank: {listed(banks, lambda v: v > 1.1)}.")
     slow = collections.defaultdict(list)
     for (title, gpu), step in steps.items():
@@ -336,15 +339,20 @@ def gates(totals_, steps, kernels):
     return lines
 
 
-def checks(operations, step):
-    """The method on what was published."""
+def llmc_seconds(operations, step):
+    """llm.c's step on an A100 by the same count: these products and passes, with FlashAttention 2's products."""
     gpu = GPUS["A100"]
     attention = sum(o["flops"] * (5 / 7 if "backward" in o["name"] else 1) for o in operations
                     if o["name"].startswith("attention"))  # theirs has 5 products backward
-    theirs = sum(row[1] for row in step if not row[0].startswith("attention")) + attention / gpu.products
+    return sum(row[1] for row in step if not row[0].startswith("attention")) + attention / gpu.products
+
+
+def checks(theirs):
+    """The method on what was published."""
+    gpu = GPUS["A100"]
     return [f"- llm.c's step of GPT-2 124M on an A100, 64 x 1024: the operations above with FlashAttention 2's products "
             f"at cuBLASLt's rate are {1e3 * theirs:.0f} ms; published: about 300, on 8 GPUs that exchange gradients too. "
-            f"The count is {100 * (1 - theirs / 0.3):.0f}% too fast.",
+            f"The count is {100 * (1 - theirs / LLMC_A100):.0f}% too fast.",
             f"- FlashAttention 2's forward pass on an A100 (heads of 128): tensor FLOPs by the method "
             f"{gpu.products / 1e12:.0f} TFLOP/s, published at most 230 (arXiv 2307.08691): "
             f"{100 * (gpu.products / 230e12 - 1):.0f}% too fast.",
@@ -402,8 +410,9 @@ def main(arguments=None):
                     "the program: " + " ".join(__doc__.split("\n\n")[1].split()) + " The counts are of PTX, as executed on "
                     "models of one narrow layer, in proportion to bytes or FLOPs.", "",
                     "## Steps", "", *table(["step", "GPU", "head rows", "ms", "tokens/s", "published", "ratio", "source"], rows)]
-        written += ["## Gates", "", *gates(totals_, steps, every), "", "## The method on what was published", "",
-                    *checks(plans["GPT-2 124M", "A100"], steps["GPT-2 124M", "A100"]),
+        theirs = llmc_seconds(plans["GPT-2 124M", "A100"], steps["GPT-2 124M", "A100"])
+        written += ["## Gates", "", *gates(totals_, steps, every, min(1, theirs / LLMC_A100)), "",
+                    "## The method on what was published", "", *checks(theirs),
                     "What overlaps badly, waits for latency or runs at lower clocks is not in the count: the steps above are "
                     "to be read as the least that these kernels take.", "",
                     "## Operations", "", "In brackets: what bounds it, and the share of its roofline.", ""]

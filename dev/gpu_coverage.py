@@ -12,8 +12,11 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Why tests leave something: patterns of kernels' names, and of lines.
-KERNEL_REASONS = {}
-LINE_REASONS = {}
+KERNEL_REASONS = {r"^hopper_.*": "on sm_80 its body is a trap; on sm_90a a wait that is over at once"}
+LINE_REASONS = {
+    r"cuBLASLt refuses the algorithm of": "a file of algorithms names the library's version and the GPU: only a damaged one",
+    r"^~Event|cudaDeviceSynchronize\(\);  // after|cudaFreeHost": "called at the end of a run; gcov loses it where it is inlined",
+}
 
 
 def merged(path):
@@ -66,8 +69,9 @@ def lines_of_cpu_builds():
     return lines
 
 
-def counted_lines(folder):
-    """{(file, line): how often all programs executed it}, of the trainer's sources."""
+def counted_lines(folder, kernels):
+    """{(file, line): how often all programs executed it}, of the trainer's sources; not of kernels, whose bodies on the
+    host are stubs."""
     counts = collections.Counter()
     data = sorted(str(path.resolve()) for path in pathlib.Path(folder).glob("*.gcda"))
     text = subprocess.run(["gcov", "--json-format", "--stdout", *data], capture_output=True, text=True, check=True).stdout
@@ -75,15 +79,18 @@ def counted_lines(folder):
         for file in json.loads(program)["files"]:
             name = file["file"].removeprefix(f"{ROOT}/").removeprefix("./")
             if re.fullmatch(r"llmc/[\w.]+|train_gpt\.cu", name):
+                stubs = [range(f["start_line"], f["end_line"] + 1) for f in file["functions"] if f["name"] in kernels]
                 for line in file["lines"]:
+                    if any(line["line_number"] in stub for stub in stubs):
+                        continue
                     counts[name, line["line_number"]] += line["count"]
     return counts
 
 
-def report_lines(folder, most):
+def report_lines(folder, kernels, most):
     """Says which lines of the GPU's alone nobody executed; whether these are too many."""
     cpu = lines_of_cpu_builds()
-    counts = {at: count for at, count in counted_lines(folder).items() if at[1] not in cpu[at[0]]}
+    counts = {at: count for at, count in counted_lines(folder, kernels).items() if at[1] not in cpu[at[0]]}
     left = sorted(at for at, count in counts.items() if not count)
     for file, number in left:
         text = (ROOT / file).read_text().splitlines()[number - 1].strip()
@@ -114,7 +121,7 @@ def main(arguments=None):
     for missing, count, target, name in sorted(left, reverse=True)[:options.list]:
         if missing:
             print(f"{missing:7d} of {count:6d}  {target:7s} {names[name]}  {reason(KERNEL_REASONS, names[name])}")
-    failed = bool(options.host) and report_lines(options.host, options.most)
+    failed = bool(options.host) and report_lines(options.host, set(names), options.most)
     for target, (count, missing) in sorted(totals.items()):
         share = 100 * missing / count
         failed |= share > options.most

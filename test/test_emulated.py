@@ -247,6 +247,14 @@ def test_what_the_gpu_does_not_do_is_said(tmp_path, environment, options, code, 
     assert result.returncode == code and re.search(said, result.stderr), (result.returncode, result.stderr)
 
 
+def test_the_head_is_cut_for_the_gpu():
+    """In as many rows as the time model finds worth it, and its gradient in few slices."""
+    plan = played("bf16", GPU="H100").plan("--model", "d12", "--batch", 64, "--seq-len", 1024)
+    assert plan["head_rows"] >= 8192
+    calls = {operation["name"]: operation["calls"] for operation in plan["operations"]}
+    assert calls["wide_sum_add"] <= 2 * 65536 / plan["head_rows"]
+
+
 def test_hopper_attention_trains(tmp_path):
     """Its heads are 64 wide."""
     prepare(tmp_path, "gpt2", {"gpt2": ("--heads", 1, "--channels", 64)})

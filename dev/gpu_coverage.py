@@ -121,7 +121,8 @@ def main(arguments=None):
     names = readable(sorted({name for _, name, _ in kernels}))
     for missing, count, target, name in sorted(left, reverse=True)[:options.list]:
         if missing:
-            print(f"{missing:7d} of {count:6d}  {target:7s} {names[name]}  {reason(KERNEL_REASONS, target + " " + names[name])}")
+            why = reason(KERNEL_REASONS, f"{target} {names[name]}")
+            print(f"{missing:7d} of {count:6d}  {target:7s} {names[name]}  {why}")
     failed = bool(options.host) and report_lines(options.host, set(names), options.most)
     for target, (count, missing) in sorted(totals.items()):
         share = 100 * missing / count

@@ -17,6 +17,7 @@
 # make emulated-build    builds what runs the CUDA build without a GPU
 # make test-emulated     runs more of the CUDA build that way than make test does, on four GPUs that are played (tens of minutes)
 # make gpu-coverage      lists what of the GPU's code no test has executed
+# make gpu-predicted     counts what a training step should take on GPUs, into dev/results/gpu-predicted.md
 # make gpu-check         tests and measures on a GPU; GPU_CHECK=--dry-run prints what, GPU_CHECK="build kernels" does a part
 # make bench-attention   times attention; BENCH_OPTIONS="..." are dev/bench/attention.cpp's
 # make bench-products    a step's products beside oneDNN's own rates; BENCH_OPTIONS="--model d12 --batch 4 --seq-len 64"
@@ -205,7 +206,8 @@ PROBES := build/test/fast/tokenize_probe build/test/fast/formats_probe
 
 # The CUDA build on a machine without a GPU: test/gpu's library stands in for CUDA's, and runs the build's PTX, which lies
 # in these binaries as it is, for two architectures. They find the library by themselves.
-EMULATED := build/emulated
+# With COVERAGE=1 they also count, for gcov, which lines of host code run, and lie in a folder of their own.
+EMULATED := build/emulated$(COVERAGE:1=-coverage)
 EMULATED_TESTS := $(KERNEL_TESTS:%=$(EMULATED)/%)
 EMULATED_TRAINERS := $(EMULATED)/train-fp32 $(EMULATED)/train-bf16
 EMULATED_FLAGS := -std=c++20 -O3 -I. -MMD -MP -Xcompiler -Wall,-Wextra,-Wno-restrict,-Wno-unknown-pragmas,-fopenmp -DLLMC_HOPPER \
@@ -221,7 +223,8 @@ $(EMULATED)/lib/libgpu.so: $(wildcard test/gpu/*.cpp test/gpu/*.h) Makefile
 	@ln -sf $(@F) $(@D)/libcublasLt.so.$(CUDA_MAJOR)
 define compile_emulated
 @mkdir -p $(@D)
-$(NVCC) $(1) $(EMULATED_FLAGS) $(NVCC_WERROR) -MF $@.d -MT $@ $< -o $@ $(EMULATED_LIBS)
+$(NVCC) $(1) $(EMULATED_FLAGS) $(COVERAGE:1=-Xcompiler --coverage) $(NVCC_WERROR) -MF $@.d -MT $@ -c $< -o $@.o
+$(NVCC) $@.o -o $@ -cudart shared $(COVERAGE:1=-Xcompiler --coverage) $(EMULATED_LIBS) $(2)
 endef
 $(EMULATED)/train-fp32: DEFINES :=
 $(EMULATED)/train-bf16: DEFINES := -DLLMC_BF16
@@ -230,7 +233,7 @@ $(EMULATED_TRAINERS): train_gpt.cu Makefile | $(EMULATED)/lib/libgpu.so
 $(EMULATED)/faults: test/gpu/faults.cu Makefile | $(EMULATED)/lib/libgpu.so
 	$(call compile_emulated)
 $(EMULATED)/test_%: test/test_%.cpp Makefile | $(EMULATED)/lib/libgpu.so
-	$(call compile_emulated,-x cu -lgtest -lgtest_main)
+	$(call compile_emulated,-x cu,-lgtest -lgtest_main)
 .PHONY: emulated-build test-emulated
 ifneq ($(wildcard $(CUDA_HOME)/bin/nvcc),)
 emulated-build: $(EMULATED_TESTS) $(EMULATED_TRAINERS) $(EMULATED)/faults
@@ -243,15 +246,23 @@ test-emulated: test-deps emulated-build build/cpu-fp32/train build/cpu-bf16/trai
 	  echo "== $$t on $$gpu, seed $$seed"; GPU=$$gpu GPU_SEED=$$seed $$t --gtest_brief=1 --gtest_filter=-HopperAttention.Agrees* || exit 1; done; done; done
 	EMULATED_ALL=1 TRAIN_BINARIES="build/cpu-fp32/train build/cpu-bf16/train" $(PYTHON) -m pytest -q -n 2 test/test_emulated.py
 
-# Which of the PTX no test has executed: at most 2% may be left.
-.PHONY: gpu-coverage
-gpu-coverage: test-deps emulated-build build/cpu-fp32/train build/cpu-bf16/train
-	@rm -f $(EMULATED)/coverage
+# What of the GPU's code no test has executed, PTX and host lines: at most 2% of either may be left. Half an hour, with
+# its build.
+.PHONY: gpu-coverage run-gpu-coverage gpu-predicted
+gpu-coverage: test-deps build/cpu-fp32/train build/cpu-bf16/train
+	+@$(MAKE) --no-print-directory COVERAGE=1 run-gpu-coverage
+run-gpu-coverage: emulated-build
+	@rm -f $(EMULATED)/coverage $(EMULATED)/*.gcda
 	@for gpu in A100 H100; do for t in $(EMULATED_TESTS); do \
-	  GPU=$$gpu GPU_COVERAGE=$(EMULATED)/coverage $$t --gtest_brief=1 --gtest_filter=-HopperAttention.Agrees* || exit 1; done; done
-	GPU_COVERAGE=$(CURDIR)/$(EMULATED)/coverage EMULATED_ALL=1 TRAIN_BINARIES="build/cpu-fp32/train build/cpu-bf16/train" \
+	  if [ $${t##*/} = test_attention ]; then export SMALL_SHAPES=1; else unset SMALL_SHAPES; fi; \
+	  GPU=$$gpu GPU_COVERAGE=$(EMULATED)/coverage $$t --gtest_brief=1 || exit 1; done; done
+	EMULATED=$(EMULATED) GPU_COVERAGE=$(CURDIR)/$(EMULATED)/coverage EMULATED_ALL=1 TRAIN_BINARIES="build/cpu-fp32/train build/cpu-bf16/train" \
 	  $(PYTHON) -m pytest -q -n 2 test/test_emulated.py -k "not fault and not kernel_tests"
-	@$(PYTHON) dev/gpu_coverage.py $(EMULATED)/coverage
+	@$(PYTHON) dev/gpu_coverage.py $(EMULATED)/coverage --host $(EMULATED)
+
+# What a training step should take on GPUs that are not here: dev/results/gpu-predicted.md.
+gpu-predicted: test-deps emulated-build
+	$(PYTHON) dev/gpu_predicted.py
 
 BENCH_ATTENTION := build/bench/$(DEVICE)/attention
 BENCHES := $(BENCH_ATTENTION) $(if $(filter cpu,$(DEVICE)),build/bench/cpu/products)

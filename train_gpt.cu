@@ -1240,8 +1240,14 @@ void Gpt::norm_backward(TensorX& d_x, Norm<Gradient>& g, const TensorX& d_out, c
     ::norm_backward(family_.norm, d_x, g, scratch, d_out, x, n, w, stream_);
 }
 
-// The rows of the vocabulary whose gradient of one chunk is in fp32 at a time.
-constexpr int64_t kWideRows = 2048;
+// The rows of the vocabulary (V, C) whose gradient of one chunk is in fp32 at a time: on a GPU, where each
+// slice is two launches that are too small for it, as many as take an eighth of the chunk's logits.
+int64_t wide_rows(int64_t chunk, int64_t V, int64_t C) {
+    constexpr int64_t kFew = 2048;
+    const int64_t room = chunk * V * static_cast<int64_t>(sizeof(bf16)) / 8;
+    const int64_t fit = room / (C * static_cast<int64_t>(sizeof(float))) / kFew * kFew;
+    return std::min(V, kFastCpu ? kFew : std::max(kFew, fit));
+}
 
 // d_weight (V, C) [+]= d_logits^T x, of a chunk of rows. In bf16 `low` carries what the sum of several chunks
 // would lose, and it is added always.
@@ -1253,10 +1259,10 @@ void Gpt::add_head_product(Tensor<T>& d_weight, Tensor<uint8_t>& low, const Tens
         return;
     }
     if constexpr (std::is_same_v<T, bf16>) {
-        const int64_t V = d_weight.rows();
-        TensorF room = take_float("d_wte_product", {std::min(kWideRows, V), d_weight.columns()});
-        for (int64_t first = 0; first < V; first += kWideRows) {
-            const int64_t count = std::min(kWideRows, V - first);
+        const int64_t V = d_weight.rows(), slice = wide_rows(x.rows(), V, d_weight.columns());
+        TensorF room = take_float("d_wte_product", {slice, d_weight.columns()});
+        for (int64_t first = 0; first < V; first += slice) {
+            const int64_t count = std::min(slice, V - first);
             TensorF product = room.rows_at(0, count);
             const Tensor<T> columns(d_logits.at(first), {d_logits.rows(), count});
             matmul(arena_, stream_, product, columns, x, {.transpose_a = true, .a_row = V});

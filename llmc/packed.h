@@ -148,6 +148,7 @@ SIMT_DEVICE void for_each_vector(int64_t n, F f) {
         if (i + N <= n)
             f(i, std::integral_constant<int, N>());
         else
+#pragma unroll 1
             for (int64_t k = i; k < n; k++) f(k, std::integral_constant<int, 1>());
     }
 }

@@ -99,6 +99,7 @@ MemoryReport make_report(const Options& o, const Plans& plans, size_t tokenizer_
     r.context = context_bytes();
     r.process = process_bytes() + r.tokenizer + r.context;
     r.train = &plans.train;
+    r.update = &plans.update;
     for (const auto& [name, plan] : {std::pair{"the update", &plans.update},
                                      {"validation", &plans.evaluate},
                                      {"sampling", &plans.sample},

@@ -112,13 +112,22 @@ void quantized_matvec(Out* out, const T* x, const QuantizedView& w, const T* bia
 // The longest run that decoders decode at a time; every block is whole runs.
 constexpr int kDecodedRun = 32;
 
+// Whether rows are whole runs: as they are where a row is whole blocks, so no decoder of single elements need
+// be compiled.
+template <class Decoder>
+constexpr bool kWholeRuns = requires {
+    requires Decoder::kElements % kDecodedRun == 0;
+};
+
 template <class T, class Decoder>
 __global__ void __launch_bounds__(kBlockThreads)
     dequantize_kernel(T* out, Decoder weights, int64_t first, int64_t n) {
     for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
-        float w[N];
-        weights.decode(w, first + i);
-        store(out + i, w);
+        if constexpr (N > 1 || !kWholeRuns<Decoder>) {
+            float w[N];
+            weights.decode(w, first + i);
+            store(out + i, w);
+        }
     });
 }
 
@@ -132,10 +141,12 @@ void dequantize_with(T* out, const QuantizedView& w, int64_t first_row, int64_t 
 }
 
 // Calls f with the elements that a lane decodes at a time in rows of so many, as an integral constant.
-template <class T, class F>
+template <class T, class Decoder, class F>
 void with_decoded_run(int64_t columns, F&& f) {
     constexpr int N = kFastCpu ? kDecodedRun : kVectorSize<T>;
-    if (columns % N == 0)
+    if constexpr (kWholeRuns<Decoder>)
+        f(std::integral_constant<int, N>());
+    else if (columns % N == 0)
         f(std::integral_constant<int, N>());
     else
         f(std::integral_constant<int, 1>());
@@ -158,7 +169,7 @@ template <class T, class Decoder>
 void dequantize_rows_with(T* out, const QuantizedView& w, const int* rows, int64_t count, Stream stream) {
     const double bytes = static_cast<double>(quantized_bytes(w)) / w.rows + w.columns * sizeof(T);
     const Operation operation("dequantize_rows", 0, bytes * count);
-    with_decoded_run<T>(w.columns, [&]<int N>(std::integral_constant<int, N>) {
+    with_decoded_run<T, Decoder>(w.columns, [&]<int N>(std::integral_constant<int, N>) {
         launch<dequantize_rows_kernel<T, Decoder, N>>(blocks_of_rows(count), kBlockThreads, 0, stream, out,
                                                       Decoder(w), rows, count, w.columns);
     });
@@ -191,7 +202,7 @@ template <class T, class Out, class Decoder>
 void quantized_matvec_with(Out* out, const T* x, const QuantizedView& w, const T* bias, Stream stream) {
     const double passed = static_cast<double>(quantized_bytes(w) + w.columns * sizeof(T));
     const Operation operation("quantized_matvec", 2.0 * w.elements(), passed + w.rows * sizeof(Out));
-    with_decoded_run<T>(w.columns, [&]<int N>(std::integral_constant<int, N>) {
+    with_decoded_run<T, Decoder>(w.columns, [&]<int N>(std::integral_constant<int, N>) {
         launch<quantized_matvec_kernel<T, Out, Decoder, N>>(blocks_of_rows(w.rows), kBlockThreads, 0, stream,
                                                             out, x, Decoder(w), bias, w.rows, w.columns);
     });

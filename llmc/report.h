@@ -57,7 +57,7 @@ struct MemoryReport {
     size_t parked = 0;     // inputs of blocks in a file; beside a GPU they are among what is pinned
     // Of a micro-batch, and of what uses the arena at other times: the trainer's own plans, as it last
     // rehearsed them.
-    const Plan* train = &kNoPlan;
+    const Plan *train = &kNoPlan, *update = &kNoPlan;
     std::vector<std::pair<const char*, const Plan*>> others;
 
     size_t workspace() const {
@@ -99,6 +99,28 @@ inline std::string json_text(const nlohmann::ordered_json& json, int indent = 2)
     return json.dump(indent, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
 }
 
+// The operations of a micro-batch and of the update, all calls of a kind together: what they cost, for who
+// estimates on paper.
+inline nlohmann::ordered_json operations_json(const MemoryReport& r) {
+    std::map<std::string, Work> kinds;
+    const auto add = [&](const Plan& plan) {
+        for (const Work& w : plan.work) {
+            const std::string text = w.product.m ? " " + w.product.text() : "";
+            const auto [kind, is_new] = kinds.try_emplace(w.name + text, w);
+            if (is_new) continue;
+            kind->second.flops += w.flops;
+            kind->second.bytes += w.bytes;
+            kind->second.calls += w.calls;
+        }
+    };
+    add(*r.train);
+    add(*r.update);
+    auto all = nlohmann::ordered_json::array();
+    for (const auto& [name, w] : kinds)
+        all.push_back({{"name", name}, {"calls", w.calls}, {"flops", w.flops}, {"bytes", w.bytes}});
+    return all;
+}
+
 inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     nlohmann::ordered_json j = {{"model", r.model},         {"parameters", r.parameters},
                                 {"trained", r.trained},     {"device", r.device},
@@ -116,6 +138,7 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     j["activations_lower_bound"] = r.train->lower_bound;
     j["peak_at"] = r.train->peak_at;
     j["estimated_seconds"] = r.seconds;
+    j["operations"] = operations_json(r);
     for (const MemoryChoice& c : r.choice)
         j["choice"].push_back({{"recompute", c.recompute},
                                {"head_rows", c.head_rows},

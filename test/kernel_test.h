@@ -121,6 +121,7 @@ inline std::vector<MatrixSize> matrix_sizes() {
     std::vector<MatrixSize> sizes;
     for (int rows : {1, 3, 37, 300})
         for (int C : {1, 7, 64, 72, 100, 768, 1000}) sizes.push_back({rows, C});
+    for (int C : {403, 2072}) sizes.push_back({2, C});  // where a lane has many elements, and many vectors
     return sizes;
 }
 

@@ -369,6 +369,27 @@ TYPED_TEST(Attention, MatchesTheDefinition) {
         });
 }
 
+// Every kernel that a size of heads has, in few rows, with all that may come together: so that none is left
+// where the tests with more rows take too long.
+TYPED_TEST(Attention, MatchesTheDefinitionInEveryForm) {
+    using enum Case::Layout;
+    if (kThreadSanitizer) GTEST_SKIP() << "slow";
+    for (const int size : {8, 16, 21, 32, 50, 64, 72, 128})
+        for (const auto layout : {kPacked, kUnaligned}) {
+            std::vector<Case> cases = {{1, 1, size, 70, 70, layout},
+                                       {1, 4, size, 130, 130, layout, 1, 2, 90, true}};
+            for (const auto& [dropout, document] : {std::pair{0.1, 0}, {0., 75}, {0.5, 75}}) {
+                cases.push_back(cases[1]);
+                cases.back().dropout = dropout;
+                cases.back().document = document;
+            }
+            for (const Case& c : cases)
+                with_case<TypeParam>(c, [&](const auto& x, const auto& dout, const Reference& want) {
+                    run_case(c, x, dout, want);
+                });
+        }
+}
+
 // Large enough for several tiles of the fast CPU build both ways.
 TYPED_TEST(Attention, MatchesTheDefinitionInManyTiles) {
     if (kSmallShapes) GTEST_SKIP() << "slow";

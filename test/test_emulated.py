@@ -16,7 +16,7 @@ from trainer_runs import (Train, binaries, figures, make, random_tokens, read_lo
                           write_shard)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build" / "emulated"
+BUILD = ROOT / os.environ.get("EMULATED", "build/emulated")
 FAULT = 70  # the exit code of a process that did what CUDA forbids
 
 pytestmark = pytest.mark.skipif(not (BUILD / "faults").exists(), reason="no CUDA Toolkit")
@@ -110,7 +110,7 @@ BOUND = {"fp32": 2e-5, "bf16": 6e-3}
 
 @functools.cache
 def played(precision, **environment):
-    return Train(f"build/emulated/train-{precision}", **{"GPU": "A100", "GPU_SEED": "1"} | environment)
+    return Train(BUILD / f"train-{precision}", **{"GPU": "A100", "GPU_SEED": "1"} | environment)
 
 
 def on_cpu(precision):
@@ -230,6 +230,44 @@ def test_measuring(tmp_path):
     first, second = (train(*DATA, *algorithms, "--log", f"{n}.jsonl", cwd=work) for n in (1, 2))
     assert b"measuring" in first.stdout + first.stderr and b"measuring" not in second.stdout + second.stderr
     assert figures(read_log(work / "1.jsonl")) == figures(read_log(work / "2.jsonl"))
+
+
+# What cuBLASLt may have no algorithm for: epilogues, and the product itself, which a kernel does then.
+@pytest.mark.parametrize("refused", ["gelu,dgelu,bgrad", "bias,gelu,dgelu,bgrad", "plain,bias,gelu,dgelu,bgrad"])
+def test_what_the_library_does_not_do_is_done_beside_it(tmp_path, refused):
+    work = prepare(tmp_path, "gpt2", MODELS)
+    logs = []
+    for train, log in ((played("bf16", GPU_REFUSE=refused), "here.jsonl"), (on_cpu("bf16"), "there.jsonl")):
+        train(*DATA, "--steps", 3, "--lr", 1e-3, "--log", log, cwd=work)
+        logs.append(losses(read_log(work / log)))
+    np.testing.assert_allclose(*logs, rtol=BOUND["bf16"])
+
+
+# What a user may meet ends in a line that names it, with exit code 2; what is a bug, with another.
+@pytest.mark.parametrize("environment, options, code, said", [
+    ({"GPU_MEMORY": "1"}, (), 2, "the plan takes .* are free .the GPU.s memory"),
+    ({"GPU_COUNT": "0"}, (), 2, "none answers .*make DEVICE=cpu"),
+    ({}, ("--attention", "hopper"), 2, "--attention hopper is for GPUs of compute capability 9.0"),
+    ({"GPU_ERROR": "46"}, (), 2, "CUDA: "),  # devices unavailable
+    ({"GPU_ERROR": "719"}, (), 1, "CUDA: "),  # a launch failed
+    ({"GPU_PRODUCT_ERROR": "3"}, (), 2, "cuBLASLt: "),  # no memory
+    ({"GPU_PRODUCT_ERROR": "13"}, (), 1, "cuBLASLt: "),  # execution failed
+    ({"GPU_PRODUCT_ERROR": "13"}, ("--matmul-algorithms", "algorithms.json"), 2, "does none of the algorithms"),
+])
+def test_what_the_gpu_does_not_do_is_said(tmp_path, environment, options, code, said):
+    work = prepare(tmp_path, "gpt2", {"gpt2": ("--heads", 1, "--channels", 64)})
+    train = played("bf16", **environment)
+    result = subprocess.run(train.command(*DATA, "--steps", 1, *options), cwd=work, env=train.environment,
+                            capture_output=True, text=True, timeout=120)
+    assert result.returncode == code and re.search(said, result.stderr), (result.returncode, result.stderr)
+
+
+def test_the_head_is_cut_for_the_gpu():
+    """In as many rows as the time model finds worth it, and its gradient in few slices."""
+    plan = played("bf16", GPU="H100").plan("--model", "d12", "--batch", 64, "--seq-len", 1024)
+    assert plan["head_rows"] >= 8192
+    calls = {operation["name"]: operation["calls"] for operation in plan["operations"]}
+    assert calls["wide_sum_add"] <= 2 * 65536 / plan["head_rows"]
 
 
 def test_hopper_attention_trains(tmp_path):

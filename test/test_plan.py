@@ -37,7 +37,7 @@ def test_schema(train):
     plan = train.plan("--model", "d2", "--batch", 3, "--seq-len", 40, "--recompute", "norm")
     assert list(plan) == ["model", "parameters", "trained", "device", "precision", "batch", "seq_len", "grad_accum",
                           "head_rows", "recompute", "totals", "elsewhere", "activations_lower_bound", "peak_at",
-                          "estimated_seconds", "buffers"]
+                          "estimated_seconds", "operations", "buffers"]
     assert list(plan["elsewhere"].values()) == [0, 0, 0]
     assert (plan["model"], plan["batch"], plan["seq_len"], plan["recompute"]) == ("d2", 3, 40, "norm")
     assert plan["device"] in ("cpu", "cuda") and plan["precision"] in ("fp32", "bf16")
@@ -45,6 +45,10 @@ def test_schema(train):
                                     "activations", "workspace", "process", "total"]
     assert all(isinstance(size, int) for size in plan["totals"].values())
     assert re.search(r"forward|head|backward", plan["peak_at"])
+    for operation in plan["operations"]:
+        assert list(operation) == ["name", "calls", "flops", "bytes"] and min(list(operation.values())[1:]) >= 0
+    calls = {operation["name"]: operation["calls"] for operation in plan["operations"]}
+    assert calls["attention_forward"] == calls["attention_backward"] == 2 and calls["optimizer_update"] >= 1
     for buffer in plan["buffers"]:
         assert list(buffer) == ["name", "kind", "shape", "dtype", "bytes", "offset", "born", "dies"]
         elements = 1

@@ -105,8 +105,11 @@ std::vector<Matrix> matrices() {
         for (const int64_t rows : {1, 3, 21}) {
             all.emplace_back(*f, rows, blocks ? f->block : 65);
             all.emplace_back(*f, rows, blocks ? 3 * f->block : 1008);
+            if (f->block == 1)
+                all.emplace_back(*f, rows, 403), all.emplace_back(*f, rows, 2056);  // whole vectors
         }
         if (!kSmallShapes) all.emplace_back(*f, 9, blocks ? 9 * f->block : 2049);  // two scales of scales
+        if (!kSmallShapes && f->block == 32) all.emplace_back(*f, 2, 2080);        // many vectors a lane
     }
     return all;
 }

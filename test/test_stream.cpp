@@ -191,4 +191,13 @@ TEST(StepGraphs, AFailureIsPassedOn) {
     EXPECT_EQ(sum.download()[0], 40u);
 }
 
+TEST(DeviceMemory, TooMuchIsSaidInALine) {
+    try {
+        const DeviceBuffer buffer(size_t{1} << 50, "a test");
+        ADD_FAILURE() << "no device has that much";
+    } catch (const UserError& e) {
+        EXPECT_NE(std::string(e.what()).find("memory: a test takes"), std::string::npos) << e.what();
+    }
+}
+
 }  // namespace

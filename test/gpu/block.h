@@ -11,6 +11,7 @@
 #include <deque>
 #include <functional>
 #include <random>
+#include <unordered_set>
 
 #include "test/gpu/memory.h"
 #include "test/gpu/program.h"
@@ -40,6 +41,9 @@ struct Counters {
     uint64_t global_requests = 0, global_sectors = 0, global_bytes = 0;
     uint64_t shared_requests = 0, shared_passes = 0;  // a pass serves each bank once
     uint64_t branches = 0, divergent = 0;
+    uint64_t distinct_sectors = 0;  // those that a launch reads and those that it writes, each once
+    uint64_t tensor_flops = 0;
+    uint64_t threads = 0, shared_bytes = 0;  // of a block, at most
 };
 
 struct Launch {
@@ -52,6 +56,7 @@ struct Launch {
     Counters* counters;
     uint64_t seed = 0;
     bool check_races = true;
+    std::unordered_set<uint64_t>* touched = nullptr;  // sectors, where somebody wants to know
 };
 
 class Block;
@@ -596,8 +601,8 @@ inline void Block::run_group(Warp& w, Group g, int& quantum) {
                 if (lanes && i.flow == Flow::Together && (lanes & ~needs))
                     throw Fault("a lane takes part that it does not name");
             }
-            program_.executed[static_cast<size_t>(g.pc)] =
-                program_.executed[static_cast<size_t>(g.pc)] || lanes;
+            // A jump that nobody takes was decided on all the same.
+            if (lanes || i.flow == Flow::Branch) program_.executed[static_cast<size_t>(g.pc)] = true;
             counters.instructions++;
             counters.lanes += static_cast<uint64_t>(std::popcount(lanes));
             if (i.flow == Flow::Branch) {

@@ -398,6 +398,8 @@ cublasStatus_t cublasLtMatmul(cublasLtHandle_t, cublasLtMatmulDesc_t desc, const
                               const void* beta, const void* c, cublasLtMatrixLayout_t lc, void* out,
                               cublasLtMatrixLayout_t lout, const cublasLtMatmulAlgo_t* algo, void* workspace,
                               size_t workspace_bytes, cudaStream_t stream) {
+    static const int error = atoi(environment("GPU_PRODUCT_ERROR", "0").c_str());
+    if (error) return static_cast<cublasStatus_t>(error);
     return guarded([&] {
         Problem p{description_of(desc), layout_of(la), layout_of(lb), layout_of(lc), layout_of(lout)};
         if (!p.is_valid()) return CUBLAS_STATUS_INVALID_VALUE;

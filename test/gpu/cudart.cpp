@@ -4,6 +4,7 @@
 // What CUDA forbids, and what it leaves undefined, ends the process with a line that begins with "GPU:" and
 // exit code 70. GPU=A100|4090|H100|B200 chooses the device, GPU_SEED and GPU_ORDER=late|early|random the
 // order of all that has none, GPU_MEMORY=MiB makes it smaller, GPU_CHECK=bounds leaves races unlooked for;
+// with GPU_ERROR=N waiting for a stream ends with that error, with GPU_COUNT=0 no device answers;
 // GPU_COUNTERS and GPU_COVERAGE name files for what was counted.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -170,7 +171,13 @@ void launch_kernel(const void* function, dim3 grid, dim3 block, void** arguments
                                          &k.counters,
                                          seed,
                                          device().check_races};
+                                std::unordered_set<uint64_t> touched;
+                                if (getenv("GPU_COUNTERS")) l.touched = &touched;
                                 k.counters.launches++;
+                                k.counters.threads =
+                                    std::max<uint64_t>(k.counters.threads, block.x * block.y * block.z);
+                                k.counters.shared_bytes = std::max<uint64_t>(
+                                    k.counters.shared_bytes, shared + k.program->static_shared);
                                 const uint32_t blocks = grid.x * grid.y * grid.z;
                                 // Blocks run one after the other, in an order of its own: from a seed's place
                                 // on.
@@ -179,6 +186,7 @@ void launch_kernel(const void* function, dim3 grid, dim3 block, void** arguments
                                     const uint32_t b = (first + n) % blocks;
                                     Block(l, {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y}, b).run();
                                 }
+                                k.counters.distinct_sectors += touched.size();
                             }});
 }
 
@@ -186,12 +194,13 @@ void report() {
     if (const char* path = getenv("GPU_COUNTERS")) {
         std::ofstream f(path, std::ios::app);
         f << "kernel launches instructions lanes global_requests global_sectors global_bytes shared_requests "
-             "shared_passes branches divergent\n";
+             "shared_passes branches divergent distinct_sectors tensor_flops threads shared_bytes\n";
         for (const auto& [function, k] : kernels()) {
             const Counters& c = k.counters;
             f << k.name << ' ' << c.launches << ' ' << c.instructions << ' ' << c.lanes << ' '
               << c.global_requests << ' ' << c.global_sectors << ' ' << c.global_bytes << ' '
-              << c.shared_requests << ' ' << c.shared_passes << ' ' << c.branches << ' ' << c.divergent
+              << c.shared_requests << ' ' << c.shared_passes << ' ' << c.branches << ' ' << c.divergent << ' '
+              << c.distinct_sectors << ' ' << c.tensor_flops << ' ' << c.threads << ' ' << c.shared_bytes
               << '\n';
         }
     }
@@ -365,7 +374,10 @@ cudaError_t cudaFuncSetAttribute(const void* f, cudaFuncAttribute attribute, int
 
 // --- The device.
 
-cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
+cudaError_t cudaGetDeviceCount(int* count) {
+    *count = atoi(environment("GPU_COUNT", "1").c_str());
+    return *count ? cudaSuccess : cudaErrorNoDevice;
+}
 cudaError_t cudaGetDevice(int* d) { return *d = 0, cudaSuccess; }
 cudaError_t cudaSetDevice(int d) { return d ? cudaErrorInvalidDevice : cudaSuccess; }
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
@@ -552,6 +564,8 @@ cudaError_t cudaStreamDestroy(cudaStream_t s) {
     return call([&] { device().wait(stream_of(s)); });
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t s) {
+    static const int error = atoi(environment("GPU_ERROR", "0").c_str());
+    if (error) return static_cast<cudaError_t>(error);
     return call([&] { device().wait(stream_of(s)); });
 }
 cudaError_t cudaDeviceSynchronize() {

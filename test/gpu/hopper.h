@@ -182,6 +182,8 @@ inline void wgmma(Warp& w, const Instruction& i, uint32_t) {
         for (const Slot& s : *slots)
             if (!s.constant && w.dirty[s.offset / 64])
                 throw Fault("wgmma's registers were written, and no wgmma.fence followed");
+    const uint64_t n = 2 * i.more.size();  // columns: a lane has N / 2 numbers of its warp's 16 rows
+    w.block->launch().counters->tensor_flops += 2 * 16 * n * 16;
     Warp::Product p;
     p.instruction = &i;
     p.group = -1;

@@ -97,7 +97,7 @@ inline uint64_t address_of(Warp& w, const Instruction& i, int lane) {
 }
 // Counts the sectors of 32 bytes that a request touches, and the passes in which shared memory's 32 banks
 // serve it.
-inline void count_request(Warp& w, const Instruction& i, uint32_t lanes, size_t bytes) {
+inline void count_request(Warp& w, const Instruction& i, uint32_t lanes, size_t bytes, bool stores = false) {
     Counters& c = *w.block->launch().counters;
     uint64_t at[32];
     int count = 0;
@@ -108,6 +108,8 @@ inline void count_request(Warp& w, const Instruction& i, uint32_t lanes, size_t 
                 if (at[k] == sector) return;
             at[count++] = sector;
         });
+        if (auto* touched = w.block->launch().touched)
+            for (int k = 0; k < count; k++) touched->insert(2 * at[k] + stores);
         c.global_requests++;
         c.global_sectors += static_cast<uint64_t>(count);
         c.global_bytes += bytes * static_cast<uint64_t>(std::popcount(lanes));
@@ -179,7 +181,7 @@ inline void store(Warp& w, const Instruction& i, uint32_t lanes) {
             memcpy(to + k * i.bytes, &bits, i.bytes);
         }
     });
-    count_request(w, i, lanes, total);
+    count_request(w, i, lanes, total, true);
 }
 
 // cp.async: `bytes` to shared memory, the first s[2] of them from global memory, zeros after.
@@ -285,6 +287,7 @@ void gather_a(float (&a)[16][16], Get&& get) {
 }
 // mma.m16n8k16, bf16: d = a b + c in fp32.
 inline void mma_16_8_16(Warp& w, const Instruction& i, uint32_t) {
+    w.block->launch().counters->tensor_flops += 2 * 16 * 8 * 16;
     float a[16][16], b[16][8], d[16][8];
     gather_a(a, [&](int r, int lane) { return w.at<uint32_t>(i.sources[static_cast<size_t>(r)])[lane]; });
     for (int lane = 0; lane < 32; lane++) {

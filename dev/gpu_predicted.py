@@ -1,0 +1,429 @@
+#!/usr/bin/env python3
+"""What a training step should take on GPUs that nobody has here, by counting: writes dev/results/gpu-predicted.md.
+
+The trainer's own plan names the operations of a step, with their FLOPs and bytes. Its kernels run a small step on the GPU
+that test/gpu plays, which counts instructions, sectors, bank passes and tensor FLOPs; ptxas says what registers they
+take, and their SASS how many loads a warp has under way. An operation takes the longest of bytes over bandwidth, tensor
+FLOPs over the rate that is reached and instructions over the issue rate, and its launches.
+"""
+
+import argparse
+import collections
+import json
+import math
+import os
+import pathlib
+import re
+import subprocess
+import tempfile
+
+import numpy as np
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# NVIDIA's data sheets. `products` is what cuBLASLt reaches in bf16: "Maximum achievable matmul FLOPS" of stas00's
+# ml-engineering (compute/accelerator); it has no RTX 4090, for which the A100's share of the promise stands. `mma`: the
+# share of the promise that mma.sync reaches at most, on Hopper by arXiv 2402.13499, as is the latency, in cycles.
+Gpu = collections.namedtuple("Gpu", "arch sms clock bandwidth flops products mma memory warps shared latency tile")
+GPUS = {"A100": Gpu("sm_80", 108, 1.41e9, 2.0e12, 312e12, 271.2e12, 1, 80e9, 64, 164 << 10, 466, (128, 256)),
+        "4090": Gpu("sm_89", 128, 2.52e9, 1.01e12, 165e12, 165e12 * 271.2 / 312, 1, 24e9, 48, 100 << 10, 542, (128, 128)),
+        "H100": Gpu("sm_90a", 132, 1.83e9, 3.35e12, 989e12, 794.5e12, 0.63, 80e9, 64, 228 << 10, 479, (128, 256))}
+REACHED = 0.85  # of the bandwidth, where enough loads are under way
+LAUNCH = 3e-6  # seconds, as llmc/device_rates.h has it
+
+LLAMA_1B = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 16,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072, "tie_word_embeddings": True, "rope_theta": 500000.0}
+QWEN_1B5 = {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "num_hidden_layers": 28,
+            "num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 8960, "rms_norm_eps": 1e-6,
+            "max_position_embeddings": 32768, "tie_word_embeddings": True, "rope_theta": 1000000.0}
+# What is trained, and options of make_model.py for a model of one narrow layer with the same kernels.
+Setup = collections.namedtuple("Setup", "title model batch seq_len small")
+GPT2_SMALL = ("--family", "gpt2", "--heads", 4, "--channels", 256)
+SETUPS = [Setup("GPT-2 124M", "d12", 64, 1024, GPT2_SMALL), Setup("GPT-2 1558M", "d48", 4, 1024, GPT2_SMALL),
+          Setup("Llama-3.2-1B", LLAMA_1B, 4, 2048, ("--family", "llama", "--heads", 4, "--kv-heads", 1, "--channels", 256,
+                                                    "--mlp-width", 1024, "--tied")),
+          Setup("Qwen2.5-1.5B", QWEN_1B5, 16, 1024, ("--family", "qwen2", "--heads", 4, "--kv-heads", 1, "--channels", 512,
+                                                     "--mlp-width", 2048, "--tied"))]
+SMALL = ("--head-rows", 256)  # the head in chunks, as large steps have it
+VOCABULARY = 4096  # of the small model
+# Tokens/s of one GPU. llm.c's are of eight, which exchange gradients too.
+LLMC_A100 = 0.300  # seconds of a step
+PUBLISHED = {
+    ("GPT-2 124M", "A100"): (524288 / LLMC_A100 / 8, "llm.c, scripts/run_gpt2_124M.sh: 8 GPUs, 300 ms a step"),
+    ("GPT-2 124M", "H100"): (18865 * 524288 / 2700 / 8, "llm.c, 10B tokens in 45 minutes on 8 GPUs (modded-nanogpt's README)"),
+    ("GPT-2 1558M", "H100"): (1048576 / 2.80 / 8, "llm.c, scripts/run_gpt2_1558M.sh: 8 GPUs, 16 x 1024, 2.80 s a step"),
+    ("Qwen2.5-1.5B", "H100"): (59e3, "LLMQ's README, bf16, batch 16"),
+    ("Qwen2.5-1.5B", "4090"): (14e3, "LLMQ's README, bf16, batch 4"),
+}
+
+# The kernels that an operation launches. A kernel that none claims, or an operation without one, ends the script.
+OPERATIONS = {
+    "attention_forward": "(hopper_)?attention_forward", "attention_backward": "(hopper_)?attention_(backward|delta)",
+    "layernorm_forward": "layernorm_forward.*Lb0E", "residual_layernorm_forward": "layernorm_forward.*Lb1E",
+    "layernorm_normalize": "layernorm_normalize", "residual_forward": "residual_forward",
+    "layernorm_backward": "layernorm_backward|column_sums.*LayernormColumns|add_chunks.*Li2E",
+    "rmsnorm_forward": "rmsnorm_forward.*Lb0E", "residual_rmsnorm_forward": "rmsnorm_forward.*Lb1E",
+    "rmsnorm_normalize": "rmsnorm_normalize", "rmsnorm_backward": "rmsnorm_backward|column_sums.*RmsnormColumns",
+    "bias_backward": "column_sums.*BiasColumns|add_chunks.*Li1E", "gelu_forward": "gelu_forward",
+    "gelu_backward": "gelu_backward", "swiglu_forward": "swiglu_forward", "swiglu_backward": "swiglu_backward",
+    "rope_forward": "rope.*Lb0E", "rope_backward": "rope.*Lb1E", "embedding_forward": "embedding_forward",
+    "embedding_backward": "(token|position)_embedding_backward", "global_norm": "squares|norm_kernel",
+    "optimizer_update": "optimizer", "cross_entropy_forward_backward": "cross_entropy.*Lb1E",
+    "add_losses": "add_losses", "wide_sum_add": "wide_sum", "matmul": "add_bias|matmul_tiled"}
+BESIDE = "set_factors|cross_entropy.*Lb0E"  # of no operation, or of validation
+
+
+class Kernel(dict):
+    """What was counted of a kernel in a step, and what its code says."""
+
+
+def run(command, **environment):
+    ran = subprocess.run([str(word) for word in command], capture_output=True, text=True, timeout=900,
+                         env={**os.environ, **environment})
+    if ran.returncode:
+        raise SystemExit(f"gpu_predicted.py: {' '.join(map(str, command))}: {ran.stdout[-500:]}{ran.stderr[-2000:]}")
+    return ran.stdout
+
+
+def read_counters(text):
+    head, *lines = text.splitlines()
+    names = head.split()[1:]
+    return {line.split()[0]: dict(zip(names, map(int, line.split()[1:]))) for line in lines}
+
+
+def plan(trainer, gpu, model, batch, seq_len, folder, *more):
+    if isinstance(model, dict):
+        path = folder / model["model_type"]
+        path.mkdir(exist_ok=True)
+        (path / "config.json").write_text(json.dumps(model))
+        model = path
+    return json.loads(run([trainer, "--plan", "--json", "--model", model, "--batch", batch, "--seq-len", seq_len, *more],
+                          GPU=gpu))
+
+
+def shard(folder):
+    """Tokens in llm.c's format."""
+    path, count = folder / "tokens.bin", 20000
+    random = np.random.default_rng(1)
+    path.write_bytes(np.array([20240520, 1, count] + 253 * [0], np.int32).tobytes() +
+                     random.integers(0, VOCABULARY, count).astype(np.uint16).tobytes())
+    return path
+
+
+def small_step(trainer, gpu, setup, folder):
+    """By kernel, what one step of the small model counts: that of two steps less that of one."""
+    import make_model
+    model = folder / f"small-{setup.small[1]}"
+    if not model.exists():
+        make_model.main(list(map(str, ["--out", model, "--layers", 1, "--positions", setup.seq_len, "--dtype", "bf16",
+                                       "--vocab", VOCABULARY, *setup.small])))
+    counted = []
+    for steps in (1, 2):
+        path = folder / f"{gpu}-{model.name}-{setup.seq_len}-{steps}"
+        if not path.exists():
+            run([trainer, "--model", model, "--data", shard(folder), "--batch", 1, "--seq-len", setup.seq_len, "--steps", steps,
+                 "--eval-batches", 1, "--sample-tokens", 0, "--graph", "off", *SMALL], GPU=gpu, GPU_COUNTERS=str(path))
+        counted.append(read_counters(path.read_text()))
+    once, twice = counted
+    kernels = {}
+    for name, counts in twice.items():
+        least = {key: counts[key] for key in ("threads", "shared_bytes")}
+        kernels[name] = Kernel({key: n - once.get(name, {}).get(key, 0) for key, n in counts.items()} | least)
+    plan_of_it = plan(trainer, gpu, model, 1, setup.seq_len, folder, *SMALL)
+    return {name: k for name, k in kernels.items() if k["launches"]}, totals(plan_of_it["operations"])
+
+
+def totals(operations):
+    """By name, products of all shapes together: FLOPs, bytes and calls."""
+    sums = collections.defaultdict(collections.Counter)
+    for o in operations:
+        sums[o["name"].split()[0]].update({key: o[key] for key in ("flops", "bytes", "calls")})
+    return sums
+
+
+def base_name(kernel):
+    """What stands in a mangled name behind its length: layernorm_forward_kernelI13..."""
+    return re.sub(r"^_Z\d+", "", kernel)
+
+
+def kernels_of(operation, kernels):
+    return [name for name in kernels if re.match(OPERATIONS[operation], base_name(name))]
+
+
+def check_claims(kernels, operations):
+    for name in kernels:
+        claims = [o for o in OPERATIONS if name in kernels_of(o, kernels)]
+        if len(claims) != 1 and not re.match(BESIDE, base_name(name)):
+            raise SystemExit(f"gpu_predicted.py: kernel {name} is of the operations {claims}: see OPERATIONS")
+    for operation in operations:
+        if operation not in OPERATIONS or (operation != "matmul" and not kernels_of(operation, kernels)):
+            raise SystemExit(f"gpu_predicted.py: no kernel is known of {operation}: see OPERATIONS")
+
+
+# --- From SASS.
+
+def cubins(binary, folder):
+    """The binary's PTX as SASS, by architecture: ptxas' own is what a build for that GPU has."""
+    tools = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin",
+                             *map(str, ROOT.glob(".venv/lib/*/site-packages/triton/backends/nvidia/bin"))])
+    subprocess.run(["cuobjdump", "-xptx", "all", str(pathlib.Path(binary).resolve())], cwd=folder, check=True,
+                   capture_output=True, env={**os.environ, "PATH": tools})
+    sass, usage = {}, {}
+    for gpu in GPUS.values():
+        [ptx] = folder.glob(f"*.{'sm_90a' if gpu.arch == 'sm_90a' else 'sm_80'}.ptx")
+        cubin = folder / f"{gpu.arch}.cubin"
+        if not cubin.exists():
+            run(["ptxas", f"-arch={gpu.arch}", "-O3", ptx, "-o", cubin], PATH=tools)
+        sass[gpu.arch] = functions(run(["cuobjdump", "-sass", cubin], PATH=tools))
+        usage[gpu.arch] = {name: int(registers) for name, registers in re.findall(
+            r"Function (\w+):\s+REG:(\d+)", run(["cuobjdump", "-res-usage", cubin], PATH=tools))}
+    return sass, usage
+
+
+def functions(sass):
+    """{kernel: [(address, instruction)]}."""
+    found, code = {}, []
+    for line in sass.splitlines():
+        if match := re.search(r"Function : (\w+)", line):
+            code = found[match[1]] = []
+        elif match := re.match(r"\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", line):
+            code.append((int(match[1], 16), re.sub(r"^@!?U?P\w+ ", "", match[2])))
+    return found
+
+
+def loops(code):
+    """Of each jump back, the instructions that it repeats."""
+    for at, text in code:
+        match = re.match(r"BRA\b.*?0x([0-9a-f]+)", text)
+        if match and int(match[1], 16) < at:
+            yield [t for a, t in code if int(match[1], 16) <= a <= at]
+
+
+def loads_under_way(code):
+    """The bytes that a lane has asked for at most before it needs one of them."""
+    most = waiting = 0
+    registers = set()
+    for _, text in code:
+        word, _, operands = text.partition(" ")
+        used = set(map(int, re.findall(r"\bR(\d+)", operands)))
+        load = re.match(r"LDG\.\S*", word)
+        into = re.match(r"(?:P\w+, )?R(\d+)", operands) if load else None
+        if used - ({int(into[1])} if into else set()) & registers:
+            registers, waiting = set(), 0
+        if into:
+            size = 16 if ".128" in word else 8 if ".64" in word else 2 if "16" in word else 1 if "8" in word else 4
+            registers |= set(range(int(into[1]), int(into[1]) + max(1, size // 4)))
+            waiting += size
+            most = max(most, waiting)
+    return most
+
+
+def warps_on(gpu, registers, threads, shared):
+    """That a multiprocessor holds at a time, as blocks."""
+    warps = math.ceil(threads / 32)
+    by_registers = 65536 // (math.ceil(registers * 32 / 256) * 256) // warps
+    by_shared = gpu.shared // (shared + 1024)
+    return min(gpu.warps // warps, by_registers, by_shared, 32 if gpu.warps == 64 else 24) * warps
+
+
+# --- The time.
+
+def product_seconds(gpu, name, flops, bytes_, calls):
+    """By whole waves of a library's tiles, of which a long sum may be cut into up to 16."""
+    m, n, k = map(int, re.search(r"(\d+) x (\d+) x (\d+)", name).groups())
+    tiles = math.ceil(m / gpu.tile[0]) * math.ceil(n / gpu.tile[1])
+    share = max(tiles * s / (math.ceil(tiles * s / gpu.sms) * gpu.sms) for s in (1, 2, 4, 8, 16) if s == 1 or k // s >= 512)
+    return {"tensor": flops / (gpu.products * share), "memory": bytes_ / (gpu.bandwidth * REACHED)}, calls
+
+
+def operation_seconds(gpu, operation, cost, small, kernels, code):
+    """The seconds by each bound, and the launches: the small step's counters, as many times as its work."""
+    mine = kernels_of(operation, kernels)
+    measure = "flops" if cost["flops"] else "bytes"
+    times = cost[measure] / small[operation][measure]
+    total = {key: sum(kernels[k][key] for k in mine) * times for key in ("instructions", "tensor_flops", "distinct_sectors")}
+    under_way = min((code[k]["little"] for k in mine if kernels[k]["global_bytes"] * 4 > kernels[mine[0]]["global_bytes"]),
+                    default=1)
+    # What a kernel reads again lies in a cache; what the next one reads comes from memory.
+    moved = cost["bytes"] if cost["flops"] else max(cost["bytes"], total["distinct_sectors"] * 32)
+    rate = gpu.products if any("hopper" in k for k in mine) else min(gpu.products, gpu.flops * gpu.mma)
+    launches = sum(kernels[k]["launches"] for k in mine) / small[operation]["calls"] * cost["calls"]
+    return {"tensor": total["tensor_flops"] / rate, "memory": moved / (gpu.bandwidth * min(REACHED, under_way)),
+            "issue": total["instructions"] / (4 * gpu.sms * gpu.clock)}, launches
+
+
+def step_of(gpu, operations, small, kernels, code):
+    """[(name, seconds, bound, launches, roofline)] by operation, the longest first."""
+    rows = collections.defaultdict(lambda: [0, "", 0, 0])
+    for name, cost in [(o["name"], o) for o in operations if o["name"].startswith("matmul")] + \
+            [(o["name"], o) for o in operations if not o["name"].startswith("matmul")]:
+        if name.startswith("matmul"):
+            bounds, launches = product_seconds(gpu, name, cost["flops"], cost["bytes"], cost["calls"])
+            name = "products of the head" if re.search(r"rows of|50304|128256|151936", name) else "products"
+        else:
+            bounds, launches = operation_seconds(gpu, name, cost, small, kernels, code)
+        bound = max(bounds, key=bounds.get)
+        row = rows[name]
+        row[0] += bounds[bound] + launches * LAUNCH
+        row[1], row[2] = bound, row[2] + launches
+        row[3] += max(cost["flops"] / (gpu.products if "products" in name else gpu.flops), cost["bytes"] / gpu.bandwidth)
+    return sorted(((name, *row) for name, row in rows.items()), key=lambda row: -row[1])
+
+
+def facts(gpu, kernels, sass, usage):
+    """What a kernel's code says on a GPU: registers, warps a multiprocessor, loads under way beside what it needs."""
+    needed = gpu.bandwidth / gpu.sms * 2 * gpu.latency / gpu.clock  # Little's law, with twice the latency of an idle GPU
+    said = {}
+    for name, k in kernels.items():
+        warps = warps_on(gpu, usage[gpu.arch][name], k["threads"], k["shared_bytes"])
+        code = sass[gpu.arch][name]
+        bytes_ = 32 * warps * loads_under_way(code)
+        said[name] = {"registers": usage[gpu.arch][name], "warps": warps, "instructions": len(code), "under_way": bytes_,
+                      "loop": max(map(len, loops(code)), default=0), "little": bytes_ / needed}
+    return said
+
+
+# --- What is written.
+
+def readable(names):
+    said = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+    return [re.sub(r"^void |\(.*|__nv_", "", line) for line in said.splitlines()]
+
+
+def table(head, rows):
+    return ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|",
+            *("| " + " | ".join(map(str, row)) + " |" for row in rows), ""]
+
+
+def step_tables(setup, steps):
+    names = list(dict.fromkeys(row[0] for step in steps.values() for row in step))
+    rows = []
+    for name in names:
+        cells = [next(row for row in step if row[0] == name) for step in steps.values()]
+        if max(c[1] / sum(row[1] for row in step) for c, step in zip(cells, steps.values())) < 0.005:
+            continue
+        rows.append([name, round(cells[0][3]), *(f"{1e3 * c[1]:.2f} ({c[2]}, {100 * c[4] / c[1]:.0f}%)" for c in cells)])
+    return [f"### {setup.title}, {setup.batch} x {setup.seq_len}", "",
+            *table(["operation", "launches", *(f"{gpu}, ms" for gpu in steps)], rows)]
+
+
+def gates(totals_, steps, kernels, optimism):
+    """Each gate of the project, and whether it is met. `optimism`: how much of llm.c's own step the count sees."""
+    lines = []
+    ms = 1e3 * totals_["GPT-2 124M", "H100"]
+    lines.append(f"- GPT-2 124M, 64 x 1024, in at most 115 ms on an H100: {ms:.0f} ms as counted, {ms / optimism:.0f} with the "
+                 f"count's error on llm.c's step: {'met' if ms / optimism <= 115 else 'not met'}.")
+    for (title, gpu), (published, _) in PUBLISHED.items():
+        if not title.startswith("GPT-2"):
+            continue
+        setup = next(s for s in SETUPS if s.title == title)
+        ratio = setup.batch * setup.seq_len / totals_[title, gpu] / published
+        lines.append(f"- 1.1 times llm.c's tokens/s, {title} on {gpu}: {ratio:.2f} times as counted, {ratio * optimism:.2f} with "
+                     f"that error: {'met' if ratio * optimism >= 1.1 else 'not met'}.")
+    moves = {name: k for name, k in kernels.items() if not k["tensor_flops"] and k["global_sectors"] > 1000}
+    poor = {n: k["global_bytes"] / 32 / k["global_sectors"] for n, k in moves.items()}
+    banks = {n: k["shared_passes"] / k["shared_requests"] for n, k in kernels.items() if k["shared_requests"]}
+    def listed(values, bad):
+        found = [(n, v) for n, v in values.items() if bad(v)]
+        return "; ".join(f"{r} {v:.2f}" for r, (_, v) in zip(readable([n for n, _ in found]), found)) if found else "met by all"
+    lines.append(f"- 90% of the bytes of sectors used, by kernels that only move memory: {listed(poor, lambda v: v < 0.9)}, of each request by itself.")
+    lines.append(f"- At most 1.1 accesses a bank: {listed(banks, lambda v: v > 1.1)}.")
+    slow = collections.defaultdict(list)
+    for (title, gpu), step in steps.items():
+        for name, seconds, _, launches, roofline in step:
+            if roofline < 0.7 * (seconds - launches * LAUNCH) and seconds > 0.005 * totals_[title, gpu]:
+                slow[name].append(f"{roofline / (seconds - launches * LAUNCH):.2f}")
+    lines.append("- Nothing under 70% of its roofline, launches aside, where it takes half a per cent of a step: " +
+                 ("; ".join(f"{name} {min(v)} to {max(v)}" for name, v in slow.items()) or "met by all") + ".")
+    return lines
+
+
+def llmc_seconds(operations, step):
+    """llm.c's step on an A100 by the same count: these products and passes, with FlashAttention 2's products."""
+    gpu = GPUS["A100"]
+    attention = sum(o["flops"] * (5 / 7 if "backward" in o["name"] else 1) for o in operations
+                    if o["name"].startswith("attention"))  # theirs has 5 products backward
+    return sum(row[1] for row in step if not row[0].startswith("attention")) + attention / gpu.products
+
+
+def checks(theirs):
+    """The method on what was published."""
+    gpu = GPUS["A100"]
+    return [f"- llm.c's step of GPT-2 124M on an A100, 64 x 1024: the operations above with FlashAttention 2's products "
+            f"at cuBLASLt's rate are {1e3 * theirs:.0f} ms; published: about 300, on 8 GPUs that exchange gradients too. "
+            f"The count is {100 * (1 - theirs / LLMC_A100):.0f}% too fast.",
+            f"- FlashAttention 2's forward pass on an A100 (heads of 128): tensor FLOPs by the method "
+            f"{gpu.products / 1e12:.0f} TFLOP/s, published at most 230 (arXiv 2307.08691): "
+            f"{100 * (gpu.products / 230e12 - 1):.0f}% too fast.",
+            f"- FlashAttention 3's on an H100: {GPUS['H100'].products / 1e12:.0f} by the method, published at most 740 "
+            f"(arXiv 2407.08608): {100 * (GPUS['H100'].products / 740e12 - 1):.0f}% too fast.", ""]
+
+
+def kernel_table(gpu_name, kernels, code):
+    order = sorted(kernels, key=lambda n: -kernels[n]["instructions"])
+    rows = []
+    for name, text in zip(order, readable(order)):
+        k, c = kernels[name], code[name]
+        rows.append([f"`{text}`", c["instructions"], c["loop"], c["registers"], k["shared_bytes"], c["warps"],
+                     c["under_way"], f"{min(9.99, c['little']):.2f}",
+                     f"{k['global_bytes'] / 32 / max(1, k['global_sectors']):.2f}",
+                     f"{k['shared_passes'] / k['shared_requests']:.2f}" if k["shared_requests"] else ""])
+    return [f"### {gpu_name}", "", *table(["kernel", "SASS", "largest loop", "registers", "shared bytes", "warps", "bytes under way",
+                                           "of Little's", "sector use", "passes a bank"], rows)]
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
+                                     formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--trainer", default=ROOT / "build/emulated/train-bf16", help="make emulated-build makes it")
+    parser.add_argument("--out", default=ROOT / "dev/results/gpu-predicted.md")
+    parser.add_argument("--keep", help="a folder for what was counted, which is not counted again")
+    options = parser.parse_args(arguments)
+    trainer = pathlib.Path(options.trainer).resolve()
+    steps, totals_, written, every = {}, {}, [], {}
+    with tempfile.TemporaryDirectory() as path:
+        folder = pathlib.Path(options.keep or path)
+        folder.mkdir(exist_ok=True)
+        sass, usage = cubins(trainer, folder)
+        rows, plans, codes = [], {}, {}
+        for setup in SETUPS:
+            for gpu_name, gpu in GPUS.items():
+                kernels, small = small_step(trainer, "H100" if gpu.arch == "sm_90a" else "A100", setup, folder)
+                p = plan(trainer, gpu_name, setup.model, setup.batch, setup.seq_len, folder)
+                operations = p["operations"]
+                check_claims(kernels, totals(operations))
+                code = facts(gpu, kernels, sass, usage)
+                every.update(kernels)
+                codes.setdefault(gpu_name, {}).update(code)
+                step = step_of(gpu, operations, small, kernels, code)
+                seconds = sum(row[1] for row in step)
+                steps[setup.title, gpu_name], totals_[setup.title, gpu_name] = step, seconds
+                plans[setup.title, gpu_name] = operations
+                speed = setup.batch * setup.seq_len / seconds
+                published, source = PUBLISHED.get((setup.title, gpu_name), (0, ""))
+                room = p["totals"]["total"] / gpu.memory
+                rows.append([f"{setup.title}, {setup.batch} x {setup.seq_len}", gpu_name, p["head_rows"],
+                             f"{1e3 * seconds:.0f}" + (" (does not fit)" if room > 1 else ""), f"{speed:.0f}",
+                             f"{published:.0f}" if published else "", f"{speed / published:.2f}" if published else "", source])
+        written += ["# What a step should take, by counting", "", "Nothing here was measured. `dev/gpu_predicted.py` makes it from "
+                    "the program: " + " ".join(__doc__.split("\n\n")[1].split()) + " The counts are of PTX, as executed on "
+                    "models of one narrow layer, in proportion to bytes or FLOPs.", "",
+                    "## Steps", "", *table(["step", "GPU", "head rows", "ms", "tokens/s", "published", "ratio", "source"], rows)]
+        theirs = llmc_seconds(plans["GPT-2 124M", "A100"], steps["GPT-2 124M", "A100"])
+        written += ["## Gates", "", *gates(totals_, steps, every, min(1, theirs / LLMC_A100)), "",
+                    "## The method on what was published", "", *checks(theirs),
+                    "What overlaps badly, waits for latency or runs at lower clocks is not in the count: the steps above are "
+                    "to be read as the least that these kernels take.", "",
+                    "## Operations", "", "In brackets: what bounds it, and the share of its roofline.", ""]
+        for setup in SETUPS:
+            written += step_tables(setup, {gpu: steps[setup.title, gpu] for gpu in GPUS})
+        written += ["## Kernels", ""]
+        for gpu_name in ("A100", "H100"):
+            written += kernel_table(gpu_name, {n: k for n, k in every.items() if n in codes[gpu_name]}, codes[gpu_name])
+    pathlib.Path(options.out).write_text("\n".join(written).rstrip() + "\n")
+    print(f"written: {options.out}")
+
+
+if __name__ == "__main__":
+    main()

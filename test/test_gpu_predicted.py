@@ -1,0 +1,68 @@
+"""dev/gpu_predicted.py: what it reads of SASS and counters, and how it counts."""
+
+import gpu_predicted
+import pytest
+
+SASS = """
+	code for sm_80
+		Function : _Z19gelu_forward_kernelIfEvPT_PKS1_l
+        /*0000*/                   MOV R1, c[0x0][0x28] ;                   /* 0x0 */
+        /*0010*/                   LDG.E.128 R4, [R2.64] ;                  /* 0x0 */
+        /*0020*/              @!P0 LDG.E.128.CONSTANT R8, [R2.64+0x200] ;   /* 0x0 */
+        /*0030*/                   FADD R12, R4, R8 ;                       /* 0x0 */
+        /*0040*/                   LDG.E.U16 R16, [R2.64] ;                 /* 0x0 */
+        /*0050*/               @P1 BRA 0x10 ;                               /* 0x0 */
+        /*0060*/                   EXIT ;                                   /* 0x0 */
+"""
+
+
+def test_sass():
+    functions = gpu_predicted.functions(SASS)
+    [code] = functions.values()
+    assert list(functions) == ["_Z19gelu_forward_kernelIfEvPT_PKS1_l"] and len(code) == 7
+    assert [len(loop) for loop in gpu_predicted.loops(code)] == [5]
+    assert gpu_predicted.loads_under_way(code) == 32  # two of 16 bytes before the addition needs them
+
+
+def test_operations_have_their_kernels():
+    kernels = ["_Z19gelu_forward_kernelIfEvPT_PKS1_l", "_Z18column_sums_kernelIfLi4E11BiasColumnsIfEEvPf"]
+    assert gpu_predicted.kernels_of("gelu_forward", kernels) == kernels[:1]
+    assert gpu_predicted.kernels_of("bias_backward", kernels) == kernels[1:]
+    gpu_predicted.check_claims(kernels, ["gelu_forward", "matmul"])
+    with pytest.raises(SystemExit):
+        gpu_predicted.check_claims(kernels, ["layernorm_forward"])
+    with pytest.raises(SystemExit):
+        gpu_predicted.check_claims(["_Z10new_kernelIfEvPT_"], [])
+
+
+def test_counters():
+    counters = gpu_predicted.read_counters("kernel launches instructions\n_Z1av 2 10\n_Z1bv 1 5\n")
+    assert counters == {"_Z1av": {"launches": 2, "instructions": 10}, "_Z1bv": {"launches": 1, "instructions": 5}}
+
+
+def test_occupancy():
+    gpu = gpu_predicted.GPUS["A100"]
+    assert gpu_predicted.warps_on(gpu, 32, 256, 0) == 64
+    assert gpu_predicted.warps_on(gpu, 255, 256, 0) == 8
+    assert gpu_predicted.warps_on(gpu, 32, 128, 80 << 10) == 8
+
+
+def test_an_operation_takes_its_longest_bound():
+    gpu = gpu_predicted.GPUS["H100"]
+    name = "_Z19gelu_forward_kernelIfEvPT_PKS1_l"
+    small = {"gelu_forward": {"flops": 0, "bytes": 3200, "calls": 1}}
+    kernels = {name: gpu_predicted.Kernel(instructions=1000, tensor_flops=0, distinct_sectors=200, global_bytes=3200, launches=1)}
+    cost = {"flops": 0, "bytes": 3.2e9, "calls": 4}
+    bounds, launches = gpu_predicted.operation_seconds(gpu, "gelu_forward", cost, small, kernels, {name: {"little": 2}})
+    assert launches == 4 and bounds["tensor"] == 0
+    assert bounds["memory"] == pytest.approx(6.4e9 / (3.35e12 * 0.85))  # it touches twice what the plan counts
+    assert bounds["issue"] == pytest.approx(1e9 / (4 * 132 * 1.83e9))
+    slower, _ = gpu_predicted.operation_seconds(gpu, "gelu_forward", cost, small, kernels, {name: {"little": 0.5}})
+    assert slower["memory"] == pytest.approx(6.4e9 / (3.35e12 * 0.5))
+
+
+def test_products_come_in_whole_waves():
+    gpu = gpu_predicted.GPUS["A100"]
+    whole, _ = gpu_predicted.product_seconds(gpu, "matmul 13824 x 256 x 512 NN", 1e12, 0, 1)  # 108 tiles
+    more, _ = gpu_predicted.product_seconds(gpu, "matmul 13952 x 256 x 512 NN", 1e12, 0, 1)
+    assert whole["tensor"] == pytest.approx(1e12 / gpu.products) and more["tensor"] > 1.9 * whole["tensor"]

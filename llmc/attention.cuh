@@ -11,8 +11,8 @@
 // sum needs atomics: heads that share keys pass one after the other where those stay. Tiles outside a window
 // or of other documents are left out. On the fast CPU attention_cpu.h does the same with oneDNN.
 //
-// Each kernel comes in two forms. The plain one has neither window nor slopes nor documents, and no branches
-// for them.
+// Each kernel comes in two forms. The plain one has neither window nor slopes nor documents, its rows are
+// made of whole aligned 16 bytes, and it has no branches for the others.
 #pragma once
 
 #include <algorithm>
@@ -42,35 +42,77 @@ struct AttentionTiles {
     static constexpr int kBlocksAtOnce = kHead <= 64 ? 3 : 2;
 };
 
-// Starts to copy `rows` rows (or as many as the tile has) of head_size columns; the rest of the tile becomes
-// zero. `vectors`: rows are made of whole aligned 16 bytes.
-template <int kRows, int kHead, class T>
-SIMT_DEVICE void load_tile(T* tile, const T* from, int64_t row_stride, int rows, int head_size,
-                           bool vectors) {
-    constexpr int kVector = 16 / sizeof(T), kVectors = kHead / kVector;
-    for (int i = threadIdx.x; i < kRows * kVectors; i += kAttentionThreads) {
-        const int row = i / kVectors, column = i % kVectors * kVector;
-        T* to = tile + row * AttentionTiles<T, kHead>::kStride + column;
-        const T* source = from + row * row_stride + column;
+// Loads tiles of kRows rows of kTiles tensors, which lie one after the other. What a thread copies of a tile
+// has the same places in each: one column of every kStep-th row, so from copy to copy it only adds.
+template <int kTiles, int kRows, int kHead, class T>
+struct TileLoader {
+    static constexpr int kStride = AttentionTiles<T, kHead>::kStride;
+    using Strides = int64_t[kTiles];  // distances of rows
+    const T* from[kTiles];            // what this thread copies first of the next tile
+    int to;                           // and where in the tile
+    bool vectors;                     // whether rows are made of whole aligned 16 bytes
+
+    template <int kElements>  // at once
+    struct Places {
+        static constexpr int kColumns = kHead / kElements, kStep = kAttentionThreads / kColumns;
+        static_assert(kAttentionThreads % kColumns == 0 && kRows % kStep == 0);
+        const int row = threadIdx.x / kColumns, column = threadIdx.x % kColumns * kElements;
+
+        SIMT_DEVICE void begin(TileLoader& loader, const T* const (&tensors)[kTiles],
+                               const Strides& strides) const {
+            UNROLL for (int t = 0; t < kTiles; t++) loader.from[t] = tensors[t] + row * strides[t] + column;
+            loader.to = row * kStride + column;
+        }
+        // Rows that there are of the thread's column from its first on.
+        SIMT_DEVICE int left(int rows, int head_size) const { return column < head_size ? rows - row : 0; }
+    };
+    using Vectors = Places<16 / sizeof(T)>;
+    using Elements = Places<1>;
+
+    SIMT_DEVICE TileLoader(const T* const (&tensors)[kTiles], const Strides& strides, bool vectors)
+        : vectors(vectors) {
+        vectors ? Vectors().begin(*this, tensors, strides) : Elements().begin(*this, tensors, strides);
+    }
+    // Starts to copy the next kRows rows, or `rows` where there are less, of head_size columns; the rest of
+    // the tiles becomes zero.
+    SIMT_DEVICE void load(T* tiles, const Strides& strides, int rows, int head_size) {
         if (vectors) {
-            const bool valid = row < rows && column < head_size;
-            copy_to_shared<16>(to, valid ? source : from, valid);
+            constexpr int kStep = Vectors::kStep;
+            const int left = Vectors().left(rows, head_size);
+            UNROLL for (int t = 0; t < kTiles; t++) {
+                UNROLL for (int i = 0; i < kRows; i += kStep, from[t] += kStep * strides[t])
+                    copy_to_shared<16>(tiles + to + (t * kRows + i) * kStride, from[t], i < left);
+            }
         } else {
-            for (int e = 0; e < kVector; e++)
-                to[e] = row < rows && column + e < head_size ? source[e] : from_float<T>(0.f);
+            constexpr int kStep = Elements::kStep;
+            const int left = Elements().left(rows, head_size);
+            UNROLL for (int t = 0; t < kTiles; t++) {
+#pragma unroll 4
+                for (int i = 0; i < kRows; i += kStep, from[t] += kStep * strides[t])
+                    tiles[to + (t * kRows + i) * kStride] = i < left ? *from[t] : from_float<T>(0.f);
+            }
         }
     }
+};
+
+// A tile of some tensors for itself.
+template <int kHead, int kTiles, class T>
+SIMT_DEVICE void load_staying(T* tiles, const T* const (&tensors)[kTiles], const int64_t (&strides)[kTiles],
+                              int rows, int head_size, bool vectors) {
+    TileLoader<kTiles, kAttentionRows, kHead, T>(tensors, strides, vectors)
+        .load(tiles, strides, rows, head_size);
 }
 
-// The keys and values of head kv from `key` on: a tile of K, and after it one of V.
+// The keys and values of one head, from the first on.
 template <int kHead, class T>
-SIMT_DEVICE void load_keys(T* tiles, const AttentionInput<T>& in, int b, int kv, int key, bool vectors) {
-    using Tiles = AttentionTiles<T, kHead>;
-    const int64_t at = in.kv_offset(b, kv) + key * in.kv_row;
-    load_tile<Tiles::kPassing, kHead>(tiles, in.k + at, in.kv_row, in.keys - key, in.head_size, vectors);
-    load_tile<Tiles::kPassing, kHead>(tiles + Tiles::kPassingSize, in.v + at, in.kv_row, in.keys - key,
-                                      in.head_size, vectors);
-}
+struct KeyLoader : TileLoader<2, AttentionTiles<T, kHead>::kPassing, kHead, T> {
+    using Loader = TileLoader<2, AttentionTiles<T, kHead>::kPassing, kHead, T>;
+    SIMT_DEVICE KeyLoader(const AttentionInput<T>& in, int b, int kv, bool vectors)
+        : Loader({in.k + in.kv_offset(b, kv), in.v + in.kv_offset(b, kv)}, {in.kv_row, in.kv_row}, vectors) {}
+    SIMT_DEVICE void load(T* tiles, const AttentionInput<T>& in, int key) {
+        Loader::load(tiles, {in.kv_row, in.kv_row}, in.keys - key, in.head_size);
+    }
+};
 
 // s = A B^T over kHead columns: 16 rows of tile a, the 8 * N rows of tile b.
 template <int kHead, int N, class T>
@@ -106,6 +148,7 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
     attention_forward_kernel(T* out, float* lse, AttentionInput<T> in, float scale, bool vectors) {
     using Tiles = AttentionTiles<T, kHead>;
     constexpr int kPassing = Tiles::kPassing;
+    if (kPlain) vectors = true;
     DYNAMIC_SHARED(T, shared);
     T* const q_tile = shared;
     T* const kv_tiles = q_tile + Tiles::kStayingSize;  // K, V of this step, K, V of the next
@@ -114,9 +157,10 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
     const int row = block_row + 16 * warp();  // of this warp's first query
     if (!kPlain) in.drop_keys(in.first_key(b, block_row));
     const int end = in.keys_before(block_row + kAttentionRows);
-    load_tile<kAttentionRows, kHead>(q_tile, in.q + in.q_offset(b, h) + block_row * in.q_row, in.q_row,
-                                     in.queries - block_row, in.head_size, vectors);
-    load_keys<kHead>(kv_tiles, in, b, kv, 0, vectors);
+    load_staying<kHead, 1, T>(q_tile, {in.q + in.q_offset(b, h) + block_row * in.q_row}, {in.q_row},
+                              in.queries - block_row, in.head_size, vectors);
+    KeyLoader<kHead, T> loader(in, b, kv, vectors);
+    loader.load(kv_tiles, in, 0);
 
     int first_keys[2] = {};  // of the documents of this lane's queries
     if (!kPlain && in.positions) document_keys(first_keys, in, b, row);
@@ -126,8 +170,7 @@ __global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::k
         wait_for_copies();
         __syncthreads();  // this step's tiles are complete, and nobody reads the other two any more
         if (key + kPassing < end)
-            load_keys<kHead>(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, b, kv, key + kPassing,
-                             vectors);
+            loader.load(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, key + kPassing);
         const T* const k_tile = kv_tiles + buffer * 2 * Tiles::kPassingSize;
         AttentionRows<kPassing / 8> s;
         multiply_rows<kHead>(s, q_tile + 16 * warp() * Tiles::kStride, k_tile);
@@ -172,6 +215,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
                                    AttentionInput<T> in, float scale, bool vectors) {
     using Tiles = AttentionTiles<T, kHead>;
     constexpr int kPassing = Tiles::kPassing;
+    if (kPlain) vectors = true;
     DYNAMIC_SHARED(T, shared);
     T* const k_tile = shared;
     T* const v_tile = k_tile + Tiles::kStayingSize;
@@ -186,26 +230,26 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
     const int keys_end = block_row + kAttentionRows;
     const int end = kPlain ? in.queries_before(keys_end) : in.queries_before(b, keys_end);
     const int row = block_row + 16 * warp();  // of this warp's first key
+    using Loader = TileLoader<2, kPassing, kHead, T>;
+    const auto loader_of = [&](int h) SIMT_INLINE {
+        return Loader({in.q + in.q_offset(b, h) + block_row * in.q_row,
+                       dout + in.out_offset(b, h) + block_row * in.out_row()},
+                      {in.q_row, in.out_row()}, vectors);
+    };
+    Loader loader = loader_of(first_head);
     const auto load_queries = [&](int h, int query, int buffer) {
         T* const to = passing + buffer * 2 * Tiles::kPassingSize;
         const int left = end - query;
-        load_tile<kPassing, kHead>(to, in.q + in.q_offset(b, h) + query * in.q_row, in.q_row, left,
-                                   in.head_size, vectors);
-        load_tile<kPassing, kHead>(to + Tiles::kPassingSize,
-                                   dout + in.out_offset(b, h) + query * in.out_row(), in.out_row(), left,
-                                   in.head_size, vectors);
+        loader.load(to, {in.q_row, in.out_row()}, left, in.head_size);
         const int i = threadIdx.x % kPassing;
         const bool first = threadIdx.x < kPassing;
-        const float* const from = (first ? lse : delta) + in.row_offset(b, h);
+        const float* const from = (first ? lse : delta) + in.row_offset(b, h) + query + i;
         if (threadIdx.x < 2 * kPassing)
-            copy_to_shared<4>(statistic(first ? to : to + Tiles::kPassingSize, i),
-                              i < left ? from + query + i : from, i < left);
+            copy_to_shared<4>(statistic(first ? to : to + Tiles::kPassingSize, i), from, i < left);
     };
     const int64_t rows_at = in.kv_offset(b, kv) + block_row * in.kv_row;
-    load_tile<kAttentionRows, kHead>(k_tile, in.k + rows_at, in.kv_row, in.keys - block_row, in.head_size,
-                                     vectors);
-    load_tile<kAttentionRows, kHead>(v_tile, in.v + rows_at, in.kv_row, in.keys - block_row, in.head_size,
-                                     vectors);
+    load_staying<kHead, 2, T>(k_tile, {in.k + rows_at, in.v + rows_at}, {in.kv_row, in.kv_row},
+                              in.keys - block_row, in.head_size, vectors);
     load_queries(first_head, block_row, 0);
 
     int ends[2] = {};  // of the documents of this lane's keys
@@ -216,18 +260,21 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
         __syncthreads();  // as in forward
         const bool same_head = query + kPassing < end;
         const int next_head = same_head ? h : h + 1, next_query = same_head ? query + kPassing : block_row;
-        if (next_head < heads_end) load_queries(next_head, next_query, buffer ^ 1);
+        if (next_head < heads_end) {
+            if (!same_head) loader = loader_of(next_head);
+            load_queries(next_head, next_query, buffer ^ 1);
+        }
         const T* const q_tile = passing + buffer * 2 * Tiles::kPassingSize;
         const T* const dout_tile = q_tile + Tiles::kPassingSize;
         AttentionRows<kPassing / 8> p, ds;
         multiply_rows<kHead>(p, k_tile + 16 * warp() * Tiles::kStride, q_tile);
         const int diagonal = row - query;  // the first column that sees this warp's first key
         if (!kPlain && in.alibi) add_distances(p, diagonal, -in.slope(h, scale));
-        const auto to_probability = [&](float& x, int r, int column) {
-            x = exp2_of((x * scale - *statistic(q_tile, column)) * kLog2e);
-            if (column < diagonal + lane() / 4 + 8 * r) x = 0.f;
+        const auto to_probability = [&](float& x, int, int column) {
+            x = exp2_of(x * (scale * kLog2e) - *statistic(q_tile, column) * kLog2e);
         };
         for_each_score<kPassing / 8>(to_probability, p);
+        if (diagonal + 15 > 0) mask_up_to(p, diagonal - 1, 0.f);
         if (!kPlain && diagonal + in.span() < kPassing) mask_after(p, diagonal + in.span() - 1, 0.f);
         if (!kPlain && in.positions) mask_from(p, {ends[0] - query, ends[1] - query}, 0.f);
         if (!kPlain && in.dropout) {
@@ -262,6 +309,7 @@ __global__ void __launch_bounds__(kAttentionThreads, kDrops ? 2 : AttentionTiles
                                       AttentionInput<T> in, float scale, bool vectors) {
     using Tiles = AttentionTiles<T, kHead>;
     constexpr int kPassing = Tiles::kPassing;
+    if (kPlain) vectors = true;
     DYNAMIC_SHARED(T, shared);
     T* const q_tile = shared;
     T* const dout_tile = q_tile + Tiles::kStayingSize;
@@ -271,16 +319,17 @@ __global__ void __launch_bounds__(kAttentionThreads, kDrops ? 2 : AttentionTiles
     const int row = block_row + 16 * warp();  // of this warp's first query
     if (!kPlain) in.drop_keys(in.first_key(b, block_row));
     const int end = in.keys_before(block_row + kAttentionRows);
-    load_tile<kAttentionRows, kHead>(q_tile, in.q + in.q_offset(b, h) + block_row * in.q_row, in.q_row,
-                                     in.queries - block_row, in.head_size, vectors);
-    load_tile<kAttentionRows, kHead>(dout_tile, dout + in.out_offset(b, h) + block_row * in.out_row(),
-                                     in.out_row(), in.queries - block_row, in.head_size, vectors);
-    load_keys<kHead>(kv_tiles, in, b, kv, 0, vectors);
+    load_staying<kHead, 2, T>(q_tile,
+                              {in.q + in.q_offset(b, h) + block_row * in.q_row,
+                               dout + in.out_offset(b, h) + block_row * in.out_row()},
+                              {in.q_row, in.out_row()}, in.queries - block_row, in.head_size, vectors);
+    KeyLoader<kHead, T> loader(in, b, kv, vectors);
+    loader.load(kv_tiles, in, 0);
 
     float row_lse[2], row_delta[2];
     UNROLL for (int r = 0; r < 2; r++) {
         const int query = row + lane() / 4 + 8 * r;
-        row_lse[r] = query < in.queries ? lse[in.row_offset(b, h) + query] : 0.f;
+        row_lse[r] = query < in.queries ? lse[in.row_offset(b, h) + query] * kLog2e : 0.f;
         row_delta[r] = query < in.queries ? delta[in.row_offset(b, h) + query] : 0.f;
     }
     int first_keys[2] = {};  // as in forward
@@ -290,8 +339,7 @@ __global__ void __launch_bounds__(kAttentionThreads, kDrops ? 2 : AttentionTiles
         wait_for_copies();
         __syncthreads();  // as in forward
         if (key + kPassing < end)
-            load_keys<kHead>(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, b, kv, key + kPassing,
-                             vectors);
+            loader.load(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, key + kPassing);
         const T* const k_tile = kv_tiles + buffer * 2 * Tiles::kPassingSize;
         AttentionRows<kPassing / 8> s, ds;
         multiply_rows<kHead>(s, q_tile + 16 * warp() * Tiles::kStride, k_tile);
@@ -299,11 +347,11 @@ __global__ void __launch_bounds__(kAttentionThreads, kDrops ? 2 : AttentionTiles
         if (kDrops) drop_scores(ds, in, b, h, row, key);
         const int diagonal = in.position(row) - key;  // as in forward
         if (!kPlain && in.alibi) add_distances(s, diagonal, in.slope(h, scale));
-        const auto gradient = [&](float& x, float score, int r, int column) {
-            const float probability = exp2_of((score * scale - row_lse[r]) * kLog2e);
-            x = column <= diagonal + lane() / 4 + 8 * r ? probability * (x - row_delta[r]) : 0.f;
+        const auto gradient = [&](float& x, float score, int r, int) {
+            x = exp2_of(score * (scale * kLog2e) - row_lse[r]) * (x - row_delta[r]);
         };
         for_each_score<kPassing / 8>(gradient, ds, s);
+        if (diagonal < kPassing - 1) mask_after(ds, diagonal, 0.f);
         if (!kPlain && diagonal + 15 >= in.span()) mask_up_to(ds, diagonal - in.span(), 0.f);
         if (!kPlain && in.positions) mask_before(ds, {first_keys[0] - key, first_keys[1] - key}, 0.f);
         multiply_columns<kHead>(dq_rows, ds, k_tile);
@@ -325,11 +373,11 @@ void for_head_size(int head_size, F f) {
     else
         f(std::integral_constant<int, 128>());
 }
-// And with whether the plain form does.
+// And with whether the plain form does; `vectors` as attention_vectors() has it.
 template <class T, class F>
-void for_form(const AttentionInput<T>& in, F f) {
+void for_form(const AttentionInput<T>& in, bool vectors, F f) {
     for_head_size(in.head_size, [&](auto columns) {
-        in.plain() ? f(columns, std::true_type()) : f(columns, std::false_type());
+        in.plain() && vectors ? f(columns, std::true_type()) : f(columns, std::false_type());
     });
 }
 
@@ -381,12 +429,13 @@ void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream s
     } else {
         if constexpr (kHopperAttention<T>)
             if (hopper_attention_takes(in, {out})) return hopper_attention_forward(out, lse, in, stream);
-        for_form(in, [&](auto columns, auto plain) {
+        const bool vectors = attention_vectors(in, {out});
+        for_form(in, vectors, [&](auto columns, auto plain) {
             using Tiles = AttentionTiles<T, columns.value>;
             const dim3 grid(in.batch * in.heads, ceil_div(in.queries, kAttentionRows));
             launch<attention_forward_kernel<T, columns.value, plain.value>>(
                 grid, kAttentionThreads, (Tiles::kStayingSize + 4 * Tiles::kPassingSize) * sizeof(T), stream,
-                out, lse, in, in.scale(), attention_vectors(in, {out}));
+                out, lse, in, in.scale(), vectors);
         });
     }
 }
@@ -412,7 +461,7 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const 
         if constexpr (kHopperAttention<T>)
             if (hopper_attention_takes(in, {dq, dk, dv, dout, out}))
                 return hopper_attention_backward(dq, dk, dv, dout, lse, delta, in, stream);
-        for_form(in, [&](auto columns, auto plain) {
+        for_form(in, vectors, [&](auto columns, auto plain) {
             using Tiles = AttentionTiles<T, columns.value>;
             const size_t tiles = (2 * Tiles::kStayingSize + 4 * Tiles::kPassingSize) * sizeof(T);
             const unsigned row_tiles = ceil_div(in.keys, kAttentionRows);

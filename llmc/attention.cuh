@@ -96,11 +96,10 @@ struct TileLoader {
 };
 
 // A tile of some tensors for itself.
-template <int kHead, int kTiles, class T>
+template <int kHead, int kRows, int kTiles, class T>
 SIMT_DEVICE void load_staying(T* tiles, const T* const (&tensors)[kTiles], const int64_t (&strides)[kTiles],
                               int rows, int head_size, bool vectors) {
-    TileLoader<kTiles, kAttentionRows, kHead, T>(tensors, strides, vectors)
-        .load(tiles, strides, rows, head_size);
+    TileLoader<kTiles, kRows, kHead, T>(tensors, strides, vectors).load(tiles, strides, rows, head_size);
 }
 
 // The keys and values of one head, from the first on.
@@ -114,79 +113,114 @@ struct KeyLoader : TileLoader<2, AttentionTiles<T, kHead>::kPassing, kHead, T> {
     }
 };
 
-// s = A B^T over kHead columns: 16 rows of tile a, the 8 * N rows of tile b.
-template <int kHead, int N, class T>
-SIMT_DEVICE void multiply_rows(AttentionRows<N>& s, const T* a_tile, const T* b_tile) {
+// s = A B^T over kHead columns: 16 * M rows of tile a, the 8 * N rows of tile b, each read once for all of a.
+template <int kHead, int M, int N, class T>
+SIMT_DEVICE void multiply_rows(AttentionRows<N> (&s)[M], const T* a_tile, const T* b_tile) {
     constexpr int kStride = AttentionTiles<T, kHead>::kStride;
-    for_each_score<N>([](float& x, int, int) { x = 0.f; }, s);
+    UNROLL for (int m = 0; m < M; m++) for_each_score<N>([](float& x, int, int) { x = 0.f; }, s[m]);
     UNROLL for (int k = 0; k < kHead; k += 16) {
-        const FragmentA<T> a[1] = {load_a(a_tile + k, kStride)};
         FragmentB<T> b[N];
         load_b(b, b_tile + k, kStride);
-        mma_tiles(s, a, b);
-    }
-}
-
-// o += P B: P is 16 rows by 8 * N columns of accumulators, rounded to T; tile b has 8 * N rows of kHead
-// columns. By 64 columns at a time, to have few fragments in registers.
-template <int kHead, int N, class T>
-SIMT_DEVICE void multiply_columns(AttentionRows<kHead / 8>& o, const AttentionRows<N>& p, const T* b_tile) {
-    constexpr int kStride = AttentionTiles<T, kHead>::kStride, kGroup = kHead / 8 < 8 ? kHead / 8 : 8;
-    UNROLL for (int k = 0; k < N; k += 2) {
-        const FragmentA<T> a[1] = {accumulators_as_a<T>(p[0][k], p[0][k + 1])};
-        UNROLL for (int j = 0; j < kHead / 8; j += kGroup) {
-            FragmentB<T> b[kGroup];
-            load_b_transposed(b, b_tile + 8 * k * kStride + 8 * j, kStride);
-            mma_tiles(reinterpret_cast<AttentionRows<kGroup>&>(o[0][j]), a, b);
+        UNROLL for (int m = 0; m < M; m++) {
+            const FragmentA<T> a[1] = {load_a(a_tile + 16 * m * kStride + k, kStride)};
+            mma_tiles(s[m], a, b);
         }
     }
 }
+template <int kHead, int N, class T>
+SIMT_DEVICE void multiply_rows(AttentionRows<N>& s, const T* a_tile, const T* b_tile) {
+    multiply_rows<kHead>(reinterpret_cast<AttentionRows<N>(&)[1]>(s), a_tile, b_tile);
+}
 
-// out and lse of 64 queries of one head. Blocks (batch * heads, tiles of queries), longest first.
+// o += P B: P is 16 * M rows by 8 * N columns of accumulators, rounded to T; tile b has 8 * N rows of kHead
+// columns. By 64 columns at a time, to have few fragments in registers.
+template <int kHead, int M, int N, class T>
+SIMT_DEVICE void multiply_columns(AttentionRows<kHead / 8> (&o)[M], const AttentionRows<N> (&p)[M],
+                                  const T* b_tile) {
+    constexpr int kStride = AttentionTiles<T, kHead>::kStride, kGroup = kHead / 8 < 8 ? kHead / 8 : 8;
+    UNROLL for (int k = 0; k < N; k += 2) {
+        UNROLL for (int j = 0; j < kHead / 8; j += kGroup) {
+            FragmentB<T> b[kGroup];
+            load_b_transposed(b, b_tile + 8 * k * kStride + 8 * j, kStride);
+            UNROLL for (int m = 0; m < M; m++) {
+                const FragmentA<T> a[1] = {accumulators_as_a<T>(p[m][0][k], p[m][0][k + 1])};
+                mma_tiles(reinterpret_cast<AttentionRows<kGroup>&>(o[m][0][j]), a, b);
+            }
+        }
+    }
+}
+template <int kHead, int N, class T>
+SIMT_DEVICE void multiply_columns(AttentionRows<kHead / 8>& o, const AttentionRows<N>& p, const T* b_tile) {
+    multiply_columns<kHead>(reinterpret_cast<AttentionRows<kHead / 8>(&)[1]>(o),
+                            reinterpret_cast<const AttentionRows<N>(&)[1]>(p), b_tile);
+}
+
+// warp(). The shuffle tells the compiler that it is the same in all lanes: there are registers for such.
+SIMT_DEVICE int uniform_warp() { return __shfl_sync(~0u, warp(), 0); }
+
+// How forward is cut. The plain form gives a warp 32 queries, so that what it reads of keys and values serves
+// twice as many products; what passes by comes from shared memory as fast as the tensor cores take it.
 template <class T, int kHead, bool kPlain>
-__global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::kBlocksAtOnce)
-    attention_forward_kernel(T* out, float* lse, AttentionInput<T> in, float scale, bool vectors) {
+struct ForwardTiles : AttentionTiles<T, kHead> {
     using Tiles = AttentionTiles<T, kHead>;
-    constexpr int kPassing = Tiles::kPassing;
+    static constexpr int kParts = kPlain && std::is_same_v<T, bf16> ? 2 : 1;  // of 16 queries
+    static constexpr int kRows = kParts * kAttentionRows;
+    static constexpr int kQuerySize = kRows * Tiles::kStride;
+    static constexpr size_t kSharedBytes = (kQuerySize + 4 * Tiles::kPassingSize) * sizeof(T);
+    static constexpr int kBlocksAtOnce = kParts == 2 ? 2 : Tiles::kBlocksAtOnce;
+};
+
+// out and lse of kRows queries of one head. Blocks (batch * heads, tiles of queries), longest first.
+template <class T, int kHead, bool kPlain>
+__global__ void __launch_bounds__(kAttentionThreads, ForwardTiles<T, kHead, kPlain>::kBlocksAtOnce)
+    attention_forward_kernel(T* out, float* lse, AttentionInput<T> in, float scale, bool vectors) {
+    using Tiles = ForwardTiles<T, kHead, kPlain>;
+    constexpr int kPassing = Tiles::kPassing, kParts = Tiles::kParts, kRows = Tiles::kRows;
     if (kPlain) vectors = true;
     DYNAMIC_SHARED(T, shared);
     T* const q_tile = shared;
-    T* const kv_tiles = q_tile + Tiles::kStayingSize;  // K, V of this step, K, V of the next
+    T* const kv_tiles = q_tile + Tiles::kQuerySize;  // K, V of this step, K, V of the next
     const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads, kv = h / in.group();
-    const int block_row = (gridDim.y - 1 - blockIdx.y) * kAttentionRows;
-    const int row = block_row + 16 * warp();  // of this warp's first query
+    const int block_row = (gridDim.y - 1 - blockIdx.y) * kRows;
+    const int warp_row = uniform_warp() * 16 * kParts, row = block_row + warp_row;  // its first query
     if (!kPlain) in.drop_keys(in.first_key(b, block_row));
-    const int end = in.keys_before(block_row + kAttentionRows);
-    load_staying<kHead, 1, T>(q_tile, {in.q + in.q_offset(b, h) + block_row * in.q_row}, {in.q_row},
-                              in.queries - block_row, in.head_size, vectors);
+    const int end = in.keys_before(block_row + kRows);
+    load_staying<kHead, kRows, 1, T>(q_tile, {in.q + in.q_offset(b, h) + block_row * in.q_row}, {in.q_row},
+                                     in.queries - block_row, in.head_size, vectors);
     KeyLoader<kHead, T> loader(in, b, kv, vectors);
     loader.load(kv_tiles, in, 0);
 
     int first_keys[2] = {};  // of the documents of this lane's queries
     if (!kPlain && in.positions) document_keys(first_keys, in, b, row);
-    AttentionRows<kHead / 8> o = {};
-    OnlineSoftmax softmax;
+    AttentionRows<kHead / 8> o[kParts] = {};
+    OnlineSoftmax softmax[kParts];
     for (int key = 0, buffer = 0; key < end; key += kPassing, buffer ^= 1) {
         wait_for_copies();
         __syncthreads();  // this step's tiles are complete, and nobody reads the other two any more
         if (key + kPassing < end)
             loader.load(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, key + kPassing);
-        const T* const k_tile = kv_tiles + buffer * 2 * Tiles::kPassingSize;
-        AttentionRows<kPassing / 8> s;
-        multiply_rows<kHead>(s, q_tile + 16 * warp() * Tiles::kStride, k_tile);
         // The last column that this warp's first query sees.
         const int diagonal = in.position(row) - key;
-        if (!kPlain && in.alibi) add_distances(s, diagonal, in.slope(h, scale));
-        if (diagonal < kPassing - 1) mask_after(s, diagonal, -INFINITY);
-        if (!kPlain && diagonal + 15 >= in.span()) mask_up_to(s, diagonal - in.span(), -INFINITY);
-        if (!kPlain && in.positions) mask_before(s, {first_keys[0] - key, first_keys[1] - key}, -INFINITY);
-        float correction[2];
-        softmax.step(s, correction, scale * kLog2e);
-        scale_rows(o, correction);
-        if (!kPlain && in.dropout) drop_scores(s, in, b, h, row, key);
+        if (diagonal + 16 * kParts <= 0) continue;  // other warps see more
+        const T* const k_tile = kv_tiles + buffer * 2 * Tiles::kPassingSize;
+        AttentionRows<kPassing / 8> s[kParts];
+        multiply_rows<kHead>(s, q_tile + warp_row * Tiles::kStride, k_tile);
+        UNROLL for (int m = 0; m < kParts; m++) {
+            const int last = diagonal + 16 * m;
+            if (!kPlain && in.alibi) add_distances(s[m], last, in.slope(h, scale));
+            if (last < kPassing - 1) mask_after(s[m], last, -INFINITY);
+            if (!kPlain && last + 15 >= in.span()) mask_up_to(s[m], last - in.span(), -INFINITY);
+            if (!kPlain && in.positions)
+                mask_before(s[m], {first_keys[0] - key, first_keys[1] - key}, -INFINITY);
+            float correction[2];
+            softmax[m].step(s[m], correction, scale * kLog2e);
+            scale_rows(o[m], correction);
+            if (!kPlain && in.dropout) drop_scores(s[m], in, b, h, row, key);
+        }
         multiply_columns<kHead>(o, s, k_tile + Tiles::kPassingSize);
     }
-    store_output<kHead>(out, lse, o, softmax, in, b, h, row, scale, vectors);
+    UNROLL for (int m = 0; m < kParts; m++)
+        store_output<kHead>(out, lse, o[m], softmax[m], in, b, h, row + 16 * m, scale, vectors);
 }
 
 // delta[b, h, i] = sum of dout * out over the head's columns: a warp for each b, i, h, in this order.
@@ -229,7 +263,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
     const int block_row = blockIdx.y * kAttentionRows;
     const int keys_end = block_row + kAttentionRows;
     const int end = kPlain ? in.queries_before(keys_end) : in.queries_before(b, keys_end);
-    const int row = block_row + 16 * warp();  // of this warp's first key
+    const int warp_row = uniform_warp() * 16, row = block_row + warp_row;  // its first key
     using Loader = TileLoader<2, kPassing, kHead, T>;
     const auto loader_of = [&](int h) SIMT_INLINE {
         return Loader({in.q + in.q_offset(b, h) + block_row * in.q_row,
@@ -248,26 +282,31 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
             copy_to_shared<4>(statistic(first ? to : to + Tiles::kPassingSize, i), from, i < left);
     };
     const int64_t rows_at = in.kv_offset(b, kv) + block_row * in.kv_row;
-    load_staying<kHead, 2, T>(k_tile, {in.k + rows_at, in.v + rows_at}, {in.kv_row, in.kv_row},
-                              in.keys - block_row, in.head_size, vectors);
+    load_staying<kHead, kAttentionRows, 2, T>(k_tile, {in.k + rows_at, in.v + rows_at},
+                                              {in.kv_row, in.kv_row}, in.keys - block_row, in.head_size,
+                                              vectors);
     load_queries(first_head, block_row, 0);
 
     int ends[2] = {};  // of the documents of this lane's keys
     if (!kPlain && in.positions) document_ends(ends, in, b, row);
     AttentionRows<kHead / 8> dk_rows = {}, dv_rows = {};
-    for (int h = first_head, query = block_row, buffer = 0; h < heads_end; buffer ^= 1) {
+    int next_head, next_query;
+    for (int h = first_head, query = block_row, buffer = 0; h < heads_end;
+         h = next_head, query = next_query, buffer ^= 1) {
         wait_for_copies();
         __syncthreads();  // as in forward
         const bool same_head = query + kPassing < end;
-        const int next_head = same_head ? h : h + 1, next_query = same_head ? query + kPassing : block_row;
+        next_head = same_head ? h : h + 1;
+        next_query = same_head ? query + kPassing : block_row;
         if (next_head < heads_end) {
             if (!same_head) loader = loader_of(next_head);
             load_queries(next_head, next_query, buffer ^ 1);
         }
+        if (query + kPassing <= row) continue;  // none of these sees this warp's keys
         const T* const q_tile = passing + buffer * 2 * Tiles::kPassingSize;
         const T* const dout_tile = q_tile + Tiles::kPassingSize;
         AttentionRows<kPassing / 8> p, ds;
-        multiply_rows<kHead>(p, k_tile + 16 * warp() * Tiles::kStride, q_tile);
+        multiply_rows<kHead>(p, k_tile + warp_row * Tiles::kStride, q_tile);
         const int diagonal = row - query;  // the first column that sees this warp's first key
         if (!kPlain && in.alibi) add_distances(p, diagonal, -in.slope(h, scale));
         const auto to_probability = [&](float& x, int, int column) {
@@ -286,15 +325,13 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
         } else {
             multiply_columns<kHead>(dv_rows, p, dout_tile);
         }
-        multiply_rows<kHead>(ds, v_tile + 16 * warp() * Tiles::kStride, dout_tile);
+        multiply_rows<kHead>(ds, v_tile + warp_row * Tiles::kStride, dout_tile);
         if (!kPlain && in.dropout) drop_scores_of_keys(ds, in, b, h, query, row);
         const auto gradient = [&](float& x, float probability, int, int column) {
             x = probability * (x - *statistic(dout_tile, column));
         };
         for_each_score<kPassing / 8>(gradient, ds, p);
         multiply_columns<kHead>(dk_rows, ds, q_tile);
-        h = next_head;
-        query = next_query;
     }
     const int64_t at = in.kv_offset(b, kv) + row * in.kv_row;
     store_rows<kHead>(dk + at, in.kv_row, dk_rows, {scale, scale}, in.keys - row, in.head_size, vectors);
@@ -316,13 +353,14 @@ __global__ void __launch_bounds__(kAttentionThreads, kDrops ? 2 : AttentionTiles
     T* const kv_tiles = dout_tile + Tiles::kStayingSize;  // K, V of this step, K, V of the next
     const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads, kv = h / in.group();
     const int block_row = (gridDim.y - 1 - blockIdx.y) * kAttentionRows;
-    const int row = block_row + 16 * warp();  // of this warp's first query
+    const int warp_row = uniform_warp() * 16, row = block_row + warp_row;  // its first query
     if (!kPlain) in.drop_keys(in.first_key(b, block_row));
     const int end = in.keys_before(block_row + kAttentionRows);
-    load_staying<kHead, 2, T>(q_tile,
-                              {in.q + in.q_offset(b, h) + block_row * in.q_row,
-                               dout + in.out_offset(b, h) + block_row * in.out_row()},
-                              {in.q_row, in.out_row()}, in.queries - block_row, in.head_size, vectors);
+    load_staying<kHead, kAttentionRows, 2, T>(q_tile,
+                                              {in.q + in.q_offset(b, h) + block_row * in.q_row,
+                                               dout + in.out_offset(b, h) + block_row * in.out_row()},
+                                              {in.q_row, in.out_row()}, in.queries - block_row, in.head_size,
+                                              vectors);
     KeyLoader<kHead, T> loader(in, b, kv, vectors);
     loader.load(kv_tiles, in, 0);
 
@@ -340,12 +378,13 @@ __global__ void __launch_bounds__(kAttentionThreads, kDrops ? 2 : AttentionTiles
         __syncthreads();  // as in forward
         if (key + kPassing < end)
             loader.load(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, key + kPassing);
+        const int diagonal = in.position(row) - key;  // as in forward
+        if (diagonal + 16 <= 0) continue;
         const T* const k_tile = kv_tiles + buffer * 2 * Tiles::kPassingSize;
         AttentionRows<kPassing / 8> s, ds;
-        multiply_rows<kHead>(s, q_tile + 16 * warp() * Tiles::kStride, k_tile);
-        multiply_rows<kHead>(ds, dout_tile + 16 * warp() * Tiles::kStride, k_tile + Tiles::kPassingSize);
+        multiply_rows<kHead>(s, q_tile + warp_row * Tiles::kStride, k_tile);
+        multiply_rows<kHead>(ds, dout_tile + warp_row * Tiles::kStride, k_tile + Tiles::kPassingSize);
         if (kDrops) drop_scores(ds, in, b, h, row, key);
-        const int diagonal = in.position(row) - key;  // as in forward
         if (!kPlain && in.alibi) add_distances(s, diagonal, in.slope(h, scale));
         const auto gradient = [&](float& x, float score, int r, int) {
             x = exp2_of(score * (scale * kLog2e) - row_lse[r]) * (x - row_delta[r]);
@@ -431,11 +470,10 @@ void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream s
             if (hopper_attention_takes(in, {out})) return hopper_attention_forward(out, lse, in, stream);
         const bool vectors = attention_vectors(in, {out});
         for_form(in, vectors, [&](auto columns, auto plain) {
-            using Tiles = AttentionTiles<T, columns.value>;
-            const dim3 grid(in.batch * in.heads, ceil_div(in.queries, kAttentionRows));
+            using Tiles = ForwardTiles<T, columns.value, plain.value>;
+            const dim3 grid(in.batch * in.heads, ceil_div(in.queries, Tiles::kRows));
             launch<attention_forward_kernel<T, columns.value, plain.value>>(
-                grid, kAttentionThreads, (Tiles::kStayingSize + 4 * Tiles::kPassingSize) * sizeof(T), stream,
-                out, lse, in, in.scale(), vectors);
+                grid, kAttentionThreads, Tiles::kSharedBytes, stream, out, lse, in, in.scale(), vectors);
         });
     }
 }

@@ -4,12 +4,13 @@
 //   dS = P * (dout V^T - delta)   delta = rowsum(dout * out)
 //   dV = P^T dout   dK = dS^T Q / sqrt(head_size)   dQ = dS K / sqrt(head_size)
 //
-// A block keeps 64 rows of one side, each of its 4 warps 16 of them, and the rows of the other side pass by
-// in tiles while the next ones are on their way. Scores stay in the registers that the product left them in;
-// P and dS are rounded to T there for the next product. Forward follows the softmax online (Milakov and
-// Gimelshein 2018; Dao 2023); backward makes P again from lse, once for dK and dV and once for dQ, so that no
-// sum needs atomics: heads that share keys pass one after the other where those stay. Tiles outside a window
-// or of other documents are left out. On the fast CPU attention_cpu.h does the same with oneDNN.
+// A block keeps 64 rows of one side, or 128, each of its 4 warps 16 of them, or 32, and the rows of the other
+// side pass by in tiles while the next ones are on their way. Scores stay in the registers that the product
+// left them in; P and dS are rounded to T there for the next product. Forward follows the softmax online
+// (Milakov and Gimelshein 2018; Dao 2023); backward makes P again from lse, once for dK and dV and once for
+// dQ, so that no sum needs atomics: heads that share keys pass one after the other where those stay. Tiles
+// outside a window or of other documents are left out. On the fast CPU attention_cpu.h does the same with
+// oneDNN.
 //
 // Each kernel comes in two forms. The plain one has neither window nor slopes nor documents, its rows are
 // made of whole aligned 16 bytes, and it has no branches for the others.
@@ -26,8 +27,8 @@
 #include "llmc/attention_cpu.h"
 #endif
 
-constexpr int kAttentionRows = 64;      // that stay in a block
-constexpr int kAttentionThreads = 128;  // 4 warps of 16 rows
+constexpr int kAttentionRows = 64;      // that stay in a block, where warps have 16 of them
+constexpr int kAttentionThreads = 128;  // 4 warps
 
 // Tiles for heads of up to kHead columns, a multiple of 16; what is beyond head_size is zero.
 template <class T, int kHead>
@@ -338,65 +339,82 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
     store_rows<kHead>(dv + at, in.kv_row, dv_rows, {1.f, 1.f}, in.keys - row, in.head_size, vectors);
 }
 
-// dQ of 64 queries of one head. Blocks (batch * heads, tiles of queries), longest first. Dropout is a form of
-// its own: its numbers take registers.
+// How backward of the queries is cut: as forward, but that the tiles of 128 queries of large heads, of Q and
+// of dout, would not fit into every GPU's shared memory.
 template <class T, int kHead, bool kPlain, bool kDrops>
-__global__ void __launch_bounds__(kAttentionThreads, kDrops ? 2 : AttentionTiles<T, kHead>::kBlocksAtOnce)
+struct BackwardTiles : AttentionTiles<T, kHead> {
+    using Tiles = AttentionTiles<T, kHead>;
+    static constexpr int kParts = kHead <= 64 ? ForwardTiles<T, kHead, kPlain>::kParts : 1;
+    static constexpr int kRows = kParts * kAttentionRows;
+    static constexpr int kQuerySize = kRows * Tiles::kStride;
+    static constexpr size_t kSharedBytes = (2 * kQuerySize + 4 * Tiles::kPassingSize) * sizeof(T);
+    static constexpr int kBlocksAtOnce = kParts == 2 || kDrops ? 2 : Tiles::kBlocksAtOnce;
+};
+
+// dQ of kRows queries of one head. Blocks (batch * heads, tiles of queries), longest first. Dropout is a form
+// of its own: its numbers take registers.
+template <class T, int kHead, bool kPlain, bool kDrops>
+__global__ void __launch_bounds__(kAttentionThreads, BackwardTiles<T, kHead, kPlain, kDrops>::kBlocksAtOnce)
     attention_backward_queries_kernel(T* dq, const T* dout, const float* lse, const float* delta,
                                       AttentionInput<T> in, float scale, bool vectors) {
-    using Tiles = AttentionTiles<T, kHead>;
-    constexpr int kPassing = Tiles::kPassing;
+    using Tiles = BackwardTiles<T, kHead, kPlain, kDrops>;
+    constexpr int kPassing = Tiles::kPassing, kParts = Tiles::kParts, kRows = Tiles::kRows;
     if (kPlain) vectors = true;
     DYNAMIC_SHARED(T, shared);
     T* const q_tile = shared;
-    T* const dout_tile = q_tile + Tiles::kStayingSize;
-    T* const kv_tiles = dout_tile + Tiles::kStayingSize;  // K, V of this step, K, V of the next
+    T* const dout_tile = q_tile + Tiles::kQuerySize;
+    T* const kv_tiles = dout_tile + Tiles::kQuerySize;  // K, V of this step, K, V of the next
     const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads, kv = h / in.group();
-    const int block_row = (gridDim.y - 1 - blockIdx.y) * kAttentionRows;
-    const int warp_row = uniform_warp() * 16, row = block_row + warp_row;  // its first query
+    const int block_row = (gridDim.y - 1 - blockIdx.y) * kRows;
+    const int warp_row = uniform_warp() * 16 * kParts, row = block_row + warp_row;  // its first query
     if (!kPlain) in.drop_keys(in.first_key(b, block_row));
-    const int end = in.keys_before(block_row + kAttentionRows);
-    load_staying<kHead, kAttentionRows, 2, T>(q_tile,
-                                              {in.q + in.q_offset(b, h) + block_row * in.q_row,
-                                               dout + in.out_offset(b, h) + block_row * in.out_row()},
-                                              {in.q_row, in.out_row()}, in.queries - block_row, in.head_size,
-                                              vectors);
+    const int end = in.keys_before(block_row + kRows);
+    load_staying<kHead, kRows, 2, T>(q_tile,
+                                     {in.q + in.q_offset(b, h) + block_row * in.q_row,
+                                      dout + in.out_offset(b, h) + block_row * in.out_row()},
+                                     {in.q_row, in.out_row()}, in.queries - block_row, in.head_size, vectors);
     KeyLoader<kHead, T> loader(in, b, kv, vectors);
     loader.load(kv_tiles, in, 0);
 
-    float row_lse[2], row_delta[2];
-    UNROLL for (int r = 0; r < 2; r++) {
-        const int query = row + lane() / 4 + 8 * r;
-        row_lse[r] = query < in.queries ? lse[in.row_offset(b, h) + query] * kLog2e : 0.f;
-        row_delta[r] = query < in.queries ? delta[in.row_offset(b, h) + query] : 0.f;
+    float row_lse[kParts][2], row_delta[kParts][2];
+    UNROLL for (int m = 0; m < kParts; m++) {
+        UNROLL for (int r = 0; r < 2; r++) {
+            const int query = row + 16 * m + lane() / 4 + 8 * r;
+            row_lse[m][r] = query < in.queries ? lse[in.row_offset(b, h) + query] * kLog2e : 0.f;
+            row_delta[m][r] = query < in.queries ? delta[in.row_offset(b, h) + query] : 0.f;
+        }
     }
     int first_keys[2] = {};  // as in forward
     if (!kPlain && in.positions) document_keys(first_keys, in, b, row);
-    AttentionRows<kHead / 8> dq_rows = {};
+    AttentionRows<kHead / 8> dq_rows[kParts] = {};
     for (int key = 0, buffer = 0; key < end; key += kPassing, buffer ^= 1) {
         wait_for_copies();
         __syncthreads();  // as in forward
         if (key + kPassing < end)
             loader.load(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, key + kPassing);
         const int diagonal = in.position(row) - key;  // as in forward
-        if (diagonal + 16 <= 0) continue;
+        if (diagonal + 16 * kParts <= 0) continue;
         const T* const k_tile = kv_tiles + buffer * 2 * Tiles::kPassingSize;
-        AttentionRows<kPassing / 8> s, ds;
+        AttentionRows<kPassing / 8> s[kParts], ds[kParts];
         multiply_rows<kHead>(s, q_tile + warp_row * Tiles::kStride, k_tile);
         multiply_rows<kHead>(ds, dout_tile + warp_row * Tiles::kStride, k_tile + Tiles::kPassingSize);
-        if (kDrops) drop_scores(ds, in, b, h, row, key);
-        if (!kPlain && in.alibi) add_distances(s, diagonal, in.slope(h, scale));
-        const auto gradient = [&](float& x, float score, int r, int) {
-            x = exp2_of(score * (scale * kLog2e) - row_lse[r]) * (x - row_delta[r]);
-        };
-        for_each_score<kPassing / 8>(gradient, ds, s);
-        if (diagonal < kPassing - 1) mask_after(ds, diagonal, 0.f);
-        if (!kPlain && diagonal + 15 >= in.span()) mask_up_to(ds, diagonal - in.span(), 0.f);
-        if (!kPlain && in.positions) mask_before(ds, {first_keys[0] - key, first_keys[1] - key}, 0.f);
+        UNROLL for (int m = 0; m < kParts; m++) {
+            const int last = diagonal + 16 * m;
+            if (kDrops) drop_scores(ds[m], in, b, h, row, key);
+            if (!kPlain && in.alibi) add_distances(s[m], last, in.slope(h, scale));
+            const auto gradient = [&](float& x, float score, int r, int) {
+                x = exp2_of(score * (scale * kLog2e) - row_lse[m][r]) * (x - row_delta[m][r]);
+            };
+            for_each_score<kPassing / 8>(gradient, ds[m], s[m]);
+            if (last < kPassing - 1) mask_after(ds[m], last, 0.f);
+            if (!kPlain && last + 15 >= in.span()) mask_up_to(ds[m], last - in.span(), 0.f);
+            if (!kPlain && in.positions) mask_before(ds[m], {first_keys[0] - key, first_keys[1] - key}, 0.f);
+        }
         multiply_columns<kHead>(dq_rows, ds, k_tile);
     }
-    store_rows<kHead>(dq + in.q_offset(b, h) + row * in.q_row, in.q_row, dq_rows, {scale, scale},
-                      in.queries - row, in.head_size, vectors);
+    UNROLL for (int m = 0; m < kParts; m++)
+        store_rows<kHead>(dq + in.q_offset(b, h) + (row + 16 * m) * in.q_row, in.q_row, dq_rows[m],
+                          {scale, scale}, in.queries - row - 16 * m, in.head_size, vectors);
 }
 
 // Calls f(std::integral_constant) with the columns of the tiles for this head size.
@@ -507,10 +525,12 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const 
                 dim3(in.batch * in.kv_heads, row_tiles), kAttentionThreads, tiles, stream, dk, dv, dout, lse,
                 delta, in, in.scale(), vectors);
             const auto launch_queries = [&](auto drops) {
-                launch<attention_backward_queries_kernel<T, columns.value, plain.value && !drops.value,
-                                                         drops.value>>(
-                    dim3(in.batch * in.heads, row_tiles), kAttentionThreads, tiles, stream, dq, dout, lse,
-                    delta, in, in.scale(), vectors);
+                constexpr bool kPlain = plain.value && !drops.value;
+                using Queries = BackwardTiles<T, columns.value, kPlain, drops.value>;
+                const dim3 grid(in.batch * in.heads, ceil_div(in.queries, Queries::kRows));
+                launch<attention_backward_queries_kernel<T, columns.value, kPlain, drops.value>>(
+                    grid, kAttentionThreads, Queries::kSharedBytes, stream, dq, dout, lse, delta, in,
+                    in.scale(), vectors);
             };
             in.dropout ? launch_queries(std::true_type()) : launch_queries(std::false_type());
         });

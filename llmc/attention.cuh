@@ -4,15 +4,16 @@
 //   dS = P * (dout V^T - delta)   delta = rowsum(dout * out)
 //   dV = P^T dout   dK = dS^T Q / sqrt(head_size)   dQ = dS K / sqrt(head_size)
 //
-// A block keeps 64 rows of one side, each of its 4 warps 16 of them, and the rows of the other side pass by
-// in tiles while the next ones are on their way. Scores stay in the registers that the product left them in;
-// P and dS are rounded to T there for the next product. Forward follows the softmax online (Milakov and
-// Gimelshein 2018; Dao 2023); backward makes P again from lse, once for dK and dV and once for dQ, so that no
-// sum needs atomics: heads that share keys pass one after the other where those stay. Tiles outside a window
-// or of other documents are left out. On the fast CPU attention_cpu.h does the same with oneDNN.
+// A block keeps 64 rows of one side, or 128, each of its 4 warps 16 of them, or 32, and the rows of the other
+// side pass by in tiles while the next ones are on their way. Scores stay in the registers that the product
+// left them in; P and dS are rounded to T there for the next product. Forward follows the softmax online
+// (Milakov and Gimelshein 2018; Dao 2023); backward makes P again from lse, once for dK and dV and once for
+// dQ, so that no sum needs atomics: heads that share keys pass one after the other where those stay. Tiles
+// outside a window or of other documents are left out. On the fast CPU attention_cpu.h does the same with
+// oneDNN.
 //
-// Each kernel comes in two forms. The plain one has neither window nor slopes nor documents, and no branches
-// for them.
+// Each kernel comes in two forms. The plain one has neither window nor slopes nor documents, its rows are
+// made of whole aligned 16 bytes, and it has no branches for the others.
 #pragma once
 
 #include <algorithm>
@@ -26,8 +27,8 @@
 #include "llmc/attention_cpu.h"
 #endif
 
-constexpr int kAttentionRows = 64;      // that stay in a block
-constexpr int kAttentionThreads = 128;  // 4 warps of 16 rows
+constexpr int kAttentionRows = 64;      // that stay in a block, where warps have 16 of them
+constexpr int kAttentionThreads = 128;  // 4 warps
 
 // Tiles for heads of up to kHead columns, a multiple of 16; what is beyond head_size is zero.
 template <class T, int kHead>
@@ -42,108 +43,185 @@ struct AttentionTiles {
     static constexpr int kBlocksAtOnce = kHead <= 64 ? 3 : 2;
 };
 
-// Starts to copy `rows` rows (or as many as the tile has) of head_size columns; the rest of the tile becomes
-// zero. `vectors`: rows are made of whole aligned 16 bytes.
-template <int kRows, int kHead, class T>
-SIMT_DEVICE void load_tile(T* tile, const T* from, int64_t row_stride, int rows, int head_size,
-                           bool vectors) {
-    constexpr int kVector = 16 / sizeof(T), kVectors = kHead / kVector;
-    for (int i = threadIdx.x; i < kRows * kVectors; i += kAttentionThreads) {
-        const int row = i / kVectors, column = i % kVectors * kVector;
-        T* to = tile + row * AttentionTiles<T, kHead>::kStride + column;
-        const T* source = from + row * row_stride + column;
+// Loads tiles of kRows rows of kTiles tensors, which lie one after the other. What a thread copies of a tile
+// has the same places in each: one column of every kStep-th row, so from copy to copy it only adds.
+template <int kTiles, int kRows, int kHead, class T>
+struct TileLoader {
+    static constexpr int kStride = AttentionTiles<T, kHead>::kStride;
+    using Strides = int64_t[kTiles];  // distances of rows
+    const T* from[kTiles];            // what this thread copies first of the next tile
+    int to;                           // and where in the tile
+    bool vectors;                     // whether rows are made of whole aligned 16 bytes
+
+    template <int kElements>  // at once
+    struct Places {
+        static constexpr int kColumns = kHead / kElements, kStep = kAttentionThreads / kColumns;
+        static_assert(kAttentionThreads % kColumns == 0 && kRows % kStep == 0);
+        const int row = threadIdx.x / kColumns, column = threadIdx.x % kColumns * kElements;
+
+        SIMT_DEVICE void begin(TileLoader& loader, const T* const (&tensors)[kTiles],
+                               const Strides& strides) const {
+            UNROLL for (int t = 0; t < kTiles; t++) loader.from[t] = tensors[t] + row * strides[t] + column;
+            loader.to = row * kStride + column;
+        }
+        // Rows that there are of the thread's column from its first on.
+        SIMT_DEVICE int left(int rows, int head_size) const { return column < head_size ? rows - row : 0; }
+    };
+    using Vectors = Places<16 / sizeof(T)>;
+    using Elements = Places<1>;
+
+    SIMT_DEVICE TileLoader(const T* const (&tensors)[kTiles], const Strides& strides, bool vectors)
+        : vectors(vectors) {
+        vectors ? Vectors().begin(*this, tensors, strides) : Elements().begin(*this, tensors, strides);
+    }
+    // Starts to copy the next kRows rows, or `rows` where there are less, of head_size columns; the rest of
+    // the tiles becomes zero.
+    SIMT_DEVICE void load(T* tiles, const Strides& strides, int rows, int head_size) {
         if (vectors) {
-            const bool valid = row < rows && column < head_size;
-            copy_to_shared<16>(to, valid ? source : from, valid);
+            constexpr int kStep = Vectors::kStep;
+            const int left = Vectors().left(rows, head_size);
+            UNROLL for (int t = 0; t < kTiles; t++) {
+                UNROLL for (int i = 0; i < kRows; i += kStep, from[t] += kStep * strides[t])
+                    copy_to_shared<16>(tiles + to + (t * kRows + i) * kStride, from[t], i < left);
+            }
         } else {
-            for (int e = 0; e < kVector; e++)
-                to[e] = row < rows && column + e < head_size ? source[e] : from_float<T>(0.f);
+            constexpr int kStep = Elements::kStep;
+            const int left = Elements().left(rows, head_size);
+            UNROLL for (int t = 0; t < kTiles; t++) {
+#pragma unroll 4
+                for (int i = 0; i < kRows; i += kStep, from[t] += kStep * strides[t])
+                    tiles[to + (t * kRows + i) * kStride] = i < left ? *from[t] : from_float<T>(0.f);
+            }
+        }
+    }
+};
+
+// A tile of some tensors for itself.
+template <int kHead, int kRows, int kTiles, class T>
+SIMT_DEVICE void load_staying(T* tiles, const T* const (&tensors)[kTiles], const int64_t (&strides)[kTiles],
+                              int rows, int head_size, bool vectors) {
+    TileLoader<kTiles, kRows, kHead, T>(tensors, strides, vectors).load(tiles, strides, rows, head_size);
+}
+
+// The keys and values of one head, from the first on.
+template <int kHead, class T>
+struct KeyLoader : TileLoader<2, AttentionTiles<T, kHead>::kPassing, kHead, T> {
+    using Loader = TileLoader<2, AttentionTiles<T, kHead>::kPassing, kHead, T>;
+    SIMT_DEVICE KeyLoader(const AttentionInput<T>& in, int b, int kv, bool vectors)
+        : Loader({in.k + in.kv_offset(b, kv), in.v + in.kv_offset(b, kv)}, {in.kv_row, in.kv_row}, vectors) {}
+    SIMT_DEVICE void load(T* tiles, const AttentionInput<T>& in, int key) {
+        Loader::load(tiles, {in.kv_row, in.kv_row}, in.keys - key, in.head_size);
+    }
+};
+
+// s = A B^T over kHead columns: 16 * M rows of tile a, the 8 * N rows of tile b, each read once for all of a.
+template <int kHead, int M, int N, class T>
+SIMT_DEVICE void multiply_rows(AttentionRows<N> (&s)[M], const T* a_tile, const T* b_tile) {
+    constexpr int kStride = AttentionTiles<T, kHead>::kStride;
+    UNROLL for (int m = 0; m < M; m++) for_each_score<N>([](float& x, int, int) { x = 0.f; }, s[m]);
+    UNROLL for (int k = 0; k < kHead; k += 16) {
+        FragmentB<T> b[N];
+        load_b(b, b_tile + k, kStride);
+        UNROLL for (int m = 0; m < M; m++) {
+            const FragmentA<T> a[1] = {load_a(a_tile + 16 * m * kStride + k, kStride)};
+            mma_tiles(s[m], a, b);
         }
     }
 }
-
-// The keys and values of head kv from `key` on: a tile of K, and after it one of V.
-template <int kHead, class T>
-SIMT_DEVICE void load_keys(T* tiles, const AttentionInput<T>& in, int b, int kv, int key, bool vectors) {
-    using Tiles = AttentionTiles<T, kHead>;
-    const int64_t at = in.kv_offset(b, kv) + key * in.kv_row;
-    load_tile<Tiles::kPassing, kHead>(tiles, in.k + at, in.kv_row, in.keys - key, in.head_size, vectors);
-    load_tile<Tiles::kPassing, kHead>(tiles + Tiles::kPassingSize, in.v + at, in.kv_row, in.keys - key,
-                                      in.head_size, vectors);
-}
-
-// s = A B^T over kHead columns: 16 rows of tile a, the 8 * N rows of tile b.
 template <int kHead, int N, class T>
 SIMT_DEVICE void multiply_rows(AttentionRows<N>& s, const T* a_tile, const T* b_tile) {
-    constexpr int kStride = AttentionTiles<T, kHead>::kStride;
-    for_each_score<N>([](float& x, int, int) { x = 0.f; }, s);
-    UNROLL for (int k = 0; k < kHead; k += 16) {
-        const FragmentA<T> a[1] = {load_a(a_tile + k, kStride)};
-        FragmentB<T> b[N];
-        load_b(b, b_tile + k, kStride);
-        mma_tiles(s, a, b);
-    }
+    multiply_rows<kHead>(reinterpret_cast<AttentionRows<N>(&)[1]>(s), a_tile, b_tile);
 }
 
-// o += P B: P is 16 rows by 8 * N columns of accumulators, rounded to T; tile b has 8 * N rows of kHead
+// o += P B: P is 16 * M rows by 8 * N columns of accumulators, rounded to T; tile b has 8 * N rows of kHead
 // columns. By 64 columns at a time, to have few fragments in registers.
-template <int kHead, int N, class T>
-SIMT_DEVICE void multiply_columns(AttentionRows<kHead / 8>& o, const AttentionRows<N>& p, const T* b_tile) {
+template <int kHead, int M, int N, class T>
+SIMT_DEVICE void multiply_columns(AttentionRows<kHead / 8> (&o)[M], const AttentionRows<N> (&p)[M],
+                                  const T* b_tile) {
     constexpr int kStride = AttentionTiles<T, kHead>::kStride, kGroup = kHead / 8 < 8 ? kHead / 8 : 8;
     UNROLL for (int k = 0; k < N; k += 2) {
-        const FragmentA<T> a[1] = {accumulators_as_a<T>(p[0][k], p[0][k + 1])};
         UNROLL for (int j = 0; j < kHead / 8; j += kGroup) {
             FragmentB<T> b[kGroup];
             load_b_transposed(b, b_tile + 8 * k * kStride + 8 * j, kStride);
-            mma_tiles(reinterpret_cast<AttentionRows<kGroup>&>(o[0][j]), a, b);
+            UNROLL for (int m = 0; m < M; m++) {
+                const FragmentA<T> a[1] = {accumulators_as_a<T>(p[m][0][k], p[m][0][k + 1])};
+                mma_tiles(reinterpret_cast<AttentionRows<kGroup>&>(o[m][0][j]), a, b);
+            }
         }
     }
 }
+template <int kHead, int N, class T>
+SIMT_DEVICE void multiply_columns(AttentionRows<kHead / 8>& o, const AttentionRows<N>& p, const T* b_tile) {
+    multiply_columns<kHead>(reinterpret_cast<AttentionRows<kHead / 8>(&)[1]>(o),
+                            reinterpret_cast<const AttentionRows<N>(&)[1]>(p), b_tile);
+}
 
-// out and lse of 64 queries of one head. Blocks (batch * heads, tiles of queries), longest first.
+// warp(). The shuffle tells the compiler that it is the same in all lanes: there are registers for such.
+SIMT_DEVICE int uniform_warp() { return __shfl_sync(~0u, warp(), 0); }
+
+// How forward is cut. The plain form gives a warp 32 queries, so that what it reads of keys and values serves
+// twice as many products; what passes by comes from shared memory as fast as the tensor cores take it.
 template <class T, int kHead, bool kPlain>
-__global__ void __launch_bounds__(kAttentionThreads, AttentionTiles<T, kHead>::kBlocksAtOnce)
-    attention_forward_kernel(T* out, float* lse, AttentionInput<T> in, float scale, bool vectors) {
+struct ForwardTiles : AttentionTiles<T, kHead> {
     using Tiles = AttentionTiles<T, kHead>;
-    constexpr int kPassing = Tiles::kPassing;
+    static constexpr int kParts = kPlain && std::is_same_v<T, bf16> ? 2 : 1;  // of 16 queries
+    static constexpr int kRows = kParts * kAttentionRows;
+    static constexpr int kQuerySize = kRows * Tiles::kStride;
+    static constexpr size_t kSharedBytes = (kQuerySize + 4 * Tiles::kPassingSize) * sizeof(T);
+    static constexpr int kBlocksAtOnce = kParts == 2 ? 2 : Tiles::kBlocksAtOnce;
+};
+
+// out and lse of kRows queries of one head. Blocks (batch * heads, tiles of queries), longest first.
+template <class T, int kHead, bool kPlain>
+__global__ void __launch_bounds__(kAttentionThreads, ForwardTiles<T, kHead, kPlain>::kBlocksAtOnce)
+    attention_forward_kernel(T* out, float* lse, AttentionInput<T> in, float scale, bool vectors) {
+    using Tiles = ForwardTiles<T, kHead, kPlain>;
+    constexpr int kPassing = Tiles::kPassing, kParts = Tiles::kParts, kRows = Tiles::kRows;
+    if (kPlain) vectors = true;
     DYNAMIC_SHARED(T, shared);
     T* const q_tile = shared;
-    T* const kv_tiles = q_tile + Tiles::kStayingSize;  // K, V of this step, K, V of the next
+    T* const kv_tiles = q_tile + Tiles::kQuerySize;  // K, V of this step, K, V of the next
     const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads, kv = h / in.group();
-    const int block_row = (gridDim.y - 1 - blockIdx.y) * kAttentionRows;
-    const int row = block_row + 16 * warp();  // of this warp's first query
+    const int block_row = (gridDim.y - 1 - blockIdx.y) * kRows;
+    const int warp_row = uniform_warp() * 16 * kParts, row = block_row + warp_row;  // its first query
     if (!kPlain) in.drop_keys(in.first_key(b, block_row));
-    const int end = in.keys_before(block_row + kAttentionRows);
-    load_tile<kAttentionRows, kHead>(q_tile, in.q + in.q_offset(b, h) + block_row * in.q_row, in.q_row,
+    const int end = in.keys_before(block_row + kRows);
+    load_staying<kHead, kRows, 1, T>(q_tile, {in.q + in.q_offset(b, h) + block_row * in.q_row}, {in.q_row},
                                      in.queries - block_row, in.head_size, vectors);
-    load_keys<kHead>(kv_tiles, in, b, kv, 0, vectors);
+    KeyLoader<kHead, T> loader(in, b, kv, vectors);
+    loader.load(kv_tiles, in, 0);
 
     int first_keys[2] = {};  // of the documents of this lane's queries
     if (!kPlain && in.positions) document_keys(first_keys, in, b, row);
-    AttentionRows<kHead / 8> o = {};
-    OnlineSoftmax softmax;
+    AttentionRows<kHead / 8> o[kParts] = {};
+    OnlineSoftmax softmax[kParts];
     for (int key = 0, buffer = 0; key < end; key += kPassing, buffer ^= 1) {
         wait_for_copies();
         __syncthreads();  // this step's tiles are complete, and nobody reads the other two any more
         if (key + kPassing < end)
-            load_keys<kHead>(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, b, kv, key + kPassing,
-                             vectors);
-        const T* const k_tile = kv_tiles + buffer * 2 * Tiles::kPassingSize;
-        AttentionRows<kPassing / 8> s;
-        multiply_rows<kHead>(s, q_tile + 16 * warp() * Tiles::kStride, k_tile);
+            loader.load(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, key + kPassing);
         // The last column that this warp's first query sees.
         const int diagonal = in.position(row) - key;
-        if (!kPlain && in.alibi) add_distances(s, diagonal, in.slope(h, scale));
-        if (diagonal < kPassing - 1) mask_after(s, diagonal, -INFINITY);
-        if (!kPlain && diagonal + 15 >= in.span()) mask_up_to(s, diagonal - in.span(), -INFINITY);
-        if (!kPlain && in.positions) mask_before(s, {first_keys[0] - key, first_keys[1] - key}, -INFINITY);
-        float correction[2];
-        softmax.step(s, correction, scale * kLog2e);
-        scale_rows(o, correction);
-        if (!kPlain && in.dropout) drop_scores(s, in, b, h, row, key);
+        if (diagonal + 16 * kParts <= 0) continue;  // other warps see more
+        const T* const k_tile = kv_tiles + buffer * 2 * Tiles::kPassingSize;
+        AttentionRows<kPassing / 8> s[kParts];
+        multiply_rows<kHead>(s, q_tile + warp_row * Tiles::kStride, k_tile);
+        UNROLL for (int m = 0; m < kParts; m++) {
+            const int last = diagonal + 16 * m;
+            if (!kPlain && in.alibi) add_distances(s[m], last, in.slope(h, scale));
+            if (last < kPassing - 1) mask_after(s[m], last, -INFINITY);
+            if (!kPlain && last + 15 >= in.span()) mask_up_to(s[m], last - in.span(), -INFINITY);
+            if (!kPlain && in.positions)
+                mask_before(s[m], {first_keys[0] - key, first_keys[1] - key}, -INFINITY);
+            float correction[2];
+            softmax[m].step(s[m], correction, scale * kLog2e);
+            scale_rows(o[m], correction);
+            if (!kPlain && in.dropout) drop_scores(s[m], in, b, h, row, key);
+        }
         multiply_columns<kHead>(o, s, k_tile + Tiles::kPassingSize);
     }
-    store_output<kHead>(out, lse, o, softmax, in, b, h, row, scale, vectors);
+    UNROLL for (int m = 0; m < kParts; m++)
+        store_output<kHead>(out, lse, o[m], softmax[m], in, b, h, row + 16 * m, scale, vectors);
 }
 
 // delta[b, h, i] = sum of dout * out over the head's columns: a warp for each b, i, h, in this order.
@@ -172,6 +250,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
                                    AttentionInput<T> in, float scale, bool vectors) {
     using Tiles = AttentionTiles<T, kHead>;
     constexpr int kPassing = Tiles::kPassing;
+    if (kPlain) vectors = true;
     DYNAMIC_SHARED(T, shared);
     T* const k_tile = shared;
     T* const v_tile = k_tile + Tiles::kStayingSize;
@@ -185,49 +264,57 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
     const int block_row = blockIdx.y * kAttentionRows;
     const int keys_end = block_row + kAttentionRows;
     const int end = kPlain ? in.queries_before(keys_end) : in.queries_before(b, keys_end);
-    const int row = block_row + 16 * warp();  // of this warp's first key
+    const int warp_row = uniform_warp() * 16, row = block_row + warp_row;  // its first key
+    using Loader = TileLoader<2, kPassing, kHead, T>;
+    const auto loader_of = [&](int h) SIMT_INLINE {
+        return Loader({in.q + in.q_offset(b, h) + block_row * in.q_row,
+                       dout + in.out_offset(b, h) + block_row * in.out_row()},
+                      {in.q_row, in.out_row()}, vectors);
+    };
+    Loader loader = loader_of(first_head);
     const auto load_queries = [&](int h, int query, int buffer) {
         T* const to = passing + buffer * 2 * Tiles::kPassingSize;
         const int left = end - query;
-        load_tile<kPassing, kHead>(to, in.q + in.q_offset(b, h) + query * in.q_row, in.q_row, left,
-                                   in.head_size, vectors);
-        load_tile<kPassing, kHead>(to + Tiles::kPassingSize,
-                                   dout + in.out_offset(b, h) + query * in.out_row(), in.out_row(), left,
-                                   in.head_size, vectors);
+        loader.load(to, {in.q_row, in.out_row()}, left, in.head_size);
         const int i = threadIdx.x % kPassing;
         const bool first = threadIdx.x < kPassing;
-        const float* const from = (first ? lse : delta) + in.row_offset(b, h);
+        const float* const from = (first ? lse : delta) + in.row_offset(b, h) + query + i;
         if (threadIdx.x < 2 * kPassing)
-            copy_to_shared<4>(statistic(first ? to : to + Tiles::kPassingSize, i),
-                              i < left ? from + query + i : from, i < left);
+            copy_to_shared<4>(statistic(first ? to : to + Tiles::kPassingSize, i), from, i < left);
     };
     const int64_t rows_at = in.kv_offset(b, kv) + block_row * in.kv_row;
-    load_tile<kAttentionRows, kHead>(k_tile, in.k + rows_at, in.kv_row, in.keys - block_row, in.head_size,
-                                     vectors);
-    load_tile<kAttentionRows, kHead>(v_tile, in.v + rows_at, in.kv_row, in.keys - block_row, in.head_size,
-                                     vectors);
+    load_staying<kHead, kAttentionRows, 2, T>(k_tile, {in.k + rows_at, in.v + rows_at},
+                                              {in.kv_row, in.kv_row}, in.keys - block_row, in.head_size,
+                                              vectors);
     load_queries(first_head, block_row, 0);
 
     int ends[2] = {};  // of the documents of this lane's keys
     if (!kPlain && in.positions) document_ends(ends, in, b, row);
     AttentionRows<kHead / 8> dk_rows = {}, dv_rows = {};
-    for (int h = first_head, query = block_row, buffer = 0; h < heads_end; buffer ^= 1) {
+    int next_head, next_query;
+    for (int h = first_head, query = block_row, buffer = 0; h < heads_end;
+         h = next_head, query = next_query, buffer ^= 1) {
         wait_for_copies();
         __syncthreads();  // as in forward
         const bool same_head = query + kPassing < end;
-        const int next_head = same_head ? h : h + 1, next_query = same_head ? query + kPassing : block_row;
-        if (next_head < heads_end) load_queries(next_head, next_query, buffer ^ 1);
+        next_head = same_head ? h : h + 1;
+        next_query = same_head ? query + kPassing : block_row;
+        if (next_head < heads_end) {
+            if (!same_head) loader = loader_of(next_head);
+            load_queries(next_head, next_query, buffer ^ 1);
+        }
+        if (query + kPassing <= row) continue;  // none of these sees this warp's keys
         const T* const q_tile = passing + buffer * 2 * Tiles::kPassingSize;
         const T* const dout_tile = q_tile + Tiles::kPassingSize;
         AttentionRows<kPassing / 8> p, ds;
-        multiply_rows<kHead>(p, k_tile + 16 * warp() * Tiles::kStride, q_tile);
+        multiply_rows<kHead>(p, k_tile + warp_row * Tiles::kStride, q_tile);
         const int diagonal = row - query;  // the first column that sees this warp's first key
         if (!kPlain && in.alibi) add_distances(p, diagonal, -in.slope(h, scale));
-        const auto to_probability = [&](float& x, int r, int column) {
-            x = exp2_of((x * scale - *statistic(q_tile, column)) * kLog2e);
-            if (column < diagonal + lane() / 4 + 8 * r) x = 0.f;
+        const auto to_probability = [&](float& x, int, int column) {
+            x = exp2_of(x * (scale * kLog2e) - *statistic(q_tile, column) * kLog2e);
         };
         for_each_score<kPassing / 8>(to_probability, p);
+        if (diagonal + 15 > 0) mask_up_to(p, diagonal - 1, 0.f);
         if (!kPlain && diagonal + in.span() < kPassing) mask_after(p, diagonal + in.span() - 1, 0.f);
         if (!kPlain && in.positions) mask_from(p, {ends[0] - query, ends[1] - query}, 0.f);
         if (!kPlain && in.dropout) {
@@ -239,77 +326,95 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
         } else {
             multiply_columns<kHead>(dv_rows, p, dout_tile);
         }
-        multiply_rows<kHead>(ds, v_tile + 16 * warp() * Tiles::kStride, dout_tile);
+        multiply_rows<kHead>(ds, v_tile + warp_row * Tiles::kStride, dout_tile);
         if (!kPlain && in.dropout) drop_scores_of_keys(ds, in, b, h, query, row);
         const auto gradient = [&](float& x, float probability, int, int column) {
             x = probability * (x - *statistic(dout_tile, column));
         };
         for_each_score<kPassing / 8>(gradient, ds, p);
         multiply_columns<kHead>(dk_rows, ds, q_tile);
-        h = next_head;
-        query = next_query;
     }
     const int64_t at = in.kv_offset(b, kv) + row * in.kv_row;
     store_rows<kHead>(dk + at, in.kv_row, dk_rows, {scale, scale}, in.keys - row, in.head_size, vectors);
     store_rows<kHead>(dv + at, in.kv_row, dv_rows, {1.f, 1.f}, in.keys - row, in.head_size, vectors);
 }
 
-// dQ of 64 queries of one head. Blocks (batch * heads, tiles of queries), longest first. Dropout is a form of
-// its own: its numbers take registers.
+// How backward of the queries is cut: as forward, but that the tiles of 128 queries of large heads, of Q and
+// of dout, would not fit into every GPU's shared memory.
 template <class T, int kHead, bool kPlain, bool kDrops>
-__global__ void __launch_bounds__(kAttentionThreads, kDrops ? 2 : AttentionTiles<T, kHead>::kBlocksAtOnce)
+struct BackwardTiles : AttentionTiles<T, kHead> {
+    using Tiles = AttentionTiles<T, kHead>;
+    static constexpr int kParts = kHead <= 64 ? ForwardTiles<T, kHead, kPlain>::kParts : 1;
+    static constexpr int kRows = kParts * kAttentionRows;
+    static constexpr int kQuerySize = kRows * Tiles::kStride;
+    static constexpr size_t kSharedBytes = (2 * kQuerySize + 4 * Tiles::kPassingSize) * sizeof(T);
+    static constexpr int kBlocksAtOnce = kParts == 2 || kDrops ? 2 : Tiles::kBlocksAtOnce;
+};
+
+// dQ of kRows queries of one head. Blocks (batch * heads, tiles of queries), longest first. Dropout is a form
+// of its own: its numbers take registers.
+template <class T, int kHead, bool kPlain, bool kDrops>
+__global__ void __launch_bounds__(kAttentionThreads, BackwardTiles<T, kHead, kPlain, kDrops>::kBlocksAtOnce)
     attention_backward_queries_kernel(T* dq, const T* dout, const float* lse, const float* delta,
                                       AttentionInput<T> in, float scale, bool vectors) {
-    using Tiles = AttentionTiles<T, kHead>;
-    constexpr int kPassing = Tiles::kPassing;
+    using Tiles = BackwardTiles<T, kHead, kPlain, kDrops>;
+    constexpr int kPassing = Tiles::kPassing, kParts = Tiles::kParts, kRows = Tiles::kRows;
+    if (kPlain) vectors = true;
     DYNAMIC_SHARED(T, shared);
     T* const q_tile = shared;
-    T* const dout_tile = q_tile + Tiles::kStayingSize;
-    T* const kv_tiles = dout_tile + Tiles::kStayingSize;  // K, V of this step, K, V of the next
+    T* const dout_tile = q_tile + Tiles::kQuerySize;
+    T* const kv_tiles = dout_tile + Tiles::kQuerySize;  // K, V of this step, K, V of the next
     const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads, kv = h / in.group();
-    const int block_row = (gridDim.y - 1 - blockIdx.y) * kAttentionRows;
-    const int row = block_row + 16 * warp();  // of this warp's first query
+    const int block_row = (gridDim.y - 1 - blockIdx.y) * kRows;
+    const int warp_row = uniform_warp() * 16 * kParts, row = block_row + warp_row;  // its first query
     if (!kPlain) in.drop_keys(in.first_key(b, block_row));
-    const int end = in.keys_before(block_row + kAttentionRows);
-    load_tile<kAttentionRows, kHead>(q_tile, in.q + in.q_offset(b, h) + block_row * in.q_row, in.q_row,
-                                     in.queries - block_row, in.head_size, vectors);
-    load_tile<kAttentionRows, kHead>(dout_tile, dout + in.out_offset(b, h) + block_row * in.out_row(),
-                                     in.out_row(), in.queries - block_row, in.head_size, vectors);
-    load_keys<kHead>(kv_tiles, in, b, kv, 0, vectors);
+    const int end = in.keys_before(block_row + kRows);
+    load_staying<kHead, kRows, 2, T>(q_tile,
+                                     {in.q + in.q_offset(b, h) + block_row * in.q_row,
+                                      dout + in.out_offset(b, h) + block_row * in.out_row()},
+                                     {in.q_row, in.out_row()}, in.queries - block_row, in.head_size, vectors);
+    KeyLoader<kHead, T> loader(in, b, kv, vectors);
+    loader.load(kv_tiles, in, 0);
 
-    float row_lse[2], row_delta[2];
-    UNROLL for (int r = 0; r < 2; r++) {
-        const int query = row + lane() / 4 + 8 * r;
-        row_lse[r] = query < in.queries ? lse[in.row_offset(b, h) + query] : 0.f;
-        row_delta[r] = query < in.queries ? delta[in.row_offset(b, h) + query] : 0.f;
+    float row_lse[kParts][2], row_delta[kParts][2];
+    UNROLL for (int m = 0; m < kParts; m++) {
+        UNROLL for (int r = 0; r < 2; r++) {
+            const int query = row + 16 * m + lane() / 4 + 8 * r;
+            row_lse[m][r] = query < in.queries ? lse[in.row_offset(b, h) + query] * kLog2e : 0.f;
+            row_delta[m][r] = query < in.queries ? delta[in.row_offset(b, h) + query] : 0.f;
+        }
     }
     int first_keys[2] = {};  // as in forward
     if (!kPlain && in.positions) document_keys(first_keys, in, b, row);
-    AttentionRows<kHead / 8> dq_rows = {};
+    AttentionRows<kHead / 8> dq_rows[kParts] = {};
     for (int key = 0, buffer = 0; key < end; key += kPassing, buffer ^= 1) {
         wait_for_copies();
         __syncthreads();  // as in forward
         if (key + kPassing < end)
-            load_keys<kHead>(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, b, kv, key + kPassing,
-                             vectors);
-        const T* const k_tile = kv_tiles + buffer * 2 * Tiles::kPassingSize;
-        AttentionRows<kPassing / 8> s, ds;
-        multiply_rows<kHead>(s, q_tile + 16 * warp() * Tiles::kStride, k_tile);
-        multiply_rows<kHead>(ds, dout_tile + 16 * warp() * Tiles::kStride, k_tile + Tiles::kPassingSize);
-        if (kDrops) drop_scores(ds, in, b, h, row, key);
+            loader.load(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, key + kPassing);
         const int diagonal = in.position(row) - key;  // as in forward
-        if (!kPlain && in.alibi) add_distances(s, diagonal, in.slope(h, scale));
-        const auto gradient = [&](float& x, float score, int r, int column) {
-            const float probability = exp2_of((score * scale - row_lse[r]) * kLog2e);
-            x = column <= diagonal + lane() / 4 + 8 * r ? probability * (x - row_delta[r]) : 0.f;
-        };
-        for_each_score<kPassing / 8>(gradient, ds, s);
-        if (!kPlain && diagonal + 15 >= in.span()) mask_up_to(ds, diagonal - in.span(), 0.f);
-        if (!kPlain && in.positions) mask_before(ds, {first_keys[0] - key, first_keys[1] - key}, 0.f);
+        if (diagonal + 16 * kParts <= 0) continue;
+        const T* const k_tile = kv_tiles + buffer * 2 * Tiles::kPassingSize;
+        AttentionRows<kPassing / 8> s[kParts], ds[kParts];
+        multiply_rows<kHead>(s, q_tile + warp_row * Tiles::kStride, k_tile);
+        multiply_rows<kHead>(ds, dout_tile + warp_row * Tiles::kStride, k_tile + Tiles::kPassingSize);
+        UNROLL for (int m = 0; m < kParts; m++) {
+            const int last = diagonal + 16 * m;
+            if (kDrops) drop_scores(ds[m], in, b, h, row, key);
+            if (!kPlain && in.alibi) add_distances(s[m], last, in.slope(h, scale));
+            const auto gradient = [&](float& x, float score, int r, int) {
+                x = exp2_of(score * (scale * kLog2e) - row_lse[m][r]) * (x - row_delta[m][r]);
+            };
+            for_each_score<kPassing / 8>(gradient, ds[m], s[m]);
+            if (last < kPassing - 1) mask_after(ds[m], last, 0.f);
+            if (!kPlain && last + 15 >= in.span()) mask_up_to(ds[m], last - in.span(), 0.f);
+            if (!kPlain && in.positions) mask_before(ds[m], {first_keys[0] - key, first_keys[1] - key}, 0.f);
+        }
         multiply_columns<kHead>(dq_rows, ds, k_tile);
     }
-    store_rows<kHead>(dq + in.q_offset(b, h) + row * in.q_row, in.q_row, dq_rows, {scale, scale},
-                      in.queries - row, in.head_size, vectors);
+    UNROLL for (int m = 0; m < kParts; m++)
+        store_rows<kHead>(dq + in.q_offset(b, h) + (row + 16 * m) * in.q_row, in.q_row, dq_rows[m],
+                          {scale, scale}, in.queries - row - 16 * m, in.head_size, vectors);
 }
 
 // Calls f(std::integral_constant) with the columns of the tiles for this head size.
@@ -325,11 +430,11 @@ void for_head_size(int head_size, F f) {
     else
         f(std::integral_constant<int, 128>());
 }
-// And with whether the plain form does.
+// And with whether the plain form does; `vectors` as attention_vectors() has it.
 template <class T, class F>
-void for_form(const AttentionInput<T>& in, F f) {
+void for_form(const AttentionInput<T>& in, bool vectors, F f) {
     for_head_size(in.head_size, [&](auto columns) {
-        in.plain() ? f(columns, std::true_type()) : f(columns, std::false_type());
+        in.plain() && vectors ? f(columns, std::true_type()) : f(columns, std::false_type());
     });
 }
 
@@ -381,12 +486,12 @@ void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream s
     } else {
         if constexpr (kHopperAttention<T>)
             if (hopper_attention_takes(in, {out})) return hopper_attention_forward(out, lse, in, stream);
-        for_form(in, [&](auto columns, auto plain) {
-            using Tiles = AttentionTiles<T, columns.value>;
-            const dim3 grid(in.batch * in.heads, ceil_div(in.queries, kAttentionRows));
+        const bool vectors = attention_vectors(in, {out});
+        for_form(in, vectors, [&](auto columns, auto plain) {
+            using Tiles = ForwardTiles<T, columns.value, plain.value>;
+            const dim3 grid(in.batch * in.heads, ceil_div(in.queries, Tiles::kRows));
             launch<attention_forward_kernel<T, columns.value, plain.value>>(
-                grid, kAttentionThreads, (Tiles::kStayingSize + 4 * Tiles::kPassingSize) * sizeof(T), stream,
-                out, lse, in, in.scale(), attention_vectors(in, {out}));
+                grid, kAttentionThreads, Tiles::kSharedBytes, stream, out, lse, in, in.scale(), vectors);
         });
     }
 }
@@ -412,7 +517,7 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const 
         if constexpr (kHopperAttention<T>)
             if (hopper_attention_takes(in, {dq, dk, dv, dout, out}))
                 return hopper_attention_backward(dq, dk, dv, dout, lse, delta, in, stream);
-        for_form(in, [&](auto columns, auto plain) {
+        for_form(in, vectors, [&](auto columns, auto plain) {
             using Tiles = AttentionTiles<T, columns.value>;
             const size_t tiles = (2 * Tiles::kStayingSize + 4 * Tiles::kPassingSize) * sizeof(T);
             const unsigned row_tiles = ceil_div(in.keys, kAttentionRows);
@@ -420,10 +525,12 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const 
                 dim3(in.batch * in.kv_heads, row_tiles), kAttentionThreads, tiles, stream, dk, dv, dout, lse,
                 delta, in, in.scale(), vectors);
             const auto launch_queries = [&](auto drops) {
-                launch<attention_backward_queries_kernel<T, columns.value, plain.value && !drops.value,
-                                                         drops.value>>(
-                    dim3(in.batch * in.heads, row_tiles), kAttentionThreads, tiles, stream, dq, dout, lse,
-                    delta, in, in.scale(), vectors);
+                constexpr bool kPlain = plain.value && !drops.value;
+                using Queries = BackwardTiles<T, columns.value, kPlain, drops.value>;
+                const dim3 grid(in.batch * in.heads, ceil_div(in.queries, Queries::kRows));
+                launch<attention_backward_queries_kernel<T, columns.value, kPlain, drops.value>>(
+                    grid, kAttentionThreads, Queries::kSharedBytes, stream, dq, dout, lse, delta, in,
+                    in.scale(), vectors);
             };
             in.dropout ? launch_queries(std::true_type()) : launch_queries(std::false_type());
         });

@@ -100,6 +100,14 @@ struct HopperRows : HopperPlace {
     }
 };
 
+// Consumers that have any of the `rows` rows from their block's first on. The rest leave at once, so that at
+// the end of a sequence they neither multiply nor are waited for.
+template <int kConsumers>
+SIMT_DEVICE int consumers_with_rows(int rows) {
+    const int consumers = (rows + 63) / 64;
+    return consumers < kConsumers ? consumers : kConsumers;
+}
+
 template <int kHead>
 SIMT_DEVICE void hopper_forward_produce(uint32_t shared, const AttentionInput<bf16>& in,
                                         const HopperForwardMaps& maps, int block_row) {
@@ -134,6 +142,7 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
     using KvTile = typename F::KvTile;
     constexpr int N = F::kKeys / 8;
     const HopperRows place(in.heads, block_row);
+    if (block_row + place.group_row >= in.queries) return;
     // Keys that its rows see; it leaves later tiles alone, and nothing is loaded where those lie.
     static_assert(F::kRows - 64 <= F::kSlots * F::kKeys);
     const int end = in.keys_before(block_row + place.group_row + 64);
@@ -216,8 +225,9 @@ __global__ void __launch_bounds__(HopperForward<kHead>::kThreads, 1)
     const int block_row = (gridDim.y - 1 - blockIdx.y) * F::kRows;
     if (threadIdx.x == 0) {
         barrier_init(shared + F::kBarriers, 1);
-        Ring<F::kSlots>{shared + F::kKeyRing}.init(1, 4 * F::kConsumers);
-        Ring<F::kSlots>{shared + F::kValueRing}.init(1, 4 * F::kConsumers);
+        const int consumers = consumers_with_rows<F::kConsumers>(in.queries - block_row);
+        Ring<F::kSlots>{shared + F::kKeyRing}.init(1, 4 * consumers);
+        Ring<F::kSlots>{shared + F::kValueRing}.init(1, 4 * consumers);
         barriers_are_made();
     }
     __syncthreads();
@@ -261,15 +271,16 @@ struct HopperBackwardMaps {
     TensorMap staying[2], passing[2];
 };
 
-// Makes the barriers; ends with a __syncthreads(). Returns where the tiles begin.
+// Makes the barriers of a block, from whose first row on there are `rows`; ends with a __syncthreads().
+// Returns where the tiles begin.
 template <int kHead>
-SIMT_DEVICE unsigned char* hopper_backward_begin(int full_arrivals) {
+SIMT_DEVICE unsigned char* hopper_backward_begin(int full_arrivals, int rows) {
     using B = HopperBackward<kHead>;
     unsigned char* const shared = swizzled_shared_memory();
     const uint32_t staying_full = shared_address(shared) + B::kBarriers;
     if (threadIdx.x == 0) {
         barrier_init(staying_full, 1);
-        Ring<B::kSlots>{staying_full + 8}.init(full_arrivals, 4 * B::kConsumers);
+        Ring<B::kSlots>{staying_full + 8}.init(full_arrivals, 4 * consumers_with_rows<B::kConsumers>(rows));
         barriers_are_made();
     }
     __syncthreads();
@@ -334,6 +345,7 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
     using Passing = typename B::PassingTile;
     constexpr int N = B::kPassing / 8;
     const HopperRows place(in.kv_heads, block_row);
+    if (block_row + place.group_row >= in.keys) return;
     const uint32_t k_tile = shared_address(shared), v_tile = k_tile + Staying::kBytes;
     Ring<B::kSlots> ring{k_tile + B::kBarriers + 8};
     AttentionRows<kHead / 8> dk_rows = {}, dv_rows = {};
@@ -402,8 +414,8 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
                                           const __grid_constant__ HopperBackwardMaps maps) {
 #if defined(HOPPER_CODE)
     using B = HopperBackward<kHead>;
-    unsigned char* const shared = hopper_backward_begin<kHead>(1 + kLanes);
     const int block_row = blockIdx.y * B::kRows, b = blockIdx.x / in.kv_heads;
+    unsigned char* const shared = hopper_backward_begin<kHead>(1 + kLanes, in.keys - block_row);
     if (threadIdx.x < kWarpgroup) {
         setmaxnreg_dec<B::kProducerRegisters>();
         if (warp() == 0)
@@ -426,6 +438,7 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
     using Passing = typename B::PassingTile;
     constexpr int N = B::kPassing / 8;
     const HopperRows place(in.heads, block_row);
+    if (block_row + place.group_row >= in.queries) return;
     const uint32_t q_tile = shared_address(shared), dout_tile = q_tile + Staying::kBytes;
     Ring<B::kSlots> ring{q_tile + B::kBarriers + 8};
     float row_lse[2], row_delta[2];
@@ -488,8 +501,8 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
                                              const __grid_constant__ HopperBackwardMaps maps) {
 #if defined(HOPPER_CODE)
     using B = HopperBackward<kHead>;
-    unsigned char* const shared = hopper_backward_begin<kHead>(1);
     const int block_row = (gridDim.y - 1 - blockIdx.y) * B::kRows, end = in.keys_before(block_row + B::kRows);
+    unsigned char* const shared = hopper_backward_begin<kHead>(1, in.queries - block_row);
     if (threadIdx.x < kWarpgroup) {
         setmaxnreg_dec<B::kProducerRegisters>();
         if (warp() == 0)

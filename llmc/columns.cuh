@@ -34,20 +34,31 @@ inline int column_chunks(int64_t rows) {
 inline Shape column_sums_scratch(int64_t rows, int64_t C, int sums) { return {column_chunks(rows), sums, C}; }
 
 template <class T, int N, class Columns>
-__global__ void __launch_bounds__(kBlockThreads)
+__global__ void __launch_bounds__(kBlockThreads, 2)  // else loads wait for each other, to save registers
     column_sums_kernel(float* partial, Columns columns, int rows, int C, int rows_per_chunk) {
     constexpr int kSums = Columns::kSums;
     DYNAMIC_SHARED(float, shared);  // (warps, kLanes * N)
     const int chunk_end = (blockIdx.y + 1) * rows_per_chunk, end = chunk_end < rows ? chunk_end : rows;
     const int base = (blockIdx.x * kLanes * kColumnVectors + lane()) * N;
     Accumulator<N> sums[kColumnVectors][kSums];
-    for (int row = blockIdx.y * rows_per_chunk + warp(); row < end; row += warps_per_block()) {
+    struct Parts {
+        typename Columns::template Part<N> v[kColumnVectors];
+    };
+    const auto parts = [&](int row) {
+        Parts of_row;
 #pragma unroll
         for (int v = 0; v < kColumnVectors; v++) {
-            const int c = base + v * kLanes * N;
-            if (c < C) columns.template add<N>(sums[v], row, int64_t{row} * C + c);
+            const int c = base + v * kLanes * N;  // beyond the columns the first, so that nothing branches
+            of_row.v[v] = columns.template part<N>(row, int64_t{row} * C + (c < C ? c : 0));
         }
-    }
+        return of_row;
+    };
+    const auto add = [&](const Parts& of_row) {
+#pragma unroll
+        for (int v = 0; v < kColumnVectors; v++)
+            if (base + v * kLanes * N < C) columns.template add<N>(sums[v], of_row.v[v]);
+    };
+    for_each_row(blockIdx.y * rows_per_chunk + warp(), end, warps_per_block(), parts, add);
 #pragma unroll
     for (int v = 0; v < kColumnVectors; v++) {
 #pragma unroll
@@ -100,7 +111,8 @@ void add_chunks(ColumnOutputs<T, kSums> out, const Tensor<float>& partial, int c
                                         stream, out, partial.data(), chunks, C);
 }
 
-// Adds to out[s] (C) the sums over all rows of what columns.add() gathers from a row of T.
+// Adds to out[s] (C) the sums over all rows of what columns.part() loads of a row of T and columns.add()
+// makes of it.
 template <class T, class Columns, class Out>
 void add_column_sums(const Columns& columns, ColumnOutputs<Out, Columns::kSums> out, Tensor<float>& scratch,
                      int rows, int C, Stream stream) {
@@ -138,9 +150,14 @@ struct BiasColumns {
     static constexpr int kSums = 1;
     const T* dout;
     template <int N>
-    SIMT_DEVICE void add(Accumulator<N> (&sums)[kSums], int, int64_t at) const {
-        const Packed<T, N> d = load<N>(dout + at);
-        for (int k = 0; k < N; k++) sums[0][k] += d[k];
+    using Part = Packed<T, N>;
+    template <int N>
+    SIMT_DEVICE Part<N> part(int, int64_t at) const {
+        return load<N>(dout + at);
+    }
+    template <int N>
+    SIMT_DEVICE static void add(Accumulator<N> (&sums)[kSums], const Part<N>& of) {
+        for (int k = 0; k < N; k++) sums[0][k] += of[k];
     }
 };
 

@@ -2,11 +2,13 @@
 // learned positions have no position embedding.
 //
 // Many rows may hold the same token, so the host groups rows by token first (group_tokens() in feeder.h) and
-// in backward warps sum a token's rows in order, each some columns: the same bits every time, without
+// in backward warps sum a token's rows in a fixed order, each some columns: the same bits every time, without
 // atomics. How many groups there are the launch does not know: it is for as many as there can be, and the
 // last are empty. Where positions begin anew within a sequence, their rows are grouped and summed the same
 // way.
 #pragma once
+
+#include <climits>
 
 #include "llmc/columns.cuh"
 #include "llmc/documents.h"
@@ -61,24 +63,58 @@ void embedding_forward(Tensor<T>& out, const Tensor<int>& tokens, const Tensor<T
     });
 }
 
-template <class T, int N>
-__global__ void __launch_bounds__(kBlockThreads)
-    token_embedding_backward_kernel(T* dwte, const T* dout, const int* tokens, const int* order,
-                                    const int* starts, int groups, int C) {
-    const int group = blockIdx.x * warps_per_block() + warp();
-    if (group >= groups) return;
-    const int first = starts[group], end = starts[group + 1];
-    const int c = (blockIdx.y * kLanes + lane()) * N;
-    if (first == end || c >= C) return;
-    Accumulator<N> sum;
-    for (int i = first; i < end; i++) {
-        const Packed<T, N> d = load<N>(dout + int64_t{order[i]} * C + c);
+// A group of more rows than this, a common token, is summed by all warps of its block, which would else wait
+// for the one warp that walks it.
+constexpr int kManyRows = kFastCpu ? INT_MAX : 64;
+
+// sum += columns c .. c + N - 1 of the rows order[first], order[first + step] and so on before order[end].
+template <int N, class T>
+SIMT_DEVICE void add_rows(Accumulator<N>& sum, const T* dout, const int* order, int first, int end, int step,
+                          int C, int c) {
+    const auto part = [&](int i) { return load<N>(dout + int64_t{order[i]} * C + c); };
+    const auto add = [&](const Packed<T, N>& d) {
         for (int k = 0; k < N; k++) sum[k] += d[k];
-    }
-    T* to = dwte + int64_t{tokens[order[first]]} * C + c;
+    };
+    for_each_row(first, end, step, part, add);
+}
+
+template <class T, int N>
+SIMT_DEVICE void add_to_vector(T* to, Accumulator<N>& sum) {
     const Packed<T, N> before = load<N>(to);
     for (int k = 0; k < N; k++) sum[k] += before[k];
     store(to, sum.v);
+}
+
+template <class T, int N>
+__global__ void __launch_bounds__(kBlockThreads, 4)  // else loads wait for each other, to save registers
+    token_embedding_backward_kernel(T* dwte, const T* dout, const int* tokens, const int* order,
+                                    const int* starts, int groups, int C) {
+    const int block_group = blockIdx.x * warps_per_block(), group = block_group + warp();
+    const int c = (blockIdx.y * kLanes + lane()) * N;
+    if (group < groups && c < C) {
+        const int first = starts[group], end = starts[group + 1];
+        if (first < end && end - first <= kManyRows) {
+            Accumulator<N> sum;
+            add_rows(sum, dout, order, first, end, 1, C, c);
+            add_to_vector(dwte + int64_t{tokens[order[first]]} * C + c, sum);
+        }
+    }
+    if constexpr (kFastCpu) return;
+    __shared__ float parts[kBlockWarps][N][kLanes];
+    for (int g = block_group; g < groups && g < block_group + warps_per_block(); g++) {
+        const int first = starts[g], end = starts[g + 1];
+        if (end - first <= kManyRows) continue;
+        Accumulator<N> sum;
+        if (c < C) add_rows(sum, dout, order, first + warp(), end, warps_per_block(), C, c);
+        for (int k = 0; k < N; k++) parts[warp()][k][lane()] = sum[k];
+        __syncthreads();
+        if (warp() == 0 && c < C) {
+            for (int w = 1; w < warps_per_block(); w++)
+                for (int k = 0; k < N; k++) sum[k] += parts[w][k][lane()];
+            add_to_vector(dwte + int64_t{tokens[order[first]]} * C + c, sum);
+        }
+        __syncthreads();  // before the parts of the next
+    }
 }
 
 // Of the first `positions` of every sequence.
@@ -89,13 +125,12 @@ __global__ void __launch_bounds__(kBlockThreads)
     if (t >= positions) return;
     for (int c = lane() * N; c < C; c += kLanes * N) {
         Accumulator<N> sum;
-        for (int b = 0; b < batch; b++) {
-            const Packed<T, N> d = load<N>(dout + (int64_t{b} * seq_len + t) * C + c);
+        const auto part = [&](int b) { return load<N>(dout + (int64_t{b} * seq_len + t) * C + c); };
+        const auto add = [&](const Packed<T, N>& d) {
             for (int k = 0; k < N; k++) sum[k] += d[k];
-        }
-        const Packed<T, N> before = load<N>(dwpe + int64_t{t} * C + c);
-        for (int k = 0; k < N; k++) sum[k] += before[k];
-        store(dwpe + int64_t{t} * C + c, sum.v);
+        };
+        for_each_row(0, batch, 1, part, add);
+        add_to_vector(dwpe + int64_t{t} * C + c, sum);
     }
 }
 

@@ -6,6 +6,7 @@
 // random. A barrier that nobody completes stops the program.
 #pragma once
 
+#include <atomic>
 #include <cassert>
 
 #include "llmc/mma.cuh"
@@ -167,6 +168,9 @@ SIMT_RUNTIME __attribute__((noinline)) inline void barrier_wait(uint32_t barrier
 // --- wgmma
 
 namespace simt {
+// Products of 16 by 16 with 16 by 8 n that warps have made, for tests that count them.
+inline std::atomic<int64_t> products_made = 0;
+
 SIMT_RUNTIME inline void start(const Wgmma& product) {
     WgmmaQueue& q = hopper_units().products[threadIdx.x];
     if (!q.fenced) die("a product is started without a fence since the last wait");
@@ -191,6 +195,7 @@ SIMT_RUNTIME inline void multiply(void** brought, int index) {
         return static_cast<WgmmaQueue*>(brought[l])->started[index];
     };
     const Wgmma& first = of(0);
+    products_made.fetch_add(1, std::memory_order_relaxed);
     float a[16][16], b[16][256];
     const uint32_t warp_row = threadIdx.x / 32 % 4 * 16;
     for (uint32_t k = 0; k < 16; k++) {

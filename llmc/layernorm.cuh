@@ -100,12 +100,19 @@ struct LayernormColumns {
     const T *dout, *x;
     const float *mean, *rstd;
     template <int N>
-    SIMT_DEVICE void add(Accumulator<N> (&sums)[kSums], int row, int64_t at) const {
-        const Packed<T, N> d = load<N>(dout + at), p = load<N>(x + at);
-        const float m = mean[row], r = rstd[row];
+    struct Part {
+        Packed<T, N> d, p;
+        float m, r;
+    };
+    template <int N>
+    SIMT_DEVICE Part<N> part(int row, int64_t at) const {
+        return {load<N>(dout + at), load<N>(x + at), mean[row], rstd[row]};
+    }
+    template <int N>
+    SIMT_DEVICE static void add(Accumulator<N> (&sums)[kSums], const Part<N>& of) {
         for (int k = 0; k < N; k++) {
-            sums[0][k] += d[k] * ((p[k] - m) * r);
-            sums[1][k] += d[k];
+            sums[0][k] += of.d[k] * ((of.p[k] - of.m) * of.r);
+            sums[1][k] += of.d[k];
         }
     }
 };

@@ -129,6 +129,22 @@ struct Accumulator {
     }
 };
 
+// Calls add(part(row)) for every step-th row from `first` on before `end`, in order. On a GPU the parts of
+// four rows are loaded before they are added: the loads of one would not keep the memory busy.
+template <class Part, class Add>
+SIMT_DEVICE void for_each_row(int first, int end, int step, Part part, Add add) {
+    int row = first;
+    if constexpr (!kFastCpu)
+        for (; row + 3 * step < end; row += 4 * step) {
+            decltype(part(row)) parts[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) parts[i] = part(row + i * step);
+#pragma unroll
+            for (int i = 0; i < 4; i++) add(parts[i]);
+        }
+    for (; row < end; row += step) add(part(row));
+}
+
 // Elementwise kernels: each thread does kElementwiseRun vectors, neighbours in a block side by side.
 constexpr int kElementwiseRun = kFastCpu ? 128 : 4;
 

@@ -89,10 +89,17 @@ struct RmsnormColumns {
     const T *dout, *x;
     const float* rstd;
     template <int N>
-    SIMT_DEVICE void add(Accumulator<N> (&sums)[kSums], int row, int64_t at) const {
-        const Packed<T, N> d = load<N>(dout + at), p = load<N>(x + at);
-        const float r = rstd[row];
-        for (int k = 0; k < N; k++) sums[0][k] += d[k] * (p[k] * r);
+    struct Part {
+        Packed<T, N> d, p;
+        float r;
+    };
+    template <int N>
+    SIMT_DEVICE Part<N> part(int row, int64_t at) const {
+        return {load<N>(dout + at), load<N>(x + at), rstd[row]};
+    }
+    template <int N>
+    SIMT_DEVICE static void add(Accumulator<N> (&sums)[kSums], const Part<N>& of) {
+        for (int k = 0; k < N; k++) sums[0][k] += of.d[k] * (of.p[k] * of.r);
     }
 };
 

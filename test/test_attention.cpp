@@ -472,6 +472,32 @@ TEST(HopperAttention, MatchesTheDefinition) {
     }
 }
 
+#if !defined(SIMT_GPU) && SIMT_LANES == 32
+// A block has rows for several consumers of 64; those beyond the end have nothing to multiply.
+TEST(HopperAttention, RowsBeyondTheEndCostNothing) {
+    if (kThreadSanitizer) GTEST_SKIP() << "slow";
+    const auto products = [](const Case& c) {
+        const Arrays<bf16> x = random_arrays<bf16>(c);
+        const DeviceArray<bf16> dout(random_values<bf16>(c.batch * c.queries * c.channels(), 1, 11));
+        const int64_t before = simt::products_made;
+        run(c, x, dout);
+        return simt::products_made - before;
+    };
+    for (const int head_size : {64, 128})
+        for (const int groups : {1, 2, 3, 4, 7}) {
+            Case c{1, 1, head_size, 64 * groups, 64 * groups, Case::kPacked};
+            c.hopper = true;
+            // Of four warps, by tiles of 128 keys in forward and of 64 in backward, in steps of 16.
+            const int columns = head_size / 16;
+            int64_t want = 0;
+            for (int group = 1; group <= groups; group++)
+                want += 4 * ((group + 1) / 2 * (columns + 128 / 16) + 2 * group * (2 * columns + 64 / 16) +
+                             group * 64 / 16);
+            EXPECT_EQ(products(c), want) << groups << " groups of heads of " << head_size;
+        }
+}
+#endif
+
 // On a GPU in more blocks than it has multiprocessors.
 TEST(HopperAttention, AgreesWithTheCommonKernels) {
     if (!has_hopper_attention())

@@ -200,6 +200,8 @@ inline void RunInputs::check_base() const {
     if ((is_so || quantizes) && o_.steps == 0 && !o_.out.empty() && !adapter)
         fail("--out %s: is for what is trained; --save-base DIR saves a base in NF4, --merge DIR a model",
              o_.out.c_str());
+    if (quantizes && !resumed.empty() && !adapter)
+        fail("%s: --resume %s is a whole model: give it as --model", asked.c_str(), o_.resume.c_str());
     if (quantizes && parse_new_model(o_.model) && !o_.plan && o_.bench.empty())
         fail("%s: is for a model that was trained: give its folder as --model", asked.c_str());
     if (gguf && !o_.head.empty())
@@ -221,6 +223,10 @@ inline void RunInputs::check_weights() const {
     if (parse_new_model(o_.model))
         fail("--weights %s: is for a model that is in files, and --model %s is a new one", home,
              o_.model.c_str());
+    if (o_.steps == 0 && !o_.out.empty() && !adapter)
+        fail("--weights %s: nothing is trained that --out %s could save", home, o_.out.c_str());
+    if (!resumed.empty() && !adapter)
+        fail("--weights %s: --resume %s is a whole model: give it as --model", home, o_.resume.c_str());
     if (o_.weights == "host") return;
     if (!o_.base.empty() && !o_.plan)
         fail(

@@ -171,10 +171,16 @@ def read_steps(work):
     ({"--train": None}, "not trained"),
     ({"--model": "llama:d2", "--plan": True, "--out": None, "--log": None}, "a new one"),
     ({"--base": "nf4"}, "--save-base"),
+    ({"--train": None, "--steps": 0, "--data": None, "--log": None}, "--out out"),
+    ({"--train": None, "--steps": 0, "--data": None, "--log": None, "--out": None, "--resume": "saved", "--prompt": "a",
+      "--seq-len": None, "--batch": None}, "whole model"),
+    ({"--train": None, "--steps": 0, "--data": None, "--log": None, "--out": None, "--resume": "saved", "--prompt": "a",
+      "--seq-len": None, "--batch": None, "--weights": "device", "--base": "nf4"}, "whole model"),
     ({"--weights": "host"}, "--weights disk takes none"),
     ({"--weights": "tape"}, "tape")])
 def test_what_cannot_be_lent_is_refused(train, tmp_path, options, named):
     prepare(tmp_path, "llama", OPTIONS)
+    train(*DATA, "--steps", 1, "--sample-tokens", 0, "--out", "saved", cwd=tmp_path)
     good = {"--model": "model", "--data": "data.bin", "--train": "lora", "--weights": "disk"}
     refused(train, tmp_path, good | options, named)
 

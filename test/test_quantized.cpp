@@ -89,6 +89,7 @@ struct Matrix {
             for (const int at :
                  {0, 2, 208})  // floats and halves that are no infinity: where a format has one
                 if (at + 2 <= f.block_bytes) block[at + 1] &= 0xbb;
+            if (f.block == 1) block[f.block_bytes - 1] |= 1;  // AVX-512 rounds subnormals to zeros
             for (int i = 0; i < f.block; i++)
                 elements.push_back(static_cast<float>(ggml_element(f.name, block, i)));
         }

@@ -248,10 +248,10 @@ test-emulated: test-deps emulated-build build/cpu-fp32/train build/cpu-bf16/trai
 
 # What of the GPU's code no test has executed, PTX and host lines: at most 2% of either may be left. Half an hour, with
 # its build.
-.PHONY: gpu-coverage run-gpu-coverage gpu-predicted
+.PHONY: gpu-coverage build/emulated-coverage/report gpu-predicted
 gpu-coverage: test-deps build/cpu-fp32/train build/cpu-bf16/train
-	+@$(MAKE) --no-print-directory COVERAGE=1 run-gpu-coverage
-run-gpu-coverage: emulated-build
+	+@$(MAKE) --no-print-directory COVERAGE=1 build/emulated-coverage/report
+build/emulated-coverage/report: emulated-build
 	@rm -f $(EMULATED)/coverage $(EMULATED)/*.gcda
 	@for gpu in A100 H100; do for t in $(EMULATED_TESTS); do \
 	  if [ $${t##*/} = test_attention ]; then export SMALL_SHAPES=1; else unset SMALL_SHAPES; fi; \

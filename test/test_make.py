@@ -49,8 +49,8 @@ def dry_make(tmp_path):
 
 
 def compilations(commands):
-    """The commands that compile, but clang's of the trainer, whose warnings nobody else has to see."""
-    return [line for line in commands.splitlines() if re.match(r"(g\+\+|clang\+\+|\S*nvcc) ", line)
+    """The commands that compile, and not only link, but clang's of the trainer, whose warnings nobody else has to see."""
+    return [line for line in commands.splitlines() if re.match(r"(g\+\+|clang\+\+|\S*nvcc) (?!\S+\.o )", line)
             and "-fsanitize=address,undefined" not in line]
 
 

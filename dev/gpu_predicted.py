@@ -201,12 +201,18 @@ def loops(code):
 
 
 def loads_under_way(code):
-    """The bytes that a lane has asked for at most before it needs one of them."""
-    most = waiting = 0
+    """The bytes that a lane has asked for at most before it needs one of them, or waits for its copies to shared memory."""
+    most = waiting = copies = 0
     registers = set()
     for _, text in code:
         word, _, operands = text.partition(" ")
         used = set(map(int, re.findall(r"\bR(\d+)", operands)))
+        if word.startswith("LDGSTS"):
+            copies += 16 if ".128" in word else 8 if ".64" in word else 4
+            most = max(most, waiting + copies)
+            continue
+        if word.startswith("DEPBAR"):
+            copies = 0
         load = re.match(r"LDG\.\S*", word)
         into = re.match(r"(?:P\w+, )?R(\d+)", operands) if load else None
         if used - ({int(into[1])} if into else set()) & registers:
@@ -215,7 +221,7 @@ def loads_under_way(code):
             size = 16 if ".128" in word else 8 if ".64" in word else 2 if "16" in word else 1 if "8" in word else 4
             registers |= set(range(int(into[1]), int(into[1]) + max(1, size // 4)))
             waiting += size
-            most = max(most, waiting)
+            most = max(most, waiting + copies)
     return most
 
 

@@ -60,12 +60,7 @@ class DirectFile {
         if (fd < 0) fail("%s: cannot open: %s", path_.c_str(), std::strerror(errno));
         return fd;
     }
-    FileStamp stamp() const {
-        struct stat info;
-        if (fstat(fd_.fd(), &info) != 0) fail("%s: cannot stat: %s", path_.c_str(), std::strerror(errno));
-        return {info.st_dev, info.st_ino, static_cast<uint64_t>(info.st_size),
-                int64_t{info.st_mtim.tv_sec} * 1'000'000'000 + info.st_mtim.tv_nsec};
-    }
+    FileStamp stamp() const { return stamp_of(fd_.fd(), path_); }
     [[noreturn]] void fail_changed() const {
         fail("%s: was changed since it was opened, and is still read from", path_.c_str());
     }

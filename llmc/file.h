@@ -88,13 +88,25 @@ struct FileStamp {
     bool operator==(const FileStamp&) const = default;
 };
 
+// How an open file stands now; fails naming it.
+inline struct stat status_of(int fd, const std::string& path) {
+    struct stat info;
+    if (fstat(fd, &info) != 0) fail("%s: cannot stat: %s", path.c_str(), std::strerror(errno));
+    return info;
+}
+inline FileStamp stamp_of(int fd, const std::string& path) {
+    const struct stat info = status_of(fd, path);
+    return {info.st_dev, info.st_ino, static_cast<uint64_t>(info.st_size),
+            int64_t{info.st_mtim.tv_sec} * 1'000'000'000 + info.st_mtim.tv_nsec};
+}
+
 // A file that is read piece by piece, so that no more of it takes memory than what was asked for. Fails when
 // it is missing or unreadable, and for what else has a name: folders, FIFOs, and devices, which may not end.
 class FileReader {
   public:
     explicit FileReader(const std::string& path)
         : path_(path), file_(path, O_RDONLY | O_NONBLOCK) {  // the second: not to wait for a FIFO's writer
-        const struct stat info = status();
+        const struct stat info = status_of(file_.fd(), path_);
         if (S_ISDIR(info.st_mode)) fail("%s: is a directory where a file is needed", path.c_str());
         if (!S_ISREG(info.st_mode)) fail("%s: is not a regular file", path.c_str());
         size_ = static_cast<size_t>(info.st_size);
@@ -104,11 +116,7 @@ class FileReader {
     // When it was opened.
     size_t size() const { return size_; }
     // As the file is now.
-    FileStamp stamp() const {
-        const struct stat info = status();
-        return {info.st_dev, info.st_ino, static_cast<uint64_t>(info.st_size),
-                int64_t{info.st_mtim.tv_sec} * 1'000'000'000 + info.st_mtim.tv_nsec};
-    }
+    FileStamp stamp() const { return stamp_of(file_.fd(), path_); }
 
     // Copies the bytes from `first` on. Fails when they cannot be read or the file has become shorter.
     void read(uint64_t first, size_t bytes, void* out) const {
@@ -123,12 +131,6 @@ class FileReader {
     void drop_pages() const { posix_fadvise(file_.fd(), 0, 0, POSIX_FADV_DONTNEED); }
 
   private:
-    struct stat status() const {
-        struct stat info;
-        if (fstat(file_.fd(), &info) != 0) fail("%s: cannot stat: %s", path_.c_str(), std::strerror(errno));
-        return info;
-    }
-
     std::string path_;
     OpenFile file_;
     size_t size_ = 0;

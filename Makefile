@@ -73,7 +73,8 @@ WARNINGS := -Wall -Wextra $(if $(WERROR),-Werror) -Wno-restrict
 CXX_COMMON := -std=c++20 $(WARNINGS) -Wno-unknown-pragmas -fopenmp -I. -MMD -MP
 CXXFLAGS := $(CXX_COMMON) -O3 -march=native -fno-math-errno -fno-trapping-math
 TEXT_LIBS := -lpcre2-8 -lutf8proc -lsentencepiece
-CPU_LIBS := -ldnnl $(TEXT_LIBS)
+DISK_LIBS := -luring
+CPU_LIBS := -ldnnl $(TEXT_LIBS) $(DISK_LIBS)
 CUDA_HOME := $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 ifneq ($(wildcard $(CUDA_HOME)/include/nvtx3/nvToolsExt.h),)
   NVTX_INCLUDE := -idirafter $(CUDA_HOME)/include
@@ -102,7 +103,7 @@ NVCCFLAGS := -std=c++20 -O3 -I. -MMD -MP -Xcompiler -Wall,-Wextra,-Wno-restrict,
              -Xptxas -v,-warn-spills,-warn-lmem-usage $(GENCODE) $(HOPPER)
 # Not among the flags above: a build of a user's need not be made anew for the tests.
 NVCC_WERROR := $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror)
-CUDA_LIBS := $(CUDA_LIB:%=-Xlinker -rpath$(comma)%) -lcublasLt $(TEXT_LIBS) -lgomp
+CUDA_LIBS := $(CUDA_LIB:%=-Xlinker -rpath$(comma)%) -lcublasLt $(TEXT_LIBS) $(DISK_LIBS) -lgomp
 # Stops in one line where nvcc or CUDA_ARCH cannot do: the compilers would say so in hundreds.
 older_than = $(filter-out $(2),$(shell printf '%s\n' $(1) $(2) | sort -V | head -n 1))
 too_old = $(strip $(foreach a,$(CUDA_ARCH),$(shell [ "$(call number_of,$(a))" -ge 80 ] 2>/dev/null || echo "$(a)")))
@@ -145,7 +146,7 @@ build/cuda-fp32/train build/cuda-bf16/train: train_gpt.cu Makefile $(CUDA_FLAGS)
 	$(call compile_cuda,$(DEFINES))
 
 # Debian's packages. With deps, building and training; test-deps adds what the tests need, Python's side in .venv.
-DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libpcre2-dev libutf8proc-dev libsentencepiece-dev
+DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libpcre2-dev libutf8proc-dev libsentencepiece-dev liburing-dev
 TEST_DEPS := $(DEPS) libgtest-dev python3-venv clang libclang-rt-dev libomp-dev
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 define install
@@ -212,7 +213,7 @@ EMULATED_TESTS := $(KERNEL_TESTS:%=$(EMULATED)/%)
 EMULATED_TRAINERS := $(EMULATED)/train-fp32 $(EMULATED)/train-bf16
 EMULATED_FLAGS := -std=c++20 -O3 -I. -MMD -MP -Xcompiler -Wall,-Wextra,-Wno-restrict,-Wno-unknown-pragmas,-fopenmp -DLLMC_HOPPER \
     $(foreach a,80 90a,-gencode arch=compute_$(a)$(comma)code=compute_$(a)) -cudart shared -no-compress
-EMULATED_LIBS := -Xlinker -rpath$(comma)$(CURDIR)/$(EMULATED)/lib -lcublasLt $(TEXT_LIBS) -lgomp
+EMULATED_LIBS := -Xlinker -rpath$(comma)$(CURDIR)/$(EMULATED)/lib -lcublasLt $(TEXT_LIBS) $(DISK_LIBS) -lgomp
 CUDA_MAJOR = $(firstword $(subst ., ,$(nvcc_release)))
 $(EMULATED)/lib/libgpu.so: $(wildcard test/gpu/*.cpp test/gpu/*.h) Makefile
 	@mkdir -p $(@D)
@@ -274,11 +275,19 @@ TRAINERS := build/cpu-fp32/train build/cpu-bf16/train
 build-tests: $(UNIT_TESTS) $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES) $(PROBES) build/test/tsan/race_probe cuda-build emulated-build fuzz-build
 endif
 
+FUZZED := safetensors shards json config tokenizer gguf nf4 json_lines
+FUZZERS := $(FUZZED:%=build/test/fuzz/fuzz_%)
+
+# On a CPU as many at a time as there are cores.
+ifeq ($(DEVICE),cpu)
+unit-tests: $(UNIT_TESTS) $(FUZZERS)
+	+@$(MAKE) --no-print-directory -j$$(nproc) --output-sync=target $(UNIT_TESTS:%=run/%) race-probe fuzz
+else
 unit-tests: $(UNIT_TESTS)
 	@for t in $(UNIT_TESTS); do echo "== $$t"; $$t --gtest_brief=1 || exit 1; done
-ifeq ($(DEVICE),cpu)
-	@$(MAKE) --no-print-directory race-probe fuzz
 endif
+run/%: %
+	@echo "== $<"; $< --gtest_brief=1
 
 # ThreadSanitizer must find a planted missing barrier, and nothing where none is missing.
 .PHONY: race-probe fuzz-build
@@ -300,17 +309,16 @@ else
 endif
 
 FUZZ_SECONDS ?= 10
-FUZZED := safetensors shards json config tokenizer gguf nf4 json_lines
-FUZZERS := $(FUZZED:%=build/test/fuzz/fuzz_%)
 fuzz-build: $(FUZZERS)
 build/test/fuzz/%: test/%.cpp Makefile
 	@mkdir -p $(@D)
 	clang++ -std=c++20 -Wall -Wextra $(if $(WERROR),-Werror) -I. -MMD -MP -MF $@.d -MT $@ -g -O1 -fsanitize=fuzzer,address $< -o $@ $(TEXT_LIBS)
-fuzz: $(FUZZERS)
-	@python3 test/fuzz_seeds.py build/fuzz
-	@for f in $(FUZZED); do \
-	  build/test/fuzz/fuzz_$$f -max_total_time=$(FUZZ_SECONDS) -verbosity=0 -print_final_stats=0 build/fuzz/$$f > build/fuzz/$$f.log 2>&1 || \
-	  { tail -40 build/fuzz/$$f.log; exit 1; }; echo "== fuzz_$$f: $(FUZZ_SECONDS) s, nothing found"; done
+build/fuzz/seeds: test/fuzz_seeds.py
+	@python3 $< $(@D) && touch $@
+fuzz: $(FUZZED:%=fuzz/%)
+fuzz/%: build/test/fuzz/fuzz_% build/fuzz/seeds
+	@$< -max_total_time=$(FUZZ_SECONDS) -verbosity=0 -print_final_stats=0 build/fuzz/$* > build/fuzz/$*.log 2>&1 || \
+	  { tail -40 build/fuzz/$*.log; exit 1; }; echo "== fuzz_$*: $(FUZZ_SECONDS) s, nothing found"
 
 # The attention kernels' times by head size and length; dev/bench/attention.py puts PyTorch's beside them.
 .PHONY: bench-attention

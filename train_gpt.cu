@@ -14,18 +14,25 @@
 #include <array>
 #include <functional>
 #include <memory>
+#include <numeric>
 #include <optional>
 
 #include "llmc/adapter.h"
 #include "llmc/arena.h"
 #include "llmc/attention.cuh"
 #include "llmc/bench.h"
+#include "llmc/calibrate.h"
 #include "llmc/checkpoint.h"
+#include "llmc/chunk_rows.h"
+#include "llmc/chunk_sums.h"
 #include "llmc/cross_entropy.cuh"
 #include "llmc/dataset.h"
 #include "llmc/device_rates.h"
 #include "llmc/documents.h"
 #include "llmc/dropout.cuh"
+#include "llmc/elsewhere_disk.h"
+#include "llmc/elsewhere_host.h"
+#include "llmc/embeddings_elsewhere.h"
 #include "llmc/embedding.cuh"
 #include "llmc/enough_memory.h"
 #include "llmc/feeder.h"
@@ -33,7 +40,6 @@
 #include "llmc/global_norm.cuh"
 #include "llmc/graph.h"
 #include "llmc/head_norm.cuh"
-#include "llmc/head_rows.h"
 #include "llmc/lora.cuh"
 #include "llmc/matmul.h"
 #include "llmc/matmul_search.h"
@@ -42,15 +48,17 @@
 #include "llmc/norm.h"
 #include "llmc/optimizer.cuh"
 #include "llmc/options.h"
-#include "llmc/parking_disk.h"
-#include "llmc/parking_host.h"
+#include "llmc/parking.h"
 #include "llmc/plans.h"
+#include "llmc/position_losses.cuh"
 #include "llmc/positions.h"
 #include "llmc/quantized_weights.h"
+#include "llmc/rates_file.h"
 #include "llmc/recompute.h"
 #include "llmc/report.h"
 #include "llmc/residence_disk.h"
 #include "llmc/residence_host.h"
+#include "llmc/residence_trained.h"
 #include "llmc/residual.cuh"
 #include "llmc/rope.cuh"
 #include "llmc/run_inputs.h"
@@ -58,6 +66,7 @@
 #include "llmc/schedule.h"
 #include "llmc/signals.h"
 #include "llmc/state.h"
+#include "llmc/state_ring.h"
 #include "llmc/swiglu.cuh"
 #include "llmc/temporary_file.h"
 #include "llmc/threads.h"
@@ -72,8 +81,10 @@ using floatX = float;
 using TensorX = Tensor<floatX>;
 using TensorF = Tensor<float>;
 using NormedX = Normed<floatX>;
+using Parked = ParkedInputs<floatX>;
 
 struct BlockActivations;  // these are beside forward
+struct MlpActivations;
 struct HeadActivations;
 struct KvCache;
 struct NormNames;
@@ -85,7 +96,14 @@ struct MicroBatchOptions {
     bool adds = false;                      // to the gradients of micro-batches before: else they are written
     double dropout = 0;                     // the share of activations that is dropped,
     double lora_dropout = 0;                // and of an adapter's inputs
-    const uint64_t* dropout_key = nullptr;  // on the device: the micro-batch's
+    const uint64_t* dropout_key = nullptr;  // on the device: the micro-batch's; those of others follow
+};
+
+// What the State has not of a frozen model's weights: the matrices of linear layers, and that of the head,
+// where they are quantized or elsewhere; embeddings and head that are elsewhere. Null where it has them.
+struct OutsideState {
+    const QuantizedWeights *matrices, *head;
+    const EmbeddingsElsewhere* embeddings;
 };
 
 // The model: its parameters, seen through views, and the operations of a step on them. Nothing here owns
@@ -97,21 +115,22 @@ class Gpt {
     using Consume = std::function<void(int unit, const floatX* gradients)>;
 
     // The stream may be made later, before the first run.
-    Gpt(Arena& arena, const Stream& stream, const State<floatX>& model, const QuantizedWeights* quantized,
-        const QuantizedWeights* quantized_head, const State<floatX>& trained, bool hopper_attention)
+    Gpt(Arena& arena, const Stream& stream, const State<floatX>& model, const OutsideState& outside,
+        const State<floatX>& trained, bool hopper_attention)
         : arena_(arena),
           stream_(stream),
           model_(model),
-          quantized_(quantized),
-          quantized_head_(quantized_head),
+          quantized_(outside.matrices),
+          quantized_head_(outside.head),
+          embeddings_(outside.embeddings),
           trained_(trained),
           config_(model.layout.config()),
           family_(*config_.family),
           hopper_attention_(hopper_attention),
-          loans_(arena, stream),
+          loans_(arena, stream, Transfer::Loan),
+          head_loans_(arena, stream, Transfer::Vocabulary),
           parked_(arena, stream) {
         bind();
-        if (lends()) borrow_from(nullptr);
     }
     // Points the views at the state's memory, and at position_factors() on the device: again after these were
     // allocated.
@@ -124,20 +143,38 @@ class Gpt {
         weights_.blocks.clear();
         for (int l = 0; l < config_.layers; l++) weights_.blocks.push_back(layout.block(unit(l + 1), l));
         weights_.head = layout.head(unit(layout.head_unit()));
-        if (config_.tied && !quantized_head_) weights_.head.logits.weight = weights_.embeddings.token.view();
+        if (config_.tied && !head_in_slices()) weights_.head.logits.weight = weights_.embeddings.token.view();
         for (int l = 0; quantized_ && l < config_.layers; l++)
-            bind_matrices(l, lends() ? nullptr : quantized_->block(l).data());
+            for (auto& [w, field] : linears(weights_.blocks[static_cast<size_t>(l)]))
+                bind_matrix(*w, l, field, lends() ? nullptr : quantized_->loan(l).data());
         if (is_frozen()) bind_adapter();
     }
-    // Where the blocks' matrices come from, which are not on the device.
-    void borrow_from(Residence* residence) { loans_.lend(quantized_->largest_block(), residence); }
-    // Where the inputs of so many layers wait for their backward.
-    void park_in(ParkingPlace* place, int layers) { parked_.use(layers, place); }
+    // Where blocks, or their halves, come from that are not on the device, and how, and the bytes of each.
+    void borrow_from(Residence* residence, Way way, std::vector<size_t> bytes) {
+        loans_.lend(way, std::move(bytes), residence);
+    }
+    // The same of embeddings that are not there: as soon as they are allocated.
+    void borrow_embeddings() {
+        if (embeddings_)
+            head_loans_.lend(embeddings_->way(), embeddings_->loan_bytes(), embeddings_->residence());
+    }
+    // Has the matrices of a block on the device for what follows, or all of it where it is trained, and those
+    // of block `next` on their way; negative: of none. Where halves are lent, each comes when it is needed,
+    // and `next`, from its attention or its MLP on, after the last of them; with `stays` the block is
+    // borrowed once more before.
+    void borrow(int layer, int next, bool stays = false, Field first = Field::QkvWeight);
+    void give_back() { loans_.give_back(); }
+    // A unit's weights, on the device now, to be updated there.
+    floatX* weights_to_update(int unit);
+    // How many rows are in an MLP at one time; 0: all.
+    void take_mlp_rows(int64_t rows) { mlp_rows_ = rows; }
+    // Where the inputs of so many layers wait for their backward, of each of so many micro-batches.
+    void park_in(Elsewhere* place, int layers, int passes) { parked_.use(layers, passes, place); }
 
-    void forward_backward(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
-                          TensorF& loss, const Consume& consume = {});
-    void evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
-                  TensorF& loss);
+    void forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
+                          float loss_scale, TensorF& loss, const Consume& consume = {});
+    void evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale, TensorF& loss,
+                  TensorF position_losses = {});
     template <class Choose>
     void generate(const std::vector<int>& prompt, int new_tokens, Choose&& choose);
     template <class Visit>
@@ -156,6 +193,7 @@ class Gpt {
     }
     NormedX take_normed(const NormNames& names, const TensorX& x);
     Tensor<int> take_input(const char* name, Shape shape, const std::vector<int>& values);
+    float rotary_scale() const { return static_cast<float>(attention_factor(config_.rope)); }
     float epsilon() const { return static_cast<float>(config_.norm_epsilon); }
     // The columns of a packed qkv where the keys and the values begin.
     int64_t keys_at() const { return family_.heads_together ? config_.head_size : config_.query_width(); }
@@ -170,6 +208,7 @@ class Gpt {
     TensorX normalized(NormedX& n, const NormNames& names, const TensorX& x, const Norm<floatX>& w);
     TensorX linear(const char* name, const TensorX& x, const Linear<floatX>& w, bool gelu = false);
     TensorX weight_of(const Linear<floatX>& w);
+    void hold(Linear<floatX>& w);
     TensorX activate(const TensorX& up);
     template <class MakeX>
     void make_qkv(BlockActivations& a, MakeX&& make_x, const Block<floatX>& w, bool for_backward,
@@ -178,6 +217,7 @@ class Gpt {
     AttentionInput<floatX> attention_of(const TensorX& qkv, int layer) const;
     void attend(BlockActivations& a, Keep keep, KvCache* cache, int layer);
 
+    TensorX token_rows(const Tensor<int>& tokens);
     void look_up(TensorX& x, const Tensor<int>& tokens, const TensorX& prompt, int first_position);
     TensorX embed(const Tensor<int>& tokens, int first_position);
     TensorX of_tokens(TensorX&& stream);
@@ -187,17 +227,26 @@ class Gpt {
         return prompt ? prompt.rows() : 0;
     }
     void forward_attention(int layer, BlockActivations& a, Keep keep, KvCache* cache);
+    void add_projected(TensorX& sum, const TensorX& x, const TensorX& attention, int layer);
     TensorX forward_mlp(int layer, BlockActivations& a, Keep keep);
+    TensorX forward_mlp_rows(int layer, MlpActivations& m, Keep keep, const TensorX& x, TensorX out);
     TensorX forward_block(int layer, BlockActivations& a, Keep keep, KvCache* cache = nullptr);
     TensorX forward_only(const Tensor<int>& tokens, KvCache* cache);
     TensorX forward_cached(const std::vector<int>& tokens, KvCache& cache);
     HeadActivations forward_head(const TensorX& x);
+    // Whether the head is no matrix of the State, but made, or lent, some rows at a time.
+    bool head_in_slices() const { return quantized_head_ || embeddings_; }
+    void borrow_head();
+    template <class Use>
+    void for_each_lent_slice(Use&& use);
     template <class Use>
     void for_each_head_slice(Use&& use);
     TensorX logits_of(const TensorX& x);
     void logits_backward(TensorX& d_x, const TensorX& d_logits);
     template <class Chunk>
-    void for_each_head_chunk(int64_t rows, int64_t head_rows, Chunk&& chunk);
+    void for_each_chunk(int64_t rows, int64_t at_a_time, Chunk&& chunk);
+    // Whether so many rows go through an MLP, and what is beside it, in more than one part.
+    bool in_chunks(int64_t rows) const { return mlp_rows_ > 0 && mlp_rows_ < rows; }
 
     static std::array<std::pair<Linear<floatX>*, Field>, 4> linears(Block<floatX>& block) {
         return {{{&block.qkv, Field::QkvWeight},
@@ -216,14 +265,21 @@ class Gpt {
     template <class Gradient>
     void norm_backward(TensorX& d_x, Norm<Gradient>& g, const TensorX& d_out, const TensorX& x,
                        const NormedX& n, const Norm<floatX>& w);
+    // With `sums` chunks of rows add to the gradients, whether what was there before counts or not.
     template <class MakeX>
     TensorX linear_backward(const char* name, Linear<floatX>& g, MakeX&& make_x, const TensorX& d_out,
-                            const Linear<floatX>& w, bool adds, const TensorX* gelu_input = nullptr);
+                            const Linear<floatX>& w, bool adds, LinearSums<floatX>* sums = nullptr,
+                            const TensorX* gelu_input = nullptr);
 
     // Blocks that live elsewhere are borrowed before they are used (residence.h).
-    bool lends() const { return quantized_ && quantized_->is_lent(); }
-    void bind_matrices(int layer, const char* block);
-    void borrow(int layer, int next);
+    bool lends_trained() const { return model_.options.blocks != Home::Device; }
+    bool lends() const { return lends_trained() || (quantized_ && quantized_->is_lent()); }
+    bool lends_halves() const { return quantized_ && quantized_->are_halves(); }
+    int half_of(int layer, Field field) const {
+        return lends_halves() ? quantized_->loan_of(layer, field) : kNoLoan;
+    }
+    void need_half(int layer, Field field, int next);
+    void bind_matrix(Linear<floatX>& w, int layer, Field field, const char* loan);
 
     // What is trained beside a frozen model.
     bool is_frozen() const { return &trained_ != &model_; }
@@ -235,19 +291,22 @@ class Gpt {
     void scale_lora(TensorX& columns, const Adapter<floatX>& adapter);
     void add_lora(TensorX& out, const TensorX& x, const Adapter<floatX>& adapter);
     TensorX lora_backward(Adapter<floatX>& g, const TensorX& input, const TensorX& d_out,
-                          const Adapter<floatX>& adapter, bool adds);
+                          const Adapter<floatX>& adapter, bool adds, LinearSums<floatX>* sums);
     void merge_adapter(TensorX& matrix, const Linear<floatX>& w);
 
-    // The dropout at one of a block's places in the micro-batch that is trained on; of the embeddings with
-    // the number of layers.
+    // The dropout at one of a block's places in the micro-batch that is trained on, of rows of so many
+    // columns from the current chunk's first on; of the embeddings with the number of layers.
     enum Place { kLoraPlaces = 0, kAttentionPlace = 4, kProjectedPlace, kOutputPlace, kPlaces = 16 };
     Dropout dropout_in(int layer, Place place) const {
         const uint64_t at = static_cast<uint64_t>(layer) * kPlaces + place;
-        return dropping_ ? dropout_at(dropping_->dropout_key, at, dropping_->dropout) : Dropout();
+        return dropout_here(at, dropping_ ? dropping_->dropout : 0, config_.channels);
     }
     Dropout dropout_of(const Adapter<floatX>& adapter) const {
-        return dropping_ ? dropout_at(dropping_->dropout_key, adapter.place, dropping_->lora_dropout)
-                         : Dropout();
+        return dropout_here(adapter.place, dropping_ ? dropping_->lora_dropout : 0, adapter.a.columns());
+    }
+    Dropout dropout_here(uint64_t place, double probability, int64_t columns) const {
+        if (!dropping_) return {};
+        return from_element(dropout_at(dropping_->dropout_key, place, probability), chunk_start_ * columns);
     }
     Dropout dropout_of_embeddings() const {
         return weights_.embeddings.position ? dropout_in(config_.layers, kLoraPlaces) : Dropout();
@@ -261,29 +320,41 @@ class Gpt {
     UnitGradients take_unit_gradients(int unit, const MicroBatchOptions& options, const Consume& consume);
     void zero_added(int unit, const TensorX& gradients);
     void complete(int unit, UnitGradients& gradients, const Consume& consume);
-    template <class T>
-    void add_head_product(Tensor<T>& d_weight, Tensor<uint8_t>& low, const Tensor<T>& d_logits,
-                          const Tensor<T>& x, bool adds);
     void head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options,
               LossScale loss_scale, TensorF& loss, Head<floatX>& g);
+    struct MlpSums;
     void backward_mlp(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds);
+    void backward_mlp_rows(int layer, Block<floatX>& g, MlpActivations& m, const TensorX& x,
+                           TensorX& d_stream, bool adds, MlpSums* sums = nullptr);
+    void attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, const TensorF& lse,
+                                     const TensorF& delta, AttentionInput<floatX>& in);
     void backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds);
     void backward_embeddings(Embeddings<floatX>& g, TensorX& d_stream, const DeviceBatch& batch);
-    void backward_block(int layer, BlockActivations& a, TensorX& d_stream, const MicroBatchOptions& options,
-                        const Consume& consume);
+    void backward_block(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds);
+
+    // A micro-batch on its way through the model.
+    struct Pass;
+    void enter(const Pass& pass);
+    void forward_blocks(std::vector<Pass>& passes);
+    void expect_last_block(const std::vector<Pass>& passes);
+    void backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& options, const Consume& consume);
 
     Arena& arena_;
     const Stream& stream_;
     const State<floatX>& model_;
     const QuantizedWeights* const quantized_;       // of its blocks, or null
     const QuantizedWeights* const quantized_head_;  // where the token embedding may be too, or null
+    const EmbeddingsElsewhere* const embeddings_;   // or null
     const State<floatX>& trained_;
     const ModelConfig& config_;
     const Family& family_;
     const bool hopper_attention_;
-    BlockLoans loans_;
-    ParkedInputs<floatX> parked_;
+    Loans loans_, head_loans_;
+    int after_block_ = kNoLoan;  // where halves are lent: what is borrowed after the block at hand
+    Parked parked_;
     TensorF position_factors_;
+    int64_t mlp_rows_ = 0;                         // in an MLP at one time; 0: all
+    int64_t chunk_start_ = 0;                      // the first of the rows that are worked on
     const MicroBatchOptions* dropping_ = nullptr;  // of the micro-batch that is trained on, or null
     // A soft prompt is before each sequence, which holds one example then.
     void read_documents(const DeviceBatch& batch) {
@@ -320,15 +391,18 @@ class Trainer {
     void train();
     bool train_step();
     void feed_training(int k, float loss_scale);
-    void feed(SequenceLoader& loader, uint64_t first, uint64_t count, float loss_scale);
+    void feed(Feeder& feeder, SequenceLoader& loader, uint64_t first, uint64_t count, float loss_scale);
     float step_loss_scale();
     template <class Operations>
     void run_step(Plan& plan, Operations&& operations);
+    void micro_batch(float loss_scale);
     void measure_norm(const floatX* gradients, int64_t n, TensorF& norm);
     void update_unit(int unit, const floatX* gradients);
     void update();
     std::optional<double> validate();
     void validate_and_log();
+    void begin_position_losses();
+    void log_position_losses(double loss);
     void do_what_is_due();
     void sample();
     void save();
@@ -356,6 +430,9 @@ class Trainer {
         const auto done = static_cast<uint64_t>((step_ - first_step_) * o_.grad_accum + k);
         return static_cast<uint64_t>(first_sequence_) + done * batch();
     }
+    // The micro-batches that are on their way through the model together.
+    int passes() const { return o_.by_block ? o_.grad_accum : 1; }
+    size_t dropout_keys() const { return drops() ? static_cast<size_t>(passes()) : 0; }
     bool drops() const { return o_.dropout > 0 || in_.adapter.dropout > 0; }
     uint64_t batch() const { return static_cast<uint64_t>(o_.batch); }
     double step_tokens() const { return static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum; }
@@ -365,22 +442,43 @@ class Trainer {
     StateOptions model_options() const;
     std::optional<State<floatX>> make_adapter_state() const;
     void begin_prompt();
-    // Whether a new soft prompt begins as rows of a quantized embedding.
-    bool begins_from_codes() const { return config_.tied && quantized_head_ && !in_.first_prompt.empty(); }
+    // Whether a new soft prompt begins as rows of an embedding that the State has not.
+    bool looks_up_prompt() const {
+        return (embeddings_ || (config_.tied && quantized_head_)) && !in_.first_prompt.empty();
+    }
+    // The embeddings and the head that the State has not.
+    std::vector<Field> outside_state() const {
+        if (embeddings_) return EmbeddingsElsewhere::fields(config_);
+        return quantized_head_ ? std::vector{head_field(config_)} : std::vector<Field>();
+    }
     bool lends() const { return quantized_ && quantized_->is_lent(); }
-    // The layers whose inputs are parked, and the bytes of one.
+    // Whether the blocks that are trained are not on the device.
+    bool lends_trained() const { return o_.steps > 0 && !in_.adapter && o_.weights != "device"; }
+    // The layers whose inputs are parked, and what those take that leave the device.
     int parked_layers() const { return o_.park < 0 ? config_.layers : std::min(o_.park, config_.layers); }
-    size_t input_bytes() const {
+    size_t parked_bytes() const {
+        if (o_.steps == 0) return 0;
         const int64_t length = o_.seq_len + in_.adapter.prompt_tokens;
-        return static_cast<size_t>(o_.batch * length * config_.channels) * sizeof(floatX);
+        return static_cast<size_t>(Parked::stored(parked_layers(), passes())) *
+               Parked::stored_bytes({o_.batch, length, config_.channels});
     }
-    // Those that leave the device: the last two do not.
-    size_t stored_layers() const {
-        return static_cast<size_t>(o_.steps > 0 ? std::max(0, parked_layers() - 2) : 0);
+    // With --loss-by-position, those of a validation: (seq_len).
+    int64_t positions_with_loss() const { return o_.loss_by_position.empty() ? 0 : o_.seq_len; }
+    TensorF position_losses() {
+        float* const at = reinterpret_cast<float*>(position_losses_memory_.data());
+        return positions_with_loss() > 0 ? TensorF(at, {positions_with_loss()}) : TensorF();
     }
-    void make_parking();
+    void report_stored();
     void report_elsewhere();
+    // What is trained and not on the device: the bytes of the blocks, and of what only updates need.
+    size_t trained_blocks_bytes() const {
+        return lends_trained() ? static_cast<size_t>(config_.layers) * model_.block_bytes() : 0;
+    }
+    size_t updated_state_bytes() const { return trained().chunks().size() * trained().chunk_bytes(); }
+    std::vector<size_t> loan_bytes() const;
+    Way loan_way() const { return o_.weights == "host" ? Way::FromHost : Way::DiskRead; }
     void make_residence();
+    void make_places();
     DiskResidence* on_disk() const { return dynamic_cast<DiskResidence*>(residence_.get()); }
     void load_gguf();
     void merge();
@@ -393,25 +491,31 @@ class Trainer {
     const Layout whole_;  // of all that the model's files have
     // Matrices of a frozen model, which model_ then has not: of its linear layers, and of its head.
     std::optional<QuantizedWeights> quantized_, quantized_head_;
+    std::optional<EmbeddingsElsewhere> embeddings_;
     State<floatX> model_;
     std::optional<State<floatX>> adapter_;  // what is trained beside a frozen model
     std::optional<OwnStream> own_stream_;
     Stream stream_ = nullptr;  // that one, from open_device() on
     Arena arena_;
     Gpt gpt_;
-    Feeder feeder_;
+    StateRing ring_;
+    std::vector<Feeder> feeders_;  // of the micro-batches that are on their way together
     std::optional<SequenceLoader> loader_, val_loader_;
     MicroBatchOptions micro_;
     Gpt::Consume consume_;  // with --update-in-backward
     const bool norm_of_each_unit_;
     Metrics metrics_;
-    DeviceBuffer factors_memory_, positions_memory_, dropout_memory_;
+    DeviceBuffer factors_memory_, positions_memory_, dropout_memory_, position_losses_memory_;
+    std::vector<uint64_t> position_counts_;  // with --loss-by-position, of a validation
+    LogFile position_log_;
     UpdateFactors* factors_ = nullptr;  // on the device: of the current step
     Plans plans_;
     MemoryReport report_;
     const Choices choices_;
-    std::unique_ptr<Residence> residence_;   // of matrices that are not on the device
-    std::unique_ptr<ParkingPlace> parking_;  // of blocks' inputs between forward and backward
+    const Rates rates_;                     // that estimates are by
+    std::unique_ptr<Residence> residence_;  // of matrices that are not on the device
+    std::unique_ptr<Elsewhere> parking_;    // of blocks' inputs between forward and backward
+    std::unique_ptr<Elsewhere> trained_blocks_, updated_state_;  // of what is trained
     StepGraphs graphs_;
     bool replays_;  // whether steps are run through them: not where the host or other streams take part
     size_t used_before_ = 0;                       // of the device's memory
@@ -474,16 +578,16 @@ bool Trainer::train_step() {
                  .seed = o_.seed},
                 stream_);
     device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
-    for (int k = 0; k < o_.grad_accum; k++) {
-        if (k > 0 && interrupted) return false;
-        feed_training(k, loss_scale);
-        if (drops())
-            set_dropout_key(reinterpret_cast<uint64_t*>(dropout_memory_.data()), o_.seed, first_of(k),
-                            stream_);
-        micro_.adds = k > 0;
-        run_step(micro_.adds ? plans_.add : plans_.train, [&] {
-            gpt_.forward_backward(feeder_.batch(), micro_, loss_scale, metrics_.loss(), consume_);
-        });
+    for (int first = 0; first < o_.grad_accum; first += passes()) {
+        if (first > 0 && interrupted) return false;
+        for (int k = first; k < first + passes(); k++) {
+            feed_training(k, loss_scale);
+            if (drops())
+                set_dropout_key(reinterpret_cast<uint64_t*>(dropout_memory_.data()) + k % passes(), o_.seed,
+                                first_of(k), stream_);
+        }
+        micro_.adds = first > 0;
+        run_step(micro_.adds ? plans_.add : plans_.train, [&] { micro_batch(loss_scale); });
     }
     if (!consume_) run_step(plans_.update, [&] { update(); });
     metrics_.step_ends(step_, rate, stream_);
@@ -508,18 +612,21 @@ float Trainer::step_loss_scale() {
 // Feeds micro-batch k of the step: from the data, or random tokens where a bench has none.
 void Trainer::feed_training(int k, float loss_scale) {
     const uint64_t first = first_of(k);
-    if (loader_) return feed(*loader_, first, batch(), loss_scale);
-    const Feeder::Slot slot = feeder_.slot();
+    Feeder& feeder = feeders_[static_cast<size_t>(k % passes())];
+    if (loader_) return feed(feeder, *loader_, first, batch(), loss_scale);
+    const Feeder::Slot slot = feeder.slot();
     fill_random(slot.inputs, slot.targets, o_.seed, first, config_.vocabulary);
-    feeder_.send(stream_);
+    feeder.send(stream_);
 }
 
 // Feeds `count` sequences from number `first` on; rows beyond them, up to a whole batch, do not count.
-void Trainer::feed(SequenceLoader& loader, uint64_t first, uint64_t count, float loss_scale) {
-    const Feeder::Slot slot = feeder_.slot();
+void Trainer::feed(Feeder& feeder, SequenceLoader& loader, uint64_t first, uint64_t count, float loss_scale) {
+    const Feeder::Slot slot = feeder.slot();
     loader.fill_batch(first, count, slot.inputs, slot.targets, slot.positions, slot.ends);
     if (slot.loss_scale) *slot.loss_scale = loss_scale;
-    feeder_.send(stream_);
+    if (!position_counts_.empty() && &loader == &*val_loader_)
+        count_positions(position_counts_, slot.targets, slot.positions);
+    feeder.send(stream_);
 }
 
 // Runs operations in the memory of their plan, on a GPU as a graph from the second time on. They must be the
@@ -533,24 +640,54 @@ void Trainer::run_step(Plan& plan, Operations&& operations) {
         run();
 }
 
+// A micro-batch forward and backward, or those that are together; and the update in backward where it is.
+void Trainer::micro_batch(float loss_scale) {
+    if (consume_) {  // each unit when its gradients are complete
+        std::vector<int> units;
+        for (int unit = config_.layers + 1; unit >= 0; unit--) units.push_back(unit);
+        ring_.take(trained(), units, o_.state_rooms);
+    }
+    std::vector<const DeviceBatch*> batches;
+    for (const Feeder& feeder : feeders_) batches.push_back(&feeder.batch());
+    gpt_.forward_backward(batches, micro_, loss_scale, metrics_.loss(), consume_);
+    ring_.give_back();
+}
+
 void Trainer::update() {
     Range range("update");
     TensorF norm = metrics_.norms().rows_at(0, 1);
     const State<floatX>& state = trained();
     if (!norm_of_each_unit_) measure_norm(state.gradients(), state.layout.size(), norm);
-    for (size_t i = 0; i < state.layout.units().size(); i++)
-        update_unit(static_cast<int>(i),
-                    state.data<floatX>(StatePart::Gradients, state.layout.units()[i].offset));
+    std::vector<int> units;
+    for (int unit = 0; unit < config_.layers + 2; unit++) units.push_back(unit);
+    ring_.take(state, units, o_.state_rooms);
+    for (const int unit : units) {
+        const int layer = unit - 1, last = config_.layers - 1;
+        if (lends_trained() && layer >= 0 && layer <= last) {
+            Range range_of_unit("update", unit);
+            gpt_.borrow(layer, layer < last ? layer + 1 : kNoLoan);
+        }
+        const int64_t at = state.layout.units()[static_cast<size_t>(unit)].offset;
+        update_unit(unit, state.data<floatX>(StatePart::Gradients, at));
+    }
+    gpt_.give_back();
+    ring_.give_back();
 }
 
-// Updates the weights of a unit with its gradients, in one launch.
+// Updates the weights of a unit with its gradients: in one launch, or chunk by chunk as its state comes.
 void Trainer::update_unit(int unit, const floatX* gradients) {
     Range range("update", unit);
-    const Unit& u = trained().layout.units()[static_cast<size_t>(unit)];
+    const State<floatX>& state = trained();
+    const Unit& u = state.layout.units()[static_cast<size_t>(unit)];
     if (u.size == 0) return;
     TensorF norm = metrics_.norms().rows_at(norm_of_each_unit_ ? unit : 0, 1);
     if (norm_of_each_unit_) measure_norm(gradients, u.size, norm);
-    optimizer_update(factors_, trained(), u, gradients, norm, stream_);
+    floatX* const weights = gpt_.weights_to_update(unit);
+    if (state.chunks().empty())
+        return optimizer_update(factors_, state, u, weights, gradients, norm, stream_);
+    ring_.update(state, unit, [&](const StateChunk& chunk, char* room) {
+        optimizer_update(factors_, state, u, chunk, room, weights, gradients, norm, stream_);
+    });
 }
 
 void Trainer::measure_norm(const floatX* gradients, int64_t n, TensorF& norm) {
@@ -564,16 +701,36 @@ std::optional<double> Trainer::validate() {
     metrics_.finish();
     const uint64_t sequences = validation_sequences();
     device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
+    begin_position_losses();
     // The same in every call, as run_step() asks for.
     const float scale = mean_scale(val_loader_->tokens_with_loss(0, sequences));
     for (uint64_t first = 0; first < sequences; first += batch()) {
         if (interrupted) return std::nullopt;
-        feed(*val_loader_, first, std::min(batch(), sequences - first), scale);
-        run_step(plans_.evaluate, [&] { gpt_.evaluate(feeder_.batch(), micro_, scale, metrics_.loss()); });
+        feed(feeders_[0], *val_loader_, first, std::min(batch(), sequences - first), scale);
+        run_step(plans_.evaluate, [&] {
+            gpt_.evaluate(feeders_[0].batch(), micro_, scale, metrics_.loss(), position_losses());
+        });
     }
     float loss = 0;
     copy_to_host(&loss, metrics_.loss().data(), sizeof loss, stream_);
     return double{loss};
+}
+
+void Trainer::begin_position_losses() {
+    TensorF sums = position_losses();
+    if (sums) device_fill(sums.data(), 0, static_cast<size_t>(sums.bytes()), stream_);
+    position_counts_.assign(static_cast<size_t>(positions_with_loss()), 0);
+}
+
+// Writes the line of a validation's losses by position, of which `loss` is the mean.
+void Trainer::log_position_losses(double loss) {
+    if (position_counts_.empty()) return;
+    std::vector<float> sums(position_counts_.size());
+    copy_to_host(sums.data(), position_losses().data(), sums.size() * sizeof(float), stream_);
+    position_log_.write({{"step", step_},
+                         {"val_loss", loss},
+                         {"seq_len", o_.seq_len},
+                         {"contexts", position_losses_json(sums, position_counts_)}});
 }
 
 void Trainer::validate_and_log() {
@@ -585,6 +742,7 @@ void Trainer::validate_and_log() {
         printf("validation loss %.6f, perplexity %.4f: %llu sequences of %d tokens\n", *loss, std::exp(*loss),
                static_cast<unsigned long long>(validation_sequences()), o_.seq_len);
     metrics_.log().write({{"step", step_}, {"val_loss", *loss}});
+    log_position_losses(*loss);
 }
 
 uint64_t Trainer::validation_sequences() const {
@@ -657,8 +815,7 @@ void Trainer::merge() {
     write_folder(o_.merge, [&](const std::string& folder) {
         write_settings<floatX>(folder, config_, in_.tokenizer_folder);
         const bool by_outputs = quantized_ && quantized_->by_outputs();
-        MergedFile<floatX> file(folder + "/model.safetensors", model_, by_outputs,
-                                quantized_head_.has_value(), stream_);
+        MergedFile<floatX> file(folder + "/model.safetensors", model_, by_outputs, outside_state(), stream_);
         arena_.run(plans_.merge, [&] {
             gpt_.for_each_merged(
                 [&](int layer, Field field, const TensorX& matrix) { file.append(layer, field, matrix); });
@@ -693,6 +850,13 @@ void Trainer::stop() {
 
 // ---- forward
 
+// The MLP's, of all rows or some.
+struct MlpActivations {
+    NormedX norm;
+    TensorX up;         // before the activation; the gate's half first where there is one
+    TensorX activated;  // (.., mlp_width)
+};
+
 // The tensors of one block's forward, in the order they are written. (B, T, C) unless said otherwise.
 struct BlockActivations {
     TensorX input;  // the residual stream at the block's start
@@ -702,9 +866,7 @@ struct BlockActivations {
     TensorX attention;  // (B, T, query_width()), before the projection
     TensorF lse;        // (B, heads, T), the log of each softmax's denominator
     TensorX middle;     // the residual stream after attention
-    NormedX norm_2;
-    TensorX up;         // before the activation; the gate's half first where there is one
-    TensorX activated;  // (B, T, mlp_width)
+    MlpActivations mlp;
 };
 
 // The last norm and the logits of some rows.
@@ -790,6 +952,7 @@ TensorX Gpt::linear(const char* name, const TensorX& x, const Linear<floatX>& w,
 // A layer's matrix as a product reads it: where it lies, or made of its quantized parts.
 TensorX Gpt::weight_of(const Linear<floatX>& w) {
     if (w.quantized.empty()) return w.weight.view();
+    if (w.made) return w.made.view();
     if (w.lies_as(kStored<floatX>))
         return TensorX(w.quantized[0].matrix.template floats<floatX>(), w.shape());
     TensorX weight = take("dequantized", w.shape());
@@ -798,19 +961,47 @@ TensorX Gpt::weight_of(const Linear<floatX>& w) {
     return weight;
 }
 
-// Has the matrices of a block on the device for what follows, and those of block `next` on their way;
-// negative: of none.
-void Gpt::borrow(int layer, int next) {
-    if (lends()) bind_matrices(layer, loans_.borrow(layer, next));
+// Makes a quantized matrix once for several products, which `w.made` holds until it is dropped.
+void Gpt::hold(Linear<floatX>& w) {
+    if (!w.quantized.empty()) w.made = weight_of(w);
 }
 
-// Points the views of a block's matrices at where they begin on the device, or at nothing yet.
-void Gpt::bind_matrices(int layer, const char* block) {
-    for (const auto& [w, field] : linears(weights_.blocks[static_cast<size_t>(layer)])) {
-        w->quantized = quantized_->parts(layer, field, block);
-        w->floats = quantized_->are_floats();
-        w->by_outputs = quantized_->by_outputs();
+void Gpt::borrow(int layer, int next, bool stays, Field first) {
+    if (!lends()) return;
+    if (lends_halves()) {
+        after_block_ = next >= 0 && !stays ? half_of(next, first) : kNoLoan;
+        return;
     }
+    char* const room = loans_.borrow(layer, next);
+    Block<floatX>& block = weights_.blocks[static_cast<size_t>(layer)];
+    if (lends_trained())
+        block = model_.layout.block(reinterpret_cast<floatX*>(aligned_room(room)), layer);
+    else
+        for (auto& [w, field] : linears(block)) bind_matrix(*w, layer, field, room);
+}
+
+// Has the half of a block with that linear layer on the device, where halves are lent, and loan `next` on its
+// way.
+void Gpt::need_half(int layer, Field needed, int next) {
+    if (!lends_halves()) return;
+    const int loan = half_of(layer, needed);
+    char* const room = loans_.borrow(loan, next);
+    for (auto& [w, field] : linears(weights_.blocks[static_cast<size_t>(layer)]))
+        if (half_of(layer, field) == loan) bind_matrix(*w, layer, field, room);
+}
+
+// Those of a block that is lent were borrowed last.
+floatX* Gpt::weights_to_update(int unit) {
+    const bool is_block = unit > 0 && unit <= config_.layers;
+    if (!is_block || !lends_trained()) return unit_of(trained_, StatePart::Weights, unit).data();
+    return reinterpret_cast<floatX*>(aligned_room(loans_.change()));
+}
+
+// Points the view of a matrix at where its loan begins on the device, or at nothing yet.
+void Gpt::bind_matrix(Linear<floatX>& w, int layer, Field field, const char* loan) {
+    w.quantized = quantized_->parts(layer, field, loan);
+    w.floats = quantized_->are_floats();
+    w.by_outputs = quantized_->by_outputs();
 }
 
 // Points the views of what is trained beside the model at its State.
@@ -886,8 +1077,35 @@ TensorX Gpt::activate(const TensorX& up) {
     return out;
 }
 
-// x (B, .., C) = the embeddings of tokens (B, T) behind those of `prompt`, if any. Of a quantized embedding
-// the tokens' rows alone are made.
+// The rows (count, C) that tokens have in an embedding that the State has not.
+TensorX Gpt::token_rows(const Tensor<int>& tokens) {
+    const int64_t count = tokens.size(), C = config_.channels;
+    TensorX rows = take("token_rows", {count, C});
+    if (!embeddings_) {
+        dequantize_rows(rows.data(), quantized_head_->view(), tokens.data(), count, stream_);
+        return rows;
+    }
+    const auto row_bytes = static_cast<int64_t>(embeddings_->embedding_row_bytes());
+    note_transfer({Transfer::Vocabulary, false, embeddings_->way(), static_cast<double>(count * row_bytes)});
+    note_transfer({Transfer::Vocabulary, true});
+    QuantizedView matrix = embeddings_->embedding();
+    if (embeddings_->home() == Home::Host) {  // a GPU reads pinned memory itself
+        dequantize_rows(rows.data(), matrix, tokens.data(), count, stream_);
+        return rows;
+    }
+    const bool as_they_are = matrix.format == &kStored<floatX>;
+    const Tensor<uint8_t> in_files =
+        as_they_are ? Tensor<uint8_t>() : arena_.take<uint8_t>("token_rows_in_files", {count, row_bytes});
+    char* const to = reinterpret_cast<char*>(as_they_are ? static_cast<void*>(rows.data()) : in_files.data());
+    if (!arena_.rehearsing()) {
+        const Waiting waiting(Transfer::Vocabulary);
+        embeddings_->read_rows(tokens, to, stream_);
+    }
+    if (!as_they_are) dequantize(rows.data(), {matrix.format, in_files.data(), count, C}, stream_);
+    return rows;
+}
+
+// x (B, .., C) = the embeddings of tokens (B, T) behind those of `prompt`, if any.
 void Gpt::look_up(TensorX& x, const Tensor<int>& tokens, const TensorX& prompt, int first_position) {
     const Embeddings<floatX>& w = weights_.embeddings;
     const auto from = [&](const Tensor<int>& numbers, const TensorX& rows) {
@@ -895,9 +1113,7 @@ void Gpt::look_up(TensorX& x, const Tensor<int>& tokens, const TensorX& prompt, 
                           stream_);
     };
     if (w.token) return from(tokens, w.token);
-    TensorX rows = take("token_rows", {tokens.size(), config_.channels});
-    dequantize_rows(rows.data(), quantized_head_->view(), tokens.data(), tokens.size(), stream_);
-    from(Tensor<int>(nullptr, tokens.shape()), rows);
+    from(Tensor<int>(nullptr, tokens.shape()), token_rows(tokens));
 }
 
 // The residual stream (B, prompt_len() + T, C) that tokens (B, T) begin; without the soft prompt where they
@@ -931,14 +1147,14 @@ void Gpt::make_qkv(BlockActivations& a, MakeX&& make_x, const Block<floatX>& w, 
                           config_.heads, config_.kv_heads, stream_, epsilon());
     if (family_.position == PositionKind::Rotary)
         rope_forward(a.qkv, position_factors_, config_.heads + config_.kv_heads, first_position,
-                     documents_->positions, stream_);
+                     documents_->positions, stream_, rotary_scale());
 }
 
 // Turns d_qkv, the gradient of a.qkv, into that of the product which make_qkv() began with.
 void Gpt::make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<floatX>& w, Block<floatX>& g) {
     if (family_.position == PositionKind::Rotary)
         rope_backward(d_qkv, position_factors_, config_.heads + config_.kv_heads, 0, documents_->positions,
-                      stream_);
+                      stream_, rotary_scale());
     if (!w.query_norm.weight) return;
     TensorF scratch;
     if (g.query_norm.weight)
@@ -1006,6 +1222,7 @@ void Gpt::attend(BlockActivations& a, Keep keep, KvCache* cache, int layer) {
 // From a.input to a.middle and its norm.
 void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, KvCache* cache) {
     const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
+    need_half(layer, Field::QkvWeight, half_of(layer, Field::UpWeight));
     a.norm_1 = norm(kNorm1, a.input, w.norm_1);
     auto normed = [&] { return a.norm_1.out.view(); };
     make_qkv(a, normed, w, keep.backward, cache ? cache->length : 0);
@@ -1013,35 +1230,74 @@ void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, KvCache* 
     attend(a, keep, cache, layer);
     if (!keep.qkv) a.raw_qkv.drop();
     if (!keep.qkv || (a.raw_qkv && !keep.norm)) a.qkv.drop();
+    if (in_chunks(a.input.rows())) {
+        a.middle = take(keep.middle ? "residual_middle" : "residual", a.input.shape());
+        add_projected(a.middle, a.input, a.attention, layer);
+        if (!keep.attention) a.attention.drop(), a.lse.drop();
+        return;
+    }
     TensorX projected = linear("attention_projected", a.attention, w.attention);
     if (const Dropout d = dropout_in(layer, kProjectedPlace)) dropout(projected, projected, d, stream_);
     if (!keep.attention) a.attention.drop(), a.lse.drop();
     a.middle = take("residual_middle", a.input.shape());
-    a.norm_2 = add_and_norm(kNorm2, a.middle, a.input, projected, w.norm_2);
+    a.mlp.norm = add_and_norm(kNorm2, a.middle, a.input, projected, w.norm_2);
 }
 
-// From a.middle and its norm to the block's output.
+// sum = x + the projection of attention's output, chunk by chunk.
+void Gpt::add_projected(TensorX& sum, const TensorX& x, const TensorX& attention, int layer) {
+    Linear<floatX>& w = weights_.blocks[static_cast<size_t>(layer)].attention;
+    hold(w);
+    for_each_chunk(x.rows(), mlp_rows_, [&](int64_t first, int64_t count) {
+        TensorX projected = linear("attention_projected", attention.rows_at(first, count), w);
+        if (const Dropout d = dropout_in(layer, kProjectedPlace)) dropout(projected, projected, d, stream_);
+        TensorX to = sum.rows_at(first, count);
+        residual_forward(to, x.rows_at(first, count), projected, stream_);
+    });
+    w.made.drop();
+}
+
+// From a.middle, and its norm where all rows go at once, to the block's output. Of chunks nothing is kept,
+// and the output takes the place of a stream that is not.
 TensorX Gpt::forward_mlp(int layer, BlockActivations& a, Keep keep) {
-    const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
-    if (!keep.backward && family_.mlp == MlpKind::Gelu) {  // its input is not needed
-        a.activated = linear("gelu", a.norm_2.out, w.up, true);
-        a.norm_2.out.drop();
-    } else {
-        a.up = linear("up", a.norm_2.out, w.up);
-        if (!keep.norm || !wants_input(w.up)) a.norm_2.out.drop();
-        a.activated = activate(a.up);
-        if (!keep.up) a.up.drop();
-    }
-    TensorX output = linear("residual", a.activated, w.down);
-    if (const Dropout d = dropout_in(layer, kOutputPlace)) dropout(output, output, d, stream_);
-    if (!keep.gelu || !wants_input(w.down)) a.activated.drop();
-    residual_forward(output, output, a.middle, stream_);
+    need_half(layer, Field::UpWeight, after_block_);
+    if (!in_chunks(a.middle.rows())) return forward_mlp_rows(layer, a.mlp, keep, a.middle, {});
+    Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
+    hold(w.up), hold(w.down);
+    const TensorX x = a.middle.view();
+    TensorX output = keep.middle ? take("residual", x.shape()) : std::move(a.middle);
+    Keep nothing = kKeepNothing;
+    nothing.backward = keep.backward;
+    for_each_chunk(x.rows(), mlp_rows_, [&](int64_t first, int64_t count) {
+        MlpActivations m;
+        forward_mlp_rows(layer, m, nothing, x.rows_at(first, count), output.rows_at(first, count));
+    });
+    w.up.made.drop(), w.down.made.drop();
     return output;
+}
+
+// x (.., C) + the MLP of its norm: in `out`, which may be x, or where there is none in a tensor of its own.
+TensorX Gpt::forward_mlp_rows(int layer, MlpActivations& m, Keep keep, const TensorX& x, TensorX out) {
+    const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
+    if (!m.norm.rstd) m.norm = norm(kNorm2, x, w.norm_2);
+    if (!keep.backward && family_.mlp == MlpKind::Gelu) {  // its input is not needed
+        m.activated = linear("gelu", m.norm.out, w.up, true);
+        m.norm.out.drop();
+    } else {
+        m.up = linear("up", m.norm.out, w.up);
+        if (!keep.norm || !wants_input(w.up)) m.norm.out.drop();
+        m.activated = activate(m.up);
+        if (!keep.up) m.up.drop();
+    }
+    TensorX output = linear(out ? "mlp_output" : "residual", m.activated, w.down);
+    if (const Dropout d = dropout_in(layer, kOutputPlace)) dropout(output, output, d, stream_);
+    if (!keep.gelu || !wants_input(w.down)) m.activated.drop();
+    TensorX& sum = out ? out : output;
+    residual_forward(sum, output, x, stream_);
+    return std::move(sum);
 }
 
 // One block, from the residual stream in a.input to the one returned.
 TensorX Gpt::forward_block(int layer, BlockActivations& a, Keep keep, KvCache* cache) {
-    Range range("block", layer);
     forward_attention(layer, a, keep, cache);
     if (!keep.backward) a.input.drop();
     TensorX output = forward_mlp(layer, a, keep);
@@ -1060,6 +1316,7 @@ TensorX Gpt::forward_only(const Tensor<int>& tokens, KvCache* cache) {
     for (int l = 0; l <= last; l++) {
         BlockActivations a;
         a.input = std::move(stream);
+        Range range("block", l);
         borrow(l, l < last ? l + 1 : -1);
         stream = forward_block(l, a, kKeepNothing, cache);
     }
@@ -1073,28 +1330,55 @@ HeadActivations Gpt::forward_head(const TensorX& x) {
     return a;
 }
 
-// The rows of the vocabulary of which a quantized head's matrix is made at a time.
-constexpr int64_t kHeadSlice = 4096;
+// Has a head that is lent begin to come, and takes its rooms until head_loans_ are given back.
+void Gpt::borrow_head() {
+    if (embeddings_) head_loans_.borrow(0, embeddings_->slices() > 1 ? 1 : kNoLoan);
+}
 
-// Calls use(first, slice) for a quantized head's rows (.., C) from number `first` on, slice by slice.
+// Calls use(first, slice) for the rows of a head that is lent, from number `first` on, slice by slice: from
+// the first to the last or, where the last is there, back. So both ends are lent once where they are used
+// twice.
+template <class Use>
+void Gpt::for_each_lent_slice(Use&& use) {
+    const int last = embeddings_->slices() - 1;
+    const bool down = last > 0 && head_loans_.holds(last);
+    for (int i = 0; i <= last; i++) {
+        const int slice = down ? last - i : i, next = down ? slice - 1 : slice + 1;
+        const char* const at = head_loans_.borrow(slice, i < last ? next : kNoLoan);
+        use(embeddings_->first_row(slice), embeddings_->slice(slice, at));
+    }
+}
+
+// The same of floats (.., C), also where they are made of a quantized head.
 template <class Use>
 void Gpt::for_each_head_slice(Use&& use) {
-    const QuantizedView matrix = quantized_head_->view();
-    const TensorX room = take("dequantized_head", {std::min(kHeadSlice, matrix.rows), matrix.columns});
-    for (int64_t first = 0; first < matrix.rows; first += kHeadSlice) {
-        const TensorX slice = room.rows_at(0, std::min(kHeadSlice, matrix.rows - first));
-        dequantize_slice(slice.data(), matrix, first, slice.rows(), stream_);
+    const int64_t V = config_.vocabulary, C = config_.channels;
+    const bool as_they_are = embeddings_ && embeddings_->slice(0, nullptr).format == &kStored<floatX>;
+    const TensorX room = as_they_are ? TensorX() : take("dequantized_head", {std::min(kHeadSlice, V), C});
+    if (embeddings_)
+        return for_each_lent_slice([&](int64_t first, const QuantizedView& slice) {
+            if (as_they_are) return use(first, TensorX(slice.template floats<floatX>(), {slice.rows, C}));
+            dequantize(room.data(), slice, stream_);
+            use(first, room.rows_at(0, slice.rows));
+        });
+    for (int64_t first = 0; first < V; first += kHeadSlice) {
+        const TensorX slice = room.rows_at(0, std::min(kHeadSlice, V - first));
+        dequantize_slice(slice.data(), quantized_head_->view(), first, slice.rows(), stream_);
         use(first, slice);
     }
 }
 
-// The logits (rows, padded vocabulary) of x (rows, C). With a quantized head the padding is left as it was.
+// The logits (rows, padded vocabulary) of x (rows, C). Where the head comes in slices the padding is left as
+// it was.
 TensorX Gpt::logits_of(const TensorX& x) {
-    if (!quantized_head_) return linear("logits", x, weights_.head.logits);
+    if (!head_in_slices()) return linear("logits", x, weights_.head.logits);
     TensorX logits = take("logits", {x.rows(), config_.padded_vocabulary()});
     if (x.rows() == 1) {
-        const floatX* const no_bias = nullptr;
-        quantized_matvec(logits.data(), x.data(), quantized_head_->view(), no_bias, stream_);
+        const auto multiply = [&](int64_t first, const QuantizedView& slice) {
+            const floatX* const no_bias = nullptr;
+            quantized_matvec(logits.at(first), x.data(), slice, no_bias, stream_);
+        };
+        embeddings_ ? for_each_lent_slice(multiply) : multiply(0, quantized_head_->view());
         return logits;
     }
     for_each_head_slice([&](int64_t first, const TensorX& slice) {
@@ -1104,29 +1388,40 @@ TensorX Gpt::logits_of(const TensorX& x) {
     return logits;
 }
 
+// The rows of a slice that backward sums in one product: where a result is narrow, oneDNN would divide more
+// of them among threads, and their number would change bits.
+constexpr int64_t kSummedRows = kHostIsDevice ? 1024 : kHeadSlice;
+
 // And back: d_x (rows, C) from the logits' gradient. Slices are added in fp32.
 void Gpt::logits_backward(TensorX& d_x, const TensorX& d_logits) {
-    if (!quantized_head_) return matmul(arena_, stream_, d_x, d_logits, weights_.head.logits.weight);
+    if (!head_in_slices()) return matmul(arena_, stream_, d_x, d_logits, weights_.head.logits.weight);
     TensorF sum = take_float("d_head_sum", d_x.shape());
+    bool adds = false;
     for_each_head_slice([&](int64_t first, const TensorX& slice) {
-        const TensorX columns(d_logits.at(first), {d_logits.rows(), slice.rows()});
-        matmul(arena_, stream_, sum, columns, slice, {.accumulate = first > 0, .a_row = d_logits.columns()});
+        for (int64_t row = 0; row < slice.rows(); row += kSummedRows) {
+            const TensorX part = slice.rows_at(row, std::min(kSummedRows, slice.rows() - row));
+            const TensorX columns(d_logits.at(first + row), {d_logits.rows(), part.rows()});
+            matmul(arena_, stream_, sum, columns, part, {.accumulate = adds, .a_row = d_logits.columns()});
+            adds = true;
+        }
     });
     const auto* const bytes = reinterpret_cast<const unsigned char*>(sum.data());
     dequantize(d_x.data(), {&kStoredF32, bytes, sum.rows(), sum.columns()}, stream_);  // rounds
 }
 
-// Calls chunk(first, count) for all rows, head_rows at a time; 0 means all at once.
+// Calls chunk(first, count) for all rows, so many at a time; 0 means all at once.
 template <class Chunk>
-void Gpt::for_each_head_chunk(int64_t rows, int64_t head_rows, Chunk&& chunk) {
-    const int64_t count = head_rows > 0 ? std::min(head_rows, rows) : rows;
-    int64_t first = 0;
+void Gpt::for_each_chunk(int64_t rows, int64_t at_a_time, Chunk&& chunk) {
+    const int64_t count = at_a_time > 0 ? std::min(at_a_time, rows) : rows;
+    chunk_start_ = 0;
     arena_.repeat(static_cast<int>(rows / count), [&] {
-        chunk(first, count);
-        first += count;
+        chunk(chunk_start_, count);
+        chunk_start_ += count;
         return true;
     });
-    if (rows % count) chunk(rows / count * count, rows % count);
+    chunk_start_ = rows / count * count;
+    if (rows % count) chunk(chunk_start_, rows % count);
+    chunk_start_ = 0;
 }
 
 // ---- backward
@@ -1173,12 +1468,18 @@ void Gpt::complete(int unit, UnitGradients& gradients, const Consume& consume) {
 // x is not made. An adapter's columns of x are made again.
 template <class MakeX>
 TensorX Gpt::linear_backward(const char* name, Linear<floatX>& g, MakeX&& make_x, const TensorX& d_out,
-                             const Linear<floatX>& w, bool adds, const TensorX* gelu_input) {
+                             const Linear<floatX>& w, bool adds, LinearSums<floatX>* sums,
+                             const TensorX* gelu_input) {
     TensorX d_columns;
-    if (g.adapter) d_columns = lora_backward(g.adapter, make_x(), d_out, w.adapter, adds);
+    if (g.adapter) d_columns = lora_backward(g.adapter, make_x(), d_out, w.adapter, adds, sums);
     if (g.weight) {
         const TensorX x = make_x();
-        if (w.by_outputs) {
+        if (sums) {
+            const bool by_outputs = w.by_outputs;
+            add_product(arena_, stream_, g.weight, sums->weight, by_outputs ? d_out : x,
+                        by_outputs ? x : d_out, true);
+            if (g.bias) add_bias_gradient(arena_, stream_, sums->bias, d_out);
+        } else if (w.by_outputs) {
             matmul(arena_, stream_, g.weight, d_out, x, {.transpose_a = true, .accumulate = adds});
             if (g.bias) add_bias_gradient(arena_, stream_, g.bias, d_out);
         } else {
@@ -1208,7 +1509,8 @@ TensorX Gpt::linear_backward(const char* name, Linear<floatX>& g, MakeX&& make_x
 // Backward of add_lora(): the gradients g of A and B from its input (.., inputs) and d_out (.., outputs).
 // Returns the gradient of x A^T, (rows, ranks).
 TensorX Gpt::lora_backward(Adapter<floatX>& g, const TensorX& input, const TensorX& d_out,
-                           const Adapter<floatX>& adapter, bool adds) {
+                           const Adapter<floatX>& adapter, bool adds, LinearSums<floatX>* sums) {
+    Tensor<uint8_t> none;
     const TensorX x = lora_input(input, adapter);
     const int64_t rows = x.rows(), ranks = adapter.a.rows();
     TensorX columns = lora_columns(x, adapter);
@@ -1218,15 +1520,15 @@ TensorX Gpt::lora_backward(Adapter<floatX>& g, const TensorX& input, const Tenso
         const auto& part = adapter.parts[i];
         const int64_t rank = part.b.columns();
         const TensorX d_part(d_out.at(part.first_output), {rows, part.b.rows()});
-        matmul(arena_, stream_, g.parts[i].b, d_part, TensorX(columns.at(first), {rows, rank}),
-               {.transpose_a = true, .accumulate = adds, .a_row = d_out.columns(), .b_row = ranks});
+        add_product(arena_, stream_, g.parts[i].b, sums ? sums->b[i] : none, d_part,
+                    TensorX(columns.at(first), {rows, rank}), adds || sums, d_out.columns(), ranks);
         TensorX to(d_columns.at(first), {rows, rank});
         matmul(arena_, stream_, to, d_part, part.b, {.a_row = d_out.columns(), .out_row = ranks});
         first += rank;
     }
     columns.drop();
     scale_lora(d_columns, adapter);
-    matmul(arena_, stream_, g.a, d_columns, x, {.transpose_a = true, .accumulate = adds});
+    add_product(arena_, stream_, g.a, sums ? sums->a : none, d_columns, x, adds || sums);
     return d_columns;
 }
 
@@ -1240,60 +1542,19 @@ void Gpt::norm_backward(TensorX& d_x, Norm<Gradient>& g, const TensorX& d_out, c
     ::norm_backward(family_.norm, d_x, g, scratch, d_out, x, n, w, stream_);
 }
 
-// The rows of the vocabulary (V, C) whose gradient of one chunk is in fp32 at a time: on a GPU, where each
-// slice is two launches that are too small for it, as many as take an eighth of the chunk's logits.
-int64_t wide_rows(int64_t chunk, int64_t V, int64_t C) {
-    constexpr int64_t kFew = 2048;
-    const int64_t room = chunk * V * static_cast<int64_t>(sizeof(bf16)) / 8;
-    const int64_t fit = room / (C * static_cast<int64_t>(sizeof(float))) / kFew * kFew;
-    return std::min(V, kFastCpu ? kFew : std::max(kFew, fit));
-}
-
-// d_weight (V, C) [+]= d_logits^T x, of a chunk of rows. In bf16 `low` carries what the sum of several chunks
-// would lose, and it is added always.
-template <class T>
-void Gpt::add_head_product(Tensor<T>& d_weight, Tensor<uint8_t>& low, const Tensor<T>& d_logits,
-                           const Tensor<T>& x, bool adds) {
-    if (!low) {
-        matmul(arena_, stream_, d_weight, d_logits, x, {.transpose_a = true, .accumulate = adds});
-        return;
-    }
-    if constexpr (std::is_same_v<T, bf16>) {
-        const int64_t V = d_weight.rows(), slice = wide_rows(x.rows(), V, d_weight.columns());
-        TensorF room = take_float("d_wte_product", {slice, d_weight.columns()});
-        for (int64_t first = 0; first < V; first += slice) {
-            const int64_t count = std::min(slice, V - first);
-            TensorF product = room.rows_at(0, count);
-            const Tensor<T> columns(d_logits.at(first), {d_logits.rows(), count});
-            matmul(arena_, stream_, product, columns, x, {.transpose_a = true, .a_row = V});
-            Tensor<T> sum = d_weight.rows_at(first, count);
-            Tensor<uint8_t> sum_low = low.rows_at(first / 2, count / 2);  // V is even, padded
-            wide_sum_add(sum, sum_low, product, stream_);
-        }
-    }
-}
-
 // The head of some rows after others, each forward and at once back, so that no more logits exist than a
 // chunk's. `stream` (B, T, C), the last block's output, becomes its own gradient.
 void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options,
                LossScale loss_scale, TensorF& loss, Head<floatX>& g) {
-    const int64_t rows = stream.rows(), C = config_.channels, V = config_.padded_vocabulary();
+    const int64_t rows = stream.rows(), C = config_.channels;
     const bool chunks = options.head_rows > 0 && options.head_rows < rows;
-    TensorF losses = take_float("losses", {rows, 1}), sums_of_norm;
-    Norm<float> g_norm;
-    if (g.norm.weight) {
-        sums_of_norm = take_float("d_ln_f_sums", {1, norm_sums(family_.norm), C});
-        zero(sums_of_norm);
-        g_norm.weight = sums_of_norm.rows_at(0, 1);
-        if (g.norm.bias) g_norm.bias = sums_of_norm.rows_at(1, 1);
-    }
+    TensorF losses = take_float("losses", {rows, 1});
+    NormSums sums_of_norm = begin_sums(arena_, stream_, "d_ln_f_sums", g.norm);
     if (g.logits.weight && chunks && !options.adds) zero(g.logits.weight);
     Tensor<uint8_t> low;
-    if (g.logits.weight && chunks && std::is_same_v<floatX, bf16>) {
-        low = arena_.take<uint8_t>("d_wte_low_bits", {V / 2, C}, "gradient");
-        zero(low);
-    }
-    for_each_head_chunk(rows, options.head_rows, [&](int64_t first, int64_t count) {
+    if (chunks) low = take_low_bits(arena_, stream_, "d_wte_low_bits", g.logits.weight);
+    borrow_head();
+    for_each_chunk(rows, options.head_rows, [&](int64_t first, int64_t count) {
         TensorX part = stream.rows_at(first, count), x = take("head_input", {count, C});
         copy_rows_on_device(x.data(), C, part.data(), C, C, count, stream_);
         HeadActivations a = forward_head(x);
@@ -1301,15 +1562,16 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOpti
         cross_entropy_forward_backward(a.logits, part_losses, targets.view({rows, 1}).rows_at(first, count),
                                        loss_scale, config_.vocabulary, stream_);
         if (g.logits.weight)
-            add_head_product(g.logits.weight, low, a.logits, a.norm.out, chunks || options.adds);
+            add_product(arena_, stream_, g.logits.weight, low, a.logits, a.norm.out, chunks || options.adds);
         TensorX d_norm = std::move(a.norm.out);
         logits_backward(d_norm, a.logits);
         a.logits.drop();
         zero(part);
-        norm_backward(part, g_norm, d_norm, x, a.norm, weights_.head.norm);
+        norm_backward(part, sums_of_norm.norm, d_norm, x, a.norm, weights_.head.norm);
     });
+    head_loans_.give_back();
     add_losses(loss, losses, loss_scale, stream_);
-    if (g.norm.weight) add_norm_sums(g.norm, sums_of_norm, stream_);
+    end_sums(g.norm, sums_of_norm, stream_);
 }
 
 // The gradient of what dropout made of an activation, back through it: d_out itself where nothing was
@@ -1321,30 +1583,92 @@ TensorX Gpt::dropped(const TensorX& d_out, const Dropout& d) {
     return d_in;
 }
 
-// The MLP half: d_stream, the gradient of the block's output, becomes that of a.middle. What is made again is
-// let go of as soon as it was read once, where it costs no product.
+// What chunks of rows add to.
+struct Gpt::MlpSums {
+    NormSums norm;
+    LinearSums<floatX> up, down;
+};
+
+// The MLP half: d_stream, the gradient of the block's output, becomes that of a.middle.
 void Gpt::backward_mlp(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds) {
+    need_half(layer, Field::UpWeight, half_of(layer, Field::QkvWeight));
+    if (!in_chunks(d_stream.rows())) return backward_mlp_rows(layer, g, a.mlp, a.middle, d_stream, adds);
+    Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
+    hold(w.up), hold(w.down);
+    MlpSums sums{begin_sums(arena_, stream_, "d_ln_2_sums", g.norm_2),
+                 begin_sums(arena_, stream_, g.up, adds), begin_sums(arena_, stream_, g.down, adds)};
+    for_each_chunk(d_stream.rows(), mlp_rows_, [&](int64_t first, int64_t count) {
+        const TensorX x = a.middle.rows_at(first, count);
+        TensorX d_rows = d_stream.rows_at(first, count);
+        MlpActivations m{norm(kNorm2, x, w.norm_2), {}, {}};
+        backward_mlp_rows(layer, g, m, x, d_rows, adds, &sums);
+    });
+    w.up.made.drop(), w.down.made.drop();
+    end_sums(g.norm_2, sums.norm, stream_);
+    end_sums(g.up, sums.up, stream_);
+    end_sums(g.down, sums.down, stream_);
+}
+
+// Of all rows or some: d_stream becomes the gradient of x. What is made again is let go of as soon as it was
+// read once, where it costs no product.
+void Gpt::backward_mlp_rows(int layer, Block<floatX>& g, MlpActivations& m, const TensorX& x,
+                            TensorX& d_stream, bool adds, MlpSums* sums) {
     const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
-    auto make_norm_2 = [&] { return normalized(a.norm_2, kNorm2, a.middle, w.norm_2); };
-    if (!a.up) a.up = linear("up", make_norm_2(), w.up);
-    auto make_activated = [&] { return a.activated ? std::move(a.activated) : activate(a.up); };
+    auto make_norm = [&] { return normalized(m.norm, kNorm2, x, w.norm_2); };
+    if (!m.up) m.up = linear("up", make_norm(), w.up);
+    auto make_activated = [&] { return m.activated ? std::move(m.activated) : activate(m.up); };
     TensorX d_up, d_output = dropped(d_stream, dropout_in(layer, kOutputPlace));
+    LinearSums<floatX>*const up_sums = sums ? &sums->up : nullptr, *const down_sums =
+                                                                       sums ? &sums->down : nullptr;
     if (family_.mlp == MlpKind::Gelu) {
-        d_up = linear_backward("d_up", g.down, make_activated, d_output, w.down, adds, &a.up);
-        a.up.drop();
+        d_up = linear_backward("d_up", g.down, make_activated, d_output, w.down, adds, down_sums, &m.up);
+        m.up.drop();
     } else {
-        const TensorX d = linear_backward("d_swiglu", g.down, make_activated, d_output, w.down, adds);
-        d_up = std::move(a.up);
+        const TensorX d =
+            linear_backward("d_swiglu", g.down, make_activated, d_output, w.down, adds, down_sums);
+        d_up = std::move(m.up);
         swiglu_backward(d_up, d, d_up, stream_);
     }
     d_output.drop();
-    TensorX d_norm = linear_backward("d_ln_2", g.up, make_norm_2, d_up, w.up, adds);
+    TensorX d_norm = linear_backward("d_ln_2", g.up, make_norm, d_up, w.up, adds, up_sums);
     d_up.drop();
-    norm_backward(d_stream, g.norm_2, d_norm, a.middle, a.norm_2, w.norm_2);
+    if (sums)
+        norm_backward(d_stream, sums->norm.norm, d_norm, x, m.norm, w.norm_2);
+    else
+        norm_backward(d_stream, g.norm_2, d_norm, x, m.norm, w.norm_2);
+}
+
+// qkv (B, T, qkv_width()) becomes its own gradient, of what attention `in` made of it: d_q at once, d_k and
+// d_v at once or where they are no longer read. Hopper's kernels need room for all of it.
+void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, const TensorF& lse,
+                                      const TensorF& delta, AttentionInput<floatX>& in) {
+    if (in.hopper) {
+        TensorX d_qkv = take_gradient("d_qkv", qkv.shape());
+        attention_backward(d_qkv.data(), d_qkv.at(keys_at()), d_qkv.at(values_at()), d_attention.data(),
+                           lse.data(), delta.data(), in, stream_);
+        qkv = std::move(d_qkv);
+        return;
+    }
+    TensorX d_k, d_v;
+    floatX *k = qkv.at(keys_at()), *v = qkv.at(values_at());
+    const int64_t rows = qkv.rows(), kv_width = config_.kv_width();
+    if (!kOverwritesKeys) {
+        d_k = take_gradient("d_keys", {rows, kv_width}), d_v = take_gradient("d_values", {rows, kv_width});
+        in.dkv_row = kv_width, in.dkv_batch = in.keys * kv_width, in.dkv_head = config_.head_size;
+    }
+    attention_backward(qkv.data(), d_k ? d_k.data() : k, d_v ? d_v.data() : v, d_attention.data(), lse.data(),
+                       delta.data(), in, stream_);
+    for (const auto& [from, to] : {std::pair(&d_k, k), {&d_v, v}}) {
+        if (!*from) continue;
+        const int64_t columns = family_.heads_together ? config_.head_size : kv_width;
+        const int64_t stride = family_.heads_together ? in.kv_head : in.kv_row;
+        copy_rows_on_device(to, stride, from->data(), columns, columns, rows * kv_width / columns, stream_);
+    }
 }
 
 // The attention half: d_stream, the gradient of a.middle, becomes that of a.input.
 void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds) {
+    need_half(layer, Field::QkvWeight, after_block_);
     const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     auto make_norm_1 = [&] { return normalized(a.norm_1, kNorm1, a.input, w.norm_1); };
     if (!a.qkv) make_qkv(a, make_norm_1, w, true, 0);
@@ -1355,15 +1679,15 @@ void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, T
     TensorX d_attention =
         linear_backward("d_attention", g.attention, attention, d_projected, w.attention, adds);
     d_projected.drop();
-    TensorX d_qkv = take_gradient("d_qkv", a.qkv.shape());
     TensorF delta = take_float("attention_delta", a.lse.shape());
-    attention_backward(d_qkv.data(), d_qkv.at(keys_at()), d_qkv.at(values_at()), d_attention.data(),
-                       a.attention.data(), a.lse.data(), delta.data(), attention_of(a.qkv, layer), stream_);
+    AttentionInput<floatX> in = attention_of(a.qkv, layer);
+    attention_delta(delta.data(), d_attention.data(), a.attention.data(), in, stream_);
+    a.attention.drop();
+    attention_backward_in_place(a.qkv, d_attention, a.lse, delta, in);
     delta.drop();
     d_attention.drop();
-    a.attention.drop();
     a.lse.drop();
-    a.qkv.drop();
+    TensorX d_qkv = std::move(a.qkv);
     make_qkv_backward(d_qkv, a, w, g);
 
     TensorX d_norm = linear_backward("d_ln_1", g.qkv, make_norm_1, d_qkv, w.qkv, adds);
@@ -1373,17 +1697,12 @@ void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, T
 
 // Writes or adds the block's gradients; d_stream (B, T, C), the gradient of its output, becomes that of its
 // input.
-void Gpt::backward_block(int layer, BlockActivations& a, TensorX& d_stream, const MicroBatchOptions& options,
-                         const Consume& consume) {
-    Range range("block", layer);
-    UnitGradients gradients = take_unit_gradients(layer + 1, options, consume);
-    Block<floatX> g = trained_.layout.block(gradients.all.data(), layer);
+void Gpt::backward_block(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds) {
     if (!a.middle) forward_attention(layer, a, {.norm = false}, nullptr);
-    backward_mlp(layer, g, a, d_stream, options.adds);
+    backward_mlp(layer, g, a, d_stream, adds);
     a.middle.drop();
-    backward_attention(layer, g, a, d_stream, options.adds);
+    backward_attention(layer, g, a, d_stream, adds);
     a = {};
-    complete(layer + 1, gradients, consume);
 }
 
 // Adds to the embeddings' gradients what d_stream (B, T, C), that of the first block's input, sends back.
@@ -1428,24 +1747,83 @@ TensorX Gpt::with_prompt(TensorX&& d_tokens) {
     return d_stream;
 }
 
-// One micro-batch: writes or adds its gradients, or has each unit's consumed, and adds loss_scale, or the
-// batch's own, times the sum of its losses to `loss` (1).
-void Gpt::forward_backward(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
-                           TensorF& loss, const Consume& consume) {
-    read_documents(batch);
-    dropping_ = &options;
-    std::vector<BlockActivations> blocks(static_cast<size_t>(config_.layers));
-    std::optional<Range> range(std::in_place, "forward");
-    TensorX stream = embed(batch.inputs, 0);
-    parked_.take(stream.shape());
+struct Gpt::Pass {
+    const DeviceBatch& batch;
+    MicroBatchOptions options;  // its own: all but the first add
+    std::vector<BlockActivations> blocks = {};
+    TensorX stream = {};  // backward its gradient
+};
+
+// What follows is of that micro-batch.
+void Gpt::enter(const Pass& pass) {
+    read_documents(pass.batch);
+    dropping_ = &pass.options;
+}
+
+void Gpt::forward_blocks(std::vector<Pass>& passes) {
     const int last = config_.layers - 1;
-    for (size_t l = 0; l < blocks.size(); l++) {
-        const int layer = static_cast<int>(l);
-        blocks[l].input = std::move(stream);
-        borrow(layer, layer < last ? layer + 1 : last - 1);  // backward begins with this block
-        stream = forward_block(layer, blocks[l], options.keep[l]);
-        parked_.park(layer, blocks[l].input);
+    for (int l = 0; l <= last; l++) {
+        Range range("block", l);
+        // Backward begins with the last, which stays unless a head that is lent has the room.
+        const int next = l < last ? l + 1 : lends_halves() || embeddings_ ? kNoLoan : last - 1;
+        for (size_t k = 0; k < passes.size(); k++) {
+            borrow(l, next, k + 1 < passes.size());
+            enter(passes[k]);
+            BlockActivations& a = passes[k].blocks[static_cast<size_t>(l)];
+            a.input = std::move(passes[k].stream);
+            passes[k].stream = forward_block(l, a, passes[k].options.keep[static_cast<size_t>(l)]);
+            parked_.park(l, static_cast<int>(k), a.input);
+        }
     }
+    if (embeddings_) loans_.give_back();
+}
+
+// Has what backward reads first on its way, where a head that is lent had the room.
+void Gpt::expect_last_block(const std::vector<Pass>& passes) {
+    if (!embeddings_ || !lends()) return;
+    const int last = config_.layers - 1;
+    const bool kept = static_cast<bool>(passes[0].blocks.back().middle);
+    loans_.expect(lends_halves() ? half_of(last, kept ? Field::UpWeight : Field::QkvWeight) : last);
+}
+
+void Gpt::backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& options,
+                          const Consume& consume) {
+    for (int l = config_.layers - 1; l >= 0; l--) {
+        Range range("block", l);
+        UnitGradients gradients = take_unit_gradients(l + 1, options, consume);
+        Block<floatX> g = trained_.layout.block(gradients.all.data(), l);
+        const bool kept = l > 0 && passes[0].blocks[static_cast<size_t>(l) - 1].middle;
+        for (size_t k = 0; k < passes.size(); k++) {
+            borrow(l, l - 1, k + 1 < passes.size(), kept ? Field::UpWeight : Field::QkvWeight);
+            enter(passes[k]);
+            BlockActivations& a = passes[k].blocks[static_cast<size_t>(l)];
+            parked_.fetch(l, static_cast<int>(k), a.input);
+            backward_block(l, g, a, passes[k].stream, passes[k].options.adds);
+        }
+        complete(l + 1, gradients, consume);
+    }
+    loans_.give_back();
+    parked_.give_back();
+}
+
+// One micro-batch, or several that pass each block before the next: writes or adds their gradients, or has
+// each unit's consumed, and adds loss_scale, or a batch's own, times the sum of its losses to `loss` (1).
+void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
+                           float loss_scale, TensorF& loss, const Consume& consume) {
+    std::vector<Pass> passes;
+    for (size_t k = 0; k < batches.size(); k++) {
+        passes.push_back({*batches[k], options});
+        passes[k].options.adds = options.adds || k > 0;
+        if (options.dropout_key) passes[k].options.dropout_key += k;
+        passes[k].blocks.resize(static_cast<size_t>(config_.layers));
+    }
+    std::optional<Range> range(std::in_place, "forward");
+    for (Pass& p : passes) {
+        enter(p);
+        p.stream = embed(p.batch.inputs, 0);
+    }
+    parked_.take(passes[0].stream.shape());
+    forward_blocks(passes);
 
     range.emplace("head");
     const Layout& layout = trained_.layout;
@@ -1464,41 +1842,45 @@ void Gpt::forward_backward(const DeviceBatch& batch, const MicroBatchOptions& op
     UnitGradients of_head = take_unit_gradients(head_unit, options, consume);
     Head<floatX> d_head = layout.head(of_head.all.data());
     if (tied) d_head.logits.weight = d_embeddings.token.view();
-    stream = of_tokens(std::move(stream));
-    head(stream, batch.targets, options, {loss_scale, batch.loss_scale.data()}, loss, d_head);
-    stream = with_prompt(std::move(stream));
+    for (Pass& p : passes) {
+        p.stream = of_tokens(std::move(p.stream));
+        head(p.stream, p.batch.targets, p.options, {loss_scale, p.batch.loss_scale.data()}, loss, d_head);
+        p.stream = with_prompt(std::move(p.stream));
+    }
     complete(head_unit, of_head, consume);
+    expect_last_block(passes);
 
     range.emplace("backward");
-    for (int l = last; l >= 0; l--) {
-        borrow(l, l - 1);
-        parked_.fetch(l, blocks[static_cast<size_t>(l)].input);
-        backward_block(l, blocks[static_cast<size_t>(l)], stream, options, consume);
-    }
-    loans_.give_back();
-    parked_.give_back();
+    backward_blocks(passes, options, consume);
     if (!tied) take_embeddings();
-    if (!is_frozen() || d_embeddings.prompt) backward_embeddings(d_embeddings, stream, batch);
-    stream.drop();
+    for (Pass& p : passes) {
+        enter(p);
+        if (!is_frozen() || d_embeddings.prompt) backward_embeddings(d_embeddings, p.stream, p.batch);
+        p.stream.drop();
+    }
     complete(embeddings_unit, of_embeddings, consume);
     dropping_ = nullptr;
 }
 
-// Adds loss_scale, or the batch's own, times the sum of the batch's losses to `loss` (1).
+// Adds loss_scale, or the batch's own, times the sum of the batch's losses to `loss` (1), and those of each
+// position to position_losses (T), where that is there.
 void Gpt::evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
-                   TensorF& loss) {
+                   TensorF& loss, TensorF position_losses) {
     Range range("evaluate");
     read_documents(batch);
     const TensorX stream = of_tokens(forward_only(batch.inputs, nullptr));
     const int64_t rows = stream.rows();
     TensorF losses = take_float("losses", {rows, 1});
-    for_each_head_chunk(rows, options.head_rows, [&](int64_t first, int64_t count) {
+    borrow_head();
+    for_each_chunk(rows, options.head_rows, [&](int64_t first, int64_t count) {
         const HeadActivations a = forward_head(stream.rows_at(first, count));
         TensorF part = losses.rows_at(first, count);
         cross_entropy_forward(a.logits, part, batch.targets.view({rows, 1}).rows_at(first, count),
                               config_.vocabulary, stream_);
     });
+    head_loans_.give_back();
     add_losses(loss, losses, {loss_scale, batch.loss_scale.data()}, stream_);
+    if (position_losses) add_position_losses(position_losses, losses, batch.documents, stream_);
 }
 
 // Runs `tokens`, which follow what the cache holds, and appends them to it. The logits (1, V) after the last.
@@ -1507,7 +1889,10 @@ TensorX Gpt::forward_cached(const std::vector<int>& tokens, KvCache& cache) {
     Tensor<int> inputs = take_input("inputs", {1, T}, tokens);
     const TensorX stream = forward_only(inputs, &cache);
     cache.length += static_cast<int>(stream.rows());
-    return std::move(forward_head(stream.rows_at(stream.rows() - 1, 1)).logits);
+    borrow_head();
+    HeadActivations a = forward_head(stream.rows_at(stream.rows() - 1, 1));
+    head_loans_.give_back();
+    return std::move(a.logits);
 }
 
 // Continues a prompt of at least one token by up to new_tokens: choose(logits) reads the logits (1, V) and
@@ -1531,8 +1916,8 @@ void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choo
 }
 
 // Calls visit(layer, field, matrix) for each linear layer's matrix with its adapter in it, W + scale B A, as
-// W lies: (in, out) or, if by outputs or quantized, (out, in). Then for a quantized head's rows, some at a
-// time, with the number of blocks as the layer.
+// W lies: (in, out) or, if by outputs or quantized, (out, in). Then for the rows of embeddings and head that
+// the State has not, some at a time, with the number of blocks as the layer.
 template <class Visit>
 void Gpt::for_each_merged(Visit&& visit) {
     Range range("merge");
@@ -1540,6 +1925,8 @@ void Gpt::for_each_merged(Visit&& visit) {
         borrow(l, l + 1 < config_.layers ? l + 1 : -1);
         for (const auto& [w, field] : linears(weights_.blocks[static_cast<size_t>(l)])) {
             const int64_t outputs = w->outputs(), inputs = w->inputs();
+            const bool of_mlp = field == Field::UpWeight || field == Field::DownWeight;
+            need_half(l, field, of_mlp ? after_block_ : half_of(l, Field::UpWeight));
             TensorX matrix = take("merged", w->by_outputs ? Shape{outputs, inputs} : Shape{inputs, outputs});
             const TensorX weight = weight_of(*w);
             copy_rows_on_device(matrix.data(), inputs, weight.data(), inputs, inputs, outputs, stream_);
@@ -1548,18 +1935,23 @@ void Gpt::for_each_merged(Visit&& visit) {
         }
     }
     loans_.give_back();
-    if (quantized_head_)
-        for_each_head_slice(
-            [&](int64_t, const TensorX& rows) { visit(config_.layers, head_field(config_), rows); });
+    for (int64_t first = 0; embeddings_ && first < config_.vocabulary; first += kHeadSlice) {
+        std::vector<int> tokens(static_cast<size_t>(std::min(kHeadSlice, config_.vocabulary - first)));
+        std::iota(tokens.begin(), tokens.end(), static_cast<int>(first));
+        visit(config_.layers, Field::TokenEmbedding, token_embeddings(tokens));
+    }
+    if (!quantized_head_ && (!embeddings_ || config_.tied)) return;
+    borrow_head();
+    for_each_head_slice(
+        [&](int64_t, const TensorX& rows) { visit(config_.layers, head_field(config_), rows); });
+    head_loans_.give_back();
 }
 
 // The token embeddings (count, C) of some tokens.
 TensorX Gpt::token_embeddings(const std::vector<int>& tokens) {
     const auto count = static_cast<int64_t>(tokens.size());
     const Tensor<int> numbers = take_input("inputs", {1, count}, tokens);
-    TensorX rows = take("token_rows", {count, config_.channels});
-    dequantize_rows(rows.data(), quantized_head_->view(), numbers.data(), count, stream_);
-    return rows;
+    return token_rows(numbers);
 }
 
 void Gpt::merge_adapter(TensorX& matrix, const Linear<floatX>& w) {
@@ -1596,27 +1988,36 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       in_(inputs),
       config_(inputs.config),
       whole_(config_),
-      quantized_(in_.quantized_weights()),
+      quantized_(in_.quantized_weights<floatX>(o_.weights, o_.lend)),
       quantized_head_(in_.quantized_head()),
-      model_(layout_without(config_, quantized_.has_value(), quantized_head_.has_value()), model_options()),
+      embeddings_(in_.embeddings_elsewhere(o_.embeddings)),
+      model_(layout_without(config_, quantized_.has_value(), outside_state()), model_options()),
       adapter_(make_adapter_state()),
-      gpt_(arena_, stream_, model_, pointer_to(quantized_), pointer_to(quantized_head_), trained(),
+      gpt_(arena_, stream_, model_,
+           {pointer_to(quantized_), pointer_to(quantized_head_), pointer_to(embeddings_)}, trained(),
            o_.attention == "hopper"),
+      ring_(arena_, stream_),
       norm_of_each_unit_(o_.clip_per_block || o_.update_in_backward),
       metrics_(static_cast<int64_t>(model_.layout.units().size()), norm_of_each_unit_),
       choices_(std::move(choices)),
-      replays_(o_.graph == "on" && !lends() && o_.park == 0) {
+      rates_(rates_of<floatX>(o_.rates)),
+      replays_(o_.graph == "on" && !lends() && !embeddings_ && !lends_trained() && o_.state == "device" &&
+               o_.park == 0) {
     check_attention<floatX>(o_, config_);
     if (o_.update_in_backward)
         consume_ = [this](int unit, const floatX* gradients) { update_unit(unit, gradients); };
     MemorySetting given = setting_of(o_);
+    given.mlp_rows = std::max<int64_t>(0, given.mlp_rows);  // what is automatic is chosen with this trainer
     given.levels = parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
     use(given);
 }
 
 // What is kept of the model: of a frozen one its weights alone.
 StateOptions Trainer::model_options() const {
-    return in_.adapter ? StateOptions{.training = false} : state_options<floatX>(o_);
+    if (in_.adapter) return {.training = false};
+    StateOptions options = state_options<floatX>(o_);
+    if (lends_trained()) options.blocks = named<Home>(kHomeNames, o_.weights);
+    return options;
 }
 
 std::optional<State<floatX>> Trainer::make_adapter_state() const {
@@ -1628,30 +2029,34 @@ void Trainer::use(const MemorySetting& s) {
     apply_setting(s, o_);
     model_.choose(model_options());
     if (adapter_) adapter_->choose(state_options<floatX>(o_));
-    feeder_.choose(s.batch, o_.seq_len, config_.vocabulary, in_.packs());
+    feeders_.resize(static_cast<size_t>(passes()));
+    for (Feeder& f : feeders_) f.choose(s.batch, o_.seq_len, config_.vocabulary, in_.packs());
     micro_ = {.head_rows = s.head_rows, .keep = {}};
+    gpt_.take_mlp_rows(s.mlp_rows);
     micro_.dropout = o_.dropout;
     micro_.lora_dropout = in_.adapter.dropout;
     micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
-    gpt_.park_in(parking_.get(), parked_layers());
+    gpt_.park_in(parking_.get(), parked_layers(), passes());
+    gpt_.borrow_from(residence_.get(), loan_way(), loan_bytes());
+    gpt_.borrow_embeddings();
     for (int level : s.levels) micro_.keep.push_back(kRecomputeLevels[level].keep);
 }
 
 Plan Trainer::rehearse_training(bool adds, bool placed) {
     micro_.adds = adds;
-    return arena_.rehearse(
-        [&] { gpt_.forward_backward(feeder_.batch(), micro_, 1, metrics_.loss(), consume_); }, placed);
+    return arena_.rehearse([&] { micro_batch(1); }, placed);
 }
 
 Plan Trainer::rehearse_validation(bool placed) {
-    return arena_.rehearse([&] { gpt_.evaluate(feeder_.batch(), micro_, 1, metrics_.loss()); }, placed);
+    return arena_.rehearse(
+        [&] { gpt_.evaluate(feeders_[0].batch(), micro_, 1, metrics_.loss(), position_losses()); }, placed);
 }
 
 const MemoryReport& Trainer::rehearse(bool placed) {
     if (o_.steps > 0) {
         plans_.train = rehearse_training(false, placed);
         // The same takes, other products.
-        plans_.add = o_.grad_accum > 1 ? rehearse_training(true, placed) : Plan();
+        plans_.add = o_.grad_accum > passes() ? rehearse_training(true, placed) : Plan();
         plans_.train.workspace = std::max(plans_.train.workspace, plans_.add.workspace);
         if (!consume_) plans_.update = arena_.rehearse([&] { update(); });
     }
@@ -1666,31 +2071,50 @@ const MemoryReport& Trainer::rehearse(bool placed) {
             plans_.slide =
                 arena_.rehearse([&] { gpt_.generate(std::vector<int>(half), window - half, any); });
     }
-    const Feeder* feeder = in_.feeds() ? &feeder_ : nullptr;
+    const std::vector<Feeder>* feeders = in_.feeds() ? &feeders_ : nullptr;
     if (!o_.merge.empty() && plans_.merge.work.empty())
         plans_.merge = arena_.rehearse([&] { gpt_.for_each_merged([](int, Field, const TensorX&) {}); });
     if (in_.gguf) plans_.load = arena_.rehearse([&] { load_gguf(); });
-    if (begins_from_codes()) plans_.load = arena_.rehearse([&] { gpt_.token_embeddings(in_.first_prompt); });
-    report_ = make_report<floatX>(o_, plans_, in_.tokenizer ? in_.tokenizer->held_bytes() : 0, choices_);
+    if (looks_up_prompt())
+        plans_.first_prompt = arena_.rehearse([&] { gpt_.token_embeddings(in_.first_prompt); });
+    report_ =
+        make_report<floatX>(o_, plans_, in_.tokenizer ? in_.tokenizer->held_bytes() : 0, choices_, rates_);
     report_elsewhere();
+    report_stored();
     report_.parameters = whole_.count();
     report_.trained = adapter_ ? adapter_->layout.count() : report_.parameters;
     report_.buffers =
-        buffers_of(model_, pointer_to(quantized_), pointer_to(quantized_head_), pointer_to(adapter_), feeder,
-                   metrics_.count(), drops(), stored_layers() > 0);
+        buffers_of(model_, pointer_to(quantized_), pointer_to(quantized_head_), embeddings_.has_value(),
+                   pointer_to(adapter_), feeders, metrics_.count(), dropout_keys(), positions_with_loss());
     return report_;
+}
+
+// What is saved by matrices in fewer bits than the build's, and what that costs a step.
+void Trainer::report_stored() {
+    if (!quantized_) return;
+    const size_t whole = static_cast<size_t>(quantized_->elements()) * sizeof(floatX);
+    report_.narrower = whole - std::min(whole, quantized_->bytes());
+    for (const auto& [plan, runs] : {std::pair(&plans_.train, 1), {&plans_.add, o_.grad_accum - 1}})
+        for (const Work& w : plan->work)
+            if (w.name == std::string_view("dequantize"))
+                report_.widening_seconds += runs * rates_.seconds(w);
 }
 
 // What the run takes of other memory than the device's.
 void Trainer::report_elsewhere() {
-    const size_t parked = stored_layers() * input_bytes();
     report_.pinned = report_.on_disk = report_.parked = 0;
-    (kHostIsDevice ? report_.parked : report_.pinned) = parked;
+    (kHostIsDevice ? report_.parked : report_.pinned) = parked_bytes();
+    report_.working = 0;
+    (kHostIsDevice ? report_.working : report_.pinned) += trained_blocks_bytes() + updated_state_bytes();
+    if (embeddings_) {
+        if (embeddings_->home() == Home::Disk) report_.on_disk += embeddings_->bytes();
+        report_.pinned += embeddings_->pinned_bytes();
+    }
     if (!lends()) return;
     const bool disk = quantized_->home() == Home::Disk;
-    if (disk) report_.on_disk = quantized_->bytes();
+    if (disk) report_.on_disk += quantized_->bytes();
     if (!kHostIsDevice)
-        report_.pinned += disk ? DiskResidence::bytes(quantized_->largest_block()) : quantized_->bytes();
+        report_.pinned += disk ? DiskResidence::bytes(quantized_->largest_loan()) : quantized_->bytes();
 }
 
 // The device, there to be used.
@@ -1700,7 +2124,7 @@ void Trainer::open_device() {
 }
 
 void Trainer::print_plan() const {
-    if (!o_.timeline.empty()) write_timeline(o_.timeline, report_, plans_.update);
+    if (!o_.timeline.empty()) write_timeline(o_.timeline, report_, plans_.update, rates_);
     if (o_.json)
         printf("%s\n", json_text(report_json(report_)).c_str());
     else if (o_.plan)
@@ -1735,6 +2159,7 @@ void Trainer::prepare() {
         metrics_.print_to(StepLines(stdout, first_step_, o_.steps, o_.print_every,
                                     {step_tokens(), step_flops(), peak.flops}));
     metrics_.log().open(o_.log, !o_.resume.empty());
+    position_log_.open(o_.loss_by_position, !o_.resume.empty(), "--loss-by-position");
     if (loader_ && trains()) print_data();
 }
 
@@ -1770,18 +2195,26 @@ void Trainer::take_memory() {
     metrics_.allocate();
     factors_memory_ = DeviceBuffer(sizeof(UpdateFactors), "the step's factors");
     factors_ = reinterpret_cast<UpdateFactors*>(factors_memory_.data());
-    if (in_.feeds()) feeder_.allocate();
-    if (drops()) dropout_memory_ = DeviceBuffer(sizeof(uint64_t), "the dropout's key");
+    for (Feeder& f : feeders_)
+        if (in_.feeds()) f.allocate();
+    if (const size_t bytes = static_cast<size_t>(positions_with_loss()) * sizeof(float); bytes > 0)
+        position_losses_memory_ = DeviceBuffer(bytes, "the losses by position");
+    if (drops()) dropout_memory_ = DeviceBuffer(dropout_keys() * sizeof(uint64_t), "the dropout's keys");
     micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
     model_.allocate();
     for (std::optional<QuantizedWeights>* weights : {&quantized_, &quantized_head_})
         if (*weights) (*weights)->allocate();
     if (lends()) make_residence();
-    if (stored_layers() > 0) make_parking();
-    metrics_.count_waiting(residence_ ? &residence_->seconds_waited : nullptr,
-                           parking_ ? &parking_->seconds_waited : nullptr);
+    if (embeddings_) embeddings_->allocate();
+    gpt_.borrow_embeddings();
+    make_places();
+    metrics_.count_waiting({residence_ ? &residence_->seconds_waited : nullptr,
+                            embeddings_ ? &embeddings_->residence()->seconds_waited : nullptr,
+                            parking_ ? &parking_->seconds_waited : nullptr,
+                            updated_state_ ? &updated_state_->seconds_waited : nullptr});
     if (adapter_) adapter_->allocate();
-    if (const std::vector<float> positions = position_factors(config_); !positions.empty()) {
+    const int length = in_.feeds() ? o_.seq_len + in_.adapter.prompt_tokens : 0;
+    if (const std::vector<float> positions = position_factors(config_, length); !positions.empty()) {
         const size_t bytes = positions.size() * sizeof(float);
         positions_memory_ = DeviceBuffer(bytes, "the positions' factors");
         copy_to_device(positions_memory_.data(), positions.data(), bytes, stream_);
@@ -1795,21 +2228,39 @@ void Trainer::take_memory() {
 // What the blocks' matrices are lent from.
 void Trainer::make_residence() {
     if (quantized_->home() == Home::Disk)
-        residence_ = std::make_unique<DiskResidence>(quantized_->largest_block());
+        residence_ = std::make_unique<DiskResidence>(quantized_->largest_loan());
     else
-        residence_ = std::make_unique<HostResidence>([this](int layer) { return quantized_->block(layer); });
-    gpt_.borrow_from(residence_.get());
+        residence_ = std::make_unique<HostResidence>([this](int loan) { return quantized_->loan(loan); });
+    gpt_.borrow_from(residence_.get(), loan_way(), loan_bytes());
 }
 
-// Where blocks' inputs wait.
-void Trainer::make_parking() {
-    const int layers = static_cast<int>(stored_layers());
+// Where what is trained lives that is not on the device, and where blocks' inputs wait.
+void Trainer::make_places() {
+    const auto make = [](size_t bytes, [[maybe_unused]] const char* option) -> std::unique_ptr<Elsewhere> {
+        if (bytes == 0) return nullptr;
 #ifdef SIMT_GPU
-    parking_ = std::make_unique<HostParking>(layers, input_bytes());
+        return std::make_unique<HostElsewhere>(bytes);
 #else
-    parking_ = std::make_unique<DiskParking>(temporary_folder(), layers, input_bytes());
+        return std::make_unique<DiskElsewhere>(temporary_folder(), bytes, option);
 #endif
-    gpt_.park_in(parking_.get(), parked_layers());
+    };
+    trained_blocks_ = make(trained_blocks_bytes(), "--weights disk");
+    updated_state_ = make(updated_state_bytes(), "--state disk");
+    parking_ = make(parked_bytes(), "--park");
+    gpt_.park_in(parking_.get(), parked_layers(), passes());
+    trained().lie_in(trained_blocks_.get(), updated_state_.get());
+    ring_.use(updated_state_.get());
+    if (!trained_blocks_) return;
+    residence_ = std::make_unique<TrainedResidence>(*trained_blocks_, model_.block_bytes());
+    gpt_.borrow_from(residence_.get(), loan_way(), loan_bytes());
+}
+
+// Of each loan.
+std::vector<size_t> Trainer::loan_bytes() const {
+    if (lends_trained())
+        return std::vector<size_t>(static_cast<size_t>(config_.layers),
+                                   TrainedResidence::room_bytes(model_.block_bytes()));
+    return lends() ? quantized_->loan_bytes() : std::vector<size_t>();
 }
 
 void Trainer::load() {
@@ -1821,10 +2272,11 @@ void Trainer::load() {
         else
             load_weights(model_, in_.model, [&](const SafetensorsFolder& files, auto& used) {
                 if (DiskResidence* disk = on_disk())
-                    quantized_->find(files, config_, used, [&](const BlockOnDisk& b) { disk->add(b); });
+                    quantized_->find(files, config_, used, [&](const LoanOnDisk& b) { disk->add(b); });
                 else if (quantized_)
                     quantized_->load<floatX>(files, config_, used);
                 if (quantized_head_) quantized_head_->load<floatX>(files, config_, used);
+                if (embeddings_) embeddings_->open(files, config_, used);
             });
     }
     if (!in_.resumed.empty() && o_.steps == 0) {
@@ -1857,8 +2309,9 @@ void Trainer::load_gguf() {
         if (bytes > static_cast<size_t>(kRoom)) fail("%s: a row of %zu bytes", o_.model.c_str(), bytes);
         return room.data();
     });
+    if (embeddings_) embeddings_->open(*in_.gguf);
     if (DiskResidence* disk = on_disk())
-        quantized_->find(*in_.gguf, [&](const BlockOnDisk& b) { disk->add(b); });
+        quantized_->find(*in_.gguf, [&](const LoanOnDisk& b) { disk->add(b); });
     else
         quantized_->load(*in_.gguf);
 }
@@ -1869,8 +2322,8 @@ void Trainer::begin_prompt() {
     const std::vector<int>& tokens = in_.first_prompt;
     const size_t C = static_cast<size_t>(config_.channels);
     std::vector<floatX> rows(tokens.size() * C);
-    if (begins_from_codes()) {
-        arena_.run(plans_.load, [&] {
+    if (looks_up_prompt()) {
+        arena_.run(plans_.first_prompt, [&] {
             const TensorX made = gpt_.token_embeddings(tokens);
             copy_to_host(rows.data(), made.data(), rows.size() * sizeof(floatX), stream_);
         });
@@ -1922,6 +2375,8 @@ void Trainer::print_start() const {
                static_cast<long long>(first_step_), static_cast<long long>(o_.steps));
     else if (o_.has("--resume") && o_.resume.empty())
         printf("--resume auto: %s holds no save yet: beginning\n", o_.out.c_str());
+    if (adapter_ || in_.resumed.empty())
+        print_longer_positions(notes(), config_, o_.rope_scaling, adapter_.has_value());
     if (o_.steps > first_step_ && !saves()) printf("nothing will be saved: no --out\n");
 }
 
@@ -1944,9 +2399,9 @@ void Trainer::forward_step() {
     Range range("step");
     device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
     for (int k = 0; k < o_.grad_accum; k++) {
-        feed_training(k, 1);
+        feed_training(k * passes(), 1);  // all through the first feeder
         Range forward("forward");
-        run_step(plans_.evaluate, [&] { gpt_.evaluate(feeder_.batch(), micro_, 1, metrics_.loss()); });
+        run_step(plans_.evaluate, [&] { gpt_.evaluate(feeders_[0].batch(), micro_, 1, metrics_.loss()); });
     }
 }
 
@@ -1964,7 +2419,8 @@ void Trainer::bench() {
                      .tokens = step_tokens(),
                      .flops = step_flops() / (forward_only ? 3 : 1),  // a third is forward's
                      .matmul_peak = measured_matmul_flops<floatX>(stream_, report_.allocated()),
-                     .copy_peak = measured_copy_bandwidth(stream_)};
+                     .copy_peak = measured_copy_bandwidth(stream_),
+                     .limits = rates_.measured() ? rates_.transfers : kNoLimits};
     if (forward_only)
         r.plans = {{&plans_.evaluate, o_.grad_accum}};
     else
@@ -1993,57 +2449,189 @@ void Trainer::bench() {
 
 // ---- what the options ask for
 
+// The seconds of a micro-batch of a setting, or of a validation's where there is no training: what chunks of
+// rows are chosen by.
+double seconds_of_pass(Trainer& trial, const MemorySetting& s, const Options& o) {
+    trial.use(s);
+    const Plan plan = o.steps > 0 ? trial.rehearse_training(false, false) : trial.rehearse_validation(false);
+    return seconds_without_update(plan, rates_of<floatX>(o.rates, kChunkThreads));
+}
+
 // What --head-rows auto chooses for a setting: by a step, or by a validation where there is no training.
 int64_t automatic_head_rows(Trainer& trial, MemorySetting s, const Options& o, const RunInputs& inputs) {
     if (!inputs.feeds()) return 0;
     s.levels.assign(static_cast<size_t>(inputs.config.layers), 0);
-    const DeviceRates rates = nominal_rates<floatX>(kHeadRowsThreads);
-    return choose_head_rows(int64_t{s.batch} * o.seq_len, [&](int64_t rows) {
+    s.mlp_rows = std::max<int64_t>(0, s.mlp_rows);
+    return choose_chunk_rows(int64_t{s.batch} * o.seq_len, kFewestHeadRows, [&](int64_t rows) {
         s.head_rows = rows;
-        trial.use(s);
-        const Plan plan =
-            o.steps > 0 ? trial.rehearse_training(false, false) : trial.rehearse_validation(false);
-        return seconds_without_update(plan, rates);
+        return seconds_of_pass(trial, s, o);
     });
 }
 
+// The same of --mlp-rows auto.
+int64_t automatic_mlp_rows(Trainer& trial, MemorySetting s, const Options& o, const RunInputs& inputs) {
+    if (!inputs.feeds()) return 0;
+    constexpr int kKeepsNothing = static_cast<int>(std::size(kRecomputeLevels)) - 1;
+    s.levels.assign(static_cast<size_t>(inputs.config.layers), kKeepsNothing);
+    s.head_rows = 0;
+    return choose_chunk_rows(int64_t{s.batch} * o.seq_len, kFewestMlpRows, [&](int64_t rows) {
+        s.mlp_rows = rows;
+        return seconds_of_pass(trial, s, o);
+    });
+}
+
+// What --memory may have wait elsewhere, where no option says: beside a GPU in host memory, where that is
+// offered, else in files. Beside a frozen model the adapter's own state stays.
+Movable movable(const Options& o, const RunInputs& inputs) {
+    Movable m;
+    const bool frozen = static_cast<bool>(inputs.adapter), offered = o.has("--host-memory");
+    const bool moves = kHostIsDevice || offered;
+    const std::string home = kHostIsDevice ? "disk" : "host";
+    if (!o.has("--weights") && !frozen && moves) m.weights = {home};
+    if (!o.has("--weights")) {
+        if (offered && home == "host" && inputs.may_lend_frozen(home)) m.weights = {home};
+        if (inputs.may_lend_frozen("disk")) m.weights.push_back("disk");
+    }
+    if (!o.has("--embeddings") && inputs.may_move_embeddings()) m.embeddings = {offered ? home : "disk"};
+    m.halves = !o.has("--lend") && frozen;
+    const bool has_state = o.optimizer == "adamw" || (std::is_same_v<floatX, bf16> && o.master != "none");
+    if (!o.has("--state") && !frozen && has_state && moves) m.state = {home};
+    m.rooms = !o.has("--state-rooms");
+    m.inputs = !o.has("--park") && moves;
+    return m;
+}
+
 // The options with what --memory, --batch auto and --head-rows auto choose among other settings, by the
-// rehearsals of a trainer that never runs.
+// rehearsals of trainers that never run.
 Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& choices) {
     if (kHostIsDevice) memory_free_at_start();
-    if (!given.has("--memory") && given.batch > 0 && given.head_rows >= 0) return given;
+    if (!given.has("--memory") && given.batch > 0 && given.head_rows >= 0 && given.mlp_rows >= 0)
+        return given;
     int64_t most = kMostTokens / given.seq_len;
     std::optional<uint64_t> epoch;
     if (inputs.data) {
         epoch = SequenceLoader(*inputs.data, given.seq_len, given.seed, true).sequences_per_epoch();
         most = std::min(most, static_cast<int64_t>(*epoch));
     }
-    Trainer trial(given, inputs);
-    const Rehearsals rehearsals{
-        inputs.config.layers,
-        most,
-        nominal_rates<floatX>(),
-        [&](const MemorySetting& s) { return trial.use(s), trial.rehearse(); },
-        [&](const MemorySetting& s) { return trial.use(s), trial.rehearse(false); },
-        [&](const MemorySetting& s) { return trial.use(s), trial.rehearse_training(false, false); },
-        [&](const MemorySetting& s) { return automatic_head_rows(trial, s, given, inputs); }};
+    const auto rehearsals_of = [&](Trainer& trial) {
+        return Rehearsals{
+            inputs.config.layers,
+            most,
+            rates_of<floatX>(given.rates),
+            [&](const MemorySetting& s) { return trial.use(s), trial.rehearse(); },
+            [&](const MemorySetting& s) { return trial.use(s), trial.rehearse(false); },
+            [&](const MemorySetting& s) { return trial.use(s), trial.rehearse_training(false, false); },
+            [&](const MemorySetting& s) { return automatic_head_rows(trial, s, given, inputs); },
+            [&](const MemorySetting& s) { return automatic_mlp_rows(trial, s, given, inputs); }};
+    };
     const bool budget = given.has("--memory");
+    if (budget && given.batch > 0) {
+        const auto mixes = [&] { return residences_to_try(given, movable(given, inputs)); };
+        const auto fit = [&](const Options& mix, size_t room) {
+            Trainer trial(mix, inputs);
+            return fit_settings(mix, std::is_same_v<floatX, bf16>, rehearsals_of(trial), room);
+        };
+        Options chosen = fit_memory(given, mixes, fit, choices.memory);
+        remember_choice(given, chosen);
+        return chosen;
+    }
+    Trainer trial(given, inputs);
+    const Rehearsals rehearsals = rehearsals_of(trial);
     MemorySetting s = setting_of(given);
     s.levels = parse_levels(given.recompute, recompute_names(), inputs.config.layers, "--recompute");
-    if (budget && given.batch > 0) {
-        s = fit_memory(given, std::is_same_v<floatX, bf16>, rehearsals, choices.memory);
-    } else if (given.batch == 0) {
+    if (given.batch == 0) {
         if (!budget) check_device(given);
         const FreeMemory room = budget ? FreeMemory{parse_bytes(given.memory, "--memory"), "--memory"}
                                        : with_reserve(memory_free_at_start(), context_bytes());
         s = fit_batch(s, room, batch_cap(given.seq_len, epoch), rehearsals, choices.batch);
-    } else if (s.head_rows < 0) {
-        s.head_rows = rehearsals.head_rows(s);
+    } else {
+        s = rehearsals.with_rows(s);
     }
     Options chosen = given;
     apply_setting(s, chosen);
     remember_choice(given, chosen);
     return chosen;
+}
+
+// The most tokens that a sequence of the data can have, `batch` of them in an epoch.
+int most_tokens_of_data(const Options& o) {
+    uint64_t most = kMostPositions;
+    for (const auto& [files, option] : {std::pair(&o.data, "--data"), {&o.val_data, "--val-data"}}) {
+        if (files->empty()) continue;
+        const std::unique_ptr<Dataset> data = open_data(*files, option);
+        if (data->is_examples())
+            fail("--context auto: examples of %s have lengths of their own: give --seq-len", option);
+        for (size_t s = 0; s < data->stream_count(); s++)
+            most = std::min(most, std::max<uint64_t>(2, data->token_count(s)) - 1);
+        if (files == &o.data && o.batch > 1)
+            most =
+                std::min(most, data->token_count() / (static_cast<uint64_t>(o.batch) + data->stream_count()));
+    }
+    return static_cast<int>(std::max<uint64_t>(1, most));
+}
+
+// --context auto: the options with the longest sequences that fit, by the plans of runs without data.
+Options with_chosen_context(const Options& given, Choices& choices) {
+    if (given.context.empty()) return given;
+    Options chosen = given;
+    if (!given.has("--batch")) chosen.batch = 1;
+    if (kHostIsDevice) memory_free_at_start();
+    if (!given.has("--memory")) check_device(given);
+    const FreeMemory room = given.has("--memory")
+                                ? FreeMemory{parse_bytes(given.memory, "--memory"), "--memory"}
+                                : with_reserve(memory_free_at_start(), context_bytes());
+    Options trial = chosen;
+    trial.plan = true;
+    trial.data.clear(), trial.val_data.clear();
+    trial.eval_every = 0;
+    trial.out = trial.resume = trial.timeline = trial.loss_by_position = "";
+    trial.given["--seq-len"] = {};  // as if it were given
+    const auto planned = [&](int tokens) {
+        trial.seq_len = tokens;
+        RunInputs inputs(trial, std::nullopt);
+        Choices ignored;
+        Trainer trainer(with_chosen_setting(trial, inputs, ignored), inputs);
+        const MemoryReport& r = trainer.rehearse();
+        const size_t more = given.loss_by_position.empty() ? 0 : static_cast<size_t>(tokens) * sizeof(float);
+        return std::pair(r.total() + more, r.seconds);
+    };
+    const auto fits = [&](int tokens) {
+        try {
+            return planned(tokens).first <= room.bytes;
+        } catch (const UserError&) {  // nothing that --memory may choose fits
+            return false;
+        }
+    };
+    trial.seq_len = 1;
+    const int by_model = static_cast<int>(
+        std::min<int64_t>(RunInputs(trial, std::nullopt).most_tokens(), kMostTokens / chosen.batch));
+    const int by_data = most_tokens_of_data(chosen), most = std::min(by_model, by_data);
+    if (const size_t least = planned(std::min(64, most)).first; least > room.bytes)
+        fail("--context auto: sequences of %d tokens take %.1f MiB and there are %.1f (%s)",
+             std::min(64, most), mebibytes(least), mebibytes(room.bytes), room.limit.c_str());
+    chosen.seq_len = fit_context(most, fits);
+    const std::string why = chosen.seq_len < most ? format("the most that fit %.1f MiB (%s)",
+                                                           mebibytes(room.bytes), room.limit.c_str())
+                            : by_data < by_model  ? "as many as the data have"
+                                                  : "all of the model's positions";
+    choices.context = format("%d tokens, %s; a step takes %.3g s by estimate", chosen.seq_len, why.c_str(),
+                             planned(chosen.seq_len).second);
+    chosen.given["--seq-len"] = {std::to_string(chosen.seq_len)};
+    chosen.given["--batch"] = {std::to_string(chosen.batch)};
+    chosen.given.erase("--context");
+    return chosen;
+}
+
+// --calibrate: measures the device, and writes what it does.
+void calibrate(const Options& o) {
+    check_device(o);
+    check_rates_writable(o.calibrate);
+    const WallClock clock;
+    const OwnStream stream;
+    Calibration<floatX> calibration(stream.get());
+    write_rates(o.calibrate, calibration.measure(), dtype_name<floatX>());
+    printf("measured %s in %.1f s, in %.0f MiB of memory: %s\n", device_name().c_str(), clock.seconds(),
+           mebibytes(calibration.most_bytes()), o.calibrate.c_str());
 }
 
 // Files that are opened must not get the numbers of standard streams that were closed.
@@ -2074,8 +2662,11 @@ int main(int argc, char** argv) {
             if (options.has("--resume")) options = parse();  // the run that held it may have saved since
         }
         start_threads(options.threads);
-        RunInputs inputs(options, std::move(resumed));
+        tf32_products = options.tf32;
+        if (!options.calibrate.empty()) return calibrate(options), 0;
         Choices choices;
+        options = with_chosen_context(options, choices);
+        RunInputs inputs(options, std::move(resumed));
         const Options chosen = with_chosen_setting(options, inputs, choices);
         Trainer trainer(chosen, inputs, std::move(choices));
         trainer.rehearse();

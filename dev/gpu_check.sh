@@ -11,7 +11,8 @@
 #   build        the trainer in both precisions, the tests of kernels, the attention benchmark, and before them
 #                GoogleTest where it is not installed; the others take what is in build/
 #   kernels      the tests of kernels
-#   trainer      its speed, operation by operation too, and with the fastest algorithms of matrix products
+#   trainer      its speed, operation by operation too, and with the fastest algorithms of matrix products; its
+#                operations beside what dev/gpu_predicted.py has counted, to dev/results/GPU-predicted.md
 #   compare      its speed beside PyTorch's
 #   attention    attention's speed beside PyTorch's
 #   python       the Python tests of the trainer, a part a file
@@ -212,6 +213,8 @@ d12() {
     part "operations of d12, bf16, batch $1" 60 "${operations[@]}"
     time_step d12 bf16 "$1" --head-rows 4096 "${searched[@]}"
     part "operations of d12, bf16, batch $1, searched algorithms" 60 "${operations[@]}" "${searched[@]}"
+    part "operations of d12, bf16, batch $1, beside what was predicted" 40 python3 dev/gpu_compare.py --gpu "$gpu_name" \
+        --out "$folder/$gpu-predicted.md" "${operations[@]}" "${searched[@]}" --json
 }
 
 do_trainer() {

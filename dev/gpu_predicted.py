@@ -17,8 +17,6 @@ import re
 import subprocess
 import tempfile
 
-import numpy as np
-
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # NVIDIA's data sheets. `products` is what cuBLASLt reaches in bf16: "Maximum achievable matmul FLOPS" of stas00's
@@ -59,7 +57,8 @@ PUBLISHED = {
 
 # The kernels that an operation launches. A kernel that none claims, or an operation without one, ends the script.
 OPERATIONS = {
-    "attention_forward": "(hopper_)?attention_forward", "attention_backward": "(hopper_)?attention_(backward|delta)",
+    "attention_forward": "(hopper_)?attention_forward", "attention_backward": "(hopper_)?attention_backward",
+    "attention_delta": "attention_delta",
     "layernorm_forward": "layernorm_forward.*Lb0E", "residual_layernorm_forward": "layernorm_forward.*Lb1E",
     "layernorm_normalize": "layernorm_normalize", "residual_forward": "residual_forward",
     "layernorm_backward": "layernorm_backward|column_sums.*LayernormColumns|add_chunks.*Li2E",
@@ -104,6 +103,7 @@ def plan(trainer, gpu, model, batch, seq_len, folder, *more):
 
 def shard(folder):
     """Tokens in llm.c's format."""
+    import numpy as np
     path, count = folder / "tokens.bin", 20000
     random = np.random.default_rng(1)
     path.write_bytes(np.array([20240520, 1, count] + 253 * [0], np.int32).tobytes() +
@@ -243,32 +243,45 @@ def product_seconds(gpu, name, flops, bytes_, calls):
     return {"tensor": flops / (gpu.products * share), "memory": bytes_ / (gpu.bandwidth * REACHED)}, calls
 
 
-def operation_seconds(gpu, operation, cost, small, kernels, code):
-    """The seconds by each bound, and the launches: the small step's counters, as many times as its work."""
+def unit_of(operation, small, kernels, code):
+    """What the small step counts of an operation: by FLOP where it has some, else by byte; and its launches by call."""
     mine = kernels_of(operation, kernels)
-    measure = "flops" if cost["flops"] else "bytes"
-    times = cost[measure] / small[operation][measure]
-    total = {key: sum(kernels[k][key] for k in mine) * times for key in ("instructions", "tensor_flops", "distinct_sectors")}
+    measure = "flops" if small[operation]["flops"] else "bytes"
+    by_measure = {key: sum(kernels[k][key] for k in mine) / small[operation][measure]
+                  for key in ("instructions", "tensor_flops", "distinct_sectors")}
     under_way = min((code[k]["little"] for k in mine if kernels[k]["global_bytes"] * 4 > kernels[mine[0]]["global_bytes"]),
                     default=1)
+    return {**by_measure, "launches": sum(kernels[k]["launches"] for k in mine) / small[operation]["calls"],
+            "under_way": under_way, "hopper": any("hopper" in k for k in mine)}
+
+
+def operation_seconds(gpu, cost, unit):
+    """The seconds by each bound, and the launches: an operation's unit, as many times as its work."""
+    times = cost["flops"] or cost["bytes"]
     # What a kernel reads again lies in a cache; what the next one reads comes from memory.
-    moved = cost["bytes"] if cost["flops"] else max(cost["bytes"], total["distinct_sectors"] * 32)
-    rate = gpu.products if any("hopper" in k for k in mine) else min(gpu.products, gpu.flops * gpu.mma)
-    launches = sum(kernels[k]["launches"] for k in mine) / small[operation]["calls"] * cost["calls"]
-    return {"tensor": total["tensor_flops"] / rate, "memory": moved / (gpu.bandwidth * min(REACHED, under_way)),
-            "issue": total["instructions"] / (4 * gpu.sms * gpu.clock)}, launches
+    moved = cost["bytes"] if cost["flops"] else max(cost["bytes"], unit["distinct_sectors"] * times * 32)
+    rate = gpu.products if unit["hopper"] else min(gpu.products, gpu.flops * gpu.mma)
+    return {"tensor": unit["tensor_flops"] * times / rate,
+            "memory": moved / (gpu.bandwidth * min(REACHED, unit["under_way"])),
+            "issue": unit["instructions"] * times / (4 * gpu.sms * gpu.clock)}, unit["launches"] * cost["calls"]
 
 
-def step_of(gpu, operations, small, kernels, code):
+def row_name(operation):
+    """The row of the tables that an operation is of: products of all shapes are two."""
+    if not operation.startswith("matmul"):
+        return operation
+    return "products of the head" if re.search(r"rows of|50304|128256|151936", operation) else "products"
+
+
+def step_of(gpu, operations, units):
     """[(name, seconds, bound, launches, roofline)] by operation, the longest first."""
     rows = collections.defaultdict(lambda: [0, "", 0, 0])
-    for name, cost in [(o["name"], o) for o in operations if o["name"].startswith("matmul")] + \
-            [(o["name"], o) for o in operations if not o["name"].startswith("matmul")]:
-        if name.startswith("matmul"):
-            bounds, launches = product_seconds(gpu, name, cost["flops"], cost["bytes"], cost["calls"])
-            name = "products of the head" if re.search(r"rows of|50304|128256|151936", name) else "products"
+    for cost in sorted(operations, key=lambda o: not o["name"].startswith("matmul")):
+        name = row_name(cost["name"])
+        if name != cost["name"]:
+            bounds, launches = product_seconds(gpu, cost["name"], cost["flops"], cost["bytes"], cost["calls"])
         else:
-            bounds, launches = operation_seconds(gpu, name, cost, small, kernels, code)
+            bounds, launches = operation_seconds(gpu, cost, units[name])
         bound = max(bounds, key=bounds.get)
         row = rows[name]
         row[0] += bounds[bound] + launches * LAUNCH
@@ -291,6 +304,13 @@ def facts(gpu, kernels, sass, usage):
 
 
 # --- What is written.
+
+def rounded(x):
+    """With five digits, so that a difference between two files is one."""
+    if isinstance(x, dict):
+        return {key: rounded(value) for key, value in x.items()}
+    return float(f"{x:.5g}") if isinstance(x, float) else x
+
 
 def readable(names):
     said = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
@@ -366,6 +386,20 @@ def checks(theirs):
             f"(arXiv 2407.08608): {100 * (GPUS['H100'].products / 740e12 - 1):.0f}% too fast.", ""]
 
 
+def left_apart(plans, steps):
+    """What it would save to add a block's output and to norm it for the next block in one kernel."""
+    lines = []
+    for setup in SETUPS:
+        for gpu_name, gpu in GPUS.items():
+            add = totals(plans[setup.title, gpu_name])["residual_forward"]
+            saved = add["bytes"] / 3 / (gpu.bandwidth * REACHED) + add["calls"] * LAUNCH  # one of three passes
+            share = saved / sum(row[1] for row in steps[setup.title, gpu_name])
+            lines.append(f"{setup.title} on {gpu_name} {1e3 * saved:.2f} ms, {100 * share:.1f}%")
+    return ["A block's last addition and the first norm of the next are two kernels: in one, the sum would not be read again, "
+            "and a launch a block less. That is " + "; ".join(lines) + ". It is left: the norm is of the next block, which "
+            "may make it again in backward, and what happens in a block's range would not be the same for all blocks.", ""]
+
+
 def kernel_table(gpu_name, kernels, code):
     order = sorted(kernels, key=lambda n: -kernels[n]["instructions"])
     rows = []
@@ -384,10 +418,12 @@ def main(arguments=None):
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--trainer", default=ROOT / "build/emulated/train-bf16", help="make emulated-build makes it")
     parser.add_argument("--out", default=ROOT / "dev/results/gpu-predicted.md")
+    parser.add_argument("--units", default=ROOT / "dev/results/gpu-predicted.json",
+                        help="what was counted by operation: dev/gpu_compare.py reads it")
     parser.add_argument("--keep", help="a folder for what was counted, which is not counted again")
     options = parser.parse_args(arguments)
     trainer = pathlib.Path(options.trainer).resolve()
-    steps, totals_, written, every = {}, {}, [], {}
+    steps, totals_, written, every, units = {}, {}, [], {}, collections.defaultdict(dict)
     with tempfile.TemporaryDirectory() as path:
         folder = pathlib.Path(options.keep or path)
         folder.mkdir(exist_ok=True)
@@ -402,7 +438,9 @@ def main(arguments=None):
                 code = facts(gpu, kernels, sass, usage)
                 every.update(kernels)
                 codes.setdefault(gpu_name, {}).update(code)
-                step = step_of(gpu, operations, small, kernels, code)
+                known = units[setup.title][gpu_name] = {name: unit_of(name, small, kernels, code) for name in small
+                                                        if name in OPERATIONS and name != "matmul"}
+                step = step_of(gpu, operations, known)
                 seconds = sum(row[1] for row in step)
                 steps[setup.title, gpu_name], totals_[setup.title, gpu_name] = step, seconds
                 plans[setup.title, gpu_name] = operations
@@ -421,6 +459,7 @@ def main(arguments=None):
                     "## The method on what was published", "", *checks(theirs),
                     "What overlaps badly, waits for latency or runs at lower clocks is not in the count: the steps above are "
                     "to be read as the least that these kernels take.", "",
+                    "## Left apart", "", *left_apart(plans, steps),
                     "## Operations", "", "In brackets: what bounds it, and the share of its roofline.", ""]
         for setup in SETUPS:
             written += step_tables(setup, {gpu: steps[setup.title, gpu] for gpu in GPUS})
@@ -428,6 +467,7 @@ def main(arguments=None):
         for gpu_name in ("A100", "H100"):
             written += kernel_table(gpu_name, {n: k for n, k in every.items() if n in codes[gpu_name]}, codes[gpu_name])
     pathlib.Path(options.out).write_text("\n".join(written).rstrip() + "\n")
+    pathlib.Path(options.units).write_text(json.dumps(rounded(units), indent=1, sort_keys=True) + "\n")
     print(f"written: {options.out}")
 
 

@@ -41,7 +41,7 @@ def random_tensor(pool, shape, number, layers):
     n = math.prod(shape)
     start = number * 7919 % (POOL // 2)
     repeats = -(-(start + n) // POOL)
-    return pool.repeat(repeats)[start:start + n].reshape(shape) * (1 / math.sqrt(2 * layers))
+    return pool.repeat(repeats)[start:start + n].reshape(shape).mul_(1 / math.sqrt(2 * layers))  # the largest is 7 GB
 
 
 def main(arguments=None):

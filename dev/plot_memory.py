@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Draws what ./train --timeline wrote: the bytes that live during a training step.
 
-One file: what lives, by kind, stacked, over the operations of a step. Several files: their totals as lines. With
+One file: what lives, by kind, stacked, over the operations of a step, and below it what moves meanwhile from and to
+where else things live, if there is any: framed are those that computing waits for, by measured rates. Several files: their totals as lines. With
 --over: the peak of each file against its seq_len (or another figure of it). FILE:head stands for what comes before
 the phase `head`: the forward pass alone.
 """
@@ -10,6 +11,8 @@ import argparse
 import json
 import os
 import sys
+
+import figures
 
 MIB = 1 << 20
 FIGURES = ("parameters", "batch", "seq_len")
@@ -39,6 +42,9 @@ class Timeline:
             self.bytes = [[int(size) for size in operation["bytes"]] for operation in operations]
             self.ranges = [operation["range"] for operation in operations]
             self.names = [operation["name"] for operation in operations]
+            self.transfers = [{"way": str(t["way"]), "of": str(t["of"]), "begins": float(t["begins"]),
+                               "ends": float(t["ends"]), "waited": float(t.get("waited", 0))}
+                              for t in record.get("transfers", ())]
         except OSError as error:
             fail(f"{path}: {error.strerror}")
         except (ValueError, TypeError, KeyError):
@@ -55,6 +61,7 @@ class Timeline:
             fail(f"{self.name}: nothing comes before a phase '{self.until}'; the phases: "
                  f"{', '.join(name for name, _, _ in self.phases())}")
         self.bytes, self.ranges, self.names = self.bytes[:end], self.ranges[:end], self.names[:end]
+        self.transfers = [t | {"ends": min(t["ends"], end)} for t in self.transfers if t["begins"] < end]
 
     def totals(self):
         return [sum(row) for row in self.bytes]
@@ -121,6 +128,21 @@ def draw_one(axes, t):
     axes.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1, 0.5))
 
 
+def draw_transfers(axes, t):
+    """Bars, a row for each way that something moves."""
+    ways = list(dict.fromkeys(transfer["way"] for transfer in t.transfers))
+    kinds = list(dict.fromkeys(transfer["of"] for transfer in t.transfers))
+    least = len(t.bytes) / 1000  # so that the shortest can be seen
+    for k, kind in enumerate(kinds):
+        bars = [transfer for transfer in t.transfers if transfer["of"] == kind]
+        axes.barh([ways.index(b["way"]) for b in bars], [max(b["ends"] - b["begins"], least) for b in bars],
+                  left=[b["begins"] for b in bars], height=0.7, color=COLOURS[-2 - k], edgecolor="black", label=kind,
+                  linewidth=[0.8 if b["waited"] > 0 else 0 for b in bars])
+    axes.set_yticks(range(len(ways)), [way.replace("_", " ") for way in ways])
+    axes.set(ylim=(len(ways) - 0.5, -0.5), xlabel="operation of the step")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+
+
 def draw_several(axes, timelines, labels):
     """Totals as lines. Where steps have different lengths, x is the part of the step."""
     normalise = len({t.whole_length for t in timelines}) > 1
@@ -162,24 +184,24 @@ def draw_over(axes, timelines, figure):
 
 
 def draw(timelines, options):
-    try:
-        import matplotlib
-        matplotlib.use("Agg")  # no display needed
-        from matplotlib import pyplot
-    except ImportError:
-        fail("matplotlib is missing: run dev/venv.sh and use .venv/bin/python")
-    figure, axes = pyplot.subplots(figsize=(11, 6))
+    pyplot = figures.pyplot(fail)
+    bars = timelines[0].transfers if len(timelines) == 1 and not options.over else ()
+    if bars:
+        rows = len({transfer["way"] for transfer in bars})
+        figure, (axes, below) = pyplot.subplots(2, 1, figsize=(11, 6.4 + 0.4 * rows), sharex=True,
+                                                height_ratios=(6, 0.4 + 0.4 * rows))
+        draw_transfers(below, timelines[0])
+    else:
+        figure, axes = pyplot.subplots(figsize=(11, 6))
     if options.over:
         draw_over(axes, timelines, options.over)
     elif len(timelines) == 1:
         draw_one(axes, timelines[0])
+        if bars:
+            axes.set_xlabel("")
     else:
         draw_several(axes, timelines, labels_of(timelines, options.labels))
-    try:
-        figure.savefig(options.out, dpi=120, bbox_inches="tight")
-    except (OSError, ValueError) as error:
-        fail(f"--out {options.out}: {error}")
-    pyplot.close(figure)
+    figures.save(figure, options.out, fail)
 
 
 def main(arguments=None):

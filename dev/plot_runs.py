@@ -11,6 +11,7 @@ import os
 import statistics
 import sys
 
+import figures
 from training_log import BrokenLog, read_log
 
 PANELS = {"loss": "training loss", "val_loss": "validation loss", "lr": "learning rate", "tokens_per_second": "tokens/s"}
@@ -72,12 +73,7 @@ def labels_of(paths):
 
 
 def draw(runs, out):
-    try:
-        import matplotlib
-        matplotlib.use("Agg")  # no display needed
-        from matplotlib import pyplot
-    except ImportError:
-        fail("matplotlib is missing: run dev/venv.sh and use .venv/bin/python")
+    pyplot = figures.pyplot(fail)
     panels = [key for key in PANELS if any(key in run.points for run in runs)]
     if not panels:
         fail(f"{runs[0].path}: nothing in it is a number")
@@ -96,11 +92,7 @@ def draw(runs, out):
         axes.grid(alpha=0.3)
         axes.legend()
     rows[-1, 0].set_xlabel("step")
-    try:
-        figure.savefig(out, dpi=120, bbox_inches="tight")
-    except (OSError, ValueError) as error:
-        fail(f"--out {out}: {error}")
-    pyplot.close(figure)
+    figures.save(figure, out, fail)
 
 
 def main(arguments=None):

@@ -377,12 +377,20 @@ class AdamW:
             p -= lr * change
 
 
+def positions_of(config):
+    """The longest sequence: some scalings of rotary positions reach beyond what the config names; ALiBi has no end."""
+    positions, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("yarn", "dynamic") and rope.get("factor"):
+        positions = max(positions, int(rope["factor"] * rope.get("original_max_position_embeddings", positions)))
+    return positions
+
+
 class Trainer:
     def __init__(self, options):
         self.options = options
         self.model = load_model(options.model)
         self.vocab_size = self.model.config.vocab_size
-        positions = getattr(self.model.config, "max_position_embeddings", None)  # ALiBi has no end
+        positions = positions_of(self.model.config)
         if positions and options.seq_len > positions:
             fail(f"--seq-len {options.seq_len}: the model has {positions} positions")
         if options.adapter:

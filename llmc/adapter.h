@@ -126,6 +126,17 @@ inline bool is_target(const std::string& full_name, const std::string& target) {
     return full_name == target || full_name.ends_with("." + target);
 }
 
+// Whether a linear layer is meant by a name as in the model's files, or "attention", "mlp" or "all".
+inline bool is_among(const ModelConfig& c, const LinearModule& m, const std::string& target) {
+    return target == "all" || (target == "attention" && is_in_attention(m.field)) ||
+           (target == "mlp" && !is_in_attention(m.field)) || is_target(full_name(c, m), target);
+}
+// Fails because an option's name means none.
+[[noreturn]] inline void fail_no_layer(const char* option, const std::string& target, const ModelConfig& c) {
+    fail("%s %s: is no linear layer of this %s; \"all\", \"attention\", \"mlp\" or names as %s", option,
+         printable(target).c_str(), c.family->name, linear_modules(c)[0].name.c_str());
+}
+
 // A new soft prompt of so many tokens, begun with those of `text` if it is not empty.
 inline AdapterConfig new_prompt(const ModelConfig& c, int tokens, const std::string& text,
                                 const std::string& base) {
@@ -166,12 +177,8 @@ inline AdapterConfig new_lora(const ModelConfig& c, const LoraOptions& o, const 
     for (LinearModule& m : linear_modules(c)) {
         const std::string whole_name = full_name(c, m);
         bool wanted = false;
-        for (size_t i = 0; i < o.targets.size(); i++) {
-            const std::string& t = o.targets[i];
-            const bool hit = t == "all" || (t == "attention" && is_in_attention(m.field)) ||
-                             (t == "mlp" && !is_in_attention(m.field)) || is_target(whole_name, t);
-            if (hit) wanted = found[i] = true;
-        }
+        for (size_t i = 0; i < o.targets.size(); i++)
+            if (is_among(c, m, o.targets[i])) wanted = found[i] = true;
         if (!wanted) continue;
         check_rank(m, o.rank, "--lora-rank " + std::to_string(o.rank));
         m.rank = o.rank;
@@ -181,11 +188,7 @@ inline AdapterConfig new_lora(const ModelConfig& c, const LoraOptions& o, const 
         adapter.modules.push_back(std::move(m));
     }
     for (size_t i = 0; i < found.size(); i++)
-        if (!found[i])
-            fail(
-                "--lora-targets %s: is no linear layer of this %s; \"all\", \"attention\", \"mlp\" or names "
-                "as %s",
-                printable(o.targets[i]).c_str(), c.family->name, linear_modules(c)[0].name.c_str());
+        if (!found[i]) fail_no_layer("--lora-targets", o.targets[i], c);
     const bool in_each_block = whole_names.size() == names.size() * static_cast<size_t>(c.layers);
     adapter.json = {{"peft_type", "LORA"},
                     {"task_type", "CAUSAL_LM"},

@@ -44,6 +44,7 @@ struct Plan {
     size_t workspace = 0;                    // the largest scratch that was asked for
     std::vector<std::pair<int, int>> loops;  // where repeat() stood after a turn: takes, time
     std::vector<Work> work;                  // the operations, in order
+    std::vector<Transfer> transfers;         // between them
 };
 
 constexpr size_t kArenaAlignment = 256;
@@ -196,12 +197,14 @@ class Arena : simt::Lender {
         if (turns <= 0) return;
         const int first = next_, time = clock_;
         if (rehearsing_) {
-            const size_t before = plan_->work.size();
+            const size_t before = plan_->work.size(), moved_before = plan_->transfers.size();
             body();
             for (size_t i = before; i < plan_->work.size(); i++) {
                 Work& w = plan_->work[i];
                 w.flops *= turns, w.bytes *= turns, w.calls *= turns;
             }
+            for (size_t i = moved_before; i < plan_->transfers.size(); i++)
+                plan_->transfers[i].bytes *= turns;
             plan_->loops.push_back({next_, clock_});
             return;
         }
@@ -234,6 +237,7 @@ class Arena : simt::Lender {
                 arena.rehearsing_ = simt::launches_off = false;
                 simt::lender = nullptr;
                 work_ledger = nullptr;
+                transfer_ledger = nullptr;
                 work_clock = nullptr;
             }
         } close{*this};
@@ -241,6 +245,7 @@ class Arena : simt::Lender {
         rehearsing_ = simt::launches_off = rehearsing;
         simt::lender = this;
         work_ledger = rehearsing ? &plan.work : nullptr;
+        transfer_ledger = rehearsing ? &plan.transfers : nullptr;
         work_clock = rehearsing ? &clock_ : nullptr;
         next_ = clock_ = loop_ = 0;
         live_.assign(plan.takes.size(), false);

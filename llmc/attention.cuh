@@ -334,9 +334,9 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
         for_each_score<kPassing / 8>(gradient, ds, p);
         multiply_columns<kHead>(dk_rows, ds, q_tile);
     }
-    const int64_t at = in.kv_offset(b, kv) + row * in.kv_row;
-    store_rows<kHead>(dk + at, in.kv_row, dk_rows, {scale, scale}, in.keys - row, in.head_size, vectors);
-    store_rows<kHead>(dv + at, in.kv_row, dv_rows, {1.f, 1.f}, in.keys - row, in.head_size, vectors);
+    const int64_t at = in.dkv_offset(b, kv) + row * in.dkv_row;
+    store_rows<kHead>(dk + at, in.dkv_row, dk_rows, {scale, scale}, in.keys - row, in.head_size, vectors);
+    store_rows<kHead>(dv + at, in.dkv_row, dv_rows, {1.f, 1.f}, in.keys - row, in.head_size, vectors);
 }
 
 // How backward of the queries is cut: as forward, but that the tiles of 128 queries of large heads, of Q and
@@ -443,8 +443,9 @@ template <class T>
 bool attention_vectors(const AttentionInput<T>& in, std::initializer_list<const void*> arrays) {
     const auto whole = [](int64_t bytes) { return bytes % 16 == 0; };
     bool all = true;
-    for (const int64_t n : std::initializer_list<int64_t>{in.head_size, in.q_row, in.kv_row, in.q_batch,
-                                                          in.kv_batch, in.q_head, in.kv_head})
+    for (const int64_t n :
+         std::initializer_list<int64_t>{in.head_size, in.q_row, in.kv_row, in.q_batch, in.kv_batch, in.q_head,
+                                        in.kv_head, in.dkv_row, in.dkv_batch, in.dkv_head})
         all = all && whole(n * sizeof(T));
     for (const T* p : std::initializer_list<const T*>{in.q, in.k, in.v})
         all = all && whole(reinterpret_cast<intptr_t>(p));
@@ -470,7 +471,8 @@ Operation attention_operation(const char* name, const AttentionInput<T>& in, int
     const double heads = static_cast<double>(in.batch) * in.heads;
     const double q_rows = heads * in.queries, kv_rows = heads / in.group() * (end - in.first_key(0));
     return Operation(name, 2.0 * heads * seen * in.head_size * products,
-                     (q_rows + kv_rows) * in.head_size * passes * sizeof(T));
+                     (q_rows + kv_rows) * in.head_size * passes * sizeof(T), {},
+                     {.length = 2 * seen / in.queries, .head_size = in.head_size});
 }
 
 // out (batch, queries, heads * head_size) and lse (batch, heads, queries), the logarithm of each row's sum of
@@ -496,26 +498,42 @@ void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream s
     }
 }
 
-// dq, dk, dv, strided like q, k, v, from dout, out and lse of the forward pass; queries == keys. Every
-// element of the heads is written. delta (batch, heads, queries) is scratch. Deterministic.
+// delta (batch, heads, queries) = the sums of dout * out over each head's columns: all that backward needs of
+// out. dout and out (batch, queries, heads * head_size).
 template <class T>
-void attention_backward(T* dq, T* dk, T* dv, const T* dout, const T* out, const float* lse, float* delta,
+void attention_delta(float* delta, const T* dout, const T* out, const AttentionInput<T>& in, Stream stream) {
+    const int64_t rows = int64_t{in.batch} * in.queries * in.heads;
+    const Operation operation(
+        "attention_delta", 0,
+        static_cast<double>(rows) * static_cast<double>(2 * sizeof(T) * in.head_size + sizeof(float)));
+    if (attention_vectors(in, {dout, out}) && vector_fits<T>(in.head_size))
+        launch<attention_delta_kernel<T, true>>(blocks_of_rows(rows), kBlockThreads, 0, stream, delta, dout,
+                                                out, in);
+    else
+        launch<attention_delta_kernel<T, false>>(blocks_of_rows(rows), kBlockThreads, 0, stream, delta, dout,
+                                                 out, in);
+}
+
+// Whether attention_backward() may write dk and dv where k and v are: not where the scores are made again,
+// from k, when dk is done.
+constexpr bool kOverwritesKeys = kFastCpu;
+
+// dq, strided like q, and dk and dv, as dkv_row and the others say, from dout, lse of the forward pass and
+// attention_delta(); queries == keys. dq may be q, but for Hopper's kernels, of which one thread asks for q
+// and others write dq; see also kOverwritesKeys. Every element of the heads is written. Deterministic.
+template <class T>
+void attention_backward(T* dq, T* dk, T* dv, const T* dout, const float* lse, const float* delta,
                         const AttentionInput<T>& in, Stream stream) {
     assert(in.queries == in.keys && in.heads % in.kv_heads == 0);
     // On a GPU keys and queries each make the scores and their gradients.
     const Operation operation = attention_operation("attention_backward", in, kFastCpu ? 5 : 7, 4);
     if (simt::launches_off && !kFastCpu) return;  // on a CPU the launch plans its workers' scratch
-    const bool vectors = attention_vectors(in, {dq, dk, dv, dout, out});
-    const unsigned row_blocks = blocks_of_rows(int64_t{in.batch} * in.queries * in.heads);
-    if (vectors && vector_fits<T>(in.head_size))
-        launch<attention_delta_kernel<T, true>>(row_blocks, kBlockThreads, 0, stream, delta, dout, out, in);
-    else
-        launch<attention_delta_kernel<T, false>>(row_blocks, kBlockThreads, 0, stream, delta, dout, out, in);
+    const bool vectors = attention_vectors(in, {dq, dk, dv, dout});
     if constexpr (kFastCpu) {
         attention_backward_on_cpu(dq, dk, dv, dout, lse, delta, in, stream);
     } else {
         if constexpr (kHopperAttention<T>)
-            if (hopper_attention_takes(in, {dq, dk, dv, dout, out}))
+            if (hopper_attention_takes(in, {dq, dk, dv, dout}))
                 return hopper_attention_backward(dq, dk, dv, dout, lse, delta, in, stream);
         for_form(in, vectors, [&](auto columns, auto plain) {
             using Tiles = AttentionTiles<T, columns.value>;

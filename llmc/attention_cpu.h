@@ -1,13 +1,17 @@
 // attention_cpu.h - causal attention of the fast CPU build: attention.cuh's algorithm in tiles large enough
 // for oneDNN.
 //
-// A worker does whole tiles by itself, in backward all of a head of keys and values, so results do not depend
-// on how many there are. Scores, probabilities and accumulators of a tile are the worker's scratch and stay
-// in its cache; backward's dq of the query heads that share the keys, in fp32, is too, and grows with the
-// length.
+// A worker does whole tiles by itself. In backward it does all of a head of keys and values; or, where there
+// are too few of those, all workers do one head, a tile of keys each, and add to dq in the order of the
+// tiles. So results do not depend on how many there are. Scores, probabilities and accumulators of a tile are
+// the worker's scratch and stay in its cache; dq of the query heads that share the keys, in fp32, grows with
+// the length.
 #pragma once
 
 #include <algorithm>
+#include <atomic>
+#include <new>
+#include <thread>
 
 #include "llmc/attention_input.h"
 #include "llmc/matvec_cpu.h"
@@ -77,12 +81,13 @@ struct ForwardScratch {
     }
 };
 
+// A worker's own.
 template <class T>
 struct BackwardScratch {
-    float *scores, *dp, *dk, *dv, *dq;
+    float *scores, *dp, *dk, *dv;
     T *p, *ds;
     size_t bytes;
-    BackwardScratch(unsigned char* base, int head_size, int64_t dq_rows) {
+    BackwardScratch(unsigned char* base, int head_size) {
         ScratchParts parts{base};
         scores = parts.take<float>(kBackwardQueries * kBackwardKeys);
         p = parts.take_beside<T>(scores, kBackwardQueries * kBackwardKeys);
@@ -90,7 +95,6 @@ struct BackwardScratch {
         ds = parts.take_beside<T>(dp, kBackwardQueries * kBackwardKeys);
         dk = parts.take<float>(kBackwardKeys * head_size);
         dv = parts.take<float>(kBackwardKeys * head_size);
-        dq = parts.take<float>(dq_rows * head_size);
         bytes = parts.bytes;
     }
 };
@@ -321,54 +325,170 @@ void write_rows(T* to, int64_t to_row, const float* from, int rows, int columns,
     for (int i = 0; i < rows; i++) write_row(to + i * to_row, from + i * columns, columns, factor);
 }
 
-// dk and dv of one head of keys and values, and dq of the query heads that share it, head after head for each
-// tile of keys. Grid (kv_heads, batch).
+// One head of keys and values in backward, and the query heads that share it, whose dq is summed in fp32:
+// (group, queries, head_size).
 template <class T>
-__global__ void attention_backward_cpu_kernel(T* dq, T* dk, T* dv, const T* dout, const float* lse,
-                                              const float* delta, AttentionInput<T> in, float scale) {
-    const BackwardScratch<T> scratch(simt::dynamic_shared, in.head_size, int64_t{in.group()} * in.queries);
-    const int kv = blockIdx.x, b = blockIdx.y, columns = in.head_size;
-    const int first_head = kv * in.group(), heads_end = first_head + in.group();
-    const int64_t stride = kBackwardKeys;
-    const auto dq_of = [&](int h, int query) {
-        return scratch.dq + (int64_t{h - first_head} * in.queries + query) * columns;
-    };
-    // Where queries see all keys the first tile of them writes all of dq.
-    const bool in_part = in.span() < in.keys || in.positions;
-    if (in_part) std::fill(scratch.dq, dq_of(heads_end, 0), 0.f);
-    for (int key = 0; key < in.keys; key += kBackwardKeys) {
-        const int width = std::min(kBackwardKeys, in.keys - key), end = in.queries_before(b, key + width);
-        const int64_t at = in.kv_offset(b, kv) + key * in.kv_row;
-        const StridedMatrix<T> k{in.k + at, in.kv_row}, v{in.v + at, in.kv_row};
-        bool more = false;  // than the first tile of queries
-        for (int h = first_head; h < heads_end; h++)
-            for (int query = key; query < end; query += kBackwardQueries, more = true) {
-                const int rows = std::min(kBackwardQueries, end - query);
-                const int64_t rows_at = in.row_offset(b, h) + query;
-                const StridedMatrix<T> q{in.q + in.q_offset(b, h) + query * in.q_row, in.q_row};
-                const StridedMatrix<T> d_out{dout + in.out_offset(b, h) + query * in.out_row(), in.out_row()};
-                tile_product(scratch.scores, stride, q, k.transposed(), rows, width, columns, false);
-                tile_product(scratch.dp, stride, d_out, v.transposed(), rows, width, columns, false);
-                for (int i = 0; i < rows; i++) {
-                    float* const scores = scratch.scores + i * stride;
-                    const SeenColumns seen = seen_columns(in, b, query + i, key, width);
-                    add_alibi(scores, seen, in, h, query + i, key, scale);
-                    drop_row(scratch.dp + i * stride, in, b, h, query + i, key, width);
-                    backward_row(scratch.p + i * stride, scratch.ds + i * stride, scores,
-                                 scratch.dp + i * stride, seen, width, scale, lse[rows_at + i],
-                                 delta[rows_at + i]);
-                    drop_row(scratch.p + i * stride, in, b, h, query + i, key, width);
-                }
-                const StridedMatrix<T> p{scratch.p, stride}, ds{scratch.ds, stride};
-                tile_product(scratch.dv, columns, p.transposed(), d_out, width, columns, rows, more);
-                tile_product(scratch.dk, columns, ds.transposed(), q, width, columns, rows, more);
-                tile_product(dq_of(h, query), columns, ds, k, rows, columns, width, in_part || key > 0);
-            }
-        write_rows(dk + at, in.kv_row, scratch.dk, width, columns, scale);
-        write_rows(dv + at, in.kv_row, scratch.dv, width, columns, 1.f);
+struct BackwardHead {
+    T *dq, *dk, *dv;
+    const T* dout;
+    const float *lse, *delta;
+    AttentionInput<T> in;
+    float scale;
+    int b, kv;
+    float* dq_sums;
+
+    static int64_t sums(const AttentionInput<T>& in) {
+        return int64_t{in.group()} * in.queries * in.head_size;
     }
-    for (int h = first_head; h < heads_end; h++)
-        write_rows(dq + in.q_offset(b, h), in.q_row, dq_of(h, 0), in.queries, columns, scale);
+    int first_head() const { return kv * in.group(); }
+    float* sum_of(int h, int query) const {
+        return dq_sums + (int64_t{h - first_head()} * in.queries + query) * in.head_size;
+    }
+    // Where queries see all keys the first tile of them writes all of the sums.
+    bool adds_to_zero() const { return in.span() < in.keys || in.positions; }
+};
+
+// dk and dv of the keys of a tile, from `key` on, and what they add to dq, head after head. Waits with
+// reach(h, query) before it adds to rows of head h before `query`, and says passed(h, query) after it.
+template <class T, class Reach, class Passed>
+void attention_backward_tile(const BackwardHead<T>& head, const BackwardScratch<T>& scratch, int key,
+                             Reach&& reach, Passed&& passed) {
+    const AttentionInput<T>& in = head.in;
+    const int b = head.b, columns = in.head_size, width = std::min(kBackwardKeys, in.keys - key);
+    const int end = in.queries_before(b, key + width);
+    const int64_t at = in.kv_offset(b, head.kv) + key * in.kv_row, stride = kBackwardKeys;
+    const StridedMatrix<T> k{in.k + at, in.kv_row}, v{in.v + at, in.kv_row};
+    bool more = false;  // than the first tile of queries
+    for (int h = head.first_head(); h < head.first_head() + in.group(); h++)
+        for (int query = key; query < end; query += kBackwardQueries, more = true) {
+            const int rows = std::min(kBackwardQueries, end - query);
+            const int64_t rows_at = in.row_offset(b, h) + query;
+            const StridedMatrix<T> q{in.q + in.q_offset(b, h) + query * in.q_row, in.q_row};
+            const StridedMatrix<T> d_out{head.dout + in.out_offset(b, h) + query * in.out_row(),
+                                         in.out_row()};
+            tile_product(scratch.scores, stride, q, k.transposed(), rows, width, columns, false);
+            tile_product(scratch.dp, stride, d_out, v.transposed(), rows, width, columns, false);
+            for (int i = 0; i < rows; i++) {
+                float* const scores = scratch.scores + i * stride;
+                const SeenColumns seen = seen_columns(in, b, query + i, key, width);
+                add_alibi(scores, seen, in, h, query + i, key, head.scale);
+                drop_row(scratch.dp + i * stride, in, b, h, query + i, key, width);
+                backward_row(scratch.p + i * stride, scratch.ds + i * stride, scores, scratch.dp + i * stride,
+                             seen, width, head.scale, head.lse[rows_at + i], head.delta[rows_at + i]);
+                drop_row(scratch.p + i * stride, in, b, h, query + i, key, width);
+            }
+            const StridedMatrix<T> p{scratch.p, stride}, ds{scratch.ds, stride};
+            tile_product(scratch.dv, columns, p.transposed(), d_out, width, columns, rows, more);
+            tile_product(scratch.dk, columns, ds.transposed(), q, width, columns, rows, more);
+            reach(h, query + rows);
+            tile_product(head.sum_of(h, query), columns, ds, k, rows, columns, width,
+                         head.adds_to_zero() || key > 0);
+            passed(h, query + rows == end ? in.queries : query + rows);
+        }
+    const int64_t to = in.dkv_offset(b, head.kv) + key * in.dkv_row;
+    write_rows(head.dk + to, in.dkv_row, scratch.dk, width, columns, head.scale);
+    write_rows(head.dv + to, in.dkv_row, scratch.dv, width, columns, 1.f);
+}
+
+// What they take of a worker's scratch.
+template <class T>
+size_t bytes_of_sums(const AttentionInput<T>& in) {
+    ScratchParts parts{nullptr};
+    parts.take<float>(BackwardHead<T>::sums(in));
+    return parts.bytes;
+}
+
+// A whole head by one worker. Grid (kv_heads, batch).
+template <class T>
+__global__ void attention_backward_cpu_kernel(BackwardHead<T> head) {
+    const AttentionInput<T>& in = head.in;
+    head.kv = blockIdx.x, head.b = blockIdx.y;
+    head.dq_sums = reinterpret_cast<float*>(simt::dynamic_shared);
+    const BackwardScratch<T> scratch(simt::dynamic_shared + bytes_of_sums(in), in.head_size);
+    const auto alone = [](int, int) {};
+    if (head.adds_to_zero()) std::fill_n(head.dq_sums, head.sums(in), 0.f);
+    for (int key = 0; key < in.keys; key += kBackwardKeys)
+        attention_backward_tile(head, scratch, key, alone, alone);
+    for (int h = head.first_head(); h < head.first_head() + in.group(); h++)
+        write_rows(head.dq + in.q_offset(head.b, h), in.q_row, head.sum_of(h, 0), in.queries, in.head_size,
+                   head.scale);
+}
+
+// What all workers of one head know: dq's sums, the next tile of keys, and of each tile how many rows of dq
+// it has added to, one head's after the other's. Rows before those that it adds to count as well.
+struct SharedHead {
+    float* dq_sums;
+    std::atomic<int>* next;
+    std::atomic<int64_t>* passed;
+    size_t bytes;
+    template <class T>
+    SharedHead(unsigned char* base, const AttentionInput<T>& in) {
+        ScratchParts parts{base};
+        dq_sums = parts.take<float>(BackwardHead<T>::sums(in));
+        next = parts.take<std::atomic<int>>(1);
+        passed = parts.take<std::atomic<int64_t>>(ceil_div(in.keys, kBackwardKeys));
+        bytes = parts.bytes;
+    }
+};
+// Rows of dq that a block makes zero, or writes.
+constexpr int kSumRows = 1024;
+
+// Grid (kSumRows of all rows).
+template <class T>
+__global__ void attention_backward_begin_cpu_kernel(BackwardHead<T> head, SharedHead shared) {
+    const int64_t rows = int64_t{head.in.group()} * head.in.queries, first = int64_t{blockIdx.x} * kSumRows;
+    if (head.adds_to_zero())
+        std::fill_n(head.dq_sums + first * head.in.head_size,
+                    std::min<int64_t>(kSumRows, rows - first) * head.in.head_size, 0.f);
+    if (blockIdx.x > 0) return;
+    new (shared.next) std::atomic<int>(0);
+    for (int64_t t = 0; t < ceil_div(head.in.keys, kBackwardKeys); t++)
+        new (shared.passed + t) std::atomic<int64_t>(0);
+}
+
+// Tiles of keys in their order, each worker the next. Grid (workers), each with its `scratch_bytes`.
+template <class T>
+__global__ void attention_backward_shared_cpu_kernel(BackwardHead<T> head, SharedHead shared,
+                                                     unsigned char* scratches, size_t scratch_bytes) {
+    const AttentionInput<T>& in = head.in;
+    const BackwardScratch<T> scratch(scratches + blockIdx.x * scratch_bytes, in.head_size);
+    struct Passed {  // also where a product fails: nobody shall wait forever
+        std::atomic<int64_t>& rows;
+        ~Passed() { rows.store(INT64_MAX, std::memory_order_release); }
+    };
+    const int tiles = static_cast<int>(ceil_div(in.keys, kBackwardKeys));
+    for (int tile; (tile = shared.next->fetch_add(1)) < tiles;) {
+        const Passed mine{shared.passed[tile]};
+        const auto rows_to = [&](int h, int query) {
+            return int64_t{h - head.first_head()} * in.queries + query;
+        };
+        attention_backward_tile(
+            head, scratch, tile * kBackwardKeys,
+            [&](int h, int query) {
+                while (tile > 0 &&
+                       shared.passed[tile - 1].load(std::memory_order_acquire) < rows_to(h, query))
+                    std::this_thread::yield();
+            },
+            [&](int h, int query) { mine.rows.store(rows_to(h, query), std::memory_order_release); });
+    }
+}
+
+// Grid (kSumRows of a head's rows, group).
+template <class T>
+__global__ void attention_backward_end_cpu_kernel(BackwardHead<T> head) {
+    const AttentionInput<T>& in = head.in;
+    const int h = head.first_head() + blockIdx.y, first = blockIdx.x * kSumRows;
+    write_rows(head.dq + in.q_offset(head.b, h) + first * in.q_row, in.q_row, head.sum_of(h, first),
+               std::min(kSumRows, in.queries - first), in.head_size, head.scale);
+}
+
+// All workers do one head after the other where that leaves less of them idle: `heads` in all, a whole one by
+// a worker, or `tiles` of keys of each. By then a worker waits for the one before it at the start and the end
+// of a head.
+inline bool shares_heads(int64_t heads, int64_t tiles, int64_t group, int64_t workers) {
+    const double whole = static_cast<double>(ceil_div(heads, workers) * workers) / static_cast<double>(heads);
+    const double steps = static_cast<double>(group * tiles * tiles) * kBackwardKeys / (2 * kBackwardQueries);
+    return whole > 1 + static_cast<double>(workers * (workers + 1)) / steps;
 }
 
 // attention_forward() and attention_backward() of attention.cuh, delta made.
@@ -386,7 +506,27 @@ void attention_forward_on_cpu(T* out, float* lse, const AttentionInput<T>& in, S
 template <class T>
 void attention_backward_on_cpu(T* dq, T* dk, T* dv, const T* dout, const float* lse, const float* delta,
                                const AttentionInput<T>& in, Stream stream) {
-    const BackwardScratch<T> scratch(nullptr, in.head_size, int64_t{in.group()} * in.queries);
-    launch<attention_backward_cpu_kernel<T>>(dim3(in.kv_heads, in.batch), 1, scratch.bytes, stream, dq, dk,
-                                             dv, dout, lse, delta, in, in.scale());
+    BackwardHead<T> head{dq, dk, dv, dout, lse, delta, in, in.scale(), 0, 0, nullptr};
+    const int64_t tiles = ceil_div(in.keys, kBackwardKeys), workers = simt::threads_of_a_launch();
+    const size_t scratch_bytes = BackwardScratch<T>(nullptr, in.head_size).bytes;
+    if (!shares_heads(int64_t{in.kv_heads} * in.batch, tiles, in.group(), workers)) {
+        launch<attention_backward_cpu_kernel<T>>(dim3(in.kv_heads, in.batch), 1,
+                                                 bytes_of_sums(in) + scratch_bytes, stream, head);
+        return;
+    }
+    const auto active = static_cast<unsigned>(std::min(workers, tiles));
+    const size_t shared_bytes = SharedHead(nullptr, in).bytes;
+    auto* const room = static_cast<unsigned char*>(simt::workspace(shared_bytes + active * scratch_bytes));
+    const SharedHead shared(room, in);
+    head.dq_sums = shared.dq_sums;
+    const auto row_blocks = [](int64_t rows) { return static_cast<unsigned>(ceil_div(rows, kSumRows)); };
+    for (head.b = 0; head.b < in.batch; head.b++)
+        for (head.kv = 0; head.kv < in.kv_heads; head.kv++) {
+            launch<attention_backward_begin_cpu_kernel<T>>(row_blocks(int64_t{in.group()} * in.queries), 1, 0,
+                                                           stream, head, shared);
+            launch<attention_backward_shared_cpu_kernel<T>>(active, 1, 0, stream, head, shared,
+                                                            room + shared_bytes, scratch_bytes);
+            launch<attention_backward_end_cpu_kernel<T>>(dim3(row_blocks(in.queries), in.group()), 1, 0,
+                                                         stream, head);
+        }
 }

@@ -401,9 +401,9 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
             fence_registers(ds_rounded);
             ring.release();
         }
-    const int64_t at = in.kv_offset(place.b, place.h) + place.row * in.kv_row;
-    store_rows<kHead>(dk + at, in.kv_row, dk_rows, {scale, scale}, in.keys - place.row, kHead, true);
-    store_rows<kHead>(dv + at, in.kv_row, dv_rows, {1.f, 1.f}, in.keys - place.row, kHead, true);
+    const int64_t at = in.dkv_offset(place.b, place.h) + place.row * in.dkv_row;
+    store_rows<kHead>(dk + at, in.dkv_row, dk_rows, {scale, scale}, in.keys - place.row, kHead, true);
+    store_rows<kHead>(dv + at, in.dkv_row, dv_rows, {1.f, 1.f}, in.keys - place.row, kHead, true);
 }
 
 // dK and dV of 128 keys of one head. Blocks (batch * kv_heads, tiles of keys), longest first.

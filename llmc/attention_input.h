@@ -34,12 +34,15 @@ struct AttentionInput {
     // last; or null, where a sequence is one document.
     const int *positions = nullptr, *document_ends = nullptr;
     Dropout dropout = {};  // of probabilities, in training
+    // Distances in the gradients of k and v.
+    int64_t dkv_row = kv_row, dkv_batch = kv_batch, dkv_head = kv_head;
 
     SIMT_HOST_DEVICE int group() const { return heads / kv_heads; }
-    // Where one head of one batch entry begins: in q, in k or v, in the output, and in the statistics of
-    // rows.
+    // Where one head of one batch entry begins: in q, in k or v, in their gradients, in the output, and in
+    // the statistics of rows.
     SIMT_HOST_DEVICE int64_t q_offset(int b, int h) const { return b * q_batch + h * q_head; }
     SIMT_HOST_DEVICE int64_t kv_offset(int b, int kv) const { return b * kv_batch + kv * kv_head; }
+    SIMT_HOST_DEVICE int64_t dkv_offset(int b, int kv) const { return b * dkv_batch + kv * dkv_head; }
     SIMT_HOST_DEVICE int64_t out_row() const { return int64_t{heads} * head_size; }
     SIMT_HOST_DEVICE int64_t out_offset(int b, int h) const {
         return b * queries * out_row() + h * head_size;

@@ -8,7 +8,11 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
 #include <map>
+#include <numeric>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <span>
@@ -75,22 +79,53 @@ struct OperationTime {
     int64_t calls = 0;
 };
 
-// What one step took, in seconds: the range "step", and by name those directly in it.
+// How long the device has waited, at a place where it does, for what lives elsewhere, in seconds, by
+// Transfer::Of.
+struct Waits {
+    std::string place;
+    std::array<double, Transfer::kKinds> seconds = {};
+    double total() const { return std::accumulate(seconds.begin(), seconds.end(), 0.0); }
+};
+
+// What one step took, in seconds: the range "step", and by name those directly in it; and the bytes that it
+// moved, by Way.
 struct StepTimes {
     std::map<std::string, double> ranges;
     std::map<OperationKey, OperationTime> operations;
+    std::vector<Waits> waits = {};  // in the order of the step
+    std::array<double, kWays> moved = {};
+    Waits& waits_at(const std::string& place) {
+        const auto at = std::find_if(waits.rbegin(), waits.rend(), [&](auto& w) { return w.place == place; });
+        return at != waits.rend() ? *at : waits.emplace_back(Waits{place});
+    }
 };
 
+// Where in the step a range stands: its phase, and the block in it, or the unit that is updated. Of
+// "step backward block 3 update 4" that is "backward block 3".
+inline std::string place_in_step(const std::string& path) {
+    const size_t begin = std::min(path.size(), path.find(' ')) + 1;
+    if (begin > path.size()) return path;
+    const std::string phase = path.substr(begin, path.find(' ', begin) - begin);
+    if (const size_t block = path.find(" block "); block != std::string::npos) {
+        const size_t number = block + std::strlen(" block ");
+        return phase + path.substr(block, path.find(' ', number) - block);
+    }
+    const size_t unit = path.rfind(" update ");
+    return phase == "update" && unit >= begin && unit != std::string::npos ? path.substr(unit + 1) : phase;
+}
+
 // Times the steps that run while it exists.
-class StepWatch : RangeListener, OperationListener {
+class StepWatch : RangeListener, OperationListener, WaitListener {
   public:
     // Operations are only listened to if asked for.
     StepWatch(Stream stream, bool operations) : marks_(stream) {
         range_listener = this;
+        wait_listener = this;
         if (operations) operation_listener = this;
     }
     ~StepWatch() {
         range_listener = nullptr;
+        wait_listener = nullptr;
         operation_listener = nullptr;
     }
 
@@ -101,8 +136,12 @@ class StepWatch : RangeListener, OperationListener {
         for (size_t i = 0; i + 1 < turns_.size(); i++)
             if (turns_[i].running)
                 turns_[i].running->seconds += marks_.seconds(turns_[i].mark, turns_[i + 1].mark);
+        for (const Wait& w : waits_) times_.waits_at(w.place).seconds[w.of] += marks_.seconds(w.from, w.to);
+        for (size_t way = 0; way < kWays; way++) times_.moved[way] = bytes_moved[way] - moved_before_[way];
+        moved_before_ = bytes_moved;
         spans_.clear();
         turns_.clear();
+        waits_.clear();
         marks_.clear();
         return std::exchange(times_, {});
     }
@@ -116,6 +155,11 @@ class StepWatch : RangeListener, OperationListener {
     struct Turn {  // from a mark on this operation runs, or none
         int mark;
         OperationTime* running;
+    };
+    struct Wait {
+        std::string place;
+        Transfer::Of of;
+        int from, to;
     };
 
     void range_opens(const char* name) override {
@@ -136,6 +180,10 @@ class StepWatch : RangeListener, OperationListener {
         running_.pop_back();
         turns_.push_back({marks_.set(), running_.empty() ? nullptr : running_.back()});
     }
+    void wait_begins(Transfer::Of of) override {
+        waits_.push_back({place_in_step(Range::path()), of, marks_.set(), 0});
+    }
+    void wait_ends() override { waits_.back().to = marks_.set(); }
 
     Marks marks_;
     StepTimes times_;
@@ -144,6 +192,8 @@ class StepWatch : RangeListener, OperationListener {
     std::vector<Span> spans_;
     std::vector<Turn> turns_;
     std::vector<OperationTime*> running_;  // the innermost last
+    std::vector<Wait> waits_;
+    std::array<double, kWays> moved_before_ = bytes_moved;
 };
 
 // ---- the device
@@ -204,6 +254,7 @@ struct BenchReport {
     std::vector<std::pair<const Plan*, int>> plans;  // of a step, and how often each runs in it
     double tokens, flops;                            // of a step
     double matmul_peak, copy_peak;                   // measured: FLOP/s, bytes/s
+    std::array<double, kWays> limits = kNoLimits;    // bytes/s of a link alone, by --rates; else infinite
     size_t taken_bytes = 0;
     StepTimes cold = {};
     std::vector<StepTimes> steps = {};
@@ -243,12 +294,38 @@ struct BenchReport {
         return bytes / seconds();
     }
     std::vector<OperationLine> operations() const;
+    // Means of the steps: what was waited for place by place, the last line all of it; and the bytes of a
+    // link.
+    std::vector<Waits> waits() const;
+    double moved(size_t way) const {
+        double bytes = 0;
+        for (const StepTimes& s : steps) bytes += s.moved[way];
+        return bytes / static_cast<double>(steps.size());
+    }
+    // Whether anything lives elsewhere.
+    bool moves() const {
+        return std::any_of(steps.begin(), steps.end(), [](auto& s) { return s.waits.size() > 0; });
+    }
 };
+
+inline std::vector<Waits> BenchReport::waits() const {
+    StepTimes sums;
+    Waits all{"all"};
+    for (const StepTimes& s : steps)
+        for (const Waits& w : s.waits)
+            for (size_t of = 0; of < Transfer::kKinds; of++) {
+                const double mean = w.seconds[of] / static_cast<double>(steps.size());
+                sums.waits_at(w.place).seconds[of] += mean;
+                all.seconds[of] += mean;
+            }
+    sums.waits.push_back(all);
+    return sums.waits;
+}
 
 // The operations of a step, the longest first: their costs from the rehearsal, their mean times measured.
 inline std::vector<OperationLine> BenchReport::operations() const {
     std::map<OperationKey, OperationLine> lines;
-    const DeviceRates rates = {matmul_peak, copy_peak, 0};
+    const DeviceRates rates = {matmul_peak, copy_peak, 0, matmul_peak};
     for (const auto& [plan, runs] : plans)
         for (const Work& w : plan->work) {
             OperationLine& line = lines[{w.name, w.product}];
@@ -277,6 +354,22 @@ inline std::vector<OperationLine> BenchReport::operations() const {
     return sorted;
 }
 
+// What was waited for and moved.
+inline void add_waits(nlohmann::ordered_json& j, const BenchReport& r) {
+    for (const Waits& w : r.waits()) {
+        nlohmann::ordered_json line = {{"place", w.place}, {"ms", 1e3 * w.total()}};
+        for (size_t of = 0; of < Transfer::kKinds; of++)
+            line[std::string(Transfer::kNames[of]) + "_ms"] = 1e3 * w.seconds[of];
+        j["waits"].push_back(line);
+    }
+    for (size_t way = 0; way < kWays; way++)
+        if (r.moved(way) > 0) {
+            nlohmann::ordered_json& link = j["links"][kWayNames[way]];
+            link = {{"bytes", r.moved(way)}, {"bytes_per_second", r.moved(way) / r.seconds()}};
+            if (std::isfinite(r.limits[way])) link["limit"] = r.limits[way];
+        }
+}
+
 inline nlohmann::ordered_json bench_json(const BenchReport& r) {
     const MemoryReport& m = r.memory;
     nlohmann::ordered_json j = {{"model", m.model},
@@ -301,6 +394,7 @@ inline nlohmann::ordered_json bench_json(const BenchReport& r) {
     j["bytes_per_second"] = r.bytes_per_second();
     j["planned_bytes"] = m.total();
     j["taken_bytes"] = r.taken_bytes;
+    if (r.moves()) add_waits(j, r);
     if (!r.profiled) return j;
     for (const OperationLine& o : r.operations())
         j["operations"].push_back({{"name", o.name},
@@ -328,6 +422,28 @@ inline void print_operations(FILE* to, const BenchReport& r) {
             100 * (whole - inside) / whole);
 }
 
+// A line for each place where the step waits, and one for each link: what it carried over the whole step, be
+// there something to carry or not.
+inline void print_waits(FILE* to, const BenchReport& r) {
+    const double whole = r.of(r.whole()).mean;
+    fprintf(to, "\n%-20s", "waited, ms");
+    for (const char* name : Transfer::kNames) fprintf(to, " %10s", name);
+    fprintf(to, " %8s\n", "share");
+    for (const Waits& w : r.waits()) {
+        fprintf(to, "%-20s", w.place.c_str());
+        for (const double seconds : w.seconds) fprintf(to, " %10.3f", 1e3 * seconds);
+        fprintf(to, " %7.2f%%\n", 100 * w.total() / whole);
+    }
+    fprintf(to, "\n%-20s %10s %10s %10s\n", "link", "MB a step", "GB/s", "limit");
+    for (size_t way = 0; way < kWays; way++)
+        if (r.moved(way) > 0) {
+            const bool known = std::isfinite(r.limits[way]);
+            fprintf(to, "%-20s %10.1f %10.3f %10s\n", kWayNames[way], r.moved(way) / 1e6,
+                    r.moved(way) / r.seconds() / 1e9,
+                    known ? format("%.3f", r.limits[way] / 1e9).c_str() : "(--rates)");
+        }
+}
+
 inline void print_bench(FILE* to, const BenchReport& r) {
     const MemoryReport& m = r.memory;
     fprintf(to, "%s: %s, %s, batch %d, seq_len %d, grad_accum %d, recompute %s, %d CPU threads\n",
@@ -345,6 +461,7 @@ inline void print_bench(FILE* to, const BenchReport& r) {
     fprintf(to, "%.1f GB/s: %.1f%% of the %.1f of a large copy\n", r.bytes_per_second() / 1e9,
             100 * r.bytes_per_second() / r.copy_peak, r.copy_peak / 1e9);
     fprintf(to, "%.1f MiB planned, %.1f MiB taken\n", mebibytes(m.total()), mebibytes(r.taken_bytes));
+    if (r.moves()) print_waits(to, r);
     if (r.profiled) print_operations(to, r);
 }
 

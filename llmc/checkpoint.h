@@ -24,6 +24,7 @@
 #include <vector>
 
 #include "llmc/adapter_files.h"
+#include "llmc/longer_positions.h"
 #include "llmc/progress.h"
 #include "llmc/safetensors.h"
 
@@ -39,12 +40,11 @@ void for_each_chunk(int64_t n, F f) {
 // A shape as safetensors.h wants it.
 inline std::vector<int64_t> file_shape(const Shape& shape) { return {shape.dims, shape.dims + shape.count}; }
 
-// A tensor of a buffer as a save has it: so many elements of the buffer from `at` on.
+// A tensor of a buffer as a save has it: what stands for so many elements of the model from `at` on.
 struct SavedTensor {
     std::string name;
     std::vector<int64_t> shape;
-    char* at;
-    int64_t elements;
+    int64_t at, elements;
 };
 
 // What a save has of a buffer: the weights under the names of the model's files, all else under our own.
@@ -53,12 +53,10 @@ inline std::vector<SavedTensor> saved_tensors(const StateBuffer& b, const Layout
     for (const Parameter& p : layout.parameters()) {
         if (b.part == StatePart::Weights) {
             for (const Parameter::Part& part : p.parts)
-                all.push_back(
-                    {part.name, file_shape(part.shape), b.at(p.offset + part.offset), part.shape.size()});
+                all.push_back({part.name, file_shape(part.shape), p.offset + part.offset, part.shape.size()});
         } else {
-            const int64_t elements = ceil_div(p.shape.size(), b.span);
-            const Shape shape = b.span == 1 ? p.shape : Shape{elements};
-            all.push_back({b.prefix + p.name, file_shape(shape), b.at(p.offset), elements});
+            const Shape shape = b.span == 1 ? p.shape : Shape{ceil_div(p.shape.size(), b.span)};
+            all.push_back({b.prefix + p.name, file_shape(shape), p.offset, p.shape.size()});
         }
     }
     return all;
@@ -91,18 +89,17 @@ Buffers training_buffers(const State<T>& state) {
 // what its master holds, and what rounding drops in the master.
 template <class T>
 void put_weights(State<T>& state, int64_t at, const std::vector<float>& values) {
-    const auto put = [&](auto element, void* device) {
+    const auto put = [&](auto element, StatePart part) {
         std::vector<decltype(element(0.f))> host(values.size());
         for (size_t i = 0; i < values.size(); i++) host[i] = element(values[i]);
-        copy_to_device(device, host.data(), host.size() * sizeof host[0], {});
+        state.find(part)->write(at, static_cast<int64_t>(host.size()), host.data());
     };
     const bool trained = state.options.training;
-    put([=](float x) { return trained ? narrow_master<T>(x) : from_float<T>(x); },
-        state.template data<void>(StatePart::Weights, at));
-    void* master = state.template data<void>(StatePart::Master, at);
-    if (master && state.options.master == Master::Fp32) put([](float x) { return x; }, master);
-    if (master && state.options.master == Master::Split)
-        put([](float x) { return static_cast<int16_t>(split<16>(x).low); }, master);
+    put([=](float x) { return trained ? narrow_master<T>(x) : from_float<T>(x); }, StatePart::Weights);
+    if (!state.find(StatePart::Master)) return;
+    if (state.options.master == Master::Fp32) put([](float x) { return x; }, StatePart::Master);
+    if (state.options.master == Master::Split)
+        put([](float x) { return static_cast<int16_t>(split<16>(x).low); }, StatePart::Master);
 }
 
 // The sizes of the model in a folder, which `option` named. Fails when there is no folder or no config.json
@@ -165,6 +162,28 @@ void load_part(State<T>& state, const Parameter& p, const Parameter::Part& part,
     });
 }
 
+// Whether a part is of learned positions of which a folder's file has those that are to grow.
+inline bool grows(const SafetensorsFolder& files, const ModelConfig& config, const Parameter& p,
+                  const Parameter::Part& part) {
+    if (p.field != Field::PositionEmbedding || config.grown_from == 0) return false;
+    const SafetensorsEntry* entry = files.find(part.name);
+    return entry && !entry->shape.empty() && entry->shape[0] == config.grown_from;
+}
+
+// Loads learned positions that grow from the folder's (longer_positions.h).
+template <class T>
+void load_grown(State<T>& state, const Parameter& p, const SafetensorsEntry& entry,
+                const std::string& folder) {
+    const int64_t columns = p.shape.dims[1], rows = p.shape.dims[0];
+    std::vector<float> trained;
+    read_chunks(entry, state.layout.config().grown_from * columns, folder,
+                [&](int64_t, const std::vector<float>& values) {
+                    trained.insert(trained.end(), values.begin(), values.end());
+                });
+    for (int64_t j = 0; j < rows; j++)
+        put_weights(state, p.offset + j * columns, stretched_row(trained, columns, j, rows));
+}
+
 // Fails unless a tied head that is in the files too is the token embedding there.
 inline void check_tied_head(const SafetensorsFolder& files, const Parameter::Part& embedding,
                             const std::string& folder) {
@@ -212,6 +231,12 @@ void load_weights(State<T>& state, const std::string& folder, LoadMore&& load_mo
     std::set<const SafetensorsEntry*> used;
     for (const Parameter& p : state.layout.parameters())
         for (const Parameter::Part& part : p.parts) {
+            if (grows(files, config, p, part)) {
+                const SafetensorsEntry& entry = files.get(part.name, {config.grown_from, config.channels});
+                used.insert(&entry);
+                load_grown(state, p, entry, folder);
+                continue;
+            }
             const SafetensorsEntry& entry = find_part(files, config, p.field, part);
             used.insert(&entry);
             load_part(state, p, part, entry, folder);
@@ -250,6 +275,14 @@ inline constexpr const char* kTokenizerFiles[] = {"tokenizer.json",
                                                   "added_tokens.json",
                                                   "chat_template.jinja"};
 
+// Calls use(first, count, bytes) for one chunk after another of a tensor: elements of the model, and the
+// bytes that stand for them.
+template <class Use>
+void for_each_chunk(const StateBuffer& b, const SavedTensor& t, Use&& use) {
+    for_each_chunk(t.elements,
+                   [&](int64_t first, int64_t count) { use(t.at + first, count, b.bytes_of(count)); });
+}
+
 // Writes the buffers' tensors, without their padding, as they are in memory.
 inline void write_tensors(const std::string& path, const Layout& layout, const Buffers& buffers) {
     SafetensorsWriter file(path);
@@ -258,10 +291,10 @@ inline void write_tensors(const std::string& path, const Layout& layout, const B
     std::vector<char> host;
     for (const StateBuffer* b : buffers) {
         for (const SavedTensor& t : saved_tensors(*b, layout)) {
-            for_each_chunk(t.elements, [&](int64_t first, int64_t count) {
-                host.resize(static_cast<size_t>(count) * b->width);
-                copy_to_host(host.data(), t.at + static_cast<size_t>(first) * b->width, host.size(), {});
-                file.append(host.data(), host.size());
+            for_each_chunk(*b, t, [&](int64_t first, int64_t count, size_t bytes) {
+                host.resize(bytes);
+                b->read(first, count, host.data());
+                file.append(host.data(), bytes);
             });
         }
     }
@@ -281,11 +314,12 @@ inline void read_tensors(const std::string& path, const Layout& layout, const Bu
             if (entry.dtype != wanted)
                 fail("%s: tensor \"%s\" has dtype %s where %s is needed", path.c_str(), entry.name.c_str(),
                      entry.dtype.c_str(), wanted.c_str());
-            for_each_chunk(t.elements, [&](int64_t first, int64_t count) {
-                const size_t start = static_cast<size_t>(first) * b->width;
-                host.resize(static_cast<size_t>(count) * b->width);
-                entry.read(start, host.size(), host.data());
-                copy_to_device(t.at + start, host.data(), host.size(), {});
+            size_t start = 0;
+            for_each_chunk(*b, t, [&](int64_t first, int64_t count, size_t bytes) {
+                host.resize(bytes);
+                entry.read(start, bytes, host.data());
+                b->write(first, count, host.data());
+                start += bytes;
             });
             names.insert(entry.name);
         }
@@ -403,8 +437,7 @@ void check_room(const std::string& out, const State<T>& state, bool with_trainin
     for (const Buffers& buffers :
          {weight_buffers(state), with_training_state ? training_buffers(state) : Buffers()})
         for (const StateBuffer* b : buffers)
-            for (const SavedTensor& t : saved_tensors(*b, state.layout))
-                bytes += static_cast<size_t>(t.elements) * b->width;
+            for (const SavedTensor& t : saved_tensors(*b, state.layout)) bytes += b->bytes_of(t.elements);
     struct statvfs info;
     if (statvfs(out.c_str(), &info) != 0 || info.f_blocks == 0) return;
     const double room = static_cast<double>(info.f_bavail) * static_cast<double>(info.f_frsize);

@@ -33,11 +33,53 @@ inline int column_chunks(int64_t rows) {
 // The shape of the fp32 scratch that `sums` sums over (rows, C) need.
 inline Shape column_sums_scratch(int64_t rows, int64_t C, int sums) { return {column_chunks(rows), sums, C}; }
 
+// Where in shared memory a warp puts its lanes' sums of N columns each, so that neither who writes, 16 bytes
+// at a time, nor who reads, neighbours beside each other, meets in a bank: first the lanes' first 4, then the
+// others.
+template <int N>
+struct SumsRow {
+    static constexpr int kGroup = N < 4 ? N : 4;
+    static constexpr int kGroups = N / kGroup, kStride = kLanes * kGroup + (kGroups > 1 ? 16 : 0);
+    static constexpr int kFloats = kGroups * kStride;
+    SIMT_DEVICE static void write(float* row, const Accumulator<N>& sums) {
+#pragma unroll
+        for (int g = 0; g < kGroups; g++) {
+            Packed<float, kGroup> x;
+            for (int k = 0; k < kGroup; k++) x.v[k] = sums.v[g * kGroup + k];
+            store(row + g * kStride + lane() * kGroup, x);
+        }
+    }
+    // That of column j of the stripe.
+    SIMT_DEVICE static float read(const float* row, int j) {
+        const int k = j % N;
+        return row[k / kGroup * kStride + j / N * kGroup + k % kGroup];
+    }
+};
+
+// Stores the sums over a block's warps of those of their lanes, N columns each, of which there are `columns`
+// at most.
+template <int N>
+SIMT_DEVICE void store_block_sums(float* out, const Accumulator<N>& sums, int columns) {
+    if constexpr (kFastCpu) {
+        if (columns > 0) store(out, sums.v);
+    } else {
+        using Row = SumsRow<N>;
+        DYNAMIC_SHARED(float, shared);  // (warps, Row::kFloats)
+        Row::write(shared + warp() * Row::kFloats, sums);
+        __syncthreads();
+        for (int j = threadIdx.x; j < kLanes * N && j < columns; j += blockDim.x) {
+            float total = 0.f;
+            for (int w = 0; w < warps_per_block(); w++) total += Row::read(shared + w * Row::kFloats, j);
+            out[j] = total;
+        }
+        __syncthreads();
+    }
+}
+
 template <class T, int N, class Columns>
 __global__ void __launch_bounds__(kBlockThreads, 2)  // else loads wait for each other, to save registers
     column_sums_kernel(float* partial, Columns columns, int rows, int C, int rows_per_chunk) {
     constexpr int kSums = Columns::kSums;
-    DYNAMIC_SHARED(float, shared);  // (warps, kLanes * N)
     const int chunk_end = (blockIdx.y + 1) * rows_per_chunk, end = chunk_end < rows ? chunk_end : rows;
     const int base = (blockIdx.x * kLanes * kColumnVectors + lane()) * N;
     Accumulator<N> sums[kColumnVectors][kSums];
@@ -63,18 +105,8 @@ __global__ void __launch_bounds__(kBlockThreads, 2)  // else loads wait for each
     for (int v = 0; v < kColumnVectors; v++) {
 #pragma unroll
         for (int s = 0; s < kSums; s++) {
-            for (int k = 0; k < N; k++) shared[(warp() * kLanes + lane()) * N + k] = sums[v][s][k];
-            __syncthreads();
-            const int c = base + v * kLanes * N;
-            if (warp() == 0 && c < C) {
-                for (int k = 0; k < N; k++) {
-                    float total = 0.f;
-                    for (int w = 0; w < warps_per_block(); w++)
-                        total += shared[(w * kLanes + lane()) * N + k];
-                    partial[(int64_t{blockIdx.y} * kSums + s) * C + c + k] = total;
-                }
-            }
-            __syncthreads();
+            const int first = (blockIdx.x * kColumnVectors + v) * kLanes * N;
+            store_block_sums(partial + (int64_t{blockIdx.y} * kSums + s) * C + first, sums[v][s], C - first);
         }
     }
 }
@@ -122,8 +154,9 @@ void add_column_sums(const Columns& columns, ColumnOutputs<Out, Columns::kSums> 
     with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
         const dim3 grid(static_cast<unsigned>(ceil_div(C, int64_t{kLanes} * N * kColumnVectors)),
                         static_cast<unsigned>(chunks));
-        launch<column_sums_kernel<T, N, Columns>>(grid, kBlockThreads, kBlockThreads * N * sizeof(float),
-                                                  stream, scratch.data(), columns, rows, C, rows_per_chunk);
+        const size_t shared_bytes = kFastCpu ? 0 : kBlockWarps * SumsRow<N>::kFloats * sizeof(float);
+        launch<column_sums_kernel<T, N, Columns>>(grid, kBlockThreads, shared_bytes, stream, scratch.data(),
+                                                  columns, rows, C, rows_per_chunk);
     });
     add_chunks(out, scratch, chunks, C, stream);
 }
@@ -162,9 +195,9 @@ struct BiasColumns {
 };
 
 // dbias (C) += the column sums of dout (rows, C). scratch: column_sums_scratch(rows, C, 1).
-template <class T>
-void bias_backward(Tensor<T>& dbias, Tensor<float>& scratch, const Tensor<T>& dout, Stream stream) {
+template <class T, class Out>
+void bias_backward(Tensor<Out>& dbias, Tensor<float>& scratch, const Tensor<T>& dout, Stream stream) {
     const Operation operation("bias_backward", 0, pass_bytes(dout));
-    add_column_sums<T>(BiasColumns<T>{dout.data()}, ColumnOutputs<T, 1>{{dbias.data()}}, scratch,
+    add_column_sums<T>(BiasColumns<T>{dout.data()}, ColumnOutputs<Out, 1>{{dbias.data()}}, scratch,
                        static_cast<int>(dout.rows()), static_cast<int>(dout.columns()), stream);
 }

@@ -288,6 +288,21 @@ struct RangeListener {
 };
 inline RangeListener* range_listener = nullptr;  // null unless somebody measures
 
+// A stretch of time in which something is done beside the step, by whichever thread: an NVTX range for nsys,
+// which end_span() ends by the number that is returned.
+inline uint64_t begin_span([[maybe_unused]] const char* name) {
+#ifdef LLMC_NVTX
+    return nvtxRangeStartA(name);
+#else
+    return 0;
+#endif
+}
+inline void end_span([[maybe_unused]] uint64_t span) {
+#ifdef LLMC_NVTX
+    nvtxRangeEnd(span);
+#endif
+}
+
 // A named stretch of the step: an NVTX range for nsys, and the place the memory plan names. Ranges nest.
 class Range {
   public:

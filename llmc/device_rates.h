@@ -3,6 +3,7 @@
 
 #include <omp.h>
 
+#include <array>
 #include <cctype>
 #include <chrono>
 #include <cmath>
@@ -29,16 +30,22 @@ inline void stream_synchronize([[maybe_unused]] Stream stream) {
 #endif
 }
 
-// A GPU by its name, with its dense bf16 FLOP/s and its memory's bytes/s (NVIDIA's data sheets).
+// The bytes/s of 16 lanes of PCI Express, each way.
+constexpr double kPcie4 = 32e9, kPcie5 = 64e9;
+
+// A GPU by its name, with its dense bf16 FLOP/s, its memory's bytes/s and those of its link to the host, each
+// way (NVIDIA's data sheets). In TF32 each of these does half as many FLOP/s.
 struct KnownGpu {
     const char* name;
-    double flops, bandwidth;
+    double flops, bandwidth, link;
 };
-constexpr KnownGpu kA100 = {"A100", 312e12, 1.94e12};
+constexpr KnownGpu kA100 = {"A100", 312e12, 1.94e12, kPcie4};
 constexpr KnownGpu kKnownGpus[] = {  // of two names that fit, the first
-    {"GH200 480GB", 989e12, 4.0e12}, {"H200", 989e12, 4.8e12},      {"H100 PCIe", 756e12, 2.0e12},
-    {"H100 NVL", 835e12, 3.9e12},    {"H100", 989e12, 3.35e12},     kA100,
-    {"L40S", 362e12, 0.864e12},      {"RTX 4090", 165e12, 1.01e12}, {"RTX 3090", 71e12, 0.936e12}};
+    {"GH200 480GB", 989e12, 4.0e12, 450e9}, {"H200", 989e12, 4.8e12, kPcie5},
+    {"H100 PCIe", 756e12, 2.0e12, kPcie5},  {"H100 NVL", 835e12, 3.9e12, kPcie5},
+    {"H100", 989e12, 3.35e12, kPcie5},      kA100,
+    {"L40S", 362e12, 0.864e12, kPcie4},     {"RTX 4090", 165e12, 1.01e12, kPcie4},
+    {"RTX 3090", 71e12, 0.936e12, kPcie4}};
 
 // What is timed goes to the device so many times before the host looks at the clock: what it takes to start
 // and to notice the end of work does not count then.
@@ -83,19 +90,32 @@ inline const KnownGpu* known_gpu() {
     return nullptr;
 }
 
+// That one, or an A100 where it is unknown, or none.
+inline const KnownGpu& nominal_gpu() {
+    static const KnownGpu* const known = known_gpu();
+    return known ? *known : kA100;
+}
+
 // The rates by which operations are compared before any has run. Known ones, not measured: the same command
-// must make the same choice every time. A GPU reaches some two thirds of what its maker promises; for an
-// unknown one, or none, an A100 stands. The CPU's are those of cores with AVX-512, one a thread, through
-// oneDNN.
+// must make the same choice every time. A GPU reaches some two thirds of what its maker promises. The CPU's
+// are those of cores with AVX-512, one a thread, through oneDNN.
 template <class T>
 DeviceRates nominal_rates(double threads = omp_get_max_threads()) {
     constexpr bool narrow = !std::is_same_v<T, float>;
     if (kFastCpu) {
         return {threads * (narrow ? 180e9 : 100e9), threads * 12e9, 5e-6};
     }
-    static const KnownGpu* const known = known_gpu();
-    const KnownGpu& gpu = known ? *known : kA100;
-    return {gpu.flops * (narrow ? 0.65 : 0.05), gpu.bandwidth * 0.8, 3e-6};
+    const KnownGpu& gpu = nominal_gpu();
+    return {gpu.flops * (narrow ? 0.65 : 0.05), gpu.bandwidth * 0.8, 3e-6, gpu.flops / 2 * 0.65};
+}
+
+// The same of what moves beside the operations, in bytes/s by Way. A disk beside a GPU is an NVMe drive on
+// four lanes of PCI Express 4, which reach 7 GB/s reading and some 5 writing; another is the virtual one that
+// dev/results/streaming.md was measured on.
+inline std::array<double, 4> nominal_transfers() {
+    if (kHostIsDevice) return {1e9, 1e9, kFree, kFree};
+    const double link = nominal_gpu().link * 0.8;
+    return {7e9, 5e9, link, link};
 }
 
 // The side of a large square product whose three matrices fit `room` bytes: a multiple of 256 on a GPU, on a

@@ -1,19 +1,21 @@
-// disk_reader.h - reads pieces of files into memory while the program computes (disk_threads.h): straight
-// from the disk (O_DIRECT), so that the page cache takes no memory beside the plan.
+// disk_reader.h - reads pieces of files into memory while the program computes (disk_queue.h): straight from
+// the disk (O_DIRECT), so that the page cache takes no memory beside the plan.
 //
-// A read from a disk is of whole sectors; pieces begin and end anywhere. So a request reads sectors into a
-// thread's staging memory, and its pieces are copied from there to where they belong.
+// A read from a disk is of whole sectors; pieces begin and end anywhere. So a request reads sectors into
+// staging memory, and its pieces are copied from there to where they belong. Whole sectors of one piece that
+// belong where memory is aligned to them are read there at once.
 #pragma once
 
 #include <algorithm>
 #include <cerrno>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
 
-#include "llmc/disk_threads.h"
+#include "llmc/disk_queue.h"
 #include "llmc/file.h"
 
 // So many bytes of a file, and where they belong: `at` bytes behind the address that a read is given.
@@ -24,7 +26,7 @@ struct FilePiece {
 };
 
 // What a block of a model is made of: pieces of files, and numbers that no file has as they are needed.
-struct BlockOnDisk {
+struct LoanOnDisk {
     std::vector<FilePiece> pieces;
     std::vector<std::pair<size_t, float>> numbers;  // where each belongs
     size_t bytes = 0;
@@ -39,12 +41,11 @@ class DirectFile {
         if (stamp() != stamp_) fail_changed();
         file.drop_pages();  // of what was read before
     }
-    // Reads sectors to memory that is aligned to them; behind the file's end there is nothing. Fails where
-    // fewer than `needed` bytes come.
-    void read(uint64_t first, size_t bytes, size_t needed, char* out) const {
-        const ssize_t got = read_at(fd_.fd(), first, bytes, out);
-        if (got < 0) fail("%s: cannot read: %s", path_.c_str(), std::strerror(errno));
-        if (static_cast<size_t>(got) < needed) fail_changed();
+    int fd() const { return fd_.fd(); }
+    // Says that a read failed, with an error's number, or 0 where bytes were missing.
+    [[noreturn]] void fail_at(int error) const {
+        if (error == 0) fail_changed();
+        fail("%s: cannot read: %s", path_.c_str(), std::strerror(error));
     }
     // Fails where the file was written to since it was opened.
     void check_unchanged() const {
@@ -70,41 +71,43 @@ class DirectFile {
     OpenFile fd_;
 };
 
+// The same of a file that was opened so.
+struct DirectPiece {
+    const DirectFile* file;
+    uint64_t offset;
+    size_t bytes, at;
+};
+
 // What is read together: the requests for some pieces.
 class DiskReads {
   public:
     DiskReads() = default;
-    // `direct` opens each file once.
+    // direct(file), called once for each, opens a file.
     template <class Direct>
-    DiskReads(std::vector<FilePiece> pieces, Direct&& direct) {
-        std::sort(pieces.begin(), pieces.end(), [](const FilePiece& a, const FilePiece& b) {
-            return std::pair(a.file, a.offset) < std::pair(b.file, b.offset);
-        });
-        const FileReader* last = nullptr;
+    DiskReads(const std::vector<FilePiece>& pieces, Direct&& direct) {
+        std::map<const FileReader*, const DirectFile*> opened;
+        std::vector<DirectPiece> all;
         for (const FilePiece& p : pieces) {
-            const DirectFile* file = direct(*p.file);
-            for (size_t done = 0; done < p.bytes;) {
-                const uint64_t from = p.offset + done;
-                const bool goes_on = p.file == last && from >= requests_.back().first &&
-                                     from <= requests_.back().end() + kSector &&
-                                     from < requests_.back().first + kRequestBytes;
-                if (!goes_on) requests_.push_back({file, from / kSector * kSector, 0, {}});
-                last = p.file;
-                Request& r = requests_.back();
-                const size_t at = from - r.first, count = std::min(p.bytes - done, kRequestBytes - at);
-                r.copies.push_back({at, count, p.at + done});
-                r.needed = std::max(r.needed, at + count);
-                done += count;
-            }
+            const DirectFile*& file = opened[p.file];
+            if (!file) file = direct(*p.file);
+            all.push_back({file, p.offset, p.bytes, p.at});
         }
+        add(std::move(all));
     }
+    explicit DiskReads(std::vector<DirectPiece> pieces) { add(std::move(pieces)); }
     size_t count() const { return requests_.size(); }
-    // Runs request number i by way of `staging`, of kRequestBytes.
-    void run(size_t i, char* staging, char* to) const {
+    // Request number i, of pieces that belong behind `to`.
+    DiskRequest request(size_t i, char* to) const {
         const Request& r = requests_[i];
-        r.file->read(r.first, r.bytes(), r.needed, staging);
-        for (const Copy& c : r.copies) std::memcpy(to + c.to, staging + c.from, c.bytes);
+        return {{}, DiskRequest::Sectors{r.file->fd(), r.first, r.bytes(), r.needed}, straight(r, to)};
     }
+    // What was read for it in that memory goes where it belongs.
+    void finish(size_t i, const char* memory, char* to) const {
+        const Request& r = requests_[i];
+        if (straight(r, to)) return;
+        for (const Copy& c : r.copies) std::memcpy(to + c.to, memory + c.from, c.bytes);
+    }
+    [[noreturn]] void fail_at(size_t i, int error) const { requests_[i].file->fail_at(error); }
     // Fails where a file was changed meanwhile.
     void check() const {
         const DirectFile* last = nullptr;
@@ -124,5 +127,44 @@ class DiskReads {
         size_t bytes() const { return whole_sectors(needed); }
         uint64_t end() const { return first + needed; }
     };
+    // Where a request is whole sectors of one piece, and these belong where sectors may begin; else null.
+    static char* straight(const Request& r, char* to) {
+        if (r.copies.size() != 1 || r.copies[0].from > 0 || r.needed % kSector > 0) return nullptr;
+        char* const place = to + r.copies[0].to;
+        return reinterpret_cast<uintptr_t>(place) % kSector == 0 ? place : nullptr;
+    }
+
+    void add(std::vector<DirectPiece> pieces) {
+        std::sort(pieces.begin(), pieces.end(), [](const DirectPiece& a, const DirectPiece& b) {
+            return std::pair(a.file, a.offset) < std::pair(b.file, b.offset);
+        });
+        for (const DirectPiece& p : pieces)
+            for (size_t done = 0; done < p.bytes;) {
+                const uint64_t from = p.offset + done;
+                const bool goes_on =
+                    !requests_.empty() && p.file == requests_.back().file && from >= requests_.back().first &&
+                    from <= requests_.back().end() + kSector && from < requests_.back().first + kRequestBytes;
+                if (!goes_on) requests_.push_back({p.file, from / kSector * kSector, 0, {}});
+                Request& r = requests_.back();
+                const size_t at = from - r.first, count = std::min(p.bytes - done, kRequestBytes - at);
+                r.copies.push_back({at, count, p.at + done});
+                r.needed = std::max(r.needed, at + count);
+                done += count;
+            }
+    }
+
     std::vector<Request> requests_;
+};
+
+// The reading of all of it.
+class DiskRead : public DiskWork {
+  public:
+    DiskRead(const DiskReads& reads, char* to) : reads_(reads), to_(to) {}
+    DiskRequest request(size_t i) const override { return reads_.request(i, to_); }
+    void finish(size_t i, const char* memory) const override { reads_.finish(i, memory, to_); }
+    [[noreturn]] void fail_at(size_t i, bool, int error) const override { reads_.fail_at(i, error); }
+
+  private:
+    const DiskReads& reads_;
+    char* const to_;
 };

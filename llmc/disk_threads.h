@@ -1,10 +1,11 @@
 // disk_threads.h - threads that read and write files while the program computes, several requests at a time,
-// each by way of staging memory of its thread: aligned to sectors, as a disk wants it that is used past the
-// page cache (O_DIRECT).
+// each with staging memory of its thread.
 #pragma once
 
 #include <condition_variable>
 #include <csignal>
+#include <cstdint>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <mutex>
@@ -12,25 +13,23 @@
 #include <utility>
 #include <vector>
 
-constexpr size_t kSector = 4096;           // of every disk that is about, or a multiple of its own
-constexpr size_t kRequestBytes = 2 << 20;  // that a request moves at most
-constexpr int kDiskThreads = 4;            // and requests under way at a time
-
-constexpr size_t whole_sectors(size_t bytes) { return (bytes + kSector - 1) / kSector * kSector; }
+#include "llmc/device.h"
+#include "llmc/disk_request.h"
 
 class DiskThreads {
   public:
-    static constexpr size_t kStagingBytes = kDiskThreads * kRequestBytes;
+    static constexpr size_t kStagingBytes = kDiskRequests * kRequestBytes;
     // Runs request number i by way of kRequestBytes of staging memory; fails as any function does.
     using Request = std::function<void(size_t i, char* staging)>;
 
-    // `staging` has kStagingBytes, aligned to sectors, and stays.
+    // `staging` has kStagingBytes, aligned to sectors, and stays; null where requests need none.
     explicit DiskThreads(char* staging) {
         sigset_t all, before;  // signals are the main thread's
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
-        for (int i = 0; i < kDiskThreads; i++)
-            threads_.emplace_back([this, room = staging + i * kRequestBytes] { work(room); });
+        for (int i = 0; i < kDiskRequests; i++)
+            threads_.emplace_back(
+                [this, room = staging ? staging + i * kRequestBytes : nullptr] { work(room); });
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
     DiskThreads(const DiskThreads&) = delete;
@@ -44,46 +43,65 @@ class DiskThreads {
         for (std::thread& t : threads_) t.join();
     }
 
-    // Begins so many requests. What they use stays until wait(), which comes before the next start().
-    void start(size_t requests, Request run) {
+    // Begins so many requests, behind those before them. What they use stays until they were waited for, by
+    // the number that is returned.
+    size_t start(size_t requests, Request run) {
         std::lock_guard lock(mutex_);
-        run_ = std::move(run);
-        count_ = requests;
-        next_ = done_ = 0;
+        batches_.push_back({std::move(run), requests});
         wake_.notify_all();
+        return first_ + batches_.size() - 1;
     }
-    // Waits until all are done. Fails with the first that failed.
-    void wait() {
+    // Waits until those of that number, and all before them, are done. Fails with the first that failed.
+    void wait(size_t number) {
         std::unique_lock lock(mutex_);
-        all_done_.wait(lock, [&] { return done_ == count_; });
-        if (const auto error = std::exchange(error_, nullptr)) std::rethrow_exception(error);
+        while (first_ <= number && !batches_.empty()) {
+            batch_done_.wait(lock, [&] { return batches_.front().done == batches_.front().count; });
+            const std::exception_ptr error = batches_.front().error;
+            batches_.pop_front();
+            first_++;
+            if (error) std::rethrow_exception(error);
+        }
     }
+    // Waits until all are done.
+    void wait() { wait(SIZE_MAX); }
 
   private:
+    struct Batch {
+        Request run;
+        size_t count, next = 0, done = 0;  // requests: all, begun, done
+        std::exception_ptr error = nullptr;
+    };
+    Batch* batch_to_begin() {
+        for (Batch& b : batches_)
+            if (b.next < b.count) return &b;
+        return nullptr;
+    }
     void work(char* staging) {
         std::unique_lock lock(mutex_);
         while (true) {
-            wake_.wait(lock, [&] { return ends_ || next_ < count_; });
+            wake_.wait(lock, [&] { return ends_ || batch_to_begin(); });
             if (ends_) return;
-            const size_t i = next_++;
+            Batch* const batch = batch_to_begin();  // stays where it is: others come and go at the ends
+            const size_t i = batch->next++;
             lock.unlock();
             std::exception_ptr error;
+            const uint64_t span = begin_span("disk");
             try {
-                run_(i, staging);
+                batch->run(i, staging);
             } catch (...) {
                 error = std::current_exception();
             }
+            end_span(span);
             lock.lock();
-            if (error && !error_) error_ = error;
-            if (++done_ == count_) all_done_.notify_all();
+            if (error && !batch->error) batch->error = error;
+            if (++batch->done == batch->count) batch_done_.notify_all();
         }
     }
 
     std::vector<std::thread> threads_;
     std::mutex mutex_;
-    std::condition_variable wake_, all_done_;
-    Request run_;
-    size_t count_ = 0, next_ = 0, done_ = 0;  // requests: all, begun, done
-    std::exception_ptr error_;
+    std::condition_variable wake_, batch_done_;
+    std::deque<Batch> batches_;  // that were not waited for
+    size_t first_ = 0;           // the number of the first of them
     bool ends_ = false;
 };

@@ -19,6 +19,7 @@ struct Dropout {
     uint64_t place = 0;
     uint32_t dropped = 0;  // of 65536
     float scale = 1;
+    int64_t fours = 0;  // that the tensor, which is part of a larger one, begins behind: of elements
 
     SIMT_HOST_DEVICE explicit operator bool() const { return dropped > 0; }
     // The key of this place.
@@ -30,9 +31,19 @@ struct Dropout {
     }
 };
 
+// The same place for a tensor that begins with element `first`, a multiple of 4, of the one that is meant.
+inline Dropout from_element(Dropout d, int64_t first) {
+    assert(first % 4 == 0 || !d);
+    d.fours = first / 4;
+    return d;
+}
+
 inline Dropout dropout_at(const uint64_t* key, uint64_t place, double probability) {
     const auto dropped = static_cast<uint32_t>(std::lround(probability * 65536));
-    return {key, place, dropped, 65536.f / static_cast<float>(65536 - dropped)};
+    return {.key = key,
+            .place = place,
+            .dropped = dropped,
+            .scale = 65536.f / static_cast<float>(65536 - dropped)};
 }
 
 template <class T, bool kAdds>
@@ -41,7 +52,7 @@ __global__ void __launch_bounds__(kBlockThreads) dropout_kernel(T* out, const T*
     for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         const Packed<T, N> p = load<N>(x + i);
         float o[N];
-        for (int k = 0; k < N; k++) o[k] = p[k] * d.factor(key, i + k);
+        for (int k = 0; k < N; k++) o[k] = p[k] * d.factor(key, 4 * d.fours + i + k);
         if constexpr (kAdds) {
             const Packed<T, N> before = load<N>(out + i);
             for (int k = 0; k < N; k++) o[k] += before[k];

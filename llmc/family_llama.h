@@ -3,6 +3,9 @@
 // head. Mistral and Qwen are the same but for details: their files begin with what stands here.
 #pragma once
 
+#include <algorithm>
+#include <iterator>
+
 #include "llmc/family.h"
 
 namespace llama {
@@ -16,10 +19,51 @@ struct Defaults {
     double theta = 10000;
 };
 
-// The rotary scaling, as version 4 of `transformers` writes it (rope_theta, rope_scaling) and as 5 does
-// (rope_parameters). Where a file has both, `transformers` takes the older.
-inline RopeScaling read_rope(const ConfigReader& r, double theta) {
-    constexpr double kHuge = 1e30;  // beyond, fp32 has no powers
+constexpr double kTiny = 1e-30, kHuge = 1e30;  // beyond, fp32 has no powers
+
+// The length of training in `p`, the rotary parameters of `r`, whose own key `transformers` puts first.
+inline int read_original_positions(const ConfigReader& r, const ConfigReader& p, int otherwise) {
+    const char* const key = "original_max_position_embeddings";
+    const int original =
+        otherwise > 0 && !p.has(key) ? r.size(key, otherwise, INT32_MAX) : p.size(key, INT32_MAX);
+    r.must_be(key, {original});
+    return original;
+}
+
+inline void read_llama3(const ConfigReader& r, const ConfigReader& p, RopeScaling& rope) {
+    rope.factor = p.number("factor", 0, kHuge);
+    rope.low_freq_factor = p.number("low_freq_factor", 0, kHuge);
+    rope.high_freq_factor = p.number("high_freq_factor", 0, kHuge);
+    rope.original_max_position_embeddings = read_original_positions(r, p, 0);
+    if (rope.high_freq_factor <= rope.low_freq_factor)
+        fail("%s: 'high_freq_factor' %g must be above 'low_freq_factor' %g", p.file().c_str(),
+             rope.high_freq_factor, rope.low_freq_factor);
+}
+
+// A factor that is null is the quotient of the model's positions and those of its training.
+inline void read_yarn(const ConfigReader& r, const ConfigReader& p, int positions, RopeScaling& rope) {
+    // Zero is none to `transformers`.
+    const auto number = [&](const char* key, double otherwise) {
+        return p.has(key) && p.json()[key] == 0 ? otherwise : p.number(key, otherwise, kTiny, kHuge);
+    };
+    rope.original_max_position_embeddings = read_original_positions(r, p, positions);
+    rope.factor = p.json().contains("factor") && !p.has("factor")
+                      ? double(positions) / rope.original_max_position_embeddings
+                      : p.number("factor", kTiny, kHuge);
+    rope.beta_fast = number("beta_fast", 32);
+    rope.beta_slow = number("beta_slow", 1);
+    rope.attention_factor = p.number("attention_factor", 0, kTiny, kHuge);
+    rope.mscale = number("mscale", 0);
+    rope.mscale_all_dim = number("mscale_all_dim", 0);
+    rope.truncate = p.truth("truncate", true);
+    if (rope.beta_fast < rope.beta_slow)
+        fail("%s: 'beta_fast' %g must not be below 'beta_slow' %g", p.file().c_str(), rope.beta_fast,
+             rope.beta_slow);
+}
+
+// The rotary scaling of heads of so many channels, as version 4 of `transformers` writes it (rope_theta,
+// rope_scaling) and as 5 does (rope_parameters). Where a file has both, `transformers` takes the older.
+inline RopeScaling read_rope(const ConfigReader& r, double theta, int positions, int head_size) {
     const bool older = r.has("rope_scaling") && !r.json()["rope_scaling"].empty();
     const ConfigReader p = r.object(older ? "rope_scaling" : "rope_parameters");
     for (const auto& [key, value] : p.json().items())
@@ -28,21 +72,40 @@ inline RopeScaling read_rope(const ConfigReader& r, double theta) {
     RopeScaling rope;
     rope.theta = (p.has("rope_theta") ? p : r).number("rope_theta", theta, 1, kHuge);
     const std::string type = p.text(p.either("rope_type", "type"), "default");
-    if (type == "default") return rope;
-    if (type != "linear" && type != "llama3")
-        fail("%s: the rotary scaling \"%s\" is not supported; default, linear and llama3 are",
+    const auto known = std::find(std::begin(kRopeNames), std::end(kRopeNames), type);
+    if (known == std::end(kRopeNames))
+        fail("%s: the rotary scaling \"%s\" is not supported; default, linear, llama3, yarn and dynamic are",
              p.file().c_str(), printable(type).c_str());
-    rope.type = type == "linear" ? RopeType::kLinear : RopeType::kLlama3;
-    rope.factor = p.number("factor", 0, kHuge);
-    if (rope.type == RopeType::kLinear) return rope;
-    rope.low_freq_factor = p.number("low_freq_factor", 0, kHuge);
-    rope.high_freq_factor = p.number("high_freq_factor", 0, kHuge);
-    rope.original_max_position_embeddings = p.size("original_max_position_embeddings", INT32_MAX);
-    r.must_be("original_max_position_embeddings", {rope.original_max_position_embeddings});
-    if (rope.high_freq_factor <= rope.low_freq_factor)
-        fail("%s: 'high_freq_factor' %g must be above 'low_freq_factor' %g", p.file().c_str(),
-             rope.high_freq_factor, rope.low_freq_factor);
+    rope.type = static_cast<RopeType>(known - std::begin(kRopeNames));
+    if (rope.type == RopeType::kLinear) rope.factor = p.number("factor", 0, kHuge);
+    if (rope.type == RopeType::kLlama3) read_llama3(r, p, rope);
+    if (rope.type == RopeType::kYarn) read_yarn(r, p, positions, rope);
+    if (rope.type == RopeType::kDynamic) {
+        rope.factor = p.number("factor", 0, kHuge);
+        rope.original_max_position_embeddings = positions;
+        if (head_size <= 2)
+            fail("%s: \"dynamic\" cannot scale heads of %d channels", p.file().c_str(), head_size);
+    }
     return rope;
+}
+
+// What read_rope() reads back; null where nothing is scaled.
+inline nlohmann::json rope_json(const RopeScaling& rope) {
+    if (rope.type == RopeType::kDefault) return {};
+    const char* const name = kRopeNames[static_cast<int>(rope.type)];
+    nlohmann::json json = {{"rope_type", name}, {"factor", rope.factor}};
+    if (rope.type != RopeType::kLlama3) json["type"] = name;  // for who knows only the older key
+    if (rope.type == RopeType::kLlama3 || rope.type == RopeType::kYarn)
+        json["original_max_position_embeddings"] = rope.original_max_position_embeddings;
+    if (rope.type == RopeType::kLlama3)
+        json.update({{"low_freq_factor", rope.low_freq_factor}, {"high_freq_factor", rope.high_freq_factor}});
+    if (rope.type != RopeType::kYarn) return json;
+    json.update({{"beta_fast", rope.beta_fast}, {"beta_slow", rope.beta_slow}});
+    if (!rope.truncate) json["truncate"] = false;
+    if (rope.attention_factor > 0) json["attention_factor"] = rope.attention_factor;
+    if (rope.mscale > 0) json["mscale"] = rope.mscale;
+    if (rope.mscale_all_dim > 0) json["mscale_all_dim"] = rope.mscale_all_dim;
+    return json;
 }
 
 // What all families of this kind have in their config.json.
@@ -67,7 +130,7 @@ inline void read_with(const ConfigReader& r, ModelConfig& c, const Defaults& d) 
     c.mlp_width = r.size("intermediate_size", d.mlp_width, kMostMlpWidth);
     c.norm_epsilon = r.number("rms_norm_eps", 1e-6, 0, 1);
     c.tied = r.truth("tie_word_embeddings", false);
-    c.rope = read_rope(r, d.theta);
+    c.rope = read_rope(r, d.theta, c.positions, c.head_size);
 }
 
 inline constexpr TokenDefaults kTokens = {32000, 1, 2};
@@ -89,16 +152,7 @@ inline void write(const ModelConfig& c, nlohmann::json& json) {
                  {"initializer_range", 0.02},
                  {"attention_dropout", 0.0},
                  {"rope_theta", c.rope.theta},
-                 {"rope_scaling", nullptr}});
-    if (c.rope.type == RopeType::kLinear)
-        json["rope_scaling"] = {{"rope_type", "linear"}, {"type", "linear"}, {"factor", c.rope.factor}};
-    if (c.rope.type == RopeType::kLlama3)
-        json["rope_scaling"] = {
-            {"rope_type", "llama3"},
-            {"factor", c.rope.factor},
-            {"low_freq_factor", c.rope.low_freq_factor},
-            {"high_freq_factor", c.rope.high_freq_factor},
-            {"original_max_position_embeddings", c.rope.original_max_position_embeddings}};
+                 {"rope_scaling", rope_json(c.rope)}});
 }
 
 // Groups of three or two heads, a gated MLP with the parameters of a plain one of four times the channels, a

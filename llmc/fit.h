@@ -9,6 +9,7 @@
 #include "llmc/options.h"
 #include "llmc/recompute.h"
 #include "llmc/report.h"
+#include "llmc/residences.h"
 #include "llmc/solver.h"
 
 // What a run keeps from step to step. Fails where weights of type T have no use for what was asked.
@@ -22,13 +23,15 @@ StateOptions state_options(const Options& o) {
             .optimizer = named<Optimizer>(kOptimizerNames, o.optimizer),
             .master = named<Master>(kMasterNames, o.master),
             .m = named<Moment>(kMomentNames, o.adam_m),
-            .v = named<Moment>(kMomentNames, o.adam_v)};
+            .v = named<Moment>(kMomentNames, o.adam_v),
+            .blocks = Home::Device,
+            .updated = o.steps > 0 ? named<Home>(kHomeNames, o.state) : Home::Device};
 }
 
 // What may be chosen. The tokens of a step, batch * grad_accum sequences, stay what they are.
 struct MemorySetting {
     int batch, grad_accum;
-    int64_t head_rows;
+    int64_t head_rows, mlp_rows;
     std::string master, adam_m, adam_v;
     std::vector<int> levels = {};  // of recompute, by layer
 
@@ -41,21 +44,30 @@ struct MemorySetting {
 struct Rehearsals {
     int layers;
     int64_t most_sequences;  // that a micro-batch may have
-    DeviceRates rates;
+    Rates rates;
     std::function<MemoryReport(const MemorySetting&)> report;   // of all that the run may do
     std::function<MemoryReport(const MemorySetting&)> outline;  // the same, the training's plan not placed
     std::function<Plan(const MemorySetting&)> training;         // that of a micro-batch alone, not placed
-    std::function<int64_t(const MemorySetting&)> head_rows;     // what --head-rows auto chooses
+    std::function<int64_t(const MemorySetting&)> head_rows;     // what --head-rows auto chooses,
+    std::function<int64_t(const MemorySetting&)> mlp_rows;      // and --mlp-rows auto
+
+    // A setting with what is automatic in it chosen.
+    MemorySetting with_rows(MemorySetting s) const {
+        if (s.mlp_rows < 0) s.mlp_rows = mlp_rows(s);
+        if (s.head_rows < 0) s.head_rows = head_rows(s);
+        return s;
+    }
 };
 
-// What was chosen for a run, as its report says it: by --memory, with its neighbours; by --batch auto.
+// What was chosen for a run, as its report says it: by --memory, with its neighbours; by --batch auto, by
+// --context auto.
 struct Choices {
     std::vector<MemoryChoice> memory;
-    std::string batch;
+    std::string batch, context;
 };
 
 inline MemorySetting setting_of(const Options& o) {
-    return {o.batch, o.grad_accum, o.head_rows, o.master, o.adam_m, o.adam_v};
+    return {o.batch, o.grad_accum, o.head_rows, o.mlp_rows, o.master, o.adam_m, o.adam_v};
 }
 
 // Writes a setting into the options.
@@ -63,6 +75,7 @@ inline void apply_setting(const MemorySetting& s, Options& o) {
     o.batch = s.batch;
     o.grad_accum = s.grad_accum;
     o.head_rows = s.head_rows;
+    o.mlp_rows = s.mlp_rows;
     o.master = s.master, o.adam_m = s.adam_m, o.adam_v = s.adam_v;
     o.recompute = levels_text(s.levels, recompute_names());
 }
@@ -72,6 +85,7 @@ inline void apply_setting(const MemorySetting& s, Options& o) {
 inline void remember_choice(const Options& given, Options& o) {
     auto remember = [&](const char* option, const std::string& value) { o.given[option] = {value}; };
     if (o.steps > 0) remember("--head-rows", std::to_string(o.head_rows));
+    if (given.mlp_rows != o.mlp_rows) remember("--mlp-rows", std::to_string(o.mlp_rows));
     if (given.batch > 0 && !o.has("--memory")) return;
     remember("--batch", std::to_string(o.batch));
     remember("--grad-accum", std::to_string(o.grad_accum));
@@ -80,8 +94,14 @@ inline void remember_choice(const Options& given, Options& o) {
         remember("--master", o.master);
         if (o.optimizer == "adamw") remember("--adam-m", o.adam_m), remember("--adam-v", o.adam_v);
     }
-    o.given.erase("--memory");
-    o.given.erase("--allow-8bit");
+    if (o.weights != given.weights) remember("--weights", o.weights);
+    if (o.lend != given.lend) remember("--lend", o.lend);
+    if (o.embeddings != given.embeddings) remember("--embeddings", o.embeddings);
+    if (o.state != given.state) remember("--state", o.state);
+    if (o.state_rooms != given.state_rooms) remember("--state-rooms", "block");
+    if (o.park != given.park) remember("--park", "all");
+    if (o.by_block != given.by_block) remember("--by-block", "true");
+    for (const char* budget : {"--memory", "--host-memory", "--allow-8bit"}) o.given.erase(budget);
 }
 
 // The formats of the state: the one there is first, then smaller ones where that is allowed, the harmless
@@ -98,9 +118,10 @@ inline std::vector<MemorySetting> formats_to_try(const Options& o, bool narrow_w
     return all;
 }
 
-// Every micro-batch that divides the step's sequences, each with every number of head rows, from large to
-// small.
-inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options& o, int64_t most_sequences) {
+// Every micro-batch that divides the step's sequences, each with MLPs of all rows at once and in chunks, as
+// few as cost little or fewer, and each of these with every number of head rows, from large to small.
+inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options& o,
+                                                  const Rehearsals& rehearsals) {
     const int64_t sequences = int64_t{o.batch} * o.grad_accum;
     std::vector<int64_t> batches;
     for (int64_t d = 1; d * d <= sequences; d++) {
@@ -112,22 +133,31 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options
     std::vector<MemorySetting> all;
     for (int64_t batch : batches) {
         const int64_t tokens = batch * o.seq_len, accumulated = sequences / batch;
-        if (batch > most_sequences || accumulated > INT32_MAX || (o.update_in_backward && accumulated > 1))
+        if (batch > rehearsals.most_sequences || accumulated > INT32_MAX ||
+            (o.update_in_backward && !o.by_block && accumulated > 1))
             continue;
         s.batch = static_cast<int>(batch), s.grad_accum = static_cast<int>(accumulated);
-        for (int64_t rows : {0, 4096, 1024, 256, 64}) {
-            s.head_rows = rows;
-            if (o.head_rows < 0 && rows < tokens) all.push_back(s);
+        s.head_rows = 0;
+        s.mlp_rows = o.has("--mlp-rows") ? o.mlp_rows : -1;
+        std::vector<int64_t> mlp_rows = {rehearsals.with_rows(s).mlp_rows};
+        if (!o.has("--mlp-rows") && mlp_rows[0] > 0) mlp_rows = {0, mlp_rows[0], mlp_rows[0] / 4};
+        for (const int64_t of_mlp : mlp_rows) {
+            s.mlp_rows = of_mlp;
+            for (int64_t rows : {0, 4096, 1024, 256, 64}) {
+                s.head_rows = rows;
+                if (o.head_rows < 0 && rows < tokens) all.push_back(s);
+            }
+            s.head_rows = o.head_rows;
+            if (o.head_rows >= 0) all.push_back(s);
         }
-        s.head_rows = o.head_rows;
-        if (o.head_rows >= 0) all.push_back(s);
     }
     return all;
 }
 
 // What each setting takes in memory and time, by rehearsals with all layers at one level. The rows of the
-// head change only what is between the blocks.
-inline std::vector<Profile> profiles_of(std::vector<MemorySetting> settings, const Rehearsals& rehearsals) {
+// head change only what is between the blocks. `by_block`: one rehearsal has all micro-batches.
+inline std::vector<Profile> profiles_of(std::vector<MemorySetting> settings, bool by_block,
+                                        const Rehearsals& rehearsals) {
     const size_t layers = static_cast<size_t>(rehearsals.layers);
     std::vector<Profile> all;
     double update_seconds = 0;
@@ -136,7 +166,8 @@ inline std::vector<Profile> profiles_of(std::vector<MemorySetting> settings, con
         s.levels.assign(layers, 0);
         const MemoryReport report = rehearsals.outline(s);
         const std::vector<Segment> keeps_all = segments_of(*report.train, rehearsals.rates);
-        const bool same_blocks = i > 0 && s.batch == settings[i - 1].batch && s.same_state(settings[i - 1]);
+        const bool same_blocks = i > 0 && s.batch == settings[i - 1].batch &&
+                                 s.mlp_rows == settings[i - 1].mlp_rows && s.same_state(settings[i - 1]);
         Profile p = same_blocks ? all.back() : Profile();
         if (same_blocks) {
             for (std::vector<Segment>& level : p.levels) level[layers].after = keeps_all[layers].after;
@@ -147,76 +178,149 @@ inline std::vector<Profile> profiles_of(std::vector<MemorySetting> settings, con
                 p.levels.push_back(segments_of(rehearsals.training(s), rehearsals.rates));
             }
         }
-        p.runs = s.grad_accum;
+        p.runs = by_block ? 1 : s.grad_accum;
         p.fixed_bytes = report.total() - report.activations();
         p.arena_floor = report.activations_of_others();
         // A smaller state is not chosen for a faster update, which on a CPU it does not have, but for what
         // else its room is good for.
         if (all.empty()) update_seconds = report.update_seconds;
-        // What adding to gradients takes longer than writing them is the same at every level.
-        const double added = report.seconds - report.update_seconds -
-                             s.grad_accum * seconds_of(report.train->work, rehearsals.rates);
-        p.fixed_seconds = update_seconds + added;
+        // What adding to gradients takes longer than writing them is the same at every level, and so is what
+        // an update of its own waits for.
+        const double added = report.seconds - seconds_waited(report.phases) - report.update_seconds -
+                             p.runs * seconds_of(report.train->work, rehearsals.rates);
+        p.fixed_seconds = update_seconds + added + seconds_waited(report.phases, "update");
         all.push_back(std::move(p));
     }
     return all;
 }
 
-// --memory: the setting whose plan fits and is the fastest by estimate, and what it was chosen over: the
-// first of `choices`, then its neighbours. Each format of the state must be worth 1% of time over those
-// before it. Fails naming the least that would fit.
-inline MemorySetting fit_memory(const Options& o, bool narrow_weights, const Rehearsals& rehearsals,
-                                std::vector<MemoryChoice>& choices) {
-    const size_t budget = parse_bytes(o.memory, "--memory");
+// One mix of residences with the settings that were tried in it, and the fastest of them that fits.
+struct Fit {
+    Options mix;
     std::vector<MemorySetting> settings;
+    Solution solution;
+    // That a step of what is chosen takes. The solution's are sums, without what mixed levels wait for.
+    double seconds = 0;
+    // Of that, or of solution.least where nothing fits: the largest buffer, and what it has elsewhere.
+    std::pair<std::string, size_t> largest;
+    size_t elsewhere = 0;
+
+    MemorySetting setting(const Choice& c) const {
+        MemorySetting s = settings[c.profile];
+        s.levels = c.levels;
+        return s;
+    }
+    // Whether this is to be chosen over another: one that moves more must be worth 1% of time.
+    bool is_better_than(const Fit& other) const {
+        const Solution &a = solution, &b = other.solution;
+        if (!b.chosen) return a.chosen || a.least.exact < b.least.exact;
+        return a.chosen && seconds < 0.99 * other.seconds;
+    }
+};
+
+constexpr size_t kTooMuchElsewhere = SIZE_MAX;  // the total of a setting that fits nothing
+
+// The settings of a mix, `o`, of which nothing may take more than so many bytes elsewhere. Each format of the
+// state must be worth 1% of time over those before it. Fails where no micro-batch can be.
+inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals& rehearsals,
+                        size_t elsewhere) {
+    const size_t budget = parse_bytes(o.memory, "--memory");
+    Fit fit;
+    fit.mix = o;
+    std::vector<MemorySetting>& settings = fit.settings;
     std::vector<size_t> ends;  // of each format's settings
     for (const MemorySetting& format : formats_to_try(o, narrow_weights)) {
-        for (const MemorySetting& s : settings_to_try(format, o, rehearsals.most_sequences))
-            settings.push_back(s);
+        for (const MemorySetting& s : settings_to_try(format, o, rehearsals)) settings.push_back(s);
         ends.push_back(settings.size());
     }
     if (settings.empty())
         fail("--memory %s: of --batch %d x --grad-accum %d sequences no part can be a micro-batch",
              o.memory.c_str(), o.batch, o.grad_accum);
-    auto setting = [&](const Choice& c) {
-        MemorySetting s = settings[c.profile];
-        s.levels = c.levels;
-        return s;
+    auto exact_total = [&](const Choice& c) {
+        const MemoryReport r = rehearsals.report(fit.setting(c));
+        return r.elsewhere() <= elsewhere ? r.total() : kTooMuchElsewhere;
     };
-    auto exact_total = [&](const Choice& c) { return rehearsals.report(setting(c)).total(); };
-    const std::vector<Profile> profiles = profiles_of(settings, rehearsals);
-    Solution solution;
+    const std::vector<Profile> profiles = profiles_of(settings, o.by_block, rehearsals);
+    Solution& solution = fit.solution;
     for (size_t end : ends) {
         const std::vector<Profile> allowed(profiles.begin(), profiles.begin() + static_cast<ptrdiff_t>(end));
         Solution more = solve(allowed, budget, exact_total);
         if (!solution.chosen || (more.chosen && more.chosen->seconds < 0.99 * solution.chosen->seconds))
             solution = std::move(more);
     }
+    const MemoryReport r = rehearsals.report(fit.setting(solution.chosen.value_or(solution.least)));
+    fit.seconds = r.seconds;
+    fit.largest = r.largest();
+    fit.elsewhere = r.elsewhere();
+    return fit;
+}
+
+// Fails naming the least that a run would take, as its options say it, and what would change that: room
+// elsewhere where that was `short_of_room`.
+[[noreturn]] inline void fail_to_fit(const Options& given, const Fit& fit, const std::string& options,
+                                     bool short_of_room) {
+    if (fit.solution.least.exact == kTooMuchElsewhere)
+        fail("--host-memory %s: what is to wait there takes %.1f MiB at the least", given.host_memory.c_str(),
+             mebibytes(fit.elsewhere));
+    const auto [name, bytes] = fit.largest;
+    const bool may_move = !given.has("--weights") || !given.has("--state") || !given.has("--park");
+    std::string less = "a smaller --seq-len or --model";
+    if (name == "sampling" || name == "a sample's continuation") less = "--sample-tokens 0";
+    if (name == "gradients") less = "--update-in-backward, which keeps one block's";
+    if (may_move && !kHostIsDevice && !given.has("--host-memory"))
+        less = "--host-memory SIZE, for more to wait there";
+    if (short_of_room)
+        less = kHostIsDevice ? format("a TMPDIR with room: %s has %.1f MiB", temporary_folder().c_str(),
+                                      mebibytes(room_on_disk()))
+                             : "a larger --host-memory";
+    fail("--memory %s: the least that this takes is %.1f MiB (%s), %.1f of it for %s; less with %s",
+         given.memory.c_str(), mebibytes(fit.solution.least.exact), options.c_str(), mebibytes(bytes),
+         name.c_str(), less.c_str());
+}
+
+// --memory: the options whose plan fits and is the fastest by estimate, and what they were chosen over: the
+// first of `choices`, then its neighbours. What moves is chosen where nothing fits without; and with
+// --host-memory, which is there to be used, also where it is faster. Of mixes() the first is the one that was
+// given; fit(mix, room) tries its settings.
+template <class Mixes, class FitMix>
+Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vector<MemoryChoice>& choices) {
+    const bool offered = given.has("--host-memory");
+    Fit best = fit(given, offered ? room_elsewhere(given) : SIZE_MAX);
+    const double fastest = best.solution.fastest.seconds;
+    bool short_of_room = false;
+    if (!best.solution.chosen || (offered && best.solution.chosen->seconds > 1.01 * fastest)) {
+        const std::vector<Options> all = mixes();
+        const size_t room = room_elsewhere(given);
+        for (size_t i = 1; i < all.size(); i++) {
+            Fit more = fit(all[i], room);
+            if (more.solution.least.exact == kTooMuchElsewhere) short_of_room = true;
+            if (more.is_better_than(best)) best = std::move(more);
+        }
+    }
     auto described = [&](const Choice& c) {
-        const MemorySetting s = setting(c);
+        const MemorySetting s = best.setting(c);
         std::string state;
-        if (s.master != o.master) state += " --master " + s.master;
-        if (s.adam_m != o.adam_m) state += " --adam-m " + s.adam_m;
-        if (s.adam_v != o.adam_v) state += " --adam-v " + s.adam_v;
+        if (s.master != given.master) state += " --master " + s.master;
+        if (s.adam_m != given.adam_m) state += " --adam-m " + s.adam_m;
+        if (s.adam_v != given.adam_v) state += " --adam-v " + s.adam_v;
         return MemoryChoice{levels_text(s.levels, recompute_names()),
                             state,
+                            residences_text(best.mix, given),
                             s.head_rows,
+                            s.mlp_rows,
                             s.batch,
                             s.grad_accum,
                             c.exact,
                             c.seconds,
-                            c.seconds / solution.fastest.seconds - 1};
+                            c.seconds / fastest - 1};
     };
-    if (!solution.chosen) {
-        const auto [name, bytes] = rehearsals.report(setting(solution.least)).largest();
-        fail("--memory %s: the least that this takes is %.1f MiB (%s), %.1f of it for %s", o.memory.c_str(),
-             mebibytes(solution.least.exact), described(solution.least).text().c_str(), mebibytes(bytes),
-             name.c_str());
-    }
+    const Solution& solution = best.solution;
+    if (!solution.chosen) fail_to_fit(given, best, described(solution.least).text(), short_of_room);
     choices = {described(*solution.chosen)};
     if (solution.next_cheaper) choices.push_back(described(*solution.next_cheaper));
     if (solution.next_smaller) choices.push_back(described(*solution.next_smaller));
-    return setting(*solution.chosen);
+    apply_setting(best.setting(*solution.chosen), best.mix);
+    return best.mix;
 }
 
 // --batch auto: the largest micro-batch within `cap` whose plan fits `room`, all other options as they are,
@@ -227,8 +331,7 @@ inline MemorySetting fit_batch(MemorySetting s, const FreeMemory& room, const Ba
     auto setting = [&](int64_t batch) {
         MemorySetting tried = s;
         tried.batch = static_cast<int>(batch);
-        if (s.head_rows < 0) tried.head_rows = rehearsals.head_rows(tried);
-        return tried;
+        return rehearsals.with_rows(tried);
     };
     auto total = [&](int64_t batch) { return rehearsals.report(setting(batch)).total(); };
     if (const size_t least = total(1); least > room.bytes)
@@ -246,4 +349,23 @@ inline MemorySetting fit_batch(MemorySetting s, const FreeMemory& room, const Ba
                 ? cap.why
                 : format("the most that fit %.1f MiB (%s)", mebibytes(room.bytes), room.limit.c_str());
     return setting(fits);
+}
+
+// --context auto: the longest sequences that fit, a multiple of 64 tokens or `most` of them. Whether some do,
+// fits(tokens) says; that the shortest do is its caller's to know.
+template <class Fits>
+int fit_context(int most, Fits&& fits) {
+    constexpr int64_t kStep = 64;
+    const auto tokens = [&](int64_t steps) {
+        return static_cast<int>(std::min<int64_t>(most, steps * kStep));
+    };
+    const int64_t all = (most + kStep - 1) / kStep;
+    int64_t fitting = 1, failing = 2;
+    while (failing <= all && fits(tokens(failing))) fitting = failing, failing *= 2;
+    failing = std::min(failing, all + 1);
+    while (failing - fitting > 1) {
+        const int64_t middle = fitting + (failing - fitting) / 2;
+        (fits(tokens(middle)) ? fitting : failing) = middle;
+    }
+    return tokens(fitting);
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "llmc/columns.cuh"
+#include "llmc/lane_row.h"
 #include "llmc/packed.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
@@ -11,47 +12,52 @@ constexpr float kLayernormEpsilon = 1e-5f;  // GPT-2's and BLOOM's
 
 // The output of a row of C, by a warp. Written once, with its rounding fixed, so that a re-made output has
 // the bits of the first.
-template <int N, class T>
-SIMT_DEVICE void normalize_row(T* out, const T* x, float mean, float rstd, const T* weight, const T* bias,
-                               int C) {
-    for (int c = lane() * N; c < C; c += kLanes * N) {
-        const Packed<T, N> p = load<N>(x + c), w = load<N>(weight + c), s = load<N>(bias + c);
+template <class T, int N, int kKept>
+SIMT_DEVICE void normalize_row(T* out, const LaneRow<T, N, kKept>& x, float mean, float rstd, const T* weight,
+                               const T* bias, int C) {
+    for_each_lane_vector<N, kKept>(C, [&](int v, int c) SIMT_INLINE {
+        const Packed<T, N> p = x.at(v, c), w = load<N>(weight + c), s = load<N>(bias + c);
         float o[N];
         for (int k = 0; k < N; k++) o[k] = fmaf((p[k] - mean) * rstd, w[k], s[k]);
         store(out + c, o);
-    }
+    });
 }
 
-// One warp a row. With kResidual the row is a + b: it is stored in `sum` as T and read back from there, so
+// One warp a row. With kResidual the row is a + b: it is stored in `sum` as T, and as T it is normalised, so
 // that what is normalised is what backward will see.
-template <class T, int N, bool kResidual>
+template <class T, int N, int kKept, bool kResidual>
 __global__ void __launch_bounds__(kBlockThreads)
     layernorm_forward_kernel(T* out, float* mean, float* rstd, T* sum, const T* a, const T* b,
                              const T* weight, const T* bias, int rows, int C, float epsilon) {
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
     const int64_t start = int64_t{row} * C;
-    const T* x = kResidual ? sum + start : a + start;
+    LaneRow<T, N, kKept> x(a + start, C);
+    const LaneRow<T, N, kKept> other(kResidual ? b + start : nullptr, kResidual ? C : 0);
     Accumulator<N> total;
-    for (int c = lane() * N; c < C; c += kLanes * N) {
-        Packed<T, N> p = load<N>(a + start + c);
+    for_each_lane_vector<N, kKept>(C, [&](int v, int c) SIMT_INLINE {
+        Packed<T, N> p = x.at(v, c);
         if constexpr (kResidual) {
-            const Packed<T, N> q = load<N>(b + start + c);
+            const Packed<T, N> q = other.at(v, c);
             float both[N];
             for (int k = 0; k < N; k++) both[k] = p[k] + q[k];
             p = rounded<T>(both);
             store(sum + start + c, p);
+            x.replace(v, p);
         }
         for (int k = 0; k < N; k++) total[k] += p[k];
-    }
+    });
+    if constexpr (kResidual) x.replaced_by(sum + start);
     const float m = warp_sum(total.sum()) / C;
+    x.next_pass();
     Accumulator<N> squares;
-    for (int c = lane() * N; c < C; c += kLanes * N) {
-        const Packed<T, N> p = load<N>(x + c);
+    for_each_lane_vector<N, kKept>(C, [&](int v, int c) SIMT_INLINE {
+        const Packed<T, N> p = x.at(v, c);
         for (int k = 0; k < N; k++) squares[k] += (p[k] - m) * (p[k] - m);
-    }
+    });
     const float r = rsqrtf(warp_sum(squares.sum()) / C + epsilon);
-    normalize_row<N>(out + start, x, m, r, weight, bias, C);
+    x.next_pass();
+    normalize_row(out + start, x, m, r, weight, bias, C);
     if (lane() == 0) mean[row] = m, rstd[row] = r;
 }
 
@@ -62,11 +68,12 @@ __global__ void __launch_bounds__(kBlockThreads)
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
     const int64_t start = int64_t{row} * C;
-    normalize_row<N>(out + start, x + start, mean[row], rstd[row], weight, bias, C);
+    normalize_row(out + start, LaneRow<T, N, 0>(x + start, C), mean[row], rstd[row], weight, bias, C);
 }
 
-// dx += rstd (g - mean(g) - xhat mean(g xhat)) with g = dout weight: one warp a row.
-template <class T, int N>
+// dx += rstd (g - mean(g) - xhat mean(g xhat)) with g = dout weight: one warp a row, which it reads once
+// where kKept of its vectors are kept. The sums have the same order in any case.
+template <class T, int N, int kKept>
 __global__ void __launch_bounds__(kBlockThreads)
     layernorm_backward_input_kernel(T* dx, const T* dout, const T* x, const float* mean, const float* rstd,
                                     const T* weight, int rows, int C) {
@@ -74,23 +81,26 @@ __global__ void __launch_bounds__(kBlockThreads)
     if (row >= rows) return;
     const int64_t start = int64_t{row} * C;
     const float m = mean[row], r = rstd[row];
+    LaneRow<T, N, kKept> d_row(dout + start, C), x_row(x + start, C);
     Accumulator<N> sum_g, sum_gx;
-    for (int c = lane() * N; c < C; c += kLanes * N) {
-        const Packed<T, N> d = load<N>(dout + start + c), p = load<N>(x + start + c), w = load<N>(weight + c);
+    for_each_lane_vector<N, kKept>(C, [&](int v, int c) SIMT_INLINE {
+        const Packed<T, N> d = d_row.at(v, c), p = x_row.at(v, c), w = load<N>(weight + c);
         for (int k = 0; k < N; k++) {
             const float g = d[k] * w[k];
             sum_g[k] += g;
             sum_gx[k] += g * ((p[k] - m) * r);
         }
-    }
+    });
     const float mean_g = warp_sum(sum_g.sum()) / C, mean_gx = warp_sum(sum_gx.sum()) / C;
-    for (int c = lane() * N; c < C; c += kLanes * N) {
-        const Packed<T, N> d = load<N>(dout + start + c), p = load<N>(x + start + c), w = load<N>(weight + c);
+    d_row.next_pass();
+    x_row.next_pass();
+    for_each_lane_vector<N, kKept>(C, [&](int v, int c) SIMT_INLINE {
+        const Packed<T, N> d = d_row.at(v, c), p = x_row.at(v, c), w = load<N>(weight + c);
         const Packed<T, N> before = load<N>(dx + start + c);
         float o[N];
         for (int k = 0; k < N; k++) o[k] = before[k] + r * (d[k] * w[k] - mean_g - (p[k] - m) * r * mean_gx);
         store(dx + start + c, o);
-    }
+    });
 }
 
 // What layernorm's weight and bias gather from one element: dout xhat and dout.
@@ -122,12 +132,12 @@ void layernorm_launch(Tensor<T>& out, Tensor<float>& mean, Tensor<float>& rstd, 
                       const T* b, const Tensor<T>& weight, const Tensor<T>& bias, Stream stream,
                       float epsilon) {
     const int rows = static_cast<int>(a.rows()), C = static_cast<int>(a.columns());
-    auto run = [&]<int N>(std::integral_constant<int, N>) {
-        launch<layernorm_forward_kernel<T, N, kResidual>>(blocks_of_rows(rows), kBlockThreads, 0, stream,
-                                                          out.data(), mean.data(), rstd.data(), sum, a.data(),
-                                                          b, weight.data(), bias.data(), rows, C, epsilon);
-    };
-    with_vector_size<T>(C, run);
+    with_lane_rows<T>(
+        C, [&]<int N, int kKept>(std::integral_constant<int, N>, std::integral_constant<int, kKept>) {
+            launch<layernorm_forward_kernel<T, N, kKept, kResidual>>(
+                blocks_of_rows(rows), kBlockThreads, 0, stream, out.data(), mean.data(), rstd.data(), sum,
+                a.data(), b, weight.data(), bias.data(), rows, C, epsilon);
+        });
 }
 
 // out (rows, C) = (x - mean) rstd weight + bias, with the mean and rstd = 1/sqrt(variance + epsilon) of each
@@ -175,11 +185,12 @@ void layernorm_backward(Tensor<T>& dx, Tensor<Gradient>& dweight, Tensor<Gradien
     const Operation operation("layernorm_backward", 0,
                               pass_bytes(dx, dx, dout, x) + (dweight ? pass_bytes(dout, x) : 0));
     const int rows = static_cast<int>(x.rows()), C = static_cast<int>(x.columns());
-    with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
-        launch<layernorm_backward_input_kernel<T, N>>(blocks_of_rows(rows), kBlockThreads, 0, stream,
-                                                      dx.data(), dout.data(), x.data(), mean.data(),
-                                                      rstd.data(), weight.data(), rows, C);
-    });
+    with_lane_rows<T>(
+        C, [&]<int N, int kKept>(std::integral_constant<int, N>, std::integral_constant<int, kKept>) {
+            launch<layernorm_backward_input_kernel<T, N, kKept>>(
+                blocks_of_rows(rows), kBlockThreads, 0, stream, dx.data(), dout.data(), x.data(), mean.data(),
+                rstd.data(), weight.data(), rows, C);
+        });
     if (!dweight) return;
     const LayernormColumns<T> columns{dout.data(), x.data(), mean.data(), rstd.data()};
     add_column_sums<T>(columns, ColumnOutputs<Gradient, 2>{{dweight.data(), dbias.data()}}, scratch, rows, C,

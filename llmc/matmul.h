@@ -5,6 +5,9 @@
 #include "llmc/columns.cuh"
 #include "llmc/gelu.cuh"
 
+// Whether products of fp32 operands may round these to TF32, which has 10 bits behind the point: with --tf32.
+inline bool tf32_products = false;
+
 template <class T>
 struct MatmulOptions {
     bool transpose_a = false, transpose_b = false;  // the operand is stored transposed
@@ -21,8 +24,8 @@ struct MatmulOptions {
 };
 
 // Computes out (M, N) = a (M, K) b (K, N) with the options. Leading dimensions of a tensor count as rows.
-// Products are summed in fp32, and rounded to out's type: once, unless the library lacks what is to follow
-// and a kernel does it then. Scratch comes from the arena.
+// Products are summed in fp32 (of operands in TF32 where tf32_products is set), and rounded to out's type:
+// once, unless the library lacks what is to follow and a kernel does it then. Scratch comes from the arena.
 template <class T, class Out>
 void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, const Tensor<T>& b,
             const MatmulOptions<T>& options = {});
@@ -44,7 +47,8 @@ Product matmul_product(const Tensor<Out>& out, const Tensor<T>& a, const Tensor<
                        .gelu = o.gelu,
                        .gelu_backward = o.gelu_input != nullptr,
                        .bias_gradient = o.bias_gradient && !o.accumulate,
-                       .widened = sizeof(Out) > sizeof(T)};
+                       .widened = sizeof(Out) > sizeof(T),
+                       .tf32 = tf32_products && std::is_same_v<T, float>};
     assert(a.size() == p.m * p.k && b.size() == p.k * p.n);
     assert((o.transpose_b ? b.columns() : b.rows()) == p.k && (!o.bias || o.bias->size() == p.n));
     assert(!o.gelu_input || !(o.gelu || o.bias));
@@ -85,11 +89,10 @@ void matmul_bias_gradient(Arena& arena, Stream stream, const Tensor<T>& b, const
 }
 
 // bias (N) += the sums of the columns of b (rows, N), by a kernel of its own.
-template <class T>
-void add_bias_gradient(Arena& arena, Stream stream, Tensor<T>& bias, const Tensor<T>& b) {
-    MatmulOptions<T> options;
-    options.bias_gradient = &bias;
-    matmul_bias_gradient(arena, stream, b, options, false);
+template <class T, class Out>
+void add_bias_gradient(Arena& arena, Stream stream, Tensor<Out>& bias, const Tensor<T>& b) {
+    Tensor<float> scratch = arena.take<float>("column_sums", column_sums_scratch(b.rows(), b.columns(), 1));
+    bias_backward(bias, scratch, b, stream);
 }
 
 #if defined(SIMT_GPU)
@@ -97,6 +100,18 @@ void add_bias_gradient(Arena& arena, Stream stream, Tensor<T>& bias, const Tenso
 #else
 #include "llmc/matvec_cpu.h"
 #include "llmc/onednn.h"
+
+// oneDNN's scratch for a product of columns of a wider matrix is as large as what it makes, twice. Beyond so
+// many bytes such a product is made of some of its rows at a time.
+constexpr size_t kMostScratch = size_t{16} << 20;
+
+template <class T, class Out>
+int64_t rows_at_once(const OnednnProduct& p) {
+    const size_t scratch = onednn_scratch_bytes<T, Out>(p);
+    if (scratch <= kMostScratch || p.a_column != 1) return p.m;
+    const double rows = static_cast<double>(p.m) * kMostScratch / static_cast<double>(scratch);
+    return std::max<int64_t>(64, static_cast<int64_t>(rows) / 64 * 64);
+}
 
 template <class T, class Out>
 void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, const Tensor<T>& b,
@@ -112,22 +127,27 @@ void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, c
         }
     const int64_t a_row = options.a_row ? options.a_row : a.columns();
     const int64_t b_row = options.b_row ? options.b_row : b.columns();
-    const OnednnProduct product{p.m,
-                                p.n,
-                                p.k,
-                                options.transpose_a ? 1 : a_row,
-                                options.transpose_a ? a_row : 1,
-                                options.transpose_b ? 1 : b_row,
-                                options.transpose_b ? b_row : 1,
-                                options.out_row ? options.out_row : p.n,
-                                options.accumulate,
-                                options.bias != nullptr,
-                                options.gelu};
+    const OnednnProduct whole{p.m,
+                              p.n,
+                              p.k,
+                              options.transpose_a ? 1 : a_row,
+                              options.transpose_a ? a_row : 1,
+                              options.transpose_b ? 1 : b_row,
+                              options.transpose_b ? b_row : 1,
+                              options.out_row ? options.out_row : p.n,
+                              options.accumulate,
+                              options.bias != nullptr,
+                              options.gelu};
     const Operation operation = matmul_operation<T, Out>(p, false);
-    void* scratch = arena.workspace(onednn_scratch_bytes<T, Out>(product));
-    if (!simt::launches_off)
-        onednn_matmul<T, Out>(product, out.data(), a.data(), b.data(),
-                              options.bias ? options.bias->data() : nullptr, scratch);
+    const T* const bias = options.bias ? options.bias->data() : nullptr;
+    OnednnProduct part = whole;
+    for (int64_t row = 0, rows = rows_at_once<T, Out>(whole); row < p.m; row += rows) {
+        part.m = std::min(rows, p.m - row);
+        void* scratch = arena.workspace(onednn_scratch_bytes<T, Out>(part));
+        if (!simt::launches_off)
+            onednn_matmul<T, Out>(part, out.data() + row * whole.c_row, a.data() + row * whole.a_row,
+                                  b.data(), bias, scratch);
+    }
     if constexpr (std::is_same_v<T, Out>)
         if (options.gelu_input) gelu_backward(out, out, *options.gelu_input, stream);
 }

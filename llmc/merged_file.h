@@ -13,9 +13,10 @@
 template <class T>
 class MergedFile {
   public:
-    // `transposed`: matrices come (out, in), whatever the family's files want. `head`: its matrix, which the
-    // State has not, comes too.
-    MergedFile(const std::string& path, const State<T>& state, bool transposed, bool head, Stream stream)
+    // `transposed`: matrices come (out, in), whatever the family's files want. `more`: those of embeddings
+    // and head that the State has not.
+    MergedFile(const std::string& path, const State<T>& state, bool transposed,
+               const std::vector<Field>& more, Stream stream)
         : file_(path),
           stream_(stream),
           layout_(state.layout.config()),
@@ -29,21 +30,20 @@ class MergedFile {
             for (const Field field : kLinearFields)
                 for (const Parameter::Part& part : parameter(l, field).parts)
                     file_.declare(part.name, file_type(weights), file_shape(part.shape));
-        for (const Parameter& p : layout_.parameters())
-            if (head && p.field == head_field(layout_.config()))
-                file_.declare(p.parts[0].name, file_type(weights), file_shape(p.shape));
+        for (const Field field : more)
+            for (const Parameter& p : layout_.parameters())
+                if (p.field == field) file_.declare(p.parts[0].name, file_type(weights), file_shape(p.shape));
         for (const SavedTensor& t : others)
-            for_each_chunk(t.elements, [&](int64_t first, int64_t count) {
-                append(t.at + static_cast<size_t>(first) * sizeof(T), count);
-            });
+            for_each_chunk(t.elements,
+                           [&](int64_t first, int64_t count) { append(weights.at(t.at + first), count); });
     }
 
     // The next linear layer's matrix, in device memory: block by block, in the order of kLinearFields. Then
-    // rows of the head's, where `layer` is the number of blocks.
+    // rows of those others, where `layer` is the number of blocks.
     void append(int layer, Field field, const Tensor<T>& matrix) {
-        const bool is_head = layer == layout_.config().layers;
-        assert(is_head || matrix.size() == parameter(layer, field).shape.size());
-        if (!transposed_ || is_head)
+        const bool is_other = layer == layout_.config().layers;
+        assert(is_other || matrix.size() == parameter(layer, field).shape.size());
+        if (!transposed_ || is_other)
             return for_each_chunk(matrix.size(), [&](int64_t first, int64_t count) {
                 append(reinterpret_cast<const char*>(matrix.at(first)), count);
             });

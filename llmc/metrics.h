@@ -20,23 +20,25 @@
 #include "llmc/step_lines.h"
 #include "llmc/tensor.h"
 
-// --log: a file of JSON lines. Without a name nothing is written.
+// A file of JSON lines, as of --log. Without a name nothing is written.
 class LogFile {
   public:
-    void open(const std::string& path, bool append) {
+    // `option` is what named it.
+    void open(const std::string& path, bool append, const char* option = "--log") {
         if (path.empty()) return;
-        path_ = path;
+        path_ = path, option_ = option;
         file_.reset(fopen(path.c_str(), append ? "a" : "w"));
-        if (!file_) fail("--log %s: %s", path.c_str(), strerror(errno));
+        if (!file_) fail("%s %s: %s", option, path.c_str(), strerror(errno));
     }
     void write(const nlohmann::ordered_json& line) {
         if (!file_) return;
         if (fprintf(file_.get(), "%s\n", line.dump().c_str()) < 0 || fflush(file_.get()) != 0)
-            fail("--log %s: %s", path_.c_str(), strerror(errno));
+            fail("%s %s: %s", option_, path_.c_str(), strerror(errno));
     }
 
   private:
     std::string path_;
+    const char* option_ = "--log";
     std::unique_ptr<FILE, int (*)(FILE*)> file_{nullptr, fclose};
 };
 
@@ -61,9 +63,9 @@ class Metrics {
     // From here on steps are printed and logged.
     void print_to(const StepLines& lines) { lines_ = lines; }
     LogFile& log() { return log_; }
-    // Where the seconds count that steps have waited for weights which live elsewhere, and for what was
-    // parked; null: there is none.
-    void count_waiting(const double* weights, const double* parked) { waits_ = {weights, parked}; }
+    // Where the seconds count that steps have waited for what lives elsewhere than on the device; null: of
+    // that there is none.
+    void count_waiting(const std::array<const double*, 4>& waits) { waits_ = waits; }
     // The last save, for the message of a step that is not finite.
     std::string last_save = "none";
 
@@ -105,9 +107,11 @@ class Metrics {
     }
     // In all; negative where nothing is waited for.
     double seconds_waited() const {
-        double seconds = waits_[0] || waits_[1] ? 0 : -1;
-        for (const double* wait : waits_) seconds += wait ? *wait : 0;
-        return seconds;
+        double seconds = 0;
+        bool any = false;
+        for (const double* wait : waits_)
+            if (wait) seconds += *wait, any = true;
+        return any ? seconds : -1;
     }
     double whole_norm(const float* norms) const {
         double squares = 0;
@@ -134,7 +138,7 @@ class Metrics {
     std::optional<Readback> copies_[2];  // of even and of odd steps
     std::deque<Pending> pending_;        // steps that were enqueued and not looked at yet
     WallClock clock_;
-    std::array<const double*, 2> waits_ = {};
+    std::array<const double*, 4> waits_ = {};
     double waited_ = 0;     // seconds in all when the latest step was looked at
     double completed_ = 0;  // on it: when the latest step that was looked at was done
     std::optional<StepLines> lines_;

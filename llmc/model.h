@@ -45,6 +45,7 @@ struct Linear {
     Adapter<T> adapter = {};
     std::vector<QuantizedPart> quantized = {};
     bool floats = false;  // the parts are floats of a folder's: products are those of such a weight
+    Tensor<T> made = {};  // of the parts, for several products
 
     int64_t outputs() const {
         if (quantized.empty()) return by_outputs ? weight.rows() : weight.columns();

@@ -2,6 +2,7 @@
 // of a Hugging Face config.json.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -15,7 +16,9 @@ struct Family;
 struct ModelConfig {
     const Family* family = nullptr;
     int vocabulary = 0;  // tokens that exist; the rows of the embedding are padded_vocabulary()
-    int positions = 0;   // the longest sequence
+    int positions = 0;   // the longest sequence, but for what `rope` adds: see longest()
+    // Rows of learned positions that the model's files have, where these grow (longer_positions.h); 0: all.
+    int grown_from = 0;
     int layers = 0, channels = 0;
     int heads = 0, kv_heads = 0;  // of queries; of keys and values, each for heads / kv_heads of queries
     int head_size = 0;            // which times heads need not be the channels
@@ -30,6 +33,8 @@ struct ModelConfig {
     std::vector<int> begin_of_text, end_of_text, stops;
 
     int padded_vocabulary() const { return (vocabulary + 127) / 128 * 128; }
+    // The longest sequence, in tokens.
+    int longest() const;
     int64_t query_width() const { return int64_t{heads} * head_size; }
     int64_t kv_width() const { return int64_t{kv_heads} * head_size; }
     int64_t qkv_width() const { return query_width() + 2 * kv_width(); }
@@ -44,6 +49,9 @@ struct ModelConfig {
 
 constexpr int kMostVocabulary = 1 << 24;
 constexpr int kMostPositions = 1 << 21;  // whose tiles of attention fit a grid's height
+inline int ModelConfig::longest() const {
+    return static_cast<int>(std::min<double>(kMostPositions, stretched_positions(rope, positions)));
+}
 constexpr int kMostLayers = 10000;
 constexpr int kMostChannels = 1 << 20;
 constexpr int kMostHeadSize = 128;

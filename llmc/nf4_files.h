@@ -142,7 +142,7 @@ class Nf4File {
     }
 
     // Where those bytes are in the files: to be `at` bytes behind the begin of a block.
-    void find(BlockOnDisk& block, size_t at) const {
+    void find(LoanOnDisk& block, size_t at) const {
         for (const Part& part : parts_)
             block.pieces.push_back(
                 {part.entry->file, part.entry->offset, part.entry->bytes, at + static_cast<size_t>(part.at)});

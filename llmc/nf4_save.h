@@ -21,7 +21,7 @@ class FileTensors {
     void add(const State<T>& state) {
         const StateBuffer& weights = *state.find(StatePart::Weights);
         for (const SavedTensor& t : saved_tensors(weights, state.layout))
-            add(t.name, file_type(weights), t.shape, t.at);
+            add(t.name, file_type(weights), t.shape, weights.at(t.at));
     }
     // A matrix that lies in NF4 at `device`.
     void add(const std::string& name, const Nf4State& state, const char* device) {

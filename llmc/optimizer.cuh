@@ -5,6 +5,10 @@
 // A format is a branch that all lanes take alike.
 #pragma once
 
+#include <array>
+#include <map>
+#include <string>
+
 #include "llmc/packed.h"
 #include "llmc/random.h"
 #include "llmc/state.h"
@@ -52,6 +56,14 @@ constexpr uint64_t kRoundingStream = uint64_t{1} << 63;  // counter space of ran
 // A lane's elements of a block of 256: on a GPU 8, in registers; on the fast CPU all, in loops that
 // vectorise.
 constexpr int kLaneElements = kQuantizedBlock / kLanes;
+// They are groups of so many neighbours, between which lie those of the other lanes: so what the lanes of a
+// warp ask for at a time, in fp32 16 bytes each, lies one after the other.
+constexpr int kLaneGroup = kFastCpu ? kLaneElements : 4;
+constexpr int kGroupStride = kLanes * kLaneGroup;
+// How far a lane's element k is behind its first.
+SIMT_HOST_DEVICE constexpr int lane_offset(int k) {
+    return kFastCpu ? k : k / kLaneGroup * kGroupStride + k % kLaneGroup;
+}
 constexpr int kUpdateBlocks = kFastCpu ? 16 : 1;  // blocks that a warp does
 
 // A lane's elements as fp32: on a GPU registers; on the fast CPU those that are fp32 in memory are worked on
@@ -87,7 +99,8 @@ SIMT_HOST_DEVICE bf16 round_randomly(float x, uint32_t random) {
     return x == x ? rounded : from_float<bf16>(x);
 }
 
-// Calls f(k, element) for a lane's elements from number i on of an array of n, or what there are.
+// Calls f(k, element) for a lane's elements, the first of which is number i, of an array of n; those beyond
+// its end are zero.
 template <class E, class F>
 SIMT_DEVICE void read_lane(const E* p, int64_t i, int64_t n, F f) {
     if constexpr (kFastCpu) {
@@ -96,8 +109,11 @@ SIMT_DEVICE void read_lane(const E* p, int64_t i, int64_t n, F f) {
         for (int k = 0; k < count; k++) f(k, p[i + k]);
         for (int k = count; k < kLaneElements; k++) f(k, E{});
     } else {
-        const auto x = load_within<kLaneElements>(p, i, n);
-        for (int k = 0; k < kLaneElements; k++) f(k, x.v[k]);
+#pragma unroll
+        for (int g = 0; g < kLaneElements; g += kLaneGroup) {
+            const auto x = load_within<kLaneGroup>(p, i + lane_offset(g), n);
+            for (int k = 0; k < kLaneGroup; k++) f(g + k, x.v[k]);
+        }
     }
 }
 // Stores f(k) for them.
@@ -108,9 +124,12 @@ SIMT_DEVICE void write_lane(E* p, int64_t i, int64_t n, F f) {
 #pragma omp simd
         for (int k = 0; k < count; k++) p[i + k] = f(k);
     } else {
-        Packed<E, kLaneElements> x;
-        for (int k = 0; k < kLaneElements; k++) x.v[k] = f(k);
-        store_within(p, i, n, x);
+#pragma unroll
+        for (int g = 0; g < kLaneElements; g += kLaneGroup) {
+            Packed<E, kLaneGroup> x;
+            for (int k = 0; k < kLaneGroup; k++) x.v[k] = f(g + k);
+            store_within(p, i + lane_offset(g), n, x);
+        }
     }
 }
 
@@ -193,17 +212,17 @@ SIMT_DEVICE void store_master(const UpdateArrays<T>& a, int64_t i, const LaneFlo
     }
 }
 
-// A lane's elements, of which the first `decayed` decay. `scale` brings the gradient to its norm. The buffers
-// lie at like offsets in their pages, where a CPU takes a load right after a store for one of the same
-// address: so all loads come first, and the pointers are not __restrict__, which would let the compiler mix
-// them.
+// A lane's elements, of which those decay that are less than `decayed` behind the first. `scale` brings the
+// gradient to its norm. The buffers lie at like offsets in their pages, where a CPU takes a load right after
+// a store for one of the same address: so all loads come first, and the pointers are not __restrict__, which
+// would let the compiler mix them.
 SIMT_DEVICE void adamw(float* w, float* m, float* v, const float* gradients, const UpdateFactors& f,
                        float scale, int decayed) {
     for (int k = 0; k < kLaneElements; k++) {
         const float grad = gradients[k] * scale;
         const float a = f.beta1 * m[k] + (1.f - f.beta1) * grad;
         const float b = f.beta2 * v[k] + (1.f - f.beta2) * grad * grad;
-        const float decay = k < decayed ? f.weight_decay : 0.f;
+        const float decay = lane_offset(k) < decayed ? f.weight_decay : 0.f;
         const float updated =
             w[k] - f.lr * (a * f.m_correction / (sqrtf(b * f.v_correction) + f.epsilon) + decay * w[k]);
         m[k] = a;
@@ -213,12 +232,12 @@ SIMT_DEVICE void adamw(float* w, float* m, float* v, const float* gradients, con
 }
 SIMT_DEVICE void sgd(float* w, const float* gradients, const UpdateFactors& f, float scale, int decayed) {
     for (int k = 0; k < kLaneElements; k++) {
-        const float decay = k < decayed ? f.weight_decay : 0.f;
+        const float decay = lane_offset(k) < decayed ? f.weight_decay : 0.f;
         w[k] -= f.lr * (gradients[k] * scale + decay * w[k]);
     }
 }
 
-// A lane's part of a block, from element i on. `scale` brings the gradient to its norm.
+// A lane's part of a block, whose first element is number i. `scale` brings the gradient to its norm.
 template <class T>
 SIMT_DEVICE void update_lane(const UpdateArrays<T>& a, const UpdateFactors& f, float scale, bool rounds,
                              int64_t i) {
@@ -231,7 +250,7 @@ SIMT_DEVICE void update_lane(const UpdateArrays<T>& a, const UpdateFactors& f, f
         load_moment<RootCode>(v, a.v, i, a.n);
     }
     const int64_t left = a.decayed - i;
-    const int decayed = left <= 0 ? 0 : left < kLaneElements ? static_cast<int>(left) : kLaneElements;
+    const int decayed = left <= 0 ? 0 : left < kQuantizedBlock ? static_cast<int>(left) : kQuantizedBlock;
     if (adam)
         adamw(w.v, m.v, v.v, grad.v, f, scale, decayed);
     else
@@ -239,7 +258,8 @@ SIMT_DEVICE void update_lane(const UpdateArrays<T>& a, const UpdateFactors& f, f
     LaneRandom random;
     if (rounds) {
         for (int k = 0; k < kLaneElements; k++)
-            random.bits[k] = random_bits_of(f.random_key, static_cast<uint64_t>(a.first + i + k));
+            random.bits[k] =
+                random_bits_of(f.random_key, static_cast<uint64_t>(a.first + i + lane_offset(k)));
     } else if (!kFastCpu) {  // nobody reads it, which no compiler sees; in registers this costs nothing
         random = {};
     }
@@ -268,7 +288,7 @@ __global__ void __launch_bounds__(kBlockThreads, 3)
     const int64_t first = (int64_t{blockIdx.x} * kBlockWarps + warp()) * kUpdateBlocks;
     for (int b = 0; b < kUpdateBlocks; b++) {
         const int64_t block = (first + b) * kQuantizedBlock;
-        if (block < a.n) update_lane(a, f, scale, rounds, block + lane() * kLaneElements);
+        if (block < a.n) update_lane(a, f, scale, rounds, block + lane() * kLaneGroup);
     }
 }
 
@@ -284,6 +304,26 @@ double update_bytes(const UpdateArrays<T>& a) {
     if (!std::is_same_v<T, float> && a.master_format == Master::Split) bytes += 4;
     if (a.optimizer == Optimizer::AdamW) bytes += moment(a.m.format) + moment(a.v.format);
     return bytes * static_cast<double>(a.n);
+}
+
+// The formats of an update's state, as "adamw fp32 8bit 8bit": the optimizer, the master, m, v.
+template <class T>
+const char* update_form(const UpdateArrays<T>& a) {
+    static const auto& texts = *new std::map<std::array<int, 4>, std::string>([] {
+        std::map<std::array<int, 4>, std::string> all;
+        for (int optimizer = 0; optimizer < 2; optimizer++)
+            for (int master = 0; master < 3; master++)
+                for (int m = 0; m < 3; m++)
+                    for (int v = 0; v < 3; v++)
+                        all[{optimizer, master, m, v}] =
+                            std::string(kOptimizerNames[optimizer]) + " " + kMasterNames[master] +
+                            (optimizer ? "" : std::string(" ") + kMomentNames[m] + " " + kMomentNames[v]);
+        return all;
+    }());
+    return texts
+        .at({static_cast<int>(a.optimizer), static_cast<int>(a.master_format), static_cast<int>(a.m.format),
+             static_cast<int>(a.v.format)})
+        .c_str();
 }
 
 __global__ void __launch_bounds__(1) set_factors_kernel(UpdateFactors* to, UpdateFactors factors) {
@@ -313,20 +353,20 @@ inline void set_factors(UpdateFactors* factors, const OptimizerStep& o, Stream s
 template <class T>
 void optimizer_update(const UpdateFactors* factors, const UpdateArrays<T>& a, const Tensor<float>& norm,
                       Stream stream) {
-    const Operation operation("optimizer_update", 0, update_bytes(a));
+    const Operation operation("optimizer_update", 0, update_bytes(a), {}, {.form = update_form(a)});
     const int64_t blocks = ceil_div(ceil_div(a.n, kQuantizedBlock), kBlockWarps * kUpdateBlocks);
     launch<optimizer_kernel<T>>(static_cast<unsigned>(blocks), kBlockThreads, 0, stream, a, factors,
                                 norm.data());
 }
 
-// One step on a unit of the model (model.h), whose gradients (unit.size) may lie anywhere.
+// One step on a unit of the model (model.h), whose weights and gradients (unit.size) may lie anywhere.
 template <class T>
-void optimizer_update(const UpdateFactors* factors, const State<T>& state, const Unit& unit,
+void optimizer_update(const UpdateFactors* factors, const State<T>& state, const Unit& unit, T* unit_weights,
                       const T* unit_gradients, const Tensor<float>& norm, Stream stream) {
     const int64_t at = unit.offset;
     const StateOptions& s = state.options;
     optimizer_update(factors,
-                     UpdateArrays<T>{.weights = state.template data<T>(StatePart::Weights, at),
+                     UpdateArrays<T>{.weights = unit_weights,
                                      .gradients = unit_gradients,
                                      .optimizer = s.optimizer,
                                      .master_format = s.master,
@@ -338,5 +378,31 @@ void optimizer_update(const UpdateFactors* factors, const State<T>& state, const
                                      .decayed = unit.decayed,
                                      .n = unit.size,
                                      .first = at},
+                     norm, stream);
+}
+
+// The same of a chunk of that unit, whose state has come to a room on the device.
+template <class T>
+void optimizer_update(const UpdateFactors* factors, const State<T>& state, const Unit& unit,
+                      const StateChunk& chunk, char* room, T* unit_weights, const T* unit_gradients,
+                      const Tensor<float>& norm, Stream stream) {
+    const int64_t at = chunk.first - unit.offset;
+    const StateOptions& s = state.options;
+    const auto from_chunk = [&](auto* p) { return p ? p + at : p; };  // null in a rehearsal
+    const auto moment = [&](Moment format, StatePart part, StatePart scale) {
+        return MomentArray{format, state.template in_chunk<void>(part, room),
+                           state.template in_chunk<float>(scale, room)};
+    };
+    optimizer_update(factors,
+                     UpdateArrays<T>{.weights = from_chunk(unit_weights),
+                                     .gradients = from_chunk(unit_gradients),
+                                     .optimizer = s.optimizer,
+                                     .master_format = s.master,
+                                     .master = state.template in_chunk<void>(StatePart::Master, room),
+                                     .m = moment(s.m, StatePart::M, StatePart::MScale),
+                                     .v = moment(s.v, StatePart::V, StatePart::VScale),
+                                     .decayed = unit.decayed - at,
+                                     .n = chunk.count,
+                                     .first = chunk.first},
                      norm, stream);
 }

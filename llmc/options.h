@@ -14,7 +14,6 @@
 #include "llmc/error.h"
 #include "llmc/file.h"
 #include "llmc/recompute.h"
-#include "llmc/residence.h"
 #include "llmc/state.h"
 
 constexpr int64_t kMostTokens = 1 << 30;  // in a micro-batch
@@ -30,18 +29,28 @@ constexpr bool kSearchesAlgorithms = true;
 constexpr bool kSearchesAlgorithms = false;
 #endif
 
+// Whether it has TF32 for this build's operands.
+#if defined(SIMT_GPU) && !defined(LLMC_BF16)
+constexpr bool kHasTf32 = true;
+#else
+constexpr bool kHasTf32 = false;
+#endif
+
 struct Options {
     std::string model = "d2";
     std::vector<std::string> data, val_data;
     std::string train = "all", adapter, merge, base, head, save_base;
     int lora_rank = 16;
     double lora_alpha = 32, lora_dropout = 0;
-    std::vector<std::string> lora_targets = {"all"};
+    std::vector<std::string> lora_targets = {"all"}, store;
     int soft_prompt = 20;
     double dropout = 0;
     std::string soft_prompt_text;
-    int batch = 8,  // 0: auto
+    std::string rope_scaling;
+    int positions = 0;  // 0: the model's
+    int batch = 8,      // 0: auto
         seq_len = 128, grad_accum = 1;
+    std::string context;  // "auto", or empty
     std::string loss_on = "completions", chat_format = "auto";
     int64_t steps = 1500;
     double lr = 0, min_lr = 0;  // lr: without --lr, kNewRate or kFineTuningRate
@@ -51,19 +60,21 @@ struct Options {
     uint64_t seed = 1337;
     bool clip_per_block = false;
     std::string optimizer = "adamw", master = "fp32", adam_m = "fp32", adam_v = "fp32";
-    std::string weights = "device";
-    int park = 0;  // layers; -1: all
+    std::string weights = "device", lend = "block", embeddings = "device", state = "device";
+    int state_rooms = 32;  // chunks; -1: a block's
+    int park = 0;          // layers; -1: all
     std::string recompute = "gelu";
-    int64_t head_rows = -1;  // 0: all, -1: auto
-    bool update_in_backward = false;
-    std::string memory;
+    int64_t head_rows = -1, mlp_rows = 0;  // 0: all, -1: auto
+    bool update_in_backward = false, by_block = false;
+    std::string memory, host_memory;
     bool allow_8bit = false;
     bool plan = false, json = false;
     std::string bench;  // "step" or "forward"; empty: a training
     int bench_warmup = 2, bench_steps = 10;
     bool profile_ops = false;
     std::string timeline;
-    std::string log;
+    std::string rates, calibrate;
+    std::string log, loss_by_position;
     int64_t print_every = 0, eval_every = 0;
     int eval_batches = 8;
     int64_t sample_every = 0;
@@ -79,6 +90,7 @@ struct Options {
     int threads = 0;
     std::string graph = "on";
     std::string matmul_algorithms;
+    bool tf32 = false;
 
     // The options given on the command line, by name, as they were written: what a save remembers for a
     // resume.
@@ -172,6 +184,20 @@ inline void declare_model_options(CLI::App& app, Options& o) {
     app.add_option("--seq-len", o.seq_len, "tokens in a sequence")
         ->transform(whole(1, kMostPositions))
         ->group(group);
+    app.add_option("--context", o.context,
+                   "auto: the longest --seq-len that fits --memory or 95% of what is free, with --batch 1 "
+                   "where none is given")
+        ->check(CLI::IsMember({"auto"}))
+        ->group(group);
+    app.add_option("--rope-scaling", o.rope_scaling,
+                   "beyond a model's rotary positions: yarn:4 for sequences four times as long; or dynamic, "
+                   "linear, llama3")
+        ->group(group);
+    app.add_option(
+           "--positions", o.positions,
+           "learned positions that GPT-2's grow to, the trained ones stretched over them; else its own")
+        ->transform(whole(1, kMostPositions))
+        ->group(group);
     app.add_option("--grad-accum", o.grad_accum, "micro-batches in a step")
         ->transform(whole(1, kMostCount))
         ->group(group);
@@ -189,6 +215,13 @@ inline void declare_adapter_options(CLI::App& app, Options& o) {
     app.add_option("--base", o.base,
                    "quantize the linear layers of a model that is not trained: nf4, or nf4-double")
         ->check(CLI::IsMember({"nf4", "nf4-double"}))
+        ->group(group);
+    app.add_option(
+           "--store", o.store,
+           "formats that such a model's matrices are kept in, and widened from, as in "
+           "mlp=bf16,attention=fp32: of all, attention, mlp or names as in the model's files; fp32, bf16, "
+           "8bit, nf4 or nf4-double")
+        ->delimiter(',')
         ->group(group);
     app.add_option("--head", o.head,
                    "quantize the output matrix of such a model too, with the token embedding where they are "
@@ -277,34 +310,83 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
         ->transform(whole_or_auto(0, kMostCount, "-1"))
         ->default_str("auto")
         ->group(group);
+    app.add_option(
+           "--mlp-rows", o.mlp_rows,
+           "rows of the batch in an MLP at a time, of which nothing is kept; 0: all; auto: few, for at "
+           "most 2% of a step")
+        ->transform(whole_or_auto(0, kMostCount, "-1"))
+        ->group(group);
     app.add_flag("--update-in-backward", o.update_in_backward,
                  "update each block as soon as its gradient is complete: no gradient of the model is held")
         ->group(group);
+    app.add_flag("--by-block", o.by_block,
+                 "all micro-batches of a step pass a block before the next: it comes, and is updated, once")
+        ->group(group);
     app.add_option(
            "--weights", o.weights,
-           "where the matrices of a frozen model's blocks live: they come to the device when they are "
-           "used; from the disk straight out of the model's files")
+           "where blocks live: each comes to the device when it is used; a frozen model's straight out of "
+           "its files, others from a file of the run's own")
         ->check(one_of(kHomeNames))
+        ->group(group);
+    app.add_option(
+           "--lend", o.lend,
+           "of a frozen model that lives elsewhere, what is on the device at a time, beside the next: "
+           "halves of a block take less")
+        ->check(CLI::IsMember({"block", "half"}))
+        ->group(group);
+    app.add_option(
+           "--embeddings", o.embeddings,
+           "where a frozen model's token embedding and head live: of one the rows of a batch come to the "
+           "device, the other in slices")
+        ->check(one_of(kHomeNames))
+        ->group(group);
+    app.add_option("--state", o.state,
+                   "where the optimizer's moments and the master live: they come to the device to be updated")
+        ->check(one_of(kHomeNames))
+        ->group(group);
+    app.add_option(
+           "--state-rooms", o.state_rooms,
+           "chunks of it that are on the device at a time, some 3 MB each; block: as many as the largest "
+           "unit has, which come while that is computed")
+        ->transform(whole_or("block", "-1", 1, kMostCount))
+        ->default_str("32")
         ->group(group);
     app.add_option("--park", o.park,
                    std::string("layers whose inputs wait for backward ") +
                        (kHostIsDevice ? "in a file" : "in host memory") + ", or all")
         ->transform(whole_or("all", "-1", 0, kMostLayers))
         ->group(group);
-    app.add_option("--memory", o.memory,
-                   "choose --recompute, --head-rows, --batch and --grad-accum so that all fits, as in 8GiB")
+    app.add_option(
+           "--memory", o.memory,
+           "choose --recompute, --head-rows, --mlp-rows, --batch and --grad-accum so that all fits, as in "
+           "8GiB; and --weights, --lend, --embeddings, --state, --state-rooms, --park and --by-block where "
+           "that is not "
+           "enough")
+        ->group(group);
+    app.add_option("--host-memory", o.host_memory,
+                   "beside a GPU, pinned host memory that --memory may have things wait in")
         ->group(group);
     app.add_flag("--allow-8bit", o.allow_8bit,
                  "--memory may also choose --master split and 8-bit moments, where that is faster")
         ->group(group);
     app.add_flag("--plan", o.plan, "print what every buffer takes, and stop")->group(group);
     app.add_flag("--json", o.json, "the plan, or the bench's figures, as JSON")->group(group);
-    app.add_option("--timeline", o.timeline, "a file for the bytes that live after each operation of a step")
+    app.add_option("--rates", o.rates,
+                   "a file of --calibrate: plan, and choose, by what this device was measured to do")
+        ->group(group);
+    app.add_option("--calibrate", o.calibrate,
+                   "measure how fast the device does each kind of operation, into a file, and stop")
+        ->group(group);
+    app.add_option("--timeline", o.timeline,
+                   "a file for the bytes that live after each operation of a step, and what moves")
         ->group(group);
 }
 inline void declare_run_options(CLI::App& app, Options& o) {
     const std::string group = "Run";
     app.add_option("--log", o.log, "a file of JSON lines, one a step")->group(group);
+    app.add_option("--loss-by-position", o.loss_by_position,
+                   "a file of JSON lines, one a validation: the loss by the length of its context")
+        ->group(group);
     app.add_option("--print-every", o.print_every, "steps between printed lines; 0: a line a second")
         ->transform(whole(0, 1e12))
         ->group(group);
@@ -323,6 +405,10 @@ inline void declare_run_options(CLI::App& app, Options& o) {
         ->group(group);
     app.add_option("--matmul-algorithms", o.matmul_algorithms,
                    "on a GPU, a file of each product's fastest; what it lacks is measured and added")
+        ->group(group);
+    app.add_flag(
+           "--tf32", o.tf32,
+           "in fp32 on a GPU, products on tensor cores: of operands rounded to 10 bits behind the point")
         ->group(group);
 }
 inline void declare_bench_options(CLI::App& app, Options& o) {
@@ -391,12 +477,21 @@ inline void check_bench_options(const Options& o) {
         return;
     }
     for (const char* name :
-         {"--plan", "--timeline", "--resume", "--out", "--save-base", "--save-every", "--log", "--val-data",
-          "--print-every", "--eval-every", "--sample-every", "--prompt"})
+         {"--plan", "--timeline", "--resume", "--out", "--save-base", "--save-every", "--log",
+          "--loss-by-position", "--val-data", "--print-every", "--eval-every", "--sample-every", "--prompt"})
         if (o.has(name)) fail("%s %s: a bench only measures; leave it out, or --bench", name, o.first(name));
     if (o.has("--steps")) fail("--steps %s is of a training; a bench has --bench-steps", o.first("--steps"));
     if (o.bench == "forward" && o.has("--memory"))
         fail("--memory %s chooses for training, and --bench forward does none", o.memory.c_str());
+}
+
+// A calibration is of the device, whatever is trained on it: fails on what asks for more beside it.
+inline void check_calibration(const Options& o) {
+    if (o.calibrate.empty()) return;
+    for (const auto& [name, values] : o.given)
+        if (name != "--calibrate" && name != "--threads")
+            fail("--calibrate %s measures the device and stops: leave %s out", o.calibrate.c_str(),
+                 name.c_str());
 }
 
 // Fails on options of adapters that a run has no use for.
@@ -421,17 +516,53 @@ inline void check_adapter_options(const Options& o) {
         fail("--model %s: an adapter is of a trained model: give its folder", o.model.c_str());
 }
 
+// Fails where --context auto has nothing to choose, or not alone.
+inline void check_context(const Options& o) {
+    if (o.context.empty()) return;
+    if (!o.resume.empty())
+        fail("--context auto: --resume %s goes on with its own --seq-len", o.resume.c_str());
+    const char* const with = o.has("--seq-len") ? "--seq-len" : o.batch == 0 ? "--batch" : nullptr;
+    if (with) fail("--context auto: chooses the length by itself: leave %s %s out", with, o.first(with));
+    if (o.steps == 0 || o.bench == "forward")
+        fail("--context auto is a training's; for a validation alone give --seq-len");
+    if (parse_new_model(o.model))
+        fail(
+            "--context auto: is for a model that was trained; a new one, --model %s, has the positions of "
+            "its --seq-len",
+            o.model.c_str());
+}
+
+// Fails where --host-memory has nothing to be chosen for.
+inline void check_host_memory(const Options& o) {
+    if (!o.has("--host-memory")) return;
+    const char* const size = o.host_memory.c_str();
+    if (kHostIsDevice)
+        fail("--host-memory %s is beside a GPU; on a CPU the host's memory is what --memory counts", size);
+    if (!o.has("--memory")) fail("--host-memory %s is for --memory to choose by: what may wait there", size);
+    if (o.batch == 0)
+        fail("--host-memory %s: --batch auto leaves everything where it is; give a number", size);
+}
+
 // Fails when options that are each in range do not go together.
 inline void check_options(const Options& o) {
     check_adapter_options(o);
-    for (const char* name : {"--out", "--resume", "--log", "--timeline", "--matmul-algorithms", "--adapter",
-                             "--merge", "--save-base"})
+    check_context(o);
+    for (const char* name :
+         {"--out", "--resume", "--log", "--timeline", "--matmul-algorithms", "--adapter", "--merge",
+          "--save-base", "--rope-scaling", "--loss-by-position", "--rates", "--calibrate"})
         if (o.has(name) && !*o.first(name))
             fail("%s is empty where the name of a file or folder is needed", name);
     check_bench_options(o);
+    check_calibration(o);
+    if (o.mlp_rows > 0 && o.mlp_rows % 8)
+        fail("--mlp-rows %lld: a multiple of 8 is needed, 0 or auto", static_cast<long long>(o.mlp_rows));
     if (o.has("--matmul-algorithms") && !kSearchesAlgorithms)
         fail("--matmul-algorithms %s is for cuBLASLt on a GPU; on the CPU oneDNN chooses for itself",
              o.matmul_algorithms.c_str());
+    if (o.tf32 && !kHasTf32)
+        fail("--tf32 is for products of fp32 operands on a GPU, and this build is %s",
+             kSearchesAlgorithms ? "in bf16: make PRECISION=fp32"
+                                 : "for the CPU: make DEVICE=cuda PRECISION=fp32");
     if (o.json && !o.plan && o.bench.empty())
         fail("--json is the format of --plan and --bench; for a training's figures use --log FILE");
     for (const char* moments : {"--adam-m", "--adam-v"})
@@ -447,9 +578,13 @@ inline void check_options(const Options& o) {
              o.recompute.c_str());
     if (o.has("--memory") && o.park > 0)
         fail("--memory %s: chooses among blocks that are alike: --park all, or 0", o.memory.c_str());
-    if (o.update_in_backward && o.grad_accum > 1)
-        fail("--update-in-backward consumes gradients at once: it does not go with --grad-accum %d",
-             o.grad_accum);
+    check_host_memory(o);
+    if (o.update_in_backward && o.grad_accum > 1 && !o.by_block)
+        fail(
+            "--update-in-backward consumes gradients at once: with --grad-accum %d it needs --by-block, so "
+            "that "
+            "a block's are complete",
+            o.grad_accum);
     if (o.update_in_backward && o.clip > 0 && !o.clip_per_block)
         fail(
             "--update-in-backward updates blocks before the gradient's norm is known: add --clip-per-block, "
@@ -477,11 +612,18 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
         return std::find(names.begin(), names.end(), name) != names.end();
     };
     if (among({"--resume", "--timeline", "--save-base"})) return false;  // the adapter names its base
+    if (among({"--rates"})) return false;                                // of the machine where the run began
     if (among({"--matmul-algorithms"})) return kSearchesAlgorithms;
-    if (among({"--recompute", "--head-rows"})) return !o.has("--memory") || o.batch == 0;  // else chosen anew
+    if (among({"--tf32"})) return kHasTf32;
+    if (among({"--recompute", "--head-rows", "--mlp-rows", "--weights", "--lend", "--embeddings", "--state",
+               "--state-rooms", "--park"}) &&
+        o.has("--memory") && o.batch != 0)
+        return false;  // chosen anew
+    if (among({"--weights", "--lend", "--embeddings"}) && o.steps == 0)
+        return o.trains_adapter();  // else the save has them
     // What only generates needs no data, and leaves alone what the training has written.
-    if (among({"--data", "--val-data", "--loss-on", "--chat-format", "--log", "--out", "--save-every",
-               "--merge"}))
+    if (among({"--data", "--val-data", "--loss-on", "--chat-format", "--log", "--loss-by-position", "--out",
+               "--save-every", "--merge"}))
         return o.steps > 0;
     // A prompt asks for a sample.
     if (among({"--sample-tokens"})) return !o.has("--prompt") || values != nlohmann::json::array({"0"});
@@ -529,7 +671,8 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
                 if (it == before.here.end() || !holds_in_a_resume(name, *it, o)) continue;
                 const bool found =
                     automatic && !o.has("--memory") &&
-                    ((name == "--batch" && o.batch == 0) || (name == "--head-rows" && o.head_rows < 0));
+                    ((name == "--batch" && o.batch == 0) || (name == "--head-rows" && o.head_rows < 0) ||
+                     (name == "--mlp-rows" && o.mlp_rows < 0));
                 if (option->count() > 0 && !found) continue;
                 if (found) option->clear();
                 o.saved.insert(name);
@@ -543,6 +686,8 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
             given();
             for (const std::string& name : o.saved)
                 o.given[name] = before.written[name].get<std::vector<std::string>>();
+            // The same command goes on with the length that it chose when it began.
+            if (automatic) o.context.clear(), o.given.erase("--context");
         }
     } catch (const CLI::CallForHelp&) {
         printf("%s", app.help().c_str());

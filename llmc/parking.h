@@ -1,66 +1,74 @@
 // parking.h - the inputs of blocks, which wait from forward to backward, parked where there is room: in
-// host memory beside a GPU (parking_host.h), on a CPU in a file (parking_disk.h).
+// host memory beside a GPU, on a CPU in a file (elsewhere.h).
 //
 // On the device there are two slots. Forward copies a block's input into one and goes on; it is stored from
-// there. Backward reads it in its slot, where it was loaded while the block behind was computed; the last two
-// are still there. So all blocks find the same memory left, whatever waits.
+// there. Backward reads it in a slot, where it was loaded while the one before was used; of a single
+// micro-batch the last two are still there. So all blocks find the same memory left, whatever waits.
 #pragma once
 
+#include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "llmc/arena.h"
-
-// Where inputs are parked. One is on its way at a time.
-class ParkingPlace {
-  public:
-    virtual ~ParkingPlace() = default;
-    // Begins to store a slot as a layer's input, or to load it, after what the stream was given so far.
-    virtual void store(int layer, const char* slot, Stream stream) = 0;
-    virtual void load(int layer, char* slot, Stream stream) = 0;
-    // Has what the stream is given from here on find that done. Fails where it cannot be.
-    virtual void join(Stream stream) = 0;
-    // How long the host has waited for that, in all.
-    double seconds_waited = 0;
-};
+#include "llmc/elsewhere.h"
+#include "llmc/work.h"
 
 template <class T>
 class ParkedInputs {
   public:
     ParkedInputs(Arena& arena, const Stream& stream) : arena_(arena), stream_(stream) {}
 
-    // How many layers' inputs are parked, from the first on; none without. A rehearsal needs no place.
-    void use(int layers, ParkingPlace* place) { layers_ = layers, place_ = place; }
+    // How many layers' inputs are parked, from the first on, of how many micro-batches that pass a layer
+    // before the next. A rehearsal needs no place.
+    void use(int layers, int passes, Elsewhere* place) { layers_ = layers, passes_ = passes, place_ = place; }
     bool parks(int layer) const { return layer < layers_; }
+    // How many inputs leave the device. Each has the number layer * passes + pass.
+    static int stored(int layers, int passes) {
+        return passes > 1 ? layers * passes : std::max(0, layers - 2);
+    }
+    // What one of that shape takes there.
+    static size_t stored_bytes(Shape shape) {
+        return whole_sectors(static_cast<size_t>(shape.size()) * sizeof(T));
+    }
 
     // The slots, until give_back(). `shape` is that of an input.
     void take(Shape shape) {
         if (layers_ == 0) return;
-        for (Slot& slot : slots_) slot = {kNone, arena_.take<T>("parked_input", shape)};
+        bytes_ = stored_bytes(shape);
+        const auto room_bytes = static_cast<int64_t>(bytes_ + kElsewhereAlignment);
+        for (Slot& slot : slots_) {
+            slot = {kNone, arena_.take<uint8_t>("parked_input", {room_bytes})};
+            slot.input = Tensor<T>(reinterpret_cast<T*>(aligned_room(slot.room.data())), shape);
+        }
     }
     // After a layer's forward: lets go of its input.
-    void park(int layer, Tensor<T>& input) {
+    void park(int layer, int pass, Tensor<T>& input) {
         if (!parks(layer)) return;
         join();
-        Slot& slot = slots_[layer % 2];
+        held_ = 1 - held_;
+        Slot& slot = slots_[held_];
         const int64_t columns = input.columns();
-        copy_rows_on_device(slot.room.data(), columns, input.data(), columns, columns, input.rows(), stream_);
-        slot.layer = layer;
+        copy_rows_on_device(slot.input.data(), columns, input.data(), columns, columns, input.rows(),
+                            stream_);
+        slot.number = number(layer, pass);
         input.drop();
-        if (arena_.rehearsing() || layer >= layers_ - 2) return;
-        place_->store(layer, bytes(slot), stream_);
-        under_way_ = true;
+        if (slot.number < stored(layers_, passes_)) begin(slot, at(slot.number), {});
     }
-    // Before its backward: its input again, a view of its slot, and the layer's below on its way.
-    void fetch(int layer, Tensor<T>& input) {
+    // Before its backward: its input again, a view of its slot, and the next one on its way: that of the next
+    // pass, or of the layer below.
+    void fetch(int layer, int pass, Tensor<T>& input) {
         if (!parks(layer)) return;
+        if (slots_[held_].number != number(layer, pass)) {
+            load(number(layer, pass));
+            held_ = 1 - held_;
+        }
         join();
-        input = slots_[layer % 2].room.view();
-        Slot& next = slots_[1 - layer % 2];
-        if (layer == 0 || next.layer == layer - 1) return;
-        next.layer = layer - 1;
-        if (arena_.rehearsing()) return;
-        place_->load(layer - 1, bytes(next), stream_);
-        under_way_ = true;
+        input = slots_[held_].input.view();
+        if (pass + 1 < passes_)
+            load(number(layer, pass + 1));
+        else if (layer > 0)
+            load(number(layer - 1, 0));
     }
     void give_back() {
         join();
@@ -70,19 +78,45 @@ class ParkedInputs {
   private:
     static constexpr int kNone = -1;
     struct Slot {
-        int layer = kNone;
-        Tensor<T> room = {};
+        int number = kNone;
+        Tensor<uint8_t> room = {};
+        Tensor<T> input = {};  // in it
     };
-    static char* bytes(const Slot& slot) { return reinterpret_cast<char*>(slot.room.data()); }
+    int number(int layer, int pass) const { return layer * passes_ + pass; }
+    // Has the slot that is not held get an input, unless it has it.
+    void load(int number) {
+        Slot& slot = slots_[1 - held_];
+        if (slot.number == number) return;
+        join();
+        slot.number = number;
+        begin(slot, {}, at(number));
+    }
+    uint64_t at(int number) const { return static_cast<uint64_t>(number) * bytes_; }
+    void begin(const Slot& slot, std::optional<uint64_t> to, std::optional<uint64_t> from) {
+        char* const room = reinterpret_cast<char*>(slot.input.data());
+        under_way_ = 0;
+        if (!arena_.rehearsing())
+            under_way_ = place_->exchange(room, bytes_, to, from, stream_);
+        else if (to)
+            note_transfer({Transfer::Parked, false, kHostIsDevice ? Way::DiskWrite : Way::ToHost, bytes()});
+        else
+            note_transfer({Transfer::Parked, false, kHostIsDevice ? Way::DiskRead : Way::FromHost, bytes()});
+    }
+    double bytes() const { return static_cast<double>(bytes_); }
     void join() {
-        if (under_way_) place_->join(stream_);
-        under_way_ = false;
+        const std::optional<size_t> number = std::exchange(under_way_, std::nullopt);
+        if (!number) return;
+        if (arena_.rehearsing()) return note_transfer({Transfer::Parked, true});
+        const Waiting waiting(Transfer::Parked);
+        place_->join(*number, stream_);
     }
 
     Arena& arena_;
     const Stream& stream_;
-    ParkingPlace* place_ = nullptr;
-    int layers_ = 0;
+    Elsewhere* place_ = nullptr;
+    int layers_ = 0, passes_ = 1;
+    size_t bytes_ = 0;  // of an input, stored
     Slot slots_[2];
-    bool under_way_ = false;
+    int held_ = 0;
+    std::optional<size_t> under_way_;
 };

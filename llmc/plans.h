@@ -24,10 +24,12 @@ struct Plans {
     Plan update;      // empty where backward contains it
     Plan evaluate;
     Plan sample, slide;  // a sample, and its continuation where it is longer than the model's window
-    Plan merge, load;    // of a model's weights and its adapter; of a GGUF's weights, or a first soft prompt
+    Plan merge;          // of a model's weights and its adapter
+    Plan load;           // of a GGUF's weights
+    Plan first_prompt;   // a new soft prompt's vectors
 
-    std::array<const Plan*, 8> all() const {
-        return {&train, &add, &update, &evaluate, &sample, &slide, &merge, &load};
+    std::array<const Plan*, 9> all() const {
+        return {&train, &add, &update, &evaluate, &sample, &slide, &merge, &load, &first_prompt};
     }
 };
 
@@ -48,8 +50,10 @@ inline size_t process_bytes() {
 // data, and what a step's kernels and its metrics need.
 template <class T>
 std::vector<MemoryReport::Buffer> buffers_of(const State<T>& model, const QuantizedWeights* quantized,
-                                             const QuantizedWeights* head, const State<T>* adapter,
-                                             const Feeder* feeder, int64_t metrics, bool drops, bool parks) {
+                                             const QuantizedWeights* head, bool embeddings_elsewhere,
+                                             const State<T>* adapter, const std::vector<Feeder>* feeders,
+                                             int64_t metrics, size_t dropout_keys,
+                                             int64_t positions_with_loss) {
     std::vector<MemoryReport::Buffer> all;
     const auto add = [&](const std::string& name, const char* kind, Shape shape, const char* dtype,
                          size_t bytes) {
@@ -58,34 +62,51 @@ std::vector<MemoryReport::Buffer> buffers_of(const State<T>& model, const Quanti
     const auto add_floats = [&](const char* name, int64_t count) {
         if (count > 0) add(name, "workspace", {count}, "fp32", static_cast<size_t>(count) * sizeof(float));
     };
-    for (const StateBuffer& b : model.buffers()) add(b.name, b.kind, {b.elements}, b.dtype, b.bytes());
+    const auto add_state = [&](const std::string& prefix, const State<T>& state) {
+        for (const StateBuffer& b : state.buffers())
+            if (b.elements > 0) add(prefix + b.name, b.kind, {b.elements}, b.dtype, b.bytes());
+    };
+    add_state("", model);
     const auto add_quantized = [&](const char* name, const QuantizedWeights* q) {
         if (q) add(name, "weights", {static_cast<int64_t>(q->bytes())}, "byte", q->bytes());
     };
     if (quantized && !quantized->is_lent()) add_quantized("quantized_weights", quantized);
-    const auto add_staging = [&](const char* name) {
-        constexpr size_t kBytes = DiskThreads::kStagingBytes;
-        if (kHostIsDevice) add(name, "workspace", {static_cast<int64_t>(kBytes)}, "byte", kBytes);
-    };
-    if (quantized && quantized->home() == Home::Disk) add_staging("disk_staging");
-    if (parks) add_staging("parking_staging");
+    const size_t disks =
+        (quantized && quantized->home() == Home::Disk ? 1 : 0) + (embeddings_elsewhere ? 1 : 0);
+    if (const size_t bytes = kHostIsDevice ? disks * DiskQueue::kStagingBytes : 0; bytes > 0)
+        add("disk_staging", "workspace", {static_cast<int64_t>(bytes)}, "byte", bytes);
     add_quantized("quantized_head", head);
-    if (adapter)
-        for (const StateBuffer& b : adapter->buffers())
-            add(std::string("adapter_") + b.name, b.kind, {b.elements}, b.dtype, b.bytes());
-    if (feeder) add("batch", "input", {Feeder::kCopies, feeder->count()}, dtype_name<int>(), feeder->bytes());
+    if (adapter) add_state("adapter_", *adapter);
+    if (feeders) {
+        const auto batches = static_cast<int64_t>(feeders->size());
+        const Feeder& f = feeders->front();
+        add("batch", "input", {batches * Feeder::kCopies, f.count()}, dtype_name<int>(),
+            feeders->size() * f.bytes());
+    }
     add_floats("metrics", metrics);
+    add_floats("position_losses", positions_with_loss);
     add("step_factors", "workspace", {int64_t{sizeof(UpdateFactors)}}, "byte", sizeof(UpdateFactors));
-    if (drops) add("dropout_key", "workspace", {1}, "byte", sizeof(uint64_t));
+    if (dropout_keys > 0)
+        add("dropout_key", "workspace", {static_cast<int64_t>(dropout_keys)}, "byte",
+            dropout_keys * sizeof(uint64_t));
     add_floats("position_factors", static_cast<int64_t>(position_factors(model.layout.config()).size()));
     return all;
 }
 
-// What a run takes beside its buffers, and what its step costs by the nominal rates. The report refers to the
+// The time of a step by phases, in order.
+inline PhaseTimes phases_of(const Plans& plans, int grad_accum, const Rates& rates) {
+    PhaseTimes phases;
+    add_phases(phases, plans.train, 1, rates);
+    add_phases(phases, plans.add, grad_accum - 1, rates);
+    add_phases(phases, plans.update, 1, rates);
+    return phases;
+}
+
+// What a run takes beside its buffers, and what its step costs by these rates. The report refers to the
 // plans.
 template <class T>
-MemoryReport make_report(const Options& o, const Plans& plans, size_t tokenizer_bytes,
-                         const Choices& choices) {
+MemoryReport make_report(const Options& o, const Plans& plans, size_t tokenizer_bytes, const Choices& choices,
+                         const Rates& rates) {
     MemoryReport r;
     r.model = o.model;
     r.device = kDevice;
@@ -95,6 +116,7 @@ MemoryReport make_report(const Options& o, const Plans& plans, size_t tokenizer_
     r.seq_len = o.seq_len;
     r.grad_accum = o.grad_accum;
     r.head_rows = o.head_rows;
+    r.mlp_rows = o.mlp_rows;
     r.tokenizer = kHostIsDevice ? tokenizer_bytes : 0;
     r.context = context_bytes();
     r.process = process_bytes() + r.tokenizer + r.context;
@@ -105,14 +127,17 @@ MemoryReport make_report(const Options& o, const Plans& plans, size_t tokenizer_
                                      {"sampling", &plans.sample},
                                      {"a sample's continuation", &plans.slide},
                                      {"merging", &plans.merge},
-                                     {"loading", &plans.load}})
+                                     {"loading", &plans.load},
+                                     {"a soft prompt's begin", &plans.first_prompt}})
         if (!plan->takes.empty()) r.others.emplace_back(name, plan);
-    const DeviceRates rates = nominal_rates<T>();
+    r.phases = phases_of(plans, o.grad_accum, rates);
     r.update_seconds = seconds_of(plans.update.work, rates);
     r.seconds = seconds_of(plans.train.work, rates) + (o.grad_accum - 1) * seconds_of(plans.add.work, rates) +
-                r.update_seconds;
+                r.update_seconds + seconds_waited(r.phases);
+    r.rates = o.rates;
     r.budget = o.memory;
     r.choice = choices.memory;
     r.batch_choice = choices.batch;
+    r.context_choice = choices.context;
     return r;
 }

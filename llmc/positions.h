@@ -5,9 +5,10 @@
 #include "llmc/alibi.h"
 #include "llmc/families.h"
 
-// (head_size / 2) inverse frequencies, (heads) slopes, or none where positions are learned.
-inline std::vector<float> position_factors(const ModelConfig& c) {
-    if (c.family->position == PositionKind::Rotary) return inverse_frequencies(c.head_size, c.rope);
+// (head_size / 2) inverse frequencies, (heads) slopes, or none where positions are learned. `length` is that
+// of the run's sequences, in tokens, by which alone the scaling `dynamic` goes.
+inline std::vector<float> position_factors(const ModelConfig& c, int length = 0) {
+    if (c.family->position == PositionKind::Rotary) return inverse_frequencies(c.head_size, c.rope, length);
     if (c.family->position == PositionKind::Alibi) return alibi_slopes(c.heads);
     return {};
 }

@@ -135,7 +135,8 @@ template <class T, class Decoder>
 void dequantize_with(T* out, const QuantizedView& w, int64_t first_row, int64_t count, Stream stream) {
     const int64_t n = count * w.columns, first = first_row * w.columns;
     const double read = static_cast<double>(quantized_bytes(w)) * count / w.rows;
-    const Operation operation("dequantize", 0, read + static_cast<double>(n * sizeof(T)));
+    const Operation operation("dequantize", 0, read + static_cast<double>(n * sizeof(T)), {},
+                              {.form = w.format->name});
     launch<dequantize_kernel<T, Decoder>>(elementwise_blocks<T>(n), kBlockThreads, 0, stream, out, Decoder(w),
                                           first, n);
 }

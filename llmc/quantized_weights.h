@@ -25,13 +25,14 @@
 // The field whose matrix the head multiplies with.
 inline Field head_field(const ModelConfig& c) { return c.tied ? Field::TokenEmbedding : Field::HeadWeight; }
 
-// The layout of a model's tensors, without the `matrices` of its blocks' linear layers, without the `head`'s.
-inline Layout layout_without(const ModelConfig& c, bool matrices, bool head) {
+// The layout of a model's tensors, without the `matrices` of its blocks' linear layers, without these others.
+inline Layout layout_without(const ModelConfig& c, bool matrices, const std::vector<Field>& others) {
     return Layout(c, c.family->prefix, [&](int unit) {
         const Family& family = *c.family;
         Table table = unit == 0 ? family.embeddings(c) : unit > c.layers ? family.head(c) : family.block(c);
         std::erase_if(table, [&](const Row& row) {
-            return (matrices && is_linear(row.field)) || (head && row.field == head_field(c));
+            return (matrices && is_linear(row.field)) ||
+                   std::find(others.begin(), others.end(), row.field) != others.end();
         });
         return table;
     });
@@ -39,18 +40,18 @@ inline Layout layout_without(const ModelConfig& c, bool matrices, bool head) {
 
 class QuantizedWeights {
   public:
-    // Those of a model's linear layers: format_of(name, rows, columns) is that of a matrix, by its name in
-    // files and its size, (out, in). With `floats` all are floats as a folder's files have them. Takes no
-    // memory yet.
+    // Those of a model's linear layers: format_of(module, name) is that of a matrix, by its layer and its
+    // name in files. With `floats` all are floats as a folder's files have them. What is lent is a whole
+    // block, or a half. Takes no memory yet.
     template <class FormatOf>
-    QuantizedWeights(const ModelConfig& c, Home home, bool floats, FormatOf&& format_of)
-        : home_(home), floats_(floats), by_outputs_(!floats || c.family->by_outputs) {
+    QuantizedWeights(const ModelConfig& c, Home home, bool halves, bool floats, FormatOf&& format_of)
+        : home_(home), halves_(halves), floats_(floats), by_outputs_(!floats || c.family->by_outputs) {
         for (LinearModule& m : linear_modules(c)) {
             const std::string name = full_name(c, m) + ".weight";
-            while (static_cast<int>(blocks_.size()) <= m.layer) blocks_.push_back(bytes_);
-            add(name, m, format_of(name, m.outputs, m.inputs));
+            while (static_cast<int>(loans_.size()) <= loan_of(m.layer, m.field)) loans_.push_back(bytes_);
+            add(name, m, format_of(m, name));
         }
-        blocks_.push_back(bytes_);
+        loans_.push_back(bytes_);
     }
     // That of a model's head, (vocabulary, channels), which may be the token embedding too.
     QuantizedWeights(const ModelConfig& c, const WeightFormat& format) {
@@ -66,6 +67,11 @@ class QuantizedWeights {
 
     // All of them.
     size_t bytes() const { return bytes_; }
+    int64_t elements() const {
+        int64_t n = 0;
+        for (const Matrix& m : matrices_) n += m.module.outputs * m.module.inputs;
+        return n;
+    }
     Home home() const { return home_; }
     bool is_lent() const { return home_ != Home::Device; }
     // Whether they are the floats of files, and lie (out, in).
@@ -77,25 +83,36 @@ class QuantizedWeights {
         if (home_ == Home::Host) host_ = std::make_unique<PinnedBuffer>(bytes_);
     }
 
-    // A block's bytes where they live, in memory; null before it was taken, and on the disk.
-    std::span<const char> block(int layer) const {
-        const char* const all = host_ ? host_->data() : memory_.data();
-        return {all ? all + block_start(layer) : nullptr, block_start(layer + 1) - block_start(layer)};
+    // What is lent together with a block's linear layer: the whole block, or its half.
+    bool are_halves() const { return halves_; }
+    int loan_of(int layer, Field field) const {
+        return halves_ ? 2 * layer + (field == Field::UpWeight || field == Field::DownWeight) : layer;
     }
-    size_t largest_block() const {
-        size_t most = 0;
-        for (size_t l = 0; l + 1 < blocks_.size(); l++) most = std::max(most, blocks_[l + 1] - blocks_[l]);
-        return most;
+    // A loan's bytes where they live, in memory; null before it was taken, and on the disk.
+    std::span<const char> loan(int number) const {
+        const char* const all = host_ ? host_->data() : memory_.data();
+        return {all ? all + start_of(number) : nullptr, start_of(number + 1) - start_of(number)};
+    }
+    // The bytes of each.
+    std::vector<size_t> loan_bytes() const {
+        std::vector<size_t> bytes;
+        for (size_t i = 0; i + 1 < loans_.size(); i++) bytes.push_back(loans_[i + 1] - loans_[i]);
+        return bytes;
+    }
+    size_t largest_loan() const {
+        const std::vector<size_t> bytes = loan_bytes();
+        return *std::max_element(bytes.begin(), bytes.end());
     }
 
-    // The parts of a linear layer whose block begins at that address on the device, or at none yet. Each is
-    // so many outputs of its matrix.
-    std::vector<QuantizedPart> parts(int layer, Field field, const char* block) const {
+    // The parts of a linear layer whose loan begins at that address on the device, or at none yet. Each is so
+    // many outputs of its matrix.
+    std::vector<QuantizedPart> parts(int layer, Field field, const char* loan) const {
         std::vector<QuantizedPart> found;
         for (const Matrix& m : matrices_)
             if (m.module.layer == layer && m.module.field == field)
-                found.push_back({view(m, block ? block + (m.offset - block_start(layer)) : nullptr),
-                                 m.module.first_output});
+                found.push_back(
+                    {view(m, loan ? loan + (m.offset - start_of(loan_of(layer, field))) : nullptr),
+                     m.module.first_output});
         return found;
     }
 
@@ -116,23 +133,23 @@ class QuantizedWeights {
                 quantize<T>(files, m, config, to, used);
         });
     }
-    // Where each block is in those files, for who reads it when it is borrowed: add(block).
+    // Where each loan is in those files, for who reads it when it is borrowed: add(loan).
     template <class Add>
     void find(const SafetensorsFolder& files, const ModelConfig& config,
               std::set<const SafetensorsEntry*>& used, Add&& add) {
-        find_each(add, [&](Matrix& m, BlockOnDisk& block, size_t at) {
-            if (!floats_) return find_nf4(files, m, used).find(block, at);
+        find_each(add, [&](Matrix& m, LoanOnDisk& loan, size_t at) {
+            if (!floats_) return find_nf4(files, m, used).find(loan, at);
             const SafetensorsEntry& entry = find_floats(files, config, m, used);
-            block.pieces.push_back({entry.file, entry.offset, entry.bytes, at});
+            loan.pieces.push_back({entry.file, entry.offset, entry.bytes, at});
         });
     }
     // The same of a GGUF.
     template <class Add>
     void find(const GgufModel& file, Add&& add) {
-        find_each(add, [&](const Matrix& m, BlockOnDisk& block, size_t at) {
+        find_each(add, [&](const Matrix& m, LoanOnDisk& loan, size_t at) {
             const GgufPart part = file.get(m.name, {m.module.outputs, m.module.inputs});
             part.for_each_run(0, m.module.outputs, [&](uint64_t offset, size_t bytes, size_t from) {
-                block.pieces.push_back({part.tensor->file, offset, bytes, at + from});
+                loan.pieces.push_back({part.tensor->file, offset, bytes, at + from});
             });
         });
     }
@@ -170,16 +187,16 @@ class QuantizedWeights {
         matrices_.push_back({name, m, format, bytes_});
         bytes_ += static_cast<size_t>(quantized_bytes(*format, m.outputs * m.inputs));
     }
-    size_t block_start(int layer) const { return blocks_[static_cast<size_t>(layer)]; }
-    // Calls add(block) for each block with what find_matrix(matrix, block, at) writes into it.
+    size_t start_of(int loan) const { return loans_[static_cast<size_t>(loan)]; }
+    // Calls add(loan) for each with what find_matrix(matrix, loan, at) writes into it.
     template <class Add, class FindMatrix>
     void find_each(Add&& add, FindMatrix&& find_matrix) {
-        for (size_t l = 0, i = 0; l + 1 < blocks_.size(); l++) {
-            BlockOnDisk block;
-            block.bytes = blocks_[l + 1] - blocks_[l];
-            for (; i < matrices_.size() && matrices_[i].offset < blocks_[l + 1]; i++)
-                find_matrix(matrices_[i], block, matrices_[i].offset - blocks_[l]);
-            add(block);
+        for (size_t l = 0, i = 0; l + 1 < loans_.size(); l++) {
+            LoanOnDisk loan;
+            loan.bytes = loans_[l + 1] - loans_[l];
+            for (; i < matrices_.size() && matrices_[i].offset < loans_[l + 1]; i++)
+                find_matrix(matrices_[i], loan, matrices_[i].offset - loans_[l]);
+            add(loan);
         }
     }
     static int64_t bytes_in_file(const Matrix& m) {
@@ -247,13 +264,17 @@ class QuantizedWeights {
         used.insert(&entry);
         m.dtype = kTorchName<T>;
         std::optional<Nf4Quantizer> nf4;
-        if (m.format != &kQ8_0) nf4.emplace(to, n, *m.format);
+        if (m.format == &kNf4 || m.format == &kNf4Double) nf4.emplace(to, n, *m.format);
         const auto add = [&](int64_t first, const std::vector<T>& elements) {
             const auto count = static_cast<int64_t>(elements.size());
-            if (nf4)
-                nf4->add(first, elements.data(), count);
+            if (nf4) return nf4->add(first, elements.data(), count);
+            unsigned char* const at = to + first / m.format->block * m.format->block_bytes;
+            if (m.format == &kQ8_0) return quantize_q8_0(at, elements.data(), count);
+            if (m.format == &kStored<T>)
+                std::copy(elements.begin(), elements.end(), reinterpret_cast<T*>(at));
             else
-                quantize_q8_0(to + first / Q8_0::kElements * Q8_0::kBlockBytes, elements.data(), count);
+                std::transform(elements.begin(), elements.end(), reinterpret_cast<bf16*>(at),
+                               [](T x) { return from_float<bf16>(to_float(x)); });
         };
         std::vector<T> matrix(by_outputs ? 0 : static_cast<size_t>(n));
         read_chunks(entry, n, files.folder(), [&](int64_t first, const std::vector<float>& values) {
@@ -270,10 +291,10 @@ class QuantizedWeights {
     }
 
     Home home_ = Home::Device;
-    bool floats_ = false, by_outputs_ = true;
+    bool halves_ = false, floats_ = false, by_outputs_ = true;
     std::vector<Matrix> matrices_;
     size_t bytes_ = 0;
-    std::vector<size_t> blocks_;  // where each begins among all, and their end
+    std::vector<size_t> loans_;  // where each begins among all, and their end
     DeviceBuffer memory_;
     std::unique_ptr<PinnedBuffer> host_;
 };

@@ -10,21 +10,25 @@
 
 #include "llmc/arena.h"
 #include "llmc/model.h"
+#include "llmc/rates.h"
 
 constexpr double mebibytes(size_t bytes) { return static_cast<double>(bytes) / 1048576.0; }
 
 // A configuration that --memory chose or might have.
 struct MemoryChoice {
     std::string recompute, formats;  // of the layers; of the state, as options, where not as given
-    int64_t head_rows;
+    std::string residences;          // the same of where things live
+    int64_t head_rows, mlp_rows;
     int batch, grad_accum;
     size_t bytes;    // in all
     double seconds;  // of a step, by estimate
     double slower;   // than the fastest configuration there is: 0.1 is 10%
 
     std::string text() const {
-        return format("--recompute %s --head-rows %lld --batch %d --grad-accum %d%s", recompute.c_str(),
-                      static_cast<long long>(head_rows), batch, grad_accum, formats.c_str());
+        const std::string mlp = mlp_rows > 0 ? " --mlp-rows " + std::to_string(mlp_rows) : "";
+        return format("--recompute %s --head-rows %lld%s --batch %d --grad-accum %d%s%s", recompute.c_str(),
+                      static_cast<long long>(head_rows), mlp.c_str(), batch, grad_accum, formats.c_str(),
+                      residences.c_str());
     }
 };
 
@@ -41,20 +45,26 @@ struct MemoryReport {
     std::string model, device, precision, recompute;
     int64_t parameters = 0, trained = 0;
     int batch = 0, seq_len = 0, grad_accum = 1;
-    int64_t head_rows = 0;
+    int64_t head_rows = 0, mlp_rows = 0;
     double seconds = 0;                // of a step, by estimate
     double update_seconds = 0;         // of the update in it
+    PhaseTimes phases;                 // what its phases take of that
+    std::string rates;                 // the file of rates that is by; empty: nominal ones
     std::string budget;                // --memory
     std::vector<MemoryChoice> choice;  // what was chosen for it, and its neighbours
     std::string batch_choice;          // what --batch auto chose, and why no more
+    std::string context_choice;        // the same of --context auto, and what it costs in time
     std::vector<Buffer> buffers;
     // What a process takes beside them: code that libraries compile or load, threads' stacks, a tokenizer.
     size_t process = 0;
-    size_t tokenizer = 0;  // of that, where it is known
-    size_t context = 0;    // of that, a GPU's
-    size_t pinned = 0;     // host memory beside a GPU: of matrices that live there or pass through it
-    size_t on_disk = 0;    // matrices that are read from their files when they are used
-    size_t parked = 0;     // inputs of blocks in a file; beside a GPU they are among what is pinned
+    size_t tokenizer = 0;         // of that, where it is known
+    size_t context = 0;           // of that, a GPU's
+    size_t pinned = 0;            // host memory beside a GPU: of matrices that live there or pass through it
+    size_t on_disk = 0;           // matrices that are read from their files when they are used
+    size_t parked = 0;            // inputs of blocks in a file; beside a GPU they are among what is pinned
+    size_t working = 0;           // what is trained in a file; beside a GPU the same
+    size_t narrower = 0;          // what matrices in fewer bits than the build's take less
+    double widening_seconds = 0;  // and what making the build's of them takes of a step
     // Of a micro-batch, and of what uses the arena at other times: the trainer's own plans, as it last
     // rehearsed them.
     const Plan *train = &kNoPlan, *update = &kNoPlan;
@@ -72,9 +82,12 @@ struct MemoryReport {
         for (const auto& [name, plan] : others) bytes = std::max(bytes, plan->bytes);
         return bytes;
     }
-    // The largest of the state's buffers and the arena.
+    // The largest of the state's buffers and the arena, which is named by what needs it where that is not
+    // training.
     std::pair<std::string, size_t> largest() const {
-        std::pair<std::string, size_t> most{"activations", activations()};
+        std::pair<std::string, size_t> most{"activations", train->bytes};
+        for (const auto& [name, plan] : others)
+            if (plan->bytes > most.second) most = {name, plan->bytes};
         for (const Buffer& b : buffers)
             if (b.bytes > most.second) most = {b.name, b.bytes};
         return most;
@@ -92,6 +105,9 @@ struct MemoryReport {
         return bytes;
     }
     size_t total() const { return allocated() + process; }
+    // What waits in memory or files that were taken for it.
+    size_t elsewhere() const { return pinned + parked + working; }
+    double tokens() const { return static_cast<double>(batch) * seq_len * grad_accum; }  // of a step
 };
 
 // JSON as text, of names of files in whatever encoding.
@@ -121,12 +137,24 @@ inline nlohmann::ordered_json operations_json(const MemoryReport& r) {
     return all;
 }
 
+// Seconds of a step, phase by phase; of transfers what is waited for.
+inline nlohmann::ordered_json phases_json(const PhaseTimes& phases) {
+    auto all = nlohmann::ordered_json::array();
+    for (const PhaseTime& p : phases) {
+        nlohmann::ordered_json j = {{"name", p.name}, {"seconds", p.total()}};
+        j["bound_by"] = kCostNames[static_cast<size_t>(p.bound())];
+        for (size_t c = 0; c < kCosts; c++) j[kCostNames[c]] = p.seconds[c];
+        all.push_back(std::move(j));
+    }
+    return all;
+}
+
 inline nlohmann::ordered_json report_json(const MemoryReport& r) {
-    nlohmann::ordered_json j = {{"model", r.model},         {"parameters", r.parameters},
-                                {"trained", r.trained},     {"device", r.device},
-                                {"precision", r.precision}, {"batch", r.batch},
-                                {"seq_len", r.seq_len},     {"grad_accum", r.grad_accum},
-                                {"head_rows", r.head_rows}, {"recompute", r.recompute}};
+    nlohmann::ordered_json j = {
+        {"model", r.model},       {"parameters", r.parameters}, {"trained", r.trained},
+        {"device", r.device},     {"precision", r.precision},   {"batch", r.batch},
+        {"seq_len", r.seq_len},   {"grad_accum", r.grad_accum}, {"head_rows", r.head_rows},
+        {"mlp_rows", r.mlp_rows}, {"recompute", r.recompute}};
     auto& totals = j["totals"];
     for (const char* kind : {"weights", "gradients", "optimizer_m", "optimizer_v", "master", "input"})
         totals[kind] = r.of_kind(kind);
@@ -134,17 +162,24 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     totals["workspace"] = r.workspace();
     totals["process"] = r.process;
     totals["total"] = r.total();
-    j["elsewhere"] = {{"pinned_host", r.pinned}, {"on_disk", r.on_disk}, {"parked", r.parked}};
+    j["elsewhere"] = {
+        {"pinned_host", r.pinned}, {"on_disk", r.on_disk}, {"parked", r.parked}, {"working_file", r.working}};
+    if (r.narrower > 0) j["stored"] = {{"saved_bytes", r.narrower}, {"widening_seconds", r.widening_seconds}};
     j["activations_lower_bound"] = r.train->lower_bound;
     j["peak_at"] = r.train->peak_at;
     j["estimated_seconds"] = r.seconds;
+    j["tokens_per_second"] = r.seconds > 0 ? r.tokens() / r.seconds : 0;
+    j["rates"] = r.rates.empty() ? "nominal" : r.rates;
+    j["phases"] = phases_json(r.phases);
     j["operations"] = operations_json(r);
     for (const MemoryChoice& c : r.choice)
         j["choice"].push_back({{"recompute", c.recompute},
                                {"head_rows", c.head_rows},
+                               {"mlp_rows", c.mlp_rows},
                                {"batch", c.batch},
                                {"grad_accum", c.grad_accum},
                                {"formats", c.formats},
+                               {"residences", c.residences},
                                {"bytes", c.bytes},
                                {"seconds", c.seconds},
                                {"slower", c.slower}});
@@ -180,6 +215,7 @@ struct TableLine {
 
 // What --memory chose, what that costs, and what lies next to it.
 inline void print_choice(FILE* to, const MemoryReport& r) {
+    if (!r.context_choice.empty()) fprintf(to, "--context auto: %s\n", r.context_choice.c_str());
     if (!r.batch_choice.empty()) fprintf(to, "--batch auto: %s\n", r.batch_choice.c_str());
     for (size_t i = 0; i < r.choice.size(); i++) {
         const MemoryChoice &c = r.choice[i], &chosen = r.choice[0];
@@ -203,10 +239,11 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
                                     ? ""
                                     : format(", %lld trained beside them", static_cast<long long>(r.trained));
     fprintf(to,
-            "%s: %lld parameters%s; %s, %s, batch %d, seq_len %d, recompute %s, head_rows %lld\n"
+            "%s: %lld parameters%s; %s, %s, batch %d, seq_len %d, recompute %s, head_rows %lld%s\n"
             "%s, in MiB:\n",
             r.model.c_str(), static_cast<long long>(r.parameters), trained.c_str(), r.device.c_str(),
             r.precision.c_str(), r.batch, r.seq_len, r.recompute.c_str(), static_cast<long long>(r.head_rows),
+            r.mlp_rows > 0 ? format(", mlp_rows %lld", static_cast<long long>(r.mlp_rows)).c_str() : "",
             verb);
     const auto line = [&](size_t bytes, const std::string& what) {
         if (bytes > 0) fprintf(to, "%12.2f  %s\n", mebibytes(bytes), what.c_str());
@@ -226,14 +263,35 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
     const std::string of_it = format("; %.2f of it the tokenizer", mebibytes(r.tokenizer));
     line(r.process, "the process itself (about)" + (r.tokenizer >= 1 << 20 ? of_it : ""));
     line(r.total(), free.known() ? format("in all; %.0f are free", mebibytes(free.bytes)) : "in all");
+    line(r.narrower, format("less than matrices in %s would take; widening them takes %.3g s of a step",
+                            r.precision.c_str(), r.widening_seconds));
     line(r.pinned, "pinned host memory beside that");
     line(r.on_disk, "of matrices beside that, read from the disk when they are used");
     line(r.parked, "of inputs of blocks beside that, in a file until backward reads them");
+    line(r.working, "of what is trained beside that, in a file of the run's own");
+}
+
+// What a step should take, and what bounds its phases.
+inline void print_phases(FILE* to, const MemoryReport& r) {
+    if (r.seconds <= 0) return;
+    fprintf(to, "a step takes %.4g s by %s, %.4g tokens/s:\n", r.seconds,
+            r.rates.empty() ? "nominal rates (--calibrate measures them)" : r.rates.c_str(),
+            r.tokens() / r.seconds);
+    for (const PhaseTime& p : r.phases) {
+        const auto bound = static_cast<size_t>(p.bound());
+        fprintf(to, "%12.4f  %s, bound by %s", p.total(), p.name.c_str(), kCostNames[bound]);
+        for (size_t c = 0; c < kCosts; c++)
+            if (p.seconds[c] > 0)
+                fprintf(to, "; %.0f%% %s%s", 100 * p.seconds[c] / p.total(), c < 3 ? "" : "waiting for the ",
+                        kCostNames[c]);
+        fprintf(to, "\n");
+    }
 }
 
 // The summary, and a table of every buffer.
 inline void print_report(FILE* to, const MemoryReport& r) {
     print_summary(to, r, "takes");
+    print_phases(to, r);
     std::vector<std::string> order;
     std::map<std::string, TableLine> table;
     for (const auto& b : r.buffers) {

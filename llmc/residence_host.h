@@ -10,12 +10,14 @@
 
 class HostResidence : public Residence {
   public:
-    // block(layer) is a block's bytes in pinned memory.
-    explicit HostResidence(std::function<std::span<const char>(int layer)> block)
-        : block_(std::move(block)) {}
+    // bytes_of(loan) are a loan's bytes in pinned memory.
+    explicit HostResidence(std::function<std::span<const char>(int loan)> bytes_of)
+        : bytes_of_(std::move(bytes_of)) {}
 
-    void start(int layer, char* room, Stream stream) override {
-        const std::span<const char> from = block_(layer);
+    void start(int loan, char* room, Stream stream, [[maybe_unused]] int changed) override {
+        assert(changed == kNoLoan);
+        const std::span<const char> from = bytes_of_(loan);
+        count_moved(Way::FromHost, from.size());
         free_.record(stream);
         free_.block(copies_.get());
         copy_async(room, from.data(), from.size(), copies_.get());
@@ -24,7 +26,7 @@ class HostResidence : public Residence {
     void finish(Stream stream) override { arrived_.block(stream); }
 
   private:
-    std::function<std::span<const char>(int)> block_;
+    std::function<std::span<const char>(int)> bytes_of_;
     OwnStream copies_;
     Event free_, arrived_;
 };

@@ -37,9 +37,9 @@ inline std::string name_from(const std::string& folder, const std::string& name)
 }
 
 // The options whose values are names of files or folders.
-inline constexpr const char* kNameOptions[] = {"--data",    "--val-data", "--model",
-                                               "--log",     "--out",      "--matmul-algorithms",
-                                               "--adapter", "--merge",    "--save-base"};
+inline constexpr const char* kNameOptions[] = {"--data",      "--val-data",          "--model",   "--log",
+                                               "--out",       "--matmul-algorithms", "--adapter", "--merge",
+                                               "--save-base", "--loss-by-position",  "--rates"};
 
 inline bool is_list_of_texts(const nlohmann::json& options, const char* name) {
     const auto it = options.find(name);

@@ -5,47 +5,56 @@
 #pragma once
 
 #include "llmc/columns.cuh"
+#include "llmc/lane_row.h"
 #include "llmc/packed.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 
-// The output of a row of C by the lanes that take every `step`-th element from their `first` on. Written
-// once, so that a re-made output has the bits of the first.
+// The output of a vector of a row. Written once, so that a re-made output has the bits of the first.
+template <int N, class T>
+SIMT_DEVICE void rms_normalize(T* out, const Packed<T, N>& x, float rstd, const T* weight) {
+    const Packed<T, N> w = load<N>(weight);
+    float normalized[N], o[N];
+    for (int k = 0; k < N; k++) normalized[k] = x[k] * rstd;
+    const Packed<T, N> n = rounded<T>(normalized);
+    for (int k = 0; k < N; k++) o[k] = n[k] * w[k];
+    store(out, o);
+}
+// That of a row of C by the lanes that take every `step`-th element from their `first` on.
 template <int N, class T>
 SIMT_DEVICE void rms_normalize(T* out, const T* x, float rstd, const T* weight, int C, int first, int step) {
-    for (int c = first; c < C; c += step) {
-        const Packed<T, N> p = load<N>(x + c), w = load<N>(weight + c);
-        float normalized[N], o[N];
-        for (int k = 0; k < N; k++) normalized[k] = p[k] * rstd;
-        const Packed<T, N> n = rounded<T>(normalized);
-        for (int k = 0; k < N; k++) o[k] = n[k] * w[k];
-        store(out + c, o);
-    }
+    for (int c = first; c < C; c += step) rms_normalize<N>(out + c, load<N>(x + c), rstd, weight + c);
 }
 
 // One warp a row. With kResidual the row is a + b: it is stored in `sum` as T, and as T it is normalised.
-template <class T, int N, bool kResidual>
+template <class T, int N, int kKept, bool kResidual>
 __global__ void __launch_bounds__(kBlockThreads)
     rmsnorm_forward_kernel(T* out, float* rstd, T* sum, const T* a, const T* b, const T* weight, int rows,
                            int C, float epsilon) {
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
     const int64_t start = int64_t{row} * C;
+    LaneRow<T, N, kKept> x(a + start, C);
+    const LaneRow<T, N, kKept> other(kResidual ? b + start : nullptr, kResidual ? C : 0);
     Accumulator<N> squares;
-    for (int c = lane() * N; c < C; c += kLanes * N) {
-        Packed<T, N> p = load<N>(a + start + c);
+    for_each_lane_vector<N, kKept>(C, [&](int v, int c) SIMT_INLINE {
+        Packed<T, N> p = x.at(v, c);
         if constexpr (kResidual) {
-            const Packed<T, N> q = load<N>(b + start + c);
+            const Packed<T, N> q = other.at(v, c);
             float both[N];
             for (int k = 0; k < N; k++) both[k] = p[k] + q[k];
             p = rounded<T>(both);
             store(sum + start + c, p);
+            x.replace(v, p);
         }
-        // fmaf: left to compilers, the two forms of this kernel might round differently.
+        // fmaf: left to compilers, the forms of this kernel might round differently.
         for (int k = 0; k < N; k++) squares[k] = fmaf(p[k], p[k], squares[k]);
-    }
+    });
+    if constexpr (kResidual) x.replaced_by(sum + start);
     const float r = rsqrtf(warp_sum(sum_of(squares.v)) / C + epsilon);
-    rms_normalize<N>(out + start, (kResidual ? sum : a) + start, r, weight, C, lane() * N, kLanes * N);
+    x.next_pass();
+    for_each_lane_vector<N, kKept>(
+        C, [&](int v, int c) SIMT_INLINE { rms_normalize<N>(out + start + c, x.at(v, c), r, weight + c); });
     if (lane() == 0) rstd[row] = r;
 }
 
@@ -58,8 +67,9 @@ __global__ void __launch_bounds__(kBlockThreads)
     rms_normalize<N>(out + start, x + start, rstd[row], weight, C, lane() * N, kLanes * N);
 }
 
-// dx += rstd (g - xhat mean(g xhat)) with g = dout weight and xhat = x rstd: one warp a row.
-template <class T, int N>
+// dx += rstd (g - xhat mean(g xhat)) with g = dout weight and xhat = x rstd: one warp a row, which it reads
+// once where kKept of its vectors are kept. The sum has the same order in any case.
+template <class T, int N, int kKept>
 __global__ void __launch_bounds__(kBlockThreads)
     rmsnorm_backward_input_kernel(T* dx, const T* dout, const T* x, const float* rstd, const T* weight,
                                   int rows, int C) {
@@ -67,19 +77,22 @@ __global__ void __launch_bounds__(kBlockThreads)
     if (row >= rows) return;
     const int64_t start = int64_t{row} * C;
     const float r = rstd[row];
+    LaneRow<T, N, kKept> d_row(dout + start, C), x_row(x + start, C);
     Accumulator<N> sum_gx;
-    for (int c = lane() * N; c < C; c += kLanes * N) {
-        const Packed<T, N> d = load<N>(dout + start + c), p = load<N>(x + start + c), w = load<N>(weight + c);
+    for_each_lane_vector<N, kKept>(C, [&](int v, int c) SIMT_INLINE {
+        const Packed<T, N> d = d_row.at(v, c), p = x_row.at(v, c), w = load<N>(weight + c);
         for (int k = 0; k < N; k++) sum_gx[k] += d[k] * w[k] * (p[k] * r);
-    }
+    });
     const float mean_gx = warp_sum(sum_of(sum_gx.v)) / C;
-    for (int c = lane() * N; c < C; c += kLanes * N) {
-        const Packed<T, N> d = load<N>(dout + start + c), p = load<N>(x + start + c), w = load<N>(weight + c);
+    d_row.next_pass();
+    x_row.next_pass();
+    for_each_lane_vector<N, kKept>(C, [&](int v, int c) SIMT_INLINE {
+        const Packed<T, N> d = d_row.at(v, c), p = x_row.at(v, c), w = load<N>(weight + c);
         const Packed<T, N> before = load<N>(dx + start + c);
         float o[N];
         for (int k = 0; k < N; k++) o[k] = before[k] + r * (d[k] * w[k] - p[k] * r * mean_gx);
         store(dx + start + c, o);
-    }
+    });
 }
 
 // What the weight gathers from one element: dout xhat.
@@ -107,11 +120,12 @@ template <class T, bool kResidual>
 void rmsnorm_launch(Tensor<T>& out, Tensor<float>& rstd, T* sum, const Tensor<T>& a, const T* b,
                     const Tensor<T>& weight, Stream stream, float epsilon) {
     const int rows = static_cast<int>(a.rows()), C = static_cast<int>(a.columns());
-    with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
-        launch<rmsnorm_forward_kernel<T, N, kResidual>>(blocks_of_rows(rows), kBlockThreads, 0, stream,
-                                                        out.data(), rstd.data(), sum, a.data(), b,
-                                                        weight.data(), rows, C, epsilon);
-    });
+    with_lane_rows<T>(
+        C, [&]<int N, int kKept>(std::integral_constant<int, N>, std::integral_constant<int, kKept>) {
+            launch<rmsnorm_forward_kernel<T, N, kKept, kResidual>>(
+                blocks_of_rows(rows), kBlockThreads, 0, stream, out.data(), rstd.data(), sum, a.data(), b,
+                weight.data(), rows, C, epsilon);
+        });
 }
 
 // out (rows, C) = x rstd weight, with rstd = 1/sqrt(mean(x^2) + epsilon) of each row, which is saved.
@@ -151,11 +165,12 @@ void rmsnorm_backward(Tensor<T>& dx, Tensor<Gradient>& dweight, Tensor<float>& s
     const Operation operation("rmsnorm_backward", 0,
                               pass_bytes(dx, dx, dout, x) + (dweight ? pass_bytes(dout, x) : 0));
     const int rows = static_cast<int>(x.rows()), C = static_cast<int>(x.columns());
-    with_vector_size<T>(C, [&]<int N>(std::integral_constant<int, N>) {
-        launch<rmsnorm_backward_input_kernel<T, N>>(blocks_of_rows(rows), kBlockThreads, 0, stream, dx.data(),
-                                                    dout.data(), x.data(), rstd.data(), weight.data(), rows,
-                                                    C);
-    });
+    with_lane_rows<T>(
+        C, [&]<int N, int kKept>(std::integral_constant<int, N>, std::integral_constant<int, kKept>) {
+            launch<rmsnorm_backward_input_kernel<T, N, kKept>>(blocks_of_rows(rows), kBlockThreads, 0, stream,
+                                                               dx.data(), dout.data(), x.data(), rstd.data(),
+                                                               weight.data(), rows, C);
+        });
     if (!dweight) return;
     const RmsnormColumns<T> columns{dout.data(), x.data(), rstd.data()};
     add_column_sums<T>(columns, ColumnOutputs<Gradient, 1>{{dweight.data()}}, scratch, rows, C, stream);

@@ -40,7 +40,7 @@ SIMT_DEVICE void cos_sin(float x, float& cosine, float& sine) {
 template <class T, int N, bool kInverse>
 __global__ void __launch_bounds__(kBlockThreads)
     rope_kernel(T* qkv, const float* frequencies, const int* positions, int rows, int row_length, int heads,
-                int half, int seq_len, int first_position) {
+                int half, int seq_len, int first_position, float scale) {
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
     const float position = static_cast<float>(positions ? positions[row] : first_position + row % seq_len);
@@ -48,10 +48,12 @@ __global__ void __launch_bounds__(kBlockThreads)
     const int heads_at_once = kLanes / span;
     if (lane() >= heads_at_once * span) return;
     for (int v = lane() % span; v < vectors; v += span) {
+        const Packed<float, N> frequency = load<N>(frequencies + v * N);
         float cosine[N], sine[N];
         for (int k = 0; k < N; k++) {
-            cos_sin(position * frequencies[v * N + k], cosine[k], sine[k]);
-            if (kInverse) sine[k] = -sine[k];
+            cos_sin(position * frequency[k], cosine[k], sine[k]);
+            cosine[k] *= scale;
+            sine[k] *= kInverse ? -scale : scale;
         }
         T* const first = qkv + int64_t{row} * row_length + v * N;
         for (int head = lane() / span; head < heads; head += heads_at_once) {
@@ -70,7 +72,7 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 template <class T, bool kInverse>
 void rope_launch(const char* name, Tensor<T>& qkv, const Tensor<float>& frequencies, int heads,
-                 int first_position, const Tensor<int>& positions, Stream stream) {
+                 int first_position, const Tensor<int>& positions, float scale, Stream stream) {
     const int rows = static_cast<int>(qkv.rows()), half = static_cast<int>(frequencies.size());
     const int row_length = static_cast<int>(qkv.columns()), seq_len = static_cast<int>(qkv.shape().dims[1]);
     assert(qkv.shape().count == 3 && heads * 2 * half <= row_length && row_length % (2 * half) == 0);
@@ -79,24 +81,25 @@ void rope_launch(const char* name, Tensor<T>& qkv, const Tensor<float>& frequenc
     with_vector_size<T>(half, [&]<int N>(std::integral_constant<int, N>) {
         launch<rope_kernel<T, N, kInverse>>(blocks_of_rows(rows), kBlockThreads, 0, stream, qkv.data(),
                                             frequencies.data(), positions.data(), rows, row_length, heads,
-                                            half, seq_len, first_position);
+                                            half, seq_len, first_position, scale);
     });
 }
 
 // Turns the first `heads` heads, the queries' and the keys', of each row of qkv (batch, seq_len, all heads *
 // head_size) by its position: that of `positions` (batch, seq_len), or first_position + t where these are
 // absent. Positions are below 2^21. inverse_frequencies (head_size / 2) is the device's copy of what
-// rope_scaling.h makes.
+// rope_scaling.h makes, and `scale` multiplies what is turned: its attention_factor().
 template <class T>
 void rope_forward(Tensor<T>& qkv, const Tensor<float>& inverse_frequencies, int heads, int first_position,
-                  const Tensor<int>& positions, Stream stream) {
-    rope_launch<T, false>("rope_forward", qkv, inverse_frequencies, heads, first_position, positions, stream);
+                  const Tensor<int>& positions, Stream stream, float scale = 1) {
+    rope_launch<T, false>("rope_forward", qkv, inverse_frequencies, heads, first_position, positions, scale,
+                          stream);
 }
 
-// Turns the gradients of queries and keys back.
+// Turns the gradients of queries and keys back, times the same scale.
 template <class T>
 void rope_backward(Tensor<T>& d_qkv, const Tensor<float>& inverse_frequencies, int heads, int first_position,
-                   const Tensor<int>& positions, Stream stream) {
-    rope_launch<T, true>("rope_backward", d_qkv, inverse_frequencies, heads, first_position, positions,
+                   const Tensor<int>& positions, Stream stream, float scale = 1) {
+    rope_launch<T, true>("rope_backward", d_qkv, inverse_frequencies, heads, first_position, positions, scale,
                          stream);
 }

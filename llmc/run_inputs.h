@@ -14,13 +14,16 @@
 #include "llmc/attention.cuh"
 #include "llmc/checkpoint.h"
 #include "llmc/dataset.h"
+#include "llmc/embeddings_elsewhere.h"
 #include "llmc/examples.h"
 #include "llmc/gguf_tokenizer.h"
+#include "llmc/longer_positions.h"
 #include "llmc/new_model.h"
 #include "llmc/options.h"
 #include "llmc/outputs.h"
 #include "llmc/quantized_weights.h"
 #include "llmc/resume.h"
+#include "llmc/stored_as.h"
 #include "llmc/text_tokens.h"
 #include "llmc/tokenizer.h"
 
@@ -38,10 +41,26 @@ class RunInputs {
     RunInputs(Options& o, std::optional<HeldSave> resumed_save);
     RunInputs(const RunInputs&) = delete;
 
-    // The matrices of the model that are kept quantized: as its files are, or as --base asks; else nothing.
-    std::optional<QuantizedWeights> quantized_weights() const;
+    // The matrices of the model that are kept in formats of their own: as its files are, or as --store or
+    // --base asks of a build with weights of type T; else nothing. `weights`: where they live, a name of
+    // kHomeNames.
+    template <class T>
+    std::optional<QuantizedWeights> quantized_weights(const std::string& weights,
+                                                      const std::string& lend) const;
+    // Whether the blocks of a frozen model may live there instead of where --weights has them: not where
+    // check_homes() would refuse it, nor on the disk what is made anew each time.
+    bool may_lend_frozen(const std::string& home) const {
+        const bool in_files = adapter && !parse_new_model(o_.model) && o_.save_base.empty();
+        return in_files && (home != "disk" || stored().empty());
+    }
+    // The same of its embeddings.
+    bool may_move_embeddings() const {
+        return adapter && !parse_new_model(o_.model) && o_.head.empty() && o_.save_base.empty();
+    }
     // That of the head, as --head asks; else nothing.
     std::optional<QuantizedWeights> quantized_head() const;
+    // Embeddings and head that live elsewhere, as `home` has them; else nothing.
+    std::optional<EmbeddingsElsewhere> embeddings_elsewhere(const std::string& home) const;
     // Whether the run samples: not where it only initialises, nor without room for a token after the first.
     bool samples() const;
     // What a sample starts from: the prompt, else the begin of a text or the end of one before, else a line's
@@ -55,6 +74,8 @@ class RunInputs {
     // Whether a sample stops at a token: at those that the model's files name, or else the tokenizer. Of a
     // model of bytes each token is text.
     bool ends_text(int token) const;
+    // The longest sequences that the model can be trained on, in tokens.
+    int most_tokens() const { return is_dynamic() && samples() ? sample_positions() : token_positions(); }
     // Whether --model is a GGUF file.
     static bool is_gguf(const std::string& path) { return path.ends_with(".gguf"); }
     // Whether batches are of training data, or of random tokens; and whether there are batches at all.
@@ -89,12 +110,28 @@ class RunInputs {
     ModelConfig choose_config() const;
     std::vector<int> choose_first_tokens() const;
     AdapterConfig choose_adapter();
+    void choose_length();
     void check_base() const;
-    void check_weights() const;
+    // What --store asks, or --base.
+    std::vector<StoredAs> stored() const {
+        return parse_stored(o_.base.empty() ? o_.store : std::vector{"all=" + o_.base});
+    }
+    void check_home(const char* option, const std::string& home) const;
+    void check_frozen_home(const char* option, const std::string& home) const;
+    void check_homes() const;
     void check_saved_base() const;
     std::vector<int> choose_first_prompt() const;
     // The positions that the model has for tokens.
-    int token_positions() const { return config.positions - adapter.prompt_tokens; }
+    int token_positions() const { return config.longest() - adapter.prompt_tokens; }
+    // Those that a sample may have: the scaling `dynamic` turns a sequence by its length, which grows then.
+    int sample_positions() const {
+        return (is_dynamic() ? config.positions : config.longest()) - adapter.prompt_tokens;
+    }
+    bool is_dynamic() const { return config.rope.type == RopeType::kDynamic; }
+    // Whether batches hold sequences that `dynamic` scales.
+    bool scales_by_length() const {
+        return is_dynamic() && feeds() && o_.seq_len + adapter.prompt_tokens > config.positions;
+    }
     std::optional<Tokenizer> open_tokenizer();
     void tokenize_texts();
     void tokenize_lines(Dataset& lines) const;
@@ -118,26 +155,51 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
       tokenizer(open_tokenizer()),
       adapter(choose_adapter()) {
     check_base();
-    check_weights();
+    check_homes();
     check_saved_base();
     if (o.dropout > 0 && !config.family->drops)
         fail("--dropout %g: a %s has none", o.dropout, config.family->name);
     if (held_save && o.steps > 0) progress = read_progress(resumed);
-    if (token_positions() < 1)
-        fail("a soft prompt of %d tokens leaves no room in the model's %d positions", adapter.prompt_tokens,
-             config.positions);
-    if (!o.has("--seq-len")) o.seq_len = std::min(o.seq_len, token_positions());
-    if (o.seq_len > token_positions())
-        fail("--seq-len %d is more than the model's %d positions%s", o.seq_len, config.positions,
-             adapter.prompt_tokens > 0
-                 ? format(", of which the soft prompt takes %d", adapter.prompt_tokens).c_str()
-                 : "");
+    choose_length();
     check_example_options();
     tokenize_texts();
     if (data && reads_training_data() && o.bench.empty()) open_validation();
+    if (!o.loss_by_position.empty() && !val_data)
+        fail("--loss-by-position %s: there is nothing to validate on; give --val-data",
+             o.loss_by_position.c_str());
     check_data();
     if (data && o.bench.empty() && !o.plan) check_resumed_data();
     check_output_files();
+}
+
+// The length of sequences where none is given. Fails where a sequence is longer than the model's positions.
+inline void RunInputs::choose_length() {
+    if (sample_positions() < 1)
+        fail("a soft prompt of %d tokens leaves no room in the model's %d positions", adapter.prompt_tokens,
+             config.positions);
+    if (!o_.has("--seq-len")) o_.seq_len = std::min(o_.seq_len, sample_positions());
+    if (o_.seq_len > token_positions()) {
+        const bool scaled = config.rope.type != RopeType::kDefault;
+        const bool made = static_cast<bool>(parse_new_model(o_.model));
+        fail("--seq-len %d is more than the model's %d positions%s%s", o_.seq_len, config.longest(),
+             adapter.prompt_tokens > 0
+                 ? format(", of which the soft prompt takes %d", adapter.prompt_tokens).c_str()
+                 : "",
+             made || scaled                                     ? ""
+             : config.family->position == PositionKind::Learned ? "; --positions N adds to them"
+             : config.family->position == PositionKind::Rotary  ? "; --rope-scaling yarn:4 stretches them"
+                                                                : "");
+    }
+    if (!scales_by_length()) return;
+    const char* const why = "the scaling \"dynamic\" goes by the length of a whole sequence";
+    if (packs())
+        fail(
+            "--seq-len %d: %s, and examples share them: at most %d, or --rope-scaling yarn:4 on the model "
+            "without it",
+            o_.seq_len, why, config.positions - adapter.prompt_tokens);
+    if (samples())
+        fail("--seq-len %d: %s, which grows in a sample: add --sample-tokens 0, or at most %d", o_.seq_len,
+             why, config.positions - adapter.prompt_tokens);
 }
 
 // What --data names, or the first text; nothing where no training is asked for.
@@ -169,11 +231,19 @@ inline ModelConfig RunInputs::choose_config() const {
     } else {
         config = read_model_config(model, "--model");
     }
+    lengthen(config, o_.rope_scaling, o_.positions, static_cast<bool>(parse_new_model(o_.model)));
+    if (saved && (config.positions != saved->positions || !(config.rope == saved->rope)))
+        fail(
+            "--resume %s holds a model of %d positions (rotary scaling: %s), and --model %s has %d (%s): "
+            "--rope-scaling and --positions are those that it began with",
+            o_.resume.c_str(), saved->positions, kRopeNames[static_cast<int>(saved->rope.type)],
+            o_.model.c_str(), config.positions, kRopeNames[static_cast<int>(config.rope.type)]);
     if (saved && !(config == *saved))
         fail(
             "--resume %s holds another model (%d layers, %d channels, %d heads) than --model %s (%d, %d, %d)",
             o_.resume.c_str(), saved->layers, saved->channels, saved->heads, o_.model.c_str(), config.layers,
             config.channels, config.heads);
+    if (saved) saved->grown_from = config.grown_from;
     return saved.value_or(config);
 }
 
@@ -189,14 +259,20 @@ inline void RunInputs::check_example_options() const {
 // Fails where a model whose matrices are quantized would be trained or saved as one that is not, or where
 // matrices cannot be quantized as asked.
 inline void RunInputs::check_base() const {
-    const bool is_so = config.has_nf4 || gguf, quantizes = !o_.base.empty() || !o_.head.empty();
-    const std::string asked = !o_.base.empty() ? "--base " + o_.base : "--head " + o_.head;
+    const bool is_so = config.has_nf4 || gguf, stores = !o_.base.empty() || !o_.store.empty(),
+               quantizes = stores || !o_.head.empty();
+    const std::string asked = !o_.base.empty()    ? "--base " + o_.base
+                              : !o_.store.empty() ? "--store " + o_.store[0]
+                                                  : "--head " + o_.head;
+    if (!o_.base.empty() && !o_.store.empty())
+        fail("--base %s: is --store all=%s: give one of them", o_.base.c_str(), o_.base.c_str());
+    check_stored(stored(), config);
     const std::string why =
         is_so ? "--model " + o_.model + ": its files are " + (gguf ? "GGUF" : "NF4") : asked;
     if ((is_so || quantizes) && o_.steps > 0 && !adapter)
         fail("%s: quantized weights are not trained; --train lora or prompt trains beside them", why.c_str());
-    if (is_so && !o_.base.empty())
-        fail("--base %s: the files of --model %s are quantized already", o_.base.c_str(), o_.model.c_str());
+    if (is_so && stores)
+        fail("%s: the files of --model %s are quantized already", asked.c_str(), o_.model.c_str());
     if ((is_so || quantizes) && o_.steps == 0 && !o_.out.empty() && !adapter)
         fail("--out %s: is for what is trained; --save-base DIR saves a base in NF4, --merge DIR a model",
              o_.out.c_str());
@@ -211,31 +287,60 @@ inline void RunInputs::check_base() const {
              config.channels);
 }
 
-// Fails where --weights would lend what is trained, or what is in no file as it is needed.
-inline void RunInputs::check_weights() const {
-    const char* const home = o_.weights.c_str();
-    if (o_.weights == "device") return;
-    if (o_.weights == "host" && kHostIsDevice)
-        fail("--weights host: on a CPU the host's memory is the device's; --weights disk takes none");
-    if (o_.steps > 0 && !adapter)
-        fail("--weights %s: lends weights that are not trained; --train lora or prompt trains beside them",
-             home);
+// Fails where what is trained cannot live there.
+inline void RunInputs::check_home(const char* option, const std::string& home) const {
+    if (home == "host" && kHostIsDevice)
+        fail("%s host: on a CPU the host's memory is the device's; %s disk takes none", option, option);
+    if (home == "disk" && !kHostIsDevice)
+        fail("%s disk: beside a GPU what is trained can live in host memory: %s host", option, option);
+}
+
+// Fails where a frozen model's weights cannot live there.
+inline void RunInputs::check_frozen_home(const char* option, const std::string& home) const {
+    if (home == "host" && kHostIsDevice) check_home(option, home);
     if (parse_new_model(o_.model))
-        fail("--weights %s: is for a model that is in files, and --model %s is a new one", home,
+        fail("%s %s: is for a model that is in files, and --model %s is a new one", option, home.c_str(),
              o_.model.c_str());
     if (o_.steps == 0 && !o_.out.empty() && !adapter)
-        fail("--weights %s: nothing is trained that --out %s could save", home, o_.out.c_str());
+        fail("%s %s: nothing is trained that --out %s could save", option, home.c_str(), o_.out.c_str());
     if (!resumed.empty() && !adapter)
-        fail("--weights %s: --resume %s is a whole model: give it as --model", home, o_.resume.c_str());
-    if (o_.weights == "host") return;
-    if (!o_.base.empty() && !o_.plan)
+        fail("%s %s: --resume %s is a whole model: give it as --model", option, home.c_str(),
+             o_.resume.c_str());
+    if (!o_.save_base.empty())
+        fail("%s %s: --save-base %s is for a base on the device", option, home.c_str(), o_.save_base.c_str());
+}
+
+// Fails where --weights, --embeddings or --state would have something live where it cannot.
+inline void RunInputs::check_homes() const {
+    const bool trains_model = o_.steps > 0 && !adapter;
+    if (o_.steps > 0) check_home("--state", o_.state);
+    if (o_.has("--state-rooms") && o_.state == "device" && !o_.has("--memory"))
+        fail("--state-rooms: is of a state that lives elsewhere, as --state %s has it",
+             kHostIsDevice ? "disk" : "host");
+    if (o_.lend == "half" && trains_model)
+        fail("--lend half: is of a frozen model: a block that is trained comes and goes whole");
+    if (o_.lend == "half" && o_.weights == "device" && !o_.has("--memory"))
+        fail("--lend half: is of blocks that live elsewhere, as --weights disk has them");
+    if (o_.embeddings != "device") {
+        const char* const embeddings = o_.embeddings.c_str();
+        if (trains_model)
+            fail("--embeddings %s: is of a frozen model; --train lora or prompt trains beside one",
+                 embeddings);
+        if (!o_.head.empty())
+            fail("--embeddings %s: --head %s is of a head on the device", embeddings, o_.head.c_str());
+        check_frozen_home("--embeddings", o_.embeddings);
+    }
+    if (o_.weights == "device") return;
+    if (trains_model) return check_home("--weights", o_.weights);
+    check_frozen_home("--weights", o_.weights);
+    if (o_.weights == "disk" && !o_.store.empty())
+        fail("--weights disk: --store %s is of matrices in memory; those of files are lent as they are",
+             o_.store[0].c_str());
+    if (o_.weights == "disk" && !o_.base.empty() && !o_.plan)
         fail(
             "--weights disk: --base %s would be quantized anew each time; save it once with --save-base DIR, "
-            "and "
-            "give --model DIR",
+            "and give --model DIR",
             o_.base.c_str());
-    if (!o_.save_base.empty())
-        fail("--weights disk: --save-base %s is for a base in memory", o_.save_base.c_str());
 }
 
 // Fails where --save-base names what cannot be saved, or a folder that would be lost. One that is there
@@ -259,30 +364,34 @@ inline void RunInputs::check_saved_base() const {
         fail("--save-base %s: holds another model than --model %s in NF4", folder, o_.model.c_str());
 }
 
-inline std::optional<QuantizedWeights> RunInputs::quantized_weights() const {
-    const Home home = named<Home>(kHomeNames, o_.weights);
+template <class T>
+std::optional<QuantizedWeights> RunInputs::quantized_weights(const std::string& weights,
+                                                             const std::string& lend) const {
+    const bool trained = o_.steps > 0 && !adapter;
+    const Home home = trained ? Home::Device : named<Home>(kHomeNames, weights);
+    const bool halves = home != Home::Device && lend == "half";
     if (gguf)
-        return QuantizedWeights(config, home, false,
-                                [&](const std::string& name, int64_t rows, int64_t columns) {
-                                    return &format_of(*gguf->get(name, {rows, columns}).tensor);
+        return QuantizedWeights(config, home, halves, false,
+                                [&](const LinearModule& m, const std::string& name) {
+                                    return &format_of(*gguf->get(name, {m.outputs, m.inputs}).tensor);
                                 });
-    if (!o_.base.empty())
-        return QuantizedWeights(config, home, false, [&](const std::string&, int64_t, int64_t) {
-            return find_weight_format(o_.base);
+    if (const std::vector<StoredAs> formats = stored(); !formats.empty())
+        return QuantizedWeights(config, home, halves, false, [&](const LinearModule& m, const std::string&) {
+            return stored_format<T>(formats, config, m);
         });
     if (!config.has_nf4 && home == Home::Device) return std::nullopt;
     if (!config.has_nf4 && o_.plan && !has_weights(model))  // as published models are
-        return QuantizedWeights(config, home, true,
-                                [](const std::string&, int64_t, int64_t) { return &kStoredBf16; });
+        return QuantizedWeights(config, home, halves, true,
+                                [](const LinearModule&, const std::string&) { return &kStoredBf16; });
     const SafetensorsFolder files(model, config.family->prefix);
     if (!config.has_nf4)
         return QuantizedWeights(
-            config, home, true, [&](const std::string& name, int64_t rows, int64_t columns) {
-                const bool by_outputs = config.family->by_outputs;
-                const Shape shape = by_outputs ? Shape{rows, columns} : Shape{columns, rows};
+            config, home, halves, true, [&](const LinearModule& m, const std::string& name) {
+                const Shape shape =
+                    config.family->by_outputs ? Shape{m.outputs, m.inputs} : Shape{m.inputs, m.outputs};
                 return &format_of(files.get(name, file_shape(shape)), model);
             });
-    return QuantizedWeights(config, home, false, [&](const std::string& name, int64_t, int64_t) {
+    return QuantizedWeights(config, home, halves, false, [&](const LinearModule&, const std::string& name) {
         if (!Nf4File::has(files, name))
             fail("%s: tensor \"%s\" is not quantized, and the folder's others are", model.c_str(),
                  name.c_str());
@@ -293,6 +402,21 @@ inline std::optional<QuantizedWeights> RunInputs::quantized_weights() const {
 inline std::optional<QuantizedWeights> RunInputs::quantized_head() const {
     if (o_.head.empty()) return std::nullopt;
     return QuantizedWeights(config, o_.head == "8bit" ? kQ8_0 : o_.base == "nf4" ? kNf4 : kNf4Double);
+}
+
+inline std::optional<EmbeddingsElsewhere> RunInputs::embeddings_elsewhere(const std::string& name) const {
+    const Home home = named<Home>(kHomeNames, name);
+    if (home == Home::Device) return std::nullopt;
+    if (gguf)
+        return EmbeddingsElsewhere(config, home, [&](Field, const Parameter::Part& part) {
+            return &format_of(*gguf->get(part.name, file_shape(part.shape)).tensor);
+        });
+    if (o_.plan && !has_weights(model))  // as published models are
+        return EmbeddingsElsewhere(config, home, [](Field, const Parameter::Part&) { return &kStoredBf16; });
+    const SafetensorsFolder files(model, config.family->prefix);
+    return EmbeddingsElsewhere(config, home, [&](Field field, const Parameter::Part& part) {
+        return &format_of(find_part(files, config, field, part), model);
+    });
 }
 
 // What is trained beside the model: what a save or an adapter has, or else what the options ask for.
@@ -412,6 +536,7 @@ inline void RunInputs::check_output_files() const {
     std::vector<Output> files = {{"--timeline", o_.timeline, "{\"model\":"}};
     if (!o_.plan) {
         files.push_back({"--log", o_.log, "{\"step\":"});
+        files.push_back({"--loss-by-position", o_.loss_by_position, "{\"step\":"});
         files.push_back({"--matmul-algorithms", o_.matmul_algorithms, ""});
     }
     for (const Output& file : files)
@@ -485,17 +610,17 @@ inline bool RunInputs::ends_text(int token) const {
 inline bool RunInputs::samples() const {
     if (o_.sample_tokens == 0 || (o_.steps == 0 && o_.prompt.empty())) return false;
     const int prompt = static_cast<int>(first_tokens().size());
-    if (prompt >= token_positions() && !o_.prompt.empty())
+    if (prompt >= sample_positions() && !o_.prompt.empty())
         fail("--prompt has %d tokens, which leaves no room in the model's %d positions", prompt,
-             token_positions());
-    return prompt < token_positions();
+             sample_positions());
+    return prompt < sample_positions();
 }
 
 inline int RunInputs::sample_window() const {
     const int64_t prompt = static_cast<int64_t>(first_tokens().size());
     const int64_t wanted =
         o_.steps > 0 ? std::max<int64_t>(o_.seq_len, prompt + 1) : prompt + o_.sample_tokens;
-    return static_cast<int>(std::min<int64_t>(token_positions(), wanted));
+    return static_cast<int>(std::min<int64_t>(sample_positions(), wanted));
 }
 
 inline bool RunInputs::sample_slides() const {

@@ -147,6 +147,17 @@ struct SharedMemory {
         return data;
     }
 };
+
+// Threads that the blocks of a launch are handed to.
+inline size_t threads_of_a_launch() {
+    return omp_in_parallel() ? 1 : static_cast<size_t>(omp_get_max_threads());
+}
+
+// Room for a function of the fast build, until the next who asks; in a rehearsal nothing is written there.
+inline void* workspace(size_t bytes) {
+    static thread_local SharedMemory own;
+    return lender ? lender->workspace(bytes) : own.grow(bytes);
+}
 }  // namespace simt
 
 #if SIMT_LANES == 32
@@ -170,7 +181,7 @@ namespace simt {
 template <class Body>
 void run_grid(dim3 grid, [[maybe_unused]] dim3 block, size_t shared_bytes, Body&& body) {
     const size_t blocks = static_cast<size_t>(grid.x) * grid.y * grid.z;
-    const size_t threads = omp_in_parallel() ? 1 : omp_get_max_threads();
+    const size_t threads = threads_of_a_launch();
     const size_t run = blocks / (threads * 16) + 1;
     const size_t most_workers = std::min(threads, (blocks + run - 1) / run);
     const size_t part = (shared_bytes + 63) / 64 * 64;

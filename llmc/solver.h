@@ -38,22 +38,7 @@
 
 #include "llmc/arena.h"
 #include "llmc/error.h"
-
-// What a device can do: FLOP/s, bytes/s, and the seconds that each launch takes besides.
-struct DeviceRates {
-    double flops, bandwidth, latency;
-};
-
-// The seconds of an operation by the roofline model: its FLOPs or its bytes, whichever take longer.
-inline double seconds_of(const Work& work, const DeviceRates& rates) {
-    return std::max(work.flops / rates.flops, work.bytes / rates.bandwidth) + rates.latency * work.calls;
-}
-
-inline double seconds_of(const std::vector<Work>& work, const DeviceRates& rates) {
-    double seconds = 0;
-    for (const Work& w : work) seconds += seconds_of(w, rates);
-    return seconds;
-}
+#include "llmc/rates.h"
 
 // A part of the step: the most bytes that live in it and those that live after it, relative to those before.
 struct Stretch {
@@ -84,9 +69,22 @@ inline std::string block_range(const std::string& path) {
     return "";
 }
 
-// Cuts a rehearsed step at its blocks. Bytes are rounded as in the arena; seconds to 2^-40 (a picosecond), so
-// that their sums are exact and the same in any order.
-inline std::vector<Segment> segments_of(const Plan& plan, const DeviceRates& rates) {
+// The seconds that a block's transfers take in a phase, "forward" or "backward": the same of all its blocks.
+inline double moving_seconds(const Plan& plan, const std::vector<Segment>& segments, const std::string& phase,
+                             const Rates& rates) {
+    const auto is_of = [&](const std::string& range) { return range.starts_with(phase); };
+    double seconds = 0;
+    for (const Transfer& t : plan.transfers)
+        if (!t.waits && is_of(t.range)) seconds += rates.seconds(t);
+    const auto blocks =
+        std::count_if(segments.begin(), segments.end(), [&](const Segment& s) { return is_of(s.block); });
+    return seconds / static_cast<double>(std::max<ptrdiff_t>(blocks, 1));
+}
+
+// Cuts a rehearsed step at its blocks. A block takes as long as it computes or as its transfers move,
+// whichever is longer. Bytes are rounded as in the arena; seconds to 2^-40 (a picosecond), so that their sums
+// are exact and the same in any order.
+inline std::vector<Segment> segments_of(const Plan& plan, const Rates& rates) {
     struct Event {
         int time;
         int64_t bytes;
@@ -115,7 +113,12 @@ inline std::vector<Segment> segments_of(const Plan& plan, const DeviceRates& rat
             at++;
             assert(at < segments.size());  // a block that works also takes something
         }
-        (block.empty() ? segments[at].after : segments[at].inside).seconds += seconds_of(w, rates);
+        (block.empty() ? segments[at].after : segments[at].inside).seconds += rates.seconds(w);
+    }
+    for (const char* phase : {"forward", "backward"}) {
+        const double moving = moving_seconds(plan, segments, phase, rates);
+        for (Segment& s : segments)
+            if (s.block.starts_with(phase)) s.inside.seconds = std::max(s.inside.seconds, moving);
     }
     for (Segment& s : segments)
         for (Stretch* part : {&s.inside, &s.after})

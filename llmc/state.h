@@ -2,18 +2,25 @@
 // formats the run chose. A table of buffers, from which memory, the report and saves follow.
 //
 // A buffer holds the elements of the Layout (model.h) in its order, or one element for each stretch of
-// them: the scales of 8-bit codes.
+// them: the scales of 8-bit codes. Some may lie elsewhere than on the device (elsewhere.h): the weights of
+// blocks, each by itself; and all that only updates need, in chunks, each with its part of every buffer, so
+// that it comes and goes as one.
 #pragma once
 
 #include <algorithm>
 #include <iterator>
 
 #include "llmc/device.h"
+#include "llmc/elsewhere.h"
 #include "llmc/model.h"
 #include "llmc/quantize8.cuh"
 #include "llmc/split.h"
 
 static_assert(kParameterAlignment % kQuantizedBlock == 0);
+
+// Where weights and what belongs to them live.
+enum class Home { Device, Host, Disk };
+inline constexpr const char* kHomeNames[] = {"device", "host", "disk"};
 
 enum class Optimizer { AdamW, Sgd };
 // What completes bf16 weights to fp32: a copy, or the 16 missing bits (split.h), or nothing: then updates
@@ -42,6 +49,8 @@ struct StateOptions {
     Optimizer optimizer = Optimizer::AdamW;
     Master master = Master::Fp32;
     Moment m = Moment::Fp32, v = Moment::Fp32;
+    Home blocks = Home::Device;   // of the blocks' weights,
+    Home updated = Home::Device;  // and of what only updates need: moments, master
 
     // As the options that ask for it, for messages and saves.
     std::string text() const {
@@ -66,22 +75,79 @@ SIMT_HOST_DEVICE T narrow_master(float x) {
 
 enum class StatePart { Weights, Gradients, M, MScale, V, VScale, Master };
 
+// Elements of a buffer that are not on the device: those that stand for the model's from `first` on, and
+// where they lie.
+struct StatePiece {
+    int64_t first, count;
+    uint64_t at;
+};
+
+// Elements of the model whose state comes to the device together.
+struct StateChunk {
+    int unit;
+    int64_t first, count;
+};
+constexpr int64_t kStateChunk = int64_t{1} << 18;  // elements of a chunk at most
+static_assert(kStateChunk % kParameterAlignment == 0);
+
 // A row of the table.
 struct StateBuffer {
     StatePart part;
-    const char* name;    // in the report
-    const char* kind;    // the line of the report's totals where it counts
-    const char* prefix;  // of its parameters' names in a save; null: not saved
-    const char* dtype;   // as dtype_name() has it
-    size_t width;        // bytes of an element
-    int span;            // elements of the model that one of its elements stands for
-    int64_t elements = 0;
-    DeviceBuffer memory = {};  // empty before allocate()
+    const char* name;                     // in the report
+    const char* kind;                     // the line of the report's totals where it counts
+    const char* prefix;                   // of its parameters' names in a save; null: not saved
+    const char* dtype;                    // as dtype_name() has it
+    size_t width;                         // bytes of an element
+    int span;                             // elements of the model that one of its elements stands for
+    int64_t elements = 0;                 // on the device
+    DeviceBuffer memory = {};             // empty before allocate()
+    std::vector<StatePiece> pieces = {};  // what is not there, in order and without a gap
+    Elsewhere* place = nullptr;           // where those are
 
     size_t bytes() const { return static_cast<size_t>(elements) * width; }
-    // The element that stands for element `at` of the model.
+    size_t bytes_of(int64_t count) const {
+        return static_cast<size_t>(ceil_div(count, int64_t{span})) * width;
+    }
+    bool is_on_device(int64_t at) const {
+        return pieces.empty() || at < pieces.front().first || at >= elsewhere_end();
+    }
+    // The element that stands for element `at` of the model; null where that is not on the device.
     char* at(int64_t at) const {
-        return memory.data() ? memory.data() + static_cast<size_t>(at / span) * width : nullptr;
+        if (!memory.data() || !is_on_device(at)) return nullptr;
+        if (!pieces.empty() && at >= elsewhere_end()) at -= elsewhere_end() - pieces.front().first;
+        return memory.data() + static_cast<size_t>(at / span) * width;
+    }
+    // Copies what stands for `count` elements of the model from or to the host, wherever it lies: all of it
+    // in one unit.
+    void read(int64_t at, int64_t count, void* host) const {
+        if (is_on_device(at)) return copy_to_host(host, this->at(at), bytes_of(count), {});
+        for_each_piece(at, count, [&](uint64_t from, size_t first, size_t bytes) {
+            place->read(from, bytes, static_cast<char*>(host) + first);
+        });
+    }
+    void write(int64_t at, int64_t count, const void* host) const {
+        if (is_on_device(at)) return copy_to_device(this->at(at), host, bytes_of(count), {});
+        for_each_piece(at, count, [&](uint64_t to, size_t first, size_t bytes) {
+            place->write(to, bytes, static_cast<const char*>(host) + first);
+        });
+    }
+
+  private:
+    int64_t elsewhere_end() const { return pieces.back().first + pieces.back().count; }
+    // Calls f(at, first, bytes) for each piece's part of those elements, which begins `first` bytes behind
+    // the first of them.
+    template <class F>
+    void for_each_piece(int64_t from, int64_t count, F&& f) const {
+        auto piece = std::upper_bound(pieces.begin(), pieces.end(), from,
+                                      [](int64_t at, const StatePiece& p) { return at < p.first; }) -
+                     1;
+        for (size_t done = 0; count > 0; piece++) {
+            const int64_t here = std::min(count, piece->first + piece->count - from);
+            f(piece->at + bytes_of(from - piece->first), done, bytes_of(here));
+            done += bytes_of(here);
+            from += here;
+            count -= here;
+        }
     }
 };
 
@@ -108,11 +174,31 @@ class State {
             if (options.master == Master::Split)
                 add<int16_t>(StatePart::Master, "master_low", "master", "master_low.");
         }
+        place_blocks();
+        place_chunks();
+    }
+    // Where what is not on the device is to lie, each in a place of at least so many bytes: the blocks'
+    // weights, one block_bytes() after another, and the chunks, one chunk_bytes() after another.
+    void lie_in(Elsewhere* blocks, Elsewhere* chunks) {
+        for (StateBuffer& b : buffers_)
+            if (!b.pieces.empty()) b.place = b.part == StatePart::Weights ? blocks : chunks;
+    }
+    size_t block_bytes() const {
+        return whole_sectors(static_cast<size_t>(layout.units()[1].size) * sizeof(T));
+    }
+    const std::vector<StateChunk>& chunks() const { return chunks_; }  // in the order of the units
+    size_t chunk_bytes() const { return chunk_bytes_; }
+    // Where a part of a chunk begins in it; null in a rehearsal, and where the state has no such part.
+    template <class E>
+    E* in_chunk(StatePart part, char* chunk) const {
+        const StateBuffer* b = find(part);
+        return b && chunk ? reinterpret_cast<E*>(chunk + b->pieces.front().at) : nullptr;
     }
 
     // Takes the memory, zeroed.
     void allocate() {
-        for (StateBuffer& b : buffers_) b.memory = DeviceBuffer(b.bytes(), b.name);
+        for (StateBuffer& b : buffers_)
+            if (b.elements > 0 || b.pieces.empty()) b.memory = DeviceBuffer(b.bytes(), b.name);
     }
 
     const std::vector<StateBuffer>& buffers() const { return buffers_; }
@@ -150,6 +236,46 @@ class State {
                        scale_prefix, kQuantizedBlock);
         }
     }
+    // Has the weights of blocks lie elsewhere, where that is asked for.
+    void place_blocks() {
+        if (options.blocks == Home::Device) return;
+        StateBuffer& weights = buffers_.front();
+        for (int l = 0; l < layout.config().layers; l++) {
+            const Unit& u = layout.units()[static_cast<size_t>(l) + 1];
+            weights.pieces.push_back({u.offset, u.size, static_cast<uint64_t>(l) * block_bytes()});
+            weights.elements -= u.size;
+        }
+    }
+    // And all that only updates need.
+    void place_chunks() {
+        chunks_.clear();
+        chunk_bytes_ = 0;
+        if (options.updated == Home::Device) return;
+        for (size_t u = 0; u < layout.units().size(); u++) {
+            const Unit& unit = layout.units()[u];
+            for (int64_t first = 0; first < unit.size; first += kStateChunk)
+                chunks_.push_back(
+                    {static_cast<int>(u), unit.offset + first, std::min(kStateChunk, unit.size - first)});
+        }
+        std::vector<StateBuffer*> moved;
+        for (StateBuffer& b : buffers_)
+            if (b.part != StatePart::Weights && b.part != StatePart::Gradients) moved.push_back(&b);
+        std::vector<size_t> starts;
+        for (const StateBuffer* b : moved) {
+            starts.push_back(chunk_bytes_);
+            chunk_bytes_ += b->bytes_of(kStateChunk);
+        }
+        chunk_bytes_ = whole_sectors(chunk_bytes_);
+        for (size_t i = 0; i < moved.size(); i++) {
+            moved[i]->elements = 0;
+            for (size_t c = 0; c < chunks_.size(); c++)
+                moved[i]->pieces.push_back(
+                    {chunks_[c].first, chunks_[c].count, c * chunk_bytes_ + starts[i]});
+        }
+        if (moved.empty()) chunks_.clear();
+    }
 
     std::vector<StateBuffer> buffers_;
+    std::vector<StateChunk> chunks_;
+    size_t chunk_bytes_ = 0;
 };

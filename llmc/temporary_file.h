@@ -18,6 +18,15 @@ inline std::string temporary_folder() {
     return chosen && *chosen ? chosen : "/var/tmp";
 }
 
+// Makes a file without a name there, opened with these flags beside O_RDWR; negative, and errno says why,
+// where that cannot be.
+inline int make_nameless_file(const std::string& folder, int flags) {
+    std::string path = folder + "/train-XXXXXX";
+    const int fd = mkostemp(path.data(), O_CLOEXEC | flags);
+    if (fd >= 0) unlink(path.c_str());
+    return fd;
+}
+
 class TemporaryFile {
   public:
     // `holds` says in messages what it keeps.
@@ -50,10 +59,8 @@ class TemporaryFile {
     static constexpr size_t kBufferBytes = 1 << 20;
 
     int make() const {
-        std::string path = folder_ + "/train-XXXXXX";
-        const int fd = mkostemp(path.data(), O_CLOEXEC);
+        const int fd = make_nameless_file(folder_, 0);
         if (fd < 0) fail_to("keep");
-        unlink(path.c_str());
         return fd;
     }
     void write(const char* data, size_t bytes) const {

@@ -1,8 +1,11 @@
-// timeline.h - the bytes that live after each take, release and operation of a training step, as JSON.
+// timeline.h - the bytes that live after each take, release and operation of a training step, and what moves
+// beside them from and to elsewhere, as JSON.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "llmc/file.h"
@@ -16,9 +19,18 @@ struct TimelineEvent {
     std::vector<size_t> bytes;  // by kind
 };
 
+// A transfer, from one point of the list of events to another: 4.5 is in the middle of event 4.
+struct TimelineBar {
+    std::string range;
+    Transfer transfer;
+    double begins, ends;
+    double seconds = 0, waited = 0;  // that it takes, and that computing waits for it; 0 where none knows
+};
+
 struct Timeline {
     std::vector<std::string> kinds;
     std::vector<TimelineEvent> events;
+    std::vector<TimelineBar> bars;
 };
 
 // The kinds of memory of a training: of the state and the batch as the report has them, then of the arena's
@@ -37,10 +49,17 @@ inline std::vector<std::string> timeline_kinds(const MemoryReport& report, const
     return kinds;
 }
 
+// A range that begins with its phase.
+inline std::string range_in(const std::string& phase, const std::string& range) {
+    if (range.rfind(phase, 0) == 0) return range;
+    return range.empty() ? phase : phase + " " + range;
+}
+
 // Appends a plan's events in order. An operation's time is that of the take or release that follows it. Takes
-// count as find_peak() counts them, rounded up to the arena's alignment. Ranges begin with `phase`.
-inline void append_plan(Timeline& timeline, const Plan& plan, const std::string& phase,
-                        std::vector<size_t> live) {
+// count as find_peak() counts them, rounded up to the arena's alignment. Ranges begin with `phase`. Returns
+// which events the operations are.
+inline std::vector<size_t> append_plan(Timeline& timeline, const Plan& plan, const std::string& phase,
+                                       std::vector<size_t> live) {
     struct Moment {
         int time, second;  // an operation comes before what ends it
         size_t index;
@@ -55,9 +74,11 @@ inline void append_plan(Timeline& timeline, const Plan& plan, const std::string&
     std::stable_sort(moments.begin(), moments.end(), [](const Moment& a, const Moment& b) {
         return a.time != b.time ? a.time < b.time : a.second < b.second;
     });
+    std::vector<size_t> operations;
     for (const Moment& m : moments) {
         std::string range, name;
         if (m.second == 0) {
+            operations.push_back(timeline.events.size());
             range = plan.work[m.index].range;
             name = plan.work[m.index].name;
         } else {
@@ -69,26 +90,96 @@ inline void append_plan(Timeline& timeline, const Plan& plan, const std::string&
             range = born ? t.born_at : t.dies_at;
             name = t.name;
         }
-        if (range.rfind(phase, 0) != 0) range = range.empty() ? phase : phase + " " + range;
-        timeline.events.push_back({range, m.event, name, live});
+        timeline.events.push_back({range_in(phase, range), m.event, name, live});
+    }
+    return operations;
+}
+
+// Appends a plan's transfers beside its operations, which are those events. By measured rates each is there
+// while it is on its way; where there are none, from where it begins in the order of the program to where it
+// is waited for.
+inline void append_bars(Timeline& timeline, const Plan& plan, const std::string& phase,
+                        const std::vector<size_t>& operations, const Rates& rates) {
+    struct Computed {
+        double at, seconds;
+    };
+    std::vector<Computed> computed;
+    struct Moved {
+        double at;
+        bool joined = false;
+    };
+    std::vector<Moved> moved;
+    const size_t first = timeline.bars.size();
+    const auto event_of = [&](size_t operation) {
+        return static_cast<double>(operation < operations.size() ? operations[operation]
+                                                                 : timeline.events.size());
+    };
+    simulate(
+        plan, rates,
+        [&](const Work&, double at, double seconds) {
+            computed.push_back({at, seconds});
+        },
+        [&](const Transfer& t, Cost, double at, double seconds) {
+            moved.push_back({at});
+            timeline.bars.push_back(
+                {range_in(phase, t.range), t, event_of(t.after), event_of(operations.size()), seconds});
+        },
+        [&](const Transfer& t, size_t which, double, double seconds) {
+            timeline.bars[first + which].waited += seconds;
+            for (size_t i = 0; i <= which; i++) {
+                TimelineBar& bar = timeline.bars[first + i];
+                if (bar.transfer.of == t.of && !std::exchange(moved[i].joined, true))
+                    bar.ends = event_of(t.after);
+            }
+        });
+    // Where the events are at a time; while computing waits they are at what comes next.
+    const auto at_time = [&](double seconds) {
+        const auto now = std::find_if(computed.begin(), computed.end(),
+                                      [&](const Computed& c) { return c.at + c.seconds > seconds; });
+        const double begun = now == computed.end() ? 0 : std::max(0.0, (seconds - now->at) / now->seconds);
+        return event_of(static_cast<size_t>(now - computed.begin())) + begun;
+    };
+    for (size_t i = 0; i < moved.size(); i++) {
+        TimelineBar& bar = timeline.bars[first + i];
+        if (!rates.measured()) {
+            bar.seconds = bar.waited = 0;
+            continue;
+        }
+        bar.begins = at_time(moved[i].at);
+        bar.ends = at_time(moved[i].at + bar.seconds);
     }
 }
 
 // The timeline of one micro-batch and of the update. State, batch and workspace are there all the time.
-inline Timeline make_timeline(const MemoryReport& report, const Plan& update) {
-    Timeline timeline{timeline_kinds(report, update), {}};
+inline Timeline make_timeline(const MemoryReport& report, const Plan& update, const Rates& rates) {
+    Timeline timeline{timeline_kinds(report, update), {}, {}};
     std::vector<size_t> live;
     for (const std::string& kind : timeline.kinds)
         live.push_back(kind == "workspace" ? report.workspace() : report.of_kind(kind));
-    append_plan(timeline, *report.train, "", live);
-    append_plan(timeline, update, "update", live);
+    append_bars(timeline, *report.train, "", append_plan(timeline, *report.train, "", live), rates);
+    append_bars(timeline, update, "update", append_plan(timeline, update, "update", live), rates);
     return timeline;
 }
 
-// Writes it, one operation a line. Fails naming --timeline when the file cannot be written.
-inline void write_timeline(const std::string& path, const MemoryReport& report, const Plan& update) {
+// A bar's times are there where they are known.
+inline nlohmann::ordered_json bar_json(const TimelineBar& bar) {
+    const Transfer& t = bar.transfer;
+    nlohmann::ordered_json j = {{"range", bar.range},
+                                {"of", Transfer::kNames[t.of]},
+                                {"way", kWayNames[static_cast<size_t>(t.way)]},
+                                {"bytes", static_cast<int64_t>(t.bytes)},
+                                {"begins", bar.begins},
+                                {"ends", bar.ends}};
+    if (bar.seconds > 0) j["seconds"] = bar.seconds, j["waited"] = bar.waited;
+    return j;
+}
+
+// Writes it, one operation a line, and one transfer, where there are any. Fails naming --timeline when the
+// file cannot be written.
+inline void write_timeline(const std::string& path, const MemoryReport& report, const Plan& update,
+                           const Rates& rates) {
     using nlohmann::ordered_json;
-    const Timeline timeline = make_timeline(report, update);
+    const Timeline timeline = make_timeline(report, update, rates);
     const ordered_json head = {{"model", report.model},           {"parameters", report.parameters},
                                {"device", report.device},         {"precision", report.precision},
                                {"batch", report.batch},           {"seq_len", report.seq_len},
@@ -106,6 +197,9 @@ inline void write_timeline(const std::string& path, const MemoryReport& report, 
             file.write(separator + line.dump());
             separator = ",\n";
         }
+        if (!timeline.bars.empty()) file.write("\n],\n\"transfers\": [");
+        for (size_t i = 0; i < timeline.bars.size(); i++)
+            file.write((i > 0 ? ",\n" : "\n") + bar_json(timeline.bars[i]).dump());
         file.write("\n]}\n");
         file.finish();
     } catch (const UserError& error) {

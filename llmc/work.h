@@ -1,7 +1,9 @@
 // work.h - what the operations of a step cost: the FLOPs and the bytes that each launcher counts while the
-// step is rehearsed (arena.h), and the moments between which it runs, for whoever measures (bench.h).
+// step is rehearsed (arena.h), and the moments between which it runs, for whoever measures (bench.h); the
+// same of what moves meanwhile.
 #pragma once
 
+#include <array>
 #include <compare>
 #include <string>
 #include <vector>
@@ -16,6 +18,7 @@ struct Product {
          gelu_backward = false;
     bool bias_gradient = false;  // b's columns are summed too, into zeros: a library may fuse that
     bool widened = false;        // out is fp32, the operands are not
+    bool tf32 = false;           // fp32 operands may be rounded to TF32, for tensor cores
     auto operator<=>(const Product&) const = default;
 
     // "512 x 768 x 3072 NT accumulate": m x n x k, whether a and b are transposed, and what else is asked
@@ -30,11 +33,20 @@ struct Product {
         if (gelu_backward) t += " gelu_backward";
         if (bias_gradient) t += " bias_gradient";
         if (widened) t += " to fp32";
+        if (tf32) t += " tf32";
         if (a_row) t += format(" rows of %lld", static_cast<long long>(a_row));
         if (b_row) t += format(" b's rows of %lld", static_cast<long long>(b_row));
         if (out_row) t += format(" out's rows of %lld", static_cast<long long>(out_row));
         return t;
     }
+};
+
+// What else an operation's speed depends on, beside its name and its bytes: the format of what is decoded or
+// updated; of attention the keys that a query sees and the size of a head.
+struct Variant {
+    const char* form = "";
+    double length = 0;
+    int head_size = 0;
 };
 
 // A launch or library call, or several alike in a loop. Bytes are those read and written if every operand
@@ -46,10 +58,37 @@ struct Work {
     double calls = 1;
     int time = 0;  // takes and releases before it
     Product product = {};
+    Variant variant = {};
 };
 
-// Where a rehearsal writes its operations down, and its clock; null otherwise.
+// What goes between the device and where else things live while operations run (residence.h, parking.h).
+enum class Way { DiskRead, DiskWrite, FromHost, ToHost };
+constexpr size_t kWays = 4;
+inline constexpr const char* kWayNames[kWays] = {"disk_read", "disk_write", "from_host", "to_host"};
+
+constexpr Way way_back(Way way) {
+    return way == Way::DiskRead    ? Way::DiskWrite
+           : way == Way::DiskWrite ? Way::DiskRead
+           : way == Way::FromHost  ? Way::ToHost
+                                   : Way::FromHost;
+}
+
+// A transfer that begins, or the wait for one, and for all of its kind before it.
+struct Transfer {
+    enum Of { Loan, Vocabulary, Parked, State } of;
+    static constexpr size_t kKinds = 4;
+    static constexpr const char* kNames[kKinds] = {"weights", "vocabulary", "inputs", "state"};
+    bool waits;
+    Way way = Way::DiskRead;
+    double bytes = 0;
+    int number = -1;  // that is waited for, of those of its kind; negative: the last that began
+    std::string range = {};
+    size_t after = 0;  // so many entries of the ledger of work
+};
+
+// Where a rehearsal writes its operations and its transfers down, and its clock; null otherwise.
 inline std::vector<Work>* work_ledger = nullptr;
+inline std::vector<Transfer>* transfer_ledger = nullptr;
 inline const int* work_clock = nullptr;
 
 // Hears of the operations of a step as they run: the bench. Operations may nest.
@@ -63,11 +102,12 @@ inline OperationListener* operation_listener = nullptr;  // null unless somebody
 // is written down, in a measured run it is timed, else nothing happens.
 class [[nodiscard]] Operation {
   public:
-    Operation(const char* name, double flops, double bytes, const Product& product = {})
+    Operation(const char* name, double flops, double bytes, const Product& product = {},
+              const Variant& variant = {})
         : listener_(work_ledger ? nullptr : operation_listener) {
         if (work_ledger)
             work_ledger->push_back(
-                {Range::path(), name, flops, bytes, 1, work_clock ? *work_clock : 0, product});
+                {Range::path(), name, flops, bytes, 1, work_clock ? *work_clock : 0, product, variant});
         if (listener_) listener_->operation_begins(name, product);
     }
     ~Operation() {
@@ -77,6 +117,43 @@ class [[nodiscard]] Operation {
 
   private:
     OperationListener* listener_;
+};
+
+// Writes down, in a rehearsal, that a transfer begins or is waited for.
+inline void note_transfer(Transfer transfer) {
+    if (!transfer_ledger) return;
+    transfer.range = Range::path();
+    transfer.after = work_ledger->size();
+    transfer_ledger->push_back(std::move(transfer));
+}
+
+// What has begun to go each way while the device computes, in all, in bytes.
+inline std::array<double, kWays> bytes_moved = {};
+
+inline void count_moved(Way way, size_t bytes) {
+    bytes_moved[static_cast<size_t>(way)] += static_cast<double>(bytes);
+}
+
+// Hears where a step waits for a transfer: the bench.
+struct WaitListener {
+    virtual void wait_begins(Transfer::Of of) = 0;
+    virtual void wait_ends() = 0;
+};
+inline WaitListener* wait_listener = nullptr;  // null unless somebody measures
+
+// A wait for a transfer, from here to the end of the scope.
+class [[nodiscard]] Waiting {
+  public:
+    explicit Waiting(Transfer::Of of) : listener_(wait_listener) {
+        if (listener_) listener_->wait_begins(of);
+    }
+    ~Waiting() {
+        if (listener_) listener_->wait_ends();
+    }
+    Waiting(const Waiting&) = delete;
+
+  private:
+    WaitListener* listener_;
 };
 
 // The bytes of an operation that passes once over these tensors.

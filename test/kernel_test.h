@@ -121,7 +121,8 @@ inline std::vector<MatrixSize> matrix_sizes() {
     std::vector<MatrixSize> sizes;
     for (int rows : {1, 3, 37, 300})
         for (int C : {1, 7, 64, 72, 100, 768, 1000}) sizes.push_back({rows, C});
-    for (int C : {403, 2072}) sizes.push_back({2, C});  // where a lane has many elements, and many vectors
+    // Where a lane has many elements, and many vectors: the most that it keeps, or more.
+    for (int C : {403, 1600, 2072, 4104}) sizes.push_back({2, C});
     return sizes;
 }
 

@@ -5,6 +5,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -238,6 +239,7 @@ struct Results {
     std::vector<float> lse, dq, dk, dv;
     std::vector<unsigned char> bytes() const { return bytes_of(out, lse, dq, dk, dv); }
 };
+
 template <class T>
 Results<T> run(const Case& c, const Arrays<T>& x, const DeviceArray<T>& dout) {
     const size_t rows = static_cast<size_t>(c.batch) * c.queries;
@@ -248,13 +250,43 @@ Results<T> run(const Case& c, const Arrays<T>& x, const DeviceArray<T>& dout) {
     Results<T> results{out.download(), lse.download(), {}, {}, {}};
     if (c.queries != c.keys) return results;
     Arrays<T> gradients = poisoned_arrays<T>(c);
-    attention_backward(gradients.q, gradients.k, gradients.v, dout.data(), out.data(), lse.data(),
-                       delta.data(), in, Stream{});
+    attention_delta(delta.data(), dout.data(), out.data(), in, Stream{});
+    attention_backward(gradients.q, gradients.k, gradients.v, dout.data(), lse.data(), delta.data(), in,
+                       Stream{});
     gradients.download();
     results.dq = gradients.compact(c, 0);
     results.dk = gradients.compact(c, 1);
     results.dv = gradients.compact(c, 2);
     return results;
+}
+
+// The same bits where dq takes q's place, and dk and dv those of k and v or rows of their own.
+template <class T>
+void check_in_place(const Case& c, const Arrays<T>& x, const DeviceArray<T>& dout, const Results<T>& want) {
+    Arrays<T> place(c, x.host);
+    AttentionInput<T> in = input_of(c, x);
+    in.q = place.q, in.k = place.k, in.v = place.v;
+    const DeviceArray<T> out(want.out);
+    const DeviceArray<float> lse(want.lse), delta(poisoned<float>(want.lse.size()));
+    attention_delta(delta.data(), dout.data(), out.data(), in, Stream{});
+    const size_t n = static_cast<size_t>(c.batch) * c.keys * c.channels(1);
+    DeviceArray<T> dk(poisoned<T>(n)), dv(poisoned<T>(n));
+    if (!kOverwritesKeys) {
+        in.dkv_row = c.channels(1), in.dkv_batch = int64_t{c.keys} * c.channels(1);
+        in.dkv_head = c.head_size;
+    }
+    attention_backward(place.q, kOverwritesKeys ? place.k : dk.data(), kOverwritesKeys ? place.v : dv.data(),
+                       dout.data(), lse.data(), delta.data(), in, Stream{});
+    place.download();
+    EXPECT_TRUE(bytes_of(place.compact(c, 0)) == bytes_of(want.dq)) << "dq in place of q";
+    const auto floats = [](const std::vector<T>& v) {
+        std::vector<float> f;
+        for (const T e : v) f.push_back(to_float(e));
+        return f;
+    };
+    const std::vector<float> got_k = kOverwritesKeys ? place.compact(c, 1) : floats(dk.download());
+    const std::vector<float> got_v = kOverwritesKeys ? place.compact(c, 2) : floats(dv.download());
+    EXPECT_TRUE(bytes_of(got_k) == bytes_of(want.dk) && bytes_of(got_v) == bytes_of(want.dv));
 }
 
 // run(), checked; the bytes of all results.
@@ -271,6 +303,7 @@ std::vector<unsigned char> run_case(const Case& c, const Arrays<T>& x, const Dev
         EXPECT_LT(gradient_error(got.dq, want.dq), tolerance<T>());
         EXPECT_LT(gradient_error(got.dk, want.dk), tolerance<T>());
         EXPECT_LT(relative_error(got.dv, want.dv), tolerance<T>());
+        if (!c.hopper) check_in_place(c, x, dout, got);
     }
     return got.bytes();
 }
@@ -679,8 +712,21 @@ TYPED_TEST(Attention, DoesNotDependOnTheNumberOfThreads) {
     if (kThreadSanitizer) GTEST_SKIP() << "slow";
     const int before = omp_get_max_threads();
     // One head of few rows is a single block, in which the fast build's products could use all threads.
-    for (const Case& c : {Case{2, 3, 64, 150, 150, Case::kPacked}, Case{1, 1, 64, 100, 100, Case::kPacked},
-                          Case{2, 6, 64, 150, 150, Case::kPacked, 1, 2}})
+    std::vector<Case> cases = {{2, 3, 64, 150, 150, Case::kPacked},
+                               {1, 1, 64, 100, 100, Case::kPacked},
+                               {2, 6, 64, 150, 150, Case::kPacked, 1, 2}};
+#if SIMT_LANES == 1
+    // One head of many rows is shared by all threads in backward, in each of these forms.
+    Case c{1, 3, 33, 1030, 1030, Case::kUnaligned, 1, 1};
+    for (const int threads : {2, 3, 5}) ASSERT_TRUE(shares_heads(1, 9, 3, threads));
+    cases.push_back(c);
+    for (const auto& [window, document, dropout] :
+         {std::tuple{300, 0, 0.}, {0, 400, 0.}, {0, 0, 0.1}, {70, 90, 0.5}}) {
+        c.window = window, c.document = document, c.dropout = dropout, c.alibi = window > 0;
+        cases.push_back(c);
+    }
+#endif
+    for (const Case& c : cases)
         with_case<TypeParam>(c, [&](const auto& x, const auto& dout, const Reference& want) {
             omp_set_num_threads(1);
             const std::vector<unsigned char> one = run_case(c, x, dout, want);

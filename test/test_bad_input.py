@@ -99,6 +99,7 @@ def test_numbers(train, work, option):
     ({"--memory": "1KiB"}, ["--memory", "1KiB", "least"]),
     ({"--memory": "8GiB", "--recompute": "norm"}, ["--memory", "8GiB", "--recompute", "norm"]),
     ({"--memory": "8GiB", "--steps": 0}, ["--memory", "--steps"]),
+    ({"--host-memory": "8GiB"}, ["--host-memory 8GiB", "--memory"]),
     ({"--batch": "auto", "--memory": "1KiB"}, ["--batch", "auto"]),
     ({"--batch": "Auto"}, ["--batch", "Auto"]),
     ({"--update-in-backward": True}, ["--update-in-backward", "--clip-per-block", "--clip"]),
@@ -185,6 +186,12 @@ def test_algorithms_of_products(train, work):
         refused(train, work, {"--matmul-algorithms": name}, f"{name}: ")
     for name in ("model", "model/config.json", "nowhere/found.json"):
         refused(train, work, {"--matmul-algorithms": name}, name)
+
+
+def test_tf32_is_fp32s_on_a_gpu(train, work):
+    if (train.device, train.precision) == ("cuda", "fp32"):
+        pytest.skip("it has it")
+    refused(train, work, {"--tf32": True}, "--tf32", "fp32", "for the CPU" if train.device == "cpu" else "PRECISION=fp32")
 
 
 # ---- data
@@ -449,8 +456,14 @@ SETTINGS = [
     ("llama", {"attention_bias": True}, ["'attention_bias' is true"]),
     ("llama", {"mlp_bias": True}, ["'mlp_bias' is true"]),
     ("llama", {"hidden_act": "gelu"}, ["'hidden_act' is \"gelu\""]),
-    ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, ["\"yarn\"", "linear"]),
-    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, ["\"yarn\""]),
+    ("llama", {"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, ["\"longrope\"", "linear"]),
+    ("llama", {"rope_scaling": {"type": "longrope", "factor": 4.0}}, ["\"longrope\""]),
+    ("llama", {"rope_scaling": {"type": "yarn"}}, ["'factor' is missing"]),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 1, "beta_slow": 2}}, ["'beta_fast' 1"]),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": "1"}}, ["'mscale' is \"1\""]),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "attention_factor": -1}}, ["'attention_factor' is -1"]),
+    ("llama", {"rope_scaling": {"type": "yarn", "factor": 4.0, "truncate": 1}}, ["'truncate' is 1"]),
+    ("llama", {"rope_scaling": {"type": "dynamic", "factor": 0}}, ["'factor' is 0"]),
     ("llama", {"rope_scaling": {"type": "linear", "factor": 0}}, ["'factor' is 0"]),
     ("llama", {"rope_scaling": {"type": "linear", "factor": -2}}, ["'factor' is -2"]),
     ("llama", {"rope_scaling": {"type": "linear", "factor": float("nan")}}, ["broken JSON"]),

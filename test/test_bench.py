@@ -5,6 +5,7 @@ import json
 import re
 
 import pytest
+from test_rates import rates_of
 from trainer_runs import listing, make, random_tokens, write_shard, write_text
 
 SHAPE = ("--batch", 2, "--seq-len", 48, "--threads", 1)
@@ -117,6 +118,69 @@ def test_data(train, folder, model, data):
     assert figures["model"] == model
     consistent(figures, PHASES, "step")
     assert listing(folder) == before
+
+
+# ---- what lives elsewhere
+
+ELSEWHERE = ("--weights", "disk", "--state", "disk", "--park", "all")
+KINDS = ["weights", "vocabulary", "inputs", "state"]
+
+
+def elsewhere(train, *options):
+    """On a GPU in pinned memory."""
+    place = "disk" if train.device == "cpu" else "host"
+    return tuple(place if option == "disk" else option for option in options)
+
+
+def test_waits_and_links(train):
+    """By block, and all together; each link carries what the plan says, no more and no less."""
+    where = elsewhere(train, *ELSEWHERE)
+    figures = bench(train, "--bench", "--grad-accum", 2, *where, model="llama:d4")
+    plan = train.plan("--model", "llama:d4", *SHAPE, "--grad-accum", 2, *where, "--sample-tokens", 0)
+    room = next(b["bytes"] for b in plan["buffers"] if b["name"] == "lent_block")
+    block, held = room - 4096, plan["elsewhere"]
+    in_all = held["working_file"] + held["pinned_host"] + held["parked"]
+    parked = 2 * 2 * 48 * 256 * (2 if train.precision == "bf16" else 4)  # two of four inputs leave the device
+    state = in_all - 4 * block - parked
+    # A micro-batch has two blocks twice in its rooms, and the update has each once.
+    expected = [(2 * (4 + 2) + 4) * block + 2 * parked + state, 4 * block + 2 * parked + state]
+    ways = ["disk_read", "disk_write"] if train.device == "cpu" else ["from_host", "to_host"]
+    assert list(figures["links"]) == ways
+    seconds = figures["step_ms"]["median"] / 1e3
+    for link, carried in zip(figures["links"].values(), expected, strict=True):
+        assert link["bytes"] == carried
+        assert link["bytes_per_second"] == pytest.approx(carried / seconds) and "limit" not in link
+    *places, whole = figures["waits"]
+    units = [f"update {unit}" for unit in range(6)]
+    # Backward finds the last two blocks, and their inputs, where forward left them.
+    assert [w["place"] for w in places] == [f"forward block {b}" for b in range(4)] + [
+        "backward block 1", "backward block 0"] + units + ["update"]
+    for wait in (*places, whole):
+        assert list(wait) == ["place", "ms", *(f"{kind}_ms" for kind in KINDS)]
+        assert wait["ms"] == pytest.approx(sum(wait[f"{kind}_ms"] for kind in KINDS)) and wait["ms"] >= 0
+    assert whole["place"] == "all" and whole["ms"] == pytest.approx(sum(w["ms"] for w in places))
+    assert 0 < whole["ms"] < figures["step_ms"]["mean"] and all(whole[f"{kind}_ms"] > 0 for kind in KINDS)
+    assert all(w["state_ms"] == 0 for w in places[:6]) and all(w["inputs_ms"] == 0 for w in places[6:])
+    assert places[0]["weights_ms"] > 0 and places[-2]["state_ms"] > 0
+
+
+def test_links_beside_their_limits(train, tmp_path):
+    """Of a file of rates; where a step is not bound by a link it carries less than that can."""
+    rates = rates_of(train, transfers=1e12)
+    (tmp_path / "rates.json").write_text(json.dumps(rates))
+    options = ("--model", "d3", *SHAPE[:-1], rates["threads"], "--bench-steps", 2, "--bench", *ELSEWHERE[:2], "--rates", "rates.json")
+    figures = json.loads(train(*options, "--json", cwd=tmp_path).stdout)
+    assert [link["limit"] for link in figures["links"].values()] == [1e12, 1e12]
+    lines = train(*options, cwd=tmp_path).stdout.decode().split("\n\n")
+    waits, links = ([line.split() for line in table.splitlines()] for table in lines[-2:])
+    assert waits[0] == ["waited,", "ms", *KINDS, "share"] and waits[1][:3] == ["forward", "block", "0"]
+    assert waits[-1][0] == "all" and [row[-1][-1] for row in waits[1:]] == ["%"] * (len(waits) - 1)
+    assert links[0] == "link MB a step GB/s limit".split() and [row[0] for row in links[1:]] == ["disk_read", "disk_write"]
+    assert all(float(row[1]) > 0 and float(row[3]) == 1000 for row in links[1:])
+
+
+def test_nothing_elsewhere_has_no_waits(train):
+    assert not {"waits", "links"} & set(bench(train, "--bench"))
 
 
 # ---- operations

@@ -246,8 +246,8 @@ def test_a_folders_peers(tmp_path):
 def test_transformers_loss_is_its_own(tmp_path, family):
     """What is timed is the model's own loss, without dropout."""
     module = load("torch_folder")
-    options = module.argparse.Namespace(model=str(make(tmp_path / "tiny", "--family", family, "--vocab", 300)),
-                                        weights="fp32", attention="eager", lora_rank=0, nf4=False, precision="fp32")
+    model = make(tmp_path / "tiny", "--family", family, "--vocab", 300)
+    options = module.parse_options(["--model", str(model), "--attention", "eager"])
     loss, vocabulary = module.load(options)
     window = torch.randint(vocabulary, (3, 9), generator=torch.Generator().manual_seed(1))
     assert vocabulary == 300 and not loss.training
@@ -430,11 +430,12 @@ def test_gpu_check_goes_on_after_a_failure(gpu_machine, tmp_path):
             "--head-rows 4096 --attention hopper",
             "--head-rows 4096 --matmul-algorithms build/matmul-nvidia-fake-100.json")
     for name in ("operations of d12, bf16, batch 16", "operations of d12, bf16, batch 16, searched algorithms",
+                 "operations of d12, bf16, batch 16, beside what was predicted",
                  *(f"train d12, bf16, batch 16, seq_len 1024, {way}" for way in ways)):
         assert rows[name] == "passed", name
     assert rows["attention by length and head size"] == "passed"
     assert rows["compare with PyTorch"] == "skipped: no Python here has torch"
-    assert "20 parts, 1 failed" in text and "20 parts, 1 failed" in said
+    assert "21 parts, 1 failed" in text and "21 parts, 1 failed" in said
     for line in ("- GPU, memory, driver, compute capability: NVIDIA Fake 100, 1000 MiB, 1.0, 9.0", "- nvcc: V13.0",
                  "- CUDA of the driver: CUDA Version: 13.0", "    wrong",
                  "    1 --tool memcheck --error-exitcode 9 build/test/cuda/test_a --gtest_brief=1",
@@ -535,6 +536,7 @@ def test_gpu_check_prints_its_plan(gpu_machine, tmp_path):
                     "compute-sanitizer --tool racecheck", "--model d48 --batch 16 --seq-len 1024",
                     "--profile-ops --bench-warmup 3 --bench-steps 10 --model d12 --batch 64",
                     "--head-rows 4096 --matmul-algorithms build/matmul-", "--recompute none --head-rows 0",
+                    "dev/gpu_compare.py --gpu NVIDIA Fake 100 --out dev/results/nvidia-fake-100-predicted.md build/cuda-bf16/train",
                     "dev/bench/attention.py", "dev/bench/compare.py"):
         assert command in said, command
     assert not (tmp_path / "dev" / "results").exists() and not (tmp_path / "build").exists()
@@ -547,3 +549,95 @@ def test_gpu_check_needs_a_gpu(gpu_machine):
     assert "--model d48" in ran.stdout and "nvidia-smi" not in ran.stderr
     said = gpu_machine("--quick", code=2).stderr
     assert said.startswith("gpu_check.sh: --quick: neither --dry-run nor a group, which are build kernels")
+
+
+PREDICTED = '''#!{python}
+import json, sys
+def of(name): return sys.argv[sys.argv.index(name) + 1]
+if "--calibrate" in sys.argv:
+    open(of("--calibrate"), "w").write("rates")
+    sys.exit(print("measured a CPU in 1.0 s: " + of("--calibrate")))
+if "--plan" in sys.argv:
+    assert open(of("--rates")).read() == "rates"
+    sys.exit(print(json.dumps(dict(estimated_seconds=0.1, phases=[dict(name="forward", seconds=0.1, bound_by="disk")]))))
+turns = {folder!r} + "/" + str(abs(hash(tuple(sys.argv))))
+open(turns, "a").write("x")
+median = {medians!r}[len(open(turns).read()) - 1]
+step = dict(mean=median, std=1.0, median=median, min=0.9 * median)
+print(json.dumps(dict(step_ms=step, forward_ms=step)))
+'''
+
+
+@pytest.mark.parametrize("medians, off, within", [([105], "-4.8%", (20, 20)), ([130, 115], "-13.0%", (0, 20)),
+                                                  ([130, 150], "-23.1%", (0, 0)), ([80, 95], "+25.0%", (0, 0))])
+def test_predictions_beside_measurements(tmp_path, medians, off, within):
+    """What is off is run once more and the faster counts; the table says how many are near."""
+    text = PREDICTED.format(python=sys.executable, folder=str(tmp_path), medians=medians)
+    trains = [item for p in ("fp32", "bf16") for item in (f"--{p}", executable(tmp_path / f"train-{p}", text))]
+    make(tmp_path / "model", "--layers", 1, "--heads", 1, "--channels", 8)
+    out = tmp_path / "table.md"
+    script("predict.py", "--out", out, *trains, "--model", tmp_path / "model", PYTHONHASHSEED="1")
+    said = out.read_text()
+    assert f"Within 10%: {within[0]} of 20; within 20%: {within[1]} of 20." in said
+    assert said.count(f"| {off} |") == 20 and said.count("forward: disk") == 20
+    rows = json.loads(out.with_suffix(".json").read_text())["rows"]
+    assert [len(row["runs"]) for row in rows] == [len(medians)] * 20
+    assert "is not there" in script("predict.py", "--model", tmp_path / "none", *trains, code=2).stderr
+
+
+# ---- one block, and the longest context
+
+
+def test_the_kinds_of_a_block_are_one_function():
+    torch_block = load("torch_block")
+    results, weights = [], None
+    for kind in ("dense", "flash", "blockwise"):
+        torch.manual_seed(2)
+        block = torch_block.Block(kind, 32, 4, 48, 16)
+        x = torch.randn(2, 56, 32, requires_grad=True)
+        block(x).backward(torch.randn(2, 56, 32))
+        results.append([x.grad, *(p.grad for p in block.parameters())])
+    for other in results[1:]:
+        for got, wanted in zip(other, results[0]):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_block_by_length(tmp_path):
+    train = next(b for b in binaries() if b.precision == "fp32")
+    out = tmp_path / "block.md"
+    script("block.py", "--train", train.path, "--longest", 1024, "--out", out)
+    row = [cell.strip() for cell in out.read_text().splitlines()[-1].strip("|").split("|")]
+    assert row[0] == "1,024" and len(row) == 5 and all(re.fullmatch(r"[\d.]+ s, \d+ MiB", cell) for cell in row[1:])
+    measured = json.loads(out.with_suffix(".json").read_text())["measured"]
+    assert measured["train"]["1024"]["bytes"] < measured["dense"]["1024"]["bytes"]
+    assert out.with_suffix(".png").stat().st_size > 10000
+    assert "must end in .md" in script("block.py", "--out", "x", code=2).stderr
+
+
+def test_the_longest_context_beside_pytorch(tmp_path, monkeypatch, capsys):
+    """Found by trying; four times as many are run, and both are timed at PyTorch's."""
+    longest, run = load("longest_context"), []
+
+    def ours(self, *more):
+        if "--plan" in more:
+            return {"precision": "fp32", "seq_len": 9984, "estimated_seconds": 3.0}
+        run.append(more[more.index("--seq-len") + 1])
+        return {"step_ms": {"median": 2.0 * run[-1]}}
+
+    monkeypatch.setattr(longest.Peers, "ours", ours)
+    monkeypatch.setattr(longest.Peers, "torch", lambda self, tokens, steps=1: [4.0 * tokens] if tokens < 2000 else None)
+    out = tmp_path / "longest.md"
+    longest.main(["--memory", "2GiB", "--out", str(out), "--rounds", "2"])
+    assert run == [4 * 1792, 1792, 1792]
+    text = out.read_text()
+    assert "| longest sequence, tokens | 1,792 | 9,984 by plan |" in text and "| a step of PyTorch's longest, s | 7.2 | 3.6 |" in text
+    with pytest.raises(SystemExit):
+        longest.main(["--memory", "much"])
+    assert "--memory" in capsys.readouterr().err
+    (tmp_path / "memory.max").write_text("max\n")
+    with pytest.raises(SystemExit):
+        longest.main(["--memory", "2GiB", "--cgroup", str(tmp_path)])
+    assert "does not limit memory to --memory 2048MiB" in capsys.readouterr().err
+    (tmp_path / "memory.max").write_text(f"{2 << 30}\n")
+    longest.main(["--memory", "2GiB", "--cgroup", str(tmp_path), "--out", str(out), "--rounds", "1"])
+    assert out.read_text().startswith("# LoRA in 2048 MiB of a cgroup")

@@ -1,6 +1,7 @@
-// test_disk.cpp - what is read past the page cache while the program computes, and what is parked there:
+// test_disk.cpp - what is read past the page cache while the program computes, and what lives and goes there:
 // pieces of any place and length, files that change, and requests that fail.
 
+#include <atomic>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -10,7 +11,8 @@
 #include <gtest/gtest.h>
 
 #include "llmc/disk_reader.h"
-#include "llmc/parking_disk.h"
+#include "llmc/disk_threads.h"
+#include "llmc/elsewhere_disk.h"
 #include "test/file_helpers.h"
 
 namespace {
@@ -39,12 +41,33 @@ struct Opened {
     }
 };
 
-TEST(DiskReads, ReadPiecesOfAnyPlaceAndLength) {
+// Through io_uring, and by threads. Where the kernel does not allow the first, both are the second.
+class DiskQueues : public testing::TestWithParam<bool> {
+  protected:
+    Staging staging_;
+    DiskQueue queue_{staging_.data(), GetParam()};
+    void read(const DiskReads& reads, char* to) {
+        queue_.start(reads.count(), std::make_shared<DiskRead>(reads, to));
+        queue_.wait();
+    }
+};
+INSTANTIATE_TEST_SUITE_P(RingAndThreads, DiskQueues, testing::Bool());
+
+bool kernel_has_rings() {
+    io_uring ring;
+    if (io_uring_queue_init(1, &ring, 0) != 0) return false;
+    io_uring_queue_exit(&ring);
+    return true;
+}
+
+TEST_P(DiskQueues, AreRingsWhereTheKernelHasThem) {
+    EXPECT_EQ(queue_.has_ring(), GetParam() && kernel_has_rings());
+}
+
+TEST_P(DiskQueues, ReadPiecesOfAnyPlaceAndLength) {
     const TempFolder folder;
     const std::string a = noise(5 * kRequestBytes + 4321, 1), b = noise(70001, 2);
     const FileReader file_a(folder.write("a", a)), file_b(folder.write("b", b));
-    const Staging staging;
-    DiskThreads threads(staging.data());
     std::mt19937 random(3);
     for (int round = 0; round < 30; round++) {
         // Pieces in any order, next to each other or far apart, and what a file ends with.
@@ -67,8 +90,7 @@ TEST(DiskReads, ReadPiecesOfAnyPlaceAndLength) {
         Opened opened;
         const DiskReads reads(pieces, opened);
         std::string got(expected.size(), '.');
-        threads.start(reads.count(), [&](size_t i, char* room) { reads.run(i, room, got.data()); });
-        threads.wait();
+        read(reads, got.data());
         EXPECT_EQ(got, expected);
         reads.check();
     }
@@ -85,7 +107,7 @@ TEST(DiskReads, NeighboursAreReadTogether) {
     EXPECT_EQ(DiskReads({}, opened).count(), 0u);
 }
 
-TEST(DiskReads, AFileThatBecameShorterIsNoticed) {
+TEST_P(DiskQueues, AFileThatBecameShorterIsNoticed) {
     const TempFolder folder;
     const std::string path = folder.write("a", noise(100000, 1));
     const FileReader file(path);
@@ -93,12 +115,85 @@ TEST(DiskReads, AFileThatBecameShorterIsNoticed) {
     const DiskReads reads({{&file, 90000, 10000, 0}}, opened);
     std::filesystem::resize_file(path, 95000);
     std::string got(10000, ' ');
-    const Staging staging;
-    DiskThreads threads(staging.data());
-    threads.start(1, [&](size_t i, char* room) { reads.run(i, room, got.data()); });
-    expect_user_error([&] { threads.wait(); }, {path, "was changed since it was opened"});
+    expect_user_error([&] { read(reads, got.data()); }, {path, "was changed since it was opened"});
     expect_user_error([&] { reads.check(); }, {path, "was changed since it was opened"});
-    threads.wait();  // of nothing
+    queue_.wait();  // of nothing
+}
+
+// Sectors of one piece that belong where memory is aligned to them need no staging memory, and what is beside
+// them stays as it is.
+TEST_P(DiskQueues, SectorsAreReadWhereTheyBelong) {
+    const TempFolder folder;
+    const std::string text = noise(3 * kRequestBytes + 10 * kSector, 1);
+    const FileReader file(folder.write("a", text));
+    Opened opened;
+    const size_t first = 3 * kSector - 100, bytes = 2 * kRequestBytes + 5 * kSector;
+    const DeviceBuffer memory(bytes + 2 * kSector, "the pieces");
+    std::memset(memory.data(), '.', memory.bytes());
+    char* const to = aligned_room(memory.data()) + kSector - 100;  // as the file is to its sectors
+    const DiskReads alike({{&file, first, bytes, 0}}, opened), unlike({{&file, first, bytes, 1}}, opened);
+    ASSERT_EQ(alike.count(), 3u);
+    EXPECT_EQ(alike.request(0, to).memory, nullptr);  // begins in a sector
+    EXPECT_EQ(alike.request(1, to).memory, to + 100 - kSector + kRequestBytes);
+    EXPECT_EQ(alike.request(2, to).memory, nullptr);  // ends in one
+    for (size_t i = 0; i < 3; i++) EXPECT_EQ(unlike.request(i, to).memory, nullptr);
+    read(alike, to);
+    EXPECT_EQ(std::string(to, bytes), text.substr(first, bytes));
+    EXPECT_EQ(to[-1], '.');
+    EXPECT_EQ(to[bytes], '.');
+}
+
+// Some of its requests fail, each of them in its own way; all others are done.
+struct SomeFail : DiskWork {
+    const DirectFile& file;
+    mutable std::atomic<int> done = 0;
+    explicit SomeFail(const DirectFile& file) : file(file) {}
+    DiskRequest request(size_t i) const override {
+        const int fd = i == 37 ? -1 : file.fd();
+        return {{}, DiskRequest::Sectors{fd, kSector * i, kSector, i == 99 ? kSector : 1}, nullptr};
+    }
+    void finish(size_t i, const char* memory) const override {
+        if (memory[0] != static_cast<char>(i)) fail("number %zu has another's", i);
+        done++;
+    }
+    [[noreturn]] void fail_at(size_t i, bool writes, int error) const override {
+        fail("number %zu: %s, %s", i, writes ? "written" : "read", error ? std::strerror(error) : "too few");
+    }
+};
+
+TEST_P(DiskQueues, GoOnAfterAFailure) {
+    const TempFolder folder;
+    std::string text;
+    for (int i = 0; i < 100; i++) text += std::string(i < 99 ? kSector : 100, static_cast<char>(i));
+    const FileReader file(folder.write("a", text));
+    const DirectFile direct(file);
+    const auto work = std::make_shared<SomeFail>(direct);
+    for (int round = 1; round <= 5; round++) {
+        queue_.start(37, work);
+        queue_.wait();
+        const size_t number = queue_.start(99, work);
+        queue_.start(10, work);
+        expect_user_error([&] { queue_.wait(number); }, {"number 37: read, Bad file descriptor"});
+        queue_.wait();
+        EXPECT_EQ(work->done, round * (37 + 98 + 10));
+    }
+    queue_.start(100, work);
+    expect_user_error([&] { queue_.wait(); }, {"number 37"});
+    queue_.start(0, work);
+    queue_.wait();
+    queue_.start(36, work);  // is left where it ends
+}
+
+TEST_P(DiskQueues, AFileThatEndsIsNoticed) {
+    struct Last : SomeFail {
+        using SomeFail::SomeFail;
+        DiskRequest request(size_t) const override { return SomeFail::request(99); }
+    };
+    const TempFolder folder;
+    const FileReader file(folder.write("a", noise(99 * kSector + 100, 1)));
+    const DirectFile direct(file);
+    queue_.start(1, std::make_shared<Last>(direct));
+    expect_user_error([&] { queue_.wait(); }, {"number 0: read, too few"});
 }
 
 TEST(DiskThreads, GoOnAfterAFailure) {
@@ -116,25 +211,76 @@ TEST(DiskThreads, GoOnAfterAFailure) {
     threads.start(1 << 20, [](size_t, char*) {});  // is left where it ends
 }
 
-TEST(DiskParking, LoadsWhatWasStored) {
+TEST(DiskThreads, DoWhatIsBegunInTurn) {
+    DiskThreads threads(nullptr);
+    std::atomic<int> done[50] = {};
+    std::vector<size_t> numbers;
+    for (int batch = 0; batch < 50; batch++)
+        numbers.push_back(threads.start(batch % 7 + 1u, [&done, batch](size_t i, char* staging) {
+            EXPECT_EQ(staging, nullptr);
+            if (batch == 23 && i == 0) fail("number 23");
+            done[batch]++;
+        }));
+    const auto expect_done = [&](int first, int end) {
+        for (int batch = first; batch < end; batch++) EXPECT_EQ(done[batch], batch % 7 + 1) << batch;
+    };
+    threads.wait(numbers[20]);
+    expect_done(0, 21);
+    threads.wait(numbers[5]);  // again
+    expect_user_error([&] { threads.wait(numbers[30]); }, {"number 23"});
+    threads.wait();
+    expect_done(24, 50);
+}
+
+TEST(DiskElsewhere, HasAnyBytesOfTheHosts) {
     const TempFolder folder;
-    for (const size_t bytes : {size_t{1}, kSector - 1, kSector, kRequestBytes + 7, 3 * kRequestBytes}) {
-        DiskParking parking(folder.path(), 3, bytes);
-        std::vector<std::string> inputs;
-        for (unsigned l = 0; l < 3; l++) inputs.push_back(noise(bytes, l));
-        for (const int l : {0, 1, 2, 1}) {
-            parking.store(l, inputs[static_cast<size_t>(l)].data(), {});
-            parking.join({});
-        }
-        for (const int l : {2, 0, 1}) {
-            std::string got(bytes + 1, '.');
-            parking.load(l, got.data(), {});
-            parking.join({});
-            EXPECT_EQ(got, inputs[static_cast<size_t>(l)] + ".");
-        }
+    constexpr size_t kBytes = (3 << 20) + 777;
+    DiskElsewhere place(folder.path(), kBytes, "--state disk");
+    std::string expected(kBytes, '\0');
+    std::mt19937 random(7);
+    for (int round = 0; round < 60; round++) {
+        const size_t at = random() % kBytes, most = kBytes - at;
+        const size_t bytes = 1 + random() % (round % 5 == 0 ? most : std::min<size_t>(most, 10000));
+        const std::string text = noise(bytes, static_cast<unsigned>(round));
+        place.write(at, bytes, text.data());
+        expected.replace(at, bytes, text);
+        std::string got(bytes, '.');
+        const size_t from = random() % (kBytes - bytes + 1);
+        place.read(from, bytes, got.data());
+        ASSERT_EQ(got, expected.substr(from, bytes)) << round;
     }
-    EXPECT_TRUE(std::filesystem::is_empty(folder.path()));  // the file has no name
-    expect_user_error([&] { DiskParking(folder / "none", 1, 1); }, {"--park", folder / "none", "TMPDIR"});
+    EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
+    expect_user_error([&] { DiskElsewhere(folder / "none", 1, "--state disk"); },
+                      {"--state disk", folder / "none", "TMPDIR"});
+}
+
+// Rooms go and come while others do, in one room after what it had went.
+TEST_P(DiskQueues, ExchangeRooms) {
+    const TempFolder folder;
+    constexpr size_t kRoom = 2 * kRequestBytes + 3 * kSector, kRooms = 3, kChunks = 11;
+    DiskElsewhere place(folder.path(), kChunks * kRoom, "--state disk", GetParam());
+    for (size_t c = 0; c < kChunks; c++)
+        place.write(c * kRoom, kRoom, noise(kRoom, static_cast<unsigned>(c)).data());
+    const DeviceBuffer memory(kRooms * (kRoom + kElsewhereAlignment), "rooms");
+    const auto room = [&](size_t c) {
+        return aligned_room(memory.data() + c % kRooms * (kRoom + kElsewhereAlignment));
+    };
+    std::vector<size_t> numbers;
+    for (size_t c = 0; c < kRooms; c++) numbers.push_back(place.exchange(room(c), kRoom, {}, c * kRoom, {}));
+    for (size_t c = 0; c < kChunks; c++) {
+        place.join(numbers[c], {});
+        ASSERT_EQ(std::string(room(c), kRoom), noise(kRoom, static_cast<unsigned>(c)));
+        std::memcpy(room(c), noise(kRoom, static_cast<unsigned>(100 + c)).data(), kRoom);
+        std::optional<uint64_t> next;
+        if (c + kRooms < kChunks) next = (c + kRooms) * kRoom;
+        numbers.push_back(place.exchange(room(c), kRoom, c * kRoom, next, {}));
+    }
+    place.join(numbers.back(), {});
+    for (size_t c = 0; c < kChunks; c++) {
+        std::string got(kRoom, '.');
+        place.read(c * kRoom, kRoom, got.data());
+        ASSERT_EQ(got, noise(kRoom, static_cast<unsigned>(100 + c))) << c;
+    }
 }
 
 }  // namespace

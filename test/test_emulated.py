@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 
+import gpu_predicted
 import numpy as np
 import pytest
 from test_families import VOCAB, linked, prepare
@@ -195,8 +196,61 @@ def test_what_lives_elsewhere_comes_in_time(tmp_path):
     for name, (more, environment) in {
             "host": (("--weights", "host", "--park", "all"), {"GPU_ORDER": "late", "GPU_SEED": "3"}),
             "disk": (("--weights", "disk", "--park", 4), {"GPU_ORDER": "early", "GPU_SEED": "4"}),
-            "disk late": (("--weights", "disk", "--recompute", "block"), {"GPU_ORDER": "late", "GPU_SEED": "5"})}.items():
+            "disk late": (("--weights", "disk", "--recompute", "block"), {"GPU_ORDER": "late", "GPU_SEED": "5"}),
+            "halves": (("--weights", "host", "--lend", "half", "--recompute", "block"), {"GPU_ORDER": "late", "GPU_SEED": "6"}),
+            "halves early": (("--weights", "disk", "--lend", "half"), {"GPU_ORDER": "early", "GPU_SEED": "7"})}.items():
         assert logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, *more)[:2] == first, name
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_embeddings_that_live_elsewhere_come_in_time(dtype, tmp_path):
+    """The head's three slices, and the rows of a batch: in host memory, where the GPU reads the latter itself, or on the disk."""
+    make(tmp_path / "model", "--family", "llama", "--layers", 2, "--vocab", 9001, "--positions", 64, "--dtype", dtype,
+         *MODELS["llama"])
+    write_shard(tmp_path / "data.bin", random_tokens(9001, 3000))
+    options = ("--steps", 2, "--train", "prompt", "--soft-prompt", 3, "--eval-batches", 1, "--head-rows", 40)
+    runs = {}
+    for name, (more, environment) in {
+            "device": ((), {}),
+            "host": (("--embeddings", "host"), {"GPU_ORDER": "late", "GPU_SEED": "3"}),
+            "host early": (("--embeddings", "host", "--weights", "host"), {"GPU_ORDER": "early", "GPU_SEED": "4"}),
+            "disk": (("--embeddings", "disk"), {"GPU_ORDER": "late", "GPU_SEED": "5"}),
+            "disk early": (("--embeddings", "disk", "--weights", "disk"), {"GPU_ORDER": "early", "GPU_SEED": "6"})}.items():
+        runs[name] = logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, *more)[:2]
+    assert runs["host"] == runs["host early"] == runs["disk"] == runs["disk early"]
+    np.testing.assert_allclose(losses(runs["disk"][0]), losses(runs["device"][0]), rtol=BOUND["bf16"])
+
+
+@pytest.mark.parametrize("options", [(), ("--update-in-backward", "--clip", 0, "--adam-m", "8bit", "--adam-v", "8bit")], ids=str)
+def test_what_is_trained_lives_in_host_memory(tmp_path, options):
+    """Blocks' weights go back changed, and chunks of the optimizer's state pass through their ring."""
+    make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
+         *MODELS["llama"])
+    write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
+    options = ("--steps", 2, "--eval-batches", 1, *options)
+    first = logged(played("bf16"), tmp_path / "device", tmp_path, *options)[:2]
+    for name, (more, environment) in {
+            "host": (("--weights", "host", "--state", "host"), {"GPU_ORDER": "late", "GPU_SEED": "3"}),
+            "early": (("--weights", "host", "--state", "host", "--park", "all"), {"GPU_ORDER": "early", "GPU_SEED": "4"}),
+            "state": (("--state", "host"), {"GPU_ORDER": "late", "GPU_SEED": "5"})}.items():
+        assert logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, *more)[:2] == first, name
+
+
+def test_memory_chooses_what_waits_in_host_memory():
+    """Within what is offered; and, where that is faster, what would fit without."""
+    train = played("bf16")
+    options = ("--model", "d12", "--batch", 8, "--seq-len", 1024, "--memory")
+    for memory, host, moved in ((1500, 4096, " --state host"), (900, 4096, "--weights host --state host --park all"),
+                                (2400, 100, " --park all")):
+        plan = train.plan(*options, f"{memory}MiB", "--host-memory", f"{host}MiB")
+        assert moved in plan["choice"][0]["residences"]
+        assert plan["totals"]["total"] <= memory << 20 and 0 < plan["elsewhere"]["pinned_host"] <= host << 20
+    resident = train.plan(*options, "2400MiB")
+    assert not any(resident["elsewhere"].values()) and resident["estimated_seconds"] > plan["estimated_seconds"]
+    for more, named in (((), "less with --host-memory SIZE"), (("--host-memory", "100MiB"), "a larger --host-memory"),
+                        (("--host-memory", "lots"), "--host-memory 'lots'")):
+        error = train(*options, "1500MiB", *more, "--plan", code=2).stderr.decode()
+        assert named in error and error.count("\n") == 1
 
 
 def test_a_resumed_run_goes_on_with_the_same_bits(model, precision, tmp_path):
@@ -230,6 +284,23 @@ def test_measuring(tmp_path):
     first, second = (train(*DATA, *algorithms, "--log", f"{n}.jsonl", cwd=work) for n in (1, 2))
     assert b"measuring" in first.stdout + first.stderr and b"measuring" not in second.stdout + second.stderr
     assert figures(read_log(work / "1.jsonl")) == figures(read_log(work / "2.jsonl"))
+
+
+def test_tf32(tmp_path):
+    """Other bits, near those of fp32, the same again and after a resume; and another time in the plan."""
+    model, steps = prepare(tmp_path, "llama", MODELS), ("--steps", 4, "--lr", 1e-3, "--warmup", 2)
+    exact, rounded = (logged(played("fp32"), tmp_path / name, model, *options)
+                      for name, options in (("fp32", steps), ("tf32", (*steps, "--tf32", "--save-every", 2, "--keep", 0))))
+    assert (losses(exact[0]) != losses(rounded[0])).any()
+    np.testing.assert_allclose(losses(exact[0]), losses(rounded[0]), rtol=2e-3)
+    work = tmp_path / "tf32"
+    played("fp32")("--resume", "out/step-00000002", "--out", "rest", "--log", "rest.jsonl", cwd=work)
+    assert figures(read_log(work / "rest.jsonl"))[-2:] == figures(read_log(work / "log.jsonl"))[-2:]
+    assert saved_bytes(work / "rest")["model.safetensors"] == rounded[1]["model.safetensors"]
+    big = ("--model", "d12", "--batch", 4, "--seq-len", 1024, "--head-rows", 256)
+    plan, faster = (played("fp32").plan(*big, *option) for option in ((), ("--tf32",)))
+    assert faster["estimated_seconds"] < plan["estimated_seconds"] / 2
+    assert {o["name"].endswith(" tf32") for o in faster["operations"] if o["name"].startswith("matmul")} == {True}
 
 
 # What cuBLASLt may have no algorithm for: epilogues, and the product itself, which a kernel does then.
@@ -281,6 +352,20 @@ def test_hopper_attention_trains(tmp_path):
         kernels.append("hopper_attention_backward_keys" in (tmp_path / f"{attention}.txt").read_text())
     np.testing.assert_allclose(logs[0], logs[1], rtol=BOUND["bf16"])
     assert kernels == [False, True]
+
+
+def test_memory_is_asked_for_in_whole_sectors(tmp_path):
+    """By kernels that mostly move memory, with no two lanes in one bank of shared memory."""
+    work = prepare(tmp_path, "qwen2", {"qwen2": ("--heads", 4, "--kv-heads", 1, "--channels", 512, "--mlp-width", 512)})
+    counted = tmp_path / "counters.txt"
+    played("bf16", GPU_COUNTERS=str(counted))(*DATA, "--steps", 1, "--head-rows", 22, cwd=work)
+    kernels = {name: k for name, k in gpu_predicted.read_counters(counted.read_text()).items()
+               if re.search("optimizer|wide_sum|rope|column_sums|norm_backward_input|norm_forward|swiglu", name)}
+    assert len(kernels) >= 10
+    used = {name: k["global_bytes"] / 32 / k["global_sectors"] for name, k in kernels.items()}
+    passes = {name: k["shared_passes"] / k["shared_requests"] for name, k in kernels.items() if k["shared_requests"]}
+    assert min(used.values()) >= 0.9, used
+    assert len(passes) >= 2 and max(passes.values()) <= 1.1, passes
 
 
 def test_ctrl_c_saves(model, tmp_path):

@@ -16,6 +16,7 @@ from trainer_runs import figures, make, random_tokens, read_log, saved_bytes, wr
 LLAMA3 = json.dumps({"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
                      "high_freq_factor": 4.0, "original_max_position_embeddings": 16})
 LINEAR = json.dumps({"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0})
+YARN = json.dumps({"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16})
 # Odd shapes: grouped heads, numbers of heads that are no power of two, heads of another size than their share, tied
 # and not, windows, scalings, files in shards.
 MODELS = {
@@ -32,6 +33,7 @@ MODELS = {
 # What is left of tied and not, whole and in shards; for the tests of files, logits and generation alone.
 MORE_MODELS = {
     "mistral-tied": ("--heads", 3, "--channels", 60, "--window", 6, "--tied", "--shard-size", "60KB"),
+    "mistral-yarn": ("--heads", 4, "--kv-heads", 2, "--channels", 72, "--window", 40, "--rope", YARN),
     "qwen2-shards": ("--heads", 5, "--kv-heads", 1, "--channels", 40, "--shard-size", "30KB"),
     "qwen3-tied": ("--heads", 6, "--kv-heads", 3, "--channels", 48, "--head-size", 14, "--tied", "--shard-size", "30KB"),
     "bloom-shards": ("--heads", 11, "--channels", 88, "--shard-size", "99KB"),

@@ -34,6 +34,8 @@ json llama(int channels, int layers, int heads, int kv_heads, int mlp_width, int
 
 json of_type(const char* type, json config) { return with(std::move(config), "model_type", type); }
 
+json plain_llama() { return llama(64, 2, 4, 2, 96, 300, false); }
+
 const json kScaled = {{"rope_type", "llama3"},
                       {"factor", 32.0},
                       {"low_freq_factor", 1.0},
@@ -84,6 +86,28 @@ TEST(Family, BothSpellingsOfTransformersAreTheSame) {
                            {"num_attention_heads", 4},
                            {"vocab_size", 99}};
     EXPECT_EQ(parsed(bloom), parsed(original));
+}
+
+// The lengths that yarn and dynamic count from, and how far they reach.
+TEST(Family, LengthsOfScalings) {
+    const auto scaled = [](const json& rope) { return parsed(with(plain_llama(), "rope_scaling", rope)); };
+    EXPECT_EQ(parsed(plain_llama()).longest(), 4096);
+    const json yarn = {{"rope_type", "yarn"}, {"factor", 4.0}};
+    EXPECT_EQ(scaled(yarn).rope.original_max_position_embeddings, 4096);
+    EXPECT_EQ(scaled(yarn).longest(), 4 * 4096);
+    EXPECT_EQ(scaled(with(yarn, "original_max_position_embeddings", 512)).longest(), 4096);
+    EXPECT_EQ(scaled({{"rope_type", "yarn"}, {"factor", nullptr}, {"original_max_position_embeddings", 512}})
+                  .rope.factor,
+              8);
+    EXPECT_EQ(
+        parsed(with(with(plain_llama(), "original_max_position_embeddings", 2048), "rope_scaling", yarn))
+            .rope.original_max_position_embeddings,
+        2048);
+    EXPECT_EQ(scaled({{"rope_type", "dynamic"}, {"factor", 2.5}}).longest(), 10240);
+    EXPECT_EQ(scaled({{"rope_type", "dynamic"}, {"factor", 1e9}}).longest(), kMostPositions);
+    EXPECT_EQ(scaled({{"rope_type", "linear"}, {"factor", 2.5}}).longest(), 4096);
+    EXPECT_NEAR(attention_factor(scaled(yarn).rope), 0.1 * std::log(4) + 1, 1e-15);
+    EXPECT_EQ(attention_factor(parsed(plain_llama()).rope), 1);
 }
 
 TEST(Family, MissingKeysAreTheClasses) {
@@ -148,7 +172,7 @@ TEST(Family, RefusesWhatItCannotCompute) {
         {with(plain, "quantization_config", {{"quant_method", "gptq"}}), "\"gptq\""},
         {with(plain, "quantization_config", 4), "'quantization_config' is 4"},
         {with(plain, "rope_scaling", 3), "rope_scaling"},
-        {scaling("rope_type", "yarn"), "yarn"},
+        {scaling("rope_type", "longrope"), "longrope"},
         {scaling("factor", 0.0), "'factor' is 0"},
         {scaling("factor", -8.0), "rope_scaling: 'factor' is -8"},
         {scaling("factor", "8"), "'factor' is \"8\", but must be a number"},
@@ -162,7 +186,7 @@ TEST(Family, RefusesWhatItCannotCompute) {
         {with(scaling("factor", 8), "original_max_position_embeddings", 4096),
          "'original_max_position_embeddings' is 4096"},
         {scaling("rope_type", 3), "'rope_type' is 3"},
-        {scaling("rope_type", "dynamic"), "\"dynamic\""},
+        {scaling("rope_type", "proportional"), "\"proportional\""},
         {scaling("partial_rotary_factor", 0.5), "'partial_rotary_factor' is 0.5"},
         {with(plain, "partial_rotary_factor", 0.5), "'partial_rotary_factor' is 0.5"},
         {with(plain, "rope_parameters", {{"full_attention", {{"rope_theta", 1e4}}}}), "'full_attention' is"},
@@ -248,7 +272,17 @@ TEST(Family, WhatIsWrittenReadsBack) {
     qwen["use_sliding_window"] = true;
     qwen["max_window_layers"] = 0;
     const json bloom = {{"model_type", "bloom"}, {"layer_norm_epsilon", 1e-6}, {"vocab_size", 31}};
-    for (const json& config : {scaled, linear, window, of_type("qwen2", window), qwen, bloom}) {
+    const json yarn = with(plain_llama(), "rope_scaling",
+                           {{"type", "yarn"},
+                            {"factor", 3.5},
+                            {"mscale", 0.7},
+                            {"mscale_all_dim", 1.0},
+                            {"truncate", false},
+                            {"beta_fast", 20},
+                            {"attention_factor", 1.25}});
+    const json dynamic = with(plain_llama(), "rope_scaling", {{"rope_type", "dynamic"}, {"factor", 2}});
+    for (const json& config :
+         {scaled, linear, window, of_type("qwen2", window), qwen, bloom, yarn, of_type("qwen3", dynamic)}) {
         const ModelConfig c = parsed(config);
         const json written = config_json(c, "float32");
         EXPECT_EQ(parsed(written), c) << written;

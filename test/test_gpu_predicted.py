@@ -53,11 +53,15 @@ def test_an_operation_takes_its_longest_bound():
     small = {"gelu_forward": {"flops": 0, "bytes": 3200, "calls": 1}}
     kernels = {name: gpu_predicted.Kernel(instructions=1000, tensor_flops=0, distinct_sectors=200, global_bytes=3200, launches=1)}
     cost = {"flops": 0, "bytes": 3.2e9, "calls": 4}
-    bounds, launches = gpu_predicted.operation_seconds(gpu, "gelu_forward", cost, small, kernels, {name: {"little": 2}})
+    def bounds_with(little):
+        unit = gpu_predicted.unit_of("gelu_forward", small, kernels, {name: {"little": little}})
+        return gpu_predicted.operation_seconds(gpu, cost, unit)
+
+    bounds, launches = bounds_with(2)
     assert launches == 4 and bounds["tensor"] == 0
     assert bounds["memory"] == pytest.approx(6.4e9 / (3.35e12 * 0.85))  # it touches twice what the plan counts
     assert bounds["issue"] == pytest.approx(1e9 / (4 * 132 * 1.83e9))
-    slower, _ = gpu_predicted.operation_seconds(gpu, "gelu_forward", cost, small, kernels, {name: {"little": 0.5}})
+    slower, _ = bounds_with(0.5)
     assert slower["memory"] == pytest.approx(6.4e9 / (3.35e12 * 0.5))
 
 

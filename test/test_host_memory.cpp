@@ -3,7 +3,7 @@
 #include <sys/mman.h>
 
 #include "llmc/enough_memory.h"
-#include "llmc/head_rows.h"
+#include "llmc/chunk_rows.h"
 #include "llmc/host_memory.h"
 #include "test/file_helpers.h"
 
@@ -204,7 +204,7 @@ TEST(HeadRows, TheFewestThatCostLittle) {
                 return 1 +
                        launch * std::ceil(static_cast<double>(rows) / static_cast<double>(few ? few : rows));
             };
-            const int64_t chosen = choose_head_rows(rows, seconds);
+            const int64_t chosen = choose_chunk_rows(rows, kFewestHeadRows, seconds);
             constexpr int64_t kFewest = kFewestHeadRows;
             EXPECT_TRUE(chosen == 0 || (chosen >= kFewest && chosen < rows && (chosen & (chosen - 1)) == 0));
             EXPECT_LE(seconds(chosen), 1.02 * seconds(0));
@@ -216,7 +216,7 @@ TEST(HeadRows, TheFewestThatCostLittle) {
 TEST(HeadRows, TheUpdateHasNoSay) {
     Plan plan;
     plan.work = {{"forward block 0", "matmul", 100, 0}, {"backward update 3", "adamw", 0, 900}};
-    EXPECT_DOUBLE_EQ(seconds_without_update(plan, {10, 10, 0}), 10);
+    EXPECT_DOUBLE_EQ(seconds_without_update(plan, DeviceRates{10, 10, 0}), 10);
     EXPECT_DOUBLE_EQ(seconds_of(plan.work, {10, 10, 0}), 100);
 }
 

@@ -20,6 +20,7 @@
 #include "llmc/gelu.cuh"
 #include "llmc/layernorm.cuh"
 #include "llmc/matmul_tiled.cuh"
+#include "llmc/position_losses.cuh"
 #include "llmc/residual.cuh"
 #include "test/kernel_test.h"
 
@@ -200,6 +201,48 @@ TYPED_TEST(Kernels, LayernormBackward) {
         EXPECT_TRUE(bytes_of(dx_alone) == bytes_of(dx)) << "frozen weights change dx";
     }
 }
+
+#if defined(SIMT_GPU)  // g++ may fuse other additions and products in the one than in the other
+// What layernorm's kernels write where a lane keeps kKept vectors of its row; with 0 it reads the row again.
+template <class T, int kKept>
+std::vector<unsigned char> layernorm_bits(const MatrixSize& s) {
+    constexpr int N = kVectorSize<T>;
+    const size_t n = static_cast<size_t>(s.rows) * s.C;
+    const DeviceArray<T> x(uneven_rows<T>(s, 31)), b(random_values<T>(n, 1, 32)),
+        w(random_values<T>(s.C, 1, 33)), bias(random_values<T>(s.C, 1, 34)), dx(random_values<T>(n, 1, 35));
+    const DeviceArray<T> out(poisoned<T>(n)), sum(poisoned<T>(n)), out_of_sum(poisoned<T>(n));
+    const DeviceArray<float> mean(poisoned<float>(s.rows)), rstd(poisoned<float>(s.rows));
+    const dim3 blocks(blocks_of_rows(s.rows));
+    launch<layernorm_forward_kernel<T, N, kKept, true>>(
+        blocks, kBlockThreads, 0, kStream, out_of_sum.data(), mean.data(), rstd.data(), sum.data(), x.data(),
+        b.data(), w.data(), bias.data(), s.rows, s.C, kLayernormEpsilon);
+    const std::vector<unsigned char> of_sum = bytes_of(mean.download(), rstd.download());
+    launch<layernorm_forward_kernel<T, N, kKept, false>>(
+        blocks, kBlockThreads, 0, kStream, out.data(), mean.data(), rstd.data(), nullptr, x.data(), nullptr,
+        w.data(), bias.data(), s.rows, s.C, kLayernormEpsilon);
+    launch<layernorm_backward_input_kernel<T, N, kKept>>(blocks, kBlockThreads, 0, kStream, dx.data(),
+                                                         b.data(), x.data(), mean.data(), rstd.data(),
+                                                         w.data(), s.rows, s.C);
+    return bytes_of(out.download(), sum.download(), out_of_sum.download(), dx.download(), mean.download(),
+                    rstd.download(), of_sum);
+}
+
+TYPED_TEST(Kernels, LayernormOfRowsThatAreKeptHasTheSameBits) {
+    using T = TypeParam;
+    for (const int missing : {0, 1, 3}) {  // vectors, of the most that are kept
+        const auto size = [&](int kept) {
+            return MatrixSize{11, (kept * kLanes - missing) * kVectorSize<T>};
+        };
+        for_each_order([&] {
+            const std::vector<unsigned char> bits = layernorm_bits<T, 4>(size(4));
+            EXPECT_TRUE(bits == (layernorm_bits<T, 0>(size(4))));
+            EXPECT_TRUE((layernorm_bits<T, 8>(size(8))) == (layernorm_bits<T, 0>(size(8))));
+            EXPECT_TRUE((layernorm_bits<T, 16>(size(16))) == (layernorm_bits<T, 0>(size(16))));
+            return bits;
+        });
+    }
+}
+#endif
 
 TYPED_TEST(Kernels, BiasBackward) {
     using T = TypeParam;
@@ -697,6 +740,56 @@ TEST(AddLosses, AddsTheScaledSum) {
         EXPECT_NEAR(total[0], 2.5 + 0.5 * std::accumulate(terms.begin(), terms.end(), 0.0),
                     1e-4 * std::sqrt(rows));
     }
+}
+
+// Of whole sequences, and of packed ones, whose positions begin anew; a position that no row has stays.
+TEST(PositionLosses, AreSumsByPosition) {
+    for (const auto& [batch, seq_len] : {std::pair(1, 1), {3, 37}, {2, 300}, {40, 5}}) {
+        const auto rows = static_cast<size_t>(batch * seq_len), T = static_cast<size_t>(seq_len);
+        const std::vector<float> losses = random_values<float>(rows, 3, 71),
+                                 before = random_values<float>(T, 1, 72);
+        std::vector<int> positions(rows), order(rows), starts(T + 1);
+        for (size_t row = 1; row < rows; row++)  // documents of at most seven eighths of a sequence
+            positions[row] =
+                row % T == 0 || random_bits(73, row) % 9 == 0 || positions[row - 1] >= seq_len * 7 / 8
+                    ? 0
+                    : positions[row - 1] + 1;
+        group_tokens(positions, seq_len, order, starts);
+        for (const bool packed : {false, true}) {
+            Doubles want = to_doubles(before);
+            for (size_t row = 0; row < rows; row++)
+                want[packed ? static_cast<size_t>(positions[row]) : row % T] += losses[row];
+            const DeviceArray<int> d_positions(positions), d_order(order), d_starts(starts);
+            std::vector<float> sums;
+            for_each_order([&] {
+                const DeviceArray<float> d_losses(losses), d_sums(before);
+                Documents documents;
+                if (packed) {
+                    documents.positions = d_positions.tensor({batch, seq_len});
+                    documents.rows_by_position = d_order.tensor({batch * seq_len});
+                    documents.position_starts = d_starts.tensor({seq_len + 1});
+                }
+                Tensor<float> t_sums = d_sums.tensor({seq_len});
+                add_position_losses(t_sums, d_losses.tensor({batch * seq_len, 1}), documents, kStream);
+                return bytes_of(sums = d_sums.download());
+            });
+            for (size_t p = 0; p < T; p++)
+                EXPECT_NEAR(sums[p], want[p], 1e-6 * static_cast<double>(rows)) << p;
+        }
+    }
+}
+
+// Contexts of 1 to 8 tokens one by one, then four buckets to a doubling, one after the other.
+TEST(PositionLosses, BucketsCoverAllContexts) {
+    std::vector<size_t> lasts;
+    for (size_t first = 1; first <= 64; first = lasts.back() + 1) lasts.push_back(last_of_bucket(first));
+    EXPECT_EQ(lasts,
+              (std::vector<size_t>{1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64}));
+    const std::vector<float> sums = {2, 3, 0, 4};
+    const std::vector<uint64_t> counts = {1, 2, 0, 4};
+    EXPECT_EQ(position_losses_json(sums, counts).dump(),
+              R"([{"first":1,"last":1,"tokens":1,"loss":2.0},{"first":2,"last":2,"tokens":2,"loss":1.5},)"
+              R"({"first":4,"last":4,"tokens":4,"loss":1.0}])");
 }
 
 }  // namespace

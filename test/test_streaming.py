@@ -1,10 +1,15 @@
 """Weights that live in the model's files: the bits are those of weights in memory, and the memory is what is planned."""
 
+import ctypes
+import errno
+import itertools
 import json
 import os
+import pathlib
 import re
 import shutil
 import signal
+import subprocess
 import threading
 
 import peft
@@ -21,6 +26,7 @@ from trainer_runs import Train, make, random_tokens, running, saved_bytes, small
 
 FAMILIES = ("gpt2", "llama", "qwen3", "bloom")
 DISK = ("--weights", "disk")
+HALVES = (*DISK, "--lend", "half")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -43,22 +49,23 @@ def work(folder, tmp_path):
 @pytest.mark.parametrize("options", [(), ("--recompute", "none", "--grad-accum", 2), ("--recompute", "block", "--threads", 1),
                                      ("--update-in-backward", "--clip-per-block", "--train", "lora", "--lora-dropout", 0.1)], ids=str)
 def test_training_is_the_same_to_the_bit(train, work, options):
-    assert trained(train, work, "memory", *options) == trained(train, work, "disk", *options, *DISK)
+    memory = trained(train, work, "memory", *options)
+    assert memory == trained(train, work, "disk", *options, *DISK) == trained(train, work, "halves", *options, *HALVES)
 
 
 def test_validation_sampling_and_merging_are_the_same(train, work):
     options = ("--model", "model", "--adapter", "adapter")
     outcomes = []
-    for where in ((), DISK):
+    for where in ((), DISK, HALVES):
         merged = f"merged{len(outcomes)}"
         loss = validated(train, work, *options, *where, "--merge", merged)
         outcomes.append((loss, (work / merged / "model.safetensors").read_bytes()))
-    assert outcomes[0][0] == outcomes[1][0]
-    tensors = [load_file(work / f"merged{i}" / "model.safetensors") for i in range(2)]
-    assert tensors[0].keys() == tensors[1].keys()
-    assert all(torch.equal(tensors[0][name], tensors[1][name]) for name in tensors[0])
-    plain = [validated(train, work, "--model", "model", *where) for where in ((), DISK)]
-    assert plain[0] == plain[1] != outcomes[0][0]
+    assert outcomes[0][0] == outcomes[1][0] == outcomes[2][0]
+    in_memory, *others = [load_file(work / f"merged{i}" / "model.safetensors") for i in range(3)]
+    for tensors in others:
+        assert tensors.keys() == in_memory.keys() and all(torch.equal(tensors[name], in_memory[name]) for name in tensors)
+    plain = [validated(train, work, "--model", "model", *where) for where in ((), DISK, HALVES)]
+    assert plain[0] == plain[1] == plain[2] != outcomes[0][0]
 
 
 def test_resume_goes_on_from_the_disk(train_fp32, work):
@@ -75,7 +82,8 @@ def test_a_base_in_nf4_is_lent_in_nf4(train, tmp_path, base):
     work = prepare(tmp_path, "llama", OPTIONS)
     make_adapter(work, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     train("--model", "model", "--base", base, "--steps", 0, "--save-base", "base", cwd=work)
-    assert trained(train, work, "a", "--model", "base") == trained(train, work, "b", "--model", "base", *DISK)
+    memory = trained(train, work, "a", "--model", "base")
+    assert memory == trained(train, work, "b", "--model", "base", *DISK) == trained(train, work, "c", "--model", "base", *HALVES)
 
 
 @pytest.mark.parametrize("name", GGUF_MODELS)
@@ -86,24 +94,34 @@ def test_a_gguf_is_lent_in_its_own_formats(train, tmp_path, name):
     write_gguf(tmp_path / "model.gguf", model, arch)
     write_shard(tmp_path / "data.bin", random_tokens(config.vocab_size, 3000))
     options = ("--model", "model.gguf", "--train", "lora", *DATA[2:], "--steps", 3, "--sample-tokens", 0, "--log")
-    for number, where in enumerate(((), DISK)):
+    for number, where in enumerate(((), DISK, HALVES)):
         train(*options, f"log{number}", "--out", f"out{number}", *where, cwd=tmp_path)
-    assert saved_bytes(tmp_path / "out0") == saved_bytes(tmp_path / "out1")
+    assert saved_bytes(tmp_path / "out0") == saved_bytes(tmp_path / "out1") == saved_bytes(tmp_path / "out2")
 
 
 def test_smollm2_says_the_same(train):
     if not os.path.exists("data/smollm2"):
         pytest.skip("no data/smollm2: dev/make_smollm2.py makes it")
     options = ("--model", "data/smollm2", "--steps", 0, "--prompt", "The capital of France is", "--sample-tokens", 6)
-    assert sampled(train, *options, cwd=None) == sampled(train, *options, *DISK, cwd=None)
+    said = sampled(train, *options, cwd=None)
+    assert said == sampled(train, *options, *DISK, cwd=None) == sampled(train, *options, *HALVES, cwd=None)
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    """Blocks of 3 million parameters each."""
-    work = tmp_path_factory.mktemp("wide")
-    make(work / "model", "--family", "llama", "--layers", 12, "--channels", 512, "--heads", 8, "--vocab", VOCAB, "--positions",
-         64, "--dtype", "bf16", "--shard-size", "50MB")
+    """Twelve blocks of 3 million parameters each."""
+    return make_wide(tmp_path_factory.mktemp("wide"), 12)
+
+
+@pytest.fixture(scope="module")
+def wide4(tmp_path_factory):
+    """Four of them, for runs that save: 48 chunks of state, more than a ring has rooms."""
+    return make_wide(tmp_path_factory.mktemp("wide4"), 4)
+
+
+def make_wide(work, layers):
+    make(work / "model", "--family", "llama", "--layers", layers, "--channels", 512, "--heads", 8, "--vocab", VOCAB,
+         "--positions", 64, "--dtype", "bf16", "--shard-size", "50MB")
     write_shard(work / "data.bin", random_tokens(VOCAB, 3000))
     return work
 
@@ -123,6 +141,23 @@ def test_two_blocks_are_in_memory_and_no_page_of_the_files(train, wide, tmp_path
     taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
     assert taken <= planned
     assert re.search(r"waited +[\d.]+%", said)
+
+
+@pytest.mark.parametrize("recompute, order", [("none", ()), ("block", ()), ("block:6,none:6", ()), ("block", ("--by-block",)),
+                                              ("attention", ("--by-block",))])
+def test_halves_take_two_thirds_of_the_room(train, wide, tmp_path, recompute, order):
+    """And each is read as often, but for the block before the last: the rooms hold one block at the turn where they held two."""
+    work = linked(tmp_path, wide)
+    options = ("--recompute", recompute, *(("--grad-accum", 3, *order) if order else ()))
+    rooms, read = [], []
+    for where in (DISK, HALVES):
+        report = plan(train, work, *options, *where)
+        rooms.append([b["bytes"] for b in report["buffers"] if b["name"] == "lent_block"])
+        bench = train(*LORA[2:], "--model", "model", *options, *where, "--bench", "--bench-steps", 1, "--bench-warmup", 0, "--json", cwd=work)
+        read.append(json.loads(bench.stdout)["links"]["disk_read"]["bytes"])
+    block, mlp = (4 + 3 * 3) * 512 * 512 * 2, 3 * 3 * 512 * 512 * 2
+    assert rooms == [2 * [block], 2 * [mlp]]
+    assert read[0] == 22 * block and read[1] == 23 * block
 
 
 def plan(train, work, *options):
@@ -167,8 +202,44 @@ def read_steps(work):
     return range(done)
 
 
+def refuse_io_uring():
+    """Has the kernel answer this process's io_uring_setup with EPERM, as that of a container does."""
+    class Filter(ctypes.Structure):
+        _fields_ = [("code", ctypes.c_ushort), ("if_true", ctypes.c_ubyte), ("if_false", ctypes.c_ubyte), ("k", ctypes.c_uint)]
+
+    class Program(ctypes.Structure):
+        _fields_ = [("length", ctypes.c_ushort), ("filters", ctypes.POINTER(Filter))]
+
+    load, jump_if_equal, answer = 0x20, 0x15, 0x06
+    filters = (Filter * 4)((load, 0, 0, 0), (jump_if_equal, 0, 1, 425), (answer, 0, 0, 0x50000 | errno.EPERM),
+                           (answer, 0, 0, 0x7fff0000))
+    libc = ctypes.CDLL(None, use_errno=True)
+    no_new_privileges, seccomp = 38, 22
+    if libc.prctl(no_new_privileges, 1, 0, 0, 0) or libc.prctl(seccomp, 2, ctypes.byref(Program(4, filters)), 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def test_without_io_uring_the_bits_are_the_same(train, wide, tmp_path):
+    """By threads, then: the kernel says at run time."""
+    work = linked(tmp_path, wide)
+    options = (*LORA, "--steps", 3, *DISK, "--park", "all", "--state", "disk", "--sample-tokens", 0, "--print-every", 1)
+    setting = pathlib.Path("/proc/sys/kernel/io_uring_disabled")
+    allowed = setting.exists() and setting.read_text().strip() == "0"
+    rings = []
+    for name, before in (("ring", None), ("threads", refuse_io_uring)):
+        with running(train, *options, "--out", name, cwd=work, text=True, preexec_fn=before) as process:
+            wait_for_line(process, r"^step +1/")
+            files = pathlib.Path(f"/proc/{process.pid}/fd")
+            rings.append(sum("[io_uring]" in os.readlink(file) for file in files.iterdir()))
+            process.communicate(timeout=60)
+        assert process.returncode == 0
+    assert rings[1] == 0 and (rings[0] == 3 or not allowed)  # for the model's files, of its state, of what is parked
+    assert saved_bytes(work / "ring") == saved_bytes(work / "threads")
+
+
 @pytest.mark.parametrize("options, named", [
-    ({"--train": None}, "not trained"),
+    ({"--train": None, "--weights": "host"}, "--weights disk takes none"),
+    ({"--train": None, "--weights": "device", "--state": "host"}, "--state disk takes none"),
     ({"--model": "llama:d2", "--plan": True, "--out": None, "--log": None}, "a new one"),
     ({"--base": "nf4"}, "--save-base"),
     ({"--train": None, "--steps": 0, "--data": None, "--log": None}, "--out out"),
@@ -177,6 +248,9 @@ def read_steps(work):
     ({"--train": None, "--steps": 0, "--data": None, "--log": None, "--out": None, "--resume": "saved", "--prompt": "a",
       "--seq-len": None, "--batch": None, "--weights": "device", "--base": "nf4"}, "whole model"),
     ({"--weights": "host"}, "--weights disk takes none"),
+    ({"--weights": "device", "--lend": "half"}, "--weights disk"),
+    ({"--train": None, "--lend": "half"}, "frozen"),
+    ({"--lend": "third"}, "third"),
     ({"--weights": "tape"}, "tape")])
 def test_what_cannot_be_lent_is_refused(train, tmp_path, options, named):
     prepare(tmp_path, "llama", OPTIONS)
@@ -193,8 +267,8 @@ def test_parked_inputs_change_no_bit(train, work, options, layers):
 
 
 @pytest.mark.parametrize("options", [(), ("--update-in-backward", "--clip-per-block")], ids=str)
-def test_parking_in_full_training(train, wide, tmp_path, options):
-    work = linked(tmp_path, wide)
+def test_parking_in_full_training(train, wide4, tmp_path, options):
+    work = linked(tmp_path, wide4)
     for name, more in (("a", ()), ("b", ("--park", "all", "--recompute", "block"))):
         train(*DATA, "--steps", 3, "--sample-tokens", 0, "--out", name, *options, *more, cwd=work)
     assert saved_bytes(work / "a") == saved_bytes(work / "b")
@@ -205,7 +279,8 @@ def test_parking_keeps_two_inputs(train, wide, tmp_path):
     options = ("--batch", 8, "--seq-len", 64, "--recompute", "block")
     kept, parked = plan(train, work, *options), plan(train, work, *options, "--park", "all")
     one = 8 * 64 * 512 * (4 if train.precision == "fp32" else 2)
-    assert kept["totals"]["activations"] - parked["totals"]["activations"] == (12 - 2) * one
+    assert one % 4096 == 0  # else a sector is begun
+    assert kept["totals"]["activations"] - parked["totals"]["activations"] == (12 - 2) * one - 2 * 4096
     assert parked["elsewhere"]["parked"] == (12 - 2) * one
 
 
@@ -223,3 +298,256 @@ def test_parking_of_some_layers_is_not_chosen_for(train, wide, tmp_path):
     assert "--park all" in error
     chosen = plan(train, work, "--park", "all", *DISK, "--memory", "250MiB")
     assert chosen["totals"]["total"] <= 250 << 20
+
+
+ELSEWHERE = (("--state", "disk"), DISK, ("--state", "disk", *DISK))
+FORMATS = {"fp32": ((), ("--adam-m", "8bit", "--adam-v", "bf16"), ("--optimizer", "sgd")),
+           "bf16": ((), ("--master", "split", "--adam-m", "8bit", "--adam-v", "8bit"), ("--master", "none", "--optimizer", "sgd"))}
+
+
+@pytest.mark.parametrize("formats", range(3))
+@pytest.mark.parametrize("order", [("--grad-accum", 2), ("--update-in-backward", "--clip-per-block", "--recompute", "block")], ids=str)
+def test_full_training_with_its_state_on_the_disk_is_the_same_to_the_bit(train, wide4, tmp_path, formats, order):
+    """Blocks of 12 chunks, and a ring that they pass through more than once."""
+    work = linked(tmp_path, wide4)
+    options = (*FORMATS[train.precision][formats], *order)
+    for i, where in enumerate(((), *ELSEWHERE)):
+        train(*DATA, "--steps", 3, "--sample-tokens", 0, "--out", f"out{i}", *options, *where, cwd=work)
+    expected = saved_bytes(work / "out0")
+    for i in range(1, 4):
+        assert saved_bytes(work / f"out{i}") == expected, ELSEWHERE[i - 1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_from_the_disk(train, tmp_path, family):
+    work = prepare(tmp_path, family, OPTIONS)
+    for i, where in enumerate(((), ELSEWHERE[2])):
+        train(*DATA, "--steps", 3, "--sample-tokens", 0, "--log", f"log{i}", "--out", f"out{i}", *where, cwd=work)
+    assert saved_bytes(work / "out0") == saved_bytes(work / "out1")
+
+
+def test_a_new_model_and_an_adapter_with_its_state_on_the_disk(train, work):
+    options = ("--data", "data.bin", "--batch", 2, "--seq-len", 16, "--steps", 3, "--sample-tokens", 0)
+    for i, where in enumerate(((), ELSEWHERE[2])):
+        train("--model", "qwen3:d2", *options, "--out", f"new{i}", *where, cwd=work)
+    assert saved_bytes(work / "new0") == saved_bytes(work / "new1")
+    assert trained(train, work, "a") == trained(train, work, "b", *ELSEWHERE[2])
+
+
+def test_resume_wherever_the_state_lives(train, wide4, tmp_path):
+    work = linked(tmp_path, wide4)
+    train(*DATA, "--steps", 4, "--sample-tokens", 0, "--out", "whole", cwd=work)
+    train(*DATA, "--steps", 2, "--warmup", 30, "--sample-tokens", 0, "--out", "half", *ELSEWHERE[2], cwd=work)
+    shutil.copytree(work / "half", work / "other", symlinks=True)
+    train("--resume", "half", "--steps", 4, cwd=work)
+    train("--resume", "other", "--steps", 4, "--weights", "device", "--state", "device", cwd=work)
+    assert saved_bytes(work / "half") == saved_bytes(work / "other")
+
+
+def test_two_blocks_and_a_ring_are_in_memory(train, wide, tmp_path):
+    work = linked(tmp_path, wide)
+    device, disk = (full_plan(train, work, *where) for where in ((), ELSEWHERE[2]))
+    width = 4 if train.precision == "fp32" else 2
+    parameters = (4 + 3 * 3) * 512 * 512 + 2 * 512
+    rooms = [b["bytes"] for b in disk["buffers"] if b["name"] == "lent_block"]
+    assert rooms == 2 * [(parameters * width + 4095) // 4096 * 4096 + 4096]
+    assert disk["totals"]["optimizer_m"] == disk["totals"]["optimizer_v"] == disk["totals"]["master"] == 0
+    assert device["totals"]["weights"] - disk["totals"]["weights"] == 12 * parameters * width
+    chunk = (1 << 18) * (8 if train.precision == "fp32" else 12)
+    in_backward = full_plan(train, work, *ELSEWHERE[2], "--update-in-backward", "--clip-per-block")
+    ring = [b["bytes"] for b in in_backward["buffers"] if b["name"] == "state_room"]
+    assert ring == 32 * [chunk + 4096]
+    working = disk["elsewhere"]["working_file"]
+    assert working >= 12 * parameters * (width + chunk // (1 << 18))
+    said = train(*DATA, "--steps", 2, "--sample-tokens", 0, *ELSEWHERE[2], cwd=work).stdout.decode()
+    taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
+    assert taken <= planned and re.search(r"waited +[\d.]+%", said)
+
+
+def full_plan(train, work, *options):
+    return json.loads(train(*DATA, "--steps", 1, *options, "--plan", "--json", cwd=work).stdout)
+
+
+@pytest.mark.parametrize("where", ELSEWHERE[:2])
+def test_a_working_file_needs_room(train, wide, tmp_path, where):
+    work = linked(tmp_path, wide)
+    with small_disk(tmp_path / "small", "4m") as folder:
+        small = Train(train.path, TMPDIR=str(folder))
+        error = small(*DATA, "--steps", 1, *where, "--out", "out", cwd=work, code=2).stderr.decode()
+    assert error.startswith(f"train: {where[0]} disk") and "TMPDIR" in error and error.count("\n") == 1
+    assert not (work / "out" / "latest").exists()
+
+
+def test_kill_leaves_the_last_save_and_the_checkpoint(train, wide4, tmp_path):
+    work = linked(tmp_path, wide4)
+    before = {f: f.read_bytes() for f in (work / "model").iterdir()}
+    with running(train, *DATA, "--steps", 10**6, *ELSEWHERE[2], "--out", "out", "--save-every", 2, "--sample-tokens", 0,
+                 "--print-every", 1, cwd=work, text=True) as process:
+        wait_for_line(process, r"^step +5/")
+        process.kill()
+        process.communicate(timeout=60)
+    assert {f: f.read_bytes() for f in (work / "model").iterdir()} == before
+    train("--resume", "out", "--steps", len(read_steps(work)) + 1, cwd=work)
+
+
+ACCUMULATED = ("--grad-accum", 3, "--recompute", "gelu:2,block:3")
+
+
+@pytest.mark.parametrize("where", [(), ("--park", "all"), ("--park", 2, *ELSEWHERE[2])], ids=str)
+def test_all_micro_batches_of_a_block_before_the_next(train, wide4, tmp_path, where):
+    """A head of its own: a tied one's gradients are added in another order."""
+    work = linked(tmp_path, wide4)
+    for order in ((), ("--clip-per-block",)):
+        options = ("--grad-accum", 3, "--recompute", "gelu:2,block:2", "--steps", 3, "--sample-tokens", 0, *order)
+        train(*DATA, *options, "--out", "a", "--log", "a.jsonl", cwd=work)
+        together = ("--by-block", *(("--update-in-backward",) if order else ()))
+        train(*DATA, *options, *together, *where, "--out", "b", "--log", "b.jsonl", cwd=work)
+        assert saved_bytes(work / "a") == saved_bytes(work / "b")
+        shutil.rmtree(work / "a"), shutil.rmtree(work / "b")
+
+
+@pytest.mark.parametrize("where", [(), DISK, (*HALVES, "--park", "all")], ids=str)
+def test_all_micro_batches_of_a_frozen_block_before_the_next(train, work, where):
+    options = (*ACCUMULATED, "--train", "lora", "--lora-dropout", 0.1)
+    assert trained(train, work, "a", *options) == trained(train, work, "b", *options, "--by-block", *where)
+
+
+def test_dropout_and_packed_examples_by_block(train, tmp_path):
+    """Tied embeddings: the same but for rounding."""
+    work = prepare(tmp_path, "gpt2", OPTIONS)
+    lines = [{"prompt": "to be" * (i % 5 + 1), "completion": " or not to be" * (i % 3 + 1)} for i in range(60)]
+    (work / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ("--model", "d2", "--data", "data.jsonl", "--batch", 2, "--seq-len", 96, "--grad-accum", 3, "--dropout", 0.2, "--steps", 3,
+               "--sample-tokens", 0)
+    logs = []
+    for order in ((), ("--by-block",)):
+        train(*options, *order, "--log", f"log{len(order)}", cwd=work)
+        logs.append([json.loads(line)["loss"] for line in (work / f"log{len(order)}").read_text().splitlines() if "grad_norm" in line])
+    assert logs[0] == pytest.approx(logs[1], rel=1e-6 if train.precision == "fp32" else 1e-3) and logs[0][0] == logs[1][0]
+
+
+def test_a_block_is_read_once_a_step_by_block(train, wide, tmp_path):
+    """In the plan: nothing of a second micro-batch but its batch and its inputs."""
+    work = linked(tmp_path, wide)
+    options = ("--recompute", "block", "--update-in-backward", "--clip-per-block")
+    one, three = full_plan(train, work, *options), full_plan(train, work, *options, "--grad-accum", 3, "--by-block")
+    assert three["totals"]["gradients"] == one["totals"]["gradients"] == 0
+    assert three["totals"]["input"] == 3 * one["totals"]["input"]
+    stream = 3 * 37 * 512 * (4 if train.precision == "fp32" else 2)
+    more = three["totals"]["activations"] - one["totals"]["activations"]
+    assert 2 * 12 * stream <= more <= 2 * 14 * (stream + 256)
+    error = train(*DATA, "--steps", 1, *options, "--grad-accum", 3, "--plan", cwd=work, code=2).stderr.decode()
+    assert "--by-block" in error
+
+
+# ---- --memory chooses where things live
+
+RESIDENT = ("--weights", "device", "--state", "device", "--park", 0)
+ONE = ("--data", "data.bin", "--model", "model", "--batch", 1, "--seq-len", 37, "--sample-tokens", 0)  # no other micro-batch
+KINDS = {"full": (), "adapter": ("--train", "lora", "--lora-rank", 2), "consumed": ("--update-in-backward", "--clip", 0)}
+
+
+def least(train, work, *options):
+    """The MiB that no budget may be below."""
+    error = train(*options, "--memory", "1MiB", "--plan", cwd=work, code=2).stderr.decode()
+    assert error.count("\n") == 1, error
+    return float(re.search(r"the least that this takes is ([\d.]+) MiB", error)[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_budget_below_what_is_resident_moves_it(train, wide4, tmp_path, kind):
+    """The plan says what, the run takes that, and no bit changes. A budget for the rest moves nothing."""
+    work = linked(tmp_path, wide4)
+    options = (*ONE, *KINDS[kind], "--steps", 2)
+    resident, few = least(train, work, *options, *RESIDENT), least(train, work, *options)
+    assert few < resident - 4
+    train(*options, "--out", "resident", cwd=work)
+    for i, share in enumerate((0, 0.5, 1)):
+        budget = ("--memory", f"{few + 0.1 + share * (resident - 1 - few):.1f}MiB")
+        chosen = json.loads(train(*options, *budget, "--plan", "--json", cwd=work).stdout)
+        moved = chosen["choice"][0]["residences"]
+        assert "disk" in moved or "--park" in moved
+        assert any(chosen["elsewhere"].values()) and chosen["choice"][0]["bytes"] == chosen["totals"]["total"]
+        said = train(*options, *budget, "--out", f"out{i}", cwd=work).stdout.decode()
+        taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
+        assert moved in said and taken <= planned <= float(budget[1][:-3]) + 0.05
+        assert saved_bytes(work / f"out{i}") == saved_bytes(work / "resident")
+    roomy = json.loads(train(*options, "--memory", f"{resident + 0.1:.1f}MiB", "--plan", "--json", cwd=work).stdout)
+    assert roomy["choice"][0]["residences"] == "" and not any(roomy["elsewhere"].values())
+
+
+def test_the_state_may_have_other_rooms(train, wide4, tmp_path):
+    """The bits are the same; a block's rooms are as many as its chunks, which come while it is computed."""
+    work = linked(tmp_path, wide4)
+    options = (*ONE, "--steps", 2, "--update-in-backward", "--clip-per-block", "--weights", "disk", "--state", "disk")
+    plans = {}
+    for rooms in (32, 1, 5, "block"):
+        train(*options, "--state-rooms", rooms, "--out", f"out{rooms}", "--sample-tokens", 0, cwd=work)
+        plans[rooms] = json.loads(train(*options, "--state-rooms", rooms, "--plan", "--json", cwd=work).stdout)
+        assert saved_bytes(work / f"out{rooms}") == saved_bytes(work / "out32"), rooms
+    count = {rooms: sum(b["name"] == "state_room" for b in plan["buffers"]) for rooms, plan in plans.items()}
+    block = (4 + 3 * 3) * 512 * 512 + 2 * 512
+    assert count == {32: 32, 1: 1, 5: 5, "block": -(-block // (1 << 18))} and count["block"] != 32
+    error = train(*ONE, "--steps", 2, "--state-rooms", 5, cwd=work, code=2).stderr.decode()
+    assert "--state disk" in error and error.count("\n") == 1
+
+
+MIXES = (("device",), ("disk",), ("disk", "--lend", "half"), ("device", "--embeddings", "disk"), ("disk", "--embeddings", "disk"),
+         ("disk", "--lend", "half", "--embeddings", "disk"))
+
+
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+def test_the_fastest_mix_that_fits_is_chosen(train, wide4, tmp_path, kind):
+    """Of all that can be asked for by hand, by their own estimates. An adapter needs no larger micro-batch for its blocks to
+    come once."""
+    work = linked(tmp_path, wide4)
+    options = (*ONE, "--grad-accum", 4, *KINDS[kind], "--steps", 1)
+    resident, few = least(train, work, *options, *RESIDENT), least(train, work, *options)
+    together = 0
+    for share in (0.02, 0.3, 0.6, 0.95):
+        budget = ("--memory", f"{few + share * (resident - few):.1f}MiB")
+        chosen = json.loads(train(*options, *budget, "--plan", "--json", cwd=work).stdout)
+        by_hand = []
+        for weights, state, park, order in itertools.product(MIXES, ("device", "disk"),
+                                                             (0, "all"), ((), ("--by-block",))):
+            where = ("--weights", *weights, "--state", state, "--park", park, *order)
+            if kind == "adapter" and state == "disk" or order and weights[0] == "device" or kind == "full" and len(weights) > 1:
+                continue
+            command = train.command(*options, *budget, *where, "--plan", "--json")
+            planned = subprocess.run(command, cwd=work, env=train.environment, capture_output=True)
+            if planned.returncode == 0:
+                by_hand.append(json.loads(planned.stdout)["estimated_seconds"])
+        assert min(by_hand) * 0.98 <= chosen["estimated_seconds"] <= min(by_hand) * 1.05, (share, by_hand)
+        together += "--by-block" in chosen["choice"][0]["residences"]
+    assert together or kind == "full"
+
+
+@pytest.mark.parametrize("kind", ["full", "adapter"])
+def test_a_resumed_run_has_what_was_chosen(train, wide4, tmp_path, kind):
+    work = linked(tmp_path, wide4)
+    options = (*ONE, *KINDS[kind], "--schedule", "constant")
+    budget = f"{least(train, work, *options) + 0.1:.1f}MiB"
+    train(*options, "--steps", 4, "--out", "whole", cwd=work)
+    train(*options, "--steps", 2, "--memory", budget, "--out", "out", cwd=work)
+    chosen = json.loads(train(*options, "--steps", 2, "--memory", budget, "--plan", "--json", cwd=work).stdout)
+    saved = json.loads((work / "out" / "trainer_state.json").read_text())["options"]
+    assert "--memory" not in saved and saved["--weights"] == ["disk"]
+    resumed = json.loads(train("--resume", "out", "--steps", 4, "--plan", "--json", cwd=work).stdout)
+    assert resumed["elsewhere"] == chosen["elsewhere"] and resumed["totals"] == chosen["totals"]
+    anew = json.loads(train("--resume", "out", "--steps", 4, "--memory", "8GiB", "--plan", "--json", cwd=work).stdout)
+    assert not any(anew["elsewhere"].values())
+    train("--resume", "out", "--steps", 4, cwd=work)
+    assert saved_bytes(work / "out") == saved_bytes(work / "whole")
+    assert b"validation loss" in train("--resume", "out", "--steps", 0, "--val-data", "data.bin", cwd=work).stdout
+
+
+def test_a_full_disk_is_not_chosen(train, wide4, tmp_path):
+    """And the line says where there is no room."""
+    work = linked(tmp_path, wide4)
+    options = (*ONE, "--steps", 1)
+    enough = least(train, work, *options) + 20
+    train(*options, "--memory", f"{enough:.1f}MiB", "--plan", cwd=work)
+    with small_disk(tmp_path / "small", "4m") as folder:
+        small = Train(train.path, TMPDIR=str(folder))
+        error = small(*options, "--memory", f"{enough:.1f}MiB", "--plan", cwd=work, code=2).stderr.decode()
+    assert "--state disk" not in error and f"TMPDIR with room: {folder}" in error and error.count("\n") == 1

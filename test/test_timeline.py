@@ -5,6 +5,7 @@ import struct
 
 import plot_memory
 import pytest
+import test_rates
 from trainer_runs import write_text
 
 LEVELS = ["none", "gelu", "norm", "ffn", "attention", "block"]
@@ -116,6 +117,68 @@ def test_refused(train, tmp_path, arguments, named, plan):
     assert b"step" not in result.stdout and [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
+# ---- what moves beside them
+
+ELSEWHERE = ("--model", "d4", "--batch", 2, "--seq-len", 32, "--threads", 2, "--head-rows", 0, "--weights", "disk",
+             "--state", "disk", "--park", "all")
+
+
+def elsewhere(train, tmp_path, *options):
+    """The transfers of a step that has all of these elsewhere."""
+    if train.device != "cpu":
+        pytest.skip("what lives on the disk is a CPU's")
+    return write(train, tmp_path / "t.json", *ELSEWHERE, *options)
+
+
+@pytest.mark.parametrize("options", [(), ("--update-in-backward", "--clip-per-block")], ids=["", "update in backward"])
+def test_transfers_in_the_order_of_the_program(train, tmp_path, options):
+    """Without measured rates: from where each begins to where it is waited for."""
+    timeline, plan = elsewhere(train, tmp_path, *options)
+    transfers, end = timeline["transfers"], len(timeline["operations"])
+    assert all(list(t) == ["range", "of", "way", "bytes", "begins", "ends"] for t in transfers)
+    assert all(0 <= t["begins"] <= t["ends"] <= end for t in transfers)
+    moved = {(of, way): sum(t["bytes"] for t in transfers if (t["of"], t["way"]) == (of, way))
+             for of in ("weights", "inputs", "state") for way in ("disk_read", "disk_write")}
+    assert moved["inputs", "disk_read"] == moved["inputs", "disk_write"] == plan["elsewhere"]["parked"] > 0
+    state = moved["state", "disk_read"]
+    assert state == moved["state", "disk_write"] > 0
+    room = next(b["bytes"] for b in plan["buffers"] if b["name"] == "lent_block")
+    blocks = {way: moved["weights", way] / room for way in ("disk_read", "disk_write")}
+    assert blocks == {"disk_read": 4 + 2 + (0 if options else 4), "disk_write": 4}  # two are left from forward
+    # The second block comes while the first one is computed, and is there for its first operation.
+    first, second = [t for t in transfers if t["of"] == "weights"][:2]
+    ranges = [o["range"] for o in timeline["operations"]]
+    assert ranges[int(first["ends"])] == "forward block 0" == ranges[int(second["begins"])]
+    operations = [i for i, o in enumerate(timeline["operations"]) if o["event"] == "operation"]
+    assert second["ends"] == next(i for i in operations if ranges[i] == "forward block 1")
+    lines = (tmp_path / "t.json").read_text().splitlines()
+    assert [json.loads(line.rstrip(",")) for line in lines[-1 - len(transfers):-1]] == transfers
+
+
+def test_transfers_by_rates(train, tmp_path):
+    """Each takes its bytes' time, one after the other; the waits are the plan's; twice the rate takes half the time."""
+    parts = []
+    for rate in (2e8, 4e8):
+        rates = test_rates.write(tmp_path / "rates.json", test_rates.rates_of(train, transfers=rate))
+        timeline, plan = elsewhere(train, tmp_path, "--rates", rates)
+        transfers = timeline["transfers"]
+        assert [t["seconds"] for t in transfers] == pytest.approx([t["bytes"] / rate for t in transfers])
+        waited = sum(p["disk"] for p in plan["phases"])
+        assert waited > 0 and sum(t["waited"] for t in transfers) == pytest.approx(waited)
+        for one, next_one in zip(transfers, transfers[1:]):
+            assert one["begins"] <= one["ends"] <= next_one["begins"]
+        parts.append(sum(t["ends"] - t["begins"] for t in transfers if t["range"].startswith("backward")))
+    # What computing waits for ends where it goes on, at the beginning of an operation.
+    assert all(t["ends"] == int(t["ends"]) for t in transfers if t["waited"] > 0)
+    fast = test_rates.write(tmp_path / "rates.json", test_rates.rates_of(train, transfers=1e15))
+    timeline, _ = elsewhere(train, tmp_path, "--rates", fast)
+    assert all(t["ends"] - t["begins"] < 1e-2 for t in timeline["transfers"] if t["waited"] == 0)
+
+
+def test_nothing_moves_beside_what_is_all_there(train, tmp_path):
+    assert "transfers" not in write(train, tmp_path / "t.json", *SETTINGS)[0]
+
+
 # ---- dev/plot_memory.py
 
 
@@ -125,12 +188,17 @@ def image_size(path):
     return struct.unpack(">II", data[16:24])
 
 
+MOVED = [{"range": "forward block 0", "of": "weights", "way": "disk_read", "bytes": 9, "begins": 1, "ends": 3.5,
+          "seconds": 2, "waited": 1},
+         {"range": "backward block 1", "of": "state", "way": "disk_write", "bytes": 9, "begins": 8, "ends": 8}]
+
+
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Made here, so that the plots need no binary: a step of two layers, and variants of it."""
     folder = tmp_path_factory.mktemp("timelines")
     for name, scale, settings in [("a", 1, {}), ("b", 2, {"precision": "fp32"}), ("c", 4, {"seq_len": 256}),
-                                  ("d", 1, {"recompute": "norm"})]:
+                                  ("d", 1, {"recompute": "norm"}), ("e", 1, {"transfers": MOVED})]:
         live = {"weights": 30 << 20, "activation": 0, "gradient": 0}
         operations = []
 
@@ -165,6 +233,7 @@ def plot(files, *arguments):
 
 @pytest.mark.parametrize("arguments", [
     ["a.json"], ["a.json:head"], ["a.json", "b.json"], ["a.json", "a.json:head"], ["a.json", "d.json", "b.json"],
+    ["e.json"], ["e.json:head"], ["a.json", "e.json"],
     ["a.json", "b.json", "--labels", "one", "two"], ["a.json", "c.json", "--over", "seq_len"]], ids=str)
 def test_plots(files, tmp_path, arguments):
     plot(files, *arguments, "--out", str(tmp_path / "m.png"))
@@ -175,10 +244,24 @@ def test_plots(files, tmp_path, arguments):
 def test_each_plot_is_another(files, tmp_path):
     drawn = set()
     for arguments in (["a.json"], ["a.json:head"], ["a.json", "b.json"], ["a.json", "a.json:head"],
-                      ["a.json", "c.json", "--over", "seq_len"]):
+                      ["a.json", "c.json", "--over", "seq_len"], ["e.json"], ["e.json:head"]):
         plot(files, *arguments, "--out", str(tmp_path / "m.png"))
         drawn.add((tmp_path / "m.png").read_bytes())
-    assert len(drawn) == 5
+    assert len(drawn) == 7
+
+
+def test_bars_are_drawn_below(files, tmp_path, monkeypatch):
+    """A row for each way, where the file has it; framed where it is waited for; and no lower than before it is cut."""
+    drawn = []
+    monkeypatch.setattr(plot_memory, "draw_transfers", lambda axes, t, draw=plot_memory.draw_transfers: drawn.append(
+        (draw(axes, t), [(p.get_x(), p.get_y() + p.get_height() / 2, p.get_width(), p.get_linewidth() > 0) for p in axes.patches],
+         [label.get_text() for label in axes.get_yticklabels()])[1:]))
+    plot(files, "a.json", "--out", str(tmp_path / "m.png"))
+    plot(files, "e.json", "--out", str(tmp_path / "m.png"))
+    plot(files, "e.json:head", "--out", str(tmp_path / "m.png"))
+    (both, ways), (one, way) = drawn
+    assert ways == ["disk read", "disk write"] and way == ["disk read"]
+    assert both == [pytest.approx((1, 0, 2.5, True)), pytest.approx((8, 1, 13 / 1000, False))] and one == both[:1]
 
 
 def test_says_the_peak(files, capsys):

@@ -338,12 +338,12 @@ def test_options_given_to_a_resume_hold(train, work):
     assert by_key(read_log(work / "log"), "lr") == {4: 2e-3 * 5 / 10, 5: 2e-3 * 6 / 10}  # in the saved warm-up
 
 
-def test_a_cpu_resumes_what_had_searched_algorithms(train, work):
+def test_a_cpu_resumes_what_had_a_gpus_products(train, work):
     if train.device != "cpu":
         pytest.skip("a GPU takes them")
     train(*DATA, "--steps", 2, "--out", "out", cwd=work)
     state = json.loads((work / "out" / "trainer_state.json").read_text())
-    state["options"]["--matmul-algorithms"] = ["found.json"]
+    state["options"] |= {"--matmul-algorithms": ["found.json"], "--tf32": ["true"]}
     (work / "out" / "trainer_state.json").write_text(json.dumps(state))
     train("--resume", "out", "--steps", 3, "--log", "log", cwd=work)
     assert len(read_log(work / "log")) == 2 and not (work / "found.json").exists()

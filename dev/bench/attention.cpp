@@ -122,8 +122,9 @@ void measure(const Options& o, const Arrays<T>& arrays, int head_size, int lengt
     float* const lse = elements_of<float>(arrays.lse);
     const double forward_ms = milliseconds(o.seconds, [&] { attention_forward(out, lse, in, Stream{}); });
     const double backward_ms = milliseconds(o.seconds, [&] {
-        attention_backward(dq, dq + C, dq + 2 * C, elements_of<T>(arrays.dout), out, lse,
-                           elements_of<float>(arrays.delta), in, Stream{});
+        float* const delta = elements_of<float>(arrays.delta);
+        attention_delta(delta, elements_of<T>(arrays.dout), out, in, Stream{});
+        attention_backward(dq, dq + C, dq + 2 * C, elements_of<T>(arrays.dout), lse, delta, in, Stream{});
     });
     // Of the half of the products that is seen: two in forward, five in backward.
     const double product = static_cast<double>(rows) * documents.length * head_size;

@@ -7,6 +7,7 @@ import os
 import pathlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -100,6 +101,8 @@ def run(command, environment=None, timeout=3600, cwd=None, enough=None):
             raise PeerFailed(f"{shown(command)}: not done after {timeout} s")
         if process.returncode and not stopped:
             said = text_of(errors).strip().splitlines() or [f"exit code {process.returncode}"]
+            if process.returncode < 0:
+                said.append(f"ended by {signal.Signals(-process.returncode).name}")
             raise PeerFailed(said[-1] if process.returncode == 2 else f"{shown(command)}: {said[-1]}")
         return text_of(out), usage.ru_maxrss * 1024
 

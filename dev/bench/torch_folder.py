@@ -45,10 +45,13 @@ def load(options):
         import peft
         model = peft.get_peft_model(model, peft.LoraConfig(
             r=options.lora_rank, lora_alpha=2 * options.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+    if options.checkpoint:  # which transformers does in training alone
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return Loss(model).train(), vocabulary
     return Loss(model).eval(), vocabulary
 
 
-def main(arguments=None):
+def parse_options(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True, help="a Hugging Face folder")
     parser.add_argument("--attention", choices=("sdpa", "eager"), default="sdpa")
@@ -56,8 +59,13 @@ def main(arguments=None):
                         help="bf16: without fp32 ones behind them, which ./train has")
     parser.add_argument("--lora-rank", type=int, default=0, help="train PEFT's LoRA of all linear layers")
     parser.add_argument("--nf4", action="store_true", help="the frozen model in bitsandbytes' NF4")
+    parser.add_argument("--checkpoint", action="store_true", help="keep blocks' inputs, and make the rest again")
     torch_steps.add_options(parser)
-    options = parser.parse_args(arguments)
+    return parser.parse_args(arguments)
+
+
+def main():
+    options = parse_options()
     torch_steps.main(options, lambda: load(options), attention=options.attention, weights=options.weights,
                      transformers=transformers.__version__)
 

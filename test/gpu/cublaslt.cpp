@@ -1,6 +1,6 @@
 // cublaslt.cpp - cuBLASLt's products on the emulated device, for what matmul_cublaslt.h asks of it: bf16 and
-// fp32, added up in fp32, with its epilogues. What its documentation calls unsupported is refused as it says,
-// or is a fault where it would be undefined.
+// fp32, that in TF32 too, added up in fp32, with its epilogues. What its documentation calls unsupported is
+// refused as it says, or is a fault where it would be undefined.
 //
 // GPU_REFUSE=bias,gelu,dgelu,bgrad,plain names epilogues for which it has no algorithm.
 #include <cublasLt.h>
@@ -30,6 +30,7 @@ struct Description {
     const void* aux = nullptr;
     int64_t aux_leading = 0;
     int bias_type = -1;
+    bool tf32 = false;
 };
 struct Preference {
     size_t workspace = 0;
@@ -76,6 +77,7 @@ struct Problem {
         if (out.type != a.type && !(a.type == CUDA_R_16BF && out.type == CUDA_R_32F)) return false;
         const bool has_bias = d.epilogue & CUBLASLT_EPILOGUE_BIAS || d.epilogue == CUBLASLT_EPILOGUE_BGRADA;
         if (has_bias && !d.bias) return false;
+        if (d.tf32 && a.type != CUDA_R_32F) return false;
         // The bias is of D's type, or where that is fp32 and A is not, of either.
         const int bias_type = d.bias_type < 0 ? out.type : d.bias_type;
         if (has_bias && bias_type != out.type) return false;
@@ -88,7 +90,7 @@ struct Problem {
         uint64_t h = 1469598103934665603u;
         for (uint64_t x : {m, n, k, uint64_t(a.type), uint64_t(out.type), uint64_t(d.transpose_a),
                            uint64_t(d.transpose_b), uint64_t(d.epilogue), uint64_t(a.leading),
-                           uint64_t(b.leading), uint64_t(c.leading), uint64_t(out.leading)})
+                           uint64_t(b.leading), uint64_t(c.leading), uint64_t(out.leading), uint64_t(d.tf32)})
             h = (h ^ x) * 1099511628211u;
         return h;
     }
@@ -152,15 +154,22 @@ void put(char* p, uint64_t i, cudaDataType type, float x) {
     }
 }
 
+// What TF32 keeps of an operand: 10 bits behind the point. A library may round to nearest; the bits that
+// tensor cores do not read are cut off here, which is the more that may be lost.
+float in_tf32(float x) { return std::bit_cast<float>(std::bit_cast<uint32_t>(x) & 0xffffe000u); }
+
 // op(X)'s element (i, j), i.e. the matrix column by column, read in `work`.
-std::vector<float> read_matrix(const Work& work, const void* at, const Layout& l) {
+std::vector<float> read_matrix(const Work& work, const void* at, const Layout& l, bool tf32) {
     std::vector<float> x(l.rows * l.columns);
     for (uint64_t j = 0; j < l.columns; j++) {
         const char* column =
             static_cast<const char*>(at) + j * static_cast<uint64_t>(l.leading) * l.element();
         device().reads(work, column, l.rows * l.element());
         const char* bytes = device().memory.bytes_at(column);
-        for (uint64_t i = 0; i < l.rows; i++) x[j * l.rows + i] = get(bytes, i, l.type);
+        for (uint64_t i = 0; i < l.rows; i++) {
+            const float element = get(bytes, i, l.type);
+            x[j * l.rows + i] = tf32 ? in_tf32(element) : element;
+        }
     }
     return x;
 }
@@ -172,7 +181,7 @@ void multiply(const Work& work, const Description& d, const Layout& la, const La
     p.is_valid();
     const int64_t m = static_cast<int64_t>(p.m), n = static_cast<int64_t>(p.n), k = static_cast<int64_t>(p.k);
     if (algorithm.workspace) device().writes(work, workspace, algorithm.workspace);
-    const std::vector<float> xa = read_matrix(work, a, la), xb = read_matrix(work, b, lb);
+    const std::vector<float> xa = read_matrix(work, a, la, d.tf32), xb = read_matrix(work, b, lb, d.tf32);
     // Row-major, D^T (n, m) = op(B)^T (n, k) op(A)^T (k, m), in as many parts of k as the algorithm has.
     std::vector<float> sum(p.m * p.n, 0.f), part(p.m * p.n);
     const bool ta = d.transpose_a != CUBLAS_OP_N, tb = d.transpose_b != CUBLAS_OP_N;
@@ -257,9 +266,10 @@ const char* cublasLtGetStatusString(cublasStatus_t s) {
 cublasStatus_t cublasLtMatmulDescCreate(cublasLtMatmulDesc_t* d, cublasComputeType_t compute,
                                         cudaDataType_t scale) {
     return guarded([&] {
-        if (compute != CUBLAS_COMPUTE_32F || scale != CUDA_R_32F)
+        const bool tf32 = compute == CUBLAS_COMPUTE_32F_FAST_TF32;
+        if ((compute != CUBLAS_COMPUTE_32F && !tf32) || scale != CUDA_R_32F)
             throw Fault("a type of sums that the emulator does not know");
-        *d = reinterpret_cast<cublasLtMatmulDesc_t>(new Description);
+        *d = reinterpret_cast<cublasLtMatmulDesc_t>(new Description{.tf32 = tf32});
         return CUBLAS_STATUS_SUCCESS;
     });
 }

@@ -233,11 +233,11 @@ void copy(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t
     if (!bytes || !rows) return;
     DeviceMemory& m = device().memory;
     const bool to_device = m.is_device(to), from_device = m.is_device(from);
-    const auto extent = [&](size_t pitch) { return pitch * (rows - 1) + bytes; };
+    const auto extent = [=](size_t pitch) { return pitch * (rows - 1) + bytes; };
     if (to_device) m.check_bounds(to, extent(to_pitch));
     if (from_device) m.check_bounds(from, extent(from_pitch));
-    const bool waits = !(to_device || device().is_pinned(to, extent(to_pitch))) ||
-                       !(from_device || device().is_pinned(from, extent(from_pitch)));
+    const bool waits = !(to_device || device().memory.is_pinned(to, extent(to_pitch))) ||
+                       !(from_device || device().memory.is_pinned(from, extent(from_pitch)));
     if (s->recording && waits)
         throw Fault(std::string(name) + ": memory that is not pinned, while a stream is captured");
     // Until the host knows that the copy is done, its source must stay as it is, and its target is nobody's.
@@ -260,6 +260,7 @@ void copy(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t
     };
     const auto queued = [=](const Work& work) {
         if (!from_device) {
+            device().host_read_is_queued(from, extent(from_pitch));
             source->known = !device().is_being_written(from, extent(from_pitch));
             if (source->known) source->sum = sum();
             device().check_when_known(work, [=] {
@@ -267,12 +268,15 @@ void copy(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t
             });
         }
         if (!to_device) {
+            const bool is_read = device().is_being_read(to, extent(to_pitch));  // by a copy before this one
             device().host_write_is_queued(to, extent(to_pitch));
-            for (size_t r = 0; r < rows; r++) memset(static_cast<char*>(to) + r * to_pitch, 0xa5, bytes);
+            for (size_t r = 0; r < rows && !is_read; r++)
+                memset(static_cast<char*>(to) + r * to_pitch, 0xa5, bytes);
         }
     };
     const auto run = [=, &m](const Work& work) {
         if (!from_device) {
+            device().host_read_runs(from, extent(from_pitch));
             if (source->known) compare();
             source->sum = sum();
             source->read_at = device().moment();
@@ -499,7 +503,7 @@ cudaError_t cudaMallocHost(void** p, size_t bytes) {
         device().not_while_recording("cudaMallocHost");
         *p = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
         if (!*p) return cudaErrorMemoryAllocation;
-        device().add_pinned(*p, bytes);
+        device().memory.add_pinned(*p, bytes);
         return cudaSuccess;
     });
 }
@@ -508,7 +512,7 @@ cudaError_t cudaFreeHost(void* p) {
     return call([&] {
         if (!p) return;
         device().wait();
-        if (!device().remove_pinned(p)) throw Fault("cudaFreeHost of what is not pinned");
+        if (!device().memory.remove_pinned(p)) throw Fault("cudaFreeHost of what is not pinned");
         free(p);
     });
 }

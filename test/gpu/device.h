@@ -139,32 +139,35 @@ class Device {
         checks_.push_back({work.stream, work.number, std::move(check)});
     }
 
+    // Copies from the host's memory that were asked for and have not run.
+    void host_read_is_queued(const void* p, size_t bytes) { host_reads_.push_back({p, bytes, 0}); }
+    void host_read_runs(const void* p, size_t bytes) {
+        const auto same = [&](const HostCopy& r) { return r.at == p && r.bytes == bytes; };
+        const auto found = std::find_if(host_reads_.begin(), host_reads_.end(), same);
+        if (found != host_reads_.end()) host_reads_.erase(found);
+    }
+    bool is_being_read(const void* p, size_t bytes) const {
+        return any_of(host_reads_, p, bytes, [](const HostCopy&) { return true; });
+    }
     // Copies to the host's memory: those that were asked for and have not run, and when others ran.
     void host_write_is_queued(const void* p, size_t bytes) { host_writes_.push_back({p, bytes, 0}); }
     void host_write_runs(const void* p, size_t bytes) {
-        for (HostWrite& w : host_writes_)
+        for (HostCopy& w : host_writes_)
             if (w.ran == 0 && w.at == p && w.bytes == bytes) {
                 w.ran = ++moment_;
                 return;
             }
     }
     bool is_being_written(const void* p, size_t bytes) const {
-        return any_host_write(p, bytes, [](const HostWrite& w) { return w.ran == 0; });
+        return any_of(host_writes_, p, bytes, [](const HostCopy& w) { return w.ran == 0; });
     }
+    // Or is to be.
     bool was_written_since(uint64_t moment, const void* p, size_t bytes) const {
-        return any_host_write(p, bytes, [=](const HostWrite& w) { return w.ran > moment; });
+        return any_of(host_writes_, p, bytes,
+                      [=](const HostCopy& w) { return w.ran == 0 || w.ran > moment; });
     }
     uint64_t moment() { return ++moment_; }
 
-    // Memory of the host that copies may be under way to and from.
-    void add_pinned(void* p, size_t bytes) { pinned_[static_cast<char*>(p)] = bytes; }
-    bool remove_pinned(void* p) { return pinned_.erase(static_cast<char*>(p)); }
-    bool is_pinned(const void* p, size_t bytes) const {
-        auto it = pinned_.upper_bound(static_cast<char*>(const_cast<void*>(p)));
-        if (it == pinned_.begin()) return false;
-        --it;
-        return static_cast<const char*>(p) + bytes <= it->first + it->second;
-    }
     static double now() {
         timespec t;
         clock_gettime(CLOCK_MONOTONIC, &t);
@@ -172,23 +175,23 @@ class Device {
     }
 
   private:
-    struct HostWrite {
+    struct HostCopy {
         const void* at;
         size_t bytes;
         uint64_t ran;  // 0: not yet
     };
     template <class Which>
-    bool any_host_write(const void* p, size_t bytes, Which which) const {
+    static bool any_of(const std::vector<HostCopy>& copies, const void* p, size_t bytes, Which which) {
         const auto from = reinterpret_cast<uintptr_t>(p);
-        return std::any_of(host_writes_.begin(), host_writes_.end(), [&](const HostWrite& w) {
-            const auto at = reinterpret_cast<uintptr_t>(w.at);
-            return at < from + bytes && from < at + w.bytes && which(w);
+        return std::any_of(copies.begin(), copies.end(), [&](const HostCopy& c) {
+            const auto at = reinterpret_cast<uintptr_t>(c.at);
+            return at < from + bytes && from < at + c.bytes && which(c);
         });
     }
     Accessor accessor(const Work& work) const { return {&work, kNoBlock, 0, 0, 0, 0, &nobody_}; }
     void host_knows(const StreamClock& clock) {
         join(host_, clock);
-        if (checks_.empty()) std::erase_if(host_writes_, [](const HostWrite& w) { return w.ran != 0; });
+        if (checks_.empty()) std::erase_if(host_writes_, [](const HostCopy& w) { return w.ran != 0; });
         std::erase_if(checks_, [&](const Check& c) {
             if (host_[static_cast<size_t>(c.stream)] < c.number) return false;
             c.run();
@@ -219,10 +222,9 @@ class Device {
         std::function<void()> run;
     };
     std::vector<Check> checks_;
-    std::vector<HostWrite> host_writes_;
+    std::vector<HostCopy> host_writes_, host_reads_;
     uint64_t moment_ = 0;
     WarpClock nobody_{};
-    std::map<char*, size_t> pinned_;
 };
 
 Device& device();

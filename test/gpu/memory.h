@@ -90,6 +90,16 @@ class DeviceMemory {
     bool is_device(const void* p) const {
         return static_cast<const char*>(p) >= device_ && static_cast<const char*>(p) < device_ + bytes_;
     }
+    // Memory of the host that copies may be under way to and from, and that kernels may read. What the host
+    // writes meanwhile is not seen.
+    void add_pinned(void* p, size_t bytes) { pinned_[static_cast<char*>(p)] = bytes; }
+    bool remove_pinned(void* p) { return pinned_.erase(static_cast<char*>(p)); }
+    bool is_pinned(const void* p, size_t bytes) const {
+        auto it = pinned_.upper_bound(static_cast<char*>(const_cast<void*>(p)));
+        if (it == pinned_.begin()) return false;
+        --it;
+        return static_cast<const char*>(p) + bytes <= it->first + it->second;
+    }
     // Where the emulator finds what a program calls p.
     char* bytes_at(const void* p) const { return host_ + offset_of(p); }
 
@@ -249,6 +259,7 @@ class DeviceMemory {
         bool touched = false;
     };
     std::map<size_t, Allocation> live_;  // by where each starts
+    std::map<char*, size_t> pinned_;
     size_t used_ = 0;
     size_t last_start_ = 0, last_bytes_ = 0;  // the allocation that was asked for last
     Allocation last_;

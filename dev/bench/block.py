@@ -1,0 +1,116 @@
+#!/usr/bin/env python3
+"""Forward and backward of one block by length: ./train beside dense attention, flash attention and the Blockwise
+Parallel Transformer in PyTorch; time, memory, one plot.
+
+    dev/bench/block.py --train build/cpu-fp32/train [--longest 65536] [--out dev/results/block.md]
+
+A block of Llama's kind in fp32, 512 channels, 8 heads, an MLP 1408 wide, on a sequence of 1024 tokens and more. ./train's
+is the one block of a model with a vocabulary of 256, with --recompute block --mlp-rows auto, in the least of its bench's
+steps without the head; its memory is what the plan has for a step. PyTorch's is how much more was resident than before.
+A kind that would take more than --memory is left out from there on.
+"""
+
+import pathlib
+import sys
+import tempfile
+
+import results
+from results import ENVIRONMENT, MIB, PeerFailed, fail
+
+sys.path.append(str(results.ROOT / "dev"))
+import figures
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+KINDS = {"dense": "dense attention", "flash": "flash attention (sdpa)", "blockwise": "Blockwise Parallel Transformer",
+         "train": "./train --mlp-rows auto"}
+STEPS = {1024: 5, 2048: 3, 4096: 2}  # else 1; the fastest counts
+
+
+def parse(arguments):
+    parser = results.OptionParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--train", default=str(results.ROOT / "build/cpu-fp32/train"))
+    parser.add_argument("--longest", type=results.positive, default=65536)
+    parser.add_argument("--memory", type=results.positive, default=8192, help="MiB that a kind may take")
+    parser.add_argument("--out", type=results.result_path, default=results.ROOT / "dev/results/block.md")
+    return parser.parse_args(arguments)
+
+
+def of_torch(kind, length):
+    command = [sys.executable, FOLDER / "torch_block.py", "--kind", kind, "--length", length, "--steps", STEPS.get(length, 1)]
+    return results.last_json(results.run(command, ENVIRONMENT)[0], command)
+
+
+def of_train(train, folder, length):
+    command = [train, "--model", folder, "--batch", 1, "--seq-len", length, "--recompute", "block", "--mlp-rows", "auto",
+               "--sample-tokens", 0]
+    plan = results.last_json(results.run([*command, "--plan", "--json"], ENVIRONMENT)[0], command)
+    bench = results.last_json(results.run([*command, "--bench", "--bench-warmup", 1, "--bench-steps", STEPS.get(length, 1),
+                                           "--json"], ENVIRONMENT)[0], command)
+    totals = plan["totals"]
+    return {"seconds": (bench["forward_ms"]["min"] + bench["backward_ms"]["min"]) / 1000,
+            "bytes": totals["activations"] + totals["workspace"]}
+
+
+def make_model(folder, positions):
+    import make_model  # which takes its time
+    make_model.main(["--out", str(folder), "--family", "llama", "--layers", "1", "--channels", "512", "--heads", "8",
+                     "--vocab", "256", "--positions", str(positions)])
+
+
+def measure(o, folder):
+    """{kind: {length: figures}}."""
+    measured = {kind: {} for kind in KINDS}
+    length = 1024
+    while length <= o.longest:
+        for kind, of in measured.items():
+            if of and max(f["bytes"] for f in of.values()) * (4 if kind == "dense" else 2) > o.memory * MIB:
+                continue
+            of[length] = of_train(o.train, folder, length) if kind == "train" else of_torch(kind, length)
+            print(f"{length} tokens, {KINDS[kind]}: {of[length]['seconds']:.2f} s, {of[length]['bytes'] / MIB:.0f} MiB",
+                  flush=True)
+        length *= 2
+    return measured
+
+
+def draw(measured, path):
+    pyplot = figures.pyplot(fail)
+    figure, (times, memory) = pyplot.subplots(1, 2, figsize=(11, 4.5))
+    for kind, of in measured.items():
+        lengths = list(of)
+        times.plot(lengths, [of[n]["seconds"] for n in lengths], marker="o", label=KINDS[kind])
+        memory.plot(lengths, [of[n]["bytes"] / MIB for n in lengths], marker="o", label=KINDS[kind])
+    for axes, what in ((times, "seconds, forward and backward"), (memory, "MiB")):
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=what)
+        axes.grid(True, which="both", alpha=0.3)
+    times.legend()
+    figures.save(figure, path, fail)
+
+
+def table(measured):
+    lengths = list(measured["train"])
+
+    def cell(figures):
+        return f"{figures['seconds']:.2f} s, {figures['bytes'] / MIB:.0f} MiB" if figures else ""
+
+    return results.markdown(["tokens", *KINDS.values()],
+                            [[f"{n:,}", *(cell(of.get(n)) for of in measured.values())] for n in lengths])
+
+
+def main(arguments=None):
+    o = parse(arguments)
+    facts = results.machine("cpu")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            make_model(folder, o.longest)
+            measured = measure(o, folder)
+    except PeerFailed as failed:
+        fail(failed)
+    picture = o.out.with_suffix(".png")
+    lines = ["# One block, by length", "", "Forward and backward, by `dev/bench/block.py`, which says how.", "",
+             *results.facts_list(facts), "", f"![Time and memory by length]({picture.name})", "", *table(measured)]
+    results.write(o.out, lines, {"machine": facts, "measured": measured})
+    draw(measured, picture)
+
+
+if __name__ == "__main__":
+    main()

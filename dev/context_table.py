@@ -1,0 +1,98 @@
+#!/usr/bin/env python3
+"""The longest context of models in budgets of memory, as a Markdown table, by the plans of a build of ./train.
+
+A cell is the longest sequence, in multiples of 64 tokens, with which --memory finds something that fits, what a step is
+estimated to take, and the host memory or disk that it takes beside the budget. A model is a folder, of which config.json is enough. What follows -- goes to ./train as it
+is:
+
+    dev/context_table.py ./train --model llama-8b --memory 8GiB 24GiB -- --train lora --lora-rank 32 --base nf4-double
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+
+STEP = 64
+MOST = 1 << 21  # what ./train takes
+
+
+def fail(message):
+    print(f"context_table.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+class Planner:
+    """Plans of one model in one budget."""
+
+    def __init__(self, train, model, memory, batch, more):
+        self.command = [train, "--model", model, "--memory", memory, "--batch", str(batch), "--plan", "--json", *more]
+        self.refusal = ""
+
+    def plan(self, tokens):
+        """What a step of such sequences takes: seconds, and bytes elsewhere; None where nothing fits."""
+        try:
+            result = subprocess.run([*self.command, "--seq-len", str(tokens)], capture_output=True, text=True)
+        except OSError as error:
+            fail(f"{self.command[0]}: {error.strerror}")
+        if result.returncode == 0:
+            plan = json.loads(result.stdout)
+            return plan["estimated_seconds"], sum(plan["elsewhere"].values())
+        self.refusal = result.stderr.strip()
+        ends = "the least that this takes" in self.refusal or "positions" in self.refusal or "tokens in a" in self.refusal
+        if result.returncode != 2 or not ends:
+            fail(self.refusal.splitlines()[-1] if self.refusal else f"{self.command[0]}: ended with {result.returncode}")
+        return None
+
+    def longest(self):
+        """(tokens, plan, whether memory is what ends it), or None where not even STEP tokens fit."""
+        fits, plans, why = 0, {}, ""
+        step = 1
+        while step * STEP <= MOST and (taken := self.plan(step * STEP)) is not None:
+            fits, plans[step], step = step, taken, 2 * step
+        fails, why = min(step, MOST // STEP + 1), self.refusal
+        while fails - fits > 1:
+            middle = (fits + fails) // 2
+            taken = self.plan(middle * STEP)
+            if taken is None:
+                fails, why = middle, self.refusal
+            else:
+                fits, plans[middle] = middle, taken
+        if fits == 0:
+            return None
+        return fits * STEP, plans[fits], "the least" in why
+
+
+def cell(found):
+    if found is None:
+        return "none"
+    tokens, (seconds, elsewhere), by_memory = found
+    beside = f", {elsewhere / 2**30:.1f} GiB" if elsewhere else ""
+    return f"{tokens:,}{'' if by_memory else ' (all it can)'}, {seconds:.3g} s{beside}"
+
+
+def table(options):
+    rows = [["model", *options.memory]]
+    for model in options.model:
+        planners = [Planner(options.train, model, memory, options.batch, options.more) for memory in options.memory]
+        rows.append([os.path.basename(os.path.normpath(model)), *(cell(p.longest()) for p in planners)])
+    rows.insert(1, ["---", *("---:" for _ in options.memory)])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def main(arguments=None):
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("train", help="the binary")
+    parser.add_argument("--model", nargs="+", required=True, help="folders with a config.json")
+    parser.add_argument("--memory", nargs="+", required=True, help="budgets, as in 8GiB")
+    parser.add_argument("--batch", type=int, default=1, help="sequences in a step (default: 1)")
+    options = parser.parse_args(arguments[:cut])
+    options.more = arguments[cut + 1:]
+    print(table(options), end="")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

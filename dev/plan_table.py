@@ -1,0 +1,225 @@
+#!/usr/bin/env python3
+"""What large models take on GPUs of little memory, by the plans of a build of ./train, as Markdown tables: each step
+beside the same step with all the memory it likes, by the same model of time.
+
+A case is a line: a name | a model | what a step computes | where things live, and in how much. The first and the third go
+into the step with everything on the device, for which --memory then chooses what is fastest. A model is a name in SHAPES,
+or a folder of which config.json is enough. What follows -- goes to every ./train as it is:
+
+    dev/plan_table.py build/cuda-bf16/train
+    dev/plan_table.py build/emulated/train-bf16 --gpu A100 H100 4090 --only 8B 70B
+    dev/plan_table.py build/cuda-bf16/train --cases more.txt -- --rates rates.json
+"""
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+
+LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072,
+         "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
+         "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                          "original_max_position_embeddings": 8192}}
+# As in the models' own config.json: meta-llama/Llama-3.1-8B and -70B, bigscience/bloom.
+SHAPES = {
+    "llama-3.1-8b": {**LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+                     "intermediate_size": 14336},
+    "llama-3.1-70b": {**LLAMA, "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+                      "intermediate_size": 28672},
+    "bloom-176b": {"model_type": "bloom", "hidden_size": 14336, "n_layer": 70, "n_head": 112, "vocab_size": 250880,
+                   "layer_norm_epsilon": 1e-5}}
+
+CASES = """
+8B, all weights | llama-3.1-8b | --batch 8 --seq-len 8192 --master split | \
+    --memory 24000MiB --host-memory 112GiB --update-in-backward --clip-per-block
+8B, all weights, 8-bit moments | llama-3.1-8b | --batch 8 --seq-len 8192 --master split --adam-m 8bit --adam-v 8bit | \
+    --memory 24000MiB --host-memory 112GiB --update-in-backward --clip-per-block
+8B, all weights, 4096 tokens a sequence | llama-3.1-8b | --batch 16 --seq-len 4096 --master split | \
+    --memory 24000MiB --host-memory 112GiB --update-in-backward --clip-per-block
+8B, all weights, block by block | llama-3.1-8b | --batch 1 --seq-len 8192 --grad-accum 8 --master split | \
+    --recompute block --head-rows 4096 --weights host --state host --state-rooms block --park all --by-block \
+    --update-in-backward --clip-per-block
+70B, LoRA on NF4 in host memory | llama-3.1-70b | --train lora --batch 1 --seq-len 4096 --base nf4-double | \
+    --memory 24000MiB --host-memory 112GiB
+70B, LoRA on bf16 in host memory | llama-3.1-70b | --train lora --batch 1 --seq-len 4096 | \
+    --memory 24000MiB --host-memory 160GiB
+70B, LoRA on bf16 on a disk | llama-3.1-70b | --train lora --batch 1 --seq-len 4096 | --memory 24000MiB --weights disk
+70B, LoRA on bf16 on a disk, 64k tokens | llama-3.1-70b | --train lora --batch 16 --seq-len 4096 | \
+    --memory 24000MiB --host-memory 112GiB --weights disk
+176B, soft prompt | bloom-176b | --train prompt --soft-prompt 16 --batch 1 --seq-len 2032 | \
+    --memory 24000MiB --weights disk
+176B, soft prompt, halves and embeddings on the disk | bloom-176b | \
+    --train prompt --soft-prompt 16 --batch 1 --seq-len 2032 | \
+    --memory 24000MiB --weights disk --lend half --embeddings disk
+176B, soft prompt, 48k tokens | bloom-176b | --train prompt --soft-prompt 16 --batch 24 --seq-len 2032 | \
+    --memory 24000MiB --host-memory 112GiB --weights disk
+176B, soft prompt, in host memory | bloom-176b | --train prompt --soft-prompt 16 --batch 1 --seq-len 2032 | \
+    --memory 24000MiB --host-memory 400GiB
+"""
+ALL_THE_MEMORY = "1000000GiB"
+WAITS = ("disk", "link")
+
+
+def fail(message):
+    print(f"plan_table.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+class Case:
+    def __init__(self, line, source):
+        parts = [part.strip() for part in line.split("|")]
+        if len(parts) != 4 or not all(parts[:3]):
+            fail(f"{source}: no case is '{line}': a name | a model | what a step computes | where things live")
+        self.name, self.model = parts[:2]
+        try:
+            self.step, self.homes = (shlex.split(part) for part in parts[2:])
+        except ValueError as error:
+            fail(f"{source}: '{line}': {error}")
+
+
+def cases_of(text, source):
+    """Of lines; one that ends in a backslash goes on in the next, one that begins with # says nothing."""
+    lines = [" ".join(line.split()) for line in text.replace("\\\n", " ").splitlines()]
+    return [Case(line, source) for line in lines if line and not line.startswith("#")]
+
+
+class Trainer:
+    """A binary that plans, with options that all plans have, on a GPU that an emulated build plays or on its own."""
+
+    def __init__(self, path, more, gpu):
+        self.path, self.more, self.gpu = path, more, gpu
+        self.environment = {**os.environ, "GPU": gpu} if gpu else dict(os.environ)
+
+    def plan(self, *options):
+        """The plan, or the least that ./train says it takes where it does not fit."""
+        command = [self.path, "--plan", "--json", "--sample-tokens", "0", *options, *self.more]
+        try:
+            result = subprocess.run(command, capture_output=True, text=True, env=self.environment)
+        except OSError as error:
+            fail(f"{self.path}: {error.strerror}")
+        if result.returncode == 0:
+            return json.loads(result.stdout)
+        said = result.stderr.strip().splitlines()
+        if result.returncode == 2 and said and (" at the least" in said[-1] or "the least that" in said[-1]):
+            return said[-1].removeprefix("train: ")
+        fail(said[-1] if said else f"{self.path}: ended with {result.returncode}")
+
+    def seconds_of_a_product(self):
+        plan = self.plan("--model", "d2", "--batch", "64")
+        return plan["phases"][0]["products"] if isinstance(plan, dict) else 0
+
+
+def check_gpus(trainers):
+    """That the binary plays them: one for a real GPU does not look at the variable, and all would be the same."""
+    trainer = trainers[0]
+    if trainer.gpu:
+        other = Trainer(trainer.path, trainer.more, "4090" if trainer.gpu == "A100" else "A100")
+        if trainer.seconds_of_a_product() == other.seconds_of_a_product():
+            fail(f"--gpu {trainer.gpu}: {trainer.path} plays no GPUs; make emulated-build makes one that does")
+
+
+def chosen(plan):
+    """What --memory chose, without what the command had said."""
+    if "choice" not in plan:
+        return "as given"
+    c = plan["choice"][0]
+    text = f"--recompute {c['recompute']} --head-rows {c['head_rows']}"
+    if c["mlp_rows"]:
+        text += f" --mlp-rows {c['mlp_rows']}"
+    text += f" --batch {c['batch']} --grad-accum {c['grad_accum']}{c['formats']}{c['residences']}"
+    return f"`{text}`"
+
+
+def bounds(plan):
+    """Of each phase what it would take longer for, were that slower, and how much of it is waiting. Of an adapter's update,
+    less than a thousandth of the step, nothing."""
+    texts = []
+    for phase in plan["phases"]:
+        if phase["seconds"] < 1e-3 * plan["estimated_seconds"]:
+            continue
+        waits = [f"{100 * phase[w] / phase['seconds']:.0f}% waiting for the {w}" for w in WAITS
+                 if phase[w] / phase["seconds"] >= 0.005]
+        texts.append(", ".join([f"{phase['name']} {phase['seconds']:.3g} s: {phase['bound_by']}", *waits]))
+    return "; ".join(texts)
+
+
+COLUMNS = {"": "---", "planned on the device, MiB": "---:", "pinned host memory, GiB": "---:", "on a disk, GiB": "---:",
+           "a step, s": "---:", "tokens/s": "---:", "resident, s (GiB)": "---:", "times that": "---:",
+           "what bounds it": "---", "chosen": "---"}
+
+
+def row(label, plan, resident):
+    if isinstance(plan, str):
+        return [label, "does not fit", *[""] * 6, plan, ""]
+    elsewhere, seconds = plan["elsewhere"], plan["estimated_seconds"]
+    on_disk = sum(elsewhere[kind] for kind in ("on_disk", "parked", "working_file"))
+    beside = ["does not fit", ""]
+    if isinstance(resident, dict):
+        least = resident["estimated_seconds"]
+        beside = [f"{least:.3g} ({resident['totals']['total'] / 2**30:,.0f})", f"{seconds / least:.2f}"]
+    return [label, f"{plan['totals']['total'] / 2**20:,.0f}", f"{elsewhere['pinned_host'] / 2**30:.1f}",
+            f"{on_disk / 2**30:.1f}", f"{seconds:.3g}", f"{plan['tokens_per_second']:,.0f}", *beside, bounds(plan),
+            chosen(plan)]
+
+
+def table(rows):
+    lines = [COLUMNS.keys(), COLUMNS.values(), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def model_folder(name, folder):
+    """The model that a case names: a shape's config.json, written to `folder`, or a folder that is there."""
+    if name not in SHAPES:
+        return name
+    path = os.path.join(folder, name)
+    os.makedirs(path, exist_ok=True)
+    with open(os.path.join(path, "config.json"), "w", encoding="utf-8") as f:
+        json.dump(SHAPES[name], f)
+    return path
+
+
+def section(case, trainers):
+    with tempfile.TemporaryDirectory() as folder:
+        model = ["--model", model_folder(case.model, folder)]
+        rows = []
+        for trainer in trainers:
+            plan = trainer.plan(*model, *case.step, *case.homes)
+            resident = trainer.plan(*model, *case.step, "--memory", ALL_THE_MEMORY)
+            label = trainer.gpu or (plan if isinstance(plan, dict) else {}).get("rates", "nominal")
+            rows.append(row(label, plan, resident))
+    command = shlex.join(["./train", "--plan", "--sample-tokens", "0", "--model", case.model, *case.step, *case.homes,
+                          *trainers[0].more])
+    return f"## {case.name}\n\n    {command}\n\n{table(rows)}"
+
+
+def main(arguments=None):
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("train", help="the binary")
+    parser.add_argument("--cases", help="a file of cases, in place of those here")
+    parser.add_argument("--only", nargs="+", default=[""], help="words: the cases whose names begin with one")
+    parser.add_argument("--gpu", nargs="+", default=[None], help="GPUs that an emulated build plays; else the build's own")
+    options = parser.parse_args(arguments[:cut])
+    text, source = CASES, "CASES"
+    if options.cases:
+        source = options.cases
+        try:
+            with open(source, encoding="utf-8") as f:
+                text = f.read()
+        except (OSError, UnicodeDecodeError) as error:
+            fail(f"--cases {source}: {getattr(error, 'strerror', None) or 'is no text'}")
+    cases = [c for c in cases_of(text, source) if c.name.startswith(tuple(options.only))]
+    if not cases:
+        fail(f"{source}: no case" + (f" begins with {' or '.join(options.only)}" if options.only != [""] else ""))
+    trainers = [Trainer(options.train, arguments[cut + 1:], gpu) for gpu in options.gpu]
+    check_gpus(trainers)
+    for i, case in enumerate(cases):
+        print(("\n" if i else "") + section(case, trainers), end="", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,470 @@
+// calibrate.h - --calibrate: how fast this device does each kind of operation, measured through the launchers
+// that a step calls, each at a few sizes.
+//
+// What a case costs, its FLOPs and bytes, is what its launcher counts in a rehearsal, so that a rate means
+// the same here as in a plan. Weights are read from memory, as many of them pass by between two uses in a
+// step; activations lie where the operation before left them, in a cache where they fit one. It takes some
+// 150 MiB of a CPU's memory, 400 MiB of a GPU's.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "llmc/attention.cuh"
+#include "llmc/bench.h"
+#include "llmc/cross_entropy.cuh"
+#include "llmc/device_rates.h"
+#include "llmc/elsewhere_disk.h"
+#include "llmc/elsewhere_host.h"
+#include "llmc/global_norm.cuh"
+#include "llmc/head_norm.cuh"
+#include "llmc/lora.cuh"
+#include "llmc/matmul.h"
+#include "llmc/norm.h"
+#include "llmc/optimizer.cuh"
+#include "llmc/quantized_formats.h"
+#include "llmc/rates.h"
+#include "llmc/residual.cuh"
+#include "llmc/rope.cuh"
+#include "llmc/swiglu.cuh"
+#include "llmc/temporary_file.h"
+#include "llmc/wide_sum.cuh"
+
+template <class T>
+class Calibration {
+  public:
+    explicit Calibration(Stream stream) : stream_(stream), rates_(nominal_rates<T>()) {
+        for (size_t i = 0; i < kDraws; i++)
+            draws_.push_back(static_cast<float>(random_uniform(0, i) - 0.5));  // zeros take less power
+    }
+    // All is measured twice where that is quick enough, and the best counts: who else uses the machine does
+    // so for some seconds.
+    Rates measure() {
+        const WallClock clock;
+        for (int round = 0; round == 0 || (round == 1 && clock.seconds() < kQuick); round++) {
+            measure_products();
+            measure_attention();
+            measure_passes();
+            measure_norms();
+            measure_heads();
+            measure_updates();
+            measure_formats();
+            measure_transfers();
+        }
+        return rates_;
+    }
+
+    // The most of the device's memory that it took at a time.
+    size_t most_bytes() const { return most_bytes_; }
+
+  private:
+    using TensorT = Tensor<T>;
+    using TensorF = Tensor<float>;
+
+    // ---- how a case is measured
+
+    static constexpr size_t kDraws = 1 << 16;
+    static constexpr double kQuick = 14;      // seconds of the first round, where a second may follow
+    static constexpr double kLongest = 0.06;  // seconds of a run that is made at all
+    static constexpr double kEnough = 0.012, kTooLong = 0.08;  // of all runs of a case
+    static constexpr double kAgree = 1.03;
+    static constexpr int kFewest = 3, kMost = 60;
+
+    // The seconds of what queue(i) gives the device, the best of many runs, which `i` counts: so many that
+    // two agree on it, where that does not take too long.
+    template <class Queue>
+    double best_run(Queue&& queue) const {
+        int64_t i = 0;
+        queue(i++);
+        stream_synchronize(stream_);
+        double best = 1e30, second = 1e30;
+        const WallClock all;
+        for (int run = 0; run < kFewest || (run < kMost && all.seconds() < kEnough) ||
+                          (second > kAgree * best && all.seconds() < kTooLong);
+             run++) {
+            const WallClock clock;
+            for (int k = 0; k < kTimedTogether; k++) queue(i++);
+            stream_synchronize(stream_);
+            const double seconds = clock.seconds() / kTimedTogether;
+            second = std::min(second, std::max(best, seconds));
+            best = std::min(best, seconds);
+        }
+        return best;
+    }
+
+    template <class E>
+    void fill(Tensor<E>& t) const {
+        std::vector<E> some;
+        for (const float x : draws_) {
+            if constexpr (std::is_same_v<E, T> || std::is_same_v<E, float>)
+                some.push_back(from_float<E>(x));
+            else if constexpr (std::is_same_v<E, uint8_t>)
+                some.push_back(static_cast<E>(256 * (x + 0.5f)));
+            else
+                some.push_back(0);
+        }
+        for (int64_t i = 0; i < t.size(); i += kDraws) {
+            const auto count = static_cast<size_t>(std::min<int64_t>(kDraws, t.size() - i));
+            copy_to_device(t.at(i), some.data(), count * sizeof(E), stream_);
+        }
+    }
+
+    // Where cases are made: takes their tensors, filled, and says what is to be timed.
+    struct Bench {
+        const Calibration& of;
+        Arena& arena;
+        std::vector<double>& seconds;
+
+        template <class E>
+        Tensor<E> take(Shape shape) {
+            Tensor<E> t = arena.take<E>("calibrated", shape);
+            if (!arena.rehearsing()) of.fill(t);
+            return t;
+        }
+        // The seconds of what queue(i) gives the device; 0 in a rehearsal.
+        template <class Queue>
+        double time(Queue&& queue) {
+            if (arena.rehearsing()) return queue(0), 0.0;
+            seconds.push_back(of.best_run(queue));
+            return seconds.back();
+        }
+    };
+    struct Measured {
+        std::vector<Work> work;
+        std::vector<double> seconds;
+    };
+    template <class Cases>
+    Measured run(Cases&& make) {
+        Arena arena;
+        std::vector<double> seconds;
+        const auto all = [&] {
+            Bench bench{*this, arena, seconds};
+            make(bench);
+        };
+        Plan plan = arena.rehearse(all);
+        arena.allocate({&plan});
+        most_bytes_ = std::max(most_bytes_, arena.bytes());
+        arena.run(plan, all);
+        return {plan.work, seconds};
+    }
+    // Adds the rates of operations, each timed by itself: FLOP/s by its length where it has one, else bytes/s
+    // by its bytes.
+    template <class Cases>
+    void add(Cases&& make) {
+        const Measured m = run(make);
+        assert(m.work.size() == m.seconds.size());
+        for (size_t i = 0; i < m.work.size(); i++) {
+            const Work& w = m.work[i];
+            if (cost_of(w) == Cost::Attention)
+                rates_.operations[rate_name(w)].put(w.variant.length, w.flops / m.seconds[i]);
+            else
+                rates_.operations[rate_name(w)].put(w.bytes, w.bytes / m.seconds[i]);
+        }
+    }
+
+    // ---- products
+
+    // Of a side of a product: a LoRA's rank, a few sequences, a model's width, and where rates rise no more.
+    static std::vector<double> sides() {
+        if (kFastCpu) return {16, 128, 768, 3072};
+        return {16, 128, 512, 2048, 8192};
+    }
+    void measure_products() {
+        run([&](Bench& b) {
+            constexpr int64_t kPassing = (kFastCpu ? 48 << 20 : 128 << 20) / sizeof(T);  // elements
+            const auto side = static_cast<int64_t>(sides().back());
+            const int64_t most = std::max(kPassing, side * side);
+            const TensorT a = b.template take<T>({side * side}), weights = b.template take<T>({most});
+            TensorT out = b.template take<T>({most});
+            for (const auto& transposed : {std::pair{false, false}, {false, true}, {true, false}}) {
+                const bool transpose_a = transposed.first, transpose_b = transposed.second;
+                Product form;
+                form.transpose_a = transpose_a, form.transpose_b = transpose_b;
+                ProductRates& p = rates_.products[product_form(form)];
+                p.sizes = sides();
+                p.rates.resize(p.sizes.size() * p.sizes.size() * p.sizes.size());
+                for_shapes(p, b.arena.rehearsing(), [&](int64_t m, int64_t n, int64_t k) {
+                    // Weights pass by, or their gradients.
+                    const int64_t inputs = transpose_a ? 1 : std::max<int64_t>(kPassing / (k * n), 1);
+                    const int64_t outputs = transpose_a ? std::max<int64_t>(kPassing / (m * n), 1) : 1;
+                    return b.time([&](int64_t i) {
+                        const TensorT x(a.data(), transpose_a ? Shape{k, m} : Shape{m, k});
+                        const TensorT of(weights.at(i % inputs * k * n),
+                                         transpose_b ? Shape{n, k} : Shape{k, n});
+                        TensorT to(out.at(i % outputs * m * n), {m, n});
+                        matmul(b.arena, stream_, to, x, of,
+                               {.transpose_a = transpose_a, .transpose_b = transpose_b});
+                    });
+                });
+            }
+        });
+    }
+    // Has the rates of all shapes measured: seconds(m, n, k) is 0 in a rehearsal, which has all of them, as
+    // nobody knows yet which will be quick enough. One that takes too long is taken to be as fast as what is
+    // smaller.
+    template <class Seconds>
+    void for_shapes(ProductRates& p, bool rehearsing, Seconds&& seconds) const {
+        const size_t n = p.sizes.size();
+        for (size_t i = 0; i < n; i++)
+            for (size_t j = 0; j < n; j++)
+                for (size_t k = 0; k < n; k++) {
+                    const double smaller = i > 0   ? p.of(i - 1, j, k)
+                                           : j > 0 ? p.of(i, j - 1, k)
+                                           : k > 0 ? p.of(i, j, k - 1)
+                                                   : 0;
+                    const double flops = 2 * p.sizes[i] * p.sizes[j] * p.sizes[k];
+                    double& rate = p.of(i, j, k);
+                    if (!rehearsing && smaller > 0 && flops / smaller > kLongest) {
+                        rate = std::max(rate, smaller);
+                        continue;
+                    }
+                    const double taken =
+                        seconds(static_cast<int64_t>(p.sizes[i]), static_cast<int64_t>(p.sizes[j]),
+                                static_cast<int64_t>(p.sizes[k]));
+                    if (taken > 0) rate = std::max(rate, flops / taken);
+                }
+    }
+
+    // ---- attention
+
+    void measure_attention() {
+        for (const int head_size : {64, 128})
+            for (const int length : {32, 128, 512, 2048})
+                add([&](Bench& b) { attend(b, std::max(1, 512 / length), length, head_size); });
+    }
+    void attend(Bench& b, int batch, int length, int head_size) const {
+        const int64_t width = 512, row = 3 * width;
+        const int heads = static_cast<int>(width) / head_size;
+        const TensorT qkv = b.template take<T>({batch, length, row});
+        TensorT out = b.template take<T>({batch, length, width});
+        TensorT d_qkv = b.template take<T>({batch, length, row});
+        const TensorT d_out = b.template take<T>({batch, length, width});
+        TensorF lse = b.template take<float>({batch, heads, length});
+        TensorF delta = b.template take<float>({batch, heads, length});
+        const AttentionInput<T> in{.batch = batch,
+                                   .heads = heads,
+                                   .head_size = head_size,
+                                   .queries = length,
+                                   .keys = length,
+                                   .q = qkv.data(),
+                                   .k = qkv.at(width),
+                                   .v = qkv.at(2 * width),
+                                   .q_row = row,
+                                   .kv_row = row,
+                                   .q_batch = length * row,
+                                   .kv_batch = length * row};
+        b.time([&](int64_t) { attention_forward(out.data(), lse.data(), in, stream_); });
+        b.time([&](int64_t) { attention_delta(delta.data(), d_out.data(), out.data(), in, stream_); });
+        b.time([&](int64_t) {
+            attention_backward(d_qkv.data(), d_qkv.at(width), d_qkv.at(2 * width), d_out.data(), lse.data(),
+                               delta.data(), in, stream_);
+        });
+    }
+
+    // ---- passes over activations
+
+    static constexpr int64_t kChannels = 768;
+    // Calls f(rows) for tensors (rows, kChannels) that fit a cache and that do not.
+    template <class F>
+    void for_rows(F&& f) {
+        for (const int64_t rows : {64, 512, 4096}) f(rows);
+    }
+
+    void measure_passes() {
+        for_rows([&](int64_t rows) {
+            add([&](Bench& b) {
+                const Shape shape = {rows, kChannels}, wide = {rows, 2 * kChannels};
+                TensorT x = b.template take<T>(shape), y = b.template take<T>(shape);
+                TensorT gates = b.template take<T>(wide), bias = b.template take<T>({kChannels});
+                TensorF scratch = b.template take<float>(column_sums_scratch(rows, kChannels, 1));
+                b.time([&](int64_t) { copy(y, x); });
+                b.time([&](int64_t) { residual_forward(y, y, x, stream_); });
+                b.time([&](int64_t) { gelu_forward(y, x, stream_); });
+                b.time([&](int64_t) { gelu_backward(y, y, x, stream_); });
+                b.time([&](int64_t) { swiglu_forward(y, gates, stream_); });
+                b.time([&](int64_t) { swiglu_backward(gates, x, gates, stream_); });
+                b.time([&](int64_t) { bias_backward(bias, scratch, x, stream_); });
+                b.time([&](int64_t) { scale_columns(x, {{768, 768, 768}, {1, 1, 1}}, stream_); });
+                if constexpr (std::is_same_v<T, bf16>) {
+                    TensorF term = b.template take<float>(shape);
+                    Tensor<uint8_t> low = b.template take<uint8_t>({rows, kChannels / 2});
+                    b.time([&](int64_t) { wide_sum_add(x, low, term, stream_); });
+                }
+            });
+        });
+    }
+    // The pass that stands for those which have no rate of their own.
+    void copy(TensorT& out, const TensorT& x) const {
+        const Operation operation(kCopyRate, 0, pass_bytes(out, x));
+        launch<copy_kernel<T>>(elementwise_blocks<T>(x.size()), kBlockThreads, 0, stream_, out.data(),
+                               x.data(), x.size());
+    }
+
+    void measure_norms() {
+        for (const NormKind kind : {NormKind::Layer, NormKind::Rms})
+            for_rows([&](int64_t rows) {
+                add([&](Bench& b) {
+                    const Shape shape = {rows, kChannels};
+                    TensorF mean = b.template take<float>({rows}), rstd = b.template take<float>({rows});
+                    Normed<T> n = {std::move(mean), std::move(rstd), b.template take<T>(shape)};
+                    TensorT x = b.template take<T>(shape), sum = b.template take<T>(shape);
+                    const Norm<T> w = {b.template take<T>({kChannels}), b.template take<T>({kChannels})};
+                    Norm<T> g = {b.template take<T>({kChannels}), b.template take<T>({kChannels})};
+                    TensorF scratch =
+                        b.template take<float>(column_sums_scratch(rows, kChannels, norm_sums(kind)));
+                    b.time([&](int64_t) { norm_forward(kind, n, x, w, 1e-5f, stream_); });
+                    b.time(
+                        [&](int64_t) { residual_norm_forward(kind, sum, n, x, n.out, w, 1e-5f, stream_); });
+                    b.time([&](int64_t) { normalize(kind, n.out, x, n, w, stream_); });
+                    b.time([&](int64_t) { norm_backward(kind, sum, g, scratch, n.out, x, n, w, stream_); });
+                });
+            });
+    }
+
+    // ---- what stands around attention, and the loss
+
+    void measure_heads() {
+        constexpr int kHeads = 12, kSize = 64;
+        for_rows([&](int64_t rows) {
+            add([&](Bench& b) {
+                const Shape shape = {1, rows, 3 * kHeads * kSize};
+                const Tensor<int> none;
+                TensorT qkv = b.template take<T>(shape), out = b.template take<T>(shape);
+                const TensorF factors = b.template take<float>({kSize / 2});
+                const TensorT q = b.template take<T>({kSize}), k = b.template take<T>({kSize});
+                TensorT d_q = b.template take<T>({kSize}), d_k = b.template take<T>({kSize});
+                TensorF scratch = b.template take<float>(head_norm_scratch(rows, kSize));
+                b.time([&](int64_t) { rope_forward(qkv, factors, 2 * kHeads, 0, none, stream_); });
+                b.time([&](int64_t) { rope_backward(qkv, factors, 2 * kHeads, 0, none, stream_); });
+                b.time([&](int64_t) { head_norm_forward(out, qkv, q, k, kHeads, kHeads, stream_, 1e-6f); });
+                b.time([&](int64_t) {
+                    head_norm_backward(out, d_q, d_k, scratch, qkv, q, k, kHeads, kHeads, stream_, 1e-6f);
+                });
+            });
+        });
+        for (const int64_t rows : {64, 512})
+            add([&](Bench& b) {
+                constexpr int kVocabulary = 32768;
+                TensorT logits = b.template take<T>({rows, kVocabulary});
+                TensorF losses = b.template take<float>({rows, 1});
+                const Tensor<int> targets = b.template take<int>({rows, 1});
+                b.time(
+                    [&](int64_t) { cross_entropy_forward(logits, losses, targets, kVocabulary, stream_); });
+                b.time([&](int64_t) {
+                    cross_entropy_forward_backward(logits, losses, targets, LossScale{1, nullptr},
+                                                   kVocabulary, stream_);
+                });
+            });
+    }
+
+    // ---- the update, and matrices in other formats
+
+    static constexpr int64_t kUpdated = 4 << 20;  // parameters
+
+    void measure_updates() {
+        add([&](Bench& b) {
+            TensorT weights = b.template take<T>({kUpdated});
+            const TensorT gradients = b.template take<T>({kUpdated});
+            TensorF norm = b.template take<float>({1}), scratch = b.template take<float>({kNormBlocks});
+            TensorF state[3], scales[2];
+            for (TensorF& t : state) t = b.template take<float>({kUpdated});
+            for (TensorF& t : scales) t = b.template take<float>({kUpdated / kQuantizedBlock});
+            const Tensor<uint8_t> factors = b.template take<uint8_t>({int64_t{sizeof(UpdateFactors)}});
+            auto* const at = reinterpret_cast<UpdateFactors*>(factors.data());
+            if (!b.arena.rehearsing()) set_factors(at, {1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1}, stream_);
+            b.time([&](int64_t) { global_norm(norm, scratch, gradients.data(), kUpdated, stream_); });
+            for_formats([&](Optimizer optimizer, Master master, Moment m, Moment v) {
+                b.time([&](int64_t) {
+                    const UpdateArrays<T> arrays{.weights = weights.data(),
+                                                 .gradients = gradients.data(),
+                                                 .optimizer = optimizer,
+                                                 .master_format = master,
+                                                 .master = state[0].data(),
+                                                 .m = {m, state[1].data(), scales[0].data()},
+                                                 .v = {v, state[2].data(), scales[1].data()},
+                                                 .decayed = kUpdated,
+                                                 .n = kUpdated};
+                    optimizer_update(at, arrays, norm, stream_);
+                });
+            });
+        });
+    }
+    // Calls f with all that a state may be kept in.
+    template <class F>
+    static void for_formats(F&& f) {
+        for (const Master master : {Master::Fp32, Master::Split, Master::None}) {
+            if (master != Master::Fp32 && std::is_same_v<T, float>) break;
+            for (const Moment m : {Moment::Fp32, Moment::Bf16, Moment::Bits8})
+                for (const Moment v : {Moment::Fp32, Moment::Bf16, Moment::Bits8})
+                    f(Optimizer::AdamW, master, m, v);
+            f(Optimizer::Sgd, master, Moment::Fp32, Moment::Fp32);
+        }
+    }
+
+    void measure_formats() {
+        for (const WeightFormat* format : kWeightFormats)
+            add([&](Bench& b) {
+                constexpr int64_t kRows = 1024, kColumns = 4096;
+                const Tensor<uint8_t> codes =
+                    b.template take<uint8_t>({quantized_bytes(*format, kRows * kColumns)});
+                TensorT out = b.template take<T>({kRows, kColumns});
+                b.time([&](int64_t) {
+                    dequantize(out.data(), QuantizedView{format, codes.data(), kRows, kColumns}, stream_);
+                });
+            });
+    }
+
+    // ---- transfers
+
+    static constexpr int kTransfers = 6;
+    static constexpr size_t kTransferred = size_t{16} << 20;  // bytes
+
+    void measure_transfers() {
+        const std::unique_ptr<char, decltype(&std::free)> room(
+            static_cast<char*>(std::aligned_alloc(kElsewhereAlignment, kTransferred)), &std::free);
+        if (!room) fail("--calibrate: no %zu MiB of memory are free", kTransferred >> 20);
+        std::memset(room.get(), 1, kTransferred);
+        DiskElsewhere disk(temporary_folder(), kTransfers * kTransferred, "--calibrate");
+        const auto move = [&](std::optional<uint64_t> to, std::optional<uint64_t> from) {
+            disk.join(disk.exchange(room.get(), kTransferred, to, from, stream_), stream_);
+        };
+        measure_way(Way::DiskWrite, [&](uint64_t i) { move(i * kTransferred, std::nullopt); });
+        measure_way(Way::DiskRead, [&](uint64_t i) { move(std::nullopt, i * kTransferred); });
+        if (kHostIsDevice) return;
+        const DeviceBuffer slot(kTransferred, "what the calibration copies");
+        HostElsewhere host(kTransfers * kTransferred);
+        const auto copy = [&](std::optional<uint64_t> to, std::optional<uint64_t> from) {
+            host.join(host.exchange(slot.data(), kTransferred, to, from, stream_), stream_);
+        };
+        measure_way(Way::ToHost, [&](uint64_t i) { copy(i * kTransferred, std::nullopt); });
+        measure_way(Way::FromHost, [&](uint64_t i) { copy(std::nullopt, i * kTransferred); });
+    }
+    // Of several transfers the median, and of two rounds the better one.
+    template <class Move>
+    void measure_way(Way way, Move&& move) {
+        std::vector<double> seconds;
+        for (int i = 0; i < kTransfers; i++) {
+            const WallClock clock;
+            move(i);
+            stream_synchronize(stream_);
+            seconds.push_back(clock.seconds());
+        }
+        double& rate = rates_.transfers[static_cast<size_t>(way)];
+        const double now = static_cast<double>(kTransferred) / statistics(std::move(seconds)).median;
+        rate = std::isfinite(rate) ? std::max(rate, now) : now;
+    }
+
+    const Stream stream_;
+    Rates rates_;
+    std::vector<float> draws_;
+    size_t most_bytes_ = 0;
+};

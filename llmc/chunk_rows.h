@@ -1,0 +1,45 @@
+// chunk_rows.h - --head-rows auto and --mlp-rows auto: as few rows with logits, or in an MLP, at a time as
+// cost next to nothing.
+//
+// Each chunk of rows adds to the gradients of matrices, in bf16 in slices of them, and launches all of the
+// head or of an MLP again. That is dear where a step is short, on a GPU above all, and nothing where it is
+// long.
+//
+// How rows are cut changes the rounding of a training. So that a run has the same bits at every level of
+// recompute, with any state and any number of threads, none of these has a say: for the head the step is that
+// of level none, the shortest, for the MLP, of which chunks keep nothing, of the level that keeps nothing of
+// it either; without its update, and a CPU is taken to have many threads, beside whose rates a launch takes
+// longest. What costs little then costs less with others.
+#pragma once
+
+#include <string>
+
+#include "llmc/solver.h"
+
+// With fewer the CPU's products are far from the rate that estimates take: with 64 rows a step of SmolLM2
+// took 13% longer by the clock, with 256 1%.
+constexpr int64_t kFewestHeadRows = 256;
+// With fewer an H100's products of 4096 channels do not fill it, and a CPU's write and read more of the
+// stream than they need.
+constexpr int64_t kFewestMlpRows = kFastCpu ? 512 : 2048;
+constexpr double kChunkCost = 0.02;  // of a step
+constexpr int kChunkThreads = 64;
+
+// The seconds of a micro-batch's operations but for those of an update in its backward.
+inline double seconds_without_update(const Plan& plan, const Rates& rates) {
+    double seconds = 0;
+    for (const Work& w : plan.work)
+        if (w.range.find("update") == std::string::npos) seconds += rates.seconds(w);
+    return seconds;
+}
+
+// The fewest of `rows`, of the powers of two from `fewest` on, with which a step takes at most 2% longer than
+// with all at once, which is 0. seconds(few) estimates a step.
+template <class Seconds>
+int64_t choose_chunk_rows(int64_t rows, int64_t fewest, Seconds&& seconds) {
+    if (rows <= fewest) return 0;
+    const double most = (1 + kChunkCost) * seconds(0);
+    for (int64_t few = fewest; few < rows; few *= 2)
+        if (seconds(few) <= most) return few;
+    return 0;
+}

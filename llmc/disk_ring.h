@@ -1,0 +1,205 @@
+// disk_ring.h - a disk's requests through io_uring: several are under way in the kernel, and one thread takes
+// them back and asks for the next.
+#pragma once
+
+#include <algorithm>
+#include <cerrno>
+#include <csignal>
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include <liburing.h>
+
+#include "llmc/device.h"
+#include "llmc/disk_request.h"
+#include "llmc/error.h"
+
+class DiskRing {
+  public:
+    // `staging` as DiskThreads has it.
+    explicit DiskRing(char* staging) : works_(open()) {
+        for (int i = 0; i < kDiskRequests; i++)
+            slots_[i].staging = staging ? staging + i * kRequestBytes : nullptr;
+        if (!works_) return;
+        sigset_t all, before;  // signals are the main thread's
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        thread_ = std::thread([this] { take_back(); });
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+    DiskRing(const DiskRing&) = delete;
+    // Waits for requests that are under way; those that were not begun are left.
+    ~DiskRing() {
+        if (!works_) return;
+        {
+            std::lock_guard lock(mutex_);
+            ends_ = true;
+            if (under_way_ == 0) wake();
+        }
+        thread_.join();
+        io_uring_queue_exit(&ring_);
+    }
+    // Whether the kernel allows it.
+    bool works() const { return works_; }
+
+    // As those of DiskThreads.
+    size_t start(size_t requests, std::shared_ptr<const DiskWork> work) {
+        std::lock_guard lock(mutex_);
+        batches_.push_back({std::move(work), requests});
+        begin();
+        return first_ + batches_.size() - 1;
+    }
+    void wait(size_t number) {
+        std::unique_lock lock(mutex_);
+        while (first_ <= number && !batches_.empty()) {
+            batch_done_.wait(lock, [&] { return batches_.front().done == batches_.front().count; });
+            const std::exception_ptr error = batches_.front().error;
+            batches_.pop_front();
+            first_++;
+            if (error) std::rethrow_exception(error);
+        }
+    }
+
+  private:
+    struct Batch {
+        std::shared_ptr<const DiskWork> work;
+        size_t count, next = 0, done = 0;  // requests: all, begun, done
+        std::exception_ptr error = nullptr;
+    };
+    struct Slot {
+        char* staging;
+        Batch* batch = nullptr;  // stays where it is: others come and go at the ends. Null: free
+        size_t number = 0;       // of the request in it
+        DiskRequest request = {};
+        size_t done = 0;  // bytes of what is moved now
+        uint64_t span = 0;
+        bool writes() const { return request.write.has_value(); }
+        const DiskRequest::Sectors& sectors() const { return writes() ? *request.write : *request.read; }
+        char* memory() const { return request.memory ? request.memory : staging; }
+    };
+
+    bool open() {
+        if (io_uring_queue_init(kDiskRequests, &ring_, 0) != 0) return false;
+        io_uring_probe* const probe = io_uring_get_probe_ring(&ring_);
+        const bool knows = probe && io_uring_opcode_supported(probe, IORING_OP_READ) &&
+                           io_uring_opcode_supported(probe, IORING_OP_WRITE);
+        io_uring_free_probe(probe);
+        if (!knows) io_uring_queue_exit(&ring_);
+        return knows;
+    }
+    // Asks for as many requests as have room.
+    void begin() {
+        for (Slot& slot : slots_) {
+            if (slot.batch || ends_) continue;
+            const auto batch = std::find_if(batches_.begin(), batches_.end(),
+                                            [](const Batch& b) { return b.next < b.count; });
+            if (batch == batches_.end()) return;
+            slot.batch = &*batch;
+            slot.number = batch->next++;
+            slot.request = batch->work->request(slot.number);
+            slot.done = 0;
+            slot.span = begin_span(slot.writes() ? "disk write" : "disk read");
+            under_way_++;
+            submit(slot);
+        }
+    }
+    // Asks for what a slot has not moved yet.
+    void submit(Slot& slot) {
+        const DiskRequest::Sectors& s = slot.sectors();
+        io_uring_sqe* const entry = io_uring_get_sqe(&ring_);
+        if (!entry) bug("io_uring has no entry for a request");
+        char* const memory = slot.memory() + slot.done;
+        const auto bytes = static_cast<unsigned>(s.bytes - slot.done);
+        if (slot.writes())
+            io_uring_prep_write(entry, s.fd, memory, bytes, s.at + slot.done);
+        else
+            io_uring_prep_read(entry, s.fd, memory, bytes, s.at + slot.done);
+        io_uring_sqe_set_data(entry, &slot);
+        send();
+    }
+    void wake() {
+        io_uring_sqe* const entry = io_uring_get_sqe(&ring_);
+        io_uring_prep_nop(entry);
+        io_uring_sqe_set_data(entry, nullptr);
+        send();
+    }
+    void send() {
+        int sent;
+        do sent = io_uring_submit(&ring_);
+        while (sent == -EINTR || sent == -EAGAIN || sent == -EBUSY);
+        if (sent < 0) bug("io_uring takes no request: error %d", -sent);
+    }
+
+    // The thread: what comes back is followed by what is left of it, by what its request has next, or by
+    // another request.
+    void take_back() {
+        while (true) {
+            io_uring_cqe* event = nullptr;
+            if (const int error = io_uring_wait_cqe(&ring_, &event); error != 0) {
+                if (error == -EINTR || error == -EAGAIN) continue;
+                bug("io_uring gives nothing back: error %d", -error);
+            }
+            Slot* const slot = static_cast<Slot*>(io_uring_cqe_get_data(event));
+            const int moved = event->res;
+            io_uring_cqe_seen(&ring_, event);
+            { const std::lock_guard lock(mutex_); }  // whoever began this has written the slot
+            std::exception_ptr error;
+            bool more = false;
+            try {
+                more = slot && advance(*slot, moved);
+            } catch (...) {
+                error = std::current_exception();
+            }
+            std::lock_guard lock(mutex_);
+            if (more) {
+                submit(*slot);
+                continue;
+            }
+            if (slot) finish(*slot, error);
+            begin();
+            if (ends_ && under_way_ == 0) return;
+        }
+    }
+    // Whether a slot has more to ask for, after so many bytes were moved, or a negative error's number. Fails
+    // as the work does.
+    static bool advance(Slot& slot, int moved) {
+        const DiskWork& work = *slot.batch->work;
+        if (moved == -EINTR || moved == -EAGAIN) return true;
+        if (moved < 0) work.fail_at(slot.number, slot.writes(), -moved);
+        slot.done += static_cast<size_t>(moved);
+        const DiskRequest::Sectors s = slot.sectors();
+        const bool ended = moved == 0 || slot.done % kSector != 0;  // the file did
+        if (slot.done < s.bytes && !ended) return true;
+        if (slot.done < (slot.writes() ? s.bytes : s.needed)) work.fail_at(slot.number, slot.writes(), 0);
+        if (slot.writes()) {
+            slot.request.write.reset();
+            slot.done = 0;
+            if (slot.request.read) return true;
+        }
+        work.finish(slot.number, slot.memory());
+        return false;
+    }
+    void finish(Slot& slot, const std::exception_ptr& error) {
+        Batch& batch = *std::exchange(slot.batch, nullptr);
+        end_span(slot.span);
+        under_way_--;
+        if (error && !batch.error) batch.error = error;
+        if (++batch.done == batch.count) batch_done_.notify_all();
+    }
+
+    io_uring ring_ = {};
+    const bool works_;
+    Slot slots_[kDiskRequests] = {};
+    std::mutex mutex_;
+    std::condition_variable batch_done_;
+    std::deque<Batch> batches_;  // that were not waited for
+    size_t first_ = 0;           // the number of the first of them
+    int under_way_ = 0;          // requests
+    bool ends_ = false;
+    std::thread thread_;
+};

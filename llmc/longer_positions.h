@@ -1,0 +1,100 @@
+// longer_positions.h - sequences beyond those that a model was trained on: a scaling of its rotary positions
+// (--rope-scaling), more of its learned ones (--positions).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "llmc/families.h"
+
+// Sets a scaling, "yarn:4", of the rotary positions of a model that has none, or the same. The factor says
+// how many times as long as its positions a sequence may be. Fails where it is none, or the model has
+// another, or other positions.
+inline void scale_rope(ModelConfig& c, const std::string& asked) {
+    const char* const given = asked.c_str();
+    const size_t colon = std::min(asked.find(':'), asked.size());
+    const std::string name = asked.substr(0, colon);
+    RopeScaling rope = c.rope;
+    rope.type = RopeType::kDefault;
+    for (const RopeType type : {RopeType::kLinear, RopeType::kLlama3, RopeType::kYarn, RopeType::kDynamic})
+        if (name == kRopeNames[static_cast<int>(type)]) rope.type = type;
+    char* end = nullptr;
+    rope.factor = strtod(given + std::min(colon + 1, asked.size()), &end);
+    if (rope.type == RopeType::kDefault || *end || !(rope.factor > 1 && rope.factor <= 1e6))
+        fail("--rope-scaling %s: is yarn, dynamic, linear or llama3 with a factor above 1, as in yarn:4",
+             given);
+    if (c.family->position != PositionKind::Rotary)
+        fail("--rope-scaling %s: a %s has no rotary positions; %s", given, c.family->name,
+             c.family->position == PositionKind::Learned ? "--positions N adds to learned ones"
+                                                         : "its own, ALiBi's, have no end");
+    if (c.rope.type == rope.type && c.rope.factor == rope.factor) return;
+    if (c.rope.type != RopeType::kDefault)
+        fail("--rope-scaling %s: the model has %s:%g already", given,
+             kRopeNames[static_cast<int>(c.rope.type)], c.rope.factor);
+    if (rope.factor * c.positions > kMostPositions)
+        fail("--rope-scaling %s: of the model's %d positions that makes more than 2^21", given, c.positions);
+    if (rope.type == RopeType::kDynamic && c.head_size <= 2)
+        fail("--rope-scaling %s: dynamic cannot scale heads of %d channels", given, c.head_size);
+    if (rope.type != RopeType::kLinear) rope.original_max_position_embeddings = c.positions;
+    c.rope = rope;
+    // The factor of `dynamic` counts from the positions that the file names, which stay.
+    if (rope.type != RopeType::kDynamic) c.positions = static_cast<int>(rope.factor * c.positions);
+}
+
+// Has a model's learned positions grow to so many. Fails where it has more, or others.
+inline void grow_positions(ModelConfig& c, int positions) {
+    if (c.family->position != PositionKind::Learned)
+        fail("--positions %d: a %s has no learned positions; %s", positions, c.family->name,
+             c.family->position == PositionKind::Rotary ? "--rope-scaling yarn:4 stretches rotary ones"
+                                                        : "its own, ALiBi's, have no end");
+    if (positions < c.positions)
+        fail("--positions %d: the model has %d, and none is taken away", positions, c.positions);
+    if (positions == c.positions) return;
+    c.grown_from = c.positions;
+    c.positions = positions;
+}
+
+// What --rope-scaling and --positions, empty and 0 where they are not given, make of the model that a folder
+// or file holds; a new one has neither.
+inline void lengthen(ModelConfig& c, const std::string& rope_scaling, int positions, bool is_new) {
+    if (is_new && (!rope_scaling.empty() || positions > 0))
+        fail("%s: is for a model that was trained; a new one has the positions of its --seq-len",
+             rope_scaling.empty() ? format("--positions %d", positions).c_str()
+                                  : ("--rope-scaling " + rope_scaling).c_str());
+    if (!rope_scaling.empty()) scale_rope(c, rope_scaling);
+    if (positions > 0) grow_positions(c, positions);
+}
+
+// Says what sequences the model has beyond those of its files. `beside`: what is trained is saved beside it.
+inline void print_longer_positions(FILE* to, const ModelConfig& c, const std::string& rope_scaling,
+                                   bool beside) {
+    if (!rope_scaling.empty())
+        fprintf(to, "--rope-scaling %s: sequences of up to %d tokens\n", rope_scaling.c_str(), c.longest());
+    if (c.grown_from > 0)
+        fprintf(to,
+                "--positions %d: row j of the learned positions is that at j x %d / %d of the %d trained, "
+                "linear between two\n",
+                c.positions, c.grown_from - 1, c.positions - 1, c.grown_from);
+    if (beside && (!rope_scaling.empty() || c.grown_from > 0))
+        fprintf(to, "an adapter's folder cannot say that: give the option with the adapter again\n");
+}
+
+// Row j of `rows` that `trained` (M, columns) is stretched to: linear between the trained rows beside
+// j (M - 1) / (rows - 1), so that the first and the last stay what they are.
+inline std::vector<float> stretched_row(const std::vector<float>& trained, int64_t columns, int64_t j,
+                                        int64_t rows) {
+    const int64_t last = static_cast<int64_t>(trained.size()) / columns - 1;
+    const int64_t low = j * last / (rows - 1), high = std::min(low + 1, last);
+    const double share = static_cast<double>(j * last % (rows - 1)) / static_cast<double>(rows - 1);
+    std::vector<float> row(static_cast<size_t>(columns));
+    for (int64_t c = 0; c < columns; c++) {
+        const double a = trained[static_cast<size_t>(low * columns + c)];
+        const double b = trained[static_cast<size_t>(high * columns + c)];
+        row[static_cast<size_t>(c)] = static_cast<float>(a + share * (b - a));
+    }
+    return row;
+}

@@ -1,0 +1,82 @@
+// position_losses.cuh - the losses of a validation by position: what a model makes of a context's length.
+//
+// A token's context is what its document has before the target: position p predicts with p + 1 tokens. The
+// device sums each position's losses, one thread a position, row after row: the same bits every time.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <span>
+#include <vector>
+
+#include "llmc/documents.h"
+#include "llmc/tensor.h"
+#include "llmc/work.h"
+
+// sums[p] += the losses of the rows at position p: row b * seq_len + p of each sequence, or those of p's
+// group in a packed batch. `numbers` are then the rows' positions.
+__global__ void __launch_bounds__(kBlockThreads)
+    add_position_losses_kernel(float* sums, const float* losses, const int* numbers, const int* order,
+                               const int* starts, int rows, int seq_len) {
+    const int group = blockIdx.x * blockDim.x + threadIdx.x;
+    if (group >= seq_len) return;
+    float sum = 0.f;
+    if (numbers) {
+        const int begin = starts[group], end = starts[group + 1];
+        for (int i = begin; i < end; i++) sum += losses[order[i]];
+        if (begin < end) sums[numbers[order[begin]]] += sum;
+    } else {
+        for (int row = group; row < rows; row += seq_len) sum += losses[row];
+        sums[group] += sum;
+    }
+}
+
+// Adds to sums (T) the losses (B * T, 1) of a batch of B sequences by their positions. Rows without a loss
+// have zero.
+inline void add_position_losses(Tensor<float>& sums, const Tensor<float>& losses, const Documents& documents,
+                                Stream stream) {
+    const Operation operation("add_position_losses", 0, pass_bytes(losses));
+    const int seq_len = static_cast<int>(sums.size());
+    const unsigned blocks = static_cast<unsigned>(ceil_div(seq_len, int64_t{kBlockThreads}));
+    launch<add_position_losses_kernel>(blocks, kBlockThreads, 0, stream, sums.data(), losses.data(),
+                                       documents.positions.data(), documents.rows_by_position.data(),
+                                       documents.position_starts.data(), static_cast<int>(losses.size()),
+                                       seq_len);
+}
+
+// Counts the tokens with a loss by position. `positions` is empty where sequences are one document.
+inline void count_positions(std::vector<uint64_t>& counts, std::span<const int> targets,
+                            std::span<const int> positions) {
+    for (size_t row = 0; row < targets.size(); row++)
+        if (targets[row] >= 0)
+            counts[positions.empty() ? row % counts.size() : static_cast<size_t>(positions[row])]++;
+}
+
+// The longest context of the bucket that begins with `first`: each length up to 8 is one of its own, then
+// each doubling has four.
+inline size_t last_of_bucket(size_t first) {
+    size_t width = 1;
+    while (8 * width < first) width *= 2;
+    return first - 1 + width;
+}
+
+// What a file has of a validation: of each bucket of contexts its first and last length, the tokens with a
+// loss there and their mean loss. Buckets without a token are left out.
+inline nlohmann::ordered_json position_losses_json(std::span<const float> sums,
+                                                   std::span<const uint64_t> counts) {
+    nlohmann::ordered_json buckets = nlohmann::ordered_json::array();
+    for (size_t first = 1; first <= counts.size();) {
+        const size_t last = std::min(last_of_bucket(first), counts.size());
+        double loss = 0;
+        uint64_t tokens = 0;
+        for (size_t p = first - 1; p < last; p++) loss += double{sums[p]}, tokens += counts[p];
+        if (tokens > 0)
+            buckets.push_back({{"first", first},
+                               {"last", last},
+                               {"tokens", tokens},
+                               {"loss", loss / static_cast<double>(tokens)}});
+        first = last + 1;
+    }
+    return buckets;
+}

@@ -1,0 +1,269 @@
+// rates.h - how fast the device does each kind of operation: by nominal rates, or by a table of what was
+// measured (calibrate.h, rates_file.h); and what a plan then takes, phase by phase, and what bounds it.
+//
+// A product's rate is looked up among those of a grid of shapes, every other operation's by its name and its
+// bytes, attention's by its length; between what was measured the logarithms of rates are interpolated.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "llmc/arena.h"
+#include "llmc/work.h"
+
+// What a device can do: FLOP/s, bytes/s, and the seconds that each launch takes besides; of products in TF32
+// other FLOP/s.
+struct DeviceRates {
+    double flops, bandwidth, latency, tf32_flops = 0;
+};
+
+// The seconds of an operation by the roofline model: its FLOPs or its bytes, whichever take longer.
+inline double seconds_of(const Work& work, const DeviceRates& rates) {
+    const double flops = work.product.tf32 ? rates.tf32_flops : rates.flops;
+    return std::max(work.flops / flops, work.bytes / rates.bandwidth) + rates.latency * work.calls;
+}
+
+// Where a size lies among those measured, which rise: between the one at `low` and the next, by the share
+// `part` of their logarithms' distance. Outside of them at the nearest.
+struct Between {
+    size_t low;
+    double part;
+};
+inline Between between_sizes(const std::vector<double>& sizes, double size) {
+    if (size <= sizes.front() || sizes.size() == 1) return {0, 0};
+    if (size >= sizes.back()) return {sizes.size() - 2, 1};
+    const auto above = std::upper_bound(sizes.begin(), sizes.end(), size);
+    const auto low = static_cast<size_t>(above - sizes.begin()) - 1;
+    return {low, std::log(size / sizes[low]) / std::log(sizes[low + 1] / sizes[low])};
+}
+
+// The rates of one operation at some sizes.
+struct RateCurve {
+    std::vector<double> sizes, rates;
+
+    // A rate at a size: the best of those given.
+    void put(double size, double rate) {
+        const auto at = std::lower_bound(sizes.begin(), sizes.end(), size);
+        const auto index = at - sizes.begin();
+        if (at != sizes.end() && *at == size) {
+            double& best = rates[static_cast<size_t>(index)];
+            best = std::max(best, rate);
+            return;
+        }
+        sizes.insert(at, size);
+        rates.insert(rates.begin() + index, rate);
+    }
+    double at(double size) const {
+        const auto [low, part] = between_sizes(sizes, size);
+        if (part == 0) return rates[low];
+        return std::exp((1 - part) * std::log(rates[low]) + part * std::log(rates[low + 1]));
+    }
+};
+
+// The FLOP/s of products of one form: of (m, n, k), each of `sizes`, the last fastest.
+struct ProductRates {
+    std::vector<double> sizes, rates;
+
+    double& of(size_t m, size_t n, size_t k) { return rates[(m * sizes.size() + n) * sizes.size() + k]; }
+    // The seconds of a product. One that is thinner than all that was measured takes as long as the thinnest.
+    double seconds(double m, double n, double k) const {
+        const double least = sizes.front();
+        m = std::max(m, least), n = std::max(n, least), k = std::max(k, least);
+        const Between at[] = {between_sizes(sizes, m), between_sizes(sizes, n), between_sizes(sizes, k)};
+        double rate = 0;  // its logarithm
+        for (int corner = 0; corner < 8; corner++) {
+            double share = 1;
+            size_t index = 0;
+            for (int d = 0; d < 3; d++) {
+                const bool high = corner >> d & 1;
+                share *= high ? at[d].part : 1 - at[d].part;
+                index = index * sizes.size() + std::min(at[d].low + high, sizes.size() - 1);
+            }
+            if (share > 0) rate += share * std::log(rates[index]);
+        }
+        return 2 * m * n * k / std::exp(rate);
+    }
+};
+
+// What a phase's time goes to.
+enum class Cost { Products, Attention, Passes, Disk, Link };
+constexpr size_t kCosts = 5;
+inline constexpr const char* kCostNames[kCosts] = {"products", "attention", "memory passes", "disk", "link"};
+
+inline Cost cost_of(const Work& work) {
+    if (work.product.m > 0) return Cost::Products;
+    return work.variant.length > 0 ? Cost::Attention : Cost::Passes;
+}
+
+// The names by which a table has an operation's rates: with its form where that matters.
+inline std::string rate_name(const Work& w) {
+    std::string name = w.name;
+    if (w.variant.head_size > 0) name += w.variant.head_size <= 80 ? " 64" : " 128";
+    if (*w.variant.form) name += std::string(" ") + w.variant.form;
+    return name;
+}
+inline std::string product_form(const Product& p) {
+    return std::string(p.transpose_a ? "T" : "N") + (p.transpose_b ? "T" : "N") +
+           (p.widened ? " to fp32" : "");
+}
+
+// The rate of what has none of its own: a copy's.
+inline constexpr const char* kCopyRate = "copy";
+
+// Bytes/s where nothing that moves takes time, by Way.
+constexpr double kFree = std::numeric_limits<double>::infinity();
+constexpr std::array<double, kWays> kNoLimits = {kFree, kFree, kFree, kFree};
+
+struct Rates {
+    DeviceRates nominal;
+    std::map<std::string, ProductRates> products = {};  // by product_form()
+    std::map<std::string, RateCurve> operations = {};   // by rate_name(): FLOP/s of attention, else bytes/s
+    std::array<double, kWays> transfers = kNoLimits;    // bytes/s, by Way
+
+    Rates(const DeviceRates& nominal) : nominal(nominal) {}
+    bool measured() const { return !operations.empty(); }
+
+    // The seconds of all calls of an operation.
+    double seconds(const Work& w) const {
+        if (!measured()) return seconds_of(w, nominal);
+        if (w.calls == 0) return 0;
+        const Product& p = w.product;
+        if (p.m > 0) {
+            auto form = products.find(product_form(p));
+            if (form == products.end()) form = products.find(p.transpose_a ? "TN" : "NN");
+            return w.calls * form->second.seconds(static_cast<double>(p.m), static_cast<double>(p.n),
+                                                  static_cast<double>(p.k));
+        }
+        auto curve = operations.find(rate_name(w));
+        if (curve == operations.end()) curve = operations.find(kCopyRate);
+        if (w.variant.length > 0) return w.flops / curve->second.at(w.variant.length);
+        return w.bytes / curve->second.at(w.bytes / w.calls);
+    }
+    // The seconds that a transfer is on its way.
+    double seconds(const Transfer& t) const { return t.bytes / transfers[static_cast<size_t>(t.way)]; }
+};
+
+inline double seconds_of(const std::vector<Work>& work, const DeviceRates& rates) {
+    double seconds = 0;
+    for (const Work& w : work) seconds += seconds_of(w, rates);
+    return seconds;
+}
+// By a run's rates, without what waits for transfers.
+inline double seconds_of(const std::vector<Work>& work, const Rates& rates) {
+    double seconds = 0;
+    for (const Work& w : work) seconds += rates.seconds(w);
+    return seconds;
+}
+
+// A phase of a step: forward, head, backward, update.
+struct PhaseTime {
+    std::string name;
+    std::array<double, kCosts> seconds = {};  // by Cost; of transfers what is waited for
+    std::array<double, kCosts> busy = {};     // the same; of transfers all that they take
+    double total() const {
+        double sum = 0;
+        for (double s : seconds) sum += s;
+        return sum;
+    }
+    // What it would take longer for, were that slower: transfers where they take longer than what runs
+    // meanwhile, else that of the operations which takes longest.
+    Cost bound() const {
+        const auto of = [&](Cost c) { return busy[static_cast<size_t>(c)]; };
+        const double computes = of(Cost::Products) + of(Cost::Attention) + of(Cost::Passes);
+        const Cost moves = of(Cost::Disk) >= of(Cost::Link) ? Cost::Disk : Cost::Link;
+        if (of(moves) > computes) return moves;
+        return static_cast<Cost>(std::max_element(busy.begin(), busy.begin() + 3) - busy.begin());
+    }
+};
+
+using PhaseTimes = std::vector<PhaseTime>;
+
+inline double total_seconds(const PhaseTimes& phases) {
+    double sum = 0;
+    for (const PhaseTime& p : phases) sum += p.total();
+    return sum;
+}
+
+// Of that, what is waited for; in one phase alone where that is named.
+inline double seconds_waited(const PhaseTimes& phases, std::string_view phase = "") {
+    double sum = 0;
+    for (const PhaseTime& p : phases)
+        if (phase.empty() || p.name == phase)
+            sum += p.seconds[static_cast<size_t>(Cost::Disk)] + p.seconds[static_cast<size_t>(Cost::Link)];
+    return sum;
+}
+
+// Goes through a plan by the clock, from 0: its operations one after the other, and beside them its
+// transfers, those of a medium one after the other, until each is waited for. Calls
+//   computes(work, at, seconds), moves(transfer, cost, at, seconds), waits(transfer, which, at, seconds)
+// where `which` is the number of the transfer that is waited for, of those that moved, from 0.
+template <class Computes, class Moves, class Waits>
+void simulate(const Plan& plan, const Rates& rates, Computes&& computes, Moves&& moves, Waits&& waits) {
+    struct Begun {
+        double done;
+        size_t which;
+    };
+    std::array<std::vector<Begun>, Transfer::kKinds> begun;
+    size_t count = 0;
+    double now = 0;
+    std::array<double, kCosts> free = {};  // when a medium is
+    const auto transfer = [&](const Transfer& t) {
+        std::vector<Begun>& all = begun[t.of];
+        if (t.waits) {
+            if (all.empty()) return;
+            const Begun& b = t.number < 0 ? all.back() : all.at(static_cast<size_t>(t.number));
+            const double seconds = std::max(0.0, b.done - now);
+            waits(t, b.which, now, seconds);
+            now += seconds;
+            return;
+        }
+        const bool disk = t.way == Way::DiskRead || t.way == Way::DiskWrite;
+        const Cost cost = disk ? Cost::Disk : Cost::Link;
+        double& medium = free[static_cast<size_t>(cost)];
+        const double at = std::max(now, medium), seconds = rates.seconds(t);
+        medium = at + seconds;
+        all.push_back({medium, count++});
+        moves(t, cost, at, seconds);
+    };
+    auto next = plan.transfers.begin();
+    for (size_t i = 0; i <= plan.work.size(); i++) {
+        for (; next != plan.transfers.end() && next->after == i; ++next) transfer(*next);
+        if (i == plan.work.size()) break;
+        const double seconds = rates.seconds(plan.work[i]);
+        computes(plan.work[i], now, seconds);
+        now += seconds;
+    }
+}
+
+// Adds what a plan takes that runs so many times.
+inline void add_phases(PhaseTimes& phases, const Plan& plan, double runs, const Rates& rates) {
+    std::string last = "forward";  // what is in no phase goes with what was before it
+    const auto phase = [&](const std::string& range) -> PhaseTime& {
+        if (!range.empty()) last = range.substr(0, range.find(' '));
+        for (PhaseTime& p : phases)
+            if (p.name == last) return p;
+        phases.push_back({last});
+        return phases.back();
+    };
+    std::vector<size_t> moved;  // by what
+    simulate(
+        plan, rates,
+        [&](const Work& w, double, double seconds) {
+            PhaseTime& p = phase(w.range);
+            p.seconds[static_cast<size_t>(cost_of(w))] += runs * seconds;
+            p.busy[static_cast<size_t>(cost_of(w))] += runs * seconds;
+        },
+        [&](const Transfer& t, Cost cost, double, double seconds) {
+            moved.push_back(static_cast<size_t>(cost));
+            phase(t.range).busy[moved.back()] += runs * seconds;
+        },
+        [&](const Transfer& t, size_t which, double, double seconds) {
+            phase(t.range).seconds[moved[which]] += runs * seconds;
+        });
+}

@@ -1,0 +1,164 @@
+// rates_file.h - a file of measured rates: JSON that names the device, the precision and the threads it was
+// measured with, and is read only where these are the same.
+#pragma once
+
+#include <omp.h>
+
+#include <cmath>
+#include <cstdio>
+#include <filesystem>
+#include <functional>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "llmc/device_rates.h"
+#include "llmc/file.h"
+#include "llmc/rates.h"
+
+constexpr int kRatesFormat = 1;
+
+// The device's own name: a GPU's by its driver, a CPU's by the kernel. Empty where none is known.
+inline std::string device_name() {
+#if defined(SIMT_GPU)
+    cudaDeviceProp properties;
+    return cudaGetDeviceProperties(&properties, 0) == cudaSuccess ? properties.name : "";
+#else
+    std::string name;
+    if (FILE* f = fopen("/proc/cpuinfo", "r")) {
+        char line[256];
+        while (name.empty() && fgets(line, sizeof line, f))
+            if (const std::string text = line; text.starts_with("model name"))
+                name = text.substr(std::min(text.find(": ") + 2, text.size()));
+        fclose(f);
+    }
+    return name.substr(0, name.find('\n'));
+#endif
+}
+
+// What rates are of: they differ with each of these.
+inline nlohmann::ordered_json measured_on(const char* precision) {
+    nlohmann::ordered_json on = {{"device", kDevice}, {"name", device_name()}, {"precision", precision}};
+    if (kHostIsDevice) on["threads"] = omp_get_max_threads();
+    return on;
+}
+
+inline std::string beside(const std::string& path) { return path + ".new-" + std::to_string(getpid()); }
+
+// Fails where a file cannot be written there.
+inline void check_rates_writable(const std::string& path) {
+    if (std::filesystem::is_directory(path)) fail("--calibrate %s: is a folder", path.c_str());
+    { const FileWriter probe(beside(path)); }
+    unlink(beside(path).c_str());
+}
+
+// Writes what was measured, in place of what had that name.
+inline void write_rates(const std::string& path, const Rates& rates, const char* precision) {
+    nlohmann::ordered_json j = {{"rates", kRatesFormat}};
+    j.update(measured_on(precision));
+    const auto rounded = [](std::vector<double> values) {  // to five digits
+        for (double& v : values) v = std::strtod(format("%.5g", v).c_str(), nullptr);
+        return values;
+    };
+    for (const auto& [form, p] : rates.products)
+        j["products"][form] = {{"sizes", p.sizes}, {"flops_per_second", rounded(p.rates)}};
+    for (const auto& [name, c] : rates.operations)
+        j["operations"][name] = {{"sizes", rounded(c.sizes)}, {"per_second", rounded(c.rates)}};
+    for (size_t way = 0; way < rates.transfers.size(); way++)
+        if (std::isfinite(rates.transfers[way]))
+            j["transfers"][kWayNames[way]] = rounded({rates.transfers[way]})[0];
+    FileWriter writer(beside(path));
+    writer.write(j.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+    writer.finish();
+    replace_file(beside(path), path);
+}
+
+// Reads a file of rates. What is wrong with it fails in one line that says where.
+class RatesReader {
+  public:
+    RatesReader(std::string path, const char* precision) : path_(std::move(path)), precision_(precision) {}
+
+    // `nominal`: for what the file has no rates of.
+    Rates read(const DeviceRates& nominal) const {
+        const nlohmann::json file = read_json(path_);
+        if (!file.is_object() || !file.contains("rates") || file["rates"] != kRatesFormat)
+            fail("--rates %s: is no file of --calibrate", path_.c_str());
+        check_device(file);
+        Rates rates(nominal);
+        for (const auto& [form, p] : object(file, "products").items()) {
+            const std::string where = "products " + form;
+            ProductRates& of = rates.products[form];
+            of = {rising(p, "sizes", where), positive(p, "flops_per_second", where)};
+            const size_t n = of.sizes.size();
+            if (of.rates.size() != n * n * n) wrong(where, "as many rates as shapes");
+        }
+        for (const char* form : {"NN", "NT", "TN"})
+            if (!rates.products.contains(form)) wrong("products", std::string("the form ") + form);
+        for (const auto& [name, c] : object(file, "operations").items()) {
+            const std::string where = "operations " + name;
+            RateCurve& of = rates.operations[name];
+            of = {rising(c, "sizes", where), positive(c, "per_second", where)};
+            if (of.rates.size() != of.sizes.size()) wrong(where, "as many rates as sizes");
+        }
+        if (!rates.operations.contains(kCopyRate)) wrong("operations", kCopyRate);
+        const nlohmann::json& transfers = object(file, "transfers");
+        for (size_t way = 0; way < rates.transfers.size(); way++) {
+            if (kHostIsDevice && way > 1) break;
+            if (!transfers.contains(kWayNames[way])) wrong("transfers", kWayNames[way]);
+            rates.transfers[way] = number(transfers[kWayNames[way]], "transfers");
+        }
+        return rates;
+    }
+
+  private:
+    [[noreturn]] void wrong(const std::string& where, const std::string& lacks) const {
+        fail("--rates %s: %s lacks %s; --calibrate makes the file anew", path_.c_str(),
+             printable(where).c_str(), printable(lacks).c_str());
+    }
+    void check_device(const nlohmann::json& file) const {
+        const nlohmann::json here = measured_on(precision_);
+        for (const auto& [key, now] : here.items()) {
+            const auto then = file.find(key);
+            if (key == "name" && now == "") continue;  // a plan needs no device
+            if (then != file.end() && *then == now) continue;
+            fail("--rates %s: was measured with another %s: %s, here %s; --calibrate measures this",
+                 path_.c_str(), key.c_str(), then == file.end() ? "none" : printable(then->dump()).c_str(),
+                 printable(now.dump()).c_str());
+        }
+    }
+    const nlohmann::json& object(const nlohmann::json& in, const std::string& name) const {
+        const auto it = in.find(name);
+        if (it == in.end() || !it->is_object() || it->empty()) wrong("the file", name);
+        return *it;
+    }
+    double number(const nlohmann::json& value, const std::string& where) const {
+        const double x = value.is_number() ? value.get<double>() : 0;
+        if (!(x > 0 && x <= kLargest)) wrong(where, "numbers above zero");
+        return x;
+    }
+    std::vector<double> positive(const nlohmann::json& in, const char* name, const std::string& where) const {
+        const auto it = in.is_object() ? in.find(name) : in.end();
+        if (!in.is_object() || it == in.end() || !it->is_array() || it->empty()) wrong(where, name);
+        std::vector<double> values;
+        for (const nlohmann::json& value : *it) values.push_back(number(value, where));
+        return values;
+    }
+    std::vector<double> rising(const nlohmann::json& in, const char* name, const std::string& where) const {
+        std::vector<double> values = positive(in, name, where);
+        if (std::adjacent_find(values.begin(), values.end(), std::greater_equal<>()) != values.end())
+            wrong(where, "sizes that rise");
+        return values;
+    }
+
+    static constexpr double kLargest = 1e30;
+    const std::string path_;
+    const char* const precision_;
+};
+
+// The rates that a run plans by: those of a file, or the nominal ones where none is named.
+template <class T>
+Rates rates_of(const std::string& file, double threads = omp_get_max_threads()) {
+    Rates nominal(nominal_rates<T>(threads));
+    nominal.transfers = nominal_transfers();
+    return file.empty() ? nominal : RatesReader(file, dtype_name<T>()).read(nominal.nominal);
+}

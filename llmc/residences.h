@@ -1,0 +1,95 @@
+// residences.h - the mixes of residences that --memory chooses among: what of a run waits elsewhere than on
+// the device, from nothing more than its options say to everything that may.
+#pragma once
+
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <fcntl.h>
+#include <string>
+#include <vector>
+
+#include "llmc/options.h"
+#include "llmc/solver.h"
+#include "llmc/temporary_file.h"
+
+// What a run may move that its options leave open.
+struct Movable {
+    std::vector<std::string> weights;          // where else blocks' weights may live: names of kHomeNames
+    bool halves = false;                       // of those: --lend half
+    std::vector<std::string> embeddings = {};  // where else a frozen model's embeddings may live
+    std::vector<std::string> state;            // the same of what only updates need
+    bool rooms = false;                        // and its rooms on the device: --state-rooms block
+    bool inputs = false;                       // of blocks: --park all
+};
+
+// All micro-batches of a step are taken through blocks together only up to so many: each is rehearsed.
+constexpr int64_t kMostTogether = 64;
+
+// The options with each mix, those given first. Blocks that move may also be passed by all micro-batches of a
+// step before the next, as they then come once (GreedySnake, arXiv:2512.17570); state that is updated in
+// backward may have the room of a whole block, to come while that is computed.
+inline std::vector<Options> residences_to_try(const Options& given, const Movable& movable) {
+    std::vector<Options> all = {given};
+    for (const std::string& home : movable.weights) {
+        all.push_back(given);
+        all.back().weights = home;
+    }
+    // Has each followed by what change(options) makes of it, where that says that it may.
+    const auto vary = [&](auto&& change) {
+        std::vector<Options> more;
+        for (const Options& o : all) {
+            more.push_back(o);
+            if (Options changed = o; change(changed)) more.push_back(std::move(changed));
+        }
+        all = std::move(more);
+    };
+    const auto moves = [](const Options& o) { return o.weights != "device"; };
+    const auto comes_in_backward = [](const Options& o) {
+        return o.state != "device" && o.update_in_backward;
+    };
+    const int64_t sequences = int64_t{given.batch} * given.grad_accum;
+    const bool may_go_together = !given.by_block && sequences > 1 && sequences <= kMostTogether;
+    vary([&](Options& o) { return o.lend = "half", moves(o) && movable.halves; });
+    for (const std::string& home : movable.embeddings)
+        vary([&](Options& o) { return o.embeddings = home, true; });
+    for (const std::string& home : movable.state) vary([&](Options& o) { return o.state = home, true; });
+    vary([&](Options& o) { return o.state_rooms = -1, comes_in_backward(o) && movable.rooms; });
+    vary([&](Options& o) { return o.park = -1, movable.inputs; });
+    vary(
+        [&](Options& o) { return o.by_block = true, may_go_together && (moves(o) || comes_in_backward(o)); });
+    return all;
+}
+
+// As options, what differs from those given.
+inline std::string residences_text(const Options& chosen, const Options& given) {
+    std::string text;
+    if (chosen.weights != given.weights) text += " --weights " + chosen.weights;
+    if (chosen.lend != given.lend) text += " --lend " + chosen.lend;
+    if (chosen.embeddings != given.embeddings) text += " --embeddings " + chosen.embeddings;
+    if (chosen.state != given.state) text += " --state " + chosen.state;
+    if (chosen.state_rooms != given.state_rooms) text += " --state-rooms block";
+    if (chosen.park != given.park) text += " --park all";
+    if (chosen.by_block != given.by_block) text += " --by-block";
+    return text;
+}
+
+// The bytes that a file of the run's own may have in the folder of such; none where that has no files past
+// the page cache.
+inline size_t room_on_disk() {
+    const std::string folder = temporary_folder();
+    const int fd = make_nameless_file(folder, O_DIRECT);
+    if (fd < 0) return 0;
+    close(fd);
+    struct statvfs info;
+    if (statvfs(folder.c_str(), &info) != 0) return 0;
+    return static_cast<size_t>(info.f_bavail) * info.f_frsize;
+}
+
+// The bytes that may live elsewhere than on the device because --memory moves them: of --host-memory beside a
+// GPU, else on the disk.
+inline size_t room_elsewhere(const Options& o) {
+    if (kHostIsDevice) return room_on_disk();
+    return o.has("--host-memory") ? parse_bytes(o.host_memory, "--host-memory") : SIZE_MAX;
+}

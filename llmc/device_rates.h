@@ -97,7 +97,8 @@ inline const KnownGpu& nominal_gpu() {
 }
 
 // The rates by which operations are compared before any has run. Known ones, not measured: the same command
-// must make the same choice every time. A GPU reaches some two thirds of what its maker promises. The CPU's
+// must make the same choice every time. A GPU reaches some two thirds of what its maker promises in products,
+// half of it in attention (dev/results/gpu-predicted.md, less what the count there is too fast by). The CPU's
 // are those of cores with AVX-512, one a thread, through oneDNN.
 template <class T>
 DeviceRates nominal_rates(double threads = omp_get_max_threads()) {
@@ -106,7 +107,11 @@ DeviceRates nominal_rates(double threads = omp_get_max_threads()) {
         return {threads * (narrow ? 180e9 : 100e9), threads * 12e9, 5e-6};
     }
     const KnownGpu& gpu = nominal_gpu();
-    return {gpu.flops * (narrow ? 0.65 : 0.05), gpu.bandwidth * 0.8, 3e-6, gpu.flops / 2 * 0.65};
+    return {.flops = gpu.flops * (narrow ? 0.65 : 0.05),
+            .bandwidth = gpu.bandwidth * 0.8,
+            .latency = 3e-6,
+            .tf32_flops = gpu.flops / 2 * 0.65,
+            .attention_flops = narrow ? gpu.flops * 0.5 : 0};
 }
 
 // The same of what moves beside the operations, in bytes/s by Way. A disk beside a GPU is an NVMe drive on

@@ -1,5 +1,5 @@
-// elsewhere_host.h - memory beside the device's in pinned host memory, beside a GPU: copied on a stream of
-// its own.
+// elsewhere_host.h - memory beside the device's in pinned host memory, beside a GPU: copied on two streams of
+// its own, since a link carries as much each way at the same time.
 #pragma once
 
 #include <array>
@@ -24,10 +24,16 @@ class HostElsewhere : public Elsewhere {
         if (to) count_moved(Way::ToHost, bytes);
         if (from) count_moved(Way::FromHost, bytes);
         before_.record(stream);
-        before_.block(copies_.get());
-        if (to) copy_async(memory_.data() + *to, room, bytes, copies_.get());
-        if (from) copy_async(room, memory_.data() + *from, bytes, copies_.get());
-        done_[next_ % done_.size()].record(copies_.get());
+        if (to) {
+            before_.block(stores_.get());
+            copy_async(memory_.data() + *to, room, bytes, stores_.get());
+            stored_.record(stores_.get());
+            stored_.block(fetches_.get());
+        } else {
+            before_.block(fetches_.get());
+        }
+        if (from) copy_async(room, memory_.data() + *from, bytes, fetches_.get());
+        done_[next_ % done_.size()].record(fetches_.get());
         return next_++;
     }
     // Of those that are too long ago to tell apart, the next is waited for.
@@ -38,8 +44,8 @@ class HostElsewhere : public Elsewhere {
 
   private:
     PinnedBuffer memory_;
-    OwnStream copies_;
-    Event before_;
+    OwnStream stores_, fetches_;  // what is fetched comes behind what was stored before it
+    Event before_, stored_;
     std::array<Event, 64> done_;
     size_t next_ = 0;
 };

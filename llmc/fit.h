@@ -155,12 +155,12 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options
 }
 
 // What each setting takes in memory and time, by rehearsals with all layers at one level. The rows of the
-// head change only what is between the blocks. `by_block`: one rehearsal has all micro-batches.
+// head change only what is between the blocks. `by_block`: one rehearsal has all micro-batches. An update of
+// its own takes `update_seconds`.
 inline std::vector<Profile> profiles_of(std::vector<MemorySetting> settings, bool by_block,
-                                        const Rehearsals& rehearsals) {
+                                        double update_seconds, const Rehearsals& rehearsals) {
     const size_t layers = static_cast<size_t>(rehearsals.layers);
     std::vector<Profile> all;
-    double update_seconds = 0;
     for (size_t i = 0; i < settings.size(); i++) {
         MemorySetting& s = settings[i];
         s.levels.assign(layers, 0);
@@ -181,9 +181,6 @@ inline std::vector<Profile> profiles_of(std::vector<MemorySetting> settings, boo
         p.runs = by_block ? 1 : s.grad_accum;
         p.fixed_bytes = report.total() - report.activations();
         p.arena_floor = report.activations_of_others();
-        // A smaller state is not chosen for a faster update, which on a CPU it does not have, but for what
-        // else its room is good for.
-        if (all.empty()) update_seconds = report.update_seconds;
         // What adding to gradients takes longer than writing them is the same at every level, and so is what
         // an update of its own waits for.
         const double added = report.seconds - seconds_waited(report.phases) - report.update_seconds -
@@ -198,9 +195,7 @@ inline std::vector<Profile> profiles_of(std::vector<MemorySetting> settings, boo
 struct Fit {
     Options mix;
     std::vector<MemorySetting> settings;
-    Solution solution;
-    // That a step of what is chosen takes. The solution's are sums, without what mixed levels wait for.
-    double seconds = 0;
+    Solution solution;  // with the seconds of rehearsals: sums have not what mixed levels wait for
     // Of that, or of solution.least where nothing fits: the largest buffer, and what it has elsewhere.
     std::pair<std::string, size_t> largest;
     size_t elsewhere = 0;
@@ -214,7 +209,7 @@ struct Fit {
     bool is_better_than(const Fit& other) const {
         const Solution &a = solution, &b = other.solution;
         if (!b.chosen) return a.chosen || a.least.exact < b.least.exact;
-        return a.chosen && seconds < 0.99 * other.seconds;
+        return a.chosen && a.chosen->seconds < 0.99 * b.chosen->seconds;
     }
 };
 
@@ -236,20 +231,29 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     if (settings.empty())
         fail("--memory %s: of --batch %d x --grad-accum %d sequences no part can be a micro-batch",
              o.memory.c_str(), o.batch, o.grad_accum);
-    auto exact_total = [&](const Choice& c) {
-        const MemoryReport r = rehearsals.report(fit.setting(c));
-        return r.elsewhere() <= elsewhere ? r.total() : kTooMuchElsewhere;
+    // A smaller state is not chosen for a faster update, which on a CPU it does not have, but for what else
+    // its room is good for: all updates take as long as with the first format.
+    MemorySetting first = settings.front();
+    first.levels.assign(static_cast<size_t>(rehearsals.layers), 0);
+    const double update_seconds = rehearsals.outline(first).update_seconds;
+    const auto step_seconds = [&](const MemoryReport& r) {
+        return r.seconds - r.update_seconds + update_seconds;
     };
-    const std::vector<Profile> profiles = profiles_of(settings, o.by_block, rehearsals);
+    auto refine = [&](Choice& c) {
+        const MemoryReport r = rehearsals.report(fit.setting(c));
+        c.exact = r.elsewhere() <= elsewhere ? r.total() : kTooMuchElsewhere;
+        c.seconds = step_seconds(r);
+    };
+    const std::vector<Profile> profiles = profiles_of(settings, o.by_block, update_seconds, rehearsals);
     Solution& solution = fit.solution;
     for (size_t end : ends) {
         const std::vector<Profile> allowed(profiles.begin(), profiles.begin() + static_cast<ptrdiff_t>(end));
-        Solution more = solve(allowed, budget, exact_total);
+        Solution more = solve(allowed, budget, refine);
         if (!solution.chosen || (more.chosen && more.chosen->seconds < 0.99 * solution.chosen->seconds))
             solution = std::move(more);
     }
+    solution.fastest.seconds = step_seconds(rehearsals.outline(fit.setting(solution.fastest)));
     const MemoryReport r = rehearsals.report(fit.setting(solution.chosen.value_or(solution.least)));
-    fit.seconds = r.seconds;
     fit.largest = r.largest();
     fit.elsewhere = r.elsewhere();
     return fit;
@@ -312,7 +316,7 @@ Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vecto
                             s.grad_accum,
                             c.exact,
                             c.seconds,
-                            c.seconds / fastest - 1};
+                            std::max(0.0, c.seconds / fastest - 1)};
     };
     const Solution& solution = best.solution;
     if (!solution.chosen) fail_to_fit(given, best, described(solution.least).text(), short_of_room);

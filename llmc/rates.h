@@ -18,15 +18,20 @@
 #include "llmc/work.h"
 
 // What a device can do: FLOP/s, bytes/s, and the seconds that each launch takes besides; of products in TF32
-// other FLOP/s.
+// other FLOP/s, and of attention, unless they are 0.
 struct DeviceRates {
-    double flops, bandwidth, latency, tf32_flops = 0;
+    double flops, bandwidth, latency, tf32_flops = 0, attention_flops = 0;
+
+    double flops_of(const Work& work) const {
+        if (work.product.tf32) return tf32_flops;
+        return work.variant.length > 0 && attention_flops > 0 ? attention_flops : flops;
+    }
 };
 
 // The seconds of an operation by the roofline model: its FLOPs or its bytes, whichever take longer.
 inline double seconds_of(const Work& work, const DeviceRates& rates) {
-    const double flops = work.product.tf32 ? rates.tf32_flops : rates.flops;
-    return std::max(work.flops / flops, work.bytes / rates.bandwidth) + rates.latency * work.calls;
+    return std::max(work.flops / rates.flops_of(work), work.bytes / rates.bandwidth) +
+           rates.latency * work.calls;
 }
 
 // Where a size lies among those measured, which rise: between the one at `low` and the next, by the share
@@ -101,6 +106,10 @@ inline Cost cost_of(const Work& work) {
     return work.variant.length > 0 ? Cost::Attention : Cost::Passes;
 }
 
+inline Cost cost_of(Way way) {
+    return way == Way::DiskRead || way == Way::DiskWrite ? Cost::Disk : Cost::Link;
+}
+
 // The names by which a table has an operation's rates: with its form where that matters.
 inline std::string rate_name(const Work& w) {
     std::string name = w.name;
@@ -146,7 +155,8 @@ struct Rates {
         return w.bytes / curve->second.at(w.bytes / w.calls);
     }
     // The seconds that a transfer is on its way.
-    double seconds(const Transfer& t) const { return t.bytes / transfers[static_cast<size_t>(t.way)]; }
+    double seconds(const Transfer& t) const { return seconds_moving(t.bytes, t.way); }
+    double seconds_moving(double bytes, Way way) const { return bytes / transfers[static_cast<size_t>(way)]; }
 };
 
 inline double seconds_of(const std::vector<Work>& work, const DeviceRates& rates) {
@@ -199,8 +209,42 @@ inline double seconds_waited(const PhaseTimes& phases, std::string_view phase = 
     return sum;
 }
 
+// When what is asked of a disk or of the link between host and device begins and is done. A disk does one
+// thing after the other; the link is one each way. What is fetched comes behind all that was stored before it
+// of its kind, as in elsewhere_host.h, and what a GPU gets from a disk crosses the link while it is read.
+class Media {
+  public:
+    explicit Media(const Rates& rates) : rates_(rates) {}
+
+    struct Span {
+        double at, done;
+    };
+    // Of a transfer that is asked for at `now`.
+    Span begin(const Transfer& t, double now) {
+        double &free = free_of(t.way), &stored = stored_[t.of];
+        const double at = std::max({now, free, t.way == Way::FromHost ? stored : 0});
+        double done = free = at + rates_.seconds(t);
+        if (t.way == Way::ToHost) stored = done;
+        if (t.way == Way::DiskRead && !kHostIsDevice) {
+            double& link = free_of(Way::FromHost);
+            link = std::max(at, link) + rates_.seconds_moving(t.bytes, Way::FromHost);
+            done = std::max(done, link);
+        }
+        return {at, done};
+    }
+
+  private:
+    double& free_of(Way way) {
+        return free_[static_cast<size_t>(way == Way::DiskWrite ? Way::DiskRead : way)];
+    }
+
+    const Rates& rates_;
+    std::array<double, kWays> free_ = {};               // when each is
+    std::array<double, Transfer::kKinds> stored_ = {};  // when all of a kind is
+};
+
 // Goes through a plan by the clock, from 0: its operations one after the other, and beside them its
-// transfers, those of a medium one after the other, until each is waited for. Calls
+// transfers, until each is waited for. Calls
 //   computes(work, at, seconds), moves(transfer, cost, at, seconds), waits(transfer, which, at, seconds)
 // where `which` is the number of the transfer that is waited for, of those that moved, from 0.
 template <class Computes, class Moves, class Waits>
@@ -212,7 +256,7 @@ void simulate(const Plan& plan, const Rates& rates, Computes&& computes, Moves&&
     std::array<std::vector<Begun>, Transfer::kKinds> begun;
     size_t count = 0;
     double now = 0;
-    std::array<double, kCosts> free = {};  // when a medium is
+    Media media(rates);
     const auto transfer = [&](const Transfer& t) {
         std::vector<Begun>& all = begun[t.of];
         if (t.waits) {
@@ -223,13 +267,9 @@ void simulate(const Plan& plan, const Rates& rates, Computes&& computes, Moves&&
             now += seconds;
             return;
         }
-        const bool disk = t.way == Way::DiskRead || t.way == Way::DiskWrite;
-        const Cost cost = disk ? Cost::Disk : Cost::Link;
-        double& medium = free[static_cast<size_t>(cost)];
-        const double at = std::max(now, medium), seconds = rates.seconds(t);
-        medium = at + seconds;
-        all.push_back({medium, count++});
-        moves(t, cost, at, seconds);
+        const auto [at, done] = media.begin(t, now);
+        all.push_back({done, count++});
+        moves(t, cost_of(t.way), at, rates.seconds(t));
     };
     auto next = plan.transfers.begin();
     for (size_t i = 0; i <= plan.work.size(); i++) {

@@ -49,7 +49,8 @@ struct MemoryReport {
     double seconds = 0;                // of a step, by estimate
     double update_seconds = 0;         // of the update in it
     PhaseTimes phases;                 // what its phases take of that
-    std::string rates;                 // the file of rates that is by; empty: nominal ones
+    std::string rates;                 // the file of rates that is by; empty: nominal ones,
+    std::string gpu;                   // of that GPU; empty on a CPU
     std::string budget;                // --memory
     std::vector<MemoryChoice> choice;  // what was chosen for it, and its neighbours
     std::string batch_choice;          // what --batch auto chose, and why no more
@@ -170,6 +171,7 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     j["estimated_seconds"] = r.seconds;
     j["tokens_per_second"] = r.seconds > 0 ? r.tokens() / r.seconds : 0;
     j["rates"] = r.rates.empty() ? "nominal" : r.rates;
+    if (!r.gpu.empty()) j["gpu"] = r.gpu;
     j["phases"] = phases_json(r.phases);
     j["operations"] = operations_json(r);
     for (const MemoryChoice& c : r.choice)
@@ -274,8 +276,11 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
 // What a step should take, and what bounds its phases.
 inline void print_phases(FILE* to, const MemoryReport& r) {
     if (r.seconds <= 0) return;
-    fprintf(to, "a step takes %.4g s by %s, %.4g tokens/s:\n", r.seconds,
-            r.rates.empty() ? "nominal rates (--calibrate measures them)" : r.rates.c_str(),
+    std::string rates = r.rates;
+    if (rates.empty())
+        rates =
+            "nominal rates" + (r.gpu.empty() ? "" : " of the GPU " + r.gpu) + " (--calibrate measures them)";
+    fprintf(to, "a step takes %.4g s by %s, %.4g tokens/s:\n", r.seconds, rates.c_str(),
             r.tokens() / r.seconds);
     for (const PhaseTime& p : r.phases) {
         const auto bound = static_cast<size_t>(p.bound());

@@ -141,8 +141,8 @@ struct Profile {
     double step(double micro_batch) const { return runs * micro_batch + fixed_seconds; }
 };
 
-// A configuration. `bytes` is the lower bound of all it takes; `exact` is what the caller's exact_total said,
-// where there is one.
+// A configuration. `bytes` is the lower bound of all it takes and `seconds` the sum of its stretches;
+// `exact` is what it takes, and `seconds` are better ones, where the caller could say so (Refine).
 struct Choice {
     size_t profile = 0;
     std::vector<int> levels;  // by layer
@@ -289,23 +289,24 @@ inline Choice choice_of(const std::vector<Profile>& profiles, const Mix& mix) {
     return c;
 }
 
-using ExactTotal = std::function<size_t(const Choice&)>;
+// Sets a choice's exact bytes, and its seconds where those are known better than by sums.
+using Refine = std::function<void(Choice&)>;
 constexpr int kExactTries = 16;
 
 // The fastest configuration of any profile that fits `budget` bytes, and its neighbours. Of equally fast ones
 // the smaller, then the one of the earlier profile.
 //
-// A placement may take a little more than the bound. exact_total, if given, says what a choice really takes,
-// and by its word what is chosen fits: where the first try does not, the next is lower by as much as that was
+// A placement may take a little more than the bound. refine(), if given, says what a choice really takes, and
+// by its word what is chosen fits: where the first try does not, the next is lower by as much as that was
 // over the budget, then by steps that double, then halfway between what fits and what does not. (For
 // placements within 1% of the bound that is a few tries.)
-inline Solution solve(const std::vector<Profile>& profiles, size_t budget,
-                      const ExactTotal& exact_total = {}) {
+inline Solution solve(const std::vector<Profile>& profiles, size_t budget, const Refine& refine = {}) {
     assert(!profiles.empty());
     const std::vector<Mix> best = best_mixes(profiles);
     auto choice = [&](ptrdiff_t i) {
         Choice c = choice_of(profiles, best[static_cast<size_t>(i)]);
-        c.exact = exact_total ? exact_total(c) : c.bytes;
+        c.exact = c.bytes;
+        if (refine) refine(c);
         return c;
     };
     auto within = [&](int64_t bytes) {  // how many of the best
@@ -313,7 +314,7 @@ inline Solution solve(const std::vector<Profile>& profiles, size_t budget,
                                 [](int64_t b, const Mix& m) { return b < m.bytes; }) -
                best.begin();
     };
-    const int64_t most = INT64_MAX / 4;  // an exact_total may say SIZE_MAX
+    const int64_t most = INT64_MAX / 4;  // refine() may say SIZE_MAX
     auto bytes_of = [&](size_t bytes) { return static_cast<int64_t>(std::min<size_t>(bytes, most)); };
     int64_t limit = bytes_of(budget), step = 0;
     ptrdiff_t fits = -1, fails = within(limit);

@@ -17,23 +17,23 @@ class StateRing {
     // Where the chunks are. A rehearsal needs none.
     void use(Elsewhere* place) { place_ = place; }
 
-    // Takes so many rooms, or as many as the largest unit has chunks where that is negative, until
-    // give_back(), for an update of all units of a state in the given order, and has the first chunks come.
+    // Takes so many rooms, or as many as a block has chunks where that is negative, until give_back(), for an
+    // update of all units of a state in the given order, and has the first chunks come.
     template <class T>
     void take(const State<T>& state, const std::vector<int>& units, int rooms) {
         order_.clear();
         bytes_ = state.chunk_bytes();
         begun_ = 0;
-        size_t most = 0;
+        size_t of_block = 0;
         for (const int unit : units) {
             const size_t before = order_.size();
             for (size_t c = 0; c < state.chunks().size(); c++)
                 if (state.chunks()[c].unit == unit) order_.push_back(c);
-            most = std::max(most, order_.size() - before);
+            if (unit == 1) of_block = order_.size() - before;
         }
         next_ = 0;
-        if (rooms >= 0) most = static_cast<size_t>(rooms);
-        for (size_t i = 0; i < std::min(most, order_.size()); i++) {
+        const size_t wanted = rooms < 0 ? of_block : static_cast<size_t>(rooms);
+        for (size_t i = 0; i < std::min(wanted, order_.size()); i++) {
             const auto room_bytes = static_cast<int64_t>(bytes_ + kElsewhereAlignment);
             rooms_.push_back({arena_.take<uint8_t>("state_room", {room_bytes}, "optimizer_state"), 0});
             exchange(rooms_.back(), {}, i);

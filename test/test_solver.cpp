@@ -385,9 +385,9 @@ TEST(Solve, WhatIsChosenFitsByTheExactTotal) {
             if (random_bits(seed, c.bytes) % 100) continue;
             const size_t budget = c.bytes;
             int calls = 0;
-            const Solution s = solve(profiles, budget, [&](const Choice& x) {
+            const Solution s = solve(profiles, budget, [&](Choice& x) {
                 calls++;
-                return placed(x);
+                x.exact = placed(x);
             });
             EXPECT_LE(calls, kExactTries + 3);
             EXPECT_EQ(s.least.exact, placed(s.least));
@@ -418,9 +418,10 @@ TEST(Solve, AFewTriesFindWhatFitsByTheExactTotal) {
     for (size_t i = 1; i <= 8; i++) {
         const size_t budget = least + (most - least) * i / 8;
         std::vector<size_t> tried;
-        const Solution s = solve(profiles, budget, [&](const Choice& c) {
+        const Solution s = solve(profiles, budget, [&](Choice& c) {
             tried.push_back(c.bytes);
-            return c.bytes + most / 20 + c.bytes % 1000;  // more than a placement adds
+            c.exact = c.bytes + most / 20 + c.bytes % 1000;  // more than a placement adds
+            c.seconds *= 2;
         });
         ASSERT_TRUE(s.chosen);
         EXPECT_GT(tried[0] + most / 20, budget);  // the first does not fit
@@ -428,15 +429,16 @@ TEST(Solve, AFewTriesFindWhatFitsByTheExactTotal) {
         EXPECT_LE(s.chosen->exact, budget);
         ASSERT_TRUE(s.next_cheaper);
         EXPECT_GT(s.next_cheaper->exact, budget);
+        EXPECT_EQ(s.chosen->seconds, 2 * solve(profiles, s.chosen->bytes).chosen->seconds);
     }
 }
 
 TEST(Solve, NothingIsChosenWhenTheExactTotalNeverFits) {
     const std::vector<Profile> profiles = random_profiles(51, 4, 4, true);
     for (size_t total : {SIZE_MAX, size_t{1} << 40})
-        EXPECT_FALSE(solve(profiles, 1 << 30, [&](const Choice&) { return total; }).chosen);
-    const Solution only_least = solve(profiles, 1 << 30, [&](const Choice& c) {
-        return c.bytes == solve(profiles, 0).least.bytes ? 1 << 30 : SIZE_MAX;
+        EXPECT_FALSE(solve(profiles, 1 << 30, [&](Choice& c) { c.exact = total; }).chosen);
+    const Solution only_least = solve(profiles, 1 << 30, [&](Choice& c) {
+        c.exact = c.bytes == solve(profiles, 0).least.bytes ? 1 << 30 : SIZE_MAX;
     });
     ASSERT_TRUE(only_least.chosen);
     EXPECT_EQ(only_least.chosen->bytes, only_least.least.bytes);

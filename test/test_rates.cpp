@@ -1,0 +1,99 @@
+// test_rates.cpp - what a plan takes by the clock: transfers that wait for their medium and for one another.
+
+#include <vector>
+
+#include <gtest/gtest.h>
+
+#include "llmc/rates.h"
+
+namespace {
+
+// A disk of 10 and 5 bytes/s reading and writing, a link of 20 in and 10 out; operations of 1 FLOP/s.
+Rates slow_rates() {
+    Rates rates(DeviceRates{.flops = 1, .bandwidth = 1e9, .latency = 0});
+    rates.transfers = {10, 5, 20, 10};
+    return rates;
+}
+
+// Transfers that begin behind `after` operations, and the wait for one.
+Transfer begins(Transfer::Of of, Way way, double bytes, size_t after = 0) {
+    return {of, false, way, bytes, -1, "forward", after};
+}
+Transfer waits(Transfer::Of of, int number, size_t after) {
+    return {of, true, Way::DiskRead, 0, number, "forward", after};
+}
+
+Plan plan_of(std::vector<double> seconds, std::vector<Transfer> transfers) {
+    Plan plan;
+    for (const double s : seconds) plan.work.push_back({"forward", "work", s, 0});
+    plan.transfers = std::move(transfers);
+    return plan;
+}
+
+double total(const Plan& plan) {
+    PhaseTimes phases;
+    add_phases(phases, plan, 1, slow_rates());
+    return total_seconds(phases);
+}
+
+TEST(Simulate, ComputingHidesWhatMovesMeanwhile) {
+    EXPECT_DOUBLE_EQ(
+        total(plan_of({3, 1}, {begins(Transfer::Loan, Way::FromHost, 40), waits(Transfer::Loan, 0, 1)})), 4);
+    EXPECT_DOUBLE_EQ(
+        total(plan_of({3, 1}, {begins(Transfer::Loan, Way::FromHost, 100), waits(Transfer::Loan, 0, 1)})), 6);
+    EXPECT_DOUBLE_EQ(
+        total(plan_of({3, 1}, {begins(Transfer::Loan, Way::FromHost, 100, 1), waits(Transfer::Loan, -1, 2)})),
+        8);
+}
+
+TEST(Simulate, ALinkCarriesBothWaysAtOnce) {
+    // 4 s out of one kind, 5 s in of another.
+    EXPECT_DOUBLE_EQ(total(plan_of({}, {begins(Transfer::Parked, Way::ToHost, 40),
+                                        begins(Transfer::Loan, Way::FromHost, 100),
+                                        waits(Transfer::Loan, 0, 0), waits(Transfer::Parked, 0, 0)})),
+                     5);
+    // Of one kind what comes waits for what went before it, what goes does not wait for what comes.
+    EXPECT_DOUBLE_EQ(
+        total(plan_of({}, {begins(Transfer::State, Way::ToHost, 40),
+                           begins(Transfer::State, Way::FromHost, 100), waits(Transfer::State, 1, 0)})),
+        9);
+    EXPECT_DOUBLE_EQ(
+        total(plan_of({},
+                      {begins(Transfer::State, Way::ToHost, 40), begins(Transfer::State, Way::FromHost, 100),
+                       begins(Transfer::State, Way::ToHost, 40), begins(Transfer::State, Way::FromHost, 20),
+                       waits(Transfer::State, 2, 0), waits(Transfer::State, 3, 0)})),
+        10);
+    // One way, first come, first served.
+    EXPECT_DOUBLE_EQ(
+        total(plan_of({}, {begins(Transfer::Loan, Way::FromHost, 100),
+                           begins(Transfer::State, Way::FromHost, 20), waits(Transfer::State, 0, 0)})),
+        6);
+}
+
+TEST(Simulate, ADiskDoesOneThingAfterTheOther) {
+    EXPECT_DOUBLE_EQ(
+        total(plan_of({}, {begins(Transfer::State, Way::DiskWrite, 20),
+                           begins(Transfer::Loan, Way::DiskRead, 30), waits(Transfer::Loan, 0, 0)})),
+        7);
+}
+
+// What a GPU reads from a disk takes its part of the link.
+TEST(Simulate, ADiskBesideAGpuIsBehindTheLink) {
+    const Plan plan =
+        plan_of({}, {begins(Transfer::Loan, Way::DiskRead, 100), begins(Transfer::Parked, Way::FromHost, 100),
+                     waits(Transfer::Parked, 0, 0)});
+    EXPECT_DOUBLE_EQ(total(plan), kHostIsDevice ? 5 : 10);
+}
+
+TEST(DeviceRates, AttentionMayHaveARateOfItsOwn) {
+    const Work product = {"", "matmul", 12, 0, 0, 0, {.m = 1}},
+               attention = {"", "attention", 12, 0, 0, 0, {}, {"", 8}};
+    const DeviceRates one = {.flops = 4, .bandwidth = 1, .latency = 0};
+    DeviceRates two = one;
+    two.attention_flops = 3;
+    for (const Work* w : {&product, &attention}) EXPECT_DOUBLE_EQ(seconds_of(*w, one), 3);
+    EXPECT_DOUBLE_EQ(seconds_of(product, two), 3);
+    EXPECT_DOUBLE_EQ(seconds_of(attention, two), 4);
+}
+
+}  // namespace

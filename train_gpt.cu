@@ -129,6 +129,7 @@ class Gpt {
           hopper_attention_(hopper_attention),
           loans_(arena, stream, Transfer::Loan),
           head_loans_(arena, stream, Transfer::Vocabulary),
+          gradient_loans_(arena, stream, Transfer::Gradients),
           parked_(arena, stream) {
         bind();
     }
@@ -163,9 +164,17 @@ class Gpt {
     // and `next`, from its attention or its MLP on, after the last of them; with `stays` the block is
     // borrowed once more before.
     void borrow(int layer, int next, bool stays = false, Field first = Field::QkvWeight);
-    void give_back() { loans_.give_back(); }
+    void give_back() { loans_.give_back(), gradient_loans_.give_back(); }
     // A unit's weights, on the device now, to be updated there.
     floatX* weights_to_update(int unit);
+    // Where blocks' gradients come from that are not on the device, and how, and the bytes of each.
+    void borrow_gradients_from(Residence* residence, Way way, std::vector<size_t> bytes) {
+        gradient_loans_.lend(way, std::move(bytes), residence);
+    }
+    bool lends_gradients() const { return trained_.options.block_gradients != Home::Device; }
+    // A unit's gradients, on the device until a third block's are borrowed; those of block `next` are on
+    // their way then; negative: of none.
+    TensorX gradients_of(int unit, int next);
     // How many rows are in an MLP at one time; 0: all.
     void take_mlp_rows(int64_t rows) { mlp_rows_ = rows; }
     // Where the inputs of so many layers wait for their backward, of each of so many micro-batches.
@@ -255,6 +264,7 @@ class Gpt {
                  {&block.down, Field::DownWeight}}};
     }
 
+    bool is_block(int unit) const { return unit > 0 && unit <= config_.layers; }
     // A unit's elements of a State.
     static TensorX unit_of(const State<floatX>& state, StatePart part, int unit) {
         const Unit& u = state.layout.units()[static_cast<size_t>(unit)];
@@ -349,7 +359,7 @@ class Gpt {
     const ModelConfig& config_;
     const Family& family_;
     const bool hopper_attention_;
-    Loans loans_, head_loans_;
+    Loans loans_, head_loans_, gradient_loans_;
     int after_block_ = kNoLoan;  // where halves are lent: what is borrowed after the block at hand
     Parked parked_;
     TensorF position_factors_;
@@ -396,7 +406,8 @@ class Trainer {
     template <class Operations>
     void run_step(Plan& plan, Operations&& operations);
     void micro_batch(float loss_scale);
-    void measure_norm(const floatX* gradients, int64_t n, TensorF& norm);
+    SquareSums make_square_sums() const;
+    void sum_squares_of(int unit, const floatX* gradients);
     void update_unit(int unit, const floatX* gradients);
     void update();
     std::optional<double> validate();
@@ -470,13 +481,19 @@ class Trainer {
     }
     void report_stored();
     void report_elsewhere();
-    // What is trained and not on the device: the bytes of the blocks, and of what only updates need.
+    // What is trained and not on the device: the bytes of the blocks, of their gradients, and of what only
+    // updates need.
     size_t trained_blocks_bytes() const {
         return lends_trained() ? static_cast<size_t>(config_.layers) * model_.block_bytes() : 0;
     }
+    size_t block_gradients_bytes() const {
+        return gpt_.lends_gradients() ? static_cast<size_t>(config_.layers) * model_.block_bytes() : 0;
+    }
     size_t updated_state_bytes() const { return trained().chunks().size() * trained().chunk_bytes(); }
+    std::vector<size_t> trained_loan_bytes() const;
     std::vector<size_t> loan_bytes() const;
-    Way loan_way() const { return o_.weights == "host" ? Way::FromHost : Way::DiskRead; }
+    static Way way_of(const std::string& home) { return home == "host" ? Way::FromHost : Way::DiskRead; }
+    Way loan_way() const { return way_of(o_.weights); }
     void make_residence();
     void make_places();
     DiskResidence* on_disk() const { return dynamic_cast<DiskResidence*>(residence_.get()); }
@@ -502,8 +519,9 @@ class Trainer {
     std::vector<Feeder> feeders_;  // of the micro-batches that are on their way together
     std::optional<SequenceLoader> loader_, val_loader_;
     MicroBatchOptions micro_;
-    Gpt::Consume consume_;  // with --update-in-backward
+    Gpt::Consume consume_;  // with --update-in-backward, or with gradients elsewhere
     const bool norm_of_each_unit_;
+    const SquareSums square_sums_;  // where the norm is that of all units
     Metrics metrics_;
     DeviceBuffer factors_memory_, positions_memory_, dropout_memory_, position_losses_memory_;
     std::vector<uint64_t> position_counts_;  // with --loss-by-position, of a validation
@@ -512,10 +530,11 @@ class Trainer {
     Plans plans_;
     MemoryReport report_;
     const Choices choices_;
-    const Rates rates_;                     // that estimates are by
-    std::unique_ptr<Residence> residence_;  // of matrices that are not on the device
-    std::unique_ptr<Elsewhere> parking_;    // of blocks' inputs between forward and backward
-    std::unique_ptr<Elsewhere> trained_blocks_, updated_state_;  // of what is trained
+    const Rates rates_;                               // that estimates are by
+    std::unique_ptr<Residence> residence_;            // of matrices that are not on the device
+    std::unique_ptr<Elsewhere> parking_;              // of blocks' inputs between forward and backward
+    std::unique_ptr<Residence> gradients_residence_;  // and of blocks' gradients
+    std::unique_ptr<Elsewhere> trained_blocks_, block_gradients_, updated_state_;  // of what is trained
     StepGraphs graphs_;
     bool replays_;  // whether steps are run through them: not where the host or other streams take part
     size_t used_before_ = 0;                       // of the device's memory
@@ -589,7 +608,7 @@ bool Trainer::train_step() {
         micro_.adds = first > 0;
         run_step(micro_.adds ? plans_.add : plans_.train, [&] { micro_batch(loss_scale); });
     }
-    if (!consume_) run_step(plans_.update, [&] { update(); });
+    if (!o_.update_in_backward) run_step(plans_.update, [&] { update(); });
     metrics_.step_ends(step_, rate, stream_);
     return true;
 }
@@ -642,7 +661,7 @@ void Trainer::run_step(Plan& plan, Operations&& operations) {
 
 // A micro-batch forward and backward, or those that are together; and the update in backward where it is.
 void Trainer::micro_batch(float loss_scale) {
-    if (consume_) {  // each unit when its gradients are complete
+    if (o_.update_in_backward) {  // each unit when its gradients are complete
         std::vector<int> units;
         for (int unit = config_.layers + 1; unit >= 0; unit--) units.push_back(unit);
         ring_.take(trained(), units, o_.state_rooms);
@@ -655,20 +674,26 @@ void Trainer::micro_batch(float loss_scale) {
 
 void Trainer::update() {
     Range range("update");
-    TensorF norm = metrics_.norms().rows_at(0, 1);
     const State<floatX>& state = trained();
-    if (!norm_of_each_unit_) measure_norm(state.gradients(), state.layout.size(), norm);
     std::vector<int> units;
     for (int unit = 0; unit < config_.layers + 2; unit++) units.push_back(unit);
+    if (!norm_of_each_unit_) {
+        for (const int unit : units)
+            if (!gpt_.lends_gradients()) sum_squares_of(unit, gpt_.gradients_of(unit, kNoLoan).data());
+        TensorF norm = metrics_.norms().rows_at(0, 1);
+        norm_of_sums(norm, metrics_.sums(), stream_);
+    }
     ring_.take(state, units, o_.state_rooms);
     for (const int unit : units) {
         const int layer = unit - 1, last = config_.layers - 1;
-        if (lends_trained() && layer >= 0 && layer <= last) {
+        const int next = layer < last ? layer + 1 : kNoLoan;
+        TensorX gradients;
+        {
             Range range_of_unit("update", unit);
-            gpt_.borrow(layer, layer < last ? layer + 1 : kNoLoan);
+            if (lends_trained() && layer >= 0 && layer <= last) gpt_.borrow(layer, next);
+            gradients = gpt_.gradients_of(unit, next);
         }
-        const int64_t at = state.layout.units()[static_cast<size_t>(unit)].offset;
-        update_unit(unit, state.data<floatX>(StatePart::Gradients, at));
+        update_unit(unit, gradients.data());
     }
     gpt_.give_back();
     ring_.give_back();
@@ -681,7 +706,10 @@ void Trainer::update_unit(int unit, const floatX* gradients) {
     const Unit& u = state.layout.units()[static_cast<size_t>(unit)];
     if (u.size == 0) return;
     TensorF norm = metrics_.norms().rows_at(norm_of_each_unit_ ? unit : 0, 1);
-    if (norm_of_each_unit_) measure_norm(gradients, u.size, norm);
+    if (norm_of_each_unit_) {
+        TensorF scratch = arena_.take<float>("norm_partials", {kNormBlocks});
+        global_norm(norm, scratch, gradients, u.size, stream_);
+    }
     floatX* const weights = gpt_.weights_to_update(unit);
     if (state.chunks().empty())
         return optimizer_update(factors_, state, u, weights, gradients, norm, stream_);
@@ -690,9 +718,13 @@ void Trainer::update_unit(int unit, const floatX* gradients) {
     });
 }
 
-void Trainer::measure_norm(const floatX* gradients, int64_t n, TensorF& norm) {
-    TensorF scratch = arena_.take<float>("norm_partials", {kNormBlocks});
-    global_norm(norm, scratch, gradients, n, stream_);
+// What a unit adds to the norm of all.
+void Trainer::sum_squares_of(int unit, const floatX* gradients) {
+    const auto u = static_cast<size_t>(unit);
+    const int64_t first = square_sums_.first[u], count = square_sums_.first[u + 1] - first;
+    if (count > 0)
+        sum_squares(metrics_.sums().rows_at(first, count), gradients, trained().layout.units()[u].size,
+                    square_sums_.stretch, stream_);
 }
 
 // The mean loss over the validation data's first sequences, as many as --eval-batches steps read: the same
@@ -992,8 +1024,7 @@ void Gpt::need_half(int layer, Field needed, int next) {
 
 // Those of a block that is lent were borrowed last.
 floatX* Gpt::weights_to_update(int unit) {
-    const bool is_block = unit > 0 && unit <= config_.layers;
-    if (!is_block || !lends_trained()) return unit_of(trained_, StatePart::Weights, unit).data();
+    if (!is_block(unit) || !lends_trained()) return unit_of(trained_, StatePart::Weights, unit).data();
     return reinterpret_cast<floatX*>(aligned_room(loans_.change()));
 }
 
@@ -1426,12 +1457,21 @@ void Gpt::for_each_chunk(int64_t rows, int64_t at_a_time, Chunk&& chunk) {
 
 // ---- backward
 
-// Where a unit's gradients are consumed as soon as they are complete, they lie in the arena until then.
+TensorX Gpt::gradients_of(int unit, int next) {
+    TensorX gradients = unit_of(trained_, StatePart::Gradients, unit);
+    if (!is_block(unit) || !lends_gradients()) return gradients;
+    char* const room = gradient_loans_.borrow(unit - 1, next);
+    return TensorX(reinterpret_cast<floatX*>(aligned_room(room)), gradients.shape());
+}
+
+// Where a unit's gradients are consumed as soon as they are complete, they lie in the arena until then. Those
+// of blocks that live elsewhere are stored when their room is used again.
 Gpt::UnitGradients Gpt::take_unit_gradients(int unit, const MicroBatchOptions& options,
                                             const Consume& consume) {
-    UnitGradients g{{}, unit_of(trained_, StatePart::Gradients, unit)};
+    UnitGradients g{{}, gradients_of(unit, unit - 2)};
     if (g.all.size() == 0) return g;
-    if (consume) {
+    if (is_block(unit) && lends_gradients()) gradient_loans_.change();
+    if (consume && !trained_.options.gradients) {
         g.room = arena_.take<floatX>("unit_gradients", g.all.shape(), "parameter_gradient");
         g.all = g.room.view();
     }
@@ -1458,7 +1498,7 @@ void Gpt::zero_added(int unit, const TensorX& gradients) {
 }
 
 void Gpt::complete(int unit, UnitGradients& gradients, const Consume& consume) {
-    if (consume && gradients.room) consume(unit, gradients.room.data());
+    if (consume && gradients.all.size() > 0) consume(unit, gradients.all.data());
     gradients.room.drop();
 }
 
@@ -1788,6 +1828,8 @@ void Gpt::expect_last_block(const std::vector<Pass>& passes) {
 
 void Gpt::backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& options,
                           const Consume& consume) {
+    if (lends_gradients()) gradient_loans_.take_rooms();
+    gradient_loans_.come_with_contents(options.adds);
     for (int l = config_.layers - 1; l >= 0; l--) {
         Range range("block", l);
         UnitGradients gradients = take_unit_gradients(l + 1, options, consume);
@@ -1802,7 +1844,8 @@ void Gpt::backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& op
         }
         complete(l + 1, gradients, consume);
     }
-    loans_.give_back();
+    give_back();
+    gradient_loans_.come_with_contents(true);
     parked_.give_back();
 }
 
@@ -1998,18 +2041,31 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
            o_.attention == "hopper"),
       ring_(arena_, stream_),
       norm_of_each_unit_(o_.clip_per_block || o_.update_in_backward),
-      metrics_(static_cast<int64_t>(model_.layout.units().size()), norm_of_each_unit_),
+      square_sums_(make_square_sums()),
+      metrics_(static_cast<int64_t>(model_.layout.units().size()), norm_of_each_unit_,
+               o_.steps == 0 || norm_of_each_unit_ ? 0 : square_sums_.first.back()),
       choices_(std::move(choices)),
       rates_(rates_of<floatX>(o_.rates)),
       replays_(o_.graph == "on" && !lends() && !embeddings_ && !lends_trained() && o_.state == "device" &&
-               o_.park == 0) {
+               o_.gradients == "device" && o_.park == 0) {
     check_attention<floatX>(o_, config_);
     if (o_.update_in_backward)
         consume_ = [this](int unit, const floatX* gradients) { update_unit(unit, gradients); };
+    else if (gpt_.lends_gradients() && !norm_of_each_unit_)
+        consume_ = [this](int unit, const floatX* gradients) {
+            const bool complete = micro_.adds == (o_.grad_accum > passes());
+            if (complete) sum_squares_of(unit, gradients);
+        };
     MemorySetting given = setting_of(o_);
     given.mlp_rows = std::max<int64_t>(0, given.mlp_rows);  // what is automatic is chosen with this trainer
     given.levels = parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
     use(given);
+}
+
+SquareSums Trainer::make_square_sums() const {
+    std::vector<int64_t> sizes;
+    for (const Unit& u : trained().layout.units()) sizes.push_back(u.size);
+    return square_sums<floatX>(sizes);
 }
 
 // What is kept of the model: of a frozen one its weights alone.
@@ -2038,6 +2094,7 @@ void Trainer::use(const MemorySetting& s) {
     micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
     gpt_.park_in(parking_.get(), parked_layers(), passes());
     gpt_.borrow_from(residence_.get(), loan_way(), loan_bytes());
+    gpt_.borrow_gradients_from(gradients_residence_.get(), way_of(o_.gradients), trained_loan_bytes());
     gpt_.borrow_embeddings();
     for (int level : s.levels) micro_.keep.push_back(kRecomputeLevels[level].keep);
 }
@@ -2058,7 +2115,7 @@ const MemoryReport& Trainer::rehearse(bool placed) {
         // The same takes, other products.
         plans_.add = o_.grad_accum > passes() ? rehearse_training(true, placed) : Plan();
         plans_.train.workspace = std::max(plans_.train.workspace, plans_.add.workspace);
-        if (!consume_) plans_.update = arena_.rehearse([&] { update(); });
+        if (!o_.update_in_backward) plans_.update = arena_.rehearse([&] { update(); });
     }
     if (in_.val_data || o_.bench == "forward") plans_.evaluate = rehearse_validation(true);
     if (in_.samples() && plans_.sample.takes.empty()) {  // once: no setting changes these
@@ -2105,7 +2162,8 @@ void Trainer::report_elsewhere() {
     report_.pinned = report_.on_disk = report_.parked = 0;
     (kHostIsDevice ? report_.parked : report_.pinned) = parked_bytes();
     report_.working = 0;
-    (kHostIsDevice ? report_.working : report_.pinned) += trained_blocks_bytes() + updated_state_bytes();
+    (kHostIsDevice ? report_.working : report_.pinned) +=
+        trained_blocks_bytes() + block_gradients_bytes() + updated_state_bytes();
     if (embeddings_) {
         if (embeddings_->home() == Home::Disk) report_.on_disk += embeddings_->bytes();
         report_.pinned += embeddings_->pinned_bytes();
@@ -2211,6 +2269,7 @@ void Trainer::take_memory() {
     metrics_.count_waiting({residence_ ? &residence_->seconds_waited : nullptr,
                             embeddings_ ? &embeddings_->residence()->seconds_waited : nullptr,
                             parking_ ? &parking_->seconds_waited : nullptr,
+                            block_gradients_ ? &block_gradients_->seconds_waited : nullptr,
                             updated_state_ ? &updated_state_->seconds_waited : nullptr});
     if (adapter_) adapter_->allocate();
     const int length = in_.feeds() ? o_.seq_len + in_.adapter.prompt_tokens : 0;
@@ -2245,21 +2304,31 @@ void Trainer::make_places() {
 #endif
     };
     trained_blocks_ = make(trained_blocks_bytes(), "--weights disk");
+    block_gradients_ = make(block_gradients_bytes(), "--gradients disk");
     updated_state_ = make(updated_state_bytes(), "--state disk");
     parking_ = make(parked_bytes(), "--park");
     gpt_.park_in(parking_.get(), parked_layers(), passes());
-    trained().lie_in(trained_blocks_.get(), updated_state_.get());
+    trained().lie_in(trained_blocks_.get(), block_gradients_.get(), updated_state_.get());
     ring_.use(updated_state_.get());
-    if (!trained_blocks_) return;
-    residence_ = std::make_unique<TrainedResidence>(*trained_blocks_, model_.block_bytes());
-    gpt_.borrow_from(residence_.get(), loan_way(), loan_bytes());
+    if (trained_blocks_) {
+        residence_ = std::make_unique<TrainedResidence>(*trained_blocks_, model_.block_bytes());
+        gpt_.borrow_from(residence_.get(), loan_way(), loan_bytes());
+    }
+    if (block_gradients_) {
+        gradients_residence_ = std::make_unique<TrainedResidence>(*block_gradients_, model_.block_bytes());
+        gpt_.borrow_gradients_from(gradients_residence_.get(), way_of(o_.gradients), trained_loan_bytes());
+    }
+}
+
+// Of each loan of blocks that are trained, or of their gradients.
+std::vector<size_t> Trainer::trained_loan_bytes() const {
+    return std::vector<size_t>(static_cast<size_t>(config_.layers),
+                               TrainedResidence::room_bytes(model_.block_bytes()));
 }
 
 // Of each loan.
 std::vector<size_t> Trainer::loan_bytes() const {
-    if (lends_trained())
-        return std::vector<size_t>(static_cast<size_t>(config_.layers),
-                                   TrainedResidence::room_bytes(model_.block_bytes()));
+    if (lends_trained()) return trained_loan_bytes();
     return lends() ? quantized_->loan_bytes() : std::vector<size_t>();
 }
 
@@ -2495,6 +2564,7 @@ Movable movable(const Options& o, const RunInputs& inputs) {
     if (!o.has("--embeddings") && inputs.may_move_embeddings()) m.embeddings = {offered ? home : "disk"};
     m.halves = !o.has("--lend") && frozen;
     const bool has_state = o.optimizer == "adamw" || (std::is_same_v<floatX, bf16> && o.master != "none");
+    if (!o.has("--gradients") && !frozen && !o.update_in_backward && moves) m.gradients = {home};
     if (!o.has("--state") && !frozen && has_state && moves) m.state = {home};
     m.rooms = !o.has("--state-rooms");
     m.inputs = !o.has("--park") && moves;

@@ -25,6 +25,7 @@ StateOptions state_options(const Options& o) {
             .m = named<Moment>(kMomentNames, o.adam_m),
             .v = named<Moment>(kMomentNames, o.adam_v),
             .blocks = Home::Device,
+            .block_gradients = o.steps > 0 ? named<Home>(kHomeNames, o.gradients) : Home::Device,
             .updated = o.steps > 0 ? named<Home>(kHomeNames, o.state) : Home::Device};
 }
 
@@ -97,6 +98,7 @@ inline void remember_choice(const Options& given, Options& o) {
     if (o.weights != given.weights) remember("--weights", o.weights);
     if (o.lend != given.lend) remember("--lend", o.lend);
     if (o.embeddings != given.embeddings) remember("--embeddings", o.embeddings);
+    if (o.gradients != given.gradients) remember("--gradients", o.gradients);
     if (o.state != given.state) remember("--state", o.state);
     if (o.state_rooms != given.state_rooms) remember("--state-rooms", "block");
     if (o.park != given.park) remember("--park", "all");

@@ -1,6 +1,9 @@
 // global_norm.cuh - the norm of a gradient over all parameters.
 #pragma once
 
+#include <cstdint>
+#include <vector>
+
 #include "llmc/packed.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
@@ -33,12 +36,47 @@ __global__ void __launch_bounds__(kBlockThreads) norm_kernel(float* norm, const 
     if (threadIdx.x == 0) *norm = sqrtf(sum);
 }
 
+// The elements of each of kNormBlocks stretches, or fewer, that n elements are cut into.
+template <class T>
+int64_t norm_stretch(int64_t n) {
+    return ceil_div(ceil_div(n, kVectorSize<T>), kNormBlocks) * kVectorSize<T>;
+}
+
+// Where the sums of squares of units lie that are measured one by one, of one whole: in stretches of the same
+// length, those of unit u from number first[u] on, up to first[u + 1].
+struct SquareSums {
+    int64_t stretch;
+    std::vector<int64_t> first = {0};
+};
+template <class T>
+SquareSums square_sums(const std::vector<int64_t>& sizes) {
+    int64_t all = 0;
+    for (const int64_t n : sizes) all += n;
+    SquareSums sums{norm_stretch<T>(all)};
+    for (const int64_t n : sizes) sums.first.push_back(sums.first.back() + ceil_div(n, sums.stretch));
+    return sums;
+}
+
+// sums (a number for each stretch of x) = the sums of squares of x (n, aligned to a vector).
+template <class T>
+void sum_squares(const Tensor<float>& sums, const T* x, int64_t n, int64_t stretch, Stream stream) {
+    assert(sums.size() == ceil_div(n, stretch));
+    const Operation operation("global_norm", 0, static_cast<double>(n) * sizeof(T));
+    launch<squares_kernel<T>>(static_cast<unsigned>(sums.size()), kBlockThreads, 0, stream, sums.data(), x, n,
+                              stretch);
+}
+
+// norm (1) = the square root of the sum of them all.
+inline void norm_of_sums(Tensor<float>& norm, const Tensor<float>& sums, Stream stream) {
+    launch<norm_kernel>(1, kBlockThreads, 0, stream, norm.data(), sums.data(), static_cast<int>(sums.size()));
+}
+
 // norm (1) = the square root of the sum of squares of x (n, aligned to a vector). scratch: (kNormBlocks).
 template <class T>
 void global_norm(Tensor<float>& norm, Tensor<float>& scratch, const T* x, int64_t n, Stream stream) {
     assert(scratch.size() == kNormBlocks);
-    const Operation operation("global_norm", 0, static_cast<double>(n) * sizeof(T));
-    const int64_t per_block = ceil_div(ceil_div(n, kVectorSize<T>), kNormBlocks) * kVectorSize<T>;
-    launch<squares_kernel<T>>(kNormBlocks, kBlockThreads, 0, stream, scratch.data(), x, n, per_block);
-    launch<norm_kernel>(1, kBlockThreads, 0, stream, norm.data(), scratch.data(), kNormBlocks);
+    const int64_t stretch = norm_stretch<T>(n);
+    const Tensor<float> sums(scratch.data(), {ceil_div(n, stretch)});
+    sum_squares(sums, x, n, stretch, stream);
+    norm_of_sums(norm, sums, stream);
 }

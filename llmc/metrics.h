@@ -45,19 +45,23 @@ class LogFile {
 class Metrics {
   public:
     // The norm of the whole gradient is in the first of `norms` numbers, or is that of all of them together.
-    Metrics(int64_t norms, bool norm_of_each) : norm_of_each_(norm_of_each), norms_(nullptr, {norms, 1}) {}
+    // It may be made of so many sums of squares.
+    Metrics(int64_t norms, bool norm_of_each, int64_t sums)
+        : norm_of_each_(norm_of_each), norms_(nullptr, {norms, 1}), sums_(nullptr, {sums, 1}) {}
 
     // The numbers that a step writes, and their memory.
     Tensor<float>& loss() { return loss_; }    // (1)
     Tensor<float>& norms() { return norms_; }  // (norms, 1)
-    int64_t count() const { return 1 + norms_.rows(); }
+    Tensor<float>& sums() { return sums_; }    // (sums, 1)
+    int64_t count() const { return 1 + norms_.rows() + sums_.rows(); }
     size_t bytes() const { return static_cast<size_t>(count()) * sizeof(float); }
     void allocate() {
         memory_ = DeviceBuffer(bytes(), "the metrics");
         float* at = reinterpret_cast<float*>(memory_.data());
         loss_ = Tensor<float>(at, {1});
         norms_ = Tensor<float>(at + 1, norms_.shape());
-        for (auto& copy : copies_) copy.emplace(memory_.bytes());
+        sums_ = Tensor<float>(at + 1 + norms_.rows(), sums_.shape());
+        for (auto& copy : copies_) copy.emplace(sizeof(float) * static_cast<size_t>(1 + norms_.rows()));
     }
 
     // From here on steps are printed and logged.
@@ -65,7 +69,7 @@ class Metrics {
     LogFile& log() { return log_; }
     // Where the seconds count that steps have waited for what lives elsewhere than on the device; null: of
     // that there is none.
-    void count_waiting(const std::array<const double*, 4>& waits) { waits_ = waits; }
+    void count_waiting(const std::array<const double*, 5>& waits) { waits_ = waits; }
     // The last save, for the message of a step that is not finite.
     std::string last_save = "none";
 
@@ -133,12 +137,12 @@ class Metrics {
         double rate;
     };
     bool norm_of_each_;
-    Tensor<float> loss_{nullptr, {1}}, norms_;
+    Tensor<float> loss_{nullptr, {1}}, norms_, sums_;
     DeviceBuffer memory_;
     std::optional<Readback> copies_[2];  // of even and of odd steps
     std::deque<Pending> pending_;        // steps that were enqueued and not looked at yet
     WallClock clock_;
-    std::array<const double*, 4> waits_ = {};
+    std::array<const double*, 5> waits_ = {};
     double waited_ = 0;     // seconds in all when the latest step was looked at
     double completed_ = 0;  // on it: when the latest step that was looked at was done
     std::optional<StepLines> lines_;

@@ -60,7 +60,8 @@ struct Options {
     uint64_t seed = 1337;
     bool clip_per_block = false;
     std::string optimizer = "adamw", master = "fp32", adam_m = "fp32", adam_v = "fp32";
-    std::string weights = "device", lend = "block", embeddings = "device", state = "device";
+    std::string weights = "device", lend = "block", embeddings = "device", gradients = "device",
+                state = "device";
     int state_rooms = 32;  // chunks; -1: a block's
     int park = 0;          // layers; -1: all
     std::string recompute = "gelu";
@@ -340,14 +341,18 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
            "device, the other in slices")
         ->check(one_of(kHomeNames))
         ->group(group);
+    app.add_option("--gradients", o.gradients,
+                   "where the blocks' gradients live: they come to the device to be added to, and to update")
+        ->check(one_of(kHomeNames))
+        ->group(group);
     app.add_option("--state", o.state,
                    "where the optimizer's moments and the master live: they come to the device to be updated")
         ->check(one_of(kHomeNames))
         ->group(group);
     app.add_option(
            "--state-rooms", o.state_rooms,
-           "chunks of it that are on the device at a time, some 3 MB each; block: as many as the largest "
-           "unit has, which come while that is computed")
+           "chunks of it that are on the device at a time, some 3 MB each; block: as many as a block has, "
+           "which come while that is computed")
         ->transform(whole_or("block", "-1", 1, kMostCount))
         ->default_str("32")
         ->group(group);
@@ -615,8 +620,8 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     if (among({"--rates"})) return false;                                // of the machine where the run began
     if (among({"--matmul-algorithms"})) return kSearchesAlgorithms;
     if (among({"--tf32"})) return kHasTf32;
-    if (among({"--recompute", "--head-rows", "--mlp-rows", "--weights", "--lend", "--embeddings", "--state",
-               "--state-rooms", "--park"}) &&
+    if (among({"--recompute", "--head-rows", "--mlp-rows", "--weights", "--lend", "--embeddings",
+               "--gradients", "--state", "--state-rooms", "--park"}) &&
         o.has("--memory") && o.batch != 0)
         return false;  // chosen anew
     if (among({"--weights", "--lend", "--embeddings"}) && o.steps == 0)
@@ -656,6 +661,8 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
         for (const CLI::Option* option : app.get_options())
             if (option->count() > 0 && option->get_name() != "--help")
                 o.given[option->get_name()] = option->results();
+        for (const auto& [option, word] : {std::pair{"--park", "all"}, {"--state-rooms", "block"}})
+            if (o.has(option) && o.given[option][0] == "-1") o.given[option] = {word};
     };
     try {
         app.parse(argc, argv);

@@ -7,7 +7,7 @@
 // what is fetched when. A copy under way owns its room until it is joined in the order of the program.
 //
 // A loan is a block, or one of a frozen block's halves: its attention or its MLP; or a slice of the head
-// (embeddings_elsewhere.h). Loans have numbers, in the order of the model.
+// (embeddings_elsewhere.h); or a block's gradients. Loans have numbers, in the order of the model.
 #pragma once
 
 #include <algorithm>
@@ -46,6 +46,8 @@ class Loans {
         bytes_ = std::move(bytes);
         residence_ = residence;
     }
+    // Whether loans come with what they have, as they do unless this says otherwise, or are to be written.
+    void come_with_contents(bool contents) { contents_ = contents; }
     // A loan's bytes, there for what the stream is given until a third is borrowed, or another fetched with
     // it, or all are given back. Loan `next` is on its way then; negative: none. Null in a rehearsal.
     char* borrow(int loan, int next) {
@@ -58,6 +60,15 @@ class Loans {
         if (next >= 0 && next != loan && next != other().loan) fetch(next);
         if (next < 0 && other().changed) fetch(kNoLoan);
         return reinterpret_cast<char*>(rooms_[held_].bytes.data());
+    }
+    // Takes the rooms, before anything is borrowed.
+    void take_rooms() {
+        const char* const name = of_ == Transfer::Loan        ? "lent_block"
+                                 : of_ == Transfer::Gradients ? "lent_gradients"
+                                                              : "lent_vocabulary";
+        const char* const kind = of_ == Transfer::Gradients ? "parameter_gradient" : "weights";
+        for (Room& room : rooms_)
+            if (!room.bytes) room = {kNoLoan, false, arena_.take<uint8_t>(name, {room_bytes()}, kind)};
     }
     // Has a loan on its way that is borrowed next.
     void expect(int loan) {
@@ -88,22 +99,19 @@ class Loans {
         return static_cast<int64_t>(*std::max_element(bytes_.begin(), bytes_.end()));
     }
     double bytes_of(int loan) const { return static_cast<double>(bytes_[static_cast<size_t>(loan)]); }
-    void take_rooms() {
-        const char* const name = of_ == Transfer::Loan ? "lent_block" : "lent_vocabulary";
-        for (Room& room : rooms_)
-            if (!room.bytes) room = {kNoLoan, false, arena_.take<uint8_t>(name, {room_bytes()}, "weights")};
-    }
     // The room that is not held: its loan is on its way, or was held before.
     Room& other() { return rooms_[1 - held_]; }
     void fetch(int loan) {
         join();
         const int changed = std::exchange(other().changed, false) ? other().loan : kNoLoan;
         other().loan = loan;
+        const int comes = contents_ ? loan : kNoLoan;
+        if (changed == kNoLoan && comes == kNoLoan) return;
         under_way_ = true;
         if (!arena_.rehearsing())
-            return residence_->start(loan, reinterpret_cast<char*>(other().bytes.data()), stream_, changed);
+            return residence_->start(comes, reinterpret_cast<char*>(other().bytes.data()), stream_, changed);
         if (changed != kNoLoan) note_transfer({of_, false, way_back(way_), bytes_of(changed)});
-        if (loan != kNoLoan) note_transfer({of_, false, way_, bytes_of(loan)});
+        if (comes != kNoLoan) note_transfer({of_, false, way_, bytes_of(comes)});
     }
     void join() {
         if (!std::exchange(under_way_, false)) return;
@@ -120,5 +128,5 @@ class Loans {
     std::vector<size_t> bytes_;
     Room rooms_[2];
     int held_ = 0;
-    bool under_way_ = false;
+    bool under_way_ = false, contents_ = true;
 };

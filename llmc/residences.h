@@ -19,7 +19,8 @@ struct Movable {
     std::vector<std::string> weights;          // where else blocks' weights may live: names of kHomeNames
     bool halves = false;                       // of those: --lend half
     std::vector<std::string> embeddings = {};  // where else a frozen model's embeddings may live
-    std::vector<std::string> state;            // the same of what only updates need
+    std::vector<std::string> gradients = {};   // the same of blocks' gradients,
+    std::vector<std::string> state;            // and of what only updates need
     bool rooms = false;                        // and its rooms on the device: --state-rooms block
     bool inputs = false;                       // of blocks: --park all
 };
@@ -54,11 +55,15 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
     vary([&](Options& o) { return o.lend = "half", moves(o) && movable.halves; });
     for (const std::string& home : movable.embeddings)
         vary([&](Options& o) { return o.embeddings = home, true; });
+    for (const std::string& home : movable.gradients)
+        vary([&](Options& o) { return o.gradients = home, true; });
     for (const std::string& home : movable.state) vary([&](Options& o) { return o.state = home, true; });
     vary([&](Options& o) { return o.state_rooms = -1, comes_in_backward(o) && movable.rooms; });
     vary([&](Options& o) { return o.park = -1, movable.inputs; });
-    vary(
-        [&](Options& o) { return o.by_block = true, may_go_together && (moves(o) || comes_in_backward(o)); });
+    vary([&](Options& o) {
+        const bool moves_less = moves(o) || comes_in_backward(o) || o.gradients != "device";
+        return o.by_block = true, may_go_together && moves_less;
+    });
     return all;
 }
 
@@ -68,6 +73,7 @@ inline std::string residences_text(const Options& chosen, const Options& given) 
     if (chosen.weights != given.weights) text += " --weights " + chosen.weights;
     if (chosen.lend != given.lend) text += " --lend " + chosen.lend;
     if (chosen.embeddings != given.embeddings) text += " --embeddings " + chosen.embeddings;
+    if (chosen.gradients != given.gradients) text += " --gradients " + chosen.gradients;
     if (chosen.state != given.state) text += " --state " + chosen.state;
     if (chosen.state_rooms != given.state_rooms) text += " --state-rooms block";
     if (chosen.park != given.park) text += " --park all";

@@ -314,7 +314,15 @@ inline void RunInputs::check_frozen_home(const char* option, const std::string& 
 inline void RunInputs::check_homes() const {
     const bool trains_model = o_.steps > 0 && !adapter;
     if (o_.steps > 0) check_home("--state", o_.state);
-    if (o_.has("--state-rooms") && o_.state == "device" && !o_.has("--memory"))
+    if (o_.gradients != "device" && o_.steps > 0) {
+        const char* const gradients = o_.gradients.c_str();
+        if (adapter) fail("--gradients %s: is of a model that is trained whole", gradients);
+        if (o_.update_in_backward)
+            fail("--gradients %s: with --update-in-backward only one unit's are there at a time", gradients);
+        check_home("--gradients", o_.gradients);
+    }
+    if (o_.has("--state-rooms") && !o_.saved.count("--state-rooms") && o_.state == "device" &&
+        !o_.has("--memory"))
         fail("--state-rooms: is of a state that lives elsewhere, as --state %s has it",
              kHostIsDevice ? "disk" : "host");
     if (o_.lend == "half" && trains_model)

@@ -3,8 +3,8 @@
 //
 // A buffer holds the elements of the Layout (model.h) in its order, or one element for each stretch of
 // them: the scales of 8-bit codes. Some may lie elsewhere than on the device (elsewhere.h): the weights of
-// blocks, each by itself; and all that only updates need, in chunks, each with its part of every buffer, so
-// that it comes and goes as one.
+// blocks and their gradients, each by itself; and all that only updates need, in chunks, each with its part
+// of every buffer, so that it comes and goes as one.
 #pragma once
 
 #include <algorithm>
@@ -49,8 +49,9 @@ struct StateOptions {
     Optimizer optimizer = Optimizer::AdamW;
     Master master = Master::Fp32;
     Moment m = Moment::Fp32, v = Moment::Fp32;
-    Home blocks = Home::Device;   // of the blocks' weights,
-    Home updated = Home::Device;  // and of what only updates need: moments, master
+    Home blocks = Home::Device;           // of the blocks' weights,
+    Home block_gradients = Home::Device;  // of their gradients,
+    Home updated = Home::Device;          // and of what only updates need: moments, master
 
     // As the options that ask for it, for messages and saves.
     std::string text() const {
@@ -174,14 +175,19 @@ class State {
             if (options.master == Master::Split)
                 add<int16_t>(StatePart::Master, "master_low", "master", "master_low.");
         }
-        place_blocks();
+        place_blocks(StatePart::Weights, options.blocks);
+        place_blocks(StatePart::Gradients, options.block_gradients);
         place_chunks();
     }
     // Where what is not on the device is to lie, each in a place of at least so many bytes: the blocks'
-    // weights, one block_bytes() after another, and the chunks, one chunk_bytes() after another.
-    void lie_in(Elsewhere* blocks, Elsewhere* chunks) {
+    // weights and their gradients, one block_bytes() after another, and the chunks, one chunk_bytes() after
+    // another.
+    void lie_in(Elsewhere* blocks, Elsewhere* block_gradients, Elsewhere* chunks) {
         for (StateBuffer& b : buffers_)
-            if (!b.pieces.empty()) b.place = b.part == StatePart::Weights ? blocks : chunks;
+            if (!b.pieces.empty())
+                b.place = b.part == StatePart::Weights     ? blocks
+                          : b.part == StatePart::Gradients ? block_gradients
+                                                           : chunks;
     }
     size_t block_bytes() const {
         return whole_sectors(static_cast<size_t>(layout.units()[1].size) * sizeof(T));
@@ -215,7 +221,6 @@ class State {
         return b ? reinterpret_cast<E*>(b->at(at)) : nullptr;
     }
     T* weights() const { return data<T>(StatePart::Weights); }
-    T* gradients() const { return data<T>(StatePart::Gradients); }
 
     const Layout layout;
     StateOptions options;  // as choose() was told
@@ -236,14 +241,16 @@ class State {
                        scale_prefix, kQuantizedBlock);
         }
     }
-    // Has the weights of blocks lie elsewhere, where that is asked for.
-    void place_blocks() {
-        if (options.blocks == Home::Device) return;
-        StateBuffer& weights = buffers_.front();
-        for (int l = 0; l < layout.config().layers; l++) {
-            const Unit& u = layout.units()[static_cast<size_t>(l) + 1];
-            weights.pieces.push_back({u.offset, u.size, static_cast<uint64_t>(l) * block_bytes()});
-            weights.elements -= u.size;
+    // Has what blocks have of a part lie elsewhere, where that is asked for.
+    void place_blocks(StatePart part, Home home) {
+        if (home == Home::Device) return;
+        for (StateBuffer& b : buffers_) {
+            if (b.part != part) continue;
+            for (int l = 0; l < layout.config().layers; l++) {
+                const Unit& u = layout.units()[static_cast<size_t>(l) + 1];
+                b.pieces.push_back({u.offset, u.size, static_cast<uint64_t>(l) * block_bytes()});
+                b.elements -= u.size;
+            }
         }
     }
     // And all that only updates need.

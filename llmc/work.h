@@ -75,9 +75,9 @@ constexpr Way way_back(Way way) {
 
 // A transfer that begins, or the wait for one, and for all of its kind before it.
 struct Transfer {
-    enum Of { Loan, Vocabulary, Parked, State } of;
-    static constexpr size_t kKinds = 4;
-    static constexpr const char* kNames[kKinds] = {"weights", "vocabulary", "inputs", "state"};
+    enum Of { Loan, Vocabulary, Parked, State, Gradients } of;
+    static constexpr size_t kKinds = 5;
+    static constexpr const char* kNames[kKinds] = {"weights", "vocabulary", "inputs", "state", "gradients"};
     bool waits;
     Way way = Way::DiskRead;
     double bytes = 0;

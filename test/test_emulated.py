@@ -236,6 +236,21 @@ def test_what_is_trained_lives_in_host_memory(tmp_path, options):
         assert logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, *more)[:2] == first, name
 
 
+def test_gradients_live_in_host_memory(tmp_path):
+    """They come to be added to, go back, and come again to update."""
+    make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
+         *MODELS["llama"])
+    write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
+    options = ("--steps", 2, "--eval-batches", 1, "--grad-accum", 2)
+    first = logged(played("bf16"), tmp_path / "device", tmp_path, *options)[:2]
+    for name, (more, environment) in {
+            "late": ((), {"GPU_ORDER": "late", "GPU_SEED": "3"}),
+            "early": (("--state", "host", "--weights", "host"), {"GPU_ORDER": "early", "GPU_SEED": "4"}),
+            "by block": (("--park", "all", "--by-block"), {"GPU_ORDER": "late", "GPU_SEED": "5"})}.items():
+        lines = logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, "--gradients", "host", *more)[:2]
+        assert name == "by block" or lines == first, name
+
+
 def test_memory_chooses_what_waits_in_host_memory():
     """Within what is offered; and, where that is faster, what would fit without."""
     train = played("bf16")

@@ -376,7 +376,7 @@ def test_too_little_memory_says_the_least(train_bf16, brute_force):
     given, every = brute_force
     least = min(size for _, size, _ in every)
     assert total(train_bf16.plan(*given, "--batch", 2, "--memory", f"{least - 1}B")) < least
-    given = (*given, "--weights", "device", "--state", "device", "--park", 0)
+    given = (*given, "--weights", "device", "--gradients", "device", "--state", "device", "--park", 0)
     error = train_bf16(*given, "--batch", 2, "--memory", f"{least - 1}B", "--plan", code=2).stderr.decode()
     assert error.count("\n") == 1 and f"{least / MIB:.1f} MiB" in error and "--memory" in error
     assert "--recompute block" in error

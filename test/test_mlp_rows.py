@@ -62,9 +62,9 @@ def test_lora_at_the_mlp(train, work, family, rows):
             train(*DATA, *step, *options, *more, "--out", name, "--log", f"{name}.log", cwd=work)
         whole, chunks = (load_file(work / name / "trainer_state.safetensors") for name in ("whole", "chunks"))
         first, wanted = (losses(read_log(work / f"{name}.log"))[0] for name in ("chunks", "whole"))
-        assert first == pytest.approx(wanted, rel=1e-6)
+        assert first == pytest.approx(wanted, rel=1e-6 if train.precision == "fp32" else 1e-4)
         for name in (name for name in whole if name.startswith("m.")):
-            bound = 1e-6 if train.precision == "fp32" else 4e-3
+            bound = 1e-6 if train.precision == "fp32" else 1e-2  # some numbers are rounded the other way: 2^-8 each
             assert (chunks[name] - whole[name]).norm() <= bound * whole[name].norm(), name
 
 
@@ -170,7 +170,7 @@ def test_memory_chooses_chunks_where_all_rows_do_not_fit(train):
     budget = ("--memory", f"{sum(whole) // 2 >> 20}MiB")
     chosen = train.plan(*options, *budget)
     assert chosen["mlp_rows"] > 0 and chosen["choice"][0]["mlp_rows"] == chosen["mlp_rows"]
-    resident = ("--weights", "device", "--state", "device", "--park", 0)
+    resident = ("--weights", "device", "--gradients", "device", "--state", "device", "--park", 0)
     error = train(*options, *budget, *resident, "--mlp-rows", 0, "--plan", code=2).stderr.decode()
     assert "the least that this takes" in error
     assert train.plan(*options, "--memory", "1000GiB")["mlp_rows"] == 0

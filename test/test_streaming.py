@@ -240,6 +240,8 @@ def test_without_io_uring_the_bits_are_the_same(train, wide, tmp_path):
 @pytest.mark.parametrize("options, named", [
     ({"--train": None, "--weights": "host"}, "--weights disk takes none"),
     ({"--train": None, "--weights": "device", "--state": "host"}, "--state disk takes none"),
+    ({"--train": None, "--weights": "device", "--gradients": "host"}, "--gradients disk takes none"),
+    ({"--gradients": "disk"}, "trained whole"),
     ({"--model": "llama:d2", "--plan": True, "--out": None, "--log": None}, "a new one"),
     ({"--base": "nf4"}, "--save-base"),
     ({"--train": None, "--steps": 0, "--data": None, "--log": None}, "--out out"),
@@ -318,10 +320,41 @@ def test_full_training_with_its_state_on_the_disk_is_the_same_to_the_bit(train, 
         assert saved_bytes(work / f"out{i}") == expected, ELSEWHERE[i - 1]
 
 
+GRADIENTS = ("--gradients", "disk")
+ALL = (*GRADIENTS, *ELSEWHERE[2], "--park", "all")
+
+
+@pytest.mark.parametrize("options", [(), ("--grad-accum", 3), ("--grad-accum", 3, "--by-block", "--recompute", "block"),
+                                     ("--grad-accum", 2, "--clip-per-block"), ("--optimizer", "sgd", "--clip", 0)], ids=str)
+def test_gradients_on_the_disk_are_the_same_to_the_bit(train, wide4, tmp_path, options):
+    """And so are their norm and the loss."""
+    work = linked(tmp_path, wide4)
+    steps = []
+    for i, where in enumerate(((), GRADIENTS, ALL)):
+        train(*DATA, "--steps", 3, "--sample-tokens", 0, "--out", f"out{i}", "--log", f"log{i}", *options, *where, cwd=work)
+        steps.append([(line["loss"], line["grad_norm"]) for line in map(json.loads, (work / f"log{i}").read_text().splitlines())
+                      if "grad_norm" in line])
+    assert saved_bytes(work / "out0") == saved_bytes(work / "out1") == saved_bytes(work / "out2")
+    assert len(steps[0]) == 3 and steps[0] == steps[1] == steps[2]
+
+
+def test_two_blocks_have_gradients_in_memory(train, wide, tmp_path):
+    work = linked(tmp_path, wide)
+    device, disk = (full_plan(train, work, *where) for where in ((), GRADIENTS))
+    block = ((4 + 3 * 3) * 512 * 512 + 2 * 512) * (4 if train.precision == "fp32" else 2)
+    sectors = (block + 4095) // 4096 * 4096
+    assert [b["bytes"] for b in disk["buffers"] if b["name"] == "lent_gradients"] == 2 * [sectors + 4096]
+    assert device["totals"]["gradients"] - disk["totals"]["gradients"] == 12 * block
+    assert disk["elsewhere"]["working_file"] == 12 * sectors
+    for options, named in ((("--update-in-backward", "--clip", 0), "--update-in-backward"), (("--train", "lora"), "trained whole")):
+        error = train(*DATA, "--steps", 1, *GRADIENTS, *options, "--plan", cwd=work, code=2).stderr.decode()
+        assert error.startswith("train: --gradients disk: ") and named in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_trains_from_the_disk(train, tmp_path, family):
     work = prepare(tmp_path, family, OPTIONS)
-    for i, where in enumerate(((), ELSEWHERE[2])):
+    for i, where in enumerate(((), ALL)):
         train(*DATA, "--steps", 3, "--sample-tokens", 0, "--log", f"log{i}", "--out", f"out{i}", *where, cwd=work)
     assert saved_bytes(work / "out0") == saved_bytes(work / "out1")
 
@@ -337,7 +370,8 @@ def test_a_new_model_and_an_adapter_with_its_state_on_the_disk(train, work):
 def test_resume_wherever_the_state_lives(train, wide4, tmp_path):
     work = linked(tmp_path, wide4)
     train(*DATA, "--steps", 4, "--sample-tokens", 0, "--out", "whole", cwd=work)
-    train(*DATA, "--steps", 2, "--warmup", 30, "--sample-tokens", 0, "--out", "half", *ELSEWHERE[2], cwd=work)
+    rooms = ("--park", "all", "--state-rooms", "block")
+    train(*DATA, "--steps", 2, "--warmup", 30, "--sample-tokens", 0, "--out", "half", *ELSEWHERE[2], *rooms, cwd=work)
     shutil.copytree(work / "half", work / "other", symlinks=True)
     train("--resume", "half", "--steps", 4, cwd=work)
     train("--resume", "other", "--steps", 4, "--weights", "device", "--state", "device", cwd=work)
@@ -368,7 +402,7 @@ def full_plan(train, work, *options):
     return json.loads(train(*DATA, "--steps", 1, *options, "--plan", "--json", cwd=work).stdout)
 
 
-@pytest.mark.parametrize("where", ELSEWHERE[:2])
+@pytest.mark.parametrize("where", (*ELSEWHERE[:2], GRADIENTS))
 def test_a_working_file_needs_room(train, wide, tmp_path, where):
     work = linked(tmp_path, wide)
     with small_disk(tmp_path / "small", "4m") as folder:
@@ -381,7 +415,7 @@ def test_a_working_file_needs_room(train, wide, tmp_path, where):
 def test_kill_leaves_the_last_save_and_the_checkpoint(train, wide4, tmp_path):
     work = linked(tmp_path, wide4)
     before = {f: f.read_bytes() for f in (work / "model").iterdir()}
-    with running(train, *DATA, "--steps", 10**6, *ELSEWHERE[2], "--out", "out", "--save-every", 2, "--sample-tokens", 0,
+    with running(train, *DATA, "--steps", 10**6, *ALL, "--out", "out", "--save-every", 2, "--sample-tokens", 0,
                  "--print-every", 1, cwd=work, text=True) as process:
         wait_for_line(process, r"^step +5/")
         process.kill()
@@ -442,7 +476,7 @@ def test_a_block_is_read_once_a_step_by_block(train, wide, tmp_path):
 
 # ---- --memory chooses where things live
 
-RESIDENT = ("--weights", "device", "--state", "device", "--park", 0)
+RESIDENT = ("--weights", "device", "--gradients", "device", "--state", "device", "--park", 0)
 ONE = ("--data", "data.bin", "--model", "model", "--batch", 1, "--seq-len", 37, "--sample-tokens", 0)  # no other micro-batch
 KINDS = {"full": (), "adapter": ("--train", "lora", "--lora-rank", 2), "consumed": ("--update-in-backward", "--clip", 0)}
 
@@ -508,10 +542,11 @@ def test_the_fastest_mix_that_fits_is_chosen(train, wide4, tmp_path, kind):
         budget = ("--memory", f"{few + share * (resident - few):.1f}MiB")
         chosen = json.loads(train(*options, *budget, "--plan", "--json", cwd=work).stdout)
         by_hand = []
-        for weights, state, park, order in itertools.product(MIXES, ("device", "disk"),
-                                                             (0, "all"), ((), ("--by-block",))):
-            where = ("--weights", *weights, "--state", state, "--park", park, *order)
-            if kind == "adapter" and state == "disk" or order and weights[0] == "device" or kind == "full" and len(weights) > 1:
+        for weights, gradients, state, park, order in itertools.product(MIXES, ("device", "disk"), ("device", "disk"), (0, "all"),
+                                                                        ((), ("--by-block",))):
+            where = ("--weights", *weights, "--gradients", gradients, "--state", state, "--park", park, *order)
+            stay = weights[0] == gradients == "device"
+            if kind == "adapter" and "disk" in (gradients, state) or order and stay or kind == "full" and len(weights) > 1:
                 continue
             command = train.command(*options, *budget, *where, "--plan", "--json")
             planned = subprocess.run(command, cwd=work, env=train.environment, capture_output=True)

@@ -255,11 +255,12 @@ def test_memory_chooses_what_waits_in_host_memory():
     """Within what is offered; and, where that is faster, what would fit without."""
     train = played("bf16")
     options = ("--model", "d12", "--batch", 8, "--seq-len", 1024, "--memory")
-    for memory, host, moved in ((1500, 4096, " --state host"), (900, 4096, "--weights host --state host --park all"),
-                                (2400, 100, " --park all")):
+    for memory, host, moved in ((1500, 4096, " --state host"), (900, 4096, " --gradients host --state host --park all"),
+                                (700, 4096, " --weights host --gradients host --state host --park all"), (2400, 100, " --park all")):
         plan = train.plan(*options, f"{memory}MiB", "--host-memory", f"{host}MiB")
         assert moved in plan["choice"][0]["residences"]
         assert plan["totals"]["total"] <= memory << 20 and 0 < plan["elsewhere"]["pinned_host"] <= host << 20
+        assert plan["gpu"] == "A100" and plan["rates"] == "nominal"
     resident = train.plan(*options, "2400MiB")
     assert not any(resident["elsewhere"].values()) and resident["estimated_seconds"] > plan["estimated_seconds"]
     for more, named in (((), "less with --host-memory SIZE"), (("--host-memory", "100MiB"), "a larger --host-memory"),

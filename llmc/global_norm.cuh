@@ -1,6 +1,7 @@
 // global_norm.cuh - the norm of a gradient over all parameters.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -39,7 +40,7 @@ __global__ void __launch_bounds__(kBlockThreads) norm_kernel(float* norm, const 
 // The elements of each of kNormBlocks stretches, or fewer, that n elements are cut into.
 template <class T>
 int64_t norm_stretch(int64_t n) {
-    return ceil_div(ceil_div(n, kVectorSize<T>), kNormBlocks) * kVectorSize<T>;
+    return ceil_div(std::max<int64_t>(n, 1), kVectorSize<T> * int64_t{kNormBlocks}) * kVectorSize<T>;
 }
 
 // Where the sums of squares of units lie that are measured one by one, of one whole: in stretches of the same
@@ -57,10 +58,11 @@ SquareSums square_sums(const std::vector<int64_t>& sizes) {
     return sums;
 }
 
-// sums (a number for each stretch of x) = the sums of squares of x (n, aligned to a vector).
+// sums (a number for each stretch of x, and zeros behind them) = the sums of squares of x (n, aligned to a
+// vector).
 template <class T>
 void sum_squares(const Tensor<float>& sums, const T* x, int64_t n, int64_t stretch, Stream stream) {
-    assert(sums.size() == ceil_div(n, stretch));
+    assert(sums.size() * stretch >= n);
     const Operation operation("global_norm", 0, static_cast<double>(n) * sizeof(T));
     launch<squares_kernel<T>>(static_cast<unsigned>(sums.size()), kBlockThreads, 0, stream, sums.data(), x, n,
                               stretch);
@@ -76,7 +78,7 @@ template <class T>
 void global_norm(Tensor<float>& norm, Tensor<float>& scratch, const T* x, int64_t n, Stream stream) {
     assert(scratch.size() == kNormBlocks);
     const int64_t stretch = norm_stretch<T>(n);
-    const Tensor<float> sums(scratch.data(), {ceil_div(n, stretch)});
+    const Tensor<float> sums(scratch.data(), {std::max<int64_t>(ceil_div(n, stretch), 1)});
     sum_squares(sums, x, n, stretch, stream);
     norm_of_sums(norm, sums, stream);
 }

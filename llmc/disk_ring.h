@@ -2,11 +2,8 @@
 // them back and asks for the next.
 #pragma once
 
-#include <algorithm>
 #include <cerrno>
 #include <csignal>
-#include <condition_variable>
-#include <deque>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -16,6 +13,7 @@
 #include <liburing.h>
 
 #include "llmc/device.h"
+#include "llmc/disk_batches.h"
 #include "llmc/disk_request.h"
 #include "llmc/error.h"
 
@@ -50,31 +48,21 @@ class DiskRing {
     // As those of DiskThreads.
     size_t start(size_t requests, std::shared_ptr<const DiskWork> work) {
         std::lock_guard lock(mutex_);
-        batches_.push_back({std::move(work), requests});
+        const size_t number = batches_.add(std::move(work), requests);
         begin();
-        return first_ + batches_.size() - 1;
+        return number;
     }
     void wait(size_t number) {
         std::unique_lock lock(mutex_);
-        while (first_ <= number && !batches_.empty()) {
-            batch_done_.wait(lock, [&] { return batches_.front().done == batches_.front().count; });
-            const std::exception_ptr error = batches_.front().error;
-            batches_.pop_front();
-            first_++;
-            if (error) std::rethrow_exception(error);
-        }
+        batches_.wait(lock, number);
     }
 
   private:
-    struct Batch {
-        std::shared_ptr<const DiskWork> work;
-        size_t count, next = 0, done = 0;  // requests: all, begun, done
-        std::exception_ptr error = nullptr;
-    };
+    using Batches = DiskBatches<std::shared_ptr<const DiskWork>>;
     struct Slot {
         char* staging;
-        Batch* batch = nullptr;  // stays where it is: others come and go at the ends. Null: free
-        size_t number = 0;       // of the request in it
+        Batches::Batch* batch = nullptr;  // null: free
+        size_t number = 0;                // of the request in it
         DiskRequest request = {};
         size_t done = 0;  // bytes of what is moved now
         uint64_t span = 0;
@@ -96,10 +84,9 @@ class DiskRing {
     void begin() {
         for (Slot& slot : slots_) {
             if (slot.batch || ends_) continue;
-            const auto batch = std::find_if(batches_.begin(), batches_.end(),
-                                            [](const Batch& b) { return b.next < b.count; });
-            if (batch == batches_.end()) return;
-            slot.batch = &*batch;
+            Batches::Batch* const batch = batches_.to_begin();
+            if (!batch) return;
+            slot.batch = batch;
             slot.number = batch->next++;
             slot.request = batch->work->request(slot.number);
             slot.done = 0;
@@ -185,21 +172,17 @@ class DiskRing {
         return false;
     }
     void finish(Slot& slot, const std::exception_ptr& error) {
-        Batch& batch = *std::exchange(slot.batch, nullptr);
         end_span(slot.span);
         under_way_--;
-        if (error && !batch.error) batch.error = error;
-        if (++batch.done == batch.count) batch_done_.notify_all();
+        batches_.finish(*std::exchange(slot.batch, nullptr), error);
     }
 
     io_uring ring_ = {};
     const bool works_;
     Slot slots_[kDiskRequests] = {};
     std::mutex mutex_;
-    std::condition_variable batch_done_;
-    std::deque<Batch> batches_;  // that were not waited for
-    size_t first_ = 0;           // the number of the first of them
-    int under_way_ = 0;          // requests
+    Batches batches_;
+    int under_way_ = 0;  // requests
     bool ends_ = false;
     std::thread thread_;
 };

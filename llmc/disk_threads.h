@@ -5,7 +5,6 @@
 #include <condition_variable>
 #include <csignal>
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <functional>
 #include <mutex>
@@ -14,6 +13,7 @@
 #include <vector>
 
 #include "llmc/device.h"
+#include "llmc/disk_batches.h"
 #include "llmc/disk_request.h"
 
 class DiskThreads {
@@ -47,61 +47,43 @@ class DiskThreads {
     // the number that is returned.
     size_t start(size_t requests, Request run) {
         std::lock_guard lock(mutex_);
-        batches_.push_back({std::move(run), requests});
+        const size_t number = batches_.add(std::move(run), requests);
         wake_.notify_all();
-        return first_ + batches_.size() - 1;
+        return number;
     }
     // Waits until those of that number, and all before them, are done. Fails with the first that failed.
     void wait(size_t number) {
         std::unique_lock lock(mutex_);
-        while (first_ <= number && !batches_.empty()) {
-            batch_done_.wait(lock, [&] { return batches_.front().done == batches_.front().count; });
-            const std::exception_ptr error = batches_.front().error;
-            batches_.pop_front();
-            first_++;
-            if (error) std::rethrow_exception(error);
-        }
+        batches_.wait(lock, number);
     }
     // Waits until all are done.
     void wait() { wait(SIZE_MAX); }
 
   private:
-    struct Batch {
-        Request run;
-        size_t count, next = 0, done = 0;  // requests: all, begun, done
-        std::exception_ptr error = nullptr;
-    };
-    Batch* batch_to_begin() {
-        for (Batch& b : batches_)
-            if (b.next < b.count) return &b;
-        return nullptr;
-    }
     void work(char* staging) {
         std::unique_lock lock(mutex_);
         while (true) {
-            wake_.wait(lock, [&] { return ends_ || batch_to_begin(); });
+            wake_.wait(lock, [&] { return ends_ || batches_.to_begin(); });
             if (ends_) return;
-            Batch* const batch = batch_to_begin();  // stays where it is: others come and go at the ends
-            const size_t i = batch->next++;
+            DiskBatches<Request>::Batch& batch = *batches_.to_begin();
+            const size_t i = batch.next++;
             lock.unlock();
             std::exception_ptr error;
             const uint64_t span = begin_span("disk");
             try {
-                batch->run(i, staging);
+                batch.work(i, staging);
             } catch (...) {
                 error = std::current_exception();
             }
             end_span(span);
             lock.lock();
-            if (error && !batch->error) batch->error = error;
-            if (++batch->done == batch->count) batch_done_.notify_all();
+            batches_.finish(batch, error);
         }
     }
 
     std::vector<std::thread> threads_;
     std::mutex mutex_;
-    std::condition_variable wake_, batch_done_;
-    std::deque<Batch> batches_;  // that were not waited for
-    size_t first_ = 0;           // the number of the first of them
+    std::condition_variable wake_;
+    DiskBatches<Request> batches_;
     bool ends_ = false;
 };

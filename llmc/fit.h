@@ -158,11 +158,17 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options
 
 // What each setting takes in memory and time, by rehearsals with all layers at one level. The rows of the
 // head change only what is between the blocks. `by_block`: one rehearsal has all micro-batches. An update of
-// its own takes `update_seconds`.
-inline std::vector<Profile> profiles_of(std::vector<MemorySetting> settings, bool by_block,
-                                        double update_seconds, const Rehearsals& rehearsals) {
-    const size_t layers = static_cast<size_t>(rehearsals.layers);
+// its own takes as long as with the first setting: a smaller state is not chosen for a faster update, which
+// on a CPU it does not have, but for what else its room is good for.
+struct Profiles {
     std::vector<Profile> all;
+    double update_seconds = 0;
+};
+inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
+                            const Rehearsals& rehearsals) {
+    const size_t layers = static_cast<size_t>(rehearsals.layers);
+    Profiles made;
+    auto& [all, update_seconds] = made;
     for (size_t i = 0; i < settings.size(); i++) {
         MemorySetting& s = settings[i];
         s.levels.assign(layers, 0);
@@ -183,6 +189,7 @@ inline std::vector<Profile> profiles_of(std::vector<MemorySetting> settings, boo
         p.runs = by_block ? 1 : s.grad_accum;
         p.fixed_bytes = report.total() - report.activations();
         p.arena_floor = report.activations_of_others();
+        if (all.empty()) update_seconds = report.update_seconds;
         // What adding to gradients takes longer than writing them is the same at every level, and so is what
         // an update of its own waits for.
         const double added = report.seconds - seconds_waited(report.phases) - report.update_seconds -
@@ -190,7 +197,7 @@ inline std::vector<Profile> profiles_of(std::vector<MemorySetting> settings, boo
         p.fixed_seconds = update_seconds + added + seconds_waited(report.phases, "update");
         all.push_back(std::move(p));
     }
-    return all;
+    return made;
 }
 
 // One mix of residences with the settings that were tried in it, and the fastest of them that fits.
@@ -198,7 +205,7 @@ struct Fit {
     Options mix;
     std::vector<MemorySetting> settings;
     Solution solution;  // with the seconds of rehearsals: sums have not what mixed levels wait for
-    // Of that, or of solution.least where nothing fits: the largest buffer, and what it has elsewhere.
+    // Where nothing fits, of solution.least: the largest buffer, and what it has elsewhere.
     std::pair<std::string, size_t> largest;
     size_t elsewhere = 0;
 
@@ -233,20 +240,16 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     if (settings.empty())
         fail("--memory %s: of --batch %d x --grad-accum %d sequences no part can be a micro-batch",
              o.memory.c_str(), o.batch, o.grad_accum);
-    // A smaller state is not chosen for a faster update, which on a CPU it does not have, but for what else
-    // its room is good for: all updates take as long as with the first format.
-    MemorySetting first = settings.front();
-    first.levels.assign(static_cast<size_t>(rehearsals.layers), 0);
-    const double update_seconds = rehearsals.outline(first).update_seconds;
+    const Profiles made = profiles_of(settings, o.by_block, rehearsals);
+    const std::vector<Profile>& profiles = made.all;
     const auto step_seconds = [&](const MemoryReport& r) {
-        return r.seconds - r.update_seconds + update_seconds;
+        return r.seconds - r.update_seconds + made.update_seconds;
     };
     auto refine = [&](Choice& c) {
         const MemoryReport r = rehearsals.report(fit.setting(c));
         c.exact = r.elsewhere() <= elsewhere ? r.total() : kTooMuchElsewhere;
         c.seconds = step_seconds(r);
     };
-    const std::vector<Profile> profiles = profiles_of(settings, o.by_block, update_seconds, rehearsals);
     Solution& solution = fit.solution;
     for (size_t end : ends) {
         const std::vector<Profile> allowed(profiles.begin(), profiles.begin() + static_cast<ptrdiff_t>(end));
@@ -255,7 +258,8 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
             solution = std::move(more);
     }
     solution.fastest.seconds = step_seconds(rehearsals.outline(fit.setting(solution.fastest)));
-    const MemoryReport r = rehearsals.report(fit.setting(solution.chosen.value_or(solution.least)));
+    if (solution.chosen) return fit;
+    const MemoryReport r = rehearsals.report(fit.setting(solution.least));
     fit.largest = r.largest();
     fit.elsewhere = r.elsewhere();
     return fit;

@@ -167,9 +167,9 @@ class Gpt {
     void give_back() { loans_.give_back(), gradient_loans_.give_back(); }
     // A unit's weights, on the device now, to be updated there.
     floatX* weights_to_update(int unit);
-    // Where blocks' gradients come from that are not on the device, and how, and the bytes of each.
-    void borrow_gradients_from(Residence* residence, Way way, std::vector<size_t> bytes) {
-        gradient_loans_.lend(way, std::move(bytes), residence);
+    // Where blocks' gradients come from that are not on the device, and the bytes of each.
+    void borrow_gradients_from(Residence* residence, std::vector<size_t> bytes) {
+        gradient_loans_.lend(kFromElsewhere, std::move(bytes), residence);
     }
     bool lends_gradients() const { return trained_.options.block_gradients != Home::Device; }
     // A unit's gradients, on the device until a third block's are borrowed; those of block `next` are on
@@ -492,8 +492,7 @@ class Trainer {
     size_t updated_state_bytes() const { return trained().chunks().size() * trained().chunk_bytes(); }
     std::vector<size_t> trained_loan_bytes() const;
     std::vector<size_t> loan_bytes() const;
-    static Way way_of(const std::string& home) { return home == "host" ? Way::FromHost : Way::DiskRead; }
-    Way loan_way() const { return way_of(o_.weights); }
+    Way loan_way() const { return o_.weights == "host" ? Way::FromHost : Way::DiskRead; }
     void make_residence();
     void make_places();
     DiskResidence* on_disk() const { return dynamic_cast<DiskResidence*>(residence_.get()); }
@@ -2094,7 +2093,7 @@ void Trainer::use(const MemorySetting& s) {
     micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
     gpt_.park_in(parking_.get(), parked_layers(), passes());
     gpt_.borrow_from(residence_.get(), loan_way(), loan_bytes());
-    gpt_.borrow_gradients_from(gradients_residence_.get(), way_of(o_.gradients), trained_loan_bytes());
+    gpt_.borrow_gradients_from(gradients_residence_.get(), trained_loan_bytes());
     gpt_.borrow_embeddings();
     for (int level : s.levels) micro_.keep.push_back(kRecomputeLevels[level].keep);
 }
@@ -2316,7 +2315,7 @@ void Trainer::make_places() {
     }
     if (block_gradients_) {
         gradients_residence_ = std::make_unique<TrainedResidence>(*block_gradients_, model_.block_bytes());
-        gpt_.borrow_gradients_from(gradients_residence_.get(), way_of(o_.gradients), trained_loan_bytes());
+        gpt_.borrow_gradients_from(gradients_residence_.get(), trained_loan_bytes());
     }
 }
 

@@ -97,10 +97,8 @@ class ParkedInputs {
         under_way_ = 0;
         if (!arena_.rehearsing())
             under_way_ = place_->exchange(room, bytes_, to, from, stream_);
-        else if (to)
-            note_transfer({Transfer::Parked, false, kHostIsDevice ? Way::DiskWrite : Way::ToHost, bytes()});
         else
-            note_transfer({Transfer::Parked, false, kHostIsDevice ? Way::DiskRead : Way::FromHost, bytes()});
+            note_transfer({Transfer::Parked, false, to ? way_back(kFromElsewhere) : kFromElsewhere, bytes()});
     }
     double bytes() const { return static_cast<double>(bytes_); }
     void join() {

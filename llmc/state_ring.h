@@ -67,8 +67,8 @@ class StateRing {
                 note_transfer({Transfer::State, false, way, static_cast<double>(bytes_)});
                 room.number = begun_++;
             };
-            if (out) note(way_back(way_));
-            if (in < order_.size()) note(way_);
+            if (out) note(way_back(kFromElsewhere));
+            if (in < order_.size()) note(kFromElsewhere);
             return;
         }
         const auto at = [&](size_t i) { return uint64_t{order_[i]} * bytes_; };
@@ -79,7 +79,7 @@ class StateRing {
     }
     void join(const Room& room) {
         if (arena_.rehearsing())
-            return note_transfer({Transfer::State, true, way_, 0, static_cast<int>(room.number)});
+            return note_transfer({Transfer::State, true, kFromElsewhere, 0, static_cast<int>(room.number)});
         const Waiting waiting(Transfer::State);
         place_->join(room.number, stream_);
     }
@@ -87,7 +87,6 @@ class StateRing {
     Arena& arena_;
     const Stream& stream_;
     Elsewhere* place_ = nullptr;
-    static constexpr Way way_ = kHostIsDevice ? Way::DiskRead : Way::FromHost;
     size_t bytes_ = 0;           // of a chunk
     size_t begun_ = 0;           // transfers of a rehearsal
     std::vector<size_t> order_;  // of the chunks

@@ -66,6 +66,9 @@ enum class Way { DiskRead, DiskWrite, FromHost, ToHost };
 constexpr size_t kWays = 4;
 inline constexpr const char* kWayNames[kWays] = {"disk_read", "disk_write", "from_host", "to_host"};
 
+// How what is trained or parked elsewhere (elsewhere.h) comes back to the device.
+constexpr Way kFromElsewhere = kHostIsDevice ? Way::DiskRead : Way::FromHost;
+
 constexpr Way way_back(Way way) {
     return way == Way::DiskRead    ? Way::DiskWrite
            : way == Way::DiskWrite ? Way::DiskRead

@@ -15,7 +15,7 @@ import sys
 import tempfile
 
 import results
-from results import ENVIRONMENT, MIB, PeerFailed, fail
+from results import MIB, PeerFailed, fail
 
 sys.path.append(str(results.ROOT / "dev"))
 import figures
@@ -37,15 +37,14 @@ def parse(arguments):
 
 def of_torch(kind, length):
     command = [sys.executable, FOLDER / "torch_block.py", "--kind", kind, "--length", length, "--steps", STEPS.get(length, 1)]
-    return results.last_json(results.run(command, ENVIRONMENT)[0], command)
+    return results.json_of(command)
 
 
 def of_train(train, folder, length):
     command = [train, "--model", folder, "--batch", 1, "--seq-len", length, "--recompute", "block", "--mlp-rows", "auto",
                "--sample-tokens", 0]
-    plan = results.last_json(results.run([*command, "--plan", "--json"], ENVIRONMENT)[0], command)
-    bench = results.last_json(results.run([*command, "--bench", "--bench-warmup", 1, "--bench-steps", STEPS.get(length, 1),
-                                           "--json"], ENVIRONMENT)[0], command)
+    plan = results.json_of([*command, "--plan", "--json"])
+    bench = results.json_of([*command, "--bench", "--bench-warmup", 1, "--bench-steps", STEPS.get(length, 1), "--json"])
     totals = plan["totals"]
     return {"seconds": (bench["forward_ms"]["min"] + bench["backward_ms"]["min"]) / 1000,
             "bytes": totals["activations"] + totals["workspace"]}

@@ -140,7 +140,7 @@ def copy_rate(options):
     """The bytes a second that a large copy reads and writes, as ./train --bench measures it."""
     command = [options.train, "--bench", "forward", "--model", "d1", "--batch", 1, "--seq-len", 8, "--bench-warmup", 0,
                "--bench-steps", 1, "--threads", options.threads, "--json"]
-    return results.last_json(results.run(command, ENVIRONMENT, options.timeout)[0], command)["copy_peak"]
+    return results.json_of(command, options.timeout)["copy_peak"]
 
 
 def model_folder(options):

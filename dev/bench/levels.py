@@ -10,7 +10,7 @@ time, tokens/s, and the time as a multiple of the first level's. What follows --
 import statistics
 
 import results
-from results import ENVIRONMENT, MIB, PeerFailed, fail, positive
+from results import MIB, PeerFailed, fail, positive
 
 LEVELS = "none,gelu,norm,ffn,attention,block"
 
@@ -28,19 +28,14 @@ def parse(arguments):
     return parser.parse_args(arguments)
 
 
-def json_of(command):
-    output, _ = results.run(command, ENVIRONMENT)
-    return results.last_json(output, command)
-
-
 def measure(o, levels):
     """By level: the plan's totals, and the milliseconds of a step in each round."""
     shape = [o.train, "--model", o.model, "--batch", o.batch, "--seq-len", o.seq_len, "--json", *o.more]
-    plans = {level: json_of([*shape, "--sample-tokens", 0, "--plan", "--recompute", level]) for level in levels}
+    plans = {level: results.json_of([*shape, "--sample-tokens", 0, "--plan", "--recompute", level]) for level in levels}
     times = {level: [] for level in levels}
     for _ in range(o.rounds):
         for level in levels:
-            bench = json_of([*shape, "--bench", "--bench-warmup", 1, "--bench-steps", o.steps, "--recompute", level])
+            bench = results.json_of([*shape, "--bench", "--bench-warmup", 1, "--bench-steps", o.steps, "--recompute", level])
             times[level].append(bench["step_ms"]["median"])
     return plans, times
 

@@ -68,7 +68,7 @@ class Peers:
     def ours(self, *more):
         budget = ["--memory", f"{self.options.memory >> 20}MiB", "--sample-tokens", 0]
         command = [self.options.train, "--train", "lora", *self.lora, *budget, *more]
-        return results.last_json(results.run([*self.limit, *command], ENVIRONMENT)[0], command)
+        return results.json_of([*self.limit, *command])
 
     def plan(self, tokens):
         return self.ours("--seq-len", tokens, *self.scaling(tokens), "--plan", "--json")

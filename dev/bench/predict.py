@@ -57,11 +57,6 @@ def parse(arguments):
     return parser.parse_args(arguments)
 
 
-def json_of(command):
-    output, _ = results.run(command, ENVIRONMENT)
-    return results.last_json(output, command)
-
-
 def calibrate(binaries, folder):
     """Measures each build's rates into a file of the folder; what each said."""
     said = []
@@ -78,13 +73,13 @@ def words(model, batch, seq_len, options):
 
 def bench(command, predicted):
     steps = min(20, max(3, round(SECONDS / predicted)))
-    return json_of([*command, "--bench", "--bench-warmup", 1, "--bench-steps", steps, "--json"])
+    return results.json_of([*command, "--bench", "--bench-warmup", 1, "--bench-steps", steps, "--json"])
 
 
 def measure(binary, rates, model, batch, seq_len, options):
     """A configuration's plan, and its benches: a second one where the first is off."""
     command = [binary, "--model", model, "--batch", batch, "--seq-len", seq_len, *options]
-    plan = json_of([*command, "--sample-tokens", 0, "--plan", "--json", "--rates", rates])
+    plan = results.json_of([*command, "--sample-tokens", 0, "--plan", "--json", "--rates", rates])
     predicted = plan["estimated_seconds"]
     runs = [bench(command, predicted)]
     if abs(1000 * predicted / runs[0]["step_ms"]["median"] - 1) > GOOD:

@@ -119,6 +119,11 @@ def last_json(output, command):
     raise PeerFailed(f"{shown(command)}: printed no JSON")
 
 
+def json_of(command, timeout=3600):
+    """What a command prints, as last_json() finds it. Raises as run() does."""
+    return last_json(run(command, ENVIRONMENT, timeout)[0], command)
+
+
 def output_of(*command):
     """What a command prints, stripped; empty where it fails or is not there."""
     try:

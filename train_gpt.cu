@@ -30,8 +30,6 @@
 #include "llmc/device_rates.h"
 #include "llmc/documents.h"
 #include "llmc/dropout.cuh"
-#include "llmc/elsewhere_disk.h"
-#include "llmc/elsewhere_host.h"
 #include "llmc/embeddings_elsewhere.h"
 #include "llmc/embedding.cuh"
 #include "llmc/enough_memory.h"
@@ -49,6 +47,7 @@
 #include "llmc/optimizer.cuh"
 #include "llmc/options.h"
 #include "llmc/parking.h"
+#include "llmc/places.h"
 #include "llmc/plans.h"
 #include "llmc/position_losses.cuh"
 #include "llmc/positions.h"
@@ -169,7 +168,7 @@ class Gpt {
     floatX* weights_to_update(int unit);
     // Where blocks' gradients come from that are not on the device, and the bytes of each.
     void borrow_gradients_from(Residence* residence, std::vector<size_t> bytes) {
-        gradient_loans_.lend(kFromElsewhere, std::move(bytes), residence);
+        gradient_loans_.lend(way_from(trained_.options.block_gradients), std::move(bytes), residence);
     }
     bool lends_gradients() const { return trained_.options.block_gradients != Home::Device; }
     // A unit's gradients, on the device until a third block's are borrowed; those of block `next` are on
@@ -467,12 +466,7 @@ class Trainer {
     bool lends_trained() const { return o_.steps > 0 && !in_.adapter && o_.weights != "device"; }
     // The layers whose inputs are parked, and what those take that leave the device.
     int parked_layers() const { return o_.park < 0 ? config_.layers : std::min(o_.park, config_.layers); }
-    size_t parked_bytes() const {
-        if (o_.steps == 0) return 0;
-        const int64_t length = o_.seq_len + in_.adapter.prompt_tokens;
-        return static_cast<size_t>(Parked::stored(parked_layers(), passes())) *
-               Parked::stored_bytes({o_.batch, length, config_.channels});
-    }
+    Place place_of_parked() const;
     // With --loss-by-position, those of a validation: (seq_len).
     int64_t positions_with_loss() const { return o_.loss_by_position.empty() ? 0 : o_.seq_len; }
     TensorF position_losses() {
@@ -481,18 +475,14 @@ class Trainer {
     }
     void report_stored();
     void report_elsewhere();
-    // What is trained and not on the device: the bytes of the blocks, of their gradients, and of what only
-    // updates need.
-    size_t trained_blocks_bytes() const {
-        return lends_trained() ? static_cast<size_t>(config_.layers) * model_.block_bytes() : 0;
-    }
-    size_t block_gradients_bytes() const {
-        return gpt_.lends_gradients() ? static_cast<size_t>(config_.layers) * model_.block_bytes() : 0;
-    }
-    size_t updated_state_bytes() const { return trained().chunks().size() * trained().chunk_bytes(); }
+    // Where is what is trained and not on the device: the blocks, their gradients, and what only updates
+    // need.
+    Place place_of_trained_blocks() const;
+    Place place_of_block_gradients() const;
+    Place place_of_updated_state() const;
     std::vector<size_t> trained_loan_bytes() const;
     std::vector<size_t> loan_bytes() const;
-    Way loan_way() const { return o_.weights == "host" ? Way::FromHost : Way::DiskRead; }
+    Way loan_way() const { return way_from(named<Home>(kHomeNames, o_.weights)); }
     void make_residence();
     void make_places();
     DiskResidence* on_disk() const { return dynamic_cast<DiskResidence*>(residence_.get()); }
@@ -582,7 +572,7 @@ void Trainer::train() {
 // is kept then.
 bool Trainer::train_step() {
     Range range("step");
-    metrics_.step_begins();
+    metrics_.step_begins(step_);
     const float loss_scale = step_loss_scale();
     const double rate = learning_rate(o_.schedule, step_, o_.steps, o_.warmup, o_.lr, o_.min_lr);
     set_factors(factors_,
@@ -2158,11 +2148,14 @@ void Trainer::report_stored() {
 
 // What the run takes of other memory than the device's.
 void Trainer::report_elsewhere() {
-    report_.pinned = report_.on_disk = report_.parked = 0;
-    (kHostIsDevice ? report_.parked : report_.pinned) = parked_bytes();
-    report_.working = 0;
-    (kHostIsDevice ? report_.working : report_.pinned) +=
-        trained_blocks_bytes() + block_gradients_bytes() + updated_state_bytes();
+    const Place parked = place_of_parked();
+    report_.pinned = parked.pinned();
+    report_.parked = parked.in_file();
+    report_.on_disk = report_.working = 0;
+    for (const Place& p : {place_of_trained_blocks(), place_of_block_gradients(), place_of_updated_state()}) {
+        report_.pinned += p.pinned();
+        report_.working += p.in_file();
+    }
     if (embeddings_) {
         if (embeddings_->home() == Home::Disk) report_.on_disk += embeddings_->bytes();
         report_.pinned += embeddings_->pinned_bytes();
@@ -2265,11 +2258,8 @@ void Trainer::take_memory() {
     if (embeddings_) embeddings_->allocate();
     gpt_.borrow_embeddings();
     make_places();
-    metrics_.count_waiting({residence_ ? &residence_->seconds_waited : nullptr,
-                            embeddings_ ? &embeddings_->residence()->seconds_waited : nullptr,
-                            parking_ ? &parking_->seconds_waited : nullptr,
-                            block_gradients_ ? &block_gradients_->seconds_waited : nullptr,
-                            updated_state_ ? &updated_state_->seconds_waited : nullptr});
+    if (residence_ || embeddings_ || parking_ || block_gradients_ || updated_state_)
+        metrics_.count_waiting(stream_);
     if (adapter_) adapter_->allocate();
     const int length = in_.feeds() ? o_.seq_len + in_.adapter.prompt_tokens : 0;
     if (const std::vector<float> positions = position_factors(config_, length); !positions.empty()) {
@@ -2292,20 +2282,38 @@ void Trainer::make_residence() {
     gpt_.borrow_from(residence_.get(), loan_way(), loan_bytes());
 }
 
-// Where what is trained lives that is not on the device, and where blocks' inputs wait.
+// Where each lives that is not on the device. Blocks come and go one at a time, and the next waits for the
+// one before it only where both would use the same pinned memory.
+Place Trainer::place_of_trained_blocks() const {
+    const size_t bytes = lends_trained() ? model_.block_bytes() : 0;
+    return {"--weights disk", model_.options.blocks, static_cast<size_t>(config_.layers) * bytes, bytes, 2};
+}
+
+Place Trainer::place_of_block_gradients() const {
+    const size_t bytes = gpt_.lends_gradients() ? model_.block_bytes() : 0;
+    return {"--gradients disk", model_.options.block_gradients, static_cast<size_t>(config_.layers) * bytes,
+            bytes, 2};
+}
+
+Place Trainer::place_of_updated_state() const {
+    const State<floatX>& state = trained();
+    return {"--state disk", state.options.updated, state.chunks().size() * state.chunk_bytes(),
+            state.chunk_bytes(), StateRing::most_rooms(state, o_.state_rooms)};
+}
+
+// Of blocks' inputs between forward and backward.
+Place Trainer::place_of_parked() const {
+    const int64_t length = o_.seq_len + in_.adapter.prompt_tokens;
+    const size_t bytes = o_.steps > 0 ? Parked::stored_bytes({o_.batch, length, config_.channels}) : 0;
+    return {"--park", Parked::kHome, static_cast<size_t>(Parked::stored(parked_layers(), passes())) * bytes,
+            bytes, 2};
+}
+
 void Trainer::make_places() {
-    const auto make = [](size_t bytes, [[maybe_unused]] const char* option) -> std::unique_ptr<Elsewhere> {
-        if (bytes == 0) return nullptr;
-#ifdef SIMT_GPU
-        return std::make_unique<HostElsewhere>(bytes);
-#else
-        return std::make_unique<DiskElsewhere>(temporary_folder(), bytes, option);
-#endif
-    };
-    trained_blocks_ = make(trained_blocks_bytes(), "--weights disk");
-    block_gradients_ = make(block_gradients_bytes(), "--gradients disk");
-    updated_state_ = make(updated_state_bytes(), "--state disk");
-    parking_ = make(parked_bytes(), "--park");
+    trained_blocks_ = place_of_trained_blocks().make();
+    block_gradients_ = place_of_block_gradients().make();
+    updated_state_ = place_of_updated_state().make();
+    parking_ = place_of_parked().make();
     gpt_.park_in(parking_.get(), parked_layers(), passes());
     trained().lie_in(trained_blocks_.get(), block_gradients_.get(), updated_state_.get());
     ring_.use(updated_state_.get());
@@ -2549,13 +2557,16 @@ int64_t automatic_mlp_rows(Trainer& trial, MemorySetting s, const Options& o, co
 }
 
 // What --memory may have wait elsewhere, where no option says: beside a GPU in host memory, where that is
-// offered, else in files. Beside a frozen model the adapter's own state stays.
-Movable movable(const Options& o, const RunInputs& inputs) {
+// offered, else in files, and there too what is trained only `with_files`. Beside a frozen model the
+// adapter's own state stays.
+Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
     Movable m;
     const bool frozen = static_cast<bool>(inputs.adapter), offered = o.has("--host-memory");
     const bool moves = kHostIsDevice || offered;
     const std::string home = kHostIsDevice ? "disk" : "host";
-    if (!o.has("--weights") && !frozen && moves) m.weights = {home};
+    std::vector<std::string> homes = {home};
+    if (with_files && !kHostIsDevice) homes.push_back("disk");
+    if (!o.has("--weights") && !frozen && moves) m.weights = homes;
     if (!o.has("--weights")) {
         if (offered && home == "host" && inputs.may_lend_frozen(home)) m.weights = {home};
         if (inputs.may_lend_frozen("disk")) m.weights.push_back("disk");
@@ -2563,8 +2574,8 @@ Movable movable(const Options& o, const RunInputs& inputs) {
     if (!o.has("--embeddings") && inputs.may_move_embeddings()) m.embeddings = {offered ? home : "disk"};
     m.halves = !o.has("--lend") && frozen;
     const bool has_state = o.optimizer == "adamw" || (std::is_same_v<floatX, bf16> && o.master != "none");
-    if (!o.has("--gradients") && !frozen && !o.update_in_backward && moves) m.gradients = {home};
-    if (!o.has("--state") && !frozen && has_state && moves) m.state = {home};
+    if (!o.has("--gradients") && !frozen && !o.update_in_backward && moves) m.gradients = homes;
+    if (!o.has("--state") && !frozen && has_state && moves) m.state = {homes.back()};
     m.rooms = !o.has("--state-rooms");
     m.inputs = !o.has("--park") && moves;
     return m;
@@ -2595,8 +2606,10 @@ Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& ch
     };
     const bool budget = given.has("--memory");
     if (budget && given.batch > 0) {
-        const auto mixes = [&] { return residences_to_try(given, movable(given, inputs)); };
-        const auto fit = [&](const Options& mix, size_t room) {
+        const auto mixes = [&](bool with_files) {
+            return residences_to_try(given, movable(given, inputs, with_files));
+        };
+        const auto fit = [&](const Options& mix, const BesideDevice& room) {
             Trainer trial(mix, inputs);
             return fit_settings(mix, std::is_same_v<floatX, bf16>, rehearsals_of(trial), room);
         };

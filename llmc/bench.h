@@ -21,55 +21,10 @@
 #include <vector>
 
 #include "llmc/device_rates.h"
+#include "llmc/marks.h"
 #include "llmc/packed.h"
 #include "llmc/random.h"
 #include "llmc/report.h"
-
-// Moments of the stream's work, numbered from 0, and the time between them.
-class Marks {
-  public:
-    explicit Marks(Stream stream) : stream_(stream) {}
-    Marks(const Marks&) = delete;
-#if defined(SIMT_GPU)
-    ~Marks() {
-        for (cudaEvent_t event : moments_) cudaEventDestroy(event);
-    }
-    int set() {  // checked by finish(): destructors set marks too
-        if (count_ == moments_.size()) cudaEventCreate(&moments_.emplace_back());
-        cudaEventRecord(moments_[count_], stream_);
-        return static_cast<int>(count_++);
-    }
-    double seconds(int from, int to) const {
-        float ms = 0;
-        CUDA_CHECK(cudaEventElapsedTime(&ms, moments_[static_cast<size_t>(from)],
-                                        moments_[static_cast<size_t>(to)]));
-        return ms * 1e-3;
-    }
-#else
-    int set() {
-        if (count_ == moments_.size()) moments_.emplace_back();
-        moments_[count_] = std::chrono::steady_clock::now();
-        return static_cast<int>(count_++);
-    }
-    double seconds(int from, int to) const {
-        return std::chrono::duration<double>(moments_[static_cast<size_t>(to)] -
-                                             moments_[static_cast<size_t>(from)])
-            .count();
-    }
-#endif
-    // Waits until all marks have been passed.
-    void finish() const { stream_synchronize(stream_); }
-    void clear() { count_ = 0; }
-
-  private:
-    Stream stream_;
-#if defined(SIMT_GPU)
-    std::vector<cudaEvent_t> moments_;
-#else
-    std::vector<std::chrono::steady_clock::time_point> moments_;
-#endif
-    size_t count_ = 0;
-};
 
 // Operations are told apart by name, products also by shape and form.
 using OperationKey = std::pair<std::string_view, Product>;

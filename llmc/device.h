@@ -247,11 +247,18 @@ class Event {
     void record(Stream stream) { CUDA_CHECK(cudaEventRecord(event_, stream)); }
     void block(Stream stream) const { CUDA_CHECK(cudaStreamWaitEvent(stream, event_, 0)); }
     void wait() const { CUDA_CHECK(cudaEventSynchronize(event_)); }
+    bool happened() const {
+        const cudaError_t status = cudaEventQuery(event_);
+        if (status != cudaErrorNotReady) CUDA_CHECK(status);
+        cudaGetLastError();  // where it is that, that is no error
+        return status == cudaSuccess;
+    }
 #else
     Event() = default;
     void record(Stream) {}
     void block(Stream) const {}  // what follows in the stream
     void wait() const {}         // the host
+    bool happened() const { return true; }
 #endif
     Event(const Event&) = delete;
 

@@ -1,6 +1,6 @@
-// elsewhere.h - memory beside the device's that a training works in: in a file (elsewhere_disk.h), or in
-// pinned host memory beside a GPU (elsewhere_host.h). What lies there comes to rooms of the arena and goes
-// back while the device computes.
+// elsewhere.h - memory beside the device's that a training works in: in a file (elsewhere_disk.h), which a
+// GPU reaches through the host (elsewhere_staged.h), or in pinned host memory beside a GPU
+// (elsewhere_host.h). What lies there comes to rooms of the arena and goes back while the device computes.
 #pragma once
 
 #include <cstddef>
@@ -33,6 +33,4 @@ class Elsewhere {
     // Has what the stream is given from here on find that, and all that was begun before it, done. Fails
     // where it cannot be.
     virtual void join(size_t number, Stream stream) = 0;
-    // How long the host has waited for that, in all.
-    double seconds_waited = 0;
 };

@@ -9,7 +9,6 @@
 #include <memory>
 #include <string>
 
-#include "llmc/device_rates.h"
 #include "llmc/disk_queue.h"
 #include "llmc/elsewhere.h"
 #include "llmc/file.h"
@@ -53,11 +52,7 @@ class DiskElsewhere : public Elsewhere {
         return queue_.start((all + kRequestBytes - 1) / kRequestBytes,
                             std::make_shared<Exchange>(*this, room, all, to, from));
     }
-    void join(size_t number, Stream) override {
-        const WallClock clock;
-        queue_.wait(number);
-        seconds_waited += clock.seconds();
-    }
+    void join(size_t number, Stream) override { queue_.wait(number); }
 
   private:
     static constexpr size_t kBounceBytes = 1 << 20;  // of read() and write()

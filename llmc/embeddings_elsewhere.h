@@ -40,7 +40,7 @@ class EmbeddingsElsewhere {
     }
 
     Home home() const { return home_; }
-    Way way() const { return home_ == Home::Host ? Way::FromHost : Way::DiskRead; }
+    Way way() const { return way_from(home_); }
     // Of all matrices.
     size_t bytes() const { return bytes_; }
     // The pinned host memory that they take beside a GPU.

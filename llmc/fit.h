@@ -205,9 +205,9 @@ struct Fit {
     Options mix;
     std::vector<MemorySetting> settings;
     Solution solution;  // with the seconds of rehearsals: sums have not what mixed levels wait for
-    // Where nothing fits, of solution.least: the largest buffer, and what it has elsewhere.
+    // Where nothing fits, of solution.least: the largest buffer, and what it has in the host's memory.
     std::pair<std::string, size_t> largest;
-    size_t elsewhere = 0;
+    size_t pinned = 0;
 
     MemorySetting setting(const Choice& c) const {
         MemorySetting s = settings[c.profile];
@@ -227,7 +227,7 @@ constexpr size_t kTooMuchElsewhere = SIZE_MAX;  // the total of a setting that f
 // The settings of a mix, `o`, of which nothing may take more than so many bytes elsewhere. Each format of the
 // state must be worth 1% of time over those before it. Fails where no micro-batch can be.
 inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals& rehearsals,
-                        size_t elsewhere) {
+                        const BesideDevice& room) {
     const size_t budget = parse_bytes(o.memory, "--memory");
     Fit fit;
     fit.mix = o;
@@ -247,7 +247,7 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     };
     auto refine = [&](Choice& c) {
         const MemoryReport r = rehearsals.report(fit.setting(c));
-        c.exact = r.elsewhere() <= elsewhere ? r.total() : kTooMuchElsewhere;
+        c.exact = r.beside().fits(room) ? r.total() : kTooMuchElsewhere;
         c.seconds = step_seconds(r);
     };
     Solution& solution = fit.solution;
@@ -261,7 +261,7 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     if (solution.chosen) return fit;
     const MemoryReport r = rehearsals.report(fit.setting(solution.least));
     fit.largest = r.largest();
-    fit.elsewhere = r.elsewhere();
+    fit.pinned = r.pinned;
     return fit;
 }
 
@@ -271,7 +271,7 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
                                      bool short_of_room) {
     if (fit.solution.least.exact == kTooMuchElsewhere)
         fail("--host-memory %s: what is to wait there takes %.1f MiB at the least", given.host_memory.c_str(),
-             mebibytes(fit.elsewhere));
+             mebibytes(fit.pinned));
     const auto [name, bytes] = fit.largest;
     const bool may_move = !given.has("--weights") || !given.has("--state") || !given.has("--park");
     std::string less = "a smaller --seq-len or --model";
@@ -280,9 +280,9 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     if (may_move && !kHostIsDevice && !given.has("--host-memory"))
         less = "--host-memory SIZE, for more to wait there";
     if (short_of_room)
-        less = kHostIsDevice ? format("a TMPDIR with room: %s has %.1f MiB", temporary_folder().c_str(),
-                                      mebibytes(room_on_disk()))
-                             : "a larger --host-memory";
+        less = format("%sa TMPDIR with room: %s has %.1f MiB",
+                      kHostIsDevice ? "" : "a larger --host-memory, or ", temporary_folder().c_str(),
+                      mebibytes(room_on_disk()));
     fail("--memory %s: the least that this takes is %.1f MiB (%s), %.1f of it for %s; less with %s",
          given.memory.c_str(), mebibytes(fit.solution.least.exact), options.c_str(), mebibytes(bytes),
          name.c_str(), less.c_str());
@@ -291,22 +291,26 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
 // --memory: the options whose plan fits and is the fastest by estimate, and what they were chosen over: the
 // first of `choices`, then its neighbours. What moves is chosen where nothing fits without; and with
 // --host-memory, which is there to be used, also where it is faster. Of mixes() the first is the one that was
-// given; fit(mix, room) tries its settings.
+// given; fit(mix, room) tries its settings. Beside
+// a GPU what is trained goes to files only where the host's memory is too small.
 template <class Mixes, class FitMix>
 Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vector<MemoryChoice>& choices) {
     const bool offered = given.has("--host-memory");
-    Fit best = fit(given, offered ? room_elsewhere(given) : SIZE_MAX);
+    Fit best = fit(given, offered ? room_beside_device(given) : BesideDevice());
     const double fastest = best.solution.fastest.seconds;
     bool short_of_room = false;
-    if (!best.solution.chosen || (offered && best.solution.chosen->seconds > 1.01 * fastest)) {
-        const std::vector<Options> all = mixes();
-        const size_t room = room_elsewhere(given);
+    const auto try_mixes = [&](bool with_files) {
+        const std::vector<Options> all = mixes(with_files);
+        const BesideDevice room = room_beside_device(given);
         for (size_t i = 1; i < all.size(); i++) {
             Fit more = fit(all[i], room);
             if (more.solution.least.exact == kTooMuchElsewhere) short_of_room = true;
             if (more.is_better_than(best)) best = std::move(more);
         }
-    }
+    };
+    if (!best.solution.chosen || (offered && best.solution.chosen->seconds > 1.01 * fastest))
+        try_mixes(kHostIsDevice);
+    if (!best.solution.chosen && offered) try_mixes(true);
     auto described = [&](const Choice& c) {
         const MemorySetting s = best.setting(c);
         std::string state;

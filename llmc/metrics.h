@@ -2,7 +2,6 @@
 // read when the step is done; then checked, printed and logged.
 #pragma once
 
-#include <array>
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
@@ -17,6 +16,7 @@
 #include "llmc/device.h"
 #include "llmc/device_rates.h"
 #include "llmc/graph.h"
+#include "llmc/marks.h"
 #include "llmc/step_lines.h"
 #include "llmc/tensor.h"
 
@@ -67,18 +67,21 @@ class Metrics {
     // From here on steps are printed and logged.
     void print_to(const StepLines& lines) { lines_ = lines; }
     LogFile& log() { return log_; }
-    // Where the seconds count that steps have waited for what lives elsewhere than on the device; null: of
-    // that there is none.
-    void count_waiting(const std::array<const double*, 5>& waits) { waits_ = waits; }
+    // From here on lines say how long steps wait for what lives elsewhere than on the device.
+    void count_waiting(Stream stream) {
+        for (auto& waits : waits_) waits.emplace(stream);
+    }
     // The last save, for the message of a step that is not finite.
     std::string last_save = "none";
 
-    void step_begins() {
+    void step_begins(int64_t step) {
         if (pending_.empty()) completed_ = clock_.seconds();
+        if (waits_[step % 2]) waits_[step % 2]->start();
     }
     // Has what the step left read when the stream gets there, and looks at the step before, so that the
     // device has work while the host does.
     void step_ends(int64_t step, double rate, Stream stream) {
+        if (waits_[step % 2]) waits_[step % 2]->stop();
         copies_[step % 2]->start(memory_.data(), stream);
         pending_.push_back({step, rate});
         read(kStepsAhead);
@@ -104,18 +107,9 @@ class Metrics {
             if (!std::isfinite(loss) || !std::isfinite(norm))
                 fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
                      static_cast<long long>(step + 1), loss, norm, last_save.c_str());
-            const double in_all = seconds_waited();
-            const double waited = in_all < 0 ? -1 : in_all - std::exchange(waited_, in_all);
-            if (lines_) record({step, loss, norm, rate, completed_ - before, waited});
+            const std::optional<StepWaits>& waits = waits_[step % 2];
+            if (lines_) record({step, loss, norm, rate, completed_ - before, waits ? waits->seconds() : -1});
         }
-    }
-    // In all; negative where nothing is waited for.
-    double seconds_waited() const {
-        double seconds = 0;
-        bool any = false;
-        for (const double* wait : waits_)
-            if (wait) seconds += *wait, any = true;
-        return any ? seconds : -1;
     }
     double whole_norm(const float* norms) const {
         double squares = 0;
@@ -142,9 +136,8 @@ class Metrics {
     std::optional<Readback> copies_[2];  // of even and of odd steps
     std::deque<Pending> pending_;        // steps that were enqueued and not looked at yet
     WallClock clock_;
-    std::array<const double*, 5> waits_ = {};
-    double waited_ = 0;     // seconds in all when the latest step was looked at
-    double completed_ = 0;  // on it: when the latest step that was looked at was done
+    std::optional<StepWaits> waits_[2];  // of even and of odd steps
+    double completed_ = 0;               // on the clock: when the latest step that was looked at was done
     std::optional<StepLines> lines_;
     LogFile log_;
 };

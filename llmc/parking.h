@@ -17,6 +17,8 @@
 template <class T>
 class ParkedInputs {
   public:
+    static constexpr Home kHome = kHostIsDevice ? Home::Disk : Home::Host;
+
     ParkedInputs(Arena& arena, const Stream& stream) : arena_(arena), stream_(stream) {}
 
     // How many layers' inputs are parked, from the first on, of how many micro-batches that pass a layer
@@ -77,6 +79,7 @@ class ParkedInputs {
 
   private:
     static constexpr int kNone = -1;
+    static constexpr Way kWay = way_from(kHome);
     struct Slot {
         int number = kNone;
         Tensor<uint8_t> room = {};
@@ -98,7 +101,7 @@ class ParkedInputs {
         if (!arena_.rehearsing())
             under_way_ = place_->exchange(room, bytes_, to, from, stream_);
         else
-            note_transfer({Transfer::Parked, false, to ? way_back(kFromElsewhere) : kFromElsewhere, bytes()});
+            note_transfer({Transfer::Parked, false, to ? way_back(kWay) : kWay, bytes()});
     }
     double bytes() const { return static_cast<double>(bytes_); }
     void join() {

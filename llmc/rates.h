@@ -211,7 +211,8 @@ inline double seconds_waited(const PhaseTimes& phases, std::string_view phase = 
 
 // When what is asked of a disk or of the link between host and device begins and is done. A disk does one
 // thing after the other; the link is one each way. What is fetched comes behind all that was stored before it
-// of its kind, as in elsewhere_host.h, and what a GPU gets from a disk crosses the link while it is read.
+// of its kind, as in elsewhere_host.h. What a GPU gets from a disk crosses the link while it is read, and
+// what goes there crosses it before (elsewhere_staged.h).
 class Media {
   public:
     explicit Media(const Rates& rates) : rates_(rates) {}
@@ -221,6 +222,10 @@ class Media {
     };
     // Of a transfer that is asked for at `now`.
     Span begin(const Transfer& t, double now) {
+        if (t.way == Way::DiskWrite && !kHostIsDevice) {
+            double& link = free_of(Way::ToHost);
+            now = link = std::max(now, link) + rates_.seconds_moving(t.bytes, Way::ToHost);
+        }
         double &free = free_of(t.way), &stored = stored_[t.of];
         const double at = std::max({now, free, t.way == Way::FromHost ? stored : 0});
         double done = free = at + rates_.seconds(t);

@@ -34,6 +34,12 @@ struct MemoryChoice {
 
 inline const Plan kNoPlan;
 
+// What a run takes, or may take, beside the device's memory: of the host's, pinned, and of files of its own.
+struct BesideDevice {
+    size_t pinned = SIZE_MAX, files = SIZE_MAX;
+    bool fits(const BesideDevice& room) const { return pinned <= room.pinned && files <= room.files; }
+};
+
 struct MemoryReport {
     // A buffer outside the arena, alive for the whole run. `kind` is also its line in the totals.
     struct Buffer {
@@ -106,8 +112,7 @@ struct MemoryReport {
         return bytes;
     }
     size_t total() const { return allocated() + process; }
-    // What waits in memory or files that were taken for it.
-    size_t elsewhere() const { return pinned + parked + working; }
+    BesideDevice beside() const { return {pinned, parked + working}; }
     double tokens() const { return static_cast<double>(batch) * seq_len * grad_accum; }  // of a step
 };
 

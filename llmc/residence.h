@@ -29,8 +29,6 @@ class Residence {
     virtual void start(int loan, char* room, Stream stream, int changed) = 0;
     // Has what the stream is given from here on find them there. Fails where they cannot be had.
     virtual void finish(Stream stream) = 0;
-    // How long the host has waited for that, in all.
-    double seconds_waited = 0;
 };
 
 // The loans of a pass over the model, each there while the next is on its way: in two rooms, which the pass

@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "llmc/device_rates.h"
 #include "llmc/disk_reader.h"
 #include "llmc/residence.h"
 
@@ -49,10 +48,8 @@ class DiskResidence : public Residence {
         finish(stream);
     }
     void finish([[maybe_unused]] Stream stream) override {
-        const WallClock clock;
         queue_.wait();
         coming_->reads.check();
-        seconds_waited += clock.seconds();
         for (const auto& [at, number] : coming_->numbers) std::memcpy(to_ + at, &number, sizeof number);
         if (kHostIsDevice) return;
         count_moved(Way::FromHost, coming_->bytes);

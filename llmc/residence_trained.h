@@ -22,10 +22,7 @@ class TrainedResidence : public Residence {
         };
         number_ = place_.exchange(aligned_room(room), block_bytes_, at(changed), at(loan), stream);
     }
-    void finish(Stream stream) override {
-        place_.join(number_, stream);
-        seconds_waited = place_.seconds_waited;
-    }
+    void finish(Stream stream) override { place_.join(number_, stream); }
 
   private:
     Elsewhere& place_;

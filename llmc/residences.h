@@ -33,10 +33,6 @@ constexpr int64_t kMostTogether = 64;
 // backward may have the room of a whole block, to come while that is computed.
 inline std::vector<Options> residences_to_try(const Options& given, const Movable& movable) {
     std::vector<Options> all = {given};
-    for (const std::string& home : movable.weights) {
-        all.push_back(given);
-        all.back().weights = home;
-    }
     // Has each followed by what change(options) makes of it, where that says that it may.
     const auto vary = [&](auto&& change) {
         std::vector<Options> more;
@@ -46,18 +42,26 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
         }
         all = std::move(more);
     };
+    // Has each followed by itself with something in each of those homes.
+    const auto vary_home = [&](std::string Options::*what, const std::vector<std::string>& homes) {
+        std::vector<Options> more;
+        for (const Options& o : all) {
+            more.push_back(o);
+            for (const std::string& home : homes) more.emplace_back(o).*what = home;
+        }
+        all = std::move(more);
+    };
     const auto moves = [](const Options& o) { return o.weights != "device"; };
     const auto comes_in_backward = [](const Options& o) {
         return o.state != "device" && o.update_in_backward;
     };
     const int64_t sequences = int64_t{given.batch} * given.grad_accum;
     const bool may_go_together = !given.by_block && sequences > 1 && sequences <= kMostTogether;
+    vary_home(&Options::weights, movable.weights);
     vary([&](Options& o) { return o.lend = "half", moves(o) && movable.halves; });
-    for (const std::string& home : movable.embeddings)
-        vary([&](Options& o) { return o.embeddings = home, true; });
-    for (const std::string& home : movable.gradients)
-        vary([&](Options& o) { return o.gradients = home, true; });
-    for (const std::string& home : movable.state) vary([&](Options& o) { return o.state = home, true; });
+    vary_home(&Options::embeddings, movable.embeddings);
+    vary_home(&Options::gradients, movable.gradients);
+    vary_home(&Options::state, movable.state);
     vary([&](Options& o) { return o.state_rooms = -1, comes_in_backward(o) && movable.rooms; });
     vary([&](Options& o) { return o.park = -1, movable.inputs; });
     vary([&](Options& o) {
@@ -93,9 +97,9 @@ inline size_t room_on_disk() {
     return static_cast<size_t>(info.f_bavail) * info.f_frsize;
 }
 
-// The bytes that may live elsewhere than on the device because --memory moves them: of --host-memory beside a
-// GPU, else on the disk.
-inline size_t room_elsewhere(const Options& o) {
-    if (kHostIsDevice) return room_on_disk();
-    return o.has("--host-memory") ? parse_bytes(o.host_memory, "--host-memory") : SIZE_MAX;
+// What may live elsewhere than on the device because --memory moves it.
+inline BesideDevice room_beside_device(const Options& o) {
+    BesideDevice room = {.files = room_on_disk()};
+    if (o.has("--host-memory")) room.pinned = parse_bytes(o.host_memory, "--host-memory");
+    return room;
 }

@@ -291,8 +291,6 @@ inline void RunInputs::check_base() const {
 inline void RunInputs::check_home(const char* option, const std::string& home) const {
     if (home == "host" && kHostIsDevice)
         fail("%s host: on a CPU the host's memory is the device's; %s disk takes none", option, option);
-    if (home == "disk" && !kHostIsDevice)
-        fail("%s disk: beside a GPU what is trained can live in host memory: %s host", option, option);
 }
 
 // Fails where a frozen model's weights cannot live there.

@@ -70,12 +70,16 @@ inline std::string block_range(const std::string& path) {
 }
 
 // The seconds that a block's transfers take in a phase, "forward" or "backward": the same of all its blocks.
+// A disk reads or writes; a link carries both ways at once.
 inline double moving_seconds(const Plan& plan, const std::vector<Segment>& segments, const std::string& phase,
                              const Rates& rates) {
     const auto is_of = [&](const std::string& range) { return range.starts_with(phase); };
-    double seconds = 0;
+    std::array<double, kWays> sums = {};
     for (const Transfer& t : plan.transfers)
-        if (!t.waits && is_of(t.range)) seconds += rates.seconds(t);
+        if (!t.waits && is_of(t.range)) sums[static_cast<size_t>(t.way)] += rates.seconds(t);
+    const auto of = [&](Way way) { return sums[static_cast<size_t>(way)]; };
+    const double seconds =
+        std::max({of(Way::DiskRead) + of(Way::DiskWrite), of(Way::FromHost), of(Way::ToHost)});
     const auto blocks =
         std::count_if(segments.begin(), segments.end(), [&](const Segment& s) { return is_of(s.block); });
     return seconds / static_cast<double>(std::max<ptrdiff_t>(blocks, 1));

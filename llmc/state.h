@@ -15,12 +15,9 @@
 #include "llmc/model.h"
 #include "llmc/quantize8.cuh"
 #include "llmc/split.h"
+#include "llmc/work.h"
 
 static_assert(kParameterAlignment % kQuantizedBlock == 0);
-
-// Where weights and what belongs to them live.
-enum class Home { Device, Host, Disk };
-inline constexpr const char* kHomeNames[] = {"device", "host", "disk"};
 
 enum class Optimizer { AdamW, Sgd };
 // What completes bf16 weights to fp32: a copy, or the 16 missing bits (split.h), or nothing: then updates

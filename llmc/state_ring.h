@@ -17,23 +17,27 @@ class StateRing {
     // Where the chunks are. A rehearsal needs none.
     void use(Elsewhere* place) { place_ = place; }
 
-    // Takes so many rooms, or as many as a block has chunks where that is negative, until give_back(), for an
-    // update of all units of a state in the given order, and has the first chunks come.
+    // How many rooms there are at the most where so many are wanted: negative, as many as a block has chunks.
     template <class T>
-    void take(const State<T>& state, const std::vector<int>& units, int rooms) {
+    static size_t most_rooms(const State<T>& state, int wanted) {
+        const auto of_block = [](const StateChunk& c) { return c.unit == 1; };
+        const auto& chunks = state.chunks();
+        if (wanted < 0) return static_cast<size_t>(std::count_if(chunks.begin(), chunks.end(), of_block));
+        return std::min(static_cast<size_t>(wanted), chunks.size());
+    }
+    // Takes the rooms, until give_back(), for an update of all units of a state in the given order, and has
+    // the first chunks come.
+    template <class T>
+    void take(const State<T>& state, const std::vector<int>& units, int wanted) {
         order_.clear();
+        way_ = way_from(state.options.updated);
         bytes_ = state.chunk_bytes();
         begun_ = 0;
-        size_t of_block = 0;
-        for (const int unit : units) {
-            const size_t before = order_.size();
+        for (const int unit : units)
             for (size_t c = 0; c < state.chunks().size(); c++)
                 if (state.chunks()[c].unit == unit) order_.push_back(c);
-            if (unit == 1) of_block = order_.size() - before;
-        }
         next_ = 0;
-        const size_t wanted = rooms < 0 ? of_block : static_cast<size_t>(rooms);
-        for (size_t i = 0; i < std::min(wanted, order_.size()); i++) {
+        for (size_t i = 0; i < std::min(most_rooms(state, wanted), order_.size()); i++) {
             const auto room_bytes = static_cast<int64_t>(bytes_ + kElsewhereAlignment);
             rooms_.push_back({arena_.take<uint8_t>("state_room", {room_bytes}, "optimizer_state"), 0});
             exchange(rooms_.back(), {}, i);
@@ -67,8 +71,8 @@ class StateRing {
                 note_transfer({Transfer::State, false, way, static_cast<double>(bytes_)});
                 room.number = begun_++;
             };
-            if (out) note(way_back(kFromElsewhere));
-            if (in < order_.size()) note(kFromElsewhere);
+            if (out) note(way_back(way_));
+            if (in < order_.size()) note(way_);
             return;
         }
         const auto at = [&](size_t i) { return uint64_t{order_[i]} * bytes_; };
@@ -79,7 +83,7 @@ class StateRing {
     }
     void join(const Room& room) {
         if (arena_.rehearsing())
-            return note_transfer({Transfer::State, true, kFromElsewhere, 0, static_cast<int>(room.number)});
+            return note_transfer({Transfer::State, true, way_, 0, static_cast<int>(room.number)});
         const Waiting waiting(Transfer::State);
         place_->join(room.number, stream_);
     }
@@ -87,6 +91,7 @@ class StateRing {
     Arena& arena_;
     const Stream& stream_;
     Elsewhere* place_ = nullptr;
+    Way way_ = Way::DiskRead;    // of what comes
     size_t bytes_ = 0;           // of a chunk
     size_t begun_ = 0;           // transfers of a rehearsal
     std::vector<size_t> order_;  // of the chunks

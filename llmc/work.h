@@ -61,13 +61,14 @@ struct Work {
     Variant variant = {};
 };
 
+// Where weights and what belongs to them live, and inputs of blocks wait.
+enum class Home { Device, Host, Disk };
+inline constexpr const char* kHomeNames[] = {"device", "host", "disk"};
+
 // What goes between the device and where else things live while operations run (residence.h, parking.h).
 enum class Way { DiskRead, DiskWrite, FromHost, ToHost };
 constexpr size_t kWays = 4;
 inline constexpr const char* kWayNames[kWays] = {"disk_read", "disk_write", "from_host", "to_host"};
-
-// How what is trained or parked elsewhere (elsewhere.h) comes back to the device.
-constexpr Way kFromElsewhere = kHostIsDevice ? Way::DiskRead : Way::FromHost;
 
 constexpr Way way_back(Way way) {
     return way == Way::DiskRead    ? Way::DiskWrite
@@ -75,6 +76,8 @@ constexpr Way way_back(Way way) {
            : way == Way::FromHost  ? Way::ToHost
                                    : Way::FromHost;
 }
+// How it comes to the device from where it lives.
+constexpr Way way_from(Home home) { return home == Home::Host ? Way::FromHost : Way::DiskRead; }
 
 // A transfer that begins, or the wait for one, and for all of its kind before it.
 struct Transfer {

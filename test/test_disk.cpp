@@ -13,6 +13,7 @@
 #include "llmc/disk_reader.h"
 #include "llmc/disk_threads.h"
 #include "llmc/elsewhere_disk.h"
+#include "llmc/elsewhere_staged.h"
 #include "test/file_helpers.h"
 
 namespace {
@@ -255,10 +256,8 @@ TEST(DiskElsewhere, HasAnyBytesOfTheHosts) {
 }
 
 // Rooms go and come while others do, in one room after what it had went.
-TEST_P(DiskQueues, ExchangeRooms) {
-    const TempFolder folder;
-    constexpr size_t kRoom = 2 * kRequestBytes + 3 * kSector, kRooms = 3, kChunks = 11;
-    DiskElsewhere place(folder.path(), kChunks * kRoom, "--state disk", GetParam());
+constexpr size_t kRoom = 2 * kRequestBytes + 3 * kSector, kRooms = 3, kChunks = 11;
+void exchange_rooms(Elsewhere& place) {
     for (size_t c = 0; c < kChunks; c++)
         place.write(c * kRoom, kRoom, noise(kRoom, static_cast<unsigned>(c)).data());
     const DeviceBuffer memory(kRooms * (kRoom + kElsewhereAlignment), "rooms");
@@ -281,6 +280,20 @@ TEST_P(DiskQueues, ExchangeRooms) {
         place.read(c * kRoom, kRoom, got.data());
         ASSERT_EQ(got, noise(kRoom, static_cast<unsigned>(100 + c))) << c;
     }
+}
+
+TEST_P(DiskQueues, ExchangeRooms) {
+    const TempFolder folder;
+    DiskElsewhere place(folder.path(), kChunks * kRoom, "--state disk", GetParam());
+    exchange_rooms(place);
+}
+
+// As beside a GPU.
+TEST_P(DiskQueues, ExchangeRoomsThroughOthers) {
+    const TempFolder folder;
+    auto file = std::make_unique<DiskElsewhere>(folder.path(), kChunks * kRoom, "--state disk", GetParam());
+    StagedElsewhere place(std::move(file), kRoom, kRooms);
+    exchange_rooms(place);
 }
 
 }  // namespace

@@ -222,8 +222,9 @@ def test_embeddings_that_live_elsewhere_come_in_time(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("options", [(), ("--update-in-backward", "--clip", 0, "--adam-m", "8bit", "--adam-v", "8bit")], ids=str)
-def test_what_is_trained_lives_in_host_memory(tmp_path, options):
-    """Blocks' weights go back changed, and chunks of the optimizer's state pass through their ring."""
+def test_what_is_trained_lives_elsewhere(tmp_path, options):
+    """Blocks' weights go back changed, and chunks of the optimizer's state pass through their ring: in host memory, or through
+    it to a file."""
     make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
          *MODELS["llama"])
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
@@ -232,11 +233,17 @@ def test_what_is_trained_lives_in_host_memory(tmp_path, options):
     for name, (more, environment) in {
             "host": (("--weights", "host", "--state", "host"), {"GPU_ORDER": "late", "GPU_SEED": "3"}),
             "early": (("--weights", "host", "--state", "host", "--park", "all"), {"GPU_ORDER": "early", "GPU_SEED": "4"}),
-            "state": (("--state", "host"), {"GPU_ORDER": "late", "GPU_SEED": "5"})}.items():
-        assert logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, *more)[:2] == first, name
+            "state": (("--state", "host"), {"GPU_ORDER": "late", "GPU_SEED": "5"}),
+            "disk": (("--weights", "disk", "--state", "disk"), {"GPU_ORDER": "late", "GPU_SEED": "6"}),
+            "disk early": (("--weights", "disk", "--state", "disk", "--state-rooms", 3), {"GPU_ORDER": "early", "GPU_SEED": "7"}),
+            "block": (("--state", "disk", "--state-rooms", "block"), {"GPU_SEED": "8"})}.items():
+        lines, files, said = logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, *more)
+        assert (lines, files) == first, name
+        assert re.search(r"waited +[\d.]+%", said)
 
 
-def test_gradients_live_in_host_memory(tmp_path):
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_gradients_live_elsewhere(tmp_path, home):
     """They come to be added to, go back, and come again to update."""
     make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
          *MODELS["llama"])
@@ -245,25 +252,26 @@ def test_gradients_live_in_host_memory(tmp_path):
     first = logged(played("bf16"), tmp_path / "device", tmp_path, *options)[:2]
     for name, (more, environment) in {
             "late": ((), {"GPU_ORDER": "late", "GPU_SEED": "3"}),
-            "early": (("--state", "host", "--weights", "host"), {"GPU_ORDER": "early", "GPU_SEED": "4"}),
+            "early": (("--state", home, "--weights", home), {"GPU_ORDER": "early", "GPU_SEED": "4"}),
             "by block": (("--park", "all", "--by-block"), {"GPU_ORDER": "late", "GPU_SEED": "5"})}.items():
-        lines = logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, "--gradients", "host", *more)[:2]
+        lines = logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, "--gradients", home, *more)[:2]
         assert name == "by block" or lines == first, name
 
 
 def test_memory_chooses_what_waits_in_host_memory():
-    """Within what is offered; and, where that is faster, what would fit without."""
+    """Within what is offered; where that is faster, what would fit without; and in files what it has no room for."""
     train = played("bf16")
     options = ("--model", "d12", "--batch", 8, "--seq-len", 1024, "--memory")
     for memory, host, moved in ((1500, 4096, " --state host"), (900, 4096, " --gradients host --state host --park all"),
-                                (700, 4096, " --weights host --gradients host --state host --park all"), (2400, 100, " --park all")):
+                                (700, 4096, " --weights host --gradients host --state host --park all"),
+                                (700, 400, " --weights host --gradients disk --state disk"), (2400, 100, " --park all")):
         plan = train.plan(*options, f"{memory}MiB", "--host-memory", f"{host}MiB")
         assert moved in plan["choice"][0]["residences"]
         assert plan["totals"]["total"] <= memory << 20 and 0 < plan["elsewhere"]["pinned_host"] <= host << 20
         assert plan["gpu"] == "A100" and plan["rates"] == "nominal"
     resident = train.plan(*options, "2400MiB")
     assert not any(resident["elsewhere"].values()) and resident["estimated_seconds"] > plan["estimated_seconds"]
-    for more, named in (((), "less with --host-memory SIZE"), (("--host-memory", "100MiB"), "a larger --host-memory"),
+    for more, named in (((), "less with --host-memory SIZE"), (("--host-memory", "10MiB"), "a larger --host-memory, or a TMPDIR"),
                         (("--host-memory", "lots"), "--host-memory 'lots'")):
         error = train(*options, "1500MiB", *more, "--plan", code=2).stderr.decode()
         assert named in error and error.count("\n") == 1

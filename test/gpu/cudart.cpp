@@ -594,6 +594,11 @@ cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) {
 cudaError_t cudaEventSynchronize(cudaEvent_t e) {
     return call([&] { device().wait(event_of(e)); });
 }
+cudaError_t cudaEventQuery(cudaEvent_t e) {
+    bool happened = false;
+    const cudaError_t status = call([&] { happened = device().has_happened(event_of(e)); });
+    return status == cudaSuccess && !happened ? cudaErrorNotReady : status;
+}
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t a, cudaEvent_t b) {
     return call([&] {
         device().wait(event_of(a));

@@ -120,6 +120,14 @@ class Device {
         for (Stream* s : streams_) finish(s, e->clock[static_cast<size_t>(s->index)]);
         host_knows(e->clock);
     }
+    // The host looks whether that is done, and knows it then.
+    bool has_happened(const Event* e) {
+        not_while_recording("cudaEventQuery");
+        for (const Stream* s : streams_)
+            if (s->done < e->clock[static_cast<size_t>(s->index)]) return false;
+        host_knows(e->clock);
+        return true;
+    }
     void wait(Stream* s) {
         not_while_recording("cudaStreamSynchronize");
         finish(s);

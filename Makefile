@@ -140,10 +140,19 @@ $(CUDA_FLAGS): FORCE
 	$(check_nvcc)$(check_archs)@mkdir -p $(@D)
 	@echo '$(NVCCFLAGS) $(CUDA_LIBS)' | cmp -s - $@ || echo '$(NVCCFLAGS) $(CUDA_LIBS)' > $@
 
+# The update for the host's cores is of the host's compiler, from the sources that nvcc makes the rest of; of what both
+# have under one name it keeps its own to itself.
+build/update_on_host-fp32.o build/update_on_host-bf16.o: build/update_on_host-%.o: llmc/update_on_host.cpp Makefile
+	@mkdir -p $(@D)
+	$(CXX) $(CXXFLAGS) -fno-gnu-unique $(if $(filter bf16,$*),-DLLMC_BF16) -MF $@.d -MT $@ -c $< -o $@.all
+	ld -r --force-group-allocation $@.all -o $@.one
+	objcopy --keep-global-symbol=update_on_host $@.one $@
+	@rm -f $@.all $@.one
+
 build/cuda-fp32/train: DEFINES :=
 build/cuda-bf16/train: DEFINES := -DLLMC_BF16
-build/cuda-fp32/train build/cuda-bf16/train: train_gpt.cu Makefile $(CUDA_FLAGS)
-	$(call compile_cuda,$(DEFINES))
+build/cuda-fp32/train build/cuda-bf16/train: build/cuda-%/train: train_gpt.cu Makefile build/update_on_host-%.o $(CUDA_FLAGS)
+	$(call compile_cuda,$(DEFINES),build/update_on_host-$*.o)
 
 # Debian's packages. With deps, building and training; test-deps adds what the tests need, Python's side in .venv.
 DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libpcre2-dev libutf8proc-dev libsentencepiece-dev liburing-dev
@@ -222,6 +231,7 @@ $(EMULATED)/lib/libgpu.so: $(wildcard test/gpu/*.cpp test/gpu/*.h) Makefile
 	    $(filter %.cpp,$^) -o $@ -Wl,--version-script=$(@D)/exports -ldnnl
 	@ln -sf $(@F) $(@D)/libcudart.so.$(CUDA_MAJOR)
 	@ln -sf $(@F) $(@D)/libcublasLt.so.$(CUDA_MAJOR)
+# $(call compile_emulated,FLAGS,LIBRARIES)
 define compile_emulated
 @mkdir -p $(@D)
 $(NVCC) $(1) $(EMULATED_FLAGS) $(COVERAGE:1=-Xcompiler --coverage) $(NVCC_WERROR) -MF $@.d -MT $@ -c $< -o $@.o
@@ -229,8 +239,8 @@ $(NVCC) $@.o -o $@ -cudart shared $(COVERAGE:1=-Xcompiler --coverage) $(EMULATED
 endef
 $(EMULATED)/train-fp32: DEFINES :=
 $(EMULATED)/train-bf16: DEFINES := -DLLMC_BF16
-$(EMULATED_TRAINERS): train_gpt.cu Makefile | $(EMULATED)/lib/libgpu.so
-	$(call compile_emulated,$(DEFINES))
+$(EMULATED_TRAINERS): $(EMULATED)/train-%: train_gpt.cu Makefile build/update_on_host-%.o | $(EMULATED)/lib/libgpu.so
+	$(call compile_emulated,$(DEFINES),build/update_on_host-$*.o)
 $(EMULATED)/faults: test/gpu/faults.cu Makefile | $(EMULATED)/lib/libgpu.so
 	$(call compile_emulated)
 $(EMULATED)/test_%: test/test_%.cpp Makefile | $(EMULATED)/lib/libgpu.so
@@ -362,4 +372,4 @@ clean:
 help:
 	@sed '/^#/!Q; s/^# \?//' Makefile
 
--include $(wildcard build/*/*.d build/test/*/*.d build/bench/*/*.d)
+-include $(wildcard build/*.d build/*/*.d build/test/*/*.d build/bench/*/*.d)

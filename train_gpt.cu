@@ -38,6 +38,7 @@
 #include "llmc/global_norm.cuh"
 #include "llmc/graph.h"
 #include "llmc/head_norm.cuh"
+#include "llmc/host_updates.h"
 #include "llmc/lora.cuh"
 #include "llmc/matmul.h"
 #include "llmc/matmul_search.h"
@@ -475,6 +476,19 @@ class Trainer {
     }
     void report_stored();
     void report_elsewhere();
+    // Whether the host's cores update: what there is to update is with them.
+    bool updates_on_host() const { return o_.updates == "host" && !trained().chunks().empty(); }
+    bool gradients_stay_with_host() const {
+        return updates_on_host() && gpt_.lends_gradients() && !norm_of_each_unit_;
+    }
+    bool is_block(int unit) const { return 0 < unit && unit <= config_.layers; }
+    // Where that of a unit is, given where it is on the device; with `on_host` blocks' are in that place.
+    template <class E>
+    UnitMemory<E> memory_of(int unit, E* on_device, bool on_host, const Elsewhere* place) const {
+        if (!on_host || !is_block(unit)) return {on_device, false};
+        const auto block = static_cast<uint64_t>(unit - 1);
+        return {place ? reinterpret_cast<E*>(place->address(block * model_.block_bytes())) : nullptr, true};
+    }
     // Where is what is trained and not on the device: the blocks, their gradients, and what only updates
     // need.
     Place place_of_trained_blocks() const;
@@ -505,6 +519,7 @@ class Trainer {
     Arena arena_;
     Gpt gpt_;
     StateRing ring_;
+    HostUpdates<floatX> host_updates_;
     std::vector<Feeder> feeders_;  // of the micro-batches that are on their way together
     std::optional<SequenceLoader> loader_, val_loader_;
     MicroBatchOptions micro_;
@@ -575,16 +590,16 @@ bool Trainer::train_step() {
     metrics_.step_begins(step_);
     const float loss_scale = step_loss_scale();
     const double rate = learning_rate(o_.schedule, step_, o_.steps, o_.warmup, o_.lr, o_.min_lr);
-    set_factors(factors_,
-                {.lr = static_cast<float>(rate),
-                 .beta1 = static_cast<float>(o_.beta1),
-                 .beta2 = static_cast<float>(o_.beta2),
-                 .epsilon = static_cast<float>(o_.eps),
-                 .weight_decay = static_cast<float>(o_.weight_decay),
-                 .clip = static_cast<float>(o_.clip),
-                 .step = static_cast<int>(step_ + 1),
-                 .seed = o_.seed},
-                stream_);
+    const OptimizerStep step = {.lr = static_cast<float>(rate),
+                                .beta1 = static_cast<float>(o_.beta1),
+                                .beta2 = static_cast<float>(o_.beta2),
+                                .epsilon = static_cast<float>(o_.eps),
+                                .weight_decay = static_cast<float>(o_.weight_decay),
+                                .clip = static_cast<float>(o_.clip),
+                                .step = static_cast<int>(step_ + 1),
+                                .seed = o_.seed};
+    set_factors(factors_, step, stream_);
+    host_updates_.use(step);
     device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
     for (int first = 0; first < o_.grad_accum; first += passes()) {
         if (first > 0 && interrupted) return false;
@@ -653,12 +668,13 @@ void Trainer::micro_batch(float loss_scale) {
     if (o_.update_in_backward) {  // each unit when its gradients are complete
         std::vector<int> units;
         for (int unit = config_.layers + 1; unit >= 0; unit--) units.push_back(unit);
-        ring_.take(trained(), units, o_.state_rooms);
+        if (!updates_on_host()) ring_.take(trained(), units, o_.state_rooms);
     }
     std::vector<const DeviceBatch*> batches;
     for (const Feeder& feeder : feeders_) batches.push_back(&feeder.batch());
     gpt_.forward_backward(batches, micro_, loss_scale, metrics_.loss(), consume_);
     ring_.give_back();
+    host_updates_.give_back();
 }
 
 void Trainer::update() {
@@ -672,23 +688,24 @@ void Trainer::update() {
         TensorF norm = metrics_.norms().rows_at(0, 1);
         norm_of_sums(norm, metrics_.sums(), stream_);
     }
-    ring_.take(state, units, o_.state_rooms);
+    if (!updates_on_host()) ring_.take(state, units, o_.state_rooms);
     for (const int unit : units) {
-        const int layer = unit - 1, last = config_.layers - 1;
-        const int next = layer < last ? layer + 1 : kNoLoan;
+        const int next = unit < config_.layers ? unit : kNoLoan;
         TensorX gradients;
         {
             Range range_of_unit("update", unit);
-            if (lends_trained() && layer >= 0 && layer <= last) gpt_.borrow(layer, next);
-            gradients = gpt_.gradients_of(unit, next);
+            if (lends_trained() && is_block(unit) && !updates_on_host()) gpt_.borrow(unit - 1, next);
+            if (!is_block(unit) || !gradients_stay_with_host()) gradients = gpt_.gradients_of(unit, next);
         }
         update_unit(unit, gradients.data());
     }
     gpt_.give_back();
     ring_.give_back();
+    host_updates_.give_back();
 }
 
-// Updates the weights of a unit with its gradients: in one launch, or chunk by chunk as its state comes.
+// Updates the weights of a unit with its gradients: in one launch, chunk by chunk as its state comes, or by
+// the host.
 void Trainer::update_unit(int unit, const floatX* gradients) {
     Range range("update", unit);
     const State<floatX>& state = trained();
@@ -699,11 +716,17 @@ void Trainer::update_unit(int unit, const floatX* gradients) {
         TensorF scratch = arena_.take<float>("norm_partials", {kNormBlocks});
         global_norm(norm, scratch, gradients, u.size, stream_);
     }
+    if (updates_on_host())
+        return host_updates_.update(
+            state, unit,
+            memory_of(unit, state.template data<floatX>(StatePart::Weights, u.offset), lends_trained(),
+                      trained_blocks_.get()),
+            memory_of(unit, gradients, gradients_stay_with_host(), block_gradients_.get()), norm);
     floatX* const weights = gpt_.weights_to_update(unit);
     if (state.chunks().empty())
-        return optimizer_update(factors_, state, u, weights, gradients, norm, stream_);
+        return optimizer_update(factors_, arrays_of_unit(state, u, weights, gradients), norm, stream_);
     ring_.update(state, unit, [&](const StateChunk& chunk, char* room) {
-        optimizer_update(factors_, state, u, chunk, room, weights, gradients, norm, stream_);
+        optimizer_update(factors_, arrays_of_chunk(state, u, chunk, room, weights, gradients), norm, stream_);
     });
 }
 
@@ -2029,6 +2052,7 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
            {pointer_to(quantized_), pointer_to(quantized_head_), pointer_to(embeddings_)}, trained(),
            o_.attention == "hopper"),
       ring_(arena_, stream_),
+      host_updates_(arena_, stream_),
       norm_of_each_unit_(o_.clip_per_block || o_.update_in_backward),
       square_sums_(make_square_sums()),
       metrics_(static_cast<int64_t>(model_.layout.units().size()), norm_of_each_unit_,
@@ -2156,6 +2180,7 @@ void Trainer::report_elsewhere() {
         report_.pinned += p.pinned();
         report_.working += p.in_file();
     }
+    if (updates_on_host()) report_.pinned += HostUpdates<floatX>::pinned_bytes(trained());
     if (embeddings_) {
         if (embeddings_->home() == Home::Disk) report_.on_disk += embeddings_->bytes();
         report_.pinned += embeddings_->pinned_bytes();
@@ -2317,6 +2342,7 @@ void Trainer::make_places() {
     gpt_.park_in(parking_.get(), parked_layers(), passes());
     trained().lie_in(trained_blocks_.get(), block_gradients_.get(), updated_state_.get());
     ring_.use(updated_state_.get());
+    if (updates_on_host()) host_updates_.allocate(trained(), *updated_state_);
     if (trained_blocks_) {
         residence_ = std::make_unique<TrainedResidence>(*trained_blocks_, model_.block_bytes());
         gpt_.borrow_from(residence_.get(), loan_way(), loan_bytes());
@@ -2576,6 +2602,7 @@ Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
     const bool has_state = o.optimizer == "adamw" || (std::is_same_v<floatX, bf16> && o.master != "none");
     if (!o.has("--gradients") && !frozen && !o.update_in_backward && moves) m.gradients = homes;
     if (!o.has("--state") && !frozen && has_state && moves) m.state = {homes.back()};
+    m.updates = !kHostIsDevice && !o.has("--updates");
     m.rooms = !o.has("--state-rooms");
     m.inputs = !o.has("--park") && moves;
     return m;

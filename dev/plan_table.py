@@ -60,7 +60,7 @@ CASES = """
     --memory 24000MiB --host-memory 400GiB
 """
 ALL_THE_MEMORY = "1000000GiB"
-WAITS = ("disk", "link")
+WAITS = ("disk", "link", "host")
 
 
 def fail(message):

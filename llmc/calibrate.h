@@ -25,6 +25,7 @@
 #include "llmc/device_rates.h"
 #include "llmc/elsewhere_disk.h"
 #include "llmc/elsewhere_host.h"
+#include "llmc/host_updates.h"
 #include "llmc/global_norm.cuh"
 #include "llmc/head_norm.cuh"
 #include "llmc/lora.cuh"
@@ -427,6 +428,7 @@ class Calibration {
 
     static constexpr int kTransfers = 6;
     static constexpr size_t kTransferred = size_t{16} << 20;  // bytes
+    static constexpr int64_t kHostUpdated = 1 << 20;          // parameters
 
     void measure_transfers() {
         const std::unique_ptr<char, decltype(&std::free)> room(
@@ -447,10 +449,32 @@ class Calibration {
         };
         measure_way(Way::ToHost, [&](uint64_t i) { copy(i * kTransferred, std::nullopt); });
         measure_way(Way::FromHost, [&](uint64_t i) { copy(std::nullopt, i * kTransferred); });
+        measure_host_update();
+    }
+    // AdamW with all of its state in fp32, in as many places one after another, so that no cache has them.
+    void measure_host_update() {
+        std::vector<T> weights(kTransfers * kHostUpdated), gradients(weights.size());
+        std::vector<float> state[3];
+        for (auto& s : state) s.resize(weights.size());
+        const UpdateFactors factors = factors_of({1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1});
+        const auto arrays = [&](uint64_t i) {
+            const size_t at = i * kHostUpdated;
+            return UpdateArrays<T>{.weights = &weights[at],
+                                   .gradients = &gradients[at],
+                                   .master = &state[0][at],
+                                   .m = {Moment::Fp32, &state[1][at], nullptr},
+                                   .v = {Moment::Fp32, &state[2][at], nullptr},
+                                   .n = kHostUpdated};
+        };
+        const auto update = [&](uint64_t i) {
+            const UpdateArrays<T> a = arrays(i);
+            update_on_host(&a, &factors, 0);
+        };
+        measure_way(Way::HostUpdate, update, update_bytes(arrays(0)));
     }
     // Of several transfers the median, and of two rounds the better one.
     template <class Move>
-    void measure_way(Way way, Move&& move) {
+    void measure_way(Way way, Move&& move, double bytes = kTransferred) {
         std::vector<double> seconds;
         for (int i = 0; i < kTransfers; i++) {
             const WallClock clock;
@@ -459,7 +483,7 @@ class Calibration {
             seconds.push_back(clock.seconds());
         }
         double& rate = rates_.transfers[static_cast<size_t>(way)];
-        const double now = static_cast<double>(kTransferred) / statistics(std::move(seconds)).median;
+        const double now = bytes / statistics(std::move(seconds)).median;
         rate = std::isfinite(rate) ? std::max(rate, now) : now;
     }
 

@@ -116,11 +116,12 @@ DeviceRates nominal_rates(double threads = omp_get_max_threads()) {
 
 // The same of what moves beside the operations, in bytes/s by Way. A disk beside a GPU is an NVMe drive on
 // four lanes of PCI Express 4, which reach 7 GB/s reading and some 5 writing; another is the virtual one that
-// dev/results/streaming.md was measured on.
-inline std::array<double, 4> nominal_transfers() {
-    if (kHostIsDevice) return {1e9, 1e9, kFree, kFree};
+// dev/results/streaming.md was measured on. A GPU's host has eight channels of DDR4-3200, of whose 205 GB/s
+// an update is thought to reach half.
+inline std::array<double, kWays> nominal_transfers() {
+    if (kHostIsDevice) return {1e9, 1e9, kFree, kFree, kFree};
     const double link = nominal_gpu().link * 0.8;
-    return {7e9, 5e9, link, link};
+    return {7e9, 5e9, link, link, 100e9};
 }
 
 // The side of a large square product whose three matrices fit `room` bytes: a multiple of 256 on a GPU, on a

@@ -26,6 +26,8 @@ class Elsewhere {
     // Copies any bytes from or to the host, now. Nothing is under way then.
     virtual void read(uint64_t at, size_t bytes, void* host) const = 0;
     virtual void write(uint64_t at, size_t bytes, const void* host) = 0;
+    // Where those bytes are in the host's memory; null where they are not.
+    virtual char* address(uint64_t /*at*/) const { return nullptr; }
     // Begins to store a room's bytes at `to`, and then to fetch as many from `from` into it; either may be
     // none. Both come behind what the stream was given so far. Returns a number to join it by.
     virtual size_t exchange(char* room, size_t bytes, std::optional<uint64_t> to,

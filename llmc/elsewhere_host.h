@@ -19,6 +19,7 @@ class HostElsewhere : public Elsewhere {
     void write(uint64_t at, size_t bytes, const void* host) override {
         std::memcpy(memory_.data() + at, host, bytes);
     }
+    char* address(uint64_t at) const override { return memory_.data() + at; }
     size_t exchange(char* room, size_t bytes, std::optional<uint64_t> to, std::optional<uint64_t> from,
                     Stream stream) override {
         if (to) count_moved(Way::ToHost, bytes);

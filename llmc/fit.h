@@ -100,6 +100,7 @@ inline void remember_choice(const Options& given, Options& o) {
     if (o.embeddings != given.embeddings) remember("--embeddings", o.embeddings);
     if (o.gradients != given.gradients) remember("--gradients", o.gradients);
     if (o.state != given.state) remember("--state", o.state);
+    if (o.updates != given.updates) remember("--updates", o.updates);
     if (o.state_rooms != given.state_rooms) remember("--state-rooms", "block");
     if (o.park != given.park) remember("--park", "all");
     if (o.by_block != given.by_block) remember("--by-block", "true");

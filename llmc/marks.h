@@ -56,7 +56,7 @@ class Marks {
 };
 
 // How long the device waits, in a step, for what lives elsewhere, while nobody else measures that.
-class StepWaits : WaitListener {
+class StepWaits final : WaitListener {
   public:
     explicit StepWaits(Stream stream) : marks_(stream) {}
     ~StepWaits() { stop(); }

@@ -2,7 +2,8 @@
 // same decoupled decay; one kernel over all the formats in which a state may be kept (state.h).
 //
 // A warp updates a block of 256 elements, so that 8-bit moments find their block's scale without leaving it.
-// A format is a branch that all lanes take alike.
+// A format is a branch that all lanes take alike. Sums of products are fmaf() by name, so that compilers have
+// none to fuse: a GPU and its host's cores (host_updates.h) make the same bits.
 #pragma once
 
 #include <array>
@@ -220,11 +221,11 @@ SIMT_DEVICE void adamw(float* w, float* m, float* v, const float* gradients, con
                        float scale, int decayed) {
     for (int k = 0; k < kLaneElements; k++) {
         const float grad = gradients[k] * scale;
-        const float a = f.beta1 * m[k] + (1.f - f.beta1) * grad;
-        const float b = f.beta2 * v[k] + (1.f - f.beta2) * grad * grad;
+        const float a = fmaf(f.beta1, m[k], (1.f - f.beta1) * grad);
+        const float b = fmaf(f.beta2, v[k], (1.f - f.beta2) * grad * grad);
         const float decay = lane_offset(k) < decayed ? f.weight_decay : 0.f;
-        const float updated =
-            w[k] - f.lr * (a * f.m_correction / (sqrtf(b * f.v_correction) + f.epsilon) + decay * w[k]);
+        const float step = a * f.m_correction / (sqrtf(b * f.v_correction) + f.epsilon);
+        const float updated = fmaf(-f.lr, fmaf(decay, w[k], step), w[k]);
         m[k] = a;
         v[k] = b;
         w[k] = updated;
@@ -233,7 +234,7 @@ SIMT_DEVICE void adamw(float* w, float* m, float* v, const float* gradients, con
 SIMT_DEVICE void sgd(float* w, const float* gradients, const UpdateFactors& f, float scale, int decayed) {
     for (int k = 0; k < kLaneElements; k++) {
         const float decay = lane_offset(k) < decayed ? f.weight_decay : 0.f;
-        w[k] -= f.lr * (gradients[k] * scale + decay * w[k]);
+        w[k] = fmaf(-f.lr, fmaf(decay, w[k], gradients[k] * scale), w[k]);
     }
 }
 
@@ -330,21 +331,23 @@ __global__ void __launch_bounds__(1) set_factors_kernel(UpdateFactors* to, Updat
     *to = factors;
 }
 
-// Writes a step's factors to the device, for the updates that follow on the stream.
-inline void set_factors(UpdateFactors* factors, const OptimizerStep& o, Stream stream) {
+inline UpdateFactors factors_of(const OptimizerStep& o) {
     const auto correction = [&](float beta) {
         return static_cast<float>(1.0 / (1.0 - std::pow(double{beta}, o.step)));
     };
-    const UpdateFactors f{.lr = o.lr,
-                          .beta1 = o.beta1,
-                          .beta2 = o.beta2,
-                          .epsilon = o.epsilon,
-                          .weight_decay = o.weight_decay,
-                          .clip = o.clip,
-                          .m_correction = correction(o.beta1),
-                          .v_correction = correction(o.beta2),
-                          .random_key = random_key(o.seed, kRoundingStream, static_cast<uint64_t>(o.step))};
-    launch<set_factors_kernel>(1, 1, 0, stream, factors, f);
+    return {.lr = o.lr,
+            .beta1 = o.beta1,
+            .beta2 = o.beta2,
+            .epsilon = o.epsilon,
+            .weight_decay = o.weight_decay,
+            .clip = o.clip,
+            .m_correction = correction(o.beta1),
+            .v_correction = correction(o.beta2),
+            .random_key = random_key(o.seed, kRoundingStream, static_cast<uint64_t>(o.step))};
+}
+// Writes a step's factors to the device, for the updates that follow on the stream.
+inline void set_factors(UpdateFactors* factors, const OptimizerStep& o, Stream stream) {
+    launch<set_factors_kernel>(1, 1, 0, stream, factors, factors_of(o));
 }
 
 // One step on the arrays, by the factors that set_factors() wrote. The gradient is first scaled to a norm of
@@ -359,33 +362,29 @@ void optimizer_update(const UpdateFactors* factors, const UpdateArrays<T>& a, co
                                 norm.data());
 }
 
-// One step on a unit of the model (model.h), whose weights and gradients (unit.size) may lie anywhere.
+// The arrays of a unit of the model (model.h), whose weights and gradients (unit.size) may lie anywhere.
 template <class T>
-void optimizer_update(const UpdateFactors* factors, const State<T>& state, const Unit& unit, T* unit_weights,
-                      const T* unit_gradients, const Tensor<float>& norm, Stream stream) {
+UpdateArrays<T> arrays_of_unit(const State<T>& state, const Unit& unit, T* weights, const T* gradients) {
     const int64_t at = unit.offset;
     const StateOptions& s = state.options;
-    optimizer_update(factors,
-                     UpdateArrays<T>{.weights = unit_weights,
-                                     .gradients = unit_gradients,
-                                     .optimizer = s.optimizer,
-                                     .master_format = s.master,
-                                     .master = state.template data<void>(StatePart::Master, at),
-                                     .m = {s.m, state.template data<void>(StatePart::M, at),
-                                           state.template data<float>(StatePart::MScale, at)},
-                                     .v = {s.v, state.template data<void>(StatePart::V, at),
-                                           state.template data<float>(StatePart::VScale, at)},
-                                     .decayed = unit.decayed,
-                                     .n = unit.size,
-                                     .first = at},
-                     norm, stream);
+    return {.weights = weights,
+            .gradients = gradients,
+            .optimizer = s.optimizer,
+            .master_format = s.master,
+            .master = state.template data<void>(StatePart::Master, at),
+            .m = {s.m, state.template data<void>(StatePart::M, at),
+                  state.template data<float>(StatePart::MScale, at)},
+            .v = {s.v, state.template data<void>(StatePart::V, at),
+                  state.template data<float>(StatePart::VScale, at)},
+            .decayed = unit.decayed,
+            .n = unit.size,
+            .first = at};
 }
 
-// The same of a chunk of that unit, whose state has come to a room on the device.
+// The same of a chunk of that unit, whose state is in a room of chunk_bytes().
 template <class T>
-void optimizer_update(const UpdateFactors* factors, const State<T>& state, const Unit& unit,
-                      const StateChunk& chunk, char* room, T* unit_weights, const T* unit_gradients,
-                      const Tensor<float>& norm, Stream stream) {
+UpdateArrays<T> arrays_of_chunk(const State<T>& state, const Unit& unit, const StateChunk& chunk, char* room,
+                                T* unit_weights, const T* unit_gradients) {
     const int64_t at = chunk.first - unit.offset;
     const StateOptions& s = state.options;
     const auto from_chunk = [&](auto* p) { return p ? p + at : p; };  // null in a rehearsal
@@ -393,16 +392,14 @@ void optimizer_update(const UpdateFactors* factors, const State<T>& state, const
         return MomentArray{format, state.template in_chunk<void>(part, room),
                            state.template in_chunk<float>(scale, room)};
     };
-    optimizer_update(factors,
-                     UpdateArrays<T>{.weights = from_chunk(unit_weights),
-                                     .gradients = from_chunk(unit_gradients),
-                                     .optimizer = s.optimizer,
-                                     .master_format = s.master,
-                                     .master = state.template in_chunk<void>(StatePart::Master, room),
-                                     .m = moment(s.m, StatePart::M, StatePart::MScale),
-                                     .v = moment(s.v, StatePart::V, StatePart::VScale),
-                                     .decayed = unit.decayed - at,
-                                     .n = chunk.count,
-                                     .first = chunk.first},
-                     norm, stream);
+    return {.weights = from_chunk(unit_weights),
+            .gradients = from_chunk(unit_gradients),
+            .optimizer = s.optimizer,
+            .master_format = s.master,
+            .master = state.template in_chunk<void>(StatePart::Master, room),
+            .m = moment(s.m, StatePart::M, StatePart::MScale),
+            .v = moment(s.v, StatePart::V, StatePart::VScale),
+            .decayed = unit.decayed - at,
+            .n = chunk.count,
+            .first = chunk.first};
 }

@@ -61,7 +61,7 @@ struct Options {
     bool clip_per_block = false;
     std::string optimizer = "adamw", master = "fp32", adam_m = "fp32", adam_v = "fp32";
     std::string weights = "device", lend = "block", embeddings = "device", gradients = "device",
-                state = "device";
+                state = "device", updates = "device";
     int state_rooms = 32;  // chunks; -1: a block's
     int park = 0;          // layers; -1: all
     std::string recompute = "gelu";
@@ -349,6 +349,11 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
                    "where the optimizer's moments and the master live: they come to the device to be updated")
         ->check(one_of(kHomeNames))
         ->group(group);
+    app.add_option("--updates", o.updates,
+                   "beside a GPU, where a state in host memory is updated: on the device, to which it comes "
+                   "and from which it goes, or on the host's cores, to which gradients go")
+        ->check(CLI::IsMember({"device", "host"}))
+        ->group(group);
     app.add_option(
            "--state-rooms", o.state_rooms,
            "chunks of it that are on the device at a time, some 3 MB each; block: as many as a block has, "
@@ -364,9 +369,8 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
     app.add_option(
            "--memory", o.memory,
            "choose --recompute, --head-rows, --mlp-rows, --batch and --grad-accum so that all fits, as in "
-           "8GiB; and --weights, --lend, --embeddings, --state, --state-rooms, --park and --by-block where "
-           "that is not "
-           "enough")
+           "8GiB; and where that is not enough --weights, --lend, --embeddings, --gradients, --state, "
+           "--updates, --state-rooms, --park and --by-block")
         ->group(group);
     app.add_option("--host-memory", o.host_memory,
                    "beside a GPU, pinned host memory that --memory may have things wait in")
@@ -621,7 +625,7 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     if (among({"--matmul-algorithms"})) return kSearchesAlgorithms;
     if (among({"--tf32"})) return kHasTf32;
     if (among({"--recompute", "--head-rows", "--mlp-rows", "--weights", "--lend", "--embeddings",
-               "--gradients", "--state", "--state-rooms", "--park"}) &&
+               "--gradients", "--state", "--updates", "--state-rooms", "--park"}) &&
         o.has("--memory") && o.batch != 0)
         return false;  // chosen anew
     if (among({"--weights", "--lend", "--embeddings"}) && o.steps == 0)

@@ -76,7 +76,7 @@ template <int kBits>
 SIMT_HOST_DEVICE int encode_magnitude(float x) {
     float base = 0.f, inverse = 0.f, last = 0.f;
     octave_of_value<kBits>(x, base, inverse, last);
-    const float code = (x - base) * inverse + 0.5f;
+    const float code = fmaf(x - base, inverse, 0.5f);
     return static_cast<int>(code < last ? code : last);
 }
 

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <numeric>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -97,9 +98,10 @@ struct ProductRates {
 };
 
 // What a phase's time goes to.
-enum class Cost { Products, Attention, Passes, Disk, Link };
-constexpr size_t kCosts = 5;
-inline constexpr const char* kCostNames[kCosts] = {"products", "attention", "memory passes", "disk", "link"};
+enum class Cost { Products, Attention, Passes, Disk, Link, Host };
+constexpr size_t kCosts = 6;
+inline constexpr const char* kCostNames[kCosts] = {"products", "attention", "memory passes",
+                                                   "disk",     "link",      "host"};
 
 inline Cost cost_of(const Work& work) {
     if (work.product.m > 0) return Cost::Products;
@@ -107,6 +109,7 @@ inline Cost cost_of(const Work& work) {
 }
 
 inline Cost cost_of(Way way) {
+    if (way == Way::HostUpdate) return Cost::Host;
     return way == Way::DiskRead || way == Way::DiskWrite ? Cost::Disk : Cost::Link;
 }
 
@@ -127,7 +130,7 @@ inline constexpr const char* kCopyRate = "copy";
 
 // Bytes/s where nothing that moves takes time, by Way.
 constexpr double kFree = std::numeric_limits<double>::infinity();
-constexpr std::array<double, kWays> kNoLimits = {kFree, kFree, kFree, kFree};
+constexpr std::array<double, kWays> kNoLimits = {kFree, kFree, kFree, kFree, kFree};
 
 struct Rates {
     DeviceRates nominal;
@@ -186,7 +189,7 @@ struct PhaseTime {
     Cost bound() const {
         const auto of = [&](Cost c) { return busy[static_cast<size_t>(c)]; };
         const double computes = of(Cost::Products) + of(Cost::Attention) + of(Cost::Passes);
-        const Cost moves = of(Cost::Disk) >= of(Cost::Link) ? Cost::Disk : Cost::Link;
+        const Cost moves = static_cast<Cost>(std::max_element(busy.begin() + 3, busy.end()) - busy.begin());
         if (of(moves) > computes) return moves;
         return static_cast<Cost>(std::max_element(busy.begin(), busy.begin() + 3) - busy.begin());
     }
@@ -205,14 +208,14 @@ inline double seconds_waited(const PhaseTimes& phases, std::string_view phase = 
     double sum = 0;
     for (const PhaseTime& p : phases)
         if (phase.empty() || p.name == phase)
-            sum += p.seconds[static_cast<size_t>(Cost::Disk)] + p.seconds[static_cast<size_t>(Cost::Link)];
+            sum += std::accumulate(p.seconds.begin() + 3, p.seconds.end(), 0.0);
     return sum;
 }
 
 // When what is asked of a disk or of the link between host and device begins and is done. A disk does one
 // thing after the other; the link is one each way. What is fetched comes behind all that was stored before it
-// of its kind, as in elsewhere_host.h. What a GPU gets from a disk crosses the link while it is read, and
-// what goes there crosses it before (elsewhere_staged.h).
+// of its kind, as in elsewhere_host.h, and so does the host's update of it. What a GPU gets from a disk
+// crosses the link while it is read, and what goes there crosses it before (elsewhere_staged.h).
 class Media {
   public:
     explicit Media(const Rates& rates) : rates_(rates) {}
@@ -227,9 +230,10 @@ class Media {
             now = link = std::max(now, link) + rates_.seconds_moving(t.bytes, Way::ToHost);
         }
         double &free = free_of(t.way), &stored = stored_[t.of];
-        const double at = std::max({now, free, t.way == Way::FromHost ? stored : 0});
+        const bool follows = t.way == Way::FromHost || t.way == Way::HostUpdate;
+        const double at = std::max({now, free, follows ? stored : 0});
         double done = free = at + rates_.seconds(t);
-        if (t.way == Way::ToHost) stored = done;
+        if (t.way == Way::ToHost || t.way == Way::HostUpdate) stored = std::max(stored, done);
         if (t.way == Way::DiskRead && !kHostIsDevice) {
             double& link = free_of(Way::FromHost);
             link = std::max(at, link) + rates_.seconds_moving(t.bytes, Way::FromHost);

@@ -21,6 +21,7 @@ struct Movable {
     std::vector<std::string> embeddings = {};  // where else a frozen model's embeddings may live
     std::vector<std::string> gradients = {};   // the same of blocks' gradients,
     std::vector<std::string> state;            // and of what only updates need
+    bool updates = false;                      // and updates of what lives with the host: --updates host
     bool rooms = false;                        // and its rooms on the device: --state-rooms block
     bool inputs = false;                       // of blocks: --park all
 };
@@ -53,7 +54,7 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
     };
     const auto moves = [](const Options& o) { return o.weights != "device"; };
     const auto comes_in_backward = [](const Options& o) {
-        return o.state != "device" && o.update_in_backward;
+        return o.state != "device" && o.update_in_backward && o.updates == "device";
     };
     const int64_t sequences = int64_t{given.batch} * given.grad_accum;
     const bool may_go_together = !given.by_block && sequences > 1 && sequences <= kMostTogether;
@@ -62,10 +63,15 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
     vary_home(&Options::embeddings, movable.embeddings);
     vary_home(&Options::gradients, movable.gradients);
     vary_home(&Options::state, movable.state);
+    vary([&](Options& o) {
+        const bool with_host = o.state == "host" && o.weights != "disk" && o.gradients != "disk";
+        return o.updates = "host", movable.updates && with_host;
+    });
     vary([&](Options& o) { return o.state_rooms = -1, comes_in_backward(o) && movable.rooms; });
     vary([&](Options& o) { return o.park = -1, movable.inputs; });
     vary([&](Options& o) {
-        const bool moves_less = moves(o) || comes_in_backward(o) || o.gradients != "device";
+        const bool moves_less =
+            moves(o) || (o.state != "device" && o.update_in_backward) || o.gradients != "device";
         return o.by_block = true, may_go_together && moves_less;
     });
     return all;
@@ -79,6 +85,7 @@ inline std::string residences_text(const Options& chosen, const Options& given) 
     if (chosen.embeddings != given.embeddings) text += " --embeddings " + chosen.embeddings;
     if (chosen.gradients != given.gradients) text += " --gradients " + chosen.gradients;
     if (chosen.state != given.state) text += " --state " + chosen.state;
+    if (chosen.updates != given.updates) text += " --updates " + chosen.updates;
     if (chosen.state_rooms != given.state_rooms) text += " --state-rooms block";
     if (chosen.park != given.park) text += " --park all";
     if (chosen.by_block != given.by_block) text += " --by-block";

@@ -118,6 +118,7 @@ class RunInputs {
     }
     void check_home(const char* option, const std::string& home) const;
     void check_frozen_home(const char* option, const std::string& home) const;
+    void check_updates() const;
     void check_homes() const;
     void check_saved_base() const;
     std::vector<int> choose_first_prompt() const;
@@ -308,6 +309,17 @@ inline void RunInputs::check_frozen_home(const char* option, const std::string& 
         fail("%s %s: --save-base %s is for a base on the device", option, home.c_str(), o_.save_base.c_str());
 }
 
+// Fails where the host's cores cannot update.
+inline void RunInputs::check_updates() const {
+    if (kHostIsDevice) fail("--updates host: is for a GPU's host; on a CPU that is the device");
+    if (o_.has("--memory")) return;
+    if (o_.state != "host")
+        fail("--updates host: is of a state that lives in host memory, as --state host has it");
+    for (const auto& [home, option] : {std::pair(&o_.weights, "--weights"), {&o_.gradients, "--gradients"}})
+        if (*home == "disk" && !adapter)
+            fail("--updates host: %s disk: what the host updates is in its memory, or on the device", option);
+}
+
 // Fails where --weights, --embeddings or --state would have something live where it cannot.
 inline void RunInputs::check_homes() const {
     const bool trains_model = o_.steps > 0 && !adapter;
@@ -319,6 +331,7 @@ inline void RunInputs::check_homes() const {
             fail("--gradients %s: with --update-in-backward only one unit's are there at a time", gradients);
         check_home("--gradients", o_.gradients);
     }
+    if (o_.updates == "host" && o_.steps > 0) check_updates();
     if (o_.has("--state-rooms") && !o_.saved.count("--state-rooms") && o_.state == "device" &&
         !o_.has("--memory"))
         fail("--state-rooms: is of a state that lives elsewhere, as --state %s has it",

@@ -78,8 +78,8 @@ inline double moving_seconds(const Plan& plan, const std::vector<Segment>& segme
     for (const Transfer& t : plan.transfers)
         if (!t.waits && is_of(t.range)) sums[static_cast<size_t>(t.way)] += rates.seconds(t);
     const auto of = [&](Way way) { return sums[static_cast<size_t>(way)]; };
-    const double seconds =
-        std::max({of(Way::DiskRead) + of(Way::DiskWrite), of(Way::FromHost), of(Way::ToHost)});
+    const double seconds = std::max(
+        {of(Way::DiskRead) + of(Way::DiskWrite), of(Way::FromHost), of(Way::ToHost), of(Way::HostUpdate)});
     const auto blocks =
         std::count_if(segments.begin(), segments.end(), [&](const Segment& s) { return is_of(s.block); });
     return seconds / static_cast<double>(std::max<ptrdiff_t>(blocks, 1));

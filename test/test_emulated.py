@@ -258,17 +258,59 @@ def test_gradients_live_elsewhere(tmp_path, home):
         assert name == "by block" or lines == first, name
 
 
+FORMATS = {"fp32": (), "split": ("--master", "split", "--adam-m", "8bit", "--adam-v", "bf16"),
+           "no master": ("--master", "none", "--adam-v", "8bit"), "sgd": ("--optimizer", "sgd")}
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+def test_the_hosts_cores_update_to_the_same_bits(tmp_path, formats):
+    """In backward and after it, with weights and gradients on the device and with the host, in two or three orders."""
+    make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
+         *MODELS["llama"])
+    write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
+    options = ("--steps", 3, "--lr", 1e-3, "--clip", 1, "--eval-batches", 1, *FORMATS[formats])
+    for name, way in {"after": ("--grad-accum", 2), "in backward": ("--update-in-backward", "--clip-per-block")}.items():
+        first = logged(played("bf16"), tmp_path / name, tmp_path, *options, *way)[:2]
+        places = [(), ("--weights", "host")] + ([("--weights", "host", "--gradients", "host")] if name == "after" else [])
+        for i, (where, order) in enumerate(zip(places, ("late", "early", "random"))):
+            lines, files, said = logged(played("bf16", GPU_ORDER=order, GPU_SEED=str(i)), tmp_path / f"{name} {i}", tmp_path,
+                                        *options, *way, "--state", "host", "--updates", "host", *where)
+            assert (lines, files) == first, (name, where)
+            assert re.search(r"waited +[\d.]+%", said)
+
+
+def test_weights_in_fp32_are_updated_by_the_host_too(tmp_path):
+    """They go there and come back, and 8-bit moments with them."""
+    make(tmp_path / "model", "--family", "gpt2", "--layers", 2, "--vocab", VOCAB, "--positions", 64, *MODELS["gpt2"])
+    write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
+    options = ("--steps", 2, "--lr", 1e-3, "--eval-batches", 1, "--adam-m", "8bit")
+    first = logged(played("fp32"), tmp_path / "device", tmp_path, *options)[:2]
+    assert logged(played("fp32"), tmp_path / "host", tmp_path, *options, "--state", "host", "--updates", "host")[:2] == first
+
+
+@pytest.mark.parametrize("options, said", [
+    ((), "as --state host has it"), (("--state", "disk"), "as --state host has it"),
+    (("--state", "host", "--gradients", "disk"), "--gradients disk"), (("--state", "host", "--weights", "disk"), "--weights disk")])
+def test_what_the_host_cannot_update_is_said(options, said):
+    error = played("bf16")("--model", "d2", *options, "--updates", "host", "--plan", code=2).stderr.decode()
+    assert said in error and error.count("\n") == 1
+
+
 def test_memory_chooses_what_waits_in_host_memory():
     """Within what is offered; where that is faster, what would fit without; and in files what it has no room for."""
     train = played("bf16")
     options = ("--model", "d12", "--batch", 8, "--seq-len", 1024, "--memory")
-    for memory, host, moved in ((1500, 4096, " --state host"), (900, 4096, " --gradients host --state host --park all"),
-                                (700, 4096, " --weights host --gradients host --state host --park all"),
+    for memory, host, moved in ((1500, 4096, " --state host --updates host"),
+                                (900, 4096, " --gradients host --state host --updates host --park all"),
+                                (700, 4096, " --weights host --gradients host --state host --updates host --park all"),
                                 (700, 400, " --weights host --gradients disk --state disk"), (2400, 100, " --park all")):
         plan = train.plan(*options, f"{memory}MiB", "--host-memory", f"{host}MiB")
         assert moved in plan["choice"][0]["residences"]
         assert plan["totals"]["total"] <= memory << 20 and 0 < plan["elsewhere"]["pinned_host"] <= host << 20
         assert plan["gpu"] == "A100" and plan["rates"] == "nominal"
+    there = train.plan(*options, "1500MiB", "--host-memory", "4GiB", "--updates", "device")
+    assert there["choice"][0]["residences"] == " --state host"
+    assert there["estimated_seconds"] > 1.2 * train.plan(*options, "1500MiB", "--host-memory", "4GiB")["estimated_seconds"]
     resident = train.plan(*options, "2400MiB")
     assert not any(resident["elsewhere"].values()) and resident["estimated_seconds"] > plan["estimated_seconds"]
     for more, named in (((), "less with --host-memory SIZE"), (("--host-memory", "10MiB"), "a larger --host-memory, or a TMPDIR"),

@@ -654,8 +654,9 @@ void expect_unit_update(const StateOptions& options) {
     const DeviceArray<T> gradients(std::vector<T>(n, from_float<T>(0.5f)));
     const DeviceArray<float> norm(std::vector<float>{1});
     const DeviceFactors factors(Problem{}.step);
-    optimizer_update(factors.array.data(), state, unit,
-                     state.template data<T>(StatePart::Weights, unit.offset), gradients.data(),
+    optimizer_update(factors.array.data(),
+                     arrays_of_unit(state, unit, state.template data<T>(StatePart::Weights, unit.offset),
+                                    static_cast<const T*>(gradients.data())),
                      norm.tensor({1}), kStream);
     for (const StateBuffer& b : state.buffers()) {
         std::vector<char> host(b.bytes());

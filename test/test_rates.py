@@ -10,8 +10,8 @@ from trainer_runs import make, running, wait_for_line
 
 THREADS = 2
 MODEL = ("--model", "d4", "--batch", 4, "--seq-len", 64, "--head-rows", 0, "--threads", THREADS)
-COSTS = ["products", "attention", "memory passes", "disk", "link"]
-WAYS = ["disk_read", "disk_write", "from_host", "to_host"]
+COSTS = ["products", "attention", "memory passes", "disk", "link", "host"]
+WAYS = ["disk_read", "disk_write", "from_host", "to_host", "host_update"]
 
 
 def device_name():

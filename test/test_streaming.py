@@ -242,6 +242,7 @@ def test_without_io_uring_the_bits_are_the_same(train, wide, tmp_path):
     ({"--train": None, "--weights": "device", "--state": "host"}, "--state disk takes none"),
     ({"--train": None, "--weights": "device", "--gradients": "host"}, "--gradients disk takes none"),
     ({"--gradients": "disk"}, "trained whole"),
+    ({"--updates": "host"}, "is for a GPU's host"),
     ({"--model": "llama:d2", "--plan": True, "--out": None, "--log": None}, "a new one"),
     ({"--base": "nf4"}, "--save-base"),
     ({"--train": None, "--steps": 0, "--data": None, "--log": None}, "--out out"),

@@ -363,7 +363,7 @@ nvcc-version:
 	@$(NVCC) --version | sed -n 's/^.*release.*, //p'
 
 format:
-	clang-format -i train_gpt.cu llmc/*.h llmc/*.cuh test/*.cpp test/*.h test/gpu/*.h test/gpu/*.cpp test/gpu/*.cu dev/bench/*.cpp
+	clang-format -i train_gpt.cu llmc/*.h llmc/*.cuh llmc/*.cpp test/*.cpp test/*.h test/gpu/*.h test/gpu/*.cpp test/gpu/*.cu dev/bench/*.cpp
 
 clean:
 	rm -rf build train

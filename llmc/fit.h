@@ -206,9 +206,9 @@ struct Fit {
     Options mix;
     std::vector<MemorySetting> settings;
     Solution solution;  // with the seconds of rehearsals: sums have not what mixed levels wait for
-    // Where nothing fits, of solution.least: the largest buffer, and what it has in the host's memory.
+    // Where nothing fits, of solution.least: the largest buffer, and what it has beside the device.
     std::pair<std::string, size_t> largest;
-    size_t pinned = 0;
+    BesideDevice beside = {};
 
     MemorySetting setting(const Choice& c) const {
         MemorySetting s = settings[c.profile];
@@ -262,7 +262,7 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     if (solution.chosen) return fit;
     const MemoryReport r = rehearsals.report(fit.setting(solution.least));
     fit.largest = r.largest();
-    fit.pinned = r.pinned;
+    fit.beside = r.beside();
     return fit;
 }
 
@@ -270,9 +270,15 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
 // elsewhere where that was `short_of_room`.
 [[noreturn]] inline void fail_to_fit(const Options& given, const Fit& fit, const std::string& options,
                                      bool short_of_room) {
-    if (fit.solution.least.exact == kTooMuchElsewhere)
-        fail("--host-memory %s: what is to wait there takes %.1f MiB at the least", given.host_memory.c_str(),
-             mebibytes(fit.pinned));
+    if (fit.solution.least.exact == kTooMuchElsewhere) {
+        if (fit.beside.pinned > room_beside_device(given).pinned)
+            fail("--host-memory %s: what is to wait there takes %.1f MiB at the least",
+                 given.host_memory.c_str(), mebibytes(fit.beside.pinned));
+        fail(
+            "--memory %s: the run's files take %.1f MiB at the least, and %s has %.1f (TMPDIR names another)",
+            given.memory.c_str(), mebibytes(fit.beside.files), temporary_folder().c_str(),
+            mebibytes(room_on_disk()));
+    }
     const auto [name, bytes] = fit.largest;
     const bool may_move = !given.has("--weights") || !given.has("--state") || !given.has("--park");
     std::string less = "a smaller --seq-len or --model";

@@ -161,6 +161,6 @@ class HostUpdates {
     const Elsewhere* place_ = nullptr;
     UpdateFactors factors_ = {};
     std::unique_ptr<Link> link_;
-    size_t begun_ = 0, done_ = 0;           // chunks
+    size_t begun_ = 0, done_ = 0;                             // chunks
     int transfers_ = 0, last_to_host_ = 0, last_update_ = 0;  // of a rehearsal
 };

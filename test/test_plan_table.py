@@ -104,7 +104,7 @@ print(json.dumps({"totals": {"total": 0},
                   "elsewhere": {"pinned_host": 5 << 29, "on_disk": 1 << 30, "parked": 1 << 31, "working_file": 1 << 32},
                   "estimated_seconds": seconds, "tokens_per_second": 1, "rates": "nominal",
                   "phases": [{"name": "forward", "seconds": seconds, "bound_by": "link", "products": seconds / 2, "disk": 0,
-                              "link": seconds / 2}]}))
+                              "link": seconds / 2, "host": 0}]}))
 ''')
     played.chmod(played.stat().st_mode | stat.S_IXUSR)
     plan_table.main([str(played), "--only", "8B, all weights, 8", "--gpu", "H100", "A100"])

@@ -140,11 +140,12 @@ $(CUDA_FLAGS): FORCE
 	$(check_nvcc)$(check_archs)@mkdir -p $(@D)
 	@echo '$(NVCCFLAGS) $(CUDA_LIBS)' | cmp -s - $@ || echo '$(NVCCFLAGS) $(CUDA_LIBS)' > $@
 
-# The update for the host's cores is of the host's compiler, from the sources that nvcc makes the rest of; of what both
-# have under one name it keeps its own to itself.
+# The update for a GPU's host is made by the host's compiler, for any CPU that GPUs are put beside. All of its symbols but
+# one become local: inline functions of the same name are other code in nvcc's object.
+HOST_ARCH := $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3)
 build/update_on_host-fp32.o build/update_on_host-bf16.o: build/update_on_host-%.o: llmc/update_on_host.cpp Makefile
 	@mkdir -p $(@D)
-	$(CXX) $(CXXFLAGS) -fno-gnu-unique $(if $(filter bf16,$*),-DLLMC_BF16) -MF $@.d -MT $@ -c $< -o $@.all
+	$(CXX) $(CXXFLAGS) $(HOST_ARCH) -fno-gnu-unique $(if $(filter bf16,$*),-DLLMC_BF16) -MF $@.d -MT $@ -c $< -o $@.all
 	ld -r --force-group-allocation $@.all -o $@.one
 	objcopy --keep-global-symbol=update_on_host $@.one $@
 	@rm -f $@.all $@.one

@@ -476,8 +476,10 @@ class Trainer {
     }
     void report_stored();
     void report_elsewhere();
-    // Whether the host's cores update: what there is to update is with them.
-    bool updates_on_host() const { return o_.updates == "host" && !trained().chunks().empty(); }
+    // Whether the host's cores update: all that they need is with them or on the device.
+    bool updates_on_host() const {
+        return o_.updates == "host" && host_can_update(o_) && !trained().chunks().empty();
+    }
     bool gradients_stay_with_host() const {
         return updates_on_host() && gpt_.lends_gradients() && !norm_of_each_unit_;
     }
@@ -2583,8 +2585,8 @@ int64_t automatic_mlp_rows(Trainer& trial, MemorySetting s, const Options& o, co
 }
 
 // What --memory may have wait elsewhere, where no option says: beside a GPU in host memory, where that is
-// offered, else in files, and there too what is trained only `with_files`. Beside a frozen model the
-// adapter's own state stays.
+// offered, else in files. `with_files` all that is trained may be in files there too, and the state, which is
+// the largest and moves least, has no other place. Beside a frozen model the adapter's own state stays.
 Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
     Movable m;
     const bool frozen = static_cast<bool>(inputs.adapter), offered = o.has("--host-memory");

@@ -428,7 +428,7 @@ class Calibration {
 
     static constexpr int kTransfers = 6;
     static constexpr size_t kTransferred = size_t{16} << 20;  // bytes
-    static constexpr int64_t kHostUpdated = 1 << 20;          // parameters
+    static constexpr int64_t kHostUpdated = 4 * kStateChunk;  // parameters
 
     void measure_transfers() {
         const std::unique_ptr<char, decltype(&std::free)> room(
@@ -457,20 +457,22 @@ class Calibration {
         std::vector<float> state[3];
         for (auto& s : state) s.resize(weights.size());
         const UpdateFactors factors = factors_of({1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1});
-        const auto arrays = [&](uint64_t i) {
-            const size_t at = i * kHostUpdated;
+        const auto chunk = [&](uint64_t i) {
+            const size_t at = i * kStateChunk;
             return UpdateArrays<T>{.weights = &weights[at],
                                    .gradients = &gradients[at],
                                    .master = &state[0][at],
                                    .m = {Moment::Fp32, &state[1][at], nullptr},
                                    .v = {Moment::Fp32, &state[2][at], nullptr},
-                                   .n = kHostUpdated};
+                                   .n = kStateChunk};
         };
         const auto update = [&](uint64_t i) {
-            const UpdateArrays<T> a = arrays(i);
-            update_on_host(&a, &factors, 0);
+            for (uint64_t c = 4 * i; c < 4 * (i + 1); c++) {
+                const UpdateArrays<T> a = chunk(c);
+                update_on_host(&a, &factors, 0);
+            }
         };
-        measure_way(Way::HostUpdate, update, update_bytes(arrays(0)));
+        measure_way(Way::HostUpdate, update, 4 * update_bytes(chunk(0)));
     }
     // Of several transfers the median, and of two rounds the better one.
     template <class Move>

@@ -249,9 +249,10 @@ class Event {
     void wait() const { CUDA_CHECK(cudaEventSynchronize(event_)); }
     bool happened() const {
         const cudaError_t status = cudaEventQuery(event_);
+        if (status == cudaSuccess) return true;
         if (status != cudaErrorNotReady) CUDA_CHECK(status);
-        cudaGetLastError();  // where it is that, that is no error
-        return status == cudaSuccess;
+        cudaGetLastError();  // that it is not ready is no error
+        return false;
     }
 #else
     Event() = default;

@@ -38,14 +38,22 @@ constexpr double kPcie4 = 32e9, kPcie5 = 64e9;
 struct KnownGpu {
     const char* name;
     double flops, bandwidth, link;
+    // Of the memory of the host that it is thought to be in: eight channels of DDR4-3200, or two of
+    // DDR5-5600.
+    double host = 205e9;
 };
+constexpr double kDesktop = 90e9;
 constexpr KnownGpu kA100 = {"A100", 312e12, 1.94e12, kPcie4};
 constexpr KnownGpu kKnownGpus[] = {  // of two names that fit, the first
-    {"GH200 480GB", 989e12, 4.0e12, 450e9}, {"H200", 989e12, 4.8e12, kPcie5},
-    {"H100 PCIe", 756e12, 2.0e12, kPcie5},  {"H100 NVL", 835e12, 3.9e12, kPcie5},
-    {"H100", 989e12, 3.35e12, kPcie5},      kA100,
-    {"L40S", 362e12, 0.864e12, kPcie4},     {"RTX 4090", 165e12, 1.01e12, kPcie4},
-    {"RTX 3090", 71e12, 0.936e12, kPcie4}};
+    {"GH200 480GB", 989e12, 4.0e12, 450e9},
+    {"H200", 989e12, 4.8e12, kPcie5},
+    {"H100 PCIe", 756e12, 2.0e12, kPcie5},
+    {"H100 NVL", 835e12, 3.9e12, kPcie5},
+    {"H100", 989e12, 3.35e12, kPcie5},
+    kA100,
+    {"L40S", 362e12, 0.864e12, kPcie4},
+    {"RTX 4090", 165e12, 1.01e12, kPcie4, kDesktop},
+    {"RTX 3090", 71e12, 0.936e12, kPcie4, kDesktop}};
 
 // What is timed goes to the device so many times before the host looks at the clock: what it takes to start
 // and to notice the end of work does not count then.
@@ -116,12 +124,12 @@ DeviceRates nominal_rates(double threads = omp_get_max_threads()) {
 
 // The same of what moves beside the operations, in bytes/s by Way. A disk beside a GPU is an NVMe drive on
 // four lanes of PCI Express 4, which reach 7 GB/s reading and some 5 writing; another is the virtual one that
-// dev/results/streaming.md was measured on. A GPU's host has eight channels of DDR4-3200, of whose 205 GB/s
-// an update is thought to reach half.
+// dev/results/streaming.md was measured on. An update by a GPU's host is thought to reach half of its
+// memory's rate.
 inline std::array<double, kWays> nominal_transfers() {
     if (kHostIsDevice) return {1e9, 1e9, kFree, kFree, kFree};
     const double link = nominal_gpu().link * 0.8;
-    return {7e9, 5e9, link, link, 100e9};
+    return {7e9, 5e9, link, link, nominal_gpu().host / 2};
 }
 
 // The side of a large square product whose three matrices fit `room` bytes: a multiple of 256 on a GPU, on a

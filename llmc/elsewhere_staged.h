@@ -17,12 +17,14 @@
 class StagedElsewhere : public Elsewhere {
   public:
     // The pinned memory that it takes.
-    static size_t pinned_bytes(size_t room_bytes, size_t rooms) { return rooms * whole_sectors(room_bytes); }
+    static size_t pinned_bytes(size_t room_bytes, size_t rooms) {
+        return rooms * whole_sectors(room_bytes) + kSector;
+    }
 
     // Takes that memory, for so many exchanges under way at a time: an exchange that many later begins only
     // when its own was joined. `file` holds what lies there.
     StagedElsewhere(std::unique_ptr<Elsewhere> file, size_t room_bytes, size_t rooms)
-        : memory_(pinned_bytes(room_bytes, rooms) + kSector), stages_(rooms), file_(std::move(file)) {
+        : memory_(pinned_bytes(room_bytes, rooms)), stages_(rooms), file_(std::move(file)) {
         for (size_t i = 0; i < rooms; i++)
             stages_[i].memory = aligned_room(memory_.data()) + i * whole_sectors(room_bytes);
     }
@@ -61,10 +63,10 @@ class StagedElsewhere : public Elsewhere {
                 s.asked.block(fetches_.get());
                 copy_async(s.room, s.memory, s.bytes, fetches_.get());
                 s.fetched.record(fetches_.get());
+                fetched_.record(fetches_.get());
             }
         }
-        stage(number).stored.block(stream);
-        stage(number).fetched.block(stream);
+        fetched_.block(stream);
     }
 
   private:
@@ -87,6 +89,7 @@ class StagedElsewhere : public Elsewhere {
 
     PinnedBuffer memory_;
     OwnStream stores_, fetches_;
+    Event fetched_;  // what was fetched last
     std::vector<Stage> stages_;
     size_t next_ = 0, begun_ = 0, joined_ = 0;  // numbers of exchanges: asked for, begun, joined, so far
     std::unique_ptr<Elsewhere> file_;           // the last: it ends before the memory does

@@ -298,8 +298,8 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
 // --memory: the options whose plan fits and is the fastest by estimate, and what they were chosen over: the
 // first of `choices`, then its neighbours. What moves is chosen where nothing fits without; and with
 // --host-memory, which is there to be used, also where it is faster. Of mixes() the first is the one that was
-// given; fit(mix, room) tries its settings. Beside
-// a GPU what is trained goes to files only where the host's memory is too small.
+// given; fit(mix, room) tries its settings. Beside a GPU what is trained goes to files only where the host's
+// memory is too small.
 template <class Mixes, class FitMix>
 Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vector<MemoryChoice>& choices) {
     const bool offered = given.has("--host-memory");
@@ -310,6 +310,7 @@ Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vecto
         const std::vector<Options> all = mixes(with_files);
         const BesideDevice room = room_beside_device(given);
         for (size_t i = 1; i < all.size(); i++) {
+            if (with_files && !kHostIsDevice && !has_files(all[i])) continue;  // tried before
             Fit more = fit(all[i], room);
             if (more.solution.least.exact == kTooMuchElsewhere) short_of_room = true;
             if (more.is_better_than(best)) best = std::move(more);
@@ -318,6 +319,7 @@ Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vecto
     if (!best.solution.chosen || (offered && best.solution.chosen->seconds > 1.01 * fastest))
         try_mixes(kHostIsDevice);
     if (!best.solution.chosen && offered) try_mixes(true);
+    if (!host_can_update(best.mix)) best.mix.updates = "device";
     auto described = [&](const Choice& c) {
         const MemorySetting s = best.setting(c);
         std::string state;

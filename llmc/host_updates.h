@@ -1,12 +1,12 @@
 // host_updates.h - a state that lives in host memory beside a GPU, updated there by the host's cores: only
 // gradients go to it, and weights come back, where all of the state would cross the link twice.
 //
-// Chunks of gradients go to a ring of pinned rooms, as many as a block has, behind what the GPU was given so
-// far. The host updates a chunk when its room is needed again, or when all are to be done: by then the GPU
-// computes what it was given after. What lives in host memory already, weights or gradients, stays there.
+// Chunks of gradients are copied to a ring of pinned rooms, as many as a block has. The host updates a chunk
+// when its room is needed for another, or at the end: the GPU then computes the next block. What lives in
+// host memory already, weights or gradients, stays there.
 #pragma once
 
-#include <algorithm>
+#include <deque>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -50,21 +50,22 @@ class HostUpdates {
     // gradients on the device may be overwritten by what the stream is given from here on.
     void update(const State<T>& state, int unit, UnitMemory<T> weights, UnitMemory<const T> gradients,
                 const Tensor<float>& norm) {
+        const Waiting waiting(Transfer::State);  // for rooms, and until all has gone
+        if (!arena_.rehearsing()) link_->asked.record(stream_), link_->asked.block(link_->stores.get());
         const auto& chunks = state.chunks();
         for (size_t c = 0; c < chunks.size(); c++)
             if (chunks[c].unit == unit) begin(state, c, weights, gradients, norm);
-        const Waiting waiting(Transfer::State);
-        if (arena_.rehearsing())
-            note_transfer({Transfer::State, true, Way::ToHost, 0, last_to_host_});
-        else
-            link_->gone.block(stream_);
+        if (arena_.rehearsing()) return wait_for(last_to_host_);
+        link_->gone.record(link_->stores.get());
+        link_->gone.block(stream_);
     }
     // Has all that are under way done for what the stream is given from here on.
     void give_back() {
         if (arena_.rehearsing()) {
-            if (std::exchange(transfers_, 0) == 0) return;
-            note_transfer({Transfer::State, true, Way::HostUpdate, 0, last_update_});
-            return note_transfer({Transfer::State, true, Way::FromHost});
+            if (updates_.empty()) return;
+            wait_for(updates_.back());
+            wait_for(std::exchange(transfers_, 0) - 1);
+            return updates_.clear();
         }
         if (done_ == begun_) return;
         const Waiting waiting(Transfer::State);
@@ -87,14 +88,12 @@ class HostUpdates {
         PinnedBuffer memory;
         std::vector<Room> rooms;
         OwnStream stores, fetches;
-        Event asked, gone, came;  // `gone` and `came`: what was copied last each way
+        Event asked, gone, came;  // before a unit's copies; behind them; behind what came back last
         explicit Link(size_t count) : memory(count * kRoomBytes), rooms(count) {
             for (size_t i = 0; i < count; i++) rooms[i].at = memory.data() + i * kRoomBytes;
         }
     };
-    static size_t rooms_of(const State<T>& state) {
-        return std::max<size_t>(1, StateRing::most_rooms(state, -1));
-    }
+    static size_t rooms_of(const State<T>& state) { return StateRing::most_rooms(state, -1); }
     // Whether an update reads the weights that it writes.
     static bool reads_weights(const StateOptions& s) {
         return std::is_same_v<T, float> || s.master != Master::Fp32;
@@ -110,15 +109,15 @@ class HostUpdates {
         const bool weights_go = !weights.on_host && reads_weights(state.options);
         const size_t to_host = sizeof(float) + (gradients_go ? bytes : 0) + (weights_go ? bytes : 0);
         if (arena_.rehearsing()) {
+            if (updates_.size() == rooms_of(state)) wait_for(updates_.front()), updates_.pop_front();
             const UpdateArrays<T> arrays = arrays_of_chunk<T>(state, unit, chunk, nullptr, nullptr, nullptr);
-            note(Way::ToHost, static_cast<double>(to_host));
-            last_to_host_ = transfers_ - 1;
-            note(Way::HostUpdate, update_bytes(arrays));
-            last_update_ = transfers_ - 1;
+            last_to_host_ = note(Way::ToHost, static_cast<double>(to_host));
+            updates_.push_back(note(Way::HostUpdate, update_bytes(arrays)));
             if (!weights.on_host) note(Way::FromHost, static_cast<double>(bytes));
             return;
         }
-        auto& [memory, rooms, stores, fetches, asked, gone, came] = *link_;
+        std::vector<Room>& rooms = link_->rooms;
+        const Stream stores = link_->stores.get();
         if (begun_ - done_ == rooms.size()) finish();
         Room& room = rooms[begun_++ % rooms.size()];
         room.came.wait();
@@ -128,15 +127,12 @@ class HostUpdates {
         room.arrays = arrays_of_chunk<T>(state, unit, chunk, state_here, weights.at, gradients.at);
         room.weights = weights.on_host ? nullptr : room.arrays.weights;
         count_moved(Way::ToHost, to_host);
-        asked.record(stream_);
-        asked.block(stores.get());
-        if (gradients_go) copy_async(gradients_here, room.arrays.gradients, bytes, stores.get());
-        if (weights_go) copy_async(weights_here, room.weights, bytes, stores.get());
+        if (gradients_go) copy_async(gradients_here, room.arrays.gradients, bytes, stores);
+        if (weights_go) copy_async(weights_here, room.weights, bytes, stores);
         if (gradients_go) room.arrays.gradients = gradients_here;
         if (!weights.on_host) room.arrays.weights = weights_here;
-        copy_async(room.at + 2 * kPart, norm.data(), sizeof(float), stores.get());
-        room.arrived.record(stores.get());
-        gone.record(stores.get());
+        copy_async(room.at + 2 * kPart, norm.data(), sizeof(float), stores);
+        room.arrived.record(stores);
     }
     // Updates the first chunk that is not done.
     void finish() {
@@ -151,16 +147,20 @@ class HostUpdates {
         room.came.record(link_->fetches.get());
         link_->came.record(link_->fetches.get());
     }
-    void note(Way way, double bytes) {
+    // In a rehearsal: that a transfer begins, whose number it returns, and the wait for one.
+    int note(Way way, double bytes) {
         note_transfer({Transfer::State, false, way, bytes});
-        transfers_++;
+        return transfers_++;
     }
+    static void wait_for(int number) { note_transfer({Transfer::State, true, Way::FromHost, 0, number}); }
 
     Arena& arena_;
     const Stream& stream_;
     const Elsewhere* place_ = nullptr;
     UpdateFactors factors_ = {};
     std::unique_ptr<Link> link_;
-    size_t begun_ = 0, done_ = 0;                             // chunks
-    int transfers_ = 0, last_to_host_ = 0, last_update_ = 0;  // of a rehearsal
+    size_t begun_ = 0, done_ = 0;  // chunks
+    // Of a rehearsal: how many transfers there were, the last to the host, and the updates that have rooms.
+    int transfers_ = 0, last_to_host_ = 0;
+    std::deque<int> updates_;
 };

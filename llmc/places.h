@@ -10,7 +10,7 @@
 
 struct Place {
     const char* option;  // that asked for it
-    Home home;           // not the device
+    Home home;           // the device where there is none
     size_t bytes;        // 0: there is none
     size_t room_bytes;   // that come or go together,
     size_t rooms;        // and how many times that many are under way at a time

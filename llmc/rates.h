@@ -99,7 +99,7 @@ struct ProductRates {
 
 // What a phase's time goes to.
 enum class Cost { Products, Attention, Passes, Disk, Link, Host };
-constexpr size_t kCosts = 6;
+constexpr size_t kCosts = 6, kComputing = 3;  // the first of them compute, the others move
 inline constexpr const char* kCostNames[kCosts] = {"products", "attention", "memory passes",
                                                    "disk",     "link",      "host"};
 
@@ -189,9 +189,10 @@ struct PhaseTime {
     Cost bound() const {
         const auto of = [&](Cost c) { return busy[static_cast<size_t>(c)]; };
         const double computes = of(Cost::Products) + of(Cost::Attention) + of(Cost::Passes);
-        const Cost moves = static_cast<Cost>(std::max_element(busy.begin() + 3, busy.end()) - busy.begin());
+        const Cost moves =
+            static_cast<Cost>(std::max_element(busy.begin() + kComputing, busy.end()) - busy.begin());
         if (of(moves) > computes) return moves;
-        return static_cast<Cost>(std::max_element(busy.begin(), busy.begin() + 3) - busy.begin());
+        return static_cast<Cost>(std::max_element(busy.begin(), busy.begin() + kComputing) - busy.begin());
     }
 };
 
@@ -208,7 +209,7 @@ inline double seconds_waited(const PhaseTimes& phases, std::string_view phase = 
     double sum = 0;
     for (const PhaseTime& p : phases)
         if (phase.empty() || p.name == phase)
-            sum += std::accumulate(p.seconds.begin() + 3, p.seconds.end(), 0.0);
+            sum += std::accumulate(p.seconds.begin() + kComputing, p.seconds.end(), 0.0);
     return sum;
 }
 

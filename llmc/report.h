@@ -66,10 +66,10 @@ struct MemoryReport {
     size_t process = 0;
     size_t tokenizer = 0;         // of that, where it is known
     size_t context = 0;           // of that, a GPU's
-    size_t pinned = 0;            // host memory beside a GPU: of matrices that live there or pass through it
+    size_t pinned = 0;            // host memory beside a GPU: of what lives there or passes through it
     size_t on_disk = 0;           // matrices that are read from their files when they are used
     size_t parked = 0;            // inputs of blocks in a file; beside a GPU they are among what is pinned
-    size_t working = 0;           // what is trained in a file; beside a GPU the same
+    size_t working = 0;           // what is trained in a file
     size_t narrower = 0;          // what matrices in fewer bits than the build's take less
     double widening_seconds = 0;  // and what making the build's of them takes of a step
     // Of a micro-batch, and of what uses the arena at other times: the trainer's own plans, as it last
@@ -292,8 +292,8 @@ inline void print_phases(FILE* to, const MemoryReport& r) {
         fprintf(to, "%12.4f  %s, bound by %s", p.total(), p.name.c_str(), kCostNames[bound]);
         for (size_t c = 0; c < kCosts; c++)
             if (p.seconds[c] > 0)
-                fprintf(to, "; %.0f%% %s%s", 100 * p.seconds[c] / p.total(), c < 3 ? "" : "waiting for the ",
-                        kCostNames[c]);
+                fprintf(to, "; %.0f%% %s%s", 100 * p.seconds[c] / p.total(),
+                        c < kComputing ? "" : "waiting for the ", kCostNames[c]);
         fprintf(to, "\n");
     }
 }

@@ -29,6 +29,11 @@ struct Movable {
 // All micro-batches of a step are taken through blocks together only up to so many: each is rehearsed.
 constexpr int64_t kMostTogether = 64;
 
+// Whether what the host's cores need for an update is with them, or on the device.
+inline bool host_can_update(const Options& o) {
+    return o.state == "host" && o.gradients != "disk" && (o.weights != "disk" || o.trains_adapter());
+}
+
 // The options with each mix, those given first. Blocks that move may also be passed by all micro-batches of a
 // step before the next, as they then come once (GreedySnake, arXiv:2512.17570); state that is updated in
 // backward may have the room of a whole block, to come while that is computed.
@@ -54,7 +59,8 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
     };
     const auto moves = [](const Options& o) { return o.weights != "device"; };
     const auto comes_in_backward = [](const Options& o) {
-        return o.state != "device" && o.update_in_backward && o.updates == "device";
+        const bool with_host = o.updates == "host" && host_can_update(o);
+        return o.state != "device" && o.update_in_backward && !with_host;
     };
     const int64_t sequences = int64_t{given.batch} * given.grad_accum;
     const bool may_go_together = !given.by_block && sequences > 1 && sequences <= kMostTogether;
@@ -63,10 +69,7 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
     vary_home(&Options::embeddings, movable.embeddings);
     vary_home(&Options::gradients, movable.gradients);
     vary_home(&Options::state, movable.state);
-    vary([&](Options& o) {
-        const bool with_host = o.state == "host" && o.weights != "disk" && o.gradients != "disk";
-        return o.updates = "host", movable.updates && with_host;
-    });
+    vary([&](Options& o) { return o.updates = "host", movable.updates && host_can_update(o); });
     vary([&](Options& o) { return o.state_rooms = -1, comes_in_backward(o) && movable.rooms; });
     vary([&](Options& o) { return o.park = -1, movable.inputs; });
     vary([&](Options& o) {
@@ -75,6 +78,11 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
         return o.by_block = true, may_go_together && moves_less;
     });
     return all;
+}
+
+// Whether something that is trained is in files.
+inline bool has_files(const Options& o) {
+    return o.weights == "disk" || o.gradients == "disk" || o.state == "disk";
 }
 
 // As options, what differs from those given.

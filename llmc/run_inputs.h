@@ -312,8 +312,8 @@ inline void RunInputs::check_frozen_home(const char* option, const std::string& 
 // Fails where the host's cores cannot update.
 inline void RunInputs::check_updates() const {
     if (kHostIsDevice) fail("--updates host: is for a GPU's host; on a CPU that is the device");
-    if (o_.has("--memory")) return;
-    if (o_.state != "host")
+    if (o_.saved.count("--updates")) return;  // holds where the state still lives there
+    if (o_.state != "host" && (!o_.has("--memory") || o_.has("--state")))
         fail("--updates host: is of a state that lives in host memory, as --state host has it");
     for (const auto& [home, option] : {std::pair(&o_.weights, "--weights"), {&o_.gradients, "--gradients"}})
         if (*home == "disk" && !adapter)

@@ -22,7 +22,10 @@ class StateRing {
     static size_t most_rooms(const State<T>& state, int wanted) {
         const auto of_block = [](const StateChunk& c) { return c.unit == 1; };
         const auto& chunks = state.chunks();
-        if (wanted < 0) return static_cast<size_t>(std::count_if(chunks.begin(), chunks.end(), of_block));
+        if (wanted < 0) {  // of a soft prompt a block has none
+            const auto count = std::count_if(chunks.begin(), chunks.end(), of_block);
+            return std::max<size_t>(1, static_cast<size_t>(count));
+        }
         return std::min(static_cast<size_t>(wanted), chunks.size());
     }
     // Takes the rooms, until give_back(), for an update of all units of a state in the given order, and has

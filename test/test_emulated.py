@@ -290,6 +290,7 @@ def test_weights_in_fp32_are_updated_by_the_host_too(tmp_path):
 
 @pytest.mark.parametrize("options, said", [
     ((), "as --state host has it"), (("--state", "disk"), "as --state host has it"),
+    (("--state", "disk", "--memory", "1500MiB"), "as --state host has it"),
     (("--state", "host", "--gradients", "disk"), "--gradients disk"), (("--state", "host", "--weights", "disk"), "--weights disk")])
 def test_what_the_host_cannot_update_is_said(options, said):
     error = played("bf16")("--model", "d2", *options, "--updates", "host", "--plan", code=2).stderr.decode()
@@ -310,6 +311,8 @@ def test_memory_chooses_what_waits_in_host_memory():
         assert plan["gpu"] == "A100" and plan["rates"] == "nominal"
     there = train.plan(*options, "1500MiB", "--host-memory", "4GiB", "--updates", "device")
     assert there["choice"][0]["residences"] == " --state host"
+    little = train.plan(*options, "1500MiB", "--host-memory", "400MiB", "--updates", "host")["choice"][0]["residences"]
+    assert " --state disk" in little and " --updates device" in little
     assert there["estimated_seconds"] > 1.2 * train.plan(*options, "1500MiB", "--host-memory", "4GiB")["estimated_seconds"]
     resident = train.plan(*options, "2400MiB")
     assert not any(resident["elsewhere"].values()) and resident["estimated_seconds"] > plan["estimated_seconds"]

@@ -172,6 +172,7 @@ class Gpt {
         gradient_loans_.lend(way_from(trained_.options.block_gradients), std::move(bytes), residence);
     }
     bool lends_gradients() const { return trained_.options.block_gradients != Home::Device; }
+    bool is_block(int unit) const { return unit > 0 && unit <= config_.layers; }
     // A unit's gradients, on the device until a third block's are borrowed; those of block `next` are on
     // their way then; negative: of none.
     TensorX gradients_of(int unit, int next);
@@ -264,7 +265,6 @@ class Gpt {
                  {&block.down, Field::DownWeight}}};
     }
 
-    bool is_block(int unit) const { return unit > 0 && unit <= config_.layers; }
     // A unit's elements of a State.
     static TensorX unit_of(const State<floatX>& state, StatePart part, int unit) {
         const Unit& u = state.layout.units()[static_cast<size_t>(unit)];
@@ -483,11 +483,10 @@ class Trainer {
     bool gradients_stay_with_host() const {
         return updates_on_host() && gpt_.lends_gradients() && !norm_of_each_unit_;
     }
-    bool is_block(int unit) const { return 0 < unit && unit <= config_.layers; }
     // Where that of a unit is, given where it is on the device; with `on_host` blocks' are in that place.
     template <class E>
     UnitMemory<E> memory_of(int unit, E* on_device, bool on_host, const Elsewhere* place) const {
-        if (!on_host || !is_block(unit)) return {on_device, false};
+        if (!on_host || !gpt_.is_block(unit)) return {on_device, false};
         const auto block = static_cast<uint64_t>(unit - 1);
         return {place ? reinterpret_cast<E*>(place->address(block * model_.block_bytes())) : nullptr, true};
     }
@@ -667,10 +666,10 @@ void Trainer::run_step(Plan& plan, Operations&& operations) {
 
 // A micro-batch forward and backward, or those that are together; and the update in backward where it is.
 void Trainer::micro_batch(float loss_scale) {
-    if (o_.update_in_backward) {  // each unit when its gradients are complete
+    if (o_.update_in_backward && !updates_on_host()) {  // each unit when its gradients are complete
         std::vector<int> units;
         for (int unit = config_.layers + 1; unit >= 0; unit--) units.push_back(unit);
-        if (!updates_on_host()) ring_.take(trained(), units, o_.state_rooms);
+        ring_.take(trained(), units, o_.state_rooms);
     }
     std::vector<const DeviceBatch*> batches;
     for (const Feeder& feeder : feeders_) batches.push_back(&feeder.batch());
@@ -696,8 +695,9 @@ void Trainer::update() {
         TensorX gradients;
         {
             Range range_of_unit("update", unit);
-            if (lends_trained() && is_block(unit) && !updates_on_host()) gpt_.borrow(unit - 1, next);
-            if (!is_block(unit) || !gradients_stay_with_host()) gradients = gpt_.gradients_of(unit, next);
+            if (lends_trained() && gpt_.is_block(unit) && !updates_on_host()) gpt_.borrow(unit - 1, next);
+            if (!gpt_.is_block(unit) || !gradients_stay_with_host())
+                gradients = gpt_.gradients_of(unit, next);
         }
         update_unit(unit, gradients.data());
     }

@@ -52,9 +52,8 @@ class HostUpdates {
                 const Tensor<float>& norm) {
         const Waiting waiting(Transfer::State);  // for rooms, and until all has gone
         if (!arena_.rehearsing()) link_->asked.record(stream_), link_->asked.block(link_->stores.get());
-        const auto& chunks = state.chunks();
-        for (size_t c = 0; c < chunks.size(); c++)
-            if (chunks[c].unit == unit) begin(state, c, weights, gradients, norm);
+        const auto of_unit = state.chunks_of(unit);
+        for (size_t c = of_unit.first; c < of_unit.end; c++) begin(state, c, weights, gradients, norm);
         if (arena_.rehearsing()) return wait_for(last_to_host_);
         link_->gone.record(link_->stores.get());
         link_->gone.block(stream_);

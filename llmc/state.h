@@ -190,6 +190,16 @@ class State {
         return whole_sectors(static_cast<size_t>(layout.units()[1].size) * sizeof(T));
     }
     const std::vector<StateChunk>& chunks() const { return chunks_; }  // in the order of the units
+    // The numbers of a unit's chunks: from `first` up to `end`.
+    struct ChunkNumbers {
+        size_t first, end;
+        size_t count() const { return end - first; }
+    };
+    ChunkNumbers chunks_of(int unit) const {
+        if (chunks_.empty()) return {0, 0};
+        const auto u = static_cast<size_t>(unit);
+        return {first_chunks_[u], first_chunks_[u + 1]};
+    }
     size_t chunk_bytes() const { return chunk_bytes_; }
     // Where a part of a chunk begins in it; null in a rehearsal, and where the state has no such part.
     template <class E>
@@ -253,6 +263,7 @@ class State {
     // And all that only updates need.
     void place_chunks() {
         chunks_.clear();
+        first_chunks_ = {0};
         chunk_bytes_ = 0;
         if (options.updated == Home::Device) return;
         for (size_t u = 0; u < layout.units().size(); u++) {
@@ -260,6 +271,7 @@ class State {
             for (int64_t first = 0; first < unit.size; first += kStateChunk)
                 chunks_.push_back(
                     {static_cast<int>(u), unit.offset + first, std::min(kStateChunk, unit.size - first)});
+            first_chunks_.push_back(chunks_.size());
         }
         std::vector<StateBuffer*> moved;
         for (StateBuffer& b : buffers_)
@@ -281,5 +293,6 @@ class State {
 
     std::vector<StateBuffer> buffers_;
     std::vector<StateChunk> chunks_;
+    std::vector<size_t> first_chunks_;  // of each unit; then how many there are
     size_t chunk_bytes_ = 0;
 };

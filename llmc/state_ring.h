@@ -20,13 +20,8 @@ class StateRing {
     // How many rooms there are at the most where so many are wanted: negative, as many as a block has chunks.
     template <class T>
     static size_t most_rooms(const State<T>& state, int wanted) {
-        const auto of_block = [](const StateChunk& c) { return c.unit == 1; };
-        const auto& chunks = state.chunks();
-        if (wanted < 0) {  // of a soft prompt a block has none
-            const auto count = std::count_if(chunks.begin(), chunks.end(), of_block);
-            return std::max<size_t>(1, static_cast<size_t>(count));
-        }
-        return std::min(static_cast<size_t>(wanted), chunks.size());
+        if (wanted < 0) return std::max<size_t>(1, state.chunks_of(1).count());  // a soft prompt's block has 0
+        return std::min(static_cast<size_t>(wanted), state.chunks().size());
     }
     // Takes the rooms, until give_back(), for an update of all units of a state in the given order, and has
     // the first chunks come.
@@ -36,9 +31,10 @@ class StateRing {
         way_ = way_from(state.options.updated);
         bytes_ = state.chunk_bytes();
         begun_ = 0;
-        for (const int unit : units)
-            for (size_t c = 0; c < state.chunks().size(); c++)
-                if (state.chunks()[c].unit == unit) order_.push_back(c);
+        for (const int unit : units) {
+            const auto of_unit = state.chunks_of(unit);
+            for (size_t c = of_unit.first; c < of_unit.end; c++) order_.push_back(c);
+        }
         next_ = 0;
         for (size_t i = 0; i < std::min(most_rooms(state, wanted), order_.size()); i++) {
             const auto room_bytes = static_cast<int64_t>(bytes_ + kElsewhereAlignment);
@@ -49,7 +45,8 @@ class StateRing {
     // Calls update(chunk, room) for each chunk of the next unit, and has it stored.
     template <class T, class Update>
     void update(const State<T>& state, int unit, Update&& update) {
-        for (; next_ < order_.size() && state.chunks()[order_[next_]].unit == unit; next_++) {
+        for (size_t left = state.chunks_of(unit).count(); left > 0; left--, next_++) {
+            assert(state.chunks()[order_[next_]].unit == unit);
             Room& room = rooms_[next_ % rooms_.size()];
             join(room);
             update(state.chunks()[order_[next_]], aligned_room(room.memory.data()));

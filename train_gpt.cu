@@ -541,7 +541,7 @@ class Trainer {
     std::unique_ptr<Residence> gradients_residence_;  // and of blocks' gradients
     std::unique_ptr<Elsewhere> trained_blocks_, block_gradients_, updated_state_;  // of what is trained
     StepGraphs graphs_;
-    bool replays_;  // whether steps are run through them: not where the host or other streams take part
+    bool replays_;                                 // whether steps are run through them
     size_t used_before_ = 0;                       // of the device's memory
     int64_t step_ = 0;                             // steps done
     int64_t first_step_ = 0, first_sequence_ = 0;  // where a resumed run begins
@@ -727,7 +727,7 @@ void Trainer::update_unit(int unit, const floatX* gradients) {
     floatX* const weights = gpt_.weights_to_update(unit);
     if (state.chunks().empty())
         return optimizer_update(factors_, arrays_of_unit(state, u, weights, gradients), norm, stream_);
-    ring_.update(state, unit, [&](const StateChunk& chunk, char* room) {
+    ring_.update(state, unit, [=, this, &state, &u, norm = norm.view()](const StateChunk& chunk, char* room) {
         optimizer_update(factors_, arrays_of_chunk(state, u, chunk, room, weights, gradients), norm, stream_);
     });
 }
@@ -1142,10 +1142,11 @@ TensorX Gpt::token_rows(const Tensor<int>& tokens) {
     const Tensor<uint8_t> in_files =
         as_they_are ? Tensor<uint8_t>() : arena_.take<uint8_t>("token_rows_in_files", {count, row_bytes});
     char* const to = reinterpret_cast<char*>(as_they_are ? static_cast<void*>(rows.data()) : in_files.data());
-    if (!arena_.rehearsing()) {
-        const Waiting waiting(Transfer::Vocabulary);
-        embeddings_->read_rows(tokens, to, stream_);
-    }
+    if (!arena_.rehearsing())
+        host_act([this, to, tokens = tokens.view()] {
+            const Waiting waiting(Transfer::Vocabulary);
+            embeddings_->read_rows(tokens, to, stream_);
+        });
     if (!as_they_are) dequantize(rows.data(), {matrix.format, in_files.data(), count, C}, stream_);
     return rows;
 }
@@ -2061,8 +2062,7 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
                o_.steps == 0 || norm_of_each_unit_ ? 0 : square_sums_.first.back()),
       choices_(std::move(choices)),
       rates_(rates_of<floatX>(o_.rates)),
-      replays_(o_.graph == "on" && !lends() && !embeddings_ && !lends_trained() && o_.state == "device" &&
-               o_.gradients == "device" && o_.park == 0) {
+      replays_(o_.graph == "on") {
     check_attention<floatX>(o_, config_);
     if (o_.update_in_backward)
         consume_ = [this](int unit, const floatX* gradients) { update_unit(unit, gradients); };
@@ -2585,15 +2585,16 @@ int64_t automatic_mlp_rows(Trainer& trial, MemorySetting s, const Options& o, co
 }
 
 // What --memory may have wait elsewhere, where no option says: beside a GPU in host memory, where that is
-// offered, else in files. `with_files` all that is trained may be in files there too, and the state, which is
-// the largest and moves least, has no other place. Beside a frozen model the adapter's own state stays.
+// offered, else in files. `with_files` all that is trained may be in files there too. Beside a frozen model
+// the adapter's own state stays.
 Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
     Movable m;
     const bool frozen = static_cast<bool>(inputs.adapter), offered = o.has("--host-memory");
     const bool moves = kHostIsDevice || offered;
-    const std::string home = kHostIsDevice ? "disk" : "host";
-    std::vector<std::string> homes = {home};
-    if (with_files && !kHostIsDevice) homes.push_back("disk");
+    std::vector<std::string> homes;
+    if (!kHostIsDevice) homes.push_back("host");
+    if (kHostIsDevice || with_files) homes.push_back("disk");
+    const std::string& home = homes.front();
     if (!o.has("--weights") && !frozen && moves) m.weights = homes;
     if (!o.has("--weights")) {
         if (offered && home == "host" && inputs.may_lend_frozen(home)) m.weights = {home};
@@ -2603,7 +2604,7 @@ Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
     m.halves = !o.has("--lend") && frozen;
     const bool has_state = o.optimizer == "adamw" || (std::is_same_v<floatX, bf16> && o.master != "none");
     if (!o.has("--gradients") && !frozen && !o.update_in_backward && moves) m.gradients = homes;
-    if (!o.has("--state") && !frozen && has_state && moves) m.state = {homes.back()};
+    if (!o.has("--state") && !frozen && has_state && moves) m.state = homes;
     m.updates = !kHostIsDevice && !o.has("--updates");
     m.rooms = !o.has("--state-rooms");
     m.inputs = !o.has("--park") && moves;
@@ -2638,9 +2639,9 @@ Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& ch
         const auto mixes = [&](bool with_files) {
             return residences_to_try(given, movable(given, inputs, with_files));
         };
-        const auto fit = [&](const Options& mix, const BesideDevice& room) {
+        const auto fit = [&](const Options& mix, const BesideDevice& room, const Fit* best) {
             Trainer trial(mix, inputs);
-            return fit_settings(mix, std::is_same_v<floatX, bf16>, rehearsals_of(trial), room);
+            return fit_settings(mix, std::is_same_v<floatX, bf16>, rehearsals_of(trial), room, best);
         };
         Options chosen = fit_memory(given, mixes, fit, choices.memory);
         remember_choice(given, chosen);

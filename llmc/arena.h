@@ -32,7 +32,7 @@ struct Take {
     size_t bytes = 0;   // as asked
     size_t offset = 0;  // in the arena, after its workspace
     int born = 0, dies = 0;
-    std::string born_at, dies_at;  // the ranges that were open
+    std::string_view born_at, dies_at;  // Range::place() then
 };
 
 struct Plan {
@@ -109,7 +109,7 @@ inline void find_peak(Plan& plan) {
     }
     plan.lower_bound = static_cast<size_t>(most);
     for (const Take& t : plan.takes)
-        if (t.born == plan.peak_time) plan.peak_at = t.born_at + ", " + t.name;
+        if (t.born == plan.peak_time) plan.peak_at = std::string(t.born_at) + ", " + t.name;
 }
 
 class Arena : simt::Lender {
@@ -158,7 +158,7 @@ class Arena : simt::Lender {
         const int index = next_++;
         const size_t bytes = static_cast<size_t>(shape.size()) * sizeof(T);
         if (rehearsing_) {
-            Take t{name, kind, shape, dtype_name<T>(), bytes, 0, clock_++, -1, Range::path(), ""};
+            Take t{name, kind, shape, dtype_name<T>(), bytes, 0, clock_++, -1, Range::place(), ""};
             plan_->takes.push_back(std::move(t));
             live_.push_back(true);
             return Tensor<T>(nullptr, shape, this, index);
@@ -281,7 +281,7 @@ inline void arena_give_back(Arena& arena, int take) {
     const int now = arena.clock_++;
     if (arena.rehearsing_) {
         t.dies = now;
-        t.dies_at = Range::path();
+        t.dies_at = Range::place();
         return;
     }
     close_memory(arena.address(t), arena_align(t.bytes));

@@ -225,10 +225,26 @@ struct Fit {
 
 constexpr size_t kTooMuchElsewhere = SIZE_MAX;  // the total of a setting that fits nothing
 
+// Whether a mix cannot be chosen over what takes so long, by two rehearsals: the smallest setting with all
+// blocks at the last level is beyond the budget, by more than another mix of levels could save, or elsewhere;
+// or the first setting, the fastest, is slower with all blocks at the first level.
+inline bool is_hopeless(std::vector<MemorySetting> settings, size_t budget, double seconds,
+                        const Rehearsals& rehearsals, const BesideDevice& room) {
+    const auto outline = [&](MemorySetting& s, size_t level) {
+        s.levels.assign(static_cast<size_t>(rehearsals.layers), static_cast<int>(level));
+        return rehearsals.outline(s);
+    };
+    const MemoryReport least = outline(settings.back(), std::size(kRecomputeLevels) - 1);
+    if (!least.beside().fits(room) || static_cast<double>(least.total()) > 1.05 * static_cast<double>(budget))
+        return true;
+    return outline(settings.front(), 0).seconds > seconds;
+}
+
 // The settings of a mix, `o`, of which nothing may take more than so many bytes elsewhere. Each format of the
-// state must be worth 1% of time over those before it. Fails where no micro-batch can be.
+// state must be worth 1% of time over those before it. Of a mix that cannot be chosen over `best` nothing is
+// said but that. Fails where no micro-batch can be.
 inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals& rehearsals,
-                        const BesideDevice& room) {
+                        const BesideDevice& room, const Fit* best) {
     const size_t budget = parse_bytes(o.memory, "--memory");
     Fit fit;
     fit.mix = o;
@@ -241,6 +257,11 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     if (settings.empty())
         fail("--memory %s: of --batch %d x --grad-accum %d sequences no part can be a micro-batch",
              o.memory.c_str(), o.batch, o.grad_accum);
+    if (best && best->solution.chosen &&
+        is_hopeless(settings, budget, best->solution.chosen->seconds, rehearsals, room)) {
+        fit.solution.least.exact = kTooMuchElsewhere;
+        return fit;
+    }
     const Profiles made = profiles_of(settings, o.by_block, rehearsals);
     const std::vector<Profile>& profiles = made.all;
     const auto step_seconds = [&](const MemoryReport& r) {
@@ -298,12 +319,12 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
 // --memory: the options whose plan fits and is the fastest by estimate, and what they were chosen over: the
 // first of `choices`, then its neighbours. What moves is chosen where nothing fits without; and with
 // --host-memory, which is there to be used, also where it is faster. Of mixes() the first is the one that was
-// given; fit(mix, room) tries its settings. Beside a GPU what is trained goes to files only where the host's
-// memory is too small.
+// given; fit(mix, room, best) tries its settings. Beside a GPU what is trained goes to files only where the
+// host's memory is too small.
 template <class Mixes, class FitMix>
 Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vector<MemoryChoice>& choices) {
     const bool offered = given.has("--host-memory");
-    Fit best = fit(given, offered ? room_beside_device(given) : BesideDevice());
+    Fit best = fit(given, offered ? room_beside_device(given) : BesideDevice(), nullptr);
     const double fastest = best.solution.fastest.seconds;
     bool short_of_room = false;
     const auto try_mixes = [&](bool with_files) {
@@ -311,7 +332,7 @@ Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vecto
         const BesideDevice room = room_beside_device(given);
         for (size_t i = 1; i < all.size(); i++) {
             if (with_files && !kHostIsDevice && !has_files(all[i])) continue;  // tried before
-            Fit more = fit(all[i], room);
+            Fit more = fit(all[i], room, &best);
             if (more.solution.least.exact == kTooMuchElsewhere) short_of_room = true;
             if (more.is_better_than(best)) best = std::move(more);
         }

@@ -13,6 +13,7 @@
 
 #include "llmc/arena.h"
 #include "llmc/elsewhere.h"
+#include "llmc/graph.h"
 #include "llmc/optimizer.cuh"
 #include "llmc/state_ring.h"
 #include "llmc/work.h"
@@ -50,26 +51,30 @@ class HostUpdates {
     // gradients on the device may be overwritten by what the stream is given from here on.
     void update(const State<T>& state, int unit, UnitMemory<T> weights, UnitMemory<const T> gradients,
                 const Tensor<float>& norm) {
-        const Waiting waiting(Transfer::State);  // for rooms, and until all has gone
-        if (!arena_.rehearsing()) link_->asked.record(stream_), link_->asked.block(link_->stores.get());
-        const auto of_unit = state.chunks_of(unit);
-        for (size_t c = of_unit.first; c < of_unit.end; c++) begin(state, c, weights, gradients, norm);
-        if (arena_.rehearsing()) return wait_for(last_to_host_);
-        link_->gone.record(link_->stores.get());
-        link_->gone.block(stream_);
+        updates_under_way_ = true;
+        host_act([this, &state, unit, weights, gradients, norm = norm.view()] {
+            const Waiting waiting(Transfer::State);  // for rooms, and until all has gone
+            if (!arena_.rehearsing()) link_->asked.record(stream_), link_->asked.block(link_->stores.get());
+            const auto of_unit = state.chunks_of(unit);
+            for (size_t c = of_unit.first; c < of_unit.end; c++) begin(state, c, weights, gradients, norm);
+            if (arena_.rehearsing()) return wait_for(last_to_host_);
+            link_->gone.record(link_->stores.get());
+            link_->gone.block(stream_);
+        });
     }
     // Has all that are under way done for what the stream is given from here on.
     void give_back() {
+        if (!std::exchange(updates_under_way_, false)) return;
         if (arena_.rehearsing()) {
-            if (updates_.empty()) return;
             wait_for(updates_.back());
             wait_for(std::exchange(transfers_, 0) - 1);
             return updates_.clear();
         }
-        if (done_ == begun_) return;
-        const Waiting waiting(Transfer::State);
-        while (done_ < begun_) finish();
-        link_->came.block(stream_);
+        host_act([this] {
+            const Waiting waiting(Transfer::State);
+            while (done_ < begun_) finish();
+            link_->came.block(stream_);
+        });
     }
 
   private:
@@ -158,6 +163,7 @@ class HostUpdates {
     const Elsewhere* place_ = nullptr;
     UpdateFactors factors_ = {};
     std::unique_ptr<Link> link_;
+    bool updates_under_way_ = false;
     size_t begun_ = 0, done_ = 0;  // chunks
     // Of a rehearsal: how many transfers there were, the last to the host, and the updates that have rooms.
     int transfers_ = 0, last_to_host_ = 0;

@@ -12,6 +12,7 @@
 
 #include "llmc/arena.h"
 #include "llmc/elsewhere.h"
+#include "llmc/graph.h"
 #include "llmc/work.h"
 
 template <class T>
@@ -96,20 +97,21 @@ class ParkedInputs {
     }
     uint64_t at(int number) const { return static_cast<uint64_t>(number) * bytes_; }
     void begin(const Slot& slot, std::optional<uint64_t> to, std::optional<uint64_t> from) {
-        char* const room = reinterpret_cast<char*>(slot.input.data());
-        under_way_ = 0;
-        if (!arena_.rehearsing())
-            under_way_ = place_->exchange(room, bytes_, to, from, stream_);
-        else
-            note_transfer({Transfer::Parked, false, to ? way_back(kWay) : kWay, bytes()});
+        under_way_ = true;
+        if (arena_.rehearsing())
+            return note_transfer({Transfer::Parked, false, to ? way_back(kWay) : kWay, bytes()});
+        host_act([this, to, from, bytes = bytes_, room = reinterpret_cast<char*>(slot.input.data())] {
+            exchange_ = place_->exchange(room, bytes, to, from, stream_);
+        });
     }
     double bytes() const { return static_cast<double>(bytes_); }
     void join() {
-        const std::optional<size_t> number = std::exchange(under_way_, std::nullopt);
-        if (!number) return;
+        if (!std::exchange(under_way_, false)) return;
         if (arena_.rehearsing()) return note_transfer({Transfer::Parked, true});
-        const Waiting waiting(Transfer::Parked);
-        place_->join(*number, stream_);
+        host_act([this] {
+            const Waiting waiting(Transfer::Parked);
+            place_->join(exchange_, stream_);
+        });
     }
 
     Arena& arena_;
@@ -119,5 +121,6 @@ class ParkedInputs {
     size_t bytes_ = 0;  // of an input, stored
     Slot slots_[2];
     int held_ = 0;
-    std::optional<size_t> under_way_;
+    bool under_way_ = false;
+    size_t exchange_ = 0;  // the number of what is under way
 };

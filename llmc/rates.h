@@ -294,7 +294,7 @@ void simulate(const Plan& plan, const Rates& rates, Computes&& computes, Moves&&
 // Adds what a plan takes that runs so many times.
 inline void add_phases(PhaseTimes& phases, const Plan& plan, double runs, const Rates& rates) {
     std::string last = "forward";  // what is in no phase goes with what was before it
-    const auto phase = [&](const std::string& range) -> PhaseTime& {
+    const auto phase = [&](std::string_view range) -> PhaseTime& {
         if (!range.empty()) last = range.substr(0, range.find(' '));
         for (PhaseTime& p : phases)
             if (p.name == last) return p;

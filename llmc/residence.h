@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "llmc/arena.h"
+#include "llmc/graph.h"
 #include "llmc/work.h"
 
 constexpr int kNoLoan = -1;
@@ -107,15 +108,19 @@ class Loans {
         if (changed == kNoLoan && comes == kNoLoan) return;
         under_way_ = true;
         if (!arena_.rehearsing())
-            return residence_->start(comes, reinterpret_cast<char*>(other().bytes.data()), stream_, changed);
+            return host_act([this, comes, changed, room = reinterpret_cast<char*>(other().bytes.data())] {
+                residence_->start(comes, room, stream_, changed);
+            });
         if (changed != kNoLoan) note_transfer({of_, false, way_back(way_), bytes_of(changed)});
         if (comes != kNoLoan) note_transfer({of_, false, way_, bytes_of(comes)});
     }
     void join() {
         if (!std::exchange(under_way_, false)) return;
         if (arena_.rehearsing()) return note_transfer({of_, true});
-        const Waiting waiting(of_);
-        residence_->finish(stream_);
+        host_act([this] {
+            const Waiting waiting(of_);
+            residence_->finish(stream_);
+        });
     }
 
     Arena& arena_;

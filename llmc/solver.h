@@ -58,22 +58,22 @@ struct Segment {
 };
 
 // The range of the block that a path is in, with what is nested in it cut off; empty outside of blocks.
-inline std::string block_range(const std::string& path) {
-    const std::string word = "block ";
+inline std::string_view block_range(std::string_view path) {
+    const std::string_view word = "block ";
     for (size_t at = path.find(word); at != std::string::npos; at = path.find(word, at + 1)) {
         const size_t number = at + word.size(),
                      end = std::min(path.find_first_not_of("0123456789", number), path.size());
         if ((at == 0 || path[at - 1] == ' ') && end > number && (end == path.size() || path[end] == ' '))
             return path.substr(0, end);
     }
-    return "";
+    return {};
 }
 
 // The seconds that a block's transfers take in a phase, "forward" or "backward": the same of all its blocks.
 // A disk reads or writes; a link carries both ways at once.
 inline double moving_seconds(const Plan& plan, const std::vector<Segment>& segments, const std::string& phase,
                              const Rates& rates) {
-    const auto is_of = [&](const std::string& range) { return range.starts_with(phase); };
+    const auto is_of = [&](std::string_view range) { return range.starts_with(phase); };
     std::array<double, kWays> sums = {};
     for (const Transfer& t : plan.transfers)
         if (!t.waits && is_of(t.range)) sums[static_cast<size_t>(t.way)] += rates.seconds(t);
@@ -92,27 +92,28 @@ inline std::vector<Segment> segments_of(const Plan& plan, const Rates& rates) {
     struct Event {
         int time;
         int64_t bytes;
-        const std::string* path;
+        std::string_view path;
     };
     std::vector<Event> events;
     for (const Take& t : plan.takes) {
         const int64_t bytes = static_cast<int64_t>(arena_align(t.bytes));
-        events.push_back({t.born, bytes, &t.born_at});
-        events.push_back({t.dies, -bytes, &t.dies_at});
+        events.push_back({t.born, bytes, t.born_at});
+        events.push_back({t.dies, -bytes, t.dies_at});
     }
     std::sort(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.time < b.time; });
 
     std::vector<Segment> segments(1);
     for (const Event& e : events) {
-        const std::string block = block_range(*e.path);
-        if (!block.empty() && block != segments.back().block) segments.push_back({block, {}, {}});
+        const std::string_view block = block_range(e.path);
+        if (!block.empty() && block != segments.back().block)
+            segments.push_back({std::string(block), {}, {}});
         assert(block.empty() || segments.back().after == Stretch());  // a block's range is entered once
         Stretch& s = block.empty() ? segments.back().after : segments.back().inside;
         s = s.then({std::max<int64_t>(e.bytes, 0), e.bytes, 0});
     }
     size_t at = 0;
     for (const Work& w : plan.work) {
-        const std::string block = block_range(w.range);
+        const std::string_view block = block_range(w.range);
         while (!block.empty() && block != segments[at].block) {
             at++;
             assert(at < segments.size());  // a block that works also takes something

@@ -3,10 +3,14 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
+#include <optional>
+#include <utility>
 #include <vector>
 
 #include "llmc/arena.h"
 #include "llmc/elsewhere.h"
+#include "llmc/graph.h"
 #include "llmc/state.h"
 #include "llmc/work.h"
 
@@ -20,70 +24,89 @@ class StateRing {
     // How many rooms there are at the most where so many are wanted: negative, as many as a block has chunks.
     template <class T>
     static size_t most_rooms(const State<T>& state, int wanted) {
-        if (wanted < 0) return std::max<size_t>(1, state.chunks_of(1).count());  // a soft prompt's block has 0
+        if (wanted < 0)
+            return std::max<size_t>(1, state.chunks_of(1).count());  // a soft prompt's block has 0
         return std::min(static_cast<size_t>(wanted), state.chunks().size());
     }
     // Takes the rooms, until give_back(), for an update of all units of a state in the given order, and has
     // the first chunks come.
     template <class T>
     void take(const State<T>& state, const std::vector<int>& units, int wanted) {
-        order_.clear();
-        way_ = way_from(state.options.updated);
-        bytes_ = state.chunk_bytes();
-        begun_ = 0;
+        const auto pass = std::make_shared<Pass>(Pass{way_from(state.options.updated), state.chunk_bytes()});
         for (const int unit : units) {
             const auto of_unit = state.chunks_of(unit);
-            for (size_t c = of_unit.first; c < of_unit.end; c++) order_.push_back(c);
+            for (size_t c = of_unit.first; c < of_unit.end; c++) pass->order.push_back(c);
         }
-        next_ = 0;
-        for (size_t i = 0; i < std::min(most_rooms(state, wanted), order_.size()); i++) {
-            const auto room_bytes = static_cast<int64_t>(bytes_ + kElsewhereAlignment);
-            rooms_.push_back({arena_.take<uint8_t>("state_room", {room_bytes}, "optimizer_state"), 0});
-            exchange(rooms_.back(), {}, i);
+        const auto room_bytes = static_cast<int64_t>(pass->bytes + kElsewhereAlignment);
+        for (size_t i = 0; i < std::min(most_rooms(state, wanted), pass->order.size()); i++) {
+            memory_.push_back(arena_.take<uint8_t>("state_room", {room_bytes}, "optimizer_state"));
+            pass->rooms.push_back({aligned_room(memory_.back().data()), 0});
         }
+        pass_ = pass;
+        if (pass->rooms.empty()) return;
+        host_act([this, pass] {
+            pass->next = 0;
+            for (size_t i = 0; i < pass->rooms.size(); i++) exchange(*pass, pass->rooms[i], {}, i);
+        });
     }
     // Calls update(chunk, room) for each chunk of the next unit, and has it stored.
     template <class T, class Update>
-    void update(const State<T>& state, int unit, Update&& update) {
-        for (size_t left = state.chunks_of(unit).count(); left > 0; left--, next_++) {
-            assert(state.chunks()[order_[next_]].unit == unit);
-            Room& room = rooms_[next_ % rooms_.size()];
-            join(room);
-            update(state.chunks()[order_[next_]], aligned_room(room.memory.data()));
-            exchange(room, next_, next_ + rooms_.size());
-        }
+    void update(const State<T>& state, int unit, Update update) {
+        host_act([this, &state, unit, pass = pass_, update = std::move(update)] {
+            const size_t end = pass->next + state.chunks_of(unit).count();
+            for (size_t& i = pass->next; i < end; i++) {
+                const StateChunk& chunk = state.chunks()[pass->order[i]];
+                assert(chunk.unit == unit);
+                Room& room = pass->rooms[i % pass->rooms.size()];
+                join(*pass, room);
+                update(chunk, room.at);
+                exchange(*pass, room, i, i + pass->rooms.size());
+            }
+        });
     }
     void give_back() {
-        for (Room& room : rooms_) join(room);
-        rooms_.clear();
+        if (!memory_.empty())
+            host_act([this, pass = pass_] {
+                for (const Room& room : pass->rooms) join(*pass, room);
+            });
+        memory_.clear();
     }
 
   private:
     struct Room {
-        Tensor<uint8_t> memory;
+        char* at;
         size_t number;  // of its exchange
+    };
+    // From take() to give_back().
+    struct Pass {
+        Way way;                         // of what comes
+        size_t bytes;                    // of a chunk
+        std::vector<size_t> order = {};  // of the chunks
+        std::vector<Room> rooms = {};
+        size_t next = 0;   // in the order: to be updated
+        size_t begun = 0;  // transfers of a rehearsal
     };
     // Has the chunk that is number `out` of the order go from a room, and number `in` come, if there are
     // such.
-    void exchange(Room& room, std::optional<size_t> out, size_t in) {
+    void exchange(Pass& pass, Room& room, std::optional<size_t> out, size_t in) {
         if (arena_.rehearsing()) {
             const auto note = [&](Way way) {
-                note_transfer({Transfer::State, false, way, static_cast<double>(bytes_)});
-                room.number = begun_++;
+                note_transfer({Transfer::State, false, way, static_cast<double>(pass.bytes)});
+                room.number = pass.begun++;
             };
-            if (out) note(way_back(way_));
-            if (in < order_.size()) note(way_);
+            if (out) note(way_back(pass.way));
+            if (in < pass.order.size()) note(pass.way);
             return;
         }
-        const auto at = [&](size_t i) { return uint64_t{order_[i]} * bytes_; };
+        const auto at = [&](size_t i) { return uint64_t{pass.order[i]} * pass.bytes; };
         std::optional<uint64_t> to, from;
         if (out) to = at(*out);
-        if (in < order_.size()) from = at(in);
-        room.number = place_->exchange(aligned_room(room.memory.data()), bytes_, to, from, stream_);
+        if (in < pass.order.size()) from = at(in);
+        room.number = place_->exchange(room.at, pass.bytes, to, from, stream_);
     }
-    void join(const Room& room) {
+    void join(const Pass& pass, const Room& room) {
         if (arena_.rehearsing())
-            return note_transfer({Transfer::State, true, way_, 0, static_cast<int>(room.number)});
+            return note_transfer({Transfer::State, true, pass.way, 0, static_cast<int>(room.number)});
         const Waiting waiting(Transfer::State);
         place_->join(room.number, stream_);
     }
@@ -91,10 +114,6 @@ class StateRing {
     Arena& arena_;
     const Stream& stream_;
     Elsewhere* place_ = nullptr;
-    Way way_ = Way::DiskRead;    // of what comes
-    size_t bytes_ = 0;           // of a chunk
-    size_t begun_ = 0;           // transfers of a rehearsal
-    std::vector<size_t> order_;  // of the chunks
-    size_t next_ = 0;            // in it: to be updated
-    std::vector<Room> rooms_;
+    std::vector<Tensor<uint8_t>> memory_;  // of the rooms
+    std::shared_ptr<Pass> pass_;           // the last, which a recording of it keeps
 };

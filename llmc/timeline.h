@@ -50,9 +50,9 @@ inline std::vector<std::string> timeline_kinds(const MemoryReport& report, const
 }
 
 // A range that begins with its phase.
-inline std::string range_in(const std::string& phase, const std::string& range) {
-    if (range.rfind(phase, 0) == 0) return range;
-    return range.empty() ? phase : phase + " " + range;
+inline std::string range_in(const std::string& phase, std::string_view range) {
+    if (range.starts_with(phase)) return std::string(range);
+    return range.empty() ? phase : phase + " " + std::string(range);
 }
 
 // Appends a plan's events in order. An operation's time is that of the take or release that follows it. Takes

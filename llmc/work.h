@@ -6,6 +6,7 @@
 #include <array>
 #include <compare>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "llmc/device.h"
@@ -52,7 +53,7 @@ struct Variant {
 // A launch or library call, or several alike in a loop. Bytes are those read and written if every operand
 // passes once.
 struct Work {
-    std::string range;  // where it stands: Range::path()
+    std::string_view range;  // where it stands: Range::place()
     const char* name;
     double flops, bytes;  // of all calls
     double calls = 1;
@@ -90,7 +91,7 @@ struct Transfer {
     Way way = Way::DiskRead;
     double bytes = 0;
     int number = -1;  // that is waited for, of those of its kind; negative: the last that began
-    std::string range = {};
+    std::string_view range = {};
     size_t after = 0;  // so many entries of the ledger of work
 };
 
@@ -115,7 +116,7 @@ class [[nodiscard]] Operation {
         : listener_(work_ledger ? nullptr : operation_listener) {
         if (work_ledger)
             work_ledger->push_back(
-                {Range::path(), name, flops, bytes, 1, work_clock ? *work_clock : 0, product, variant});
+                {Range::place(), name, flops, bytes, 1, work_clock ? *work_clock : 0, product, variant});
         if (listener_) listener_->operation_begins(name, product);
     }
     ~Operation() {
@@ -130,7 +131,7 @@ class [[nodiscard]] Operation {
 // Writes down, in a rehearsal, that a transfer begins or is waited for.
 inline void note_transfer(Transfer transfer) {
     if (!transfer_ledger) return;
-    transfer.range = Range::path();
+    transfer.range = Range::place();
     transfer.after = work_ledger->size();
     transfer_ledger->push_back(std::move(transfer));
 }

@@ -186,12 +186,15 @@ def test_what_people_train_with(model, precision, name, tmp_path):
     assert (again, same_files) == (here, files)
 
 
+REPLAYED = 3  # steps: the first runs as ever, the second is recorded, graph by graph, and the third replays them
+
+
 def test_what_lives_elsewhere_comes_in_time(tmp_path):
     """Blocks lent from host memory and from the disk, and parked inputs, with copies as late and as early as allowed."""
     make(tmp_path / "model", "--family", "llama", "--layers", 5, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
          *MODELS["llama"])
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
-    options = ("--steps", 2, "--train", "lora", "--lora-rank", 3, "--eval-batches", 1)
+    options = ("--steps", REPLAYED, "--train", "lora", "--lora-rank", 3, "--eval-batches", 1)
     first = logged(played("bf16"), tmp_path / "memory", tmp_path, *options)[:2]
     for name, (more, environment) in {
             "host": (("--weights", "host", "--park", "all"), {"GPU_ORDER": "late", "GPU_SEED": "3"}),
@@ -208,7 +211,7 @@ def test_embeddings_that_live_elsewhere_come_in_time(dtype, tmp_path):
     make(tmp_path / "model", "--family", "llama", "--layers", 2, "--vocab", 9001, "--positions", 64, "--dtype", dtype,
          *MODELS["llama"])
     write_shard(tmp_path / "data.bin", random_tokens(9001, 3000))
-    options = ("--steps", 2, "--train", "prompt", "--soft-prompt", 3, "--eval-batches", 1, "--head-rows", 40)
+    options = ("--steps", REPLAYED, "--train", "prompt", "--soft-prompt", 3, "--eval-batches", 1, "--head-rows", 40)
     runs = {}
     for name, (more, environment) in {
             "device": ((), {}),
@@ -228,7 +231,7 @@ def test_what_is_trained_lives_elsewhere(tmp_path, options):
     make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
          *MODELS["llama"])
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
-    options = ("--steps", 2, "--eval-batches", 1, *options)
+    options = ("--steps", REPLAYED, "--eval-batches", 1, *options)
     first = logged(played("bf16"), tmp_path / "device", tmp_path, *options)[:2]
     for name, (more, environment) in {
             "host": (("--weights", "host", "--state", "host"), {"GPU_ORDER": "late", "GPU_SEED": "3"}),
@@ -248,7 +251,7 @@ def test_gradients_live_elsewhere(tmp_path, home):
     make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
          *MODELS["llama"])
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
-    options = ("--steps", 2, "--eval-batches", 1, "--grad-accum", 2)
+    options = ("--steps", REPLAYED, "--eval-batches", 1, "--grad-accum", 2)
     first = logged(played("bf16"), tmp_path / "device", tmp_path, *options)[:2]
     for name, (more, environment) in {
             "late": ((), {"GPU_ORDER": "late", "GPU_SEED": "3"}),
@@ -256,6 +259,27 @@ def test_gradients_live_elsewhere(tmp_path, home):
             "by block": (("--park", "all", "--by-block"), {"GPU_ORDER": "late", "GPU_SEED": "5"})}.items():
         lines = logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, "--gradients", home, *more)[:2]
         assert name == "by block" or lines == first, name
+
+
+@pytest.mark.parametrize("options", [
+    ("--train", "lora", "--lora-rank", 3, "--weights", "host", "--park", "all"), ("--weights", "disk", "--state", "disk"),
+    ("--update-in-backward", "--clip-per-block", "--state", "host", "--updates", "host", "--gradients", "device")], ids=str)
+def test_steps_that_move_are_replayed(tmp_path, options):
+    """Between their graphs the host does what it must: it gives streams far less than operation by operation, and the bits
+    are the same."""
+    make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
+         *MODELS["llama"])
+    write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
+    runs, given = {}, {}
+    for graph in ("on", "off"):
+        for steps in (REPLAYED, REPLAYED + 2):
+            count = tmp_path / f"{graph} {steps}.txt"
+            runs[graph] = logged(played("bf16", GPU_ENQUEUED=str(count)), tmp_path / f"{graph} {steps}", tmp_path, *options,
+                                 "--steps", steps, "--lr", 1e-3, "--graph", graph)[:2]
+            given[graph, steps] = int(count.read_text())
+    assert runs["on"] == runs["off"]
+    a_step = {graph: given[graph, REPLAYED + 2] - given[graph, REPLAYED] for graph in runs}
+    assert 0 < a_step["on"] < 0.6 * a_step["off"], a_step
 
 
 FORMATS = {"fp32": (), "split": ("--master", "split", "--adam-m", "8bit", "--adam-v", "bf16"),
@@ -268,7 +292,7 @@ def test_the_hosts_cores_update_to_the_same_bits(tmp_path, formats):
     make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
          *MODELS["llama"])
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
-    options = ("--steps", 3, "--lr", 1e-3, "--clip", 1, "--eval-batches", 1, *FORMATS[formats])
+    options = ("--steps", REPLAYED, "--lr", 1e-3, "--clip", 1, "--eval-batches", 1, *FORMATS[formats])
     for name, way in {"after": ("--grad-accum", 2), "in backward": ("--update-in-backward", "--clip-per-block")}.items():
         first = logged(played("bf16"), tmp_path / name, tmp_path, *options, *way)[:2]
         places = [(), ("--weights", "host")] + ([("--weights", "host", "--gradients", "host")] if name == "after" else [])
@@ -283,7 +307,7 @@ def test_weights_in_fp32_are_updated_by_the_host_too(tmp_path):
     """They go there and come back, and 8-bit moments with them."""
     make(tmp_path / "model", "--family", "gpt2", "--layers", 2, "--vocab", VOCAB, "--positions", 64, *MODELS["gpt2"])
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
-    options = ("--steps", 2, "--lr", 1e-3, "--eval-batches", 1, "--adam-m", "8bit")
+    options = ("--steps", REPLAYED, "--lr", 1e-3, "--eval-batches", 1, "--adam-m", "8bit")
     first = logged(played("fp32"), tmp_path / "device", tmp_path, *options)[:2]
     assert logged(played("fp32"), tmp_path / "host", tmp_path, *options, "--state", "host", "--updates", "host")[:2] == first
 

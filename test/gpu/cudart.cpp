@@ -5,7 +5,8 @@
 // exit code 70. GPU=A100|4090|H100|B200 chooses the device, GPU_SEED and GPU_ORDER=late|early|random the
 // order of all that has none, GPU_MEMORY=MiB makes it smaller, GPU_CHECK=bounds leaves races unlooked for;
 // with GPU_ERROR=N waiting for a stream ends with that error, with GPU_COUNT=0 no device answers;
-// GPU_COUNTERS and GPU_COVERAGE name files for what was counted.
+// GPU_COUNTERS and GPU_COVERAGE name files for what was counted, and GPU_ENQUEUED one for how much the host
+// gave to streams: copies, launches, whole graphs, events and waits for them.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <unistd.h>
@@ -204,6 +205,7 @@ void report() {
               << '\n';
         }
     }
+    if (const char* path = getenv("GPU_ENQUEUED")) std::ofstream(path) << device().enqueued() << '\n';
     // A line a kernel, launched or not: which of its instructions were executed, as 0 and 1.
     if (const char* path = getenv("GPU_COVERAGE")) {
         std::ofstream f(path, std::ios::app);
@@ -623,6 +625,12 @@ cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* g) {
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* e, cudaGraph_t g, unsigned long long) {
     return *e = reinterpret_cast<cudaGraphExec_t>(new Recording(*reinterpret_cast<Recording*>(g))),
            cudaSuccess;
+}
+cudaError_t cudaGraphGetNodes(cudaGraph_t g, cudaGraphNode_t* nodes, size_t* count) {
+    return call([&] {
+        if (nodes) throw Fault("only how many nodes a graph has is known here");
+        *count = reinterpret_cast<Recording*>(g)->tasks.size();
+    });
 }
 cudaError_t cudaGraphDestroy(cudaGraph_t g) {
     delete reinterpret_cast<Recording*>(g);

@@ -73,36 +73,16 @@ class Device {
         if (recording()) throw Fault(std::string(call) + " while a stream is captured");
     }
 
+    // Graphs, and what was queued by itself; waits of streams for events.
+    uint64_t enqueued() const { return enqueued_; }
+
     void queue(Stream* s, Task task) {
-        if (s == &default_stream_ && recording())
-            throw Fault(task.name + " on the default stream while another is captured");
-        if (s->recording) {
-            s->recording->tasks.push_back(std::move(task));
-            return;
-        }
-        // The default stream is after all that was queued before, and before all that is queued later.
-        if (s == &default_stream_)
-            for (const Stream* other : streams_) join(s->clock, other->clock);
-        else
-            join(s->clock, default_stream_.clock);
-        join(s->clock, host_);
-        Work work;
-        work.stream = s->index;
-        work.number = ++s->queued;
-        work.after = s->clock;
-        work.name = task.name;
-        if (task.queued) task.queued(work);
-        s->clock[static_cast<size_t>(s->index)] = work.number;
-        s->tasks.emplace_back(std::move(work), std::move(task.run));
-        if (order_ == "early") finish(s);
-        if (order_ == "random")
-            for (uint64_t n = random_() % 4; n > 0; n--) {
-                Stream* any = streams_[random_() % streams_.size()];
-                if (!any->tasks.empty()) step(any);
-            }
+        if (!s->recording) enqueued_++;
+        enqueue(s, std::move(task));
     }
     void launch(const Recording& recording, Stream* s) {
-        for (const Task& t : recording.tasks) queue(s, t);
+        enqueued_++;
+        for (const Task& t : recording.tasks) enqueue(s, t);
     }
     void record(Event* e, Stream* s) {
         if (s->recording) throw Fault("an event is recorded in a stream that is captured");
@@ -112,6 +92,7 @@ class Device {
     }
     void wait(Stream* s, const Event* e) {
         if (s->recording) throw Fault("a stream that is captured waits for an event from outside");
+        enqueued_++;
         if (e->recorded) join(s->clock, e->clock);
     }
     // The host waits.
@@ -183,6 +164,34 @@ class Device {
     }
 
   private:
+    void enqueue(Stream* s, Task task) {
+        if (s == &default_stream_ && recording())
+            throw Fault(task.name + " on the default stream while another is captured");
+        if (s->recording) {
+            s->recording->tasks.push_back(std::move(task));
+            return;
+        }
+        // The default stream is after all that was queued before, and before all that is queued later.
+        if (s == &default_stream_)
+            for (const Stream* other : streams_) join(s->clock, other->clock);
+        else
+            join(s->clock, default_stream_.clock);
+        join(s->clock, host_);
+        Work work;
+        work.stream = s->index;
+        work.number = ++s->queued;
+        work.after = s->clock;
+        work.name = task.name;
+        if (task.queued) task.queued(work);
+        s->clock[static_cast<size_t>(s->index)] = work.number;
+        s->tasks.emplace_back(std::move(work), std::move(task.run));
+        if (order_ == "early") finish(s);
+        if (order_ == "random")
+            for (uint64_t n = random_() % 4; n > 0; n--) {
+                Stream* any = streams_[random_() % streams_.size()];
+                if (!any->tasks.empty()) step(any);
+            }
+    }
     struct HostCopy {
         const void* at;
         size_t bytes;
@@ -219,7 +228,7 @@ class Device {
     }
 
     std::string order_;
-    uint64_t seed_, launches_ = 0;
+    uint64_t seed_, launches_ = 0, enqueued_ = 0;
     std::mt19937_64 random_;
     Stream default_stream_;
     std::vector<Stream*> streams_;

@@ -409,7 +409,7 @@ inline void declare_run_options(CLI::App& app, Options& o) {
         ->check(CLI::IsMember({"common", "hopper"}))
         ->group(group);
     app.add_option("--threads", o.threads, "CPU threads; 0: all")->transform(whole(0, 4096))->group(group);
-    app.add_option("--graph", o.graph, "replay each step as a CUDA graph; only a GPU has them")
+    app.add_option("--graph", o.graph, "replay each step as CUDA graphs; only a GPU has them")
         ->check(CLI::IsMember({"on", "off"}))
         ->group(group);
     app.add_option("--matmul-algorithms", o.matmul_algorithms,

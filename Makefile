@@ -11,6 +11,7 @@
 # make python-tests      runs the Python tests
 # make test-smollm2      fine-tunes SmolLM2-135M beside transformers (minutes)
 # make race-probe        checks that ThreadSanitizer finds a barrier that is missing
+# make test-sanitizers   runs kernel tests under AddressSanitizer and ThreadSanitizer, which make test does not (many minutes)
 # make fuzz-build        builds the fuzzers of what reads files
 # make fuzz              runs them, each for FUZZ_SECONDS=10
 # make cuda-build        compiles for a GPU, which need not be there, and checks that no kernel spills
@@ -180,8 +181,9 @@ ifeq ($(DEVICE),cuda)
   UNIT_TESTS := $(KERNEL_TESTS:%=build/test/cuda/%) $(HOST_TESTS:%=build/test/fast/%)
 else
   UNIT_TESTS := $(HOST_TESTS:%=build/test/fast/%) $(KERNEL_TESTS:%=build/test/fast/%) \
-      $(foreach b,faithful asan tsan,$(filter-out build/test/tsan/test_matmul,$(KERNEL_TESTS:%=build/test/$(b)/%)) build/test/$(b)/test_simt) build/test/asan/test_arena
+      $(KERNEL_TESTS:%=build/test/faithful/%) build/test/faithful/test_simt build/test/asan/test_arena
 endif
+SANITIZED_TESTS := $(filter-out build/test/tsan/test_matmul,$(foreach b,asan tsan,$(KERNEL_TESTS:%=build/test/$(b)/%) build/test/$(b)/test_simt))
 TEST_LIBS := -lgtest -lgtest_main $(CPU_LIBS)
 build/test/fast/%: FLAGS := $(CXXFLAGS)
 build/test/faithful/%: FLAGS := $(CXXFLAGS) $(FAITHFUL)
@@ -299,6 +301,12 @@ unit-tests: $(UNIT_TESTS)
 endif
 run/%: %
 	@echo "== $<"; $< --gtest_brief=1
+# The faithful build's kernel tests under AddressSanitizer and ThreadSanitizer. What they find, the GPU that is played
+# in make test finds in PTX, so they are not among those.
+.PHONY: test-sanitizers
+.SECONDARY: $(SANITIZED_TESTS)
+test-sanitizers: test-deps
+	+@$(MAKE) --no-print-directory -j$$(nproc) --output-sync=target DEVICE=cpu $(SANITIZED_TESTS:%=run/%) race-probe
 
 # ThreadSanitizer must find a planted missing barrier, and nothing where none is missing.
 .PHONY: race-probe fuzz-build

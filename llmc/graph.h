@@ -120,8 +120,9 @@ class StepGraphs {
         const auto [it, first] = recordings_.try_emplace(key, nullptr);
         if (first) return enqueue();
         if (it->second) return it->second->replay();
-        it->second = std::make_unique<Recording>();
-        it->second->record(stream, enqueue);
+        auto recording = std::make_unique<Recording>();
+        recording->record(stream, enqueue);  // where that fails, the next call tries it again
+        it->second = std::move(recording);
 #else
         static_cast<void>(key);
         enqueue();

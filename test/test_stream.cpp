@@ -171,6 +171,38 @@ TEST(StepGraphs, ReplaysWhatWasEnqueued) {
     }
 }
 
+// What the host does in between is done each time, in its place, and may enqueue too; nothing in it is
+// recorded.
+TEST(StepGraphs, TheHostActsBetweenGraphs) {
+    const OwnStream stream;
+    StepGraphs graphs;
+    const DeviceArray<unsigned> sum(std::vector<unsigned>{0}), x(std::vector<unsigned>{1});
+    std::vector<unsigned> seen;
+    unsigned want = 0;
+    const auto fold = [&] { launch<fold_kernel>(1, 1, 0, stream.get(), sum.data(), x.data()); };
+    const auto look = [&] { seen.push_back(sum.download()[0]); };
+    for (int i = 0; i < 5; i++) {
+        graphs.run(&sum, stream.get(), [&] {
+            host_act(look);  // with nothing before it
+            fold();
+            host_act([&, moved = std::make_unique<int>(2)] {
+                for (int k = 0; k < *moved; k++) fold();
+                look();
+            });
+            host_act(look);  // with nothing between
+            fold();
+        });
+        ASSERT_EQ(seen.size(), 3u);
+        EXPECT_EQ(seen[0], want);
+        for (int k = 0; k < 3; k++) want = 3 * want + 1;
+        EXPECT_EQ(seen[1], want);
+        EXPECT_EQ(seen[2], want);
+        want = 3 * want + 1;
+        seen.clear();
+    }
+    EXPECT_EQ(sum.download()[0], want);
+}
+
 // What fails while it is recorded leaves the stream as it was.
 TEST(StepGraphs, AFailureIsPassedOn) {
     const OwnStream stream;

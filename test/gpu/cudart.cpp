@@ -567,7 +567,7 @@ cudaError_t cudaStreamCreate(cudaStream_t* s) {
     return call([&] { *s = reinterpret_cast<cudaStream_t>(device().create_stream()); });
 }
 cudaError_t cudaStreamDestroy(cudaStream_t s) {
-    return call([&] { device().wait(stream_of(s)); });
+    return call([&] { device().destroy_stream(stream_of(s)); });
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t s) {
     static const int error = atoi(environment("GPU_ERROR", "0").c_str());

@@ -56,11 +56,20 @@ class Device {
     bool check_races = environment("GPU_CHECK", "races") == "races";
 
     Stream* create_stream() {
+        if (!unused_.empty()) {
+            Stream* s = unused_.back();
+            unused_.pop_back();
+            return s;
+        }
         if (streams_.size() >= kMostStreams) throw Fault("more streams than the emulator knows");
         Stream* s = new Stream;
         s->index = static_cast<int>(streams_.size());
         streams_.push_back(s);
         return s;
+    }
+    void destroy_stream(Stream* s) {
+        wait(s);
+        unused_.push_back(s);
     }
     Stream* default_stream() { return &default_stream_; }
     uint64_t next_seed() { return seed_ * 7919 + ++launches_; }
@@ -231,8 +240,8 @@ class Device {
     uint64_t seed_, launches_ = 0, enqueued_ = 0;
     std::mt19937_64 random_;
     Stream default_stream_;
-    std::vector<Stream*> streams_;
-    StreamClock host_{};  // what the host knows to be done
+    std::vector<Stream*> streams_, unused_;  // of these, those that were destroyed
+    StreamClock host_{};                     // what the host knows to be done
     struct Check {
         int stream;
         uint32_t number;

@@ -127,9 +127,9 @@ class Gpt {
           config_(model.layout.config()),
           family_(*config_.family),
           hopper_attention_(hopper_attention),
-          loans_(arena, stream, Transfer::Loan),
-          head_loans_(arena, stream, Transfer::Vocabulary),
-          gradient_loans_(arena, stream, Transfer::Gradients),
+          loans_(arena, stream, kLentBlocks),
+          head_loans_(arena, stream, kLentVocabulary),
+          gradient_loans_(arena, stream, kLentGradients),
           parked_(arena, stream) {
         bind();
     }

@@ -428,7 +428,7 @@ class Calibration {
 
     static constexpr int kTransfers = 6;
     static constexpr size_t kTransferred = size_t{16} << 20;  // bytes
-    static constexpr int64_t kHostUpdated = 4 * kStateChunk;  // parameters
+    static constexpr uint64_t kChunksUpdated = 4;             // by the host, at a time
 
     void measure_transfers() {
         const std::unique_ptr<char, decltype(&std::free)> room(
@@ -453,7 +453,7 @@ class Calibration {
     }
     // AdamW with all of its state in fp32, in as many places one after another, so that no cache has them.
     void measure_host_update() {
-        std::vector<T> weights(kTransfers * kHostUpdated), gradients(weights.size());
+        std::vector<T> weights(kTransfers * kChunksUpdated * kStateChunk), gradients(weights.size());
         std::vector<float> state[3];
         for (auto& s : state) s.resize(weights.size());
         const UpdateFactors factors = factors_of({1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1});
@@ -467,12 +467,12 @@ class Calibration {
                                    .n = kStateChunk};
         };
         const auto update = [&](uint64_t i) {
-            for (uint64_t c = 4 * i; c < 4 * (i + 1); c++) {
-                const UpdateArrays<T> a = chunk(c);
+            for (uint64_t c = 0; c < kChunksUpdated; c++) {
+                const UpdateArrays<T> a = chunk(kChunksUpdated * i + c);
                 update_on_host(&a, &factors, 0);
             }
         };
-        measure_way(Way::HostUpdate, update, 4 * update_bytes(chunk(0)));
+        measure_way(Way::HostUpdate, update, kChunksUpdated * update_bytes(chunk(0)));
     }
     // Of several transfers the median, and of two rounds the better one.
     template <class Move>

@@ -32,11 +32,21 @@ class Residence {
     virtual void finish(Stream stream) = 0;
 };
 
+// What is lent: what its transfers are of, and its rooms in the plan.
+struct Lent {
+    Transfer::Of of;
+    const char *rooms, *kind;
+};
+constexpr Lent kLentBlocks = {Transfer::Loan, "lent_block", "weights"},
+               kLentVocabulary = {Transfer::Vocabulary, "lent_vocabulary", "weights"},
+               kLentGradients = {Transfer::Gradients, "lent_gradients", "parameter_gradient"};
+
 // The loans of a pass over the model, each there while the next is on its way: in two rooms, which the pass
 // has from its first loan to give_back(), so that all its blocks find the same memory left.
 class Loans {
   public:
-    Loans(Arena& arena, const Stream& stream, Transfer::Of of) : arena_(arena), stream_(stream), of_(of) {}
+    Loans(Arena& arena, const Stream& stream, const Lent& lent)
+        : arena_(arena), stream_(stream), lent_(lent) {}
 
     // Where loans come from, and the bytes of each. Before that nothing can be borrowed; a rehearsal needs no
     // residence.
@@ -62,12 +72,9 @@ class Loans {
     }
     // Takes the rooms, before anything is borrowed.
     void take_rooms() {
-        const char* const name = of_ == Transfer::Loan        ? "lent_block"
-                                 : of_ == Transfer::Gradients ? "lent_gradients"
-                                                              : "lent_vocabulary";
-        const char* const kind = of_ == Transfer::Gradients ? "parameter_gradient" : "weights";
         for (Room& room : rooms_)
-            if (!room.bytes) room = {kNoLoan, false, arena_.take<uint8_t>(name, {room_bytes()}, kind)};
+            if (!room.bytes)
+                room = {kNoLoan, false, arena_.take<uint8_t>(lent_.rooms, {room_bytes()}, lent_.kind)};
     }
     // Has a loan on its way that is borrowed next.
     void expect(int loan) {
@@ -111,21 +118,21 @@ class Loans {
             return host_act([this, comes, changed, room = reinterpret_cast<char*>(other().bytes.data())] {
                 residence_->start(comes, room, stream_, changed);
             });
-        if (changed != kNoLoan) note_transfer({of_, false, way_back(way_), bytes_of(changed)});
-        if (comes != kNoLoan) note_transfer({of_, false, way_, bytes_of(comes)});
+        if (changed != kNoLoan) note_transfer({lent_.of, false, way_back(way_), bytes_of(changed)});
+        if (comes != kNoLoan) note_transfer({lent_.of, false, way_, bytes_of(comes)});
     }
     void join() {
         if (!std::exchange(under_way_, false)) return;
-        if (arena_.rehearsing()) return note_transfer({of_, true});
+        if (arena_.rehearsing()) return note_transfer({lent_.of, true});
         host_act([this] {
-            const Waiting waiting(of_);
+            const Waiting waiting(lent_.of);
             residence_->finish(stream_);
         });
     }
 
     Arena& arena_;
     const Stream& stream_;
-    const Transfer::Of of_;  // the kind of what is lent
+    const Lent lent_;
     Residence* residence_ = nullptr;
     Way way_ = Way::DiskRead;
     std::vector<size_t> bytes_;

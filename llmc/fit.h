@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -225,23 +226,29 @@ struct Fit {
 
 constexpr size_t kTooMuchElsewhere = SIZE_MAX;  // the total of a setting that fits nothing
 
-// Whether a mix cannot be chosen over what takes so long, by two rehearsals: the smallest setting with all
-// blocks at the last level is beyond the budget, by more than another mix of levels could save, or elsewhere;
-// or the first setting, the fastest, is slower with all blocks at the first level.
-inline bool is_hopeless(std::vector<MemorySetting> settings, size_t budget, double seconds,
-                        const Rehearsals& rehearsals, const BesideDevice& room) {
+// Of a mix that cannot be better than `best`, which two rehearsals may show, the least that it takes: where
+// the smallest setting, all blocks at the last level, takes more elsewhere than there is room, or of the
+// device more than another mix of levels could save; or where the first setting, the fastest, is slower with
+// all blocks at the first level.
+inline std::optional<size_t> least_of_hopeless(std::vector<MemorySetting> settings, size_t budget,
+                                               const Fit& best, const Rehearsals& rehearsals,
+                                               const BesideDevice& room) {
     const auto outline = [&](MemorySetting& s, size_t level) {
         s.levels.assign(static_cast<size_t>(rehearsals.layers), static_cast<int>(level));
         return rehearsals.outline(s);
     };
-    const MemoryReport least = outline(settings.back(), std::size(kRecomputeLevels) - 1);
-    if (!least.beside().fits(room) || static_cast<double>(least.total()) > 1.05 * static_cast<double>(budget))
-        return true;
-    return outline(settings.front(), 0).seconds > seconds;
+    const MemoryReport smallest = outline(settings.back(), std::size(kRecomputeLevels) - 1);
+    if (!smallest.beside().fits(room)) return kTooMuchElsewhere;
+    const size_t least = smallest.total();
+    const Solution& solution = best.solution;
+    const size_t bound = solution.chosen ? budget : std::max(budget, solution.least.exact);
+    if (static_cast<double>(least) > 1.05 * static_cast<double>(bound)) return least;
+    if (solution.chosen && outline(settings.front(), 0).seconds > solution.chosen->seconds) return least;
+    return std::nullopt;
 }
 
 // The settings of a mix, `o`, of which nothing may take more than so many bytes elsewhere. Each format of the
-// state must be worth 1% of time over those before it. Of a mix that cannot be chosen over `best` nothing is
+// state must be worth 1% of time over those before it. Of a mix that cannot be better than `best` nothing is
 // said but that. Fails where no micro-batch can be.
 inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals& rehearsals,
                         const BesideDevice& room, const Fit* best) {
@@ -257,11 +264,11 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     if (settings.empty())
         fail("--memory %s: of --batch %d x --grad-accum %d sequences no part can be a micro-batch",
              o.memory.c_str(), o.batch, o.grad_accum);
-    if (best && best->solution.chosen &&
-        is_hopeless(settings, budget, best->solution.chosen->seconds, rehearsals, room)) {
-        fit.solution.least.exact = kTooMuchElsewhere;
-        return fit;
-    }
+    if (best)
+        if (const auto least = least_of_hopeless(settings, budget, *best, rehearsals, room)) {
+            fit.solution.least.exact = *least;
+            return fit;
+        }
     const Profiles made = profiles_of(settings, o.by_block, rehearsals);
     const std::vector<Profile>& profiles = made.all;
     const auto step_seconds = [&](const MemoryReport& r) {

@@ -186,6 +186,7 @@ __global__ void __launch_bounds__(kAttentionThreads, ForwardTiles<T, kHead, kPla
     const int warp_row = uniform_warp() * 16 * kParts, row = block_row + warp_row;  // its first query
     if (!kPlain) in.drop_keys(in.first_key(b, block_row));
     const int end = in.keys_before(block_row + kRows);
+    SIMT_ASSUME(end > 0);
     load_staying<kHead, kRows, 1, T>(q_tile, {in.q + in.q_offset(b, h) + block_row * in.q_row}, {in.q_row},
                                      in.queries - block_row, in.head_size, vectors);
     KeyLoader<kHead, T> loader(in, b, kv, vectors);
@@ -234,6 +235,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     if (b >= in.batch) return;
     const int64_t at = index * in.head_size;
     Accumulator<N> sum;
+#pragma unroll 1  // vectors: of at most 128 columns a lane has one
     for (int c = lane() * N; c < in.head_size; c += kLanes * N) {
         const Packed<T, N> x = load<N>(dout + at + c), y = load<N>(out + at + c);
         for (int e = 0; e < N; e++) sum[e] += x[e] * y[e];
@@ -261,6 +263,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
     };
     const int kv = blockIdx.x % in.kv_heads, b = blockIdx.x / in.kv_heads;
     const int first_head = kv * in.group(), heads_end = first_head + in.group();
+    SIMT_ASSUME(heads_end > first_head);
     const int block_row = blockIdx.y * kAttentionRows;
     const int keys_end = block_row + kAttentionRows;
     const int end = kPlain ? in.queries_before(keys_end) : in.queries_before(b, keys_end);
@@ -369,6 +372,7 @@ __global__ void __launch_bounds__(kAttentionThreads, BackwardTiles<T, kHead, kPl
     const int warp_row = uniform_warp() * 16 * kParts, row = block_row + warp_row;  // its first query
     if (!kPlain) in.drop_keys(in.first_key(b, block_row));
     const int end = in.keys_before(block_row + kRows);
+    SIMT_ASSUME(end > 0);
     load_staying<kHead, kRows, 2, T>(q_tile,
                                      {in.q + in.q_offset(b, h) + block_row * in.q_row,
                                       dout + in.out_offset(b, h) + block_row * in.out_row()},

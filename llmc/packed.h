@@ -142,6 +142,7 @@ SIMT_DEVICE void for_each_row(int first, int end, int step, Part part, Add add) 
 #pragma unroll
             for (int i = 0; i < 4; i++) add(parts[i]);
         }
+#pragma unroll 1  // at most three rows are left
     for (; row < end; row += step) add(part(row));
 }
 

@@ -5,6 +5,7 @@
 // widest. In the faithful build (SIMT_LANES=32) simt_fibers.h runs the threads of a block as fibers.
 #pragma once
 
+#include <cassert>
 #include <omp.h>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -29,6 +30,7 @@ static_assert(SIMT_LANES == 1 || SIMT_LANES == 32, "SIMT_LANES is 1 (fast) or 32
 #define SIMT_DEVICE inline __attribute__((always_inline))
 #define SIMT_HOST_DEVICE SIMT_DEVICE
 #define SIMT_INLINE __attribute__((always_inline))  // of a lambda in a kernel: g++ may call it
+#define SIMT_ASSUME(x) assert(x)
 #define __global__ static
 #define __device__
 #define __host__

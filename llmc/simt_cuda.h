@@ -9,7 +9,8 @@
 #define SIMT_GPU 1
 #define SIMT_DEVICE __device__ __forceinline__
 #define SIMT_HOST_DEVICE __host__ __device__ __forceinline__
-#define SIMT_INLINE  // of a lambda in a kernel
+#define SIMT_INLINE                         // of a lambda in a kernel
+#define SIMT_ASSUME(x) __builtin_assume(x)  // always true: no code is made for when it is not
 
 // Names the block's dynamic shared memory. One base for all kernels: C++ allows one type per extern array.
 #define DYNAMIC_SHARED(T, name)                                           \

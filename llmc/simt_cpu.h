@@ -5,7 +5,6 @@
 // widest. In the faithful build (SIMT_LANES=32) simt_fibers.h runs the threads of a block as fibers.
 #pragma once
 
-#include <cassert>
 #include <omp.h>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -13,6 +12,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cassert>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>

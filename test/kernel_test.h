@@ -126,6 +126,10 @@ inline std::vector<MatrixSize> matrix_sizes() {
     return sizes;
 }
 
+// Sizes of vectors whose tail falls to each of the vectors that a thread does of an elementwise kernel, in
+// fp32 and in bf16.
+constexpr int kTailSizes[] = {1027, 2051, 3075, 4099, 6149};
+
 inline std::string text(const MatrixSize& s) { return std::to_string(s.rows) + " x " + std::to_string(s.C); }
 
 // The bytes of some vectors, one after the other.

@@ -31,7 +31,9 @@ const Stream kStream{};
 
 std::vector<int> vector_sizes() {
     if (kSmallShapes) return {1, 7, 100, 5003};
-    return {1, 7, 64, 100, 1000, 4096, 100003};
+    std::vector<int> sizes = {1, 7, 64, 100, 1000, 4096, 100003};
+    sizes.insert(sizes.end(), std::begin(kTailSizes), std::end(kTailSizes));
+    return sizes;
 }
 
 template <class T>
@@ -271,7 +273,9 @@ TYPED_TEST(Kernels, BiasBackward) {
 
 TYPED_TEST(Kernels, AddBias) {
     using T = TypeParam;
-    for (const MatrixSize& s : matrix_sizes()) {
+    std::vector<MatrixSize> sizes = matrix_sizes();
+    for (const int n : kTailSizes) sizes.push_back({1, n});
+    for (const MatrixSize& s : sizes) {
         SCOPED_TRACE(text(s));
         const std::vector<T> start = random_values<T>(static_cast<size_t>(s.rows) * s.C, 1, 26);
         const std::vector<T> bias = random_values<T>(s.C, 1, 27);

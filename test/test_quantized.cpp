@@ -110,7 +110,9 @@ std::vector<Matrix> matrices() {
                 all.emplace_back(*f, rows, 403), all.emplace_back(*f, rows, 2056);  // whole vectors
         }
         if (!kSmallShapes) all.emplace_back(*f, 9, blocks ? 9 * f->block : 2049);  // two scales of scales
-        if (!kSmallShapes && f->block == 32) all.emplace_back(*f, 2, 2080);        // many vectors a lane
+        for (const int n : kTailSizes)
+            if (!kSmallShapes && f->block == 1) all.emplace_back(*f, 1, n);
+        if (!kSmallShapes && f->block == 32) all.emplace_back(*f, 2, 2080);  // many vectors a lane
     }
     return all;
 }

@@ -260,7 +260,7 @@ test-emulated: test-deps emulated-build build/cpu-fp32/train build/cpu-bf16/trai
 	  echo "== $$t on $$gpu, seed $$seed"; GPU=$$gpu GPU_SEED=$$seed $$t --gtest_brief=1 --gtest_filter=-HopperAttention.Agrees* || exit 1; done; done; done
 	EMULATED_ALL=1 TRAIN_BINARIES="build/cpu-fp32/train build/cpu-bf16/train" $(PYTHON) -m pytest -q -n 2 test/test_emulated.py
 
-# What of the GPU's code no test has executed, PTX and host lines: at most 2% of either may be left. Half an hour, with
+# What of the GPU's code no test has executed, PTX and host lines: at most 2% of either may be left. A quarter of an hour, with
 # its build.
 .PHONY: gpu-coverage build/emulated-coverage/report gpu-predicted
 gpu-coverage: test-deps build/cpu-fp32/train build/cpu-bf16/train

@@ -12,8 +12,18 @@ import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 # Why tests leave something: patterns of kernels' names, and of lines.
-KERNEL_REASONS = {r"^sm_80 hopper_": "only compute capability 9.0 runs it: here its body is a trap"}
+KERNEL_REASONS = {
+    r"^sm_80 hopper_": "only compute capability 9.0 runs it: here its body is a trap",
+    r"copy_kernel": "it measures bandwidth: in whole vectors, and in a calibration, which takes too long here",
+    r"quantized_matvec_kernel<.*Q\d_K": "a row is whole blocks of 256, so no half step is left",
+    r"optimizer_kernel": "the fourth element of a group of four that is not whole",
+    r"column_sums|add_chunks|token_embedding_backward|wide_sum|head_norm_backward":
+        "for other numbers of warps or chunks than there are, which the compiler does not know",
+    r"add_bias_kernel|scale_columns_kernel": "a division of numbers of more than 32 bits",
+    r"hopper_attention_backward": "the way past a loop that always runs",
+}
 LINE_REASONS = {
+    r"cudaGetDeviceProperties": "the name of a GPU in a file of rates: a calibration takes too long here",
     r"cuBLASLt refuses the algorithm of": "a file of algorithms names the library's version and the GPU: only a damaged one",
     r"^~Event|cudaDeviceSynchronize\(\);  // after|cudaFreeHost": "called at the end of a run; gcov loses it where it is inlined",
 }
@@ -38,6 +48,7 @@ def readable(names):
         said = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return dict(zip(names, names))
+    said = said.replace("(anonymous namespace)::", "")
     return {name: re.sub(r"^void |\(.*", "", text) for name, text in zip(names, said.splitlines())}
 
 

@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
     SIMT_ASSUME(heads_end > first_head);
     const int block_row = blockIdx.y * kAttentionRows;
     const int keys_end = block_row + kAttentionRows;
-    const int end = kPlain ? in.queries_before(keys_end) : in.queries_before(b, keys_end);
+    const int end = kPlain ? in.queries : in.queries_before(b, keys_end);
     const int warp_row = uniform_warp() * 16, row = block_row + warp_row;  // its first key
     using Loader = TileLoader<2, kPassing, kHead, T>;
     const auto loader_of = [&](int h) SIMT_INLINE {

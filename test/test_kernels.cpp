@@ -361,10 +361,12 @@ struct EmbeddingCase {
 
 std::vector<EmbeddingCase> embedding_cases() {
     if (kSmallShapes) return {{2, 5, 72, 3, false}, {2, 5, 7, 9, true}};
-    return {{1, 1, 1, 1, false},       {1, 3, 7, 2, false},    {3, 37, 64, 10, false},
-            {4, 75, 72, 50257, false}, {2, 33, 100, 5, true},  {3, 100, 768, 40, false},
-            {2, 8, 1000, 300, true},   {9, 3, 403, 20, false}, {9, 2, 2072, 7, false},
-            {4, 90, 72, 3, false},     {2, 130, 100, 9, true}};  // the last: tokens of many rows
+    return {{1, 1, 1, 1, false},     {1, 3, 7, 2, false},
+            {3, 37, 64, 10, false},  {4, 75, 72, 50257, false},
+            {2, 33, 100, 5, true},   {3, 100, 768, 40, false},
+            {2, 8, 1000, 300, true}, {9, 3, 403, 20, false},
+            {9, 2, 2072, 7, false},  {4, 90, 72, 3, false},
+            {2, 130, 100, 9, true},  {2, 130, 7, 9, true}};  // the last two: tokens of many rows
 }
 
 std::vector<int> tokens_of(const EmbeddingCase& e) {

@@ -653,8 +653,8 @@ void Trainer::feed(Feeder& feeder, SequenceLoader& loader, uint64_t first, uint6
     feeder.send(stream_);
 }
 
-// Runs operations in the memory of their plan, on a GPU as a graph from the second time on. They must be the
-// same every time: what changes lies in the device's memory.
+// Runs operations in the memory of their plan, on a GPU as graphs from the second time on. They must be the
+// same every time: what changes lies in the device's memory, or is the host's to do (host_act()).
 template <class Operations>
 void Trainer::run_step(Plan& plan, Operations&& operations) {
     const auto run = [&] { arena_.run(plan, operations); };

@@ -186,7 +186,7 @@ __global__ void __launch_bounds__(kAttentionThreads, ForwardTiles<T, kHead, kPla
     const int warp_row = uniform_warp() * 16 * kParts, row = block_row + warp_row;  // its first query
     if (!kPlain) in.drop_keys(in.first_key(b, block_row));
     const int end = in.keys_before(block_row + kRows);
-    SIMT_ASSUME(end > 0);
+    if (kPlain) SIMT_ASSUME(end > 0);
     load_staying<kHead, kRows, 1, T>(q_tile, {in.q + in.q_offset(b, h) + block_row * in.q_row}, {in.q_row},
                                      in.queries - block_row, in.head_size, vectors);
     KeyLoader<kHead, T> loader(in, b, kv, vectors);
@@ -263,7 +263,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
     };
     const int kv = blockIdx.x % in.kv_heads, b = blockIdx.x / in.kv_heads;
     const int first_head = kv * in.group(), heads_end = first_head + in.group();
-    SIMT_ASSUME(heads_end > first_head);
+    if (kPlain) SIMT_ASSUME(heads_end > first_head);  // in the others ptxas would spill
     const int block_row = blockIdx.y * kAttentionRows;
     const int keys_end = block_row + kAttentionRows;
     const int end = kPlain ? in.queries : in.queries_before(b, keys_end);
@@ -372,7 +372,7 @@ __global__ void __launch_bounds__(kAttentionThreads, BackwardTiles<T, kHead, kPl
     const int warp_row = uniform_warp() * 16 * kParts, row = block_row + warp_row;  // its first query
     if (!kPlain) in.drop_keys(in.first_key(b, block_row));
     const int end = in.keys_before(block_row + kRows);
-    SIMT_ASSUME(end > 0);
+    if (kPlain) SIMT_ASSUME(end > 0);
     load_staying<kHead, kRows, 2, T>(q_tile,
                                      {in.q + in.q_offset(b, h) + block_row * in.q_row,
                                       dout + in.out_offset(b, h) + block_row * in.out_row()},

@@ -87,6 +87,9 @@ struct BlockActivations;  // these are beside forward
 struct MlpActivations;
 struct HeadActivations;
 struct KvCache;
+struct KvRows;
+struct MlpSums;
+struct BlockSums;
 struct NormNames;
 
 // How a micro-batch is run.
@@ -177,9 +180,13 @@ class Gpt {
     // their way then; negative: of none.
     TensorX gradients_of(int unit, int next);
     // How many rows are in an MLP at one time; 0: all.
-    void take_mlp_rows(int64_t rows) { mlp_rows_ = rows; }
+    void take_rows(int64_t of_mlp, int64_t of_attention) {
+        mlp_rows_ = of_mlp, attention_rows_ = of_attention;
+    }
     // Where the inputs of so many layers wait for their backward, of each of so many micro-batches.
-    void park_in(Elsewhere* place, int layers, int passes) { parked_.use(layers, passes, place); }
+    void park_in(Elsewhere* place, int layers, int passes, int slots) {
+        parked_.use(layers, passes, slots, place);
+    }
 
     void forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
                           float loss_scale, TensorF& loss, const Consume& consume = {});
@@ -223,9 +230,13 @@ class Gpt {
     template <class MakeX>
     void make_qkv(BlockActivations& a, MakeX&& make_x, const Block<floatX>& w, bool for_backward,
                   int first_position);
-    void make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<floatX>& w, Block<floatX>& g);
-    AttentionInput<floatX> attention_of(const TensorX& qkv, int layer) const;
-    void attend(BlockActivations& a, Keep keep, KvCache* cache, int layer);
+    void make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<floatX>& w, Block<floatX>& g,
+                           int first_position, BlockSums* sums);
+    Tensor<int> positions_of(const TensorX& rows) const;
+    AttentionInput<floatX> attention_of(const TensorX& qkv, int layer, const KvRows* before) const;
+    KvRows take_kv_rows(int64_t rows, int entry);
+    void append_kv(const TensorX& qkv, const KvRows& before);
+    void attend(BlockActivations& a, Keep keep, const KvRows* before, int layer);
 
     TensorX token_rows(const Tensor<int>& tokens);
     void look_up(TensorX& x, const Tensor<int>& tokens, const TensorX& prompt, int first_position);
@@ -236,11 +247,14 @@ class Gpt {
         const TensorX& prompt = weights_.embeddings.prompt;
         return prompt ? prompt.rows() : 0;
     }
-    void forward_attention(int layer, BlockActivations& a, Keep keep, KvCache* cache);
+    void forward_attention(int layer, BlockActivations& a, Keep keep, const KvRows* before);
+    void forward_attention_rows(int layer, BlockActivations& a, Keep keep, const KvRows* before);
+    TensorX forward_attention_in_chunks(int layer, const TensorX& x, bool for_backward);
+    TensorX projected(int layer, const TensorX& attention);
     void add_projected(TensorX& sum, const TensorX& x, const TensorX& attention, int layer);
     TensorX forward_mlp(int layer, BlockActivations& a, Keep keep);
     TensorX forward_mlp_rows(int layer, MlpActivations& m, Keep keep, const TensorX& x, TensorX out);
-    TensorX forward_block(int layer, BlockActivations& a, Keep keep, KvCache* cache = nullptr);
+    TensorX forward_block(int layer, BlockActivations& a, Keep keep, const KvRows* before = nullptr);
     TensorX forward_only(const Tensor<int>& tokens, KvCache* cache);
     TensorX forward_cached(const std::vector<int>& tokens, KvCache& cache);
     HeadActivations forward_head(const TensorX& x);
@@ -253,10 +267,18 @@ class Gpt {
     void for_each_head_slice(Use&& use);
     TensorX logits_of(const TensorX& x);
     void logits_backward(TensorX& d_x, const TensorX& d_logits);
+    enum class From { First, Last };
     template <class Chunk>
-    void for_each_chunk(int64_t rows, int64_t at_a_time, Chunk&& chunk);
+    void for_each_chunk(int64_t rows, int64_t at_a_time, Chunk&& chunk, From from = From::First);
+    template <class Sequence>
+    void for_each_sequence(const TensorX& x, Sequence&& sequence);
+    TensorX rows_of_sequence(const TensorX& x, int64_t count) const;
     // Whether so many rows go through an MLP, and what is beside it, in more than one part.
     bool in_chunks(int64_t rows) const { return mlp_rows_ > 0 && mlp_rows_ < rows; }
+    // And whether the queries of a sequence of x (B, T, C) go through attention so.
+    bool attends_in_chunks(const TensorX& x) const {
+        return attention_rows_ > 0 && attention_rows_ < x.shape().dims[1];
+    }
 
     static std::array<std::pair<Linear<floatX>*, Field>, 4> linears(Block<floatX>& block) {
         return {{{&block.qkv, Field::QkvWeight},
@@ -309,7 +331,8 @@ class Gpt {
     enum Place { kLoraPlaces = 0, kAttentionPlace = 4, kProjectedPlace, kOutputPlace, kPlaces = 16 };
     Dropout dropout_in(int layer, Place place) const {
         const uint64_t at = static_cast<uint64_t>(layer) * kPlaces + place;
-        return dropout_here(at, dropping_ ? dropping_->dropout : 0, config_.channels);
+        const bool by_rows = place != kAttentionPlace;  // whose scores count themselves
+        return dropout_here(at, dropping_ ? dropping_->dropout : 0, by_rows ? config_.channels : 0);
     }
     Dropout dropout_of(const Adapter<floatX>& adapter) const {
         return dropout_here(adapter.place, dropping_ ? dropping_->lora_dropout : 0, adapter.a.columns());
@@ -332,13 +355,21 @@ class Gpt {
     void complete(int unit, UnitGradients& gradients, const Consume& consume);
     void head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options,
               LossScale loss_scale, TensorF& loss, Head<floatX>& g);
-    struct MlpSums;
     void backward_mlp(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds);
+    void backward_mlp_in_chunks(int layer, Block<floatX>& g, const TensorX& x, TensorX& d_stream, bool adds,
+                                MlpSums& sums);
+    MlpSums begin_mlp_sums(Block<floatX>& g, bool adds);
+    void end_mlp_sums(Block<floatX>& g, MlpSums& sums);
     void backward_mlp_rows(int layer, Block<floatX>& g, MlpActivations& m, const TensorX& x,
                            TensorX& d_stream, bool adds, MlpSums* sums = nullptr);
     void attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, const TensorF& lse,
-                                     const TensorF& delta, AttentionInput<floatX>& in);
-    void backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds);
+                                     const TensorF& delta, AttentionInput<floatX>& in, bool keys_elsewhere);
+    void backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds,
+                            const KvRows* before = nullptr, BlockSums* sums = nullptr);
+    BlockSums begin_block_sums(Block<floatX>& g, bool adds);
+    void end_block_sums(Block<floatX>& g, BlockSums& sums);
+    void backward_block_in_chunks(int layer, Block<floatX>& g, const TensorX& x, TensorX& d_stream,
+                                  bool adds);
     void backward_embeddings(Embeddings<floatX>& g, TensorX& d_stream, const DeviceBatch& batch);
     void backward_block(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds);
 
@@ -363,7 +394,7 @@ class Gpt {
     int after_block_ = kNoLoan;  // where halves are lent: what is borrowed after the block at hand
     Parked parked_;
     TensorF position_factors_;
-    int64_t mlp_rows_ = 0;                         // in an MLP at one time; 0: all
+    int64_t mlp_rows_ = 0, attention_rows_ = 0;    // in an MLP, in attention at one time; 0: all
     int64_t chunk_start_ = 0;                      // the first of the rows that are worked on
     const MicroBatchOptions* dropping_ = nullptr;  // of the micro-batch that is trained on, or null
     // A soft prompt is before each sequence, which holds one example then.
@@ -468,6 +499,10 @@ class Trainer {
     // The layers whose inputs are parked, and what those take that leave the device.
     int parked_layers() const { return o_.park < 0 ? config_.layers : std::min(o_.park, config_.layers); }
     Place place_of_parked() const;
+    // Where attention has chunks, sequences are so long that to wait for an input is next to nothing.
+    int parking_slots() const {
+        return o_.attention_rows > 0 && o_.attention_rows < o_.seq_len + in_.adapter.prompt_tokens ? 1 : 2;
+    }
     // With --loss-by-position, those of a validation: (seq_len).
     int64_t positions_with_loss() const { return o_.loss_by_position.empty() ? 0 : o_.seq_len; }
     TensorF position_losses() {
@@ -936,6 +971,25 @@ struct KvCache {
     int length = 0;
 };
 
+// A layer's keys and values of one sequence (positions, 2 kv_width()), of which the rows at hand follow the
+// first `length`; which of the batch's sequences it is; and for backward the sums of their gradients.
+struct KvRows {
+    TensorX all;
+    int length = 0, entry = 0;
+    TensorF dk_sums = {}, dv_sums = {};  // (positions, kv_width())
+};
+
+// The gradients that chunks of rows add to: of an MLP, and of a whole block.
+struct MlpSums {
+    NormSums norm;
+    LinearSums<floatX> up, down;
+};
+struct BlockSums {
+    NormSums norm_1, query_norm, key_norm;
+    LinearSums<floatX> qkv, attention;
+    MlpSums mlp;
+};
+
 // Takes a tensor and fills it from the host, waiting until it is there.
 Tensor<int> Gpt::take_input(const char* name, Shape shape, const std::vector<int>& values) {
     Tensor<int> t = arena_.take<int>(name, shape, "input");
@@ -1193,100 +1247,162 @@ void Gpt::make_qkv(BlockActivations& a, MakeX&& make_x, const Block<floatX>& w, 
                           config_.heads, config_.kv_heads, stream_, epsilon());
     if (family_.position == PositionKind::Rotary)
         rope_forward(a.qkv, position_factors_, config_.heads + config_.kv_heads, first_position,
-                     documents_->positions, stream_, rotary_scale());
+                     positions_of(a.qkv), stream_, rotary_scale());
 }
 
 // Turns d_qkv, the gradient of a.qkv, into that of the product which make_qkv() began with.
-void Gpt::make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<floatX>& w, Block<floatX>& g) {
+void Gpt::make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<floatX>& w, Block<floatX>& g,
+                            int first_position, BlockSums* sums) {
     if (family_.position == PositionKind::Rotary)
-        rope_backward(d_qkv, position_factors_, config_.heads + config_.kv_heads, 0, documents_->positions,
-                      stream_, rotary_scale());
+        rope_backward(d_qkv, position_factors_, config_.heads + config_.kv_heads, first_position,
+                      positions_of(d_qkv), stream_, rotary_scale());
     if (!w.query_norm.weight) return;
     TensorF scratch;
     if (g.query_norm.weight)
         scratch = take_float("column_sums", head_norm_scratch(d_qkv.rows(), config_.head_size));
-    head_norm_backward(d_qkv, g.query_norm.weight, g.key_norm.weight, scratch, a.raw_qkv, w.query_norm.weight,
-                       w.key_norm.weight, config_.heads, config_.kv_heads, stream_, epsilon());
+    const auto backward = [&](auto& g_query, auto& g_key) {
+        head_norm_backward(d_qkv, g_query, g_key, scratch, a.raw_qkv, w.query_norm.weight, w.key_norm.weight,
+                           config_.heads, config_.kv_heads, stream_, epsilon());
+    };
+    if (sums)
+        backward(sums->query_norm.norm.weight, sums->key_norm.norm.weight);
+    else
+        backward(g.query_norm.weight, g.key_norm.weight);
     a.raw_qkv.drop();
 }
 
-// The attention of a packed qkv (B, T, qkv_width()) with itself.
-AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv, int layer) const {
+// The positions of rows that begin with the first of those at hand, in their documents; absent where each
+// sequence is one.
+Tensor<int> Gpt::positions_of(const TensorX& rows) const {
+    const Tensor<int>& all = documents_->positions;
+    return all ? Tensor<int>(all.at(chunk_start_), {rows.rows()}) : Tensor<int>();
+}
+
+// The attention of a packed qkv (B, T, qkv_width()) with itself; or, of rows of one sequence, with these
+// and those before them.
+AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv, int layer, const KvRows* before) const {
     const int B = static_cast<int>(qkv.shape().dims[0]), T = static_cast<int>(qkv.shape().dims[1]);
     const int64_t row = config_.qkv_width(), size = config_.head_size;
     const bool together = family_.heads_together;
-    return {.batch = B,
-            .heads = config_.heads,
-            .head_size = config_.head_size,
-            .queries = T,
-            .keys = T,
-            .q = qkv.data(),
-            .k = qkv.at(keys_at()),
-            .v = qkv.at(values_at()),
-            .q_row = row,
-            .kv_row = row,
-            .q_batch = T * row,
-            .kv_batch = T * row,
-            .kv_heads = config_.kv_heads,
-            .q_head = together ? 3 * size : size,
-            .kv_head = together ? 3 * size : size,
-            .window = config_.window,
-            .alibi = family_.position == PositionKind::Alibi ? position_factors_.data() : nullptr,
-            .hopper = hopper_attention_,
-            .positions = documents_->positions.data(),
-            .document_ends = documents_->ends.data(),
-            .dropout = dropout_in(layer, kAttentionPlace)};
+    AttentionInput<floatX> in = {
+        .batch = B,
+        .heads = config_.heads,
+        .head_size = config_.head_size,
+        .queries = T,
+        .keys = T,
+        .q = qkv.data(),
+        .k = qkv.at(keys_at()),
+        .v = qkv.at(values_at()),
+        .q_row = row,
+        .kv_row = row,
+        .q_batch = T * row,
+        .kv_batch = T * row,
+        .kv_heads = config_.kv_heads,
+        .q_head = together ? 3 * size : size,
+        .kv_head = together ? 3 * size : size,
+        .window = config_.window,
+        .alibi = family_.position == PositionKind::Alibi ? position_factors_.data() : nullptr,
+        .hopper = hopper_attention_,
+        .positions = positions_of(qkv).data(),
+        .document_ends = documents_->ends.data(),
+        .dropout = dropout_in(layer, kAttentionPlace)};
+    if (!before) return in;
+    // A row of these has all keys, then all values; or of each head its key and its value.
+    in.dkv_row = row, in.dkv_head = in.kv_head;  // where qkv has them
+    in.kv_row = 2 * config_.kv_width();
+    in.kv_head = together ? 2 * size : size;
+    in.k = before->all.data();
+    in.v = before->all.at(together ? size : config_.kv_width());
+    in.keys = before->length + T;
+    in.length = static_cast<int>(before->all.rows()), in.entry = before->entry;
+    if (in.document_ends) in.document_ends += int64_t{in.entry} * in.length;
+    in.dk_sums = before->dk_sums.data(), in.dv_sums = before->dv_sums.data();
+    return in;
 }
 
-// a.attention (B, T, query_width()) = causal attention of a.qkv; with a cache, of it and of all that came
-// before.
-void Gpt::attend(BlockActivations& a, Keep keep, KvCache* cache, int layer) {
-    AttentionInput<floatX> in = attention_of(a.qkv, layer);
-    const int B = in.batch, T = in.queries;
-    if (cache) {
-        // A row of the cache has all keys, then all values; or of each head its key and its value.
-        const int64_t row = 2 * config_.kv_width(), size = config_.head_size;
-        const bool together = family_.heads_together;
-        const TensorX& kv = cache->layers[static_cast<size_t>(layer)];
-        floatX* end = kv.at(cache->length * row);
-        if (together)
-            copy_rows_on_device(end, 2 * size, in.k, 3 * size, 2 * size, T * in.heads, stream_);
-        else
-            copy_rows_on_device(end, row, in.k, in.kv_row, row, T, stream_);
-        in.keys = cache->length + T;
-        in.k = kv.data();
-        in.v = kv.at(together ? size : config_.kv_width());
-        in.kv_row = row;
-        in.kv_head = together ? 2 * size : size;
-        in.kv_batch = in.keys * row;
-    }
-    a.attention = take("attention", {B, T, config_.query_width()});
-    if (keep.backward) a.lse = take_float("attention_lse", {B, config_.heads, T});
+// Writes the keys and values of qkv (1, T, qkv_width()) behind those before it.
+void Gpt::append_kv(const TensorX& qkv, const KvRows& before) {
+    const int64_t row = 2 * config_.kv_width(), size = config_.head_size, T = qkv.rows();
+    floatX* const end = before.all.at(before.length * row);
+    const floatX* const from = qkv.at(keys_at());
+    if (family_.heads_together)
+        copy_rows_on_device(end, 2 * size, from, 3 * size, 2 * size, T * config_.heads, stream_);
+    else
+        copy_rows_on_device(end, row, from, config_.qkv_width(), row, T, stream_);
+}
+
+// a.attention (B, T, query_width()) = causal attention of a.qkv; of rows of one sequence, of these and of
+// those before them, to which they are appended.
+void Gpt::attend(BlockActivations& a, Keep keep, const KvRows* before, int layer) {
+    if (before) append_kv(a.qkv, *before);
+    const AttentionInput<floatX> in = attention_of(a.qkv, layer, before);
+    a.attention = take("attention", {in.batch, in.queries, config_.query_width()});
+    if (keep.backward) a.lse = take_float("attention_lse", {in.batch, config_.heads, in.queries});
     attention_forward(a.attention.data(), a.lse.data(), in, stream_);
 }
 
-// From a.input to a.middle and its norm.
-void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, KvCache* cache) {
+// From a.input to a.attention.
+void Gpt::forward_attention_rows(int layer, BlockActivations& a, Keep keep, const KvRows* before) {
     const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
-    need_half(layer, Field::QkvWeight, half_of(layer, Field::UpWeight));
     a.norm_1 = norm(kNorm1, a.input, w.norm_1);
     auto normed = [&] { return a.norm_1.out.view(); };
-    make_qkv(a, normed, w, keep.backward, cache ? cache->length : 0);
+    make_qkv(a, normed, w, keep.backward, before ? before->length : 0);
     if (!keep.norm || !wants_input(w.qkv)) a.norm_1.out.drop();
-    attend(a, keep, cache, layer);
+    attend(a, keep, before, layer);
     if (!keep.qkv) a.raw_qkv.drop();
     if (!keep.qkv || (a.raw_qkv && !keep.norm)) a.qkv.drop();
+}
+
+// From a.input to a.middle and its norm.
+void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, const KvRows* before) {
+    need_half(layer, Field::QkvWeight, half_of(layer, Field::UpWeight));
+    if (!keep.middle && !before && attends_in_chunks(a.input)) {
+        a.middle = forward_attention_in_chunks(layer, a.input, keep.backward);
+        return;
+    }
+    forward_attention_rows(layer, a, keep, before);
     if (in_chunks(a.input.rows())) {
         a.middle = take(keep.middle ? "residual_middle" : "residual", a.input.shape());
         add_projected(a.middle, a.input, a.attention, layer);
         if (!keep.attention) a.attention.drop(), a.lse.drop();
         return;
     }
-    TensorX projected = linear("attention_projected", a.attention, w.attention);
-    if (const Dropout d = dropout_in(layer, kProjectedPlace)) dropout(projected, projected, d, stream_);
+    const TensorX summand = projected(layer, a.attention);
     if (!keep.attention) a.attention.drop(), a.lse.drop();
     a.middle = take("residual_middle", a.input.shape());
-    a.mlp.norm = add_and_norm(kNorm2, a.middle, a.input, projected, w.norm_2);
+    a.mlp.norm =
+        add_and_norm(kNorm2, a.middle, a.input, summand, weights_.blocks[static_cast<size_t>(layer)].norm_2);
+}
+
+// x (B, T, C) + the attention of its norm, some rows of a sequence after the others: so only keys and values
+// are there of all. Nothing is kept.
+TensorX Gpt::forward_attention_in_chunks(int layer, const TensorX& x, bool for_backward) {
+    Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
+    hold(w.qkv), hold(w.attention);
+    TensorX sum = take("residual", x.shape());
+    Keep nothing = kKeepNothing;
+    nothing.backward = for_backward;
+    for_each_sequence(x, [&](int entry, int64_t rows) {
+        KvRows kv = take_kv_rows(rows, entry);
+        for_each_chunk(rows, attention_rows_, [&](int64_t first, int64_t count) {
+            BlockActivations a;
+            a.input = rows_of_sequence(x, count);
+            kv.length = static_cast<int>(first);
+            forward_attention_rows(layer, a, nothing, &kv);
+            TensorX to = sum.rows_at(chunk_start_, count);
+            residual_forward(to, a.input, projected(layer, a.attention), stream_);
+        });
+    });
+    w.qkv.made.drop(), w.attention.made.drop();
+    return sum;
+}
+
+// The projection of attention's output (.., query_width()).
+TensorX Gpt::projected(int layer, const TensorX& attention) {
+    TensorX out =
+        linear("attention_projected", attention, weights_.blocks[static_cast<size_t>(layer)].attention);
+    if (const Dropout d = dropout_in(layer, kProjectedPlace)) dropout(out, out, d, stream_);
+    return out;
 }
 
 // sum = x + the projection of attention's output, chunk by chunk.
@@ -1294,12 +1410,16 @@ void Gpt::add_projected(TensorX& sum, const TensorX& x, const TensorX& attention
     Linear<floatX>& w = weights_.blocks[static_cast<size_t>(layer)].attention;
     hold(w);
     for_each_chunk(x.rows(), mlp_rows_, [&](int64_t first, int64_t count) {
-        TensorX projected = linear("attention_projected", attention.rows_at(first, count), w);
-        if (const Dropout d = dropout_in(layer, kProjectedPlace)) dropout(projected, projected, d, stream_);
         TensorX to = sum.rows_at(first, count);
-        residual_forward(to, x.rows_at(first, count), projected, stream_);
+        residual_forward(to, x.rows_at(first, count), projected(layer, attention.rows_at(first, count)),
+                         stream_);
     });
     w.made.drop();
+}
+
+// Room for the keys and values of the batch's sequence `entry`, of so many rows.
+KvRows Gpt::take_kv_rows(int64_t rows, int entry) {
+    return {take("keys_and_values", {rows, 2 * config_.kv_width()}), 0, entry, {}, {}};
 }
 
 // From a.middle, and its norm where all rows go at once, to the block's output. Of chunks nothing is kept,
@@ -1343,8 +1463,8 @@ TensorX Gpt::forward_mlp_rows(int layer, MlpActivations& m, Keep keep, const Ten
 }
 
 // One block, from the residual stream in a.input to the one returned.
-TensorX Gpt::forward_block(int layer, BlockActivations& a, Keep keep, KvCache* cache) {
-    forward_attention(layer, a, keep, cache);
+TensorX Gpt::forward_block(int layer, BlockActivations& a, Keep keep, const KvRows* before) {
+    forward_attention(layer, a, keep, before);
     if (!keep.backward) a.input.drop();
     TensorX output = forward_mlp(layer, a, keep);
     if (!keep.middle && keep.backward) {
@@ -1364,7 +1484,9 @@ TensorX Gpt::forward_only(const Tensor<int>& tokens, KvCache* cache) {
         a.input = std::move(stream);
         Range range("block", l);
         borrow(l, l < last ? l + 1 : -1);
-        stream = forward_block(l, a, kKeepNothing, cache);
+        KvRows before;
+        if (cache) before = {cache->layers[static_cast<size_t>(l)].view(), cache->length};
+        stream = forward_block(l, a, kKeepNothing, cache ? &before : nullptr);
     }
     loans_.give_back();
     return stream;
@@ -1455,19 +1577,40 @@ void Gpt::logits_backward(TensorX& d_x, const TensorX& d_logits) {
     dequantize(d_x.data(), {&kStoredF32, bytes, sum.rows(), sum.columns()}, stream_);  // rounds
 }
 
-// Calls chunk(first, count) for all rows, so many at a time; 0 means all at once.
+// Calls chunk(first, count) for all rows, so many at a time, the first or the last ones first; 0 means all
+// at once. Chunks may have chunks: `first` counts from the first of those at hand, chunk_start_ from that of
+// all. Rehearsed is the one in the middle, where attention has as much to do as in the mean.
 template <class Chunk>
-void Gpt::for_each_chunk(int64_t rows, int64_t at_a_time, Chunk&& chunk) {
+void Gpt::for_each_chunk(int64_t rows, int64_t at_a_time, Chunk&& chunk, From from) {
     const int64_t count = at_a_time > 0 ? std::min(at_a_time, rows) : rows;
-    chunk_start_ = 0;
-    arena_.repeat(static_cast<int>(rows / count), [&] {
-        chunk(chunk_start_, count);
-        chunk_start_ += count;
+    const int64_t turns = rows / count, rest = rows % count, start = chunk_start_;
+    const auto call = [&](int64_t first, int64_t n) {
+        chunk_start_ = start + first;
+        chunk(first, n);
+        chunk_start_ = start;
+    };
+    const bool down = from == From::Last;
+    if (down && rest) call(turns * count, rest);
+    int64_t turn = 0;
+    arena_.repeat(static_cast<int>(turns), [&] {
+        const int64_t first = (down ? turns - 1 - turn : turn) * count;
+        call(arena_.rehearsing() ? (turns - 1) * count / 2 : first, count);
+        turn++;
         return true;
     });
-    chunk_start_ = rows / count * count;
-    if (rows % count) chunk(chunk_start_, rows % count);
-    chunk_start_ = 0;
+    if (!down && rest) call(turns * count, rest);
+}
+
+// Calls sequence(entry, T) for each of x (B, T, C), whose rows are those at hand then.
+template <class Sequence>
+void Gpt::for_each_sequence(const TensorX& x, Sequence&& sequence) {
+    for_each_chunk(x.rows(), x.shape().dims[1],
+                   [&](int64_t first, int64_t rows) { sequence(static_cast<int>(first / rows), rows); });
+}
+
+// The next `count` rows of x (B, T, C), from the first of those at hand on: (1, count, C).
+TensorX Gpt::rows_of_sequence(const TensorX& x, int64_t count) const {
+    return TensorX(x.at(chunk_start_ * x.columns()), {1, count, x.columns()});
 }
 
 // ---- backward
@@ -1638,30 +1781,37 @@ TensorX Gpt::dropped(const TensorX& d_out, const Dropout& d) {
     return d_in;
 }
 
-// What chunks of rows add to.
-struct Gpt::MlpSums {
-    NormSums norm;
-    LinearSums<floatX> up, down;
-};
-
 // The MLP half: d_stream, the gradient of the block's output, becomes that of a.middle.
 void Gpt::backward_mlp(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds) {
     need_half(layer, Field::UpWeight, half_of(layer, Field::QkvWeight));
     if (!in_chunks(d_stream.rows())) return backward_mlp_rows(layer, g, a.mlp, a.middle, d_stream, adds);
     Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     hold(w.up), hold(w.down);
-    MlpSums sums{begin_sums(arena_, stream_, "d_ln_2_sums", g.norm_2),
-                 begin_sums(arena_, stream_, g.up, adds), begin_sums(arena_, stream_, g.down, adds)};
-    for_each_chunk(d_stream.rows(), mlp_rows_, [&](int64_t first, int64_t count) {
-        const TensorX x = a.middle.rows_at(first, count);
-        TensorX d_rows = d_stream.rows_at(first, count);
-        MlpActivations m{norm(kNorm2, x, w.norm_2), {}, {}};
-        backward_mlp_rows(layer, g, m, x, d_rows, adds, &sums);
-    });
+    MlpSums sums = begin_mlp_sums(g, adds);
+    backward_mlp_in_chunks(layer, g, a.middle, d_stream, adds, sums);
     w.up.made.drop(), w.down.made.drop();
+    end_mlp_sums(g, sums);
+}
+
+MlpSums Gpt::begin_mlp_sums(Block<floatX>& g, bool adds) {
+    return {begin_sums(arena_, stream_, "d_ln_2_sums", g.norm_2), begin_sums(arena_, stream_, g.up, adds),
+            begin_sums(arena_, stream_, g.down, adds)};
+}
+void Gpt::end_mlp_sums(Block<floatX>& g, MlpSums& sums) {
     end_sums(g.norm_2, sums.norm, stream_);
     end_sums(g.up, sums.up, stream_);
     end_sums(g.down, sums.down, stream_);
+}
+
+// Of x, the stream between the halves.
+void Gpt::backward_mlp_in_chunks(int layer, Block<floatX>& g, const TensorX& x, TensorX& d_stream, bool adds,
+                                 MlpSums& sums) {
+    for_each_chunk(x.rows(), mlp_rows_, [&](int64_t first, int64_t count) {
+        const TensorX rows = x.rows_at(first, count);
+        TensorX d_rows = d_stream.rows_at(first, count);
+        MlpActivations m{norm(kNorm2, rows, weights_.blocks[static_cast<size_t>(layer)].norm_2), {}, {}};
+        backward_mlp_rows(layer, g, m, rows, d_rows, adds, &sums);
+    });
 }
 
 // Of all rows or some: d_stream becomes the gradient of x. What is made again is let go of as soon as it was
@@ -1694,9 +1844,10 @@ void Gpt::backward_mlp_rows(int layer, Block<floatX>& g, MlpActivations& m, cons
 }
 
 // qkv (B, T, qkv_width()) becomes its own gradient, of what attention `in` made of it: d_q at once, d_k and
-// d_v at once or where they are no longer read. Hopper's kernels need room for all of it.
+// d_v at once or where they are no longer read; of chunks they lie elsewhere. Hopper's kernels need room for
+// all of it.
 void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, const TensorF& lse,
-                                      const TensorF& delta, AttentionInput<floatX>& in) {
+                                      const TensorF& delta, AttentionInput<floatX>& in, bool keys_elsewhere) {
     if (in.hopper) {
         TensorX d_qkv = take_gradient("d_qkv", qkv.shape());
         attention_backward(d_qkv.data(), d_qkv.at(keys_at()), d_qkv.at(values_at()), d_attention.data(),
@@ -1707,7 +1858,7 @@ void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, 
     TensorX d_k, d_v;
     floatX *k = qkv.at(keys_at()), *v = qkv.at(values_at());
     const int64_t rows = qkv.rows(), kv_width = config_.kv_width();
-    if (!kOverwritesKeys) {
+    if (!kOverwritesKeys && !keys_elsewhere) {
         d_k = take_gradient("d_keys", {rows, kv_width}), d_v = take_gradient("d_values", {rows, kv_width});
         in.dkv_row = kv_width, in.dkv_batch = in.keys * kv_width, in.dkv_head = config_.head_size;
     }
@@ -1721,38 +1872,107 @@ void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, 
     }
 }
 
-// The attention half: d_stream, the gradient of a.middle, becomes that of a.input.
-void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds) {
+// The attention half: d_stream, the gradient of a.middle, becomes that of a.input. Of rows of one sequence
+// later ones came before, and their gradients are summed.
+void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds,
+                             const KvRows* before, BlockSums* sums) {
     need_half(layer, Field::QkvWeight, after_block_);
     const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
+    const int first = before ? before->length : 0;
     auto make_norm_1 = [&] { return normalized(a.norm_1, kNorm1, a.input, w.norm_1); };
-    if (!a.qkv) make_qkv(a, make_norm_1, w, true, 0);
-    if (!a.attention) attend(a, {}, nullptr, layer);
+    if (!a.qkv) make_qkv(a, make_norm_1, w, true, first);
+    if (!a.attention) attend(a, {}, before, layer);
 
     auto attention = [&] { return a.attention.view(); };
     TensorX d_projected = dropped(d_stream, dropout_in(layer, kProjectedPlace));
-    TensorX d_attention =
-        linear_backward("d_attention", g.attention, attention, d_projected, w.attention, adds);
+    TensorX d_attention = linear_backward("d_attention", g.attention, attention, d_projected, w.attention,
+                                          adds, sums ? &sums->attention : nullptr);
     d_projected.drop();
     TensorF delta = take_float("attention_delta", a.lse.shape());
-    AttentionInput<floatX> in = attention_of(a.qkv, layer);
+    AttentionInput<floatX> in = attention_of(a.qkv, layer, before);
     attention_delta(delta.data(), d_attention.data(), a.attention.data(), in, stream_);
     a.attention.drop();
-    attention_backward_in_place(a.qkv, d_attention, a.lse, delta, in);
+    attention_backward_in_place(a.qkv, d_attention, a.lse, delta, in, before);
     delta.drop();
     d_attention.drop();
     a.lse.drop();
     TensorX d_qkv = std::move(a.qkv);
-    make_qkv_backward(d_qkv, a, w, g);
+    make_qkv_backward(d_qkv, a, w, g, first, sums);
 
-    TensorX d_norm = linear_backward("d_ln_1", g.qkv, make_norm_1, d_qkv, w.qkv, adds);
+    TensorX d_norm =
+        linear_backward("d_ln_1", g.qkv, make_norm_1, d_qkv, w.qkv, adds, sums ? &sums->qkv : nullptr);
     d_qkv.drop();
-    norm_backward(d_stream, g.norm_1, d_norm, a.input, a.norm_1, w.norm_1);
+    if (sums)
+        norm_backward(d_stream, sums->norm_1.norm, d_norm, a.input, a.norm_1, w.norm_1);
+    else
+        norm_backward(d_stream, g.norm_1, d_norm, a.input, a.norm_1, w.norm_1);
+}
+
+BlockSums Gpt::begin_block_sums(Block<floatX>& g, bool adds) {
+    return {begin_sums(arena_, stream_, "d_ln_1_sums", g.norm_1),
+            begin_sums(arena_, stream_, "d_query_norm_sums", g.query_norm),
+            begin_sums(arena_, stream_, "d_key_norm_sums", g.key_norm),
+            begin_sums(arena_, stream_, g.qkv, adds),
+            begin_sums(arena_, stream_, g.attention, adds),
+            begin_mlp_sums(g, adds)};
+}
+void Gpt::end_block_sums(Block<floatX>& g, BlockSums& sums) {
+    end_sums(g.norm_1, sums.norm_1, stream_);
+    end_sums(g.query_norm, sums.query_norm, stream_);
+    end_sums(g.key_norm, sums.key_norm, stream_);
+    end_sums(g.qkv, sums.qkv, stream_);
+    end_sums(g.attention, sums.attention, stream_);
+    end_mlp_sums(g, sums.mlp);
+}
+
+// A block of which only the input x (B, T, C) is there, some rows of a sequence at a time. First all keys and
+// values are made. Then each chunk goes forward and back, from the last one on: no query before it sees its
+// keys, so their gradients are complete with its own, and d_stream becomes that of x row by row.
+void Gpt::backward_block_in_chunks(int layer, Block<floatX>& g, const TensorX& x, TensorX& d_stream,
+                                   bool adds) {
+    Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
+    for (auto& [matrix, field] : linears(w)) hold(*matrix);
+    BlockSums sums = begin_block_sums(g, adds);
+    for_each_sequence(x, [&](int entry, int64_t rows) {
+        KvRows kv = take_kv_rows(rows, entry);
+        for_each_chunk(rows, attention_rows_, [&](int64_t first, int64_t count) {
+            BlockActivations a;
+            kv.length = static_cast<int>(first);
+            a.norm_1 = norm(kNorm1, rows_of_sequence(x, count), w.norm_1);
+            make_qkv(
+                a, [&] { return a.norm_1.out.view(); }, w, false, kv.length);
+            append_kv(a.qkv, kv);
+        });
+        for (TensorF* const gradients : {&kv.dk_sums, &kv.dv_sums}) {
+            *gradients = arena_.take<float>("d_kv_sums", {rows, config_.kv_width()}, "gradient");
+            zero(*gradients);
+        }
+        const auto backward = [&](int64_t first, int64_t count) {
+            BlockActivations a;
+            a.input = rows_of_sequence(x, count);
+            kv.length = static_cast<int>(first);
+            forward_attention_rows(layer, a, {.norm = false}, &kv);
+            a.middle = take("residual_middle", a.input.shape());
+            residual_forward(a.middle, a.input, projected(layer, a.attention), stream_);
+            TensorX d_rows = rows_of_sequence(d_stream, count);
+            backward_mlp_in_chunks(layer, g, a.middle, d_rows, adds, sums.mlp);
+            a.middle.drop();
+            backward_attention(layer, g, a, d_rows, adds, &kv, &sums);
+        };
+        for_each_chunk(rows, attention_rows_, backward, From::Last);
+    });
+    for (auto& [matrix, field] : linears(w)) matrix->made.drop();
+    end_block_sums(g, sums);
 }
 
 // Writes or adds the block's gradients; d_stream (B, T, C), the gradient of its output, becomes that of its
 // input.
 void Gpt::backward_block(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds) {
+    if (!a.middle && attends_in_chunks(a.input)) {
+        backward_block_in_chunks(layer, g, a.input, d_stream, adds);
+        a = {};
+        return;
+    }
     if (!a.middle) forward_attention(layer, a, {.norm = false}, nullptr);
     backward_mlp(layer, g, a, d_stream, adds);
     a.middle.drop();
@@ -1826,8 +2046,9 @@ void Gpt::forward_blocks(std::vector<Pass>& passes) {
             enter(passes[k]);
             BlockActivations& a = passes[k].blocks[static_cast<size_t>(l)];
             a.input = std::move(passes[k].stream);
-            passes[k].stream = forward_block(l, a, passes[k].options.keep[static_cast<size_t>(l)]);
             parked_.park(l, static_cast<int>(k), a.input);
+            passes[k].stream = forward_block(l, a, passes[k].options.keep[static_cast<size_t>(l)]);
+            if (parked_.parks(l)) a.input.drop();
         }
     }
     if (embeddings_) loans_.give_back();
@@ -2073,6 +2294,7 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
         };
     MemorySetting given = setting_of(o_);
     given.mlp_rows = std::max<int64_t>(0, given.mlp_rows);  // what is automatic is chosen with this trainer
+    given.attention_rows = std::max<int64_t>(0, given.attention_rows);
     given.levels = parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
     use(given);
 }
@@ -2103,11 +2325,11 @@ void Trainer::use(const MemorySetting& s) {
     feeders_.resize(static_cast<size_t>(passes()));
     for (Feeder& f : feeders_) f.choose(s.batch, o_.seq_len, config_.vocabulary, in_.packs());
     micro_ = {.head_rows = s.head_rows, .keep = {}};
-    gpt_.take_mlp_rows(s.mlp_rows);
+    gpt_.take_rows(s.mlp_rows, s.attention_rows);
     micro_.dropout = o_.dropout;
     micro_.lora_dropout = in_.adapter.dropout;
     micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
-    gpt_.park_in(parking_.get(), parked_layers(), passes());
+    gpt_.park_in(parking_.get(), parked_layers(), passes(), parking_slots());
     gpt_.borrow_from(residence_.get(), loan_way(), loan_bytes());
     gpt_.borrow_gradients_from(gradients_residence_.get(), trained_loan_bytes());
     gpt_.borrow_embeddings();
@@ -2332,8 +2554,8 @@ Place Trainer::place_of_updated_state() const {
 Place Trainer::place_of_parked() const {
     const int64_t length = o_.seq_len + in_.adapter.prompt_tokens;
     const size_t bytes = o_.steps > 0 ? Parked::stored_bytes({o_.batch, length, config_.channels}) : 0;
-    return {"--park", Parked::kHome, static_cast<size_t>(Parked::stored(parked_layers(), passes())) * bytes,
-            bytes, 2};
+    const int stored = Parked::stored(parked_layers(), passes(), parking_slots());
+    return {"--park", Parked::kHome, static_cast<size_t>(stored) * bytes, bytes, 2};
 }
 
 void Trainer::make_places() {
@@ -2341,7 +2563,7 @@ void Trainer::make_places() {
     block_gradients_ = place_of_block_gradients().make();
     updated_state_ = place_of_updated_state().make();
     parking_ = place_of_parked().make();
-    gpt_.park_in(parking_.get(), parked_layers(), passes());
+    gpt_.park_in(parking_.get(), parked_layers(), passes(), parking_slots());
     trained().lie_in(trained_blocks_.get(), block_gradients_.get(), updated_state_.get());
     ring_.use(updated_state_.get());
     if (updates_on_host()) host_updates_.allocate(trained(), *updated_state_);
@@ -2565,21 +2787,33 @@ double seconds_of_pass(Trainer& trial, const MemorySetting& s, const Options& o)
 int64_t automatic_head_rows(Trainer& trial, MemorySetting s, const Options& o, const RunInputs& inputs) {
     if (!inputs.feeds()) return 0;
     s.levels.assign(static_cast<size_t>(inputs.config.layers), 0);
-    s.mlp_rows = std::max<int64_t>(0, s.mlp_rows);
+    s.mlp_rows = std::max<int64_t>(0, s.mlp_rows), s.attention_rows = std::max<int64_t>(0, s.attention_rows);
     return choose_chunk_rows(int64_t{s.batch} * o.seq_len, kFewestHeadRows, [&](int64_t rows) {
         s.head_rows = rows;
         return seconds_of_pass(trial, s, o);
     });
 }
 
+constexpr int kKeepsNothing = static_cast<int>(std::size(kRecomputeLevels)) - 1;  // the level
+
 // The same of --mlp-rows auto.
 int64_t automatic_mlp_rows(Trainer& trial, MemorySetting s, const Options& o, const RunInputs& inputs) {
     if (!inputs.feeds()) return 0;
-    constexpr int kKeepsNothing = static_cast<int>(std::size(kRecomputeLevels)) - 1;
     s.levels.assign(static_cast<size_t>(inputs.config.layers), kKeepsNothing);
-    s.head_rows = 0;
+    s.head_rows = 0, s.attention_rows = 0;
     return choose_chunk_rows(int64_t{s.batch} * o.seq_len, kFewestMlpRows, [&](int64_t rows) {
         s.mlp_rows = rows;
+        return seconds_of_pass(trial, s, o);
+    });
+}
+
+// And of --attention-rows auto, with the rows of MLPs chosen.
+int64_t automatic_attention_rows(Trainer& trial, MemorySetting s, const Options& o, const RunInputs& inputs) {
+    if (!inputs.feeds()) return 0;
+    s.levels.assign(static_cast<size_t>(inputs.config.layers), kKeepsNothing);
+    s.head_rows = 0;
+    return choose_chunk_rows(o.seq_len, kFewestAttentionRows, [&](int64_t rows) {
+        s.attention_rows = rows;
         return seconds_of_pass(trial, s, o);
     });
 }
@@ -2615,7 +2849,8 @@ Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
 // rehearsals of trainers that never run.
 Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& choices) {
     if (kHostIsDevice) memory_free_at_start();
-    if (!given.has("--memory") && given.batch > 0 && given.head_rows >= 0 && given.mlp_rows >= 0)
+    if (!given.has("--memory") && given.batch > 0 && given.head_rows >= 0 && given.mlp_rows >= 0 &&
+        given.attention_rows >= 0)
         return given;
     int64_t most = kMostTokens / given.seq_len;
     std::optional<uint64_t> epoch;
@@ -2632,7 +2867,8 @@ Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& ch
             [&](const MemorySetting& s) { return trial.use(s), trial.rehearse(false); },
             [&](const MemorySetting& s) { return trial.use(s), trial.rehearse_training(false, false); },
             [&](const MemorySetting& s) { return automatic_head_rows(trial, s, given, inputs); },
-            [&](const MemorySetting& s) { return automatic_mlp_rows(trial, s, given, inputs); }};
+            [&](const MemorySetting& s) { return automatic_mlp_rows(trial, s, given, inputs); },
+            [&](const MemorySetting& s) { return automatic_attention_rows(trial, s, given, inputs); }};
     };
     const bool budget = given.has("--memory");
     if (budget && given.batch > 0) {

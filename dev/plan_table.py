@@ -127,8 +127,8 @@ def chosen(plan):
         return "as given"
     c = plan["choice"][0]
     text = f"--recompute {c['recompute']} --head-rows {c['head_rows']}"
-    if c["mlp_rows"]:
-        text += f" --mlp-rows {c['mlp_rows']}"
+    for option, rows in (("--mlp-rows", c["mlp_rows"]), ("--attention-rows", c["attention_rows"])):
+        text += f" {option} {rows}" if rows else ""
     text += f" --batch {c['batch']} --grad-accum {c['grad_accum']}{c['formats']}{c['residences']}"
     return f"`{text}`"
 

@@ -40,11 +40,14 @@ struct Plan {
     size_t lower_bound = 0;  // the most bytes that live at one time
     int peak_time = 0;       // when that is first reached, and in which range
     std::string peak_at;
-    size_t bytes = 0;                        // the room the placement takes: lower_bound or a little more
-    size_t workspace = 0;                    // the largest scratch that was asked for
-    std::vector<std::pair<int, int>> loops;  // where repeat() stood after a turn: takes, time
-    std::vector<Work> work;                  // the operations, in order
-    std::vector<Transfer> transfers;         // between them
+    size_t bytes = 0;      // the room the placement takes: lower_bound or a little more
+    size_t workspace = 0;  // the largest scratch that was asked for
+    struct Loop {
+        int takes = 0, time = 0, loops = 0;
+    };
+    std::vector<Loop> loops;          // where repeat() stood after a turn
+    std::vector<Work> work;           // the operations, in order
+    std::vector<Transfer> transfers;  // between them
 };
 
 constexpr size_t kArenaAlignment = 256;
@@ -191,13 +194,16 @@ class Arena : simt::Lender {
     }
 
     // A loop whose every turn takes the same tensors is rehearsed for one turn. body() returns whether to go
-    // on; a loop that stops early, even before its first turn, leaves the arena as a whole loop does.
+    // on; a loop that stops early, even before its first turn, leaves the arena as a whole loop does. Loops
+    // may nest.
     template <class Body>
     void repeat(int turns, Body&& body) {
         if (turns <= 0) return;
         const int first = next_, time = clock_;
         if (rehearsing_) {
             const size_t before = plan_->work.size(), moved_before = plan_->transfers.size();
+            const size_t loop = plan_->loops.size();
+            plan_->loops.emplace_back();
             body();
             for (size_t i = before; i < plan_->work.size(); i++) {
                 Work& w = plan_->work[i];
@@ -205,19 +211,22 @@ class Arena : simt::Lender {
             }
             for (size_t i = moved_before; i < plan_->transfers.size(); i++)
                 plan_->transfers[i].bytes *= turns;
-            plan_->loops.push_back({next_, clock_});
+            plan_->loops[loop] = {next_, clock_, static_cast<int>(plan_->loops.size())};
             return;
         }
         if (static_cast<size_t>(loop_) >= plan_->loops.size())
             bug("arena: the step repeats a loop that its rehearsal did not");
-        const auto [next, clock] = plan_->loops[static_cast<size_t>(loop_++)];
+        const Plan::Loop after = plan_->loops[static_cast<size_t>(loop_)];
+        const int inner = loop_ + 1;
         for (int i = 0; i < turns; i++) {
             next_ = first;
             clock_ = time;
+            loop_ = inner;
             if (!body()) break;
         }
-        next_ = next;
-        clock_ = clock;
+        next_ = after.takes;
+        clock_ = after.time;
+        loop_ = after.loops;
     }
 
     bool rehearsing() const { return rehearsing_; }

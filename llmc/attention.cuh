@@ -265,14 +265,14 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
     const int first_head = kv * in.group(), heads_end = first_head + in.group();
     if (kPlain) SIMT_ASSUME(heads_end > first_head);  // in the others ptxas would spill
     const int block_row = blockIdx.y * kAttentionRows;
-    const int keys_end = block_row + kAttentionRows;
+    const int keys_end = block_row + kAttentionRows, begin = in.first_query(block_row);
     const int end = kPlain ? in.queries : in.queries_before(b, keys_end);
     const int warp_row = uniform_warp() * 16, row = block_row + warp_row;  // its first key
     using Loader = TileLoader<2, kPassing, kHead, T>;
     const auto loader_of = [&](int h) SIMT_INLINE {
-        return Loader({in.q + in.q_offset(b, h) + block_row * in.q_row,
-                       dout + in.out_offset(b, h) + block_row * in.out_row()},
-                      {in.q_row, in.out_row()}, vectors);
+        return Loader(
+            {in.q + in.q_offset(b, h) + begin * in.q_row, dout + in.out_offset(b, h) + begin * in.out_row()},
+            {in.q_row, in.out_row()}, vectors);
     };
     Loader loader = loader_of(first_head);
     const auto load_queries = [&](int h, int query, int buffer) {
@@ -289,29 +289,29 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
     load_staying<kHead, kAttentionRows, 2, T>(k_tile, {in.k + rows_at, in.v + rows_at},
                                               {in.kv_row, in.kv_row}, in.keys - block_row, in.head_size,
                                               vectors);
-    load_queries(first_head, block_row, 0);
+    load_queries(first_head, begin, 0);
 
     int ends[2] = {};  // of the documents of this lane's keys
     if (!kPlain && in.positions) document_ends(ends, in, b, row);
     AttentionRows<kHead / 8> dk_rows = {}, dv_rows = {};
     int next_head, next_query;
-    for (int h = first_head, query = block_row, buffer = 0; h < heads_end;
+    for (int h = first_head, query = begin, buffer = 0; h < heads_end;
          h = next_head, query = next_query, buffer ^= 1) {
         wait_for_copies();
         __syncthreads();  // as in forward
         const bool same_head = query + kPassing < end;
         next_head = same_head ? h : h + 1;
-        next_query = same_head ? query + kPassing : block_row;
+        next_query = same_head ? query + kPassing : begin;
         if (next_head < heads_end) {
             if (!same_head) loader = loader_of(next_head);
             load_queries(next_head, next_query, buffer ^ 1);
         }
-        if (query + kPassing <= row) continue;  // none of these sees this warp's keys
+        const int diagonal = row - in.position(query);  // the first column that sees this warp's first key
+        if (diagonal >= kPassing) continue;             // none of these sees this warp's keys
         const T* const q_tile = passing + buffer * 2 * Tiles::kPassingSize;
         const T* const dout_tile = q_tile + Tiles::kPassingSize;
         AttentionRows<kPassing / 8> p, ds;
         multiply_rows<kHead>(p, k_tile + warp_row * Tiles::kStride, q_tile);
-        const int diagonal = row - query;  // the first column that sees this warp's first key
         if (!kPlain && in.alibi) add_distances(p, diagonal, -in.slope(h, scale));
         const auto to_probability = [&](float& x, int, int column) {
             x = exp2_of(x * (scale * kLog2e) - *statistic(q_tile, column) * kLog2e);
@@ -337,9 +337,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
         for_each_score<kPassing / 8>(gradient, ds, p);
         multiply_columns<kHead>(dk_rows, ds, q_tile);
     }
-    const int64_t at = in.dkv_offset(b, kv) + row * in.dkv_row;
-    store_rows<kHead>(dk + at, in.dkv_row, dk_rows, {scale, scale}, in.keys - row, in.head_size, vectors);
-    store_rows<kHead>(dv + at, in.dkv_row, dv_rows, {1.f, 1.f}, in.keys - row, in.head_size, vectors);
+    store_key_rows<kHead>(dk, in.dk_sums, dk_rows, scale, in, b, kv, row, vectors);
+    store_key_rows<kHead>(dv, in.dv_sums, dv_rows, 1.f, in, b, kv, row, vectors);
 }
 
 // How backward of the queries is cut: as forward, but that the tiles of 128 queries of large heads, of Q and
@@ -465,18 +464,20 @@ bool hopper_attention_takes(const AttentionInput<T>& in, std::initializer_list<c
 }
 
 // An operation of `products` matrix products of the scores that are seen, those on the diagonal by half, and
-// `passes` over arrays as large as q and as many over those rows of k and v that are. Where documents end is
-// known on the device alone: they are counted as one.
+// `passes` over arrays as large as q and as many over those rows of k and v that are, and `sum_passes` over
+// these in fp32. Where documents end is known on the device alone: they are counted as one.
 template <class T>
-Operation attention_operation(const char* name, const AttentionInput<T>& in, int products, int passes) {
+Operation attention_operation(const char* name, const AttentionInput<T>& in, int products, int passes,
+                              int sum_passes = 0) {
     const double first = in.keys - in.queries, end = in.keys, span = in.span();  // positions of queries
     const double full = std::max(first, span);  // from here on a query sees as many as it can
     const double seen = (full * full - first * first) / 2 + (end - full) * span;
     const double heads = static_cast<double>(in.batch) * in.heads;
     const double q_rows = heads * in.queries, kv_rows = heads / in.group() * (end - in.first_key(0));
-    return Operation(name, 2.0 * heads * seen * in.head_size * products,
-                     (q_rows + kv_rows) * in.head_size * passes * sizeof(T), {},
-                     {.length = 2 * seen / in.queries, .head_size = in.head_size});
+    return Operation(
+        name, 2.0 * heads * seen * in.head_size * products,
+        in.head_size * ((q_rows + kv_rows) * passes * sizeof(T) + kv_rows * sum_passes * sizeof(float)), {},
+        {.length = 2 * seen / in.queries, .head_size = in.head_size});
 }
 
 // out (batch, queries, heads * head_size) and lse (batch, heads, queries), the logarithm of each row's sum of
@@ -484,7 +485,7 @@ Operation attention_operation(const char* name, const AttentionInput<T>& in, int
 template <class T>
 void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream stream) {
     assert(in.queries <= in.keys && in.heads % in.kv_heads == 0);
-    assert(!in.positions || in.queries == in.keys);
+    assert(!in.positions || in.queries == in.keys || in.batch == 1);
     const Operation operation = attention_operation("attention_forward", in, 2, 2);
     if (simt::launches_off && !kFastCpu) return;  // on a CPU the launch plans its workers' scratch
     if constexpr (kFastCpu) {
@@ -523,14 +524,18 @@ void attention_delta(float* delta, const T* dout, const T* out, const AttentionI
 constexpr bool kOverwritesKeys = kFastCpu;
 
 // dq, strided like q, and dk and dv, as dkv_row and the others say, from dout, lse of the forward pass and
-// attention_delta(); queries == keys. dq may be q, but for Hopper's kernels, of which one thread asks for q
-// and others write dq; see also kOverwritesKeys. Every element of the heads is written. Deterministic.
+// attention_delta(). The queries are those of all keys or, with sums of dk and dv, the last ones. dq may be
+// q, but for Hopper's kernels, of which one thread asks for q and others write dq; see also kOverwritesKeys.
+// Every element of the heads is written. Deterministic.
 template <class T>
 void attention_backward(T* dq, T* dk, T* dv, const T* dout, const float* lse, const float* delta,
-                        const AttentionInput<T>& in, Stream stream) {
-    assert(in.queries == in.keys && in.heads % in.kv_heads == 0);
+                        const AttentionInput<T>& given, Stream stream) {
+    const AttentionInput<T> in = given.queries < given.keys ? given.without_unseen_keys() : given;
+    assert(in.heads % in.kv_heads == 0);
+    assert(given.queries == given.keys || in.batch == 1);
     // On a GPU keys and queries each make the scores and their gradients.
-    const Operation operation = attention_operation("attention_backward", in, kFastCpu ? 5 : 7, 4);
+    const Operation operation =
+        attention_operation("attention_backward", in, kFastCpu ? 5 : 7, 4, in.queries < in.keys ? 4 : 0);
     if (simt::launches_off && !kFastCpu) return;  // on a CPU the launch plans its workers' scratch
     const bool vectors = attention_vectors(in, {dq, dk, dv, dout});
     if constexpr (kFastCpu) {

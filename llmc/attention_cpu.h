@@ -325,6 +325,22 @@ void write_rows(T* to, int64_t to_row, const float* from, int rows, int columns,
     for (int i = 0; i < rows; i++) write_row(to + i * to_row, from + i * columns, columns, factor);
 }
 
+// The gradients of `count` keys from `key` on, times factor: to d or to sums, as AttentionInput has it.
+template <class T>
+void write_key_rows(T* d, float* sums, float* gradients, float factor, const AttentionInput<T>& in, int b,
+                    int kv, int key, int count) {
+    const int columns = in.head_size, first = in.position(0), added = std::clamp(first - key, 0, count);
+    const int64_t sums_row = int64_t{in.kv_heads} * columns;
+    for (int i = 0; sums && i < count; i++) {
+        float* const sum = sums + (key + i) * sums_row + kv * columns;
+        float* const from = gradients + i * columns;
+        for (int c = 0; c < columns; c++) from[c] = from[c] * factor + sum[c];
+        if (i < added) std::copy_n(from, columns, sum);
+    }
+    write_rows(d + in.dkv_offset(b, kv) + (key + added - first) * in.dkv_row, in.dkv_row,
+               gradients + added * columns, count - added, columns, sums ? 1.f : factor);
+}
+
 // One head of keys and values in backward, and the query heads that share it, whose dq is summed in fp32:
 // (group, queries, head_size).
 template <class T>
@@ -358,9 +374,12 @@ void attention_backward_tile(const BackwardHead<T>& head, const BackwardScratch<
     const int end = in.queries_before(b, key + width);
     const int64_t at = in.kv_offset(b, head.kv) + key * in.kv_row, stride = kBackwardKeys;
     const StridedMatrix<T> k{in.k + at, in.kv_row}, v{in.v + at, in.kv_row};
+    const int begin = in.first_query(key);
     bool more = false;  // than the first tile of queries
+    if (begin >= end)
+        for (float* const sums : {scratch.dk, scratch.dv}) std::fill_n(sums, width * columns, 0.f);
     for (int h = head.first_head(); h < head.first_head() + in.group(); h++)
-        for (int query = key; query < end; query += kBackwardQueries, more = true) {
+        for (int query = begin; query < end; query += kBackwardQueries, more = true) {
             const int rows = std::min(kBackwardQueries, end - query);
             const int64_t rows_at = in.row_offset(b, h) + query;
             const StridedMatrix<T> q{in.q + in.q_offset(b, h) + query * in.q_row, in.q_row};
@@ -385,9 +404,8 @@ void attention_backward_tile(const BackwardHead<T>& head, const BackwardScratch<
                          head.adds_to_zero() || key > 0);
             passed(h, query + rows == end ? in.queries : query + rows);
         }
-    const int64_t to = in.dkv_offset(b, head.kv) + key * in.dkv_row;
-    write_rows(head.dk + to, in.dkv_row, scratch.dk, width, columns, head.scale);
-    write_rows(head.dv + to, in.dkv_row, scratch.dv, width, columns, 1.f);
+    write_key_rows(head.dk, in.dk_sums, scratch.dk, head.scale, in, b, head.kv, key, width);
+    write_key_rows(head.dv, in.dv_sums, scratch.dv, 1.f, in, b, head.kv, key, width);
 }
 
 // What they take of a worker's scratch.
@@ -426,7 +444,7 @@ struct SharedHead {
         ScratchParts parts{base};
         dq_sums = parts.take<float>(BackwardHead<T>::sums(in));
         next = parts.take<std::atomic<int>>(1);
-        passed = parts.take<std::atomic<int64_t>>(ceil_div(in.keys, kBackwardKeys));
+        passed = parts.take<std::atomic<int64_t>>(ceil_div(in.length, kBackwardKeys));
         bytes = parts.bytes;
     }
 };
@@ -483,11 +501,14 @@ __global__ void attention_backward_end_cpu_kernel(BackwardHead<T> head) {
 }
 
 // All workers do one head after the other where that leaves less of them idle: `heads` in all, a whole one by
-// a worker, or `tiles` of keys of each. By then a worker waits for the one before it at the start and the end
-// of a head.
-inline bool shares_heads(int64_t heads, int64_t tiles, int64_t group, int64_t workers) {
+// a worker, or the tiles of keys of each. By then a worker waits for the one before it at the start and the
+// end of a head. Of some queries of a sequence it is the same wherever they stand, as its scratch has to be.
+template <class T>
+bool shares_heads(const AttentionInput<T>& in, int64_t workers) {
+    const int64_t heads = int64_t{in.kv_heads} * in.batch;
     const double whole = static_cast<double>(ceil_div(heads, workers) * workers) / static_cast<double>(heads);
-    const double steps = static_cast<double>(group * tiles * tiles) * kBackwardKeys / (2 * kBackwardQueries);
+    const double seen = 1 - in.queries / (2. * in.length);  // of the scores, at the end of the sequence
+    const double steps = seen * in.group() * in.queries / kBackwardQueries * in.length / kBackwardKeys;
     return whole > 1 + static_cast<double>(workers * (workers + 1)) / steps;
 }
 
@@ -507,9 +528,9 @@ template <class T>
 void attention_backward_on_cpu(T* dq, T* dk, T* dv, const T* dout, const float* lse, const float* delta,
                                const AttentionInput<T>& in, Stream stream) {
     BackwardHead<T> head{dq, dk, dv, dout, lse, delta, in, in.scale(), 0, 0, nullptr};
-    const int64_t tiles = ceil_div(in.keys, kBackwardKeys), workers = simt::threads_of_a_launch();
+    const int64_t tiles = ceil_div(in.length, kBackwardKeys), workers = simt::threads_of_a_launch();
     const size_t scratch_bytes = BackwardScratch<T>(nullptr, in.head_size).bytes;
-    if (!shares_heads(int64_t{in.kv_heads} * in.batch, tiles, in.group(), workers)) {
+    if (!shares_heads(in, workers)) {
         launch<attention_backward_cpu_kernel<T>>(dim3(in.kv_heads, in.batch), 1,
                                                  bytes_of_sums(in) + scratch_bytes, stream, head);
         return;

@@ -351,13 +351,14 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
     AttentionRows<kHead / 8> dk_rows = {}, dv_rows = {};
     barrier_wait(k_tile + B::kBarriers, 0);
     const int end = in.queries_before(place.b, block_row + B::kRows);
-    const int seen_begin = block_row + place.group_row;  // queries that see any of its keys
-    const int seen_end = in.queries_before(place.b, seen_begin + 64);
+    const int begin = in.first_query(block_row), group_key = block_row + place.group_row;
+    const int seen_begin = in.first_query(group_key);  // queries that see any of its keys
+    const int seen_end = in.queries_before(place.b, group_key + 64);
     int ends[2] = {};  // of the documents of this lane's keys
     if (in.positions) document_ends(ends, in, place.b, place.row);
     const int first_head = place.h * in.group(), heads_end = first_head + in.group();
     for (int h = first_head; h < heads_end; h++)
-        for (int query = block_row; query < end; query += B::kPassing, ring.advance()) {
+        for (int query = begin; query < end; query += B::kPassing, ring.advance()) {
             const uint32_t q_tile = k_tile + B::kPassingTiles + ring.slot * 2 * Passing::kBytes;
             const uint32_t dout_tile = q_tile + Passing::kBytes;
             const float* const lse_of =
@@ -373,7 +374,8 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
             start_rows_product<Staying, Passing>(ds, v_tile, place.group_row, dout_tile);
             wgmma_wait<1>();
             fence_registers(p);
-            const int diagonal = place.row - query;  // the first column that sees this warp's first key
+            // The first column that sees this warp's first key.
+            const int diagonal = place.row - in.position(query);
             if (in.alibi) add_distances(p, diagonal, -in.slope(h, scale));
             const auto to_probability = [&](float& x, int, int column) {
                 x = exp2_of(x * (scale * kLog2e) - lse_of[column]);
@@ -401,9 +403,8 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
             fence_registers(ds_rounded);
             ring.release();
         }
-    const int64_t at = in.dkv_offset(place.b, place.h) + place.row * in.dkv_row;
-    store_rows<kHead>(dk + at, in.dkv_row, dk_rows, {scale, scale}, in.keys - place.row, kHead, true);
-    store_rows<kHead>(dv + at, in.dkv_row, dv_rows, {1.f, 1.f}, in.keys - place.row, kHead, true);
+    store_key_rows<kHead>(dk, in.dk_sums, dk_rows, scale, in, place.b, place.h, place.row, true);
+    store_key_rows<kHead>(dv, in.dv_sums, dv_rows, 1.f, in, place.b, place.h, place.row, true);
 }
 
 // dK and dV of 128 keys of one head. Blocks (batch * kv_heads, tiles of keys), longest first.
@@ -419,7 +420,7 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
     if (threadIdx.x < kWarpgroup) {
         setmaxnreg_dec<B::kProducerRegisters>();
         if (warp() == 0)
-            hopper_backward_produce<kHead, true>(shared, in, maps, block_row, block_row,
+            hopper_backward_produce<kHead, true>(shared, in, maps, block_row, in.first_query(block_row),
                                                  in.queries_before(b, block_row + B::kRows), lse, delta);
     } else {
         setmaxnreg_inc<B::kConsumerRegisters>();
@@ -466,7 +467,7 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
         start_rows_product<Staying, Passing>(ds, dout_tile, place.group_row, k_tile + Passing::kBytes);
         wgmma_wait<1>();
         fence_registers(p);
-        const int diagonal = place.row - key;  // the last column that this warp's first query sees
+        const int diagonal = in.position(place.row) - key;  // as in forward
         if (in.alibi) add_distances(p, diagonal, in.slope(place.h, scale));
         const auto to_probability = [&](float& x, int r, int) {
             x = exp2_of(x * (scale * kLog2e) - row_lse[r]);
@@ -532,13 +533,13 @@ void hopper_backward(bf16* dq, bf16* dk, bf16* dv, const bf16* dout, const float
     const HopperBackwardMaps queries{
         {map_of_queries(in, in.q, B::kRows), map_of_dout(B::kRows)},
         {map_of_keys(in, in.k, B::kPassing), map_of_keys(in, in.v, B::kPassing)}};
-    const unsigned row_tiles = ceil_div(in.queries, B::kRows);
-    launch<hopper_attention_backward_keys_kernel<kHead>>(dim3(in.batch * in.kv_heads, row_tiles), B::kThreads,
-                                                         B::kSharedBytes, stream, dk, dv, lse, delta, in,
-                                                         in.scale(), keys);
-    launch<hopper_attention_backward_queries_kernel<kHead>>(dim3(in.batch * in.heads, row_tiles), B::kThreads,
-                                                            B::kSharedBytes, stream, dq, lse, delta, in,
-                                                            in.scale(), queries);
+    const auto tiles = [](int rows) { return static_cast<unsigned>(ceil_div(rows, B::kRows)); };
+    launch<hopper_attention_backward_keys_kernel<kHead>>(dim3(in.batch * in.kv_heads, tiles(in.keys)),
+                                                         B::kThreads, B::kSharedBytes, stream, dk, dv, lse,
+                                                         delta, in, in.scale(), keys);
+    launch<hopper_attention_backward_queries_kernel<kHead>>(dim3(in.batch * in.heads, tiles(in.queries)),
+                                                            B::kThreads, B::kSharedBytes, stream, dq, lse,
+                                                            delta, in, in.scale(), queries);
 }
 inline void hopper_attention_backward(bf16* dq, bf16* dk, bf16* dv, const bf16* dout, const float* lse,
                                       const float* delta, const AttentionInput<bf16>& in, Stream stream) {

@@ -10,6 +10,8 @@
 // Query i of `queries` stands at key keys - queries + i; with a cache there are more keys than queries. It
 // sees this key and those before it, with a window only the last `window` of them.
 //
+// Backward may take some queries of a sequence at a time, the last ones first: see dk_sums.
+//
 // Each head of keys and values serves group() query heads in a row (Ainslie et al. 2023).
 //
 // ALiBi (Press et al. 2022) adds slope * (key - query) to a head's scores. The softmax is the same with
@@ -36,6 +38,14 @@ struct AttentionInput {
     Dropout dropout = {};  // of probabilities, in training
     // Distances in the gradients of k and v.
     int64_t dkv_row = kv_row, dkv_batch = kv_batch, dkv_head = kv_head;
+    // Where the queries are some of a sequence's: how many rows that has, of which `before` come before the
+    // first key, and which of the batch's it is; and the sums of the gradients of its keys and values,
+    // (length, kv_heads * head_size) each, from the first of these keys on. Backward adds to those of keys
+    // before the first query. The others' are complete then, as no earlier query sees them: it writes the
+    // sums and what these queries add to dk and dv, of which the first query's key is the first row. The
+    // batch is 1 then.
+    int length = keys, before = 0, entry = 0;
+    float *dk_sums = nullptr, *dv_sums = nullptr;
 
     SIMT_HOST_DEVICE int group() const { return heads / kv_heads; }
     // Where one head of one batch entry begins: in q, in k or v, in their gradients, in the output, and in
@@ -72,16 +82,36 @@ struct AttentionInput {
     }
     // Whether scores are products alone, and queries see all keys up to their own.
     bool plain() const { return span() == keys && !alibi && !positions && !dropout; }
-    // The number of a probability, for dropout: of a query and a key, counted from the first that is not left
-    // out. Queries and keys are the same rows then.
+    // The number of a probability among all of the sequences, for dropout.
     SIMT_HOST_DEVICE int64_t score_number(int b, int h, int query, int key) const {
-        return (row_offset(b, h) + query) * queries + key + (queries - keys);
+        const int64_t row = (int64_t{entry + b} * heads + h) * length + before + position(query);
+        return row * length + before + key;
     }
     // Leaves out the keys before `begin`, which none of the queries at hand sees.
     SIMT_HOST_DEVICE void drop_keys(int begin) {
         k += begin * kv_row;
         v += begin * kv_row;
         keys -= begin;
+        before += begin;
+    }
+    // The same without the keys that no query sees by its window, of a batch of 1.
+    AttentionInput without_unseen_keys() const {
+        AttentionInput in = *this;
+        const int begin = first_key(0);
+        const int64_t sums = int64_t{begin} * kv_heads * head_size;
+        in.drop_keys(begin);
+        if (in.document_ends) in.document_ends += begin;
+        if (in.dk_sums) in.dk_sums += sums, in.dv_sums += sums;
+        return in;
+    }
+    // The first query that sees `key`, if any does.
+    SIMT_HOST_DEVICE int first_query(int key) const {
+        const int query = key - position(0);
+        return query > 0 ? query : 0;
+    }
+    // Queries up to the last of the document that `key` belongs to.
+    SIMT_HOST_DEVICE int document_end(int b, int key) const {
+        return document_ends[int64_t{b} * keys + key] - before - position(0);
     }
     // Queries up to the last that sees any of the keys before `key`.
     SIMT_HOST_DEVICE int queries_before(int key) const {
@@ -92,7 +122,7 @@ struct AttentionInput {
     SIMT_HOST_DEVICE int queries_before(int b, int key) const {
         const int end = queries_before(key);
         if (!document_ends) return end;
-        const int of_document = document_ends[int64_t{b} * queries + (key < keys ? key : keys) - 1];
+        const int of_document = document_end(b, (key < keys ? key : keys) - 1);
         return end < of_document ? end : of_document;
     }
     // What scores are multiplied with: 1 / sqrt(head_size).

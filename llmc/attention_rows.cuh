@@ -80,7 +80,7 @@ template <class T>
 SIMT_DEVICE void document_ends(int (&end)[2], const AttentionInput<T>& in, int b, int row) {
     UNROLL for (int r = 0; r < 2; r++) {
         const int key = row + lane() / 4 + 8 * r;
-        end[r] = key < in.keys ? in.document_ends[int64_t{b} * in.keys + key] : 0;
+        end[r] = key < in.keys ? in.document_end(b, key) : 0;
     }
 }
 // s = value before column first[r] of the lane's row lane / 4 + 8 r: keys of other documents.
@@ -179,6 +179,28 @@ SIMT_DEVICE void store_rows(T* out, int64_t row_stride, const AttentionRows<kHea
             }
         }
     }
+}
+
+// The gradients of the 16 keys from `row` on, times `factor`: to d or to sums, as AttentionInput has it.
+template <int kHead, class T>
+SIMT_DEVICE void store_key_rows(T* d, float* sums, const AttentionRows<kHead / 8>& o, float factor,
+                                const AttentionInput<T>& in, int b, int kv, int row, bool vectors) {
+    const int first = in.position(0);  // the first key that is complete
+    d += in.dkv_offset(b, kv) + (row - first) * in.dkv_row;
+    if (!sums)
+        return store_rows<kHead>(d, in.dkv_row, o, {factor, factor}, in.keys - row, in.head_size, vectors);
+    const int64_t sums_row = int64_t{in.kv_heads} * in.head_size;
+    for_each_score<kHead / 8>(
+        [&](const float& x, int r, int column) {
+            const int i = lane() / 4 + 8 * r;
+            if (row + i >= in.keys || column >= in.head_size) return;
+            float& sum = sums[(row + i) * sums_row + kv * in.head_size + column];
+            if (row + i < first)
+                sum += x * factor;
+            else
+                d[i * in.dkv_row + column] = from_float<T>(sum + x * factor);
+        },
+        o);
 }
 
 // Over the four lanes that share rows.

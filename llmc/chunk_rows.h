@@ -1,15 +1,15 @@
-// chunk_rows.h - --head-rows auto and --mlp-rows auto: as few rows with logits, or in an MLP, at a time as
-// cost next to nothing.
+// chunk_rows.h - --head-rows auto, --mlp-rows auto and --attention-rows auto: as few rows with logits, in an
+// MLP, or in attention, at a time as cost next to nothing.
 //
 // Each chunk of rows adds to the gradients of matrices, in bf16 in slices of them, and launches all of the
-// head or of an MLP again. That is dear where a step is short, on a GPU above all, and nothing where it is
-// long.
+// head, of an MLP or of a block again. That is dear where a step is short, on a GPU above all, and nothing
+// where it is long.
 //
 // How rows are cut changes the rounding of a training. So that a run has the same bits at every level of
 // recompute, with any state and any number of threads, none of these has a say: for the head the step is that
-// of level none, the shortest, for the MLP, of which chunks keep nothing, of the level that keeps nothing of
-// it either; without its update, and a CPU is taken to have many threads, beside whose rates a launch takes
-// longest. What costs little then costs less with others.
+// of level none, the shortest, for the others, of which chunks keep nothing, of the level that keeps nothing
+// of them either; without its update, and a CPU is taken to have many threads, beside whose rates a launch
+// takes longest. What costs little then costs less with others.
 #pragma once
 
 #include <string>
@@ -22,6 +22,7 @@ constexpr int64_t kFewestHeadRows = 256;
 // With fewer an H100's products of 4096 channels do not fill it, and a CPU's write and read more of the
 // stream than they need.
 constexpr int64_t kFewestMlpRows = kFastCpu ? 512 : 2048;
+constexpr int64_t kFewestAttentionRows = kFastCpu ? 1024 : 2048;
 constexpr double kChunkCost = 0.02;  // of a step
 constexpr int kChunkThreads = 64;
 

@@ -33,7 +33,7 @@ StateOptions state_options(const Options& o) {
 // What may be chosen. The tokens of a step, batch * grad_accum sequences, stay what they are.
 struct MemorySetting {
     int batch, grad_accum;
-    int64_t head_rows, mlp_rows;
+    int64_t head_rows, mlp_rows, attention_rows;
     std::string master, adam_m, adam_v;
     std::vector<int> levels = {};  // of recompute, by layer
 
@@ -50,12 +50,13 @@ struct Rehearsals {
     std::function<MemoryReport(const MemorySetting&)> report;   // of all that the run may do
     std::function<MemoryReport(const MemorySetting&)> outline;  // the same, the training's plan not placed
     std::function<Plan(const MemorySetting&)> training;         // that of a micro-batch alone, not placed
-    std::function<int64_t(const MemorySetting&)> head_rows;     // what --head-rows auto chooses,
-    std::function<int64_t(const MemorySetting&)> mlp_rows;      // and --mlp-rows auto
+    // What --head-rows auto, --mlp-rows auto and --attention-rows auto choose.
+    std::function<int64_t(const MemorySetting&)> head_rows, mlp_rows, attention_rows;
 
     // A setting with what is automatic in it chosen.
     MemorySetting with_rows(MemorySetting s) const {
         if (s.mlp_rows < 0) s.mlp_rows = mlp_rows(s);
+        if (s.attention_rows < 0) s.attention_rows = attention_rows(s);
         if (s.head_rows < 0) s.head_rows = head_rows(s);
         return s;
     }
@@ -69,7 +70,7 @@ struct Choices {
 };
 
 inline MemorySetting setting_of(const Options& o) {
-    return {o.batch, o.grad_accum, o.head_rows, o.mlp_rows, o.master, o.adam_m, o.adam_v};
+    return {o.batch, o.grad_accum, o.head_rows, o.mlp_rows, o.attention_rows, o.master, o.adam_m, o.adam_v};
 }
 
 // Writes a setting into the options.
@@ -78,6 +79,7 @@ inline void apply_setting(const MemorySetting& s, Options& o) {
     o.grad_accum = s.grad_accum;
     o.head_rows = s.head_rows;
     o.mlp_rows = s.mlp_rows;
+    o.attention_rows = s.attention_rows;
     o.master = s.master, o.adam_m = s.adam_m, o.adam_v = s.adam_v;
     o.recompute = levels_text(s.levels, recompute_names());
 }
@@ -88,6 +90,8 @@ inline void remember_choice(const Options& given, Options& o) {
     auto remember = [&](const char* option, const std::string& value) { o.given[option] = {value}; };
     if (o.steps > 0) remember("--head-rows", std::to_string(o.head_rows));
     if (given.mlp_rows != o.mlp_rows) remember("--mlp-rows", std::to_string(o.mlp_rows));
+    if (given.attention_rows != o.attention_rows)
+        remember("--attention-rows", std::to_string(o.attention_rows));
     if (given.batch > 0 && !o.has("--memory")) return;
     remember("--batch", std::to_string(o.batch));
     remember("--grad-accum", std::to_string(o.grad_accum));
@@ -123,7 +127,8 @@ inline std::vector<MemorySetting> formats_to_try(const Options& o, bool narrow_w
 }
 
 // Every micro-batch that divides the step's sequences, each with MLPs of all rows at once and in chunks, as
-// few as cost little or fewer, and each of these with every number of head rows, from large to small.
+// few as cost little or fewer, then with attention in chunks too, where a sequence is long and halves of
+// blocks are not lent; and each of these with every number of head rows, from large to small.
 inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options& o,
                                                   const Rehearsals& rehearsals) {
     const int64_t sequences = int64_t{o.batch} * o.grad_accum;
@@ -143,10 +148,17 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options
         s.batch = static_cast<int>(batch), s.grad_accum = static_cast<int>(accumulated);
         s.head_rows = 0;
         s.mlp_rows = o.has("--mlp-rows") ? o.mlp_rows : -1;
-        std::vector<int64_t> mlp_rows = {rehearsals.with_rows(s).mlp_rows};
-        if (!o.has("--mlp-rows") && mlp_rows[0] > 0) mlp_rows = {0, mlp_rows[0], mlp_rows[0] / 4};
-        for (const int64_t of_mlp : mlp_rows) {
-            s.mlp_rows = of_mlp;
+        s.attention_rows = o.lend == "half" ? 0 : o.attention_rows;
+        const MemorySetting given = rehearsals.with_rows(s);
+        std::vector<std::pair<int64_t, int64_t>> rows_of_both = {{given.mlp_rows, given.attention_rows}};
+        if (!o.has("--mlp-rows") && given.mlp_rows > 0)
+            rows_of_both = {{0, given.attention_rows},
+                            {given.mlp_rows, given.attention_rows},
+                            {given.mlp_rows / 4, given.attention_rows}};
+        if (!o.has("--attention-rows") && o.lend != "half" && o.seq_len > 2 * kFewestAttentionRows)
+            rows_of_both.push_back({rows_of_both.back().first, kFewestAttentionRows});
+        for (const auto& [of_mlp, of_attention] : rows_of_both) {
+            s.mlp_rows = of_mlp, s.attention_rows = of_attention;
             for (int64_t rows : {0, 4096, 1024, 256, 64}) {
                 s.head_rows = rows;
                 if (o.head_rows < 0 && rows < tokens) all.push_back(s);
@@ -161,7 +173,8 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options
 // What each setting takes in memory and time, by rehearsals with all layers at one level. The rows of the
 // head change only what is between the blocks. `by_block`: one rehearsal has all micro-batches. An update of
 // its own takes as long as with the first setting: a smaller state is not chosen for a faster update, which
-// on a CPU it does not have, but for what else its room is good for.
+// on a CPU it does not have, but for what else its room is good for. Levels may differ in workspace: sums
+// have the least, what is chosen is rehearsed.
 struct Profiles {
     std::vector<Profile> all;
     double update_seconds = 0;
@@ -171,25 +184,31 @@ inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
     const size_t layers = static_cast<size_t>(rehearsals.layers);
     Profiles made;
     auto& [all, update_seconds] = made;
+    size_t least_workspace = 0;  // of the levels
     for (size_t i = 0; i < settings.size(); i++) {
         MemorySetting& s = settings[i];
         s.levels.assign(layers, 0);
         const MemoryReport report = rehearsals.outline(s);
         const std::vector<Segment> keeps_all = segments_of(*report.train, rehearsals.rates);
-        const bool same_blocks = i > 0 && s.batch == settings[i - 1].batch &&
-                                 s.mlp_rows == settings[i - 1].mlp_rows && s.same_state(settings[i - 1]);
+        const bool same_blocks =
+            i > 0 && s.batch == settings[i - 1].batch && s.mlp_rows == settings[i - 1].mlp_rows &&
+            s.attention_rows == settings[i - 1].attention_rows && s.same_state(settings[i - 1]);
         Profile p = same_blocks ? all.back() : Profile();
         if (same_blocks) {
             for (std::vector<Segment>& level : p.levels) level[layers].after = keeps_all[layers].after;
         } else {
             p.levels.push_back(keeps_all);
+            least_workspace = report.train->workspace;
             for (size_t level = 1; level < std::size(kRecomputeLevels); level++) {
                 s.levels.assign(layers, static_cast<int>(level));
-                p.levels.push_back(segments_of(rehearsals.training(s), rehearsals.rates));
+                const Plan plan = rehearsals.training(s);
+                p.levels.push_back(segments_of(plan, rehearsals.rates));
+                least_workspace = std::min(least_workspace, plan.workspace);
             }
         }
         p.runs = by_block ? 1 : s.grad_accum;
-        p.fixed_bytes = report.total() - report.activations();
+        p.fixed_bytes = report.total() - report.activations() -
+                        (arena_align(report.train->workspace) - arena_align(least_workspace));
         p.arena_floor = report.activations_of_others();
         if (all.empty()) update_seconds = report.update_seconds;
         // What adding to gradients takes longer than writing them is the same at every level, and so is what
@@ -359,6 +378,7 @@ Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vecto
                             residences_text(best.mix, given),
                             s.head_rows,
                             s.mlp_rows,
+                            s.attention_rows,
                             s.batch,
                             s.grad_accum,
                             c.exact,

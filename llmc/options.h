@@ -65,7 +65,7 @@ struct Options {
     int state_rooms = 32;  // chunks; -1: a block's
     int park = 0;          // layers; -1: all
     std::string recompute = "gelu";
-    int64_t head_rows = -1, mlp_rows = 0;  // 0: all, -1: auto
+    int64_t head_rows = -1, mlp_rows = 0, attention_rows = 0;  // 0: all, -1: auto
     bool update_in_backward = false, by_block = false;
     std::string memory, host_memory;
     bool allow_8bit = false;
@@ -317,6 +317,12 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
            "most 2% of a step")
         ->transform(whole_or_auto(0, kMostCount, "-1"))
         ->group(group);
+    app.add_option(
+           "--attention-rows", o.attention_rows,
+           "queries of a sequence in attention at a time, in blocks of which level block keeps nothing; 0: "
+           "all; auto: few, for at most 2% of a step")
+        ->transform(whole_or_auto(0, kMostCount, "-1"))
+        ->group(group);
     app.add_flag("--update-in-backward", o.update_in_backward,
                  "update each block as soon as its gradient is complete: no gradient of the model is held")
         ->group(group);
@@ -366,11 +372,12 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
                        (kHostIsDevice ? "in a file" : "in host memory") + ", or all")
         ->transform(whole_or("all", "-1", 0, kMostLayers))
         ->group(group);
-    app.add_option(
-           "--memory", o.memory,
-           "choose --recompute, --head-rows, --mlp-rows, --batch and --grad-accum so that all fits, as in "
-           "8GiB; and where that is not enough --weights, --lend, --embeddings, --gradients, --state, "
-           "--updates, --state-rooms, --park and --by-block")
+    app.add_option("--memory", o.memory,
+                   "choose --recompute, --head-rows, --mlp-rows, --attention-rows, --batch and --grad-accum "
+                   "so that all "
+                   "fits, as in 8GiB; and where that is not enough --weights, --lend, --embeddings, "
+                   "--gradients, --state, "
+                   "--updates, --state-rooms, --park and --by-block")
         ->group(group);
     app.add_option("--host-memory", o.host_memory,
                    "beside a GPU, pinned host memory that --memory may have things wait in")
@@ -565,6 +572,13 @@ inline void check_options(const Options& o) {
     check_calibration(o);
     if (o.mlp_rows > 0 && o.mlp_rows % 8)
         fail("--mlp-rows %lld: a multiple of 8 is needed, 0 or auto", static_cast<long long>(o.mlp_rows));
+    if (o.attention_rows > 0 && o.attention_rows % 128)
+        fail("--attention-rows %lld: a multiple of 128 is needed, 0 or auto",
+             static_cast<long long>(o.attention_rows));
+    if (o.attention_rows != 0 && o.lend == "half")
+        fail(
+            "--attention-rows takes some rows through a whole block, and --lend half has half of one at a "
+            "time");
     if (o.has("--matmul-algorithms") && !kSearchesAlgorithms)
         fail("--matmul-algorithms %s is for cuBLASLt on a GPU; on the CPU oneDNN chooses for itself",
              o.matmul_algorithms.c_str());
@@ -624,8 +638,8 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     if (among({"--rates"})) return false;                                // of the machine where the run began
     if (among({"--matmul-algorithms"})) return kSearchesAlgorithms;
     if (among({"--tf32"})) return kHasTf32;
-    if (among({"--recompute", "--head-rows", "--mlp-rows", "--weights", "--lend", "--embeddings",
-               "--gradients", "--state", "--updates", "--state-rooms", "--park"}) &&
+    if (among({"--recompute", "--head-rows", "--mlp-rows", "--attention-rows", "--weights", "--lend",
+               "--embeddings", "--gradients", "--state", "--updates", "--state-rooms", "--park"}) &&
         o.has("--memory") && o.batch != 0)
         return false;  // chosen anew
     if (among({"--weights", "--lend", "--embeddings"}) && o.steps == 0)
@@ -683,7 +697,8 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
                 const bool found =
                     automatic && !o.has("--memory") &&
                     ((name == "--batch" && o.batch == 0) || (name == "--head-rows" && o.head_rows < 0) ||
-                     (name == "--mlp-rows" && o.mlp_rows < 0));
+                     (name == "--mlp-rows" && o.mlp_rows < 0) ||
+                     (name == "--attention-rows" && o.attention_rows < 0));
                 if (option->count() > 0 && !found) continue;
                 if (found) option->clear();
                 o.saved.insert(name);

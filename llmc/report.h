@@ -18,17 +18,19 @@ constexpr double mebibytes(size_t bytes) { return static_cast<double>(bytes) / 1
 struct MemoryChoice {
     std::string recompute, formats;  // of the layers; of the state, as options, where not as given
     std::string residences;          // the same of where things live
-    int64_t head_rows, mlp_rows;
+    int64_t head_rows, mlp_rows, attention_rows;
     int batch, grad_accum;
     size_t bytes;    // in all
     double seconds;  // of a step, by estimate
     double slower;   // than the fastest configuration there is: 0.1 is 10%
 
     std::string text() const {
-        const std::string mlp = mlp_rows > 0 ? " --mlp-rows " + std::to_string(mlp_rows) : "";
-        return format("--recompute %s --head-rows %lld%s --batch %d --grad-accum %d%s%s", recompute.c_str(),
-                      static_cast<long long>(head_rows), mlp.c_str(), batch, grad_accum, formats.c_str(),
-                      residences.c_str());
+        std::string rows = format("--head-rows %lld", static_cast<long long>(head_rows));
+        if (mlp_rows > 0) rows += format(" --mlp-rows %lld", static_cast<long long>(mlp_rows));
+        if (attention_rows > 0)
+            rows += format(" --attention-rows %lld", static_cast<long long>(attention_rows));
+        return format("--recompute %s %s --batch %d --grad-accum %d%s%s", recompute.c_str(), rows.c_str(),
+                      batch, grad_accum, formats.c_str(), residences.c_str());
     }
 };
 
@@ -51,7 +53,7 @@ struct MemoryReport {
     std::string model, device, precision, recompute;
     int64_t parameters = 0, trained = 0;
     int batch = 0, seq_len = 0, grad_accum = 1;
-    int64_t head_rows = 0, mlp_rows = 0;
+    int64_t head_rows = 0, mlp_rows = 0, attention_rows = 0;
     double seconds = 0;                // of a step, by estimate
     double update_seconds = 0;         // of the update in it
     PhaseTimes phases;                 // what its phases take of that
@@ -157,10 +159,10 @@ inline nlohmann::ordered_json phases_json(const PhaseTimes& phases) {
 
 inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     nlohmann::ordered_json j = {
-        {"model", r.model},       {"parameters", r.parameters}, {"trained", r.trained},
-        {"device", r.device},     {"precision", r.precision},   {"batch", r.batch},
-        {"seq_len", r.seq_len},   {"grad_accum", r.grad_accum}, {"head_rows", r.head_rows},
-        {"mlp_rows", r.mlp_rows}, {"recompute", r.recompute}};
+        {"model", r.model},       {"parameters", r.parameters},         {"trained", r.trained},
+        {"device", r.device},     {"precision", r.precision},           {"batch", r.batch},
+        {"seq_len", r.seq_len},   {"grad_accum", r.grad_accum},         {"head_rows", r.head_rows},
+        {"mlp_rows", r.mlp_rows}, {"attention_rows", r.attention_rows}, {"recompute", r.recompute}};
     auto& totals = j["totals"];
     for (const char* kind : {"weights", "gradients", "optimizer_m", "optimizer_v", "master", "input"})
         totals[kind] = r.of_kind(kind);
@@ -183,6 +185,7 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
         j["choice"].push_back({{"recompute", c.recompute},
                                {"head_rows", c.head_rows},
                                {"mlp_rows", c.mlp_rows},
+                               {"attention_rows", c.attention_rows},
                                {"batch", c.batch},
                                {"grad_accum", c.grad_accum},
                                {"formats", c.formats},
@@ -245,13 +248,15 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
     const std::string trained = r.trained == r.parameters
                                     ? ""
                                     : format(", %lld trained beside them", static_cast<long long>(r.trained));
+    const auto rows = [](const char* name, int64_t n) {
+        return n > 0 ? format("%s %lld", name, static_cast<long long>(n)) : "";
+    };
     fprintf(to,
-            "%s: %lld parameters%s; %s, %s, batch %d, seq_len %d, recompute %s, head_rows %lld%s\n"
+            "%s: %lld parameters%s; %s, %s, batch %d, seq_len %d, recompute %s, head_rows %lld%s%s\n"
             "%s, in MiB:\n",
             r.model.c_str(), static_cast<long long>(r.parameters), trained.c_str(), r.device.c_str(),
             r.precision.c_str(), r.batch, r.seq_len, r.recompute.c_str(), static_cast<long long>(r.head_rows),
-            r.mlp_rows > 0 ? format(", mlp_rows %lld", static_cast<long long>(r.mlp_rows)).c_str() : "",
-            verb);
+            rows(", mlp_rows", r.mlp_rows).c_str(), rows(", attention_rows", r.attention_rows).c_str(), verb);
     const auto line = [&](size_t bytes, const std::string& what) {
         if (bytes > 0) fprintf(to, "%12.2f  %s\n", mebibytes(bytes), what.c_str());
     };

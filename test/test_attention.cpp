@@ -260,6 +260,43 @@ Results<T> run(const Case& c, const Arrays<T>& x, const DeviceArray<T>& dout) {
     return results;
 }
 
+// run() with `rows` queries of each sequence at a time: forward from the first on, backward from the last.
+template <class T>
+Results<T> run_in_ranges(const Case& c, const Arrays<T>& x, const DeviceArray<T>& dout, int rows) {
+    const int64_t length = c.keys, channels = c.channels(), all = c.batch * length;
+    DeviceArray<T> out(poisoned<T>(all * channels));
+    Arrays<T> gradients = poisoned_arrays<T>(c);
+    std::vector<float> lse_of_all(all * c.heads);
+    for (int b = 0; b < c.batch; b++) {
+        const std::vector<float> zeros(length * c.channels(1));
+        DeviceArray<float> dk_sums(zeros), dv_sums(zeros);
+        for (int64_t first = (length - 1) / rows * rows; first >= 0; first -= rows) {
+            const int64_t count = std::min<int64_t>(rows, length - first), at = b * length + first;
+            AttentionInput<T> in = input_of(c, x);
+            const int64_t q_at = b * in.q_batch + first * in.q_row;
+            in.batch = 1, in.queries = static_cast<int>(count), in.keys = static_cast<int>(first + count);
+            in.q += q_at, in.k += b * in.kv_batch, in.v += b * in.kv_batch;
+            if (c.document) in.positions += at, in.document_ends += b * length;
+            in.length = c.keys, in.entry = b;
+            in.dk_sums = dk_sums.data(), in.dv_sums = dv_sums.data();
+            DeviceArray<float> lse(poisoned<float>(count * c.heads)), delta(lse.size());
+            attention_forward(out.data() + at * channels, lse.data(), in, Stream{});
+            const T* const d_out = dout.data() + at * channels;
+            attention_delta(delta.data(), d_out, out.data() + at * channels, in, Stream{});
+            const int64_t kv_at = b * in.dkv_batch + first * in.dkv_row;
+            attention_backward(gradients.q + q_at, gradients.k + kv_at, gradients.v + kv_at, d_out,
+                               lse.data(), delta.data(), in, Stream{});
+            const std::vector<float> statistics = lse.download();
+            for (int h = 0; h < c.heads; h++)
+                std::copy_n(&statistics[h * count], count,
+                            &lse_of_all[(int64_t{b} * c.heads + h) * length + first]);
+        }
+    }
+    gradients.download();
+    return {out.download(), lse_of_all, gradients.compact(c, 0), gradients.compact(c, 1),
+            gradients.compact(c, 2)};
+}
+
 // The same bits where dq takes q's place, and dk and dv those of k and v or rows of their own.
 template <class T>
 void check_in_place(const Case& c, const Arrays<T>& x, const DeviceArray<T>& dout, const Results<T>& want) {
@@ -424,6 +461,52 @@ TYPED_TEST(Attention, MatchesTheDefinitionInEveryForm) {
         }
 }
 
+// Some queries of a sequence at a time, also with all that may come together, and in ranges that are no whole
+// tiles.
+template <class T>
+void check_ranges(const Case& c, std::initializer_list<int> ranges) {
+    with_case<T>(c, [&](const Arrays<T>& x, const DeviceArray<T>& dout, const Reference& want) {
+        for (const int rows : ranges) {
+            SCOPED_TRACE(testing::Message() << rows << " queries at a time");
+            for_each_order([&] {
+                const Results<T> got = run_in_ranges(c, x, dout, rows);
+                EXPECT_LT(relative_error(got.out, want.out), tolerance<T>());
+                EXPECT_LT(relative_error(got.lse, want.lse), tolerance<T>());
+                EXPECT_LT(gradient_error(got.dq, want.dq), tolerance<T>());
+                EXPECT_LT(gradient_error(got.dk, want.dk), tolerance<T>());
+                EXPECT_LT(relative_error(got.dv, want.dv), tolerance<T>());
+                return got.bytes();
+            });
+        }
+    });
+}
+TYPED_TEST(Attention, TakesSomeQueriesAtATime) {
+    using enum Case::Layout;
+    if (kThreadSanitizer) GTEST_SKIP() << "slow";
+    for (const int size : {16, 21, 64, 128})
+        for (const auto layout : {kPacked, kUnaligned}) {
+            Case c{2, 4, size, 150, 150, layout, 1, 2};
+            check_ranges<TypeParam>(c, {64, 150});
+            c.window = 50, c.alibi = true;
+            check_ranges<TypeParam>(c, {37});
+            c.document = 60, c.dropout = 0.1;
+            check_ranges<TypeParam>(c, {40});
+        }
+    if (kSmallShapes) return;
+    check_ranges<TypeParam>({1, 2, 64, 700, 700, kPacked, 1, 1}, {128, 200});
+    check_ranges<TypeParam>({1, 3, 20, 900, 900, kByHead, 1, 3, 300}, {256});
+}
+
+// What a range's rows are depends on no other: with whole tiles forward has the bits of all queries at once.
+TYPED_TEST(Attention, RangesOfWholeTilesHaveTheSameBitsForward) {
+    if (kSmallShapes) GTEST_SKIP() << "slow";
+    const Case c{1, 2, 64, 600, 600, Case::kPacked};
+    with_case<TypeParam>(c, [&](const auto& x, const auto& dout, const Reference&) {
+        const auto whole = run(c, x, dout), ranges = run_in_ranges(c, x, dout, 128);
+        EXPECT_TRUE(bytes_of(whole.out, whole.lse, whole.dq) == bytes_of(ranges.out, ranges.lse, ranges.dq));
+    });
+}
+
 // Large enough for several tiles of the fast CPU build both ways.
 TYPED_TEST(Attention, MatchesTheDefinitionInManyTiles) {
     if (kSmallShapes) GTEST_SKIP() << "slow";
@@ -503,6 +586,21 @@ TEST(HopperAttention, MatchesTheDefinition) {
         with_case<bf16>(c, [&](const auto& x, const auto& dout, const Reference& want) {
             for_each_order([&] { return run_case(c, x, dout, want); });
         });
+    }
+}
+
+TEST(HopperAttention, TakesSomeQueriesAtATime) {
+    if (!has_hopper_attention())
+        GTEST_SKIP() << "needs a GPU of compute capability 9.0, or the faithful build";
+    if (kThreadSanitizer) GTEST_SKIP() << "slow";
+    for (const int size : {64, 128}) {
+        Case c{1, 4, size, 300, 300, Case::kPacked, 1, 2};
+        c.hopper = true;
+        check_ranges<bf16>(c, {128, 200});
+        c.window = 90, c.alibi = true;
+        check_ranges<bf16>(c, {100});
+        c.document = 120;
+        check_ranges<bf16>(c, {70});
     }
 }
 
@@ -719,7 +817,8 @@ TYPED_TEST(Attention, DoesNotDependOnTheNumberOfThreads) {
 #if SIMT_LANES == 1
     // One head of many rows is shared by all threads in backward, in each of these forms.
     Case c{1, 3, 33, 1030, 1030, Case::kUnaligned, 1, 1};
-    for (const int threads : {2, 3, 5}) ASSERT_TRUE(shares_heads(1, 9, 3, threads));
+    for (const int threads : {2, 3, 5})
+        ASSERT_TRUE(shares_heads(input_of(c, random_arrays<TypeParam>(c)), threads));
     cases.push_back(c);
     for (const auto& [window, document, dropout] :
          {std::tuple{300, 0, 0.}, {0, 400, 0.}, {0, 0, 0.1}, {70, 90, 0.5}}) {
@@ -729,12 +828,16 @@ TYPED_TEST(Attention, DoesNotDependOnTheNumberOfThreads) {
 #endif
     for (const Case& c : cases)
         with_case<TypeParam>(c, [&](const auto& x, const auto& dout, const Reference& want) {
-            omp_set_num_threads(1);
-            const std::vector<unsigned char> one = run_case(c, x, dout, want);
-            for (const int threads : {2, 3, 5}) {
+            const auto results = [&](int threads) {
                 omp_set_num_threads(threads);
-                EXPECT_TRUE(run_case(c, x, dout, want) == one) << "other bits with " << threads << " threads";
-            }
+                std::vector<unsigned char> bytes = run_case(c, x, dout, want);
+                const std::vector<unsigned char> of_ranges = run_in_ranges(c, x, dout, 256).bytes();
+                bytes.insert(bytes.end(), of_ranges.begin(), of_ranges.end());
+                return bytes;
+            };
+            const std::vector<unsigned char> one = results(1);
+            for (const int threads : {2, 3, 5})
+                EXPECT_TRUE(results(threads) == one) << "other bits with " << threads << " threads";
         });
     omp_set_num_threads(before);
 }

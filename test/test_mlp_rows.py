@@ -171,7 +171,8 @@ def test_memory_chooses_chunks_where_all_rows_do_not_fit(train):
     chosen = train.plan(*options, *budget)
     assert chosen["mlp_rows"] > 0 and chosen["choice"][0]["mlp_rows"] == chosen["mlp_rows"]
     resident = ("--weights", "device", "--gradients", "device", "--state", "device", "--park", 0)
-    error = train(*options, *budget, *resident, "--mlp-rows", 0, "--plan", code=2).stderr.decode()
+    error = train(*options, *budget, *resident, "--mlp-rows", 0, "--attention-rows", 0, "--plan",
+                  code=2).stderr.decode()
     assert "the least that this takes" in error
     assert train.plan(*options, "--memory", "1000GiB")["mlp_rows"] == 0
 

@@ -1,0 +1,190 @@
+"""--attention-rows: a block some rows of a sequence at a time. Forward has the bits of all rows at once, and gradients
+theirs but for the order of fp32 sums."""
+
+import shutil
+
+import peft
+import pytest
+import reference
+from safetensors.torch import load_file
+from test_adapters import OPTIONS, make_adapter
+from test_bad_input import refused
+from test_families import fused
+from test_json_lines import tokenizer, write_examples
+from test_mlp_rows import losses
+from test_train import by_key
+from trainer_runs import figures, make, random_tokens, read_log, saved_bytes, write_shard
+
+VOCAB, LENGTH = 301, 300
+DATA = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", LENGTH, "--recompute", "block")
+# Odd shapes of all that a block may have; windows of less than a chunk and of more.
+MODELS = {"gpt2": OPTIONS["gpt2"], "llama": OPTIONS["llama"], "qwen3": OPTIONS["qwen3"], "bloom": OPTIONS["bloom"],
+          "mistral": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--window", 37),
+          "qwen2-window": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--window", 140)}
+
+
+def prepare(path, name):
+    make(path / "model", "--family", name.split("-")[0], "--layers", 2, "--vocab", VOCAB, "--positions", 2 * LENGTH,
+         "--dtype", "bf16", *MODELS[name])
+    write_shard(path / "data.bin", random_tokens(VOCAB, 9000))
+    return path
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def work(request, tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture
+def llama(tmp_path):
+    return prepare(tmp_path, "llama")
+
+
+def bound(train, fp32, bf16):
+    return fp32 if train.precision == "fp32" else bf16
+
+
+def step(train, work, name, *options):
+    """The loss and the gradients of a step, which beta1 0 leaves in m."""
+    shutil.rmtree(work / name, ignore_errors=True)
+    train(*DATA, "--steps", 1, "--beta1", 0, "--clip", 0, "--sample-tokens", 0, "--out", name, "--log", f"{name}.log",
+          *options, cwd=work)
+    state = load_file(work / name / "trainer_state.safetensors")
+    return losses(read_log(work / f"{name}.log"))[0], {key: x for key, x in state.items() if key.startswith("m.")}
+
+
+def check_step(train, work, rows, *options):
+    (loss, gradients), (wanted, whole) = (step(train, work, name, *options, *more)
+                                          for name, more in (("chunks", ("--attention-rows", rows)), ("whole", ())))
+    assert loss == pytest.approx(wanted, rel=bound(train, 1e-6, 1e-4))
+    assert gradients.keys() == whole.keys() and len(whole) > 3
+    for name in whole:
+        assert (gradients[name] - whole[name]).norm() <= bound(train, 2e-6, 1e-2) * whole[name].norm(), name
+    return loss == wanted
+
+
+@pytest.mark.parametrize("rows", [128, 256])
+def test_full_training(train, work, rows):
+    """The loss to the bit: forward is the same. Also where MLPs have chunks in these, and with probabilities dropped."""
+    for options in ((), ("--mlp-rows", 40, "--grad-accum", 2), ("--mlp-rows", 128, "--dropout", 0.2)):
+        if "--dropout" in options and not any(name in str(work) for name in ("gpt2", "bloom")):
+            continue
+        assert check_step(train, work, rows, *options), options
+
+
+def test_adapters(train, work):
+    targets = {"gpt2": ["attn.c_attn", "mlp.c_fc"], "bloom": ["query_key_value"]}
+    kind = next((name for name in targets if name in str(work)), None)
+    make_adapter(work, peft.LoraConfig(r=4, lora_alpha=7, target_modules=targets.get(kind, "all-linear"),
+                                       task_type="CAUSAL_LM", fan_in_fan_out=kind == "gpt2"))
+    for options in ((), ("--base", "nf4"), ("--train", "lora", "--lora-dropout", 0.2)):
+        check_step(train, work, 128, "--adapter", "adapter", *options)
+
+
+def test_gradients_of_chunks(train_bf16, tmp_path):
+    """Against PyTorch in fp32: at most twice the error without chunks."""
+    make(tmp_path / "model", "--family", "qwen3", "--layers", 1, "--heads", 4, "--kv-heads", 2, "--channels", 64, "--vocab",
+         500, "--positions", 1024, "--dtype", "bf16")
+    write_shard(tmp_path / "data.bin", random_tokens(500, 6000))
+    data = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", 1024)
+    absolute = ("--model", tmp_path / "model", "--data", tmp_path / "data.bin", *data[4:])
+    list(reference.Trainer(reference.parse_options([*map(str, absolute), "--steps", "1", "--dump-gradients",
+                                                    str(tmp_path / "expected")])).train())
+    expected = load_file(tmp_path / "expected")
+    (_, whole), (_, chunks) = (step(train_bf16, tmp_path, f"rows{rows}", *data, "--attention-rows", rows, "--mlp-rows", rows)
+                               for rows in (0, 128))
+    for name in whole:
+        wanted = fused(name.removeprefix("m."), expected)
+        of_whole, of_chunks = ((g[name] - wanted).norm() / wanted.norm() for g in (whole, chunks))
+        assert of_chunks <= 2 * of_whole, name
+
+
+def trained(train, work, name, *options):
+    shutil.rmtree(work / name, ignore_errors=True)
+    train(*DATA, "--steps", 3, "--out", name, "--log", f"{name}.log", "--sample-tokens", 0, *options, cwd=work)
+    return figures(read_log(work / f"{name}.log")), saved_bytes(work / name)
+
+
+def test_all_that_changes_no_bit_beside_it(train, llama):
+    """Threads, parking, blocks and state on the disk, all micro-batches by block; and an update in backward."""
+    options = ("--attention-rows", 128, "--mlp-rows", 64, "--grad-accum", 2)
+    first = trained(train, llama, "first", *options)
+    for more in (("--threads", 1), ("--park", "all"), ("--weights", "disk", "--state", "disk"), ("--by-block",),
+                 ("--gradients", "disk")):
+        assert trained(train, llama, "other", *options, *more) == first, more
+    one = (*options[:4], "--clip-per-block")
+    assert trained(train, llama, "a", *one) == trained(train, llama, "b", *one, "--update-in-backward")
+
+
+def test_resume(train, llama):
+    options = (*DATA, "--steps", 4, "--sample-tokens", 0, "--save-every", 2, "--keep", 0, "--attention-rows", 128)
+    train(*options, "--out", "out", cwd=llama)
+    whole = saved_bytes(llama / "out")
+    shutil.rmtree(llama / "out" / "step-00000004")
+    train("--resume", "out/step-00000002", cwd=llama)
+    assert saved_bytes(llama / "out") == whole
+
+
+def test_validation(train, work):
+    options = ("--model", "model", "--val-data", "data.bin", *DATA[4:-2], "--steps", 0, "--eval-batches", 2, "--log", "log")
+    found = []
+    for rows in (0, 128, 256):
+        train(*options, "--attention-rows", rows, cwd=work)
+        found.append(by_key(read_log(work / "log"), "val_loss")[0])
+        (work / "log").unlink()
+    assert found[1:] == found[:1] * 2
+
+
+def test_packed_examples(train, tmp_path, tokenizer):
+    """Sequences of several documents: their positions and ends are those of the chunk's rows."""
+    folder = tmp_path / "model"
+    make(folder, "--family", "llama", "--layers", 2, "--heads", 4, "--kv-heads", 2, "--channels", 48, "--vocab",
+         tokenizer.get_vocab_size(), "--positions", 512, "--dtype", "bf16")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    write_examples(tmp_path / "data.jsonl", 200, most=12)
+    assert check_step(train, tmp_path, 128, "--data", "data.jsonl", "--val-data", "data.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
+def test_only_keys_and_values_are_there_of_all_rows(train, tmp_path, kind):
+    make(tmp_path / "model", "--family", kind, "--layers", 2, "--heads", 2, "--channels", 64, "--vocab", 300, "--positions", 900)
+    options = ("--model", tmp_path / "model", "--batch", 2, "--seq-len", 900, "--head-rows", 64, "--recompute", "block",
+               "--mlp-rows", 128)
+    plan, whole = train.plan(*options, "--attention-rows", 256), train.plan(*options)
+    chunked = {"ln_1", "d_ln_1", "qkv", "attention", "d_attention", "attention_projected", "residual_middle", "attention_lse"}
+    rows = {b["name"]: b["shape"][-2] for b in plan["buffers"] if b["name"] in chunked}
+    assert {"ln_1", "qkv", "attention", "d_attention"} <= rows.keys()
+    assert all(count <= 256 for name, count in rows.items() if name != "attention_lse"), rows
+    assert {b["shape"][0] for b in plan["buffers"] if b["name"] in ("keys_and_values", "d_kv_sums")} == {900}
+    assert plan["totals"]["activations"] < whole["totals"]["activations"]
+    # Attention makes as many scores in chunks, forward twice and backward once.
+    flops = [sum(o["flops"] for o in p["operations"] if o["name"].startswith("attention_")) for p in (plan, whole)]
+    assert flops[0] == pytest.approx(flops[1], rel=0.02)
+
+
+def test_memory_chooses_chunks_where_all_rows_do_not_fit(train):
+    options = ("--model", "llama:d4", "--batch", 1, "--seq-len", 16384, "--sample-tokens", 0)
+    whole, chunks = (train.plan(*options, "--recompute", "block", "--mlp-rows", 512, "--head-rows", 64, "--attention-rows",
+                                rows)["totals"]["total"] for rows in (0, 1024))
+    assert chunks < whole
+    resident = ("--weights", "device", "--gradients", "device", "--state", "device", "--park", 0)
+    budget = ("--memory", f"{(whole + 3 * chunks) // 4 >> 20}MiB")
+    chosen = train.plan(*options, *budget, *resident)
+    assert chosen["attention_rows"] > 0 and chosen["choice"][0]["attention_rows"] == chosen["attention_rows"]
+    assert train.plan(*options, "--memory", "1000GiB")["attention_rows"] == 0
+
+
+def test_automatic_rows(train):
+    options = ("--model", "llama:d4", "--seq-len", 32768, "--batch", 1, "--recompute", "block", "--mlp-rows", 512)
+    chunks, whole = train.plan(*options, "--attention-rows", "auto"), train.plan(*options)
+    assert 0 < chunks["attention_rows"] < 32768 and whole["attention_rows"] == 0
+    assert chunks["estimated_seconds"] <= 1.02 * whole["estimated_seconds"]
+    assert train.plan(*options, "--seq-len", 512, "--attention-rows", "auto")["attention_rows"] == 0
+
+
+@pytest.mark.parametrize("values, named", [
+    ({"--attention-rows": "-3"}, "--attention-rows"), ({"--attention-rows": "some"}, "--attention-rows"),
+    ({"--attention-rows": "64"}, "multiple of 128"),
+    ({"--attention-rows": "128", "--lend": "half", "--weights": "disk", "--train": "lora"}, "--lend half")])
+def test_what_is_no_number_of_rows(train, llama, values, named):
+    refused(train, llama, {"--model": "model", "--data": "data.bin", "--seq-len": "100"} | values, named)

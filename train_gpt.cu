@@ -249,7 +249,7 @@ class Gpt {
     }
     void forward_attention(int layer, BlockActivations& a, Keep keep, const KvRows* before);
     void forward_attention_rows(int layer, BlockActivations& a, Keep keep, const KvRows* before);
-    TensorX forward_attention_in_chunks(int layer, const TensorX& x, bool for_backward);
+    TensorX forward_attention_in_chunks(int layer, const TensorX& x);
     TensorX projected(int layer, const TensorX& attention);
     void add_projected(TensorX& sum, const TensorX& x, const TensorX& attention, int layer);
     TensorX forward_mlp(int layer, BlockActivations& a, Keep keep);
@@ -1357,7 +1357,7 @@ void Gpt::forward_attention_rows(int layer, BlockActivations& a, Keep keep, cons
 void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, const KvRows* before) {
     need_half(layer, Field::QkvWeight, half_of(layer, Field::UpWeight));
     if (!keep.middle && !before && attends_in_chunks(a.input)) {
-        a.middle = forward_attention_in_chunks(layer, a.input, keep.backward);
+        a.middle = forward_attention_in_chunks(layer, a.input);
         return;
     }
     forward_attention_rows(layer, a, keep, before);
@@ -1376,19 +1376,17 @@ void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, const KvR
 
 // x (B, T, C) + the attention of its norm, some rows of a sequence after the others: so only keys and values
 // are there of all. Nothing is kept.
-TensorX Gpt::forward_attention_in_chunks(int layer, const TensorX& x, bool for_backward) {
+TensorX Gpt::forward_attention_in_chunks(int layer, const TensorX& x) {
     Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     hold(w.qkv), hold(w.attention);
     TensorX sum = take("residual", x.shape());
-    Keep nothing = kKeepNothing;
-    nothing.backward = for_backward;
     for_each_sequence(x, [&](int entry, int64_t rows) {
         KvRows kv = take_kv_rows(rows, entry);
         for_each_chunk(rows, attention_rows_, [&](int64_t first, int64_t count) {
             BlockActivations a;
             a.input = rows_of_sequence(x, count);
             kv.length = static_cast<int>(first);
-            forward_attention_rows(layer, a, nothing, &kv);
+            forward_attention_rows(layer, a, kKeepNothing, &kv);
             TensorX to = sum.rows_at(chunk_start_, count);
             residual_forward(to, a.input, projected(layer, a.attention), stream_);
         });

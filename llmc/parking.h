@@ -29,6 +29,7 @@ class ParkedInputs {
     void use(int layers, int passes, int slots, Elsewhere* place) {
         layers_ = layers, passes_ = passes, place_ = place;
         slots_.resize(static_cast<size_t>(slots));
+        held_ = 0;
     }
     bool parks(int layer) const { return layer < layers_; }
     // How many inputs leave the device. Each has the number layer * passes + pass.

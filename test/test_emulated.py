@@ -32,7 +32,7 @@ def play(*command, gpu="A100", seed=1, minutes=8, **environment):
 
 # Hopper's own code runs on the H100, everything else on the A100; the two have their PTX each. What takes minutes of the
 # attention kernels is left to make test-emulated.
-ATTENTION = {"A100": "-Attention/0.*Random*:Attention/0.*Documents:Attention/*Costs*", "H100": "HopperAttention.*"}
+ATTENTION = {"A100": "-Attention/0.*Random*:Attention/0.*Documents:Attention/0.*Queries*:Attention/*Costs*", "H100": "HopperAttention.*"}
 
 
 @pytest.mark.parametrize("gpu, seed", [("A100", 1), ("H100", 2)])
@@ -187,6 +187,24 @@ def test_what_people_train_with(model, precision, name, tmp_path):
 
 
 REPLAYED = 3  # steps: the first runs as ever, the second is recorded, graph by graph, and the third replays them
+
+
+@pytest.mark.parametrize("gpu, head_size", [("A100", 20), ("H100", 64)])
+def test_attention_in_chunks(gpu, head_size, tmp_path):
+    """128 of 150 tokens at a time, by the kernels of all GPUs and by Hopper's own: forward has the bits of all at once. And
+    the same bits again with inputs that wait in one slot, replayed and not."""
+    make(tmp_path / "model", "--family", "qwen3", "--layers", 3, "--heads", 2, "--kv-heads", 1, "--channels", 48, "--head-size",
+         head_size, "--vocab", VOCAB, "--positions", 150, "--dtype", "bf16")
+    write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
+    options = ("--batch", 1, "--seq-len", 150, "--steps", REPLAYED, "--recompute", "block", "--eval-batches", 1)
+    whole = logged(played("bf16", GPU=gpu), tmp_path / "whole", tmp_path, *options)[0]
+    chunks = (*options, "--attention-rows", 128, "--mlp-rows", 64)
+    first = logged(played("bf16", GPU=gpu), tmp_path / "chunks", tmp_path, *chunks)[:2]
+    assert losses(first[0])[0] == losses(whole)[0]
+    np.testing.assert_allclose(losses(first[0]), losses(whole), rtol=BOUND["bf16"])
+    for order, more in (("late", ()), ("early", ("--graph", "off"))):
+        parked = logged(played("bf16", GPU=gpu, GPU_ORDER=order), tmp_path / order, tmp_path, *chunks, "--park", "all", *more)
+        assert parked[:2] == first, order
 
 
 def test_what_lives_elsewhere_comes_in_time(tmp_path):

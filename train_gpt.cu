@@ -179,7 +179,7 @@ class Gpt {
     // A unit's gradients, on the device until a third block's are borrowed; those of block `next` are on
     // their way then; negative: of none.
     TensorX gradients_of(int unit, int next);
-    // How many rows are in an MLP at one time; 0: all.
+    // How many rows are in an MLP, and queries of a sequence in attention, at one time; 0: all.
     void take_rows(int64_t of_mlp, int64_t of_attention) {
         mlp_rows_ = of_mlp, attention_rows_ = of_attention;
     }

@@ -47,6 +47,7 @@
 #include "llmc/norm.h"
 #include "llmc/optimizer.cuh"
 #include "llmc/options.h"
+#include "llmc/parked_rows.h"
 #include "llmc/parking.h"
 #include "llmc/places.h"
 #include "llmc/plans.h"
@@ -133,7 +134,8 @@ class Gpt {
           loans_(arena, stream, kLentBlocks),
           head_loans_(arena, stream, kLentVocabulary),
           gradient_loans_(arena, stream, kLentGradients),
-          parked_(arena, stream) {
+          parked_(arena, stream),
+          parked_rows_(arena, stream) {
         bind();
     }
     // Points the views at the state's memory, and at position_factors() on the device: again after these were
@@ -183,9 +185,11 @@ class Gpt {
     void take_rows(int64_t of_mlp, int64_t of_attention) {
         mlp_rows_ = of_mlp, attention_rows_ = of_attention;
     }
-    // Where the inputs of so many layers wait for their backward, of each of so many micro-batches.
-    void park_in(Elsewhere* place, int layers, int passes, int slots) {
-        parked_.use(layers, passes, slots, place);
+    // Where the inputs of so many layers wait for their backward, of each of so many micro-batches; in chunks
+    // of so many rows, or whole: 0.
+    void park_in(Elsewhere* place, int layers, int passes, int64_t rows) {
+        parked_.use(rows > 0 ? 0 : layers, passes, place);
+        parked_rows_.use(rows > 0 ? layers : 0, passes, rows, place);
     }
 
     void forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
@@ -272,6 +276,8 @@ class Gpt {
     void for_each_chunk(int64_t rows, int64_t at_a_time, Chunk&& chunk, From from = From::First);
     template <class Sequence>
     void for_each_sequence(const TensorX& x, Sequence&& sequence);
+    template <class Rows>
+    void for_each_rows_of_sequence(const TensorX& x, Rows&& use, From from = From::First);
     TensorX rows_of_sequence(const TensorX& x, int64_t count) const;
     // Whether so many rows go through an MLP, and what is beside it, in more than one part.
     bool in_chunks(int64_t rows) const { return mlp_rows_ > 0 && mlp_rows_ < rows; }
@@ -378,6 +384,7 @@ class Gpt {
     void enter(const Pass& pass);
     void forward_blocks(std::vector<Pass>& passes);
     void expect_last_block(const std::vector<Pass>& passes);
+    void fetch_rows(int layer, int pass, BlockActivations& a, Shape shape);
     void backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& options, const Consume& consume);
 
     Arena& arena_;
@@ -393,6 +400,7 @@ class Gpt {
     Loans loans_, head_loans_, gradient_loans_;
     int after_block_ = kNoLoan;  // where halves are lent: what is borrowed after the block at hand
     Parked parked_;
+    ParkedRows<floatX> parked_rows_;
     TensorF position_factors_;
     int64_t mlp_rows_ = 0, attention_rows_ = 0;    // in an MLP, in attention at one time; 0: all
     int64_t chunk_start_ = 0;                      // the first of the rows that are worked on
@@ -499,9 +507,9 @@ class Trainer {
     // The layers whose inputs are parked, and what those take that leave the device.
     int parked_layers() const { return o_.park < 0 ? config_.layers : std::min(o_.park, config_.layers); }
     Place place_of_parked() const;
-    // Where attention has chunks, sequences are so long that to wait for an input is next to nothing.
-    int parking_slots() const {
-        return o_.attention_rows > 0 && o_.attention_rows < o_.seq_len + in_.adapter.prompt_tokens ? 1 : 2;
+    // Rows of a sequence that are parked at a time, as attention takes them; 0: all.
+    int64_t parked_rows() const {
+        return o_.attention_rows < o_.seq_len + in_.adapter.prompt_tokens ? o_.attention_rows : 0;
     }
     // With --loss-by-position, those of a validation: (seq_len).
     int64_t positions_with_loss() const { return o_.loss_by_position.empty() ? 0 : o_.seq_len; }
@@ -1356,7 +1364,10 @@ void Gpt::forward_attention_rows(int layer, BlockActivations& a, Keep keep, cons
 // From a.input to a.middle and its norm.
 void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, const KvRows* before) {
     need_half(layer, Field::QkvWeight, half_of(layer, Field::UpWeight));
-    if (!keep.middle && !before && attends_in_chunks(a.input)) {
+    const bool in_chunks_here = !keep.middle && !before && attends_in_chunks(a.input);
+    if (parked_rows_.stores() && !in_chunks_here)
+        for_each_rows_of_sequence(a.input, [&](TensorX rows) { parked_rows_.store(rows); });
+    if (in_chunks_here) {
         a.middle = forward_attention_in_chunks(layer, a.input);
         return;
     }
@@ -1385,6 +1396,7 @@ TensorX Gpt::forward_attention_in_chunks(int layer, const TensorX& x) {
         for_each_chunk(rows, attention_rows_, [&](int64_t first, int64_t count) {
             BlockActivations a;
             a.input = rows_of_sequence(x, count);
+            if (parked_rows_.stores()) parked_rows_.store(a.input);
             kv.length = static_cast<int>(first);
             forward_attention_rows(layer, a, kKeepNothing, &kv);
             TensorX to = sum.rows_at(chunk_start_, count);
@@ -1604,6 +1616,15 @@ template <class Sequence>
 void Gpt::for_each_sequence(const TensorX& x, Sequence&& sequence) {
     for_each_chunk(x.rows(), x.shape().dims[1],
                    [&](int64_t first, int64_t rows) { sequence(static_cast<int>(first / rows), rows); });
+}
+
+// Calls use(rows) for chunks of attention of each sequence of x (B, T, C), the first or the last ones first.
+template <class Rows>
+void Gpt::for_each_rows_of_sequence(const TensorX& x, Rows&& use, From from) {
+    for_each_sequence(x, [&](int, int64_t rows) {
+        const auto chunk = [&](int64_t, int64_t count) { use(rows_of_sequence(x, count)); };
+        for_each_chunk(rows, attention_rows_, chunk, from);
+    });
 }
 
 // The next `count` rows of x (B, T, C), from the first of those at hand on: (1, count, C).
@@ -1923,31 +1944,35 @@ void Gpt::end_block_sums(Block<floatX>& g, BlockSums& sums) {
     end_mlp_sums(g, sums.mlp);
 }
 
-// A block of which only the input x (B, T, C) is there, some rows of a sequence at a time. First all keys and
-// values are made. Then each chunk goes forward and back, from the last one on: no query before it sees its
-// keys, so their gradients are complete with its own, and d_stream becomes that of x row by row.
+// A block of which only the input x (B, T, C) is there, or parked, some rows of a sequence at a time. First
+// all keys and values are made. Then each chunk goes forward and back, from the last one on: no query before
+// it sees its keys, so their gradients are complete with its own, and d_stream becomes that of x row by row.
 void Gpt::backward_block_in_chunks(int layer, Block<floatX>& g, const TensorX& x, TensorX& d_stream,
                                    bool adds) {
     Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     for (auto& [matrix, field] : linears(w)) hold(*matrix);
     BlockSums sums = begin_block_sums(g, adds);
-    for_each_sequence(x, [&](int entry, int64_t rows) {
+    const auto input = [&](int64_t count) {
+        return x ? rows_of_sequence(x, count) : parked_rows_.fetch(count);
+    };
+    for_each_sequence(d_stream, [&](int entry, int64_t rows) {
         KvRows kv = take_kv_rows(rows, entry);
-        for_each_chunk(rows, attention_rows_, [&](int64_t first, int64_t count) {
+        const auto make_kv = [&](int64_t first, int64_t count) {
             BlockActivations a;
             kv.length = static_cast<int>(first);
-            a.norm_1 = norm(kNorm1, rows_of_sequence(x, count), w.norm_1);
-            make_qkv(
-                a, [&] { return a.norm_1.out.view(); }, w, false, kv.length);
+            a.norm_1 = norm(kNorm1, input(count), w.norm_1);
+            auto normed = [&] { return a.norm_1.out.view(); };
+            make_qkv(a, normed, w, false, kv.length);
             append_kv(a.qkv, kv);
-        });
+        };
+        for_each_chunk(rows, attention_rows_, make_kv, From::Last);
         for (TensorF* const gradients : {&kv.dk_sums, &kv.dv_sums}) {
             *gradients = arena_.take<float>("d_kv_sums", {rows, config_.kv_width()}, "gradient");
             zero(*gradients);
         }
         const auto backward = [&](int64_t first, int64_t count) {
             BlockActivations a;
-            a.input = rows_of_sequence(x, count);
+            a.input = input(count);
             kv.length = static_cast<int>(first);
             forward_attention_rows(layer, a, {.norm = false}, &kv);
             a.middle = take("residual_middle", a.input.shape());
@@ -1966,7 +1991,7 @@ void Gpt::backward_block_in_chunks(int layer, Block<floatX>& g, const TensorX& x
 // Writes or adds the block's gradients; d_stream (B, T, C), the gradient of its output, becomes that of its
 // input.
 void Gpt::backward_block(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds) {
-    if (!a.middle && attends_in_chunks(a.input)) {
+    if (!a.middle && attends_in_chunks(d_stream)) {
         backward_block_in_chunks(layer, g, a.input, d_stream, adds);
         a = {};
         return;
@@ -2045,8 +2070,10 @@ void Gpt::forward_blocks(std::vector<Pass>& passes) {
             BlockActivations& a = passes[k].blocks[static_cast<size_t>(l)];
             a.input = std::move(passes[k].stream);
             parked_.park(l, static_cast<int>(k), a.input);
+            if (parked_rows_.parks(l)) parked_rows_.begin_forward(l, static_cast<int>(k));
             passes[k].stream = forward_block(l, a, passes[k].options.keep[static_cast<size_t>(l)]);
-            if (parked_.parks(l)) a.input.drop();
+            if (parked_rows_.parks(l)) parked_rows_.end_forward();
+            if (parked_.parks(l) || parked_rows_.parks(l)) a.input.drop();
         }
     }
     if (embeddings_) loans_.give_back();
@@ -2058,6 +2085,19 @@ void Gpt::expect_last_block(const std::vector<Pass>& passes) {
     const int last = config_.layers - 1;
     const bool kept = static_cast<bool>(passes[0].blocks.back().middle);
     loans_.expect(lends_halves() ? half_of(last, kept ? Field::UpWeight : Field::QkvWeight) : last);
+}
+
+// Has a block's parked input (B, T, C) come: chunk by chunk, as its backward asks for it, or all of it now.
+void Gpt::fetch_rows(int layer, int pass, BlockActivations& a, Shape shape) {
+    const bool in_chunks = !a.middle;  // which read it for keys and values, and then for all else
+    parked_rows_.begin_backward(layer, pass, in_chunks ? 2 : 1);
+    if (in_chunks) return;
+    a.input = take("residual", shape);
+    const auto copy = [&](TensorX rows) {
+        const int64_t count = rows.rows(), C = rows.columns();
+        copy_rows_on_device(rows.data(), C, parked_rows_.fetch(count).data(), C, C, count, stream_);
+    };
+    for_each_rows_of_sequence(a.input, copy, From::Last);
 }
 
 void Gpt::backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& options,
@@ -2074,6 +2114,7 @@ void Gpt::backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& op
             enter(passes[k]);
             BlockActivations& a = passes[k].blocks[static_cast<size_t>(l)];
             parked_.fetch(l, static_cast<int>(k), a.input);
+            if (parked_rows_.parks(l)) fetch_rows(l, static_cast<int>(k), a, passes[k].stream.shape());
             backward_block(l, g, a, passes[k].stream, passes[k].options.adds);
         }
         complete(l + 1, gradients, consume);
@@ -2081,6 +2122,7 @@ void Gpt::backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& op
     give_back();
     gradient_loans_.come_with_contents(true);
     parked_.give_back();
+    parked_rows_.give_back();
 }
 
 // One micro-batch, or several that pass each block before the next: writes or adds their gradients, or has
@@ -2100,6 +2142,7 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
         p.stream = embed(p.batch.inputs, 0);
     }
     parked_.take(passes[0].stream.shape());
+    parked_rows_.take(passes[0].stream.shape());
     forward_blocks(passes);
 
     range.emplace("head");
@@ -2327,7 +2370,7 @@ void Trainer::use(const MemorySetting& s) {
     micro_.dropout = o_.dropout;
     micro_.lora_dropout = in_.adapter.dropout;
     micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
-    gpt_.park_in(parking_.get(), parked_layers(), passes(), parking_slots());
+    gpt_.park_in(parking_.get(), parked_layers(), passes(), parked_rows());
     gpt_.borrow_from(residence_.get(), loan_way(), loan_bytes());
     gpt_.borrow_gradients_from(gradients_residence_.get(), trained_loan_bytes());
     gpt_.borrow_embeddings();
@@ -2551,9 +2594,16 @@ Place Trainer::place_of_updated_state() const {
 // Of blocks' inputs between forward and backward.
 Place Trainer::place_of_parked() const {
     const int64_t length = o_.seq_len + in_.adapter.prompt_tokens;
-    const size_t bytes = o_.steps > 0 ? Parked::stored_bytes({o_.batch, length, config_.channels}) : 0;
-    const int stored = Parked::stored(parked_layers(), passes(), parking_slots());
-    return {"--park", Parked::kHome, static_cast<size_t>(stored) * bytes, bytes, 2};
+    const Shape input = {o_.batch, length, config_.channels};
+    if (const int64_t rows = parked_rows(); rows > 0) {
+        const size_t of_chunk = ParkedRows<floatX>::chunk_bytes(input, rows);
+        const int64_t chunks = parked_layers() * passes() * ParkedRows<floatX>::chunks(input, rows);
+        return {"--park", Parked::kHome, o_.steps > 0 ? static_cast<size_t>(chunks) * of_chunk : 0, of_chunk,
+                2};
+    }
+    const size_t bytes = o_.steps > 0 ? Parked::stored_bytes(input) : 0;
+    return {"--park", Parked::kHome, static_cast<size_t>(Parked::stored(parked_layers(), passes())) * bytes,
+            bytes, 2};
 }
 
 void Trainer::make_places() {
@@ -2561,7 +2611,7 @@ void Trainer::make_places() {
     block_gradients_ = place_of_block_gradients().make();
     updated_state_ = place_of_updated_state().make();
     parking_ = place_of_parked().make();
-    gpt_.park_in(parking_.get(), parked_layers(), passes(), parking_slots());
+    gpt_.park_in(parking_.get(), parked_layers(), passes(), parked_rows());
     trained().lie_in(trained_blocks_.get(), block_gradients_.get(), updated_state_.get());
     ring_.use(updated_state_.get());
     if (updates_on_host()) host_updates_.allocate(trained(), *updated_state_);

@@ -3,14 +3,13 @@
 //
 // On the device there are two slots. Forward copies a block's input into one, from where the block reads it
 // while it is stored. Backward reads it in a slot, where it was loaded while the one before was used; of a
-// single micro-batch the last two are still there. With one slot backward waits for each input. So all blocks
-// find the same memory left, whatever waits.
+// single micro-batch the last two are still there. So all blocks find the same memory left, whatever waits.
+// Blocks that go in chunks have no slots (parked_rows.h).
 #pragma once
 
 #include <algorithm>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "llmc/arena.h"
 #include "llmc/elsewhere.h"
@@ -25,16 +24,12 @@ class ParkedInputs {
     ParkedInputs(Arena& arena, const Stream& stream) : arena_(arena), stream_(stream) {}
 
     // How many layers' inputs are parked, from the first on, of how many micro-batches that pass a layer
-    // before the next, by way of one slot or two. A rehearsal needs no place.
-    void use(int layers, int passes, int slots, Elsewhere* place) {
-        layers_ = layers, passes_ = passes, place_ = place;
-        slots_.resize(static_cast<size_t>(slots));
-        held_ = 0;
-    }
+    // before the next. A rehearsal needs no place.
+    void use(int layers, int passes, Elsewhere* place) { layers_ = layers, passes_ = passes, place_ = place; }
     bool parks(int layer) const { return layer < layers_; }
     // How many inputs leave the device. Each has the number layer * passes + pass.
-    static int stored(int layers, int passes, int slots) {
-        return passes > 1 ? layers * passes : std::max(0, layers - slots);
+    static int stored(int layers, int passes) {
+        return passes > 1 ? layers * passes : std::max(0, layers - 2);
     }
     // What one of that shape takes there.
     static size_t stored_bytes(Shape shape) {
@@ -55,26 +50,25 @@ class ParkedInputs {
     void park(int layer, int pass, Tensor<T>& input) {
         if (!parks(layer)) return;
         join();
-        held_ = other();
+        held_ = 1 - held_;
         Slot& slot = slots_[held_];
         const int64_t columns = input.columns();
         copy_rows_on_device(slot.input.data(), columns, input.data(), columns, columns, input.rows(),
                             stream_);
         slot.number = number(layer, pass);
         input = slot.input.view();
-        if (slot.number < stored(layers_, passes_, slots())) begin(slot, at(slot.number), {});
+        if (slot.number < stored(layers_, passes_)) begin(slot, at(slot.number), {});
     }
-    // Before its backward: its input again, a view of its slot, and where there is another the next one on
-    // its way: that of the next pass, or of the layer below.
+    // Before its backward: its input again, a view of its slot, and the next one on its way: that of the next
+    // pass, or of the layer below.
     void fetch(int layer, int pass, Tensor<T>& input) {
         if (!parks(layer)) return;
         if (slots_[held_].number != number(layer, pass)) {
             load(number(layer, pass));
-            held_ = other();
+            held_ = 1 - held_;
         }
         join();
         input = slots_[held_].input.view();
-        if (slots() == 1) return;
         if (pass + 1 < passes_)
             load(number(layer, pass + 1));
         else if (layer > 0)
@@ -94,11 +88,9 @@ class ParkedInputs {
         Tensor<T> input = {};  // in it
     };
     int number(int layer, int pass) const { return layer * passes_ + pass; }
-    int slots() const { return static_cast<int>(slots_.size()); }
-    size_t other() const { return slots_.size() - 1 - held_; }
-    // Has the slot that is not held, where there is one, get an input, unless it has it.
+    // Has the slot that is not held get an input, unless it has it.
     void load(int number) {
-        Slot& slot = slots_[other()];
+        Slot& slot = slots_[1 - held_];
         if (slot.number == number) return;
         join();
         slot.number = number;
@@ -128,8 +120,8 @@ class ParkedInputs {
     Elsewhere* place_ = nullptr;
     int layers_ = 0, passes_ = 1;
     size_t bytes_ = 0;  // of an input, stored
-    std::vector<Slot> slots_ = std::vector<Slot>(2);
-    size_t held_ = 0;
+    Slot slots_[2];
+    int held_ = 0;
     bool under_way_ = false;
     size_t exchange_ = 0;  // the number of what is under way
 };

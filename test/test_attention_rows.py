@@ -109,9 +109,11 @@ def test_all_that_changes_no_bit_beside_it(train, llama):
     """Threads, parking, blocks and state on the disk, all micro-batches by block; and an update in backward."""
     options = ("--attention-rows", 128, "--mlp-rows", 64, "--grad-accum", 2)
     first = trained(train, llama, "first", *options)
-    for more in (("--threads", 1), ("--park", "all"), ("--weights", "disk", "--state", "disk"), ("--by-block",),
-                 ("--gradients", "disk")):
+    for more in (("--threads", 1), ("--park", "all"), ("--park", 1), ("--park", "all", "--by-block"),
+                 ("--weights", "disk", "--state", "disk"), ("--by-block",), ("--gradients", "disk")):
         assert trained(train, llama, "other", *options, *more) == first, more
+    mix = (*options, "--recompute", "norm:1,block:1")  # of which one has its input come whole
+    assert trained(train, llama, "mix", *mix) == trained(train, llama, "parked", *mix, "--park", "all")
     one = (*options[:4], "--clip-per-block")
     assert trained(train, llama, "a", *one) == trained(train, llama, "b", *one, "--update-in-backward")
 

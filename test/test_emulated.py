@@ -192,7 +192,7 @@ REPLAYED = 3  # steps: the first runs as ever, the second is recorded, graph by 
 @pytest.mark.parametrize("gpu, head_size", [("A100", 20), ("H100", 64)])
 def test_attention_in_chunks(gpu, head_size, tmp_path):
     """128 of 150 tokens at a time, by the kernels of all GPUs and by Hopper's own: forward has the bits of all at once. And
-    the same bits again with inputs that wait in one slot, replayed and not."""
+    the same bits again with inputs that are parked chunk by chunk, replayed and not."""
     make(tmp_path / "model", "--family", "qwen3", "--layers", 3, "--heads", 2, "--kv-heads", 1, "--channels", 48, "--head-size",
          head_size, "--vocab", VOCAB, "--positions", 150, "--dtype", "bf16")
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))

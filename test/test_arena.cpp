@@ -413,6 +413,42 @@ TEST(Arena, RehearsesWithoutLaunching) {
     });
 }
 
+// Each turn of an outer loop runs the inner ones as they were rehearsed, and their work counts for all turns.
+TEST(Repeat, LoopsNest) {
+    Arena arena;
+    std::vector<char*> seen;
+    const Step step = [&] {
+        arena.repeat(3, [&] {
+            Bytes outer = take(arena, "outer", 700);
+            for (const int turns : {2, 4})
+                arena.repeat(turns, [&] {
+                    const Operation operation("inner", 1, 2);
+                    Bytes inner = take(arena, "inner", 300 * turns);
+                    seen.push_back(inner.data());
+                    return true;
+                });
+            Bytes end = take(arena, "end", 100);
+            return true;
+        });
+        Bytes after = take(arena, "after", 50);
+        arena.repeat(2, [&] { return bool(take(arena, "last", 60)); });
+    };
+    Plan plan = arena.rehearse(step);
+    EXPECT_EQ(plan.takes.size(), 6u);
+    expect_no_overlap(plan);
+    ASSERT_EQ(plan.work.size(), 2u);
+    EXPECT_EQ(plan.work[0].calls, 6);
+    EXPECT_EQ(plan.work[1].flops, 12);
+    arena.allocate({&plan});
+    seen.clear();
+    arena.run(plan, step);
+    char *const of_first = planned_address(arena, plan, 1), *const of_second = planned_address(arena, plan, 2);
+    std::vector<char*> turn(2, of_first), want;
+    turn.insert(turn.end(), 4, of_second);
+    for (int i = 0; i < 3; i++) want.insert(want.end(), turn.begin(), turn.end());
+    EXPECT_EQ(seen, want);
+}
+
 TEST(Repeat, EveryTurnHasTheAddressesOfTheRehearsedOne) {
     Arena arena;
     int first_turns = 3, stop_after = 100, turns_run = 0;

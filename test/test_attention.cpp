@@ -483,7 +483,7 @@ void check_ranges(const Case& c, std::initializer_list<int> ranges) {
 TYPED_TEST(Attention, TakesSomeQueriesAtATime) {
     using enum Case::Layout;
     if (kThreadSanitizer) GTEST_SKIP() << "slow";
-    for (const int size : {16, 21, 64, 128})
+    for (const int size : {16, 21, 32, 64, 128})
         for (const auto layout : {kPacked, kUnaligned}) {
             Case c{2, 4, size, 150, 150, layout, 1, 2};
             check_ranges<TypeParam>(c, {64, 150});

@@ -237,10 +237,10 @@ class Gpt {
     void make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<floatX>& w, Block<floatX>& g,
                            int first_position, BlockSums* sums);
     Tensor<int> positions_of(const TensorX& rows) const;
-    AttentionInput<floatX> attention_of(const TensorX& qkv, int layer, const KvRows* before) const;
+    AttentionInput<floatX> attention_of(const TensorX& qkv, int layer, const KvRows* kv) const;
     KvRows take_kv_rows(int64_t rows, int entry);
-    void append_kv(const TensorX& qkv, const KvRows& before);
-    void attend(BlockActivations& a, Keep keep, const KvRows* before, int layer);
+    void append_kv(const TensorX& qkv, const KvRows& kv);
+    void attend(BlockActivations& a, Keep keep, const KvRows* kv, int layer);
 
     TensorX token_rows(const Tensor<int>& tokens);
     void look_up(TensorX& x, const Tensor<int>& tokens, const TensorX& prompt, int first_position);
@@ -251,14 +251,14 @@ class Gpt {
         const TensorX& prompt = weights_.embeddings.prompt;
         return prompt ? prompt.rows() : 0;
     }
-    void forward_attention(int layer, BlockActivations& a, Keep keep, const KvRows* before);
-    void forward_attention_rows(int layer, BlockActivations& a, Keep keep, const KvRows* before);
+    void forward_attention(int layer, BlockActivations& a, Keep keep, const KvRows* kv);
+    void forward_attention_rows(int layer, BlockActivations& a, Keep keep, const KvRows* kv);
     TensorX forward_attention_in_chunks(int layer, const TensorX& x);
     TensorX projected(int layer, const TensorX& attention);
     void add_projected(TensorX& sum, const TensorX& x, const TensorX& attention, int layer);
     TensorX forward_mlp(int layer, BlockActivations& a, Keep keep);
     TensorX forward_mlp_rows(int layer, MlpActivations& m, Keep keep, const TensorX& x, TensorX out);
-    TensorX forward_block(int layer, BlockActivations& a, Keep keep, const KvRows* before = nullptr);
+    TensorX forward_block(int layer, BlockActivations& a, Keep keep, const KvRows* kv = nullptr);
     TensorX forward_only(const Tensor<int>& tokens, KvCache* cache);
     TensorX forward_cached(const std::vector<int>& tokens, KvCache& cache);
     HeadActivations forward_head(const TensorX& x);
@@ -371,7 +371,7 @@ class Gpt {
     void attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, const TensorF& lse,
                                      const TensorF& delta, AttentionInput<floatX>& in, bool keys_elsewhere);
     void backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds,
-                            const KvRows* before = nullptr, BlockSums* sums = nullptr);
+                            const KvRows* kv = nullptr, BlockSums* sums = nullptr);
     BlockSums begin_block_sums(Block<floatX>& g, bool adds);
     void end_block_sums(Block<floatX>& g, BlockSums& sums);
     void backward_block_in_chunks(int layer, Block<floatX>& g, const TensorX& x, TensorX& d_stream,
@@ -980,10 +980,12 @@ struct KvCache {
 };
 
 // A layer's keys and values of one sequence (positions, 2 kv_width()), of which the rows at hand follow the
-// first `length`; which of the batch's sequences it is; and for backward the sums of their gradients.
+// first `length`; which of the batch's sequences it is; whether they are a cache's, which grows by what is
+// generated, or chunks of a whole; and for backward the sums of their gradients.
 struct KvRows {
     TensorX all;
     int length = 0, entry = 0;
+    bool grows = true;
     TensorF dk_sums = {}, dv_sums = {};  // (positions, kv_width())
 };
 
@@ -1288,7 +1290,7 @@ Tensor<int> Gpt::positions_of(const TensorX& rows) const {
 
 // The attention of a packed qkv (B, T, qkv_width()) with itself; or, of rows of one sequence, with these
 // and those before them.
-AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv, int layer, const KvRows* before) const {
+AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv, int layer, const KvRows* kv) const {
     const int B = static_cast<int>(qkv.shape().dims[0]), T = static_cast<int>(qkv.shape().dims[1]);
     const int64_t row = config_.qkv_width(), size = config_.head_size;
     const bool together = family_.heads_together;
@@ -1314,24 +1316,26 @@ AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv, int layer, const Kv
         .positions = positions_of(qkv).data(),
         .document_ends = documents_->ends.data(),
         .dropout = dropout_in(layer, kAttentionPlace)};
-    if (!before) return in;
+    if (!kv) return in;
     // A row of these has all keys, then all values; or of each head its key and its value.
     in.dkv_row = row, in.dkv_head = in.kv_head;  // where qkv has them
     in.kv_row = 2 * config_.kv_width();
+    in.in_chunks = !kv->grows;
     in.kv_head = together ? 2 * size : size;
-    in.k = before->all.data();
-    in.v = before->all.at(together ? size : config_.kv_width());
-    in.keys = before->length + T;
-    in.length = static_cast<int>(before->all.rows()), in.entry = before->entry;
+    in.k = kv->all.data();
+    in.v = kv->all.at(together ? size : config_.kv_width());
+    in.keys = kv->length + T;
+    in.kv_batch = in.keys * in.kv_row;
+    in.length = static_cast<int>(kv->all.rows()), in.entry = kv->entry;
     if (in.document_ends) in.document_ends += int64_t{in.entry} * in.length;
-    in.dk_sums = before->dk_sums.data(), in.dv_sums = before->dv_sums.data();
+    in.dk_sums = kv->dk_sums.data(), in.dv_sums = kv->dv_sums.data();
     return in;
 }
 
 // Writes the keys and values of qkv (1, T, qkv_width()) behind those before it.
-void Gpt::append_kv(const TensorX& qkv, const KvRows& before) {
+void Gpt::append_kv(const TensorX& qkv, const KvRows& kv) {
     const int64_t row = 2 * config_.kv_width(), size = config_.head_size, T = qkv.rows();
-    floatX* const end = before.all.at(before.length * row);
+    floatX* const end = kv.all.at(kv.length * row);
     const floatX* const from = qkv.at(keys_at());
     if (family_.heads_together)
         copy_rows_on_device(end, 2 * size, from, 3 * size, 2 * size, T * config_.heads, stream_);
@@ -1341,37 +1345,37 @@ void Gpt::append_kv(const TensorX& qkv, const KvRows& before) {
 
 // a.attention (B, T, query_width()) = causal attention of a.qkv; of rows of one sequence, of these and of
 // those before them, to which they are appended.
-void Gpt::attend(BlockActivations& a, Keep keep, const KvRows* before, int layer) {
-    if (before) append_kv(a.qkv, *before);
-    const AttentionInput<floatX> in = attention_of(a.qkv, layer, before);
+void Gpt::attend(BlockActivations& a, Keep keep, const KvRows* kv, int layer) {
+    if (kv) append_kv(a.qkv, *kv);
+    const AttentionInput<floatX> in = attention_of(a.qkv, layer, kv);
     a.attention = take("attention", {in.batch, in.queries, config_.query_width()});
     if (keep.backward) a.lse = take_float("attention_lse", {in.batch, config_.heads, in.queries});
     attention_forward(a.attention.data(), a.lse.data(), in, stream_);
 }
 
 // From a.input to a.attention.
-void Gpt::forward_attention_rows(int layer, BlockActivations& a, Keep keep, const KvRows* before) {
+void Gpt::forward_attention_rows(int layer, BlockActivations& a, Keep keep, const KvRows* kv) {
     const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     a.norm_1 = norm(kNorm1, a.input, w.norm_1);
     auto normed = [&] { return a.norm_1.out.view(); };
-    make_qkv(a, normed, w, keep.backward, before ? before->length : 0);
+    make_qkv(a, normed, w, keep.backward, kv ? kv->length : 0);
     if (!keep.norm || !wants_input(w.qkv)) a.norm_1.out.drop();
-    attend(a, keep, before, layer);
+    attend(a, keep, kv, layer);
     if (!keep.qkv) a.raw_qkv.drop();
     if (!keep.qkv || (a.raw_qkv && !keep.norm)) a.qkv.drop();
 }
 
 // From a.input to a.middle and its norm.
-void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, const KvRows* before) {
+void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, const KvRows* kv) {
     need_half(layer, Field::QkvWeight, half_of(layer, Field::UpWeight));
-    const bool in_chunks_here = !keep.middle && !before && attends_in_chunks(a.input);
+    const bool in_chunks_here = !keep.middle && !kv && attends_in_chunks(a.input);
     if (parked_rows_.stores() && !in_chunks_here)
         for_each_rows_of_sequence(a.input, [&](TensorX rows) { parked_rows_.store(rows); });
     if (in_chunks_here) {
         a.middle = forward_attention_in_chunks(layer, a.input);
         return;
     }
-    forward_attention_rows(layer, a, keep, before);
+    forward_attention_rows(layer, a, keep, kv);
     if (in_chunks(a.input.rows())) {
         a.middle = take(keep.middle ? "residual_middle" : "residual", a.input.shape());
         add_projected(a.middle, a.input, a.attention, layer);
@@ -1429,7 +1433,7 @@ void Gpt::add_projected(TensorX& sum, const TensorX& x, const TensorX& attention
 
 // Room for the keys and values of the batch's sequence `entry`, of so many rows.
 KvRows Gpt::take_kv_rows(int64_t rows, int entry) {
-    return {take("keys_and_values", {rows, 2 * config_.kv_width()}), 0, entry, {}, {}};
+    return {take("keys_and_values", {rows, 2 * config_.kv_width()}), 0, entry, false, {}, {}};
 }
 
 // From a.middle, and its norm where all rows go at once, to the block's output. Of chunks nothing is kept,
@@ -1473,8 +1477,8 @@ TensorX Gpt::forward_mlp_rows(int layer, MlpActivations& m, Keep keep, const Ten
 }
 
 // One block, from the residual stream in a.input to the one returned.
-TensorX Gpt::forward_block(int layer, BlockActivations& a, Keep keep, const KvRows* before) {
-    forward_attention(layer, a, keep, before);
+TensorX Gpt::forward_block(int layer, BlockActivations& a, Keep keep, const KvRows* kv) {
+    forward_attention(layer, a, keep, kv);
     if (!keep.backward) a.input.drop();
     TensorX output = forward_mlp(layer, a, keep);
     if (!keep.middle && keep.backward) {
@@ -1494,9 +1498,9 @@ TensorX Gpt::forward_only(const Tensor<int>& tokens, KvCache* cache) {
         a.input = std::move(stream);
         Range range("block", l);
         borrow(l, l < last ? l + 1 : -1);
-        KvRows before;
-        if (cache) before = {cache->layers[static_cast<size_t>(l)].view(), cache->length};
-        stream = forward_block(l, a, kKeepNothing, cache ? &before : nullptr);
+        KvRows kv;
+        if (cache) kv = {cache->layers[static_cast<size_t>(l)].view(), cache->length};
+        stream = forward_block(l, a, kKeepNothing, cache ? &kv : nullptr);
     }
     loans_.give_back();
     return stream;
@@ -1894,13 +1898,13 @@ void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, 
 // The attention half: d_stream, the gradient of a.middle, becomes that of a.input. Of rows of one sequence
 // later ones came before, and their gradients are summed.
 void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds,
-                             const KvRows* before, BlockSums* sums) {
+                             const KvRows* kv, BlockSums* sums) {
     need_half(layer, Field::QkvWeight, after_block_);
     const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
-    const int first = before ? before->length : 0;
+    const int first = kv ? kv->length : 0;
     auto make_norm_1 = [&] { return normalized(a.norm_1, kNorm1, a.input, w.norm_1); };
     if (!a.qkv) make_qkv(a, make_norm_1, w, true, first);
-    if (!a.attention) attend(a, {}, before, layer);
+    if (!a.attention) attend(a, {}, kv, layer);
 
     auto attention = [&] { return a.attention.view(); };
     TensorX d_projected = dropped(d_stream, dropout_in(layer, kProjectedPlace));
@@ -1908,10 +1912,10 @@ void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, T
                                           adds, sums ? &sums->attention : nullptr);
     d_projected.drop();
     TensorF delta = take_float("attention_delta", a.lse.shape());
-    AttentionInput<floatX> in = attention_of(a.qkv, layer, before);
+    AttentionInput<floatX> in = attention_of(a.qkv, layer, kv);
     attention_delta(delta.data(), d_attention.data(), a.attention.data(), in, stream_);
     a.attention.drop();
-    attention_backward_in_place(a.qkv, d_attention, a.lse, delta, in, before);
+    attention_backward_in_place(a.qkv, d_attention, a.lse, delta, in, kv);
     delta.drop();
     d_attention.drop();
     a.lse.drop();
@@ -2089,9 +2093,9 @@ void Gpt::expect_last_block(const std::vector<Pass>& passes) {
 
 // Has a block's parked input (B, T, C) come: chunk by chunk, as its backward asks for it, or all of it now.
 void Gpt::fetch_rows(int layer, int pass, BlockActivations& a, Shape shape) {
-    const bool in_chunks = !a.middle;  // which read it for keys and values, and then for all else
-    parked_rows_.begin_backward(layer, pass, in_chunks ? 2 : 1);
-    if (in_chunks) return;
+    const bool by_chunk = !a.middle;  // backward_block_in_chunks(): for keys and values, then for all else
+    parked_rows_.begin_backward(layer, pass, by_chunk ? 2 : 1);
+    if (by_chunk) return;
     a.input = take("residual", shape);
     const auto copy = [&](TensorX rows) {
         const int64_t count = rows.rows(), C = rows.columns();
@@ -2842,12 +2846,12 @@ int64_t automatic_head_rows(Trainer& trial, MemorySetting s, const Options& o, c
     });
 }
 
-constexpr int kKeepsNothing = static_cast<int>(std::size(kRecomputeLevels)) - 1;  // the level
+constexpr int kLastLevel = static_cast<int>(std::size(kRecomputeLevels)) - 1;  // the level
 
 // The same of --mlp-rows auto.
 int64_t automatic_mlp_rows(Trainer& trial, MemorySetting s, const Options& o, const RunInputs& inputs) {
     if (!inputs.feeds()) return 0;
-    s.levels.assign(static_cast<size_t>(inputs.config.layers), kKeepsNothing);
+    s.levels.assign(static_cast<size_t>(inputs.config.layers), kLastLevel);
     s.head_rows = 0, s.attention_rows = 0;
     return choose_chunk_rows(int64_t{s.batch} * o.seq_len, kFewestMlpRows, [&](int64_t rows) {
         s.mlp_rows = rows;
@@ -2858,7 +2862,7 @@ int64_t automatic_mlp_rows(Trainer& trial, MemorySetting s, const Options& o, co
 // And of --attention-rows auto, with the rows of MLPs chosen.
 int64_t automatic_attention_rows(Trainer& trial, MemorySetting s, const Options& o, const RunInputs& inputs) {
     if (!inputs.feeds()) return 0;
-    s.levels.assign(static_cast<size_t>(inputs.config.layers), kKeepsNothing);
+    s.levels.assign(static_cast<size_t>(inputs.config.layers), kLastLevel);
     s.head_rows = 0;
     return choose_chunk_rows(o.seq_len, kFewestAttentionRows, [&](int64_t rows) {
         s.attention_rows = rows;
@@ -2883,7 +2887,7 @@ Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
         if (inputs.may_lend_frozen("disk")) m.weights.push_back("disk");
     }
     if (!o.has("--embeddings") && inputs.may_move_embeddings()) m.embeddings = {offered ? home : "disk"};
-    m.halves = !o.has("--lend") && frozen;
+    m.halves = !o.has("--lend") && frozen && o.attention_rows == 0;
     const bool has_state = o.optimizer == "adamw" || (std::is_same_v<floatX, bf16> && o.master != "none");
     if (!o.has("--gradients") && !frozen && !o.update_in_backward && moves) m.gradients = homes;
     if (!o.has("--state") && !frozen && has_state && moves) m.state = homes;

@@ -22,6 +22,7 @@
 #include "llmc/attention_hopper.cuh"
 #include "llmc/attention_input.h"
 #include "llmc/attention_rows.cuh"
+#include "llmc/head_lanes.h"
 #include "llmc/work.h"
 #if !defined(SIMT_GPU) && SIMT_LANES == 1
 #include "llmc/attention_cpu.h"
@@ -225,23 +226,26 @@ __global__ void __launch_bounds__(kAttentionThreads, ForwardTiles<T, kHead, kPla
         store_output<kHead>(out, lse, o[m], softmax[m], in, b, h, row + 16 * m, scale, vectors);
 }
 
-// delta[b, h, i] = sum of dout * out over the head's columns: a warp for each b, i, h, in this order.
-template <class T, bool kVectors>
+// delta[b, h, i] = sum of dout * out over the head's columns: a warp for each b and i.
+template <class T, int N>
 __global__ void __launch_bounds__(kBlockThreads)
     attention_delta_kernel(float* delta, const T* dout, const T* out, AttentionInput<T> in) {
-    constexpr int N = kVectors ? kVectorSize<T> : 1;
-    const int64_t index = int64_t{blockIdx.x} * warps_per_block() + warp(), row = index / in.heads;
-    const int h = index % in.heads, i = row % in.queries, b = row / in.queries;
-    if (b >= in.batch) return;
-    const int64_t at = index * in.head_size;
-    Accumulator<N> sum;
+    const int row = blockIdx.x * warps_per_block() + warp();
+    if (row >= in.batch * in.queries) return;
+    const HeadLanes share = HeadLanes::of<N>(in.head_size);
+    const int b = row / in.queries, i = row % in.queries;
+    for (int first = 0; first < in.heads; first += share.heads) {
+        const int h = first + share.head, size = h < in.heads ? in.head_size : 0;
+        const int64_t at = row * in.out_row() + h * in.head_size;
+        Accumulator<N> sum;
 #pragma unroll 1  // vectors: of at most 128 columns a lane has one
-    for (int c = lane() * N; c < in.head_size; c += kLanes * N) {
-        const Packed<T, N> x = load<N>(dout + at + c), y = load<N>(out + at + c);
-        for (int e = 0; e < N; e++) sum[e] += x[e] * y[e];
+        for (int c = share.first; c < size; c += share.lanes * N) {
+            const Packed<T, N> x = load<N>(dout + at + c), y = load<N>(out + at + c);
+            for (int e = 0; e < N; e++) sum[e] += x[e] * y[e];
+        }
+        const float total = share.sum(sum.sum());
+        if (size > 0 && share.first == 0) delta[in.row_offset(b, h) + i] = total;
     }
-    const float total = warp_sum(sum.sum());
-    if (lane() == 0) delta[in.row_offset(b, h) + i] = total;
 }
 
 // dK and dV of 64 keys of one head, from S^T = K Q^T. The queries of all heads that share it pass by, head
@@ -507,16 +511,18 @@ void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream s
 // out. dout and out (batch, queries, heads * head_size).
 template <class T>
 void attention_delta(float* delta, const T* dout, const T* out, const AttentionInput<T>& in, Stream stream) {
-    const int64_t rows = int64_t{in.batch} * in.queries * in.heads;
-    const Operation operation(
-        "attention_delta", 0,
-        static_cast<double>(rows) * static_cast<double>(2 * sizeof(T) * in.head_size + sizeof(float)));
+    const int rows = in.batch * in.queries;
+    const Operation operation("attention_delta", 0,
+                              static_cast<double>(rows) * in.heads *
+                                  static_cast<double>(2 * sizeof(T) * in.head_size + sizeof(float)));
+    const auto run = [&]<int N>(std::integral_constant<int, N>) {
+        launch<attention_delta_kernel<T, N>>(blocks_of_rows(rows), kBlockThreads, 0, stream, delta, dout, out,
+                                             in);
+    };
     if (attention_vectors(in, {dout, out}) && vector_fits<T>(in.head_size))
-        launch<attention_delta_kernel<T, true>>(blocks_of_rows(rows), kBlockThreads, 0, stream, delta, dout,
-                                                out, in);
+        run(std::integral_constant<int, kVectorSize<T>>());
     else
-        launch<attention_delta_kernel<T, false>>(blocks_of_rows(rows), kBlockThreads, 0, stream, delta, dout,
-                                                 out, in);
+        run(std::integral_constant<int, 1>());
 }
 
 // Whether attention_backward() may write dk and dv where k and v are: not where the scores are made again,

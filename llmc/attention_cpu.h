@@ -272,7 +272,7 @@ struct DecodeScratch {
 template <class T>
 __global__ void attention_decode_cpu_kernel(T* out, float* lse, AttentionInput<T> in, float scale) {
     const int b = blockIdx.y, group = in.group(), first_head = blockIdx.x * group, columns = in.head_size;
-    in.drop_keys(in.first_key(0));
+    in.drop_keys(in.first_key(b, 0));
     const DecodeScratch scratch(simt::dynamic_shared, group, columns, in.keys);
     const T* const k = in.k + in.kv_offset(b, blockIdx.x);
     const T* const v = in.v + in.kv_offset(b, blockIdx.x);
@@ -325,7 +325,8 @@ void write_rows(T* to, int64_t to_row, const float* from, int rows, int columns,
     for (int i = 0; i < rows; i++) write_row(to + i * to_row, from + i * columns, columns, factor);
 }
 
-// The gradients of `count` keys from `key` on, times factor: to d or to sums, as AttentionInput has it.
+// The gradients of `count` keys from `key` on, times factor: to d or to sums, as AttentionInput has it. They
+// are overwritten where there are sums.
 template <class T>
 void write_key_rows(T* d, float* sums, float* gradients, float factor, const AttentionInput<T>& in, int b,
                     int kv, int key, int count) {
@@ -515,7 +516,7 @@ bool shares_heads(const AttentionInput<T>& in, int64_t workers) {
 // attention_forward() and attention_backward() of attention.cuh, delta made.
 template <class T>
 void attention_forward_on_cpu(T* out, float* lse, const AttentionInput<T>& in, Stream stream) {
-    if (in.queries == 1 && !in.dropout)
+    if (in.queries == 1 && !in.dropout && !in.in_chunks)
         launch<attention_decode_cpu_kernel<T>>(
             dim3(in.kv_heads, in.batch), 1, DecodeScratch(nullptr, in.group(), in.head_size, in.span()).bytes,
             stream, out, lse, in, in.scale());

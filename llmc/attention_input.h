@@ -18,7 +18,7 @@
 // BLOOM's slope * key, but this is small where a probability is large, so nothing is lost in fp32.
 //
 // A sequence may hold several documents one after the other: then a query sees no key of those before its
-// own. Queries and keys are the same rows then.
+// own.
 //
 // Distances of rows, of batch entries and of heads are in elements, so q, k and v may be columns of one
 // packed tensor: all heads of q, then those of k, then those of v; or the three of each head together.
@@ -32,19 +32,20 @@ struct AttentionInput {
     int window = 0;                // keys that a query sees at most, its own included; 0: no window
     const float* alibi = nullptr;  // a slope for each query head, or null
     bool hopper = false;           // attention_hopper.cuh's kernels, where they can
-    // (batch, queries): how many rows of its document come before a row, and the row after the document's
-    // last; or null, where a sequence is one document.
+    // How many rows of its document come before a query, (batch, queries), and the sequence's row after the
+    // last of a key's document, (batch, keys); or null, where a sequence is one document.
     const int *positions = nullptr, *document_ends = nullptr;
     Dropout dropout = {};  // of probabilities, in training
     // Distances in the gradients of k and v.
     int64_t dkv_row = kv_row, dkv_batch = kv_batch, dkv_head = kv_head;
-    // Where the queries are some of a sequence's: how many rows that has, of which `before` come before the
-    // first key, and which of the batch's it is; and the sums of the gradients of its keys and values,
-    // (length, kv_heads * head_size) each, from the first of these keys on. Backward adds to those of keys
-    // before the first query. The others' are complete then, as no earlier query sees them: it writes the
-    // sums and what these queries add to dk and dv, of which the first query's key is the first row. The
-    // batch is 1 then.
-    int length = keys, before = 0, entry = 0;
+    // Where the queries are some of a sequence's, in a batch of 1: how many rows that has, of which
+    // `left_out` come before the first key here, and which of the batch's it is; whether it goes in chunks,
+    // of which one of a single query is done as the others are; and the sums of the gradients of keys and
+    // values, rows of kv_heads * head_size from the first key here on. Backward adds to those of keys before
+    // the first query. The others' are complete then, as no earlier query sees them: it writes the sums and
+    // what these queries add to dk and dv, of which the first query's key is the first row.
+    int length = keys, left_out = 0, entry = 0;
+    bool in_chunks = false;
     float *dk_sums = nullptr, *dv_sums = nullptr;
 
     SIMT_HOST_DEVICE int group() const { return heads / kv_heads; }
@@ -84,15 +85,15 @@ struct AttentionInput {
     bool plain() const { return span() == keys && !alibi && !positions && !dropout; }
     // The number of a probability among all of the sequences, for dropout.
     SIMT_HOST_DEVICE int64_t score_number(int b, int h, int query, int key) const {
-        const int64_t row = (int64_t{entry + b} * heads + h) * length + before + position(query);
-        return row * length + before + key;
+        const int64_t row = (int64_t{entry + b} * heads + h) * length + left_out + position(query);
+        return row * length + left_out + key;
     }
     // Leaves out the keys before `begin`, which none of the queries at hand sees.
     SIMT_HOST_DEVICE void drop_keys(int begin) {
         k += begin * kv_row;
         v += begin * kv_row;
         keys -= begin;
-        before += begin;
+        left_out += begin;
     }
     // The same without the keys that no query sees by its window, of a batch of 1.
     AttentionInput without_unseen_keys() const {
@@ -111,7 +112,7 @@ struct AttentionInput {
     }
     // Queries up to the last of the document that `key` belongs to.
     SIMT_HOST_DEVICE int document_end(int b, int key) const {
-        return document_ends[int64_t{b} * keys + key] - before - position(0);
+        return document_ends[int64_t{b} * keys + key] - left_out - position(0);
     }
     // Queries up to the last that sees any of the keys before `key`.
     SIMT_HOST_DEVICE int queries_before(int key) const {

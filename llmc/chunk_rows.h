@@ -22,8 +22,8 @@ constexpr int64_t kFewestHeadRows = 256;
 // With fewer an H100's products of 4096 channels do not fill it, and a CPU's write and read more of the
 // stream than they need.
 constexpr int64_t kFewestMlpRows = kFastCpu ? 512 : 2048;
-// Blocks of attention's queries are as long as the sequence: of 2048 rows and 32 heads an A100 runs 512
-// in 2.4 rounds, which take as long as 3; of twice as many in 4.7.
+// Attention's thread blocks all take long there: 2048 rows of 32 heads make 512, which an A100 runs in 2.4
+// rounds, as slow as 3; 4096 rows take 4.7.
 constexpr int64_t kFewestAttentionRows = kFastCpu ? 1024 : 4096;
 constexpr double kChunkCost = 0.02;  // of a step
 constexpr int kChunkThreads = 64;

@@ -19,7 +19,7 @@ struct Dropout {
     uint64_t place = 0;
     uint32_t dropped = 0;  // of 65536
     float scale = 1;
-    int64_t fours = 0;  // that the tensor, which is part of a larger one, begins behind: of elements
+    int64_t first = 0;  // the number of the tensor's first element, in the larger one that it is part of
 
     SIMT_HOST_DEVICE explicit operator bool() const { return dropped > 0; }
     // The key of this place.
@@ -31,10 +31,9 @@ struct Dropout {
     }
 };
 
-// The same place for a tensor that begins with element `first`, a multiple of 4, of the one that is meant.
+// The same place for a tensor that begins with element `first` of the one that is meant.
 inline Dropout from_element(Dropout d, int64_t first) {
-    assert(first % 4 == 0 || !d);
-    d.fours = first / 4;
+    d.first = first;
     return d;
 }
 
@@ -52,7 +51,11 @@ __global__ void __launch_bounds__(kBlockThreads) dropout_kernel(T* out, const T*
     for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
         const Packed<T, N> p = load<N>(x + i);
         float o[N];
-        for (int k = 0; k < N; k++) o[k] = p[k] * d.factor(key, 4 * d.fours + i + k);
+        const auto drop = [&](int64_t first) SIMT_INLINE {
+            for (int k = 0; k < N; k++) o[k] = p[k] * d.factor(key, first + i + k);
+        };
+        // A multiple of 4 that the compiler knows as such needs random bits for every fourth element alone.
+        d.first % 4 == 0 ? drop(d.first / 4 * 4) : drop(d.first);
         if constexpr (kAdds) {
             const Packed<T, N> before = load<N>(out + i);
             for (int k = 0; k < N; k++) o[k] += before[k];

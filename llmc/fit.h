@@ -148,7 +148,7 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options
         s.batch = static_cast<int>(batch), s.grad_accum = static_cast<int>(accumulated);
         s.head_rows = 0;
         s.mlp_rows = o.has("--mlp-rows") ? o.mlp_rows : -1;
-        s.attention_rows = o.lend == "half" ? 0 : o.attention_rows;
+        s.attention_rows = o.attention_rows;
         const MemorySetting given = rehearsals.with_rows(s);
         std::vector<std::pair<int64_t, int64_t>> rows_of_both = {{given.mlp_rows, given.attention_rows}};
         if (!o.has("--mlp-rows") && given.mlp_rows > 0)
@@ -173,8 +173,8 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options
 // What each setting takes in memory and time, by rehearsals with all layers at one level. The rows of the
 // head change only what is between the blocks. `by_block`: one rehearsal has all micro-batches. An update of
 // its own takes as long as with the first setting: a smaller state is not chosen for a faster update, which
-// on a CPU it does not have, but for what else its room is good for. Levels may differ in workspace: sums
-// have the least, what is chosen is rehearsed.
+// on a CPU it does not have, but for what else its room is good for. What a level has of workspace beyond
+// the least of them counts where its blocks are at their peak; what is chosen is rehearsed.
 struct Profiles {
     std::vector<Profile> all;
     double update_seconds = 0;
@@ -198,13 +198,19 @@ inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
             for (std::vector<Segment>& level : p.levels) level[layers].after = keeps_all[layers].after;
         } else {
             p.levels.push_back(keeps_all);
-            least_workspace = report.train->workspace;
+            std::vector<size_t> workspaces = {report.train->workspace};
             for (size_t level = 1; level < std::size(kRecomputeLevels); level++) {
                 s.levels.assign(layers, static_cast<int>(level));
                 const Plan plan = rehearsals.training(s);
                 p.levels.push_back(segments_of(plan, rehearsals.rates));
-                least_workspace = std::min(least_workspace, plan.workspace);
+                workspaces.push_back(plan.workspace);
             }
+            least_workspace = *std::min_element(workspaces.begin(), workspaces.end());
+            for (size_t level = 0; level < workspaces.size(); level++)
+                for (Segment& part : p.levels[level])
+                    if (!part.block.empty())
+                        part.inside.peak += static_cast<int64_t>(arena_align(workspaces[level]) -
+                                                                 arena_align(least_workspace));
         }
         p.runs = by_block ? 1 : s.grad_accum;
         p.fixed_bytes = report.total() - report.activations() -
@@ -256,9 +262,15 @@ inline std::optional<size_t> least_of_hopeless(std::vector<MemorySetting> settin
         s.levels.assign(static_cast<size_t>(rehearsals.layers), static_cast<int>(level));
         return rehearsals.outline(s);
     };
-    const MemoryReport smallest = outline(settings.back(), std::size(kRecomputeLevels) - 1);
+    const size_t last_level = std::size(kRecomputeLevels) - 1;
+    const MemoryReport smallest = outline(settings.back(), last_level);
     if (!smallest.beside().fits(room)) return kTooMuchElsewhere;
-    const size_t least = smallest.total();
+    size_t least = smallest.total();
+    // Of sequences that are just long enough for it, attention in chunks takes more than it saves.
+    const auto whole = std::find_if(settings.rbegin(), settings.rend(), [&](const MemorySetting& s) {
+        return s.attention_rows == settings.front().attention_rows;
+    });
+    if (whole != settings.rbegin()) least = std::min(least, outline(*whole, last_level).total());
     const Solution& solution = best.solution;
     const size_t bound = solution.chosen ? budget : std::max(budget, solution.least.exact);
     if (static_cast<double>(least) > 1.05 * static_cast<double>(bound)) return least;

@@ -319,7 +319,7 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
         ->group(group);
     app.add_option(
            "--attention-rows", o.attention_rows,
-           "queries of a sequence in attention at a time, in blocks of which level block keeps nothing; 0: "
+           "queries of a sequence in attention at a time, in a validation and in blocks at level block; 0: "
            "all; auto: few, for at most 2% of a step")
         ->transform(whole_or_auto(0, kMostCount, "-1"))
         ->group(group);
@@ -374,10 +374,8 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
         ->group(group);
     app.add_option("--memory", o.memory,
                    "choose --recompute, --head-rows, --mlp-rows, --attention-rows, --batch and --grad-accum "
-                   "so that all "
-                   "fits, as in 8GiB; and where that is not enough --weights, --lend, --embeddings, "
-                   "--gradients, --state, "
-                   "--updates, --state-rooms, --park and --by-block")
+                   "so that all fits, as in 8GiB; and where that is not enough --weights, --lend, "
+                   "--embeddings, --gradients, --state, --updates, --state-rooms, --park and --by-block")
         ->group(group);
     app.add_option("--host-memory", o.host_memory,
                    "beside a GPU, pinned host memory that --memory may have things wait in")

@@ -1,4 +1,5 @@
-// parked_rows.h - the inputs of blocks that go in chunks of rows, parked as in parking.h, but chunk by chunk.
+// parked_rows.h - the inputs of blocks where attention takes rows in chunks: parked as in parking.h, but
+// chunk by chunk.
 //
 // On the device there are two rooms of a chunk. Forward copies a chunk of a block's input into one, and it is
 // stored from there. Backward reads a chunk in a room, while the next one comes to the other: from the last

@@ -4,7 +4,7 @@
 // On the device there are two slots. Forward copies a block's input into one, from where the block reads it
 // while it is stored. Backward reads it in a slot, where it was loaded while the one before was used; of a
 // single micro-batch the last two are still there. So all blocks find the same memory left, whatever waits.
-// Blocks that go in chunks have no slots (parked_rows.h).
+// Where attention takes rows in chunks, so are all inputs parked, without slots (parked_rows.h).
 #pragma once
 
 #include <algorithm>

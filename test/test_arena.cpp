@@ -442,7 +442,8 @@ TEST(Repeat, LoopsNest) {
     arena.allocate({&plan});
     seen.clear();
     arena.run(plan, step);
-    char *const of_first = planned_address(arena, plan, 1), *const of_second = planned_address(arena, plan, 2);
+    char *const of_first = planned_address(arena, plan, 1), *const of_second =
+                                                                planned_address(arena, plan, 2);
     std::vector<char*> turn(2, of_first), want;
     turn.insert(turn.end(), 4, of_second);
     for (int i = 0; i < 3; i++) want.insert(want.end(), turn.begin(), turn.end());

@@ -57,7 +57,7 @@ def check_step(train, work, rows, *options):
     (loss, gradients), (wanted, whole) = (step(train, work, name, *options, *more)
                                           for name, more in (("chunks", ("--attention-rows", rows)), ("whole", ())))
     assert loss == pytest.approx(wanted, rel=bound(train, 1e-6, 1e-4))
-    assert gradients.keys() == whole.keys() and len(whole) > 3
+    assert gradients.keys() == whole.keys() and whole
     for name in whole:
         assert (gradients[name] - whole[name]).norm() <= bound(train, 2e-6, 1e-2) * whole[name].norm(), name
     return loss == wanted
@@ -129,12 +129,13 @@ def test_resume(train, llama):
 
 def test_validation(train, work):
     options = ("--model", "model", "--val-data", "data.bin", *DATA[4:-2], "--steps", 0, "--eval-batches", 2, "--log", "log")
-    found = []
-    for rows in (0, 128, 256):
-        train(*options, "--attention-rows", rows, cwd=work)
-        found.append(by_key(read_log(work / "log"), "val_loss")[0])
-        (work / "log").unlink()
-    assert found[1:] == found[:1] * 2
+    for length in (LENGTH, 257):  # the latter's last chunk is one row
+        found = []
+        for rows in (0, 128, 256):
+            train(*options, "--seq-len", length, "--attention-rows", rows, cwd=work)
+            found.append(by_key(read_log(work / "log"), "val_loss")[0])
+            (work / "log").unlink()
+        assert found[1:] == found[:1] * 2
 
 
 def test_packed_examples(train, tmp_path, tokenizer):
@@ -144,7 +145,24 @@ def test_packed_examples(train, tmp_path, tokenizer):
          tokenizer.get_vocab_size(), "--positions", 512, "--dtype", "bf16")
     tokenizer.save(str(folder / "tokenizer.json"))
     write_examples(tmp_path / "data.jsonl", 200, most=12)
-    assert check_step(train, tmp_path, 128, "--data", "data.jsonl", "--val-data", "data.jsonl")
+    for length in (LENGTH, 257):
+        options = ("--data", "data.jsonl", "--val-data", "data.jsonl", "--seq-len", length)
+        assert check_step(train, tmp_path, 128, *options)
+        assert check_step(train, tmp_path, 128, *options, "--park", "all")
+
+
+def test_dropout_from_any_element(train, tmp_path):
+    """A sequence that begins with an element of the batch that is no multiple of 4."""
+    make(tmp_path / "model", "--family", "gpt2", "--layers", 2, "--heads", 5, "--channels", 50, "--vocab", VOCAB, "--positions",
+         2 * LENGTH, "--dtype", "bf16")
+    write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
+    assert check_step(train, tmp_path, 128, "--seq-len", 131, "--dropout", 0.2)
+
+
+def test_soft_prompts_and_blocks_from_the_disk(train, llama):
+    for options in (("--train", "prompt", "--soft-prompt", 9), ("--train", "lora", "--weights", "disk", "--by-block"),
+                    ("--train", "lora", "--embeddings", "disk", "--park", "all")):
+        check_step(train, llama, 128, *options, "--grad-accum", 2)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
@@ -174,6 +192,15 @@ def test_memory_chooses_chunks_where_all_rows_do_not_fit(train):
     chosen = train.plan(*options, *budget, *resident)
     assert chosen["attention_rows"] > 0 and chosen["choice"][0]["attention_rows"] == chosen["attention_rows"]
     assert train.plan(*options, "--memory", "1000GiB")["attention_rows"] == 0
+
+
+def test_memory_leaves_given_rows_as_they_are(train, llama):
+    """Whole blocks are lent then, not halves."""
+    given = ("--model", llama / "model", "--data", llama / "data.bin", "--batch", 1, "--seq-len", 512, "--train", "lora",
+             "--attention-rows", 128, "--mlp-rows", 64, "--head-rows", 64, "--sample-tokens", 0)
+    moved = train.plan(*given, "--recompute", "block", "--weights", "disk", "--park", "all", "--embeddings", "disk")
+    chosen = train.plan(*given, "--memory", f"{moved['totals']['total'] + (1 << 18)}B")
+    assert chosen["attention_rows"] == 128 and "half" not in chosen["choice"][0]["residences"]
 
 
 def test_automatic_rows(train):

@@ -76,7 +76,7 @@ MEMORY_BOUND = {
     r"cross_entropy_kernel\w+Lb0E": (1, 0), r"cross_entropy_kernel\w+Lb1E": (2, 1),
     r"embedding_forward_kernel\w+Li8ELb0E": (1, 1), r"embedding_forward_kernel\w+Li8ELb1E": (2, 1),
     r"token_embedding_backward_kernel\w+Li8E": (2, 1), r"position_embedding_backward_kernel\w+Li8E": (2, 1),
-    r"attention_delta_kernel\w+Lb1E": (2, 0),
+    r"attention_delta_kernel\w+Li8E": (2, 0),
     r"rmsnorm_forward_kernel\w+Li8ELb0E": (2, 1), r"rmsnorm_forward_kernel\w+Li8ELb1E": (3, 2),
     r"rmsnorm_normalize_kernel\w+Li8E": (2, 1), r"rmsnorm_backward_input_kernel\w+Li8E": (3, 1),
     r"rope_kernel\w+Li8E": (2, 2), r"swiglu_forward_kernel\w+Li8E": (2, 1), r"swiglu_backward_kernel\w+Li8E": (3, 2),

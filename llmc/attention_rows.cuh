@@ -138,7 +138,7 @@ SIMT_DEVICE void transpose_in_quad(uint32_t (&v)[4]) {
 // store_rows() where rows are made of whole, aligned 16 bytes: a lane stores 8 of each 32 columns.
 template <int kHead>
 SIMT_DEVICE void store_rows_in_vectors(bf16* out, int64_t row_stride, const AttentionRows<kHead / 8>& o,
-                                       const float (&factor)[2], int rows, int head_size) {
+                                       const float (&factor)[2], int rows, int head_size, int first_row) {
     UNROLL for (int r = 0; r < 2; r++) {
         const int row = lane() / 4 + 8 * r;
         UNROLL for (int j = 0; j < kHead / 8; j += 4) {
@@ -147,7 +147,7 @@ SIMT_DEVICE void store_rows_in_vectors(bf16* out, int64_t row_stride, const Atte
                 make_pair_of<bf16>(o[0][j + i][2 * r] * factor[r], o[0][j + i][2 * r + 1] * factor[r]);
             transpose_in_quad(pairs);
             const int column = 8 * (j + lane() % 4);
-            if (row >= rows || column >= head_size) continue;
+            if (row < first_row || row >= rows || column >= head_size) continue;
             bf16* const to = out + row * row_stride + column;
 #if defined(SIMT_GPU)  // an ordinary store is taken apart here and there
             __stwb(reinterpret_cast<uint4*>(to), make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
@@ -158,15 +158,18 @@ SIMT_DEVICE void store_rows_in_vectors(bf16* out, int64_t row_stride, const Atte
     }
 }
 
-// Writes 16 rows times factor[r], of which `rows` exist, to `out` at the row where the warp's rows begin.
+// Writes those of 16 rows that are from `first_row` on and before `rows`, times factor[r], to `out` at the
+// row where the warp's rows begin.
 template <int kHead, class T>
 SIMT_DEVICE void store_rows(T* out, int64_t row_stride, const AttentionRows<kHead / 8>& o,
-                            const float (&factor)[2], int rows, int head_size, bool vectors) {
+                            const float (&factor)[2], int rows, int head_size, bool vectors,
+                            int first_row = 0) {
     if constexpr (std::is_same_v<T, bf16> && kHead % 32 == 0)
-        if (vectors) return store_rows_in_vectors<kHead>(out, row_stride, o, factor, rows, head_size);
+        if (vectors)
+            return store_rows_in_vectors<kHead>(out, row_stride, o, factor, rows, head_size, first_row);
     UNROLL for (int r = 0; r < 2; r++) {
         const int row = lane() / 4 + 8 * r;
-        if (row >= rows) continue;
+        if (row < first_row || row >= rows) continue;
         UNROLL for (int j = 0; j < kHead / 8; j++) {
             const int column = 8 * j + lane() % 4 * 2;
             const float x = o[0][j][2 * r] * factor[r], y = o[0][j][2 * r + 1] * factor[r];
@@ -181,26 +184,45 @@ SIMT_DEVICE void store_rows(T* out, int64_t row_stride, const AttentionRows<kHea
     }
 }
 
+// Adds `sums` to 16 rows times `factor`, in place; rows before `first_row` go back to the sums, too.
+template <int kHead>
+SIMT_DEVICE void add_sums(AttentionRows<kHead / 8>& o, float factor, float* sums, int64_t row_stride,
+                          int rows, int head_size, bool vectors, int first_row) {
+    UNROLL for (int r = 0; r < 2; r++) {
+        const int row = lane() / 4 + 8 * r;
+        if (row >= rows) continue;
+        UNROLL for (int j = 0; j < kHead / 8; j++) {
+            const int column = 8 * j + lane() % 4 * 2;
+            float* const at = sums + row * row_stride + column;
+            float &x = o[0][j][2 * r], &y = o[0][j][2 * r + 1];
+            if (vectors) {
+                if (column >= head_size) continue;
+                const Packed<float, 2> sum = load<2>(at);
+                x = sum.v[0] + x * factor, y = sum.v[1] + y * factor;
+                if (row < first_row) store(at, Packed<float, 2>{x, y});
+            } else {
+                if (column < head_size) x = at[0] + x * factor;
+                if (column + 1 < head_size) y = at[1] + y * factor;
+                if (column < head_size && row < first_row) at[0] = x;
+                if (column + 1 < head_size && row < first_row) at[1] = y;
+            }
+        }
+    }
+}
+
 // The gradients of the 16 keys from `row` on, times `factor`: to d or to sums, as AttentionInput has it.
 template <int kHead, class T>
-SIMT_DEVICE void store_key_rows(T* d, float* sums, const AttentionRows<kHead / 8>& o, float factor,
+SIMT_DEVICE void store_key_rows(T* d, float* sums, AttentionRows<kHead / 8>& o, float factor,
                                 const AttentionInput<T>& in, int b, int kv, int row, bool vectors) {
     const int first = in.position(0);  // the first key that is complete
     d += in.dkv_offset(b, kv) + (row - first) * in.dkv_row;
-    if (!sums)
-        return store_rows<kHead>(d, in.dkv_row, o, {factor, factor}, in.keys - row, in.head_size, vectors);
-    const int64_t sums_row = int64_t{in.kv_heads} * in.head_size;
-    for_each_score<kHead / 8>(
-        [&](const float& x, int r, int column) {
-            const int i = lane() / 4 + 8 * r;
-            if (row + i >= in.keys || column >= in.head_size) return;
-            float& sum = sums[(row + i) * sums_row + kv * in.head_size + column];
-            if (row + i < first)
-                sum += x * factor;
-            else
-                d[i * in.dkv_row + column] = from_float<T>(sum + x * factor);
-        },
-        o);
+    if (sums) {
+        const int64_t sums_row = int64_t{in.kv_heads} * in.head_size;
+        sums += row * sums_row + kv * in.head_size;
+        add_sums<kHead>(o, factor, sums, sums_row, in.keys - row, in.head_size, vectors, first - row);
+        factor = 1.f;
+    }
+    store_rows<kHead>(d, in.dkv_row, o, {factor, factor}, in.keys - row, in.head_size, vectors, first - row);
 }
 
 // Over the four lanes that share rows.

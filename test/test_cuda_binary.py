@@ -179,9 +179,12 @@ class TestInstructions:
                                 r"USETMAXREG\.TRY_ALLOC"):
                 assert self.count(counts, instruction), (kernel, instruction)
             assert not self.count(counts, "HMMA|LDSM|ATOM|RED"), kernel
-            # All that is bf16 is written in 128 bits; the forward pass has a lane's two elements of lse besides.
-            wide = self.count(counts, r"STG\..*128")
-            assert wide >= 4 and self.count(counts, "STG") - wide == (2 if "forward" in name else 0), kernel
+            # All that is bf16 is written in 128 bits. Besides, the forward pass has a lane's two elements of lse, and
+            # backward of keys the sums of chunks, two floats a lane.
+            stores, wide = self.count(counts, "STG"), self.count(counts, r"STG\..*128")
+            sums = self.count(counts, r"STG\..*64")
+            assert wide >= 4 and stores - wide - sums == (2 if "forward" in name else 0), kernel
+            assert bool(sums) == ("keys" in name), kernel
             usage = cuobjdump("--dump-resource-usage", "-arch", "sm_90a")
             assert re.search(rf"Function {kernel}:\s+REG:{HOPPER[name]} ", usage), kernel
 

@@ -47,6 +47,7 @@
 #include "llmc/norm.h"
 #include "llmc/optimizer.cuh"
 #include "llmc/options.h"
+#include "llmc/parked_keys.h"
 #include "llmc/parked_rows.h"
 #include "llmc/parking.h"
 #include "llmc/places.h"
@@ -135,7 +136,8 @@ class Gpt {
           head_loans_(arena, stream, kLentVocabulary),
           gradient_loans_(arena, stream, kLentGradients),
           parked_(arena, stream),
-          parked_rows_(arena, stream) {
+          parked_rows_(arena, stream),
+          parked_keys_(arena, stream) {
         bind();
     }
     // Points the views at the state's memory, and at position_factors() on the device: again after these were
@@ -191,6 +193,9 @@ class Gpt {
         parked_.use(rows > 0 ? 0 : layers, passes, place);
         parked_rows_.use(rows > 0 ? layers : 0, passes, rows, place);
     }
+    // And where keys and values do, and the sums of their gradients, in pieces of so many rows; 0: on the
+    // device.
+    void park_keys_in(Elsewhere* keys, Elsewhere* sums, int64_t rows) { parked_keys_.use(rows, keys, sums); }
 
     void forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
                           float loss_scale, TensorF& loss, const Consume& consume = {});
@@ -238,7 +243,11 @@ class Gpt {
                            int first_position, BlockSums* sums);
     Tensor<int> positions_of(const TensorX& rows) const;
     AttentionInput<floatX> attention_of(const TensorX& qkv, int layer, const KvRows* kv) const;
+    template <class Use>
+    void for_pieces_of_keys(const TensorX& qkv, int layer, const KvRows& kv, bool with_sums, Use&& use);
     KvRows take_kv_rows(int64_t rows, int entry);
+    void begin_rows(KvRows& kv, int64_t first, int64_t count);
+    void end_rows(const KvRows& kv, int64_t count);
     void append_kv(const TensorX& qkv, const KvRows& kv);
     void attend(BlockActivations& a, Keep keep, const KvRows* kv, int layer);
 
@@ -253,7 +262,7 @@ class Gpt {
     }
     void forward_attention(int layer, BlockActivations& a, Keep keep, const KvRows* kv);
     void forward_attention_rows(int layer, BlockActivations& a, Keep keep, const KvRows* kv);
-    TensorX forward_attention_in_chunks(int layer, const TensorX& x);
+    TensorX forward_attention_in_chunks(int layer, BlockActivations& a, Keep keep);
     TensorX projected(int layer, const TensorX& attention);
     void add_projected(TensorX& sum, const TensorX& x, const TensorX& attention, int layer);
     TensorX forward_mlp(int layer, BlockActivations& a, Keep keep);
@@ -369,7 +378,7 @@ class Gpt {
     void backward_mlp_rows(int layer, Block<floatX>& g, MlpActivations& m, const TensorX& x,
                            TensorX& d_stream, bool adds, MlpSums* sums = nullptr);
     void attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, const TensorF& lse,
-                                     const TensorF& delta, AttentionInput<floatX>& in, bool keys_elsewhere);
+                                     const TensorF& delta, int layer, const KvRows* kv);
     void backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds,
                             const KvRows* kv = nullptr, BlockSums* sums = nullptr);
     BlockSums begin_block_sums(Block<floatX>& g, bool adds);
@@ -401,6 +410,7 @@ class Gpt {
     int after_block_ = kNoLoan;  // where halves are lent: what is borrowed after the block at hand
     Parked parked_;
     ParkedRows<floatX> parked_rows_;
+    ParkedKeys<floatX> parked_keys_;
     TensorF position_factors_;
     int64_t mlp_rows_ = 0, attention_rows_ = 0;    // in an MLP, in attention at one time; 0: all
     int64_t chunk_start_ = 0;                      // the first of the rows that are worked on
@@ -507,10 +517,13 @@ class Trainer {
     // The layers whose inputs are parked, and what those take that leave the device.
     int parked_layers() const { return o_.park < 0 ? config_.layers : std::min(o_.park, config_.layers); }
     Place place_of_parked() const;
+    Place place_of_keys() const;
+    Place place_of_key_sums() const;
     // Rows of a sequence that are parked at a time, as attention takes them; 0: all.
     int64_t parked_rows() const {
         return o_.attention_rows < o_.seq_len + in_.adapter.prompt_tokens ? o_.attention_rows : 0;
     }
+    int64_t rows_of_parked_keys() const { return o_.park_keys && in_.feeds() ? parked_rows() : 0; }
     // With --loss-by-position, those of a validation: (seq_len).
     int64_t positions_with_loss() const { return o_.loss_by_position.empty() ? 0 : o_.seq_len; }
     TensorF position_losses() {
@@ -581,6 +594,7 @@ class Trainer {
     const Rates rates_;                               // that estimates are by
     std::unique_ptr<Residence> residence_;            // of matrices that are not on the device
     std::unique_ptr<Elsewhere> parking_;              // of blocks' inputs between forward and backward
+    std::unique_ptr<Elsewhere> keys_, key_sums_;      // of a sequence's keys and values in one block
     std::unique_ptr<Residence> gradients_residence_;  // and of blocks' gradients
     std::unique_ptr<Elsewhere> trained_blocks_, block_gradients_, updated_state_;  // of what is trained
     StepGraphs graphs_;
@@ -979,14 +993,18 @@ struct KvCache {
     int length = 0;
 };
 
-// A layer's keys and values of one sequence (positions, 2 kv_width()), of which the rows at hand follow the
-// first `length`; which of the batch's sequences it is; whether they are a cache's, which grows by what is
-// generated, or chunks of a whole; and for backward the sums of their gradients.
+// A layer's keys and values of one sequence, of `rows` rows and the batch's `entry`: those from row `begin`
+// on
+// (.., 2 kv_width()), and in backward the sums of their gradients (.., kv_width()). The rows at hand follow
+// the first `length`. They are a cache's, which grows by what is generated, or chunks of a whole, whose keys
+// and values before those at hand may be parked.
 struct KvRows {
     TensorX all;
+    int64_t rows = 0;
     int length = 0, entry = 0;
-    bool grows = true;
-    TensorF dk_sums = {}, dv_sums = {};  // (positions, kv_width())
+    bool grows = true, parked = false;
+    int begin = 0;
+    TensorF dk_sums = {}, dv_sums = {};
 };
 
 // The gradients that chunks of rows add to: of an MLP, and of a whole block.
@@ -1324,18 +1342,63 @@ AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv, int layer, const Kv
     in.kv_head = together ? 2 * size : size;
     in.k = kv->all.data();
     in.v = kv->all.at(together ? size : config_.kv_width());
-    in.keys = kv->length + T;
+    const int seen = kv->length + T - kv->begin;  // from there on
+    in.keys = static_cast<int>(std::min<int64_t>(kv->all.rows(), seen));
+    in.later = seen - in.keys, in.left_out = kv->begin;
     in.kv_batch = in.keys * in.kv_row;
-    in.length = static_cast<int>(kv->all.rows()), in.entry = kv->entry;
-    if (in.document_ends) in.document_ends += int64_t{in.entry} * in.length;
+    in.length = static_cast<int>(kv->rows), in.entry = kv->entry;
+    if (in.document_ends) in.document_ends += int64_t{in.entry} * in.length + in.left_out;
     in.dk_sums = kv->dk_sums.data(), in.dv_sums = kv->dv_sums.data();
     return in;
+}
+
+// Calls use(attention) with attention_of() rows of a sequence, whose keys come in pieces where they are
+// parked: those that some query sees, the first ones first, and at last the rows' own. `with_sums` they bring
+// the sums of their gradients.
+template <class Use>
+void Gpt::for_pieces_of_keys(const TensorX& qkv, int layer, const KvRows& kv, bool with_sums, Use&& use) {
+    if (!kv.parked) return use(attention_of(qkv, layer, &kv));
+    const int64_t n = parked_keys_.rows(), count = qkv.rows(), window = config_.window;
+    const auto first_seen = [&](int64_t row) {
+        return window > 0 ? std::max<int64_t>(0, row + 1 - window) / n : 0;
+    };
+    // Rehearsed are rows that may begin within a piece.
+    const int64_t first = first_seen(kv.length), own = ceil_div(kv.length, n);
+    // Pieces are first added to by the last rows that see them.
+    const bool last = kv.length + count == kv.rows;
+    const auto first_added = [&](int64_t piece) { return last || piece < first_seen(kv.length + n); };
+    TensorF carried = take_float(
+        "attention_carried", {AttentionInput<floatX>::carried_size(count, config_.heads, config_.head_size)});
+    const auto use_piece = [&](int64_t piece, KvRows& rows) {
+        rows.rows = kv.rows, rows.length = kv.length, rows.entry = kv.entry, rows.grows = false;
+        if (with_sums) {
+            const int64_t size = n * config_.kv_width();
+            TensorF sums = parked_keys_.borrow_sums(piece, piece < own ? piece + 1 : 0);
+            if (first_added(piece)) zero(sums);
+            rows.dk_sums = TensorF(sums.data(), {n, config_.kv_width()});
+            rows.dv_sums = TensorF(sums.at(size), {n, config_.kv_width()});
+        }
+        AttentionInput<floatX> in = attention_of(qkv, layer, &rows);
+        in.carried = carried.data(), in.continues = piece > first;
+        use(in);
+    };
+    int64_t piece = first;
+    arena_.repeat(static_cast<int>(std::max<int64_t>(1, own - first)), [&] {
+        if (piece >= own && !arena_.rehearsing()) return false;
+        KvRows rows{parked_keys_.borrow(piece, piece + 1 < own ? piece + 1 : first)};
+        rows.begin = static_cast<int>(piece * n);
+        use_piece(piece++, rows);
+        return true;
+    });
+    KvRows rows{kv.all.view()};
+    rows.begin = kv.begin;
+    use_piece(own, rows);
 }
 
 // Writes the keys and values of qkv (1, T, qkv_width()) behind those before it.
 void Gpt::append_kv(const TensorX& qkv, const KvRows& kv) {
     const int64_t row = 2 * config_.kv_width(), size = config_.head_size, T = qkv.rows();
-    floatX* const end = kv.all.at(kv.length * row);
+    floatX* const end = kv.all.at((kv.length - kv.begin) * row);
     const floatX* const from = qkv.at(keys_at());
     if (family_.heads_together)
         copy_rows_on_device(end, 2 * size, from, 3 * size, 2 * size, T * config_.heads, stream_);
@@ -1346,11 +1409,17 @@ void Gpt::append_kv(const TensorX& qkv, const KvRows& kv) {
 // a.attention (B, T, query_width()) = causal attention of a.qkv; of rows of one sequence, of these and of
 // those before them, to which they are appended.
 void Gpt::attend(BlockActivations& a, Keep keep, const KvRows* kv, int layer) {
+    const int64_t B = a.qkv.shape().dims[0], T = a.qkv.shape().dims[1];
     if (kv) append_kv(a.qkv, *kv);
-    const AttentionInput<floatX> in = attention_of(a.qkv, layer, kv);
-    a.attention = take("attention", {in.batch, in.queries, config_.query_width()});
-    if (keep.backward) a.lse = take_float("attention_lse", {in.batch, config_.heads, in.queries});
-    attention_forward(a.attention.data(), a.lse.data(), in, stream_);
+    a.attention = take("attention", {B, T, config_.query_width()});
+    if (keep.backward) a.lse = take_float("attention_lse", {B, config_.heads, T});
+    const auto forward = [&](const AttentionInput<floatX>& in) {
+        attention_forward(a.attention.data(), a.lse.data(), in, stream_);
+    };
+    if (kv)
+        for_pieces_of_keys(a.qkv, layer, *kv, false, forward);
+    else
+        forward(attention_of(a.qkv, layer, nullptr));
 }
 
 // From a.input to a.attention.
@@ -1372,7 +1441,7 @@ void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, const KvR
     if (parked_rows_.stores() && !in_chunks_here)
         for_each_rows_of_sequence(a.input, [&](TensorX rows) { parked_rows_.store(rows); });
     if (in_chunks_here) {
-        a.middle = forward_attention_in_chunks(layer, a.input);
+        a.middle = forward_attention_in_chunks(layer, a, keep);
         return;
     }
     forward_attention_rows(layer, a, keep, kv);
@@ -1389,24 +1458,29 @@ void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, const KvR
         add_and_norm(kNorm2, a.middle, a.input, summand, weights_.blocks[static_cast<size_t>(layer)].norm_2);
 }
 
-// x (B, T, C) + the attention of its norm, some rows of a sequence after the others: so only keys and values
-// are there of all. Nothing is kept.
-TensorX Gpt::forward_attention_in_chunks(int layer, const TensorX& x) {
+// a.input (B, T, C) + the attention of its norm, some rows of a sequence after the others: so only keys and
+// values are there of all, or not even those. Nothing is kept, and the sum takes the place of an input that
+// is not.
+TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, Keep keep) {
     Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     hold(w.qkv), hold(w.attention);
-    TensorX sum = take("residual", x.shape());
+    const TensorX x = a.input.view();
+    TensorX sum = parked_rows_.stores() || !keep.backward ? std::move(a.input) : take("residual", x.shape());
+    parked_keys_.take(2 * config_.kv_width(), false);
     for_each_sequence(x, [&](int entry, int64_t rows) {
         KvRows kv = take_kv_rows(rows, entry);
         for_each_chunk(rows, attention_rows_, [&](int64_t first, int64_t count) {
-            BlockActivations a;
-            a.input = rows_of_sequence(x, count);
-            if (parked_rows_.stores()) parked_rows_.store(a.input);
-            kv.length = static_cast<int>(first);
-            forward_attention_rows(layer, a, kKeepNothing, &kv);
+            BlockActivations chunk;
+            chunk.input = rows_of_sequence(x, count);
+            if (parked_rows_.stores()) parked_rows_.store(chunk.input);
+            begin_rows(kv, first, count);
+            forward_attention_rows(layer, chunk, kKeepNothing, &kv);
+            end_rows(kv, count);
             TensorX to = sum.rows_at(chunk_start_, count);
-            residual_forward(to, a.input, projected(layer, a.attention), stream_);
+            residual_forward(to, chunk.input, projected(layer, chunk.attention), stream_);
         });
     });
+    parked_keys_.give_back();
     w.qkv.made.drop(), w.attention.made.drop();
     return sum;
 }
@@ -1431,9 +1505,28 @@ void Gpt::add_projected(TensorX& sum, const TensorX& x, const TensorX& attention
     w.made.drop();
 }
 
-// Room for the keys and values of the batch's sequence `entry`, of so many rows.
+// Room for the keys and values of the batch's sequence `entry`, of so many rows, which begin_rows() gives
+// chunk by chunk where they are parked.
 KvRows Gpt::take_kv_rows(int64_t rows, int entry) {
-    return {take("keys_and_values", {rows, 2 * config_.kv_width()}), 0, entry, false, {}, {}};
+    KvRows kv{{}, rows, 0, entry, false, parked_keys_.parks()};
+    if (kv.parked)
+        parked_keys_.begin();
+    else
+        kv.all = take("keys_and_values", {rows, 2 * config_.kv_width()});
+    return kv;
+}
+
+// Goes to the rows of a chunk, whose keys and values are to be appended.
+void Gpt::begin_rows(KvRows& kv, int64_t first, int64_t count) {
+    kv.length = static_cast<int>(first);
+    if (!kv.parked) return;
+    kv.all = parked_keys_.own(count);
+    kv.begin = kv.length;
+}
+
+// Has them stored, unless no rows follow that need them.
+void Gpt::end_rows(const KvRows& kv, int64_t count) {
+    if (kv.parked && kv.length + count < kv.rows) parked_keys_.store(kv.length / parked_keys_.rows());
 }
 
 // From a.middle, and its norm where all rows go at once, to the block's output. Of chunks nothing is kept,
@@ -1499,7 +1592,10 @@ TensorX Gpt::forward_only(const Tensor<int>& tokens, KvCache* cache) {
         Range range("block", l);
         borrow(l, l < last ? l + 1 : -1);
         KvRows kv;
-        if (cache) kv = {cache->layers[static_cast<size_t>(l)].view(), cache->length};
+        if (cache) {
+            kv = {cache->layers[static_cast<size_t>(l)].view()};
+            kv.rows = kv.all.rows(), kv.length = cache->length;
+        }
         stream = forward_block(l, a, kKeepNothing, cache ? &kv : nullptr);
     }
     loans_.give_back();
@@ -1870,25 +1966,34 @@ void Gpt::backward_mlp_rows(int layer, Block<floatX>& g, MlpActivations& m, cons
 // d_v at once or where they are no longer read; of chunks they lie elsewhere. Hopper's kernels need room for
 // all of it.
 void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, const TensorF& lse,
-                                      const TensorF& delta, AttentionInput<floatX>& in, bool keys_elsewhere) {
-    if (in.hopper) {
+                                      const TensorF& delta, int layer, const KvRows* kv) {
+    const auto run = [&](floatX* dq, floatX* dk, floatX* dv, const AttentionInput<floatX>& in) {
+        attention_backward(dq, dk, dv, d_attention.data(), lse.data(), delta.data(), in, stream_);
+    };
+    if (hopper_attention_) {
         TensorX d_qkv = take_gradient("d_qkv", qkv.shape());
-        attention_backward(d_qkv.data(), d_qkv.at(keys_at()), d_qkv.at(values_at()), d_attention.data(),
-                           lse.data(), delta.data(), in, stream_);
+        floatX *const dq = d_qkv.data(), *const dk = d_qkv.at(keys_at()), *const dv = d_qkv.at(values_at());
+        const auto backward = [&](const AttentionInput<floatX>& in) { run(dq, dk, dv, in); };
+        if (kv)
+            for_pieces_of_keys(qkv, layer, *kv, true, backward);
+        else
+            backward(attention_of(qkv, layer, nullptr));
         qkv = std::move(d_qkv);
         return;
     }
-    TensorX d_k, d_v;
-    floatX *k = qkv.at(keys_at()), *v = qkv.at(values_at());
-    const int64_t rows = qkv.rows(), kv_width = config_.kv_width();
-    if (!kOverwritesKeys && !keys_elsewhere) {
-        d_k = take_gradient("d_keys", {rows, kv_width}), d_v = take_gradient("d_values", {rows, kv_width});
-        in.dkv_row = kv_width, in.dkv_batch = in.keys * kv_width, in.dkv_head = config_.head_size;
+    floatX *const k = qkv.at(keys_at()), *const v = qkv.at(values_at());
+    if (kv) {
+        const auto backward = [&](const AttentionInput<floatX>& in) { run(qkv.data(), k, v, in); };
+        return for_pieces_of_keys(qkv, layer, *kv, true, backward);
     }
-    attention_backward(qkv.data(), d_k ? d_k.data() : k, d_v ? d_v.data() : v, d_attention.data(), lse.data(),
-                       delta.data(), in, stream_);
+    AttentionInput<floatX> in = attention_of(qkv, layer, nullptr);
+    if (kOverwritesKeys) return run(qkv.data(), k, v, in);
+    const int64_t rows = qkv.rows(), kv_width = config_.kv_width();
+    TensorX d_k = take_gradient("d_keys", {rows, kv_width}),
+            d_v = take_gradient("d_values", {rows, kv_width});
+    in.dkv_row = kv_width, in.dkv_batch = in.keys * kv_width, in.dkv_head = config_.head_size;
+    run(qkv.data(), d_k.data(), d_v.data(), in);
     for (const auto& [from, to] : {std::pair(&d_k, k), {&d_v, v}}) {
-        if (!*from) continue;
         const int64_t columns = family_.heads_together ? config_.head_size : kv_width;
         const int64_t stride = family_.heads_together ? in.kv_head : in.kv_row;
         copy_rows_on_device(to, stride, from->data(), columns, columns, rows * kv_width / columns, stream_);
@@ -1912,10 +2017,10 @@ void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, T
                                           adds, sums ? &sums->attention : nullptr);
     d_projected.drop();
     TensorF delta = take_float("attention_delta", a.lse.shape());
-    AttentionInput<floatX> in = attention_of(a.qkv, layer, kv);
-    attention_delta(delta.data(), d_attention.data(), a.attention.data(), in, stream_);
+    attention_delta(delta.data(), d_attention.data(), a.attention.data(), attention_of(a.qkv, layer, nullptr),
+                    stream_);
     a.attention.drop();
-    attention_backward_in_place(a.qkv, d_attention, a.lse, delta, in, kv);
+    attention_backward_in_place(a.qkv, d_attention, a.lse, delta, layer, kv);
     delta.drop();
     d_attention.drop();
     a.lse.drop();
@@ -1956,6 +2061,7 @@ void Gpt::backward_block_in_chunks(int layer, Block<floatX>& g, const TensorX& x
     Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     for (auto& [matrix, field] : linears(w)) hold(*matrix);
     BlockSums sums = begin_block_sums(g, adds);
+    parked_keys_.take(2 * config_.kv_width(), true);
     const auto input = [&](int64_t count) {
         return x ? rows_of_sequence(x, count) : parked_rows_.fetch(count);
     };
@@ -1963,21 +2069,23 @@ void Gpt::backward_block_in_chunks(int layer, Block<floatX>& g, const TensorX& x
         KvRows kv = take_kv_rows(rows, entry);
         const auto make_kv = [&](int64_t first, int64_t count) {
             BlockActivations a;
-            kv.length = static_cast<int>(first);
+            begin_rows(kv, first, count);
             a.norm_1 = norm(kNorm1, input(count), w.norm_1);
             auto normed = [&] { return a.norm_1.out.view(); };
             make_qkv(a, normed, w, false, kv.length);
             append_kv(a.qkv, kv);
+            end_rows(kv, count);
         };
         for_each_chunk(rows, attention_rows_, make_kv, From::Last);
         for (TensorF* const gradients : {&kv.dk_sums, &kv.dv_sums}) {
+            if (kv.parked) continue;  // they come with the pieces
             *gradients = arena_.take<float>("d_kv_sums", {rows, config_.kv_width()}, "gradient");
             zero(*gradients);
         }
         const auto backward = [&](int64_t first, int64_t count) {
             BlockActivations a;
             a.input = input(count);
-            kv.length = static_cast<int>(first);
+            begin_rows(kv, first, count);
             forward_attention_rows(layer, a, {.norm = false}, &kv);
             a.middle = take("residual_middle", a.input.shape());
             residual_forward(a.middle, a.input, projected(layer, a.attention), stream_);
@@ -1988,6 +2096,7 @@ void Gpt::backward_block_in_chunks(int layer, Block<floatX>& g, const TensorX& x
         };
         for_each_chunk(rows, attention_rows_, backward, From::Last);
     });
+    parked_keys_.give_back();
     for (auto& [matrix, field] : linears(w)) matrix->made.drop();
     end_block_sums(g, sums);
 }
@@ -2375,6 +2484,7 @@ void Trainer::use(const MemorySetting& s) {
     micro_.lora_dropout = in_.adapter.dropout;
     micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
     gpt_.park_in(parking_.get(), parked_layers(), passes(), parked_rows());
+    gpt_.park_keys_in(keys_.get(), key_sums_.get(), rows_of_parked_keys());
     gpt_.borrow_from(residence_.get(), loan_way(), loan_bytes());
     gpt_.borrow_gradients_from(gradients_residence_.get(), trained_loan_bytes());
     gpt_.borrow_embeddings();
@@ -2441,9 +2551,11 @@ void Trainer::report_stored() {
 
 // What the run takes of other memory than the device's.
 void Trainer::report_elsewhere() {
-    const Place parked = place_of_parked();
-    report_.pinned = parked.pinned();
-    report_.parked = parked.in_file();
+    report_.pinned = report_.parked = 0;
+    for (const Place& p : {place_of_parked(), place_of_keys(), place_of_key_sums()}) {
+        report_.pinned += p.pinned();
+        report_.parked += p.in_file();
+    }
     report_.on_disk = report_.working = 0;
     for (const Place& p : {place_of_trained_blocks(), place_of_block_gradients(), place_of_updated_state()}) {
         report_.pinned += p.pinned();
@@ -2552,7 +2664,7 @@ void Trainer::take_memory() {
     if (embeddings_) embeddings_->allocate();
     gpt_.borrow_embeddings();
     make_places();
-    if (residence_ || embeddings_ || parking_ || block_gradients_ || updated_state_)
+    if (residence_ || embeddings_ || parking_ || keys_ || block_gradients_ || updated_state_)
         metrics_.count_waiting(stream_);
     if (adapter_) adapter_->allocate();
     const int length = in_.feeds() ? o_.seq_len + in_.adapter.prompt_tokens : 0;
@@ -2602,12 +2714,27 @@ Place Trainer::place_of_parked() const {
     if (const int64_t rows = parked_rows(); rows > 0) {
         const size_t of_chunk = ParkedRows<floatX>::chunk_bytes(input, rows);
         const int64_t chunks = parked_layers() * passes() * ParkedRows<floatX>::chunks(input, rows);
-        return {"--park", Parked::kHome, o_.steps > 0 ? static_cast<size_t>(chunks) * of_chunk : 0, of_chunk,
+        return {"--park", kParkedHome, o_.steps > 0 ? static_cast<size_t>(chunks) * of_chunk : 0, of_chunk,
                 2};
     }
     const size_t bytes = o_.steps > 0 ? Parked::stored_bytes(input) : 0;
-    return {"--park", Parked::kHome, static_cast<size_t>(Parked::stored(parked_layers(), passes())) * bytes,
+    return {"--park", kParkedHome, static_cast<size_t>(Parked::stored(parked_layers(), passes())) * bytes,
             bytes, 2};
+}
+
+// Of one sequence's keys and values in one block, and in training of the sums of their gradients.
+Place Trainer::place_of_keys() const {
+    const int64_t rows = rows_of_parked_keys(), length = o_.seq_len + in_.adapter.prompt_tokens;
+    const size_t piece = ParkedKeys<floatX>::piece_bytes(rows, 2 * config_.kv_width());
+    return {"--park-keys", kParkedHome, rows > 0 ? static_cast<size_t>(ceil_div(length, rows)) * piece : 0,
+            piece, 3};
+}
+Place Trainer::place_of_key_sums() const {
+    const int64_t rows = rows_of_parked_keys(), length = o_.seq_len + in_.adapter.prompt_tokens;
+    const size_t piece = ParkedKeys<floatX>::sums_bytes(rows, 2 * config_.kv_width());
+    const bool needed = rows > 0 && o_.steps > 0;
+    return {"--park-keys", kParkedHome, needed ? static_cast<size_t>(ceil_div(length, rows)) * piece : 0,
+            piece, 2};
 }
 
 void Trainer::make_places() {
@@ -2616,6 +2743,9 @@ void Trainer::make_places() {
     updated_state_ = place_of_updated_state().make();
     parking_ = place_of_parked().make();
     gpt_.park_in(parking_.get(), parked_layers(), passes(), parked_rows());
+    keys_ = place_of_keys().make();
+    key_sums_ = place_of_key_sums().make();
+    gpt_.park_keys_in(keys_.get(), key_sums_.get(), rows_of_parked_keys());
     trained().lie_in(trained_blocks_.get(), block_gradients_.get(), updated_state_.get());
     ring_.use(updated_state_.get());
     if (updates_on_host()) host_updates_.allocate(trained(), *updated_state_);

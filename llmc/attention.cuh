@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kAttentionThreads, ForwardTiles<T, kHead, kPla
     const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads, kv = h / in.group();
     const int block_row = (gridDim.y - 1 - blockIdx.y) * kRows;
     const int warp_row = uniform_warp() * 16 * kParts, row = block_row + warp_row;  // its first query
-    if (!kPlain) in.drop_keys(in.first_key(b, block_row));
+    if (!kPlain) in.drop_keys(in.first_tile(in.first_key(b, block_row)));
     const int end = in.keys_before(block_row + kRows);
     if (kPlain) SIMT_ASSUME(end > 0);
     load_staying<kHead, kRows, 1, T>(q_tile, {in.q + in.q_offset(b, h) + block_row * in.q_row}, {in.q_row},
@@ -197,6 +197,10 @@ __global__ void __launch_bounds__(kAttentionThreads, ForwardTiles<T, kHead, kPla
     if (!kPlain && in.positions) document_keys(first_keys, in, b, row);
     AttentionRows<kHead / 8> o[kParts] = {};
     OnlineSoftmax softmax[kParts];
+    if (in.continues) {
+        UNROLL for (int m = 0; m < kParts; m++)
+            continue_output<kHead>(o[m], softmax[m], in, h, row + 16 * m, vectors);
+    }
     for (int key = 0, buffer = 0; key < end; key += kPassing, buffer ^= 1) {
         wait_for_copies();
         __syncthreads();  // this step's tiles are complete, and nobody reads the other two any more
@@ -222,6 +226,7 @@ __global__ void __launch_bounds__(kAttentionThreads, ForwardTiles<T, kHead, kPla
         }
         multiply_columns<kHead>(o, s, k_tile + Tiles::kPassingSize);
     }
+    if (!kPlain && end <= 0) wait_for_copies();  // a piece of keys that none of these sees
     UNROLL for (int m = 0; m < kParts; m++)
         store_output<kHead>(out, lse, o[m], softmax[m], in, b, h, row + 16 * m, scale, vectors);
 }
@@ -373,7 +378,7 @@ __global__ void __launch_bounds__(kAttentionThreads, BackwardTiles<T, kHead, kPl
     const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads, kv = h / in.group();
     const int block_row = (gridDim.y - 1 - blockIdx.y) * kRows;
     const int warp_row = uniform_warp() * 16 * kParts, row = block_row + warp_row;  // its first query
-    if (!kPlain) in.drop_keys(in.first_key(b, block_row));
+    if (!kPlain) in.drop_keys(in.first_tile(in.first_key(b, block_row)));
     const int end = in.keys_before(block_row + kRows);
     if (kPlain) SIMT_ASSUME(end > 0);
     load_staying<kHead, kRows, 2, T>(q_tile,
@@ -394,6 +399,9 @@ __global__ void __launch_bounds__(kAttentionThreads, BackwardTiles<T, kHead, kPl
     int first_keys[2] = {};  // as in forward
     if (!kPlain && in.positions) document_keys(first_keys, in, b, row);
     AttentionRows<kHead / 8> dq_rows[kParts] = {};
+    if (in.continues) {
+        UNROLL for (int m = 0; m < kParts; m++) load_carried<kHead>(dq_rows[m], in, h, row + 16 * m, vectors);
+    }
     for (int key = 0, buffer = 0; key < end; key += kPassing, buffer ^= 1) {
         wait_for_copies();
         __syncthreads();  // as in forward
@@ -419,9 +427,9 @@ __global__ void __launch_bounds__(kAttentionThreads, BackwardTiles<T, kHead, kPl
         }
         multiply_columns<kHead>(dq_rows, ds, k_tile);
     }
+    if (!kPlain && end <= 0) wait_for_copies();  // as in forward
     UNROLL for (int m = 0; m < kParts; m++)
-        store_rows<kHead>(dq + in.q_offset(b, h) + (row + 16 * m) * in.q_row, in.q_row, dq_rows[m],
-                          {scale, scale}, in.queries - row - 16 * m, in.head_size, vectors);
+        store_query_rows<kHead>(dq, dq_rows[m], scale, in, b, h, row + 16 * m, vectors);
 }
 
 // Calls f(std::integral_constant) with the columns of the tiles for this head size.
@@ -463,8 +471,9 @@ bool attention_vectors(const AttentionInput<T>& in, std::initializer_list<const 
 // Whether attention_hopper.cuh's kernels were asked for and can do this; else those above do.
 template <class T>
 bool hopper_attention_takes(const AttentionInput<T>& in, std::initializer_list<const void*> arrays) {
+    // Those begin where a window or a document does, not with whole pieces.
     return in.hopper && !in.dropout && hopper_attention_supports(in.head_size) &&
-           attention_vectors(in, arrays) && device_is_hopper();
+           (!in.carried || in.plain()) && attention_vectors(in, arrays) && device_is_hopper();
 }
 
 // An operation of `products` matrix products of the scores that are seen, those on the diagonal by half, and
@@ -473,23 +482,31 @@ bool hopper_attention_takes(const AttentionInput<T>& in, std::initializer_list<c
 template <class T>
 Operation attention_operation(const char* name, const AttentionInput<T>& in, int products, int passes,
                               int sum_passes = 0) {
-    const double first = in.keys - in.queries, end = in.keys, span = in.span();  // positions of queries
-    const double full = std::max(first, span);  // from here on a query sees as many as it can
-    const double seen = (full * full - first * first) / 2 + (end - full) * span;
+    const double first = in.position(0), end = in.all_keys(), span = in.span();  // positions of queries
+    // Of the keys here, how many the queries at positions before `end` would see if all saw those before.
+    const auto seen_before = [keys = static_cast<double>(in.keys)](double end) {
+        const double inside = std::clamp(end, 0., keys);
+        return inside * inside / 2 + std::max(0., end - keys) * keys;
+    };
+    const double seen =
+        seen_before(end) - seen_before(first) - (seen_before(end - span) - seen_before(first - span));
     const double heads = static_cast<double>(in.batch) * in.heads;
-    const double q_rows = heads * in.queries, kv_rows = heads / in.group() * (end - in.first_key(0));
-    return Operation(
-        name, 2.0 * heads * seen * in.head_size * products,
-        in.head_size * ((q_rows + kv_rows) * passes * sizeof(T) + kv_rows * sum_passes * sizeof(float)), {},
-        {.length = 2 * seen / in.queries, .head_size = in.head_size});
+    const double q_rows = heads * in.queries,
+                 kv_rows = heads / in.group() * (in.keys - in.first_tile(in.first_key(0)));
+    const double carried = ((in.continues ? 1 : 0) + (in.later > 0 ? 1 : 0)) * q_rows * sizeof(float);
+    return Operation(name, 2.0 * heads * seen * in.head_size * products,
+                     in.head_size * ((q_rows + kv_rows) * passes * sizeof(T) +
+                                     kv_rows * sum_passes * sizeof(float) + carried),
+                     {}, {.length = 2 * seen / in.queries, .head_size = in.head_size});
 }
 
 // out (batch, queries, heads * head_size) and lse (batch, heads, queries), the logarithm of each row's sum of
-// exponentials, which backward needs; lse may be null.
+// exponentials, which backward needs; lse may be null. Where keys come in pieces, the last one writes them.
 template <class T>
 void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream stream) {
-    assert(in.queries <= in.keys && in.heads % in.kv_heads == 0);
+    assert(in.queries <= in.all_keys() && in.heads % in.kv_heads == 0);
     assert(!in.positions || in.queries == in.keys || in.batch == 1);
+    assert(in.later == 0 || (in.batch == 1 && in.in_chunks && in.keys % kKeyPiece == 0));
     const Operation operation = attention_operation("attention_forward", in, 2, 2);
     if (simt::launches_off && !kFastCpu) return;  // on a CPU the launch plans its workers' scratch
     if constexpr (kFastCpu) {
@@ -530,18 +547,20 @@ void attention_delta(float* delta, const T* dout, const T* out, const AttentionI
 constexpr bool kOverwritesKeys = kFastCpu;
 
 // dq, strided like q, and dk and dv, as dkv_row and the others say, from dout, lse of the forward pass and
-// attention_delta(). The queries are those of all keys or, with sums of dk and dv, the last ones. dq may be
+// attention_delta(). The queries are those of all keys or, with sums of dk and dv, the last ones, or those
+// after the keys; where these come in pieces, the last one writes dq, and some query sees each. dq may be
 // q, but for Hopper's kernels, of which one thread asks for q and others write dq; see also kOverwritesKeys.
 // Every element of the heads is written. Deterministic.
 template <class T>
 void attention_backward(T* dq, T* dk, T* dv, const T* dout, const float* lse, const float* delta,
                         const AttentionInput<T>& given, Stream stream) {
-    const AttentionInput<T> in = given.queries < given.keys ? given.without_unseen_keys() : given;
+    const AttentionInput<T> in = given.queries < given.all_keys() ? given.without_unseen_keys() : given;
     assert(in.heads % in.kv_heads == 0);
-    assert(given.queries == given.keys || in.batch == 1);
+    assert(given.queries == given.all_keys() || in.batch == 1);
+    assert(in.keys > 0);
     // On a GPU keys and queries each make the scores and their gradients.
-    const Operation operation =
-        attention_operation("attention_backward", in, kFastCpu ? 5 : 7, 4, in.queries < in.keys ? 4 : 0);
+    const Operation operation = attention_operation("attention_backward", in, kFastCpu ? 5 : 7, 4,
+                                                    in.queries < in.all_keys() ? 4 : 0);
     if (simt::launches_off && !kFastCpu) return;  // on a CPU the launch plans its workers' scratch
     const bool vectors = attention_vectors(in, {dq, dk, dv, dout});
     if constexpr (kFastCpu) {

@@ -199,12 +199,20 @@ __global__ void attention_forward_cpu_kernel(T* out, float* lse, AttentionInput<
     const ForwardScratch<T> scratch(simt::dynamic_shared, in.head_size);
     const int h = blockIdx.y, b = blockIdx.z, kv = h / in.group(), first = blockIdx.x * kForwardQueries;
     const int rows = std::min(kForwardQueries, in.queries - first), columns = in.head_size;
-    in.drop_keys(in.first_key(b, first));
+    in.drop_keys(in.first_tile(in.first_key(b, first)));
     const int end = in.keys_before(first + rows);
     const StridedMatrix<T> q{in.q + in.q_offset(b, h) + first * in.q_row, in.q_row};
-    std::fill(scratch.out, scratch.out + rows * columns, 0.f);
-    std::fill(scratch.largest, scratch.largest + rows, -INFINITY);
-    std::fill(scratch.sum, scratch.sum + rows, 0.f);
+    if (in.continues) {
+        std::copy_n(in.carried_rows(h, first), rows * columns, scratch.out);
+        for (int i = 0; i < rows; i++) {
+            const float* const statistics = in.carried_statistics(h, first + i);
+            scratch.largest[i] = statistics[0], scratch.sum[i] = statistics[1];
+        }
+    } else {
+        std::fill(scratch.out, scratch.out + rows * columns, 0.f);
+        std::fill(scratch.largest, scratch.largest + rows, -INFINITY);
+        std::fill(scratch.sum, scratch.sum + rows, 0.f);
+    }
     for (int key = 0; key < end; key += kForwardKeys) {
         const int width = std::min(kForwardKeys, end - key);
         const int64_t at = in.kv_offset(b, kv) + key * in.kv_row;
@@ -221,6 +229,14 @@ __global__ void attention_forward_cpu_kernel(T* out, float* lse, AttentionInput<
         }
         tile_product(scratch.out, columns, StridedMatrix<T>{scratch.p, kForwardKeys}, v, rows, columns, width,
                      true);
+    }
+    if (in.later > 0) {
+        std::copy_n(scratch.out, rows * columns, in.carried_rows(h, first));
+        for (int i = 0; i < rows; i++) {
+            float* const statistics = in.carried_statistics(h, first + i);
+            statistics[0] = scratch.largest[i], statistics[1] = scratch.sum[i];
+        }
+        return;
     }
     for (int i = 0; i < rows; i++) {
         T* to = out + in.out_offset(b, h) + (first + i) * in.out_row();
@@ -343,7 +359,7 @@ void write_key_rows(T* d, float* sums, float* gradients, float factor, const Att
 }
 
 // One head of keys and values in backward, and the query heads that share it, whose dq is summed in fp32:
-// (group, queries, head_size).
+// (group, queries, head_size), in scratch or, where keys come in pieces, in what these carry.
 template <class T>
 struct BackwardHead {
     T *dq, *dk, *dv;
@@ -362,7 +378,8 @@ struct BackwardHead {
         return dq_sums + (int64_t{h - first_head()} * in.queries + query) * in.head_size;
     }
     // Where queries see all keys the first tile of them writes all of the sums.
-    bool adds_to_zero() const { return in.span() < in.keys || in.positions; }
+    bool adds_to_zero() const { return !in.continues && (in.span() < in.all_keys() || in.positions); }
+    bool first_tile_writes() const { return !in.continues && !adds_to_zero(); }
 };
 
 // dk and dv of the keys of a tile, from `key` on, and what they add to dq, head after head. Waits with
@@ -402,7 +419,7 @@ void attention_backward_tile(const BackwardHead<T>& head, const BackwardScratch<
             tile_product(scratch.dk, columns, ds.transposed(), q, width, columns, rows, more);
             reach(h, query + rows);
             tile_product(head.sum_of(h, query), columns, ds, k, rows, columns, width,
-                         head.adds_to_zero() || key > 0);
+                         key > 0 || !head.first_tile_writes());
             passed(h, query + rows == end ? in.queries : query + rows);
         }
     write_key_rows(head.dk, in.dk_sums, scratch.dk, head.scale, in, b, head.kv, key, width);
@@ -412,6 +429,7 @@ void attention_backward_tile(const BackwardHead<T>& head, const BackwardScratch<
 // What they take of a worker's scratch.
 template <class T>
 size_t bytes_of_sums(const AttentionInput<T>& in) {
+    if (in.carried) return 0;
     ScratchParts parts{nullptr};
     parts.take<float>(BackwardHead<T>::sums(in));
     return parts.bytes;
@@ -422,12 +440,14 @@ template <class T>
 __global__ void attention_backward_cpu_kernel(BackwardHead<T> head) {
     const AttentionInput<T>& in = head.in;
     head.kv = blockIdx.x, head.b = blockIdx.y;
-    head.dq_sums = reinterpret_cast<float*>(simt::dynamic_shared);
+    head.dq_sums =
+        in.carried ? in.carried_rows(head.first_head(), 0) : reinterpret_cast<float*>(simt::dynamic_shared);
     const BackwardScratch<T> scratch(simt::dynamic_shared + bytes_of_sums(in), in.head_size);
     const auto alone = [](int, int) {};
     if (head.adds_to_zero()) std::fill_n(head.dq_sums, head.sums(in), 0.f);
     for (int key = 0; key < in.keys; key += kBackwardKeys)
         attention_backward_tile(head, scratch, key, alone, alone);
+    if (in.later > 0) return;
     for (int h = head.first_head(); h < head.first_head() + in.group(); h++)
         write_rows(head.dq + in.q_offset(head.b, h), in.q_row, head.sum_of(h, 0), in.queries, in.head_size,
                    head.scale);
@@ -443,7 +463,7 @@ struct SharedHead {
     template <class T>
     SharedHead(unsigned char* base, const AttentionInput<T>& in) {
         ScratchParts parts{base};
-        dq_sums = parts.take<float>(BackwardHead<T>::sums(in));
+        dq_sums = parts.take<float>(in.carried ? 0 : BackwardHead<T>::sums(in));
         next = parts.take<std::atomic<int>>(1);
         passed = parts.take<std::atomic<int64_t>>(ceil_div(in.length, kBackwardKeys));
         bytes = parts.bytes;
@@ -544,10 +564,12 @@ void attention_backward_on_cpu(T* dq, T* dk, T* dv, const T* dout, const float* 
     const auto row_blocks = [](int64_t rows) { return static_cast<unsigned>(ceil_div(rows, kSumRows)); };
     for (head.b = 0; head.b < in.batch; head.b++)
         for (head.kv = 0; head.kv < in.kv_heads; head.kv++) {
+            if (in.carried) head.dq_sums = in.carried_rows(head.first_head(), 0);
             launch<attention_backward_begin_cpu_kernel<T>>(row_blocks(int64_t{in.group()} * in.queries), 1, 0,
                                                            stream, head, shared);
             launch<attention_backward_shared_cpu_kernel<T>>(active, 1, 0, stream, head, shared,
                                                             room + shared_bytes, scratch_bytes);
+            if (in.later > 0) continue;
             launch<attention_backward_end_cpu_kernel<T>>(dim3(row_blocks(in.queries), in.group()), 1, 0,
                                                          stream, head);
         }

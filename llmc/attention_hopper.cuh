@@ -155,6 +155,7 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
     AttentionRows<N> s;
     FragmentA<bf16> p[N / 2];
     OnlineSoftmax softmax;
+    if (in.continues) continue_output<kHead>(o, softmax, in, place.h, place.row, true);
     float correction[2];
     const auto start_scores = [&] {
         start_rows_product<typename F::QTile, KvTile>(s, shared, place.group_row,
@@ -196,6 +197,7 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
     start_scores();
     wgmma_wait<0>();
     take_softmax();
+    if (in.continues) scale_rows(o, correction);
     round_scores<N>(p, s);
     for (key += F::kKeys; key < end; key += F::kKeys) {
         start_scores();
@@ -449,6 +451,7 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
         row_delta[r] = query < in.queries ? delta[in.row_offset(place.b, place.h) + query] : 0.f;
     }
     AttentionRows<kHead / 8> dq_rows = {};
+    if (in.continues) load_carried<kHead>(dq_rows, in, place.h, place.row, true);
     barrier_wait(q_tile + B::kBarriers, 0);
     static_assert(B::kRows - 64 <= B::kSlots * B::kPassing);  // as in forward
     const int seen_begin = in.first_key(place.b, block_row + place.group_row);
@@ -490,8 +493,7 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
         fence_registers(ds_rounded);
         ring.release();
     }
-    store_rows<kHead>(dq + in.q_offset(place.b, place.h) + place.row * in.q_row, in.q_row, dq_rows,
-                      {scale, scale}, in.queries - place.row, kHead, true);
+    store_query_rows<kHead>(dq, dq_rows, scale, in, place.b, place.h, place.row, true);
 }
 
 // dQ of 128 queries of one head. Blocks (batch * heads, tiles of queries), longest first.

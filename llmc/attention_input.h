@@ -10,7 +10,8 @@
 // Query i of `queries` stands at key keys - queries + i; with a cache there are more keys than queries. It
 // sees this key and those before it, with a window only the last `window` of them.
 //
-// Backward may take some queries of a sequence at a time, the last ones first: see dk_sums.
+// Backward may take some queries of a sequence at a time, the last ones first: see dk_sums. And of those the
+// keys in pieces, the first ones first: see `later`.
 //
 // Each head of keys and values serves group() query heads in a row (Ainslie et al. 2023).
 //
@@ -22,6 +23,13 @@
 //
 // Distances of rows, of batch entries and of heads are in elements, so q, k and v may be columns of one
 // packed tensor: all heads of q, then those of k, then those of v; or the three of each head together.
+
+// Pieces of keys are whole tiles of all kernels, so that they are summed as if they came at once.
+constexpr int kKeyPiece = kFastCpu ? 256 : 128;
+// What a row's softmax is known by: its largest score, and the sums of exponentials of the lanes that share
+// it.
+constexpr int kCarriedStatistics = 5;
+
 template <class T>
 struct AttentionInput {
     int batch, heads, head_size, queries, keys;
@@ -47,6 +55,13 @@ struct AttentionInput {
     int length = keys, left_out = 0, entry = 0;
     bool in_chunks = false;
     float *dk_sums = nullptr, *dv_sums = nullptr;
+    // Where the keys of such queries come in pieces, of multiples of kKeyPiece but the last: how many keys
+    // follow those here, up to the last query's own; and what is known of the queries from the pieces before.
+    // All but the first piece go on with that, and all but the last leave it for the next: of forward the
+    // sums of values (heads, queries, head_size) and kCarriedStatistics (heads, queries, 5), of backward dq.
+    int later = 0;
+    bool continues = false;
+    float* carried = nullptr;
 
     SIMT_HOST_DEVICE int group() const { return heads / kv_heads; }
     // Where one head of one batch entry begins: in q, in k or v, in their gradients, in the output, and in
@@ -59,12 +74,27 @@ struct AttentionInput {
         return b * queries * out_row() + h * head_size;
     }
     SIMT_HOST_DEVICE int64_t row_offset(int b, int h) const { return (int64_t{b} * heads + h) * queries; }
+    // What is carried of a head's queries from `query` on.
+    SIMT_HOST_DEVICE float* carried_rows(int h, int query) const {
+        return carried + (int64_t{h} * queries + query) * head_size;
+    }
+    SIMT_HOST_DEVICE float* carried_statistics(int h, int query) const {
+        return carried_rows(heads, 0) + (int64_t{h} * queries + query) * kCarriedStatistics;
+    }
+    // Its elements.
+    static int64_t carried_size(int64_t queries, int heads, int head_size) {
+        return queries * heads * (head_size + kCarriedStatistics);
+    }
+    SIMT_HOST_DEVICE int all_keys() const { return keys + later; }
     // The key that a query stands at.
-    SIMT_HOST_DEVICE int position(int query) const { return keys - queries + query; }
+    SIMT_HOST_DEVICE int position(int query) const { return all_keys() - queries + query; }
     // Keys that the last of the queries before `query` sees.
-    SIMT_HOST_DEVICE int keys_before(int query) const { return position(query < queries ? query : queries); }
+    SIMT_HOST_DEVICE int keys_before(int query) const {
+        const int seen = position(query < queries ? query : queries);
+        return seen < keys ? seen : keys;
+    }
     // Keys that a query sees at most.
-    SIMT_HOST_DEVICE int span() const { return 0 < window && window < keys ? window : keys; }
+    SIMT_HOST_DEVICE int span() const { return 0 < window && window < all_keys() ? window : all_keys(); }
     // The first key that `query` sees, or else the last of the queries.
     SIMT_HOST_DEVICE int first_key(int query) const {
         const int first = position(query < queries ? query : queries - 1) + 1 - span();
@@ -81,8 +111,13 @@ struct AttentionInput {
         const int of_document = document_key(b, query < queries ? query : queries - 1);
         return first > of_document ? first : of_document;
     }
+    // Where kernels begin that need no key before `first`: there, but in chunks with its whole tile.
+    SIMT_HOST_DEVICE int first_tile(int first) const {
+        if (first > keys) first = keys;
+        return in_chunks ? first / kKeyPiece * kKeyPiece : first;
+    }
     // Whether scores are products alone, and queries see all keys up to their own.
-    bool plain() const { return span() == keys && !alibi && !positions && !dropout; }
+    bool plain() const { return span() == all_keys() && !alibi && !positions && !dropout; }
     // The number of a probability among all of the sequences, for dropout.
     SIMT_HOST_DEVICE int64_t score_number(int b, int h, int query, int key) const {
         const int64_t row = (int64_t{entry + b} * heads + h) * length + left_out + position(query);
@@ -98,7 +133,7 @@ struct AttentionInput {
     // The same without the keys that no query sees by its window, of a batch of 1.
     AttentionInput without_unseen_keys() const {
         AttentionInput in = *this;
-        const int begin = first_key(0);
+        const int begin = first_tile(first_key(0));
         const int64_t sums = int64_t{begin} * kv_heads * head_size;
         in.drop_keys(begin);
         if (in.document_ends) in.document_ends += begin;

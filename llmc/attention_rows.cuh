@@ -184,30 +184,58 @@ SIMT_DEVICE void store_rows(T* out, int64_t row_stride, const AttentionRows<kHea
     }
 }
 
-// Adds `sums` to 16 rows times `factor`, in place; rows before `first_row` go back to the sums, too.
-template <int kHead>
-SIMT_DEVICE void add_sums(AttentionRows<kHead / 8>& o, float factor, float* sums, int64_t row_stride,
-                          int rows, int head_size, bool vectors, int first_row) {
+// Calls f(x, y, r, at, both) for this lane's neighbours x, y in those of 16 rows and head_size columns that
+// there are: of row lane / 4 + 8 r, of rows of floats at `floats`; `both` where y's column is there too.
+template <int kHead, class F>
+SIMT_DEVICE void for_each_pair(AttentionRows<kHead / 8>& o, float* floats, int64_t row_stride, int rows,
+                               int head_size, F f) {
     UNROLL for (int r = 0; r < 2; r++) {
         const int row = lane() / 4 + 8 * r;
         if (row >= rows) continue;
         UNROLL for (int j = 0; j < kHead / 8; j++) {
             const int column = 8 * j + lane() % 4 * 2;
-            float* const at = sums + row * row_stride + column;
-            float &x = o[0][j][2 * r], &y = o[0][j][2 * r + 1];
-            if (vectors) {
-                if (column >= head_size) continue;
-                const Packed<float, 2> sum = load<2>(at);
-                x = sum.v[0] + x * factor, y = sum.v[1] + y * factor;
-                if (row < first_row) store(at, Packed<float, 2>{x, y});
-            } else {
-                if (column < head_size) x = at[0] + x * factor;
-                if (column + 1 < head_size) y = at[1] + y * factor;
-                if (column < head_size && row < first_row) at[0] = x;
-                if (column + 1 < head_size && row < first_row) at[1] = y;
-            }
+            float* const at = floats + row * row_stride + column;
+            if (column < head_size) f(o[0][j][2 * r], o[0][j][2 * r + 1], r, at, column + 1 < head_size);
         }
     }
+}
+SIMT_DEVICE Packed<float, 2> load_pair(const float* at, bool both, bool vectors) {
+    return vectors ? load<2>(at) : Packed<float, 2>{at[0], both ? at[1] : 0.f};
+}
+SIMT_DEVICE void store_pair(float* at, float x, float y, bool both, bool vectors) {
+    if (vectors) return store(at, Packed<float, 2>{x, y});
+    at[0] = x;
+    if (both) at[1] = y;
+}
+
+// Adds `sums` to 16 rows times `factor`, in place; rows before `first_row` go back to the sums, too.
+template <int kHead>
+SIMT_DEVICE void add_sums(AttentionRows<kHead / 8>& o, float factor, float* sums, int64_t row_stride,
+                          int rows, int head_size, bool vectors, int first_row) {
+    const auto add = [&](float& x, float& y, int r, float* at, bool both) SIMT_INLINE {
+        const Packed<float, 2> sum = load_pair(at, both, vectors);
+        x = sum.v[0] + x * factor, y = sum.v[1] + y * factor;
+        if (lane() / 4 + 8 * r < first_row) store_pair(at, x, y, both, vectors);
+    };
+    for_each_pair<kHead>(o, sums, row_stride, rows, head_size, add);
+}
+
+// What pieces of keys before left of the 16 queries from `row` on, and what is left for those to come.
+template <int kHead, class T>
+SIMT_DEVICE void load_carried(AttentionRows<kHead / 8>& o, const AttentionInput<T>& in, int h, int row,
+                              bool vectors) {
+    const auto get = [&](float& x, float& y, int, float* at, bool both) SIMT_INLINE {
+        const Packed<float, 2> sum = load_pair(at, both, vectors);
+        x = sum.v[0], y = sum.v[1];
+    };
+    for_each_pair<kHead>(o, in.carried_rows(h, row), in.head_size, in.queries - row, in.head_size, get);
+}
+template <int kHead, class T>
+SIMT_DEVICE void store_carried(AttentionRows<kHead / 8>& o, const AttentionInput<T>& in, int h, int row,
+                               bool vectors) {
+    const auto put = [&](float& x, float& y, int, float* at, bool both)
+                         SIMT_INLINE { store_pair(at, x, y, both, vectors); };
+    for_each_pair<kHead>(o, in.carried_rows(h, row), in.head_size, in.queries - row, in.head_size, put);
 }
 
 // The gradients of the 16 keys from `row` on, times `factor`: to d or to sums, as AttentionInput has it.
@@ -223,6 +251,16 @@ SIMT_DEVICE void store_key_rows(T* d, float* sums, AttentionRows<kHead / 8>& o, 
         factor = 1.f;
     }
     store_rows<kHead>(d, in.dkv_row, o, {factor, factor}, in.keys - row, in.head_size, vectors, first - row);
+}
+
+// The gradients of the 16 queries from `row` on, times `factor`; or, where more pieces of keys come, what
+// these begin with.
+template <int kHead, class T>
+SIMT_DEVICE void store_query_rows(T* dq, AttentionRows<kHead / 8>& o, float factor,
+                                  const AttentionInput<T>& in, int b, int h, int row, bool vectors) {
+    if (in.later > 0) return store_carried<kHead>(o, in, h, row, vectors);
+    store_rows<kHead>(dq + in.q_offset(b, h) + row * in.q_row, in.q_row, o, {factor, factor},
+                      in.queries - row, in.head_size, vectors);
 }
 
 // Over the four lanes that share rows.
@@ -271,11 +309,34 @@ struct OnlineSoftmax {
     }
 };
 
-// Writes the output of the warp's 16 queries from `row` on, and unless it is null their lse.
+// Begins with what pieces of keys before left of the warp's 16 queries from `row` on.
 template <int kHead, class T>
-SIMT_DEVICE void store_output(T* out, float* lse, const AttentionRows<kHead / 8>& o,
-                              const OnlineSoftmax& softmax, const AttentionInput<T>& in, int b, int h,
-                              int row, float scale, bool vectors) {
+SIMT_DEVICE void continue_output(AttentionRows<kHead / 8>& o, OnlineSoftmax& softmax,
+                                 const AttentionInput<T>& in, int h, int row, bool vectors) {
+    load_carried<kHead>(o, in, h, row, vectors);
+    UNROLL for (int r = 0; r < 2; r++) {
+        const int query = row + lane() / 4 + 8 * r;
+        if (query >= in.queries) continue;
+        const float* const statistics = in.carried_statistics(h, query);
+        softmax.largest[r] = statistics[0], softmax.sum[r] = statistics[1 + lane() % 4];
+    }
+}
+// Writes the output of the warp's 16 queries from `row` on, and unless it is null their lse; or, where more
+// pieces of keys come, what these begin with.
+template <int kHead, class T>
+SIMT_DEVICE void store_output(T* out, float* lse, AttentionRows<kHead / 8>& o, const OnlineSoftmax& softmax,
+                              const AttentionInput<T>& in, int b, int h, int row, float scale, bool vectors) {
+    if (in.later > 0) {
+        store_carried<kHead>(o, in, h, row, vectors);
+        UNROLL for (int r = 0; r < 2; r++) {
+            const int query = row + lane() / 4 + 8 * r;
+            if (query >= in.queries) continue;
+            float* const statistics = in.carried_statistics(h, query);
+            if (lane() % 4 == 0) statistics[0] = softmax.largest[r];
+            statistics[1 + lane() % 4] = softmax.sum[r];
+        }
+        return;
+    }
     float factor[2];
     UNROLL for (int r = 0; r < 2; r++) {
         const float sum = quad_sum(softmax.sum[r]);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "llmc/adapter.h"
+#include "llmc/attention_input.h"
 #include "llmc/error.h"
 #include "llmc/file.h"
 #include "llmc/recompute.h"
@@ -64,6 +65,7 @@ struct Options {
                 state = "device", updates = "device";
     int state_rooms = 32;  // chunks; -1: a block's
     int park = 0;          // layers; -1: all
+    bool park_keys = false;
     std::string recompute = "gelu";
     int64_t head_rows = -1, mlp_rows = 0, attention_rows = 0;  // 0: all, -1: auto
     bool update_in_backward = false, by_block = false;
@@ -372,6 +374,10 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
                        (kHostIsDevice ? "in a file" : "in host memory") + ", or all")
         ->transform(whole_or("all", "-1", 0, kMostLayers))
         ->group(group);
+    app.add_flag("--park-keys", o.park_keys,
+                 "with --attention-rows, keys and values of the rows before those at hand wait where parked "
+                 "inputs do, and so do the sums of their gradients")
+        ->group(group);
     app.add_option("--memory", o.memory,
                    "choose --recompute, --head-rows, --mlp-rows, --attention-rows, --batch and --grad-accum "
                    "so that all fits, as in 8GiB; and where that is not enough --weights, --lend, "
@@ -573,6 +579,11 @@ inline void check_options(const Options& o) {
     if (o.attention_rows > 0 && o.attention_rows % 128)
         fail("--attention-rows %lld: a multiple of 128 is needed, 0 or auto",
              static_cast<long long>(o.attention_rows));
+    if (o.park_keys && (o.attention_rows == 0 || (o.attention_rows > 0 && o.attention_rows % kKeyPiece > 0)))
+        fail(
+            "--park-keys: --attention-rows %lld: keys are parked in chunks of rows, of a multiple of %d, or "
+            "auto",
+            static_cast<long long>(o.attention_rows), kKeyPiece);
     if (o.attention_rows != 0 && o.lend == "half")
         fail(
             "--attention-rows takes some rows through a whole block, and --lend half has half of one at a "

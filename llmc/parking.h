@@ -16,11 +16,12 @@
 #include "llmc/graph.h"
 #include "llmc/work.h"
 
+// Where what is parked waits.
+constexpr Home kParkedHome = kHostIsDevice ? Home::Disk : Home::Host;
+
 template <class T>
 class ParkedInputs {
   public:
-    static constexpr Home kHome = kHostIsDevice ? Home::Disk : Home::Host;
-
     ParkedInputs(Arena& arena, const Stream& stream) : arena_(arena), stream_(stream) {}
 
     // How many layers' inputs are parked, from the first on, of how many micro-batches that pass a layer
@@ -81,7 +82,7 @@ class ParkedInputs {
 
   private:
     static constexpr int kNone = -1;
-    static constexpr Way kWay = way_from(kHome);
+    static constexpr Way kWay = way_from(kParkedHome);
     struct Slot {
         int number = kNone;
         Tensor<uint8_t> room = {};

@@ -84,9 +84,10 @@ constexpr Way way_from(Home home) { return home == Home::Host ? Way::FromHost : 
 
 // A transfer that begins, or the wait for one, and for all of its kind before it.
 struct Transfer {
-    enum Of { Loan, Vocabulary, Parked, State, Gradients } of;
-    static constexpr size_t kKinds = 5;
-    static constexpr const char* kNames[kKinds] = {"weights", "vocabulary", "inputs", "state", "gradients"};
+    enum Of { Loan, Vocabulary, Parked, State, Gradients, Keys } of;
+    static constexpr size_t kKinds = 6;
+    static constexpr const char* kNames[kKinds] = {"weights", "vocabulary", "inputs",
+                                                   "state",   "gradients",  "keys"};
     bool waits;
     Way way = Way::DiskRead;
     double bytes = 0;

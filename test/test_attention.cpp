@@ -260,9 +260,31 @@ Results<T> run(const Case& c, const Arrays<T>& x, const DeviceArray<T>& dout) {
     return results;
 }
 
-// run() with `rows` queries of each sequence at a time: forward from the first on, backward from the last.
+// Calls use(in) for pieces of so many of the keys of `in`, the last one with those of all queries, and with
+// what they carry from poisoned memory on.
+template <class T, class Use>
+void for_each_piece(const AttentionInput<T>& in, int piece, Use use) {
+    DeviceArray<float> carried(poisoned<float>(in.carried_size(in.queries, in.heads, in.head_size)));
+    for (int first = 0; first <= in.position(0); first += piece) {
+        AttentionInput<T> part = in;
+        part.drop_keys(first);
+        if (first + piece <= in.position(0)) part.keys = piece;
+        part.later = in.keys - first - part.keys;
+        if (in.first_key(0) >= first + part.keys) continue;  // no query sees it
+        part.continues = in.first_key(0) < first;
+        part.carried = carried.data();
+        if (part.document_ends) part.document_ends += first;
+        const int64_t sums = int64_t{first} * in.kv_heads * in.head_size;
+        part.dk_sums += sums, part.dv_sums += sums;
+        use(part);
+    }
+}
+
+// run() with `rows` queries of each sequence at a time: forward from the first on, backward from the last;
+// and with `piece` keys at a time, if not 0.
 template <class T>
-Results<T> run_in_ranges(const Case& c, const Arrays<T>& x, const DeviceArray<T>& dout, int rows) {
+Results<T> run_in_ranges(const Case& c, const Arrays<T>& x, const DeviceArray<T>& dout, int rows,
+                         int piece = 0) {
     const int64_t length = c.keys, channels = c.channels(), all = c.batch * length;
     DeviceArray<T> out(poisoned<T>(all * channels));
     Arrays<T> gradients = poisoned_arrays<T>(c);
@@ -280,12 +302,17 @@ Results<T> run_in_ranges(const Case& c, const Arrays<T>& x, const DeviceArray<T>
             in.length = c.keys, in.entry = b, in.in_chunks = true;
             in.dk_sums = dk_sums.data(), in.dv_sums = dv_sums.data();
             DeviceArray<float> lse(poisoned<float>(count * c.heads)), delta(lse.size());
-            attention_forward(out.data() + at * channels, lse.data(), in, Stream{});
+            const auto for_keys = [&](auto use) { piece ? for_each_piece(in, piece, use) : use(in); };
+            for_keys([&](const AttentionInput<T>& keys) {
+                attention_forward(out.data() + at * channels, lse.data(), keys, Stream{});
+            });
             const T* const d_out = dout.data() + at * channels;
             attention_delta(delta.data(), d_out, out.data() + at * channels, in, Stream{});
             const int64_t kv_at = b * in.dkv_batch + first * in.dkv_row;
-            attention_backward(gradients.q + q_at, gradients.k + kv_at, gradients.v + kv_at, d_out,
-                               lse.data(), delta.data(), in, Stream{});
+            for_keys([&](const AttentionInput<T>& keys) {
+                attention_backward(gradients.q + q_at, gradients.k + kv_at, gradients.v + kv_at, d_out,
+                                   lse.data(), delta.data(), keys, Stream{});
+            });
             const std::vector<float> statistics = lse.download();
             for (int h = 0; h < c.heads; h++)
                 std::copy_n(&statistics[h * count], count,
@@ -497,6 +524,39 @@ TYPED_TEST(Attention, TakesSomeQueriesAtATime) {
     check_ranges<TypeParam>({1, 3, 20, 900, 900, kByHead, 1, 3, 300}, {256});
 }
 
+// Keys in pieces are summed as if they came at once.
+template <class T>
+void check_pieces(const Case& c, int rows, int piece) {
+    check_ranges<T>(c, {rows});
+    with_case<T>(c, [&](const Arrays<T>& x, const DeviceArray<T>& dout, const Reference&) {
+        const Results<T> whole = run_in_ranges(c, x, dout, rows);
+        for_each_order([&] {
+            const Results<T> got = run_in_ranges(c, x, dout, rows, piece);
+            EXPECT_TRUE(bytes_of(got.out, got.lse) == bytes_of(whole.out, whole.lse)) << "forward";
+            EXPECT_TRUE(bytes_of(got.dq) == bytes_of(whole.dq)) << "backward of queries";
+            EXPECT_TRUE(bytes_of(got.dk, got.dv) == bytes_of(whole.dk, whole.dv)) << "backward of keys";
+            return got.bytes();
+        });
+    });
+}
+TYPED_TEST(Attention, TakesKeysInPieces) {
+    using enum Case::Layout;
+    if (kThreadSanitizer) GTEST_SKIP() << "slow";
+    const int length = 2 * kKeyPiece + 44;
+    for (const int size : {16, 21, 64, 128}) {
+        if (kSmallShapes && size == 16) continue;
+        Case c{1, 4, size, length, length, size == 21 ? kUnaligned : kPacked, 1, 2};
+        check_pieces<TypeParam>(c, kKeyPiece, kKeyPiece);
+        c.window = 150, c.alibi = true;
+        check_pieces<TypeParam>(c, kKeyPiece, kKeyPiece);
+        c.document = 200, c.dropout = 0.1;
+        check_pieces<TypeParam>(c, 100, kKeyPiece);
+    }
+    if (kFaithful) return;
+    check_pieces<TypeParam>({2, 2, 64, 2100, 2100, kPacked, 1, 1}, 700, 2 * kKeyPiece);
+    check_pieces<TypeParam>({1, 3, 20, 1300, 1300, kByHead, 1, 3, 300}, 512, kKeyPiece);
+}
+
 // What a range's rows are depends on no other: with whole tiles forward has the bits of all queries at once.
 TYPED_TEST(Attention, RangesOfWholeTilesHaveTheSameBitsForward) {
     if (kSmallShapes) GTEST_SKIP() << "slow";
@@ -586,6 +646,18 @@ TEST(HopperAttention, MatchesTheDefinition) {
         with_case<bf16>(c, [&](const auto& x, const auto& dout, const Reference& want) {
             for_each_order([&] { return run_case(c, x, dout, want); });
         });
+    }
+}
+
+TEST(HopperAttention, TakesKeysInPieces) {
+    if (!has_hopper_attention())
+        GTEST_SKIP() << "needs a GPU of compute capability 9.0, or the faithful build";
+    if (kThreadSanitizer) GTEST_SKIP() << "slow";
+    for (const int size : {64, 128}) {
+        Case c{1, 4, size, 300, 300, Case::kPacked, 1, 2};
+        c.hopper = true;
+        check_pieces<bf16>(c, kKeyPiece, kKeyPiece);
+        check_pieces<bf16>(c, 70, kKeyPiece);
     }
 }
 

@@ -1,0 +1,117 @@
+// parked_keys.h - the keys and values of a sequence whose rows go through a block in chunks, and in backward
+// the sums of their gradients: in pieces of a chunk's rows, which wait where parked inputs do.
+//
+// On the device are those of the chunk at hand and two rooms of a piece, and in backward two of its sums:
+// while queries attend to one piece, the next one comes. So nothing of keys and values grows there with the
+// sequence. The pieces are of one block and one sequence at a time.
+#pragma once
+
+#include <optional>
+#include <utility>
+
+#include "llmc/parked_room.h"
+
+template <class T>
+class ParkedKeys {
+  public:
+    ParkedKeys(Arena& arena, const Stream& stream)
+        : own_(arena, stream, Transfer::Keys), keys_(arena, stream, false), sums_(arena, stream, true) {}
+
+    // Pieces of so many rows; 0: keys are not parked. Sums wait in a place of their own.
+    void use(int64_t rows, Elsewhere* keys, Elsewhere* sums) {
+        rows_ = rows, place_ = keys, sums_place_ = sums;
+    }
+    bool parks() const { return rows_ > 0; }
+    int64_t rows() const { return rows_; }
+    // What a piece takes in either place, of rows of so many elements.
+    static size_t piece_bytes(int64_t rows, int64_t columns) {
+        return ParkedRoom::piece_bytes(static_cast<size_t>(rows * columns) * sizeof(T));
+    }
+    static size_t sums_bytes(int64_t rows, int64_t columns) {
+        return ParkedRoom::piece_bytes(static_cast<size_t>(rows * columns) * sizeof(float));
+    }
+
+    // The rooms for rows of so many elements, keys and values, until give_back().
+    void take(int64_t columns, bool with_sums) {
+        if (!parks()) return;
+        columns_ = columns;
+        const auto elements = static_cast<size_t>(rows_ * columns);
+        own_.take("keys_and_values", elements * sizeof(T), place_);
+        for (ParkedRoom& room : keys_.rooms) room.take("parked_keys", elements * sizeof(T), place_);
+        if (!with_sums) return;
+        for (ParkedRoom& room : sums_.rooms)
+            room.take("parked_sums", elements * sizeof(float), sums_place_, "gradient");
+    }
+    void give_back() {
+        own_.give_back();
+        keys_.give_back(), sums_.give_back();
+    }
+    // Before the first chunk of another sequence.
+    void begin() {
+        own_.join();
+        keys_.begin(), sums_.begin();
+    }
+    // Room for those of the chunk at hand, of `rows` rows; and stores them as a piece.
+    Tensor<T> own(int64_t rows) {
+        own_.join();
+        return Tensor<T>(own_.template data<T>(), {rows, columns_});
+    }
+    void store(int64_t piece) { own_.exchange(piece, {}); }
+    // A piece, until the one after the next is borrowed; that is piece `next` in all likelihood, and on its
+    // way then. Of those whose sums were borrowed, these are stored again.
+    Tensor<T> borrow(int64_t piece, int64_t next) {
+        return Tensor<T>(keys_.borrow(piece, next).template data<T>(), {rows_, columns_});
+    }
+    Tensor<float> borrow_sums(int64_t piece, int64_t next) {
+        return Tensor<float>(sums_.borrow(piece, next).template data<float>(), {rows_, columns_});
+    }
+
+  private:
+    static constexpr int64_t kNone = -1;
+    // Two rooms, of which one is used.
+    struct Ring {
+        ParkedRoom rooms[2];
+        const bool changes;  // what is borrowed is stored again
+        int64_t pieces[2] = {kNone, kNone};
+        bool changed[2] = {};
+        int used = 0;
+        Arena& arena;
+
+        Ring(Arena& arena, const Stream& stream, bool changes)
+            : rooms{{arena, stream, Transfer::Keys}, {arena, stream, Transfer::Keys}},
+              changes(changes),
+              arena(arena) {}
+        void begin() {
+            for (int i = 0; i < 2; i++) {
+                rooms[i].join();
+                pieces[i] = kNone, changed[i] = false;
+            }
+        }
+        void give_back() {
+            for (ParkedRoom& room : rooms) room.give_back();
+            begin();
+        }
+        // Of a loop one turn is rehearsed: a piece that was on its way, and the next one.
+        ParkedRoom& borrow(int64_t piece, int64_t next) {
+            const bool rehearsed = arena.rehearsing();
+            if (pieces[used] != piece || rehearsed) {
+                used = 1 - used;
+                if (pieces[used] != piece && !rehearsed) fetch(used, piece);
+            }
+            rooms[used].join();
+            changed[used] = changes;
+            if ((next != piece && next != pieces[1 - used]) || rehearsed) fetch(1 - used, next);
+            return rooms[used];
+        }
+        void fetch(int room, int64_t piece) {
+            const bool stores = std::exchange(changed[room], false) || (changes && arena.rehearsing());
+            rooms[room].exchange(stores ? std::optional(pieces[room]) : std::nullopt, piece);
+            pieces[room] = piece;
+        }
+    };
+
+    int64_t rows_ = 0, columns_ = 0;
+    Elsewhere *place_ = nullptr, *sums_place_ = nullptr;
+    ParkedRoom own_;
+    Ring keys_, sums_;
+};

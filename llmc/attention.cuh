@@ -491,8 +491,7 @@ Operation attention_operation(const char* name, const AttentionInput<T>& in, int
     const double seen =
         seen_before(end) - seen_before(first) - (seen_before(end - span) - seen_before(first - span));
     const double heads = static_cast<double>(in.batch) * in.heads;
-    const double q_rows = heads * in.queries,
-                 kv_rows = heads / in.group() * (in.keys - in.first_tile(in.first_key(0)));
+    const double q_rows = heads * in.queries, kv_rows = heads / in.group() * (in.keys - in.first_key(0));
     const double carried = ((in.continues ? 1 : 0) + (in.later > 0 ? 1 : 0)) * q_rows * sizeof(float);
     return Operation(name, 2.0 * heads * seen * in.head_size * products,
                      in.head_size * ((q_rows + kv_rows) * passes * sizeof(T) +

@@ -24,7 +24,8 @@
 // Distances of rows, of batch entries and of heads are in elements, so q, k and v may be columns of one
 // packed tensor: all heads of q, then those of k, then those of v; or the three of each head together.
 
-// Pieces of keys are whole tiles of all kernels, so that they are summed as if they came at once.
+// Pieces of keys are whole tiles of all kernels. So keys are summed as if they came at once; but for windows
+// and documents, with which tiles begin otherwise.
 constexpr int kKeyPiece = kFastCpu ? 256 : 128;
 // What a row's softmax is known by: its largest score, and the sums of exponentials of the lanes that share
 // it.
@@ -111,10 +112,11 @@ struct AttentionInput {
         const int of_document = document_key(b, query < queries ? query : queries - 1);
         return first > of_document ? first : of_document;
     }
-    // Where kernels begin that need no key before `first`: there, but in chunks with its whole tile.
+    // Where kernels begin that need no key before `first`: there, but in pieces with its whole tile, as tiles
+    // end where pieces do.
     SIMT_HOST_DEVICE int first_tile(int first) const {
         if (first > keys) first = keys;
-        return in_chunks ? first / kKeyPiece * kKeyPiece : first;
+        return carried ? first / kKeyPiece * kKeyPiece : first;
     }
     // Whether scores are products alone, and queries see all keys up to their own.
     bool plain() const { return span() == all_keys() && !alibi && !positions && !dropout; }

@@ -320,6 +320,7 @@ SIMT_DEVICE void continue_output(AttentionRows<kHead / 8>& o, OnlineSoftmax& sof
         const float* const statistics = in.carried_statistics(h, query);
         softmax.largest[r] = statistics[0], softmax.sum[r] = statistics[1 + lane() % 4];
     }
+    __syncwarp();  // before they are written
 }
 // Writes the output of the warp's 16 queries from `row` on, and unless it is null their lse; or, where more
 // pieces of keys come, what these begin with.

@@ -376,7 +376,8 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
         ->group(group);
     app.add_flag("--park-keys", o.park_keys,
                  "with --attention-rows, keys and values of the rows before those at hand wait where parked "
-                 "inputs do, and so do the sums of their gradients")
+                 "inputs do, and so do the sums of their gradients; with windows, and documents that share a "
+                 "sequence, last bits differ")
         ->group(group);
     app.add_option("--memory", o.memory,
                    "choose --recompute, --head-rows, --mlp-rows, --attention-rows, --batch and --grad-accum "

@@ -24,7 +24,7 @@ MODELS = {"gpt2": OPTIONS["gpt2"], "llama": OPTIONS["llama"], "qwen3": OPTIONS["
 
 
 def prepare(path, name):
-    make(path / "model", "--family", name.split("-")[0], "--layers", 2, "--vocab", VOCAB, "--positions", 2 * LENGTH,
+    make(path / "model", "--family", name.split("-")[0], "--layers", 2, "--vocab", VOCAB, "--positions", 2 * LENGTH + 50,
          "--dtype", "bf16", *MODELS[name])
     write_shard(path / "data.bin", random_tokens(VOCAB, 9000))
     return path
@@ -118,6 +118,70 @@ def test_all_that_changes_no_bit_beside_it(train, llama):
     assert trained(train, llama, "a", *one) == trained(train, llama, "b", *one, "--update-in-backward")
 
 
+PIECES = ("--seq-len", 2 * LENGTH, "--attention-rows", 256, "--mlp-rows", 256)  # two whole pieces of keys, and some more
+
+
+def check_parked_keys(train, work, *options):
+    """Where windows and documents are, tiles of keys begin otherwise, so that last bits differ."""
+    (loss, gradients), (parked_loss, parked) = (step(train, work, name, *options, *more)
+                                                for name, more in (("here", ()), ("parked", ("--park-keys",))))
+    assert loss == pytest.approx(parked_loss, rel=bound(train, 1e-6, 1e-4))
+    for name in gradients:
+        assert (gradients[name] - parked[name]).norm() <= bound(train, 2e-6, 1e-2) * gradients[name].norm(), name
+
+
+def test_parked_keys_change_no_bit(train, work):
+    """With all rows of a validation."""
+    if any(name in str(work) for name in ("mistral", "window")):
+        return check_parked_keys(train, work, *PIECES)
+    for options in ((), ("--dropout", 0.2)):
+        if options and not any(name in str(work) for name in ("gpt2", "bloom")):
+            continue
+        options = (*PIECES, *options, "--val-data", "data.bin", "--eval-batches", 2)
+        first = trained(train, work, "first", *options)
+        for more in (("--park-keys",), ("--park-keys", "--park", "all", "--grad-accum", 1)):
+            assert trained(train, work, "other", *options, *more) == first, more
+
+
+def test_parked_keys_of_windows_wider_than_a_piece(train, tmp_path):
+    """Of seven pieces a query sees two or three."""
+    make(tmp_path / "model", "--family", "mistral", "--layers", 2, "--heads", 4, "--kv-heads", 2, "--channels", 32, "--vocab",
+         VOCAB, "--positions", 1700, "--window", 400, "--dtype", "bf16")
+    write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 9000))
+    check_parked_keys(train, tmp_path, "--seq-len", 1700, "--attention-rows", 256, "--batch", 1, "--park", "all")
+
+
+def test_all_that_changes_no_bit_beside_parked_keys(train, llama):
+    """Threads, adapters, blocks on the disk, micro-batches by block, layers at other levels; and a resume."""
+    for options in (("--grad-accum", 2), ("--train", "lora", "--recompute", "norm:1,block:1"),
+                    ("--train", "prompt", "--soft-prompt", 9)):
+        first = trained(train, llama, "first", *PIECES, *options)
+        for more in (("--threads", 1), ("--weights", "disk"), ("--park", "all", "--by-block")):
+            assert trained(train, llama, "other", *PIECES, *options, *more, "--park-keys") == first, (options, more)
+    options = (*DATA, *PIECES, "--steps", 4, "--sample-tokens", 0, "--save-every", 2, "--keep", 0, "--park-keys")
+    train(*options, "--out", "out", cwd=llama)
+    whole = saved_bytes(llama / "out")
+    shutil.rmtree(llama / "out" / "step-00000004")
+    train("--resume", "out/step-00000002", cwd=llama)
+    assert saved_bytes(llama / "out") == whole
+
+
+@pytest.mark.parametrize("kind", ["llama", "bloom"])
+def test_only_the_stream_grows_with_the_sequence(train, tmp_path, kind):
+    make(tmp_path / "model", "--family", kind, "--layers", 2, "--heads", 2, "--channels", 64, "--vocab", 300, "--positions", 8192)
+    options = ("--model", tmp_path / "model", "--batch", 1, "--head-rows", 64, "--recompute", "block", "--mlp-rows", 256,
+               "--attention-rows", 256, "--park", "all", "--park-keys", "--sample-tokens", 0)
+    short, long = (train.plan(*options, "--seq-len", rows) for rows in (4096, 8192))
+    sizes = [{b["name"]: b["shape"] for b in plan["buffers"]} for plan in (short, long)]
+    of_all_rows = {"residual", "losses", "batch"}
+    if kind == "bloom":
+        of_all_rows |= {"embedded", "d_embedded", "embedding_mean", "embedding_rstd", "column_sums"}
+    assert {name for name in sizes[0] if sizes[0][name] != sizes[1][name]} <= of_all_rows
+    if kind == "llama":
+        stream = 4096 * 64 * (4 if train.precision == "fp32" else 2)
+        assert long["totals"]["activations"] - short["totals"]["activations"] <= 1.1 * stream
+
+
 def test_resume(train, llama):
     options = (*DATA, "--steps", 4, "--sample-tokens", 0, "--save-every", 2, "--keep", 0, "--attention-rows", 128)
     train(*options, "--out", "out", cwd=llama)
@@ -131,11 +195,13 @@ def test_validation(train, work):
     options = ("--model", "model", "--val-data", "data.bin", *DATA[4:-2], "--steps", 0, "--eval-batches", 2, "--log", "log")
     for length in (LENGTH, 257):  # the latter's last chunk is one row
         found = []
-        for rows in (0, 128, 256):
-            train(*options, "--seq-len", length, "--attention-rows", rows, cwd=work)
+        for rows in ((0,), (128,), (256,), (256, "--park-keys")):
+            train(*options, "--seq-len", length, "--attention-rows", *rows, cwd=work)
             found.append(by_key(read_log(work / "log"), "val_loss")[0])
             (work / "log").unlink()
-        assert found[1:] == found[:1] * 2
+        windows = any(name in str(work) for name in ("mistral", "window"))
+        assert found[1:-1] == found[:1] * 2
+        assert found[3] == (pytest.approx(found[0], rel=bound(train, 1e-6, 1e-4)) if windows else found[0])
 
 
 def test_packed_examples(train, tmp_path, tokenizer):
@@ -149,6 +215,8 @@ def test_packed_examples(train, tmp_path, tokenizer):
         options = ("--data", "data.jsonl", "--val-data", "data.jsonl", "--seq-len", length)
         assert check_step(train, tmp_path, 128, *options)
         assert check_step(train, tmp_path, 128, *options, "--park", "all")
+    options = ("--data", "data.jsonl", "--val-data", "data.jsonl", *PIECES)
+    check_parked_keys(train, tmp_path, *options)
 
 
 def test_dropout_from_any_element(train, tmp_path):
@@ -214,6 +282,7 @@ def test_automatic_rows(train):
 @pytest.mark.parametrize("values, named", [
     ({"--attention-rows": "-3"}, "--attention-rows"), ({"--attention-rows": "some"}, "--attention-rows"),
     ({"--attention-rows": "64"}, "multiple of 128"),
+    ({"--park-keys": True}, "--park-keys"), ({"--park-keys": True, "--attention-rows": "0"}, "--park-keys"),
     ({"--attention-rows": "128", "--lend": "half", "--weights": "disk", "--train": "lora"}, "--lend half")])
 def test_what_is_no_number_of_rows(train, llama, values, named):
     refused(train, llama, {"--model": "model", "--data": "data.bin", "--seq-len": "100"} | values, named)

@@ -6,9 +6,7 @@
 // all there is to recompute. The kernels are in llmc/*.cuh, each with its launcher; matrix products in
 // llmc/matmul.h.
 
-#include <fcntl.h>
 #include <omp.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -3022,27 +3020,6 @@ Options with_chosen_context(const Options& given, Choices& choices) {
     return chosen;
 }
 
-// --calibrate: measures the device, and writes what it does.
-void calibrate(const Options& o) {
-    check_device(o);
-    check_rates_writable(o.calibrate);
-    const WallClock clock;
-    const OwnStream stream;
-    Calibration<floatX> calibration(stream.get());
-    write_rates(o.calibrate, calibration.measure(), dtype_name<floatX>());
-    printf("measured %s in %.1f s, in %.0f MiB of memory: %s\n", device_name().c_str(), clock.seconds(),
-           mebibytes(calibration.most_bytes()), o.calibrate.c_str());
-}
-
-// Files that are opened must not get the numbers of standard streams that were closed.
-void open_standard_streams() {
-    while (true) {
-        const int file = open("/dev/null", O_RDWR);
-        if (file > 2) close(file);
-        if (file < 0 || file > 2) return;
-    }
-}
-
 int main(int argc, char** argv) {
     open_standard_streams();
     set_openmp_environment(argv);
@@ -3063,7 +3040,7 @@ int main(int argc, char** argv) {
         }
         start_threads(options.threads);
         tf32_products = options.tf32;
-        if (!options.calibrate.empty()) return calibrate(options), 0;
+        if (!options.calibrate.empty()) return check_device(options), calibrate<floatX>(options.calibrate), 0;
         Choices choices;
         options = with_chosen_context(options, choices);
         RunInputs inputs(options, std::move(resumed));

@@ -21,7 +21,8 @@
 #include "llmc/bench.h"
 #include "llmc/calibrate.h"
 #include "llmc/checkpoint.h"
-#include "llmc/chunk_rows.h"
+#include "llmc/chosen_context.h"
+#include "llmc/chosen_setting.h"
 #include "llmc/chunk_sums.h"
 #include "llmc/cross_entropy.cuh"
 #include "llmc/dataset.h"
@@ -419,6 +420,8 @@ class Gpt {
 // A run on the device: the model's state, the batch, the arena with its plans, and the loop over the steps.
 class Trainer {
   public:
+    using Element = floatX;  // of the weights
+
     // Takes no memory of the device yet.
     Trainer(const Options& options, RunInputs& inputs, Choices choices = {});
 
@@ -2823,202 +2826,7 @@ void Trainer::bench() {
         print_bench(stdout, r);
 }
 
-// ---- what the options ask for
-
-// The seconds of a micro-batch of a setting, or of a validation's where there is no training: what chunks of
-// rows are chosen by.
-double seconds_of_pass(Trainer& trial, const MemorySetting& s, const Options& o) {
-    trial.use(s);
-    const Plan plan = o.steps > 0 ? trial.rehearse_training(false, false) : trial.rehearse_validation(false);
-    return seconds_without_update(plan, rates_of<floatX>(o.rates, kChunkThreads));
-}
-
-// What --head-rows auto chooses for a setting: by a step, or by a validation where there is no training.
-int64_t automatic_head_rows(Trainer& trial, MemorySetting s, const Options& o, const RunInputs& inputs) {
-    if (!inputs.feeds()) return 0;
-    s.levels.assign(static_cast<size_t>(inputs.config.layers), 0);
-    s.mlp_rows = std::max<int64_t>(0, s.mlp_rows), s.attention_rows = std::max<int64_t>(0, s.attention_rows);
-    return choose_chunk_rows(int64_t{s.batch} * o.seq_len, kFewestHeadRows, [&](int64_t rows) {
-        s.head_rows = rows;
-        return seconds_of_pass(trial, s, o);
-    });
-}
-
-constexpr int kLastLevel = static_cast<int>(std::size(kRecomputeLevels)) - 1;  // the level
-
-// The same of --mlp-rows auto.
-int64_t automatic_mlp_rows(Trainer& trial, MemorySetting s, const Options& o, const RunInputs& inputs) {
-    if (!inputs.feeds()) return 0;
-    s.levels.assign(static_cast<size_t>(inputs.config.layers), kLastLevel);
-    s.head_rows = 0, s.attention_rows = 0;
-    return choose_chunk_rows(int64_t{s.batch} * o.seq_len, kFewestMlpRows, [&](int64_t rows) {
-        s.mlp_rows = rows;
-        return seconds_of_pass(trial, s, o);
-    });
-}
-
-// And of --attention-rows auto, with the rows of MLPs chosen.
-int64_t automatic_attention_rows(Trainer& trial, MemorySetting s, const Options& o, const RunInputs& inputs) {
-    if (!inputs.feeds()) return 0;
-    s.levels.assign(static_cast<size_t>(inputs.config.layers), kLastLevel);
-    s.head_rows = 0;
-    return choose_chunk_rows(o.seq_len, kFewestAttentionRows, [&](int64_t rows) {
-        s.attention_rows = rows;
-        return seconds_of_pass(trial, s, o);
-    });
-}
-
-// What --memory may have wait elsewhere, where no option says: beside a GPU in host memory, where that is
-// offered, else in files. `with_files` all that is trained may be in files there too. Beside a frozen model
-// the adapter's own state stays.
-Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
-    Movable m;
-    const bool frozen = static_cast<bool>(inputs.adapter), offered = o.has("--host-memory");
-    const bool moves = kHostIsDevice || offered;
-    std::vector<std::string> homes;
-    if (!kHostIsDevice) homes.push_back("host");
-    if (kHostIsDevice || with_files) homes.push_back("disk");
-    const std::string& home = homes.front();
-    if (!o.has("--weights") && !frozen && moves) m.weights = homes;
-    if (!o.has("--weights")) {
-        if (offered && home == "host" && inputs.may_lend_frozen(home)) m.weights = {home};
-        if (inputs.may_lend_frozen("disk")) m.weights.push_back("disk");
-    }
-    if (!o.has("--embeddings") && inputs.may_move_embeddings()) m.embeddings = {offered ? home : "disk"};
-    m.halves = !o.has("--lend") && frozen && o.attention_rows == 0;
-    const bool has_state = o.optimizer == "adamw" || (std::is_same_v<floatX, bf16> && o.master != "none");
-    if (!o.has("--gradients") && !frozen && !o.update_in_backward && moves) m.gradients = homes;
-    if (!o.has("--state") && !frozen && has_state && moves) m.state = homes;
-    m.updates = !kHostIsDevice && !o.has("--updates");
-    m.rooms = !o.has("--state-rooms");
-    m.inputs = !o.has("--park") && moves;
-    return m;
-}
-
-// The options with what --memory, --batch auto and --head-rows auto choose among other settings, by the
-// rehearsals of trainers that never run.
-Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& choices) {
-    if (kHostIsDevice) memory_free_at_start();
-    if (!given.has("--memory") && given.batch > 0 && given.head_rows >= 0 && given.mlp_rows >= 0 &&
-        given.attention_rows >= 0)
-        return given;
-    int64_t most = kMostTokens / given.seq_len;
-    std::optional<uint64_t> epoch;
-    if (inputs.data) {
-        epoch = SequenceLoader(*inputs.data, given.seq_len, given.seed, true).sequences_per_epoch();
-        most = std::min(most, static_cast<int64_t>(*epoch));
-    }
-    const auto rehearsals_of = [&](Trainer& trial) {
-        return Rehearsals{
-            inputs.config.layers,
-            most,
-            rates_of<floatX>(given.rates),
-            [&](const MemorySetting& s) { return trial.use(s), trial.rehearse(); },
-            [&](const MemorySetting& s) { return trial.use(s), trial.rehearse(false); },
-            [&](const MemorySetting& s) { return trial.use(s), trial.rehearse_training(false, false); },
-            [&](const MemorySetting& s) { return automatic_head_rows(trial, s, given, inputs); },
-            [&](const MemorySetting& s) { return automatic_mlp_rows(trial, s, given, inputs); },
-            [&](const MemorySetting& s) { return automatic_attention_rows(trial, s, given, inputs); }};
-    };
-    const bool budget = given.has("--memory");
-    if (budget && given.batch > 0) {
-        const auto mixes = [&](bool with_files) {
-            return residences_to_try(given, movable(given, inputs, with_files));
-        };
-        const auto fit = [&](const Options& mix, const BesideDevice& room, const Fit* best) {
-            Trainer trial(mix, inputs);
-            return fit_settings(mix, std::is_same_v<floatX, bf16>, rehearsals_of(trial), room, best);
-        };
-        Options chosen = fit_memory(given, mixes, fit, choices.memory);
-        remember_choice(given, chosen);
-        return chosen;
-    }
-    Trainer trial(given, inputs);
-    const Rehearsals rehearsals = rehearsals_of(trial);
-    MemorySetting s = setting_of(given);
-    s.levels = parse_levels(given.recompute, recompute_names(), inputs.config.layers, "--recompute");
-    if (given.batch == 0) {
-        if (!budget) check_device(given);
-        const FreeMemory room = budget ? FreeMemory{parse_bytes(given.memory, "--memory"), "--memory"}
-                                       : with_reserve(memory_free_at_start(), context_bytes());
-        s = fit_batch(s, room, batch_cap(given.seq_len, epoch), rehearsals, choices.batch);
-    } else {
-        s = rehearsals.with_rows(s);
-    }
-    Options chosen = given;
-    apply_setting(s, chosen);
-    remember_choice(given, chosen);
-    return chosen;
-}
-
-// The most tokens that a sequence of the data can have, `batch` of them in an epoch.
-int most_tokens_of_data(const Options& o) {
-    uint64_t most = kMostPositions;
-    for (const auto& [files, option] : {std::pair(&o.data, "--data"), {&o.val_data, "--val-data"}}) {
-        if (files->empty()) continue;
-        const std::unique_ptr<Dataset> data = open_data(*files, option);
-        if (data->is_examples())
-            fail("--context auto: examples of %s have lengths of their own: give --seq-len", option);
-        for (size_t s = 0; s < data->stream_count(); s++)
-            most = std::min(most, std::max<uint64_t>(2, data->token_count(s)) - 1);
-        if (files == &o.data && o.batch > 1)
-            most =
-                std::min(most, data->token_count() / (static_cast<uint64_t>(o.batch) + data->stream_count()));
-    }
-    return static_cast<int>(std::max<uint64_t>(1, most));
-}
-
-// --context auto: the options with the longest sequences that fit, by the plans of runs without data.
-Options with_chosen_context(const Options& given, Choices& choices) {
-    if (given.context.empty()) return given;
-    Options chosen = given;
-    if (!given.has("--batch")) chosen.batch = 1;
-    if (kHostIsDevice) memory_free_at_start();
-    if (!given.has("--memory")) check_device(given);
-    const FreeMemory room = given.has("--memory")
-                                ? FreeMemory{parse_bytes(given.memory, "--memory"), "--memory"}
-                                : with_reserve(memory_free_at_start(), context_bytes());
-    Options trial = chosen;
-    trial.plan = true;
-    trial.data.clear(), trial.val_data.clear();
-    trial.eval_every = 0;
-    trial.out = trial.resume = trial.timeline = trial.loss_by_position = "";
-    trial.given["--seq-len"] = {};  // as if it were given
-    const auto planned = [&](int tokens) {
-        trial.seq_len = tokens;
-        RunInputs inputs(trial, std::nullopt);
-        Choices ignored;
-        Trainer trainer(with_chosen_setting(trial, inputs, ignored), inputs);
-        const MemoryReport& r = trainer.rehearse();
-        const size_t more = given.loss_by_position.empty() ? 0 : static_cast<size_t>(tokens) * sizeof(float);
-        return std::pair(r.total() + more, r.seconds);
-    };
-    const auto fits = [&](int tokens) {
-        try {
-            return planned(tokens).first <= room.bytes;
-        } catch (const UserError&) {  // nothing that --memory may choose fits
-            return false;
-        }
-    };
-    trial.seq_len = 1;
-    const int by_model = static_cast<int>(
-        std::min<int64_t>(RunInputs(trial, std::nullopt).most_tokens(), kMostTokens / chosen.batch));
-    const int by_data = most_tokens_of_data(chosen), most = std::min(by_model, by_data);
-    if (const size_t least = planned(std::min(64, most)).first; least > room.bytes)
-        fail("--context auto: sequences of %d tokens take %.1f MiB and there are %.1f (%s)",
-             std::min(64, most), mebibytes(least), mebibytes(room.bytes), room.limit.c_str());
-    chosen.seq_len = fit_context(most, fits);
-    const std::string why = chosen.seq_len < most ? format("the most that fit %.1f MiB (%s)",
-                                                           mebibytes(room.bytes), room.limit.c_str())
-                            : by_data < by_model  ? "as many as the data have"
-                                                  : "all of the model's positions";
-    choices.context = format("%d tokens, %s; a step takes %.3g s by estimate", chosen.seq_len, why.c_str(),
-                             planned(chosen.seq_len).second);
-    chosen.given["--seq-len"] = {std::to_string(chosen.seq_len)};
-    chosen.given["--batch"] = {std::to_string(chosen.batch)};
-    chosen.given.erase("--context");
-    return chosen;
-}
+// ---- the program
 
 int main(int argc, char** argv) {
     open_standard_streams();
@@ -3042,9 +2850,9 @@ int main(int argc, char** argv) {
         tf32_products = options.tf32;
         if (!options.calibrate.empty()) return check_device(options), calibrate<floatX>(options.calibrate), 0;
         Choices choices;
-        options = with_chosen_context(options, choices);
+        options = with_chosen_context<Trainer>(options, choices);
         RunInputs inputs(options, std::move(resumed));
-        const Options chosen = with_chosen_setting(options, inputs, choices);
+        const Options chosen = with_chosen_setting<Trainer>(options, inputs, choices);
         Trainer trainer(chosen, inputs, std::move(choices));
         trainer.rehearse();
         if (options.plan)

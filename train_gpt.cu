@@ -56,9 +56,6 @@
 #include "llmc/rates_file.h"
 #include "llmc/recompute.h"
 #include "llmc/report.h"
-#include "llmc/residence_disk.h"
-#include "llmc/residence_host.h"
-#include "llmc/residence_trained.h"
 #include "llmc/residual.cuh"
 #include "llmc/rope.cuh"
 #include "llmc/run_inputs.h"
@@ -481,8 +478,7 @@ class Trainer {
         const auto done = static_cast<uint64_t>((step_ - first_step_) * o_.grad_accum + k);
         return static_cast<uint64_t>(first_sequence_) + done * batch();
     }
-    // The micro-batches that are on their way through the model together.
-    int passes() const { return o_.by_block ? o_.grad_accum : 1; }
+    int passes() const { return o_.passes(); }
     size_t dropout_keys() const { return drops() ? static_cast<size_t>(passes()) : 0; }
     bool drops() const { return o_.dropout > 0 || in_.adapter.dropout > 0; }
     uint64_t batch() const { return static_cast<uint64_t>(o_.batch); }
@@ -502,16 +498,6 @@ class Trainer {
         if (embeddings_) return EmbeddingsElsewhere::fields(config_);
         return quantized_head_ ? std::vector{head_field(config_)} : std::vector<Field>();
     }
-    bool lends() const { return quantized_ && quantized_->is_lent(); }
-    // Whether the blocks that are trained are not on the device.
-    bool lends_trained() const { return o_.steps > 0 && !in_.adapter && o_.weights != "device"; }
-    // The layers whose inputs are parked, and what those take that leave the device.
-    int parked_layers() const { return o_.park < 0 ? config_.layers : std::min(o_.park, config_.layers); }
-    Place place_of_parked() const;
-    // Rows of a sequence that are parked at a time, as attention takes them; 0: all.
-    int64_t parked_rows() const {
-        return o_.attention_rows < o_.seq_len + in_.adapter.prompt_tokens ? o_.attention_rows : 0;
-    }
     // With --loss-by-position, those of a validation: (seq_len).
     int64_t positions_with_loss() const { return o_.loss_by_position.empty() ? 0 : o_.seq_len; }
     TensorF position_losses() {
@@ -519,32 +505,11 @@ class Trainer {
         return positions_with_loss() > 0 ? TensorF(at, {positions_with_loss()}) : TensorF();
     }
     void report_stored();
-    void report_elsewhere();
-    // Whether the host's cores update: all that they need is with them or on the device.
-    bool updates_on_host() const {
-        return o_.updates == "host" && host_can_update(o_) && !trained().chunks().empty();
-    }
+    // Whether blocks' gradients do not come to the device to be updated with.
     bool gradients_stay_with_host() const {
-        return updates_on_host() && gpt_.lends_gradients() && !norm_of_each_unit_;
+        return places_.updates_on_host() && gpt_.lends_gradients() && !norm_of_each_unit_;
     }
-    // Where that of a unit is, given where it is on the device; with `on_host` blocks' are in that place.
-    template <class E>
-    UnitMemory<E> memory_of(int unit, E* on_device, bool on_host, const Elsewhere* place) const {
-        if (!on_host || !gpt_.is_block(unit)) return {on_device, false};
-        const auto block = static_cast<uint64_t>(unit - 1);
-        return {place ? reinterpret_cast<E*>(place->address(block * model_.block_bytes())) : nullptr, true};
-    }
-    // Where is what is trained and not on the device: the blocks, their gradients, and what only updates
-    // need.
-    Place place_of_trained_blocks() const;
-    Place place_of_block_gradients() const;
-    Place place_of_updated_state() const;
-    std::vector<size_t> trained_loan_bytes() const;
-    std::vector<size_t> loan_bytes() const;
-    Way loan_way() const { return way_from(named<Home>(kHomeNames, o_.weights)); }
-    void make_residence();
-    void make_places();
-    DiskResidence* on_disk() const { return dynamic_cast<DiskResidence*>(residence_.get()); }
+    void use_places();
     void load_gguf();
     void merge();
     void save_base() const;
@@ -579,11 +544,8 @@ class Trainer {
     Plans plans_;
     MemoryReport report_;
     const Choices choices_;
-    const Rates rates_;                               // that estimates are by
-    std::unique_ptr<Residence> residence_;            // of matrices that are not on the device
-    std::unique_ptr<Elsewhere> parking_;              // of blocks' inputs between forward and backward
-    std::unique_ptr<Residence> gradients_residence_;  // and of blocks' gradients
-    std::unique_ptr<Elsewhere> trained_blocks_, block_gradients_, updated_state_;  // of what is trained
+    const Rates rates_;  // that estimates are by
+    Places<floatX> places_;
     StepGraphs graphs_;
     bool replays_;                                 // whether steps are run through them
     size_t used_before_ = 0;                       // of the device's memory
@@ -710,7 +672,7 @@ void Trainer::run_step(Plan& plan, Operations&& operations) {
 
 // A micro-batch forward and backward, or those that are together; and the update in backward where it is.
 void Trainer::micro_batch(float loss_scale) {
-    if (o_.update_in_backward && !updates_on_host()) {  // each unit when its gradients are complete
+    if (o_.update_in_backward && !places_.updates_on_host()) {  // each unit when its gradients are complete
         std::vector<int> units;
         for (int unit = config_.layers + 1; unit >= 0; unit--) units.push_back(unit);
         ring_.take(trained(), units, o_.state_rooms);
@@ -733,13 +695,14 @@ void Trainer::update() {
         TensorF norm = metrics_.norms().rows_at(0, 1);
         norm_of_sums(norm, metrics_.sums(), stream_);
     }
-    if (!updates_on_host()) ring_.take(state, units, o_.state_rooms);
+    if (!places_.updates_on_host()) ring_.take(state, units, o_.state_rooms);
     for (const int unit : units) {
         const int next = unit < config_.layers ? unit : kNoLoan;
         TensorX gradients;
         {
             Range range_of_unit("update", unit);
-            if (lends_trained() && gpt_.is_block(unit) && !updates_on_host()) gpt_.borrow(unit - 1, next);
+            if (places_.lends_trained() && gpt_.is_block(unit) && !places_.updates_on_host())
+                gpt_.borrow(unit - 1, next);
             if (!gpt_.is_block(unit) || !gradients_stay_with_host())
                 gradients = gpt_.gradients_of(unit, next);
         }
@@ -762,12 +725,11 @@ void Trainer::update_unit(int unit, const floatX* gradients) {
         TensorF scratch = arena_.take<float>("norm_partials", {kNormBlocks});
         global_norm(norm, scratch, gradients, u.size, stream_);
     }
-    if (updates_on_host())
-        return host_updates_.update(
-            state, unit,
-            memory_of(unit, state.template data<floatX>(StatePart::Weights, u.offset), lends_trained(),
-                      trained_blocks_.get()),
-            memory_of(unit, gradients, gradients_stay_with_host(), block_gradients_.get()), norm);
+    if (places_.updates_on_host()) {
+        floatX* const on_device = state.template data<floatX>(StatePart::Weights, u.offset);
+        return host_updates_.update(state, unit, places_.weights_of(unit, on_device),
+                                    places_.gradients_of(unit, gradients, gradients_stay_with_host()), norm);
+    }
     floatX* const weights = gpt_.weights_to_update(unit);
     if (state.chunks().empty())
         return optimizer_update(factors_, arrays_of_unit(state, u, weights, gradients), norm, stream_);
@@ -2329,6 +2291,7 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
                o_.steps == 0 || norm_of_each_unit_ ? 0 : square_sums_.first.back()),
       choices_(std::move(choices)),
       rates_(rates_of<floatX>(o_.rates)),
+      places_(o_, in_.adapter.prompt_tokens, model_, trained(), pointer_to(quantized_)),
       replays_(o_.graph == "on") {
     check_attention<floatX>(o_, config_);
     if (o_.update_in_backward)
@@ -2355,7 +2318,7 @@ SquareSums Trainer::make_square_sums() const {
 StateOptions Trainer::model_options() const {
     if (in_.adapter) return {.training = false};
     StateOptions options = state_options<floatX>(o_);
-    if (lends_trained()) options.blocks = named<Home>(kHomeNames, o_.weights);
+    if (o_.steps > 0) options.blocks = named<Home>(kHomeNames, o_.weights);
     return options;
 }
 
@@ -2375,11 +2338,16 @@ void Trainer::use(const MemorySetting& s) {
     micro_.dropout = o_.dropout;
     micro_.lora_dropout = in_.adapter.dropout;
     micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
-    gpt_.park_in(parking_.get(), parked_layers(), passes(), parked_rows());
-    gpt_.borrow_from(residence_.get(), loan_way(), loan_bytes());
-    gpt_.borrow_gradients_from(gradients_residence_.get(), trained_loan_bytes());
-    gpt_.borrow_embeddings();
+    use_places();
     for (int level : s.levels) micro_.keep.push_back(kRecomputeLevels[level].keep);
+}
+
+// Has the model borrow from where things live, and park there.
+void Trainer::use_places() {
+    gpt_.borrow_from(places_.blocks(), way_from(named<Home>(kHomeNames, o_.weights)), places_.block_loans());
+    gpt_.borrow_gradients_from(places_.gradients(), places_.gradient_loans());
+    gpt_.borrow_embeddings();
+    gpt_.park_in(places_.parking(), places_.parked_layers(), passes(), places_.parked_rows());
 }
 
 Plan Trainer::rehearse_training(bool adds, bool placed) {
@@ -2419,7 +2387,8 @@ const MemoryReport& Trainer::rehearse(bool placed) {
         plans_.first_prompt = arena_.rehearse([&] { gpt_.token_embeddings(in_.first_prompt); });
     report_ =
         make_report<floatX>(o_, plans_, in_.tokenizer ? in_.tokenizer->held_bytes() : 0, choices_, rates_);
-    report_elsewhere();
+    places_.add_to(report_);
+    if (embeddings_) embeddings_->add_to(report_);
     report_stored();
     report_.parameters = whole_.count();
     report_.trained = adapter_ ? adapter_->layout.count() : report_.parameters;
@@ -2438,28 +2407,6 @@ void Trainer::report_stored() {
         for (const Work& w : plan->work)
             if (w.name == std::string_view("dequantize"))
                 report_.widening_seconds += runs * rates_.seconds(w);
-}
-
-// What the run takes of other memory than the device's.
-void Trainer::report_elsewhere() {
-    const Place parked = place_of_parked();
-    report_.pinned = parked.pinned();
-    report_.parked = parked.in_file();
-    report_.on_disk = report_.working = 0;
-    for (const Place& p : {place_of_trained_blocks(), place_of_block_gradients(), place_of_updated_state()}) {
-        report_.pinned += p.pinned();
-        report_.working += p.in_file();
-    }
-    if (updates_on_host()) report_.pinned += HostUpdates<floatX>::pinned_bytes(trained());
-    if (embeddings_) {
-        if (embeddings_->home() == Home::Disk) report_.on_disk += embeddings_->bytes();
-        report_.pinned += embeddings_->pinned_bytes();
-    }
-    if (!lends()) return;
-    const bool disk = quantized_->home() == Home::Disk;
-    if (disk) report_.on_disk += quantized_->bytes();
-    if (!kHostIsDevice)
-        report_.pinned += disk ? DiskResidence::bytes(quantized_->largest_loan()) : quantized_->bytes();
 }
 
 // The device, there to be used.
@@ -2549,12 +2496,12 @@ void Trainer::take_memory() {
     model_.allocate();
     for (std::optional<QuantizedWeights>* weights : {&quantized_, &quantized_head_})
         if (*weights) (*weights)->allocate();
-    if (lends()) make_residence();
     if (embeddings_) embeddings_->allocate();
-    gpt_.borrow_embeddings();
-    make_places();
-    if (residence_ || embeddings_ || parking_ || block_gradients_ || updated_state_)
-        metrics_.count_waiting(stream_);
+    places_.make();
+    use_places();
+    ring_.use(places_.updated_state());
+    if (places_.updates_on_host()) host_updates_.allocate(trained(), *places_.updated_state());
+    if (places_.any() || embeddings_) metrics_.count_waiting(stream_);
     if (adapter_) adapter_->allocate();
     const int length = in_.feeds() ? o_.seq_len + in_.adapter.prompt_tokens : 0;
     if (const std::vector<float> positions = position_factors(config_, length); !positions.empty()) {
@@ -2568,80 +2515,6 @@ void Trainer::take_memory() {
     forbid_device_allocation();
 }
 
-// What the blocks' matrices are lent from.
-void Trainer::make_residence() {
-    if (quantized_->home() == Home::Disk)
-        residence_ = std::make_unique<DiskResidence>(quantized_->largest_loan());
-    else
-        residence_ = std::make_unique<HostResidence>([this](int loan) { return quantized_->loan(loan); });
-    gpt_.borrow_from(residence_.get(), loan_way(), loan_bytes());
-}
-
-// Where each lives that is not on the device. Blocks come and go one at a time, and the next waits for the
-// one before it only where both would use the same pinned memory.
-Place Trainer::place_of_trained_blocks() const {
-    const size_t bytes = lends_trained() ? model_.block_bytes() : 0;
-    return {"--weights disk", model_.options.blocks, static_cast<size_t>(config_.layers) * bytes, bytes, 2};
-}
-
-Place Trainer::place_of_block_gradients() const {
-    const size_t bytes = gpt_.lends_gradients() ? model_.block_bytes() : 0;
-    return {"--gradients disk", model_.options.block_gradients, static_cast<size_t>(config_.layers) * bytes,
-            bytes, 2};
-}
-
-Place Trainer::place_of_updated_state() const {
-    const State<floatX>& state = trained();
-    return {"--state disk", state.options.updated, state.chunks().size() * state.chunk_bytes(),
-            state.chunk_bytes(), StateRing::most_rooms(state, o_.state_rooms)};
-}
-
-// Of blocks' inputs between forward and backward.
-Place Trainer::place_of_parked() const {
-    const int64_t length = o_.seq_len + in_.adapter.prompt_tokens;
-    const Shape input = {o_.batch, length, config_.channels};
-    if (const int64_t rows = parked_rows(); rows > 0) {
-        const size_t of_chunk = ParkedRows<floatX>::chunk_bytes(input, rows);
-        const int64_t chunks = parked_layers() * passes() * ParkedRows<floatX>::chunks(input, rows);
-        return {"--park", Parked::kHome, o_.steps > 0 ? static_cast<size_t>(chunks) * of_chunk : 0, of_chunk,
-                2};
-    }
-    const size_t bytes = o_.steps > 0 ? Parked::stored_bytes(input) : 0;
-    return {"--park", Parked::kHome, static_cast<size_t>(Parked::stored(parked_layers(), passes())) * bytes,
-            bytes, 2};
-}
-
-void Trainer::make_places() {
-    trained_blocks_ = place_of_trained_blocks().make();
-    block_gradients_ = place_of_block_gradients().make();
-    updated_state_ = place_of_updated_state().make();
-    parking_ = place_of_parked().make();
-    gpt_.park_in(parking_.get(), parked_layers(), passes(), parked_rows());
-    trained().lie_in(trained_blocks_.get(), block_gradients_.get(), updated_state_.get());
-    ring_.use(updated_state_.get());
-    if (updates_on_host()) host_updates_.allocate(trained(), *updated_state_);
-    if (trained_blocks_) {
-        residence_ = std::make_unique<TrainedResidence>(*trained_blocks_, model_.block_bytes());
-        gpt_.borrow_from(residence_.get(), loan_way(), loan_bytes());
-    }
-    if (block_gradients_) {
-        gradients_residence_ = std::make_unique<TrainedResidence>(*block_gradients_, model_.block_bytes());
-        gpt_.borrow_gradients_from(gradients_residence_.get(), trained_loan_bytes());
-    }
-}
-
-// Of each loan of blocks that are trained, or of their gradients.
-std::vector<size_t> Trainer::trained_loan_bytes() const {
-    return std::vector<size_t>(static_cast<size_t>(config_.layers),
-                               TrainedResidence::room_bytes(model_.block_bytes()));
-}
-
-// Of each loan.
-std::vector<size_t> Trainer::loan_bytes() const {
-    if (lends_trained()) return trained_loan_bytes();
-    return lends() ? quantized_->loan_bytes() : std::vector<size_t>();
-}
-
 void Trainer::load() {
     if (adapter_ || in_.resumed.empty()) {
         if (parse_new_model(o_.model))
@@ -2650,7 +2523,7 @@ void Trainer::load() {
             arena_.run(plans_.load, [&] { load_gguf(); });
         else
             load_weights(model_, in_.model, [&](const SafetensorsFolder& files, auto& used) {
-                if (DiskResidence* disk = on_disk())
+                if (DiskResidence* disk = places_.blocks_in_files())
                     quantized_->find(files, config_, used, [&](const LoanOnDisk& b) { disk->add(b); });
                 else if (quantized_)
                     quantized_->load<floatX>(files, config_, used);
@@ -2689,7 +2562,7 @@ void Trainer::load_gguf() {
         return room.data();
     });
     if (embeddings_) embeddings_->open(*in_.gguf);
-    if (DiskResidence* disk = on_disk())
+    if (DiskResidence* disk = places_.blocks_in_files())
         quantized_->find(*in_.gguf, [&](const LoanOnDisk& b) { disk->add(b); });
     else
         quantized_->load(*in_.gguf);

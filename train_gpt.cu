@@ -39,6 +39,7 @@
 #include "llmc/head_norm.cuh"
 #include "llmc/host_updates.h"
 #include "llmc/lora.cuh"
+#include "llmc/loss_by_position.h"
 #include "llmc/matmul.h"
 #include "llmc/matmul_search.h"
 #include "llmc/merged_file.h"
@@ -449,8 +450,6 @@ class Trainer {
     void update();
     std::optional<double> validate();
     void validate_and_log();
-    void begin_position_losses();
-    void log_position_losses(double loss);
     void do_what_is_due();
     void sample();
     void save();
@@ -498,13 +497,6 @@ class Trainer {
         if (embeddings_) return EmbeddingsElsewhere::fields(config_);
         return quantized_head_ ? std::vector{head_field(config_)} : std::vector<Field>();
     }
-    // With --loss-by-position, those of a validation: (seq_len).
-    int64_t positions_with_loss() const { return o_.loss_by_position.empty() ? 0 : o_.seq_len; }
-    TensorF position_losses() {
-        float* const at = reinterpret_cast<float*>(position_losses_memory_.data());
-        return positions_with_loss() > 0 ? TensorF(at, {positions_with_loss()}) : TensorF();
-    }
-    void report_stored();
     // Whether blocks' gradients do not come to the device to be updated with.
     bool gradients_stay_with_host() const {
         return places_.updates_on_host() && gpt_.lends_gradients() && !norm_of_each_unit_;
@@ -537,9 +529,8 @@ class Trainer {
     const bool norm_of_each_unit_;
     const SquareSums square_sums_;  // where the norm is that of all units
     Metrics metrics_;
-    DeviceBuffer factors_memory_, positions_memory_, dropout_memory_, position_losses_memory_;
-    std::vector<uint64_t> position_counts_;  // with --loss-by-position, of a validation
-    LogFile position_log_;
+    DeviceBuffer factors_memory_, positions_memory_, dropout_memory_;
+    LossByPosition loss_by_position_;   // of a validation
     UpdateFactors* factors_ = nullptr;  // on the device: of the current step
     Plans plans_;
     MemoryReport report_;
@@ -654,8 +645,7 @@ void Trainer::feed(Feeder& feeder, SequenceLoader& loader, uint64_t first, uint6
     const Feeder::Slot slot = feeder.slot();
     loader.fill_batch(first, count, slot.inputs, slot.targets, slot.positions, slot.ends);
     if (slot.loss_scale) *slot.loss_scale = loss_scale;
-    if (!position_counts_.empty() && &loader == &*val_loader_)
-        count_positions(position_counts_, slot.targets, slot.positions);
+    if (val_loader_ && &loader == &*val_loader_) loss_by_position_.count(slot.targets, slot.positions);
     feeder.send(stream_);
 }
 
@@ -753,36 +743,19 @@ std::optional<double> Trainer::validate() {
     metrics_.finish();
     const uint64_t sequences = validation_sequences();
     device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
-    begin_position_losses();
+    loss_by_position_.begin(stream_);
     // The same in every call, as run_step() asks for.
     const float scale = mean_scale(val_loader_->tokens_with_loss(0, sequences));
     for (uint64_t first = 0; first < sequences; first += batch()) {
         if (interrupted) return std::nullopt;
         feed(feeders_[0], *val_loader_, first, std::min(batch(), sequences - first), scale);
         run_step(plans_.evaluate, [&] {
-            gpt_.evaluate(feeders_[0].batch(), micro_, scale, metrics_.loss(), position_losses());
+            gpt_.evaluate(feeders_[0].batch(), micro_, scale, metrics_.loss(), loss_by_position_.sums());
         });
     }
     float loss = 0;
     copy_to_host(&loss, metrics_.loss().data(), sizeof loss, stream_);
     return double{loss};
-}
-
-void Trainer::begin_position_losses() {
-    TensorF sums = position_losses();
-    if (sums) device_fill(sums.data(), 0, static_cast<size_t>(sums.bytes()), stream_);
-    position_counts_.assign(static_cast<size_t>(positions_with_loss()), 0);
-}
-
-// Writes the line of a validation's losses by position, of which `loss` is the mean.
-void Trainer::log_position_losses(double loss) {
-    if (position_counts_.empty()) return;
-    std::vector<float> sums(position_counts_.size());
-    copy_to_host(sums.data(), position_losses().data(), sums.size() * sizeof(float), stream_);
-    position_log_.write({{"step", step_},
-                         {"val_loss", loss},
-                         {"seq_len", o_.seq_len},
-                         {"contexts", position_losses_json(sums, position_counts_)}});
 }
 
 void Trainer::validate_and_log() {
@@ -794,7 +767,7 @@ void Trainer::validate_and_log() {
         printf("validation loss %.6f, perplexity %.4f: %llu sequences of %d tokens\n", *loss, std::exp(*loss),
                static_cast<unsigned long long>(validation_sequences()), o_.seq_len);
     metrics_.log().write({{"step", step_}, {"val_loss", *loss}});
-    log_position_losses(*loss);
+    loss_by_position_.end(step_, *loss, stream_);
 }
 
 uint64_t Trainer::validation_sequences() const {
@@ -2289,6 +2262,7 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       square_sums_(make_square_sums()),
       metrics_(static_cast<int64_t>(model_.layout.units().size()), norm_of_each_unit_,
                o_.steps == 0 || norm_of_each_unit_ ? 0 : square_sums_.first.back()),
+      loss_by_position_(o_.loss_by_position.empty() ? 0 : o_.seq_len),
       choices_(std::move(choices)),
       rates_(rates_of<floatX>(o_.rates)),
       places_(o_, in_.adapter.prompt_tokens, model_, trained(), pointer_to(quantized_)),
@@ -2357,7 +2331,8 @@ Plan Trainer::rehearse_training(bool adds, bool placed) {
 
 Plan Trainer::rehearse_validation(bool placed) {
     return arena_.rehearse(
-        [&] { gpt_.evaluate(feeders_[0].batch(), micro_, 1, metrics_.loss(), position_losses()); }, placed);
+        [&] { gpt_.evaluate(feeders_[0].batch(), micro_, 1, metrics_.loss(), loss_by_position_.sums()); },
+        placed);
 }
 
 const MemoryReport& Trainer::rehearse(bool placed) {
@@ -2389,24 +2364,13 @@ const MemoryReport& Trainer::rehearse(bool placed) {
         make_report<floatX>(o_, plans_, in_.tokenizer ? in_.tokenizer->held_bytes() : 0, choices_, rates_);
     places_.add_to(report_);
     if (embeddings_) embeddings_->add_to(report_);
-    report_stored();
+    if (quantized_) add_stored<floatX>(report_, *quantized_, plans_, o_.grad_accum, rates_);
     report_.parameters = whole_.count();
     report_.trained = adapter_ ? adapter_->layout.count() : report_.parameters;
-    report_.buffers =
-        buffers_of(model_, pointer_to(quantized_), pointer_to(quantized_head_), embeddings_.has_value(),
-                   pointer_to(adapter_), feeders, metrics_.count(), dropout_keys(), positions_with_loss());
+    report_.buffers = buffers_of(model_, pointer_to(quantized_), pointer_to(quantized_head_),
+                                 embeddings_.has_value(), pointer_to(adapter_), feeders, metrics_.count(),
+                                 dropout_keys(), loss_by_position_.numbers());
     return report_;
-}
-
-// What is saved by matrices in fewer bits than the build's, and what that costs a step.
-void Trainer::report_stored() {
-    if (!quantized_) return;
-    const size_t whole = static_cast<size_t>(quantized_->elements()) * sizeof(floatX);
-    report_.narrower = whole - std::min(whole, quantized_->bytes());
-    for (const auto& [plan, runs] : {std::pair(&plans_.train, 1), {&plans_.add, o_.grad_accum - 1}})
-        for (const Work& w : plan->work)
-            if (w.name == std::string_view("dequantize"))
-                report_.widening_seconds += runs * rates_.seconds(w);
 }
 
 // The device, there to be used.
@@ -2451,7 +2415,7 @@ void Trainer::prepare() {
         metrics_.print_to(StepLines(stdout, first_step_, o_.steps, o_.print_every,
                                     {step_tokens(), step_flops(), peak.flops}));
     metrics_.log().open(o_.log, !o_.resume.empty());
-    position_log_.open(o_.loss_by_position, !o_.resume.empty(), "--loss-by-position");
+    loss_by_position_.open(o_.loss_by_position, !o_.resume.empty());
     if (loader_ && trains()) print_data();
 }
 
@@ -2489,8 +2453,7 @@ void Trainer::take_memory() {
     factors_ = reinterpret_cast<UpdateFactors*>(factors_memory_.data());
     for (Feeder& f : feeders_)
         if (in_.feeds()) f.allocate();
-    if (const size_t bytes = static_cast<size_t>(positions_with_loss()) * sizeof(float); bytes > 0)
-        position_losses_memory_ = DeviceBuffer(bytes, "the losses by position");
+    loss_by_position_.allocate();
     if (drops()) dropout_memory_ = DeviceBuffer(dropout_keys() * sizeof(uint64_t), "the dropout's keys");
     micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
     model_.allocate();

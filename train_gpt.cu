@@ -25,6 +25,7 @@
 #include "llmc/chosen_setting.h"
 #include "llmc/chunk_sums.h"
 #include "llmc/cross_entropy.cuh"
+#include "llmc/data_lines.h"
 #include "llmc/dataset.h"
 #include "llmc/device_rates.h"
 #include "llmc/documents.h"
@@ -427,7 +428,8 @@ class Trainer {
     void bench();
     void print_plan() const;
 
-    // Another batch, other formats of the state, other levels of recompute: for who looks for the best.
+    // Another batch, other formats of the state, other levels of recompute: for who looks for the best
+    // (chosen_setting.h).
     void use(const MemorySetting& s);
     Plan rehearse_training(bool adds, bool placed);
     Plan rehearse_validation(bool placed);
@@ -464,7 +466,6 @@ class Trainer {
     void take_memory();
     void load();
     void print_start() const;
-    void print_data() const;
     void forward_step();
 
     bool is_time(int64_t every) const { return every > 0 && step_ > 0 && step_ % every == 0; }
@@ -476,6 +477,11 @@ class Trainer {
     uint64_t first_of(int k) const {
         const auto done = static_cast<uint64_t>((step_ - first_step_) * o_.grad_accum + k);
         return static_cast<uint64_t>(first_sequence_) + done * batch();
+    }
+    // The sequences of all steps, those before a resume among them.
+    double sequences_of_run() const {
+        const int64_t steps = std::max<int64_t>(0, o_.steps - first_step_);
+        return static_cast<double>(first_sequence_) + static_cast<double>(steps) * o_.batch * o_.grad_accum;
     }
     int passes() const { return o_.passes(); }
     size_t dropout_keys() const { return drops() ? static_cast<size_t>(passes()) : 0; }
@@ -2394,11 +2400,7 @@ void Trainer::print_plan() const {
 void Trainer::prepare() {
     used_before_ = device_bytes_in_use();
     if (saves()) prepare_saves();
-    if (in_.data && in_.data->is_text() && !in_.val_data && trains())
-        fprintf(stderr, "no validation: %s; it is trained on too\n",
-                in_.data->is_examples()
-                    ? "a tenth of each file's examples is none, or has nothing to learn"
-                    : format("the text's last tenth is no sequence of %d", o_.seq_len).c_str());
+    if (trains()) remark_no_validation(in_, o_.seq_len);
     PeakRate peak = {};
     if (trains()) print_plan();
     require_memory(report_, memory_free_at_start(), trains());
@@ -2416,7 +2418,9 @@ void Trainer::prepare() {
                                     {step_tokens(), step_flops(), peak.flops}));
     metrics_.log().open(o_.log, !o_.resume.empty());
     loss_by_position_.open(o_.loss_by_position, !o_.resume.empty());
-    if (loader_ && trains()) print_data();
+    if (loader_ && trains())
+        print_data(o_, in_, *loader_, val_loader_,
+                   {sequences_of_run(), val_loader_ ? validation_sequences() : 0});
 }
 
 void Trainer::prepare_saves() {
@@ -2552,35 +2556,6 @@ void Trainer::begin_prompt() {
     std::vector<float> values;
     for (const floatX x : rows) values.push_back(to_float(x));
     put_weights(*adapter_, 0, values);
-}
-
-// What the data are, and how much of them the run reads.
-void Trainer::print_data() const {
-    const auto number = [](uint64_t n) { return static_cast<unsigned long long>(n); };
-    const uint64_t epoch = loader_->sequences_per_epoch();
-    const double read =
-        static_cast<double>(first_sequence_) +
-        static_cast<double>(std::max<int64_t>(0, o_.steps - first_step_)) * o_.batch * o_.grad_accum;
-    if (in_.data->is_examples()) {
-        printf(
-            "data: %zu examples, %llu tokens, %llu of them with loss, in %llu sequences of %d, %.1f%% "
-            "padding",
-            in_.data->examples().size(), number(in_.data->token_count()),
-            number(loader_->tokens_with_loss(0, epoch)), number(epoch), o_.seq_len, 100 * loader_->padding());
-    } else {
-        printf("data: %llu tokens in %llu sequences of %d", number(in_.data->token_count()), number(epoch),
-               o_.seq_len);
-    }
-    printf("; %lld steps read %.0f sequences, %.2f epochs", static_cast<long long>(o_.steps), read,
-           read / static_cast<double>(epoch));
-    if (val_loader_)
-        printf("; a validation reads %llu of %llu", number(validation_sequences()),
-               number(val_loader_->sequences_per_epoch()));
-    printf("\n");
-    for (const Dataset* d : {in_.data.get(), in_.val_data.get()})
-        if (d && d->examples_cut() > 0)
-            printf("%s: %llu examples are longer than a sequence and were cut to %d tokens\n",
-                   d->stream_name(0).c_str(), number(d->examples_cut()), o_.seq_len + 1);
 }
 
 // What a user might not expect of what begins now.

@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <array>
 #include <functional>
-#include <memory>
 #include <numeric>
 #include <optional>
 

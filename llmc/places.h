@@ -95,8 +95,8 @@ class Places {
     Elsewhere* updated_state() const { return updated_state_.get(); }
     Elsewhere* parking() const { return parking_.get(); }
     bool any() const { return blocks_ || gradients_ || updated_state_ || parking_; }
-    // Where the weights of a unit are, or its gradients, given where they are on the device; blocks'
-    // gradients may be left with the host.
+    // Where the weights of a unit are, or its gradients, given where they are if on the device; `with_host`
+    // says that blocks' gradients do not come there.
     UnitMemory<T> weights_of(int unit, T* on_device) const {
         return memory_of(unit, on_device, lends_trained(), trained_blocks_.get());
     }

@@ -6,14 +6,11 @@
 // all there is to recompute. The kernels are in llmc/*.cuh, each with its launcher; matrix products in
 // llmc/matmul.h.
 
-#include <fcntl.h>
 #include <omp.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <functional>
-#include <memory>
 #include <numeric>
 #include <optional>
 
@@ -23,9 +20,11 @@
 #include "llmc/bench.h"
 #include "llmc/calibrate.h"
 #include "llmc/checkpoint.h"
-#include "llmc/chunk_rows.h"
+#include "llmc/chosen_context.h"
+#include "llmc/chosen_setting.h"
 #include "llmc/chunk_sums.h"
 #include "llmc/cross_entropy.cuh"
+#include "llmc/data_lines.h"
 #include "llmc/dataset.h"
 #include "llmc/device_rates.h"
 #include "llmc/documents.h"
@@ -40,6 +39,7 @@
 #include "llmc/head_norm.cuh"
 #include "llmc/host_updates.h"
 #include "llmc/lora.cuh"
+#include "llmc/loss_by_position.h"
 #include "llmc/matmul.h"
 #include "llmc/matmul_search.h"
 #include "llmc/merged_file.h"
@@ -58,9 +58,6 @@
 #include "llmc/rates_file.h"
 #include "llmc/recompute.h"
 #include "llmc/report.h"
-#include "llmc/residence_disk.h"
-#include "llmc/residence_host.h"
-#include "llmc/residence_trained.h"
 #include "llmc/residual.cuh"
 #include "llmc/rope.cuh"
 #include "llmc/run_inputs.h"
@@ -431,6 +428,8 @@ class Gpt {
 // A run on the device: the model's state, the batch, the arena with its plans, and the loop over the steps.
 class Trainer {
   public:
+    using Element = floatX;  // of the weights
+
     // Takes no memory of the device yet.
     Trainer(const Options& options, RunInputs& inputs, Choices choices = {});
 
@@ -438,7 +437,8 @@ class Trainer {
     void bench();
     void print_plan() const;
 
-    // Another batch, other formats of the state, other levels of recompute: for who looks for the best.
+    // Another batch, other formats of the state, other levels of recompute: for who looks for the best
+    // (chosen_setting.h).
     void use(const MemorySetting& s);
     Plan rehearse_training(bool adds, bool placed);
     Plan rehearse_validation(bool placed);
@@ -461,8 +461,6 @@ class Trainer {
     void update();
     std::optional<double> validate();
     void validate_and_log();
-    void begin_position_losses();
-    void log_position_losses(double loss);
     void do_what_is_due();
     void sample();
     void save();
@@ -477,7 +475,6 @@ class Trainer {
     void take_memory();
     void load();
     void print_start() const;
-    void print_data() const;
     void forward_step();
 
     bool is_time(int64_t every) const { return every > 0 && step_ > 0 && step_ % every == 0; }
@@ -490,8 +487,12 @@ class Trainer {
         const auto done = static_cast<uint64_t>((step_ - first_step_) * o_.grad_accum + k);
         return static_cast<uint64_t>(first_sequence_) + done * batch();
     }
-    // The micro-batches that are on their way through the model together.
-    int passes() const { return o_.by_block ? o_.grad_accum : 1; }
+    // The sequences of all steps, those before a resume among them.
+    double sequences_of_run() const {
+        const int64_t steps = std::max<int64_t>(0, o_.steps - first_step_);
+        return static_cast<double>(first_sequence_) + static_cast<double>(steps) * o_.batch * o_.grad_accum;
+    }
+    int passes() const { return o_.passes(); }
     size_t dropout_keys() const { return drops() ? static_cast<size_t>(passes()) : 0; }
     bool drops() const { return o_.dropout > 0 || in_.adapter.dropout > 0; }
     uint64_t batch() const { return static_cast<uint64_t>(o_.batch); }
@@ -511,52 +512,11 @@ class Trainer {
         if (embeddings_) return EmbeddingsElsewhere::fields(config_);
         return quantized_head_ ? std::vector{head_field(config_)} : std::vector<Field>();
     }
-    bool lends() const { return quantized_ && quantized_->is_lent(); }
-    // Whether the blocks that are trained are not on the device.
-    bool lends_trained() const { return o_.steps > 0 && !in_.adapter && o_.weights != "device"; }
-    // The layers whose inputs are parked, and what those take that leave the device.
-    int parked_layers() const { return o_.park < 0 ? config_.layers : std::min(o_.park, config_.layers); }
-    Place place_of_parked() const;
-    Place place_of_keys() const;
-    Place place_of_key_sums() const;
-    // Rows of a sequence that are parked at a time, as attention takes them; 0: all.
-    int64_t parked_rows() const {
-        return o_.attention_rows < o_.seq_len + in_.adapter.prompt_tokens ? o_.attention_rows : 0;
-    }
-    int64_t rows_of_parked_keys() const { return o_.park_keys && in_.feeds() ? parked_rows() : 0; }
-    // With --loss-by-position, those of a validation: (seq_len).
-    int64_t positions_with_loss() const { return o_.loss_by_position.empty() ? 0 : o_.seq_len; }
-    TensorF position_losses() {
-        float* const at = reinterpret_cast<float*>(position_losses_memory_.data());
-        return positions_with_loss() > 0 ? TensorF(at, {positions_with_loss()}) : TensorF();
-    }
-    void report_stored();
-    void report_elsewhere();
-    // Whether the host's cores update: all that they need is with them or on the device.
-    bool updates_on_host() const {
-        return o_.updates == "host" && host_can_update(o_) && !trained().chunks().empty();
-    }
+    // Whether blocks' gradients do not come to the device to be updated with.
     bool gradients_stay_with_host() const {
-        return updates_on_host() && gpt_.lends_gradients() && !norm_of_each_unit_;
+        return places_.updates_on_host() && gpt_.lends_gradients() && !norm_of_each_unit_;
     }
-    // Where that of a unit is, given where it is on the device; with `on_host` blocks' are in that place.
-    template <class E>
-    UnitMemory<E> memory_of(int unit, E* on_device, bool on_host, const Elsewhere* place) const {
-        if (!on_host || !gpt_.is_block(unit)) return {on_device, false};
-        const auto block = static_cast<uint64_t>(unit - 1);
-        return {place ? reinterpret_cast<E*>(place->address(block * model_.block_bytes())) : nullptr, true};
-    }
-    // Where is what is trained and not on the device: the blocks, their gradients, and what only updates
-    // need.
-    Place place_of_trained_blocks() const;
-    Place place_of_block_gradients() const;
-    Place place_of_updated_state() const;
-    std::vector<size_t> trained_loan_bytes() const;
-    std::vector<size_t> loan_bytes() const;
-    Way loan_way() const { return way_from(named<Home>(kHomeNames, o_.weights)); }
-    void make_residence();
-    void make_places();
-    DiskResidence* on_disk() const { return dynamic_cast<DiskResidence*>(residence_.get()); }
+    void use_places();
     void load_gguf();
     void merge();
     void save_base() const;
@@ -584,19 +544,14 @@ class Trainer {
     const bool norm_of_each_unit_;
     const SquareSums square_sums_;  // where the norm is that of all units
     Metrics metrics_;
-    DeviceBuffer factors_memory_, positions_memory_, dropout_memory_, position_losses_memory_;
-    std::vector<uint64_t> position_counts_;  // with --loss-by-position, of a validation
-    LogFile position_log_;
+    DeviceBuffer factors_memory_, positions_memory_, dropout_memory_;
+    LossByPosition loss_by_position_;   // of a validation
     UpdateFactors* factors_ = nullptr;  // on the device: of the current step
     Plans plans_;
     MemoryReport report_;
     const Choices choices_;
-    const Rates rates_;                               // that estimates are by
-    std::unique_ptr<Residence> residence_;            // of matrices that are not on the device
-    std::unique_ptr<Elsewhere> parking_;              // of blocks' inputs between forward and backward
-    std::unique_ptr<Elsewhere> keys_, key_sums_;      // of a sequence's keys and values in one block
-    std::unique_ptr<Residence> gradients_residence_;  // and of blocks' gradients
-    std::unique_ptr<Elsewhere> trained_blocks_, block_gradients_, updated_state_;  // of what is trained
+    const Rates rates_;  // that estimates are by
+    Places<floatX> places_;
     StepGraphs graphs_;
     bool replays_;                                 // whether steps are run through them
     size_t used_before_ = 0;                       // of the device's memory
@@ -705,8 +660,7 @@ void Trainer::feed(Feeder& feeder, SequenceLoader& loader, uint64_t first, uint6
     const Feeder::Slot slot = feeder.slot();
     loader.fill_batch(first, count, slot.inputs, slot.targets, slot.positions, slot.ends);
     if (slot.loss_scale) *slot.loss_scale = loss_scale;
-    if (!position_counts_.empty() && &loader == &*val_loader_)
-        count_positions(position_counts_, slot.targets, slot.positions);
+    if (val_loader_ && &loader == &*val_loader_) loss_by_position_.count(slot.targets, slot.positions);
     feeder.send(stream_);
 }
 
@@ -723,7 +677,7 @@ void Trainer::run_step(Plan& plan, Operations&& operations) {
 
 // A micro-batch forward and backward, or those that are together; and the update in backward where it is.
 void Trainer::micro_batch(float loss_scale) {
-    if (o_.update_in_backward && !updates_on_host()) {  // each unit when its gradients are complete
+    if (o_.update_in_backward && !places_.updates_on_host()) {  // each unit when its gradients are complete
         std::vector<int> units;
         for (int unit = config_.layers + 1; unit >= 0; unit--) units.push_back(unit);
         ring_.take(trained(), units, o_.state_rooms);
@@ -746,13 +700,14 @@ void Trainer::update() {
         TensorF norm = metrics_.norms().rows_at(0, 1);
         norm_of_sums(norm, metrics_.sums(), stream_);
     }
-    if (!updates_on_host()) ring_.take(state, units, o_.state_rooms);
+    if (!places_.updates_on_host()) ring_.take(state, units, o_.state_rooms);
     for (const int unit : units) {
         const int next = unit < config_.layers ? unit : kNoLoan;
         TensorX gradients;
         {
             Range range_of_unit("update", unit);
-            if (lends_trained() && gpt_.is_block(unit) && !updates_on_host()) gpt_.borrow(unit - 1, next);
+            if (places_.lends_trained() && gpt_.is_block(unit) && !places_.updates_on_host())
+                gpt_.borrow(unit - 1, next);
             if (!gpt_.is_block(unit) || !gradients_stay_with_host())
                 gradients = gpt_.gradients_of(unit, next);
         }
@@ -775,12 +730,11 @@ void Trainer::update_unit(int unit, const floatX* gradients) {
         TensorF scratch = arena_.take<float>("norm_partials", {kNormBlocks});
         global_norm(norm, scratch, gradients, u.size, stream_);
     }
-    if (updates_on_host())
-        return host_updates_.update(
-            state, unit,
-            memory_of(unit, state.template data<floatX>(StatePart::Weights, u.offset), lends_trained(),
-                      trained_blocks_.get()),
-            memory_of(unit, gradients, gradients_stay_with_host(), block_gradients_.get()), norm);
+    if (places_.updates_on_host()) {
+        floatX* const on_device = state.template data<floatX>(StatePart::Weights, u.offset);
+        return host_updates_.update(state, unit, places_.weights_of(unit, on_device),
+                                    places_.gradients_of(unit, gradients, gradients_stay_with_host()), norm);
+    }
     floatX* const weights = gpt_.weights_to_update(unit);
     if (state.chunks().empty())
         return optimizer_update(factors_, arrays_of_unit(state, u, weights, gradients), norm, stream_);
@@ -804,36 +758,19 @@ std::optional<double> Trainer::validate() {
     metrics_.finish();
     const uint64_t sequences = validation_sequences();
     device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
-    begin_position_losses();
+    loss_by_position_.begin(stream_);
     // The same in every call, as run_step() asks for.
     const float scale = mean_scale(val_loader_->tokens_with_loss(0, sequences));
     for (uint64_t first = 0; first < sequences; first += batch()) {
         if (interrupted) return std::nullopt;
         feed(feeders_[0], *val_loader_, first, std::min(batch(), sequences - first), scale);
         run_step(plans_.evaluate, [&] {
-            gpt_.evaluate(feeders_[0].batch(), micro_, scale, metrics_.loss(), position_losses());
+            gpt_.evaluate(feeders_[0].batch(), micro_, scale, metrics_.loss(), loss_by_position_.sums());
         });
     }
     float loss = 0;
     copy_to_host(&loss, metrics_.loss().data(), sizeof loss, stream_);
     return double{loss};
-}
-
-void Trainer::begin_position_losses() {
-    TensorF sums = position_losses();
-    if (sums) device_fill(sums.data(), 0, static_cast<size_t>(sums.bytes()), stream_);
-    position_counts_.assign(static_cast<size_t>(positions_with_loss()), 0);
-}
-
-// Writes the line of a validation's losses by position, of which `loss` is the mean.
-void Trainer::log_position_losses(double loss) {
-    if (position_counts_.empty()) return;
-    std::vector<float> sums(position_counts_.size());
-    copy_to_host(sums.data(), position_losses().data(), sums.size() * sizeof(float), stream_);
-    position_log_.write({{"step", step_},
-                         {"val_loss", loss},
-                         {"seq_len", o_.seq_len},
-                         {"contexts", position_losses_json(sums, position_counts_)}});
 }
 
 void Trainer::validate_and_log() {
@@ -845,7 +782,7 @@ void Trainer::validate_and_log() {
         printf("validation loss %.6f, perplexity %.4f: %llu sequences of %d tokens\n", *loss, std::exp(*loss),
                static_cast<unsigned long long>(validation_sequences()), o_.seq_len);
     metrics_.log().write({{"step", step_}, {"val_loss", *loss}});
-    log_position_losses(*loss);
+    loss_by_position_.end(step_, *loss, stream_);
 }
 
 uint64_t Trainer::validation_sequences() const {
@@ -2435,8 +2372,10 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       square_sums_(make_square_sums()),
       metrics_(static_cast<int64_t>(model_.layout.units().size()), norm_of_each_unit_,
                o_.steps == 0 || norm_of_each_unit_ ? 0 : square_sums_.first.back()),
+      loss_by_position_(o_.loss_by_position.empty() ? 0 : o_.seq_len),
       choices_(std::move(choices)),
       rates_(rates_of<floatX>(o_.rates)),
+      places_(o_, in_.adapter.prompt_tokens, model_, trained(), pointer_to(quantized_)),
       replays_(o_.graph == "on") {
     check_attention<floatX>(o_, config_);
     if (o_.update_in_backward)
@@ -2463,7 +2402,7 @@ SquareSums Trainer::make_square_sums() const {
 StateOptions Trainer::model_options() const {
     if (in_.adapter) return {.training = false};
     StateOptions options = state_options<floatX>(o_);
-    if (lends_trained()) options.blocks = named<Home>(kHomeNames, o_.weights);
+    if (o_.steps > 0) options.blocks = named<Home>(kHomeNames, o_.weights);
     return options;
 }
 
@@ -2483,12 +2422,17 @@ void Trainer::use(const MemorySetting& s) {
     micro_.dropout = o_.dropout;
     micro_.lora_dropout = in_.adapter.dropout;
     micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
-    gpt_.park_in(parking_.get(), parked_layers(), passes(), parked_rows());
-    gpt_.park_keys_in(keys_.get(), key_sums_.get(), rows_of_parked_keys());
-    gpt_.borrow_from(residence_.get(), loan_way(), loan_bytes());
-    gpt_.borrow_gradients_from(gradients_residence_.get(), trained_loan_bytes());
-    gpt_.borrow_embeddings();
+    use_places();
     for (int level : s.levels) micro_.keep.push_back(kRecomputeLevels[level].keep);
+}
+
+// Has the model borrow from where things live, and park there.
+void Trainer::use_places() {
+    gpt_.borrow_from(places_.blocks(), way_from(named<Home>(kHomeNames, o_.weights)), places_.block_loans());
+    gpt_.borrow_gradients_from(places_.gradients(), places_.gradient_loans());
+    gpt_.borrow_embeddings();
+    gpt_.park_in(places_.parking(), places_.parked_layers(), passes(), places_.parked_rows());
+    gpt_.park_keys_in(places_.keys(), places_.key_sums(), places_.rows_of_parked_keys());
 }
 
 Plan Trainer::rehearse_training(bool adds, bool placed) {
@@ -2498,7 +2442,8 @@ Plan Trainer::rehearse_training(bool adds, bool placed) {
 
 Plan Trainer::rehearse_validation(bool placed) {
     return arena_.rehearse(
-        [&] { gpt_.evaluate(feeders_[0].batch(), micro_, 1, metrics_.loss(), position_losses()); }, placed);
+        [&] { gpt_.evaluate(feeders_[0].batch(), micro_, 1, metrics_.loss(), loss_by_position_.sums()); },
+        placed);
 }
 
 const MemoryReport& Trainer::rehearse(bool placed) {
@@ -2528,49 +2473,15 @@ const MemoryReport& Trainer::rehearse(bool placed) {
         plans_.first_prompt = arena_.rehearse([&] { gpt_.token_embeddings(in_.first_prompt); });
     report_ =
         make_report<floatX>(o_, plans_, in_.tokenizer ? in_.tokenizer->held_bytes() : 0, choices_, rates_);
-    report_elsewhere();
-    report_stored();
+    places_.add_to(report_);
+    if (embeddings_) embeddings_->add_to(report_);
+    if (quantized_) add_stored<floatX>(report_, *quantized_, plans_, o_.grad_accum, rates_);
     report_.parameters = whole_.count();
     report_.trained = adapter_ ? adapter_->layout.count() : report_.parameters;
-    report_.buffers =
-        buffers_of(model_, pointer_to(quantized_), pointer_to(quantized_head_), embeddings_.has_value(),
-                   pointer_to(adapter_), feeders, metrics_.count(), dropout_keys(), positions_with_loss());
+    report_.buffers = buffers_of(model_, pointer_to(quantized_), pointer_to(quantized_head_),
+                                 embeddings_.has_value(), pointer_to(adapter_), feeders, metrics_.count(),
+                                 dropout_keys(), loss_by_position_.numbers());
     return report_;
-}
-
-// What is saved by matrices in fewer bits than the build's, and what that costs a step.
-void Trainer::report_stored() {
-    if (!quantized_) return;
-    const size_t whole = static_cast<size_t>(quantized_->elements()) * sizeof(floatX);
-    report_.narrower = whole - std::min(whole, quantized_->bytes());
-    for (const auto& [plan, runs] : {std::pair(&plans_.train, 1), {&plans_.add, o_.grad_accum - 1}})
-        for (const Work& w : plan->work)
-            if (w.name == std::string_view("dequantize"))
-                report_.widening_seconds += runs * rates_.seconds(w);
-}
-
-// What the run takes of other memory than the device's.
-void Trainer::report_elsewhere() {
-    report_.pinned = report_.parked = 0;
-    for (const Place& p : {place_of_parked(), place_of_keys(), place_of_key_sums()}) {
-        report_.pinned += p.pinned();
-        report_.parked += p.in_file();
-    }
-    report_.on_disk = report_.working = 0;
-    for (const Place& p : {place_of_trained_blocks(), place_of_block_gradients(), place_of_updated_state()}) {
-        report_.pinned += p.pinned();
-        report_.working += p.in_file();
-    }
-    if (updates_on_host()) report_.pinned += HostUpdates<floatX>::pinned_bytes(trained());
-    if (embeddings_) {
-        if (embeddings_->home() == Home::Disk) report_.on_disk += embeddings_->bytes();
-        report_.pinned += embeddings_->pinned_bytes();
-    }
-    if (!lends()) return;
-    const bool disk = quantized_->home() == Home::Disk;
-    if (disk) report_.on_disk += quantized_->bytes();
-    if (!kHostIsDevice)
-        report_.pinned += disk ? DiskResidence::bytes(quantized_->largest_loan()) : quantized_->bytes();
 }
 
 // The device, there to be used.
@@ -2594,11 +2505,7 @@ void Trainer::print_plan() const {
 void Trainer::prepare() {
     used_before_ = device_bytes_in_use();
     if (saves()) prepare_saves();
-    if (in_.data && in_.data->is_text() && !in_.val_data && trains())
-        fprintf(stderr, "no validation: %s; it is trained on too\n",
-                in_.data->is_examples()
-                    ? "a tenth of each file's examples is none, or has nothing to learn"
-                    : format("the text's last tenth is no sequence of %d", o_.seq_len).c_str());
+    if (trains()) remark_no_validation(in_, o_.seq_len);
     PeakRate peak = {};
     if (trains()) print_plan();
     require_memory(report_, memory_free_at_start(), trains());
@@ -2615,8 +2522,10 @@ void Trainer::prepare() {
         metrics_.print_to(StepLines(stdout, first_step_, o_.steps, o_.print_every,
                                     {step_tokens(), step_flops(), peak.flops}));
     metrics_.log().open(o_.log, !o_.resume.empty());
-    position_log_.open(o_.loss_by_position, !o_.resume.empty(), "--loss-by-position");
-    if (loader_ && trains()) print_data();
+    loss_by_position_.open(o_.loss_by_position, !o_.resume.empty());
+    if (loader_ && trains())
+        print_data(o_, in_, *loader_, val_loader_,
+                   {sequences_of_run(), val_loader_ ? validation_sequences() : 0});
 }
 
 void Trainer::prepare_saves() {
@@ -2653,19 +2562,18 @@ void Trainer::take_memory() {
     factors_ = reinterpret_cast<UpdateFactors*>(factors_memory_.data());
     for (Feeder& f : feeders_)
         if (in_.feeds()) f.allocate();
-    if (const size_t bytes = static_cast<size_t>(positions_with_loss()) * sizeof(float); bytes > 0)
-        position_losses_memory_ = DeviceBuffer(bytes, "the losses by position");
+    loss_by_position_.allocate();
     if (drops()) dropout_memory_ = DeviceBuffer(dropout_keys() * sizeof(uint64_t), "the dropout's keys");
     micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
     model_.allocate();
     for (std::optional<QuantizedWeights>* weights : {&quantized_, &quantized_head_})
         if (*weights) (*weights)->allocate();
-    if (lends()) make_residence();
     if (embeddings_) embeddings_->allocate();
-    gpt_.borrow_embeddings();
-    make_places();
-    if (residence_ || embeddings_ || parking_ || keys_ || block_gradients_ || updated_state_)
-        metrics_.count_waiting(stream_);
+    places_.make();
+    use_places();
+    ring_.use(places_.updated_state());
+    if (places_.updates_on_host()) host_updates_.allocate(trained(), *places_.updated_state());
+    if (places_.any() || embeddings_) metrics_.count_waiting(stream_);
     if (adapter_) adapter_->allocate();
     const int length = in_.feeds() ? o_.seq_len + in_.adapter.prompt_tokens : 0;
     if (const std::vector<float> positions = position_factors(config_, length); !positions.empty()) {
@@ -2679,98 +2587,6 @@ void Trainer::take_memory() {
     forbid_device_allocation();
 }
 
-// What the blocks' matrices are lent from.
-void Trainer::make_residence() {
-    if (quantized_->home() == Home::Disk)
-        residence_ = std::make_unique<DiskResidence>(quantized_->largest_loan());
-    else
-        residence_ = std::make_unique<HostResidence>([this](int loan) { return quantized_->loan(loan); });
-    gpt_.borrow_from(residence_.get(), loan_way(), loan_bytes());
-}
-
-// Where each lives that is not on the device. Blocks come and go one at a time, and the next waits for the
-// one before it only where both would use the same pinned memory.
-Place Trainer::place_of_trained_blocks() const {
-    const size_t bytes = lends_trained() ? model_.block_bytes() : 0;
-    return {"--weights disk", model_.options.blocks, static_cast<size_t>(config_.layers) * bytes, bytes, 2};
-}
-
-Place Trainer::place_of_block_gradients() const {
-    const size_t bytes = gpt_.lends_gradients() ? model_.block_bytes() : 0;
-    return {"--gradients disk", model_.options.block_gradients, static_cast<size_t>(config_.layers) * bytes,
-            bytes, 2};
-}
-
-Place Trainer::place_of_updated_state() const {
-    const State<floatX>& state = trained();
-    return {"--state disk", state.options.updated, state.chunks().size() * state.chunk_bytes(),
-            state.chunk_bytes(), StateRing::most_rooms(state, o_.state_rooms)};
-}
-
-// Of blocks' inputs between forward and backward.
-Place Trainer::place_of_parked() const {
-    const int64_t length = o_.seq_len + in_.adapter.prompt_tokens;
-    const Shape input = {o_.batch, length, config_.channels};
-    if (const int64_t rows = parked_rows(); rows > 0) {
-        const size_t of_chunk = ParkedRows<floatX>::chunk_bytes(input, rows);
-        const int64_t chunks = parked_layers() * passes() * ParkedRows<floatX>::chunks(input, rows);
-        return {"--park", kParkedHome, o_.steps > 0 ? static_cast<size_t>(chunks) * of_chunk : 0, of_chunk,
-                2};
-    }
-    const size_t bytes = o_.steps > 0 ? Parked::stored_bytes(input) : 0;
-    return {"--park", kParkedHome, static_cast<size_t>(Parked::stored(parked_layers(), passes())) * bytes,
-            bytes, 2};
-}
-
-// Of one sequence's keys and values in one block, and in training of the sums of their gradients.
-Place Trainer::place_of_keys() const {
-    const int64_t rows = rows_of_parked_keys(), length = o_.seq_len + in_.adapter.prompt_tokens;
-    const size_t piece = ParkedKeys<floatX>::piece_bytes(rows, 2 * config_.kv_width());
-    return {"--park-keys", kParkedHome, rows > 0 ? static_cast<size_t>(ceil_div(length, rows)) * piece : 0,
-            piece, 3};
-}
-Place Trainer::place_of_key_sums() const {
-    const int64_t rows = rows_of_parked_keys(), length = o_.seq_len + in_.adapter.prompt_tokens;
-    const size_t piece = ParkedKeys<floatX>::sums_bytes(rows, 2 * config_.kv_width());
-    const bool needed = rows > 0 && o_.steps > 0;
-    return {"--park-keys", kParkedHome, needed ? static_cast<size_t>(ceil_div(length, rows)) * piece : 0,
-            piece, 2};
-}
-
-void Trainer::make_places() {
-    trained_blocks_ = place_of_trained_blocks().make();
-    block_gradients_ = place_of_block_gradients().make();
-    updated_state_ = place_of_updated_state().make();
-    parking_ = place_of_parked().make();
-    gpt_.park_in(parking_.get(), parked_layers(), passes(), parked_rows());
-    keys_ = place_of_keys().make();
-    key_sums_ = place_of_key_sums().make();
-    gpt_.park_keys_in(keys_.get(), key_sums_.get(), rows_of_parked_keys());
-    trained().lie_in(trained_blocks_.get(), block_gradients_.get(), updated_state_.get());
-    ring_.use(updated_state_.get());
-    if (updates_on_host()) host_updates_.allocate(trained(), *updated_state_);
-    if (trained_blocks_) {
-        residence_ = std::make_unique<TrainedResidence>(*trained_blocks_, model_.block_bytes());
-        gpt_.borrow_from(residence_.get(), loan_way(), loan_bytes());
-    }
-    if (block_gradients_) {
-        gradients_residence_ = std::make_unique<TrainedResidence>(*block_gradients_, model_.block_bytes());
-        gpt_.borrow_gradients_from(gradients_residence_.get(), trained_loan_bytes());
-    }
-}
-
-// Of each loan of blocks that are trained, or of their gradients.
-std::vector<size_t> Trainer::trained_loan_bytes() const {
-    return std::vector<size_t>(static_cast<size_t>(config_.layers),
-                               TrainedResidence::room_bytes(model_.block_bytes()));
-}
-
-// Of each loan.
-std::vector<size_t> Trainer::loan_bytes() const {
-    if (lends_trained()) return trained_loan_bytes();
-    return lends() ? quantized_->loan_bytes() : std::vector<size_t>();
-}
-
 void Trainer::load() {
     if (adapter_ || in_.resumed.empty()) {
         if (parse_new_model(o_.model))
@@ -2779,7 +2595,7 @@ void Trainer::load() {
             arena_.run(plans_.load, [&] { load_gguf(); });
         else
             load_weights(model_, in_.model, [&](const SafetensorsFolder& files, auto& used) {
-                if (DiskResidence* disk = on_disk())
+                if (DiskResidence* disk = places_.blocks_in_files())
                     quantized_->find(files, config_, used, [&](const LoanOnDisk& b) { disk->add(b); });
                 else if (quantized_)
                     quantized_->load<floatX>(files, config_, used);
@@ -2818,7 +2634,7 @@ void Trainer::load_gguf() {
         return room.data();
     });
     if (embeddings_) embeddings_->open(*in_.gguf);
-    if (DiskResidence* disk = on_disk())
+    if (DiskResidence* disk = places_.blocks_in_files())
         quantized_->find(*in_.gguf, [&](const LoanOnDisk& b) { disk->add(b); });
     else
         quantized_->load(*in_.gguf);
@@ -2845,35 +2661,6 @@ void Trainer::begin_prompt() {
     std::vector<float> values;
     for (const floatX x : rows) values.push_back(to_float(x));
     put_weights(*adapter_, 0, values);
-}
-
-// What the data are, and how much of them the run reads.
-void Trainer::print_data() const {
-    const auto number = [](uint64_t n) { return static_cast<unsigned long long>(n); };
-    const uint64_t epoch = loader_->sequences_per_epoch();
-    const double read =
-        static_cast<double>(first_sequence_) +
-        static_cast<double>(std::max<int64_t>(0, o_.steps - first_step_)) * o_.batch * o_.grad_accum;
-    if (in_.data->is_examples()) {
-        printf(
-            "data: %zu examples, %llu tokens, %llu of them with loss, in %llu sequences of %d, %.1f%% "
-            "padding",
-            in_.data->examples().size(), number(in_.data->token_count()),
-            number(loader_->tokens_with_loss(0, epoch)), number(epoch), o_.seq_len, 100 * loader_->padding());
-    } else {
-        printf("data: %llu tokens in %llu sequences of %d", number(in_.data->token_count()), number(epoch),
-               o_.seq_len);
-    }
-    printf("; %lld steps read %.0f sequences, %.2f epochs", static_cast<long long>(o_.steps), read,
-           read / static_cast<double>(epoch));
-    if (val_loader_)
-        printf("; a validation reads %llu of %llu", number(validation_sequences()),
-               number(val_loader_->sequences_per_epoch()));
-    printf("\n");
-    for (const Dataset* d : {in_.data.get(), in_.val_data.get()})
-        if (d && d->examples_cut() > 0)
-            printf("%s: %llu examples are longer than a sequence and were cut to %d tokens\n",
-                   d->stream_name(0).c_str(), number(d->examples_cut()), o_.seq_len + 1);
 }
 
 // What a user might not expect of what begins now.
@@ -2955,223 +2742,7 @@ void Trainer::bench() {
         print_bench(stdout, r);
 }
 
-// ---- what the options ask for
-
-// The seconds of a micro-batch of a setting, or of a validation's where there is no training: what chunks of
-// rows are chosen by.
-double seconds_of_pass(Trainer& trial, const MemorySetting& s, const Options& o) {
-    trial.use(s);
-    const Plan plan = o.steps > 0 ? trial.rehearse_training(false, false) : trial.rehearse_validation(false);
-    return seconds_without_update(plan, rates_of<floatX>(o.rates, kChunkThreads));
-}
-
-// What --head-rows auto chooses for a setting: by a step, or by a validation where there is no training.
-int64_t automatic_head_rows(Trainer& trial, MemorySetting s, const Options& o, const RunInputs& inputs) {
-    if (!inputs.feeds()) return 0;
-    s.levels.assign(static_cast<size_t>(inputs.config.layers), 0);
-    s.mlp_rows = std::max<int64_t>(0, s.mlp_rows), s.attention_rows = std::max<int64_t>(0, s.attention_rows);
-    return choose_chunk_rows(int64_t{s.batch} * o.seq_len, kFewestHeadRows, [&](int64_t rows) {
-        s.head_rows = rows;
-        return seconds_of_pass(trial, s, o);
-    });
-}
-
-constexpr int kLastLevel = static_cast<int>(std::size(kRecomputeLevels)) - 1;  // the level
-
-// The same of --mlp-rows auto.
-int64_t automatic_mlp_rows(Trainer& trial, MemorySetting s, const Options& o, const RunInputs& inputs) {
-    if (!inputs.feeds()) return 0;
-    s.levels.assign(static_cast<size_t>(inputs.config.layers), kLastLevel);
-    s.head_rows = 0, s.attention_rows = 0;
-    return choose_chunk_rows(int64_t{s.batch} * o.seq_len, kFewestMlpRows, [&](int64_t rows) {
-        s.mlp_rows = rows;
-        return seconds_of_pass(trial, s, o);
-    });
-}
-
-// And of --attention-rows auto, with the rows of MLPs chosen.
-int64_t automatic_attention_rows(Trainer& trial, MemorySetting s, const Options& o, const RunInputs& inputs) {
-    if (!inputs.feeds()) return 0;
-    s.levels.assign(static_cast<size_t>(inputs.config.layers), kLastLevel);
-    s.head_rows = 0;
-    return choose_chunk_rows(o.seq_len, kFewestAttentionRows, [&](int64_t rows) {
-        s.attention_rows = rows;
-        return seconds_of_pass(trial, s, o);
-    });
-}
-
-// What --memory may have wait elsewhere, where no option says: beside a GPU in host memory, where that is
-// offered, else in files. `with_files` all that is trained may be in files there too. Beside a frozen model
-// the adapter's own state stays.
-Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
-    Movable m;
-    const bool frozen = static_cast<bool>(inputs.adapter), offered = o.has("--host-memory");
-    const bool moves = kHostIsDevice || offered;
-    std::vector<std::string> homes;
-    if (!kHostIsDevice) homes.push_back("host");
-    if (kHostIsDevice || with_files) homes.push_back("disk");
-    const std::string& home = homes.front();
-    if (!o.has("--weights") && !frozen && moves) m.weights = homes;
-    if (!o.has("--weights")) {
-        if (offered && home == "host" && inputs.may_lend_frozen(home)) m.weights = {home};
-        if (inputs.may_lend_frozen("disk")) m.weights.push_back("disk");
-    }
-    if (!o.has("--embeddings") && inputs.may_move_embeddings()) m.embeddings = {offered ? home : "disk"};
-    m.halves = !o.has("--lend") && frozen && o.attention_rows == 0;
-    const bool has_state = o.optimizer == "adamw" || (std::is_same_v<floatX, bf16> && o.master != "none");
-    if (!o.has("--gradients") && !frozen && !o.update_in_backward && moves) m.gradients = homes;
-    if (!o.has("--state") && !frozen && has_state && moves) m.state = homes;
-    m.updates = !kHostIsDevice && !o.has("--updates");
-    m.rooms = !o.has("--state-rooms");
-    m.inputs = !o.has("--park") && moves;
-    return m;
-}
-
-// The options with what --memory, --batch auto and --head-rows auto choose among other settings, by the
-// rehearsals of trainers that never run.
-Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& choices) {
-    if (kHostIsDevice) memory_free_at_start();
-    if (!given.has("--memory") && given.batch > 0 && given.head_rows >= 0 && given.mlp_rows >= 0 &&
-        given.attention_rows >= 0)
-        return given;
-    int64_t most = kMostTokens / given.seq_len;
-    std::optional<uint64_t> epoch;
-    if (inputs.data) {
-        epoch = SequenceLoader(*inputs.data, given.seq_len, given.seed, true).sequences_per_epoch();
-        most = std::min(most, static_cast<int64_t>(*epoch));
-    }
-    const auto rehearsals_of = [&](Trainer& trial) {
-        return Rehearsals{
-            inputs.config.layers,
-            most,
-            rates_of<floatX>(given.rates),
-            [&](const MemorySetting& s) { return trial.use(s), trial.rehearse(); },
-            [&](const MemorySetting& s) { return trial.use(s), trial.rehearse(false); },
-            [&](const MemorySetting& s) { return trial.use(s), trial.rehearse_training(false, false); },
-            [&](const MemorySetting& s) { return automatic_head_rows(trial, s, given, inputs); },
-            [&](const MemorySetting& s) { return automatic_mlp_rows(trial, s, given, inputs); },
-            [&](const MemorySetting& s) { return automatic_attention_rows(trial, s, given, inputs); }};
-    };
-    const bool budget = given.has("--memory");
-    if (budget && given.batch > 0) {
-        const auto mixes = [&](bool with_files) {
-            return residences_to_try(given, movable(given, inputs, with_files));
-        };
-        const auto fit = [&](const Options& mix, const BesideDevice& room, const Fit* best) {
-            Trainer trial(mix, inputs);
-            return fit_settings(mix, std::is_same_v<floatX, bf16>, rehearsals_of(trial), room, best);
-        };
-        Options chosen = fit_memory(given, mixes, fit, choices.memory);
-        remember_choice(given, chosen);
-        return chosen;
-    }
-    Trainer trial(given, inputs);
-    const Rehearsals rehearsals = rehearsals_of(trial);
-    MemorySetting s = setting_of(given);
-    s.levels = parse_levels(given.recompute, recompute_names(), inputs.config.layers, "--recompute");
-    if (given.batch == 0) {
-        if (!budget) check_device(given);
-        const FreeMemory room = budget ? FreeMemory{parse_bytes(given.memory, "--memory"), "--memory"}
-                                       : with_reserve(memory_free_at_start(), context_bytes());
-        s = fit_batch(s, room, batch_cap(given.seq_len, epoch), rehearsals, choices.batch);
-    } else {
-        s = rehearsals.with_rows(s);
-    }
-    Options chosen = given;
-    apply_setting(s, chosen);
-    remember_choice(given, chosen);
-    return chosen;
-}
-
-// The most tokens that a sequence of the data can have, `batch` of them in an epoch.
-int most_tokens_of_data(const Options& o) {
-    uint64_t most = kMostPositions;
-    for (const auto& [files, option] : {std::pair(&o.data, "--data"), {&o.val_data, "--val-data"}}) {
-        if (files->empty()) continue;
-        const std::unique_ptr<Dataset> data = open_data(*files, option);
-        if (data->is_examples())
-            fail("--context auto: examples of %s have lengths of their own: give --seq-len", option);
-        for (size_t s = 0; s < data->stream_count(); s++)
-            most = std::min(most, std::max<uint64_t>(2, data->token_count(s)) - 1);
-        if (files == &o.data && o.batch > 1)
-            most =
-                std::min(most, data->token_count() / (static_cast<uint64_t>(o.batch) + data->stream_count()));
-    }
-    return static_cast<int>(std::max<uint64_t>(1, most));
-}
-
-// --context auto: the options with the longest sequences that fit, by the plans of runs without data.
-Options with_chosen_context(const Options& given, Choices& choices) {
-    if (given.context.empty()) return given;
-    Options chosen = given;
-    if (!given.has("--batch")) chosen.batch = 1;
-    if (kHostIsDevice) memory_free_at_start();
-    if (!given.has("--memory")) check_device(given);
-    const FreeMemory room = given.has("--memory")
-                                ? FreeMemory{parse_bytes(given.memory, "--memory"), "--memory"}
-                                : with_reserve(memory_free_at_start(), context_bytes());
-    Options trial = chosen;
-    trial.plan = true;
-    trial.data.clear(), trial.val_data.clear();
-    trial.eval_every = 0;
-    trial.out = trial.resume = trial.timeline = trial.loss_by_position = "";
-    trial.given["--seq-len"] = {};  // as if it were given
-    const auto planned = [&](int tokens) {
-        trial.seq_len = tokens;
-        RunInputs inputs(trial, std::nullopt);
-        Choices ignored;
-        Trainer trainer(with_chosen_setting(trial, inputs, ignored), inputs);
-        const MemoryReport& r = trainer.rehearse();
-        const size_t more = given.loss_by_position.empty() ? 0 : static_cast<size_t>(tokens) * sizeof(float);
-        return std::pair(r.total() + more, r.seconds);
-    };
-    const auto fits = [&](int tokens) {
-        try {
-            return planned(tokens).first <= room.bytes;
-        } catch (const UserError&) {  // nothing that --memory may choose fits
-            return false;
-        }
-    };
-    trial.seq_len = 1;
-    const int by_model = static_cast<int>(
-        std::min<int64_t>(RunInputs(trial, std::nullopt).most_tokens(), kMostTokens / chosen.batch));
-    const int by_data = most_tokens_of_data(chosen), most = std::min(by_model, by_data);
-    if (const size_t least = planned(std::min(64, most)).first; least > room.bytes)
-        fail("--context auto: sequences of %d tokens take %.1f MiB and there are %.1f (%s)",
-             std::min(64, most), mebibytes(least), mebibytes(room.bytes), room.limit.c_str());
-    chosen.seq_len = fit_context(most, fits);
-    const std::string why = chosen.seq_len < most ? format("the most that fit %.1f MiB (%s)",
-                                                           mebibytes(room.bytes), room.limit.c_str())
-                            : by_data < by_model  ? "as many as the data have"
-                                                  : "all of the model's positions";
-    choices.context = format("%d tokens, %s; a step takes %.3g s by estimate", chosen.seq_len, why.c_str(),
-                             planned(chosen.seq_len).second);
-    chosen.given["--seq-len"] = {std::to_string(chosen.seq_len)};
-    chosen.given["--batch"] = {std::to_string(chosen.batch)};
-    chosen.given.erase("--context");
-    return chosen;
-}
-
-// --calibrate: measures the device, and writes what it does.
-void calibrate(const Options& o) {
-    check_device(o);
-    check_rates_writable(o.calibrate);
-    const WallClock clock;
-    const OwnStream stream;
-    Calibration<floatX> calibration(stream.get());
-    write_rates(o.calibrate, calibration.measure(), dtype_name<floatX>());
-    printf("measured %s in %.1f s, in %.0f MiB of memory: %s\n", device_name().c_str(), clock.seconds(),
-           mebibytes(calibration.most_bytes()), o.calibrate.c_str());
-}
-
-// Files that are opened must not get the numbers of standard streams that were closed.
-void open_standard_streams() {
-    while (true) {
-        const int file = open("/dev/null", O_RDWR);
-        if (file > 2) close(file);
-        if (file < 0 || file > 2) return;
-    }
-}
+// ---- the program
 
 int main(int argc, char** argv) {
     open_standard_streams();
@@ -3193,11 +2764,11 @@ int main(int argc, char** argv) {
         }
         start_threads(options.threads);
         tf32_products = options.tf32;
-        if (!options.calibrate.empty()) return calibrate(options), 0;
+        if (!options.calibrate.empty()) return check_device(options), calibrate<floatX>(options.calibrate), 0;
         Choices choices;
-        options = with_chosen_context(options, choices);
+        options = with_chosen_context<Trainer>(options, choices);
         RunInputs inputs(options, std::move(resumed));
-        const Options chosen = with_chosen_setting(options, inputs, choices);
+        const Options chosen = with_chosen_setting<Trainer>(options, inputs, choices);
         Trainer trainer(chosen, inputs, std::move(choices));
         trainer.rehearse();
         if (options.plan)

@@ -34,6 +34,7 @@
 #include "llmc/optimizer.cuh"
 #include "llmc/quantized_formats.h"
 #include "llmc/rates.h"
+#include "llmc/rates_file.h"
 #include "llmc/residual.cuh"
 #include "llmc/rope.cuh"
 #include "llmc/swiglu.cuh"
@@ -494,3 +495,15 @@ class Calibration {
     std::vector<float> draws_;
     size_t most_bytes_ = 0;
 };
+
+// Measures the device, and writes what it does into a file.
+template <class T>
+void calibrate(const std::string& file) {
+    check_rates_writable(file);
+    const WallClock clock;
+    const OwnStream stream;
+    Calibration<T> calibration(stream.get());
+    write_rates(file, calibration.measure(), dtype_name<T>());
+    printf("measured %s in %.1f s, in %.0f MiB of memory: %s\n", device_name().c_str(), clock.seconds(),
+           mebibytes(calibration.most_bytes()), file.c_str());
+}

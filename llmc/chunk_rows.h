@@ -14,6 +14,7 @@
 
 #include <string>
 
+#include "llmc/memory_setting.h"
 #include "llmc/solver.h"
 
 // With fewer the CPU's products are far from the rate that estimates take: with 64 rows a step of SmolLM2
@@ -45,4 +46,26 @@ int64_t choose_chunk_rows(int64_t rows, int64_t fewest, Seconds&& seconds) {
     for (int64_t few = fewest; few < rows; few *= 2)
         if (seconds(few) <= most) return few;
     return 0;
+}
+
+// The setting with what is automatic in it chosen, for a model of so many layers and sequences of so many
+// tokens, 0 where a run has none. seconds(setting) estimates a step.
+template <class Seconds>
+MemorySetting with_chosen_rows(MemorySetting s, int64_t seq_len, size_t layers, Seconds&& seconds) {
+    MemorySetting trial = s;
+    trial.attention_rows = trial.head_rows = 0;  // until they are chosen too
+    const auto choose = [&](int64_t MemorySetting::*rows, int64_t all, int64_t fewest, int level) {
+        if (s.*rows < 0) {
+            trial.levels.assign(layers, level);
+            s.*rows = choose_chunk_rows(all, fewest, [&](int64_t few) {
+                trial.*rows = few;
+                return seconds(trial);
+            });
+        }
+        trial.*rows = s.*rows;
+    };
+    choose(&MemorySetting::mlp_rows, s.batch * seq_len, kFewestMlpRows, kLastLevel);
+    choose(&MemorySetting::attention_rows, seq_len, kFewestAttentionRows, kLastLevel);
+    choose(&MemorySetting::head_rows, s.batch * seq_len, kFewestHeadRows, 0);
+    return s;
 }

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "llmc/quantized_weights.h"
+#include "llmc/report.h"
 #include "llmc/residence_disk.h"
 #include "llmc/residence_host.h"
 
@@ -47,6 +48,11 @@ class EmbeddingsElsewhere {
     size_t pinned_bytes() const {
         if (kHostIsDevice) return 0;
         return home_ == Home::Host ? bytes_ : DiskResidence::bytes(slice_bytes(0));
+    }
+    // What they take of other memory than the device's.
+    void add_to(MemoryReport& report) const {
+        if (home_ == Home::Disk) report.on_disk += bytes_;
+        report.pinned += pinned_bytes();
     }
 
     // The head's slices: how many there are, where each begins, and what it takes.

@@ -33,6 +33,15 @@ inline std::string printable(std::string_view text) {
     return text.size() > kLongest ? result + "..." : result;
 }
 
+// Files that are opened must not get the numbers of standard streams that were closed.
+inline void open_standard_streams() {
+    while (true) {
+        const int file = open("/dev/null", O_RDWR);
+        if (file > 2) close(file);
+        if (file < 0 || file > 2) return;
+    }
+}
+
 // An open file descriptor, closed with its scope. Fails naming the file when it cannot be opened.
 class OpenFile {
   public:

@@ -6,7 +6,9 @@
 #include <string>
 #include <vector>
 
+#include "llmc/chunk_rows.h"
 #include "llmc/enough_memory.h"
+#include "llmc/memory_setting.h"
 #include "llmc/options.h"
 #include "llmc/recompute.h"
 #include "llmc/report.h"
@@ -30,35 +32,20 @@ StateOptions state_options(const Options& o) {
             .updated = o.steps > 0 ? named<Home>(kHomeNames, o.state) : Home::Device};
 }
 
-// What may be chosen. The tokens of a step, batch * grad_accum sequences, stay what they are.
-struct MemorySetting {
-    int batch, grad_accum;
-    int64_t head_rows, mlp_rows, attention_rows;
-    std::string master, adam_m, adam_v;
-    std::vector<int> levels = {};  // of recompute, by layer
-
-    bool same_state(const MemorySetting& other) const {
-        return master == other.master && adam_m == other.adam_m && adam_v == other.adam_v;
-    }
-};
-
 // How the chooser learns what a setting takes: by rehearsals.
 struct Rehearsals {
-    int layers;
+    size_t layers;
+    int64_t seq_len;         // of batches; 0 where there are none
     int64_t most_sequences;  // that a micro-batch may have
     Rates rates;
     std::function<MemoryReport(const MemorySetting&)> report;   // of all that the run may do
     std::function<MemoryReport(const MemorySetting&)> outline;  // the same, the training's plan not placed
     std::function<Plan(const MemorySetting&)> training;         // that of a micro-batch alone, not placed
-    // What --head-rows auto, --mlp-rows auto and --attention-rows auto choose.
-    std::function<int64_t(const MemorySetting&)> head_rows, mlp_rows, attention_rows;
+    std::function<double(const MemorySetting&)> chunk_seconds;  // of one, as chunks of rows are chosen by
 
     // A setting with what is automatic in it chosen.
-    MemorySetting with_rows(MemorySetting s) const {
-        if (s.mlp_rows < 0) s.mlp_rows = mlp_rows(s);
-        if (s.attention_rows < 0) s.attention_rows = attention_rows(s);
-        if (s.head_rows < 0) s.head_rows = head_rows(s);
-        return s;
+    MemorySetting with_rows(const MemorySetting& s) const {
+        return with_chosen_rows(s, seq_len, layers, chunk_seconds);
     }
 };
 
@@ -68,49 +55,6 @@ struct Choices {
     std::vector<MemoryChoice> memory;
     std::string batch, context;
 };
-
-inline MemorySetting setting_of(const Options& o) {
-    return {o.batch, o.grad_accum, o.head_rows, o.mlp_rows, o.attention_rows, o.master, o.adam_m, o.adam_v};
-}
-
-// Writes a setting into the options.
-inline void apply_setting(const MemorySetting& s, Options& o) {
-    o.batch = s.batch;
-    o.grad_accum = s.grad_accum;
-    o.head_rows = s.head_rows;
-    o.mlp_rows = s.mlp_rows;
-    o.attention_rows = s.attention_rows;
-    o.master = s.master, o.adam_m = s.adam_m, o.adam_v = s.adam_v;
-    o.recompute = levels_text(s.levels, recompute_names());
-}
-
-// Writes what was chosen into the options that a save remembers, in place of the budget: a resumed run shall
-// run the same. `given`: the options before that.
-inline void remember_choice(const Options& given, Options& o) {
-    auto remember = [&](const char* option, const std::string& value) { o.given[option] = {value}; };
-    if (o.steps > 0) remember("--head-rows", std::to_string(o.head_rows));
-    if (given.mlp_rows != o.mlp_rows) remember("--mlp-rows", std::to_string(o.mlp_rows));
-    if (given.attention_rows != o.attention_rows)
-        remember("--attention-rows", std::to_string(o.attention_rows));
-    if (given.batch > 0 && !o.has("--memory")) return;
-    remember("--batch", std::to_string(o.batch));
-    remember("--grad-accum", std::to_string(o.grad_accum));
-    remember("--recompute", o.recompute);
-    if (o.allow_8bit) {
-        remember("--master", o.master);
-        if (o.optimizer == "adamw") remember("--adam-m", o.adam_m), remember("--adam-v", o.adam_v);
-    }
-    if (o.weights != given.weights) remember("--weights", o.weights);
-    if (o.lend != given.lend) remember("--lend", o.lend);
-    if (o.embeddings != given.embeddings) remember("--embeddings", o.embeddings);
-    if (o.gradients != given.gradients) remember("--gradients", o.gradients);
-    if (o.state != given.state) remember("--state", o.state);
-    if (o.updates != given.updates) remember("--updates", o.updates);
-    if (o.state_rooms != given.state_rooms) remember("--state-rooms", "block");
-    if (o.park != given.park) remember("--park", "all");
-    if (o.by_block != given.by_block) remember("--by-block", "true");
-    for (const char* budget : {"--memory", "--host-memory", "--allow-8bit"}) o.given.erase(budget);
-}
 
 // The formats of the state: the one there is first, then smaller ones where that is allowed, the harmless
 // before the lossy.
@@ -181,7 +125,7 @@ struct Profiles {
 };
 inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
                             const Rehearsals& rehearsals) {
-    const size_t layers = static_cast<size_t>(rehearsals.layers);
+    const size_t layers = rehearsals.layers;
     Profiles made;
     auto& [all, update_seconds] = made;
     size_t least_workspace = 0;  // of the levels
@@ -258,19 +202,18 @@ constexpr size_t kTooMuchElsewhere = SIZE_MAX;  // the total of a setting that f
 inline std::optional<size_t> least_of_hopeless(std::vector<MemorySetting> settings, size_t budget,
                                                const Fit& best, const Rehearsals& rehearsals,
                                                const BesideDevice& room) {
-    const auto outline = [&](MemorySetting& s, size_t level) {
-        s.levels.assign(static_cast<size_t>(rehearsals.layers), static_cast<int>(level));
+    const auto outline = [&](MemorySetting& s, int level) {
+        s.levels.assign(rehearsals.layers, level);
         return rehearsals.outline(s);
     };
-    const size_t last_level = std::size(kRecomputeLevels) - 1;
-    const MemoryReport smallest = outline(settings.back(), last_level);
+    const MemoryReport smallest = outline(settings.back(), kLastLevel);
     if (!smallest.beside().fits(room)) return kTooMuchElsewhere;
     size_t least = smallest.total();
     // Of sequences that are just long enough for it, attention in chunks takes more than it saves.
     const auto whole = std::find_if(settings.rbegin(), settings.rend(), [&](const MemorySetting& s) {
         return s.attention_rows == settings.front().attention_rows;
     });
-    if (whole != settings.rbegin()) least = std::min(least, outline(*whole, last_level).total());
+    if (whole != settings.rbegin()) least = std::min(least, outline(*whole, kLastLevel).total());
     const Solution& solution = best.solution;
     const size_t bound = solution.chosen ? budget : std::max(budget, solution.least.exact);
     if (static_cast<double>(least) > 1.05 * static_cast<double>(bound)) return least;
@@ -432,23 +375,4 @@ inline MemorySetting fit_batch(MemorySetting s, const FreeMemory& room, const Ba
                 ? cap.why
                 : format("the most that fit %.1f MiB (%s)", mebibytes(room.bytes), room.limit.c_str());
     return setting(fits);
-}
-
-// --context auto: the longest sequences that fit, a multiple of 64 tokens or `most` of them. Whether some do,
-// fits(tokens) says; that the shortest do is its caller's to know.
-template <class Fits>
-int fit_context(int most, Fits&& fits) {
-    constexpr int64_t kStep = 64;
-    const auto tokens = [&](int64_t steps) {
-        return static_cast<int>(std::min<int64_t>(most, steps * kStep));
-    };
-    const int64_t all = (most + kStep - 1) / kStep;
-    int64_t fitting = 1, failing = 2;
-    while (failing <= all && fits(tokens(failing))) fitting = failing, failing *= 2;
-    failing = std::min(failing, all + 1);
-    while (failing - fitting > 1) {
-        const int64_t middle = fitting + (failing - fitting) / 2;
-        (fits(tokens(middle)) ? fitting : failing) = middle;
-    }
-    return tokens(fitting);
 }

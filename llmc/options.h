@@ -104,6 +104,8 @@ struct Options {
     const char* first(const std::string& name) const { return given.at(name).at(0).c_str(); }
     // Whether the run saves in --out.
     bool saves() const { return !out.empty() && !plan && bench.empty(); }
+    // The micro-batches that are on their way through the model together.
+    int passes() const { return by_block ? grad_accum : 1; }
     bool trains_adapter() const { return train != "all" || !adapter.empty(); }
 };
 

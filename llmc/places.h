@@ -1,13 +1,31 @@
-// places.h - the memory beside the device's that a run needs: for what, where, and how much of it.
+// places.h - what of a run lives elsewhere than on the device: where, and how much of it.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <memory>
-#include <string>
+#include <vector>
 
 #include "llmc/elsewhere_disk.h"
 #include "llmc/elsewhere_host.h"
 #include "llmc/elsewhere_staged.h"
+#include "llmc/embeddings_elsewhere.h"
+#include "llmc/host_updates.h"
+#include "llmc/options.h"
+#include "llmc/parked_keys.h"
+#include "llmc/parked_rows.h"
+#include "llmc/parking.h"
+#include "llmc/quantized_weights.h"
+#include "llmc/report.h"
+#include "llmc/residence_disk.h"
+#include "llmc/residence_host.h"
+#include "llmc/residence_trained.h"
+#include "llmc/residences.h"
+#include "llmc/state.h"
+#include "llmc/state_ring.h"
 
+// Memory beside the device's that a run works in.
 struct Place {
     const char* option;  // that asked for it
     Home home;           // the device where there is none
@@ -32,3 +50,163 @@ struct Place {
         return std::make_unique<StagedElsewhere>(std::move(file), room_bytes, rooms);
     }
 };
+
+// All places of a run: of the blocks' matrices or weights, of their gradients, of what only updates need, of
+// blocks' inputs between forward and backward, and of a sequence's keys and values in one block. Embeddings
+// have their own (embeddings_elsewhere.h).
+template <class T>
+class Places {
+  public:
+    // What is referred to stays, and may change until make().
+    Places(const Options& o, int prompt_tokens, const State<T>& model, State<T>& trained,
+           const QuantizedWeights* matrices)
+        : o_(o),
+          prompt_tokens_(prompt_tokens),
+          model_(model),
+          trained_(trained),
+          matrices_(matrices && matrices->is_lent() ? matrices : nullptr) {}
+
+    // Whether the blocks that are trained are not on the device.
+    bool lends_trained() const { return model_.options.blocks != Home::Device; }
+    // Whether the host's cores update: all that they need is with them or on the device.
+    bool updates_on_host() const {
+        return o_.updates == "host" && host_can_update(o_) && !trained_.chunks().empty();
+    }
+    // The bytes of each loan of blocks, and of their gradients.
+    std::vector<size_t> block_loans() const {
+        if (lends_trained()) return gradient_loans();
+        return matrices_ ? matrices_->loan_bytes() : std::vector<size_t>();
+    }
+    std::vector<size_t> gradient_loans() const {
+        return std::vector<size_t>(layers(), TrainedResidence::room_bytes(model_.block_bytes()));
+    }
+    // The layers whose inputs are parked, and the rows of a sequence that are parked at a time, as attention
+    // takes them; 0: all.
+    int parked_layers() const {
+        const int layers = model_.layout.config().layers;
+        return o_.park < 0 ? layers : std::min(o_.park, layers);
+    }
+    int64_t parked_rows() const { return o_.attention_rows < length() ? o_.attention_rows : 0; }
+    // And so are keys and values; 0: they are on the device.
+    int64_t rows_of_parked_keys() const { return o_.park_keys ? parked_rows() : 0; }
+
+    // Takes the memory, and has the state lie in it.
+    void make();
+    // Where each is; null before make(), and where there is none.
+    Residence* blocks() const { return blocks_.get(); }
+    Residence* gradients() const { return gradients_.get(); }
+    DiskResidence* blocks_in_files() const { return dynamic_cast<DiskResidence*>(blocks()); }
+    Elsewhere* updated_state() const { return updated_state_.get(); }
+    Elsewhere* parking() const { return parking_.get(); }
+    Elsewhere* keys() const { return keys_.get(); }
+    Elsewhere* key_sums() const { return key_sums_.get(); }
+    bool any() const { return blocks_ || gradients_ || updated_state_ || parking_ || keys_; }
+    // Where the weights of a unit are, or its gradients, given where they are if on the device; `with_host`
+    // says that blocks' gradients do not come there.
+    UnitMemory<T> weights_of(int unit, T* on_device) const {
+        return memory_of(unit, on_device, lends_trained(), trained_blocks_.get());
+    }
+    UnitMemory<const T> gradients_of(int unit, const T* on_device, bool with_host) const {
+        return memory_of(unit, on_device, with_host, block_gradients_.get());
+    }
+    // What they take of other memory than the device's.
+    void add_to(MemoryReport& report) const;
+
+  private:
+    size_t layers() const { return static_cast<size_t>(model_.layout.config().layers); }
+    int64_t length() const { return o_.seq_len + prompt_tokens_; }
+    // Blocks come and go one at a time, and the next waits for the one before it only where both would use
+    // the same pinned memory.
+    Place place_of_blocks(const char* option, Home home, bool lends) const {
+        const size_t bytes = lends ? model_.block_bytes() : 0;
+        return {option, home, layers() * bytes, bytes, 2};
+    }
+    Place place_of_trained_blocks() const {
+        return place_of_blocks("--weights disk", model_.options.blocks, lends_trained());
+    }
+    Place place_of_block_gradients() const {
+        const bool lends = trained_.options.block_gradients != Home::Device;
+        return place_of_blocks("--gradients disk", model_.options.block_gradients, lends);
+    }
+    Place place_of_updated_state() const {
+        return {"--state disk", trained_.options.updated, trained_.chunks().size() * trained_.chunk_bytes(),
+                trained_.chunk_bytes(), StateRing::most_rooms(trained_, o_.state_rooms)};
+    }
+    Place place_of_parked() const;
+    // Of one sequence and one block: in training and validation, which have such rows.
+    Place place_of_keys() const {
+        const bool needed = o_.steps > 0 || !o_.val_data.empty();
+        return place_of_pieces(needed, ParkedKeys<T>::piece_bytes(rows_of_parked_keys(), kv_columns()));
+    }
+    Place place_of_key_sums() const {
+        return place_of_pieces(o_.steps > 0, ParkedKeys<T>::sums_bytes(rows_of_parked_keys(), kv_columns()));
+    }
+    int64_t kv_columns() const { return 2 * model_.layout.config().kv_width(); }
+    Place place_of_pieces(bool needed, size_t bytes) const {
+        const int64_t rows = rows_of_parked_keys(), count = rows > 0 ? ceil_div(length(), rows) : 0;
+        return {"--park-keys", kParkedHome, needed ? static_cast<size_t>(count) * bytes : 0, bytes, 3};
+    }
+    template <class E>
+    UnitMemory<E> memory_of(int unit, E* on_device, bool elsewhere, const Elsewhere* place) const {
+        const bool is_block = unit > 0 && static_cast<size_t>(unit) <= layers();
+        if (!elsewhere || !is_block) return {on_device, false};
+        const auto block = static_cast<uint64_t>(unit - 1);
+        return {place ? reinterpret_cast<E*>(place->address(block * model_.block_bytes())) : nullptr, true};
+    }
+
+    const Options& o_;
+    const int prompt_tokens_;
+    const State<T>& model_;
+    State<T>& trained_;
+    const QuantizedWeights* const matrices_;  // of a frozen model, or null
+    std::unique_ptr<Elsewhere> trained_blocks_, block_gradients_, updated_state_, parking_, keys_, key_sums_;
+    std::unique_ptr<Residence> blocks_, gradients_;
+};
+
+template <class T>
+Place Places<T>::place_of_parked() const {
+    using Whole = ParkedInputs<T>;
+    using Rows = ParkedRows<T>;
+    const Shape input = {o_.batch, length(), model_.layout.config().channels};
+    const int64_t rows = parked_rows();
+    const size_t bytes = rows > 0 ? Rows::chunk_bytes(input, rows) : Whole::stored_bytes(input);
+    const int64_t count = rows > 0 ? parked_layers() * o_.passes() * Rows::chunks(input, rows)
+                                   : Whole::stored(parked_layers(), o_.passes());
+    return {"--park", kParkedHome, o_.steps > 0 ? static_cast<size_t>(count) * bytes : 0, bytes, 2};
+}
+
+template <class T>
+void Places<T>::make() {
+    trained_blocks_ = place_of_trained_blocks().make();
+    block_gradients_ = place_of_block_gradients().make();
+    updated_state_ = place_of_updated_state().make();
+    parking_ = place_of_parked().make();
+    keys_ = place_of_keys().make();
+    key_sums_ = place_of_key_sums().make();
+    trained_.lie_in(trained_blocks_.get(), block_gradients_.get(), updated_state_.get());
+    const size_t block_bytes = model_.block_bytes();
+    if (trained_blocks_) blocks_ = std::make_unique<TrainedResidence>(*trained_blocks_, block_bytes);
+    if (block_gradients_) gradients_ = std::make_unique<TrainedResidence>(*block_gradients_, block_bytes);
+    if (matrices_ && matrices_->home() == Home::Disk)
+        blocks_ = std::make_unique<DiskResidence>(matrices_->largest_loan());
+    else if (matrices_)
+        blocks_ = std::make_unique<HostResidence>([m = matrices_](int loan) { return m->loan(loan); });
+}
+
+template <class T>
+void Places<T>::add_to(MemoryReport& report) const {
+    for (const Place& p : {place_of_parked(), place_of_keys(), place_of_key_sums()}) {
+        report.pinned += p.pinned();
+        report.parked += p.in_file();
+    }
+    for (const Place& p : {place_of_trained_blocks(), place_of_block_gradients(), place_of_updated_state()}) {
+        report.pinned += p.pinned();
+        report.working += p.in_file();
+    }
+    if (updates_on_host()) report.pinned += HostUpdates<T>::pinned_bytes(trained_);
+    if (!matrices_) return;
+    const bool in_files = matrices_->home() == Home::Disk;
+    if (in_files) report.on_disk += matrices_->bytes();
+    if (!kHostIsDevice)
+        report.pinned += in_files ? DiskResidence::bytes(matrices_->largest_loan()) : matrices_->bytes();
+}

@@ -3,8 +3,10 @@
 
 #include <omp.h>
 
+#include <algorithm>
 #include <array>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -142,4 +144,15 @@ MemoryReport make_report(const Options& o, const Plans& plans, size_t tokenizer_
     r.batch_choice = choices.batch;
     r.context_choice = choices.context;
     return r;
+}
+
+// What is saved by matrices in fewer bits than the build's, and what that costs a step.
+template <class T>
+void add_stored(MemoryReport& report, const QuantizedWeights& matrices, const Plans& plans, int grad_accum,
+                const Rates& rates) {
+    const size_t whole = static_cast<size_t>(matrices.elements()) * sizeof(T);
+    report.narrower = whole - std::min(whole, matrices.bytes());
+    for (const auto& [plan, runs] : {std::pair(&plans.train, 1), {&plans.add, grad_accum - 1}})
+        for (const Work& w : plan->work)
+            if (w.name == std::string_view("dequantize")) report.widening_seconds += runs * rates.seconds(w);
 }

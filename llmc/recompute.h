@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <charconv>
+#include <iterator>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,7 @@ constexpr RecomputeLevel kRecomputeLevels[] = {
     {"attention", {.gelu = false, .norm = false, .up = false, .qkv = false, .attention = false}},
     {"block", {.gelu = false, .norm = false, .up = false, .qkv = false, .attention = false, .middle = false}},
 };
+constexpr int kLastLevel = static_cast<int>(std::size(kRecomputeLevels)) - 1;  // keeps the least
 
 inline std::vector<std::string> recompute_names() {
     std::vector<std::string> names;

@@ -8,9 +8,11 @@
 #include <cstdint>
 #include <fcntl.h>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "llmc/options.h"
+#include "llmc/run_inputs.h"
 #include "llmc/solver.h"
 #include "llmc/temporary_file.h"
 
@@ -25,6 +27,34 @@ struct Movable {
     bool rooms = false;                        // and its rooms on the device: --state-rooms block
     bool inputs = false;                       // of blocks: --park all
 };
+
+// What --memory may have wait elsewhere, where no option says: beside a GPU in host memory, where that is
+// offered, else in files. `with_files` all that is trained may be in files there too. Beside a frozen model
+// the adapter's own state stays.
+template <class T>
+Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
+    Movable m;
+    const bool frozen = static_cast<bool>(inputs.adapter), offered = o.has("--host-memory");
+    const bool moves = kHostIsDevice || offered;
+    std::vector<std::string> homes;
+    if (!kHostIsDevice) homes.push_back("host");
+    if (kHostIsDevice || with_files) homes.push_back("disk");
+    const std::string& home = homes.front();
+    if (!o.has("--weights") && !frozen && moves) m.weights = homes;
+    if (!o.has("--weights")) {
+        if (offered && home == "host" && inputs.may_lend_frozen(home)) m.weights = {home};
+        if (inputs.may_lend_frozen("disk")) m.weights.push_back("disk");
+    }
+    if (!o.has("--embeddings") && inputs.may_move_embeddings()) m.embeddings = {offered ? home : "disk"};
+    m.halves = !o.has("--lend") && frozen && o.attention_rows == 0;
+    const bool has_state = o.optimizer == "adamw" || (std::is_same_v<T, bf16> && o.master != "none");
+    if (!o.has("--gradients") && !frozen && !o.update_in_backward && moves) m.gradients = homes;
+    if (!o.has("--state") && !frozen && has_state && moves) m.state = homes;
+    m.updates = !kHostIsDevice && !o.has("--updates");
+    m.rooms = !o.has("--state-rooms");
+    m.inputs = !o.has("--park") && moves;
+    return m;
+}
 
 // All micro-batches of a step are taken through blocks together only up to so many: each is rehearsed.
 constexpr int64_t kMostTogether = 64;

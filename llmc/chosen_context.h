@@ -1,0 +1,109 @@
+// chosen_context.h - --context auto: the longest sequences that fit, by the plans of runs without data.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "llmc/chosen_setting.h"
+#include "llmc/dataset.h"
+#include "llmc/enough_memory.h"
+#include "llmc/fit.h"
+#include "llmc/options.h"
+#include "llmc/report.h"
+#include "llmc/run_inputs.h"
+
+// The longest sequences that fit, a multiple of 64 tokens or `most` of them. Whether some do,
+// fits(tokens) says; that the shortest do is its caller's to know.
+template <class Fits>
+int fit_context(int most, Fits&& fits) {
+    constexpr int64_t kStep = 64;
+    const auto tokens = [&](int64_t steps) {
+        return static_cast<int>(std::min<int64_t>(most, steps * kStep));
+    };
+    const int64_t all = (most + kStep - 1) / kStep;
+    int64_t fitting = 1, failing = 2;
+    while (failing <= all && fits(tokens(failing))) fitting = failing, failing *= 2;
+    failing = std::min(failing, all + 1);
+    while (failing - fitting > 1) {
+        const int64_t middle = fitting + (failing - fitting) / 2;
+        (fits(tokens(middle)) ? fitting : failing) = middle;
+    }
+    return tokens(fitting);
+}
+
+// The most tokens that a sequence of the data can have, `batch` of them in an epoch.
+inline int most_tokens_of_data(const Options& o) {
+    uint64_t most = kMostPositions;
+    for (const auto& [files, option] : {std::pair(&o.data, "--data"), {&o.val_data, "--val-data"}}) {
+        if (files->empty()) continue;
+        const std::unique_ptr<Dataset> data = open_data(*files, option);
+        if (data->is_examples())
+            fail("--context auto: examples of %s have lengths of their own: give --seq-len", option);
+        for (size_t s = 0; s < data->stream_count(); s++)
+            most = std::min(most, std::max<uint64_t>(2, data->token_count(s)) - 1);
+        if (files == &o.data && o.batch > 1)
+            most =
+                std::min(most, data->token_count() / (static_cast<uint64_t>(o.batch) + data->stream_count()));
+    }
+    return static_cast<int>(std::max<uint64_t>(1, most));
+}
+
+// The options of a plan of such runs, whose --seq-len may then be any.
+inline Options options_of_plan(Options o) {
+    o.plan = true;
+    o.data.clear(), o.val_data.clear();
+    o.eval_every = 0;
+    o.out = o.resume = o.timeline = o.loss_by_position = "";
+    o.given["--seq-len"] = {};  // as if it were given
+    return o;
+}
+
+// The options with the longest sequences that fit, and in `choices` why no longer.
+template <class Trial>
+Options with_chosen_context(const Options& given, Choices& choices) {
+    if (given.context.empty()) return given;
+    Options chosen = given;
+    if (!given.has("--batch")) chosen.batch = 1;
+    if (kHostIsDevice) memory_free_at_start();
+    const FreeMemory room = memory_for(given);
+    Options trial = options_of_plan(chosen);
+    const auto planned = [&](int tokens) {
+        trial.seq_len = tokens;
+        RunInputs inputs(trial, std::nullopt);
+        Choices ignored;
+        Trial trainer(with_chosen_setting<Trial>(trial, inputs, ignored), inputs);
+        const MemoryReport& r = trainer.rehearse();
+        const size_t more = given.loss_by_position.empty() ? 0 : static_cast<size_t>(tokens) * sizeof(float);
+        return std::pair(r.total() + more, r.seconds);
+    };
+    const auto fits = [&](int tokens) {
+        try {
+            return planned(tokens).first <= room.bytes;
+        } catch (const UserError&) {  // nothing that --memory may choose fits
+            return false;
+        }
+    };
+    trial.seq_len = 1;
+    const int by_model = static_cast<int>(
+        std::min<int64_t>(RunInputs(trial, std::nullopt).most_tokens(), kMostTokens / chosen.batch));
+    const int by_data = most_tokens_of_data(chosen), most = std::min(by_model, by_data);
+    const int fewest = std::min(64, most);
+    if (const size_t least = planned(fewest).first; least > room.bytes)
+        fail("--context auto: sequences of %d tokens take %.1f MiB and there are %.1f (%s)", fewest,
+             mebibytes(least), mebibytes(room.bytes), room.limit.c_str());
+    chosen.seq_len = fit_context(most, fits);
+    const std::string why = chosen.seq_len < most ? format("the most that fit %.1f MiB (%s)",
+                                                           mebibytes(room.bytes), room.limit.c_str())
+                            : by_data < by_model  ? "as many as the data have"
+                                                  : "all of the model's positions";
+    choices.context = format("%d tokens, %s; a step takes %.3g s by estimate", chosen.seq_len, why.c_str(),
+                             planned(chosen.seq_len).second);
+    chosen.given["--seq-len"] = {std::to_string(chosen.seq_len)};
+    chosen.given["--batch"] = {std::to_string(chosen.batch)};
+    chosen.given.erase("--context");
+    return chosen;
+}

@@ -1,0 +1,65 @@
+// memory_setting.h - what may be chosen of a run so that it fits: read from its options, written into them,
+// and into those that a save remembers.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "llmc/options.h"
+#include "llmc/recompute.h"
+
+// What may be chosen. The tokens of a step, batch * grad_accum sequences, stay what they are.
+struct MemorySetting {
+    int batch, grad_accum;
+    int64_t head_rows, mlp_rows, attention_rows;
+    std::string master, adam_m, adam_v;
+    std::vector<int> levels = {};  // of recompute, by layer
+
+    bool same_state(const MemorySetting& other) const {
+        return master == other.master && adam_m == other.adam_m && adam_v == other.adam_v;
+    }
+};
+
+inline MemorySetting setting_of(const Options& o) {
+    return {o.batch, o.grad_accum, o.head_rows, o.mlp_rows, o.attention_rows, o.master, o.adam_m, o.adam_v};
+}
+
+// Writes a setting into the options.
+inline void apply_setting(const MemorySetting& s, Options& o) {
+    o.batch = s.batch;
+    o.grad_accum = s.grad_accum;
+    o.head_rows = s.head_rows;
+    o.mlp_rows = s.mlp_rows;
+    o.attention_rows = s.attention_rows;
+    o.master = s.master, o.adam_m = s.adam_m, o.adam_v = s.adam_v;
+    o.recompute = levels_text(s.levels, recompute_names());
+}
+
+// Writes what was chosen into the options that a save remembers, in place of the budget: a resumed run shall
+// run the same. `given`: the options before that.
+inline void remember_choice(const Options& given, Options& o) {
+    auto remember = [&](const char* option, const std::string& value) { o.given[option] = {value}; };
+    if (o.steps > 0) remember("--head-rows", std::to_string(o.head_rows));
+    if (given.mlp_rows != o.mlp_rows) remember("--mlp-rows", std::to_string(o.mlp_rows));
+    if (given.attention_rows != o.attention_rows)
+        remember("--attention-rows", std::to_string(o.attention_rows));
+    if (given.batch > 0 && !o.has("--memory")) return;
+    remember("--batch", std::to_string(o.batch));
+    remember("--grad-accum", std::to_string(o.grad_accum));
+    remember("--recompute", o.recompute);
+    if (o.allow_8bit) {
+        remember("--master", o.master);
+        if (o.optimizer == "adamw") remember("--adam-m", o.adam_m), remember("--adam-v", o.adam_v);
+    }
+    if (o.weights != given.weights) remember("--weights", o.weights);
+    if (o.lend != given.lend) remember("--lend", o.lend);
+    if (o.embeddings != given.embeddings) remember("--embeddings", o.embeddings);
+    if (o.gradients != given.gradients) remember("--gradients", o.gradients);
+    if (o.state != given.state) remember("--state", o.state);
+    if (o.updates != given.updates) remember("--updates", o.updates);
+    if (o.state_rooms != given.state_rooms) remember("--state-rooms", "block");
+    if (o.park != given.park) remember("--park", "all");
+    if (o.by_block != given.by_block) remember("--by-block", "true");
+    for (const char* budget : {"--memory", "--host-memory", "--allow-8bit"}) o.given.erase(budget);
+}

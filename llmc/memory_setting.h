@@ -60,6 +60,7 @@ inline void remember_choice(const Options& given, Options& o) {
     if (o.updates != given.updates) remember("--updates", o.updates);
     if (o.state_rooms != given.state_rooms) remember("--state-rooms", "block");
     if (o.park != given.park) remember("--park", "all");
+    if (o.park_keys != given.park_keys) remember("--park-keys", "true");
     if (o.by_block != given.by_block) remember("--by-block", "true");
     for (const char* budget : {"--memory", "--host-memory", "--allow-8bit"}) o.given.erase(budget);
 }

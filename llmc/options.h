@@ -381,10 +381,11 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
                  "inputs do, and so do the sums of their gradients; with windows, and documents that share a "
                  "sequence, last bits differ")
         ->group(group);
-    app.add_option("--memory", o.memory,
-                   "choose --recompute, --head-rows, --mlp-rows, --attention-rows, --batch and --grad-accum "
-                   "so that all fits, as in 8GiB; and where that is not enough --weights, --lend, "
-                   "--embeddings, --gradients, --state, --updates, --state-rooms, --park and --by-block")
+    app.add_option(
+           "--memory", o.memory,
+           "choose --recompute, --head-rows, --mlp-rows, --attention-rows, --batch and --grad-accum "
+           "so that all fits, as in 8GiB; and where that is not enough --weights, --lend, "
+           "--embeddings, --gradients, --state, --updates, --state-rooms, --park, --park-keys and --by-block")
         ->group(group);
     app.add_option("--host-memory", o.host_memory,
                    "beside a GPU, pinned host memory that --memory may have things wait in")
@@ -651,7 +652,8 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     if (among({"--matmul-algorithms"})) return kSearchesAlgorithms;
     if (among({"--tf32"})) return kHasTf32;
     if (among({"--recompute", "--head-rows", "--mlp-rows", "--attention-rows", "--weights", "--lend",
-               "--embeddings", "--gradients", "--state", "--updates", "--state-rooms", "--park"}) &&
+               "--embeddings", "--gradients", "--state", "--updates", "--state-rooms", "--park",
+               "--park-keys"}) &&
         o.has("--memory") && o.batch != 0)
         return false;  // chosen anew
     if (among({"--weights", "--lend", "--embeddings"}) && o.steps == 0)

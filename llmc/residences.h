@@ -9,8 +9,10 @@
 #include <fcntl.h>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
+#include "llmc/chunk_rows.h"
 #include "llmc/options.h"
 #include "llmc/run_inputs.h"
 #include "llmc/solver.h"
@@ -26,6 +28,7 @@ struct Movable {
     bool updates = false;                      // and updates of what lives with the host: --updates host
     bool rooms = false;                        // and its rooms on the device: --state-rooms block
     bool inputs = false;                       // of blocks: --park all
+    bool keys = false;                         // and values, beside those: --park-keys
 };
 
 // What --memory may have wait elsewhere, where no option says: beside a GPU in host memory, where that is
@@ -53,6 +56,10 @@ Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
     m.updates = !kHostIsDevice && !o.has("--updates");
     m.rooms = !o.has("--state-rooms");
     m.inputs = !o.has("--park") && moves;
+    // Where attention may go in chunks that are pieces of keys.
+    const bool long_enough = !o.has("--attention-rows") && o.seq_len > 2 * kFewestAttentionRows;
+    const bool in_pieces = o.attention_rows > 0 && o.attention_rows % kKeyPiece == 0;
+    m.keys = moves && (long_enough || in_pieces);
     return m;
 }
 
@@ -102,6 +109,7 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
     vary([&](Options& o) { return o.updates = "host", movable.updates && host_can_update(o); });
     vary([&](Options& o) { return o.state_rooms = -1, comes_in_backward(o) && movable.rooms; });
     vary([&](Options& o) { return o.park = -1, movable.inputs; });
+    vary([&](Options& o) { return !std::exchange(o.park_keys, true) && o.park == -1 && movable.keys; });
     vary([&](Options& o) {
         const bool moves_less =
             moves(o) || (o.state != "device" && o.update_in_backward) || o.gradients != "device";
@@ -126,6 +134,7 @@ inline std::string residences_text(const Options& chosen, const Options& given) 
     if (chosen.updates != given.updates) text += " --updates " + chosen.updates;
     if (chosen.state_rooms != given.state_rooms) text += " --state-rooms block";
     if (chosen.park != given.park) text += " --park all";
+    if (chosen.park_keys != given.park_keys) text += " --park-keys";
     if (chosen.by_block != given.by_block) text += " --by-block";
     return text;
 }

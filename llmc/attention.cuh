@@ -160,6 +160,25 @@ SIMT_DEVICE void multiply_columns(AttentionRows<kHead / 8>& o, const AttentionRo
 // warp(). The shuffle tells the compiler that it is the same in all lanes: there are registers for such.
 SIMT_DEVICE int uniform_warp() { return __shfl_sync(~0u, warp(), 0); }
 
+// Where a warp of a block of kRows queries stands: the batch entry and the head; its first query.
+template <int kRows, int kWarpRows>
+struct QueryPlace {
+    int b, h, block_row, row;
+    template <class T>
+    SIMT_DEVICE QueryPlace(const AttentionInput<T>& in, int block, int tile, int warp)
+        : b(block / in.heads),
+          h(block % in.heads),
+          block_row((gridDim.y - 1 - tile) * kRows),
+          row(block_row + warp * kWarpRows) {}
+};
+// The same number, of which the compiler does not know that: it keeps nothing that it made of x before.
+SIMT_DEVICE int made_anew(int x) {
+#if defined(SIMT_GPU)
+    asm volatile("" : "+r"(x));
+#endif
+    return x;
+}
+
 // How forward is cut. The plain form gives a warp 32 queries, so that what it reads of keys and values serves
 // twice as many products; what passes by comes from shared memory as fast as the tensor cores take it.
 template <class T, int kHead, bool kPlain>
@@ -182,9 +201,10 @@ __global__ void __launch_bounds__(kAttentionThreads, ForwardTiles<T, kHead, kPla
     DYNAMIC_SHARED(T, shared);
     T* const q_tile = shared;
     T* const kv_tiles = q_tile + Tiles::kQuerySize;  // K, V of this step, K, V of the next
-    const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads, kv = h / in.group();
-    const int block_row = (gridDim.y - 1 - blockIdx.y) * kRows;
-    const int warp_row = uniform_warp() * 16 * kParts, row = block_row + warp_row;  // its first query
+    using Place = QueryPlace<kRows, 16 * kParts>;
+    const Place place(in, blockIdx.x, blockIdx.y, uniform_warp());
+    const auto [b, h, block_row, row] = place;
+    const int kv = h / in.group(), warp_row = row - block_row;
     if (!kPlain) in.drop_keys(in.first_tile(in.first_key(b, block_row)));
     const int end = in.keys_before(block_row + kRows);
     if (kPlain) SIMT_ASSUME(end > 0);
@@ -227,8 +247,10 @@ __global__ void __launch_bounds__(kAttentionThreads, ForwardTiles<T, kHead, kPla
         multiply_columns<kHead>(o, s, k_tile + Tiles::kPassingSize);
     }
     if (!kPlain && end <= 0) wait_for_copies();  // a piece of keys that none of these sees
+    // Kept over the loop, the place would take registers that heads of 128 have not.
+    const Place to(in, made_anew(blockIdx.x), made_anew(blockIdx.y), made_anew(threadIdx.x) / kLanes);
     UNROLL for (int m = 0; m < kParts; m++)
-        store_output<kHead>(out, lse, o[m], softmax[m], in, b, h, row + 16 * m, scale, vectors);
+        store_output<kHead>(out, lse, o[m], softmax[m], in, to.b, to.h, to.row + 16 * m, scale, vectors);
 }
 
 // delta[b, h, i] = sum of dout * out over the head's columns: a warp for each b and i.

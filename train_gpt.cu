@@ -241,7 +241,7 @@ class Gpt {
     Tensor<int> positions_of(const TensorX& rows) const;
     AttentionInput<floatX> attention_of(const TensorX& qkv, int layer, const KvRows* kv) const;
     template <class Use>
-    void for_pieces_of_keys(const TensorX& qkv, int layer, const KvRows& kv, bool with_sums, Use&& use);
+    void for_pieces_of_keys(const TensorX& qkv, int layer, const KvRows* kv, bool with_sums, Use&& use);
     KvRows take_kv_rows(int64_t rows, int entry);
     void begin_rows(KvRows& kv, int64_t first, int64_t count);
     void end_rows(const KvRows& kv, int64_t count);
@@ -1289,46 +1289,47 @@ AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv, int layer, const Kv
     return in;
 }
 
-// Calls use(attention) with attention_of() rows of a sequence, whose keys come in pieces where they are
-// parked: those that some query sees, the first ones first, and at last the rows' own. `with_sums` they bring
-// the sums of their gradients.
+// Calls use(attention) with attention_of() these; where their keys are parked, with one piece after the other
+// of those that some query sees, and at last with the rows' own. `with_sums` they bring the sums of their
+// gradients.
 template <class Use>
-void Gpt::for_pieces_of_keys(const TensorX& qkv, int layer, const KvRows& kv, bool with_sums, Use&& use) {
-    if (!kv.parked) return use(attention_of(qkv, layer, &kv));
+void Gpt::for_pieces_of_keys(const TensorX& qkv, int layer, const KvRows* kv, bool with_sums, Use&& use) {
+    if (!kv || !kv->parked) return use(attention_of(qkv, layer, kv));
     const int64_t n = parked_keys_.rows(), count = qkv.rows(), window = config_.window;
     const auto first_seen = [&](int64_t row) {
         return window > 0 ? std::max<int64_t>(0, row + 1 - window) / n : 0;
     };
     // Rehearsed are rows that may begin within a piece.
-    const int64_t first = first_seen(kv.length), own = ceil_div(kv.length, n);
-    // Pieces are first added to by the last rows that see them.
-    const bool last = kv.length + count == kv.rows;
-    const auto first_added = [&](int64_t piece) { return last || piece < first_seen(kv.length + n); };
+    const int64_t first = first_seen(kv->length), own = ceil_div(kv->length, n);
+    // A piece's sums begin with the last rows that see it, which are the first to come.
+    const bool last = kv->length + count == kv->rows;
+    const auto begins = [&](int64_t piece) { return last || piece < first_seen(kv->length + n); };
     TensorF carried = take_float(
         "attention_carried", {AttentionInput<floatX>::carried_size(count, config_.heads, config_.head_size)});
     const auto use_piece = [&](int64_t piece, KvRows& rows) {
-        rows.rows = kv.rows, rows.length = kv.length, rows.entry = kv.entry, rows.grows = false;
         if (with_sums) {
-            const int64_t size = n * config_.kv_width();
             TensorF sums = parked_keys_.borrow_sums(piece, piece < own ? piece + 1 : 0);
-            if (first_added(piece)) zero(sums);
-            rows.dk_sums = TensorF(sums.data(), {n, config_.kv_width()});
-            rows.dv_sums = TensorF(sums.at(size), {n, config_.kv_width()});
+            if (begins(piece)) zero(sums);
+            rows.dk_sums = sums.rows_at(0, n);
+            rows.dv_sums = sums.rows_at(n, n);
         }
         AttentionInput<floatX> in = attention_of(qkv, layer, &rows);
         in.carried = carried.data(), in.continues = piece > first;
         use(in);
     };
+    const auto rows_from = [&](int64_t begin, TensorX all) {
+        KvRows rows{std::move(all), kv->rows, kv->length, kv->entry, false};
+        rows.begin = static_cast<int>(begin);
+        return rows;
+    };
     int64_t piece = first;
     arena_.repeat(static_cast<int>(std::max<int64_t>(1, own - first)), [&] {
         if (piece >= own && !arena_.rehearsing()) return false;
-        KvRows rows{parked_keys_.borrow(piece, piece + 1 < own ? piece + 1 : first)};
-        rows.begin = static_cast<int>(piece * n);
+        KvRows rows = rows_from(piece * n, parked_keys_.borrow(piece, piece + 1 < own ? piece + 1 : first));
         use_piece(piece++, rows);
         return true;
     });
-    KvRows rows{kv.all.view()};
-    rows.begin = kv.begin;
+    KvRows rows = rows_from(kv->begin, kv->all.view());
     use_piece(own, rows);
 }
 
@@ -1353,10 +1354,7 @@ void Gpt::attend(BlockActivations& a, Keep keep, const KvRows* kv, int layer) {
     const auto forward = [&](const AttentionInput<floatX>& in) {
         attention_forward(a.attention.data(), a.lse.data(), in, stream_);
     };
-    if (kv)
-        for_pieces_of_keys(a.qkv, layer, *kv, false, forward);
-    else
-        forward(attention_of(a.qkv, layer, nullptr));
+    for_pieces_of_keys(a.qkv, layer, kv, false, forward);
 }
 
 // From a.input to a.attention.
@@ -1909,22 +1907,17 @@ void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, 
     };
     if (hopper_attention_) {
         TensorX d_qkv = take_gradient("d_qkv", qkv.shape());
-        floatX *const dq = d_qkv.data(), *const dk = d_qkv.at(keys_at()), *const dv = d_qkv.at(values_at());
-        const auto backward = [&](const AttentionInput<floatX>& in) { run(dq, dk, dv, in); };
-        if (kv)
-            for_pieces_of_keys(qkv, layer, *kv, true, backward);
-        else
-            backward(attention_of(qkv, layer, nullptr));
+        for_pieces_of_keys(qkv, layer, kv, true, [&](const AttentionInput<floatX>& in) {
+            run(d_qkv.data(), d_qkv.at(keys_at()), d_qkv.at(values_at()), in);
+        });
         qkv = std::move(d_qkv);
         return;
     }
     floatX *const k = qkv.at(keys_at()), *const v = qkv.at(values_at());
-    if (kv) {
-        const auto backward = [&](const AttentionInput<floatX>& in) { run(qkv.data(), k, v, in); };
-        return for_pieces_of_keys(qkv, layer, *kv, true, backward);
-    }
+    if (kv || kOverwritesKeys)
+        return for_pieces_of_keys(qkv, layer, kv, true,
+                                  [&](const AttentionInput<floatX>& in) { run(qkv.data(), k, v, in); });
     AttentionInput<floatX> in = attention_of(qkv, layer, nullptr);
-    if (kOverwritesKeys) return run(qkv.data(), k, v, in);
     const int64_t rows = qkv.rows(), kv_width = config_.kv_width();
     TensorX d_k = take_gradient("d_keys", {rows, kv_width}),
             d_v = take_gradient("d_values", {rows, kv_width});

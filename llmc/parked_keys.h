@@ -57,13 +57,14 @@ class ParkedKeys {
         return Tensor<T>(own_.template data<T>(), {rows, columns_});
     }
     void store(int64_t piece) { own_.exchange(piece, {}); }
-    // A piece, until the one after the next is borrowed; that is piece `next` in all likelihood, and on its
-    // way then. Of those whose sums were borrowed, these are stored again.
+    // A piece (rows, columns), until the one after the next is borrowed. That which is likely to be borrowed
+    // next is on its way then. Sums are stored again.
     Tensor<T> borrow(int64_t piece, int64_t next) {
         return Tensor<T>(keys_.borrow(piece, next).template data<T>(), {rows_, columns_});
     }
+    // Those of its keys, and behind them those of its values, (2 rows, columns / 2).
     Tensor<float> borrow_sums(int64_t piece, int64_t next) {
-        return Tensor<float>(sums_.borrow(piece, next).template data<float>(), {rows_, columns_});
+        return Tensor<float>(sums_.borrow(piece, next).template data<float>(), {2 * rows_, columns_ / 2});
     }
 
   private:

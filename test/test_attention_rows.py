@@ -208,7 +208,7 @@ def test_packed_examples(train, tmp_path, tokenizer):
     """Sequences of several documents: their positions and ends are those of the chunk's rows."""
     folder = tmp_path / "model"
     make(folder, "--family", "llama", "--layers", 2, "--heads", 4, "--kv-heads", 2, "--channels", 48, "--vocab",
-         tokenizer.get_vocab_size(), "--positions", 512, "--dtype", "bf16")
+         tokenizer.get_vocab_size(), "--positions", 700, "--dtype", "bf16")
     tokenizer.save(str(folder / "tokenizer.json"))
     write_examples(tmp_path / "data.jsonl", 200, most=12)
     for length in (LENGTH, 257):

@@ -295,6 +295,7 @@ inline void declare_optimizer_options(CLI::App& app, Options& o) {
     app.add_flag("--clip-per-block", o.clip_per_block, "clip each block's gradient by its own norm")
         ->group(group);
 }
+// What a step keeps, and in which formats; what waits elsewhere; what is planned and chosen of that.
 inline void declare_memory_options(CLI::App& app, Options& o) {
     const std::string group = "Memory";
     app.add_option("--master", o.master, "what completes bf16 weights; split: the same in half the bytes")
@@ -330,6 +331,9 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
     app.add_flag("--update-in-backward", o.update_in_backward,
                  "update each block as soon as its gradient is complete: no gradient of the model is held")
         ->group(group);
+}
+inline void declare_elsewhere_options(CLI::App& app, Options& o) {
+    const std::string group = "Memory";
     app.add_flag("--by-block", o.by_block,
                  "all micro-batches of a step pass a block before the next: it comes, and is updated, once")
         ->group(group);
@@ -381,6 +385,9 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
                  "inputs do, and so do the sums of their gradients; with windows, and documents that share a "
                  "sequence, last bits differ")
         ->group(group);
+}
+inline void declare_plan_options(CLI::App& app, Options& o) {
+    const std::string group = "Memory";
     app.add_option(
            "--memory", o.memory,
            "choose --recompute, --head-rows, --mlp-rows, --attention-rows, --batch and --grad-accum "
@@ -486,6 +493,8 @@ inline void declare_options(CLI::App& app, Options& o) {
     declare_adapter_options(app, o);
     declare_optimizer_options(app, o);
     declare_memory_options(app, o);
+    declare_elsewhere_options(app, o);
+    declare_plan_options(app, o);
     declare_run_options(app, o);
     declare_bench_options(app, o);
     declare_sampling_options(app, o);

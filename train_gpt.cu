@@ -241,12 +241,12 @@ class Gpt {
     Tensor<int> positions_of(const TensorX& rows) const;
     AttentionInput<floatX> attention_of(const TensorX& qkv, int layer, const KvRows* kv) const;
     template <class Use>
-    void for_pieces_of_keys(const TensorX& qkv, int layer, const KvRows* kv, bool with_sums, Use&& use);
+    void for_pieces_of_keys(const TensorX& qkv, int layer, const KvRows* kv, bool with_sums, int64_t next_row,
+                            Use&& use);
     KvRows take_kv_rows(int64_t rows, int entry);
-    void begin_rows(KvRows& kv, int64_t first, int64_t count);
     void end_rows(const KvRows& kv, int64_t count);
-    void append_kv(const TensorX& qkv, const KvRows& kv);
-    void attend(BlockActivations& a, Keep keep, const KvRows* kv, int layer);
+    void append_kv(const TensorX& qkv, KvRows& kv);
+    void attend(BlockActivations& a, Keep keep, KvRows* kv, int layer);
 
     TensorX token_rows(const Tensor<int>& tokens);
     void look_up(TensorX& x, const Tensor<int>& tokens, const TensorX& prompt, int first_position);
@@ -257,14 +257,14 @@ class Gpt {
         const TensorX& prompt = weights_.embeddings.prompt;
         return prompt ? prompt.rows() : 0;
     }
-    void forward_attention(int layer, BlockActivations& a, Keep keep, const KvRows* kv);
-    void forward_attention_rows(int layer, BlockActivations& a, Keep keep, const KvRows* kv);
+    void forward_attention(int layer, BlockActivations& a, Keep keep, KvRows* kv);
+    void forward_attention_rows(int layer, BlockActivations& a, Keep keep, KvRows* kv);
     TensorX forward_attention_in_chunks(int layer, BlockActivations& a, Keep keep);
     TensorX projected(int layer, const TensorX& attention);
     void add_projected(TensorX& sum, const TensorX& x, const TensorX& attention, int layer);
     TensorX forward_mlp(int layer, BlockActivations& a, Keep keep);
     TensorX forward_mlp_rows(int layer, MlpActivations& m, Keep keep, const TensorX& x, TensorX out);
-    TensorX forward_block(int layer, BlockActivations& a, Keep keep, const KvRows* kv = nullptr);
+    TensorX forward_block(int layer, BlockActivations& a, Keep keep, KvRows* kv = nullptr);
     TensorX forward_only(const Tensor<int>& tokens, KvCache* cache);
     TensorX forward_cached(const std::vector<int>& tokens, KvCache& cache);
     HeadActivations forward_head(const TensorX& x);
@@ -375,9 +375,9 @@ class Gpt {
     void backward_mlp_rows(int layer, Block<floatX>& g, MlpActivations& m, const TensorX& x,
                            TensorX& d_stream, bool adds, MlpSums* sums = nullptr);
     void attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, const TensorF& lse,
-                                     const TensorF& delta, int layer, const KvRows* kv);
+                                     const TensorF& delta, int layer, KvRows* kv);
     void backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds,
-                            const KvRows* kv = nullptr, BlockSums* sums = nullptr);
+                            KvRows* kv = nullptr, BlockSums* sums = nullptr);
     BlockSums begin_block_sums(Block<floatX>& g, bool adds);
     void end_block_sums(Block<floatX>& g, BlockSums& sums);
     void backward_block_in_chunks(int layer, Block<floatX>& g, const TensorX& x, TensorX& d_stream,
@@ -513,6 +513,8 @@ class Trainer {
         return quantized_head_ ? std::vector{head_field(config_)} : std::vector<Field>();
     }
     // Whether blocks' gradients do not come to the device to be updated with.
+    // Whether steps are run through graphs: of parked keys these would grow with the square of the sequence.
+    bool replays() const { return replays_ && places_.rows_of_parked_keys() == 0; }
     bool gradients_stay_with_host() const {
         return places_.updates_on_host() && gpt_.lends_gradients() && !norm_of_each_unit_;
     }
@@ -553,7 +555,7 @@ class Trainer {
     const Rates rates_;  // that estimates are by
     Places<floatX> places_;
     StepGraphs graphs_;
-    bool replays_;                                 // whether steps are run through them
+    bool replays_;                                 // whether steps may be run through them
     size_t used_before_ = 0;                       // of the device's memory
     int64_t step_ = 0;                             // steps done
     int64_t first_step_ = 0, first_sequence_ = 0;  // where a resumed run begins
@@ -581,7 +583,7 @@ void Trainer::run() {
 }
 
 void Trainer::train() {
-    const int settled = StepGraphs::kReplays && replays_ ? 2 : 1;  // steps until graphs are recorded
+    const int settled = StepGraphs::kReplays && replays() ? 2 : 1;  // steps until graphs are recorded
     for (step_ = first_step_; step_ < o_.steps && !interrupted; step_++, evaluated_ = false) {
         if (!evaluated_) do_what_is_due();
         if (interrupted) break;
@@ -669,7 +671,7 @@ void Trainer::feed(Feeder& feeder, SequenceLoader& loader, uint64_t first, uint6
 template <class Operations>
 void Trainer::run_step(Plan& plan, Operations&& operations) {
     const auto run = [&] { arena_.run(plan, operations); };
-    if (replays_)
+    if (replays())
         graphs_.run(&plan, stream_, run);
     else
         run();
@@ -930,11 +932,10 @@ struct KvCache {
     int length = 0;
 };
 
-// A layer's keys and values of one sequence, of `rows` rows and the batch's `entry`: those from row `begin`
-// on
-// (.., 2 kv_width()), and in backward the sums of their gradients (.., kv_width()). The rows at hand follow
-// the first `length`. They are a cache's, which grows by what is generated, or chunks of a whole, whose keys
-// and values before those at hand may be parked.
+// A layer's keys and values of one sequence, of `rows` rows, and which of the batch's that is. `all` are
+// (.., 2 kv_width()), from row `begin` on, and in backward the sums of their gradients are (.., kv_width()).
+// The rows at hand follow the first `length`. They are a cache's, which grows by what is generated, or chunks
+// of a whole, whose keys and values before those at hand may be parked.
 struct KvRows {
     TensorX all;
     int64_t rows = 0;
@@ -1291,16 +1292,20 @@ AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv, int layer, const Kv
 
 // Calls use(attention) with attention_of() these; where their keys are parked, with one piece after the other
 // of those that some query sees, and at last with the rows' own. `with_sums` they bring the sums of their
-// gradients.
+// gradients. What attends to keys next are the rows from next_row on, if any.
 template <class Use>
-void Gpt::for_pieces_of_keys(const TensorX& qkv, int layer, const KvRows* kv, bool with_sums, Use&& use) {
+void Gpt::for_pieces_of_keys(const TensorX& qkv, int layer, const KvRows* kv, bool with_sums,
+                             int64_t next_row, Use&& use) {
     if (!kv || !kv->parked) return use(attention_of(qkv, layer, kv));
     const int64_t n = parked_keys_.rows(), count = qkv.rows(), window = config_.window;
     const auto first_seen = [&](int64_t row) {
         return window > 0 ? std::max<int64_t>(0, row + 1 - window) / n : 0;
     };
-    // Rehearsed are rows that may begin within a piece.
     const int64_t first = first_seen(kv->length), own = ceil_div(kv->length, n);
+    // Rehearsed are rows that may begin within a piece: then all pieces are smaller.
+    const int64_t of_piece = arena_.rehearsing() && own > first
+                                 ? std::max<int64_t>(1, (kv->length - first * n) / (own - first))
+                                 : n;
     // A piece's sums begin with the last rows that see it, which are the first to come.
     const bool last = kv->length + count == kv->rows;
     const auto begins = [&](int64_t piece) { return last || piece < first_seen(kv->length + n); };
@@ -1308,13 +1313,14 @@ void Gpt::for_pieces_of_keys(const TensorX& qkv, int layer, const KvRows* kv, bo
         "attention_carried", {AttentionInput<floatX>::carried_size(count, config_.heads, config_.head_size)});
     const auto use_piece = [&](int64_t piece, KvRows& rows) {
         if (with_sums) {
-            TensorF sums = parked_keys_.borrow_sums(piece, piece < own ? piece + 1 : 0);
+            const int64_t next = piece < own ? piece + 1 : first_seen(next_row);
+            TensorF sums = parked_keys_.borrow_sums(piece, next, piece < own);
             if (begins(piece)) zero(sums);
             rows.dk_sums = sums.rows_at(0, n);
             rows.dv_sums = sums.rows_at(n, n);
         }
         AttentionInput<floatX> in = attention_of(qkv, layer, &rows);
-        in.carried = carried.data(), in.continues = piece > first;
+        in.in_pieces = true, in.continues = piece > first, in.carried = carried.data();
         use(in);
     };
     const auto rows_from = [&](int64_t begin, TensorX all) {
@@ -1322,10 +1328,13 @@ void Gpt::for_pieces_of_keys(const TensorX& qkv, int layer, const KvRows* kv, bo
         rows.begin = static_cast<int>(begin);
         return rows;
     };
+    // The own piece may be the next rows' first, but is not stored yet.
+    const int64_t next_first = std::min(first_seen(next_row), own - 1);
     int64_t piece = first;
     arena_.repeat(static_cast<int>(std::max<int64_t>(1, own - first)), [&] {
         if (piece >= own && !arena_.rehearsing()) return false;
-        KvRows rows = rows_from(piece * n, parked_keys_.borrow(piece, piece + 1 < own ? piece + 1 : first));
+        const TensorX keys = parked_keys_.borrow(piece, piece + 1 < own ? piece + 1 : next_first);
+        KvRows rows = rows_from(piece * n, keys.rows_at(0, of_piece));
         use_piece(piece++, rows);
         return true;
     });
@@ -1334,8 +1343,9 @@ void Gpt::for_pieces_of_keys(const TensorX& qkv, int layer, const KvRows* kv, bo
 }
 
 // Writes the keys and values of qkv (1, T, qkv_width()) behind those before it.
-void Gpt::append_kv(const TensorX& qkv, const KvRows& kv) {
+void Gpt::append_kv(const TensorX& qkv, KvRows& kv) {
     const int64_t row = 2 * config_.kv_width(), size = config_.head_size, T = qkv.rows();
+    if (kv.parked) kv.all = parked_keys_.own(T), kv.begin = kv.length;
     floatX* const end = kv.all.at((kv.length - kv.begin) * row);
     const floatX* const from = qkv.at(keys_at());
     if (family_.heads_together)
@@ -1346,7 +1356,7 @@ void Gpt::append_kv(const TensorX& qkv, const KvRows& kv) {
 
 // a.attention (B, T, query_width()) = causal attention of a.qkv; of rows of one sequence, of these and of
 // those before them, to which they are appended.
-void Gpt::attend(BlockActivations& a, Keep keep, const KvRows* kv, int layer) {
+void Gpt::attend(BlockActivations& a, Keep keep, KvRows* kv, int layer) {
     const int64_t B = a.qkv.shape().dims[0], T = a.qkv.shape().dims[1];
     if (kv) append_kv(a.qkv, *kv);
     a.attention = take("attention", {B, T, config_.query_width()});
@@ -1354,11 +1364,13 @@ void Gpt::attend(BlockActivations& a, Keep keep, const KvRows* kv, int layer) {
     const auto forward = [&](const AttentionInput<floatX>& in) {
         attention_forward(a.attention.data(), a.lse.data(), in, stream_);
     };
-    for_pieces_of_keys(a.qkv, layer, kv, false, forward);
+    // In backward the same rows are next.
+    const int64_t next_row = kv ? kv->length + (keep.backward ? 0 : T) : 0;
+    for_pieces_of_keys(a.qkv, layer, kv, false, next_row, forward);
 }
 
 // From a.input to a.attention.
-void Gpt::forward_attention_rows(int layer, BlockActivations& a, Keep keep, const KvRows* kv) {
+void Gpt::forward_attention_rows(int layer, BlockActivations& a, Keep keep, KvRows* kv) {
     const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     a.norm_1 = norm(kNorm1, a.input, w.norm_1);
     auto normed = [&] { return a.norm_1.out.view(); };
@@ -1370,7 +1382,7 @@ void Gpt::forward_attention_rows(int layer, BlockActivations& a, Keep keep, cons
 }
 
 // From a.input to a.middle and its norm.
-void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, const KvRows* kv) {
+void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, KvRows* kv) {
     need_half(layer, Field::QkvWeight, half_of(layer, Field::UpWeight));
     const bool in_chunks_here = !keep.middle && !kv && attends_in_chunks(a.input);
     if (parked_rows_.stores() && !in_chunks_here)
@@ -1408,7 +1420,7 @@ TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, Keep ke
             BlockActivations chunk;
             chunk.input = rows_of_sequence(x, count);
             if (parked_rows_.stores()) parked_rows_.store(chunk.input);
-            begin_rows(kv, first, count);
+            kv.length = static_cast<int>(first);
             forward_attention_rows(layer, chunk, kKeepNothing, &kv);
             end_rows(kv, count);
             TensorX to = sum.rows_at(chunk_start_, count);
@@ -1440,8 +1452,8 @@ void Gpt::add_projected(TensorX& sum, const TensorX& x, const TensorX& attention
     w.made.drop();
 }
 
-// Room for the keys and values of the batch's sequence `entry`, of so many rows, which begin_rows() gives
-// chunk by chunk where they are parked.
+// Room for the keys and values of the batch's sequence `entry`, of so many rows; where they are parked
+// append_kv() has it chunk by chunk.
 KvRows Gpt::take_kv_rows(int64_t rows, int entry) {
     KvRows kv{{}, rows, 0, entry, false, parked_keys_.parks()};
     if (kv.parked)
@@ -1451,15 +1463,7 @@ KvRows Gpt::take_kv_rows(int64_t rows, int entry) {
     return kv;
 }
 
-// Goes to the rows of a chunk, whose keys and values are to be appended.
-void Gpt::begin_rows(KvRows& kv, int64_t first, int64_t count) {
-    kv.length = static_cast<int>(first);
-    if (!kv.parked) return;
-    kv.all = parked_keys_.own(count);
-    kv.begin = kv.length;
-}
-
-// Has them stored, unless no rows follow that need them.
+// Has those of a chunk stored, unless no rows follow that need them.
 void Gpt::end_rows(const KvRows& kv, int64_t count) {
     if (kv.parked && kv.length + count < kv.rows) parked_keys_.store(kv.length / parked_keys_.rows());
 }
@@ -1505,7 +1509,7 @@ TensorX Gpt::forward_mlp_rows(int layer, MlpActivations& m, Keep keep, const Ten
 }
 
 // One block, from the residual stream in a.input to the one returned.
-TensorX Gpt::forward_block(int layer, BlockActivations& a, Keep keep, const KvRows* kv) {
+TensorX Gpt::forward_block(int layer, BlockActivations& a, Keep keep, KvRows* kv) {
     forward_attention(layer, a, keep, kv);
     if (!keep.backward) a.input.drop();
     TensorX output = forward_mlp(layer, a, keep);
@@ -1897,17 +1901,18 @@ void Gpt::backward_mlp_rows(int layer, Block<floatX>& g, MlpActivations& m, cons
         norm_backward(d_stream, g.norm_2, d_norm, x, m.norm, w.norm_2);
 }
 
-// qkv (B, T, qkv_width()) becomes its own gradient, of what attention `in` made of it: d_q at once, d_k and
-// d_v at once or where they are no longer read; of chunks they lie elsewhere. Hopper's kernels need room for
-// all of it.
+// qkv (B, T, qkv_width()) becomes its own gradient, of what attention made of it: d_q at once, d_k and d_v at
+// once, or where they are no longer read; the keys of chunks lie elsewhere. Hopper's kernels need room for all
+// of it.
 void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, const TensorF& lse,
-                                      const TensorF& delta, int layer, const KvRows* kv) {
+                                      const TensorF& delta, int layer, KvRows* kv) {
     const auto run = [&](floatX* dq, floatX* dk, floatX* dv, const AttentionInput<floatX>& in) {
         attention_backward(dq, dk, dv, d_attention.data(), lse.data(), delta.data(), in, stream_);
     };
+    const int64_t next_row = kv ? kv->length - attention_rows_ : 0;  // the last rows are the first
     if (hopper_attention_) {
         TensorX d_qkv = take_gradient("d_qkv", qkv.shape());
-        for_pieces_of_keys(qkv, layer, kv, true, [&](const AttentionInput<floatX>& in) {
+        for_pieces_of_keys(qkv, layer, kv, true, next_row, [&](const AttentionInput<floatX>& in) {
             run(d_qkv.data(), d_qkv.at(keys_at()), d_qkv.at(values_at()), in);
         });
         qkv = std::move(d_qkv);
@@ -1915,8 +1920,9 @@ void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, 
     }
     floatX *const k = qkv.at(keys_at()), *const v = qkv.at(values_at());
     if (kv || kOverwritesKeys)
-        return for_pieces_of_keys(qkv, layer, kv, true,
-                                  [&](const AttentionInput<floatX>& in) { run(qkv.data(), k, v, in); });
+        return for_pieces_of_keys(qkv, layer, kv, true, next_row, [&](const AttentionInput<floatX>& in) {
+            run(qkv.data(), k, v, in);
+        });
     AttentionInput<floatX> in = attention_of(qkv, layer, nullptr);
     const int64_t rows = qkv.rows(), kv_width = config_.kv_width();
     TensorX d_k = take_gradient("d_keys", {rows, kv_width}),
@@ -1933,7 +1939,7 @@ void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, 
 // The attention half: d_stream, the gradient of a.middle, becomes that of a.input. Of rows of one sequence
 // later ones came before, and their gradients are summed.
 void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds,
-                             const KvRows* kv, BlockSums* sums) {
+                             KvRows* kv, BlockSums* sums) {
     need_half(layer, Field::QkvWeight, after_block_);
     const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     const int first = kv ? kv->length : 0;
@@ -1999,7 +2005,7 @@ void Gpt::backward_block_in_chunks(int layer, Block<floatX>& g, const TensorX& x
         KvRows kv = take_kv_rows(rows, entry);
         const auto make_kv = [&](int64_t first, int64_t count) {
             BlockActivations a;
-            begin_rows(kv, first, count);
+            kv.length = static_cast<int>(first);
             a.norm_1 = norm(kNorm1, input(count), w.norm_1);
             auto normed = [&] { return a.norm_1.out.view(); };
             make_qkv(a, normed, w, false, kv.length);
@@ -2015,7 +2021,7 @@ void Gpt::backward_block_in_chunks(int layer, Block<floatX>& g, const TensorX& x
         const auto backward = [&](int64_t first, int64_t count) {
             BlockActivations a;
             a.input = input(count);
-            begin_rows(kv, first, count);
+            kv.length = static_cast<int>(first);
             forward_attention_rows(layer, a, {.norm = false}, &kv);
             a.middle = take("residual_middle", a.input.shape());
             residual_forward(a.middle, a.input, projected(layer, a.attention), stream_);
@@ -2721,7 +2727,7 @@ void Trainer::bench() {
         else
             train_step();
     };
-    const bool graphs = StepGraphs::kReplays && replays_ && !o_.profile_ops;
+    const bool graphs = StepGraphs::kReplays && replays() && !o_.profile_ops;
     replays_ = false;  // a graph has no phases that could be seen
     bench_phases(r, stream_, o_.bench_steps, run_one);
     metrics_.finish();

@@ -495,7 +495,7 @@ template <class T>
 bool hopper_attention_takes(const AttentionInput<T>& in, std::initializer_list<const void*> arrays) {
     // Those begin where a window or a document does, not with whole pieces.
     return in.hopper && !in.dropout && hopper_attention_supports(in.head_size) &&
-           (!in.carried || in.plain()) && attention_vectors(in, arrays) && device_is_hopper();
+           (!in.in_pieces || in.plain()) && attention_vectors(in, arrays) && device_is_hopper();
 }
 
 // An operation of `products` matrix products of the scores that are seen, those on the diagonal by half, and
@@ -527,7 +527,9 @@ template <class T>
 void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream stream) {
     assert(in.queries <= in.all_keys() && in.heads % in.kv_heads == 0);
     assert(!in.positions || in.queries == in.keys || in.batch == 1);
-    assert(in.later == 0 || (in.batch == 1 && in.in_chunks && in.keys % kKeyPiece == 0));
+    // Rehearsed is a piece of a mean size.
+    assert(in.later == 0 || (in.batch == 1 && in.in_pieces));
+    assert(in.later == 0 || in.keys % kKeyPiece == 0 || simt::launches_off);
     const Operation operation = attention_operation("attention_forward", in, 2, 2);
     if (simt::launches_off && !kFastCpu) return;  // on a CPU the launch plans its workers' scratch
     if constexpr (kFastCpu) {

@@ -429,7 +429,7 @@ void attention_backward_tile(const BackwardHead<T>& head, const BackwardScratch<
 // What they take of a worker's scratch.
 template <class T>
 size_t bytes_of_sums(const AttentionInput<T>& in) {
-    if (in.carried) return 0;
+    if (in.in_pieces) return 0;
     ScratchParts parts{nullptr};
     parts.take<float>(BackwardHead<T>::sums(in));
     return parts.bytes;
@@ -441,7 +441,7 @@ __global__ void attention_backward_cpu_kernel(BackwardHead<T> head) {
     const AttentionInput<T>& in = head.in;
     head.kv = blockIdx.x, head.b = blockIdx.y;
     head.dq_sums =
-        in.carried ? in.carried_rows(head.first_head(), 0) : reinterpret_cast<float*>(simt::dynamic_shared);
+        in.in_pieces ? in.carried_rows(head.first_head(), 0) : reinterpret_cast<float*>(simt::dynamic_shared);
     const BackwardScratch<T> scratch(simt::dynamic_shared + bytes_of_sums(in), in.head_size);
     const auto alone = [](int, int) {};
     if (head.adds_to_zero()) std::fill_n(head.dq_sums, head.sums(in), 0.f);
@@ -463,7 +463,7 @@ struct SharedHead {
     template <class T>
     SharedHead(unsigned char* base, const AttentionInput<T>& in) {
         ScratchParts parts{base};
-        dq_sums = parts.take<float>(in.carried ? 0 : BackwardHead<T>::sums(in));
+        dq_sums = parts.take<float>(in.in_pieces ? 0 : BackwardHead<T>::sums(in));
         next = parts.take<std::atomic<int>>(1);
         passed = parts.take<std::atomic<int64_t>>(ceil_div(in.length, kBackwardKeys));
         bytes = parts.bytes;
@@ -564,7 +564,7 @@ void attention_backward_on_cpu(T* dq, T* dk, T* dv, const T* dout, const float* 
     const auto row_blocks = [](int64_t rows) { return static_cast<unsigned>(ceil_div(rows, kSumRows)); };
     for (head.b = 0; head.b < in.batch; head.b++)
         for (head.kv = 0; head.kv < in.kv_heads; head.kv++) {
-            if (in.carried) head.dq_sums = in.carried_rows(head.first_head(), 0);
+            if (in.in_pieces) head.dq_sums = in.carried_rows(head.first_head(), 0);
             launch<attention_backward_begin_cpu_kernel<T>>(row_blocks(int64_t{in.group()} * in.queries), 1, 0,
                                                            stream, head, shared);
             launch<attention_backward_shared_cpu_kernel<T>>(active, 1, 0, stream, head, shared,

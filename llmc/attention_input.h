@@ -61,7 +61,7 @@ struct AttentionInput {
     // All but the first piece go on with that, and all but the last leave it for the next: of forward the
     // sums of values (heads, queries, head_size) and kCarriedStatistics (heads, queries, 5), of backward dq.
     int later = 0;
-    bool continues = false;
+    bool in_pieces = false, continues = false;
     float* carried = nullptr;
 
     SIMT_HOST_DEVICE int group() const { return heads / kv_heads; }
@@ -116,7 +116,7 @@ struct AttentionInput {
     // end where pieces do.
     SIMT_HOST_DEVICE int first_tile(int first) const {
         if (first > keys) first = keys;
-        return carried ? first / kKeyPiece * kKeyPiece : first;
+        return in_pieces ? first / kKeyPiece * kKeyPiece : first;
     }
     // Whether scores are products alone, and queries see all keys up to their own.
     bool plain() const { return span() == all_keys() && !alibi && !positions && !dropout; }

@@ -592,10 +592,13 @@ inline void check_options(const Options& o) {
     if (o.attention_rows > 0 && o.attention_rows % 128)
         fail("--attention-rows %lld: a multiple of 128 is needed, 0 or auto",
              static_cast<long long>(o.attention_rows));
-    if (o.park_keys && (o.attention_rows == 0 || (o.attention_rows > 0 && o.attention_rows % kKeyPiece > 0)))
+    const bool chose_no_rows = o.saved.contains("--attention-rows");  // auto, where a sequence is short
+    if (o.park_keys && o.attention_rows == 0 && !chose_no_rows)
+        fail("--park-keys needs --attention-rows, as keys are parked in pieces of so many rows");
+    if (o.park_keys && o.attention_rows > 0 && o.attention_rows % kKeyPiece)
         fail(
-            "--park-keys: --attention-rows %lld: keys are parked in chunks of rows, of a multiple of %d, or "
-            "auto",
+            "--attention-rows %lld: keys are parked in pieces of as many rows, which must be a multiple of "
+            "%d",
             static_cast<long long>(o.attention_rows), kKeyPiece);
     if (o.attention_rows != 0 && o.lend == "half")
         fail(

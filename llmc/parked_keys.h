@@ -15,7 +15,7 @@ template <class T>
 class ParkedKeys {
   public:
     ParkedKeys(Arena& arena, const Stream& stream)
-        : own_(arena, stream, Transfer::Keys), keys_(arena, stream, false), sums_(arena, stream, true) {}
+        : own_(arena, stream, Transfer::Keys), keys_(arena, stream), sums_(arena, stream) {}
 
     // Pieces of so many rows; 0: keys are not parked. Sums wait in a place of their own.
     void use(int64_t rows, Elsewhere* keys, Elsewhere* sums) {
@@ -58,13 +58,15 @@ class ParkedKeys {
     }
     void store(int64_t piece) { own_.exchange(piece, {}); }
     // A piece (rows, columns), until the one after the next is borrowed. That which is likely to be borrowed
-    // next is on its way then. Sums are stored again.
+    // next is on its way then.
     Tensor<T> borrow(int64_t piece, int64_t next) {
-        return Tensor<T>(keys_.borrow(piece, next).template data<T>(), {rows_, columns_});
+        return Tensor<T>(keys_.borrow(piece, next, false).template data<T>(), {rows_, columns_});
     }
-    // Those of its keys, and behind them those of its values, (2 rows, columns / 2).
-    Tensor<float> borrow_sums(int64_t piece, int64_t next) {
-        return Tensor<float>(sums_.borrow(piece, next).template data<float>(), {2 * rows_, columns_ / 2});
+    // The same of its sums: those of its keys, and behind them those of its values, (2 rows, columns / 2).
+    // They are stored again where they change.
+    Tensor<float> borrow_sums(int64_t piece, int64_t next, bool change) {
+        return Tensor<float>(sums_.borrow(piece, next, change).template data<float>(),
+                             {2 * rows_, columns_ / 2});
     }
 
   private:
@@ -72,16 +74,13 @@ class ParkedKeys {
     // Two rooms, of which one is used.
     struct Ring {
         ParkedRoom rooms[2];
-        const bool changes;  // what is borrowed is stored again
         int64_t pieces[2] = {kNone, kNone};
         bool changed[2] = {};
         int used = 0;
         Arena& arena;
 
-        Ring(Arena& arena, const Stream& stream, bool changes)
-            : rooms{{arena, stream, Transfer::Keys}, {arena, stream, Transfer::Keys}},
-              changes(changes),
-              arena(arena) {}
+        Ring(Arena& arena, const Stream& stream)
+            : rooms{{arena, stream, Transfer::Keys}, {arena, stream, Transfer::Keys}}, arena(arena) {}
         void begin() {
             for (int i = 0; i < 2; i++) {
                 rooms[i].join();
@@ -93,19 +92,20 @@ class ParkedKeys {
             begin();
         }
         // Of a loop one turn is rehearsed: a piece that was on its way, and the next one.
-        ParkedRoom& borrow(int64_t piece, int64_t next) {
+        ParkedRoom& borrow(int64_t piece, int64_t next, bool change) {
             const bool rehearsed = arena.rehearsing();
+            if (rehearsed) changed[0] = changed[1] = change;
             if (pieces[used] != piece || rehearsed) {
                 used = 1 - used;
                 if (pieces[used] != piece && !rehearsed) fetch(used, piece);
             }
             rooms[used].join();
-            changed[used] = changes;
+            changed[used] = change;
             if ((next != piece && next != pieces[1 - used]) || rehearsed) fetch(1 - used, next);
             return rooms[used];
         }
         void fetch(int room, int64_t piece) {
-            const bool stores = std::exchange(changed[room], false) || (changes && arena.rehearsing());
+            const bool stores = std::exchange(changed[room], false);
             rooms[room].exchange(stores ? std::optional(pieces[room]) : std::nullopt, piece);
             pieces[room] = piece;
         }

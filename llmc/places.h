@@ -133,9 +133,9 @@ class Places {
                 trained_.chunk_bytes(), StateRing::most_rooms(trained_, o_.state_rooms)};
     }
     Place place_of_parked() const;
-    // Of one sequence and one block: in training and validation, which have such rows.
+    // Of one sequence and one block.
     Place place_of_keys() const {
-        const bool needed = o_.steps > 0 || !o_.val_data.empty();
+        const bool needed = o_.steps > 0 || !o_.val_data.empty() || o_.bench == "forward";
         return place_of_pieces(needed, ParkedKeys<T>::piece_bytes(rows_of_parked_keys(), kv_columns()));
     }
     Place place_of_key_sums() const {

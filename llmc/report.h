@@ -70,7 +70,7 @@ struct MemoryReport {
     size_t context = 0;           // of that, a GPU's
     size_t pinned = 0;            // host memory beside a GPU: of what lives there or passes through it
     size_t on_disk = 0;           // matrices that are read from their files when they are used
-    size_t parked = 0;            // inputs of blocks in a file; beside a GPU they are among what is pinned
+    size_t parked = 0;            // inputs of blocks, and keys, in a file; beside a GPU they are pinned
     size_t working = 0;           // what is trained in a file
     size_t narrower = 0;          // what matrices in fewer bits than the build's take less
     double widening_seconds = 0;  // and what making the build's of them takes of a step
@@ -279,7 +279,7 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
                             r.precision.c_str(), r.widening_seconds));
     line(r.pinned, "pinned host memory beside that");
     line(r.on_disk, "of matrices beside that, read from the disk when they are used");
-    line(r.parked, "of inputs of blocks beside that, in a file until backward reads them");
+    line(r.parked, "of inputs of blocks, or of keys and values, beside that, in a file");
     line(r.working, "of what is trained beside that, in a file of the run's own");
 }
 

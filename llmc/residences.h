@@ -9,7 +9,6 @@
 #include <fcntl.h>
 #include <string>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
 #include "llmc/chunk_rows.h"
@@ -58,8 +57,8 @@ Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
     m.inputs = !o.has("--park") && moves;
     // Where attention may go in chunks that are pieces of keys.
     const bool long_enough = !o.has("--attention-rows") && o.seq_len > 2 * kFewestAttentionRows;
-    const bool in_pieces = o.attention_rows > 0 && o.attention_rows % kKeyPiece == 0;
-    m.keys = moves && (long_enough || in_pieces);
+    const bool in_pieces = o.attention_rows != 0 && o.attention_rows % kKeyPiece <= 0;
+    m.keys = !o.has("--park-keys") && moves && (long_enough || in_pieces);
     return m;
 }
 
@@ -109,7 +108,7 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
     vary([&](Options& o) { return o.updates = "host", movable.updates && host_can_update(o); });
     vary([&](Options& o) { return o.state_rooms = -1, comes_in_backward(o) && movable.rooms; });
     vary([&](Options& o) { return o.park = -1, movable.inputs; });
-    vary([&](Options& o) { return !std::exchange(o.park_keys, true) && o.park == -1 && movable.keys; });
+    vary([&](Options& o) { return o.park_keys = true, o.park == -1 && movable.keys; });
     vary([&](Options& o) {
         const bool moves_less =
             moves(o) || (o.state != "device" && o.update_in_backward) || o.gradients != "device";

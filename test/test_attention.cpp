@@ -272,7 +272,7 @@ void for_each_piece(const AttentionInput<T>& in, int piece, Use use) {
         part.later = in.keys - first - part.keys;
         if (in.first_key(0) >= first + part.keys) continue;  // no query sees it
         part.continues = in.first_key(0) < first;
-        part.carried = carried.data();
+        part.in_pieces = true, part.carried = carried.data();
         if (part.document_ends) part.document_ends += first;
         const int64_t sums = int64_t{first} * in.kv_heads * in.head_size;
         part.dk_sums += sums, part.dv_sums += sums;

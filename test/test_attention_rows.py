@@ -24,7 +24,7 @@ MODELS = {"gpt2": OPTIONS["gpt2"], "llama": OPTIONS["llama"], "qwen3": OPTIONS["
 
 
 def prepare(path, name):
-    make(path / "model", "--family", name.split("-")[0], "--layers", 2, "--vocab", VOCAB, "--positions", 2 * LENGTH + 50,
+    make(path / "model", "--family", name.split("-")[0], "--layers", 2, "--vocab", VOCAB, "--positions", 1200,
          "--dtype", "bf16", *MODELS[name])
     write_shard(path / "data.bin", random_tokens(VOCAB, 9000))
     return path
@@ -118,7 +118,8 @@ def test_all_that_changes_no_bit_beside_it(train, llama):
     assert trained(train, llama, "a", *one) == trained(train, llama, "b", *one, "--update-in-backward")
 
 
-PIECES = ("--seq-len", 2 * LENGTH, "--attention-rows", 256, "--mlp-rows", 256)  # two whole pieces of keys, and some more
+LONG = 1100
+PIECES = ("--seq-len", LONG, "--attention-rows", 256, "--mlp-rows", 256)  # four whole pieces of keys, and some more
 
 
 def check_parked_keys(train, work, *options):
@@ -152,11 +153,11 @@ def test_parked_keys_of_windows_wider_than_a_piece(train, tmp_path):
 
 
 def test_all_that_changes_no_bit_beside_parked_keys(train, llama):
-    """Threads, adapters, blocks on the disk, micro-batches by block, layers at other levels; and a resume."""
-    for options in (("--grad-accum", 2), ("--train", "lora", "--recompute", "norm:1,block:1"),
+    """Adapters, blocks on the disk, micro-batches by block, layers at other levels; and a resume."""
+    for options in (("--grad-accum", 2), ("--threads", 1), ("--train", "lora", "--recompute", "norm:1,block:1"),
                     ("--train", "prompt", "--soft-prompt", 9)):
         first = trained(train, llama, "first", *PIECES, *options)
-        for more in (("--threads", 1), ("--weights", "disk"), ("--park", "all", "--by-block")):
+        for more in (("--weights", "disk"), ("--park", "all", "--by-block")):
             assert trained(train, llama, "other", *PIECES, *options, *more, "--park-keys") == first, (options, more)
     options = (*DATA, *PIECES, "--steps", 4, "--sample-tokens", 0, "--save-every", 2, "--keep", 0, "--park-keys")
     train(*options, "--out", "out", cwd=llama)
@@ -172,14 +173,38 @@ def test_only_the_stream_grows_with_the_sequence(train, tmp_path, kind):
     options = ("--model", tmp_path / "model", "--batch", 1, "--head-rows", 64, "--recompute", "block", "--mlp-rows", 256,
                "--attention-rows", 256, "--park", "all", "--park-keys", "--sample-tokens", 0)
     short, long = (train.plan(*options, "--seq-len", rows) for rows in (4096, 8192))
-    sizes = [{b["name"]: b["shape"] for b in plan["buffers"]} for plan in (short, long)]
+    sizes = [{(b["name"], tuple(b["shape"])) for b in plan["buffers"]} for plan in (short, long)]
     of_all_rows = {"residual", "losses", "batch"}
     if kind == "bloom":
         of_all_rows |= {"embedded", "d_embedded", "embedding_mean", "embedding_rstd", "column_sums"}
-    assert {name for name in sizes[0] if sizes[0][name] != sizes[1][name]} <= of_all_rows
+    assert {name for name, *_ in sizes[0] ^ sizes[1]} <= of_all_rows
     if kind == "llama":
         stream = 4096 * 64 * (4 if train.precision == "fp32" else 2)
         assert long["totals"]["activations"] - short["totals"]["activations"] <= 1.1 * stream
+
+
+def test_where_sequences_are_short_no_keys_are_parked(train, llama):
+    """Automatic rows are none then: a save of such a run goes on."""
+    options = (*DATA, "--sample-tokens", 0, "--attention-rows", "auto", "--park-keys", "--out", "out", "--log", "log")
+    train(*options, "--steps", 2, cwd=llama)
+    train("--resume", "out", "--steps", 3, cwd=llama)
+    train(*options, "--steps", 4, "--resume", "auto", cwd=llama)
+    assert len(losses(read_log(llama / "log"))) == 4
+
+
+def test_parked_keys_of_a_bench_of_forward(train, llama):
+    train("--model", "model", "--batch", 1, "--bench", "forward", "--bench-warmup", 0, "--bench-steps", 1, *PIECES,
+          "--park-keys", cwd=llama)
+
+
+def test_memory_parks_keys_where_nothing_else_fits(train):
+    options = ("--model", "llama:d4", "--batch", 1, "--seq-len", 65536, "--sample-tokens", 0, "--weights", "device",
+               "--gradients", "device", "--state", "device")
+    rows = ("--recompute", "block", "--mlp-rows", 512, "--head-rows", 64, "--attention-rows", 1024, "--park", "all")
+    here, parked = (train.plan(*options, *rows, *more)["totals"]["total"] for more in ((), ("--park-keys",)))
+    assert parked < here
+    chosen = train.plan(*options, "--memory", f"{(here + 3 * parked) // 4 >> 20}MiB")
+    assert "--park-keys" in chosen["choice"][0]["residences"] and chosen["attention_rows"] > 0
 
 
 def test_resume(train, llama):
@@ -208,7 +233,7 @@ def test_packed_examples(train, tmp_path, tokenizer):
     """Sequences of several documents: their positions and ends are those of the chunk's rows."""
     folder = tmp_path / "model"
     make(folder, "--family", "llama", "--layers", 2, "--heads", 4, "--kv-heads", 2, "--channels", 48, "--vocab",
-         tokenizer.get_vocab_size(), "--positions", 700, "--dtype", "bf16")
+         tokenizer.get_vocab_size(), "--positions", 1200, "--dtype", "bf16")
     tokenizer.save(str(folder / "tokenizer.json"))
     write_examples(tmp_path / "data.jsonl", 200, most=12)
     for length in (LENGTH, 257):

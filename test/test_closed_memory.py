@@ -33,12 +33,12 @@ def test_chunks_touch_only_what_lives(tmp_path, path):
     """Blocks in chunks of rows, the last of fewer, with inputs in memory and parked, and with keys parked."""
     watched = Train(path)
     make(tmp_path / "model", "--family", "qwen3", "--layers", 3, "--heads", 4, "--kv-heads", 2, "--channels", 40, "--vocab", 300,
-         "--positions", 300)
-    write_shard(tmp_path / "data.bin", random_tokens(300, 3000))
+         "--positions", 1100)
+    write_shard(tmp_path / "data.bin", random_tokens(300, 9000))
     for options in (("--recompute", "block"), ("--recompute", "block:2,norm:1", "--park", "all", "--mlp-rows", 40),
-                    ("--recompute", "block", "--attention-rows", 256, "--park", "all", "--park-keys")):
-        watched("--model", "model", "--data", "data.bin", "--val-data", "data.bin", "--batch", 2, "--seq-len", 300, "--steps", 2,
-                *(() if "--park-keys" in options else ("--attention-rows", 128)), "--sample-tokens", 20, "--sample-every", 1,
+                    ("--recompute", "block", "--seq-len", 1100, "--attention-rows", 256, "--park", "all", "--park-keys")):
+        watched("--model", "model", "--data", "data.bin", "--val-data", "data.bin", "--batch", 2, "--steps", 2,
+                *(() if "--park-keys" in options else ("--seq-len", 300, "--attention-rows", 128)), "--sample-tokens", 20, "--sample-every", 1,
                 *options, cwd=tmp_path)
 
 

@@ -313,6 +313,22 @@ inline void end_span([[maybe_unused]] uint64_t span) {
 #endif
 }
 
+// The same of what this thread enqueues meanwhile: nsys shows the range where the device does that.
+class [[nodiscard]] EnqueuedRange {
+  public:
+    explicit EnqueuedRange([[maybe_unused]] const char* name) {
+#ifdef LLMC_NVTX
+        nvtxRangePushA(name);
+#endif
+    }
+    ~EnqueuedRange() {
+#ifdef LLMC_NVTX
+        nvtxRangePop();
+#endif
+    }
+    EnqueuedRange(const EnqueuedRange&) = delete;
+};
+
 // A named stretch of the step: an NVTX range for nsys, and the place the memory plan names. Ranges nest.
 class Range {
   public:

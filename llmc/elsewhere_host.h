@@ -22,18 +22,16 @@ class HostElsewhere : public Elsewhere {
     char* address(uint64_t at) const override { return memory_.data() + at; }
     size_t exchange(char* room, size_t bytes, std::optional<uint64_t> to, std::optional<uint64_t> from,
                     Stream stream) override {
-        if (to) count_moved(Way::ToHost, bytes);
-        if (from) count_moved(Way::FromHost, bytes);
         before_.record(stream);
         if (to) {
             before_.block(stores_.get());
-            copy_async(memory_.data() + *to, room, bytes, stores_.get());
+            move_async(Way::ToHost, memory_.data() + *to, room, bytes, stores_.get());
             stored_.record(stores_.get());
             stored_.block(fetches_.get());
         } else {
             before_.block(fetches_.get());
         }
-        if (from) copy_async(room, memory_.data() + *from, bytes, fetches_.get());
+        if (from) move_async(Way::FromHost, room, memory_.data() + *from, bytes, fetches_.get());
         done_[next_ % done_.size()].record(fetches_.get());
         return next_++;
     }

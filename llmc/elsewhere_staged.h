@@ -40,9 +40,8 @@ class StagedElsewhere : public Elsewhere {
         s.room = room, s.bytes = bytes, s.to = to, s.from = from;
         s.asked.record(stream);
         if (to) {
-            count_moved(Way::ToHost, bytes);
             s.asked.block(stores_.get());
-            copy_async(s.memory, room, bytes, stores_.get());
+            move_async(Way::ToHost, s.memory, room, bytes, stores_.get());
             s.stored.record(stores_.get());
         }
         next_++;
@@ -59,9 +58,8 @@ class StagedElsewhere : public Elsewhere {
             }
             file_->join(s.number, stream);
             if (s.from) {
-                count_moved(Way::FromHost, s.bytes);
                 s.asked.block(fetches_.get());
-                copy_async(s.room, s.memory, s.bytes, fetches_.get());
+                move_async(Way::FromHost, s.room, s.memory, s.bytes, fetches_.get());
                 s.fetched.record(fetches_.get());
                 fetched_.record(fetches_.get());
             }

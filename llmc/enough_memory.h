@@ -50,8 +50,17 @@ inline std::string describe_shortage(const MemoryReport& r, const FreeMemory& fr
                   mebibytes(free.bytes), free.limit.c_str());
 }
 
-// Fails where the plan takes more than is free.
+// Fails where the plan takes more than is free; beside a GPU also where it pins more than the host has.
 inline void require_memory(const MemoryReport& r, const FreeMemory& free, bool trains) {
+    if (!kHostIsDevice) {
+        const FreeMemory host = host_memory_free();
+        if (r.pinned > host.bytes)
+            fail(
+                "the plan pins %.1f MiB of host memory and %.1f are free (%s); smaller: --batch or "
+                "--seq-len, or "
+                "more that stays on the device or goes to a disk",
+                mebibytes(r.pinned), mebibytes(host.bytes), host.limit.c_str());
+    }
     if (still_to_take(r) <= free.bytes) return;
     const size_t budget = with_reserve(free, r.context).bytes;
     const std::string chosen =

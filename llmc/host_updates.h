@@ -111,8 +111,8 @@ class HostUpdates {
         const size_t bytes = static_cast<size_t>(chunk.count) * sizeof(T);
         const bool gradients_go = !gradients.on_host;
         const bool weights_go = !weights.on_host && reads_weights(state.options);
-        const size_t to_host = sizeof(float) + (gradients_go ? bytes : 0) + (weights_go ? bytes : 0);
         if (arena_.rehearsing()) {
+            const size_t to_host = sizeof(float) + (gradients_go ? bytes : 0) + (weights_go ? bytes : 0);
             if (updates_.size() == rooms_of(state)) wait_for(updates_.front()), updates_.pop_front();
             const UpdateArrays<T> arrays = arrays_of_chunk<T>(state, unit, chunk, nullptr, nullptr, nullptr);
             last_to_host_ = note(Way::ToHost, static_cast<double>(to_host));
@@ -130,12 +130,11 @@ class HostUpdates {
         char* const state_here = place_->address(uint64_t{number} * state.chunk_bytes());
         room.arrays = arrays_of_chunk<T>(state, unit, chunk, state_here, weights.at, gradients.at);
         room.weights = weights.on_host ? nullptr : room.arrays.weights;
-        count_moved(Way::ToHost, to_host);
-        if (gradients_go) copy_async(gradients_here, room.arrays.gradients, bytes, stores);
-        if (weights_go) copy_async(weights_here, room.weights, bytes, stores);
+        if (gradients_go) move_async(Way::ToHost, gradients_here, room.arrays.gradients, bytes, stores);
+        if (weights_go) move_async(Way::ToHost, weights_here, room.weights, bytes, stores);
         if (gradients_go) room.arrays.gradients = gradients_here;
         if (!weights.on_host) room.arrays.weights = weights_here;
-        copy_async(room.at + 2 * kPart, norm.data(), sizeof(float), stores);
+        move_async(Way::ToHost, room.at + 2 * kPart, norm.data(), sizeof(float), stores);
         room.arrived.record(stores);
     }
     // Updates the first chunk that is not done.
@@ -146,8 +145,7 @@ class HostUpdates {
         update_on_host(&room.arrays, &factors_, *reinterpret_cast<const float*>(room.at + 2 * kPart));
         if (!room.weights) return;
         const size_t bytes = static_cast<size_t>(room.arrays.n) * sizeof(T);
-        count_moved(Way::FromHost, bytes);
-        copy_async(room.weights, room.arrays.weights, bytes, link_->fetches.get());
+        move_async(Way::FromHost, room.weights, room.arrays.weights, bytes, link_->fetches.get());
         room.came.record(link_->fetches.get());
         link_->came.record(link_->fetches.get());
     }

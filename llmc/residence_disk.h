@@ -52,9 +52,8 @@ class DiskResidence : public Residence {
         coming_->reads.check();
         for (const auto& [at, number] : coming_->numbers) std::memcpy(to_ + at, &number, sizeof number);
         if (kHostIsDevice) return;
-        count_moved(Way::FromHost, coming_->bytes);
         free_.block(copies_.get());
-        copy_async(room_, to_, coming_->bytes, copies_.get());
+        move_async(Way::FromHost, room_, to_, coming_->bytes, copies_.get());
         copied_[turn_].record(copies_.get());
         copied_[turn_].block(stream);
     }

@@ -17,10 +17,9 @@ class HostResidence : public Residence {
     void start(int loan, char* room, Stream stream, [[maybe_unused]] int changed) override {
         assert(changed == kNoLoan);
         const std::span<const char> from = bytes_of_(loan);
-        count_moved(Way::FromHost, from.size());
         free_.record(stream);
         free_.block(copies_.get());
-        copy_async(room, from.data(), from.size(), copies_.get());
+        move_async(Way::FromHost, room, from.data(), from.size(), copies_.get());
         arrived_.record(copies_.get());
     }
     void finish(Stream stream) override { arrived_.block(stream); }

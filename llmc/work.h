@@ -143,6 +143,12 @@ inline std::array<double, kWays> bytes_moved = {};
 inline void count_moved(Way way, size_t bytes) {
     bytes_moved[static_cast<size_t>(way)] += static_cast<double>(bytes);
 }
+// A copy over the link beside the step, between pinned memory and the device.
+inline void move_async(Way way, void* to, const void* from, size_t bytes, Stream stream) {
+    const EnqueuedRange range(kWayNames[static_cast<size_t>(way)]);
+    count_moved(way, bytes);
+    copy_async(to, from, bytes, stream);
+}
 
 // Hears where a step waits for a transfer: the bench.
 struct WaitListener {

@@ -14,7 +14,7 @@ import pytest
 from test_families import VOCAB, linked, prepare
 from test_train import sampled, starting_at_0
 from trainer_runs import (Train, binaries, figures, make, random_tokens, read_log, running, saved_bytes, wait_for_line,
-                          write_shard)
+                          write_shard, write_text)
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / os.environ.get("EMULATED", "build/emulated")
@@ -205,6 +205,18 @@ def test_attention_in_chunks(gpu, head_size, tmp_path):
     for order, more in (("late", ()), ("early", ("--graph", "off"))):
         parked = logged(played("bf16", GPU=gpu, GPU_ORDER=order), tmp_path / order, tmp_path, *chunks, "--park", "all", *more)
         assert parked[:2] == first, order
+
+
+def test_host_memory_that_is_not_there(tmp_path):
+    """What is to be pinned is more than the machine has: one line before anything is taken."""
+    write_text(tmp_path / "text", 2 << 20)
+    options = ("--model", "d48", "--data", tmp_path / "text", "--batch", 1500, "--seq-len", 1024, "--steps", 1, "--recompute", "block",
+               "--park", "all", "--sample-tokens", 0)
+    pinned = played("bf16").plan(*options)["elsewhere"]["pinned_host"]
+    if os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > pinned:
+        pytest.skip("this machine has as much")
+    error = played("bf16")(*options, cwd=tmp_path, code=2).stderr.decode()
+    assert error.count("\n") == 1 and "host memory" in error and "this machine's memory" in error, error
 
 
 @pytest.mark.parametrize("gpu, head_size", [("A100", 20), ("H100", 64)])

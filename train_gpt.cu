@@ -2514,6 +2514,7 @@ void Trainer::prepare() {
     }
     choose_algorithms();
     take_memory();
+    if (saves()) check_room(o_.out, trained(), o_.steps > 0);  // beside the run's own files, which are there
     load();
     if (in_.data) loader_.emplace(*in_.data, o_.seq_len, o_.seed, true);
     if (in_.val_data) val_loader_.emplace(*in_.val_data, o_.seq_len, o_.seed, false);
@@ -2530,7 +2531,6 @@ void Trainer::prepare() {
 void Trainer::prepare_saves() {
     saves_ = open_save_folder(o_.out, o_.keep, in_.resumed);
     remove_unfinished(o_.out);
-    check_room(o_.out, trained(), o_.steps > 0);
     if (!saves_.others.empty())
         fprintf(stderr,
                 "%s holds saves of another run, up to step %lld: they stay, but for steps that are saved "

@@ -6,7 +6,8 @@
 // where it is long.
 //
 // How rows are cut changes the rounding of a training. So that a run has the same bits at every level of
-// recompute, with any state and any number of threads, none of these has a say: for the head the step is that
+// recompute (but for chunks of attention, which only blocks of level block have), with any state and any
+// number of threads, none of these has a say: for the head the step is that
 // of level none, the shortest, for the others, of which chunks keep nothing, of the level that keeps nothing
 // of them either; without its update, and a CPU is taken to have many threads, beside whose rates a launch
 // takes longest. What costs little then costs less with others.

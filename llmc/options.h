@@ -322,10 +322,10 @@ inline void declare_memory_options(CLI::App& app, Options& o) {
            "most 2% of a step")
         ->transform(whole_or_auto(0, kMostCount, "-1"))
         ->group(group);
-    app.add_option(
-           "--attention-rows", o.attention_rows,
-           "queries of a sequence in attention at a time, in a validation and in blocks at level block; 0: "
-           "all; auto: few, for at most 2% of a step")
+    app.add_option("--attention-rows", o.attention_rows,
+                   "queries of a sequence in attention at a time, in a validation and in blocks at level "
+                   "block, whose "
+                   "gradients then differ in last bits; 0: all; auto: few, for at most 2% of a step")
         ->transform(whole_or_auto(0, kMostCount, "-1"))
         ->group(group);
     app.add_flag("--update-in-backward", o.update_in_backward,

@@ -123,7 +123,7 @@ def test_data(train, folder, model, data):
 # ---- what lives elsewhere
 
 ELSEWHERE = ("--weights", "disk", "--state", "disk", "--park", "all", "--gradients", "disk")
-KINDS = ["weights", "vocabulary", "inputs", "state", "gradients"]
+KINDS = ["weights", "vocabulary", "inputs", "state", "gradients", "keys"]
 
 
 def elsewhere(train, *options):
@@ -161,7 +161,7 @@ def test_waits_and_links(train):
         assert list(wait) == ["place", "ms", *(f"{kind}_ms" for kind in KINDS)]
         assert wait["ms"] == pytest.approx(sum(wait[f"{kind}_ms"] for kind in KINDS)) and wait["ms"] >= 0
     assert whole["place"] == "all" and whole["ms"] == pytest.approx(sum(w["ms"] for w in places))
-    assert 0 < whole["ms"] < figures["step_ms"]["mean"] and all(whole[f"{kind}_ms"] > 0 for kind in KINDS if kind != "vocabulary")
+    assert 0 < whole["ms"] < figures["step_ms"]["mean"] and all(whole[f"{kind}_ms"] > 0 for kind in KINDS if kind not in ("vocabulary", "keys"))
     backward = 4 + 5
     assert all(w["state_ms"] == 0 for w in places[:backward]) and all(w["inputs_ms"] == 0 for w in places[backward:])
     assert places[0]["weights_ms"] > 0 and places[-2]["state_ms"] > 0

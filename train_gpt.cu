@@ -512,9 +512,9 @@ class Trainer {
         if (embeddings_) return EmbeddingsElsewhere::fields(config_);
         return quantized_head_ ? std::vector{head_field(config_)} : std::vector<Field>();
     }
-    // Whether blocks' gradients do not come to the device to be updated with.
     // Whether steps are run through graphs: of parked keys these would grow with the square of the sequence.
     bool replays() const { return replays_ && places_.rows_of_parked_keys() == 0; }
+    // Whether blocks' gradients do not come to the device to be updated with.
     bool gradients_stay_with_host() const {
         return places_.updates_on_host() && gpt_.lends_gradients() && !norm_of_each_unit_;
     }
@@ -1901,9 +1901,9 @@ void Gpt::backward_mlp_rows(int layer, Block<floatX>& g, MlpActivations& m, cons
         norm_backward(d_stream, g.norm_2, d_norm, x, m.norm, w.norm_2);
 }
 
-// qkv (B, T, qkv_width()) becomes its own gradient, of what attention made of it: d_q at once, d_k and d_v at
-// once, or where they are no longer read; the keys of chunks lie elsewhere. Hopper's kernels need room for all
-// of it.
+// qkv (B, T, qkv_width()) becomes its own gradient, of what attention made of it: d_q at once, d_k and d_v
+// at once, or where they are no longer read; the keys of chunks lie elsewhere. Hopper's kernels need room
+// for all of it.
 void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, const TensorF& lse,
                                       const TensorF& delta, int layer, KvRows* kv) {
     const auto run = [&](floatX* dq, floatX* dk, floatX* dv, const AttentionInput<floatX>& in) {
@@ -1920,9 +1920,8 @@ void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, 
     }
     floatX *const k = qkv.at(keys_at()), *const v = qkv.at(values_at());
     if (kv || kOverwritesKeys)
-        return for_pieces_of_keys(qkv, layer, kv, true, next_row, [&](const AttentionInput<floatX>& in) {
-            run(qkv.data(), k, v, in);
-        });
+        return for_pieces_of_keys(qkv, layer, kv, true, next_row,
+                                  [&](const AttentionInput<floatX>& in) { run(qkv.data(), k, v, in); });
     AttentionInput<floatX> in = attention_of(qkv, layer, nullptr);
     const int64_t rows = qkv.rows(), kv_width = config_.kv_width();
     TensorX d_k = take_gradient("d_keys", {rows, kv_width}),

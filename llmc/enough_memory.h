@@ -57,8 +57,7 @@ inline void require_memory(const MemoryReport& r, const FreeMemory& free, bool t
         if (r.pinned > host.bytes)
             fail(
                 "the plan pins %.1f MiB of host memory and %.1f are free (%s); smaller: --batch or "
-                "--seq-len, or "
-                "more that stays on the device or goes to a disk",
+                "--seq-len, or more that stays on the device or goes to a disk",
                 mebibytes(r.pinned), mebibytes(host.bytes), host.limit.c_str());
     }
     if (still_to_take(r) <= free.bytes) return;

@@ -283,12 +283,19 @@ class Examples:
             learnt = [True] * len(tokens)
         return np.array(tokens), np.array(learnt)
 
+    def parts(self, line, seq_len):
+        """Of a line what sequences hold: a text in as many parts as it takes, of others the beginning."""
+        tokens, learnt = self.read(line)
+        goes_on = "text" in json.loads(line)
+        starts = range(0, len(tokens) - 1, seq_len) if goes_on else (0,)
+        return [(tokens[at:at + seq_len + 1], learnt[at:at + seq_len + 1]) for at in starts]
+
     def read_files(self, paths, seq_len):
-        """Of each file the list of its examples, each cut to what a sequence holds."""
+        """Of each file the list of its examples."""
         files = []
         for path in paths:
             with open(path, encoding="utf-8") as file:
-                files.append([tuple(part[:seq_len + 1] for part in self.read(line)) for line in file if line.strip()])
+                files.append([part for line in file if line.strip() for part in self.parts(line, seq_len)])
         return files
 
 

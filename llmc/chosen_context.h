@@ -35,21 +35,42 @@ int fit_context(int most, Fits&& fits) {
     return tokens(fitting);
 }
 
-// The most tokens that a sequence of the data can have, `batch` of them in an epoch.
-inline int most_tokens_of_data(const Options& o) {
-    uint64_t most = kMostPositions;
+// The tokens that the longest of the training examples takes in sequences of no more than `most`, `batch` of
+// them in an epoch.
+inline uint64_t most_tokens_of_examples(Options o, int most) {
+    const auto batch = static_cast<uint64_t>(o.batch);
+    o.plan = true;
+    o.seq_len = most;
+    o.batch = 1;
+    const RunInputs inputs(o, std::nullopt);
+    uint64_t longest = 1, rows = 0;
+    for (const Example& e : inputs.data->examples())
+        longest = std::max<uint64_t>(longest, e.count - 1), rows += e.count - 1;
+    return batch > 1 ? std::min(longest, rows / batch) : longest;
+}
+
+// The data of either option, by what is asked of them: of texts and shards, or of examples.
+struct DataKinds {
+    bool has_examples = false, trains_examples = false;
+    uint64_t most = kMostPositions;  // tokens that a sequence of the others can have, `batch` in an epoch
+};
+inline DataKinds kinds_of_data(const Options& o) {
+    DataKinds kinds;
     for (const auto& [files, option] : {std::pair(&o.data, "--data"), {&o.val_data, "--val-data"}}) {
         if (files->empty()) continue;
         const std::unique_ptr<Dataset> data = open_data(*files, option);
-        if (data->is_examples())
-            fail("--context auto: examples of %s have lengths of their own: give --seq-len", option);
+        if (data->is_examples()) {
+            kinds.has_examples = true;
+            kinds.trains_examples |= files == &o.data;
+            continue;
+        }
         for (size_t s = 0; s < data->stream_count(); s++)
-            most = std::min(most, std::max<uint64_t>(2, data->token_count(s)) - 1);
+            kinds.most = std::min(kinds.most, std::max<uint64_t>(2, data->token_count(s)) - 1);
         if (files == &o.data && o.batch > 1)
-            most =
-                std::min(most, data->token_count() / (static_cast<uint64_t>(o.batch) + data->stream_count()));
+            kinds.most = std::min(
+                kinds.most, data->token_count() / (static_cast<uint64_t>(o.batch) + data->stream_count()));
     }
-    return static_cast<int>(std::max<uint64_t>(1, most));
+    return kinds;
 }
 
 // The options of a plan of such runs, whose --seq-len may then be any.
@@ -70,7 +91,9 @@ Options with_chosen_context(const Options& given, Choices& choices) {
     if (!given.has("--batch")) chosen.batch = 1;
     if (kHostIsDevice) memory_free_at_start();
     const FreeMemory room = memory_for(given);
+    const DataKinds data = kinds_of_data(chosen);
     Options trial = options_of_plan(chosen);
+    trial.plans_examples = data.has_examples;
     const auto planned = [&](int tokens) {
         trial.seq_len = tokens;
         RunInputs inputs(trial, std::nullopt);
@@ -90,7 +113,10 @@ Options with_chosen_context(const Options& given, Choices& choices) {
     trial.seq_len = 1;
     const int by_model = static_cast<int>(
         std::min<int64_t>(RunInputs(trial, std::nullopt).most_tokens(), kMostTokens / chosen.batch));
-    const int by_data = most_tokens_of_data(chosen), most = std::min(by_model, by_data);
+    uint64_t by_data = data.most;
+    if (data.trains_examples)
+        by_data = most_tokens_of_examples(chosen, static_cast<int>(std::min<uint64_t>(by_model, by_data)));
+    const int most = static_cast<int>(std::clamp<uint64_t>(by_data, 1, static_cast<uint64_t>(by_model)));
     const int fewest = std::min(64, most);
     if (const size_t least = planned(fewest).first; least > room.bytes)
         fail("--context auto: sequences of %d tokens take %.1f MiB and there are %.1f (%s)", fewest,
@@ -98,7 +124,7 @@ Options with_chosen_context(const Options& given, Choices& choices) {
     chosen.seq_len = fit_context(most, fits);
     const std::string why = chosen.seq_len < most ? format("the most that fit %.1f MiB (%s)",
                                                            mebibytes(room.bytes), room.limit.c_str())
-                            : by_data < by_model  ? "as many as the data have"
+                            : by_data < static_cast<uint64_t>(by_model) ? "as many as the data have"
                                                   : "all of the model's positions";
     choices.context = format("%d tokens, %s; a step takes %.3g s by estimate", chosen.seq_len, why.c_str(),
                              planned(chosen.seq_len).second);

@@ -34,6 +34,7 @@ template <class Trial>
 Rehearsals rehearsals_of(Trial& trial, const Options& o, const RunInputs& inputs, int64_t most_sequences) {
     using T = typename Trial::Element;
     return {.layers = static_cast<size_t>(inputs.config.layers),
+            .heads = inputs.config.heads,
             .seq_len = inputs.feeds() ? o.seq_len : 0,
             .most_sequences = most_sequences,
             .rates = rates_of<T>(o.rates),

@@ -13,6 +13,8 @@
 // takes longest. What costs little then costs less with others.
 #pragma once
 
+#include <algorithm>
+#include <bit>
 #include <string>
 
 #include "llmc/memory_setting.h"
@@ -27,6 +29,11 @@ constexpr int64_t kFewestMlpRows = kFastCpu ? 512 : 2048;
 // Attention's thread blocks all take long there: 2048 rows of 32 heads make 512, which an A100 runs in 2.4
 // rounds, as slow as 3; 4096 rows take 4.7.
 constexpr int64_t kFewestAttentionRows = kFastCpu ? 1024 : 4096;
+// Where heads are fewer than 32, as many thread blocks take more rows.
+inline int64_t fewest_attention_rows(int heads) {
+    if (kFastCpu || heads >= 32) return kFewestAttentionRows;
+    return kFewestAttentionRows * static_cast<int64_t>(std::bit_ceil(32u / static_cast<unsigned>(heads)));
+}
 constexpr double kChunkCost = 0.02;  // of a step
 constexpr int kChunkThreads = 64;
 
@@ -49,10 +56,10 @@ int64_t choose_chunk_rows(int64_t rows, int64_t fewest, Seconds&& seconds) {
     return 0;
 }
 
-// The setting with what is automatic in it chosen, for a model of so many layers and sequences of so many
-// tokens, 0 where a run has none. seconds(setting) estimates a step.
+// The setting with what is automatic in it chosen, for a model of so many layers and heads and sequences of so
+// many tokens, 0 where a run has none. seconds(setting) estimates a step.
 template <class Seconds>
-MemorySetting with_chosen_rows(MemorySetting s, int64_t seq_len, size_t layers, Seconds&& seconds) {
+MemorySetting with_chosen_rows(MemorySetting s, int64_t seq_len, size_t layers, int heads, Seconds&& seconds) {
     MemorySetting trial = s;
     trial.attention_rows = trial.head_rows = 0;  // until they are chosen too
     const auto choose = [&](int64_t MemorySetting::*rows, int64_t all, int64_t fewest, int level) {
@@ -66,7 +73,7 @@ MemorySetting with_chosen_rows(MemorySetting s, int64_t seq_len, size_t layers, 
         trial.*rows = s.*rows;
     };
     choose(&MemorySetting::mlp_rows, s.batch * seq_len, kFewestMlpRows, kLastLevel);
-    choose(&MemorySetting::attention_rows, seq_len, kFewestAttentionRows, kLastLevel);
+    choose(&MemorySetting::attention_rows, seq_len, fewest_attention_rows(heads), kLastLevel);
     choose(&MemorySetting::head_rows, s.batch * seq_len, kFewestHeadRows, 0);
     return s;
 }

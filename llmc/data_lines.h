@@ -37,10 +37,14 @@ inline void print_data(const Options& o, const RunInputs& inputs, const Sequence
         printf("; a validation reads %llu of %llu", number(read.validation),
                number(validation->sequences_per_epoch()));
     printf("\n");
-    for (const Dataset* d : {inputs.data.get(), inputs.val_data.get()})
+    for (const Dataset* d : {inputs.data.get(), inputs.val_data.get()}) {
+        if (d && d->texts_parted() > 0)
+            printf("%s: %llu texts are longer than a sequence and go on in others\n",
+                   d->stream_name(0).c_str(), number(d->texts_parted()));
         if (d && d->examples_cut() > 0)
             printf("%s: %llu examples are longer than a sequence and were cut to %d tokens\n",
                    d->stream_name(0).c_str(), number(d->examples_cut()), o.seq_len + 1);
+    }
 }
 
 // Says why nothing is kept from training for validations, where that is so of texts and examples.

@@ -80,7 +80,7 @@ struct DataError : UserError {
     using UserError::UserError;
 };
 
-// An example: its tokens in the stream, as many as fit a sequence, and how many of them are to be learnt.
+// An example, or a part of one: its tokens in the stream, as many as fit a sequence, and how many of them are to be learnt.
 struct Example {
     uint64_t begin;
     uint32_t count, with_loss;
@@ -104,8 +104,10 @@ class Dataset {
     // No shards; and whether the text is JSON lines.
     bool is_text() const { return !format_; }
     bool is_examples() const { return lines_; }
-    // Of JSON lines, once they are tokens; and how many were longer than a sequence.
+    // Of JSON lines, once they are tokens; and how many of them were longer than a sequence: the texts of
+    // these go on in examples of their own, the others were cut.
     const std::vector<Example>& examples() const { return examples_; }
+    uint64_t texts_parted() const { return parted_; }
     uint64_t examples_cut() const { return cut_; }
     // Whether the tokens are the text's bytes.
     bool is_bytes() const { return is_text() && !text_tokens_; }
@@ -156,16 +158,16 @@ class Dataset {
         limit_ = limit;
     }
 
-    // Makes tokens of JSON lines: encode(file, put) calls put(tokens) with those of one example. Of each the
-    // first seq_len + 1 are kept. Fails as tokenize(), and where none is to be learnt.
+    // Makes tokens of JSON lines: encode(file, put) calls put(tokens, is_text) with those of one example. Of
+    // one that is longer than seq_len + 1 the first are kept; a text goes on in a next example, which begins
+    // with the last token of the one before. Fails as tokenize(), and where none is to be learnt.
     template <class Encode>
     void tokenize_examples(int seq_len, Encode&& encode) {
         assert(is_examples() && examples_.empty());
         const size_t most = static_cast<size_t>(seq_len) + 1;
         uint64_t begin = 0, with_loss = 0;
         tokenize(kEveryNumber, [&](const FileReader& file, const auto& put) {
-            encode(file, [&](std::span<const int32_t> tokens) {
-                if (tokens.size() > most) tokens = tokens.first(most), cut_++;
+            const auto add = [&](std::span<const int32_t> tokens) {
                 const auto learnt =
                     std::count_if(tokens.begin() + 1, tokens.end(), [](int t) { return t >= 0; });
                 examples_.push_back(
@@ -173,6 +175,12 @@ class Dataset {
                 begin += tokens.size();
                 with_loss += static_cast<uint64_t>(learnt);
                 put(tokens);
+            };
+            encode(file, [&](std::span<const int32_t> tokens, bool is_text) {
+                if (tokens.size() > most) (is_text ? parted_ : cut_)++;
+                add(tokens.first(std::min(most, tokens.size())));
+                for (size_t done = most - 1; is_text && done + 1 < tokens.size(); done += most - 1)
+                    add(tokens.subspan(done, std::min(most, tokens.size() - done)));
             });
         });
         if (examples_.empty()) fail("%s: %s: has no example", option_.c_str(), stream_name(0).c_str());
@@ -423,7 +431,7 @@ class Dataset {
     const ShardFormat* format_ = nullptr;            // null: text
     bool lines_ = false;                             // JSON lines
     std::vector<Example> examples_;                  // of these, in the stream's order
-    uint64_t cut_ = 0;                               // examples that were longer than a sequence
+    uint64_t parted_ = 0, cut_ = 0;                  // texts and others that were longer than a sequence
     bool apart_ = false;                             // whether examples share no sequence
     std::shared_ptr<const TextTokens> text_tokens_;  // null: its bytes
     std::vector<File> files_;                        // of text one stream, of shards each its own

@@ -79,15 +79,16 @@ class ExampleEncoder {
     std::vector<int32_t> tokens_;
 };
 
-// Makes tokens of the examples of JSON lines, of which the first seq_len + 1 are trained on, and says on
-// stderr how far it is where that takes a while. Fails naming the line where one is no example.
+// Makes tokens of the examples of JSON lines, no more than seq_len + 1 in one (Dataset::tokenize_examples),
+// and says on stderr how far it is where that takes a while. Fails naming the line where one is no example.
 inline void tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const ExampleOptions& options,
                               int seq_len) {
     TokenizingLines progress(stderr, lines.stream_name(0), lines.file_bytes());
     ExampleEncoder encoder(tokenizer, options);
     lines.tokenize_examples(seq_len, [&](const FileReader& file, const auto& put) {
         for_each_line(file, [&](std::string_view line, size_t bytes, const std::string& where) {
-            put(encoder.encode(read_example(line, where), where));
+            const JsonExample example = read_example(line, where);
+            put(encoder.encode(example, where), example.is_text);
             progress.add(bytes);
         });
     });

@@ -11,15 +11,27 @@
 
 #include "llmc/families.h"
 
-// Sets a scaling, "yarn:4", of the rotary positions of a model that has none, or the same. The factor says
-// how many times as long as its positions a sequence may be. Fails where it is none, or the model has
-// another, or other positions.
-inline void scale_rope(ModelConfig& c, const std::string& asked) {
+// The tokens of the sequences that a model was trained on before its rotary positions were scaled. Files of
+// `linear` name only what the factor makes of it.
+inline int unscaled_positions(const ModelConfig& c) {
+    const RopeType type = c.rope.type;
+    if (type == RopeType::kLinear) return std::max(1, static_cast<int>(c.positions / c.rope.factor));
+    const bool named = type == RopeType::kLlama3 || type == RopeType::kYarn;
+    return named ? c.rope.original_max_position_embeddings : c.positions;
+}
+
+// A factor for --rope-scaling that makes a model's sequences longer than they are: 4, or twice what it has.
+inline int longer_factor(const ModelConfig& c) {
+    return std::max(4, 2 * c.longest() / unscaled_positions(c));
+}
+
+// A scaling as --rope-scaling has it, "yarn:4"; all but its type and factor as it comes. Fails where it is
+// none.
+inline RopeScaling parse_rope_scaling(const std::string& asked) {
     const char* const given = asked.c_str();
     const size_t colon = std::min(asked.find(':'), asked.size());
     const std::string name = asked.substr(0, colon);
-    RopeScaling rope = c.rope;
-    rope.type = RopeType::kDefault;
+    RopeScaling rope;
     for (const RopeType type : {RopeType::kLinear, RopeType::kLlama3, RopeType::kYarn, RopeType::kDynamic})
         if (name == kRopeNames[static_cast<int>(type)]) rope.type = type;
     char* end = nullptr;
@@ -27,22 +39,34 @@ inline void scale_rope(ModelConfig& c, const std::string& asked) {
     if (rope.type == RopeType::kDefault || *end || !(rope.factor > 1 && rope.factor <= 1e6))
         fail("--rope-scaling %s: is yarn, dynamic, linear or llama3 with a factor above 1, as in yarn:4",
              given);
+    return rope;
+}
+
+// Has the scaling take the place of what a model has. The factor says how many times as long as the sequences
+// that the model was trained on unscaled its sequences may be. Fails where that is no more than now, or the
+// model has other positions.
+inline void scale_rope(ModelConfig& c, const std::string& asked) {
+    const char* const given = asked.c_str();
+    RopeScaling rope = parse_rope_scaling(asked);
     if (c.family->position != PositionKind::Rotary)
         fail("--rope-scaling %s: a %s has no rotary positions; %s", given, c.family->name,
              c.family->position == PositionKind::Learned ? "--positions N adds to learned ones"
                                                          : "its own, ALiBi's, have no end");
     if (c.rope.type == rope.type && c.rope.factor == rope.factor) return;
-    if (c.rope.type != RopeType::kDefault)
-        fail("--rope-scaling %s: the model has %s:%g already", given,
-             kRopeNames[static_cast<int>(c.rope.type)], c.rope.factor);
-    if (rope.factor * c.positions > kMostPositions)
-        fail("--rope-scaling %s: of the model's %d positions that makes more than 2^21", given, c.positions);
+    const int unscaled = unscaled_positions(c);
+    const double longest = std::floor(rope.factor * unscaled);
+    if (longest > kMostPositions)
+        fail("--rope-scaling %s: of the model's %d positions that makes more than 2^21", given, unscaled);
+    if (longest <= c.longest() && c.rope.type != RopeType::kDefault)
+        fail("--rope-scaling %s: the model has %s:%g, %d positions, already; a factor counts from the %d before",
+             given, kRopeNames[static_cast<int>(c.rope.type)], c.rope.factor, c.longest(), unscaled);
     if (rope.type == RopeType::kDynamic && c.head_size <= 2)
         fail("--rope-scaling %s: dynamic cannot scale heads of %d channels", given, c.head_size);
-    if (rope.type != RopeType::kLinear) rope.original_max_position_embeddings = c.positions;
+    rope.theta = c.rope.theta;
+    if (rope.type != RopeType::kLinear) rope.original_max_position_embeddings = unscaled;
     c.rope = rope;
-    // The factor of `dynamic` counts from the positions that the file names, which stay.
-    if (rope.type != RopeType::kDynamic) c.positions = static_cast<int>(rope.factor * c.positions);
+    // The factor of `dynamic` counts from the positions that the file names.
+    c.positions = rope.type == RopeType::kDynamic ? unscaled : static_cast<int>(longest);
 }
 
 // Has a model's learned positions grow to so many. Fails where it has more, or others.

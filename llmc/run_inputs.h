@@ -75,7 +75,9 @@ class RunInputs {
     // model of bytes each token is text.
     bool ends_text(int token) const;
     // The longest sequences that the model can be trained on, in tokens.
-    int most_tokens() const { return is_dynamic() && samples() ? sample_positions() : token_positions(); }
+    int most_tokens() const {
+        return is_dynamic() && (samples() || packs()) ? sample_positions() : token_positions();
+    }
     // Whether --model is a GGUF file.
     static bool is_gguf(const std::string& path) { return path.ends_with(".gguf"); }
     // Whether batches are of training data, or of random tokens; and whether there are batches at all.
@@ -84,7 +86,7 @@ class RunInputs {
     // Whether batches hold several examples a sequence.
     bool packs() const {
         const auto is_packed = [](const std::unique_ptr<Dataset>& d) { return d && d->is_examples(); };
-        return is_packed(data) || is_packed(val_data);
+        return o_.plans_examples || is_packed(data) || is_packed(val_data);
     }
 
   private:
@@ -111,6 +113,7 @@ class RunInputs {
     std::vector<int> choose_first_tokens() const;
     AdapterConfig choose_adapter();
     void choose_length();
+    void check_chunks() const;
     void check_base() const;
     // What --store asks, or --base.
     std::vector<StoredAs> stored() const {
@@ -162,6 +165,7 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
         fail("--dropout %g: a %s has none", o.dropout, config.family->name);
     if (held_save && o.steps > 0) progress = read_progress(resumed);
     choose_length();
+    check_chunks();
     check_example_options();
     tokenize_texts();
     if (data && reads_training_data() && o.bench.empty()) open_validation();
@@ -180,7 +184,7 @@ inline void RunInputs::choose_length() {
              config.positions);
     if (!o_.has("--seq-len")) o_.seq_len = std::min(o_.seq_len, sample_positions());
     if (o_.seq_len > token_positions()) {
-        const bool scaled = config.rope.type != RopeType::kDefault;
+        const bool scaled = !o_.rope_scaling.empty();
         const bool made = static_cast<bool>(parse_new_model(o_.model));
         fail("--seq-len %d is more than the model's %d positions%s%s", o_.seq_len, config.longest(),
              adapter.prompt_tokens > 0
@@ -188,7 +192,8 @@ inline void RunInputs::choose_length() {
                  : "",
              made || scaled                                     ? ""
              : config.family->position == PositionKind::Learned ? "; --positions N adds to them"
-             : config.family->position == PositionKind::Rotary  ? "; --rope-scaling yarn:4 stretches them"
+             : config.family->position == PositionKind::Rotary
+                 ? format("; --rope-scaling yarn:%d stretches them", longer_factor(config)).c_str()
                                                                 : "");
     }
     if (!scales_by_length()) return;
@@ -201,6 +206,29 @@ inline void RunInputs::choose_length() {
     if (samples())
         fail("--seq-len %d: %s, which grows in a sample: add --sample-tokens 0, or at most %d", o_.seq_len,
              why, config.positions - adapter.prompt_tokens);
+}
+
+// Fails where chunks of rows were given that are larger than all rows, or that no block would go in.
+inline void RunInputs::check_chunks() const {
+    const auto given = [&](const char* option, int64_t rows) {
+        return rows > 0 && o_.has(option) && !o_.saved.contains(option);
+    };
+    const int64_t length = o_.seq_len + adapter.prompt_tokens, batch_rows = o_.batch * length;
+    const auto number = [](int64_t n) { return static_cast<long long>(n); };
+    if (given("--mlp-rows", o_.mlp_rows) && o_.batch > 0 && o_.mlp_rows > (batch_rows + 7) / 8 * 8)
+        fail("--mlp-rows %lld: a micro-batch has %lld; 0 takes all", number(o_.mlp_rows), number(batch_rows));
+    if (!given("--attention-rows", o_.attention_rows)) return;
+    if (o_.attention_rows > (length + 127) / 128 * 128)
+        fail("--attention-rows %lld: a sequence has %lld; 0 takes all", number(o_.attention_rows),
+             number(length));
+    if (o_.park_keys && o_.attention_rows >= length)
+        fail("--park-keys: no key is before the rows at hand, as --attention-rows %lld are all of a sequence",
+             number(o_.attention_rows));
+    const std::vector<std::string> names = recompute_names();
+    const std::vector<int> levels = parse_levels(o_.recompute, names, config.layers, "--recompute");
+    if (o_.steps > 0 && !o_.has("--memory") && std::ranges::find(levels, kLastLevel) == levels.end())
+        fail("--attention-rows %lld: is of blocks that keep nothing: --recompute block",
+             number(o_.attention_rows));
 }
 
 // What --data names, or the first text; nothing where no training is asked for.

@@ -7,7 +7,7 @@ import peft
 import pytest
 import reference
 from safetensors.torch import load_file
-from test_adapters import OPTIONS, make_adapter
+from test_adapters import OPTIONS, make_adapter, of_files
 from test_bad_input import refused
 from test_families import fused
 from test_json_lines import tokenizer, write_examples
@@ -81,20 +81,27 @@ def test_adapters(train, work):
         check_step(train, work, 128, "--adapter", "adapter", *options)
 
 
-def test_gradients_of_chunks(train_bf16, tmp_path):
+@pytest.mark.parametrize("trained", ["all", "lora"])
+def test_gradients_of_chunks(train_bf16, tmp_path, trained):
     """Against PyTorch in fp32: at most twice the error without chunks."""
     make(tmp_path / "model", "--family", "qwen3", "--layers", 1, "--heads", 4, "--kv-heads", 2, "--channels", 64, "--vocab",
          500, "--positions", 1024, "--dtype", "bf16")
     write_shard(tmp_path / "data.bin", random_tokens(500, 6000))
-    data = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", 1024)
-    absolute = ("--model", tmp_path / "model", "--data", tmp_path / "data.bin", *data[4:])
-    list(reference.Trainer(reference.parse_options([*map(str, absolute), "--steps", "1", "--dump-gradients",
+    data = ("--model", tmp_path / "model", "--data", tmp_path / "data.bin", "--batch", 2, "--seq-len", 1024)
+    if trained == "lora":
+        make_adapter(tmp_path, peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+        data += ("--adapter", tmp_path / "adapter")
+    list(reference.Trainer(reference.parse_options([*map(str, data), "--steps", "1", "--dump-gradients",
                                                     str(tmp_path / "expected")])).train())
     expected = load_file(tmp_path / "expected")
     (_, whole), (_, chunks) = (step(train_bf16, tmp_path, f"rows{rows}", *data, "--attention-rows", rows, "--mlp-rows", rows)
                                for rows in (0, 128))
+    assert len(whole) > 8
     for name in whole:
-        wanted = fused(name.removeprefix("m."), expected)
+        if trained == "lora":
+            wanted = of_files(name.removeprefix("m."), whole[name].shape[0], expected)
+        else:
+            wanted = fused(name.removeprefix("m."), expected)
         of_whole, of_chunks = ((g[name] - wanted).norm() / wanted.norm() for g in (whole, chunks))
         assert of_chunks <= 2 * of_whole, name
 
@@ -306,7 +313,10 @@ def test_automatic_rows(train):
 
 @pytest.mark.parametrize("values, named", [
     ({"--attention-rows": "-3"}, "--attention-rows"), ({"--attention-rows": "some"}, "--attention-rows"),
-    ({"--attention-rows": "64"}, "multiple of 128"),
+    ({"--attention-rows": "64"}, "multiple of 128"), ({"--attention-rows": "256"}, "a sequence has 100;"),
+    ({"--attention-rows": "128"}, "--recompute block"),
+    ({"--attention-rows": "128", "--recompute": "ffn:1,attention:1"}, "--recompute block"),
+    ({"--attention-rows": "256", "--seq-len": "200", "--recompute": "block", "--park-keys": True}, "all of a sequence"),
     ({"--park-keys": True}, "--park-keys"), ({"--park-keys": True, "--attention-rows": "0"}, "--park-keys"),
     ({"--attention-rows": "128", "--lend": "half", "--weights": "disk", "--train": "lora"}, "--lend half")])
 def test_what_is_no_number_of_rows(train, llama, values, named):

@@ -56,6 +56,30 @@ def test_what_else_ends_it(train, llama):
     assert train.plan(*options[:-1 - len(LORA)], *LORA, *data, "--batch", 2)["batch"] == 2
 
 
+def test_of_examples(train, tmp_path):
+    """The longest is as long as sequences become, where memory and positions allow that; other data end it too."""
+    make(tmp_path / "model", "--family", "llama", "--layers", 2, "--heads", 4, "--channels", 64, "--positions", 5000,
+         "--vocab", 256)
+    lines = [json.dumps({"text": "abc" * count}) for count in (5, 700, 60)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
+    (tmp_path / "text").write_text("abc" * 500)
+    options = ("--model", tmp_path / "model", "--data", tmp_path / "data.jsonl", *LORA)
+    for more, tokens, why in (((), 2099, "as many as the data have"), (("--batch", 2), 1146, "as many as the data have"),
+                              (("--val-data", tmp_path / "text"), 1499, "as many as the data have"),
+                              (("--val-data", tmp_path / "data.jsonl"), 2099, "as many as the data have")):
+        out = train(*options, *more, "--context", "auto", "--plan").stdout.decode()
+        assert f"--context auto: {tokens} tokens, {why}" in out, out
+    (tmp_path / "data.jsonl").write_text("\n".join([*lines, json.dumps({"text": "abc" * 3000})]))
+    said = train(*options, "--context", "auto", "--plan").stdout.decode()
+    assert "--context auto: 5000 tokens, all of the model's positions" in said
+    least = train(*options, "--batch", 1, "--seq-len", 1024, "--plan", "--memory", "1MiB", code=2).stderr.decode()
+    least = float(re.search(r"the least that this takes is ([\d.]+) MiB", least)[1])
+    memory = f"{int((least + 0.2) * 2**20)}B"
+    chosen = train.plan(*options, "--memory", memory, "--context", "auto")
+    assert 1024 <= chosen["seq_len"] <= 1152 and chosen["totals"]["total"] <= int(memory[:-1])
+    assert chosen == train.plan(*options, "--memory", memory, "--batch", 1, "--seq-len", chosen["seq_len"])
+
+
 def test_without_a_budget(train, llama):
     """What is free is the budget then."""
     assert train.plan("--model", llama / "model", "--context", "auto", *LORA)["seq_len"] == 5000
@@ -86,11 +110,10 @@ def test_is_quick(train_fp32, tmp_path):
 @pytest.mark.parametrize("options, named", [
     (("--seq-len", 64), "leave --seq-len 64 out"), (("--batch", "auto"), "leave --batch"),
     (("--steps", 0), "is a training's"), (("--bench", "forward"), "is a training's"), (("--model", "d2"), "new one"),
-    (("--memory", "1MiB"), "the least that this takes"), (("--data", "x.jsonl"), "lengths of their own"),
+    (("--memory", "1MiB"), "the least that this takes"), (("--data", "none.jsonl"), "no file matches"),
     (("--memory", "lots"), "--memory 'lots'"), (("--context", "most"), "--context"),
 ], ids=str)
 def test_mistakes(train_fp32, llama, tmp_path, options, named):
-    (tmp_path / "x.jsonl").write_text('{"text": "abc"}\n')
     error = train_fp32("--model", llama / "model", "--context", "auto", *options, cwd=tmp_path, code=2).stderr.decode()
     assert named in error and error.count("\n") == 1
 

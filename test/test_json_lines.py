@@ -9,6 +9,8 @@ import numpy as np
 import peft
 import pytest
 import reference
+import torch
+import transformers
 from test_adapters import make_adapter
 from test_tokenizers import encode_all, facts, llama2, llama2_first, llama3, mistral3, probe, smollm2
 from test_train import LOSS_BOUND, by_key, run_reference
@@ -189,6 +191,7 @@ def write_examples(path, count, seed=0, most=4):
                          {"messages": [says("system", "Go."), says("user", a), says("assistant", b), says("user", c),
                                        says("assistant", a)], "id": i}][choose.randrange(4)])
     examples[count // 3] = {"text": words(choose, 80)}
+    examples[count // 2] = {"prompt": words(choose, 1), "completion": words(choose, 80)}
     path.write_text("\n".join(lines_of(examples)) + "\n")
     return path
 
@@ -249,7 +252,8 @@ def test_twenty_steps_of_an_adapter(train_fp32, any_work, kind):
     options = ("--adapter", any_work / "adapter", "--steps", 20, "--lr", 3e-3, "--eval-batches", 2)
     expected = run_reference("--model", any_work / "model", "--data", any_work / "data.jsonl", *RUN[4:8], *options)
     log, out = log_of(train_fp32, any_work, *options)
-    assert ("81 sequences" in out) == (kind == "prompt")
+    examples, sequences = re.search(r"data: (\d+) examples, .* in (\d+) sequences of", out).groups()
+    assert (examples == sequences) == (kind == "prompt")
     for key in ("loss", "val_loss"):
         assert by_key(log, key) == pytest.approx(by_key(expected, key), rel=0, abs=LOSS_BOUND["fp32"])
 
@@ -276,20 +280,42 @@ def test_packed_is_unpacked(train, any_work):
 
 
 def test_what_the_data_are(train, work):
-    """One line, and one for what was cut."""
+    """One line, and one each for what was parted and what was cut."""
     examples = reference.Examples(str(work / "model"), "completions")
-    lines = (work / "data.jsonl").read_text().splitlines()[:81]
-    read = [examples.read(line) for line in lines]
+    lines = (work / "data.jsonl").read_text().splitlines()
     [file] = examples.read_files([work / "data.jsonl"], LENGTH)
-    sequences = reference.packed(file[:81], LENGTH)
-    tokens, rows = (sum(len(tokens) - one for tokens, _ in file[:81]) for one in (0, 1))
+    count = len(file) - len(file) // 10
+    sequences = reference.packed(file[:count], LENGTH)
+    tokens, rows = (sum(len(tokens) - one for tokens, _ in file[:count]) for one in (0, 1))
     _, out = log_of(train, work, "--steps", 2)
     padding = 100 * (1 - rows / LENGTH / len(sequences))
-    assert (f"data: 81 examples, {tokens} tokens, {reference.tokens_to_learn(sequences)} of them with loss, in "
+    assert (f"data: {count} examples, {tokens} tokens, {reference.tokens_to_learn(sequences)} of them with loss, in "
             f"{len(sequences)} sequences of {LENGTH}, {padding:.1f}% padding; 2 steps read 6 sequences") in out
-    long = sum(len(tokens) > LENGTH + 1 for tokens, _ in read)
-    assert long > 0 and padding < 15
-    assert re.search(rf"data.jsonl: \d+ examples are longer than a sequence and were cut to {LENGTH + 1} tokens\n", out)
+    long = [len(examples.read(line)[0]) > LENGTH + 1 for line in lines]
+    texts = sum(is_long and "text" in json.loads(line) for line, is_long in zip(lines, long))
+    assert texts > 0 and sum(long) > texts and padding < 15
+    assert f"data.jsonl: {texts} texts are longer than a sequence and go on in others\n" in out
+    assert f"data.jsonl: {sum(long) - texts} examples are longer than a sequence and were cut to {LENGTH + 1} tokens\n" in out
+
+
+@pytest.mark.parametrize("more", [0, 1, 2, LENGTH, 3 * LENGTH + 1])
+def test_a_text_goes_on(train_fp32, work, more):
+    """Each of its tokens is learnt once, whatever its length: the loss is that of its windows, by transformers."""
+    choose = random.Random(more)
+    make(work / "bytes", "--family", "llama", "--layers", 2, "--vocab", 256, "--positions", 64, *FAMILIES["llama"])
+    text = "".join(choose.choice("abcdef ") for _ in range(LENGTH + more + 1))
+    (work / "text.jsonl").write_text(json.dumps({"text": text}))
+    tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+    model = transformers.AutoModelForCausalLM.from_pretrained(work / "bytes")
+    losses = []
+    for at in range(0, len(tokens) - 1, LENGTH):
+        part = torch.from_numpy(tokens[at:at + LENGTH + 1])[None]
+        losses += torch.nn.functional.cross_entropy(model(part[:, :-1]).logits[0], part[0, 1:], reduction="none").tolist()
+    assert len(losses) == len(tokens) - 1
+    out = train_fp32("--model", "bytes", "--val-data", "text.jsonl", "--steps", 0, "--batch", 1, "--seq-len", LENGTH,
+                     "--eval-batches", 99, "--log", "log", cwd=work)
+    [loss] = by_key(read_log(work / "log"), "val_loss").values()
+    assert loss == pytest.approx(np.mean(losses), abs=1e-5), out
 
 
 def test_options_change_no_bit(train, work):

@@ -140,9 +140,24 @@ def test_the_option(train_fp32, plain):
     assert saved_bytes(work / "again") == whole
     train_fp32("--model", "out", *RUN[2:], "--steps", 1, "--rope-scaling", scaling, "--out", "more", cwd=work)
     assert (work / "more" / "config.json").read_bytes() == (work / "out" / "config.json").read_bytes()
-    for other in ("yarn:3", "dynamic:4"):
+    for other in ("yarn:1.5", "dynamic:1.9"):
         error = train_fp32("--model", "out", *RUN[2:], "--rope-scaling", other, cwd=work, code=2).stderr.decode()
         assert f"--rope-scaling {other}" in error and "already" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("first, then", [("llama3:8", "yarn:16"), ("yarn:4", "yarn:8"), ("linear:2", "linear:4"),
+                                         ("dynamic:2.5", "yarn:8"), ("linear:2", "dynamic:4"), ("llama3:2", "llama3:4")])
+def test_one_scaling_takes_the_place_of_another(train_fp32, tmp_path, first, then):
+    """As if the model had never had the first: a factor counts from the positions before any."""
+    model_of(tmp_path, "llama", 24, *SMALL)
+    scale = ("--steps", 0, "--rope-scaling")
+    train_fp32("--model", "model", *scale, first, "--out", "first", cwd=tmp_path)
+    said = train_fp32("--model", "first", *scale, then, "--out", "both", cwd=tmp_path).stderr.decode()
+    assert f"--rope-scaling {then}: sequences of up to {24 * int(then.split(':')[1])} tokens" in said
+    train_fp32("--model", "model", *scale, then, "--out", "directly", cwd=tmp_path)
+    configs = [(tmp_path / name / "config.json").read_bytes() for name in ("first", "both", "directly")]
+    assert configs[0] != configs[1] == configs[2]
+    check_logits(train_fp32, tmp_path / "both")
 
 
 def test_with_an_adapter(train_fp32, tmp_path):
@@ -233,7 +248,7 @@ REFUSED = [
     ("bloom", {"--rope-scaling": "yarn:4"}, "ALiBi"), ("bloom", {"--positions": 99}, "ALiBi"),
     ("llama", {"--positions": 99}, "--rope-scaling yarn"), ("gpt2", {"--positions": 23}, "has 24"),
     ("gpt2", {"--positions": 0}, "--positions"), ("gpt2", {"--seq-len": 25}, "--positions N"),
-    ("llama", {"--seq-len": 25}, "--rope-scaling yarn:4"),
+    ("llama", {"--seq-len": 25}, "--rope-scaling yarn:4 stretches"),
     ("llama", {"--seq-len": 97, "--rope-scaling": "yarn:4"}, "the model's 96 positions\n"),
     ("gpt2", {"--model": "d2", "--positions": 99}, "new one"),
     ("llama", {"--model": "llama:d2", "--rope-scaling": "yarn:4"}, "new one"),
@@ -256,3 +271,10 @@ def test_a_resume_keeps_its_positions(train_fp32, tmp_path):
     for other in ("yarn:4", "linear:2"):
         error = train_fp32("--resume", "out", "--rope-scaling", other, cwd=tmp_path, code=2).stderr.decode()
         assert "--resume out" in error and "--rope-scaling" in error and error.count("\n") == 1
+
+
+def test_a_scaled_model_names_the_next_factor(train_fp32, tmp_path):
+    model_of(tmp_path, "llama", 24, *SMALL)
+    train_fp32("--model", "model", "--steps", 0, "--rope-scaling", "llama3:8", "--out", "out", cwd=tmp_path)
+    error = train_fp32("--model", "out", "--steps", 0, "--seq-len", 193, cwd=tmp_path, code=2).stderr.decode()
+    assert "the model's 192 positions; --rope-scaling yarn:16 stretches them\n" in error

@@ -43,6 +43,8 @@ SETUPS = [Setup("GPT-2 124M", "d12", 64, 1024, GPT2_SMALL), Setup("GPT-2 1558M",
                                                     "--mlp-width", 1024, "--tied")),
           Setup("Qwen2.5-1.5B", QWEN_1B5, 16, 1024, ("--family", "qwen2", "--heads", 4, "--kv-heads", 1, "--channels", 512,
                                                      "--mlp-width", 2048, "--tied"))]
+COUNTED = (512, 1024, 2048)  # tokens of the sequences that attention's count by length is fitted to
+LENGTHS = (4096, 16384, 65536, 524288)
 SMALL = ("--head-rows", 256)  # the head in chunks, as large steps have it
 VOCABULARY = 4096  # of the small model
 # Tokens/s of one GPU. llm.c's are of eight, which exchange gradients too.
@@ -116,7 +118,7 @@ def small_step(trainer, gpu, setup, folder):
     import make_model
     model = folder / f"small-{setup.small[1]}"
     if not model.exists():
-        make_model.main(list(map(str, ["--out", model, "--layers", 1, "--positions", setup.seq_len, "--dtype", "bf16",
+        make_model.main(list(map(str, ["--out", model, "--layers", 1, "--positions", 2048, "--dtype", "bf16",
                                        "--vocab", VOCABULARY, *setup.small])))
     counted = []
     for steps in (1, 2):
@@ -365,6 +367,38 @@ def gates(totals_, steps, kernels, optimism):
     return lines
 
 
+def fitted(counts):
+    """Of counts by length {T: value a FLOP} the line a + b / T that is nearest to them, at any T."""
+    lengths = list(counts)
+    x, y = [1 / n for n in lengths], [counts[n] for n in lengths]
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum((a - mean_x) ** 2 for a in x)
+    return lambda length: mean_y + slope * (1 / length - mean_x)
+
+
+def attention_by_length(trainer, folder, sass, usage):
+    """A table: the TFLOP/s of attention alone by length, of Llama-3.2-1B's heads; bounds as in operation_seconds()."""
+    setup, rows = SETUPS[2], []
+    for gpu_name, gpu in GPUS.items():
+        by_length = {}
+        for length in COUNTED:
+            kernels, small = small_step(trainer, "H100" if gpu.arch == "sm_90a" else "A100", setup._replace(seq_len=length), folder)
+            by_length[length] = kernels, small, facts(gpu, kernels, sass, usage)
+        for name in ("attention_forward", "attention_backward"):
+            units = {length: unit_of(name, small, kernels, code) for length, (kernels, small, code) in by_length.items()}
+            line = {key: fitted({n: unit[key] for n, unit in units.items()}) for key in ("tensor_flops", "instructions")}
+            rates = []
+            for length in LENGTHS:
+                unit = {**units[COUNTED[-1]], **{key: of(length) for key, of in line.items()}}
+                bounds, _ = operation_seconds(gpu, {"flops": 1, "bytes": 0, "calls": 0}, unit)
+                rates.append(1 / max(bounds.values()) / 1e12)
+            rows.append([name, gpu_name, *(f"{rate:.0f}" for rate in rates), f"{rates[-1] / rates[0]:.3f}"])
+    return ["## Attention by length", "", f"TFLOP/s, as counted: instructions and tensor FLOPs a FLOP of causal attention of T tokens "
+            f"are a + b / T, fitted to played steps of {', '.join(map(str, COUNTED))} tokens. Last the rate of the longest beside "
+            "that of the shortest.", "",
+            *table(["operation", "GPU", *(f"{n:,}" for n in LENGTHS), "ratio"], rows)]
+
+
 def llmc_seconds(operations, step):
     """llm.c's step on an A100 by the same count: these products and passes, with FlashAttention 2's products."""
     gpu = GPUS["A100"]
@@ -459,7 +493,7 @@ def main(arguments=None):
                     "## The method on what was published", "", *checks(theirs),
                     "What overlaps badly, waits for latency or runs at lower clocks is not in the count: the steps above are "
                     "to be read as the least that these kernels take.", "",
-                    "## Left apart", "", *left_apart(plans, steps),
+                    "## Left apart", "", *left_apart(plans, steps), *attention_by_length(trainer, folder, sass, usage),
                     "## Operations", "", "In brackets: what bounds it, and the share of its roofline.", ""]
         for setup in SETUPS:
             written += step_tables(setup, {gpu: steps[setup.title, gpu] for gpu in GPUS})

@@ -70,3 +70,8 @@ def test_products_come_in_whole_waves():
     whole, _ = gpu_predicted.product_seconds(gpu, "matmul 13824 x 256 x 512 NN", 1e12, 0, 1)  # 108 tiles
     more, _ = gpu_predicted.product_seconds(gpu, "matmul 13952 x 256 x 512 NN", 1e12, 0, 1)
     assert whole["tensor"] == pytest.approx(1e12 / gpu.products) and more["tensor"] > 1.9 * whole["tensor"]
+
+
+def test_a_line_through_counts():
+    of = gpu_predicted.fitted({n: 3 + 7 / n for n in gpu_predicted.COUNTED})
+    assert of(4096) == pytest.approx(3 + 7 / 4096) and of(10**9) == pytest.approx(3)

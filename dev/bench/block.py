@@ -2,12 +2,13 @@
 """Forward and backward of one block by length: ./train beside dense attention, flash attention and the Blockwise
 Parallel Transformer in PyTorch; time, memory, one plot.
 
-    dev/bench/block.py --train build/cpu-fp32/train [--longest 65536] [--out dev/results/block.md]
+    dev/bench/block.py --train build/cpu-fp32/train [--longest 65536] [--seconds 600] [--out dev/results/block.md]
 
 A block of Llama's kind in fp32, 512 channels, 8 heads, an MLP 1408 wide, on a sequence of 1024 tokens and more. ./train's
-is the one block of a model with a vocabulary of 256, with --recompute block --mlp-rows auto, in the least of its bench's
-steps without the head; its memory is what the plan has for a step. PyTorch's is how much more was resident than before.
-A kind that would take more than --memory is left out from there on.
+is the one block of a model with a vocabulary of 256, with --recompute block --mlp-rows auto, and with attention in chunks
+and keys in a file too, in the least of its bench's steps without the head; its memory is what the plan has for a step.
+PyTorch's is how much more was resident than before, in a run of its own whose malloc gives back at once what is freed.
+A kind that would take more than --memory, or a pass longer than --seconds, is left out from there on.
 """
 
 import pathlib
@@ -15,14 +16,16 @@ import sys
 import tempfile
 
 import results
-from results import MIB, PeerFailed, fail
+from results import ENVIRONMENT, MIB, PeerFailed, fail
 
 sys.path.append(str(results.ROOT / "dev"))
 import figures
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 KINDS = {"dense": "dense attention", "flash": "flash attention (sdpa)", "blockwise": "Blockwise Parallel Transformer",
-         "train": "./train --mlp-rows auto"}
+         "train": "./train --mlp-rows auto", "chunks": "./train, all chunks"}
+OURS = {"train": [], "chunks": ["--attention-rows", "auto", "--park-keys"]}
+FRUGAL_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "10000000", "MALLOC_TRIM_THRESHOLD_": "0"}
 STEPS = {1024: 5, 2048: 3, 4096: 2}  # else 1; the fastest counts
 
 
@@ -31,23 +34,34 @@ def parse(arguments):
     parser.add_argument("--train", default=str(results.ROOT / "build/cpu-fp32/train"))
     parser.add_argument("--longest", type=results.positive, default=65536)
     parser.add_argument("--memory", type=results.positive, default=8192, help="MiB that a kind may take")
+    parser.add_argument("--seconds", type=results.positive, default=600, help="that a kind may take for one pass")
     parser.add_argument("--out", type=results.result_path, default=results.ROOT / "dev/results/block.md")
     return parser.parse_args(arguments)
 
 
 def of_torch(kind, length):
-    command = [sys.executable, FOLDER / "torch_block.py", "--kind", kind, "--length", length, "--steps", STEPS.get(length, 1)]
-    return results.json_of(command)
+    command = [sys.executable, FOLDER / "torch_block.py", "--kind", kind, "--length", length, "--steps"]
+    timed = results.json_of([*command, STEPS.get(length, 1)])
+    frugal, _ = results.run([*command, 1], ENVIRONMENT | FRUGAL_MALLOC)
+    return {"seconds": timed["seconds"], "bytes": results.last_json(frugal, command)["bytes"]}
 
 
-def of_train(train, folder, length):
+def of_train(kind, train, folder, length):
     command = [train, "--model", folder, "--batch", 1, "--seq-len", length, "--recompute", "block", "--mlp-rows", "auto",
-               "--sample-tokens", 0]
+               *OURS[kind], "--sample-tokens", 0]
     plan = results.json_of([*command, "--plan", "--json"])
-    bench = results.json_of([*command, "--bench", "--bench-warmup", 1, "--bench-steps", STEPS.get(length, 1), "--json"])
+    steps = STEPS.get(length, 1)
+    bench = results.json_of([*command, "--bench", "--bench-warmup", int(steps > 1), "--bench-steps", steps, "--json"])
     totals = plan["totals"]
     return {"seconds": (bench["forward_ms"]["min"] + bench["backward_ms"]["min"]) / 1000,
             "bytes": totals["activations"] + totals["workspace"]}
+
+
+def goes_on(o, kind, of):
+    """Whether the next length, twice as long, is to be tried."""
+    more = 4 if kind == "dense" else 2
+    return not of or (max(f["bytes"] for f in of.values()) * more <= o.memory * MIB and
+                      max(f["seconds"] for f in of.values()) * 4 <= o.seconds)
 
 
 def make_model(folder, positions):
@@ -62,9 +76,9 @@ def measure(o, folder):
     length = 1024
     while length <= o.longest:
         for kind, of in measured.items():
-            if of and max(f["bytes"] for f in of.values()) * (4 if kind == "dense" else 2) > o.memory * MIB:
+            if not goes_on(o, kind, of):
                 continue
-            of[length] = of_train(o.train, folder, length) if kind == "train" else of_torch(kind, length)
+            of[length] = of_train(kind, o.train, folder, length) if kind in OURS else of_torch(kind, length)
             print(f"{length} tokens, {KINDS[kind]}: {of[length]['seconds']:.2f} s, {of[length]['bytes'] / MIB:.0f} MiB",
                   flush=True)
         length *= 2

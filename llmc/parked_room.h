@@ -1,12 +1,18 @@
 // parked_room.h - a room of the arena that goes to memory elsewhere and comes back from there, piece by piece
-// (parked_rows.h, parked_keys.h): one exchange is under way at a time, which owns the room until it is
-// joined.
+// (parking.h, parked_rows.h, parked_keys.h): one exchange is under way at a time, which owns the room until it
+// is joined.
 #pragma once
 
 #include <optional>
 #include <utility>
 
-#include "llmc/parking.h"
+#include "llmc/arena.h"
+#include "llmc/elsewhere.h"
+#include "llmc/graph.h"
+#include "llmc/work.h"
+
+// Where what is parked waits: in host memory beside a GPU, on a CPU in a file.
+constexpr Home kParkedHome = kHostIsDevice ? Home::Disk : Home::Host;
 
 class ParkedRoom {
   public:

@@ -8,21 +8,15 @@
 #pragma once
 
 #include <algorithm>
-#include <optional>
-#include <utility>
 
-#include "llmc/arena.h"
-#include "llmc/elsewhere.h"
-#include "llmc/graph.h"
-#include "llmc/work.h"
-
-// Where what is parked waits.
-constexpr Home kParkedHome = kHostIsDevice ? Home::Disk : Home::Host;
+#include "llmc/parked_room.h"
 
 template <class T>
 class ParkedInputs {
   public:
-    ParkedInputs(Arena& arena, const Stream& stream) : arena_(arena), stream_(stream) {}
+    ParkedInputs(Arena& arena, const Stream& stream)
+        : stream_(stream),
+          slots_{{.room = {arena, stream, Transfer::Parked}}, {.room = {arena, stream, Transfer::Parked}}} {}
 
     // How many layers' inputs are parked, from the first on, of how many micro-batches that pass a layer
     // before the next. A rehearsal needs no place.
@@ -34,17 +28,15 @@ class ParkedInputs {
     }
     // What one of that shape takes there.
     static size_t stored_bytes(Shape shape) {
-        return whole_sectors(static_cast<size_t>(shape.size()) * sizeof(T));
+        return ParkedRoom::piece_bytes(static_cast<size_t>(shape.size()) * sizeof(T));
     }
 
     // The slots, until give_back(). `shape` is that of an input.
     void take(Shape shape) {
         if (layers_ == 0) return;
-        bytes_ = stored_bytes(shape);
-        const auto room_bytes = static_cast<int64_t>(bytes_ + kElsewhereAlignment);
         for (Slot& slot : slots_) {
-            slot = {kNone, arena_.take<uint8_t>("parked_input", {room_bytes})};
-            slot.input = Tensor<T>(reinterpret_cast<T*>(aligned_room(slot.room.data())), shape);
+            slot.room.take("parked_input", stored_bytes(shape), place_);
+            slot.input = Tensor<T>(slot.room.data<T>(), shape);
         }
     }
     // Before a layer's forward: its input becomes a view of its slot.
@@ -58,7 +50,7 @@ class ParkedInputs {
                             stream_);
         slot.number = number(layer, pass);
         input = slot.input.view();
-        if (slot.number < stored(layers_, passes_)) begin(slot, at(slot.number), {});
+        if (slot.number < stored(layers_, passes_)) slot.room.exchange(slot.number, {});
     }
     // Before its backward: its input again, a view of its slot, and the next one on its way: that of the next
     // pass, or of the layer below.
@@ -76,16 +68,17 @@ class ParkedInputs {
             load(number(layer - 1, 0));
     }
     void give_back() {
-        join();
-        for (Slot& slot : slots_) slot = {};
+        for (Slot& slot : slots_) {
+            slot.room.give_back();
+            slot.number = kNone, slot.input = {};
+        }
     }
 
   private:
     static constexpr int kNone = -1;
-    static constexpr Way kWay = way_from(kParkedHome);
     struct Slot {
         int number = kNone;
-        Tensor<uint8_t> room = {};
+        ParkedRoom room;
         Tensor<T> input = {};  // in it
     };
     int number(int layer, int pass) const { return layer * passes_ + pass; }
@@ -95,34 +88,16 @@ class ParkedInputs {
         if (slot.number == number) return;
         join();
         slot.number = number;
-        begin(slot, {}, at(number));
+        slot.room.exchange({}, number);
     }
-    uint64_t at(int number) const { return static_cast<uint64_t>(number) * bytes_; }
-    void begin(const Slot& slot, std::optional<uint64_t> to, std::optional<uint64_t> from) {
-        under_way_ = true;
-        if (arena_.rehearsing())
-            return note_transfer({Transfer::Parked, false, to ? way_back(kWay) : kWay, bytes()});
-        host_act([this, to, from, bytes = bytes_, room = reinterpret_cast<char*>(slot.input.data())] {
-            exchange_ = place_->exchange(room, bytes, to, from, stream_);
-        });
-    }
-    double bytes() const { return static_cast<double>(bytes_); }
+    // One exchange is under way at a time, of either slot.
     void join() {
-        if (!std::exchange(under_way_, false)) return;
-        if (arena_.rehearsing()) return note_transfer({Transfer::Parked, true});
-        host_act([this] {
-            const Waiting waiting(Transfer::Parked);
-            place_->join(exchange_, stream_);
-        });
+        for (Slot& slot : slots_) slot.room.join();
     }
 
-    Arena& arena_;
     const Stream& stream_;
     Elsewhere* place_ = nullptr;
     int layers_ = 0, passes_ = 1;
-    size_t bytes_ = 0;  // of an input, stored
     Slot slots_[2];
     int held_ = 0;
-    bool under_way_ = false;
-    size_t exchange_ = 0;  // the number of what is under way
 };

@@ -36,7 +36,7 @@ class ParkedInputs {
         if (layers_ == 0) return;
         for (Slot& slot : slots_) {
             slot.room.take("parked_input", stored_bytes(shape), place_);
-            slot.input = Tensor<T>(slot.room.data<T>(), shape);
+            slot.input = Tensor<T>(slot.room.template data<T>(), shape);
         }
     }
     // Before a layer's forward: its input becomes a view of its slot.

@@ -113,7 +113,7 @@ def shard(folder):
     return path
 
 
-def small_step(trainer, gpu, setup, folder):
+def small_step(trainer, gpu, setup, folder, *more):
     """By kernel, what one step of the small model counts: that of two steps less that of one."""
     import make_model
     model = folder / f"small-{setup.small[1]}"
@@ -122,10 +122,10 @@ def small_step(trainer, gpu, setup, folder):
                                        "--vocab", VOCABULARY, *setup.small])))
     counted = []
     for steps in (1, 2):
-        path = folder / f"{gpu}-{model.name}-{setup.seq_len}-{steps}"
+        path = folder / "-".join(map(str, [gpu, model.name, setup.seq_len, steps, *more]))
         if not path.exists():
             run([trainer, "--model", model, "--data", shard(folder), "--batch", 1, "--seq-len", setup.seq_len, "--steps", steps,
-                 "--eval-batches", 1, "--sample-tokens", 0, "--graph", "off", *SMALL], GPU=gpu, GPU_COUNTERS=str(path))
+                 "--eval-batches", 1, "--sample-tokens", 0, "--graph", "off", *SMALL, *more], GPU=gpu, GPU_COUNTERS=str(path))
         counted.append(read_counters(path.read_text()))
     once, twice = counted
     kernels = {}
@@ -166,12 +166,13 @@ def check_claims(kernels, operations):
 # --- From SASS.
 
 def cubins(binary, folder):
-    """The binary's PTX as SASS, by architecture: ptxas' own is what a build for that GPU has."""
+    """The binary's PTX as SASS, by architecture: ptxas' own is what a build for that GPU has. With it the registers of
+    kernels, and how many instructions of SASS those of PTX are."""
     tools = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin",
                              *map(str, ROOT.glob(".venv/lib/*/site-packages/triton/backends/nvidia/bin"))])
     subprocess.run(["cuobjdump", "-xptx", "all", str(pathlib.Path(binary).resolve())], cwd=folder, check=True,
                    capture_output=True, env={**os.environ, "PATH": tools})
-    sass, usage = {}, {}
+    sass, usage, ratios = {}, {}, {}
     for gpu in GPUS.values():
         [ptx] = folder.glob(f"*.{'sm_90a' if gpu.arch == 'sm_90a' else 'sm_80'}.ptx")
         cubin = folder / f"{gpu.arch}.cubin"
@@ -180,7 +181,36 @@ def cubins(binary, folder):
         sass[gpu.arch] = functions(run(["cuobjdump", "-sass", cubin], PATH=tools))
         usage[gpu.arch] = {name: int(registers) for name, registers in re.findall(
             r"Function (\w+):\s+REG:(\d+)", run(["cuobjdump", "-res-usage", cubin], PATH=tools))}
-    return sass, usage
+        of_ptx = ptx_loops(ptx.read_text())
+        ratios[gpu.arch] = {name: sass_a_ptx(code, of_ptx.get(name, [])) for name, code in sass[gpu.arch].items()}
+    return sass, usage, ratios
+
+
+def ptx_loops(ptx):
+    """{kernel: of each jump back, how many instructions it repeats}."""
+    found, name, depth = {}, None, 0
+    for line in ptx.splitlines():
+        depth += line.count("{") - line.count("}")
+        if match := re.match(r"(?:\.visible |\.weak )?\.entry (\w+)", line):
+            name, labels, count = match[1], {}, 0
+            found[name] = []
+        elif name and depth == 0 and line.startswith("}"):
+            name = None
+        elif name and (match := re.match(r"(\$\w+):", line)):
+            labels[match[1]] = count
+        elif name and (match := re.match(r"\s*(?:@!?%p\d+\s+)?([a-z][\w.:]*)\s*(.*);", line)):
+            count += 1
+            if match[1].startswith("bra") and match[2] in labels:
+                found[name].append(count - labels[match[2]])
+    return found
+
+
+def sass_a_ptx(code, of_ptx):
+    """Where a kernel is one loop, too long for ptxas to unroll: its instructions beside those of PTX. Else 1."""
+    of_sass = list(map(len, loops(code)))
+    if len(of_sass) != 1 or len(of_ptx) != 1 or min(of_sass + of_ptx) <= 100:
+        return 1
+    return of_sass[0] / of_ptx[0]
 
 
 def functions(sass):
@@ -249,8 +279,8 @@ def unit_of(operation, small, kernels, code):
     """What the small step counts of an operation: by FLOP where it has some, else by byte; and its launches by call."""
     mine = kernels_of(operation, kernels)
     measure = "flops" if small[operation]["flops"] else "bytes"
-    by_measure = {key: sum(kernels[k][key] for k in mine) / small[operation][measure]
-                  for key in ("instructions", "tensor_flops", "distinct_sectors")}
+    by_measure = {key: sum(kernels[k][key] * (code[k]["sass"] if key == "instructions" else 1) for k in mine) /
+                  small[operation][measure] for key in ("instructions", "tensor_flops", "distinct_sectors")}
     under_way = min((code[k]["little"] for k in mine if kernels[k]["global_bytes"] * 4 > kernels[mine[0]]["global_bytes"]),
                     default=1)
     return {**by_measure, "launches": sum(kernels[k]["launches"] for k in mine) / small[operation]["calls"],
@@ -292,16 +322,19 @@ def step_of(gpu, operations, units):
     return sorted(((name, *row) for name, row in rows.items()), key=lambda row: -row[1])
 
 
-def facts(gpu, kernels, sass, usage):
-    """What a kernel's code says on a GPU: registers, warps a multiprocessor, loads under way beside what it needs."""
+def facts(gpu, kernels, sass, usage, ratios):
+    """What a kernel's code says on a GPU: registers, warps a multiprocessor, loads under way beside what it needs. What
+    TMA loads are the rings of tiles that a block's shared memory is."""
     needed = gpu.bandwidth / gpu.sms * 2 * gpu.latency / gpu.clock  # Little's law, with twice the latency of an idle GPU
     said = {}
     for name, k in kernels.items():
         warps = warps_on(gpu, usage[gpu.arch][name], k["threads"], k["shared_bytes"])
         code = sass[gpu.arch][name]
         bytes_ = 32 * warps * loads_under_way(code)
+        if any(text.startswith("UTMALDG") for _, text in code):
+            bytes_ = warps // math.ceil(k["threads"] / 32) * k["shared_bytes"]
         said[name] = {"registers": usage[gpu.arch][name], "warps": warps, "instructions": len(code), "under_way": bytes_,
-                      "loop": max(map(len, loops(code)), default=0), "little": bytes_ / needed}
+                      "loop": max(map(len, loops(code)), default=0), "little": bytes_ / needed, "sass": ratios[gpu.arch][name]}
     return said
 
 
@@ -376,14 +409,34 @@ def fitted(counts):
     return lambda length: mean_y + slope * (1 / length - mean_x)
 
 
-def attention_by_length(trainer, folder, sass, usage):
+def hopper_kernels(trainer, plans, folder, from_sass):
+    """A table: attention on an H100 by the kernels that run as it comes and by Hopper's own."""
+    gpu, rows = GPUS["H100"], []
+    for setup in SETUPS:
+        cells = []
+        for more in ((), ("--attention", "hopper")):
+            kernels, small = small_step(trainer, "H100", setup, folder, *more)
+            code = facts(gpu, kernels, *from_sass)
+            for name in ("attention_forward", "attention_backward"):
+                cost = totals(plans[setup.title, "H100"])[name]
+                bounds, _ = operation_seconds(gpu, cost, unit_of(name, small, kernels, code))
+                bound = max(bounds, key=bounds.get)
+                roofline = max(cost["flops"] / gpu.flops, cost["bytes"] / gpu.bandwidth) / bounds[bound]
+                cells.append(f"{1e3 * bounds[bound]:.2f} ({bound}, {100 * roofline:.0f}%)")
+        rows.append([setup.title, *cells])
+    return ["## Hopper's own kernels", "", "Attention of a step on an H100, ms, as it comes and with `--attention hopper`, whose "
+            "backward needs room for gradients beside q, k and v.", "",
+            *table(["step", "forward", "backward", "forward, Hopper's", "backward, Hopper's"], rows)]
+
+
+def attention_by_length(trainer, folder, from_sass):
     """A table: the TFLOP/s of attention alone by length, of Llama-3.2-1B's heads; bounds as in operation_seconds()."""
     setup, rows = SETUPS[2], []
     for gpu_name, gpu in GPUS.items():
         by_length = {}
         for length in COUNTED:
             kernels, small = small_step(trainer, "H100" if gpu.arch == "sm_90a" else "A100", setup._replace(seq_len=length), folder)
-            by_length[length] = kernels, small, facts(gpu, kernels, sass, usage)
+            by_length[length] = kernels, small, facts(gpu, kernels, *from_sass)
         for name in ("attention_forward", "attention_backward"):
             units = {length: unit_of(name, small, kernels, code) for length, (kernels, small, code) in by_length.items()}
             line = {key: fitted({n: unit[key] for n, unit in units.items()}) for key in ("tensor_flops", "instructions")}
@@ -461,7 +514,7 @@ def main(arguments=None):
     with tempfile.TemporaryDirectory() as path:
         folder = pathlib.Path(options.keep or path)
         folder.mkdir(exist_ok=True)
-        sass, usage = cubins(trainer, folder)
+        from_sass = cubins(trainer, folder)
         rows, plans, codes = [], {}, {}
         for setup in SETUPS:
             for gpu_name, gpu in GPUS.items():
@@ -469,7 +522,7 @@ def main(arguments=None):
                 p = plan(trainer, gpu_name, setup.model, setup.batch, setup.seq_len, folder)
                 operations = p["operations"]
                 check_claims(kernels, totals(operations))
-                code = facts(gpu, kernels, sass, usage)
+                code = facts(gpu, kernels, *from_sass)
                 every.update(kernels)
                 codes.setdefault(gpu_name, {}).update(code)
                 known = units[setup.title][gpu_name] = {name: unit_of(name, small, kernels, code) for name in small
@@ -486,14 +539,16 @@ def main(arguments=None):
                              f"{published:.0f}" if published else "", f"{speed / published:.2f}" if published else "", source])
         written += ["# What a step should take, by counting", "", "Nothing here was measured. `dev/gpu_predicted.py` makes it from "
                     "the program: " + " ".join(__doc__.split("\n\n")[1].split()) + " The counts are of PTX, as executed on "
-                    "models of one narrow layer, in proportion to bytes or FLOPs.", "",
+                    "models of one narrow layer, in proportion to bytes or FLOPs; where a kernel is one long loop, times the "
+                    "instructions that this has in SASS beside those in PTX.", "",
                     "## Steps", "", *table(["step", "GPU", "head rows", "ms", "tokens/s", "published", "ratio", "source"], rows)]
         theirs = llmc_seconds(plans["GPT-2 124M", "A100"], steps["GPT-2 124M", "A100"])
         written += ["## Gates", "", *gates(totals_, steps, every, min(1, theirs / LLMC_A100)), "",
                     "## The method on what was published", "", *checks(theirs),
                     "What overlaps badly, waits for latency or runs at lower clocks is not in the count: the steps above are "
                     "to be read as the least that these kernels take.", "",
-                    "## Left apart", "", *left_apart(plans, steps), *attention_by_length(trainer, folder, sass, usage),
+                    "## Left apart", "", *left_apart(plans, steps), *hopper_kernels(trainer, plans, folder, from_sass),
+                    *attention_by_length(trainer, folder, from_sass),
                     "## Operations", "", "In brackets: what bounds it, and the share of its roofline.", ""]
         for setup in SETUPS:
             written += step_tables(setup, {gpu: steps[setup.title, gpu] for gpu in GPUS})

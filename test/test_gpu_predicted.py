@@ -54,7 +54,7 @@ def test_an_operation_takes_its_longest_bound():
     kernels = {name: gpu_predicted.Kernel(instructions=1000, tensor_flops=0, distinct_sectors=200, global_bytes=3200, launches=1)}
     cost = {"flops": 0, "bytes": 3.2e9, "calls": 4}
     def bounds_with(little):
-        unit = gpu_predicted.unit_of("gelu_forward", small, kernels, {name: {"little": little}})
+        unit = gpu_predicted.unit_of("gelu_forward", small, kernels, {name: {"little": little, "sass": 1}})
         return gpu_predicted.operation_seconds(gpu, cost, unit)
 
     bounds, launches = bounds_with(2)
@@ -75,3 +75,43 @@ def test_products_come_in_whole_waves():
 def test_a_line_through_counts():
     of = gpu_predicted.fitted({n: 3 + 7 / n for n in gpu_predicted.COUNTED})
     assert of(4096) == pytest.approx(3 + 7 / 4096) and of(10**9) == pytest.approx(3)
+
+
+PTX = """
+.visible .entry _Z4loopv(
+	.param .u64 a
+)
+{
+	mov.u32 	%r1, 0;
+$L__BB0_1:
+	// begin inline asm
+	{
+ mma.sync.aligned %r2;
+}
+	// end inline asm
+$L__BB0_2:
+	add.s32 	%r1, %r1, 1;
+	@%p1 bra 	$L__BB0_2;
+	add.s32 	%r1, %r1, 2;
+	@!%p2 bra 	$L__BB0_1;
+	bra.uni 	$L__BB0_3;
+$L__BB0_3:
+	ret;
+}
+.visible .entry _Z8straightv()
+{
+	ret;
+}
+"""
+
+
+def test_loops_of_ptx():
+    assert gpu_predicted.ptx_loops(PTX) == {"_Z4loopv": [2, 5], "_Z8straightv": []}
+
+
+def test_instructions_of_a_long_loop_are_those_of_sass():
+    """Of one that ptxas may unroll those of PTX."""
+    long = [(16 * i, "FADD R1, R1, R2") for i in range(150)] + [(2400, "BRA 0x0")]
+    assert gpu_predicted.sass_a_ptx(long, [300]) == pytest.approx(151 / 300)
+    assert gpu_predicted.sass_a_ptx(long, [30]) == gpu_predicted.sass_a_ptx(long, [300, 200]) == 1
+    assert gpu_predicted.sass_a_ptx(long[-20:], [300]) == gpu_predicted.sass_a_ptx(long, []) == 1

@@ -2636,6 +2636,7 @@ void Trainer::load_gguf() {
         quantized_->find(*in_.gguf, [&](const LoanOnDisk& b) { disk->add(b); });
     else
         quantized_->load(*in_.gguf);
+    in_.gguf->file().drop_pages();  // it stays open
 }
 
 // A soft prompt begins as the token embeddings of its text, or of tokens drawn at random (Lester et al.,

@@ -22,7 +22,8 @@ from test_bad_input import refused
 from test_families import DATA, VOCAB, linked, prepare
 from test_gguf import MODELS as GGUF_MODELS, write_gguf
 from test_train import sampled
-from trainer_runs import Train, make, random_tokens, running, saved_bytes, small_disk, wait_for_line, write_shard
+from trainer_runs import (Train, cached_bytes, drop_from_cache, make, random_tokens, running, saved_bytes, small_disk, wait_for_line,
+                          write_shard)
 
 FAMILIES = ("gpt2", "llama", "qwen3", "bloom")
 DISK = ("--weights", "disk")
@@ -131,6 +132,8 @@ LORA = (*DATA, "--train", "lora", "--lora-rank", 2)
 
 def test_two_blocks_are_in_memory_and_no_page_of_the_files(train, wide, tmp_path):
     work = linked(tmp_path, wide)
+    files = list((work / "model").glob("*.safetensors"))
+    drop_from_cache(*files)
     memory, disk = plan(train, work), plan(train, work, *DISK)
     block = (4 + 3 * 3) * 512 * 512 * 2
     rooms = [b for b in disk["buffers"] if b["name"] == "lent_block"]
@@ -141,6 +144,39 @@ def test_two_blocks_are_in_memory_and_no_page_of_the_files(train, wide, tmp_path
     taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
     assert taken <= planned
     assert re.search(r"waited +[\d.]+%", said)
+    assert sum(file.stat().st_size for file in files) > matrices and cached_bytes(*files) == 0
+
+
+@pytest.mark.parametrize("where", [(), DISK, ("--state", "disk")], ids=str)
+def test_what_is_loaded_and_saved_leaves_the_page_cache(train, wide4, tmp_path, where):
+    """While the run goes on, of files of 27 MB and more."""
+    work = linked(tmp_path, wide4)
+    model = list((work / "model").glob("*.safetensors"))
+    options = (*DATA, "--warmup", 30, "--steps", 10**6, "--out", "out", "--sample-tokens", 0, "--print-every", 1, *where)
+    drop_from_cache(*model)
+    with running(train, *options, cwd=work, text=True) as process:
+        wait_for_line(process, r"^step +1/")
+        assert cached_bytes(*model) <= 1 << 20
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    saved = list((work / "out" / "latest").resolve().glob("*.safetensors"))
+    assert sum(file.stat().st_size for file in saved) > 150 << 20 and cached_bytes(*saved) == 0
+    with running(train, "--resume", "out", cwd=work, text=True) as process:
+        wait_for_line(process, r"^step +\d+/")
+        assert cached_bytes(*saved) <= 1 << 20
+
+
+def test_a_gguf_that_is_loaded_leaves_the_page_cache(train, tmp_path):
+    config = transformers.LlamaConfig(vocab_size=VOCAB, hidden_size=512, intermediate_size=1536, num_hidden_layers=4,
+                                      num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=64)
+    write_gguf(tmp_path / "model.gguf", transformers.AutoModelForCausalLM.from_config(config), "llama")
+    write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
+    drop_from_cache(tmp_path / "model.gguf")
+    assert (tmp_path / "model.gguf").stat().st_size > 20 << 20
+    with running(train, "--model", "model.gguf", "--train", "lora", *DATA[2:], "--steps", 10**6, "--sample-tokens", 0, "--print-every", 1,
+                 cwd=tmp_path, text=True) as process:
+        wait_for_line(process, r"^step +1/")
+        assert cached_bytes(tmp_path / "model.gguf") == 0
 
 
 @pytest.mark.parametrize("recompute, order", [("none", ()), ("block", ()), ("block:6,none:6", ()), ("block", ("--by-block",)),

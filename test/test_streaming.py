@@ -435,6 +435,19 @@ def test_two_blocks_and_a_ring_are_in_memory(train, wide, tmp_path):
     assert taken <= planned and re.search(r"waited +[\d.]+%", said)
 
 
+@pytest.mark.parametrize("where", [ELSEWHERE[2], (*GRADIENTS, "--park", "all"), ("--state", "disk", "--adam-m", "8bit", "--park", 2)], ids=str)
+def test_the_files_of_a_run_are_those_of_its_plan(train, wide4, tmp_path, where):
+    """To the byte, from outside; and the run says so."""
+    work = linked(tmp_path, wide4)
+    planned = full_plan(train, work, *where)["elsewhere"]
+    planned = planned["working_file"] + planned["parked"]
+    with running(train, *DATA, "--steps", 10**6, "--sample-tokens", 0, *where, cwd=work, text=True) as process:
+        said = wait_for_line(process, "^taken in files")
+        files = [file for file in pathlib.Path(f"/proc/{process.pid}/fd").iterdir() if "/train-" in os.readlink(file)]
+        assert sum(file.stat().st_size for file in files) == planned > 0
+    assert said == f"taken in files: {planned / 2**20:.1f} MiB; planned: {planned / 2**20:.1f} MiB\n"
+
+
 def full_plan(train, work, *options):
     return json.loads(train(*DATA, "--steps", 1, *options, "--plan", "--json", cwd=work).stdout)
 

@@ -582,6 +582,12 @@ void Trainer::run() {
     interrupted ? stop() : finish();
 }
 
+// What was taken beside the device, where anything was.
+void print_beside(const char* what, size_t taken, size_t planned) {
+    if (taken + planned > 0)
+        printf("%s: %.1f MiB; planned: %.1f MiB\n", what, mebibytes(taken), mebibytes(planned));
+}
+
 void Trainer::train() {
     const int settled = StepGraphs::kReplays && replays() ? 2 : 1;  // steps until graphs are recorded
     for (step_ = first_step_; step_ < o_.steps && !interrupted; step_++, evaluated_ = false) {
@@ -594,6 +600,8 @@ void Trainer::train() {
             printf("taken from the device: %.1f MiB; planned: %.1f MiB\n",
                    (static_cast<double>(device_bytes_in_use()) - static_cast<double>(used_before_)) / 1048576,
                    mebibytes(report_.total() - report_.context));
+            print_beside("pinned in host memory", pinned_bytes_allocated, report_.all_pinned());
+            print_beside("taken in files", working_file_bytes, report_.in_files());
         }
     }
 }
@@ -2473,6 +2481,8 @@ const MemoryReport& Trainer::rehearse(bool placed) {
         make_report<floatX>(o_, plans_, in_.tokenizer ? in_.tokenizer->held_bytes() : 0, choices_, rates_);
     places_.add_to(report_);
     if (embeddings_) embeddings_->add_to(report_);
+    report_.staged = metrics_.pinned_bytes();
+    if (feeders) report_.staged += feeders->size() * feeders->front().pinned_bytes();
     if (quantized_) add_stored<floatX>(report_, *quantized_, plans_, o_.grad_accum, rates_);
     report_.parameters = whole_.count();
     report_.trained = adapter_ ? adapter_->layout.count() : report_.parameters;
@@ -2580,8 +2590,12 @@ void Trainer::take_memory() {
         copy_to_device(positions_memory_.data(), positions.data(), bytes, stream_);
     }
     gpt_.bind(reinterpret_cast<float*>(positions_memory_.data()));
-    if (device_bytes_allocated != report_.allocated())
-        bug("%zu bytes were allocated where %zu were planned", device_bytes_allocated, report_.allocated());
+    const auto compare = [](const char* what, size_t taken, size_t planned) {
+        if (taken != planned) bug("%zu bytes of %s were taken where %zu were planned", taken, what, planned);
+    };
+    compare("the device", device_bytes_allocated, report_.allocated());
+    compare("pinned host memory", pinned_bytes_allocated, report_.all_pinned());
+    compare("files", working_file_bytes, report_.in_files());
     forbid_device_allocation();
 }
 
@@ -2636,6 +2650,7 @@ void Trainer::load_gguf() {
         quantized_->find(*in_.gguf, [&](const LoanOnDisk& b) { disk->add(b); });
     else
         quantized_->load(*in_.gguf);
+    in_.gguf->file().drop_pages();  // it stays open
 }
 
 // A soft prompt begins as the token embeddings of its text, or of tokens drawn at random (Lester et al.,

@@ -30,6 +30,7 @@ inline bool device_allocation_forbidden = false;
 inline void forbid_device_allocation(bool forbidden = true) { device_allocation_forbidden = forbidden; }
 
 inline size_t device_bytes_allocated = 0;  // by this process, now
+inline size_t pinned_bytes_allocated = 0;  // the same of the host's memory, pinned beside a GPU
 
 // Takes `bytes` of device memory, zeroed. Fails with the device's free memory when there is not enough.
 inline void* device_allocate(size_t bytes, const char* what) {
@@ -191,12 +192,22 @@ class DeviceBuffer {
     size_t bytes_ = 0;
 };
 
-// Host memory that a GPU copies from and to while the host goes on; on a CPU ordinary memory.
+// Host memory that a GPU copies from and to while the host goes on; on a CPU ordinary memory. Fails where the
+// driver pins no more.
 class PinnedBuffer {
   public:
     explicit PinnedBuffer(size_t bytes) : bytes_(bytes) {
 #if defined(SIMT_GPU)
-        CUDA_CHECK(cudaMallocHost(&data_, bytes ? bytes : 1));
+        if (device_allocation_forbidden)
+            bug("%zu bytes are pinned after the start of the run, where all are to be", bytes);
+        const cudaError_t status = cudaMallocHost(&data_, bytes ? bytes : 1);
+        if (status == cudaErrorMemoryAllocation)
+            fail(
+                "%.1f MiB of host memory cannot be pinned beside %.1f that are: have less wait there, or "
+                "raise what limits it (the host's free memory, ulimit -l)",
+                bytes / 1048576.0, pinned_bytes_allocated / 1048576.0);
+        CUDA_CHECK(status);
+        pinned_bytes_allocated += bytes;
 #else
         data_ = ::operator new(bytes);
 #endif
@@ -206,6 +217,7 @@ class PinnedBuffer {
 #if defined(SIMT_GPU)
         cudaDeviceSynchronize();  // after an error copies may be under way
         cudaFreeHost(data_);
+        pinned_bytes_allocated -= bytes_;
 #else
         ::operator delete(data_);
 #endif

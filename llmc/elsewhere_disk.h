@@ -24,7 +24,10 @@ class DiskElsewhere : public Elsewhere {
         if (const int error = posix_fallocate(file_.fd(), 0, static_cast<off_t>(whole_sectors(bytes))); error)
             fail("%s: %.0f MiB cannot be had in %s (TMPDIR names another folder): %s", option,
                  static_cast<double>(bytes) / 1048576, folder.c_str(), std::strerror(error));
+        taken_ = stamp_of(file_.fd(), folder).bytes;
+        working_file_bytes += taken_;
     }
+    ~DiskElsewhere() override { working_file_bytes -= taken_; }
 
     void read(uint64_t at, size_t bytes, void* host) const override {
         char* to = static_cast<char*>(host);
@@ -121,6 +124,7 @@ class DiskElsewhere : public Elsewhere {
     const std::string folder_;
     const char* const option_;
     OpenFile file_;
+    uint64_t taken_ = 0;  // bytes
     mutable std::unique_ptr<char, Free> bounce_;
     DiskQueue queue_;  // the last: it ends before the file does
 };

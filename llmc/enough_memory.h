@@ -54,11 +54,11 @@ inline std::string describe_shortage(const MemoryReport& r, const FreeMemory& fr
 inline void require_memory(const MemoryReport& r, const FreeMemory& free, bool trains) {
     if (!kHostIsDevice) {
         const FreeMemory host = host_memory_free();
-        if (r.pinned > host.bytes)
+        if (r.all_pinned() > host.bytes)
             fail(
                 "the plan pins %.1f MiB of host memory and %.1f are free (%s); smaller: --batch or "
                 "--seq-len, or more that stays on the device or goes to a disk",
-                mebibytes(r.pinned), mebibytes(host.bytes), host.limit.c_str());
+                mebibytes(r.all_pinned()), mebibytes(host.bytes), host.limit.c_str());
     }
     if (still_to_take(r) <= free.bytes) return;
     const size_t budget = with_reserve(free, r.context).bytes;

@@ -72,6 +72,8 @@ class Feeder {
     // The numbers of one batch, and the device memory of all copies.
     int64_t count() const { return 3 * rows_ + starts_ + (packed_ ? 3 * rows_ + seq_len_ + 2 : 0); }
     size_t bytes() const { return kCopies * copy_bytes(); }
+    // And the pinned host memory.
+    size_t pinned_bytes() const { return kHostIsDevice ? 0 : copy_bytes(); }
 
     void allocate() {
         current_ = DeviceBuffer(copy_bytes(), "the batch");

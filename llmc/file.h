@@ -109,16 +109,29 @@ inline FileStamp stamp_of(int fd, const std::string& path) {
             int64_t{info.st_mtim.tv_sec} * 1'000'000'000 + info.st_mtim.tv_nsec};
 }
 
+// Whether the page cache keeps what is read of a file. What is large and read once would take memory there
+// that no plan has.
+enum class Pages { Kept, Dropped };
+
+// So much of a file that is read or written in order is in the page cache before it is dropped. A multiple of
+// any page.
+constexpr size_t kPagesWindow = 8 << 20;
+
 // A file that is read piece by piece, so that no more of it takes memory than what was asked for. Fails when
 // it is missing or unreadable, and for what else has a name: folders, FIFOs, and devices, which may not end.
 class FileReader {
   public:
-    explicit FileReader(const std::string& path)
-        : path_(path), file_(path, O_RDONLY | O_NONBLOCK) {  // the second: not to wait for a FIFO's writer
+    explicit FileReader(const std::string& path, Pages pages = Pages::Kept)
+        : path_(path),
+          file_(path, O_RDONLY | O_NONBLOCK),  // the second: not to wait for a FIFO's writer
+          pages_(pages) {
         const struct stat info = status_of(file_.fd(), path_);
         if (S_ISDIR(info.st_mode)) fail("%s: is a directory where a file is needed", path.c_str());
         if (!S_ISREG(info.st_mode)) fail("%s: is not a regular file", path.c_str());
         size_ = static_cast<size_t>(info.st_size);
+    }
+    ~FileReader() {
+        if (has_dropped_) drop_pages();  // what is left of other windows
     }
 
     const std::string& path() const { return path_; }
@@ -129,6 +142,24 @@ class FileReader {
 
     // Copies the bytes from `first` on. Fails when they cannot be read or the file has become shorter.
     void read(uint64_t first, size_t bytes, void* out) const {
+        if (pages_ == Pages::Kept) return read_kept(first, bytes, out);
+        char* to = static_cast<char*>(out);
+        for (const uint64_t end = first + bytes; first < end;) {
+            const size_t count = std::min<uint64_t>(end - first, kPagesWindow - first % kPagesWindow);
+            read_kept(first, count, to);
+            first += count, to += count;
+            if (first % kPagesWindow > 0) continue;
+            posix_fadvise(file_.fd(), static_cast<off_t>(first - kPagesWindow), kPagesWindow,
+                          POSIX_FADV_DONTNEED);
+            has_dropped_ = true;
+        }
+    }
+
+    // Gives back what the page cache holds of it.
+    void drop_pages() const { posix_fadvise(file_.fd(), 0, 0, POSIX_FADV_DONTNEED); }
+
+  private:
+    void read_kept(uint64_t first, size_t bytes, void* out) const {
         const ssize_t got = read_at(file_.fd(), first, bytes, out);
         if (got < 0) fail("%s: cannot read: %s", path_.c_str(), std::strerror(errno));
         if (static_cast<size_t>(got) < bytes)
@@ -136,13 +167,11 @@ class FileReader {
                  path_.c_str(), static_cast<unsigned long long>(first) + static_cast<size_t>(got), size_);
     }
 
-    // Gives back what the page cache holds of it.
-    void drop_pages() const { posix_fadvise(file_.fd(), 0, 0, POSIX_FADV_DONTNEED); }
-
-  private:
     std::string path_;
     OpenFile file_;
+    const Pages pages_;
     size_t size_ = 0;
+    mutable bool has_dropped_ = false;
 };
 
 // Whether something has that name.
@@ -201,7 +230,8 @@ inline nlohmann::json parse_json(std::string_view text, const std::string& file)
 inline nlohmann::json read_json(const std::string& path) { return parse_json(read_text(path), path); }
 
 // Writes a new file, or over an old one, through a buffer. Every error of the system, a full disk first among
-// them, fails naming the file. Without finish() the file is incomplete.
+// them, fails naming the file. Without finish() the file is incomplete. The page cache keeps none of it, and
+// has at most two windows of it meanwhile: one that is written to, and one that goes to the disk.
 class FileWriter {
   public:
     explicit FileWriter(const std::string& path) : path_(path), file_(path, O_WRONLY | O_CREAT | O_TRUNC) {
@@ -222,6 +252,7 @@ class FileWriter {
     void finish() {
         flush();
         if (fsync(file_.fd()) != 0) fail_to("sync");
+        posix_fadvise(file_.fd(), 0, 0, POSIX_FADV_DONTNEED);
         if (!file_.close_now()) fail_to("close");
     }
 
@@ -234,7 +265,25 @@ class FileWriter {
     }
 
     void write_through(const char* data, size_t bytes) {
-        if (!write_all(file_.fd(), data, bytes)) fail_to("write");
+        while (bytes > 0) {
+            const size_t count = std::min<uint64_t>(bytes, kPagesWindow - written_ % kPagesWindow);
+            if (!write_all(file_.fd(), data, count)) fail_to("write");
+            data += count, bytes -= count, written_ += count;
+            if (written_ % kPagesWindow == 0) pass_window();
+        }
+    }
+    // Has the window that is full go to the disk, and that before it be there.
+    void pass_window() {
+        sync_window(written_ - kPagesWindow, SYNC_FILE_RANGE_WRITE);
+        if (written_ == kPagesWindow) return;
+        const uint64_t before = written_ - 2 * kPagesWindow;
+        sync_window(before, SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
+        posix_fadvise(file_.fd(), static_cast<off_t>(before), kPagesWindow, POSIX_FADV_DONTNEED);
+    }
+    // A failed write is said here once, and then no more by fsync. Where there is no such call, fsync does.
+    void sync_window(uint64_t at, unsigned how) {
+        if (sync_file_range(file_.fd(), static_cast<off_t>(at), kPagesWindow, how) == 0) return;
+        if (errno != ENOSYS && errno != EINVAL && errno != ESPIPE) fail_to("write");
     }
 
     [[noreturn]] void fail_to(const char* action) const {
@@ -243,6 +292,7 @@ class FileWriter {
 
     std::string path_;
     OpenFile file_;
+    uint64_t written_ = 0;  // without what is buffered
     std::vector<char> buffer_;
 };
 

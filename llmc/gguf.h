@@ -86,7 +86,7 @@ class GgufFile {
   public:
     // Fails in one line that names the file, and the key or tensor, when anything in it is not as the format
     // wants it, or a tensor's type is not supported.
-    explicit GgufFile(const std::string& path) : file_(path) {
+    explicit GgufFile(const std::string& path) : file_(path, Pages::Dropped) {
         const auto [tensors, keys] = read_start();
         for (uint64_t i = 0; i < keys; i++) read_key();
         for (uint64_t i = 0; i < tensors; i++) read_tensor();
@@ -97,6 +97,8 @@ class GgufFile {
     GgufFile& operator=(const GgufFile&) = delete;
 
     const std::string& path() const { return file_.path(); }
+    // Gives back what the page cache holds of it.
+    void drop_pages() const { file_.drop_pages(); }
     // An object: numbers, strings, and lists of them, by key. A 32-bit float is the number that its shortest
     // decimal spelling names.
     const nlohmann::json& metadata() const { return metadata_; }

@@ -55,13 +55,15 @@ class Metrics {
     Tensor<float>& sums() { return sums_; }    // (sums, 1)
     int64_t count() const { return 1 + norms_.rows() + sums_.rows(); }
     size_t bytes() const { return static_cast<size_t>(count()) * sizeof(float); }
+    // The pinned host memory that what a step left is read to.
+    size_t pinned_bytes() const { return kHostIsDevice ? 0 : std::size(copies_) * copy_bytes(); }
     void allocate() {
         memory_ = DeviceBuffer(bytes(), "the metrics");
         float* at = reinterpret_cast<float*>(memory_.data());
         loss_ = Tensor<float>(at, {1});
         norms_ = Tensor<float>(at + 1, norms_.shape());
         sums_ = Tensor<float>(at + 1 + norms_.rows(), sums_.shape());
-        for (auto& copy : copies_) copy.emplace(sizeof(float) * static_cast<size_t>(1 + norms_.rows()));
+        for (auto& copy : copies_) copy.emplace(copy_bytes());
     }
 
     // From here on steps are printed and logged.
@@ -94,6 +96,7 @@ class Metrics {
     }
 
   private:
+    size_t copy_bytes() const { return sizeof(float) * static_cast<size_t>(1 + norms_.rows()); }
     static constexpr size_t kStepsAhead = StepGraphs::kReplays ? 1 : 0;
 
     // Looks at what the steps have left, but for the latest `ahead` of them. Fails where it is not finite. A

@@ -39,7 +39,7 @@ struct Place {
         return kHostIsDevice ? 0 : StagedElsewhere::pinned_bytes(room_bytes, rooms);
     }
     // Of that, in a file of the run's own.
-    size_t in_file() const { return home == Home::Disk ? bytes : 0; }
+    size_t in_file() const { return home == Home::Disk ? whole_sectors(bytes) : 0; }
 
     // Takes the memory, zeroed; null where there is none. Fails where it cannot be had.
     std::unique_ptr<Elsewhere> make() const {

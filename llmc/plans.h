@@ -120,7 +120,7 @@ MemoryReport make_report(const Options& o, const Plans& plans, size_t tokenizer_
     r.head_rows = o.head_rows;
     r.mlp_rows = o.mlp_rows;
     r.attention_rows = o.attention_rows;
-    r.tokenizer = kHostIsDevice ? tokenizer_bytes : 0;
+    (kHostIsDevice ? r.tokenizer : r.unpinned) = tokenizer_bytes;
     r.context = context_bytes();
     r.process = process_bytes() + r.tokenizer + r.context;
     r.train = &plans.train;

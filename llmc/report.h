@@ -68,7 +68,9 @@ struct MemoryReport {
     size_t process = 0;
     size_t tokenizer = 0;         // of that, where it is known
     size_t context = 0;           // of that, a GPU's
-    size_t pinned = 0;            // host memory beside a GPU: of what lives there or passes through it
+    size_t pinned = 0;            // host memory beside a GPU: of what lives there or passes through it,
+    size_t staged = 0;            // of batches and metrics on their way, pinned too,
+    size_t unpinned = 0;          // and not pinned: of a tokenizer; what else a process takes is not known
     size_t on_disk = 0;           // matrices that are read from their files when they are used
     size_t parked = 0;            // inputs of blocks, and keys, in a file; beside a GPU they are pinned
     size_t working = 0;           // what is trained in a file
@@ -114,7 +116,9 @@ struct MemoryReport {
         return bytes;
     }
     size_t total() const { return allocated() + process; }
-    BesideDevice beside() const { return {pinned, parked + working}; }
+    size_t all_pinned() const { return pinned + staged; }
+    size_t in_files() const { return parked + working; }
+    BesideDevice beside() const { return {all_pinned(), in_files()}; }
     double tokens() const { return static_cast<double>(batch) * seq_len * grad_accum; }  // of a step
 };
 
@@ -172,6 +176,7 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     totals["total"] = r.total();
     j["elsewhere"] = {
         {"pinned_host", r.pinned}, {"on_disk", r.on_disk}, {"parked", r.parked}, {"working_file", r.working}};
+    j["host"] = {{"pinned", r.all_pinned()}, {"unpinned", r.unpinned}};
     if (r.narrower > 0) j["stored"] = {{"saved_bytes", r.narrower}, {"widening_seconds", r.widening_seconds}};
     j["activations_lower_bound"] = r.train->lower_bound;
     j["peak_at"] = r.train->peak_at;
@@ -277,7 +282,8 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
     line(r.total(), free.known() ? format("in all; %.0f are free", mebibytes(free.bytes)) : "in all");
     line(r.narrower, format("less than matrices in %s would take; widening them takes %.3g s of a step",
                             r.precision.c_str(), r.widening_seconds));
-    line(r.pinned, "pinned host memory beside that");
+    line(r.all_pinned(), "pinned host memory beside that");
+    line(r.unpinned, "host memory that is not pinned beside that, the tokenizer's");
     line(r.on_disk, "of matrices beside that, read from the disk when they are used");
     line(r.parked, "of inputs of blocks, or of keys and values, beside that, in a file");
     line(r.working, "of what is trained beside that, in a file of the run's own");

@@ -381,8 +381,10 @@ inline void RunInputs::check_homes() const {
     if (trains_model) return check_home("--weights", o_.weights);
     check_frozen_home("--weights", o_.weights);
     if (o_.weights == "disk" && !o_.store.empty())
-        fail("--weights disk: --store %s is of matrices in memory; those of files are lent as they are",
-             o_.store[0].c_str());
+        fail(
+            "--weights disk: --store %s is of matrices in memory; those of files are lent as they are: "
+            "--base nf4 --save-base DIR writes files that have them in NF4",
+            o_.store[0].c_str());
     if (o_.weights == "disk" && !o_.base.empty() && !o_.plan)
         fail(
             "--weights disk: --base %s would be quantized anew each time; save it once with --save-base DIR, "

@@ -75,7 +75,8 @@ class SafetensorsFile {
   public:
     // Fails in one line that names the file, and the tensor, when anything in it is not as the format wants
     // it.
-    explicit SafetensorsFile(const std::string& path) : file_(std::make_unique<FileReader>(path)) {
+    explicit SafetensorsFile(const std::string& path)
+        : file_(std::make_unique<FileReader>(path, Pages::Dropped)) {
         const nlohmann::json header = read_header();
         for (const auto& [name, value] : header.items()) {
             if (name == "__metadata__")

@@ -27,6 +27,9 @@ inline int make_nameless_file(const std::string& folder, int flags) {
     return fd;
 }
 
+// The bytes of such files that this process works in as in memory, now.
+inline uint64_t working_file_bytes = 0;
+
 class TemporaryFile {
   public:
     // `holds` says in messages what it keeps.

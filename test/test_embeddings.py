@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 
 import peft
 import pytest
@@ -16,7 +17,7 @@ from test_families import DATA, linked, prepare
 from test_gguf import MODELS as GGUF_MODELS, write_gguf
 from test_streaming import HALVES
 from test_train import sampled
-from trainer_runs import make, random_tokens, read_log, saved_bytes, write_shard
+from trainer_runs import make, random_tokens, read_log, running, saved_bytes, wait_for_line, write_shard
 
 VOCAB = 9001  # three slices of the head, the last a part
 SLICE = 4096
@@ -193,6 +194,32 @@ def test_memory_moves_them_where_that_is_needed(train, wide, tmp_path):
     assert saved["--embeddings"] == ["disk"]
     refused_here = train(*LORA, "--steps", 1, "--embeddings", "device", "--memory", budget, "--plan", cwd=work, code=2)
     assert b"--embeddings" not in refused_here.stderr.split(b"(")[1].split(b")")[0]
+
+
+@pytest.mark.parametrize("change", ["written to", "cut", "removed"])
+def test_a_file_that_changes_while_it_is_read(train, wide, tmp_path, change):
+    """One line stops the run; one that has no name any more is still there to read."""
+    shutil.copytree(wide, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "model" / "model.safetensors"
+    with running(train, *LORA, "--steps", 10**6, *ELSEWHERE, "--sample-tokens", 0, "--print-every", 1, cwd=tmp_path, text=True,
+                 stderr=-1) as process:
+        wait_for_line(process, r"^step +2/")
+        if change == "written to":
+            with open(file, "r+b") as f:
+                f.seek(-1, 2)
+                f.write(b"\0")
+        elif change == "cut":
+            os.truncate(file, file.stat().st_size // 2)
+        else:
+            file.unlink()
+            for _ in range(3):
+                wait_for_line(process, r"^step +\d+/")
+            process.send_signal(signal.SIGINT)
+        error = process.communicate(timeout=60)[1]
+    if change == "removed":
+        assert process.returncode == 130
+    else:
+        assert process.returncode == 2 and f"{file.name}: was changed since it was opened" in error and error.count("\n") <= 2, error
 
 
 @pytest.mark.parametrize("options, named", [

@@ -248,6 +248,42 @@ def test_what_lives_elsewhere_comes_in_time(tmp_path):
         assert logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, *more)[:2] == first, name
 
 
+def test_what_is_stored_in_fewer_bits_waits_in_host_memory(tmp_path):
+    """Blocks as --store keeps them, whole and in halves, are those on the device."""
+    make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16", "--heads", 4,
+         "--kv-heads", 2, "--channels", 64, "--mlp-width", 128)
+    write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
+    options = ("--steps", REPLAYED, "--train", "lora", "--lora-rank", 3, "--eval-batches", 1)
+    plain = logged(played("bf16"), tmp_path / "plain", tmp_path, *options)[:2]
+    stored = (*options, "--store", "mlp=nf4,attention=8bit")
+    first = logged(played("bf16"), tmp_path / "device", tmp_path, *stored)[:2]
+    assert losses(first[0])[0] != losses(plain[0])[0]
+    for order, more in (("late", ()), ("early", ("--recompute", "block")), ("random", ("--lend", "half"))):
+        host = logged(played("bf16", GPU_ORDER=order), tmp_path / order, tmp_path, *stored, "--weights", "host", *more)[:2]
+        assert host == first, order
+
+
+@pytest.mark.parametrize("where", [
+    ("--train", "lora", "--weights", "host", "--embeddings", "host", "--park", "all"),
+    ("--train", "lora", "--weights", "disk", "--embeddings", "disk"),
+    ("--weights", "host", "--gradients", "host", "--state", "host", "--updates", "host"),
+    ("--weights", "disk", "--gradients", "disk", "--state", "disk", "--grad-accum", 2), ()], ids=str)
+def test_what_is_pinned_is_what_is_planned(tmp_path, where):
+    """To the byte, as the GPU counts it: where that much may be pinned the run says so, and with a byte less it ends in a line."""
+    make(tmp_path / "model", "--family", "llama", "--layers", 3, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16", *MODELS["llama"])
+    write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
+    options = (*DATA, "--steps", 2, *where)
+    planned = played("bf16").plan(*(tmp_path / part if part in ("model", "data.bin") else part for part in options))
+    pinned, in_files = planned["host"]["pinned"], planned["elsewhere"]["working_file"] + planned["elsewhere"]["parked"]
+    assert pinned > planned["elsewhere"]["pinned_host"]  # batches, and what steps leave
+    said = played("bf16", GPU_PINNED=str(pinned))(*options, cwd=tmp_path).stdout.decode()
+    for what, size in (("pinned in host memory", pinned), ("taken in files", in_files)):
+        line = f"{what}: {size / 2**20:.1f} MiB; planned: {size / 2**20:.1f} MiB\n"
+        assert (line in said) == (size > 0), said
+    error = played("bf16", GPU_PINNED=str(pinned - 1))(*options, cwd=tmp_path, code=2).stderr.decode()
+    assert "of host memory cannot be pinned" in error and error.count("\n") == 1, error
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_embeddings_that_live_elsewhere_come_in_time(dtype, tmp_path):
     """The head's three slices, and the rows of a batch: in host memory, where the GPU reads the latter itself, or on the disk."""

@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include <sys/mman.h>
+
 #include <gtest/gtest.h>
 
 #include "llmc/file.h"
@@ -38,6 +40,56 @@ TEST(FileReader, ReadsAnyPart) {
     EXPECT_EQ(FileReader(folder.write("b", "")).size(), 0u);
     EXPECT_EQ(file.stamp(), FileReader(folder / "a").stamp());
     EXPECT_NE(file.stamp(), FileReader(folder / "b").stamp());
+}
+
+// Bytes of a file that the page cache holds.
+size_t cached_bytes(const std::string& path) {
+    const OpenFile file(path, O_RDONLY);
+    const size_t bytes = stamp_of(file.fd(), path).bytes, page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    void* const at = mmap(nullptr, bytes, PROT_READ, MAP_SHARED, file.fd(), 0);
+    std::vector<unsigned char> there((bytes + page - 1) / page);
+    EXPECT_EQ(mincore(at, bytes, there.data()), 0);
+    munmap(at, bytes);
+    size_t pages = 0;
+    for (const unsigned char p : there) pages += p & 1;
+    return pages * page;
+}
+bool keeps_pages(const std::string& path) {
+    const OpenFile file(path, O_RDWR);
+    fsync(file.fd());
+    posix_fadvise(file.fd(), 0, 0, POSIX_FADV_DONTNEED);
+    return cached_bytes(path) > 0;
+}
+
+// Pieces in order and not, as a model's tensors are read.
+TEST(FileReader, LeavesNoPagesOfWhatIsReadOnce) {
+    const TempFolder folder;
+    std::string text(9 * kPagesWindow + 12345, '\0');
+    for (size_t i = 0; i < text.size(); i += 97) text[i] = static_cast<char>(i / 97);
+    const std::string path = folder.write("large", text);
+    if (keeps_pages(path)) GTEST_SKIP() << "a file system that keeps pages";
+    {
+        const FileReader kept(path);
+        std::string got(2 * kPagesWindow, ' ');
+        kept.read(kPagesWindow, got.size(), got.data());
+    }
+    EXPECT_GE(cached_bytes(path), 2 * kPagesWindow);
+    ASSERT_FALSE(keeps_pages(path));
+    {
+        const FileReader once(path, Pages::Dropped);
+        const auto read = [&](size_t first, size_t end, size_t piece) {
+            for (std::string got; first < end; first += got.size()) {
+                got.assign(std::min(piece, end - first), ' ');
+                once.read(first, got.size(), got.data());
+                ASSERT_EQ(text.compare(first, got.size(), got), 0) << first;
+                ASSERT_LE(cached_bytes(path), 4 * kPagesWindow);  // with what is read ahead
+            }
+        };
+        const size_t middle = 5 * kPagesWindow + 4567;
+        read(middle, text.size(), 70001);
+        read(0, middle, text.size());
+    }
+    EXPECT_EQ(cached_bytes(path), 0u);
 }
 
 TEST(FileReader, NamesWhatItCannotOpen) {
@@ -94,6 +146,28 @@ TEST(FileWriter, WritesPiecesOfEverySize) {
     }
     writer.finish();
     EXPECT_EQ(read_text(folder / "out"), expected);
+}
+
+TEST(FileWriter, LeavesNoPages) {
+    const TempFolder folder;
+    const std::string path = folder / "out";
+    if (keeps_pages(folder.write("probe", std::string(1 << 20, 'x'))))
+        GTEST_SKIP() << "a file system that keeps pages";
+    std::string all;
+    FileWriter writer(path);
+    for (int i = 0; i < 100; i++) {
+        const std::string piece(static_cast<size_t>(7919 * i + (i == 70 ? 3 * kPagesWindow : 0)),
+                                static_cast<char>('a' + i % 26));
+        writer.write(piece);
+        all += piece;
+        if (all.size() > 2 << 20) {
+            ASSERT_LE(cached_bytes(path), 2 * kPagesWindow);
+        }
+    }
+    writer.finish();
+    EXPECT_GT(all.size(), 5 * kPagesWindow);
+    EXPECT_EQ(cached_bytes(path), 0u);
+    EXPECT_EQ(read_text(path), all);
 }
 
 TEST(FileWriter, NamesTheFileWhenTheDiskIsFull) {

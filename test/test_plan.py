@@ -36,9 +36,10 @@ def peak(buffers):
 def test_schema(train):
     plan = train.plan("--model", "d2", "--batch", 3, "--seq-len", 40, "--recompute", "norm")
     assert list(plan) == ["model", "parameters", "trained", "device", "precision", "batch", "seq_len", "grad_accum",
-                          "head_rows", "mlp_rows", "attention_rows", "recompute", "totals", "elsewhere", "activations_lower_bound", "peak_at",
-                          "estimated_seconds", "tokens_per_second", "rates", "phases", "operations", "buffers"]
-    assert list(plan["elsewhere"].values()) == [0, 0, 0, 0]
+                          "head_rows", "mlp_rows", "attention_rows", "recompute", "totals", "elsewhere", "host", "activations_lower_bound",
+                          "peak_at", "estimated_seconds", "tokens_per_second", "rates", "phases", "operations", "buffers"]
+    assert list(plan["elsewhere"].values()) == [0, 0, 0, 0] and list(plan["host"]) == ["pinned", "unpinned"]
+    assert (plan["host"]["pinned"] > 0) == (plan["device"] == "cuda") and plan["host"]["unpinned"] == 0
     assert (plan["model"], plan["batch"], plan["seq_len"], plan["recompute"]) == ("d2", 3, 40, "norm")
     assert plan["device"] in ("cpu", "cuda") and plan["precision"] in ("fp32", "bf16")
     assert list(plan["totals"]) == ["weights", "gradients", "optimizer_m", "optimizer_v", "master", "input",

@@ -118,7 +118,7 @@ BAD = [
     ({"--store": "mlp"}, "--store mlp"), ({"--store": "mlp=int3"}, "fp32, bf16, 8bit"), ({"--store": "=bf16"}, "--store =bf16"),
     ({"--store": "nothing=bf16"}, "--store nothing"), ({"--store": "all=nf4", "--base": "nf4"}, "give one"),
     ({"--store": "all=8bit"}, "60 columns"), ({"--store": "all=bf16", "--train": None}, "not trained"),
-    ({"--store": "all=bf16", "--weights": "disk"}, "lent as they are"), ({"--store": "all=bf16", "--save-base": "b"}, "--save-base"),
+    ({"--store": "all=bf16", "--weights": "disk"}, "--save-base DIR"), ({"--store": "all=bf16", "--save-base": "b"}, "--save-base"),
 ]
 
 

@@ -7,6 +7,7 @@ import json
 import os
 import pathlib
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,8 @@ from test_bad_input import refused
 from test_families import DATA, VOCAB, linked, prepare
 from test_gguf import MODELS as GGUF_MODELS, write_gguf
 from test_train import sampled
-from trainer_runs import Train, make, random_tokens, running, saved_bytes, small_disk, wait_for_line, write_shard
+from trainer_runs import (Train, cached_bytes, drop_from_cache, make, random_tokens, running, saved_bytes, small_disk, wait_for_line,
+                          write_shard)
 
 FAMILIES = ("gpt2", "llama", "qwen3", "bloom")
 DISK = ("--weights", "disk")
@@ -131,6 +133,8 @@ LORA = (*DATA, "--train", "lora", "--lora-rank", 2)
 
 def test_two_blocks_are_in_memory_and_no_page_of_the_files(train, wide, tmp_path):
     work = linked(tmp_path, wide)
+    files = list((work / "model").glob("*.safetensors"))
+    drop_from_cache(*files)
     memory, disk = plan(train, work), plan(train, work, *DISK)
     block = (4 + 3 * 3) * 512 * 512 * 2
     rooms = [b for b in disk["buffers"] if b["name"] == "lent_block"]
@@ -141,6 +145,39 @@ def test_two_blocks_are_in_memory_and_no_page_of_the_files(train, wide, tmp_path
     taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
     assert taken <= planned
     assert re.search(r"waited +[\d.]+%", said)
+    assert sum(file.stat().st_size for file in files) > matrices and cached_bytes(*files) == 0
+
+
+@pytest.mark.parametrize("where", [(), DISK, ("--state", "disk")], ids=str)
+def test_what_is_loaded_and_saved_leaves_the_page_cache(train, wide4, tmp_path, where):
+    """While the run goes on, of files of 27 MB and more."""
+    work = linked(tmp_path, wide4)
+    model = list((work / "model").glob("*.safetensors"))
+    options = (*DATA, "--warmup", 30, "--steps", 10**6, "--out", "out", "--sample-tokens", 0, "--print-every", 1, *where)
+    drop_from_cache(*model)
+    with running(train, *options, cwd=work, text=True) as process:
+        wait_for_line(process, r"^step +1/")
+        assert cached_bytes(*model) <= 1 << 20
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    saved = list((work / "out" / "latest").resolve().glob("*.safetensors"))
+    assert sum(file.stat().st_size for file in saved) > 150 << 20 and cached_bytes(*saved) == 0
+    with running(train, "--resume", "out", cwd=work, text=True) as process:
+        wait_for_line(process, r"^step +\d+/")
+        assert cached_bytes(*saved) <= 1 << 20
+
+
+def test_a_gguf_that_is_loaded_leaves_the_page_cache(train, tmp_path):
+    config = transformers.LlamaConfig(vocab_size=VOCAB, hidden_size=512, intermediate_size=1536, num_hidden_layers=4,
+                                      num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=64)
+    write_gguf(tmp_path / "model.gguf", transformers.AutoModelForCausalLM.from_config(config), "llama")
+    write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
+    drop_from_cache(tmp_path / "model.gguf")
+    assert (tmp_path / "model.gguf").stat().st_size > 20 << 20
+    with running(train, "--model", "model.gguf", "--train", "lora", *DATA[2:], "--steps", 10**6, "--sample-tokens", 0, "--print-every", 1,
+                 cwd=tmp_path, text=True) as process:
+        wait_for_line(process, r"^step +1/")
+        assert cached_bytes(tmp_path / "model.gguf") == 0
 
 
 @pytest.mark.parametrize("recompute, order", [("none", ()), ("block", ()), ("block:6,none:6", ()), ("block", ("--by-block",)),
@@ -164,7 +201,8 @@ def plan(train, work, *options):
     return json.loads(train(*LORA, "--steps", 1, *options, "--plan", "--json", cwd=work).stdout)
 
 
-def test_a_file_that_changes_stops_the_run(train, wide, tmp_path):
+@pytest.mark.parametrize("change", ["written to", "cut"])
+def test_a_file_that_changes_stops_the_run(train, wide, tmp_path, change):
     shutil.copytree(wide, tmp_path, dirs_exist_ok=True)
     with running(train, *LORA, "--steps", 10**6, *DISK, "--out", "out", "--print-every", 1, cwd=tmp_path, text=True,
                  stderr=-1) as process:
@@ -172,7 +210,7 @@ def test_a_file_that_changes_stops_the_run(train, wide, tmp_path):
         file = sorted((tmp_path / "model").glob("*.safetensors"))[0]
         with open(file, "r+b") as f:
             f.seek(-1, 2)
-            f.write(b"\0")
+            f.write(b"\0") if change == "written to" else f.truncate(file.stat().st_size // 2)
         rest = process.communicate(timeout=60)[1]
     assert process.returncode == 2 and "was changed since it was opened" in rest and rest.count("\n") <= 2, rest
 
@@ -197,13 +235,30 @@ def test_ctrl_c_saves(train, wide, tmp_path):
     train("--resume", "out", "--steps", len(read_steps(work)) + 1, cwd=work)
 
 
+@pytest.mark.parametrize("where", [("--state", "disk"), ("--state", "disk", *DISK, "--gradients", "disk", "--park", "all")], ids=str)
+def test_ctrl_c_saves_what_lives_on_the_disk(train, wide4, tmp_path, where):
+    """And the run goes on from there with the bits of one that was never stopped."""
+    work = linked(tmp_path, wide4)
+    options = (*DATA, "--schedule", "constant", "--sample-tokens", 0)
+    with running(train, *options, *where, "--steps", 10**6, "--out", "out", "--print-every", 1, cwd=work, text=True) as process:
+        wait_for_line(process, r"^step +2/")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+    done = len(read_steps(work))
+    train("--resume", "out", "--steps", done + 2, cwd=work)
+    train(*options, "--steps", done + 2, "--out", "whole", cwd=work)
+    assert done >= 2 and saved_bytes(work / "out") == saved_bytes(work / "whole")
+
+
 def read_steps(work):
     done = json.loads((work / "out" / "trainer_state.json").read_text())["step"]
     return range(done)
 
 
-def refuse_io_uring():
-    """Has the kernel answer this process's io_uring_setup with EPERM, as that of a container does."""
+def refuse_io_uring(error=errno.EPERM):
+    """Has the kernel answer this process's io_uring_setup with an error: EPERM, as that of a container does, or ENOMEM, as older
+    ones do where locked memory is limited."""
     class Filter(ctypes.Structure):
         _fields_ = [("code", ctypes.c_ushort), ("if_true", ctypes.c_ubyte), ("if_false", ctypes.c_ubyte), ("k", ctypes.c_uint)]
 
@@ -211,7 +266,7 @@ def refuse_io_uring():
         _fields_ = [("length", ctypes.c_ushort), ("filters", ctypes.POINTER(Filter))]
 
     load, jump_if_equal, answer = 0x20, 0x15, 0x06
-    filters = (Filter * 4)((load, 0, 0, 0), (jump_if_equal, 0, 1, 425), (answer, 0, 0, 0x50000 | errno.EPERM),
+    filters = (Filter * 4)((load, 0, 0, 0), (jump_if_equal, 0, 1, 425), (answer, 0, 0, 0x50000 | error),
                            (answer, 0, 0, 0x7fff0000))
     libc = ctypes.CDLL(None, use_errno=True)
     no_new_privileges, seccomp = 38, 22
@@ -219,22 +274,76 @@ def refuse_io_uring():
         raise OSError(ctypes.get_errno(), "prctl")
 
 
+def lock_no_memory():
+    """As ulimit -l 0 does where a user is not root, whose CAP_IPC_LOCK knows no limit."""
+    ipc_lock, drop_from_bounding_set = 14, 24
+    ctypes.CDLL(None).prctl(drop_from_bounding_set, ipc_lock, 0, 0, 0)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
+
+
 def test_without_io_uring_the_bits_are_the_same(train, wide, tmp_path):
-    """By threads, then: the kernel says at run time."""
+    """By threads, then: the kernel says at run time. A limit on locked memory is one on rings for some kernels."""
     work = linked(tmp_path, wide)
     options = (*LORA, "--steps", 3, *DISK, "--park", "all", "--state", "disk", "--sample-tokens", 0, "--print-every", 1)
     setting = pathlib.Path("/proc/sys/kernel/io_uring_disabled")
     allowed = setting.exists() and setting.read_text().strip() == "0"
     rings = []
-    for name, before in (("ring", None), ("threads", refuse_io_uring)):
+    for name, before in (("ring", None), ("threads", refuse_io_uring), ("memory", lambda: refuse_io_uring(errno.ENOMEM)),
+                         ("limit", lock_no_memory)):
         with running(train, *options, "--out", name, cwd=work, text=True, preexec_fn=before) as process:
             wait_for_line(process, r"^step +1/")
             files = pathlib.Path(f"/proc/{process.pid}/fd")
             rings.append(sum("[io_uring]" in os.readlink(file) for file in files.iterdir()))
+            limits = pathlib.Path(f"/proc/{process.pid}/limits").read_text()
+            assert (name == "limit") == bool(re.search(r"Max locked memory +0 +0", limits))
             process.communicate(timeout=60)
         assert process.returncode == 0
-    assert rings[1] == 0 and (rings[0] == 3 or not allowed)  # for the model's files, of its state, of what is parked
-    assert saved_bytes(work / "ring") == saved_bytes(work / "threads")
+    assert rings[1] == rings[2] == 0 and (rings[0] == 3 or not allowed)  # for the model's files, of its state, of what is parked
+    assert saved_bytes(work / "ring") == saved_bytes(work / "threads") == saved_bytes(work / "memory") == saved_bytes(work / "limit")
+
+
+@pytest.fixture(scope="session")
+def bad_disk(tmp_path_factory):
+    """A library that has file systems refuse what it is told (bad_disk.cpp)."""
+    library = tmp_path_factory.mktemp("bad_disk") / "bad_disk.so"
+    source = pathlib.Path(__file__).with_name("bad_disk.cpp")
+    subprocess.run(["g++", "-std=c++20", "-Wall", "-Wextra", "-Werror", "-O1", "-fPIC", "-shared", source, "-o", library], check=True)
+    return library
+
+
+@pytest.mark.parametrize("train_what, where", [
+    ("lora", DISK), ("lora", ("--embeddings", "disk")), ("lora", ("--park", "all")), ("full", DISK), ("full", ("--state", "disk")),
+    ("full", ("--gradients", "disk"))], ids=str)
+def test_a_file_system_without_direct_access_is_named(train, wide, tmp_path, bad_disk, train_what, where):
+    """Before the first step, with what would be right."""
+    work = linked(tmp_path, wide)
+    refusing = Train(train.path, LD_PRELOAD=str(bad_disk), BAD_DISK_DIRECT="none", TMPDIR=str(tmp_path))
+    options = LORA if train_what == "lora" else DATA
+    error = refusing(*options, "--steps", 1, "--out", "out", *where, cwd=work, code=2).stderr.decode()
+    in_model = train_what == "lora" and where[1] == "disk"
+    named = ("model/model-0", "copy it to one that can") if in_model else (where[0], str(tmp_path), "TMPDIR")
+    assert all(part in error for part in (*named, "past the page cache")) and error.count("\n") == 1, error
+    assert not (work / "out").exists()
+
+
+@pytest.mark.parametrize("ring", ["ring", "threads"])
+@pytest.mark.parametrize("train_what, where", [("lora", DISK), ("lora", ("--park", "all", "--recompute", "block")),
+                                               ("full", ("--state", "disk", *DISK))], ids=str)
+def test_a_disk_that_fails_stops_the_run_and_loses_nothing(train, wide4, tmp_path, bad_disk, train_what, where, ring):
+    """From some moment on, in the midst of a step."""
+    work = linked(tmp_path, wide4)
+    failing = Train(train.path, LD_PRELOAD=str(bad_disk), BAD_DISK_FAILS=str(tmp_path / "now"),
+                    **({"BAD_DISK_RING": "none"} if ring == "threads" else {}))
+    options = LORA if train_what == "lora" else DATA
+    with running(failing, *options, "--steps", 10**6, "--save-every", 2, "--keep", 0, "--out", "out", "--sample-tokens", 0,
+                 "--print-every", 1, *where, cwd=work, text=True, stderr=-1) as process:
+        wait_for_line(process, r"^step +5/")
+        (tmp_path / "now").touch()
+        error = process.communicate(timeout=60)[1].splitlines()[-1]
+    assert process.returncode == 2 and error.startswith("train: "), error
+    assert re.search(r"(model\S*\.safetensors: cannot read|what --\w+( disk)? keeps there cannot be (read|written)): Input/output error", error)
+    assert (work / "out" / "step-00000004").exists()
+    train("--resume", "out", "--steps", len(read_steps(work)) + 1, cwd=work)
 
 
 @pytest.mark.parametrize("options, named", [
@@ -397,6 +506,19 @@ def test_two_blocks_and_a_ring_are_in_memory(train, wide, tmp_path):
     said = train(*DATA, "--steps", 2, "--sample-tokens", 0, *ELSEWHERE[2], cwd=work).stdout.decode()
     taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
     assert taken <= planned and re.search(r"waited +[\d.]+%", said)
+
+
+@pytest.mark.parametrize("where", [ELSEWHERE[2], (*GRADIENTS, "--park", "all"), ("--state", "disk", "--adam-m", "8bit", "--park", 2)], ids=str)
+def test_the_files_of_a_run_are_those_of_its_plan(train, wide4, tmp_path, where):
+    """To the byte, from outside; and the run says so."""
+    work = linked(tmp_path, wide4)
+    planned = full_plan(train, work, *where)["elsewhere"]
+    planned = planned["working_file"] + planned["parked"]
+    with running(train, *DATA, "--steps", 10**6, "--sample-tokens", 0, *where, cwd=work, text=True) as process:
+        said = wait_for_line(process, "^taken in files")
+        files = [file for file in pathlib.Path(f"/proc/{process.pid}/fd").iterdir() if "/train-" in os.readlink(file)]
+        assert sum(file.stat().st_size for file in files) == planned > 0
+    assert said == f"taken in files: {planned / 2**20:.1f} MiB; planned: {planned / 2**20:.1f} MiB\n"
 
 
 def full_plan(train, work, *options):

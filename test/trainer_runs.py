@@ -1,8 +1,10 @@
 """What the tests of the trainer share: its binaries, running them, small models and data."""
 
 import contextlib
+import ctypes
 import functools
 import json
+import mmap
 import os
 import pathlib
 import re
@@ -29,6 +31,36 @@ def small_disk(path, size):
         yield path
     finally:
         subprocess.run(["umount", str(path)], check=True)
+
+
+def cached_bytes(*paths):
+    """What the page cache holds of files."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
+    libc.munmap.argtypes = ctypes.c_void_p, ctypes.c_size_t
+    libc.mincore.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p
+    pages = 0
+    for path in paths:
+        with open(path, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            there = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
+            at = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+            if libc.mincore(at, size, there):
+                raise OSError(ctypes.get_errno(), "mincore")
+            libc.munmap(at, size)
+            pages += sum(byte & 1 for byte in there.raw)
+    return pages * mmap.PAGESIZE
+
+
+def drop_from_cache(*paths):
+    """Has the page cache hold nothing of files; where it keeps them, in file systems of memory, skips the test."""
+    for path in paths:
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    if cached_bytes(*paths):
+        pytest.skip("a file system that keeps pages")
 
 
 class Train:

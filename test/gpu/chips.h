@@ -43,4 +43,13 @@ inline size_t chip_memory() {
     return bytes;
 }
 
+// Bytes of host memory that may be pinned beside it: the environment's GPU_PINNED, where it is set.
+inline size_t most_pinned() {
+    static const size_t bytes = [] {
+        const char* most = getenv("GPU_PINNED");
+        return most ? strtoull(most, nullptr, 10) : SIZE_MAX;
+    }();
+    return bytes;
+}
+
 }  // namespace gpu

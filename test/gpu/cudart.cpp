@@ -503,6 +503,7 @@ cudaError_t cudaFree(void* p) {
 cudaError_t cudaMallocHost(void** p, size_t bytes) {
     return call([&] {
         device().not_while_recording("cudaMallocHost");
+        if (device().memory.pinned() + bytes > most_pinned()) return cudaErrorMemoryAllocation;
         *p = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
         if (!*p) return cudaErrorMemoryAllocation;
         device().memory.add_pinned(*p, bytes);

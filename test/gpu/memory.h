@@ -93,6 +93,12 @@ class DeviceMemory {
     // Memory of the host that copies may be under way to and from, and that kernels may read. What the host
     // writes meanwhile is not seen.
     void add_pinned(void* p, size_t bytes) { pinned_[static_cast<char*>(p)] = bytes; }
+    // Bytes of all that is.
+    size_t pinned() const {
+        size_t bytes = 0;
+        for (const auto& [at, size] : pinned_) bytes += size;
+        return bytes;
+    }
     bool remove_pinned(void* p) { return pinned_.erase(static_cast<char*>(p)); }
     bool is_pinned(const void* p, size_t bytes) const {
         auto it = pinned_.upper_bound(static_cast<char*>(const_cast<void*>(p)));

@@ -125,7 +125,7 @@ Options with_chosen_context(const Options& given, Choices& choices) {
     const std::string why = chosen.seq_len < most ? format("the most that fit %.1f MiB (%s)",
                                                            mebibytes(room.bytes), room.limit.c_str())
                             : by_data < static_cast<uint64_t>(by_model) ? "as many as the data have"
-                                                  : "all of the model's positions";
+                                                                        : "all of the model's positions";
     choices.context = format("%d tokens, %s; a step takes %.3g s by estimate", chosen.seq_len, why.c_str(),
                              planned(chosen.seq_len).second);
     chosen.given["--seq-len"] = {std::to_string(chosen.seq_len)};

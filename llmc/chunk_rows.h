@@ -56,10 +56,11 @@ int64_t choose_chunk_rows(int64_t rows, int64_t fewest, Seconds&& seconds) {
     return 0;
 }
 
-// The setting with what is automatic in it chosen, for a model of so many layers and heads and sequences of so
-// many tokens, 0 where a run has none. seconds(setting) estimates a step.
+// The setting with what is automatic in it chosen, for a model of so many layers and heads and sequences of
+// so many tokens, 0 where a run has none. seconds(setting) estimates a step.
 template <class Seconds>
-MemorySetting with_chosen_rows(MemorySetting s, int64_t seq_len, size_t layers, int heads, Seconds&& seconds) {
+MemorySetting with_chosen_rows(MemorySetting s, int64_t seq_len, size_t layers, int heads,
+                               Seconds&& seconds) {
     MemorySetting trial = s;
     trial.attention_rows = trial.head_rows = 0;  // until they are chosen too
     const auto choose = [&](int64_t MemorySetting::*rows, int64_t all, int64_t fewest, int level) {

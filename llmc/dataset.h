@@ -80,7 +80,8 @@ struct DataError : UserError {
     using UserError::UserError;
 };
 
-// An example, or a part of one: its tokens in the stream, as many as fit a sequence, and how many of them are to be learnt.
+// An example, or a part of one: its tokens in the stream, as many as fit a sequence, and how many of them are
+// to be learnt.
 struct Example {
     uint64_t begin;
     uint32_t count, with_loss;

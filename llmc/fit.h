@@ -35,7 +35,7 @@ StateOptions state_options(const Options& o) {
 // How the chooser learns what a setting takes: by rehearsals.
 struct Rehearsals {
     size_t layers;
-    int heads;  // of queries
+    int heads;               // of queries
     int64_t seq_len;         // of batches; 0 where there are none
     int64_t most_sequences;  // that a micro-batch may have
     Rates rates;
@@ -101,7 +101,8 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options
                             {given.mlp_rows, given.attention_rows},
                             {given.mlp_rows / 4, given.attention_rows}};
         if (!o.has("--attention-rows") && o.lend != "half")
-            for (int64_t rows = fewest_attention_rows(rehearsals.heads); rows >= kFewestAttentionRows; rows /= 4)
+            for (int64_t rows = fewest_attention_rows(rehearsals.heads); rows >= kFewestAttentionRows;
+                 rows /= 4)
                 if (o.seq_len > 2 * rows) rows_of_both.push_back({rows_of_both.back().first, rows});
         for (const auto& [of_mlp, of_attention] : rows_of_both) {
             s.mlp_rows = of_mlp, s.attention_rows = of_attention;

@@ -58,8 +58,10 @@ inline void scale_rope(ModelConfig& c, const std::string& asked) {
     if (longest > kMostPositions)
         fail("--rope-scaling %s: of the model's %d positions that makes more than 2^21", given, unscaled);
     if (longest <= c.longest() && c.rope.type != RopeType::kDefault)
-        fail("--rope-scaling %s: the model has %s:%g, %d positions, already; a factor counts from the %d before",
-             given, kRopeNames[static_cast<int>(c.rope.type)], c.rope.factor, c.longest(), unscaled);
+        fail(
+            "--rope-scaling %s: the model has %s:%g, %d positions, already; a factor counts from the %d "
+            "before",
+            given, kRopeNames[static_cast<int>(c.rope.type)], c.rope.factor, c.longest(), unscaled);
     if (rope.type == RopeType::kDynamic && c.head_size <= 2)
         fail("--rope-scaling %s: dynamic cannot scale heads of %d channels", given, c.head_size);
     rope.theta = c.rope.theta;

@@ -51,7 +51,7 @@ struct Options {
     int positions = 0;  // 0: the model's
     int batch = 8,      // 0: auto
         seq_len = 128, grad_accum = 1;
-    std::string context;         // "auto", or empty
+    std::string context;          // "auto", or empty
     bool plans_examples = false;  // no option: a plan without data is of examples that share sequences
     std::string loss_on = "completions", chat_format = "auto";
     int64_t steps = 1500;
@@ -195,9 +195,10 @@ inline void declare_model_options(CLI::App& app, Options& o) {
                    "where none is given")
         ->check(CLI::IsMember({"auto"}))
         ->group(group);
-    app.add_option("--rope-scaling", o.rope_scaling,
-                   "beyond a model's rotary positions: yarn:4 for sequences four times as long as it was trained "
-                   "on; or dynamic, linear, llama3; in place of a scaling that it has")
+    app.add_option(
+           "--rope-scaling", o.rope_scaling,
+           "beyond a model's rotary positions: yarn:4 for sequences four times as long as it was trained "
+           "on; or dynamic, linear, llama3; in place of a scaling that it has")
         ->group(group);
     app.add_option(
            "--positions", o.positions,

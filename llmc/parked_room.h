@@ -1,6 +1,6 @@
 // parked_room.h - a room of the arena that goes to memory elsewhere and comes back from there, piece by piece
-// (parking.h, parked_rows.h, parked_keys.h): one exchange is under way at a time, which owns the room until it
-// is joined.
+// (parking.h, parked_rows.h, parked_keys.h): one exchange is under way at a time, which owns the room until
+// it is joined.
 #pragma once
 
 #include <optional>

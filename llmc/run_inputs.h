@@ -194,7 +194,7 @@ inline void RunInputs::choose_length() {
              : config.family->position == PositionKind::Learned ? "; --positions N adds to them"
              : config.family->position == PositionKind::Rotary
                  ? format("; --rope-scaling yarn:%d stretches them", longer_factor(config)).c_str()
-                                                                : "");
+                 : "");
     }
     if (!scales_by_length()) return;
     const char* const why = "the scaling \"dynamic\" goes by the length of a whole sequence";

@@ -30,7 +30,6 @@ KERNEL_REASONS = {
 LINE_REASONS = {
     r"cudaGetDeviceProperties": "the name of a GPU in a file of rates: a calibration takes too long here",
     r"cuBLASLt refuses the algorithm of": "a file of algorithms names the library's version and the GPU: only a damaged one",
-    r"^~Event|cudaDeviceSynchronize\(\);  // after|cudaFreeHost": "called at the end of a run; gcov loses it where it is inlined",
 }
 
 

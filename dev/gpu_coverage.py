@@ -16,12 +16,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # there", whose text is empty where an instruction is of no line; and of lines of the host.
 KERNEL_REASONS = {
     r"^sm_80 hopper_": "only compute capability 9.0 runs it: here its body is a trap",
-    r" copy_kernel<": "it measures bandwidth, on arrays of whole vectors; in bf16 a calibration does, which takes too long here",
+    r" copy_kernel<": "it measures bandwidth, tested on an A100 in fp32 and whole vectors; in bf16 a calibration does, which takes too long here",
     r"^sm_90a hopper_attention_forward_kernel<128>: .*of_lane <= -rest":
         "a window begins in the first tile: 128 keys are no fewer than a block's queries",
     r" (add_bias|scale_columns|matmul_tiled|embedding_forward)_kernel<[^:]*: $": "a division of numbers of more than 32 bits",
     r"^sm_90a embedding_forward_kernel<.*tokens \? tokens": "embeddings that live elsewhere are tested on an A100",
-    r" matmul_tiled_kernel<.*: for \(int64_t k = 0; k < a\.columns": "the way past a loop that always runs",
+    r" matmul_tiled_kernel<.*: for \(int64_t k = 0; k < a\.columns| add_chunks_kernel<| position_embedding_backward_kernel<":
+        "the way past a loop that always runs",
+    r" attention_backward_keys_kernel<.*threadIdx\.x < 2 \* kPassing": "for threads of a block beyond its 128",
     r" head_norm_backward_kernel<.*(: $|partial\[|kBlockWarps|c \+= blockDim|return \{lanes)":
         "sums of heads at a time, of which there are a multiple of eight: what is left over of a loop in fours, and no heads",
     r"\blogf\(": "the logarithm's own way for a NaN and an infinity",

@@ -4,6 +4,7 @@ and lines of host code that no CPU build has, which gcov counted."""
 
 import argparse
 import collections
+import functools
 import json
 import pathlib
 import re
@@ -11,21 +12,26 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Why tests leave something: patterns of kernels' names, and of lines.
+# Why tests leave something: patterns of "sm_80 kernel<...>: the kernel's line | those of the functions that the compiler put
+# there", whose text is empty where an instruction is of no line; and of lines of the host.
 KERNEL_REASONS = {
     r"^sm_80 hopper_": "only compute capability 9.0 runs it: here its body is a trap",
-    r"copy_kernel": "it measures bandwidth: in whole vectors, and in a calibration, which takes too long here",
-    r"quantized_matvec_kernel<.*Q\d_K": "a row is whole blocks of 256, so no half step is left",
-    r"optimizer_kernel": "the fourth element of a group of four that is not whole",
-    r"column_sums|add_chunks|token_embedding_backward|wide_sum|head_norm_backward":
-        "for other numbers of warps or chunks than there are, which the compiler does not know",
-    r"add_bias_kernel|scale_columns_kernel": "a division of numbers of more than 32 bits",
-    r"hopper_attention_backward": "the way past a loop that always runs",
+    r" copy_kernel<": "it measures bandwidth, tested on an A100 in fp32 and whole vectors; in bf16 a calibration does, which takes too long here",
+    r"^sm_90a hopper_attention_forward_kernel<128>: .*of_lane <= -rest":
+        "a window begins in the first tile: 128 keys are no fewer than a block's queries",
+    r" (add_bias|scale_columns|matmul_tiled|embedding_forward)_kernel<[^:]*: $": "a division of numbers of more than 32 bits",
+    r"^sm_90a embedding_forward_kernel<.*tokens \? tokens": "embeddings that live elsewhere are tested on an A100",
+    r" matmul_tiled_kernel<.*: for \(int64_t k = 0; k < a\.columns| add_chunks_kernel<| position_embedding_backward_kernel<":
+        "the way past a loop that always runs",
+    r" attention_backward_keys_kernel<.*threadIdx\.x < 2 \* kPassing": "for threads of a block beyond its 128",
+    r" head_norm_backward_kernel<.*(: $|partial\[|kBlockWarps|c \+= blockDim|return \{lanes)":
+        "sums of heads at a time, of which there are a multiple of eight: what is left over of a loop in fours, and no heads",
+    r"\blogf\(": "the logarithm's own way for a NaN and an infinity",
+    r" product_kernel<": "a test's own: what is left over of its loops, which are whole",
 }
 LINE_REASONS = {
     r"cudaGetDeviceProperties": "the name of a GPU in a file of rates: a calibration takes too long here",
     r"cuBLASLt refuses the algorithm of": "a file of algorithms names the library's version and the GPU: only a damaged one",
-    r"^~Event|cudaDeviceSynchronize\(\);  // after|cudaFreeHost": "called at the end of a run; gcov loses it where it is inlined",
 }
 
 
@@ -54,6 +60,58 @@ def readable(names):
 
 def reason(reasons, text):
     return next((why for pattern, why in reasons.items() if re.search(pattern, text)), "?")
+
+
+# What a kernel's text in PTX is made of; a statement is what is none of the others.
+PTX_TOKEN = re.compile(r"(?P<nothing>\s+|//[^\n]*|\.(reg|shared|pragma)\b[^;]*;|[\w$]+:(?!:))|(?P<brace>[{}])|"
+                       r"\.loc\s+(?P<at>\d+ \d+ \d+)(.*inlined_at (?P<caller>\d+ \d+ \d+))?[^\n]*|(?P<statement>[^;]*;)")
+MOST_NAMES = 12  # of kernels or lines that have a reason in common
+# What every kernel is made of says nothing of where in one an instruction is.
+PRIMITIVES = r"llmc/(simt|packed|mma|split)\b|llmc/simt_"
+
+
+def own_path(path):
+    return str(path).removeprefix(f"{ROOT}/").removeprefix("./")
+
+
+def statements(text, begin, files):
+    """For each statement of the kernel whose body is at `begin`, the source's lines it comes from: the kernel's own, and
+    those of the functions that the compiler put there, outermost first; of the repository's files."""
+    callers, lines, places, depth = {}, (), [], 0
+    for token in iter(PTX_TOKEN.scanner(text, text.index("{", begin)).match, None):
+        if token["brace"]:
+            depth += 1 if token["brace"] == "{" else -1
+            if not depth:
+                return places
+        elif at := token["at"]:
+            callers[at] = token["caller"]
+            chain = []
+            while at and at not in chain:
+                chain.insert(0, at)
+                at = callers.get(at)
+            parts = [at.split() for at in chain]
+            lines = tuple((files[file], int(line)) for file, line, _ in parts if re.match(r"llmc/|train_gpt|test/", files[file]))
+        elif token["statement"]:
+            places.append(lines)
+    return places
+
+
+def places_of(folder, wanted):
+    """{key of merged(): what statements() says} of those kernels, from the PTX in a folder's programs."""
+    found = {}
+    for path in sorted(pathlib.Path(folder).glob("*")):
+        if path.suffix or not path.is_file():
+            continue
+        for module in re.finditer(rb"\.version [^\0]*?\.target sm_[^\0]*", path.read_bytes()):
+            text = module[0].decode()
+            target = re.search(r"^\.target (\w+)", text, re.M)[1]
+            files = {number: own_path(name) for number, name in re.findall(r'^\s*\.file\s+(\d+) "([^"]*)"', text, re.M)}
+            for entry in re.finditer(r"\.entry ([\w$]+)\(", text):
+                if (target, entry[1]) not in wanted:
+                    continue
+                places = statements(text, entry.end(), files)
+                found.setdefault((target, entry[1], len(places)), places)
+    return found
 
 
 def sources(preprocessed):
@@ -99,17 +157,63 @@ def counted_lines(folder, kernels):
     return counts
 
 
-def report_lines(folder, kernels, most):
-    """Says which lines of the GPU's alone nobody executed; whether these are too many."""
+def left_of_host(folder, kernels):
+    """The lines of the GPU's alone that nobody executed, as rows of main(), and how many lines there are."""
     cpu = lines_of_cpu_builds()
     counts = {at: count for at, count in counted_lines(folder, kernels).items() if at[1] not in cpu[at[0]]}
-    left = sorted(at for at, count in counts.items() if not count)
-    for file, number in left:
-        text = (ROOT / file).read_text().splitlines()[number - 1].strip()
-        print(f"{file}:{number}: {text[:70]:70s}  {reason(LINE_REASONS, text)}")
-    share = 100 * len(left) / max(1, len(counts))
-    print(f"host: {len(counts)} lines of the GPU's alone, {share:.1f}% never executed")
-    return share > most
+    rows = []
+    for file, number in sorted(at for at, count in counts.items() if not count):
+        text = source_line(file, number)
+        rows.append((1, f"{file}:{number}", text, reason(LINE_REASONS, text)))
+    return rows, len(counts)
+
+
+@functools.cache
+def lines_of(file):
+    return (ROOT / file).read_text().splitlines()
+
+
+def source_line(file, number):
+    lines = lines_of(file)
+    return lines[number - 1].strip() if 0 < number <= len(lines) else ""
+
+
+def left_of_kernels(kernels, names, folder):
+    """The instructions that nobody executed, as rows of main(): those of a kernel's templates together, by the line of
+    the kernel and by that of the function, put there by the compiler, that they come from."""
+    partly = {key: bits for key, bits in kernels.items() if bits.bit_count() < key[2]}
+    places = places_of(folder, {key[:2] for key in partly})
+    counts = collections.Counter()
+    for (target, name, count), bits in partly.items():
+        for i, lines in enumerate(places.get((target, name, count), [()] * count)):
+            if bits >> (count - 1 - i) & 1:
+                continue
+            chain = list(dict.fromkeys(line for n, line in enumerate(lines) if n == 0 or not re.match(PRIMITIVES, line[0])))
+            text = " | ".join(source_line(*line) for line in chain)
+            why = reason(KERNEL_REASONS, f"{target} {names[name]}: {text}")
+            ends = chain[:1] + chain[-1:] if len(chain) > 1 else chain
+            counts[re.sub("<.*", "", names[name]), tuple(ends), why] += 1
+    return [(count, f"{name} " + " ".join(f"{file}:{line}" for file, line in ends),
+             " | ".join(source_line(*line) for line in ends), why) for (name, ends, why), count in counts.most_common()]
+
+
+def summary(title, rows, everything):
+    """Lines of Markdown: what is left of so many, by reason, and in which kernels or lines."""
+    counts, places = collections.Counter(), collections.defaultdict(dict)
+    for count, where, _, why in rows:
+        counts[why] += count
+        places[why][where.split()[0]] = None
+    lines = [f"## {title}: {100 * counts.total() / max(1, everything):.2f}% of {everything:,} never executed", ""]
+    for why, count in counts.most_common():
+        names = list(places[why])
+        some = ", ".join(names[:MOST_NAMES]) + (f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else "")
+        lines.append(f"- {count} ({some}): {why if why != '?' else 'no reason is known'}")
+    return [*lines, ""]
+
+
+def commit():
+    said = subprocess.run(["git", "log", "-1", "--format=%h of %cs"], cwd=ROOT, capture_output=True, text=True)
+    return said.stdout.strip() or "no commit"
 
 
 def main(arguments=None):
@@ -117,9 +221,10 @@ def main(arguments=None):
     parser.add_argument("collected", help="the file that GPU_COVERAGE named")
     parser.add_argument("--most", type=float, default=2, help="per cent that may be left; more ends with exit code 1 "
                                                               "(default: %(default)s)")
-    parser.add_argument("--list", type=int, default=20, help="kernels to list, those with most left first "
+    parser.add_argument("--list", type=int, default=20, help="kernels and lines to list, those with most left first "
                                                              "(default: %(default)s)")
     parser.add_argument("--host", help="the folder of programs that were built with COVERAGE=1, and of what gcov counted")
+    parser.add_argument("--out", help="a file for the figures and the reasons, in Markdown")
     options = parser.parse_args(arguments)
     kernels = merged(options.collected)
     totals = collections.defaultdict(lambda: [0, 0])
@@ -132,13 +237,29 @@ def main(arguments=None):
     names = readable(sorted({name for _, name, _ in kernels}))
     for missing, count, target, name in sorted(left, reverse=True)[:options.list]:
         if missing:
-            why = reason(KERNEL_REASONS, f"{target} {names[name]}")
-            print(f"{missing:7d} of {count:6d}  {target:7s} {names[name]}  {why}")
-    failed = bool(options.host) and report_lines(options.host, set(names), options.most)
+            print(f"{missing:7d} of {count:6d}  {target:7s} {names[name]}")
+    failed, document = False, []
+    if options.host:
+        rows = left_of_kernels(kernels, names, options.host)
+        for count, where, text, why in rows[:options.list]:
+            print(f"{count:7d}  {where}: {text[:150]}  {why}")
+        document += summary("Instructions of PTX", rows, sum(count for count, _ in totals.values()))
+        rows, lines = left_of_host(options.host, set(names))
+        for _, where, text, why in rows:
+            print(f"{where}: {text[:70]:70s}  {why}")
+        document += summary("Lines of host code that no CPU build has", rows, lines)
+        share = 100 * len(rows) / max(1, lines)
+        failed |= share > options.most
+        print(f"host: {lines} lines of the GPU's alone, {share:.1f}% never executed")
     for target, (count, missing) in sorted(totals.items()):
         share = 100 * missing / count
         failed |= share > options.most
         print(f"{target}: {count} instructions in {sum(key[0] == target for key in kernels)} kernels, {share:.1f}% never executed")
+    if options.out:
+        said = f"By `make gpu-coverage`, which counts PTX instruction by instruction and host lines by gcov, at {commit()}."
+        by_target = "; ".join(f"{target} {100 * missing / count:.2f}% of {count:,}" for target, (count, missing) in sorted(totals.items()))
+        pathlib.Path(options.out).write_text("\n".join(
+            ["# What of the CUDA build no test executes", "", said, f"By architecture: {by_target}.", "", *document]))
     return int(failed)
 
 

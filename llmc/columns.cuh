@@ -67,9 +67,9 @@ SIMT_DEVICE void store_block_sums(float* out, const Accumulator<N>& sums, int co
         DYNAMIC_SHARED(float, shared);  // (warps, Row::kFloats)
         Row::write(shared + warp() * Row::kFloats, sums);
         __syncthreads();
-        for (int j = threadIdx.x; j < kLanes * N && j < columns; j += blockDim.x) {
+        for (int j = threadIdx.x; j < kLanes * N && j < columns; j += kBlockThreads) {
             float total = 0.f;
-            for (int w = 0; w < warps_per_block(); w++) total += Row::read(shared + w * Row::kFloats, j);
+            for (int w = 0; w < kBlockWarps; w++) total += Row::read(shared + w * Row::kFloats, j);
             out[j] = total;
         }
         __syncthreads();

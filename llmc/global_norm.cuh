@@ -23,6 +23,7 @@ __global__ void __launch_bounds__(kBlockThreads)
             const Packed<T, N> p = load<N>(x + i);
             for (int k = 0; k < N; k++) sums[k] += p[k] * p[k];
         } else {
+#pragma unroll 1  // it is less than a vector
             for (int64_t k = i; k < end; k++) sums[0] += to_float(x[k]) * to_float(x[k]);
         }
     }

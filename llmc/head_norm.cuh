@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kBlockThreads)
         __syncthreads();
         for (int c = threadIdx.x; c < 2 * head_size; c += blockDim.x) {
             float total = 0.f;
-            for (int i = 0; i < warps_per_block() * share.heads; i++) total += shared[i * 2 * head_size + c];
+            for (int i = 0; i < kBlockWarps * share.heads; i++) total += shared[i * 2 * head_size + c];
             partial[int64_t{blockIdx.x} * 2 * head_size + c] = total;
         }
     }

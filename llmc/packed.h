@@ -84,13 +84,13 @@ template <int N, class T>
 SIMT_DEVICE Packed<T, N> load_within(const T* p, int64_t i, int64_t n) {
     if (i + N <= n) return load<N>(p + i);
     Packed<T, N> r;
-    for (int k = 0; k < N; k++) r.v[k] = i + k < n ? p[i + k] : T{};
+    for (int k = 0; k < N; k++) r.v[k] = k < N - 1 && i + k < n ? p[i + k] : T{};  // the last never is
     return r;
 }
 template <class T, int N>
 SIMT_DEVICE void store_within(T* p, int64_t i, int64_t n, const Packed<T, N>& x) {
     if (i + N <= n) return store(p + i, x);
-    for (int k = 0; k < N; k++)
+    for (int k = 0; k < N - 1; k++)
         if (i + k < n) p[i + k] = x.v[k];
 }
 

@@ -176,6 +176,12 @@ void dequantize_rows_with(T* out, const QuantizedView& w, const int* rows, int64
     });
 }
 
+// And whether they are whole runs of so many.
+template <class Decoder, int kRun>
+constexpr bool kWholeRunsOf = requires {
+    requires Decoder::kElements % kRun == 0;
+};
+
 // One warp an output; two sums a lane, as a sum waits for the one before.
 template <class T, class Out, class Decoder, int N>
 __global__ void __launch_bounds__(kBlockThreads)
@@ -193,7 +199,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     constexpr int kStep = kLanes * N;
     int64_t c = lane() * N;
     for (; c + kStep < columns; c += 2 * kStep) add(even, c), add(odd, c + kStep);
-    if (c < columns) add(even, c);
+    if constexpr (!kWholeRunsOf<Decoder, 2 * kStep>)
+        if (c < columns) add(even, c);
     for (int k = 0; k < N; k++) even[k] += odd[k];
     const float sum = warp_sum(sum_of(even.v));
     if (lane() == 0) out[row] = from_float<Out>(bias ? sum + to_float(bias[row]) : sum);

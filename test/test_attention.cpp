@@ -550,9 +550,25 @@ TYPED_TEST(Attention, TakesKeysInPieces) {
         c.document = 200, c.dropout = 0.1;
         check_pieces<TypeParam>(c, 100, kKeyPiece);
     }
-    if (kFaithful) return;
+    if (kFaithful || kSmallShapes) return;
     check_pieces<TypeParam>({2, 2, 64, 2100, 2100, kPacked, 1, 1}, 700, 2 * kKeyPiece);
     check_pieces<TypeParam>({1, 3, 20, 1300, 1300, kByHead, 1, 3, 300}, 512, kKeyPiece);
+}
+
+// The same by every kernel that a size of heads has, in few rows.
+TYPED_TEST(Attention, TakesKeysInPiecesInEveryForm) {
+    using enum Case::Layout;
+    if (kThreadSanitizer) GTEST_SKIP() << "slow";
+    const int length = kKeyPiece + 34;
+    for (const int size : {16, 32, 64, 128})
+        for (const auto layout : {kPacked, kUnaligned}) {
+            Case c{1, 2, size, length, length, layout, 1, 1};
+            check_pieces<TypeParam>(c, 32, kKeyPiece);
+            c.window = 70, c.alibi = true, c.document = 150;
+            check_pieces<TypeParam>(c, 32, kKeyPiece);
+            c.dropout = 0.1;
+            check_pieces<TypeParam>(c, 32, kKeyPiece);
+        }
 }
 
 // What a range's rows are depends on no other: with whole tiles forward has the bits of all queries at once.

@@ -267,7 +267,7 @@ std::string text(const HeadsCase& s) {
 std::vector<HeadsCase> heads_cases() {
     if (kSmallShapes) return {{2, 3, 2, 1, 6}, {1, 9, 3, 3, 64}};
     return {{1, 1, 1, 1, 2},  {2, 3, 2, 1, 6},   {1, 40, 9, 3, 64}, {3, 17, 8, 2, 128}, {2, 5, 7, 7, 96},
-            {1, 5, 3, 1, 70}, {2, 33, 4, 2, 80}, {1, 3, 5, 1, 256}, {1, 2, 2, 2, 130}};
+            {1, 5, 5, 2, 70}, {2, 33, 4, 2, 80}, {1, 3, 5, 1, 256}, {1, 2, 2, 2, 130},  {1, 2, 14, 14, 128}};
 }
 
 TYPED_TEST(FamilyKernels, Rope) {
@@ -551,16 +551,19 @@ TYPED_TEST(FamilyKernels, Dropout) {
     constexpr size_t kCount = 40003;
     constexpr double kProbability = 0.3;
     const std::vector<T> ones(kCount, from_float<T>(1.f));
-    const auto dropped = [&](uint64_t sequence, uint64_t place, bool adds) {
+    // From element `first` on.
+    const auto dropped = [&](uint64_t sequence, uint64_t place, bool adds, size_t first = 0) {
+        const size_t count = kCount - first;
         std::vector<T> out;
         for_each_order([&] {
-            const DeviceArray<T> d(ones), to(adds ? ones : poisoned<T>(kCount));
+            const DeviceArray<T> d(std::vector<T>(count, ones[0])),
+                to(std::vector<T>(count, adds ? ones[0] : poisoned<T>(1)[0]));
             const DeviceArray<uint64_t> key(1);
             set_dropout_key(key.data(), 5, sequence, kStream);
-            Tensor<T> t = to.tensor({int64_t{kCount}});
-            const Dropout at = dropout_at(key.data(), place, kProbability);
-            adds ? dropout_add(t, d.tensor({int64_t{kCount}}), at, kStream)
-                 : dropout(t, d.tensor({int64_t{kCount}}), at, kStream);
+            const Shape shape{static_cast<int64_t>(count)};
+            Tensor<T> t = to.tensor(shape);
+            const Dropout at = from_element(dropout_at(key.data(), place, kProbability), int64_t(first));
+            adds ? dropout_add(t, d.tensor(shape), at, kStream) : dropout(t, d.tensor(shape), at, kStream);
             return bytes_of(out = to.download());
         });
         return to_doubles(out);
@@ -577,6 +580,10 @@ TYPED_TEST(FamilyKernels, Dropout) {
     const Doubles added = dropped(11, 3, true);
     const double one_more = to_float(from_float<T>(1 + dropout_at(nullptr, 0, kProbability).scale));
     for (size_t i = 0; i < kCount; i++) ASSERT_EQ(added[i], first[i] == 0 ? 1 : one_more);
+    for (const size_t from : {kCount - 1003, kCount - 1002}) {  // the end of a larger tensor
+        EXPECT_EQ(dropped(11, 3, false, from), Doubles(first.begin() + from, first.end())) << from;
+        EXPECT_EQ(dropped(11, 3, true, from), Doubles(added.begin() + from, added.end())) << from;
+    }
     for (const Doubles& other : {dropped(12, 3, false), dropped(11, 4, false)}) {
         size_t same = 0;
         for (size_t i = 0; i < kCount; i++) same += other[i] == first[i];

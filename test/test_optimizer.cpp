@@ -530,6 +530,23 @@ TEST(OptimizerUpdate, RandomRoundingKeepsWhatBf16Holds) {
     }
 }
 
+// However it is rounded.
+TYPED_TEST(OptimizerUpdate, ANaNStaysOne) {
+    using T = TypeParam;
+    const size_t n = 2 * kQuantizedBlock;
+    std::vector<T> gradients(n, from_float<T>(0.5f));
+    for (size_t i = 0; i < n; i += 9) gradients[i] = poisoned<T>(1)[0];
+    const std::vector<float> zeros(n, 0.f), ones(n, 1.f);
+    for (const Formats& formats : {Formats{Optimizer::AdamW, Master::Fp32, Moment::Bf16, Moment::Bf16},
+                                   Formats{Optimizer::AdamW, Master::None, Moment::Fp32, Moment::Fp32},
+                                   Formats{Optimizer::AdamW, Master::Split, Moment::Fp32, Moment::Fp32}}) {
+        if (std::is_same_v<T, float> && formats.master != Master::Fp32) continue;
+        const auto end = updated(Training<T>::make(formats, ones, zeros, zeros), gradients, Problem());
+        for (size_t i = 0; i < n; i++)
+            EXPECT_EQ(std::isnan(to_float(end.weights[i])), std::isnan(to_float(gradients[i]))) << i;
+    }
+}
+
 // Blocks of zeros, of one element, of magnitudes far apart, and of the smallest there are.
 TEST(OptimizerUpdate, CodesOfExtremeBlocks) {
     const size_t n = 5 * kQuantizedBlock;

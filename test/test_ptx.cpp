@@ -196,4 +196,33 @@ st.global.u32 [%d3], %r8;)",
         for (uint32_t i = 0; i < 100; i++) EXPECT_EQ(memory[i], 99 - i);
     }
 }
+
+// -lineinfo adds them.
+TEST(ReadPtx, LinesOfTheSourceAreNoStatements) {
+    const PtxModule module = read_ptx(R"(
+.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry k()
+{
+.loc 1 77 0
+mov.u32 %r1, %tid.x;
+.loc 2 48 71, function_name $L__info_string0, inlined_at 1 54 5
+ret;
+}
+.file 1 "/llmc/a.cuh"
+.file 2 "/llmc/b.cuh"
+.section .debug_str
+{
+$L__info_string0:
+.b8 95,90,0
+}
+.visible .entry l()
+{
+ret;
+}
+)");
+    EXPECT_EQ(module.kernels.at("k").statements.size(), 2u);
+    EXPECT_EQ(module.kernels.at("l").statements.size(), 1u);
+}
 }  // namespace

@@ -112,7 +112,7 @@ std::vector<Matrix> matrices() {
         if (!kSmallShapes) all.emplace_back(*f, 9, blocks ? 9 * f->block : 2049);  // two scales of scales
         for (const int n : kTailSizes)
             if (!kSmallShapes && (f->block == 1 || !blocks)) all.emplace_back(*f, 1, n);
-        if (!kSmallShapes && f->block == 32) all.emplace_back(*f, 2, 2080);  // many vectors a lane
+        if (!kSmallShapes && f->block == 32) all.emplace_back(*f, 4, 2080);  // many vectors a lane
     }
     return all;
 }

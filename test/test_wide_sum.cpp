@@ -84,6 +84,22 @@ TEST(WideSum, KeepsTheLowBits) {
     EXPECT_LT(relative_error(joined, s.exact), one_rounding(s.exact) / 8);
 }
 
+TEST(WideSum, ANaNStays) {
+    constexpr size_t n = 640;
+    const std::vector<float> ones(n, 1.f);
+    std::vector<float> terms = ones;
+    for (size_t i = 0; i < n; i += 9) terms[i] = std::numeric_limits<float>::quiet_NaN();
+    DeviceArray<bf16> sum(std::vector<bf16>(n, from_float<bf16>(1.f)));
+    DeviceArray<uint8_t> low(std::vector<uint8_t>(n / 2, 0));
+    Tensor<bf16> t_sum = sum.tensor({n});
+    Tensor<uint8_t> t_low = low.tensor({n / 2});
+    for (const bool nan : {true, false})
+        wide_sum_add(t_sum, t_low, DeviceArray<float>(nan ? terms : ones).tensor({n}), Stream{});
+    const std::vector<bf16> sums = sum.download();
+    for (size_t i = 0; i < sums.size(); i++)
+        EXPECT_EQ(std::isnan(to_float(sums[i])), std::isnan(terms[i])) << i;
+}
+
 TEST(Split, JoinsToWhatItWas) {
     std::vector<float> values = random_values<float>(10000, 3, 7);
     for (size_t i = 0; i < values.size(); i += 3) values[i] *= 1e-38f;  // down to the denormals

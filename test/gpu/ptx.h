@@ -138,8 +138,10 @@ class PtxReader {
 
     void read_top() {
         const std::string w = word();
-        if (w == ".version" || w == ".address_size") {
+        if (w == ".version" || w == ".address_size" || w == ".file") {
             skip_line();
+        } else if (w == ".section") {  // names for lines
+            at_ = std::min(text_.find('}', at_), text_.size() - 1) + 1;
         } else if (w == ".target") {
             module_.target = word();
             skip_line();
@@ -247,6 +249,7 @@ class PtxReader {
             k.shared.push_back(variable());
             return;
         }
+        if (w == ".loc") return skip_line();  // the source's line of what follows
         if (w == ".pragma") {
             while (!take(';')) at_++;
             return;

@@ -494,9 +494,12 @@ TEST(Packing, HoldsEachExampleOnceAndLeavesLittle) {
     }
 }
 
-// Examples of random lengths, the tokens of each in a row, of which every third is not to be learnt.
-std::unique_ptr<Dataset> examples_of(const TempFolder& folder, int count, int seq_len,
-                                     std::vector<std::vector<int32_t>>& all) {
+using Examples = std::vector<std::vector<int32_t>>;
+
+// Examples of random lengths, the tokens of each in a row, of which every third is not to be learnt. Every
+// other one is a text, which goes on in further examples where it is longer than a sequence. `files`: what
+// two files then hold.
+std::unique_ptr<Dataset> examples_of(const TempFolder& folder, int count, int seq_len, Examples (&files)[2]) {
     auto data = std::make_unique<Dataset>(
         std::vector<std::string>{folder.write("a.jsonl", std::string(10, 'x')), folder.write("b.jsonl", "x")},
         "--data");
@@ -504,22 +507,26 @@ std::unique_ptr<Dataset> examples_of(const TempFolder& folder, int count, int se
     int32_t token = 3;  // none is 0, as padding is
     int file = 0;
     data->tokenize_examples(seq_len, [&](const FileReader&, const auto& put) {
-        for (int i = file++ * count / 2; i < file * count / 2; i++) {
+        Examples& all = files[file++];
+        for (int i = (file - 1) * count / 2; i < file * count / 2; i++) {
             std::vector<int32_t> tokens;
             const auto length = 2 + random_bits(9, static_cast<uint64_t>(i)) % 20;
             for (uint64_t n = 0; n < length; n++, token++)
                 tokens.push_back(token % 3 == 1 ? without_loss(token) : token);
-            put(tokens);
-            tokens.resize(std::min<size_t>(tokens.size(), static_cast<size_t>(seq_len) + 1));
-            all.push_back(tokens);
+            const bool is_text = i % 2 == 0;
+            put(tokens, is_text);
+            const auto T = static_cast<size_t>(seq_len);
+            for (size_t at = 0; at + 1 < (is_text ? tokens.size() : 2); at += T)
+                all.emplace_back(
+                    tokens.begin() + static_cast<ptrdiff_t>(at),
+                    tokens.begin() + static_cast<ptrdiff_t>(std::min(tokens.size(), at + T + 1)));
         }
     });
     return data;
 }
 
 // Every example stands once in an epoch, whole and in its own place, whatever the order.
-void expect_all(const Dataset& data, int seq_len, const std::vector<std::vector<int32_t>>& all,
-                bool shuffle) {
+void expect_all(const Dataset& data, int seq_len, const Examples& all, bool shuffle) {
     SequenceLoader loader(data, seq_len, 7, shuffle);
     const uint64_t sequences = loader.sequences_per_epoch();
     const auto T = static_cast<size_t>(seq_len);
@@ -557,23 +564,25 @@ void expect_all(const Dataset& data, int seq_len, const std::vector<std::vector<
 TEST(SequenceLoader, PacksExamples) {
     for (const int seq_len : {1, 13, 40}) {
         const TempFolder folder;
-        std::vector<std::vector<int32_t>> all;
-        const std::unique_ptr<Dataset> made = examples_of(folder, 200, seq_len, all);
+        Examples files[2], all, rest, tenths;
+        const std::unique_ptr<Dataset> made = examples_of(folder, 200, seq_len, files);
         Dataset& data = *made;
-        ASSERT_EQ(data.examples().size(), 200u);
-        EXPECT_EQ(data.examples_cut() > 0, seq_len < 21);
+        for (const Examples& file : files) {
+            const auto cut = file.end() - static_cast<ptrdiff_t>(file.size() / 10);
+            all.insert(all.end(), file.begin(), file.end());
+            rest.insert(rest.end(), file.begin(), cut);
+            tenths.insert(tenths.end(), cut, file.end());
+        }
+        ASSERT_EQ(data.examples().size(), all.size());
+        EXPECT_EQ(all.size() > 200, seq_len < 21);
+        EXPECT_EQ(data.examples_cut() > 0 && data.texts_parted() > 0, seq_len < 21);
         expect_all(data, seq_len, all, true);
         expect_all(data, seq_len, all, false);
-        // The last tenth of each of the two files' hundred.
         const auto held_out = data.hold_out(1);
         ASSERT_TRUE(held_out);
-        std::vector<std::vector<int32_t>> rest(all.begin(), all.begin() + 90),
-            tenths(all.begin() + 90, all.begin() + 100);
-        rest.insert(rest.end(), all.begin() + 100, all.begin() + 190);
-        tenths.insert(tenths.end(), all.begin() + 190, all.end());
         expect_all(data, seq_len, rest, true);
         expect_all(*held_out, seq_len, tenths, false);
-        EXPECT_EQ(held_out->examples().size(), 20u);
+        EXPECT_EQ(held_out->examples().size(), tenths.size());
     }
 }
 

@@ -88,6 +88,7 @@ template <class Trial>
 Options with_chosen_context(const Options& given, Choices& choices) {
     if (given.context.empty()) return given;
     Options chosen = given;
+    chosen.chose_length = true;
     if (!given.has("--batch")) chosen.batch = 1;
     if (kHostIsDevice) memory_free_at_start();
     const FreeMemory room = memory_for(given);

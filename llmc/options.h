@@ -52,6 +52,7 @@ struct Options {
     int batch = 8,      // 0: auto
         seq_len = 128, grad_accum = 1;
     std::string context;          // "auto", or empty
+    bool chose_length = false;    // no option: that tries lengths, or chose one
     bool plans_examples = false;  // no option: a plan without data is of examples that share sequences
     std::string loss_on = "completions", chat_format = "auto";
     int64_t steps = 1500;

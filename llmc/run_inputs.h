@@ -208,27 +208,28 @@ inline void RunInputs::choose_length() {
              why, config.positions - adapter.prompt_tokens);
 }
 
-// Fails where chunks of rows were given that are larger than all rows, or that no block would go in.
+// Fails where chunks of rows were given that are larger than all rows, unless the length was left to be
+// chosen, or that no block would go in.
 inline void RunInputs::check_chunks() const {
     const auto given = [&](const char* option, int64_t rows) {
         return rows > 0 && o_.has(option) && !o_.saved.contains(option);
     };
-    const int64_t length = o_.seq_len + adapter.prompt_tokens, batch_rows = o_.batch * length;
     const auto number = [](int64_t n) { return static_cast<long long>(n); };
-    if (given("--mlp-rows", o_.mlp_rows) && o_.batch > 0 && o_.mlp_rows > (batch_rows + 7) / 8 * 8)
-        fail("--mlp-rows %lld: a micro-batch has %lld; 0 takes all", number(o_.mlp_rows), number(batch_rows));
-    if (!given("--attention-rows", o_.attention_rows)) return;
-    if (o_.attention_rows > (length + 127) / 128 * 128)
-        fail("--attention-rows %lld: a sequence has %lld; 0 takes all", number(o_.attention_rows),
-             number(length));
-    if (o_.park_keys && o_.attention_rows >= length)
+    const int64_t length = o_.chose_length ? kMostPositions : o_.seq_len + adapter.prompt_tokens;
+    const int64_t batch_rows = o_.batch * length, of_mlp = o_.mlp_rows, of_attention = o_.attention_rows;
+    if (given("--mlp-rows", of_mlp) && o_.batch > 0 && of_mlp > (batch_rows + 7) / 8 * 8)
+        fail("--mlp-rows %lld: a micro-batch has %lld; 0 takes all", number(of_mlp), number(batch_rows));
+    if (!given("--attention-rows", of_attention)) return;
+    if (of_attention > (length + 127) / 128 * 128)
+        fail("--attention-rows %lld: a sequence has %lld; 0 takes all", number(of_attention), number(length));
+    if (o_.park_keys && of_attention >= length)
         fail("--park-keys: no key is before the rows at hand, as --attention-rows %lld are all of a sequence",
-             number(o_.attention_rows));
-    const std::vector<std::string> names = recompute_names();
-    const std::vector<int> levels = parse_levels(o_.recompute, names, config.layers, "--recompute");
+             number(of_attention));
+    const std::vector<int> levels =
+        parse_levels(o_.recompute, recompute_names(), config.layers, "--recompute");
     if (o_.steps > 0 && !o_.has("--memory") && std::ranges::find(levels, kLastLevel) == levels.end())
         fail("--attention-rows %lld: is of blocks that keep nothing: --recompute block",
-             number(o_.attention_rows));
+             number(of_attention));
 }
 
 // What --data names, or the first text; nothing where no training is asked for.

@@ -56,6 +56,15 @@ def test_what_else_ends_it(train, llama):
     assert train.plan(*options[:-1 - len(LORA)], *LORA, *data, "--batch", 2)["batch"] == 2
 
 
+def test_beside_chunks_of_rows(train, llama):
+    """A length that is left to be chosen may be less than they are."""
+    options = ("--model", llama / "model", "--context", "auto", *LORA, "--recompute", "block", "--attention-rows", 256,
+               "--mlp-rows", 1024)
+    assert train.plan(*options)["seq_len"] == 5000
+    assert train.plan(*options, "--data", llama / "data.bin", "--batch", 50)["seq_len"] == 176
+    assert train.plan(*options, "--data", llama / "data.bin", "--park-keys", "--batch", 36)["seq_len"] == 243
+
+
 def test_of_examples(train, tmp_path):
     """The longest is as long as sequences become, where memory and positions allow that; other data end it too."""
     make(tmp_path / "model", "--family", "llama", "--layers", 2, "--heads", 4, "--channels", 64, "--positions", 5000,

@@ -607,7 +607,7 @@ def test_a_block_by_length(tmp_path):
     out = tmp_path / "block.md"
     script("block.py", "--train", train.path, "--longest", 1024, "--out", out)
     row = [cell.strip() for cell in out.read_text().splitlines()[-1].strip("|").split("|")]
-    assert row[0] == "1,024" and len(row) == 5 and all(re.fullmatch(r"[\d.]+ s, \d+ MiB", cell) for cell in row[1:])
+    assert row[0] == "1,024" and len(row) == 6 and all(re.fullmatch(r"[\d.]+ s, \d+ MiB", cell) for cell in row[1:])
     measured = json.loads(out.with_suffix(".json").read_text())["measured"]
     assert measured["train"]["1024"]["bytes"] < measured["dense"]["1024"]["bytes"]
     assert out.with_suffix(".png").stat().st_size > 10000

@@ -204,8 +204,9 @@ def test_greedy_with_tokenizer(train_fp32, folder, tmp_path):
     tokens = tokenizer.encode(prompt)
     assert len(tokens) < len(prompt) / 1.5
     expected = greedy(tmp_path / "model", tokens, 20)
-    if 0 in expected:  # the end of the text: the trainer stops there
-        expected = expected[:expected.index(0)]
+    end = json.loads((tmp_path / "model" / "config.json").read_text())["eos_token_id"]
+    if end in expected:  # the trainer stops there
+        expected = expected[:expected.index(end)]
     got = sampled(train_fp32, "--model", "model", "--steps", 0, "--prompt", prompt, "--sample-tokens", 20,
                   cwd=tmp_path)
     assert got.decode(errors="replace") == prompt + tokenizer.decode(expected, clean_up_tokenization_spaces=False)

@@ -114,25 +114,27 @@ def shard(folder):
 
 
 def small_step(trainer, gpu, setup, folder, *more):
-    """By kernel, what one step of the small model counts: that of two steps less that of one."""
+    """By kernel, what one step of the small model counts on the GPU that is played for this one: that of two steps less
+    that of one."""
     import make_model
+    plays = "H100" if gpu.arch == "sm_90a" else "A100"
     model = folder / f"small-{setup.small[1]}"
     if not model.exists():
         make_model.main(list(map(str, ["--out", model, "--layers", 1, "--positions", 2048, "--dtype", "bf16",
                                        "--vocab", VOCABULARY, *setup.small])))
     counted = []
     for steps in (1, 2):
-        path = folder / "-".join(map(str, [gpu, model.name, setup.seq_len, steps, *more]))
+        path = folder / "-".join(map(str, [plays, model.name, setup.seq_len, steps, *more]))
         if not path.exists():
             run([trainer, "--model", model, "--data", shard(folder), "--batch", 1, "--seq-len", setup.seq_len, "--steps", steps,
-                 "--eval-batches", 1, "--sample-tokens", 0, "--graph", "off", *SMALL, *more], GPU=gpu, GPU_COUNTERS=str(path))
+                 "--eval-batches", 1, "--sample-tokens", 0, "--graph", "off", *SMALL, *more], GPU=plays, GPU_COUNTERS=str(path))
         counted.append(read_counters(path.read_text()))
     once, twice = counted
     kernels = {}
     for name, counts in twice.items():
         least = {key: counts[key] for key in ("threads", "shared_bytes")}
         kernels[name] = Kernel({key: n - once.get(name, {}).get(key, 0) for key, n in counts.items()} | least)
-    plan_of_it = plan(trainer, gpu, model, 1, setup.seq_len, folder, *SMALL)
+    plan_of_it = plan(trainer, plays, model, 1, setup.seq_len, folder, *SMALL)
     return {name: k for name, k in kernels.items() if k["launches"]}, totals(plan_of_it["operations"])
 
 
@@ -415,7 +417,7 @@ def hopper_kernels(trainer, plans, folder, from_sass):
     for setup in SETUPS:
         cells = []
         for more in ((), ("--attention", "hopper")):
-            kernels, small = small_step(trainer, "H100", setup, folder, *more)
+            kernels, small = small_step(trainer, gpu, setup, folder, *more)
             code = facts(gpu, kernels, *from_sass)
             for name in ("attention_forward", "attention_backward"):
                 cost = totals(plans[setup.title, "H100"])[name]
@@ -435,7 +437,7 @@ def attention_by_length(trainer, folder, from_sass):
     for gpu_name, gpu in GPUS.items():
         by_length = {}
         for length in COUNTED:
-            kernels, small = small_step(trainer, "H100" if gpu.arch == "sm_90a" else "A100", setup._replace(seq_len=length), folder)
+            kernels, small = small_step(trainer, gpu, setup._replace(seq_len=length), folder)
             by_length[length] = kernels, small, facts(gpu, kernels, *from_sass)
         for name in ("attention_forward", "attention_backward"):
             units = {length: unit_of(name, small, kernels, code) for length, (kernels, small, code) in by_length.items()}
@@ -518,7 +520,7 @@ def main(arguments=None):
         rows, plans, codes = [], {}, {}
         for setup in SETUPS:
             for gpu_name, gpu in GPUS.items():
-                kernels, small = small_step(trainer, "H100" if gpu.arch == "sm_90a" else "A100", setup, folder)
+                kernels, small = small_step(trainer, gpu, setup, folder)
                 p = plan(trainer, gpu_name, setup.model, setup.batch, setup.seq_len, folder)
                 operations = p["operations"]
                 check_claims(kernels, totals(operations))

@@ -179,9 +179,8 @@ class Dataset {
             };
             encode(file, [&](std::span<const int32_t> tokens, bool is_text) {
                 if (tokens.size() > most) (is_text ? parted_ : cut_)++;
-                add(tokens.first(std::min(most, tokens.size())));
-                for (size_t done = most - 1; is_text && done + 1 < tokens.size(); done += most - 1)
-                    add(tokens.subspan(done, std::min(most, tokens.size() - done)));
+                for (size_t at = 0; at == 0 || (is_text && at + 1 < tokens.size()); at += most - 1)
+                    add(tokens.subspan(at, std::min(most, tokens.size() - at)));
             });
         });
         if (examples_.empty()) fail("%s: %s: has no example", option_.c_str(), stream_name(0).c_str());

@@ -217,10 +217,10 @@ inline void RunInputs::check_chunks() const {
     const auto number = [](int64_t n) { return static_cast<long long>(n); };
     const int64_t length = o_.chose_length ? kMostPositions : o_.seq_len + adapter.prompt_tokens;
     const int64_t batch_rows = o_.batch * length, of_mlp = o_.mlp_rows, of_attention = o_.attention_rows;
-    if (given("--mlp-rows", of_mlp) && o_.batch > 0 && of_mlp > (batch_rows + 7) / 8 * 8)
+    if (given("--mlp-rows", of_mlp) && o_.batch > 0 && of_mlp > 8 * ceil_div(batch_rows, 8))
         fail("--mlp-rows %lld: a micro-batch has %lld; 0 takes all", number(of_mlp), number(batch_rows));
     if (!given("--attention-rows", of_attention)) return;
-    if (of_attention > (length + 127) / 128 * 128)
+    if (of_attention > 128 * ceil_div(length, 128))
         fail("--attention-rows %lld: a sequence has %lld; 0 takes all", number(of_attention), number(length));
     if (o_.park_keys && of_attention >= length)
         fail("--park-keys: no key is before the rows at hand, as --attention-rows %lld are all of a sequence",

@@ -1910,22 +1910,13 @@ void Gpt::backward_mlp_rows(int layer, Block<floatX>& g, MlpActivations& m, cons
 }
 
 // qkv (B, T, qkv_width()) becomes its own gradient, of what attention made of it: d_q at once, d_k and d_v
-// at once, or where they are no longer read; the keys of chunks lie elsewhere. Hopper's kernels need room
-// for all of it.
+// at once, or where they are no longer read; the keys of chunks lie elsewhere.
 void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, const TensorF& lse,
                                       const TensorF& delta, int layer, KvRows* kv) {
     const auto run = [&](floatX* dq, floatX* dk, floatX* dv, const AttentionInput<floatX>& in) {
         attention_backward(dq, dk, dv, d_attention.data(), lse.data(), delta.data(), in, stream_);
     };
     const int64_t next_row = kv ? kv->length - attention_rows_ : 0;  // the last rows are the first
-    if (hopper_attention_) {
-        TensorX d_qkv = take_gradient("d_qkv", qkv.shape());
-        for_pieces_of_keys(qkv, layer, kv, true, next_row, [&](const AttentionInput<floatX>& in) {
-            run(d_qkv.data(), d_qkv.at(keys_at()), d_qkv.at(values_at()), in);
-        });
-        qkv = std::move(d_qkv);
-        return;
-    }
     floatX *const k = qkv.at(keys_at()), *const v = qkv.at(values_at());
     if (kv || kOverwritesKeys)
         return for_pieces_of_keys(qkv, layer, kv, true, next_row,
@@ -2371,7 +2362,7 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       adapter_(make_adapter_state()),
       gpt_(arena_, stream_, model_,
            {pointer_to(quantized_), pointer_to(quantized_head_), pointer_to(embeddings_)}, trained(),
-           o_.attention == "hopper"),
+           o_.attention != "common"),
       ring_(arena_, stream_),
       host_updates_(arena_, stream_),
       norm_of_each_unit_(o_.clip_per_block || o_.update_in_backward),

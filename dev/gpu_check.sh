@@ -208,7 +208,7 @@ d12() {
     time_step d12 bf16 "$1" --head-rows 4096
     time_step d12 bf16 "$1" --head-rows 4096 --graph off
     if [ "$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1)" = 9.0 ]; then
-        time_step d12 bf16 "$1" --head-rows 4096 --attention hopper
+        time_step d12 bf16 "$1" --head-rows 4096 --attention common
     fi
     part "operations of d12, bf16, batch $1" 60 "${operations[@]}"
     time_step d12 bf16 "$1" --head-rows 4096 "${searched[@]}"

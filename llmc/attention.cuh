@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kAttentionThreads, ForwardTiles<T, kHead, kPla
     int first_keys[2] = {};  // of the documents of this lane's queries
     if (!kPlain && in.positions) document_keys(first_keys, in, b, row);
     AttentionRows<kHead / 8> o[kParts] = {};
-    OnlineSoftmax softmax[kParts];
+    OnlineSoftmax<> softmax[kParts];
     if (in.continues) {
         UNROLL for (int m = 0; m < kParts; m++)
             continue_output<kHead>(o[m], softmax[m], in, h, row + 16 * m, vectors);
@@ -490,7 +490,7 @@ bool attention_vectors(const AttentionInput<T>& in, std::initializer_list<const 
     return all;
 }
 
-// Whether attention_hopper.cuh's kernels were asked for and can do this; else those above do.
+// Whether attention_hopper.cuh's kernels may and can do this; else those above do.
 template <class T>
 bool hopper_attention_takes(const AttentionInput<T>& in, std::initializer_list<const void*> arrays) {
     // Those begin where a window or a document does, not with whole pieces.
@@ -572,7 +572,7 @@ constexpr bool kOverwritesKeys = kFastCpu;
 // dq, strided like q, and dk and dv, as dkv_row and the others say, from dout, lse of the forward pass and
 // attention_delta(). The queries are those of all keys or, with sums of dk and dv, the last ones, or those
 // after the keys; where these come in pieces, the last one writes dq, and some query sees each. dq may be
-// q, but for Hopper's kernels, of which one thread asks for q and others write dq; see also kOverwritesKeys.
+// q; see also kOverwritesKeys.
 // Every element of the heads is written. Deterministic.
 template <class T>
 void attention_backward(T* dq, T* dk, T* dv, const T* dout, const float* lse, const float* delta,

@@ -154,7 +154,7 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
     AttentionRows<kHead / 8> o = {};
     AttentionRows<N> s;
     FragmentA<bf16> p[N / 2];
-    OnlineSoftmax softmax;
+    OnlineSoftmax<true> softmax;
     if (in.continues) continue_output<kHead>(o, softmax, in, place.h, place.row, true);
     float correction[2];
     const auto start_scores = [&] {
@@ -206,7 +206,7 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
         take_softmax();
         wgmma_wait<0>();
         take_output();
-        scale_rows(o, correction);
+        if (correction[0] != 1.f || correction[1] != 1.f) scale_rows(o, correction);
         round_scores<N>(p, s);
     }
     start_output();
@@ -493,6 +493,7 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
         fence_registers(ds_rounded);
         ring.release();
     }
+    // dq may be q: these rows have arrived in shared memory, and no other block reads them.
     store_query_rows<kHead>(dq, dq_rows, scale, in, place.b, place.h, place.row, true);
 }
 

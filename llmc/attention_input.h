@@ -40,7 +40,7 @@ struct AttentionInput {
     int64_t q_head = head_size, kv_head = head_size;
     int window = 0;                // keys that a query sees at most, its own included; 0: no window
     const float* alibi = nullptr;  // a slope for each query head, or null
-    bool hopper = false;           // attention_hopper.cuh's kernels, where they can
+    bool hopper = false;           // attention_hopper.cuh's kernels may do it, where they can
     // How many rows of its document come before a query, (batch, queries), and the sequence's row after the
     // last of a key's document, (batch, keys); or null, where a sequence is one document.
     const int *positions = nullptr, *document_ends = nullptr;

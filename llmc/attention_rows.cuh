@@ -282,7 +282,14 @@ SIMT_DEVICE void scale_rows(AttentionRows<N>& o, const float (&factor)[2]) {
 // Less than any score, and no infinity: a row may see no key of its first tiles.
 constexpr float kNoScore = -1e30f;
 
-// The softmax of a lane's two rows so far: largest score, and this lane's part of the sum of exponentials.
+// By how much, in log2, scores may exceed the base of a lazy softmax: sums and outputs stay far from
+// overflow.
+constexpr float kLazyGrowth = 8.f;
+
+// The softmax of a lane's two rows so far: largest score, and this lane's part of the sum of exponentials. A
+// lazy one keeps its base, here called the largest, until a score exceeds it by kLazyGrowth, so that few
+// steps ask for a correction (as FlashAttention-4 does).
+template <bool kLazy = false>
 struct OnlineSoftmax {
     float largest[2] = {kNoScore, kNoScore};
     float sum[2] = {0.f, 0.f};
@@ -296,6 +303,7 @@ struct OnlineSoftmax {
             float top = largest[r];
             UNROLL for (int j = 0; j < N; j++) top = fmaxf(top, fmaxf(s[0][j][2 * r], s[0][j][2 * r + 1]));
             top = quad_max(top);
+            if (kLazy && !((top - largest[r]) * scale_log2 > kLazyGrowth)) top = largest[r];
             correction[r] = exp2_of((largest[r] - top) * scale_log2);
             largest[r] = top;
             base[r] = top * scale_log2;
@@ -310,8 +318,8 @@ struct OnlineSoftmax {
 };
 
 // Begins with what pieces of keys before left of the warp's 16 queries from `row` on.
-template <int kHead, class T>
-SIMT_DEVICE void continue_output(AttentionRows<kHead / 8>& o, OnlineSoftmax& softmax,
+template <int kHead, class T, bool kLazy>
+SIMT_DEVICE void continue_output(AttentionRows<kHead / 8>& o, OnlineSoftmax<kLazy>& softmax,
                                  const AttentionInput<T>& in, int h, int row, bool vectors) {
     load_carried<kHead>(o, in, h, row, vectors);
     UNROLL for (int r = 0; r < 2; r++) {
@@ -324,9 +332,10 @@ SIMT_DEVICE void continue_output(AttentionRows<kHead / 8>& o, OnlineSoftmax& sof
 }
 // Writes the output of the warp's 16 queries from `row` on, and unless it is null their lse; or, where more
 // pieces of keys come, what these begin with.
-template <int kHead, class T>
-SIMT_DEVICE void store_output(T* out, float* lse, AttentionRows<kHead / 8>& o, const OnlineSoftmax& softmax,
-                              const AttentionInput<T>& in, int b, int h, int row, float scale, bool vectors) {
+template <int kHead, class T, bool kLazy>
+SIMT_DEVICE void store_output(T* out, float* lse, AttentionRows<kHead / 8>& o,
+                              const OnlineSoftmax<kLazy>& softmax, const AttentionInput<T>& in, int b, int h,
+                              int row, float scale, bool vectors) {
     if (in.later > 0) {
         store_carried<kHead>(o, in, h, row, vectors);
         UNROLL for (int r = 0; r < 2; r++) {

@@ -91,7 +91,7 @@ struct Options {
     int64_t save_every = 0;
     int keep = 2;
     std::string resume;
-    std::string attention = "common";
+    std::string attention = "auto";
     int threads = 0;
     std::string graph = "on";
     std::string matmul_algorithms;
@@ -430,8 +430,9 @@ inline void declare_run_options(CLI::App& app, Options& o) {
     app.add_option("--eval-batches", o.eval_batches, "steps whose sequences make one")
         ->transform(whole(1, kMostCount))
         ->group(group);
-    app.add_option("--attention", o.attention, "hopper: for GPUs of compute capability 9.0, not tried yet")
-        ->check(CLI::IsMember({"common", "hopper"}))
+    app.add_option("--attention", o.attention,
+                   "kernels; auto: hopper, which are for compute capability 9.0, where they can")
+        ->check(CLI::IsMember({"auto", "common", "hopper"}))
         ->group(group);
     app.add_option("--threads", o.threads, "CPU threads; 0: all")->transform(whole(0, 4096))->group(group);
     app.add_option("--graph", o.graph, "replay each step as CUDA graphs; only a GPU has them")

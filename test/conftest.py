@@ -1,15 +1,33 @@
 """Lets the tests import the scripts of dev/ and dev/data/, and gives those of the trainer its binaries."""
 
+import os
 import pathlib
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev" / "data")]
+# make test-more runs what make test leaves out: tests that are marked `more`, and the other precision of files whose
+# subject is the same in both, which name one: USUALLY = "fp32".
+MORE = bool(os.environ.get("MORE_TESTS"))
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "more: slow, and seldom finds what others do not; make test-more runs it")
 
 
 def pytest_generate_tests(metafunc):
     """A test that asks for `train` runs once for each binary; train_fp32 and train_bf16 are those of a precision."""
+    usually = "" if MORE else getattr(metafunc.module, "USUALLY", "")
     for name in {"train", "train_fp32", "train_bf16"} & set(metafunc.fixturenames):
         from trainer_runs import binaries  # not before: other tests need no binary
-        wanted = name.removeprefix("train").removeprefix("_")
+        wanted = name.removeprefix("train").removeprefix("_") or usually
         metafunc.parametrize(name, [b for b in binaries() if wanted in ("", b.precision)], ids=str, scope="session")
+
+
+def pytest_collection_modifyitems(config, items):
+    left = [] if MORE else [item for item in items if item.get_closest_marker("more")]
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = [item for item in items if item not in set(left)]

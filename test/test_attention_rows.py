@@ -15,6 +15,8 @@ from test_mlp_rows import losses
 from test_train import by_key
 from trainer_runs import figures, make, random_tokens, read_log, saved_bytes, write_shard
 
+USUALLY = "fp32"  # see conftest.py
+
 VOCAB, LENGTH = 301, 300
 DATA = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", LENGTH, "--recompute", "block")
 # Odd shapes of all that a block may have; windows of less than a chunk and of more.

@@ -427,7 +427,7 @@ def test_gpu_check_goes_on_after_a_failure(gpu_machine, tmp_path):
     batches = [rows.get(f"train d12, bf16, batch {batch}, seq_len 1024") for batch in (64, 32, 16, 8)]
     assert batches == ["does not fit", "does not fit", "passed", None]
     ways = ("--recompute none --head-rows 0", "--head-rows 4096", "--head-rows 4096 --graph off",
-            "--head-rows 4096 --attention hopper",
+            "--head-rows 4096 --attention common",
             "--head-rows 4096 --matmul-algorithms build/matmul-nvidia-fake-100.json")
     for name in ("operations of d12, bf16, batch 16", "operations of d12, bf16, batch 16, searched algorithms",
                  "operations of d12, bf16, batch 16, beside what was predicted",

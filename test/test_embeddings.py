@@ -19,6 +19,8 @@ from test_streaming import HALVES
 from test_train import sampled
 from trainer_runs import make, random_tokens, read_log, running, saved_bytes, wait_for_line, write_shard
 
+USUALLY = "bf16"  # see conftest.py
+
 VOCAB = 9001  # three slices of the head, the last a part
 SLICE = 4096
 ELSEWHERE = ("--embeddings", "disk")

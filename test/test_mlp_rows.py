@@ -13,6 +13,8 @@ from test_bad_input import refused
 from test_families import DATA, fused, linked, prepare, trained
 from trainer_runs import make, random_tokens, read_log, saved_bytes, write_shard
 
+USUALLY = "fp32"  # see conftest.py
+
 FAMILIES = ("gpt2", "llama", "qwen3", "bloom")
 ATTENTION = {"gpt2": ["attn.c_attn", "attn.c_proj"], "bloom": ["query_key_value"]}
 

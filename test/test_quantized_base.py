@@ -18,6 +18,8 @@ from test_gguf import MODELS as GGUF_MODELS, write_gguf
 from test_train import by_key, open_with_transformers, sampled, starting_at_0
 from trainer_runs import random_tokens, read_log, saved_bytes, write_shard
 
+USUALLY = "fp32"  # see conftest.py
+
 # Matrices whose elements are no multiple of NF4's blocks among them.
 FAMILIES = ("llama", "bloom", "qwen3")
 

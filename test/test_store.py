@@ -12,6 +12,8 @@ from test_families import DATA, linked, prepare
 from test_quantized_base import bitsandbytes, dequantized_head, floats_of, one_thread
 from trainer_runs import saved_bytes
 
+USUALLY = "fp32"  # see conftest.py
+
 WIDTHS = {
     "gpt2": ("--heads", 3, "--channels", 96),
     "llama": ("--heads", 6, "--kv-heads", 2, "--channels", 96, "--mlp-width", 160),

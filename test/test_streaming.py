@@ -26,6 +26,8 @@ from test_train import sampled
 from trainer_runs import (Train, cached_bytes, drop_from_cache, make, random_tokens, running, saved_bytes, small_disk, wait_for_line,
                           write_shard)
 
+USUALLY = "bf16"  # see conftest.py
+
 FAMILIES = ("gpt2", "llama", "qwen3", "bloom")
 DISK = ("--weights", "disk")
 HALVES = (*DISK, "--lend", "half")

@@ -6,6 +6,8 @@ import subprocess
 import pytest
 from trainer_runs import ENVIRONMENT, figures, make, read_log, write_text
 
+USUALLY = "bf16"  # see conftest.py
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -8,6 +8,8 @@ import pytest
 import test_rates
 from trainer_runs import write_text
 
+USUALLY = "bf16"  # see conftest.py
+
 LEVELS = ["none", "gelu", "norm", "ffn", "attention", "block"]
 STATE = ["weights", "gradients", "optimizer_m", "optimizer_v", "master", "input"]  # there all the time
 SETTINGS = ("--model", "d3", "--batch", 3, "--seq-len", 40)

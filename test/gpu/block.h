@@ -176,6 +176,11 @@ class Block {
                 &w.after};
     }
 
+    // A copy by TMA: what it read is known to whoever waits until its bytes have come.
+    Accessor copying_accessor(uint32_t clock, const WarpClock& after) const {
+        return {launch_.work, number_, clock, 0, kAsync, 0, &after};
+    }
+
     // --- Global memory, as a lane sees it.
 
     const char* read_global(Warp& w, int lane, uint64_t address, size_t bytes) {

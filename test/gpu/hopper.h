@@ -82,7 +82,7 @@ inline void copy_tensor(Warp& w, const Instruction& i, uint32_t lanes) {
         after[static_cast<size_t>(w.index)] = w.clock;
         block.begin_async_write(after, to, bytes);
         const uint32_t clock = block.next_async_clock();
-        block.add_async([=, &block, &w] {
+        block.add_async([=, &block] {
             std::vector<char> box(bytes, 0);
             const auto inside = [&](size_t n) {
                 return at[n] >= 0 && at[n] < static_cast<int64_t>(map.sizes[n]);
@@ -96,9 +96,7 @@ inline void copy_tensor(Warp& w, const Instruction& i, uint32_t lanes) {
                                    r * static_cast<int64_t>(map.strides[0]) +
                                    at[2] * static_cast<int64_t>(map.strides[1]);
                 DeviceMemory& memory = *block.launch().memory;
-                Accessor who = block.accessor(w, lane);
-                who.after = &after;
-                memory.reads(who, from, elements * 2);
+                memory.reads(block.copying_accessor(clock, after), from, elements * 2);
                 const char* bits = memory.bytes_at(from);
                 for (size_t k = 0; k < elements * 2; k += 16)
                     memcpy(box.data() + (swizzled(to + row * row_bytes + k) - to), bits + k,

@@ -9,6 +9,7 @@
 # make build-tests       builds the tests, and what they run
 # make unit-tests        runs the C++ tests; for the CPU also race-probe and fuzz
 # make python-tests      runs the Python tests
+# make test-more         runs the Python tests with those that make test leaves out: slow ones, and files in a second precision
 # make test-smollm2      fine-tunes SmolLM2-135M beside transformers (minutes)
 # make race-probe        checks that ThreadSanitizer finds a barrier that is missing
 # make test-sanitizers   runs kernel tests under AddressSanitizer and ThreadSanitizer, which make test does not (many minutes)
@@ -364,6 +365,11 @@ test-smollm2: test-deps build/$(DEVICE)-fp32/train
 python-tests: $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES) $(PROBES)
 	@dev/venv.sh
 	TRAIN_BINARIES="$(TRAINERS)" ASAN_TRAINERS="$(ASAN_TRAINERS)" $(PYTHON) -m pytest -q -n 2 --dist loadfile test
+
+.PHONY: test-more
+test-more: test-deps
+	+$(MAKE) --no-print-directory -j$$(nproc) DEVICE=$(DEVICE) build-tests
+	MORE_TESTS=1 $(MAKE) --no-print-directory DEVICE=$(DEVICE) python-tests
 
 # What only a machine with a GPU can check and measure, to dev/results/. GPU_CHECK=--dry-run prints the plan, and
 # GPU_CHECK="build kernels" does a part of it: dev/gpu_check.sh says which there are.

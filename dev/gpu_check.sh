@@ -171,7 +171,7 @@ do_python() {
         return
     fi
     while read -r file; do
-        part "$(basename "$file")" 15 env TRAIN_BINARIES="build/cuda-bf16/train build/cuda-fp32/train" \
+        part "$(basename "$file")" 15 env MORE_TESTS=1 TRAIN_BINARIES="build/cuda-bf16/train build/cuda-fp32/train" \
             "${python:-.venv/bin/python}" -m pytest -q "$file"
     done < <(grep -lE '^ *def test_.*\btrain(_fp32|_bf16)?\b|trainer_runs|BINARIES' test/test_*.py)
 }

@@ -602,6 +602,7 @@ def test_the_kinds_of_a_block_are_one_function():
             torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.more
 def test_a_block_by_length(tmp_path):
     train = next(b for b in binaries() if b.precision == "fp32")
     out = tmp_path / "block.md"

@@ -17,6 +17,8 @@ from test_train import LOSS_BOUND, by_key, run_reference
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from trainer_runs import ROOT, figures, listing, make, read_log, saved_bytes
 
+USUALLY = "fp32"  # see conftest.py
+
 # Hugging Face's chat templates, in short.
 CHATML = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system
 You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>

@@ -8,6 +8,8 @@ import pytest
 from test_families import VOCAB
 from trainer_runs import make, running, wait_for_line
 
+USUALLY = "fp32"  # see conftest.py
+
 THREADS = 2
 MODEL = ("--model", "d4", "--batch", 4, "--seq-len", 64, "--head-rows", 0, "--threads", THREADS)
 COSTS = ["products", "attention", "memory passes", "disk", "link", "host"]

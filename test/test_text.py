@@ -14,6 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from trainer_runs import (ENVIRONMENT, ROOT, figures, listing, make, random_tokens, read_log, saved_bytes, small_disk,
                           write_shard)
 
+USUALLY = "fp32"  # see conftest.py
+
 VOCAB = 400
 WIDE = 66000  # more than 16 bits hold
 SMALL = ("--family", "llama", "--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)

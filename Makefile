@@ -97,8 +97,10 @@ ifeq ($(DEVICE)$(CUDA_ARCH),cuda)
 endif
 comma := ,
 newest := $(call number_of,$(lastword $(CUDA_ARCH)))
+# PLAYED=1, for the tests, has the PTX of each beside its code, as it is: test/gpu runs it.
 GENCODE := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a)$(comma)code=sm_$(a)) \
-           -gencode arch=compute_$(newest)$(comma)code=compute_$(newest)
+           $(foreach a,$(if $(PLAYED),$(CUDA_ARCH),$(newest)),-gencode arch=compute_$(a)$(comma)code=compute_$(a)) \
+           $(PLAYED:1=-no-compress)
 # The kernels for compute capability 9.0 alone need that architecture's own instructions.
 HOPPER := $(if $(filter 90a,$(CUDA_ARCH)),-DLLMC_HOPPER)
 NVCCFLAGS := -std=c++20 -O3 -I. -MMD -MP -Xcompiler -Wall,-Wextra,-Wno-restrict,-Wno-unknown-pragmas,-fopenmp \
@@ -118,8 +120,9 @@ check_archs = $(if $(too_old),$(error CUDA_ARCH: $(too_old): the kernels need 80
 # $(call compile_cuda,FLAGS,LIBRARIES): the compilers' report, of registers and spills too, is kept beside the binary.
 define compile_cuda
 @mkdir -p $(@D)
-$(NVCC) $(1) $(NVCCFLAGS) $(NVCC_WERROR) -MF $@.d -MT $@ $< -o $@ $(2) $(CUDA_LIBS) > $@.log 2>&1 || { cat $@.log; rm -f $@; exit 1; }
+$(NVCC) $(1) $(NVCCFLAGS) $(NVCC_WERROR) -MF $@.d -MT $@ -c $< -o $@.o > $@.log 2>&1 || { cat $@.log; rm -f $@.o; exit 1; }
 @grep warning $@.log >&2 || :
+$(NVCC) $@.o -o $@ $(2) $(CUDA_LIBS)
 endef
 
 .PHONY: all deps gpu-deps test test-deps unit-tests python-tests cuda-build fuzz format clean help FORCE
@@ -219,7 +222,8 @@ test: test-deps
 PROBES := build/test/fast/tokenize_probe build/test/fast/formats_probe
 
 # The CUDA build on a machine without a GPU: test/gpu's library stands in for CUDA's, and runs the build's PTX, which lies
-# in these binaries as it is, for two architectures. They find the library by themselves.
+# in these binaries as it is, for two architectures. They find the library by themselves. The trainers are cuda-build's
+# objects, linked with it.
 # With COVERAGE=1 they also count, for gcov, which lines of host code run, and lie in a folder of their own.
 EMULATED := build/emulated$(COVERAGE:1=-coverage)
 EMULATED_TESTS := $(KERNEL_TESTS:%=$(EMULATED)/%)
@@ -241,10 +245,15 @@ define compile_emulated
 $(NVCC) $(1) $(EMULATED_FLAGS) $(COVERAGE:1=-lineinfo -Xcompiler --coverage) $(NVCC_WERROR) -MF $@.d -MT $@ -c $< -o $@.o
 $(NVCC) $@.o -o $@ -cudart shared $(COVERAGE:1=-Xcompiler --coverage) $(EMULATED_LIBS) $(2)
 endef
-$(EMULATED)/train-fp32: DEFINES :=
+ifdef COVERAGE
 $(EMULATED)/train-bf16: DEFINES := -DLLMC_BF16
 $(EMULATED_TRAINERS): $(EMULATED)/train-%: train_gpt.cu Makefile build/update_on_host-%.o | $(EMULATED)/lib/libgpu.so
 	$(call compile_emulated,$(DEFINES),build/update_on_host-$*.o)
+else
+$(EMULATED_TRAINERS): $(EMULATED)/train-%: cuda-build | $(EMULATED)/lib/libgpu.so
+	@mkdir -p $(@D)
+	$(NVCC) build/cuda-$*/train.o -o $@ -cudart shared $(EMULATED_LIBS) build/update_on_host-$*.o
+endif
 $(EMULATED)/faults: test/gpu/faults.cu Makefile | $(EMULATED)/lib/libgpu.so
 	$(call compile_emulated)
 $(EMULATED)/test_%: test/test_%.cpp Makefile | $(EMULATED)/lib/libgpu.so
@@ -322,7 +331,7 @@ race-probe: build/test/tsan/race_probe
 # minutes. Without a CUDA Toolkit there is nothing to check.
 cuda-build:
 ifneq ($(wildcard $(CUDA_HOME)/bin/nvcc),)
-	+@$(MAKE) --no-print-directory DEVICE=cuda CUDA_ARCH="$(CUDA_BUILD_ARCH)" build/cuda-bf16/train build/cuda-fp32/train
+	+@$(MAKE) --no-print-directory DEVICE=cuda PLAYED=1 CUDA_ARCH="$(CUDA_BUILD_ARCH)" build/cuda-bf16/train build/cuda-fp32/train
 	@! grep -hE '[1-9][0-9]* bytes (stack frame|spill)' build/cuda-*/train.log || { echo "cuda-build: kernels spill"; exit 1; }
 	@! grep -h 'wgmma.*serialized' build/cuda-*/train.log || { echo "cuda-build: products wait for each other"; exit 1; }
 	@echo "== cuda-build: $$(cat build/cuda-*/train.log | grep -c 'Used .* registers') kernels, none spills"

@@ -20,9 +20,11 @@ inline int unscaled_positions(const ModelConfig& c) {
     return named ? c.rope.original_max_position_embeddings : c.positions;
 }
 
-// A factor for --rope-scaling that makes a model's sequences longer than they are: 4, or twice what it has.
-inline int longer_factor(const ModelConfig& c) {
-    return std::max(4, 2 * c.longest() / unscaled_positions(c));
+// The factor for --rope-scaling, a power of two, with which a model has as many positions.
+inline int64_t factor_for(const ModelConfig& c, int64_t positions) {
+    int64_t factor = 2;
+    while (factor * unscaled_positions(c) < positions) factor *= 2;
+    return factor;
 }
 
 // A scaling as --rope-scaling has it, "yarn:4"; all but its type and factor as it comes. Fails where it is

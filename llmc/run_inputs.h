@@ -193,7 +193,9 @@ inline void RunInputs::choose_length() {
              made || scaled                                     ? ""
              : config.family->position == PositionKind::Learned ? "; --positions N adds to them"
              : config.family->position == PositionKind::Rotary
-                 ? format("; --rope-scaling yarn:%d stretches them", longer_factor(config)).c_str()
+                 ? format("; --rope-scaling yarn:%lld stretches them",
+                          static_cast<long long>(factor_for(config, o_.seq_len + adapter.prompt_tokens)))
+                       .c_str()
                  : "");
     }
     if (!scales_by_length()) return;

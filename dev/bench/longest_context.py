@@ -19,6 +19,7 @@ import results
 from results import ENVIRONMENT, PeerFailed, fail
 
 STEP = 256
+OTHERS = 16  # MiB that the cgroup has before ./train plans
 MORE = 4  # times PyTorch's longest, which ./train must run
 FOLDER = results.ROOT / "dev/bench"
 
@@ -66,7 +67,7 @@ class Peers:
         self.precision = self.plan(64)["precision"]
 
     def ours(self, *more):
-        budget = ["--memory", f"{self.options.memory >> 20}MiB", "--sample-tokens", 0]
+        budget = ["--memory", f"{(self.options.memory >> 20) - OTHERS}MiB", "--sample-tokens", 0]
         command = [self.options.train, "--train", "lora", *self.lora, *budget, *more]
         return results.json_of([*self.limit, *command])
 

@@ -251,7 +251,6 @@ $(EMULATED_TRAINERS): $(EMULATED)/train-%: train_gpt.cu Makefile build/update_on
 	$(call compile_emulated,$(DEFINES),build/update_on_host-$*.o)
 else
 $(EMULATED_TRAINERS): $(EMULATED)/train-%: cuda-build | $(EMULATED)/lib/libgpu.so
-	@mkdir -p $(@D)
 	$(NVCC) build/cuda-$*/train.o -o $@ -cudart shared $(EMULATED_LIBS) build/update_on_host-$*.o
 endif
 $(EMULATED)/faults: test/gpu/faults.cu Makefile | $(EMULATED)/lib/libgpu.so

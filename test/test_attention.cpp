@@ -625,6 +625,7 @@ TEST(HopperAttention, MatchesTheDefinition) {
                             {2, 2, 64, 63, 63, kPacked},
                             {1, 1, 64, 192, 192, kPacked},
                             {1, 2, 64, 193, 193, kPacked},
+                            {1, 1, 64, 641, 641, kPacked, 3},
                             {1, 1, 64, 641, 641, kPacked, 4},
                             {1, 1, 128, 515, 515, kPacked, 4},
                             {1, 3, 64, 100, 260, kCache, 3},

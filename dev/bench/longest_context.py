@@ -5,7 +5,7 @@
                                  [--out dev/results/longest.md]
 
 PyTorch runs with sdpa and every block checkpointed; its longest sequence is found by trying, in multiples of 256 tokens.
-./train plans its longest for --memory of the same size, then runs steps of four times PyTorch's longest; and both are
+./train plans its longest for --memory of 16 MiB less, then runs steps of four times PyTorch's longest; and both are
 timed at PyTorch's. All of it in a cgroup, whose memory is limited to as much; without --cgroup in processes that may not
 map more memory of their own (prlimit --data), touched or not, of which PyTorch's libraries alone have much.
 """
@@ -19,7 +19,7 @@ import results
 from results import ENVIRONMENT, PeerFailed, fail
 
 STEP = 256
-OTHERS = 16  # MiB that the cgroup has before ./train plans
+OTHERS = 16  # MiB of the cgroup that are left to what it holds before ./train plans
 MORE = 4  # times PyTorch's longest, which ./train must run
 FOLDER = results.ROOT / "dev/bench"
 

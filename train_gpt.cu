@@ -1927,7 +1927,7 @@ void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, 
             d_v = take_gradient("d_values", {rows, kv_width});
     in.dkv_row = kv_width, in.dkv_batch = in.keys * kv_width, in.dkv_head = config_.head_size;
     run(qkv.data(), d_k.data(), d_v.data(), in);
-    for (const auto& [from, to] : {std::pair(&d_k, k), {&d_v, v}}) {
+    for (const auto& [from, to] : {std::pair{&d_k, k}, std::pair{&d_v, v}}) {
         const int64_t columns = family_.heads_together ? config_.head_size : kv_width;
         const int64_t stride = family_.heads_together ? in.kv_head : in.kv_row;
         copy_rows_on_device(to, stride, from->data(), columns, columns, rows * kv_width / columns, stream_);

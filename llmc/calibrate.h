@@ -187,7 +187,8 @@ class Calibration {
             const int64_t most = std::max(kPassing, side * side);
             const TensorT a = b.template take<T>({side * side}), weights = b.template take<T>({most});
             TensorT out = b.template take<T>({most});
-            for (const auto& transposed : {std::pair{false, false}, {false, true}, {true, false}}) {
+            for (const auto& transposed :
+                 {std::pair{false, false}, std::pair{false, true}, std::pair{true, false}}) {
                 const bool transpose_a = transposed.first, transpose_b = transposed.second;
                 Product form;
                 form.transpose_a = transpose_a, form.transpose_b = transpose_b;

@@ -56,7 +56,7 @@ struct DataKinds {
 };
 inline DataKinds kinds_of_data(const Options& o) {
     DataKinds kinds;
-    for (const auto& [files, option] : {std::pair(&o.data, "--data"), {&o.val_data, "--val-data"}}) {
+    for (const auto& [files, option] : {std::pair{&o.data, "--data"}, std::pair{&o.val_data, "--val-data"}}) {
         if (files->empty()) continue;
         const std::unique_ptr<Dataset> data = open_data(*files, option);
         if (data->is_examples()) {

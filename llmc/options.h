@@ -709,7 +709,7 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
         for (const CLI::Option* option : app.get_options())
             if (option->count() > 0 && option->get_name() != "--help")
                 o.given[option->get_name()] = option->results();
-        for (const auto& [option, word] : {std::pair{"--park", "all"}, {"--state-rooms", "block"}})
+        for (const auto& [option, word] : {std::pair{"--park", "all"}, std::pair{"--state-rooms", "block"}})
             if (o.has(option) && o.given[option][0] == "-1") o.given[option] = {word};
     };
     try {

@@ -125,13 +125,11 @@ MemoryReport make_report(const Options& o, const Plans& plans, size_t tokenizer_
     r.process = process_bytes() + r.tokenizer + r.context;
     r.train = &plans.train;
     r.update = &plans.update;
-    for (const auto& [name, plan] : {std::pair{"the update", &plans.update},
-                                     {"validation", &plans.evaluate},
-                                     {"sampling", &plans.sample},
-                                     {"a sample's continuation", &plans.slide},
-                                     {"merging", &plans.merge},
-                                     {"loading", &plans.load},
-                                     {"a soft prompt's begin", &plans.first_prompt}})
+    for (const auto& [name, plan] :
+         {std::pair{"the update", &plans.update}, std::pair{"validation", &plans.evaluate},
+          std::pair{"sampling", &plans.sample}, std::pair{"a sample's continuation", &plans.slide},
+          std::pair{"merging", &plans.merge}, std::pair{"loading", &plans.load},
+          std::pair{"a soft prompt's begin", &plans.first_prompt}})
         if (!plan->takes.empty()) r.others.emplace_back(name, plan);
     r.phases = phases_of(plans, o.grad_accum, rates);
     r.update_seconds = seconds_of(plans.update.work, rates);
@@ -152,7 +150,7 @@ void add_stored(MemoryReport& report, const QuantizedWeights& matrices, const Pl
                 const Rates& rates) {
     const size_t whole = static_cast<size_t>(matrices.elements()) * sizeof(T);
     report.narrower = whole - std::min(whole, matrices.bytes());
-    for (const auto& [plan, runs] : {std::pair(&plans.train, 1), {&plans.add, grad_accum - 1}})
+    for (const auto& [plan, runs] : {std::pair{&plans.train, 1}, std::pair{&plans.add, grad_accum - 1}})
         for (const Work& w : plan->work)
             if (w.name == std::string_view("dequantize")) report.widening_seconds += runs * rates.seconds(w);
 }

@@ -269,12 +269,11 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
                               ? "activations"
                               : format("activations; a step's peak is %.2f (%s)",
                                        mebibytes(r.train->lower_bound), r.train->peak_at.c_str()));
-    for (const auto& [kind, what] : {std::pair{"weights", "parameters"},
-                                     {"gradients", "parameter gradients"},
-                                     {"optimizer_m", "AdamW optimizer state m"},
-                                     {"optimizer_v", "AdamW optimizer state v"},
-                                     {"master", "master copy of params"},
-                                     {"input", "batch"}})
+    for (const auto& [kind, what] :
+         {std::pair{"weights", "parameters"}, std::pair{"gradients", "parameter gradients"},
+          std::pair{"optimizer_m", "AdamW optimizer state m"},
+          std::pair{"optimizer_v", "AdamW optimizer state v"}, std::pair{"master", "master copy of params"},
+          std::pair{"input", "batch"}})
         line(r.of_kind(kind), what);
     line(r.workspace(), "workspace");
     const std::string of_it = format("; %.2f of it the tokenizer", mebibytes(r.tokenizer));

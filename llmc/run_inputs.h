@@ -346,7 +346,8 @@ inline void RunInputs::check_updates() const {
     if (o_.saved.count("--updates")) return;  // holds where the state still lives there
     if (o_.state != "host" && (!o_.has("--memory") || o_.has("--state")))
         fail("--updates host: is of a state that lives in host memory, as --state host has it");
-    for (const auto& [home, option] : {std::pair(&o_.weights, "--weights"), {&o_.gradients, "--gradients"}})
+    for (const auto& [home, option] :
+         {std::pair{&o_.weights, "--weights"}, std::pair{&o_.gradients, "--gradients"}})
         if (*home == "disk" && !adapter)
             fail("--updates host: %s disk: what the host updates is in its memory, or on the device", option);
 }
@@ -406,7 +407,7 @@ inline void RunInputs::check_saved_base() const {
              folder, o_.head.c_str());
     if (o_.base.empty() && !config.has_nf4)
         fail("--save-base %s: is for matrices in NF4: add --base nf4-double", folder);
-    for (const auto& [option, path] : {std::pair("--out", &o_.out), {"--merge", &o_.merge}})
+    for (const auto& [option, path] : {std::pair{"--out", &o_.out}, std::pair{"--merge", &o_.merge}})
         if (!path->empty() && same_file(o_.save_base, *path))
             fail("--save-base %s: is %s too", folder, option);
     if (o_.plan || !file_exists(o_.save_base)) return;

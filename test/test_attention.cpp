@@ -476,7 +476,8 @@ TYPED_TEST(Attention, MatchesTheDefinitionInEveryForm) {
             std::vector<Case> cases = {{1, 1, size, 70, 70, layout},
                                        {1, 4, size, 130, 130, layout, 1, 2, 90, true},
                                        {1, 4, size, 70, 70, layout, 1, 2}};
-            for (const auto& [dropout, document] : {std::pair{0.1, 0}, {0., 75}, {0.5, 75}}) {
+            for (const auto& [dropout, document] :
+                 {std::pair{0.1, 0}, std::pair{0., 75}, std::pair{0.5, 75}}) {
                 cases.push_back(cases[1]);
                 cases.back().dropout = dropout;
                 cases.back().document = document;

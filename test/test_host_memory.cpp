@@ -182,7 +182,7 @@ TEST(EnoughMemory, AContextIsTakenOnce) {
 }
 
 TEST(EnoughMemory, AContextIsAsLargeAsPublished) {
-    for (const auto& [multiprocessors, mib] : {std::pair{34, 107}, {142, 426}, {188, 555}})
+    for (const auto& [multiprocessors, mib] : {std::pair{34, 107}, std::pair{142, 426}, std::pair{188, 555}})
         EXPECT_NEAR(mebibytes(cuda_context_bytes(multiprocessors)), mib, 0.06 * mib);
 }
 

@@ -750,7 +750,8 @@ TEST(AddLosses, AddsTheScaledSum) {
 
 // Of whole sequences, and of packed ones, whose positions begin anew; a position that no row has stays.
 TEST(PositionLosses, AreSumsByPosition) {
-    for (const auto& [batch, seq_len] : {std::pair(1, 1), {3, 37}, {2, 300}, {40, 5}}) {
+    for (const auto& [batch, seq_len] :
+         {std::pair{1, 1}, std::pair{3, 37}, std::pair{2, 300}, std::pair{40, 5}}) {
         const auto rows = static_cast<size_t>(batch * seq_len), T = static_cast<size_t>(seq_len);
         const std::vector<float> losses = random_values<float>(rows, 3, 71),
                                  before = random_values<float>(T, 1, 72);

@@ -295,13 +295,9 @@ std::vector<Profile> random_profiles(uint64_t seed, int layers, int levels, bool
 
 TEST(Solve, EqualsTryingEverything) {
     int solved = 0, fits_none = 0;
-    for (const auto& [seed, layers, levels] : {std::tuple{11u, 5, 4},
-                                               {12u, 4, 5},
-                                               {13u, 3, 6},
-                                               {14u, 5, 3},
-                                               {15u, 4, 4},
-                                               {16u, 2, 6},
-                                               {17u, 1, 3}})
+    for (const auto& [seed, layers, levels] :
+         {std::tuple{11u, 5, 4}, std::tuple{12u, 4, 5}, std::tuple{13u, 3, 6}, std::tuple{14u, 5, 3},
+          std::tuple{15u, 4, 4}, std::tuple{16u, 2, 6}, std::tuple{17u, 1, 3}})
         for (bool nested : {true, false}) {
             SCOPED_TRACE("seed " + std::to_string(seed) + (nested ? ", nested" : ""));
             const std::vector<Profile> profiles = random_profiles(seed, layers, levels, nested);

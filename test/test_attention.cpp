@@ -911,7 +911,7 @@ TYPED_TEST(Attention, DoesNotDependOnTheNumberOfThreads) {
         ASSERT_TRUE(shares_heads(input_of(c, random_arrays<TypeParam>(c)), threads));
     cases.push_back(c);
     for (const auto& [window, document, dropout] :
-         {std::tuple{300, 0, 0.}, {0, 400, 0.}, {0, 0, 0.1}, {70, 90, 0.5}}) {
+         {std::tuple{300, 0, 0.}, std::tuple{0, 400, 0.}, std::tuple{0, 0, 0.1}, std::tuple{70, 90, 0.5}}) {
         c.window = window, c.document = document, c.dropout = dropout, c.alibi = window > 0;
         cases.push_back(c);
     }

@@ -204,7 +204,8 @@ TEST(Segments, PeaksAndEndsAreRelative) {
 
 TEST(Evaluate, EqualsTheRehearsalOfEveryMixInEveryOrder) {
     for (const auto& [seed, layers, levels] :
-         {std::tuple{1u, 5, 3}, {2u, 4, 4}, {3u, 3, 6}, {4u, 2, 3}, {5u, 1, 4}})
+         {std::tuple{1u, 5, 3}, std::tuple{2u, 4, 4}, std::tuple{3u, 3, 6}, std::tuple{4u, 2, 3},
+          std::tuple{5u, 1, 4}})
         for (bool nested : {true, false}) {
             const RandomStep step(seed, layers, levels, nested);
             Profile profile = step.profile();

@@ -133,7 +133,7 @@ json small_characters(bool bytes) {
     if (bytes)
         for (int byte = 0; byte < 256; byte++) add(format("<0x%02X>", byte));
     for (const std::pair<std::string, std::string> merge :
-         {std::pair{"▁", "a"}, {"a", "b"}, {"▁a", "b"}, {"▁", "▁"}}) {
+         {std::pair{"▁", "a"}, std::pair{"a", "b"}, std::pair{"▁a", "b"}, std::pair{"▁", "▁"}}) {
         add(merge.first + merge.second);
         merges.push_back({merge.first, merge.second});
     }

@@ -5,7 +5,8 @@
 // stream of tokens. JSON lines (.jsonl) hold examples, whose tokens a tokenizer makes (examples.h); they are
 // packed into sequences (packing.h). Everything else is text, whose tokens are its bytes, or those that a
 // tokenizer makes of it (text_tokens.h). All text files, and all examples, are one stream. What a sequence
-// needs is read when it is needed, so that there may be any number of files of any size.
+// needs is read when it is needed, so that there may be any number of files of any size, and does not stay in
+// the page cache, whose memory no plan has.
 #pragma once
 
 #include <algorithm>
@@ -151,7 +152,7 @@ class Dataset {
             const FileReader& text = open_unchanged(file);
             const uint64_t begin = kept->count;
             encode(text, [&](std::span<const int32_t> tokens) { kept->append(tokens); });
-            open_unchanged(file);
+            open_unchanged(file).drop_pages();
             append({std::move(file.path), file.stamp, begin, kept->count - begin});
         }
         kept->file.finish();
@@ -265,6 +266,12 @@ class Dataset {
         }
     }
 
+    // Gives back what the page cache holds of what was read so far.
+    void drop_pages() const {
+        if (open_) open_->drop_pages();
+        if (text_tokens_) text_tokens_->file.drop_pages();
+    }
+
   private:
     static constexpr size_t kHeaderBytes = 256 * sizeof(int32_t);
     static constexpr uint32_t kEveryNumber = ~uint32_t{0};  // a limit that without_loss() is below too
@@ -314,6 +321,7 @@ class Dataset {
             }
             budget -= end;
         }
+        drop_pages();
     }
 
     // Where the last tenth of a file's examples begins in the stream; adds to `learnt` how many of its tokens
@@ -343,6 +351,7 @@ class Dataset {
         const FileStamp stamp = file.stamp();
         int32_t header[3] = {};
         file.read(0, std::min(file.size(), sizeof header), header);
+        file.drop_pages();
         const ShardFormat* format = nullptr;
         for (const ShardFormat& known : kShardFormats)
             if (header[0] == known.magic) format = &known;
@@ -381,7 +390,10 @@ class Dataset {
 
     // The file, open, if it is still what it was.
     const FileReader& open_unchanged(const File& file) const {
-        if (!open_ || open_->path() != file.path) open_.emplace(file.path);
+        if (!open_ || open_->path() != file.path) {
+            if (open_) open_->drop_pages();
+            open_.emplace(file.path, Pages::Dropped);
+        }
         if (open_->stamp() != file.stamp)
             fail("%s: was written to or replaced since the run began, and had %llu bytes then",
                  file.path.c_str(), static_cast<unsigned long long>(file.stamp.bytes));
@@ -525,9 +537,10 @@ class SequenceLoader {
         if (data_.is_examples()) {
             for (uint64_t i = 0; i < count; i++)
                 fill_packed(first_sequence + i, i * seq_len_, inputs, targets, positions, ends);
-            return;
+            return data_.drop_pages();
         }
         fill(first_sequence, static_cast<int>(count), inputs.data(), targets.data());
+        data_.drop_pages();
         for (size_t row = 0; row < std::min(end, ends.size()); row++) {
             positions[row] = static_cast<int32_t>(row % seq_len_);
             ends[row] = static_cast<int32_t>(seq_len_);

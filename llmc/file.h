@@ -229,12 +229,56 @@ inline nlohmann::json parse_json(std::string_view text, const std::string& file)
 // parse_json of a whole file.
 inline nlohmann::json read_json(const std::string& path) { return parse_json(read_text(path), path); }
 
+// Writes an open file in order, from its begin on. The page cache has at most two windows of it: one that is
+// written to, and one that goes to the disk. Where something fails, errno says why.
+class PassingWrites {
+  public:
+    explicit PassingWrites(int fd) : fd_(fd) {}
+
+    bool write(const char* data, size_t bytes) {
+        while (bytes > 0) {
+            const size_t count = std::min<uint64_t>(bytes, kPagesWindow - written_ % kPagesWindow);
+            if (!write_all(fd_, data, count)) return false;
+            data += count, bytes -= count, written_ += count;
+            if (written_ % kPagesWindow == 0 && !pass_window()) return false;
+        }
+        return true;
+    }
+    // Has the disk hold all of it, and the page cache nothing.
+    bool finish() {
+        if (fsync(fd_) != 0) return false;
+        posix_fadvise(fd_, 0, 0, POSIX_FADV_DONTNEED);
+        return true;
+    }
+
+  private:
+    // Has the window that is full go to the disk, and that before it be there.
+    bool pass_window() {
+        if (!sync_window(written_ - kPagesWindow, SYNC_FILE_RANGE_WRITE)) return false;
+        if (written_ == kPagesWindow) return true;
+        const uint64_t before = written_ - 2 * kPagesWindow;
+        if (!sync_window(before,
+                         SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER))
+            return false;
+        posix_fadvise(fd_, static_cast<off_t>(before), kPagesWindow, POSIX_FADV_DONTNEED);
+        return true;
+    }
+    // A failed write is said here once, and then no more by fsync. Where there is no such call, fsync does.
+    bool sync_window(uint64_t at, unsigned how) const {
+        return sync_file_range(fd_, static_cast<off_t>(at), kPagesWindow, how) == 0 || errno == ENOSYS ||
+               errno == EINVAL || errno == ESPIPE;
+    }
+
+    const int fd_;
+    uint64_t written_ = 0;
+};
+
 // Writes a new file, or over an old one, through a buffer. Every error of the system, a full disk first among
-// them, fails naming the file. Without finish() the file is incomplete. The page cache keeps none of it, and
-// has at most two windows of it meanwhile: one that is written to, and one that goes to the disk.
+// them, fails naming the file. Without finish() the file is incomplete. The page cache keeps none of it.
 class FileWriter {
   public:
-    explicit FileWriter(const std::string& path) : path_(path), file_(path, O_WRONLY | O_CREAT | O_TRUNC) {
+    explicit FileWriter(const std::string& path)
+        : path_(path), file_(path, O_WRONLY | O_CREAT | O_TRUNC), writes_(file_.fd()) {
         buffer_.reserve(kBufferBytes);
     }
 
@@ -251,8 +295,7 @@ class FileWriter {
     // Writes what is buffered, waits until the disk has it all, and closes.
     void finish() {
         flush();
-        if (fsync(file_.fd()) != 0) fail_to("sync");
-        posix_fadvise(file_.fd(), 0, 0, POSIX_FADV_DONTNEED);
+        if (!writes_.finish()) fail_to("sync");
         if (!file_.close_now()) fail_to("close");
     }
 
@@ -263,27 +306,8 @@ class FileWriter {
         write_through(buffer_.data(), buffer_.size());
         buffer_.clear();
     }
-
     void write_through(const char* data, size_t bytes) {
-        while (bytes > 0) {
-            const size_t count = std::min<uint64_t>(bytes, kPagesWindow - written_ % kPagesWindow);
-            if (!write_all(file_.fd(), data, count)) fail_to("write");
-            data += count, bytes -= count, written_ += count;
-            if (written_ % kPagesWindow == 0) pass_window();
-        }
-    }
-    // Has the window that is full go to the disk, and that before it be there.
-    void pass_window() {
-        sync_window(written_ - kPagesWindow, SYNC_FILE_RANGE_WRITE);
-        if (written_ == kPagesWindow) return;
-        const uint64_t before = written_ - 2 * kPagesWindow;
-        sync_window(before, SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER);
-        posix_fadvise(file_.fd(), static_cast<off_t>(before), kPagesWindow, POSIX_FADV_DONTNEED);
-    }
-    // A failed write is said here once, and then no more by fsync. Where there is no such call, fsync does.
-    void sync_window(uint64_t at, unsigned how) {
-        if (sync_file_range(file_.fd(), static_cast<off_t>(at), kPagesWindow, how) == 0) return;
-        if (errno != ENOSYS && errno != EINVAL && errno != ESPIPE) fail_to("write");
+        if (!writes_.write(data, bytes)) fail_to("write");
     }
 
     [[noreturn]] void fail_to(const char* action) const {
@@ -292,7 +316,7 @@ class FileWriter {
 
     std::string path_;
     OpenFile file_;
-    uint64_t written_ = 0;  // without what is buffered
+    PassingWrites writes_;
     std::vector<char> buffer_;
 };
 

@@ -35,28 +35,31 @@ class TemporaryFile {
     // `holds` says in messages what it keeps.
     // Fails, as append() and finish() do, in one line that names the folder.
     explicit TemporaryFile(std::string holds)
-        : holds_(std::move(holds)), folder_(temporary_folder()), file_(make()) {
+        : holds_(std::move(holds)), folder_(temporary_folder()), file_(make()), writes_(file_.fd()) {
         buffer_.reserve(kBufferBytes);
     }
 
     void append(const void* data, size_t bytes) {
         const char* first = static_cast<const char*>(data);
-        if (buffer_.size() + bytes > kBufferBytes) finish();
+        if (buffer_.size() + bytes > kBufferBytes) flush();
         if (bytes > kBufferBytes)
             write(first, bytes);
         else
             buffer_.insert(buffer_.end(), first, first + bytes);
     }
-    // Has all that was appended be there to read.
+    // Has all that was appended be there to read, on the disk and not in the page cache.
     void finish() {
-        write(buffer_.data(), buffer_.size());
-        buffer_.clear();
+        flush();
+        if (!writes_.finish()) fail_to("write");
     }
     void read(uint64_t first, size_t bytes, void* out) const {
         const ssize_t got = read_at(file_.fd(), first, bytes, out);
         if (got < 0) fail_to("read");
         if (static_cast<size_t>(got) < bytes) bug("%s were read beyond their end", holds_.c_str());
     }
+
+    // Gives back what the page cache holds of it.
+    void drop_pages() const { posix_fadvise(file_.fd(), 0, 0, POSIX_FADV_DONTNEED); }
 
   private:
     static constexpr size_t kBufferBytes = 1 << 20;
@@ -66,8 +69,12 @@ class TemporaryFile {
         if (fd < 0) fail_to("keep");
         return fd;
     }
-    void write(const char* data, size_t bytes) const {
-        if (!write_all(file_.fd(), data, bytes)) fail_to("write");
+    void flush() {
+        write(buffer_.data(), buffer_.size());
+        buffer_.clear();
+    }
+    void write(const char* data, size_t bytes) {
+        if (!writes_.write(data, bytes)) fail_to("write");
     }
     [[noreturn]] void fail_to(const char* action) const {
         fail("%s: cannot %s %s there: %s; TMPDIR can name another folder", folder_.c_str(), action,
@@ -76,5 +83,6 @@ class TemporaryFile {
 
     std::string holds_, folder_;
     OpenFile file_;
+    PassingWrites writes_;
     std::vector<char> buffer_;
 };

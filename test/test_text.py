@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import pathlib
 import re
 import subprocess
 
@@ -11,8 +13,8 @@ import tokenize_text
 import torch
 from test_train import open_with_transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from trainer_runs import (ENVIRONMENT, ROOT, figures, listing, make, random_tokens, read_log, saved_bytes, small_disk,
-                          write_shard)
+from trainer_runs import (ENVIRONMENT, ROOT, cached_bytes, drop_from_cache, figures, listing, make, random_tokens, read_log, running,
+                          saved_bytes, small_disk, wait_for_line, write_shard)
 
 USUALLY = "fp32"  # see conftest.py
 
@@ -351,3 +353,21 @@ def test_a_prompt_takes_no_more_than_its_positions(train, work):
     [(_, more)] = megabytes("far", "--sample-tokens", 100000)
     cache = 100000 * 2 * 2 * 48 * (4 if train.precision == "fp32" else 2) / 2**20
     assert cache < float(more) < 1.5 * cache
+
+
+@pytest.mark.parametrize("name", ["data.bin", "a.txt", "lines.jsonl"])
+def test_data_leave_the_page_cache(train_fp32, work, name):
+    """Also the tokens that a text becomes, in a file without a name."""
+    paragraph = (work / "a").read_text()
+    if name == "data.bin":
+        write_shard(work / name, random_tokens(VOCAB, 6_000_000))
+    else:
+        (work / name).write_text(2000 * (paragraph if name == "a.txt" else json.dumps({"text": paragraph}) + "\n"))
+    assert (work / name).stat().st_size > 10 << 20
+    drop_from_cache(work / name)
+    with running(train_fp32, *RUN, "--data", name, "--steps", 10**6, "--print-every", 1, cwd=work, text=True) as process:
+        wait_for_line(process, r"^step +50/")
+        files = pathlib.Path(f"/proc/{process.pid}/fd").iterdir()
+        unnamed = [file for file in files if re.search(r"/train-\w+ \(deleted\)$", os.readlink(file))]
+        assert len(unnamed) == (name != "data.bin")
+        assert cached_bytes(work / name, *unnamed) <= 1 << 20

@@ -202,7 +202,7 @@ $(foreach b,fast faithful asan tsan,$(eval $(call cpu_test,$(b))))
 # The trainer in its fast CPU build under AddressSanitizer, which the arena tells what is alive, and
 # UndefinedBehaviorSanitizer; clang's, as g++'s lets pointers pass that are off a null pointer.
 ifeq ($(DEVICE),cpu)
-ASAN_TRAINERS := build/test/asan/train-fp32 build/test/asan/train-bf16
+ASAN_TRAINERS := build/test/asan/train-bf16 $(if $(MORE_TESTS),build/test/asan/train-fp32)
 endif
 build/test/asan/train-fp32: DEFINES :=
 build/test/asan/train-bf16: DEFINES := -DLLMC_BF16
@@ -269,7 +269,7 @@ test-emulated: test-deps emulated-build build/cpu-fp32/train build/cpu-bf16/trai
 	  echo "== $$t on $$gpu, seed $$seed"; GPU=$$gpu GPU_SEED=$$seed $$t --gtest_brief=1 --gtest_filter=-HopperAttention.Agrees* || exit 1; done; done; done
 	@for seed in 11 12 13; do echo "== HopperAttention.Agrees*, seed $$seed"; SMALL_SHAPES=1 GPU=H100 GPU_SEED=$$seed \
 	  $(EMULATED)/test_attention --gtest_brief=1 --gtest_filter=HopperAttention.Agrees* || exit 1; done
-	EMULATED_ALL=1 TRAIN_BINARIES="build/cpu-fp32/train build/cpu-bf16/train" $(PYTHON) -m pytest -q -n 2 test/test_emulated.py
+	MORE_TESTS=1 TRAIN_BINARIES="build/cpu-fp32/train build/cpu-bf16/train" $(PYTHON) -m pytest -q -n 2 test/test_emulated.py
 
 # What of the GPU's code no test has executed, PTX and host lines: at most 2% of either may be left. The better part of an
 # hour on two cores, half of it its build.
@@ -281,7 +281,7 @@ build/emulated-coverage/report: emulated-build
 	@for gpu in A100 H100; do for t in $(EMULATED_TESTS); do \
 	  if [ $${t##*/} = test_attention ]; then export SMALL_SHAPES=1; else unset SMALL_SHAPES; fi; \
 	  GPU=$$gpu GPU_COVERAGE=$(EMULATED)/coverage $$t --gtest_brief=1 || exit 1; done; done
-	EMULATED=$(EMULATED) GPU_COVERAGE=$(CURDIR)/$(EMULATED)/coverage EMULATED_ALL=1 TRAIN_BINARIES="build/cpu-fp32/train build/cpu-bf16/train" \
+	EMULATED=$(EMULATED) GPU_COVERAGE=$(CURDIR)/$(EMULATED)/coverage MORE_TESTS=1 TRAIN_BINARIES="build/cpu-fp32/train build/cpu-bf16/train" \
 	  $(PYTHON) -m pytest -q -n 2 test/test_emulated.py -k "not fault and not kernel_tests"
 	@$(PYTHON) dev/gpu_coverage.py $(EMULATED)/coverage --host $(EMULATED) --out dev/results/gpu-coverage.md
 
@@ -312,6 +312,8 @@ unit-tests: $(UNIT_TESTS)
 endif
 run/%: %
 	@echo "== $<"; $< --gtest_brief=1
+# The host's fibers are slow in attention: larger shapes are left to make test-more.
+run/build/test/faithful/test_attention: export SMALL_SHAPES := $(if $(MORE_TESTS),,1)
 # The faithful build's kernel tests under AddressSanitizer and ThreadSanitizer. What they find, the GPU that is played
 # in make test finds in PTX, so they are not among those.
 .PHONY: test-sanitizers

@@ -212,7 +212,7 @@ def test_pytorchs_model_is_as_large(train_fp32, model):
     assert parameters - padding == train_fp32.plan("--model", model)["parameters"]
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.more), "llama"])
 def test_transformers_beside_the_trainer(tmp_path, family):
     model = make(tmp_path / "tiny", "--family", family, "--vocab", 300)
     rows, raw, text = compare(tmp_path, "--train", fake_trainer(tmp_path), "--model", model, "--batch", 2, "--seq-len", 8,
@@ -261,7 +261,7 @@ def generation(*arguments, code=0):
             for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}, ran.stdout, ran.stderr
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.more), "llama"])
 def test_generation_beside_transformers(train_fp32, tmp_path, family):
     """The same tokens, which are timed one by one; the weights that a token reads are counted."""
     model = make(tmp_path / "tiny", "--family", family, "--vocab", 300, "--channels", 64, "--positions", 32)
@@ -299,6 +299,7 @@ def attention(folder, *arguments):
     return out.read_text(), json.loads(out.with_suffix(".json").read_text())
 
 
+@pytest.mark.more
 def test_attention_beside_pytorchs(tmp_path):
     text, raw = attention(tmp_path, "--precision", "bf16", "--memory", 2000)
     wanted = {(kind, "bf16", length, size) for kind in ("train", "sdpa", "naive") for length in (64, 256)

@@ -11,6 +11,7 @@ import subprocess
 import gpu_predicted
 import numpy as np
 import pytest
+from conftest import MORE
 from test_families import VOCAB, linked, prepare
 from test_train import sampled, starting_at_0
 from trainer_runs import (Train, binaries, figures, make, random_tokens, read_log, running, saved_bytes, wait_for_line,
@@ -125,10 +126,10 @@ def model(request, tmp_path_factory):
     return prepare(tmp_path_factory.mktemp(request.param), request.param, MODELS)
 
 
-# fp32's attention multiplies by shuffles, which takes long here: of it a part is left to make test-emulated.
+# fp32's attention multiplies by shuffles, which takes long here.
 @pytest.fixture(params=["fp32", "bf16"])
 def precision(request, model):
-    if request.param == "fp32" and model.name.startswith("gpt2") and "EMULATED_ALL" not in os.environ:
+    if request.param == "fp32" and model.name.startswith("gpt2") and not MORE:
         pytest.skip("make test-emulated runs it")
     return request.param
 
@@ -179,6 +180,8 @@ def test_runs_are_those_of_the_cpu_build_and_of_each_other(model, precision, tmp
 
 @pytest.mark.parametrize("name", VARIED)
 def test_what_people_train_with(model, precision, name, tmp_path):
+    if precision == "bf16" and model.name.startswith("llama") and not MORE:
+        pytest.skip("make test-emulated runs it")
     options = ("--steps", 4, "--lr", 1e-3, "--warmup", 2, *VARIED[name])
     here, files, _ = logged(played(precision), tmp_path / "here", model, *options)
     there, _, _ = logged(on_cpu(precision), tmp_path / "there", model, *options)
@@ -366,7 +369,7 @@ FORMATS = {"fp32": (), "split": ("--master", "split", "--adam-m", "8bit", "--ada
            "no master": ("--master", "none", "--adam-v", "8bit"), "sgd": ("--optimizer", "sgd")}
 
 
-@pytest.mark.parametrize("formats", FORMATS)
+@pytest.mark.parametrize("formats", ["fp32", "split", *(pytest.param(name, marks=pytest.mark.more) for name in ("no master", "sgd"))])
 def test_the_hosts_cores_update_to_the_same_bits(tmp_path, formats):
     """In backward and after it, with weights and gradients on the device and with the host, in two or three orders."""
     make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
@@ -446,6 +449,7 @@ def test_samples_are_those_of_the_cpu_build(model, tmp_path):
     assert here == there and len(here.split()) == 30
 
 
+@pytest.mark.more
 def test_measuring(tmp_path):
     work = prepare(tmp_path, "gpt2", MODELS)
     small = played("bf16", GPU_MEMORY="64")  # what is copied to measure the rate of copies is then small

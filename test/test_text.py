@@ -73,7 +73,7 @@ def data_line(run):
 # ---- text becomes tokens
 
 
-@pytest.mark.parametrize("model", ["model", "wide"])
+@pytest.mark.parametrize("model", ["model", pytest.param("wide", marks=pytest.mark.more)])
 def test_text_is_the_shard_of_the_script(train, work, model):
     """The same numbers of every step and validation, over the whole of an epoch."""
     options = ("--model", model, "--steps", 50, "--eval-every", 20)

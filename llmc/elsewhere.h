@@ -1,6 +1,7 @@
 // elsewhere.h - memory beside the device's that a training works in: in a file (elsewhere_disk.h), which a
 // GPU reaches through the host (elsewhere_staged.h), or in pinned host memory beside a GPU
-// (elsewhere_host.h). What lies there comes to rooms of the arena and goes back while the device computes.
+// (elsewhere_host.h). What lies there comes to rooms of the arena and goes back while the device computes;
+// what a GPU's host updates on its disk comes to rooms of the host (host_updates.h).
 #pragma once
 
 #include <cstddef>

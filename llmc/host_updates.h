@@ -1,13 +1,17 @@
-// host_updates.h - a state that lives in host memory beside a GPU, updated there by the host's cores: only
-// gradients go to it, and weights come back, where all of the state would cross the link twice.
+// host_updates.h - a state that lives in host memory beside a GPU, or on its disk, updated there by the
+// host's cores: only gradients go to it, and weights come back, where all of the state would cross the link
+// twice.
 //
 // Chunks of gradients are copied to a ring of pinned rooms, as many as a block has. The host updates a chunk
 // when its room is needed for another, or at the end: the GPU then computes the next block. What lives in
-// host memory already, weights or gradients, stays there.
+// host memory already, weights or gradients, stays there. A chunk's state comes from the disk to the chunk's
+// room while its gradients do, and goes back as soon as it is updated.
 #pragma once
 
+#include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -38,11 +42,14 @@ class HostUpdates {
     HostUpdates(Arena& arena, const Stream& stream) : arena_(arena), stream_(stream) {}
 
     // The pinned memory of the rooms.
-    static size_t pinned_bytes(const State<T>& state) { return rooms_of(state) * kRoomBytes; }
-    // Takes it. `place` is where the state's chunks are.
-    void allocate(const State<T>& state, const Elsewhere& place) {
+    static size_t pinned_bytes(const State<T>& state) {
+        return rooms_of(state) * room_bytes(state) + (is_on_disk(state) ? kElsewhereAlignment : 0);
+    }
+    // Takes it. `place` is where the state's chunks are: a disk's is not staged, so that the host itself
+    // finds done what it joins, and must end before this does.
+    void allocate(const State<T>& state, Elsewhere& place) {
         place_ = &place;
-        link_ = std::make_unique<Link>(rooms_of(state));
+        link_ = std::make_unique<Link>(state);
     }
     // What the updates from here on are by.
     void use(const OptimizerStep& step) { factors_ = factors_of(step); }
@@ -52,6 +59,7 @@ class HostUpdates {
     void update(const State<T>& state, int unit, UnitMemory<T> weights, UnitMemory<const T> gradients,
                 const Tensor<float>& norm) {
         updates_under_way_ = true;
+        state_bytes_ = is_on_disk(state) ? state.chunk_bytes() : 0;
         host_act([this, &state, unit, weights, gradients, norm = norm.view()] {
             const Waiting waiting(Transfer::State);  // for rooms, and until all has gone
             if (!arena_.rehearsing()) link_->asked.record(stream_), link_->asked.block(link_->stores.get());
@@ -65,27 +73,31 @@ class HostUpdates {
     // Has all that are under way done for what the stream is given from here on.
     void give_back() {
         if (!std::exchange(updates_under_way_, false)) return;
-        if (arena_.rehearsing()) {
-            wait_for(updates_.back());
-            wait_for(std::exchange(transfers_, 0) - 1);
-            return updates_.clear();
-        }
+        if (arena_.rehearsing()) return note_end();
         host_act([this] {
             const Waiting waiting(Transfer::State);
-            while (done_ < begun_) finish();
+            size_t last = 0;
+            while (done_ < begun_) {
+                Room& room = finish();
+                if (state_bytes_ > 0) last = exchange(room, {});
+            }
             link_->came.block(stream_);
+            if (state_bytes_ > 0) place_->join(last, stream_);
         });
     }
 
   private:
-    // Gradients, weights, and behind them the norm.
+    // Gradients, weights, behind them the norm, and in whole sectors the state, where that is on a disk.
     static constexpr size_t kPart = static_cast<size_t>(kStateChunk) * sizeof(T);
-    static constexpr size_t kRoomBytes = 2 * kPart + kSector;
+    static constexpr size_t kNormAt = 2 * kPart, kStateAt = kNormAt + kSector;
+    static_assert(kStateAt % kElsewhereAlignment == 0);
     struct Room {
         char* at = nullptr;
         UpdateArrays<T> arrays = {};
         T* weights = nullptr;  // on the device, where they go back to
         Event arrived, came;
+        std::optional<uint64_t> state_at = {};  // on the disk: of the state that is in the room,
+        size_t exchange = 0;                    // and which one brought it
     };
     // What the copies are made with, of which a rehearsal has none.
     struct Link {
@@ -93,11 +105,16 @@ class HostUpdates {
         std::vector<Room> rooms;
         OwnStream stores, fetches;
         Event asked, gone, came;  // before a unit's copies; behind them; behind what came back last
-        explicit Link(size_t count) : memory(count * kRoomBytes), rooms(count) {
-            for (size_t i = 0; i < count; i++) rooms[i].at = memory.data() + i * kRoomBytes;
+        explicit Link(const State<T>& state) : memory(pinned_bytes(state)), rooms(rooms_of(state)) {
+            char* at = is_on_disk(state) ? aligned_room(memory.data()) : memory.data();
+            for (Room& room : rooms) room.at = std::exchange(at, at + room_bytes(state));
         }
     };
     static size_t rooms_of(const State<T>& state) { return StateRing::most_rooms(state, -1); }
+    static bool is_on_disk(const State<T>& state) { return state.options.updated == Home::Disk; }
+    static size_t room_bytes(const State<T>& state) {
+        return kStateAt + (is_on_disk(state) ? state.chunk_bytes() : 0);
+    }
     // Whether an update reads the weights that it writes.
     static bool reads_weights(const StateOptions& s) {
         return std::is_same_v<T, float> || s.master != Master::Fp32;
@@ -113,10 +130,11 @@ class HostUpdates {
         const bool weights_go = !weights.on_host && reads_weights(state.options);
         if (arena_.rehearsing()) {
             const size_t to_host = sizeof(float) + (gradients_go ? bytes : 0) + (weights_go ? bytes : 0);
-            if (updates_.size() == rooms_of(state)) wait_for(updates_.front()), updates_.pop_front();
+            if (noted_.size() == rooms_of(state)) note_finish();
+            const int read = state_bytes_ > 0 ? note_state(Way::DiskRead) : 0;
             const UpdateArrays<T> arrays = arrays_of_chunk<T>(state, unit, chunk, nullptr, nullptr, nullptr);
             last_to_host_ = note(Way::ToHost, static_cast<double>(to_host));
-            updates_.push_back(note(Way::HostUpdate, update_bytes(arrays)));
+            noted_.push_back({read, note(Way::HostUpdate, update_bytes(arrays))});
             if (!weights.on_host) note(Way::FromHost, static_cast<double>(bytes));
             return;
         }
@@ -127,43 +145,80 @@ class HostUpdates {
         room.came.wait();
         T* const gradients_here = reinterpret_cast<T*>(room.at);
         T* const weights_here = reinterpret_cast<T*>(room.at + kPart);
-        char* const state_here = place_->address(uint64_t{number} * state.chunk_bytes());
+        const uint64_t state_at = uint64_t{number} * state.chunk_bytes();
+        if (state_bytes_ > 0) room.exchange = exchange(room, state_at);
+        char* const state_here = state_bytes_ > 0 ? room.at + kStateAt : place_->address(state_at);
         room.arrays = arrays_of_chunk<T>(state, unit, chunk, state_here, weights.at, gradients.at);
         room.weights = weights.on_host ? nullptr : room.arrays.weights;
         if (gradients_go) move_async(Way::ToHost, gradients_here, room.arrays.gradients, bytes, stores);
         if (weights_go) move_async(Way::ToHost, weights_here, room.weights, bytes, stores);
         if (gradients_go) room.arrays.gradients = gradients_here;
         if (!weights.on_host) room.arrays.weights = weights_here;
-        move_async(Way::ToHost, room.at + 2 * kPart, norm.data(), sizeof(float), stores);
+        move_async(Way::ToHost, room.at + kNormAt, norm.data(), sizeof(float), stores);
         room.arrived.record(stores);
     }
-    // Updates the first chunk that is not done.
-    void finish() {
+    // Updates the first chunk that is not done, and returns its room.
+    Room& finish() {
         Room& room = link_->rooms[done_++ % link_->rooms.size()];
         room.arrived.wait();
+        if (state_bytes_ > 0) place_->join(room.exchange, stream_);
         count_moved(Way::HostUpdate, static_cast<size_t>(update_bytes(room.arrays)));
-        update_on_host(&room.arrays, &factors_, *reinterpret_cast<const float*>(room.at + 2 * kPart));
-        if (!room.weights) return;
+        update_on_host(&room.arrays, &factors_, *reinterpret_cast<const float*>(room.at + kNormAt));
+        if (!room.weights) return room;
         const size_t bytes = static_cast<size_t>(room.arrays.n) * sizeof(T);
         move_async(Way::FromHost, room.weights, room.arrays.weights, bytes, link_->fetches.get());
         room.came.record(link_->fetches.get());
         link_->came.record(link_->fetches.get());
+        return room;
     }
+    // Has the updated state that is in a room go back to the disk, and then what is at `from` come, if
+    // anything. Returns the number to join it by.
+    size_t exchange(Room& room, std::optional<uint64_t> from) {
+        const std::optional<uint64_t> to = std::exchange(room.state_at, from);
+        return place_->exchange(room.at + kStateAt, state_bytes_, to, from, stream_);
+    }
+
     // In a rehearsal: that a transfer begins, whose number it returns, and the wait for one.
     int note(Way way, double bytes) {
-        note_transfer({Transfer::State, false, way, bytes});
+        note_transfer({.of = Transfer::State,
+                       .waits = false,
+                       .way = way,
+                       .bytes = bytes,
+                       .stays_with_host = way == Way::DiskRead || way == Way::DiskWrite});
         return transfers_++;
     }
+    int note_state(Way way) { return note(way, static_cast<double>(state_bytes_)); }
     static void wait_for(int number) { note_transfer({Transfer::State, true, Way::FromHost, 0, number}); }
+    // And what finish() does, and its state's way back.
+    void note_finish() {
+        const Noted chunk = noted_.front();
+        noted_.pop_front();
+        if (state_bytes_ > 0) wait_for(chunk.read);
+        wait_for(chunk.update);
+        if (state_bytes_ > 0) note_state(Way::DiskWrite);
+    }
+    // And what give_back() does.
+    void note_end() {
+        const int last = transfers_ - 1;
+        if (state_bytes_ == 0) noted_.erase(noted_.begin(), noted_.end() - 1);  // it is behind the others
+        while (!noted_.empty()) note_finish();
+        wait_for(last);
+        if (state_bytes_ > 0) wait_for(transfers_ - 1);
+        transfers_ = 0;
+    }
 
     Arena& arena_;
     const Stream& stream_;
-    const Elsewhere* place_ = nullptr;
+    Elsewhere* place_ = nullptr;
     UpdateFactors factors_ = {};
     std::unique_ptr<Link> link_;
     bool updates_under_way_ = false;
     size_t begun_ = 0, done_ = 0;  // chunks
-    // Of a rehearsal: how many transfers there were, the last to the host, and the updates that have rooms.
+    size_t state_bytes_ = 0;       // of a chunk's state that comes from a disk
+    // Of a rehearsal: how many transfers there were, the last to the host, and those of chunks in rooms.
+    struct Noted {
+        int read, update;
+    };
     int transfers_ = 0, last_to_host_ = 0;
-    std::deque<int> updates_;
+    std::deque<Noted> noted_;
 };

@@ -367,8 +367,8 @@ inline void declare_elsewhere_options(CLI::App& app, Options& o) {
         ->check(one_of(kHomeNames))
         ->group(group);
     app.add_option("--updates", o.updates,
-                   "beside a GPU, where a state in host memory is updated: on the device, to which it comes "
-                   "and from which it goes, or on the host's cores, to which gradients go")
+                   "beside a GPU, where a state in host memory or on the disk is updated: on the device, to "
+                   "which it comes and from which it goes, or on the host's cores, to which gradients go")
         ->check(CLI::IsMember({"device", "host"}))
         ->group(group);
     app.add_option(

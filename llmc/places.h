@@ -27,17 +27,20 @@
 
 // Memory beside the device's that a run works in.
 struct Place {
-    const char* option;  // that asked for it
-    Home home;           // the device where there is none
-    size_t bytes;        // 0: there is none
-    size_t room_bytes;   // that come or go together,
-    size_t rooms;        // and how many times that many are under way at a time
+    const char* option;      // that asked for it
+    Home home;               // the device where there is none
+    size_t bytes;            // 0: there is none
+    size_t room_bytes;       // that come or go together,
+    size_t rooms;            // and how many times that many are under way at a time
+    bool with_host = false;  // the host works on what is there: none of it comes to the device
 
     // Of that, in pinned memory of the host; beside a GPU also what passes through it on the way to a file.
     size_t pinned() const {
         if (home == Home::Host || bytes == 0) return bytes;
-        return kHostIsDevice ? 0 : StagedElsewhere::pinned_bytes(room_bytes, rooms);
+        return is_staged() ? StagedElsewhere::pinned_bytes(room_bytes, rooms) : 0;
     }
+    // Whether what is in a file passes through pinned memory on its way.
+    bool is_staged() const { return !kHostIsDevice && !with_host; }
     // Of that, in a file of the run's own.
     size_t in_file() const { return home == Home::Disk ? whole_sectors(bytes) : 0; }
 
@@ -46,7 +49,7 @@ struct Place {
         if (bytes == 0) return nullptr;
         if (home == Home::Host) return std::make_unique<HostElsewhere>(bytes);
         auto file = std::make_unique<DiskElsewhere>(temporary_folder(), bytes, option);
-        if (kHostIsDevice) return file;
+        if (!is_staged()) return file;
         return std::make_unique<StagedElsewhere>(std::move(file), room_bytes, rooms);
     }
 };
@@ -129,8 +132,12 @@ class Places {
         return place_of_blocks("--gradients disk", model_.options.block_gradients, lends);
     }
     Place place_of_updated_state() const {
-        return {"--state disk", trained_.options.updated, trained_.chunks().size() * trained_.chunk_bytes(),
-                trained_.chunk_bytes(), StateRing::most_rooms(trained_, o_.state_rooms)};
+        return {"--state disk",
+                trained_.options.updated,
+                trained_.chunks().size() * trained_.chunk_bytes(),
+                trained_.chunk_bytes(),
+                StateRing::most_rooms(trained_, o_.state_rooms),
+                updates_on_host()};
     }
     Place place_of_parked() const;
     // Of one sequence and one block.

@@ -216,7 +216,8 @@ inline double seconds_waited(const PhaseTimes& phases, std::string_view phase = 
 // When what is asked of a disk or of the link between host and device begins and is done. A disk does one
 // thing after the other; the link is one each way. What is fetched comes behind all that was stored before it
 // of its kind, as in elsewhere_host.h, and so does the host's update of it. What a GPU gets from a disk
-// crosses the link while it is read, and what goes there crosses it before (elsewhere_staged.h).
+// crosses the link while it is read, and what goes there crosses it before (elsewhere_staged.h), but for what
+// stays with its host.
 class Media {
   public:
     explicit Media(const Rates& rates) : rates_(rates) {}
@@ -226,7 +227,8 @@ class Media {
     };
     // Of a transfer that is asked for at `now`.
     Span begin(const Transfer& t, double now) {
-        if (t.way == Way::DiskWrite && !kHostIsDevice) {
+        const bool crosses = !kHostIsDevice && !t.stays_with_host;
+        if (t.way == Way::DiskWrite && crosses) {
             double& link = free_of(Way::ToHost);
             now = link = std::max(now, link) + rates_.seconds_moving(t.bytes, Way::ToHost);
         }
@@ -234,8 +236,10 @@ class Media {
         const bool follows = t.way == Way::FromHost || t.way == Way::HostUpdate;
         const double at = std::max({now, free, follows ? stored : 0});
         double done = free = at + rates_.seconds(t);
-        if (t.way == Way::ToHost || t.way == Way::HostUpdate) stored = std::max(stored, done);
-        if (t.way == Way::DiskRead && !kHostIsDevice) {
+        const bool comes_to_host = t.way == Way::DiskRead && t.stays_with_host;
+        if (t.way == Way::ToHost || t.way == Way::HostUpdate || comes_to_host)
+            stored = std::max(stored, done);
+        if (t.way == Way::DiskRead && crosses) {
             double& link = free_of(Way::FromHost);
             link = std::max(at, link) + rates_.seconds_moving(t.bytes, Way::FromHost);
             done = std::max(done, link);

@@ -67,7 +67,7 @@ constexpr int64_t kMostTogether = 64;
 
 // Whether what the host's cores need for an update is with them, or on the device.
 inline bool host_can_update(const Options& o) {
-    return o.state == "host" && o.gradients != "disk" && (o.weights != "disk" || o.trains_adapter());
+    return o.state != "device" && o.gradients != "disk" && (o.weights != "disk" || o.trains_adapter());
 }
 
 // The options with each mix, those given first. Blocks that move may also be passed by all micro-batches of a

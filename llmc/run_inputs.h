@@ -344,8 +344,8 @@ inline void RunInputs::check_frozen_home(const char* option, const std::string& 
 inline void RunInputs::check_updates() const {
     if (kHostIsDevice) fail("--updates host: is for a GPU's host; on a CPU that is the device");
     if (o_.saved.count("--updates")) return;  // holds where the state still lives there
-    if (o_.state != "host" && (!o_.has("--memory") || o_.has("--state")))
-        fail("--updates host: is of a state that lives in host memory, as --state host has it");
+    if (o_.state == "device" && (!o_.has("--memory") || o_.has("--state")))
+        fail("--updates host: is of a state that lives elsewhere, as --state host or --state disk has it");
     for (const auto& [home, option] :
          {std::pair{&o_.weights, "--weights"}, std::pair{&o_.gradients, "--gradients"}})
         if (*home == "disk" && !adapter)

@@ -93,7 +93,8 @@ struct Transfer {
     double bytes = 0;
     int number = -1;  // that is waited for, of those of its kind; negative: the last that began
     std::string_view range = {};
-    size_t after = 0;  // so many entries of the ledger of work
+    size_t after = 0;              // so many entries of the ledger of work
+    bool stays_with_host = false;  // between a disk and a GPU's host, which needs it itself
 };
 
 // Where a rehearsal writes its operations and its transfers down, and its clock; null otherwise.

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -31,3 +32,12 @@ def pytest_collection_modifyitems(config, items):
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]
+
+
+@pytest.fixture(scope="session")
+def bad_disk(tmp_path_factory):
+    """A library that has file systems refuse what it is told (bad_disk.cpp)."""
+    library = tmp_path_factory.mktemp("bad_disk") / "bad_disk.so"
+    source = pathlib.Path(__file__).with_name("bad_disk.cpp")
+    subprocess.run(["g++", "-std=c++20", "-Wall", "-Wextra", "-Werror", "-O1", "-fPIC", "-shared", source, "-o", library], check=True)
+    return library

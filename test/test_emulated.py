@@ -1,7 +1,10 @@
 """The CUDA build without a GPU: its own PTX, run on a GPU that test/gpu plays. Its kernel tests, planted faults, and runs of
 the trainer, which are those of the CPU build within rounding, and equal to the bit where the arithmetic is."""
 
+import collections
 import functools
+import itertools
+import json
 import os
 import pathlib
 import re
@@ -271,6 +274,7 @@ def test_what_is_stored_in_fewer_bits_waits_in_host_memory(tmp_path):
     ("--train", "lora", "--weights", "host", "--embeddings", "host", "--park", "all"),
     ("--train", "lora", "--weights", "disk", "--embeddings", "disk"),
     ("--weights", "host", "--gradients", "host", "--state", "host", "--updates", "host"),
+    ("--state", "disk", "--updates", "host"),
     ("--weights", "disk", "--gradients", "disk", "--state", "disk", "--grad-accum", 2), ()], ids=str)
 def test_what_is_pinned_is_what_is_planned(tmp_path, where):
     """To the byte, as the GPU counts it: where that much may be pinned the run says so, and with a byte less it ends in a line."""
@@ -346,7 +350,8 @@ def test_gradients_live_elsewhere(tmp_path, home):
 
 @pytest.mark.parametrize("options", [
     ("--train", "lora", "--lora-rank", 3, "--weights", "host", "--park", "all"), ("--weights", "disk", "--state", "disk"),
-    ("--update-in-backward", "--clip-per-block", "--state", "host", "--updates", "host", "--gradients", "device")], ids=str)
+    ("--update-in-backward", "--clip-per-block", "--state", "host", "--updates", "host", "--gradients", "device"),
+    ("--update-in-backward", "--clip-per-block", "--state", "disk", "--updates", "host")], ids=str)
 def test_steps_that_move_are_replayed(tmp_path, options):
     """Between their graphs the host does what it must: it gives streams far less than operation by operation, and the bits
     are the same."""
@@ -371,7 +376,8 @@ FORMATS = {"fp32": (), "split": ("--master", "split", "--adam-m", "8bit", "--ada
 
 @pytest.mark.parametrize("formats", ["fp32", "split", *(pytest.param(name, marks=pytest.mark.more) for name in ("no master", "sgd"))])
 def test_the_hosts_cores_update_to_the_same_bits(tmp_path, formats):
-    """In backward and after it, with weights and gradients on the device and with the host, in two or three orders."""
+    """In backward and after it, with weights and gradients on the device and with the host, the state in its memory and on its
+    disk, in several orders."""
     make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
          *MODELS["llama"])
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
@@ -379,26 +385,77 @@ def test_the_hosts_cores_update_to_the_same_bits(tmp_path, formats):
     for name, way in {"after": ("--grad-accum", 2), "in backward": ("--update-in-backward", "--clip-per-block")}.items():
         first = logged(played("bf16"), tmp_path / name, tmp_path, *options, *way)[:2]
         places = [(), ("--weights", "host")] + ([("--weights", "host", "--gradients", "host")] if name == "after" else [])
-        for i, (where, order) in enumerate(zip(places, ("late", "early", "random"))):
+        places = [("--state", state, *where) for state in ("host", "disk") for where in places]
+        for i, (where, order) in enumerate(zip(places, itertools.cycle(("late", "early", "random")))):
             lines, files, said = logged(played("bf16", GPU_ORDER=order, GPU_SEED=str(i)), tmp_path / f"{name} {i}", tmp_path,
-                                        *options, *way, "--state", "host", "--updates", "host", *where)
+                                        *options, *way, "--updates", "host", *where)
             assert (lines, files) == first, (name, where)
             assert re.search(r"waited +[\d.]+%", said)
 
 
-def test_weights_in_fp32_are_updated_by_the_host_too(tmp_path):
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_weights_in_fp32_are_updated_by_the_host_too(tmp_path, home):
     """They go there and come back, and 8-bit moments with them."""
     make(tmp_path / "model", "--family", "gpt2", "--layers", 2, "--vocab", VOCAB, "--positions", 64, *MODELS["gpt2"])
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
     options = ("--steps", REPLAYED, "--lr", 1e-3, "--eval-batches", 1, "--adam-m", "8bit")
     first = logged(played("fp32"), tmp_path / "device", tmp_path, *options)[:2]
-    assert logged(played("fp32"), tmp_path / "host", tmp_path, *options, "--state", "host", "--updates", "host")[:2] == first
+    assert logged(played("fp32"), tmp_path / "host", tmp_path, *options, "--state", home, "--updates", "host")[:2] == first
+
+
+def test_blocks_of_several_chunks_are_updated_by_the_host(tmp_path):
+    """Their state is on the disk: each room is used again and again in a step, and a save has all of it."""
+    make(tmp_path / "model", "--family", "llama", "--layers", 3, "--heads", 4, "--kv-heads", 2, "--channels", 128, "--mlp-width", 1600,
+         "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16")
+    write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
+    options = ("--steps", 4, "--lr", 1e-3, "--clip", 1, "--eval-batches", 1, "--save-every", 2, "--keep", 0)
+    first = logged(played("bf16"), tmp_path / "device", tmp_path, *options)[:2]
+    for order in ("late", "early"):
+        here = logged(played("bf16", GPU_ORDER=order), tmp_path / order, tmp_path, *options, "--state", "disk", "--updates", "host")
+        assert here[:2] == first, order
+    work = tmp_path / "late"
+    played("bf16")("--resume", "out/step-00000002", "--out", "rest", "--log", "rest.jsonl", cwd=work)
+    assert figures(read_log(work / "rest.jsonl"))[-2:] == first[0][-2:]
+    assert saved_bytes(work / "rest") == first[1]
+
+
+@pytest.mark.parametrize("ring", ["ring", "threads"])
+def test_a_disk_that_fails_beside_the_hosts_updates(tmp_path, bad_disk, ring):
+    """In the midst of a step: it ends in a line."""
+    work = prepare(tmp_path, "llama", MODELS)
+    failing = played("bf16", LD_PRELOAD=str(bad_disk), BAD_DISK_FAILS=str(tmp_path / "now"),
+                     **({"BAD_DISK_RING": "none"} if ring == "threads" else {}))
+    with running(failing, *DATA, "--steps", 10**6, "--print-every", 1, "--state", "disk", "--updates", "host", cwd=work, text=True,
+                 stderr=-1) as process:
+        wait_for_line(process, r"^step +3/")
+        (tmp_path / "now").touch()
+        error = process.communicate(timeout=60)[1].splitlines()[-1]
+    assert process.returncode == 2, error
+    assert re.search(r"^train: \S+: what --state disk keeps there cannot be (read|written): Input/output error$", error), error
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_what_moves_for_the_hosts_updates_is_planned(tmp_path, home):
+    """As many bytes each way; a state on the disk comes and goes once."""
+    work = prepare(tmp_path, "llama", MODELS)
+    train = played("bf16", GPU_MEMORY="64")
+    options = (*DATA, "--state", home, "--updates", "host")
+    train(*options, "--plan", "--timeline", "step.json", cwd=work)
+    planned = collections.Counter()
+    for transfer in json.loads((work / "step.json").read_text())["transfers"]:
+        planned[transfer["way"]] += transfer["bytes"]
+    bench = train(*options, "--bench", "--bench-warmup", 1, "--bench-steps", 2, "--json", cwd=work)
+    moved = {way: link["bytes"] for way, link in json.loads(bench.stdout)["links"].items()}
+    assert moved == planned
+    assert set(moved) == {"to_host", "from_host", "host_update", *(("disk_read", "disk_write") if home == "disk" else ())}
+    assert moved.get("disk_read") == moved.get("disk_write")
 
 
 @pytest.mark.parametrize("options, said", [
-    ((), "as --state host has it"), (("--state", "disk"), "as --state host has it"),
-    (("--state", "disk", "--memory", "1500MiB"), "as --state host has it"),
-    (("--state", "host", "--gradients", "disk"), "--gradients disk"), (("--state", "host", "--weights", "disk"), "--weights disk")])
+    ((), "as --state host or --state disk has it"), (("--state", "device"), "as --state host or --state disk has it"),
+    (("--state", "device", "--memory", "1500MiB"), "as --state host or --state disk has it"),
+    (("--state", "host", "--gradients", "disk"), "--gradients disk"), (("--state", "host", "--weights", "disk"), "--weights disk"),
+    (("--state", "disk", "--gradients", "disk"), "--gradients disk"), (("--state", "disk", "--weights", "disk"), "--weights disk")])
 def test_what_the_host_cannot_update_is_said(options, said):
     error = played("bf16")("--model", "d2", *options, "--updates", "host", "--plan", code=2).stderr.decode()
     assert said in error and error.count("\n") == 1
@@ -418,8 +475,10 @@ def test_memory_chooses_what_waits_in_host_memory():
         assert plan["gpu"] == "A100" and plan["rates"] == "nominal"
     there = train.plan(*options, "1500MiB", "--host-memory", "4GiB", "--updates", "device")
     assert there["choice"][0]["residences"] == " --state host"
-    little = train.plan(*options, "1500MiB", "--host-memory", "400MiB", "--updates", "host")["choice"][0]["residences"]
-    assert " --state disk" in little and " --updates device" in little
+    little = [train.plan(*options, memory, "--host-memory", "400MiB", "--updates", "host")["choice"][0]["residences"]
+              for memory in ("1500MiB", "700MiB")]
+    assert little[0] == " --state disk"
+    assert " --gradients disk" in little[1] and " --updates device" in little[1]
     assert there["estimated_seconds"] > 1.2 * train.plan(*options, "1500MiB", "--host-memory", "4GiB")["estimated_seconds"]
     resident = train.plan(*options, "2400MiB")
     assert not any(resident["elsewhere"].values()) and resident["estimated_seconds"] > plan["estimated_seconds"]

@@ -8,10 +8,11 @@
 
 namespace {
 
-// A disk of 10 and 5 bytes/s reading and writing, a link of 20 in and 10 out; operations of 1 FLOP/s.
+// A disk of 10 and 5 bytes/s reading and writing, a link of 20 in and 10 out, updates by the host of 50;
+// operations of 1 FLOP/s.
 Rates slow_rates() {
     Rates rates(DeviceRates{.flops = 1, .bandwidth = 1e9, .latency = 0});
-    rates.transfers = {10, 5, 20, 10};
+    rates.transfers = {10, 5, 20, 10, 50};
     return rates;
 }
 
@@ -83,6 +84,22 @@ TEST(Simulate, ADiskBesideAGpuIsBehindTheLink) {
         plan_of({}, {begins(Transfer::Loan, Way::DiskRead, 100), begins(Transfer::Parked, Way::FromHost, 100),
                      waits(Transfer::Parked, 0, 0)});
     EXPECT_DOUBLE_EQ(total(plan), kHostIsDevice ? 5 : 10);
+}
+
+// But for what its host needs itself, which updates it when it is there.
+TEST(Simulate, WhatStaysWithTheHostCrossesNoLink) {
+    Transfer read = begins(Transfer::State, Way::DiskRead, 100), write = read;
+    read.stays_with_host = write.stays_with_host = true;
+    write.way = Way::DiskWrite;
+    EXPECT_DOUBLE_EQ(total(plan_of({}, {read, begins(Transfer::Parked, Way::FromHost, 100),
+                                        waits(Transfer::Parked, 0, 0)})),
+                     5);
+    EXPECT_DOUBLE_EQ(total(plan_of({}, {write, begins(Transfer::Parked, Way::ToHost, 100),
+                                        waits(Transfer::Parked, 0, 0)})),
+                     10);
+    EXPECT_DOUBLE_EQ(total(plan_of({}, {read, begins(Transfer::State, Way::HostUpdate, 100),
+                                        waits(Transfer::State, 1, 0)})),
+                     12);
 }
 
 TEST(DeviceRates, AttentionMayHaveARateOfItsOwn) {

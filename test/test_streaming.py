@@ -304,15 +304,6 @@ def test_without_io_uring_the_bits_are_the_same(train, wide, tmp_path):
     assert saved_bytes(work / "ring") == saved_bytes(work / "threads") == saved_bytes(work / "memory") == saved_bytes(work / "limit")
 
 
-@pytest.fixture(scope="session")
-def bad_disk(tmp_path_factory):
-    """A library that has file systems refuse what it is told (bad_disk.cpp)."""
-    library = tmp_path_factory.mktemp("bad_disk") / "bad_disk.so"
-    source = pathlib.Path(__file__).with_name("bad_disk.cpp")
-    subprocess.run(["g++", "-std=c++20", "-Wall", "-Wextra", "-Werror", "-O1", "-fPIC", "-shared", source, "-o", library], check=True)
-    return library
-
-
 @pytest.mark.parametrize("train_what, where", [
     ("lora", DISK), ("lora", ("--embeddings", "disk")), ("lora", ("--park", "all")), ("full", DISK), ("full", ("--state", "disk")),
     ("full", ("--gradients", "disk"))], ids=str)

@@ -19,7 +19,8 @@ KERNEL_REASONS = {
     r" copy_kernel<": "it measures bandwidth, tested on an A100 in fp32 and whole vectors; in bf16 a calibration does, which takes too long here",
     r"^sm_90a hopper_attention_forward_kernel<128>: .*of_lane <= -rest":
         "a window begins in the first tile: 128 keys are no fewer than a block's queries",
-    r" (add_bias|scale_columns|matmul_tiled|embedding_forward)_kernel<[^:]*: $": "a division of numbers of more than 32 bits",
+    r" (add_bias|scale_columns|matmul_tiled|embedding_forward)_kernel<[^:]*: (for_each_vector<.*)?$":
+        "a division of numbers of more than 32 bits",
     r"^sm_90a embedding_forward_kernel<.*tokens \? tokens": "embeddings that live elsewhere are tested on an A100",
     r" matmul_tiled_kernel<.*: for \(int64_t k = 0; k < a\.columns| add_chunks_kernel<| position_embedding_backward_kernel<":
         "the way past a loop that always runs",
@@ -30,6 +31,7 @@ KERNEL_REASONS = {
     r" product_kernel<": "a test's own: what is left over of its loops, which are whole",
 }
 LINE_REASONS = {
+    r"^bug\(": "a mistake of the program's own",
     r"cudaGetDeviceProperties": "the name of a GPU in a file of rates: a calibration takes too long here",
     r"cuBLASLt refuses the algorithm of": "a file of algorithms names the library's version and the GPU: only a damaged one",
 }

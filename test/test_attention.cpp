@@ -556,7 +556,8 @@ TYPED_TEST(Attention, TakesKeysInPieces) {
     check_pieces<TypeParam>({1, 3, 20, 1300, 1300, kByHead, 1, 3, 300}, 512, kKeyPiece);
 }
 
-// The same by every kernel that a size of heads has, in few rows.
+// The same by every kernel that a size of heads has, in few rows; the second piece is also one that the first
+// of them do not see.
 TYPED_TEST(Attention, TakesKeysInPiecesInEveryForm) {
     using enum Case::Layout;
     if (kThreadSanitizer) GTEST_SKIP() << "slow";
@@ -566,9 +567,9 @@ TYPED_TEST(Attention, TakesKeysInPiecesInEveryForm) {
             Case c{1, 2, size, length, length, layout, 1, 1};
             check_pieces<TypeParam>(c, 32, kKeyPiece);
             c.window = 70, c.alibi = true, c.document = 150;
-            check_pieces<TypeParam>(c, 32, kKeyPiece);
+            check_pieces<TypeParam>(c, length - 12, kKeyPiece);
             c.dropout = 0.1;
-            check_pieces<TypeParam>(c, 32, kKeyPiece);
+            check_pieces<TypeParam>(c, length - 12, kKeyPiece);
         }
 }
 
@@ -658,6 +659,8 @@ TEST(HopperAttention, MatchesTheDefinition) {
             in_documents({2, 2, 64, 500, 500, kPacked}, longest);
             in_documents({1, 4, 128, 300, 300, kPacked, 1, 2, 90, true}, longest);
         }
+    // Some groups of a block's rows pass over tiles that others need.
+    if (!kThreadSanitizer) in_documents({2, 1, 128, 500, 500, kPacked}, 330);
     in_documents({1, 1, 64, 200, 200, kPacked}, 90);
     for (Case c : cases) {
         c.hopper = true;

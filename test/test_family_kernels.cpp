@@ -606,17 +606,20 @@ TYPED_TEST(FamilyKernels, SoftPrompts) {
         const auto before = random_values<T>(prompt.size(), 1, 5);
         std::vector<int> tokens(kBatch * kLength);
         for (size_t i = 0; i < tokens.size(); i++) tokens[i] = static_cast<int>(i * 7 % kVocabulary);
-        std::vector<T> out, d_prompt;
+        std::vector<T> out, alone, d_prompt;
         for_each_order([&] {
             const DeviceArray<T> a(wte), b(wpe), p(prompt), g(before), d(d_out), o(poisoned<T>(d_out.size()));
             const DeviceArray<int> t(tokens);
             Tensor<T> to = o.tensor({kBatch, kAll, C}), gradient = g.tensor({kPrompt, C});
+            embedding_forward(to, t.tensor({kBatch, kLength}), a.tensor({kVocabulary, C}), Tensor<T>(),
+                              p.tensor({kPrompt, C}), 0, Tensor<int>(), kStream);
+            alone = o.download();
             embedding_forward(to, t.tensor({kBatch, kLength}), a.tensor({kVocabulary, C}),
                               b.tensor({kAll, C}), p.tensor({kPrompt, C}), 0, Tensor<int>(), kStream);
             prompt_backward(gradient, d.tensor({kBatch, kAll, C}), kStream);
-            return bytes_of(out = o.download(), d_prompt = g.download());
+            return bytes_of(out = o.download(), alone, d_prompt = g.download());
         });
-        bool same = true;
+        bool same = true, same_alone = true;
         Doubles sums = to_doubles(before);
         for (int b = 0; b < kBatch; b++)
             for (int t = 0; t < kAll; t++)
@@ -628,9 +631,11 @@ TYPED_TEST(FamilyKernels, SoftPrompts) {
                                              tokens[static_cast<size_t>(b * kLength + t - kPrompt)] * C + c)];
                     const float sum = to_float(from) + to_float(wpe[static_cast<size_t>(t * C + c)]);
                     same &= to_float(out[i]) == to_float(from_float<T>(sum));
+                    same_alone &= to_float(alone[i]) == to_float(from);
                     if (t < kPrompt) sums[static_cast<size_t>(t * C + c)] += to_float(d_out[i]);
                 }
         EXPECT_TRUE(same);
+        EXPECT_TRUE(same_alone) << "without positions";
         EXPECT_LT(relative_error(d_prompt, sums), tolerance<T>());
     }
 }

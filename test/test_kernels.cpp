@@ -387,7 +387,7 @@ TYPED_TEST(Kernels, EmbeddingForward) {
             const size_t C = e.C;
             const std::vector<T> wte = random_values<T>(e.vocabulary * C, 1, 42),
                                  wpe = random_values<T>(positions * C, 1, 43);
-            std::vector<T> out, alone, of_rows, rows;
+            std::vector<T> out, alone, of_rows, of_rows_alone, rows;
             for (const int token : tokens)
                 rows.insert(rows.end(), wte.begin() + token * e.C, wte.begin() + (token + 1) * e.C);
             for_each_order([&] {
@@ -399,6 +399,10 @@ TYPED_TEST(Kernels, EmbeddingForward) {
                                   d_wte.tensor({e.vocabulary, e.C}), Tensor<T>(), Tensor<T>(), first_position,
                                   {}, kStream);
                 alone = d_out.download();
+                embedding_forward(t_out, Tensor<int>(nullptr, {e.batch, e.seq_len}),
+                                  d_rows.tensor({e.batch * e.seq_len, e.C}), Tensor<T>(), Tensor<T>(),
+                                  first_position, {}, kStream);
+                of_rows_alone = d_out.download();
                 embedding_forward(t_out, Tensor<int>(nullptr, {e.batch, e.seq_len}),
                                   d_rows.tensor({e.batch * e.seq_len, e.C}), d_wpe.tensor({positions, e.C}),
                                   Tensor<T>(), first_position, {}, kStream);
@@ -418,7 +422,7 @@ TYPED_TEST(Kernels, EmbeddingForward) {
             }
             EXPECT_TRUE(same);
             EXPECT_TRUE(same_alone) << "without positions";
-            EXPECT_TRUE(bytes_of(of_rows) == bytes_of(out)) << "of the tokens' rows";
+            EXPECT_TRUE(bytes_of(of_rows, of_rows_alone) == bytes_of(out, alone)) << "of the tokens' rows";
         }
     }
 }

@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 KERNEL_REASONS = {
     r"^sm_80 hopper_": "only compute capability 9.0 runs it: here its body is a trap",
     r" copy_kernel<": "it measures bandwidth, tested on an A100 in fp32 and whole vectors; in bf16 a calibration does, which takes too long here",
-    r"^sm_90a hopper_attention_forward_kernel<128>: .*of_lane <= -rest":
+    r"^sm_90a hopper_attention_forward_kernel<128>: .*(of_lane <= -rest|int of_lane =)":
         "a window begins in the first tile: 128 keys are no fewer than a block's queries",
     r" (add_bias|scale_columns|matmul_tiled|embedding_forward)_kernel<[^:]*: (for_each_vector<.*)?$":
         "a division of numbers of more than 32 bits",

@@ -409,6 +409,17 @@ class Dataset {
         }
     }
 
+    // Reads of an open file, and says of one that changes meanwhile what open_unchanged() does.
+    void read_unchanged(const File& file, const FileReader& input, uint64_t at, size_t bytes,
+                        void* out) const {
+        try {
+            input.read(at, bytes, out);
+        } catch (const UserError&) {
+            open_unchanged(file);
+            throw;
+        }
+    }
+
     // Reads tokens [first, first + count) of a file's part.
     void read_file(const File& file, uint64_t first, uint64_t count, int32_t* out) const {
         const FileReader* input = text_tokens_ ? nullptr : &open_unchanged(file);
@@ -418,7 +429,7 @@ class Dataset {
             n = std::min<uint64_t>(count, sizeof bytes / width);
             const uint64_t at = header + (file.begin + first) * width;
             if (input)
-                input->read(at, n * width, bytes);
+                read_unchanged(file, *input, at, n * width, bytes);
             else
                 text_tokens_->file.read(at, n * width, bytes);
             if (width == 1) widen<uint8_t>(bytes, n, out);

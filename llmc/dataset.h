@@ -351,10 +351,10 @@ class Dataset {
         const FileStamp stamp = file.stamp();
         int32_t header[3] = {};
         file.read(0, std::min(file.size(), sizeof header), header);
-        file.drop_pages();
         const ShardFormat* format = nullptr;
         for (const ShardFormat& known : kShardFormats)
             if (header[0] == known.magic) format = &known;
+        if (format) file.drop_pages();  // with what was read ahead; a text is read whole
         uint64_t count = stamp.bytes;
         if (format || path.ends_with(".bin")) count = check_shard(path, stamp.bytes, header, format);
         const bool lines = !format && is_json_lines(path);

@@ -9,7 +9,8 @@
 # make build-tests       builds the tests, and what they run
 # make unit-tests        runs the C++ tests; for the CPU also race-probe and fuzz
 # make python-tests      runs the Python tests
-# make test-more         runs the Python tests with those that make test leaves out: slow ones, and files in a second precision
+# make test-more         runs the Python tests with those that make test leaves out: slow ones, and files in a second precision;
+#                        and attention's in the faithful CPU build in larger shapes
 # make test-smollm2      fine-tunes SmolLM2-135M beside transformers (minutes)
 # make race-probe        checks that ThreadSanitizer finds a barrier that is missing
 # make test-sanitizers   runs kernel tests under AddressSanitizer and ThreadSanitizer, which make test does not (many minutes)
@@ -378,8 +379,8 @@ python-tests: $(TRAINERS) $(ASAN_TRAINERS) $(BENCHES) $(PROBES)
 
 .PHONY: test-more
 test-more: test-deps
-	+$(MAKE) --no-print-directory -j$$(nproc) DEVICE=$(DEVICE) build-tests
-	MORE_TESTS=1 $(MAKE) --no-print-directory DEVICE=$(DEVICE) python-tests
+	+MORE_TESTS=1 $(MAKE) --no-print-directory -j$$(nproc) DEVICE=$(DEVICE) build-tests
+	MORE_TESTS=1 $(MAKE) --no-print-directory DEVICE=$(DEVICE) $(if $(filter cpu,$(DEVICE)),run/build/test/faithful/test_attention) python-tests
 
 # What only a machine with a GPU can check and measure, to dev/results/. GPU_CHECK=--dry-run prints the plan, and
 # GPU_CHECK="build kernels" does a part of it: dev/gpu_check.sh says which there are.

@@ -117,6 +117,9 @@ enum class Pages { Kept, Dropped };
 // any page.
 constexpr size_t kPagesWindow = 8 << 20;
 
+// Gives back what the page cache holds of an open file.
+inline void drop_pages_of(int fd) { posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED); }
+
 // A file that is read piece by piece, so that no more of it takes memory than what was asked for. Fails when
 // it is missing or unreadable, and for what else has a name: folders, FIFOs, and devices, which may not end.
 class FileReader {
@@ -156,7 +159,7 @@ class FileReader {
     }
 
     // Gives back what the page cache holds of it.
-    void drop_pages() const { posix_fadvise(file_.fd(), 0, 0, POSIX_FADV_DONTNEED); }
+    void drop_pages() const { drop_pages_of(file_.fd()); }
 
   private:
     void read_kept(uint64_t first, size_t bytes, void* out) const {
@@ -247,7 +250,7 @@ class PassingWrites {
     // Has the disk hold all of it, and the page cache nothing.
     bool finish() {
         if (fsync(fd_) != 0) return false;
-        posix_fadvise(fd_, 0, 0, POSIX_FADV_DONTNEED);
+        drop_pages_of(fd_);
         return true;
     }
 

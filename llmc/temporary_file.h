@@ -59,7 +59,7 @@ class TemporaryFile {
     }
 
     // Gives back what the page cache holds of it.
-    void drop_pages() const { posix_fadvise(file_.fd(), 0, 0, POSIX_FADV_DONTNEED); }
+    void drop_pages() const { drop_pages_of(file_.fd()); }
 
   private:
     static constexpr size_t kBufferBytes = 1 << 20;

@@ -180,7 +180,7 @@ test-deps:
 
 # The tests of kernels run in each build of the one source; on a GPU, in that.
 KERNEL_TESTS := test_kernels test_family_kernels test_quantized test_optimizer test_attention test_matmul test_wide_sum test_stream
-HOST_TESTS := test_hopper_layout test_files test_permutation test_dataset test_tokenizer test_checkpoint test_arena test_solver test_rates test_host test_host_memory test_family test_random test_gguf test_ptx test_disk
+HOST_TESTS := test_hopper_layout test_files test_permutation test_dataset test_tokenizer test_checkpoint test_arena test_solver test_rates test_host test_host_memory test_family test_random test_gguf test_ptx test_disk test_residence
 FAITHFUL := -DSIMT_LANES=32
 ifeq ($(DEVICE),cuda)
   UNIT_TESTS := $(KERNEL_TESTS:%=build/test/cuda/%) $(HOST_TESTS:%=build/test/fast/%)

@@ -154,32 +154,33 @@ class Gpt {
                 bind_matrix(*w, l, field, lends() ? nullptr : quantized_->loan(l).data());
         if (is_frozen()) bind_adapter();
     }
-    // Where blocks, or their halves, come from that are not on the device, and how, and the bytes of each.
-    void borrow_from(Residence* residence, Way way, std::vector<size_t> bytes) {
-        loans_.lend(way, std::move(bytes), residence);
+    // Where blocks, or their halves, come from that are not on the device, and how, the bytes of each, and
+    // how many are on their way while one is used.
+    void borrow_from(Residence* residence, Way way, std::vector<size_t> bytes, int ahead) {
+        loans_.lend(way, std::move(bytes), ahead, residence);
     }
     // The same of embeddings that are not there: as soon as they are allocated.
     void borrow_embeddings() {
         if (embeddings_)
-            head_loans_.lend(embeddings_->way(), embeddings_->loan_bytes(), embeddings_->residence());
+            head_loans_.lend(embeddings_->way(), embeddings_->loan_bytes(), kSlicesAhead,
+                             embeddings_->residence());
     }
-    // Has the matrices of a block on the device for what follows, or all of it where it is trained, and those
-    // of block `next` on their way; negative: of none. Where halves are lent, each comes when it is needed,
-    // and `next`, from its attention or its MLP on, after the last of them; with `stays` the block is
-    // borrowed once more before.
-    void borrow(int layer, int next, bool stays = false, Field first = Field::QkvWeight);
+    // Has the matrices of a block on the device for what follows, or all of it where it is trained; where
+    // halves are lent, each comes when it is needed. Those that were expected first come first.
+    void borrow(int layer);
+    // Has the first blocks come, and their gradients, for an update of all in order.
+    void expect_update(bool weights, bool gradients);
     void give_back() { loans_.give_back(), gradient_loans_.give_back(); }
     // A unit's weights, on the device now, to be updated there.
     floatX* weights_to_update(int unit);
     // Where blocks' gradients come from that are not on the device, and the bytes of each.
-    void borrow_gradients_from(Residence* residence, std::vector<size_t> bytes) {
-        gradient_loans_.lend(way_from(trained_.options.block_gradients), std::move(bytes), residence);
+    void borrow_gradients_from(Residence* residence, std::vector<size_t> bytes, int ahead) {
+        gradient_loans_.lend(way_from(trained_.options.block_gradients), std::move(bytes), ahead, residence);
     }
     bool lends_gradients() const { return trained_.options.block_gradients != Home::Device; }
     bool is_block(int unit) const { return unit > 0 && unit <= config_.layers; }
-    // A unit's gradients, on the device until a third block's are borrowed; those of block `next` are on
-    // their way then; negative: of none.
-    TensorX gradients_of(int unit, int next);
+    // A unit's gradients, on the device until another block's are borrowed.
+    TensorX gradients_of(int unit);
     // How many rows are in an MLP, and queries of a sequence in attention, at one time; 0: all.
     void take_rows(int64_t of_mlp, int64_t of_attention) {
         mlp_rows_ = of_mlp, attention_rows_ = of_attention;
@@ -271,6 +272,7 @@ class Gpt {
     // Whether the head is no matrix of the State, but made, or lent, some rows at a time.
     bool head_in_slices() const { return quantized_head_ || embeddings_; }
     void borrow_head();
+    std::vector<int> slices_of_head(bool back) const;
     template <class Use>
     void for_each_lent_slice(Use&& use);
     template <class Use>
@@ -322,7 +324,9 @@ class Gpt {
     int half_of(int layer, Field field) const {
         return lends_halves() ? quantized_->loan_of(layer, field) : kNoLoan;
     }
-    void need_half(int layer, Field field, int next);
+    void need_half(int layer, Field field);
+    std::vector<int> loans_forward(size_t micro_batches) const;
+    std::vector<int> loans_backward(size_t micro_batches, const std::vector<Keep>& keep) const;
     void bind_matrix(Linear<floatX>& w, int layer, Field field, const char* loan);
 
     // What is trained beside a frozen model.
@@ -389,7 +393,6 @@ class Gpt {
     struct Pass;
     void enter(const Pass& pass);
     void forward_blocks(std::vector<Pass>& passes);
-    void expect_last_block(const std::vector<Pass>& passes);
     void fetch_rows(int layer, int pass, BlockActivations& a, Shape shape);
     void backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& options, const Consume& consume);
 
@@ -404,7 +407,6 @@ class Gpt {
     const Family& family_;
     const bool hopper_attention_;
     Loans loans_, head_loans_, gradient_loans_;
-    int after_block_ = kNoLoan;  // where halves are lent: what is borrowed after the block at hand
     Parked parked_;
     ParkedRows<floatX> parked_rows_;
     ParkedKeys<floatX> parked_keys_;
@@ -706,20 +708,19 @@ void Trainer::update() {
     for (int unit = 0; unit < config_.layers + 2; unit++) units.push_back(unit);
     if (!norm_of_each_unit_) {
         for (const int unit : units)
-            if (!gpt_.lends_gradients()) sum_squares_of(unit, gpt_.gradients_of(unit, kNoLoan).data());
+            if (!gpt_.lends_gradients()) sum_squares_of(unit, gpt_.gradients_of(unit).data());
         TensorF norm = metrics_.norms().rows_at(0, 1);
         norm_of_sums(norm, metrics_.sums(), stream_);
     }
+    const bool weights_come = places_.lends_trained() && !places_.updates_on_host();
     if (!places_.updates_on_host()) ring_.take(state, units, o_.state_rooms);
+    gpt_.expect_update(weights_come, !gradients_stay_with_host());
     for (const int unit : units) {
-        const int next = unit < config_.layers ? unit : kNoLoan;
         TensorX gradients;
         {
             Range range_of_unit("update", unit);
-            if (places_.lends_trained() && gpt_.is_block(unit) && !places_.updates_on_host())
-                gpt_.borrow(unit - 1, next);
-            if (!gpt_.is_block(unit) || !gradients_stay_with_host())
-                gradients = gpt_.gradients_of(unit, next);
+            if (weights_come && gpt_.is_block(unit)) gpt_.borrow(unit - 1);
+            if (!gpt_.is_block(unit) || !gradients_stay_with_host()) gradients = gpt_.gradients_of(unit);
         }
         update_unit(unit, gradients.data());
     }
@@ -1040,13 +1041,9 @@ void Gpt::hold(Linear<floatX>& w) {
     if (!w.quantized.empty()) w.made = weight_of(w);
 }
 
-void Gpt::borrow(int layer, int next, bool stays, Field first) {
-    if (!lends()) return;
-    if (lends_halves()) {
-        after_block_ = next >= 0 && !stays ? half_of(next, first) : kNoLoan;
-        return;
-    }
-    char* const room = loans_.borrow(layer, next);
+void Gpt::borrow(int layer) {
+    if (!lends() || lends_halves()) return;
+    char* const room = loans_.borrow(layer);
     Block<floatX>& block = weights_.blocks[static_cast<size_t>(layer)];
     if (lends_trained())
         block = model_.layout.block(reinterpret_cast<floatX*>(aligned_room(room)), layer);
@@ -1054,14 +1051,45 @@ void Gpt::borrow(int layer, int next, bool stays, Field first) {
         for (auto& [w, field] : linears(block)) bind_matrix(*w, layer, field, room);
 }
 
-// Has the half of a block with that linear layer on the device, where halves are lent, and loan `next` on its
-// way.
-void Gpt::need_half(int layer, Field needed, int next) {
+// Has the half of a block with that linear layer on the device, where halves are lent.
+void Gpt::need_half(int layer, Field needed) {
     if (!lends_halves()) return;
     const int loan = half_of(layer, needed);
-    char* const room = loans_.borrow(loan, next);
+    char* const room = loans_.borrow(loan);
     for (auto& [w, field] : linears(weights_.blocks[static_cast<size_t>(layer)]))
         if (half_of(layer, field) == loan) bind_matrix(*w, layer, field, room);
+}
+
+// The loans that blocks need in the order of a forward pass, where each is passed by so many micro-batches
+// before the next: none where blocks are on the device.
+std::vector<int> Gpt::loans_forward(size_t micro_batches) const {
+    std::vector<int> loans;
+    for (int l = 0; lends() && l < config_.layers; l++) {
+        if (!lends_halves()) loans.push_back(l);
+        for (size_t k = 0; lends_halves() && k < micro_batches; k++)
+            for (const Field field : {Field::QkvWeight, Field::UpWeight}) loans.push_back(half_of(l, field));
+    }
+    return loans;
+}
+
+// And of a backward pass, whose attention is made again where the stream behind it was not kept.
+std::vector<int> Gpt::loans_backward(size_t micro_batches, const std::vector<Keep>& keep) const {
+    std::vector<int> loans;
+    for (int l = config_.layers - 1; lends() && l >= 0; l--) {
+        if (!lends_halves()) loans.push_back(l);
+        for (size_t k = 0; lends_halves() && k < micro_batches; k++) {
+            if (!keep[static_cast<size_t>(l)].middle) loans.push_back(half_of(l, Field::QkvWeight));
+            for (const Field field : {Field::UpWeight, Field::QkvWeight}) loans.push_back(half_of(l, field));
+        }
+    }
+    return loans;
+}
+
+void Gpt::expect_update(bool weights, bool gradients) {
+    std::vector<int> blocks(static_cast<size_t>(config_.layers));
+    std::iota(blocks.begin(), blocks.end(), 0);
+    if (weights && lends_trained()) loans_.expect(blocks);
+    if (gradients && lends_gradients()) gradient_loans_.expect(blocks);
 }
 
 // Those of a block that is lent were borrowed last.
@@ -1160,7 +1188,7 @@ TensorX Gpt::token_rows(const Tensor<int>& tokens) {
     }
     const auto row_bytes = static_cast<int64_t>(embeddings_->embedding_row_bytes());
     note_transfer({Transfer::Vocabulary, false, embeddings_->way(), static_cast<double>(count * row_bytes)});
-    note_transfer({Transfer::Vocabulary, true});
+    note_wait(Transfer::Vocabulary);
     QuantizedView matrix = embeddings_->embedding();
     if (embeddings_->home() == Home::Host) {  // a GPU reads pinned memory itself
         dequantize_rows(rows.data(), matrix, tokens.data(), count, stream_);
@@ -1391,7 +1419,7 @@ void Gpt::forward_attention_rows(int layer, BlockActivations& a, Keep keep, KvRo
 
 // From a.input to a.middle and its norm.
 void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, KvRows* kv) {
-    need_half(layer, Field::QkvWeight, half_of(layer, Field::UpWeight));
+    need_half(layer, Field::QkvWeight);
     const bool in_chunks_here = !keep.middle && !kv && attends_in_chunks(a.input);
     if (parked_rows_.stores() && !in_chunks_here)
         for_each_rows_of_sequence(a.input, [&](TensorX rows) { parked_rows_.store(rows); });
@@ -1479,7 +1507,7 @@ void Gpt::end_rows(const KvRows& kv, int64_t count) {
 // From a.middle, and its norm where all rows go at once, to the block's output. Of chunks nothing is kept,
 // and the output takes the place of a stream that is not.
 TensorX Gpt::forward_mlp(int layer, BlockActivations& a, Keep keep) {
-    need_half(layer, Field::UpWeight, after_block_);
+    need_half(layer, Field::UpWeight);
     if (!in_chunks(a.middle.rows())) return forward_mlp_rows(layer, a.mlp, keep, a.middle, {});
     Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     hold(w.up), hold(w.down);
@@ -1532,12 +1560,12 @@ TensorX Gpt::forward_block(int layer, BlockActivations& a, Keep keep, KvRows* kv
 // The last block's output for `tokens` (B, T), keeping nothing. With a cache the tokens follow what it holds.
 TensorX Gpt::forward_only(const Tensor<int>& tokens, KvCache* cache) {
     TensorX stream = embed(tokens, cache ? cache->length : 0);
-    const int last = config_.layers - 1;
-    for (int l = 0; l <= last; l++) {
+    loans_.expect(loans_forward(1));
+    for (int l = 0; l < config_.layers; l++) {
         BlockActivations a;
         a.input = std::move(stream);
         Range range("block", l);
-        borrow(l, l < last ? l + 1 : -1);
+        borrow(l);
         KvRows kv;
         if (cache) {
             kv = {cache->layers[static_cast<size_t>(l)].view()};
@@ -1557,21 +1585,26 @@ HeadActivations Gpt::forward_head(const TensorX& x) {
 
 // Has a head that is lent begin to come, and takes its rooms until head_loans_ are given back.
 void Gpt::borrow_head() {
-    if (embeddings_) head_loans_.borrow(0, embeddings_->slices() > 1 ? 1 : kNoLoan);
+    if (embeddings_) head_loans_.expect(slices_of_head(false));
+}
+
+// The numbers of a lent head's slices, from the first to the last or back.
+std::vector<int> Gpt::slices_of_head(bool back) const {
+    std::vector<int> slices(static_cast<size_t>(embeddings_->slices()));
+    std::iota(slices.begin(), slices.end(), 0);
+    if (back) std::reverse(slices.begin(), slices.end());
+    return slices;
 }
 
 // Calls use(first, slice) for the rows of a head that is lent, from number `first` on, slice by slice: from
-// the first to the last or, where the last is there, back. So both ends are lent once where they are used
-// twice.
+// the first to the last, the next time back, and so on. So both ends are lent once where they are used twice.
 template <class Use>
 void Gpt::for_each_lent_slice(Use&& use) {
     const int last = embeddings_->slices() - 1;
-    const bool down = last > 0 && head_loans_.holds(last);
-    for (int i = 0; i <= last; i++) {
-        const int slice = down ? last - i : i, next = down ? slice - 1 : slice + 1;
-        const char* const at = head_loans_.borrow(slice, i < last ? next : kNoLoan);
-        use(embeddings_->first_row(slice), embeddings_->slice(slice, at));
-    }
+    const bool back = last > 0 && head_loans_.holds(last);
+    head_loans_.expect(slices_of_head(!back));  // the next time
+    for (const int slice : slices_of_head(back))
+        use(embeddings_->first_row(slice), embeddings_->slice(slice, head_loans_.borrow(slice)));
 }
 
 // The same of floats (.., C), also where they are made of a quantized head.
@@ -1681,10 +1714,10 @@ TensorX Gpt::rows_of_sequence(const TensorX& x, int64_t count) const {
 
 // ---- backward
 
-TensorX Gpt::gradients_of(int unit, int next) {
+TensorX Gpt::gradients_of(int unit) {
     TensorX gradients = unit_of(trained_, StatePart::Gradients, unit);
     if (!is_block(unit) || !lends_gradients()) return gradients;
-    char* const room = gradient_loans_.borrow(unit - 1, next);
+    char* const room = gradient_loans_.borrow(unit - 1);
     return TensorX(reinterpret_cast<floatX*>(aligned_room(room)), gradients.shape());
 }
 
@@ -1692,7 +1725,7 @@ TensorX Gpt::gradients_of(int unit, int next) {
 // of blocks that live elsewhere are stored when their room is used again.
 Gpt::UnitGradients Gpt::take_unit_gradients(int unit, const MicroBatchOptions& options,
                                             const Consume& consume) {
-    UnitGradients g{{}, gradients_of(unit, unit - 2)};
+    UnitGradients g{{}, gradients_of(unit)};
     if (g.all.size() == 0) return g;
     if (is_block(unit) && lends_gradients()) gradient_loans_.change();
     if (consume && !trained_.options.gradients) {
@@ -1849,7 +1882,7 @@ TensorX Gpt::dropped(const TensorX& d_out, const Dropout& d) {
 
 // The MLP half: d_stream, the gradient of the block's output, becomes that of a.middle.
 void Gpt::backward_mlp(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds) {
-    need_half(layer, Field::UpWeight, half_of(layer, Field::QkvWeight));
+    need_half(layer, Field::UpWeight);
     if (!in_chunks(d_stream.rows())) return backward_mlp_rows(layer, g, a.mlp, a.middle, d_stream, adds);
     Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     hold(w.up), hold(w.down);
@@ -1938,7 +1971,7 @@ void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, 
 // later ones came before, and their gradients are summed.
 void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds,
                              KvRows* kv, BlockSums* sums) {
-    need_half(layer, Field::QkvWeight, after_block_);
+    need_half(layer, Field::QkvWeight);
     const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     const int first = kv ? kv->length : 0;
     auto make_norm_1 = [&] { return normalized(a.norm_1, kNorm1, a.input, w.norm_1); };
@@ -2106,13 +2139,11 @@ void Gpt::enter(const Pass& pass) {
 }
 
 void Gpt::forward_blocks(std::vector<Pass>& passes) {
-    const int last = config_.layers - 1;
-    for (int l = 0; l <= last; l++) {
+    loans_.expect(loans_forward(passes.size()));
+    for (int l = 0; l < config_.layers; l++) {
         Range range("block", l);
-        // Backward begins with the last, which stays unless a head that is lent has the room.
-        const int next = l < last ? l + 1 : lends_halves() || embeddings_ ? kNoLoan : last - 1;
+        borrow(l);
         for (size_t k = 0; k < passes.size(); k++) {
-            borrow(l, next, k + 1 < passes.size());
             enter(passes[k]);
             BlockActivations& a = passes[k].blocks[static_cast<size_t>(l)];
             a.input = std::move(passes[k].stream);
@@ -2123,15 +2154,7 @@ void Gpt::forward_blocks(std::vector<Pass>& passes) {
             if (parked_.parks(l) || parked_rows_.parks(l)) a.input.drop();
         }
     }
-    if (embeddings_) loans_.give_back();
-}
-
-// Has what backward reads first on its way, where a head that is lent had the room.
-void Gpt::expect_last_block(const std::vector<Pass>& passes) {
-    if (!embeddings_ || !lends()) return;
-    const int last = config_.layers - 1;
-    const bool kept = static_cast<bool>(passes[0].blocks.back().middle);
-    loans_.expect(lends_halves() ? half_of(last, kept ? Field::UpWeight : Field::QkvWeight) : last);
+    if (embeddings_) loans_.give_back();  // a head that is lent has the room
 }
 
 // Has a block's parked input (B, T, C) come: chunk by chunk, as its backward asks for it, or all of it now.
@@ -2149,15 +2172,18 @@ void Gpt::fetch_rows(int layer, int pass, BlockActivations& a, Shape shape) {
 
 void Gpt::backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& options,
                           const Consume& consume) {
-    if (lends_gradients()) gradient_loans_.take_rooms();
     gradient_loans_.come_with_contents(options.adds);
+    if (lends_gradients()) {
+        std::vector<int> blocks(static_cast<size_t>(config_.layers));
+        std::iota(blocks.rbegin(), blocks.rend(), 0);
+        gradient_loans_.expect(blocks);
+    }
     for (int l = config_.layers - 1; l >= 0; l--) {
         Range range("block", l);
         UnitGradients gradients = take_unit_gradients(l + 1, options, consume);
         Block<floatX> g = trained_.layout.block(gradients.all.data(), l);
-        const bool kept = l > 0 && passes[0].blocks[static_cast<size_t>(l) - 1].middle;
+        borrow(l);
         for (size_t k = 0; k < passes.size(); k++) {
-            borrow(l, l - 1, k + 1 < passes.size(), kept ? Field::UpWeight : Field::QkvWeight);
             enter(passes[k]);
             BlockActivations& a = passes[k].blocks[static_cast<size_t>(l)];
             parked_.fetch(l, static_cast<int>(k), a.input);
@@ -2215,7 +2241,7 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
         p.stream = with_prompt(std::move(p.stream));
     }
     complete(head_unit, of_head, consume);
-    expect_last_block(passes);
+    loans_.expect(loans_backward(passes.size(), options.keep));
 
     range.emplace("backward");
     backward_blocks(passes, options, consume);
@@ -2288,12 +2314,12 @@ void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choo
 template <class Visit>
 void Gpt::for_each_merged(Visit&& visit) {
     Range range("merge");
+    loans_.expect(loans_forward(1));
     for (int l = 0; l < config_.layers; l++) {
-        borrow(l, l + 1 < config_.layers ? l + 1 : -1);
+        borrow(l);
         for (const auto& [w, field] : linears(weights_.blocks[static_cast<size_t>(l)])) {
             const int64_t outputs = w->outputs(), inputs = w->inputs();
-            const bool of_mlp = field == Field::UpWeight || field == Field::DownWeight;
-            need_half(l, field, of_mlp ? after_block_ : half_of(l, Field::UpWeight));
+            need_half(l, field);
             TensorX matrix = take("merged", w->by_outputs ? Shape{outputs, inputs} : Shape{inputs, outputs});
             const TensorX weight = weight_of(*w);
             copy_rows_on_device(matrix.data(), inputs, weight.data(), inputs, inputs, outputs, stream_);
@@ -2425,8 +2451,9 @@ void Trainer::use(const MemorySetting& s) {
 
 // Has the model borrow from where things live, and park there.
 void Trainer::use_places() {
-    gpt_.borrow_from(places_.blocks(), way_from(named<Home>(kHomeNames, o_.weights)), places_.block_loans());
-    gpt_.borrow_gradients_from(places_.gradients(), places_.gradient_loans());
+    gpt_.borrow_from(places_.blocks(), way_from(named<Home>(kHomeNames, o_.weights)), places_.block_loans(),
+                     o_.prefetch);
+    gpt_.borrow_gradients_from(places_.gradients(), places_.gradient_loans(), o_.prefetch);
     gpt_.borrow_embeddings();
     gpt_.park_in(places_.parking(), places_.parked_layers(), passes(), places_.parked_rows());
     gpt_.park_keys_in(places_.keys(), places_.key_sums(), places_.rows_of_parked_keys());

@@ -255,6 +255,7 @@ class Arena : simt::Lender {
         simt::lender = this;
         work_ledger = rehearsing ? &plan.work : nullptr;
         transfer_ledger = rehearsing ? &plan.transfers : nullptr;
+        transfers_begun = {};
         work_clock = rehearsing ? &clock_ : nullptr;
         next_ = clock_ = loop_ = 0;
         live_.assign(plan.takes.size(), false);

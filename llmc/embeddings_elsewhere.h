@@ -20,6 +20,8 @@
 
 // The rows of the vocabulary that a head's products have at a time where its matrix is made, or comes.
 constexpr int64_t kHeadSlice = 4096;
+// Of slices that come, how many are on their way while one is used.
+constexpr int kSlicesAhead = 1;
 
 class EmbeddingsElsewhere {
   public:
@@ -47,7 +49,7 @@ class EmbeddingsElsewhere {
     // The pinned host memory that they take beside a GPU.
     size_t pinned_bytes() const {
         if (kHostIsDevice) return 0;
-        return home_ == Home::Host ? bytes_ : DiskResidence::bytes(slice_bytes(0));
+        return home_ == Home::Host ? bytes_ : DiskResidence::bytes(slice_bytes(0), rooms());
     }
     // What they take of other memory than the device's.
     void add_to(MemoryReport& report) const {
@@ -72,10 +74,10 @@ class EmbeddingsElsewhere {
     // Takes what memory they need where they live, and beside that what their way to the device needs.
     void allocate() {
         if (home_ == Home::Disk) {
-            residence_ = std::make_unique<DiskResidence>(slice_bytes(0));
+            residence_ = std::make_unique<DiskResidence>(slice_bytes(0), rooms());
         } else {
             host_ = std::make_unique<PinnedBuffer>(bytes_);
-            residence_ = std::make_unique<HostResidence>([this](int slice) {
+            residence_ = std::make_unique<HostResidence>(rooms(), [this](int slice) {
                 const Matrix& head = matrices_.back();
                 const char* const all = host_->data() + head.at;
                 return std::span(all + row_bytes(head) * first_row(slice), slice_bytes(slice));
@@ -145,6 +147,7 @@ class EmbeddingsElsewhere {
     size_t row_bytes(const Matrix& m) const {
         return static_cast<size_t>(columns_ / m.format->block * m.format->block_bytes);
     }
+    size_t rooms() const { return rooms_for(kSlicesAhead, static_cast<size_t>(slices())); }
     int64_t rows_in(int slice) const { return std::min(kHeadSlice, rows_ - first_row(slice)); }
     size_t slice_bytes(int slice) const {
         return static_cast<size_t>(rows_in(slice)) * row_bytes(matrices_.back());

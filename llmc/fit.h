@@ -304,26 +304,32 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
 // first of `choices`, then its neighbours. What moves is chosen where nothing fits without; and with
 // --host-memory, which is there to be used, also where it is faster. Of mixes() the first is the one that was
 // given; fit(mix, room, best) tries its settings. Beside a GPU what is trained goes to files only where the
-// host's memory is too small.
+// host's memory is too small. Blocks come one by one, with nothing on its way, only where nothing else fits.
 template <class Mixes, class FitMix>
 Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vector<MemoryChoice>& choices) {
     const bool offered = given.has("--host-memory");
     Fit best = fit(given, offered ? room_beside_device(given) : BesideDevice(), nullptr);
     const double fastest = best.solution.fastest.seconds;
     bool short_of_room = false;
-    const auto try_mixes = [&](bool with_files) {
-        const std::vector<Options> all = mixes(with_files);
+    const auto try_all = [&](const std::vector<Options>& all, bool only_files) {
         const BesideDevice room = room_beside_device(given);
-        for (size_t i = 1; i < all.size(); i++) {
-            if (with_files && !kHostIsDevice && !has_files(all[i])) continue;  // tried before
-            Fit more = fit(all[i], room, &best);
+        for (const Options& mix : all) {
+            if (only_files && !has_files(mix)) continue;  // tried before
+            Fit more = fit(mix, room, &best);
             if (more.solution.least.exact == kTooMuchElsewhere) short_of_room = true;
             if (more.is_better_than(best)) best = std::move(more);
         }
     };
+    const auto other_mixes = [&](bool with_files) {
+        std::vector<Options> all = mixes(with_files);
+        all.erase(all.begin());
+        return all;
+    };
     if (!best.solution.chosen || (offered && best.solution.chosen->seconds > 1.01 * fastest))
-        try_mixes(kHostIsDevice);
-    if (!best.solution.chosen && offered) try_mixes(true);
+        try_all(other_mixes(kHostIsDevice), false);
+    if (!best.solution.chosen && offered) try_all(other_mixes(true), !kHostIsDevice);
+    if (!best.solution.chosen && !given.has("--prefetch"))
+        try_all(without_prefetching(mixes(kHostIsDevice || offered)), false);
     if (!host_can_update(best.mix)) best.mix.updates = "device";
     auto described = [&](const Choice& c) {
         const MemorySetting s = best.setting(c);

@@ -65,7 +65,7 @@ class HostUpdates {
             if (!arena_.rehearsing()) link_->asked.record(stream_), link_->asked.block(link_->stores.get());
             const auto of_unit = state.chunks_of(unit);
             for (size_t c = of_unit.first; c < of_unit.end; c++) begin(state, c, weights, gradients, norm);
-            if (arena_.rehearsing()) return wait_for(last_to_host_);
+            if (arena_.rehearsing()) return note_wait(Transfer::State, last_to_host_);
             link_->gone.record(link_->stores.get());
             link_->gone.block(stream_);
         });
@@ -178,33 +178,31 @@ class HostUpdates {
         return place_->exchange(room.at + kStateAt, state_bytes_, to, from, stream_);
     }
 
-    // In a rehearsal: that a transfer begins, whose number it returns, and the wait for one.
+    // In a rehearsal: that a transfer begins, whose number it returns.
     int note(Way way, double bytes) {
-        note_transfer({.of = Transfer::State,
-                       .waits = false,
-                       .way = way,
-                       .bytes = bytes,
-                       .stays_with_host = way == Way::DiskRead || way == Way::DiskWrite});
-        return transfers_++;
+        last_ = note_transfer({.of = Transfer::State,
+                               .waits = false,
+                               .way = way,
+                               .bytes = bytes,
+                               .stays_with_host = way == Way::DiskRead || way == Way::DiskWrite});
+        return last_;
     }
     int note_state(Way way) { return note(way, static_cast<double>(state_bytes_)); }
-    static void wait_for(int number) { note_transfer({Transfer::State, true, Way::FromHost, 0, number}); }
     // And what finish() does, and its state's way back.
     void note_finish() {
         const Noted chunk = noted_.front();
         noted_.pop_front();
-        if (state_bytes_ > 0) wait_for(chunk.read);
-        wait_for(chunk.update);
+        if (state_bytes_ > 0) note_wait(Transfer::State, chunk.read);
+        note_wait(Transfer::State, chunk.update);
         if (state_bytes_ > 0) note_state(Way::DiskWrite);
     }
     // And what give_back() does.
     void note_end() {
-        const int last = transfers_ - 1;
+        const int last = last_;
         if (state_bytes_ == 0) noted_.erase(noted_.begin(), noted_.end() - 1);  // it is behind the others
         while (!noted_.empty()) note_finish();
-        wait_for(last);
-        if (state_bytes_ > 0) wait_for(transfers_ - 1);
-        transfers_ = 0;
+        note_wait(Transfer::State, last);
+        if (state_bytes_ > 0) note_wait(Transfer::State, last_);
     }
 
     Arena& arena_;
@@ -215,10 +213,10 @@ class HostUpdates {
     bool updates_under_way_ = false;
     size_t begun_ = 0, done_ = 0;  // chunks
     size_t state_bytes_ = 0;       // of a chunk's state that comes from a disk
-    // Of a rehearsal: how many transfers there were, the last to the host, and those of chunks in rooms.
+    // Of a rehearsal, the numbers of transfers: the last, the last to the host, and those of chunks in rooms.
     struct Noted {
         int read, update;
     };
-    int transfers_ = 0, last_to_host_ = 0;
+    int last_ = 0, last_to_host_ = 0;
     std::deque<Noted> noted_;
 };

@@ -54,6 +54,7 @@ inline void remember_choice(const Options& given, Options& o) {
     }
     if (o.weights != given.weights) remember("--weights", o.weights);
     if (o.lend != given.lend) remember("--lend", o.lend);
+    if (o.prefetch != given.prefetch) remember("--prefetch", std::to_string(o.prefetch));
     if (o.embeddings != given.embeddings) remember("--embeddings", o.embeddings);
     if (o.gradients != given.gradients) remember("--gradients", o.gradients);
     if (o.state != given.state) remember("--state", o.state);

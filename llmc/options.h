@@ -65,6 +65,7 @@ struct Options {
     std::string optimizer = "adamw", master = "fp32", adam_m = "fp32", adam_v = "fp32";
     std::string weights = "device", lend = "block", embeddings = "device", gradients = "device",
                 state = "device", updates = "device";
+    int prefetch = 1;      // blocks, or halves of them
     int state_rooms = 32;  // chunks; -1: a block's
     int park = 0;          // layers; -1: all
     bool park_keys = false;
@@ -353,6 +354,12 @@ inline void declare_elsewhere_options(CLI::App& app, Options& o) {
         ->check(CLI::IsMember({"block", "half"}))
         ->group(group);
     app.add_option(
+           "--prefetch", o.prefetch,
+           "blocks, or halves, that come while another is used: each takes a room on the device beside "
+           "that one's; with 0 computing waits for each")
+        ->check(CLI::Range(0, kMostLayers))
+        ->group(group);
+    app.add_option(
            "--embeddings", o.embeddings,
            "where a frozen model's token embedding and head live: of one the rows of a batch come to the "
            "device, the other in slices")
@@ -391,11 +398,11 @@ inline void declare_elsewhere_options(CLI::App& app, Options& o) {
 }
 inline void declare_plan_options(CLI::App& app, Options& o) {
     const std::string group = "Memory";
-    app.add_option(
-           "--memory", o.memory,
-           "choose --recompute, --head-rows, --mlp-rows, --attention-rows, --batch and --grad-accum "
-           "so that all fits, as in 8GiB; and where that is not enough --weights, --lend, "
-           "--embeddings, --gradients, --state, --updates, --state-rooms, --park, --park-keys and --by-block")
+    app.add_option("--memory", o.memory,
+                   "choose --recompute, --head-rows, --mlp-rows, --attention-rows, --batch and --grad-accum "
+                   "so that all fits, as in 8GiB; and where that is not enough --weights, --lend, "
+                   "--prefetch, --embeddings, --gradients, --state, --updates, --state-rooms, --park, "
+                   "--park-keys and --by-block")
         ->group(group);
     app.add_option("--host-memory", o.host_memory,
                    "beside a GPU, pinned host memory that --memory may have things wait in")
@@ -657,6 +664,9 @@ inline void check_options(const Options& o) {
              o.seq_len);
 }
 
+// Whether blocks, or their gradients, come from elsewhere than the device.
+inline bool lends_blocks(const Options& o) { return o.weights != "device" || o.gradients != "device"; }
+
 // Whether an option of a save holds in a run that goes on from it; `o` has those of the command line, which
 // this is none of.
 inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& values, const Options& o) {
@@ -668,7 +678,7 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     if (among({"--matmul-algorithms"})) return kSearchesAlgorithms;
     if (among({"--tf32"})) return kHasTf32;
     if (among({"--recompute", "--head-rows", "--mlp-rows", "--attention-rows", "--weights", "--lend",
-               "--embeddings", "--gradients", "--state", "--updates", "--state-rooms", "--park",
+               "--prefetch", "--embeddings", "--gradients", "--state", "--updates", "--state-rooms", "--park",
                "--park-keys"}) &&
         o.has("--memory") && o.batch != 0)
         return false;  // chosen anew

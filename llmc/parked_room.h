@@ -56,7 +56,7 @@ class ParkedRoom {
     // Has what the stream is given from here on find that done.
     void join() {
         if (!std::exchange(under_way_, false)) return;
-        if (arena_.rehearsing()) return note_transfer({of_, true});
+        if (arena_.rehearsing()) return note_wait(of_);
         host_act([this] {
             const Waiting waiting(of_);
             place_->join(exchange_, stream_);

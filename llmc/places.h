@@ -118,12 +118,12 @@ class Places {
   private:
     size_t layers() const { return static_cast<size_t>(model_.layout.config().layers); }
     int64_t length() const { return o_.seq_len + prompt_tokens_; }
-    // Blocks come and go one at a time, and the next waits for the one before it only where both would use
-    // the same pinned memory.
+    // As many come or go at a time as they have rooms on the device.
     Place place_of_blocks(const char* option, Home home, bool lends) const {
         const size_t bytes = lends ? model_.block_bytes() : 0;
-        return {option, home, layers() * bytes, bytes, 2};
+        return {option, home, layers() * bytes, bytes, rooms_for(o_.prefetch, layers())};
     }
+    size_t rooms_of_matrices() const { return rooms_for(o_.prefetch, matrices_->loan_bytes().size()); }
     Place place_of_trained_blocks() const {
         return place_of_blocks("--weights disk", model_.options.blocks, lends_trained());
     }
@@ -195,9 +195,10 @@ void Places<T>::make() {
     if (trained_blocks_) blocks_ = std::make_unique<TrainedResidence>(*trained_blocks_, block_bytes);
     if (block_gradients_) gradients_ = std::make_unique<TrainedResidence>(*block_gradients_, block_bytes);
     if (matrices_ && matrices_->home() == Home::Disk)
-        blocks_ = std::make_unique<DiskResidence>(matrices_->largest_loan());
+        blocks_ = std::make_unique<DiskResidence>(matrices_->largest_loan(), rooms_of_matrices());
     else if (matrices_)
-        blocks_ = std::make_unique<HostResidence>([m = matrices_](int loan) { return m->loan(loan); });
+        blocks_ = std::make_unique<HostResidence>(rooms_of_matrices(),
+                                                  [m = matrices_](int loan) { return m->loan(loan); });
 }
 
 template <class T>
@@ -215,5 +216,6 @@ void Places<T>::add_to(MemoryReport& report) const {
     const bool in_files = matrices_->home() == Home::Disk;
     if (in_files) report.on_disk += matrices_->bytes();
     if (!kHostIsDevice)
-        report.pinned += in_files ? DiskResidence::bytes(matrices_->largest_loan()) : matrices_->bytes();
+        report.pinned += in_files ? DiskResidence::bytes(matrices_->largest_loan(), rooms_of_matrices())
+                                  : matrices_->bytes();
 }

@@ -16,13 +16,17 @@
 class DiskResidence : public Residence {
   public:
     // What it takes, of the device or, beside a GPU, of pinned host memory.
-    static size_t bytes(size_t largest_loan) {
-        return DiskQueue::kStagingBytes + (kHostIsDevice ? 0 : kRooms * largest_loan);
+    static size_t bytes(size_t largest_loan, size_t rooms) {
+        return DiskQueue::kStagingBytes + (kHostIsDevice ? 0 : rooms * largest_loan);
     }
 
     // Takes that memory.
-    explicit DiskResidence(size_t largest_loan)
-        : room_bytes_(largest_loan), memory_(bytes(largest_loan)), queue_(memory_.data()) {}
+    DiskResidence(size_t largest_loan, size_t rooms)
+        : reads_(rooms), memory_(bytes(largest_loan, rooms)), queue_(memory_.data()) {
+        if (kHostIsDevice) return;
+        char* next = memory_.data() + DiskQueue::kStagingBytes;
+        for (Read& r : reads_) r.pinned = std::exchange(next, next + largest_loan);
+    }
 
     // The loans, from the first on. Fails where a file cannot be read so.
     void add(const LoanOnDisk& loan) {
@@ -36,30 +40,32 @@ class DiskResidence : public Residence {
         return *opened;
     }
 
-    void start(int loan, char* room, Stream stream, [[maybe_unused]] int changed) override {
+    size_t start(int loan, char* room, Stream stream, [[maybe_unused]] int changed) override {
         assert(changed == kNoLoan);
-        start(loans_[static_cast<size_t>(loan)], room, stream);
+        return start(loans_[static_cast<size_t>(loan)], room, stream);
     }
     // Has something else at `room` for what the stream is given from here on, no larger than a loan may be.
     // No loan is on its way.
     void read(DiskReads reads, size_t bytes, char* room, Stream stream) {
         now_ = {std::move(reads), {}, bytes};
-        start(now_, room, stream);
-        finish(stream);
+        finish(start(now_, room, stream), stream);
     }
-    void finish([[maybe_unused]] Stream stream) override {
-        queue_.wait();
-        coming_->reads.check();
-        for (const auto& [at, number] : coming_->numbers) std::memcpy(to_ + at, &number, sizeof number);
-        if (kHostIsDevice) return;
-        free_.block(copies_.get());
-        move_async(Way::FromHost, room_, to_, coming_->bytes, copies_.get());
-        copied_[turn_].record(copies_.get());
-        copied_[turn_].block(stream);
+    void finish(size_t number, [[maybe_unused]] Stream stream) override {
+        for (; finished_ <= number; finished_++) {
+            Read& r = read(finished_);
+            queue_.wait(r.number);
+            r.loan->reads.check();
+            char* const to = kHostIsDevice ? r.room : r.pinned;
+            for (const auto& [at, value] : r.loan->numbers) std::memcpy(to + at, &value, sizeof value);
+            if (kHostIsDevice) continue;
+            r.free.block(copies_.get());
+            move_async(Way::FromHost, r.room, r.pinned, r.loan->bytes, copies_.get());
+            r.copied.record(copies_.get());
+        }
+        if (!kHostIsDevice) read(number).copied.block(stream);
     }
 
   private:
-    static constexpr int kRooms = 2;
 #if defined(SIMT_GPU)
     using Memory = PinnedBuffer;
 #else
@@ -73,28 +79,36 @@ class DiskResidence : public Residence {
         size_t bytes;
     };
 
-    void start(const Loan& loan, char* room, [[maybe_unused]] Stream stream) {
-        coming_ = &loan;
-        count_moved(Way::DiskRead, coming_->bytes);
-        room_ = to_ = room;
+    // One that is on its way, or was.
+    struct Read {
+        const Loan* loan = nullptr;
+        char *room = nullptr, *pinned = nullptr;  // on the device, and where the host reads to beside a GPU
+        size_t number = 0;                        // the queue's
+        Event free, copied;
+    };
+    Read& read(size_t number) { return reads_[number % reads_.size()]; }
+
+    size_t start(const Loan& loan, char* room, [[maybe_unused]] Stream stream) {
+        assert(begun_ - finished_ < reads_.size());
+        Read& r = read(begun_);
+        count_moved(Way::DiskRead, loan.bytes);
+        r.loan = &loan;
+        r.room = room;
         if (!kHostIsDevice) {
-            turn_ = (turn_ + 1) % kRooms;
-            copied_[turn_].wait();
-            free_.record(stream);
-            to_ = memory_.data() + DiskQueue::kStagingBytes + static_cast<size_t>(turn_) * room_bytes_;
+            r.copied.wait();
+            r.free.record(stream);
         }
-        queue_.start(coming_->reads.count(), std::make_shared<DiskRead>(coming_->reads, to_));
+        r.number = queue_.start(loan.reads.count(),
+                                std::make_shared<DiskRead>(loan.reads, kHostIsDevice ? room : r.pinned));
+        return begun_++;
     }
 
     std::map<std::string, std::unique_ptr<DirectFile>> files_;
     std::vector<Loan> loans_;
     Loan now_;
-    const size_t room_bytes_;
-    const Loan* coming_ = nullptr;
-    char *room_ = nullptr, *to_ = nullptr;  // on the device, and where the host reads to
     OwnStream copies_;
-    Event free_, copied_[kRooms];
-    int turn_ = 0;
+    std::vector<Read> reads_;
+    size_t begun_ = 0, finished_ = 0;
     Memory memory_;
     DiskQueue queue_;  // the last: it ends before the memory does
 };

@@ -15,17 +15,16 @@ class TrainedResidence : public Residence {
     // The blocks lie in `place`, one after another.
     TrainedResidence(Elsewhere& place, size_t block_bytes) : place_(place), block_bytes_(block_bytes) {}
 
-    void start(int loan, char* room, Stream stream, int changed) override {
+    size_t start(int loan, char* room, Stream stream, int changed) override {
         const auto at = [&](int block) -> std::optional<uint64_t> {
             if (block == kNoLoan) return std::nullopt;
             return static_cast<uint64_t>(block) * block_bytes_;
         };
-        number_ = place_.exchange(aligned_room(room), block_bytes_, at(changed), at(loan), stream);
+        return place_.exchange(aligned_room(room), block_bytes_, at(changed), at(loan), stream);
     }
-    void finish(Stream stream) override { place_.join(number_, stream); }
+    void finish(size_t number, Stream stream) override { place_.join(number, stream); }
 
   private:
     Elsewhere& place_;
     const size_t block_bytes_;
-    size_t number_ = 0;
 };

@@ -117,6 +117,13 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
     return all;
 }
 
+// Of some mixes those that lend blocks, with none on its way while another is used: the least that they take.
+inline std::vector<Options> without_prefetching(std::vector<Options> mixes) {
+    std::erase_if(mixes, [](const Options& o) { return !lends_blocks(o); });
+    for (Options& o : mixes) o.prefetch = 0;
+    return mixes;
+}
+
 // Whether something that is trained is in files.
 inline bool has_files(const Options& o) {
     return o.weights == "disk" || o.gradients == "disk" || o.state == "disk";
@@ -127,6 +134,7 @@ inline std::string residences_text(const Options& chosen, const Options& given) 
     std::string text;
     if (chosen.weights != given.weights) text += " --weights " + chosen.weights;
     if (chosen.lend != given.lend) text += " --lend " + chosen.lend;
+    if (chosen.prefetch != given.prefetch) text += " --prefetch " + std::to_string(chosen.prefetch);
     if (chosen.embeddings != given.embeddings) text += " --embeddings " + chosen.embeddings;
     if (chosen.gradients != given.gradients) text += " --gradients " + chosen.gradients;
     if (chosen.state != given.state) text += " --state " + chosen.state;

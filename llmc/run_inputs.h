@@ -372,6 +372,8 @@ inline void RunInputs::check_homes() const {
         fail("--lend half: is of a frozen model: a block that is trained comes and goes whole");
     if (o_.lend == "half" && o_.weights == "device" && !o_.has("--memory"))
         fail("--lend half: is of blocks that live elsewhere, as --weights disk has them");
+    if (o_.has("--prefetch") && !o_.saved.count("--prefetch") && !lends_blocks(o_) && !o_.has("--memory"))
+        fail("--prefetch %d: is of blocks that live elsewhere, as --weights disk has them", o_.prefetch);
     if (o_.embeddings != "device") {
         const char* const embeddings = o_.embeddings.c_str();
         if (trains_model)

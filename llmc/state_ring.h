@@ -58,7 +58,7 @@ class StateRing {
                 const StateChunk& chunk = state.chunks()[pass->order[i]];
                 assert(chunk.unit == unit);
                 Room& room = pass->rooms[i % pass->rooms.size()];
-                join(*pass, room);
+                join(room);
                 update(chunk, room.at);
                 exchange(*pass, room, i, i + pass->rooms.size());
             }
@@ -67,7 +67,7 @@ class StateRing {
     void give_back() {
         if (!memory_.empty())
             host_act([this, pass = pass_] {
-                for (const Room& room : pass->rooms) join(*pass, room);
+                for (const Room& room : pass->rooms) join(room);
             });
         memory_.clear();
     }
@@ -75,7 +75,8 @@ class StateRing {
   private:
     struct Room {
         char* at;
-        size_t number;  // of its exchange
+        size_t number;   // of its exchange,
+        int noted = -1;  // and of the last transfer of that, in a rehearsal
     };
     // From take() to give_back().
     struct Pass {
@@ -83,16 +84,14 @@ class StateRing {
         size_t bytes;                    // of a chunk
         std::vector<size_t> order = {};  // of the chunks
         std::vector<Room> rooms = {};
-        size_t next = 0;   // in the order: to be updated
-        size_t begun = 0;  // transfers of a rehearsal
+        size_t next = 0;  // in the order: to be updated
     };
     // Has the chunk that is number `out` of the order go from a room, and number `in` come, if there are
     // such.
     void exchange(Pass& pass, Room& room, std::optional<size_t> out, size_t in) {
         if (arena_.rehearsing()) {
             const auto note = [&](Way way) {
-                note_transfer({Transfer::State, false, way, static_cast<double>(pass.bytes)});
-                room.number = pass.begun++;
+                room.noted = note_transfer({Transfer::State, false, way, static_cast<double>(pass.bytes)});
             };
             if (out) note(way_back(pass.way));
             if (in < pass.order.size()) note(pass.way);
@@ -104,9 +103,8 @@ class StateRing {
         if (in < pass.order.size()) from = at(in);
         room.number = place_->exchange(room.at, pass.bytes, to, from, stream_);
     }
-    void join(const Pass& pass, const Room& room) {
-        if (arena_.rehearsing())
-            return note_transfer({Transfer::State, true, pass.way, 0, static_cast<int>(room.number)});
+    void join(const Room& room) {
+        if (arena_.rehearsing()) return note_wait(Transfer::State, room.noted);
         const Waiting waiting(Transfer::State);
         place_->join(room.number, stream_);
     }

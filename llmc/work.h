@@ -91,7 +91,7 @@ struct Transfer {
     bool waits;
     Way way = Way::DiskRead;
     double bytes = 0;
-    int number = -1;  // that is waited for, of those of its kind; negative: the last that began
+    int number = -1;  // that is waited for, of those of its kind, from 0; negative: the last that began
     std::string_view range = {};
     size_t after = 0;              // so many entries of the ledger of work
     bool stays_with_host = false;  // between a disk and a GPU's host, which needs it itself
@@ -130,12 +130,26 @@ class [[nodiscard]] Operation {
     OperationListener* listener_;
 };
 
-// Writes down, in a rehearsal, that a transfer begins or is waited for.
-inline void note_transfer(Transfer transfer) {
-    if (!transfer_ledger) return;
+// How many of each kind a rehearsal has written down that begin.
+inline std::array<int, Transfer::kKinds> transfers_begun = {};
+
+// Writes down, in a rehearsal, that a transfer begins. Returns its number among those of its kind.
+inline int note_transfer(Transfer transfer) {
+    assert(!transfer.waits);
+    if (!transfer_ledger) return -1;
     transfer.range = Range::place();
     transfer.after = work_ledger->size();
     transfer_ledger->push_back(std::move(transfer));
+    return transfers_begun[transfer.of]++;
+}
+// And that one is waited for, by its number; negative: the last that began.
+inline void note_wait(Transfer::Of of, int number = -1) {
+    if (transfer_ledger)
+        transfer_ledger->push_back({.of = of,
+                                    .waits = true,
+                                    .number = number,
+                                    .range = Range::place(),
+                                    .after = work_ledger->size()});
 }
 
 // What has begun to go each way while the device computes, in all, in bytes.

@@ -250,7 +250,10 @@ def test_what_lives_elsewhere_comes_in_time(tmp_path):
             "host": (("--weights", "host", "--park", "all"), {"GPU_ORDER": "late", "GPU_SEED": "3"}),
             "disk": (("--weights", "disk", "--park", 4), {"GPU_ORDER": "early", "GPU_SEED": "4"}),
             "disk late": (("--weights", "disk", "--recompute", "block"), {"GPU_ORDER": "late", "GPU_SEED": "5"}),
+            "one by one": (("--weights", "disk", "--prefetch", 0), {"GPU_ORDER": "late", "GPU_SEED": "5"}),
+            "far ahead": (("--weights", "disk", "--prefetch", 3), {"GPU_ORDER": "early", "GPU_SEED": "5"}),
             "halves": (("--weights", "host", "--lend", "half", "--recompute", "block"), {"GPU_ORDER": "late", "GPU_SEED": "6"}),
+            "halves ahead": (("--weights", "host", "--lend", "half", "--prefetch", 4), {"GPU_ORDER": "late", "GPU_SEED": "6"}),
             "halves early": (("--weights", "disk", "--lend", "half"), {"GPU_ORDER": "early", "GPU_SEED": "7"})}.items():
         assert logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, *more)[:2] == first, name
 
@@ -272,10 +275,10 @@ def test_what_is_stored_in_fewer_bits_waits_in_host_memory(tmp_path):
 
 @pytest.mark.parametrize("where", [
     ("--train", "lora", "--weights", "host", "--embeddings", "host", "--park", "all"),
-    ("--train", "lora", "--weights", "disk", "--embeddings", "disk"),
+    ("--train", "lora", "--weights", "disk", "--embeddings", "disk", "--prefetch", 2),
     ("--weights", "host", "--gradients", "host", "--state", "host", "--updates", "host"),
     ("--state", "disk", "--updates", "host"),
-    ("--weights", "disk", "--gradients", "disk", "--state", "disk", "--grad-accum", 2), ()], ids=str)
+    ("--weights", "disk", "--gradients", "disk", "--state", "disk", "--grad-accum", 2, "--prefetch", 0), ()], ids=str)
 def test_what_is_pinned_is_what_is_planned(tmp_path, where):
     """To the byte, as the GPU counts it: where that much may be pinned the run says so, and with a byte less it ends in a line."""
     make(tmp_path / "model", "--family", "llama", "--layers", 3, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16", *MODELS["llama"])
@@ -325,6 +328,8 @@ def test_what_is_trained_lives_elsewhere(tmp_path, options):
             "early": (("--weights", "host", "--state", "host", "--park", "all"), {"GPU_ORDER": "early", "GPU_SEED": "4"}),
             "state": (("--state", "host"), {"GPU_ORDER": "late", "GPU_SEED": "5"}),
             "disk": (("--weights", "disk", "--state", "disk"), {"GPU_ORDER": "late", "GPU_SEED": "6"}),
+            "one by one": (("--weights", "host", "--state", "host", "--prefetch", 0), {"GPU_ORDER": "late", "GPU_SEED": "6"}),
+            "far ahead": (("--weights", "disk", "--prefetch", 2), {"GPU_ORDER": "late", "GPU_SEED": "6"}),
             "disk early": (("--weights", "disk", "--state", "disk", "--state-rooms", 3), {"GPU_ORDER": "early", "GPU_SEED": "7"}),
             "block": (("--state", "disk", "--state-rooms", "block"), {"GPU_SEED": "8"})}.items():
         lines, files, said = logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, *more)

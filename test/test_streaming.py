@@ -199,6 +199,32 @@ def test_halves_take_two_thirds_of_the_room(train, wide, tmp_path, recompute, or
     assert read[0] == 22 * block and read[1] == 23 * block
 
 
+@pytest.mark.parametrize("ahead", [0, 2, 4])
+def test_blocks_may_come_from_farther_ahead(train, wide, tmp_path, ahead):
+    """Each has a room, and at the turn of a step those in rooms are there: the plan's memory is taken, and its bytes are moved."""
+    work = linked(tmp_path, wide)
+    attention, mlp = 4 * 512 * 512 * 2, 3 * 3 * 512 * 512 * 2
+    halves = ([mlp, attention] * 3)[:ahead + 1]  # that backward finds, the last first
+    for where, room, stays in ((DISK, attention + mlp, (ahead + 1) * (attention + mlp)), (HALVES, mlp, sum(halves))):
+        where = (*where, "--prefetch", ahead)
+        rooms = [b["bytes"] for b in plan(train, work, *where)["buffers"] if b["name"] == "lent_block"]
+        assert rooms == (ahead + 1) * [room]
+        bench = train(*LORA[2:], "--model", "model", *where, "--bench", "--bench-steps", 1, "--bench-warmup", 0, "--json", cwd=work)
+        assert json.loads(bench.stdout)["links"]["disk_read"]["bytes"] == 24 * (attention + mlp) - stays
+        said = train(*LORA, "--steps", 2, "--sample-tokens", 0, *where, cwd=work).stdout.decode()
+        taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
+        assert taken <= planned
+
+
+@pytest.mark.parametrize("ahead", [0, 2, 9])
+def test_how_far_ahead_blocks_come_changes_no_bit(train, work, ahead):
+    """Whole and in halves, and where all micro-batches pass a block before the next."""
+    for i, options in enumerate(((), ("--recompute", "block:2,none:3", "--grad-accum", 2, "--by-block"))):
+        memory = trained(train, work, f"memory{i}", *options)
+        for where in (DISK, HALVES):
+            assert trained(train, work, f"{where[-1]}{i}", *options, *where, "--prefetch", ahead) == memory, (where, options)
+
+
 def plan(train, work, *options):
     return json.loads(train(*LORA, "--steps", 1, *options, "--plan", "--json", cwd=work).stdout)
 
@@ -320,7 +346,7 @@ def test_a_file_system_without_direct_access_is_named(train, wide, tmp_path, bad
 
 
 @pytest.mark.parametrize("ring", ["ring", "threads"])
-@pytest.mark.parametrize("train_what, where", [("lora", DISK), ("lora", ("--park", "all", "--recompute", "block")),
+@pytest.mark.parametrize("train_what, where", [("lora", (*DISK, "--prefetch", 2)), ("lora", ("--park", "all", "--recompute", "block")),
                                                ("full", ("--state", "disk", *DISK))], ids=str)
 def test_a_disk_that_fails_stops_the_run_and_loses_nothing(train, wide4, tmp_path, bad_disk, train_what, where, ring):
     """From some moment on, in the midst of a step."""
@@ -354,6 +380,8 @@ def test_a_disk_that_fails_stops_the_run_and_loses_nothing(train, wide4, tmp_pat
       "--seq-len": None, "--batch": None, "--weights": "device", "--base": "nf4"}, "whole model"),
     ({"--weights": "host"}, "--weights disk takes none"),
     ({"--weights": "device", "--lend": "half"}, "--weights disk"),
+    ({"--weights": "device", "--prefetch": 2}, "--weights disk"),
+    ({"--prefetch": -1}, "--prefetch"),
     ({"--train": None, "--lend": "half"}, "frozen"),
     ({"--lend": "third"}, "third"),
     ({"--weights": "tape"}, "tape")])
@@ -456,10 +484,16 @@ def test_two_blocks_have_gradients_in_memory(train, wide, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_trains_from_the_disk(train, tmp_path, family):
+    """However far ahead its blocks come."""
     work = prepare(tmp_path, family, OPTIONS)
-    for i, where in enumerate(((), ALL)):
-        train(*DATA, "--steps", 3, "--sample-tokens", 0, "--log", f"log{i}", "--out", f"out{i}", *where, cwd=work)
-    assert saved_bytes(work / "out0") == saved_bytes(work / "out1")
+    in_backward = ("--update-in-backward", "--clip-per-block")
+    for options, elsewhere in ((("--grad-accum", 2), ALL), (in_backward, ELSEWHERE[2])):
+        train(*DATA, "--steps", 3, "--sample-tokens", 0, "--out", "memory", *options, cwd=work)
+        for ahead in (0, 1, 2):
+            train(*DATA, "--steps", 3, "--sample-tokens", 0, "--out", "disk", *options, *elsewhere, "--prefetch", ahead, cwd=work)
+            assert saved_bytes(work / "disk") == saved_bytes(work / "memory"), (options, ahead)
+            shutil.rmtree(work / "disk")
+        shutil.rmtree(work / "memory")
 
 
 def test_a_new_model_and_an_adapter_with_its_state_on_the_disk(train, work):

@@ -272,7 +272,6 @@ class Gpt {
     // Whether the head is no matrix of the State, but made, or lent, some rows at a time.
     bool head_in_slices() const { return quantized_head_ || embeddings_; }
     void borrow_head();
-    std::vector<int> slices_of_head(bool back) const;
     template <class Use>
     void for_each_lent_slice(Use&& use);
     template <class Use>
@@ -1063,33 +1062,29 @@ void Gpt::need_half(int layer, Field needed) {
 // The loans that blocks need in the order of a forward pass, where each is passed by so many micro-batches
 // before the next: none where blocks are on the device.
 std::vector<int> Gpt::loans_forward(size_t micro_batches) const {
+    if (!lends_halves()) return loans_in_order(lends() ? config_.layers : 0);
     std::vector<int> loans;
-    for (int l = 0; lends() && l < config_.layers; l++) {
-        if (!lends_halves()) loans.push_back(l);
-        for (size_t k = 0; lends_halves() && k < micro_batches; k++)
+    for (int l = 0; l < config_.layers; l++)
+        for (size_t k = 0; k < micro_batches; k++)
             for (const Field field : {Field::QkvWeight, Field::UpWeight}) loans.push_back(half_of(l, field));
-    }
     return loans;
 }
 
 // And of a backward pass, whose attention is made again where the stream behind it was not kept.
 std::vector<int> Gpt::loans_backward(size_t micro_batches, const std::vector<Keep>& keep) const {
+    if (!lends_halves()) return loans_in_order(lends() ? config_.layers : 0, true);
     std::vector<int> loans;
-    for (int l = config_.layers - 1; lends() && l >= 0; l--) {
-        if (!lends_halves()) loans.push_back(l);
-        for (size_t k = 0; lends_halves() && k < micro_batches; k++) {
+    for (int l = config_.layers - 1; l >= 0; l--)
+        for (size_t k = 0; k < micro_batches; k++) {
             if (!keep[static_cast<size_t>(l)].middle) loans.push_back(half_of(l, Field::QkvWeight));
             for (const Field field : {Field::UpWeight, Field::QkvWeight}) loans.push_back(half_of(l, field));
         }
-    }
     return loans;
 }
 
 void Gpt::expect_update(bool weights, bool gradients) {
-    std::vector<int> blocks(static_cast<size_t>(config_.layers));
-    std::iota(blocks.begin(), blocks.end(), 0);
-    if (weights && lends_trained()) loans_.expect(blocks);
-    if (gradients && lends_gradients()) gradient_loans_.expect(blocks);
+    if (weights && lends_trained()) loans_.expect(loans_in_order(config_.layers));
+    if (gradients && lends_gradients()) gradient_loans_.expect(loans_in_order(config_.layers));
 }
 
 // Those of a block that is lent were borrowed last.
@@ -1585,25 +1580,17 @@ HeadActivations Gpt::forward_head(const TensorX& x) {
 
 // Has a head that is lent begin to come, and takes its rooms until head_loans_ are given back.
 void Gpt::borrow_head() {
-    if (embeddings_) head_loans_.expect(slices_of_head(false));
-}
-
-// The numbers of a lent head's slices, from the first to the last or back.
-std::vector<int> Gpt::slices_of_head(bool back) const {
-    std::vector<int> slices(static_cast<size_t>(embeddings_->slices()));
-    std::iota(slices.begin(), slices.end(), 0);
-    if (back) std::reverse(slices.begin(), slices.end());
-    return slices;
+    if (embeddings_) head_loans_.expect(loans_in_order(embeddings_->slices()));
 }
 
 // Calls use(first, slice) for the rows of a head that is lent, from number `first` on, slice by slice: from
 // the first to the last, the next time back, and so on. So both ends are lent once where they are used twice.
 template <class Use>
 void Gpt::for_each_lent_slice(Use&& use) {
-    const int last = embeddings_->slices() - 1;
-    const bool back = last > 0 && head_loans_.holds(last);
-    head_loans_.expect(slices_of_head(!back));  // the next time
-    for (const int slice : slices_of_head(back))
+    const int slices = embeddings_->slices();
+    const bool back = slices > 1 && head_loans_.holds(slices - 1);
+    head_loans_.expect(loans_in_order(slices, !back));  // the next time
+    for (const int slice : loans_in_order(slices, back))
         use(embeddings_->first_row(slice), embeddings_->slice(slice, head_loans_.borrow(slice)));
 }
 
@@ -2173,11 +2160,7 @@ void Gpt::fetch_rows(int layer, int pass, BlockActivations& a, Shape shape) {
 void Gpt::backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& options,
                           const Consume& consume) {
     gradient_loans_.come_with_contents(options.adds);
-    if (lends_gradients()) {
-        std::vector<int> blocks(static_cast<size_t>(config_.layers));
-        std::iota(blocks.rbegin(), blocks.rend(), 0);
-        gradient_loans_.expect(blocks);
-    }
+    if (lends_gradients()) gradient_loans_.expect(loans_in_order(config_.layers, true));
     for (int l = config_.layers - 1; l >= 0; l--) {
         Range range("block", l);
         UnitGradients gradients = take_unit_gradients(l + 1, options, consume);

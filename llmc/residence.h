@@ -14,6 +14,7 @@
 #include <cassert>
 #include <cstdint>
 #include <deque>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -44,6 +45,14 @@ struct Lent {
 constexpr Lent kLentBlocks = {Transfer::Loan, "lent_block", "weights"},
                kLentVocabulary = {Transfer::Vocabulary, "lent_vocabulary", "weights"},
                kLentGradients = {Transfer::Gradients, "lent_gradients", "parameter_gradient"};
+
+// So many loans, from the first to the last or back.
+inline std::vector<int> loans_in_order(int count, bool back = false) {
+    std::vector<int> loans(static_cast<size_t>(count));
+    std::iota(loans.begin(), loans.end(), 0);
+    if (back) std::reverse(loans.begin(), loans.end());
+    return loans;
+}
 
 // How many rooms so many loans have, where `ahead` of them are on their way while one is used.
 inline size_t rooms_for(int ahead, size_t loans) { return std::min(static_cast<size_t>(ahead) + 1, loans); }

@@ -75,17 +75,6 @@ struct Lending {
     }
 };
 
-std::vector<int> upwards(int count) {
-    std::vector<int> loans(static_cast<size_t>(count));
-    std::iota(loans.begin(), loans.end(), 0);
-    return loans;
-}
-std::vector<int> downwards(int count) {
-    std::vector<int> loans = upwards(count);
-    std::reverse(loans.begin(), loans.end());
-    return loans;
-}
-
 // Forward and backward of a training: at the turn as many stay as have rooms.
 TEST(Loans, ForwardAndBack) {
     constexpr int kLoans = 7;
@@ -93,7 +82,7 @@ TEST(Loans, ForwardAndBack) {
         Lending l(kLoans, ahead);
         const int rooms = std::min(ahead + 1, kLoans);
         const auto pass = [&] {
-            for (const auto& way : {upwards(kLoans), downwards(kLoans)}) {
+            for (const auto& way : {loans_in_order(kLoans), loans_in_order(kLoans, true)}) {
                 l.loans.expect(way);
                 for (const int loan : way) {
                     const int* const at = l.borrow(loan);
@@ -119,7 +108,7 @@ TEST(Loans, ComeSoFarAhead) {
     for (const int ahead : {0, 1, 3}) {
         Lending l(10, ahead);
         const auto pass = [&] {
-            l.loans.expect(upwards(10));
+            l.loans.expect(loans_in_order(10));
             if (!l.arena.rehearsing()) {
                 EXPECT_EQ(l.numbers.fetched, ahead + 1);
             }
@@ -141,8 +130,8 @@ TEST(Loans, WithoutContents) {
     Lending l(5, 1);
     l.loans.come_with_contents(false);
     const auto pass = [&] {
-        l.loans.expect(downwards(5));
-        for (const int loan : downwards(5)) {
+        l.loans.expect(loans_in_order(5, true));
+        for (const int loan : loans_in_order(5, true)) {
             l.borrow(loan);
             int* const at = reinterpret_cast<int*>(l.loans.change());
             if (!l.arena.rehearsing()) *at = 7 * loan;
@@ -207,15 +196,15 @@ TEST(Loans, InAnyOrder) {
 TEST(Loans, WaitForTheirOwn) {
     Lending l(4, 2);
     const auto pass = [&] {
-        l.loans.expect(upwards(4));
-        for (const int loan : upwards(4)) l.borrow(loan);
+        l.loans.expect(loans_in_order(4));
+        for (const int loan : loans_in_order(4)) l.borrow(loan);
         l.loans.give_back();
     };
     l.rehearse(pass);
     std::vector<int> waits;
     for (const Transfer& t : l.plan.transfers)
         if (t.waits) waits.push_back(t.number);
-    EXPECT_EQ(waits, upwards(4));
+    EXPECT_EQ(waits, loans_in_order(4));
 }
 
 }  // namespace

@@ -304,7 +304,8 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
 // first of `choices`, then its neighbours. What moves is chosen where nothing fits without; and with
 // --host-memory, which is there to be used, also where it is faster. Of mixes() the first is the one that was
 // given; fit(mix, room, best) tries its settings. Beside a GPU what is trained goes to files only where the
-// host's memory is too small. Blocks come one by one, with nothing on its way, only where nothing else fits.
+// host's memory is too small. Blocks come one by one, with nothing on its way, only where nothing else fits;
+// more than one are on their way where that is faster.
 template <class Mixes, class FitMix>
 Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vector<MemoryChoice>& choices) {
     const bool offered = given.has("--host-memory");
@@ -328,8 +329,12 @@ Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vecto
     if (!best.solution.chosen || (offered && best.solution.chosen->seconds > 1.01 * fastest))
         try_all(other_mixes(kHostIsDevice), false);
     if (!best.solution.chosen && offered) try_all(other_mixes(true), !kHostIsDevice);
-    if (!best.solution.chosen && !given.has("--prefetch"))
-        try_all(without_prefetching(mixes(kHostIsDevice || offered)), false);
+    if (!given.has("--prefetch")) {
+        if (!best.solution.chosen)
+            try_all(without_prefetching(mixes(kHostIsDevice || offered)), false);
+        else if (lends_blocks(best.mix))
+            try_all(with_more_rooms(best.mix), false);
+    }
     if (!host_can_update(best.mix)) best.mix.updates = "device";
     auto described = [&](const Choice& c) {
         const MemorySetting s = best.setting(c);

@@ -124,6 +124,14 @@ inline std::vector<Options> without_prefetching(std::vector<Options> mixes) {
     return mixes;
 }
 
+// A mix with more of them on their way than by default, and so in rooms: what moves for longer than it is
+// computed with gains as many as are there at a step's turn.
+inline std::vector<Options> with_more_rooms(const Options& mix) {
+    std::vector<Options> all;
+    for (const int ahead : {2, 4, 8, 16}) all.emplace_back(mix).prefetch = ahead;
+    return all;
+}
+
 // Whether something that is trained is in files.
 inline bool has_files(const Options& o) {
     return o.weights == "disk" || o.gradients == "disk" || o.state == "disk";

@@ -96,7 +96,7 @@ def test_without_a_budget(train, llama):
 
 def test_a_run(train, llama, tmp_path):
     """It trains so, and the same command goes on so, whatever would fit then."""
-    memory = f"{int((budget_of(train, llama, 1024) + 1) * 2**20)}B"
+    memory = f"{int((budget_of(train, llama, 1024) + 0.2) * 2**20)}B"
     options = ("--model", llama / "model", "--data", llama / "data.bin", "--context", "auto", *LORA,
                "--val-data", llama / "data.bin", "--eval-batches", 1, "--out", "out", "--resume", "auto")
     said = train(*options, "--memory", memory, "--steps", 1, cwd=tmp_path).stdout.decode()

@@ -15,6 +15,7 @@ import threading
 
 import peft
 import pytest
+import test_rates
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -658,6 +659,29 @@ def test_a_budget_below_what_is_resident_moves_it(train, wide4, tmp_path, kind):
         assert saved_bytes(work / f"out{i}") == saved_bytes(work / "resident")
     roomy = json.loads(train(*options, "--memory", f"{resident + 0.1:.1f}MiB", "--plan", "--json", cwd=work).stdout)
     assert roomy["choice"][0]["residences"] == "" and not any(roomy["elsewhere"].values())
+
+
+def test_memory_chooses_how_far_ahead_blocks_come(train, wide, tmp_path):
+    """None, where nothing else fits; many where a disk is slower than computing, so that they are there at the turn of a step."""
+    work = linked(tmp_path, wide)
+    options = (*ONE, *KINDS["adapter"], "--steps", 2, "--weights", "disk", "--lend", "block", "--embeddings", "device")
+    few, two_rooms = least(train, work, *options), least(train, work, *options, "--prefetch", 1)
+    assert few < two_rooms - 3
+    train(*options, "--out", "out1", cwd=work)
+    slow = test_rates.write(tmp_path / "slow", test_rates.rates_of(train, transfers=1e8))
+    fast = test_rates.write(tmp_path / "fast", test_rates.rates_of(train, transfers=1e15))
+    for budget, rates, ahead in ((few + 0.1, fast, 0), (two_rooms + 200, fast, 1), (two_rooms + 200, slow, 16), (two_rooms + 12, slow, 2)):
+        command = (*options, "--memory", f"{budget:.1f}MiB")
+        chosen = json.loads(train(*command, "--rates", rates, "--plan", "--json", cwd=work).stdout)
+        said = re.search(r"--prefetch (\d+)", chosen["choice"][0]["residences"])
+        assert (int(said[1]) if said else 1) == ahead
+        assert sum(b["name"] == "lent_block" for b in chosen["buffers"]) == min(ahead + 1, 12)
+        asked = json.loads(train(*command, "--prefetch", ahead, "--rates", rates, "--plan", "--json", cwd=work).stdout)
+        assert asked["totals"] == chosen["totals"]
+        train(*command, "--rates", rates, "--out", f"out{ahead}", cwd=work)
+        assert saved_bytes(work / f"out{ahead}") == saved_bytes(work / "out1"), ahead
+        saved = json.loads((work / f"out{ahead}" / "trainer_state.json").read_text())["options"]
+        assert saved.get("--prefetch", ["1"]) == [str(ahead)]
 
 
 def test_the_state_may_have_other_rooms(train, wide4, tmp_path):

@@ -15,7 +15,7 @@
 
 class DiskResidence : public Residence {
   public:
-    // What it takes, of the device or, beside a GPU, of pinned host memory.
+    // What it takes for loans in so many rooms: of the device or, beside a GPU, of pinned host memory.
     static size_t bytes(size_t largest_loan, size_t rooms) {
         return DiskQueue::kStagingBytes + (kHostIsDevice ? 0 : rooms * largest_loan);
     }

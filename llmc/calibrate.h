@@ -4,7 +4,7 @@
 // What a case costs, its FLOPs and bytes, is what its launcher counts in a rehearsal, so that a rate means
 // the same here as in a plan. Weights are read from memory, as many of them pass by between two uses in a
 // step; activations lie where the operation before left them, in a cache where they fit one. It takes some
-// 150 MiB of a CPU's memory, 400 MiB of a GPU's.
+// 150 MiB of a CPU's memory, or up to 600 where its cache is large, 400 MiB of a GPU's.
 #pragma once
 
 #include <algorithm>
@@ -16,6 +16,7 @@
 #include <optional>
 #include <string>
 #include <type_traits>
+#include <unistd.h>
 #include <utility>
 #include <vector>
 
@@ -48,7 +49,7 @@ class Calibration {
         for (size_t i = 0; i < kDraws; i++)
             draws_.push_back(static_cast<float>(random_uniform(0, i) - 0.5));  // zeros take less power
     }
-    // All is measured twice where that is quick enough, and the best counts: who else uses the machine does
+    // All is measured twice where that is quick enough, and the better counts: who else uses the machine does
     // so for some seconds.
     Rates measure() {
         const WallClock clock;
@@ -79,15 +80,22 @@ class Calibration {
     static constexpr double kLongest = 0.06;  // seconds of a run that is made at all
     static constexpr double kEnough = 0.012, kTooLong = 0.08;  // of all runs of a case
     static constexpr double kAgree = 1.03;
+    // The bytes that pass by so that no cache has what passed first. A large cache is that of many cores.
+    static size_t passing_bytes() {
+        if (!kFastCpu) return size_t{128} << 20;
+        const long cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
+        return std::clamp(static_cast<size_t>(std::max(cache, 0L)), size_t{48} << 20, size_t{256} << 20);
+    }
     static constexpr int kFewest = 3, kMost = 60;
 
-    // The seconds of what queue(i) gives the device, the best of many runs, which `i` counts: so many that
-    // two agree on it, where that does not take too long.
+    // The seconds of what queue(i) gives the device, the median of many runs, which `i` counts: so many that
+    // two agree on the best, where that does not take too long. The best alone is one that no step has.
     template <class Queue>
-    double best_run(Queue&& queue) const {
+    double typical_run(Queue&& queue) const {
         int64_t i = 0;
         queue(i++);
         stream_synchronize(stream_);
+        std::vector<double> runs;
         double best = 1e30, second = 1e30;
         const WallClock all;
         for (int run = 0; run < kFewest || (run < kMost && all.seconds() < kEnough) ||
@@ -96,11 +104,11 @@ class Calibration {
             const WallClock clock;
             for (int k = 0; k < kTimedTogether; k++) queue(i++);
             stream_synchronize(stream_);
-            const double seconds = clock.seconds() / kTimedTogether;
-            second = std::min(second, std::max(best, seconds));
-            best = std::min(best, seconds);
+            runs.push_back(clock.seconds() / kTimedTogether);
+            second = std::min(second, std::max(best, runs.back()));
+            best = std::min(best, runs.back());
         }
-        return best;
+        return statistics(std::move(runs)).median;
     }
 
     template <class E>
@@ -136,7 +144,7 @@ class Calibration {
         template <class Queue>
         double time(Queue&& queue) {
             if (arena.rehearsing()) return queue(0), 0.0;
-            seconds.push_back(of.best_run(queue));
+            seconds.push_back(of.typical_run(queue));
             return seconds.back();
         }
     };
@@ -182,9 +190,10 @@ class Calibration {
     }
     void measure_products() {
         run([&](Bench& b) {
-            constexpr int64_t kPassing = (kFastCpu ? 48 << 20 : 128 << 20) / sizeof(T);  // elements
+            const auto passing = static_cast<int64_t>(passing_bytes() / sizeof(T));  // elements
+            int64_t passed = 0;                                                      // matrices of all shapes
             const auto side = static_cast<int64_t>(sides().back());
-            const int64_t most = std::max(kPassing, side * side);
+            const int64_t most = std::max(passing, side * side);
             const TensorT a = b.template take<T>({side * side}), weights = b.template take<T>({most});
             TensorT out = b.template take<T>({most});
             for (const auto& transposed :
@@ -197,9 +206,10 @@ class Calibration {
                 p.rates.resize(p.sizes.size() * p.sizes.size() * p.sizes.size());
                 for_shapes(p, b.arena.rehearsing(), [&](int64_t m, int64_t n, int64_t k) {
                     // Weights pass by, or their gradients.
-                    const int64_t inputs = transpose_a ? 1 : std::max<int64_t>(kPassing / (k * n), 1);
-                    const int64_t outputs = transpose_a ? std::max<int64_t>(kPassing / (m * n), 1) : 1;
-                    return b.time([&](int64_t i) {
+                    const int64_t inputs = transpose_a ? 1 : std::max<int64_t>(passing / (k * n), 1);
+                    const int64_t outputs = transpose_a ? std::max<int64_t>(passing / (m * n), 1) : 1;
+                    return b.time([&](int64_t) {
+                        const int64_t i = passed++;
                         const TensorT x(a.data(), transpose_a ? Shape{k, m} : Shape{m, k});
                         const TensorT of(weights.at(i % inputs * k * n),
                                          transpose_b ? Shape{n, k} : Shape{k, n});
@@ -371,29 +381,36 @@ class Calibration {
 
     // ---- the update, and matrices in other formats
 
-    static constexpr int64_t kUpdated = 4 << 20;  // parameters
+    static constexpr int64_t kUpdated = 4 << 20;  // parameters at a time
 
     void measure_updates() {
         add([&](Bench& b) {
-            TensorT weights = b.template take<T>({kUpdated});
-            const TensorT gradients = b.template take<T>({kUpdated});
+            const auto of_one = static_cast<size_t>(kUpdated) * (2 * sizeof(T) + 3 * sizeof(float));
+            const auto parts = static_cast<int64_t>((passing_bytes() + of_one - 1) / of_one);
+            const int64_t all = parts * kUpdated;
+            int64_t passed = 0;
+            TensorT weights = b.template take<T>({all});
+            const TensorT gradients = b.template take<T>({all});
             TensorF norm = b.template take<float>({1}), scratch = b.template take<float>({kNormBlocks});
             TensorF state[3], scales[2];
-            for (TensorF& t : state) t = b.template take<float>({kUpdated});
-            for (TensorF& t : scales) t = b.template take<float>({kUpdated / kQuantizedBlock});
+            for (TensorF& t : state) t = b.template take<float>({all});
+            for (TensorF& t : scales) t = b.template take<float>({all / kQuantizedBlock});
             const Tensor<uint8_t> factors = b.template take<uint8_t>({int64_t{sizeof(UpdateFactors)}});
             auto* const at = reinterpret_cast<UpdateFactors*>(factors.data());
             if (!b.arena.rehearsing()) set_factors(at, {1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1}, stream_);
-            b.time([&](int64_t) { global_norm(norm, scratch, gradients.data(), kUpdated, stream_); });
+            b.time([&](int64_t i) {
+                global_norm(norm, scratch, gradients.at(i % parts * kUpdated), kUpdated, stream_);
+            });
             for_formats([&](Optimizer optimizer, Master master, Moment m, Moment v) {
                 b.time([&](int64_t) {
-                    const UpdateArrays<T> arrays{.weights = weights.data(),
-                                                 .gradients = gradients.data(),
+                    const int64_t first = passed++ % parts * kUpdated, block = first / kQuantizedBlock;
+                    const UpdateArrays<T> arrays{.weights = weights.at(first),
+                                                 .gradients = gradients.at(first),
                                                  .optimizer = optimizer,
                                                  .master_format = master,
-                                                 .master = state[0].data(),
-                                                 .m = {m, state[1].data(), scales[0].data()},
-                                                 .v = {v, state[2].data(), scales[1].data()},
+                                                 .master = state[0].at(first),
+                                                 .m = {m, state[1].at(first), scales[0].at(block)},
+                                                 .v = {v, state[2].at(first), scales[1].at(block)},
                                                  .decayed = kUpdated,
                                                  .n = kUpdated};
                     optimizer_update(at, arrays, norm, stream_);

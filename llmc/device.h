@@ -276,6 +276,7 @@ class Event {
     bool happened() const { return true; }
 #endif
     Event(const Event&) = delete;
+    Event& operator=(const Event&) = delete;
 
   private:
 #if defined(SIMT_GPU)

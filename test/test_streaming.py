@@ -709,7 +709,7 @@ def test_the_fastest_mix_that_fits_is_chosen(train, wide4, tmp_path, kind):
     """Of all that can be asked for by hand, by their own estimates. An adapter needs no larger micro-batch for its blocks to
     come once."""
     work = linked(tmp_path, wide4)
-    options = (*ONE, "--grad-accum", 4, *KINDS[kind], "--steps", 1)
+    options = (*ONE, "--grad-accum", 4, "--prefetch", 1, *KINDS[kind], "--steps", 1)  # more would have all four blocks stay
     resident, few = least(train, work, *options, *RESIDENT), least(train, work, *options)
     together = 0
     for share in (0.02, 0.3, 0.6, 0.95):

@@ -4,7 +4,7 @@
 // What a case costs, its FLOPs and bytes, is what its launcher counts in a rehearsal, so that a rate means
 // the same here as in a plan. Weights are read from memory, as many of them pass by between two uses in a
 // step; activations lie where the operation before left them, in a cache where they fit one. It takes some
-// 300 MiB of a CPU's memory, or up to 800 where its cache is large, 400 MiB of a GPU's.
+// 150 MiB of a CPU's memory, or up to 600 where its cache is large, 400 MiB of a GPU's.
 #pragma once
 
 #include <algorithm>
@@ -183,19 +183,18 @@ class Calibration {
 
     // ---- products
 
-    // Of a side of a product: a LoRA's rank, a few sequences, a model's width, where rates rise no more, and
-    // a vocabulary, by which products leave a CPU's caches.
+    // Of a side of a product: a LoRA's rank, a few sequences, a model's width, and where rates rise no more.
     static std::vector<double> sides() {
-        if (kFastCpu) return {16, 128, 768, 3072, 32768};
+        if (kFastCpu) return {16, 128, 768, 3072};
         return {16, 128, 512, 2048, 8192};
     }
-    static constexpr int64_t kMostElements = kFastCpu ? 768 * 32768 : 8192 * 8192;  // of an operand, or more
     void measure_products() {
         run([&](Bench& b) {
             const auto passing = static_cast<int64_t>(passing_bytes() / sizeof(T));  // elements
             int64_t passed = 0;                                                      // matrices of all shapes
-            const int64_t most = std::max(passing, kMostElements);
-            const TensorT a = b.template take<T>({most}), weights = b.template take<T>({most});
+            const auto side = static_cast<int64_t>(sides().back());
+            const int64_t most = std::max(passing, side * side);
+            const TensorT a = b.template take<T>({side * side}), weights = b.template take<T>({most});
             TensorT out = b.template take<T>({most});
             for (const auto& transposed :
                  {std::pair{false, false}, std::pair{false, true}, std::pair{true, false}}) {
@@ -205,7 +204,7 @@ class Calibration {
                 ProductRates& p = rates_.products[product_form(form)];
                 p.sizes = sides();
                 p.rates.resize(p.sizes.size() * p.sizes.size() * p.sizes.size());
-                for_shapes(p, b.arena.rehearsing(), most, [&](int64_t m, int64_t n, int64_t k) {
+                for_shapes(p, b.arena.rehearsing(), [&](int64_t m, int64_t n, int64_t k) {
                     // Weights pass by, or their gradients.
                     const int64_t inputs = transpose_a ? 1 : std::max<int64_t>(passing / (k * n), 1);
                     const int64_t outputs = transpose_a ? std::max<int64_t>(passing / (m * n), 1) : 1;
@@ -223,10 +222,10 @@ class Calibration {
         });
     }
     // Has the rates of all shapes measured: seconds(m, n, k) is 0 in a rehearsal, which has all of them, as
-    // nobody knows yet which will be quick enough. One that takes too long, or of which an operand has more
-    // than `most` elements, is taken to be as fast as what is smaller.
+    // nobody knows yet which will be quick enough. One that takes too long is taken to be as fast as what is
+    // smaller.
     template <class Seconds>
-    void for_shapes(ProductRates& p, bool rehearsing, int64_t most, Seconds&& seconds) const {
+    void for_shapes(ProductRates& p, bool rehearsing, Seconds&& seconds) const {
         const size_t n = p.sizes.size();
         for (size_t i = 0; i < n; i++)
             for (size_t j = 0; j < n; j++)
@@ -235,15 +234,15 @@ class Calibration {
                                            : j > 0 ? p.of(i, j - 1, k)
                                            : k > 0 ? p.of(i, j, k - 1)
                                                    : 0;
-                    const double a = p.sizes[i], b = p.sizes[j], c = p.sizes[k], flops = 2 * a * b * c;
-                    const bool large = std::max({a * b, b * c, a * c}) > static_cast<double>(most);
+                    const double flops = 2 * p.sizes[i] * p.sizes[j] * p.sizes[k];
                     double& rate = p.of(i, j, k);
-                    if (large || (!rehearsing && smaller > 0 && flops / smaller > kLongest)) {
+                    if (!rehearsing && smaller > 0 && flops / smaller > kLongest) {
                         rate = std::max(rate, smaller);
                         continue;
                     }
                     const double taken =
-                        seconds(static_cast<int64_t>(a), static_cast<int64_t>(b), static_cast<int64_t>(c));
+                        seconds(static_cast<int64_t>(p.sizes[i]), static_cast<int64_t>(p.sizes[j]),
+                                static_cast<int64_t>(p.sizes[k]));
                     if (taken > 0) rate = std::max(rate, flops / taken);
                 }
     }

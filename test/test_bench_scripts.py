@@ -181,7 +181,7 @@ def test_products_alone(train, rows):
     binary = ROOT / "build/bench/cpu/products"
     if train.device != "cpu" or not binary.exists():
         pytest.skip("make DEVICE=cpu build/bench/cpu/products")
-    profile = train("--model", "d1", "--batch", 2, "--seq-len", 8, "--profile-ops", "--bench-warmup", 0, "--bench-steps", 1,
+    profile = train("--model", "d1", "--batch", 2, "--seq-len", 64, "--profile-ops", "--bench-warmup", 1, "--bench-steps", 3,
                     "--head-rows", rows, "--json").stdout
     names = [o["name"] for o in json.loads(profile)["operations"] if o["name"].startswith("matmul")]
     ran = subprocess.run([binary], input=profile, capture_output=True, check=True, env=ENVIRONMENT)

@@ -80,13 +80,12 @@ class Calibration {
     static constexpr double kLongest = 0.06;  // seconds of a run that is made at all
     static constexpr double kEnough = 0.012, kTooLong = 0.08;  // of all runs of a case
     static constexpr double kAgree = 1.03;
-    // The bytes that pass by so that no cache has what passed first. A large cache is that of many cores.
-    static size_t passing_bytes() {
-        if (!kFastCpu) return size_t{128} << 20;
-        const long cache = sysconf(_SC_LEVEL3_CACHE_SIZE);
-        return std::clamp(static_cast<size_t>(std::max(cache, 0L)), size_t{48} << 20, size_t{256} << 20);
-    }
     static constexpr int kFewest = 3, kMost = 60;
+    // The bytes that pass by so that no cache has what passed first. A large cache is that of many cores.
+    static int64_t passing_bytes() {
+        if (!kFastCpu) return 128 << 20;
+        return std::clamp<int64_t>(sysconf(_SC_LEVEL3_CACHE_SIZE), 48 << 20, 256 << 20);
+    }
 
     // The seconds of what queue(i) gives the device, the median of many runs, which `i` counts: so many that
     // two agree on the best, where that does not take too long. The best alone is one that no step has.
@@ -190,8 +189,8 @@ class Calibration {
     }
     void measure_products() {
         run([&](Bench& b) {
-            const auto passing = static_cast<int64_t>(passing_bytes() / sizeof(T));  // elements
-            int64_t passed = 0;                                                      // matrices of all shapes
+            const int64_t passing = passing_bytes() / int64_t{sizeof(T)};  // elements
+            int64_t passed = 0;                                            // matrices of all shapes
             const auto side = static_cast<int64_t>(sides().back());
             const int64_t most = std::max(passing, side * side);
             const TensorT a = b.template take<T>({side * side}), weights = b.template take<T>({most});
@@ -385,8 +384,8 @@ class Calibration {
 
     void measure_updates() {
         add([&](Bench& b) {
-            const auto of_one = static_cast<size_t>(kUpdated) * (2 * sizeof(T) + 3 * sizeof(float));
-            const auto parts = static_cast<int64_t>((passing_bytes() + of_one - 1) / of_one);
+            const int64_t of_one = kUpdated * int64_t{2 * sizeof(T) + 3 * sizeof(float)};
+            const int64_t parts = ceil_div(passing_bytes(), of_one);
             const int64_t all = parts * kUpdated;
             int64_t passed = 0;
             TensorT weights = b.template take<T>({all});

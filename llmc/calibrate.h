@@ -296,14 +296,16 @@ class Calibration {
             add([&](Bench& b) {
                 const Shape shape = {rows, kChannels}, wide = {rows, 2 * kChannels};
                 TensorT x = b.template take<T>(shape), y = b.template take<T>(shape);
-                TensorT gates = b.template take<T>(wide), bias = b.template take<T>({kChannels});
+                // In place, time after time, gradients would become numbers too small to be normal ones.
+                TensorT gates = b.template take<T>(wide), d_gates = b.template take<T>(wide);
+                TensorT d_y = b.template take<T>(shape), bias = b.template take<T>({kChannels});
                 TensorF scratch = b.template take<float>(column_sums_scratch(rows, kChannels, 1));
                 b.time([&](int64_t) { copy(y, x); });
                 b.time([&](int64_t) { residual_forward(y, y, x, stream_); });
                 b.time([&](int64_t) { gelu_forward(y, x, stream_); });
-                b.time([&](int64_t) { gelu_backward(y, y, x, stream_); });
+                b.time([&](int64_t) { gelu_backward(d_y, y, x, stream_); });
                 b.time([&](int64_t) { swiglu_forward(y, gates, stream_); });
-                b.time([&](int64_t) { swiglu_backward(gates, x, gates, stream_); });
+                b.time([&](int64_t) { swiglu_backward(d_gates, x, gates, stream_); });
                 b.time([&](int64_t) { bias_backward(bias, scratch, x, stream_); });
                 b.time([&](int64_t) { scale_columns(x, {{768, 768, 768}, {1, 1, 1}}, stream_); });
                 if constexpr (std::is_same_v<T, bf16>) {

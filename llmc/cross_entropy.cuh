@@ -28,10 +28,12 @@ __global__ void __launch_bounds__(kBlockThreads)
     float most = -INFINITY;
     Accumulator<N> sums;
     for (int c = first; c < V; c += step) {
-        const Packed<T, N> p = load<N>(row + c);
+        const Packed<T, N> p = load_ahead<N>(row + c);
         float x[N];
-        for (int k = 0; k < N; k++) x[k] = c + k < V ? p[k] : -INFINITY;
-        bool above = false;
+        for (int k = 0; k < N; k++) x[k] = p[k];
+        if (c + N > V)
+            for (int k = 0; k < N; k++) x[k] = c + k < V ? x[k] : -INFINITY;
+        int above = 0;
         for (int k = 0; k < N; k++) above |= x[k] > most;
         if (above) {  // seldom, after a row's first vectors
             const float high = largest_of(x), shrink = fast_exp(most - high);
@@ -48,9 +50,11 @@ __global__ void __launch_bounds__(kBlockThreads)
         __syncthreads();  // the loss has read the target's logit, which is overwritten now
         const float scale = loss_scale.get(), factor = target < 0 ? 0.f : scale / total;
         for (int c = first; c < stride; c += step) {
-            const Packed<T, N> p = load<N>(row + c);
+            const Packed<T, N> p = load_ahead<N>(row + c);
             float o[N];
-            for (int k = 0; k < N; k++) o[k] = c + k < V ? fast_exp(p[k] - maximum) * factor : 0.f;
+            for (int k = 0; k < N; k++) o[k] = fast_exp(p[k] - maximum) * factor;
+            if (c + N > V)
+                for (int k = 0; k < N; k++) o[k] = c + k < V ? o[k] : 0.f;
             if (target >= c && target < c + N) {
                 const float one = fast_exp(to_float(row[target]) - maximum) * factor - scale;
                 for (int k = 0; k < N; k++)

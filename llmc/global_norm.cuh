@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     Accumulator<N> sums;
     for (int64_t i = first + int64_t{threadIdx.x} * N; i < end; i += int64_t{blockDim.x} * N) {
         if (i + N <= end) {
-            const Packed<T, N> p = load<N>(x + i);
+            const Packed<T, N> p = load_ahead<N>(x + i);
             for (int k = 0; k < N; k++) sums[k] += p[k] * p[k];
         } else {
 #pragma unroll 1  // it is less than a vector

@@ -98,57 +98,5 @@ void add_bias_gradient(Arena& arena, Stream stream, Tensor<Out>& bias, const Ten
 #if defined(SIMT_GPU)
 #include "llmc/matmul_cublaslt.h"
 #else
-#include "llmc/matvec_cpu.h"
-#include "llmc/onednn.h"
-
-// oneDNN's scratch for a product of columns of a wider matrix is as large as what it makes, twice. Beyond so
-// many bytes such a product is made of some of its rows at a time.
-constexpr size_t kMostScratch = size_t{16} << 20;
-
-template <class T, class Out>
-int64_t rows_at_once(const OnednnProduct& p) {
-    const size_t scratch = onednn_scratch_bytes<T, Out>(p);
-    if (scratch <= kMostScratch || p.a_column != 1) return p.m;
-    const double rows = static_cast<double>(p.m) * kMostScratch / static_cast<double>(scratch);
-    return std::max<int64_t>(64, static_cast<int64_t>(rows) / 64 * 64);
-}
-
-template <class T, class Out>
-void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, const Tensor<T>& b,
-            const MatmulOptions<T>& options) {
-    const Product p = matmul_product(out, a, b, options);
-    matmul_bias_gradient(arena, stream, b, options, false);
-    if constexpr (kFastCpu)
-        if (p.m == 1 && !p.transpose_a && !p.accumulate && !p.gelu_backward && !p.b_row) {
-            const Operation operation = matmul_operation<T, Out>(p, false);
-            const T* const bias = options.bias ? options.bias->data() : nullptr;
-            return matvec_on_cpu<T, Out>(
-                arena, {out.data(), a.data(), b.data(), bias, p.n, p.k, p.transpose_b, p.gelu}, stream);
-        }
-    const int64_t a_row = options.a_row ? options.a_row : a.columns();
-    const int64_t b_row = options.b_row ? options.b_row : b.columns();
-    const OnednnProduct whole{p.m,
-                              p.n,
-                              p.k,
-                              options.transpose_a ? 1 : a_row,
-                              options.transpose_a ? a_row : 1,
-                              options.transpose_b ? 1 : b_row,
-                              options.transpose_b ? b_row : 1,
-                              options.out_row ? options.out_row : p.n,
-                              options.accumulate,
-                              options.bias != nullptr,
-                              options.gelu};
-    const Operation operation = matmul_operation<T, Out>(p, false);
-    const T* const bias = options.bias ? options.bias->data() : nullptr;
-    OnednnProduct part = whole;
-    for (int64_t row = 0, rows = rows_at_once<T, Out>(whole); row < p.m; row += rows) {
-        part.m = std::min(rows, p.m - row);
-        void* scratch = arena.workspace(onednn_scratch_bytes<T, Out>(part));
-        if (!simt::launches_off)
-            onednn_matmul<T, Out>(part, out.data() + row * whole.c_row, a.data() + row * whole.a_row,
-                                  b.data(), bias, scratch);
-    }
-    if constexpr (std::is_same_v<T, Out>)
-        if (options.gelu_input) gelu_backward(out, out, *options.gelu_input, stream);
-}
+#include "llmc/matmul_onednn.h"
 #endif

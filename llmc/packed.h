@@ -46,6 +46,17 @@ SIMT_DEVICE Packed<T, N> load(const T* p) {
     return r;
 }
 
+// load() where one thread reads far more than a page from its beginning to its end: a CPU does not look ahead
+// beyond a page by itself.
+template <int N, class T>
+SIMT_DEVICE Packed<T, N> load_ahead(const T* p) {
+#if !defined(SIMT_GPU)
+    constexpr int kPage = 4096;
+    if constexpr (kFastCpu) __builtin_prefetch(reinterpret_cast<const char*>(p) + kPage);
+#endif
+    return load<N>(p);
+}
+
 template <class T, int N>
 SIMT_DEVICE void store(T* p, const Packed<T, N>& x) {
 #if defined(SIMT_GPU)

@@ -215,6 +215,39 @@ TYPED_TEST(Matmul, ColumnsOfWiderMatrices) {
     }
 }
 
+// Beyond these sizes oneDNN is given pieces.
+TYPED_TEST(Matmul, ManySummandsAndColumns) {
+    if (kSmallShapes) return;
+    for (const Case& c : forms_of_the_step(3, 70, 16500)) check<TypeParam>(c);
+    for (const Case& c : forms_of_the_step(5, 2401, 40)) check<TypeParam>(c);
+    check<TypeParam>({3, 2401, 16500, true, false, true, false, false, false});
+}
+
+#if !defined(SIMT_GPU)
+TYPED_TEST(Matmul, PiecesCoverAProductInLittleScratch) {
+    const auto product = [](int64_t m, int64_t n, int64_t k) {
+        return OnednnProduct{
+            .m = m, .n = n, .k = k, .a_row = k, .a_column = 1, .b_row = n, .b_column = 1, .c_row = n};
+    };
+    constexpr bool kNarrow = sizeof(TypeParam) < sizeof(float);
+    for (const auto& [m, n, k] :
+         {std::array<int64_t, 3>{5000, 2048, 20000}, {64, 2400, 16385}, {70, 48, 16384}}) {
+        const OnednnPiece piece = piece_of<TypeParam, TypeParam>(product(m, n, k));
+        EXPECT_EQ(piece.summands<k, k> kManySummands) << k;
+        EXPECT_EQ(piece.columns<n, n> kManyColumns && !kNarrow) << n;
+        if (kNarrow && piece.summands < k) {
+            EXPECT_LE(static_cast<size_t>(piece.rows * n) * sizeof(float), kMostScratch);
+        }
+        int64_t covered = 0;
+        for_each_piece(product(m, n, k), piece, [&](const OnednnProduct& p, int64_t, int64_t from) {
+            EXPECT_EQ(p.accumulate, from > 0);
+            covered += p.n * p.k;
+        });
+        EXPECT_EQ(covered, n * k);
+    }
+}
+#endif
+
 TYPED_TEST(Matmul, GivesTheSameBitsEveryTime) {
     const int64_t m = 70, n = 90, k = 110;
     DeviceArray<TypeParam> a(random_values<TypeParam>(m * k, 1, 1)), b(random_values<TypeParam>(k * n, 1, 2));

@@ -132,6 +132,7 @@ MemoryReport make_report(const Options& o, const Plans& plans, size_t tokenizer_
           std::pair{"a soft prompt's begin", &plans.first_prompt}})
         if (!plan->takes.empty()) r.others.emplace_back(name, plan);
     r.phases = phases_of(plans, o.grad_accum, rates);
+    for (const Plan* plan : {r.train, r.update}) add_costs(r.operations, plan->work, rates);
     r.update_seconds = seconds_of(plans.update.work, rates);
     r.seconds = seconds_of(plans.train.work, rates) + (o.grad_accum - 1) * seconds_of(plans.add.work, rates) +
                 r.update_seconds + seconds_waited(r.phases);

@@ -42,6 +42,23 @@ struct BesideDevice {
     bool fits(const BesideDevice& room) const { return pinned <= room.pinned && files <= room.files; }
 };
 
+// What all calls of one kind of operation cost, in a micro-batch and in the update: for who estimates on
+// paper.
+struct OperationCost {
+    double calls = 0, flops = 0, bytes = 0, seconds = 0;
+};
+using OperationCosts = std::map<std::string, OperationCost>;
+
+inline void add_costs(OperationCosts& costs, const std::vector<Work>& work, const Rates& rates) {
+    for (const Work& w : work) {
+        OperationCost& of = costs[w.product.m ? w.name + (" " + w.product.text()) : w.name];
+        of.calls += w.calls;
+        of.flops += w.flops;
+        of.bytes += w.bytes;
+        of.seconds += rates.seconds(w);
+    }
+}
+
 struct MemoryReport {
     // A buffer outside the arena, alive for the whole run. `kind` is also its line in the totals.
     struct Buffer {
@@ -56,7 +73,8 @@ struct MemoryReport {
     int64_t head_rows = 0, mlp_rows = 0, attention_rows = 0;
     double seconds = 0;                // of a step, by estimate
     double update_seconds = 0;         // of the update in it
-    PhaseTimes phases;                 // what its phases take of that
+    PhaseTimes phases;                 // what its phases take of that,
+    OperationCosts operations;         // and its operations, by the same rates
     std::string rates;                 // the file of rates that is by; empty: nominal ones,
     std::string gpu;                   // of that GPU; empty on a CPU
     std::string budget;                // --memory
@@ -127,25 +145,15 @@ inline std::string json_text(const nlohmann::ordered_json& json, int indent = 2)
     return json.dump(indent, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
 }
 
-// The operations of a micro-batch and of the update, all calls of a kind together: what they cost, for who
-// estimates on paper.
-inline nlohmann::ordered_json operations_json(const MemoryReport& r) {
-    std::map<std::string, Work> kinds;
-    const auto add = [&](const Plan& plan) {
-        for (const Work& w : plan.work) {
-            const std::string text = w.product.m ? " " + w.product.text() : "";
-            const auto [kind, is_new] = kinds.try_emplace(w.name + text, w);
-            if (is_new) continue;
-            kind->second.flops += w.flops;
-            kind->second.bytes += w.bytes;
-            kind->second.calls += w.calls;
-        }
-    };
-    add(*r.train);
-    add(*r.update);
+// By their names.
+inline nlohmann::ordered_json operations_json(const OperationCosts& costs) {
     auto all = nlohmann::ordered_json::array();
-    for (const auto& [name, w] : kinds)
-        all.push_back({{"name", name}, {"calls", w.calls}, {"flops", w.flops}, {"bytes", w.bytes}});
+    for (const auto& [name, c] : costs)
+        all.push_back({{"name", name},
+                       {"calls", c.calls},
+                       {"flops", c.flops},
+                       {"bytes", c.bytes},
+                       {"seconds", c.seconds}});
     return all;
 }
 
@@ -185,7 +193,7 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     j["rates"] = r.rates.empty() ? "nominal" : r.rates;
     if (!r.gpu.empty()) j["gpu"] = r.gpu;
     j["phases"] = phases_json(r.phases);
-    j["operations"] = operations_json(r);
+    j["operations"] = operations_json(r.operations);
     for (const MemoryChoice& c : r.choice)
         j["choice"].push_back({{"recompute", c.recompute},
                                {"head_rows", c.head_rows},

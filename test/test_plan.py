@@ -47,7 +47,10 @@ def test_schema(train):
     assert all(isinstance(size, int) for size in plan["totals"].values())
     assert re.search(r"forward|head|backward", plan["peak_at"])
     for operation in plan["operations"]:
-        assert list(operation) == ["name", "calls", "flops", "bytes"] and min(list(operation.values())[1:]) >= 0
+        assert list(operation) == ["name", "calls", "flops", "bytes", "seconds"]
+        assert min(list(operation.values())[1:]) >= 0
+    # Of one micro-batch and the update, which is a step here.
+    assert sum(o["seconds"] for o in plan["operations"]) == pytest.approx(plan["estimated_seconds"])
     calls = {operation["name"]: operation["calls"] for operation in plan["operations"]}
     assert calls["attention_forward"] == calls["attention_backward"] == 2 and calls["optimizer_update"] >= 1
     for buffer in plan["buffers"]:

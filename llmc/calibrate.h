@@ -3,8 +3,9 @@
 //
 // What a case costs, its FLOPs and bytes, is what its launcher counts in a rehearsal, so that a rate means
 // the same here as in a plan. Weights are read from memory, as many of them pass by between two uses in a
-// step; activations lie where the operation before left them, in a cache where they fit one. It takes some
-// 150 MiB of a CPU's memory, or up to 600 where its cache is large, 400 MiB of a GPU's.
+// step, and so are activations that a step has kept; what it keeps is written where nothing has been for as
+// long. Other activations lie where the operation before left them, in a cache where they fit one. It takes
+// some 200 MiB of a CPU's memory, or up to 600 where its cache is large, 400 MiB of a GPU's.
 #pragma once
 
 #include <algorithm>
@@ -48,6 +49,8 @@ class Calibration {
     explicit Calibration(Stream stream) : stream_(stream), rates_(nominal_rates<T>()) {
         for (size_t i = 0; i < kDraws; i++)
             draws_.push_back(static_cast<float>(random_uniform(0, i) - 0.5));  // zeros take less power
+        TensorT all(passing(), {passing_elements()});
+        fill(all);
     }
     // All is measured twice where that is quick enough, and the better counts: who else uses the machine does
     // so for some seconds.
@@ -67,7 +70,7 @@ class Calibration {
     }
 
     // The most of the device's memory that it took at a time.
-    size_t most_bytes() const { return most_bytes_; }
+    size_t most_bytes() const { return passing_.bytes() + most_bytes_; }
 
   private:
     using TensorT = Tensor<T>;
@@ -85,6 +88,20 @@ class Calibration {
     static int64_t passing_bytes() {
         if (!kFastCpu) return 128 << 20;
         return std::clamp<int64_t>(sysconf(_SC_LEVEL3_CACHE_SIZE), 48 << 20, 256 << 20);
+    }
+
+    T* passing() const { return reinterpret_cast<T*>(passing_.data()); }
+    // They hold a product's operands, whatever else.
+    static int64_t passing_elements() {
+        const auto side = static_cast<int64_t>(sides().back());
+        return std::max(passing_bytes() / int64_t{sizeof(T)}, 3 * side * side);
+    }
+    // The next of what passes by: weights, or an activation that was kept, or is to be.
+    TensorT far(Shape shape) {
+        TensorT t(passing() + passed_, shape);
+        if (passed_ + t.size() > passing_elements()) t = TensorT(passing(), shape), passed_ = 0;
+        passed_ += ceil_div(t.size(), kVectorSize<T>) * kVectorSize<T>;
+        return t;
     }
 
     // The seconds of what queue(i) gives the device, the median of many runs, which `i` counts: so many that
@@ -129,7 +146,7 @@ class Calibration {
 
     // Where cases are made: takes their tensors, filled, and says what is to be timed.
     struct Bench {
-        const Calibration& of;
+        Calibration& of;
         Arena& arena;
         std::vector<double>& seconds;
 
@@ -189,12 +206,9 @@ class Calibration {
     }
     void measure_products() {
         run([&](Bench& b) {
-            const int64_t passing = passing_bytes() / int64_t{sizeof(T)};  // elements
-            int64_t passed = 0;                                            // matrices of all shapes
             const auto side = static_cast<int64_t>(sides().back());
-            const int64_t most = std::max(passing, side * side);
-            const TensorT a = b.template take<T>({side * side}), weights = b.template take<T>({most});
-            TensorT out = b.template take<T>({most});
+            const TensorT a = b.template take<T>({side * side});
+            TensorT near = b.template take<T>({side * side});
             for (const auto& transposed :
                  {std::pair{false, false}, std::pair{false, true}, std::pair{true, false}}) {
                 const bool transpose_a = transposed.first, transpose_b = transposed.second;
@@ -204,18 +218,19 @@ class Calibration {
                 p.sizes = sides();
                 p.rates.resize(p.sizes.size() * p.sizes.size() * p.sizes.size());
                 for_shapes(p, b.arena.rehearsing(), [&](int64_t m, int64_t n, int64_t k) {
-                    // Weights pass by, or their gradients.
-                    const int64_t inputs = transpose_a ? 1 : std::max<int64_t>(passing / (k * n), 1);
-                    const int64_t outputs = transpose_a ? std::max<int64_t>(passing / (m * n), 1) : 1;
-                    return b.time([&](int64_t) {
-                        const int64_t i = passed++;
-                        const TensorT x(a.data(), transpose_a ? Shape{k, m} : Shape{m, k});
-                        const TensorT of(weights.at(i % inputs * k * n),
-                                         transpose_b ? Shape{n, k} : Shape{k, n});
-                        TensorT to(out.at(i % outputs * m * n), {m, n});
-                        matmul(b.arena, stream_, to, x, of,
+                    const TensorT x(a.data(), transpose_a ? Shape{k, m} : Shape{m, k});
+                    const auto multiply = [&](TensorT to) {
+                        const TensorT other = far(transpose_b ? Shape{n, k} : Shape{k, n});
+                        matmul(b.arena, stream_, to, x, other,
                                {.transpose_a = transpose_a, .transpose_b = transpose_b});
-                    });
+                    };
+                    // A weight's gradient, of an activation that was kept; or what forward keeps, and the
+                    // gradient that backward goes on with.
+                    if (transpose_a) return b.time([&](int64_t) { multiply(far({m, n})); });
+                    return b.time([&](int64_t) {
+                        multiply(far({m, n}));
+                        multiply(TensorT(near.data(), {m, n}));
+                    }) / 2;
                 });
             }
         });
@@ -253,32 +268,36 @@ class Calibration {
             for (const int length : {32, 128, 512, 2048})
                 add([&](Bench& b) { attend(b, std::max(1, 512 / length), length, head_size); });
     }
-    void attend(Bench& b, int batch, int length, int head_size) const {
+    void attend(Bench& b, int batch, int length, int head_size) {
         const int64_t width = 512, row = 3 * width;
         const int heads = static_cast<int>(width) / head_size;
-        const TensorT qkv = b.template take<T>({batch, length, row});
-        TensorT out = b.template take<T>({batch, length, width});
+        const Shape qkv_shape = {batch, length, row}, shape = {batch, length, width};
+        const TensorT qkv = b.template take<T>(qkv_shape);
         TensorT d_qkv = b.template take<T>({batch, length, row});
         const TensorT d_out = b.template take<T>({batch, length, width});
         TensorF lse = b.template take<float>({batch, heads, length});
         TensorF delta = b.template take<float>({batch, heads, length});
-        const AttentionInput<T> in{.batch = batch,
-                                   .heads = heads,
-                                   .head_size = head_size,
-                                   .queries = length,
-                                   .keys = length,
-                                   .q = qkv.data(),
-                                   .k = qkv.at(width),
-                                   .v = qkv.at(2 * width),
-                                   .q_row = row,
-                                   .kv_row = row,
-                                   .q_batch = length * row,
-                                   .kv_batch = length * row};
-        b.time([&](int64_t) { attention_forward(out.data(), lse.data(), in, stream_); });
-        b.time([&](int64_t) { attention_delta(delta.data(), d_out.data(), out.data(), in, stream_); });
+        const auto of = [&](const TensorT& t) {
+            return AttentionInput<T>{.batch = batch,
+                                     .heads = heads,
+                                     .head_size = head_size,
+                                     .queries = length,
+                                     .keys = length,
+                                     .q = t.data(),
+                                     .k = t.at(width),
+                                     .v = t.at(2 * width),
+                                     .q_row = row,
+                                     .kv_row = row,
+                                     .q_batch = length * row,
+                                     .kv_batch = length * row};
+        };
+        b.time([&](int64_t) { attention_forward(far(shape).data(), lse.data(), of(qkv), stream_); });
+        b.time([&](int64_t) {
+            attention_delta(delta.data(), d_out.data(), far(shape).data(), of(qkv), stream_);
+        });
         b.time([&](int64_t) {
             attention_backward(d_qkv.data(), d_qkv.at(width), d_qkv.at(2 * width), d_out.data(), lse.data(),
-                               delta.data(), in, stream_);
+                               delta.data(), of(far(qkv_shape)), stream_);
         });
     }
 
@@ -295,23 +314,29 @@ class Calibration {
         for_rows([&](int64_t rows) {
             add([&](Bench& b) {
                 const Shape shape = {rows, kChannels}, wide = {rows, 2 * kChannels};
-                TensorT x = b.template take<T>(shape), y = b.template take<T>(shape);
-                // In place, time after time, gradients would become numbers too small to be normal ones.
-                TensorT gates = b.template take<T>(wide), d_gates = b.template take<T>(wide);
-                TensorT d_y = b.template take<T>(shape), bias = b.template take<T>({kChannels});
+                TensorT x = b.template take<T>(shape), d_y = b.template take<T>(shape);
+                const TensorT gates = b.template take<T>(wide);
+                TensorT d_gates = b.template take<T>(wide), bias = b.template take<T>({kChannels});
                 TensorF scratch = b.template take<float>(column_sums_scratch(rows, kChannels, 1));
-                b.time([&](int64_t) { copy(y, x); });
-                b.time([&](int64_t) { residual_forward(y, y, x, stream_); });
-                b.time([&](int64_t) { gelu_forward(y, x, stream_); });
-                b.time([&](int64_t) { gelu_backward(d_y, y, x, stream_); });
-                b.time([&](int64_t) { swiglu_forward(y, gates, stream_); });
-                b.time([&](int64_t) { swiglu_backward(d_gates, x, gates, stream_); });
+                const auto kept = [&](const Shape& of, auto&& use) {
+                    TensorT t = far(of);
+                    use(t);
+                };
+                b.time([&](int64_t) { kept(shape, [&](TensorT& y) { copy(y, far(shape)); }); });
+                b.time(
+                    [&](int64_t) { kept(shape, [&](TensorT& y) { residual_forward(y, d_y, x, stream_); }); });
+                b.time([&](int64_t) { kept(shape, [&](TensorT& y) { gelu_forward(y, x, stream_); }); });
+                b.time([&](int64_t) { gelu_backward(d_y, x, far(shape), stream_); });
+                b.time([&](int64_t) { kept(shape, [&](TensorT& y) { swiglu_forward(y, gates, stream_); }); });
+                b.time([&](int64_t) { swiglu_backward(d_gates, x, far(wide), stream_); });
                 b.time([&](int64_t) { bias_backward(bias, scratch, x, stream_); });
                 b.time([&](int64_t) { scale_columns(x, {{768, 768, 768}, {1, 1, 1}}, stream_); });
                 if constexpr (std::is_same_v<T, bf16>) {
                     TensorF term = b.template take<float>(shape);
                     Tensor<uint8_t> low = b.template take<uint8_t>({rows, kChannels / 2});
-                    b.time([&](int64_t) { wide_sum_add(x, low, term, stream_); });
+                    b.time([&](int64_t) {
+                        kept(shape, [&](TensorT& sum) { wide_sum_add(sum, low, term, stream_); });
+                    });
                 }
             });
         });
@@ -329,17 +354,25 @@ class Calibration {
                 add([&](Bench& b) {
                     const Shape shape = {rows, kChannels};
                     TensorF mean = b.template take<float>({rows}), rstd = b.template take<float>({rows});
-                    Normed<T> n = {std::move(mean), std::move(rstd), b.template take<T>(shape)};
-                    TensorT x = b.template take<T>(shape), sum = b.template take<T>(shape);
+                    Normed<T> n = {std::move(mean), std::move(rstd), {}};
+                    const TensorT x = b.template take<T>(shape);
+                    TensorT d_x = b.template take<T>(shape);
                     const Norm<T> w = {b.template take<T>({kChannels}), b.template take<T>({kChannels})};
                     Norm<T> g = {b.template take<T>({kChannels}), b.template take<T>({kChannels})};
                     TensorF scratch =
                         b.template take<float>(column_sums_scratch(rows, kChannels, norm_sums(kind)));
-                    b.time([&](int64_t) { norm_forward(kind, n, x, w, 1e-5f, stream_); });
+                    b.time([&](int64_t) {
+                        n.out = far(shape);
+                        norm_forward(kind, n, x, w, 1e-5f, stream_);
+                    });
+                    b.time([&](int64_t) {
+                        TensorT sum = far(shape);
+                        n.out = far(shape);
+                        residual_norm_forward(kind, sum, n, x, d_x, w, 1e-5f, stream_);
+                    });
+                    b.time([&](int64_t) { normalize(kind, d_x, far(shape), n, w, stream_); });
                     b.time(
-                        [&](int64_t) { residual_norm_forward(kind, sum, n, x, n.out, w, 1e-5f, stream_); });
-                    b.time([&](int64_t) { normalize(kind, n.out, x, n, w, stream_); });
-                    b.time([&](int64_t) { norm_backward(kind, sum, g, scratch, n.out, x, n, w, stream_); });
+                        [&](int64_t) { norm_backward(kind, d_x, g, scratch, x, far(shape), n, w, stream_); });
                 });
             });
     }
@@ -352,16 +385,20 @@ class Calibration {
             add([&](Bench& b) {
                 const Shape shape = {1, rows, 3 * kHeads * kSize};
                 const Tensor<int> none;
-                TensorT qkv = b.template take<T>(shape), out = b.template take<T>(shape);
+                TensorT qkv = b.template take<T>(shape), d_qkv = b.template take<T>(shape);
                 const TensorF factors = b.template take<float>({kSize / 2});
                 const TensorT q = b.template take<T>({kSize}), k = b.template take<T>({kSize});
                 TensorT d_q = b.template take<T>({kSize}), d_k = b.template take<T>({kSize});
                 TensorF scratch = b.template take<float>(head_norm_scratch(rows, kSize));
                 b.time([&](int64_t) { rope_forward(qkv, factors, 2 * kHeads, 0, none, stream_); });
                 b.time([&](int64_t) { rope_backward(qkv, factors, 2 * kHeads, 0, none, stream_); });
-                b.time([&](int64_t) { head_norm_forward(out, qkv, q, k, kHeads, kHeads, stream_, 1e-6f); });
                 b.time([&](int64_t) {
-                    head_norm_backward(out, d_q, d_k, scratch, qkv, q, k, kHeads, kHeads, stream_, 1e-6f);
+                    TensorT out = far(shape);
+                    head_norm_forward(out, qkv, q, k, kHeads, kHeads, stream_, 1e-6f);
+                });
+                b.time([&](int64_t) {
+                    head_norm_backward(d_qkv, d_q, d_k, scratch, far(shape), q, k, kHeads, kHeads, stream_,
+                                       1e-6f);
                 });
             });
         });
@@ -512,6 +549,9 @@ class Calibration {
     const Stream stream_;
     Rates rates_;
     std::vector<float> draws_;
+    const DeviceBuffer passing_{static_cast<size_t>(passing_elements()) * sizeof(T),
+                                "what the calibration passes by"};
+    int64_t passed_ = 0;
     size_t most_bytes_ = 0;
 };
 

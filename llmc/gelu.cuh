@@ -17,7 +17,7 @@ SIMT_DEVICE float gelu_tanh(float x) {
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads) gelu_forward_kernel(T* out, const T* x, int64_t n) {
     for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
-        const Packed<T, N> p = load<N>(x + i);
+        const Packed<T, N> p = load_ahead<N>(x + i);
         float o[N];
         for (int k = 0; k < N; k++) o[k] = 0.5f * p[k] * (1.f + gelu_tanh(p[k]));
         store(out + i, o);
@@ -28,7 +28,7 @@ template <class T>
 __global__ void __launch_bounds__(kBlockThreads)
     gelu_backward_kernel(T* dx, const T* dout, const T* x, int64_t n) {
     for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
-        const Packed<T, N> p = load<N>(x + i), d = load<N>(dout + i);
+        const Packed<T, N> p = load_ahead<N>(x + i), d = load_ahead<N>(dout + i);
         float o[N];
         for (int k = 0; k < N; k++) {
             const float v = p[k], t = gelu_tanh(v);

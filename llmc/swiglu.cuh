@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     const int begin = blockIdx.y * kSwigluColumns<N>;
     const int end = begin + kSwigluColumns<N> < F ? begin + kSwigluColumns<N> : F;
     for (int c = begin + lane() * N; c < end; c += kLanes * N) {
-        const Packed<T, N> g = load<N>(gate + c), u = load<N>(up + c);
+        const Packed<T, N> g = load_ahead<N>(gate + c), u = load_ahead<N>(up + c);
         float o[N];
         for (int k = 0; k < N; k++) o[k] = g[k] * sigmoid(g[k]) * u[k];
         store(out + int64_t{row} * F + c, o);
@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     const int begin = blockIdx.y * kSwigluColumns<N>;
     const int end = begin + kSwigluColumns<N> < F ? begin + kSwigluColumns<N> : F;
     for (int c = begin + lane() * N; c < end; c += kLanes * N) {
-        const Packed<T, N> g = load<N>(gate_up + start + c), u = load<N>(gate_up + start + F + c);
-        const Packed<T, N> d = load<N>(dout + int64_t{row} * F + c);
+        const Packed<T, N> g = load_ahead<N>(gate_up + start + c), u = load_ahead<N>(gate_up + start + F + c);
+        const Packed<T, N> d = load_ahead<N>(dout + int64_t{row} * F + c);
         float d_gate[N], d_up[N];
         for (int k = 0; k < N; k++) {
             const float s = sigmoid(g[k]);

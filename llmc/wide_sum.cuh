@@ -14,8 +14,8 @@ constexpr int kWideSumBits = 4;
 // step, so that the CPU build takes each in vectors.
 template <int N>
 SIMT_DEVICE void add_with_parts(bf16* sum, const float* term, int (&parts)[N]) {
-    Packed<bf16, N> s = load<N>(sum);
-    const Packed<float, N> t = load<N>(term);
+    Packed<bf16, N> s = load_ahead<N>(sum);
+    const Packed<float, N> t = load_ahead<N>(term);
     float x[N];
     for (int k = 0; k < N; k++) x[k] = join<kWideSumBits>(s.v[k], parts[k]) + t.v[k];
     for (int k = 0; k < N; k++) parts[k] = split<kWideSumBits>(x[k]).low;

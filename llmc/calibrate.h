@@ -134,7 +134,8 @@ class Calibration {
             if constexpr (std::is_same_v<E, T> || std::is_same_v<E, float>)
                 some.push_back(from_float<E>(x));
             else if constexpr (std::is_same_v<E, uint8_t>)
-                some.push_back(static_cast<E>(256 * (x + 0.5f)));
+                some.push_back(
+                    static_cast<E>(0x3c + 4 * (x + 0.5f)));  // scales made of them are normal numbers
             else
                 some.push_back(0);
         }

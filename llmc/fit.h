@@ -132,6 +132,7 @@ inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
     Profiles made;
     auto& [all, update_seconds] = made;
     size_t least_workspace = 0;  // of the levels
+    double waited = 0;           // by a micro-batch, with all layers at the last level
     for (size_t i = 0; i < settings.size(); i++) {
         MemorySetting& s = settings[i];
         s.levels.assign(layers, 0);
@@ -151,6 +152,7 @@ inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
                 const Plan plan = rehearsals.training(s);
                 p.levels.push_back(segments_of(plan, rehearsals.rates));
                 workspaces.push_back(plan.workspace);
+                if (level == kLastLevel) waited = seconds_waited(phases_of(plan, rehearsals.rates));
             }
             least_workspace = *std::min_element(workspaces.begin(), workspaces.end());
             for (size_t level = 0; level < workspaces.size(); level++)
@@ -165,10 +167,11 @@ inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
         p.arena_floor = report.activations_of_others();
         if (all.empty()) update_seconds = report.update_seconds;
         // What adding to gradients takes longer than writing them is the same at every level, and so is what
-        // an update of its own waits for.
+        // an update of its own waits for. What a micro-batch waits for is not: the least of it counts, so
+        // that micro-batches of other sizes compare.
         const double added = report.seconds - seconds_waited(report.phases) - report.update_seconds -
                              p.runs * seconds_of(report.train->work, rehearsals.rates);
-        p.fixed_seconds = update_seconds + added + seconds_waited(report.phases, "update");
+        p.fixed_seconds = update_seconds + added + seconds_waited(report.phases, "update") + p.runs * waited;
         all.push_back(std::move(p));
     }
     return made;

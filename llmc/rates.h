@@ -321,3 +321,8 @@ inline void add_phases(PhaseTimes& phases, const Plan& plan, double runs, const 
             phase(t.range).seconds[moved[which]] += runs * seconds;
         });
 }
+inline PhaseTimes phases_of(const Plan& plan, const Rates& rates) {
+    PhaseTimes phases;
+    add_phases(phases, plan, 1, rates);
+    return phases;
+}

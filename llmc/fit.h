@@ -124,13 +124,14 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options
 // the least of them counts where its blocks are at their peak; what is chosen is rehearsed.
 struct Profiles {
     std::vector<Profile> all;
+    std::vector<double> waited;  // seconds that a step's blocks wait at the last level, which is the least
     double update_seconds = 0;
 };
 inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
                             const Rehearsals& rehearsals) {
     const size_t layers = rehearsals.layers;
     Profiles made;
-    auto& [all, update_seconds] = made;
+    auto& [all, all_waited, update_seconds] = made;
     size_t least_workspace = 0;  // of the levels
     double waited = 0;           // by a micro-batch, with all layers at the last level
     for (size_t i = 0; i < settings.size(); i++) {
@@ -167,11 +168,11 @@ inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
         p.arena_floor = report.activations_of_others();
         if (all.empty()) update_seconds = report.update_seconds;
         // What adding to gradients takes longer than writing them is the same at every level, and so is what
-        // an update of its own waits for. What a micro-batch waits for is not: the least of it counts, so
-        // that micro-batches of other sizes compare.
+        // an update of its own waits for.
         const double added = report.seconds - seconds_waited(report.phases) - report.update_seconds -
                              p.runs * seconds_of(report.train->work, rehearsals.rates);
-        p.fixed_seconds = update_seconds + added + seconds_waited(report.phases, "update") + p.runs * waited;
+        p.fixed_seconds = update_seconds + added + seconds_waited(report.phases, "update");
+        all_waited.push_back(p.runs * waited);
         all.push_back(std::move(p));
     }
     return made;
@@ -261,8 +262,16 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     };
     Solution& solution = fit.solution;
     for (size_t end : ends) {
-        const std::vector<Profile> allowed(profiles.begin(), profiles.begin() + static_cast<ptrdiff_t>(end));
+        std::vector<Profile> allowed(profiles.begin(), profiles.begin() + static_cast<ptrdiff_t>(end));
         Solution more = solve(allowed, budget, refine);
+        // What mixed levels wait for is not known before they are rehearsed: as little as can be, or what is
+        // waited for at the last level, whichever of the two finds the faster.
+        for (size_t i = 0; i < end; i++) allowed[i].fixed_seconds += made.waited[i];
+        if (std::any_of(made.waited.begin(), made.waited.end(), [](double w) { return w > 0; })) {
+            Solution waits = solve(allowed, budget, refine);
+            if (waits.chosen && (!more.chosen || waits.chosen->seconds < more.chosen->seconds))
+                more = std::move(waits);
+        }
         if (!solution.chosen || (more.chosen && more.chosen->seconds < 0.99 * solution.chosen->seconds))
             solution = std::move(more);
     }

@@ -4,7 +4,8 @@
 // Measured with oneDNN 2.6 on two cores of a Xeon with AMX, in GFLOP/s: gradients of 1024 rows of logits, of
 // 250,880 columns, times bf16 weights of 384 columns 690 whole and 1500 in 4096 summands at a time; in fp32
 // 290 and 350. In fp32 1024 rows times (768, 3072), as it lies, 160 whole and 360 in 1024 columns at a time:
-// oneDNN does not copy such a matrix, and its rows meet in the same lines of a cache.
+// it takes no scratch there, so that it seems to read the matrix in place, whose rows meet in the same lines
+// of a cache.
 #pragma once
 
 #include "llmc/matvec_cpu.h"

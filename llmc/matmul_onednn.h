@@ -84,11 +84,11 @@ void multiply_pieces(Arena& arena, const OnednnProduct& p, const OnednnPiece& pi
     for_each_piece(p, piece, [&](const OnednnProduct& part, int64_t, int64_t) {
         scratch_bytes = std::max(scratch_bytes, onednn_scratch_bytes<T, To>(part));
     });
-    char* const scratch = static_cast<char*>(arena.workspace(kept + scratch_bytes)) + kept;
+    char* const workspace = static_cast<char*>(arena.workspace(kept + scratch_bytes));
     if (simt::launches_off) return;
     for_each_piece(p, piece, [&](const OnednnProduct& part, int64_t n, int64_t k) {
         onednn_matmul<T, To>(part, to + n, a + k * p.a_column, b + k * p.b_row + n * p.b_column,
-                             p.bias ? bias + n : nullptr, scratch);
+                             p.bias ? bias + n : nullptr, workspace + kept);
     });
 }
 

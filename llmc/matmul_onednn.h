@@ -138,8 +138,9 @@ void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, c
     OnednnProduct rows = whole;
     for (int64_t row = 0; row < p.m; row += piece.rows) {
         rows.m = std::min(piece.rows, p.m - row);
-        multiply_rows(arena, stream, rows, piece, out.data() + row * whole.c_row,
-                      a.data() + row * whole.a_row, b.data(), options.bias ? options.bias->data() : nullptr);
+        const int64_t at = simt::launches_off ? 0 : row;  // tensors of a rehearsal have no address
+        multiply_rows(arena, stream, rows, piece, out.data() + at * whole.c_row, a.data() + at * whole.a_row,
+                      b.data(), options.bias ? options.bias->data() : nullptr);
     }
     if constexpr (std::is_same_v<T, Out>)
         if (options.gelu_input) gelu_backward(out, out, *options.gelu_input, stream);

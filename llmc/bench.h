@@ -284,7 +284,7 @@ inline std::vector<OperationLine> BenchReport::operations() const {
     for (const auto& [plan, runs] : plans)
         for (const Work& w : plan->work) {
             OperationLine& line = lines[{w.name, w.product}];
-            line.name = w.product.m ? w.name + (" " + w.product.text()) : w.name;
+            line.name = w.text();
             line.calls += runs * w.calls;
             line.flops += runs * w.flops;
             line.bytes += runs * w.bytes;

@@ -147,7 +147,7 @@ class Calibration {
 
     // Where cases are made: takes their tensors, filled, and says what is to be timed.
     struct Bench {
-        Calibration& of;
+        const Calibration& of;
         Arena& arena;
         std::vector<double>& seconds;
 
@@ -319,16 +319,23 @@ class Calibration {
                 const TensorT gates = b.template take<T>(wide);
                 TensorT d_gates = b.template take<T>(wide), bias = b.template take<T>({kChannels});
                 TensorF scratch = b.template take<float>(column_sums_scratch(rows, kChannels, 1));
-                const auto kept = [&](const Shape& of, auto&& use) {
-                    TensorT t = far(of);
-                    use(t);
-                };
-                b.time([&](int64_t) { kept(shape, [&](TensorT& y) { copy(y, far(shape)); }); });
-                b.time(
-                    [&](int64_t) { kept(shape, [&](TensorT& y) { residual_forward(y, d_y, x, stream_); }); });
-                b.time([&](int64_t) { kept(shape, [&](TensorT& y) { gelu_forward(y, x, stream_); }); });
+                b.time([&](int64_t) {
+                    TensorT y = far(shape);
+                    copy(y, far(shape));
+                });
+                b.time([&](int64_t) {
+                    TensorT y = far(shape);
+                    residual_forward(y, d_y, x, stream_);
+                });
+                b.time([&](int64_t) {
+                    TensorT y = far(shape);
+                    gelu_forward(y, x, stream_);
+                });
                 b.time([&](int64_t) { gelu_backward(d_y, x, far(shape), stream_); });
-                b.time([&](int64_t) { kept(shape, [&](TensorT& y) { swiglu_forward(y, gates, stream_); }); });
+                b.time([&](int64_t) {
+                    TensorT y = far(shape);
+                    swiglu_forward(y, gates, stream_);
+                });
                 b.time([&](int64_t) { swiglu_backward(d_gates, x, far(wide), stream_); });
                 b.time([&](int64_t) { bias_backward(bias, scratch, x, stream_); });
                 b.time([&](int64_t) { scale_columns(x, {{768, 768, 768}, {1, 1, 1}}, stream_); });
@@ -336,7 +343,8 @@ class Calibration {
                     TensorF term = b.template take<float>(shape);
                     Tensor<uint8_t> low = b.template take<uint8_t>({rows, kChannels / 2});
                     b.time([&](int64_t) {
-                        kept(shape, [&](TensorT& sum) { wide_sum_add(sum, low, term, stream_); });
+                        TensorT sum = far(shape);
+                        wide_sum_add(sum, low, term, stream_);
                     });
                 }
             });

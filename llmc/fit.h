@@ -124,16 +124,14 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options
 // the least of them counts where its blocks are at their peak; what is chosen is rehearsed.
 struct Profiles {
     std::vector<Profile> all;
-    std::vector<double> waited;  // seconds that a step's blocks wait at the last level, which is the least
     double update_seconds = 0;
 };
 inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
                             const Rehearsals& rehearsals) {
     const size_t layers = rehearsals.layers;
     Profiles made;
-    auto& [all, all_waited, update_seconds] = made;
+    auto& [all, update_seconds] = made;
     size_t least_workspace = 0;  // of the levels
-    double waited = 0;           // by a micro-batch, with all layers at the last level
     for (size_t i = 0; i < settings.size(); i++) {
         MemorySetting& s = settings[i];
         s.levels.assign(layers, 0);
@@ -153,7 +151,7 @@ inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
                 const Plan plan = rehearsals.training(s);
                 p.levels.push_back(segments_of(plan, rehearsals.rates));
                 workspaces.push_back(plan.workspace);
-                if (level == kLastLevel) waited = seconds_waited(phases_of(plan, rehearsals.rates));
+                if (level == kLastLevel) p.waited_seconds = seconds_waited(phases_of(plan, rehearsals.rates));
             }
             least_workspace = *std::min_element(workspaces.begin(), workspaces.end());
             for (size_t level = 0; level < workspaces.size(); level++)
@@ -172,7 +170,6 @@ inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
         const double added = report.seconds - seconds_waited(report.phases) - report.update_seconds -
                              p.runs * seconds_of(report.train->work, rehearsals.rates);
         p.fixed_seconds = update_seconds + added + seconds_waited(report.phases, "update");
-        all_waited.push_back(p.runs * waited);
         all.push_back(std::move(p));
     }
     return made;
@@ -266,8 +263,12 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
         Solution more = solve(allowed, budget, refine);
         // What mixed levels wait for is not known before they are rehearsed: as little as can be, or what is
         // waited for at the last level, whichever of the two finds the faster.
-        for (size_t i = 0; i < end; i++) allowed[i].fixed_seconds += made.waited[i];
-        if (std::any_of(made.waited.begin(), made.waited.end(), [](double w) { return w > 0; })) {
+        bool waits_anywhere = false;
+        for (Profile& p : allowed) {
+            p.fixed_seconds += p.runs * p.waited_seconds;
+            waits_anywhere |= p.waited_seconds > 0;
+        }
+        if (waits_anywhere) {
             Solution waits = solve(allowed, budget, refine);
             if (waits.chosen && (!more.chosen || waits.chosen->seconds < more.chosen->seconds))
                 more = std::move(waits);

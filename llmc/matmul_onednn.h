@@ -75,35 +75,42 @@ void for_each_piece(OnednnProduct p, const OnednnPiece& piece, F&& f) {
         }
 }
 
-// to (m, n) = the product of p's rows, piece by piece. Scratch lies behind the first `kept` bytes of the
-// workspace.
+// The bytes of scratch that multiply_pieces() wants.
 template <class T, class To>
-void multiply_pieces(Arena& arena, const OnednnProduct& p, const OnednnPiece& piece, To* to, const T* a,
-                     const T* b, const T* bias, size_t kept) {
-    size_t scratch_bytes = 0;
+size_t pieces_scratch_bytes(const OnednnProduct& p, const OnednnPiece& piece) {
+    size_t bytes = 0;
     for_each_piece(p, piece, [&](const OnednnProduct& part, int64_t, int64_t) {
-        scratch_bytes = std::max(scratch_bytes, onednn_scratch_bytes<T, To>(part));
+        bytes = std::max(bytes, onednn_scratch_bytes<T, To>(part));
     });
-    char* const workspace = static_cast<char*>(arena.workspace(kept + scratch_bytes));
-    if (simt::launches_off) return;
+    return bytes;
+}
+template <class T, class To>
+void multiply_pieces(const OnednnProduct& p, const OnednnPiece& piece, To* to, const T* a, const T* b,
+                     const T* bias, void* scratch) {
     for_each_piece(p, piece, [&](const OnednnProduct& part, int64_t n, int64_t k) {
         onednn_matmul<T, To>(part, to + n, a + k * p.a_column, b + k * p.b_row + n * p.b_column,
-                             p.bias ? bias + n : nullptr, workspace + kept);
+                             p.bias ? bias + n : nullptr, scratch);
     });
 }
 
-// The product of some rows. Summands that come in pieces are added up in fp32, beside c where that is not,
-// and rounded once.
+// The product of p.m rows of c and a from number `row` on. Summands that come in pieces are added up in fp32,
+// beside c where that is not, and rounded once.
 template <class T, class Out>
-void multiply_rows(Arena& arena, Stream stream, const OnednnProduct& p, const OnednnPiece& piece, Out* c,
-                   const T* a, const T* b, const T* bias) {
-    if (std::is_same_v<Out, float> || piece.summands >= p.k)
-        return multiply_pieces(arena, p, piece, c, a, b, bias, 0);
-    const auto bytes = static_cast<size_t>(ceil_div(p.m * p.n, 16) * 16) * sizeof(float);
-    auto* const sums = static_cast<float*>(arena.workspace(bytes));
-    OnednnProduct beside = p;
-    beside.c_row = p.n, beside.accumulate = false;
-    multiply_pieces(arena, beside, piece, sums, a, b, bias, bytes);
+void multiply_rows(Arena& arena, Stream stream, const OnednnProduct& p, const OnednnPiece& piece, int64_t row,
+                   Out* c, const T* a, const T* b, const T* bias) {
+    const bool beside = sizeof(Out) < sizeof(float) && piece.summands < p.k;
+    OnednnProduct summed = p;
+    if (beside) summed.c_row = p.n, summed.accumulate = false;
+    const size_t sums_bytes = beside ? static_cast<size_t>(ceil_div(p.m * p.n, 16) * 16) * sizeof(float) : 0;
+    const size_t scratch_bytes =
+        beside ? pieces_scratch_bytes<T, float>(summed, piece) : pieces_scratch_bytes<T, Out>(summed, piece);
+    char* const workspace = static_cast<char*>(arena.workspace(sums_bytes + scratch_bytes));
+    if (simt::launches_off) return;
+    c += row * p.c_row, a += row * p.a_row;
+    void* const scratch = workspace + sums_bytes;
+    if (!beside) return multiply_pieces(summed, piece, c, a, b, bias, scratch);
+    auto* const sums = reinterpret_cast<float*>(workspace);
+    multiply_pieces(summed, piece, sums, a, b, bias, scratch);
     launch<round_sums_kernel<Out>>(static_cast<unsigned>(p.m), kBlockThreads, 0, stream, c, p.c_row, sums,
                                    p.n, p.accumulate);
 }
@@ -138,9 +145,8 @@ void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, c
     OnednnProduct rows = whole;
     for (int64_t row = 0; row < p.m; row += piece.rows) {
         rows.m = std::min(piece.rows, p.m - row);
-        const int64_t at = simt::launches_off ? 0 : row;  // tensors of a rehearsal have no address
-        multiply_rows(arena, stream, rows, piece, out.data() + at * whole.c_row, a.data() + at * whole.a_row,
-                      b.data(), options.bias ? options.bias->data() : nullptr);
+        multiply_rows(arena, stream, rows, piece, row, out.data(), a.data(), b.data(),
+                      options.bias ? options.bias->data() : nullptr);
     }
     if constexpr (std::is_same_v<T, Out>)
         if (options.gelu_input) gelu_backward(out, out, *options.gelu_input, stream);

@@ -51,7 +51,7 @@ using OperationCosts = std::map<std::string, OperationCost>;
 
 inline void add_costs(OperationCosts& costs, const std::vector<Work>& work, const Rates& rates) {
     for (const Work& w : work) {
-        OperationCost& of = costs[w.product.m ? w.name + (" " + w.product.text()) : w.name];
+        OperationCost& of = costs[w.text()];
         of.calls += w.calls;
         of.flops += w.flops;
         of.bytes += w.bytes;

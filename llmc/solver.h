@@ -138,6 +138,7 @@ struct Profile {
     size_t fixed_bytes = 0;                    // outside the arena: the state, workspace
     size_t arena_floor = 0;                    // the room in the arena that other steps need anyway
     double fixed_seconds = 0;                  // outside the micro-batches: the update
+    double waited_seconds = 0;                 // by a micro-batch at the last level; not in its stretches
 
     int layers() const { return static_cast<int>(levels[0].size() - 1) / 2; }
     size_t total(int64_t arena) const {

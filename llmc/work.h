@@ -60,6 +60,9 @@ struct Work {
     int time = 0;  // takes and releases before it
     Product product = {};
     Variant variant = {};
+
+    // Of its kind, in tables: "matmul 512 x 768 x 3072 NT".
+    std::string text() const { return product.m ? name + (" " + product.text()) : name; }
 };
 
 // Where weights and what belongs to them live, and inputs of blocks wait.

@@ -5,7 +5,7 @@
 // the same here as in a plan. Weights are read from memory, as many of them pass by between two uses in a
 // step, and so are activations that a step has kept; what it keeps is written where nothing has been for as
 // long. Other activations lie where the operation before left them, in a cache where they fit one. It takes
-// some 200 MiB of a CPU's memory, or up to 600 where its cache is large, 400 MiB of a GPU's.
+// 200 MiB of a CPU's memory in bf16 and 400 in fp32, more where its cache is large, 500 MiB of a GPU's.
 #pragma once
 
 #include <algorithm>
@@ -49,8 +49,7 @@ class Calibration {
     explicit Calibration(Stream stream) : stream_(stream), rates_(nominal_rates<T>()) {
         for (size_t i = 0; i < kDraws; i++)
             draws_.push_back(static_cast<float>(random_uniform(0, i) - 0.5));  // zeros take less power
-        TensorT all(passing(), {passing_elements()});
-        fill(all);
+        read_.fill(*this), written_.fill(*this);
     }
     // All is measured twice where that is quick enough, and the better counts: who else uses the machine does
     // so for some seconds.
@@ -70,7 +69,7 @@ class Calibration {
     }
 
     // The most of the device's memory that it took at a time.
-    size_t most_bytes() const { return passing_.bytes() + most_bytes_; }
+    size_t most_bytes() const { return 2 * passing_bytes() + most_bytes_; }
 
   private:
     using TensorT = Tensor<T>;
@@ -84,25 +83,41 @@ class Calibration {
     static constexpr double kEnough = 0.012, kTooLong = 0.08;  // of all runs of a case
     static constexpr double kAgree = 1.03;
     static constexpr int kFewest = 3, kMost = 60;
+    static constexpr int64_t kChannels = 768, kVocabulary = 32000;
+    // Of an operand of a product, at the most.
+    static constexpr int64_t kWideElements = kFastCpu ? kChannels * kVocabulary : 8192 * 8192;
     // The bytes that pass by so that no cache has what passed first. A large cache is that of many cores.
-    static int64_t passing_bytes() {
-        if (!kFastCpu) return 128 << 20;
-        return std::clamp<int64_t>(sysconf(_SC_LEVEL3_CACHE_SIZE), 48 << 20, 256 << 20);
+    static size_t passing_bytes() {
+        const auto widest = static_cast<size_t>(kWideElements) * sizeof(T);
+        if (!kFastCpu) return std::max(widest, size_t{128} << 20);
+        const auto cache = static_cast<size_t>(std::max(0L, sysconf(_SC_LEVEL3_CACHE_SIZE)));
+        return std::max(widest, std::min(cache, size_t{256} << 20));
     }
+    // Memory that passes by, a part after the other.
+    class Passing {
+      public:
+        Tensor<T> next(Shape shape) {
+            const auto all = static_cast<int64_t>(memory_.bytes() / sizeof(T));
+            if (passed_ + shape.size() > all) passed_ = 0;
+            Tensor<T> t(data() + passed_, shape);
+            passed_ += ceil_div(t.size(), kVectorSize<T>) * kVectorSize<T>;
+            return t;
+        }
+        void fill(const Calibration& with) {
+            Tensor<T> all(data(), {static_cast<int64_t>(memory_.bytes() / sizeof(T))});
+            with.fill(all);
+        }
 
-    T* passing() const { return reinterpret_cast<T*>(passing_.data()); }
-    // They hold a product's operands, whatever else.
-    static int64_t passing_elements() {
-        const auto side = static_cast<int64_t>(sides().back());
-        return std::max(passing_bytes() / int64_t{sizeof(T)}, 3 * side * side);
-    }
-    // The next of what passes by: weights, or an activation that was kept, or is to be.
-    TensorT far(Shape shape) {
-        TensorT t(passing() + passed_, shape);
-        if (passed_ + t.size() > passing_elements()) t = TensorT(passing(), shape), passed_ = 0;
-        passed_ += ceil_div(t.size(), kVectorSize<T>) * kVectorSize<T>;
-        return t;
-    }
+      private:
+        T* data() const { return reinterpret_cast<T*>(memory_.data()); }
+        const DeviceBuffer memory_{passing_bytes(), "what the calibration passes by"};
+        int64_t passed_ = 0;
+    };
+    // Weights, or an activation that was kept. Nothing writes there: values that went from one product into
+    // the next would grow beyond all that a step has.
+    const TensorT far(Shape shape) { return read_.next(shape); }
+    // Where an activation that is kept goes.
+    TensorT kept(Shape shape) { return written_.next(shape); }
 
     // The seconds of what queue(i) gives the device, the median of many runs, which `i` counts: so many that
     // two agree on the best, where that does not take too long. The best alone is one that no step has.
@@ -200,65 +215,67 @@ class Calibration {
 
     // ---- products
 
-    // Of a side of a product: a LoRA's rank, a few sequences, a model's width, and where rates rise no more.
-    static std::vector<double> sides() {
-        if (kFastCpu) return {16, 128, 768, 3072};
-        return {16, 128, 512, 2048, 8192};
+    // The sizes of a side of a product: a LoRA's rank, a few sequences, a model's width, and where rates rise
+    // no more. On a CPU a vocabulary's too, of the side where logits have it: their rows are many pages
+    // apart.
+    static std::vector<double> sides(bool of_logits = false) {
+        if (!kFastCpu) return {16, 128, 512, 2048, 8192};
+        std::vector<double> sizes = {16, 128, kChannels, 3072};
+        if (of_logits) sizes.push_back(kVocabulary);
+        return sizes;
     }
     void measure_products() {
         run([&](Bench& b) {
-            const auto side = static_cast<int64_t>(sides().back());
-            const TensorT a = b.template take<T>({side * side});
-            TensorT near = b.template take<T>({side * side});
-            for (const auto& transposed :
+            const TensorT a = b.template take<T>({kWideElements});
+            TensorT near = b.template take<T>({kWideElements});
+            for (const auto& [transpose_a, transpose_b] :
                  {std::pair{false, false}, std::pair{false, true}, std::pair{true, false}}) {
-                const bool transpose_a = transposed.first, transpose_b = transposed.second;
                 Product form;
                 form.transpose_a = transpose_a, form.transpose_b = transpose_b;
                 ProductRates& p = rates_.products[product_form(form)];
-                p.sizes = sides();
-                p.rates.resize(p.sizes.size() * p.sizes.size() * p.sizes.size());
-                for_shapes(p, b.arena.rehearsing(), [&](int64_t m, int64_t n, int64_t k) {
-                    const TensorT x(a.data(), transpose_a ? Shape{k, m} : Shape{m, k});
-                    const auto multiply = [&](TensorT to) {
-                        const TensorT other = far(transpose_b ? Shape{n, k} : Shape{k, n});
-                        matmul(b.arena, stream_, to, x, other,
-                               {.transpose_a = transpose_a, .transpose_b = transpose_b});
-                    };
-                    // A weight's gradient, of an activation that was kept; or what forward keeps, and the
-                    // gradient that backward goes on with.
-                    if (transpose_a) return b.time([&](int64_t) { multiply(far({m, n})); });
-                    return b.time([&](int64_t) {
-                        multiply(far({m, n}));
-                        multiply(TensorT(near.data(), {m, n}));
-                    }) / 2;
-                });
+                p.sizes = {sides(transpose_a), sides(transpose_b), sides(!transpose_a && !transpose_b)};
+                p.rates.resize(p.shapes());
+                for_shapes(p, b.arena.rehearsing(),
+                           [&, transpose_a = transpose_a, transpose_b = transpose_b](int64_t m, int64_t n,
+                                                                                     int64_t k) {
+                               const TensorT x(a.data(), transpose_a ? Shape{k, m} : Shape{m, k});
+                               const auto multiply = [&](TensorT to) {
+                                   const TensorT other = far(transpose_b ? Shape{n, k} : Shape{k, n});
+                                   matmul(b.arena, stream_, to, x, other,
+                                          {.transpose_a = transpose_a, .transpose_b = transpose_b});
+                               };
+                               // A weight's gradient, of an activation that was kept; or what forward keeps,
+                               // and the gradient that backward goes on with.
+                               if (transpose_a) return b.time([&](int64_t) { multiply(kept({m, n})); });
+                               return b.time([&](int64_t) {
+                                   multiply(kept({m, n}));
+                                   multiply(TensorT(near.data(), {m, n}));
+                               }) / 2;
+                           });
             }
         });
     }
     // Has the rates of all shapes measured: seconds(m, n, k) is 0 in a rehearsal, which has all of them, as
-    // nobody knows yet which will be quick enough. One that takes too long is taken to be as fast as what is
-    // smaller.
+    // nobody knows yet which will be quick enough. One that takes too long, or too much memory, is taken to
+    // be as fast as what is smaller.
     template <class Seconds>
     void for_shapes(ProductRates& p, bool rehearsing, Seconds&& seconds) const {
-        const size_t n = p.sizes.size();
-        for (size_t i = 0; i < n; i++)
-            for (size_t j = 0; j < n; j++)
-                for (size_t k = 0; k < n; k++) {
-                    const double smaller = i > 0   ? p.of(i - 1, j, k)
-                                           : j > 0 ? p.of(i, j - 1, k)
-                                           : k > 0 ? p.of(i, j, k - 1)
-                                                   : 0;
-                    const double flops = 2 * p.sizes[i] * p.sizes[j] * p.sizes[k];
+        for (size_t i = 0; i < p.sizes[0].size(); i++)
+            for (size_t j = 0; j < p.sizes[1].size(); j++)
+                for (size_t k = 0; k < p.sizes[2].size(); k++) {
+                    const double smaller =
+                        std::max({i > 0 ? p.of(i - 1, j, k) : 0, j > 0 ? p.of(i, j - 1, k) : 0,
+                                  k > 0 ? p.of(i, j, k - 1) : 0});
+                    const double x = p.sizes[0][i], y = p.sizes[1][j], z = p.sizes[2][k];
                     double& rate = p.of(i, j, k);
-                    if (!rehearsing && smaller > 0 && flops / smaller > kLongest) {
+                    const bool too_long = !rehearsing && smaller > 0 && 2 * x * y * z / smaller > kLongest;
+                    if (too_long || std::max({x * y, y * z, x * z}) > kWideElements) {
                         rate = std::max(rate, smaller);
                         continue;
                     }
                     const double taken =
-                        seconds(static_cast<int64_t>(p.sizes[i]), static_cast<int64_t>(p.sizes[j]),
-                                static_cast<int64_t>(p.sizes[k]));
-                    if (taken > 0) rate = std::max(rate, flops / taken);
+                        seconds(static_cast<int64_t>(x), static_cast<int64_t>(y), static_cast<int64_t>(z));
+                    if (taken > 0) rate = std::max(rate, 2 * x * y * z / taken);
                 }
     }
 
@@ -292,7 +309,7 @@ class Calibration {
                                      .q_batch = length * row,
                                      .kv_batch = length * row};
         };
-        b.time([&](int64_t) { attention_forward(far(shape).data(), lse.data(), of(qkv), stream_); });
+        b.time([&](int64_t) { attention_forward(kept(shape).data(), lse.data(), of(qkv), stream_); });
         b.time([&](int64_t) {
             attention_delta(delta.data(), d_out.data(), far(shape).data(), of(qkv), stream_);
         });
@@ -304,7 +321,6 @@ class Calibration {
 
     // ---- passes over activations
 
-    static constexpr int64_t kChannels = 768;
     // Calls f(rows) for tensors (rows, kChannels) that fit a cache and that do not.
     template <class F>
     void for_rows(F&& f) {
@@ -320,20 +336,20 @@ class Calibration {
                 TensorT d_gates = b.template take<T>(wide), bias = b.template take<T>({kChannels});
                 TensorF scratch = b.template take<float>(column_sums_scratch(rows, kChannels, 1));
                 b.time([&](int64_t) {
-                    TensorT y = far(shape);
+                    TensorT y = kept(shape);
                     copy(y, far(shape));
                 });
                 b.time([&](int64_t) {
-                    TensorT y = far(shape);
+                    TensorT y = kept(shape);
                     residual_forward(y, d_y, x, stream_);
                 });
                 b.time([&](int64_t) {
-                    TensorT y = far(shape);
+                    TensorT y = kept(shape);
                     gelu_forward(y, x, stream_);
                 });
                 b.time([&](int64_t) { gelu_backward(d_y, x, far(shape), stream_); });
                 b.time([&](int64_t) {
-                    TensorT y = far(shape);
+                    TensorT y = kept(shape);
                     swiglu_forward(y, gates, stream_);
                 });
                 b.time([&](int64_t) { swiglu_backward(d_gates, x, far(wide), stream_); });
@@ -343,7 +359,7 @@ class Calibration {
                     TensorF term = b.template take<float>(shape);
                     Tensor<uint8_t> low = b.template take<uint8_t>({rows, kChannels / 2});
                     b.time([&](int64_t) {
-                        TensorT sum = far(shape);
+                        TensorT sum = kept(shape);
                         wide_sum_add(sum, low, term, stream_);
                     });
                 }
@@ -371,12 +387,12 @@ class Calibration {
                     TensorF scratch =
                         b.template take<float>(column_sums_scratch(rows, kChannels, norm_sums(kind)));
                     b.time([&](int64_t) {
-                        n.out = far(shape);
+                        n.out = kept(shape);
                         norm_forward(kind, n, x, w, 1e-5f, stream_);
                     });
                     b.time([&](int64_t) {
-                        TensorT sum = far(shape);
-                        n.out = far(shape);
+                        TensorT sum = kept(shape);
+                        n.out = kept(shape);
                         residual_norm_forward(kind, sum, n, x, d_x, w, 1e-5f, stream_);
                     });
                     b.time([&](int64_t) { normalize(kind, d_x, far(shape), n, w, stream_); });
@@ -402,7 +418,7 @@ class Calibration {
                 b.time([&](int64_t) { rope_forward(qkv, factors, 2 * kHeads, 0, none, stream_); });
                 b.time([&](int64_t) { rope_backward(qkv, factors, 2 * kHeads, 0, none, stream_); });
                 b.time([&](int64_t) {
-                    TensorT out = far(shape);
+                    TensorT out = kept(shape);
                     head_norm_forward(out, qkv, q, k, kHeads, kHeads, stream_, 1e-6f);
                 });
                 b.time([&](int64_t) {
@@ -413,7 +429,6 @@ class Calibration {
         });
         for (const int64_t rows : {64, 512})
             add([&](Bench& b) {
-                constexpr int kVocabulary = 32768;
                 TensorT logits = b.template take<T>({rows, kVocabulary});
                 TensorF losses = b.template take<float>({rows, 1});
                 const Tensor<int> targets = b.template take<int>({rows, 1});
@@ -433,7 +448,7 @@ class Calibration {
     void measure_updates() {
         add([&](Bench& b) {
             const int64_t of_one = kUpdated * int64_t{2 * sizeof(T) + 3 * sizeof(float)};
-            const int64_t parts = ceil_div(passing_bytes(), of_one);
+            const int64_t parts = ceil_div(static_cast<int64_t>(passing_bytes()), of_one);
             const int64_t all = parts * kUpdated;
             int64_t passed = 0;
             TensorT weights = b.template take<T>({all});
@@ -558,9 +573,7 @@ class Calibration {
     const Stream stream_;
     Rates rates_;
     std::vector<float> draws_;
-    const DeviceBuffer passing_{static_cast<size_t>(passing_elements()) * sizeof(T),
-                                "what the calibration passes by"};
-    int64_t passed_ = 0;
+    Passing read_, written_;
     size_t most_bytes_ = 0;
 };
 

@@ -72,28 +72,43 @@ struct RateCurve {
     }
 };
 
-// The FLOP/s of products of one form: of (m, n, k), each of `sizes`, the last fastest.
+// The FLOP/s of products of one form, (m, n, k), of a grid of shapes.
 struct ProductRates {
-    std::vector<double> sizes, rates;
+    std::array<std::vector<double>, 3> sizes;  // of m, n and k
+    std::vector<double> rates;                 // k's sizes fastest
 
-    double& of(size_t m, size_t n, size_t k) { return rates[(m * sizes.size() + n) * sizes.size() + k]; }
-    // The seconds of a product. One that is thinner than all that was measured takes as long as the thinnest.
-    double seconds(double m, double n, double k) const {
-        const double least = sizes.front();
-        m = std::max(m, least), n = std::max(n, least), k = std::max(k, least);
-        const Between at[] = {between_sizes(sizes, m), between_sizes(sizes, n), between_sizes(sizes, k)};
+    double& of(size_t m, size_t n, size_t k) {
+        return rates[(m * sizes[1].size() + n) * sizes[2].size() + k];
+    }
+    size_t shapes() const { return sizes[0].size() * sizes[1].size() * sizes[2].size(); }
+    double rate(const std::array<double, 3>& shape) const {
+        Between at[3];
+        for (size_t d = 0; d < 3; d++) at[d] = between_sizes(sizes[d], shape[d]);
         double rate = 0;  // its logarithm
         for (int corner = 0; corner < 8; corner++) {
             double share = 1;
             size_t index = 0;
-            for (int d = 0; d < 3; d++) {
+            for (size_t d = 0; d < 3; d++) {
                 const bool high = corner >> d & 1;
                 share *= high ? at[d].part : 1 - at[d].part;
-                index = index * sizes.size() + std::min(at[d].low + high, sizes.size() - 1);
+                index = index * sizes[d].size() + std::min(at[d].low + high, sizes[d].size() - 1);
             }
             if (share > 0) rate += share * std::log(rates[index]);
         }
-        return 2 * m * n * k / std::exp(rate);
+        return std::exp(rate);
+    }
+    // The seconds of a product. One that is thinner than all that was measured takes as long as the thinnest;
+    // one of columns of a wider matrix is no faster than with all of its columns, as its rows are as far
+    // apart.
+    double seconds(const Product& p) const {
+        std::array<double, 3> shape = {static_cast<double>(p.m), static_cast<double>(p.n),
+                                       static_cast<double>(p.k)};
+        for (size_t d = 0; d < 3; d++) shape[d] = std::max(shape[d], sizes[d].front());
+        std::array<double, 3> wide = shape;
+        double& columns = wide[p.transpose_a ? 0 : 2];
+        columns = std::max(columns, static_cast<double>(p.a_row));
+        wide[1] = std::max(wide[1], static_cast<double>(p.out_row));
+        return 2 * shape[0] * shape[1] * shape[2] / std::min(rate(shape), rate(wide));
     }
 };
 
@@ -149,8 +164,7 @@ struct Rates {
         if (p.m > 0) {
             auto form = products.find(product_form(p));
             if (form == products.end()) form = products.find(p.transpose_a ? "TN" : "NN");
-            return w.calls * form->second.seconds(static_cast<double>(p.m), static_cast<double>(p.n),
-                                                  static_cast<double>(p.k));
+            return w.calls * form->second.seconds(p);
         }
         auto curve = operations.find(rate_name(w));
         if (curve == operations.end()) curve = operations.find(kCopyRate);

@@ -16,7 +16,8 @@
 #include "llmc/file.h"
 #include "llmc/rates.h"
 
-constexpr int kRatesFormat = 1;
+constexpr int kRatesFormat = 2;
+inline constexpr const char* kProductSides[] = {"m", "n", "k"};
 
 // The device's own name: a GPU's by its driver, a CPU's by the kernel. Empty where none is known.
 inline std::string device_name() {
@@ -60,8 +61,11 @@ inline void write_rates(const std::string& path, const Rates& rates, const char*
         for (double& v : values) v = std::strtod(format("%.5g", v).c_str(), nullptr);
         return values;
     };
-    for (const auto& [form, p] : rates.products)
-        j["products"][form] = {{"sizes", p.sizes}, {"flops_per_second", rounded(p.rates)}};
+    for (const auto& [form, p] : rates.products) {
+        nlohmann::ordered_json& of = j["products"][form];
+        for (size_t d = 0; d < 3; d++) of[kProductSides[d]] = p.sizes[d];
+        of["flops_per_second"] = rounded(p.rates);
+    }
     for (const auto& [name, c] : rates.operations)
         j["operations"][name] = {{"sizes", rounded(c.sizes)}, {"per_second", rounded(c.rates)}};
     for (size_t way = 0; way < rates.transfers.size(); way++)
@@ -81,16 +85,18 @@ class RatesReader {
     // `nominal`: for what the file has no rates of.
     Rates read(const DeviceRates& nominal) const {
         const nlohmann::json file = read_json(path_);
-        if (!file.is_object() || !file.contains("rates") || file["rates"] != kRatesFormat)
+        if (!file.is_object() || !file.contains("rates"))
             fail("--rates %s: is no file of --calibrate", path_.c_str());
+        if (file["rates"] != kRatesFormat)
+            fail("--rates %s: is of another version; --calibrate makes it anew", path_.c_str());
         check_device(file);
         Rates rates(nominal);
         for (const auto& [form, p] : object(file, "products").items()) {
             const std::string where = "products " + form;
             ProductRates& of = rates.products[form];
-            of = {rising(p, "sizes", where), positive(p, "flops_per_second", where)};
-            const size_t n = of.sizes.size();
-            if (of.rates.size() != n * n * n) wrong(where, "as many rates as shapes");
+            for (size_t d = 0; d < 3; d++) of.sizes[d] = rising(p, kProductSides[d], where);
+            of.rates = positive(p, "flops_per_second", where);
+            if (of.rates.size() != of.shapes()) wrong(where, "as many rates as shapes");
         }
         for (const char* form : {"NN", "NT", "TN"})
             if (!rates.products.contains(form)) wrong("products", std::string("the form ") + form);

@@ -26,8 +26,8 @@ def rates_of(train, products=1e11, attention=1e10, passes=1e10, transfers=1e9):
     """A device that is as fast at every size."""
     if train.device != "cpu":
         pytest.skip("the name of the device is the driver's")
-    grid = {"sizes": [16, 4096], "flops_per_second": [products] * 8}
-    return {"rates": 1, "device": "cpu", "name": device_name(), "precision": train.precision, "threads": THREADS,
+    grid = dict.fromkeys("mnk", [16, 4096]) | {"flops_per_second": [products] * 8}
+    return {"rates": 2, "device": "cpu", "name": device_name(), "precision": train.precision, "threads": THREADS,
             "products": {form: dict(grid) for form in ("NN", "NT", "TN")},
             "operations": {"copy": {"sizes": [1e3, 1e9], "per_second": [passes] * 2}} | {
                 f"attention_{way} {size}": {"sizes": [64], "per_second": [attention]}
@@ -116,7 +116,7 @@ def test_rates_between_sizes(train, tmp_path):
     def products(sizes, per_second):
         rates = rates_of(train)
         for grid in rates["products"].values():
-            grid.update(sizes=sizes, flops_per_second=per_second)
+            grid.update(m=sizes, n=sizes, k=sizes, flops_per_second=per_second)
         return spent(train.plan(*MODEL, "--rates", write(tmp_path / "rates.json", rates)), "products")
 
     once = products([16], [1e11])
@@ -189,7 +189,7 @@ def spoiled(rates, key, value):
 BAD = [0, -1, "fast", [], {}, True, 1e300]
 
 
-@pytest.mark.parametrize("key", ["products", "products/TN", "products/NN/sizes", "products/NN/flops_per_second/3",
+@pytest.mark.parametrize("key", ["products", "products/TN", "products/NN/m", "products/NN/flops_per_second/3",
                                  "operations", "operations/copy", "operations/copy/per_second/0", "operations/copy/sizes/0",
                                  "operations/copy/sizes", "transfers/disk_read", "transfers"])
 def test_nonsense_is_refused(train, tmp_path, key):
@@ -207,7 +207,7 @@ def test_other_files_are_refused(train, tmp_path):
         write(tmp_path / "rates.json", spoiled(good, key, value))
         line = refused(train, *MODEL, "--plan", "--rates", tmp_path / "rates.json")
         assert f"measured with another {key}" in line, line
-    for text in ("", "{", "[]", "3", '{"rates": 2}', '{"rates": NaN}', json.dumps(good)[:-40],
+    for text in ("", "{", "[]", "3", '{"rates": 1}', '{"rates": 2}', '{"rates": NaN}', json.dumps(good)[:-40],
                  json.dumps(good).replace("1000000000.0", "NaN"), json.dumps(good).replace("1000000000.0", "1e999")):
         refused(train, *MODEL, "--plan", "--rates", write(tmp_path / "rates.json", text))
     refused(train, *MODEL, "--plan", "--rates", tmp_path / "none.json")

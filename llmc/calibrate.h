@@ -517,12 +517,19 @@ class Calibration {
         if (!room) fail("--calibrate: no %zu MiB of memory are free", kTransferred >> 20);
         std::memset(room.get(), 1, kTransferred);
         DiskElsewhere disk(temporary_folder(), kTransfers * kTransferred, "--calibrate");
-        const auto move = [&](std::optional<uint64_t> to, std::optional<uint64_t> from) {
-            disk.join(disk.exchange(room.get(), kTransferred, to, from, stream_), stream_);
+        const auto write = [&](uint64_t i) {
+            return disk.exchange(room.get(), kTransferred, i * kTransferred, std::nullopt, stream_);
         };
-        measure_way(Way::DiskWrite, [&](uint64_t i) { move(i * kTransferred, std::nullopt); });
-        measure_way(Way::DiskRead, [&](uint64_t i) { move(std::nullopt, i * kTransferred); });
-        if (kHostIsDevice) return;
+        const auto read = [&](uint64_t i) {
+            return disk.exchange(room.get(), kTransferred, std::nullopt, i * kTransferred, stream_);
+        };
+        measure_way(Way::DiskWrite, [&](uint64_t i) { disk.join(write(i), stream_); });
+        measure_way(Way::DiskRead, [&](uint64_t i) { disk.join(read(i), stream_); });
+        if (kHostIsDevice) {
+            measure_beside(Way::DiskWrite, disk, write);
+            measure_beside(Way::DiskRead, disk, read);
+            return;
+        }
         const DeviceBuffer slot(kTransferred, "what the calibration copies");
         HostElsewhere host(kTransfers * kTransferred);
         const auto copy = [&](std::optional<uint64_t> to, std::optional<uint64_t> from) {
@@ -531,6 +538,32 @@ class Calibration {
         measure_way(Way::ToHost, [&](uint64_t i) { copy(i * kTransferred, std::nullopt); });
         measure_way(Way::FromHost, [&](uint64_t i) { copy(std::nullopt, i * kTransferred); });
         measure_host_update();
+    }
+    // How much of its speed a product keeps while transfers are on their way: they take cores' time, and more
+    // where the disk is a virtual machine's. Two of three are over, or nearly so, when it is.
+    template <class Start>
+    void measure_beside(Way way, Elsewhere& place, Start&& start) {
+        run([&](Bench& b) {
+            const TensorT x = b.template take<T>({kChannels, kChannels});
+            TensorT y = b.template take<T>({kChannels, kChannels});
+            const auto multiply = [&](int64_t) {
+                matmul(b.arena, stream_, y, x, far({kChannels, kChannels}), {});
+            };
+            const double alone = b.time(multiply);
+            if (b.arena.rehearsing()) return;
+            const auto at = static_cast<size_t>(way);
+            const double products = std::ceil(2 * rates_.seconds_moving(kTransferred, way) / alone);
+            std::vector<double> shares;
+            for (int i = 0; i < kTransfers; i++) {
+                size_t last = 0;
+                for (uint64_t k = 0; k < 3; k++) last = start((3 * i + k) % kTransfers);
+                const WallClock clock;
+                for (int64_t k = 0; k < static_cast<int64_t>(products); k++) multiply(k);
+                shares.push_back(products * alone / clock.seconds());
+                place.join(last, stream_);
+            }
+            rates_.beside[at] = std::min(1.0, statistics(std::move(shares)).median);
+        });
     }
     // AdamW with all of its state in fp32, in as many places one after another, so that no cache has them.
     void measure_host_update() {

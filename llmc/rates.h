@@ -146,12 +146,15 @@ inline constexpr const char* kCopyRate = "copy";
 // Bytes/s where nothing that moves takes time, by Way.
 constexpr double kFree = std::numeric_limits<double>::infinity();
 constexpr std::array<double, kWays> kNoLimits = {kFree, kFree, kFree, kFree, kFree};
+// And where it takes nothing from what computes.
+constexpr std::array<double, kWays> kUndisturbed = {1, 1, 1, 1, 1};
 
 struct Rates {
     DeviceRates nominal;
     std::map<std::string, ProductRates> products = {};  // by product_form()
     std::map<std::string, RateCurve> operations = {};   // by rate_name(): FLOP/s of attention, else bytes/s
     std::array<double, kWays> transfers = kNoLimits;    // bytes/s, by Way
+    std::array<double, kWays> beside = kUndisturbed;  // the share of its speed that computing keeps meanwhile
 
     Rates(const DeviceRates& nominal) : nominal(nominal) {}
     bool measured() const { return !operations.empty(); }
@@ -191,8 +194,9 @@ inline double seconds_of(const std::vector<Work>& work, const Rates& rates) {
 // A phase of a step: forward, head, backward, update.
 struct PhaseTime {
     std::string name;
-    std::array<double, kCosts> seconds = {};  // by Cost; of transfers what is waited for
-    std::array<double, kCosts> busy = {};     // the same; of transfers all that they take
+    // By Cost; of transfers what is waited for, and what computing takes longer beside them.
+    std::array<double, kCosts> seconds = {};
+    std::array<double, kCosts> busy = {};  // the same; of transfers all that they take
     double total() const {
         double sum = 0;
         for (double s : seconds) sum += s;
@@ -218,7 +222,7 @@ inline double total_seconds(const PhaseTimes& phases) {
     return sum;
 }
 
-// Of that, what is waited for; in one phase alone where that is named.
+// Of that, what transfers take; in one phase alone where that is named.
 inline double seconds_waited(const PhaseTimes& phases, std::string_view phase = "") {
     double sum = 0;
     for (const PhaseTime& p : phases)
@@ -250,6 +254,8 @@ class Media {
         const bool follows = t.way == Way::FromHost || t.way == Way::HostUpdate;
         const double at = std::max({now, free, follows ? stored : 0});
         double done = free = at + rates_.seconds(t);
+        if (const double share = rates_.beside[static_cast<size_t>(t.way)]; share < 1)
+            disturbs_.push_back({at, done, share});
         const bool comes_to_host = t.way == Way::DiskRead && t.stays_with_host;
         if (t.way == Way::ToHost || t.way == Way::HostUpdate || comes_to_host)
             stored = std::max(stored, done);
@@ -260,8 +266,24 @@ class Media {
         }
         return {at, done};
     }
+    // What computing takes from `now` on that takes so long alone.
+    double computing(double now, double seconds) {
+        const double begun = now;
+        for (; disturbing_ < disturbs_.size() && seconds > 0; disturbing_++) {
+            const Disturbs& d = disturbs_[disturbing_];
+            const double alone = std::clamp(d.at - now, 0.0, seconds);
+            now += alone, seconds -= alone;
+            const double beside = std::clamp((d.done - now) * d.share, 0.0, seconds);
+            now += beside / d.share, seconds -= beside;
+            if (now < d.done) break;
+        }
+        return now + seconds - begun;
+    }
 
   private:
+    struct Disturbs {
+        double at, done, share;
+    };
     double& free_of(Way way) {
         return free_[static_cast<size_t>(way == Way::DiskWrite ? Way::DiskRead : way)];
     }
@@ -269,12 +291,16 @@ class Media {
     const Rates& rates_;
     std::array<double, kWays> free_ = {};               // when each is
     std::array<double, Transfer::kKinds> stored_ = {};  // when all of a kind is
+    std::vector<Disturbs> disturbs_;
+    size_t disturbing_ = 0;  // that is not over, of those
 };
 
 // Goes through a plan by the clock, from 0: its operations one after the other, and beside them its
 // transfers, until each is waited for. Calls
-//   computes(work, at, seconds), moves(transfer, cost, at, seconds), waits(transfer, which, at, seconds)
-// where `which` is the number of the transfer that is waited for, of those that moved, from 0.
+//   computes(work, at, seconds, more), moves(transfer, cost, at, seconds), waits(transfer, which, at,
+//   seconds)
+// where `more` is what it takes longer beside transfers, and `which` the number of the transfer that is
+// waited for, of those that moved, from 0.
 template <class Computes, class Moves, class Waits>
 void simulate(const Plan& plan, const Rates& rates, Computes&& computes, Moves&& moves, Waits&& waits) {
     struct Begun {
@@ -304,8 +330,9 @@ void simulate(const Plan& plan, const Rates& rates, Computes&& computes, Moves&&
         for (; next != plan.transfers.end() && next->after == i; ++next) transfer(*next);
         if (i == plan.work.size()) break;
         const double seconds = rates.seconds(plan.work[i]);
-        computes(plan.work[i], now, seconds);
-        now += seconds;
+        const double more = media.computing(now, seconds) - seconds;
+        computes(plan.work[i], now, seconds, more);
+        now += seconds + more;
     }
 }
 
@@ -322,10 +349,11 @@ inline void add_phases(PhaseTimes& phases, const Plan& plan, double runs, const 
     std::vector<size_t> moved;  // by what
     simulate(
         plan, rates,
-        [&](const Work& w, double, double seconds) {
+        [&](const Work& w, double, double seconds, double more) {
             PhaseTime& p = phase(w.range);
             p.seconds[static_cast<size_t>(cost_of(w))] += runs * seconds;
             p.busy[static_cast<size_t>(cost_of(w))] += runs * seconds;
+            p.seconds[static_cast<size_t>(Cost::Disk)] += runs * more;
         },
         [&](const Transfer& t, Cost cost, double, double seconds) {
             moved.push_back(static_cast<size_t>(cost));

@@ -71,6 +71,8 @@ inline void write_rates(const std::string& path, const Rates& rates, const char*
     for (size_t way = 0; way < rates.transfers.size(); way++)
         if (std::isfinite(rates.transfers[way]))
             j["transfers"][kWayNames[way]] = rounded({rates.transfers[way]})[0];
+    for (size_t way = 0; kHostIsDevice && way < kDiskWays; way++)
+        j["computing_beside"][kWayNames[way]] = rounded({rates.beside[way]})[0];
     FileWriter writer(beside(path));
     writer.write(j.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
     writer.finish();
@@ -107,12 +109,8 @@ class RatesReader {
             if (of.rates.size() != of.sizes.size()) wrong(where, "as many rates as sizes");
         }
         if (!rates.operations.contains(kCopyRate)) wrong("operations", kCopyRate);
-        const nlohmann::json& transfers = object(file, "transfers");
-        for (size_t way = 0; way < rates.transfers.size(); way++) {
-            if (kHostIsDevice && way > 1) break;
-            if (!transfers.contains(kWayNames[way])) wrong("transfers", kWayNames[way]);
-            rates.transfers[way] = number(transfers[kWayNames[way]], "transfers");
-        }
+        by_way(file, "transfers", kHostIsDevice ? kDiskWays : kWays, rates.transfers);
+        if (kHostIsDevice) by_way(file, "computing_beside", kDiskWays, rates.beside, 1);
         return rates;
     }
 
@@ -137,10 +135,20 @@ class RatesReader {
         if (it == in.end() || !it->is_object() || it->empty()) wrong("the file", name);
         return *it;
     }
-    double number(const nlohmann::json& value, const std::string& where) const {
+    double number(const nlohmann::json& value, const std::string& where, double most = kLargest) const {
         const double x = value.is_number() ? value.get<double>() : 0;
-        if (!(x > 0 && x <= kLargest)) wrong(where, "numbers above zero");
+        if (!(x > 0)) wrong(where, "numbers above zero");
+        if (x > most) wrong(where, format("numbers up to %g", most));
         return x;
+    }
+    // Of the first ways.
+    void by_way(const nlohmann::json& file, const char* name, size_t ways, std::array<double, kWays>& to,
+                double most = kLargest) const {
+        const nlohmann::json& from = object(file, name);
+        for (size_t way = 0; way < ways; way++) {
+            if (!from.contains(kWayNames[way])) wrong(name, kWayNames[way]);
+            to[way] = number(from[kWayNames[way]], name, most);
+        }
     }
     std::vector<double> positive(const nlohmann::json& in, const char* name, const std::string& where) const {
         const auto it = in.is_object() ? in.find(name) : in.end();

@@ -157,7 +157,7 @@ inline nlohmann::ordered_json operations_json(const OperationCosts& costs) {
     return all;
 }
 
-// Seconds of a step, phase by phase; of transfers what is waited for.
+// Seconds of a step, phase by phase, as PhaseTime has them.
 inline nlohmann::ordered_json phases_json(const PhaseTimes& phases) {
     auto all = nlohmann::ordered_json::array();
     for (const PhaseTime& p : phases) {

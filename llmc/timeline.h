@@ -116,8 +116,8 @@ inline void append_bars(Timeline& timeline, const Plan& plan, const std::string&
     };
     simulate(
         plan, rates,
-        [&](const Work&, double at, double seconds) {
-            computed.push_back({at, seconds});
+        [&](const Work&, double at, double seconds, double more) {
+            computed.push_back({at, seconds + more});
         },
         [&](const Transfer& t, Cost, double at, double seconds) {
             moved.push_back({at});

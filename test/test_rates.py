@@ -22,7 +22,7 @@ def device_name():
     return found.group(1) if found else ""
 
 
-def rates_of(train, products=1e11, attention=1e10, passes=1e10, transfers=1e9):
+def rates_of(train, products=1e11, attention=1e10, passes=1e10, transfers=1e9, beside=1):
     """A device that is as fast at every size."""
     if train.device != "cpu":
         pytest.skip("the name of the device is the driver's")
@@ -32,7 +32,7 @@ def rates_of(train, products=1e11, attention=1e10, passes=1e10, transfers=1e9):
             "operations": {"copy": {"sizes": [1e3, 1e9], "per_second": [passes] * 2}} | {
                 f"attention_{way} {size}": {"sizes": [64], "per_second": [attention]}
                 for way in ("forward", "backward") for size in (64, 128)},
-            "transfers": dict.fromkeys(WAYS, transfers)}
+            "transfers": dict.fromkeys(WAYS, transfers), "computing_beside": dict.fromkeys(WAYS[:2], beside)}
 
 
 def write(path, rates):

@@ -146,6 +146,45 @@ def test_streaming_is_bound_by_the_disk(train, tmp_path):
     assert re.search(r"forward, bound by disk; .*waiting for the disk", text), text
 
 
+def test_a_disk_takes_time_from_computing(train, tmp_path):
+    """Where computing keeps half of its speed beside a read, it takes longer by half of the read; that is the disk's
+    in the plan, and in the estimate."""
+    make(tmp_path / "model", "--family", "llama", "--layers", 6, "--heads", 2, "--channels", 64, "--vocab", VOCAB,
+         "--positions", 64)
+
+    def planned(**rates):
+        return train.plan("--model", tmp_path / "model", "--train", "lora", "--weights", "disk", "--batch", 2, "--seq-len",
+                          64, "--threads", THREADS, "--rates", write(tmp_path / "rates.json", rates_of(train, **rates)))
+
+    alone, beside = planned(transfers=2e10), planned(transfers=2e10, beside=0.5)
+    reads = (2 * 6 - 2) * alone["elsewhere"]["on_disk"] / 6 / 2e10  # two are there at the turn
+    hidden = reads - spent(alone, "disk")
+    assert hidden > 0.7 * reads
+    assert spent(beside, "disk") - spent(alone, "disk") == pytest.approx(hidden / 2, rel=0.02)
+    assert beside["estimated_seconds"] - alone["estimated_seconds"] == pytest.approx(hidden / 2, rel=0.02)
+    assert spent(beside, "products") == spent(alone, "products")
+
+
+def test_columns_of_a_wider_matrix_have_its_rate(train, tmp_path):
+    """Their rows are as far apart as its own."""
+    def products(**wide):
+        rates = rates_of(train)
+        rates["products"]["TN"] |= wide
+        plan = train.plan("--model", "llama:d2", "--train", "lora", "--batch", 1, "--seq-len", 64, "--threads", THREADS,
+                          "--rates", write(tmp_path / "rates.json", rates))
+        return {o["name"]: o["seconds"] for o in plan["operations"] if " TN" in o["name"]}
+
+    as_fast = products()
+    rows = max(int(name.partition(" TN rows of ")[2].split()[0]) for name in as_fast if " TN rows of " in name)
+    slow = products(m=[rows - 1, rows], flops_per_second=[1e11] * 4 + [5e10] * 4)
+    wide = {name for name in as_fast if f" TN rows of {rows}" in name}
+    assert wide and all(int(name.split()[1]) < rows for name in wide)
+    thinnest = {name: (rows - 1) / max(16, int(name.split()[1])) for name in as_fast}  # as long as that takes
+    for name, seconds in as_fast.items():
+        slower = 2 if name in wide or int(name.split()[1]) >= rows else 1
+        assert slow[name] == pytest.approx(slower * max(1, thinnest[name]) * seconds), name
+
+
 def test_moving_takes_time_by_nominal_rates_too(train):
     """A gigabyte a second of a disk beside a CPU."""
     if train.device != "cpu":
@@ -191,10 +230,11 @@ BAD = [0, -1, "fast", [], {}, True, 1e300]
 
 @pytest.mark.parametrize("key", ["products", "products/TN", "products/NN/m", "products/NN/flops_per_second/3",
                                  "operations", "operations/copy", "operations/copy/per_second/0", "operations/copy/sizes/0",
-                                 "operations/copy/sizes", "transfers/disk_read", "transfers"])
+                                 "operations/copy/sizes", "transfers/disk_read", "transfers", "computing_beside/disk_read",
+                                 "computing_beside"])
 def test_nonsense_is_refused(train, tmp_path, key):
     good = rates_of(train)
-    for value in (None, *BAD):
+    for value in (None, *BAD, *([1.5] if "beside" in key else [])):
         write(tmp_path / "rates.json", spoiled(good, key, value))
         line = refused(train, *MODEL, "--plan", "--rates", tmp_path / "rates.json")
         assert "rates.json" in line and ("--rates" in line or "--calibrate" in line), (key, value, line)

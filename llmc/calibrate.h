@@ -115,7 +115,7 @@ class Calibration {
     };
     // Weights, or an activation that was kept. Nothing writes there: values that went from one product into
     // the next would grow beyond all that a step has.
-    const TensorT far(Shape shape) { return read_.next(shape); }
+    TensorT far(Shape shape) { return read_.next(shape); }
     // Where an activation that is kept goes.
     TensorT kept(Shape shape) { return written_.next(shape); }
 
@@ -226,38 +226,36 @@ class Calibration {
     }
     void measure_products() {
         run([&](Bench& b) {
-            const TensorT a = b.template take<T>({kWideElements});
-            TensorT near = b.template take<T>({kWideElements});
-            for (const auto& [transpose_a, transpose_b] :
-                 {std::pair{false, false}, std::pair{false, true}, std::pair{true, false}}) {
-                Product form;
-                form.transpose_a = transpose_a, form.transpose_b = transpose_b;
-                ProductRates& p = rates_.products[product_form(form)];
-                p.sizes = {sides(transpose_a), sides(transpose_b), sides(!transpose_a && !transpose_b)};
-                p.rates.resize(p.shapes());
-                for_shapes(p, b.arena.rehearsing(),
-                           [&, transpose_a = transpose_a, transpose_b = transpose_b](int64_t m, int64_t n,
-                                                                                     int64_t k) {
-                               const TensorT x(a.data(), transpose_a ? Shape{k, m} : Shape{m, k});
-                               const auto multiply = [&](TensorT to) {
-                                   const TensorT other = far(transpose_b ? Shape{n, k} : Shape{k, n});
-                                   matmul(b.arena, stream_, to, x, other,
-                                          {.transpose_a = transpose_a, .transpose_b = transpose_b});
-                               };
-                               // A weight's gradient, of an activation that was kept; or what forward keeps,
-                               // and the gradient that backward goes on with.
-                               if (transpose_a) return b.time([&](int64_t) { multiply(kept({m, n})); });
-                               return b.time([&](int64_t) {
-                                   multiply(kept({m, n}));
-                                   multiply(TensorT(near.data(), {m, n}));
-                               }) / 2;
-                           });
-            }
+            const TensorT a = b.template take<T>({kWideElements}), near = b.template take<T>({kWideElements});
+            measure_form(b, a, near, false, false);
+            measure_form(b, a, near, false, true);
+            measure_form(b, a, near, true, false);
+        });
+    }
+    // What forward keeps, and gradients that backward goes on with; of a transposed `a` a weight's gradients,
+    // of an activation that was kept.
+    void measure_form(Bench& b, const TensorT& a, const TensorT& near, bool transpose_a, bool transpose_b) {
+        Product form;
+        form.transpose_a = transpose_a, form.transpose_b = transpose_b;
+        ProductRates& p = rates_.products[product_form(form)];
+        p.sizes = {sides(transpose_a), sides(transpose_b), sides(!transpose_a && !transpose_b)};
+        p.rates.resize(p.shapes());
+        for_shapes(p, b.arena.rehearsing(), [&](int64_t m, int64_t n, int64_t k) {
+            const TensorT x(a.data(), transpose_a ? Shape{k, m} : Shape{m, k});
+            const auto multiply = [&](TensorT to) {
+                matmul(b.arena, stream_, to, x, far(transpose_b ? Shape{n, k} : Shape{k, n}),
+                       {.transpose_a = transpose_a, .transpose_b = transpose_b});
+            };
+            if (transpose_a) return b.time([&](int64_t) { multiply(kept({m, n})); });
+            return b.time([&](int64_t) {
+                multiply(kept({m, n}));
+                multiply(TensorT(near.data(), {m, n}));
+            }) / 2;
         });
     }
     // Has the rates of all shapes measured: seconds(m, n, k) is 0 in a rehearsal, which has all of them, as
     // nobody knows yet which will be quick enough. One that takes too long, or too much memory, is taken to
-    // be as fast as what is smaller.
+    // be as fast as the best of those that are smaller by one side.
     template <class Seconds>
     void for_shapes(ProductRates& p, bool rehearsing, Seconds&& seconds) const {
         for (size_t i = 0; i < p.sizes[0].size(); i++)

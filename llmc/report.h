@@ -311,7 +311,7 @@ inline void print_phases(FILE* to, const MemoryReport& r) {
         for (size_t c = 0; c < kCosts; c++)
             if (p.seconds[c] > 0)
                 fprintf(to, "; %.0f%% %s%s", 100 * p.seconds[c] / p.total(),
-                        c < kComputing ? "" : "waiting for the ", kCostNames[c]);
+                        c < kComputing ? "" : "lost to the ", kCostNames[c]);
         fprintf(to, "\n");
     }
 }

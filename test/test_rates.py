@@ -143,7 +143,7 @@ def test_streaming_is_bound_by_the_disk(train, tmp_path):
     assert update["bound_by"] == "disk"
     assert update["seconds"] == pytest.approx(2 * sum(state["elsewhere"].values()) / 1e6, rel=0.2)
     text = train(*options, tmp_path / "slow.json", "--plan").stdout.decode()
-    assert re.search(r"forward, bound by disk; .*waiting for the disk", text), text
+    assert re.search(r"forward, bound by disk; .*lost to the disk", text), text
 
 
 def test_a_disk_takes_time_from_computing(train, tmp_path):

@@ -538,7 +538,7 @@ class Calibration {
         measure_host_update();
     }
     // How much of its speed a product keeps while transfers are on their way: they take cores' time, and more
-    // where the disk is a virtual machine's. Two of three are over, or nearly so, when it is.
+    // where the disk is a virtual machine's. Three are asked for, and products go on for as long as two take.
     template <class Start>
     void measure_beside(Way way, Elsewhere& place, Start&& start) {
         run([&](Bench& b) {

@@ -97,19 +97,21 @@ class Calibration {
     class Passing {
       public:
         Tensor<T> next(Shape shape) {
-            const auto all = static_cast<int64_t>(memory_.bytes() / sizeof(T));
-            if (passed_ + shape.size() > all) passed_ = 0;
-            Tensor<T> t(data() + passed_, shape);
+            if (passed_ + shape.size() > all().size()) passed_ = 0;
+            Tensor<T> t(all().at(passed_), shape);
             passed_ += ceil_div(t.size(), kVectorSize<T>) * kVectorSize<T>;
             return t;
         }
         void fill(const Calibration& with) {
-            Tensor<T> all(data(), {static_cast<int64_t>(memory_.bytes() / sizeof(T))});
-            with.fill(all);
+            Tensor<T> t = all();
+            with.fill(t);
         }
 
       private:
-        T* data() const { return reinterpret_cast<T*>(memory_.data()); }
+        Tensor<T> all() const {
+            return {reinterpret_cast<T*>(memory_.data()),
+                    {static_cast<int64_t>(memory_.bytes() / sizeof(T))}};
+        }
         const DeviceBuffer memory_{passing_bytes(), "what the calibration passes by"};
         int64_t passed_ = 0;
     };
@@ -549,18 +551,17 @@ class Calibration {
             };
             const double alone = b.time(multiply);
             if (b.arena.rehearsing()) return;
-            const auto at = static_cast<size_t>(way);
             const double products = std::ceil(2 * rates_.seconds_moving(kTransferred, way) / alone);
             std::vector<double> shares;
             for (int i = 0; i < kTransfers; i++) {
                 size_t last = 0;
                 for (uint64_t k = 0; k < 3; k++) last = start((3 * i + k) % kTransfers);
                 const WallClock clock;
-                for (int64_t k = 0; k < static_cast<int64_t>(products); k++) multiply(k);
+                for (int k = 0; k < products; k++) multiply(k);
                 shares.push_back(products * alone / clock.seconds());
                 place.join(last, stream_);
             }
-            rates_.beside[at] = std::min(1.0, statistics(std::move(shares)).median);
+            rates_.beside[static_cast<size_t>(way)] = std::min(1.0, statistics(std::move(shares)).median);
         });
     }
     // AdamW with all of its state in fp32, in as many places one after another, so that no cache has them.

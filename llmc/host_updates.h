@@ -184,7 +184,7 @@ class HostUpdates {
                                .waits = false,
                                .way = way,
                                .bytes = bytes,
-                               .stays_with_host = way == Way::DiskRead || way == Way::DiskWrite});
+                               .stays_with_host = is_disks(way)});
         return last_;
     }
     int note_state(Way way) { return note(way, static_cast<double>(state_bytes_)); }

@@ -125,7 +125,7 @@ inline Cost cost_of(const Work& work) {
 
 inline Cost cost_of(Way way) {
     if (way == Way::HostUpdate) return Cost::Host;
-    return way == Way::DiskRead || way == Way::DiskWrite ? Cost::Disk : Cost::Link;
+    return is_disks(way) ? Cost::Disk : Cost::Link;
 }
 
 // The names by which a table has an operation's rates: with its form where that matters.
@@ -284,9 +284,7 @@ class Media {
     struct Disturbs {
         double at, done, share;
     };
-    double& free_of(Way way) {
-        return free_[static_cast<size_t>(way == Way::DiskWrite ? Way::DiskRead : way)];
-    }
+    double& free_of(Way way) { return free_[static_cast<size_t>(is_disks(way) ? Way::DiskRead : way)]; }
 
     const Rates& rates_;
     std::array<double, kWays> free_ = {};               // when each is

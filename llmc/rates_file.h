@@ -71,8 +71,9 @@ inline void write_rates(const std::string& path, const Rates& rates, const char*
     for (size_t way = 0; way < rates.transfers.size(); way++)
         if (std::isfinite(rates.transfers[way]))
             j["transfers"][kWayNames[way]] = rounded({rates.transfers[way]})[0];
-    for (size_t way = 0; kHostIsDevice && way < kDiskWays; way++)
-        j["computing_beside"][kWayNames[way]] = rounded({rates.beside[way]})[0];
+    for (size_t way = 0; way < rates.beside.size(); way++)
+        if (kHostIsDevice && is_disks(static_cast<Way>(way)))
+            j["computing_beside"][kWayNames[way]] = rounded({rates.beside[way]})[0];
     FileWriter writer(beside(path));
     writer.write(j.dump(1, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
     writer.finish();
@@ -109,8 +110,8 @@ class RatesReader {
             if (of.rates.size() != of.sizes.size()) wrong(where, "as many rates as sizes");
         }
         if (!rates.operations.contains(kCopyRate)) wrong("operations", kCopyRate);
-        by_way(file, "transfers", kHostIsDevice ? kDiskWays : kWays, rates.transfers);
-        if (kHostIsDevice) by_way(file, "computing_beside", kDiskWays, rates.beside, 1);
+        by_way(file, "transfers", rates.transfers);
+        if (kHostIsDevice) by_way(file, "computing_beside", rates.beside, 1);
         return rates;
     }
 
@@ -141,11 +142,12 @@ class RatesReader {
         if (x > most) wrong(where, format("numbers up to %g", most));
         return x;
     }
-    // Of the first ways.
-    void by_way(const nlohmann::json& file, const char* name, size_t ways, std::array<double, kWays>& to,
+    // Of all ways that there are: on a CPU the disk's.
+    void by_way(const nlohmann::json& file, const char* name, std::array<double, kWays>& to,
                 double most = kLargest) const {
         const nlohmann::json& from = object(file, name);
-        for (size_t way = 0; way < ways; way++) {
+        for (size_t way = 0; way < to.size(); way++) {
+            if (kHostIsDevice && !is_disks(static_cast<Way>(way))) continue;
             if (!from.contains(kWayNames[way])) wrong(name, kWayNames[way]);
             to[way] = number(from[kWayNames[way]], name, most);
         }

@@ -72,10 +72,11 @@ inline constexpr const char* kHomeNames[] = {"device", "host", "disk"};
 // What goes between the device and where else things live while operations run (residence.h, parking.h).
 // The host's cores may update weights meanwhile (host_updates.h): bytes as of an update, which go no way.
 enum class Way { DiskRead, DiskWrite, FromHost, ToHost, HostUpdate };
-constexpr size_t kWays = 5, kDiskWays = 2;  // the first are a disk's
+constexpr size_t kWays = 5;
 inline constexpr const char* kWayNames[kWays] = {"disk_read", "disk_write", "from_host", "to_host",
                                                  "host_update"};
 
+constexpr bool is_disks(Way way) { return way == Way::DiskRead || way == Way::DiskWrite; }
 constexpr Way way_back(Way way) {
     return way == Way::DiskRead    ? Way::DiskWrite
            : way == Way::DiskWrite ? Way::DiskRead

@@ -50,6 +50,19 @@ def test_all_of_a_run_is_allocated_by_step_0(train, tmp_path):
     assert saved_bytes(tmp_path / "out")
 
 
+def seen_at(steps, measure, train, *options):
+    """What measure(pid) says of a training when it has printed each of two steps."""
+    lines = tuple(b"step %5d/" % step for step in steps)
+    seen = []
+    with train.start(*options, "--steps", 100000, "--sample-tokens", 0, "--print-every", 1) as process:
+        for line in process.stdout:
+            if line.startswith(lines):
+                seen.append(measure(process.pid))
+            if len(seen) == 2:
+                process.kill()
+    return seen
+
+
 def resident_bytes(pid):
     with open(f"/proc/{pid}/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
@@ -59,14 +72,8 @@ def resident_bytes(pid):
 def test_the_resident_set_does_not_grow(train, tmp_path, level):
     """From step 2, by when all has been touched, to step 200."""
     write_text(tmp_path / "text", 60000)
-    seen = []
-    with train.start("--model", "d2", "--data", "text", "--batch", 2, "--seq-len", 32, "--steps", 100000,
-                     "--recompute", level, "--sample-tokens", 0, "--print-every", 1, cwd=tmp_path) as process:
-        for line in process.stdout:
-            if line.startswith((b"step     2/", b"step   200/")):
-                seen.append(resident_bytes(process.pid))
-            if len(seen) == 2:
-                process.kill()
+    seen = seen_at((2, 200), resident_bytes, train, "--model", "d2", "--data", tmp_path / "text", "--batch", 2,
+                   "--seq-len", 32, "--recompute", level)
     assert len(seen) == 2 and 0 < seen[1] <= seen[0] + (1 << 20), seen
 
 
@@ -79,12 +86,6 @@ def test_steps_take_no_new_pages(train, tmp_path):
     """What a product copies its operands to is kept: a system that gives and takes its pages each time made the
     gradient of these logits a fifth slower."""
     write_shard(tmp_path / "data.bin", random_tokens(50257, 60000))
-    seen = []
-    with train.start("--model", "d2", "--data", "data.bin", "--batch", 2, "--seq-len", 256, "--steps", 100000,
-                     "--sample-tokens", 0, "--print-every", 1, cwd=tmp_path) as process:
-        for line in process.stdout:
-            if line.startswith((b"step     3/", b"step    13/")):
-                seen.append(page_faults(process.pid))
-            if len(seen) == 2:
-                process.kill()
+    seen = seen_at((3, 13), page_faults, train, "--model", "d2", "--data", tmp_path / "data.bin", "--batch", 2,
+                   "--seq-len", 256)
     assert len(seen) == 2 and seen[1] - seen[0] < 10 * 40, seen

@@ -51,21 +51,15 @@ class Calibration {
             draws_.push_back(static_cast<float>(random_uniform(0, i) - 0.5));  // zeros take less power
         read_.fill(*this), written_.fill(*this);
     }
-    // All is measured twice where that is quick enough, and the better counts: who else uses the machine does
-    // so for some seconds.
+    // All is measured twice where that is quick enough, and the mean of both counts: who else uses the
+    // machine does so for some seconds, and beside a step too.
     Rates measure() {
         const WallClock clock;
-        for (int round = 0; round == 0 || (round == 1 && clock.seconds() < kQuick); round++) {
-            measure_products();
-            measure_attention();
-            measure_passes();
-            measure_norms();
-            measure_heads();
-            measure_updates();
-            measure_formats();
-            measure_transfers();
-        }
-        return rates_;
+        measure_once();
+        if (clock.seconds() > kQuick) return rates_;
+        const Rates first = std::exchange(rates_, Rates(rates_.nominal));
+        measure_once();
+        return mean_of(first, rates_);
     }
 
     // The most of the device's memory that it took at a time.
@@ -76,6 +70,17 @@ class Calibration {
     using TensorF = Tensor<float>;
 
     // ---- how a case is measured
+
+    void measure_once() {
+        measure_products();
+        measure_attention();
+        measure_passes();
+        measure_norms();
+        measure_heads();
+        measure_updates();
+        measure_formats();
+        measure_transfers();
+    }
 
     static constexpr size_t kDraws = 1 << 16;
     static constexpr double kQuick = 14;      // seconds of the first round, where a second may follow
@@ -270,12 +275,12 @@ class Calibration {
                     double& rate = p.of(i, j, k);
                     const bool too_long = !rehearsing && smaller > 0 && 2 * x * y * z / smaller > kLongest;
                     if (too_long || std::max({x * y, y * z, x * z}) > kWideElements) {
-                        rate = std::max(rate, smaller);
+                        rate = smaller;
                         continue;
                     }
                     const double taken =
                         seconds(static_cast<int64_t>(x), static_cast<int64_t>(y), static_cast<int64_t>(z));
-                    if (taken > 0) rate = std::max(rate, 2 * x * y * z / taken);
+                    if (taken > 0) rate = 2 * x * y * z / taken;
                 }
     }
 
@@ -587,7 +592,7 @@ class Calibration {
         };
         measure_way(Way::HostUpdate, update, kChunksUpdated * update_bytes(chunk(0)));
     }
-    // Of several transfers the median, and of two rounds the better one.
+    // The median of several transfers.
     template <class Move>
     void measure_way(Way way, Move&& move, double bytes = kTransferred) {
         std::vector<double> seconds;
@@ -597,9 +602,7 @@ class Calibration {
             stream_synchronize(stream_);
             seconds.push_back(clock.seconds());
         }
-        double& rate = rates_.transfers[static_cast<size_t>(way)];
-        const double now = bytes / statistics(std::move(seconds)).median;
-        rate = std::isfinite(rate) ? std::max(rate, now) : now;
+        rates_.transfers[static_cast<size_t>(way)] = bytes / statistics(std::move(seconds)).median;
     }
 
     const Stream stream_;

@@ -179,6 +179,20 @@ struct Rates {
     double seconds_moving(double bytes, Way way) const { return bytes / transfers[static_cast<size_t>(way)]; }
 };
 
+// Of two measurements of the same, the geometric mean of each rate.
+inline Rates mean_of(const Rates& a, const Rates& b) {
+    Rates mean = a;
+    const auto average = [](auto& of, const auto& with) {
+        assert(of.size() == with.size());
+        for (size_t i = 0; i < of.size(); i++) of[i] = std::sqrt(of[i] * with[i]);
+    };
+    for (auto& [form, p] : mean.products) average(p.rates, b.products.at(form).rates);
+    for (auto& [name, curve] : mean.operations) average(curve.rates, b.operations.at(name).rates);
+    average(mean.transfers, b.transfers);
+    average(mean.beside, b.beside);
+    return mean;
+}
+
 inline double seconds_of(const std::vector<Work>& work, const DeviceRates& rates) {
     double seconds = 0;
     for (const Work& w : work) seconds += seconds_of(w, rates);

@@ -134,9 +134,20 @@ train: $(BUILD)/train FORCE
 	@ln -sfn $< $@
 	@echo "./train: DEVICE=$(DEVICE) ($(WHY)), PRECISION=$(PRECISION)"
 
+# $(call need_headers,HEADERS,TARGET): stops in one line where a compiler or a header is missing that make TARGET installs:
+# the compiler would say so in hundreds.
+define need_headers
+@command -v $(CXX) >/dev/null || { echo "there is no $(CXX): make $(2) installs what is missing" >&2; exit 1; }
+@missing=$$(for h in $(1); do printf '#if !__has_include(<%s>)\n%s\n#endif\n' $$h $$h; done | $(CXX) -E -P -x c++ -); \
+  [ -z "$$missing" ] || { echo "missing:" $$missing "(make $(2) installs what is missing)" >&2; exit 1; }
+endef
+HEADERS := CLI/CLI.hpp nlohmann/json.hpp pcre2.h utf8proc.h sentencepiece_processor.h liburing.h
+CPU_HEADERS := $(HEADERS) oneapi/dnnl/dnnl.hpp
+
 build/cpu-fp32/train: DEFINES :=
 build/cpu-bf16/train: DEFINES := -DLLMC_BF16
 build/cpu-fp32/train build/cpu-bf16/train: train_gpt.cu Makefile
+	$(call need_headers,$(CPU_HEADERS),deps)
 	@mkdir -p $(@D)
 	$(CXX) -x c++ $(CXXFLAGS) $(NVTX_INCLUDE) $(DEFINES) -MF $@.d -MT $@ $< -o $@ $(CPU_LIBS)
 
@@ -159,16 +170,23 @@ build/update_on_host-fp32.o build/update_on_host-bf16.o: build/update_on_host-%.
 build/cuda-fp32/train: DEFINES :=
 build/cuda-bf16/train: DEFINES := -DLLMC_BF16
 build/cuda-fp32/train build/cuda-bf16/train: build/cuda-%/train: train_gpt.cu Makefile build/update_on_host-%.o $(CUDA_FLAGS)
+	$(call need_headers,$(HEADERS),deps)
 	$(call compile_cuda,$(DEFINES),build/update_on_host-$*.o)
 
 # Debian's packages. With deps, building and training; test-deps adds what the tests need, Python's side in .venv.
 DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libpcre2-dev libutf8proc-dev libsentencepiece-dev liburing-dev
 TEST_DEPS := $(DEPS) libgtest-dev python3-venv clang libclang-rt-dev libomp-dev
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
+# $(call install,PACKAGES): where they cannot be installed, the last line names those that are missing.
 define install
 	@missing=$$(for p in $(1); do dpkg-query -W -f='$${Status}' $$p 2>/dev/null | grep -q 'ok installed' || echo $$p; done); \
-	if [ -n "$$missing" ]; then echo "installing" $$missing; \
-	  $(SUDO) apt-get update -qq && DEBIAN_FRONTEND=noninteractive $(SUDO) apt-get install -y -qq $$missing >/dev/null; fi
+	missing=$$(echo $$missing); [ -n "$$missing" ] || exit 0; \
+	stop() { echo "make $@: $$1: ask for these packages of Debian, or what your system calls them: $$missing" >&2; exit 1; }; \
+	command -v apt-get >/dev/null || stop "there is no apt-get here"; \
+	[ -z "$(SUDO)" ] || command -v sudo >/dev/null || stop "you are not root, and there is no sudo"; \
+	echo "installing $$missing"; \
+	$(SUDO) apt-get update -qq && DEBIAN_FRONTEND=noninteractive $(SUDO) apt-get install -y -qq $$missing >/dev/null || \
+	  stop "apt-get failed"
 endef
 deps:
 	$(call install,$(DEPS))
@@ -196,6 +214,7 @@ build/test/asan/%: FLAGS := $(CXX_COMMON) -O1 -g -march=native -fsanitize=addres
 build/test/tsan/%: FLAGS := $(CXX_COMMON) -O1 -g -march=native -fsanitize=thread $(FAITHFUL)
 define cpu_test
 build/test/$(1)/%: test/%.cpp Makefile
+	$$(call need_headers,$(CPU_HEADERS) gtest/gtest.h,test-deps)
 	@mkdir -p $$(@D)
 	$(CXX) -x c++ $$(FLAGS) -MF $$@.d -MT $$@ $$< -o $$@ $(TEST_LIBS)
 endef

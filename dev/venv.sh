@@ -11,8 +11,12 @@ fail() {
 }
 
 cat dev/requirements.txt dev/requirements-alone.txt | cmp -s - "$stamp" && exit 0
+if [ -e .venv ]; then folder=.venv; else folder=.; fi
+probe=$(mktemp "$folder/.probe-XXXXXX" 2>/dev/null) || fail "cannot write in $(cd "$folder" && pwd), where Python's packages go"
+rm -f "$probe"
+python3 -c 'import ensurepip, venv' 2>/dev/null || fail "there is no Python 3 with its venv module: make test-deps installs it"
 echo "venv.sh: installing dev/requirements*.txt into .venv (a few minutes the first time)"
-[ -x .venv/bin/python ] || python3 -m venv .venv || fail "python3 -m venv failed: install Python 3.11 with its venv module"
+[ -x .venv/bin/python ] || python3 -m venv .venv || fail "python3 -m venv failed (see above)"
 install() {
     .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@" ||
         fail "pip could not install $* (see above): run dev/venv.sh again when online"

@@ -1,8 +1,11 @@
 """What make does for whom: the architectures, libraries and warnings of a build, and what stops one in a line."""
 
 import os
+import pathlib
 import re
+import shutil
 import subprocess
+import tempfile
 
 import pytest
 from trainer_runs import ROOT
@@ -111,3 +114,71 @@ def test_cuda_build_compiles_for_two_architectures(dry_make):
     built = codes(dry_make("DEVICE=cpu", "cuda-build"))
     assert built == 2 * ["sm_80", "sm_90a", "compute_80", "compute_90a"]  # whose PTX test/gpu runs
     assert codes(dry_make("DEVICE=cpu", "cuda-build", "CUDA_ARCH=86")) == 2 * ["sm_86", "compute_86"]
+
+
+# ---- what is missing on a machine
+
+
+@pytest.fixture
+def bare_make(tmp_path):
+    """make where of the system's programs only a shell and a few tools are there, and those that a test makes up."""
+    for name in ("sh", "grep", "printf", "mkdir", "sed"):
+        (tmp_path / "tools").mkdir(exist_ok=True)
+        (tmp_path / "tools" / name).symlink_to(shutil.which(name))
+
+    def run(*arguments, programs=(), code=2):
+        """What make says, on stderr; `programs`: their names and scripts."""
+        for name, script in dict(programs).items():
+            executable(tmp_path / "programs" / name, f"#!/bin/sh\n{script}\n")
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+        ran = subprocess.run([shutil.which("make"), "DEVICE=cpu", *arguments], cwd=ROOT, capture_output=True, text=True,
+                             timeout=120, env=clean | {"PATH": f"{tmp_path / 'programs'}{os.pathsep}{tmp_path / 'tools'}"})
+        assert ran.returncode == code, ran.stdout + ran.stderr
+        return ran.stderr
+
+    return run
+
+
+USER, ROOT_USER = {"id": "echo 1000"}, {"id": "echo 0"}
+THERE = {"dpkg-query": 'case "$*" in *libdnnl-dev|*liburing-dev) exit 1 ;; *) echo install ok installed ;; esac'}
+ASKS = "ask for these packages of Debian, or what your system calls them: libdnnl-dev liburing-dev\n"
+
+
+@pytest.mark.parametrize("programs, said", [
+    (USER | {"apt-get": ""}, "make deps: you are not root, and there is no sudo: " + ASKS),
+    (USER | {"apt-get": "", "sudo": "exit 1"}, "make deps: apt-get failed: " + ASKS),
+    (ROOT_USER | {"apt-get": "exit 100"}, "make deps: apt-get failed: " + ASKS),
+    (ROOT_USER, "make deps: there is no apt-get here: " + ASKS),
+], ids=["no sudo", "sudo refuses", "apt-get fails", "no apt-get"])
+def test_deps_that_cannot_be_installed_are_named(bare_make, programs, said):
+    assert said in bare_make("deps", programs=THERE | programs)
+
+
+def test_deps_are_installed_by_who_may(bare_make, tmp_path):
+    note = f'echo "$*" >> {tmp_path}/asked'
+    bare_make("deps", programs=THERE | USER | {"sudo": '"$@"', "apt-get": note}, code=0)
+    assert (tmp_path / "asked").read_text() == "update -qq\ninstall -y -qq libdnnl-dev liburing-dev\n"
+    bare_make("deps", programs={"dpkg-query": "echo install ok installed", "apt-get": "exit 1"} | USER, code=0)
+
+
+@pytest.mark.parametrize("target, says", [("build/cpu-fp32/train", "make deps"), ("build/test/fast/test_disk", "make test-deps")])
+def test_a_missing_header_is_said_before_the_compiler_says_it(bare_make, target, says):
+    error = bare_make("-W", "Makefile", target, "CXX=compiler", programs={
+        "compiler": f'case "$*" in *" -E "*|"-E "*) exec {shutil.which("g++")} -nostdinc -I. "$@" ;; *) echo COMPILED >&2 ;; esac'})
+    assert "missing: CLI/CLI.hpp nlohmann/json.hpp pcre2.h" in error and f"({says} installs what is missing)" in error
+    assert "COMPILED" not in error
+    assert f"there is no nothing: {says} installs what is missing" in bare_make("-W", "Makefile", target, "CXX=nothing")
+
+
+def test_a_venv_that_cannot_be_made():
+    with tempfile.TemporaryDirectory() as name:  # of pytest's folders other users see nothing
+        folder = pathlib.Path(name)
+        (folder / "dev").mkdir()
+        for file in ("venv.sh", "requirements.txt", "requirements-alone.txt"):
+            shutil.copy(ROOT / "dev" / file, folder / "dev" / file)
+        folder.chmod(0o555)
+        nobody = {"user": 65534, "group": 65534, "extra_groups": []} if os.geteuid() == 0 else {}
+        ran = subprocess.run(["sh", folder / "dev" / "venv.sh"], capture_output=True, text=True, timeout=60, **nobody)
+        folder.chmod(0o755)
+    assert ran.returncode == 1 and not ran.stdout
+    assert ran.stderr == f"venv.sh: cannot write in {folder}, where Python's packages go\n"

@@ -17,8 +17,10 @@
 # make fuzz-build        builds the fuzzers of what reads files
 # make fuzz              runs them, each for FUZZ_SECONDS=10
 # make cuda-build        compiles for a GPU, which need not be there, and checks that no kernel spills
+# make cuda-archs        checks that for each architecture that nvcc knows (many minutes)
 # make emulated-build    builds what runs the CUDA build without a GPU
-# make test-emulated     runs more of the CUDA build that way than make test does, on four GPUs that are played (tens of minutes)
+# make test-emulated     runs more of the CUDA build that way than make test does, on four GPUs that are played, and cuda-archs
+#                        (tens of minutes)
 # make gpu-coverage      lists what of the GPU's code no test has executed, into dev/results/gpu-coverage.md
 # make gpu-predicted     counts what a training step should take on GPUs, into dev/results/gpu-predicted.md
 # make gpu-check         tests and measures on a GPU; GPU_CHECK=--dry-run prints what, GPU_CHECK="build kernels" does a part
@@ -38,18 +40,30 @@ NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) $(shell command -v nvcc
 CXX := g++
 PYTHON := .venv/bin/python
 
+# NOTICE: why a machine with a GPU, or with a GPU's driver, gets a build for the CPU. ADVICE: what to do.
+NOTICE :=
+ADVICE :=
 ifndef DEVICE
-  ifneq ($(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'),0)
+  # The first GPU that nvidia-smi names, or what it says instead.
+  SMI := $(shell command -v nvidia-smi >/dev/null && { said=$$(nvidia-smi -L 2>&1); \
+      echo "$$said" | grep -m 1 '^GPU [0-9]' || echo "$$said" | head -n 1; })
+  ifneq ($(filter GPU,$(firstword $(SMI))),)
     ifneq ($(shell command -v $(NVCC) 2>/dev/null),)
       DEVICE := cuda
       WHY := a GPU answers nvidia-smi
     else
       DEVICE := cpu
       WHY := a GPU answers, but there is no nvcc
+      NOTICE := A GPU answers nvidia-smi, but there is no nvcc.
+      ADVICE := Install the CUDA Toolkit, or say where it is: make NVCC=/path/to/nvcc
     endif
   else
     DEVICE := cpu
     WHY := no GPU answers nvidia-smi
+    ifneq ($(SMI),)
+      NOTICE := nvidia-smi is installed and names no GPU. It says: $(SMI)
+      ADVICE := After an upgrade of the driver, reboot. make DEVICE=cuda builds for a GPU that does not answer now.
+    endif
   endif
 else
   WHY := asked for
@@ -89,12 +103,29 @@ CUDA_LIB := $(patsubst %/libcublasLt.so,%,$(firstword $(wildcard $(CUDA_HOME)/li
 OLDEST_NVCC := 12.0
 nvcc_release = $(shell $(NVCC) --version 2>/dev/null | sed -n 's/^.*release \([0-9.]*\),.*/\1/p')
 nvcc_archs = $(patsubst compute_%,%,$(shell $(NVCC) --list-gpu-arch 2>/dev/null))
-gpu_archs = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | tr -d . | grep -x '[0-9]*' | sort -un)
+gpu_capabilities = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null)
 number_of = $(subst f,,$(subst a,,$(1)))
+# Of these architectures those that the kernels are for.
+able = $(strip $(foreach a,$(1),$(shell [ "$(call number_of,$(a))" -ge 80 ] 2>/dev/null && echo "$(a)")))
 CUDA_BUILD_ARCH := $(or $(CUDA_ARCH),80 90a)
 ifeq ($(DEVICE)$(CUDA_ARCH),cuda)
+  capabilities := $(gpu_capabilities)
+  gpu_archs := $(shell printf '%s\n' $(subst .,,$(capabilities)) | grep -x '[0-9][0-9]*' | sort -un)
+  able_archs := $(call able,$(gpu_archs))
+  # A Jetson has no number there: it is an 87 or, newer, a 110, which nvcc 12 calls 101.
+  jetson := $(filter [N/A],$(capabilities))
+  usual_archs := 80 86 $(if $(jetson),87) 89 90 100 $(if $(jetson),101 110) 120
   known := $(nvcc_archs)
-  CUDA_ARCH := $(patsubst 90,90a,$(or $(filter $(known),$(gpu_archs)),$(filter $(known),80 86 89 90 100 120)))
+  ifneq ($(able_archs)$(jetson),)
+    LEFT_OUT := $(filter-out $(able_archs),$(gpu_archs))
+  endif
+  # GPUs that are all too old stop make below; those that nvcc does not know take the newest PTX.
+  ifeq ($(able_archs)$(LEFT_OUT)$(jetson),)
+    CUDA_ARCH := $(gpu_archs)
+  endif
+  ifeq ($(CUDA_ARCH),)
+    CUDA_ARCH := $(patsubst 90,90a,$(or $(if $(jetson),,$(filter $(known),$(able_archs))),$(filter $(known),$(usual_archs))))
+  endif
 endif
 comma := ,
 newest := $(call number_of,$(lastword $(CUDA_ARCH)))
@@ -111,13 +142,14 @@ NVCC_WERROR := $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror)
 CUDA_LIBS := $(CUDA_LIB:%=-Xlinker -rpath$(comma)%) -lcublasLt $(TEXT_LIBS) $(DISK_LIBS) -lgomp
 # Stops in one line where nvcc or CUDA_ARCH cannot do: the compilers would say so in hundreds.
 older_than = $(filter-out $(2),$(shell printf '%s\n' $(1) $(2) | sort -V | head -n 1))
-too_old = $(strip $(foreach a,$(CUDA_ARCH),$(shell [ "$(call number_of,$(a))" -ge 80 ] 2>/dev/null || echo "$(a)")))
+too_old = $(filter-out $(call able,$(CUDA_ARCH)),$(CUDA_ARCH))
 unknown_archs = $(strip $(foreach a,$(CUDA_ARCH),$(if $(filter $(nvcc_archs),$(call number_of,$(a))),,$(a))))
 check_nvcc = $(if $(nvcc_release),$(if $(call older_than,$(nvcc_release),$(OLDEST_NVCC)),$(error \
   $(NVCC) is of CUDA $(nvcc_release), and $(OLDEST_NVCC) is the oldest that has C++20: NVCC= names another, make DEVICE=cpu needs none)),\
   $(error NVCC=$(NVCC) does not answer: install the CUDA Toolkit, or make DEVICE=cpu))
-check_archs = $(if $(too_old),$(error CUDA_ARCH: $(too_old): the kernels need 80 or later, whose tensor cores have bf16),\
+check_archs = $(if $(too_old),$(error CUDA_ARCH: $(too_old): the kernels need 80 or later, whose tensor cores have bf16; make DEVICE=cpu needs none),\
   $(if $(unknown_archs),$(error CUDA_ARCH: $(unknown_archs): nvcc $(nvcc_release) knows $(nvcc_archs))))
+say_left_out = $(if $(LEFT_OUT),$(info CUDA_ARCH: $(CUDA_ARCH), and not $(LEFT_OUT), which this machine has too: the kernels need 80 or later))
 # $(call compile_cuda,FLAGS,LIBRARIES): the compilers' report, of registers and spills too, is kept beside the binary.
 define compile_cuda
 @mkdir -p $(@D)
@@ -126,13 +158,18 @@ $(NVCC) $(1) $(NVCCFLAGS) $(NVCC_WERROR) -MF $@.d -MT $@ -c $< -o $@.o > $@.log 
 $(NVCC) $@.o -o $@ $(2) $(CUDA_LIBS)
 endef
 
-.PHONY: all deps gpu-deps test test-deps unit-tests python-tests cuda-build fuzz format clean help FORCE
+# Says, where make did not do what a user of a GPU expects, that and what to do, so that nobody overlooks it.
+say_notice = $(if $(NOTICE),$(info )$(info *** THIS IS A BUILD FOR THE CPU. $(NOTICE))$(info *** $(ADVICE))$(info ))
+
+.PHONY: all notice deps gpu-deps test test-deps unit-tests python-tests cuda-build fuzz format clean help FORCE
 all: train
 
 # ./train is a link to the binary of the configuration asked for last.
-train: $(BUILD)/train FORCE
-	@ln -sfn $< $@
-	@echo "./train: DEVICE=$(DEVICE) ($(WHY)), PRECISION=$(PRECISION)"
+# The notice is said before the build, which takes minutes, and as the last thing.
+train: notice $(BUILD)/train FORCE
+	$(info ./train: DEVICE=$(DEVICE) ($(WHY)), PRECISION=$(PRECISION))$(say_notice)@ln -sfn $(BUILD)/train $@
+notice:
+	$(say_notice)@:
 
 # $(call need_headers,HEADERS,TARGET): stops in one line where a compiler or a header is missing that make TARGET installs:
 # the compiler would say so in hundreds.
@@ -154,7 +191,7 @@ build/cpu-fp32/train build/cpu-bf16/train: train_gpt.cu Makefile
 # Made anew when CUDA_ARCH has changed, and with it all that depends on it.
 CUDA_FLAGS := build/cuda.flags
 $(CUDA_FLAGS): FORCE
-	$(check_nvcc)$(check_archs)@mkdir -p $(@D)
+	$(check_nvcc)$(check_archs)$(say_left_out)@mkdir -p $(@D)
 	@echo '$(NVCCFLAGS) $(CUDA_LIBS)' | cmp -s - $@ || echo '$(NVCCFLAGS) $(CUDA_LIBS)' > $@
 
 # The update for a GPU's host is made by the host's compiler, for any CPU that GPUs are put beside. All of its symbols but
@@ -234,7 +271,7 @@ build/test/asan/train-fp32 build/test/asan/train-bf16: train_gpt.cu Makefile
 build/test/cuda/%: test/%.cpp Makefile $(CUDA_FLAGS)
 	$(call compile_cuda,-x cu,-lgtest -lgtest_main)
 
-test: test-deps
+test: notice test-deps
 	+$(MAKE) --no-print-directory -j$$(nproc) DEVICE=$(DEVICE) build-tests
 	$(MAKE) --no-print-directory DEVICE=$(DEVICE) unit-tests python-tests
 
@@ -284,7 +321,7 @@ else
 emulated-build: ; @echo "== the CUDA build's tests without a GPU: skipped, no CUDA Toolkit here"
 endif
 # More of them: all kernel tests on all GPUs that can be played, with several seeds; tens of minutes.
-test-emulated: test-deps emulated-build build/cpu-fp32/train build/cpu-bf16/train
+test-emulated: test-deps cuda-archs emulated-build build/cpu-fp32/train build/cpu-bf16/train
 	@for gpu in A100 4090 H100 B200; do for seed in 11 12 13; do for t in $(EMULATED_TESTS); do \
 	  echo "== $$t on $$gpu, seed $$seed"; GPU=$$gpu GPU_SEED=$$seed $$t --gtest_brief=1 --gtest_filter=-HopperAttention.Agrees* || exit 1; done; done; done
 	@for seed in 11 12 13; do echo "== HopperAttention.Agrees*, seed $$seed"; SMALL_SHAPES=1 GPU=H100 GPU_SEED=$$seed \
@@ -359,6 +396,23 @@ ifneq ($(wildcard $(CUDA_HOME)/bin/nvcc),)
 else
 	@echo "== cuda-build: skipped, no CUDA Toolkit here"
 endif
+
+# The device's code alone, of both precisions, for each architecture that the kernels are for: a compiler may spill for one
+# and not for another.
+.PHONY: cuda-archs
+cuda-archs:
+ifneq ($(wildcard $(CUDA_HOME)/bin/nvcc),)
+	+@$(MAKE) --no-print-directory -j$$(nproc) --output-sync=target $(foreach a,$(call able,$(nvcc_archs)),build/archs/bf16-$(a).log build/archs/fp32-$(a).log)
+	@echo "== cuda-archs: no kernel spills on $(call able,$(nvcc_archs))"
+else
+	@echo "== cuda-archs: skipped, no CUDA Toolkit here"
+endif
+build/archs/%.log: train_gpt.cu Makefile $(wildcard llmc/*)
+	@mkdir -p $(@D)
+	@echo "== cuda-archs: $*"
+	@$(NVCC) $(if $(filter bf16-%,$*),-DLLMC_BF16) -std=c++20 -O3 -I. -Xcompiler -fopenmp -Xptxas -v,-warn-spills,-warn-lmem-usage \
+	    -Werror all-warnings -arch=sm_$(lastword $(subst -, ,$*)) -cubin $< -o $@.cubin > $@.part 2>&1 || { grep -v '^ptxas info' $@.part; exit 1; }
+	@mv $@.part $@
 
 FUZZ_SECONDS ?= 10
 fuzz-build: $(FUZZERS)

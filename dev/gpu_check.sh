@@ -19,16 +19,20 @@
 #   sanitizers   the tests of kernels under compute-sanitizer. Racecheck's alarms about kernels that are synchronized by
 #                TMA and mbarriers, some of which are known to be false, are told apart and are no failure
 #
-#   PART_SECONDS     how long a part may take (600)
+#   PART_SECONDS     how long a part may take (600), but for the build
+#   BUILD_SECONDS    how long the build may take (3600): half an hour on four cores
 #   TOTAL_SECONDS    when the last part is ended and no other begun (0: never)
 #   RESULTS          the folder for what is written (dev/results); a run of some groups names them in its file
 #   KERNEL_TESTS     the tests' names, which make knows
+#   CUDA_VISIBLE_DEVICES   the GPU, by its number in nvidia-smi or its UUID; by default the one of the highest compute
+#                    capability, of such the one with the most memory. CUDA's own numbers are others: it counts the
+#                    fastest as 0.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 
 known_groups=(build kernels trainer compare attention python sanitizers)
 groups=()
-part_seconds=${PART_SECONDS:-600} total_seconds=${TOTAL_SECONDS:-0}
+part_seconds=${PART_SECONDS:-600} build_seconds=${BUILD_SECONDS:-3600} total_seconds=${TOTAL_SECONDS:-0}
 folder=${RESULTS:-dev/results}
 read -ra kernel_tests <<<"${KERNEL_TESTS:-}"
 dry_run=no
@@ -116,7 +120,24 @@ skip() {
     write_results
 }
 
+# choose_gpu: one GPU for CUDA and for nvidia-smi.
+choose_gpu() {
+    local id=${CUDA_VISIBLE_DEVICES:-}
+    export CUDA_DEVICE_ORDER=PCI_BUS_ID # as nvidia-smi counts
+    [ -n "$id" ] || id=$(nvidia-smi --query-gpu=compute_cap,memory.total,uuid --format=csv,noheader,nounits 2>/dev/null |
+        sort -t, -k1,1Vr -k2,2nr | sed -n '1s/.*, *//p')
+    id=${id%%,*}
+    if [ -n "$id" ]; then export CUDA_VISIBLE_DEVICES=$id; fi
+}
+
+# smi FIELDS: what nvidia-smi says of the GPU.
+smi() {
+    nvidia-smi ${CUDA_VISIBLE_DEVICES:+--id="$CUDA_VISIBLE_DEVICES"} --query-gpu="$1" --format=csv,noheader 2>/dev/null |
+        head -n 1
+}
+
 do_build() {
+    local part_seconds=$build_seconds
     if ! g++ -x c++ -E -include gtest/gtest.h /dev/null >/dev/null 2>&1; then
         part "install GoogleTest" 5 make gpu-deps
     fi
@@ -207,7 +228,7 @@ d12() {
     may_lack_memory=no
     time_step d12 bf16 "$1" --head-rows 4096
     time_step d12 bf16 "$1" --head-rows 4096 --graph off
-    if [ "$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1)" = 9.0 ]; then
+    if [ "$(smi compute_cap)" = 9.0 ]; then
         time_step d12 bf16 "$1" --head-rows 4096 --attention common
     fi
     part "operations of d12, bf16, batch $1" 60 "${operations[@]}"
@@ -252,8 +273,8 @@ do_compare() {
 facts() {
     echo "- date: $(date -u '+%Y-%m-%d %H:%M UTC')"
     echo "- commit: $(git rev-parse --short HEAD 2>/dev/null || echo unknown)"
-    echo "- GPU, memory, driver, compute capability: $(nvidia-smi --format=csv,noheader \
-        --query-gpu=name,memory.total,driver_version,compute_cap | head -n 1)"
+    echo "- GPU, memory, driver, compute capability: $(smi name,memory.total,driver_version,compute_cap)"
+    echo "- CUDA_VISIBLE_DEVICES: ${CUDA_VISIBLE_DEVICES:-not set}"
     echo "- CUDA of the driver: $(nvidia-smi | grep -o 'CUDA[A-Za-z ]*Version: *[0-9.]*' | head -n 1)"
     echo "- nvcc: $(make -s DEVICE=cuda nvcc-version)"
 }
@@ -285,7 +306,8 @@ main() {
     local group name
     choose "$@"
     [ ${#kernel_tests[@]} -gt 0 ] || fail "KERNEL_TESTS is empty: start it with make gpu-check"
-    gpu_name=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1) || gpu_name=
+    choose_gpu
+    gpu_name=$(smi name) || gpu_name=
     [ -n "$gpu_name" ] || [ $dry_run = yes ] || fail "no GPU answers nvidia-smi; this checks the CUDA build on one"
     gpu_name=${gpu_name:-gpu}
     gpu=$(tr -cs '[:alnum:]\n' - <<<"${gpu_name,,}")

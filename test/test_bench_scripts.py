@@ -543,6 +543,37 @@ def test_gpu_check_prints_its_plan(gpu_machine, tmp_path):
     assert not (tmp_path / "dev" / "results").exists() and not (tmp_path / "build").exists()
 
 
+TWO_GPUS = '''#!/bin/sh
+case "$*" in
+    *compute_cap,memory.total,uuid*) printf '%s\\n' '7.5, 16384, GPU-0a' '8.9, 16376, GPU-1b' '12.0, 12227, GPU-2c' '12.0, 32607, GPU-3d' ;;
+    *--id=GPU-3d*name,*) echo "NVIDIA Large 5090, 32607 MiB, 1.0, 12.0" ;;
+    *--id=GPU-3d*name*) echo "NVIDIA Large 5090" ;;
+    *--id=1*name*) echo "NVIDIA Middle 4080" ;;
+    *--query-gpu=name*) echo "NVIDIA First 2080" ;;
+esac
+'''
+
+
+def test_gpu_check_names_the_gpu_that_cuda_uses(gpu_machine, tmp_path):
+    """It is chosen for both, and is not the first that nvidia-smi lists."""
+    executable(tmp_path / "bin" / "nvidia-smi", TWO_GPUS)
+    gpu_machine("build", code=0)
+    executable(tmp_path / "build" / "test" / "cuda" / "test_a", '#!/bin/sh\necho "$CUDA_DEVICE_ORDER $CUDA_VISIBLE_DEVICES"\n')
+    gpu_machine("kernels", code=1)
+    text = (tmp_path / "dev" / "results" / "nvidia-large-5090-kernels.md").read_text()
+    assert "    PCI_BUS_ID GPU-3d" in text.splitlines() and "NVIDIA Large 5090, 32607 MiB, 1.0, 12.0" in text
+    gpu_machine("kernels", code=1, CUDA_VISIBLE_DEVICES="1,0")
+    text = (tmp_path / "dev" / "results" / "nvidia-middle-4080-kernels.md").read_text()
+    assert "    PCI_BUS_ID 1" in text.splitlines()
+
+
+def test_gpu_check_gives_its_build_more_time(gpu_machine, tmp_path):
+    executable(tmp_path / "bin" / "make", MAKE.replace("build/*)", "build/*) sleep 0.4;"))
+    gpu_machine("build", code=0, PART_SECONDS="1")
+    gpu_machine("build", code=1, BUILD_SECONDS="1")
+    assert gpu_rows(tmp_path / "dev" / "results" / "nvidia-fake-100-build.md")["build"] == "FAILED (not done after 1 s)"
+
+
 def test_gpu_check_needs_a_gpu(gpu_machine):
     ran = gpu_machine(code=2, without=["nvidia-smi"])
     assert ran.stderr == "gpu_check.sh: no GPU answers nvidia-smi; this checks the CUDA build on one\n"

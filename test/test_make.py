@@ -3,6 +3,7 @@
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -19,7 +20,7 @@ esac
 '''
 NVIDIA_SMI = '''#!/bin/sh
 case $1 in
-    -L) echo "GPU 0: Fake" ;;
+    -L) printf '%s\n' {gpus} ;;
     --query-gpu=compute_cap) printf '%s\\n' {capabilities} ;;
 esac
 '''
@@ -35,10 +36,11 @@ def executable(path, text):
 def dry_make(tmp_path):
     """What make would run, with a toolkit and GPUs that are only made up; nothing is built."""
 
-    def run(*arguments, code=0, release="13.0", archs="75 80 86 89 90 100 120", capabilities="", cuda=True):
+    def run(*arguments, code=0, release="13.0", archs="75 80 86 89 90 100 120", capabilities="", gpus='"GPU 0: Fake"',
+            cuda=True):
         executable(tmp_path / "cuda" / "bin" / "nvcc", NVCC.format(release=release, archs=archs))
         executable(tmp_path / "cuda" / "lib64" / "libcublasLt.so", "")
-        executable(tmp_path / "bin" / "nvidia-smi", NVIDIA_SMI.format(capabilities=capabilities))
+        executable(tmp_path / "bin" / "nvidia-smi", NVIDIA_SMI.format(gpus=gpus, capabilities=capabilities))
         clean = {name: value for name, value in os.environ.items()
                  if name not in ("WERROR", "CUDA_ARCH", "DEVICE", "PRECISION", "MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
         ran = subprocess.run(
@@ -69,6 +71,42 @@ def test_code_for_the_gpu_at_hand(dry_make):
     assert codes(dry_make("CUDA_ARCH=89", capabilities="9.0")) == ["sm_89", "compute_89"]
 
 
+def test_gpus_that_are_too_old_are_left_out(dry_make):
+    for capabilities, archs, left in (("8.9 7.5", ["sm_89", "compute_89"], "75"),
+                                      ("6.1 8.0 5.2", ["sm_80", "compute_80"], "52 61"), ("9.0 6.1", ["sm_90a", "compute_90"], "61")):
+        made = dry_make(capabilities=capabilities)
+        assert codes(made) == archs
+        assert len(re.findall(f"^CUDA_ARCH: .*, and not {left}, which this machine has too", made, re.M)) == 1
+    assert "which this machine has too" not in dry_make(capabilities="8.9 8.6")
+
+
+def test_a_jetson_has_no_number(dry_make):
+    archs = "75 80 86 87 89 90 100 110 120"
+    everywhere = ["sm_80", "sm_86", "sm_87", "sm_89", "sm_90a", "sm_100", "sm_110", "sm_120", "compute_120"]
+    assert codes(dry_make(archs=archs, capabilities="'[N/A]'")) == everywhere
+    assert codes(dry_make(archs=archs.replace("110", "101"), capabilities="'[N/A]'"))[6] == "sm_101"
+    assert set(codes(dry_make(archs=archs))) == set(everywhere) - {"sm_87", "sm_110"}  # no GPU answers
+
+
+MISMATCH = "Failed to initialize NVML: Driver/library version mismatch"
+
+
+def test_a_build_for_the_cpu_beside_a_driver_is_said_twice(dry_make):
+    """Before it and after it, with nvidia-smi's own words, quotes and all."""
+    words = [MISMATCH, '''couldn't "communicate" with $(the) `driver`; # 1''']
+    for said in words:
+        quoted = shlex.quote(said)
+        made = dry_make("train", gpus=quoted + " 'NVML library version: 580.1'", cuda=False)
+        assert "build/cpu-fp32/train" in made
+        notices = [line for line in made.splitlines() if line.startswith("*** THIS IS A BUILD FOR THE CPU. nvidia-smi is")]
+        assert len(notices) == 2 and all(said in line for line in notices), made
+        assert made.index("*** THIS") < made.index("g++") < made.rindex("*** THIS")
+    assert "***" not in dry_make("train", capabilities="8.0", cuda=False)
+    assert "***" not in dry_make("DEVICE=cpu", "train", gpus=MISMATCH.replace(" ", "-"), cuda=False)
+    made = dry_make("train", "NVCC=/nowhere/nvcc", cuda=False)
+    assert made.count("*** THIS IS A BUILD FOR THE CPU. A GPU answers nvidia-smi, but there is no nvcc") == 2
+
+
 def test_code_for_all_where_no_gpu_answers(dry_make):
     everywhere = ["sm_80", "sm_86", "sm_89", "sm_90a"]
     assert codes(dry_make()) == [*everywhere, "sm_100", "sm_120", "compute_120"]
@@ -89,11 +127,13 @@ def test_the_binary_knows_where_its_libraries_are(dry_make, tmp_path):
 @pytest.mark.parametrize("arguments, machine, said", [
     (["CUDA_ARCH=75"], {}, "CUDA_ARCH: 75: the kernels need 80 or later"),
     ([], {"capabilities": "7.5"}, "CUDA_ARCH: 75: the kernels need 80 or later"),
+    ([], {"capabilities": "6.1"}, "CUDA_ARCH: 61: the kernels need 80 or later"),
+    ([], {"capabilities": "5.2 6.1 7.5"}, "CUDA_ARCH: 52 61 75: the kernels need 80 or later"),
     (["CUDA_ARCH=80 1.2"], {}, "CUDA_ARCH: 1.2: the kernels need 80 or later"),
     (["CUDA_ARCH=80 200a"], {}, "CUDA_ARCH: 200a: nvcc 13.0 knows 75 80 86 89 90 100 120"),
     (["CUDA_ARCH=75"], {"release": "11.5"}, "nvcc is of CUDA 11.5, and 12.0 is the oldest"),
     (["NVCC=/nowhere/nvcc"], {}, "NVCC=/nowhere/nvcc does not answer"),
-], ids=["75", "a GPU of 75", "no number", "unknown", "old nvcc", "no nvcc"])
+], ids=["75", "a GPU of 75", "a GPU of 61", "old GPUs", "no number", "unknown", "old nvcc", "no nvcc"])
 def test_what_cannot_be_compiled_for_is_said_in_a_line(dry_make, arguments, machine, said):
     error = dry_make(*arguments, code=2, **machine)
     assert said in error and error.count("\n") == 1, error

@@ -567,6 +567,20 @@ def test_gpu_check_names_the_gpu_that_cuda_uses(gpu_machine, tmp_path):
     assert "    PCI_BUS_ID 1" in text.splitlines()
 
 
+@pytest.mark.parametrize("environment, name", [({}, "NVIDIA First 2080"), ({"CUDA_VISIBLE_DEVICES": "GPU-3d"}, "NVIDIA Large 5090"),
+                                               ({"CUDA_VISIBLE_DEVICES": "1"}, "NVIDIA First 2080"),
+                                               ({"CUDA_VISIBLE_DEVICES": "1,0", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"},
+                                                "NVIDIA Middle 4080")])
+def test_benchmarks_ask_for_the_gpu_that_cuda_uses(tmp_path, monkeypatch, environment, name):
+    executable(tmp_path / "nvidia-smi", TWO_GPUS)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for variable in ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert load("results").ask_gpu("name") == name
+
+
 def test_gpu_check_gives_its_build_more_time(gpu_machine, tmp_path):
     executable(tmp_path / "bin" / "make", MAKE.replace("build/*)", "build/*) sleep 0.4;"))
     gpu_machine("build", code=0, PART_SECONDS="1")

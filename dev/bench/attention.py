@@ -147,16 +147,14 @@ def report(options, kinds, lines, failed):
 def free_mib(device):
     """Half of what a CPU's machine has left, nine tenths of what a GPU has: others run beside."""
     if device == "cuda":
-        said = results.output_of("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
-        return int(said.splitlines()[0]) * 9 // 10 if said else 0
+        return int(results.ask_gpu("memory.free") or 0) * 9 // 10
     meminfo = pathlib.Path("/proc/meminfo").read_text()
     return int(meminfo.split("MemAvailable:")[1].split()[0]) // 1024 // 2
 
 
 def has_hopper(options):
     """Whether llmc/attention_hopper.cuh has anything to do on this GPU."""
-    capability = results.output_of("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
-    return (options.device == "cuda" and capability.split("\n")[0] == "9.0" and "bf16" in options.precisions and
+    return (options.device == "cuda" and results.ask_gpu("compute_cap") == "9.0" and "bf16" in options.precisions and
             bool(head_sizes_of("hopper", options, "bf16")))
 
 

@@ -140,6 +140,15 @@ def commit_of(folder):
     return commit + ("+" if output_of("git", "-C", str(folder), "status", "--porcelain", "-uno") else "")
 
 
+def ask_gpu(fields):
+    """What nvidia-smi says of the GPU that CUDA takes first, as far as the environment tells which that is."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
+    same_numbers = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"  # CUDA's own are others
+    one = [f"--id={chosen}"] if chosen.startswith("GPU-") or (chosen and same_numbers) else []
+    said = output_of("nvidia-smi", *one, f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    return said.splitlines()[0] if said else ""
+
+
 def gpu_answers():
     return output_of("nvidia-smi", "-L").startswith("GPU")
 
@@ -181,8 +190,7 @@ def machine(device):
              "commit": commit_of(ROOT), "CPU": f"{cpu_name()}, {cores()} cores",
              "load of the machine before": f"{LOAD_BEFORE:.1f}"}
     if device == "cuda":
-        gpu = output_of("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
-        facts |= {"GPU, memory, driver": gpu.splitlines()[0] if gpu else "unknown", "nvcc": nvcc_version()}
+        facts |= {"GPU, MiB, driver": ask_gpu("name,memory.total,driver_version") or "unknown", "nvcc": nvcc_version()}
     else:
         facts |= {"compiler": (output_of("g++", "--version").splitlines() or ["unknown"])[0],
                   "oneDNN": onednn_version()}

@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -238,31 +239,39 @@ class Examples:
         return [[] if token is None else [token] for token in (begin, end)]
 
     def of_pieces(self, pieces):
-        """The tokens of (text, learnt) pieces together; a token over a border is of the piece behind it."""
-        tokens, learnt, text = self.ids("".join(text for text, _ in pieces)), [], ""
-        for piece, learns in pieces:
+        """The tokens of (text, kind) pieces together; a token over a border is of the piece behind it."""
+        tokens, kinds, text = self.ids("".join(text for text, _ in pieces)), [], ""
+        for piece, kind in pieces:
             text += piece
             front = self.ids(text)
             same = next((i for i, (a, b) in enumerate(zip(front, tokens)) if a != b), min(len(front), len(tokens)))
-            learnt += [learns] * (same - len(learnt))
-        return tokens, learnt
+            kinds += [kind] * (same - len(kinds))
+        return tokens, [kind == "answer" or kind == "prompt" and self.loss_on == "all" for kind in kinds]
 
     def conversation(self, messages):
-        """What the template writes; of that, what it adds for an assistant's message and the mark that ends it."""
+        """What the template writes. An answer is what it adds for an assistant's message and the mark that ends it.
+        Nothing of a message with "weight": 0 or "train": false is learnt."""
         def render(count, **options):
             return self.tokenizer.apply_chat_template(messages[:count], tokenize=False, **options)
 
-        whole, pieces, done = render(len(messages)), [], 0
+        whole = render(len(messages))
+        kinds = ["prompt"] * len(whole)
         for i, message in enumerate(messages):
+            if message.get("weight", 1) == 0 or message.get("train", True) is False:
+                begin, end = len(render(i)) if i else 0, len(render(i + 1))
+                kinds[begin:end] = ["never"] * (end - begin)
+                continue
             if message["role"] != "assistant":
                 continue
             before = render(i, add_generation_prompt=True) if i else ""
             if not whole.startswith(before):  # without such a prompt, or with white space that is not trained with
                 before = render(i)
             end = len(render(i + 1).rstrip("\n"))
-            pieces += [(whole[done:len(before)], False), (whole[len(before):end], True)]
-            done = end
-        return self.of_pieces([*pieces, (whole[done:], False)])
+            kinds[len(before):end] = ["answer"] * (end - len(before))
+        pieces = []
+        for kind, part in itertools.groupby(zip(whole, kinds), lambda pair: pair[1]):
+            pieces.append(("".join(character for character, _ in part), kind))
+        return self.of_pieces(pieces)
 
     def read(self, line):
         example = json.loads(line)
@@ -271,16 +280,14 @@ class Examples:
         else:
             begin, end = self.ends()
             if "completion" in example:
-                tokens, learnt = self.of_pieces([(example["prompt"], False), (example["completion"], True)])
+                tokens, learnt = self.of_pieces([(example["prompt"], "prompt"), (example["completion"], "answer")])
             else:
                 tokens = self.ids(example["text"])
                 learnt = [True] * len(tokens)
             if tokens[:1] != begin:
-                tokens, learnt = begin + tokens, [False] * len(begin) + learnt
+                tokens, learnt = begin + tokens, [self.loss_on == "all"] * len(begin) + learnt
             if tokens[-1:] != end:
                 tokens, learnt = tokens + end, learnt + [True] * len(end)
-        if self.loss_on == "all":
-            learnt = [True] * len(tokens)
         return np.array(tokens), np.array(learnt)
 
     def parts(self, line, seq_len):
@@ -294,8 +301,10 @@ class Examples:
         """Of each file the list of its examples."""
         files = []
         for path in paths:
-            with open(path, encoding="utf-8") as file:
-                files.append([part for line in file if line.strip() for part in self.parts(line, seq_len)])
+            with open(path, encoding="utf-8-sig") as file:
+                text = file.read()
+            lines = map(json.dumps, json.loads(text)) if text.lstrip().startswith("[") else text.split("\n")
+            files.append([part for line in lines if line.strip() for part in self.parts(line, seq_len)])
         return files
 
 
@@ -335,8 +344,13 @@ def load_examples(data, val_data, examples, seq_len, pack):
     return (pack([example for file in part for example in file], seq_len) for part in (files, held_out))
 
 
-def is_json_lines(patterns):
-    return all(path.endswith((".jsonl", ".json-lines")) for path in patterns)
+def is_examples(path):
+    """Whether a file holds examples in JSON, by its name or its first bytes (llmc/data_kind.h)."""
+    extension = os.path.splitext(path)[1].lower()
+    with open(path, "rb") as file:
+        start = file.read(4096).removeprefix(b"\xef\xbb\xbf")
+    begins = re.match(rb'\s*(\{[ \t]*"|\[\s*\{\s*")', start)
+    return extension in (".jsonl", ".ndjson", ".jsonlines", ".json-lines", ".json") or begins and extension not in (".txt", ".text")
 
 
 # Training.
@@ -402,7 +416,7 @@ class Trainer:
             fail(f"--seq-len {options.seq_len}: the model has {positions} positions")
         if options.adapter:
             self.model = add_adapter(self.model, options.adapter)
-        self.packs = is_json_lines(options.data)
+        self.packs = all(map(is_examples, expand("--data", options.data)))
         if self.packs:
             examples = Examples(options.model, options.loss_on)
             pack = alone if hasattr(self.model, "prompt_encoder") else packed

@@ -88,10 +88,13 @@ inline const std::vector<ChatFormat>& chat_formats() {
     return formats;
 }
 
-// A part of a text, and whether it is to be learnt.
+// When a part of a text is to be learnt: an answer; a prompt, with --loss-on all; nothing of a message with a
+// weight of 0.
+enum class Learnt { Always, WithPrompts, Never };
+
 struct Piece {
     std::string text;
-    bool has_loss;
+    Learnt learnt;
 };
 
 // The chat template of a folder; empty if there is none. Of several the default one.
@@ -136,29 +139,39 @@ class Chat {
     }
 
     const char* name() const { return format_->name; }
+    // The token that ends what an assistant says.
+    int end_of_answer() const { return tokenizer_.encode(with_marks(format_->assistant.closes)).back(); }
 
     // A conversation's text, in parts whose tokens do not depend on each other. `where` names it in messages.
     // Fails where the format has no place for a message: where users and assistants must take turns.
     std::vector<std::vector<Piece>> render(const std::vector<Message>& messages,
                                            const std::string& where) const {
         std::vector<std::vector<Piece>> parts(1);
-        add(parts, format_->begin, false);
+        add_format(parts, format_->begin, Learnt::WithPrompts);
         const bool joins = format_->system_before;
-        std::string system = messages[0].role == "system" ? messages[0].content : usual_system_;
-        if (!system.empty() && !joins) add_turn(parts, format_->system, system, false);
+        const bool has_system = messages[0].role == "system";
+        std::string system = has_system ? messages[0].content : usual_system_;
+        const bool system_counts = !has_system || messages[0].counts;
+        if (!system.empty() && !joins)
+            add_turn(parts, format_->system, system, system_counts ? Learnt::WithPrompts : Learnt::Never);
         bool user_next = true;
-        for (size_t i = messages[0].role == "system"; i < messages.size(); i++) {
+        for (size_t i = has_system; i < messages.size(); i++) {
             const bool assistant = messages[i].role == "assistant";
             if (joins && assistant == user_next)
                 fail("%s: message %zu: in the format %s users and assistants take turns, the user first",
                      where.c_str(), i + 1, format_->name);
             user_next = assistant;
             std::string content = messages[i].content;
+            bool counts = messages[i].counts;
             if (joins && !assistant && !system.empty()) {
                 content = format_->system_before + system + format_->system_after + content;
+                counts = counts && system_counts;
                 system.clear();
             }
-            add_turn(parts, assistant ? format_->assistant : format_->user, content, assistant);
+            add_turn(parts, assistant ? format_->assistant : format_->user, content,
+                     !counts     ? Learnt::Never
+                     : assistant ? Learnt::Always
+                                 : Learnt::WithPrompts);
         }
         return parts;
     }
@@ -171,23 +184,30 @@ class Chat {
     }
 
     void add_turn(std::vector<std::vector<Piece>>& parts, const ChatTurn& turn, const std::string& content,
-                  bool has_loss) const {
-        add(parts, turn.before, false);
-        add(parts, turn.opens + (format_->trims ? trimmed(content) : content), has_loss);
-        add(parts, turn.closes, has_loss);
-        add(parts, turn.after, false);
+                  Learnt learnt) const {
+        const Learnt around = learnt == Learnt::Always ? Learnt::WithPrompts : learnt;
+        add_format(parts, turn.before, around);
+        add_format(parts, turn.opens, learnt);
+        add(parts, format_->trims ? trimmed(content) : content, learnt);
+        add_format(parts, turn.closes, learnt);
+        add_format(parts, turn.after, around);
     }
 
-    // Where a text begins with a mark, its tokens are its own.
-    void add(std::vector<std::vector<Piece>>& parts, std::string text, bool has_loss) const {
-        text = with_marks(text);
-        if (text.empty()) return;
-        const bool apart = !has_loss && begins_with_mark(text);
+    // Adds text of the format's own. Only here do placeholders become marks: in a message they are text. The
+    // tokens of a text that begins with a mark do not depend on what stands before it.
+    void add_format(std::vector<std::vector<Piece>>& parts, const char* text, Learnt learnt) const {
+        const std::string written = with_marks(text);
+        const bool apart = learnt != Learnt::Always && begins_with_mark(written);
         if (apart && !parts.back().empty()) parts.emplace_back();
-        if (!parts.back().empty() && parts.back().back().has_loss == has_loss)
-            parts.back().back().text += text;
+        add(parts, written, learnt);
+    }
+    static void add(std::vector<std::vector<Piece>>& parts, const std::string& text, Learnt learnt) {
+        if (text.empty()) return;
+        std::vector<Piece>& part = parts.back();
+        if (!part.empty() && part.back().learnt == learnt)
+            part.back().text += text;
         else
-            parts.back().push_back({text, has_loss});
+            part.push_back({text, learnt});
     }
     bool begins_with_mark(std::string_view text) const {
         for (const char* mark : format_->marks)
@@ -195,14 +215,21 @@ class Chat {
         return false;
     }
 
-    std::string with_marks(std::string text) const {
-        const auto put = [&](std::string_view name, int token) {
-            const size_t at = text.find(name);
-            if (at != text.npos) text.replace(at, name.size(), token < 0 ? "" : tokenizer_.decode(token));
-        };
-        put("{bos}", tokenizer_.begin_of_text());
-        put("{eos}", tokenizer_.end_of_text());
-        return text;
+    // A text of a format with the tokenizer's marks for the placeholders in it.
+    std::string with_marks(std::string_view text) const {
+        std::string written;
+        while (!text.empty()) {
+            const bool begins = text.starts_with("{bos}");
+            if (!begins && !text.starts_with("{eos}")) {
+                written += text[0];
+                text.remove_prefix(1);
+                continue;
+            }
+            const int token = begins ? tokenizer_.begin_of_text() : tokenizer_.end_of_text();
+            if (token >= 0) written += tokenizer_.decode(token);
+            text.remove_prefix(5);
+        }
+        return written;
     }
 
     // What to call the first of a format's marks that is not a token; empty if all are.

@@ -2,11 +2,11 @@
 // sequence number, so that a resumed run needs no position but that number.
 //
 // Three kinds of files. Token shards in llm.c's formats, of 16 or of 32 bits a token; each shard is one
-// stream of tokens. JSON lines (.jsonl) hold examples, whose tokens a tokenizer makes (examples.h); they are
-// packed into sequences (packing.h). Everything else is text, whose tokens are its bytes, or those that a
-// tokenizer makes of it (text_tokens.h). All text files, and all examples, are one stream. What a sequence
-// needs is read when it is needed, so that there may be any number of files of any size, and does not stay in
-// the page cache, whose memory no plan has.
+// stream of tokens. JSON lines and lists hold examples (data_kind.h says how they are told from text), whose
+// tokens a tokenizer makes (examples.h); they are packed into sequences (packing.h). Everything else is text,
+// whose tokens are its bytes, or those that a tokenizer makes of it (text_tokens.h). All text files, and all
+// examples, are one stream. What a sequence needs is read when it is needed, so that there may be any number
+// of files of any size, and does not stay in the page cache, whose memory no plan has.
 #pragma once
 
 #include <algorithm>
@@ -23,9 +23,9 @@
 #include <glob.h>
 #include <sys/stat.h>
 
+#include "llmc/data_kind.h"
 #include "llmc/error.h"
 #include "llmc/file.h"
-#include "llmc/json_lines.h"
 #include "llmc/packing.h"
 #include "llmc/permutation.h"
 #include "llmc/random.h"
@@ -103,7 +103,7 @@ class Dataset {
         for (const std::string& path : files) add(path);
     }
 
-    // No shards; and whether the text is JSON lines.
+    // No shards; and whether the text is examples in JSON.
     bool is_text() const { return !format_; }
     bool is_examples() const { return lines_; }
     // Of JSON lines, once they are tokens; and how many of them were longer than a sequence: the texts of
@@ -357,10 +357,10 @@ class Dataset {
         if (format) file.drop_pages();  // with what was read ahead; a text is read whole
         uint64_t count = stamp.bytes;
         if (format || path.ends_with(".bin")) count = check_shard(path, stamp.bytes, header, format);
-        const bool lines = !format && is_json_lines(path);
+        const bool lines = !format && data_kind(file) != DataKind::Text;
         if (files_.empty()) format_ = format, lines_ = lines;
         const auto kind = [](const ShardFormat* f, bool is_lines) {
-            return f ? f->name : is_lines ? "file of JSON lines" : "text";
+            return f ? f->name : is_lines ? "file of examples in JSON" : "text";
         };
         if (format != format_ || lines != lines_)
             fail("%s: %s is a %s and %s a %s; give files of one kind", option_.c_str(),

@@ -1,5 +1,5 @@
-// json_lines.h - examples to learn from, one JSON object a line: a text, a prompt with its completion, or the
-// messages of a conversation.
+// json_lines.h - examples to learn from, one JSON object a line or in a JSON list: a text, a prompt with its
+// completion, or the messages of a conversation.
 #pragma once
 
 #include <algorithm>
@@ -16,6 +16,7 @@
 
 struct Message {
     std::string role, content;
+    bool counts = true;  // false: nothing of it is learnt, as its "weight" of 0 or "train" of false asks
 };
 
 // What a line holds: messages, or else a text, which may be empty, and what is to be learnt behind it.
@@ -25,17 +26,36 @@ struct JsonExample {
     bool is_text = false;  // {"text": ...}: it is the completion
 };
 
-// Whether a file is one of JSON lines, by its name.
-inline bool is_json_lines(std::string_view path) {
-    return path.ends_with(".jsonl") || path.ends_with(".json-lines");
-}
-
 // A text that an object must have. Fails naming the line and the field.
 inline std::string text_field(const nlohmann::json& object, const char* name, const std::string& where) {
     const auto field = object.find(name);
     if (field == object.end()) fail("%s: has no \"%s\"", where.c_str(), name);
     if (!field->is_string()) fail("%s: \"%s\" is not a text", where.c_str(), name);
     return field->get<std::string>();
+}
+
+// Fails where an object has something in one of these fields, which a chat template would write into the
+// conversation.
+inline void refuse_fields(const nlohmann::json& object, std::initializer_list<const char*> names,
+                          const std::string& where) {
+    for (const char* name : names) {
+        const auto field = object.find(name);
+        if (field == object.end() || field->empty() || *field == "") continue;  // null is empty too
+        fail("%s: \"%s\" is not supported: leave the field out, or the example", where.c_str(), name);
+    }
+}
+
+// Whether a message is to be learnt from, by its "weight" and "train".
+inline bool message_counts(const nlohmann::json& message, const std::string& where) {
+    const nlohmann::json weight = message.value("weight", nlohmann::json());
+    const nlohmann::json train = message.value("train", nlohmann::json());
+    if (!weight.is_null() && !(weight.is_number() && (weight == 0 || weight == 1)))
+        fail("%s: \"weight\" is %s, where 0 and 1 are supported", where.c_str(),
+             printable(weight.dump()).c_str());
+    if (!train.is_null() && !train.is_boolean())
+        fail("%s: \"train\" is %s, where true and false are supported", where.c_str(),
+             printable(train.dump()).c_str());
+    return weight != 0 && train != false;
 }
 
 // The messages of a conversation, at least one of them the assistant's.
@@ -46,7 +66,12 @@ inline std::vector<Message> read_messages(const nlohmann::json& list, const std:
     for (const nlohmann::json& item : list) {
         const std::string place = format("%s: message %zu", where.c_str(), messages.size() + 1);
         if (!item.is_object()) fail("%s is not a JSON object", place.c_str());
-        const Message message{text_field(item, "role", place), text_field(item, "content", place)};
+        refuse_fields(
+            item,
+            {"tool_calls", "tool_call_id", "function_call", "reasoning_content", "reasoning", "thinking"},
+            place);
+        const Message message{text_field(item, "role", place), text_field(item, "content", place),
+                              message_counts(item, place)};
         const bool assistant = message.role == "assistant";
         if (!assistant && message.role != "user" && message.role != "system")
             fail("%s: \"role\" is \"%s\", where \"system\", \"user\" and \"assistant\" are known",
@@ -78,13 +103,14 @@ inline nlohmann::json parse_line(std::string_view line, const std::string& where
 }
 
 // The example of a line, which `where` names in messages: of "messages", else of "prompt" and "completion",
-// else of "text"; other fields may say what they like. Fails in one line on what is no such thing, and where
-// there is nothing to learn.
+// else of "text"; fields that no chat template reads may say what they like. Fails in one line on what is no
+// such thing, and where there is nothing to learn.
 inline JsonExample read_example(std::string_view line, const std::string& where) {
     const nlohmann::json object = parse_line(line, where);
     if (!object.is_object()) fail("%s: is not a JSON object", where.c_str());
     JsonExample example;
     if (object.contains("messages")) {
+        refuse_fields(object, {"tools", "functions", "documents", "chat_template_kwargs"}, where);
         example.messages = read_messages(object["messages"], where);
     } else if (object.contains("prompt") || object.contains("completion")) {
         example.prompt = text_field(object, "prompt", where);
@@ -133,4 +159,108 @@ void for_each_line(const FileReader& file, Use&& use) {
         if (buffer.size() > kLargestText) take(buffer);
     }
     if (!buffer.empty()) take(buffer);
+}
+
+// Finds the elements of a JSON list in a text that comes in parts.
+class ListElements {
+  public:
+    explicit ListElements(const std::string& path) : path_(path) {}
+
+    // Calls use(element, bytes, where) as for_each_line() does for each element that ends in this part.
+    template <class Use>
+    void feed(std::string_view part, Use&& use) {
+        for (const char c : part) {
+            bytes_++;
+            if (c == '\n') line_++;
+            if (place_ == Place::Element)
+                add_to_element(c, use);
+            else if (!is_space(c))
+                add_between(c);
+        }
+    }
+    void finish() const {
+        if (place_ != Place::End) fail("%s: its JSON list has no end", path_.c_str());
+    }
+
+  private:
+    enum class Place { Begin, BeforeElement, Element, End };
+
+    static bool is_space(char c) { return c == ' ' || c == '\t' || c == '\r' || c == '\n'; }
+
+    void add_between(char c) {
+        constexpr std::string_view kByteOrderMark = "\xef\xbb\xbf";
+        if (place_ == Place::Begin) {
+            if (c == '[')
+                place_ = Place::BeforeElement;
+            else if (bytes_ > kByteOrderMark.size() || c != kByteOrderMark[bytes_ - 1])
+                refuse(c);
+            return;
+        }
+        if (place_ == Place::End || c == ',' || (c == ']' && number_ > 0)) refuse(c);
+        if (c == ']') {
+            place_ = Place::End;
+            return;
+        }
+        place_ = Place::Element;
+        number_++;
+        first_line_ = line_;
+        element_ = c;
+        depth_ = c == '{' || c == '[';
+        in_string_ = c == '"';
+        escaped_ = false;
+    }
+
+    template <class Use>
+    void add_to_element(char c, Use&& use) {
+        if (!in_string_ && depth_ == 0 && (c == ',' || c == ']')) {
+            use(element_, bytes_, where());
+            bytes_ = 0;
+            place_ = c == ',' ? Place::BeforeElement : Place::End;
+            return;
+        }
+        element_ += c;
+        if (element_.size() > kLargestText)
+            fail("%s has more than %zu MiB", where().c_str(), kLargestText >> 20);
+        if (in_string_) {
+            in_string_ = escaped_ || c != '"';
+            escaped_ = !escaped_ && c == '\\';
+            return;
+        }
+        in_string_ = c == '"';
+        if (c == '{' || c == '[') depth_++;
+        if ((c == '}' || c == ']') && depth_ > 0) depth_--;
+    }
+
+    std::string where() const {
+        return format("%s: example %llu (line %llu)", path_.c_str(), number_, first_line_);
+    }
+    [[noreturn]] void refuse(char c) const {
+        fail("%s: line %llu: \"%s\" where %s is expected in a JSON list", path_.c_str(), line_,
+             printable(std::string(1, c)).c_str(),
+             place_ == Place::Begin ? "["
+             : place_ == Place::End ? "nothing more"
+                                    : "an example");
+    }
+
+    const std::string path_;
+    Place place_ = Place::Begin;
+    std::string element_;
+    int depth_ = 0;
+    bool in_string_ = false, escaped_ = false;
+    unsigned long long number_ = 0, line_ = 1, first_line_ = 1;
+    size_t bytes_ = 0;  // since the last element ended
+};
+
+// The same of the elements of a file that is one JSON list. Fails naming the line where it is none.
+template <class Use>
+void for_each_element(const FileReader& file, Use&& use) {
+    constexpr uint64_t kPart = 1 << 20;
+    ListElements elements(file.path());
+    std::string part;
+    for (uint64_t at = 0; at < file.size(); at += part.size()) {
+        part.resize(std::min(kPart, file.size() - at));
+        file.read(at, part.size(), part.data());
+        elements.feed(part, use);
+    }
+    elements.finish();
 }

@@ -173,7 +173,8 @@ inline void declare_model_options(CLI::App& app, Options& o) {
     app.add_option("--model", o.model,
                    "a Hugging Face folder; or dN: a new GPT-2 of N layers, llama:dN, qwen3:dN, ...")
         ->group(group);
-    app.add_option("--data", o.data, "text files, JSON lines (.jsonl), or token shards (.bin); globs")
+    app.add_option("--data", o.data,
+                   "texts, examples in JSON lines or a JSON list, or token shards (.bin); globs")
         ->group(group);
     app.add_option("--val-data", o.val_data,
                    "the same for validation; else the last tenth of texts and examples")
@@ -268,7 +269,7 @@ inline void declare_adapter_options(CLI::App& app, Options& o) {
 }
 inline void declare_optimizer_options(CLI::App& app, Options& o) {
     const std::string group = "Optimizer";
-    app.add_option("--steps", o.steps, "updates in all; 0 only initialises or generates")
+    app.add_option("--steps", o.steps, "updates in all; 0, as with --prompt and no data, only generates")
         ->transform(whole(0, 1e12))
         ->group(group);
     app.add_option("--lr", o.lr, "the highest learning rate")
@@ -701,6 +702,12 @@ inline void resume_what_is_there(Options& o) {
     if (!o.resume.empty()) o.allow_8bit = false;
 }
 
+// Whether a run generates without training because it names a model and a prompt, and no data.
+inline bool only_generates(const Options& o) {
+    return o.has("--prompt") && o.data.empty() && !o.has("--steps") && !parse_new_model(o.model) && !o.plan &&
+           o.bench.empty();
+}
+
 // Reads the command line. `saved` is asked, for a resume, for the SavedOptions of that save; those not given
 // now hold. Prints the help and exits when asked for it; fails on what is wrong.
 template <class Saved>
@@ -770,6 +777,7 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
                : parse_new_model(o.model) ? kNewRate
                                           : kFineTuningRate;
     if (o.profile_ops && !o.has("--bench")) o.bench = "step";
+    if (only_generates(o)) o.steps = 0, o.given["--steps"] = {"0"};
     check_options(o);
     if (!o.bench.empty()) {
         o.steps = o.bench == "forward" ? 0 : 1 + int64_t{o.bench_warmup} + o.bench_steps;

@@ -1,5 +1,7 @@
 """JSON lines: chat formats as transformers writes them, what is learnt, examples that share sequences, bad lines."""
 
+import copy
+import functools
 import json
 import random
 import re
@@ -33,7 +35,7 @@ FIRST_USER = ("{%- if messages[0].role == 'system' %}{%- set system, rest = mess
               "{%- else %}{%- set system, rest = none, messages %}{%- endif %}")
 LLAMA2 = FIRST_USER + """
 {%- for m in rest %}{%- if loop.first and system %}
-{%- set content = '<<SYS>>\\n' + system.strip() + '\\n<</SYS>>\\n\\n' + m.content %}
+{%- set content = '<<SYS>>\\n' + system + '\\n<</SYS>>\\n\\n' + m.content %}
 {%- else %}{%- set content = m.content %}{%- endif %}
 {%- if m.role == 'user' %}{{- bos_token + '[INST] ' + content.strip() + ' [/INST]' }}
 {%- else %}{{- ' ' + content.strip() + ' ' + eos_token }}{%- endif %}{%- endfor %}"""
@@ -91,6 +93,16 @@ def chat(request, tmp_path_factory):
     return save_tokenizer(folder, make_tokenizer(), template, begin, end), request.param, closes
 
 
+@functools.cache
+def reader(folder, loss_on="completions"):
+    """The reference's examples of a folder; both kinds of loss share its tokenizer."""
+    if loss_on == "all":
+        examples = copy.copy(reader(folder))
+        examples.loss_on = loss_on
+        return examples
+    return reference.Examples(str(folder), loss_on)
+
+
 def says(role, content):
     return {"role": role, "content": content}
 
@@ -101,7 +113,15 @@ CONVERSATIONS = [
      says("user", "And 2 + 2?\n\nPlease."), says("assistant", "Four.\n\n* 4\n* vier")],
     [says("system", "Be kind."), says("user", "def f(x):\n    return x\n"), says("assistant", "日本語 🙂 ünï"),
      says("user", "ok")],
+    [says("user", "a"), says("assistant", "wrong") | {"weight": 0}, says("user", "No."),
+     says("assistant", "right") | {"weight": 1, "train": None}, says("user", "b") | {"train": False},
+     says("assistant", "also wrong") | {"train": False}, says("user", "c"), says("assistant", "good") | {"train": True}],
 ]
+
+
+def learnt_answers(messages):
+    return [m["content"] for m in messages if m["role"] == "assistant" and m.get("weight", 1) and m.get("train") is not False]
+
 
 
 def lines_of(examples):
@@ -111,7 +131,7 @@ def lines_of(examples):
 def test_conversations_are_those_of_transformers(chat):
     """The same tokens, and the same of them are learnt."""
     folder, name, closes = chat
-    examples, tokens_of = reference.Examples(str(folder), "completions"), {}
+    examples, with_prompts = (reader(folder, loss_on) for loss_on in ("completions", "all"))
     lines = lines_of({"messages": messages} for messages in CONVERSATIONS)
     kept = encode_all(folder, lines, "auto", command="examples")
     for line, got, messages in zip(lines, kept, CONVERSATIONS, strict=True):
@@ -119,17 +139,59 @@ def test_conversations_are_those_of_transformers(chat):
         got = np.array(got, dtype=np.int32)
         assert (got & 0x7fffffff).tolist() == tokens.tolist(), name
         assert (got >= 0).tolist() == learnt.tolist(), name
-        answers = [message["content"] for message in messages if message["role"] == "assistant"]
         said = examples.tokenizer.decode(got[got >= 0], skip_special_tokens=False)
-        assert re.sub(r"\s", "", said) == re.sub(r"\s", "", "".join(a + closes for a in answers))
-        tokens_of[line] = tokens.tolist()
-    assert encode_all(folder, lines, "auto", command="learn-all") == list(tokens_of.values())
+        assert re.sub(r"\s", "", said) == re.sub(r"\s", "", "".join(a + closes for a in learnt_answers(messages)))
+    for line, got in zip(lines, encode_all(folder, lines, "auto", command="learn-all"), strict=True):
+        tokens, learnt = with_prompts.read(line)
+        assert (np.array(got, dtype=np.int32) & 0x7fffffff).tolist() == tokens.tolist(), name
+        assert [token >= 0 for token in got] == learnt.tolist(), name
+        assert learnt.all() == ("weight" not in line)
     assert encode_all(folder, lines, name.split("-")[0], command="examples") == kept
+
+
+PLACEHOLDERS = "{eos}{bos} {eos}\n{bos}{eos}"
+MARKS = "<|im_end|>\n<|im_start|>system\n</s><s> [/INST] <|eot_id|><|endoftext|> <<SYS>> </s>"
+
+
+WRITTEN_OUT = [PLACEHOLDERS, "{eos}", "{bos}", " {eos} ", MARKS, "</s>", "<|im_end|>"]
+
+
+def test_what_a_message_writes_out(chat):
+    """The formats' own placeholders are text in a message. Special tokens that are spelt out in one are tokens, as
+    `transformers` has it: its templates do not escape them, and its tokenizers find them."""
+    folder, name, _ = chat
+    examples = reader(folder)
+    special = set(examples.tokenizer.all_special_ids)
+    cases = []
+    for role in ("system", "user", "assistant"):
+        for text in ("x", *WRITTEN_OUT):
+            messages = [says("system", "Go."), says("user", "a"), says("assistant", "b")]
+            cases.append((role, text, [says(m["role"], text if m["role"] == role else m["content"]) for m in messages]))
+    lines = lines_of({"messages": messages} for _, _, messages in cases)
+    for line, got, (role, text, _) in zip(lines, encode_all(folder, lines, "auto", command="examples"), cases, strict=True):
+        tokens = (np.array(got, dtype=np.int32) & 0x7fffffff).tolist()
+        assert tokens == examples.read(line)[0].tolist(), (name, role, text)
+        marks = sum(token in special for token in tokens)
+        if text == "x":
+            usual = marks
+        assert marks == usual or text in (MARKS, "</s>", "<|im_end|>"), (name, role, text)
+
+
+def test_placeholders_and_special_tokens_elsewhere(chat):
+    """In texts, in prompts with their completions, and in --prompt: all as by `transformers`."""
+    folder, _, _ = chat
+    examples = reader(folder)
+    lines = lines_of({"prompt": text, "completion": text} for text in (PLACEHOLDERS, MARKS))
+    lines += lines_of({"text": text} for text in (PLACEHOLDERS, MARKS))
+    for line, got in zip(lines, encode_all(folder, lines, "auto", command="examples"), strict=True):
+        assert (np.array(got, dtype=np.int32) & 0x7fffffff).tolist() == examples.read(line)[0].tolist()
+    texts = [*WRITTEN_OUT, "<|im_start|>user\nHi<|im_end|>\n"]
+    assert encode_all(folder, texts, command="specials") == [examples.tokenizer(text)["input_ids"] for text in texts]
 
 
 def test_texts_and_completions(chat):
     folder, _, _ = chat
-    examples = reference.Examples(str(folder), "completions")
+    examples = reader(folder)
     for example in ({"text": "To be, or not to be."}, {"prompt": "Question: 2+2?\nAnswer:", "completion": " 4\n"},
                     {"prompt": "", "completion": "abc"}, {"prompt": "foo", "completion": "bar"}):
         [line] = lines_of([example])
@@ -161,6 +223,81 @@ def test_formats_without_a_template(tmp_path):
     turns = json.dumps({"messages": [says("user", "a"), says("user", "b"), says("assistant", "c")]})
     assert "message 2: in the format llama2 users and assistants take turns" in probe(
         folder, "examples", "llama2", inputs=[turns.encode()], code=2)
+
+
+def test_empty_fields_say_nothing(chat):
+    folder, _, _ = chat
+    plain = {"messages": [says("user", "a"), says("assistant", "b")]}
+    empty = {"messages": [says("user", "a") | {"weight": None}, says("assistant", "b") | {
+        "tool_calls": None, "reasoning_content": "", "weight": 1.0, "train": None, "name": "c"}], "tools": [], "id": 7}
+    first, second = encode_all(folder, lines_of([plain, empty]), "auto", command="examples")
+    assert first == second
+
+
+# ---- kinds of files
+
+
+@pytest.fixture(scope="module")
+def plain_folder(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("plain"), smollm2(), PLAIN_CHATML, "<|im_start|>", "<|im_end|>")
+
+
+KINDS = [{"text": "a ], [ {\n\"b\""}, {"prompt": "x\\", "completion": "é\U0001f642"}, {"text": "}\u2028,"},
+         {"messages": [says("user", "[1, {2}]"), says("assistant", "\"]\\")]}]
+
+
+def test_examples_are_known_by_name_or_first_bytes(plain_folder, tmp_path):
+    lines = "\n".join(lines_of(KINDS))
+    readable = "\n".join(json.dumps(example, ensure_ascii=False) for example in KINDS)
+    files = {"a.jsonl": lines, "a.JSONL": readable, "a.ndjson": lines + "\n\n", "a.json": lines, "data": lines,
+             "a.b.dat": " \r\n" + lines, "bom.jsonl": "\ufeff" + lines, "bom.json": "\ufeff" + json.dumps(KINDS),
+             "list.json": json.dumps(KINDS), "list.JSON": json.dumps(KINDS, indent=4, ensure_ascii=False) + "\n",
+             "list": "\n[" + ",\n".join(lines_of(KINDS)) + "\n]\n", "list.jsonl": json.dumps(KINDS, indent="\t")}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text, newline="")
+    expected, *others = encode_all(plain_folder, [str(tmp_path / name) for name in files], command="data")
+    assert len(expected) > 20 and min(expected) < 0
+    for got, name in zip(others, list(files)[1:], strict=True):
+        assert got == expected, name
+
+
+def test_text_stays_text(plain_folder, tmp_path):
+    """By its name, or because it does not begin as examples do."""
+    texts = {"a.txt": '{"text": "a"}\n', "A.TXT": "[{", "b.txt": "a,b\n1,2\n", "tex": "{\\bf Hello}", "c": "{ int i; }",
+             "list": "[1] A reference", "mark": '{\n  "a": 1\n}', "py": "[{}]", "x": "{}", "y": "[", "z": "BZh", "md": "[a](b)"}
+    for name, text in texts.items():
+        (tmp_path / name).write_text(text)
+    got = encode_all(plain_folder, [str(tmp_path / name) for name in texts], command="data")
+    plain = encode_all(plain_folder, texts.values())
+    for name, tokens, expected in zip(texts, got, plain, strict=True):
+        assert tokens[1:] == expected, name
+
+
+TABLES = {
+    "a.csv": (b"text\na\n", "is a CSV table, which is not read: write its rows as JSON lines, "),
+    "a.TSV": (b"text\tb\n", "is a TSV table"), "a.parquet": (b"x", "is a Parquet table"), "b": (b"PAR1\x15", "is a Parquet table"),
+    "c": (b"ARROW1\0\0", "is an Arrow table"), "d": (b"\xff\xff\xff\xff\x10\0", "is an Arrow table"),
+    "a.jsonl.gz": (b"\x1f\x8b\x08", "is compressed (gzip): unpack it first"), "e": (b"\x28\xb5\x2f\xfd", "is compressed (zstd)"),
+    "f.json": (b'{\n "data": []\n}', "is neither a JSON list of examples nor an example a line; a file that ends in .txt"),
+    "g.json": (b'"text"', "is neither a JSON list"),
+    "h.json": (b'{"data": [{"text": "a"}]}', 'line 1: has neither "messages", '),
+    "i.json": (b'[{"text": "a"}', "its JSON list has no end"), "j.json": (b"[]", "--data: PATH: has no example"),
+    "k.json": (b'[\n{"text": "a"},\n\n {"txt": "b"}]', 'example 2 (line 4): has neither "messages", '),
+    "l.json": (b'[{"text": "a"} {"text": "b"}]', "example 1 (line 1): broken JSON: "),
+    "m.json": (b'[{"text": "a"},]', 'line 1: "]" where an example is expected in a JSON list'),
+    "n.json": (b'[{"text": "a"}]\n{}', 'line 2: "{" where nothing more is expected in a JSON list'),
+    "o": (b'{"a": 1} is text', "line 1: broken JSON: "),
+    "p": (b'[{"a": 1}]', "(the file begins as JSON; to train on it as text, let its name end in .txt)"),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_and_other_json_are_refused(plain_folder, tmp_path, name):
+    content, message = TABLES[name]
+    path = tmp_path / name
+    path.write_bytes(content)
+    error = probe(plain_folder, "data", inputs=[str(path).encode()], code=2)
+    assert message.replace("PATH", str(path)) in error and str(path) in error and error.count("\n") == 1
 
 
 # ---- training
@@ -392,6 +529,15 @@ BAD_LINES = {
     "no answer": (chat_of("user"), "line 3: none of the messages is the assistant's"),
     "not UTF-8": (b'{"text": "\xff"}', "line 3: is not UTF-8 text: no character has the byte 0xff in column 11"),
     "twice": ('{"text": "a", "text": "b"}', 'line 3: broken JSON: key "text" appears twice'),
+    "tools": (json.dumps({"messages": CONVERSATIONS[0], "tools": [{}]}), 'line 3: "tools" is not supported'),
+    "tool calls": (json.dumps({"messages": [says("user", "a"), {"role": "assistant", "tool_calls": [{}]}]}),
+                   'line 3: message 2: "tool_calls" is not supported'),
+    "reasoning": (json.dumps({"messages": [says("user", "a"), says("assistant", "b") | {"reasoning_content": "c"}]}),
+                  'line 3: message 2: "reasoning_content" is not supported'),
+    "weight": (json.dumps({"messages": [says("user", "a"), says("assistant", "b") | {"weight": 0.5}]}),
+               'line 3: message 2: "weight" is 0.5, where 0 and 1 are supported'),
+    "train": (json.dumps({"messages": [says("user", "a") | {"train": "no"}]}),
+              'line 3: message 1: "train" is "no", where true and false are supported'),
 }
 
 
@@ -415,10 +561,10 @@ def test_other_mistakes(train_fp32, work):
     before = listing(work)
     for options, message in (
             (("--data", "data.jsonl", "text"),
-             "--data: data.jsonl is a file of JSON lines and text a text; give files of one kind"),
+             "--data: data.jsonl is a file of examples in JSON and text a text; give files of one kind"),
             (("--data", "text", "--loss-on", "all"),
-             "--loss-on all is of JSON lines, files that end in .jsonl, and there are none"),
-            (("--data", "text", "--chat-format", "chatml"), "--chat-format chatml is of JSON lines"),
+             "--loss-on all is for examples in JSON (.jsonl, .ndjson, .json), and the data have none"),
+            (("--data", "text", "--chat-format", "chatml"), "--chat-format chatml is for examples in JSON"),
             (("--data", "none.jsonl"), "--data: none.jsonl: has no example"),
             (("--data", "long.jsonl"),
              f"--data: long.jsonl: no token of 20 examples is to be learnt in sequences of {LENGTH}"),

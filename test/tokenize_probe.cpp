@@ -5,7 +5,7 @@
 // Inputs and outputs are records: a uint32 length, then so many bytes.
 // encode [BYTES]  text to int32 tokens; fed in parts of so many bytes if given
 // specials        the same with what the tokenizer puts around a text
-// data            the name of a text file to the tokens that it has as a training's data
+// data            the name of a file to the tokens that it has as a training's data, text or examples
 // examples FORMAT a line of JSON lines to the tokens that it has as a training's data, negative if not
 // learnt;
 //                 FORMAT as of --chat-format; `learn-all FORMAT`: by --loss-on all
@@ -43,9 +43,14 @@ std::string encode(const Tokenizer& tokenizer, std::string_view text, size_t byt
     return record_of(bytes > 0 ? encode_in_parts(tokenizer, text, bytes) : tokenizer.encode(text, specials));
 }
 
-std::string tokens_of_data(const Tokenizer& tokenizer, const std::string& file) {
+std::string tokens_of_data(const Tokenizer& tokenizer, const std::string& file,
+                           const ExampleOptions& options) {
+    constexpr int kLongest = 1 << 20;
     Dataset data({file}, "--data");
-    tokenize_text(data, tokenizer);
+    if (data.is_examples())
+        tokenize_examples(data, tokenizer, options, kLongest);
+    else
+        tokenize_text(data, tokenizer);
     std::vector<int32_t> tokens(data.token_count());
     data.read(0, 0, tokens.size(), tokens.data());
     return record_of(tokens);
@@ -80,14 +85,16 @@ void run(const std::string& folder, const std::string& command, const std::strin
     const auto tokenizer = Tokenizer::open(folder);
     if (!tokenizer) fail("%s: has no tokenizer", folder.c_str());
     if (command == "facts") return write_record(facts(*tokenizer));
-    ExampleEncoder examples(*tokenizer, {command == "learn-all", argument, chat_template_of(folder), folder});
+    const ExampleOptions options = {command == "learn-all", argument.empty() ? "auto" : argument,
+                                    chat_template_of(folder), folder};
+    ExampleEncoder examples(*tokenizer, options);
     for (uint32_t size; fread(&size, sizeof size, 1, stdin) == 1;) {
         std::string input(size, '\0');
         if (fread(input.data(), 1, size, stdin) != size) fail("a record is cut short");
         if (command == "encode" || command == "specials")
             write_record(encode(*tokenizer, input, bytes, command == "specials"));
         else if (command == "data")
-            write_record(tokens_of_data(*tokenizer, input));
+            write_record(tokens_of_data(*tokenizer, input, options));
         else if (command == "examples" || command == "learn-all")
             write_record(record_of(examples.encode(read_example(input, "a line"), "a line")));
         else if (command == "decode" || command == "plain")

@@ -1,0 +1,120 @@
+// data_kind.h - what a file of the data is, by its name and its first bytes: text, or examples in JSON. Read
+// this to know which files are examples, and which are refused because they would be trained on as text by
+// mistake.
+#pragma once
+
+#include <algorithm>
+#include <cctype>
+#include <string>
+#include <string_view>
+
+#include "llmc/error.h"
+#include "llmc/file.h"
+
+enum class DataKind {
+    Text,
+    JsonLines,  // an example a line
+    JsonList    // [example, example, ...]
+};
+
+// The part of a file's name behind its last dot, in lower case; "" if there is none.
+inline std::string name_extension(std::string_view path) {
+    const std::string_view name = path.substr(path.rfind('/') + 1);
+    const size_t dot = name.rfind('.');
+    std::string extension(dot == name.npos ? "" : name.substr(dot + 1));
+    for (char& c : extension) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+    return extension;
+}
+
+inline bool is_json_lines_extension(std::string_view extension) {
+    return extension == "jsonl" || extension == "ndjson" || extension == "jsonlines" ||
+           extension == "json-lines";
+}
+// Whether a file's name says that it holds JSON.
+inline bool is_json_name(std::string_view path) {
+    const std::string extension = name_extension(path);
+    return extension == "json" || is_json_lines_extension(extension);
+}
+
+// Fails where a file is a table or compressed: by the extension of its name, or by the bytes in `start`.
+inline void refuse_tables(const std::string& path, const std::string& extension, std::string_view start) {
+    struct Format {
+        const char* name;
+        std::string_view begins;  // "": it has no mark of its own
+        std::initializer_list<std::string_view> extensions;
+    };
+    using namespace std::string_view_literals;
+    static const Format tables[] = {
+        {"a CSV table", "", {"csv"}},
+        {"a TSV table", "", {"tsv"}},
+        {"a Parquet table", "PAR1", {"parquet", "pq"}},
+        {"an Arrow table", "ARROW1", {"arrow", "feather", "ipc"}},
+        {"an Arrow table", "\xff\xff\xff\xff"sv, {}},
+        {"an ORC table", "", {"orc"}},
+        {"a spreadsheet", "", {"xls", "xlsx", "ods"}},
+        {"a database", "SQLite format 3"sv, {"sqlite", "sqlite3", "db"}},
+    };
+    static const Format archives[] = {
+        {"gzip", "\x1f\x8b"sv, {"gz", "tgz"}},
+        {"zip", "PK\x03\x04", {"zip"}},
+        {"zstd", "\x28\xb5\x2f\xfd"sv, {"zst"}},
+        {"xz", "\xfd\x37zXZ"sv, {"xz"}},
+        {"bzip2", "", {"bz2"}},
+    };
+    const auto is = [&](const Format& f) {
+        const bool named = std::ranges::find(f.extensions, std::string_view(extension)) != f.extensions.end();
+        return named || (!f.begins.empty() && start.starts_with(f.begins));
+    };
+    for (const Format& f : tables)
+        if (is(f))
+            fail(
+                "%s: is %s, which is not read: write its rows as JSON lines, {\"text\": ...} or {\"prompt\": "
+                "..., \"completion\": ...}, into a file that ends in .jsonl",
+                path.c_str(), f.name);
+    for (const Format& f : archives)
+        if (is(f)) fail("%s: is compressed (%s): unpack it first", path.c_str(), f.name);
+}
+
+// What a file is that is no token shard. A name that ends in .txt is text, one in .jsonl or .ndjson JSON
+// lines; .json is a list or lines, by its first character. Any other file is examples where it begins as
+// such, with an object on one line or a list of objects, and else text. Fails on tables and archives, and on
+// JSON that is neither.
+inline DataKind data_kind(const FileReader& file) {
+    const std::string& path = file.path();
+    const std::string extension = name_extension(path);
+    if (extension == "txt" || extension == "text") return DataKind::Text;
+    std::string start(std::min<uint64_t>(file.size(), 4096), '\0');
+    file.read(0, start.size(), start.data());
+    refuse_tables(path, extension, start);
+    std::string_view rest = start;
+    if (rest.starts_with("\xef\xbb\xbf")) rest.remove_prefix(3);  // a byte order mark
+    const auto skip = [&](const char* spaces) {
+        rest.remove_prefix(std::min(rest.find_first_not_of(spaces), rest.size()));
+    };
+    constexpr const char *kSpaces = " \t\r\n", *kInLine = " \t";
+    skip(kSpaces);
+    const char first = rest.empty() ? '\0' : rest[0];
+    if (!rest.empty()) rest.remove_prefix(1);
+    if (is_json_lines_extension(extension)) return first == '[' ? DataKind::JsonList : DataKind::JsonLines;
+    if (extension == "json") {
+        skip(kInLine);
+        if (first == '[') return DataKind::JsonList;
+        if (first == '{' && !rest.starts_with('\n') && !rest.starts_with("\r\n")) return DataKind::JsonLines;
+        fail(
+            "%s: is neither a JSON list of examples nor an example a line; a file that ends in .txt is read "
+            "as "
+            "text",
+            path.c_str());
+    }
+    if (first == '{') {
+        skip(kInLine);
+        if (rest.starts_with('"')) return DataKind::JsonLines;
+    } else if (first == '[') {
+        skip(kSpaces);
+        if (!rest.starts_with('{')) return DataKind::Text;
+        rest.remove_prefix(1);
+        skip(kSpaces);
+        if (rest.starts_with('"')) return DataKind::JsonList;
+    }
+    return DataKind::Text;
+}

@@ -5,11 +5,13 @@
 #pragma once
 
 #include <algorithm>
+#include <cctype>
 #include <cstdint>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #define PCRE2_CODE_UNIT_WIDTH 8
 #include <pcre2.h>
@@ -24,7 +26,8 @@ inline constexpr const char* kGpt2Split =
 // Writes an expression in PCRE2's syntax. It knows what the tokenizers of the field use: alternatives,
 // groups,
 // (?i:...), lookahead, classes and classes in them, \s, \S, \d, \p{general category}, and repetitions. Fails,
-// naming the rest that it does not know, for some of it would be another language in PCRE2.
+// naming the rest that it does not know, for some of it would be another language in PCRE2: verbs, repeated
+// lookahead, which Oniguruma refuses, and (?i:...) where Oniguruma lets one character stand for several.
 class RegexTranslation {
   public:
     // `where` begins the message: the file and the component.
@@ -58,26 +61,59 @@ class RegexTranslation {
                 return translate_class();
             case '(':
                 return translate_group();
+            case ')':
+                return close_group();
             case '{':
                 return translate_repetition();
             case '^':
             case '$':
                 refuse(rest_);  // ends of lines in Ruby's syntax, of the text in PCRE2's
             default:
+                check_folding(rest_);
                 out_ += take(1);
         }
     }
 
+    // Without case "\u00df" is "ss" to Oniguruma, and so on: five pairs of ASCII letters can be one
+    // character, and a character that is not ASCII can be several. To PCRE2 each is itself.
+    void check_folding(std::string_view literal) const {
+        if (!ignores_case()) return;
+        if (static_cast<unsigned char>(literal[0]) >= 0x80) refuse_folding();
+        if (literal.size() < 2) return;
+        const auto lower = [](char c) { return std::tolower(static_cast<unsigned char>(c)); };
+        const int first = lower(literal[0]), second = lower(literal[1]);
+        const bool joins = (first == 's' && (second == 's' || second == 't')) ||
+                           (first == 'f' && (second == 'f' || second == 'i' || second == 'l'));
+        if (joins || ((first == 's' || first == 'f') &&
+                      std::string_view("{(").find(literal[1]) != std::string_view::npos))
+            refuse_folding();
+    }
+    [[noreturn]] void refuse_folding() const { refuse(groups_.back().text); }
+    bool ignores_case() const { return !groups_.empty() && groups_.back().ignores_case; }
+
     void translate_group() {
-        if (rest_.starts_with("(?")) {
-            for (const char* known : {"(?:", "(?i:", "(?!", "(?="})
-                if (rest_.starts_with(known)) {
-                    out_ += take(std::string_view(known).size());
-                    return;
-                }
-            refuse(rest_);
+        if (rest_.starts_with("(*")) refuse(rest_);  // a verb of PCRE2's, a callout of Oniguruma's
+        for (const char* known : {"(?:", "(?i:", "(?!", "(?=", "("}) {
+            if (!rest_.starts_with(known)) continue;
+            const std::string_view opens = known;
+            if (opens == "(" && rest_.starts_with("(?")) refuse(rest_);
+            const bool ignores = ignores_case();
+            groups_.push_back({ignores ? groups_.back().text : rest_,
+                               opens == "(?!" || opens == "(?=", ignores || opens == "(?i:"});
+            out_ += take(opens.size());
+            return;
         }
+    }
+
+    void close_group() {
+        if (groups_.empty()) refuse(rest_);
+        const Group group = groups_.back();
+        groups_.pop_back();
+        const std::string_view whole = rest_;
         out_ += take(1);
+        const bool repeats =
+            !rest_.empty() && std::string_view("*+?{").find(rest_[0]) != std::string_view::npos;
+        if (group.is_lookahead && repeats) refuse(whole);
     }
 
     // {n}, {n,} or {n,m}. A + or ? behind it repeats that in Ruby's syntax, and is no repetition in PCRE2's.
@@ -96,6 +132,7 @@ class RegexTranslation {
         const std::string_view whole = rest_;
         if (whole.size() < 2) refuse(whole);
         const char kind = whole[1];
+        if (ignores_case() && std::string_view("SDpP").find(kind) != std::string_view::npos) refuse_folding();
         const bool word =
             (kind >= '0' && kind <= '9') || (kind >= 'a' && kind <= 'z') || (kind >= 'A' && kind <= 'Z');
         take(2);
@@ -128,6 +165,7 @@ class RegexTranslation {
     // PCRE2 has no classes in classes; the inner one's members join the outer's.
     void translate_class() {
         const std::string_view whole = rest_;
+        if (ignores_case() && rest_.starts_with("[^")) refuse_folding();
         out_ += take(rest_.starts_with("[^") ? 2 : 1);
         if (rest_.starts_with(']')) refuse(whole);
         for (int depth = 1; depth > 0;) {
@@ -145,14 +183,22 @@ class RegexTranslation {
             } else if (rest_[0] == '\\') {
                 translate_escape(true);
             } else {
+                check_folding(rest_.substr(0, 1));
                 out_ += take(1);
             }
         }
         out_ += ']';
     }
 
+    // A group that is open, and its text from there on, or that of the outermost (?i:...) around it.
+    struct Group {
+        std::string_view text;
+        bool is_lookahead, ignores_case;
+    };
+
     std::string_view rest_;
     std::string where_, out_;
+    std::vector<Group> groups_;
 };
 
 // A compiled expression.

@@ -301,22 +301,19 @@ class TokenizerJsonReader {
     }
 
     // Calls read(component) for the component of that name: none if it is null, each of its list if it is a
-    // Sequence. Fields that it did not ask for are refused.
+    // Sequence, which may hold others. Fields that it did not ask for are refused.
     template <class Read>
     void for_each_in(Component& top, const char* name, const char* list, Read&& read) {
-        if (top.get(name).is_null()) return;
-        Component whole(top.get(name), path_, name);
-        if (whole.type() != "Sequence") {
-            read(whole);
-            whole.refuse_others();
-            return;
-        }
-        for (const nlohmann::json& each : whole.list(list)) {
-            Component part(each, path_, name);
-            read(part);
-            part.refuse_others();
-        }
-        whole.refuse_others();
+        if (!top.get(name).is_null()) for_each_in(top.get(name), name, list, read);
+    }
+    template <class Read>
+    void for_each_in(const nlohmann::json& object, const char* name, const char* list, Read&& read) {
+        Component component(object, path_, name);
+        if (component.type() != "Sequence")
+            read(component);
+        else
+            for (const nlohmann::json& part : component.list(list)) for_each_in(part, name, list, read);
+        component.refuse_others();
     }
 
     void read_model(const nlohmann::json& json) {
@@ -382,6 +379,9 @@ class TokenizerJsonReader {
                 prefix += character == from ? to : character;
             }
             n.prefix = prefix;
+        } else if (c.type() == "Strip") {
+            for (const char* side : {"strip_left", "strip_right"})
+                if (c.flag(side, true)) c.refuse(side);
         } else {
             c.refuse_type();
         }
@@ -516,16 +516,18 @@ class TokenizerJsonReader {
         } else if (c.type() == "Replace") {
             if (read_string_pattern(c) != kSpaceSymbol) c.refuse("pattern");
             if (c.text("content") != " ") c.refuse("content");
-            rules.space_symbol = true;
+            rules.space_symbol = !by_bytes_;  // a byte-level vocabulary spells U+2581 in another way
         } else if (c.type() == "ByteFallback") {
             rules.byte_tokens = true;
         } else if (c.type() == "Fuse") {
             fused_ = true;
         } else if (c.type() == "Strip") {
-            if (!fused_) fail("%s: is not supported before a Fuse", c.where().c_str());
-            if (c.text("content") != " ") c.refuse("content");
             if (!c.get("start").is_number_unsigned()) c.refuse("start");
             if (c.get("stop") != 0) c.refuse("stop");
+            const std::string content = c.text("content");
+            if (c.get("start") == 0) return;
+            if (!fused_) fail("%s: is not supported before a Fuse", c.where().c_str());
+            if (content != " ") c.refuse("content");
             rules.strips_spaces += c.get("start").get<uint32_t>();
         } else if (c.type() == "Metaspace") {
             if (fused_) fail("%s: is not supported after a Fuse", c.where().c_str());
@@ -535,7 +537,7 @@ class TokenizerJsonReader {
         } else {
             c.refuse_type();
         }
-        if (by_bytes_ && c.type() != "ByteLevel")
+        if (by_bytes_ && c.type() == "Metaspace")
             fail("%s: is not supported with a pre_tokenizer ByteLevel", c.where().c_str());
     }
 
@@ -546,7 +548,7 @@ class TokenizerJsonReader {
             return;
         }
         if (c.type() != "TemplateProcessing") c.refuse_type();
-        c.get("pair");
+        c.get("pair"), c.get("special_tokens");
         std::vector<int32_t> around[2];
         bool after = false;
         for (const nlohmann::json& item : c.list("single")) {

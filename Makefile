@@ -19,7 +19,7 @@
 # make cuda-build        compiles for a GPU, which need not be there, and checks that no kernel spills
 # make cuda-archs        checks that for each architecture that nvcc knows (many minutes)
 # make emulated-build    builds what runs the CUDA build without a GPU
-# make test-emulated     runs more of the CUDA build that way than make test does, on four GPUs that are played, and cuda-archs
+# make test-emulated     runs more of the CUDA build that way than make test does, on five GPUs that are played, and cuda-archs
 #                        (tens of minutes)
 # make gpu-coverage      lists what of the GPU's code no test has executed, into dev/results/gpu-coverage.md
 # make gpu-predicted     counts what a training step should take on GPUs, into dev/results/gpu-predicted.md
@@ -322,7 +322,7 @@ emulated-build: ; @echo "== the CUDA build's tests without a GPU: skipped, no CU
 endif
 # More of them: all kernel tests on all GPUs that can be played, with several seeds; tens of minutes.
 test-emulated: test-deps cuda-archs emulated-build build/cpu-fp32/train build/cpu-bf16/train
-	@for gpu in A100 4090 H100 B200; do for seed in 11 12 13; do for t in $(EMULATED_TESTS); do \
+	@for gpu in A100 4090 H100 B200 5090; do for seed in 11 12 13; do for t in $(EMULATED_TESTS); do \
 	  echo "== $$t on $$gpu, seed $$seed"; GPU=$$gpu GPU_SEED=$$seed $$t --gtest_brief=1 --gtest_filter=-HopperAttention.Agrees* || exit 1; done; done; done
 	@for seed in 11 12 13; do echo "== HopperAttention.Agrees*, seed $$seed"; SMALL_SHAPES=1 GPU=H100 GPU_SEED=$$seed \
 	  $(EMULATED)/test_attention --gtest_brief=1 --gtest_filter=HopperAttention.Agrees* || exit 1; done

@@ -1,15 +1,16 @@
-// device_rates.h - how fast the device is: by its maker, and multiplying matrices now; and a clock for that.
+// device_rates.h - how fast the device is: by its maker (known_gpus.h), and multiplying matrices now; and a
+// clock for that.
 #pragma once
 
 #include <omp.h>
 
 #include <array>
-#include <cctype>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <string>
 
+#include "llmc/known_gpus.h"
 #include "llmc/matmul.h"
 #include "llmc/random.h"
 #include "llmc/solver.h"
@@ -30,31 +31,6 @@ inline void stream_synchronize([[maybe_unused]] Stream stream) {
 #endif
 }
 
-// The bytes/s of 16 lanes of PCI Express, each way.
-constexpr double kPcie4 = 32e9, kPcie5 = 64e9;
-
-// A GPU by its name, with its dense bf16 FLOP/s, its memory's bytes/s and those of its link to the host, each
-// way (NVIDIA's data sheets). In TF32 each of these does half as many FLOP/s.
-struct KnownGpu {
-    const char* name;
-    double flops, bandwidth, link;
-    // Of the memory of the host that it is thought to be in: eight channels of DDR4-3200, or two of
-    // DDR5-5600.
-    double host = 205e9;
-};
-constexpr double kDesktop = 90e9;
-constexpr KnownGpu kA100 = {"A100", 312e12, 1.94e12, kPcie4};
-constexpr KnownGpu kKnownGpus[] = {  // of two names that fit, the first
-    {"GH200 480GB", 989e12, 4.0e12, 450e9},
-    {"H200", 989e12, 4.8e12, kPcie5},
-    {"H100 PCIe", 756e12, 2.0e12, kPcie5},
-    {"H100 NVL", 835e12, 3.9e12, kPcie5},
-    {"H100", 989e12, 3.35e12, kPcie5},
-    kA100,
-    {"L40S", 362e12, 0.864e12, kPcie4},
-    {"RTX 4090", 165e12, 1.01e12, kPcie4, kDesktop},
-    {"RTX 3090", 71e12, 0.936e12, kPcie4, kDesktop}};
-
 // What is timed goes to the device so many times before the host looks at the clock: what it takes to start
 // and to notice the end of work does not count then.
 constexpr int kTimedTogether = kFastCpu ? 1 : 8;
@@ -72,54 +48,67 @@ double best_seconds(int times, Stream stream, Queue&& queue) {
     return best;
 }
 
-// The GPU that a driver calls by this name, if it is a known one; null otherwise. The known name stands in it
-// as whole words: an "RTX A1000" is no A100. What follows a GeForce's makes it another one ("Ti", "D",
-// "Laptop GPU"); what follows the others' says how it is built in.
-inline const KnownGpu* gpu_named(const std::string& name) {
-    const auto in_word = [&](size_t i) {
-        return i < name.size() && isalnum(static_cast<unsigned char>(name[i]));
-    };
-    for (const KnownGpu& gpu : kKnownGpus) {
-        const std::string known = gpu.name;
-        const size_t begin = name.find(known), end = begin + known.size();
-        if (begin == std::string::npos || (begin > 0 && in_word(begin - 1)) || in_word(end)) continue;
-        if (known.starts_with("RTX") && end < name.size()) continue;
-        return &gpu;
-    }
-    return nullptr;
-}
-
-// The GPU of this machine, if it is a known one; null otherwise.
-inline const KnownGpu* known_gpu() {
+// What the GPU of this machine reports of itself; without a name where none answers.
+inline GpuFacts gpu_facts() {
+    GpuFacts facts = {};
 #if defined(SIMT_GPU)
     cudaDeviceProp properties;
-    if (cudaGetDeviceProperties(&properties, 0) == cudaSuccess) return gpu_named(properties.name);
+    if (cudaGetDeviceProperties(&properties, 0) != cudaSuccess) return facts;
+    const auto attribute = [](cudaDeviceAttr which) {
+        int value = 0;
+        return cudaDeviceGetAttribute(&value, which, 0) == cudaSuccess ? value : 0;
+    };
+    facts = {.name = properties.name,
+             .major = properties.major,
+             .minor = properties.minor,
+             .multiprocessors = properties.multiProcessorCount,
+             .clock = 1e3 * attribute(cudaDevAttrClockRate),
+             .memory_clock = 1e3 * attribute(cudaDevAttrMemoryClockRate),
+             .bus_bits = attribute(cudaDevAttrGlobalMemoryBusWidth),
+             .integrated = attribute(cudaDevAttrIntegrated) != 0};
 #endif
-    return nullptr;
+    return facts;
 }
 
-// That one, or an A100 where it is unknown, or none.
-inline const KnownGpu& nominal_gpu() {
-    static const KnownGpu* const known = known_gpu();
-    return known ? *known : kA100;
+// The GPU of this machine, if it is in the table; null otherwise.
+inline const KnownGpu* known_gpu() { return gpu_named(gpu_facts().name); }
+
+// The GPU that a run is planned for: this machine's, by the table or by what it reports; an A100 where none
+// answers.
+struct NominalGpu : KnownGpu {
+    std::string called;  // in the table, or else by its driver
+};
+inline NominalGpu gpu_planned_for(const GpuFacts& facts) {
+    if (const KnownGpu* known = gpu_named(facts.name)) return {*known, known->name};
+    if (facts.multiprocessors > 0 && facts.clock > 0) return {computed_gpu(facts), facts.name};
+    return {kA100, kA100.name};
+}
+inline const NominalGpu& nominal_gpu() {
+    static const NominalGpu gpu = gpu_planned_for(gpu_facts());
+    return gpu;
+}
+
+// The rates that a GPU is thought to reach. In products on tensor cores some two thirds of what its maker
+// promises, in attention half of it (dev/results/gpu-predicted.md, less what the count there is too fast by).
+// In fp32 some three quarters of what it has without tensor cores, and a quarter in attention, whose lanes
+// exchange operands by shuffles (mma.cuh).
+template <class T>
+DeviceRates rates_of_gpu(const KnownGpu& gpu) {
+    constexpr bool narrow = !std::is_same_v<T, float>;
+    return {.flops = narrow ? gpu.flops * 0.65 : gpu.fp32 * 0.75,
+            .bandwidth = gpu.bandwidth * 0.8,
+            .latency = 3e-6,
+            .tf32_flops = gpu.tf32 * 0.65,
+            .attention_flops = narrow ? gpu.flops * 0.5 : gpu.fp32 * 0.25};
 }
 
 // The rates by which operations are compared before any has run. Known ones, not measured: the same command
-// must make the same choice every time. A GPU reaches some two thirds of what its maker promises in products,
-// half of it in attention (dev/results/gpu-predicted.md, less what the count there is too fast by). The CPU's
-// are those of cores with AVX-512, one a thread, through oneDNN.
+// must make the same choice every time. The CPU's are those of cores with AVX-512, one a thread, through
+// oneDNN.
 template <class T>
 DeviceRates nominal_rates(double threads = omp_get_max_threads()) {
-    constexpr bool narrow = !std::is_same_v<T, float>;
-    if (kFastCpu) {
-        return {threads * (narrow ? 180e9 : 100e9), threads * 12e9, 5e-6};
-    }
-    const KnownGpu& gpu = nominal_gpu();
-    return {.flops = gpu.flops * (narrow ? 0.65 : 0.05),
-            .bandwidth = gpu.bandwidth * 0.8,
-            .latency = 3e-6,
-            .tf32_flops = gpu.flops / 2 * 0.65,
-            .attention_flops = narrow ? gpu.flops * 0.5 : 0};
+    if (!kFastCpu) return rates_of_gpu<T>(nominal_gpu());
+    return {threads * (std::is_same_v<T, float> ? 100e9 : 180e9), threads * 12e9, 5e-6};
 }
 
 // The same of what moves beside the operations, in bytes/s by Way. A disk beside a GPU is an NVMe drive on

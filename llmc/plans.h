@@ -137,7 +137,7 @@ MemoryReport make_report(const Options& o, const Plans& plans, size_t tokenizer_
     r.seconds = seconds_of(plans.train.work, rates) + (o.grad_accum - 1) * seconds_of(plans.add.work, rates) +
                 r.update_seconds + seconds_waited(r.phases);
     r.rates = o.rates;
-    if (o.rates.empty() && !kHostIsDevice) r.gpu = nominal_gpu().name;
+    if (o.rates.empty() && !kHostIsDevice) r.gpu = nominal_gpu().called;
     r.budget = o.memory;
     r.choice = choices.memory;
     r.batch_choice = choices.batch;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "llmc/arena.h"
+#include "llmc/known_gpus.h"
 #include "llmc/model.h"
 #include "llmc/rates.h"
 
@@ -300,9 +301,12 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
 inline void print_phases(FILE* to, const MemoryReport& r) {
     if (r.seconds <= 0) return;
     std::string rates = r.rates;
-    if (rates.empty())
-        rates =
-            "nominal rates" + (r.gpu.empty() ? "" : " of the GPU " + r.gpu) + " (--calibrate measures them)";
+    if (rates.empty()) {
+        rates = "nominal rates";
+        if (!r.gpu.empty()) rates += " of the GPU " + r.gpu;
+        if (!r.gpu.empty() && !gpu_named(r.gpu)) rates += ", computed from what it reports";
+        rates += " (--calibrate measures them)";
+    }
     fprintf(to, "a step takes %.4g s by %s, %.4g tokens/s:\n", r.seconds, rates.c_str(),
             r.tokens() / r.seconds);
     for (const PhaseTime& p : r.phases) {

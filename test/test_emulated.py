@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from conftest import MORE
 from test_families import VOCAB, linked, prepare
+from test_rates import spent
 from test_train import sampled, starting_at_0
 from trainer_runs import (Train, binaries, figures, make, random_tokens, read_log, running, saved_bytes, wait_for_line,
                           write_shard, write_text)
@@ -477,7 +478,7 @@ def test_memory_chooses_what_waits_in_host_memory():
         plan = train.plan(*options, f"{memory}MiB", "--host-memory", f"{host}MiB")
         assert moved in plan["choice"][0]["residences"]
         assert plan["totals"]["total"] <= memory << 20 and 0 < plan["elsewhere"]["pinned_host"] <= host << 20
-        assert plan["gpu"] == "A100" and plan["rates"] == "nominal"
+        assert plan["gpu"] == "A100-SXM4-80GB" and plan["rates"] == "nominal"
     there = train.plan(*options, "1500MiB", "--host-memory", "4GiB", "--updates", "device")
     assert there["choice"][0]["residences"] == " --state host"
     little = [train.plan(*options, memory, "--host-memory", "400MiB", "--updates", "host")["choice"][0]["residences"]
@@ -580,6 +581,23 @@ def test_the_head_is_cut_for_the_gpu():
     assert plan["head_rows"] >= 8192
     calls = {operation["name"]: operation["calls"] for operation in plan["operations"]}
     assert calls["wide_sum_add"] <= 2 * 65536 / plan["head_rows"]
+
+
+def test_each_gpu_has_its_own_rates():
+    """By its name or, where that is in no table, by what it reports of itself; in fp32 by the rate that it has there."""
+    options = ("--model", "d12", "--batch", 8, "--seq-len", 1024)
+    seconds = {gpu: [spent(played(p, GPU=gpu).plan(*options), "products") for p in ("bf16", "fp32")]
+               for gpu in ("A100", "4090", "5090")}
+    for precision, rates in enumerate(((0.65 * 312, 0.65 * 165, 0.65 * 209.6), (0.75 * 19.5, 0.75 * 82.6, 0.75 * 104.8))):
+        work = [seconds[gpu][precision] * rate for gpu, rate in zip(seconds, rates)]
+        assert work == pytest.approx([work[0]] * 3, rel=0.05)
+    unknown = played("bf16", GPU="5090", GPU_NAME="NVIDIA GeForce RTX 5095")
+    plan = unknown.plan(*options)
+    assert plan["gpu"] == "NVIDIA GeForce RTX 5095"
+    assert spent(plan, "products") == pytest.approx(seconds["5090"][0], rel=0.01)
+    said = unknown(*options, "--plan").stdout.decode()
+    assert "of the GPU NVIDIA GeForce RTX 5095, computed from what it reports" in said
+    assert "of the GPU RTX 5090 (" in played("bf16", GPU="5090")(*options, "--plan").stdout.decode()
 
 
 def test_hoppers_attention_is_what_runs_there(tmp_path):

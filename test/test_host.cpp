@@ -63,17 +63,95 @@ TEST(DeviceRates, GpusAreKnownByWholeNames) {
         const KnownGpu* gpu = gpu_named(name);
         return std::string(gpu ? gpu->name : "");
     };
-    EXPECT_EQ(known("NVIDIA A100-SXM4-80GB"), "A100");
-    EXPECT_EQ(known("A100-PCIE-40GB"), "A100");
+    EXPECT_EQ(known("NVIDIA A100-SXM4-80GB"), "A100-SXM4-80GB");
+    EXPECT_EQ(known("NVIDIA A100 80GB PCIe"), "A100");
+    EXPECT_EQ(known("A100-PCIE-40GB"), "A100-PCIE-40GB");
     EXPECT_EQ(known("NVIDIA H100 80GB HBM3"), "H100");
     EXPECT_EQ(known("NVIDIA H100 PCIe"), "H100 PCIe");
-    EXPECT_EQ(known("NVIDIA H200 NVL"), "H200");
+    EXPECT_EQ(known("NVIDIA H200 NVL"), "H200 NVL");
     EXPECT_EQ(known("NVIDIA GH200 480GB"), "GH200 480GB");
-    EXPECT_EQ(known("NVIDIA GeForce RTX 4090"), "RTX 4090");
-    for (const char* other : {"NVIDIA RTX A1000", "NVIDIA RTX A1000 Laptop GPU", "NVIDIA A1000", "NVIDIA L40",
-                              "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D",
-                              "NVIDIA GeForce RTX 3090 Ti", "NVIDIA GH200 144G HBM3e", ""})
+    EXPECT_EQ(known("NVIDIA GB200"), "GB200");
+    EXPECT_EQ(known("NVIDIA GB10"), "GB10");
+    EXPECT_EQ(known("NVIDIA A10"), "A10");
+    EXPECT_EQ(known("NVIDIA A10G"), "A10G");
+    EXPECT_EQ(known("NVIDIA L40S"), "L40S");
+    for (const char* rtx : {"RTX 4090", "RTX 4090 D", "RTX 5090", "RTX 3060 Ti", "RTX 4070 Ti SUPER"})
+        EXPECT_EQ(known((std::string("NVIDIA GeForce ") + rtx).c_str()), rtx);
+    for (const char* rtx :
+         {"RTX A6000", "RTX 6000 Ada Generation", "RTX PRO 6000 Blackwell Workstation Edition"})
+        EXPECT_EQ(known((std::string("NVIDIA ") + rtx).c_str()), rtx);
+    for (const char* other :
+         {"NVIDIA RTX A1000", "NVIDIA RTX A1000 Laptop GPU", "NVIDIA A1000", "NVIDIA L400",
+          "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA RTX A5000 Laptop GPU", "Orin", ""})
         EXPECT_EQ(known(other), "") << other;
+}
+
+// By its own name, not by that of another entry before it; with what a plan divides by; and in the order that
+// the formats have.
+TEST(DeviceRates, EveryEntryIsFoundAndWhole) {
+    for (const KnownGpu& gpu : kKnownGpus) {
+        ASSERT_NE(gpu_named(gpu.name), nullptr) << gpu.name;
+        EXPECT_STREQ(gpu_named(gpu.name)->name, gpu.name);
+        EXPECT_GE(gpu.flops, 1.9 * gpu.tf32) << gpu.name;
+        EXPECT_GE(gpu.tf32, gpu.fp32) << gpu.name;
+        EXPECT_GT(gpu.fp32, 4e12) << gpu.name;
+        EXPECT_GT(gpu.bandwidth, 0.15e12) << gpu.name;
+        EXPECT_GE(gpu.link, kPcie4 / 2) << gpu.name;
+        EXPECT_GE(gpu.host, kDesktop) << gpu.name;
+        EXPECT_DOUBLE_EQ(rates_of_gpu<float>(gpu).flops, 0.75 * gpu.fp32);
+        EXPECT_DOUBLE_EQ(rates_of_gpu<bf16>(gpu).flops, 0.65 * gpu.flops);
+    }
+}
+
+// What the devices report, as deviceQuery prints it: the arithmetic comes to their data sheets.
+TEST(DeviceRates, AGpuIsComputedFromWhatItReports) {
+    for (const GpuFacts& facts : std::initializer_list<GpuFacts>{
+             {"NVIDIA A100-SXM4-80GB", 8, 0, 108, 1.410e9, 1.593e9, 5120, false},
+             {"NVIDIA GeForce RTX 3060", 8, 6, 28, 1.777e9, 7.501e9, 192, false},
+             {"NVIDIA GeForce RTX 3090", 8, 6, 82, 1.695e9, 9.751e9, 384, false},
+             {"NVIDIA RTX A6000", 8, 6, 84, 1.800e9, 8.001e9, 384, false},
+             {"NVIDIA A10", 8, 6, 72, 1.695e9, 6.251e9, 384, false},
+             {"NVIDIA GeForce RTX 4090", 8, 9, 128, 2.520e9, 10.501e9, 384, false},
+             {"NVIDIA L4", 8, 9, 58, 2.040e9, 6.251e9, 192, false},
+             {"NVIDIA L40S", 8, 9, 142, 2.520e9, 9.001e9, 384, false},
+             {"NVIDIA H100 80GB HBM3", 9, 0, 132, 1.980e9, 2.619e9, 5120, false},
+             {"NVIDIA B200", 10, 0, 148, 1.965e9, 3.996e9, 8192, false},
+             {"NVIDIA Thor", 11, 0, 20, 1.575e9, 4.267e9, 256, true},
+             {"NVIDIA GeForce RTX 5090", 12, 0, 170, 2.407e9, 14.001e9, 512, false},
+             {"NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 12, 0, 188, 2.617e9, 14.001e9, 512, false},
+             {"NVIDIA GB10", 12, 1, 48, 2.525e9, 4.267e9, 256, true}}) {
+        const KnownGpu *table = gpu_named(facts.name), computed = computed_gpu(facts);
+        ASSERT_NE(table, nullptr) << facts.name;
+        const auto near = [&](double a, double b, double much) {
+            EXPECT_NEAR(a / b, 1, much) << facts.name << ": " << a << " beside " << b;
+        };
+        // The data sheets of the largest count with less than the clock that they report.
+        near(computed.flops, table->flops, 0.09);
+        near(computed.tf32, table->tf32, 0.09);
+        near(computed.fp32, table->fp32, 0.09);
+        near(computed.bandwidth, table->bandwidth, 0.03);
+        near(computed.link, table->link, 0.01);
+        EXPECT_EQ(gpu_planned_for(facts).called, table->name);
+        EXPECT_EQ(gpu_planned_for(facts).flops, table->flops);
+    }
+    // Unknown ones are not taken for an A100; a laptop's has eight lanes, a module's memory is its host's.
+    GpuFacts laptop = {"NVIDIA GeForce RTX 4090 Laptop GPU", 8, 9, 76, 2.040e9, 9.001e9, 256, false};
+    const NominalGpu planned = gpu_planned_for(laptop);
+    EXPECT_EQ(planned.called, laptop.name);
+    EXPECT_NEAR(planned.flops, 79.4e12, 1e11);
+    EXPECT_NEAR(planned.bandwidth, 576e9, 1e9);
+    EXPECT_EQ(planned.link, kPcie4 / 2);
+    EXPECT_EQ(planned.host, kDesktop);
+    const NominalGpu orin = gpu_planned_for({"Orin", 8, 7, 16, 1.3e9, 0.612e9, 256, true});
+    EXPECT_NEAR(orin.flops, 42.6e12, 1e11);
+    EXPECT_NEAR(orin.bandwidth, 204.8e9, 1e9);
+    EXPECT_EQ(orin.host, orin.bandwidth);
+    // One that reports no memory clock has an A100's bandwidth for its FLOP/s; where none answers, it is an
+    // A100.
+    laptop.memory_clock = 0;
+    EXPECT_NEAR(gpu_planned_for(laptop).bandwidth, 1.94e12 * 79.4 / 312, 1e9);
+    EXPECT_EQ(gpu_planned_for({}).called, "A100");
+    EXPECT_EQ(gpu_planned_for({}).bandwidth, kA100.bandwidth);
 }
 
 TEST(Error, ExitCodes) {

@@ -15,12 +15,18 @@ struct Chip {
     int major, minor, multiprocessors;
     size_t memory, shared_per_block, shared_per_multiprocessor;
     int ptx;  // the newest PTX of a build that it runs; code for 90a it runs only if it is a 9.0
+    int clock, memory_clock, bus_bits;  // kHz
 };
 inline constexpr Chip kChips[] = {
-    {"A100", "NVIDIA A100-SXM4-80GB", 8, 0, 108, size_t{80} << 30, 166912, 167936, 80},
-    {"4090", "NVIDIA GeForce RTX 4090", 8, 9, 128, size_t{24} << 30, 101376, 102400, 89},
-    {"H100", "NVIDIA H100 80GB HBM3", 9, 0, 132, size_t{80} << 30, 232448, 233472, 90},
-    {"B200", "NVIDIA B200", 10, 0, 148, size_t{180} << 30, 232448, 233472, 100},
+    {"A100", "NVIDIA A100-SXM4-80GB", 8, 0, 108, size_t{80} << 30, 166912, 167936, 80, 1410000, 1593000,
+     5120},
+    {"4090", "NVIDIA GeForce RTX 4090", 8, 9, 128, size_t{24} << 30, 101376, 102400, 89, 2520000, 10501000,
+     384},
+    {"H100", "NVIDIA H100 80GB HBM3", 9, 0, 132, size_t{80} << 30, 232448, 233472, 90, 1980000, 2619000,
+     5120},
+    {"B200", "NVIDIA B200", 10, 0, 148, size_t{180} << 30, 232448, 233472, 100, 1965000, 3996000, 8192},
+    {"5090", "NVIDIA GeForce RTX 5090", 12, 0, 170, size_t{32} << 30, 101376, 102400, 120, 2407000, 14001000,
+     512},
 };
 
 // The one that the environment's GPU names; an A100 without.
@@ -29,9 +35,15 @@ inline const Chip& chip() {
         const char* name = getenv("GPU");
         for (const Chip& c : kChips)
             if (std::string(name ? name : "A100") == c.key) return c;
-        throw Fault(std::string("GPU=") + name + ": there are A100, 4090, H100 and B200");
+        throw Fault(std::string("GPU=") + name + ": there are A100, 4090, H100, B200 and 5090");
     }();
     return chosen;
+}
+
+// What its driver calls it: the environment's GPU_NAME, where it is set, for one that nobody knows.
+inline const char* chip_name() {
+    const char* name = getenv("GPU_NAME");
+    return name ? name : chip().name;
 }
 
 // Bytes of its memory: the environment's GPU_MEMORY in MiB, where it is set.

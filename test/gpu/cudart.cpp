@@ -2,11 +2,12 @@
 // in the place of libcudart and libcublasLt, it runs an unchanged program on its own PTX.
 //
 // What CUDA forbids, and what it leaves undefined, ends the process with a line that begins with "GPU:" and
-// exit code 70. GPU=A100|4090|H100|B200 chooses the device, GPU_SEED and GPU_ORDER=late|early|random the
-// order of all that has none, GPU_MEMORY=MiB makes it smaller, GPU_CHECK=bounds leaves races unlooked for;
-// with GPU_ERROR=N waiting for a stream ends with that error, with GPU_COUNT=0 no device answers;
-// GPU_COUNTERS and GPU_COVERAGE name files for what was counted, and GPU_ENQUEUED one for how much the host
-// gave to streams: copies, launches, whole graphs, events and waits for them.
+// exit code 70. GPU=A100|4090|H100|B200|5090 chooses the device and GPU_NAME another name for it, GPU_SEED
+// and GPU_ORDER=late|early|random the order of all that has none, GPU_MEMORY=MiB makes it smaller,
+// GPU_CHECK=bounds leaves races unlooked for; with GPU_ERROR=N waiting for a stream ends with that error,
+// with GPU_COUNT=0 no device answers; GPU_COUNTERS and GPU_COVERAGE name files for what was counted, and
+// GPU_ENQUEUED one for how much the host gave to streams: copies, launches, whole graphs, events and waits
+// for them.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <unistd.h>
@@ -389,7 +390,7 @@ cudaError_t cudaSetDevice(int d) { return d ? cudaErrorInvalidDevice : cudaSucce
 cudaError_t cudaGetDeviceProperties(cudaDeviceProp* p, int) {
     return call([&] {
         memset(p, 0, sizeof *p);
-        snprintf(p->name, sizeof p->name, "%s", chip().name);
+        snprintf(p->name, sizeof p->name, "%s", chip_name());
         p->major = chip().major;
         p->minor = chip().minor;
         p->multiProcessorCount = chip().multiprocessors;
@@ -413,6 +414,18 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
                 return;
             case cudaDevAttrComputeCapabilityMinor:
                 *value = chip().minor;
+                return;
+            case cudaDevAttrClockRate:
+                *value = chip().clock;
+                return;
+            case cudaDevAttrMemoryClockRate:
+                *value = chip().memory_clock;
+                return;
+            case cudaDevAttrGlobalMemoryBusWidth:
+                *value = chip().bus_bits;
+                return;
+            case cudaDevAttrIntegrated:
+                *value = 0;
                 return;
             case cudaDevAttrMaxSharedMemoryPerBlockOptin:
                 *value = static_cast<int>(chip().shared_per_block);

@@ -26,6 +26,9 @@ Gpu = collections.namedtuple("Gpu", "arch sms clock bandwidth flops products mma
 GPUS = {"A100": Gpu("sm_80", 108, 1.41e9, 2.0e12, 312e12, 271.2e12, 1, 80e9, 64, 164 << 10, 466, (128, 256)),
         "4090": Gpu("sm_89", 128, 2.52e9, 1.01e12, 165e12, 165e12 * 271.2 / 312, 1, 24e9, 48, 100 << 10, 542, (128, 128)),
         "H100": Gpu("sm_90a", 132, 1.83e9, 3.35e12, 989e12, 794.5e12, 0.63, 80e9, 64, 228 << 10, 479, (128, 256))}
+# Cycles of a tile beside its products: the first operands are on their way, and the result is written. From what cuBLAS is
+# published to reach on an H100: see PRODUCTS.
+TILE_CYCLES = 3000
 REACHED = 0.85  # of the bandwidth, where enough loads are under way
 LAUNCH = 3e-6  # seconds, as llmc/device_rates.h has it
 
@@ -57,6 +60,13 @@ PUBLISHED = {
     ("GPT-2 1558M in llm.c's step", "H100"): (1048576 / 2.80 / 8, "llm.c, scripts/run_gpt2_1558M.sh: 8 GPUs, 2.80 s a step"),
     ("Qwen2.5-1.5B", "H100"): (59e3, "LLMQ's README, bf16, batch 16"),
     ("Qwen2.5-1.5B", "4090"): (14e3, "LLMQ's README, bf16, batch 4"),
+}
+
+# Products of cuBLAS on an H100 in 16 bits, (m, n, k): (TFLOP/s, source).
+PRODUCTS = {
+    (8192, 8192, 512): (553, "torch in Triton's tutorial 09-persistent-matmul.py, on a user's H100"),
+    (16384, 16384, 1024): (2 * 16384**2 * 1024 / 776e-6 / 1e12, "nvprof in NVIDIA/Fuser, issue 3137"),
+    (2048, 2048, 8192): (2 * 2048**2 * 8192 / 87.55e-6 / 1e12, "nvprof in NVIDIA/Fuser, issue 3279"),
 }
 
 # The kernels that an operation launches. A kernel that none claims, or an operation without one, ends the script.
@@ -280,12 +290,21 @@ def warps_on(gpu, registers, threads, shared):
 
 # --- The time.
 
-def product_seconds(gpu, name, flops, bytes_, calls):
-    """By whole waves of a library's tiles, of which a long sum may be cut into up to 16."""
-    m, n, k = map(int, re.search(r"(\d+) x (\d+) x (\d+)", name).groups())
+def product_share(gpu, m, n, k):
+    """The share of the best rate that a product of this shape reaches: whole waves of a library's tiles, each of which takes
+    TILE_CYCLES beside its products. A long sum may be cut into up to 16, each a tile of its own."""
     tiles = math.ceil(m / gpu.tile[0]) * math.ceil(n / gpu.tile[1])
-    share = max(tiles * s / (math.ceil(tiles * s / gpu.sms) * gpu.sms) for s in (1, 2, 4, 8, 16) if s == 1 or k // s >= 512)
-    return {"tensor": flops / (gpu.products * share), "memory": bytes_ / (gpu.bandwidth * REACHED)}, calls
+    cycles = 2 * gpu.tile[0] * gpu.tile[1] / (gpu.products / gpu.sms) * gpu.clock  # of one step of k
+    idle = TILE_CYCLES / cycles  # steps of k
+    shares = (tiles * s / (math.ceil(tiles * s / gpu.sms) * gpu.sms) * (k / s) / (k / s + idle)
+              for s in (1, 2, 4, 8, 16) if s == 1 or k // s >= 512)
+    return max(shares)
+
+
+def product_seconds(gpu, name, flops, bytes_, calls):
+    """The seconds of all calls by each bound, and the launches."""
+    m, n, k = map(int, re.search(r"(\d+) x (\d+) x (\d+)", name).groups())
+    return {"tensor": flops / (gpu.products * product_share(gpu, m, n, k)), "memory": bytes_ / (gpu.bandwidth * REACHED)}, calls
 
 
 def unit_of(operation, small, kernels, code):
@@ -392,8 +411,8 @@ def step_tables(setup, steps):
             *table(["operation", "launches", *(f"{gpu}, ms" for gpu in steps)], rows)]
 
 
-def gates(totals_, steps, kernels, optimism):
-    """Each gate of the project, and whether it is met. `optimism`: how much of llm.c's own step the count sees."""
+def step_gates(totals_, optimism):
+    """The project's gates of whole steps, and whether each is met. `optimism`: how much of llm.c's own step the count sees."""
     lines = []
 
     def verdict(counted, with_error):
@@ -409,22 +428,44 @@ def gates(totals_, steps, kernels, optimism):
         ratio = tokens(setup) / totals_[title, gpu] / published
         lines.append(f"- 1.1 times llm.c's tokens/s, {title} on {gpu}: {ratio:.2f} times as counted, {ratio * optimism:.2f} with "
                      f"that error: {verdict(ratio >= 1.1, ratio * optimism >= 1.1)}.")
+    return lines
+
+
+def at_the_best_rate(plans, steps):
+    """What the shapes of products cost: steps with all of them at the rate of the best shape, which the gates were once held to."""
+    said = []
+    for (title, gpu_name), step in steps.items():
+        gpu = GPUS[gpu_name]
+        best = sum(o["flops"] for o in plans[title, gpu_name] if o["name"].startswith("matmul")) / gpu.products
+        counted = sum(row[1] - row[3] * LAUNCH for row in step if row[0].startswith("products"))
+        whole = sum(row[1] for row in step)
+        said.append(f"{title} on {gpu_name} {1e3 * (whole - counted + best):.0f} and not {1e3 * whole:.0f}")
+    return ["The rate of a product is that of its shape: a sum over K = 768 keeps an H100's tensor cores waiting for a sixth of a "
+            "tile's time. With all products at the rate of the best shape the steps would take, ms: " + "; ".join(said) + ".", ""]
+
+
+def kernel_gates(kernels):
+    """The gates of single kernels."""
     moves = {name: k for name, k in kernels.items() if not k["tensor_flops"] and k["global_sectors"] > 1000}
     poor = {n: k["global_bytes"] / 32 / k["global_sectors"] for n, k in moves.items()}
     banks = {n: k["shared_passes"] / k["shared_requests"] for n, k in kernels.items() if k["shared_requests"]}
+
     def listed(values, bad):
         found = [(n, v) for n, v in values.items() if bad(v)]
         return "; ".join(f"{r} {v:.2f}" for r, (_, v) in zip(readable([n for n, _ in found]), found)) if found else "met by all"
-    lines.append(f"- 90% of the bytes of sectors used, by kernels that only move memory: {listed(poor, lambda v: v < 0.9)}, of each request by itself.")
-    lines.append(f"- At most 1.1 accesses a bank: {listed(banks, lambda v: v > 1.1)}.")
+
+    return [f"- 90% of the bytes of sectors used, by kernels that only move memory: {listed(poor, lambda v: v < 0.9)}, of each request by itself.",
+            f"- At most 1.1 accesses a bank: {listed(banks, lambda v: v > 1.1)}."]
+
+
+def roofline_gate(totals_, steps):
     slow = collections.defaultdict(list)
     for (title, gpu), step in steps.items():
         for name, seconds, _, launches, roofline in step:
             if roofline < 0.7 * (seconds - launches * LAUNCH) and seconds > 0.005 * totals_[title, gpu]:
                 slow[name].append(f"{roofline / (seconds - launches * LAUNCH):.2f}")
-    lines.append("- Nothing under 70% of its roofline, launches aside, where it takes half a per cent of a step: " +
-                 ("; ".join(f"{name} {min(v)} to {max(v)}" for name, v in slow.items()) or "met by all") + ".")
-    return lines
+    return ["- Nothing under 70% of its roofline, launches aside, where it takes half a per cent of a step: " +
+            ("; ".join(f"{name} {min(v)} to {max(v)}" for name, v in slow.items()) or "met by all") + "."]
 
 
 def fitted(counts):
@@ -486,12 +527,23 @@ def llmc_seconds(operations, step):
     return sum(row[1] for row in step if not row[0].startswith("attention")) + attention / gpu.products
 
 
+def product_checks():
+    """Products by shape beside what was published of them."""
+    gpu, lines = GPUS["H100"], []
+    for shape, (published, source) in PRODUCTS.items():
+        counted = gpu.products * product_share(gpu, *shape) / 1e12
+        lines.append(f"- cuBLAS on an H100, {' x '.join(map(str, shape))}: {counted:.0f} TFLOP/s by the method, {published:.0f} "
+                     f"published ({source}): {abs(100 * (counted / published - 1)):.0f}% too {'fast' if counted > published else 'slow'}.")
+    return lines
+
+
 def checks(theirs):
     """The method on what was published."""
     gpu = GPUS["A100"]
-    return [f"- llm.c's step of GPT-2 124M on an A100, 64 x 1024: the operations above with FlashAttention 2's products "
+    return [*product_checks(),
+            f"- llm.c's step of GPT-2 124M on an A100, 64 x 1024: the operations above with FlashAttention 2's products "
             f"at cuBLASLt's rate are {1e3 * theirs:.0f} ms; published: about 300, on 8 GPUs that exchange gradients too. "
-            f"The count is {100 * (1 - theirs / LLMC_A100):.0f}% too fast.",
+            f"The count is {abs(100 * (1 - theirs / LLMC_A100)):.0f}% too {'fast' if theirs < LLMC_A100 else 'slow'}.",
             f"- FlashAttention 2's forward pass on an A100 (heads of 128): tensor FLOPs by the method "
             f"{gpu.products / 1e12:.0f} TFLOP/s, published at most 230 (arXiv 2307.08691): "
             f"{100 * (gpu.products / 230e12 - 1):.0f}% too fast.",
@@ -526,6 +578,107 @@ def kernel_table(gpu_name, kernels, code):
                                            "of Little's", "sector use", "passes a bank"], rows)]
 
 
+HEAD = ["# What a step should take, by counting", "", "Nothing here was measured. `dev/gpu_predicted.py` makes it from "
+        "the program: " + " ".join(__doc__.split("\n\n")[1].split()) + " The counts are of PTX, as executed on "
+        "models of one narrow layer, in proportion to bytes or FLOPs; where a kernel is one long loop, times the "
+        "instructions that this has in SASS beside those in PTX.", ""]
+TOO_FAST = ["What overlaps badly, waits for latency or runs at lower clocks is not in the count: the steps above are "
+            "to be read as the least that these kernels take.", ""]
+
+
+class Counted:
+    """What the played GPU counts: by operation, for the steps, and by kernel, for the tables of kernels."""
+
+    def __init__(self, trainer, folder):
+        self.trainer, self.folder = trainer, folder
+        self.from_sass = cubins(trainer, folder)
+        self.units, self.every, self.codes = collections.defaultdict(dict), {}, collections.defaultdict(dict)
+
+    def units_of(self, setup, gpu_name, operations):
+        kernels, small = small_step(self.trainer, GPUS[gpu_name], setup, self.folder)
+        check_claims(kernels, totals(operations))
+        code = facts(GPUS[gpu_name], kernels, *self.from_sass)
+        self.every.update(kernels)
+        self.codes[gpu_name].update(code)
+        self.units[setup.title][gpu_name] = {name: unit_of(name, small, kernels, code) for name in small
+                                             if name in OPERATIONS and name != "matmul"}
+        return self.units[setup.title][gpu_name]
+
+    def kernel_gates(self):
+        return kernel_gates(self.every)
+
+    def attention(self, plans):
+        return [*hopper_kernels(self.trainer, plans, self.folder, self.from_sass),
+                *attention_by_length(self.trainer, self.folder, self.from_sass)]
+
+    def kernel_tables(self):
+        lines = ["## Kernels", ""]
+        for gpu_name in ("A100", "H100"):
+            code = self.codes[gpu_name]
+            lines += kernel_table(gpu_name, {n: k for n, k in self.every.items() if n in code}, code)
+        return lines
+
+
+class Kept:
+    """The same from the files of an earlier run: of the Markdown what is of kernels alone stays as it is."""
+
+    def __init__(self, units, text):
+        self.units, self.lines = units, text.splitlines()
+
+    def units_of(self, setup, gpu_name, operations):
+        known = self.units[setup.title][gpu_name]
+        missing = [name for name in totals(operations) if name != "matmul" and name not in known]
+        if missing:
+            raise SystemExit(f"gpu_predicted.py: --keep-counts: nothing was counted of {missing[0]} on {gpu_name}: run it without")
+        return known
+
+    def section(self, title):
+        begin = self.lines.index(f"## {title}")
+        end = next((i for i in range(begin + 1, len(self.lines)) if self.lines[i].startswith("## ")), len(self.lines))
+        return self.lines[begin:end]
+
+    def kernel_gates(self):
+        return [line for line in self.lines if line.startswith(("- 90% of the bytes", "- At most 1.1 accesses"))]
+
+    def attention(self, _):
+        return self.section("Hopper's own kernels") + self.section("Attention by length")
+
+    def kernel_tables(self):
+        return self.section("Kernels")
+
+
+def step_row(setup, gpu_name, p, seconds):
+    """The row of a step in the first table."""
+    speed, room = tokens(setup) / seconds, p["totals"]["total"] / GPUS[gpu_name].memory
+    published, source = PUBLISHED.get((setup.title, gpu_name), (0, ""))
+    return [headline(setup), gpu_name, p["head_rows"], f"{1e3 * seconds:.0f}" + (" (does not fit)" if room > 1 else ""),
+            f"{speed:.0f}", f"{published:.0f}" if published else "", f"{speed / published:.2f}" if published else "", source]
+
+
+def predicted(trainer, folder, counts):
+    """The lines of the file."""
+    steps, totals_, plans, rows = {}, {}, {}, []
+    for setup in SETUPS:
+        for gpu_name, gpu in GPUS.items():
+            p = plan(trainer, gpu_name, setup.model, setup.batch, setup.seq_len, folder, "--grad-accum", setup.micro_batches)
+            key = setup.title, gpu_name
+            plans[key] = of_step(p["operations"], setup.micro_batches)
+            steps[key] = step_of(gpu, plans[key], counts.units_of(setup, gpu_name, plans[key]))
+            totals_[key] = sum(row[1] for row in steps[key])
+            rows.append(step_row(setup, gpu_name, p, totals_[key]))
+    theirs = llmc_seconds(plans["GPT-2 124M", "A100"], steps["GPT-2 124M", "A100"])
+    lines = [*HEAD, "## Steps", "", *table(["step", "GPU", "head rows", "ms", "tokens/s", "published", "ratio", "source"], rows),
+             *at_the_best_rate(plans, steps),
+             "## Gates", "", *step_gates(totals_, min(1, theirs / LLMC_A100)), *counts.kernel_gates(),
+             *roofline_gate(totals_, steps), "",
+             "## The method on what was published", "", *checks(theirs), *TOO_FAST,
+             "## Left apart", "", *left_apart(plans, steps), *counts.attention(plans),
+             "## Operations", "", "In brackets: what bounds it, and the share of its roofline.", ""]
+    for setup in SETUPS:
+        lines += step_tables(setup, {gpu: steps[setup.title, gpu] for gpu in GPUS})
+    return lines + counts.kernel_tables()
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0],
                                      formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -534,56 +687,22 @@ def main(arguments=None):
     parser.add_argument("--units", default=ROOT / "dev/results/gpu-predicted.json",
                         help="what was counted by operation: dev/gpu_compare.py reads it")
     parser.add_argument("--keep", help="a folder for what was counted, which is not counted again")
+    parser.add_argument("--keep-counts", action="store_true",
+                        help="run no kernels: take what was counted from the files of an earlier run, and plan and add up anew")
     options = parser.parse_args(arguments)
-    trainer = pathlib.Path(options.trainer).resolve()
-    steps, totals_, written, every, units = {}, {}, [], {}, collections.defaultdict(dict)
+    trainer, out, units = (pathlib.Path(path) for path in (options.trainer, options.out, options.units))
     with tempfile.TemporaryDirectory() as path:
         folder = pathlib.Path(options.keep or path)
         folder.mkdir(exist_ok=True)
-        from_sass = cubins(trainer, folder)
-        rows, plans, codes = [], {}, {}
-        for setup in SETUPS:
-            for gpu_name, gpu in GPUS.items():
-                kernels, small = small_step(trainer, gpu, setup, folder)
-                p = plan(trainer, gpu_name, setup.model, setup.batch, setup.seq_len, folder, "--grad-accum", setup.micro_batches)
-                operations = of_step(p["operations"], setup.micro_batches)
-                check_claims(kernels, totals(operations))
-                code = facts(gpu, kernels, *from_sass)
-                every.update(kernels)
-                codes.setdefault(gpu_name, {}).update(code)
-                known = units[setup.title][gpu_name] = {name: unit_of(name, small, kernels, code) for name in small
-                                                        if name in OPERATIONS and name != "matmul"}
-                step = step_of(gpu, operations, known)
-                seconds = sum(row[1] for row in step)
-                steps[setup.title, gpu_name], totals_[setup.title, gpu_name] = step, seconds
-                plans[setup.title, gpu_name] = operations
-                speed = tokens(setup) / seconds
-                published, source = PUBLISHED.get((setup.title, gpu_name), (0, ""))
-                room = p["totals"]["total"] / gpu.memory
-                rows.append([headline(setup), gpu_name, p["head_rows"],
-                             f"{1e3 * seconds:.0f}" + (" (does not fit)" if room > 1 else ""), f"{speed:.0f}",
-                             f"{published:.0f}" if published else "", f"{speed / published:.2f}" if published else "", source])
-        written += ["# What a step should take, by counting", "", "Nothing here was measured. `dev/gpu_predicted.py` makes it from "
-                    "the program: " + " ".join(__doc__.split("\n\n")[1].split()) + " The counts are of PTX, as executed on "
-                    "models of one narrow layer, in proportion to bytes or FLOPs; where a kernel is one long loop, times the "
-                    "instructions that this has in SASS beside those in PTX.", "",
-                    "## Steps", "", *table(["step", "GPU", "head rows", "ms", "tokens/s", "published", "ratio", "source"], rows)]
-        theirs = llmc_seconds(plans["GPT-2 124M", "A100"], steps["GPT-2 124M", "A100"])
-        written += ["## Gates", "", *gates(totals_, steps, every, min(1, theirs / LLMC_A100)), "",
-                    "## The method on what was published", "", *checks(theirs),
-                    "What overlaps badly, waits for latency or runs at lower clocks is not in the count: the steps above are "
-                    "to be read as the least that these kernels take.", "",
-                    "## Left apart", "", *left_apart(plans, steps), *hopper_kernels(trainer, plans, folder, from_sass),
-                    *attention_by_length(trainer, folder, from_sass),
-                    "## Operations", "", "In brackets: what bounds it, and the share of its roofline.", ""]
-        for setup in SETUPS:
-            written += step_tables(setup, {gpu: steps[setup.title, gpu] for gpu in GPUS})
-        written += ["## Kernels", ""]
-        for gpu_name in ("A100", "H100"):
-            written += kernel_table(gpu_name, {n: k for n, k in every.items() if n in codes[gpu_name]}, codes[gpu_name])
-    pathlib.Path(options.out).write_text("\n".join(written).rstrip() + "\n")
-    pathlib.Path(options.units).write_text(json.dumps(rounded(units), indent=1, sort_keys=True) + "\n")
-    print(f"written: {options.out}")
+        if options.keep_counts:
+            counts = Kept(json.loads(units.read_text()), out.read_text())
+        else:
+            counts = Counted(trainer.resolve(), folder)
+        lines = predicted(trainer.resolve(), folder, counts)
+    out.write_text("\n".join(lines).rstrip() + "\n")
+    if not options.keep_counts:
+        units.write_text(json.dumps(rounded(counts.units), indent=1, sort_keys=True) + "\n")
+    print(f"written: {out}")
 
 
 if __name__ == "__main__":

@@ -67,9 +67,28 @@ def test_an_operation_takes_its_longest_bound():
 
 def test_products_come_in_whole_waves():
     gpu = gpu_predicted.GPUS["A100"]
-    whole, _ = gpu_predicted.product_seconds(gpu, "matmul 13824 x 256 x 512 NN", 1e12, 0, 1)  # 108 tiles
-    more, _ = gpu_predicted.product_seconds(gpu, "matmul 13952 x 256 x 512 NN", 1e12, 0, 1)
-    assert whole["tensor"] == pytest.approx(1e12 / gpu.products) and more["tensor"] > 1.9 * whole["tensor"]
+    whole, more = (gpu_predicted.product_seconds(gpu, f"matmul {m} x 256 x 512 NN", 1e12, 0, 1)[0]["tensor"]
+                   for m in (13824, 13952))  # 108 tiles, and 109
+    assert more == pytest.approx(2 * 108 / 109 * whole)
+
+
+def test_a_short_sum_is_slower():
+    """A tile takes some time beside its products; a long sum is worth that rate which is the best."""
+    gpu = gpu_predicted.GPUS["H100"]
+    shares = [gpu_predicted.product_share(gpu, 132 * 128, 256 * 8, k) for k in (256, 768, 1600, 4096, 65536)]
+    assert shares == sorted(shares) and shares[0] < 0.65 and shares[-1] > 0.99
+    assert shares[1] * gpu.products == pytest.approx(660e12, rel=0.02)
+    idle = [k * (1 / share - 1) for k, share in zip((256, 768, 1600), shares)]
+    assert idle == pytest.approx([idle[0]] * 3)  # as many steps of k
+    for shape, (published, _) in gpu_predicted.PRODUCTS.items():
+        assert gpu_predicted.product_share(gpu, *shape) * gpu.products == pytest.approx(published * 1e12, rel=0.09)
+
+
+def test_cutting_a_sum_fills_the_gpu_but_costs_tiles():
+    gpu = gpu_predicted.GPUS["A100"]
+    few = gpu_predicted.product_share(gpu, 128, 256, 65536)  # one tile of 108 that there is room for
+    assert 12 / 108 < few < 16 / 108
+    assert gpu_predicted.product_share(gpu, 128, 256, 512) < 1 / 108
 
 
 def test_a_line_through_counts():

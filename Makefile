@@ -338,6 +338,7 @@ build/emulated-coverage/report: emulated-build
 	@for gpu in A100 H100; do for t in $(EMULATED_TESTS); do \
 	  if [ $${t##*/} = test_attention ]; then export SMALL_SHAPES=1; else unset SMALL_SHAPES; fi; \
 	  GPU=$$gpu GPU_COVERAGE=$(EMULATED)/coverage $$t --gtest_brief=1 || exit 1; done; done
+	SMALL_SHAPES=1 GPU=5090 GPU_COVERAGE=$(EMULATED)/coverage $(EMULATED)/test_attention --gtest_brief=1 --gtest_filter='Attention/1.Matches*'
 	EMULATED=$(EMULATED) GPU_COVERAGE=$(CURDIR)/$(EMULATED)/coverage MORE_TESTS=1 TRAIN_BINARIES="build/cpu-fp32/train build/cpu-bf16/train" \
 	  $(PYTHON) -m pytest -q -n 2 test/test_emulated.py -k "not fault and not kernel_tests"
 	@$(PYTHON) dev/gpu_coverage.py $(EMULATED)/coverage --host $(EMULATED) --out dev/results/gpu-coverage.md

@@ -4,13 +4,13 @@
 //   dS = P * (dout V^T - delta)   delta = rowsum(dout * out)
 //   dV = P^T dout   dK = dS^T Q / sqrt(head_size)   dQ = dS K / sqrt(head_size)
 //
-// A block keeps 64 rows of one side, or 128, each of its 4 warps 16 of them, or 32, and the rows of the other
-// side pass by in tiles while the next ones are on their way. Scores stay in the registers that the product
-// left them in; P and dS are rounded to T there for the next product. Forward follows the softmax online
-// (Milakov and Gimelshein 2018; Dao 2023); backward makes P again from lse, once for dK and dV and once for
-// dQ, so that no sum needs atomics: heads that share keys pass one after the other where those stay. Tiles
-// outside a window or of other documents are left out. On the fast CPU attention_cpu.h does the same with
-// oneDNN.
+// A block keeps 64 rows of one side, or 128, each of its 4 or 8 warps 16 of them, or 32, and the rows of the
+// other side pass by in tiles while the next ones are on their way. Scores stay in the registers that the
+// product left them in; P and dS are rounded to T there for the next product. Forward follows the softmax
+// online (Milakov and Gimelshein 2018; Dao 2023); backward makes P again from lse, once for dK and dV and
+// once for dQ, so that no sum needs atomics: heads that share keys pass one after the other where those stay.
+// Tiles outside a window or of other documents are left out. On the fast CPU attention_cpu.h does the same
+// with oneDNN.
 //
 // Each kernel comes in two forms. The plain one has neither window nor slopes nor documents, its rows are
 // made of whole aligned 16 bytes, and it has no branches for the others.
@@ -28,25 +28,34 @@
 #include "llmc/attention_cpu.h"
 #endif
 
-constexpr int kAttentionRows = 64;      // that stay in a block, where warps have 16 of them
-constexpr int kAttentionThreads = 128;  // 4 warps
-
 // Tiles for heads of up to kHead columns, a multiple of 16; what is beyond head_size is zero.
-template <class T, int kHead>
+//
+// kSmall: for GPUs with 100 KiB of shared memory a multiprocessor, which would hold one block of 4 warps with
+// the other tiles. With these it holds 8 warps, of 16 rows each: two blocks of 4 for heads of up to 64
+// columns, one block of 8 for larger ones. In backward the passing tiles are half as large, as no bit depends
+// on that. In forward each of them is a step of the softmax, so they stay as they are.
+template <class T, int kHead, bool kSmall = false, bool kBackward = false>
 struct AttentionTiles {
-    // Rows that pass by at a time: 8 KiB of them.
-    static constexpr int kPassing = 8192 / (kHead * sizeof(T)) < 64 ? 8192 / (kHead * sizeof(T)) : 64;
+    static constexpr int kThreads = kSmall && kHead > 64 ? 256 : 128;
+    static constexpr int kStaying = kThreads / 32 * 16;  // rows that stay in a block, where warps have 16
+    // Rows that pass by at a time: 8 KiB of them, or 4.
+    static constexpr int kBytes = kSmall && kBackward ? 4096 : 8192;
+    static constexpr int kPassing = kBytes / (kHead * sizeof(T)) < 64 ? kBytes / (kHead * sizeof(T)) : 64;
     // 16 bytes more than the columns, so that 8 rows in a row fall into different banks.
     static constexpr int kStride = kHead + 16 / sizeof(T);
-    static constexpr int kStayingSize = kAttentionRows * kStride;
+    static constexpr int kStayingSize = kStaying * kStride;
     static constexpr int kPassingSize = kPassing * kStride;
     // Blocks that an SM must have registers for. Left to itself the compiler aims higher and spills.
-    static constexpr int kBlocksAtOnce = kHead <= 64 ? 3 : 2;
+    static constexpr int kBlocksAtOnce = kSmall ? 256 / kThreads : kHead <= 64 ? 3 : 2;
+    // Whether 8 warps fit with so much shared memory for each block; CUDA takes 1 KiB of it.
+    static constexpr bool fits(size_t shared_bytes) {
+        return !kSmall || 256 / kThreads * (shared_bytes + 1024) <= 100 << 10;
+    }
 };
 
 // Loads tiles of kRows rows of kTiles tensors, which lie one after the other. What a thread copies of a tile
 // has the same places in each: one column of every kStep-th row, so from copy to copy it only adds.
-template <int kTiles, int kRows, int kHead, class T>
+template <int kTiles, int kRows, int kHead, class T, int kThreads = 128>
 struct TileLoader {
     static constexpr int kStride = AttentionTiles<T, kHead>::kStride;
     using Strides = int64_t[kTiles];  // distances of rows
@@ -56,8 +65,8 @@ struct TileLoader {
 
     template <int kElements>  // at once
     struct Places {
-        static constexpr int kColumns = kHead / kElements, kStep = kAttentionThreads / kColumns;
-        static_assert(kAttentionThreads % kColumns == 0 && kRows % kStep == 0);
+        static constexpr int kColumns = kHead / kElements, kStep = kThreads / kColumns;
+        static_assert(kThreads % kColumns == 0 && kRows % kStep == 0);
         const int row = threadIdx.x / kColumns, column = threadIdx.x % kColumns * kElements;
 
         SIMT_DEVICE void begin(TileLoader& loader, const T* const (&tensors)[kTiles],
@@ -98,16 +107,17 @@ struct TileLoader {
 };
 
 // A tile of some tensors for itself.
-template <int kHead, int kRows, int kTiles, class T>
+template <int kHead, int kRows, int kTiles, int kThreads, class T>
 SIMT_DEVICE void load_staying(T* tiles, const T* const (&tensors)[kTiles], const int64_t (&strides)[kTiles],
                               int rows, int head_size, bool vectors) {
-    TileLoader<kTiles, kRows, kHead, T>(tensors, strides, vectors).load(tiles, strides, rows, head_size);
+    TileLoader<kTiles, kRows, kHead, T, kThreads>(tensors, strides, vectors)
+        .load(tiles, strides, rows, head_size);
 }
 
 // The keys and values of one head, from the first on.
-template <int kHead, class T>
-struct KeyLoader : TileLoader<2, AttentionTiles<T, kHead>::kPassing, kHead, T> {
-    using Loader = TileLoader<2, AttentionTiles<T, kHead>::kPassing, kHead, T>;
+template <class Tiles, int kHead, class T>
+struct KeyLoader : TileLoader<2, Tiles::kPassing, kHead, T, Tiles::kThreads> {
+    using Loader = TileLoader<2, Tiles::kPassing, kHead, T, Tiles::kThreads>;
     SIMT_DEVICE KeyLoader(const AttentionInput<T>& in, int b, int kv, bool vectors)
         : Loader({in.k + in.kv_offset(b, kv), in.v + in.kv_offset(b, kv)}, {in.kv_row, in.kv_row}, vectors) {}
     SIMT_DEVICE void load(T* tiles, const AttentionInput<T>& in, int key) {
@@ -180,22 +190,25 @@ SIMT_DEVICE int made_anew(int x) {
 }
 
 // How forward is cut. The plain form gives a warp 32 queries, so that what it reads of keys and values serves
-// twice as many products; what passes by comes from shared memory as fast as the tensor cores take it.
-template <class T, int kHead, bool kPlain>
-struct ForwardTiles : AttentionTiles<T, kHead> {
-    using Tiles = AttentionTiles<T, kHead>;
-    static constexpr int kParts = kPlain && std::is_same_v<T, bf16> ? 2 : 1;  // of 16 queries
-    static constexpr int kRows = kParts * kAttentionRows;
+// twice as many products; what passes by comes from shared memory as fast as the tensor cores take it. Those
+// of GPUs that have small tiles take half as fast, or a quarter, and do with 16 queries a warp.
+template <class T, int kHead, bool kPlain, bool kSmall>
+struct ForwardTiles : AttentionTiles<T, kHead, kSmall> {
+    using Tiles = AttentionTiles<T, kHead, kSmall>;
+    static constexpr int kParts = kPlain && !kSmall && std::is_same_v<T, bf16> ? 2 : 1;  // of 16 queries
+    static constexpr int kRows = kParts * Tiles::kStaying;
     static constexpr int kQuerySize = kRows * Tiles::kStride;
     static constexpr size_t kSharedBytes = (kQuerySize + 4 * Tiles::kPassingSize) * sizeof(T);
     static constexpr int kBlocksAtOnce = kParts == 2 ? 2 : Tiles::kBlocksAtOnce;
+    static_assert(Tiles::fits(kSharedBytes));
 };
 
 // out and lse of kRows queries of one head. Blocks (batch * heads, tiles of queries), longest first.
-template <class T, int kHead, bool kPlain>
-__global__ void __launch_bounds__(kAttentionThreads, ForwardTiles<T, kHead, kPlain>::kBlocksAtOnce)
+template <class T, int kHead, bool kPlain, bool kSmall>
+__global__ void __launch_bounds__(ForwardTiles<T, kHead, kPlain, kSmall>::kThreads,
+                                  ForwardTiles<T, kHead, kPlain, kSmall>::kBlocksAtOnce)
     attention_forward_kernel(T* out, float* lse, AttentionInput<T> in, float scale, bool vectors) {
-    using Tiles = ForwardTiles<T, kHead, kPlain>;
+    using Tiles = ForwardTiles<T, kHead, kPlain, kSmall>;
     constexpr int kPassing = Tiles::kPassing, kParts = Tiles::kParts, kRows = Tiles::kRows;
     if (kPlain) vectors = true;
     DYNAMIC_SHARED(T, shared);
@@ -208,9 +221,10 @@ __global__ void __launch_bounds__(kAttentionThreads, ForwardTiles<T, kHead, kPla
     if (!kPlain) in.drop_keys(in.first_tile(in.first_key(b, block_row)));
     const int end = in.keys_before(block_row + kRows);
     if (kPlain) SIMT_ASSUME(end > 0);
-    load_staying<kHead, kRows, 1, T>(q_tile, {in.q + in.q_offset(b, h) + block_row * in.q_row}, {in.q_row},
-                                     in.queries - block_row, in.head_size, vectors);
-    KeyLoader<kHead, T> loader(in, b, kv, vectors);
+    load_staying<kHead, kRows, 1, Tiles::kThreads, T>(
+        q_tile, {in.q + in.q_offset(b, h) + block_row * in.q_row}, {in.q_row}, in.queries - block_row,
+        in.head_size, vectors);
+    KeyLoader<Tiles, kHead, T> loader(in, b, kv, vectors);
     loader.load(kv_tiles, in, 0);
 
     int first_keys[2] = {};  // of the documents of this lane's queries
@@ -275,13 +289,15 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
 }
 
-// dK and dV of 64 keys of one head, from S^T = K Q^T. The queries of all heads that share it pass by, head
-// after head. Blocks (batch * kv_heads, tiles of keys), longest first.
-template <class T, int kHead, bool kPlain>
-__global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, with twice the sums
+// dK and dV of 64 keys of one head, or 128, from S^T = K Q^T. The queries of all heads that share it pass by,
+// head after head. Blocks (batch * kv_heads, tiles of keys), longest first.
+template <class T, int kHead, bool kPlain, bool kSmall>
+__global__ void __launch_bounds__(AttentionTiles<T, kHead, kSmall, true>::kThreads,
+                                  // As kBlocksAtOnce, with twice the sums.
+                                  256 / AttentionTiles<T, kHead, kSmall, true>::kThreads)
     attention_backward_keys_kernel(T* dk, T* dv, const T* dout, const float* lse, const float* delta,
                                    AttentionInput<T> in, float scale, bool vectors) {
-    using Tiles = AttentionTiles<T, kHead>;
+    using Tiles = AttentionTiles<T, kHead, kSmall, true>;
     constexpr int kPassing = Tiles::kPassing;
     if (kPlain) vectors = true;
     DYNAMIC_SHARED(T, shared);
@@ -295,11 +311,11 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
     const int kv = blockIdx.x % in.kv_heads, b = blockIdx.x / in.kv_heads;
     const int first_head = kv * in.group(), heads_end = first_head + in.group();
     if (kPlain) SIMT_ASSUME(heads_end > first_head);  // in the others ptxas would spill
-    const int block_row = blockIdx.y * kAttentionRows;
-    const int keys_end = block_row + kAttentionRows, begin = in.first_query(block_row);
+    const int block_row = blockIdx.y * Tiles::kStaying;
+    const int keys_end = block_row + Tiles::kStaying, begin = in.first_query(block_row);
     const int end = kPlain ? in.queries : in.queries_before(b, keys_end);
     const int warp_row = uniform_warp() * 16, row = block_row + warp_row;  // its first key
-    using Loader = TileLoader<2, kPassing, kHead, T>;
+    using Loader = TileLoader<2, kPassing, kHead, T, Tiles::kThreads>;
     const auto loader_of = [&](int h) SIMT_INLINE {
         return Loader(
             {in.q + in.q_offset(b, h) + begin * in.q_row, dout + in.out_offset(b, h) + begin * in.out_row()},
@@ -317,9 +333,9 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
             copy_to_shared<4>(statistic(first ? to : to + Tiles::kPassingSize, i), from, i < left);
     };
     const int64_t rows_at = in.kv_offset(b, kv) + block_row * in.kv_row;
-    load_staying<kHead, kAttentionRows, 2, T>(k_tile, {in.k + rows_at, in.v + rows_at},
-                                              {in.kv_row, in.kv_row}, in.keys - block_row, in.head_size,
-                                              vectors);
+    load_staying<kHead, Tiles::kStaying, 2, Tiles::kThreads, T>(k_tile, {in.k + rows_at, in.v + rows_at},
+                                                                {in.kv_row, in.kv_row}, in.keys - block_row,
+                                                                in.head_size, vectors);
     load_queries(first_head, begin, 0);
 
     int ends[2] = {};  // of the documents of this lane's keys
@@ -374,23 +390,25 @@ __global__ void __launch_bounds__(kAttentionThreads, 2)  // as kBlocksAtOnce, wi
 
 // How backward of the queries is cut: as forward, but that the tiles of 128 queries of large heads, of Q and
 // of dout, would not fit into every GPU's shared memory.
-template <class T, int kHead, bool kPlain, bool kDrops>
-struct BackwardTiles : AttentionTiles<T, kHead> {
-    using Tiles = AttentionTiles<T, kHead>;
-    static constexpr int kParts = kHead <= 64 ? ForwardTiles<T, kHead, kPlain>::kParts : 1;
-    static constexpr int kRows = kParts * kAttentionRows;
+template <class T, int kHead, bool kPlain, bool kDrops, bool kSmall>
+struct BackwardTiles : AttentionTiles<T, kHead, kSmall, true> {
+    using Tiles = AttentionTiles<T, kHead, kSmall, true>;
+    static constexpr int kParts = kHead <= 64 ? ForwardTiles<T, kHead, kPlain, kSmall>::kParts : 1;
+    static constexpr int kRows = kParts * Tiles::kStaying;
     static constexpr int kQuerySize = kRows * Tiles::kStride;
     static constexpr size_t kSharedBytes = (2 * kQuerySize + 4 * Tiles::kPassingSize) * sizeof(T);
     static constexpr int kBlocksAtOnce = kParts == 2 || kDrops ? 2 : Tiles::kBlocksAtOnce;
+    static_assert(Tiles::fits(kSharedBytes));
 };
 
 // dQ of kRows queries of one head. Blocks (batch * heads, tiles of queries), longest first. Dropout is a form
 // of its own: its numbers take registers.
-template <class T, int kHead, bool kPlain, bool kDrops>
-__global__ void __launch_bounds__(kAttentionThreads, BackwardTiles<T, kHead, kPlain, kDrops>::kBlocksAtOnce)
+template <class T, int kHead, bool kPlain, bool kDrops, bool kSmall>
+__global__ void __launch_bounds__(BackwardTiles<T, kHead, kPlain, kDrops, kSmall>::kThreads,
+                                  BackwardTiles<T, kHead, kPlain, kDrops, kSmall>::kBlocksAtOnce)
     attention_backward_queries_kernel(T* dq, const T* dout, const float* lse, const float* delta,
                                       AttentionInput<T> in, float scale, bool vectors) {
-    using Tiles = BackwardTiles<T, kHead, kPlain, kDrops>;
+    using Tiles = BackwardTiles<T, kHead, kPlain, kDrops, kSmall>;
     constexpr int kPassing = Tiles::kPassing, kParts = Tiles::kParts, kRows = Tiles::kRows;
     if (kPlain) vectors = true;
     DYNAMIC_SHARED(T, shared);
@@ -403,11 +421,12 @@ __global__ void __launch_bounds__(kAttentionThreads, BackwardTiles<T, kHead, kPl
     if (!kPlain) in.drop_keys(in.first_tile(in.first_key(b, block_row)));
     const int end = in.keys_before(block_row + kRows);
     if (kPlain) SIMT_ASSUME(end > 0);
-    load_staying<kHead, kRows, 2, T>(q_tile,
-                                     {in.q + in.q_offset(b, h) + block_row * in.q_row,
-                                      dout + in.out_offset(b, h) + block_row * in.out_row()},
-                                     {in.q_row, in.out_row()}, in.queries - block_row, in.head_size, vectors);
-    KeyLoader<kHead, T> loader(in, b, kv, vectors);
+    load_staying<kHead, kRows, 2, Tiles::kThreads, T>(q_tile,
+                                                      {in.q + in.q_offset(b, h) + block_row * in.q_row,
+                                                       dout + in.out_offset(b, h) + block_row * in.out_row()},
+                                                      {in.q_row, in.out_row()}, in.queries - block_row,
+                                                      in.head_size, vectors);
+    KeyLoader<Tiles, kHead, T> loader(in, b, kv, vectors);
     loader.load(kv_tiles, in, 0);
 
     float row_lse[kParts][2], row_delta[kParts][2];
@@ -467,11 +486,36 @@ void for_head_size(int head_size, F f) {
     else
         f(std::integral_constant<int, 128>());
 }
-// And with whether the plain form does; `vectors` as attention_vectors() has it.
+// Whether the plain form has small tiles for heads of this size too; and whether the current device needs
+// them: of compute capability 8.6, 8.9 and 12.x a multiprocessor has 100 KiB of shared memory.
+#if defined(SIMT_GPU)
+template <class T, int kHead>
+constexpr bool kHasSmallTiles = kHead >= 64 && std::is_same_v<T, bf16>;
+inline bool device_needs_small_tiles() {
+    static const bool needs = [] {
+        int device = 0, bytes = 0;
+        CUDA_CHECK(cudaGetDevice(&device));
+        CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device));
+        return bytes <= 100 << 10;
+    }();
+    return needs;
+}
+#else
+template <class T, int kHead>
+constexpr bool kHasSmallTiles = false;
+inline bool device_needs_small_tiles() { return false; }
+#endif
+
+// And with whether the plain form does, and with small tiles; `vectors` as attention_vectors() has it.
 template <class T, class F>
 void for_form(const AttentionInput<T>& in, bool vectors, F f) {
+    constexpr std::true_type yes;
+    constexpr std::false_type no;
     for_head_size(in.head_size, [&](auto columns) {
-        in.plain() && vectors ? f(columns, std::true_type()) : f(columns, std::false_type());
+        if (!in.plain() || !vectors) return f(columns, no, no);
+        if constexpr (kHasSmallTiles<T, columns.value>)
+            if (device_needs_small_tiles()) return f(columns, yes, yes);
+        f(columns, yes, no);
     });
 }
 
@@ -538,11 +582,11 @@ void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream s
         if constexpr (kHopperAttention<T>)
             if (hopper_attention_takes(in, {out})) return hopper_attention_forward(out, lse, in, stream);
         const bool vectors = attention_vectors(in, {out});
-        for_form(in, vectors, [&](auto columns, auto plain) {
-            using Tiles = ForwardTiles<T, columns.value, plain.value>;
+        for_form(in, vectors, [&](auto columns, auto plain, auto small) {
+            using Tiles = ForwardTiles<T, columns.value, plain.value, small.value>;
             const dim3 grid(in.batch * in.heads, ceil_div(in.queries, Tiles::kRows));
-            launch<attention_forward_kernel<T, columns.value, plain.value>>(
-                grid, kAttentionThreads, Tiles::kSharedBytes, stream, out, lse, in, in.scale(), vectors);
+            launch<attention_forward_kernel<T, columns.value, plain.value, small.value>>(
+                grid, Tiles::kThreads, Tiles::kSharedBytes, stream, out, lse, in, in.scale(), vectors);
         });
     }
 }
@@ -592,19 +636,20 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const float* lse, co
         if constexpr (kHopperAttention<T>)
             if (hopper_attention_takes(in, {dq, dk, dv, dout}))
                 return hopper_attention_backward(dq, dk, dv, dout, lse, delta, in, stream);
-        for_form(in, vectors, [&](auto columns, auto plain) {
-            using Tiles = AttentionTiles<T, columns.value>;
-            const size_t tiles = (2 * Tiles::kStayingSize + 4 * Tiles::kPassingSize) * sizeof(T);
-            const unsigned row_tiles = ceil_div(in.keys, kAttentionRows);
-            launch<attention_backward_keys_kernel<T, columns.value, plain.value>>(
-                dim3(in.batch * in.kv_heads, row_tiles), kAttentionThreads, tiles, stream, dk, dv, dout, lse,
+        for_form(in, vectors, [&](auto columns, auto plain, auto small) {
+            using Tiles = AttentionTiles<T, columns.value, small.value, true>;
+            constexpr size_t tiles = (2 * Tiles::kStayingSize + 4 * Tiles::kPassingSize) * sizeof(T);
+            static_assert(Tiles::fits(tiles));
+            const unsigned row_tiles = ceil_div(in.keys, Tiles::kStaying);
+            launch<attention_backward_keys_kernel<T, columns.value, plain.value, small.value>>(
+                dim3(in.batch * in.kv_heads, row_tiles), Tiles::kThreads, tiles, stream, dk, dv, dout, lse,
                 delta, in, in.scale(), vectors);
             const auto launch_queries = [&](auto drops) {
-                constexpr bool kPlain = plain.value && !drops.value;
-                using Queries = BackwardTiles<T, columns.value, kPlain, drops.value>;
+                constexpr bool kPlain = plain.value && !drops.value, kSmall = kPlain && small.value;
+                using Queries = BackwardTiles<T, columns.value, kPlain, drops.value, kSmall>;
                 const dim3 grid(in.batch * in.heads, ceil_div(in.queries, Queries::kRows));
-                launch<attention_backward_queries_kernel<T, columns.value, kPlain, drops.value>>(
-                    grid, kAttentionThreads, Queries::kSharedBytes, stream, dq, dout, lse, delta, in,
+                launch<attention_backward_queries_kernel<T, columns.value, kPlain, drops.value, kSmall>>(
+                    grid, Queries::kThreads, Queries::kSharedBytes, stream, dq, dout, lse, delta, in,
                     in.scale(), vectors);
             };
             in.dropout ? launch_queries(std::true_type()) : launch_queries(std::false_type());

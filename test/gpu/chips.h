@@ -15,10 +15,11 @@ struct Chip {
     int major, minor, multiprocessors;
     size_t memory, shared_per_block, shared_per_multiprocessor;
     int ptx;  // the newest PTX of a build that it runs; code for 90a it runs only if it is a 9.0
-    int clock, memory_clock, bus_bits;  // kHz
+    int clock, memory_clock;  // kHz
+    int bus_bits;
 };
 inline constexpr Chip kChips[] = {
-    {"A100", "NVIDIA A100-SXM4-80GB", 8, 0, 108, size_t{80} << 30, 166912, 167936, 80, 1410000, 1593000,
+    {"A100", "NVIDIA A100 80GB PCIe", 8, 0, 108, size_t{80} << 30, 166912, 167936, 80, 1410000, 1512000,
      5120},
     {"4090", "NVIDIA GeForce RTX 4090", 8, 9, 128, size_t{24} << 30, 101376, 102400, 89, 2520000, 10501000,
      384},

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 
@@ -12,6 +13,14 @@ sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev" / "data")]
 # make test-more runs what make test leaves out: tests that are marked `more`, and the other precision of files whose
 # subject is the same in both, which name one: USUALLY = "fp32".
 MORE = bool(os.environ.get("MORE_TESTS"))
+
+
+# What a test sends must reach a run, also where these tests were started with signals that are ignored (nohup, or & in a
+# script): a run would inherit that, but not a handler.
+for ignored in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    if signal.getsignal(ignored) == signal.SIG_IGN:
+        signal.signal(ignored, lambda *_: None)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1))
 
 
 def pytest_configure(config):

@@ -8,6 +8,7 @@ import mmap
 import os
 import pathlib
 import re
+import resource
 import subprocess
 import threading
 
@@ -108,6 +109,16 @@ def running(train, *arguments, **popen):
             if stream:
                 stream.close()
         process.wait()
+
+
+def cpu_seconds(run):
+    """What the processes that run() starts and waits for compute. A bound on it holds on a machine with other work too."""
+    def spent():
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+    before = spent()
+    run()
+    return spent() - before
 
 
 def wait_for_line(process, pattern):

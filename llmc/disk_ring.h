@@ -4,9 +4,11 @@
 
 #include <cerrno>
 #include <csignal>
+#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -27,7 +29,12 @@ class DiskRing {
         sigset_t all, before;  // signals are the main thread's
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
-        thread_ = std::thread([this] { take_back(); });
+        try {
+            thread_ = std::thread([this] { run(); });
+        } catch (const std::system_error&) {  // then it is for DiskThreads to say that no thread can start
+            io_uring_queue_exit(&ring_);
+            works_ = false;
+        }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
     DiskRing(const DiskRing&) = delete;
@@ -77,8 +84,24 @@ class DiskRing {
         const bool knows = probe && io_uring_opcode_supported(probe, IORING_OP_READ) &&
                            io_uring_opcode_supported(probe, IORING_OP_WRITE);
         io_uring_free_probe(probe);
-        if (!knows) io_uring_queue_exit(&ring_);
-        return knows;
+        const bool works = knows && passes_a_request();
+        if (!works) io_uring_queue_exit(&ring_);
+        return works;
+    }
+    // Whether a request that does nothing goes to the kernel and comes back: a sandbox (seccomp) may allow
+    // the setup of a ring and refuse its use.
+    bool passes_a_request() {
+        io_uring_prep_nop(io_uring_get_sqe(&ring_));
+        int error;
+        do error = io_uring_submit(&ring_);
+        while (error == -EINTR || error == -EAGAIN);
+        if (error < 0) return false;
+        io_uring_cqe* event = nullptr;
+        do error = io_uring_wait_cqe(&ring_, &event);
+        while (error == -EINTR || error == -EAGAIN);
+        if (error != 0) return false;
+        io_uring_cqe_seen(&ring_, event);
+        return true;
     }
     // Asks for as many requests as have room.
     void begin() {
@@ -122,7 +145,16 @@ class DiskRing {
         if (sent < 0) bug("io_uring takes no request: error %d", -sent);
     }
 
-    // The thread: what comes back is followed by what is left of it, by what its request has next, or by
+    // The thread. Where the kernel stops serving the ring, requests under way may still write to their
+    // memory, so that the process cannot go on.
+    void run() {
+        try {
+            take_back();
+        } catch (...) {
+            std::_Exit(report_error());
+        }
+    }
+    // What comes back is followed by what is left of it, by what its request has next, or by
     // another request.
     void take_back() {
         while (true) {
@@ -178,7 +210,7 @@ class DiskRing {
     }
 
     io_uring ring_ = {};
-    const bool works_;
+    bool works_;
     Slot slots_[kDiskRequests] = {};
     std::mutex mutex_;
     Batches batches_;

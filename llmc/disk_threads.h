@@ -8,6 +8,7 @@
 #include <exception>
 #include <functional>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -15,6 +16,7 @@
 #include "llmc/device.h"
 #include "llmc/disk_batches.h"
 #include "llmc/disk_request.h"
+#include "llmc/error.h"
 
 class DiskThreads {
   public:
@@ -27,21 +29,20 @@ class DiskThreads {
         sigset_t all, before;  // signals are the main thread's
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
-        for (int i = 0; i < kDiskRequests; i++)
-            threads_.emplace_back(
-                [this, room = staging ? staging + i * kRequestBytes : nullptr] { work(room); });
+        try {
+            for (int i = 0; i < kDiskRequests; i++)
+                threads_.emplace_back(
+                    [this, room = staging ? staging + i * kRequestBytes : nullptr] { work(room); });
+        } catch (const std::system_error& error) {
+            end();
+            fail("the threads that serve the disk cannot start: %s (ulimit -u, ulimit -v)",
+                 error.code().message().c_str());
+        }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
     DiskThreads(const DiskThreads&) = delete;
     // Waits for requests that are under way; those that were not begun are left.
-    ~DiskThreads() {
-        {
-            std::lock_guard lock(mutex_);
-            ends_ = true;
-        }
-        wake_.notify_all();
-        for (std::thread& t : threads_) t.join();
-    }
+    ~DiskThreads() { end(); }
 
     // Begins so many requests, behind those before them. What they use stays until they were waited for, by
     // the number that is returned.
@@ -60,6 +61,14 @@ class DiskThreads {
     void wait() { wait(SIZE_MAX); }
 
   private:
+    void end() {
+        {
+            std::lock_guard lock(mutex_);
+            ends_ = true;
+        }
+        wake_.notify_all();
+        for (std::thread& t : threads_) t.join();
+    }
     void work(char* staging) {
         std::unique_lock lock(mutex_);
         while (true) {

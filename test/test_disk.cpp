@@ -9,6 +9,10 @@
 #include <vector>
 
 #include <gtest/gtest.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 
 #include "llmc/disk_reader.h"
 #include "llmc/disk_threads.h"
@@ -63,6 +67,38 @@ bool kernel_has_rings() {
 
 TEST_P(DiskQueues, AreRingsWhereTheKernelHasThem) {
     EXPECT_EQ(queue_.has_ring(), GetParam() && kernel_has_rings());
+}
+
+// Has the kernel refuse a process the use of its rings, as a container's filter may, and not their setup.
+bool refuse_rings(uint32_t error) {
+    sock_filter filter[] = {BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+                            BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_io_uring_enter, 0, 1),
+                            BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | error),
+                            BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+    const sock_fprog program = {std::size(filter), filter};
+    return prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0 &&
+           prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+}
+
+TEST(DiskQueue, IsThreadsWhereTheUseOfRingsIsRefused) {
+    const TempFolder folder;
+    const std::string text = noise(3 * kSector, 5);
+    const FileReader file(folder.write("a", text));
+    for (const int error : {EPERM, ENOSYS, EACCES})
+        EXPECT_EXIT(
+            {
+                if (!refuse_rings(static_cast<uint32_t>(error))) std::_Exit(0);  // there are no filters here
+                const Staging staging;
+                DiskQueue queue(staging.data());
+                Opened opened;
+                const DiskReads reads({{&file, 0, text.size(), 0}}, opened);
+                std::string got(text.size(), '.');
+                queue.start(reads.count(), std::make_shared<DiskRead>(reads, got.data()));
+                queue.wait();
+                std::_Exit(!queue.has_ring() && got == text ? 0 : 1);
+            },
+            testing::ExitedWithCode(0), "")
+            << error;
 }
 
 TEST_P(DiskQueues, ReadPiecesOfAnyPlaceAndLength) {

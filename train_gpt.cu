@@ -465,6 +465,8 @@ class Trainer {
     void do_what_is_due();
     void sample();
     void save();
+    void save_if_asked();
+    void check_logs() const;
     void finish();
     void stop();
 
@@ -522,7 +524,10 @@ class Trainer {
     void use_places();
     void load_gguf();
     void merge();
+    void write_merged();
+    [[noreturn]] void fail_to_merge(const std::string& why);
     void save_base() const;
+    void check_room_on_disks() const;
     uint64_t validation_sequences() const;
 
     Options o_;
@@ -575,12 +580,19 @@ void Trainer::run() {
     print_start();
     try {
         train();
-    } catch (const DataError&) {  // what was trained until then is good
-        if (saves() && step_ > first_step_) save();
+    } catch (const RecoverableError&) {  // what was trained until then is good
+        if (saves() && step_ > first_step_ && saved_step_ != step_) save();
         throw;
     }
     metrics_.finish();
     interrupted ? stop() : finish();
+    check_logs();
+}
+
+// Fails where a log could not be written.
+void Trainer::check_logs() const {
+    metrics_.log().check();
+    loss_by_position_.check();
 }
 
 // What was taken beside the device, where anything was.
@@ -592,9 +604,11 @@ void print_beside(const char* what, size_t taken, size_t planned) {
 void Trainer::train() {
     const int settled = StepGraphs::kReplays && replays() ? 2 : 1;  // steps until graphs are recorded
     for (step_ = first_step_; step_ < o_.steps && !interrupted; step_++, evaluated_ = false) {
+        save_if_asked();
         if (!evaluated_) do_what_is_due();
         if (interrupted) break;
-        if (is_time(o_.save_every) && step_ > first_step_) save();
+        if (is_time(o_.save_every) && step_ > first_step_ && saved_step_ != step_) save();
+        check_logs();
         if (!train_step()) break;
         if (step_ == std::min(o_.steps, first_step_ + settled) - 1) {
             metrics_.finish();
@@ -627,6 +641,7 @@ bool Trainer::train_step() {
     device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
     for (int first = 0; first < o_.grad_accum; first += passes()) {
         if (first > 0 && interrupted) return false;
+        if (first > 0) save_if_asked();
         for (int k = first; k < first + passes(); k++) {
             feed_training(k, loss_scale);
             if (drops())
@@ -848,6 +863,14 @@ void Trainer::save() {
     fprintf(notes(), "saved step %lld in %s\n", static_cast<long long>(step_), o_.out.c_str());
 }
 
+// Saves the last complete step where a signal has asked for it. Before a run's first step is complete there
+// is nothing to save, and the request waits.
+void Trainer::save_if_asked() {
+    if (!asked_to_save || !saves() || step_ == first_step_) return;
+    asked_to_save = 0;
+    if (saved_step_ != step_) save();
+}
+
 // The end of a run whose steps are all made.
 void Trainer::finish() {
     const bool is_saved =
@@ -859,9 +882,37 @@ void Trainer::finish() {
     if (!o_.merge.empty() && !interrupted) merge();
 }
 
-// Saves the model with the adapter in its weights.
+// Saves the model with the adapter in its weights. Where that fails, what was trained is not lost.
 void Trainer::merge() {
     metrics_.finish();
+    try {
+        write_merged();
+    } catch (const UserError& error) {
+        fail_to_merge(error.what());
+    }
+    fprintf(notes(), "merged the adapter into a model in %s\n", o_.merge.c_str());
+}
+
+// Fails with a line that says how to merge again. Without --out the adapter, which is small, is saved first.
+void Trainer::fail_to_merge(const std::string& why) {
+    const std::string failed = format("--merge %s: %s", o_.merge.c_str(), why.c_str());
+    if (step_ == first_step_) fail("%s", failed.c_str());  // nothing was trained
+    if (saves())
+        fail("%s; the adapter is saved: --resume %s --steps 0 --merge DIR merges it", failed.c_str(),
+             o_.out.c_str());
+    const std::string wanted = without_last_slashes(o_.merge) + ".adapter";
+    std::string kept = wanted;
+    for (int i = 2; file_exists(kept); i++) kept = format("%s-%d", wanted.c_str(), i);
+    try {
+        write_folder(kept, [&](const std::string& folder) { write_adapter(folder, trained(), in_.adapter); });
+    } catch (const UserError& error) {
+        fail("%s; nor can the adapter be saved: %s", failed.c_str(), error.what());
+    }
+    fail("%s; the adapter is saved: --model %s --adapter %s --steps 0 --merge DIR merges it", failed.c_str(),
+         o_.model.c_str(), kept.c_str());
+}
+
+void Trainer::write_merged() {
     write_folder(o_.merge, [&](const std::string& folder) {
         write_settings<floatX>(folder, config_, in_.tokenizer_folder);
         const bool by_outputs = quantized_ && quantized_->by_outputs();
@@ -872,7 +923,6 @@ void Trainer::merge() {
         });
         file.finish();
     });
-    fprintf(notes(), "merged the adapter into a model in %s\n", o_.merge.c_str());
 }
 
 // Saves the base in NF4. Where a resumed run finds it, it stays as it is.
@@ -2524,7 +2574,7 @@ void Trainer::prepare() {
     }
     choose_algorithms();
     take_memory();
-    if (saves()) check_room(o_.out, trained(), o_.steps > 0);  // beside the run's own files, which are there
+    check_room_on_disks();
     load();
     if (in_.data) loader_.emplace(*in_.data, o_.seq_len, o_.seed, true);
     if (in_.val_data) val_loader_.emplace(*in_.val_data, o_.seq_len, o_.seed, false);
@@ -2546,6 +2596,31 @@ void Trainer::prepare_saves() {
                 "%s holds saves of another run, up to step %lld: they stay, but for steps that are saved "
                 "again\n",
                 o_.out.c_str(), static_cast<long long>(*saves_.others.rbegin()));
+}
+
+// Fails where what the run will save cannot be written, beside its own files, which are there already. Where
+// it keeps all saves, they need not all fit: somebody may move them.
+void Trainer::check_room_on_disks() const {
+    std::vector<Written> all;
+    if (saves()) {
+        const int64_t left = std::max<int64_t>(0, o_.steps - (in_.progress ? in_.progress->step : 0));
+        const int64_t made = std::max<int64_t>(1, o_.save_every > 0 ? ceil_div(left, o_.save_every) : 1);
+        const int64_t more = std::max<int64_t>(1, o_.keep + 1 - saves_.own_count());
+        const WrittenFiles save = bytes_of_save(trained(), o_.steps > 0);
+        const int64_t at_once = o_.keep > 0 ? std::min(made, more) : 1;
+        all.push_back({"--out", o_.out, "a save", save, static_cast<double>(at_once)});
+        const double free = disk_of(o_.out).free, bytes = save.bytes * static_cast<double>(made);
+        if (o_.keep == 0 && free >= 0 && bytes > free)
+            fprintf(notes(),
+                    "--out %s: all saves take %.1f MiB, and %.1f are free there; --keep N keeps fewer\n",
+                    o_.out.c_str(), bytes / 1048576, free / 1048576);
+    }
+    if (!o_.merge.empty()) {
+        WrittenFiles merged;
+        merged.add(static_cast<size_t>(whole_.count()) * sizeof(floatX) + 128 * whole_.parameters().size());
+        all.push_back({"--merge", o_.merge, "the merged model", merged});
+    }
+    check_disk_room(all);
 }
 
 // With --matmul-algorithms: has every product that the run will make take its algorithm from the file. The
@@ -2686,7 +2761,8 @@ void Trainer::print_start() const {
         printf("--resume auto: %s holds no save yet: beginning\n", o_.out.c_str());
     if (adapter_ || in_.resumed.empty())
         print_longer_positions(notes(), config_, o_.rope_scaling, adapter_.has_value());
-    if (o_.steps > first_step_ && !saves()) printf("nothing will be saved: no --out\n");
+    if (o_.steps > first_step_ && !saves())
+        printf("nothing will be saved%s: no --out\n", o_.merge.empty() ? "" : " before the merge");
 }
 
 // 6 FLOPs a token and parameter that is multiplied with, which positions are not (Kaplan et al.,
@@ -2761,6 +2837,7 @@ void Trainer::bench() {
 int main(int argc, char** argv) {
     open_standard_streams();
     set_openmp_environment(argv);
+    prepare_signals();
     setvbuf(stdout, nullptr, _IOLBF, BUFSIZ);  // a line is there when it is printed, in a file too
     try {
         std::optional<HeldSave> resumed;

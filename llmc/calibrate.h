@@ -34,6 +34,7 @@
 #include "llmc/matmul.h"
 #include "llmc/norm.h"
 #include "llmc/optimizer.cuh"
+#include "llmc/outputs.h"
 #include "llmc/quantized_formats.h"
 #include "llmc/rates.h"
 #include "llmc/rates_file.h"
@@ -615,6 +616,7 @@ class Calibration {
 // Measures the device, and writes what it does into a file.
 template <class T>
 void calibrate(const std::string& file) {
+    check_output_file({"--calibrate", file, "{\n \"rates\":", Output::Replaced});
     check_rates_writable(file);
     const WallClock clock;
     const OwnStream stream;

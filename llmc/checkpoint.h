@@ -10,8 +10,6 @@
 // Copies to and from the device use the default stream: kernels on other streams must be done by then.
 #pragma once
 
-#include <sys/statvfs.h>
-
 #include <algorithm>
 #include <cassert>
 #include <cstdint>
@@ -24,6 +22,7 @@
 #include <vector>
 
 #include "llmc/adapter_files.h"
+#include "llmc/disk_room.h"
 #include "llmc/longer_positions.h"
 #include "llmc/progress.h"
 #include "llmc/safetensors.h"
@@ -414,7 +413,8 @@ void save_checkpoint(const SaveFolder& folder, const State<T>& state, const Prog
 
 // Has write(path) write the files of a folder that must not be there yet: whole, or not at all.
 template <class Write>
-void write_folder(const std::string& folder, Write&& write) {
+void write_folder(const std::string& path, Write&& write) {
+    const std::string folder = without_last_slashes(path);
     make_folders(folder_above(folder));
     const std::string temporary = folder + ".tmp";
     remove_folder(temporary);
@@ -430,20 +430,22 @@ void write_folder(const std::string& folder, Write&& write) {
     }
 }
 
-// Fails unless there is room in OUT for a save, as far as the file system says.
-template <class T>
-void check_room(const std::string& out, const State<T>& state, bool with_training_state) {
+// The bytes of the tensors in one file: with some for the name, type and shape of each.
+inline size_t file_bytes(const Buffers& buffers, const Layout& layout) {
+    constexpr size_t kHeader = 128;  // of a tensor
     size_t bytes = 0;
-    for (const Buffers& buffers :
-         {weight_buffers(state), with_training_state ? training_buffers(state) : Buffers()})
-        for (const StateBuffer* b : buffers)
-            for (const SavedTensor& t : saved_tensors(*b, state.layout)) bytes += b->bytes_of(t.elements);
-    struct statvfs info;
-    if (statvfs(out.c_str(), &info) != 0 || info.f_blocks == 0) return;
-    const double room = static_cast<double>(info.f_bavail) * static_cast<double>(info.f_frsize);
-    if (static_cast<double>(bytes) > room)
-        fail("--out %s: a save takes %.1f MiB, and %.1f are free there", out.c_str(),
-             static_cast<double>(bytes) / 1048576, room / 1048576);
+    for (const StateBuffer* b : buffers)
+        for (const SavedTensor& t : saved_tensors(*b, layout)) bytes += b->bytes_of(t.elements) + kHeader;
+    return bytes;
+}
+
+// What a save takes on the disk.
+template <class T>
+WrittenFiles bytes_of_save(const State<T>& state, bool with_training_state) {
+    WrittenFiles files;
+    files.add(file_bytes(weight_buffers(state), state.layout));
+    if (with_training_state) files.add(file_bytes(training_buffers(state), state.layout));
+    return files;
 }
 
 // Loads all that a save with training state has, bit for bit; of a folder of saves, the one it shows. Fails

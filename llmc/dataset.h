@@ -77,8 +77,8 @@ inline constexpr ShardFormat kShardFormats[] = {
 };
 
 // A failure to read on where reading went well before: what was trained so far is good.
-struct DataError : UserError {
-    using UserError::UserError;
+struct DataError : RecoverableError {
+    using RecoverableError::RecoverableError;
 };
 
 // An example, or a part of one: its tokens in the stream, as many as fit a sequence, and how many of them are

@@ -16,6 +16,12 @@ struct UserError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
+// An error in the middle of a training, after which what was trained so far is good: a run that saves does so
+// before it ends.
+struct RecoverableError : UserError {
+    using UserError::UserError;
+};
+
 // printf into a string.
 __attribute__((format(printf, 1, 2))) inline std::string format(const char* pattern, ...) {
     va_list args, again;

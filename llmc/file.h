@@ -15,6 +15,7 @@
 #include <vector>
 
 #include <fcntl.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -40,6 +41,34 @@ inline void open_standard_streams() {
         if (file > 2) close(file);
         if (file < 0 || file > 2) return;
     }
+}
+
+// The most bytes that ulimit -f allows a file; RLIM_INFINITY without a limit.
+inline rlim_t file_size_limit() {
+    rlimit limit{};
+    return getrlimit(RLIMIT_FSIZE, &limit) == 0 ? limit.rlim_cur : RLIM_INFINITY;
+}
+
+// The text of an error number after a failed write. Beyond ulimit -f it names that limit.
+inline std::string write_error(int error) {
+    if (error != EFBIG || file_size_limit() == RLIM_INFINITY) return std::strerror(error);
+    return format("%s (ulimit -f allows %llu bytes)", std::strerror(error),
+                  static_cast<unsigned long long>(file_size_limit()));
+}
+
+// Opens a file to write in, which is made if it is missing; `more` are flags of open(2) beside those. A FIFO
+// needs a process that reads it: without one, open(2) would wait for ever. Fails naming the file.
+inline int open_output(const std::string& path, int more) {
+    const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOCTTY | O_NONBLOCK | more, 0666);
+    if (fd < 0) {
+        const int error = errno;
+        struct stat info;
+        if (error == ENXIO && stat(path.c_str(), &info) == 0 && S_ISFIFO(info.st_mode))
+            fail("%s: is a FIFO that no process reads", path.c_str());
+        fail("%s: cannot open: %s", path.c_str(), std::strerror(error));
+    }
+    fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) & ~O_NONBLOCK);
+    return fd;
 }
 
 // An open file descriptor, closed with its scope. Fails naming the file when it cannot be opened.
@@ -247,9 +276,9 @@ class PassingWrites {
         }
         return true;
     }
-    // Has the disk hold all of it, and the page cache nothing.
+    // Has the disk hold all of it, and the page cache nothing. A FIFO or a device has no disk (EINVAL).
     bool finish() {
-        if (fsync(fd_) != 0) return false;
+        if (fsync(fd_) != 0 && errno != EINVAL) return false;
         drop_pages_of(fd_);
         return true;
     }
@@ -281,7 +310,7 @@ class PassingWrites {
 class FileWriter {
   public:
     explicit FileWriter(const std::string& path)
-        : path_(path), file_(path, O_WRONLY | O_CREAT | O_TRUNC), writes_(file_.fd()) {
+        : path_(path), file_(open_output(path, O_TRUNC)), writes_(file_.fd()) {
         buffer_.reserve(kBufferBytes);
     }
 
@@ -314,7 +343,7 @@ class FileWriter {
     }
 
     [[noreturn]] void fail_to(const char* action) const {
-        fail("%s: cannot %s: %s", path_.c_str(), action, std::strerror(errno));
+        fail("%s: cannot %s: %s", path_.c_str(), action, write_error(errno).c_str());
     }
 
     std::string path_;

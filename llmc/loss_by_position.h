@@ -29,6 +29,9 @@ class LossByPosition {
     }
     void open(const std::string& path, bool append) { file_.open(path, append, "--loss-by-position"); }
 
+    // Fails if a line could not be written.
+    void check() const { file_.check(); }
+
     // A validation begins; counts the tokens with a loss of each of its batches; and ends, with that mean.
     void begin(Stream stream) {
         Tensor<float> sums = this->sums();

@@ -15,6 +15,7 @@
 
 #include "llmc/device.h"
 #include "llmc/device_rates.h"
+#include "llmc/file.h"
 #include "llmc/graph.h"
 #include "llmc/marks.h"
 #include "llmc/step_lines.h"
@@ -27,17 +28,27 @@ class LogFile {
     void open(const std::string& path, bool append, const char* option = "--log") {
         if (path.empty()) return;
         path_ = path, option_ = option;
-        file_.reset(fopen(path.c_str(), append ? "a" : "w"));
+        try {
+            file_.reset(fdopen(open_output(path, append ? O_APPEND : O_TRUNC), append ? "a" : "w"));
+        } catch (const UserError& error) {
+            fail("%s %s", option, error.what());
+        }
         if (!file_) fail("%s %s: %s", option, path.c_str(), strerror(errno));
     }
+    // A line that cannot be written is the last: check() says so, where the training can be saved.
     void write(const nlohmann::ordered_json& line) {
         if (!file_) return;
-        if (fprintf(file_.get(), "%s\n", line.dump().c_str()) < 0 || fflush(file_.get()) != 0)
-            fail("%s %s: %s", option_, path_.c_str(), strerror(errno));
+        if (fprintf(file_.get(), "%s\n", line.dump().c_str()) >= 0 && fflush(file_.get()) == 0) return;
+        error_ = format("%s %s: %s", option_, path_.c_str(), write_error(errno).c_str());
+        file_.reset();
+    }
+    // Fails if a line could not be written.
+    void check() const {
+        if (!error_.empty()) throw RecoverableError(error_);
     }
 
   private:
-    std::string path_;
+    std::string path_, error_;
     const char* option_ = "--log";
     std::unique_ptr<FILE, int (*)(FILE*)> file_{nullptr, fclose};
 };
@@ -69,6 +80,7 @@ class Metrics {
     // From here on steps are printed and logged.
     void print_to(const StepLines& lines) { lines_ = lines; }
     LogFile& log() { return log_; }
+    const LogFile& log() const { return log_; }
     // From here on lines say how long steps wait for what lives elsewhere than on the device.
     void count_waiting(Stream stream) {
         for (auto& waits : waits_) waits.emplace(stream);

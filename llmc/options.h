@@ -718,7 +718,13 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
     app.set_help_flag("-h,--help", "this list");
     app.footer(
         "Exit code: 0 done; 2 a mistake, which one line names; 1 a bug; 128 + N stopped by signal N (Ctrl-C: "
-        "130, SIGTERM: 143), after saving where there is --out.");
+        "130, SIGTERM: 143).\n"
+        "Signals: SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGPIPE stop the run after the current micro-batch, "
+        "and "
+        "it saves where there is --out; a second Ctrl-C stops it at once, without saving. SIGUSR1, as from "
+        "Slurm's --signal=USR1@120, saves in --out and goes on. Those that were ignored from the start "
+        "(nohup) "
+        "stay ignored.");
     app.option_defaults()->always_capture_default();
     declare_options(app, o);
     for (CLI::Option* option : app.get_options()) option->trigger_on_parse();  // of two, the last counts

@@ -22,9 +22,11 @@ class HeldFolder {
             made_.push_back(folder);
         for (;; seconds -= 0.05) {
             make_folders(out);
-            lock_.emplace(path_, O_RDWR | O_CREAT, FileLock::Exclusive);
+            lock_.emplace(path_, O_RDWR | O_CREAT | O_NOFOLLOW, FileLock::Exclusive);
             if (lock_->good()) break;
             errno = lock_->error();
+            if (errno == ELOOP)
+                fail("--out %s: %s is a symbolic link: remove it", out.c_str(), path_.c_str());
             check_call(errno == 0 || errno == ENOENT, path_, "open");  // it may just have been removed
             if (seconds <= 0) fail_as_busy(out);
             usleep(50000);
@@ -63,7 +65,7 @@ class HeldFolder {
 inline std::string resolved(const std::string& path) {
     namespace fs = std::filesystem;
     std::error_code none;
-    fs::path file = fs::absolute(path, none);
+    fs::path file = fs::absolute(without_last_slashes(path), none);
     for (int links = 0; links < 40 && fs::is_symlink(file, none); links++)
         file = file.parent_path() / fs::read_symlink(file, none);
     return fs::weakly_canonical(file, none).string();
@@ -103,7 +105,37 @@ struct Output {
     const char* option;
     std::string path;
     const char* begins;  // with what such a file begins; "" where its reader checks
+    enum Kind {
+        Written,   // line by line, or at once: may be a FIFO or a device
+        Replaced,  // by a file that is renamed
+        Folder     // that must not be there yet
+    } kind = Written;
 };
+
+// Fails unless write_folder() can make a folder that is not there yet. Leaves nothing behind.
+inline void check_new_folder(const char* option, const std::string& path) {
+    const std::string folder = without_last_slashes(path), temporary = folder + ".tmp";
+    struct stat info;
+    if (lstat(folder.c_str(), &info) == 0)
+        fail("%s %s: is there already; name a folder that is not", option, path.c_str());
+    std::vector<std::string> missing;  // the innermost first
+    for (std::string above = folder_above(folder); !file_exists(above) && above != folder_above(above);
+         above = folder_above(above))
+        missing.push_back(above);
+    size_t left = missing.size();
+    int error = 0;
+    while (left > 0 && error == 0)
+        if (mkdir(missing[left - 1].c_str(), 0777) == 0)
+            left--;
+        else
+            error = errno;
+    if (error == 0 && mkdir(temporary.c_str(), 0777) == 0)
+        rmdir(temporary.c_str());
+    else if (error == 0 && errno != EEXIST)  // else a merge that was killed has left it
+        error = errno;
+    for (; left < missing.size(); left++) rmdir(missing[left].c_str());
+    if (error) fail("%s %s: cannot make the folder: %s", option, path.c_str(), std::strerror(error));
+}
 
 // Fails unless the file can be written, and is none already or one of the same kind.
 inline void check_output_file(const Output& o) {
@@ -120,6 +152,10 @@ inline void check_output_file(const Output& o) {
     }
     check(access(path, W_OK) == 0);
     if (S_ISDIR(info.st_mode)) fail("%s %s: %s", o.option, path, std::strerror(EISDIR));
+    if (o.kind == Output::Replaced) {
+        if (!S_ISREG(info.st_mode)) fail("%s %s: is not a regular file", o.option, path);
+        check(access(above.c_str(), W_OK | X_OK) == 0);
+    }
     if (!S_ISREG(info.st_mode) || info.st_size == 0) return;
     const FileReader file(o.path);
     std::string start(std::min(file.size(), std::strlen(o.begins)), ' ');
@@ -128,8 +164,8 @@ inline void check_output_file(const Output& o) {
         fail("%s %s: is there and is no file that %s writes: choose another name", o.option, path, o.option);
 }
 
-// Fails unless each file can be written, and OUT and the files are all different and no parts of the models
-// and saves in the folders `inputs`, nor the files of those in OUT. Empty paths are none.
+// Fails unless each file or folder can be written, and OUT and these are all different and no parts of the
+// models and saves in the folders `inputs`, nor the files of those in OUT. Empty paths are none.
 inline void check_outputs(const std::vector<Output>& files, const std::string& out,
                           const std::vector<std::string>& inputs) {
     std::vector<std::string> folders;
@@ -155,7 +191,10 @@ inline void check_outputs(const std::vector<Output>& files, const std::string& o
         for (const Output& other : before)
             if (same_file(o.path, other.path))
                 fail("%s %s: is %s too", o.option, o.path.c_str(), other.option);
-        check_output_file(o);
+        if (o.kind == Output::Folder)
+            check_new_folder(o.option, o.path);
+        else
+            check_output_file(o);
         before.push_back(o);
     }
 }

@@ -48,7 +48,6 @@ inline std::string beside(const std::string& path) { return path + ".new-" + std
 
 // Fails where a file cannot be written there.
 inline void check_rates_writable(const std::string& path) {
-    if (std::filesystem::is_directory(path)) fail("--calibrate %s: is a folder", path.c_str());
     { const FileWriter probe(beside(path)); }
     unlink(beside(path).c_str());
 }

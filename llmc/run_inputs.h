@@ -592,7 +592,9 @@ inline void RunInputs::check_output_files() const {
     if (!o_.plan) {
         files.push_back({"--log", o_.log, "{\"step\":"});
         files.push_back({"--loss-by-position", o_.loss_by_position, "{\"step\":"});
-        files.push_back({"--matmul-algorithms", o_.matmul_algorithms, ""});
+        files.push_back({"--matmul-algorithms", o_.matmul_algorithms, "", Output::Replaced});
+        files.push_back({"--merge", o_.merge, "", Output::Folder});
+        if (!file_exists(o_.save_base)) files.push_back({"--save-base", o_.save_base, "", Output::Folder});
     }
     for (const Output& file : files)
         for (const Dataset* d : {data.get(), val_data.get()})
@@ -602,8 +604,6 @@ inline void RunInputs::check_output_files() const {
     if (!parse_new_model(o_.model)) inputs.push_back(o_.model);
     if (!o_.resume.empty()) inputs.push_back(o_.resume);
     if (!o_.adapter.empty()) inputs.push_back(o_.adapter);
-    if (!o_.merge.empty() && !o_.plan && file_exists(o_.merge))
-        fail("--merge %s: is there already; name a folder that is not", o_.merge.c_str());
     check_outputs(files, o_.plan ? "" : o_.out, inputs);
 }
 

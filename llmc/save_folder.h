@@ -40,6 +40,12 @@ inline std::string folder_above(const std::string& path) {
     return above.empty() ? "." : above;
 }
 
+// The name of a folder without the slashes that may be behind it.
+inline std::string without_last_slashes(std::string path) {
+    while (path.size() > 1 && path.back() == '/') path.pop_back();
+    return path;
+}
+
 // Makes a folder and those above it that are missing, durably.
 inline void make_folders(const std::string& path) {
     if (file_exists(path)) return;
@@ -151,7 +157,16 @@ struct SaveFolder {
     std::string path;
     int keep = 0;
     std::set<int64_t> others = {};
+    // The saves that are there and not another run's.
+    int64_t own_count() const;
 };
+
+inline int64_t SaveFolder::own_count() const {
+    int64_t count = 0;
+    for (const std::string& name : list_folder(path))
+        if (const int64_t step = step_of(name); step >= 0 && !others.contains(step)) count++;
+    return count;
+}
 
 // Removes the saves that were not finished. Only for a run that holds OUT alone.
 inline void remove_unfinished(const std::string& out) {

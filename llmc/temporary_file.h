@@ -78,7 +78,7 @@ class TemporaryFile {
     }
     [[noreturn]] void fail_to(const char* action) const {
         fail("%s: cannot %s %s there: %s; TMPDIR can name another folder", folder_.c_str(), action,
-             holds_.c_str(), std::strerror(errno));
+             holds_.c_str(), write_error(errno).c_str());
     }
 
     std::string holds_, folder_;

@@ -694,6 +694,75 @@ def test_outputs_of_a_resume(train, saved, options):
     refused(train, saved, RESUME | {"--resume": "out"} | options, "part of ", *list(options.items())[-1])
 
 
+LORA = {"--train": "lora", "--lora-rank": 2}
+
+
+@pytest.mark.parametrize("options, said", [
+    (LORA | {"--merge": "nowhere/"}, None), (LORA | {"--merge": "a/b/merged"}, None),
+    (LORA | {"--merge": "text/merged"}, "--merge text/merged: cannot make the folder: Not a directory"),
+    (LORA | {"--merge": "/proc/merged"}, "--merge /proc/merged: cannot make the folder: "),
+    (LORA | {"--merge": "m" * 252}, "cannot make the folder: File name too long"),
+    (LORA | {"--merge": "dangling"}, "--merge dangling: is there already"),
+    (LORA | {"--merge": "out/step-00000002"}, "--merge out/step-00000002: is a part of out: "),
+    (LORA | {"--merge": "log"}, "--merge log: is --log too"),
+    (LORA | {"--base": "nf4", "--save-base": "text/base"}, "--save-base text/base: cannot make the folder: Not a directory"),
+    (LORA | {"--base": "nf4", "--save-base": "dangling"}, "--save-base dangling: is there already"),
+    (LORA | {"--base": "nf4", "--save-base": "same", "--merge": "same/"}, "is --merge too"),
+], ids=str)
+def test_folders_that_cannot_be_made(train_fp32, work, options, said):
+    """Before the training; a folder that is missing, and the slash behind a name, are no mistakes."""
+    (work / "dangling").symlink_to("nothing")
+    if said:
+        refused(train_fp32, work, options, said)
+    else:
+        train_fp32(*command(options), cwd=work)
+        assert (work / options["--merge"] / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("option", ["--log", "--timeline", "--loss-by-position"])
+def test_a_fifo_as_an_output(train_fp32, work, option):
+    """One without a reader is not waited for. With one, it gets the lines."""
+    os.mkfifo(work / "fifo")
+    options = {"--log": None, "--val-data": "text", option: "fifo"}
+    refused(train_fp32, work, options, f"{option} fifo: is a FIFO that no process reads")
+    with open(os.open(work / "fifo", os.O_RDONLY | os.O_NONBLOCK), "rb") as reader:
+        train_fp32(*command(options), cwd=work)
+        assert json.loads(reader.read() if option == "--timeline" else reader.readline())
+
+
+@pytest.mark.parametrize("name", ["fifo", "/dev/null", "text", "model"])
+def test_a_calibration_replaces_no_other_file(train_fp32, work, name):
+    os.mkfifo(work / "fifo")
+    before = listing(work)
+    error = train_fp32("--calibrate", name, cwd=work, code=2).stderr.decode()
+    assert error.startswith(f"train: --calibrate {name}: ") and error.count("\n") == 1 and listing(work) == before
+
+
+@pytest.mark.parametrize("target", ["nothing", "text"])
+def test_a_lock_that_is_a_link(train_fp32, work, target):
+    """What it leads to is neither made nor emptied."""
+    (work / "out").mkdir()
+    (work / "out" / ".lock").symlink_to(f"../{target}")
+    refused(train_fp32, work, {}, "--out out: out/.lock is a symbolic link")
+
+
+def test_a_log_on_a_full_disk(train_fp32, work):
+    """The training until then is saved."""
+    error = train_fp32(*command({"--log": "/dev/full"}), cwd=work, code=2).stderr.decode()
+    assert error == "train: --log /dev/full: No space left on device\n" and os.readlink(work / "out" / "latest") == "step-00000001"
+
+
+def test_no_room_for_a_merge(train_fp32, work):
+    """Nor for as many saves as are there at once, or for both."""
+    with small_disk(work / "disk", "1m") as disk:
+        (disk / "filler").write_bytes(bytes(900_000))
+        refused(train_fp32, work, LORA | {"--merge": "disk/merged"}, "--merge disk/merged: the merged model takes ", "MiB")
+        refused(train_fp32, work, LORA | {"--out": "disk/out", "--save-every": 1, "--steps": 3, "--lora-rank": 4},
+                "--out disk/out: a save takes ", "3 of them")
+        (disk / "filler").write_bytes(bytes(730_000))
+        refused(train_fp32, work, LORA | {"--out": "disk/out", "--merge": "disk/merged"}, "--merge disk/merged", " of --out, ")
+
+
 def test_no_room_for_a_save(train, work):
     """Known before the training; a save that was not finished makes room."""
     with small_disk(work / "disk", "1m") as disk:

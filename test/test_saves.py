@@ -4,12 +4,14 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import time
 
 import pytest
-from trainer_runs import (figures, listing, make, read_log, running, saved_bytes, wait_for_line, write_text)
+from trainer_runs import (figures, listing, make, read_log, running, saved_bytes, small_disk, wait_for_line,
+                          write_text)
 from transformers import AutoModelForCausalLM
 
 
@@ -171,6 +173,95 @@ def test_ignored_signals_stay_ignored(train, work):
         process.stdout.read()
         assert process.wait(timeout=60) == 0
     assert state(work / "out")["step"] == 300
+
+
+def test_sigusr1_saves_and_goes_on(train, work):
+    """The last complete step, in the midst of the next one too. A save is that of a run that ends there."""
+    with running(train, *RUN, "--steps", 100000, "--grad-accum", 200, "--out", "out", "--keep", 0, cwd=work) as process:
+        wait_for_line(process, rb"^step +1/")
+        process.send_signal(signal.SIGUSR1)
+        assert wait_for_line(process, rb"^(saved step|step +2/)") == b"saved step 1 in out\n"
+        wait_for_line(process, rb"^step +2/")
+        process.send_signal(signal.SIGUSR1)
+        wait_for_line(process, rb"^saved step 2 in out$")
+        process.terminate()
+        assert process.wait(timeout=60) == 143
+    train(*RUN, "--grad-accum", 200, "--steps", 1, "--out", "whole", cwd=work)
+    assert saved_bytes(work / "out" / "step-00000001") == saved_bytes(work / "whole")
+
+
+def test_sigusr1_before_there_is_something_to_save(train, work):
+    """It waits for the first step, from the moment that the program runs."""
+    with running(train, *FOREVER, "--grad-accum", 100, "--out", "out", cwd=work) as process:
+        while not (work / "out").exists():
+            time.sleep(0.001)
+        process.send_signal(signal.SIGUSR1)
+        wait_for_line(process, rb"^saved step \d+ in out$")
+        process.terminate()
+        assert process.wait(timeout=60) == 143
+
+
+def test_sigusr1_without_a_place_to_save(train, work):
+    with running(train, *FOREVER, cwd=work, stderr=-1) as process:
+        wait_for_line(process, rb"^step +1/")
+        process.send_signal(signal.SIGUSR1)
+        assert process.stderr.readline() == b"SIGUSR1 asks for a save, and there is no --out: going on without\n"
+        wait_for_line(process, rb"^step +\d+/")
+        process.terminate()
+        assert process.wait(timeout=60) == 143
+
+
+# ---- files that may not grow
+
+
+def limited(train, work, most_bytes, *options):
+    """A run whose files may have so many bytes: how it ends, and its stderr. Python ignores SIGXFSZ, and has it back to its
+    default in a child."""
+    def limit():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
+    with running(train, *options, cwd=work, stderr=-1, preexec_fn=limit) as process:
+        error = process.communicate(timeout=60)[1].decode()
+        return process.returncode, error
+
+
+@pytest.mark.parametrize("bytes, options, said", [
+    (100_000, ("--out", "out"), r"--out out: a save has a file of \d+ bytes, and ulimit -f allows 100000"),
+    (100_000, ("--train", "lora", "--lora-rank", 1, "--merge", "out"), r"--merge out: the merged model has a file of \d+ bytes, and "
+     "ulimit -f allows 100000"),
+    (10_000, ("--timeline", "out"), r"--timeline out: cannot write: File too large \(ulimit -f allows 10000 bytes\)"),
+    (100_000, ("--state", "disk"), r"--state disk: .*: File too large \(ulimit -f allows 100000 bytes\)")], ids=lambda v: str(v)[:30])
+def test_a_limit_of_a_files_size_is_known_beforehand(train, work, bytes, options, said):
+    code, error = limited(train, work, bytes, *RUN, "--steps", 2, *options)
+    assert code == 2 and re.fullmatch(f"train: {said}\n", error), error
+    assert sorted(path.name for path in work.iterdir()) == sorted({"model", "text"} | ({"out"} if "--timeline" in options else set()))
+
+
+def test_a_log_that_may_not_grow(train, work):
+    """What was trained is saved, and the line says which file it was."""
+    make(work / "tiny", "--layers", 1, "--heads", 1, "--channels", 8, "--positions", 64)
+    code, error = limited(train, work, 60_000, *FOREVER, "--model", "tiny", "--log", "log", "--out", "out")
+    assert code == 2 and error == "train: --log log: File too large (ulimit -f allows 60000 bytes)\n"
+    last = [line for line in (work / "log").read_text().splitlines() if line.endswith("}")][-1]
+    assert state(work / "out")["step"] == json.loads(last)["step"] + 2
+    assert ".lock" not in os.listdir(work / "out")
+
+
+def test_a_merge_that_fails_loses_nothing(train, work):
+    """The disk becomes full meanwhile."""
+    lora = ("--train", "lora", "--lora-rank", 2)
+    with small_disk(work / "disk", "400k") as disk:
+        for out in (("--out", "out"), ()):
+            with running(train, *RUN, *lora, "--steps", 300, *out, "--merge", "disk/merged", cwd=work, stderr=-1) as process:
+                wait_for_line(process, rb"^step +1/")
+                (disk / "filler").write_bytes(bytes(250_000))
+                error = process.communicate(timeout=60)[1].decode()
+            assert process.returncode == 2 and error.count("\n") == 1, error
+            adapter = "--resume out" if out else "--model model --adapter disk/merged.adapter"
+            assert "No space left" in error and error.endswith(f"; the adapter is saved: {adapter} --steps 0 --merge DIR merges it\n")
+            (disk / "filler").unlink()
+            train(*adapter.split(), "--steps", 0, "--merge", "later" + "".join(out), cwd=work)
+        assert sorted(os.listdir(disk)) == ["merged.adapter"]
+    assert (work / "later" / "model.safetensors").read_bytes() == (work / "later--outout" / "model.safetensors").read_bytes()
 
 
 # ---- requeued jobs

@@ -1,0 +1,74 @@
+// disk_room.h - whether what a run will write fits on its disks and under ulimit -f. The trainer asks before
+// the first step: a save that fails after the last one would lose the training.
+#pragma once
+
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "llmc/file.h"
+
+// The bytes of some files together, and of the largest of them.
+struct WrittenFiles {
+    double bytes = 0;
+    size_t largest = 0;
+    void add(size_t file) {
+        bytes += static_cast<double>(file);
+        largest = std::max(largest, file);
+    }
+};
+
+// What an option has a run write.
+struct Written {
+    const char* option;
+    std::string path;  // a folder, which need not be there yet
+    const char* what;  // "a save"
+    WrittenFiles each;
+    double count = 1;  // how many of them are there at once
+    double bytes() const { return each.bytes * count; }
+};
+
+// A folder's disk: its number, and the bytes that are free there; negative where the disk does not say.
+struct Disk {
+    dev_t number = 0;
+    double free = -1;
+};
+inline Disk disk_of(std::filesystem::path folder) {
+    struct stat info;
+    while (stat(folder.empty() ? "." : folder.c_str(), &info) != 0 && folder != folder.parent_path())
+        folder = folder.parent_path();
+    const char* const path = folder.empty() ? "." : folder.c_str();
+    struct statvfs disk;
+    if (stat(path, &info) != 0 || statvfs(path, &disk) != 0 || disk.f_blocks == 0) return {};
+    return {info.st_dev, static_cast<double>(disk.f_bavail) * static_cast<double>(disk.f_frsize)};
+}
+
+// Fails where the disks have no room for all of it together, or where a file would be larger than ulimit -f
+// allows.
+inline void check_disk_room(const std::vector<Written>& all) {
+    constexpr double kMiB = 1 << 20;
+    std::map<dev_t, double> taken;  // by those before, on each disk
+    for (const Written& w : all) {
+        const std::string named = format("%s %s: %s", w.option, w.path.c_str(), w.what);
+        if (w.each.largest > file_size_limit())
+            fail("%s has a file of %zu bytes, and ulimit -f allows %llu", named.c_str(), w.each.largest,
+                 static_cast<unsigned long long>(file_size_limit()));
+        const Disk disk = disk_of(w.path);
+        if (disk.free < 0) continue;
+        double& before = taken[disk.number];
+        if (before + w.bytes() > disk.free) {
+            const std::string times =
+                w.count > 1 ? format(", %.0f of them %.1f", w.count, w.bytes() / kMiB) : "";
+            const std::string others =
+                before > 0 ? format(" beside %.1f of %s", before / kMiB, all[0].option) : "";
+            fail("%s takes %.1f MiB%s%s, and %.1f are free there", named.c_str(), w.each.bytes / kMiB,
+                 times.c_str(), others.c_str(), disk.free / kMiB);
+        }
+        before += w.bytes();
+    }
+}

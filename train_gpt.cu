@@ -458,6 +458,7 @@ class Trainer {
     void micro_batch(float loss_scale);
     SquareSums make_square_sums() const;
     void sum_squares_of(int unit, const floatX* gradients);
+    void sum_norm();
     void update_unit(int unit, const floatX* gradients);
     void update();
     std::optional<double> validate();
@@ -711,8 +712,16 @@ void Trainer::micro_batch(float loss_scale) {
     std::vector<const DeviceBatch*> batches;
     for (const Feeder& feeder : feeders_) batches.push_back(&feeder.batch());
     gpt_.forward_backward(batches, micro_, loss_scale, metrics_.loss(), consume_);
+    if (o_.update_in_backward && !norm_of_each_unit_) sum_norm();
     ring_.give_back();
     host_updates_.give_back();
+}
+
+// The norm of the whole gradient, from the sums of squares of all units: added in the same order whenever the
+// units were updated.
+void Trainer::sum_norm() {
+    TensorF norm = metrics_.norms().rows_at(0, 1);
+    norm_of_sums(norm, metrics_.sums(), stream_);
 }
 
 void Trainer::update() {
@@ -723,8 +732,7 @@ void Trainer::update() {
     if (!norm_of_each_unit_) {
         for (const int unit : units)
             if (!gpt_.lends_gradients()) sum_squares_of(unit, gpt_.gradients_of(unit).data());
-        TensorF norm = metrics_.norms().rows_at(0, 1);
-        norm_of_sums(norm, metrics_.sums(), stream_);
+        sum_norm();
     }
     const bool weights_come = places_.lends_trained() && !places_.updates_on_host();
     if (!places_.updates_on_host()) ring_.take(state, units, o_.state_rooms);
@@ -744,7 +752,8 @@ void Trainer::update() {
 }
 
 // Updates the weights of a unit with its gradients: in one launch, chunk by chunk as its state comes, or by
-// the host.
+// the host. With --update-in-backward and without --clip-per-block the norm is that of the step before: it is
+// read, and not used, as nothing is clipped.
 void Trainer::update_unit(int unit, const floatX* gradients) {
     Range range("update", unit);
     const State<floatX>& state = trained();
@@ -2424,7 +2433,7 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
            o_.attention != "common"),
       ring_(arena_, stream_),
       host_updates_(arena_, stream_),
-      norm_of_each_unit_(o_.clip_per_block || o_.update_in_backward),
+      norm_of_each_unit_(o_.clip_per_block),
       square_sums_(make_square_sums()),
       metrics_(static_cast<int64_t>(model_.layout.units().size()), norm_of_each_unit_,
                o_.steps == 0 || norm_of_each_unit_ ? 0 : square_sums_.first.back()),
@@ -2435,7 +2444,10 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       replays_(o_.graph == "on") {
     check_attention<floatX>(o_, config_);
     if (o_.update_in_backward)
-        consume_ = [this](int unit, const floatX* gradients) { update_unit(unit, gradients); };
+        consume_ = [this](int unit, const floatX* gradients) {
+            if (!norm_of_each_unit_) sum_squares_of(unit, gradients);
+            update_unit(unit, gradients);
+        };
     else if (gpt_.lends_gradients() && !norm_of_each_unit_)
         consume_ = [this](int unit, const floatX* gradients) {
             const bool complete = micro_.adds == (o_.grad_accum > passes());

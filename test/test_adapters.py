@@ -208,6 +208,8 @@ def test_memory_options_change_no_bit(train_fp32, work):
     assert first == trained(train_fp32, work, "one", "--threads", 1, "--grad-accum", 2)
     by_block = trained(train_fp32, work, "a", "--clip-per-block")
     assert by_block == trained(train_fp32, work, "b", "--clip-per-block", "--update-in-backward")
+    free = trained(train_fp32, work, "c", "--clip", 0)
+    assert free == trained(train_fp32, work, "d", "--clip", 0, "--update-in-backward")
 
 
 def test_resume_is_the_unbroken_run(train, work):

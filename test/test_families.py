@@ -205,6 +205,13 @@ def test_memory_options_change_no_bit(train, work):
     assert by_block == trained(train, work, "b", "--clip-per-block", "--update-in-backward")
 
 
+@pytest.mark.parametrize("options", [(), ("--grad-accum", 3, "--by-block")], ids=str)
+def test_update_in_backward_without_clipping_changes_no_bit(train, work, options):
+    """Nor one of the logged norm."""
+    after = trained(train, work, "a", "--clip", 0, *options)
+    assert after == trained(train, work, "b", "--clip", 0, "--update-in-backward", *options)
+
+
 def test_resume_is_the_unbroken_run(train, work):
     train(*DATA, "--steps", 6, "--save-every", 3, "--keep", 0, "--out", "out", "--sample-tokens", 0, cwd=work)
     whole = saved_bytes(work / "out" / "step-00000006")

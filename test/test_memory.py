@@ -150,12 +150,9 @@ def test_update_in_backward_changes_no_bit(train, folder, baseline, tmp_path, le
 
 
 def test_update_in_backward_without_clipping(train, folder, tmp_path):
-    log, files = trained(train, folder, tmp_path / "plain", "--clip", 0)
-    other_log, other_files = trained(train, folder, tmp_path / "out", "--clip", 0, "--update-in-backward")
-    assert files == other_files
-    assert [line.get("loss") for line in log] == [line.get("loss") for line in other_log]
-    norms = [[line["grad_norm"] for line in lines if "grad_norm" in line] for lines in (log, other_log)]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+    """The logged norm too: its sums of squares are added in one order, whenever a unit was updated."""
+    plain = trained(train, folder, tmp_path / "plain", "--clip", 0)
+    assert plain == trained(train, folder, tmp_path / "out", "--clip", 0, "--update-in-backward")
 
 
 def test_update_in_backward_holds_one_block(train):

@@ -700,11 +700,7 @@ void check_attention(const Options& o, const ModelConfig& config) {
 // Fails unless there is a device for this binary, and for the attention that was asked for.
 inline void check_device([[maybe_unused]] const Options& o) {
 #ifdef SIMT_GPU
-    int count = 0;
-    const cudaError_t status = cudaGetDeviceCount(&count);
-    if (status != cudaSuccess || count == 0)
-        fail("this ./train is built for a GPU and none answers (%s); for the CPU: make DEVICE=cpu",
-             status == cudaSuccess ? "no device" : cudaGetErrorString(status));
+    check_gpu();
     if (o.attention == "hopper" && !device_is_hopper())
         fail(
             "--attention hopper is for GPUs of compute capability 9.0, which this one is not: --attention "

@@ -6,6 +6,8 @@
 
 #include <type_traits>
 
+#include "llmc/cuda_errors.h"
+
 #define SIMT_GPU 1
 #define SIMT_DEVICE __device__ __forceinline__
 #define SIMT_HOST_DEVICE __host__ __device__ __forceinline__
@@ -49,21 +51,6 @@ SIMT_DEVICE void from_floats(T (&to)[N], const float (&x)[N]) {
 }
 
 SIMT_DEVICE float fast_exp(float x) { return __expf(x); }
-
-// Stops with one line when a CUDA call failed: the user's to mend where the GPU is full, gone, or not one
-// that this was compiled for, and else a bug.
-inline void cuda_check(cudaError_t status, const char* what) {
-    if (status == cudaSuccess) return;
-    const char* const why = cudaGetErrorString(status);
-    for (const cudaError_t theirs :
-         {cudaErrorMemoryAllocation, cudaErrorNoDevice, cudaErrorDevicesUnavailable,
-          cudaErrorDeviceUninitialized, cudaErrorInsufficientDriver, cudaErrorSystemDriverMismatch,
-          cudaErrorSystemNotReady, cudaErrorNoKernelImageForDevice, cudaErrorUnsupportedPtxVersion,
-          cudaErrorECCUncorrectable})
-        if (status == theirs) fail("CUDA: %s: %s", what, why);
-    throw std::runtime_error(format("CUDA: %s: %s", what, why));
-}
-#define CUDA_CHECK(call) cuda_check((call), #call)
 
 namespace simt {
 template <class... P, class... A>

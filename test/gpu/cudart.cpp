@@ -4,8 +4,9 @@
 // What CUDA forbids, and what it leaves undefined, ends the process with a line that begins with "GPU:" and
 // exit code 70. GPU=A100|4090|H100|B200|5090 chooses the device and GPU_NAME another name for it, GPU_SEED
 // and GPU_ORDER=late|early|random the order of all that has none, GPU_MEMORY=MiB makes it smaller,
-// GPU_CHECK=bounds leaves races unlooked for; with GPU_ERROR=N waiting for a stream ends with that error,
-// with GPU_COUNT=0 no device answers; GPU_COUNTERS and GPU_COVERAGE name files for what was counted, and
+// GPU_CHECK=bounds leaves races unlooked for; with GPU_ERROR=N waiting for a stream ends with that error;
+// with GPU_COUNT=0 no device answers, with GPU_COUNT_ERROR=N for that reason; GPU_DRIVER=12020 is a driver
+// with CUDA 12.2, and 0 none; GPU_COUNTERS and GPU_COVERAGE name files for what was counted, and
 // GPU_ENQUEUED one for how much the host gave to streams: copies, launches, whole graphs, events and waits
 // for them.
 #include <cuda.h>
@@ -381,9 +382,17 @@ cudaError_t cudaFuncSetAttribute(const void* f, cudaFuncAttribute attribute, int
 
 // --- The device.
 
+// The CUDA version of the driver, 0 without one; it must be of the toolkit's major version at least.
+static int driver_version() {
+    static const int version =
+        atoi(environment("GPU_DRIVER", std::to_string(CUDART_VERSION).c_str()).c_str());
+    return version;
+}
 cudaError_t cudaGetDeviceCount(int* count) {
     *count = atoi(environment("GPU_COUNT", "1").c_str());
-    return *count ? cudaSuccess : cudaErrorNoDevice;
+    if (driver_version() / 1000 < CUDART_VERSION / 1000) return *count = 0, cudaErrorInsufficientDriver;
+    return *count ? cudaSuccess
+                  : static_cast<cudaError_t>(atoi(environment("GPU_COUNT_ERROR", "100").c_str()));
 }
 cudaError_t cudaGetDevice(int* d) { return *d = 0, cudaSuccess; }
 cudaError_t cudaSetDevice(int d) { return d ? cudaErrorInvalidDevice : cudaSuccess; }
@@ -440,7 +449,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
     });
 }
 cudaError_t cudaRuntimeGetVersion(int* v) { return *v = CUDART_VERSION, cudaSuccess; }
-cudaError_t cudaDriverGetVersion(int* v) { return *v = CUDART_VERSION, cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int* v) { return *v = driver_version(), cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t e) {
     switch (e) {
         case cudaSuccess:

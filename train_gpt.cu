@@ -2558,6 +2558,7 @@ const MemoryReport& Trainer::rehearse(bool placed) {
 // The device, there to be used.
 void Trainer::open_device() {
     check_device(o_);
+    limit_launches(rates_, o_.tf32);
     stream_ = own_stream_.emplace().get();
 }
 
@@ -2635,7 +2636,7 @@ void Trainer::check_room_on_disks() const {
     check_disk_room(all);
 }
 
-// With --matmul-algorithms: has every product that the run will make take its algorithm from the file. The
+// With --matmul-algorithms: has every product that the run will make whole take its algorithm from the file. The
 // steps are rehearsed again, as a product may now make a bias's gradient too: other operations, in the same
 // memory.
 void Trainer::choose_algorithms() {
@@ -2644,7 +2645,7 @@ void Trainer::choose_algorithms() {
     std::set<Product> products;
     for (const Plan* plan : plans_.all())
         for (const Work& w : plan->work)
-            if (w.product.m > 0) products.insert(w.product);
+            if (w.product.m > 0 && w.product.flops() <= longest_product) products.insert(w.product);
     search_matmul_algorithms<floatX>(o_.matmul_algorithms, products, stream_);
     rehearse();
 #endif

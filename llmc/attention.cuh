@@ -178,7 +178,7 @@ struct QueryPlace {
     SIMT_DEVICE QueryPlace(const AttentionInput<T>& in, int block, int tile, int warp)
         : b(block / in.heads),
           h(block % in.heads),
-          block_row((gridDim.y - 1 - tile) * kRows),
+          block_row((in.part.whole_y - 1 - tile) * kRows),
           row(block_row + warp * kWarpRows) {}
 };
 // The same number, of which the compiler does not know that: it keeps nothing that it made of x before.
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(ForwardTiles<T, kHead, kPlain, kSmall>::kThrea
     T* const q_tile = shared;
     T* const kv_tiles = q_tile + Tiles::kQuerySize;  // K, V of this step, K, V of the next
     using Place = QueryPlace<kRows, 16 * kParts>;
-    const Place place(in, blockIdx.x, blockIdx.y, uniform_warp());
+    const Place place(in, in.block_head(), in.block_tile(), uniform_warp());
     const auto [b, h, block_row, row] = place;
     const int kv = h / in.group(), warp_row = row - block_row;
     if (!kPlain) in.drop_keys(in.first_tile(in.first_key(b, block_row)));
@@ -262,7 +262,8 @@ __global__ void __launch_bounds__(ForwardTiles<T, kHead, kPlain, kSmall>::kThrea
     }
     if (!kPlain && end <= 0) wait_for_copies();  // a piece of keys that none of these sees
     // Kept over the loop, the place would take registers that heads of 128 have not.
-    const Place to(in, made_anew(blockIdx.x), made_anew(blockIdx.y), made_anew(threadIdx.x) / kLanes);
+    const Place to(in, in.part.x + made_anew(blockIdx.x), in.part.y + made_anew(blockIdx.y),
+                   made_anew(threadIdx.x) / kLanes);
     UNROLL for (int m = 0; m < kParts; m++)
         store_output<kHead>(out, lse, o[m], softmax[m], in, to.b, to.h, to.row + 16 * m, scale, vectors);
 }
@@ -308,10 +309,10 @@ __global__ void __launch_bounds__(AttentionTiles<T, kHead, kSmall, true>::kThrea
     const auto statistic = [](const T* tile, int row) {
         return reinterpret_cast<float*>(const_cast<T*>(tile) + row * Tiles::kStride + kHead);
     };
-    const int kv = blockIdx.x % in.kv_heads, b = blockIdx.x / in.kv_heads;
+    const int kv = in.block_head() % in.kv_heads, b = in.block_head() / in.kv_heads;
     const int first_head = kv * in.group(), heads_end = first_head + in.group();
     if (kPlain) SIMT_ASSUME(heads_end > first_head);  // in the others ptxas would spill
-    const int block_row = blockIdx.y * Tiles::kStaying;
+    const int block_row = in.block_tile() * Tiles::kStaying;
     const int keys_end = block_row + Tiles::kStaying, begin = in.first_query(block_row);
     const int end = kPlain ? in.queries : in.queries_before(b, keys_end);
     const int warp_row = uniform_warp() * 16, row = block_row + warp_row;  // its first key
@@ -415,8 +416,8 @@ __global__ void __launch_bounds__(BackwardTiles<T, kHead, kPlain, kDrops, kSmall
     T* const q_tile = shared;
     T* const dout_tile = q_tile + Tiles::kQuerySize;
     T* const kv_tiles = dout_tile + Tiles::kQuerySize;  // K, V of this step, K, V of the next
-    const int h = blockIdx.x % in.heads, b = blockIdx.x / in.heads, kv = h / in.group();
-    const int block_row = (gridDim.y - 1 - blockIdx.y) * kRows;
+    const int h = in.block_head() % in.heads, b = in.block_head() / in.heads, kv = h / in.group();
+    const int block_row = in.block_tile_from_last() * kRows;
     const int warp_row = uniform_warp() * 16 * kParts, row = block_row + warp_row;  // its first query
     if (!kPlain) in.drop_keys(in.first_tile(in.first_key(b, block_row)));
     const int end = in.keys_before(block_row + kRows);
@@ -542,27 +543,18 @@ bool hopper_attention_takes(const AttentionInput<T>& in, std::initializer_list<c
            (!in.in_pieces || in.plain()) && attention_vectors(in, arrays) && device_is_hopper();
 }
 
-// An operation of `products` matrix products of the scores that are seen, those on the diagonal by half, and
-// `passes` over arrays as large as q and as many over those rows of k and v that are, and `sum_passes` over
-// these in fp32. Where documents end is known on the device alone: they are counted as one.
+// An operation of `products` matrix products of the scores that are seen, and `passes` over arrays as large
+// as q and as many over those rows of k and v that are, and `sum_passes` over these in fp32.
 template <class T>
 Operation attention_operation(const char* name, const AttentionInput<T>& in, int products, int passes,
                               int sum_passes = 0) {
-    const double first = in.position(0), end = in.all_keys(), span = in.span();  // positions of queries
-    // Of the keys here, how many the queries at positions before `end` would see if all saw those before.
-    const auto seen_before = [keys = static_cast<double>(in.keys)](double end) {
-        const double inside = std::clamp(end, 0., keys);
-        return inside * inside / 2 + std::max(0., end - keys) * keys;
-    };
-    const double seen =
-        seen_before(end) - seen_before(first) - (seen_before(end - span) - seen_before(first - span));
     const double heads = static_cast<double>(in.batch) * in.heads;
     const double q_rows = heads * in.queries, kv_rows = heads / in.group() * (in.keys - in.first_key(0));
     const double carried = ((in.continues ? 1 : 0) + (in.later > 0 ? 1 : 0)) * q_rows * sizeof(float);
-    return Operation(name, 2.0 * heads * seen * in.head_size * products,
+    return Operation(name, in.flops(products),
                      in.head_size * ((q_rows + kv_rows) * passes * sizeof(T) +
                                      kv_rows * sum_passes * sizeof(float) + carried),
-                     {}, {.length = 2 * seen / in.queries, .head_size = in.head_size});
+                     {}, {.length = 2 * in.seen_scores() / in.queries, .head_size = in.head_size});
 }
 
 // out (batch, queries, heads * head_size) and lse (batch, heads, queries), the logarithm of each row's sum of
@@ -585,8 +577,11 @@ void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream s
         for_form(in, vectors, [&](auto columns, auto plain, auto small) {
             using Tiles = ForwardTiles<T, columns.value, plain.value, small.value>;
             const dim3 grid(in.batch * in.heads, ceil_div(in.queries, Tiles::kRows));
-            launch<attention_forward_kernel<T, columns.value, plain.value, small.value>>(
-                grid, Tiles::kThreads, Tiles::kSharedBytes, stream, out, lse, in, in.scale(), vectors);
+            launch_in_parts(grid, in, 2, [&](dim3 part, const AttentionInput<T>& of_part) {
+                launch<attention_forward_kernel<T, columns.value, plain.value, small.value>>(
+                    part, Tiles::kThreads, Tiles::kSharedBytes, stream, out, lse, of_part, in.scale(),
+                    vectors);
+            });
         });
     }
 }
@@ -626,8 +621,9 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const float* lse, co
     assert(given.queries == given.all_keys() || in.batch == 1);
     assert(in.keys > 0);
     // On a GPU keys and queries each make the scores and their gradients.
-    const Operation operation = attention_operation("attention_backward", in, kFastCpu ? 5 : 7, 4,
-                                                    in.queries < in.all_keys() ? 4 : 0);
+    const Operation operation =
+        attention_operation("attention_backward", in, kFastCpu ? 5 : kProductsForKeys + kProductsForQueries,
+                            4, in.queries < in.all_keys() ? 4 : 0);
     if (simt::launches_off && !kFastCpu) return;  // on a CPU the launch plans its workers' scratch
     const bool vectors = attention_vectors(in, {dq, dk, dv, dout});
     if constexpr (kFastCpu) {
@@ -640,17 +636,23 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const float* lse, co
             using Tiles = AttentionTiles<T, columns.value, small.value, true>;
             constexpr size_t tiles = (2 * Tiles::kStayingSize + 4 * Tiles::kPassingSize) * sizeof(T);
             static_assert(Tiles::fits(tiles));
-            const unsigned row_tiles = ceil_div(in.keys, Tiles::kStaying);
-            launch<attention_backward_keys_kernel<T, columns.value, plain.value, small.value>>(
-                dim3(in.batch * in.kv_heads, row_tiles), Tiles::kThreads, tiles, stream, dk, dv, dout, lse,
-                delta, in, in.scale(), vectors);
+            const dim3 key_grid(in.batch * in.kv_heads, ceil_div(in.keys, Tiles::kStaying));
+            launch_in_parts(key_grid, in, kProductsForKeys, [&](dim3 part, const AttentionInput<T>& of_part) {
+                launch<attention_backward_keys_kernel<T, columns.value, plain.value, small.value>>(
+                    part, Tiles::kThreads, tiles, stream, dk, dv, dout, lse, delta, of_part, in.scale(),
+                    vectors);
+            });
             const auto launch_queries = [&](auto drops) {
                 constexpr bool kPlain = plain.value && !drops.value, kSmall = kPlain && small.value;
                 using Queries = BackwardTiles<T, columns.value, kPlain, drops.value, kSmall>;
                 const dim3 grid(in.batch * in.heads, ceil_div(in.queries, Queries::kRows));
-                launch<attention_backward_queries_kernel<T, columns.value, kPlain, drops.value, kSmall>>(
-                    grid, Queries::kThreads, Queries::kSharedBytes, stream, dq, dout, lse, delta, in,
-                    in.scale(), vectors);
+                launch_in_parts(
+                    grid, in, kProductsForQueries, [&](dim3 part, const AttentionInput<T>& of_part) {
+                        launch<
+                            attention_backward_queries_kernel<T, columns.value, kPlain, drops.value, kSmall>>(
+                            part, Queries::kThreads, Queries::kSharedBytes, stream, dq, dout, lse, delta,
+                            of_part, in.scale(), vectors);
+                    });
             };
             in.dropout ? launch_queries(std::true_type()) : launch_queries(std::false_type());
         });

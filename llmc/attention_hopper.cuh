@@ -84,16 +84,17 @@ SIMT_DEVICE void round_scores(FragmentA<bf16> (&a)[N / 2], const AttentionRows<N
     UNROLL for (int k = 0; k < N / 2; k++) a[k] = accumulators_as_a<bf16>(p[0][2 * k], p[0][2 * k + 1]);
 }
 
-// Where a thread stands: its block's batch entry and head, one of `heads`.
+// Where a thread stands: its block's batch entry and head, one of `heads`; `block` is the block's head among
+// those of all batch entries.
 struct HopperPlace {
     int b, h;
-    SIMT_DEVICE explicit HopperPlace(int heads) : b(blockIdx.x / heads), h(blockIdx.x % heads) {}
+    SIMT_DEVICE HopperPlace(int block, int heads) : b(block / heads), h(block % heads) {}
 };
 // And a consumer's: its first row, in the block; its warp's. The shuffle tells the compiler that they are
 // the same in all lanes, for which there are registers of their own.
 struct HopperRows : HopperPlace {
     int group_row, row;
-    SIMT_DEVICE HopperRows(int heads, int block_row) : HopperPlace(heads) {
+    SIMT_DEVICE HopperRows(int block, int heads, int block_row) : HopperPlace(block, heads) {
         const int number = __shfl_sync(~0u, warp(), 0) - kWarpgroup / kLanes;
         group_row = number / 4 * 64;
         row = block_row + number * 16;
@@ -113,7 +114,7 @@ SIMT_DEVICE void hopper_forward_produce(uint32_t shared, const AttentionInput<bf
                                         const HopperForwardMaps& maps, int block_row) {
     using F = HopperForward<kHead>;
     using KvTile = typename F::KvTile;
-    const HopperPlace place(in.heads);
+    const HopperPlace place(in.block_head(), in.heads);
     const int q_column = static_cast<int>(in.q_offset(0, place.h));
     const int kv_column = static_cast<int>(in.kv_offset(0, place.h / in.group()));
     const int end = in.keys_before(block_row + F::kRows);
@@ -141,7 +142,7 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
     using F = HopperForward<kHead>;
     using KvTile = typename F::KvTile;
     constexpr int N = F::kKeys / 8;
-    const HopperRows place(in.heads, block_row);
+    const HopperRows place(in.block_head(), in.heads, block_row);
     if (block_row + place.group_row >= in.queries) return;
     // Keys that its rows see; it leaves later tiles alone, and nothing is loaded where those lie.
     static_assert(F::kRows - 64 <= F::kSlots * F::kKeys);
@@ -224,7 +225,7 @@ __global__ void __launch_bounds__(HopperForward<kHead>::kThreads, 1)
 #if defined(HOPPER_CODE)
     using F = HopperForward<kHead>;
     const uint32_t shared = shared_address(swizzled_shared_memory());
-    const int block_row = (gridDim.y - 1 - blockIdx.y) * F::kRows;
+    const int block_row = in.block_tile_from_last() * F::kRows;
     if (threadIdx.x == 0) {
         barrier_init(shared + F::kBarriers, 1);
         const int consumers = consumers_with_rows<F::kConsumers>(in.queries - block_row);
@@ -262,8 +263,10 @@ void hopper_forward(bf16* out, float* lse, const AttentionInput<bf16>& in, Strea
     const HopperForwardMaps maps{map_of_queries(in, in.q, F::kRows), map_of_keys(in, in.k, F::kKeys),
                                  map_of_keys(in, in.v, F::kKeys)};
     const dim3 grid(in.batch * in.heads, ceil_div(in.queries, F::kRows));
-    launch<hopper_attention_forward_kernel<kHead>>(grid, F::kThreads, F::kSharedBytes, stream, out, lse, in,
-                                                   in.scale(), maps);
+    launch_in_parts(grid, in, 2, [&](dim3 part, const AttentionInput<bf16>& of_part) {
+        launch<hopper_attention_forward_kernel<kHead>>(part, F::kThreads, F::kSharedBytes, stream, out, lse,
+                                                       of_part, in.scale(), maps);
+    });
 }
 inline void hopper_attention_forward(bf16* out, float* lse, const AttentionInput<bf16>& in, Stream stream) {
     in.head_size == 64 ? hopper_forward<64>(out, lse, in, stream) : hopper_forward<128>(out, lse, in, stream);
@@ -300,7 +303,7 @@ SIMT_DEVICE void hopper_backward_produce(unsigned char* shared, const AttentionI
     using B = HopperBackward<kHead>;
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
-    const HopperPlace place(kKeysStay ? in.kv_heads : in.heads);
+    const HopperPlace place(in.block_head(), kKeysStay ? in.kv_heads : in.heads);
     const int group = in.group(), kv = kKeysStay ? place.h : place.h / group;
     const int first_head = kKeysStay ? kv * group : place.h, heads_end = first_head + (kKeysStay ? group : 1);
     // Where a head begins in the first and the second of the tensors: in K and V, or head h in Q and dout.
@@ -346,7 +349,7 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
     constexpr int N = B::kPassing / 8;
-    const HopperRows place(in.kv_heads, block_row);
+    const HopperRows place(in.block_head(), in.kv_heads, block_row);
     if (block_row + place.group_row >= in.keys) return;
     const uint32_t k_tile = shared_address(shared), v_tile = k_tile + Staying::kBytes;
     Ring<B::kSlots> ring{k_tile + B::kBarriers + 8};
@@ -417,7 +420,7 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
                                           const __grid_constant__ HopperBackwardMaps maps) {
 #if defined(HOPPER_CODE)
     using B = HopperBackward<kHead>;
-    const int block_row = blockIdx.y * B::kRows, b = blockIdx.x / in.kv_heads;
+    const int block_row = in.block_tile() * B::kRows, b = in.block_head() / in.kv_heads;
     unsigned char* const shared = hopper_backward_begin<kHead>(1 + kLanes, in.keys - block_row);
     if (threadIdx.x < kWarpgroup) {
         setmaxnreg_dec<B::kProducerRegisters>();
@@ -440,7 +443,7 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
     using Staying = typename B::StayingTile;
     using Passing = typename B::PassingTile;
     constexpr int N = B::kPassing / 8;
-    const HopperRows place(in.heads, block_row);
+    const HopperRows place(in.block_head(), in.heads, block_row);
     if (block_row + place.group_row >= in.queries) return;
     const uint32_t q_tile = shared_address(shared), dout_tile = q_tile + Staying::kBytes;
     Ring<B::kSlots> ring{q_tile + B::kBarriers + 8};
@@ -505,13 +508,14 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
                                              const __grid_constant__ HopperBackwardMaps maps) {
 #if defined(HOPPER_CODE)
     using B = HopperBackward<kHead>;
-    const int block_row = (gridDim.y - 1 - blockIdx.y) * B::kRows, end = in.keys_before(block_row + B::kRows);
+    const int block_row = in.block_tile_from_last() * B::kRows;
+    const int end = in.keys_before(block_row + B::kRows);
     unsigned char* const shared = hopper_backward_begin<kHead>(1, in.queries - block_row);
     if (threadIdx.x < kWarpgroup) {
         setmaxnreg_dec<B::kProducerRegisters>();
         if (warp() == 0)
             hopper_backward_produce<kHead, false>(shared, in, maps, block_row,
-                                                  in.first_key(blockIdx.x / in.heads, block_row), end,
+                                                  in.first_key(in.block_head() / in.heads, block_row), end,
                                                   nullptr, nullptr);
     } else {
         setmaxnreg_inc<B::kConsumerRegisters>();
@@ -537,12 +541,16 @@ void hopper_backward(bf16* dq, bf16* dk, bf16* dv, const bf16* dout, const float
         {map_of_queries(in, in.q, B::kRows), map_of_dout(B::kRows)},
         {map_of_keys(in, in.k, B::kPassing), map_of_keys(in, in.v, B::kPassing)}};
     const auto tiles = [](int rows) { return static_cast<unsigned>(ceil_div(rows, B::kRows)); };
-    launch<hopper_attention_backward_keys_kernel<kHead>>(dim3(in.batch * in.kv_heads, tiles(in.keys)),
-                                                         B::kThreads, B::kSharedBytes, stream, dk, dv, lse,
-                                                         delta, in, in.scale(), keys);
-    launch<hopper_attention_backward_queries_kernel<kHead>>(dim3(in.batch * in.heads, tiles(in.queries)),
-                                                            B::kThreads, B::kSharedBytes, stream, dq, lse,
-                                                            delta, in, in.scale(), queries);
+    const dim3 key_grid(in.batch * in.kv_heads, tiles(in.keys));
+    launch_in_parts(key_grid, in, kProductsForKeys, [&](dim3 part, const AttentionInput<bf16>& of_part) {
+        launch<hopper_attention_backward_keys_kernel<kHead>>(part, B::kThreads, B::kSharedBytes, stream, dk,
+                                                             dv, lse, delta, of_part, in.scale(), keys);
+    });
+    const dim3 query_grid(in.batch * in.heads, tiles(in.queries));
+    launch_in_parts(query_grid, in, kProductsForQueries, [&](dim3 part, const AttentionInput<bf16>& of_part) {
+        launch<hopper_attention_backward_queries_kernel<kHead>>(part, B::kThreads, B::kSharedBytes, stream,
+                                                                dq, lse, delta, of_part, in.scale(), queries);
+    });
 }
 inline void hopper_attention_backward(bf16* dq, bf16* dk, bf16* dv, const bf16* dout, const float* lse,
                                       const float* delta, const AttentionInput<bf16>& in, Stream stream) {

@@ -1,10 +1,12 @@
 // attention_input.h - what causal multi-head attention reads, and where in memory it lies.
 #pragma once
 
+#include <algorithm>
 #include <cassert>
 #include <cmath>
 
 #include "llmc/dropout.cuh"
+#include "llmc/long_launches.h"
 #include "llmc/packed.h"
 
 // Query i of `queries` stands at key keys - queries + i; with a cache there are more keys than queries. It
@@ -63,6 +65,13 @@ struct AttentionInput {
     int later = 0;
     bool in_pieces = false, continues = false;
     float* carried = nullptr;
+    GridPart part = {};  // that the launch makes, of (batch * heads, tiles of rows)
+
+    // Where a block stands in the whole grid: its head among those of all batch entries, and its tile of
+    // rows, counted from the first and from the last.
+    SIMT_DEVICE unsigned block_head() const { return static_cast<unsigned>(part.x) + blockIdx.x; }
+    SIMT_DEVICE int block_tile() const { return part.y + static_cast<int>(blockIdx.y); }
+    SIMT_DEVICE int block_tile_from_last() const { return part.whole_y - 1 - block_tile(); }
 
     SIMT_HOST_DEVICE int group() const { return heads / kv_heads; }
     // Where one head of one batch entry begins: in q, in k or v, in their gradients, in the output, and in
@@ -163,6 +172,22 @@ struct AttentionInput {
         const int of_document = document_end(b, (key < keys ? key : keys) - 1);
         return end < of_document ? end : of_document;
     }
+    // The scores that are seen of a head, those on the diagonal by half. Where documents end is known on the
+    // device alone: they are counted as one.
+    double seen_scores() const {
+        const double first = position(0), end = all_keys();  // positions of queries
+        // Of the keys here, how many the queries at positions before `end` would see if all saw those before.
+        const auto seen_before = [keys = static_cast<double>(keys)](double end) {
+            const double inside = std::clamp(end, 0., keys);
+            return inside * inside / 2 + std::max(0., end - keys) * keys;
+        };
+        return seen_before(end) - seen_before(first) -
+               (seen_before(end - span()) - seen_before(first - span()));
+    }
+    // The FLOPs of so many matrix products of these scores, of all heads.
+    double flops(int products) const {
+        return 2.0 * (static_cast<double>(batch) * heads) * seen_scores() * head_size * products;
+    }
     // What scores are multiplied with: 1 / sqrt(head_size).
     float scale() const { return 1.f / std::sqrt(static_cast<float>(head_size)); }
     // The slope of head h for scores that are still to be multiplied with scale(): over it, without a
@@ -171,6 +196,18 @@ struct AttentionInput {
         return alibi[h] * (static_cast<float>(head_size) * scale);
     }
 };
+
+// Products of the scores that backward makes on a GPU for the gradients of keys, and for those of queries.
+constexpr int kProductsForKeys = 4, kProductsForQueries = 3;
+
+// Calls launch_part(grid, in) for each part of a launch that makes so many products of the scores.
+template <class T, class F>
+void launch_in_parts(dim3 grid, AttentionInput<T> in, int products, F launch_part) {
+    for_each_part(grid, in.flops(products), longest_attention, [&](dim3 part_grid, const GridPart& part) {
+        in.part = part;
+        launch_part(part_grid, in);
+    });
+}
 
 // Whether attention_forward() and attention_backward() can do heads of this size.
 inline bool attention_supports(int head_size) { return 1 <= head_size && head_size <= 128; }

@@ -64,8 +64,7 @@ Product matmul_product(const Tensor<Out>& out, const Tensor<T>& a, const Tensor<
 template <class T, class Out>
 Operation matmul_operation(const Product& p, bool fuses_gelu_backward) {
     const int64_t in = p.m * p.k + p.k * p.n, out = p.m * p.n * (1 + p.accumulate + fuses_gelu_backward);
-    return Operation("matmul",
-                     2.0 * static_cast<double>(p.m) * static_cast<double>(p.n) * static_cast<double>(p.k),
+    return Operation("matmul", p.flops(),
                      static_cast<double>(in) * sizeof(T) + static_cast<double>(out) * sizeof(Out), p);
 }
 

@@ -14,6 +14,7 @@
 #include <compare>
 #include <map>
 #include <optional>
+#include <set>
 
 #include "llmc/matmul_algorithms.h"
 #include "llmc/matmul_tiled.cuh"
@@ -251,12 +252,37 @@ inline std::optional<Key> doable(Key key, const Operands& at) {
     return has_algorithm(key) ? std::optional(key) : std::nullopt;
 }
 
+// The FLOP/s that matmul_tiled.cuh is thought to reach: shared memory bounds it to 51 a clock and
+// multiprocessor, and clocks are between 1.4 and 2.5 GHz.
+inline double tiled_flops() {
+    int multiprocessors = 0;
+    CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
+    return multiprocessors * 60e9;
+}
+
+// Says once for each shape, of a few, that a product is made without the library and how long it takes then.
+inline void say_without_library(const Product& p, bool fp32) {
+    constexpr size_t kMost = 3;
+    static auto& said = *new std::set<std::string>;
+    const std::string shape = p.text() + (fp32 ? ", fp32" : ", bf16");
+    if (said.size() > kMost || !said.insert(shape).second) return;
+    if (said.size() > kMost) {
+        fprintf(stderr, "cuBLASLt has no algorithm for other products either\n");
+        return;
+    }
+    fprintf(
+        stderr,
+        "cuBLASLt has no algorithm for the product %s: a kernel makes it without tensor cores, at about %.0f "
+        "TFLOP/s, %.3g ms each time\n",
+        shape.c_str(), tiled_flops() / 1e12, p.flops() / tiled_flops() * 1e3);
+}
+
 inline const Known& known_product(const Key& asked, const Operands& at) {
     std::map<Key, Known>& known = known_products();
     if (const auto it = known.find(asked); it != known.end()) return it->second;
     const std::optional<Key> key = doable(asked, at);
     Known& made = known[asked];
-    if (!key) return made;
+    if (!key) return say_without_library(asked.product, asked.in == CUDA_R_32F), made;
     const MatmulAlgorithm* found = find_searched(*key);
     const Description& description = made.description.emplace(*key, at, found && found->bias_gradient);
     if (found) check_searched(*found, *searched(), *key, description);
@@ -277,6 +303,46 @@ void finish(const Product& asked, const Product& done, Tensor<T>& out, const Mat
         launch<gelu_backward_kernel<T>>(blocks, kBlockThreads, 0, stream, out.data(), out.data(),
                                         o.gelu_input->data(), out.size());
 }
+// The rows of out that are made at a time: all, unless that is expected to take long.
+inline int64_t rows_at_once(const Product& p) {
+    constexpr int64_t kFewest = 256;  // operands keep their alignment
+    if (!(p.flops() > longest_product)) return p.m;
+    const double rows = static_cast<double>(p.m) * longest_product / p.flops();
+    return std::max(kFewest, static_cast<int64_t>(rows) / kFewest * kFewest);
+}
+// The product of so many of its rows.
+inline Product product_of_rows(Product p, int64_t rows) {
+    if (rows == p.m) return p;
+    if (p.transpose_a && !p.a_row) p.a_row = p.m;
+    p.m = rows;
+    p.bias_gradient = false;
+    return p;
+}
+
+// Makes those rows of out, a fusable product, with all that is asked for but a bias's gradient that is not
+// fused.
+template <class T, class Out>
+void make_rows(const Product& whole, int64_t first, int64_t rows, Tensor<Out>& out, const Tensor<T>& a,
+               const Tensor<T>& b, const Tensor<T>* vector, MatmulOptions<T> options, void* workspace,
+               Stream stream) {
+    const Product p = product_of_rows(whole, rows);
+    const int64_t a_row = whole.transpose_a ? 1 : whole.a_row ? whole.a_row : whole.k;
+    Tensor<Out> to(out.data() + first * (p.out_row ? p.out_row : p.n), {rows, p.n});
+    const T* const from = a.data() + first * a_row;
+    Tensor<T> gelu_input;
+    if (options.gelu_input) gelu_input = options.gelu_input->rows_at(first, rows);
+    options.gelu_input = options.gelu_input ? &gelu_input : nullptr;
+    const Operands at = {from, b.data(), vector ? vector->data() : nullptr, gelu_input.data(), to.data()};
+    const Known& known = known_product({p, dtype<T>, dtype<Out>, at.alignments()}, at);
+    Product done = bare(p);
+    if (known.description) {
+        CUBLAS_CHECK(known.description->run(known.algorithm, at, workspace, stream));
+        done = known.description->product();
+    } else {
+        matmul_tiled<T, Out>(p, to.data(), from, b.data(), stream, kLongestLaunch * tiled_flops());
+    }
+    if constexpr (std::is_same_v<T, Out>) finish(p, done, to, options, stream);
+}
 }  // namespace cublaslt
 
 template <class T, class Out>
@@ -290,21 +356,14 @@ void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, c
     const Product fused = fusable(p, std::is_same_v<T, float>);
     const Key key = {fused, dtype<T>, dtype<Out>, at.alignments()};
     const MatmulAlgorithm* found = p.bias_gradient ? find_searched(key) : nullptr;
-    matmul_bias_gradient(arena, stream, b, options, found && found->bias_gradient);
+    const int64_t rows = rows_at_once(fused);
+    matmul_bias_gradient(arena, stream, b, options, found && found->bias_gradient && rows == p.m);
     {
         const Operation operation = matmul_operation<T, Out>(p, fused.gelu_backward);
         void* workspace = arena.workspace(kCublasWorkspace);
-        if (!simt::launches_off) {
-            const Known& known = known_product(key, at);
-            Product done = bare(fused);
-            if (known.description) {
-                CUBLAS_CHECK(known.description->run(known.algorithm, at, workspace, stream));
-                done = known.description->product();
-            } else {
-                matmul_tiled<T, Out>(fused, out.data(), a.data(), b.data(), stream);
-            }
-            if constexpr (std::is_same_v<T, Out>) finish(fused, done, out, options, stream);
-        }
+        for (int64_t first = 0; first < p.m && !simt::launches_off; first += rows)
+            make_rows(fused, first, std::min(rows, p.m - first), out, a, b, vector, options, workspace,
+                      stream);
     }
     if constexpr (std::is_same_v<T, Out>) {
         if (p.gelu && !fused.gelu) gelu_forward(out, out, stream);

@@ -2,6 +2,7 @@
 // has no algorithm for, such as bf16 with odd row lengths. Right, and slow: the tensor cores stand by.
 #pragma once
 
+#include "llmc/long_launches.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 
@@ -29,16 +30,17 @@ struct MatrixView {
     }
 };
 
-// Each thread sums every kBlockWarps-th row and kLanes-th column of the tile. A row of out is `across` tiles.
+// Each thread sums every kBlockWarps-th row and kLanes-th column of the tile. A row of out is `across` tiles;
+// the launch begins with tile `first`.
 template <class T, class Out>
 __global__ void __launch_bounds__(kBlockThreads)
-    matmul_tiled_kernel(Out* out, int64_t out_row, int64_t across, MatrixView<T> a, MatrixView<T> b,
-                        bool accumulate) {
+    matmul_tiled_kernel(Out* out, int64_t out_row, int64_t first, int64_t across, MatrixView<T> a,
+                        MatrixView<T> b, bool accumulate) {
     constexpr int kRows = kMatmulTile / kBlockWarps, kColumns = kMatmulTile / kLanes;
     DYNAMIC_SHARED(float, a_tile);  // and b's behind it
     float* const b_tile = a_tile + kMatmulTile * kMatmulTileRow;
-    const int64_t first_row = blockIdx.x / across * kMatmulTile;
-    const int64_t first_column = blockIdx.x % across * kMatmulTile;
+    const int64_t tile = first + blockIdx.x;
+    const int64_t first_row = tile / across * kMatmulTile, first_column = tile % across * kMatmulTile;
     float sums[kRows][kColumns] = {};
     for (int64_t k = 0; k < a.columns; k += kMatmulTile) {
         a.copy_tile(a_tile, first_row, k);
@@ -61,15 +63,18 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 // out (m, n) [+]= op(a) (m, k) op(b) (k, n) as `p` describes it, bias and GELU aside: summed in fp32 in the
-// order of k, rounded once. The product is the caller's operation.
+// order of k, rounded once, in launches of at most most_flops. The product is the caller's operation.
 template <class T, class Out>
-void matmul_tiled(const Product& p, Out* out, const T* a, const T* b, Stream stream) {
+void matmul_tiled(const Product& p, Out* out, const T* a, const T* b, Stream stream,
+                  double most_flops = std::numeric_limits<double>::infinity()) {
     const int64_t a_row = p.a_row ? p.a_row : p.transpose_a ? p.m : p.k;
     const int64_t b_row = p.b_row ? p.b_row : p.transpose_b ? p.k : p.n;
     const int64_t down = ceil_div(p.m, kMatmulTile), across = ceil_div(p.n, kMatmulTile);
-    launch<matmul_tiled_kernel<T, Out>>(dim3(static_cast<unsigned>(down * across)), kBlockThreads,
-                                        2 * kMatmulTile * kMatmulTileRow * sizeof(float), stream, out,
-                                        p.out_row ? p.out_row : p.n, across,
-                                        MatrixView<T>{a, p.m, p.k, a_row, p.transpose_a},
-                                        MatrixView<T>{b, p.k, p.n, b_row, p.transpose_b}, p.accumulate);
+    const dim3 tiles(static_cast<unsigned>(down * across));
+    for_each_part(tiles, p.flops(), most_flops, [&](dim3 grid, const GridPart& part) {
+        launch<matmul_tiled_kernel<T, Out>>(
+            grid, kBlockThreads, 2 * kMatmulTile * kMatmulTileRow * sizeof(float), stream, out,
+            p.out_row ? p.out_row : p.n, part.x, across, MatrixView<T>{a, p.m, p.k, a_row, p.transpose_a},
+            MatrixView<T>{b, p.k, p.n, b_row, p.transpose_b}, p.accumulate);
+    });
 }

@@ -170,6 +170,19 @@ class RatesReader {
     const char* const precision_;
 };
 
+// Has launches divided that would take longer than kLongestLaunch by these rates. Products, which may then
+// take another algorithm, by the nominal ones alone: a run has the same bits with any file.
+inline void limit_launches(const Rates& rates, bool tf32) {
+    if (kHostIsDevice) return;  // nobody ends a launch there
+    const DeviceRates& nominal = rates.nominal;
+    double attention = nominal.attention_flops > 0 ? nominal.attention_flops : nominal.flops;
+    for (const auto& [name, curve] : rates.operations)
+        if (name.starts_with("attention_forward") || name.starts_with("attention_backward"))
+            attention = std::min(attention, curve.rates.back());
+    longest_attention = kLongestLaunch * attention;
+    longest_product = kLongestLaunch * (tf32 ? nominal.tf32_flops : nominal.flops);
+}
+
 // The rates that a run plans by: those of a file, or the nominal ones where none is named.
 template <class T>
 Rates rates_of(const std::string& file, double threads = omp_get_max_threads()) {

@@ -22,6 +22,10 @@ struct Product {
     bool tf32 = false;           // fp32 operands may be rounded to TF32, for tensor cores
     auto operator<=>(const Product&) const = default;
 
+    double flops() const {
+        return 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
+    }
+
     // "512 x 768 x 3072 NT accumulate": m x n x k, whether a and b are transposed, and what else is asked
     // for.
     std::string text() const {

@@ -2,8 +2,10 @@
 // precision.
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <random>
+#include <set>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -870,6 +872,69 @@ TYPED_TEST(Attention, ADocumentOfTheWholeLengthIsNone) {
     c.document = 130;
     EXPECT_TRUE(run(c, x, dout).bytes() == without);
 }
+
+// Launches that are divided have every block once, and no part has more work than is allowed, where a block
+// of the first row of tiles has twice the mean's at most.
+TEST(LongLaunches, PartsCoverTheGrid) {
+    std::mt19937 random(9);
+    for (int turn = 0; turn < 300; turn++) {
+        const dim3 grid(1 + random() % 40, 1 + random() % 70);
+        const double work = 1e12, parts = turn % 3 == 0 ? 1 : 1 + random() % 900, most = work / parts;
+        std::vector<int> seen(grid.x * grid.y);
+        int launched = 0;
+        for_each_part(grid, work, most, [&](dim3 part, const GridPart& at) {
+            launched++;
+            EXPECT_EQ(at.whole_y, int(grid.y));
+            double part_work = 0;
+            for (unsigned y = 0; y < part.y; y++)
+                for (unsigned x = 0; x < part.x; x++) {
+                    const unsigned row = at.y + y;
+                    seen.at(row * grid.x + at.x + x)++;
+                    part_work += work / grid.x * 2 * (grid.y - row - 0.5) / grid.y / grid.y;
+                }
+            if (part.x > 1 || part.y > 1) EXPECT_LE(part_work, most * 1.0001);
+        });
+        EXPECT_EQ(std::set<int>(seen.begin(), seen.end()), std::set<int>{1});
+        if (parts == 1) EXPECT_EQ(launched, 1);
+    }
+}
+
+#if defined(SIMT_GPU) || SIMT_LANES > 1
+// Sets by how much the launches of attention are divided.
+struct LongestAttention {
+    explicit LongestAttention(double flops) { longest_attention = flops; }
+    ~LongestAttention() { longest_attention = std::numeric_limits<double>::infinity(); }
+};
+template <class T>
+void check_divided(const Case& c) {
+    SCOPED_TRACE(c.name());
+    const DeviceArray<T> dout(random_values<T>(size_t(c.batch) * c.queries * c.channels(), 1, 11));
+    const Arrays<T> x = random_arrays<T>(c);
+    const std::vector<unsigned char> whole = run(c, x, dout).bytes();
+    for (const double parts : {2., 3., 1000.}) {
+        const LongestAttention divided(input_of(c, x).flops(2) / parts);
+        EXPECT_TRUE(run(c, x, dout).bytes() == whole) << parts << " parts";
+    }
+}
+
+TYPED_TEST(Attention, DividedLaunchesHaveTheSameBits) {
+    using enum Case::Layout;
+    for (const Case& c : {Case{2, 3, 20, 131, 131, kPacked}, Case{1, 4, 64, 150, 150, kPacked, 1, 2},
+                          Case{1, 2, 33, 140, 140, kUnaligned, 1, 1, 30, true, false, 50, 0.1},
+                          Case{2, 2, 16, 70, 200, kCache, 1, 1}})
+        check_divided<TypeParam>(c);
+}
+TEST(HopperAttention, DividedLaunchesHaveTheSameBits) {
+    if (!has_hopper_attention())
+        GTEST_SKIP() << "needs a GPU of compute capability 9.0, or the faithful build";
+    using enum Case::Layout;
+    for (Case c :
+         {Case{1, 2, 64, 200, 200, kPacked, 1, 1}, Case{1, 1, 128, 140, 140, kPacked, 1, 1, 40, true}}) {
+        c.hopper = true;
+        check_divided<bf16>(c);
+    }
+}
+#endif
 
 // FLOPs that the launcher counts, against the scores of each query; on the diagonal a score counts half.
 TEST(AttentionWork, CountsTheScoresThatAreSeen) {

@@ -706,6 +706,10 @@ void check_tiled_product(const Product& p) {
         matmul_tiled<T, Out>(p, d_out.data(), d_a.data(), d_b.data(), kStream);
         return bytes_of(out = d_out.download());
     });
+    const DeviceArray<T> d_a(a), d_b(b);
+    const DeviceArray<Out> in_parts(before);
+    matmul_tiled<T, Out>(p, in_parts.data(), d_a.data(), d_b.data(), kStream, p.flops() / 3);
+    EXPECT_TRUE(bytes_of(in_parts.download()) == bytes_of(out)) << "in several launches";
     Doubles want;
     bool outside_is_kept = true;
     for (size_t i = 0; i < m; i++)

@@ -3,7 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <cmath>
+#include <limits>
 #include <set>
 
 #include "llmc/matmul_search.h"
@@ -358,6 +360,20 @@ TYPED_TEST(Matmul, SearchedAlgorithmsAreRightAndAreKept) {
             if (run == 0) first.push_back(bytes);
             EXPECT_TRUE(bytes == first[i]);
         }
+    }
+}
+
+// As if products took long: some rows at a time.
+TYPED_TEST(Matmul, DividedProducts) {
+    struct Limit {
+        explicit Limit(double flops) { longest_product = flops; }
+        ~Limit() { longest_product = std::numeric_limits<double>::infinity(); }
+    };
+    for (const auto& [m, n, k] : {std::array<int64_t, 3>{700, 72, 24}, {513, 5, 7}}) {
+        const Limit limit(2.0 * 300 * n * k);
+        EXPECT_EQ(cublaslt::rows_at_once({.m = m, .n = n, .k = k}), 256);
+        EXPECT_EQ(cublaslt::rows_at_once({.m = 300, .n = n, .k = k}), 300);
+        for (const Case& c : forms_of_the_step(m, n, k)) check<TypeParam>(c);
     }
 }
 

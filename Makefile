@@ -21,6 +21,7 @@
 # make emulated-build    builds what runs the CUDA build without a GPU
 # make test-emulated     runs more of the CUDA build that way than make test does, on five GPUs that are played, and cuda-archs
 #                        (tens of minutes)
+# make test-gpu-python   runs gpu-check's Python tests on a GPU that is played: slow ones in smaller shapes (hours)
 # make gpu-coverage      lists what of the GPU's code no test has executed, into dev/results/gpu-coverage.md
 # make gpu-predicted     counts what a training step should take on GPUs, into dev/results/gpu-predicted.md
 # make gpu-check         tests and measures on a GPU; GPU_CHECK=--dry-run prints what, GPU_CHECK="build kernels" does a part
@@ -327,6 +328,12 @@ test-emulated: test-deps cuda-archs emulated-build build/cpu-fp32/train build/cp
 	@for seed in 11 12 13; do echo "== HopperAttention.Agrees*, seed $$seed"; SMALL_SHAPES=1 GPU=H100 GPU_SEED=$$seed \
 	  $(EMULATED)/test_attention --gtest_brief=1 --gtest_filter=HopperAttention.Agrees* || exit 1; done
 	MORE_TESTS=1 TRAIN_BINARIES="build/cpu-fp32/train build/cpu-bf16/train" $(PYTHON) -m pytest -q -n 2 test/test_emulated.py
+
+# gpu-check's Python tests, file by file as there, on an A100 that is played: what fails here would fail on every GPU.
+.PHONY: test-gpu-python
+test-gpu-python: test-deps $(EMULATED_TRAINERS) $(PROBES)
+	MORE_TESTS=1 ASAN_TRAINERS= TRAIN_BINARIES="$(EMULATED_TRAINERS)" $(PYTHON) -m pytest -q -n 2 --dist loadfile \
+	  $$(KERNEL_TESTS=none dev/gpu_check.sh --dry-run python | grep -o 'test/test_[a-z_]*\.py$$' | grep -v test_emulated)
 
 # What of the GPU's code no test has executed, PTX and host lines: at most 2% of either may be left. The better part of an
 # hour on two cores, half of it its build.

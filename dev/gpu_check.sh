@@ -8,8 +8,9 @@
 #   gpu_check.sh [--dry-run] [GROUP...]     --dry-run prints the parts and runs nothing
 #
 # Groups, all of them where none is named, always in this order:
-#   build        the trainer in both precisions, the tests of kernels, the attention benchmark, and before them
-#                GoogleTest where it is not installed; the others take what is in build/
+#   build        the trainer in both precisions, the tests of kernels, the attention benchmark, what the Python tests
+#                run beside the trainer, and before them GoogleTest where it is not installed; the others take what
+#                is in build/
 #   kernels      the tests of kernels
 #   trainer      its speed, operation by operation too, and with the fastest algorithms of matrix products; its
 #                operations beside what dev/gpu_predicted.py has counted, to dev/results/GPU-predicted.md
@@ -142,7 +143,7 @@ do_build() {
         part "install GoogleTest" 5 make gpu-deps
     fi
     part build 1 make -k -j"$(nproc)" DEVICE=cuda build/cuda-{bf16,fp32}/train \
-        "${kernel_tests[@]/#/build/test/cuda/}" build/bench/cuda/attention
+        "${kernel_tests[@]/#/build/test/cuda/}" build/bench/cuda/attention build/test/fast/{tokenize,formats}_probe
 }
 
 do_kernels() {
@@ -192,7 +193,8 @@ do_python() {
         return
     fi
     while read -r file; do
-        part "$(basename "$file")" 15 env MORE_TESTS=1 TRAIN_BINARIES="build/cuda-bf16/train build/cuda-fp32/train" \
+        part "$(basename "$file")" 15 env MORE_TESTS=1 ASAN_TRAINERS= \
+            TRAIN_BINARIES="build/cuda-bf16/train build/cuda-fp32/train" \
             "${python:-.venv/bin/python}" -m pytest -q "$file"
     done < <(grep -lE '^ *def test_.*\btrain(_fp32|_bf16)?\b|trainer_runs|BINARIES' test/test_*.py)
 }

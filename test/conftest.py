@@ -25,6 +25,7 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP, signal.SIGINT, signal
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "more: slow, and seldom finds what others do not; make test-more runs it")
+    config.addinivalue_line("markers", "not_played(reason): not on the GPU that test/gpu plays; on real ones it runs")
 
 
 def pytest_generate_tests(metafunc):
@@ -37,6 +38,10 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        mark, given = item.get_closest_marker("not_played"), getattr(item, "callspec", None)
+        if mark and given and any(getattr(value, "is_played", False) for value in given.params.values()):
+            item.add_marker(pytest.mark.skip(reason=f"not on a GPU that is played: {mark.args[0]}"))
     left = [] if MORE else [item for item in items if item.get_closest_marker("more")]
     if left:
         config.hook.pytest_deselected(items=left)

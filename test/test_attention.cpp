@@ -892,10 +892,11 @@ TEST(LongLaunches, PartsCoverTheGrid) {
                     seen.at(row * grid.x + at.x + x)++;
                     part_work += work / grid.x * 2 * (grid.y - row - 0.5) / grid.y / grid.y;
                 }
-            if (part.x > 1 || part.y > 1) EXPECT_LE(part_work, most * 1.0001);
+            const bool divisible = part.x > 1 || part.y > 1;
+            EXPECT_LE(part_work, divisible ? most * 1.0001 : work);
         });
         EXPECT_EQ(std::set<int>(seen.begin(), seen.end()), std::set<int>{1});
-        if (parts == 1) EXPECT_EQ(launched, 1);
+        EXPECT_TRUE(launched == 1 || parts > 1);
     }
 }
 

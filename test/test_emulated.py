@@ -10,6 +10,7 @@ import pathlib
 import re
 import signal
 import subprocess
+import sys
 
 import gpu_predicted
 import numpy as np
@@ -568,12 +569,32 @@ def test_what_the_library_does_not_do_is_done_beside_it(tmp_path, refused):
     np.testing.assert_allclose(*logs, rtol=BOUND["bf16"])
 
 
+def test_products_without_tensor_cores_are_named(tmp_path):
+    """A line for each of three shapes, however often it comes, and one for all others."""
+    work = prepare(tmp_path, "gpt2", MODELS)
+    options = (*DATA, "--batch", 1, "--seq-len", 9, "--steps", 1, "--head-rows", 0)
+    assert b"cuBLASLt" not in played("bf16")(*options, cwd=work).stderr
+    said = played("bf16", GPU_REFUSE="plain,bias,gelu,dgelu,bgrad")(*options, cwd=work).stderr.decode()
+    lines = [line for line in said.splitlines() if "cuBLASLt" in line]
+    first = r"cuBLASLt has no algorithm for the product (9 x 144 x 48 N[NT][ \w]*, bf16): a kernel makes it without tensor cores, " \
+            r"at about 6 TFLOP/s, (\S+) ms each time"
+    assert float(re.fullmatch(first, lines[0])[2]) == pytest.approx(2 * 9 * 144 * 48 / (108 * 60e9) * 1e3, rel=0.01)
+    assert len({line for line in lines[:3] if " for the product " in line}) == 3
+    assert lines[3:] == ["cuBLASLt has no algorithm for other products either"]
+
+
 # What a user may meet ends in a line that names it, with exit code 2; what is a bug, with another.
 @pytest.mark.parametrize("environment, options, code, said", [
     ({"GPU_MEMORY": "1"}, (), 2, "the plan takes .* are free .the GPU.s memory"),
-    ({"GPU_COUNT": "0"}, (), 2, "none answers .*make DEVICE=cpu"),
+    ({"GPU_COUNT": "0"}, (), 2, "none answers .*the driver has CUDA 1.*make DEVICE=cpu"),
+    ({"GPU_COUNT": "0", "CUDA_VISIBLE_DEVICES": "7"}, (), 2, "none answers .*CUDA_VISIBLE_DEVICES is 7"),
+    ({"GPU_COUNT": "0", "GPU_COUNT_ERROR": "803"}, (), 2, "of different versions.*restart"),
+    ({"GPU_DRIVER": "0"}, (), 2, "there is no NVIDIA driver here: install driver [0-9]+ or later.*make DEVICE=cpu"),
+    ({"GPU_DRIVER": "11040"}, (), 2, "driver is too old: it has CUDA 11.4.* built with CUDA [0-9.]+, needs driver [0-9]+ or later: update"),
     ({}, ("--attention", "hopper"), 2, "--attention hopper is for GPUs of compute capability 9.0"),
     ({"GPU_ERROR": "46"}, (), 2, "CUDA: "),  # devices unavailable
+    ({"GPU_ERROR": "702"}, (), 2, "CUDA: .* draws a screen.*WSL2: use .*--attention-rows"),  # by a display's watchdog
+    ({"GPU_ERROR": "209"}, (), 2, "CUDA: .*.compute capability 8.0.: .*make CUDA_ARCH="),  # no code for it
     ({"GPU_ERROR": "719"}, (), 1, "CUDA: "),  # a launch failed
     ({"GPU_PRODUCT_ERROR": "3"}, (), 2, "cuBLASLt: "),  # no memory
     ({"GPU_PRODUCT_ERROR": "13"}, (), 1, "cuBLASLt: "),  # execution failed
@@ -639,6 +660,20 @@ def test_memory_is_asked_for_in_whole_sectors(tmp_path):
     passes = {name: k["shared_passes"] / k["shared_requests"] for name, k in kernels.items() if k["shared_requests"]}
     assert min(used.values()) >= 0.9, used
     assert len(passes) >= 2 and max(passes.values()) <= 1.1, passes
+
+
+# A part of make test-gpu-python: what every CUDA trainer is asked by gpu-check's Python tests, mostly by plans.
+GPU_CHECKS = {"test_plan": "schema or totals or batch or text or summary or none", "test_plan_table": "rows or chosen or options_for_all",
+              "test_memory": "gates or holds_one_block or head_rows_differ or batch_auto or smaller_state",
+              "test_closed_memory": "step_0 or lives", "test_rates": "alone or nominal", "test_json_lines": "what_the_data_are"}
+
+
+@pytest.mark.parametrize("name", GPU_CHECKS)
+def test_gpu_checks_python_tests(name):
+    binaries = " ".join(str(BUILD / f"train-{precision}") for precision in ("fp32", "bf16"))
+    ran = play(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", ROOT / "test" / f"{name}.py",
+               "-k", GPU_CHECKS[name], TRAIN_BINARIES=binaries, ASAN_TRAINERS="")
+    assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-1000:]
 
 
 def test_ctrl_c_saves(model, tmp_path):

@@ -36,7 +36,8 @@ def test_schema(train):
     plan = train.plan("--model", "d2", "--batch", 3, "--seq-len", 40, "--recompute", "norm")
     assert list(plan) == ["model", "parameters", "trained", "device", "precision", "batch", "seq_len", "grad_accum",
                           "head_rows", "mlp_rows", "attention_rows", "recompute", "totals", "elsewhere", "host", "activations_lower_bound",
-                          "peak_at", "estimated_seconds", "tokens_per_second", "rates", "phases", "operations", "buffers"]
+                          "peak_at", "estimated_seconds", "tokens_per_second", "rates", *(["gpu"] if plan["device"] == "cuda" else []),
+                          "phases", "operations", "buffers"]
     assert list(plan["elsewhere"].values()) == [0, 0, 0, 0] and list(plan["host"]) == ["pinned", "unpinned"]
     assert (plan["host"]["pinned"] > 0) == (plan["device"] == "cuda") and plan["host"]["unpinned"] == 0
     assert (plan["model"], plan["batch"], plan["seq_len"], plan["recompute"]) == ("d2", 3, 40, "norm")
@@ -142,16 +143,19 @@ LINES = {"activations": "activations", "parameters": "weights", "parameter gradi
          "AdamW optimizer state m": "optimizer_m", "AdamW optimizer state v": "optimizer_v",
          "master copy of params": "master", "batch": "input", "workspace": "workspace",
          "the process itself (about)": "process", "in all": "total"}
+HOST_LINES = {"pinned host memory beside that": "pinned",
+              "host memory that is not pinned beside that, the tokenizer's": "unpinned"}
 
 
 def check_summary(text, begins, plan):
-    """It says what the plan does, in some ten lines."""
+    """It says what the plan does, in some ten lines, and of a GPU's host in two more."""
     summary = re.search(rf"^(\w+): (\d+) parameters; .*\n{begins}, in MiB:\n((?: +[\d.]+  .*\n)+)", text, re.MULTILINE)
     assert (summary[1], int(summary[2])) == (plan["model"], plan["parameters"])
     lines = {what: float(mib) for mib, what in re.findall(r"([\d.]+)  ([^;\n]*)", summary[3])}
-    totals = plan["totals"]
-    assert lines == {what: round(totals[kind] / MIB, 2) for what, kind in LINES.items() if totals[kind]}
-    assert summary[0].count("\n") <= 12
+    sizes = {what: plan["totals"][kind] for what, kind in LINES.items()}
+    sizes |= {what: plan["host"][kind] for what, kind in HOST_LINES.items()}
+    assert lines == {what: round(size / MIB, 2) for what, size in sizes.items() if size}
+    assert summary[0].count("\n") <= (14 if plan["device"] == "cuda" else 12)
     assert f"activations; a step's peak is {plan['activations_lower_bound'] / MIB:.2f} ({plan['peak_at']})\n" in text
 
 
@@ -197,7 +201,8 @@ def test_a_run_takes_what_was_planned(train, tmp_path, level):
     """
     unknown = 4 if train.device == "cpu" else 128
     write_text(tmp_path / "text", 60000)
-    arguments = ("--model", "d4", "--data", "text", "--batch", 8, "--seq-len", 256, "--recompute", level)
+    shape = ("--batch", 2, "--seq-len", 64) if train.is_played else ("--batch", 8, "--seq-len", 256)
+    arguments = ("--model", "d4", "--data", "text", *shape, "--recompute", level)
     text = train(*arguments, "--steps", 1, "--sample-tokens", 0, cwd=tmp_path).stdout.decode()
     taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", text).groups())
     process = train.plan(*arguments[:2])["totals"]["process"] / MIB

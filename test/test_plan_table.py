@@ -40,7 +40,8 @@ def test_rows(train, llama, tmp_path, capsys):
     plan = train.plan("--model", llama, *STEP, "--sample-tokens", 0, "--weights", "disk", "--park", "all", "--recompute",
                       "block")
     fastest = train.plan("--model", llama, *STEP, "--sample-tokens", 0, "--memory", "1000GiB")
-    assert plan["elsewhere"]["on_disk"] > 0 and plan["elsewhere"]["parked"] > 0
+    parked = "parked" if train.device == "cpu" else "pinned_host"
+    assert plan["elsewhere"]["on_disk"] > 0 and plan["elsewhere"][parked] > 0
     assert disk["planned on the device, MiB"] == f"{plan['totals']['total'] / 2**20:,.0f}"
     assert disk["a step, s"] == f"{plan['estimated_seconds']:.3g}"
     assert disk["tokens/s"] == f"{2 * 64 / plan['estimated_seconds']:,.0f}"
@@ -71,8 +72,11 @@ def test_options_for_all(train_fp32, llama, tmp_path, capsys):
     few = rows_of(capsys, train_fp32, tmp_path, line, options=("--", "--threads", "1"))["more"]
     many = rows_of(capsys, train_fp32, tmp_path, line, options=("--", "--threads", "4"))["more"]
     assert few["command"].endswith("--threads 1") and few["times that"] == many["times that"] == "1.00"
-    assert float(few["a step, s"]) > 1.5 * float(many["a step, s"])
-    assert float(few["resident, s (GiB)"].split()[0]) > 1.5 * float(many["resident, s (GiB)"].split()[0])
+    for seconds in (lambda row: float(row["a step, s"]), lambda row: float(row["resident, s (GiB)"].split()[0])):
+        if train_fp32.device == "cpu":
+            assert seconds(few) > 1.5 * seconds(many)
+        else:  # the GPU does as much with any threads
+            assert seconds(few) == seconds(many)
 
 
 def test_shapes(train_fp32, tmp_path):

@@ -14,6 +14,7 @@
 
 #include "llmc/device_rates.h"
 #include "llmc/file.h"
+#include "llmc/long_launches.h"
 #include "llmc/rates.h"
 
 constexpr int kRatesFormat = 2;

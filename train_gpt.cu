@@ -2636,9 +2636,9 @@ void Trainer::check_room_on_disks() const {
     check_disk_room(all);
 }
 
-// With --matmul-algorithms: has every product that the run will make whole take its algorithm from the file. The
-// steps are rehearsed again, as a product may now make a bias's gradient too: other operations, in the same
-// memory.
+// With --matmul-algorithms: has every product that the run will make whole take its algorithm from the file.
+// The steps are rehearsed again, as a product may now make a bias's gradient too: other operations, in the
+// same memory.
 void Trainer::choose_algorithms() {
 #ifdef SIMT_GPU
     if (o_.matmul_algorithms.empty()) return;

@@ -197,6 +197,8 @@ def test_moving_takes_time_by_nominal_rates_too(train):
 
 def test_choices_are_by_the_file(train, tmp_path):
     """--memory: where products are slow, what is made again costs more beside a larger micro-batch's head."""
+    rates_of(train)  # skips it beside a GPU, whose budgets are others too
+
     def chosen(**rates):
         more = ("--rates", write(tmp_path / "rates.json", rates_of(train, **rates))) if rates else ()
         return train.plan("--model", "d4", "--batch", 8, "--seq-len", 128, "--threads", THREADS, *more, "--memory",
@@ -272,6 +274,7 @@ def test_calibration_stands_alone(train, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.not_played("it times products and kernels until it knows their rates")
 def test_calibration(train, tmp_path):
     """The file has a rate of every kind, of what a device can do; plans are made by it; it is written whole or not at all."""
     path = tmp_path / "rates.json"

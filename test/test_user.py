@@ -140,6 +140,7 @@ def printed_steps(text):
     return [int(number) for number in re.findall(rb"^step +(\d+)/", text, re.MULTILINE)]
 
 
+@pytest.mark.not_played("400 steps take minutes")
 def test_steps_that_are_printed(train, work):
     """The first three, the last, what comes before something else is printed, one a second; the log has all."""
     run = (*RUN, "--steps", 400, "--eval-every", 150, "--eval-batches", 1, "--save-every", 170, "--out", "out")
@@ -196,6 +197,7 @@ def test_the_rate_follows_the_model(train, work):
         assert max(line["lr"] for line in read_log(work / "log") if "lr" in line) == rate
 
 
+@pytest.mark.not_played("350 steps of 256 tokens take minutes")
 def test_fine_tuning_by_default_improves(train, tmp_path):
     """A model that has learnt some Shakespeare, on more of it in which small letters are large: it gets better there."""
     text = (ROOT / "dev" / "data" / "tinyshakespeare.txt").read_text()

@@ -32,7 +32,9 @@ constexpr bool kThreadSanitizer = false;
 // Where all is slow, tests take smaller shapes: also under compute-sanitizer, by dev/gpu_check.sh.
 inline const bool kSmallShapes = kThreadSanitizer || getenv("SMALL_SHAPES");
 
-// Elements in device memory. AddressSanitizer sees accesses right before and right after them.
+// Elements in device memory. AddressSanitizer sees accesses right before and right after them. On a GPU they
+// are an allocation of their own, without a guard, in which compute-sanitizer's memcheck and test/gpu see
+// such accesses.
 template <class T>
 class DeviceArray {
   public:
@@ -63,7 +65,11 @@ class DeviceArray {
     }
 
   private:
+#if defined(SIMT_GPU)
+    static constexpr size_t kGuard = 0;
+#else
     static constexpr size_t kGuard = 256;
+#endif
     size_t bytes() const { return size_ * sizeof(T); }
     size_t size_;
     DeviceBuffer buffer_;

@@ -84,6 +84,10 @@ FAULTS = {
     "mbarrier_phase": "(before the copy to it was waited for|nobody wrote)",
     "wgmma_fence": "no wgmma.fence",
     "proxy_fence": "no fence.proxy.async",
+    "barrier_fence": "no fence since mbarrier.init",
+    "registers_not_given_back": "registers that nobody gives back",
+    "registers_beyond_the_pool": "registers that nobody gives back",
+    "registers_of_one_warp": "registers that nobody gives back",
     "wgmma_wait": "a wgmma that was not waited for",
     "capture_sync": "while a stream is captured",
     "capture_malloc": "while a stream is captured",
@@ -99,7 +103,8 @@ FAULTS = {
     "other_product": "another product",
     "operand_alignment": "operand A",
 }
-ON_HOPPER = {"mbarrier_phase", "wgmma_fence", "proxy_fence", "wgmma_wait"}
+ON_HOPPER = {"mbarrier_phase", "wgmma_fence", "proxy_fence", "barrier_fence", "wgmma_wait", "registers_not_given_back",
+             "registers_beyond_the_pool", "registers_of_one_warp"}
 
 
 def test_all_faults_are_here():

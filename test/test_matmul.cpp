@@ -139,27 +139,33 @@ TYPED_TEST(Matmul, OneRowHasTheSameBitsWithAnyNumberOfThreads) {
 }
 #endif
 
-// Columns of a wider matrix, transposed, into fp32: a slice of the head's weight gradient.
+// Columns of a wider matrix, transposed, into fp32: a slice of a weight's gradient, and of LoRA's dB, whose b
+// is columns of a wider matrix too.
 TYPED_TEST(Matmul, ColumnsOfAWiderMatrixIntoFp32) {
-    for (const auto& [m, n, k, width, first] :
-         {std::array<int64_t, 5>{64, 48, 33, 192, 64}, {37, 5, 70, 90, 53}, {1, 1, 3, 2, 1}}) {
-        SCOPED_TRACE(testing::Message() << m << "x" << n << "x" << k);
+    for (const auto& [m, n, k, width, first, b_width] : {std::array<int64_t, 6>{64, 48, 33, 192, 64, 0},
+                                                         {37, 5, 70, 90, 53, 0},
+                                                         {1, 1, 3, 2, 1, 0},
+                                                         {64, 48, 33, 192, 64, 96},
+                                                         {41, 6, 70, 90, 13, 19}}) {
+        SCOPED_TRACE(testing::Message() << m << "x" << n << "x" << k << ", b of " << b_width);
+        const int64_t b_row = b_width ? b_width : n;
         const auto a = random_values<TypeParam>(static_cast<size_t>(k * width), 1, 1);
-        const auto b = random_values<TypeParam>(static_cast<size_t>(k * n), 1, 2);
+        const auto b = random_values<TypeParam>(static_cast<size_t>(k * b_row), 1, 2);
         std::vector<double> want(static_cast<size_t>(m * n));
         for (int64_t i = 0; i < m; i++)
             for (int64_t j = 0; j < n; j++)
                 for (int64_t l = 0; l < k; l++)
                     want[static_cast<size_t>(i * n + j)] +=
                         double{to_float(a[static_cast<size_t>(l * width + first + i)])} *
-                        double{to_float(b[static_cast<size_t>(l * n + j)])};
+                        double{to_float(b[static_cast<size_t>(l * b_row + j)])};
         DeviceArray<TypeParam> device_a(a), device_b(b);
         DeviceArray<float> device_out(poisoned<float>(static_cast<size_t>(m * n)));
         Tensor<float> out = device_out.tensor({m, n});
         Arena arena;
         auto multiply = [&] {
             matmul(arena, Stream{}, out, Tensor<TypeParam>(device_a.data() + first, {k, m}),
-                   device_b.tensor({k, n}), {.transpose_a = true, .a_row = width});
+                   Tensor<TypeParam>(device_b.data(), {k, n}),
+                   {.transpose_a = true, .a_row = width, .b_row = b_width});
         };
         Plan plan = arena.rehearse(multiply);
         arena.allocate({&plan});
@@ -168,16 +174,23 @@ TYPED_TEST(Matmul, ColumnsOfAWiderMatrixIntoFp32) {
     }
 }
 
-// Columns of wider matrices on either side and in the output: LoRA's thin products beside a wide one. What
-// lies beside the output's columns stays. The scratch of oneDNN's product of many rows would be 40 MiB.
+// Columns of wider matrices on either side and in the output: LoRA's thin products beside a wide one, and the
+// gradients of its factors, where a is transposed. What lies beside the output's columns stays. The scratch
+// of oneDNN's product of many rows would be 40 MiB.
 TYPED_TEST(Matmul, ColumnsOfWiderMatrices) {
-    std::vector<std::tuple<int64_t, int64_t, int64_t, bool>> cases = {
-        {70, 33, 16, true}, {9, 16, 130, false}, {1, 40, 3, true}};
-    if (!kSmallShapes) cases.push_back({8100, 640, 16, true});
-    for (const auto& [m, n, k, transpose_b] : cases) {
-        SCOPED_TRACE(testing::Message() << m << "x" << n << "x" << k);
-        const int64_t a_row = k + 11, b_row = (transpose_b ? k : n) + 5, out_row = n + 7;
-        const auto a = random_values<TypeParam>(static_cast<size_t>(m * a_row), 1, 1);
+    struct Shape3 {
+        int64_t m, n, k;
+        bool transpose_a, transpose_b;
+    };
+    std::vector<Shape3> cases = {{70, 33, 16, false, true},  {9, 16, 130, false, false},
+                                 {1, 40, 3, false, true},    {48, 8, 70, true, false},
+                                 {16, 130, 9, true, false},  {3, 57, 33, true, false},
+                                 {130, 16, 257, true, false}};
+    if (!kSmallShapes) cases.push_back({8100, 640, 16, false, true});
+    for (const auto& [m, n, k, transpose_a, transpose_b] : cases) {
+        SCOPED_TRACE(testing::Message() << m << "x" << n << "x" << k << " ta" << transpose_a);
+        const int64_t a_row = (transpose_a ? m : k) + 11, b_row = (transpose_b ? k : n) + 5, out_row = n + 7;
+        const auto a = random_values<TypeParam>(static_cast<size_t>((transpose_a ? k : m) * a_row), 1, 1);
         const auto b = random_values<TypeParam>(static_cast<size_t>((transpose_b ? n : k) * b_row), 1, 2);
         const auto before = random_values<TypeParam>(static_cast<size_t>(m * out_row), 1, 3);
         std::vector<double> want = to_doubles(before);
@@ -185,16 +198,19 @@ TYPED_TEST(Matmul, ColumnsOfWiderMatrices) {
             for (int64_t j = 0; j < n; j++)
                 for (int64_t l = 0; l < k; l++)
                     want[static_cast<size_t>(i * out_row + 2 + j)] +=
-                        double{to_float(a[static_cast<size_t>(i * a_row + 3 + l)])} *
+                        double{to_float(
+                            a[static_cast<size_t>(transpose_a ? l * a_row + 3 + i : i * a_row + 3 + l)])} *
                         double{to_float(
                             b[static_cast<size_t>(transpose_b ? j * b_row + 1 + l : l * b_row + 1 + j)])};
         const DeviceArray<TypeParam> device_a(a), device_b(b), device_out(before);
         Tensor<TypeParam> out(device_out.data() + 2, {m, n});
-        const Tensor<TypeParam> right(device_b.data() + 1, transpose_b ? Shape{n, k} : Shape{k, n});
+        const Tensor<TypeParam> left(device_a.data() + 3, transpose_a ? Shape{k, m} : Shape{m, k}),
+            right(device_b.data() + 1, transpose_b ? Shape{n, k} : Shape{k, n});
         Arena arena;
         auto multiply = [&] {
-            matmul(arena, Stream{}, out, Tensor<TypeParam>(device_a.data() + 3, {m, k}), right,
-                   {.transpose_b = transpose_b,
+            matmul(arena, Stream{}, out, left, right,
+                   {.transpose_a = transpose_a,
+                    .transpose_b = transpose_b,
                     .accumulate = true,
                     .a_row = a_row,
                     .b_row = b_row,

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include "llmc/chunk_sums.h"
 #include "test/kernel_test.h"
 
 namespace {
@@ -98,6 +99,44 @@ TEST(WideSum, ANaNStays) {
     const std::vector<bf16> sums = sum.download();
     for (size_t i = 0; i < sums.size(); i++)
         EXPECT_EQ(std::isnan(to_float(sums[i])), std::isnan(terms[i])) << i;
+}
+
+// Products of chunks, in slices whose last vector is not full: what lies behind the gradient stays zero,
+// whatever was in the slice's buffer before.
+TEST(ChunkSums, LeaveWhatIsBehindTheGradient) {
+    const auto size_of = [](int64_t rows, int64_t columns) { return static_cast<size_t>(rows * columns); };
+    for (const auto& [rows, m, n] : {std::array<int64_t, 3>{5, 3, 7}, {33, 5, 9}, {3, 1, 1}, {4, 2051, 3}}) {
+        SCOPED_TRACE(testing::Message() << rows << " rows, " << m << " x " << n);
+        const auto a = random_values<bf16>(size_of(rows, m), 1, 1),
+                   b = random_values<bf16>(size_of(rows, n), 1, 2);
+        std::vector<double> want(size_of(m, n));
+        for (int64_t i = 0; i < m; i++)
+            for (int64_t j = 0; j < n; j++)
+                for (int64_t l = 0; l < rows; l++)
+                    want[size_of(1, i * n + j)] += 2 * double{to_float(a[size_of(1, l * m + i)])} *
+                                                   double{to_float(b[size_of(1, l * n + j)])};
+        const size_t size = want.size(), padded = size_of(1, whole_vectors(m * n));
+        const DeviceArray<bf16> device_a(a), device_b(b), gradient(padded);
+        Tensor<bf16> d_weight(gradient.data(), {m, n});
+        Arena arena;
+        const auto add_two_chunks = [&] {
+            Tensor<float> before = arena.take<float>("before", {4 * static_cast<int64_t>(padded)});
+            device_fill(before.data(), 0xff, static_cast<size_t>(before.bytes()), Stream{});  // NaNs
+            before.drop();
+            Tensor<uint8_t> low = take_low_bits(arena, Stream{}, "low", d_weight);
+            for (int chunk = 0; chunk < 2; chunk++)
+                add_product(arena, Stream{}, d_weight, low, device_a.tensor({rows, m}),
+                            device_b.tensor({rows, n}), true);
+        };
+        Plan plan = arena.rehearse(add_two_chunks);
+        arena.allocate({&plan});
+        arena.run(plan, add_two_chunks);
+        std::vector<bf16> got = gradient.download();
+        for (size_t i = size; i < padded; i++)
+            EXPECT_EQ(to_float(got[i]), 0.f) << i - size << " behind the end";
+        got.resize(size);
+        EXPECT_LT(relative_error(got, want), tolerance<bf16>());
+    }
 }
 
 TEST(Split, JoinsToWhatItWas) {

@@ -15,6 +15,7 @@ class Assembler {
         p_->name = kernel.name;
         p_->parameter_bytes = kernel.parameter_bytes;
         p_->max_threads = kernel.max_threads;
+        p_->registers = starting_registers(kernel);
         for (const Parameter& a : kernel.parameters) {
             p_->parameters.emplace_back(a.offset, a.bytes);
             symbols_[a.name] = a.offset;
@@ -49,6 +50,13 @@ class Assembler {
 
   private:
     using Words = std::vector<std::string>;
+
+    // What launch bounds leave to a thread of a multiprocessor's 65536 registers, which are given out by
+    // eights. ptxas gives a kernel that contains setmaxnreg as many.
+    static uint32_t starting_registers(const KernelText& kernel) {
+        if (!kernel.max_threads) return 0;
+        return std::min(kernel.max_registers, 65536 / (kernel.max_threads * kernel.min_blocks)) / 8 * 8;
+    }
 
     void place_shared(const PtxModule& module) {
         // Of the module's variables those that the kernel names; the dynamic part comes last.
@@ -369,16 +377,17 @@ class Assembler {
             set_address(s.args.at(1), i);
             i.s[1] = source(s.args.at(2), false);
         } else if (s.opcode == "fence.mbarrier_init.release.cluster") {
-            i.execute = [](Warp&, const Instruction&, uint32_t) {
-            };  // of a cluster; here each block is its own
+            i.execute = fence_mbarrier_init;
         } else if (s.opcode == "fence.proxy.async.shared::cta") {
             i.execute = fence_proxy;
         } else if (words[0] == "setmaxnreg") {
-            i.execute = [](Warp&, const Instruction&, uint32_t) {};
-            i.flow = Flow::Together;
+            const bool more = words.at(1) == "inc";
+            if (!more && words[1] != "dec") unknown();
+            i.flow = more ? Flow::TakeRegisters : Flow::Together;
+            i.execute = more ? nullptr : give_registers;
             i.whole_warp = true;
-            if (s.args.at(0).number % 8 || s.args[0].number < 24 || s.args[0].number > 256)
-                throw Fault("registers are 24 to 256, by 8");
+            i.option = static_cast<uint32_t>(s.args.at(0).number);
+            if (i.option % 8 || i.option < 24 || i.option > 256) throw Fault("registers are 24 to 256, by 8");
         } else if (s.opcode ==
                    "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes") {
             // [to], [map, {column, row, batch}], [barrier]

@@ -80,9 +80,12 @@ struct Warp {
     // A shuffle gives each lane what others made of what they read before: those reads are done, not their
     // writes.
     uint32_t reads_done = 1;
-    WarpClock after{};         // what it knows of the others
-    uint32_t proxy_fence = 0;  // its clock at its last fence.proxy.async
-    struct Copy {              // cp.async
+    WarpClock after{};             // what it knows of the others
+    uint32_t proxy_fence = 0;      // its clock at its last fence.proxy.async
+    uint32_t barrier_fence = 0;    // and at the last fence that makes mbarriers known to copies
+    uint32_t register_count = 0;   // of a thread
+    uint32_t registers_asked = 0;  // by a setmaxnreg.inc that waits
+    struct Copy {                  // cp.async
         uint32_t to;
         std::array<char, 16> bytes;
         uint8_t count, lane;
@@ -162,6 +165,9 @@ class Block {
             throw Fault(where() + "returns while copies into its shared memory are under way");
         for (Warp& w : warps_)
             if (!w.copies.empty()) throw Fault(where() + "returns before its cp.async have arrived");
+        for (size_t i = 0; i < warps_.size(); i++)
+            if (warps_[i].register_count != warps_[i / 4 * 4].register_count)
+                throw Fault(where() + "setmaxnreg by some warps of a warpgroup, and not by all");
     }
 
     const Launch& launch() const { return launch_; }
@@ -337,10 +343,36 @@ class Block {
     }
 
     Barrier& mbarrier_at(uint64_t address) { return mbarriers_.at(address); }
+    // Copies work in the async proxy, which sees an mbarrier after a fence of whoever made it.
+    void check_fence(const Barrier& b) const {
+        if (warps_[static_cast<size_t>(b.maker)].barrier_fence <= b.made_at)
+            throw Fault("a copy uses an mbarrier, and its maker made no fence since mbarrier.init");
+    }
+
+    // setmaxnreg: what threads give back goes to those of the same block that ask for more, and to nobody
+    // else.
+    void give_registers(Warp& w, uint32_t count) {
+        check_registers(w, count <= w.register_count, count);
+        free_registers_ += 32 * (w.register_count - count);
+        w.register_count = count;
+    }
+    // Whether there were as many; else the warp waits for them.
+    bool take_registers(Warp& w, uint32_t count) {
+        check_registers(w, count >= w.register_count, count);
+        const uint32_t more = 32 * (count - w.register_count);
+        w.registers_asked = more > free_registers_ ? more : 0;
+        if (w.registers_asked) return false;
+        free_registers_ -= more;
+        w.register_count = count;
+        return true;
+    }
     void waits_in_vain(Warp& w) {
         w.yields = true;
-        if (async_.empty() && ++vain_waits_ > 10000 * warps_.size())
-            throw Fault(where() + "nobody can go on: all wait at mbarriers");
+        if (!async_.empty() || ++vain_waits_ <= 10000 * warps_.size()) return;
+        const bool asks = std::any_of(warps_.begin(), warps_.end(),
+                                      [](const Warp& other) { return other.registers_asked > 0; });
+        throw Fault(where() + "nobody can go on: all wait at mbarriers" +
+                    (asks ? ", or for registers that nobody gives back" : ""));
     }
 
     // Work that the block's copy engine does later.
@@ -366,6 +398,7 @@ class Block {
         w.lanes = w.live = count == 32 ? ~0u : (1u << count) - 1;
         w.registers.assign(program_.register_bytes, static_cast<char>(0xff));
         w.constants = const_cast<char*>(program_.constants.data());
+        w.register_count = program_.registers;
         if (program_.has_wgmma) {
             w.dirty.assign(program_.register_bytes / 64 + 1, 0);
             w.locked.assign(program_.register_bytes / 64 + 1, 0);
@@ -391,7 +424,7 @@ class Block {
         }
     }
     bool can_run(const Warp& w) const {
-        if (w.at_barrier) return false;
+        if (w.at_barrier || w.registers_asked > free_registers_) return false;
         for (const Group& g : w.groups)
             if ((g.needs & w.live & ~lanes_at(w, g.pc)) == 0) return true;
         return false;
@@ -411,7 +444,10 @@ class Block {
             for (const Group& g : w.groups)
                 t += " warp " + std::to_string(w.index) + " lanes " + hex(g.lanes) + " wait at line " +
                      std::to_string(program_.code[static_cast<size_t>(g.pc)].line) +
-                     (w.at_barrier ? " (barrier)" : "") + ';';
+                     (w.at_barrier        ? " (barrier)"
+                      : w.registers_asked ? " (registers that nobody gives back)"
+                                          : "") +
+                     ';';
         throw Fault(t);
     }
     static std::string hex(uint32_t x) {
@@ -460,6 +496,14 @@ class Block {
         join(b.complete, b.arriving);
     }
 
+    void check_registers(const Warp& w, bool in_order, uint32_t count) const {
+        if (!w.register_count) throw Fault("setmaxnreg in a kernel without __launch_bounds__");
+        if (launch_.block[0] * launch_.block[1] * launch_.block[2] % 128)
+            throw Fault("setmaxnreg in a block that is not made of whole warpgroups");
+        if (!in_order)
+            throw Fault("from " + std::to_string(w.register_count) + " registers to " +
+                        std::to_string(count));
+    }
     static void check_aligned(uint64_t address, size_t bytes) {
         if (address % bytes)
             throw Fault(std::to_string(bytes) + " bytes at an address that is no multiple of that");
@@ -569,6 +613,7 @@ class Block {
     std::vector<std::function<void()>> async_;
     uint32_t async_clock_ = 1;
     size_t vain_waits_ = 0;
+    uint32_t free_registers_ = 0;  // that threads gave back
 };
 
 inline void Block::run_warp(Warp& w) {
@@ -598,15 +643,19 @@ inline void Block::run_group(Warp& w, Group g, int& quantum) {
         if (i.guarded) lanes &= i.guard_negated ? ~*w.at<uint32_t>(i.guard) : *w.at<uint32_t>(i.guard);
         try {
             if (!w.products.empty() && i.execute != wgmma_execute) check_locks(w, i);
-            if (i.flow == Flow::Together || i.flow == Flow::Barrier) {
+            if (i.flow == Flow::Together || i.flow == Flow::Barrier || i.flow == Flow::TakeRegisters) {
                 const uint32_t needs = lanes ? needed_lanes(w, i, lanes) : 0;
                 if (needs & w.live & ~g.lanes) {
                     w.groups.push_back({g.pc, g.lanes, needs});
                     return;
                 }
                 if (lanes && (needs & w.live & ~lanes)) throw Fault("lanes that it names do not take part");
-                if (lanes && i.flow == Flow::Together && (lanes & ~needs))
+                if (lanes && i.flow != Flow::Barrier && (lanes & ~needs))
                     throw Fault("a lane takes part that it does not name");
+            }
+            if (lanes && i.flow == Flow::TakeRegisters && !take_registers(w, i.option)) {
+                w.groups.push_back(g);
+                return;
             }
             // A jump that nobody takes was decided on all the same.
             if (lanes || i.flow == Flow::Branch) program_.executed[static_cast<size_t>(g.pc)] = true;

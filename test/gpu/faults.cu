@@ -14,6 +14,7 @@
 
 #include "llmc/hopper.cuh"
 #include "llmc/mma.cuh"
+#include "test/kernel_test.h"
 
 namespace {
 
@@ -44,6 +45,15 @@ bool is(const float* p, int count, const std::function<float(int)>& expected) {
         if (found[static_cast<size_t>(i)] != expected(i)) return false;
     return true;
 }
+
+template <class Kernel>
+bool of_threads(Kernel kernel, int blocks, int threads, const std::function<float(int)>& expected,
+                int count) {
+    float* out = room<float>(count);
+    kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads)>>>(out);
+    return is(out, count, expected);
+}
+float itself(int i) { return static_cast<float>(i); }
 
 // --- Threads of a block.
 
@@ -164,7 +174,7 @@ bool product_is_right() {
 struct Maps {
     TensorMap map;
 };
-enum class Tile { Right, NoPhase, NoFence, NoProxyFence, NoWait };
+enum class Tile { Right, NoPhase, NoFence, NoProxyFence, NoBarrierFence, NoWait };
 // One warpgroup: s (64 x 64) = a a^T of a 64 x 64 tile, which TMA brings, or its threads do.
 template <Tile kFault>
 __global__ void __launch_bounds__(128)
@@ -182,7 +192,7 @@ __global__ void __launch_bounds__(128)
     } else {
         if (threadIdx.x == 0) {
             barrier_init(barrier, 1);
-            barriers_are_made();
+            if (kFault != Tile::NoBarrierFence) barriers_are_made();
         }
         __syncthreads();
         if (threadIdx.x == 0) {
@@ -219,6 +229,25 @@ bool tile_is_right() {
             sum += static_cast<float>((i / 64 * 64 + k) % 97) * static_cast<float>((i % 64 * 64 + k) % 97);
         return sum;
     });
+}
+
+// Two warpgroups take the registers that one gives back, as the attention kernels' do: 168 a thread are 24
+// and twice 240.
+enum class Registers { Right, NotGivenBack, TooMany, OneWarp };
+template <Registers kFault>
+__global__ void __launch_bounds__(384, 1) moved_registers(float* out) {
+#if defined(HOPPER_CODE)
+    if (threadIdx.x >= 128)
+        setmaxnreg_inc<kFault == Registers::TooMany ? 248 : 240>();
+    else if (kFault != Registers::NotGivenBack && (kFault != Registers::OneWarp || threadIdx.x < 32))
+        setmaxnreg_dec<24>();
+    out[threadIdx.x] = static_cast<float>(threadIdx.x);
+#endif
+}
+template <Registers kFault>
+bool registers_are_right(bool wrong) {
+    return of_threads(wrong ? moved_registers<kFault> : moved_registers<Registers::Right>, 1, 384, itself,
+                      384);
 }
 
 // --- The host.
@@ -341,21 +370,12 @@ bool product_with_bias(Call fault) {
     return true;
 }
 
-template <class Kernel>
-bool of_threads(Kernel kernel, int blocks, int threads, const std::function<float(int)>& expected,
-                int count) {
-    float* out = room<float>(count);
-    kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads)>>>(out);
-    return is(out, count, expected);
-}
 template <class Kernel, class... A>
 bool of_numbers(Kernel kernel, const std::function<float(int)>& expected, A... more) {
     float *in = numbers<float>(128), *out = room<float>(32);
     kernel<<<1, 32>>>(out, in, more...);
     return is(out, 32, expected);
 }
-float itself(int i) { return static_cast<float>(i); }
-
 const std::map<std::string, std::function<bool(bool)>> kFaults = {
     {"syncwarp",
      [](bool w) {
@@ -394,8 +414,11 @@ const std::map<std::string, std::function<bool(bool)>> kFaults = {
      }},
     {"past_the_end",
      [](bool w) {
-         float *in = numbers<float>(32), *out = room<float>(32);
-         (w ? past_the_end<true> : past_the_end<false>)<<<1, 32>>>(out, in, 32);
+         std::vector<float> host(32);
+         for (int i = 0; i < 32; i++) host[static_cast<size_t>(i)] = itself(i);
+         const DeviceArray<float> in(host);  // as the tests of kernels have them
+         float* out = room<float>(32);
+         (w ? past_the_end<true> : past_the_end<false>)<<<1, 32>>>(out, in.data(), 32);
          return is(out, 32, [](int i) { return i < 31 ? itself(i + 1) : 0; });
      }},
     {"vector_load",
@@ -430,6 +453,11 @@ const std::map<std::string, std::function<bool(bool)>> kFaults = {
     {"wgmma_fence", [](bool w) { return w ? tile_is_right<Tile::NoFence>() : tile_is_right<Tile::Right>(); }},
     {"proxy_fence",
      [](bool w) { return w ? tile_is_right<Tile::NoProxyFence>() : tile_is_right<Tile::Right>(); }},
+    {"barrier_fence",
+     [](bool w) { return w ? tile_is_right<Tile::NoBarrierFence>() : tile_is_right<Tile::Right>(); }},
+    {"registers_not_given_back", registers_are_right<Registers::NotGivenBack>},
+    {"registers_beyond_the_pool", registers_are_right<Registers::TooMany>},
+    {"registers_of_one_warp", registers_are_right<Registers::OneWarp>},
     {"wgmma_wait", [](bool w) { return w ? tile_is_right<Tile::NoWait>() : tile_is_right<Tile::Right>(); }},
     {"capture_sync",
      [](bool w) {

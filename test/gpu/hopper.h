@@ -53,8 +53,15 @@ inline void try_wait_parity(Warp& w, const Instruction& i, uint32_t lanes) {
 }
 inline void fence_proxy(Warp& w, const Instruction&, uint32_t) {
     Block::release(w);
-    w.proxy_fence = w.clock;
+    w.proxy_fence = w.barrier_fence = w.clock;
 }
+// Makes mbarriers, and nothing else, known to copies: CUTLASS has this fence alone behind mbarrier.init, the
+// CUDA Programming Guide the one of proxies.
+inline void fence_mbarrier_init(Warp& w, const Instruction&, uint32_t) {
+    Block::release(w);
+    w.barrier_fence = w.clock;
+}
+inline void give_registers(Warp& w, const Instruction& i, uint32_t) { w.block->give_registers(w, i.option); }
 
 // cp.async.bulk.tensor: a box of rows of 128 bytes into shared memory, zeros for what lies beyond the tensor;
 // its bytes count on an mbarrier.
@@ -76,7 +83,7 @@ inline void copy_tensor(Warp& w, const Instruction& i, uint32_t lanes) {
         for (size_t n = 0; n < 3; n++) at[n] = static_cast<int32_t>(w.at<uint32_t>(i.sources[n])[lane]);
         const Slot& b_slot = i.s[2];
         const uint64_t barrier = b_slot.wide ? w.at<uint64_t>(b_slot)[lane] : w.at<uint32_t>(b_slot)[lane];
-        block.mbarrier(w, barrier);
+        block.check_fence(block.mbarrier(w, barrier));
         const size_t row_bytes = map.box[0] * 2, bytes = row_bytes * map.box[1];
         WarpClock after = w.after;
         after[static_cast<size_t>(w.index)] = w.clock;

@@ -22,7 +22,8 @@ struct Slot {
     bool constant = false, wide = false, sink = false;
 };
 
-enum class Flow : uint8_t { Next, Branch, Return, Barrier, Together };  // Together: needs lanes at one place
+// Together: needs lanes at one place. TakeRegisters: so does setmaxnreg.inc, and it waits for registers.
+enum class Flow : uint8_t { Next, Branch, Return, Barrier, Together, TakeRegisters };
 
 struct Instruction {
     Execute execute = nullptr;
@@ -56,6 +57,7 @@ struct Program {
     size_t parameter_bytes = 0;
     std::vector<std::pair<size_t, size_t>> parameters;  // offset, bytes
     unsigned max_threads = 0;
+    uint32_t registers = 0;  // of a thread when it starts, as setmaxnreg counts them; 0 if unknown
     bool has_wgmma = false;
     std::vector<std::string> text;  // of each instruction, for messages
     mutable std::vector<bool> executed;

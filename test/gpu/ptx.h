@@ -52,7 +52,9 @@ struct KernelText {
     std::vector<Parameter> parameters;
     size_t parameter_bytes = 0;
     std::vector<Variable> shared;
-    unsigned max_threads = 0;  // .maxntid's product, 0 where it is not told
+    unsigned max_threads = 0;      // .maxntid's product, 0 where it is not told
+    unsigned min_blocks = 1;       // .minnctapersm
+    unsigned max_registers = 256;  // .maxnreg
     std::vector<Statement> statements;
     std::map<std::string, int> labels;  // the statement that follows each
     std::map<std::string, RegisterClass> registers;
@@ -210,8 +212,10 @@ class PtxReader {
             if (w == ".maxntid") {
                 k.max_threads = static_cast<unsigned>(integer());
                 while (take(',')) k.max_threads *= static_cast<unsigned>(integer());
-            } else if (w == ".minnctapersm" || w == ".maxnreg") {
-                integer();
+            } else if (w == ".minnctapersm") {
+                k.min_blocks = static_cast<unsigned>(integer());
+            } else if (w == ".maxnreg") {
+                k.max_registers = static_cast<unsigned>(integer());
             } else {
                 bad("\"" + w + "\" of a kernel is not known");
             }

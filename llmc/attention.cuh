@@ -238,8 +238,9 @@ __global__ void __launch_bounds__(ForwardTiles<T, kHead, kPlain, kSmall>::kThrea
     for (int key = 0, buffer = 0; key < end; key += kPassing, buffer ^= 1) {
         wait_for_copies();
         __syncthreads();  // this step's tiles are complete, and nobody reads the other two any more
+        // What made_anew() is given here and below, the compiler would count along in registers of their own.
         if (key + kPassing < end)
-            loader.load(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, key + kPassing);
+            loader.load(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, made_anew(key + kPassing));
         // The last column that this warp's first query sees.
         const int diagonal = in.position(row) - key;
         if (diagonal + 16 * kParts <= 0) continue;  // other warps see more
@@ -249,7 +250,7 @@ __global__ void __launch_bounds__(ForwardTiles<T, kHead, kPlain, kSmall>::kThrea
         UNROLL for (int m = 0; m < kParts; m++) {
             const int last = diagonal + 16 * m;
             if (!kPlain && in.alibi) add_distances(s[m], last, in.slope(h, scale));
-            if (last < kPassing - 1) mask_after(s[m], last, -INFINITY);
+            if (last < kPassing - 1) mask_after(s[m], made_anew(last), -INFINITY);
             if (!kPlain && last + 15 >= in.span()) mask_up_to(s[m], last - in.span(), -INFINITY);
             if (!kPlain && in.positions)
                 mask_before(s[m], {first_keys[0] - key, first_keys[1] - key}, -INFINITY);

@@ -100,26 +100,41 @@ SIMT_DEVICE void mask_from(AttentionRows<N>& s, const int (&end)[2], float value
     }
 }
 
+// Multiplies all accumulators of this lane by their factors of dropout, that at (r, column) being the score
+// number(r, column). The decisions are made in a loop and kept as bits: unrolled, the compiler makes the
+// random numbers of many scores at once, and there are not enough registers for them.
+template <int N, class Number>
+SIMT_DEVICE void drop_numbered_scores(AttentionRows<N>& s, const Dropout& dropout, Number number) {
+    static_assert(4 * N <= 32);
+    const uint64_t here = dropout.here();
+    uint32_t kept = 0;
+#pragma unroll 1
+    for (int j = 0; j < N; j++) {
+        UNROLL for (int e = 0; e < 4; e++) {
+            const bool keeps = dropout.keeps(here, number(e / 2, 8 * j + lane() % 4 * 2 + e % 2));
+            kept |= static_cast<uint32_t>(keeps) << (4 * j + e);
+        }
+    }
+    UNROLL for (int j = 0; j < N; j++) {
+        UNROLL for (int e = 0; e < 4; e++) s[0][j][e] *= kept >> (4 * j + e) & 1 ? dropout.scale : 0.f;
+    }
+}
 // s, probabilities or their gradients, with some dropped: rows are queries from `query` on, columns keys from
 // `key` on.
 template <int N, class T>
 SIMT_DEVICE void drop_scores(AttentionRows<N>& s, const AttentionInput<T>& in, int b, int h, int query,
                              int key) {
-    const uint64_t here = in.dropout.here();
-    const auto drop = [&](float& x, int r, int column) {
-        x *= in.dropout.factor(here, in.score_number(b, h, query + lane() / 4 + 8 * r, key + column));
-    };
-    for_each_score<N>(drop, s);
+    drop_numbered_scores<N>(s, in.dropout, [&](int r, int column) {
+        return in.score_number(b, h, query + lane() / 4 + 8 * r, key + column);
+    });
 }
 // The same where rows are keys and columns queries.
 template <int N, class T>
 SIMT_DEVICE void drop_scores_of_keys(AttentionRows<N>& s, const AttentionInput<T>& in, int b, int h,
                                      int query, int key) {
-    const uint64_t here = in.dropout.here();
-    const auto drop = [&](float& x, int r, int column) {
-        x *= in.dropout.factor(here, in.score_number(b, h, query + column, key + lane() / 4 + 8 * r));
-    };
-    for_each_score<N>(drop, s);
+    drop_numbered_scores<N>(s, in.dropout, [&](int r, int column) {
+        return in.score_number(b, h, query + column, key + lane() / 4 + 8 * r);
+    });
 }
 
 // The four lanes that share rows exchange pairs: v[i] of the t-th lane becomes v[t] of the i-th.

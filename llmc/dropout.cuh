@@ -24,11 +24,13 @@ struct Dropout {
     SIMT_HOST_DEVICE explicit operator bool() const { return dropped > 0; }
     // The key of this place.
     SIMT_DEVICE uint64_t here() const { return mix64(*key ^ place); }
-    // What element i is multiplied with, by the key of its place: 0 or the scale.
-    SIMT_DEVICE float factor(uint64_t here, int64_t i) const {
+    // Whether element i is kept, by the key of its place.
+    SIMT_DEVICE bool keeps(uint64_t here, int64_t i) const {
         const uint64_t bits = random_bits_of(here, static_cast<uint64_t>(i / 4)) >> (i % 4 * 16);
-        return (bits & 0xffffu) < dropped ? 0.f : scale;
+        return (bits & 0xffffu) >= dropped;
     }
+    // What it is multiplied with: 0 or the scale.
+    SIMT_DEVICE float factor(uint64_t here, int64_t i) const { return keeps(here, i) ? scale : 0.f; }
 };
 
 // The same place for a tensor that begins with element `first` of the one that is meant.

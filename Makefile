@@ -311,13 +311,13 @@ else
 $(EMULATED_TRAINERS): $(EMULATED)/train-%: cuda-build | $(EMULATED)/lib/libgpu.so
 	$(NVCC) build/cuda-$*/train.o -o $@ -cudart shared $(EMULATED_LIBS) build/update_on_host-$*.o
 endif
-$(EMULATED)/faults: test/gpu/faults.cu Makefile | $(EMULATED)/lib/libgpu.so
+$(EMULATED)/faults $(EMULATED)/instructions: $(EMULATED)/%: test/gpu/%.cu Makefile | $(EMULATED)/lib/libgpu.so
 	$(call compile_emulated)
 $(EMULATED)/test_%: test/test_%.cpp Makefile | $(EMULATED)/lib/libgpu.so
 	$(call compile_emulated,-x cu,-lgtest -lgtest_main)
 .PHONY: emulated-build test-emulated
 ifneq ($(wildcard $(CUDA_HOME)/bin/nvcc),)
-emulated-build: $(EMULATED_TESTS) $(EMULATED_TRAINERS) $(EMULATED)/faults
+emulated-build: $(EMULATED_TESTS) $(EMULATED_TRAINERS) $(EMULATED)/faults $(EMULATED)/instructions
 else
 emulated-build: ; @echo "== the CUDA build's tests without a GPU: skipped, no CUDA Toolkit here"
 endif

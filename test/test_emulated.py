@@ -122,6 +122,13 @@ def test_a_planted_fault_is_found_and_named(name):
         assert re.search(FAULTS[name], wrong.stderr), wrong.stderr
 
 
+@pytest.mark.parametrize("gpu", ["A100", "H100"])
+def test_instructions_are_those_of_the_ptx_isa(gpu):
+    ran = play(BUILD / "instructions", gpu=gpu)
+    assert ran.returncode == 0, ran.stderr
+    assert int(ran.stdout.split()[0]) > (28000 if gpu == "H100" else 14000)
+
+
 # --- The trainer.
 
 MODELS = {"gpt2": ("--heads", 2, "--channels", 48),

@@ -92,8 +92,10 @@ void for_lanes(uint32_t lanes, F&& f) {
 }
 inline uint64_t address_of(Warp& w, const Instruction& i, int lane) {
     const Slot& base = i.s[0];
-    const uint64_t at = base.wide ? w.at<uint64_t>(base)[lane] : w.at<uint32_t>(base)[lane];
-    return at + static_cast<uint64_t>(i.offset);
+    const uint64_t offset = static_cast<uint64_t>(i.offset);
+    // In a register of 32 bits an address of shared memory, whose sum wraps around.
+    if (!base.wide) return static_cast<uint32_t>(w.at<uint32_t>(base)[lane] + offset);
+    return w.at<uint64_t>(base)[lane] + offset;
 }
 // Counts the sectors of 32 bytes that a request touches, and the passes in which shared memory's 32 banks
 // serve it.

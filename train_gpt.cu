@@ -857,8 +857,6 @@ void Trainer::sample() {
 
 void Trainer::save() {
     metrics_.finish();
-    const bool folder = !parse_new_model(o_.model) && std::filesystem::exists(o_.model);
-    const std::string& tokenizer = folder ? o_.model : o_.resume.empty() ? in_.tokenizer_folder : o_.resume;
     saves_.others.erase(step_);
     Progress progress{.step = step_,
                       .sequences = first_sequence_ + (step_ - first_step_) * o_.batch * o_.grad_accum,
@@ -866,7 +864,7 @@ void Trainer::save() {
                       .others = saves_.others,
                       .data = in_.facts};
     remember_options(o_, progress);
-    save_checkpoint(saves_, trained(), progress, tokenizer, o_.steps > 0, in_.adapter);
+    save_checkpoint(saves_, trained(), progress, in_.saved_tokenizer(), o_.steps > 0, in_.adapter);
     metrics_.last_save = o_.out;
     saved_step_ = step_;
     fprintf(notes(), "saved step %lld in %s\n", static_cast<long long>(step_), o_.out.c_str());
@@ -923,7 +921,7 @@ void Trainer::fail_to_merge(const std::string& why) {
 
 void Trainer::write_merged() {
     write_folder(o_.merge, [&](const std::string& folder) {
-        write_settings<floatX>(folder, config_, in_.tokenizer_folder);
+        write_settings<floatX>(folder, config_, in_.saved_tokenizer());
         const bool by_outputs = quantized_ && quantized_->by_outputs();
         MergedFile<floatX> file(folder + "/model.safetensors", model_, by_outputs, outside_state(), stream_);
         arena_.run(plans_.merge, [&] {
@@ -939,7 +937,7 @@ void Trainer::save_base() const {
     if (file_exists(o_.save_base)) return;
     write_folder(o_.save_base, [&](const std::string& folder) {
         const nlohmann::json format = nf4_config(quantized_->are_double(), kTorchName<floatX>);
-        write_settings<floatX>(folder, config_, in_.tokenizer_folder, format);
+        write_settings<floatX>(folder, config_, in_.saved_tokenizer(), format);
         FileTensors file;
         file.add(model_);
         quantized_->add_to(file);

@@ -26,6 +26,7 @@
 #include "llmc/longer_positions.h"
 #include "llmc/progress.h"
 #include "llmc/safetensors.h"
+#include "llmc/tokenizer_files.h"
 
 // Host copies of device memory hold at most this many elements.
 constexpr int64_t kChunkElements = int64_t{1} << 19;
@@ -101,6 +102,13 @@ void put_weights(State<T>& state, int64_t at, const std::vector<float>& values) 
         put([](float x) { return static_cast<int16_t>(split<16>(x).low); }, StatePart::Master);
 }
 
+// Reads how to generate with a model: what to stop at, and settings that are kept for saves.
+inline void read_generation(const std::string& path, ModelConfig& config) {
+    const nlohmann::json json = read_json(path);
+    config.stops = ConfigReader(json, path).tokens("eos_token_id", config.vocabulary);
+    config.generation = json;
+}
+
 // The sizes of the model in a folder, which `option` named. Fails when there is no folder or no config.json
 // in it, or when that is damaged or describes a model that is not computed here.
 inline ModelConfig read_model_config(const std::string& folder, const char* option) {
@@ -112,10 +120,7 @@ inline ModelConfig read_model_config(const std::string& folder, const char* opti
     ModelConfig config = parse_config(read_json(file), file);
     // What generating stops at is that file's where there is one, and else the config's.
     const std::string generation = folder + "/generation_config.json";
-    if (file_exists(generation)) {
-        const nlohmann::json json = read_json(generation);
-        config.stops = ConfigReader(json, generation).tokens("eos_token_id", config.vocabulary);
-    }
+    if (file_exists(generation)) read_generation(generation, config);
     return config;
 }
 
@@ -265,15 +270,6 @@ void load_adapter(State<T>& state, const std::string& folder) {
             load_part(state, p, part, file.get(part.name, file_shape(part.shape)), folder);
 }
 
-inline constexpr const char* kTokenizerFiles[] = {"tokenizer.json",
-                                                  "vocab.json",
-                                                  "merges.txt",
-                                                  "tokenizer.model",
-                                                  "tokenizer_config.json",
-                                                  "special_tokens_map.json",
-                                                  "added_tokens.json",
-                                                  "chat_template.jinja"};
-
 // Calls use(first, count, bytes) for one chunk after another of a tensor: elements of the model, and the
 // bytes that stand for them.
 template <class Use>
@@ -332,38 +328,49 @@ inline void read_tensors(const std::string& path, const Layout& layout, const Bu
 template <class T>
 constexpr const char* kTorchName = std::is_same_v<T, float> ? "float32" : "bfloat16";
 
+// Writes how to generate with a model: as the settings that it came with, with what it stops at now.
+inline void write_generation(const std::string& folder, const ModelConfig& model) {
+    nlohmann::json json = model.generation.is_object() ? model.generation : nlohmann::json::object();
+    json.erase("_from_model_config");  // what says so is made anew from config.json, whose end may be another
+    if (!json.contains("bos_token_id")) json["bos_token_id"] = tokens_json(model.begin_of_text);
+    json["eos_token_id"] = tokens_json(model.stops);
+    if (!json.contains("pad_token_id") && !model.padding.empty())
+        json["pad_token_id"] = tokens_json(model.padding);
+    write_json(folder + "/generation_config.json", json);
+}
+
 // Writes a model's settings and tokenizer into the folder where its weights, of type T, will be.
 // `quantization` is what config.json says of matrices that are not of that type; null: all are.
 template <class T>
-void write_settings(const std::string& folder, const ModelConfig& model, const std::string& tokenizer_folder,
+void write_settings(const std::string& folder, const ModelConfig& model, const TokenizerSource& tokenizer,
                     const nlohmann::json& quantization = {}) {
     auto config = config_json(model, kTorchName<T>);
     if (!quantization.is_null()) config["quantization_config"] = quantization;
     write_json(folder + "/config.json", config);
-    write_json(folder + "/generation_config.json",
-               {{"bos_token_id", config["bos_token_id"]}, {"eos_token_id", tokens_json(model.stops)}});
-    for (const std::string name : kTokenizerFiles) {
-        if (tokenizer_folder.empty() || !file_exists(tokenizer_folder + "/" + name)) continue;
-        write_text(folder + "/" + name, read_text(tokenizer_folder + "/" + name));
-    }
+    write_generation(folder, model);
+    write_tokenizer(tokenizer, folder);
 }
 
-// Writes the files of an adapter into a folder, as PEFT has them.
+// Writes the files of an adapter into a folder, as PEFT has them, with the tokenizer and what generating
+// stops at, which the training may have added to.
 template <class T>
-void write_adapter(const std::string& folder, const State<T>& state, const AdapterConfig& adapter) {
+void write_adapter(const std::string& folder, const State<T>& state, const AdapterConfig& adapter,
+                   const ModelConfig& model, const TokenizerSource& tokenizer) {
     write_json(folder + "/" + kAdapterConfigFile, adapter.json);
+    write_generation(folder, model);
+    write_tokenizer(tokenizer, folder);
     write_tensors(folder + "/" + kAdapterWeightsFile, state.layout, weight_buffers(state));
 }
 
 // Writes and syncs all files of a save into a new folder.
 template <class T>
 void write_save(const std::string& folder, const State<T>& state, const Progress& progress,
-                const std::string& tokenizer_folder, bool with_training_state, const AdapterConfig& adapter) {
+                const TokenizerSource& tokenizer, bool with_training_state, const AdapterConfig& adapter) {
     check_call(mkdir(folder.c_str(), 0777) == 0, folder, "make the folder");
     if (adapter) {
-        write_adapter(folder, state, adapter);
+        write_adapter(folder, state, adapter, state.layout.config(), tokenizer);
     } else {
-        write_settings<T>(folder, state.layout.config(), tokenizer_folder);
+        write_settings<T>(folder, state.layout.config(), tokenizer);
         write_tensors(folder + "/model.safetensors", state.layout, weight_buffers(state));
     }
     if (with_training_state) {
@@ -384,22 +391,21 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
 
 // Saves the weights, an adapter's where there is one, and with_training_state what resuming takes, as step-N
 // in a folder, makes the folder show it, and removes all but the newest saves that it keeps. A save of the
-// same step is replaced. The tokenizer's files come from a folder, or from nowhere if that is empty. Fails
-// naming the file when something cannot be written; what was saved before is then as it was. Needs room for
-// one save more than are kept.
+// same step is replaced. Fails naming the file when something cannot be written; what was saved before is
+// then as it was. Needs room for one save more than are kept.
 template <class T>
 void save_checkpoint(const SaveFolder& folder, const State<T>& state, const Progress& progress,
-                     const std::string& tokenizer_folder, bool with_training_state,
+                     const TokenizerSource& tokenizer, bool with_training_state,
                      const AdapterConfig& adapter = {}) {
     assert(progress.step >= 0 && folder.keep >= 0);
     const std::string& out = folder.path;
     make_folders(out);
     const std::string name = step_name(progress.step), path = out + "/" + name, temporary = path + ".tmp";
     // A resumed run's tokenizer may lie in a save that has been removed since; later saves have it too.
-    const bool removed = !tokenizer_folder.empty() && !file_exists(tokenizer_folder);
+    const bool removed = !tokenizer.folder.empty() && !file_exists(tokenizer.folder);
     remove_folder(temporary);
     try {
-        write_save(temporary, state, progress, removed ? out + "/latest" : tokenizer_folder,
+        write_save(temporary, state, progress, removed ? TokenizerSource(out + "/latest") : tokenizer,
                    with_training_state, adapter);
         replace_folder(temporary, path);
     } catch (...) {

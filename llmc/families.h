@@ -114,6 +114,7 @@ inline ModelConfig parse_config(const nlohmann::json& json, const std::string& f
     };
     c.begin_of_text = marks("bos_token_id", c.family->tokens.begin_of_text);
     c.stops = c.end_of_text = marks("eos_token_id", c.family->tokens.end_of_text);
+    c.padding = r.tokens("pad_token_id", c.vocabulary);
     return c;
 }
 
@@ -132,6 +133,7 @@ inline nlohmann::json config_json(const ModelConfig& c, const char* dtype) {
                            {"bos_token_id", tokens_json(c.begin_of_text)},
                            {"eos_token_id", tokens_json(c.end_of_text)},
                            {"torch_dtype", dtype}};
+    if (!c.padding.empty()) json["pad_token_id"] = tokens_json(c.padding);
     c.family->write(c, json);
     return json;
 }

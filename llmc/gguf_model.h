@@ -281,6 +281,7 @@ class GgufModel {
                        : nlohmann::json();
         };
         json["bos_token_id"] = mark("bos_token_id");
+        json["pad_token_id"] = mark("padding_token_id");
         nlohmann::json ends = nlohmann::json::array();
         for (const char* name : {"eos_token_id", "eot_token_id"})
             if (const nlohmann::json end = mark(name); !end.is_null() && (ends.empty() || ends[0] != end))

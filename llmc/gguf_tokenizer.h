@@ -15,6 +15,7 @@
 
 #include "llmc/gguf.h"
 #include "llmc/model_config.h"
+#include "llmc/progress.h"
 #include "llmc/sentencepiece.h"
 #include "llmc/tokenizer.h"
 #include "llmc/tokenizer_json.h"
@@ -102,48 +103,115 @@ inline void add_pre_tokenizer(json& file, const std::string& pre, const char* pa
     }
 }
 
-// Tokens that are put around a text.
+// Tokens that are put around a text, and around each text of a pair.
 inline void add_post_processor(json& file, const TokenizerKeys& keys, bool adds_bos) {
     const int bos = keys.truth("add_bos_token", adds_bos) ? keys.mark("bos_token_id") : -1;
     const int eos = keys.truth("add_eos_token", false) ? keys.mark("eos_token_id") : -1;
     if (bos < 0 && eos < 0) return;
-    json single = json::array(), specials = json::object();
-    const auto add = [&](int token, const char* name) {
+    json specials = json::object();
+    const auto add = [&](json& to, int token, int type) {
         if (token < 0) return;
-        single.push_back({{"SpecialToken", {{"id", name}, {"type_id", 0}}}});
+        const std::string& name = keys.token(static_cast<size_t>(token));
+        to.push_back({{"SpecialToken", {{"id", name}, {"type_id", type}}}});
         specials[name] = {{"id", name},
                           {"ids", json::array({static_cast<unsigned>(token)})},
                           {"tokens", json::array({name})}};
     };
-    add(bos, "bos");
-    single.push_back({{"Sequence", {{"id", "A"}, {"type_id", 0}}}});
-    add(eos, "eos");
+    const auto add_text = [&](json& to, const char* text, int type) {
+        add(to, bos, type);
+        to.push_back({{"Sequence", {{"id", text}, {"type_id", type}}}});
+        add(to, eos, type);
+    };
+    json single = json::array();
+    add_text(single, "A", 0);
+    json pair = single;
+    add_text(pair, "B", 1);
     file["post_processor"] = {
-        {"type", "TemplateProcessing"}, {"single", single}, {"special_tokens", specials}};
+        {"type", "TemplateProcessing"}, {"single", single}, {"pair", pair}, {"special_tokens", specials}};
+}
+
+// The tokenizer.json of a byte-level model, but for its vocabulary and merges.
+inline json byte_level_json(const TokenizerKeys& keys) {
+    json file = {{"version", "1.0"},
+                 {"truncation", nullptr},
+                 {"padding", nullptr},
+                 {"normalizer", nullptr},
+                 {"post_processor", nullptr},
+                 {"model",
+                  {{"type", "BPE"},
+                   {"dropout", nullptr},
+                   {"unk_token", nullptr},
+                   {"continuing_subword_prefix", nullptr},
+                   {"end_of_word_suffix", nullptr},
+                   {"fuse_unk", false},
+                   {"byte_fallback", false},
+                   {"ignore_merges", false},
+                   {"vocab", json::object()},
+                   {"merges", json::array()}}},
+                 {"decoder", by_bytes(true)},
+                 {"added_tokens", json::array()}};
+    for (size_t i = 0; i < keys.size(); i++)
+        if (keys.is_special(i) || keys.type(i) == kUserDefined)
+            file["added_tokens"].push_back({{"id", i},
+                                            {"content", keys.token(i)},
+                                            {"single_word", false},
+                                            {"lstrip", false},
+                                            {"rstrip", false},
+                                            {"normalized", false},
+                                            {"special", keys.is_special(i)}});
+    const std::string pre = keys.text("pre");
+    add_pre_tokenizer(file, pre, keys.path());
+    add_post_processor(file, keys, pre == "llama-bpe");
+    return file;
 }
 
 inline TokenizerParts read_byte_level(const TokenizerKeys& keys) {
     SpeltModel spelt(keys.path(), keys.path(), "merge");
-    json file = {{"model", {{"type", "BPE"}, {"vocab", json::object()}, {"merges", json::array()}}},
-                 {"decoder", {{"type", "ByteLevel"}}},
-                 {"added_tokens", json::array()}};
-    for (size_t i = 0; i < keys.size(); i++) {
-        spelt.add_token(keys.token(i), i);
-        if (keys.is_special(i) || keys.type(i) == kUserDefined)
-            file["added_tokens"].push_back({{"id", i},
-                                            {"content", keys.token(i)},
-                                            {"special", keys.is_special(i)},
-                                            {"normalized", false}});
-    }
+    for (size_t i = 0; i < keys.size(); i++) spelt.add_token(keys.token(i), i);
     const json& merges = keys.list("merges");
     for (size_t i = 0; i < merges.size(); i++) {
         if (!merges[i].is_string()) spelt.refuse_merge(i, "is not a pair of tokens");
         spelt.add_merge(merges[i].get_ref<const std::string&>(), i);
     }
-    const std::string pre = keys.text("pre");
-    add_pre_tokenizer(file, pre, keys.path());
-    add_post_processor(file, keys, pre == "llama-bpe");
-    return TokenizerJsonReader(file, std::move(spelt), keys.path()).take();
+    return TokenizerJsonReader(byte_level_json(keys), std::move(spelt), keys.path()).take();
+}
+
+// Writes a byte-level model's tokenizer.json. Vocabulary and merges, which are long, go straight into the
+// file.
+inline void write_tokenizer_json(const TokenizerKeys& keys, const std::string& path) {
+    const json file = byte_level_json(keys);
+    FileWriter out(path);
+    const auto write_members = [&](const json& object, auto&& write_value) {
+        const char* before = "{";
+        for (const auto& [key, value] : object.items()) {
+            out.write(before + json(key).dump() + ":");
+            write_value(key, value);
+            before = ",";
+        }
+        out.write("}");
+    };
+    const auto write_list = [&](size_t count, auto&& text_of) {
+        for (size_t i = 0; i < count; i++) out.write((i > 0 ? "," : "") + text_of(i));
+    };
+    const json& merges = keys.list("merges");
+    write_members(file, [&](const std::string& name, const json& part) {
+        if (name != "model") return out.write(part.dump());
+        write_members(part, [&](const std::string& key, const json& value) {
+            if (key == "vocab") {
+                out.write("{");
+                write_list(keys.size(),
+                           [&](size_t i) { return json(keys.token(i)).dump() + ":" + std::to_string(i); });
+                out.write("}");
+            } else if (key == "merges") {
+                out.write("[");
+                write_list(merges.size(), [&](size_t i) { return merges[i].dump(); });
+                out.write("]");
+            } else {
+                out.write(value.dump());
+            }
+        });
+    });
+    out.finish();
 }
 
 // A message in Protocol Buffers' wire format, as ProtoFields reads it.
@@ -173,7 +241,7 @@ class ProtoMessage {
 };
 
 // The numbers of fields are those of SentencePiece's sentencepiece_model.proto.
-inline TokenizerParts read_sentencepiece_keys(const TokenizerKeys& keys) {
+inline std::string sentencepiece_model(const TokenizerKeys& keys) {
     const json& scores = keys.list("scores");
     if (scores.size() != keys.size())
         fail("%s: 'tokenizer.ggml.scores' has %zu elements for %zu tokens", keys.path(), scores.size(),
@@ -201,9 +269,17 @@ inline TokenizerParts read_sentencepiece_keys(const TokenizerKeys& keys) {
     normalizer.add(4, uint64_t{keys.truth("remove_extra_whitespaces", false)});
     model.add(2, std::string_view(trainer.bytes()));
     model.add(3, std::string_view(normalizer.bytes()));
-    return read_sentencepiece(model.bytes(), keys.path(),
-                              {{"add_bos_token", keys.truth("add_bos_token", true)},
-                               {"add_eos_token", keys.truth("add_eos_token", false)}});
+    return model.bytes();
+}
+
+// Whether tokens are put around a text.
+inline json sentencepiece_config(const TokenizerKeys& keys) {
+    return {{"add_bos_token", keys.truth("add_bos_token", true)},
+            {"add_eos_token", keys.truth("add_eos_token", false)}};
+}
+
+inline TokenizerParts read_sentencepiece_keys(const TokenizerKeys& keys) {
+    return read_sentencepiece(sentencepiece_model(keys), keys.path(), sentencepiece_config(keys));
 }
 }  // namespace gguf
 
@@ -219,4 +295,30 @@ inline Tokenizer read_gguf_tokenizer(const GgufFile& file) {
     TokenizerParts parts =
         model == "gpt2" ? gguf::read_byte_level(keys) : gguf::read_sentencepiece_keys(keys);
     return Tokenizer(std::move(parts), keys.mark("bos_token_id"), keys.mark("eos_token_id"));
+}
+
+// Writes the files of that tokenizer into a folder: tokenizer.json of a byte-level one, tokenizer.model of
+// SentencePiece's, and tokenizer_config.json. `longest`: the longest text that the model takes, in tokens.
+inline void write_gguf_tokenizer(const GgufFile& file, int longest, const std::string& folder) {
+    const gguf::TokenizerKeys keys(file);
+    const bool by_bytes = keys.text("model") == "gpt2";
+    nlohmann::json settings = by_bytes ? nlohmann::json::object() : gguf::sentencepiece_config(keys);
+    settings["tokenizer_class"] = by_bytes ? "PreTrainedTokenizerFast" : "LlamaTokenizer";
+    settings["clean_up_tokenization_spaces"] = false;
+    settings["model_max_length"] = longest;
+    if (!by_bytes) settings["legacy"] = true;
+    const std::string chat_template = keys.reader().text("tokenizer.chat_template", "");
+    if (!chat_template.empty()) settings["chat_template"] = chat_template;
+    const std::pair<const char*, const char*> marks[] = {{"bos_token_id", "bos_token"},
+                                                         {"eos_token_id", "eos_token"},
+                                                         {"unknown_token_id", "unk_token"},
+                                                         {"padding_token_id", "pad_token"}};
+    for (const auto& [key, name] : marks)
+        if (const int token = keys.mark(key); token >= 0)
+            settings[name] = keys.token(static_cast<size_t>(token));
+    if (by_bytes)
+        gguf::write_tokenizer_json(keys, folder + "/tokenizer.json");
+    else
+        write_text(folder + "/tokenizer.model", gguf::sentencepiece_model(keys));
+    write_json(folder + "/tokenizer_config.json", settings);
 }

@@ -31,6 +31,8 @@ struct ModelConfig {
     // The tokens that begin and end a text: what a folder says of them is kept for saves. Generating stops at
     // `stops`, which may be others.
     std::vector<int> begin_of_text, end_of_text, stops;
+    std::vector<int> padding;   // the token, if any, that fills up short texts: kept for saves
+    nlohmann::json generation;  // generation_config.json of the model's folder, kept for saves; null: none
 
     int padded_vocabulary() const { return (vocabulary + 127) / 128 * 128; }
     // The longest sequence, in tokens.

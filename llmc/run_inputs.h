@@ -78,6 +78,8 @@ class RunInputs {
     int most_tokens() const {
         return is_dynamic() && (samples() || packs()) ? sample_positions() : token_positions();
     }
+    // What saves have of the tokenizer.
+    TokenizerSource saved_tokenizer() const;
     // Whether --model is a GGUF file.
     static bool is_gguf(const std::string& path) { return path.ends_with(".gguf"); }
     // Whether batches are of training data, or of random tokens; and whether there are batches at all.
@@ -138,7 +140,8 @@ class RunInputs {
     }
     std::optional<Tokenizer> open_tokenizer();
     void tokenize_texts();
-    void tokenize_lines(Dataset& lines) const;
+    void tokenize_lines(Dataset& lines);
+    void stop_at(int token);
     void open_validation();
     void check_example_options() const;
     void check_data() const;
@@ -234,10 +237,17 @@ inline void RunInputs::check_chunks() const {
              number(of_attention));
 }
 
-// What --data names, or the first text; nothing where no training is asked for.
+// What --data names, or the first text for a new model; nothing where no training is asked for.
 inline std::unique_ptr<Dataset> RunInputs::open_training_data() {
     if (o_.data.empty()) {
         if (o_.plan || o_.steps == 0 || !o_.bench.empty()) return nullptr;
+        if (!parse_new_model(o_.model)) {
+            if (!std::filesystem::exists(model)) read_model_config(model, "--model");  // says so
+            fail(
+                "--data is missing: what --model %s is to be trained on; --prompt generates without, and "
+                "--steps 0 validates, merges or saves without training",
+                o_.model.c_str());
+        }
         if (!std::filesystem::exists(kFirstText))
             fail("--data is missing, and %s, which is trained on without it, is not in this folder",
                  kFirstText);
@@ -284,7 +294,7 @@ inline void RunInputs::check_example_options() const {
     if (packs()) return;
     for (const char* name : {"--loss-on", "--chat-format"})
         if (o_.has(name))
-            fail("%s %s is of JSON lines, files that end in .jsonl, and there are none", name,
+            fail("%s %s is for examples in JSON (.jsonl, .ndjson, .json), and the data have none", name,
                  o_.first(name));
 }
 
@@ -481,6 +491,8 @@ inline AdapterConfig RunInputs::choose_adapter() {
         o_.save_base.empty() ? std::filesystem::canonical(model, none).string() : resolved(o_.save_base);
     const auto read = [&](const std::string& folder) {
         AdapterConfig found = read_adapter(folder, config);
+        const std::string generation = folder + "/generation_config.json";
+        if (file_exists(generation)) read_generation(generation, config);
         if (!o_.save_base.empty()) found.json["base_model_name_or_path"] = base;
         const Trained asked = named<Trained>(kTrainedNames, o_.train);
         if (o_.has("--train") && asked != found.kind)
@@ -543,13 +555,20 @@ inline void RunInputs::tokenize_texts() {
 }
 
 // The examples of JSON lines become tokens, if only to know how many sequences there are.
-inline void RunInputs::tokenize_lines(Dataset& lines) const {
+inline void RunInputs::tokenize_lines(Dataset& lines) {
     if (!tokenizer) check_bytes(lines, config.vocabulary);
     const std::string home = tokenizer_folder.empty() ? model : tokenizer_folder;
     const std::string chat_template = gguf ? gguf->chat_template() : chat_template_of(home);
     if (adapter.prompt_tokens > 0) lines.keep_apart();  // a soft prompt is before each sequence
-    tokenize_examples(lines, *tokenizer, {o_.loss_on == "all", o_.chat_format, chat_template, home},
-                      o_.seq_len);
+    const ExampleOptions options = {o_.loss_on == "all", o_.chat_format, chat_template, home};
+    if (const int end = tokenize_examples(lines, *tokenizer, options, o_.seq_len); end >= 0) stop_at(end);
+}
+
+// Makes generating stop at a token too: a model that learns conversations ends its answers with it.
+inline void RunInputs::stop_at(int token) {
+    std::vector<int>& stops = config.stops;
+    if (stops.empty() && tokenizer->end_of_text() >= 0) stops.push_back(tokenizer->end_of_text());
+    if (std::ranges::find(stops, token) == stops.end()) stops.push_back(token);
 }
 
 // Without --val-data, a part of the text that is long enough for a sequence, or of the examples.
@@ -629,6 +648,22 @@ inline std::optional<Tokenizer> RunInputs::open_tokenizer() {
     }
     if (config.vocabulary == 256) return Tokenizer::bytes();
     return std::nullopt;
+}
+
+// Where the run names a folder of saves, the folder itself: the save in it that was opened may be removed,
+// and then the run's own saves have the tokenizer too.
+inline TokenizerSource RunInputs::saved_tokenizer() const {
+    if (gguf && tokenizer_folder == model)
+        return TokenizerSource(
+            [this](const std::string& to) { write_gguf_tokenizer(gguf->file(), config.longest(), to); });
+    const bool is_folder = !parse_new_model(o_.model) && std::filesystem::exists(o_.model);
+    std::string folder = is_folder ? o_.model : o_.resume;
+    if (!tokenizer_folder.empty() && tokenizer_folder == resumed)
+        folder = o_.resume;
+    else if (!tokenizer_folder.empty() && tokenizer_folder != model)
+        folder = tokenizer_folder;
+    if (!folder.empty() && !file_exists(folder) && !o_.out.empty()) folder = o_.out + "/latest";
+    return folder;
 }
 
 inline const std::vector<int>& RunInputs::first_tokens() const {

@@ -12,6 +12,7 @@
 // tensor FILE NAME ROWS [COLUMNS]  a tensor of a GGUF by its Hugging Face name, to fp32
 // tokens FILE                      text to int32 tokens by a GGUF's tokenizer
 // text FILE                        and back
+// tokenizer FILE FOLDER            writes the tokenizer's files into a folder
 // ends FILE                        the tokens that begin and end a text
 // time FORMAT ROWS COLUMNS         gigabytes a second of memcpy, dequantizing to fp32 and bf16, a matvec
 // A mistake of the user's is one line and exit code 2, as of the trainer.
@@ -206,6 +207,7 @@ void run(const std::string& command, const Arguments& a) {
         const std::string text = GgufModel(a[0]).chat_template();
         return write_output(text.data(), text.size());
     }
+    if (command == "tokenizer") return write_gguf_tokenizer(GgufFile(a[0]), 128, a[1]);
     if (command == "tensor") return gguf_tensor(a);
     if (command == "tokens" || command == "text" || command == "ends") return tokens(a[0], command);
     if (command == "time") return time(a);

@@ -70,9 +70,10 @@ def as_gguf(name, w, config, names):
     return ours, w
 
 
-def write_gguf(path, model, arch):
+def write_gguf(path, model, arch, add_more=lambda writer: None):
     """A model as llama.cpp's converter writes it, matrices in Q8_0, or in F16, BF16, F32 by turns."""
     config, writer = model.config, gguf.GGUFWriter(path, arch)
+    add_more(writer)
     layers = config.num_hidden_layers
     writer.add_block_count(layers)
     writer.add_embedding_length(config.hidden_size)
@@ -145,8 +146,15 @@ def test_models_are_read(tmp_path, name):
         np.testing.assert_allclose(tensor(path, key, w.shape), w, rtol=0, atol=0.03, err_msg=key)
 
 
-def write_vocabulary(path, model, tokens, types, merges=None, scores=None, pre=None, **keys):
+def write_vocabulary(path, *vocabulary, **keys):
     writer = gguf.GGUFWriter(path, "llama")
+    add_vocabulary(writer, *vocabulary, **keys)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+
+
+def add_vocabulary(writer, model, tokens, types, merges=None, scores=None, pre=None, **keys):
     writer.add_tokenizer_model(model)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
@@ -158,9 +166,6 @@ def write_vocabulary(path, model, tokens, types, merges=None, scores=None, pre=N
         writer.add_tokenizer_pre(pre)
     for key, value in keys.items():
         (writer.add_bool if isinstance(value, bool) else writer.add_uint32)(f"tokenizer.ggml.{key}", value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
 
 
 def check_texts(path, ids, texts):
@@ -168,6 +173,20 @@ def check_texts(path, ids, texts):
         ours = np.frombuffer(probe("tokens", path, data=text.encode()), np.int32)
         known.assert_same([ours.tolist()], [ids(text)], [name])
     return ours
+
+
+def check_written_tokenizer(path, folder, ids):
+    """The files that saves have of a GGUF's tokenizer give the same tokens, here and in `transformers`."""
+    folder.mkdir()
+    probe("tokenizer", path, folder)
+    texts = [text for name, text in known.TEXTS.items() if name not in ("symbols", "added tokens")]
+    expected = list(map(ids, texts))
+    known.assert_same(known.encode_all(folder, texts, command="specials"), expected, texts)
+    if (folder / "tokenizer.model").exists() and not importlib.util.find_spec("google"):
+        return None  # `transformers` reads it with that package alone
+    theirs = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    known.assert_same([theirs(text)["input_ids"] for text in texts], expected, texts)
+    return theirs
 
 
 BY_BYTES = {"gpt-2": known.gpt2, "smollm": known.smollm2, "llama-bpe": known.llama3, "qwen2": known.qwen,
@@ -190,7 +209,10 @@ def test_byte_level_tokenizers(tmp_path, pre):
     check_texts(path, lambda text: tokenizer.encode(text).ids, known.TEXTS)
     ids = np.asarray(tokenizer.encode(known.SCRIPTS, add_special_tokens=False).ids, np.int32)
     assert probe("text", path, data=ids.tobytes()).decode() == tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+    theirs = check_written_tokenizer(path, tmp_path / "folder", lambda text: tokenizer.encode(text).ids)
+    assert theirs.convert_tokens_to_ids(sorted(special)) == [vocabulary[token] for token in sorted(special)]
     if pre == "llama-bpe":
+        assert (theirs.bos_token_id, theirs.eos_token_id) == (keys["bos_token_id"], keys["eos_token_id"])
         assert probe("ends", path).split() == [str(keys["bos_token_id"]).encode(), str(keys["eos_token_id"]).encode()]
 
 
@@ -220,3 +242,8 @@ def test_sentencepieces_tokenizers(tmp_path, name):
     check_texts(path, lambda text: [1] + library.encode(text), known.TEXTS)
     ids = np.asarray(library.encode(known.SCRIPTS), np.int32)
     assert probe("text", path, data=ids.tobytes()).decode() == known.SCRIPTS
+    theirs = check_written_tokenizer(path, tmp_path / "folder", lambda text: [1] + library.encode(text))
+    assert theirs is None or (theirs.bos_token_id, theirs.eos_token_id, theirs.unk_token_id) == (1, 2, 0)
+    settings = json.loads((tmp_path / "folder/tokenizer_config.json").read_text())
+    assert [settings[name] for name in ("tokenizer_class", "bos_token", "eos_token", "unk_token", "add_bos_token")] == [
+        "LlamaTokenizer", "<s>", "</s>", "<unk>", True]

@@ -11,6 +11,7 @@ import numpy as np
 import peft
 import pytest
 import reference
+import test_gguf
 import torch
 import transformers
 from test_adapters import make_adapter
@@ -501,6 +502,76 @@ def test_nothing_to_learn_in_a_step(train, work):
     said = [int(step) - 1 for step in re.findall(r"step +(\d+) has no token to learn: it counts as no loss\n", out)]
     assert len(said) == 6 and [step for step, loss in losses.items() if loss == 0] == said
     assert all(0 <= loss < 20 for loss in losses.values()) and all(line.get("grad_norm", 0) < 1e3 for line in log)
+
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+                   "merges.txt", "tokenizer.model", "chat_template.jinja", "additional_chat_templates/tools.jinja")
+GENERATION = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 5, "temperature": 0.7, "top_p": 0.9, "do_sample": True}
+
+
+def check_saved_beside(folder, model):
+    """What a save, an adapter or a merged model has of how to generate, and of the tokenizer."""
+    ends = {"eos_token_id": [0, 2]}  # with the mark that ends an answer
+    assert json.loads((folder / "generation_config.json").read_text()) == GENERATION | ends
+    for name in TOKENIZER_FILES:
+        assert (folder / name).read_bytes() == (model / name).read_bytes(), name
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    assert set(tokenizer.chat_template) == {"default", "tools"}
+    assert transformers.GenerationConfig.from_pretrained(str(folder)).eos_token_id == [0, 2]
+
+
+def test_what_is_saved_beside_the_weights(train_fp32, work):
+    """Of conversations that end otherwise than the model's texts; at every way from one folder to the next."""
+    model = work / "model"
+    (model / "additional_chat_templates").mkdir()
+    for name in TOKENIZER_FILES:
+        if not (model / name).exists():
+            (model / name).write_text("{}" if name.endswith("json") else f"{PLAIN_CHATML}{{# {name} #}}")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"eos_token_id": 0, "bos_token_id": 0, "pad_token_id": 5}))
+    (model / "generation_config.json").write_text(json.dumps(GENERATION | {"_from_model_config": True}))
+    train_fp32(*RUN, "--steps", 1, "--out", "full", cwd=work)
+    check_saved_beside(work / "full", model)
+    saved = json.loads((work / "full" / "config.json").read_text())
+    assert (saved["eos_token_id"], saved["pad_token_id"]) == (0, 5)
+    train_fp32("--resume", "full", "--steps", 2, "--keep", 1, cwd=work)
+    check_saved_beside(work / "full", model)
+    train_fp32(*RUN, "--train", "lora", "--lora-rank", 2, "--steps", 1, "--out", "lora", cwd=work)
+    check_saved_beside(work / "lora", model)
+    train_fp32("--resume", "lora", "--steps", 2, "--keep", 1, cwd=work)
+    check_saved_beside(work / "lora", model)
+    train_fp32("--model", "model", "--adapter", "lora", "--steps", 0, "--merge", "merged", cwd=work)
+    check_saved_beside(work / "merged", model)
+    (work / "plain.jsonl").write_text("\n".join(lines_of([{"text": "It is a text."}] * 40)))
+    train_fp32("--model", "merged", "--data", "plain.jsonl", "--batch", 1, "--seq-len", 8, "--steps", 1, "--out", "more", cwd=work)
+    check_saved_beside(work / "more", model)
+
+
+def test_what_is_saved_of_a_gguf(train_fp32, work, tokenizer):
+    """Adapters and merged models have its tokenizer, and it makes the same tokens of texts and conversations."""
+    vocabulary, spelt = tokenizer.get_vocab(), json.loads(tokenizer.to_str())
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    merges = [" ".join(merge) for merge in spelt["model"]["merges"]]
+
+    def add_keys(writer):
+        test_gguf.add_vocabulary(writer, "gpt2", tokens, [3] * 3 + [1] * (len(tokens) - 3), merges, pre="gpt-2",
+                                 bos_token_id=0, eos_token_id=0, padding_token_id=1)
+        writer.add_chat_template(PLAIN_CHATML)
+
+    config = transformers.LlamaConfig(**test_gguf.LLAMA | {"vocab_size": VOCAB}, tie_word_embeddings=True)
+    test_gguf.write_gguf(work / "model.gguf", transformers.AutoModelForCausalLM.from_config(config), "llama", add_keys)
+    data = ("--data", "data.jsonl", *RUN[4:], "--train", "lora", "--lora-rank", 2)
+    train_fp32("--model", "model.gguf", *data, "--steps", 1, "--out", "lora", "--merge", "merged", cwd=work)
+    [line] = lines_of([{"messages": CONVERSATIONS[0]}])
+    for folder in (work / "lora", work / "merged"):
+        generation = json.loads((folder / "generation_config.json").read_text())
+        assert generation == {"bos_token_id": 0, "eos_token_id": [0, 2], "pad_token_id": 1}
+        assert (encode_all(folder, [line], "auto", command="examples") ==
+                encode_all(work / "model", [line], "auto", command="examples"))
+        theirs = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        assert theirs("A <|im_end|> B")["input_ids"] == tokenizer.encode("A <|im_end|> B").ids
+        assert (theirs.chat_template, theirs.eos_token_id, theirs.pad_token_id) == (PLAIN_CHATML, 0, 1)
+    train_fp32("--model", "merged", *data[:2], *RUN[4:], "--steps", 1, cwd=work)
 
 
 FINE = json.dumps({"prompt": "a", "completion": "b"})

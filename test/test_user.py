@@ -10,7 +10,7 @@ import tty
 import unicodedata
 
 import pytest
-from trainer_runs import ROOT, make, read_log, write_text
+from trainer_runs import ROOT, listing, make, read_log, write_text
 
 
 @pytest.mark.parametrize("option", ["-h", "--help"])
@@ -111,6 +111,32 @@ def test_generation_prints_the_text_alone(train, work):
     result = train(*GENERATE, "--out", "out", cwd=work)
     assert result.stdout.startswith("Gr\u00fcn\x1b".encode()) and len(result.stdout) == 6 + 50 + 1
     assert result.stdout.endswith(b"\n") and result.stderr == b"saved step 0 in out\n"
+
+
+def test_a_prompt_without_data_only_generates(train, work):
+    for save in ("out", "more"):  # from a model's folder, and from a save
+        model = "model" if save == "out" else "out"
+        options = ("--model", model, "--prompt", "Hello", "--sample-tokens", 8)
+        result = train(*options, "--out", save, cwd=work)
+        assert result.stdout == train(*options, "--steps", 0, cwd=work).stdout and len(result.stdout) == 5 + 8 + 1
+        assert result.stderr == f"saved step 0 in {save}\n".encode()
+
+
+def test_a_model_without_data_is_a_mistake(train_fp32, work):
+    """Only new models have a text of their own to be trained on."""
+    (work / "model.gguf").write_bytes(b"GGUF")
+    before = listing(work)
+    missing = "--data is missing: what --model {} is to be trained on; --prompt generates without, and --steps 0 validates"
+    for options, message in ((("--model", "model"), missing.format("model")),
+                             (("--model", "model.gguf"), missing.format("model.gguf")),
+                             (("--model", "model", "--steps", 5, "--prompt", "Hello"), missing.format("model")),
+                             (("--model", "model", "--train", "lora"), missing.format("model")),
+                             (("--model", "model", "--adapter", "model", "--merge", "merged"), missing.format("model")),
+                             (("--model", "nosuch"), "--model nosuch: is not a folder with config.json"),
+                             (("--model", "d1", "--prompt", "Hello"), "--data is missing, and dev/data/tinyshakespeare.txt, ")):
+        error = train_fp32(*options, "--out", "out", cwd=work, code=2).stderr.decode()
+        assert error.startswith("train: " + message) and error.count("\n") == 1, error
+    assert listing(work) == before
 
 
 def test_generated_text_on_a_terminal(train, work):

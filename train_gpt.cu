@@ -911,7 +911,9 @@ void Trainer::fail_to_merge(const std::string& why) {
     std::string kept = wanted;
     for (int i = 2; file_exists(kept); i++) kept = format("%s-%d", wanted.c_str(), i);
     try {
-        write_folder(kept, [&](const std::string& folder) { write_adapter(folder, trained(), in_.adapter); });
+        write_folder(kept, [&](const std::string& folder) {
+            write_adapter(folder, trained(), in_.adapter, in_.saved_tokenizer());
+        });
     } catch (const UserError& error) {
         fail("%s; nor can the adapter be saved: %s", failed.c_str(), error.what());
     }

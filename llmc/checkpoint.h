@@ -355,9 +355,9 @@ void write_settings(const std::string& folder, const ModelConfig& model, const T
 // stops at, which the training may have added to.
 template <class T>
 void write_adapter(const std::string& folder, const State<T>& state, const AdapterConfig& adapter,
-                   const ModelConfig& model, const TokenizerSource& tokenizer) {
+                   const TokenizerSource& tokenizer) {
     write_json(folder + "/" + kAdapterConfigFile, adapter.json);
-    write_generation(folder, model);
+    write_generation(folder, state.layout.config());
     write_tokenizer(tokenizer, folder);
     write_tensors(folder + "/" + kAdapterWeightsFile, state.layout, weight_buffers(state));
 }
@@ -368,7 +368,7 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
                 const TokenizerSource& tokenizer, bool with_training_state, const AdapterConfig& adapter) {
     check_call(mkdir(folder.c_str(), 0777) == 0, folder, "make the folder");
     if (adapter) {
-        write_adapter(folder, state, adapter, state.layout.config(), tokenizer);
+        write_adapter(folder, state, adapter, tokenizer);
     } else {
         write_settings<T>(folder, state.layout.config(), tokenizer);
         write_tensors(folder + "/model.safetensors", state.layout, weight_buffers(state));

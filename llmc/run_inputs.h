@@ -111,6 +111,7 @@ class RunInputs {
 
   private:
     std::unique_ptr<Dataset> open_training_data();
+    void check_has_data() const;
     ModelConfig choose_config() const;
     std::vector<int> choose_first_tokens() const;
     AdapterConfig choose_adapter();
@@ -161,6 +162,7 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
       config(choose_config()),
       tokenizer(open_tokenizer()),
       adapter(choose_adapter()) {
+    check_has_data();
     check_base();
     check_homes();
     check_saved_base();
@@ -241,13 +243,7 @@ inline void RunInputs::check_chunks() const {
 inline std::unique_ptr<Dataset> RunInputs::open_training_data() {
     if (o_.data.empty()) {
         if (o_.plan || o_.steps == 0 || !o_.bench.empty()) return nullptr;
-        if (!parse_new_model(o_.model)) {
-            if (!std::filesystem::exists(model)) read_model_config(model, "--model");  // says so
-            fail(
-                "--data is missing: what --model %s is to be trained on; --prompt generates without, and "
-                "--steps 0 validates, merges or saves without training",
-                o_.model.c_str());
-        }
+        if (!parse_new_model(o_.model)) return nullptr;  // a mistake: check_has_data()
         if (!std::filesystem::exists(kFirstText))
             fail("--data is missing, and %s, which is trained on without it, is not in this folder",
                  kFirstText);
@@ -255,6 +251,15 @@ inline std::unique_ptr<Dataset> RunInputs::open_training_data() {
         o_.given["--data"] = o_.data;
     }
     return open_data(o_.data, "--data");
+}
+
+// Fails where a model that is there is to be trained, and on nothing.
+inline void RunInputs::check_has_data() const {
+    if (data || o_.plan || o_.steps == 0 || !o_.bench.empty()) return;
+    fail(
+        "--data is missing: what --model %s is to be trained on; --prompt generates without, and --steps 0 "
+        "validates, merges or saves without training",
+        o_.model.c_str());
 }
 
 // The sizes of the model, from the save, the folder or the depth that the options name.

@@ -629,17 +629,15 @@ def test_the_head_is_cut_for_the_gpu():
 
 
 def test_each_gpu_has_its_own_rates():
-    """By its name or, where that is in no table, by what it reports of itself; in fp32 by the rate that it has there."""
+    """By its name or, where that is in no table, by what it reports of itself."""
     options = ("--model", "d12", "--batch", 8, "--seq-len", 1024)
-    seconds = {gpu: [spent(played(p, GPU=gpu).plan(*options), "products") for p in ("bf16", "fp32")]
-               for gpu in ("A100", "4090", "5090")}
-    for precision, rates in enumerate(((0.65 * 312, 0.65 * 165, 0.65 * 209.6), (0.75 * 19.5, 0.75 * 82.6, 0.75 * 104.8))):
-        work = [seconds[gpu][precision] * rate for gpu, rate in zip(seconds, rates)]
-        assert work == pytest.approx([work[0]] * 3, rel=0.05)
+    seconds = {gpu: spent(played("bf16", GPU=gpu).plan(*options), "products") for gpu in ("A100", "4090", "5090")}
+    work = [seconds[gpu] * rate for gpu, rate in zip(seconds, (312, 165, 209.6))]
+    assert work == pytest.approx([work[0]] * 3, rel=0.05)
     unknown = played("bf16", GPU="5090", GPU_NAME="NVIDIA GeForce RTX 5095")
     plan = unknown.plan(*options)
     assert plan["gpu"] == "NVIDIA GeForce RTX 5095"
-    assert spent(plan, "products") == pytest.approx(seconds["5090"][0], rel=0.01)
+    assert spent(plan, "products") == pytest.approx(seconds["5090"], rel=0.01)
     said = unknown(*options, "--plan").stdout.decode()
     assert "of the GPU NVIDIA GeForce RTX 5095, computed from what it reports" in said
     assert "of the GPU RTX 5090 (" in played("bf16", GPU="5090")(*options, "--plan").stdout.decode()

@@ -1692,22 +1692,15 @@ TensorX Gpt::logits_of(const TensorX& x) {
     return logits;
 }
 
-// The rows of a slice that backward sums in one product: where a result is narrow, oneDNN would divide more
-// of them among threads, and their number would change bits.
-constexpr int64_t kSummedRows = kHostIsDevice ? 1024 : kHeadSlice;
-
 // And back: d_x (rows, C) from the logits' gradient. Slices are added in fp32.
 void Gpt::logits_backward(TensorX& d_x, const TensorX& d_logits) {
     if (!head_in_slices()) return matmul(arena_, stream_, d_x, d_logits, weights_.head.logits.weight);
     TensorF sum = take_float("d_head_sum", d_x.shape());
     bool adds = false;
     for_each_head_slice([&](int64_t first, const TensorX& slice) {
-        for (int64_t row = 0; row < slice.rows(); row += kSummedRows) {
-            const TensorX part = slice.rows_at(row, std::min(kSummedRows, slice.rows() - row));
-            const TensorX columns(d_logits.at(first + row), {d_logits.rows(), part.rows()});
-            matmul(arena_, stream_, sum, columns, part, {.accumulate = adds, .a_row = d_logits.columns()});
-            adds = true;
-        }
+        const TensorX columns(d_logits.at(first), {d_logits.rows(), slice.rows()});
+        matmul(arena_, stream_, sum, columns, slice, {.accumulate = adds, .a_row = d_logits.columns()});
+        adds = true;
     });
     const auto* const bytes = reinterpret_cast<const unsigned char*>(sum.data());
     dequantize(d_x.data(), {&kStoredF32, bytes, sum.rows(), sum.columns()}, stream_);  // rounds

@@ -1,118 +1,169 @@
-// matmul_onednn.h - matmul() on a CPU: a product is given to oneDNN in pieces where that is faster, or takes
-// less scratch, than the whole.
+// matmul_onednn.h - matmul() on a CPU: a product is cut into pieces, and threads take one piece after
+// another.
 //
-// Measured with oneDNN 2.6 on two cores of a Xeon with AMX, in GFLOP/s: gradients of 1024 rows of logits, of
-// 250,880 columns, times bf16 weights of 384 columns 690 whole and 1500 in 4096 summands at a time; in fp32
-// 290 and 350. In fp32 1024 rows times (768, 3072), as it lies, 160 whole and 360 in 1024 columns at a time:
-// it takes no scratch there, so that it seems to read the matrix in place, whose rows meet in the same lines
-// of a cache.
+// The pieces depend on the product's shape alone, and each is one thread's, so that the number of threads
+// changes no bit. oneDNN's own division among threads does: it divides the summands of narrow results by the
+// number of threads (weight gradients), and which columns and rows stand together in a call also decides how
+// it orders a sum.
+//
+// Sizes of pieces were measured with oneDNN 2.6 on two cores with AVX-512, beside oneDNN with two threads, on
+// products of 256 and 1024 rows of GPT-2 124M and SmolLM2-135M. Weight gradients are 1.0 to 1.2 times as
+// fast; products of fp32 with untransposed matrices of more than 2304 columns 1.2 to 1.4 times; products of
+// 256 rows that make 768 columns 0.9 times, as two pieces read more of their operands than one.
 #pragma once
 
 #include "llmc/matvec_cpu.h"
 #include "llmc/onednn.h"
 
-// The rows, columns and summands of a product that oneDNN is given at a time.
+// The rows, columns and summands that oneDNN is given in one call.
 struct OnednnPiece {
     int64_t rows, columns, summands;
 };
 
-// The bytes of scratch that a product may take where fewer rows at a time take less: oneDNN's for columns of
-// a wider matrix is as large as what it makes, twice; or sums of pieces in fp32.
-constexpr size_t kMostScratch = size_t{16} << 20;
-
+// Products of many summands are added up in fp32, some summands at a time: a gradient of logits of 250,880
+// columns times bf16 weights runs at 690 GFLOP/s whole and at 1500 in such pieces (two cores of a Xeon with
+// AMX).
 constexpr int64_t kManySummands = 16384, kSummands = 4096;
-constexpr int64_t kManyColumns = 2304, kColumns = 1024;
+// Fewer pieces than this are halved, as long as each has some 20 microseconds of work.
+constexpr int64_t kLeastPieces = 4, kLeastFlops = 2'000'000;
 
-// The length of equal parts of n that are about as long as `wanted`, whole tiles of oneDNN's.
-inline int64_t equal_parts(int64_t n, int64_t wanted) {
-    constexpr int64_t kTile = 64;
-    return ceil_div(ceil_div(n, ceil_div(n, wanted)), kTile) * kTile;
+// The length of equal parts of n that are at most about as long as `wanted`, a multiple of `tile`.
+inline int64_t equal_parts(int64_t n, int64_t wanted, int64_t tile = 32) {
+    return std::min(n, ceil_div(ceil_div(n, ceil_div(n, wanted)), tile) * tile);
 }
 
-// So many of m rows that `bytes`, which all of them take, are no more than a product may take.
-inline int64_t rows_within(int64_t m, double bytes) {
-    if (bytes <= kMostScratch) return m;
-    return std::max<int64_t>(64,
-                             static_cast<int64_t>(static_cast<double>(m) * kMostScratch / bytes) / 64 * 64);
-}
-
-template <class T, class Out>
-OnednnPiece piece_of(const OnednnProduct& p) {
-    OnednnPiece piece = {p.m, p.n, p.k};
-    if (p.k > kManySummands && !p.bias && !p.gelu) piece.summands = equal_parts(p.k, kSummands);
-    if (std::is_same_v<T, float> && p.b_column == 1 && p.n > kManyColumns)
-        piece.columns = equal_parts(p.n, kColumns);
-    if (piece.summands < p.k && sizeof(Out) < sizeof(float))
-        piece.rows = rows_within(p.m, static_cast<double>(p.m * p.n) * sizeof(float));
-    else if (p.a_column == 1)
-        piece.rows = rows_within(p.m, static_cast<double>(onednn_scratch_bytes<T, Out>(p)));
+inline OnednnPiece piece_of(const OnednnProduct& p) {
+    const bool transposed_a = p.a_column != 1, transposed_b = p.b_column != 1;
+    OnednnPiece piece;
+    if (transposed_a)
+        piece = {192, 768, p.k};
+    else if (transposed_b && p.n <= 768)
+        piece = {256, p.m < 1024 ? 192 : 768, p.k};
+    else
+        piece = {256, 384, p.k};
+    piece.rows = equal_parts(p.m, piece.rows), piece.columns = equal_parts(p.n, piece.columns);
+    const auto pieces = [&] { return ceil_div(p.m, piece.rows) * ceil_div(p.n, piece.columns); };
+    while (pieces() < kLeastPieces && piece.rows * piece.columns * p.k >= kLeastFlops &&
+           std::max(piece.rows, piece.columns) >= 64) {
+        int64_t& longer = piece.rows >= piece.columns ? piece.rows : piece.columns;
+        longer = equal_parts(longer, longer / 2);
+    }
+    if (p.k > kManySummands && !p.bias && !p.gelu) piece.summands = equal_parts(p.k, kSummands, 64);
     return piece;
 }
 
 // c (m, n), whose rows are c_row apart, [+]= sums (m, n).
 template <class Out>
-__global__ void round_sums_kernel(Out* c, int64_t c_row, const float* sums, int64_t n, bool accumulate) {
+void round_sums(Out* c, int64_t c_row, const float* sums, int64_t m, int64_t n, bool accumulate) {
     constexpr int N = kVectorSize<Out>;
-    c += blockIdx.x * c_row, sums += blockIdx.x * n;
-    for (int64_t i = int64_t{threadIdx.x} * N; i < n; i += int64_t{blockDim.x} * N) {
-        const Packed<float, N> sum = load_within<N>(sums, i, n);
-        const Packed<Out, N> before = accumulate ? load_within<N>(c, i, n) : Packed<Out, N>{};
-        float o[N];
-        for (int k = 0; k < N; k++) o[k] = sum[k] + before[k];
-        store_within(c, i, n, rounded<Out>(o));
-    }
-}
-
-// Calls f with each piece of a product: its columns and summands, and of both the first one's number.
-template <class F>
-void for_each_piece(OnednnProduct p, const OnednnPiece& piece, F&& f) {
-    const OnednnProduct whole = p;
-    for (int64_t k = 0; k < whole.k; k += piece.summands)
-        for (int64_t n = 0; n < whole.n; n += piece.columns) {
-            p.n = std::min(piece.columns, whole.n - n), p.k = std::min(piece.summands, whole.k - k);
-            p.accumulate = whole.accumulate || k > 0;
-            f(p, n, k);
+    for (int64_t row = 0; row < m; row++, c += c_row, sums += n)
+        for (int64_t i = 0; i < n; i += N) {
+            const Packed<float, N> sum = load_within<N>(sums, i, n);
+            const Packed<Out, N> before = accumulate ? load_within<N>(c, i, n) : Packed<Out, N>{};
+            float o[N];
+            for (int k = 0; k < N; k++) o[k] = sum[k] + before[k];
+            store_within(c, i, n, rounded<Out>(o));
         }
 }
 
-// The bytes of scratch that multiply_pieces() wants.
-template <class T, class To>
-size_t pieces_scratch_bytes(const OnednnProduct& p, const OnednnPiece& piece) {
-    size_t bytes = 0;
-    for_each_piece(p, piece, [&](const OnednnProduct& part, int64_t, int64_t) {
-        bytes = std::max(bytes, onednn_scratch_bytes<T, To>(part));
-    });
-    return bytes;
-}
-template <class T, class To>
-void multiply_pieces(const OnednnProduct& p, const OnednnPiece& piece, To* to, const T* a, const T* b,
-                     const T* bias, void* scratch) {
-    for_each_piece(p, piece, [&](const OnednnProduct& part, int64_t n, int64_t k) {
-        onednn_matmul<T, To>(part, to + n, a + k * p.a_column, b + k * p.b_row + n * p.b_column,
-                             p.bias ? bias + n : nullptr, scratch);
-    });
+// A product in its pieces. Pieces are numbered along the rows first, so that neighbours read the same columns
+// of b.
+template <class T, class Out>
+class PiecesOfProduct {
+  public:
+    explicit PiecesOfProduct(const OnednnProduct& p)
+        : whole_(p),
+          piece_(piece_of(p)),
+          beside_(sizeof(Out) < sizeof(float) && piece_.summands < p.k),
+          down_(static_cast<size_t>(ceil_div(p.m, piece_.rows))) {}
+
+    size_t count() const { return down_ * static_cast<size_t>(ceil_div(whole_.n, piece_.columns)); }
+
+    // The bytes of scratch that a thread wants for any of the pieces: one in each corner stands for all.
+    size_t scratch_bytes() const {
+        size_t bytes = 0;
+        for (const size_t i : {size_t{0}, down_ - 1, count() - down_, count() - 1})
+            for_each_call(product(i), [&](const OnednnProduct& call, int64_t) {
+                bytes = std::max(bytes, beside_ ? onednn_scratch_bytes<T, float>(call)
+                                                : onednn_scratch_bytes<T, Out>(call));
+            });
+        return sums_bytes() + ceil_div(bytes, size_t{64}) * 64;
+    }
+
+    // Computes piece number i of c. Summands that come in pieces are added up in fp32, beside c where c is
+    // narrower, and rounded once.
+    void multiply(size_t i, Out* c, const T* a, const T* b, const T* bias, unsigned char* scratch) const {
+        const OnednnProduct p = product(i);
+        const int64_t row = row_of(i), column = column_of(i);
+        c += row * whole_.c_row + column, a += row * p.a_row, b += column * p.b_column;
+        if (p.bias) bias += column;
+        if (!beside_) return add_up(p, c, a, b, bias, scratch);
+        auto* const sums = reinterpret_cast<float*>(scratch);
+        add_up(p, sums, a, b, bias, scratch + sums_bytes());
+        round_sums(c, whole_.c_row, sums, p.m, p.n, whole_.accumulate);
+    }
+
+  private:
+    int64_t row_of(size_t i) const { return static_cast<int64_t>(i % down_) * piece_.rows; }
+    int64_t column_of(size_t i) const { return static_cast<int64_t>(i / down_) * piece_.columns; }
+    size_t sums_bytes() const {
+        return beside_ ? static_cast<size_t>(ceil_div(piece_.rows * piece_.columns, 16) * 64) : 0;
+    }
+    OnednnProduct product(size_t i) const {
+        OnednnProduct p = whole_;
+        p.m = std::min(piece_.rows, whole_.m - row_of(i));
+        p.n = std::min(piece_.columns, whole_.n - column_of(i));
+        if (beside_) p.c_row = p.n, p.accumulate = false;
+        return p;
+    }
+    // Calls f with each of a piece's calls of oneDNN and the number of its first summand.
+    template <class F>
+    void for_each_call(OnednnProduct p, F&& f) const {
+        const bool accumulate = p.accumulate;
+        for (int64_t k = 0; k < whole_.k; k += piece_.summands) {
+            p.k = std::min(piece_.summands, whole_.k - k);
+            p.accumulate = accumulate || k > 0;
+            f(p, k);
+        }
+    }
+    template <class To>
+    void add_up(const OnednnProduct& p, To* to, const T* a, const T* b, const T* bias, void* scratch) const {
+        for_each_call(p, [&](const OnednnProduct& call, int64_t k) {
+            onednn_matmul<T, To>(call, to, a + k * p.a_column, b + k * p.b_row, bias, scratch);
+        });
+    }
+
+    const OnednnProduct whole_;
+    const OnednnPiece piece_;
+    const bool beside_;  // sums are kept beside c
+    const size_t down_;  // pieces below each other
+};
+
+// The scratch of a product, which is asked for in every step, is counted once.
+template <class T, class Out>
+size_t scratch_bytes_of(const OnednnProduct& p) {
+    static thread_local std::map<onednn::Key, size_t> known;
+    const auto [at, is_new] = known.try_emplace(onednn::key_of(p));
+    if (is_new) at->second = PiecesOfProduct<T, Out>(p).scratch_bytes();
+    return at->second;
 }
 
-// The product of p.m rows of c and a from number `row` on. Summands that come in pieces are added up in fp32,
-// beside c where that is not, and rounded once.
-template <class T, class Out>
-void multiply_rows(Arena& arena, Stream stream, const OnednnProduct& p, const OnednnPiece& piece, int64_t row,
-                   Out* c, const T* a, const T* b, const T* bias) {
-    const bool beside = sizeof(Out) < sizeof(float) && piece.summands < p.k;
-    OnednnProduct summed = p;
-    if (beside) summed.c_row = p.n, summed.accumulate = false;
-    const size_t sums_bytes = beside ? static_cast<size_t>(ceil_div(p.m * p.n, 16) * 16) * sizeof(float) : 0;
-    const size_t scratch_bytes =
-        beside ? pieces_scratch_bytes<T, float>(summed, piece) : pieces_scratch_bytes<T, Out>(summed, piece);
-    char* const workspace = static_cast<char*>(arena.workspace(sums_bytes + scratch_bytes));
-    if (simt::launches_off) return;
-    c += row * p.c_row, a += row * p.a_row;
-    void* const scratch = workspace + sums_bytes;
-    if (!beside) return multiply_pieces(summed, piece, c, a, b, bias, scratch);
-    auto* const sums = reinterpret_cast<float*>(workspace);
-    multiply_pieces(summed, piece, sums, a, b, bias, scratch);
-    launch<round_sums_kernel<Out>>(static_cast<unsigned>(p.m), kBlockThreads, 0, stream, c, p.c_row, sums,
-                                   p.n, p.accumulate);
+// The product as oneDNN describes it.
+template <class T>
+OnednnProduct onednn_product(const Product& p, const Tensor<T>& a, const Tensor<T>& b,
+                             const MatmulOptions<T>& o) {
+    const int64_t a_row = o.a_row ? o.a_row : a.columns(), b_row = o.b_row ? o.b_row : b.columns();
+    return {.m = p.m,
+            .n = p.n,
+            .k = p.k,
+            .a_row = o.transpose_a ? 1 : a_row,
+            .a_column = o.transpose_a ? a_row : 1,
+            .b_row = o.transpose_b ? 1 : b_row,
+            .b_column = o.transpose_b ? b_row : 1,
+            .c_row = o.out_row ? o.out_row : p.n,
+            .accumulate = o.accumulate,
+            .bias = o.bias != nullptr,
+            .gelu = o.gelu};
 }
 
 template <class T, class Out>
@@ -127,27 +178,17 @@ void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, c
             return matvec_on_cpu<T, Out>(
                 arena, {out.data(), a.data(), b.data(), bias, p.n, p.k, p.transpose_b, p.gelu}, stream);
         }
-    const int64_t a_row = options.a_row ? options.a_row : a.columns();
-    const int64_t b_row = options.b_row ? options.b_row : b.columns();
-    const OnednnProduct whole{p.m,
-                              p.n,
-                              p.k,
-                              options.transpose_a ? 1 : a_row,
-                              options.transpose_a ? a_row : 1,
-                              options.transpose_b ? 1 : b_row,
-                              options.transpose_b ? b_row : 1,
-                              options.out_row ? options.out_row : p.n,
-                              options.accumulate,
-                              options.bias != nullptr,
-                              options.gelu};
+    const OnednnProduct product = onednn_product(p, a, b, options);
+    const PiecesOfProduct<T, Out> pieces(product);
     const Operation operation = matmul_operation<T, Out>(p, false);
-    const OnednnPiece piece = piece_of<T, Out>(whole);
-    OnednnProduct rows = whole;
-    for (int64_t row = 0; row < p.m; row += piece.rows) {
-        rows.m = std::min(piece.rows, p.m - row);
-        multiply_rows(arena, stream, rows, piece, row, out.data(), a.data(), b.data(),
-                      options.bias ? options.bias->data() : nullptr);
-    }
+    const size_t bytes = scratch_bytes_of<T, Out>(product);
+    auto* const scratch =
+        static_cast<unsigned char*>(arena.workspace(simt::workers_for(pieces.count(), 1) * bytes));
+    const T* const bias = options.bias ? options.bias->data() : nullptr;
+    if (!simt::launches_off)
+        simt::run_on_threads(pieces.count(), 1, [&](size_t worker, size_t i, size_t) {
+            pieces.multiply(i, out.data(), a.data(), b.data(), bias, scratch + worker * bytes);
+        });
     if constexpr (std::is_same_v<T, Out>)
         if (options.gelu_input) gelu_backward(out, out, *options.gelu_input, stream);
 }

@@ -1,10 +1,11 @@
 // onednn.h - matrix products on the CPU by oneDNN, on raw pointers with strides, made once per shape and
 // kept.
 //
-// A product is made for a number of threads: called inside a parallel region it runs on that thread alone, as
-// the tiles of attention do; called outside it uses all threads. All threads share what was made, and each
-// keeps the operands it calls it with. Scratch comes from the caller; beside it oneDNN copies operands of
-// attention's tiles.
+// A product runs on the thread that calls it. Given several threads, oneDNN chooses how to divide a product
+// by their number, sums over k included, so that the number of threads would change the result's last bits.
+// Who wants several threads gives each its own products (matmul_onednn.h, attention_cpu.h). All threads share
+// a compiled product, and each keeps the operands it calls it with. Scratch comes from the caller; beside it
+// oneDNN copies operands of attention's tiles.
 #pragma once
 
 #include <omp.h>
@@ -70,12 +71,12 @@ inline dnnl::matmul::primitive_desc describe(const OnednnProduct& p, memory::dat
                     memory::desc({p.m, p.n}, out, memory::dims{p.c_row, 1}));
 }
 
-// While it lives, oneDNN takes the calling thread to have so many.
-class ThreadCount {
+// While it lives, oneDNN uses the calling thread alone.
+class OneThread {
   public:
-    explicit ThreadCount(int threads) { omp_set_num_threads(threads); }
-    ~ThreadCount() { omp_set_num_threads(before_); }
-    ThreadCount(const ThreadCount&) = delete;
+    OneThread() { omp_set_num_threads(1); }
+    ~OneThread() { omp_set_num_threads(before_); }
+    OneThread(const OneThread&) = delete;
 
   private:
     const int before_ = omp_get_max_threads();
@@ -95,7 +96,7 @@ auto with_room(Call&& call) {
     }
 }
 
-// One product made for a number of threads, any of which may execute it.
+// One product, which any thread may execute.
 struct Made {
     dnnl::matmul::primitive_desc description;
     size_t scratch_bytes;
@@ -109,11 +110,9 @@ struct Operands {
     std::unordered_map<int, memory> arguments;
 };
 
-using Key = std::array<int64_t, 12>;
+using Key = std::array<int64_t, 11>;
 inline Key key_of(const OnednnProduct& p) {
-    const int threads = omp_in_parallel() ? 1 : omp_get_max_threads();
-    return {p.m,        p.n,     p.k,          p.a_row, p.a_column, p.b_row,
-            p.b_column, p.c_row, p.accumulate, p.bias,  p.gelu,     threads};
+    return {p.m, p.n, p.k, p.a_row, p.a_column, p.b_row, p.b_column, p.c_row, p.accumulate, p.bias, p.gelu};
 }
 
 inline std::mutex making;  // held by the thread that describes or compiles
@@ -124,7 +123,7 @@ Made& made(const OnednnProduct& p, const Key& key) {
     const std::lock_guard lock(making);
     const auto [at, is_new] = known.try_emplace(key);
     if (!is_new) return at->second;
-    const ThreadCount threads(static_cast<int>(key.back()));
+    const OneThread alone;
     try {
         require_room(kRoomToCompile, "a product");
         Made& m = at->second;
@@ -141,10 +140,10 @@ Made& made(const OnednnProduct& p, const Key& key) {
     }
 }
 
-inline void compile(Made& m, const Key& key) {
+inline void compile(Made& m) {
     const std::lock_guard lock(making);
     if (m.product) return;
-    const ThreadCount threads(static_cast<int>(key.back()));
+    const OneThread alone;
     require_room(kRoomToCompile, "a product");
     m.product = with_room([&] { return dnnl::matmul(m.description); });
 }
@@ -173,7 +172,7 @@ Operands& operands(const OnednnProduct& p) {
 }
 }  // namespace onednn
 
-// Bytes of scratch that onednn_matmul() wants for this product when called from here.
+// Bytes of scratch that onednn_matmul() wants for this product.
 template <class In, class Out>
 size_t onednn_scratch_bytes(const OnednnProduct& p) {
     return onednn::operands<In, Out>(p).made->scratch_bytes;
@@ -186,7 +185,7 @@ void onednn_matmul(const OnednnProduct& p, Out* c, const In* a, const In* b, con
     static thread_local dnnl::stream stream(onednn::cpu());
     onednn::Operands& o = onednn::operands<In, Out>(p);
     if (o.arguments.empty()) {
-        onednn::compile(*o.made, onednn::key_of(p));
+        onednn::compile(*o.made);
         onednn::make_operands(o);
     }
     check_open(a, ((p.m - 1) * p.a_row + (p.k - 1) * p.a_column + 1) * sizeof(In));
@@ -199,6 +198,7 @@ void onednn_matmul(const OnednnProduct& p, Out* c, const In* a, const In* b, con
     o.c.set_data_handle(c);
     if (p.bias) o.bias.set_data_handle(const_cast<In*>(bias));
     if (o.scratch) o.scratch.set_data_handle(scratch);
+    const onednn::OneThread alone;
     onednn::with_room([&] {
         o.made->product.execute(stream, o.arguments);
         stream.wait();

@@ -155,6 +155,36 @@ inline size_t threads_of_a_launch() {
     return omp_in_parallel() ? 1 : static_cast<size_t>(omp_get_max_threads());
 }
 
+// Hands items 0 to `items` - 1 to threads, `run` neighbours at a time, and returns when all are done. Calls
+// work(worker, first, last) for the items from first to last - 1; a worker is a thread that got items,
+// numbered from 0, and there are at most workers_for(items, run). What an item throws is thrown here, when
+// all have stopped.
+inline size_t workers_for(size_t items, size_t run) {
+    return std::min(threads_of_a_launch(), (items + run - 1) / run);
+}
+template <class Work>
+void run_on_threads(size_t items, size_t run, Work&& work) {
+    std::atomic<size_t> next{0}, workers{0};
+    std::exception_ptr thrown;
+    auto take_runs = [&] {
+        size_t first = next.fetch_add(run);
+        if (first >= items) return;
+        const size_t worker = workers.fetch_add(1);
+        for (; first < items; first = next.fetch_add(run)) work(worker, first, std::min(first + run, items));
+    };
+    const size_t threads = threads_of_a_launch();
+    if (items <= 1 || threads == 1) return take_runs();
+#pragma omp parallel num_threads(threads)
+    try {
+        take_runs();
+    } catch (...) {
+        next = items;
+#pragma omp critical(thrown_by_an_item)
+        thrown = std::current_exception();
+    }
+    if (thrown) std::rethrow_exception(thrown);
+}
+
 // Room for a function of the fast build, until the next who asks; in a rehearsal nothing is written there.
 inline void* workspace(size_t bytes) {
     static thread_local SharedMemory own;
@@ -177,49 +207,30 @@ T __shfl_sync(unsigned, T v, int) {
 }
 
 namespace simt {
-// Runs body() once a block. Threads take blocks in runs, so that neighbours in memory stay on one core; those
-// that get one are workers, and each has its part of the dynamic shared memory. What a block throws is thrown
-// here, when all have stopped.
+// Runs body() once a block. Threads take blocks in runs, so that neighbours in memory stay on one core; each
+// worker has its part of the dynamic shared memory.
 template <class Body>
 void run_grid(dim3 grid, [[maybe_unused]] dim3 block, size_t shared_bytes, Body&& body) {
     const size_t blocks = static_cast<size_t>(grid.x) * grid.y * grid.z;
-    const size_t threads = threads_of_a_launch();
-    const size_t run = blocks / (threads * 16) + 1;
-    const size_t most_workers = std::min(threads, (blocks + run - 1) / run);
+    const size_t run = blocks / (threads_of_a_launch() * 16) + 1;
     const size_t part = (shared_bytes + 63) / 64 * 64;
     unsigned char* lent = nullptr;
-    if (lender && part > 0) lent = static_cast<unsigned char*>(lender->workspace(most_workers * part));
+    if (lender && part > 0)
+        lent = static_cast<unsigned char*>(lender->workspace(workers_for(blocks, run) * part));
     if (launches_off) return;
-    std::atomic<size_t> next{0}, workers{0};
-    std::exception_ptr thrown;
-    auto work_on_runs = [&] {
-        size_t first = next.fetch_add(run);
-        if (first >= blocks) return;
+    run_on_threads(blocks, run, [&](size_t worker, size_t first, size_t last) {
         static thread_local SharedMemory own;
-        dynamic_shared = lent ? lent + workers.fetch_add(1) * part : own.grow(part);
+        dynamic_shared = lent ? lent + worker * part : own.grow(part);
         gridDim = {grid.x, grid.y, grid.z};
-        for (; first < blocks; first = next.fetch_add(run)) {
-            const size_t last = std::min(first + run, blocks);
-            uint3 at{static_cast<unsigned>(first % grid.x), static_cast<unsigned>(first / grid.x % grid.y),
-                     static_cast<unsigned>(first / (static_cast<size_t>(grid.x) * grid.y))};
-            for (size_t i = first; i < last; i++) {
-                blockIdx = at;
-                body();
-                if (++at.x == grid.x) at.x = 0, at.y++;
-                if (at.y == grid.y) at.y = 0, at.z++;
-            }
+        uint3 at{static_cast<unsigned>(first % grid.x), static_cast<unsigned>(first / grid.x % grid.y),
+                 static_cast<unsigned>(first / (static_cast<size_t>(grid.x) * grid.y))};
+        for (size_t i = first; i < last; i++) {
+            blockIdx = at;
+            body();
+            if (++at.x == grid.x) at.x = 0, at.y++;
+            if (at.y == grid.y) at.y = 0, at.z++;
         }
-    };
-    if (blocks <= 1 || threads == 1) return work_on_runs();
-#pragma omp parallel num_threads(threads)
-    try {
-        work_on_runs();
-    } catch (...) {
-        next = blocks;
-#pragma omp critical(thrown_by_a_block)
-        thrown = std::current_exception();
-    }
-    if (thrown) std::rethrow_exception(thrown);
+    });
 }
 }  // namespace simt
 #endif

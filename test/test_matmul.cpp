@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <random>
 #include <set>
 
 #include "llmc/matmul_search.h"
@@ -39,39 +40,31 @@ std::vector<Case> forms_of_the_step(int64_t m, int64_t n, int64_t k) {
 double gelu(double x) { return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))); }
 double gelu_slope(double x) { return (gelu(x + 1e-5) - gelu(x - 1e-5)) / 2e-5; }
 
-// Returns the bytes of what was written. Its error is below `bound`, and not below `least`.
+size_t size(int64_t rows, int64_t columns) { return static_cast<size_t>(rows * columns); }
+
+// What a product reads: random numbers. What it does not add to is poisoned, and a bias's gradient zero.
 template <class T>
-std::vector<unsigned char> check(const Case& c, double bound = tolerance<T>(), double least = 0) {
-    SCOPED_TRACE(testing::Message() << c.m << "x" << c.n << "x" << c.k << " ta" << c.transpose_a << " tb"
-                                    << c.transpose_b << " acc" << c.accumulate << " bias" << c.bias << " gelu"
-                                    << c.gelu << " dgelu" << c.gelu_input << " dbias" << c.bias_gradient);
-    const auto size = [](int64_t rows, int64_t columns) { return static_cast<size_t>(rows * columns); };
-    const auto a = random_values<T>(size(c.m, c.k), 1, 1), b = random_values<T>(size(c.k, c.n), 1, 2);
-    const auto bias = random_values<T>(size(1, c.n), 1, 3), x = random_values<T>(size(c.m, c.n), 1, 4);
-    const auto start = c.accumulate ? random_values<T>(size(c.m, c.n), 1, 5) : poisoned<T>(size(c.m, c.n));
-    std::vector<double> want(size(c.m, c.n));
-    for (int64_t i = 0; i < c.m; i++)
-        for (int64_t j = 0; j < c.n; j++) {
-            double sum = 0;
-            for (int64_t l = 0; l < c.k; l++)
-                sum += double{to_float(a[size(1, c.transpose_a ? l * c.m + i : i * c.k + l)])} *
-                       double{to_float(b[size(1, c.transpose_b ? j * c.k + l : l * c.n + j)])};
-            const size_t at = size(1, i * c.n + j);
-            if (c.bias) sum += to_float(bias[size(1, j)]);
-            if (c.accumulate) sum += to_float(start[at]);
-            if (c.gelu) sum = gelu(sum);
-            if (c.gelu_input) sum *= gelu_slope(to_float(x[at]));
-            want[at] = sum;
-        }
-    const auto sums_start =
-        c.accumulate ? random_values<T>(size(1, c.n), 1, 6) : std::vector<T>(size(1, c.n));
-    std::vector<double> want_sums(size(1, c.n));
-    for (int64_t j = 0; j < c.n; j++) {
-        if (c.accumulate) want_sums[size(1, j)] = to_float(sums_start[size(1, j)]);
-        for (int64_t l = 0; l < c.k; l++) want_sums[size(1, j)] += to_float(b[size(1, l * c.n + j)]);
-    }
-    DeviceArray<T> device_a(a), device_b(b), device_bias(bias), device_x(x), device_out(start),
-        device_sums(sums_start);
+struct Operands {
+    std::vector<T> a, b, bias, x, start, sums_start;
+    explicit Operands(const Case& c)
+        : a(random_values<T>(size(c.m, c.k), 1, 1)),
+          b(random_values<T>(size(c.k, c.n), 1, 2)),
+          bias(random_values<T>(size(1, c.n), 1, 3)),
+          x(random_values<T>(size(c.m, c.n), 1, 4)),
+          start(c.accumulate ? random_values<T>(size(c.m, c.n), 1, 5) : poisoned<T>(size(c.m, c.n))),
+          sums_start(c.accumulate ? random_values<T>(size(1, c.n), 1, 6) : std::vector<T>(size(1, c.n))) {}
+};
+
+// What a product writes: itself, and the sums of b's columns where they are asked for.
+template <class T>
+struct Results {
+    std::vector<T> out, sums;
+};
+
+template <class T>
+Results<T> multiply(const Case& c, const Operands<T>& o) {
+    DeviceArray<T> device_a(o.a), device_b(o.b), device_bias(o.bias), device_x(o.x), device_out(o.start),
+        device_sums(o.sums_start);
     auto ta = device_a.tensor(c.transpose_a ? Shape{c.k, c.m} : Shape{c.m, c.k});
     auto tb = device_b.tensor(c.transpose_b ? Shape{c.n, c.k} : Shape{c.k, c.n});
     auto out = device_out.tensor({c.m, c.n}), t_bias = device_bias.tensor({c.n}),
@@ -85,16 +78,46 @@ std::vector<unsigned char> check(const Case& c, double bound = tolerance<T>(), d
     if (c.gelu_input) options.gelu_input = &t_x;
     if (c.bias_gradient) options.bias_gradient = &t_sums;
     Arena arena;
-    auto multiply = [&] { matmul(arena, Stream{}, out, ta, tb, options); };
-    Plan plan = arena.rehearse(multiply);
+    auto run = [&] { matmul(arena, Stream{}, out, ta, tb, options); };
+    Plan plan = arena.rehearse(run);
     arena.allocate({&plan});
-    arena.run(plan, multiply);
-    EXPECT_LT(relative_error(device_out.download(), want), bound);
-    EXPECT_GE(relative_error(device_out.download(), want), least);
-    if (c.bias_gradient) {
-        EXPECT_LT(relative_error(device_sums.download(), want_sums), bound);
+    arena.run(plan, run);
+    return {device_out.download(), device_sums.download()};
+}
+
+// Returns the bytes of what was written. Its error is below `bound`, and not below `least`.
+template <class T>
+std::vector<unsigned char> check(const Case& c, double bound = tolerance<T>(), double least = 0) {
+    SCOPED_TRACE(testing::Message() << c.m << "x" << c.n << "x" << c.k << " ta" << c.transpose_a << " tb"
+                                    << c.transpose_b << " acc" << c.accumulate << " bias" << c.bias << " gelu"
+                                    << c.gelu << " dgelu" << c.gelu_input << " dbias" << c.bias_gradient);
+    const Operands<T> o(c);
+    std::vector<double> want(size(c.m, c.n));
+    for (int64_t i = 0; i < c.m; i++)
+        for (int64_t j = 0; j < c.n; j++) {
+            double sum = 0;
+            for (int64_t l = 0; l < c.k; l++)
+                sum += double{to_float(o.a[size(1, c.transpose_a ? l * c.m + i : i * c.k + l)])} *
+                       double{to_float(o.b[size(1, c.transpose_b ? j * c.k + l : l * c.n + j)])};
+            const size_t at = size(1, i * c.n + j);
+            if (c.bias) sum += to_float(o.bias[size(1, j)]);
+            if (c.accumulate) sum += to_float(o.start[at]);
+            if (c.gelu) sum = gelu(sum);
+            if (c.gelu_input) sum *= gelu_slope(to_float(o.x[at]));
+            want[at] = sum;
+        }
+    std::vector<double> want_sums(size(1, c.n));
+    for (int64_t j = 0; j < c.n; j++) {
+        if (c.accumulate) want_sums[size(1, j)] = to_float(o.sums_start[size(1, j)]);
+        for (int64_t l = 0; l < c.k; l++) want_sums[size(1, j)] += to_float(o.b[size(1, l * c.n + j)]);
     }
-    return bytes_of(device_out.download(), device_sums.download());
+    const Results<T> got = multiply(c, o);
+    EXPECT_LT(relative_error(got.out, want), bound);
+    EXPECT_GE(relative_error(got.out, want), least);
+    if (c.bias_gradient) {
+        EXPECT_LT(relative_error(got.sums, want_sums), bound);
+    }
+    return bytes_of(got.out, got.sums);
 }
 
 template <class T>
@@ -218,7 +241,7 @@ TYPED_TEST(Matmul, ColumnsOfWiderMatrices) {
         };
         Plan plan = arena.rehearse(multiply);
 #if !defined(SIMT_GPU)
-        EXPECT_LE(plan.workspace, kMostScratch);
+        EXPECT_LE(plan.workspace, size_t{16} << 20);
 #endif
         arena.allocate({&plan});
         arena.run(plan, multiply);
@@ -243,26 +266,64 @@ TYPED_TEST(Matmul, ManySummandsAndColumns) {
 
 #if !defined(SIMT_GPU)
 TYPED_TEST(Matmul, PiecesCoverAProductInLittleScratch) {
-    const auto product = [](int64_t m, int64_t n, int64_t k) {
-        return OnednnProduct{
-            .m = m, .n = n, .k = k, .a_row = k, .a_column = 1, .b_row = n, .b_column = 1, .c_row = n};
-    };
-    constexpr bool kNarrow = sizeof(TypeParam) < sizeof(float);
-    for (const auto& [m, n, k] :
-         {std::array<int64_t, 3>{5000, 2048, 20000}, {64, 2400, 16385}, {70, 48, 16384}}) {
-        const OnednnPiece piece = piece_of<TypeParam, TypeParam>(product(m, n, k));
-        EXPECT_EQ((piece.summands < k), (k > kManySummands)) << k;
-        EXPECT_EQ((piece.columns < n), (n > kManyColumns && !kNarrow)) << n;
-        if (kNarrow && piece.summands < k) {
-            EXPECT_LE(static_cast<size_t>(piece.rows * n) * sizeof(float), kMostScratch);
+    for (const auto& [m, n, k] : {std::array<int64_t, 3>{5000, 2048, 20000},
+                                  {64, 2400, 16385},
+                                  {70, 48, 16384},
+                                  {1, 50257, 64},
+                                  {8100, 1, 16},
+                                  {1, 1, 1}})
+        for (const int form : {0, 1, 2}) {
+            SCOPED_TRACE(testing::Message() << m << "x" << n << "x" << k << ", form " << form);
+            const OnednnProduct p{.m = m,
+                                  .n = n,
+                                  .k = k,
+                                  .a_row = form == 1 ? 1 : k,
+                                  .a_column = form == 1 ? m : 1,
+                                  .b_row = form == 2 ? 1 : n,
+                                  .b_column = form == 2 ? k : 1,
+                                  .c_row = n};
+            const OnednnPiece piece = piece_of(p);
+            EXPECT_TRUE(piece.rows > 0 && piece.rows <= m && piece.columns > 0 && piece.columns <= n);
+            EXPECT_EQ((piece.summands < k), (k > kManySummands));
+            const PiecesOfProduct<TypeParam, TypeParam> pieces(p);
+            EXPECT_EQ(pieces.count(), ceil_div(m, piece.rows) * ceil_div(n, piece.columns));
+            EXPECT_LE(pieces.scratch_bytes(), size_t{2} << 20);
         }
-        int64_t covered = 0;
-        for_each_piece(product(m, n, k), piece, [&](const OnednnProduct& p, int64_t, int64_t from) {
-            EXPECT_EQ(p.accumulate, from > 0);
-            covered += p.n * p.k;
-        });
-        EXPECT_EQ(covered, n * k);
+}
+
+// The pieces of a product go by its shape alone. The shapes are those of steps: rows of text on either side
+// of what oneDNN divides among threads, ranks of LoRA from 1 to 64, narrow and wide layers.
+TYPED_TEST(Matmul, TheNumberOfThreadsChangesNoBit) {
+    if (!kFastCpu) GTEST_SKIP() << "the products are those of the fast build";
+    std::vector<Case> cases;
+    const auto add = [&](int64_t rows, int64_t in, int64_t out, int seed) {
+        const auto form = [seed](int bit) { return (seed >> bit) % 2 == 1; };
+        Case forward{rows, out, in, false, form(0), form(1), !form(1) && form(2), false, false};
+        Case backward{rows, in, out, false, form(0), form(1), false, false, false};
+        Case weights{in, out, rows, true, false, form(1), false, false, false};
+        cases.insert(cases.end(), {forward, backward, weights});
+    };
+    std::mt19937 random(20261125);
+    for (const int64_t rows : {64, 130, 260, 390, 1000, 2048, 3900, 4096, 8192})
+        for (const int64_t width : {1, 2, 4, 16, 64, 192}) add(rows, width % 3 ? 64 : 100, width, random());
+    for (int i = 0; i < 40; i++)
+        add(1 + random() % 700, 1 + random() % 300, 1 + random() % 300, static_cast<int>(random() % 8));
+    add(70, 2401, 16500, 3);
+    const int before = omp_get_max_threads();
+    for (const Case& c : cases) {
+        SCOPED_TRACE(testing::Message() << c.m << "x" << c.n << "x" << c.k << (c.transpose_a ? " T" : " N")
+                                        << (c.transpose_b ? "T" : "N"));
+        const Operands<TypeParam> operands(c);
+        std::vector<unsigned char> alone;
+        for (const int threads : {1, 2, 3, 4, 8}) {
+            omp_set_num_threads(threads);
+            const Results<TypeParam> got = multiply(c, operands);
+            const std::vector<unsigned char> bytes = bytes_of(got.out, got.sums);
+            if (threads == 1) alone = bytes;
+            EXPECT_TRUE(bytes == alone) << threads << " threads";
+        }
     }
+    omp_set_num_threads(before);
 }
 #endif
 

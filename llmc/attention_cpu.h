@@ -41,8 +41,9 @@ void tile_product(float* c, int64_t c_row, StridedMatrix<T> a, StridedMatrix<T> 
                   bool accumulate) {
     static thread_local simt::SharedMemory scratch;
     const OnednnProduct product{m, n, k, a.row, a.column, b.row, b.column, c_row, accumulate};
-    onednn_matmul<T, float>(product, c, a.data, b.data, static_cast<const T*>(nullptr),
-                            scratch.grow(onednn_scratch_bytes<T, float>(product)));
+    onednn::Operands& kept = onednn::operands<T, float>(product);
+    onednn_matmul(kept, product, c, a.data, b.data, static_cast<const T*>(nullptr),
+                  scratch.grow(kept.made->scratch_bytes));
 }
 
 // Hands out parts of a worker's scratch; from nullptr it only counts bytes.

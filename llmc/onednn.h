@@ -4,17 +4,18 @@
 // A product runs on the thread that calls it. Given several threads, oneDNN chooses how to divide a product
 // by their number, sums over k included, so that the number of threads would change the result's last bits.
 // Who wants several threads gives each its own products (matmul_onednn.h, attention_cpu.h). All threads share
-// a compiled product, and each keeps the operands it calls it with. Scratch comes from the caller; beside it
-// oneDNN copies operands of attention's tiles.
+// a compiled product. Scratch comes from the caller; beside it oneDNN may copy operands.
 #pragma once
 
 #include <omp.h>
 
 #include <array>
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <new>
 #include <oneapi/dnnl/dnnl.hpp>
+#include <string_view>
 #include <type_traits>
 #include <unordered_map>
 
@@ -115,6 +116,15 @@ inline Key key_of(const OnednnProduct& p) {
     return {p.m, p.n, p.k, p.a_row, p.a_column, p.b_row, p.b_column, p.c_row, p.accumulate, p.bias, p.gelu};
 }
 
+// The bytes that a thread's copies of operands take at most, of all products described so far. oneDNN's
+// products "gemm" copy 384 summands of both operands in fp32, or 768 in bf16, into memory of the heap.
+inline std::atomic<size_t> most_copied{0};
+inline void count_copies(const OnednnProduct& p, const dnnl::matmul::primitive_desc& description) {
+    if (!std::string_view(description.impl_info_str()).starts_with("gemm")) return;
+    const size_t bytes = static_cast<size_t>((p.m + p.n) * std::min<int64_t>(p.k, 384)) * sizeof(float);
+    if (bytes > most_copied) most_copied = bytes;
+}
+
 inline std::mutex making;  // held by the thread that describes or compiles
 
 template <class In, class Out>
@@ -129,6 +139,7 @@ Made& made(const OnednnProduct& p, const Key& key) {
         Made& m = at->second;
         m.description = with_room([&] { return describe(p, dtype<In>, dtype<Out>); });
         m.scratch_bytes = m.description.scratchpad_desc().get_size();
+        count_copies(p, m.description);
         return m;
     } catch (const dnnl::error& e) {
         known.erase(at);
@@ -175,15 +186,15 @@ Operands& operands(const OnednnProduct& p) {
 // Bytes of scratch that onednn_matmul() wants for this product.
 template <class In, class Out>
 size_t onednn_scratch_bytes(const OnednnProduct& p) {
-    return onednn::operands<In, Out>(p).made->scratch_bytes;
+    return onednn::made<In, Out>(p, onednn::key_of(p)).scratch_bytes;
 }
 
-// Computes the product. `scratch` is 64-byte aligned and has onednn_scratch_bytes(); bias may be null if
-// unused.
+// Computes the product with operands that the thread keeps (onednn::operands()): what is small and computed
+// often wants this.
 template <class In, class Out>
-void onednn_matmul(const OnednnProduct& p, Out* c, const In* a, const In* b, const In* bias, void* scratch) {
+void onednn_matmul(onednn::Operands& o, const OnednnProduct& p, Out* c, const In* a, const In* b,
+                   const In* bias, void* scratch) {
     static thread_local dnnl::stream stream(onednn::cpu());
-    onednn::Operands& o = onednn::operands<In, Out>(p);
     if (o.arguments.empty()) {
         onednn::compile(*o.made);
         onednn::make_operands(o);
@@ -203,4 +214,13 @@ void onednn_matmul(const OnednnProduct& p, Out* c, const In* a, const In* b, con
         o.made->product.execute(stream, o.arguments);
         stream.wait();
     });
+}
+
+// Computes the product. `scratch` is 64-byte aligned and has onednn_scratch_bytes(); bias may be null if
+// unused.
+template <class In, class Out>
+void onednn_matmul(const OnednnProduct& p, Out* c, const In* a, const In* b, const In* bias, void* scratch) {
+    onednn::Operands o;
+    o.made = &onednn::made<In, Out>(p, onednn::key_of(p));
+    onednn_matmul(o, p, c, a, b, bias, scratch);
 }

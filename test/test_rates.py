@@ -278,7 +278,7 @@ def test_calibration_stands_alone(train, tmp_path):
 def test_calibration(train, tmp_path):
     """The file has a rate of every kind, of what a device can do; plans are made by it; it is written whole or not at all."""
     path = tmp_path / "rates.json"
-    path.write_text("what was there")
+    path.write_text('{\n "rates": what was there')  # as such a file begins: others are not replaced
     with running(train, "--calibrate", path, "--threads", THREADS) as process:
         wait_for_line(process, b"measured .* in .* s, in .* MiB of memory")
         assert process.wait() == 0

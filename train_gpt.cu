@@ -2533,8 +2533,7 @@ const MemoryReport& Trainer::rehearse(bool placed) {
     if (in_.gguf) plans_.load = arena_.rehearse([&] { load_gguf(); });
     if (looks_up_prompt())
         plans_.first_prompt = arena_.rehearse([&] { gpt_.token_embeddings(in_.first_prompt); });
-    report_ =
-        make_report<floatX>(o_, plans_, in_.tokenizer ? in_.tokenizer->held_bytes() : 0, choices_, rates_);
+    report_ = make_report<floatX>(o_, plans_, in_.bytes(), choices_, rates_);
     places_.add_to(report_);
     if (embeddings_) embeddings_->add_to(report_);
     report_.staged = metrics_.pinned_bytes();

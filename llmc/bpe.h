@@ -86,12 +86,45 @@ class Joints {
     PairTable<Nothing> pairs_;
 };
 
-// Room that encoding a word needs, kept from word to word.
+// The symbols of a word in one row of numbers, with a place for each symbol that the word starts with. A
+// symbol's first place has its token. A symbol that was joined from others covers several places: the second
+// and the last have minus their count, and those between are negative too.
+class SymbolRow {
+  public:
+    void clear() { places_.clear(); }
+    void reserve(size_t count) { places_.reserve(count); }
+    void append(int32_t token) { places_.push_back(token); }
+    size_t size() const { return places_.size(); }
+
+    // Whether a symbol begins at a place.
+    bool begins(size_t at) const { return places_[at] >= 0; }
+    // Of the symbol that begins there: its token, and the place behind it.
+    int32_t token(size_t at) const { return places_[at]; }
+    size_t next(size_t at) const {
+        const bool joined = at + 1 < places_.size() && places_[at + 1] < 0;
+        return at + (joined ? static_cast<size_t>(-places_[at + 1]) : 1);
+    }
+    // Where the symbol before it begins; `at` is not 0.
+    size_t previous(size_t at) const {
+        const int32_t last = places_[at - 1];
+        return at - (last < 0 ? static_cast<size_t>(-last) : 1);
+    }
+    // Joins the symbols that begin at `left` and at `right`, its neighbour.
+    void join(size_t left, size_t right, int32_t token) {
+        const size_t end = next(right);
+        const auto count = static_cast<int32_t>(end - left);
+        places_[right] = -1;
+        places_[left] = token;
+        places_[left + 1] = places_[end - 1] = -count;
+    }
+
+  private:
+    std::vector<int32_t> places_;
+};
+
+// What encoding a word needs, kept from word to word.
 struct WordScratch {
-    struct Symbol {
-        int32_t token, previous, next;  // token -1: joined to the one before; next -1: the last
-    };
-    std::vector<Symbol> symbols;
+    SymbolRow symbols;
     std::vector<uint64_t> queue;
     std::vector<int32_t> tokens;
 };
@@ -103,6 +136,8 @@ class WordModel {
     // Appends the tokens of a word of valid UTF-8.
     virtual void encode(std::string_view word, WordScratch& scratch, std::vector<int32_t>& tokens) const = 0;
     virtual size_t bytes() const = 0;
+    // The most bytes of a word that it encodes in little memory.
+    virtual size_t longest_word() const { return SIZE_MAX; }
 };
 
 class Bpe final : public WordModel {
@@ -127,28 +162,25 @@ class Bpe final : public WordModel {
             fail("a text has a word of %zu bytes, which is too long to tokenize", word.size());
         start_symbols(word, scratch.symbols);
         join(scratch);
-        for (const auto& symbol : scratch.symbols)
-            if (symbol.token >= 0) tokens.push_back(symbol.token);
+        const SymbolRow& symbols = scratch.symbols;
+        for (size_t at = 0; at < symbols.size(); at = symbols.next(at)) tokens.push_back(symbols.token(at));
     }
 
     size_t bytes() const override { return sizeof *this + merges.bytes(); }
 
   private:
-    using Symbols = std::vector<WordScratch::Symbol>;
+    // How many pairs wait in the queue after a search for them; it may hold twice as many.
+    static constexpr size_t kQueued = 64 << 10;
+    static constexpr uint64_t kNoMerge = UINT64_MAX;
 
-    static void append(Symbols& symbols, int32_t token) {
-        const auto count = static_cast<int32_t>(symbols.size());
-        if (count > 0) symbols.back().next = count;
-        symbols.push_back({token, count - 1, -1});
-    }
-
-    void start_symbols(std::string_view word, Symbols& symbols) const {
+    void start_symbols(std::string_view word, SymbolRow& symbols) const {
         symbols.clear();
+        symbols.reserve(word.size());
         // Hugging Face's tokenizers append the unknown token only before what has a token of its own, not
         // before bytes.
         bool waits = false;
         const auto append_unknown = [&] {
-            if (std::exchange(waits, false)) append(symbols, unknown);
+            if (std::exchange(waits, false)) symbols.append(unknown);
         };
         while (!word.empty()) {
             const std::string_view unit = word.substr(0, by_bytes ? 1 : first_character(word).length);
@@ -158,9 +190,9 @@ class Bpe final : public WordModel {
             const int32_t token = by_bytes ? byte_token(unit[0]) : vocabulary->find(unit);
             if (token >= 0) {
                 append_unknown();
-                append(symbols, token);
+                symbols.append(token);
             } else if (!by_bytes && std::none_of(unit.begin(), unit.end(), has_none)) {
-                for (const char c : unit) append(symbols, byte_token(c));
+                for (const char c : unit) symbols.append(byte_token(c));
             } else if (unknown >= 0) {
                 if (!fuse_unknown) append_unknown();
                 waits = true;
@@ -169,45 +201,65 @@ class Bpe final : public WordModel {
         append_unknown();
     }
 
-    // Joins the pair of lowest rank, leftmost first, until no pair has a merge. The queue holds (rank, left
-    // symbol) of pairs that were neighbours once; one that is no more, or of another rank by now, is passed
-    // over.
-    void join(WordScratch& scratch) const {
-        Symbols& symbols = scratch.symbols;
-        std::vector<uint64_t>& queue = scratch.queue;
+    // The merge of the symbol that begins at `left` with the next one; null where there is none.
+    const Merge* merge_at(const SymbolRow& symbols, size_t left) const {
+        if (!symbols.begins(left)) return nullptr;
+        const size_t right = symbols.next(left);
+        if (right >= symbols.size()) return nullptr;
+        return merges.find(symbols.token(left), symbols.token(right));
+    }
+    // What the queue holds of a pair: the rank of its merge, then where the left symbol begins.
+    static uint64_t key_of(const Merge* merge, size_t left) {
+        return merge ? static_cast<uint64_t>(merge->rank) << 32 | left : kNoMerge;
+    }
+
+    // Fills the queue with the smallest keys of all pairs, and returns a bound: it has all that are below.
+    uint64_t find_pairs(const SymbolRow& symbols, std::vector<uint64_t>& queue) const {
+        uint64_t bound = kNoMerge;
         queue.clear();
-        const auto at = [&](int32_t i) -> WordScratch::Symbol& { return symbols[static_cast<size_t>(i)]; };
-        const auto merge_of = [&](int32_t left) -> const Merge* {
-            if (left < 0 || at(left).token < 0 || at(left).next < 0) return nullptr;
-            return merges.find(at(left).token, at(at(left).next).token);
-        };
-        const auto candidate = [&](int32_t left, const Merge& merge) {
-            return static_cast<uint64_t>(merge.rank) << 32 | static_cast<uint32_t>(left);
-        };
-        const auto consider = [&](int32_t left) {
-            if (const Merge* merge = merge_of(left)) {
-                queue.push_back(candidate(left, *merge));
-                std::push_heap(queue.begin(), queue.end(), std::greater<>());
-            }
-        };
-        for (int32_t i = 0; i < static_cast<int32_t>(symbols.size()); i++)
-            if (const Merge* merge = merge_of(i)) queue.push_back(candidate(i, *merge));
+        for (size_t left = 0; left < symbols.size(); left = symbols.next(left)) {
+            const uint64_t key = key_of(merge_at(symbols, left), left);
+            if (key >= bound) continue;
+            queue.push_back(key);
+            if (queue.size() < 2 * kQueued) continue;
+            std::nth_element(queue.begin(), queue.begin() + kQueued, queue.end());
+            bound = queue[kQueued];
+            queue.resize(kQueued);
+        }
         std::make_heap(queue.begin(), queue.end(), std::greater<>());
-        while (!queue.empty()) {
-            const auto left = static_cast<int32_t>(queue.front());
-            const auto rank = static_cast<int32_t>(queue.front() >> 32);
-            std::pop_heap(queue.begin(), queue.end(), std::greater<>());
-            queue.pop_back();
-            const Merge* merge = merge_of(left);
-            if (!merge || merge->rank != rank) continue;
-            WordScratch::Symbol& joined = at(left);
-            WordScratch::Symbol& gone = at(joined.next);
-            joined.token = merge->token;
-            gone.token = -1;
-            joined.next = gone.next;
-            if (gone.next >= 0) at(gone.next).previous = left;
-            consider(joined.previous);
-            consider(left);
+        return bound;
+    }
+
+    // Joins the pair of lowest rank, leftmost first, until no pair has a merge. The queue has the keys below
+    // a bound, and some of pairs that are neighbours no more or have another rank by now, which are passed
+    // over. When it is empty, or too long, the pairs are searched again: so it is short however long the word
+    // is.
+    void join(WordScratch& scratch) const {
+        SymbolRow& symbols = scratch.symbols;
+        std::vector<uint64_t>& queue = scratch.queue;
+        uint64_t bound = 0;
+        const auto consider = [&](size_t left) {
+            const uint64_t key = key_of(merge_at(symbols, left), left);
+            if (key >= bound) return;
+            queue.push_back(key);
+            std::push_heap(queue.begin(), queue.end(), std::greater<>());
+        };
+        while (bound != kNoMerge) {
+            bound = find_pairs(symbols, queue);
+            while (!queue.empty()) {
+                const uint64_t key = queue.front();
+                std::pop_heap(queue.begin(), queue.end(), std::greater<>());
+                queue.pop_back();
+                const size_t left = key & UINT32_MAX;
+                const Merge* merge = merge_at(symbols, left);
+                if (key_of(merge, left) != key) continue;
+                symbols.join(left, symbols.next(left), merge->token);
+                if (left > 0) consider(symbols.previous(left));
+                consider(left);
+                if (queue.size() < 2 * kQueued) continue;
+                bound = 0;  // so that they are searched again
+                break;
+            }
         }
     }
 };
@@ -215,7 +267,7 @@ class Bpe final : public WordModel {
 // The tokens of words that were seen lately, in bounded memory: it starts anew when it is full.
 class WordCache {
   public:
-    static constexpr size_t kLongestWord = 64, kMostWords = 48 << 10;
+    static constexpr size_t kLongestWord = 64, kMostWords = 48 << 10, kMostBytes = 2 << 20;
 
     // The tokens of a word, valid until the next put(), if it is known.
     std::optional<std::span<const int32_t>> find(std::string_view word) const {
@@ -228,7 +280,7 @@ class WordCache {
     // Remembers a word that is not known, unless it is long.
     void put(std::string_view word, std::span<const int32_t> tokens) {
         if (word.empty() || word.size() > kLongestWord || tokens.size() > UINT16_MAX) return;
-        if (words_ == kMostWords) {
+        if (words_ == kMostWords || text_.size() + sizeof tokens_[0] * tokens_.size() > kMostBytes) {
             words_ = 0;
             text_.clear();
             tokens_.clear();

@@ -44,8 +44,10 @@ inline uint64_t most_tokens_of_examples(Options o, int most) {
     o.batch = 1;
     const RunInputs inputs(o, std::nullopt);
     uint64_t longest = 1, rows = 0;
-    for (const Example& e : inputs.data->examples())
-        longest = std::max<uint64_t>(longest, e.count - 1), rows += e.count - 1;
+    inputs.data->for_each_example([&](const Example& e) {
+        longest = std::max<uint64_t>(longest, e.count - 1);
+        rows += e.count - 1;
+    });
     return batch > 1 ? std::min(longest, rows / batch) : longest;
 }
 

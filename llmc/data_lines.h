@@ -25,8 +25,8 @@ inline void print_data(const Options& o, const RunInputs& inputs, const Sequence
     const Dataset& data = *inputs.data;
     printf("data: ");
     if (data.is_examples())
-        printf("%zu examples, %llu tokens, %llu of them with loss, in %llu sequences of %d, %.1f%% padding",
-               data.examples().size(), number(data.token_count()),
+        printf("%llu examples, %llu tokens, %llu of them with loss, in %llu sequences of %d, %.1f%% padding",
+               number(data.example_count()), number(data.token_count()),
                number(training.tokens_with_loss(0, epoch)), number(epoch), o.seq_len,
                100 * training.padding());
     else

@@ -3,10 +3,10 @@
 //
 // Three kinds of files. Token shards in llm.c's formats, of 16 or of 32 bits a token; each shard is one
 // stream of tokens. JSON lines and lists hold examples (data_kind.h says how they are told from text), whose
-// tokens a tokenizer makes (examples.h); they are packed into sequences (packing.h). Everything else is text,
-// whose tokens are its bytes, or those that a tokenizer makes of it (text_tokens.h). All text files, and all
-// examples, are one stream. What a sequence needs is read when it is needed, so that there may be any number
-// of files of any size, and does not stay in the page cache, whose memory no plan has.
+// tokens a tokenizer makes (examples.h); they are packed into sequences (packed_examples.h). Everything else
+// is text, whose tokens are its bytes, or those that a tokenizer makes of it (text_tokens.h). All text files,
+// and all examples, are one stream. What a sequence needs is read when it is needed, so that there may be any
+// number of files of any size, and does not stay in the page cache, whose memory no plan has.
 #pragma once
 
 #include <algorithm>
@@ -26,9 +26,10 @@
 #include "llmc/data_kind.h"
 #include "llmc/error.h"
 #include "llmc/file.h"
-#include "llmc/packing.h"
+#include "llmc/packed_examples.h"
 #include "llmc/permutation.h"
 #include "llmc/random.h"
+#include "llmc/record_file.h"
 #include "llmc/temporary_file.h"
 
 // The files that an option's patterns (file names, or glob(3) patterns) stand for, sorted by bytes within
@@ -81,12 +82,6 @@ struct DataError : RecoverableError {
     using RecoverableError::RecoverableError;
 };
 
-// An example, or a part of one: its tokens in the stream, as many as fit a sequence, and how many of them are
-// to be learnt.
-struct Example {
-    uint64_t begin;
-    uint32_t count, with_loss;
-};
 // How a token of an example that is not to be learnt is kept, and what token that is.
 inline int32_t without_loss(int32_t token) {
     return static_cast<int32_t>(static_cast<uint32_t>(token) | 1u << 31);
@@ -106,14 +101,35 @@ class Dataset {
     // No shards; and whether the text is examples in JSON.
     bool is_text() const { return !format_; }
     bool is_examples() const { return lines_; }
-    // Of JSON lines, once they are tokens; and how many of them were longer than a sequence: the texts of
-    // these go on in examples of their own, the others were cut.
-    const std::vector<Example>& examples() const { return examples_; }
+    // Of JSON lines, once they are tokens: how many examples there are, and each of them in order.
+    uint64_t example_count() const {
+        uint64_t sum = 0;
+        for (const File& file : files_) sum += file.examples;
+        return sum;
+    }
+    template <class Use>
+    void for_each_example(Use&& use) const {
+        for (const File& file : files_) index_->examples.for_each(file.first_example, file.examples, use);
+        index_->examples.drop_pages();
+    }
+    // How many of them were longer than a sequence: the texts of these go on in examples of their own, the
+    // others were cut.
     uint64_t texts_parted() const { return parted_; }
     uint64_t examples_cut() const { return cut_; }
     // Whether the tokens are the text's bytes.
     bool is_bytes() const { return is_text() && !text_tokens_; }
     const std::string& option() const { return option_; }
+    // About the memory that the list of files holds, where a name is in the options too.
+    size_t held_bytes() const {
+        size_t sum = 0;
+        for (const File& file : files_) sum += sizeof file + 3 * (file.path.size() + sizeof file.path);
+        return sum;
+    }
+    // About the most memory that reading the data took and gave back, beside buffers of fixed sizes: of long
+    // lines, and of packing.
+    size_t reading_bytes() const { return std::max(reading_bytes_, packed_ ? packed_->packing_bytes() : 0); }
+    void reading_took(size_t bytes) { reading_bytes_ = std::max(reading_bytes_, bytes); }
+
     // The bytes of the files.
     uint64_t file_bytes() const {
         uint64_t sum = 0;
@@ -160,69 +176,117 @@ class Dataset {
         limit_ = limit;
     }
 
-    // Makes tokens of JSON lines: encode(file, put) calls put(tokens, is_text) with those of one example. Of
-    // one that is longer than seq_len + 1 the first are kept; a text goes on in a next example, which begins
-    // with the last token of the one before. Fails as tokenize(), and where none is to be learnt.
+    // The tokens of an example, which are to be learnt or not.
+    void read(const Example& example, std::vector<int32_t>& tokens) const {
+        tokens.resize(example.count);
+        static_assert(sizeof(int32_t) == kExampleTokenBytes);
+        try {
+            text_tokens_->file.read(example.begin * kExampleTokenBytes, example.count * kExampleTokenBytes,
+                                    tokens.data());
+        } catch (const UserError& error) {
+            throw DataError(error.what());
+        }
+    }
+
+    // Makes tokens of JSON lines: encode(file, put) calls put(tokens, is_text, last) with those of one
+    // example; those of a text may come in parts, of which one is the last. Of an example that is longer than
+    // seq_len + 1 the first are kept; a text goes on in a next example, which begins with the last token of
+    // the one before. Fails as tokenize(), and where none is to be learnt.
     template <class Encode>
     void tokenize_examples(int seq_len, Encode&& encode) {
-        assert(is_examples() && examples_.empty());
+        assert(is_examples() && !index_);
         const size_t most = static_cast<size_t>(seq_len) + 1;
         uint64_t begin = 0, with_loss = 0;
+        index_ = std::make_shared<ExampleIndex>("the examples of " + stream_name(0), seq_len);
+        std::vector<uint64_t> ends;  // of each file's examples
         tokenize(kEveryNumber, [&](const FileReader& file, const auto& put) {
             const auto add = [&](std::span<const int32_t> tokens) {
                 const auto learnt =
                     std::count_if(tokens.begin() + 1, tokens.end(), [](int t) { return t >= 0; });
-                examples_.push_back(
-                    {begin, static_cast<uint32_t>(tokens.size()), static_cast<uint32_t>(learnt)});
-                begin += tokens.size();
+                const auto count = static_cast<uint32_t>(tokens.size());
+                index_->examples.append({begin, count, static_cast<uint32_t>(learnt)});
+                index_->shortest = std::min(index_->shortest, count - 1);
+                begin += count;
                 with_loss += static_cast<uint64_t>(learnt);
                 put(tokens);
             };
-            encode(file, [&](std::span<const int32_t> tokens, bool is_text) {
-                if (tokens.size() > most) (is_text ? parted_ : cut_)++;
-                for (size_t at = 0; at == 0 || (is_text && at + 1 < tokens.size()); at += most - 1)
-                    add(tokens.subspan(at, std::min(most, tokens.size() - at)));
+            std::vector<int32_t> rest;  // of a text, and not in an example yet
+            bool parted = false;
+            encode(file, [&](std::span<const int32_t> tokens, bool is_text, bool last = true) {
+                if (!is_text) {
+                    if (tokens.size() > most) cut_++;
+                    return add(tokens.subspan(0, std::min(most, tokens.size())));
+                }
+                rest.insert(rest.end(), tokens.begin(), tokens.end());
+                std::span<const int32_t> left(rest);
+                for (; left.size() > most; left = left.subspan(most - 1)) {
+                    add(left.first(most));
+                    if (!std::exchange(parted, true)) parted_++;
+                }
+                if (last) {
+                    add(left);
+                    left = {};
+                    parted = false;
+                }
+                rest.erase(rest.begin(), rest.end() - static_cast<ptrdiff_t>(left.size()));
             });
+            ends.push_back(index_->examples.count());
         });
-        if (examples_.empty()) fail("%s: %s: has no example", option_.c_str(), stream_name(0).c_str());
+        assert(token_bytes() == kExampleTokenBytes);
+        index_->examples.finish();
+        for (size_t i = 0; i < files_.size(); i++) {
+            files_[i].first_example = i > 0 ? ends[i - 1] : 0;
+            files_[i].examples = ends[i] - files_[i].first_example;
+        }
+        if (example_count() == 0) fail("%s: %s: has no example", option_.c_str(), stream_name(0).c_str());
         if (with_loss == 0)
-            fail("%s: %s: no token of %zu examples is to be learnt in sequences of %d", option_.c_str(),
-                 stream_name(0).c_str(), examples_.size(), seq_len);
+            fail("%s: %s: no token of %llu examples is to be learnt in sequences of %d", option_.c_str(),
+                 stream_name(0).c_str(), static_cast<unsigned long long>(example_count()), seq_len);
     }
 
     // Has each example have a sequence of its own.
     void keep_apart() { apart_ = true; }
-    bool keeps_apart() const { return apart_; }
+
+    // The examples as sequences.
+    const PackedExamples& packed() const {
+        if (!packed_)
+            packed_ = std::make_shared<const PackedExamples>(
+                "the examples of " + stream_name(0), static_cast<uint32_t>(index_->seq_len), index_->shortest,
+                apart_, [&](const auto& use) { for_each_example(use); });
+        return *packed_;
+    }
 
     // Parts the last tenth of each text file, or of its examples, rounded down, from the rest: a dataset to
     // validate on. Null, with nothing parted, where all those tenths have fewer than `least` tokens, or none
     // to learn.
     std::unique_ptr<Dataset> hold_out(uint64_t least) {
         assert(is_text());
-        std::vector<uint64_t> cuts;  // where in the stream each file's last tenth begins
+        std::vector<Tenth> cuts;
         uint64_t held_out = 0, learnt = 0;
         for (const File& file : files_) {
-            cuts.push_back(lines_ ? last_examples(file, learnt) : file.end() - file.count / 10);
-            held_out += file.end() - cuts.back();
+            cuts.push_back(last_tenth(file, learnt));
+            held_out += cuts.back().tokens;
         }
         if (held_out < least || (lines_ && learnt == 0)) return nullptr;
         auto tenths = std::unique_ptr<Dataset>(new Dataset(option_));
         tenths->text_tokens_ = text_tokens_;
+        tenths->index_ = index_;
         tenths->limit_ = limit_;
         tenths->lines_ = lines_;
         tenths->apart_ = apart_;
         const std::vector<File> files = std::exchange(files_, {});
-        const std::vector<Example> examples = std::exchange(examples_, {});
-        auto example = examples.begin();
+        packed_.reset();
         tokens_ = 0;
         for (size_t i = 0; i < files.size(); i++) {
-            const File& file = files[i];
-            const uint64_t rest = cuts[i] - file.first, tenth = file.count - rest;
-            for (; example != examples.end() && example->begin < cuts[i]; ++example) append(*example);
-            for (; example != examples.end() && example->begin < file.end(); ++example)
-                tenths->append(*example);
-            if (tenth > 0) tenths->append({file.path, file.stamp, file.begin + rest, tenth});
-            append({file.path, file.stamp, file.begin, rest});
+            File rest = files[i], tenth = files[i];
+            rest.count -= cuts[i].tokens;
+            rest.examples -= cuts[i].examples;
+            tenth.begin += rest.count;
+            tenth.count = cuts[i].tokens;
+            tenth.first_example += rest.examples;
+            tenth.examples = cuts[i].examples;
+            if (tenth.count > 0) tenths->append(std::move(tenth));
+            append(std::move(rest));
         }
         return tenths;
     }
@@ -270,6 +334,7 @@ class Dataset {
     void drop_pages() const {
         if (open_) open_->drop_pages();
         if (text_tokens_) text_tokens_->file.drop_pages();
+        if (packed_) packed_->drop_pages();
     }
 
   private:
@@ -282,7 +347,7 @@ class Dataset {
         FileStamp stamp;        // when it was opened first
         uint64_t begin, count;  // of the file's tokens, headers are none; or of those that text_tokens_ keeps
         uint64_t first = 0;     // where the part begins in its stream
-        uint64_t end() const { return first + count; }
+        uint64_t first_example = 0, examples = 0;  // of JSON lines: its part of the index
     };
 
     // The tokens of all text files, one after the other.
@@ -301,6 +366,17 @@ class Dataset {
             count += tokens.size();
         }
     };
+
+    // Where the examples of JSON lines are among the tokens of all files, made for sequences of that length;
+    // and the fewest rows that one has.
+    struct ExampleIndex {
+        RecordFile<Example> examples;
+        const int seq_len;
+        uint32_t shortest = UINT32_MAX;
+
+        ExampleIndex(std::string what, int length) : examples(std::move(what)), seq_len(length) {}
+    };
+    static constexpr size_t kExampleTokenBytes = 4;  // wide enough for without_loss()
 
     explicit Dataset(const std::string& option) : option_(option) {}
 
@@ -324,22 +400,22 @@ class Dataset {
         drop_pages();
     }
 
-    // Where the last tenth of a file's examples begins in the stream; adds to `learnt` how many of its tokens
-    // are to be learnt.
-    uint64_t last_examples(const File& file, uint64_t& learnt) const {
-        const auto from = [&](uint64_t place) {
-            return std::partition_point(examples_.begin(), examples_.end(),
-                                        [&](const Example& e) { return e.begin < place; });
-        };
-        const auto end = from(file.end()), begin = end - (end - from(file.first)) / 10;
-        for (auto e = begin; e != end; ++e) learnt += e->with_loss;
-        return begin == end ? file.end() : begin->begin;
+    // The last tenth of a file, in tokens and in examples.
+    struct Tenth {
+        uint64_t tokens, examples;
+    };
+    // Adds to `learnt` how many tokens of its examples are to be learnt.
+    Tenth last_tenth(const File& file, uint64_t& learnt) const {
+        if (!lines_) return {file.count / 10, 0};
+        Tenth tenth{0, file.examples / 10};
+        index_->examples.for_each(file.first_example + file.examples - tenth.examples, tenth.examples,
+                                  [&](const Example& e) {
+                                      tenth.tokens += e.count;
+                                      learnt += e.with_loss;
+                                  });
+        return tenth;
     }
 
-    void append(Example example) {
-        example.begin = examples_.empty() ? 0 : examples_.back().begin + examples_.back().count;
-        examples_.push_back(example);
-    }
     void append(File file) {
         file.first = is_text() ? tokens_ : 0;
         tokens_ += file.count;
@@ -451,9 +527,11 @@ class Dataset {
     }
 
     std::string option_;
-    const ShardFormat* format_ = nullptr;            // null: text
-    bool lines_ = false;                             // JSON lines
-    std::vector<Example> examples_;                  // of these, in the stream's order
+    const ShardFormat* format_ = nullptr;  // null: text
+    bool lines_ = false;                   // JSON lines
+    std::shared_ptr<ExampleIndex> index_;  // of these, once they are tokens
+    mutable std::shared_ptr<const PackedExamples> packed_;
+    size_t reading_bytes_ = 0;
     uint64_t parted_ = 0, cut_ = 0;                  // texts and others that were longer than a sequence
     bool apart_ = false;                             // whether examples share no sequence
     std::shared_ptr<const TextTokens> text_tokens_;  // null: its bytes
@@ -479,12 +557,12 @@ class Dataset {
 class SequenceLoader {
   public:
     // The dataset must stay in place while the loader lives. Fails when a stream is shorter than T + 1
-    // tokens. Examples must be tokens, of no more than T + 1 each.
+    // tokens. Examples must be tokens, made for this T.
     SequenceLoader(const Dataset& data, int seq_len, uint64_t seed, bool shuffle)
         : data_(data), seq_len_(static_cast<uint64_t>(seq_len)), seed_(seed), shuffle_(shuffle) {
         assert(seq_len >= 1);
         if (data.is_examples()) {
-            pack_examples();
+            sequences_per_epoch_ = data.packed().sequences();
             return;
         }
         for (size_t stream = 0; stream < data.stream_count(); stream++) {
@@ -503,16 +581,19 @@ class SequenceLoader {
     // How many targets of these sequences have a loss.
     uint64_t tokens_with_loss(uint64_t first_sequence, uint64_t count) const {
         if (!data_.is_examples()) return count * seq_len_;
-        uint64_t sum = 0;
-        for (uint64_t i = first_sequence; i < first_sequence + count; i++)
-            for (const uint32_t e : packing_.sequence(packed_sequence(i)))
-                sum += data_.examples()[e].with_loss;
+        const PackedExamples& packed = data_.packed();
+        const uint64_t epochs = count / sequences_per_epoch_;  // each of which has all sequences
+        uint64_t sum = epochs * packed.with_loss();
+        for (uint64_t i = epochs * sequences_per_epoch_; i < count; i++)
+            sum += packed.with_loss(packed_sequence(first_sequence + i));
         return sum;
     }
     // Of an epoch: the share of positions that hold no example; and how many tokens a token's example has, on
     // average over all positions: what attention costs goes with that.
-    double padding() const { return padding_; }
-    double attended() const { return attended_; }
+    double padding() const { return data_.is_examples() ? data_.packed().padding() : 0; }
+    double attended() const {
+        return data_.is_examples() ? data_.packed().attended() : static_cast<double>(seq_len_);
+    }
 
     // Writes sequences first_sequence ... + rows - 1 to inputs (rows, T) and targets (rows, T). What it
     // writes depends on nothing but its arguments. Fails as Dataset::read does.
@@ -559,24 +640,8 @@ class SequenceLoader {
     }
 
   private:
-    void pack_examples() {
-        std::vector<uint32_t> rows;
-        double used = 0, squares = 0;
-        for (const Example& e : data_.examples()) {
-            const double n = rows.emplace_back(e.count - 1);
-            used += n;
-            squares += n * n;
-        }
-        packing_ =
-            data_.keeps_apart() ? each_apart(rows.size()) : pack(rows, static_cast<uint32_t>(seq_len_));
-        sequences_per_epoch_ = packing_.ends.size();
-        const double room = static_cast<double>(sequences_per_epoch_ * seq_len_);
-        padding_ = 1 - used / room;
-        attended_ = squares / room;
-    }
-
     // The number of a packed sequence, by its place in all epochs.
-    size_t packed_sequence(uint64_t place) const {
+    uint64_t packed_sequence(uint64_t place) const {
         const uint64_t epoch = place / sequences_per_epoch_, number = place % sequences_per_epoch_;
         return shuffle_ ? Permutation(sequences_per_epoch_, random_key(seed_, epoch, 1))(number) : number;
     }
@@ -586,10 +651,8 @@ class SequenceLoader {
                      std::span<int32_t> positions, std::span<int32_t> ends) const {
         const size_t begin = at;
         std::vector<int32_t> tokens;
-        for (const uint32_t number : packing_.sequence(packed_sequence(place))) {
-            const Example& e = data_.examples()[number];
-            tokens.resize(e.count);
-            data_.read(0, e.begin, e.count, tokens.data());
+        for (const Example& e : data_.packed().of_sequence(packed_sequence(place))) {
+            data_.read(e, tokens);
             const size_t end = at - begin + e.count - 1;
             for (uint32_t i = 0; i + 1 < e.count; i++, at++) {
                 inputs[at] = token_of(tokens[i]);
@@ -632,8 +695,6 @@ class SequenceLoader {
     const uint64_t seq_len_, seed_;
     const bool shuffle_;
     uint64_t sequences_per_epoch_ = 0;
-    Packing packing_;  // of examples
-    double padding_ = 0, attended_ = static_cast<double>(seq_len_);
     uint64_t epoch_ = ~uint64_t{0};  // of the sequence that was asked for last, and
     std::vector<uint64_t> ends_;     // the number in it at which each stream ends, by turns
 };

@@ -41,9 +41,9 @@ inline FreeMemory with_reserve(const FreeMemory& free, size_t context) {
     return {free.bytes / 20 * 19 + context, "95% of what is free: " + free.limit};
 }
 
-// What a run is still to take: its tokenizer is there when it is planned, and the context when a GPU is asked
-// what is free.
-inline size_t still_to_take(const MemoryReport& r) { return r.total() - r.tokenizer - r.context; }
+// What a run is still to take: its tokenizer and its data are there when it is planned, and the context when
+// a GPU is asked what is free.
+inline size_t still_to_take(const MemoryReport& r) { return r.in_steps() - r.tokenizer - r.data - r.context; }
 
 inline std::string describe_shortage(const MemoryReport& r, const FreeMemory& free) {
     return format("the plan takes %.1f MiB and %.1f are free (%s)", mebibytes(still_to_take(r)),

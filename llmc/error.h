@@ -43,6 +43,16 @@ template <class... A>
         throw UserError(format(pattern, args...));
 }
 
+// Calls use(); what it fails with gets `what` in front: the file, line or option that it was about.
+template <class Use>
+decltype(auto) naming(const std::string& what, Use&& use) {
+    try {
+        return use();
+    } catch (const UserError& error) {
+        throw UserError(what + ": " + error.what());
+    }
+}
+
 // Throws a std::logic_error with a message like fail()'s: what it says is our mistake, not the user's.
 template <class... A>
 [[noreturn]] inline void bug(const char* pattern, A... args) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -25,27 +26,28 @@ class ExampleEncoder {
     ExampleEncoder(const Tokenizer& tokenizer, ExampleOptions options)
         : tokenizer_(tokenizer), options_(std::move(options)), encoder_(tokenizer.encoder()) {}
 
-    // An example's tokens, of which those that are not to be learnt have kNoLoss added. A text begins with
-    // the token that begins a document and ends with the one that ends a text; a conversation is as its
-    // format has it. Marks like <s> are such where they stand in a text, as in transformers. Fails naming
-    // `where`.
-    std::vector<int32_t> encode(const JsonExample& example, const std::string& where) {
+    // Calls put(tokens, last) with an example's tokens, a text's in parts; those that are not to be learnt
+    // are without_loss(). A text begins with the token that begins a document and ends with the one that ends
+    // a text; a conversation is as its format has it. Of a conversation, and of a prompt with its completion,
+    // those after the first `most` may be missing. Marks like <s> are such where they stand in a text, as in
+    // transformers. Fails naming `where`.
+    template <class Put>
+    void encode(const JsonExample& example, const std::string& where, size_t most, Put&& put) {
         tokens_.clear();
+        if (example.is_text) return encode_text(example.text(), where, put);
         if (!example.messages.empty()) {
             if (!chat_)
                 chat_.emplace(options_.chat_format, options_.chat_template, options_.model, tokenizer_);
-            for (const std::vector<Piece>& part : chat_->render(example.messages, where)) append(part);
+            for (const std::vector<Piece>& part : chat_->render(example.messages, where))
+                append(part, where, most);
         } else {
-            const int begin = tokenizer_.document_start(), end = tokenizer_.end_of_text();
-            append({{example.prompt, Learnt::WithPrompts}, {example.completion, Learnt::Always}});
-            if (begin >= 0 && (tokens_.empty() || token_of(tokens_.front()) != begin))
-                tokens_.insert(tokens_.begin(), kept(begin, Learnt::WithPrompts));
-            if (end >= 0 && (tokens_.empty() || token_of(tokens_.back()) != end)) tokens_.push_back(end);
+            append({{example.prompt, Learnt::WithPrompts}, {example.completion, Learnt::Always}}, where,
+                   most);
+            begin_document();
+            end_text();
         }
         if (tokens_.size() < 2) fail("%s: has fewer than two tokens", where.c_str());
-        if (example.is_text)
-            for (int32_t& token : tokens_) token = token_of(token);
-        return tokens_;
+        put(tokens_, true);
     }
 
     // The token that ends an answer in the conversations so far; -1 if there were none.
@@ -59,13 +61,64 @@ class ExampleEncoder {
         return has_loss ? token : without_loss(token);
     }
 
-    // Appends the tokens of the pieces' joined text. A token that reaches over the end of a piece, or that
-    // the piece alone would not have had, is of the next one.
-    void append(const std::vector<Piece>& pieces) {
+    static constexpr size_t kPart = 256 << 10;  // bytes of a long text that are encoded at a time
+
+    void begin_document() {
+        const int begin = tokenizer_.document_start();
+        if (begin >= 0 && (tokens_.empty() || token_of(tokens_.front()) != begin))
+            tokens_.insert(tokens_.begin(), kept(begin, Learnt::WithPrompts));
+    }
+    void end_text() {
+        const int end = tokenizer_.end_of_text();
+        if (end >= 0 && (tokens_.empty() || token_of(tokens_.back()) != end)) tokens_.push_back(end);
+    }
+
+    // Appends and puts the tokens of a text, which are all to be learnt.
+    template <class Put>
+    void encode_text(std::string_view text, const std::string& where, Put&& put) {
+        size_t count = 0;
+        int32_t latest = -1;
+        const auto pass_on = [&](bool last) {
+            if (count == 0 && (last || !tokens_.empty())) begin_document();
+            if (!tokens_.empty()) latest = tokens_.back();
+            const int end = tokenizer_.end_of_text();
+            if (last && end >= 0 && token_of(latest) != end) tokens_.push_back(end);
+            for (int32_t& token : tokens_) token = token_of(token);
+            count += tokens_.size();
+            if (last && count < 2) fail("%s: has fewer than two tokens", where.c_str());
+            put(tokens_, last);
+            tokens_.clear();
+        };
+        if (text.size() <= kPart) {
+            naming(where, [&] { encoder_.encode(text, tokens_); });
+            return pass_on(true);
+        }
+        for (; !text.empty(); text.remove_prefix(std::min(kPart, text.size()))) {
+            naming(where, [&] { encoder_.feed(text.substr(0, kPart), tokens_); });
+            pass_on(false);
+        }
+        naming(where, [&] { encoder_.finish(tokens_); });
+        pass_on(true);
+    }
+
+    // Appends the first `most` tokens of a text, or all.
+    void encode_first(std::string_view text, size_t most, std::vector<int32_t>& tokens) {
+        if (text.size() <= kPart) return encoder_.encode(text, tokens);
+        TextEncoder encoder = tokenizer_.encoder();
+        while (!text.empty() && tokens.size() < most) {
+            encoder.feed(text.substr(0, kPart), tokens);
+            text.remove_prefix(std::min(kPart, text.size()));
+        }
+        if (tokens.size() < most) encoder.finish(tokens);
+    }
+
+    // Appends the tokens of the pieces' joined text, or at least the first `most`. A token that reaches over
+    // the end of a piece, or that the piece alone would not have had, is of the next one.
+    void append(const std::vector<Piece>& pieces, const std::string& where, size_t most) {
         std::string text;
         for (const Piece& piece : pieces) text += piece.text;
         std::vector<int32_t> all, front;
-        encoder_.encode(text, all);
+        naming(where, [&] { encode_first(text, most, all); });
         std::string before;
         size_t done = 0;
         for (const Piece& piece : pieces) {
@@ -73,7 +126,7 @@ class ExampleEncoder {
             size_t end = all.size();
             if (before.size() < text.size()) {
                 front.clear();
-                encoder_.encode(before, front);
+                naming(where, [&] { encode_first(before, most, front); });
                 end = static_cast<size_t>(
                     std::mismatch(front.begin(), front.end(), all.begin(), all.end()).second - all.begin());
             }
@@ -94,20 +147,28 @@ inline int tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const E
                              int seq_len) {
     TokenizingLines progress(stderr, lines.stream_name(0), lines.file_bytes());
     ExampleEncoder encoder(tokenizer, options);
+    size_t most_bytes = 0;
     lines.tokenize_examples(seq_len, [&](const FileReader& file, const auto& put) {
-        const auto use = [&](std::string_view line, size_t bytes, const std::string& where) {
+        const bool is_list = data_kind(file) == DataKind::JsonList;
+        const size_t copies = is_list ? 2 : 1;  // an element of a list grows in its buffer
+        const auto use = [&](std::span<char> line, size_t bytes, const std::string& where) {
             const JsonExample example = read_example(line, where);
-            put(encoder.encode(example, where), example.is_text);
+            // Of others than texts one token more than is kept: it tells that there were more.
+            encoder.encode(
+                example, where, static_cast<size_t>(seq_len) + 2,
+                [&](std::span<const int32_t> tokens, bool last) { put(tokens, example.is_text, last); });
+            most_bytes = std::max(most_bytes, copies * line.size() + example.bytes);
             progress.add(bytes);
         };
         try {
-            data_kind(file) == DataKind::JsonList ? for_each_element(file, use) : for_each_line(file, use);
+            is_list ? for_each_element(file, use) : for_each_line(file, use);
         } catch (const UserError& error) {
             if (is_json_name(file.path())) throw;
             fail("%s (the file begins as JSON; to train on it as text, let its name end in .txt)",
                  error.what());
         }
     });
+    lines.reading_took(most_bytes);
     progress.finish(lines.token_count());
     return encoder.end_of_answer();
 }

@@ -161,7 +161,7 @@ inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
                                                                  arena_align(least_workspace));
         }
         p.runs = by_block ? 1 : s.grad_accum;
-        p.fixed_bytes = report.total() - report.activations() -
+        p.fixed_bytes = report.in_steps() - report.activations() -
                         (arena_align(report.train->workspace) - arena_align(least_workspace));
         p.arena_floor = report.activations_of_others();
         if (all.empty()) update_seconds = report.update_seconds;

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -12,6 +13,8 @@
 
 #include "llmc/error.h"
 #include "llmc/file.h"
+#include "llmc/host_memory.h"
+#include "llmc/json_strings.h"
 #include "llmc/utf8.h"
 
 struct Message {
@@ -23,8 +26,22 @@ struct Message {
 struct JsonExample {
     std::string prompt, completion;
     std::vector<Message> messages;
-    bool is_text = false;  // {"text": ...}: it is the completion
+    bool is_text = false;           // {"text": ...}: it is the completion,
+    std::string_view text_in_line;  // unless it stands in the line, decoded there
+    size_t bytes = 0;               // about the memory that reading it takes beside the line
+
+    std::string_view text() const { return text_in_line.data() ? text_in_line : completion; }
 };
+
+// Fails where reading a line takes more memory than is free. Of short lines that is not asked.
+inline void require_memory_for(size_t bytes, const std::string& where) {
+    if (bytes < 4 << 20) return;
+    const FreeMemory free = host_memory_free();
+    if (bytes > free.bytes)
+        fail("%s: reading it takes %.1f MiB, and %.1f are free (%s); divide it into shorter lines",
+             where.c_str(), static_cast<double>(bytes) / 1048576, static_cast<double>(free.bytes) / 1048576,
+             free.limit.c_str());
+}
 
 // A text that an object must have. Fails naming the line and the field.
 inline std::string text_field(const nlohmann::json& object, const char* name, const std::string& where) {
@@ -86,29 +103,31 @@ inline std::vector<Message> read_messages(const nlohmann::json& list, const std:
     return messages;
 }
 
-// The JSON of a line. Fails naming the line, and the column of what is broken.
-inline nlohmann::json parse_line(std::string_view line, const std::string& where) {
-    if (const size_t valid = valid_utf8(line); valid < line.size())
-        fail("%s: is not UTF-8 text: no character has the byte 0x%02x in column %zu", where.c_str(),
-             static_cast<unsigned char>(line[valid]), valid + 1);
-    try {
-        return parse_json(line, where);
-    } catch (const UserError& error) {
-        std::string message = error.what();
-        constexpr std::string_view kOnlyLine = "at line 1, column";
-        if (const size_t at = message.find(kOnlyLine); at != message.npos)
-            message.replace(at, kOnlyLine.size(), "at column");
-        throw UserError(message);
-    }
-}
+// How often the text of a prompt with its completion, or of a conversation, is in memory at a time beside its
+// line: as JSON, as messages, as the pieces of a format, whole, and as the part before a piece.
+constexpr size_t kCopiesOfLine = 6;
 
 // The example of a line, which `where` names in messages: of "messages", else of "prompt" and "completion",
 // else of "text"; fields that no chat template reads may say what they like. Fails in one line on what is no
-// such thing, and where there is nothing to learn.
-inline JsonExample read_example(std::string_view line, const std::string& where) {
-    const nlohmann::json object = parse_line(line, where);
+// such thing, and where there is nothing to learn. The line is written over, and a long text stays in it.
+inline JsonExample read_example(std::span<char> line, const std::string& where) {
+    const std::string_view bytes(line.data(), line.size());
+    if (const size_t valid = valid_utf8(bytes); valid < line.size())
+        fail("%s: is not UTF-8 text: no character has the byte 0x%02x in column %zu", where.c_str(),
+             static_cast<unsigned char>(line[valid]), valid + 1);
+    LineJson parsed(line, where);
+    nlohmann::json& object = parsed.json();
     if (!object.is_object()) fail("%s: is not a JSON object", where.c_str());
     JsonExample example;
+    example.bytes = parsed.bytes();
+    const bool is_text =
+        !object.contains("messages") && !object.contains("prompt") && !object.contains("completion");
+    if (!is_text) {
+        example.bytes += kCopiesOfLine * line.size();
+        require_memory_for(example.bytes, where);
+        for (const char* field : {"messages", "prompt", "completion"})
+            if (const auto found = object.find(field); found != object.end()) parsed.restore(*found);
+    }
     if (object.contains("messages")) {
         refuse_fields(object, {"tools", "functions", "documents", "chat_template_kwargs"}, where);
         example.messages = read_messages(object["messages"], where);
@@ -120,43 +139,66 @@ inline JsonExample read_example(std::string_view line, const std::string& where)
         example.is_text = true;
         example.completion = text_field(object, "text", where);
         if (example.completion.empty()) fail("%s: \"text\" is empty", where.c_str());
+        if (parsed.was_taken(example.completion)) example.text_in_line = parsed.value(object["text"]);
     } else {
         fail("%s: has neither \"messages\", nor \"prompt\" and \"completion\", nor \"text\"", where.c_str());
     }
     return example;
 }
 
-// Calls use(line, bytes, where) for each line of a file that is not blank: its text, its bytes in the file
-// with those of blank lines before it, and how to name it. Fails naming a line of more than kLargestText
-// bytes.
+// How much of a file is left of the line that goes on at a place, its line end included.
+inline uint64_t rest_of_line(const FileReader& file, uint64_t at) {
+    std::vector<char> part(256 << 10);
+    for (uint64_t from = at; from < file.size(); from += part.size()) {
+        part.resize(std::min<uint64_t>(part.size(), file.size() - from));
+        file.read(from, part.size(), part.data());
+        if (const auto end = std::find(part.begin(), part.end(), '\n'); end != part.end())
+            return from + static_cast<uint64_t>(end - part.begin()) + 1 - at;
+    }
+    return file.size() - at;
+}
+
+// Calls use(line, bytes, where) for each line of a file that is not blank: its text, which may be written
+// over, its bytes in the file with those of blank lines before it, and how to name it. Fails naming a line of
+// more than kLargestText bytes, or more than there is memory for.
 template <class Use>
 void for_each_line(const FileReader& file, Use&& use) {
-    constexpr size_t kPart = 1 << 20;
+    constexpr size_t kPart = 256 << 10;
     std::string buffer;
-    uint64_t at = 0, number = 0;
+    uint64_t at = 0, number = 0, line_end = 0;
     size_t bytes = 0;
-    const auto take = [&](std::string_view line) {
+    const auto name = [&](uint64_t line) {
+        return format("%s: line %llu", file.path().c_str(), static_cast<unsigned long long>(line));
+    };
+    const auto take = [&](std::span<char> line) {
         number++;
-        const std::string where =
-            format("%s: line %llu", file.path().c_str(), static_cast<unsigned long long>(number));
-        if (line.size() > kLargestText)
-            fail("%s has %zu bytes, and a line may have %zu MiB", where.c_str(), line.size(),
-                 kLargestText >> 20);
         bytes += line.size() + 1;
-        if (line.find_first_not_of(" \t\r") == line.npos) return;
-        use(line, bytes, where);
+        const std::string_view text(line.data(), line.size());
+        if (text.find_first_not_of(" \t\r") == text.npos) return;
+        use(line, bytes, name(number));
         bytes = 0;
+    };
+    // There is room for a long line at once, so that it is never copied.
+    const auto expect_long_line = [&] {
+        line_end = at + rest_of_line(file, at);
+        const size_t size = buffer.size() + (line_end - at);
+        if (size > kLargestText)
+            fail("%s has %zu bytes, and a line may have %zu MiB", name(number + 1).c_str(), size,
+                 kLargestText >> 20);
+        require_memory_for(size, name(number + 1));
+        buffer.reserve(size + kPart);
     };
     while (at < file.size()) {
         const size_t held = buffer.size(), count = std::min<uint64_t>(kPart, file.size() - at);
+        if (held >= kPart && line_end <= at) expect_long_line();
         buffer.resize(held + count);
         file.read(at, count, buffer.data() + held);
         at += count;
         size_t begin = 0;
         for (size_t end; (end = buffer.find('\n', std::max(begin, held))) != buffer.npos; begin = end + 1)
-            take(std::string_view(buffer).substr(begin, end - begin));
+            take(std::span(buffer).subspan(begin, end - begin));
         buffer.erase(0, begin);
-        if (buffer.size() > kLargestText) take(buffer);
+        if (begin > 4 * kPart) buffer.shrink_to_fit();
     }
     if (!buffer.empty()) take(buffer);
 }
@@ -213,11 +255,12 @@ class ListElements {
     template <class Use>
     void add_to_element(char c, Use&& use) {
         if (!in_string_ && depth_ == 0 && (c == ',' || c == ']')) {
-            use(element_, bytes_, where());
+            use(std::span<char>(element_), bytes_, where());
             bytes_ = 0;
             place_ = c == ',' ? Place::BeforeElement : Place::End;
             return;
         }
+        if (element_.size() == element_.capacity()) require_memory_for(2 * element_.size(), where());
         element_ += c;
         if (element_.size() > kLargestText)
             fail("%s has more than %zu MiB", where().c_str(), kLargestText >> 20);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -23,6 +24,30 @@ class Normalizer {
     std::string prefix;                                             // then this in front of text,
     bool prefix_at_origin = false;                                  // only where all text begins,
     bool prefix_unless_there = false;                               // only where text does not begin with it
+
+    // The most bytes that a character becomes on its way through the replacements.
+    size_t longest_replacement() const {
+        size_t longest = 1;
+        for (const auto& [from, to] : replacements) {
+            std::map<std::string_view, size_t> counts{{from, 1}};  // of the characters that it has become
+            for (const auto& [character, text] : replacements) {
+                const auto found = counts.find(character);
+                if (found == counts.end()) continue;
+                const size_t times = found->second;
+                counts.erase(found);
+                for (std::string_view rest = text; !rest.empty();) {
+                    const std::string_view part = rest.substr(0, first_character(rest).length);
+                    size_t& count = counts[part];
+                    count = std::min<size_t>(count + times, UINT32_MAX);
+                    rest.remove_prefix(part.size());
+                }
+                size_t bytes = 0;
+                for (const auto& [part, count] : counts) bytes += count * part.size();
+                longest = std::max(longest, bytes);
+            }
+        }
+        return longest;
+    }
 
     bool empty() const { return !nfc && replacements.empty() && prefix.empty(); }
 
@@ -61,7 +86,19 @@ class Normalizer {
                            [](char c) { return static_cast<unsigned char>(c) >= 0xcc; });
     }
 
-    static std::string composed(std::string_view text) {
+    // Marks that follow a character are sorted in a time that grows with the square of their number.
+    static constexpr size_t kLongestMarks = 4 << 10;
+
+    void check_marks(std::string_view text) const {
+        for (size_t at = 0, begin = 0; at < text.size(); at += first_character(text.substr(at)).length) {
+            if (begins_anew(text.substr(at))) begin = at;
+            if (at - begin > kLongestMarks)
+                fail("a text has more than %zu KiB of marks that follow one character", kLongestMarks >> 10);
+        }
+    }
+
+    std::string composed(std::string_view text) const {
+        check_marks(text);
         utf8proc_uint8_t* result = nullptr;
         const auto length = utf8proc_map(reinterpret_cast<const utf8proc_uint8_t*>(text.data()),
                                          static_cast<utf8proc_ssize_t>(text.size()), &result,

@@ -1,58 +1,50 @@
 // packing.h - which examples share a sequence: each goes, whole, where it leaves the least room.
 #pragma once
 
+#include <algorithm>
 #include <cassert>
 #include <cstdint>
-#include <set>
-#include <span>
-#include <utility>
+#include <functional>
+#include <map>
 #include <vector>
 
-// Examples, sequence after sequence, and where in `order` each sequence ends. In a sequence they are in the
-// order of their numbers.
-struct Packing {
-    std::vector<uint32_t> order;
-    std::vector<size_t> ends;
+// Packs examples into sequences of `room` rows, one example after the other: best fit (Johnson 1974). Of
+// sequences with equally little left it takes the first. dev/reference.py does the same.
+class BestFit {
+  public:
+    // No example has fewer rows than `shortest`.
+    BestFit(uint32_t room, uint32_t shortest) : room_(room), shortest_(shortest) {}
 
-    std::span<const uint32_t> sequence(size_t number) const {
-        const size_t begin = number > 0 ? ends[number - 1] : 0;
-        return std::span(order).subspan(begin, ends[number] - begin);
+    // The number of the sequence of an example with that many rows, 1 to `room`.
+    uint32_t place(uint32_t rows) {
+        assert(shortest_ <= rows && rows <= room_);
+        uint32_t left = room_, sequence = sequences_;
+        if (const auto best = open_.lower_bound(rows); best != open_.end()) {
+            left = best->first;
+            sequence = best->second.front();
+            std::pop_heap(best->second.begin(), best->second.end(), std::greater<>());
+            best->second.pop_back();
+            if (best->second.empty()) open_.erase(best);
+            open_count_--;
+        } else {
+            sequences_++;
+        }
+        left -= rows;
+        if (left < shortest_) return sequence;
+        std::vector<uint32_t>& others = open_[left];
+        others.push_back(sequence);
+        std::push_heap(others.begin(), others.end(), std::greater<>());
+        most_open_ = std::max(most_open_, ++open_count_);
+        return sequence;
     }
+
+    uint32_t sequences() const { return sequences_; }
+    // About the most memory that it held: numbers in vectors that may be half empty.
+    size_t held_bytes() const { return 2 * sizeof(uint32_t) * most_open_; }
+
+  private:
+    const uint32_t room_, shortest_;
+    uint32_t sequences_ = 0;
+    std::map<uint32_t, std::vector<uint32_t>> open_;  // by the rows that are left: a heap, the first in front
+    size_t open_count_ = 0, most_open_ = 0;
 };
-
-// Packs examples of so many rows each, 1 to `room`, into sequences of `room` rows: best fit (Johnson 1974),
-// one after the other; of sequences with equally little left the first. dev/reference.py does the same.
-inline Packing pack(std::span<const uint32_t> lengths, uint32_t room) {
-    std::set<std::pair<uint32_t, size_t>> open;  // the rows that are left, and the sequence
-    std::vector<size_t> sequence_of;
-    Packing packing;
-    for (const uint32_t length : lengths) {
-        assert(1 <= length && length <= room);
-        const auto best = open.lower_bound({length, 0});
-        std::pair<uint32_t, size_t> place{room, packing.ends.size()};
-        if (best != open.end())
-            place = *best, open.erase(best);
-        else
-            packing.ends.push_back(0);
-        sequence_of.push_back(place.second);
-        packing.ends[place.second]++;
-        if (place.first > length) open.insert({place.first - length, place.second});
-    }
-    std::vector<size_t> next;  // the place in `order` of each sequence's next example
-    size_t sum = 0;
-    for (size_t& count : packing.ends) next.push_back(sum), count = sum += count;
-    packing.order.resize(lengths.size());
-    for (size_t i = 0; i < lengths.size(); i++)
-        packing.order[next[sequence_of[i]]++] = static_cast<uint32_t>(i);
-    return packing;
-}
-
-// Each of so many examples in a sequence of its own.
-inline Packing each_apart(size_t count) {
-    Packing packing;
-    for (size_t i = 0; i < count; i++) {
-        packing.order.push_back(static_cast<uint32_t>(i));
-        packing.ends.push_back(i + 1);
-    }
-    return packing;
-}

@@ -107,8 +107,8 @@ inline PhaseTimes phases_of(const Plans& plans, int grad_accum, const Rates& rat
 // What a run takes beside its buffers, and what its step costs by these rates. The report refers to the
 // plans.
 template <class T>
-MemoryReport make_report(const Options& o, const Plans& plans, size_t tokenizer_bytes, const Choices& choices,
-                         const Rates& rates) {
+MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes& inputs,
+                         const Choices& choices, const Rates& rates) {
     MemoryReport r;
     r.model = o.model;
     r.device = kDevice;
@@ -120,9 +120,15 @@ MemoryReport make_report(const Options& o, const Plans& plans, size_t tokenizer_
     r.head_rows = o.head_rows;
     r.mlp_rows = o.mlp_rows;
     r.attention_rows = o.attention_rows;
-    (kHostIsDevice ? r.tokenizer : r.unpinned) = tokenizer_bytes;
+    if (kHostIsDevice) {
+        r.tokenizer = inputs.tokenizer;
+        r.data = inputs.data;
+        r.reading = inputs.reading;
+    } else {
+        r.unpinned = inputs.tokenizer + inputs.data + inputs.reading;
+    }
     r.context = context_bytes();
-    r.process = process_bytes() + r.tokenizer + r.context;
+    r.process = process_bytes() + r.tokenizer + r.data + r.context;
     r.train = &plans.train;
     r.update = &plans.update;
     for (const auto& [name, plan] :

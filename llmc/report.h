@@ -60,6 +60,12 @@ inline void add_costs(OperationCosts& costs, const std::vector<Work>& work, cons
     }
 }
 
+// Host memory of what a run reads: what the tokenizer and the data hold, and what reading the data took at
+// most.
+struct InputBytes {
+    size_t tokenizer = 0, data = 0, reading = 0;
+};
+
 struct MemoryReport {
     // A buffer outside the arena, alive for the whole run. `kind` is also its line in the totals.
     struct Buffer {
@@ -85,11 +91,14 @@ struct MemoryReport {
     std::vector<Buffer> buffers;
     // What a process takes beside them: code that libraries compile or load, threads' stacks, a tokenizer.
     size_t process = 0;
-    size_t tokenizer = 0;         // of that, where it is known
-    size_t context = 0;           // of that, a GPU's
-    size_t pinned = 0;            // host memory beside a GPU: of what lives there or passes through it,
-    size_t staged = 0;            // of batches and metrics on their way, pinned too,
-    size_t unpinned = 0;          // and not pinned: of a tokenizer; what else a process takes is not known
+    size_t tokenizer = 0;  // of that, where it is known
+    size_t data = 0;       // of that, what the data hold: where there are many files
+    size_t reading = 0;    // what reading the data took before the buffers were there
+    size_t context = 0;    // of that, a GPU's
+    size_t pinned = 0;     // host memory beside a GPU: of what lives there or passes through it,
+    size_t staged = 0;     // of batches and metrics on their way, pinned too,
+    size_t unpinned =
+        0;  // and not pinned: of a tokenizer and the data; what else a process takes is not known
     size_t on_disk = 0;           // matrices that are read from their files when they are used
     size_t parked = 0;            // inputs of blocks, and keys, in a file; beside a GPU they are pinned
     size_t working = 0;           // what is trained in a file
@@ -134,7 +143,8 @@ struct MemoryReport {
             if (b.kind != "workspace") bytes += b.bytes;
         return bytes;
     }
-    size_t total() const { return allocated() + process; }
+    size_t in_steps() const { return allocated() + process; }
+    size_t total() const { return std::max(allocated(), reading) + process; }
     size_t all_pinned() const { return pinned + staged; }
     size_t in_files() const { return parked + working; }
     BesideDevice beside() const { return {all_pinned(), in_files()}; }
@@ -182,6 +192,7 @@ inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     totals["activations"] = r.activations();
     totals["workspace"] = r.workspace();
     totals["process"] = r.process;
+    if (r.reading > 0) totals["reading"] = r.reading;
     totals["total"] = r.total();
     j["elsewhere"] = {
         {"pinned_host", r.pinned}, {"on_disk", r.on_disk}, {"parked", r.parked}, {"working_file", r.working}};
@@ -286,12 +297,14 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
         line(r.of_kind(kind), what);
     line(r.workspace(), "workspace");
     const std::string of_it = format("; %.2f of it the tokenizer", mebibytes(r.tokenizer));
-    line(r.process, "the process itself (about)" + (r.tokenizer >= 1 << 20 ? of_it : ""));
+    line(r.process, "the process itself (about)" + (r.tokenizer >= 1 << 20 ? of_it : "") +
+                        (r.data > 0 ? format("; %.2f the list of the data's files", mebibytes(r.data)) : ""));
+    line(r.reading, "taken for reading the data before that, and given back");
     line(r.total(), free.known() ? format("in all; %.0f are free", mebibytes(free.bytes)) : "in all");
     line(r.narrower, format("less than matrices in %s would take; widening them takes %.3g s of a step",
                             r.precision.c_str(), r.widening_seconds));
     line(r.all_pinned(), "pinned host memory beside that");
-    line(r.unpinned, "host memory that is not pinned beside that, the tokenizer's");
+    line(r.unpinned, "host memory that is not pinned beside that, of the tokenizer and of reading the data");
     line(r.on_disk, "of matrices beside that, read from the disk when they are used");
     line(r.parked, "of inputs of blocks, or of keys and values, beside that, in a file");
     line(r.working, "of what is trained beside that, in a file of the run's own");

@@ -22,6 +22,7 @@
 #include "llmc/options.h"
 #include "llmc/outputs.h"
 #include "llmc/quantized_weights.h"
+#include "llmc/report.h"
 #include "llmc/resume.h"
 #include "llmc/stored_as.h"
 #include "llmc/text_tokens.h"
@@ -74,6 +75,8 @@ class RunInputs {
     // Whether a sample stops at a token: at those that the model's files name, or else the tokenizer. Of a
     // model of bytes each token is text.
     bool ends_text(int token) const;
+    // The memory of what was read. What is little is in the process's part of a plan.
+    InputBytes bytes() const;
     // The longest sequences that the model can be trained on, in tokens.
     int most_tokens() const {
         return is_dynamic() && (samples() || packs()) ? sample_positions() : token_positions();
@@ -529,7 +532,8 @@ inline std::vector<int> RunInputs::choose_first_prompt() const {
         return tokens;
     }
     if (!tokenizer) fail("--soft-prompt-text: the model's folder has no tokenizer to read it with");
-    const std::vector<int> text = tokenizer->encode(o_.soft_prompt_text, false);
+    const std::vector<int> text =
+        naming("--soft-prompt-text", [&] { return tokenizer->encode(o_.soft_prompt_text, false); });
     if (text.empty())
         fail("--soft-prompt-text: its tokenizer has no token for any of \"%s\"",
              printable(o_.soft_prompt_text).c_str());
@@ -557,6 +561,19 @@ inline void RunInputs::tokenize_texts() {
         if (o_.plan && !chooses && is_long_text(*d, batch_tokens)) continue;
         tokenize_text(*d, *tokenizer);
     }
+}
+
+inline InputBytes RunInputs::bytes() const {
+    constexpr size_t kLittleHeld = 256 << 10, kLittleRead = 4 << 20;
+    InputBytes bytes{tokenizer ? tokenizer->held_bytes() : 0, 0, 0};
+    for (const Dataset* d : {data.get(), val_data.get()}) {
+        if (!d) continue;
+        bytes.data += d->held_bytes();
+        bytes.reading = std::max(bytes.reading, d->reading_bytes());
+    }
+    if (bytes.data < kLittleHeld) bytes.data = 0;
+    if (bytes.reading < kLittleRead) bytes.reading = 0;
+    return bytes;
 }
 
 // The examples of JSON lines become tokens, if only to know how many sequences there are.
@@ -682,7 +699,7 @@ inline std::vector<int> RunInputs::choose_first_tokens() const {
             fail(
                 "--prompt: no tokenizer.json, vocab.json with merges.txt, or tokenizer.model in the model's "
                 "folder or beside the data to read it with");
-        auto tokens = tokenizer->encode(o_.prompt, true);
+        auto tokens = naming("--prompt", [&] { return tokenizer->encode(o_.prompt, true); });
         if (tokens.empty())
             fail("--prompt: its tokenizer has no token for any of \"%s\"", printable(o_.prompt).c_str());
         return tokens;

@@ -106,6 +106,9 @@ class SentencePieceModel final : public WordModel {
     // Whether a space is put in front of a text.
     bool adds_space() const { return adds_space_; }
 
+    // The library takes some 130 bytes for each byte of a word.
+    size_t longest_word() const override { return 32 << 10; }
+
     // What the library took from the allocator.
     size_t bytes() const override { return bytes_; }
 

@@ -50,6 +50,7 @@ class TemporaryFile {
     // Has all that was appended be there to read, on the disk and not in the page cache.
     void finish() {
         flush();
+        std::vector<char>().swap(buffer_);  // with its memory
         if (!writes_.finish()) fail_to("write");
     }
     void read(uint64_t first, size_t bytes, void* out) const {
@@ -62,7 +63,7 @@ class TemporaryFile {
     void drop_pages() const { drop_pages_of(file_.fd()); }
 
   private:
-    static constexpr size_t kBufferBytes = 1 << 20;
+    static constexpr size_t kBufferBytes = 256 << 10;
 
     int make() const {
         const int fd = make_nameless_file(folder_, 0);

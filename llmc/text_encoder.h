@@ -4,12 +4,14 @@
 //
 // A text of any size passes through in parts. Each step takes as much from the front of what it is given as
 // no later text can change, says how much that was, and is given the rest again with more behind it. So the
-// tokens are those of the whole text, and memory is bounded: a part, and the longest word.
+// tokens are those of the whole text, and memory is bounded: a part, and the longest word. Text that would
+// take more is refused, never cut where that could change its tokens.
 #pragma once
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -22,11 +24,20 @@
 #include "llmc/tokenizer_parts.h"
 #include "llmc/utf8.h"
 
+// The longest piece of the data's text that a tokenizer need not divide, in bytes. What encoding takes for a
+// piece goes with its length: at most some 20 bytes for each of these.
+inline constexpr size_t kLongestPiece = 256 << 10;
+
 // Encodes one text after the other. It refers to the steps, which must live as long.
 class TextEncoder {
   public:
-    // Without `specials` a mark like <s> that stands in a text is text.
-    explicit TextEncoder(const TextSteps& steps, bool specials = true) : steps_(steps), specials_(specials) {}
+    // Without `specials` a mark like <s> that stands in a text is text. A text with a longer piece is refused
+    // naming the byte.
+    explicit TextEncoder(const TextSteps& steps, bool specials = true, size_t longest_piece = kLongestPiece)
+        : steps_(steps),
+          specials_(specials),
+          longest_piece_(longest_piece),
+          block_(kBlock / steps.longest_replacement()) {}
 
     // Appends the tokens of a text's next part, as far as no later part can change them. Parts may end
     // anywhere.
@@ -35,24 +46,29 @@ class TextEncoder {
         if (waiting_.size() < retry_) return;
         const size_t done = take(waiting_, true, tokens);
         waiting_.erase(0, done);
+        taken_ += done;
+        raw_ = waiting_;
+        refuse_longer(waiting_);
         retry_ = done > 0 ? 0 : 2 * waiting_.size();
     }
 
     // Appends the tokens of the rest. The next part is of another text.
     void finish(std::vector<int32_t>& tokens) {
-        encode(waiting_, tokens);
+        take(waiting_, false, tokens);
+        segments_ = {};
         waiting_.clear();
-        retry_ = 0;
+        retry_ = taken_ = 0;
     }
 
     // Appends the tokens of a whole text.
     void encode(std::string_view text, std::vector<int32_t>& tokens) {
+        segments_ = {};  // of a text that was refused
         take(text, false, tokens);
         segments_ = {};
     }
 
   private:
-    static constexpr size_t kBlock = 1 << 16;  // bytes that are normalized at a time
+    static constexpr size_t kBlock = 1 << 16;  // bytes at most that come of what is normalized at a time
 
     // Where a text without added tokens between stands, at each of the two steps that find them.
     struct Segment {
@@ -68,6 +84,8 @@ class TextEncoder {
     // Bytes that are not UTF-8 become their own tokens; behind them the text goes on as if nothing had been.
     size_t take(std::string_view text, bool more, std::vector<int32_t>& tokens) {
         tokens_ = &tokens;
+        raw_ = text;
+        normalized_ = 0;
         size_t at = 0;
         for (;;) {
             const std::string_view rest = text.substr(at);
@@ -115,7 +133,7 @@ class TextEncoder {
         Segment& segment = segments_[stage];
         for (size_t at = 0;;) {
             const std::string_view rest = text.substr(at);
-            const size_t cut = normalizer.cut(rest, std::max(kBlock, segment.normalized.size()), more);
+            const size_t cut = normalizer.cut(rest, std::max(block_, segment.normalized.size()), more);
             if (cut > 0) {
                 const bool begins = !segment.begun && !segment.continues;
                 normalizer.append(rest.substr(0, cut), begins, segment.at_origin, segment.normalized);
@@ -123,10 +141,12 @@ class TextEncoder {
                 segment.at_origin = segment.continues = false;
             }
             at += cut;
+            if (is_in(rest, raw_)) normalized_ = static_cast<size_t>(text.data() + at - raw_.data());
             const bool ends = !more && at == text.size();
             if (ends || segment.normalized.size() >= segment.retry) {
                 const size_t done = next(segment.normalized, !ends);
                 segment.normalized.erase(0, done);
+                refuse_longer(segment.normalized);
                 segment.retry = done > 0 ? 0 : 2 * segment.normalized.size();
             }
             if (ends) segment.begun = false;
@@ -143,6 +163,7 @@ class TextEncoder {
             const std::string_view between = text.substr(at, begin - at);
             if (kind != Pattern::Found::kMatch)
                 return at + (keeps_rest ? split(stage + 1, between, more) : between.size());
+            refuse_longer(text.substr(begin, end - begin));
             if (keeps_rest) split(stage + 1, between, false);
             if (keeps_matches) split(stage + 1, text.substr(begin, end - begin), false);
             at = end;
@@ -180,15 +201,47 @@ class TextEncoder {
             tokens_->insert(tokens_->end(), known->begin(), known->end());
             return;
         }
+        refuse_longer(word, steps_.words->longest_word());
         const size_t before = tokens_->size();
         steps_.words->encode(word, scratch_, *tokens_);
         cache_.put(word, std::span(*tokens_).subspan(before));
     }
 
+    static bool is_in(std::string_view part, std::string_view whole) {
+        const std::less_equal<> not_behind;
+        return not_behind(whole.data(), part.data()) && not_behind(part.data(), whole.data() + whole.size());
+    }
+
+    // Where in the text a piece of it begins; of normalized text about where.
+    uint64_t position_of(std::string_view piece) const {
+        if (is_in(piece, raw_)) return taken_ + static_cast<size_t>(piece.data() - raw_.data());
+        size_t behind = 0;  // of the normalized text
+        for (const Segment& segment : segments_)
+            if (is_in(piece, segment.normalized))
+                behind =
+                    segment.normalized.size() - static_cast<size_t>(piece.data() - segment.normalized.data());
+        return taken_ + normalized_ - std::min<uint64_t>(taken_ + normalized_, behind);
+    }
+
+    // Fails where a piece is longer than one may be.
+    void refuse_longer(std::string_view piece, size_t longest = SIZE_MAX) const {
+        longest = std::min(longest, longest_piece_);
+        if (piece.size() <= longest) return;
+        fail(
+            "near byte %llu a piece of more than %zu KiB begins that the tokenizer does not divide into "
+            "words; "
+            "spaces or line ends in it let it do so",
+            static_cast<unsigned long long>(position_of(piece)), longest >> 10);
+    }
+
     const TextSteps& steps_;
     const bool specials_;
-    std::string waiting_;  // of a text that comes in parts
-    size_t retry_ = 0;     // how much there must be before it is tried again
+    const size_t longest_piece_, block_;
+    std::string waiting_;    // of a text that comes in parts
+    uint64_t taken_ = 0;     // how much of that text came before
+    size_t retry_ = 0;       // how much there must be before it is tried again
+    std::string_view raw_;   // what is taken now, of which so much
+    size_t normalized_ = 0;  // has been normalized
     std::array<Segment, 2> segments_;
     WordCache cache_;
     WordScratch scratch_;

@@ -59,7 +59,7 @@ class TokenizingLines {
 // where it is not UTF-8.
 template <class Use>
 void read_utf8(const FileReader& file, Use&& use) {
-    constexpr size_t kPart = 1 << 20;
+    constexpr size_t kPart = 256 << 10;
     std::string buffer;
     for (uint64_t at = 0; at < file.size();) {
         const size_t held = buffer.size(), count = std::min<uint64_t>(kPart, file.size() - at);
@@ -100,12 +100,12 @@ inline void tokenize_text(Dataset& text, const Tokenizer& tokenizer) {
         tokens.clear();
         if (start >= 0) tokens.push_back(start);
         read_utf8(file, [&](std::string_view part) {
-            encoder.feed(part, tokens);
+            naming(file.path(), [&] { encoder.feed(part, tokens); });
             put(tokens);
             tokens.clear();
             lines.add(part.size());
         });
-        encoder.finish(tokens);
+        naming(file.path(), [&] { encoder.finish(tokens); });
         put(tokens);
     });
     lines.finish(text.token_count());

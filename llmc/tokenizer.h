@@ -73,7 +73,7 @@ class Tokenizer {
     std::vector<int> encode(std::string_view text, bool specials = false) const {
         std::vector<int> tokens;
         if (specials) tokens = parts_->before;
-        encoder().encode(text, tokens);
+        TextEncoder(parts_->steps, true, SIZE_MAX).encode(text, tokens);
         if (specials) tokens.insert(tokens.end(), parts_->after.begin(), parts_->after.end());
         return tokens;
     }

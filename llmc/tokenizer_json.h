@@ -367,11 +367,17 @@ class TokenizerJsonReader {
             n.nfc = true;
         } else if (c.type() == "Prepend") {
             n.prefix = c.text("prepend") + n.prefix;
+            if (n.prefix.size() > kLongestReplacement) refuse_length(c, "what it puts in front of a text");
         } else if (c.type() == "Replace") {
             const std::string from = read_string_pattern(c), to = c.text("content");
             if (from.empty() || first_character(from).length != from.size()) c.refuse("pattern");
             if (to.empty()) c.refuse("content");
+            if (to.size() > kLongestReplacement) refuse_length(c, "\"content\"");
             n.replacements.emplace_back(from, to);
+            if (n.replacements.size() > kMostReplacements)
+                fail("%s: normalizer: %zu replacements are the most", path_.c_str(), kMostReplacements);
+            if (n.longest_replacement() > kLongestReplacement)
+                refuse_length(c, "what this and those before it make of a character");
             std::string prefix;
             for (std::string_view rest = n.prefix; !rest.empty();
                  rest.remove_prefix(first_character(rest).length)) {
@@ -379,12 +385,20 @@ class TokenizerJsonReader {
                 prefix += character == from ? to : character;
             }
             n.prefix = prefix;
+            if (n.prefix.size() > kLongestReplacement) refuse_length(c, "what is put in front of a text");
         } else if (c.type() == "Strip") {
             for (const char* side : {"strip_left", "strip_right"})
                 if (c.flag(side, true)) c.refuse(side);
         } else {
             c.refuse_type();
         }
+    }
+
+    // What a normalizer makes of a text is bounded by these, in bytes and in time.
+    static constexpr size_t kLongestReplacement = 64, kMostReplacements = 256;
+    [[noreturn]] static void refuse_length(const Component& c, const char* what) {
+        fail("%s: %s has more than %zu bytes, which are the most", c.where().c_str(), what,
+             kLongestReplacement);
     }
 
     // {"String": "..."}

@@ -32,6 +32,11 @@ struct TextSteps {
 
     TextSteps() { byte_tokens.fill(-1); }
 
+    // The most bytes that one byte of text is normalized to.
+    size_t longest_replacement() const {
+        return normalizers[0].longest_replacement() * normalizers[1].longest_replacement();
+    }
+
     // The memory that all of it holds.
     size_t bytes() const {
         size_t sum = sizeof *this + added[0].bytes() + added[1].bytes() + vocabulary->bytes();

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <filesystem>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -461,36 +462,52 @@ TEST(SequenceLoader, AnEpochShowsNoTokenTwice) {
     }
 }
 
-TEST(Packing, FillsTheSequenceThatIsLeftWithLeast) {
-    const std::vector<uint32_t> lengths = {6, 5, 2, 4, 10, 1, 5, 3};
-    const Packing packing = pack(lengths, 10);
-    std::vector<std::vector<uint32_t>> got;
-    for (size_t s = 0; s < packing.ends.size(); s++) {
-        const auto sequence = packing.sequence(s);
-        got.emplace_back(sequence.begin(), sequence.end());
-    }
-    EXPECT_EQ(got, (std::vector<std::vector<uint32_t>>{{0, 2}, {1, 3, 5}, {4}, {6, 7}}));
+std::vector<uint32_t> packed(const std::vector<uint32_t>& lengths, uint32_t room) {
+    BestFit fit(room, *std::min_element(lengths.begin(), lengths.end()));
+    std::vector<uint32_t> sequences;
+    for (const uint32_t length : lengths) sequences.push_back(fit.place(length));
+    return sequences;
 }
 
-TEST(Packing, HoldsEachExampleOnceAndLeavesLittle) {
+TEST(Packing, FillsTheSequenceThatIsLeftWithLeast) {
+    EXPECT_EQ(packed({6, 5, 2, 4, 10, 1, 5, 3}, 10), (std::vector<uint32_t>{0, 1, 0, 1, 2, 1, 3, 3}));
+    EXPECT_EQ(packed({7, 7, 7, 3, 2, 3}, 10),
+              (std::vector<uint32_t>{0, 1, 2, 0, 1, 2}));  // the first of equals
+}
+
+// By its definition: the sequence with least left, of these the first.
+TEST(Packing, IsBestFit) {
     for (const uint32_t room : {1u, 7u, 100u, 1024u}) {
-        std::vector<uint32_t> lengths;
+        std::vector<uint32_t> lengths, left, want;
         uint64_t sum = 0;
         for (uint64_t i = 0; i < 5000; i++) {
-            lengths.push_back(1 + static_cast<uint32_t>(random_bits(3, i) % ((room + 2) / 3)));
-            sum += lengths.back();
+            const uint32_t length = 1 + static_cast<uint32_t>(random_bits(3, i) % ((room + 2) / 3));
+            size_t best = left.size();
+            for (size_t s = 0; s < left.size(); s++)
+                if (left[s] >= length && (best == left.size() || left[s] < left[best])) best = s;
+            if (best == left.size()) left.push_back(room);
+            left[best] -= length;
+            lengths.push_back(length);
+            want.push_back(static_cast<uint32_t>(best));
+            sum += length;
         }
-        const Packing packing = pack(lengths, room);
-        std::vector<int> seen(lengths.size());
-        for (size_t s = 0; s < packing.ends.size(); s++) {
-            uint64_t used = 0;
-            for (const uint32_t e : packing.sequence(s)) used += lengths[e], seen[e]++;
-            EXPECT_TRUE(0 < used && used <= room);
-            const auto sequence = packing.sequence(s);
-            EXPECT_TRUE(std::is_sorted(sequence.begin(), sequence.end()));
+        EXPECT_TRUE(packed(lengths, room) == want);
+        EXPECT_LT(static_cast<double>(left.size()) * room, 1.03 * static_cast<double>(sum) + room);
+    }
+}
+
+// More records than are sorted at a time, in several runs, and few.
+TEST(RecordSorter, SortsMoreThanItHolds) {
+    for (const uint64_t count : {uint64_t{0}, uint64_t{5}, uint64_t{32} << 10, uint64_t{150001}}) {
+        RecordSorter<uint64_t> sorter("numbers");
+        std::vector<uint64_t> want, got;
+        for (uint64_t i = 0; i < count; i++) {
+            want.push_back(random_bits(5, i) % 100000);
+            sorter.add(want.back());
         }
-        EXPECT_EQ(std::count(seen.begin(), seen.end(), 1), 5000);
-        EXPECT_LT(static_cast<double>(packing.ends.size()) * room, 1.03 * static_cast<double>(sum) + room);
+        sorter.for_each_sorted([&](uint64_t number) { got.push_back(number); });
+        std::sort(want.begin(), want.end());
+        EXPECT_TRUE(got == want) << count;
     }
 }
 
@@ -573,7 +590,7 @@ TEST(SequenceLoader, PacksExamples) {
             rest.insert(rest.end(), file.begin(), cut);
             tenths.insert(tenths.end(), cut, file.end());
         }
-        ASSERT_EQ(data.examples().size(), all.size());
+        ASSERT_EQ(data.example_count(), all.size());
         EXPECT_EQ(all.size() > 200, seq_len < 21);
         EXPECT_EQ(data.examples_cut() > 0 && data.texts_parted() > 0, seq_len < 21);
         expect_all(data, seq_len, all, true);
@@ -582,7 +599,73 @@ TEST(SequenceLoader, PacksExamples) {
         ASSERT_TRUE(held_out);
         expect_all(data, seq_len, rest, true);
         expect_all(*held_out, seq_len, tenths, false);
-        EXPECT_EQ(held_out->examples().size(), tenths.size());
+        EXPECT_EQ(held_out->example_count(), tenths.size());
+    }
+}
+
+// What the allocator has lent.
+size_t allocated() {
+    const struct mallinfo2 info = mallinfo2();
+    return info.uordblks + info.hblkhd;
+}
+
+// A list of the examples would take 9.6 MB.
+TEST(SequenceLoader, HoldsNoListOfExamples) {
+    const TempFolder folder;
+    const size_t before = allocated();
+    Dataset data({folder.write("a.jsonl", "x")}, "--data");
+    constexpr int kCount = 300000;
+    data.tokenize_examples(64, [&](const FileReader&, const auto& put) {
+        for (int i = 0; i < kCount; i++) {
+            const auto count = 2 + random_bits(4, static_cast<uint64_t>(i)) % 30;
+            put(std::vector<int32_t>(count, i), false);
+        }
+    });
+    const auto held_out = data.hold_out(1);
+    for (const Dataset* d :
+         {static_cast<const Dataset*>(&data), static_cast<const Dataset*>(held_out.get())}) {
+        SequenceLoader loader(*d, 64, 1, true);
+        std::vector<int32_t> numbers[4];
+        for (std::vector<int32_t>& n : numbers) n.resize(4 * 64);
+        auto& [inputs, targets, positions, ends] = numbers;
+        std::vector<bool> seen(kCount);
+        uint64_t count = 0;
+        for (uint64_t first = 0; first + 4 <= loader.sequences_per_epoch() && first < 4000; first += 4) {
+            loader.fill_batch(first, 4, inputs, targets, positions, ends);
+            for (size_t row = 0; row < inputs.size(); row++) {
+                if (targets[row] < 0 || positions[row] > 0) continue;
+                EXPECT_FALSE(seen[static_cast<size_t>(inputs[row])]);
+                seen[static_cast<size_t>(inputs[row])] = true;
+                count++;
+            }
+        }
+        EXPECT_GT(count, d == &data ? 12000u : 6000u);
+    }
+    EXPECT_EQ(data.example_count() + held_out->example_count(), uint64_t{kCount});
+    EXPECT_LT(allocated() - before, 100000u);
+    EXPECT_LT(data.packed().packing_bytes(), 1000000u);
+}
+
+// A text in parts makes the examples that it makes as a whole.
+TEST(Dataset, TakesATextInParts) {
+    for (const size_t count : {2u, 8u, 9u, 10u, 16u, 17u, 18u, 100u}) {
+        std::vector<int32_t> tokens(count);
+        std::iota(tokens.begin(), tokens.end(), 1);
+        std::vector<std::vector<int32_t>> got[3];
+        for (const size_t part : {size_t{1}, size_t{7}, count}) {
+            const TempFolder folder;
+            Dataset data({folder.write("a.jsonl", "x")}, "--data");
+            data.tokenize_examples(8, [&](const FileReader&, const auto& put) {
+                for (size_t at = 0; at < count; at += part)
+                    put(std::span(tokens).subspan(at, std::min(part, count - at)), true, at + part >= count);
+            });
+            EXPECT_EQ(data.texts_parted(), count > 9 ? 1u : 0u);
+            auto& examples = got[part == 1 ? 0 : part == 7 ? 1 : 2];
+            data.for_each_example([&](const Example& e) { data.read(e, examples.emplace_back()); });
+        }
+        EXPECT_TRUE(got[0] == got[1] && got[1] == got[2]) << count;
+        EXPECT_EQ(got[2].size(), count <= 9 ? 1u : (count - 2) / 8 + 1);
+        EXPECT_EQ(got[2].back().back(), static_cast<int32_t>(count));
     }
 }
 

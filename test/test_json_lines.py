@@ -15,6 +15,7 @@ import test_gguf
 import torch
 import transformers
 from test_adapters import make_adapter
+from test_memory import LIBRARIES, peak
 from test_tokenizers import encode_all, facts, llama2, llama2_first, llama3, mistral3, probe, smollm2
 from test_train import LOSS_BOUND, by_key, run_reference
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -202,6 +203,54 @@ def test_texts_and_completions(chat):
         assert (got & 0x7fffffff).tolist() == tokens.tolist()
         assert (got[1:] >= 0).tolist() == learnt[1:].tolist()
         assert got[-1] == facts(folder)["end_of_text"]
+
+
+STRINGS = {
+    "plain": "To be, or not to be. " * 30,
+    "escapes": "\"quoted\" \\ / \b\f\n\r\t\x01\x1f\x7f {\"a\": [1]} " * 20,
+    "scripts": "ünï 日本語 🙂 \u2028 \ufffd \U0010ffff " * 20,
+    "NUL first": "\0" + "0 " * 200, "short, NUL first": "\0" + "0", "NUL inside": "a\0b" * 100,
+    "256": "x" * 256, "257": "x" * 256 + "é", "words": "word " * 70_000,
+}
+
+
+@pytest.mark.parametrize("name", STRINGS)
+def test_long_strings(tmp_path_factory, tokenizer, name):
+    """They are decoded in their line, and the rest is parsed without them."""
+    folder = save_tokenizer(tmp_path_factory.mktemp("long"), tokenizer, PLAIN_CHATML, "<|endoftext|>", "<|im_end|>")
+    examples, text = reference.Examples(str(folder), "completions"), STRINGS[name]
+    lines = []
+    for example in ({"text": text}, {"a": [text, {text[:300]: text}], "text": text}, {"text": "short", "other": text},
+                    {"prompt": text, "completion": "b"}, {"completion": text, "prompt": text[::-1]},
+                    {"messages": [says("user", text), says("assistant", text)], "text": text}):
+        lines += [json.dumps(example), json.dumps(example, ensure_ascii=False, indent=0).replace("\n", " ")]
+    for line, got in zip(lines, encode_all(folder, lines, "auto", command="examples"), strict=True):
+        tokens, learnt = examples.read(line)
+        got = np.array(got, dtype=np.int32)
+        assert (got & 0x7fffffff).tolist() == tokens.tolist(), line[:80]
+        assert (got[1:] >= 0).tolist() == learnt[1:].tolist(), line[:80]
+
+
+def test_broken_lines_with_long_strings(tmp_path, tokenizer):
+    """One line that names the column, whatever was taken out before it."""
+    save_tokenizer(tmp_path, tokenizer, PLAIN_CHATML, "<|endoftext|>", "<|im_end|>")
+
+    def refused(line):
+        return probe(tmp_path, "examples", "auto", inputs=[line.encode()], code=2)
+
+    long, short = "a" * 1000, "a" * 10
+    for line in ('{"text": "short" "b": 1}', f'{{"text": "{long}" "b": 1}}', f'{{"a": "{long}", "text": "{long}" "b": 1}}'):
+        column = line.index(' "b"') + 4
+        assert refused(line).startswith(f"a line: broken JSON: parse error at column {column}: "), line[:30]
+    for broken, why in (("\x1f", "a control character in a string"), ("\\x", "an escape that JSON does not have"),
+                        ("\\ud800", "half a surrogate pair"), ("\\udc00", "half a surrogate pair"),
+                        ("\\ud800\\u0041", "half a surrogate pair"),
+                        ("\\u00g0", "an escape \\u without four hexadecimal digits")):
+        line = f'{{"text": "{long}{broken}{short}"}}'
+        assert refused(line) == f"a line: broken JSON: at column {line.index(broken) + 1}: {why}\n"
+    assert refused('{"text": "' + long) == "a line: broken JSON: at column 10: the string that begins here does not end\n"
+    assert refused('{"' + "k" * 70_000 + '": 1}') == "a line: broken JSON: at column 2: a key of more than 64 KiB begins here\n"
+    assert refused(f'{{"text": "{long}", "text": "{long}"}}') == 'a line: broken JSON: key "text" appears twice\n'
 
 
 def test_formats_without_a_template(tmp_path):
@@ -458,6 +507,29 @@ def test_a_text_goes_on(train_fp32, work, more):
     assert loss == pytest.approx(np.mean(losses), abs=1e-5), out
 
 
+READ = {
+    "a text": lambda: [{"text": " ".join(WORDS) * 6000}],
+    "a prompt": lambda: [{"prompt": " ".join(WORDS) * 1500, "completion": "b"}, *[{"text": "some words"}] * 50],
+    "a field": lambda: [{"text": "some words", "numbers": [1] * 10**6}, *[{"text": "some words"}] * 50],
+    "short": lambda: [{"text": f"{i} and {i}"} for i in range(50_000)],
+}
+
+
+@pytest.mark.parametrize("name", [*list(READ)[:-1], pytest.param("short", marks=pytest.mark.more)])
+def test_reading_examples_stays_in_the_plan(train_fp32, work, name):
+    """However long a line is, and however many there are. Where a line takes more than all that comes later, the plan
+    says so."""
+    (work / "data.jsonl").write_text("\n".join(lines_of(READ[name]())) + "\n")
+    options = ("--model", work / "model", "--data", work / "data.jsonl", "--batch", 1, "--seq-len", LENGTH,
+               "--sample-tokens", 0, "--threads", 2)
+    totals = train_fp32.plan(*options)["totals"]
+    taken = peak(train_fp32, *options, "--steps", 40, line=rb"^taken from")
+    assert taken < totals["total"] + LIBRARIES
+    assert ("reading" in totals) == (name != "short")
+    if name == "a text":  # in its line, and in parts
+        assert (work / "data.jsonl").stat().st_size < totals["reading"] < (work / "data.jsonl").stat().st_size + 2**20
+
+
 def test_options_change_no_bit(train, work):
     first = log_of(train, work, "--steps", 4, "--grad-accum", 2, "--recompute", "none")[0]
     for options in (("--recompute", "block"), ("--recompute", "ffn"), ("--threads", 1)):
@@ -599,6 +671,7 @@ BAD_LINES = {
     "silent": (chat_of("user", "assistant", said=""), "line 3: message 2: the assistant says nothing"),
     "no answer": (chat_of("user"), "line 3: none of the messages is the assistant's"),
     "not UTF-8": (b'{"text": "\xff"}', "line 3: is not UTF-8 text: no character has the byte 0xff in column 11"),
+    "no words": (json.dumps({"text": "a" * 300_000}), "line 3: near byte 0 a piece of more than 256 KiB begins that"),
     "twice": ('{"text": "a", "text": "b"}', 'line 3: broken JSON: key "text" appears twice'),
     "tools": (json.dumps({"messages": CONVERSATIONS[0], "tools": [{}]}), 'line 3: "tools" is not supported'),
     "tool calls": (json.dumps({"messages": [says("user", "a"), {"role": "assistant", "tool_calls": [{}]}]}),

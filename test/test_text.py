@@ -171,6 +171,7 @@ def test_no_room_for_the_tokens(train, work):
     (("--data", "a", "--val-data", "latin"), "latin: is not UTF-8 text"),
     (("--data", "a", "shards/b_train_000000.bin"), "--data: a is a text and shards/b_train_000000.bin a 16-bit token"),
     (("--data", "tiny"), "--data: tiny has "),
+    (("--data", "a", "--val-data", "long"), "long: near byte 6 a piece of more than 256 KiB begins that the tokenizer"),
     (("--model", "bare", "--data", "a"), "a is text, which is read as bytes (vocabulary 256) where "),
     (("--model", "d1", "--data", "a", "--val-data", "shards/b_train_000000.bin"), "not below the vocabulary size 256"),
     (("--val-data", "a"), "--val-data needs --data, or --steps 0"),
@@ -180,6 +181,7 @@ def test_no_room_for_the_tokens(train, work):
 def test_texts_that_will_not_do(train, work, options, line):
     (work / "latin").write_bytes("Voilé".encode("latin-1")[:3] + b"\xe9" * 3000)
     (work / "tiny").write_text("To be")
+    (work / "long").write_text("hello\n" + "a" * 300_000)
     shard_of(work, "b")
     (work / "bare").mkdir()
     for name in ("config.json", "model.safetensors"):

@@ -10,7 +10,9 @@ import json
 import os
 import pathlib
 import random
+import re
 import subprocess
+import sys
 import time
 import unicodedata
 
@@ -414,6 +416,124 @@ def test_data_that_are_not_utf8(family, tmp_path):
     (tmp_path / "text").write_bytes("größer".encode("latin-1"))
     error = probe(family.folder, "data", inputs=[str(tmp_path / "text").encode()], code=2)
     assert error == f"{tmp_path}/text: is not UTF-8 text: no character has the byte 0xf6 at position 2\n"
+
+
+LONGEST = 256 << 10  # kLongestPiece of llmc/text_encoder.h
+
+
+def refusal(file, begin, longest=LONGEST):
+    return (f"{file}: near byte {begin} a piece of more than {longest >> 10} KiB begins that the tokenizer does not "
+            "divide into words; spaces or line ends in it let it do so\n")
+
+
+MEASURE = """import os, resource, subprocess, sys
+code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024)
+sys.exit(code)"""
+
+
+def peak_of_data(folder, file, code=0):
+    """What tokenizing a file says, and the most memory that it held, in MiB: started by a small process, as a process
+    begins with the peak of the one that starts it."""
+    record = len(bytes(file)).to_bytes(4, "little") + bytes(file)
+    result = subprocess.run([sys.executable, "-S", "-c", MEASURE, PROBE, folder, "data"], input=record,
+                            capture_output=True, timeout=300)
+    assert result.returncode == code, result.stderr
+    return result.stderr.decode(), float(result.stdout)
+
+
+@pytest.mark.parametrize("make", [gpt2, llama2], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("letters", ["a", "acgt"])
+def test_the_longest_piece(tmp_path, make, letters):
+    """Its tokens are those of Hugging Face's library, and one byte more is refused. More pairs wait in it than the
+    queue holds."""
+    family = Family(make, tmp_path)
+    prefix = make is llama2  # of three bytes
+    piece = "".join(random.Random(1).choices(letters, k=LONGEST - 3 * prefix))
+    file = tmp_path / "text"
+    for before, after in (("", ""), ("Before.\n", "\nafter")):
+        file.write_text(before + piece + after)
+        [tokens] = encode_all(tmp_path, [str(file)], command="data")
+        assert_same([tokens[1:]], [family.ids(file.read_text())], [letters])
+    file.write_text("Before.\n" + piece + "aaaa\nafter")
+    assert probe(tmp_path, "data", inputs=[bytes(file)], code=2).startswith(f"{file}: near byte ")
+
+
+@pytest.mark.parametrize("make", [gpt2, qwen, llama2], ids=lambda make: make.__name__)
+def test_a_text_without_blanks_is_refused(tmp_path, make):
+    """In one line that names the byte, before it takes memory or time."""
+    make().save(str(tmp_path / "tokenizer.json"))
+    file = tmp_path / "text"
+    file.write_text("b")
+    _, least = peak_of_data(tmp_path, file)
+    file.write_text("hello\n" + "a" * 30_000_000)
+    start = time.perf_counter()
+    said, most = peak_of_data(tmp_path, file, code=2)
+    said = said.splitlines()[-1]  # behind how far it is
+    assert int(re.fullmatch(r".*: near byte (\d+) .*", said)[1]) in range(0, 16), said
+    assert most < least + 4 and time.perf_counter() - start < 30
+
+
+def test_a_long_word_of_sentencepiece(tmp_path):
+    """The library takes 130 bytes for each of a word's, so that fewer are the most."""
+    library = pytest.importorskip("sentencepiece")
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file(SENTENCEPIECE[0]).read_bytes())
+    model = library.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    file = tmp_path / "text"
+    longest = 32 << 10
+    piece = "".join(random.Random(1).choices("acgt", k=longest - 1))
+    file.write_text("b")
+    _, least = peak_of_data(tmp_path, file)
+    file.write_text(piece + "\nb")
+    assert_same(encode_all(tmp_path, [str(file)], command="data"), [[1, *model.encode(piece + "\nb")]], ["longest"])
+    _, most = peak_of_data(tmp_path, file)
+    assert most < least + 8
+    file.write_text("b\n" + piece + "ac\nb")
+    assert probe(tmp_path, "data", inputs=[bytes(file)], code=2) == refusal(file, 2, longest)
+
+
+NORMALIZERS = {
+    "nine tenfold": ([normalizers.Replace(chr(97 + i), chr(98 + i) * 10) for i in range(9)],
+                     "Replace: what this and those before it make of a character has more than 64 bytes"),
+    "long": ([normalizers.Replace("a", "b" * 65)], 'Replace: "content" has more than 64 bytes'),
+    "prefix": ([normalizers.Prepend("a" * 40), normalizers.Replace("a", "bb")],
+               "Replace: what is put in front of a text has more than 64 bytes"),
+    "prefixes": ([normalizers.Prepend("a" * 40)] * 2, "Prepend: what it puts in front of a text has more than 64"),
+    "many": ([normalizers.Replace("a", "b")] * 257, "normalizer: 256 replacements are the most"),
+}
+
+
+@pytest.mark.parametrize("name", NORMALIZERS)
+def test_what_a_normalizer_makes_is_bounded(tmp_path, name):
+    parts, message = NORMALIZERS[name]
+    tokenizer = llama2()
+    tokenizer.normalizer = normalizers.Sequence(parts)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    start = time.perf_counter()
+    error = probe(tmp_path, "facts", code=2)
+    assert error.startswith(f"{tmp_path}/tokenizer.json: ") and message in error and error.count("\n") == 1
+    assert time.perf_counter() - start < 10
+
+
+def test_a_normalizer_may_expand(tmp_path):
+    """To the most that is accepted, in blocks that are cut anywhere."""
+    tokenizer = llama2()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "bbbb "), normalizers.Replace("b", "xy "),
+                                                 normalizers.Replace("y", "zzé"), normalizers.Replace(" ", "▁")])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    texts = {"letters": "abcab " * 4000, "random": random_text(3)}
+    expected = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts.values()]
+    for size in ((), (7,), (70001,)):
+        assert_same(encode_all(tmp_path, texts.values(), *size), expected, texts)
+
+
+def test_marks_without_end_are_refused(tmp_path):
+    """Sorting those that follow one letter takes a time that grows with their number's square."""
+    qwen().save(str(tmp_path / "tokenizer.json"))
+    file = tmp_path / "text"
+    file.write_text("a" + "\u0316\u0301" * 30_000)
+    error = probe(tmp_path, "data", inputs=[bytes(file)], code=2)
+    assert error == f"{file}: a text has more than 4 KiB of marks that follow one character\n"
 
 
 SENTENCEPIECE = ["tokenizer.model.v1", "mistral_instruct_tokenizer_240216.model.v2",

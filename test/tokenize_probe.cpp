@@ -56,6 +56,14 @@ std::string tokens_of_data(const Tokenizer& tokenizer, const std::string& file,
     return record_of(tokens);
 }
 
+std::string tokens_of_example(ExampleEncoder& encoder, std::string& line) {
+    std::vector<int32_t> tokens;
+    encoder.encode(
+        read_example(line, "a line"), "a line", SIZE_MAX,
+        [&](std::span<const int32_t> part, bool) { tokens.insert(tokens.end(), part.begin(), part.end()); });
+    return record_of(tokens);
+}
+
 std::string decode(const Tokenizer& tokenizer, std::string_view input, bool specials) {
     std::vector<int> tokens(input.size() / sizeof(int));
     input.copy(reinterpret_cast<char*>(tokens.data()), tokens.size() * sizeof(int));
@@ -96,7 +104,7 @@ void run(const std::string& folder, const std::string& command, const std::strin
         else if (command == "data")
             write_record(tokens_of_data(*tokenizer, input, options));
         else if (command == "examples" || command == "learn-all")
-            write_record(record_of(examples.encode(read_example(input, "a line"), "a line")));
+            write_record(tokens_of_example(examples, input));
         else if (command == "decode" || command == "plain")
             write_record(decode(*tokenizer, input, command == "decode"));
         else if (command == "time")

@@ -1,0 +1,104 @@
+// packed_examples.h - the examples of JSON lines, packed into sequences. Where they are among the tokens is
+// kept on the disk beside these: there may be more examples than a run has memory for.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "llmc/packing.h"
+#include "llmc/record_file.h"
+
+// An example, or a part of one: where its tokens begin among all tokens of the data's files, how many there
+// are, as many as fit a sequence, and how many of them are to be learnt.
+struct Example {
+    uint64_t begin;
+    uint32_t count, with_loss;
+};
+
+class PackedExamples {
+  public:
+    // Packs the examples that for_each(use) hands to use() in their order, into sequences of `seq_len` rows,
+    // or each into a sequence of its own. An example of n tokens has n - 1 rows; none has more than
+    // `seq_len`, nor fewer than `shortest`.
+    template <class ForEach>
+    PackedExamples(const std::string& holds, uint32_t seq_len, uint32_t shortest, bool apart,
+                   ForEach&& for_each)
+        : entries_(holds), sequences_(holds) {
+        BestFit fit(seq_len, shortest);
+        RecordSorter<Placed> sorter(holds);
+        uint64_t count = 0;
+        double rows = 0, squares = 0;
+        for_each([&](const Example& e) {
+            const double n = e.count - 1;
+            rows += n;
+            squares += n * n;
+            sorter.add({apart ? count : fit.place(e.count - 1), e});
+            count++;
+        });
+        Sequence last{};
+        uint64_t number = 0;
+        sorter.for_each_sorted([&](const Placed& placed) {
+            if (placed.sequence != number) {
+                sequences_.append(last);
+                number = placed.sequence;
+                last.with_loss = 0;
+            }
+            entries_.append(placed.example);
+            last.end++;
+            last.with_loss += placed.example.with_loss;
+            with_loss_ += placed.example.with_loss;
+        });
+        sequences_.append(last);
+        entries_.finish();
+        sequences_.finish();
+        packing_bytes_ = fit.held_bytes();
+        const double room = static_cast<double>(sequences_.count()) * seq_len;
+        padding_ = 1 - rows / room;
+        attended_ = squares / room;
+    }
+
+    uint64_t sequences() const { return sequences_.count(); }
+    // The examples of a sequence, in the order of the data.
+    std::vector<Example> of_sequence(uint64_t number) const {
+        const uint64_t begin = number > 0 ? sequences_[number - 1].end : 0;
+        std::vector<Example> all(sequences_[number].end - begin);
+        entries_.read(begin, all);
+        return all;
+    }
+    // How many tokens of a sequence, and of all, are to be learnt.
+    uint64_t with_loss(uint64_t number) const { return sequences_[number].with_loss; }
+    uint64_t with_loss() const { return with_loss_; }
+    // The share of rows that hold no example; and how many rows a row's example has, on average over all
+    // rows.
+    double padding() const { return padding_; }
+    double attended() const { return attended_; }
+    // About the most memory that packing took for what is in no buffer of a fixed size.
+    size_t packing_bytes() const { return packing_bytes_; }
+
+    void drop_pages() const {
+        entries_.drop_pages();
+        sequences_.drop_pages();
+    }
+
+  private:
+    struct Placed {
+        uint64_t sequence;
+        Example example;
+        bool operator<(const Placed& other) const {
+            return sequence != other.sequence ? sequence < other.sequence
+                                              : example.begin < other.example.begin;
+        }
+    };
+    struct Sequence {
+        uint64_t end, with_loss;  // where it ends among the entries
+    };
+
+    RecordFile<Example> entries_;  // sequence after sequence
+    RecordFile<Sequence> sequences_;
+    uint64_t with_loss_ = 0;
+    double padding_ = 0, attended_ = 0;
+    size_t packing_bytes_ = 0;
+};

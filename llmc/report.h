@@ -97,8 +97,7 @@ struct MemoryReport {
     size_t context = 0;    // of that, a GPU's
     size_t pinned = 0;     // host memory beside a GPU: of what lives there or passes through it,
     size_t staged = 0;     // of batches and metrics on their way, pinned too,
-    size_t unpinned =
-        0;  // and not pinned: of a tokenizer and the data; what else a process takes is not known
+    size_t unpinned = 0;   // and not pinned: of a tokenizer and the data; what else there is, is not known
     size_t on_disk = 0;           // matrices that are read from their files when they are used
     size_t parked = 0;            // inputs of blocks, and keys, in a file; beside a GPU they are pinned
     size_t working = 0;           // what is trained in a file

@@ -6,6 +6,7 @@
 // all there is to recompute. The kernels are in llmc/*.cuh, each with its launcher; matrix products in
 // llmc/matmul.h.
 
+#include <malloc.h>
 #include <omp.h>
 
 #include <algorithm>
@@ -267,7 +268,9 @@ class Gpt {
     TensorX forward_mlp_rows(int layer, MlpActivations& m, Keep keep, const TensorX& x, TensorX out);
     TensorX forward_block(int layer, BlockActivations& a, Keep keep, KvRows* kv = nullptr);
     TensorX forward_only(const Tensor<int>& tokens, KvCache* cache);
+    TensorX append_tokens(const std::vector<int>& tokens, KvCache& cache);
     TensorX forward_cached(const std::vector<int>& tokens, KvCache& cache);
+    TensorX forward_prompt(const std::vector<int>& tokens, KvCache& cache);
     HeadActivations forward_head(const TensorX& x);
     // Whether the head is no matrix of the State, but made, or lent, some rows at a time.
     bool head_in_slices() const { return quantized_head_ || embeddings_; }
@@ -2311,16 +2314,43 @@ void Gpt::evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, f
     if (position_losses) add_position_losses(position_losses, losses, batch.documents, stream_);
 }
 
-// Runs `tokens`, which follow what the cache holds, and appends them to it. The logits (1, V) after the last.
-TensorX Gpt::forward_cached(const std::vector<int>& tokens, KvCache& cache) {
+// Runs `tokens`, which follow what the cache holds, and appends them to it. The last block's output.
+TensorX Gpt::append_tokens(const std::vector<int>& tokens, KvCache& cache) {
     const int T = static_cast<int>(tokens.size());
-    Tensor<int> inputs = take_input("inputs", {1, T}, tokens);
-    const TensorX stream = forward_only(inputs, &cache);
+    const Tensor<int> inputs = take_input("inputs", {1, T}, tokens);
+    TensorX stream = forward_only(inputs, &cache);
     cache.length += static_cast<int>(stream.rows());
+    return stream;
+}
+
+// The same; the logits (1, V) after the last token.
+TensorX Gpt::forward_cached(const std::vector<int>& tokens, KvCache& cache) {
+    const TensorX stream = append_tokens(tokens, cache);
     borrow_head();
     HeadActivations a = forward_head(stream.rows_at(stream.rows() - 1, 1));
     head_loans_.give_back();
     return std::move(a.logits);
+}
+
+// The tokens of a prompt that are run at a time, so that a long one takes no more than its keys and values
+// beside them. The last part has the rest too: none is so short that its products would be other ones.
+constexpr int64_t kPromptRows = 2048;
+
+// Runs a prompt from its begin, part by part. The logits (1, V) after its last token.
+TensorX Gpt::forward_prompt(const std::vector<int>& tokens, KvCache& cache) {
+    const int64_t parts = static_cast<int64_t>(tokens.size()) / kPromptRows;
+    if (parts < 2) return forward_cached(tokens, cache);
+    auto next = tokens.begin();
+    const auto append = [&] {
+        append_tokens({next, next + kPromptRows}, cache);
+        next += kPromptRows;
+        return true;
+    };
+    append();  // a soft prompt is in front of these
+    arena_.repeat(static_cast<int>(parts - 2), append);
+    next = tokens.begin() + (parts - 1) * kPromptRows;
+    if (arena_.rehearsing()) cache.length = static_cast<int>(prompt_len() + (parts - 1) * kPromptRows);
+    return forward_cached({next, tokens.end()}, cache);
 }
 
 // Continues a prompt of at least one token by up to new_tokens: choose(logits) reads the logits (1, V) and
@@ -2334,7 +2364,7 @@ void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choo
     const int64_t positions = prompt_len() + static_cast<int64_t>(prompt.size()) + new_tokens;
     for (int l = 0; l < config_.layers; l++)
         cache.layers.push_back(take("kv_cache", {positions, 2 * config_.kv_width()}));
-    std::vector<int> next = {choose(forward_cached(prompt, cache))};
+    std::vector<int> next = {choose(forward_prompt(prompt, cache))};
     arena_.repeat(new_tokens - 1, [&] {
         // The turn that is rehearsed is the last, of most keys.
         if (arena_.rehearsing()) cache.length = static_cast<int>(positions) - 2;
@@ -2541,6 +2571,8 @@ const MemoryReport& Trainer::rehearse(bool placed) {
     if (quantized_) add_stored<floatX>(report_, *quantized_, plans_, o_.grad_accum, rates_);
     report_.parameters = whole_.count();
     report_.trained = adapter_ ? adapter_->layout.count() : report_.parameters;
+    report_.vocabulary = config_.vocabulary;
+    report_.vocabulary_of = in_.assumed_vocabulary();
     report_.buffers = buffers_of(model_, pointer_to(quantized_), pointer_to(quantized_head_),
                                  embeddings_.has_value(), pointer_to(adapter_), feeders, metrics_.count(),
                                  dropout_keys(), loss_by_position_.numbers());
@@ -2567,7 +2599,7 @@ void Trainer::print_plan() const {
 
 // Checks what can be checked, takes the memory, and loads or initialises the model.
 void Trainer::prepare() {
-    used_before_ = device_bytes_in_use();
+    used_before_ = kHostIsDevice ? 0 : device_bytes_in_use();  // a plan counts all of a process
     if (saves()) prepare_saves();
     if (trains()) remark_no_validation(in_, o_.seq_len);
     PeakRate peak = {};
@@ -2616,9 +2648,9 @@ void Trainer::check_room_on_disks() const {
         all.push_back({"--out", o_.out, "a save", save, static_cast<double>(at_once)});
         const double free = disk_of(o_.out).free, bytes = save.bytes * static_cast<double>(made);
         if (o_.keep == 0 && free >= 0 && bytes > free)
-            fprintf(notes(),
-                    "--out %s: all saves take %.1f MiB, and %.1f are free there; --keep N keeps fewer\n",
-                    o_.out.c_str(), bytes / 1048576, free / 1048576);
+            fprintf(notes(), "--out %s: all saves take %s, and %s are free there; --keep N keeps fewer\n",
+                    o_.out.c_str(), size_text(static_cast<size_t>(bytes)).c_str(),
+                    size_text(static_cast<size_t>(free)).c_str());
     }
     if (!o_.merge.empty()) {
         WrittenFiles merged;
@@ -2854,6 +2886,7 @@ int main(int argc, char** argv) {
         };
         Options options = parse();
         std::optional<HeldFolder> out;
+        if (options.plan && !options.out.empty()) check_writable(options.out);
         if (options.saves()) {
             out.emplace(options.out);
             if (options.has("--resume")) options = parse();  // the run that held it may have saved since
@@ -2864,6 +2897,7 @@ int main(int argc, char** argv) {
         Choices choices;
         options = with_chosen_context<Trainer>(options, choices);
         RunInputs inputs(options, std::move(resumed));
+        malloc_trim(0);  // what reading and tokenizing let go of is the run's again
         const Options chosen = with_chosen_setting<Trainer>(options, inputs, choices);
         Trainer trainer(chosen, inputs, std::move(choices));
         trainer.rehearse();

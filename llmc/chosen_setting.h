@@ -24,7 +24,7 @@
 
 // What a run may take: --memory, or without it most of what is free. Fails where there is no device to ask.
 inline FreeMemory memory_for(const Options& o) {
-    if (o.has("--memory")) return {parse_bytes(o.memory, "--memory"), "--memory"};
+    if (o.has("--memory")) return {budget_of(o.memory).bytes, "--memory"};
     check_device(o);
     return with_reserve(memory_free_at_start(), context_bytes());
 }

@@ -43,15 +43,15 @@ inline void* device_allocate(size_t bytes, const char* what) {
     if (status == cudaErrorMemoryAllocation) {
         size_t free_bytes = 0, total = 0;
         cudaMemGetInfo(&free_bytes, &total);
-        fail("out of device memory: %s takes %.0f MiB, %.0f MiB of %.0f are free; --memory chooses what fits",
-             what, bytes / 1048576.0, free_bytes / 1048576.0, total / 1048576.0);
+        fail("out of device memory: %s takes %s, and %s of %s are free; --memory chooses what fits", what,
+             size_text(bytes).c_str(), size_text(free_bytes).c_str(), size_text(total).c_str());
     }
     CUDA_CHECK(status);
     CUDA_CHECK(cudaMemset(p, 0, bytes));
 #else
     p = mmap(nullptr, bytes ? bytes : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED)
-        fail("out of memory: %s takes %.0f MiB; --memory chooses what fits", what, bytes / 1048576.0);
+        fail("out of memory: %s takes %s; --memory chooses what fits", what, size_text(bytes).c_str());
     madvise(p, bytes, MADV_HUGEPAGE);
 #endif
     device_bytes_allocated += bytes;
@@ -203,9 +203,9 @@ class PinnedBuffer {
         const cudaError_t status = cudaMallocHost(&data_, bytes ? bytes : 1);
         if (status == cudaErrorMemoryAllocation)
             fail(
-                "%.1f MiB of host memory cannot be pinned beside %.1f that are: have less wait there, or "
-                "raise what limits it (the host's free memory, ulimit -l)",
-                bytes / 1048576.0, pinned_bytes_allocated / 1048576.0);
+                "%s of host memory cannot be pinned beside %s that are: have less wait there, or raise "
+                "what limits it (the host's free memory, ulimit -l)",
+                size_text(bytes).c_str(), size_text(pinned_bytes_allocated).c_str());
         CUDA_CHECK(status);
         pinned_bytes_allocated += bytes;
 #else

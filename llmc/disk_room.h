@@ -51,7 +51,7 @@ inline Disk disk_of(std::filesystem::path folder) {
 // Fails where the disks have no room for all of it together, or where a file would be larger than ulimit -f
 // allows.
 inline void check_disk_room(const std::vector<Written>& all) {
-    constexpr double kMiB = 1 << 20;
+    const auto size = [](double bytes) { return size_text(static_cast<size_t>(bytes)); };
     std::map<dev_t, double> taken;  // by those before, on each disk
     for (const Written& w : all) {
         const std::string named = format("%s %s: %s", w.option, w.path.c_str(), w.what);
@@ -63,11 +63,11 @@ inline void check_disk_room(const std::vector<Written>& all) {
         double& before = taken[disk.number];
         if (before + w.bytes() > disk.free) {
             const std::string times =
-                w.count > 1 ? format(", %.0f of them %.1f", w.count, w.bytes() / kMiB) : "";
+                w.count > 1 ? format(", %.0f of them %s", w.count, size(w.bytes()).c_str()) : "";
             const std::string others =
-                before > 0 ? format(" beside %.1f of %s", before / kMiB, all[0].option) : "";
-            fail("%s takes %.1f MiB%s%s, and %.1f are free there", named.c_str(), w.each.bytes / kMiB,
-                 times.c_str(), others.c_str(), disk.free / kMiB);
+                before > 0 ? format(" beside %s of %s", size(before).c_str(), all[0].option) : "";
+            fail("%s takes %s%s%s, and %s are free there", named.c_str(), size(w.each.bytes).c_str(),
+                 times.c_str(), others.c_str(), size(disk.free).c_str());
         }
         before += w.bytes();
     }

@@ -22,8 +22,8 @@ class DiskElsewhere : public Elsewhere {
     DiskElsewhere(const std::string& folder, uint64_t bytes, const char* option, bool ring = true)
         : folder_(folder), option_(option), file_(make()), queue_(nullptr, ring) {
         if (const int error = posix_fallocate(file_.fd(), 0, static_cast<off_t>(whole_sectors(bytes))); error)
-            fail("%s: %.0f MiB cannot be had in %s (TMPDIR names another folder): %s", option,
-                 static_cast<double>(bytes) / 1048576, folder.c_str(), write_error(error).c_str());
+            fail("%s: %s cannot be had in %s (TMPDIR names another folder): %s", option,
+                 size_text(bytes).c_str(), folder.c_str(), write_error(error).c_str());
         taken_ = stamp_of(file_.fd(), folder).bytes;
         working_file_bytes += taken_;
     }

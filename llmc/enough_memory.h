@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "llmc/device.h"
 #include "llmc/report.h"
+#include "llmc/solver.h"
 
 // What --batch auto takes at most: as many tokens as train well in one micro-batch, and as many sequences of
 // the data as leave ten steps to an epoch.
@@ -30,10 +32,30 @@ inline BatchCap batch_cap(int64_t seq_len, std::optional<uint64_t> epoch) {
     return {std::max<int64_t>(1, cap.sequences), cap.why};
 }
 
-// What is free at the first call: before a search over settings, whose own memory serves the run later.
+// What there is for a plan at the first call: before a search over settings, whose own memory serves the run
+// later. On a CPU that is what is free and what the process has already, as a plan counts all of that.
+inline const std::vector<MemoryLimit>& limits_at_start() {
+    static const std::vector<MemoryLimit> limits = memory_limits();
+    return limits;
+}
 inline const FreeMemory& memory_free_at_start() {
-    static const FreeMemory free = device_memory_free();
+    static const FreeMemory free =
+        kHostIsDevice ? host_memory_in_all(limits_at_start()) : device_memory_free();
     return free;
+}
+
+// What --memory may choose within: as many bytes as it says, or what is left of them here.
+inline FreeMemory budget_of(const std::string& memory) {
+    const size_t bytes = parse_bytes(memory, "--memory");
+    if (!kHostIsDevice) return {bytes, ""};
+    return available_of(bytes, limits_at_start());
+}
+
+// Where that is less, says so.
+inline std::string describe_budget(const std::string& memory, const FreeMemory& budget) {
+    if (budget.limit.empty()) return memory;
+    return format("%s, of which %zu MiB are left (%s)", memory.c_str(), budget.bytes >> 20,
+                  budget.limit.c_str());
 }
 
 // What is free with some room left, of a device that has lent `context` to this process already.
@@ -41,9 +63,8 @@ inline FreeMemory with_reserve(const FreeMemory& free, size_t context) {
     return {free.bytes / 20 * 19 + context, "95% of what is free: " + free.limit};
 }
 
-// What a run is still to take: its tokenizer and its data are there when it is planned, and the context when
-// a GPU is asked what is free.
-inline size_t still_to_take(const MemoryReport& r) { return r.in_steps() - r.tokenizer - r.data - r.context; }
+// What a run is still to take of what memory_free_at_start() says: a context is there when a GPU is asked.
+inline size_t still_to_take(const MemoryReport& r) { return r.total() - r.context; }
 
 inline std::string describe_shortage(const MemoryReport& r, const FreeMemory& free) {
     return format("the plan takes %.1f MiB and %.1f are free (%s)", mebibytes(still_to_take(r)),

@@ -38,6 +38,10 @@ inline NewModel parse_new_model(const std::string& name) {
     return is_depth ? NewModel{find_family(family), std::stoi(depth.substr(1))} : NewModel();
 }
 
+// Whether it is one of the small ones, which learn the built-in text where no data are named. From 12 layers
+// on, GPT-2's own size, they are for tokens.
+inline bool is_small(const NewModel& model) { return model && model.layers < 12; }
+
 // A new model, N layers deep, with llm.c's widths: up to 12 layers 64 N channels in N heads; beyond, those of
 // GPT-2. With the vocabulary of the family's class it has that one's marks too. Fails with what is known when
 // N is not.

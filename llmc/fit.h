@@ -230,7 +230,7 @@ inline std::optional<size_t> least_of_hopeless(std::vector<MemorySetting> settin
 // said but that. Fails where no micro-batch can be.
 inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals& rehearsals,
                         const BesideDevice& room, const Fit* best) {
-    const size_t budget = parse_bytes(o.memory, "--memory");
+    const size_t budget = budget_of(o.memory).bytes;
     Fit fit;
     fit.mix = o;
     std::vector<MemorySetting>& settings = fit.settings;
@@ -290,12 +290,11 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
                                      bool short_of_room) {
     if (fit.solution.least.exact == kTooMuchElsewhere) {
         if (fit.beside.pinned > room_beside_device(given).pinned)
-            fail("--host-memory %s: what is to wait there takes %.1f MiB at the least",
-                 given.host_memory.c_str(), mebibytes(fit.beside.pinned));
-        fail(
-            "--memory %s: the run's files take %.1f MiB at the least, and %s has %.1f (TMPDIR names another)",
-            given.memory.c_str(), mebibytes(fit.beside.files), temporary_folder().c_str(),
-            mebibytes(room_on_disk()));
+            fail("--host-memory %s: what is to wait there takes %s at the least", given.host_memory.c_str(),
+                 size_text(fit.beside.pinned).c_str());
+        fail("--memory %s: the run's files take %s at the least, and %s has %s (TMPDIR names another)",
+             given.memory.c_str(), size_text(fit.beside.files).c_str(), temporary_folder().c_str(),
+             size_text(room_on_disk()).c_str());
     }
     const auto [name, bytes] = fit.largest;
     const bool may_move = !given.has("--weights") || !given.has("--state") || !given.has("--park");
@@ -305,12 +304,11 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     if (may_move && !kHostIsDevice && !given.has("--host-memory"))
         less = "--host-memory SIZE, for more to wait there";
     if (short_of_room)
-        less = format("%sa TMPDIR with room: %s has %.1f MiB",
-                      kHostIsDevice ? "" : "a larger --host-memory, or ", temporary_folder().c_str(),
-                      mebibytes(room_on_disk()));
-    fail("--memory %s: the least that this takes is %.1f MiB (%s), %.1f of it for %s; less with %s",
-         given.memory.c_str(), mebibytes(fit.solution.least.exact), options.c_str(), mebibytes(bytes),
-         name.c_str(), less.c_str());
+        less = format("%sa TMPDIR with room: %s has %s", kHostIsDevice ? "" : "a larger --host-memory, or ",
+                      temporary_folder().c_str(), size_text(room_on_disk()).c_str());
+    fail("--memory %s: the least that this takes is %.1f MiB (%s), %s of it for %s; less with %s",
+         describe_budget(given.memory, budget_of(given.memory)).c_str(), mebibytes(fit.solution.least.exact),
+         options.c_str(), size_text(bytes).c_str(), name.c_str(), less.c_str());
 }
 
 // --memory: the options whose plan fits and is the fastest by estimate, and what they were chosen over: the

@@ -52,16 +52,7 @@ inline void remember_choice(const Options& given, Options& o) {
         remember("--master", o.master);
         if (o.optimizer == "adamw") remember("--adam-m", o.adam_m), remember("--adam-v", o.adam_v);
     }
-    if (o.weights != given.weights) remember("--weights", o.weights);
-    if (o.lend != given.lend) remember("--lend", o.lend);
-    if (o.prefetch != given.prefetch) remember("--prefetch", std::to_string(o.prefetch));
-    if (o.embeddings != given.embeddings) remember("--embeddings", o.embeddings);
-    if (o.gradients != given.gradients) remember("--gradients", o.gradients);
-    if (o.state != given.state) remember("--state", o.state);
-    if (o.updates != given.updates) remember("--updates", o.updates);
-    if (o.state_rooms != given.state_rooms) remember("--state-rooms", "block");
-    if (o.park != given.park) remember("--park", "all");
-    if (o.park_keys != given.park_keys) remember("--park-keys", "true");
-    if (o.by_block != given.by_block) remember("--by-block", "true");
+    for (const ChosenResidence& r : kChosenResidences)
+        if (r.value(o) != r.value(given)) remember(r.option, r.value(o));
     for (const char* budget : {"--memory", "--host-memory", "--allow-8bit"}) o.given.erase(budget);
 }

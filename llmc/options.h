@@ -557,7 +557,7 @@ inline void check_adapter_options(const Options& o) {
         fail("--adapter %s: --resume %s goes on with its own", o.adapter.c_str(), o.resume.c_str());
     if (!o.merge.empty() && !o.trains_adapter() && o.resume.empty())
         fail("--merge %s: there is no adapter to merge; give --train lora or --adapter", o.merge.c_str());
-    if (o.trains_adapter() && parse_new_model(o.model) && !o.plan && o.bench.empty())
+    if (o.trains_adapter() && parse_new_model(o.model) && o.bench.empty())
         fail("--model %s: an adapter is of a trained model: give its folder", o.model.c_str());
 }
 
@@ -665,6 +665,35 @@ inline void check_options(const Options& o) {
              o.seq_len);
 }
 
+// What --memory chooses of where things live, beside its choice of rows, levels and micro-batches: each
+// option, and its value as a command line would have it; "true" of a flag that is given, "false" else.
+struct ChosenResidence {
+    const char* option;
+    std::string (*value)(const Options&);
+};
+inline const ChosenResidence kChosenResidences[] = {
+    {"--weights", [](const Options& o) { return o.weights; }},
+    {"--lend", [](const Options& o) { return o.lend; }},
+    {"--prefetch", [](const Options& o) { return std::to_string(o.prefetch); }},
+    {"--embeddings", [](const Options& o) { return o.embeddings; }},
+    {"--gradients", [](const Options& o) { return o.gradients; }},
+    {"--state", [](const Options& o) { return o.state; }},
+    {"--updates", [](const Options& o) { return o.updates; }},
+    {"--state-rooms",
+     [](const Options& o) { return o.state_rooms < 0 ? "block" : std::to_string(o.state_rooms); }},
+    {"--park", [](const Options& o) { return o.park < 0 ? "all" : std::to_string(o.park); }},
+    {"--park-keys", [](const Options& o) { return std::string(o.park_keys ? "true" : "false"); }},
+    {"--by-block", [](const Options& o) { return std::string(o.by_block ? "true" : "false"); }},
+};
+
+// Whether --memory chooses an option anew in a resumed run, whatever the save has: not the formats of the
+// state, which stay, nor the micro-batches, whose sequences it divides again.
+inline bool is_chosen_anew(const std::string& name) {
+    for (const char* chosen : {"--recompute", "--head-rows", "--mlp-rows", "--attention-rows"})
+        if (name == chosen) return true;
+    return std::ranges::any_of(kChosenResidences, [&](const ChosenResidence& r) { return name == r.option; });
+}
+
 // Whether blocks, or their gradients, come from elsewhere than the device.
 inline bool lends_blocks(const Options& o) { return o.weights != "device" || o.gradients != "device"; }
 
@@ -678,11 +707,7 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     if (among({"--rates"})) return false;                                // of the machine where the run began
     if (among({"--matmul-algorithms"})) return kSearchesAlgorithms;
     if (among({"--tf32"})) return kHasTf32;
-    if (among({"--recompute", "--head-rows", "--mlp-rows", "--attention-rows", "--weights", "--lend",
-               "--prefetch", "--embeddings", "--gradients", "--state", "--updates", "--state-rooms", "--park",
-               "--park-keys"}) &&
-        o.has("--memory") && o.batch != 0)
-        return false;  // chosen anew
+    if (is_chosen_anew(name) && o.has("--memory") && o.batch != 0) return false;
     if (among({"--weights", "--lend", "--embeddings"}) && o.steps == 0)
         return o.trains_adapter();  // else the save has them
     // What only generates needs no data, and leaves alone what the training has written.

@@ -35,16 +35,18 @@ struct Plans {
     }
 };
 
-// What the first step takes beside the plan, measured with 1 to 64 threads on a CPU: compiled products and
-// host buffers; and for each thread its stack, the operands of attention's products, and the copies that
-// oneDNN makes of a product's operands. On a GPU, not measured: the code that is loaded when kernels first
-// run, this program's 2.4 MB and some twenty modules of cuBLASLt 13.0, of 1.1 MB as the larger ones are.
+// What a process takes beside the buffers. On a CPU the pages of its executable and libraries, and, measured
+// with 1 to 64 threads: compiled products and host buffers; and for each thread its stack, the operands of
+// attention's products, and the copies that oneDNN makes of a product's operands. On a GPU, not measured: the
+// code that is loaded when kernels first run, this program's 2.4 MB and some twenty modules of cuBLASLt 13.0,
+// of 1.1 MB as the larger ones are.
 inline size_t process_bytes() {
 #ifdef SIMT_GPU
     return size_t{25} << 20;
 #else
+    static const size_t libraries = library_bytes();
     const size_t threads = static_cast<size_t>(omp_get_max_threads());
-    return (size_t{12} << 20) + threads * ((768 << 10) + onednn::most_copied);
+    return libraries + (size_t{15} << 20) + threads * ((768 << 10) + onednn::most_copied);
 #endif
 }
 
@@ -144,7 +146,7 @@ MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes&
                 r.update_seconds + seconds_waited(r.phases);
     r.rates = o.rates;
     if (o.rates.empty() && !kHostIsDevice) r.gpu = nominal_gpu().called;
-    r.budget = o.memory;
+    if (!o.memory.empty()) r.budget = describe_budget(o.memory, budget_of(o.memory));
     r.choice = choices.memory;
     r.batch_choice = choices.batch;
     r.context_choice = choices.context;

@@ -76,6 +76,8 @@ struct MemoryReport {
     };
     std::string model, device, precision, recompute;
     int64_t parameters = 0, trained = 0;
+    int vocabulary = 0;
+    std::string vocabulary_of;  // where it comes from that no data and no file say it
     int batch = 0, seq_len = 0, grad_accum = 1;
     int64_t head_rows = 0, mlp_rows = 0, attention_rows = 0;
     double seconds = 0;                // of a step, by estimate
@@ -119,6 +121,14 @@ struct MemoryReport {
         size_t bytes = 0;
         for (const auto& [name, plan] : others) bytes = std::max(bytes, plan->bytes);
         return bytes;
+    }
+    // What takes more of the arena than training does, and the most of it; "" where that is nothing.
+    const char* largest_other() const {
+        const char* name = "";
+        size_t most = train->bytes;
+        for (const auto& [other, plan] : others)
+            if (plan->bytes > most) most = plan->bytes, name = other;
+        return name;
     }
     // The largest of the state's buffers and the arena, which is named by what needs it where that is not
     // training.
@@ -181,10 +191,11 @@ inline nlohmann::ordered_json phases_json(const PhaseTimes& phases) {
 
 inline nlohmann::ordered_json report_json(const MemoryReport& r) {
     nlohmann::ordered_json j = {
-        {"model", r.model},       {"parameters", r.parameters},         {"trained", r.trained},
-        {"device", r.device},     {"precision", r.precision},           {"batch", r.batch},
-        {"seq_len", r.seq_len},   {"grad_accum", r.grad_accum},         {"head_rows", r.head_rows},
-        {"mlp_rows", r.mlp_rows}, {"attention_rows", r.attention_rows}, {"recompute", r.recompute}};
+        {"model", r.model},           {"parameters", r.parameters}, {"trained", r.trained},
+        {"vocabulary", r.vocabulary}, {"device", r.device},         {"precision", r.precision},
+        {"batch", r.batch},           {"seq_len", r.seq_len},       {"grad_accum", r.grad_accum},
+        {"head_rows", r.head_rows},   {"mlp_rows", r.mlp_rows},     {"attention_rows", r.attention_rows},
+        {"recompute", r.recompute}};
     auto& totals = j["totals"];
     for (const char* kind : {"weights", "gradients", "optimizer_m", "optimizer_v", "master", "input"})
         totals[kind] = r.of_kind(kind);
@@ -276,17 +287,22 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
         return n > 0 ? format("%s %lld", name, static_cast<long long>(n)) : "";
     };
     fprintf(to,
-            "%s: %lld parameters%s; %s, %s, batch %d, seq_len %d, recompute %s, head_rows %lld%s%s\n"
-            "%s, in MiB:\n",
+            "%s: %lld parameters%s; %s, %s, vocabulary %d%s, batch %d, seq_len %d, recompute %s, head_rows "
+            "%lld%s%s\n%s, in MiB:\n",
             r.model.c_str(), static_cast<long long>(r.parameters), trained.c_str(), r.device.c_str(),
-            r.precision.c_str(), r.batch, r.seq_len, r.recompute.c_str(), static_cast<long long>(r.head_rows),
+            r.precision.c_str(), r.vocabulary,
+            r.vocabulary_of.empty() ? "" : format(" (%s)", r.vocabulary_of.c_str()).c_str(), r.batch,
+            r.seq_len, r.recompute.c_str(), static_cast<long long>(r.head_rows),
             rows(", mlp_rows", r.mlp_rows).c_str(), rows(", attention_rows", r.attention_rows).c_str(), verb);
     const auto line = [&](size_t bytes, const std::string& what) {
         if (bytes > 0) fprintf(to, "%12.2f  %s\n", mebibytes(bytes), what.c_str());
     };
+    const char* const others = r.largest_other();
+    const std::string for_others =
+        *others && !r.train->takes.empty() ? format(", which %s needs", others) : "";
     line(r.activations(), r.train->takes.empty()
                               ? "activations"
-                              : format("activations; a step's peak is %.2f (%s)",
+                              : format("activations%s; a step's peak is %.2f (%s)", for_others.c_str(),
                                        mebibytes(r.train->lower_bound), r.train->peak_at.c_str()));
     for (const auto& [kind, what] :
          {std::pair{"weights", "parameters"}, std::pair{"gradients", "parameter gradients"},

@@ -140,17 +140,11 @@ inline bool has_files(const Options& o) {
 // As options, what differs from those given.
 inline std::string residences_text(const Options& chosen, const Options& given) {
     std::string text;
-    if (chosen.weights != given.weights) text += " --weights " + chosen.weights;
-    if (chosen.lend != given.lend) text += " --lend " + chosen.lend;
-    if (chosen.prefetch != given.prefetch) text += " --prefetch " + std::to_string(chosen.prefetch);
-    if (chosen.embeddings != given.embeddings) text += " --embeddings " + chosen.embeddings;
-    if (chosen.gradients != given.gradients) text += " --gradients " + chosen.gradients;
-    if (chosen.state != given.state) text += " --state " + chosen.state;
-    if (chosen.updates != given.updates) text += " --updates " + chosen.updates;
-    if (chosen.state_rooms != given.state_rooms) text += " --state-rooms block";
-    if (chosen.park != given.park) text += " --park all";
-    if (chosen.park_keys != given.park_keys) text += " --park-keys";
-    if (chosen.by_block != given.by_block) text += " --by-block";
+    for (const ChosenResidence& r : kChosenResidences) {
+        const std::string value = r.value(chosen);
+        if (value != r.value(given))
+            text += std::string(" ") + r.option + (value == "true" ? "" : " " + value);
+    }
     return text;
 }
 

@@ -25,5 +25,5 @@ inline void require_room(size_t bytes, const char* what) {
         limit.rlim_cur == RLIM_INFINITY
             ? "and the system refuses"
             : format("beyond ulimit -v %llu", static_cast<unsigned long long>(limit.rlim_cur >> 10));
-    fail("out of memory: %s takes up to %zu MiB more, %s", what, bytes >> 20, said.c_str());
+    fail("out of memory: %s takes up to %s more, %s", what, size_text(bytes).c_str(), said.c_str());
 }

@@ -67,8 +67,8 @@ class RunInputs {
     // What a sample starts from: the prompt, else the begin of a text or the end of one before, else a line's
     // end.
     const std::vector<int>& first_tokens() const;
-    // The positions that a sample uses: those that are trained and room after the prompt; without training as
-    // many as it has tokens.
+    // The positions that a sample uses: as many as it has tokens, and in a training no more than those that
+    // are trained and one after the prompt.
     int sample_window() const;
     // Whether a sample may need more positions than that.
     bool sample_slides() const;
@@ -88,6 +88,18 @@ class RunInputs {
     // Whether batches are of training data, or of random tokens; and whether there are batches at all.
     bool reads_training_data() const { return o_.steps > 0 || o_.bench == "forward"; }
     bool feeds() const { return reads_training_data() || val_data; }
+    // Whether a new model's vocabulary is that of bytes where no data say it: it is the first model, or
+    // trains on the built-in text, which a bench does not.
+    bool learns_bytes(const NewModel& made) const {
+        return !o_.has("--model") || (is_small(made) && o_.steps > 0 && o_.bench.empty());
+    }
+    // Where the vocabulary of a model comes from that is neither in files nor made for data; else nothing.
+    std::string assumed_vocabulary() const {
+        const NewModel made = parse_new_model(o_.model);
+        if (!made || data || val_data || !resumed.empty()) return "";
+        return learns_bytes(made) ? "bytes"
+                                  : std::string(made.family->name) + "'s own, as no --data says another";
+    }
     // Whether batches hold several examples a sequence.
     bool packs() const {
         const auto is_packed = [](const std::unique_ptr<Dataset>& d) { return d && d->is_examples(); };
@@ -181,7 +193,9 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
         fail("--loss-by-position %s: there is nothing to validate on; give --val-data",
              o.loss_by_position.c_str());
     check_data();
-    if (data && o.bench.empty() && !o.plan) check_resumed_data();
+    // A plan leaves long texts as they are, and then has not what a save remembers of their tokens.
+    const bool is_untouched = o.plan && data && data->is_bytes() && !tokenizer_folder.empty();
+    if (data && o.bench.empty() && !is_untouched) check_resumed_data();
     check_output_files();
 }
 
@@ -245,9 +259,17 @@ inline void RunInputs::check_chunks() const {
 // What --data names, or the first text for a new model; nothing where no training is asked for.
 inline std::unique_ptr<Dataset> RunInputs::open_training_data() {
     if (o_.data.empty()) {
-        if (o_.plan || o_.steps == 0 || !o_.bench.empty()) return nullptr;
-        if (!parse_new_model(o_.model)) return nullptr;  // a mistake: check_has_data()
-        if (!std::filesystem::exists(kFirstText))
+        if (o_.steps == 0 || !o_.bench.empty()) return nullptr;
+        const NewModel made = parse_new_model(o_.model);
+        if (!made) return nullptr;  // a mistake: check_has_data()
+        const bool is_there = std::filesystem::exists(kFirstText);
+        if (o_.plan && !(is_small(made) && is_there)) return nullptr;
+        if (!is_small(made))
+            fail(
+                "--data is missing: only new models of less than 12 layers are trained on %s without it; "
+                "--model %s is of GPT-2's size and up",
+                kFirstText, o_.model.c_str());
+        if (!is_there)
             fail("--data is missing, and %s, which is trained on without it, is not in this folder",
                  kFirstText);
         o_.data = {kFirstText};
@@ -273,7 +295,7 @@ inline ModelConfig RunInputs::choose_config() const {
     if (const NewModel made = parse_new_model(o_.model)) {
         const Dataset* of = data ? data.get() : val_data.get();
         config = saved ? new_config(made, saved->vocabulary, saved->positions)
-                       : new_config_for(made, of, !o_.has("--model"), o_.seq_len);
+                       : new_config_for(made, of, learns_bytes(made), o_.seq_len);
     } else if (saved && !std::filesystem::exists(model)) {
         config = *saved;  // the folder that a run started from may be gone
     } else if (gguf) {
@@ -328,7 +350,7 @@ inline void RunInputs::check_base() const {
              o_.out.c_str());
     if (quantizes && !resumed.empty() && !adapter)
         fail("%s: --resume %s is a whole model: give it as --model", asked.c_str(), o_.resume.c_str());
-    if (quantizes && parse_new_model(o_.model) && !o_.plan && o_.bench.empty())
+    if (quantizes && parse_new_model(o_.model) && o_.bench.empty())
         fail("%s: is for a model that was trained: give its folder as --model", asked.c_str());
     if (gguf && !o_.head.empty())
         fail("--head %s: is for a folder; a GGUF's head is kept in the build's precision", o_.head.c_str());
@@ -409,7 +431,7 @@ inline void RunInputs::check_homes() const {
             "--weights disk: --store %s is of matrices in memory; those of files are lent as they are: "
             "--base nf4 --save-base DIR writes files that have them in NF4",
             o_.store[0].c_str());
-    if (o_.weights == "disk" && !o_.base.empty() && !o_.plan)
+    if (o_.weights == "disk" && !o_.base.empty())
         fail(
             "--weights disk: --base %s would be quantized anew each time; save it once with --save-base DIR, "
             "and give --model DIR",
@@ -430,7 +452,7 @@ inline void RunInputs::check_saved_base() const {
     for (const auto& [option, path] : {std::pair{"--out", &o_.out}, std::pair{"--merge", &o_.merge}})
         if (!path->empty() && same_file(o_.save_base, *path))
             fail("--save-base %s: is %s too", folder, option);
-    if (o_.plan || !file_exists(o_.save_base)) return;
+    if (!file_exists(o_.save_base)) return;
     if (!o_.has("--resume")) fail("--save-base %s: is there already; name a folder that is not", folder);
     const ModelConfig there = read_model_config(o_.save_base, "--save-base");
     if (!there.has_nf4 || !(there == config))
@@ -629,14 +651,12 @@ inline void RunInputs::check_resumed_data() {
 
 // Fails when something that the run would write cannot be written, or is something that must stay.
 inline void RunInputs::check_output_files() const {
-    std::vector<Output> files = {{"--timeline", o_.timeline, "{\"model\":"}};
-    if (!o_.plan) {
-        files.push_back({"--log", o_.log, "{\"step\":"});
-        files.push_back({"--loss-by-position", o_.loss_by_position, "{\"step\":"});
-        files.push_back({"--matmul-algorithms", o_.matmul_algorithms, "", Output::Replaced});
-        files.push_back({"--merge", o_.merge, "", Output::Folder});
-        if (!file_exists(o_.save_base)) files.push_back({"--save-base", o_.save_base, "", Output::Folder});
-    }
+    std::vector<Output> files = {{"--timeline", o_.timeline, "{\"model\":"},
+                                 {"--log", o_.log, "{\"step\":"},
+                                 {"--loss-by-position", o_.loss_by_position, "{\"step\":"},
+                                 {"--matmul-algorithms", o_.matmul_algorithms, "", Output::Replaced},
+                                 {"--merge", o_.merge, "", Output::Folder}};
+    if (!file_exists(o_.save_base)) files.push_back({"--save-base", o_.save_base, "", Output::Folder});
     for (const Output& file : files)
         for (const Dataset* d : {data.get(), val_data.get()})
             if (d && d->reads(file.path))
@@ -645,7 +665,7 @@ inline void RunInputs::check_output_files() const {
     if (!parse_new_model(o_.model)) inputs.push_back(o_.model);
     if (!o_.resume.empty()) inputs.push_back(o_.resume);
     if (!o_.adapter.empty()) inputs.push_back(o_.adapter);
-    check_outputs(files, o_.plan ? "" : o_.out, inputs);
+    check_outputs(files, o_.out, inputs);
 }
 
 // From the model's folder, or beside the shards; a vocabulary of 256 is bytes.
@@ -729,14 +749,14 @@ inline bool RunInputs::samples() const {
 }
 
 inline int RunInputs::sample_window() const {
-    const int64_t prompt = static_cast<int64_t>(first_tokens().size());
-    const int64_t wanted =
-        o_.steps > 0 ? std::max<int64_t>(o_.seq_len, prompt + 1) : prompt + o_.sample_tokens;
-    return static_cast<int>(std::min<int64_t>(sample_positions(), wanted));
+    const int64_t prompt = static_cast<int64_t>(first_tokens().size()), all = prompt + o_.sample_tokens;
+    const int64_t trained = std::max<int64_t>(o_.seq_len, prompt + 1);
+    return static_cast<int>(
+        std::min<int64_t>(sample_positions(), o_.steps > 0 ? std::min(all, trained) : all));
 }
 
 inline bool RunInputs::sample_slides() const {
-    return o_.steps > 0 || static_cast<int64_t>(first_tokens().size()) + o_.sample_tokens > sample_window();
+    return static_cast<int64_t>(first_tokens().size()) + o_.sample_tokens > sample_window();
 }
 
 // Fails where --attention hopper asks for kernels that this build or this model's heads have not.

@@ -756,7 +756,7 @@ def test_no_room_for_a_merge(train_fp32, work):
     """Nor for as many saves as are there at once, or for both."""
     with small_disk(work / "disk", "1m") as disk:
         (disk / "filler").write_bytes(bytes(900_000))
-        refused(train_fp32, work, LORA | {"--merge": "disk/merged"}, "--merge disk/merged: the merged model takes ", "MiB")
+        refused(train_fp32, work, LORA | {"--merge": "disk/merged"}, "--merge disk/merged: the merged model takes ", "KiB")
         refused(train_fp32, work, LORA | {"--out": "disk/out", "--save-every": 1, "--steps": 3, "--lora-rank": 4},
                 "--out disk/out: a save takes ", "3 of them")
         (disk / "filler").write_bytes(bytes(730_000))
@@ -767,7 +767,7 @@ def test_no_room_for_a_save(train, work):
     """Known before the training; a save that was not finished makes room."""
     with small_disk(work / "disk", "1m") as disk:
         (disk / "filler").write_bytes(bytes(700000))
-        refused(train, work, {"--out": "disk/out"}, "--out disk/out: a save takes ", "MiB")
+        refused(train, work, {"--out": "disk/out"}, "--out disk/out: a save takes ", " KiB, and ", " KiB are free there")
         (disk / "out" / "step-00000007.tmp").mkdir(parents=True)
         (disk / "filler").rename(disk / "out" / "step-00000007.tmp" / "model.safetensors")
         train(*command({"--out": "disk/out"}), cwd=work)

@@ -33,6 +33,11 @@ def bench(train, *arguments, model="d2", cwd=None):
     return json.loads(result.stdout)
 
 
+def gpt2_tokens(folder):
+    """Data with which a training has the vocabulary that a bench has without."""
+    return write_shard(folder / "tokens.bin", random_tokens(300, 1000))
+
+
 def wholes(train, name="step"):
     """The whole step's names: where a training replays it as graphs, the one that the phases are of is "plain"."""
     return [f"plain_{name}", name] if train.device == "cuda" else [name]
@@ -71,7 +76,7 @@ def test_step(train, tmp_path, options):
     mean = figures[f"{wholes(train)[0]}_ms"]["mean"]
     assert 0.6 * mean <= inside <= 1.001 * mean
     assert (figures["warmup"], figures["steps"], figures["threads"]) == (1, 3, 1)
-    plan = train.plan("--model", "d2", *SHAPE, *options, "--sample-tokens", 0)
+    plan = train.plan("--model", "d2", *SHAPE, *options, "--sample-tokens", 0, "--data", gpt2_tokens(tmp_path))
     for key in ("model", "device", "precision", "batch", "seq_len", "grad_accum", "recompute"):
         assert figures[key] == plan[key]
     totals = plan["totals"]
@@ -89,12 +94,12 @@ def test_update_in_backward(train):
     assert calls(figures)["optimizer_update"] == 4  # a unit a block, and the two around them
 
 
-def test_forward(train):
+def test_forward(train, tmp_path):
     """Alone: only the weights are there, and a third of the FLOPs."""
     figures = bench(train, "--bench", "forward", "--profile-ops")
     assert list(figures) == [*HEAD, "forward_ms", *RATES, "operations"]
     seconds = consistent(figures, ["forward"], "forward")
-    plan = train.plan("--model", "d2", *SHAPE, "--sample-tokens", 0)
+    plan = train.plan("--model", "d2", *SHAPE, "--sample-tokens", 0, "--data", gpt2_tokens(tmp_path))
     assert 3 * figures["flops_per_second"] * seconds == pytest.approx(flops(plan, 2, 128, 1024))
     totals = plan["totals"]
     assert totals["weights"] < figures["planned_bytes"] < totals["total"] - totals["gradients"]
@@ -132,11 +137,11 @@ def elsewhere(train, *options):
     return tuple(place if option == "disk" else option for option in options)
 
 
-def test_waits_and_links(train):
+def test_waits_and_links(train, tmp_path):
     """By block, and all together; each link carries what the plan says, no more and no less."""
     where = elsewhere(train, *ELSEWHERE)
     figures = bench(train, "--bench", "--grad-accum", 2, *where, model="llama:d4")
-    plan = train.plan("--model", "llama:d4", *SHAPE, "--grad-accum", 2, *where, "--sample-tokens", 0)
+    plan = train.plan("--model", "llama:d4", *SHAPE, "--grad-accum", 2, *where, "--sample-tokens", 0, "--data", gpt2_tokens(tmp_path))
     room = next(b["bytes"] for b in plan["buffers"] if b["name"] == "lent_block")
     block, held = room - 4096, plan["elsewhere"]
     in_all = held["working_file"] + held["pinned_host"] + held["parked"]
@@ -222,7 +227,7 @@ def test_operations_are_those_of_the_plan(train, tmp_path, recompute):
     options = ("--recompute", recompute, "--head-rows", 0)
     figures = bench(train, "--bench", "--profile-ops", *options)
     sums(figures, "step")
-    train("--model", "d2", *SHAPE, *options, "--plan", "--timeline", tmp_path / "t.json")
+    train("--model", "d2", *SHAPE, *options, "--plan", "--timeline", tmp_path / "t.json", "--data", gpt2_tokens(tmp_path))
     timeline = json.loads((tmp_path / "t.json").read_text())["operations"]
     assert calls(figures) == collections.Counter(o["name"] for o in timeline if o["event"] == "operation")
     products = {o["name"] for o in figures["operations"]}

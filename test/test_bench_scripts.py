@@ -13,7 +13,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from trainer_runs import ENVIRONMENT, binaries, make
+from trainer_runs import ENVIRONMENT, binaries, make, random_tokens, write_shard
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BENCH = ROOT / "dev" / "bench"
@@ -203,13 +203,14 @@ def test_the_trainer_itself(train, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["d1", "d6", "d24", "d36", "d48"])
-def test_pytorchs_model_is_as_large(train_fp32, model):
+def test_pytorchs_model_is_as_large(train_fp32, tmp_path, model):
     module = load("torch_gpt2")
     layers, heads, channels = module.sizes(model)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in module.GPT2(layers, heads, channels, 1024).parameters())
     padding = (module.PADDED_VOCABULARY - module.VOCABULARY) * channels
-    assert parameters - padding == train_fp32.plan("--model", model)["parameters"]
+    tokens = write_shard(tmp_path / "data.bin", random_tokens(300, 2000))
+    assert parameters - padding == train_fp32.plan("--model", model, "--data", tokens)["parameters"]
 
 
 @pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.more), "llama"])

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import pathlib
 import re
@@ -9,7 +10,8 @@ import resource
 import subprocess
 
 import pytest
-from trainer_runs import ENVIRONMENT, write_text
+from tokenizers import ByteLevelBPETokenizer
+from trainer_runs import ENVIRONMENT, make, write_text
 
 MIB = 1 << 20
 
@@ -139,6 +141,52 @@ def test_batch_auto_takes_what_is_free(train, text, kind):
         assert float(said[2]) < size / MIB
         batches.append(int(said[1]))
     assert 1 <= batches[0] < batches[1]
+
+
+TEXTS = {"bytes": ("d2", "text"), "tokens": ("model", "text"), "examples": ("model", "lines.jsonl")}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Data that are read, tokenized or packed before anything is planned, and a model with a tokenizer."""
+    work = tmp_path_factory.mktemp("texts")
+    lines = write_text(work / "text").read_text().splitlines() * 600
+    (work / "text").write_text("\n".join(lines))
+    (work / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines if line.strip()))
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train([str(work / "text")], vocab_size=2000)
+    make(work / "model", "--layers", 2, "--heads", 2, "--channels", 64, "--positions", 128, "--vocab", tokenizer.get_vocab_size())
+    tokenizer.save(str(work / "model" / "tokenizer.json"))
+    return work
+
+
+@pytest.mark.parametrize("kind", TEXTS)
+@pytest.mark.parametrize("more", [0, 6])
+def test_a_budget_of_all_there_is_fits(train, texts, kind, more):
+    """--memory N in a cgroup of N, or of a little more: what was read before and the kernel's own are there too."""
+    model, data = TEXTS[kind]
+    options = ("--model", model if model == "d2" else texts / model, "--data", texts / data, "--batch", 16, "--seq-len", 64,
+               "--steps", 2)
+    least = train(*options, "--threads", 2, "--sample-tokens", 0, "--memory", "1MiB", "--plan", "--weights", "device", "--state",
+                  "device", "--gradients", "device", "--park", 0, code=2).stderr.decode()
+    least = math.ceil(float(re.search(r"least that this takes is ([\d.]+) MiB", least)[1]))
+    for budget in (least + 8, least + 20):
+        with cgroup((budget + more) * MIB) as folder:
+            result = run(train, *options, "--memory", f"{budget}MiB", inside=folder)
+            assert result.returncode == 0, (budget, result.stderr)
+            taken = re.search(rb"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", result.stdout)
+            assert float(taken[1]) <= float(taken[2]) <= budget
+
+
+def test_a_budget_for_another_machine_is_planned_as_it_is(train):
+    """Of less than a limit what is left is planned with, and said; more than that is meant for elsewhere."""
+    with cgroup(100 * MIB) as folder:
+        options = ("--plan", "--model", "d4", "--batch", 8, "--seq-len", 128)
+        inside = run(train, *options, "--memory", "100MiB", inside=folder).stdout.decode()
+        left = int(re.search(r"^--memory 100MiB, of which (\d+) MiB are left \(.*memory\.(?:limit_in_bytes|max)\): --rec", inside)[1])
+        assert 80 < left < 100 and float(re.search(r"^  takes ([\d.]+) MiB", inside, re.MULTILINE)[1]) <= left
+        beyond = run(train, *options, "--memory", "300MiB", inside=folder).stdout.decode()
+        assert beyond.startswith("--memory 300MiB: --recompute")
 
 
 def test_batch_auto_is_capped(train, text):

@@ -113,6 +113,77 @@ TEST(HostMemory, LimitsOfTheProcess) {
     m.expect_free(1000, "this machine's memory", {.address_space = 9000 * kMiB});
 }
 
+// What the process has of its plan already is no longer free, but is there for the plan. Its libraries may be
+// among the files that others could drop, and then are not counted twice.
+TEST(HostMemory, InAll) {
+    const Machine m("0::/job\n", kV2);
+    const std::string at = "/sys/fs/cgroup/job";
+    const OwnMemory own{.anonymous = 30 * kMiB, .resident_files = 9 * kMiB, .libraries = 18 * kMiB};
+    const auto in_all = [&](const ProcessLimits& limits = {}) {
+        return host_memory_in_all(memory_limits(m.folder.path(), limits, own));
+    };
+    EXPECT_DOUBLE_EQ(mebibytes(in_all().bytes), 1030);
+    m.write(at + "/memory.max", mib(553));
+    m.write(at + "/memory.high", "max");
+    m.write(at + "/memory.current", mib(41));
+    m.write(at + "/memory.stat", "inactive_file 0\nfile_mapped 0\n");  // the libraries are charged to others
+    EXPECT_DOUBLE_EQ(mebibytes(in_all().bytes), 553 - 41 - 1 - 1 + 30);
+    m.write(at + "/memory.stat", format("inactive_file 0\nfile_mapped %zu\n", 9 * kMiB));
+    EXPECT_DOUBLE_EQ(mebibytes(in_all().bytes), 553 - 41 - 1 - 1 + 30 + 9);
+    const double same = mebibytes(in_all().bytes);
+    m.write(at + "/memory.current", mib(61));
+    m.write(at + "/memory.stat", format("inactive_file %zu\nfile_mapped %zu\n", 29 * kMiB, 12 * kMiB));
+    EXPECT_NEAR(mebibytes(in_all().bytes), same, 0.01);
+    EXPECT_DOUBLE_EQ(mebibytes(in_all({.address_space = 100 * kMiB}).bytes), 100 - 40 + 30 + 18);
+    EXPECT_EQ(in_all({.address_space = 100 * kMiB}).limit, "ulimit -v 102400");
+}
+
+// A budget is less where a limit that allows as much has less left, and is as it is where none does.
+TEST(HostMemory, WhatIsLeftOfABudget) {
+    const std::vector<MemoryLimit> limits = {{9000 * kMiB, 0, 1000 * kMiB, "the machine"},
+                                             {300 * kMiB, 0, 280 * kMiB + 5, "a cgroup"}};
+    const auto left = [&](size_t bytes) { return available_of(bytes, limits); };
+    EXPECT_EQ(left(280 * kMiB).bytes, 280 * kMiB);
+    EXPECT_EQ(left(280 * kMiB).limit, "");
+    EXPECT_EQ(left(300 * kMiB).bytes, 280 * kMiB);
+    EXPECT_EQ(left(300 * kMiB).limit, "a cgroup");
+    EXPECT_EQ(left(300 * kMiB + 4095).bytes, 280 * kMiB);  // the kernel rounds a cgroup's limit to pages
+    EXPECT_EQ(left(400 * kMiB).bytes, 400 * kMiB);
+    EXPECT_EQ(left(2000 * kMiB).bytes, 1000 * kMiB);
+    EXPECT_EQ(left(2000 * kMiB).limit, "the machine");
+    EXPECT_EQ(left(10000 * kMiB).bytes, 10000 * kMiB);
+}
+
+// What is mapped of files with code, but for what is written; of a large one no more than is read of it.
+TEST(HostMemory, Libraries) {
+    const Machine m("", "");
+    m.write(
+        "/proc/self/maps",
+        "1000-3000 r--p 00000000 08:01 17 /usr/bin/train\n3000-7000 r-xp 00002000 08:01 17 /usr/bin/train\n"
+        "7000-9000 rw-p 00006000 08:01 17 /usr/bin/train\n10000-20000 rw-p 00000000 00:00 0 [heap]\n"
+        "30000-50000 r--p 00000000 08:01 99 /data/model.safetensors\n"
+        "100000-110000 r-xp 00000000 08:02 17 /usr/lib/lib with blanks.so\n"
+        "10000000-18000000 r-xp 00000000 08:01 4 /usr/lib/libdnnl.so\nnonsense\n");
+    EXPECT_EQ(library_bytes(m.folder.path()), 0x6000 + 0x10000 + kMostOfALibrary);
+    EXPECT_EQ(library_bytes("/nowhere"), 0u);
+    const size_t own = library_bytes(), resident = number_in_file("/proc/self/status", "RssFile:").value()
+                                                   << 10;
+    EXPECT_GE(own, resident);
+    EXPECT_LT(own, 64 * kMiB);
+}
+
+TEST(Sizes, SaySomething) {
+    for (const auto& [bytes, text] : {std::pair<size_t, const char*>{0, "0 bytes"},
+                                      {1, "1 byte"},
+                                      {1023, "1023 bytes"},
+                                      {1024, "1.0 KiB"},
+                                      {12900, "12.6 KiB"},
+                                      {(1 << 20) - 1, "1024.0 KiB"},
+                                      {1 << 20, "1.0 MiB"},
+                                      {size_t{5} << 30, "5120.0 MiB"}})
+        EXPECT_EQ(size_text(bytes), text);
+}
+
 // Of files that hold anything nothing is read that is not there.
 TEST(HostMemory, DamagedFiles) {
     const Machine m("::\n\n:\n4:memory\n0::\n7:x:\n",

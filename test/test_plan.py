@@ -34,7 +34,7 @@ def peak(buffers):
 
 def test_schema(train):
     plan = train.plan("--model", "d2", "--batch", 3, "--seq-len", 40, "--recompute", "norm")
-    assert list(plan) == ["model", "parameters", "trained", "device", "precision", "batch", "seq_len", "grad_accum",
+    assert list(plan) == ["model", "parameters", "trained", "vocabulary", "device", "precision", "batch", "seq_len", "grad_accum",
                           "head_rows", "mlp_rows", "attention_rows", "recompute", "totals", "elsewhere", "host", "activations_lower_bound",
                           "peak_at", "estimated_seconds", "tokens_per_second", "rates", *(["gpu"] if plan["device"] == "cuda" else []),
                           "phases", "operations", "buffers"]

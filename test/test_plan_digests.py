@@ -11,7 +11,7 @@ import pathlib
 import tempfile
 
 import pytest
-from trainer_runs import binaries
+from trainer_runs import binaries, random_tokens, write_shard
 
 DIGESTS = pathlib.Path(__file__).with_suffix(".json")
 LEVELS = ["none", "gelu", "norm", "ffn", "attention", "block"]
@@ -27,6 +27,8 @@ def digest(train, folder, case):
     """Of what the plans at all levels say of tensors; what libraries and the process take are the machine's."""
     (folder / "config.json").write_text(json.dumps(SMALL))
     model, *options = case.split()
+    if model == "d2":  # without data it would learn bytes
+        options += ["--data", write_shard(folder / "data.bin", random_tokens(301, 2000))]
     said = []
     for level in [*LEVELS, MIXES.get(model, "gelu")]:
         plan = train.plan("--model", folder if model == "small" else model, *options, "--recompute", level)

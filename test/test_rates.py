@@ -170,10 +170,11 @@ def test_columns_of_a_wider_matrix_have_its_rate(train, tmp_path):
     def products(**wide):
         rates = rates_of(train)
         rates["products"]["TN"] |= wide
-        plan = train.plan("--model", "llama:d2", "--train", "lora", "--batch", 1, "--seq-len", 64, "--threads", THREADS,
+        plan = train.plan("--model", tmp_path / "model", "--train", "lora", "--batch", 1, "--seq-len", 64, "--threads", THREADS,
                           "--rates", write(tmp_path / "rates.json", rates))
         return {o["name"]: o["seconds"] for o in plan["operations"] if " TN" in o["name"]}
 
+    make(tmp_path / "model", "--family", "llama", "--layers", 2, "--heads", 2, "--channels", 128, "--vocab", 32000, "--positions", 64)
     as_fast = products()
     rows = max(int(name.partition(" TN rows of ")[2].split()[0]) for name in as_fast if " TN rows of " in name)
     slow = products(m=[rows - 1, rows], flops_per_second=[1e11] * 4 + [5e10] * 4)

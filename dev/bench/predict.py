@@ -16,6 +16,7 @@ import statistics
 import tempfile
 
 import results
+from compare import write_tokens
 from results import ENVIRONMENT, PeerFailed, fail
 
 SECONDS = 6  # of steps that count, of each configuration
@@ -79,7 +80,11 @@ def bench(command, predicted):
 def measure(binary, rates, model, batch, seq_len, options):
     """A configuration's plan, and its benches: a second one where the first is off."""
     command = [binary, "--model", model, "--batch", batch, "--seq-len", seq_len, *options]
-    plan = results.json_of([*command, "--sample-tokens", 0, "--plan", "--json", "--rates", rates])
+    data = []
+    if not pathlib.Path(model).exists():  # a bench of a new model has GPT-2's tokens
+        data = ["--data", rates.with_name("tokens.bin")]
+        write_tokens(data[1], 2 * batch * seq_len)
+    plan = results.json_of([*command, *data, "--sample-tokens", 0, "--plan", "--json", "--rates", rates])
     predicted = plan["estimated_seconds"]
     runs = [bench(command, predicted)]
     if abs(1000 * predicted / runs[0]["step_ms"]["median"] - 1) > GOOD:

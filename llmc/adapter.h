@@ -6,10 +6,12 @@
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "llmc/adapter_base.h"
 #include "llmc/model.h"
 
 enum class Trained { All, Lora, Prompt };
@@ -69,7 +71,8 @@ struct AdapterConfig {
     std::vector<LinearModule> modules;  // LoRA's, in the order of linear_modules()
     double dropout = 0;                 // LoRA's, of its inputs
     int prompt_tokens = 0;
-    nlohmann::json json;  // adapter_config.json
+    nlohmann::ordered_json json;      // adapter_config.json
+    std::optional<AdapterBase> base;  // the model that it was trained beside, where that is known
 
     explicit operator bool() const { return kind != Trained::All; }
 };
@@ -140,15 +143,17 @@ inline bool is_among(const ModelConfig& c, const LinearModule& m, const std::str
 // A new soft prompt of so many tokens, begun with those of `text` if it is not empty.
 inline AdapterConfig new_prompt(const ModelConfig& c, int tokens, const std::string& text,
                                 const std::string& base) {
-    AdapterConfig adapter{.kind = Trained::Prompt, .modules = {}, .prompt_tokens = tokens, .json = {}};
-    adapter.json = {
+    AdapterConfig adapter{
+        .kind = Trained::Prompt, .modules = {}, .prompt_tokens = tokens, .json = {}, .base = {}};
+    nlohmann::json json = {
         {"peft_type", "PROMPT_TUNING"},    {"task_type", "CAUSAL_LM"},
         {"base_model_name_or_path", base}, {"inference_mode", true},
         {"num_virtual_tokens", tokens},    {"token_dim", c.channels},
         {"num_layers", c.layers},          {"num_attention_heads", c.heads},
         {"num_transformer_submodules", 1}, {"prompt_tuning_init", text.empty() ? "SAMPLE_VOCAB" : "TEXT"},
         {"tokenizer_name_or_path", base}};
-    if (!text.empty()) adapter.json["prompt_tuning_init_text"] = text;
+    if (!text.empty()) json["prompt_tuning_init_text"] = text;
+    adapter.json = json;  // sorted, as PEFT writes it
     return adapter;
 }
 
@@ -171,7 +176,7 @@ inline void check_rank(const LinearModule& m, int64_t rank, const std::string& w
 // A new LoRA of a model. `base` is the model's folder, for PEFT. Fails naming the target that is no linear
 // layer.
 inline AdapterConfig new_lora(const ModelConfig& c, const LoraOptions& o, const std::string& base) {
-    AdapterConfig adapter{.kind = Trained::Lora, .modules = {}, .dropout = o.dropout, .json = {}};
+    AdapterConfig adapter{.kind = Trained::Lora, .modules = {}, .dropout = o.dropout, .json = {}, .base = {}};
     std::vector<bool> found(o.targets.size());
     std::vector<std::string> names, whole_names;
     for (LinearModule& m : linear_modules(c)) {
@@ -190,17 +195,19 @@ inline AdapterConfig new_lora(const ModelConfig& c, const LoraOptions& o, const 
     for (size_t i = 0; i < found.size(); i++)
         if (!found[i]) fail_no_layer("--lora-targets", o.targets[i], c);
     const bool in_each_block = whole_names.size() == names.size() * static_cast<size_t>(c.layers);
-    adapter.json = {{"peft_type", "LORA"},
-                    {"task_type", "CAUSAL_LM"},
-                    {"base_model_name_or_path", base},
-                    {"inference_mode", true},
-                    {"r", o.rank},
-                    {"lora_alpha", o.alpha},
-                    {"lora_dropout", o.dropout},
-                    {"target_modules", in_each_block ? names : whole_names},
-                    {"fan_in_fan_out", !c.family->by_outputs},
-                    {"bias", "none"},
-                    {"use_rslora", false},
-                    {"init_lora_weights", true}};
+    // Sorted, as PEFT writes it.
+    const nlohmann::json json = {{"peft_type", "LORA"},
+                                 {"task_type", "CAUSAL_LM"},
+                                 {"base_model_name_or_path", base},
+                                 {"inference_mode", true},
+                                 {"r", o.rank},
+                                 {"lora_alpha", o.alpha},
+                                 {"lora_dropout", o.dropout},
+                                 {"target_modules", in_each_block ? names : whole_names},
+                                 {"fan_in_fan_out", !c.family->by_outputs},
+                                 {"bias", "none"},
+                                 {"use_rslora", false},
+                                 {"init_lora_weights", true}};
+    adapter.json = json;
     return adapter;
 }

@@ -1,74 +1,82 @@
 // adapter_files.h - an adapter on disk, as PEFT saves it: adapter_config.json and adapter_model.safetensors.
+// Beside them our own saves have adapter_base.json (adapter_base.h).
 #pragma once
 
-#include <regex>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "llmc/adapter.h"
+#include "llmc/adapter_targets.h"
 #include "llmc/safetensors.h"
 
-constexpr const char* kAdapterConfigFile = "adapter_config.json";
-constexpr const char* kAdapterWeightsFile = "adapter_model.safetensors";
-
-// Whether a folder holds an adapter, and no model.
-inline bool is_adapter_folder(const std::string& folder) {
-    return file_exists(folder + "/" + kAdapterConfigFile);
+// Fails where target_modules names what has no LoRA here: embeddings, norms, the head.
+inline void check_other_targets(const TargetModules& targets, const ConfigReader& r, const ModelConfig& c) {
+    const auto check = [&](const std::string& module, int layer) {
+        if (!targets.left_out_by(module, layer, false))
+            fail(
+                "%s: 'target_modules' has %s, which is no linear layer of a block: only those have a LoRA "
+                "here",
+                r.file().c_str(), module.c_str());
+    };
+    const Layout layout(c);
+    for (int unit = 0; unit < static_cast<int>(layout.units().size()); unit++)
+        for (const Parameter& p : layout.parameters_of(unit))
+            for (const Parameter::Part& part : p.parts)
+                if (!is_linear(p.field) && part.name.ends_with(".weight"))
+                    check(part.name.substr(0, part.name.rfind('.')),
+                          unit == 0 || unit > c.layers ? -1 : unit - 1);
+    check("lm_head", -1);  // of a tied head the layout has none
 }
 
-// The value that a pattern of PEFT's has for a linear layer: {"regular expression of the name's end": value}.
-// Fails where an expression is none.
-inline double pattern_value(const ConfigReader& config, const char* pattern, const std::string& module,
-                            double otherwise) {
-    const ConfigReader values = config.object(pattern);
-    for (const auto& [key, value] : values.json().items()) {
-        bool matches = false;
-        try {
-            matches = std::regex_match(module, std::regex("(.*\\.)?(" + key + ")"));
-        } catch (const std::regex_error&) {
-            fail("%s: '%s' has \"%s\", which is no regular expression", config.file().c_str(), pattern,
-                 printable(key).c_str());
-        }
-        if (matches) return values.number(key.c_str(), 0, 1e9);
-    }
-    return otherwise;
+// Fails unless adapter_config.json gives a module a LoRA just where the file has tensors of one. Returns
+// whether it does.
+inline bool has_lora(const TargetModules& targets, const ConfigReader& r, const std::string& module,
+                     int layer, const SafetensorsFile& file) {
+    const std::string a = kPeftPrefix + module + ".lora_A.weight",
+                      b = kPeftPrefix + module + ".lora_B.weight";
+    const bool there = file.find(a) || file.find(b);
+    const char* const left_out_by = targets.left_out_by(module, layer, true);
+    if (there && left_out_by)
+        fail("%s: '%s' leaves out %s, of which %s has tensors", r.file().c_str(), left_out_by, module.c_str(),
+             file.path().c_str());
+    if (!there && !left_out_by)
+        fail("%s: 'target_modules' has %s, of which %s has no tensors", r.file().c_str(), module.c_str(),
+             file.path().c_str());
+    return there;
 }
 
-// Fails on what changes an adapter's arithmetic and is not computed here.
-inline void check_lora_config(const ConfigReader& r) {
-    r.must_be("bias", {"none"});
-    for (const char* name : {"use_dora", "lora_bias", "use_qalora", "use_bdlora"}) r.must_be(name, {false});
-    for (const char* name : {"modules_to_save", "layer_replication", "trainable_token_indices",
-                             "target_parameters", "alora_invocation_tokens", "arrow_config"})
-        r.must_be(name, {nlohmann::json::array()});
-    // Other ways to begin change the model's own weights too, and an adapter is then of those.
-    if (r.has("init_lora_weights") && !r.json()["init_lora_weights"].is_boolean())
-        r.must_be("init_lora_weights", {"gaussian", "eva", "orthogonal"});
-}
-
-// The LoRA in a file: the linear layers that it has tensors for, with their ranks.
-inline std::vector<LinearModule> read_lora_modules(const SafetensorsFile& file, const ConfigReader& r,
-                                                   const ModelConfig& c) {
-    const double alpha = r.number("lora_alpha", 8, 0, 1e9);
+// The LoRA in a file: the linear layers that `config` gives one, with their ranks and scales. `r` reads the
+// same configuration.
+inline std::vector<LinearModule> read_lora_modules(const SafetensorsFile& file,
+                                                   const nlohmann::ordered_json& config,
+                                                   const ConfigReader& r, const ModelConfig& c) {
+    const TargetModules targets(r);
+    const ValuePatterns ranks(config, r, "rank_pattern"), alphas(config, r, "alpha_pattern");
+    const int rank_of_all = r.has("r") ? r.integer("r", 1, INT32_MAX) : 8;
+    const double alpha_of_all = r.number("lora_alpha", 8, 0, 1e9);
     const bool by_root = r.truth("use_rslora", false);
+    check_other_targets(targets, r, c);
     std::vector<LinearModule> modules;
     std::set<std::string> used;
     for (LinearModule& m : linear_modules(c)) {
         const std::string module = full_name(c, m);
+        if (!has_lora(targets, r, module, m.layer, file)) continue;
+        const char* const rank_key = ranks.key_of(module);
+        m.rank = rank_key ? r.object("rank_pattern").integer(rank_key, 1, INT32_MAX) : rank_of_all;
         const std::string a_name = kPeftPrefix + module + ".lora_A.weight";
         const std::string b_name = kPeftPrefix + module + ".lora_B.weight";
-        const SafetensorsEntry* a = file.find(a_name);
-        if (!a && !file.find(b_name)) continue;
-        if (a && a->shape.size() != 2)
-            fail("%s: tensor \"%s\" is no matrix", file.path().c_str(), a_name.c_str());
-        const int64_t rank = a ? a->shape[0] : 0;
-        file.get(a_name, {rank, m.inputs});
-        check_rank(m, rank, file.path());
-        file.get(b_name, {m.outputs, rank});
-        m.rank = static_cast<int>(rank);
-        const double scaled = pattern_value(r, "alpha_pattern", module, alpha);
-        m.scale = scaled / (by_root ? std::sqrt(static_cast<double>(rank)) : static_cast<double>(rank));
+        const SafetensorsEntry* const a = file.find(a_name);
+        if (a && a->shape.size() == 2 && a->shape[0] != m.rank)
+            fail("%s: '%s' says rank %d for %s, and its lora_A in %s has %lld", r.file().c_str(),
+                 rank_key ? "rank_pattern" : "r", m.rank, module.c_str(), file.path().c_str(),
+                 static_cast<long long>(a->shape[0]));
+        check_rank(m, m.rank, file.path());
+        file.get(a_name, {m.rank, m.inputs});
+        file.get(b_name, {m.outputs, m.rank});
+        const char* const alpha_key = alphas.key_of(module);
+        const double alpha = alpha_key ? r.object("alpha_pattern").number(alpha_key, 0, 1e9) : alpha_of_all;
+        m.scale = alpha / (by_root ? std::sqrt(static_cast<double>(m.rank)) : static_cast<double>(m.rank));
         used.insert({a_name, b_name});
         modules.push_back(std::move(m));
     }
@@ -76,8 +84,24 @@ inline std::vector<LinearModule> read_lora_modules(const SafetensorsFile& file, 
         if (!used.contains(entry.name))
             fail("%s: tensor \"%s\" is of no LoRA at a linear layer of this %s", file.path().c_str(),
                  printable(entry.name).c_str(), c.family->name);
-    if (modules.empty()) fail("%s: holds no tensors", file.path().c_str());
+    if (modules.empty())
+        fail("%s: 'target_modules', %s, has no linear layer of this %s", r.file().c_str(),
+             printable(r.json()["target_modules"].dump()).c_str(), c.family->name);
     return modules;
+}
+
+// Reads adapter_config.json with its keys in the file's order: of two keys of a pattern the first counts.
+inline nlohmann::ordered_json read_adapter_config(const std::string& path) {
+    const std::string text = read_text(path);
+    parse_json(text, path);  // fails where it is none
+    return nlohmann::ordered_json::parse(text);
+}
+
+// Writes adapter_config.json with its keys in their order.
+inline void write_adapter_config(const std::string& path, const nlohmann::ordered_json& config) {
+    FileWriter file(path);
+    file.write(config.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n");
+    file.finish();
 }
 
 // The adapter in a folder, for a model. Fails naming what is missing, is of another model, or is not computed
@@ -85,7 +109,8 @@ inline std::vector<LinearModule> read_lora_modules(const SafetensorsFile& file, 
 inline AdapterConfig read_adapter(const std::string& folder, const ModelConfig& c) {
     const std::string path = folder + "/" + kAdapterConfigFile;
     if (!file_exists(path)) fail("%s: is no adapter: has no %s", folder.c_str(), kAdapterConfigFile);
-    const nlohmann::json json = read_json(path);
+    const nlohmann::ordered_json config = read_adapter_config(path);
+    const nlohmann::json json = config;
     const ConfigReader r(json, path);
     const std::string type = r.text("peft_type", "");
     if (type != "LORA" && type != "PROMPT_TUNING")
@@ -95,15 +120,16 @@ inline AdapterConfig read_adapter(const std::string& folder, const ModelConfig& 
     if (!file_exists(weights)) fail("%s: has no %s", folder.c_str(), kAdapterWeightsFile);
     const SafetensorsFile file(weights);
     AdapterConfig adapter;
-    adapter.json = json;
+    adapter.json = config;
+    adapter.base = read_adapter_base(folder);
     if (type == "LORA") {
         adapter.kind = Trained::Lora;
         check_lora_config(r);
-        adapter.modules = read_lora_modules(file, r, c);
+        adapter.modules = read_lora_modules(file, config, r, c);
         adapter.dropout = r.has("lora_dropout") ? r.number("lora_dropout", -1e-9, 1) : 0;
     } else {
         adapter.kind = Trained::Prompt;
-        r.must_be("num_transformer_submodules", {1});
+        check_prompt_config(r, c);
         adapter.prompt_tokens = r.size("num_virtual_tokens", kMostPositions);
         file.get("prompt_embeddings", {adapter.prompt_tokens, c.channels});
         for (const SafetensorsEntry& entry : file.entries())

@@ -11,7 +11,9 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cassert>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <filesystem>
@@ -141,8 +143,21 @@ void initialize_weights(State<T>& state, uint64_t seed) {
         });
 }
 
+// Fails naming the tensor where a weight is not a finite number: quantizing would hide it. `first` is the
+// number of the first value.
+inline void check_finite(const std::vector<float>& values, int64_t first, const std::string& tensor,
+                         const std::string& folder) {
+    uint32_t bad = 0;
+    for (const float value : values)
+        bad |= (std::bit_cast<uint32_t>(value) & 0x7f800000u) == 0x7f800000u ? 1 : 0;
+    if (!bad) return;
+    const auto at = std::find_if(values.begin(), values.end(), [](float x) { return !std::isfinite(x); });
+    fail("%s: tensor \"%s\" has %g as value %lld, and a weight must be a finite number", folder.c_str(),
+         printable(tensor).c_str(), double{*at}, static_cast<long long>(first + (at - values.begin())));
+}
+
 // Calls use(first, values) for one chunk after another of a tensor, as floats. Fails naming the folder when
-// it is of another dtype.
+// it is of another dtype, and the tensor when a value is not finite.
 template <class Use>
 void read_chunks(const SafetensorsEntry& entry, int64_t elements, const std::string& folder, Use&& use) {
     std::vector<float> values;
@@ -153,6 +168,7 @@ void read_chunks(const SafetensorsEntry& entry, int64_t elements, const std::str
         } catch (const UserError& e) {
             fail("%s: %s", folder.c_str(), e.what());
         }
+        check_finite(values, first, entry.name, folder);
         use(first, values);
     });
 }
@@ -267,7 +283,7 @@ void load_adapter(State<T>& state, const std::string& folder) {
     const SafetensorsFile file(folder + "/" + kAdapterWeightsFile);
     for (const Parameter& p : state.layout.parameters())
         for (const Parameter::Part& part : p.parts)
-            load_part(state, p, part, file.get(part.name, file_shape(part.shape)), folder);
+            load_part(state, p, part, file.get(part.name, file_shape(part.shape)), file.path());
 }
 
 // Calls use(first, count, bytes) for one chunk after another of a tensor: elements of the model, and the
@@ -356,7 +372,8 @@ void write_settings(const std::string& folder, const ModelConfig& model, const T
 template <class T>
 void write_adapter(const std::string& folder, const State<T>& state, const AdapterConfig& adapter,
                    const TokenizerSource& tokenizer) {
-    write_json(folder + "/" + kAdapterConfigFile, adapter.json);
+    write_adapter_config(folder + "/" + kAdapterConfigFile, adapter.json);
+    if (adapter.base) write_json(folder + "/" + kAdapterBaseFile, adapter.base->json());
     write_generation(folder, state.layout.config());
     write_tokenizer(tokenizer, folder);
     write_tensors(folder + "/" + kAdapterWeightsFile, state.layout, weight_buffers(state));
@@ -375,16 +392,19 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
     }
     if (with_training_state) {
         write_tensors(folder + "/trainer_state.safetensors", state.layout, training_buffers(state));
-        write_json(folder + "/trainer_state.json",
-                   {{"step", progress.step},
-                    {"sequences", progress.sequences},
-                    {"evaluated", progress.evaluated},
-                    {"others", progress.others},
-                    {"precision", dtype_name<T>()},
-                    {"formats", state.options.text()},
-                    {"options", convert_options(progress.options, escape_bytes)},
-                    {"directory", escape_bytes(progress.directory)},
-                    {"data", progress.data}});
+        write_json(
+            folder + "/trainer_state.json",
+            {{"step", progress.step},
+             {"sequences", progress.sequences},
+             {"evaluated", progress.evaluated},
+             {"others", progress.others},
+             {"first_loss", progress.first_loss ? nlohmann::json(*progress.first_loss) : nlohmann::json()},
+             {"last_good", progress.last_good ? nlohmann::json(*progress.last_good) : nlohmann::json()},
+             {"precision", dtype_name<T>()},
+             {"formats", state.options.text()},
+             {"options", convert_options(progress.options, escape_bytes)},
+             {"directory", escape_bytes(progress.directory)},
+             {"data", progress.data}});
     }
     sync_directory(folder);
 }
@@ -392,7 +412,7 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
 // Saves the weights, an adapter's where there is one, and with_training_state what resuming takes, as step-N
 // in a folder, makes the folder show it, and removes all but the newest saves that it keeps. A save of the
 // same step is replaced. Fails naming the file when something cannot be written; what was saved before is
-// then as it was. Needs room for one save more than are kept.
+// then as it was. Needs room for one save more than are kept, and for the last good one.
 template <class T>
 void save_checkpoint(const SaveFolder& folder, const State<T>& state, const Progress& progress,
                      const TokenizerSource& tokenizer, bool with_training_state,

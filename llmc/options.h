@@ -103,6 +103,7 @@ struct Options {
     std::map<std::string, std::vector<std::string>> given;
     std::set<std::string> saved;  // those of them that came from the save that is resumed,
     std::string directory;        // whose relative names count from there
+    bool any_base = false;  // --base none: the model is as it is, whatever its adapter was trained beside
     bool has(const std::string& name) const { return given.count(name) > 0; }
     const char* first(const std::string& name) const { return given.at(name).at(0).c_str(); }
     // Whether the run saves in --out.
@@ -170,8 +171,10 @@ constexpr int kMostCount = 1 << 30;  // of tokens, sequences, saves
 
 inline void declare_model_options(CLI::App& app, Options& o) {
     const std::string group = "Model and data";
-    app.add_option("--model", o.model,
-                   "a Hugging Face folder; or dN: a new GPT-2 of N layers, llama:dN, qwen3:dN, ...")
+    app.add_option(
+           "--model", o.model,
+           "a Hugging Face folder, or an adapter's, beside the model that it names; or dN: a new GPT-2 of N "
+           "layers, llama:dN, qwen3:dN, ...")
         ->group(group);
     app.add_option("--data", o.data,
                    "texts, examples in JSON lines or a JSON list, or token shards (.bin); globs")
@@ -222,9 +225,11 @@ inline void declare_adapter_options(CLI::App& app, Options& o) {
                    "prompt: vectors before each sequence")
         ->check(one_of(kTrainedNames))
         ->group(group);
-    app.add_option("--base", o.base,
-                   "quantize the linear layers of a model that is not trained: nf4, or nf4-double")
-        ->check(CLI::IsMember({"nf4", "nf4-double"}))
+    app.add_option(
+           "--base", o.base,
+           "quantize the linear layers of a model that is not trained: nf4, or nf4-double; none: leave it "
+           "as it is, whatever its adapter was trained beside")
+        ->check(CLI::IsMember({"nf4", "nf4-double", "none"}))
         ->group(group);
     app.add_option(
            "--store", o.store,
@@ -491,7 +496,12 @@ inline void declare_saving_options(CLI::App& app, Options& o) {
     app.add_option("--save-every", o.save_every, "steps between saves; 0: at the end")
         ->transform(whole(0, 1e12))
         ->group(group);
-    app.add_option("--keep", o.keep, "saves to keep; 0: all")->transform(whole(0, kMostCount))->group(group);
+    app.add_option(
+           "--keep", o.keep,
+           "saves to keep, beside the last good one, before which the loss was not far above the first and "
+           "the gradient not zero; 0: all")
+        ->transform(whole(0, kMostCount))
+        ->group(group);
     app.add_option("--resume", o.resume,
                    "go on from a save; its options hold unless given; auto: from the one in --out, or begin "
                    "where there "
@@ -733,6 +743,31 @@ inline bool only_generates(const Options& o) {
            o.bench.empty();
 }
 
+// Where --model names an adapter's folder: has --model be the model that it is of, quantized as it was when
+// the adapter was trained unless options say how, and --adapter that folder.
+inline void open_adapter_as_model(Options& o) {
+    const std::string folder = o.model;
+    if (parse_new_model(folder) || !is_adapter_folder(resolve_save(folder))) return;
+    if (!o.adapter.empty())
+        fail("--model %s: is an adapter, and so is --adapter %s: give the model that they are of as --model",
+             folder.c_str(), o.adapter.c_str());
+    o.model = find_adapter_model(folder), o.adapter = folder;
+    o.given["--model"] = {o.model}, o.given["--adapter"] = {o.adapter};
+    const std::optional<AdapterBase> base = read_adapter_base(resolve_save(folder));
+    const bool says_how = o.has("--base") || o.has("--store") || o.has("--head");
+    if (says_how || !base || is_quantized_model(o.model) || !base->has_options()) return;
+    if (base->is_nf4()) {
+        o.base = base->linear_layers.at("all");
+        o.given["--base"] = {o.base};
+    } else if (!base->linear_layers.empty()) {
+        for (const auto& [layers, format] : base->linear_layers) o.store.push_back(layers + "=" + format);
+        o.given["--store"] = o.store;
+    }
+    if (base->head.empty()) return;
+    o.head = base->head_option();
+    o.given["--head"] = {o.head};
+}
+
 // Reads the command line. `saved` is asked, for a resume, for the SavedOptions of that save; those not given
 // now hold. Prints the help and exits when asked for it; fails on what is wrong.
 template <class Saved>
@@ -802,6 +837,9 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
             if (c == '\n') c = ' ';
         fail("%s (--help lists the options)", line.c_str());
     }
+    open_adapter_as_model(o);
+    o.any_base = o.base == "none";
+    if (o.any_base) o.base.clear();
     if (!o.has("--lr"))
         o.lr = o.train == "prompt"        ? kPromptRate
                : o.trains_adapter()       ? kLoraRate

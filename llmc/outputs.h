@@ -81,6 +81,8 @@ inline bool same_file(const std::string& a, const std::string& b) {
 inline bool is_model_file(std::string_view name) {
     for (const char* tokenizer : kTokenizerFiles)
         if (name == tokenizer) return true;
+    for (const char* adapter : {kAdapterConfigFile, kAdapterBaseFile})
+        if (name == adapter) return true;
     return name == "config.json" || name == "generation_config.json" || name == "trainer_state.json" ||
            name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json");
 }

@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -26,6 +27,8 @@ struct Progress {
     std::string formats = {};       // StateOptions::text() of what was saved; a save says its own
     std::set<int64_t> others = {};  // another run's saves in the same folder, by step
     std::string directory = {};     // from where the options' relative names count; empty in older saves
+    std::optional<double> first_loss = {};         // that of the run's first step
+    std::optional<int64_t> last_good = {};         // the step of the last good save (save_folder.h)
     std::map<std::string, std::string> data = {};  // data_facts() of what each option named (resume.h)
 };
 
@@ -111,6 +114,12 @@ inline Progress read_progress(const std::string& folder) {
     if (json.contains("formats")) p.formats = get("formats", is_text, "a text").get<std::string>();
     if (json.contains("others")) p.others = get("others", are_counts, "counts").get<std::set<int64_t>>();
     if (json.contains("directory")) p.directory = unescape_bytes(get("directory", is_name, "a text"));
+    const auto is_number = [](const nlohmann::json& j) { return j.is_null() || j.is_number(); };
+    const auto may_be_count = [&](const nlohmann::json& j) { return j.is_null() || is_count(j); };
+    if (json.contains("first_loss") && !get("first_loss", is_number, "a number").is_null())
+        p.first_loss = json["first_loss"].get<double>();
+    if (json.contains("last_good") && !get("last_good", may_be_count, "a count").is_null())
+        p.last_good = json["last_good"].get<int64_t>();
     if (json.contains("data"))
         p.data = get("data", are_texts, "texts by name").get<std::map<std::string, std::string>>();
     return p;
@@ -127,7 +136,9 @@ inline SaveFolder open_save_folder(const std::string& out, int keep, const std::
     if (!file_exists(out)) return folder;
     const bool goes_on = !resumed.empty() && canonical(resumed).parent_path() == canonical(out);
     if (goes_on && file_exists(resumed + "/trainer_state.json")) {
-        folder.others = read_progress(resumed).others;
+        const Progress progress = read_progress(resumed);
+        folder.others = progress.others;
+        folder.good = progress.last_good;
     } else if (!goes_on) {
         for (const std::string& name : list_folder(out))
             if (step_of(name) >= 0) folder.others.insert(step_of(name));

@@ -60,6 +60,10 @@ class RunInputs {
     }
     // That of the head, as --head asks; else nothing.
     std::optional<QuantizedWeights> quantized_head() const;
+    // The format that --head asks for.
+    const WeightFormat& head_format() const {
+        return o_.head == "8bit" ? kQ8_0 : o_.base == "nf4" ? kNf4 : kNf4Double;
+    }
     // Embeddings and head that live elsewhere, as `home` has them; else nothing.
     std::optional<EmbeddingsElsewhere> embeddings_elsewhere(const std::string& home) const;
     // Whether the run samples: not where it only initialises, nor without room for a token after the first.
@@ -133,6 +137,9 @@ class RunInputs {
     void choose_length();
     void check_chunks() const;
     void check_base() const;
+    const WeightFormat* format_in_base(const LinearModule& m, const SafetensorsFolder* files) const;
+    AdapterBase describe_base() const;
+    void check_adapter_base();
     // What --store asks, or --base.
     std::vector<StoredAs> stored() const {
         return parse_stored(o_.base.empty() ? o_.store : std::vector{"all=" + o_.base});
@@ -181,6 +188,7 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
     check_base();
     check_homes();
     check_saved_base();
+    check_adapter_base();
     if (o.dropout > 0 && !config.family->drops)
         fail("--dropout %g: a %s has none", o.dropout, config.family->name);
     if (held_save && o.steps > 0) progress = read_progress(resumed);
@@ -359,6 +367,70 @@ inline void RunInputs::check_base() const {
              config.channels);
 }
 
+// The format that a linear layer's matrix is kept in; null: it is not quantized. `files` are a folder in NF4.
+inline const WeightFormat* RunInputs::format_in_base(const LinearModule& m,
+                                                     const SafetensorsFolder* files) const {
+    const WeightFormat* format = nullptr;
+    const std::string name = full_name(config, m) + ".weight";
+    if (gguf) format = &format_of(*gguf->get(name, {m.outputs, m.inputs}).tensor);
+    if (files) format = &Nf4File(*files, name).format();
+    for (const StoredAs& s : stored())
+        if (is_among(config, m, s.target)) format = s.format;
+    const bool floats = format == &kStoredF32 || format == &kStoredF16 || format == &kStoredBf16;
+    return floats ? nullptr : format;
+}
+
+// How this run's base is quantized: by one name for all layers, or for a layer of all blocks, or for each.
+inline AdapterBase RunInputs::describe_base() const {
+    AdapterBase base;
+    std::optional<SafetensorsFolder> files;
+    if (config.has_nf4) files.emplace(model, config.family->prefix);
+    std::map<std::string, std::map<std::string, std::string>>
+        formats;  // by the layer's name in a block, and whole
+    std::set<std::string> all;
+    for (const LinearModule& m : linear_modules(config)) {
+        const WeightFormat* const format = format_in_base(m, files ? &*files : nullptr);
+        const std::string name = format ? stored_name(*format) : "";
+        all.insert(formats[m.name][full_name(config, m)] = name);
+    }
+    const auto add = [&](const std::string& layers, const std::string& format) {
+        if (!format.empty()) base.linear_layers[layers] = format;
+    };
+    if (all.size() == 1) add("all", *all.begin());
+    for (const auto& [module, of_blocks] : formats) {
+        if (all.size() == 1) break;
+        std::set<std::string> different;
+        for (const auto& [name, format] : of_blocks) different.insert(format);
+        if (different.size() == 1) add(module, *different.begin());
+        for (const auto& [name, format] : of_blocks)
+            if (different.size() > 1) add(name, format);
+    }
+    if (!o_.head.empty()) base.head = stored_name(head_format());
+    return base;
+}
+
+// Fails where an adapter was trained beside a model that was quantized otherwise, unless options of this run
+// say how it is quantized now; then a line says so.
+inline void RunInputs::check_adapter_base() {
+    if (!adapter || parse_new_model(o_.model) || (o_.plan && !gguf && !has_weights(model))) return;
+    const AdapterBase now = describe_base();
+    const std::optional<AdapterBase> then = adapter.base;
+    if (o_.steps > 0 || !then) adapter.base = now;
+    if (!then || *then == now) return;
+    const std::string named = held_adapter ? "--adapter " + o_.adapter : "--resume " + o_.resume;
+    const std::string what =
+        format("%s: was trained beside a model %s, and --model %s is one %s", named.c_str(),
+               then->text().c_str(), o_.model.c_str(), now.text().c_str());
+    const auto is_chosen = [&](const char* option) { return o_.has(option) && !o_.saved.contains(option); };
+    if (o_.any_base || is_chosen("--base") || is_chosen("--store") || is_chosen("--head")) {
+        fprintf(stderr, "%s\n", what.c_str());
+        return;
+    }
+    const bool can = !gguf && !config.has_nf4 && then->is_quantized() && then->has_options();
+    fail("%s: %s, or --base none to take this one", what.c_str(),
+         can ? ("add " + then->options()).c_str() : "give that model as --model");
+}
+
 // Fails where what is trained cannot live there.
 inline void RunInputs::check_home(const char* option, const std::string& home) const {
     if (home == "host" && kHostIsDevice)
@@ -496,7 +568,7 @@ std::optional<QuantizedWeights> RunInputs::quantized_weights(const std::string& 
 
 inline std::optional<QuantizedWeights> RunInputs::quantized_head() const {
     if (o_.head.empty()) return std::nullopt;
-    return QuantizedWeights(config, o_.head == "8bit" ? kQ8_0 : o_.base == "nf4" ? kNf4 : kNf4Double);
+    return QuantizedWeights(config, head_format());
 }
 
 inline std::optional<EmbeddingsElsewhere> RunInputs::embeddings_elsewhere(const std::string& name) const {

@@ -8,6 +8,9 @@
 // A save is written as step-*.tmp, synced, and renamed; then `latest` is renamed over, which switches every
 // file of OUT at once. A process killed or a machine stopped at any moment leaves the last save whole, and
 // OUT pointing at it.
+//
+// A save is good when the loss before it is not far above that of the run's first step, and the gradient is
+// not zero (Metrics::is_good()). The last good one stays, however few are kept.
 #pragma once
 
 #include <fcntl.h>
@@ -151,12 +154,13 @@ inline void publish(const std::string& out, const std::string& name) {
     }
 }
 
-// Where a run saves: a folder, how many saves it keeps there (0: all), and the steps whose saves it does not
-// remove, as they are another run's.
+// Where a run saves: a folder, how many saves it keeps there (0: all), the steps whose saves it does not
+// remove, as they are another run's, and the step of its last good save.
 struct SaveFolder {
     std::string path;
     int keep = 0;
     std::set<int64_t> others = {};
+    std::optional<int64_t> good = {};
     // The saves that are there and not another run's.
     int64_t own_count() const;
 };
@@ -177,7 +181,7 @@ inline void remove_unfinished(const std::string& out) {
 
 // Removes what killed saves left behind and all but `keep` of the run's saves: that of `step`, and of the
 // others the latest before it, then the latest after it, which a run resumed from an earlier step has left
-// behind. One that somebody reads (HeldSave) stays until the next time.
+// behind. The last good one stays beside them. One that somebody reads (HeldSave) stays until the next time.
 inline void remove_old_saves(const SaveFolder& folder, int64_t step) {
     const std::string& out = folder.path;
     std::vector<std::pair<bool, int64_t>> saves;  // (not after `step`, step)
@@ -189,6 +193,7 @@ inline void remove_old_saves(const SaveFolder& folder, int64_t step) {
     }
     std::sort(saves.rbegin(), saves.rend());
     for (size_t i = static_cast<size_t>(folder.keep); folder.keep > 0 && i < saves.size(); i++) {
+        if (folder.good == saves[i].second) continue;
         // Renamed first: what has the name of a save is always whole.
         const std::string path = out + "/" + step_name(saves[i].second);
         const FileLock lock(path, O_RDONLY | O_DIRECTORY, FileLock::Exclusive);

@@ -17,6 +17,13 @@ inline constexpr std::pair<const char*, const WeightFormat*> kStorable[] = {{"fp
                                                                             {"nf4", &kNf4},
                                                                             {"nf4-double", &kNf4Double}};
 
+// What options, or else messages, call a format.
+inline const char* stored_name(const WeightFormat& format) {
+    for (const auto& [name, storable] : kStorable)
+        if (storable == &format) return name;
+    return format.name;
+}
+
 // As "mlp=bf16" says it.
 struct StoredAs {
     std::string target;  // names as in the model's files, "attention", "mlp" or "all"

@@ -267,7 +267,7 @@ BAD_OPTIONS = [
     ({"--train": "lora", "--model": "d2", "--data": "data.bin"}, ["--model d2", "folder"]),
     ({"--adapter": "model"}, ["model", "is no adapter"]),
     ({"--adapter": "nowhere"}, ["nowhere", "is no adapter"]),
-    ({"--model": "adapter"}, ["--model adapter", "--adapter"]),
+    ({"--model": "adapter", "--adapter": "adapter"}, ["--model adapter", "--adapter"]),
 ]
 
 

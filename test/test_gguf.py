@@ -70,8 +70,8 @@ def as_gguf(name, w, config, names):
     return ours, w
 
 
-def write_gguf(path, model, arch, add_more=lambda writer: None):
-    """A model as llama.cpp's converter writes it, matrices in Q8_0, or in F16, BF16, F32 by turns."""
+def write_gguf(path, model, arch, add_more=lambda writer: None, types=("Q8_0", "Q8_0", "F16", "BF16", "F32")):
+    """A model as llama.cpp's converter writes it, matrices in these formats by turns."""
     config, writer = model.config, gguf.GGUFWriter(path, arch)
     add_more(writer)
     layers = config.num_hidden_layers
@@ -94,7 +94,7 @@ def write_gguf(path, model, arch, add_more=lambda writer: None):
             writer.add_sliding_window(config.sliding_window)
     arch_number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
     names = gguf.get_tensor_name_map(arch_number, layers)
-    types = [gguf.GGMLQuantizationType[name] for name in ("Q8_0", "Q8_0", "F16", "BF16", "F32")]
+    types = [gguf.GGMLQuantizationType[name] for name in types]
     for number, (name, w) in enumerate(model.state_dict().items()):
         if name == "lm_head.weight" and (config.tie_word_embeddings or arch == "bloom"):
             continue

@@ -1,0 +1,125 @@
+// adapter_base.h - the model that an adapter was trained beside: its folder, which adapter_config.json names,
+// and how its matrices were quantized, which adapter_base.json says, a file of our own that PEFT ignores:
+//
+//     {"linear_layers": {"all": "nf4"}, "head": "8bit"}
+//
+// Layers are named as --store names them, and formats as options and messages do. What is not quantized is
+// left out.
+#pragma once
+
+#include <filesystem>
+#include <map>
+#include <optional>
+#include <string>
+#include <system_error>
+
+#include <nlohmann/json.hpp>
+
+#include "llmc/file.h"
+#include "llmc/save_folder.h"
+
+constexpr const char* kAdapterConfigFile = "adapter_config.json";
+constexpr const char* kAdapterWeightsFile = "adapter_model.safetensors";
+constexpr const char* kAdapterBaseFile = "adapter_base.json";
+
+// Whether a folder holds an adapter, and no model.
+inline bool is_adapter_folder(const std::string& folder) {
+    return file_exists(folder + "/" + kAdapterConfigFile);
+}
+
+struct AdapterBase {
+    std::map<std::string, std::string> linear_layers;  // formats by layers
+    std::string head;
+
+    bool operator==(const AdapterBase&) const = default;
+    bool is_quantized() const { return !linear_layers.empty() || !head.empty(); }
+    // Whether options can quantize a model so.
+    bool has_options() const {
+        for (const auto& [layers, format] : linear_layers)
+            if (format != "nf4" && format != "nf4-double" && format != "8bit") return false;
+        return true;
+    }
+    // Whether --base is the option for the linear layers, and not --store.
+    bool is_nf4() const {
+        return linear_layers.size() == 1 && linear_layers.contains("all") &&
+               linear_layers.at("all") != "8bit";
+    }
+    // As in "mlp=8bit,attention=nf4".
+    std::string layers_text() const {
+        std::string text;
+        for (const auto& [layers, format] : linear_layers)
+            text += (text.empty() ? "" : ",") + layers + "=" + format;
+        return text;
+    }
+    // The options that quantize a model so, as in "--base nf4 --head nf4".
+    std::string options() const {
+        std::string text;
+        if (!linear_layers.empty())
+            text = is_nf4() ? "--base " + linear_layers.at("all") : "--store " + layers_text();
+        if (!head.empty()) text += (text.empty() ? "" : " ") + ("--head " + head_option());
+        return text;
+    }
+    // --head calls both forms of NF4 that.
+    std::string head_option() const { return head == "nf4-double" ? "nf4" : head; }
+    // For a message.
+    std::string text() const {
+        if (!is_quantized()) return "that is not quantized";
+        const std::string layers = layers_text();
+        std::string text = "with " + (layers.size() > 60 ? layers.substr(0, 60) + "..." : layers);
+        if (!head.empty()) text = linear_layers.empty() ? "with head=" + head : text + ",head=" + head;
+        return text;
+    }
+    nlohmann::json json() const {
+        nlohmann::json json = {{"linear_layers", nlohmann::json::object()}};
+        for (const auto& [layers, format] : linear_layers) json["linear_layers"][layers] = format;
+        if (!head.empty()) json["head"] = head;
+        return json;
+    }
+};
+
+// What a folder's adapter was trained beside; nothing where it does not say. Fails where that is damaged.
+inline std::optional<AdapterBase> read_adapter_base(const std::string& folder) {
+    const std::string path = folder + "/" + kAdapterBaseFile;
+    if (!file_exists(path)) return std::nullopt;
+    const nlohmann::json json = read_json(path);
+    AdapterBase base;
+    const auto text = [&](const nlohmann::json& value) {
+        if (!value.is_string()) fail("%s: formats are texts", path.c_str());
+        return value.get<std::string>();
+    };
+    const bool good = json.is_object() && json.contains("linear_layers") && json["linear_layers"].is_object();
+    if (!good) fail("%s: \"linear_layers\" must be an object", path.c_str());
+    for (const auto& [layers, format] : json["linear_layers"].items())
+        base.linear_layers[layers] = text(format);
+    if (json.contains("head")) base.head = text(json["head"]);
+    return base;
+}
+
+// The folder, or GGUF file, of the model that an adapter's folder names. A relative name counts from the
+// current folder, as PEFT takes it, or else from the adapter's. Fails where there is none, as where it is a
+// name on a hub.
+inline std::string find_adapter_model(const std::string& folder) {
+    const std::string path = resolve_save(folder) + "/" + kAdapterConfigFile;
+    const nlohmann::json json = read_json(path);
+    const bool named = json.is_object() && json.contains("base_model_name_or_path") &&
+                       json["base_model_name_or_path"].is_string();
+    const std::string name = named ? json["base_model_name_or_path"].get<std::string>() : "";
+    const auto is_model = [](const std::string& model) {
+        return file_exists(model + "/config.json") || (model.ends_with(".gguf") && file_exists(model));
+    };
+    if (!name.empty())
+        for (const std::string& model : {name, (std::filesystem::path(folder) / name).string()})
+            if (is_model(model)) return model;
+    fail(
+        "--model %s: is an adapter, and the model that it is of, '%s', is no folder here: give that as "
+        "--model and "
+        "this as --adapter",
+        folder.c_str(), printable(name).c_str());
+}
+
+// Whether a model's files say that they are quantized.
+inline bool is_quantized_model(const std::string& model) {
+    if (model.ends_with(".gguf")) return true;
+    const nlohmann::json config = read_json(model + "/config.json");
+    return config.is_object() && config.contains("quantization_config");
+}

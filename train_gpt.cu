@@ -46,6 +46,7 @@
 #include "llmc/merged_file.h"
 #include "llmc/metrics.h"
 #include "llmc/norm.h"
+#include "llmc/not_finite.h"
 #include "llmc/optimizer.cuh"
 #include "llmc/options.h"
 #include "llmc/parked_keys.h"
@@ -532,6 +533,9 @@ class Trainer {
     [[noreturn]] void fail_to_merge(const std::string& why);
     void save_base() const;
     void check_room_on_disks() const;
+    std::string step_text() const;
+    void check_logits(const std::vector<float>& logits) const;
+    void explain_not_finite() const;
     uint64_t validation_sequences() const;
 
     Options o_;
@@ -813,6 +817,11 @@ std::optional<double> Trainer::validate() {
 void Trainer::validate_and_log() {
     const std::optional<double> loss = validate();
     if (!loss) return;
+    if (!std::isfinite(*loss)) {
+        if (o_.steps == 0) explain_not_finite();
+        fail("%sthe validation loss is %g%s", o_.steps > 0 ? step_text().c_str() : "", *loss,
+             o_.steps > 0 ? ("; the last good save: " + metrics_.last_save).c_str() : "");
+    }
     if (o_.steps > 0)
         printf("step %5lld validation loss %.6f\n", static_cast<long long>(step_), *loss);
     else
@@ -834,6 +843,30 @@ void Trainer::do_what_is_due() {
     evaluated_ = !interrupted;
 }
 
+// For messages: "step 12: ".
+std::string Trainer::step_text() const { return format("step %lld: ", static_cast<long long>(step_)); }
+
+// Fails where a sample would be drawn from what is no number.
+void Trainer::check_logits(const std::vector<float>& logits) const {
+    for (const float logit : logits) {
+        if (std::isfinite(logit)) continue;
+        if (o_.steps == 0) explain_not_finite();
+        fail("%sa logit of the sample is %g", o_.steps > 0 ? step_text().c_str() : "", double{logit});
+    }
+}
+
+// Fails naming the tensor where weights that are streamed from the model's files have a number that is not
+// finite; those that were loaded are.
+void Trainer::explain_not_finite() const {
+    const bool streams = (quantized_ && quantized_->home() == Home::Disk) ||
+                         (embeddings_ && embeddings_->home() == Home::Disk);
+    if (!streams) return;
+    if (in_.gguf)
+        check_files_finite(in_.gguf->file());
+    else
+        check_files_finite(SafetensorsFolder(in_.model));
+}
+
 // Prints the prompt and its continuation, of a training under a header. A sample longer than the window goes
 // on from its latest half.
 void Trainer::sample() {
@@ -845,6 +878,7 @@ void Trainer::sample() {
         copy_to_host(narrow.data(), device_logits.data(), narrow.size() * sizeof(floatX), stream_);
         std::vector<float> logits(narrow.size());
         for (size_t v = 0; v < logits.size(); v++) logits[v] = to_float(narrow[v]);
+        check_logits(logits);
         const int token = text.next(logits);
         return interrupted ? -1 : token;
     };
@@ -861,16 +895,23 @@ void Trainer::sample() {
 void Trainer::save() {
     metrics_.finish();
     saves_.others.erase(step_);
+    const bool good = metrics_.is_good();
+    if (good) saves_.good = step_;
     Progress progress{.step = step_,
                       .sequences = first_sequence_ + (step_ - first_step_) * o_.batch * o_.grad_accum,
                       .evaluated = evaluated_,
                       .others = saves_.others,
+                      .first_loss = metrics_.first_loss,
+                      .last_good = saves_.good,
                       .data = in_.facts};
     remember_options(o_, progress);
     save_checkpoint(saves_, trained(), progress, in_.saved_tokenizer(), o_.steps > 0, in_.adapter);
-    metrics_.last_save = o_.out;
+    if (good) metrics_.last_save = o_.out + "/" + step_name(step_);
     saved_step_ = step_;
     fprintf(notes(), "saved step %lld in %s\n", static_cast<long long>(step_), o_.out.c_str());
+    if (!good)
+        fprintf(stderr, "%s/%s: is of a step with %s; the last good save: %s\n", o_.out.c_str(),
+                step_name(step_).c_str(), metrics_.why_bad().c_str(), metrics_.last_save.c_str());
 }
 
 // Saves the last complete step where a signal has asked for it. Before a run's first step is complete there
@@ -2466,6 +2507,7 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       places_(o_, in_.adapter.prompt_tokens, model_, trained(), pointer_to(quantized_)),
       replays_(o_.graph == "on") {
     check_attention<floatX>(o_, config_);
+    metrics_.explain = [this] { explain_not_finite(); };
     if (o_.update_in_backward)
         consume_ = [this](int unit, const floatX* gradients) {
             if (!norm_of_each_unit_) sum_squares_of(unit, gradients);
@@ -2735,7 +2777,10 @@ void Trainer::load() {
         step_ = first_step_ = in_.progress->step;
         first_sequence_ = in_.progress->sequences;
         evaluated_ = in_.progress->evaluated;
-        metrics_.last_save = o_.resume;
+        metrics_.first_loss = in_.progress->first_loss;
+        const std::optional<int64_t> good = in_.progress->last_good;
+        metrics_.last_save =
+            good && *good != step_ ? folder_above(in_.resumed) + "/" + step_name(*good) : o_.resume;
         printf("resuming %s at step %lld\n", o_.resume.c_str(), static_cast<long long>(first_step_));
     } else if (adapter_ && in_.held_adapter) {
         load_adapter(*adapter_, in_.held_adapter->path());

@@ -93,14 +93,14 @@ class EmbeddingsElsewhere {
         for (Matrix& m : matrices_) {
             const SafetensorsEntry& entry = find_part(files, config, m.field, {m.name, {rows_, columns_}, 0});
             used.insert(&entry);
-            open(m, *entry.file, entry.offset);
+            open(m, *entry.file, entry.offset, entry.name);
         }
     }
     // The same of a GGUF.
     void open(const GgufModel& file) {
         for (Matrix& m : matrices_) {
             const GgufTensor& tensor = *file.get(m.name, {rows_, columns_}).tensor;
-            open(m, *tensor.file, tensor.offset);
+            open(m, *tensor.file, tensor.offset, tensor.name);
         }
     }
 
@@ -152,8 +152,13 @@ class EmbeddingsElsewhere {
     size_t slice_bytes(int slice) const {
         return static_cast<size_t>(rows_in(slice)) * row_bytes(matrices_.back());
     }
-    void open(Matrix& m, const FileReader& file, uint64_t offset) {
-        if (host_) return file.read(offset, static_cast<size_t>(rows_) * row_bytes(m), host_->data() + m.at);
+    void open(Matrix& m, const FileReader& file, uint64_t offset, const std::string& name) {
+        if (host_) {
+            const size_t bytes = static_cast<size_t>(rows_) * row_bytes(m);
+            file.read(offset, bytes, host_->data() + m.at);
+            const auto* const data = reinterpret_cast<const unsigned char*>(host_->data() + m.at);
+            return check_blocks_finite(*m.format, data, bytes, name, file.path());
+        }
         auto& disk = static_cast<DiskResidence&>(*residence_);
         m.file = &disk.open(file);
         m.offset = offset;

@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "llmc/quantized.h"
 
@@ -21,6 +22,7 @@
 template <int kBlock, int kBytes>
 struct GgmlBlocks {
     static constexpr int kElements = kBlock, kBlockBytes = kBytes;
+    static constexpr int kD = 0, kM = -1;  // where d and m are
     const unsigned char* data;
 
     explicit GgmlBlocks(const QuantizedView& w) : data(w.data) {}
@@ -67,6 +69,7 @@ struct Q4_0 : GgmlBlocks<32, 18> {
 
 struct Q4_1 : GgmlBlocks<32, 20> {
     using GgmlBlocks::GgmlBlocks;
+    static constexpr int kM = 2;
     template <int N>
     SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
         const unsigned char* const b = block(i);
@@ -80,6 +83,7 @@ struct Q4_1 : GgmlBlocks<32, 20> {
 // Eight parts of 32 elements have scales of their own. Two parts are the halves of 32 bytes.
 struct Q4_K : GgmlBlocks<256, 144> {
     using GgmlBlocks::GgmlBlocks;
+    static constexpr int kM = 2;
     template <int N>
     SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
         const unsigned char *const b = block(i), *const scales = b + 4;
@@ -101,6 +105,7 @@ struct Q4_K : GgmlBlocks<256, 144> {
 // bits of four. 16 elements share a scale.
 struct Q6_K : GgmlBlocks<256, 210> {
     using GgmlBlocks::GgmlBlocks;
+    static constexpr int kD = 208;
     template <int N>
     SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
         const unsigned char* const b = block(i);
@@ -118,7 +123,10 @@ struct Q6_K : GgmlBlocks<256, 210> {
 
 template <class Blocks>
 constexpr WeightFormat ggml_format(const char* name, const char* file_type, int ggml_type) {
-    return quantized_format<Blocks>(name, file_type, ggml_type, Blocks::kElements, Blocks::kBlockBytes);
+    WeightFormat format =
+        quantized_format<Blocks>(name, file_type, ggml_type, Blocks::kElements, Blocks::kBlockBytes);
+    format.halves[0] = Blocks::kD, format.halves[1] = Blocks::kM;
+    return format;
 }
 inline constexpr WeightFormat kQ4_0 = ggml_format<Q4_0>("q4_0", "Q4_0", 2);
 inline constexpr WeightFormat kQ4_1 = ggml_format<Q4_1>("q4_1", "Q4_1", 3);
@@ -133,6 +141,12 @@ inline uint16_t half_bits(float x) {
     return static_cast<uint16_t>(std::min((bits + 0xfff + (bits >> 13 & 1) - (112u << 23)) >> 13, 0x7c00u));
 }
 
+// 1 / scale; 0 where that would be an infinity: of a scale that is 0 as a half.
+inline float inverse_of(float scale) {
+    const float inverse = 1 / scale;
+    return inverse <= std::numeric_limits<float>::max() ? inverse : 0;
+}
+
 // Writes the blocks of Q8_0 of n elements, whole blocks of them, to host memory: the bytes that PyPI's gguf
 // makes. The scale is the largest magnitude / 127, and a number is divided by it before it is rounded itself.
 template <class T>
@@ -143,7 +157,7 @@ void quantize_q8_0(unsigned char* out, const T* w, int64_t n) {
         unsigned char* const to = out + b * Q8_0::kBlockBytes;
         float largest = 0;
         for (int k = 0; k < Q8_0::kElements; k++) largest = std::max(largest, std::fabs(to_float(x[k])));
-        const float scale = largest / 127, inverse = scale > 0 ? 1 / scale : 0;
+        const float scale = largest / 127, inverse = inverse_of(scale);
         const uint16_t half = half_bits(scale);
         to[0] = static_cast<unsigned char>(half & 255), to[1] = static_cast<unsigned char>(half >> 8);
         for (int k = 0; k < Q8_0::kElements; k++)

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -43,6 +44,7 @@ class MergedFile {
     void append(int layer, Field field, const Tensor<T>& matrix) {
         const bool is_other = layer == layout_.config().layers;
         assert(is_other || matrix.size() == parameter(layer, field).shape.size());
+        tensor_ = is_other ? "the embedding or the head" : parameter(layer, field).parts[0].name;
         if (!transposed_ || is_other)
             return for_each_chunk(matrix.size(), [&](int64_t first, int64_t count) {
                 append(reinterpret_cast<const char*>(matrix.at(first)), count);
@@ -50,6 +52,7 @@ class MergedFile {
         const int64_t rows = matrix.rows(), columns = matrix.columns();
         std::vector<T> by_outputs(static_cast<size_t>(matrix.size())), in_file(by_outputs.size());
         copy_to_host(by_outputs.data(), matrix.data(), by_outputs.size() * sizeof(T), stream_);
+        check_finite(by_outputs);
         for (int64_t r = 0; r < rows; r++)
             for (int64_t c = 0; c < columns; c++)
                 in_file[static_cast<size_t>(c * rows + r)] = by_outputs[static_cast<size_t>(r * columns + c)];
@@ -70,9 +73,16 @@ class MergedFile {
                 if (part.name == name) return is_linear(p.field);
         return false;
     }
+    void check_finite(const std::vector<T>& values) const {
+        for (const T value : values)
+            if (!std::isfinite(to_float(value)))
+                fail("%s with its adapter has %g, and a weight must be a finite number", tensor_.c_str(),
+                     double{to_float(value)});
+    }
     void append(const char* device, int64_t count) {
         host_.resize(static_cast<size_t>(count));
         copy_to_host(host_.data(), device, host_.size() * sizeof(T), stream_);
+        check_finite(host_);
         file_.append(host_.data(), host_.size() * sizeof(T));
     }
 
@@ -81,4 +91,5 @@ class MergedFile {
     const Layout layout_;  // of the whole model
     const bool transposed_;
     std::vector<T> host_;
+    std::string tensor_ = "the model";  // of what is appended, for a message
 };

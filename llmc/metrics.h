@@ -2,11 +2,13 @@
 // read when the step is done; then checked, printed and logged.
 #pragma once
 
+#include <algorithm>
 #include <cerrno>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
@@ -85,8 +87,23 @@ class Metrics {
     void count_waiting(Stream stream) {
         for (auto& waits : waits_) waits.emplace(stream);
     }
-    // The last save, for the message of a step that is not finite.
+    // The last good save, for the message of a loss that is not finite.
     std::string last_save = "none";
+    // The loss of the run's first step that had one. A resumed run begins with the save's.
+    std::optional<double> first_loss;
+    // Whether what the latest step has left is worth to be kept: its loss is not far above the first one, and
+    // its gradient is not zero, as that of a model is whose activations have died. Both are finite, as read()
+    // has seen.
+    bool is_good() const { return why_bad().empty(); }
+    // What is wrong with it; empty where it is good.
+    std::string why_bad() const {
+        if (!latest_ || !first_loss) return "";
+        const double loss = latest_->first, most = *first_loss + std::max(1.0, *first_loss);
+        if (loss > most) return format("a loss of %g, far above the %g of the first step", loss, *first_loss);
+        return latest_->second == 0 ? "a gradient of zero" : "";
+    }
+    // Called before a loss that is not finite is reported, where no step had one yet: fails if it knows why.
+    std::function<void()> explain = [] {};
 
     void step_begins(int64_t step) {
         if (pending_.empty()) completed_ = clock_.seconds();
@@ -119,9 +136,15 @@ class Metrics {
             const float* numbers = reinterpret_cast<const float*>(copies_[step % 2]->wait());
             const double before = std::exchange(completed_, clock_.seconds());
             const double loss = double{numbers[0]}, norm = whole_norm(numbers + 1);
-            if (!std::isfinite(loss) || !std::isfinite(norm))
+            if (!std::isfinite(loss) || !std::isfinite(norm)) {
+                if (!latest_) explain();
                 fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
                      static_cast<long long>(step + 1), loss, norm, last_save.c_str());
+            }
+            if (loss != 0 || norm != 0) {  // else it had no token to learn
+                if (!first_loss) first_loss = loss;
+                latest_ = {loss, norm};
+            }
             const std::optional<StepWaits>& waits = waits_[step % 2];
             if (lines_) record({step, loss, norm, rate, completed_ - before, waits ? waits->seconds() : -1});
         }
@@ -151,8 +174,9 @@ class Metrics {
     std::optional<Readback> copies_[2];  // of even and of odd steps
     std::deque<Pending> pending_;        // steps that were enqueued and not looked at yet
     WallClock clock_;
-    std::optional<StepWaits> waits_[2];  // of even and of odd steps
-    double completed_ = 0;               // on the clock: when the latest step that was looked at was done
+    std::optional<StepWaits> waits_[2];                // of even and of odd steps
+    std::optional<std::pair<double, double>> latest_;  // loss and norm of the latest step that had one
+    double completed_ = 0;  // on the clock: when the latest step that was looked at was done
     std::optional<StepLines> lines_;
     LogFile log_;
 };

@@ -20,6 +20,7 @@
 
 #include "llmc/disk_reader.h"
 #include "llmc/nf4.cuh"
+#include "llmc/quantized_formats.h"
 #include "llmc/safetensors.h"
 
 // What the JSON says.
@@ -137,7 +138,10 @@ class Nf4File {
     void read(unsigned char* out) const {
         const Nf4Parts parts = this->parts();
         std::fill(out, out + parts.end, static_cast<unsigned char>(0));
-        for (const Part& part : parts_) part.entry->read(0, part.entry->bytes, out + part.at);
+        for (const Part& part : parts_) {
+            part.entry->read(0, part.entry->bytes, out + part.at);
+            if (part.dtype && std::string_view(part.dtype) == "F32") check_finite(part, out + part.at);
+        }
         if (state_.is_double) std::memcpy(out + parts.nested_offset, &state_.nested_offset, 4);
     }
 
@@ -179,6 +183,14 @@ class Nf4File {
         parts_[2].entry->read(0, sizeof values, values.data());
         if (values != kNf4Values)
             fail("tensor \"%s\": its values are not those of NF4", printable(parts_[2].entry->name).c_str());
+    }
+
+    // Fails where a scale is not a finite number.
+    static void check_finite(const Part& part, const unsigned char* values) {
+        const int64_t first = first_not_finite(kStoredF32, values, static_cast<size_t>(part.count) * 4);
+        if (first >= 0)
+            fail("tensor \"%s\" has a scale that is not finite, number %lld",
+                 printable(part.entry->name).c_str(), static_cast<long long>(first));
     }
 
     std::string name_;

@@ -42,6 +42,7 @@ struct WeightFormat {
     void (*matvec_fp32)(float* out, const float* x, const QuantizedView&, const float* bias, Stream);
     void (*matvec_bf16)(bf16* out, const bf16* x, const QuantizedView&, const bf16* bias, Stream);
     void (*matvec_widened)(float* out, const bf16* x, const QuantizedView&, const bf16* bias, Stream);
+    int halves[2] = {-1, -1};  // where a block of bytes has its fp16 scales; -1: it has none
 };
 
 // A matrix in device memory, row-major; null data in a rehearsal.

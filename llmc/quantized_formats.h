@@ -1,6 +1,7 @@
 // quantized_formats.h - the quantized formats that there are.
 #pragma once
 
+#include <cstring>
 #include <string_view>
 
 #include "llmc/ggml_formats.cuh"
@@ -15,6 +16,24 @@ inline const WeightFormat* find_weight_format(std::string_view name) {
     for (const WeightFormat* format : kWeightFormats)
         if (name == format->name) return format;
     return nullptr;
+}
+
+// The first block in host memory that has a float, or a scale of a half's width, that is not finite; -1: none
+// has. NF4 has its scales elsewhere (nf4_files.h).
+inline int64_t first_not_finite(const WeightFormat& format, const unsigned char* data, size_t bytes) {
+    if (format.block_bytes == 0) return -1;
+    const size_t width = static_cast<size_t>(format.block_bytes);
+    const bool is_f32 = &format == &kStoredF32, is_bf16 = &format == &kStoredBf16;
+    const uint32_t exponent = is_f32 ? 0x7f800000u : is_bf16 ? 0x7f80u : 0x7c00u;  // all ones: not finite
+    const bool is_float = is_f32 || is_bf16 || &format == &kStoredF16;
+    const int at[2] = {is_float ? 0 : format.halves[0], is_float ? -1 : format.halves[1]};
+    for (size_t block = 0; block < bytes / width; block++)
+        for (const int offset : at) {
+            uint32_t bits = 0;
+            if (offset >= 0) memcpy(&bits, data + block * width + offset, is_f32 ? 4 : 2);
+            if ((bits & exponent) == exponent) return static_cast<int64_t>(block);
+        }
+    return -1;
 }
 
 // The format of a type's number in GGUF files, or null.

@@ -19,6 +19,7 @@
 #include "llmc/checkpoint.h"
 #include "llmc/gguf_model.h"
 #include "llmc/nf4_save.h"
+#include "llmc/not_finite.h"
 #include "llmc/quantized_formats.h"
 #include "llmc/residence_disk.h"
 
@@ -125,8 +126,12 @@ class QuantizedWeights {
     void load(const SafetensorsFolder& files, const ModelConfig& config,
               std::set<const SafetensorsEntry*>& used) {
         load_each([&](Matrix& m, unsigned char* to) {
-            if (floats_)
-                return find_floats(files, config, m, used).read(0, static_cast<size_t>(bytes_in_file(m)), to);
+            if (floats_) {
+                const SafetensorsEntry& entry = find_floats(files, config, m, used);
+                const auto bytes = static_cast<size_t>(bytes_in_file(m));
+                entry.read(0, bytes, to);
+                return check_blocks_finite(*m.format, to, bytes, entry.name, files.folder());
+            }
             if (Nf4File::has(files, m.name))
                 read_nf4(files, m, to, used);
             else
@@ -170,7 +175,11 @@ class QuantizedWeights {
     // Loads them from a GGUF, as they are there.
     void load(const GgufModel& file) {
         load_each([&](const Matrix& m, unsigned char* to) {
-            file.get(m.name, {m.module.outputs, m.module.inputs}).read_rows(0, m.module.outputs, to);
+            const GgufPart part = file.get(m.name, {m.module.outputs, m.module.inputs});
+            part.read_rows(0, m.module.outputs, to);
+            check_blocks_finite(*m.format, to,
+                                part.tensor->row_bytes() * static_cast<size_t>(m.module.outputs),
+                                part.tensor->name, file.file().path());
         });
     }
 
@@ -332,6 +341,7 @@ void load_weights(State<T>& state, const GgufModel& file, Stream stream, Room&& 
                 const int64_t count = std::min(most, rows - first);
                 host.resize(static_cast<size_t>(count * row_bytes));
                 found.read_rows(first, count, host.data());
+                check_blocks_finite(format, host.data(), host.size(), found.tensor->name, file.file().path());
                 auto* const device = static_cast<unsigned char*>(room(host.size()));
                 copy_to_device(device, host.data(), host.size(), stream);
                 dequantize(state.weights() + p.offset + part.offset + first * columns,

@@ -412,7 +412,8 @@ inline AdapterBase RunInputs::describe_base() const {
 // Fails where an adapter was trained beside a model that was quantized otherwise, unless options of this run
 // say how it is quantized now; then a line says so.
 inline void RunInputs::check_adapter_base() {
-    if (!adapter || parse_new_model(o_.model) || (o_.plan && !gguf && !has_weights(model))) return;
+    if (!adapter || parse_new_model(o_.model)) return;
+    if (o_.plan && config.has_nf4 && !has_weights(model)) return;  // its formats are in them
     const AdapterBase now = describe_base();
     const std::optional<AdapterBase> then = adapter.base;
     if (o_.steps > 0 || !then) adapter.base = now;

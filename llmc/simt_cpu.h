@@ -126,7 +126,12 @@ SIMT_DEVICE float fast_exp(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.f;
-    const int32_t exponent = (static_cast<int32_t>(n) + 127) << 23;
+    // n + 127 is a whole number. Added to 1.5 * 2^23 it is the low bits of the sum, which become the
+    // exponent. Unlike a conversion to an integer this is defined for a NaN too, which is then in p.
+    const float shifted = n + (12582912.f + 127.f);
+    uint32_t exponent;
+    memcpy(&exponent, &shifted, 4);
+    exponent <<= 23;
     float scale;
     memcpy(&scale, &exponent, 4);
     return p * scale;

@@ -15,7 +15,7 @@ from test_bad_input import command, refused
 from test_families import DATA, linked, prepare
 from test_gguf import write_gguf
 from test_quantized_base import validated_windows
-from trainer_runs import make, random_tokens, write_shard
+from trainer_runs import make, random_tokens, read_log, write_shard
 
 USUALLY = "fp32"  # see conftest.py
 
@@ -199,7 +199,7 @@ def test_the_base_is_recorded(train_fp32, wide, base, record):
     """PEFT opens the folder; without the options, or beside another base, one line says what to give."""
     def loss(*options):
         train_fp32("--val-data", "data.bin", *DATA[4:], "--steps", 0, "--log", "log", *options, cwd=wide)
-        return json.loads((wide / "log").read_text())["val_loss"]
+        return read_log(wide / "log")[-1]["val_loss"]
 
     assert trained_beside(train_fp32, wide, *base) == record
     peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(wide / "model"), wide / "out")

@@ -235,6 +235,18 @@ TEST(Q8_0, QuantizedToTheNearestNumber) {
     }
 }
 
+// Their scale is no normal number, and its inverse an infinity.
+TEST(Q8_0, BlocksOfTheSmallestNumbersAreZeros) {
+    for (const float x : {1e-45f, 1e-40f, 3e-37f}) {
+        std::vector<float> w(32, x);
+        w[5] = 0;
+        Bytes block(34);
+        quantize_q8_0(block.data(), w.data(), 32);
+        for (int i = 0; i < 32; i++) EXPECT_EQ(ggml_element("q8_0", block.data(), i), 0) << x;
+        EXPECT_EQ(block[2 + 5], 0) << x;
+    }
+}
+
 TEST(Q8_0, ScalesAreTheNearestHalves) {
     for (unsigned bits = 0; bits < 0x7c00; bits++) {
         const float half = half_to_float(static_cast<uint16_t>(bits));
@@ -256,6 +268,28 @@ TEST(Nf4, BlocksOfZerosAreZeros) {
         quantize_nf4(bytes.data(), w.data(), 130, *format);
         for (int64_t i = 0; i < 130; i++)
             EXPECT_EQ(nf4_element(bytes, i, 130, format == &kNf4Double), 0.f) << format->name << " " << i;
+    }
+}
+
+// A block has a value that is not finite just where first_not_finite() finds it.
+TEST(WeightFormats, NumbersThatAreNotFiniteAreFound) {
+    for (const WeightFormat* format : kWeightFormats) {
+        if (format->block_bytes == 0) continue;  // NF4
+        const auto width = static_cast<size_t>(format->block_bytes);
+        for (size_t at = 0; at + 2 <= width; at += 2) {
+            Bytes blocks(3 * width);
+            for (size_t i = 0; i < blocks.size();
+                 i++)  // bytes of 0x38 to 0x3b: all halves and floats are finite
+                blocks[i] = static_cast<unsigned char>(0x38 + random_bits(7, at, width, i) % 4);
+            EXPECT_EQ(first_not_finite(*format, blocks.data(), blocks.size()), -1) << format->name;
+            blocks[2 * width + at] = 0xc0,
+                               blocks[2 * width + at + 1] = 0x7f;  // a NaN of a half, a bf16, a float
+            bool finite = true;
+            for (int i = 0; i < format->block; i++)
+                finite = finite && std::isfinite(ggml_element(format->name, blocks.data() + 2 * width, i));
+            EXPECT_EQ(first_not_finite(*format, blocks.data(), blocks.size()), finite ? -1 : 2)
+                << format->name << " " << at;
+        }
     }
 }
 

@@ -298,4 +298,18 @@ TEST(FastExp, IsWithinItsErrorAndClamped) {
     EXPECT_TRUE(std::isnan(fast_exp(std::numeric_limits<float>::quiet_NaN())));
 }
 
+// Its power of two is made without a conversion to an integer, which a NaN has none of, and is still the
+// same.
+TEST(FastExp, HasThePowerOfTwoOfItsArgument) {
+    for (uint64_t bits = 0; bits < (uint64_t{1} << 32); bits += 12289) {
+        const float x = std::bit_cast<float>(static_cast<uint32_t>(bits)), y = fast_exp(x);
+        if (std::isnan(x)) {
+            ASSERT_TRUE(std::isnan(y));
+            continue;
+        }
+        const double exact = std::exp(std::clamp(double{x}, double{-87.3f}, 88.));
+        ASSERT_NEAR(double{y} / exact, 1, 3e-7) << x;
+    }
+}
+
 }  // namespace

@@ -1,0 +1,45 @@
+// not_finite.h - which tensor of a model's files has a number that is not finite. Weights that are loaded are
+// checked then; those that are streamed from the files are looked through when a loss is not finite.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "llmc/gguf_model.h"
+#include "llmc/quantized_formats.h"
+#include "llmc/safetensors.h"
+
+// Fails naming the tensor of a file whose blocks, in host memory, have a number that is not finite.
+inline void check_blocks_finite(const WeightFormat& format, const unsigned char* data, size_t bytes,
+                                const std::string& tensor, const std::string& file) {
+    const int64_t block = first_not_finite(format, data, bytes);
+    if (block >= 0)
+        fail("%s: tensor \"%s\" has a number that is not finite in block %lld of %d values", file.c_str(),
+             printable(tensor).c_str(), static_cast<long long>(block), format.block);
+}
+
+// The same of a tensor on the disk, read a piece at a time.
+inline void check_blocks_finite(const WeightFormat& format, const FileReader& file, uint64_t offset,
+                                size_t bytes, const std::string& tensor) {
+    const size_t block = static_cast<size_t>(format.block_bytes), piece = (size_t{1} << 20) / block * block;
+    std::vector<unsigned char> host;
+    for (size_t at = 0; at < bytes; at += piece) {
+        host.resize(std::min(piece, bytes - at));
+        file.read(offset + at, host.size(), host.data());
+        check_blocks_finite(format, host.data(), host.size(), tensor, file.path());
+    }
+}
+
+// Of all floats of a model's folder, among which are the scales of NF4.
+inline void check_files_finite(const SafetensorsFolder& files) {
+    for (const auto& [name, entry] : files.entries())
+        for (const WeightFormat* format : {&kStoredF32, &kStoredF16, &kStoredBf16})
+            if (entry->dtype == format->file_type)
+                check_blocks_finite(*format, *entry->file, entry->offset, entry->bytes, name);
+}
+inline void check_files_finite(const GgufFile& file) {
+    for (const GgufTensor& t : file.tensors())
+        if (const WeightFormat* format = find_ggml_format(t.type->number))
+            check_blocks_finite(*format, *t.file, t.offset, t.bytes, t.name);
+}

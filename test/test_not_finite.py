@@ -1,0 +1,151 @@
+"""Numbers that are not finite: in weights, whatever they are kept as, and in adapters they are named; and saves of a
+training that has gone wrong replace no good one."""
+
+import json
+import re
+import shutil
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from test_gguf import write_gguf
+from trainer_runs import make, random_tokens, read_log, write_shard
+
+USUALLY = "fp32"  # see conftest.py
+
+DATA = ("--data", "data.bin", "--batch", 2, "--seq-len", 32, "--sample-tokens", 0)
+VALIDATION = ("--val-data", "data.bin", "--batch", 2, "--seq-len", 32, "--steps", 0)
+
+
+@pytest.fixture(scope="module", name="folder")
+def fixture_folder(tmp_path_factory):
+    work = tmp_path_factory.mktemp("not_finite")
+    make(work / "model", "--family", "llama", "--layers", 2, "--heads", 4, "--channels", 64, "--mlp-width", 96, "--vocab", 256,
+         "--positions", 64)
+    write_shard(work / "data.bin", random_tokens(256, 2000))
+    return work
+
+
+@pytest.fixture
+def work(folder, tmp_path):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def spoil(path, name, value, generator):
+    """Puts a value somewhere into a tensor of a file."""
+    tensors = load_file(path)
+    tensors[name].view(-1)[int(generator.integers(tensors[name].numel()))] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def not_finite(train, work, *options, named=()):
+    error = train(*options, cwd=work, code=2).stderr.decode()
+    assert error.startswith("train: ") and error.count("\n") == 1, error
+    for name in named:
+        assert name in error, error
+    return error
+
+
+FORMATS = [(), ("--base", "nf4"), ("--base", "nf4-double"), ("--store", "all=8bit"), ("--store", "mlp=nf4,attention=8bit"),
+           ("--store", "all=bf16"), ("--head", "nf4"), ("--head", "8bit"), ("--weights", "disk"), ("--embeddings", "disk")]
+
+
+@pytest.mark.parametrize("options", FORMATS, ids=str)
+def test_a_weight(train_fp32, work, options):
+    """Of a linear layer, and of the head."""
+    generator = np.random.default_rng(FORMATS.index(options))
+    whole = load_file(work / "model" / "model.safetensors")
+    for name in (generator.choice([name for name in whole if "proj" in name]), "lm_head.weight"):
+        spoil(work / "model" / "model.safetensors", name, generator.choice([np.nan, np.inf, -np.inf]), generator)
+        lora = ("--model", "model", "--train", "lora", *DATA, "--steps", 2, *options)
+        not_finite(train_fp32, work, *lora, "--out", "out", named=(name,))
+        not_finite(train_fp32, work, "--model", "model", *VALIDATION, *options, named=(name,))
+        if "--base" in options:
+            not_finite(train_fp32, work, *lora, "--save-base", "base", named=(name,))
+        assert not (work / "base").exists() and not (work / "out").exists()
+        save_file(whole, work / "model" / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_scales_of_nf4(train_fp32, work):
+    generator = np.random.default_rng(1)
+    for base, scales in (("nf4", "absmax"), ("nf4-double", "nested_absmax")):
+        train_fp32("--model", "model", "--train", "lora", *DATA, "--steps", 1, "--base", base, "--save-base", base, cwd=work)
+        path = work / base / "model.safetensors"
+        name = generator.choice([name for name in load_file(path) if name.endswith("." + scales)])
+        spoil(path, name, np.nan, generator)
+        for more in ((), ("--weights", "disk")):
+            not_finite(train_fp32, work, "--model", base, *VALIDATION, *more, named=(name,))
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
+def test_scales_of_a_gguf(train_fp32, work, kind):
+    """Of the blocks of a matrix: the half that is spoilt is the last of a block's."""
+    make(work / "wide", "--family", "llama", "--layers", 1, "--heads", 4, "--channels", 256, "--mlp-width", 256, "--vocab", 256,
+         "--positions", 64)
+    write_gguf(work / "m.gguf", transformers.AutoModelForCausalLM.from_pretrained(work / "wide", dtype=torch.float32), "llama",
+               types=[kind])
+    tensor = next(t for t in gguf.GGUFReader(work / "m.gguf").tensors if t.name == "blk.0.ffn_up.weight")
+    width = gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
+    at = int(tensor.data_offset) + 3 * width + {"Q8_0": 0, "Q4_1": 2}[kind]
+    content = bytearray((work / "m.gguf").read_bytes())
+    content[at:at + 2] = np.float16(np.nan).tobytes()
+    (work / "m.gguf").write_bytes(content)
+    for more in ((), ("--weights", "disk")):
+        not_finite(train_fp32, work, "--model", "m.gguf", *VALIDATION, *more, named=("m.gguf", "ffn_up.weight"))
+
+
+def test_adapters(train_fp32, work):
+    """They are neither used nor merged; nor is what a merge makes of finite numbers."""
+    generator = np.random.default_rng(2)
+    for kind in ("lora", "prompt"):
+        train_fp32("--model", "model", "--train", kind, *DATA, "--steps", 1, "--out", kind, cwd=work)
+        path = work / kind / "adapter_model.safetensors"
+        good = load_file(path)
+        name = generator.choice(list(good))
+        spoil(path.resolve(), name, np.nan, generator)
+        for run in (("--model", "model", "--adapter", kind), ("--resume", kind)):
+            not_finite(train_fp32, work, *run, "--steps", 0, *(("--merge", "merged") if kind == "lora" else VALIDATION),
+                       named=(name, "adapter_model.safetensors"))
+    train_fp32("--model", "model", "--train", "lora", *DATA, "--steps", 1, "--out", "large", cwd=work)
+    path = (work / "large" / "adapter_model.safetensors").resolve()
+    save_file({name: torch.full_like(t, 3e19) for name, t in load_file(path).items()}, path, metadata={"format": "pt"})
+    not_finite(train_fp32, work, "--model", "model", "--adapter", "large", "--steps", 0, "--merge", "merged", named=("--merge", "inf"))
+    assert not (work / "merged").exists()
+
+
+def test_a_validation_and_a_sample(train_fp32, work):
+    """Weights that are finite, and overflow."""
+    path = work / "model" / "model.safetensors"
+    tensors = load_file(path)
+    save_file({name: t * (1e30 if "down_proj" in name or "up_proj" in name else 1) for name, t in tensors.items()}, path,
+              metadata={"format": "pt"})
+    not_finite(train_fp32, work, "--model", "model", *VALIDATION, "--log", "log", named=("validation loss is",))
+    assert not read_log(work / "log")
+    not_finite(train_fp32, work, "--model", "model", "--steps", 0, "--prompt", "a", named=("sample", "nan"))
+
+
+def test_the_last_good_save_stays(train, work):
+    """A learning rate that kills the model: its later saves are not good, and replace none that is."""
+    run = ("--model", "model", *DATA, "--optimizer", "sgd", "--schedule", "constant", "--warmup", 0, "--clip", 0, "--save-every", 1,
+           "--keep", 1, "--out", "out")
+    good = train(*run, "--lr", 0.1, "--steps", 3, cwd=work)
+    assert b"last good" not in good.stdout + good.stderr
+    assert [path.name for path in sorted((work / "out").glob("step-*"))] == ["step-00000003"]
+    first = json.loads((work / "out" / "trainer_state.json").read_text())["first_loss"]
+    result = train("--resume", "out", "--lr", 30, "--steps", 6, "--log", "log", cwd=work)
+    losses = {line["step"] + 1: line["loss"] for line in read_log(work / "log") if "loss" in line}
+    bad = [step for step, loss in losses.items() if loss > first + max(1, first)]
+    last_good = max({3, *losses} - set(bad))
+    assert bad and max(bad) == 6 > last_good
+    kept = {path.name for path in (work / "out").glob("step-*")}
+    assert kept == {f"step-{last_good:08}", "step-00000006"}
+    assert f"the last good save: out/step-{last_good:08}" in result.stderr.decode().splitlines()[-1]
+    state = json.loads((work / "out" / "trainer_state.json").read_text())
+    assert state["last_good"] == last_good and state["first_loss"] == first
+    error = train("--resume", "out", "--lr", 1000, "--steps", 90, cwd=work, code=2).stderr.decode().splitlines()[-1]
+    assert re.fullmatch(rf"train: step \d+: the loss is .*; the last good save: out/step-{last_good:08}", error)
+    assert (work / "out" / f"step-{last_good:08}" / "model.safetensors").exists()

@@ -162,14 +162,14 @@ endef
 # Says, where make did not do what a user of a GPU expects, that and what to do, so that nobody overlooks it.
 say_notice = $(if $(NOTICE),$(info )$(info *** THIS IS A BUILD FOR THE CPU. $(NOTICE))$(info *** $(ADVICE))$(info ))
 
-.PHONY: all notice deps gpu-deps test test-deps unit-tests python-tests cuda-build fuzz format clean help FORCE
+.PHONY: all _notice deps gpu-deps test test-deps unit-tests python-tests cuda-build fuzz format clean help FORCE
 all: train
 
 # ./train is a link to the binary of the configuration asked for last.
 # The notice is said before the build, which takes minutes, and as the last thing.
-train: notice $(BUILD)/train FORCE
+train: _notice $(BUILD)/train FORCE
 	$(info ./train: DEVICE=$(DEVICE) ($(WHY)), PRECISION=$(PRECISION))$(say_notice)@ln -sfn $(BUILD)/train $@
-notice:
+_notice:
 	$(say_notice)@:
 
 # $(call need_headers,HEADERS,TARGET): stops in one line where a compiler or a header is missing that make TARGET installs:
@@ -274,7 +274,7 @@ build/test/asan/train-fp32 build/test/asan/train-bf16: train_gpt.cu Makefile
 build/test/cuda/%: test/%.cpp Makefile $(CUDA_FLAGS)
 	$(call compile_cuda,-x cu,-lgtest -lgtest_main)
 
-test: notice test-deps
+test: _notice test-deps
 	+$(MAKE) --no-print-directory -j$$(nproc) DEVICE=$(DEVICE) build-tests
 	$(MAKE) --no-print-directory DEVICE=$(DEVICE) unit-tests python-tests
 

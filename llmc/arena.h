@@ -42,6 +42,7 @@ struct Plan {
     std::string peak_at;
     size_t bytes = 0;      // the room the placement takes: lower_bound or a little more
     size_t workspace = 0;  // the largest scratch that was asked for
+    size_t copied = 0;     // bytes that a thread's largest product copies beside the arena
     struct Loop {
         int takes = 0, time = 0, loops = 0;
     };
@@ -181,6 +182,10 @@ class Arena : simt::Lender {
 
     // Scratch for one library call, or one launch's workers on a CPU. All share it: the stream runs them one
     // after the other. Only the bytes asked for last are open.
+    // A product copies so many bytes of its operands, for each thread, into memory of the heap.
+    void counts_copies(size_t bytes) {
+        if (plan_) plan_->copied = std::max(plan_->copied, bytes);
+    }
     void* workspace(size_t bytes) override {
         if (rehearsing_) {
             plan_->workspace = std::max(plan_->workspace, bytes);

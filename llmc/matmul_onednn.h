@@ -24,8 +24,9 @@ struct OnednnPiece {
 // columns times bf16 weights runs at 690 GFLOP/s whole and at 1500 in such pieces (two cores of a Xeon with
 // AMX).
 constexpr int64_t kManySummands = 16384, kSummands = 4096;
-// Fewer pieces than this are halved, as long as each has some 20 microseconds of work.
-constexpr int64_t kLeastPieces = 4, kLeastFlops = 2'000'000;
+// Fewer pieces than this are halved, as long as each has some 20 microseconds of work. Only weight gradients
+// are cut into other columns where there are other rows: chunks of rows are to have the bits of all rows.
+constexpr int64_t kLeastPieces = 2, kLeastFlops = 2'000'000;
 
 // The length of equal parts of n that are at most about as long as `wanted`, a multiple of `tile`.
 inline int64_t equal_parts(int64_t n, int64_t wanted, int64_t tile = 32) {
@@ -38,14 +39,14 @@ inline OnednnPiece piece_of(const OnednnProduct& p) {
     if (transposed_a)
         piece = {192, 768, p.k};
     else if (transposed_b && p.n <= 768)
-        piece = {256, p.m < 1024 ? 192 : 768, p.k};
+        piece = {p.m < 1024 ? 128 : 256, 768, p.k};
     else
         piece = {256, 384, p.k};
     piece.rows = equal_parts(p.m, piece.rows), piece.columns = equal_parts(p.n, piece.columns);
     const auto pieces = [&] { return ceil_div(p.m, piece.rows) * ceil_div(p.n, piece.columns); };
-    while (pieces() < kLeastPieces && piece.rows * piece.columns * p.k >= kLeastFlops &&
-           std::max(piece.rows, piece.columns) >= 64) {
-        int64_t& longer = piece.rows >= piece.columns ? piece.rows : piece.columns;
+    while (pieces() < kLeastPieces && piece.rows * piece.columns * p.k >= kLeastFlops) {
+        int64_t& longer = transposed_a && piece.columns > piece.rows ? piece.columns : piece.rows;
+        if (longer < 64) break;
         longer = equal_parts(longer, longer / 2);
     }
     if (p.k > kManySummands && !p.bias && !p.gelu) piece.summands = equal_parts(p.k, kSummands, 64);
@@ -79,15 +80,17 @@ class PiecesOfProduct {
 
     size_t count() const { return down_ * static_cast<size_t>(ceil_div(whole_.n, piece_.columns)); }
 
-    // The bytes of scratch that a thread wants for any of the pieces: one in each corner stands for all.
-    size_t scratch_bytes() const {
-        size_t bytes = 0;
+    // The bytes that a thread wants for any of the pieces: one in each corner stands for all.
+    OnednnBytes bytes() const {
+        OnednnBytes most;
         for (const size_t i : {size_t{0}, down_ - 1, count() - down_, count() - 1})
             for_each_call(product(i), [&](const OnednnProduct& call, int64_t) {
-                bytes = std::max(bytes, beside_ ? onednn_scratch_bytes<T, float>(call)
-                                                : onednn_scratch_bytes<T, Out>(call));
+                const OnednnBytes b = beside_ ? onednn_bytes<T, float>(call) : onednn_bytes<T, Out>(call);
+                most.scratch = std::max(most.scratch, b.scratch);
+                most.copied = std::max(most.copied, b.copied);
             });
-        return sums_bytes() + ceil_div(bytes, size_t{64}) * 64;
+        most.scratch = sums_bytes() + ceil_div(most.scratch, size_t{64}) * 64;
+        return most;
     }
 
     // Computes piece number i of c. Summands that come in pieces are added up in fp32, beside c where c is
@@ -139,12 +142,12 @@ class PiecesOfProduct {
     const size_t down_;  // pieces below each other
 };
 
-// The scratch of a product, which is asked for in every step, is counted once.
+// The bytes of a product, which are asked for in every step, are counted once.
 template <class T, class Out>
-size_t scratch_bytes_of(const OnednnProduct& p) {
-    static thread_local std::map<onednn::Key, size_t> known;
+OnednnBytes bytes_of_product(const OnednnProduct& p) {
+    static thread_local std::map<onednn::Key, OnednnBytes> known;
     const auto [at, is_new] = known.try_emplace(onednn::key_of(p));
-    if (is_new) at->second = PiecesOfProduct<T, Out>(p).scratch_bytes();
+    if (is_new) at->second = PiecesOfProduct<T, Out>(p).bytes();
     return at->second;
 }
 
@@ -181,13 +184,14 @@ void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, c
     const OnednnProduct product = onednn_product(p, a, b, options);
     const PiecesOfProduct<T, Out> pieces(product);
     const Operation operation = matmul_operation<T, Out>(p, false);
-    const size_t bytes = scratch_bytes_of<T, Out>(product);
+    const OnednnBytes bytes = bytes_of_product<T, Out>(product);
+    arena.counts_copies(bytes.copied);
     auto* const scratch =
-        static_cast<unsigned char*>(arena.workspace(simt::workers_for(pieces.count(), 1) * bytes));
+        static_cast<unsigned char*>(arena.workspace(simt::workers_for(pieces.count(), 1) * bytes.scratch));
     const T* const bias = options.bias ? options.bias->data() : nullptr;
     if (!simt::launches_off)
         simt::run_on_threads(pieces.count(), 1, [&](size_t worker, size_t i, size_t) {
-            pieces.multiply(i, out.data(), a.data(), b.data(), bias, scratch + worker * bytes);
+            pieces.multiply(i, out.data(), a.data(), b.data(), bias, scratch + worker * bytes.scratch);
         });
     if constexpr (std::is_same_v<T, Out>)
         if (options.gelu_input) gelu_backward(out, out, *options.gelu_input, stream);

@@ -10,7 +10,6 @@
 #include <omp.h>
 
 #include <array>
-#include <atomic>
 #include <map>
 #include <mutex>
 #include <new>
@@ -100,7 +99,7 @@ auto with_room(Call&& call) {
 // One product, which any thread may execute.
 struct Made {
     dnnl::matmul::primitive_desc description;
-    size_t scratch_bytes;
+    size_t scratch_bytes, copied_bytes;
     dnnl::matmul product;  // compiled at the first call
 };
 
@@ -116,13 +115,11 @@ inline Key key_of(const OnednnProduct& p) {
     return {p.m, p.n, p.k, p.a_row, p.a_column, p.b_row, p.b_column, p.c_row, p.accumulate, p.bias, p.gelu};
 }
 
-// The bytes that a thread's copies of operands take at most, of all products described so far. oneDNN's
-// products "gemm" copy 384 summands of both operands in fp32, or 768 in bf16, into memory of the heap.
-inline std::atomic<size_t> most_copied{0};
-inline void count_copies(const OnednnProduct& p, const dnnl::matmul::primitive_desc& description) {
-    if (!std::string_view(description.impl_info_str()).starts_with("gemm")) return;
-    const size_t bytes = static_cast<size_t>((p.m + p.n) * std::min<int64_t>(p.k, 384)) * sizeof(float);
-    if (bytes > most_copied) most_copied = bytes;
+// The bytes that a product copies of its operands into memory of the heap. oneDNN's products "gemm" copy at
+// most 384 summands of both operands in fp32, or 768 in bf16.
+inline size_t copied_bytes(const OnednnProduct& p, const dnnl::matmul::primitive_desc& description) {
+    if (!std::string_view(description.impl_info_str()).starts_with("gemm")) return 0;
+    return static_cast<size_t>((p.m + p.n) * std::min<int64_t>(p.k, 384)) * sizeof(float);
 }
 
 inline std::mutex making;  // held by the thread that describes or compiles
@@ -139,7 +136,7 @@ Made& made(const OnednnProduct& p, const Key& key) {
         Made& m = at->second;
         m.description = with_room([&] { return describe(p, dtype<In>, dtype<Out>); });
         m.scratch_bytes = m.description.scratchpad_desc().get_size();
-        count_copies(p, m.description);
+        m.copied_bytes = copied_bytes(p, m.description);
         return m;
     } catch (const dnnl::error& e) {
         known.erase(at);
@@ -183,10 +180,15 @@ Operands& operands(const OnednnProduct& p) {
 }
 }  // namespace onednn
 
-// Bytes of scratch that onednn_matmul() wants for this product.
+// The bytes of a product beside its operands: scratch that onednn_matmul() wants, and its copies of operands
+// in the heap.
+struct OnednnBytes {
+    size_t scratch = 0, copied = 0;
+};
 template <class In, class Out>
-size_t onednn_scratch_bytes(const OnednnProduct& p) {
-    return onednn::made<In, Out>(p, onednn::key_of(p)).scratch_bytes;
+OnednnBytes onednn_bytes(const OnednnProduct& p) {
+    const onednn::Made& m = onednn::made<In, Out>(p, onednn::key_of(p));
+    return {m.scratch_bytes, m.copied_bytes};
 }
 
 // Computes the product with operands that the thread keeps (onednn::operands()): what is small and computed
@@ -216,8 +218,8 @@ void onednn_matmul(onednn::Operands& o, const OnednnProduct& p, Out* c, const In
     });
 }
 
-// Computes the product. `scratch` is 64-byte aligned and has onednn_scratch_bytes(); bias may be null if
-// unused.
+// Computes the product. `scratch` is 64-byte aligned and has the scratch of onednn_bytes(); bias may be null
+// if unused.
 template <class In, class Out>
 void onednn_matmul(const OnednnProduct& p, Out* c, const In* a, const In* b, const In* bias, void* scratch) {
     onednn::Operands o;

@@ -568,7 +568,7 @@ inline void check_adapter_options(const Options& o) {
     if (!o.merge.empty() && !o.trains_adapter() && o.resume.empty())
         fail("--merge %s: there is no adapter to merge; give --train lora or --adapter", o.merge.c_str());
     if (o.trains_adapter() && parse_new_model(o.model) && o.bench.empty())
-        fail("--model %s: an adapter is of a trained model: give its folder", o.model.c_str());
+        fail("--model %s: is a new one, and an adapter belongs to a trained model: give its folder", o.model.c_str());
 }
 
 // Fails where --context auto has nothing to choose, or not alone.

@@ -287,7 +287,8 @@ TYPED_TEST(Matmul, PiecesCoverAProductInLittleScratch) {
             EXPECT_EQ((piece.summands < k), (k > kManySummands));
             const PiecesOfProduct<TypeParam, TypeParam> pieces(p);
             EXPECT_EQ(pieces.count(), ceil_div(m, piece.rows) * ceil_div(n, piece.columns));
-            EXPECT_LE(pieces.scratch_bytes(), size_t{2} << 20);
+            EXPECT_LE(pieces.bytes().scratch, size_t{2} << 20);
+            EXPECT_LE(pieces.bytes().copied, size_t{2} << 20);
         }
 }
 

@@ -14,7 +14,6 @@
 #include <mutex>
 #include <new>
 #include <oneapi/dnnl/dnnl.hpp>
-#include <string_view>
 #include <type_traits>
 #include <unordered_map>
 
@@ -99,7 +98,7 @@ auto with_room(Call&& call) {
 // One product, which any thread may execute.
 struct Made {
     dnnl::matmul::primitive_desc description;
-    size_t scratch_bytes, copied_bytes;
+    size_t scratch_bytes;
     dnnl::matmul product;  // compiled at the first call
 };
 
@@ -115,10 +114,10 @@ inline Key key_of(const OnednnProduct& p) {
     return {p.m, p.n, p.k, p.a_row, p.a_column, p.b_row, p.b_column, p.c_row, p.accumulate, p.bias, p.gelu};
 }
 
-// The bytes that a product copies of its operands into memory of the heap. oneDNN's products "gemm" copy at
-// most 384 summands of both operands in fp32, or 768 in bf16.
-inline size_t copied_bytes(const OnednnProduct& p, const dnnl::matmul::primitive_desc& description) {
-    if (!std::string_view(description.impl_info_str()).starts_with("gemm")) return 0;
+// The bytes that a product may copy of its operands into memory of the heap: at most 384 summands of both in
+// fp32, or 768 in bf16. Not all of oneDNN's implementations do, but which one it takes changes with the
+// shape.
+inline size_t copied_bytes(const OnednnProduct& p) {
     return static_cast<size_t>((p.m + p.n) * std::min<int64_t>(p.k, 384)) * sizeof(float);
 }
 
@@ -136,7 +135,6 @@ Made& made(const OnednnProduct& p, const Key& key) {
         Made& m = at->second;
         m.description = with_room([&] { return describe(p, dtype<In>, dtype<Out>); });
         m.scratch_bytes = m.description.scratchpad_desc().get_size();
-        m.copied_bytes = copied_bytes(p, m.description);
         return m;
     } catch (const dnnl::error& e) {
         known.erase(at);
@@ -187,8 +185,7 @@ struct OnednnBytes {
 };
 template <class In, class Out>
 OnednnBytes onednn_bytes(const OnednnProduct& p) {
-    const onednn::Made& m = onednn::made<In, Out>(p, onednn::key_of(p));
-    return {m.scratch_bytes, m.copied_bytes};
+    return {onednn::made<In, Out>(p, onednn::key_of(p)).scratch_bytes, onednn::copied_bytes(p)};
 }
 
 // Computes the product with operands that the thread keeps (onednn::operands()): what is small and computed

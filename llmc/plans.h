@@ -46,7 +46,7 @@ inline size_t process_bytes([[maybe_unused]] size_t copied) {
 #else
     static const size_t libraries = library_bytes();
     const size_t threads = static_cast<size_t>(omp_get_max_threads());
-    return libraries + (size_t{12} << 20) + threads * ((1280 << 10) + copied);
+    return libraries + (size_t{23} << 19) + threads * ((1536 << 10) + copied);
 #endif
 }
 

@@ -448,14 +448,15 @@ def test_what_is_chosen_fits_when_measured(train, tmp_path, share):
 
 @pytest.mark.parametrize("threads", [1, 2, 8, 16, 64])
 def test_the_plan_holds_with_many_threads(train, tmp_path, threads):
-    """And is not much more than what a run takes: by what each thread is given for its stack and copies."""
+    """And is not much more than what a run takes: by what each thread is given, 1.5 MiB for its stack and heap, and up to
+    1.5 MiB for what products copy, which a thread without work never does."""
     if train.device != "cpu":
         pytest.skip("a GPU computes")
     make(tmp_path / "model", "--layers", 1, "--heads", 1, "--channels", 128, "--positions", 384)
     write_text(tmp_path / "text", 60000)
     options = ("--model", tmp_path / "model", "--data", tmp_path / "text", "--batch", 32, "--seq-len", 384, "--head-rows", 256,
                "--sample-tokens", 0, "--steps", 2, "--threads", threads)
-    bound = 12 + 0.75 * threads
+    bound = 12 + 3 * threads
     for _ in range(3):
         text = train(*options).stdout.decode()
         taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", text).groups())

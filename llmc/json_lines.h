@@ -68,10 +68,10 @@ inline bool message_counts(const nlohmann::json& message, const std::string& whe
     const nlohmann::json train = message.value("train", nlohmann::json());
     if (!weight.is_null() && !(weight.is_number() && (weight == 0 || weight == 1)))
         fail("%s: \"weight\" is %s, where 0 and 1 are supported", where.c_str(),
-             printable(weight.dump()).c_str());
+             weight.dump(-1, ' ', true).c_str());
     if (!train.is_null() && !train.is_boolean())
         fail("%s: \"train\" is %s, where true and false are supported", where.c_str(),
-             printable(train.dump()).c_str());
+             train.dump(-1, ' ', true).c_str());
     return weight != 0 && train != false;
 }
 

@@ -1,5 +1,5 @@
-// adapter_targets.h - adapter_config.json of a LoRA as PEFT reads it: which linear layers have one, of which
-// rank and scale, and which settings are refused. Read this when PEFT gets another field.
+// adapter_targets.h - adapter_config.json of a LoRA as PEFT reads it: which linear layers have a LoRA, its rank
+// and scale, and which settings are refused. Read this when PEFT gets another field.
 #pragma once
 
 #define PCRE2_CODE_UNIT_WIDTH 8
@@ -108,7 +108,7 @@ class TargetModules {
     }
 
   private:
-    // Names, of which a module ends with one, or one expression for its whole name.
+    // Either suffixes of module names, or one regular expression for a whole name.
     struct Names {
         Names(const ConfigReader& r, const char* setting) : names(setting_names(r, setting)) {
             if (is_text(r, setting) && !names[0].empty())

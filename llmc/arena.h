@@ -182,7 +182,7 @@ class Arena : simt::Lender {
 
     // Scratch for one library call, or one launch's workers on a CPU. All share it: the stream runs them one
     // after the other. Only the bytes asked for last are open.
-    // A product copies so many bytes of its operands, for each thread, into memory of the heap.
+    // Plans the memory outside the arena into which each thread copies `bytes` of a product's operands.
     void counts_copies(size_t bytes) {
         if (plan_) plan_->copied = std::max(plan_->copied, bytes);
     }

@@ -184,7 +184,7 @@ struct AttentionInput {
         return seen_before(end) - seen_before(first) -
                (seen_before(end - span()) - seen_before(first - span()));
     }
-    // The FLOPs of so many matrix products of these scores, of all heads.
+    // The FLOPs of `products` matrix products of these scores, over all heads.
     double flops(int products) const {
         return 2.0 * (static_cast<double>(batch) * heads) * seen_scores() * head_size * products;
     }
@@ -200,7 +200,7 @@ struct AttentionInput {
 // Products of the scores that backward makes on a GPU for the gradients of keys, and for those of queries.
 constexpr int kProductsForKeys = 4, kProductsForQueries = 3;
 
-// Calls launch_part(grid, in) for each part of a launch that makes so many products of the scores.
+// Calls launch_part(grid, in) for each part of a launch that computes `products` products of the scores.
 template <class T, class F>
 void launch_in_parts(dim3 grid, AttentionInput<T> in, int products, F launch_part) {
     for_each_part(grid, in.flops(products), longest_attention, [&](dim3 part_grid, const GridPart& part) {

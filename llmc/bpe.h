@@ -98,7 +98,7 @@ class SymbolRow {
 
     // Whether a symbol begins at a place.
     bool begins(size_t at) const { return places_[at] >= 0; }
-    // Of the symbol that begins there: its token, and the place behind it.
+    // The token of the symbol that begins at `at`, and where the next symbol begins.
     int32_t token(size_t at) const { return places_[at]; }
     size_t next(size_t at) const {
         const bool joined = at + 1 < places_.size() && places_[at + 1] < 0;

@@ -101,7 +101,7 @@ class Dataset {
     // No shards; and whether the text is examples in JSON.
     bool is_text() const { return !format_; }
     bool is_examples() const { return lines_; }
-    // Of JSON lines, once they are tokens: how many examples there are, and each of them in order.
+    // The number of examples in JSON lines, once they are tokenized, and each example in order.
     uint64_t example_count() const {
         uint64_t sum = 0;
         for (const File& file : files_) sum += file.examples;

@@ -153,7 +153,7 @@ inline int tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const E
         const size_t copies = is_list ? 2 : 1;  // an element of a list grows in its buffer
         const auto use = [&](std::span<char> line, size_t bytes, const std::string& where) {
             const JsonExample example = read_example(line, where);
-            // Of others than texts one token more than is kept: it tells that there were more.
+            // Encodes one token more than is kept, except for texts: it shows that the example is cut.
             encoder.encode(
                 example, where, static_cast<size_t>(seq_len) + 2,
                 [&](std::span<const int32_t> tokens, bool last) { put(tokens, example.is_text, last); });

@@ -8,8 +8,8 @@
 //
 // Sizes of pieces were measured with oneDNN 2.6 on two cores with AVX-512, beside oneDNN with two threads, on
 // products of 256 and 1024 rows of GPT-2 124M and SmolLM2-135M. Weight gradients are 1.0 to 1.2 times as
-// fast; products of fp32 with untransposed matrices of more than 2304 columns 1.2 to 1.4 times; products of
-// 256 rows that make 768 columns 0.9 times, as two pieces read more of their operands than one.
+// fast; fp32 products with untransposed matrices of more than 2304 columns 1.2 to 1.4 times; products of 256
+// rows are 0.9 to 1.0 times as fast.
 #pragma once
 
 #include "llmc/matvec_cpu.h"
@@ -24,8 +24,9 @@ struct OnednnPiece {
 // columns times bf16 weights runs at 690 GFLOP/s whole and at 1500 in such pieces (two cores of a Xeon with
 // AMX).
 constexpr int64_t kManySummands = 16384, kSummands = 4096;
-// Fewer pieces than this are halved, as long as each has some 20 microseconds of work. Only weight gradients
-// are cut into other columns where there are other rows: chunks of rows are to have the bits of all rows.
+// A product of fewer pieces has them halved, as long as a piece takes a thread 20 microseconds. Other products
+// than weight gradients are halved by rows alone: then their columns are cut the same way for any number of
+// rows, and a chunk of rows has the bits that it has among all rows.
 constexpr int64_t kLeastPieces = 2, kLeastFlops = 2'000'000;
 
 // The length of equal parts of n that are at most about as long as `wanted`, a multiple of `tile`.
@@ -33,6 +34,7 @@ inline int64_t equal_parts(int64_t n, int64_t wanted, int64_t tile = 32) {
     return std::min(n, ceil_div(ceil_div(n, ceil_div(n, wanted)), tile) * tile);
 }
 
+// The size of a product's pieces, by its shape and layout alone.
 inline OnednnPiece piece_of(const OnednnProduct& p) {
     const bool transposed_a = p.a_column != 1, transposed_b = p.b_column != 1;
     OnednnPiece piece;

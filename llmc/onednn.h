@@ -188,8 +188,8 @@ OnednnBytes onednn_bytes(const OnednnProduct& p) {
     return {onednn::made<In, Out>(p, onednn::key_of(p)).scratch_bytes, onednn::copied_bytes(p)};
 }
 
-// Computes the product with operands that the thread keeps (onednn::operands()): what is small and computed
-// often wants this.
+// Computes the product with operands that the thread keeps (onednn::operands()), for small products that are
+// computed often.
 template <class In, class Out>
 void onednn_matmul(onednn::Operands& o, const OnednnProduct& p, Out* c, const In* a, const In* b,
                    const In* bias, void* scratch) {

@@ -194,7 +194,8 @@ inline void must_be_unset(const ConfigReader& r, std::initializer_list<const cha
 // Says which keys are no field of PEFT's, which leaves them out too.
 inline void remark_unknown(const ConfigReader& r,
                            std::initializer_list<std::initializer_list<const char*>> known) {
-    for (const auto& [key, value] : r.json().items()) {
+    for (const auto& item : r.json().items()) {
+        const std::string& key = item.key();
         const auto is_key = [&](const char* name) { return key == name; };
         if (std::ranges::none_of(known, [&](const auto& list) { return std::ranges::any_of(list, is_key); }))
             fprintf(stderr, "%s: '%s' is not known, and left out\n", r.file().c_str(),

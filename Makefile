@@ -428,7 +428,7 @@ FUZZ_SECONDS ?= 10
 fuzz-build: $(FUZZERS)
 build/test/fuzz/%: test/%.cpp Makefile
 	@mkdir -p $(@D)
-	clang++ -std=c++20 -Wall -Wextra $(if $(WERROR),-Werror) -I. -MMD -MP -MF $@.d -MT $@ -g -O1 -fsanitize=fuzzer,address $< -o $@ $(TEXT_LIBS)
+	clang++ -std=c++20 -Wall -Wextra $(if $(WERROR),-Werror) -I. -MMD -MP -MF $@.d -MT $@ -g -O1 -fopenmp -fsanitize=fuzzer,address $< -o $@ $(TEXT_LIBS)
 build/fuzz/seeds: test/fuzz_seeds.py
 	@python3 $< $(@D) && touch $@
 fuzz: $(FUZZED:%=fuzz/%)

@@ -2779,9 +2779,14 @@ void Trainer::load() {
         evaluated_ = in_.progress->evaluated;
         metrics_.first_loss = in_.progress->first_loss;
         const std::optional<int64_t> good = in_.progress->last_good;
-        metrics_.last_save =
-            good && *good != step_ ? folder_above(in_.resumed) + "/" + step_name(*good) : o_.resume;
+        const bool is_good = !metrics_.first_loss || good == step_;
+        metrics_.last_save = is_good ? o_.resume
+                             : good  ? folder_above(in_.resumed) + "/" + step_name(*good)
+                                     : "none";
         printf("resuming %s at step %lld\n", o_.resume.c_str(), static_cast<long long>(first_step_));
+        if (!is_good)
+            fprintf(stderr, "%s: step %lld was not good when it was saved; the last good save: %s\n",
+                    o_.resume.c_str(), static_cast<long long>(step_), metrics_.last_save.c_str());
     } else if (adapter_ && in_.held_adapter) {
         load_adapter(*adapter_, in_.held_adapter->path());
     } else if (adapter_ && in_.adapter.kind == Trained::Prompt) {

@@ -146,6 +146,21 @@ def test_the_last_good_save_stays(train, work):
     assert f"the last good save: out/step-{last_good:08}" in result.stderr.decode().splitlines()[-1]
     state = json.loads((work / "out" / "trainer_state.json").read_text())
     assert state["last_good"] == last_good and state["first_loss"] == first
-    error = train("--resume", "out", "--lr", 1000, "--steps", 90, cwd=work, code=2).stderr.decode().splitlines()[-1]
+    lines = train("--resume", "out", "--lr", 1000, "--steps", 90, cwd=work, code=2).stderr.decode().splitlines()
+    assert f"out: step 6 was not good when it was saved; the last good save: out/step-{last_good:08}" in lines
+    error = lines[-1]
     assert re.fullmatch(rf"train: step \d+: the loss is .*; the last good save: out/step-{last_good:08}", error)
     assert (work / "out" / f"step-{last_good:08}" / "model.safetensors").exists()
+
+
+def test_a_gradient_of_zero_is_not_good(train, work):
+    """All weights are zero, and so are all gradients; the loss is finite."""
+    path = work / "model" / "model.safetensors"
+    save_file({name: torch.zeros_like(t) for name, t in load_file(path).items()}, path, metadata={"format": "pt"})
+    run = ("--model", "model", *DATA, "--steps", 2, "--save-every", 1, "--keep", 1, "--out", "out")
+    result = train(*run, "--log", "log", cwd=work)
+    assert [line["grad_norm"] for line in read_log(work / "log")] == [0, 0]
+    assert "out/step-00000002: is of a step with a gradient of zero; the last good save: none" in result.stderr.decode()
+    assert json.loads((work / "out" / "trainer_state.json").read_text())["last_good"] is None
+    result = train("--resume", "out", "--steps", 3, cwd=work)
+    assert "out: step 2 was not good when it was saved; the last good save: none" in result.stderr.decode()

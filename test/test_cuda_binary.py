@@ -162,7 +162,8 @@ class TestInstructions:
     def test_attention_multiplies_on_tensor_cores(self, kernels, name):
         found = self.those(kernels, name)
         forms = 3 if name == "attention_backward_queries_kernel" else 2  # of each size of heads; that has one for dropout
-        assert len(found) == forms * 4 * len({arch for arch, _ in kernels})
+        small = 2  # heads of 64 and of 128 have one form for GPUs with little shared memory
+        assert len(found) == (forms * 4 + small) * len({arch for arch, _ in kernels})
         for key, counts in found.items():
             for instruction in ("HMMA", "LDSM", r"LDGSTS\..*128"):  # products, fragments, asynchronous copies
                 assert self.count(counts, instruction), (key, instruction)

@@ -7,9 +7,12 @@ Prints a Markdown table: MiB of activations and of everything as planned, the me
 time, tokens/s, and the time as a multiple of the first level's. What follows -- goes to ./train as it is.
 """
 
+import pathlib
 import statistics
+import tempfile
 
 import results
+from compare import write_tokens
 from results import MIB, PeerFailed, fail, positive
 
 LEVELS = "none,gelu,norm,ffn,attention,block"
@@ -31,7 +34,13 @@ def parse(arguments):
 def measure(o, levels):
     """By level: the plan's totals, and the milliseconds of a step in each round."""
     shape = [o.train, "--model", o.model, "--batch", o.batch, "--seq-len", o.seq_len, "--json", *o.more]
-    plans = {level: results.json_of([*shape, "--sample-tokens", 0, "--plan", "--recompute", level]) for level in levels}
+    with tempfile.TemporaryDirectory() as folder:
+        data = []
+        if not pathlib.Path(o.model).exists():  # a bench of a new model has GPT-2's tokens
+            data = ["--data", pathlib.Path(folder) / "tokens.bin"]
+            write_tokens(data[1], 2 * o.batch * o.seq_len)
+        planned = [*shape, *data, "--sample-tokens", 0, "--plan"]
+        plans = {level: results.json_of([*planned, "--recompute", level]) for level in levels}
     times = {level: [] for level in levels}
     for _ in range(o.rounds):
         for level in levels:

@@ -1,6 +1,6 @@
-// added_tokens.h - tokens that stand in a text by their whole spelling, found before anything else is done
-// with it: the leftmost first, of those the longest. The rules are those of Hugging Face's tokenizers for
-// their "added_tokens".
+// added_tokens.h - finds added tokens in a text: tokens such as <s>, which a tokenizer looks for by their
+// whole spelling before it does anything else with the text. The leftmost match wins; of several at one
+// place, the longest. The rules are those of "added_tokens" in Hugging Face's tokenizers.
 #pragma once
 
 #include <algorithm>
@@ -16,11 +16,11 @@ class AddedTokens {
   public:
     struct Token {
         int token;
-        bool single_word = false;   // does not count with a letter before or after it
-        bool strips_left = false;   // takes the white space before it along
-        bool strips_right = false;  // and that after it
-        bool special = false;       // a mark like <s>, which a text need not mean
-        size_t length = 0;          // of its spelling
+        bool single_word = false;   // no match with a letter directly before or after it
+        bool strips_left = false;   // the match includes white space before it
+        bool strips_right = false;  // the match includes white space after it
+        bool special = false;       // a special token like <s>; find() can leave these as text
+        size_t length = 0;          // of its spelling, in bytes
     };
     struct Match {
         size_t begin, end;
@@ -28,14 +28,14 @@ class AddedTokens {
     };
     struct Found {
         std::optional<Match> match;
-        size_t text;      // what stands before this is text without added tokens
-        size_t searched;  // without a match: no token starts before this, whatever follows
+        size_t text;      // the text before this has no added tokens
+        size_t searched;  // if there is no match: no token starts before this, whatever text follows
     };
 
     bool empty() const { return tokens_.empty(); }
     bool has(std::string_view spelling) const { return spellings_.find(spelling) >= 0; }
 
-    // Adds a token with a spelling that is not empty and that it does not have.
+    // Adds a token. The spelling must not be empty or already present.
     void add(std::string_view spelling, Token token) {
         spellings_.add(static_cast<int>(tokens_.size()), spelling);
         token.length = spelling.size();
@@ -48,9 +48,10 @@ class AddedTokens {
         any_strips_left_ |= token.strips_left;
     }
 
-    // The first match in the text from `from` on, of which what stands before `search` has none. Where more
-    // text will follow, nothing is said of what that could change. `after_word`: whether a letter stood
-    // before the text. Without `specials` the marks' spellings are text, and so is what is in them.
+    // Finds the first match in text[from..]. The caller knows already that none starts before `search`. With
+    // `more`, further text will follow, and find() reports nothing that this text could still change.
+    // `after_word`: a letter stood before the text. Without `specials`, the spellings of special tokens are
+    // plain text, and nothing is matched inside them.
     Found find(std::string_view text, size_t from, size_t search, bool more, bool after_word,
                bool specials = true) const {
         const auto undecided = [&](size_t at) {

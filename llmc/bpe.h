@@ -1,8 +1,8 @@
-// bpe.h - byte pair encoding (Sennrich et al. 2016): the tokens of a word.
+// bpe.h - byte pair encoding (Sennrich et al. 2016): turns a word into tokens.
 //
-// A word starts as one symbol for each byte (GPT-2's kind) or each character (SentencePiece's kind, where a
-// character that the vocabulary lacks becomes the tokens of its bytes). Then the pair of neighbours that
-// comes first in the list of merges is joined, again and again.
+// A word starts as one symbol per byte (as in GPT-2) or one symbol per character (as in SentencePiece, where
+// a character that is not in the vocabulary becomes the tokens of its bytes). Then, again and again, the pair
+// of neighbouring symbols that is first in the list of merges is joined into one symbol.
 #pragma once
 
 #include <algorithm>
@@ -21,13 +21,13 @@
 #include "llmc/utf8.h"
 #include "llmc/vocabulary.h"
 
-// A table by pairs of numbers from 0 on, of a size that is known beforehand.
+// A hash table whose keys are pairs of non-negative numbers. Its size is fixed when it is made.
 template <class Value>
 class PairTable {
   public:
     explicit PairTable(size_t most = 0) : places_(most + most / 3 + 1) {}
 
-    // Puts a value in, over an earlier one of that pair.
+    // Stores a value, replacing an earlier one of that pair.
     void put(int32_t left, int32_t right, Value value) {
         places_[find_place(left, right)] = {left, right, value};
     }
@@ -41,7 +41,7 @@ class PairTable {
 
   private:
     struct Place {
-        int32_t left = -1, right = -1;  // left -1: free
+        int32_t left = -1, right = -1;  // left -1: this entry is free
         [[no_unique_address]] Value value{};
     };
 
@@ -61,17 +61,18 @@ class PairTable {
 };
 
 struct Merge {
-    int32_t rank, token;  // less is sooner; what the two become
+    int32_t rank, token;  // the merge of lowest rank is applied first; the token that the pair becomes
 };
 using Merges = PairTable<Merge>;
 
-// Which pairs of neighbouring characters a merge can join across. Text may be cut where none can: no token
-// of the whole would reach over the cut. That makes words of text that no pre-tokenizer has split.
+// Tells which pairs of neighbouring characters a merge can join across. Text may be cut between two
+// characters that no merge joins, because no token would reach over the cut. This splits text into words when
+// the tokenizer has no pre-tokenizer.
 class Joints {
   public:
     using Pairs = std::vector<std::pair<int32_t, int32_t>>;
 
-    // Pairs may come several times.
+    // The list may contain a pair several times.
     explicit Joints(Pairs pairs) {
         std::sort(pairs.begin(), pairs.end());
         pairs.erase(std::unique(pairs.begin(), pairs.end()), pairs.end());
@@ -86,9 +87,9 @@ class Joints {
     PairTable<Nothing> pairs_;
 };
 
-// The symbols of a word in one row of numbers, with a place for each symbol that the word starts with. A
-// symbol's first place has its token. A symbol that was joined from others covers several places: the second
-// and the last have minus their count, and those between are negative too.
+// The symbols of a word in one array, which has one entry for each symbol that the word starts with. The
+// first entry of a symbol is its token. A symbol that was joined from n others covers n entries: its second
+// and its last entry are -n, and those between are negative too.
 class SymbolRow {
   public:
     void clear() { places_.clear(); }
@@ -96,20 +97,20 @@ class SymbolRow {
     void append(int32_t token) { places_.push_back(token); }
     size_t size() const { return places_.size(); }
 
-    // Whether a symbol begins at a place.
+    // True if a symbol begins at this entry.
     bool begins(size_t at) const { return places_[at] >= 0; }
-    // The token of the symbol that begins at `at`, and where the next symbol begins.
+    // The token of the symbol that begins at `at`, and the entry where the next symbol begins.
     int32_t token(size_t at) const { return places_[at]; }
     size_t next(size_t at) const {
         const bool joined = at + 1 < places_.size() && places_[at + 1] < 0;
         return at + (joined ? static_cast<size_t>(-places_[at + 1]) : 1);
     }
-    // Where the symbol before it begins; `at` is not 0.
+    // The entry where the symbol before `at` begins; `at` is not 0.
     size_t previous(size_t at) const {
         const int32_t last = places_[at - 1];
         return at - (last < 0 ? static_cast<size_t>(-last) : 1);
     }
-    // Joins the symbols that begin at `left` and at `right`, its neighbour.
+    // Joins the symbol at `left` with its right neighbour, which begins at `right`.
     void join(size_t left, size_t right, int32_t token) {
         const size_t end = next(right);
         const auto count = static_cast<int32_t>(end - left);
@@ -122,33 +123,34 @@ class SymbolRow {
     std::vector<int32_t> places_;
 };
 
-// What encoding a word needs, kept from word to word.
+// Buffers for encoding a word, reused from word to word.
 struct WordScratch {
     SymbolRow symbols;
     std::vector<uint64_t> queue;
     std::vector<int32_t> tokens;
 };
 
-// What makes tokens of a word.
+// Turns words into tokens.
 class WordModel {
   public:
     virtual ~WordModel() = default;
     // Appends the tokens of a word of valid UTF-8.
     virtual void encode(std::string_view word, WordScratch& scratch, std::vector<int32_t>& tokens) const = 0;
     virtual size_t bytes() const = 0;
-    // The most bytes of a word that it encodes in little memory.
+    // Words up to this many bytes are encoded in little memory.
     virtual size_t longest_word() const { return SIZE_MAX; }
 };
 
 class Bpe final : public WordModel {
   public:
-    bool by_bytes = true;       // else by characters
-    bool whole_words = false;   // a word that is a token becomes it, whatever the merges ("ignore_merges")
-    int unknown = -1;           // for what has no token; -1: that is left out
-    bool fuse_unknown = false;  // one for several in a row
-    std::array<int32_t, 256> byte_tokens;  // -1: none
+    bool by_bytes = true;       // start with one symbol per byte; else one per character
+    bool whole_words = false;   // a word that is in the vocabulary becomes that token without merging
+                                // ("ignore_merges")
+    int unknown = -1;           // stands for what has no token; -1: leave that out
+    bool fuse_unknown = false;  // one unknown token for several unknown characters in a row
+    std::array<int32_t, 256> byte_tokens;  // -1: the byte has no token
     Merges merges;
-    std::shared_ptr<const Vocabulary> vocabulary;  // finds characters and whole words
+    std::shared_ptr<const Vocabulary> vocabulary;  // to look up characters and whole words
 
     Bpe() { byte_tokens.fill(-1); }
 
@@ -169,15 +171,15 @@ class Bpe final : public WordModel {
     size_t bytes() const override { return sizeof *this + merges.bytes(); }
 
   private:
-    // How many pairs wait in the queue after a search for them; it may hold twice as many.
+    // find_pairs() keeps this many pairs in the queue, which may grow to twice as many.
     static constexpr size_t kQueued = 64 << 10;
     static constexpr uint64_t kNoMerge = UINT64_MAX;
 
     void start_symbols(std::string_view word, SymbolRow& symbols) const {
         symbols.clear();
         symbols.reserve(word.size());
-        // Hugging Face's tokenizers append the unknown token only before what has a token of its own, not
-        // before bytes.
+        // Hugging Face's tokenizers append the unknown token only before a character that has a token of its
+        // own, not before bytes.
         bool waits = false;
         const auto append_unknown = [&] {
             if (std::exchange(waits, false)) symbols.append(unknown);
@@ -201,19 +203,20 @@ class Bpe final : public WordModel {
         append_unknown();
     }
 
-    // The merge of the symbol that begins at `left` with the next one; null where there is none.
+    // The merge of the symbol that begins at `left` with the next one; null if there is none.
     const Merge* merge_at(const SymbolRow& symbols, size_t left) const {
         if (!symbols.begins(left)) return nullptr;
         const size_t right = symbols.next(left);
         if (right >= symbols.size()) return nullptr;
         return merges.find(symbols.token(left), symbols.token(right));
     }
-    // What the queue holds of a pair: the rank of its merge, then where the left symbol begins.
+    // The queue's key of a pair: the rank of its merge in the upper half, the begin of its left symbol in the
+    // lower.
     static uint64_t key_of(const Merge* merge, size_t left) {
         return merge ? static_cast<uint64_t>(merge->rank) << 32 | left : kNoMerge;
     }
 
-    // Fills the queue with the smallest keys of all pairs, and returns a bound: it has all that are below.
+    // Fills the queue with the smallest keys of all pairs. Returns a bound: the queue has all keys below it.
     uint64_t find_pairs(const SymbolRow& symbols, std::vector<uint64_t>& queue) const {
         uint64_t bound = kNoMerge;
         queue.clear();
@@ -230,10 +233,10 @@ class Bpe final : public WordModel {
         return bound;
     }
 
-    // Joins the pair of lowest rank, leftmost first, until no pair has a merge. The queue has the keys below
-    // a bound, and some of pairs that are neighbours no more or have another rank by now, which are passed
-    // over. When it is empty, or too long, the pairs are searched again: so it is short however long the word
-    // is.
+    // Joins the pair of lowest rank, leftmost first, until no pair has a merge. The queue has all keys below
+    // a bound. It may also have keys of pairs that have been joined with others or have another rank by now;
+    // these are skipped. When the queue is empty or too long, find_pairs() fills it again, so it stays short
+    // however long the word is.
     void join(WordScratch& scratch) const {
         SymbolRow& symbols = scratch.symbols;
         std::vector<uint64_t>& queue = scratch.queue;
@@ -257,19 +260,19 @@ class Bpe final : public WordModel {
                 if (left > 0) consider(symbols.previous(left));
                 consider(left);
                 if (queue.size() < 2 * kQueued) continue;
-                bound = 0;  // so that they are searched again
+                bound = 0;  // search the pairs again
                 break;
             }
         }
     }
 };
 
-// The tokens of words that were seen lately, in bounded memory: it starts anew when it is full.
+// The tokens of recent words. Its memory is bounded: when it is full, it forgets everything and starts again.
 class WordCache {
   public:
     static constexpr size_t kLongestWord = 64, kMostWords = 48 << 10, kMostBytes = 2 << 20;
 
-    // The tokens of a word, valid until the next put(), if it is known.
+    // The tokens of a word if they are known, valid until the next put().
     std::optional<std::span<const int32_t>> find(std::string_view word) const {
         if (places_.empty()) return std::nullopt;
         const Place& place = places_[find_place(word)];
@@ -277,7 +280,7 @@ class WordCache {
         return std::span(tokens_).subspan(place.tokens, place.count);
     }
 
-    // Remembers a word that is not known, unless it is long.
+    // Remembers a word that is not in the cache yet, unless it is long.
     void put(std::string_view word, std::span<const int32_t> tokens) {
         if (word.empty() || word.size() > kLongestWord || tokens.size() > UINT16_MAX) return;
         if (words_ == kMostWords || text_.size() + sizeof tokens_[0] * tokens_.size() > kMostBytes) {
@@ -297,7 +300,7 @@ class WordCache {
   private:
     struct Place {
         uint32_t text = 0, tokens = 0;
-        uint16_t length = 0, count = 0;  // length 0: free
+        uint16_t length = 0, count = 0;  // length 0: this entry is free
     };
 
     size_t find_place(std::string_view word) const {

@@ -1,5 +1,5 @@
-// chat_format.h - conversations as the text that a model knows them by: the usual formats, and which of them
-// the model of a folder has. Each is what Hugging Face's chat template of it writes.
+// chat_format.h - the usual chat formats: how a conversation is written as text for a model, and which format
+// a model expects. Each format writes what Hugging Face's chat template for it writes.
 #pragma once
 
 #include <string>
@@ -12,22 +12,24 @@
 #include "llmc/json_lines.h"
 #include "llmc/tokenizer.h"
 
-// A turn: what stands before it, what of the format the speaker begins and ends with, what stands behind. An
-// assistant learns `opens`, its content and `closes`. "{bos}" and "{eos}" are the tokenizer's marks.
+// One turn of a conversation: the text before it, the text with which the speaker's part opens and closes,
+// and the text after it. With an assistant's turn, `opens`, the content and `closes` have a loss. "{bos}" and
+// "{eos}" stand for the tokenizer's special tokens.
 struct ChatTurn {
     const char *before, *opens, *closes, *after;
 };
 
 struct ChatFormat {
-    const char* name;                          // of --chat-format
-    std::vector<const char*> marks;            // that must be tokens of the tokenizer
-    const char* begin;                         // of a conversation
-    ChatTurn system, user, assistant;          // without a turn of its own the system's text is in the first
-    const char *system_before, *system_after;  // user's, between these; else null
-    bool trims;                                // the white space around what is said
+    const char* name;                          // its name in --chat-format
+    std::vector<const char*> marks;            // special tokens that the tokenizer must have
+    const char* begin;                         // before the first turn
+    ChatTurn system, user, assistant;          // if `system` is empty, the system message is put into the
+                                               // first
+    const char *system_before, *system_after;  // user message, between these two; else they are null
+    bool trims;                                // strip white space around each message
 };
 
-// Of formats with the same name the first whose marks are there.
+// If several formats have one name, the first whose special tokens the tokenizer has is used.
 inline const std::vector<ChatFormat>& chat_formats() {
     static const std::vector<ChatFormat> formats = {
         {"chatml",
@@ -39,7 +41,7 @@ inline const std::vector<ChatFormat>& chat_formats() {
          nullptr,
          nullptr,
          false},
-        {"llama3",  // of Llama 3; that of 3.1 adds dates to the system's text
+        {"llama3",  // of Llama 3; the template of 3.1 adds dates to the system message
          {"{bos}", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"},
          "{bos}",
          {"<|start_header_id|>system<|end_header_id|>\n\n", "", "<|eot_id|>", ""},
@@ -48,7 +50,7 @@ inline const std::vector<ChatFormat>& chat_formats() {
          nullptr,
          nullptr,
          true},
-        {"mistral",  // from v0.3 on, where [INST] is a token
+        {"mistral",  // since v0.3, where [INST] is a token
          {"{bos}", "{eos}", "[INST]", "[/INST]"},
          "{bos}",
          {},
@@ -88,8 +90,8 @@ inline const std::vector<ChatFormat>& chat_formats() {
     return formats;
 }
 
-// When a part of a text is to be learnt: an answer; a prompt, with --loss-on all; nothing of a message with a
-// weight of 0.
+// When a piece of text has a loss: always (an answer), only with --loss-on all (a prompt), or never (a
+// message with weight 0).
 enum class Learnt { Always, WithPrompts, Never };
 
 struct Piece {
@@ -97,7 +99,7 @@ struct Piece {
     Learnt learnt;
 };
 
-// The chat template of a folder; empty if there is none. Of several the default one.
+// The chat template in a model's folder; empty if there is none. If there are several, the default one.
 inline std::string chat_template_of(const std::string& folder) {
     const std::string file = folder + "/chat_template.jinja", config = folder + "/tokenizer_config.json";
     if (file_exists(file)) return read_text(file);
@@ -114,12 +116,12 @@ inline std::string chat_template_of(const std::string& folder) {
     return "";
 }
 
-// A format with the marks of a tokenizer, for conversations.
+// A chat format together with the tokenizer whose special tokens it uses.
 class Chat {
   public:
-    // By --chat-format's name, or "auto": that of a model's chat template or, where that is empty, of its
-    // tokenizer's marks. Fails, naming the model, where that is none of these, and where the tokenizer lacks
-    // marks.
+    // `name` is a format's name as in --chat-format, or "auto": then the format is recognized by the model's
+    // chat template or, if that is empty, by the tokenizer's special tokens. Fails, naming the model, if the
+    // format is not recognized or the tokenizer lacks its special tokens.
     Chat(const std::string& name, const std::string& chat_template, const std::string& model,
          const Tokenizer& tokenizer)
         : tokenizer_(tokenizer) {
@@ -139,11 +141,12 @@ class Chat {
     }
 
     const char* name() const { return format_->name; }
-    // The token that ends what an assistant says.
+    // The token that ends an assistant's answer.
     int end_of_answer() const { return tokenizer_.encode(with_marks(format_->assistant.closes)).back(); }
 
-    // A conversation's text, in parts whose tokens do not depend on each other. `where` names it in messages.
-    // Fails where the format has no place for a message: where users and assistants must take turns.
+    // Writes a conversation as text, in parts that can be tokenized independently. `where` names the
+    // conversation in messages. Fails if the format requires users and assistants to take turns and they do
+    // not.
     std::vector<std::vector<Piece>> render(const std::vector<Message>& messages,
                                            const std::string& where) const {
         std::vector<std::vector<Piece>> parts(1);
@@ -193,8 +196,9 @@ class Chat {
         add_format(parts, turn.after, around);
     }
 
-    // Adds text of the format's own. Only here do placeholders become marks: in a message they are text. The
-    // tokens of a text that begins with a mark do not depend on what stands before it.
+    // Adds text that belongs to the format. Only here do placeholders become special tokens; in a message
+    // they are plain text. Text that begins with a special token starts a new part, because its tokens do not
+    // depend on the text before it.
     void add_format(std::vector<std::vector<Piece>>& parts, const char* text, Learnt learnt) const {
         const std::string written = with_marks(text);
         const bool apart = learnt != Learnt::Always && begins_with_mark(written);
@@ -215,7 +219,7 @@ class Chat {
         return false;
     }
 
-    // A text of a format with the tokenizer's marks for the placeholders in it.
+    // Replaces the placeholders in a format's text by the tokenizer's special tokens.
     std::string with_marks(std::string_view text) const {
         std::string written;
         while (!text.empty()) {
@@ -232,7 +236,7 @@ class Chat {
         return written;
     }
 
-    // What to call the first of a format's marks that is not a token; empty if all are.
+    // Names the format's first special token that the tokenizer lacks; empty if it has all.
     std::string first_missing(const ChatFormat& format) const {
         for (const char* mark : format.marks) {
             const std::string spelling = with_marks(mark);
@@ -264,7 +268,8 @@ class Chat {
              model.c_str(), printable(chat_template.substr(0, 40)).c_str());
     }
 
-    // What a ChatML template puts where a conversation has no system's text, if it has that as a plain text.
+    // The system message that a ChatML template adds to conversations without one, if it is written there as
+    // plain text.
     static std::string usual_system(const std::string& chat_template) {
         constexpr std::string_view kBegin = "<|im_start|>system", kEnd = "<|im_end|>";
         for (size_t at = 0; (at = chat_template.find(kBegin, at)) != chat_template.npos;) {

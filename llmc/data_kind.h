@@ -1,6 +1,6 @@
-// data_kind.h - what a file of the data is, by its name and its first bytes: text, or examples in JSON. Read
-// this to know which files are examples, and which are refused because they would be trained on as text by
-// mistake.
+// data_kind.h - recognizes by its name and first bytes whether a data file is text or JSON examples. Read
+// this to know which files are taken as examples, and which are refused because training on them as text
+// would be a mistake.
 #pragma once
 
 #include <algorithm>
@@ -13,11 +13,11 @@
 
 enum class DataKind {
     Text,
-    JsonLines,  // an example a line
+    JsonLines,  // one example per line
     JsonList    // [example, example, ...]
 };
 
-// The part of a file's name behind its last dot, in lower case; "" if there is none.
+// The part of a file's name after its last dot, in lower case; "" if there is none.
 inline std::string name_extension(std::string_view path) {
     const std::string_view name = path.substr(path.rfind('/') + 1);
     const size_t dot = name.rfind('.');
@@ -30,17 +30,17 @@ inline bool is_json_lines_extension(std::string_view extension) {
     return extension == "jsonl" || extension == "ndjson" || extension == "jsonlines" ||
            extension == "json-lines";
 }
-// Whether a file's name says that it holds JSON.
+// True if the file's name says that it is JSON.
 inline bool is_json_name(std::string_view path) {
     const std::string extension = name_extension(path);
     return extension == "json" || is_json_lines_extension(extension);
 }
 
-// Fails where a file is a table or compressed: by the extension of its name, or by the bytes in `start`.
+// Fails if a file is a table or compressed, judged by its extension or its first bytes in `start`.
 inline void refuse_tables(const std::string& path, const std::string& extension, std::string_view start) {
     struct Format {
         const char* name;
-        std::string_view begins;  // "": it has no mark of its own
+        std::string_view begins;  // its first bytes; "" if they are not recognized
         std::initializer_list<std::string_view> extensions;
     };
     using namespace std::string_view_literals;
@@ -75,10 +75,10 @@ inline void refuse_tables(const std::string& path, const std::string& extension,
         if (is(f)) fail("%s: is compressed (%s): unpack it first", path.c_str(), f.name);
 }
 
-// What a file is that is no token shard. A name that ends in .txt is text, one in .jsonl or .ndjson JSON
-// lines; .json is a list or lines, by its first character. Any other file is examples where it begins as
-// such, with an object on one line or a list of objects, and else text. Fails on tables and archives, and on
-// JSON that is neither.
+// The kind of a file that is not a token shard. A name that ends in .txt means text; .json, .jsonl or .ndjson
+// means examples: a list if the first character is '[', else lines. Any other file is taken as examples if it
+// begins like them, with an object on one line or with a list of objects, and as text otherwise. Fails on
+// tables and archives, and on a .json file that is neither list nor lines.
 inline DataKind data_kind(const FileReader& file) {
     const std::string& path = file.path();
     const std::string extension = name_extension(path);

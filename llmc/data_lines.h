@@ -1,5 +1,5 @@
-// data_lines.h - the lines that a training prints of its data before the first step: what they are, and how
-// much of them is read.
+// data_lines.h - prints, before the first step, what the training data are and how much of them the run will
+// read.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,14 @@
 #include "llmc/options.h"
 #include "llmc/run_inputs.h"
 
-// The sequences that a run reads of its data, again where there are fewer, and a validation of its own.
+// The number of sequences that a run reads. `training` counts repeats when the data are read more than once;
+// `validation` is for one validation.
 struct SequencesRead {
     double training;
     uint64_t validation;
 };
 
-// What the data are, and how much of them is read. `validation` is empty where there is none.
+// Prints the size of the data and how much of them is read. `validation` is empty if there is none.
 inline void print_data(const Options& o, const RunInputs& inputs, const SequenceLoader& training,
                        const std::optional<SequenceLoader>& validation, const SequencesRead& read) {
     const auto number = [](uint64_t n) { return static_cast<unsigned long long>(n); };
@@ -47,7 +48,7 @@ inline void print_data(const Options& o, const RunInputs& inputs, const Sequence
     }
 }
 
-// Says why nothing is kept from training for validations, where that is so of texts and examples.
+// If text or examples are too short to hold out a validation set, says so on stderr.
 inline void remark_no_validation(const RunInputs& inputs, int seq_len) {
     if (!inputs.data || !inputs.data->is_text() || inputs.val_data) return;
     fprintf(stderr, "no validation: %s; it is trained on too\n",

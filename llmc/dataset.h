@@ -1,12 +1,13 @@
-// dataset.h - tokens from files, and the order in which training sees them: a pure function of seed and
-// sequence number, so that a resumed run needs no position but that number.
+// dataset.h - reads tokens from files and decides the order in which training sees them. The order is a pure
+// function of seed and sequence number, so a resumed run needs only the number of its next sequence.
 //
-// Three kinds of files. Token shards in llm.c's formats, of 16 or of 32 bits a token; each shard is one
-// stream of tokens. JSON lines and lists hold examples (data_kind.h says how they are told from text), whose
-// tokens a tokenizer makes (examples.h); they are packed into sequences (packed_examples.h). Everything else
-// is text, whose tokens are its bytes, or those that a tokenizer makes of it (text_tokens.h). All text files,
-// and all examples, are one stream. What a sequence needs is read when it is needed, so that there may be any
-// number of files of any size, and does not stay in the page cache, whose memory no plan has.
+// There are three kinds of files. Token shards have llm.c's formats, with 16 or 32 bits per token; each shard
+// is a token stream of its own. JSON lines and lists contain examples (data_kind.h tells them from text),
+// which a tokenizer turns into tokens (examples.h) and which are packed into sequences (packed_examples.h).
+// Every other file is text; its tokens are its bytes, or what a tokenizer makes of it (text_tokens.h). All
+// text files together are one stream, and so are all examples. Tokens are read when a sequence needs them, so
+// there may be any number of files of any size. They are then dropped from the page cache, because memory
+// plans do not count its memory.
 #pragma once
 
 #include <algorithm>
@@ -32,15 +33,16 @@
 #include "llmc/record_file.h"
 #include "llmc/temporary_file.h"
 
-// The files that an option's patterns (file names, or glob(3) patterns) stand for, sorted by bytes within
-// each pattern. Fails naming option and pattern when a pattern matches nothing, a directory or an empty file.
+// Expands an option's patterns (file names or glob(3) patterns) to files, sorted by bytes within each
+// pattern. Fails, naming option and pattern, if a pattern matches nothing, a directory, an empty file or
+// something that is not a regular file.
 inline std::vector<std::string> expand_files(const std::vector<std::string>& patterns, const char* option) {
     std::vector<std::string> files;
     for (const std::string& pattern : patterns) {
         std::vector<std::string> matches;
         struct stat info;
         if (stat(pattern.c_str(), &info) == 0) {
-            matches.push_back(pattern);  // as it stands, even if its name has brackets or stars
+            matches.push_back(pattern);  // taken literally, even if the name has brackets or stars
         } else {
             glob_t found;
             if (glob(pattern.c_str(), GLOB_NOSORT, nullptr, &found) == 0)
@@ -65,11 +67,11 @@ inline std::vector<std::string> expand_files(const std::vector<std::string>& pat
     return files;
 }
 
-// A kind of token shard: int32 header[256] = {magic, version, token count, ...}, then the tokens.
+// A kind of token shard: int32 header[256] = {magic, version, token count, ...}, followed by the tokens.
 struct ShardFormat {
     int32_t magic, version;
     size_t token_bytes;
-    uint32_t limit;  // tokens are below it
+    uint32_t limit;  // all tokens are below it
     const char* name;
 };
 inline constexpr ShardFormat kShardFormats[] = {
@@ -77,31 +79,31 @@ inline constexpr ShardFormat kShardFormats[] = {
     {20240801, 7, 4, 1u << 31, "32-bit token shard"},
 };
 
-// A failure to read on where reading went well before: what was trained so far is good.
+// Data could not be read in the middle of a run. The training up to here is good and can be saved.
 struct DataError : RecoverableError {
     using RecoverableError::RecoverableError;
 };
 
-// How a token of an example that is not to be learnt is kept, and what token that is.
+// Marks a token of an example as having no loss (sets its sign bit), and gets the token back.
 inline int32_t without_loss(int32_t token) {
     return static_cast<int32_t>(static_cast<uint32_t>(token) | 1u << 31);
 }
 inline int32_t token_of(int32_t kept) { return kept & 0x7fffffff; }
 
-// The token streams of one option's files. Nothing of the files is held but where they are, and the one that
-// was read last is open.
+// The token streams of one option's files. In memory it has only where the files' tokens are; the file that
+// was read last stays open.
 class Dataset {
   public:
-    // `files` as from expand_files. Fails on a damaged shard, and when files of several kinds are mixed.
+    // `files` as from expand_files. Fails on a damaged shard, and if the files are of several kinds.
     Dataset(const std::vector<std::string>& files, const char* option) : option_(option) {
         assert(!files.empty());
         for (const std::string& path : files) add(path);
     }
 
-    // No shards; and whether the text is examples in JSON.
+    // is_text: the files are not shards. is_examples: they are JSON examples, which count as text too.
     bool is_text() const { return !format_; }
     bool is_examples() const { return lines_; }
-    // The number of examples in JSON lines, once they are tokenized, and each example in order.
+    // The number of examples once they are tokenized, and each example in order.
     uint64_t example_count() const {
         uint64_t sum = 0;
         for (const File& file : files_) sum += file.examples;
@@ -112,21 +114,21 @@ class Dataset {
         for (const File& file : files_) index_->examples.for_each(file.first_example, file.examples, use);
         index_->examples.drop_pages();
     }
-    // How many of them were longer than a sequence: the texts of these go on in examples of their own, the
-    // others were cut.
+    // How many texts were longer than a sequence and continue in further examples, and how many other
+    // examples were cut because they were longer.
     uint64_t texts_parted() const { return parted_; }
     uint64_t examples_cut() const { return cut_; }
-    // Whether the tokens are the text's bytes.
+    // True if each token is a byte of the text.
     bool is_bytes() const { return is_text() && !text_tokens_; }
     const std::string& option() const { return option_; }
-    // About the memory that the list of files holds, where a name is in the options too.
+    // Estimates the memory that the list of files takes. A file's name is counted here and in the options.
     size_t held_bytes() const {
         size_t sum = 0;
         for (const File& file : files_) sum += sizeof file + 3 * (file.path.size() + sizeof file.path);
         return sum;
     }
-    // About the most memory that reading the data took and gave back, beside buffers of fixed sizes: of long
-    // lines, and of packing.
+    // Estimates the peak of the temporary memory that reading needed for long lines and for packing. Buffers
+    // of fixed size are not counted.
     size_t reading_bytes() const { return std::max(reading_bytes_, packed_ ? packed_->packing_bytes() : 0); }
     void reading_took(size_t bytes) { reading_bytes_ = std::max(reading_bytes_, bytes); }
 
@@ -140,7 +142,7 @@ class Dataset {
     size_t stream_count() const { return is_text() ? 1 : files_.size(); }
     uint64_t token_count(size_t stream) const { return is_text() ? tokens_ : files_[stream].count; }
     uint64_t token_count() const { return tokens_; }
-    // Whether a file is one of the data's.
+    // True if `path` is one of the data's files.
     bool reads(const std::string& path) const {
         struct stat info;
         return stat(path.c_str(), &info) == 0 &&
@@ -148,15 +150,15 @@ class Dataset {
                    return file.stamp.device == info.st_dev && file.stamp.inode == info.st_ino;
                });
     }
-    // What to call a stream in a message: its file, or the first of them.
+    // A stream's name in messages: its file, or the first of its files.
     std::string stream_name(size_t stream) const {
         if (!is_text() || files_.size() == 1) return files_[stream].path;
         return format("%s and %zu more", files_[0].path.c_str(), files_.size() - 1);
     }
 
-    // Makes other tokens of text than its bytes, all below `limit`: encode(file, put) calls put(tokens) with
-    // those of one file, in pieces. They are kept in a temporary file, 2 or 4 bytes each as in shards. Fails
-    // where a file changes meanwhile, and where they cannot be kept.
+    // Replaces a text's bytes by other tokens, all below `limit`. encode(file, put) calls put(tokens) with
+    // the tokens of one file, in pieces. The tokens go to a temporary file, 2 or 4 bytes each as in shards.
+    // Fails if a file changes meanwhile, or if the temporary file cannot be written.
     template <class Encode>
     void tokenize(uint32_t limit, Encode&& encode) {
         assert(is_bytes());
@@ -176,7 +178,7 @@ class Dataset {
         limit_ = limit;
     }
 
-    // The tokens of an example, which are to be learnt or not.
+    // Reads the tokens of an example; those without a loss are marked by without_loss().
     void read(const Example& example, std::vector<int32_t>& tokens) const {
         tokens.resize(example.count);
         static_assert(sizeof(int32_t) == kExampleTokenBytes);
@@ -188,10 +190,11 @@ class Dataset {
         }
     }
 
-    // Makes tokens of JSON lines: encode(file, put) calls put(tokens, is_text, last) with those of one
-    // example; those of a text may come in parts, of which one is the last. Of an example that is longer than
-    // seq_len + 1 the first are kept; a text goes on in a next example, which begins with the last token of
-    // the one before. Fails as tokenize(), and where none is to be learnt.
+    // Turns JSON examples into tokens. encode(file, put) calls put(tokens, is_text, last) with the tokens of
+    // one example; a text may come in several parts, the last of which has `last` set. An example of more
+    // than seq_len + 1 tokens is cut, but a text continues in further examples, each of which begins with the
+    // last token of the one before. Fails as tokenize() does, and if there is no example or no token has a
+    // loss.
     template <class Encode>
     void tokenize_examples(int seq_len, Encode&& encode) {
         assert(is_examples() && !index_);
@@ -210,7 +213,7 @@ class Dataset {
                 with_loss += static_cast<uint64_t>(learnt);
                 put(tokens);
             };
-            std::vector<int32_t> rest;  // of a text, and not in an example yet
+            std::vector<int32_t> rest;  // of the current text, not yet in an example
             bool parted = false;
             encode(file, [&](std::span<const int32_t> tokens, bool is_text, bool last = true) {
                 if (!is_text) {
@@ -244,10 +247,10 @@ class Dataset {
                  stream_name(0).c_str(), static_cast<unsigned long long>(example_count()), seq_len);
     }
 
-    // Has each example have a sequence of its own.
+    // Gives each example a sequence of its own, instead of packing several into one.
     void keep_apart() { apart_ = true; }
 
-    // The examples as sequences.
+    // The examples, packed into sequences.
     const PackedExamples& packed() const {
         if (!packed_)
             packed_ = std::make_shared<const PackedExamples>(
@@ -256,9 +259,9 @@ class Dataset {
         return *packed_;
     }
 
-    // Parts the last tenth of each text file, or of its examples, rounded down, from the rest: a dataset to
-    // validate on. Null, with nothing parted, where all those tenths have fewer than `least` tokens, or none
-    // to learn.
+    // Holds out the last tenth of each text file, or of each file's examples, rounded down, and returns it as
+    // a dataset for validation. Returns null and holds out nothing if all those tenths together have fewer
+    // than `least` tokens, or no token with a loss.
     std::unique_ptr<Dataset> hold_out(uint64_t least) {
         assert(is_text());
         std::vector<Tenth> cuts;
@@ -291,15 +294,16 @@ class Dataset {
         return tenths;
     }
 
-    // From here on tokens must be below `vocab`, the model's. Looks at the first 512 Mi tokens now, a second
-    // or so of work, at the others when they are read. Fails naming the file, the position and the token.
+    // Requires from here on that all tokens are below `vocab`, the size of the model's vocabulary. Checks the
+    // first 512 Mi tokens now, which takes about a second, and the others when they are read. Fails naming
+    // the file, the position and the token.
     void check_tokens(int vocab) {
         assert(vocab > 0);
         limit_ = static_cast<uint32_t>(vocab);
         if (token_bytes() < sizeof limit_ && limit_ >= 1u << (8 * token_bytes())) return;
         read_first_tokens([](std::span<const int32_t>) {});
     }
-    // The largest of the first 512 Mi tokens.
+    // The largest token among the first 512 Mi.
     int32_t largest_token() const {
         int32_t largest = 0;
         read_first_tokens([&](std::span<const int32_t> tokens) {
@@ -308,8 +312,8 @@ class Dataset {
         return largest;
     }
 
-    // Copies tokens [first, first + count) of a stream. Fails with a DataError on a file that has changed, on
-    // one that cannot be read, and on a token outside the vocabulary.
+    // Copies tokens [first, first + count) of a stream. Fails with a DataError if a file has changed or
+    // cannot be read, or if a token is outside the vocabulary.
     void read(size_t stream, uint64_t first, uint64_t count, int32_t* out) const {
         assert(first + count <= token_count(stream));
         auto file = files_.begin() + static_cast<ptrdiff_t>(stream);
@@ -330,7 +334,7 @@ class Dataset {
         }
     }
 
-    // Gives back what the page cache holds of what was read so far.
+    // Drops from the page cache what was read so far.
     void drop_pages() const {
         if (open_) open_->drop_pages();
         if (text_tokens_) text_tokens_->file.drop_pages();
@@ -339,18 +343,19 @@ class Dataset {
 
   private:
     static constexpr size_t kHeaderBytes = 256 * sizeof(int32_t);
-    static constexpr uint32_t kEveryNumber = ~uint32_t{0};  // a limit that without_loss() is below too
+    static constexpr uint32_t kEveryNumber = ~uint32_t{0};  // a limit that tokens marked by without_loss()
+                                                            // pass too
 
-    // The tokens [begin, begin + count) of a file, a part of its stream.
+    // A part of a stream: the tokens [begin, begin + count) of a file.
     struct File {
         std::string path;
-        FileStamp stamp;        // when it was opened first
-        uint64_t begin, count;  // of the file's tokens, headers are none; or of those that text_tokens_ keeps
-        uint64_t first = 0;     // where the part begins in its stream
-        uint64_t first_example = 0, examples = 0;  // of JSON lines: its part of the index
+        FileStamp stamp;        // when the file was first opened
+        uint64_t begin, count;  // in tokens of the file without its header, or of text_tokens_
+        uint64_t first = 0;     // position in the stream at which this part begins
+        uint64_t first_example = 0, examples = 0;  // the file's part of index_->examples
     };
 
-    // The tokens of all text files, one after the other.
+    // The tokens of all text files, one file after the other.
     struct TextTokens {
         TemporaryFile file;
         const size_t token_bytes;
@@ -367,8 +372,8 @@ class Dataset {
         }
     };
 
-    // Where the examples of JSON lines are among the tokens of all files, made for sequences of that length;
-    // and the fewest rows that one has.
+    // Where each example's tokens are among the tokens of all files, when they were tokenized for sequences
+    // of seq_len, and the fewest rows that an example takes.
     struct ExampleIndex {
         RecordFile<Example> examples;
         const int seq_len;
@@ -400,11 +405,11 @@ class Dataset {
         drop_pages();
     }
 
-    // The last tenth of a file, in tokens and in examples.
+    // The last tenth of a file: how many tokens and examples it has.
     struct Tenth {
         uint64_t tokens, examples;
     };
-    // Adds to `learnt` how many tokens of its examples are to be learnt.
+    // Adds the number of its tokens that have a loss to `learnt`.
     Tenth last_tenth(const File& file, uint64_t& learnt) const {
         if (!lines_) return {file.count / 10, 0};
         Tenth tenth{0, file.examples / 10};
@@ -430,7 +435,9 @@ class Dataset {
         const ShardFormat* format = nullptr;
         for (const ShardFormat& known : kShardFormats)
             if (header[0] == known.magic) format = &known;
-        if (format) file.drop_pages();  // with what was read ahead; a text is read whole
+        if (format)
+            file.drop_pages();  // also the bytes that the system read ahead; a text is read whole
+                                // anyway
         uint64_t count = stamp.bytes;
         if (format || path.ends_with(".bin")) count = check_shard(path, stamp.bytes, header, format);
         const bool lines = !format && data_kind(file) != DataKind::Text;
@@ -445,7 +452,7 @@ class Dataset {
         append({path, stamp, 0, count});
     }
 
-    // The number of tokens in a shard of so many bytes; fails on a damaged one.
+    // The number of tokens in a shard of `file_bytes` bytes; fails if it is damaged.
     static uint64_t check_shard(const std::string& file, uint64_t file_bytes, const int32_t* header,
                                 const ShardFormat* format) {
         const char* path = file.c_str();
@@ -464,7 +471,7 @@ class Dataset {
         return static_cast<uint64_t>(header[2]);
     }
 
-    // The file, open, if it is still what it was.
+    // Opens the file if it is not open. Fails if it has changed since the run began.
     const FileReader& open_unchanged(const File& file) const {
         if (!open_ || open_->path() != file.path) {
             if (open_) open_->drop_pages();
@@ -485,7 +492,7 @@ class Dataset {
         }
     }
 
-    // Reads of an open file, and says of one that changes meanwhile what open_unchanged() does.
+    // Reads from an open file. If the read fails because the file changed, fails as open_unchanged() does.
     void read_unchanged(const File& file, const FileReader& input, uint64_t at, size_t bytes,
                         void* out) const {
         try {
@@ -496,7 +503,7 @@ class Dataset {
         }
     }
 
-    // Reads tokens [first, first + count) of a file's part.
+    // Reads tokens [first, first + count) of a File.
     void read_file(const File& file, uint64_t first, uint64_t count, int32_t* out) const {
         const FileReader* input = text_tokens_ ? nullptr : &open_unchanged(file);
         unsigned char bytes[1 << 14];
@@ -516,7 +523,7 @@ class Dataset {
     }
 
     void check(const File& file, uint64_t first, uint64_t count, const int32_t* tokens) const {
-        uint32_t largest = 0;  // a loop without a way out becomes vector instructions
+        uint32_t largest = 0;  // a loop without an early exit can be vectorized
         for (uint64_t i = 0; i < count; i++) largest = std::max(largest, static_cast<uint32_t>(tokens[i]));
         if (largest < limit_) return;
         const auto outside = [&](int32_t token) { return static_cast<uint32_t>(token) >= limit_; };
@@ -529,35 +536,38 @@ class Dataset {
     std::string option_;
     const ShardFormat* format_ = nullptr;  // null: text
     bool lines_ = false;                   // JSON lines
-    std::shared_ptr<ExampleIndex> index_;  // of these, once they are tokens
+    std::shared_ptr<ExampleIndex> index_;  // of the examples, once they are tokenized
     mutable std::shared_ptr<const PackedExamples> packed_;
     size_t reading_bytes_ = 0;
-    uint64_t parted_ = 0, cut_ = 0;                  // texts and others that were longer than a sequence
-    bool apart_ = false;                             // whether examples share no sequence
-    std::shared_ptr<const TextTokens> text_tokens_;  // null: its bytes
-    std::vector<File> files_;                        // of text one stream, of shards each its own
+    uint64_t parted_ = 0, cut_ = 0;                  // texts continued, and examples cut, because they were
+                                                     // too long
+    bool apart_ = false;                             // one example per sequence
+    std::shared_ptr<const TextTokens> text_tokens_;  // null: tokens are the text's bytes
+    std::vector<File> files_;                        // all of one stream for text; each shard is its own
+                                                     // stream
     uint64_t tokens_ = 0;
     uint32_t limit_ = 256;
-    mutable std::optional<FileReader> open_;  // the file that was read last
+    mutable std::optional<FileReader> open_;  // the file read last
 };
 
-// Deals a dataset out as sequences of T inputs and their T targets (the inputs' successors), numbered through
-// all epochs. dev/reference.py computes the same order:
+// Deals a dataset out as sequences of T inputs and their T targets, which are the inputs' successors.
+// Sequences are numbered through all epochs. dev/reference.py computes the same order:
 //
-//   A stream of n >= T + 1 tokens has max(1, (n - T) / T) windows; S sequences, the sum of windows, are an
-//   epoch. Sequence q is number q % S of epoch e = q / S, counted through the streams in the epoch's order of
-//   streams and through each stream f in the epoch's order of its windows. Window w starts at token offset +
-//   w * T. Shuffled: with K(g) = random_key(seed, e, g), the i-th of F streams is f = Permutation(F,
-//   K(0))(i), the j-th of its W windows is Permutation(W, K(f + 1))(j), and offset is random_bits_of(K(f +
-//   1), 2^63) % T, or 0 if n < 2 T. Not shuffled: as given, and offset is 0.
+//   A stream of n >= T + 1 tokens has max(1, (n - T) / T) windows. The windows of all streams are the S
+//   sequences of an epoch. Sequence q is number q % S of epoch e = q / S: the epoch goes through the streams
+//   in an order of its own, and through each stream's windows in an order of their own. Window w starts at
+//   token offset + w * T. With shuffling, K(g) = random_key(seed, e, g): the i-th of F streams is f =
+//   Permutation(F, K(0))(i), the j-th of its W windows is Permutation(W, K(f + 1))(j), and offset is
+//   random_bits_of(K(f + 1), 2^63) % T, or 0 if n < 2 T. Without shuffling, streams and windows are in their
+//   given order and offset is 0.
 //
-//   Examples are packed in the order of the data, the same in each epoch: one of n tokens takes n - 1 rows,
-//   and what is left of a sequence does not count. Of S sequences the j-th of an epoch is Permutation(S,
-//   K(1))(j).
+//   Examples are packed in the order of the data, the same way in each epoch. An example of n tokens takes n
+//   - 1 rows; the unused rest of a sequence is padding without a loss. With shuffling, the j-th of an epoch's
+//   S sequences is Permutation(S, K(1))(j).
 class SequenceLoader {
   public:
-    // The dataset must stay in place while the loader lives. Fails when a stream is shorter than T + 1
-    // tokens. Examples must be tokens, made for this T.
+    // The dataset must outlive the loader and stay where it is. Fails if a stream is shorter than T + 1
+    // tokens. Examples must already be tokenized for this T.
     SequenceLoader(const Dataset& data, int seq_len, uint64_t seed, bool shuffle)
         : data_(data), seq_len_(static_cast<uint64_t>(seq_len)), seed_(seed), shuffle_(shuffle) {
         assert(seq_len >= 1);
@@ -582,21 +592,21 @@ class SequenceLoader {
     uint64_t tokens_with_loss(uint64_t first_sequence, uint64_t count) const {
         if (!data_.is_examples()) return count * seq_len_;
         const PackedExamples& packed = data_.packed();
-        const uint64_t epochs = count / sequences_per_epoch_;  // each of which has all sequences
+        const uint64_t epochs = count / sequences_per_epoch_;  // each of them has all sequences
         uint64_t sum = epochs * packed.with_loss();
         for (uint64_t i = epochs * sequences_per_epoch_; i < count; i++)
             sum += packed.with_loss(packed_sequence(first_sequence + i));
         return sum;
     }
-    // Of an epoch: the share of positions that hold no example; and how many tokens a token's example has, on
-    // average over all positions: what attention costs goes with that.
+    // padding: the share of an epoch's positions that hold no example. attended: the length of a token's
+    // example, averaged over all positions; the cost of attention is proportional to it.
     double padding() const { return data_.is_examples() ? data_.packed().padding() : 0; }
     double attended() const {
         return data_.is_examples() ? data_.packed().attended() : static_cast<double>(seq_len_);
     }
 
-    // Writes sequences first_sequence ... + rows - 1 to inputs (rows, T) and targets (rows, T). What it
-    // writes depends on nothing but its arguments. Fails as Dataset::read does.
+    // Writes the sequences first_sequence ... first_sequence + rows - 1 to inputs (rows, T) and targets
+    // (rows, T). The result depends only on the arguments. Fails as Dataset::read does.
     void fill(uint64_t first_sequence, int rows, int32_t* inputs, int32_t* targets) {
         for (int row = 0; row < rows; row++, inputs += seq_len_, targets += seq_len_) {
             const uint64_t sequence = first_sequence + static_cast<uint64_t>(row);
@@ -612,9 +622,9 @@ class SequenceLoader {
         }
     }
 
-    // The same for the rows of a batch, of which `count` are sequences. Those after them have targets that do
-    // not count. Positions and ends are those of documents.h, where a batch has them; each token of padding
-    // is a document of its own, which costs attention least.
+    // Fills a whole batch, whose first `count` sequences are real; the targets of the others are -1 and have
+    // no loss. Writes positions and ends (documents.h) if the batch has them. Each padding token is a
+    // document of its own, which costs attention least.
     void fill_batch(uint64_t first_sequence, uint64_t count, std::span<int32_t> inputs,
                     std::span<int32_t> targets, std::span<int32_t> positions = {},
                     std::span<int32_t> ends = {}) {
@@ -640,13 +650,13 @@ class SequenceLoader {
     }
 
   private:
-    // The number of a packed sequence, by its place in all epochs.
+    // The packed sequence that comes at `place`, counted through all epochs.
     uint64_t packed_sequence(uint64_t place) const {
         const uint64_t epoch = place / sequences_per_epoch_, number = place % sequences_per_epoch_;
         return shuffle_ ? Permutation(sequences_per_epoch_, random_key(seed_, epoch, 1))(number) : number;
     }
 
-    // Writes a packed sequence to the rows from `at` on.
+    // Writes a packed sequence to the rows that begin at `at`.
     void fill_packed(uint64_t place, size_t at, std::span<int32_t> inputs, std::span<int32_t> targets,
                      std::span<int32_t> positions, std::span<int32_t> ends) const {
         const size_t begin = at;
@@ -656,7 +666,7 @@ class SequenceLoader {
             const size_t end = at - begin + e.count - 1;
             for (uint32_t i = 0; i + 1 < e.count; i++, at++) {
                 inputs[at] = token_of(tokens[i]);
-                targets[at] = std::max(tokens[i + 1], -1);  // -1: not to be learnt
+                targets[at] = std::max(tokens[i + 1], -1);  // -1: without a loss
                 positions[at] = static_cast<int32_t>(i);
                 ends[at] = static_cast<int32_t>(end);
             }
@@ -667,13 +677,13 @@ class SequenceLoader {
         return std::max<uint64_t>(1, (data_.token_count(stream) - seq_len_) / seq_len_);
     }
 
-    // The stream whose turn it is in the epoch.
+    // The stream that the epoch reads as its number `turn`.
     uint64_t stream_at(uint64_t turn) const {
         if (!shuffle_) return turn;
         return Permutation(data_.stream_count(), random_key(seed_, epoch_, 0))(turn);
     }
 
-    // Where a stream's window starts whose place it is in the epoch.
+    // The token at which the stream's window number `place` in this epoch starts.
     uint64_t window_start(uint64_t stream, uint64_t place) const {
         if (!shuffle_) return place * seq_len_;
         const uint64_t key = random_key(seed_, epoch_, stream + 1);
@@ -695,6 +705,6 @@ class SequenceLoader {
     const uint64_t seq_len_, seed_;
     const bool shuffle_;
     uint64_t sequences_per_epoch_ = 0;
-    uint64_t epoch_ = ~uint64_t{0};  // of the sequence that was asked for last, and
-    std::vector<uint64_t> ends_;     // the number in it at which each stream ends, by turns
+    uint64_t epoch_ = ~uint64_t{0};  // of the last sequence that was read
+    std::vector<uint64_t> ends_;     // the sequence number at which each stream ends in it, by turns
 };

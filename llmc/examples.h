@@ -1,4 +1,5 @@
-// examples.h - JSON lines on their way to tokens, each of which is to be learnt or not.
+// examples.h - turns examples in JSON (prompts with completions, conversations, texts) into tokens, and
+// decides which tokens have a loss.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,7 @@
 #include "llmc/text_tokens.h"
 #include "llmc/tokenizer.h"
 
-// How --loss-on and --chat-format have examples read, for a model, by its chat template.
+// How to read examples: --loss-on and --chat-format, and the chat template and name of the model.
 struct ExampleOptions {
     bool loss_on_all;
     std::string chat_format, chat_template, model;
@@ -22,15 +23,15 @@ struct ExampleOptions {
 
 class ExampleEncoder {
   public:
-    // The tokenizer must live as long.
+    // The tokenizer must outlive the encoder.
     ExampleEncoder(const Tokenizer& tokenizer, ExampleOptions options)
         : tokenizer_(tokenizer), options_(std::move(options)), encoder_(tokenizer.encoder()) {}
 
-    // Calls put(tokens, last) with an example's tokens, a text's in parts; those that are not to be learnt
-    // are without_loss(). A text begins with the token that begins a document and ends with the one that ends
-    // a text; a conversation is as its format has it. Of a conversation, and of a prompt with its completion,
-    // those after the first `most` may be missing. Marks like <s> are such where they stand in a text, as in
-    // transformers. Fails naming `where`.
+    // Calls put(tokens, last) with an example's tokens; those of a long text come in several parts. Tokens
+    // without a loss are marked by without_loss(). A text gets the tokenizer's document start before it and
+    // its end-of-text token after it; a conversation is written in its chat format. Of a conversation, and of
+    // a prompt with its completion, tokens after the first `most` may be missing. A special token's spelling,
+    // like <s>, is that token wherever it stands in a text, as in transformers. Fails naming `where`.
     template <class Put>
     void encode(const JsonExample& example, const std::string& where, size_t most, Put&& put) {
         tokens_.clear();
@@ -54,14 +55,14 @@ class ExampleEncoder {
     int end_of_answer() const { return chat_ ? chat_->end_of_answer() : -1; }
 
   private:
-    // A token as it is kept, by whether it is to be learnt.
+    // A token as it is stored: marked if it has no loss.
     int32_t kept(int32_t token, Learnt learnt) const {
         const bool has_loss =
             learnt == Learnt::Always || (learnt == Learnt::WithPrompts && options_.loss_on_all);
         return has_loss ? token : without_loss(token);
     }
 
-    static constexpr size_t kPart = 256 << 10;  // bytes of a long text that are encoded at a time
+    static constexpr size_t kPart = 256 << 10;  // a longer text is encoded in parts of this many bytes
 
     void begin_document() {
         const int begin = tokenizer_.document_start();
@@ -73,7 +74,7 @@ class ExampleEncoder {
         if (end >= 0 && (tokens_.empty() || token_of(tokens_.back()) != end)) tokens_.push_back(end);
     }
 
-    // Appends and puts the tokens of a text, which are all to be learnt.
+    // Encodes a text and puts its tokens, all of which have a loss.
     template <class Put>
     void encode_text(std::string_view text, const std::string& where, Put&& put) {
         size_t count = 0;
@@ -101,7 +102,7 @@ class ExampleEncoder {
         pass_on(true);
     }
 
-    // Appends the first `most` tokens of a text, or all.
+    // Appends the tokens of a text; of a long one at least the first `most`.
     void encode_first(std::string_view text, size_t most, std::vector<int32_t>& tokens) {
         if (text.size() <= kPart) return encoder_.encode(text, tokens);
         TextEncoder encoder = tokenizer_.encoder();
@@ -112,8 +113,8 @@ class ExampleEncoder {
         if (tokens.size() < most) encoder.finish(tokens);
     }
 
-    // Appends the tokens of the pieces' joined text, or at least the first `most`. A token that reaches over
-    // the end of a piece, or that the piece alone would not have had, is of the next one.
+    // Appends the tokens of the pieces' joined text, or at least the first `most`. A token that crosses the
+    // end of a piece, or that differs from the tokens of the text up to that end, belongs to the next piece.
     void append(const std::vector<Piece>& pieces, const std::string& where, size_t most) {
         std::string text;
         for (const Piece& piece : pieces) text += piece.text;
@@ -137,12 +138,13 @@ class ExampleEncoder {
     const Tokenizer& tokenizer_;
     const ExampleOptions options_;
     TextEncoder encoder_;
-    std::optional<Chat> chat_;  // from the first conversation on
+    std::optional<Chat> chat_;  // made at the first conversation
     std::vector<int32_t> tokens_;
 };
 
-// Makes tokens of the examples in files, no more than seq_len + 1 in one (Dataset::tokenize_examples), and
-// says on stderr how far it is where that takes a while. Fails naming the line where one is no example.
+// Turns the examples in the files into tokens, at most seq_len + 1 for each (Dataset::tokenize_examples), and
+// reports progress on stderr if it takes a while. Fails naming the line if it is not an example. Returns the
+// token that ends an answer in conversations, or -1.
 inline int tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const ExampleOptions& options,
                              int seq_len) {
     TokenizingLines progress(stderr, lines.stream_name(0), lines.file_bytes());
@@ -150,10 +152,11 @@ inline int tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const E
     size_t most_bytes = 0;
     lines.tokenize_examples(seq_len, [&](const FileReader& file, const auto& put) {
         const bool is_list = data_kind(file) == DataKind::JsonList;
-        const size_t copies = is_list ? 2 : 1;  // an element of a list grows in its buffer
+        const size_t copies = is_list ? 2 : 1;  // an element of a list is copied when its buffer grows
         const auto use = [&](std::span<char> line, size_t bytes, const std::string& where) {
             const JsonExample example = read_example(line, where);
-            // Encodes one token more than is kept, except for texts: it shows that the example is cut.
+            // Texts are encoded whole. Of others one token more than is kept is encoded, which shows that the
+            // example is cut.
             encoder.encode(
                 example, where, static_cast<size_t>(seq_len) + 2,
                 [&](std::span<const int32_t> tokens, bool last) { put(tokens, example.is_text, last); });

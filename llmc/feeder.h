@@ -1,10 +1,10 @@
-// feeder.h - the micro-batches on their way to the device.
+// feeder.h - brings micro-batches to the device.
 //
-// The step reads its batch at addresses that stay the same. On a GPU the host writes a micro-batch into
-// pinned memory and a stream of its own copies that to the device while the one before computes; when its
-// turn comes, the main stream moves it to where the step reads. Nobody waits but the host, before it writes
-// over what has not been copied yet: so it is never more than two micro-batches ahead. On a CPU it writes the
-// batch itself.
+// The step reads its batch at fixed addresses. On a GPU the host writes a micro-batch into pinned memory, and
+// a stream of its own copies it to a second device buffer while the micro-batch before it computes. When its
+// turn comes, the main stream copies it to where the step reads. Only the host ever waits: before it
+// overwrites pinned memory that has not been copied yet. So the host is at most two micro-batches ahead. On a
+// CPU the host writes the batch itself.
 #pragma once
 
 #include <algorithm>
@@ -17,14 +17,14 @@
 #include "llmc/documents.h"
 #include "llmc/tensor.h"
 
-// The most groups that the tokens of so many rows can have.
+// The most groups that the tokens of `rows` rows can form.
 constexpr int64_t most_token_groups(int64_t rows, int vocabulary) {
     return std::min<int64_t>(rows, vocabulary);
 }
 
 // Groups the rows of `tokens`, all in [0, vocabulary), by counting: O(rows + vocabulary). Group g is the rows
-// order[starts[g]] .. order[starts[g + 1] - 1], in ascending order. starts holds at least
-// most_token_groups() + 1 numbers; groups beyond those that there are get no rows.
+// order[starts[g]] .. order[starts[g + 1] - 1], in ascending order. starts has at least most_token_groups() +
+// 1 numbers; groups that are not needed are empty.
 inline void group_tokens(std::span<const int> tokens, int vocabulary, std::span<int> order,
                          std::span<int> starts) {
     assert(order.size() == tokens.size());
@@ -41,11 +41,12 @@ inline void group_tokens(std::span<const int> tokens, int vocabulary, std::span<
         order[static_cast<size_t>(next[static_cast<size_t>(tokens[row])]++)] = static_cast<int>(row);
 }
 
-// A micro-batch on the device: B sequences of T tokens and what follows each token. Of a packed one also
-// where its documents are, and what each token's loss counts for in its step (1); these are absent in others.
+// A micro-batch on the device: B sequences of T tokens, and the token that follows each. A packed one also
+// has the place of its documents and the factor of its tokens' losses in the step (1 number); others have
+// neither.
 struct DeviceBatch {
-    Tensor<int> inputs, targets;  // (B, T); a negative target does not count
-    Tensor<int> rows_by_token;    // (B * T), and
+    Tensor<int> inputs, targets;  // (B, T); a negative target has no loss
+    Tensor<int> rows_by_token;    // (B * T), with
     Tensor<int> token_starts;     // (groups + 1): group_tokens() of the inputs
     Documents documents;
     Tensor<float> loss_scale;
@@ -53,14 +54,16 @@ struct DeviceBatch {
 
 class Feeder {
   public:
-    // How often a batch is there: on a GPU the one that computes and the next.
+    // How many buffers there are on the device. On a GPU two: one for the batch that computes, one for the
+    // next.
 #if defined(SIMT_GPU)
     static constexpr int kCopies = 2;
 #else
     static constexpr int kCopies = 1;
 #endif
 
-    // Sets the sizes, and whether batches are packed. Takes no memory yet: the batch has shapes, but no data.
+    // Sets the sizes and whether batches are packed. Allocates nothing yet: batch() has its shapes, but no
+    // data.
     void choose(int batch, int seq_len, int vocabulary, bool packed = false) {
         rows_ = int64_t{batch} * seq_len;
         starts_ = most_token_groups(rows_, vocabulary) + 1;
@@ -69,10 +72,10 @@ class Feeder {
         packed_ = packed;
         point_at(nullptr);
     }
-    // The numbers of one batch, and the device memory of all copies.
+    // How many numbers one batch has, and the device memory of all its buffers.
     int64_t count() const { return 3 * rows_ + starts_ + (packed_ ? 3 * rows_ + seq_len_ + 2 : 0); }
     size_t bytes() const { return kCopies * copy_bytes(); }
-    // And the pinned host memory.
+    // Pinned host memory, in bytes.
     size_t pinned_bytes() const { return kHostIsDevice ? 0 : copy_bytes(); }
 
     void allocate() {
@@ -85,8 +88,8 @@ class Feeder {
 
     const DeviceBatch& batch() const { return batch_; }
 
-    // Where the host writes the next micro-batch, B * T numbers each; the documents' positions and ends, and
-    // the scale of the loss, only of a packed one. Waits until there is room.
+    // Where the host writes the next micro-batch, B * T numbers in each span. positions, ends and loss_scale
+    // are only for packed batches. slot() waits until the micro-batch before it has left the pinned memory.
     struct Slot {
         std::span<int> inputs, targets, positions, ends;
         float* loss_scale;
@@ -105,7 +108,7 @@ class Feeder {
         return slot;
     }
 
-    // Makes what was written into the slot the batch of what follows in the stream.
+    // Makes what was written into the slot the batch of all work that is queued on the stream from here on.
     void send([[maybe_unused]] Stream stream) {
         const size_t rows = static_cast<size_t>(rows_);
         group_tokens(numbers().subspan(0, rows), vocabulary_, numbers().subspan(2 * rows, rows),
@@ -126,7 +129,7 @@ class Feeder {
 
   private:
 #if defined(SIMT_GPU)
-    struct Lane {  // from the host to the device
+    struct Lane {  // copies from the host to the device
         explicit Lane(size_t bytes) : staging(bytes), next(bytes, "the next batch") {}
         PinnedBuffer staging;
         DeviceBuffer next;
@@ -138,7 +141,7 @@ class Feeder {
 #endif
 
     size_t copy_bytes() const { return static_cast<size_t>(count()) * sizeof(int); }
-    // The tensors of the batch, one after the other from `at` on.
+    // Places the tensors of the batch one after the other, from `at` on.
     void point_at(int* at) {
         const auto next = [&](Shape shape) {
             int* const begin = at;
@@ -159,7 +162,7 @@ class Feeder {
         batch_.documents.position_starts = next({seq_len_ + 1});
         batch_.loss_scale = Tensor<float>(reinterpret_cast<float*>(at), {1});
     }
-    // A batch where the host writes it, in that order.
+    // The numbers of the batch that the host writes, in the order of point_at().
     std::span<int> numbers() const {
 #if defined(SIMT_GPU)
         char* at = lane_->staging.data();
@@ -169,7 +172,7 @@ class Feeder {
         return {reinterpret_cast<int*>(at), static_cast<size_t>(count())};
     }
 
-    // And what a packed one has beside the others.
+    // The part of numbers() that only packed batches have.
     std::span<int> documents() const { return numbers().subspan(static_cast<size_t>(3 * rows_ + starts_)); }
 
     int64_t rows_ = 0, starts_ = 0;

@@ -1,5 +1,5 @@
-// json_lines.h - examples to learn from, one JSON object a line or in a JSON list: a text, a prompt with its
-// completion, or the messages of a conversation.
+// json_lines.h - reads training examples, one JSON object per line or in a JSON list. An example is a text, a
+// prompt with its completion, or the messages of a conversation.
 #pragma once
 
 #include <algorithm>
@@ -19,21 +19,22 @@
 
 struct Message {
     std::string role, content;
-    bool counts = true;  // false: nothing of it is learnt, as its "weight" of 0 or "train" of false asks
+    bool counts = true;  // false: none of it has a loss, because its "weight" is 0 or its "train" is false
 };
 
-// What a line holds: messages, or else a text, which may be empty, and what is to be learnt behind it.
+// The example of a line: messages if there are any, else a completion, which has a loss, after a prompt,
+// which may be empty.
 struct JsonExample {
     std::string prompt, completion;
     std::vector<Message> messages;
-    bool is_text = false;           // {"text": ...}: it is the completion,
-    std::string_view text_in_line;  // unless it stands in the line, decoded there
-    size_t bytes = 0;               // about the memory that reading it takes beside the line
+    bool is_text = false;           // {"text": ...}: `completion` is the text,
+    std::string_view text_in_line;  // or this, if it was decoded inside the line's buffer
+    size_t bytes = 0;               // estimated memory that reading it takes beside the line
 
     std::string_view text() const { return text_in_line.data() ? text_in_line : completion; }
 };
 
-// Fails where reading a line takes more memory than is free. Of short lines that is not asked.
+// Fails if reading a line takes more memory than is free. Short lines are not checked.
 inline void require_memory_for(size_t bytes, const std::string& where) {
     if (bytes < 4 << 20) return;
     const FreeMemory free = host_memory_free();
@@ -43,7 +44,7 @@ inline void require_memory_for(size_t bytes, const std::string& where) {
              free.limit.c_str());
 }
 
-// A text that an object must have. Fails naming the line and the field.
+// A string field that an object must have. Fails naming the line and the field.
 inline std::string text_field(const nlohmann::json& object, const char* name, const std::string& where) {
     const auto field = object.find(name);
     if (field == object.end()) fail("%s: has no \"%s\"", where.c_str(), name);
@@ -51,8 +52,8 @@ inline std::string text_field(const nlohmann::json& object, const char* name, co
     return field->get<std::string>();
 }
 
-// Fails where an object has something in one of these fields, which a chat template would write into the
-// conversation.
+// Fails if one of these fields is not empty: a chat template would write it into the conversation, which is
+// not supported.
 inline void refuse_fields(const nlohmann::json& object, std::initializer_list<const char*> names,
                           const std::string& where) {
     for (const char* name : names) {
@@ -62,7 +63,7 @@ inline void refuse_fields(const nlohmann::json& object, std::initializer_list<co
     }
 }
 
-// Whether a message is to be learnt from, by its "weight" and "train".
+// False if the message's "weight" is 0 or its "train" is false: then none of it has a loss.
 inline bool message_counts(const nlohmann::json& message, const std::string& where) {
     const nlohmann::json weight = message.value("weight", nlohmann::json());
     const nlohmann::json train = message.value("train", nlohmann::json());
@@ -75,7 +76,7 @@ inline bool message_counts(const nlohmann::json& message, const std::string& whe
     return weight != 0 && train != false;
 }
 
-// The messages of a conversation, at least one of them the assistant's.
+// Reads the messages of a conversation. At least one must be the assistant's.
 inline std::vector<Message> read_messages(const nlohmann::json& list, const std::string& where) {
     if (!list.is_array() || list.empty()) fail("%s: \"messages\" is not a list of messages", where.c_str());
     std::vector<Message> messages;
@@ -103,13 +104,14 @@ inline std::vector<Message> read_messages(const nlohmann::json& list, const std:
     return messages;
 }
 
-// How often the text of a prompt with its completion, or of a conversation, is in memory at a time beside its
-// line: as JSON, as messages, as the pieces of a format, whole, and as the part before a piece.
+// How many copies of a line's text can be in memory beside the line, for a conversation or a prompt with its
+// completion: as JSON, as messages, as the pieces of the chat format, as a whole, and as the part before a
+// piece.
 constexpr size_t kCopiesOfLine = 6;
 
-// The example of a line, which `where` names in messages: of "messages", else of "prompt" and "completion",
-// else of "text"; fields that no chat template reads may say what they like. Fails in one line on what is no
-// such thing, and where there is nothing to learn. The line is written over, and a long text stays in it.
+// Reads the example of a line: from "messages" if there are any, else from "prompt" and "completion", else
+// from "text". Fields that no chat template reads are ignored. `where` names the line in messages. Fails if
+// the line is no such example or has nothing to learn. Overwrites the line; a long text stays in its buffer.
 inline JsonExample read_example(std::span<char> line, const std::string& where) {
     const std::string_view bytes(line.data(), line.size());
     if (const size_t valid = valid_utf8(bytes); valid < line.size())
@@ -146,7 +148,7 @@ inline JsonExample read_example(std::span<char> line, const std::string& where) 
     return example;
 }
 
-// How much of a file is left of the line that goes on at a place, its line end included.
+// The number of bytes from `at` to the end of the line, with its line end.
 inline uint64_t rest_of_line(const FileReader& file, uint64_t at) {
     std::vector<char> part(256 << 10);
     for (uint64_t from = at; from < file.size(); from += part.size()) {
@@ -158,9 +160,9 @@ inline uint64_t rest_of_line(const FileReader& file, uint64_t at) {
     return file.size() - at;
 }
 
-// Calls use(line, bytes, where) for each line of a file that is not blank: its text, which may be written
-// over, its bytes in the file with those of blank lines before it, and how to name it. Fails naming a line of
-// more than kLargestText bytes, or more than there is memory for.
+// Calls use(line, bytes, where) for each line of a file that is not blank. `line` may be overwritten; `bytes`
+// is the line's size in the file, with the blank lines before it; `where` names it in messages. Fails naming
+// a line of more than kLargestText bytes, or one that there is too little memory for.
 template <class Use>
 void for_each_line(const FileReader& file, Use&& use) {
     constexpr size_t kPart = 256 << 10;
@@ -178,7 +180,7 @@ void for_each_line(const FileReader& file, Use&& use) {
         use(line, bytes, name(number));
         bytes = 0;
     };
-    // There is room for a long line at once, so that it is never copied.
+    // Reserves the memory of a long line at once, so that it is never copied.
     const auto expect_long_line = [&] {
         line_end = at + rest_of_line(file, at);
         const size_t size = buffer.size() + (line_end - at);
@@ -203,12 +205,13 @@ void for_each_line(const FileReader& file, Use&& use) {
     if (!buffer.empty()) take(buffer);
 }
 
-// Finds the elements of a JSON list in a text that comes in parts.
+// Finds the elements of a JSON list in text that arrives in parts.
 class ListElements {
   public:
     explicit ListElements(const std::string& path) : path_(path) {}
 
-    // Calls use(element, bytes, where) as for_each_line() does for each element that ends in this part.
+    // Calls use(element, bytes, where) for each element that ends in this part, as for_each_line() does for
+    // lines.
     template <class Use>
     void feed(std::string_view part, Use&& use) {
         for (const char c : part) {
@@ -291,10 +294,10 @@ class ListElements {
     int depth_ = 0;
     bool in_string_ = false, escaped_ = false;
     unsigned long long number_ = 0, line_ = 1, first_line_ = 1;
-    size_t bytes_ = 0;  // since the last element ended
+    size_t bytes_ = 0;  // since the end of the last element
 };
 
-// The same of the elements of a file that is one JSON list. Fails naming the line where it is none.
+// Does the same for the elements of a file that is one JSON list. Fails naming the line if it is not one.
 template <class Use>
 void for_each_element(const FileReader& file, Use&& use) {
     constexpr uint64_t kPart = 1 << 20;

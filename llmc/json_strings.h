@@ -1,6 +1,6 @@
-// json_strings.h - reads the JSON of a line of any length in little memory beside the line: its longer
-// strings are decoded where they stand, and a parser sees the rest. nlohmann's parser alone would take five
-// times the memory of a long text.
+// json_strings.h - parses the JSON of a line of any length with little memory beside the line. Long strings
+// are decoded inside the line's buffer, and a parser reads only the rest; nlohmann's parser alone would take
+// five times the memory of a long text.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 
 class LineJson {
   public:
-    // Of valid UTF-8, which is written over. Fails naming the line, and the column of what is broken.
+    // `line` is valid UTF-8; it is overwritten. Fails naming the line and the column of an error.
     LineJson(std::span<char> line, const std::string& where) : line_(line), where_(where) {
         take_strings();
         try {
@@ -28,35 +28,36 @@ class LineJson {
         }
     }
 
-    // Where a string was taken out, its value says which one it was (value()).
+    // The parsed line. A string that was taken out has a placeholder as its value; value() gives the string.
     nlohmann::json& json() { return json_; }
     static bool was_taken(std::string_view text) { return text.starts_with('\0'); }
-    // A string's value: its own, or that which stands in the line, where it was taken out.
+    // The value of a string. If it was taken out, this is the text in the line's buffer.
     std::string_view value(const nlohmann::json& string) const {
         const auto& text = string.get_ref<const std::string&>();
         return was_taken(text) ? strings_[std::stoul(text.substr(1))] : std::string_view(text);
     }
-    // A value with its strings in their places.
+    // Replaces the placeholders in a value by their strings.
     void restore(nlohmann::json& value) const {
         if (value.is_string())
             value = std::string(this->value(value));
         else if (value.is_structured())
             for (nlohmann::json& part : value) restore(part);
     }
-    // About the memory that it takes beside the line.
+    // Estimates the memory that the object takes beside the line.
     size_t bytes() const { return rest_.size() * kBytesOfParsed + strings_.capacity() * sizeof strings_[0]; }
 
   private:
-    static constexpr size_t kShort = 256;                // bytes of a string that stays
-    static constexpr size_t kBytesOfParsed = 20;         // at most, for each of JSON without long strings
-    static constexpr std::string_view kNul = "\\u0000";  // what takes a string's place begins with that
+    static constexpr size_t kShort = 256;                // strings of at most this many bytes are not taken
+                                                         // out
+    static constexpr size_t kBytesOfParsed = 20;         // at most, per byte of JSON without its long strings
+    static constexpr std::string_view kNul = "\\u0000";  // a placeholder begins with this
 
     [[noreturn]] void refuse(size_t at, const char* what) const {
         fail("%s: broken JSON: at column %zu: %s", where_.c_str(), at + 1, what);
     }
 
-    // Copies the line to rest_ without the long strings, and those that could be taken for one that is not
-    // there. Keys stay.
+    // Copies the line to rest_ with placeholders for long strings and for strings that look like a
+    // placeholder. Keys are never taken out.
     void take_strings() {
         size_t copied = 0;
         for (size_t at = 0; at < line_.size(); at++) {
@@ -65,7 +66,7 @@ class LineJson {
             for (at = begin; at < line_.size() && line_[at] != '"'; at++)
                 if (line_[at] == '\\') at++;
             if (at >= line_.size()) {
-                if (line_.size() - begin <= kShort) break;  // the parser says what is wrong with it
+                if (line_.size() - begin <= kShort) break;  // the parser reports the error
                 refuse(begin - 1, "the string that begins here does not end");
             }
             const std::string_view string(&line_[begin], at - begin);
@@ -90,7 +91,7 @@ class LineJson {
         return behind < line_.size() && line_[behind] == ':';
     }
 
-    // Decodes the string between two places of the line, where it stands.
+    // Decodes the string in [begin, end) of the line, in place.
     std::string_view decode(size_t begin, size_t end) {
         size_t to = begin;
         for (size_t at = begin; at < end;) {
@@ -103,7 +104,7 @@ class LineJson {
         return {&line_[begin], to - begin};
     }
 
-    // An escape takes at least as many bytes as what it stands for.
+    // The decoded character never takes more bytes than its escape, so it can be decoded in place.
     void decode_escape(size_t& at, size_t end, size_t& to) {
         constexpr std::string_view kEscapes = "\"\\/bfnrt", kMeant = "\"\\/\b\f\n\r\t";
         const size_t start = at;
@@ -145,7 +146,7 @@ class LineJson {
         return code;
     }
 
-    // The parser's message, which says where it stood in rest_.
+    // Converts the column in the parser's message, which counts in rest_, to a column of the line.
     std::string with_column_of_line(std::string message) const {
         constexpr std::string_view kPlace = "at line 1, column ";
         const size_t at = message.find(kPlace);
@@ -161,7 +162,7 @@ class LineJson {
     }
 
     struct Move {
-        size_t in_rest, in_line;  // the same place
+        size_t in_rest, in_line;  // the same position in both
     };
     const std::span<char> line_;
     const std::string where_;

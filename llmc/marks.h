@@ -1,5 +1,5 @@
-// marks.h - moments of a stream's work, and the time between them: on a GPU by its events, on a CPU by the
-// clock; and how long a step has waited by them.
+// marks.h - measures the time between points of a stream's work (with CUDA events on a GPU, with the clock on
+// a CPU), and how long a step waits for transfers.
 #pragma once
 
 #include <chrono>
@@ -9,7 +9,7 @@
 #include "llmc/device_rates.h"
 #include "llmc/work.h"
 
-// Moments of the stream's work, numbered from 0, and the time between them.
+// Points in the stream's work, numbered from 0, and the time between them.
 class Marks {
   public:
     explicit Marks(Stream stream) : stream_(stream) {}
@@ -18,7 +18,7 @@ class Marks {
     ~Marks() {
         for (cudaEvent_t event : moments_) cudaEventDestroy(event);
     }
-    int set() {  // checked by finish(): destructors set marks too
+    int set() {  // errors show in finish(): destructors set marks too
         if (count_ == moments_.size()) cudaEventCreate(&moments_.emplace_back());
         cudaEventRecord(moments_[count_], stream_);
         return static_cast<int>(count_++);
@@ -41,7 +41,7 @@ class Marks {
             .count();
     }
 #endif
-    // Waits until all marks have been passed.
+    // Waits until the stream has passed all marks.
     void finish() const { stream_synchronize(stream_); }
     void clear() { count_ = 0; }
 
@@ -55,13 +55,14 @@ class Marks {
     size_t count_ = 0;
 };
 
-// How long the device waits, in a step, for what lives elsewhere, while nobody else measures that.
+// Measures how long the device waits in a step for data that is streamed from host or disk. Measures nothing
+// while another listener does.
 class StepWaits final : WaitListener {
   public:
     explicit StepWaits(Stream stream) : marks_(stream) {}
     ~StepWaits() { stop(); }
 
-    // From here to stop() waits count.
+    // Counts waits from here to stop().
     void start() {
         marks_.clear();
         waits_.clear();
@@ -70,7 +71,7 @@ class StepWaits final : WaitListener {
     void stop() {
         if (wait_listener == this) wait_listener = nullptr;
     }
-    // Those that counted, in seconds, when the stream has passed them.
+    // The counted waits in seconds. The stream must have passed them.
     double seconds() const {
         double sum = 0;
         for (const auto& [from, to] : waits_) sum += marks_.seconds(from, to);

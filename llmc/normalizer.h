@@ -1,5 +1,5 @@
-// normalizer.h - what is done to text before it is split: composed characters (NFC), one character written
-// for another, something put in front.
+// normalizer.h - normalizes text before it is split into words: composes characters (NFC), replaces
+// characters, and adds a prefix.
 #pragma once
 
 #include <algorithm>
@@ -19,17 +19,18 @@
 
 class Normalizer {
   public:
-    bool nfc = false;                                               // first
-    std::vector<std::pair<std::string, std::string>> replacements;  // then: a character, and what for it
-    std::string prefix;                                             // then this in front of text,
-    bool prefix_at_origin = false;                                  // only where all text begins,
-    bool prefix_unless_there = false;                               // only where text does not begin with it
+    bool nfc = false;                                               // applied first
+    std::vector<std::pair<std::string, std::string>> replacements;  // then: a character and its replacement
+    std::string prefix;                                             // then: put in front of a text,
+    bool prefix_at_origin = false;                                  // only at the begin of the whole text,
+    bool prefix_unless_there = false;                               // only if the text does not begin with it
 
-    // The most bytes that a character becomes on its way through the replacements.
+    // The most bytes that one character becomes by the replacements.
     size_t longest_replacement() const {
         size_t longest = 1;
         for (const auto& [from, to] : replacements) {
-            std::map<std::string_view, size_t> counts{{from, 1}};  // of the characters that it has become
+            std::map<std::string_view, size_t> counts{{from, 1}};  // of the characters that it has become so
+                                                                   // far
             for (const auto& [character, text] : replacements) {
                 const auto found = counts.find(character);
                 if (found == counts.end()) continue;
@@ -51,8 +52,9 @@ class Normalizer {
 
     bool empty() const { return !nfc && replacements.empty() && prefix.empty(); }
 
-    // Where a text may be cut at or after `wanted` bytes, so that both parts are normalized as in the whole;
-    // before that only where there is no such place and more text will follow. 0 where there is none.
+    // Finds a place where the text can be cut so that both parts are normalized as in the whole: the first at
+    // or after `wanted` bytes or, if there is none and `more` text will follow, the last before that. 0 if
+    // there is none.
     size_t cut(std::string_view text, size_t wanted, bool more) const {
         const size_t first = std::min(wanted, text.size());
         for (size_t at = first; at < text.size(); at++)
@@ -63,7 +65,7 @@ class Normalizer {
         return 0;
     }
 
-    // Appends a part of a text, normalized: between cuts, valid UTF-8, not empty.
+    // Appends one part of a text, normalized. The part lies between two cuts, is valid UTF-8 and not empty.
     void append(std::string_view part, bool begins, bool at_origin, std::string& out) const {
         std::string normal = nfc && needs_nfc(part) ? composed(part) : std::string(part);
         for (const auto& [from, to] : replacements) normal = replaced(normal, from, to);
@@ -72,7 +74,7 @@ class Normalizer {
         out += normal;
     }
 
-    // A whole text, normalized.
+    // Normalizes a whole text.
     std::string operator()(std::string_view text) const {
         std::string out;
         if (!text.empty()) append(text, true, true, out);
@@ -80,13 +82,13 @@ class Normalizer {
     }
 
   private:
-    // Nothing below U+0300 changes.
+    // NFC changes no character below U+0300.
     static bool needs_nfc(std::string_view text) {
         return std::any_of(text.begin(), text.end(),
                            [](char c) { return static_cast<unsigned char>(c) >= 0xcc; });
     }
 
-    // Marks that follow a character are sorted in a time that grows with the square of their number.
+    // The combining marks after one character are sorted in a time that is quadratic in their number.
     static constexpr size_t kLongestMarks = 4 << 10;
 
     void check_marks(std::string_view text) const {
@@ -115,8 +117,8 @@ class Normalizer {
         return result.append(text);
     }
 
-    // Whether a character starts here that is composed with none before it. All that are are marks, or vowels
-    // and finals of Hangul (U+1160 to U+11FF).
+    // True if a character starts here that is never composed with one before it. Those that are composed are
+    // marks, and the vowels and finals of Hangul (U+1160 to U+11FF).
     bool begins_anew(std::string_view text) const {
         if (continues_character(text[0])) return false;
         if (!nfc || static_cast<unsigned char>(text[0]) < 0xcc) return true;

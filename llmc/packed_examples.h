@@ -1,5 +1,5 @@
-// packed_examples.h - the examples of JSON lines, packed into sequences. Where they are among the tokens is
-// kept on the disk beside these: there may be more examples than a run has memory for.
+// packed_examples.h - the examples of JSON lines, packed into sequences. The list of examples is kept on
+// disk, because there may be more of them than fit in memory.
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 #include "llmc/packing.h"
 #include "llmc/record_file.h"
 
-// An example, or a part of one: where its tokens begin among all tokens of the data's files, how many there
-// are, as many as fit a sequence, and how many of them are to be learnt.
+// An example, or a part of a long text: the place of its first token among all tokens of the data's files,
+// the number of its tokens, which fit into a sequence, and how many of them have a loss.
 struct Example {
     uint64_t begin;
     uint32_t count, with_loss;
@@ -20,9 +20,9 @@ struct Example {
 
 class PackedExamples {
   public:
-    // Packs the examples that for_each(use) hands to use() in their order, into sequences of `seq_len` rows,
-    // or each into a sequence of its own. An example of n tokens has n - 1 rows; none has more than
-    // `seq_len`, nor fewer than `shortest`.
+    // Packs the examples that for_each(use) passes to use(), in their order, into sequences of `seq_len`
+    // rows; with `apart`, each into a sequence of its own. An example of n tokens has n - 1 rows: at least
+    // `shortest`, at most `seq_len`.
     template <class ForEach>
     PackedExamples(const std::string& holds, uint32_t seq_len, uint32_t shortest, bool apart,
                    ForEach&& for_each)
@@ -68,14 +68,14 @@ class PackedExamples {
         entries_.read(begin, all);
         return all;
     }
-    // How many tokens of a sequence, and of all, are to be learnt.
+    // How many tokens have a loss, in one sequence and in all.
     uint64_t with_loss(uint64_t number) const { return sequences_[number].with_loss; }
     uint64_t with_loss() const { return with_loss_; }
-    // The share of rows that hold no example; and how many rows a row's example has, on average over all
-    // rows.
+    // padding: the share of rows that hold no example. attended: the rows of a row's example, averaged over
+    // all rows.
     double padding() const { return padding_; }
     double attended() const { return attended_; }
-    // About the most memory that packing took for what is in no buffer of a fixed size.
+    // Estimates the most memory that packing took, without buffers of fixed size.
     size_t packing_bytes() const { return packing_bytes_; }
 
     void drop_pages() const {
@@ -93,10 +93,10 @@ class PackedExamples {
         }
     };
     struct Sequence {
-        uint64_t end, with_loss;  // where it ends among the entries
+        uint64_t end, with_loss;  // the index in entries_ at which the sequence ends
     };
 
-    RecordFile<Example> entries_;  // sequence after sequence
+    RecordFile<Example> entries_;  // the examples of one sequence after the other
     RecordFile<Sequence> sequences_;
     uint64_t with_loss_ = 0;
     double padding_ = 0, attended_ = 0;

@@ -1,4 +1,5 @@
-// packing.h - which examples share a sequence: each goes, whole, where it leaves the least room.
+// packing.h - decides which examples share a sequence: each goes whole into the fullest sequence that it
+// fits.
 #pragma once
 
 #include <algorithm>
@@ -8,14 +9,14 @@
 #include <map>
 #include <vector>
 
-// Packs examples into sequences of `room` rows, one example after the other: best fit (Johnson 1974). Of
-// sequences with equally little left it takes the first. dev/reference.py does the same.
+// Packs examples into sequences of `room` rows, one example after the other, by best fit (Johnson 1974). Of
+// several sequences with equally few rows left, it takes the first. dev/reference.py does the same.
 class BestFit {
   public:
-    // No example has fewer rows than `shortest`.
+    // Every example has at least `shortest` rows.
     BestFit(uint32_t room, uint32_t shortest) : room_(room), shortest_(shortest) {}
 
-    // The number of the sequence of an example with that many rows, 1 to `room`.
+    // Returns the number of the sequence in which an example of `rows` rows (1 to `room`) is placed.
     uint32_t place(uint32_t rows) {
         assert(shortest_ <= rows && rows <= room_);
         uint32_t left = room_, sequence = sequences_;
@@ -39,12 +40,12 @@ class BestFit {
     }
 
     uint32_t sequences() const { return sequences_; }
-    // About the most memory that it held: numbers in vectors that may be half empty.
+    // Estimates the most memory that it took; its vectors may be half empty.
     size_t held_bytes() const { return 2 * sizeof(uint32_t) * most_open_; }
 
   private:
     const uint32_t room_, shortest_;
     uint32_t sequences_ = 0;
-    std::map<uint32_t, std::vector<uint32_t>> open_;  // by the rows that are left: a heap, the first in front
+    std::map<uint32_t, std::vector<uint32_t>> open_;  // by rows left: a min-heap of sequences
     size_t open_count_ = 0, most_open_ = 0;
 };

@@ -1,11 +1,11 @@
-// permutation.h - a shuffle that is computed, not stored: where each of n numbers goes is a function of a
-// key.
+// permutation.h - a shuffle that is computed, not stored: the new place of each of n numbers is a function of
+// a key.
 //
-// A Feistel network (Luby, Rackoff 1988) on two digits: `low` below a power of two, `high` below what it
-// takes for n numbers high * 2^k + low. A round adds to each digit what the other one and the key say.
-// However random that is, it can be taken away again: so no two numbers become the same. A number that leaves
-// 0 ... n
-// - 1 is sent through again until it is back ("cycle walking", Black, Rogaway 2002), which keeps that true.
+// It is a Feistel network (Luby, Rackoff 1988) on two digits, low and high, of the number high * 2^k + low.
+// Each round adds to one digit a random function of the other digit and the key. Such a round can be undone
+// by subtracting, so two different numbers stay different. A number that ends outside 0 ... n - 1 is sent
+// through the network again until it is inside ("cycle walking", Black, Rogaway 2002), which keeps the
+// numbers different.
 #pragma once
 
 #include <cassert>
@@ -15,7 +15,8 @@
 
 class Permutation {
   public:
-    // Of 0 ... n - 1, n from 1 to 2^62; the key is one of random_key(). dev/reference.py computes the same.
+    // Permutes 0 ... n - 1, for n from 1 to 2^62; the key comes from random_key(). dev/reference.py computes
+    // the same.
     Permutation(uint64_t n, uint64_t key) : n_(n), key_(key) {
         assert(n >= 1 && n <= uint64_t{1} << 62);
         while (lows_ * lows_ < n) lows_ *= 2;
@@ -30,8 +31,8 @@ class Permutation {
     }
 
   private:
-    // With 8 the orders of eight numbers can still be told from random ones, if one looks at a hundred
-    // thousand of them; each round more makes that four times harder.
+    // With 8 rounds, a hundred thousand orders of eight numbers can still be told from random ones. Each
+    // further round makes that four times harder.
     static constexpr uint64_t kRounds = 12;
 
     uint64_t mixed(uint64_t i) const {
@@ -44,5 +45,5 @@ class Permutation {
     }
 
     const uint64_t n_, key_;
-    uint64_t lows_ = 1, highs_ = 1;  // how many values the digits have
+    uint64_t lows_ = 1, highs_ = 1;  // the number of values of each digit
 };

@@ -1,7 +1,8 @@
-// pretokenizer.h - splitting text into pieces, roughly words with the space before them, that no token
-// reaches over. The splits are regular expressions as Hugging Face's files write them, for Oniguruma in
-// Ruby's syntax; PCRE2 runs them, after a translation of what it reads differently. A character that is newer
-// than PCRE2's version of Unicode (14 in Debian 12) is neither letter nor digit to it.
+// pretokenizer.h - splits text into pieces, roughly words with the space before them. No token crosses the
+// border of a piece. The splits are the regular expressions in Hugging Face's files, which are written for
+// Oniguruma in Ruby's syntax. Here PCRE2 runs them, after a translation of what PCRE2 reads differently. A
+// character that is newer than PCRE2's version of Unicode (14 in Debian 12) counts as neither letter nor
+// digit.
 #pragma once
 
 #include <algorithm>
@@ -23,14 +24,14 @@
 inline constexpr const char* kGpt2Split =
     R"('s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+)";
 
-// Writes an expression in PCRE2's syntax. It knows what the tokenizers of the field use: alternatives,
-// groups,
-// (?i:...), lookahead, classes and classes in them, \s, \S, \d, \p{general category}, and repetitions. Fails,
-// naming the rest that it does not know, for some of it would be another language in PCRE2: verbs, repeated
-// lookahead, which Oniguruma refuses, and (?i:...) where Oniguruma lets one character stand for several.
+// Translates an expression to PCRE2's syntax. It knows what usual tokenizers contain: alternatives, groups,
+// (?i:...), lookahead, classes and classes inside classes, \s, \S, \d, \p{general category}, and repetitions.
+// Fails on everything else and names the part that it does not know, because PCRE2 would read some of it
+// differently: verbs, repeated lookahead, which Oniguruma refuses, and (?i:...) where Oniguruma matches one
+// character with several.
 class RegexTranslation {
   public:
-    // `where` begins the message: the file and the component.
+    // `where` begins error messages: it names the file and the component.
     RegexTranslation(std::string_view regex, std::string where) : rest_(regex), where_(std::move(where)) {
         if (regex.size() > kLongest)
             fail("%s: a regex of %zu bytes where %zu are the most", where_.c_str(), regex.size(), kLongest);
@@ -40,7 +41,7 @@ class RegexTranslation {
 
   private:
     static constexpr size_t kLongest = 10000;
-    // White_Space spelt out: PCRE2's own \s differs from it by U+180E in some versions.
+    // White_Space, spelled out: PCRE2's own \s includes U+180E in some versions.
     static constexpr const char* kSpace = R"(\t-\r\x{85}\p{Z})";
 
     [[noreturn]] void refuse(std::string_view what) const {
@@ -67,15 +68,15 @@ class RegexTranslation {
                 return translate_repetition();
             case '^':
             case '$':
-                refuse(rest_);  // ends of lines in Ruby's syntax, of the text in PCRE2's
+                refuse(rest_);  // line ends in Ruby's syntax, the ends of the text in PCRE2's
             default:
                 check_folding(rest_);
                 out_ += take(1);
         }
     }
 
-    // Without case "\u00df" is "ss" to Oniguruma, and so on: five pairs of ASCII letters can be one
-    // character, and a character that is not ASCII can be several. To PCRE2 each is itself.
+    // Ignoring case, Oniguruma matches "\u00df" with "ss": five pairs of ASCII letters can match one
+    // character, and a character that is not ASCII can match several. PCRE2 matches single characters only.
     void check_folding(std::string_view literal) const {
         if (!ignores_case()) return;
         if (static_cast<unsigned char>(literal[0]) >= 0x80) refuse_folding();
@@ -92,7 +93,7 @@ class RegexTranslation {
     bool ignores_case() const { return !groups_.empty() && groups_.back().ignores_case; }
 
     void translate_group() {
-        if (rest_.starts_with("(*")) refuse(rest_);  // a verb of PCRE2's, a callout of Oniguruma's
+        if (rest_.starts_with("(*")) refuse(rest_);  // a verb in PCRE2, a callout in Oniguruma
         for (const char* known : {"(?:", "(?i:", "(?!", "(?=", "("}) {
             if (!rest_.starts_with(known)) continue;
             const std::string_view opens = known;
@@ -116,7 +117,7 @@ class RegexTranslation {
         if (group.is_lookahead && repeats) refuse(whole);
     }
 
-    // {n}, {n,} or {n,m}. A + or ? behind it repeats that in Ruby's syntax, and is no repetition in PCRE2's.
+    // {n}, {n,} or {n,m}. A + or ? after it repeats it again in Ruby's syntax, but not in PCRE2's.
     void translate_repetition() {
         const size_t end = rest_.find('}');
         const std::string_view counts = rest_.substr(1, end == rest_.npos ? 0 : end - 1);
@@ -150,7 +151,7 @@ class RegexTranslation {
             refuse(whole.substr(0, 2));
     }
 
-    // A general category: a letter, or two.
+    // A general category: one letter or two.
     void translate_property(std::string_view whole) {
         const size_t end = rest_.find('}');
         const size_t start = rest_.starts_with("{^") ? 2 : 1;
@@ -162,7 +163,7 @@ class RegexTranslation {
         out_ += take(end + 1);
     }
 
-    // PCRE2 has no classes in classes; the inner one's members join the outer's.
+    // PCRE2 has no classes inside classes: the members of the inner class are added to the outer one.
     void translate_class() {
         const std::string_view whole = rest_;
         if (ignores_case() && rest_.starts_with("[^")) refuse_folding();
@@ -190,7 +191,8 @@ class RegexTranslation {
         out_ += ']';
     }
 
-    // A group that is open, and its text from there on, or that of the outermost (?i:...) around it.
+    // An open group, and the expression from its begin on; inside a (?i:...) from the begin of the outermost
+    // one.
     struct Group {
         std::string_view text;
         bool is_lookahead, ignores_case;
@@ -201,25 +203,25 @@ class RegexTranslation {
     std::vector<Group> groups_;
 };
 
-// A compiled expression.
+// A compiled regular expression.
 class Pattern {
   public:
     struct Found {
         enum { kMatch, kNone, kUndecided } kind;
-        size_t begin, end;  // of the match; kUndecided: what stands before `begin` has none
+        size_t begin, end;  // of the match; if kUndecided: no match starts before `begin`
     };
-    // What a thread needs to match with.
+    // PCRE2's buffer for a match; each thread needs its own.
     struct FreeMatch {
         void operator()(pcre2_match_data* data) const { pcre2_match_data_free(data); }
     };
     using Match = std::unique_ptr<pcre2_match_data, FreeMatch>;
     static Match make_match() { return Match(pcre2_match_data_create(1, nullptr)); }
 
-    // Compiles an expression of Oniguruma's. Fails with a message that begins with `where`.
+    // Compiles an expression in Oniguruma's syntax. Fails with a message that begins with `where`.
     Pattern(std::string_view regex, const std::string& where) {
         int error = 0;
         PCRE2_SIZE at = 0;
-        // A dot is any character but a line feed, as in Ruby's syntax.
+        // A dot matches any character but a line feed, as in Ruby's syntax.
         const std::string translated = "(*LF)" + RegexTranslation(regex, where).result();
         code_.reset(pcre2_compile(reinterpret_cast<PCRE2_SPTR>(translated.data()), translated.size(),
                                   PCRE2_UTF | PCRE2_UCP, &error, &at, nullptr));
@@ -231,12 +233,12 @@ class Pattern {
             fail("%s: the regex \"%s\" cannot be used: %s", where.c_str(), printable(regex).c_str(),
                  reinterpret_cast<const char*>(message));
         }
-        // Without it matching is slower and as right.
+        // If this fails, matching is slower but still correct.
         pcre2_jit_compile(code_.get(), PCRE2_JIT_COMPLETE | PCRE2_JIT_PARTIAL_HARD);
     }
 
-    // The first match in valid UTF-8 from a place on. Where more text will follow, a match that it could
-    // change is not decided.
+    // Finds the first match in valid UTF-8 from `from` on. With `more`, further text will follow; a match
+    // that it could change is kUndecided.
     Found find(std::string_view text, size_t from, bool more, pcre2_match_data* match) const {
         const uint32_t options = PCRE2_NO_UTF_CHECK | (more ? PCRE2_PARTIAL_HARD : 0);
         int result = run(text, from, options, match);
@@ -272,7 +274,7 @@ class Pattern {
     std::unique_ptr<pcre2_code, FreeCode> code_;
 };
 
-// One way to split a text: each match is a piece, and each stretch between them.
+// One way to split a text: each match is a piece, and so is the text between two matches.
 struct TextSplit {
     Pattern pattern;
     bool keeps_matches = true, keeps_rest = true;

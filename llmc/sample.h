@@ -1,4 +1,4 @@
-// sample.h - one sample of a model: tokens drawn one after the other, and their text, written as it comes.
+// sample.h - draws one sample of a model, token by token, and writes its text as it is drawn.
 #pragma once
 
 #include <cstdio>
@@ -11,12 +11,13 @@
 #include "llmc/sampler.h"
 #include "llmc/terminal.h"
 
-constexpr uint64_t kSampleStream = uint64_t{1} << 62;  // counter space of random_bits() for sampling
+constexpr uint64_t kSampleStream = uint64_t{1} << 62;  // the part of random_bits()' counters that sampling
+                                                       // uses
 
 class Sample {
   public:
-    // Writes the prompt. Without a tokenizer numbers are written. Token i of the sample after `step` draws
-    // random number (step, i).
+    // Writes the prompt. Without a tokenizer, tokens are written as numbers. Token i of the sample after
+    // `step` steps uses random number (step, i).
     Sample(const Options& o, const RunInputs& in, int64_t step)
         : o_(o), in_(in), tokens_(in.first_tokens()), step_(step) {
         if (o.steps > 0) printf("--- sample after %lld steps ---\n", static_cast<long long>(step));
@@ -24,7 +25,7 @@ class Sample {
         if (in.tokenizer) decoder_.emplace(*in.tokenizer, o.prompt.empty());
     }
 
-    // The next token by the logits of those before, or -1 where the sample ends.
+    // Draws the next token from the logits after the last one. Returns -1 if the sample ends here.
     int next(const std::vector<float>& logits) {
         const double uniform = random_uniform(o_.seed, kSampleStream, static_cast<uint64_t>(step_),
                                               static_cast<uint64_t>(drawn_++));
@@ -37,7 +38,7 @@ class Sample {
         return ended() ? -1 : token;
     }
     bool ended() const { return drawn_ >= o_.sample_tokens; }
-    // The prompt and what was drawn after it.
+    // The prompt and the tokens drawn so far.
     const std::vector<int>& tokens() const { return tokens_; }
 
     void finish() { output_.finish(o_.steps > 0 ? "\n---\n" : "\n"); }

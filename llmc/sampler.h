@@ -1,4 +1,4 @@
-// sampler.h - choosing the next token from logits.
+// sampler.h - chooses the next token from logits.
 #pragma once
 
 #include <algorithm>
@@ -6,8 +6,8 @@
 #include <numeric>
 #include <vector>
 
-// The index drawn from softmax(logits / temperature) over the top_k likeliest (0: all), by `uniform` in [0,
-// 1). Temperature 0 is the likeliest itself; ties go to the lower index.
+// Draws an index from softmax(logits / temperature) over the top_k likeliest (0: all), with the random number
+// `uniform` in [0, 1). Temperature 0 gives the likeliest. Of equal logits the lower index counts as likelier.
 inline int sample_token(const std::vector<float>& logits, double temperature, int top_k, double uniform) {
     std::vector<int> order(logits.size());
     std::iota(order.begin(), order.end(), 0);

@@ -1,7 +1,7 @@
-// sentencepiece.h - tokenizer.model files, read and applied by SentencePiece's own library.
+// sentencepiece.h - reads and applies tokenizer.model files with SentencePiece's own library.
 //
-// The file is a ModelProto of SentencePiece's sentencepiece_model.proto. Of its kinds this takes the one of
-// Llama 2 and Mistral: byte pair encoding of text as it is.
+// The file is a ModelProto of SentencePiece's sentencepiece_model.proto. Supported is the kind that Llama 2
+// and Mistral use: byte pair encoding without a normalizer.
 #pragma once
 
 #include <algorithm>
@@ -24,12 +24,12 @@
 #include "llmc/utf8.h"
 #include "llmc/vocabulary.h"
 
-// The fields of a message in Protocol Buffers' wire format. Fails naming the file where it is damaged.
+// Reads the fields of a message in Protocol Buffers' wire format. Fails naming the file if it is damaged.
 class ProtoFields {
   public:
     struct Field {
         uint64_t number, value = 0;  // the value of a variable-length integer
-        std::string_view bytes;      // or the contents of a string or message
+        std::string_view bytes;      // or the contents of a string or a message
     };
 
     ProtoFields(std::string_view message, const std::string& path) : rest_(message), path_(path) {}
@@ -83,11 +83,12 @@ class ProtoFields {
 
 class SentencePieceModel final : public WordModel {
   public:
-    // Of the bytes of a file. Fails naming it where it is damaged or of another kind.
+    // `file` has the bytes of the file at `path`. Fails naming it if it is damaged or of an unsupported kind.
     SentencePieceModel(std::string file, const std::string& path) {
         check(file, path);
-        // Words are encoded one by one, and what is put in front of a text is not put in front of each. A
-        // message that comes a second time is merged into the first: normalizer_spec { add_dummy_prefix: 0 }.
+        // Words are encoded one by one, and the space that is put before a text must not be put before each
+        // word. A message that appears a second time is merged into the first: normalizer_spec {
+        // add_dummy_prefix: 0 }.
         file += std::string("\x1a\x02\x18\x00", 4);
         const size_t before = allocated();
         if (const auto status = model_.LoadFromSerializedProto(file); !status.ok())
@@ -103,13 +104,13 @@ class SentencePieceModel final : public WordModel {
     }
 
     const sentencepiece::SentencePieceProcessor& library() const { return model_; }
-    // Whether a space is put in front of a text.
+    // True if a space is put before a text.
     bool adds_space() const { return adds_space_; }
 
-    // The library takes some 130 bytes for each byte of a word.
+    // The library takes about 130 bytes of memory per byte of a word.
     size_t longest_word() const override { return 32 << 10; }
 
-    // What the library took from the allocator.
+    // What the library allocated.
     size_t bytes() const override { return bytes_; }
 
   private:
@@ -118,7 +119,7 @@ class SentencePieceModel final : public WordModel {
         return info.uordblks + info.hblkhd;
     }
 
-    // Refuses what text would be cut wrong for.
+    // Refuses models that would need text to be split differently.
     void check(std::string_view file, const std::string& path) {
         const auto refuse = [&](const char* what, const std::string& value) {
             fail("%s: %s %s is not supported", path.c_str(), what, value.c_str());
@@ -159,7 +160,7 @@ class SentencePieceModel final : public WordModel {
     size_t bytes_ = 0;
 };
 
-// Adds the pairs of characters that stand beside each other in a piece; a space in a text is U+2581 there.
+// Adds the pairs of neighbouring characters in a piece. A piece has U+2581 where a text has a space.
 inline void add_neighbours(std::string_view piece, Joints::Pairs& pairs) {
     const int32_t symbol = first_character(kSpaceSymbol).code;
     const auto ways = [&](int32_t code) {
@@ -174,8 +175,8 @@ inline void add_neighbours(std::string_view piece, Joints::Pairs& pairs) {
     }
 }
 
-// Reads the bytes of a tokenizer.model. A tokenizer_config.json says whether tokens are put around a text;
-// Llama's are <s> before and none after where it does not.
+// Reads the bytes of a tokenizer.model. `config` is tokenizer_config.json, which can say whether tokens are
+// put before and after a text; by default, as for Llama, <s> before and none after.
 inline TokenizerParts read_sentencepiece(const std::string& file, const std::string& path,
                                          const nlohmann::json& config) {
     auto model = std::make_unique<SentencePieceModel>(file, path);
@@ -186,7 +187,7 @@ inline TokenizerParts read_sentencepiece(const std::string& file, const std::str
     Joints::Pairs pairs;
     for (int token = 0; token < library.GetPieceSize(); token++) {
         const std::string& piece = library.IdToPiece(token);
-        // The library takes those apart again by what it merged elsewhere in the text.
+        // The library splits such a piece again, depending on what it merged elsewhere in the text.
         if (library.IsUnused(token)) fail("%s: its pieces of type UNUSED are not supported", path.c_str());
         if (token > Vocabulary::kLargestToken || steps.vocabulary->find(piece) >= 0)
             fail("%s: \"%s\" is a piece too many", path.c_str(), printable(piece).c_str());

@@ -1,11 +1,11 @@
-// text_encoder.h - the way from text to tokens, as Hugging Face's tokenizers go it: added tokens are found,
-// the text between them is normalized, added tokens are found in that, what is left is split into words, and
-// each word becomes tokens.
+// text_encoder.h - turns text into tokens, with the steps of Hugging Face's tokenizers: find added tokens,
+// normalize the text between them, find added tokens in the normalized text, split the rest into words, turn
+// each word into tokens.
 //
-// A text of any size passes through in parts. Each step takes as much from the front of what it is given as
-// no later text can change, says how much that was, and is given the rest again with more behind it. So the
-// tokens are those of the whole text, and memory is bounded: a part, and the longest word. Text that would
-// take more is refused, never cut where that could change its tokens.
+// A text of any size is processed in parts. Each step takes from the front of its input only what later text
+// cannot change, returns how much it took, and gets the rest again with more text after it. So the tokens are
+// those of the whole text, and memory is bounded by a part and the longest word. Text that would take more
+// memory is refused; it is never cut where that could change its tokens.
 #pragma once
 
 #include <algorithm>
@@ -24,23 +24,23 @@
 #include "llmc/tokenizer_parts.h"
 #include "llmc/utf8.h"
 
-// The longest piece of the data's text that a tokenizer need not divide, in bytes. What encoding takes for a
-// piece goes with its length: at most some 20 bytes for each of these.
+// The longest piece of text, in bytes, that the tokenizer may leave undivided. The memory to encode a piece
+// is proportional to its length: at most about 20 bytes per byte.
 inline constexpr size_t kLongestPiece = 256 << 10;
 
-// Encodes one text after the other. It refers to the steps, which must live as long.
+// Encodes one text after the other. Keeps a reference to the steps, which must outlive it.
 class TextEncoder {
   public:
-    // Without `specials` a mark like <s> that stands in a text is text. A text with a longer piece is refused
-    // naming the byte.
+    // Without `specials`, the spelling of a special token like <s> in a text is plain text. A text with a
+    // piece longer than `longest_piece` is refused, naming the byte.
     explicit TextEncoder(const TextSteps& steps, bool specials = true, size_t longest_piece = kLongestPiece)
         : steps_(steps),
           specials_(specials),
           longest_piece_(longest_piece),
           block_(kBlock / steps.longest_replacement()) {}
 
-    // Appends the tokens of a text's next part, as far as no later part can change them. Parts may end
-    // anywhere.
+    // Appends the tokens of a text's next part, as far as no later part can change them. A part may end
+    // anywhere, even inside a character.
     void feed(std::string_view part, std::vector<int32_t>& tokens) {
         waiting_ += part;
         if (waiting_.size() < retry_) return;
@@ -52,7 +52,7 @@ class TextEncoder {
         retry_ = done > 0 ? 0 : 2 * waiting_.size();
     }
 
-    // Appends the tokens of the rest. The next part is of another text.
+    // Appends the tokens of the rest of the text. The next part belongs to a new text.
     void finish(std::vector<int32_t>& tokens) {
         take(waiting_, false, tokens);
         segments_ = {};
@@ -62,26 +62,27 @@ class TextEncoder {
 
     // Appends the tokens of a whole text.
     void encode(std::string_view text, std::vector<int32_t>& tokens) {
-        segments_ = {};  // of a text that was refused
+        segments_ = {};  // left over from a text that was refused
         take(text, false, tokens);
         segments_ = {};
     }
 
   private:
-    static constexpr size_t kBlock = 1 << 16;  // bytes at most that come of what is normalized at a time
+    static constexpr size_t kBlock = 1 << 16;  // most bytes that one block of text has after normalization
 
-    // Where a text without added tokens between stands, at each of the two steps that find them.
+    // The state of a stretch of text between two added tokens, for each of the two steps that find those.
     struct Segment {
-        std::string normalized;   // and not taken by the next step yet
-        size_t retry = 0;         // how long it must be before that is tried again
-        bool begun = false;       // whether some of it was normalized
-        size_t searched = 0;      // so much of the rest has no added tokens
-        bool after_word = false;  // whether what was taken of it ends with a letter
-        bool at_origin = true;    // whether nothing came before it
-        bool continues = false;   // whether a byte that is not UTF-8 did
+        std::string normalized;   // normalized text that the next step has not taken yet
+        size_t retry = 0;         // length from which the next step is tried again
+        bool begun = false;       // some of the text has been normalized
+        size_t searched = 0;      // this many bytes of the rest have no added tokens
+        bool after_word = false;  // what was taken so far ends with a letter
+        bool at_origin = true;    // nothing came before this text
+        bool continues = false;   // a byte that is not UTF-8 came directly before it
     };
 
-    // Bytes that are not UTF-8 become their own tokens; behind them the text goes on as if nothing had been.
+    // A byte that is not UTF-8 becomes its own token; the text after it continues as if the byte were not
+    // there.
     size_t take(std::string_view text, bool more, std::vector<int32_t>& tokens) {
         tokens_ = &tokens;
         raw_ = text;
@@ -212,10 +213,10 @@ class TextEncoder {
         return not_behind(whole.data(), part.data()) && not_behind(part.data(), whole.data() + whole.size());
     }
 
-    // Where in the text a piece of it begins; of normalized text about where.
+    // The position of a piece in the text; for normalized text an estimate.
     uint64_t position_of(std::string_view piece) const {
         if (is_in(piece, raw_)) return taken_ + static_cast<size_t>(piece.data() - raw_.data());
-        size_t behind = 0;  // of the normalized text
+        size_t behind = 0;  // bytes of normalized text after the piece's begin
         for (const Segment& segment : segments_)
             if (is_in(piece, segment.normalized))
                 behind =
@@ -223,7 +224,7 @@ class TextEncoder {
         return taken_ + normalized_ - std::min<uint64_t>(taken_ + normalized_, behind);
     }
 
-    // Fails where a piece is longer than one may be.
+    // Fails if a piece is too long.
     void refuse_longer(std::string_view piece, size_t longest = SIZE_MAX) const {
         longest = std::min(longest, longest_piece_);
         if (piece.size() <= longest) return;
@@ -237,14 +238,14 @@ class TextEncoder {
     const TextSteps& steps_;
     const bool specials_;
     const size_t longest_piece_, block_;
-    std::string waiting_;    // of a text that comes in parts
-    uint64_t taken_ = 0;     // how much of that text came before
-    size_t retry_ = 0;       // how much there must be before it is tried again
-    std::string_view raw_;   // what is taken now, of which so much
-    size_t normalized_ = 0;  // has been normalized
+    std::string waiting_;    // the part of the text that has not been taken yet
+    uint64_t taken_ = 0;     // how many bytes of the text were taken before it
+    size_t retry_ = 0;       // length of waiting_ from which take() is tried again
+    std::string_view raw_;   // the text that take() works on, and
+    size_t normalized_ = 0;  // how many bytes of it have been normalized
     std::array<Segment, 2> segments_;
     WordCache cache_;
     WordScratch scratch_;
     Pattern::Match match_ = Pattern::make_match();
-    std::vector<int32_t>* tokens_ = nullptr;  // where tokens go now
+    std::vector<int32_t>* tokens_ = nullptr;  // the output of the current call
 };

@@ -1,6 +1,6 @@
-// text_tokens.h - a text of the data on its way to tokens: each file is a document, the token that begins one
-// stands in front of it, and a mark like <s> in a book is text. The tokens are those that
-// dev/data/tokenize_text.py writes into shards.
+// text_tokens.h - turns text files of the data into tokens. Each file is a document with the tokenizer's
+// document start before it. The spelling of a special token like <s> in a text is plain text. The tokens are
+// the same that dev/data/tokenize_text.py writes into shards.
 #pragma once
 
 #include <chrono>
@@ -15,8 +15,8 @@
 #include "llmc/tokenizer.h"
 #include "llmc/utf8.h"
 
-// Tells how far long texts have come: on a terminal in one line that is written over, elsewhere in a line
-// every ten seconds; then what came of it. Of less than 10 MB nothing is said.
+// Reports the progress of tokenizing and at the end the result: on a terminal in one line that is
+// overwritten, otherwise in a line every ten seconds. Prints nothing for less than 10 MB.
 class TokenizingLines {
   public:
     TokenizingLines(FILE* to, std::string name, uint64_t bytes)
@@ -55,8 +55,8 @@ class TokenizingLines {
     uint64_t done_ = 0;
 };
 
-// Calls use(part) with the text of a file, whole characters at a time. Fails naming the file and the position
-// where it is not UTF-8.
+// Calls use(part) with the text of a file, in parts of whole characters. Fails if it is not UTF-8, naming the
+// file and the position.
 template <class Use>
 void read_utf8(const FileReader& file, Use&& use) {
     constexpr size_t kPart = 256 << 10;
@@ -77,7 +77,7 @@ void read_utf8(const FileReader& file, Use&& use) {
     }
 }
 
-// Fails where a text cannot be read as bytes, by a model without a tokenizer.
+// Fails if the model has no tokenizer and its vocabulary is not that of bytes, 256.
 inline void check_bytes(const Dataset& text, int vocabulary) {
     if (vocabulary == 256) return;
     fail(
@@ -86,11 +86,11 @@ inline void check_bytes(const Dataset& text, int vocabulary) {
         text.stream_name(0).c_str(), vocabulary);
 }
 
-// Whether a text has more than a number of tokens by far, and so has its last tenth, whatever they are.
+// True if a text has so many bytes that it surely has more than `tokens` tokens, even in its last tenth.
 inline bool is_long_text(const Dataset& text, uint64_t tokens) { return text.file_bytes() / 1000 >= tokens; }
 
-// Makes a text's tokens the tokenizer's, and says on stderr how far it is where that takes a while. Fails as
-// read_utf8() and Dataset::tokenize() do.
+// Replaces a text's bytes by the tokenizer's tokens, and reports progress on stderr if it takes a while.
+// Fails as read_utf8() and Dataset::tokenize() do.
 inline void tokenize_text(Dataset& text, const Tokenizer& tokenizer) {
     TokenizingLines lines(stderr, text.stream_name(0), text.file_bytes());
     TextEncoder encoder = tokenizer.encoder(false);

@@ -1,6 +1,7 @@
-// file.h - files in and out: read, parsed, and written so that a crash or a full disk loses nothing.
+// file.h - reads, parses and writes files so that a crash or a full disk loses nothing.
 //
-// A save is atomic when it is written beside (FileWriter), synced (finish) and renamed (replace_file).
+// A save is atomic if it is written under another name (FileWriter), synced (finish) and then renamed
+// (replace_file).
 #pragma once
 
 #include <algorithm>
@@ -23,7 +24,8 @@
 
 #include "llmc/error.h"
 
-// A name found in a file, fit for a one-line message: control characters and quotes escaped, cut at 80 bytes.
+// Makes a name from a file fit for a one-line message: escapes control characters and quotes, and cuts it at
+// 80 bytes.
 inline std::string printable(std::string_view text) {
     constexpr size_t kLongest = 80;
     std::string result;
@@ -34,7 +36,7 @@ inline std::string printable(std::string_view text) {
     return text.size() > kLongest ? result + "..." : result;
 }
 
-// Files that are opened must not get the numbers of standard streams that were closed.
+// Opens those standard streams that were closed, so that no file of ours gets their descriptor numbers.
 inline void open_standard_streams() {
     while (true) {
         const int file = open("/dev/null", O_RDWR);
@@ -43,21 +45,21 @@ inline void open_standard_streams() {
     }
 }
 
-// The most bytes that ulimit -f allows a file; RLIM_INFINITY without a limit.
+// The largest file that ulimit -f allows, in bytes; RLIM_INFINITY if there is no limit.
 inline rlim_t file_size_limit() {
     rlimit limit{};
     return getrlimit(RLIMIT_FSIZE, &limit) == 0 ? limit.rlim_cur : RLIM_INFINITY;
 }
 
-// The text of an error number after a failed write. Beyond ulimit -f it names that limit.
+// Describes the error of a failed write. If the file would exceed ulimit -f, names that limit.
 inline std::string write_error(int error) {
     if (error != EFBIG || file_size_limit() == RLIM_INFINITY) return std::strerror(error);
     return format("%s (ulimit -f allows %llu bytes)", std::strerror(error),
                   static_cast<unsigned long long>(file_size_limit()));
 }
 
-// Opens a file to write in, which is made if it is missing; `more` are flags of open(2) beside those. A FIFO
-// needs a process that reads it: without one, open(2) would wait for ever. Fails naming the file.
+// Opens a file for writing and creates it if it is missing. `more` are further flags of open(2). A FIFO must
+// have a process that reads it; otherwise open(2) would wait forever. Fails naming the file.
 inline int open_output(const std::string& path, int more) {
     const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC | O_NOCTTY | O_NONBLOCK | more, 0666);
     if (fd < 0) {
@@ -71,13 +73,13 @@ inline int open_output(const std::string& path, int more) {
     return fd;
 }
 
-// An open file descriptor, closed with its scope. Fails naming the file when it cannot be opened.
+// An open file descriptor, closed at the end of its scope. Fails naming the file if it cannot be opened.
 class OpenFile {
   public:
     OpenFile(const std::string& path, int flags) : fd_(open(path.c_str(), flags | O_CLOEXEC, 0666)) {
         if (fd_ < 0) fail("%s: cannot open: %s", path.c_str(), std::strerror(errno));
     }
-    // Takes over one that is open.
+    // Takes over a descriptor that is already open.
     explicit OpenFile(int fd) : fd_(fd) {}
     OpenFile(const OpenFile&) = delete;
     OpenFile& operator=(const OpenFile&) = delete;
@@ -85,15 +87,16 @@ class OpenFile {
         if (fd_ >= 0) close(fd_);
     }
     int fd() const { return fd_; }
-    // Closes now and says whether that went well: some file systems report a failed write only here.
+    // Closes the file now and returns whether that succeeded; some file systems report a failed write only
+    // here.
     bool close_now() { return close(std::exchange(fd_, -1)) == 0; }
 
   private:
     int fd_;
 };
 
-// Copies the bytes of an open file from `first` on. How many there were; -1 and errno where they cannot be
-// read.
+// Copies bytes of an open file, from position `first` on. Returns how many there were, or -1 with errno if
+// they cannot be read.
 inline ssize_t read_at(int fd, uint64_t first, size_t bytes, void* out) {
     size_t done = 0;
     while (done < bytes) {
@@ -107,7 +110,7 @@ inline ssize_t read_at(int fd, uint64_t first, size_t bytes, void* out) {
     return static_cast<ssize_t>(done);
 }
 
-// Writes all of the bytes to an open file. Whether that went well; else errno says why not.
+// Writes all of the bytes to an open file. If that fails, returns false and errno says why.
 inline bool write_all(int fd, const char* data, size_t bytes) {
     while (bytes > 0) {
         const ssize_t done = ::write(fd, data, bytes);
@@ -119,14 +122,14 @@ inline bool write_all(int fd, const char* data, size_t bytes) {
     return true;
 }
 
-// What tells a file from any other, and from itself after a change.
+// Identifies a file and its content: it differs between two files, and before and after a change.
 struct FileStamp {
     uint64_t device, inode, bytes;
     int64_t written;  // in nanoseconds
     bool operator==(const FileStamp&) const = default;
 };
 
-// How an open file stands now; fails naming it.
+// The file's status now; fails naming the file.
 inline struct stat status_of(int fd, const std::string& path) {
     struct stat info;
     if (fstat(fd, &info) != 0) fail("%s: cannot stat: %s", path.c_str(), std::strerror(errno));
@@ -138,24 +141,24 @@ inline FileStamp stamp_of(int fd, const std::string& path) {
             int64_t{info.st_mtim.tv_sec} * 1'000'000'000 + info.st_mtim.tv_nsec};
 }
 
-// Whether the page cache keeps what is read of a file. What is large and read once would take memory there
-// that no plan has.
+// Whether the page cache keeps what is read of a file. Large files that are read once would take memory there
+// that the memory plan does not count.
 enum class Pages { Kept, Dropped };
 
-// So much of a file that is read or written in order is in the page cache before it is dropped. A multiple of
-// any page.
+// When a file is read or written in order, this many bytes stay in the page cache before they are dropped. A
+// multiple of every page size.
 constexpr size_t kPagesWindow = 8 << 20;
 
-// Gives back what the page cache holds of an open file.
+// Drops an open file's pages from the page cache.
 inline void drop_pages_of(int fd) { posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED); }
 
-// A file that is read piece by piece, so that no more of it takes memory than what was asked for. Fails when
-// it is missing or unreadable, and for what else has a name: folders, FIFOs, and devices, which may not end.
+// Reads a file piece by piece, so it takes no more memory than the pieces asked for. Fails if the file is
+// missing or unreadable, or if it is a folder, a FIFO or a device (which may have no end).
 class FileReader {
   public:
     explicit FileReader(const std::string& path, Pages pages = Pages::Kept)
         : path_(path),
-          file_(path, O_RDONLY | O_NONBLOCK),  // the second: not to wait for a FIFO's writer
+          file_(path, O_RDONLY | O_NONBLOCK),  // O_NONBLOCK: do not wait for a FIFO's writer
           pages_(pages) {
         const struct stat info = status_of(file_.fd(), path_);
         if (S_ISDIR(info.st_mode)) fail("%s: is a directory where a file is needed", path.c_str());
@@ -163,16 +166,17 @@ class FileReader {
         size_ = static_cast<size_t>(info.st_size);
     }
     ~FileReader() {
-        if (has_dropped_) drop_pages();  // what is left of other windows
+        if (has_dropped_) drop_pages();  // also of windows that were read only in part
     }
 
     const std::string& path() const { return path_; }
-    // When it was opened.
+    // The size when the file was opened.
     size_t size() const { return size_; }
-    // As the file is now.
+    // The stamp of the file as it is now.
     FileStamp stamp() const { return stamp_of(file_.fd(), path_); }
 
-    // Copies the bytes from `first` on. Fails when they cannot be read or the file has become shorter.
+    // Copies `bytes` bytes from position `first` on. Fails if they cannot be read or the file has become
+    // shorter.
     void read(uint64_t first, size_t bytes, void* out) const {
         if (pages_ == Pages::Kept) return read_kept(first, bytes, out);
         char* to = static_cast<char*>(out);
@@ -187,7 +191,7 @@ class FileReader {
         }
     }
 
-    // Gives back what the page cache holds of it.
+    // Drops the file's pages from the page cache.
     void drop_pages() const { drop_pages_of(file_.fd()); }
 
   private:
@@ -206,13 +210,13 @@ class FileReader {
     mutable bool has_dropped_ = false;
 };
 
-// Whether something has that name.
+// True if a file or anything else has this name.
 inline bool file_exists(const std::string& path) { return access(path.c_str(), F_OK) == 0; }
 
-// The largest file that is read as a whole: several times the largest tokenizers there are.
+// The largest file that is read as a whole: several times the size of the largest tokenizers.
 constexpr size_t kLargestText = 128 << 20;
 
-// The bytes of a file. Fails as FileReader does, and when there are more than kLargestText.
+// Reads a whole file. Fails as FileReader does, and if the file has more than kLargestText bytes.
 inline std::string read_text(const std::string& path) {
     const FileReader file(path);
     if (file.size() > kLargestText)
@@ -224,13 +228,13 @@ inline std::string read_text(const std::string& path) {
 }
 
 // Parses JSON text that came from `file`. Fails in one line that names the file and the position of the
-// error. A key given twice in one object is an error too: JSON leaves open which one counts. `keep` is asked
-// whether to keep what has just been parsed, as nlohmann's parser asks its callback; it sees to the keys that
-// it does not keep.
+// error. A key that appears twice in an object is an error too, because JSON does not define which of them
+// counts. `keep` is called for each parsed part, like the callback of nlohmann's parser, and returns whether
+// to keep it; it must itself check the keys that it does not keep.
 template <class Keep>
 nlohmann::json parse_json(std::string_view text, const std::string& file, Keep&& keep) {
     using nlohmann::json;
-    std::vector<std::set<std::string>> keys;  // of the objects that are open
+    std::vector<std::set<std::string>> keys;  // the keys so far of each open object
     const auto note_keys = [&](int, json::parse_event_t event, json& parsed) {
         if (event == json::parse_event_t::object_start) keys.emplace_back();
         if (event == json::parse_event_t::object_end) keys.pop_back();
@@ -245,7 +249,8 @@ nlohmann::json parse_json(std::string_view text, const std::string& file, Keep&&
     try {
         return json::parse(text.begin(), text.end(), note_keys);
     } catch (const json::exception& error) {
-        // The library's text starts with "[json.exception.parse_error.101] ", then gives line and column.
+        // The library's message starts with "[json.exception.parse_error.101] " and then gives line and
+        // column.
         std::string_view what = error.what();
         if (const size_t end = what.find("] "); end != what.npos) what.remove_prefix(end + 2);
         std::string line(what.substr(0, 300));
@@ -258,11 +263,11 @@ inline nlohmann::json parse_json(std::string_view text, const std::string& file)
     return parse_json(text, file, [](nlohmann::json::parse_event_t, const nlohmann::json&) { return true; });
 }
 
-// parse_json of a whole file.
+// Parses a whole file with parse_json.
 inline nlohmann::json read_json(const std::string& path) { return parse_json(read_text(path), path); }
 
-// Writes an open file in order, from its begin on. The page cache has at most two windows of it: one that is
-// written to, and one that goes to the disk. Where something fails, errno says why.
+// Writes an open file in order, from its begin on. At most two windows of it are in the page cache: one is
+// being filled, the other is being written to the disk. After a failure, errno says why.
 class PassingWrites {
   public:
     explicit PassingWrites(int fd) : fd_(fd) {}
@@ -276,7 +281,8 @@ class PassingWrites {
         }
         return true;
     }
-    // Has the disk hold all of it, and the page cache nothing. A FIFO or a device has no disk (EINVAL).
+    // Waits until all is on the disk, and drops the file from the page cache. FIFOs and devices cannot be
+    // synced (EINVAL); that is no error.
     bool finish() {
         if (fsync(fd_) != 0 && errno != EINVAL) return false;
         drop_pages_of(fd_);
@@ -284,7 +290,8 @@ class PassingWrites {
     }
 
   private:
-    // Has the window that is full go to the disk, and that before it be there.
+    // Starts writing the full window to the disk, waits until the window before it is there, and drops that
+    // one.
     bool pass_window() {
         if (!sync_window(written_ - kPagesWindow, SYNC_FILE_RANGE_WRITE)) return false;
         if (written_ == kPagesWindow) return true;
@@ -295,7 +302,8 @@ class PassingWrites {
         posix_fadvise(fd_, static_cast<off_t>(before), kPagesWindow, POSIX_FADV_DONTNEED);
         return true;
     }
-    // A failed write is said here once, and then no more by fsync. Where there is no such call, fsync does.
+    // A failed write is reported here once; fsync would not report it again. If the system or file lacks this
+    // call, fsync reports it.
     bool sync_window(uint64_t at, unsigned how) const {
         return sync_file_range(fd_, static_cast<off_t>(at), kPagesWindow, how) == 0 || errno == ENOSYS ||
                errno == EINVAL || errno == ESPIPE;
@@ -305,8 +313,9 @@ class PassingWrites {
     uint64_t written_ = 0;
 };
 
-// Writes a new file, or over an old one, through a buffer. Every error of the system, a full disk first among
-// them, fails naming the file. Without finish() the file is incomplete. The page cache keeps none of it.
+// Writes a file through a buffer; a file that exists is overwritten. Fails naming the file on every error of
+// the system, such as a full disk. The file is complete only after finish(). None of it stays in the page
+// cache.
 class FileWriter {
   public:
     explicit FileWriter(const std::string& path)
@@ -324,7 +333,7 @@ class FileWriter {
     }
     void write(std::string_view text) { write(text.data(), text.size()); }
 
-    // Writes what is buffered, waits until the disk has it all, and closes.
+    // Writes out the buffer, waits until all is on the disk, and closes the file.
     void finish() {
         flush();
         if (!writes_.finish()) fail_to("sync");
@@ -352,16 +361,16 @@ class FileWriter {
     std::vector<char> buffer_;
 };
 
-// Makes the names in a folder durable: files created in it, renamed or removed.
+// Makes changes to a folder durable: files created in it, renamed or removed.
 inline void sync_directory(const std::string& path) {
     const OpenFile folder(path, O_RDONLY | O_DIRECTORY);
-    // EINVAL: a file system that has no such operation.
+    // EINVAL: the file system does not support this.
     if (fsync(folder.fd()) != 0 && errno != EINVAL)
         fail("%s: cannot sync: %s", path.c_str(), std::strerror(errno));
 }
 
-// Gives a finished file its final name in the same file system, in place of what had that name, durably:
-// after a crash either the old file or the new one is there, whole.
+// Gives a finished file its final name in the same file system, replacing a file of that name. After a crash,
+// either the old file or the new one is there, complete.
 inline void replace_file(const std::string& finished, const std::string& path) {
     if (std::rename(finished.c_str(), path.c_str()) != 0)
         fail("%s: cannot rename to %s: %s", finished.c_str(), path.c_str(), std::strerror(errno));

@@ -1,10 +1,10 @@
 // gguf.h - reads GGUF files, the format of llama.cpp and ggml (docs/gguf.md there), versions 2 and 3.
 //
-// A file is "GGUF", a u32 version, two u64 counts, of tensors and of keys; the keys, each a string (u64
-// length, bytes), a u32 type and a value; the table of tensors, each a name, a u32 count of dimensions, these
-// (u64, the fastest first), a u32 type and a u64 offset; and, aligned, the data, from where offsets count.
-// All is little endian. Everything is checked when a file is opened, so a tensor that was found can be read
-// without further doubt.
+// A file has: "GGUF"; a u32 version; two u64 counts, of tensors and of keys; the keys, each with a string
+// (u64 length, bytes), a u32 type and a value; the table of tensors, each with a name, a u32 number of
+// dimensions, the dimensions (u64, the fastest-varying first), a u32 type and a u64 offset; then padding and
+// the data. Offsets count from the start of the data. All numbers are little endian. Everything is checked
+// when the file is opened, so a tensor that is found can be read without further checks.
 #pragma once
 
 #include <algorithm>
@@ -24,11 +24,11 @@
 #include "llmc/file.h"
 #include "llmc/utf8.h"
 
-// A type of tensors. Those without a size are known by name, and are not read.
+// A type of tensors. Types without a size are only known by name; they cannot be read.
 struct GgufType {
     uint32_t number;
     const char* name;
-    int block = 0, block_bytes = 0;  // elements, and their bytes
+    int block = 0, block_bytes = 0;  // elements of a block, and its bytes
 };
 
 inline constexpr GgufType kGgufTypes[] = {
@@ -71,21 +71,21 @@ inline constexpr GgufType kGgufTypes[] = {
 struct GgufTensor {
     std::string name;
     const GgufType* type;
-    std::vector<int64_t> shape;  // rows first, as ours are
-    const FileReader* file;      // that holds it:
-    uint64_t offset;             // bytes from there to its data
-    size_t bytes;                // of its data
+    std::vector<int64_t> shape;  // slowest dimension first, as in the rest of the program
+    const FileReader* file;      // the file that has the tensor's data
+    uint64_t offset;             // position of the data in the file
+    size_t bytes;                // size of the data
 
-    // Elements, or rows of a matrix.
+    // The length of the first dimension: a matrix's rows, or a vector's elements.
     int64_t rows() const { return shape[0]; }
     size_t row_bytes() const { return bytes / static_cast<size_t>(shape[0]); }
 };
 
-// One GGUF file, open. Its tensors stay valid as long as it lives, and it does not move.
+// An open GGUF file. It must not move, and its tensors are valid while it lives.
 class GgufFile {
   public:
-    // Fails in one line that names the file, and the key or tensor, when anything in it is not as the format
-    // wants it, or a tensor's type is not supported.
+    // Fails in one line that names the file, and the key or tensor, if anything violates the format or a
+    // tensor's type is not supported.
     explicit GgufFile(const std::string& path) : file_(path, Pages::Dropped) {
         const auto [tensors, keys] = read_start();
         for (uint64_t i = 0; i < keys; i++) read_key();
@@ -97,13 +97,13 @@ class GgufFile {
     GgufFile& operator=(const GgufFile&) = delete;
 
     const std::string& path() const { return file_.path(); }
-    // Gives back what the page cache holds of it.
+    // Drops the file's pages from the page cache.
     void drop_pages() const { file_.drop_pages(); }
-    // An object: numbers, strings, and lists of them, by key. A 32-bit float is the number that its shortest
-    // decimal spelling names.
+    // The keys and their values: an object of numbers, strings, and lists of them. A 32-bit float is
+    // converted to the double that its shortest decimal spelling names.
     const nlohmann::json& metadata() const { return metadata_; }
     const std::vector<GgufTensor>& tensors() const { return tensors_; }
-    // The tensor of that name, or null.
+    // The tensor of this name, or null.
     const GgufTensor* find(const std::string& name) const {
         const auto found = index_.find(name);
         return found == index_.end() ? nullptr : &tensors_[found->second];
@@ -138,7 +138,7 @@ class GgufFile {
 
     uint64_t left() const { return file_.size() - at_; }
 
-    // The next bytes of the header, valid until the next are asked for.
+    // The next bytes of the header, valid until the next call.
     const char* take(uint64_t bytes) {
         if (bytes > left())
             refuse("its header goes on for %llu bytes at byte %llu, and %llu are left: cut short?",
@@ -183,7 +183,7 @@ class GgufFile {
                    version % 65536 == 0 ? "is big endian, or its GGUF version is" : "its GGUF version is",
                    version);
         const auto tensors = number<uint64_t>(), keys = number<uint64_t>();
-        // A tensor takes 24 bytes of the header and more, a key 13.
+        // A tensor takes at least 24 bytes of the header, a key at least 13.
         if (tensors > left() / 24 || keys > left() / 13)
             refuse("announces %llu tensors and %llu keys, more than its %zu bytes can hold",
                    static_cast<unsigned long long>(tensors), static_cast<unsigned long long>(keys),
@@ -198,7 +198,7 @@ class GgufFile {
         metadata_[key] = read_value(key, number<uint32_t>());
     }
 
-    // The bytes that a value takes at least; 0: there is no such type.
+    // The least number of bytes that a value of this type takes; 0 if the type is unknown.
     static uint64_t least_bytes(uint32_t type) {
         constexpr uint64_t bytes[] = {1, 1, 2, 2, 4, 4, 4, 1, 8, 12, 8, 8, 8};
         return type < std::size(bytes) ? bytes[type] : 0;
@@ -258,7 +258,7 @@ class GgufFile {
         return list;
     }
 
-    // 1e-5 of 1e-5f, where a conversion gives 9.99999974737875e-06.
+    // Converts 1e-5f to 1e-5; a plain conversion gives 9.99999974737875e-06.
     static double shortest(float x) {
         char text[32];
         const auto end = std::to_chars(text, text + sizeof text, x).ptr;
@@ -303,7 +303,7 @@ class GgufFile {
         tensors_.push_back(tensor);
     }
 
-    // "F32, F16, ..."
+    // Lists the supported types: "F32, F16, ...".
     static std::string supported() {
         std::string names;
         for (const GgufType& type : kGgufTypes)
@@ -320,7 +320,8 @@ class GgufFile {
         alignment_ = given->get<uint64_t>();
     }
 
-    // Turns offsets into those from the start of the file, and checks that data are there, each its own.
+    // Makes the tensors' offsets count from the start of the file. Checks that their data are inside the file
+    // and do not overlap.
     void place_tensors() {
         const uint64_t start = (at_ + alignment_ - 1) / alignment_ * alignment_;
         const uint64_t size = file_.size() < start ? 0 : file_.size() - start;
@@ -349,7 +350,7 @@ class GgufFile {
     }
 
     FileReader file_;
-    uint64_t at_ = 0;  // bytes of the header that were read
+    uint64_t at_ = 0;  // bytes of the header read so far
     std::string window_;
     uint64_t window_start_ = 0;
     uint64_t alignment_ = 32;

@@ -1,10 +1,10 @@
-// gguf_model.h - a model in a GGUF file as llama.cpp's converter (convert_hf_to_gguf.py there) writes it: its
+// gguf_model.h - reads a model from a GGUF file as written by llama.cpp's convert_hf_to_gguf.py: its
 // configuration, and its tensors under the names and in the order that Hugging Face's files have.
 //
-// Two things in a GGUF lie in another order, both by rows, so that quantized rows are moved whole. Of each
-// head of Llama's queries and keys, the elements that rotate together are neighbours (2i, 2i + 1), where
-// Hugging Face has them at i and i + head_size / 2. BLOOM's queries, keys and values are one after the other,
-// where Hugging Face has the three of each head together.
+// Two tensors have another order of rows in a GGUF; as only whole rows move, quantized rows need no
+// conversion. First, in each head of Llama's queries and keys, the two elements that rotate together are
+// neighbours (2i, 2i + 1); Hugging Face has them at i and i + head_size / 2. Second, BLOOM has all queries,
+// then all keys, then all values; Hugging Face has the three of each head together.
 #pragma once
 
 #include <cmath>
@@ -20,7 +20,7 @@
 #include "llmc/gguf.h"
 #include "llmc/safetensors.h"
 
-// A tensor of the model in a GGUF.
+// A tensor of the model in a GGUF file.
 struct GgufPart {
     enum class Rows { Same, RotaryPairs, QueriesKeysValues };
 
@@ -29,7 +29,7 @@ struct GgufPart {
     int64_t head_size;  // rows of a head
     int64_t heads;
 
-    // Where row number `row` of the model's tensor is in the file.
+    // The row of the file's tensor that is row number `row` of the model's tensor.
     int64_t file_row(int64_t row) const {
         if (order == Rows::Same) return row;
         const int64_t head = row / head_size, i = row % head_size;
@@ -38,8 +38,8 @@ struct GgufPart {
         return (head % 3 * heads + head / 3) * head_size + i;
     }
 
-    // Calls use(offset, bytes, at) for rows that lie together in the file, from byte `offset` on, and `at`
-    // bytes behind the first of them here.
+    // Reads `count` rows from `first` on in runs that are contiguous in the file: calls use(offset, bytes,
+    // at) for each, with its offset in the file and its offset `at` in the output.
     template <class Use>
     void for_each_run(int64_t first, int64_t count, Use&& use) const {
         const size_t row_bytes = tensor->row_bytes();
@@ -55,16 +55,16 @@ struct GgufPart {
         }
     }
 
-    // Reads rows as bytes of the tensor's type; an element of a vector is a row.
+    // Reads rows as bytes of the tensor's type; each element of a vector is a row.
     void read_rows(int64_t first, int64_t count, void* out) const {
         for_each_run(first, count, [&](uint64_t offset, size_t bytes, size_t at) {
             tensor->file->read(offset, bytes, static_cast<char*>(out) + at);
         });
     }
 
-    // Whether its elements are F32, F16 or BF16.
+    // True if its elements are F32, F16 or BF16.
     bool has_floats() const { return tensor->type->block == 1; }
-    // Reads rows of such a tensor as floats, exactly.
+    // Reads rows of such a tensor as floats, without loss.
     void read_floats(int64_t first, int64_t count, float* out) const {
         const auto n =
             static_cast<size_t>(count) * tensor->row_bytes() / static_cast<size_t>(tensor->type->block_bytes);
@@ -79,7 +79,7 @@ struct GgufPart {
 };
 
 namespace gguf {
-// What stands for Hugging Face's names, without what is in front and without ".weight" or ".bias".
+// Hugging Face's names and GGUF's, without their prefixes and without ".weight" or ".bias".
 inline constexpr std::pair<std::string_view, const char*> kNames[] = {
     {"embed_tokens", "token_embd"},
     {"word_embeddings", "token_embd"},
@@ -104,7 +104,8 @@ inline constexpr std::pair<std::string_view, const char*> kNames[] = {
     {"mlp.dense_4h_to_h", "ffn_down"},
 };
 
-// "blk.3.attn_q.weight" for "model.layers.3.self_attn.q_proj.weight"; empty: there is none.
+// Translates "model.layers.3.self_attn.q_proj.weight" to "blk.3.attn_q.weight"; empty if there is no such
+// name.
 inline std::string name_of(const Family& family, std::string_view name) {
     if (name.starts_with(family.prefix)) name.remove_prefix(std::string_view(family.prefix).size());
     std::string block;
@@ -120,7 +121,7 @@ inline std::string name_of(const Family& family, std::string_view name) {
     return "";
 }
 
-// Llama 3.1's scaling of the rotary frequencies, which a GGUF has as the number that divides each.
+// The number by which Llama 3.1's scaling divides each rotary frequency; a GGUF stores these.
 inline std::vector<double> llama3_divisors(int head_size, const RopeScaling& rope) {
     RopeScaling plain = rope;
     plain.type = RopeType::kDefault;
@@ -134,9 +135,10 @@ inline std::vector<double> llama3_divisors(int head_size, const RopeScaling& rop
 
 class GgufModel {
   public:
-    // Opens the file and reads its configuration. Fails in one line that names the file and the key or tensor
-    // when the architecture is not one of llama (and with it Mistral), qwen2, qwen3 and bloom, when it has
-    // keys or tensors that would change the arithmetic in a way that is not known here, or lacks a tensor.
+    // Opens the file and reads its configuration. Supported architectures are llama (also for Mistral),
+    // qwen2, qwen3 and bloom. Fails in one line that names the file and the key or tensor if the architecture
+    // is another one, if keys or tensors would change the arithmetic in an unknown way, or if a tensor is
+    // missing.
     explicit GgufModel(const std::string& path) : file_(path), reader_(file_.metadata(), path) {
         arch_ = reader_.text("general.architecture", "");
         if (arch_ != "llama" && arch_ != "qwen2" && arch_ != "qwen3" && arch_ != "bloom")
@@ -150,10 +152,10 @@ class GgufModel {
 
     const GgufFile& file() const { return file_; }
     const ModelConfig& config() const { return config_; }
-    // Of conversations; empty if it has none.
+    // The chat template; empty if there is none.
     std::string chat_template() const { return reader_.text("tokenizer.chat_template", ""); }
 
-    // The tensor of that name in Hugging Face's files; fails when there is none or its shape is another.
+    // The tensor that has this name in Hugging Face's files. Fails if it is missing or has another shape.
     GgufPart get(const std::string& name, const std::vector<int64_t>& shape) const {
         const std::string ours = gguf::name_of(*config_.family, name);
         const GgufTensor* tensor = file_.find(ours);
@@ -174,9 +176,9 @@ class GgufModel {
   private:
     std::string key(const char* name) const { return arch_ + "." + name; }
 
-    // What is not read would be arithmetic that is left out.
+    // Fails on keys that are not read: ignoring them could mean wrong arithmetic.
     void refuse_other_keys() const {
-        reader_.must_be("split.count", {1, 0});  // the files of one model
+        reader_.must_be("split.count", {1, 0});  // the number of files of one model
         static constexpr const char* known[] = {"vocab_size",
                                                 "context_length",
                                                 "embedding_length",
@@ -205,7 +207,7 @@ class GgufModel {
         }
     }
 
-    // The rows of the embedding.
+    // The number of rows of the embedding.
     int vocabulary() const {
         const GgufTensor* embedding = file_.find("token_embd.weight");
         if (!embedding || embedding->shape.size() != 2 || embedding->rows() > kMostVocabulary)
@@ -246,7 +248,7 @@ class GgufModel {
         return json;
     }
 
-    // The rotary positions and the window.
+    // Adds the settings of rotary positions and of the attention window.
     void add_positions(nlohmann::json& json, int channels, int heads) const {
         const int share = channels % heads == 0 ? channels / heads : 0;
         if (share == 0 && !reader_.has(key("attention.key_length").c_str()))
@@ -272,7 +274,7 @@ class GgufModel {
             json["use_sliding_window"] = true, json["max_window_layers"] = 0;
     }
 
-    // The tokens that begin and end a text; an end of a turn ends a text too.
+    // Adds the tokens that begin and end a text. The token that ends a turn ends a text too.
     void add_marks(nlohmann::json& json) const {
         const auto mark = [&](const char* name) {
             const std::string full = std::string("tokenizer.ggml.") + name;
@@ -304,8 +306,8 @@ class GgufModel {
         tensor->file->read(tensor->offset, tensor->bytes, given.data());
         RopeScaling rope = config_.rope;
         if (rope.type != RopeType::kDefault) refuse("stands beside another scaling of the positions");
-        // The slowest frequencies are divided by the whole factor; the other numbers of all of Llama's models
-        // are those that RopeScaling begins with.
+        // The lowest frequencies are divided by the whole factor. RopeScaling's defaults have the other
+        // numbers, which are the same in all Llama models.
         rope.type = RopeType::kLlama3, rope.factor = double{given.back()};
         if (!(rope.factor >= 1 && rope.factor < 1e6)) refuse("is not the scaling of Llama 3.1");
         const std::vector<double> wanted = gguf::llama3_divisors(config_.head_size, rope);
@@ -315,8 +317,8 @@ class GgufModel {
         if (rope.factor > 1) config_.rope = rope;
     }
 
-    // That all tensors are there, and no others, but for two: the divisors of the frequencies, and a copy of
-    // the embedding as the head, which converters of BLOOM wrote.
+    // Checks that all tensors are there and no others. Allowed besides them: the divisors of the frequencies,
+    // and a copy of the embedding as the head, which converters of BLOOM wrote.
     void check_tensors() const {
         std::set<std::string> known = {"rope_freqs.weight"};
         if (arch_ == "bloom") known.insert("output.weight");

@@ -1,8 +1,8 @@
-// gguf_tokenizer.h - the tokenizer of a GGUF file, by its keys "tokenizer.ggml.*".
+// gguf_tokenizer.h - reads the tokenizer of a GGUF file from its keys "tokenizer.ggml.*".
 //
-// Its model "gpt2" is byte-level BPE with merges and a pre-tokenizer known by name: it is read as the
-// tokenizer.json that it was made from. "llama" is SentencePiece's BPE by scores: it is read as the
-// tokenizer.model that it was made from.
+// The tokenizer model "gpt2" is byte-level BPE with merges and a pre-tokenizer that is given by name; it is
+// converted to the equivalent tokenizer.json and read as such. "llama" is SentencePiece's BPE with scores; it
+// is converted to the equivalent tokenizer.model.
 #pragma once
 
 #include <bit>
@@ -25,7 +25,7 @@ using nlohmann::json;
 
 enum TokenType { kNormal = 1, kUnknown = 2, kControl = 3, kUserDefined = 4, kUnused = 5, kByte = 6 };
 
-// The keys of a tokenizer, of the types that they must have.
+// The keys of a tokenizer. Reading one checks its type.
 class TokenizerKeys {
   public:
     explicit TokenizerKeys(const GgufFile& file) : reader_(file.metadata(), file.path()) {
@@ -57,7 +57,7 @@ class TokenizerKeys {
     }
     bool truth(const char* name, bool otherwise) const { return reader_.truth(key(name).c_str(), otherwise); }
     std::string text(const char* name) const { return reader_.text(key(name).c_str(), ""); }
-    // A token by its number, or -1.
+    // The number of a special token, such as "bos_token_id", or -1.
     int mark(const char* name) const {
         const std::string full = key(name);
         return reader_.has(full.c_str()) ? reader_.integer(full.c_str(), 0, static_cast<int>(size()) - 1)
@@ -77,12 +77,12 @@ inline json by_bytes(bool use_regex) {
         {"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}, {"use_regex", use_regex}};
 }
 
-// What the tokenizer.json of such a model has in front of its bytes.
+// Adds the pre-tokenizer (and for qwen2 the normalizer) that `pre` names, as a tokenizer.json has it.
 inline void add_pre_tokenizer(json& file, const std::string& pre, const char* path) {
     const auto sequence = [](json first, bool use_regex) {
         return json{{"type", "Sequence"}, {"pretokenizers", {std::move(first), by_bytes(use_regex)}}};
     };
-    // Llama 3's and Qwen's differ in how many digits are a piece.
+    // Llama 3's and Qwen's regexes differ in how many digits a piece may have.
     const std::string words = R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|)";
     const std::string others = R"(| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
     if (pre == "gpt-2") {
@@ -103,7 +103,7 @@ inline void add_pre_tokenizer(json& file, const std::string& pre, const char* pa
     }
 }
 
-// Tokens that are put around a text, and around each text of a pair.
+// Adds the tokens that are put around a text, and around each text of a pair.
 inline void add_post_processor(json& file, const TokenizerKeys& keys, bool adds_bos) {
     const int bos = keys.truth("add_bos_token", adds_bos) ? keys.mark("bos_token_id") : -1;
     const int eos = keys.truth("add_eos_token", false) ? keys.mark("eos_token_id") : -1;
@@ -130,7 +130,7 @@ inline void add_post_processor(json& file, const TokenizerKeys& keys, bool adds_
         {"type", "TemplateProcessing"}, {"single", single}, {"pair", pair}, {"special_tokens", specials}};
 }
 
-// The tokenizer.json of a byte-level model, but for its vocabulary and merges.
+// The tokenizer.json of a byte-level model, without its vocabulary and merges.
 inline json byte_level_json(const TokenizerKeys& keys) {
     json file = {{"version", "1.0"},
                  {"truncation", nullptr},
@@ -176,8 +176,8 @@ inline TokenizerParts read_byte_level(const TokenizerKeys& keys) {
     return TokenizerJsonReader(byte_level_json(keys), std::move(spelt), keys.path()).take();
 }
 
-// Writes a byte-level model's tokenizer.json. Vocabulary and merges, which are long, go straight into the
-// file.
+// Writes a byte-level model's tokenizer.json. The vocabulary and merges, which are long, are written to the
+// file directly.
 inline void write_tokenizer_json(const TokenizerKeys& keys, const std::string& path) {
     const json file = byte_level_json(keys);
     FileWriter out(path);
@@ -214,7 +214,7 @@ inline void write_tokenizer_json(const TokenizerKeys& keys, const std::string& p
     out.finish();
 }
 
-// A message in Protocol Buffers' wire format, as ProtoFields reads it.
+// Builds a message in Protocol Buffers' wire format, which ProtoFields reads.
 class ProtoMessage {
   public:
     void add(unsigned field, uint64_t value) {
@@ -240,7 +240,7 @@ class ProtoMessage {
     std::string bytes_;
 };
 
-// The numbers of fields are those of SentencePiece's sentencepiece_model.proto.
+// Builds a tokenizer.model. Field numbers are those of SentencePiece's sentencepiece_model.proto.
 inline std::string sentencepiece_model(const TokenizerKeys& keys) {
     const json& scores = keys.list("scores");
     if (scores.size() != keys.size())
@@ -272,7 +272,7 @@ inline std::string sentencepiece_model(const TokenizerKeys& keys) {
     return model.bytes();
 }
 
-// Whether tokens are put around a text.
+// The tokenizer_config.json, which says whether tokens are put around a text.
 inline json sentencepiece_config(const TokenizerKeys& keys) {
     return {{"add_bos_token", keys.truth("add_bos_token", true)},
             {"add_eos_token", keys.truth("add_eos_token", false)}};
@@ -283,7 +283,7 @@ inline TokenizerParts read_sentencepiece_keys(const TokenizerKeys& keys) {
 }
 }  // namespace gguf
 
-// Fails naming the file, the key and its value when a key is missing, damaged, or not supported.
+// Reads the tokenizer. Fails naming the file and the key if one is missing, damaged or not supported.
 inline Tokenizer read_gguf_tokenizer(const GgufFile& file) {
     const std::string model = ConfigReader(file.metadata(), file.path()).text("tokenizer.ggml.model", "");
     if (model != "gpt2" && model != "llama")
@@ -297,8 +297,8 @@ inline Tokenizer read_gguf_tokenizer(const GgufFile& file) {
     return Tokenizer(std::move(parts), keys.mark("bos_token_id"), keys.mark("eos_token_id"));
 }
 
-// Writes the files of that tokenizer into a folder: tokenizer.json of a byte-level one, tokenizer.model of
-// SentencePiece's, and tokenizer_config.json. `longest`: the longest text that the model takes, in tokens.
+// Writes that tokenizer's files into a folder: tokenizer.json for a byte-level one or tokenizer.model for
+// SentencePiece's, and tokenizer_config.json. `longest` is the longest text that the model takes, in tokens.
 inline void write_gguf_tokenizer(const GgufFile& file, int longest, const std::string& folder) {
     const gguf::TokenizerKeys keys(file);
     const bool by_bytes = keys.text("model") == "gpt2";

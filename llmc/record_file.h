@@ -1,5 +1,5 @@
-// record_file.h - records of one size in a temporary file, for lists that grow with the data and would take
-// memory that no plan has; and their sorting, where they may be more than memory should hold.
+// record_file.h - keeps records of one size in a temporary file, for lists that grow with the data and would
+// take memory that the plan does not count; and sorts such lists, also when they do not fit into memory.
 #pragma once
 
 #include <algorithm>
@@ -19,14 +19,14 @@ class RecordFile {
     static_assert(std::is_trivially_copyable_v<Record>);
 
   public:
-    // `holds` says in messages what they are.
+    // `holds` names the records in error messages.
     explicit RecordFile(std::string holds) : file_(std::move(holds)) {}
 
     void append(const Record& record) {
         file_.append(&record, sizeof record);
         count_++;
     }
-    // After the last is appended, and before any is read.
+    // Call this after the last append() and before the first read.
     void finish() { file_.finish(); }
 
     uint64_t count() const { return count_; }
@@ -39,7 +39,7 @@ class RecordFile {
         read(number, {&record, 1});
         return record;
     }
-    // Calls use(record) for each of them in order.
+    // Calls use(record) for `count` records from `first` on, in order.
     template <class Use>
     void for_each(uint64_t first, uint64_t count, Use&& use) const {
         std::vector<Record> some(std::min<uint64_t>(count, kSome));
@@ -58,7 +58,8 @@ class RecordFile {
     uint64_t count_ = 0;
 };
 
-// Sorts records by `<`: as many as a buffer holds at a time, which then wait in a file and are merged.
+// Sorts records by `<`. Sorts as many as fit into a buffer at a time, writes these runs to a file and merges
+// them.
 template <class Record>
 class RecordSorter {
   public:
@@ -69,16 +70,16 @@ class RecordSorter {
         buffer_.push_back(record);
     }
 
-    // Calls use(record) for each, the smallest first.
+    // Calls use(record) for each record, the smallest first.
     template <class Use>
     void for_each_sorted(Use&& use) {
-        if (starts_.empty()) {  // all are in the buffer
+        if (starts_.empty()) {  // no run was written: all records are in the buffer
             std::sort(buffer_.begin(), buffer_.end());
             for (const Record& record : buffer_) use(record);
             return;
         }
         end_run();
-        std::vector<Record>().swap(buffer_);  // with its memory
+        std::vector<Record>().swap(buffer_);  // frees its memory too
         runs_.finish();
         merge(use);
     }
@@ -86,7 +87,7 @@ class RecordSorter {
   private:
     static constexpr size_t kBuffer = 32 << 10;
 
-    // A sorted run that is read some records at a time.
+    // A sorted run, which is read some records at a time.
     struct Run {
         uint64_t next, end;
         std::vector<Record> some;
@@ -131,6 +132,6 @@ class RecordSorter {
     }
 
     RecordFile<Record> runs_;
-    std::vector<uint64_t> starts_;  // of the runs that are in the file
+    std::vector<uint64_t> starts_;  // where each run starts in the file
     std::vector<Record> buffer_;
 };

@@ -1,5 +1,5 @@
-// tokenizer.h - text to tokens and back, by the files of a model's folder, or one token a byte for models
-// that were trained on plain text.
+// tokenizer.h - turns text into tokens and back, as the tokenizer files in a model's folder say; or with one
+// token per byte, for models that were trained on plain bytes.
 #pragma once
 
 #include <algorithm>
@@ -25,16 +25,16 @@
 
 class Tokenizer {
   public:
-    // The tokens that begin and end a text are -1 where there are none.
+    // begin_of_text and end_of_text are tokens, or -1 if there are none.
     explicit Tokenizer(TokenizerParts parts, int begin_of_text = -1, int end_of_text = -1)
         : parts_(std::make_shared<const TokenizerParts>(std::move(parts))),
           begin_of_text_(begin_of_text),
           end_of_text_(end_of_text) {}
 
-    // Reads tokenizer.json, or else vocab.json and merges.txt as GPT-2's, or else tokenizer.model; nothing if
-    // the folder has none of them. Which tokens begin and end a text is read from tokenizer_config.json,
-    // special_tokens_map.json, generation_config.json and config.json. Fails naming the file when one is
-    // damaged or has a component that is not supported.
+    // Reads a folder's tokenizer.json or, if there is none, vocab.json and merges.txt (as for GPT-2) or else
+    // tokenizer.model. Returns nothing if the folder has none of them. The tokens that begin and end a text
+    // come from tokenizer_config.json, special_tokens_map.json, generation_config.json and config.json. Fails
+    // naming the file if one is damaged or has an unsupported component.
     static std::optional<Tokenizer> open(const std::string& folder) {
         const auto path = [&](const char* name) { return folder + "/" + name; };
         const auto has = [&](const char* name) { return file_exists(path(name)); };
@@ -53,7 +53,7 @@ class Tokenizer {
         return tokenizer;
     }
 
-    // Every byte is its own token, 0 to 255.
+    // The byte tokenizer: every byte is its own token, 0 to 255.
     static Tokenizer bytes() {
         TokenizerParts parts;
         auto bpe = std::make_unique<Bpe>();
@@ -66,10 +66,10 @@ class Tokenizer {
         return Tokenizer(std::move(parts));
     }
 
-    // The tokens of a text of any bytes: those that are not UTF-8 become one token each, or none where the
-    // vocabulary has none for them. Added tokens ("<s>") that stand in it are found if the tokenizer is a
-    // tokenizer.json, and are text like any other if not. `specials`: with what the tokenizer puts around a
-    // text.
+    // The tokens of a text, which may have any bytes. A byte that is not UTF-8 becomes one token, or none if
+    // the vocabulary has none for it. Added tokens ("<s>") in the text are found if the tokenizer comes from
+    // a tokenizer.json; otherwise their spelling is plain text. `specials`: add the tokens that the tokenizer
+    // puts before and after a text.
     std::vector<int> encode(std::string_view text, bool specials = false) const {
         std::vector<int> tokens;
         if (specials) tokens = parts_->before;
@@ -77,21 +77,22 @@ class Tokenizer {
         if (specials) tokens.insert(tokens.end(), parts_->after.begin(), parts_->after.end());
         return tokens;
     }
-    // For a text that comes in parts: feed() and finish() of it append the tokens of the whole. The tokenizer
-    // must live as long. Without `specials` a mark like <s> that stands in it is text, as a book's is.
+    // For a text that arrives in parts: feed() and finish() append the same tokens as encode(). The tokenizer
+    // must outlive the encoder. Without `specials`, the spelling of a special token like <s> in the text is
+    // plain text.
     TextEncoder encoder(bool specials = true) const { return TextEncoder(parts_->steps, specials); }
-    // The token in front of each document of the data: the first of these that there is, or what begins a
-    // text, or what ends one; -1: none.
+    // The token that goes before each document of the data: the first of these three that exists, else the
+    // one that begins a text, else the one that ends a text; -1 if there is none of them.
     int document_start() const {
         for (const char* usual : {"<|endoftext|>", "<|begin_of_text|>", "<s>"})
             if (const int token = find_spelling(usual); token >= 0) return token;
         return begin_of_text_ >= 0 ? begin_of_text_ : end_of_text_;
     }
 
-    // The bytes a token stands for in the midst of a text, which need not be whole characters; none if there
-    // is no such token, for models may have more rows than the vocabulary.
+    // The bytes that a token stands for in the middle of a text; they need not be whole characters. Empty if
+    // there is no such token: models may have more rows than the vocabulary has tokens.
     std::string decode(int token) const { return text_of(token, " "); }
-    // A whole text. Without `specials` those tokens are left out of it.
+    // Decodes a whole text. Without `specials`, special tokens are left out.
     std::string decode(std::span<const int> tokens, bool specials = true) const {
         Decoder decoder(*this, true, specials);
         std::string text;
@@ -99,8 +100,8 @@ class Tokenizer {
         return text;
     }
 
-    // Decodes a text token by token. What the tokenizer puts in front of a text is left out where it
-    // `begins`.
+    // Decodes a text token by token. If `begins`, the tokens start a text, and what the tokenizer puts before
+    // a text is removed.
     class Decoder {
       public:
         explicit Decoder(const Tokenizer& tokenizer, bool begins = true, bool specials = true)
@@ -109,7 +110,7 @@ class Tokenizer {
               first_(begins),
               strips_(begins ? tokenizer.parts_->decoding.strips_spaces : 0) {}
 
-        // The text that a token adds.
+        // The text that this token adds.
         std::string next(int token) {
             if (!specials_ && tokenizer_.is_special(token)) return "";
             const bool strips_symbols =
@@ -125,10 +126,10 @@ class Tokenizer {
       private:
         const Tokenizer& tokenizer_;
         bool specials_, first_;
-        size_t strips_;  // spaces that are still left out
+        size_t strips_;  // how many more spaces to remove
     };
 
-    // Whether a token is a mark like <s>, and no text.
+    // True for special tokens like <s>, which are not text.
     bool is_special(int token) const {
         const auto& special = parts_->special;
         return token >= 0 && static_cast<size_t>(token) < special.size() &&
@@ -139,7 +140,7 @@ class Tokenizer {
     int end_of_text() const { return end_of_text_; }
     // One more than the largest token.
     int size() const { return parts_->steps.vocabulary->size(); }
-    // The memory that it holds.
+    // The memory that it takes.
     size_t held_bytes() const { return parts_->steps.bytes(); }
 
   private:
@@ -166,7 +167,7 @@ class Tokenizer {
         return json;
     }
 
-    // Other tokenizers have files of these names too, and split text in another way.
+    // Other tokenizers have files of these names too, but split text differently.
     static void refuse_other_classes(const std::string& path) {
         const nlohmann::json name = read_object(path).value("tokenizer_class", nlohmann::json());
         if (!name.is_string()) return;
@@ -179,8 +180,8 @@ class Tokenizer {
             path.c_str(), printable(name.get<std::string>()).c_str());
     }
 
-    // Which tokens begin and end a text: those that the tokenizer's own files name, or the usual names, or
-    // else the numbers in the model's files.
+    // Finds the tokens that begin and end a text: those that the tokenizer's own files name, else those with
+    // the usual names, else the numbers in the model's files.
     void read_ends(const std::string& folder) {
         const auto own = {read_object(folder + "/tokenizer_config.json"),
                           read_object(folder + "/special_tokens_map.json")};

@@ -1,5 +1,5 @@
-// tokenizer_files.h - the files of a tokenizer that a save takes along from where the model came from, so
-// that what is saved can be used alone.
+// tokenizer_files.h - copies the tokenizer's files from the model into each save, so that a save can be used
+// on its own.
 #pragma once
 
 #include <sys/stat.h>
@@ -19,11 +19,11 @@ inline constexpr const char* kTokenizerFiles[] = {
     "tokenizer.json",          "vocab.json",        "merges.txt",          "tokenizer.model",
     "tokenizer.model.v3",      "tekken.json",       "qwen.tiktoken",       "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"};
-// Holds further templates, NAME.jinja, of a tokenizer that has several.
+// For tokenizers with several chat templates: this folder has the further ones, as NAME.jinja.
 inline constexpr const char* kTemplateFolder = "additional_chat_templates";
 
-// Where a save's tokenizer comes from: a folder, or a GGUF file, of which `write` makes files in a folder.
-// With neither the save has none.
+// Where the tokenizer of a save comes from: a folder to copy from, or a GGUF file, for which `write` makes
+// the files in a folder. If both are empty, the save gets no tokenizer.
 struct TokenizerSource {
     TokenizerSource(std::string from) : folder(std::move(from)) {}
     TokenizerSource(const char* from) : folder(from) {}
@@ -33,7 +33,7 @@ struct TokenizerSource {
     std::function<void(const std::string& to)> write;
 };
 
-// Copies a file, a part at a time.
+// Copies a file, part by part.
 inline void copy_file(const std::string& from, const std::string& to) {
     constexpr uint64_t kPart = 1 << 18;
     const FileReader in(from);

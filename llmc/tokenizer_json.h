@@ -1,8 +1,7 @@
-// tokenizer_json.h - tokenizers of Hugging Face's tokenizer.json files, and of GPT-2's vocab.json and
-// merges.txt.
+// tokenizer_json.h - reads Hugging Face's tokenizer.json, and GPT-2's vocab.json with merges.txt.
 //
-// A tokenizer.json names the components that a text goes through, and their settings. All that is said there
-// is followed or refused by its name.
+// A tokenizer.json lists the components that process a text, with their settings. Everything in it is either
+// followed or refused by name.
 #pragma once
 
 #include <algorithm>
@@ -24,11 +23,11 @@
 #include "llmc/tokenizer_parts.h"
 #include "llmc/vocabulary.h"
 
-// The component of a tokenizer.json that an object describes. Its fields are asked for by name; what nobody
-// asked for is refused at the end.
+// One component of a tokenizer.json. Its reader asks for fields by name; refuse_others() then refuses every
+// field that was not asked for.
 class Component {
   public:
-    // `what` names its place in the file: "pre_tokenizer". Fails when it is no object.
+    // `what` names the component's place in the file, such as "pre_tokenizer". Fails if it is not an object.
     Component(const nlohmann::json& object, std::string path, std::string what)
         : object_(object), path_(std::move(path)), what_(std::move(what)) {
         if (!object.is_object()) fail("%s: %s is not a JSON object", path_.c_str(), what_.c_str());
@@ -40,7 +39,7 @@ class Component {
     const std::string& type() const { return type_; }
     std::string where() const { return path_ + ": " + what_; }
 
-    // The value, or null where there is none.
+    // The value of a field, or null if there is none.
     const nlohmann::json& get(const char* key) {
         static const nlohmann::json null;
         known_.insert(key);
@@ -67,7 +66,7 @@ class Component {
         fail("%s: %s type \"%s\" is not supported", path_.c_str(), what_.substr(0, what_.find(' ')).c_str(),
              printable(type_).c_str());
     }
-    // A value that is not supported, with what it is.
+    // Fails because a value is missing or not supported, and prints it.
     [[noreturn]] void refuse(const char* key) const {
         const auto found = object_.find(key);
         if (found == object_.end()) fail("%s: %s has no \"%s\"", path_.c_str(), what_.c_str(), key);
@@ -87,7 +86,7 @@ class Component {
     std::set<std::string> known_;
 };
 
-// A vocabulary and its merges as files spell them.
+// A vocabulary and its merges, spelled as in the files.
 class SpeltModel {
   public:
     struct Merge {
@@ -95,7 +94,7 @@ class SpeltModel {
         std::string_view left_spelling, right_spelling;
     };
 
-    // Merges stand in `merges_path`, each in a numbered `unit`: a "line".
+    // Messages about a merge name `merges_path` and the merge's number as a `unit`, such as a "line".
     SpeltModel(std::string path, std::string merges_path, const char* unit)
         : path_(std::move(path)), merges_path_(std::move(merges_path)), unit_(unit) {}
 
@@ -115,7 +114,7 @@ class SpeltModel {
         merges_.push_back({static_cast<uint32_t>(left.size()), static_cast<uint32_t>(right.size()), number});
         merge_text_.append(left).append(right);
     }
-    // The same of "left right".
+    // Adds the merge of a line "left right".
     void add_merge(std::string_view line, size_t number) {
         const size_t space = line.find(' ');
         if (space == line.npos || line.find(' ', space + 1) != line.npos)
@@ -129,7 +128,7 @@ class SpeltModel {
     const std::shared_ptr<Vocabulary>& vocabulary() const { return vocabulary_; }
     size_t merge_count() const { return merges_.size(); }
 
-    // Calls use(merge) for each. Fails naming one with a token that is not in the vocabulary.
+    // Calls use(merge) for each merge. Fails naming a merge with a token that is not in the vocabulary.
     template <class Use>
     void for_each_merge(Use&& use) const {
         std::string_view text = merge_text_;
@@ -160,15 +159,16 @@ class SpeltModel {
     std::vector<MergeText> merges_;
 };
 
-// Parses a JSON file. The vocabulary and merges, which stand under these keys, are handed to `spelt` as they
-// come and are not in the result, for as JSON values they would take ten times the memory.
+// Parses a JSON file. The vocabulary and the merges, found under these keys, are passed to `spelt` while
+// parsing and left out of the result: as JSON values they would take ten times the memory.
 inline nlohmann::json read_spelt_json(const std::string& path,
                                       const std::vector<std::string>& vocabulary_keys,
                                       const std::vector<std::string>& merges_keys, SpeltModel& spelt) {
-    std::string open;               // what is open: 'o' an object, 'a' an array
-    std::vector<std::string> keys;  // of each, the latest
+    std::string open;               // the open containers: 'o' is an object, 'a' an array
+    std::vector<std::string> keys;  // the latest key in each of them
     std::vector<std::string> pair;
-    // Whether the open containers are objects with these keys, and then those of `inner`.
+    // True if the open containers are objects under the keys `under`, followed by containers of the kinds
+    // `inner`.
     const auto stands = [&](const std::vector<std::string>& under, std::string_view inner) {
         return open.size() == under.size() + inner.size() && open.find_first_not_of('o') >= under.size() &&
                open.ends_with(inner) && std::equal(under.begin(), under.end(), keys.begin());
@@ -222,7 +222,7 @@ inline Merges make_merges(const SpeltModel& spelt) {
     return merges;
 }
 
-// Which characters merges join across.
+// The pairs of characters that merges join across.
 inline Joints make_joints(const SpeltModel& spelt) {
     Joints::Pairs pairs;
     spelt.for_each_merge([&](const SpeltModel::Merge& merge) {
@@ -233,7 +233,7 @@ inline Joints make_joints(const SpeltModel& spelt) {
     return Joints(std::move(pairs));
 }
 
-// Byte pair encoding on bytes, with GPT-2's spelling of them.
+// Byte pair encoding on bytes, which the vocabulary spells as GPT-2 does.
 inline void use_bytes(const SpeltModel& spelt, TextSteps& steps, Bpe& bpe) {
     const Vocabulary& old = *spelt.vocabulary();
     steps.vocabulary = std::make_shared<Vocabulary>();
@@ -251,13 +251,14 @@ inline void use_bytes(const SpeltModel& spelt, TextSteps& steps, Bpe& bpe) {
     steps.byte_tokens = bpe.byte_tokens;
 }
 
-// Byte pair encoding on characters, with tokens "<0x00>" to "<0xFF>" for those that have none, if asked for.
+// Byte pair encoding on characters. With `byte_fallback`, characters without a token use tokens "<0x00>" to
+// "<0xFF>".
 inline void use_characters(const SpeltModel& spelt, bool byte_fallback, TextSteps& steps, Bpe& bpe) {
     for (int byte = 0; byte < 256 && byte_fallback; byte++)
         bpe.byte_tokens[static_cast<size_t>(byte)] = spelt.vocabulary()->find(format("<0x%02X>", byte));
     bpe.by_bytes = false;
     bpe.merges = make_merges(spelt);
-    // A word that is a token as a whole need not come about by merges.
+    // With whole_words, a word can become a token without any merges, so merges do not say where to cut.
     if (!bpe.whole_words) steps.joints = make_joints(spelt);
     bpe.vocabulary = steps.vocabulary = spelt.vocabulary();
     steps.byte_tokens = bpe.byte_tokens;
@@ -265,13 +266,13 @@ inline void use_characters(const SpeltModel& spelt, bool byte_fallback, TextStep
         std::none_of(bpe.byte_tokens.begin(), bpe.byte_tokens.end(), [](int t) { return t < 0; });
 }
 
-// Reads a tokenizer.json. Fails naming the file, and the component and value that it does not know.
+// Reads a tokenizer.json. Fails naming the file, and a component or value that is not supported.
 class TokenizerJsonReader {
   public:
     explicit TokenizerJsonReader(const std::string& path) : path_(path), spelt_(path, path, "merge") {
         read(read_spelt_json(path, {"model", "vocab"}, {"model", "merges"}, spelt_));
     }
-    // The same of what another kind of file says, whose vocabulary and merges are in `spelt`.
+    // Reads the same settings from another kind of file, with the vocabulary and merges in `spelt`.
     TokenizerJsonReader(const nlohmann::json& file, SpeltModel spelt, const std::string& path)
         : path_(path), spelt_(std::move(spelt)) {
         read(file);
@@ -281,14 +282,14 @@ class TokenizerJsonReader {
 
   private:
     struct Added {
-        std::string spelling, text;  // the latter is normalized where it is to be found in normalized text
+        std::string spelling, text;  // text: normalized, if the token is looked for in normalized text
     };
 
     void read(const nlohmann::json& file) {
         Component top(file, path_, "it");
         if (const auto& version = top.get("version"); !version.is_null() && version != "1.0")
             top.refuse("version");
-        top.get("truncation"), top.get("padding");  // what a caller wants, not the tokenizer
+        top.get("truncation"), top.get("padding");  // these concern the caller, not the tokenizer
         read_model(top.get("model"));
         for_each_in(top, "normalizer", "normalizers", [&](Component& c) { read_normalizer(c); });
         read_added_tokens(top.get("added_tokens"));
@@ -300,8 +301,8 @@ class TokenizerJsonReader {
         top.refuse_others();
     }
 
-    // Calls read(component) for the component of that name: none if it is null, each of its list if it is a
-    // Sequence, which may hold others. Fields that it did not ask for are refused.
+    // Calls read(component) for the component of this name: not at all if it is null, for each part if it is
+    // a Sequence (which may be nested). Refuses fields that read() did not ask for.
     template <class Read>
     void for_each_in(Component& top, const char* name, const char* list, Read&& read) {
         if (!top.get(name).is_null()) for_each_in(top.get(name), name, list, read);
@@ -338,7 +339,7 @@ class TokenizerJsonReader {
         model.refuse_others();
     }
 
-    // Once it is known whether words are bytes or characters.
+    // Called once it is known whether words consist of bytes or characters.
     void finish_model() {
         TextSteps& steps = parts_.steps;
         if (by_bytes_)
@@ -361,8 +362,8 @@ class TokenizerJsonReader {
     void read_normalizer(Component& c) {
         Normalizer& n = parts_.steps.normalizers[0];
         if (c.type() == "NFC") {
-            // Later it would see what comes from the others, and where text can be cut is known for text as
-            // it is.
+            // After another normalizer, NFC would see that one's output, but Normalizer::cut() finds places
+            // to cut only in the original text.
             if (!n.empty()) fail("%s: normalizer NFC is not supported after another", path_.c_str());
             n.nfc = true;
         } else if (c.type() == "Prepend") {
@@ -394,7 +395,7 @@ class TokenizerJsonReader {
         }
     }
 
-    // What a normalizer makes of a text is bounded by these, in bytes and in time.
+    // These limits bound the size of normalized text and the time that normalizing takes.
     static constexpr size_t kLongestReplacement = 64, kMostReplacements = 256;
     [[noreturn]] static void refuse_length(const Component& c, const char* what) {
         fail("%s: %s has more than %zu bytes, which are the most", c.where().c_str(), what,
@@ -444,7 +445,7 @@ class TokenizerJsonReader {
         }
     }
 
-    // Added tokens that are not the model's come into the vocabulary too.
+    // Adds those added tokens to the vocabulary that the model does not have.
     void add_spellings() {
         Vocabulary& vocabulary = *parts_.steps.vocabulary;
         for (const auto& [token, added] : added_) {
@@ -511,7 +512,7 @@ class TokenizerJsonReader {
         return scheme;
     }
 
-    // A regex that matches that text.
+    // A regex that matches exactly this text.
     static std::string literal(std::string_view text) {
         std::string regex;
         for (const char c : text) {
@@ -526,11 +527,11 @@ class TokenizerJsonReader {
         DecodingRules& rules = parts_.decoding;
         if (c.type() == "ByteLevel") {
             if (!by_bytes_) fail("%s: is not supported without a pre_tokenizer ByteLevel", c.where().c_str());
-            c.get("add_prefix_space"), c.get("trim_offsets"), c.get("use_regex");  // of the encoder
+            c.get("add_prefix_space"), c.get("trim_offsets"), c.get("use_regex");  // settings of the encoder
         } else if (c.type() == "Replace") {
             if (read_string_pattern(c) != kSpaceSymbol) c.refuse("pattern");
             if (c.text("content") != " ") c.refuse("content");
-            rules.space_symbol = !by_bytes_;  // a byte-level vocabulary spells U+2581 in another way
+            rules.space_symbol = !by_bytes_;  // a byte-level vocabulary spells U+2581 differently
         } else if (c.type() == "ByteFallback") {
             rules.byte_tokens = true;
         } else if (c.type() == "Fuse") {
@@ -555,10 +556,10 @@ class TokenizerJsonReader {
             fail("%s: is not supported with a pre_tokenizer ByteLevel", c.where().c_str());
     }
 
-    // "$A" with special tokens before and after it; what it says of pairs of texts is not needed.
+    // Accepts "$A" with special tokens before and after it; ignores settings for pairs of texts.
     void read_post_processor(Component& c) {
         if (c.type() == "ByteLevel") {
-            c.get("add_prefix_space"), c.get("trim_offsets"), c.get("use_regex");  // of offsets
+            c.get("add_prefix_space"), c.get("trim_offsets"), c.get("use_regex");  // they only change offsets
             return;
         }
         if (c.type() != "TemplateProcessing") c.refuse_type();
@@ -602,7 +603,8 @@ class TokenizerJsonReader {
     std::map<int, Added> added_;  // by token
 };
 
-// GPT-2's vocab.json, and merges.txt with "left right" a line, after a line "#version: ...".
+// Reads GPT-2's vocab.json, and merges.txt, which has a line "#version: ..." and then "left right" in each
+// line.
 inline TokenizerParts read_gpt2_files(const std::string& vocabulary, const std::string& merges) {
     SpeltModel spelt(vocabulary, merges, "line");
     if (!read_spelt_json(vocabulary, {}, {"no merges here"}, spelt).is_object())

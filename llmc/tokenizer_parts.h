@@ -1,4 +1,5 @@
-// tokenizer_parts.h - what a tokenizer consists of: the steps from text to tokens, and the rules back.
+// tokenizer_parts.h - the parts of a tokenizer: the steps that turn text into tokens, and the rules for
+// decoding.
 #pragma once
 
 #include <array>
@@ -16,28 +17,28 @@
 #include "llmc/pretokenizer.h"
 #include "llmc/vocabulary.h"
 
-// What text_encoder.h's steps do.
+// The steps that text_encoder.h applies.
 struct TextSteps {
-    AddedTokens added[2];              // found in text as it is, and in normalized text
-    Normalizer normalizers[2];         // of what is left by each
-    std::vector<TextSplit> splits;     // each splits the pieces of the one before
-    std::unique_ptr<WordModel> words;  // makes tokens of the last pieces
-    // Where pieces may be cut into words; without it nowhere. Unless all characters are known to have tokens,
-    // not beside one that has none.
+    AddedTokens added[2];              // looked for in the original text, and in normalized text
+    Normalizer normalizers[2];         // applied to the text between them
+    std::vector<TextSplit> splits;     // each splits the pieces that the one before it made
+    std::unique_ptr<WordModel> words;  // turns the last pieces into tokens
+    // Tells where pieces may be cut into words; without it they may not be cut. Unless knows_all (all
+    // characters have tokens), no cut is made next to a character without a token.
     std::optional<Joints> joints;
     bool knows_all = false;
-    std::array<int32_t, 256> byte_tokens;  // of bytes that are not UTF-8; -1: none
-    int unknown = -1;                      // for those; -1: they are left out
+    std::array<int32_t, 256> byte_tokens;  // for bytes that are not UTF-8; -1: none
+    int unknown = -1;                      // for those without a token; -1: leave them out
     std::shared_ptr<Vocabulary> vocabulary;
 
     TextSteps() { byte_tokens.fill(-1); }
 
-    // The most bytes that one byte of text is normalized to.
+    // The most bytes that normalizing makes of one byte of text.
     size_t longest_replacement() const {
         return normalizers[0].longest_replacement() * normalizers[1].longest_replacement();
     }
 
-    // The memory that all of it holds.
+    // The memory that all of this takes.
     size_t bytes() const {
         size_t sum = sizeof *this + added[0].bytes() + added[1].bytes() + vocabulary->bytes();
         for (const TextSplit& split : splits) sum += sizeof split + split.pattern.bytes();
@@ -45,19 +46,19 @@ struct TextSteps {
     }
 };
 
-// How tokens become text again.
+// How tokens are turned back into text.
 struct DecodingRules {
-    bool space_symbol = false;         // U+2581 in a token is a space
-    bool byte_tokens = false;          // a token "<0x0A>" is that byte
-    size_t strips_spaces = 0;          // so many spaces at the start of a text are left out,
+    bool space_symbol = false;         // U+2581 in a token means a space
+    bool byte_tokens = false;          // a token "<0x0A>" means that byte
+    size_t strips_spaces = 0;          // remove this many spaces at the start of a text,
     bool strips_symbols = false;       // or every U+2581 in its first token
-    std::map<int, std::string> texts;  // of tokens that do not stand for their spelling
+    std::map<int, std::string> texts;  // of tokens whose text differs from their spelling
 };
 
-// A tokenizer as its files describe it.
+// A tokenizer, as its files describe it.
 struct TokenizerParts {
     TextSteps steps;
     DecodingRules decoding;
-    std::vector<bool> special;           // by token: no text, but a mark in it
-    std::vector<int32_t> before, after;  // special tokens that are put around a text when asked for
+    std::vector<bool> special;           // by token: true if it is a special token, not text
+    std::vector<int32_t> before, after;  // special tokens added around a text on request
 };

@@ -1,4 +1,4 @@
-// utf8.h - characters of UTF-8 text, and which of them are white space or parts of words.
+// utf8.h - reads UTF-8 text character by character, and tells white space and characters of words.
 #pragma once
 
 #include <algorithm>
@@ -9,11 +9,11 @@
 #include <utf8proc.h>
 
 struct Character {
-    int32_t code;   // -1 where the bytes are not UTF-8
-    size_t length;  // in bytes; 1 for a byte that is none
+    int32_t code;   // -1: not valid UTF-8
+    size_t length;  // in bytes; 1 if not valid
 };
 
-// The first character of a text that is not empty.
+// The first character of a text, which must not be empty.
 inline Character first_character(std::string_view text) {
     const auto* bytes = reinterpret_cast<const utf8proc_uint8_t*>(text.data());
     if (bytes[0] < 0x80) return {bytes[0], 1};
@@ -24,14 +24,14 @@ inline Character first_character(std::string_view text) {
 
 inline bool continues_character(char byte) { return (static_cast<unsigned char>(byte) & 0xc0) == 0x80; }
 
-// Where the last character of valid UTF-8 that is not empty starts.
+// The position of the last character in valid UTF-8, which must not be empty.
 inline size_t last_character_start(std::string_view text) {
     size_t start = text.size() - 1;
     while (start > 0 && continues_character(text[start])) start--;
     return start;
 }
 
-// How many of the first bytes are valid UTF-8.
+// The number of bytes at the begin of the text that are valid UTF-8.
 inline size_t valid_utf8(std::string_view text) {
     size_t at = 0;
     while (at < text.size()) {
@@ -50,7 +50,7 @@ inline size_t valid_utf8(std::string_view text) {
     return at;
 }
 
-// How many bytes at the end may be the start of a character whose rest has not come yet.
+// The number of bytes at the end of the text that may be the start of an incomplete character.
 inline size_t unfinished_utf8(std::string_view text) {
     for (size_t back = 1; back <= std::min<size_t>(3, text.size()); back++) {
         const auto byte = static_cast<unsigned char>(text[text.size() - back]);
@@ -61,15 +61,15 @@ inline size_t unfinished_utf8(std::string_view text) {
     return 0;
 }
 
-// Unicode's White_Space.
+// True for Unicode's White_Space.
 inline bool is_space(int32_t c) {
     return (c >= 9 && c <= 13) || c == ' ' || c == 0x85 || c == 0xa0 || c == 0x1680 ||
            (c >= 0x2000 && c <= 0x200a) || c == 0x2028 || c == 0x2029 || c == 0x202f || c == 0x205f ||
            c == 0x3000;
 }
 
-// What regular expressions call \w (Unicode TR18, annex C): alphabetic characters, marks, decimal digits,
-// connectors and joiners.
+// True for what regular expressions call \w (Unicode TR18, annex C): alphabetic characters, marks, decimal
+// digits, connectors and joiners.
 inline bool is_word(int32_t c) {
     if ((c >= 0x24b6 && c <= 0x24e9) || (c >= 0x1f130 && c <= 0x1f149) || (c >= 0x1f150 && c <= 0x1f169) ||
         (c >= 0x1f170 && c <= 0x1f189) || c == 0x200c || c == 0x200d)

@@ -1,4 +1,4 @@
-// vocabulary.h - how tokens are spelt, in one run of bytes, and a token's number by its spelling.
+// vocabulary.h - stores the spelling of each token compactly, and finds a token by its spelling.
 #pragma once
 
 #include <array>
@@ -11,20 +11,20 @@
 
 #include "llmc/error.h"
 
-// A place in a table of that many: hashes spread evenly over sizes that need not be powers of two.
+// Maps a hash to one of `places` entries of a table, evenly, for sizes that need not be powers of two.
 inline size_t table_place(uint64_t hash, size_t places) {
     return static_cast<size_t>(static_cast<unsigned __int128>(hash) * places >> 64);
 }
 
 class Vocabulary {
   public:
-    static constexpr int kLargestToken = (1 << 22) - 1;  // more is a damaged file
+    static constexpr int kLargestToken = (1 << 22) - 1;  // a larger number means that the file is damaged
 
     bool has(int token) const {
         return token >= 0 && token < size() && spans_[static_cast<size_t>(token)].length != kNone;
     }
 
-    // Adds a token that it does not have. One that is not findable is spelt but not found.
+    // Adds a token that is not there yet. find() does not find it unless it is `findable`.
     void add(int token, std::string_view spelling, bool findable = true) {
         assert(token >= 0 && token <= kLargestToken && !has(token));
         const auto at = static_cast<size_t>(token);
@@ -37,14 +37,14 @@ class Vocabulary {
         place(token);
     }
 
-    // The spelling of a token that it has, valid until the next is added.
+    // The spelling of an existing token, valid until the next add().
     std::string_view operator[](int token) const {
         assert(has(token));
         const Span span = spans_[static_cast<size_t>(token)];
         return std::string_view(text_).substr(span.start, span.length);
     }
 
-    // The token with that spelling, or -1.
+    // The token with this spelling, or -1.
     int find(std::string_view spelling) const {
         if (places_.empty()) return -1;
         for (size_t at = table_place(hash(spelling), places_.size());;
@@ -52,7 +52,7 @@ class Vocabulary {
             if (places_[at] < 0 || (*this)[places_[at]] == spelling) return places_[at];
     }
 
-    // Gives back what it has in reserve for more tokens.
+    // Frees the memory reserved for further tokens.
     void shrink() {
         text_.shrink_to_fit();
         spans_.shrink_to_fit();
@@ -61,7 +61,7 @@ class Vocabulary {
 
     // One more than the largest token.
     int size() const { return static_cast<int>(spans_.size()); }
-    // The memory that it holds.
+    // The memory that it takes.
     size_t bytes() const {
         return text_.capacity() + spans_.capacity() * sizeof(Span) + places_.capacity() * sizeof(int32_t);
     }
@@ -93,8 +93,8 @@ class Vocabulary {
     size_t findable_ = 0;
 };
 
-// Byte-level vocabularies spell each byte as a character below U+0144, so that files can be read: itself if
-// it is printable, else the next one from U+0100 on (Radford et al. 2019).
+// Byte-level vocabularies spell each byte as a character below U+0144, so that the files are readable: a
+// printable byte as itself, the others as characters from U+0100 on (Radford et al. 2019).
 inline const std::array<int, 256>& byte_characters() {
     static const std::array<int, 256> characters = [] {
         std::array<int, 256> result;
@@ -108,7 +108,7 @@ inline const std::array<int, 256>& byte_characters() {
     return characters;
 }
 
-// That spelling of a byte, and the bytes that a spelling stands for; false where it is none.
+// The spelling of a byte, and the bytes that a spelling stands for; false if it is not such a spelling.
 inline std::string spell_byte(int byte) {
     const int character = byte_characters()[static_cast<size_t>(byte)];
     if (character < 0x80) return {static_cast<char>(character)};
@@ -126,7 +126,7 @@ inline bool read_spelling(std::string_view spelling, std::string& bytes) {
     bytes.clear();
     for (size_t i = 0; i < spelling.size(); i++) {
         auto character = static_cast<size_t>(static_cast<unsigned char>(spelling[i]));
-        if (character >= 0x80) {  // valid UTF-8 of two bytes, or no spelling of a byte
+        if (character >= 0x80) {  // two bytes of valid UTF-8, or not the spelling of a byte
             if (character >= 0xe0 || i + 1 == spelling.size()) return false;
             character = (character & 0x1f) << 6 | (static_cast<unsigned char>(spelling[++i]) & 0x3f);
         }
@@ -136,9 +136,9 @@ inline bool read_spelling(std::string_view spelling, std::string& bytes) {
     return true;
 }
 
-// SentencePiece's kind spells a space U+2581,
+// SentencePiece's vocabularies spell a space as U+2581,
 inline constexpr const char* kSpaceSymbol = "\xe2\x96\x81";
-// and a byte "<0x0A>"; -1: that is none.
+// and a byte as "<0x0A>"; -1 if this is not a byte's spelling.
 inline int read_byte_spelling(std::string_view spelling) {
     const auto digit = [](char c) {
         return c >= '0' && c <= '9'   ? c - '0'

@@ -1,6 +1,6 @@
 // adapter.h - what is trained beside a frozen model: LoRA's matrices at its linear layers (Hu et al.,
-// arXiv:2106.09685), or a soft prompt's vectors before its tokens (Lester et al., arXiv:2104.08691). Which
-// there are, what PEFT calls them, and the table of them that a Layout (model.h) is made of.
+// arXiv:2106.09685), or a soft prompt's vectors before its tokens (Lester et al., arXiv:2104.08691). This
+// file lists these tensors, gives them PEFT's names, and makes the table for their Layout (model.h).
 #pragma once
 
 #include <algorithm>
@@ -17,15 +17,16 @@
 enum class Trained { All, Lora, Prompt };
 inline constexpr const char* kTrainedNames[] = {"all", "lora", "prompt"};
 
-// A linear layer as the model's files have it: all of a field of its block, or a part of it.
+// A linear layer as the model's files have it. It is one field of its block or, if a field joins several
+// layers, a part of it.
 struct LinearModule {
     int layer = 0;
-    std::string name;  // behind the block's prefix: "self_attn.q_proj"
+    std::string name;  // without the block's prefix: "self_attn.q_proj"
     Field field = Field::QkvWeight;
     int64_t inputs = 0, outputs = 0;
-    int64_t first_output = 0;  // in the field's
+    int64_t first_output = 0;  // among the outputs of the field
     int rank = 0;              // of its LoRA
-    double scale = 0;          // of what that adds
+    double scale = 0;          // LoRA scale, alpha / rank
 };
 
 constexpr bool is_linear(Field field) {
@@ -37,7 +38,7 @@ constexpr bool is_in_attention(Field field) {
     return field == Field::QkvWeight || field == Field::AttentionWeight;
 }
 
-// All linear layers of the model's blocks, in the order of the blocks and their tables.
+// All linear layers of the model's blocks, in the order of the blocks and of their tables.
 inline std::vector<LinearModule> linear_modules(const ModelConfig& c) {
     std::vector<LinearModule> all;
     const Table table = c.family->block(c);
@@ -60,26 +61,27 @@ inline std::vector<LinearModule> linear_modules(const ModelConfig& c) {
     return all;
 }
 
-// Its name in the model's files, whole: "model.layers.0.self_attn.q_proj".
+// A layer's whole name in the model's files: "model.layers.0.self_attn.q_proj".
 inline std::string full_name(const ModelConfig& c, const LinearModule& m) {
     return c.family->prefix + block_prefix(*c.family, m.layer) + m.name;
 }
 
 // What is trained beside a frozen model.
 struct AdapterConfig {
-    Trained kind = Trained::All;        // All: nothing beside it, but the model itself
-    std::vector<LinearModule> modules;  // LoRA's, in the order of linear_modules()
-    double dropout = 0;                 // LoRA's, of its inputs
+    Trained kind = Trained::All;        // All: the model itself is trained, without an adapter
+    std::vector<LinearModule> modules;  // the layers with LoRA, in the order of linear_modules()
+    double dropout = 0;                 // LoRA's dropout of its inputs
     int prompt_tokens = 0;
     nlohmann::ordered_json json;      // adapter_config.json
-    std::optional<AdapterBase> base;  // the model that it was trained beside, where that is known
+    std::optional<AdapterBase> base;  // the model that the adapter was trained with, if known
 
     explicit operator bool() const { return kind != Trained::All; }
 };
 
 constexpr const char* kPeftPrefix = "base_model.model.";
 
-// The rows of one unit's tensors: of each linear layer that has one, A of all its parts, and B of each.
+// The rows of the adapter's table for one unit. For each field with LoRA: one A with all its parts, then one
+// B for each part.
 inline Table adapter_table(const AdapterConfig& adapter, const ModelConfig& c, int unit) {
     Table table;
     if (unit == 0 && adapter.prompt_tokens > 0)
@@ -115,32 +117,34 @@ inline Table adapter_table(const AdapterConfig& adapter, const ModelConfig& c, i
     return table;
 }
 
-// Where all that is trained lies: the model's tensors, or an adapter's. There is one unit for each of the
-// model's, and some of an adapter's may be empty.
+// The Layout of everything that is trained: the model's tensors, or the adapter's. It has as many units as
+// the model; units of an adapter may be empty.
 inline Layout trained_layout(const ModelConfig& c, const AdapterConfig& adapter) {
     if (!adapter) return Layout(c);
     return Layout(c, kPeftPrefix + std::string(c.family->prefix),
                   [&](int unit) { return adapter_table(adapter, c, unit); });
 }
 
-// Whether PEFT's target_modules has a linear layer by such a name: its own, or the end of its own from a dot
-// on.
+// True if PEFT's target_modules entry `target` means this linear layer: it is the layer's whole name, or its
+// end after a dot.
 inline bool is_target(const std::string& full_name, const std::string& target) {
     return full_name == target || full_name.ends_with("." + target);
 }
 
-// Whether a linear layer is meant by a name as in the model's files, or "attention", "mlp" or "all".
+// True if `target` means this linear layer: it is a name as in the model's files, or "attention", "mlp" or
+// "all".
 inline bool is_among(const ModelConfig& c, const LinearModule& m, const std::string& target) {
     return target == "all" || (target == "attention" && is_in_attention(m.field)) ||
            (target == "mlp" && !is_in_attention(m.field)) || is_target(full_name(c, m), target);
 }
-// Fails because an option's name means none.
+// Fails because the name in an option means no layer.
 [[noreturn]] inline void fail_no_layer(const char* option, const std::string& target, const ModelConfig& c) {
     fail("%s %s: is no linear layer of this %s; \"all\", \"attention\", \"mlp\" or names as %s", option,
          printable(target).c_str(), c.family->name, linear_modules(c)[0].name.c_str());
 }
 
-// A new soft prompt of so many tokens, begun with those of `text` if it is not empty.
+// A new soft prompt of `tokens` tokens. Their initial values are the embeddings of `text`, if it is not
+// empty.
 inline AdapterConfig new_prompt(const ModelConfig& c, int tokens, const std::string& text,
                                 const std::string& base) {
     AdapterConfig adapter{
@@ -157,14 +161,14 @@ inline AdapterConfig new_prompt(const ModelConfig& c, int tokens, const std::str
     return adapter;
 }
 
-// What a user asks for of LoRA.
+// The LoRA that the user asks for.
 struct LoraOptions {
     int rank = 16;
     double alpha = 32, dropout = 0;
     std::vector<std::string> targets = {"all"};  // names as in the model's files, "attention", "mlp" or "all"
 };
 
-// Fails unless a LoRA of that rank is smaller than the layer.
+// Fails unless the rank is from 1 to the smaller dimension of the layer's matrix.
 inline void check_rank(const LinearModule& m, int64_t rank, const std::string& where) {
     const int64_t most = std::min(m.inputs, m.outputs);
     if (rank < 1 || rank > most)
@@ -173,8 +177,8 @@ inline void check_rank(const LinearModule& m, int64_t rank, const std::string& w
              static_cast<long long>(m.inputs), static_cast<long long>(most));
 }
 
-// A new LoRA of a model. `base` is the model's folder, for PEFT. Fails naming the target that is no linear
-// layer.
+// A new LoRA for a model. `base` is the model's folder, which PEFT wants to know. Fails naming a target that
+// is not a linear layer.
 inline AdapterConfig new_lora(const ModelConfig& c, const LoraOptions& o, const std::string& base) {
     AdapterConfig adapter{.kind = Trained::Lora, .modules = {}, .dropout = o.dropout, .json = {}, .base = {}};
     std::vector<bool> found(o.targets.size());

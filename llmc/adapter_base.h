@@ -1,10 +1,10 @@
-// adapter_base.h - the model that an adapter was trained beside: its folder, which adapter_config.json names,
-// and how its matrices were quantized, which adapter_base.json says, a file of our own that PEFT ignores:
+// adapter_base.h - the model that an adapter was trained with. adapter_config.json names its folder.
+// adapter_base.json, a file of our own that PEFT ignores, says how its matrices were quantized:
 //
 //     {"linear_layers": {"all": "nf4"}, "head": "8bit"}
 //
-// Layers are named as --store names them, and formats as options and messages do. What is not quantized is
-// left out.
+// Layers have the names of --store, and formats those of options and messages. What is not quantized is not
+// listed.
 #pragma once
 
 #include <filesystem>
@@ -22,36 +22,36 @@ constexpr const char* kAdapterConfigFile = "adapter_config.json";
 constexpr const char* kAdapterWeightsFile = "adapter_model.safetensors";
 constexpr const char* kAdapterBaseFile = "adapter_base.json";
 
-// Whether a folder holds an adapter, and no model.
+// True if a folder has an adapter, not a model.
 inline bool is_adapter_folder(const std::string& folder) {
     return file_exists(folder + "/" + kAdapterConfigFile);
 }
 
 struct AdapterBase {
-    std::map<std::string, std::string> linear_layers;  // formats by layers
+    std::map<std::string, std::string> linear_layers;  // format by layers
     std::string head;
 
     bool operator==(const AdapterBase&) const = default;
     bool is_quantized() const { return !linear_layers.empty() || !head.empty(); }
-    // Whether options can quantize a model so.
+    // True if there are options that quantize a model this way.
     bool has_options() const {
         for (const auto& [layers, format] : linear_layers)
             if (format != "nf4" && format != "nf4-double" && format != "8bit") return false;
         return true;
     }
-    // Whether --base is the option for the linear layers, and not --store.
+    // True if --base is the option for these linear layers; else it is --store.
     bool is_nf4() const {
         return linear_layers.size() == 1 && linear_layers.contains("all") &&
                linear_layers.at("all") != "8bit";
     }
-    // As in "mlp=8bit,attention=nf4".
+    // The formats as text: "mlp=8bit,attention=nf4".
     std::string layers_text() const {
         std::string text;
         for (const auto& [layers, format] : linear_layers)
             text += (text.empty() ? "" : ",") + layers + "=" + format;
         return text;
     }
-    // The options that quantize a model so, as in "--base nf4 --head nf4".
+    // The options that quantize a model this way: "--base nf4 --head nf4".
     std::string options() const {
         std::string text;
         if (!linear_layers.empty())
@@ -59,9 +59,9 @@ struct AdapterBase {
         if (!head.empty()) text += (text.empty() ? "" : " ") + ("--head " + head_option());
         return text;
     }
-    // --head calls both forms of NF4 that.
+    // --head has the name nf4 for both forms of NF4.
     std::string head_option() const { return head == "nf4-double" ? "nf4" : head; }
-    // For a message.
+    // A description for messages.
     std::string text() const {
         if (!is_quantized()) return "that is not quantized";
         const std::string layers = layers_text();
@@ -77,7 +77,8 @@ struct AdapterBase {
     }
 };
 
-// What a folder's adapter was trained beside; nothing where it does not say. Fails where that is damaged.
+// Reads how the model of a folder's adapter was quantized; nothing if the folder does not say. Fails if the
+// file is damaged.
 inline std::optional<AdapterBase> read_adapter_base(const std::string& folder) {
     const std::string path = folder + "/" + kAdapterBaseFile;
     if (!file_exists(path)) return std::nullopt;
@@ -95,9 +96,9 @@ inline std::optional<AdapterBase> read_adapter_base(const std::string& folder) {
     return base;
 }
 
-// The folder, or GGUF file, of the model that an adapter's folder names. A relative name counts from the
-// current folder, as PEFT takes it, or else from the adapter's. Fails where there is none, as where it is a
-// name on a hub.
+// The folder or GGUF file of the model that the adapter in a folder names. A relative name is looked for in
+// the current folder first, as PEFT does, and then in the adapter's folder. Fails if there is no such model,
+// for example because it is a name on a hub.
 inline std::string find_adapter_model(const std::string& folder) {
     const std::string path = resolve_save(folder) + "/" + kAdapterConfigFile;
     const nlohmann::json json = read_json(path);
@@ -117,7 +118,7 @@ inline std::string find_adapter_model(const std::string& folder) {
         folder.c_str(), printable(name).c_str());
 }
 
-// Whether a model's files say that they are quantized.
+// True if a model's files say that the model is quantized.
 inline bool is_quantized_model(const std::string& model) {
     if (model.ends_with(".gguf")) return true;
     const nlohmann::json config = read_json(model + "/config.json");

@@ -1,5 +1,5 @@
-// adapter_files.h - an adapter on disk, as PEFT saves it: adapter_config.json and adapter_model.safetensors.
-// Beside them our own saves have adapter_base.json (adapter_base.h).
+// adapter_files.h - reads and writes adapters as PEFT saves them: adapter_config.json and
+// adapter_model.safetensors. Our own saves also have adapter_base.json (adapter_base.h).
 #pragma once
 
 #include <set>
@@ -10,7 +10,7 @@
 #include "llmc/adapter_targets.h"
 #include "llmc/safetensors.h"
 
-// Fails where target_modules names what has no LoRA here: embeddings, norms, the head.
+// Fails if target_modules names a module that cannot have a LoRA here: embeddings, norms, the head.
 inline void check_other_targets(const TargetModules& targets, const ConfigReader& r, const ModelConfig& c) {
     const auto check = [&](const std::string& module, int layer) {
         if (!targets.left_out_by(module, layer, false))
@@ -26,11 +26,11 @@ inline void check_other_targets(const TargetModules& targets, const ConfigReader
                 if (!is_linear(p.field) && part.name.ends_with(".weight"))
                     check(part.name.substr(0, part.name.rfind('.')),
                           unit == 0 || unit > c.layers ? -1 : unit - 1);
-    check("lm_head", -1);  // of a tied head the layout has none
+    check("lm_head", -1);  // the layout does not list a tied head
 }
 
-// Fails unless adapter_config.json gives a module a LoRA just where the file has tensors of one. Returns
-// whether it does.
+// Returns whether a module has a LoRA. Fails unless adapter_config.json and the tensors in the file agree on
+// that.
 inline bool has_lora(const TargetModules& targets, const ConfigReader& r, const std::string& module,
                      int layer, const SafetensorsFile& file) {
     const std::string a = kPeftPrefix + module + ".lora_A.weight",
@@ -46,8 +46,7 @@ inline bool has_lora(const TargetModules& targets, const ConfigReader& r, const 
     return there;
 }
 
-// The LoRA in a file: the linear layers that `config` gives one, with their ranks and scales. `r` reads the
-// same configuration.
+// The linear layers with a LoRA in a file, with their ranks and scales. `r` reads the configuration `config`.
 inline std::vector<LinearModule> read_lora_modules(const SafetensorsFile& file,
                                                    const nlohmann::ordered_json& config,
                                                    const ConfigReader& r, const ModelConfig& c) {
@@ -90,10 +89,10 @@ inline std::vector<LinearModule> read_lora_modules(const SafetensorsFile& file,
     return modules;
 }
 
-// Reads adapter_config.json with its keys in the file's order: of two keys of a pattern the first counts.
+// Reads adapter_config.json and keeps the order of its keys: of two keys of a pattern, the first counts.
 inline nlohmann::ordered_json read_adapter_config(const std::string& path) {
     const std::string text = read_text(path);
-    parse_json(text, path);  // fails where it is none
+    parse_json(text, path);  // fails if it is not valid JSON
     return nlohmann::ordered_json::parse(text);
 }
 
@@ -104,8 +103,8 @@ inline void write_adapter_config(const std::string& path, const nlohmann::ordere
     file.finish();
 }
 
-// The adapter in a folder, for a model. Fails naming what is missing, is of another model, or is not computed
-// here.
+// Reads the adapter in a folder, for a model. Fails naming what is missing, belongs to another model, or is
+// not supported.
 inline AdapterConfig read_adapter(const std::string& folder, const ModelConfig& c) {
     const std::string path = folder + "/" + kAdapterConfigFile;
     if (!file_exists(path)) fail("%s: is no adapter: has no %s", folder.c_str(), kAdapterConfigFile);

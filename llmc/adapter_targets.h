@@ -1,5 +1,5 @@
-// adapter_targets.h - adapter_config.json of a LoRA as PEFT reads it: which linear layers have a LoRA, its rank
-// and scale, and which settings are refused. Read this when PEFT gets another field.
+// adapter_targets.h - interprets a LoRA's adapter_config.json as PEFT does: which linear layers have a LoRA,
+// with which rank and scale, and which settings are refused. Read this when PEFT gets a new field.
 #pragma once
 
 #define PCRE2_CODE_UNIT_WIDTH 8
@@ -19,12 +19,12 @@
 #include "llmc/adapter.h"
 #include "llmc/model_config.h"
 
-// A regular expression that PEFT gives to Python's `re`. It is matched with a layer's whole name.
+// A regular expression that PEFT passes to Python's `re`. It must match a layer's whole name.
 class NamePattern {
   public:
-    // Fails naming the setting where it is none. PCRE2 has what Python has, and more, which is refused here:
-    // verbs, "(*ACCEPT)", recursion, "(?R)", and other escapes.
-    // `before` and `after` are put around it.
+    // Compiles `before` + pattern + `after`. Fails naming the setting if the pattern is not a regular
+    // expression of Python's. PCRE2 knows all of Python's syntax and more; the rest is refused: verbs such as
+    // "(*ACCEPT)", recursion such as "(?R)", and further escapes.
     NamePattern(const std::string& pattern, const std::string& file, const char* setting,
                 const char* before = "", const char* after = "")
         : where_(format("%s: '%s' has \"%s\"", file.c_str(), setting, printable(pattern).c_str())) {
@@ -70,8 +70,8 @@ class NamePattern {
     std::unique_ptr<pcre2_code, FreeCode> code_;
 };
 
-// The names in a setting that is null, one text or a list of texts. PEFT reads one text as a regular
-// expression in target_modules and exclude_modules.
+// The names in a setting that is null, one text or a list of texts. In target_modules and exclude_modules,
+// PEFT reads one text as a regular expression.
 inline std::vector<std::string> setting_names(const ConfigReader& r, const char* setting) {
     if (!r.has(setting)) return {};
     const nlohmann::json& value = r.json()[setting];
@@ -83,7 +83,7 @@ inline std::vector<std::string> setting_names(const ConfigReader& r, const char*
     return names;
 }
 
-// The modules that adapter_config.json gives a LoRA.
+// The modules that have a LoRA, according to adapter_config.json.
 class TargetModules {
   public:
     explicit TargetModules(const ConfigReader& r)
@@ -93,14 +93,15 @@ class TargetModules {
         read_layers(r);
     }
 
-    // The setting that keeps a module from having a LoRA; null: it has one. `layer`: its block; -1: in none.
+    // The setting that excludes a module from LoRA; null if the module has a LoRA. `layer` is its block, or
+    // -1 if it is in none. `linear`: it is a linear layer.
     const char* left_out_by(const std::string& module, int layer, bool linear) const {
         if (excluded_.has(module)) return "exclude_modules";
         if (all_linear_) return linear ? nullptr : "target_modules";
         if (!targets_.has(module)) return "target_modules";
         const bool by_whole_name =
             !targets_.pattern && std::ranges::find(targets_.names, module) != targets_.names.end();
-        if (by_whole_name || layers_.empty()) return nullptr;  // PEFT asks for the layer of others only
+        if (by_whole_name || layers_.empty()) return nullptr;  // by whole name: PEFT ignores the layer
         const auto has_list = [&](const NamePattern& list) { return list.matches(module); };
         const bool in_list = lists_.empty() || std::ranges::any_of(lists_, has_list);
         return in_list && std::ranges::find(layers_, layer) != layers_.end() ? nullptr
@@ -108,7 +109,7 @@ class TargetModules {
     }
 
   private:
-    // Either suffixes of module names, or one regular expression for a whole name.
+    // Either ends of module names, or one regular expression for a whole name.
     struct Names {
         Names(const ConfigReader& r, const char* setting) : names(setting_names(r, setting)) {
             if (is_text(r, setting) && !names[0].empty())
@@ -129,7 +130,7 @@ class TargetModules {
         return text;
     }
 
-    // layers_to_transform, a number or several, and layers_pattern, what the list of blocks is called.
+    // Reads layers_to_transform, one number or several, and layers_pattern, the name of the list of blocks.
     void read_layers(const ConfigReader& r) {
         const bool has_layers = r.has("layers_to_transform");
         const std::vector<std::string> lists = setting_names(r, "layers_pattern");
@@ -153,20 +154,20 @@ class TargetModules {
 
     Names targets_, excluded_;
     bool all_linear_ = false;
-    std::vector<int64_t> layers_;  // none: all
+    std::vector<int64_t> layers_;  // empty: all layers
     std::vector<NamePattern> lists_;
 };
 
-// The keys of rank_pattern or alpha_pattern, {"expression for the end of a name": value}.
+// The keys of rank_pattern or alpha_pattern: {"expression for the end of a name": value}.
 class ValuePatterns {
   public:
     ValuePatterns(const nlohmann::ordered_json& config, const ConfigReader& r, const char* setting) {
-        r.object(setting);  // fails where it is none
+        r.object(setting);  // fails if it is not an object
         if (!r.has(setting)) return;
         for (const auto& [key, value] : config[setting].items())
             keys_.push_back({NamePattern(key, r.file(), setting, "(.*\\.)?(", ")"), key});
     }
-    // The first key in the file's order that matches a module; null where none does.
+    // The first key in the file that matches a module; null if none does.
     const char* key_of(const std::string& module) const {
         for (const auto& [pattern, key] : keys_)
             if (pattern.matches(module)) return key.c_str();
@@ -181,7 +182,7 @@ class ValuePatterns {
     std::vector<Key> keys_;
 };
 
-// Fails where a setting is there that must be null, false or empty.
+// Fails if one of these settings is not null, false or empty.
 inline void must_be_unset(const ConfigReader& r, std::initializer_list<const char*> settings) {
     for (const char* name : settings) {
         if (!r.has(name)) continue;
@@ -191,7 +192,7 @@ inline void must_be_unset(const ConfigReader& r, std::initializer_list<const cha
     }
 }
 
-// Says which keys are no field of PEFT's, which leaves them out too.
+// Reports keys that PEFT does not know. PEFT ignores them too.
 inline void remark_unknown(const ConfigReader& r,
                            std::initializer_list<std::initializer_list<const char*>> known) {
     for (const auto& item : r.json().items()) {
@@ -203,12 +204,12 @@ inline void remark_unknown(const ConfigReader& r,
     }
 }
 
-// What configurations of every kind have, and changes nothing in what a loaded adapter computes.
+// Fields of all kinds of adapters that do not change what a loaded adapter computes.
 inline constexpr std::initializer_list<const char*> kPeftFields = {
     "peft_type", "auto_mapping", "peft_version",  "base_model_name_or_path",
     "revision",  "task_type",    "inference_mode"};
 
-// Fields that are honoured: here, in TargetModules, or where a LoRA's modules are read (adapter_files.h).
+// Fields that are followed: by check_lora_config(), TargetModules, or read_lora_modules() (adapter_files.h).
 inline constexpr std::initializer_list<const char*> kLoraFields = {"r",
                                                                    "lora_alpha",
                                                                    "lora_dropout",
@@ -222,13 +223,14 @@ inline constexpr std::initializer_list<const char*> kLoraFields = {"r",
                                                                    "init_lora_weights",
                                                                    "bias"};
 
-// Fields that change nothing. fan_in_fan_out: PEFT corrects it by the layer's class. Those of ways to begin:
-// the file has the tensors. Others belong to a field that is refused, or to training with PEFT alone.
+// Fields that change nothing. PEFT corrects fan_in_fan_out by the layer's class. Settings for initial values
+// do not matter, because the file has the tensors. Others belong to a field that is refused, or matter only
+// when PEFT trains.
 inline constexpr std::initializer_list<const char*> kIdleLoraFields = {
     "fan_in_fan_out", "megatron_core",     "loftq_config",   "eva_config",         "corda_config",
     "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying"};
 
-// Fields that change the arithmetic, and are not computed here.
+// Fields that change the arithmetic and are not supported.
 inline constexpr std::initializer_list<const char*> kRefusedLoraFields = {"modules_to_save",
                                                                           "trainable_token_indices",
                                                                           "use_dora",
@@ -244,18 +246,19 @@ inline constexpr std::initializer_list<const char*> kRefusedLoraFields = {"modul
                                                                           "kasa_config",
                                                                           "megatron_config"};
 
-// Fails on what changes an adapter's arithmetic and is not computed here.
+// Fails on settings that change an adapter's arithmetic and are not supported.
 inline void check_lora_config(const ConfigReader& r) {
     r.must_be("task_type", {"CAUSAL_LM"});
     r.must_be("bias", {"none"});
     must_be_unset(r, kRefusedLoraFields);
-    // Other ways to begin change the model's own weights too, and an adapter is then of those.
+    // Other methods of initializing also change the model's own weights, and the adapter then fits only
+    // those.
     if (r.has("init_lora_weights") && !r.json()["init_lora_weights"].is_boolean())
         r.must_be("init_lora_weights", {"gaussian", "eva", "orthogonal"});
     remark_unknown(r, {kPeftFields, kLoraFields, kIdleLoraFields, kRefusedLoraFields});
 }
 
-// A soft prompt's: those that are honoured, and those that only its training with PEFT reads.
+// A soft prompt's fields: those that are followed, and those that matter only when PEFT trains.
 inline constexpr std::initializer_list<const char*> kPromptFields = {
     "num_virtual_tokens", "token_dim", "num_transformer_submodules", "modules_to_save"};
 inline constexpr std::initializer_list<const char*> kIdlePromptFields = {
@@ -263,7 +266,7 @@ inline constexpr std::initializer_list<const char*> kIdlePromptFields = {
     "tokenizer_name_or_path", "tokenizer_kwargs"};
 
 inline void check_prompt_config(const ConfigReader& r, const ModelConfig& c) {
-    if (r.text("task_type", "") != "CAUSAL_LM")  // without one PEFT leaves the prompt out
+    if (r.text("task_type", "") != "CAUSAL_LM")  // without a task_type PEFT ignores the prompt
         r.refuse("task_type", "\"CAUSAL_LM\"");
     r.must_be("num_transformer_submodules", {1});
     must_be_unset(r, {"modules_to_save"});

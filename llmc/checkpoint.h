@@ -1,11 +1,12 @@
-// checkpoint.h - the model and the training on disk: its tensors loaded, begun, saved and resumed.
+// checkpoint.h - loads, initializes, saves and resumes the model and its training state.
 //
-// A save opens as a Hugging Face model, and so does the folder of saves that it lies in (save_folder.h):
+// A save can be opened as a Hugging Face model, and so can the folder of saves that contains it
+// (save_folder.h):
 //
 //   config.json, generation_config.json, model.safetensors, the tokenizer's files;
 //   to resume from: trainer_state.json (progress.h), trainer_state.safetensors
 //
-// Which tensors there are, and their names and shapes, the Layout says (model.h).
+// The Layout (model.h) says which tensors there are, with their names and shapes.
 //
 // Copies to and from the device use the default stream: kernels on other streams must be done by then.
 #pragma once
@@ -39,17 +40,17 @@ void for_each_chunk(int64_t n, F f) {
     for (int64_t first = 0; first < n; first += kChunkElements) f(first, std::min(kChunkElements, n - first));
 }
 
-// A shape as safetensors.h wants it.
+// Converts a shape to the type that safetensors.h uses.
 inline std::vector<int64_t> file_shape(const Shape& shape) { return {shape.dims, shape.dims + shape.count}; }
 
-// A tensor of a buffer as a save has it: what stands for so many elements of the model from `at` on.
+// A tensor in a save that stores part of a buffer: the model's elements from `at` on.
 struct SavedTensor {
     std::string name;
     std::vector<int64_t> shape;
     int64_t at, elements;
 };
 
-// What a save has of a buffer: the weights under the names of the model's files, all else under our own.
+// The tensors that a save has of a buffer. Weights have the names of the model's files, all else our own.
 inline std::vector<SavedTensor> saved_tensors(const StateBuffer& b, const Layout& layout) {
     std::vector<SavedTensor> all;
     for (const Parameter& p : layout.parameters()) {
@@ -70,7 +71,7 @@ inline FileType file_type(const StateBuffer& b) {
     return dtype == dtype_name<int16_t>() ? FileType::I16 : FileType::U8;
 }
 
-// The buffers that one file holds, the widest elements first, so that all tensors in it are aligned.
+// The buffers of one file, those with the widest elements first, so that all tensors in it are aligned.
 using Buffers = std::vector<const StateBuffer*>;
 
 template <class T>
@@ -87,8 +88,8 @@ Buffers training_buffers(const State<T>& state) {
     return buffers;
 }
 
-// Sets the weights from element `at` on to fp32 values: those that are trained rounded as an update rounds
-// what its master holds, and what rounding drops in the master.
+// Sets the weights from element `at` on to fp32 values. When training, they are rounded as an update rounds
+// its master weights, and the master gets what rounding drops.
 template <class T>
 void put_weights(State<T>& state, int64_t at, const std::vector<float>& values) {
     const auto put = [&](auto element, StatePart part) {
@@ -104,15 +105,15 @@ void put_weights(State<T>& state, int64_t at, const std::vector<float>& values) 
         put([](float x) { return static_cast<int16_t>(split<16>(x).low); }, StatePart::Master);
 }
 
-// Reads how to generate with a model: what to stop at, and settings that are kept for saves.
+// Reads generation_config.json: the tokens that stop generation, and settings that are only copied to saves.
 inline void read_generation(const std::string& path, ModelConfig& config) {
     const nlohmann::json json = read_json(path);
     config.stops = ConfigReader(json, path).tokens("eos_token_id", config.vocabulary);
     config.generation = json;
 }
 
-// The sizes of the model in a folder, which `option` named. Fails when there is no folder or no config.json
-// in it, or when that is damaged or describes a model that is not computed here.
+// Reads the sizes of the model in a folder, which `option` named. Fails if it is not a folder with a
+// config.json, or if that file is damaged or describes an unsupported model.
 inline ModelConfig read_model_config(const std::string& folder, const char* option) {
     const std::string file = folder + "/config.json";
     if (is_adapter_folder(folder))
@@ -120,13 +121,14 @@ inline ModelConfig read_model_config(const std::string& folder, const char* opti
              folder.c_str());
     if (!file_exists(file)) fail("%s %s: is not a folder with config.json", option, folder.c_str());
     ModelConfig config = parse_config(read_json(file), file);
-    // What generating stops at is that file's where there is one, and else the config's.
+    // The tokens that stop generation come from generation_config.json if there is one, else from
+    // config.json.
     const std::string generation = folder + "/generation_config.json";
     if (file_exists(generation)) read_generation(generation, config);
     return config;
 }
 
-// Gives every weight its initial value (model.h). The padding stays as it is: zero.
+// Gives every weight its initial value (model.h). The padding stays zero.
 template <class T>
 void initialize_weights(State<T>& state, uint64_t seed) {
     const int layers = state.layout.config().layers;
@@ -134,7 +136,7 @@ void initialize_weights(State<T>& state, uint64_t seed) {
     for (const Parameter& p : state.layout.parameters())
         for_each_chunk(p.shape.size(), [&](int64_t first, int64_t count) {
             values.resize(static_cast<size_t>(count));
-            constexpr int64_t kPiece = 1 << 14;  // of a thread
+            constexpr int64_t kPiece = 1 << 14;  // elements per thread at a time
 #pragma omp parallel for schedule(static)
             for (int64_t at = 0; at < count; at += kPiece)
                 initial_values(p, first + at, layers, seed,
@@ -143,8 +145,8 @@ void initialize_weights(State<T>& state, uint64_t seed) {
         });
 }
 
-// Fails naming the tensor where a weight is not a finite number: quantizing would hide it. `first` is the
-// number of the first value.
+// Fails naming the tensor if a weight is not finite, because quantizing would hide that. `first` is the
+// number of the first value in the tensor.
 inline void check_finite(const std::vector<float>& values, int64_t first, const std::string& tensor,
                          const std::string& folder) {
     uint32_t bad = 0;
@@ -156,8 +158,8 @@ inline void check_finite(const std::vector<float>& values, int64_t first, const 
          printable(tensor).c_str(), double{*at}, static_cast<long long>(first + (at - values.begin())));
 }
 
-// Calls use(first, values) for one chunk after another of a tensor, as floats. Fails naming the folder when
-// it is of another dtype, and the tensor when a value is not finite.
+// Calls use(first, values) for one chunk after another of a tensor, as floats. Fails naming the folder if the
+// dtype is not supported, and naming the tensor if a value is not finite.
 template <class Use>
 void read_chunks(const SafetensorsEntry& entry, int64_t elements, const std::string& folder, Use&& use) {
     std::vector<float> values;
@@ -182,7 +184,8 @@ void load_part(State<T>& state, const Parameter& p, const Parameter::Part& part,
     });
 }
 
-// Whether a part is of learned positions of which a folder's file has those that are to grow.
+// True if this part is a table of learned positions that is longer than the one in the folder's file
+// (longer_positions.h).
 inline bool grows(const SafetensorsFolder& files, const ModelConfig& config, const Parameter& p,
                   const Parameter::Part& part) {
     if (p.field != Field::PositionEmbedding || config.grown_from == 0) return false;
@@ -190,7 +193,7 @@ inline bool grows(const SafetensorsFolder& files, const ModelConfig& config, con
     return entry && !entry->shape.empty() && entry->shape[0] == config.grown_from;
 }
 
-// Loads learned positions that grow from the folder's (longer_positions.h).
+// Loads learned positions, stretched from the shorter table in the folder (longer_positions.h).
 template <class T>
 void load_grown(State<T>& state, const Parameter& p, const SafetensorsEntry& entry,
                 const std::string& folder) {
@@ -204,7 +207,7 @@ void load_grown(State<T>& state, const Parameter& p, const SafetensorsEntry& ent
         put_weights(state, p.offset + j * columns, stretched_row(trained, columns, j, rows));
 }
 
-// Fails unless a tied head that is in the files too is the token embedding there.
+// Fails if the files have a tied head that differs from the token embedding.
 inline void check_tied_head(const SafetensorsFolder& files, const Parameter::Part& embedding,
                             const std::string& folder) {
     const SafetensorsEntry *head = files.find("lm_head.weight"), *tokens = files.find(embedding.name);
@@ -221,8 +224,7 @@ inline void check_tied_head(const SafetensorsFolder& files, const Parameter::Par
         });
 }
 
-// The tensor of a part of a field's in a folder's files. Of the two names of a tied matrix these may have
-// either.
+// The tensor of a field's part in a folder's files. A tied matrix may have either of its two names there.
 inline const SafetensorsEntry& find_part(const SafetensorsFolder& files, const ModelConfig& config,
                                          Field field, const Parameter::Part& part) {
     const bool is_head = config.tied && field == Field::TokenEmbedding;
@@ -231,7 +233,7 @@ inline const SafetensorsEntry& find_part(const SafetensorsFolder& files, const M
     return files.get(as_head ? "lm_head.weight" : part.name, file_shape(part.shape));
 }
 
-// Whether a tensor that no row of a table names is known to say nothing: buffers that older versions of
+// True for tensors that may be ignored although no table lists them: buffers that older versions of
 // `transformers` saved, and a tied head.
 inline bool is_harmless(const std::string& name) {
     for (const char* end : {"rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "lm_head.weight"})
@@ -240,10 +242,10 @@ inline bool is_harmless(const std::string& name) {
 }
 
 // Loads every weight from a folder's safetensors: F32, F16 or BF16, names with or without the family's
-// prefix. Other tensors in there are left out, as `transformers` does, and said to be where they may have
-// been meant. load_more(files, used) reads tensors of the model that lie elsewhere, and says which. Fails
-// naming the tensor that is missing, has another shape or dtype, or is a tied head and another matrix. The
-// padding stays as it is: zero.
+// prefix. Other tensors are ignored, as `transformers` does, with a message if they might have mattered.
+// load_more(files, used) loads those of the model's tensors that are not in this State, and adds them to
+// `used`. Fails naming a tensor that is missing, has another shape or dtype, or is a tied head that differs
+// from the embedding. The padding stays zero.
 template <class T, class LoadMore>
 void load_weights(State<T>& state, const std::string& folder, LoadMore&& load_more) {
     const ModelConfig& config = state.layout.config();
@@ -277,7 +279,7 @@ void load_weights(State<T>& state, const std::string& folder) {
     load_weights(state, folder, [](const SafetensorsFolder&, std::set<const SafetensorsEntry*>&) {});
 }
 
-// Loads an adapter's weights from its folder; its tensors were checked when it was opened (read_adapter()).
+// Loads an adapter's weights from its folder. read_adapter() has checked its tensors.
 template <class T>
 void load_adapter(State<T>& state, const std::string& folder) {
     const SafetensorsFile file(folder + "/" + kAdapterWeightsFile);
@@ -287,14 +289,14 @@ void load_adapter(State<T>& state, const std::string& folder) {
 }
 
 // Calls use(first, count, bytes) for one chunk after another of a tensor: elements of the model, and the
-// bytes that stand for them.
+// bytes that store them.
 template <class Use>
 void for_each_chunk(const StateBuffer& b, const SavedTensor& t, Use&& use) {
     for_each_chunk(t.elements,
                    [&](int64_t first, int64_t count) { use(t.at + first, count, b.bytes_of(count)); });
 }
 
-// Writes the buffers' tensors, without their padding, as they are in memory.
+// Writes the buffers' tensors as they are in memory, without their padding.
 inline void write_tensors(const std::string& path, const Layout& layout, const Buffers& buffers) {
     SafetensorsWriter file(path);
     for (const StateBuffer* b : buffers)
@@ -312,8 +314,8 @@ inline void write_tensors(const std::string& path, const Layout& layout, const B
     file.finish();
 }
 
-// Reads what write_tensors() wrote, bit for bit. Fails naming the first tensor that a file of another model
-// has otherwise.
+// Reads what write_tensors() wrote, bit for bit. If the file is of another model, fails naming the first
+// tensor that differs.
 inline void read_tensors(const std::string& path, const Layout& layout, const Buffers& buffers) {
     const SafetensorsFile file(path);
     std::set<std::string> names;
@@ -344,10 +346,11 @@ inline void read_tensors(const std::string& path, const Layout& layout, const Bu
 template <class T>
 constexpr const char* kTorchName = std::is_same_v<T, float> ? "float32" : "bfloat16";
 
-// Writes how to generate with a model: as the settings that it came with, with what it stops at now.
+// Writes generation_config.json: the settings that the model came with, and the tokens that stop generation
+// now.
 inline void write_generation(const std::string& folder, const ModelConfig& model) {
     nlohmann::json json = model.generation.is_object() ? model.generation : nlohmann::json::object();
-    json.erase("_from_model_config");  // what says so is made anew from config.json, whose end may be another
+    json.erase("_from_model_config");  // it makes transformers prefer the tokens in config.json
     if (!json.contains("bos_token_id")) json["bos_token_id"] = tokens_json(model.begin_of_text);
     json["eos_token_id"] = tokens_json(model.stops);
     if (!json.contains("pad_token_id") && !model.padding.empty())
@@ -356,7 +359,7 @@ inline void write_generation(const std::string& folder, const ModelConfig& model
 }
 
 // Writes a model's settings and tokenizer into the folder where its weights, of type T, will be.
-// `quantization` is what config.json says of matrices that are not of that type; null: all are.
+// `quantization` is the entry of config.json about matrices of other types; null if there are none.
 template <class T>
 void write_settings(const std::string& folder, const ModelConfig& model, const TokenizerSource& tokenizer,
                     const nlohmann::json& quantization = {}) {
@@ -367,8 +370,8 @@ void write_settings(const std::string& folder, const ModelConfig& model, const T
     write_tokenizer(tokenizer, folder);
 }
 
-// Writes the files of an adapter into a folder, as PEFT has them, with the tokenizer and what generating
-// stops at, which the training may have added to.
+// Writes an adapter's files into a folder, as PEFT does, with the tokenizer and with the tokens that stop
+// generation, to which the training may have added.
 template <class T>
 void write_adapter(const std::string& folder, const State<T>& state, const AdapterConfig& adapter,
                    const TokenizerSource& tokenizer) {
@@ -409,10 +412,10 @@ void write_save(const std::string& folder, const State<T>& state, const Progress
     sync_directory(folder);
 }
 
-// Saves the weights, an adapter's where there is one, and with_training_state what resuming takes, as step-N
-// in a folder, makes the folder show it, and removes all but the newest saves that it keeps. A save of the
-// same step is replaced. Fails naming the file when something cannot be written; what was saved before is
-// then as it was. Needs room for one save more than are kept, and for the last good one.
+// Saves the weights (or the adapter's) as step-N in a folder of saves, with the state to resume from if
+// with_training_state. Then makes the folder show this save and removes all but the newest saves. A save of
+// the same step is replaced. Fails naming the file if something cannot be written; earlier saves are then
+// unchanged. The disk must have space for one save more than are kept, and for the last good one.
 template <class T>
 void save_checkpoint(const SaveFolder& folder, const State<T>& state, const Progress& progress,
                      const TokenizerSource& tokenizer, bool with_training_state,
@@ -421,7 +424,7 @@ void save_checkpoint(const SaveFolder& folder, const State<T>& state, const Prog
     const std::string& out = folder.path;
     make_folders(out);
     const std::string name = step_name(progress.step), path = out + "/" + name, temporary = path + ".tmp";
-    // A resumed run's tokenizer may lie in a save that has been removed since; later saves have it too.
+    // A resumed run's tokenizer may be in a save that has been removed since. The latest save has it too.
     const bool removed = !tokenizer.folder.empty() && !file_exists(tokenizer.folder);
     remove_folder(temporary);
     try {
@@ -437,7 +440,8 @@ void save_checkpoint(const SaveFolder& folder, const State<T>& state, const Prog
     remove_old_saves(folder, progress.step);
 }
 
-// Has write(path) write the files of a folder that must not be there yet: whole, or not at all.
+// Calls write(path) to write the files of a folder that must not exist yet. The folder then appears complete,
+// or not at all.
 template <class Write>
 void write_folder(const std::string& path, Write&& write) {
     const std::string folder = without_last_slashes(path);
@@ -456,16 +460,16 @@ void write_folder(const std::string& path, Write&& write) {
     }
 }
 
-// The bytes of the tensors in one file: with some for the name, type and shape of each.
+// The bytes of the tensors in one file, with an estimate for the name, type and shape of each.
 inline size_t file_bytes(const Buffers& buffers, const Layout& layout) {
-    constexpr size_t kHeader = 128;  // of a tensor
+    constexpr size_t kHeader = 128;  // per tensor
     size_t bytes = 0;
     for (const StateBuffer* b : buffers)
         for (const SavedTensor& t : saved_tensors(*b, layout)) bytes += b->bytes_of(t.elements) + kHeader;
     return bytes;
 }
 
-// What a save takes on the disk.
+// The disk space that a save takes.
 template <class T>
 WrittenFiles bytes_of_save(const State<T>& state, bool with_training_state) {
     WrittenFiles files;
@@ -474,9 +478,9 @@ WrittenFiles bytes_of_save(const State<T>& state, bool with_training_state) {
     return files;
 }
 
-// Loads all that a save with training state has, bit for bit; of a folder of saves, the one it shows. Fails
-// when it was saved in another precision or other formats, or naming the first tensor that another model has
-// otherwise.
+// Loads everything from a save with training state, bit for bit; in a folder of saves, from the save that it
+// shows. Fails if it was saved with another precision or other formats, or naming the first tensor that
+// another model has differently.
 template <class T>
 void load_training_state(State<T>& state, const std::string& folder, const AdapterConfig& adapter = {}) {
     const std::string save = resolve_save(folder), now = state.options.text();
@@ -491,7 +495,7 @@ void load_training_state(State<T>& state, const std::string& folder, const Adapt
                  weight_buffers(state));
     read_tensors(save + "/trainer_state.safetensors", state.layout, training_buffers(state));
     if (adapter) return;
-    const std::string config = save + "/config.json";  // the number of heads shows in no shape
+    const std::string config = save + "/config.json";  // the number of heads is not visible in any shape
     if (const ModelConfig model = parse_config(read_json(config), config); !(model == state.layout.config()))
         fail("%s: has %d heads where this model has %d", config.c_str(), model.heads,
              state.layout.config().heads);

@@ -1,5 +1,5 @@
-// merged_file.h - model.safetensors of a model whose adapter was added to its matrices: all else first, from
-// its State, then the matrices as they are made.
+// merged_file.h - writes model.safetensors of a model whose adapter was merged into its matrices: first all
+// other tensors, from the State, then each matrix as soon as it is merged.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 template <class T>
 class MergedFile {
   public:
-    // `transposed`: matrices come (out, in), whatever the family's files want. `more`: those of embeddings
-    // and head that the State has not.
+    // `transposed`: append() gets matrices as (out, in), whatever the family's files have. `more`: embeddings
+    // or head that are not in the State and are appended too.
     MergedFile(const std::string& path, const State<T>& state, bool transposed,
                const std::vector<Field>& more, Stream stream)
         : file_(path),
@@ -39,8 +39,8 @@ class MergedFile {
                            [&](int64_t first, int64_t count) { append(weights.at(t.at + first), count); });
     }
 
-    // The next linear layer's matrix, in device memory: block by block, in the order of kLinearFields. Then
-    // rows of those others, where `layer` is the number of blocks.
+    // Appends the next matrix, from device memory: the linear layers block by block, in the order of
+    // kLinearFields, and then rows of the matrices in `more`, for which `layer` is the number of blocks.
     void append(int layer, Field field, const Tensor<T>& matrix) {
         const bool is_other = layer == layout_.config().layers;
         assert(is_other || matrix.size() == parameter(layer, field).shape.size());
@@ -91,5 +91,5 @@ class MergedFile {
     const Layout layout_;  // of the whole model
     const bool transposed_;
     std::vector<T> host_;
-    std::string tensor_ = "the model";  // of what is appended, for a message
+    std::string tensor_ = "the model";  // the tensor that is being appended, for messages
 };

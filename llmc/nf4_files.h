@@ -1,14 +1,14 @@
-// nf4_files.h - NF4 matrices in safetensors files, as bitsandbytes and `transformers` write them.
+// nf4_files.h - reads NF4 matrices from safetensors files, as bitsandbytes and `transformers` write them.
 //
-// A matrix "m.weight" (out, in) of n elements is several tensors:
+// A matrix "m.weight" (out, in) of n elements is stored as several tensors:
 //
 //     m.weight                                  U8 (ceil(n / 2), 1): the codes; or the same bytes as another
 //                                               type (bnb_4bit_quant_storage)
-//     m.weight.absmax                           F32 (ceil(n / 64)); double quantized U8
+//     m.weight.absmax                           F32 (ceil(n / 64)); with double quantization U8
 //     m.weight.quant_map                        F32 (16)
-//     m.weight.nested_absmax, .nested_quant_map F32 (ceil(n / 16384)), (256): double quantized alone
+//     m.weight.nested_absmax, .nested_quant_map F32 (ceil(n / 16384)), (256); only with double quantization
 //     m.weight.quant_state.bitsandbytes__nf4    U8: JSON, {"quant_type": "nf4", "blocksize": 64,
-//         "dtype": "bfloat16", "shape": [out, in]}, and double quantized "nested_blocksize": 256,
+//         "dtype": "bfloat16", "shape": [out, in]}, and with double quantization "nested_blocksize": 256,
 //         "nested_dtype": "float32", "nested_offset": a number
 #pragma once
 
@@ -23,15 +23,15 @@
 #include "llmc/quantized_formats.h"
 #include "llmc/safetensors.h"
 
-// What the JSON says.
+// The content of the JSON.
 struct Nf4State {
     bool is_double = false;
-    std::string dtype;  // of the matrix before it was quantized: "bfloat16", "float16" or "float32"
+    std::string dtype;  // type of the matrix before it was quantized: "bfloat16", "float16" or "float32"
     int64_t rows = 0, columns = 0;
     float nested_offset = 0;
 };
 
-// Parses the JSON of a matrix. Fails in one line that begins with `where` when anything is not as it stands
+// Parses a matrix's JSON. Fails in one line that begins with `where` if anything differs from the format
 // above.
 inline Nf4State parse_nf4_state(std::string_view text, const std::string& where) {
     const nlohmann::json json = parse_json(text, where);
@@ -79,7 +79,7 @@ inline Nf4State parse_nf4_state(std::string_view text, const std::string& where)
     return state;
 }
 
-// The JSON that parse_nf4_state() reads back, byte for byte as Python's json.dumps writes bitsandbytes'.
+// Writes the JSON that parse_nf4_state() reads, byte for byte as Python's json.dumps writes bitsandbytes'.
 inline std::string nf4_state_json(const Nf4State& state) {
     std::string text = format(
         R"({"quant_type": "nf4", "blocksize": %d, "dtype": "%s", "shape": [%lld, %lld])", kNf4Block,
@@ -90,12 +90,11 @@ inline std::string nf4_state_json(const Nf4State& state) {
     return text + "}";
 }
 
-// A matrix in a folder.
+// An NF4 matrix in a folder's files.
 class Nf4File {
   public:
     // `name` is the matrix's whole name, "model.layers.0.mlp.up_proj.weight". Fails in one line that names it
-    // when a tensor is missing, is of another size or type than the JSON asks for, or the JSON is not
-    // supported.
+    // if a tensor is missing, a tensor's size or type does not fit the JSON, or the JSON is not supported.
     Nf4File(const SafetensorsFolder& folder, const std::string& name) : name_(name) {
         const auto entry = [&](const char* ending) {
             const SafetensorsEntry* found = folder.find(name + ending);
@@ -119,7 +118,7 @@ class Nf4File {
         check();
     }
 
-    // Whether the folder has that matrix in NF4. Fails naming the format where it is quantized in another of
+    // True if the folder has this matrix in NF4. Fails naming the format if it is in another format of
     // bitsandbytes'.
     static bool has(const SafetensorsFolder& folder, const std::string& name) {
         if (folder.find(name + ".quant_state.bitsandbytes__fp4"))
@@ -134,7 +133,7 @@ class Nf4File {
     const Nf4State& state() const { return state_; }
     const WeightFormat& format() const { return state_.is_double ? kNf4Double : kNf4; }
 
-    // Reads quantized_bytes() to host memory aligned to 16 bytes.
+    // Reads quantized_bytes() bytes to host memory that is aligned to 16 bytes.
     void read(unsigned char* out) const {
         const Nf4Parts parts = this->parts();
         std::fill(out, out + parts.end, static_cast<unsigned char>(0));
@@ -145,7 +144,8 @@ class Nf4File {
         if (state_.is_double) std::memcpy(out + parts.nested_offset, &state_.nested_offset, 4);
     }
 
-    // Where those bytes are in the files: to be `at` bytes behind the begin of a block.
+    // Adds to `block` where those bytes are in the files; the matrix begins `at` bytes after the block's
+    // begin.
     void find(LoanOnDisk& block, size_t at) const {
         for (const Part& part : parts_)
             block.pieces.push_back(
@@ -159,9 +159,9 @@ class Nf4File {
   private:
     struct Part {
         const SafetensorsEntry* entry;
-        int64_t at;         // in memory
-        int64_t count;      // of elements
-        const char* dtype;  // null: so many bytes of any
+        int64_t at;         // offset in memory
+        int64_t count;      // number of elements
+        const char* dtype;  // null: `count` bytes of any type
     };
 
     int64_t elements() const { return state_.rows * state_.columns; }
@@ -185,7 +185,7 @@ class Nf4File {
             fail("tensor \"%s\": its values are not those of NF4", printable(parts_[2].entry->name).c_str());
     }
 
-    // Fails where a scale is not a finite number.
+    // Fails if a scale is not finite.
     static void check_finite(const Part& part, const unsigned char* values) {
         const int64_t first = first_not_finite(kStoredF32, values, static_cast<size_t>(part.count) * 4);
         if (first >= 0)
@@ -198,7 +198,7 @@ class Nf4File {
     std::vector<Part> parts_;
 };
 
-// A tensor of a matrix in a file, and where its bytes begin among those in memory.
+// A tensor of a matrix in a file, and the offset of its bytes in the matrix in memory.
 struct Nf4Tensor {
     std::string name;
     FileType type;
@@ -206,7 +206,7 @@ struct Nf4Tensor {
     int64_t at;
 };
 
-// What bitsandbytes saves of a matrix, but for the JSON.
+// The tensors that bitsandbytes saves of a matrix, without the JSON.
 inline std::vector<Nf4Tensor> nf4_tensors(const std::string& name, const Nf4State& state) {
     const int64_t n = state.rows * state.columns;
     const Nf4Parts parts(n, state.is_double);

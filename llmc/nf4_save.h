@@ -1,5 +1,5 @@
-// nf4_save.h - model.safetensors of a model whose matrices are in NF4, byte for byte as `transformers` saves
-// it.
+// nf4_save.h - writes model.safetensors of a model with matrices in NF4, byte for byte as `transformers`
+// saves it.
 #pragma once
 
 #include <algorithm>
@@ -9,21 +9,21 @@
 #include "llmc/checkpoint.h"
 #include "llmc/nf4_files.h"
 
-// The tensors of a file, of which each lies in device memory or is a text. They are written as safetensors'
-// own library orders them: the widest elements first, so that all are aligned, and then by name.
+// Collects the tensors of a file and writes them. Each is in device memory or is a text. They are written in
+// the order of safetensors' own library: the widest elements first, so that all are aligned, then by name.
 class FileTensors {
   public:
     void add(const std::string& name, FileType type, const std::vector<int64_t>& shape, const void* device) {
         all_.push_back({name, type, shape, static_cast<const char*>(device), ""});
     }
-    // The weights of a State.
+    // Adds the weights of a State.
     template <class T>
     void add(const State<T>& state) {
         const StateBuffer& weights = *state.find(StatePart::Weights);
         for (const SavedTensor& t : saved_tensors(weights, state.layout))
             add(t.name, file_type(weights), t.shape, weights.at(t.at));
     }
-    // A matrix that lies in NF4 at `device`.
+    // Adds an NF4 matrix in device memory at `device`.
     void add(const std::string& name, const Nf4State& state, const char* device) {
         for (const Nf4Tensor& t : nf4_tensors(name, state)) add(t.name, t.type, t.shape, device + t.at);
         const std::string text = nf4_state_json(state);
@@ -67,8 +67,8 @@ class FileTensors {
     std::vector<Saved> all_;
 };
 
-// The "quantization_config" of such a model's config.json, as `transformers` writes it. `dtype` is what its
-// matrices are computed with, "bfloat16" or "float32".
+// The "quantization_config" in such a model's config.json, as `transformers` writes it. `dtype` is the type
+// that its matrices are computed with, "bfloat16" or "float32".
 inline nlohmann::json nf4_config(bool is_double, const char* dtype) {
     return {{"quant_method", "bitsandbytes"},
             {"load_in_4bit", true},

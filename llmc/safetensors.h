@@ -1,9 +1,10 @@
-// safetensors.h - reads and writes tensors in the safetensors format, the one of Hugging Face's checkpoints.
+// safetensors.h - reads and writes tensors in the safetensors format, which Hugging Face's checkpoints use.
 //
 // The format (github.com/huggingface/safetensors): a little-endian u64 header length, that many bytes of JSON
 // {"name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ..., "__metadata__": {...}}, then
-// the data. Offsets count from the end of the header, and the tensors cover the data without overlap or hole.
-// Everything is checked when a file is opened, so an entry that was found can be read without further doubt.
+// the data. Offsets count from the end of the header, and the tensors cover the data without overlaps or
+// gaps. Everything is checked when a file is opened, so an entry that is found can be read without further
+// checks.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +27,7 @@ enum class FileType { F64, F32, F16, BF16, F8_E4M3, F8_E5M2, I64, I32, I16, I8, 
 
 struct FileTypeInfo {
     FileType type;
-    const char* name;  // as it stands in files
+    const char* name;  // its name in files
     size_t bytes;      // of one element
 };
 
@@ -41,7 +42,7 @@ inline constexpr FileTypeInfo kFileTypes[] = {
 
 inline const FileTypeInfo& file_type_info(FileType type) { return kFileTypes[static_cast<int>(type)]; }
 
-// The type with that name, or null.
+// The type of this name, or null.
 inline const FileTypeInfo* find_file_type(const std::string& name) {
     for (const FileTypeInfo& info : kFileTypes)
         if (name == info.name) return &info;
@@ -52,29 +53,28 @@ struct SafetensorsEntry {
     std::string name;
     std::string dtype;
     std::vector<int64_t> shape;  // empty for a scalar
-    const FileReader* file;      // that holds it:
-    uint64_t offset;             // bytes from there to its data
-    size_t bytes;                // of its data
+    const FileReader* file;      // the file that has the tensor's data
+    uint64_t offset;             // position of the data in the file
+    size_t bytes;                // size of the data
 
-    // Copies its bytes from `first` on.
+    // Copies `count` bytes of its data, from byte `first` on.
     void read(size_t first, size_t count, void* out) const {
         assert(first <= bytes && count <= bytes - first);
         file->read(offset + first, count, out);
     }
 };
 
-// "[768, 2304]"
+// A shape as text: "[768, 2304]".
 inline std::string shape_text(const std::vector<int64_t>& shape) {
     std::string text;
     for (const int64_t dim : shape) text += (text.empty() ? "" : ", ") + std::to_string(dim);
     return "[" + text + "]";
 }
 
-// One safetensors file, open. Entries stay valid as long as the file lives, also when it is moved.
+// An open safetensors file. Its entries are valid while it lives, even if the object is moved.
 class SafetensorsFile {
   public:
-    // Fails in one line that names the file, and the tensor, when anything in it is not as the format wants
-    // it.
+    // Fails in one line that names the file and the tensor if anything violates the format.
     explicit SafetensorsFile(const std::string& path)
         : file_(std::make_unique<FileReader>(path, Pages::Dropped)) {
         const nlohmann::json header = read_header();
@@ -89,16 +89,16 @@ class SafetensorsFile {
     }
 
     const std::string& path() const { return file_->path(); }
-    // In the order of their data.
+    // The tensors in the order of their data.
     const std::vector<SafetensorsEntry>& entries() const { return entries_; }
 
-    // The tensor of that name, or null.
+    // The tensor of this name, or null.
     const SafetensorsEntry* find(const std::string& name) const {
         const auto found = index_.find(name);
         return found == index_.end() ? nullptr : &entries_[found->second];
     }
 
-    // The tensor of that name; fails when there is none or its shape is another.
+    // The tensor of this name. Fails if it is missing or has another shape.
     const SafetensorsEntry& get(const std::string& name, const std::vector<int64_t>& shape) const {
         return require_tensor(find(name), path(), name, shape);
     }
@@ -192,7 +192,7 @@ class SafetensorsFile {
         return entry;
     }
 
-    // A value of the header for a message. Lists of lists and worse are not worth quoting.
+    // A value of the header, for messages. Nested values are only named by their type.
     static std::string short_json(const nlohmann::json& value) {
         const auto nested = [](const nlohmann::json& item) { return item.is_structured(); };
         if (value.is_object() || (value.is_array() && std::any_of(value.begin(), value.end(), nested)))
@@ -220,13 +220,13 @@ class SafetensorsFile {
     }
 
     std::unique_ptr<const FileReader> file_;
-    uint64_t data_ = 0;      // bytes before the data
-    size_t data_bytes_ = 0;  // and of them
+    uint64_t data_ = 0;      // position of the data in the file
+    size_t data_bytes_ = 0;  // and their size
     std::vector<SafetensorsEntry> entries_;
     std::map<std::string, size_t> index_;
 };
 
-// A float with the value of an IEEE 754 half; every half has one.
+// Converts an IEEE 754 half to a float with the same value.
 inline float half_to_float(uint16_t half) {
     const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31u, fraction = half & 1023u;
     if (exponent == 0) {  // zero and subnormals: fraction * 2^-24
@@ -237,8 +237,8 @@ inline float half_to_float(uint16_t half) {
     return std::bit_cast<float>(sign | wide << 23 | fraction << 13);
 }
 
-// Converts `count` elements from number `first` on to float, exactly. Fails naming the tensor when its dtype
-// is none of F32, F16, BF16.
+// Converts `count` elements, from number `first` on, to float without loss. Fails naming the tensor if its
+// dtype is not F32, F16 or BF16.
 inline void read_as_float(const SafetensorsEntry& entry, float* out, size_t first, size_t count) {
     const bool narrow = entry.dtype == "F16" || entry.dtype == "BF16";
     if (!narrow && entry.dtype != "F32")
@@ -256,8 +256,8 @@ inline void read_as_float(const SafetensorsEntry& entry, float* out, size_t firs
     }
 }
 
-// Writes a safetensors file: declare every tensor, then append their data in the order of declaration, in
-// pieces of any size, then finish. Declare wider types first if readers should find every tensor aligned.
+// Writes a safetensors file. First declare every tensor, then append their data in the same order, in pieces
+// of any size, then call finish(). If wider types are declared first, every tensor in the file is aligned.
 class SafetensorsWriter {
   public:
     // transformers refuses files whose metadata lacks {"format": "pt"}.
@@ -308,14 +308,15 @@ class SafetensorsWriter {
     bool header_written_ = false;
 };
 
-// Whether a folder has weights.
+// True if a folder has a model's weights.
 inline bool has_weights(const std::string& folder) {
     return file_exists(folder + "/model.safetensors") ||
            file_exists(folder + "/model.safetensors.index.json");
 }
 
-// The weights in a checkpoint folder: model.safetensors, or else the shards that model.safetensors.index.json
-// names. Names are looked up whole and without `prefix` in front, as both kinds of files are about.
+// The weights in a checkpoint folder: model.safetensors, or else the shards listed in
+// model.safetensors.index.json. A tensor is looked up by its whole name and then by its name without
+// `prefix`, because checkpoints with either exist.
 class SafetensorsFolder {
   public:
     explicit SafetensorsFolder(const std::string& folder, const std::string& prefix = "")
@@ -338,13 +339,13 @@ class SafetensorsFolder {
         return found == entries_.end() ? nullptr : found->second;
     }
 
-    // The tensor of that name; fails when there is none or its shape is another.
+    // The tensor of this name. Fails if it is missing or has another shape.
     const SafetensorsEntry& get(const std::string& name, const std::vector<int64_t>& shape) const {
         return SafetensorsFile::require_tensor(find(name), folder_, name, shape);
     }
 
     const std::string& folder() const { return folder_; }
-    // All there are, by name.
+    // All tensors, by name.
     const std::map<std::string, const SafetensorsEntry*>& entries() const { return entries_; }
 
   private:
@@ -368,6 +369,6 @@ class SafetensorsFolder {
     }
 
     std::string folder_, prefix_;
-    std::vector<SafetensorsFile> files_;  // their entries stay in place when this grows
+    std::vector<SafetensorsFile> files_;  // entries stay where they are when this vector grows
     std::map<std::string, const SafetensorsEntry*> entries_;
 };

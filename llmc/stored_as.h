@@ -1,5 +1,6 @@
-// stored_as.h - in which format each matrix of a frozen model's linear layers is kept, as --store and --base
-// ask for it: in fewer bits than the build computes with, and widened when a product reads it.
+// stored_as.h - chooses the format in which each matrix of a frozen model's linear layers is stored, as
+// --store and --base say: a format with fewer bits than the build computes with is widened when a product
+// reads the matrix.
 #pragma once
 
 #include <string>
@@ -10,27 +11,27 @@
 #include "llmc/adapter.h"
 #include "llmc/quantized_formats.h"
 
-// What --store calls them.
+// The formats' names in --store.
 inline constexpr std::pair<const char*, const WeightFormat*> kStorable[] = {{"fp32", &kStoredF32},
                                                                             {"bf16", &kStoredBf16},
                                                                             {"8bit", &kQ8_0},
                                                                             {"nf4", &kNf4},
                                                                             {"nf4-double", &kNf4Double}};
 
-// What options, or else messages, call a format.
+// A format's name in options, or else in messages.
 inline const char* stored_name(const WeightFormat& format) {
     for (const auto& [name, storable] : kStorable)
         if (storable == &format) return name;
     return format.name;
 }
 
-// As "mlp=bf16" says it.
+// One part of --store, such as "mlp=bf16".
 struct StoredAs {
     std::string target;  // names as in the model's files, "attention", "mlp" or "all"
     const WeightFormat* format;
 };
 
-// Fails where a text is none.
+// Parses --store. Fails if a text is not of this form.
 inline std::vector<StoredAs> parse_stored(const std::vector<std::string>& texts) {
     std::vector<StoredAs> all;
     for (const std::string& text : texts) {
@@ -50,8 +51,8 @@ inline std::vector<StoredAs> parse_stored(const std::vector<std::string>& texts)
     return all;
 }
 
-// The format of a layer's matrix: that of the last text that names it, else T's own. Fails where that has
-// more bits than a build with weights of type T computes with.
+// The format of a layer's matrix: that of the last text that names the layer, else T's own. Fails if the
+// format has more bits than a build with weights of type T computes with.
 template <class T>
 const WeightFormat* stored_format(const std::vector<StoredAs>& stored, const ModelConfig& c,
                                   const LinearModule& m) {
@@ -64,7 +65,7 @@ const WeightFormat* stored_format(const std::vector<StoredAs>& stored, const Mod
     return format;
 }
 
-// Fails where one names no layer, or a format whose blocks do not divide a matrix' rows.
+// Fails if a text names no layer, or if a format's blocks do not divide the rows of a matrix.
 inline void check_stored(const std::vector<StoredAs>& stored, const ModelConfig& c) {
     for (const StoredAs& s : stored) {
         bool found = false;

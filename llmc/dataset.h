@@ -435,9 +435,7 @@ class Dataset {
         const ShardFormat* format = nullptr;
         for (const ShardFormat& known : kShardFormats)
             if (header[0] == known.magic) format = &known;
-        if (format)
-            file.drop_pages();  // also the bytes that the system read ahead; a text is read whole
-                                // anyway
+        if (format) file.drop_pages();  // with what the system read ahead; a text is read whole anyway
         uint64_t count = stamp.bytes;
         if (format || path.ends_with(".bin")) count = check_shard(path, stamp.bytes, header, format);
         const bool lines = !format && data_kind(file) != DataKind::Text;

@@ -1,5 +1,5 @@
-// disk_room.h - whether what a run will write fits on its disks and under ulimit -f. The trainer asks before
-// the first step: a save that fails after the last one would lose the training.
+// disk_room.h - checks before the first step whether everything that a run will write fits on its disks and
+// under ulimit -f. A save that fails after the last step would lose the training.
 #pragma once
 
 #include <sys/stat.h>
@@ -13,7 +13,7 @@
 
 #include "llmc/file.h"
 
-// The bytes of some files together, and of the largest of them.
+// The size of several files together, and of the largest of them.
 struct WrittenFiles {
     double bytes = 0;
     size_t largest = 0;
@@ -23,17 +23,17 @@ struct WrittenFiles {
     }
 };
 
-// What an option has a run write.
+// Files that an option makes a run write.
 struct Written {
     const char* option;
-    std::string path;  // a folder, which need not be there yet
+    std::string path;  // a folder, which need not exist yet
     const char* what;  // "a save"
     WrittenFiles each;
-    double count = 1;  // how many of them are there at once
+    double count = 1;  // how many of them exist at the same time
     double bytes() const { return each.bytes * count; }
 };
 
-// A folder's disk: its number, and the bytes that are free there; negative where the disk does not say.
+// The disk that has a folder: its device number and its free bytes; negative if the disk does not tell.
 struct Disk {
     dev_t number = 0;
     double free = -1;
@@ -48,11 +48,11 @@ inline Disk disk_of(std::filesystem::path folder) {
     return {info.st_dev, static_cast<double>(disk.f_bavail) * static_cast<double>(disk.f_frsize)};
 }
 
-// Fails where the disks have no room for all of it together, or where a file would be larger than ulimit -f
-// allows.
+// Fails if the disks have too little space for all of it together, or if a file would be larger than ulimit
+// -f allows.
 inline void check_disk_room(const std::vector<Written>& all) {
     const auto size = [](double bytes) { return size_text(static_cast<size_t>(bytes)); };
-    std::map<dev_t, double> taken;  // by those before, on each disk
+    std::map<dev_t, double> taken;  // by disk: the bytes of the entries before
     for (const Written& w : all) {
         const std::string named = format("%s %s: %s", w.option, w.path.c_str(), w.what);
         if (w.each.largest > file_size_limit())

@@ -1,4 +1,4 @@
-// families.h - the families of models that there are, and a model's config.json by its family.
+// families.h - the list of model families, and reading and writing a config.json by its family.
 #pragma once
 
 #include "llmc/family_bloom.h"
@@ -10,20 +10,20 @@
 
 inline constexpr const Family* kFamilies[] = {&kGpt2, &kLlama, &kMistral, &kQwen2, &kQwen3, &kBloom};
 
-// "gpt2, llama, ..."
+// All names: "gpt2, llama, ..."
 inline std::string family_names() {
     std::string names;
     for (const Family* family : kFamilies) names += (names.empty() ? "" : ", ") + std::string(family->name);
     return names;
 }
-// The family of that name, or null.
+// The family of this name, or null.
 inline const Family* find_family(const std::string& name) {
     for (const Family* family : kFamilies)
         if (name == family->name) return family;
     return nullptr;
 }
 
-// A model from scratch by its name: "d12", a GPT-2 of 12 layers, or "llama:d12".
+// A model from scratch, by its name: "d12" is a GPT-2 with 12 layers, "llama:d12" a Llama.
 struct NewModel {
     const Family* family = nullptr;  // null: no such name
     int layers = 0;
@@ -38,13 +38,13 @@ inline NewModel parse_new_model(const std::string& name) {
     return is_depth ? NewModel{find_family(family), std::stoi(depth.substr(1))} : NewModel();
 }
 
-// Whether it is one of the small ones, which learn the built-in text where no data are named. From 12 layers
-// on, GPT-2's own size, they are for tokens.
+// True for small new models, which are trained on the built-in text if no data are given. Models of 12 layers
+// (GPT-2's own depth) and more are meant for data of the user's.
 inline bool is_small(const NewModel& model) { return model && model.layers < 12; }
 
-// A new model, N layers deep, with llm.c's widths: up to 12 layers 64 N channels in N heads; beyond, those of
-// GPT-2. With the vocabulary of the family's class it has that one's marks too. Fails with what is known when
-// N is not.
+// The configuration of a new model with N layers and llm.c's widths: up to 12 layers 64 N channels in N
+// heads; beyond, those of GPT-2. If its vocabulary has the size that is the family's default, it also gets
+// the family's special tokens. Fails if N is not one of the known depths.
 inline ModelConfig new_config(const NewModel& model, int vocabulary, int positions) {
     const int layers = model.layers;
     ModelConfig c;
@@ -65,7 +65,7 @@ inline ModelConfig new_config(const NewModel& model, int vocabulary, int positio
     return c;
 }
 
-// Fails unless the trainer can run a model of these sizes. `where` opens the message.
+// Fails unless the trainer can run a model of these sizes. `where` begins the message.
 inline void check_config(const ModelConfig& c, const std::string& where) {
     auto positive = [&](const char* name, int value, int most) {
         if (value < 1 || value > most)
@@ -84,7 +84,7 @@ inline void check_config(const ModelConfig& c, const std::string& where) {
         fail("%s: %d heads are not a multiple of %d key/value heads", where.c_str(), c.heads, c.kv_heads);
 }
 
-// Fails unless a model's matrices are quantized as NF4.
+// Fails unless the quantization_config of a model says NF4.
 inline void check_quantization(const ConfigReader& r) {
     const std::string method = r.text("quant_method", "unnamed");
     if (method != "bitsandbytes")
@@ -97,7 +97,8 @@ inline void check_quantization(const ConfigReader& r) {
              printable(type).c_str());
 }
 
-// Reads a model from a parsed config.json; fails on what is missing, of the wrong type, or not computed here.
+// Reads a model's configuration from a parsed config.json. Fails on what is missing, has the wrong type, or
+// is not supported.
 inline ModelConfig parse_config(const nlohmann::json& json, const std::string& file) {
     const ConfigReader r(json, file);
     const std::string type = r.text("model_type", "gpt2");
@@ -108,7 +109,8 @@ inline ModelConfig parse_config(const nlohmann::json& json, const std::string& f
              family_names().c_str());
     c.has_nf4 = r.has("quantization_config");
     if (c.has_nf4) check_quantization(r.object("quantization_config"));
-    // Mixtures of experts under a dense model's name: `transformers` would leave their tensors out.
+    // Refuses mixtures of experts under a dense model's name: `transformers` would ignore the experts'
+    // tensors.
     for (const char* key : {"num_local_experts", "num_experts", "n_routed_experts"}) r.must_be(key, {0});
     c.family->read(r, c);
     check_config(c, file);
@@ -128,7 +130,7 @@ inline nlohmann::json tokens_json(const std::vector<int>& tokens) {
     return tokens.size() == 1 ? nlohmann::json(tokens[0]) : nlohmann::json(tokens);
 }
 
-// What parse_config() reads back, with what `transformers` wants beside it.
+// Writes what parse_config() reads, and further keys that `transformers` wants.
 inline nlohmann::json config_json(const ModelConfig& c, const char* dtype) {
     nlohmann::json json = {{"architectures", {c.family->architecture}},
                            {"model_type", c.family->name},

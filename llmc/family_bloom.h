@@ -1,5 +1,5 @@
-// family_bloom.h - BLOOM (Scao et al., arXiv:2211.05100): layernorms, one of them behind the embedding,
-// ALiBi, GELU, biases everywhere, a tied head, and queries, keys and values that lie together head by head.
+// family_bloom.h - BLOOM (Scao et al., arXiv:2211.05100): layernorms, one of them after the embedding, ALiBi,
+// GELU, biases everywhere, a tied head, and queries, keys and values stored head by head.
 #pragma once
 
 #include "llmc/family.h"
@@ -11,7 +11,7 @@ inline void read(const ConfigReader& r, ModelConfig& c) {
     r.must_be("apply_residual_connection_post_layernorm", {false});
     r.must_be("tie_word_embeddings", {true});
     c.vocabulary = r.size("vocab_size", kTokens.vocabulary, kMostVocabulary);
-    c.positions = kMostPositions;  // distances have no end
+    c.positions = kMostPositions;  // ALiBi has no limit of positions
     c.layers = r.size(r.either("n_layer", "num_hidden_layers"), 2, kMostLayers);
     c.channels = r.size(r.either("n_embed", "hidden_size"), 64, kMostChannels);
     c.heads = c.kv_heads = r.size(r.either("n_head", "num_attention_heads"), 8, kMostChannels);

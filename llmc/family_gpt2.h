@@ -1,5 +1,5 @@
 // family_gpt2.h - GPT-2 (Radford et al., 2019): layernorms, learned positions, GELU, biases everywhere, a
-// tied head, and matrices that lie (in, out), as its Conv1D has them.
+// tied head, and matrices stored (in, out), as in its Conv1D.
 #pragma once
 
 #include "llmc/family.h"
@@ -95,7 +95,7 @@ inline constexpr Family kGpt2 = {.name = "gpt2",
                                  .blocks = "h",
                                  .drops = true};
 
-// A GPT-2 of these sizes.
+// The configuration of a GPT-2 with these sizes.
 inline ModelConfig gpt2_config(int vocabulary, int positions, int layers, int heads, int channels) {
     ModelConfig c;
     c.family = &kGpt2;

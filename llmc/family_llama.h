@@ -1,6 +1,6 @@
 // family_llama.h - Llama 2 to 3.2 (Touvron et al., arXiv:2307.09288; Dubey et al., arXiv:2407.21783),
-// TinyLlama, SmolLM2: RMSNorm, rotary positions, grouped key/value heads, SwiGLU, no biases, a tied or an own
-// head. Mistral and Qwen are the same but for details: their files begin with what stands here.
+// TinyLlama, SmolLM2: RMSNorm, rotary positions, grouped key/value heads, SwiGLU, no biases, with or without
+// a tied head. Mistral and Qwen differ only in details, so their files build on this one.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 #include "llmc/family.h"
 
 namespace llama {
-// What a config.json leaves out: the values of the family's class in `transformers`.
+// Values for keys that a config.json lacks: those of the family's class in `transformers`.
 struct Defaults {
     TokenDefaults tokens;
     int mlp_width, positions;
@@ -19,9 +19,10 @@ struct Defaults {
     double theta = 10000;
 };
 
-constexpr double kTiny = 1e-30, kHuge = 1e30;  // beyond, fp32 has no powers
+constexpr double kTiny = 1e-30, kHuge = 1e30;  // fp32 has no powers outside this range
 
-// The length of training in `p`, the rotary parameters of `r`, whose own key `transformers` puts first.
+// The number of positions that the model was trained with. It may be in `p`, the rotary parameters, or in
+// `r`, the whole config.json, which `transformers` looks at first.
 inline int read_original_positions(const ConfigReader& r, const ConfigReader& p, int otherwise) {
     const char* const key = "original_max_position_embeddings";
     const int original =
@@ -40,9 +41,9 @@ inline void read_llama3(const ConfigReader& r, const ConfigReader& p, RopeScalin
              rope.high_freq_factor, rope.low_freq_factor);
 }
 
-// A factor that is null is the quotient of the model's positions and those of its training.
+// A factor that is null means the model's positions divided by those of its training.
 inline void read_yarn(const ConfigReader& r, const ConfigReader& p, int positions, RopeScaling& rope) {
-    // Zero is none to `transformers`.
+    // In `transformers` zero means that the key is not set.
     const auto number = [&](const char* key, double otherwise) {
         return p.has(key) && p.json()[key] == 0 ? otherwise : p.number(key, otherwise, kTiny, kHuge);
     };
@@ -61,8 +62,9 @@ inline void read_yarn(const ConfigReader& r, const ConfigReader& p, int position
              rope.beta_slow);
 }
 
-// The rotary scaling of heads of so many channels, as version 4 of `transformers` writes it (rope_theta,
-// rope_scaling) and as 5 does (rope_parameters). Where a file has both, `transformers` takes the older.
+// Reads the scaling of rotary positions for heads of `head_size` channels, in the form of `transformers` 4
+// (rope_theta, rope_scaling) or 5 (rope_parameters). If a file has both, the older one counts, as in
+// `transformers`.
 inline RopeScaling read_rope(const ConfigReader& r, double theta, int positions, int head_size) {
     const bool older = r.has("rope_scaling") && !r.json()["rope_scaling"].empty();
     const ConfigReader p = r.object(older ? "rope_scaling" : "rope_parameters");
@@ -89,12 +91,12 @@ inline RopeScaling read_rope(const ConfigReader& r, double theta, int positions,
     return rope;
 }
 
-// What read_rope() reads back; null where nothing is scaled.
+// Writes what read_rope() reads; null if there is no scaling.
 inline nlohmann::json rope_json(const RopeScaling& rope) {
     if (rope.type == RopeType::kDefault) return {};
     const char* const name = kRopeNames[static_cast<int>(rope.type)];
     nlohmann::json json = {{"rope_type", name}, {"factor", rope.factor}};
-    if (rope.type != RopeType::kLlama3) json["type"] = name;  // for who knows only the older key
+    if (rope.type != RopeType::kLlama3) json["type"] = name;  // for tools that only know the older key
     if (rope.type == RopeType::kLlama3 || rope.type == RopeType::kYarn)
         json["original_max_position_embeddings"] = rope.original_max_position_embeddings;
     if (rope.type == RopeType::kLlama3)
@@ -108,7 +110,7 @@ inline nlohmann::json rope_json(const RopeScaling& rope) {
     return json;
 }
 
-// What all families of this kind have in their config.json.
+// Reads the keys that all families of this kind have.
 inline void read_with(const ConfigReader& r, ModelConfig& c, const Defaults& d) {
     r.must_be("hidden_act", {"silu", "swish"});
     for (const char* bias : {"attention_bias", "mlp_bias"}) r.must_be(bias, {false});
@@ -117,7 +119,7 @@ inline void read_with(const ConfigReader& r, ModelConfig& c, const Defaults& d) 
     c.layers = r.size("num_hidden_layers", 32, kMostLayers);
     c.channels = r.size("hidden_size", 4096, kMostChannels);
     c.heads = r.size("num_attention_heads", 32, kMostChannels);
-    // A key that is null means as many as heads; one that is missing, the class' number.
+    // If the key is null, there are as many key/value heads as heads; if it is missing, the class's default.
     const int kv_heads = r.json().contains("num_key_value_heads") || d.kv_heads == 0 ? c.heads : d.kv_heads;
     c.kv_heads = r.size("num_key_value_heads", kv_heads, kMostChannels);
     const int share = c.channels % c.heads == 0 ? c.channels / c.heads : 0;
@@ -155,8 +157,8 @@ inline void write(const ModelConfig& c, nlohmann::json& json) {
                  {"rope_scaling", rope_json(c.rope)}});
 }
 
-// Groups of three or two heads, a gated MLP with the parameters of a plain one of four times the channels, a
-// tied head.
+// Grouped key/value heads (3 or 2 heads per group if that divides them), a gated MLP with as many parameters
+// as a plain one of four times the channels, and a tied head.
 inline void begin(ModelConfig& c) {
     c.kv_heads = c.heads / (c.heads % 3 == 0 ? 3 : c.heads % 2 == 0 ? 2 : 1);
     c.head_size = c.channels / c.heads;
@@ -165,7 +167,7 @@ inline void begin(ModelConfig& c) {
 
 inline Table embeddings(const ModelConfig& c) {
     Row tokens = row(Field::TokenEmbedding, "embed_tokens.weight", {c.vocabulary, c.channels}, Init::Normal);
-    tokens.padded = c.tied;  // only the head's rows have to be
+    tokens.padded = c.tied;  // only the head needs padded rows
     return {tokens};
 }
 

@@ -4,8 +4,8 @@
 #include "llmc/family_llama.h"
 
 namespace mistral {
-// The window of all layers: `window` tokens where `slides` of layer i says so. Fails where layers differ, as
-// blocks are alike here.
+// The attention window of all layers. Layer i has a window of `window` tokens if its layer type says so or,
+// without layer types, if slides(i). Fails if layers differ, because all blocks are alike here.
 template <class Slides>
 int window_of_layers(const ConfigReader& r, const ModelConfig& c, int window, Slides&& slides) {
     const nlohmann::json& types = r.has("layer_types") ? r.json()["layer_types"] : nlohmann::json();
@@ -34,10 +34,10 @@ int window_of_layers(const ConfigReader& r, const ModelConfig& c, int window, Sl
 inline void read(const ConfigReader& r, ModelConfig& c) {
     llama::read_with(r, c,
                      {.tokens = llama::kTokens, .mlp_width = 14336, .positions = 131072, .kv_heads = 8});
-    // Null is no window; without the key it is that of the first Mistral.
+    // Null means no window; a missing key means the window of the first Mistral.
     const int window = r.json().contains("sliding_window") ? r.size("sliding_window", 0, INT32_MAX) : 4096;
     c.window = window_of_layers(r, c, window, [](int) { return true; });
-    // `transformers` reads no layer_types here.
+    // `transformers` ignores layer_types here.
     if (c.window != window)
         fail("%s: 'layer_types' is full_attention, and 'sliding_window' %d", r.file().c_str(), window);
 }

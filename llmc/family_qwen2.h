@@ -1,5 +1,5 @@
 // family_qwen2.h - Qwen2 and Qwen2.5 (Yang et al., arXiv:2407.10671): Llama with biases on queries, keys and
-// values, and a sliding window for those who ask for it.
+// values, and an optional sliding window.
 #pragma once
 
 #include "llmc/family_mistral.h"
@@ -7,9 +7,9 @@
 namespace qwen2 {
 inline constexpr TokenDefaults kTokens = {151936};
 
-// The window is live only where use_sliding_window says so, and then from layer max_window_layers on.
+// The window is used only if use_sliding_window is true, and then from layer max_window_layers on.
 inline void read_window(const ConfigReader& r, ModelConfig& c) {
-    // Null is no window; without the key it is the class's.
+    // Null means no window; a missing key means the class's default.
     const int set = r.json().contains("sliding_window") ? 0 : 4096;
     const int window = r.truth("use_sliding_window", false) ? r.size("sliding_window", set, INT32_MAX) : 0;
     const int first = r.has("max_window_layers") ? r.integer("max_window_layers", 0, INT32_MAX) : 28;

@@ -1,4 +1,4 @@
-// file_lock.h - locks that the kernel lets go of when their process ends, however it ends: flock(2).
+// file_lock.h - file locks that the kernel releases when the process ends, however it ends: flock(2).
 #pragma once
 
 #include <cerrno>
@@ -10,18 +10,18 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-// A lock of a file or folder, asked for once and not waited for.
+// A lock of a file or folder. Tries once and does not wait.
 class FileLock {
   public:
     enum Kind { Shared = LOCK_SH, Exclusive = LOCK_EX };
     enum Outcome {
         Held,
-        Busy,        // somebody else holds it
-        Gone,        // `path` cannot be opened (error() says why), or no longer names what was locked
+        Busy,        // another process has the lock
+        Gone,        // `path` cannot be opened (error() says why), or no longer names the locked file
         Unsupported  // the file system has no locks
     };
 
-    // `flags` are open(2)'s. On NFS an exclusive lock needs a file that is open for writing.
+    // `flags` are those of open(2). On NFS an exclusive lock needs a file that is open for writing.
     FileLock(const std::string& path, int flags, Kind kind)
         : fd_(open(path.c_str(), flags | O_CLOEXEC, 0666)), error_(fd_ < 0 ? errno : 0) {
         if (fd_ < 0) return;
@@ -51,7 +51,7 @@ class FileLock {
     int fd() const { return fd_; }
     int error() const { return error_; }
     Outcome outcome() const { return outcome_; }
-    // Whether it keeps others out, as far as that can be.
+    // True if it keeps others out, as far as the file system allows.
     bool good() const { return outcome_ == Held || outcome_ == Unsupported; }
 
   private:

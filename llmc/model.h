@@ -1,9 +1,9 @@
-// model.h - the parameters of a model: where each tensor of its family's table (family.h) lies, and views of
-// a unit's tensors by what they are for. Loading, saving, counting, initialising, decaying and reporting
-// follow from it.
+// model.h - the parameters of a model: where each tensor of its family's table (family.h) is in memory, and
+// views of a unit's tensors by their purpose. Loading, saving, counting, initializing, weight decay and
+// reports are all based on this.
 //
-// In memory a unit's tensors lie together: first the embeddings, then each block, then the head. Inside a
-// unit the decayed ones come first, so that one number says where decay ends.
+// The model is a sequence of units: the embeddings, each block, the head. In memory a unit's tensors are
+// together. Those with weight decay come first, so one number says where decay ends.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +15,8 @@
 #include "llmc/quantized.h"
 #include "llmc/random.h"
 
-// What LoRA adds to a linear layer. A's rows are those of all parts, one after the other; each part has its
-// own columns of the layer's output.
+// What LoRA adds to a linear layer. The matrix A has the rows of all parts, one part after the other; each
+// part has its own range of the layer's outputs.
 template <class T>
 struct Adapter {
     struct Part {
@@ -24,28 +24,28 @@ struct Adapter {
         int64_t first_output;
         float scale;
     };
-    Tensor<T> a;  // (ranks, inputs)
+    Tensor<T> a;  // (sum of the parts' ranks, inputs)
     std::vector<Part> parts;
-    uint64_t place = 0;  // in the model, for dropout
+    uint64_t place = 0;  // distinguishes this adapter from others in dropout's random numbers
     explicit operator bool() const { return !parts.empty(); }
 };
 
-// Outputs of a linear layer from first_output on, whose matrix is in a format of its own.
+// A range of a linear layer's outputs, from first_output on, whose matrix is stored in a format of its own.
 struct QuantizedPart {
-    QuantizedView matrix;  // (outputs, inputs), or of one part as the weight lies
+    QuantizedView matrix;  // (outputs, inputs); a single part has the orientation of the weight
     int64_t first_output;
 };
 
-// out = in weight [+ bias] [+ adapter]. What is absent is an absent tensor; a weight that is quantized is
-// made where a product reads it.
+// out = in weight [+ bias] [+ adapter]. Tensors that do not exist are absent. A quantized weight is
+// dequantized when a product reads it.
 template <class T>
 struct Linear {
     Tensor<T> weight, bias;
-    bool by_outputs = false;  // the weight lies (outputs, inputs), else (inputs, outputs)
+    bool by_outputs = false;  // the weight is stored (outputs, inputs), else (inputs, outputs)
     Adapter<T> adapter = {};
     std::vector<QuantizedPart> quantized = {};
-    bool floats = false;  // the parts are floats of a folder's: products are those of such a weight
-    Tensor<T> made = {};  // of the parts, for several products
+    bool floats = false;  // the parts are floats from a model's folder, used as they are
+    Tensor<T> made = {};  // the dequantized parts, if they are used by several products
 
     int64_t outputs() const {
         if (quantized.empty()) return by_outputs ? weight.rows() : weight.columns();
@@ -56,10 +56,10 @@ struct Linear {
         if (quantized.empty()) return by_outputs ? weight.columns() : weight.rows();
         return by_outputs ? quantized[0].matrix.columns : quantized[0].matrix.rows;
     }
-    // The shape of the weight as it lies.
+    // The shape of the weight as it is stored.
     Shape shape() const { return by_outputs ? Shape{outputs(), inputs()} : Shape{inputs(), outputs()}; }
-    // Whether the parts are the weight as a product reads it: all elements of that format, and no part's
-    // alignment between them.
+    // True if the parts together have the memory layout of a whole weight in this format: all are in the
+    // format, and there is no padding between them.
     bool lies_as(const WeightFormat& format) const {
         for (const auto& [matrix, first] : quantized) {
             const bool last = &matrix == &quantized.back().matrix;
@@ -89,31 +89,31 @@ template <class T>
 struct Embeddings {
     Tensor<T> token, position;
     Norm<T> norm;
-    Tensor<T> prompt = {};  // vectors before every sequence
+    Tensor<T> prompt = {};  // soft prompt: vectors before every sequence
 };
 
 template <class T>
 struct Head {
     Norm<T> norm;
-    Linear<T> logits;  // by outputs; absent where the token embedding is meant
+    Linear<T> logits;  // (outputs, inputs); absent if the head is the token embedding
 };
 
-// Tensors start at a multiple of this many elements: aligned for vectors and for the libraries, in any
-// precision, and no block of quantized state (quantize8.cuh) spans two of them.
+// Tensors start at a multiple of this many elements. So they are aligned for vectors and for the libraries in
+// any precision, and no block of 8-bit optimizer state (quantize8.cuh) is part of two tensors.
 constexpr int64_t kParameterAlignment = 256;
 
-// One tensor of the model and where it lies.
+// One tensor of the model and its place in memory.
 struct Parameter {
     struct Part {
-        std::string name;  // in files, whole
-        Shape shape;       // there
+        std::string name;  // whole name in files
+        Shape shape;       // in files
         int64_t offset;    // in elements, from the start of the parameter
     };
     std::string name;  // in our own files
     Field field;
-    std::vector<Part> parts;  // what the model's files have of it, one after the other
-    Shape shape;              // of all of them together
-    Shape memory;             // here: rows may be padded
+    std::vector<Part> parts;  // the model's files' tensors that it consists of, one after the other
+    Shape shape;              // of all parts together
+    Shape memory;             // shape in memory, where rows may be padded
     int64_t offset;           // in elements, from the start of all parameters
     Init init;
     bool decays;
@@ -124,30 +124,31 @@ struct Parameter {
     }
 };
 
-// A unit of the model: what one optimizer launch updates.
+// A unit of the model, which one optimizer launch updates.
 struct Unit {
     std::string name;
     int64_t offset, size;  // in elements, padding included
-    int64_t decayed;       // how many from the start decay
+    int64_t decayed;       // how many elements, from the start, get weight decay
 };
 
-// What stands before the names of a block's tensors, behind the family's prefix.
+// The part of a block's tensor names between the family's prefix and their own names.
 inline std::string block_prefix(const Family& family, int layer) {
     return std::string(family.blocks) + "." + std::to_string(layer) + ".";
 }
 
-// Where every tensor of a model lies, or of what is trained beside a frozen one; the same for weights,
-// gradients and optimizer state.
+// Where every tensor of a model, or of an adapter, is in memory. The same layout holds for weights, gradients
+// and optimizer state.
 class Layout {
   public:
-    // Of the model's own tensors.
+    // Layout of the model's own tensors.
     explicit Layout(const ModelConfig& config)
         : Layout(config, config.family->prefix, [&](int unit) {
               const Family& family = *config.family;
               if (unit == 0) return family.embeddings(config);
               return unit <= config.layers ? family.block(config) : family.head(config);
           }) {}
-    // Of tensors in tables of their own: table(unit), which may be empty. Names in files begin with `prefix`.
+    // Layout of the tensors in other tables: table(unit) may be empty. Their names in files begin with
+    // `prefix`.
     template <class Tables>
     Layout(const ModelConfig& config, const std::string& prefix, Tables&& table) : config_(config) {
         add_unit("embeddings", prefix, "", table(0));
@@ -158,7 +159,7 @@ class Layout {
     const ModelConfig& config() const { return config_; }
     const std::vector<Parameter>& parameters() const { return parameters_; }
     const std::vector<Unit>& units() const { return units_; }
-    // The numbers of the units that are no block; block l is unit l + 1.
+    // The numbers of the units that are not blocks; block l is unit l + 1.
     int embeddings_unit() const { return 0; }
     int head_unit() const { return config_.layers + 1; }
     std::span<const Parameter> parameters_of(int unit) const {
@@ -167,15 +168,15 @@ class Layout {
         const size_t end = last ? parameters_.size() : first_parameter_[static_cast<size_t>(unit) + 1];
         return std::span(parameters_).subspan(first, end - first);
     }
-    // Elements, with padding: what a buffer of all parameters holds.
+    // Number of elements in a buffer of all parameters, padding included.
     int64_t size() const { return size_; }
-    // The number of parameters as the field counts them: without padding.
+    // The number of parameters as usually counted: without padding.
     int64_t count() const {
         int64_t n = 0;
         for (const Parameter& p : parameters_) n += p.shape.size();
         return n;
     }
-    // Those that each token is multiplied with, which embeddings that are only looked up are not.
+    // The parameters that each token is multiplied with: all but embeddings that are only looked up.
     int64_t multiplied() const {
         int64_t n = count();
         for (const Parameter& p : parameters_of(embeddings_unit()))
@@ -184,7 +185,7 @@ class Layout {
         return n;
     }
 
-    // Views of a unit's tensors in a buffer of its own size, by what they are for.
+    // Views of a unit's tensors, by purpose, in a buffer of the unit's size.
     template <class T>
     Embeddings<T> embeddings(T* unit) const {
         const Find<T> at{*this, embeddings_unit(), unit};
@@ -212,7 +213,7 @@ class Layout {
     }
 
   private:
-    // A tensor of a unit at an address, or an absent one where the unit has none for that.
+    // Finds a unit's tensor of a field, as a view at `base`; absent if the unit has none.
     template <class T>
     struct Find {
         const Layout& layout;
@@ -272,14 +273,14 @@ class Layout {
     ModelConfig config_;
     std::vector<Parameter> parameters_;
     std::vector<Unit> units_;
-    std::vector<size_t> first_parameter_;  // of each unit
+    std::vector<size_t> first_parameter_;  // by unit
     int64_t size_ = 0;
 };
 
-// The initial values of a parameter from element `first` on, as GPT-2 starts: normal with deviation 0.02,
-// divided by sqrt(2 layers) for the two projections into the residual stream; biases 0, gains 1; LoRA's A
-// uniform up to 1/sqrt(its columns), as PEFT starts. Functions of the seed, the parameter's name and the
-// element alone: what else the model has changes none.
+// The initial values of a parameter from element `first` on, as in GPT-2: normal with standard deviation
+// 0.02, divided by sqrt(2 layers) for the two projections into the residual stream; biases 0, gains 1. LoRA's
+// A is uniform up to 1/sqrt(its columns), as in PEFT. Each value depends only on the seed, the parameter's
+// name and the element, so other parts of the model do not change it.
 inline void initial_values(const Parameter& p, int64_t first, int layers, uint64_t seed,
                            std::span<float> out) {
     if (p.init == Init::Zero || p.init == Init::One)

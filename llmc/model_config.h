@@ -1,5 +1,5 @@
-// model_config.h - the sizes of a model and what its family (family.h) leaves open, and the checked reading
-// of a Hugging Face config.json.
+// model_config.h - the sizes of a model and other settings that its family (family.h) leaves open, and
+// checked reading of a Hugging Face config.json.
 #pragma once
 
 #include <algorithm>
@@ -15,24 +15,24 @@ struct Family;
 
 struct ModelConfig {
     const Family* family = nullptr;
-    int vocabulary = 0;  // tokens that exist; the rows of the embedding are padded_vocabulary()
-    int positions = 0;   // the longest sequence, but for what `rope` adds: see longest()
-    // Rows of learned positions that the model's files have, where these grow (longer_positions.h); 0: all.
+    int vocabulary = 0;  // number of tokens; the embedding has padded_vocabulary() rows
+    int positions = 0;   // the longest sequence without extension by `rope`: see longest()
+    // If learned positions are extended (longer_positions.h): the rows that the model's files have; else 0.
     int grown_from = 0;
     int layers = 0, channels = 0;
-    int heads = 0, kv_heads = 0;  // of queries; of keys and values, each for heads / kv_heads of queries
-    int head_size = 0;            // which times heads need not be the channels
-    int mlp_width = 0;            // of what the activation makes
+    int heads = 0, kv_heads = 0;  // of queries; of keys and values, each for heads / kv_heads heads
+    int head_size = 0;            // head_size times heads need not equal channels
+    int mlp_width = 0;            // of the activation's output
     double norm_epsilon = 1e-5;
-    bool tied = true;      // the head multiplies with the token embedding
-    int window = 0;        // keys that a query sees, itself included; 0: all before it
-    RopeScaling rope;      // where positions are rotary
-    bool has_nf4 = false;  // the matrices of the blocks are quantized so in the model's files
-    // The tokens that begin and end a text: what a folder says of them is kept for saves. Generating stops at
-    // `stops`, which may be others.
+    bool tied = true;      // the head's matrix is the token embedding
+    int window = 0;        // keys that a query attends to, itself included; 0: all before it
+    RopeScaling rope;      // for rotary positions
+    bool has_nf4 = false;  // the model's files have the blocks' matrices in NF4
+    // The tokens that begin and end a text, as the model's folder says; they are copied to saves. Generation
+    // stops at `stops`, which may be other tokens.
     std::vector<int> begin_of_text, end_of_text, stops;
-    std::vector<int> padding;   // the token, if any, that fills up short texts: kept for saves
-    nlohmann::json generation;  // generation_config.json of the model's folder, kept for saves; null: none
+    std::vector<int> padding;   // the padding token, if any; only copied to saves
+    nlohmann::json generation;  // generation_config.json of the model's folder, for saves; null: none
 
     int padded_vocabulary() const { return (vocabulary + 127) / 128 * 128; }
     // The longest sequence, in tokens.
@@ -40,7 +40,7 @@ struct ModelConfig {
     int64_t query_width() const { return int64_t{heads} * head_size; }
     int64_t kv_width() const { return int64_t{kv_heads} * head_size; }
     int64_t qkv_width() const { return query_width() + 2 * kv_width(); }
-    // Whether the model is the same, whatever the tokens that end its texts.
+    // True if the models have the same sizes and settings. The tokens that begin or end a text may differ.
     bool operator==(const ModelConfig& o) const {
         return family == o.family && vocabulary == o.vocabulary && positions == o.positions &&
                layers == o.layers && channels == o.channels && heads == o.heads && kv_heads == o.kv_heads &&
@@ -50,7 +50,7 @@ struct ModelConfig {
 };
 
 constexpr int kMostVocabulary = 1 << 24;
-constexpr int kMostPositions = 1 << 21;  // whose tiles of attention fit a grid's height
+constexpr int kMostPositions = 1 << 21;  // so that attention's tiles fit into a grid's height
 inline int ModelConfig::longest() const {
     return static_cast<int>(std::min<double>(kMostPositions, stretched_positions(rope, positions)));
 }
@@ -59,20 +59,20 @@ constexpr int kMostChannels = 1 << 20;
 constexpr int kMostHeadSize = 128;
 constexpr int kMostMlpWidth = 1 << 22;
 
-// Reads the keys of a config.json. Each fails in one line that names the file, the key and its value where
-// that is missing without a default, not of the kind, or out of range.
+// Reads the keys of a config.json. Every function fails in one line that names the file, the key and its
+// value if the key is missing and has no default, has the wrong type, or is out of range.
 class ConfigReader {
   public:
     ConfigReader(const nlohmann::json& json, const std::string& file) : json_(json), file_(file) {
         if (!json.is_object()) fail("%s: not a JSON object", file.c_str());
     }
     const std::string& file() const { return file_; }
-    // Null counts as absent.
+    // A key that is null counts as absent.
     bool has(const char* name) const {
         const auto it = json_.find(name);
         return it != json_.end() && !it->is_null();
     }
-    // The spelling that is there, of a key that has two.
+    // For a key with two spellings: the one that is present.
     const char* either(const char* name, const char* other) const { return has(name) ? name : other; }
 
     // An integer from `least` to `most`.
@@ -83,7 +83,7 @@ class ConfigReader {
             refuse(name, format("an integer from %d to %d", least, most));
         return value.get<int>();
     }
-    // How many of something there are: at least one.
+    // A count of something: at least one.
     int size(const char* name, int most) const { return integer(name, 1, most); }
     int size(const char* name, int otherwise, int most) const {
         return has(name) ? size(name, most) : otherwise;
@@ -108,7 +108,7 @@ class ConfigReader {
         if (!json_[name].is_string()) refuse(name, "a string");
         return json_[name].get<std::string>();
     }
-    // Fails where a setting that changes the arithmetic has another value than those that we compute.
+    // Fails if the key is present with a value that is not allowed, because it would change the arithmetic.
     void must_be(const char* name, std::initializer_list<nlohmann::json> allowed) const {
         if (!has(name)) return;
         for (const nlohmann::json& value : allowed)
@@ -116,12 +116,13 @@ class ConfigReader {
         fail("%s: '%s' is %s; only %s is supported", file_.c_str(), name, shown(json_[name]).c_str(),
              allowed.begin()->dump().c_str());
     }
-    // Fails naming the key, its value, and what that must be.
+    // Fails naming the key, its value, and what it must be.
     [[noreturn]] void refuse(const std::string& name, const std::string& needed) const {
         fail("%s: '%s' is %s, but must be %s", file_.c_str(), printable(name).c_str(),
              shown(json_[name]).c_str(), needed.c_str());
     }
-    // The tokens of the vocabulary that a key names, one or a list; none where it says none.
+    // The tokens that a key names, one or a list; those outside the vocabulary are left out. Empty if the key
+    // is absent.
     std::vector<int> tokens(const char* name, int vocabulary) const {
         std::vector<int> all;
         if (!has(name)) return all;
@@ -136,7 +137,7 @@ class ConfigReader {
             add(json_[name]);
         return all;
     }
-    // The keys of an object in this one, which is empty where it is absent.
+    // The keys of an object inside this one; empty if it is absent.
     ConfigReader object(const char* name) const {
         static const nlohmann::json none = nlohmann::json::object();
         if (has(name) && !json_[name].is_object()) refuse(name, "an object");
@@ -149,7 +150,7 @@ class ConfigReader {
         if (!has(name)) fail("%s: '%s' is missing", file_.c_str(), name);
         return json_[name];
     }
-    // A value for a message, cut short.
+    // A value for messages, shortened.
     static std::string shown(const nlohmann::json& value) {
         const std::string text = value.dump(-1, ' ', true);
         return text.size() > 60 ? text.substr(0, 60) + "..." : text;

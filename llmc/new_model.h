@@ -1,4 +1,4 @@
-// new_model.h - the vocabulary of a model from scratch: that of the data it is to be trained on.
+// new_model.h - chooses the vocabulary of a model from scratch to fit the data that it will be trained on.
 #pragma once
 
 #include <algorithm>
@@ -10,13 +10,13 @@
 #include "llmc/families.h"
 #include "llmc/tokenizer.h"
 
-// Where the tokenizer of shards lies: beside them.
+// The folder of the shards, where their tokenizer is expected.
 inline std::string tokenizer_folder(const Dataset& shards) {
     const auto parent = std::filesystem::path(shards.stream_name(0)).parent_path();
     return parent.empty() ? "." : parent.string();
 }
 
-// How many tokens shards without a tokenizer have: as many as the family's own, unless there are others.
+// The vocabulary size for shards without a tokenizer: the family's default, or more if larger tokens occur.
 inline int vocabulary_of_shards(const Dataset& shards, const Family& family) {
     constexpr int kMost = 1 << 24;
     const int32_t largest = shards.largest_token();
@@ -26,8 +26,8 @@ inline int vocabulary_of_shards(const Dataset& shards, const Family& family) {
     return std::max(family.tokens.vocabulary, largest + 1);
 }
 
-// A new model for the data: text is bytes; shards have the vocabulary of the tokenizer beside them. Without
-// data it is the family's own, or bytes if that is asked for.
+// The configuration of a new model for the data. Text is read as bytes; shards have the vocabulary of the
+// tokenizer in their folder. Without data, the vocabulary is the family's default, or bytes if `bytes`.
 inline ModelConfig new_config_for(const NewModel& model, const Dataset* data, bool bytes, int seq_len) {
     if (data) bytes = data->is_text();
     if (bytes) return new_config(model, 256, seq_len);

@@ -1,5 +1,6 @@
-// not_finite.h - which tensor of a model's files has a number that is not finite. Weights that are loaded are
-// checked then; those that are streamed from the files are looked through when a loss is not finite.
+// not_finite.h - finds tensors in a model's files with values that are not finite. Weights that are loaded
+// are checked while loading. Weights that are streamed from the files are checked only when a loss is not
+// finite.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +11,8 @@
 #include "llmc/quantized_formats.h"
 #include "llmc/safetensors.h"
 
-// Fails naming the tensor of a file whose blocks, in host memory, have a number that is not finite.
+// Fails if a tensor has a value that is not finite. `data` are the blocks of a tensor of `file`, in host
+// memory.
 inline void check_blocks_finite(const WeightFormat& format, const unsigned char* data, size_t bytes,
                                 const std::string& tensor, const std::string& file) {
     const int64_t block = first_not_finite(format, data, bytes);
@@ -19,7 +21,7 @@ inline void check_blocks_finite(const WeightFormat& format, const unsigned char*
              printable(tensor).c_str(), static_cast<long long>(block), format.block);
 }
 
-// The same of a tensor on the disk, read a piece at a time.
+// Checks a tensor on disk, reading it piece by piece.
 inline void check_blocks_finite(const WeightFormat& format, const FileReader& file, uint64_t offset,
                                 size_t bytes, const std::string& tensor) {
     const size_t block = static_cast<size_t>(format.block_bytes), piece = (size_t{1} << 20) / block * block;
@@ -31,7 +33,7 @@ inline void check_blocks_finite(const WeightFormat& format, const FileReader& fi
     }
 }
 
-// Of all floats of a model's folder, among which are the scales of NF4.
+// Checks all floats in a model's folder, which include the scales of NF4.
 inline void check_files_finite(const SafetensorsFolder& files) {
     for (const auto& [name, entry] : files.entries())
         for (const WeightFormat* format : {&kStoredF32, &kStoredF16, &kStoredBf16})

@@ -1,5 +1,5 @@
-// outputs.h - what a run writes: its folder of saves is its alone, and no output is an input, another output,
-// or a part of a save or of a model.
+// outputs.h - checks what a run writes: its folder of saves must be its own, and no output may be an input,
+// another output, or a part of a save or of a model.
 #pragma once
 
 #include <cstring>
@@ -10,12 +10,12 @@
 
 #include "llmc/checkpoint.h"
 
-// A folder of saves, held by the run that saves in it; OUT/.lock is its lock. The folder is made where there
-// is none, and gone again if nothing was saved.
+// Locks the folder of saves for this run, by OUT/.lock. Creates the folder if it is missing, and removes it
+// again if nothing was saved.
 class HeldFolder {
   public:
-    // Waits up to `seconds`: a run that was killed holds its folder until all of its memory is given back.
-    // Fails naming the run that holds it. On a file system without locks it says so and goes on.
+    // Waits up to `seconds`, because a killed run keeps its lock until all of its memory is freed. Fails
+    // naming the run that has the lock. On a file system without locks, says so and goes on.
     explicit HeldFolder(const std::string& out, double seconds = 10) : path_(out + "/.lock") {
         check_writable(out);
         for (std::string folder = out; !file_exists(folder); folder = folder_above(folder))
@@ -44,7 +44,7 @@ class HeldFolder {
     HeldFolder(const HeldFolder&) = delete;
     ~HeldFolder() {
         unlink(path_.c_str());
-        for (const std::string& folder : made_) rmdir(folder.c_str());  // where it is empty
+        for (const std::string& folder : made_) rmdir(folder.c_str());  // only removes empty folders
     }
 
   private:
@@ -57,11 +57,11 @@ class HeldFolder {
     }
 
     std::string path_;
-    std::vector<std::string> made_;  // the innermost first
+    std::vector<std::string> made_;  // the folders that were created, innermost first
     std::optional<FileLock> lock_;
 };
 
-// The file that a path leads to, also where there is none yet: links followed, `a/..` gone.
+// The file that a path leads to, even if it does not exist yet: follows links and resolves `a/..`.
 inline std::string resolved(const std::string& path) {
     namespace fs = std::filesystem;
     std::error_code none;
@@ -71,13 +71,13 @@ inline std::string resolved(const std::string& path) {
     return fs::weakly_canonical(file, none).string();
 }
 
-// Whether two paths lead to one file, by whatever names and links.
+// True if two paths lead to the same file, whatever their names and links.
 inline bool same_file(const std::string& a, const std::string& b) {
     std::error_code none;
     return resolved(a) == resolved(b) || std::filesystem::equivalent(a, b, none);
 }
 
-// Whether a model's folder or a save may have a file of that name.
+// True if a model's folder or a save may have a file of this name.
 inline bool is_model_file(std::string_view name) {
     for (const char* tokenizer : kTokenizerFiles)
         if (name == tokenizer) return true;
@@ -87,7 +87,7 @@ inline bool is_model_file(std::string_view name) {
            name.ends_with(".safetensors") || name.ends_with(".safetensors.index.json");
 }
 
-// Whether `path` is a file of the model in a folder, of a save or of a folder of saves, or would become one.
+// True if `path` is, or would become, a file of the model, the save or the saves in `folder`.
 inline bool is_part_of(const std::string& path, const std::string& folder) {
     namespace fs = std::filesystem;
     const fs::path way = fs::path(resolved(path)).lexically_relative(resolved(folder));
@@ -102,25 +102,25 @@ inline bool is_part_of(const std::string& path, const std::string& folder) {
     return false;
 }
 
-// A file that an option names for a run to write.
+// A file that an option tells the run to write.
 struct Output {
     const char* option;
     std::string path;
-    const char* begins;  // with what such a file begins; "" where its reader checks
+    const char* begins;  // how such a file begins; "" if its reader checks that
     enum Kind {
-        Written,   // line by line, or at once: may be a FIFO or a device
-        Replaced,  // by a file that is renamed
-        Folder     // that must not be there yet
+        Written,   // line by line or at once; may be a FIFO or a device
+        Replaced,  // by renaming another file to it
+        Folder     // a folder that must not exist yet
     } kind = Written;
 };
 
-// Fails unless write_folder() can make a folder that is not there yet. Leaves nothing behind.
+// Fails unless write_folder() can make the folder, which must not exist yet. Leaves nothing behind.
 inline void check_new_folder(const char* option, const std::string& path) {
     const std::string folder = without_last_slashes(path), temporary = folder + ".tmp";
     struct stat info;
     if (lstat(folder.c_str(), &info) == 0)
         fail("%s %s: is there already; name a folder that is not", option, path.c_str());
-    std::vector<std::string> missing;  // the innermost first
+    std::vector<std::string> missing;  // innermost first
     for (std::string above = folder_above(folder); !file_exists(above) && above != folder_above(above);
          above = folder_above(above))
         missing.push_back(above);
@@ -133,13 +133,13 @@ inline void check_new_folder(const char* option, const std::string& path) {
             error = errno;
     if (error == 0 && mkdir(temporary.c_str(), 0777) == 0)
         rmdir(temporary.c_str());
-    else if (error == 0 && errno != EEXIST)  // else a merge that was killed has left it
+    else if (error == 0 && errno != EEXIST)  // a killed merge may have left it
         error = errno;
     for (; left < missing.size(); left++) rmdir(missing[left].c_str());
     if (error) fail("%s %s: cannot make the folder: %s", option, path.c_str(), std::strerror(error));
 }
 
-// Fails unless the file can be written, and is none already or one of the same kind.
+// Fails unless the file can be written. If it exists, it must be of the same kind.
 inline void check_output_file(const Output& o) {
     struct stat info;
     const char* path = o.path.c_str();
@@ -166,8 +166,8 @@ inline void check_output_file(const Output& o) {
         fail("%s %s: is there and is no file that %s writes: choose another name", o.option, path, o.option);
 }
 
-// Fails unless each file or folder can be written, and OUT and these are all different and no parts of the
-// models and saves in the folders `inputs`, nor the files of those in OUT. Empty paths are none.
+// Fails unless each file or folder can be written, OUT and all of these differ, and none of them is part of a
+// model or save in the folders `inputs` or of the saves in OUT. Empty paths are skipped.
 inline void check_outputs(const std::vector<Output>& files, const std::string& out,
                           const std::vector<std::string>& inputs) {
     std::vector<std::string> folders;

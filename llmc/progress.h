@@ -1,5 +1,5 @@
-// progress.h - how far a training has come, as trainer_state.json in each save says it: what a run needs to
-// go on, beside the tensors.
+// progress.h - the progress of a training run: what a run needs besides the tensors to be resumed. Each save
+// has it as trainer_state.json.
 #pragma once
 
 #include <algorithm>
@@ -17,19 +17,19 @@
 #include "llmc/save_folder.h"
 #include "llmc/state.h"
 
-// What a run needs to go on, beside the tensors.
+// What a run needs besides the tensors to be resumed.
 struct Progress {
     int64_t step = 0;            // optimizer steps done
     int64_t sequences = 0;       // sequences of the training data read
-    std::string precision = {};  // of the build that saved: "fp32" or "bf16"; a save says its own
-    bool evaluated = true;       // the validation and the sample that are due at this step were made
-    nlohmann::json options = nlohmann::json::object();  // the run's, which hold for a resumed run too
-    std::string formats = {};       // StateOptions::text() of what was saved; a save says its own
-    std::set<int64_t> others = {};  // another run's saves in the same folder, by step
-    std::string directory = {};     // from where the options' relative names count; empty in older saves
-    std::optional<double> first_loss = {};         // that of the run's first step
+    std::string precision = {};  // "fp32" or "bf16", of the build that saved; write_save() sets it
+    bool evaluated = true;       // the validation and the sample due at this step are done
+    nlohmann::json options = nlohmann::json::object();  // the run's options; a resumed run takes them over
+    std::string formats = {};       // StateOptions::text() of the saved state; write_save() sets it
+    std::set<int64_t> others = {};  // steps of another run's saves in the same folder
+    std::string directory = {};     // the options' relative names count from here; empty in older saves
+    std::optional<double> first_loss = {};         // the loss of the run's first step
     std::optional<int64_t> last_good = {};         // the step of the last good save (save_folder.h)
-    std::map<std::string, std::string> data = {};  // data_facts() of what each option named (resume.h)
+    std::map<std::string, std::string> data = {};  // by option: data_facts() of its data (resume.h)
 };
 
 inline void write_text(const std::string& path, const std::string& text) {
@@ -41,7 +41,7 @@ inline void write_json(const std::string& path, const nlohmann::json& json) {
     write_text(path, json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
 }
 
-// A text for a file of JSON. Of bytes that are not UTF-8, as JSON's texts must be, {"percent": "caf%E9"}.
+// Makes a text fit for JSON, which must be UTF-8: a text with other bytes becomes {"percent": "caf%E9"}.
 inline nlohmann::json escape_bytes(const nlohmann::json& text) {
     try {
         static_cast<void>(text.dump());
@@ -55,7 +55,7 @@ inline nlohmann::json escape_bytes(const nlohmann::json& text) {
         return {{"percent", escaped}};
     }
 }
-// And back. What escape_bytes() has not written stays what it is.
+// The inverse. Values that escape_bytes() has not made stay as they are.
 inline nlohmann::json unescape_bytes(const nlohmann::json& json) {
     if (!json.is_object() || json.size() != 1 || !json.contains("percent") || !json["percent"].is_string())
         return json;
@@ -72,7 +72,7 @@ inline nlohmann::json unescape_bytes(const nlohmann::json& json) {
     return bytes;
 }
 
-// The same for options: lists of texts, by name.
+// Converts all texts in options, which are lists of texts by name.
 inline nlohmann::json convert_options(nlohmann::json options,
                                       nlohmann::json (*convert)(const nlohmann::json&)) {
     for (nlohmann::json& values : options)
@@ -81,7 +81,7 @@ inline nlohmann::json convert_options(nlohmann::json options,
     return options;
 }
 
-// What trainer_state.json holds, in a save or a folder of saves. Fails when there is none or it is damaged.
+// Reads trainer_state.json of a save or of a folder of saves. Fails if it is missing or damaged.
 inline Progress read_progress(const std::string& folder) {
     const std::string file = resolve_save(folder) + "/trainer_state.json";
     if (!file_exists(file)) fail("%s: holds no training to resume: no trainer_state.json", folder.c_str());
@@ -125,8 +125,9 @@ inline Progress read_progress(const std::string& folder) {
     return p;
 }
 
-// The folder OUT for a run that goes on from the save `resumed`, or begins if that is empty. What is there
-// now is its own only when it goes on from there, and then what that run has found there still is not.
+// The folder OUT for a run that continues from the save `resumed`, or starts anew if that is empty. A run
+// owns the saves in OUT only if it continues from one of them, and then only those that the earlier run
+// owned.
 inline SaveFolder open_save_folder(const std::string& out, int keep, const std::string& resumed) {
     SaveFolder folder = {out, keep};
     std::error_code none;

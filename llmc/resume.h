@@ -1,5 +1,5 @@
-// resume.h - what a resumed run takes from a save beside its tensors: the options, wherever it is started and
-// whatever was moved, and the word that the data are still the same.
+// resume.h - restores a resumed run's options from a save, even if it is started elsewhere or files were
+// moved, and checks that the data are still the same.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@
 #include "llmc/dataset.h"
 #include "llmc/options.h"
 
-// Whether something has that name, or matches that glob(3) pattern.
+// True if a file has this name, or matches this glob(3) pattern.
 inline bool names_something(const std::string& pattern) {
     if (file_exists(pattern)) return true;
     glob_t found;
@@ -25,13 +25,13 @@ inline bool names_something(const std::string& pattern) {
     return matches;
 }
 
-// A file name or glob(3) pattern, counted from a folder.
+// A file name or glob(3) pattern, relative to a folder.
 inline std::string name_from(const std::string& folder, const std::string& name) {
     if (std::filesystem::path(name).is_absolute()) return name;
     const std::string whole = (std::filesystem::path(folder) / name).lexically_normal().string();
     constexpr const char* kSpecial = "*?[\\";
     if (file_exists(whole) || name.find_first_of(kSpecial) == name.npos) return whole;
-    std::string plain;  // the folder's own name is no pattern
+    std::string plain;  // special characters in the folder's own name are escaped
     for (const char c : folder) plain += (std::strchr(kSpecial, c) ? "\\" : "") + std::string(1, c);
     return plain + "/" + name;
 }
@@ -47,8 +47,9 @@ inline bool is_list_of_texts(const nlohmann::json& options, const char* name) {
     return it != options.end() && it->is_array() && std::all_of(it->begin(), it->end(), is_text);
 }
 
-// From where the relative names in a save's options count now: the folder where its run stood, or the one
-// that has moved along with OUT, or else where this process stands; the first in which the data are found.
+// The folder that the relative names in a save's options count from now. Candidates are the folder where the
+// run was started, the same folder if it was moved along with OUT, and the current folder; the first in which
+// the data are found is taken.
 inline std::string folder_of_names(const Progress& saved, const std::string& save) {
     namespace fs = std::filesystem;
     std::error_code none;
@@ -76,14 +77,14 @@ inline std::string folder_of_names(const Progress& saved, const std::string& sav
     return folders.empty() ? here : folders.front();
 }
 
-// Changes the names among options to count from a folder.
+// Makes names in an option count from `folder`.
 inline void count_names_from(const std::string& folder, const char* option, std::vector<std::string>& names) {
     for (std::string& name : names)
         if (option != std::string("--model") || !parse_new_model(name)) name = name_from(folder, name);
 }
 
-// The options of the run that made a save. Its --out is the folder of saves that this one lies in, wherever
-// that may have been moved since.
+// The options of the run that made a save. Its --out becomes the folder of saves that has this save now, even
+// if that was moved.
 inline SavedOptions saved_options(const std::string& save) {
     namespace fs = std::filesystem;
     const Progress progress = read_progress(save);
@@ -108,7 +109,7 @@ inline SavedOptions saved_options(const std::string& save) {
     return options;
 }
 
-// And back: the options that a save remembers, with names that count from progress.directory.
+// The inverse: stores a run's options in `progress`, with names that count from progress.directory.
 inline void remember_options(const Options& o, Progress& progress) {
     std::error_code none;
     const std::string here = std::filesystem::current_path(none).string();
@@ -121,8 +122,8 @@ inline void remember_options(const Options& o, Progress& progress) {
     progress.options = given;
 }
 
-// What tells data from others: how many tokens there are, and a hash (FNV-1a) of up to a million of them,
-// spread evenly, and of where streams end.
+// Identifies data: the number of tokens, and a hash (FNV-1a) of up to a million of them, evenly spread, and
+// of where streams end.
 inline std::string data_facts(const Dataset& data) {
     constexpr uint64_t kPieces = 256, kPiece = 4096;
     const uint64_t total = data.token_count(), stride = std::max(kPiece, total / kPieces);
@@ -144,8 +145,8 @@ inline std::string data_facts(const Dataset& data) {
                   static_cast<unsigned long long>(hash));
 }
 
-// Fails where the data that an option names, data_facts() of which are `now`, are not those that `save` was
-// trained on. Where they were `chosen` for this run, says so instead.
+// Fails if the data of an option, with data_facts() `now`, are not those that `save` was trained on. If the
+// user has `chosen` the data for this run, only reports it.
 inline void check_same_data(const char* option, const std::string& name, const std::string& now,
                             const Progress& saved, const std::string& save, bool chosen) {
     const auto before = saved.data.find(option);

@@ -1,16 +1,17 @@
-// save_folder.h - folders of saves: made, switched and cleared so that every moment shows a whole save.
+// save_folder.h - a folder of saves, written, switched and cleaned up so that it shows a complete save at
+// every moment.
 //
 //   OUT/step-00000200/       a save (checkpoint.h)
 //   OUT/latest            -> step-00000200
 //   OUT/model.safetensors -> latest/model.safetensors, and the same for each other file of the save
 //   OUT/.lock                while a run saves there (outputs.h)
 //
-// A save is written as step-*.tmp, synced, and renamed; then `latest` is renamed over, which switches every
-// file of OUT at once. A process killed or a machine stopped at any moment leaves the last save whole, and
-// OUT pointing at it.
+// A save is written as step-*.tmp, synced, and renamed. Then `latest` is replaced by renaming, which switches
+// every file of OUT at once. If the process is killed or the machine stops at any moment, the last save is
+// complete and OUT points to it.
 //
-// A save is good when the loss before it is not far above that of the run's first step, and the gradient is
-// not zero (Metrics::is_good()). The last good one stays, however few are kept.
+// A save is good if its last loss is not far above that of the run's first step and the gradient is not zero
+// (Metrics::is_good()). The last good save is kept even if newer ones push it out.
 #pragma once
 
 #include <fcntl.h>
@@ -33,7 +34,7 @@
 #include "llmc/file.h"
 #include "llmc/file_lock.h"
 
-// Fails naming the file when a call of the system did.
+// Fails naming the file if a system call failed.
 inline void check_call(bool good, const std::string& path, const char* action) {
     if (!good) fail("%s: cannot %s: %s", path.c_str(), action, std::strerror(errno));
 }
@@ -43,13 +44,13 @@ inline std::string folder_above(const std::string& path) {
     return above.empty() ? "." : above;
 }
 
-// The name of a folder without the slashes that may be behind it.
+// A folder's name without slashes at its end.
 inline std::string without_last_slashes(std::string path) {
     while (path.size() > 1 && path.back() == '/') path.pop_back();
     return path;
 }
 
-// Makes a folder and those above it that are missing, durably.
+// Creates a folder and its missing parent folders, durably.
 inline void make_folders(const std::string& path) {
     if (file_exists(path)) return;
     make_folders(folder_above(path));
@@ -57,15 +58,16 @@ inline void make_folders(const std::string& path) {
     sync_directory(folder_above(path));
 }
 
-// Removes a folder with all in it, if it is there.
+// Removes a folder and everything in it, if it exists.
 inline void remove_folder(const std::string& path) {
     std::error_code error;
     std::filesystem::remove_all(path, error);
     if (error) fail("%s: cannot remove: %s", path.c_str(), error.message().c_str());
 }
 
-// Gives a finished folder its final name, durably. One that had the name trades places with it in one step,
-// so that no moment is without. Where the file system cannot do that (NFS), it is `path`.old for a moment.
+// Gives a finished folder its final name, durably. If a folder has that name already, the two are exchanged
+// in one step, so there is never a moment without one. File systems that cannot do that (NFS) have the old
+// one as `path`.old for a moment.
 inline void replace_folder(const std::string& finished, const std::string& path) {
     if (renameat2(AT_FDCWD, finished.c_str(), AT_FDCWD, path.c_str(), RENAME_EXCHANGE) == 0)
         return sync_directory(folder_above(path));
@@ -76,7 +78,7 @@ inline void replace_folder(const std::string& finished, const std::string& path)
     replace_file(finished, path);
 }
 
-// Makes `path` a symbolic link, in place of the one it may have been, durably.
+// Makes `path` a symbolic link, replacing an earlier one, durably.
 inline void replace_link(const std::string& target, const std::string& path) {
     const std::string temporary = path + ".tmp";
     check_call(unlink(temporary.c_str()) == 0 || errno == ENOENT, temporary, "remove");
@@ -84,7 +86,7 @@ inline void replace_link(const std::string& target, const std::string& path) {
     replace_file(temporary, path);
 }
 
-// The names of what is in a folder.
+// The names of everything in a folder.
 inline std::vector<std::string> list_folder(const std::string& path) {
     std::vector<std::string> names;
     std::error_code error;
@@ -94,39 +96,38 @@ inline std::vector<std::string> list_folder(const std::string& path) {
     return names;
 }
 
-// Where a symbolic link leads, or "" if it is none.
+// The target of a symbolic link, or "" if it is not a link.
 inline std::string link_target(const std::string& path) {
     std::error_code none;
     return std::filesystem::read_symlink(path, none).string();
 }
 
-// "step-00000123", and back; -1 if a name is none.
+// "step-00000123", and its inverse: -1 if a name is not of that form.
 inline std::string step_name(int64_t step) { return format("step-%08lld", static_cast<long long>(step)); }
 inline int64_t step_of(const std::string& name) {
     long long step = -1;
     return std::sscanf(name.c_str(), "step-%18lld", &step) == 1 && step_name(step) == name ? step : -1;
 }
 
-// The save that a folder of saves shows now; any other folder is meant itself. Files that belong together are
-// to be read from there: `latest` may switch between them.
+// The save that a folder of saves shows now; any other folder is returned as it is. Read files that belong
+// together from the returned folder, because `latest` may switch in between.
 inline std::string resolve_save(const std::string& folder) {
     const std::string latest = link_target(folder + "/latest");
     return latest.empty() ? folder : (std::filesystem::path(folder) / latest).string();
 }
 
-// A save that is being read. As long as it is held, the run that made it does not remove it
-// (remove_old_saves()).
+// A save that is being read. While it is held, the run that made it does not remove it (remove_old_saves()).
 class HeldSave {
   public:
-    // Of a folder of saves, holds the one that it shows; any other folder is meant itself. Where there is
-    // none, whoever reads it says so.
+    // Holds the save that a folder of saves shows, or the folder itself if it is of another kind. Does not
+    // fail if there is none: the code that reads it will.
     explicit HeldSave(const std::string& folder) {
         for (int tries = 0; tries < 100; tries++) {
             path_ = resolve_save(folder);
             lock_.emplace(path_, O_RDONLY | O_DIRECTORY, FileLock::Shared);
             if (lock_->good()) return;
             if (lock_->outcome() == FileLock::Busy)
-                usleep(1000);  // it is just being removed
+                usleep(1000);  // it is being removed right now
             else if (resolve_save(folder) == path_)
                 return;
         }
@@ -139,8 +140,8 @@ class HeldSave {
     std::optional<FileLock> lock_;
 };
 
-// Makes OUT show the save `name`. Links for new files come first, leading nowhere until `latest` switches, so
-// that all appear at once; links of files that this save lacks go last.
+// Makes OUT show the save `name`. Links for new files are made first; they lead nowhere until `latest` is
+// switched, so that all files appear at once. Links of files that this save lacks are removed last.
 inline void publish(const std::string& out, const std::string& name) {
     for (const std::string& file : list_folder(out + "/" + name)) {
         const std::string link = out + "/" + file;
@@ -154,14 +155,14 @@ inline void publish(const std::string& out, const std::string& name) {
     }
 }
 
-// Where a run saves: a folder, how many saves it keeps there (0: all), the steps whose saves it does not
-// remove, as they are another run's, and the step of its last good save.
+// Where a run saves: the folder, how many saves it keeps there (0: all), the steps of saves that it never
+// removes because they are another run's, and the step of its last good save.
 struct SaveFolder {
     std::string path;
     int keep = 0;
     std::set<int64_t> others = {};
     std::optional<int64_t> good = {};
-    // The saves that are there and not another run's.
+    // The number of saves in the folder that are not another run's.
     int64_t own_count() const;
 };
 
@@ -172,16 +173,16 @@ inline int64_t SaveFolder::own_count() const {
     return count;
 }
 
-// Removes the saves that were not finished. Only for a run that holds OUT alone.
+// Removes unfinished saves. Only for a run that has locked OUT.
 inline void remove_unfinished(const std::string& out) {
     for (const std::string& name : list_folder(out))
         if (name.ends_with(".tmp") && step_of(name.substr(0, name.size() - 4)) >= 0)
             remove_folder(out + "/" + name);
 }
 
-// Removes what killed saves left behind and all but `keep` of the run's saves: that of `step`, and of the
-// others the latest before it, then the latest after it, which a run resumed from an earlier step has left
-// behind. The last good one stays beside them. One that somebody reads (HeldSave) stays until the next time.
+// Removes what killed saves left behind, and all of the run's saves but `keep`. Kept are the save of `step`,
+// then the latest before it, then the latest after it (which are there if a run was resumed from an earlier
+// step), and besides them the last good one. A save that is being read (HeldSave) stays until the next call.
 inline void remove_old_saves(const SaveFolder& folder, int64_t step) {
     const std::string& out = folder.path;
     std::vector<std::pair<bool, int64_t>> saves;  // (not after `step`, step)
@@ -194,7 +195,7 @@ inline void remove_old_saves(const SaveFolder& folder, int64_t step) {
     std::sort(saves.rbegin(), saves.rend());
     for (size_t i = static_cast<size_t>(folder.keep); folder.keep > 0 && i < saves.size(); i++) {
         if (folder.good == saves[i].second) continue;
-        // Renamed first: what has the name of a save is always whole.
+        // Renamed first, so that whatever has the name of a save is complete.
         const std::string path = out + "/" + step_name(saves[i].second);
         const FileLock lock(path, O_RDONLY | O_DIRECTORY, FileLock::Exclusive);
         if (lock.outcome() == FileLock::Busy) continue;
@@ -203,12 +204,12 @@ inline void remove_old_saves(const SaveFolder& folder, int64_t step) {
     }
 }
 
-// Fails unless OUT, which need not exist, can be made, written and linked in, and holds no files that a
-// save's links would have to replace. Leaves nothing behind.
+// Fails unless OUT can be created (if it does not exist), written to and can have links, and has no files
+// where a save's links must go. Leaves nothing behind.
 inline void check_writable(const std::string& out) {
     if (out.empty()) fail("--out is empty where the name of a folder is needed");
     struct stat info;
-    std::string nearest = out;  // to OUT of what exists
+    std::string nearest = out;  // the closest existing folder above OUT
     while (lstat(nearest.c_str(), &info) != 0) {
         if (errno != ENOENT && errno != ENOTDIR) fail("--out %s: %s", out.c_str(), std::strerror(errno));
         nearest = folder_above(nearest);

@@ -1,9 +1,11 @@
-// state.h - what a training keeps from step to step: weights, gradients, and the optimizer's state in the
-// formats the run chose. A table of buffers, from which memory, the report and saves follow.
+// state.h - the state that training keeps from step to step: weights, gradients, and the optimizer's state in
+// the formats that the run chose. It is a table of buffers, from which memory, the report and saves are
+// derived.
 //
-// A buffer holds the elements of the Layout (model.h) in its order, or one element for each stretch of
-// them: the scales of 8-bit codes. Some may lie elsewhere than on the device (elsewhere.h): the weights of
-// blocks and their gradients, each by itself; and all that only updates need, in chunks, each with its part
+// A buffer has the elements of the Layout (model.h) in their order, or one element for each group of them
+// (the scales of 8-bit codes). Some parts can be in host memory or on disk (elsewhere.h) instead of the
+// device: the weights of blocks and their gradients, block by block, and all that only updates need. The
+// latter is divided into chunks: a chunk has its part of every such buffer, so that it is transferred as one.
 // of every buffer, so that it comes and goes as one.
 #pragma once
 
@@ -20,10 +22,10 @@
 static_assert(kParameterAlignment % kQuantizedBlock == 0);
 
 enum class Optimizer { AdamW, Sgd };
-// What completes bf16 weights to fp32: a copy, or the 16 missing bits (split.h), or nothing: then updates
-// round at random. fp32 weights need none of it.
+// What extends bf16 weights to fp32: a full copy, or the 16 missing bits (split.h), or nothing; then updates
+// use stochastic rounding. fp32 weights need none of it.
 enum class Master { Fp32, Split, None };
-// How one of AdamW's moments is kept: bf16 is rounded at random, Bits8 in blocks with a scale
+// The format of one of AdamW's moments. Bf16 uses stochastic rounding; Bits8 has codes in blocks with a scale
 // (quantize8.cuh).
 enum class Moment { Fp32, Bf16, Bits8 };
 
@@ -32,7 +34,7 @@ inline constexpr const char* kOptimizerNames[] = {"adamw", "sgd"};
 inline constexpr const char* kMasterNames[] = {"fp32", "split", "none"};
 inline constexpr const char* kMomentNames[] = {"fp32", "bf16", "8bit"};
 
-// The value of a name; the name must be one of them.
+// The value with this name, which must be one of them.
 template <class Value, size_t count>
 Value named(const char* const (&names)[count], const std::string& name) {
     const auto found = std::find(std::begin(names), std::end(names), name);
@@ -41,16 +43,16 @@ Value named(const char* const (&names)[count], const std::string& name) {
 }
 
 struct StateOptions {
-    bool training = true;   // without it, only the weights
-    bool gradients = true;  // a buffer of all gradients; without it they are somebody else's
+    bool training = true;   // false: only the weights
+    bool gradients = true;  // a buffer of all gradients; false: another class has them
     Optimizer optimizer = Optimizer::AdamW;
     Master master = Master::Fp32;
     Moment m = Moment::Fp32, v = Moment::Fp32;
-    Home blocks = Home::Device;           // of the blocks' weights,
+    Home blocks = Home::Device;           // placement of the blocks' weights,
     Home block_gradients = Home::Device;  // of their gradients,
     Home updated = Home::Device;          // and of what only updates need: moments, master
 
-    // As the options that ask for it, for messages and saves.
+    // The options that choose this, for messages and saves.
     std::string text() const {
         std::string s = std::string("--optimizer ") + kOptimizerNames[static_cast<int>(optimizer)] +
                         " --master " + kMasterNames[static_cast<int>(master)];
@@ -61,8 +63,8 @@ struct StateOptions {
     }
 };
 
-// The weight of a master's value: in bf16 the upper half of its split, whether the rest is kept so or in
-// full, so that both give the same bits. A NaN stays one.
+// Converts a master weight to a weight. In bf16 this is the upper half of its split, also if the master is a
+// full copy, so that both give the same bits. A NaN stays NaN.
 template <class T>
 SIMT_HOST_DEVICE T narrow_master(float x) {
     if constexpr (std::is_same_v<T, float>)
@@ -73,34 +75,34 @@ SIMT_HOST_DEVICE T narrow_master(float x) {
 
 enum class StatePart { Weights, Gradients, M, MScale, V, VScale, Master };
 
-// Elements of a buffer that are not on the device: those that stand for the model's from `first` on, and
-// where they lie.
+// Elements of a buffer that are not on the device. They store the model's elements from `first` on, and begin
+// at byte `at` of their place in host memory or on disk.
 struct StatePiece {
     int64_t first, count;
     uint64_t at;
 };
 
-// Elements of the model whose state comes to the device together.
+// Elements of the model whose optimizer state is transferred together.
 struct StateChunk {
     int unit;
     int64_t first, count;
 };
-constexpr int64_t kStateChunk = int64_t{1} << 18;  // elements of a chunk at most
+constexpr int64_t kStateChunk = int64_t{1} << 18;  // maximum number of elements in a chunk
 static_assert(kStateChunk % kParameterAlignment == 0);
 
-// A row of the table.
+// A row of the table: one buffer.
 struct StateBuffer {
     StatePart part;
     const char* name;                     // in the report
-    const char* kind;                     // the line of the report's totals where it counts
+    const char* kind;                     // the line of the report's totals in which it is counted
     const char* prefix;                   // of its parameters' names in a save; null: not saved
-    const char* dtype;                    // as dtype_name() has it
+    const char* dtype;                    // as dtype_name() returns it
     size_t width;                         // bytes of an element
-    int span;                             // elements of the model that one of its elements stands for
-    int64_t elements = 0;                 // on the device
+    int span;                             // how many elements of the model one of its elements stores
+    int64_t elements = 0;                 // number of elements on the device
     DeviceBuffer memory = {};             // empty before allocate()
-    std::vector<StatePiece> pieces = {};  // what is not there, in order and without a gap
-    Elsewhere* place = nullptr;           // where those are
+    std::vector<StatePiece> pieces = {};  // elements that are not on the device, in order without gaps
+    Elsewhere* place = nullptr;           // where the pieces are
 
     size_t bytes() const { return static_cast<size_t>(elements) * width; }
     size_t bytes_of(int64_t count) const {
@@ -109,14 +111,14 @@ struct StateBuffer {
     bool is_on_device(int64_t at) const {
         return pieces.empty() || at < pieces.front().first || at >= elsewhere_end();
     }
-    // The element that stands for element `at` of the model; null where that is not on the device.
+    // The address of what stores element `at` of the model; null if that is not on the device.
     char* at(int64_t at) const {
         if (!memory.data() || !is_on_device(at)) return nullptr;
         if (!pieces.empty() && at >= elsewhere_end()) at -= elsewhere_end() - pieces.front().first;
         return memory.data() + static_cast<size_t>(at / span) * width;
     }
-    // Copies what stands for `count` elements of the model from or to the host, wherever it lies: all of it
-    // in one unit.
+    // Copies what stores `count` elements of the model to or from the host, wherever it is. All of them must
+    // be in one unit.
     void read(int64_t at, int64_t count, void* host) const {
         if (is_on_device(at)) return copy_to_host(host, this->at(at), bytes_of(count), {});
         for_each_piece(at, count, [&](uint64_t from, size_t first, size_t bytes) {
@@ -132,8 +134,8 @@ struct StateBuffer {
 
   private:
     int64_t elsewhere_end() const { return pieces.back().first + pieces.back().count; }
-    // Calls f(at, first, bytes) for each piece's part of those elements, which begins `first` bytes behind
-    // the first of them.
+    // Calls f(at, first, bytes) for each piece's part of these elements; that part begins `first` bytes after
+    // the first element.
     template <class F>
     void for_each_piece(int64_t from, int64_t count, F&& f) const {
         auto piece = std::upper_bound(pieces.begin(), pieces.end(), from,
@@ -155,7 +157,7 @@ class State {
     State(Layout where, const StateOptions& state_options) : layout(std::move(where)) {
         choose(state_options);
     }
-    // Writes the table; takes no memory yet.
+    // Makes the table; allocates nothing yet.
     void choose(const StateOptions& state_options) {
         options = state_options;
         buffers_.clear();
@@ -176,9 +178,9 @@ class State {
         place_blocks(StatePart::Gradients, options.block_gradients);
         place_chunks();
     }
-    // Where what is not on the device is to lie, each in a place of at least so many bytes: the blocks'
-    // weights and their gradients, one block_bytes() after another, and the chunks, one chunk_bytes() after
-    // another.
+    // Sets where the parts that are not on the device are stored. `blocks` and `block_gradients` have the
+    // weights and gradients of one block after another, block_bytes() each; `chunks` has the chunks,
+    // chunk_bytes() each.
     void lie_in(Elsewhere* blocks, Elsewhere* block_gradients, Elsewhere* chunks) {
         for (StateBuffer& b : buffers_)
             if (!b.pieces.empty())
@@ -190,7 +192,7 @@ class State {
         return whole_sectors(static_cast<size_t>(layout.units()[1].size) * sizeof(T));
     }
     const std::vector<StateChunk>& chunks() const { return chunks_; }  // in the order of the units
-    // The numbers of a unit's chunks: from `first` up to `end`.
+    // The numbers of a unit's chunks: from `first` up to, but not including, `end`.
     struct ChunkNumbers {
         size_t first, end;
         size_t count() const { return end - first; }
@@ -201,14 +203,14 @@ class State {
         return {first_chunks_[u], first_chunks_[u + 1]};
     }
     size_t chunk_bytes() const { return chunk_bytes_; }
-    // Where a part of a chunk begins in it; null in a rehearsal, and where the state has no such part.
+    // Where a part begins in a chunk; null in a rehearsal, or if the state has no such part.
     template <class E>
     E* in_chunk(StatePart part, char* chunk) const {
         const StateBuffer* b = find(part);
         return b && chunk ? reinterpret_cast<E*>(chunk + b->pieces.front().at) : nullptr;
     }
 
-    // Takes the memory, zeroed.
+    // Allocates the memory, filled with zeros.
     void allocate() {
         for (StateBuffer& b : buffers_)
             if (b.elements > 0 || b.pieces.empty()) b.memory = DeviceBuffer(b.bytes(), b.name);
@@ -220,7 +222,8 @@ class State {
             if (b.part == part) return &b;
         return nullptr;
     }
-    // Where element `at` of the model is in that buffer. Null before allocate(), and where there is none.
+    // Where element `at` of the model is in the buffer of this part. Null before allocate(), or if there is
+    // none.
     template <class E>
     E* data(StatePart part, int64_t at = 0) const {
         const StateBuffer* b = find(part);
@@ -230,7 +233,7 @@ class State {
     T* weights() const { return data<T>(StatePart::Weights); }
 
     const Layout layout;
-    StateOptions options;  // as choose() was told
+    StateOptions options;  // as given to choose()
 
   private:
     template <class E>
@@ -248,7 +251,7 @@ class State {
                        scale_prefix, kQuantizedBlock);
         }
     }
-    // Has what blocks have of a part lie elsewhere, where that is asked for.
+    // Moves the blocks' elements of a part off the device, if `home` says so.
     void place_blocks(StatePart part, Home home) {
         if (home == Home::Device) return;
         for (StateBuffer& b : buffers_) {
@@ -260,7 +263,7 @@ class State {
             }
         }
     }
-    // And all that only updates need.
+    // Moves all that only updates need off the device, in chunks, if the options say so.
     void place_chunks() {
         chunks_.clear();
         first_chunks_ = {0};
@@ -293,6 +296,6 @@ class State {
 
     std::vector<StateBuffer> buffers_;
     std::vector<StateChunk> chunks_;
-    std::vector<size_t> first_chunks_;  // of each unit; then how many there are
+    std::vector<size_t> first_chunks_;  // the first chunk of each unit; then the number of chunks
     size_t chunk_bytes_ = 0;
 };

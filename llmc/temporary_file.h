@@ -1,5 +1,5 @@
-// temporary_file.h - bytes that a process keeps for itself on a disk, in a file without a name: however the
-// process ends, they are gone with it.
+// temporary_file.h - keeps a process's temporary data on disk in a file without a name, so that it is gone
+// when the process ends, however it ends.
 #pragma once
 
 #include <cerrno>
@@ -12,14 +12,14 @@
 
 #include "llmc/file.h"
 
-// Where they are: TMPDIR, else /var/tmp, as /tmp may be memory.
+// The folder for such files: TMPDIR, else /var/tmp, because /tmp may be in memory.
 inline std::string temporary_folder() {
     const char* chosen = std::getenv("TMPDIR");
     return chosen && *chosen ? chosen : "/var/tmp";
 }
 
-// Makes a file without a name there, opened with these flags beside O_RDWR; negative, and errno says why,
-// where that cannot be.
+// Creates a file without a name in `folder`, opened with O_RDWR and `flags`. If that fails, returns a
+// negative number and errno says why.
 inline int make_nameless_file(const std::string& folder, int flags) {
     std::string path = folder + "/train-XXXXXX";
     const int fd = mkostemp(path.data(), O_CLOEXEC | flags);
@@ -27,13 +27,13 @@ inline int make_nameless_file(const std::string& folder, int flags) {
     return fd;
 }
 
-// The bytes of such files that this process works in as in memory, now.
+// Bytes of such files that this process uses as working memory now.
 inline uint64_t working_file_bytes = 0;
 
 class TemporaryFile {
   public:
-    // `holds` says in messages what it keeps.
-    // Fails, as append() and finish() do, in one line that names the folder.
+    // `holds` names the data in messages. The constructor, append() and finish() fail in one line that names
+    // the folder.
     explicit TemporaryFile(std::string holds)
         : holds_(std::move(holds)), folder_(temporary_folder()), file_(make()), writes_(file_.fd()) {
         buffer_.reserve(kBufferBytes);
@@ -47,10 +47,10 @@ class TemporaryFile {
         else
             buffer_.insert(buffer_.end(), first, first + bytes);
     }
-    // Has all that was appended be there to read, on the disk and not in the page cache.
+    // Makes everything that was appended readable: it is on the disk, and not in the page cache.
     void finish() {
         flush();
-        std::vector<char>().swap(buffer_);  // with its memory
+        std::vector<char>().swap(buffer_);  // frees its memory too
         if (!writes_.finish()) fail_to("write");
     }
     void read(uint64_t first, size_t bytes, void* out) const {
@@ -59,7 +59,7 @@ class TemporaryFile {
         if (static_cast<size_t>(got) < bytes) bug("%s were read beyond their end", holds_.c_str());
     }
 
-    // Gives back what the page cache holds of it.
+    // Drops the file's pages from the page cache.
     void drop_pages() const { drop_pages_of(file_.fd()); }
 
   private:

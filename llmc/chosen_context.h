@@ -1,4 +1,4 @@
-// chosen_context.h - --context auto: the longest sequences that fit, by the plans of runs without data.
+// chosen_context.h - --context auto: finds the longest sequences that fit, from plans of runs without data.
 #pragma once
 
 #include <algorithm>
@@ -16,8 +16,8 @@
 #include "llmc/report.h"
 #include "llmc/run_inputs.h"
 
-// The longest sequences that fit, a multiple of 64 tokens or `most` of them. Whether some do,
-// fits(tokens) says; that the shortest do is its caller's to know.
+// The longest sequences for which fits(tokens) is true: a multiple of 64 tokens, or `most`. The caller has
+// checked that the shortest ones fit.
 template <class Fits>
 int fit_context(int most, Fits&& fits) {
     constexpr int64_t kStep = 64;
@@ -35,8 +35,8 @@ int fit_context(int most, Fits&& fits) {
     return tokens(fitting);
 }
 
-// The tokens that the longest of the training examples takes in sequences of no more than `most`, `batch` of
-// them in an epoch.
+// The length in tokens that sequences need for the longest training example, at most `most`; less if an epoch
+// would otherwise have fewer than `batch` sequences.
 inline uint64_t most_tokens_of_examples(Options o, int most) {
     const auto batch = static_cast<uint64_t>(o.batch);
     o.plan = true;
@@ -51,10 +51,11 @@ inline uint64_t most_tokens_of_examples(Options o, int most) {
     return batch > 1 ? std::min(longest, rows / batch) : longest;
 }
 
-// The data of either option, by what is asked of them: of texts and shards, or of examples.
+// What the data of --data and --val-data allow: which of them are examples, and how long sequences of the
+// others can be.
 struct DataKinds {
     bool has_examples = false, trains_examples = false;
-    uint64_t most = kMostPositions;  // tokens that a sequence of the others can have, `batch` in an epoch
+    uint64_t most = kMostPositions;  // longest possible sequence of the others, `batch` per epoch
 };
 inline DataKinds kinds_of_data(const Options& o) {
     DataKinds kinds;
@@ -75,7 +76,7 @@ inline DataKinds kinds_of_data(const Options& o) {
     return kinds;
 }
 
-// The options of a plan of such runs, whose --seq-len may then be any.
+// The options for planning such runs; any --seq-len is allowed.
 inline Options options_of_plan(Options o) {
     o.plan = true;
     o.data.clear(), o.val_data.clear();
@@ -85,7 +86,7 @@ inline Options options_of_plan(Options o) {
     return o;
 }
 
-// The options with the longest sequences that fit, and in `choices` why no longer.
+// The options with the longest sequences that fit; the reason for the length goes to `choices`.
 template <class Trial>
 Options with_chosen_context(const Options& given, Choices& choices) {
     if (given.context.empty()) return given;

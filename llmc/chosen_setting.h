@@ -1,9 +1,9 @@
-// chosen_setting.h - the settings that the options leave to be chosen: --memory, --batch auto, --head-rows
-// auto and the like.
+// chosen_setting.h - chooses the settings that options leave open: --memory, --batch auto, --head-rows auto
+// and the like.
 //
-// They are chosen by trials: trainers that never run. A Trial is made of options and inputs, which the caller
-// keeps; use() gives it a setting, and rehearse(), rehearse_training() and rehearse_validation() say what a
-// run with that takes. Trial::Element is the type of its weights.
+// The choice is made by trials: trainers that never run. A Trial is made from options and inputs, which must
+// outlive it. use() gives it a setting, and rehearse(), rehearse_training() and rehearse_validation() say
+// what a run with this setting takes. Trial::Element is the type of its weights.
 #pragma once
 
 #include <algorithm>
@@ -22,14 +22,16 @@
 #include "llmc/residences.h"
 #include "llmc/run_inputs.h"
 
-// What a run may take: --memory, or without it most of what is free. Fails where there is no device to ask.
+// The memory that a run may take: --memory or, without it, most of what is free. Fails if there is no device
+// to ask.
 inline FreeMemory memory_for(const Options& o) {
     if (o.has("--memory")) return {budget_of(o.memory).bytes, "--memory"};
     check_device(o);
     return with_reserve(memory_free_at_start(), context_bytes());
 }
 
-// What the choosers ask of a trial. Without training chunks of rows are chosen by a validation.
+// The questions that the choosers ask of a trial. A run without training chooses its chunks of rows by a
+// validation.
 template <class Trial>
 Rehearsals rehearsals_of(Trial& trial, const Options& o, const RunInputs& inputs, int64_t most_sequences) {
     using T = typename Trial::Element;
@@ -51,7 +53,7 @@ Rehearsals rehearsals_of(Trial& trial, const Options& o, const RunInputs& inputs
                 }};
 }
 
-// The options with what they leave open chosen, and in `choices` how that was.
+// The options with all open settings chosen; how they were chosen goes to `choices`.
 template <class Trial>
 Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& choices) {
     using T = typename Trial::Element;

@@ -1,10 +1,10 @@
-// closed_memory.h - memory that may be touched and memory that may not, told to AddressSanitizer. Elsewhere
-// all of this does nothing.
+// closed_memory.h - tells AddressSanitizer which memory may be accessed. In other builds all of this does
+// nothing.
 #pragma once
 
 #include <cstddef>
 
-#if defined(__has_feature)  // clang's way
+#if defined(__has_feature)  // in clang
 #if __has_feature(address_sanitizer)
 #define LLMC_ASAN 1
 #endif
@@ -15,7 +15,7 @@
 #include <sanitizer/asan_interface.h>
 #endif
 
-// Opens memory to reads and writes, or closes it.
+// Allows reads and writes of memory, or forbids them.
 inline void open_memory([[maybe_unused]] const void* p, [[maybe_unused]] size_t bytes) {
 #ifdef LLMC_ASAN
     __asan_unpoison_memory_region(p, bytes);
@@ -27,7 +27,7 @@ inline void close_memory([[maybe_unused]] const void* p, [[maybe_unused]] size_t
 #endif
 }
 
-// Stops the program where a byte of it is closed: for libraries, into which AddressSanitizer does not see.
+// Stops the program if a byte of this memory is closed. For libraries, which AddressSanitizer does not check.
 inline void check_open([[maybe_unused]] const void* p, [[maybe_unused]] size_t bytes) {
 #ifdef LLMC_ASAN
     if (const void* closed = __asan_region_is_poisoned(const_cast<void*>(p), bytes))

@@ -1,4 +1,5 @@
-// enough_memory.h - the plan beside what is free: what a run may not exceed, and how much --batch auto takes.
+// enough_memory.h - compares a plan with the free memory: how much a run may take, and the upper limits of
+// --batch auto.
 #pragma once
 
 #include <algorithm>
@@ -10,18 +11,18 @@
 #include "llmc/report.h"
 #include "llmc/solver.h"
 
-// What --batch auto takes at most: as many tokens as train well in one micro-batch, and as many sequences of
-// the data as leave ten steps to an epoch.
+// The limits of --batch auto: the most tokens that train well in one micro-batch, and the fewest steps that
+// an epoch should have.
 constexpr int64_t kMostAutoTokens = 1 << 16;
 constexpr int64_t kLeastStepsOfAnEpoch = 10;
 
-// The most sequences that --batch auto may choose, and why no more.
+// The most sequences that --batch auto may choose, and the reason for this limit.
 struct BatchCap {
     int64_t sequences;
     const char* why;
 };
 
-// `epoch`: the data's sequences, where there are data.
+// `epoch`: the number of the data's sequences, if there are data.
 inline BatchCap batch_cap(int64_t seq_len, std::optional<uint64_t> epoch) {
     const int64_t by_tokens = kMostAutoTokens / seq_len;
     const int64_t by_data =
@@ -32,8 +33,9 @@ inline BatchCap batch_cap(int64_t seq_len, std::optional<uint64_t> epoch) {
     return {std::max<int64_t>(1, cap.sequences), cap.why};
 }
 
-// What there is for a plan at the first call: before a search over settings, whose own memory serves the run
-// later. On a CPU that is what is free and what the process has already, as a plan counts all of that.
+// The memory that a plan may use, as found by the first call. Call it before a search over settings, whose
+// own memory is later reused by the run. On a CPU it includes what the process already has, because a plan
+// counts all of that.
 inline const std::vector<MemoryLimit>& limits_at_start() {
     static const std::vector<MemoryLimit> limits = memory_limits();
     return limits;
@@ -44,26 +46,28 @@ inline const FreeMemory& memory_free_at_start() {
     return free;
 }
 
-// What --memory may choose within: as many bytes as it says, or what is left of them here.
+// The bytes that --memory allows, or what is left of them on this machine.
 inline FreeMemory budget_of(const std::string& memory) {
     const size_t bytes = parse_bytes(memory, "--memory");
     if (!kHostIsDevice) return {bytes, ""};
     return available_of(bytes, limits_at_start());
 }
 
-// Where that is less, says so.
+// If less is left than --memory says, says so.
 inline std::string describe_budget(const std::string& memory, const FreeMemory& budget) {
     if (budget.limit.empty()) return memory;
     return format("%s, of which %zu MiB are left (%s)", memory.c_str(), budget.bytes >> 20,
                   budget.limit.c_str());
 }
 
-// What is free with some room left, of a device that has lent `context` to this process already.
+// The free memory without a reserve of 5%. `context` is device memory that this process's context already
+// takes.
 inline FreeMemory with_reserve(const FreeMemory& free, size_t context) {
     return {free.bytes / 20 * 19 + context, "95% of what is free: " + free.limit};
 }
 
-// What a run is still to take of what memory_free_at_start() says: a context is there when a GPU is asked.
+// How much a run will still take of memory_free_at_start(), which was measured when the GPU's context
+// existed.
 inline size_t still_to_take(const MemoryReport& r) { return r.total() - r.context; }
 
 inline std::string describe_shortage(const MemoryReport& r, const FreeMemory& free) {
@@ -71,7 +75,7 @@ inline std::string describe_shortage(const MemoryReport& r, const FreeMemory& fr
                   mebibytes(free.bytes), free.limit.c_str());
 }
 
-// Fails where the plan takes more than is free; beside a GPU also where it pins more than the host has.
+// Fails if the plan takes more than is free or, with a GPU, pins more memory than the host has free.
 inline void require_memory(const MemoryReport& r, const FreeMemory& free, bool trains) {
     if (!kHostIsDevice) {
         const FreeMemory host = host_memory_free();
@@ -89,9 +93,9 @@ inline void require_memory(const MemoryReport& r, const FreeMemory& free, bool t
          r.train->takes.empty() ? "--model" : "--batch, --seq-len or --model");
 }
 
-// The same for a plan that is only asked about: a remark.
+// For a plan that is only printed: says on stderr that it would not fit.
 inline void remark_shortage(const MemoryReport& r) {
-    if (!kHostIsDevice) return;  // a plan needs no GPU
+    if (!kHostIsDevice) return;  // a plan can be printed without a GPU
     const FreeMemory& free = memory_free_at_start();
     if (still_to_take(r) > free.bytes) fprintf(stderr, "here %s\n", describe_shortage(r, free).c_str());
 }

@@ -1,8 +1,8 @@
-// error.h - what happens when something is wrong.
+// error.h - how errors are reported.
 //
-// A user's mistake is one line that names the option or file, the value, and what would be right. Code
-// anywhere throws it with fail(); main prints it and exits with code 2. Bugs of our own are asserts; what
-// keeps memory true is checked in every build, and thrown with bug(): that ends with code 1.
+// A user's mistake is reported in one line that names the option or file, the value, and what would be right.
+// Any code throws it with fail(); main prints it and exits with code 2. Our own bugs are caught by asserts.
+// Checks that protect memory are made in every build and throw with bug(), which ends with exit code 1.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ struct UserError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
 
-// An error in the middle of a training, after which what was trained so far is good: a run that saves does so
+// An error in the middle of training that leaves the training so far intact. If the run saves, it does so
 // before it ends.
 struct RecoverableError : UserError {
     using UserError::UserError;
@@ -34,14 +34,14 @@ __attribute__((format(printf, 1, 2))) inline std::string format(const char* patt
     return text;
 }
 
-// A number of bytes in a unit in which it is not 0: "300 bytes", "12.5 KiB", "2048.0 MiB".
+// A number of bytes, in the largest of three units: "300 bytes", "12.5 KiB", "2048.0 MiB".
 inline std::string size_text(size_t bytes) {
     if (bytes < 1024) return format("%zu byte%s", bytes, bytes == 1 ? "" : "s");
     const double kib = static_cast<double>(bytes) / 1024;
     return kib < 1024 ? format("%.1f KiB", kib) : format("%.1f MiB", kib / 1024);
 }
 
-// Throws a UserError with a printf-style message: one line, no full stop, no "error:" in front.
+// Throws a UserError with a printf-style message: one line, no full stop, no "error:" at the begin.
 template <class... A>
 [[noreturn]] inline void fail(const char* pattern, A... args) {
     if constexpr (sizeof...(A) == 0)
@@ -50,7 +50,7 @@ template <class... A>
         throw UserError(format(pattern, args...));
 }
 
-// Calls use(); what it fails with gets `what` in front: the file, line or option that it was about.
+// Calls use(). If it fails, puts `what` before the message: the file, line or option that it is about.
 template <class Use>
 decltype(auto) naming(const std::string& what, Use&& use) {
     try {
@@ -60,7 +60,7 @@ decltype(auto) naming(const std::string& what, Use&& use) {
     }
 }
 
-// Throws a std::logic_error with a message like fail()'s: what it says is our mistake, not the user's.
+// Throws a std::logic_error with a message like fail()'s. The mistake is ours, not the user's.
 template <class... A>
 [[noreturn]] inline void bug(const char* pattern, A... args) {
     if constexpr (sizeof...(A) == 0)
@@ -69,13 +69,13 @@ template <class... A>
         throw std::logic_error(format(pattern, args...));
 }
 
-// In a catch: prints what was thrown in one line, and returns the code to exit with.
+// Call it in a catch block: prints the exception in one line and returns the exit code.
 inline int report_error() {
     try {
         throw;
     } catch (const UserError& e) {
         std::string line = e.what();
-        std::replace(line.begin(), line.end(), '\n', ' ');  // names of files may have any
+        std::replace(line.begin(), line.end(), '\n', ' ');  // names of files may contain newlines
         fprintf(stderr, "train: %s\n", line.c_str());
         return 2;
     } catch (const std::bad_alloc&) {

@@ -1,4 +1,4 @@
-// fit.h - the options that make a training fit: --memory by the solver, --batch auto by trying.
+// fit.h - chooses options that make training fit into memory: --memory by the solver, --batch auto by trying.
 #pragma once
 
 #include <functional>
@@ -15,7 +15,8 @@
 #include "llmc/residences.h"
 #include "llmc/solver.h"
 
-// What a run keeps from step to step. Fails where weights of type T have no use for what was asked.
+// The options of the state that a run keeps from step to step. Fails if weights of type T cannot use what was
+// asked for.
 template <class T>
 StateOptions state_options(const Options& o) {
     if (std::is_same_v<T, float> && o.steps > 0 && o.master != "fp32")
@@ -32,33 +33,33 @@ StateOptions state_options(const Options& o) {
             .updated = o.steps > 0 ? named<Home>(kHomeNames, o.state) : Home::Device};
 }
 
-// How the chooser learns what a setting takes: by rehearsals.
+// Dry runs by which the choosers learn what a setting takes.
 struct Rehearsals {
     size_t layers;
     int heads;               // of queries
-    int64_t seq_len;         // of batches; 0 where there are none
+    int64_t seq_len;         // of batches; 0 if there are none
     int64_t most_sequences;  // that a micro-batch may have
     Rates rates;
-    std::function<MemoryReport(const MemorySetting&)> report;   // of all that the run may do
-    std::function<MemoryReport(const MemorySetting&)> outline;  // the same, the training's plan not placed
-    std::function<Plan(const MemorySetting&)> training;         // that of a micro-batch alone, not placed
-    std::function<double(const MemorySetting&)> chunk_seconds;  // of one, as chunks of rows are chosen by
+    std::function<MemoryReport(const MemorySetting&)> report;   // of everything that the run may do
+    std::function<MemoryReport(const MemorySetting&)> outline;  // the same, without addresses
+    std::function<Plan(const MemorySetting&)> training;         // only one micro-batch, without addresses
+    std::function<double(const MemorySetting&)> chunk_seconds;  // of one, for chunks of rows
 
-    // A setting with what is automatic in it chosen.
+    // The setting with its automatic values chosen.
     MemorySetting with_rows(const MemorySetting& s) const {
         return with_chosen_rows(s, seq_len, layers, heads, chunk_seconds);
     }
 };
 
-// What was chosen for a run, as its report says it: by --memory, with its neighbours; by --batch auto, by
-// --context auto.
+// What was chosen for a run, as its report prints it: by --memory, followed by its neighbours; by --batch
+// auto; by --context auto.
 struct Choices {
     std::vector<MemoryChoice> memory;
     std::string batch, context;
 };
 
-// The formats of the state: the one there is first, then smaller ones where that is allowed, the harmless
-// before the lossy.
+// The formats of the optimizer's state to try: the given ones first, then smaller ones if they are allowed,
+// lossless ones before lossy ones.
 inline std::vector<MemorySetting> formats_to_try(const Options& o, bool narrow_weights) {
     MemorySetting s = setting_of(o);
     std::vector<MemorySetting> all = {s};
@@ -71,9 +72,10 @@ inline std::vector<MemorySetting> formats_to_try(const Options& o, bool narrow_w
     return all;
 }
 
-// Every micro-batch that divides the step's sequences, each with MLPs of all rows at once and in chunks, as
-// few as cost little or fewer, then with attention in chunks too, where a sequence is long and halves of
-// blocks are not lent; and each of these with every number of head rows, from large to small.
+// All settings to try. Every micro-batch that divides the step's sequences is tried with the MLP on all rows
+// at once and in chunks (the fewest chunks that cost little, then smaller ones), and then also with attention
+// in chunks if sequences are long and blocks are not streamed in halves. Each of these is tried with every
+// number of head rows, from large to small.
 inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options& o,
                                                   const Rehearsals& rehearsals) {
     const int64_t sequences = int64_t{o.batch} * o.grad_accum;
@@ -117,11 +119,12 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options
     return all;
 }
 
-// What each setting takes in memory and time, by rehearsals with all layers at one level. The rows of the
-// head change only what is between the blocks. `by_block`: one rehearsal has all micro-batches. An update of
-// its own takes as long as with the first setting: a smaller state is not chosen for a faster update, which
-// on a CPU it does not have, but for what else its room is good for. What a level has of workspace beyond
-// the least of them counts where its blocks are at their peak; what is chosen is rehearsed.
+// The memory and time of each setting, from rehearsals with all layers at one recompute level. Settings that
+// differ only in the rows of the head share their blocks' numbers, because the head changes only what happens
+// between the blocks. `by_block`: one rehearsal covers all micro-batches. A separate update is counted with
+// the time of the first setting's update: a smaller state should be chosen for the memory that it saves and
+// not for a faster update, which a CPU does not have. A level's workspace beyond that of the smallest level
+// is added to its blocks' peaks. This is an estimate; the chosen configuration is rehearsed.
 struct Profiles {
     std::vector<Profile> all;
     double update_seconds = 0;
@@ -131,7 +134,7 @@ inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
     const size_t layers = rehearsals.layers;
     Profiles made;
     auto& [all, update_seconds] = made;
-    size_t least_workspace = 0;  // of the levels
+    size_t least_workspace = 0;  // of all levels
     for (size_t i = 0; i < settings.size(); i++) {
         MemorySetting& s = settings[i];
         s.levels.assign(layers, 0);
@@ -165,8 +168,8 @@ inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
                         (arena_align(report.train->workspace) - arena_align(least_workspace));
         p.arena_floor = report.activations_of_others();
         if (all.empty()) update_seconds = report.update_seconds;
-        // What adding to gradients takes longer than writing them is the same at every level, and so is what
-        // an update of its own waits for.
+        // Accumulating into gradients takes longer than writing them. That difference, and the time that a
+        // separate update waits, are the same at every level.
         const double added = report.seconds - seconds_waited(report.phases) - report.update_seconds -
                              p.runs * seconds_of(report.train->work, rehearsals.rates);
         p.fixed_seconds = update_seconds + added + seconds_waited(report.phases, "update");
@@ -175,12 +178,13 @@ inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
     return made;
 }
 
-// One mix of residences with the settings that were tried in it, and the fastest of them that fits.
+// One configuration of placements (`mix`), the settings that were tried with it, and the fastest setting that
+// fits.
 struct Fit {
     Options mix;
     std::vector<MemorySetting> settings;
-    Solution solution;  // with the seconds of rehearsals: sums have not what mixed levels wait for
-    // Where nothing fits, of solution.least: the largest buffer, and what it has beside the device.
+    Solution solution;  // its seconds come from rehearsals: sums do not know the waits of mixed levels
+    // If nothing fits, for solution.least: its largest buffer, and what it has outside the device.
     std::pair<std::string, size_t> largest;
     BesideDevice beside = {};
 
@@ -189,7 +193,7 @@ struct Fit {
         s.levels = c.levels;
         return s;
     }
-    // Whether this is to be chosen over another: one that moves more must be worth 1% of time.
+    // True if this should be chosen over `other`: a configuration that streams more must be 1% faster.
     bool is_better_than(const Fit& other) const {
         const Solution &a = solution, &b = other.solution;
         if (!b.chosen) return a.chosen || a.least.exact < b.least.exact;
@@ -197,12 +201,12 @@ struct Fit {
     }
 };
 
-constexpr size_t kTooMuchElsewhere = SIZE_MAX;  // the total of a setting that fits nothing
+constexpr size_t kTooMuchElsewhere = SIZE_MAX;  // of a setting that does not fit outside the device
 
-// Of a mix that cannot be better than `best`, which two rehearsals may show, the least that it takes: where
-// the smallest setting, all blocks at the last level, takes more elsewhere than there is room, or of the
-// device more than another mix of levels could save; or where the first setting, the fastest, is slower with
-// all blocks at the first level.
+// Shows with two rehearsals whether a configuration cannot be better than `best`; then returns the least
+// memory that it takes. This is so if its smallest setting, with all blocks at the last level, does not fit
+// outside the device, or takes more of the device than any choice of levels could save. It is also so if its
+// first setting, the fastest, is slower with all blocks at the first level.
 inline std::optional<size_t> least_of_hopeless(std::vector<MemorySetting> settings, size_t budget,
                                                const Fit& best, const Rehearsals& rehearsals,
                                                const BesideDevice& room) {
@@ -213,7 +217,7 @@ inline std::optional<size_t> least_of_hopeless(std::vector<MemorySetting> settin
     const MemoryReport smallest = outline(settings.back(), kLastLevel);
     if (!smallest.beside().fits(room)) return kTooMuchElsewhere;
     size_t least = smallest.total();
-    // Of sequences that are just long enough for it, attention in chunks takes more than it saves.
+    // If sequences are only just long enough for it, attention in chunks takes more than it saves.
     const auto whole = std::find_if(settings.rbegin(), settings.rend(), [&](const MemorySetting& s) {
         return s.attention_rows == settings.front().attention_rows;
     });
@@ -225,16 +229,16 @@ inline std::optional<size_t> least_of_hopeless(std::vector<MemorySetting> settin
     return std::nullopt;
 }
 
-// The settings of a mix, `o`, of which nothing may take more than so many bytes elsewhere. Each format of the
-// state must be worth 1% of time over those before it. Of a mix that cannot be better than `best` nothing is
-// said but that. Fails where no micro-batch can be.
+// Finds the best setting of configuration `o`, with no more than `room` outside the device. Smaller formats
+// of the state are chosen only if they are 1% faster than larger ones. If the configuration cannot be better
+// than `best`, only the least memory that it takes is returned. Fails if no micro-batch is possible.
 inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals& rehearsals,
                         const BesideDevice& room, const Fit* best) {
     const size_t budget = budget_of(o.memory).bytes;
     Fit fit;
     fit.mix = o;
     std::vector<MemorySetting>& settings = fit.settings;
-    std::vector<size_t> ends;  // of each format's settings
+    std::vector<size_t> ends;  // where each format's settings end
     for (const MemorySetting& format : formats_to_try(o, narrow_weights)) {
         for (const MemorySetting& s : settings_to_try(format, o, rehearsals)) settings.push_back(s);
         ends.push_back(settings.size());
@@ -261,8 +265,8 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     for (size_t end : ends) {
         std::vector<Profile> allowed(profiles.begin(), profiles.begin() + static_cast<ptrdiff_t>(end));
         Solution more = solve(allowed, budget, refine);
-        // What mixed levels wait for is not known before they are rehearsed: as little as can be, or what is
-        // waited for at the last level, whichever of the two finds the faster.
+        // How long a mix of levels waits is only known after its rehearsal. So we solve twice, with no
+        // waiting and with the waiting of the last level, and take the faster solution.
         bool waits_anywhere = false;
         for (Profile& p : allowed) {
             p.fixed_seconds += p.runs * p.waited_seconds;
@@ -284,8 +288,8 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
     return fit;
 }
 
-// Fails naming the least that a run would take, as its options say it, and what would change that: room
-// elsewhere where that was `short_of_room`.
+// Fails with the least memory that a run would take, the options for that, and what would lower it. If memory
+// outside the device was `short_of_room`, suggests more of that.
 [[noreturn]] inline void fail_to_fit(const Options& given, const Fit& fit, const std::string& options,
                                      bool short_of_room) {
     if (fit.solution.least.exact == kTooMuchElsewhere) {
@@ -311,12 +315,12 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
          options.c_str(), size_text(bytes).c_str(), name.c_str(), less.c_str());
 }
 
-// --memory: the options whose plan fits and is the fastest by estimate, and what they were chosen over: the
-// first of `choices`, then its neighbours. What moves is chosen where nothing fits without; and with
-// --host-memory, which is there to be used, also where it is faster. Of mixes() the first is the one that was
-// given; fit(mix, room, best) tries its settings. Beside a GPU what is trained goes to files only where the
-// host's memory is too small. Blocks come one by one, with nothing on its way, only where nothing else fits;
-// more than one are on their way where that is faster.
+// --memory: returns the options whose plan fits and is the fastest by estimate; `choices` gets this choice
+// and then its neighbours. Configurations that stream are tried if nothing fits without streaming, and with
+// --host-memory also if they might be faster. The first of mixes() is the configuration that was given;
+// fit(mix, room, best) tries its settings. With a GPU, trained state goes to files only if the host's memory
+// is too small. Streaming without prefetching is tried only if nothing else fits, and longer prefetch
+// distances are used if they are faster.
 template <class Mixes, class FitMix>
 Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vector<MemoryChoice>& choices) {
     const bool offered = given.has("--host-memory");
@@ -374,8 +378,8 @@ Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vecto
     return best.mix;
 }
 
-// --batch auto: the largest micro-batch within `cap` whose plan fits `room`, all other options as they are,
-// and in `said` which it is and why no larger. Fails when not even one sequence fits.
+// --batch auto: the largest micro-batch up to `cap` whose plan fits into `room`, with all other options
+// unchanged. `said` gets the choice and the reason for it. Fails if not even one sequence fits.
 inline MemorySetting fit_batch(MemorySetting s, const FreeMemory& room, const BatchCap& cap,
                                const Rehearsals& rehearsals, std::string& said) {
     const int64_t most = std::min(cap.sequences, rehearsals.most_sequences);

@@ -1,6 +1,6 @@
-// host_memory.h - how much memory this process has, and how much it may have: the least of what the machine
-// has, what the cgroups that it is in allow (of version 1 and 2; Docker's and Slurm's limits are such), and
-// ulimit -v and -d.
+// host_memory.h - how much memory this process has and how much it may have. That is the least of the
+// machine's memory, the limits of its cgroups (version 1 and 2; Docker and Slurm set such limits), and ulimit
+// -v and -d.
 #pragma once
 
 #include <omp.h>
@@ -19,7 +19,7 @@
 
 #include "llmc/error.h"
 
-// Bytes that are free, and what keeps them from being more. SIZE_MAX where that cannot be told.
+// The number of free bytes, and the limit that they come from. SIZE_MAX if unknown.
 struct FreeMemory {
     size_t bytes = SIZE_MAX;
     std::string limit;
@@ -30,18 +30,18 @@ struct FreeMemory {
     }
 };
 
-// What a run maps and does not touch, measured with 1 to 16 threads: room for products to be compiled in, and
-// heaps, and the products that a search for the largest batch describes. It counts where addresses are
-// limited, and nowhere else.
+// Address space that a run maps but does not touch, measured with 1 to 16 threads: for the code that compiles
+// products, for heaps, and for the products that a search for the largest batch describes. It counts only if
+// address space is limited.
 inline size_t untouched_bytes(int threads) { return static_cast<size_t>(28 + 4 * threads) << 20; }
 
-// The most of one library that a run reads. oneDNN's has 38 MiB of code and tables for all kinds of machines,
-// of which trainings, validations and samples in fp32 and bf16 were seen to read 7.2.
+// The most memory of one library that a run reads. oneDNN has 38 MiB of code and tables for all kinds of
+// machines; training, validation and sampling in fp32 and bf16 were measured to read 7.2 MiB of it.
 constexpr size_t kMostOfALibrary = size_t{15} << 19;
 
-// The pages of the executable and its libraries that a run has in memory at the most: those that are mapped
-// from files with code, as /proc/self/maps lists them. Which of them are there already differs from run to
-// run; a plan counts them all. 0 where there is no /proc.
+// The most memory that pages of the executable and its libraries take: pages that are mapped from files with
+// code, as listed in /proc/self/maps. Which of them are in memory at the start differs from run to run, so a
+// plan counts them all. 0 if there is no /proc.
 inline size_t library_bytes(const std::string& root = "") {
     std::ifstream maps(root + "/proc/self/maps");
     std::map<std::string, size_t> sizes;  // by device and inode
@@ -52,7 +52,7 @@ inline size_t library_bytes(const std::string& root = "") {
         if (sscanf(line.c_str(), "%lx-%lx %4s %*s %15s %lu", &begin, &end, access, device, &inode) != 5)
             continue;
         if (inode == 0 || access[0] != 'r' || access[1] == 'w')
-            continue;  // pages that are written are copies
+            continue;  // pages that can be written are copies
         const std::string file = format("%s %lu", device, inode);
         sizes[file] += end - begin;
         if (access[2] == 'x') with_code.insert(file);
@@ -62,16 +62,16 @@ inline size_t library_bytes(const std::string& root = "") {
     return sum;
 }
 
-// What the process has of a plan already: memory of its own, and pages of its executable and libraries, as
-// far as they are in memory and as a plan counts them.
+// What the process already has of the memory in a plan: memory of its own, pages of its executable and
+// libraries that are in memory, and the latter as a plan counts them.
 struct OwnMemory {
     size_t anonymous = 0, resident_files = 0, libraries = 0;
 
     static OwnMemory now(const std::string& root = "");
 };
 
-// The soft limits of this process; RLIM_INFINITY is none. Of what they allow, `untouched` bytes are for no
-// plan.
+// The soft limits of this process; RLIM_INFINITY means none. `untouched` bytes of what they allow are not
+// available to a plan.
 struct ProcessLimits {
     rlim_t address_space = RLIM_INFINITY, data = RLIM_INFINITY;
     size_t untouched = 0;
@@ -86,7 +86,7 @@ struct ProcessLimits {
     }
 };
 
-// The number behind `name` on its line of a file: "MemAvailable:   123 kB". Nothing where there is none.
+// The number after `name` in a file with lines like "MemAvailable:   123 kB". Nothing if there is none.
 inline std::optional<uint64_t> number_in_file(const std::string& path, const std::string& name) {
     std::ifstream file(path);
     for (std::string line; std::getline(file, line);) {
@@ -98,7 +98,7 @@ inline std::optional<uint64_t> number_in_file(const std::string& path, const std
     return std::nullopt;
 }
 
-// The number that is all of a file. Nothing where it holds another word, as "max".
+// The number that is the whole content of a file. Nothing if it is a word such as "max".
 inline std::optional<uint64_t> number_of_file(const std::string& path) {
     std::ifstream file(path);
     uint64_t number = 0;
@@ -113,14 +113,14 @@ inline OwnMemory OwnMemory::now(const std::string& root) {
     return {status("RssAnon:"), status("RssFile:"), library_bytes(root)};
 }
 
-// A hierarchy of cgroups that may limit memory: where it is mounted, and where in it this process is.
+// A hierarchy of cgroups that may limit memory: where it is mounted, and this process's folder in it.
 struct MemoryCgroups {
     int version;
     std::string mounted_at;
-    std::string folder;  // below it: "/a/b", or empty
+    std::string folder;  // relative to mounted_at: "/a/b", or empty
 };
 
-// A path of /proc/self/mountinfo, whose spaces are written as \040.
+// Decodes a path from /proc/self/mountinfo, in which spaces are written as \040.
 inline std::string unescaped(const std::string& text) {
     std::string plain;
     for (size_t i = 0; i < text.size(); i++) {
@@ -133,13 +133,13 @@ inline std::string unescaped(const std::string& text) {
     return plain;
 }
 
-// The names between commas.
+// True if `name` is in a comma-separated list.
 inline bool has_name(const std::string& list, const std::string& name) {
     return ("," + list + ",").find("," + name + ",") != std::string::npos;
 }
 
-// The process's path in a hierarchy, from /proc/self/cgroup: lines of "4:memory:/path", of version 2
-// "0::/path".
+// The process's path in a hierarchy, from /proc/self/cgroup: lines like "4:memory:/path", or "0::/path" in
+// version 2.
 inline std::optional<std::string> cgroup_path(const std::string& root, int version) {
     std::ifstream file(root + "/proc/self/cgroup");
     for (std::string line; std::getline(file, line);) {
@@ -151,9 +151,9 @@ inline std::optional<std::string> cgroup_path(const std::string& root, int versi
     return std::nullopt;
 }
 
-// The hierarchies that are mounted here, from /proc/self/mountinfo. A mount may show a part of a hierarchy,
-// as in a container: then its own path is cut off the process's; where that lies elsewhere, only the mount is
-// seen.
+// The hierarchies that are mounted, from /proc/self/mountinfo. A mount may show only a part of a hierarchy,
+// as in a container; then the mounted part's path is removed from the process's path. If the process is
+// outside that part, only the mount's root is used.
 inline std::vector<MemoryCgroups> memory_cgroups(const std::string& root) {
     std::vector<MemoryCgroups> all;
     std::ifstream file(root + "/proc/self/mountinfo");
@@ -177,22 +177,22 @@ inline std::vector<MemoryCgroups> memory_cgroups(const std::string& root) {
     return all;
 }
 
-// From here on a limit of version 1 is none: it has no word for that, but a number near 2^63.
+// Values from here on mean no limit: version 1 writes a number near 2^63 instead of a word.
 constexpr uint64_t kNoCgroupLimit = uint64_t{1} << 60;
 
-// One limit of memory: all that it allows, what of that is free now, and what this process may have in all,
-// with what it has already.
+// A memory limit: how much it allows, how much of that is free now, and how much this process may have in
+// all, including what it already has.
 struct MemoryLimit {
     size_t most, free, in_all;
     std::string name;
 };
 
-// What the kernel takes in a cgroup for a process beside the pages that it asks for: one page of tables for
-// 512 of them, and some more.
+// What the kernel takes in a cgroup for a process besides the pages that the process asks for: one page of
+// page tables per 512 pages, and some more.
 constexpr uint64_t kPageBytes = 4096, kPagesOfATable = 512, kKernelBytes = 1 << 20;
 
-// Adds the limits of one cgroup. Files that were read and may be dropped count as free, unless they may be
-// the libraries of its processes.
+// Adds the limits of one cgroup. Cached files that can be dropped count as free, unless they may be the
+// libraries of its processes.
 inline void add_cgroup_limits(std::vector<MemoryLimit>& all, const std::string& root, int version,
                               const std::string& folder, const OwnMemory& own) {
     const std::string at = root + folder;
@@ -216,13 +216,13 @@ inline void add_cgroup_limits(std::vector<MemoryLimit>& all, const std::string& 
         }
 }
 
-// All limits that hold for this process now. `root` is put in front of every path, for tests.
+// All limits of this process now. Tests put `root` before every path.
 inline std::vector<MemoryLimit> memory_limits(const std::string& root = "",
                                               const ProcessLimits& limits = ProcessLimits::now(),
                                               const OwnMemory& own = OwnMemory::now()) {
     std::vector<MemoryLimit> all;
     if (const auto kib = number_in_file(root + "/proc/meminfo", "MemAvailable:")) {
-        const uint64_t free = *kib << 10;  // pages of files are available, mapped ones too
+        const uint64_t free = *kib << 10;  // MemAvailable includes pages of files, even mapped ones
         all.push_back({number_in_file(root + "/proc/meminfo", "MemTotal:").value_or(*kib) << 10, free,
                        free + own.anonymous, "this machine's memory"});
     }
@@ -246,7 +246,7 @@ inline std::vector<MemoryLimit> memory_limits(const std::string& root = "",
     return all;
 }
 
-// What is free for this process now, beside what it has.
+// What is free for this process now, in addition to what it has.
 inline FreeMemory host_memory_free(const std::string& root = "",
                                    const ProcessLimits& limits = ProcessLimits::now()) {
     FreeMemory free;
@@ -255,16 +255,16 @@ inline FreeMemory host_memory_free(const std::string& root = "",
     return free;
 }
 
-// What this process may have in all, with what it has already: what a plan may take.
+// What this process may have in all, including what it already has: the budget of a plan.
 inline FreeMemory host_memory_in_all(const std::vector<MemoryLimit>& limits) {
     FreeMemory free;
     for (const MemoryLimit& limit : limits) free.at_most(limit.in_all, limit.name);
     return free;
 }
 
-// What there really is of a number of bytes that somebody would have the process take: less than that where a
-// limit that allows as many has less left now. Whole MiB, so that a plan and its run see the same. A limit
-// that is smaller than those bytes is another machine's than the one they are meant for.
+// How much of a budget of `bytes` is really available: less if a limit that allows at least `bytes` has less
+// left now. Rounded to whole MiB, so that a plan and its run agree. Limits below `bytes` are ignored: such a
+// budget is meant for another machine.
 inline FreeMemory available_of(size_t bytes, const std::vector<MemoryLimit>& limits) {
     FreeMemory free{bytes, ""};
     for (const MemoryLimit& limit : limits)

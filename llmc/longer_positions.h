@@ -1,5 +1,5 @@
-// longer_positions.h - sequences beyond those that a model was trained on: a scaling of its rotary positions
-// (--rope-scaling), more of its learned ones (--positions).
+// longer_positions.h - extends a model to longer sequences than it was trained on: by scaling its rotary
+// positions (--rope-scaling), or by adding learned ones (--positions).
 #pragma once
 
 #include <algorithm>
@@ -11,8 +11,8 @@
 
 #include "llmc/families.h"
 
-// The tokens of the sequences that a model was trained on before its rotary positions were scaled. Files of
-// `linear` name only what the factor makes of it.
+// The length, in tokens, of the sequences that a model was trained on before its rotary positions were
+// scaled. Files with `linear` only have that length times the factor.
 inline int unscaled_positions(const ModelConfig& c) {
     const RopeType type = c.rope.type;
     if (type == RopeType::kLinear) return std::max(1, static_cast<int>(c.positions / c.rope.factor));
@@ -20,15 +20,15 @@ inline int unscaled_positions(const ModelConfig& c) {
     return named ? c.rope.original_max_position_embeddings : c.positions;
 }
 
-// The factor for --rope-scaling, a power of two, with which a model has as many positions.
+// The smallest power of two that, as the factor of --rope-scaling, gives the model `positions` positions.
 inline int64_t factor_for(const ModelConfig& c, int64_t positions) {
     int64_t factor = 2;
     while (factor * unscaled_positions(c) < positions) factor *= 2;
     return factor;
 }
 
-// A scaling as --rope-scaling has it, "yarn:4"; all but its type and factor as it comes. Fails where it is
-// none.
+// Parses --rope-scaling, as in "yarn:4". Everything except type and factor has its default. Fails if it is
+// not of this form.
 inline RopeScaling parse_rope_scaling(const std::string& asked) {
     const char* const given = asked.c_str();
     const size_t colon = std::min(asked.find(':'), asked.size());
@@ -44,9 +44,9 @@ inline RopeScaling parse_rope_scaling(const std::string& asked) {
     return rope;
 }
 
-// Has the scaling take the place of what a model has. The factor says how many times as long as the sequences
-// that the model was trained on unscaled its sequences may be. Fails where that is no more than now, or the
-// model has other positions.
+// Replaces a model's scaling by the one in `asked`. The factor is the maximum length of sequences divided by
+// the length that the model was trained on without scaling. Fails if that is no longer than now, or if the
+// model's positions are not rotary.
 inline void scale_rope(ModelConfig& c, const std::string& asked) {
     const char* const given = asked.c_str();
     RopeScaling rope = parse_rope_scaling(asked);
@@ -69,11 +69,12 @@ inline void scale_rope(ModelConfig& c, const std::string& asked) {
     rope.theta = c.rope.theta;
     if (rope.type != RopeType::kLinear) rope.original_max_position_embeddings = unscaled;
     c.rope = rope;
-    // The factor of `dynamic` counts from the positions that the file names.
+    // The factor of `dynamic` multiplies the positions in the file.
     c.positions = rope.type == RopeType::kDynamic ? unscaled : static_cast<int>(longest);
 }
 
-// Has a model's learned positions grow to so many. Fails where it has more, or others.
+// Extends a model's learned positions to `positions`. Fails if it has more, or if its positions are not
+// learned.
 inline void grow_positions(ModelConfig& c, int positions) {
     if (c.family->position != PositionKind::Learned)
         fail("--positions %d: a %s has no learned positions; %s", positions, c.family->name,
@@ -86,8 +87,8 @@ inline void grow_positions(ModelConfig& c, int positions) {
     c.positions = positions;
 }
 
-// What --rope-scaling and --positions, empty and 0 where they are not given, make of the model that a folder
-// or file holds; a new one has neither.
+// Applies --rope-scaling (empty: not given) and --positions (0: not given) to the model of a folder or file.
+// A new model may have neither.
 inline void lengthen(ModelConfig& c, const std::string& rope_scaling, int positions, bool is_new) {
     if (is_new && (!rope_scaling.empty() || positions > 0))
         fail("%s: is for a model that was trained; a new one has the positions of its --seq-len",
@@ -97,7 +98,7 @@ inline void lengthen(ModelConfig& c, const std::string& rope_scaling, int positi
     if (positions > 0) grow_positions(c, positions);
 }
 
-// Says what sequences the model has beyond those of its files. `beside`: what is trained is saved beside it.
+// Reports how sequences are longer than in the model's files. `beside`: an adapter is trained and saved.
 inline void print_longer_positions(FILE* to, const ModelConfig& c, const std::string& rope_scaling,
                                    bool beside) {
     if (!rope_scaling.empty())
@@ -111,8 +112,8 @@ inline void print_longer_positions(FILE* to, const ModelConfig& c, const std::st
         fprintf(to, "an adapter's folder cannot say that: give the option with the adapter again\n");
 }
 
-// Row j of `rows` that `trained` (M, columns) is stretched to: linear between the trained rows beside
-// j (M - 1) / (rows - 1), so that the first and the last stay what they are.
+// Row j of the `rows` rows that `trained` (M, columns) is stretched to: interpolated linearly between the
+// trained rows around j (M - 1) / (rows - 1). The first and the last row stay the same.
 inline std::vector<float> stretched_row(const std::vector<float>& trained, int64_t columns, int64_t j,
                                         int64_t rows) {
     const int64_t last = static_cast<int64_t>(trained.size()) / columns - 1;

@@ -1,5 +1,5 @@
-// loss_by_position.h - --loss-by-position: a validation's losses by position, from their sums on the device
-// to a line of the file.
+// loss_by_position.h - --loss-by-position: sums up a validation's losses by position on the device and writes
+// them as a line to a file.
 #pragma once
 
 #include <cstdint>
@@ -14,10 +14,10 @@
 
 class LossByPosition {
   public:
-    // Of sequences of so many tokens; 0 where no file is asked for.
+    // For sequences of `seq_len` tokens; 0 if no file was asked for.
     explicit LossByPosition(int64_t seq_len) : seq_len_(seq_len) {}
 
-    // The numbers on the device that it needs, and where they are: (seq_len), or nothing.
+    // How many numbers it needs on the device, and the tensor of them: (seq_len), or nothing.
     int64_t numbers() const { return seq_len_; }
     Tensor<float> sums() const {
         return seq_len_ > 0 ? Tensor<float>(reinterpret_cast<float*>(memory_.data()), {seq_len_})
@@ -32,7 +32,8 @@ class LossByPosition {
     // Fails if a line could not be written.
     void check() const { file_.check(); }
 
-    // A validation begins; counts the tokens with a loss of each of its batches; and ends, with that mean.
+    // begin() starts a validation, count() counts the tokens with a loss in each of its batches, and end()
+    // writes the line; `loss` is the validation's mean loss.
     void begin(Stream stream) {
         Tensor<float> sums = this->sums();
         if (sums) device_fill(sums.data(), 0, static_cast<size_t>(sums.bytes()), stream);

@@ -1,5 +1,5 @@
-// memory_setting.h - what may be chosen of a run so that it fits: read from its options, written into them,
-// and into those that a save remembers.
+// memory_setting.h - the settings that may be chosen to make a run fit: reads them from options, and writes
+// them into options and into those that a save remembers.
 #pragma once
 
 #include <cstdint>
@@ -9,12 +9,12 @@
 #include "llmc/options.h"
 #include "llmc/recompute.h"
 
-// What may be chosen. The tokens of a step, batch * grad_accum sequences, stay what they are.
+// The settings that may be chosen. The sequences of a step, batch * grad_accum, stay the same.
 struct MemorySetting {
     int batch, grad_accum;
     int64_t head_rows, mlp_rows, attention_rows;
     std::string master, adam_m, adam_v;
-    std::vector<int> levels = {};  // of recompute, by layer
+    std::vector<int> levels = {};  // recompute levels, by layer
 
     bool same_state(const MemorySetting& other) const {
         return master == other.master && adam_m == other.adam_m && adam_v == other.adam_v;
@@ -36,8 +36,8 @@ inline void apply_setting(const MemorySetting& s, Options& o) {
     o.recompute = levels_text(s.levels, recompute_names());
 }
 
-// Writes what was chosen into the options that a save remembers, in place of the budget: a resumed run shall
-// run the same. `given`: the options before that.
+// Replaces the budget by the choice in the options that a save remembers, so that a resumed run makes no
+// other choice. `given`: the options before choosing.
 inline void remember_choice(const Options& given, Options& o) {
     auto remember = [&](const char* option, const std::string& value) { o.given[option] = {value}; };
     if (o.steps > 0) remember("--head-rows", std::to_string(o.head_rows));

@@ -1,5 +1,5 @@
-// metrics.h - what each step leaves for the host: its loss and its gradients' norms, in the device's memory,
-// read when the step is done; then checked, printed and logged.
+// metrics.h - the results of each step: its loss and the norms of its gradients. They are written in device
+// memory, read when the step is done, then checked, printed and logged.
 #pragma once
 
 #include <algorithm>
@@ -23,10 +23,10 @@
 #include "llmc/step_lines.h"
 #include "llmc/tensor.h"
 
-// A file of JSON lines, as of --log. Without a name nothing is written.
+// A file of JSON lines, such as that of --log. Without a name, nothing is written.
 class LogFile {
   public:
-    // `option` is what named it.
+    // `option` is the option that named the file.
     void open(const std::string& path, bool append, const char* option = "--log") {
         if (path.empty()) return;
         path_ = path, option_ = option;
@@ -37,7 +37,8 @@ class LogFile {
         }
         if (!file_) fail("%s %s: %s", option, path.c_str(), strerror(errno));
     }
-    // A line that cannot be written is the last: check() says so, where the training can be saved.
+    // After a line that cannot be written, no more are written. check() reports the error at a point where
+    // the training can be saved.
     void write(const nlohmann::ordered_json& line) {
         if (!file_) return;
         if (fprintf(file_.get(), "%s\n", line.dump().c_str()) >= 0 && fflush(file_.get()) == 0) return;
@@ -57,8 +58,8 @@ class LogFile {
 
 class Metrics {
   public:
-    // The norm of the whole gradient is in the first of `norms` numbers, or is that of all of them together.
-    // It may be made of so many sums of squares.
+    // The gradient's norm is the first of `norms` numbers or, with norm_of_each, the norm of all of them
+    // together. `sums` is the number of sums of squares from which the norm is computed.
     Metrics(int64_t norms, bool norm_of_each, int64_t sums)
         : norm_of_each_(norm_of_each), norms_(nullptr, {norms, 1}), sums_(nullptr, {sums, 1}) {}
 
@@ -68,7 +69,7 @@ class Metrics {
     Tensor<float>& sums() { return sums_; }    // (sums, 1)
     int64_t count() const { return 1 + norms_.rows() + sums_.rows(); }
     size_t bytes() const { return static_cast<size_t>(count()) * sizeof(float); }
-    // The pinned host memory that what a step left is read to.
+    // The pinned host memory to which a step's results are read.
     size_t pinned_bytes() const { return kHostIsDevice ? 0 : std::size(copies_) * copy_bytes(); }
     void allocate() {
         memory_ = DeviceBuffer(bytes(), "the metrics");
@@ -79,46 +80,47 @@ class Metrics {
         for (auto& copy : copies_) copy.emplace(copy_bytes());
     }
 
-    // From here on steps are printed and logged.
+    // From here on, steps are printed and logged.
     void print_to(const StepLines& lines) { lines_ = lines; }
     LogFile& log() { return log_; }
     const LogFile& log() const { return log_; }
-    // From here on lines say how long steps wait for what lives elsewhere than on the device.
+    // From here on, the lines say how long steps wait for data that is streamed from host or disk.
     void count_waiting(Stream stream) {
         for (auto& waits : waits_) waits.emplace(stream);
     }
-    // The last good save, for the message of a loss that is not finite.
+    // The last good save, for the message about a loss that is not finite.
     std::string last_save = "none";
-    // The loss of the run's first step that had one. A resumed run begins with the save's.
+    // The loss of the run's first step with a loss. A resumed run takes it from the save.
     std::optional<double> first_loss;
-    // Whether what the latest step has left is worth to be kept: its loss is not far above the first one, and
-    // its gradient is not zero, as that of a model is whose activations have died. Both are finite, as read()
-    // has seen.
+    // True if the state after the latest step is worth saving: its loss is not far above the first one, and
+    // its gradient is not zero (as it is when all activations have died). read() has checked that both are
+    // finite.
     bool is_good() const { return why_bad().empty(); }
-    // What is wrong with it; empty where it is good.
+    // What is wrong with the latest step; empty if it is good.
     std::string why_bad() const {
         if (!latest_ || !first_loss) return "";
         const double loss = latest_->first, most = *first_loss + std::max(1.0, *first_loss);
         if (loss > most) return format("a loss of %g, far above the %g of the first step", loss, *first_loss);
         return latest_->second == 0 ? "a gradient of zero" : "";
     }
-    // Called before a loss that is not finite is reported, where no step had one yet: fails if it knows why.
+    // Called before reporting a loss that is not finite, if no step had a finite one yet. Fails if it knows
+    // the reason.
     std::function<void()> explain = [] {};
 
     void step_begins(int64_t step) {
         if (pending_.empty()) completed_ = clock_.seconds();
         if (waits_[step % 2]) waits_[step % 2]->start();
     }
-    // Has what the step left read when the stream gets there, and looks at the step before, so that the
-    // device has work while the host does.
+    // Queues reading the step's results, then processes the step before, so that the device has work while
+    // the host does that.
     void step_ends(int64_t step, double rate, Stream stream) {
         if (waits_[step % 2]) waits_[step % 2]->stop();
         copies_[step % 2]->start(memory_.data(), stream);
         pending_.push_back({step, rate});
         read(kStepsAhead);
     }
-    // Looks at all steps, and prints the line of the latest: what follows is to stand after it. Before
-    // anything of a step is kept, it was looked at.
+    // Processes all steps and prints the line of the latest, so that other output can follow. Nothing of a
+    // step is saved before the step was processed.
     void finish() {
         read(0);
         if (lines_) lines_->print_latest();
@@ -128,8 +130,8 @@ class Metrics {
     size_t copy_bytes() const { return sizeof(float) * static_cast<size_t>(1 + norms_.rows()); }
     static constexpr size_t kStepsAhead = StepGraphs::kReplays ? 1 : 0;
 
-    // Looks at what the steps have left, but for the latest `ahead` of them. Fails where it is not finite. A
-    // step's time is that between the end of the step before and its own.
+    // Processes the results of all steps except the latest `ahead`. Fails if they are not finite. A step's
+    // time is measured from the end of the step before it to its own end.
     void read(size_t ahead) {
         for (; pending_.size() > ahead; pending_.pop_front()) {
             const auto [step, rate] = pending_.front();
@@ -141,7 +143,7 @@ class Metrics {
                 fail("step %lld: the loss is %g and the gradient's norm %g; the last good save: %s",
                      static_cast<long long>(step + 1), loss, norm, last_save.c_str());
             }
-            if (loss != 0 || norm != 0) {  // else it had no token to learn
+            if (loss != 0 || norm != 0) {  // else no token had a loss
                 if (!first_loss) first_loss = loss;
                 latest_ = {loss, norm};
             }
@@ -171,12 +173,12 @@ class Metrics {
     bool norm_of_each_;
     Tensor<float> loss_{nullptr, {1}}, norms_, sums_;
     DeviceBuffer memory_;
-    std::optional<Readback> copies_[2];  // of even and of odd steps
-    std::deque<Pending> pending_;        // steps that were enqueued and not looked at yet
+    std::optional<Readback> copies_[2];  // for even and odd steps
+    std::deque<Pending> pending_;        // steps that were queued and not processed yet
     WallClock clock_;
-    std::optional<StepWaits> waits_[2];                // of even and of odd steps
-    std::optional<std::pair<double, double>> latest_;  // loss and norm of the latest step that had one
-    double completed_ = 0;  // on the clock: when the latest step that was looked at was done
+    std::optional<StepWaits> waits_[2];                // for even and odd steps
+    std::optional<std::pair<double, double>> latest_;  // loss and norm of the latest step that had a loss
+    double completed_ = 0;  // when the latest processed step was done, on the clock
     std::optional<StepLines> lines_;
     LogFile log_;
 };

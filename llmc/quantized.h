@@ -1,12 +1,13 @@
-// quantized.h - matrices of weights in a quantized format: what a format is, and what can be done with such a
-// matrix: make floats of it, all or some rows, and multiply a row with it.
+// quantized.h - weight matrices in quantized formats: what a format is, and the operations on such a matrix:
+// dequantize it, wholly or some rows, and multiply it with one row.
 //
-// A format is a value, as a family of models is (family.h): one file has its decoder, the bytes of a matrix
-// and its place in files; quantized_formats.h lists them. The decoder is what kernels have of a matrix:
+// A format is a value, as a family of models is (family.h). Each format has one file with its decoder, the
+// layout of a matrix in memory and the place of its parts in files; quantized_formats.h lists them all. A
+// kernel reads a matrix through its decoder:
 //
 //     template <int N> void decode(float (&w)[N], int64_t i) const;   // elements i to i + N - 1
 //
-// for N = 1, 4, 8, 16 or 32 and an i that is a multiple of it. Decoded values are the same bits everywhere.
+// for N = 1, 4, 8, 16 or 32, with i a multiple of N. Decoded values have the same bits everywhere.
 #pragma once
 
 #include <bit>
@@ -18,7 +19,7 @@
 #elif defined(__x86_64__)
 #include <immintrin.h>
 #if defined(__AVX512F__)
-#define SIMT_AVX512 1  // its masked forms, for of the others g++ 12 warns (GCC's bug 105593)
+#define SIMT_AVX512 1  // use masked intrinsics: g++ 12 warns about the others (GCC's bug 105593)
 #endif
 #endif
 
@@ -28,12 +29,12 @@
 struct QuantizedView;
 
 struct WeightFormat {
-    const char* name;       // as messages and options spell it
-    const char* file_type;  // how files name it: GGUF's type, bitsandbytes' quant_type
-    int ggml_type;          // its number in GGUF files; -1: not one of theirs
+    const char* name;       // its name in messages and options
+    const char* file_type;  // its name in files: GGUF's type, bitsandbytes' quant_type
+    int ggml_type;          // its number in GGUF files; -1: not a GGUF type
     int block;              // elements that share a scale
-    int block_bytes;        // of them, where a matrix is nothing but blocks; else 0
-    // Of a matrix of so many elements in memory.
+    int block_bytes;        // bytes of a block, if a matrix consists of blocks only; else 0
+    // bytes: the size in memory of a matrix with `elements` elements. The others are described below.
     int64_t (*bytes)(int64_t elements);
     void (*to_fp32)(float* out, const QuantizedView&, int64_t first_row, int64_t count, Stream);
     void (*to_bf16)(bf16* out, const QuantizedView&, int64_t first_row, int64_t count, Stream);
@@ -42,38 +43,38 @@ struct WeightFormat {
     void (*matvec_fp32)(float* out, const float* x, const QuantizedView&, const float* bias, Stream);
     void (*matvec_bf16)(bf16* out, const bf16* x, const QuantizedView&, const bf16* bias, Stream);
     void (*matvec_widened)(float* out, const bf16* x, const QuantizedView&, const bf16* bias, Stream);
-    int halves[2] = {-1, -1};  // where a block of bytes has its fp16 scales; -1: it has none
+    int halves[2] = {-1, -1};  // offsets of a block's fp16 scales; -1: none
 };
 
-// A matrix in device memory, row-major; null data in a rehearsal.
+// A matrix in device memory, row-major; data is null in a rehearsal.
 struct QuantizedView {
     const WeightFormat* format = nullptr;
     const unsigned char* data = nullptr;  // aligned to 16 bytes, quantized_bytes() of them
     int64_t rows = 0, columns = 0;
 
     int64_t elements() const { return rows * columns; }
-    // Of a format that is floats of that type, the first.
+    // The elements, if the format is floats of type T.
     template <class T>
     T* floats() const {
         return const_cast<T*>(reinterpret_cast<const T*>(data));
     }
 };
 
-// The bytes that a matrix of so many elements takes in memory, a multiple of 16. The file of the format says
-// what lies where.
+// The bytes that a matrix with `elements` elements takes in memory, a multiple of 16. The format's file
+// describes their layout.
 inline int64_t quantized_bytes(const WeightFormat& format, int64_t elements) {
     return format.bytes(elements);
 }
 inline int64_t quantized_bytes(const QuantizedView& w) { return quantized_bytes(*w.format, w.elements()); }
 
-// Where the next part of a matrix may start.
+// The next part of a matrix may start at multiples of this.
 constexpr int64_t kQuantizedAlignment = 16;
 constexpr int64_t aligned_part(int64_t bytes) {
     return ceil_div(bytes, kQuantizedAlignment) * kQuantizedAlignment;
 }
 
-// out (count, columns) = rows of the matrix from first_row on, each element rounded once. `out` is aligned to
-// 16 bytes, and the elements before those rows are a multiple of kDecodedRun.
+// out (count, columns) = rows of the matrix, from first_row on, each element rounded once. `out` is aligned
+// to 16 bytes, and the number of elements before first_row is a multiple of kDecodedRun.
 template <class T>
 void dequantize_slice(T* out, const QuantizedView& w, int64_t first_row, int64_t count, Stream stream) {
     if constexpr (std::is_same_v<T, float>)
@@ -82,14 +83,14 @@ void dequantize_slice(T* out, const QuantizedView& w, int64_t first_row, int64_t
         w.format->to_bf16(out, w, first_row, count, stream);
 }
 
-// out (rows, columns) = the matrix.
+// out (rows, columns) = the whole matrix.
 template <class T>
 void dequantize(T* out, const QuantizedView& w, Stream stream) {
     dequantize_slice(out, w, 0, w.rows, stream);
 }
 
-// out (count, columns) = these rows of it, as an embedding looks them up. `rows`, on the device, are in
-// range.
+// out (count, columns) = the rows of the matrix with these numbers, as in an embedding lookup. `rows` is on
+// the device; its numbers must be in range.
 template <class T>
 void dequantize_rows(T* out, const QuantizedView& w, const int* rows, int64_t count, Stream stream) {
     if constexpr (std::is_same_v<T, float>)
@@ -98,8 +99,8 @@ void dequantize_rows(T* out, const QuantizedView& w, const int* rows, int64_t co
         w.format->rows_to_bf16(out, w, rows, count, stream);
 }
 
-// out (rows) = W x + bias for x (columns): a linear layer's product with one row, where W lies (out, in). The
-// matrix is read as it is, once; sums are fp32. A null bias is none.
+// out (rows) = W x + bias for x (columns): a linear layer's product with one row, where W is (out, in). The
+// quantized matrix is read once; sums are fp32. `bias` may be null.
 template <class T, class Out>
 void quantized_matvec(Out* out, const T* x, const QuantizedView& w, const T* bias, Stream stream) {
     if constexpr (std::is_same_v<T, float>)
@@ -110,11 +111,11 @@ void quantized_matvec(Out* out, const T* x, const QuantizedView& w, const T* bia
         w.format->matvec_bf16(out, x, w, bias, stream);
 }
 
-// The longest run that decoders decode at a time; every block is whole runs.
+// The most elements that a decoder decodes at a time. Every block consists of whole runs.
 constexpr int kDecodedRun = 32;
 
-// Whether rows are whole runs: as they are where a row is whole blocks, so no decoder of single elements need
-// be compiled.
+// True if each row consists of whole runs. This is so if rows consist of whole blocks; then no decoder of
+// single elements needs to be compiled.
 template <class Decoder>
 constexpr bool kWholeRuns = requires {
     requires Decoder::kElements % kDecodedRun == 0;
@@ -142,7 +143,8 @@ void dequantize_with(T* out, const QuantizedView& w, int64_t first_row, int64_t 
                                           first, n);
 }
 
-// Calls f with the elements that a lane decodes at a time in rows of so many, as an integral constant.
+// Calls f with the number of elements that a lane decodes at a time in rows of `columns` elements, as an
+// integral constant.
 template <class T, class Decoder, class F>
 void with_decoded_run(int64_t columns, F&& f) {
     constexpr int N = kFastCpu ? kDecodedRun : kVectorSize<T>;
@@ -154,7 +156,7 @@ void with_decoded_run(int64_t columns, F&& f) {
         f(std::integral_constant<int, 1>());
 }
 
-// One warp a row.
+// One warp per row.
 template <class T, class Decoder, int N>
 __global__ void __launch_bounds__(kBlockThreads)
     dequantize_rows_kernel(T* out, Decoder weights, const int* rows, int64_t count, int64_t columns) {
@@ -177,13 +179,13 @@ void dequantize_rows_with(T* out, const QuantizedView& w, const int* rows, int64
     });
 }
 
-// And whether they are whole runs of so many.
+// True if each row consists of whole runs of kRun elements.
 template <class Decoder, int kRun>
 constexpr bool kWholeRunsOf = requires {
     requires Decoder::kElements % kRun == 0;
 };
 
-// One warp an output; two sums a lane, as a sum waits for the one before.
+// One warp per output. Each lane has two sums, because every addition waits for the one before it.
 template <class T, class Out, class Decoder, int N>
 __global__ void __launch_bounds__(kBlockThreads)
     quantized_matvec_kernel(Out* out, const T* x, Decoder weights, const T* bias, int64_t rows,
@@ -217,7 +219,7 @@ void quantized_matvec_with(Out* out, const T* x, const QuantizedView& w, const T
     });
 }
 
-// A format with the kernels of its decoder, which has bytes() too.
+// The format with the kernels of this decoder, which also defines bytes().
 template <class Decoder>
 constexpr WeightFormat quantized_format(const char* name, const char* file_type, int ggml_type, int block,
                                         int block_bytes) {
@@ -236,14 +238,14 @@ constexpr WeightFormat quantized_format(const char* name, const char* file_type,
             .matvec_widened = quantized_matvec_with<bf16, float, Decoder>};
 }
 
-// What decoders share.
+// Shared by the decoders.
 
-// A number from 0 on, divided without the care that signs take.
+// Divides a number that is not negative, faster than a signed division.
 SIMT_HOST_DEVICE int64_t divided(int64_t i, unsigned by) {
     return static_cast<int64_t>(static_cast<uint64_t>(i) / by);
 }
 
-// N bytes as numbers. For N > 1 their address is a multiple of 2.
+// Loads N bytes as integers. If N > 1, their address must be a multiple of 2.
 template <int N>
 SIMT_DEVICE void load_bytes(int (&q)[N], const unsigned char* p) {
 #if defined(SIMT_GPU)
@@ -264,11 +266,11 @@ SIMT_DEVICE void load_bytes(int (&q)[N], const unsigned char* p) {
 #endif
 }
 
-// N numbers of some bits, from bit `shift` of N bytes on.
+// Loads N small integers, masked, from bit `shift` on of each of N bytes.
 template <int N>
 SIMT_DEVICE void load_numbers(float* q, const unsigned char* p, int shift, int mask) {
 #if defined(SIMT_AVX512)
-    if constexpr (N % 16 == 0) {  // g++ leaves the loop below scalar in the midst of others
+    if constexpr (N % 16 == 0) {  // g++ does not vectorize the loop below when it is inlined next to others
         for (int k = 0; k < N; k += 16) {
             const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + k));
             const __m512i shifted = _mm512_maskz_srl_epi32(0xffff, _mm512_maskz_cvtepu8_epi32(0xffff, bytes),
@@ -283,7 +285,7 @@ SIMT_DEVICE void load_numbers(float* q, const unsigned char* p, int shift, int m
     load_bytes(bytes, p);
     for (int k = 0; k < N; k++) q[k] = static_cast<float>(bytes[k] >> shift & mask);
 }
-// N bytes that are numbers from -128 to 127.
+// Loads N bytes as integers from -128 to 127.
 template <int N>
 SIMT_DEVICE void load_signed(float* q, const unsigned char* p) {
 #if defined(SIMT_AVX512)
@@ -312,7 +314,7 @@ SIMT_DEVICE float half_at(const unsigned char* p) {
 #if defined(__F16C__)
     return _cvtsh_ss(bits);
 #else
-    // The exponent's bias is 15 in a half and 127 in a float; subnormals come out right by the product.
+    // The exponent's bias is 15 in a half and 127 in a float. The product also converts subnormals correctly.
     const uint32_t magnitude = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
     const float scaled = std::bit_cast<float>(magnitude) * 0x1p112f;
     const uint32_t finite = std::bit_cast<uint32_t>(scaled);
@@ -321,8 +323,8 @@ SIMT_DEVICE float half_at(const unsigned char* p) {
 #endif
 }
 
-// a * b + c, both rounded: a compiler must not fuse them where files were made with two roundings. To it the
-// asm could change the product.
+// a * b + c, with both results rounded. The compiler must not fuse them, because the files were made with two
+// roundings; the asm makes it believe that the product could change.
 SIMT_DEVICE float product_then_sum(float a, float b, float c) {
 #if defined(SIMT_GPU)
     return __fadd_rn(__fmul_rn(a, b), c);

@@ -1,9 +1,9 @@
-// quantized_weights.h - the matrices of a frozen model's linear layers, or that of its head, where they are
-// kept in a format of their own (quantized.h): which there are, where they lie, and how they come from files.
-// All else of the model lies in a State, over a layout without them.
+// quantized_weights.h - the weight matrices of a frozen model's linear layers, or of its head, if they are
+// stored in formats of their own (quantized.h): which matrices there are, where they are stored, and how they
+// are loaded. The model's other tensors are in a State whose layout lacks these matrices.
 //
-// They lie on the device, or somewhere else (residence.h) from where a block's are lent. Those that are lent
-// may also be the floats of a folder as its files have them.
+// The matrices are on the device, or in host memory or on disk (residence.h), from where they are streamed
+// block by block. Streamed matrices may also be the floats of a model's folder, in the files' own format.
 #pragma once
 
 #include <algorithm>
@@ -23,10 +23,11 @@
 #include "llmc/quantized_formats.h"
 #include "llmc/residence_disk.h"
 
-// The field whose matrix the head multiplies with.
+// The field with the matrix that the head multiplies by.
 inline Field head_field(const ModelConfig& c) { return c.tied ? Field::TokenEmbedding : Field::HeadWeight; }
 
-// The layout of a model's tensors, without the `matrices` of its blocks' linear layers, without these others.
+// The layout of a model without the matrices of its blocks' linear layers (if `matrices`) and without the
+// fields `others`.
 inline Layout layout_without(const ModelConfig& c, bool matrices, const std::vector<Field>& others) {
     return Layout(c, c.family->prefix, [&](int unit) {
         const Family& family = *c.family;
@@ -41,9 +42,9 @@ inline Layout layout_without(const ModelConfig& c, bool matrices, const std::vec
 
 class QuantizedWeights {
   public:
-    // Those of a model's linear layers: format_of(module, name) is that of a matrix, by its layer and its
-    // name in files. With `floats` all are floats as a folder's files have them. What is lent is a whole
-    // block, or a half. Takes no memory yet.
+    // The matrices of a model's linear layers. format_of(module, name) returns the format of a matrix, given
+    // its layer and its name in files. With `floats`, all are floats in the format of the model's files.
+    // Streaming transfers a whole block at a time, or a half of one with `halves`. Allocates nothing yet.
     template <class FormatOf>
     QuantizedWeights(const ModelConfig& c, Home home, bool halves, bool floats, FormatOf&& format_of)
         : home_(home), halves_(halves), floats_(floats), by_outputs_(!floats || c.family->by_outputs) {
@@ -54,7 +55,7 @@ class QuantizedWeights {
         }
         loans_.push_back(bytes_);
     }
-    // That of a model's head, (vocabulary, channels), which may be the token embedding too.
+    // The matrix of a model's head, (vocabulary, channels), which may also be the token embedding.
     QuantizedWeights(const ModelConfig& c, const WeightFormat& format) {
         for (const Table& table : {c.family->embeddings(c), c.family->head(c)})
             for (const Row& row : table)
@@ -66,7 +67,7 @@ class QuantizedWeights {
                 }
     }
 
-    // All of them.
+    // The bytes of all matrices.
     size_t bytes() const { return bytes_; }
     int64_t elements() const {
         int64_t n = 0;
@@ -75,26 +76,26 @@ class QuantizedWeights {
     }
     Home home() const { return home_; }
     bool is_lent() const { return home_ != Home::Device; }
-    // Whether they are the floats of files, and lie (out, in).
+    // are_floats: they are floats as in the files. by_outputs: they are stored (out, in).
     bool are_floats() const { return floats_; }
     bool by_outputs() const { return by_outputs_; }
-    // Takes their memory; on the disk they need none.
+    // Allocates their memory; on disk they need none.
     void allocate() {
         if (home_ == Home::Device) memory_ = DeviceBuffer(bytes_, "the quantized weights");
         if (home_ == Home::Host) host_ = std::make_unique<PinnedBuffer>(bytes_);
     }
 
-    // What is lent together with a block's linear layer: the whole block, or its half.
+    // The number of the transfer (a whole block, or its half) that has a block's linear layer.
     bool are_halves() const { return halves_; }
     int loan_of(int layer, Field field) const {
         return halves_ ? 2 * layer + (field == Field::UpWeight || field == Field::DownWeight) : layer;
     }
-    // A loan's bytes where they live, in memory; null before it was taken, and on the disk.
+    // The bytes of a transfer where the weights are stored in memory; null before allocate(), and on disk.
     std::span<const char> loan(int number) const {
         const char* const all = host_ ? host_->data() : memory_.data();
         return {all ? all + start_of(number) : nullptr, start_of(number + 1) - start_of(number)};
     }
-    // The bytes of each.
+    // The size of each transfer.
     std::vector<size_t> loan_bytes() const {
         std::vector<size_t> bytes;
         for (size_t i = 0; i + 1 < loans_.size(); i++) bytes.push_back(loans_[i + 1] - loans_[i]);
@@ -105,8 +106,8 @@ class QuantizedWeights {
         return *std::max_element(bytes.begin(), bytes.end());
     }
 
-    // The parts of a linear layer whose loan begins at that address on the device, or at none yet. Each is so
-    // many outputs of its matrix.
+    // The parts of a linear layer. Its transfer begins at `loan` on the device, or is not there yet (null).
+    // Each part has a range of the layer's outputs.
     std::vector<QuantizedPart> parts(int layer, Field field, const char* loan) const {
         std::vector<QuantizedPart> found;
         for (const Matrix& m : matrices_)
@@ -117,11 +118,11 @@ class QuantizedWeights {
         return found;
     }
 
-    // The only matrix.
+    // The matrix, if there is only one.
     QuantizedView view() const { return view(matrices_[0], memory_.data()); }
 
-    // Loads them from a model's folder: as its files have them where those are NF4, else quantized here, one
-    // matrix at a time; T is the type that they are quantized from. The tensors that were read go to `used`.
+    // Loads the matrices from a model's folder. NF4 matrices are read as they are in the files; others are
+    // quantized here from type T, one matrix at a time. The tensors that were read are added to `used`.
     template <class T>
     void load(const SafetensorsFolder& files, const ModelConfig& config,
               std::set<const SafetensorsEntry*>& used) {
@@ -138,7 +139,8 @@ class QuantizedWeights {
                 quantize<T>(files, m, config, to, used);
         });
     }
-    // Where each loan is in those files, for who reads it when it is borrowed: add(loan).
+    // Finds each transfer's bytes in those files and calls add(loan) with their place, for streaming from
+    // disk.
     template <class Add>
     void find(const SafetensorsFolder& files, const ModelConfig& config,
               std::set<const SafetensorsEntry*>& used, Add&& add) {
@@ -148,7 +150,7 @@ class QuantizedWeights {
             loan.pieces.push_back({entry.file, entry.offset, entry.bytes, at});
         });
     }
-    // The same of a GGUF.
+    // Does the same for a GGUF file.
     template <class Add>
     void find(const GgufModel& file, Add&& add) {
         find_each(add, [&](const Matrix& m, LoanOnDisk& loan, size_t at) {
@@ -158,7 +160,7 @@ class QuantizedWeights {
             });
         });
     }
-    // Adds them to a file's tensors. All must be in NF4.
+    // Adds the matrices to the tensors of a file. All must be in NF4.
     void add_to(FileTensors& file) const {
         for (const Matrix& m : matrices_) {
             const char* const device = memory_.data() + m.offset;
@@ -172,7 +174,7 @@ class QuantizedWeights {
     }
     bool are_double() const { return matrices_[0].format == &kNf4Double; }
 
-    // Loads them from a GGUF, as they are there.
+    // Loads the matrices from a GGUF file, in its formats.
     void load(const GgufModel& file) {
         load_each([&](const Matrix& m, unsigned char* to) {
             const GgufPart part = file.get(m.name, {m.module.outputs, m.module.inputs});
@@ -189,7 +191,7 @@ class QuantizedWeights {
         LinearModule module;
         const WeightFormat* format;
         size_t offset;
-        std::string dtype = {};  // of NF4: the type that it was quantized from, as files name it
+        std::string dtype = {};  // of NF4: the type that it was quantized from, by its name in files
     };
 
     void add(const std::string& name, const LinearModule& m, const WeightFormat* format) {
@@ -197,7 +199,7 @@ class QuantizedWeights {
         bytes_ += static_cast<size_t>(quantized_bytes(*format, m.outputs * m.inputs));
     }
     size_t start_of(int loan) const { return loans_[static_cast<size_t>(loan)]; }
-    // Calls add(loan) for each with what find_matrix(matrix, loan, at) writes into it.
+    // Calls find_matrix(matrix, loan, at) for each matrix of a transfer, then add(loan) with the result.
     template <class Add, class FindMatrix>
     void find_each(Add&& add, FindMatrix&& find_matrix) {
         for (size_t l = 0, i = 0; l + 1 < loans_.size(); l++) {
@@ -219,7 +221,7 @@ class QuantizedWeights {
         used.insert(&entry);
         return entry;
     }
-    // Has fill(matrix, to) write each matrix' bytes, in host memory.
+    // Calls fill(matrix, to) to write each matrix's bytes to host memory, and stores them.
     template <class Fill>
     void load_each(Fill&& fill) {
         std::vector<unsigned char> bytes;
@@ -262,7 +264,7 @@ class QuantizedWeights {
             if (name == m.name || name.starts_with(m.name + ".")) used.insert(entry);
         return file;
     }
-    // A matrix that lies (in, out) in files is gathered whole first.
+    // Quantizes a matrix. One that the files have as (in, out) is read completely first.
     template <class T>
     static void quantize(const SafetensorsFolder& files, Matrix& m, const ModelConfig& config,
                          unsigned char* to, std::set<const SafetensorsEntry*>& used) {
@@ -303,12 +305,12 @@ class QuantizedWeights {
     bool halves_ = false, floats_ = false, by_outputs_ = true;
     std::vector<Matrix> matrices_;
     size_t bytes_ = 0;
-    std::vector<size_t> loans_;  // where each begins among all, and their end
+    std::vector<size_t> loans_;  // where each transfer begins among all bytes, and the end of the last
     DeviceBuffer memory_;
     std::unique_ptr<PinnedBuffer> host_;
 };
 
-// The format of floats that a file's tensor has as they are.
+// The format of a tensor of floats, as it is in the file.
 inline const WeightFormat& format_of(const SafetensorsEntry& tensor, const std::string& folder) {
     for (const WeightFormat* format : {&kStoredF32, &kStoredF16, &kStoredBf16})
         if (tensor.dtype == format->file_type) return *format;
@@ -316,16 +318,15 @@ inline const WeightFormat& format_of(const SafetensorsEntry& tensor, const std::
          printable(tensor.name).c_str(), tensor.dtype.c_str());
 }
 
-// The format of a GGUF's tensor. Fails where it is none that is read.
+// The format of a GGUF tensor. Fails if it is not supported.
 inline const WeightFormat& format_of(const GgufTensor& tensor) {
     if (const WeightFormat* format = find_ggml_format(tensor.type->number)) return *format;
     fail("%s: tensor \"%s\" is %s, which is not supported", tensor.file->path().c_str(), tensor.name.c_str(),
          tensor.type->name);
 }
 
-// Loads what is not quantized of a frozen model, the tensors of `state`, from a GGUF: dequantized where the
-// file has them so, a piece at a time. room(bytes) is device memory aligned to 16 bytes that nobody else
-// uses.
+// Loads the tensors of `state`, those that are not kept quantized, from a GGUF file, dequantizing them piece
+// by piece. room(bytes) returns unused device memory, aligned to 16 bytes.
 template <class T, class Room>
 void load_weights(State<T>& state, const GgufModel& file, Stream stream, Room&& room) {
     constexpr int64_t kPiece = int64_t{1} << 20;  // bytes

@@ -1,4 +1,4 @@
-// recompute.h - what a block's forward keeps for its backward; what it does not keep, backward makes again.
+// recompute.h - what a block's forward keeps for its backward; backward recomputes the rest.
 #pragma once
 
 #include <algorithm>
@@ -9,16 +9,16 @@
 
 #include "llmc/error.h"
 
-// The tensors that a block keeps, beside its input. Any set works; each name of the ladder keeps less than
-// the one before.
+// The tensors that a block keeps besides its input. Any subset works; each level below keeps less than the
+// one before it.
 struct Keep {
-    bool backward = true;   // anything at all; not in evaluation
+    bool backward = true;   // anything at all; false in evaluation
     bool gelu = true;       // the MLP's activation
     bool norm = true;       // the layernorms' outputs
-    bool up = true;         // GELU's input, made again by one product
-    bool qkv = true;        // made again by one product
+    bool up = true;         // GELU's input, recomputed by one product
+    bool qkv = true;        // recomputed by one product
     bool attention = true;  // attention's output and lse
-    bool middle = true;     // the stream between attention and MLP: without it nothing but the input is kept
+    bool middle = true;     // the residual stream between attention and MLP; false: keep only the input
 };
 constexpr Keep kKeepNothing = {false, false, false, false, false, false, false};
 
@@ -48,7 +48,7 @@ inline std::string joined(const std::vector<std::string>& names, const char* bet
     return text;
 }
 
-// "block:4,norm:8" for the levels of twelve layers, from the first on; "norm" if all have that level.
+// The levels as text: "block:4,norm:8" for twelve layers, from the first on; "norm" if all have that level.
 inline std::string levels_text(const std::vector<int>& levels, const std::vector<std::string>& names) {
     std::string text;
     for (size_t i = 0, end; i < levels.size(); i = end) {
@@ -59,7 +59,7 @@ inline std::string levels_text(const std::vector<int>& levels, const std::vector
     return text;
 }
 
-// The levels by layer that such a text names. Fails, naming `option` and the text, on anything else.
+// Parses such a text to a level per layer. Fails on anything else, naming `option` and the text.
 inline std::vector<int> parse_levels(const std::string& text, const std::vector<std::string>& names,
                                      int layers, const char* option) {
     const std::string known = joined(names, ", ");

@@ -1,5 +1,5 @@
-// rope_scaling.h - the inverse frequencies of rotary position embedding, as a model's configuration scales
-// them.
+// rope_scaling.h - the inverse frequencies of rotary position embedding, with the scaling in a model's
+// configuration.
 #pragma once
 
 #include <algorithm>
@@ -11,29 +11,29 @@
 enum class RopeType { kDefault, kLinear, kLlama3, kYarn, kDynamic };
 inline constexpr const char* kRopeNames[] = {"default", "linear", "llama3", "yarn", "dynamic"};
 
-// As `rope_parameters` of a config.json has it; the factors of `llama3` are those of Llama 3.1. Lengths are
-// in tokens.
+// The fields are named as in `rope_parameters` of a config.json. The defaults for `llama3` are those of Llama
+// 3.1. Lengths are in tokens.
 struct RopeScaling {
     RopeType type = RopeType::kDefault;
     double theta = 10000;
-    double factor = 8;  // but for the default: how many times as long as that of training a context may be
-    double low_freq_factor = 1, high_freq_factor = 4;  // llama3 alone
-    // The length of training: of llama3, yarn and dynamic, which files of the last call
+    double factor = 8;  // maximum context length over that of training; not for kDefault
+    double low_freq_factor = 1, high_freq_factor = 4;  // only llama3
+    // Only llama3, yarn and dynamic: the context length of training, which files with `dynamic` call
     // max_position_embeddings.
     int original_max_position_embeddings = 8192;
-    // yarn alone: turns in the original context from which on a pair stays as it is, and below which it is
-    // divided by the factor; whether the pairs where that is are rounded to whole ones.
+    // Only yarn. A pair that makes more than beta_fast turns in the original context is not scaled, and one
+    // that makes fewer than beta_slow is divided by the factor. truncate: round these limits to whole pairs.
     double beta_fast = 32, beta_slow = 1;
     bool truncate = true;
-    // What cosines and sines are multiplied with; 0: as the factor and, where both are set, the two others
-    // say.
+    // Cosines and sines are multiplied by attention_factor; if it is 0, it follows from factor and, if both
+    // are set, from mscale and mscale_all_dim.
     double attention_factor = 0, mscale = 0, mscale_all_dim = 0;
 
     bool operator==(const RopeScaling&) const = default;
 };
 
-// What cosines and sines are multiplied with: 1 but for `yarn`, whose 0.1 ln(factor) + 1 sharpens the softmax
-// of long contexts (Peng et al., arXiv:2309.00071, section 3.4).
+// The factor of cosines and sines: 1, except for `yarn`, whose 0.1 ln(factor) + 1 sharpens the softmax of
+// long contexts (Peng et al., arXiv:2309.00071, section 3.4).
 inline double attention_factor(const RopeScaling& s) {
     if (s.type != RopeType::kYarn) return 1;
     if (s.attention_factor > 0) return s.attention_factor;
@@ -41,15 +41,15 @@ inline double attention_factor(const RopeScaling& s) {
     return s.mscale > 0 && s.mscale_all_dim > 0 ? of(s.mscale) / of(s.mscale_all_dim) : of(1);
 }
 
-// The longest sequence of a model whose file says max_position_embeddings: yarn's and dynamic's factors reach
-// beyond it.
+// The longest sequence of a model whose file has `positions` as max_position_embeddings. The factors of yarn
+// and dynamic extend it.
 inline double stretched_positions(const RopeScaling& s, int positions) {
     if (s.type != RopeType::kYarn && s.type != RopeType::kDynamic) return positions;
     return std::max<double>(positions, std::floor(s.factor * s.original_max_position_embeddings));
 }
 
-// The base by which `dynamic` turns a sequence of so many tokens: the longer it is beyond the length of
-// training, the slower the pairs turn. In fp32, as `transformers` has it then.
+// The base of the angles that `dynamic` uses for sequences of `length` tokens. The more they exceed the
+// length of training, the slower the pairs turn. Computed in fp32 as in `transformers`.
 inline double dynamic_theta(int head_size, const RopeScaling& s, int length) {
     if (length <= s.original_max_position_embeddings) return s.theta;
     const float longer = static_cast<float>(s.factor) * static_cast<float>(length) /
@@ -59,7 +59,7 @@ inline double dynamic_theta(int head_size, const RopeScaling& s, int length) {
     return double{static_cast<float>(s.theta) * static_cast<float>(std::pow(double{longer}, power))};
 }
 
-// The share of `yarn`'s pair i that is divided by the factor: from none to all of it between the pairs that
+// The share of `yarn`'s pair i that is divided by the factor: it grows from 0 to 1 between the pairs that
 // turn beta_fast and beta_slow times in the original context.
 inline float yarn_ramp(int head_size, const RopeScaling& s, int i) {
     const auto pair_of = [&](double turns) {
@@ -74,12 +74,12 @@ inline float yarn_ramp(int head_size, const RopeScaling& s, int i) {
                       1.f);
 }
 
-// The angle, in radians, by which each position turns pair i of the head_size / 2: theta^(-2i / head_size),
-// by `linear` divided by the factor, by `llama3` (Llama 3.1's apply_scaling) only where the wavelength is
-// long beside the original context, by `yarn` (arXiv:2309.00071, section 3.2) with a ramp over the pairs; by
-// `dynamic` with a theta that grows with the length of the sequences, in tokens. The power and its inverse
-// are rounded to fp32 as in `transformers`, with which checkpoints were trained: at position 4000 an angle
-// feels it in its fourth digit.
+// The angle, in radians, by which each position turns pair i of the head_size / 2 pairs: theta^(-2i /
+// head_size). `linear` divides it by the factor. `llama3` (Llama 3.1's apply_scaling) does so only for
+// wavelengths that are long compared with the original context. `yarn` (arXiv:2309.00071, section 3.2) does
+// so with a ramp over the pairs. `dynamic` uses a theta that grows with the length of the sequences, in
+// tokens. The power and its inverse are rounded to fp32 as in `transformers`, because checkpoints were
+// trained that way; at position 4000 the rounding changes the fourth digit of an angle.
 inline std::vector<float> inverse_frequencies(int head_size, const RopeScaling& s, int length = 0) {
     assert(head_size % 2 == 0);
     const double theta = s.type == RopeType::kDynamic ? dynamic_theta(head_size, s, length) : s.theta;

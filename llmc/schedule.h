@@ -1,4 +1,4 @@
-// schedule.h - the learning rate over the steps of a run.
+// schedule.h - the learning rate of each step.
 #pragma once
 
 #include <algorithm>
@@ -6,10 +6,10 @@
 #include <cstdint>
 #include <string>
 
-// The rate at `step` of `steps`, counted from 0. It rises linearly to `peak` over `warmup` steps and then
-// follows the schedule: "constant"; "cosine" or "linear" down to `least` at the end; "wsd"
-// (warm-up-stable-decay, Hu et al., arXiv:2404.06395): constant until the last fifth of the steps, then
-// linear down.
+// The learning rate at `step` of `steps`, counted from 0. It rises linearly to `peak` over `warmup` steps and
+// then follows the schedule: "constant"; "cosine" or "linear", falling to `least` at the end; "wsd"
+// (warm-up-stable-decay, Hu et al., arXiv:2404.06395), constant until the last fifth of the steps and then
+// falling linearly.
 inline double learning_rate(const std::string& schedule, int64_t step, int64_t steps, int64_t warmup,
                             double peak, double least) {
     if (step < warmup) return peak * static_cast<double>(step + 1) / static_cast<double>(warmup);

@@ -1,5 +1,5 @@
-// signals.h - what signals ask of a run. Some ask it to stop: they are heard between micro-batches and
-// tokens, so that it can save. SIGUSR1 asks it to save and go on.
+// signals.h - signal handling. Some signals ask the run to stop; it checks for them between micro-batches and
+// tokens, so that it can save first. SIGUSR1 asks it to save and go on.
 #pragma once
 
 #include <unistd.h>
@@ -13,7 +13,7 @@ inline volatile std::sig_atomic_t asked_to_save = 0;
 inline const char* when_interrupted = "";
 inline const char* when_asked_to_save = "";
 
-// Writes a line to stderr, in a signal handler.
+// Writes a line to stderr; safe in a signal handler.
 inline void tell(const char* line) {
     [[maybe_unused]] const ssize_t told = write(STDERR_FILENO, line, strlen(line));
 }
@@ -35,20 +35,21 @@ inline void on_save_request(int) {
     errno = before;
 }
 
-// Handles a signal, unless it was to be ignored when the program began (nohup): then it still is.
+// Sets a signal's handler, unless the signal was ignored when the program started (nohup): then it stays
+// ignored.
 inline void handle_signal(int signal, void (*handler)(int)) {
     if (std::signal(signal, handler) == SIG_IGN) std::signal(signal, SIG_IGN);
 }
 
-// For the whole program: a write beyond ulimit -f fails like any other write, instead of killing the process,
-// and a scheduler's warning (SIGUSR1) waits until there is something to save.
+// For the whole program: a write beyond ulimit -f fails like any other write instead of killing the process,
+// and SIGUSR1, with which schedulers warn, is remembered until there is something to save.
 inline void prepare_signals() {
     std::signal(SIGXFSZ, SIG_IGN);
     handle_signal(SIGUSR1, on_save_request);
 }
 
-// From here on signals stop the run after the current micro-batch or token: Ctrl-C, that of a scheduler whose
-// time is up, of a terminal that closed, of a reader of the output that is gone.
+// From here on, signals stop the run after the current micro-batch or token: from Ctrl-C, a scheduler whose
+// time limit is reached, a terminal that closes, or a pipe whose reader is gone.
 inline void stop_on_signals(bool saves) {
     when_interrupted = saves ? "stopping after this micro-batch; Ctrl-C again: at once, without saving\n"
                              : "stopping after this micro-batch; Ctrl-C again: at once\n";

@@ -1,4 +1,4 @@
-// step_lines.h - the lines that a training prints of its steps: which of them, and what they say.
+// step_lines.h - decides for which steps training prints a line, and prints it.
 #pragma once
 
 #include <cstdint>
@@ -12,25 +12,26 @@
 struct StepFigures {
     int64_t step;  // from 0
     double loss, norm, rate, seconds;
-    double waited = -1;  // seconds of them for weights that live elsewhere; negative: there are none
+    double waited = -1;  // of these, seconds waiting for streamed weights; negative: none are streamed
 };
 
-// Prints of a training's first steps a line each, then one a second, or of every `every`-th step where that
-// is not 0. Steps are counted from 1 here, up to `steps`.
+// Prints a line for each of the first steps, then one line per second or, if `every` is not 0, one for every
+// `every`-th step. Printed steps are counted from 1, up to `steps`.
 class StepLines {
   public:
-    // A step's tokens and FLOPs; its utilisation is relative to peak_flops a second.
+    // A step's tokens and FLOPs. Utilization is relative to peak_flops per second.
     struct Amounts {
         double tokens, flops, peak_flops;
     };
     StepLines(FILE* to, int64_t first_step, int64_t steps, int64_t every, Amounts a_step)
         : to_(to), first_step_(first_step), steps_(steps), every_(every), a_step_(a_step) {}
 
-    // Of a step.
+    // Tokens of a step.
     double tokens() const { return a_step_.tokens; }
-    // A step that is done, at so many seconds on any clock.
+    // A step is done; `now` is the time in seconds on any clock.
     void add(const StepFigures& f, double now) {
-        // The first steps are slower: products are compiled, graphs recorded. The time left follows the rest.
+        // The first steps are slower, because products are compiled and graphs recorded. The time left is
+        // estimated from the others.
         const bool early = f.step < first_step_ + kFirst;
         seconds_per_step_ = early ? f.seconds : 0.9 * seconds_per_step_ + 0.1 * f.seconds;
         latest_ = f;
@@ -38,7 +39,7 @@ class StepLines {
         if (early || (every_ > 0 ? (f.step + 1) % every_ == 0 : now >= printed_ + 1)) print_latest();
     }
 
-    // The line of the latest step, if it was not printed: before something else is, and at the end.
+    // Prints the line of the latest step if it was not printed: before other output, and at the end.
     void print_latest() {
         if (!latest_) return;
         const StepFigures f = *std::exchange(latest_, std::nullopt);
@@ -64,6 +65,6 @@ class StepLines {
     int64_t first_step_, steps_, every_;
     Amounts a_step_;
     double seconds_per_step_ = 0;
-    std::optional<StepFigures> latest_;  // if its line was not printed
-    double now_ = 0, printed_ = 0;       // when the latest step was done, and that which was printed last
+    std::optional<StepFigures> latest_;  // the latest step, if its line was not printed
+    double now_ = 0, printed_ = 0;       // when the latest step was done, and the one printed last
 };

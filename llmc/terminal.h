@@ -1,5 +1,5 @@
-// terminal.h - text that a model wrote, on its way to a terminal, which would obey the control characters in
-// it. Into a pipe or a file bytes go as they are.
+// terminal.h - writes a model's text. On a terminal, control characters are escaped, because the terminal
+// would obey them; pipes and files get the bytes unchanged.
 #pragma once
 
 #include <unistd.h>
@@ -12,8 +12,8 @@
 
 #include "llmc/error.h"
 
-// How many bytes at the start of a text are its first character, by the table of well-formed UTF-8 (Unicode
-// 15.0, table 3-7); 0 where more bytes are needed to tell, -1 where the first one begins no character.
+// The number of bytes of the first character in a text, by the table of well-formed UTF-8 (Unicode 15.0,
+// table 3-7); 0 if more bytes are needed to tell, -1 if the first byte begins no character.
 inline int whole_character(std::string_view text) {
     if (text.empty()) return 0;
     const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
@@ -22,7 +22,7 @@ inline int whole_character(std::string_view text) {
     for (size_t i = 1; i < static_cast<size_t>(count); i++) {
         if (i == text.size()) return 0;
         int low = 0x80, high = 0xbf;
-        if (i == 1 && lead == 0xe0) low = 0xa0;  // no longer than needed
+        if (i == 1 && lead == 0xe0) low = 0xa0;  // not longer than necessary
         if (i == 1 && lead == 0xf0) low = 0x90;
         if (i == 1 && lead == 0xed) high = 0x9f;  // no surrogates
         if (i == 1 && lead == 0xf4) high = 0x8f;  // up to U+10FFFF
@@ -31,11 +31,11 @@ inline int whole_character(std::string_view text) {
     return count;
 }
 
-// What a terminal is to get of bytes that come in pieces: characters as they are, and as \x1b each byte of a
-// control character, but for newline and tab, and each that is no UTF-8.
+// Escapes bytes that arrive in pieces for a terminal: each byte of a control character (except newline and
+// tab) and each byte that is not UTF-8 becomes \x1b or the like. Other characters stay as they are.
 class TerminalText {
   public:
-    // What can be shown by now. The beginning of a character is held back until the rest of it has come.
+    // What can be shown so far. The begin of an incomplete character is held back until the rest arrives.
     std::string add(std::string_view bytes) {
         held_ += bytes;
         std::string shown;
@@ -49,7 +49,7 @@ class TerminalText {
         held_.erase(0, at);
         return shown;
     }
-    // What is left of a character that has not come whole.
+    // The escaped bytes of a character that stayed incomplete.
     std::string finish() { return escaped(std::exchange(held_, {})); }
 
   private:
@@ -67,7 +67,7 @@ class TerminalText {
     std::string held_;
 };
 
-// Writes text to a file in pieces, each at once.
+// Writes text to a file piece by piece, without delay.
 class TextOutput {
   public:
     explicit TextOutput(FILE* to) : to_(to), terminal_(isatty(fileno(to)) == 1) {}
@@ -77,7 +77,7 @@ class TextOutput {
         else
             put(bytes);
     }
-    // The end of the text, and what is to follow it.
+    // Ends the text and writes what follows it.
     void finish(std::string_view ending) { put(text_.finish()), put(ending); }
 
   private:

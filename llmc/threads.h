@@ -1,8 +1,8 @@
-// threads.h - the CPU's threads: counted once, at the start, and there from then on.
+// threads.h - starts the CPU's threads once, at the beginning, and counts them.
 //
-// OpenMP may grant a parallel region fewer threads than asked for (OMP_THREAD_LIMIT, OMP_DYNAMIC,
-// OMP_MAX_ACTIVE_LEVELS), and oneDNN computes a part of a product where it runs on fewer than it was made
-// for. So what a region gets is counted, and from then on nobody asks for more.
+// OpenMP may give a parallel region fewer threads than asked for (OMP_THREAD_LIMIT, OMP_DYNAMIC,
+// OMP_MAX_ACTIVE_LEVELS), and oneDNN computes only a part of a product if it runs with fewer threads than the
+// product was made for. So we count the threads that a region gets, and never ask for more from then on.
 #pragma once
 
 #include <malloc.h>
@@ -17,13 +17,13 @@
 
 #include "llmc/room.h"
 
-// Stacks of OpenMP's threads: less than the usual 8 MiB, which count where address space is limited, and more
-// than oneDNN's deepest calls need, which crash below some 24 KiB.
+// Stack size of OpenMP's threads. It is less than the usual 8 MiB, which would count if address space is
+// limited, and more than oneDNN's deepest calls need, which crash below about 24 KiB.
 constexpr size_t kStackBytes = size_t{1} << 20;
 
-// On a CPU. libgomp reads its environment before main: what it is to find there is set, and the program
-// started a second time. By its default, threads that wait for others spin for milliseconds, which on a
-// machine with other work makes a step up to ten times slower; after some microseconds they had better sleep.
+// Only on a CPU. libgomp reads its environment before main, so this sets the environment and starts the
+// program a second time. By default, threads that wait for others spin for milliseconds; on a machine with
+// other work that makes a step up to ten times slower. Here they sleep after some microseconds.
 inline void set_openmp_environment([[maybe_unused]] char** argv) {
 #ifndef SIMT_GPU
     bool complete = true;
@@ -35,12 +35,12 @@ inline void set_openmp_environment([[maybe_unused]] char** argv) {
     };
     if (!getenv("GOMP_SPINCOUNT") && !getenv("OMP_WAIT_POLICY")) set("GOMP_SPINCOUNT", "10000");
     set("OMP_STACKSIZE", format("%zuK", kStackBytes >> 10));
-    if (!complete) execv("/proc/self/exe", argv);  // where there is no /proc, we go on as we are
+    if (!complete) execv("/proc/self/exe", argv);  // without /proc we go on with the environment as it is
 #endif
 }
 
-// Fails unless `count` threads can be there at once, the caller among them: libgomp ends the process where it
-// gets none.
+// Fails unless `count` threads, including the caller, can run at the same time: libgomp would end the process
+// if it could not start one.
 inline void require_threads(int count) {
     pthread_attr_t attributes;
     pthread_attr_init(&attributes);
@@ -68,22 +68,21 @@ inline void require_threads(int count) {
              threads.size() + 1, strerror(error), threads.size() + 1);
 }
 
-// The number of heaps: one a thread, so that what a thread frees is what it allocates next. Where address
-// space is limited there is one in all, as each reserves 64 MiB.
+// The number of malloc heaps: one per thread, so that a thread reuses what it freed itself. If address space
+// is limited, one in all, because each heap reserves 64 MiB.
 inline size_t heaps_of(size_t threads) { return limited_address_space() ? 1 : threads; }
 
-// What a heap keeps of freed memory depends on what happened before, so large blocks are returned to the
-// system at once. oneDNN's copies of operands, up to 1.5 MB, stay in the heap: new pages for each product
-// made products of 50304 summands a fifth slower.
+// How much freed memory a heap keeps depends on what happened before, so large blocks are returned to the
+// system at once. oneDNN's copies of operands, up to 1.5 MB, stay in the heap: with new pages for each
+// product, products with 50304 summands were a fifth slower.
 inline void keep_heaps_small(size_t threads) {
     mallopt(M_ARENA_MAX, static_cast<int>(heaps_of(threads)));
     mallopt(M_MMAP_THRESHOLD, 8 << 20);
     mallopt(M_TRIM_THRESHOLD, 16 << 20);
 }
 
-// Starts OpenMP's threads: as many as asked for, of 0 as many as OpenMP takes by itself, and fewer where it
-// grants fewer, which is said. From then on omp_get_max_threads() is what a parallel region gets. Fails where
-// the system does not let them start.
+// Starts OpenMP's threads: `asked`, or OpenMP's own choice if that is 0. If OpenMP gives fewer, prints that.
+// From then on, a parallel region gets omp_get_max_threads() threads. Fails if the system cannot start them.
 inline void start_threads(int asked) {
     omp_set_dynamic(0);
     if (asked > 0) omp_set_num_threads(asked);

@@ -1,5 +1,5 @@
-// disk_batches.h - requests to a disk that belong together, in the order in which they were asked for, and
-// who waits for them.
+// disk_batches.h - keeps batches of disk requests in the order in which they were asked for, counts the
+// finished requests, and lets callers wait for a batch.
 #pragma once
 
 #include <condition_variable>
@@ -9,33 +9,34 @@
 #include <mutex>
 #include <utility>
 
-// All calls are made under the owner's lock.
+// All calls must be made under the owner's lock.
 template <class Work>
 class DiskBatches {
   public:
     struct Batch {
         Work work;
-        size_t count, next = 0, done = 0;  // requests: all, begun, done
+        size_t count, next = 0, done = 0;  // numbers of requests: all, started, done
         std::exception_ptr error = nullptr;
     };
 
-    // Returns the number by which it is waited for.
+    // Adds a batch and returns its number, for wait().
     size_t add(Work work, size_t requests) {
         batches_.push_back({std::move(work), requests});
         return first_ + batches_.size() - 1;
     }
-    // The first that has a request to begin, or null. It stays where it is: others come and go at the ends.
+    // The first batch with a request to start, or null. Its address stays valid, because others are only
+    // added and removed at the ends.
     Batch* to_begin() {
         for (Batch& b : batches_)
             if (b.next < b.count) return &b;
         return nullptr;
     }
-    // One of its requests is done, or has failed.
+    // Call it when a request of the batch is done or has failed.
     void finish(Batch& batch, const std::exception_ptr& error) {
         if (error && !batch.error) batch.error = error;
         if (++batch.done == batch.count) done_.notify_all();
     }
-    // Waits until that of that number, and all before it, are done. Fails with the first that failed.
+    // Waits until this batch and all before it are done. Fails with the first error among them.
     void wait(std::unique_lock<std::mutex>& lock, size_t number) {
         while (first_ <= number && !batches_.empty()) {
             done_.wait(lock, [&] { return batches_.front().done == batches_.front().count; });
@@ -48,6 +49,6 @@ class DiskBatches {
 
   private:
     std::condition_variable done_;
-    std::deque<Batch> batches_;  // that were not waited for
+    std::deque<Batch> batches_;  // batches that nobody has waited for yet
     size_t first_ = 0;           // the number of the first of them
 };

@@ -1,5 +1,5 @@
-// disk_queue.h - requests that a disk serves while the program computes, several at a time: through io_uring
-// (disk_ring.h), or by threads where the kernel does not allow that (disk_threads.h).
+// disk_queue.h - disk requests that are served while the program computes, several at a time: with io_uring
+// (disk_ring.h), or with threads if the kernel does not allow that (disk_threads.h).
 #pragma once
 
 #include <cerrno>
@@ -18,8 +18,8 @@ class DiskQueue {
   public:
     static constexpr size_t kStagingBytes = DiskThreads::kStagingBytes;
 
-    // `staging` has kStagingBytes, aligned to sectors, and stays; null where all requests have memory.
-    // Without `ring` it is threads in any case.
+    // `staging` is kStagingBytes of memory, aligned to sectors, that outlives the queue; null if all requests
+    // have memory of their own. With `ring` false, threads are used.
     explicit DiskQueue(char* staging, bool ring = true) {
         if (!ring || !ring_.emplace(staging).works()) {
             ring_.reset();
@@ -28,7 +28,7 @@ class DiskQueue {
     }
     bool has_ring() const { return ring_.has_value(); }
 
-    // As those of DiskThreads. The work, and what it uses, stays until it was waited for.
+    // As in DiskThreads. The work and everything that it uses must exist until it was waited for.
     size_t start(size_t requests, std::shared_ptr<const DiskWork> work) {
         if (ring_) return ring_->start(requests, std::move(work));
         return threads_->start(
@@ -38,7 +38,7 @@ class DiskQueue {
     void wait() { wait(SIZE_MAX); }
 
   private:
-    // Does a request here and now.
+    // Performs one request, synchronously.
     static void perform(const DiskWork& work, size_t i, char* staging) {
         const DiskRequest r = work.request(i);
         char* const memory = r.memory ? r.memory : staging;

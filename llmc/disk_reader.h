@@ -1,9 +1,9 @@
-// disk_reader.h - reads pieces of files into memory while the program computes (disk_queue.h): straight from
-// the disk (O_DIRECT), so that the page cache takes no memory beside the plan.
+// disk_reader.h - reads pieces of files into memory while the program computes (disk_queue.h). It reads past
+// the page cache (O_DIRECT), which would take memory that the plan does not count.
 //
-// A read from a disk is of whole sectors; pieces begin and end anywhere. So a request reads sectors into
-// staging memory, and its pieces are copied from there to where they belong. Whole sectors of one piece that
-// belong where memory is aligned to them are read there at once.
+// Such a read must consist of whole sectors, but pieces begin and end anywhere. So a request reads sectors
+// into staging memory, and its pieces are copied from there to their destinations. If a request is whole
+// sectors of one piece and its destination is aligned to sectors, it is read there directly.
 #pragma once
 
 #include <algorithm>
@@ -18,36 +18,36 @@
 #include "llmc/disk_queue.h"
 #include "llmc/file.h"
 
-// So many bytes of a file, and where they belong: `at` bytes behind the address that a read is given.
+// Bytes of a file and their destination: `at` bytes after the address that is given to the read.
 struct FilePiece {
     const FileReader* file;
     uint64_t offset;
     size_t bytes, at;
 };
 
-// What a block of a model is made of: pieces of files, and numbers that no file has as they are needed.
+// What a streamed block consists of: pieces of files, and numbers that the files do not have in this form.
 struct LoanOnDisk {
     std::vector<FilePiece> pieces;
-    std::vector<std::pair<size_t, float>> numbers;  // where each belongs
+    std::vector<std::pair<size_t, float>> numbers;  // with the destination of each
     size_t bytes = 0;
 };
 
 // A file that is read past the page cache.
 class DirectFile {
   public:
-    // Fails where its file system has no such reads.
+    // Fails if its file system does not support that.
     explicit DirectFile(const FileReader& file)
         : path_(file.path()), stamp_(file.stamp()), fd_(open_direct()) {
         if (stamp() != stamp_) fail_changed();
-        file.drop_pages();  // of what was read before
+        file.drop_pages();  // the pages read before
     }
     int fd() const { return fd_.fd(); }
-    // Says that a read failed, with an error's number, or 0 where bytes were missing.
+    // Reports that a read failed, with the error's number, or 0 if bytes were missing.
     [[noreturn]] void fail_at(int error) const {
         if (error == 0) fail_changed();
         fail("%s: cannot read: %s", path_.c_str(), std::strerror(error));
     }
-    // Fails where the file was written to since it was opened.
+    // Fails if the file was written to since it was opened.
     void check_unchanged() const {
         if (stamp() != stamp_) fail_changed();
     }
@@ -71,18 +71,18 @@ class DirectFile {
     OpenFile fd_;
 };
 
-// The same of a file that was opened so.
+// Like FilePiece, of a file opened for direct reads.
 struct DirectPiece {
     const DirectFile* file;
     uint64_t offset;
     size_t bytes, at;
 };
 
-// What is read together: the requests for some pieces.
+// The requests that read some pieces.
 class DiskReads {
   public:
     DiskReads() = default;
-    // direct(file), called once for each, opens a file.
+    // direct(file) opens a file; it is called once for each file.
     template <class Direct>
     DiskReads(const std::vector<FilePiece>& pieces, Direct&& direct) {
         std::map<const FileReader*, const DirectFile*> opened;
@@ -96,19 +96,19 @@ class DiskReads {
     }
     explicit DiskReads(std::vector<DirectPiece> pieces) { add(std::move(pieces)); }
     size_t count() const { return requests_.size(); }
-    // Request number i, of pieces that belong behind `to`.
+    // Request number i, for pieces with destinations relative to `to`.
     DiskRequest request(size_t i, char* to) const {
         const Request& r = requests_[i];
         return {{}, DiskRequest::Sectors{r.file->fd(), r.first, r.bytes(), r.needed}, straight(r, to)};
     }
-    // What was read for it in that memory goes where it belongs.
+    // Copies what request i has read into `memory` to its destinations.
     void finish(size_t i, const char* memory, char* to) const {
         const Request& r = requests_[i];
         if (straight(r, to)) return;
         for (const Copy& c : r.copies) std::memcpy(to + c.to, memory + c.from, c.bytes);
     }
     [[noreturn]] void fail_at(size_t i, int error) const { requests_[i].file->fail_at(error); }
-    // Fails where a file was changed meanwhile.
+    // Fails if a file was changed meanwhile.
     void check() const {
         const DirectFile* last = nullptr;
         for (const Request& r : requests_)
@@ -122,12 +122,13 @@ class DiskReads {
     struct Request {
         const DirectFile* file;
         uint64_t first;
-        size_t needed;  // bytes from there on
+        size_t needed;  // number of bytes needed from `first` on
         std::vector<Copy> copies;
         size_t bytes() const { return whole_sectors(needed); }
         uint64_t end() const { return first + needed; }
     };
-    // Where a request is whole sectors of one piece, and these belong where sectors may begin; else null.
+    // If a request consists of whole sectors of one piece and its destination is aligned to sectors: the
+    // destination. Else null.
     static char* straight(const Request& r, char* to) {
         if (r.copies.size() != 1 || r.copies[0].from > 0 || r.needed % kSector > 0) return nullptr;
         char* const place = to + r.copies[0].to;
@@ -156,7 +157,7 @@ class DiskReads {
     std::vector<Request> requests_;
 };
 
-// The reading of all of it.
+// Reads all of these pieces to an address.
 class DiskRead : public DiskWork {
   public:
     DiskRead(const DiskReads& reads, char* to) : reads_(reads), to_(to) {}

@@ -1,35 +1,36 @@
-// disk_request.h - what is asked of a disk past the page cache (O_DIRECT): whole sectors, from and to memory
-// that is aligned as they are.
+// disk_request.h - a disk request past the page cache (O_DIRECT): whole sectors, with memory that is aligned
+// to sectors.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 
-constexpr size_t kSector = 4096;           // of every disk that is about, or a multiple of its own
-constexpr size_t kRequestBytes = 2 << 20;  // that a request moves at most
-constexpr int kDiskRequests = 4;           // under way at a time
+constexpr size_t kSector = 4096;           // a multiple of the sector size of every usual disk
+constexpr size_t kRequestBytes = 2 << 20;  // the most bytes that a request moves
+constexpr int kDiskRequests = 4;           // at the same time
 
 constexpr size_t whole_sectors(size_t bytes) { return (bytes + kSector - 1) / kSector * kSector; }
 
-// Sectors that are written, and then others that are read to the same memory.
+// Sectors to write, and then others to read to the same memory. Either may be absent.
 struct DiskRequest {
     struct Sectors {
         int fd;
         uint64_t at;
-        size_t bytes, needed;  // at least so many must come; behind a file's end there are none
+        size_t bytes, needed;  // at least `needed` bytes must be moved; a file may end after them
     };
     std::optional<Sectors> write, read;
     char* memory = nullptr;  // null: staging memory of kRequestBytes
 };
 
-// Requests that belong together. Called by threads beside the one that starts them.
+// Several requests that belong together. Its functions are called from other threads than the one that starts
+// it.
 class DiskWork {
   public:
     virtual ~DiskWork() = default;
     virtual DiskRequest request(size_t i) const = 0;
-    // What follows when it was done, in that memory.
+    // Called when request i is done, with the memory that it used.
     virtual void finish(size_t, const char* /*memory*/) const {}
-    // Fails in one line: with an error's number, or 0 where too few bytes were moved.
+    // Fails in one line. `error` is the error's number, or 0 if too few bytes were moved.
     [[noreturn]] virtual void fail_at(size_t i, bool writes, int error) const = 0;
 };

@@ -1,5 +1,5 @@
-// disk_ring.h - a disk's requests through io_uring: several are under way in the kernel, and one thread takes
-// them back and asks for the next.
+// disk_ring.h - disk requests with io_uring: the kernel works on several at a time, and one thread collects
+// finished ones and submits the next.
 #pragma once
 
 #include <cerrno>
@@ -21,24 +21,24 @@
 
 class DiskRing {
   public:
-    // `staging` as DiskThreads has it.
+    // `staging` is as in DiskThreads.
     explicit DiskRing(char* staging) : works_(open()) {
         for (int i = 0; i < kDiskRequests; i++)
             slots_[i].staging = staging ? staging + i * kRequestBytes : nullptr;
         if (!works_) return;
-        sigset_t all, before;  // signals are the main thread's
+        sigset_t all, before;  // only the main thread handles signals
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         try {
             thread_ = std::thread([this] { run(); });
-        } catch (const std::system_error&) {  // then it is for DiskThreads to say that no thread can start
+        } catch (const std::system_error&) {  // DiskThreads will report that no thread can start
             io_uring_queue_exit(&ring_);
             works_ = false;
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
     DiskRing(const DiskRing&) = delete;
-    // Waits for requests that are under way; those that were not begun are left.
+    // Waits for requests that were started; the others are dropped.
     ~DiskRing() {
         if (!works_) return;
         {
@@ -49,10 +49,10 @@ class DiskRing {
         thread_.join();
         io_uring_queue_exit(&ring_);
     }
-    // Whether the kernel allows it.
+    // True if the kernel allows io_uring.
     bool works() const { return works_; }
 
-    // As those of DiskThreads.
+    // As in DiskThreads.
     size_t start(size_t requests, std::shared_ptr<const DiskWork> work) {
         std::lock_guard lock(mutex_);
         const size_t number = batches_.add(std::move(work), requests);
@@ -69,9 +69,9 @@ class DiskRing {
     struct Slot {
         char* staging;
         Batches::Batch* batch = nullptr;  // null: free
-        size_t number = 0;                // of the request in it
+        size_t number = 0;                // number of its request in the batch
         DiskRequest request = {};
-        size_t done = 0;  // bytes of what is moved now
+        size_t done = 0;  // bytes moved so far, of the write or of the read
         uint64_t span = 0;
         bool writes() const { return request.write.has_value(); }
         const DiskRequest::Sectors& sectors() const { return writes() ? *request.write : *request.read; }
@@ -88,8 +88,8 @@ class DiskRing {
         if (!works) io_uring_queue_exit(&ring_);
         return works;
     }
-    // Whether a request that does nothing goes to the kernel and comes back: a sandbox (seccomp) may allow
-    // the setup of a ring and refuse its use.
+    // True if a request that does nothing goes to the kernel and comes back. A sandbox (seccomp) may allow
+    // setting up a ring but not using it.
     bool passes_a_request() {
         io_uring_prep_nop(io_uring_get_sqe(&ring_));
         int error;
@@ -103,7 +103,7 @@ class DiskRing {
         io_uring_cqe_seen(&ring_, event);
         return true;
     }
-    // Asks for as many requests as have room.
+    // Starts as many requests as there are free slots.
     void begin() {
         for (Slot& slot : slots_) {
             if (slot.batch || ends_) continue;
@@ -118,7 +118,7 @@ class DiskRing {
             submit(slot);
         }
     }
-    // Asks for what a slot has not moved yet.
+    // Submits the part of a slot's write or read that is not done yet.
     void submit(Slot& slot) {
         const DiskRequest::Sectors& s = slot.sectors();
         io_uring_sqe* const entry = io_uring_get_sqe(&ring_);
@@ -145,8 +145,8 @@ class DiskRing {
         if (sent < 0) bug("io_uring takes no request: error %d", -sent);
     }
 
-    // The thread. Where the kernel stops serving the ring, requests under way may still write to their
-    // memory, so that the process cannot go on.
+    // The thread's function. If the kernel stops serving the ring, requests may still write to their memory,
+    // so the process must end.
     void run() {
         try {
             take_back();
@@ -154,8 +154,8 @@ class DiskRing {
             std::_Exit(report_error());
         }
     }
-    // What comes back is followed by what is left of it, by what its request has next, or by
-    // another request.
+    // Collects finished operations. For each it submits the part that is missing, or the request's next
+    // operation, or another request.
     void take_back() {
         while (true) {
             io_uring_cqe* event = nullptr;
@@ -166,7 +166,7 @@ class DiskRing {
             Slot* const slot = static_cast<Slot*>(io_uring_cqe_get_data(event));
             const int moved = event->res;
             io_uring_cqe_seen(&ring_, event);
-            { const std::lock_guard lock(mutex_); }  // whoever began this has written the slot
+            { const std::lock_guard lock(mutex_); }  // the thread that started it has written the slot
             std::exception_ptr error;
             bool more = false;
             try {
@@ -184,15 +184,15 @@ class DiskRing {
             if (ends_ && under_way_ == 0) return;
         }
     }
-    // Whether a slot has more to ask for, after so many bytes were moved, or a negative error's number. Fails
-    // as the work does.
+    // Processes the result of an operation: `moved` is a number of bytes, or a negative error number. Returns
+    // true if the slot has more to submit. Fails with the work's fail_at().
     static bool advance(Slot& slot, int moved) {
         const DiskWork& work = *slot.batch->work;
         if (moved == -EINTR || moved == -EAGAIN) return true;
         if (moved < 0) work.fail_at(slot.number, slot.writes(), -moved);
         slot.done += static_cast<size_t>(moved);
         const DiskRequest::Sectors s = slot.sectors();
-        const bool ended = moved == 0 || slot.done % kSector != 0;  // the file did
+        const bool ended = moved == 0 || slot.done % kSector != 0;  // the file ended
         if (slot.done < s.bytes && !ended) return true;
         if (slot.done < (slot.writes() ? s.bytes : s.needed)) work.fail_at(slot.number, slot.writes(), 0);
         if (slot.writes()) {
@@ -214,7 +214,7 @@ class DiskRing {
     Slot slots_[kDiskRequests] = {};
     std::mutex mutex_;
     Batches batches_;
-    int under_way_ = 0;  // requests
+    int under_way_ = 0;  // number of requests
     bool ends_ = false;
     std::thread thread_;
 };

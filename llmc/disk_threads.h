@@ -1,5 +1,5 @@
-// disk_threads.h - threads that read and write files while the program computes, several requests at a time,
-// each with staging memory of its thread.
+// disk_threads.h - threads that read and write files while the program computes, several requests at a time.
+// Each thread has its own staging memory.
 #pragma once
 
 #include <condition_variable>
@@ -21,12 +21,13 @@
 class DiskThreads {
   public:
     static constexpr size_t kStagingBytes = kDiskRequests * kRequestBytes;
-    // Runs request number i by way of kRequestBytes of staging memory; fails as any function does.
+    // Runs request number i with kRequestBytes of staging memory; may throw.
     using Request = std::function<void(size_t i, char* staging)>;
 
-    // `staging` has kStagingBytes, aligned to sectors, and stays; null where requests need none.
+    // `staging` is kStagingBytes of memory, aligned to sectors, that outlives the threads; null if requests
+    // need none.
     explicit DiskThreads(char* staging) {
-        sigset_t all, before;  // signals are the main thread's
+        sigset_t all, before;  // only the main thread handles signals
         sigfillset(&all);
         pthread_sigmask(SIG_SETMASK, &all, &before);
         try {
@@ -41,18 +42,19 @@ class DiskThreads {
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
     DiskThreads(const DiskThreads&) = delete;
-    // Waits for requests that are under way; those that were not begun are left.
+    // Waits for requests that were started; the others are dropped.
     ~DiskThreads() { end(); }
 
-    // Begins so many requests, behind those before them. What they use stays until they were waited for, by
-    // the number that is returned.
+    // Queues `requests` requests after those that are queued already. Returns a number for wait(); what the
+    // requests use must exist until then.
     size_t start(size_t requests, Request run) {
         std::lock_guard lock(mutex_);
         const size_t number = batches_.add(std::move(run), requests);
         wake_.notify_all();
         return number;
     }
-    // Waits until those of that number, and all before them, are done. Fails with the first that failed.
+    // Waits until the requests with this number and all before them are done. Fails with the first error
+    // among them.
     void wait(size_t number) {
         std::unique_lock lock(mutex_);
         batches_.wait(lock, number);

@@ -1,4 +1,4 @@
-// options.h - what a user can ask for: long names, their ranges, and what may not be asked for together.
+// options.h - the command line: long options, their ranges, and which of them may not be combined.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -19,18 +19,18 @@
 
 constexpr int64_t kMostTokens = 1 << 30;  // in a micro-batch
 
-// The highest learning rate where none is given: of a new model, of one that was trained, which the first
-// would spoil, and of what is trained beside one.
+// The highest learning rate if none is given: for a new model, for a trained model (which the first rate
+// would spoil), for a LoRA, and for a soft prompt.
 constexpr double kNewRate = 1e-3, kFineTuningRate = 5e-5, kLoraRate = 2e-4, kPromptRate = 3e-3;
 
-// Whether the library that multiplies lets others choose its algorithms.
+// True if the library for matrix products lets us choose its algorithms.
 #if defined(SIMT_GPU)
 constexpr bool kSearchesAlgorithms = true;
 #else
 constexpr bool kSearchesAlgorithms = false;
 #endif
 
-// Whether it has TF32 for this build's operands.
+// True if that library has TF32 for this build's operands.
 #if defined(SIMT_GPU) && !defined(LLMC_BF16)
 constexpr bool kHasTf32 = true;
 #else
@@ -52,11 +52,11 @@ struct Options {
     int batch = 8,      // 0: auto
         seq_len = 128, grad_accum = 1;
     std::string context;          // "auto", or empty
-    bool chose_length = false;    // no option: that tries lengths, or chose one
-    bool plans_examples = false;  // no option: a plan without data is of examples that share sequences
+    bool chose_length = false;    // not an option: --context auto tries lengths, or has chosen one
+    bool plans_examples = false;  // not an option: a plan without data is for examples that share sequences
     std::string loss_on = "completions", chat_format = "auto";
     int64_t steps = 1500;
-    double lr = 0, min_lr = 0;  // lr: without --lr, kNewRate or kFineTuningRate
+    double lr = 0, min_lr = 0;  // lr: if not given, it depends on what is trained
     int64_t warmup = 30;
     std::string schedule = "cosine";
     double weight_decay = 0.1, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, clip = 1.0;
@@ -65,9 +65,9 @@ struct Options {
     std::string optimizer = "adamw", master = "fp32", adam_m = "fp32", adam_v = "fp32";
     std::string weights = "device", lend = "block", embeddings = "device", gradients = "device",
                 state = "device", updates = "device";
-    int prefetch = 1;      // blocks, or halves of them
-    int state_rooms = 32;  // chunks; -1: a block's
-    int park = 0;          // layers; -1: all
+    int prefetch = 1;      // prefetch distance, in blocks or in halves of them
+    int state_rooms = 32;  // chunks; -1: as many as a block has
+    int park = 0;          // number of layers; -1: all
     bool park_keys = false;
     std::string recompute = "gelu";
     int64_t head_rows = -1, mlp_rows = 0, attention_rows = 0;  // 0: all, -1: auto
@@ -75,7 +75,7 @@ struct Options {
     std::string memory, host_memory;
     bool allow_8bit = false;
     bool plan = false, json = false;
-    std::string bench;  // "step" or "forward"; empty: a training
+    std::string bench;  // "step" or "forward"; empty: no bench
     int bench_warmup = 2, bench_steps = 10;
     bool profile_ops = false;
     std::string timeline;
@@ -98,28 +98,28 @@ struct Options {
     std::string matmul_algorithms;
     bool tf32 = false;
 
-    // The options given on the command line, by name, as they were written: what a save remembers for a
-    // resume.
+    // The options given on the command line, by name and as they were written. A save stores them for a
+    // resumed run.
     std::map<std::string, std::vector<std::string>> given;
-    std::set<std::string> saved;  // those of them that came from the save that is resumed,
-    std::string directory;        // whose relative names count from there
-    bool any_base = false;  // --base none: the model is as it is, whatever its adapter was trained beside
+    std::set<std::string> saved;  // those of them that came from the resumed save,
+    std::string directory;        // and the folder that their relative names count from
+    bool any_base = false;        // --base none: use the model as it is, whatever its adapter's base was
     bool has(const std::string& name) const { return given.count(name) > 0; }
     const char* first(const std::string& name) const { return given.at(name).at(0).c_str(); }
-    // Whether the run saves in --out.
+    // True if the run saves in --out.
     bool saves() const { return !out.empty() && !plan && bench.empty(); }
-    // The micro-batches that are on their way through the model together.
+    // The number of micro-batches that go through the model together.
     int passes() const { return by_block ? grad_accum : 1; }
     bool trains_adapter() const { return train != "all" || !adapter.empty(); }
 };
 
-// The options that a save remembers, by name: as they are there, and with relative names that hold here.
+// The options of a save, by name: as they were written, and with relative names that are valid here.
 struct SavedOptions {
     nlohmann::json written, here;
-    std::string directory;  // from where the names count as they are written
+    std::string directory;  // the folder that the written names count from
 };
 
-// Accepts a number from low to high: unlike CLI::Range, not "nan".
+// Accepts a number from low to high; unlike CLI::Range, it refuses "nan".
 inline CLI::Validator between(double low, double high) {
     return CLI::Validator(
         [=](const std::string& text) -> std::string {
@@ -133,7 +133,7 @@ inline CLI::Validator between(double low, double high) {
         "");
 }
 
-// Accepts a whole number from low to high, which may have an exponent: 1e3, 1.5e4.
+// Accepts a whole number from low to high. It may have an exponent: 1e3, 1.5e4.
 inline CLI::Validator whole(double low, double high) {
     return CLI::Validator(
         [=](std::string& text) -> std::string {
@@ -147,7 +147,7 @@ inline CLI::Validator whole(double low, double high) {
         "");
 }
 
-// Accepts a whole number from low to high, or a word, which it reads as another.
+// Accepts a whole number from low to high, or the word `word`, which it replaces by `meant`.
 inline CLI::Validator whole_or(const char* word, const char* meant, double low, double high) {
     return CLI::Validator(
         [=](std::string& text) -> std::string {
@@ -215,7 +215,7 @@ inline void declare_model_options(CLI::App& app, Options& o) {
         ->transform(whole(1, kMostCount))
         ->group(group);
     app.add_option("--seed", o.seed, "of initial weights, data order and samples")
-        ->transform(whole(0, 0x1.fffffffffffffp63))  // the last number below 2^64
+        ->transform(whole(0, 0x1.fffffffffffffp63))  // the last number below 2^64 that a double has
         ->group(group);
 }
 inline void declare_adapter_options(CLI::App& app, Options& o) {
@@ -305,7 +305,8 @@ inline void declare_optimizer_options(CLI::App& app, Options& o) {
     app.add_flag("--clip-per-block", o.clip_per_block, "clip each block's gradient by its own norm")
         ->group(group);
 }
-// What a step keeps, and in which formats; what waits elsewhere; what is planned and chosen of that.
+// Options for what a step keeps and in which formats, what is placed outside the device, and what is planned
+// and chosen of that.
 inline void declare_memory_options(CLI::App& app, Options& o) {
     const std::string group = "Memory";
     app.add_option("--master", o.master, "what completes bf16 weights; split: the same in half the bytes")
@@ -523,7 +524,7 @@ inline void declare_options(CLI::App& app, Options& o) {
     declare_saving_options(app, o);
 }
 
-// A bench measures a run that it does not make: fails on what only that run would have.
+// A bench only measures a run and does not make it: fails on options that only a real run needs.
 inline void check_bench_options(const Options& o) {
     if (o.bench.empty()) {
         if (o.has("--bench")) fail("--bench '': step or forward");
@@ -540,7 +541,7 @@ inline void check_bench_options(const Options& o) {
         fail("--memory %s chooses for training, and --bench forward does none", o.memory.c_str());
 }
 
-// A calibration is of the device, whatever is trained on it: fails on what asks for more beside it.
+// A calibration measures the device, independent of any training: fails on options for more than that.
 inline void check_calibration(const Options& o) {
     if (o.calibrate.empty()) return;
     for (const auto& [name, values] : o.given)
@@ -549,7 +550,7 @@ inline void check_calibration(const Options& o) {
                  name.c_str());
 }
 
-// Fails on options of adapters that a run has no use for.
+// Fails on options of adapters that this run does not use.
 inline void check_adapter_options(const Options& o) {
     for (const char* name : {"--lora-rank", "--lora-alpha", "--lora-targets", "--lora-dropout"}) {
         if (!o.has(name)) continue;
@@ -571,7 +572,7 @@ inline void check_adapter_options(const Options& o) {
         fail("--model %s: is a new one, and an adapter belongs to a trained model: give its folder", o.model.c_str());
 }
 
-// Fails where --context auto has nothing to choose, or not alone.
+// Fails if --context auto has nothing to choose, or is combined with options that it would choose.
 inline void check_context(const Options& o) {
     if (o.context.empty()) return;
     if (!o.resume.empty())
@@ -587,7 +588,7 @@ inline void check_context(const Options& o) {
             o.model.c_str());
 }
 
-// Fails where --host-memory has nothing to be chosen for.
+// Fails if --host-memory is given and nothing could be chosen with it.
 inline void check_host_memory(const Options& o) {
     if (!o.has("--host-memory")) return;
     const char* const size = o.host_memory.c_str();
@@ -598,7 +599,7 @@ inline void check_host_memory(const Options& o) {
         fail("--host-memory %s: --batch auto leaves everything where it is; give a number", size);
 }
 
-// Fails when options that are each in range do not go together.
+// Fails if options that are valid by themselves cannot be combined.
 inline void check_options(const Options& o) {
     check_adapter_options(o);
     check_context(o);
@@ -614,7 +615,7 @@ inline void check_options(const Options& o) {
     if (o.attention_rows > 0 && o.attention_rows % 128)
         fail("--attention-rows %lld: a multiple of 128 is needed, 0 or auto",
              static_cast<long long>(o.attention_rows));
-    const bool chose_no_rows = o.saved.contains("--attention-rows");  // auto, where a sequence is short
+    const bool chose_no_rows = o.saved.contains("--attention-rows");  // by auto, because sequences are short
     if (o.park_keys && o.attention_rows == 0 && !chose_no_rows)
         fail("--park-keys needs --attention-rows, as keys are parked in pieces of so many rows");
     if (o.park_keys && o.attention_rows > 0 && o.attention_rows % kKeyPiece)
@@ -675,8 +676,8 @@ inline void check_options(const Options& o) {
              o.seq_len);
 }
 
-// What --memory chooses of where things live, beside its choice of rows, levels and micro-batches: each
-// option, and its value as a command line would have it; "true" of a flag that is given, "false" else.
+// The placements that --memory chooses, besides rows, levels and micro-batches: each option, and its value as
+// on a command line. The value of a flag is "true" if it is given, else "false".
 struct ChosenResidence {
     const char* option;
     std::string (*value)(const Options&);
@@ -696,31 +697,31 @@ inline const ChosenResidence kChosenResidences[] = {
     {"--by-block", [](const Options& o) { return std::string(o.by_block ? "true" : "false"); }},
 };
 
-// Whether --memory chooses an option anew in a resumed run, whatever the save has: not the formats of the
-// state, which stay, nor the micro-batches, whose sequences it divides again.
+// True if --memory chooses this option again in a resumed run, whatever the save says. Not among them: the
+// formats of the state, which stay, and the micro-batches, whose number of sequences stays.
 inline bool is_chosen_anew(const std::string& name) {
     for (const char* chosen : {"--recompute", "--head-rows", "--mlp-rows", "--attention-rows"})
         if (name == chosen) return true;
     return std::ranges::any_of(kChosenResidences, [&](const ChosenResidence& r) { return name == r.option; });
 }
 
-// Whether blocks, or their gradients, come from elsewhere than the device.
+// True if blocks or their gradients are streamed to the device.
 inline bool lends_blocks(const Options& o) { return o.weights != "device" || o.gradients != "device"; }
 
-// Whether an option of a save holds in a run that goes on from it; `o` has those of the command line, which
-// this is none of.
+// True if an option of a save also holds in a run that resumes from it. `o` has the command line's options,
+// and `name` is not among these.
 inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& values, const Options& o) {
     const auto among = [&](std::initializer_list<const char*> names) {
         return std::find(names.begin(), names.end(), name) != names.end();
     };
     if (among({"--resume", "--timeline", "--save-base"})) return false;  // the adapter names its base
-    if (among({"--rates"})) return false;                                // of the machine where the run began
+    if (among({"--rates"})) return false;                                // of the first run's machine
     if (among({"--matmul-algorithms"})) return kSearchesAlgorithms;
     if (among({"--tf32"})) return kHasTf32;
     if (is_chosen_anew(name) && o.has("--memory") && o.batch != 0) return false;
     if (among({"--weights", "--lend", "--embeddings"}) && o.steps == 0)
-        return o.trains_adapter();  // else the save has them
-    // What only generates needs no data, and leaves alone what the training has written.
+        return o.trains_adapter();  // otherwise the save has the weights
+    // A run that only generates needs no data, and must not touch the training's outputs.
     if (among({"--data", "--val-data", "--loss-on", "--chat-format", "--log", "--loss-by-position", "--out",
                "--save-every", "--merge"}))
         return o.steps > 0;
@@ -729,22 +730,23 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     return true;
 }
 
-// For --resume auto: has the run go on from the save in --out if there is one to go on from, else begin. It
-// is the same command each time: what that has chosen when it began is not chosen anew.
+// For --resume auto: resumes from the save in --out if there is one, else starts a new run. The command is
+// the same each time, so what it chose when the run began is not chosen again.
 inline void resume_what_is_there(Options& o) {
     if (o.out.empty()) fail("--resume auto is for the save in --out: give --out DIR");
     o.resume = file_exists(o.out + "/latest/trainer_state.json") ? o.out : "";
     if (!o.resume.empty()) o.allow_8bit = false;
 }
 
-// Whether a run generates without training because it names a model and a prompt, and no data.
+// True if a run generates without training, because it has a model and a prompt but no data.
 inline bool only_generates(const Options& o) {
     return o.has("--prompt") && o.data.empty() && !o.has("--steps") && !parse_new_model(o.model) && !o.plan &&
            o.bench.empty();
 }
 
-// Where --model names an adapter's folder: has --model be the model that it is of, quantized as it was when
-// the adapter was trained unless options say how, and --adapter that folder.
+// If --model is an adapter's folder, replaces it by the model that the adapter belongs to and makes the
+// folder the value of --adapter. Unless options say otherwise, the model is quantized as it was when the
+// adapter was trained.
 inline void open_adapter_as_model(Options& o) {
     const std::string folder = o.model;
     if (parse_new_model(folder) || !is_adapter_folder(resolve_save(folder))) return;
@@ -768,8 +770,8 @@ inline void open_adapter_as_model(Options& o) {
     o.given["--head"] = {o.head};
 }
 
-// Reads the command line. `saved` is asked, for a resume, for the SavedOptions of that save; those not given
-// now hold. Prints the help and exits when asked for it; fails on what is wrong.
+// Reads the command line. For a resumed run, saved(save) returns that save's SavedOptions; those that were
+// not given are taken from there. Prints the help and exits if asked to. Fails on mistakes.
 template <class Saved>
 Options parse_options(int argc, char** argv, Saved&& saved) {
     Options o;
@@ -787,7 +789,7 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
         "stay ignored.");
     app.option_defaults()->always_capture_default();
     declare_options(app, o);
-    for (CLI::Option* option : app.get_options()) option->trigger_on_parse();  // of two, the last counts
+    for (CLI::Option* option : app.get_options()) option->trigger_on_parse();  // given twice, the last counts
     auto given = [&] {
         for (const CLI::Option* option : app.get_options())
             if (option->count() > 0 && option->get_name() != "--help")
@@ -825,7 +827,7 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
             given();
             for (const std::string& name : o.saved)
                 o.given[name] = before.written[name].get<std::vector<std::string>>();
-            // The same command goes on with the length that it chose when it began.
+            // The same command continues with the length that it chose when the run began.
             if (automatic) o.context.clear(), o.given.erase("--context");
         }
     } catch (const CLI::CallForHelp&) {

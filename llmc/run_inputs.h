@@ -1,5 +1,6 @@
-// run_inputs.h - what a run reads, opened and checked before anything is trained or taken: the save or the
-// model that it starts from, its data, its tokenizer; and that its outputs do not write over them.
+// run_inputs.h - opens and checks everything that a run reads before any memory is taken or anything is
+// trained: the save or the model that it starts from, its data and its tokenizer. Also checks that the run's
+// outputs do not overwrite them.
 #pragma once
 
 #include <algorithm>
@@ -28,7 +29,7 @@
 #include "llmc/text_tokens.h"
 #include "llmc/tokenizer.h"
 
-// What is trained on where nothing is named: Shakespeare's plays, 1.1 MB.
+// The training data of a new model if none are given: Shakespeare's plays, 1.1 MB.
 constexpr const char* kFirstText = "dev/data/tinyshakespeare.txt";
 
 inline std::unique_ptr<Dataset> open_data(const std::vector<std::string>& files, const char* option) {
@@ -37,74 +38,77 @@ inline std::unique_ptr<Dataset> open_data(const std::vector<std::string>& files,
 
 class RunInputs {
   public:
-    // `resumed_save`: what --resume names, held until it is loaded. What follows from the inputs is filled in
-    // where it was not given: --data, --seq-len. The options must stay while the inputs are there.
+    // `resumed_save` is the save of --resume, held until it is loaded. Options that follow from the inputs
+    // are filled in if they were not given: --data, --seq-len. The options must outlive the inputs.
     RunInputs(Options& o, std::optional<HeldSave> resumed_save);
     RunInputs(const RunInputs&) = delete;
 
-    // The matrices of the model that are kept in formats of their own: as its files are, or as --store or
-    // --base asks of a build with weights of type T; else nothing. `weights`: where they live, a name of
-    // kHomeNames.
+    // The matrices of the model that are stored in formats of their own: in those of its files, or in those
+    // of --store or --base, in a build with weights of type T. Nothing if there are none. `weights` is their
+    // placement, a name of kHomeNames.
     template <class T>
     std::optional<QuantizedWeights> quantized_weights(const std::string& weights,
                                                       const std::string& lend) const;
-    // Whether the blocks of a frozen model may live there instead of where --weights has them: not where
-    // check_homes() would refuse it, nor on the disk what is made anew each time.
+    // True if --memory may place the blocks of a frozen model in `home` instead of where --weights says: if
+    // check_homes() would accept that. Matrices that this run quantizes itself cannot be on disk.
     bool may_lend_frozen(const std::string& home) const {
         const bool in_files = adapter && !parse_new_model(o_.model) && o_.save_base.empty();
         return in_files && (home != "disk" || stored().empty());
     }
-    // The same of its embeddings.
+    // True if --memory may place the embeddings outside the device.
     bool may_move_embeddings() const {
         return adapter && !parse_new_model(o_.model) && o_.head.empty() && o_.save_base.empty();
     }
-    // That of the head, as --head asks; else nothing.
+    // The head's matrix in the format of --head; nothing without --head.
     std::optional<QuantizedWeights> quantized_head() const;
     // The format that --head asks for.
     const WeightFormat& head_format() const {
         return o_.head == "8bit" ? kQ8_0 : o_.base == "nf4" ? kNf4 : kNf4Double;
     }
-    // Embeddings and head that live elsewhere, as `home` has them; else nothing.
+    // Embeddings and head, if `home` places them outside the device; else nothing.
     std::optional<EmbeddingsElsewhere> embeddings_elsewhere(const std::string& home) const;
-    // Whether the run samples: not where it only initialises, nor without room for a token after the first.
+    // True if the run samples. It does not if it only initializes, or if the prompt leaves no position for a
+    // further token.
     bool samples() const;
-    // What a sample starts from: the prompt, else the begin of a text or the end of one before, else a line's
-    // end.
+    // The tokens that a sample starts from: the prompt; without one, the token that begins a text or the one
+    // that ends a text; without these, a line end.
     const std::vector<int>& first_tokens() const;
-    // The positions that a sample uses: as many as it has tokens, and in a training no more than those that
-    // are trained and one after the prompt.
+    // The number of positions that a sample uses: as many as it has tokens. During training no more than the
+    // trained length, but at least one after the prompt.
     int sample_window() const;
-    // Whether a sample may need more positions than that.
+    // True if a sample may need more positions than sample_window().
     bool sample_slides() const;
-    // Whether a sample stops at a token: at those that the model's files name, or else the tokenizer. Of a
-    // model of bytes each token is text.
+    // True if a sample stops at this token. The model's files, or else the tokenizer, name these tokens. In a
+    // model of bytes every token is text.
     bool ends_text(int token) const;
-    // The memory of what was read. What is little is in the process's part of a plan.
+    // The memory of what was read. Small amounts are left out: the process's part of a plan covers them.
     InputBytes bytes() const;
-    // The longest sequences that the model can be trained on, in tokens.
+    // The longest sequences, in tokens, that the model can be trained on.
     int most_tokens() const {
         return is_dynamic() && (samples() || packs()) ? sample_positions() : token_positions();
     }
-    // What saves have of the tokenizer.
+    // Where saves get their tokenizer from.
     TokenizerSource saved_tokenizer() const;
-    // Whether --model is a GGUF file.
+    // True if --model is a GGUF file.
     static bool is_gguf(const std::string& path) { return path.ends_with(".gguf"); }
-    // Whether batches are of training data, or of random tokens; and whether there are batches at all.
+    // reads_training_data: batches have training data instead of random tokens. feeds: there are batches of
+    // data at all.
     bool reads_training_data() const { return o_.steps > 0 || o_.bench == "forward"; }
     bool feeds() const { return reads_training_data() || val_data; }
-    // Whether a new model's vocabulary is that of bytes where no data say it: it is the first model, or
-    // trains on the built-in text, which a bench does not.
+    // True if a new model without data gets the vocabulary of bytes: if it is the default model, or will
+    // train on the built-in text (which a bench does not).
     bool learns_bytes(const NewModel& made) const {
         return !o_.has("--model") || (is_small(made) && o_.steps > 0 && o_.bench.empty());
     }
-    // Where the vocabulary of a model comes from that is neither in files nor made for data; else nothing.
+    // Describes where a new model's vocabulary comes from if there are neither files nor data to tell; else
+    // empty.
     std::string assumed_vocabulary() const {
         const NewModel made = parse_new_model(o_.model);
         if (!made || data || val_data || !resumed.empty()) return "";
         return learns_bytes(made) ? "bytes"
                                   : std::string(made.family->name) + "'s own, as no --data says another";
     }
-    // Whether batches hold several examples a sequence.
+    // True if sequences hold several examples.
     bool packs() const {
         const auto is_packed = [](const std::unique_ptr<Dataset>& d) { return d && d->is_examples(); };
         return o_.plans_examples || is_packed(data) || is_packed(val_data);
@@ -112,21 +116,21 @@ class RunInputs {
 
   private:
     Options& o_;
-    mutable std::vector<int> first_tokens_;  // once they were asked for
+    mutable std::vector<int> first_tokens_;  // filled by the first call of first_tokens()
 
   public:
-    std::optional<HeldSave> held_save, held_model, held_adapter;  // until they are loaded:
-    std::string resumed;                      // the save that --resume goes on from; empty without
-    std::string model;                        // the folder that --model names, or the save it shows
-    std::optional<Progress> progress;         // where the save stands, if the run trains on
-    std::unique_ptr<Dataset> data, val_data;  // the latter where the run validates
-    std::unique_ptr<GgufModel> gguf;          // --model, where it is a GGUF file
+    std::optional<HeldSave> held_save, held_model, held_adapter;  // held until they are loaded
+    std::string resumed;                      // the save that --resume continues from; empty without --resume
+    std::string model;                        // the folder of --model, or the save that it shows
+    std::optional<Progress> progress;         // the progress of that save, if the run trains
+    std::unique_ptr<Dataset> data, val_data;  // val_data: if the run validates
+    std::unique_ptr<GgufModel> gguf;          // --model, if it is a GGUF file
     ModelConfig config;
     std::string tokenizer_folder;  // where the tokenizer was found, for saves; may be empty
     std::optional<Tokenizer> tokenizer;
-    std::vector<int> first_prompt;             // the tokens that a new soft prompt begins as
-    AdapterConfig adapter;                     // what is trained beside the model, if anything
-    std::map<std::string, std::string> facts;  // data_facts() of the data by option, for saves
+    std::vector<int> first_prompt;             // the tokens whose embeddings a new soft prompt starts from
+    AdapterConfig adapter;                     // the adapter that is trained or used, if any
+    std::map<std::string, std::string> facts;  // by option: data_facts() of its data, for saves
 
   private:
     std::unique_ptr<Dataset> open_training_data();
@@ -140,7 +144,7 @@ class RunInputs {
     const WeightFormat* format_in_base(const LinearModule& m, const SafetensorsFolder* files) const;
     AdapterBase describe_base() const;
     void check_adapter_base();
-    // What --store asks, or --base.
+    // The formats that --store asks for, or --base.
     std::vector<StoredAs> stored() const {
         return parse_stored(o_.base.empty() ? o_.store : std::vector{"all=" + o_.base});
     }
@@ -150,14 +154,15 @@ class RunInputs {
     void check_homes() const;
     void check_saved_base() const;
     std::vector<int> choose_first_prompt() const;
-    // The positions that the model has for tokens.
+    // The number of positions that the model has for tokens.
     int token_positions() const { return config.longest() - adapter.prompt_tokens; }
-    // Those that a sample may have: the scaling `dynamic` turns a sequence by its length, which grows then.
+    // The number of positions that a sample may have. With `dynamic` no more than in the config, because its
+    // scaling depends on the length, which grows during a sample.
     int sample_positions() const {
         return (is_dynamic() ? config.positions : config.longest()) - adapter.prompt_tokens;
     }
     bool is_dynamic() const { return config.rope.type == RopeType::kDynamic; }
-    // Whether batches hold sequences that `dynamic` scales.
+    // True if batches have sequences that `dynamic` scales.
     bool scales_by_length() const {
         return is_dynamic() && feeds() && o_.seq_len + adapter.prompt_tokens > config.positions;
     }
@@ -201,13 +206,13 @@ inline RunInputs::RunInputs(Options& o, std::optional<HeldSave> resumed_save)
         fail("--loss-by-position %s: there is nothing to validate on; give --val-data",
              o.loss_by_position.c_str());
     check_data();
-    // A plan leaves long texts as they are, and then has not what a save remembers of their tokens.
+    // A plan does not tokenize long texts, so it has no data_facts() of their tokens to compare.
     const bool is_untouched = o.plan && data && data->is_bytes() && !tokenizer_folder.empty();
     if (data && o.bench.empty() && !is_untouched) check_resumed_data();
     check_output_files();
 }
 
-// The length of sequences where none is given. Fails where a sequence is longer than the model's positions.
+// Chooses the length of sequences if none is given. Fails if a sequence is longer than the model's positions.
 inline void RunInputs::choose_length() {
     if (sample_positions() < 1)
         fail("a soft prompt of %d tokens leaves no room in the model's %d positions", adapter.prompt_tokens,
@@ -240,8 +245,8 @@ inline void RunInputs::choose_length() {
              why, config.positions - adapter.prompt_tokens);
 }
 
-// Fails where chunks of rows were given that are larger than all rows, unless the length was left to be
-// chosen, or that no block would go in.
+// Fails if chunks of rows were given that are larger than all rows (unless the length is still to be chosen),
+// or if no block would use them.
 inline void RunInputs::check_chunks() const {
     const auto given = [&](const char* option, int64_t rows) {
         return rows > 0 && o_.has(option) && !o_.saved.contains(option);
@@ -264,12 +269,12 @@ inline void RunInputs::check_chunks() const {
              number(of_attention));
 }
 
-// What --data names, or the first text for a new model; nothing where no training is asked for.
+// Opens the data of --data, or the built-in text for a new model. Returns nothing if the run does not train.
 inline std::unique_ptr<Dataset> RunInputs::open_training_data() {
     if (o_.data.empty()) {
         if (o_.steps == 0 || !o_.bench.empty()) return nullptr;
         const NewModel made = parse_new_model(o_.model);
-        if (!made) return nullptr;  // a mistake: check_has_data()
+        if (!made) return nullptr;  // check_has_data() reports this
         const bool is_there = std::filesystem::exists(kFirstText);
         if (o_.plan && !(is_small(made) && is_there)) return nullptr;
         if (!is_small(made))
@@ -286,7 +291,7 @@ inline std::unique_ptr<Dataset> RunInputs::open_training_data() {
     return open_data(o_.data, "--data");
 }
 
-// Fails where a model that is there is to be trained, and on nothing.
+// Fails if an existing model is to be trained without data.
 inline void RunInputs::check_has_data() const {
     if (data || o_.plan || o_.steps == 0 || !o_.bench.empty()) return;
     fail(
@@ -295,7 +300,7 @@ inline void RunInputs::check_has_data() const {
         o_.model.c_str());
 }
 
-// The sizes of the model, from the save, the folder or the depth that the options name.
+// The model's sizes, from the save, the folder or the depth that the options name.
 inline ModelConfig RunInputs::choose_config() const {
     std::optional<ModelConfig> saved;
     if (!resumed.empty() && !is_adapter_folder(resumed)) saved = read_model_config(resumed, "--resume");
@@ -305,7 +310,7 @@ inline ModelConfig RunInputs::choose_config() const {
         config = saved ? new_config(made, saved->vocabulary, saved->positions)
                        : new_config_for(made, of, learns_bytes(made), o_.seq_len);
     } else if (saved && !std::filesystem::exists(model)) {
-        config = *saved;  // the folder that a run started from may be gone
+        config = *saved;  // the folder that the run started from may have been removed
     } else if (gguf) {
         config = gguf->config();
     } else {
@@ -327,7 +332,7 @@ inline ModelConfig RunInputs::choose_config() const {
     return saved.value_or(config);
 }
 
-// Fails where options are given for examples, and there are none.
+// Fails if options for examples are given and no data are examples.
 inline void RunInputs::check_example_options() const {
     if (packs()) return;
     for (const char* name : {"--loss-on", "--chat-format"})
@@ -336,8 +341,8 @@ inline void RunInputs::check_example_options() const {
                  o_.first(name));
 }
 
-// Fails where a model whose matrices are quantized would be trained or saved as one that is not, or where
-// matrices cannot be quantized as asked.
+// Fails if a model with quantized matrices would be trained or saved as a whole, or if its matrices cannot be
+// quantized as asked.
 inline void RunInputs::check_base() const {
     const bool is_so = config.has_nf4 || gguf, stores = !o_.base.empty() || !o_.store.empty(),
                quantizes = stores || !o_.head.empty();
@@ -367,7 +372,7 @@ inline void RunInputs::check_base() const {
              config.channels);
 }
 
-// The format that a linear layer's matrix is kept in; null: it is not quantized. `files` are a folder in NF4.
+// The format of a linear layer's matrix; null if it is not quantized. `files` is a folder in NF4, or null.
 inline const WeightFormat* RunInputs::format_in_base(const LinearModule& m,
                                                      const SafetensorsFolder* files) const {
     const WeightFormat* format = nullptr;
@@ -380,13 +385,14 @@ inline const WeightFormat* RunInputs::format_in_base(const LinearModule& m,
     return floats ? nullptr : format;
 }
 
-// How this run's base is quantized: by one name for all layers, or for a layer of all blocks, or for each.
+// Describes how this run's base is quantized: by one format for all layers, or by the layer's name if it is
+// the same in all blocks, or else layer by layer.
 inline AdapterBase RunInputs::describe_base() const {
     AdapterBase base;
     std::optional<SafetensorsFolder> files;
     if (config.has_nf4) files.emplace(model, config.family->prefix);
     std::map<std::string, std::map<std::string, std::string>>
-        formats;  // by the layer's name in a block, and whole
+        formats;  // by the layer's name in a block, then by its whole name
     std::set<std::string> all;
     for (const LinearModule& m : linear_modules(config)) {
         const WeightFormat* const format = format_in_base(m, files ? &*files : nullptr);
@@ -409,11 +415,11 @@ inline AdapterBase RunInputs::describe_base() const {
     return base;
 }
 
-// Fails where an adapter was trained beside a model that was quantized otherwise, unless options of this run
-// say how it is quantized now; then a line says so.
+// Fails if an adapter was trained with a model that was quantized differently. If this run's options
+// explicitly say how the model is quantized, only prints that.
 inline void RunInputs::check_adapter_base() {
     if (!adapter || parse_new_model(o_.model)) return;
-    if (o_.plan && config.has_nf4 && !has_weights(model)) return;  // its formats are in them
+    if (o_.plan && config.has_nf4 && !has_weights(model)) return;  // the weights' files would say the formats
     const AdapterBase now = describe_base();
     const std::optional<AdapterBase> then = adapter.base;
     if (o_.steps > 0 || !then) adapter.base = now;
@@ -432,13 +438,13 @@ inline void RunInputs::check_adapter_base() {
          can ? ("add " + then->options()).c_str() : "give that model as --model");
 }
 
-// Fails where what is trained cannot live there.
+// Fails if what is trained cannot be placed in `home`.
 inline void RunInputs::check_home(const char* option, const std::string& home) const {
     if (home == "host" && kHostIsDevice)
         fail("%s host: on a CPU the host's memory is the device's; %s disk takes none", option, option);
 }
 
-// Fails where a frozen model's weights cannot live there.
+// Fails if a frozen model's weights cannot be placed in `home`.
 inline void RunInputs::check_frozen_home(const char* option, const std::string& home) const {
     if (home == "host" && kHostIsDevice) check_home(option, home);
     if (parse_new_model(o_.model))
@@ -453,10 +459,10 @@ inline void RunInputs::check_frozen_home(const char* option, const std::string& 
         fail("%s %s: --save-base %s is for a base on the device", option, home.c_str(), o_.save_base.c_str());
 }
 
-// Fails where the host's cores cannot update.
+// Fails if the host's cores cannot do the updates.
 inline void RunInputs::check_updates() const {
     if (kHostIsDevice) fail("--updates host: is for a GPU's host; on a CPU that is the device");
-    if (o_.saved.count("--updates")) return;  // holds where the state still lives there
+    if (o_.saved.count("--updates")) return;  // it only applies if the state is still outside the device
     if (o_.state == "device" && (!o_.has("--memory") || o_.has("--state")))
         fail("--updates host: is of a state that lives elsewhere, as --state host or --state disk has it");
     for (const auto& [home, option] :
@@ -465,7 +471,7 @@ inline void RunInputs::check_updates() const {
             fail("--updates host: %s disk: what the host updates is in its memory, or on the device", option);
 }
 
-// Fails where --weights, --embeddings or --state would have something live where it cannot.
+// Fails if --weights, --embeddings, --gradients or --state ask for an impossible placement.
 inline void RunInputs::check_homes() const {
     const bool trains_model = o_.steps > 0 && !adapter;
     if (o_.steps > 0) check_home("--state", o_.state);
@@ -511,8 +517,8 @@ inline void RunInputs::check_homes() const {
             o_.base.c_str());
 }
 
-// Fails where --save-base names what cannot be saved, or a folder that would be lost. One that is there
-// already is for a resumed run what it has saved itself.
+// Fails if --save-base cannot be written, or would overwrite a folder. For a resumed run, a folder that
+// exists is the one that it has saved itself.
 inline void RunInputs::check_saved_base() const {
     const char* const folder = o_.save_base.c_str();
     if (!*folder) return;
@@ -548,7 +554,7 @@ std::optional<QuantizedWeights> RunInputs::quantized_weights(const std::string& 
             return stored_format<T>(formats, config, m);
         });
     if (!config.has_nf4 && home == Home::Device) return std::nullopt;
-    if (!config.has_nf4 && o_.plan && !has_weights(model))  // as published models are
+    if (!config.has_nf4 && o_.plan && !has_weights(model))  // most published models are in bf16
         return QuantizedWeights(config, home, halves, true,
                                 [](const LinearModule&, const std::string&) { return &kStoredBf16; });
     const SafetensorsFolder files(model, config.family->prefix);
@@ -579,7 +585,7 @@ inline std::optional<EmbeddingsElsewhere> RunInputs::embeddings_elsewhere(const 
         return EmbeddingsElsewhere(config, home, [&](Field, const Parameter::Part& part) {
             return &format_of(*gguf->get(part.name, file_shape(part.shape)).tensor);
         });
-    if (o_.plan && !has_weights(model))  // as published models are
+    if (o_.plan && !has_weights(model))  // most published models are in bf16
         return EmbeddingsElsewhere(config, home, [](Field, const Parameter::Part&) { return &kStoredBf16; });
     const SafetensorsFolder files(model, config.family->prefix);
     return EmbeddingsElsewhere(config, home, [&](Field field, const Parameter::Part& part) {
@@ -587,7 +593,7 @@ inline std::optional<EmbeddingsElsewhere> RunInputs::embeddings_elsewhere(const 
     });
 }
 
-// What is trained beside the model: what a save or an adapter has, or else what the options ask for.
+// The adapter: that of the save or of --adapter, or a new one as the options ask.
 inline AdapterConfig RunInputs::choose_adapter() {
     std::error_code none;
     const std::string base =
@@ -615,8 +621,8 @@ inline AdapterConfig RunInputs::choose_adapter() {
     return new_prompt(config, static_cast<int>(first_prompt.size()), o_.soft_prompt_text, base);
 }
 
-// The tokens of --soft-prompt-text, cut or repeated to as many as --soft-prompt says, as PEFT does; or tokens
-// drawn at random.
+// The first tokens of a soft prompt: those of --soft-prompt-text, cut or repeated to the length of
+// --soft-prompt, as in PEFT; without a text, random tokens.
 inline std::vector<int> RunInputs::choose_first_prompt() const {
     size_t count = static_cast<size_t>(o_.soft_prompt);
     std::vector<int> tokens(count);
@@ -637,8 +643,8 @@ inline std::vector<int> RunInputs::choose_first_prompt() const {
     return tokens;
 }
 
-// Text becomes tokens, where the model has a tokenizer. A text that is not read, or of which a plan is the
-// same whatever its tokens, stays as it is.
+// Tokenizes text if the model has a tokenizer. A text that is not read is left as it is, and so is one that
+// is so long that its tokens do not change a plan.
 inline void RunInputs::tokenize_texts() {
     const bool chooses = o_.has("--memory") || o_.batch == 0;
     for (Dataset* d : {data.get(), val_data.get()}) {
@@ -671,24 +677,24 @@ inline InputBytes RunInputs::bytes() const {
     return bytes;
 }
 
-// The examples of JSON lines become tokens, if only to know how many sequences there are.
+// Tokenizes JSON examples. A plan needs this too, to know the number of sequences.
 inline void RunInputs::tokenize_lines(Dataset& lines) {
     if (!tokenizer) check_bytes(lines, config.vocabulary);
     const std::string home = tokenizer_folder.empty() ? model : tokenizer_folder;
     const std::string chat_template = gguf ? gguf->chat_template() : chat_template_of(home);
-    if (adapter.prompt_tokens > 0) lines.keep_apart();  // a soft prompt is before each sequence
+    if (adapter.prompt_tokens > 0) lines.keep_apart();  // a soft prompt must be at the begin of each example
     const ExampleOptions options = {o_.loss_on == "all", o_.chat_format, chat_template, home};
     if (const int end = tokenize_examples(lines, *tokenizer, options, o_.seq_len); end >= 0) stop_at(end);
 }
 
-// Makes generating stop at a token too: a model that learns conversations ends its answers with it.
+// Makes generation stop at this token as well: a model that learns conversations ends its answers with it.
 inline void RunInputs::stop_at(int token) {
     std::vector<int>& stops = config.stops;
     if (stops.empty() && tokenizer->end_of_text() >= 0) stops.push_back(tokenizer->end_of_text());
     if (std::ranges::find(stops, token) == stops.end()) stops.push_back(token);
 }
 
-// Without --val-data, a part of the text that is long enough for a sequence, or of the examples.
+// Without --val-data, holds out a part of the text or of the examples, if it is long enough for a sequence.
 inline void RunInputs::open_validation() {
     const uint64_t least = data->is_examples() ? 1 : static_cast<uint64_t>(o_.seq_len) + 1;
     if (!val_data && data->is_text()) val_data = data->hold_out(least);
@@ -697,7 +703,7 @@ inline void RunInputs::open_validation() {
              static_cast<long long>(o_.eval_every));
 }
 
-// Fails when the data cannot feed the model: other vocabulary, too few tokens, tokens beyond the vocabulary.
+// Fails if the data do not fit the model: too few tokens, or tokens beyond the vocabulary.
 inline void RunInputs::check_data() const {
     for (Dataset* d : {data.get(), val_data.get()})
         if (d && !d->is_examples() && (!d->is_text() || tokenizer_folder.empty()))
@@ -710,7 +716,7 @@ inline void RunInputs::check_data() const {
              static_cast<unsigned long long>(loader.sequences_per_epoch()), o_.seq_len);
 }
 
-// Fails when the data are not those that the save was trained on, unless they were chosen for this run.
+// Fails if the data are not those that the save was trained on, unless they were chosen for this run.
 inline void RunInputs::check_resumed_data() {
     const auto check = [&](const char* option, const Dataset& d, bool chosen) {
         const std::string& now = facts[option] = data_facts(d);
@@ -718,11 +724,11 @@ inline void RunInputs::check_resumed_data() {
     };
     const bool chosen = !o_.saved.contains("--data");
     const bool val_chosen = o_.has("--val-data") && !o_.saved.contains("--val-data");
-    check("--data", *data, chosen || val_chosen);  // without --val-data its last tenth is not for training
+    check("--data", *data, chosen || val_chosen);  // without --val-data its last tenth is held out
     if (!o_.val_data.empty()) check("--val-data", *val_data, val_chosen);
 }
 
-// Fails when something that the run would write cannot be written, or is something that must stay.
+// Fails if an output cannot be written, or would overwrite an input.
 inline void RunInputs::check_output_files() const {
     std::vector<Output> files = {{"--timeline", o_.timeline, "{\"model\":"},
                                  {"--log", o_.log, "{\"step\":"},
@@ -741,11 +747,12 @@ inline void RunInputs::check_output_files() const {
     check_outputs(files, o_.out, inputs);
 }
 
-// From the model's folder, or beside the shards; a vocabulary of 256 is bytes.
+// Opens the tokenizer in the model's folder or beside the shards. A vocabulary of 256 without a tokenizer
+// means bytes.
 inline std::optional<Tokenizer> RunInputs::open_tokenizer() {
     std::vector<std::string> folders;
     if (gguf && gguf->file().metadata().contains("tokenizer.ggml.model")) {
-        tokenizer_folder = model;  // the file
+        tokenizer_folder = model;  // a file, not a folder
         return read_gguf_tokenizer(gguf->file());
     }
     if (!resumed.empty()) folders.push_back(resumed);
@@ -765,8 +772,8 @@ inline std::optional<Tokenizer> RunInputs::open_tokenizer() {
     return std::nullopt;
 }
 
-// Where the run names a folder of saves, the folder itself: the save in it that was opened may be removed,
-// and then the run's own saves have the tokenizer too.
+// If the run was given a folder of saves, returns that folder and not the save in it, which may be removed
+// later. If the folder itself is gone, the run's own saves have the tokenizer.
 inline TokenizerSource RunInputs::saved_tokenizer() const {
     if (gguf && tokenizer_folder == model)
         return TokenizerSource(
@@ -832,7 +839,7 @@ inline bool RunInputs::sample_slides() const {
     return static_cast<int64_t>(first_tokens().size()) + o_.sample_tokens > sample_window();
 }
 
-// Fails where --attention hopper asks for kernels that this build or this model's heads have not.
+// Fails if --attention hopper asks for kernels that do not exist in this build or for this model's heads.
 template <class T>
 void check_attention(const Options& o, const ModelConfig& config) {
     if (o.attention != "hopper") return;
@@ -847,7 +854,7 @@ void check_attention(const Options& o, const ModelConfig& config) {
             config.head_size);
 }
 
-// Fails unless there is a device for this binary, and for the attention that was asked for.
+// Fails unless there is a device for this binary and for the attention that was asked for.
 inline void check_device([[maybe_unused]] const Options& o) {
 #ifdef SIMT_GPU
     check_gpu();

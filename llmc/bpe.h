@@ -210,7 +210,7 @@ class Bpe final : public WordModel {
         if (right >= symbols.size()) return nullptr;
         return merges.find(symbols.token(left), symbols.token(right));
     }
-    // The queue's key of a pair: the rank of its merge in the upper half, the begin of its left symbol in the
+    // The queue's key of a pair: the rank of its merge in the upper half, the start of its left symbol in the
     // lower.
     static uint64_t key_of(const Merge* merge, size_t left) {
         return merge ? static_cast<uint64_t>(merge->rank) << 32 | left : kNoMerge;

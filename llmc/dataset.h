@@ -90,8 +90,8 @@ inline int32_t without_loss(int32_t token) {
 }
 inline int32_t token_of(int32_t kept) { return kept & 0x7fffffff; }
 
-// The token streams of one option's files. In memory it has only where the files' tokens are; the file that
-// was read last stays open.
+// The token streams of one option's files. Only the places of the files' tokens are kept in memory; the
+// file that was read last stays open.
 class Dataset {
   public:
     // `files` as from expand_files. Fails on a damaged shard, and if the files are of several kinds.

@@ -41,7 +41,7 @@ inline std::string size_text(size_t bytes) {
     return kib < 1024 ? format("%.1f KiB", kib) : format("%.1f MiB", kib / 1024);
 }
 
-// Throws a UserError with a printf-style message: one line, no full stop, no "error:" at the begin.
+// Throws a UserError with a printf-style message: one line, no full stop, no "error:" at the start.
 template <class... A>
 [[noreturn]] inline void fail(const char* pattern, A... args) {
     if constexpr (sizeof...(A) == 0)

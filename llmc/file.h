@@ -266,7 +266,7 @@ inline nlohmann::json parse_json(std::string_view text, const std::string& file)
 // Parses a whole file with parse_json.
 inline nlohmann::json read_json(const std::string& path) { return parse_json(read_text(path), path); }
 
-// Writes an open file in order, from its begin on. At most two windows of it are in the page cache: one is
+// Writes an open file in order, from its start on. At most two windows of it are in the page cache: one is
 // being filled, the other is being written to the disk. After a failure, errno says why.
 class PassingWrites {
   public:

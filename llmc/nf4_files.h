@@ -144,8 +144,8 @@ class Nf4File {
         if (state_.is_double) std::memcpy(out + parts.nested_offset, &state_.nested_offset, 4);
     }
 
-    // Adds to `block` where those bytes are in the files; the matrix begins `at` bytes after the block's
-    // begin.
+    // Adds to `block` where those bytes are in the files; the matrix begins `at` bytes after the start
+    // of the block.
     void find(LoanOnDisk& block, size_t at) const {
         for (const Part& part : parts_)
             block.pieces.push_back(

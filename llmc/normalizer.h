@@ -22,7 +22,7 @@ class Normalizer {
     bool nfc = false;                                               // applied first
     std::vector<std::pair<std::string, std::string>> replacements;  // then: a character and its replacement
     std::string prefix;                                             // then: put in front of a text,
-    bool prefix_at_origin = false;                                  // only at the begin of the whole text,
+    bool prefix_at_origin = false;                                  // only at the start of the whole text,
     bool prefix_unless_there = false;                               // only if the text does not begin with it
 
     // The most bytes that one character becomes by the replacements.

@@ -191,7 +191,7 @@ class RegexTranslation {
         out_ += ']';
     }
 
-    // An open group, and the expression from its begin on; inside a (?i:...) from the begin of the outermost
+    // An open group, and the expression from its start on; inside a (?i:...) from the start of the outermost
     // one.
     struct Group {
         std::string_view text;

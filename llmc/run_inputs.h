@@ -682,7 +682,7 @@ inline void RunInputs::tokenize_lines(Dataset& lines) {
     if (!tokenizer) check_bytes(lines, config.vocabulary);
     const std::string home = tokenizer_folder.empty() ? model : tokenizer_folder;
     const std::string chat_template = gguf ? gguf->chat_template() : chat_template_of(home);
-    if (adapter.prompt_tokens > 0) lines.keep_apart();  // a soft prompt must be at the begin of each example
+    if (adapter.prompt_tokens > 0) lines.keep_apart();  // a soft prompt comes before each sequence
     const ExampleOptions options = {o_.loss_on == "all", o_.chat_format, chat_template, home};
     if (const int end = tokenize_examples(lines, *tokenizer, options, o_.seq_len); end >= 0) stop_at(end);
 }

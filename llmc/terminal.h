@@ -35,7 +35,7 @@ inline int whole_character(std::string_view text) {
 // tab) and each byte that is not UTF-8 becomes \x1b or the like. Other characters stay as they are.
 class TerminalText {
   public:
-    // What can be shown so far. The begin of an incomplete character is held back until the rest arrives.
+    // What can be shown so far. The start of an incomplete character is held back until the rest arrives.
     std::string add(std::string_view bytes) {
         held_ += bytes;
         std::string shown;

@@ -216,7 +216,7 @@ class TextEncoder {
     // The position of a piece in the text; for normalized text an estimate.
     uint64_t position_of(std::string_view piece) const {
         if (is_in(piece, raw_)) return taken_ + static_cast<size_t>(piece.data() - raw_.data());
-        size_t behind = 0;  // bytes of normalized text after the piece's begin
+        size_t behind = 0;  // bytes of normalized text after the piece's start
         for (const Segment& segment : segments_)
             if (is_in(piece, segment.normalized))
                 behind =

@@ -31,7 +31,7 @@ inline size_t last_character_start(std::string_view text) {
     return start;
 }
 
-// The number of bytes at the begin of the text that are valid UTF-8.
+// The number of bytes at the start of the text that are valid UTF-8.
 inline size_t valid_utf8(std::string_view text) {
     size_t at = 0;
     while (at < text.size()) {

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Puts two training logs side by side; exit code 1 where they differ by more than the tolerance.
+"""Puts two training logs side by side; exit code 1 if they differ by more than the tolerance.
 
-Losses are compared by their absolute difference, gradient norms by their relative one. A log is JSON lines as
-./train --log and dev/reference.py --log write them. Where a step was logged twice (a resumed run), the last counts.
+Losses are compared by their absolute difference, gradient norms by their relative one. A log has JSON lines,
+as ./train --log and dev/reference.py --log write them. If a step was logged twice (in a resumed run), the
+last line counts.
 """
 
 import argparse
@@ -25,14 +26,15 @@ def read(path):
 
 
 def difference(key, a, b):
-    """Absolute for losses, relative for gradient norms; NaN when either is."""
+    """Absolute for losses, relative for gradient norms; NaN if either value is NaN."""
     if key != "grad_norm" or a == b:
         return abs(a - b)
     return abs(a - b) / max(abs(a), abs(b))
 
 
 def compare(log_a, log_b, tolerances):
-    """Prints the table. Returns how many values are too far apart or in one log only, and the worst by kind."""
+    """Prints the table. Returns how many values differ too much or are in one log only, and the largest
+    difference by kind."""
     failures, worst = 0, {}
     print(f"{'step':>6} {'value':>9} {'A':>13} {'B':>13} {'difference':>11}")
     for step in sorted(log_a.keys() | log_b.keys()):

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""The longest context of models in budgets of memory, as a Markdown table, by the plans of a build of ./train.
+"""The longest context of models in budgets of memory, as a Markdown table, from the plans of a build of
+./train.
 
-A cell is the longest sequence, in multiples of 64 tokens, with which --memory finds something that fits, what a step is
-estimated to take, and the host memory or disk that it takes beside the budget. A model is a folder, of which config.json is enough. What follows -- goes to ./train as it
-is:
+A cell has the longest sequence, in multiples of 64 tokens, for which --memory finds a fitting configuration;
+the estimated time of a step; and the host memory or disk space needed besides the budget. A model is a
+folder, of which config.json is enough. Arguments after -- are passed to ./train:
 
     dev/context_table.py ./train --model llama-8b --memory 8GiB 24GiB -- --train lora --lora-rank 32 --base nf4-double
 """
@@ -15,7 +16,7 @@ import subprocess
 import sys
 
 STEP = 64
-MOST = 1 << 21  # what ./train takes
+MOST = 1 << 21  # the limit of ./train
 
 
 def fail(message):
@@ -31,7 +32,7 @@ class Planner:
         self.refusal = ""
 
     def plan(self, tokens):
-        """What a step of such sequences takes: seconds, and bytes elsewhere; None where nothing fits."""
+        """A step with sequences of this length: (seconds, bytes outside the device); None if nothing fits."""
         try:
             result = subprocess.run([*self.command, "--seq-len", str(tokens)], capture_output=True, text=True)
         except OSError as error:
@@ -46,7 +47,7 @@ class Planner:
         return None
 
     def longest(self):
-        """(tokens, plan, whether memory is what ends it), or None where not even STEP tokens fit."""
+        """(tokens, plan, whether memory is the limit), or None if not even STEP tokens fit."""
         fits, plans, why = 0, {}, ""
         step = 1
         while step * STEP <= MOST and (taken := self.plan(step * STEP)) is not None:

@@ -1,4 +1,5 @@
-"""What the plotting scripts share: matplotlib without a display, and files of figures. `fail` ends a script in one line."""
+"""Shared by the plotting scripts: matplotlib without a display, and saving figures. `fail` ends a script with
+one line."""
 
 
 def pyplot(fail):
@@ -12,7 +13,7 @@ def pyplot(fail):
 
 
 def save(figure, out, fail):
-    """Writes it, in the format of the name's ending, and lets go of it."""
+    """Saves the figure in the format of its file name's extension, and closes it."""
     from matplotlib import pyplot
     try:
         figure.savefig(out, dpi=120, bbox_inches="tight")

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""A step that was measured on a GPU beside what dev/gpu_predicted.py counts of it: writes one table.
+"""Compares a step measured on a GPU with what dev/gpu_predicted.py predicts for it: writes one table.
 
     gpu_compare.py --gpu "NVIDIA H100 80GB HBM3" build/cuda-bf16/train --profile-ops --json --model d12 --batch 64 ...
 
-runs the trainer, which must measure its operations; with --recorded FILE its figures are read from there. What is counted
-comes from dev/results/gpu-predicted.json: by operation, in proportion to the FLOPs or bytes that the trainer names.
+runs the trainer, which must measure its operations; with --recorded FILE its figures are read from there. The
+prediction comes from dev/results/gpu-predicted.json: by operation, in proportion to the FLOPs or bytes that
+the trainer reports.
 """
 
 import argparse
@@ -16,13 +17,13 @@ import sys
 import gpu_predicted
 from gpu_predicted import GPUS, ROOT, row_name, step_of, table
 
-# How the driver names them: (whose kernels were counted, the rates).
+# By the driver's name of a GPU: (the GPU whose kernels were counted, the rates).
 NAMES = {"A100.*80GB": ("A100", GPUS["A100"]), "RTX 4090$": ("4090", GPUS["4090"]), "H100 80GB HBM3": ("H100", GPUS["H100"]),
          "H200": ("H100", GPUS["H100"]._replace(bandwidth=4.8e12, memory=141e9))}
 
 
 def known_gpu(name):
-    """An entry of NAMES, by the driver's name; exits where nothing was counted for it."""
+    """The entry of NAMES for the driver's name. Exits if there are no counts for it."""
     for pattern, gpu in NAMES.items():
         if re.search(rf"\b{pattern}", name):
             return gpu
@@ -30,13 +31,13 @@ def known_gpu(name):
     raise SystemExit(0)
 
 
-# Where the counts have no row of the one, it was counted with the other.
+# If the counts have no row for an operation, it was counted as part of this one.
 COUNTED_WITH = {"attention_delta": "attention_backward"}
 
 
 def predicted(gpu, key, operations, units):
-    """{row: (seconds, bound)} of the operations that were counted."""
-    slower = GPUS[key].bandwidth / gpu.bandwidth  # a share of another bandwidth
+    """{row: (seconds, bound)} of the operations with counts."""
+    slower = GPUS[key].bandwidth / gpu.bandwidth  # for a GPU with another bandwidth
     units = {name: unit | {"under_way": unit["under_way"] * slower} for name, unit in units[key].items()}
     counted = [o for o in operations if row_name(o["name"]) != o["name"] or o["name"] in units]
     return {row[0]: (row[1], row[2]) for row in step_of(gpu, counted, units)}

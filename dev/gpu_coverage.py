@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""What of the CUDA build no test has executed (make gpu-coverage): instructions of its PTX, which GPU_COVERAGE collected,
-and lines of host code that no CPU build has, which gcov counted."""
+"""Reports what no test has executed in the CUDA build (make gpu-coverage): PTX instructions, as collected by
+GPU_COVERAGE, and lines of host code that are in no CPU build, as counted by gcov."""
 
 import argparse
 import collections
@@ -12,8 +12,9 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Why tests leave something: patterns of "sm_80 kernel<...>: the kernel's line | those of the functions that the compiler put
-# there", whose text is empty where an instruction is of no line; and of lines of the host.
+# Reasons why tests leave something out. The keys are patterns. For kernels they match "sm_80 kernel<...>: the
+# kernel's line | lines of functions inlined there"; the lines are empty if the compiler gives none. For the
+# host they match lines of code.
 KERNEL_REASONS = {
     r"^sm_80 hopper_": "only compute capability 9.0 runs it: here its body is a trap",
     r" copy_kernel<": "it measures bandwidth, tested on an A100 in fp32 and whole vectors; in bf16 a calibration does, which takes too long here",
@@ -38,8 +39,8 @@ LINE_REASONS = {
 
 
 def merged(path):
-    """By architecture and kernel, whether each instruction was executed by anybody. A kernel that two programs hold is
-    one where the compiler made the same of it."""
+    """For each architecture and kernel, which instructions any program executed. Kernels of two programs
+    count as the same one if the compiler made the same number of instructions of them."""
     kernels = {}
     with open(path) as file:
         for line in file:
@@ -51,7 +52,7 @@ def merged(path):
 
 
 def readable(names):
-    """C++ names as they are written, without parameters; as they are where there is no c++filt."""
+    """C++ names in readable form, without parameters. Without c++filt they stay as they are."""
     try:
         said = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
@@ -64,11 +65,11 @@ def reason(reasons, text):
     return next((why for pattern, why in reasons.items() if re.search(pattern, text)), "?")
 
 
-# What a kernel's text in PTX is made of; a statement is what is none of the others.
+# The parts of a kernel's text in PTX. A statement is everything that is none of the others.
 PTX_TOKEN = re.compile(r"(?P<nothing>\s+|//[^\n]*|\.(reg|shared|pragma)\b[^;]*;|[\w$]+:(?!:))|(?P<brace>[{}])|"
                        r"\.loc\s+(?P<at>\d+ \d+ \d+)(.*inlined_at (?P<caller>\d+ \d+ \d+))?[^\n]*|(?P<statement>[^;]*;)")
-MOST_NAMES = 12  # of kernels or lines that have a reason in common
-# What every kernel is made of says nothing of where in one an instruction is.
+MOST_NAMES = 12  # of kernels or lines with the same reason
+# Lines in these files are used by every kernel, so they do not tell where in a kernel an instruction is.
 PRIMITIVES = r"llmc/(simt|packed|mma|split)\b|llmc/simt_"
 
 
@@ -77,8 +78,8 @@ def own_path(path):
 
 
 def statements(text, begin, files):
-    """For each statement of the kernel whose body is at `begin`, the source's lines it comes from: the kernel's own, and
-    those of the functions that the compiler put there, outermost first; of the repository's files."""
+    """The source lines of each statement of the kernel whose body is at `begin`: the kernel's own line, then
+    those of the functions inlined there, outermost first. Only files of the repository are listed."""
     callers, lines, places, depth = {}, (), [], 0
     for token in iter(PTX_TOKEN.scanner(text, text.index("{", begin)).match, None):
         if token["brace"]:
@@ -99,7 +100,8 @@ def statements(text, begin, files):
 
 
 def places_of(folder, wanted):
-    """{key of merged(): what statements() says} of those kernels, from the PTX in a folder's programs."""
+    """For the wanted kernels, {key of merged(): what statements() returns}, from the PTX in a folder's
+    programs."""
     found = {}
     for path in sorted(pathlib.Path(folder).glob("*")):
         if path.suffix or not path.is_file():
@@ -117,7 +119,7 @@ def places_of(folder, wanted):
 
 
 def sources(preprocessed):
-    """{file: the numbers of its lines that a preprocessor's output holds}, of the repository's files."""
+    """{file: the numbers of its lines} in a preprocessor's output."""
     lines, file, number = collections.defaultdict(set), None, 0
     for line in preprocessed.splitlines():
         if marker := re.match(r'# (\d+) "([^"]*)"', line):
@@ -130,7 +132,7 @@ def sources(preprocessed):
 
 
 def lines_of_cpu_builds():
-    """Those of the fast build and of the faithful one."""
+    """The source lines in the fast CPU build and in the faithful one."""
     lines = collections.defaultdict(set)
     for lanes in ([], ["-DSIMT_LANES=32"]):
         command = ["g++", "-E", "-x", "c++", "-std=c++20", "-fopenmp", "-I.", *lanes, "train_gpt.cu"]
@@ -141,8 +143,8 @@ def lines_of_cpu_builds():
 
 
 def counted_lines(folder, kernels):
-    """{(file, line): how often all programs executed it}, of the trainer's sources; not of kernels, whose bodies on the
-    host are stubs."""
+    """{(file, line): how often all programs together executed it} for the trainer's sources. Kernels are left
+    out, because their bodies on the host are stubs."""
     counts = collections.Counter()
     data = sorted(str(path.resolve()) for path in pathlib.Path(folder).glob("*.gcda"))
     text = subprocess.run(["gcov", "--json-format", "--stdout", *data], capture_output=True, text=True, check=True).stdout
@@ -151,7 +153,8 @@ def counted_lines(folder, kernels):
             name = file["file"].removeprefix(f"{ROOT}/").removeprefix("./")
             if re.fullmatch(r"llmc/[\w.]+|train_gpt\.cu", name):
                 stubs = [range(f["start_line"], f["end_line"] + 1) for f in file["functions"]
-                         if re.sub(r"L(?=\d)", "", f["name"]) in kernels]  # L: of one file, which PTX does not say
+                         if re.sub(r"L(?=\d)", "", f["name"]) in kernels]  # L marks internal linkage; PTX
+                                                                           # leaves it out
                 for line in file["lines"]:
                     if any(line["line_number"] in stub for stub in stubs):
                         continue
@@ -160,7 +163,8 @@ def counted_lines(folder, kernels):
 
 
 def left_of_host(folder, kernels):
-    """The lines of the GPU's alone that nobody executed, as rows of main(), and how many lines there are."""
+    """The lines that are only in the GPU build and that nobody executed, as rows of main(), and the number of
+    lines there."""
     cpu = lines_of_cpu_builds()
     counts = {at: count for at, count in counted_lines(folder, kernels).items() if at[1] not in cpu[at[0]]}
     rows = []
@@ -181,8 +185,8 @@ def source_line(file, number):
 
 
 def left_of_kernels(kernels, names, folder):
-    """The instructions that nobody executed, as rows of main(): those of a kernel's templates together, by the line of
-    the kernel and by that of the function, put there by the compiler, that they come from."""
+    """The instructions that nobody executed, as rows of main(). Instantiations of a kernel are counted
+    together. Rows are grouped by the line of the kernel and that of the inlined function."""
     partly = {key: bits for key, bits in kernels.items() if bits.bit_count() < key[2]}
     places = places_of(folder, {key[:2] for key in partly})
     counts = collections.Counter()
@@ -200,7 +204,7 @@ def left_of_kernels(kernels, names, folder):
 
 
 def summary(title, rows, everything):
-    """Lines of Markdown: what is left of so many, by reason, and in which kernels or lines."""
+    """Lines of Markdown: how much of everything is left, by reason, and in which kernels or lines."""
     counts, places = collections.Counter(), collections.defaultdict(dict)
     for count, where, _, why in rows:
         counts[why] += count

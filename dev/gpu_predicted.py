@@ -19,18 +19,19 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
-# NVIDIA's data sheets. `products` is what cuBLASLt reaches in bf16: "Maximum achievable matmul FLOPS" of stas00's
-# ml-engineering (compute/accelerator); it has no RTX 4090, for which the A100's share of the promise stands. `mma`: the
-# share of the promise that mma.sync reaches at most, on Hopper by arXiv 2402.13499, as is the latency, in cycles.
+# From NVIDIA's data sheets. `products`: the rate that cuBLASLt reaches in bf16, from "Maximum achievable
+# matmul FLOPS" in stas00's ml-engineering (compute/accelerator). It has no RTX 4090; for that the A100's
+# share of the peak rate is used. `mma`: the share of the peak rate that mma.sync reaches at most; for Hopper,
+# this and the latency (in cycles) are from arXiv 2402.13499.
 Gpu = collections.namedtuple("Gpu", "arch sms clock bandwidth flops products mma memory warps shared latency tile")
 GPUS = {"A100": Gpu("sm_80", 108, 1.41e9, 2.0e12, 312e12, 271.2e12, 1, 80e9, 64, 164 << 10, 466, (128, 256)),
         "4090": Gpu("sm_89", 128, 2.52e9, 1.01e12, 165e12, 165e12 * 271.2 / 312, 1, 24e9, 48, 100 << 10, 542, (128, 128)),
         "H100": Gpu("sm_90a", 132, 1.83e9, 3.35e12, 989e12, 794.5e12, 0.63, 80e9, 64, 228 << 10, 479, (128, 256))}
-# Cycles of a tile beside its products: the first operands are on their way, and the result is written. From what cuBLAS is
-# published to reach on an H100: see PRODUCTS.
+# Cycles that a tile takes besides its products: fetching the first operands and writing the result. Fitted to
+# published rates of cuBLAS on an H100; see PRODUCTS.
 TILE_CYCLES = 3000
-REACHED = 0.85  # of the bandwidth, where enough loads are under way
-LAUNCH = 3e-6  # seconds, as llmc/device_rates.h has it
+REACHED = 0.85  # of the bandwidth, if enough loads are in flight
+LAUNCH = 3e-6  # seconds, as in llmc/device_rates.h
 
 LLAMA_1B = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 16,
             "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192, "rms_norm_eps": 1e-5,
@@ -38,21 +39,22 @@ LLAMA_1B = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "n
 QWEN_1B5 = {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "num_hidden_layers": 28,
             "num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 8960, "rms_norm_eps": 1e-6,
             "max_position_embeddings": 32768, "tie_word_embeddings": True, "rope_theta": 1000000.0}
-# What is trained, options of make_model.py for a model of one narrow layer with the same kernels, and a step's micro-batches.
+# What is trained, make_model.py's options for a narrow model of one layer with the same kernels, and the
+# micro-batches of a step.
 Setup = collections.namedtuple("Setup", "title model batch seq_len small micro_batches", defaults=[1])
 GPT2_SMALL = ("--family", "gpt2", "--heads", 4, "--channels", 256)
 SETUPS = [Setup("GPT-2 124M", "d12", 64, 1024, GPT2_SMALL),
           Setup("GPT-2 1558M", "d48", 4, 1024, GPT2_SMALL),
-          Setup("GPT-2 1558M in llm.c's step", "d48", 16, 1024, GPT2_SMALL, 8),  # an update is of as many tokens
+          Setup("GPT-2 1558M in llm.c's step", "d48", 16, 1024, GPT2_SMALL, 8),  # so many tokens per update
           Setup("Llama-3.2-1B", LLAMA_1B, 4, 2048, ("--family", "llama", "--heads", 4, "--kv-heads", 1, "--channels", 256,
                                                     "--mlp-width", 1024, "--tied")),
           Setup("Qwen2.5-1.5B", QWEN_1B5, 16, 1024, ("--family", "qwen2", "--heads", 4, "--kv-heads", 1, "--channels", 512,
                                                      "--mlp-width", 2048, "--tied"))]
-COUNTED = (512, 1024, 2048)  # tokens of the sequences that attention's count by length is fitted to
+COUNTED = (512, 1024, 2048)  # lengths of the sequences to which attention's count by length is fitted
 LENGTHS = (4096, 16384, 65536, 524288)
-SMALL = ("--head-rows", 256)  # the head in chunks, as large steps have it
+SMALL = ("--head-rows", 256)  # the head in chunks, as in large steps
 VOCABULARY = 4096  # of the small model
-# Tokens/s of one GPU. llm.c's are of eight, which exchange gradients too.
+# Tokens/s of one GPU. llm.c's numbers are from eight GPUs, which also exchange gradients.
 LLMC_A100 = 0.300  # seconds of a step
 PUBLISHED = {
     ("GPT-2 124M", "A100"): (524288 / LLMC_A100 / 8, "llm.c, scripts/run_gpt2_124M.sh: 8 GPUs, 300 ms a step"),
@@ -62,14 +64,15 @@ PUBLISHED = {
     ("Qwen2.5-1.5B", "4090"): (14e3, "LLMQ's README, bf16, batch 4"),
 }
 
-# Products of cuBLAS on an H100 in 16 bits, (m, n, k): (TFLOP/s, source).
+# Rates of cuBLAS products on an H100 in 16 bits, (m, n, k): (TFLOP/s, source).
 PRODUCTS = {
     (8192, 8192, 512): (553, "torch in Triton's tutorial 09-persistent-matmul.py, on a user's H100"),
     (16384, 16384, 1024): (2 * 16384**2 * 1024 / 776e-6 / 1e12, "nvprof in NVIDIA/Fuser, issue 3137"),
     (2048, 2048, 8192): (2 * 2048**2 * 8192 / 87.55e-6 / 1e12, "nvprof in NVIDIA/Fuser, issue 3279"),
 }
 
-# The kernels that an operation launches. A kernel that none claims, or an operation without one, ends the script.
+# The kernels that an operation launches. The script ends if a kernel belongs to no operation, or an operation
+# has no kernel.
 OPERATIONS = {
     "attention_forward": "(hopper_)?attention_forward", "attention_backward": "(hopper_)?attention_backward",
     "attention_delta": "attention_delta",
@@ -84,11 +87,11 @@ OPERATIONS = {
     "embedding_backward": "(token|position)_embedding_backward", "global_norm": "squares|norm_kernel",
     "optimizer_update": "optimizer", "cross_entropy_forward_backward": "cross_entropy.*Lb1E",
     "add_losses": "add_losses", "wide_sum_add": "wide_sum", "matmul": "add_bias|matmul_tiled"}
-BESIDE = "set_factors|cross_entropy.*Lb0E"  # of no operation, or of validation
+BESIDE = "set_factors|cross_entropy.*Lb0E"  # kernels that belong to no operation, or to validation
 
 
 class Kernel(dict):
-    """What was counted of a kernel in a step, and what its code says."""
+    """The counts of a kernel in a step, and figures from its code."""
 
 
 def run(command, **environment):
@@ -116,7 +119,7 @@ def plan(trainer, gpu, model, batch, seq_len, folder, *more):
 
 
 def shard(folder):
-    """Tokens in llm.c's format."""
+    """Writes tokens in llm.c's format."""
     import numpy as np
     path, count = folder / "tokens.bin", 20000
     random = np.random.default_rng(1)
@@ -126,8 +129,8 @@ def shard(folder):
 
 
 def small_step(trainer, gpu, setup, folder, *more):
-    """By kernel, what one step of the small model counts on the GPU that is played for this one: that of two steps less
-    that of one."""
+    """The counts of one step of the small model by kernel, on an emulated GPU like `gpu`: those of two steps
+    minus those of one."""
     import make_model
     # Attention has smaller tiles on a 4090.
     plays = "H100" if gpu.arch == "sm_90a" else "A100" if gpu.shared > 100 << 10 else "4090"
@@ -151,17 +154,17 @@ def small_step(trainer, gpu, setup, folder, *more):
     return {name: k for name, k in kernels.items() if k["launches"]}, totals(plan_of_it["operations"])
 
 
-ONCE = {"optimizer_update", "global_norm"}  # a step, not a micro-batch
+ONCE = {"optimizer_update", "global_norm"}  # once per step, not per micro-batch
 
 
 def of_step(operations, micro_batches):
-    """A step's operations, of the plan's, which have one micro-batch."""
+    """The operations of a step, from those of the plan, which are for one micro-batch."""
     return [o if o["name"] in ONCE else o | {key: micro_batches * o[key] for key in ("flops", "bytes", "calls")}
             for o in operations]
 
 
 def totals(operations):
-    """By name, products of all shapes together: FLOPs, bytes and calls."""
+    """FLOPs, bytes and calls by name; products of all shapes are added up."""
     sums = collections.defaultdict(collections.Counter)
     for o in operations:
         sums[o["name"].split()[0]].update({key: o[key] for key in ("flops", "bytes", "calls")})
@@ -169,7 +172,7 @@ def totals(operations):
 
 
 def base_name(kernel):
-    """What stands in a mangled name behind its length: layernorm_forward_kernelI13..."""
+    """The part of a mangled name after its length: layernorm_forward_kernelI13..."""
     return re.sub(r"^_Z\d+", "", kernel)
 
 
@@ -190,8 +193,8 @@ def check_claims(kernels, operations):
 # --- From SASS.
 
 def cubins(binary, folder):
-    """The binary's PTX as SASS, by architecture: ptxas' own is what a build for that GPU has. With it the registers of
-    kernels, and how many instructions of SASS those of PTX are."""
+    """The SASS of the binary's PTX by architecture, from the same ptxas as in a build for that GPU. Also the
+    kernels' registers, and the ratio of their SASS to their PTX instructions."""
     tools = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin",
                              *map(str, ROOT.glob(".venv/lib/*/site-packages/triton/backends/nvidia/bin"))])
     subprocess.run(["cuobjdump", "-xptx", "all", str(pathlib.Path(binary).resolve())], cwd=folder, check=True,
@@ -211,7 +214,7 @@ def cubins(binary, folder):
 
 
 def ptx_loops(ptx):
-    """{kernel: of each jump back, how many instructions it repeats}."""
+    """{kernel: for each jump back, how many instructions it repeats}."""
     found, name, depth = {}, None, 0
     for line in ptx.splitlines():
         depth += line.count("{") - line.count("}")
@@ -230,7 +233,8 @@ def ptx_loops(ptx):
 
 
 def sass_a_ptx(code, of_ptx):
-    """Where a kernel is one loop, too long for ptxas to unroll: its instructions beside those of PTX. Else 1."""
+    """For a kernel that is one loop, too long for ptxas to unroll: the loop's SASS instructions per PTX
+    instruction. Else 1."""
     of_sass = list(map(len, loops(code)))
     if len(of_sass) != 1 or len(of_ptx) != 1 or min(of_sass + of_ptx) <= 100:
         return 1
@@ -249,7 +253,7 @@ def functions(sass):
 
 
 def loops(code):
-    """Of each jump back, the instructions that it repeats."""
+    """For each jump back, the instructions that it repeats."""
     for at, text in code:
         match = re.match(r"BRA\b.*?0x([0-9a-f]+)", text)
         if match and int(match[1], 16) < at:
@@ -257,7 +261,8 @@ def loops(code):
 
 
 def loads_under_way(code):
-    """The bytes that a lane has asked for at most before it needs one of them, or waits for its copies to shared memory."""
+    """The most bytes that a lane has requested before it needs one of them or waits for its copies to shared
+    memory."""
     most = waiting = copies = 0
     registers = set()
     for _, text in code:
@@ -282,7 +287,7 @@ def loads_under_way(code):
 
 
 def warps_on(gpu, registers, threads, shared):
-    """That a multiprocessor holds at a time, as blocks."""
+    """The number of warps that a multiprocessor holds at a time, as whole blocks."""
     warps = math.ceil(threads / 32)
     by_registers = 65536 // (math.ceil(registers * 32 / 256) * 256) // warps
     by_shared = gpu.shared // (shared + 1024)
@@ -292,24 +297,26 @@ def warps_on(gpu, registers, threads, shared):
 # --- The time.
 
 def product_share(gpu, m, n, k):
-    """The share of the best rate that a product of this shape reaches: whole waves of a library's tiles, each of which takes
-    TILE_CYCLES beside its products. A long sum may be cut into up to 16, each a tile of its own."""
+    """The share of the best rate that a product of this shape reaches: whole waves of a library's tiles, each
+    of which takes TILE_CYCLES besides its products. A long sum may be split into up to 16, each with tiles of
+    its own."""
     tiles = math.ceil(m / gpu.tile[0]) * math.ceil(n / gpu.tile[1])
-    cycles = 2 * gpu.tile[0] * gpu.tile[1] / (gpu.products / gpu.sms) * gpu.clock  # of one step of k
-    idle = TILE_CYCLES / cycles  # steps of k
+    cycles = 2 * gpu.tile[0] * gpu.tile[1] / (gpu.products / gpu.sms) * gpu.clock  # for one step of k
+    idle = TILE_CYCLES / cycles  # in steps of k
     shares = (tiles * s / (math.ceil(tiles * s / gpu.sms) * gpu.sms) * (k / s) / (k / s + idle)
               for s in (1, 2, 4, 8, 16) if s == 1 or k // s >= 512)
     return max(shares)
 
 
 def product_seconds(gpu, name, flops, bytes_, calls):
-    """The seconds of all calls by each bound, and the launches."""
+    """The seconds of all calls under each bound, and the number of launches."""
     m, n, k = map(int, re.search(r"(\d+) x (\d+) x (\d+)", name).groups())
     return {"tensor": flops / (gpu.products * product_share(gpu, m, n, k)), "memory": bytes_ / (gpu.bandwidth * REACHED)}, calls
 
 
 def unit_of(operation, small, kernels, code):
-    """What the small step counts of an operation: by FLOP where it has some, else by byte; and its launches by call."""
+    """The small step's counts of an operation, per FLOP if it has some, else per byte; and its launches per
+    call."""
     mine = kernels_of(operation, kernels)
     measure = "flops" if small[operation]["flops"] else "bytes"
     by_measure = {key: sum(kernels[k][key] * (code[k]["sass"] if key == "instructions" else 1) for k in mine) /
@@ -321,9 +328,9 @@ def unit_of(operation, small, kernels, code):
 
 
 def operation_seconds(gpu, cost, unit):
-    """The seconds by each bound, and the launches: an operation's unit, as many times as its work."""
+    """The seconds under each bound, and the launches: an operation's unit, scaled to its work."""
     times = cost["flops"] or cost["bytes"]
-    # What a kernel reads again lies in a cache; what the next one reads comes from memory.
+    # Data that a kernel reads again are in a cache; data that the next kernel reads come from memory.
     moved = cost["bytes"] if cost["flops"] else max(cost["bytes"], unit["distinct_sectors"] * times * 32)
     rate = gpu.products if unit["hopper"] else min(gpu.products, gpu.flops * gpu.mma)
     return {"tensor": unit["tensor_flops"] * times / rate,
@@ -332,7 +339,7 @@ def operation_seconds(gpu, cost, unit):
 
 
 def row_name(operation):
-    """The row of the tables that an operation is of: products of all shapes are two."""
+    """The row of the tables that has this operation. Products of all shapes share two rows."""
     if not operation.startswith("matmul"):
         return operation
     return "products of the head" if re.search(r"rows of|50304|128256|151936", operation) else "products"
@@ -356,9 +363,11 @@ def step_of(gpu, operations, units):
 
 
 def facts(gpu, kernels, sass, usage, ratios):
-    """What a kernel's code says on a GPU: registers, warps a multiprocessor, loads under way beside what it needs. What
-    TMA loads are the rings of tiles that a block's shared memory is."""
-    needed = gpu.bandwidth / gpu.sms * 2 * gpu.latency / gpu.clock  # Little's law, with twice the latency of an idle GPU
+    """Figures of each kernel's code on a GPU: registers, warps per multiprocessor, and bytes in flight
+    compared with those needed. If TMA loads, the bytes in flight are the rings of tiles in a block's shared
+    memory."""
+    needed = gpu.bandwidth / gpu.sms * 2 * gpu.latency / gpu.clock  # Little's law, with twice the latency of
+                                                                    # an idle GPU
     said = {}
     for name, k in kernels.items():
         warps = warps_on(gpu, usage[gpu.arch][name], k["threads"], k["shared_bytes"])
@@ -374,7 +383,7 @@ def facts(gpu, kernels, sass, usage, ratios):
 # --- What is written.
 
 def rounded(x):
-    """With five digits, so that a difference between two files is one."""
+    """Rounds to five digits, so that files differ only if values really do."""
     if isinstance(x, dict):
         return {key: rounded(value) for key, value in x.items()}
     return float(f"{x:.5g}") if isinstance(x, float) else x
@@ -391,7 +400,7 @@ def table(head, rows):
 
 
 def tokens(setup):
-    """Of a step."""
+    """The tokens of a step."""
     return setup.micro_batches * setup.batch * setup.seq_len
 
 
@@ -413,7 +422,8 @@ def step_tables(setup, steps):
 
 
 def step_gates(totals_, optimism):
-    """The project's gates of whole steps, and whether each is met. `optimism`: how much of llm.c's own step the count sees."""
+    """The project's gates for whole steps, and whether each is met. `optimism`: the counted time of llm.c's
+    own step divided by its real time."""
     lines = []
 
     def verdict(counted, with_error):
@@ -433,7 +443,8 @@ def step_gates(totals_, optimism):
 
 
 def what_shapes_cost(plans, steps):
-    """The steps that have gates, with all products at one rate: the best shape's, or that of a sum over 768."""
+    """The steps with gates, if all products ran at one rate: that of the best shape, or that of a sum over
+    768."""
     said = []
     for key in [key for key in PUBLISHED if key[0].startswith("GPT-2")]:
         gpu, step = GPUS[key[1]], steps[key]
@@ -449,7 +460,7 @@ def what_shapes_cost(plans, steps):
 
 
 def kernel_gates(kernels):
-    """The gates of single kernels."""
+    """The gates for single kernels."""
     moves = {name: k for name, k in kernels.items() if not k["tensor_flops"] and k["global_sectors"] > 1000}
     poor = {n: k["global_bytes"] / 32 / k["global_sectors"] for n, k in moves.items()}
     banks = {n: k["shared_passes"] / k["shared_requests"] for n, k in kernels.items() if k["shared_requests"]}
@@ -473,7 +484,7 @@ def roofline_gate(totals_, steps):
 
 
 def fitted(counts):
-    """Of counts by length {T: value a FLOP} the line a + b / T that is nearest to them, at any T."""
+    """The line a + b / T that is nearest to counts by length {T: value per FLOP}, as a function of T."""
     lengths = list(counts)
     x, y = [1 / n for n in lengths], [counts[n] for n in lengths]
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
@@ -482,7 +493,7 @@ def fitted(counts):
 
 
 def hopper_kernels(trainer, plans, folder, from_sass):
-    """A table: attention on an H100 by the kernels of all GPUs and by Hopper's own."""
+    """A table: attention on an H100 with the kernels of all GPUs and with Hopper's own."""
     gpu, rows = GPUS["H100"], []
     for setup in SETUPS:
         cells = []
@@ -491,7 +502,9 @@ def hopper_kernels(trainer, plans, folder, from_sass):
             code = facts(gpu, kernels, *from_sass)
             units = {name: unit_of(name, small, kernels, code) for name in ("attention_forward", "attention_backward")}
             attention = [o for o in plans[setup.title, "H100"] if o["name"] in units]
-            for _, seconds, bound, launches, roofline in reversed(step_of(gpu, attention, units)):  # forward is the faster
+            for _, seconds, bound, launches, roofline in reversed(step_of(gpu, attention, units)):  # forward
+                                                                                                    # is the
+                                                                                                    # faster
                 seconds -= launches * LAUNCH
                 cells.append(f"{1e3 * seconds:.2f} ({bound}, {100 * roofline / seconds:.0f}%)")
         rows.append([setup.title, *cells])
@@ -501,7 +514,8 @@ def hopper_kernels(trainer, plans, folder, from_sass):
 
 
 def attention_by_length(trainer, folder, from_sass):
-    """A table: the TFLOP/s of attention alone by length, of Llama-3.2-1B's heads; bounds as in operation_seconds()."""
+    """A table: the TFLOP/s of attention alone by length, for Llama-3.2-1B's heads; bounds as in
+    operation_seconds()."""
     setup, rows = next(s for s in SETUPS if s.title == "Llama-3.2-1B"), []
     for gpu_name, gpu in GPUS.items():
         by_length = {}
@@ -524,15 +538,16 @@ def attention_by_length(trainer, folder, from_sass):
 
 
 def llmc_seconds(operations, step):
-    """llm.c's step on an A100 by the same count: these products and passes, with FlashAttention 2's products."""
+    """The time of llm.c's step on an A100 by the same method: the same products and elementwise operations,
+    and FlashAttention 2's products."""
     gpu = GPUS["A100"]
     attention = sum(o["flops"] * (5 / 7 if "backward" in o["name"] else 1) for o in operations
-                    if o["name"].startswith("attention"))  # theirs has 5 products backward
+                    if o["name"].startswith("attention"))  # theirs has 5 products in backward
     return sum(row[1] for row in step if not row[0].startswith("attention")) + attention / gpu.products
 
 
 def product_checks():
-    """Products by shape beside what was published of them."""
+    """Rates of products by shape, compared with published ones."""
     gpu, lines = GPUS["H100"], []
     for shape, (published, source) in PRODUCTS.items():
         counted = gpu.products * product_share(gpu, *shape) / 1e12
@@ -542,7 +557,7 @@ def product_checks():
 
 
 def checks(theirs):
-    """The method on what was published."""
+    """Compares the method's results with published ones."""
     gpu = GPUS["A100"]
     return [*product_checks(),
             f"- llm.c's step of GPT-2 124M on an A100, 64 x 1024: the operations above with FlashAttention 2's products "
@@ -556,12 +571,13 @@ def checks(theirs):
 
 
 def left_apart(plans, steps):
-    """What it would save to add a block's output and to norm it for the next block in one kernel."""
+    """The time that one kernel would save that adds a block's output and computes the next block's norm."""
     lines = []
     for setup in SETUPS:
         for gpu_name, gpu in GPUS.items():
             add = totals(plans[setup.title, gpu_name])["residual_forward"]
-            saved = add["bytes"] / 3 / (gpu.bandwidth * REACHED) + add["calls"] * LAUNCH  # one of three passes
+            saved = add["bytes"] / 3 / (gpu.bandwidth * REACHED) + add["calls"] * LAUNCH  # one of three
+                                                                                          # transfers
             share = saved / sum(row[1] for row in steps[setup.title, gpu_name])
             lines.append(f"{setup.title} on {gpu_name} {1e3 * saved:.2f} ms, {100 * share:.1f}%")
     return ["A block's last addition and the first norm of the next are two kernels: in one, the sum would not be read again, "
@@ -591,7 +607,8 @@ TOO_FAST = ["What overlaps badly, waits for latency or runs at lower clocks is n
 
 
 class Counted:
-    """What the played GPU counts: by operation, for the steps, and by kernel, for the tables of kernels."""
+    """The counts from the emulated GPU: by operation, for the steps, and by kernel, for the tables of
+    kernels."""
 
     def __init__(self, trainer, folder):
         self.trainer, self.folder = trainer, folder
@@ -624,7 +641,8 @@ class Counted:
 
 
 class Kept:
-    """The same from the files of an earlier run: of the Markdown what is of kernels alone stays as it is."""
+    """The same as Counted, from the files of an earlier run. The parts of the Markdown that are about kernels
+    alone are kept."""
 
     def __init__(self, units, text):
         self.units, self.lines = units, text.splitlines()

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Writes a Hugging Face folder of a large model's shape with random weights, a shard at a time: for measuring what a
-model costs that does not fit in memory. Its losses mean nothing.
+"""Writes a Hugging Face folder with the shape of a large model and random weights, shard by shard.
+
+It is for measuring what a model costs that does not fit into memory. Its losses mean nothing.
 
     dev/make_large_model.py --shape llama-2-7b --out data/llama-2-7b
 """
@@ -23,11 +24,11 @@ SHAPES = {
         vocab_size=32000, **LLAMA),
     "bloom-176b": transformers.BloomConfig(hidden_size=14336, n_layer=70, n_head=112, vocab_size=250880),
 }
-POOL = 1 << 24  # random numbers that all tensors are made of, from places of their own
+POOL = 1 << 24  # random numbers that all tensors are taken from, each from its own offset
 
 
 def tensors_of(config):
-    """The names and shapes that such a model's files have."""
+    """The names and shapes in such a model's files."""
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     tied = set(model._tied_weights_keys or ()) if config.tie_word_embeddings else set()
@@ -35,13 +36,15 @@ def tensors_of(config):
 
 
 def random_tensor(pool, shape, number, layers):
-    """As models begin: gains one, matrices small enough that the stream stays finite through all blocks."""
+    """Values like those of a new model: gains are one, and matrices are so small that the residual stream
+    stays finite."""
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
     n = math.prod(shape)
     start = number * 7919 % (POOL // 2)
     repeats = -(-(start + n) // POOL)
-    return pool.repeat(repeats)[start:start + n].reshape(shape).mul_(1 / math.sqrt(2 * layers))  # the largest is 7 GB
+    return pool.repeat(repeats)[start:start + n].reshape(shape).mul_(1 / math.sqrt(2 * layers))  # the largest
+                                                                                                 # is 7 GB
 
 
 def main(arguments=None):

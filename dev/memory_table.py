@@ -1,8 +1,10 @@
 #!/usr/bin/env python3
-"""Where the activations' memory goes: MiB of each buffer at a step's peak, at each --recompute level, beside llm.c.
+"""Shows which buffers use the activations' memory at a step's peak: MiB of each, by --recompute level,
+compared with llm.c.
 
-Asks ./train --plan; nothing is allocated. A column sums what lives at the moment when most does. llm.c's columns are
-the formula of its train_gpt2.cu with cuDNN's attention; it allocates every buffer for the whole run.
+Asks ./train --plan; nothing is allocated. A column lists what is alive at the moment when the sum is largest.
+llm.c's columns come from the formula in its train_gpt2.cu with cuDNN's attention; llm.c allocates every
+buffer for the whole run.
 """
 
 import argparse
@@ -12,7 +14,7 @@ import subprocess
 import sys
 
 MIB = 1 << 20
-LLM_C_LEVELS = {"none": 0, "gelu": 1, "norm": 2}  # its -r
+LLM_C_LEVELS = {"none": 0, "gelu": 1, "norm": 2}  # its option -r
 ROWS = {"ln_1": "ln_1 + ln_2", "ln_2": "ln_1 + ln_2"}  # small or equal buffers that share a row
 STATISTICS = "layernorm mean, rstd"
 
@@ -33,7 +35,7 @@ def ask(train, *arguments):
 
 
 def levels_of(train):
-    """Those that the binary's --help lists."""
+    """The levels that the binary's --help lists."""
     found = re.search(r"--recompute .*?: ([a-z_]+(, [a-z_]+)*)", ask(train, "--help"))
     if not found:
         fail(f"--train {train}: its --help lists no levels of --recompute; give --levels")
@@ -51,12 +53,12 @@ def row_of(buffer):
 
 
 def aligned(size):
-    """Bytes that a buffer takes in the arena."""
+    """The bytes that a buffer takes in the arena."""
     return (size + 255) // 256 * 256
 
 
 def at_the_peak(plan):
-    """{row: bytes} of what lives when most does; the sum is the plan's activations_lower_bound."""
+    """{row: bytes} of what is alive at the peak; the sum is the plan's activations_lower_bound."""
     takes = [b for b in plan["buffers"] if b["offset"] is not None]
     live = most = peak = 0
     for time, size in sorted([(b["born"], aligned(b["bytes"])) for b in takes] +
@@ -72,7 +74,7 @@ def at_the_peak(plan):
 
 
 def sizes_of(plan):
-    """The letters of llm_c(), read from a plan that makes nothing again."""
+    """The sizes that llm_c() takes, read from a plan without recomputation."""
     shapes = {}
     for b in plan["buffers"]:
         shapes.setdefault(b["name"], []).append(b["shape"])
@@ -82,10 +84,11 @@ def sizes_of(plan):
 
 
 def llm_c(level, L, B, T, C, NH, Vp, s):
-    """{row: bytes} of llm.c's activations: L layers, NH heads, s bytes a value, Vp the padded vocabulary.
+    """{row: bytes} of llm.c's activations: L layers, NH heads, s bytes per value, Vp the padded vocabulary.
 
-    Its encoded and residual3 are our residual, residual2 our residual_middle, atty our attention, fch and fch_gelu our
-    up and gelu, output our logits. All gradients of activations lie in its two scratch buffers and in output.
+    Its encoded and residual3 are our residual, residual2 our residual_middle, atty our attention, fch and
+    fch_gelu our up and gelu, output our logits. Its two scratch buffers and output hold all gradients of
+    activations.
     """
     btc, bt = B * T * C * s, B * T
     r = LLM_C_LEVELS[level]
@@ -96,7 +99,7 @@ def llm_c(level, L, B, T, C, NH, Vp, s):
 
 
 def columns_of(plans, sizes):
-    """[(title, {row: bytes}, planned bytes)], llm.c's beside ours where it has the level."""
+    """[(title, {row: bytes}, planned bytes)]; llm.c's column is next to ours if it has the level."""
     columns = []
     for level, plan in plans.items():
         columns.append((level, at_the_peak(plan), plan["totals"]["activations"]))
@@ -107,7 +110,8 @@ def columns_of(plans, sizes):
 
 
 def table_of(columns):
-    """Lists of cells, the header first. Rows that are nowhere 0.01 MiB are left out, but not out of the sums."""
+    """Lists of cells, the header first. Rows below 0.01 MiB everywhere are not shown, but are counted in the
+    sums."""
     names = list(dict.fromkeys(name for _, rows, _ in columns for name in rows))
     sized = [name for name in names if max(rows.get(name, 0) for _, rows, _ in columns) >= 0.005 * MIB]
     table = [["MiB", *(title for title, _, _ in columns)]]

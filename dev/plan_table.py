@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""What large models take on GPUs of little memory, by the plans of a build of ./train, as Markdown tables: each step
-beside the same step with all the memory it likes, by the same model of time.
+"""What a step of large models takes on GPUs with little memory, as Markdown tables, from the plans of a build
+of ./train. Each step is compared with the same step with unlimited memory, by the same estimate of time.
 
-A case is a line: a name | a model | what a step computes | where things live, and in how much. The first and the third go
-into the step with everything on the device, for which --memory then chooses what is fastest. A model is a name in SHAPES,
-or a folder of which config.json is enough. What follows -- goes to every ./train as it is:
+A case is a line: a name | a model | what a step computes | placements and budgets. Its first comparison is a
+step with everything on the device, with the options of the third field; --memory chooses its fastest
+settings. A model is a name in SHAPES, or a folder of which config.json is enough. Arguments after -- are
+passed to every ./train:
 
     dev/plan_table.py build/cuda-bf16/train
     dev/plan_table.py build/emulated/train-bf16 --gpu A100 H100 4090 --only 8B 70B
@@ -23,7 +24,7 @@ LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128256, 
          "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
          "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                           "original_max_position_embeddings": 8192}}
-# As in the models' own config.json: meta-llama/Llama-3.1-8B and -70B, bigscience/bloom.
+# From the models' own config.json: meta-llama/Llama-3.1-8B and -70B, bigscience/bloom.
 SHAPES = {
     "llama-3.1-8b": {**LLAMA, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
                      "intermediate_size": 14336},
@@ -81,20 +82,22 @@ class Case:
 
 
 def cases_of(text, source):
-    """Of lines; one that ends in a backslash goes on in the next, one that begins with # says nothing."""
+    """The cases in a text. A line that ends in a backslash continues in the next; one that begins with # is a
+    comment."""
     lines = [" ".join(line.split()) for line in text.replace("\\\n", " ").splitlines()]
     return [Case(line, source) for line in lines if line and not line.startswith("#")]
 
 
 class Trainer:
-    """A binary that plans, with options that all plans have, on a GPU that an emulated build plays or on its own."""
+    """A binary that makes plans, with the options that all plans share, for its own GPU or for one that an
+    emulated build plays."""
 
     def __init__(self, path, more, gpu):
         self.path, self.more, self.gpu = path, more, gpu
         self.environment = {**os.environ, "GPU": gpu} if gpu else dict(os.environ)
 
     def plan(self, *options):
-        """The plan, or the least that ./train says it takes where it does not fit."""
+        """The plan or, if it does not fit, ./train's message about the least that it takes."""
         command = [self.path, "--plan", "--json", "--sample-tokens", "0", *options, *self.more]
         try:
             result = subprocess.run(command, capture_output=True, text=True, env=self.environment)
@@ -113,7 +116,8 @@ class Trainer:
 
 
 def check_gpus(trainers):
-    """That the binary plays them: one for a real GPU does not look at the variable, and all would be the same."""
+    """Checks that the binary plays these GPUs. One for a real GPU ignores the variable, and all columns would
+    be equal."""
     trainer = trainers[0]
     if trainer.gpu:
         other = Trainer(trainer.path, trainer.more, "4090" if trainer.gpu == "A100" else "A100")
@@ -122,7 +126,7 @@ def check_gpus(trainers):
 
 
 def chosen(plan):
-    """What --memory chose, without what the command had said."""
+    """What --memory chose, without what the command gave."""
     if "choice" not in plan:
         return "as given"
     c = plan["choice"][0]
@@ -134,8 +138,8 @@ def chosen(plan):
 
 
 def bounds(plan):
-    """Of each phase what it would take longer for, were that slower, and how much of it is waiting. Of an adapter's update,
-    less than a thousandth of the step, nothing."""
+    """For each phase, what bounds its time and how much of it is waiting. A phase of less than a thousandth
+    of the step, such as an adapter's update, is left out."""
     texts = []
     for phase in plan["phases"]:
         if phase["seconds"] < 1e-3 * plan["estimated_seconds"]:
@@ -171,7 +175,8 @@ def table(rows):
 
 
 def model_folder(name, folder):
-    """The model that a case names: a shape's config.json, written to `folder`, or a folder that is there."""
+    """The folder of a case's model: one that exists, or a new one in `folder` with the config.json of
+    SHAPES."""
     if name not in SHAPES:
         return name
     path = os.path.join(folder, name)

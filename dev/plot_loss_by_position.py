@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Draws the loss of validations against the length of the context: what a model makes of what came before.
+"""Draws the loss of validations by the length of the context, which shows how a model uses what came before.
 
-A file is what ./train --loss-by-position writes: JSON lines, one a validation. Each file is a curve, of its last
-validation; with --all there is one of each.
+A file has JSON lines, one per validation, as ./train --loss-by-position writes them. Each file is drawn as
+one curve, that of its last validation; with --all there is a curve for each validation.
 """
 
 import argparse
@@ -20,7 +20,8 @@ def fail(message):
 
 
 class Curve:
-    """A validation: its step, its mean loss, and (contexts, losses), a point at the middle of each bucket."""
+    """A validation: its step, its mean loss, and (contexts, losses), with a point in the middle of each
+    bucket."""
 
     def __init__(self, line):
         self.step, self.loss = int(line["step"]), float(line["val_loss"])
@@ -46,7 +47,7 @@ def read_curves(path):
 
 
 def draw(curves, out):
-    """Of (label, curve) pairs."""
+    """Draws (label, curve) pairs."""
     pyplot = figures.pyplot(fail)
     figure, axes = pyplot.subplots(figsize=(10, 5))
     for label, curve in curves:

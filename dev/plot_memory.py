@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Draws what ./train --timeline wrote: the bytes that live during a training step.
+"""Draws what ./train --timeline wrote: the bytes that are alive during a training step.
 
-One file: what lives, by kind, stacked, over the operations of a step, and below it what moves meanwhile from and to
-where else things live, if there is any: framed are those that computing waits for, by measured rates. Several files: their totals as lines. With
---over: the peak of each file against its seq_len (or another figure of it). FILE:head stands for what comes before
-the phase `head`: the forward pass alone.
+One file: the live bytes by kind, stacked, over the operations of a step. Below it, if anything is streamed,
+its transfers from and to host and disk; those that computing waits for, by measured rates, have a frame.
+Several files: their totals as lines. With --over: the peak of each file against its seq_len (or another
+figure). FILE:head stands for the part before the phase `head`, which is the forward pass.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def fail(message):
 
 
 class Timeline:
-    """One file; of `FILE:PHASE` what comes before the phase."""
+    """One file; with `FILE:PHASE` only the part before that phase."""
 
     def __init__(self, argument):
         path, self.until = argument, None
@@ -67,7 +67,7 @@ class Timeline:
         return [sum(row) for row in self.bytes]
 
     def peak(self):
-        """Its bytes, and the first operation that has them."""
+        """The bytes of the peak, and the first operation that has them."""
         totals = self.totals()
         return max(totals), totals.index(max(totals))
 
@@ -76,7 +76,7 @@ class Timeline:
         return f"{size / MIB:,.0f} MiB at {', '.join(filter(None, (self.ranges[at], self.names[at])))}"
 
     def phases(self):
-        """(name, first operation, one past the last) of each run of ranges that begin with one word."""
+        """(name, first operation, end) of each run of ranges that begin with the same word."""
         found = []
         for i, name in enumerate(self.ranges):
             phase = name.split(" ")[0]
@@ -88,7 +88,7 @@ class Timeline:
 
 
 def labels_of(timelines, given):
-    """The given labels, or what the settings differ in, or the files' names where they do not."""
+    """The given labels, or the settings in which the files differ, or else the files' names."""
     if given:
         if len(given) != len(timelines):
             fail(f"--labels: {len(given)} labels for {len(timelines)} files")
@@ -103,7 +103,7 @@ def labels_of(timelines, given):
 
 
 def draw_one(axes, t):
-    """Kinds stacked, phases shaded and named."""
+    """Draws the kinds stacked, with phases shaded and named."""
     shown = [k for k in range(len(t.kinds)) if any(row[k] for row in t.bytes)]
     x = range(len(t.bytes) + 1)
     layers = [[row[k] / MIB for row in t.bytes + t.bytes[-1:]] for k in shown]
@@ -129,10 +129,10 @@ def draw_one(axes, t):
 
 
 def draw_transfers(axes, t):
-    """Bars, a row for each way that something moves."""
+    """Draws transfers as bars, in a row for each direction."""
     ways = list(dict.fromkeys(transfer["way"] for transfer in t.transfers))
     kinds = list(dict.fromkeys(transfer["of"] for transfer in t.transfers))
-    least = len(t.bytes) / 1000  # so that the shortest can be seen
+    least = len(t.bytes) / 1000  # so that the shortest are visible
     for k, kind in enumerate(kinds):
         bars = [transfer for transfer in t.transfers if transfer["of"] == kind]
         axes.barh([ways.index(b["way"]) for b in bars], [max(b["ends"] - b["begins"], least) for b in bars],
@@ -144,7 +144,7 @@ def draw_transfers(axes, t):
 
 
 def draw_several(axes, timelines, labels):
-    """Totals as lines. Where steps have different lengths, x is the part of the step."""
+    """Draws totals as lines. If steps have different lengths, x is the share of the step."""
     normalise = len({t.whole_length for t in timelines}) > 1
     scales = [1 / t.whole_length if normalise else 1 for t in timelines]
     axes.set(xlim=(0, 1 if normalise else timelines[0].whole_length), ylabel="MiB alive",
@@ -162,7 +162,7 @@ def draw_several(axes, timelines, labels):
 
 
 def draw_over(axes, timelines, figure):
-    """Peaks against a figure, a line for all files that agree in everything else."""
+    """Draws peaks against a figure, with a line for all files that agree in everything else."""
     if len({t.settings[figure] for t in timelines}) == 1:
         fail(f"--over {figure}: every file has {figure} {timelines[0].settings[figure]}")
     others = [key for key in SETTINGS if key != figure and not (figure == "parameters" and key == "model")]

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Draws training logs over each other: training and validation losses, learning rates, tokens a second.
+"""Draws several training logs in one figure: training and validation losses, learning rates, tokens per
+second.
 
-A log is JSON lines as ./train --log and dev/reference.py --log write them. Pale lines are single steps, the others
-means over a hundredth of the run.
+A log has JSON lines, as ./train --log and dev/reference.py --log write them. Pale lines show single steps,
+the others means over a hundredth of the run.
 """
 
 import argparse
@@ -24,7 +25,7 @@ def fail(message):
 
 
 class Run:
-    """One log, as the points (steps, values) of each curve."""
+    """One log: the points (steps, values) of each curve."""
 
     def __init__(self, path):
         self.path = path
@@ -39,7 +40,7 @@ class Run:
                 self.points[key] = tuple(zip(*found))
 
     def summary(self):
-        """In one line: how far it came, and to which losses."""
+        """A summary in one line: how many steps were done, and which losses were reached."""
         steps = 1 + max(self.points.get("loss", ((-1,),))[0])
         parts = [f"{steps} steps"]
         if "loss" in self.points:
@@ -54,7 +55,7 @@ class Run:
 
 
 def smooth(values):
-    """Means over a hundredth of the values, that at each point and before it; fewer at the start."""
+    """At each point, the mean over a hundredth of all values, up to this point; over fewer at the start."""
     window = max(1, len(values) // 100)
     sums = [0.0]
     for value in values:
@@ -63,13 +64,13 @@ def smooth(values):
 
 
 def labels_of(paths):
-    """The files' names, with as many folders as tell them apart."""
+    """The files' names, with as many folders as are needed to tell them apart."""
     parts = [os.path.abspath(path).split(os.sep) for path in paths]
     for count in range(1, max(map(len, parts)) + 1):
         labels = [os.sep.join(part[-count:]) for part in parts]
         if len(set(labels)) == len(labels):
             return labels
-    return paths  # one of them twice
+    return paths  # one file is given twice
 
 
 def draw(runs, out):
@@ -84,7 +85,7 @@ def draw(runs, out):
                 continue
             steps, values = run.points[key]
             colour, marker = f"C{i % 10}", "o" if key == "val_loss" or len(steps) == 1 else None
-            if key in SMOOTHED and len(values) >= 200:  # below that a mean is of one step
+            if key in SMOOTHED and len(values) >= 200:  # with fewer values, a mean covers one step
                 axes.plot(steps, values, color=colour, alpha=0.25, linewidth=0.8)
                 values = smooth(values)
             axes.plot(steps, values, color=colour, marker=marker, markersize=4, linewidth=1.5, label=label)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Training by PyTorch and transformers' own models: what ./train must agree with.
 
-Reads the same Hugging Face folder, of any family, and the same data in the same order; examples of JSON lines go
-through the model one by one, where ./train has them share sequences. Takes the same options and writes the same JSON
-lines, so that dev/compare.py can put two logs side by side. It shares no code with ./train.
+Reads the same Hugging Face folder, of any family, and the same data in the same order. Examples of JSON lines
+go through the model one by one; ./train packs several into a sequence. Takes the same options and writes the
+same JSON lines, so dev/compare.py can put two logs side by side. It shares no code with ./train.
 """
 
 import argparse
@@ -38,7 +38,8 @@ def fail(message):
 
 
 def load_model(folder):
-    """transformers' model of a Hugging Face folder in fp32, without dropout. Every weight must be in the files."""
+    """transformers' model of a Hugging Face folder in fp32, without dropout. All weights must be in the
+    files."""
     if not os.path.isfile(os.path.join(folder, "config.json")):
         fail(f"--model {folder}: is not a folder with config.json")
     transformers.logging.set_verbosity_error()
@@ -46,7 +47,7 @@ def load_model(folder):
     try:
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True, local_files_only=True)
-    except Exception as error:  # what transformers makes of a damaged folder may be anything
+    except Exception as error:  # transformers may raise anything for a damaged folder
         fail(f"--model {folder}: {(str(error).strip() or repr(error)).splitlines()[0]}")
     for kind in ("missing_keys", "mismatched_keys"):
         if info[kind]:
@@ -56,24 +57,26 @@ def load_model(folder):
 
 def add_adapter(model, folder):
     """PEFT's model with an adapter to train: LoRA or a soft prompt, without dropout."""
-    import peft  # only who asks for an adapter needs it
+    import peft  # only needed with an adapter
     try:
         model = peft.PeftModel.from_pretrained(model, folder)
     except Exception as error:
         fail(f"--adapter {folder}: {(str(error).strip() or repr(error)).splitlines()[0]}")
-    for name, parameter in model.named_parameters():  # PEFT itself would not go on with a soft prompt
+    for name, parameter in model.named_parameters():  # PEFT does not continue the training of a soft prompt
+                                                      # by itself
         parameter.requires_grad_(".lora_" in name or name.startswith("prompt_encoder."))
     return model.eval()
 
 
 def file_name(parameter):
-    """What PEFT's files call one of its model's parameters; others keep their names."""
+    """The name of a PEFT model's parameter in PEFT's files. Other names stay the same."""
     prompt = parameter.startswith("prompt_encoder.")
     return "prompt_embeddings" if prompt else parameter.replace(".default", "")
 
 
 def save_model(model, source, folder):
-    """Writes an fp32 Hugging Face folder with the tokenizer files of the source folder; of an adapter, PEFT's."""
+    """Writes the model as an fp32 Hugging Face folder, with the source folder's tokenizer files; an adapter
+    as PEFT does."""
     model.save_pretrained(folder)
     if hasattr(model, "peft_config"):
         return
@@ -87,7 +90,7 @@ def save_model(model, source, folder):
 
 
 def mix64(x):
-    """The finaliser of splitmix64, as in llmc/random.h; wraps modulo 2**64."""
+    """The finalizer of splitmix64, as in llmc/random.h; wraps modulo 2**64."""
     with np.errstate(over="ignore"):
         x = np.asarray(x, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -104,9 +107,11 @@ def random_bits(seed, a, b=0, c=0):
 
 
 def permutation(count, seed, epoch, what):
-    """The order of count things in an epoch: what is 0 for the streams and 1 + f for the windows of stream f.
+    """The order of `count` things in an epoch: `what` is 0 for the streams and 1 + f for the windows of
+    stream f.
 
-    A Feistel network on two digits (llmc/permutation.h); numbers that it leads out of range go through it again.
+    A Feistel network on two digits (llmc/permutation.h). Numbers that it moves out of range go through it
+    again.
     """
     lows = 1
     while lows * lows < count:
@@ -130,7 +135,8 @@ def window_count(stream, seq_len):
 
 
 def training_sequences(streams, seq_len, seed):
-    """All epochs' sequences without end, each of seq_len + 1 tokens: inputs and, shifted by one, targets."""
+    """The sequences of all epochs, without end. Each has seq_len + 1 tokens: the inputs, and the targets
+    shifted by one."""
     for epoch in itertools.count():
         for f in permutation(len(streams), seed, epoch, 0):
             stream, offset = streams[f], 0
@@ -148,7 +154,7 @@ def validation_sequences(streams, seq_len):
 
 
 def expand(option, patterns):
-    """The files that names and globs stand for, sorted inside each pattern."""
+    """The files that names and globs stand for, sorted within each pattern."""
     paths = []
     for pattern in patterns:
         matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
@@ -189,9 +195,10 @@ def read_streams(paths):
 
 
 def load_data(data, val_data, seq_len):
-    """Training and validation streams; text without --val-data keeps each file's last tenth for validation.
+    """Training and validation streams. Without --val-data, the last tenth of each text file is for
+    validation.
 
-    Where all these tenths are no sequence, all is trained on.
+    If these tenths are too short for a sequence, all of the text is trained on.
     """
     paths = expand("--data", data)
     if val_data:
@@ -213,11 +220,12 @@ def check_streams(what, streams, seq_len):
                  f"{seq_len + 1} are needed")
 
 
-# JSON lines. An example is its tokens and, of each, whether it is to be learnt; a sequence is a list of examples.
+# JSON lines. An example is its tokens and, for each, whether it has a loss. A sequence is a list of examples.
 
 
 class Examples:
-    """Makes examples of JSON lines, by the tokenizer and the chat template of a model's folder, or by bytes."""
+    """Makes examples from JSON lines, with the tokenizer and chat template of a model's folder, or as
+    bytes."""
 
     def __init__(self, folder, loss_on):
         self.loss_on, self.tokenizer = loss_on, None
@@ -230,7 +238,8 @@ class Examples:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def ends(self):
-        """The tokens around a text: what begins a document of the data, and what ends a text."""
+        """The tokens around a text: the one that begins a document of the data, and the one that ends a
+        text."""
         if not self.tokenizer:
             return [], []
         vocabulary, end = self.tokenizer.get_vocab(), self.tokenizer.eos_token_id
@@ -239,7 +248,8 @@ class Examples:
         return [[] if token is None else [token] for token in (begin, end)]
 
     def of_pieces(self, pieces):
-        """The tokens of (text, kind) pieces together; a token over a border is of the piece behind it."""
+        """The tokens of the joined (text, kind) pieces. A token that crosses a border belongs to the piece
+        after it."""
         tokens, kinds, text = self.ids("".join(text for text, _ in pieces)), [], ""
         for piece, kind in pieces:
             text += piece
@@ -249,8 +259,9 @@ class Examples:
         return tokens, [kind == "answer" or kind == "prompt" and self.loss_on == "all" for kind in kinds]
 
     def conversation(self, messages):
-        """What the template writes. An answer is what it adds for an assistant's message and the mark that ends it.
-        Nothing of a message with "weight": 0 or "train": false is learnt."""
+        """A conversation, as the template writes it. An answer is what the template adds for an assistant's
+        message, with the token that ends it. No token of a message with "weight": 0 or "train": false has a
+        loss."""
         def render(count, **options):
             return self.tokenizer.apply_chat_template(messages[:count], tokenize=False, **options)
 
@@ -264,7 +275,7 @@ class Examples:
             if message["role"] != "assistant":
                 continue
             before = render(i, add_generation_prompt=True) if i else ""
-            if not whole.startswith(before):  # without such a prompt, or with white space that is not trained with
+            if not whole.startswith(before):  # the template has no such prompt, or adds white space to it
                 before = render(i)
             end = len(render(i + 1).rstrip("\n"))
             kinds[len(before):end] = ["answer"] * (end - len(before))
@@ -291,14 +302,14 @@ class Examples:
         return np.array(tokens), np.array(learnt)
 
     def parts(self, line, seq_len):
-        """Of a line what sequences hold: a text in as many parts as it takes, of others the beginning."""
+        """The examples of a line: a text is divided into as many parts as needed, others are cut."""
         tokens, learnt = self.read(line)
         goes_on = "text" in json.loads(line)
         starts = range(0, len(tokens) - 1, seq_len) if goes_on else (0,)
         return [(tokens[at:at + seq_len + 1], learnt[at:at + seq_len + 1]) for at in starts]
 
     def read_files(self, paths, seq_len):
-        """Of each file the list of its examples."""
+        """For each file, the list of its examples."""
         files = []
         for path in paths:
             with open(path, encoding="utf-8-sig") as file:
@@ -309,8 +320,8 @@ class Examples:
 
 
 def packed(examples, seq_len):
-    """Best fit: each example goes, whole, where it leaves least room, in sequences of seq_len targets."""
-    sequences, room = [], []  # room: (what is left, number), sorted
+    """Best fit: each example goes, whole, into the fullest sequence that it fits, of seq_len targets."""
+    sequences, room = [], []  # room: (rows left, number), sorted
     for example in examples:
         rows = len(example[0]) - 1
         place = bisect.bisect_left(room, (rows, 0))
@@ -324,7 +335,7 @@ def packed(examples, seq_len):
 
 
 def alone(examples, seq_len):
-    """Behind a soft prompt: each example has a sequence of its own."""
+    """For a soft prompt: each example has a sequence of its own."""
     return [[example] for example in examples]
 
 
@@ -334,7 +345,8 @@ def shuffled(sequences, seed):
 
 
 def load_examples(data, val_data, examples, seq_len, pack):
-    """Packed sequences to train on and to validate on; without --val-data these are of each file's last tenth."""
+    """Sequences to train and to validate on. Without --val-data the latter are the last tenth of each
+    file."""
     files, held_out = examples.read_files(expand("--data", data), seq_len), []
     if val_data:
         held_out = examples.read_files(expand("--val-data", val_data), seq_len)
@@ -345,7 +357,7 @@ def load_examples(data, val_data, examples, seq_len, pack):
 
 
 def is_examples(path):
-    """Whether a file holds examples in JSON, by its name or its first bytes (llmc/data_kind.h)."""
+    """True if a file has examples in JSON, by its name or its first bytes (llmc/data_kind.h)."""
     extension = os.path.splitext(path)[1].lower()
     with open(path, "rb") as file:
         start = file.read(4096).removeprefix(b"\xef\xbb\xbf")
@@ -363,7 +375,7 @@ def learning_rate(step, options):
     if options.schedule == "constant":
         return peak
     start = warmup
-    if options.schedule == "wsd":  # warm up, stay, decay over the last fifth
+    if options.schedule == "wsd":  # warm up, stay constant, decay over the last fifth
         start = max(warmup, steps - max(1, steps // 5))
     progress = max(0, step - start) / max(1, steps - start)
     left = 0.5 * (1 + math.cos(math.pi * progress)) if options.schedule == "cosine" else 1 - progress
@@ -375,7 +387,7 @@ def tokens_to_learn(sequences):
 
 
 class AdamW:
-    """Adam with decoupled weight decay (Loshchilov, Hutter 2019); only matrices decay."""
+    """Adam with decoupled weight decay (Loshchilov, Hutter 2019); only matrices get weight decay."""
 
     def __init__(self, parameters, beta1, beta2, eps, weight_decay):
         self.parameters = list(parameters)
@@ -399,7 +411,8 @@ class AdamW:
 
 
 def positions_of(config):
-    """The longest sequence: some scalings of rotary positions reach beyond what the config names; ALiBi has no end."""
+    """The longest sequence. Some scalings of rotary positions extend what the config says; ALiBi has no
+    limit."""
     positions, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") in ("yarn", "dynamic") and rope.get("factor"):
         positions = max(positions, int(rope["factor"] * rope.get("original_max_position_embeddings", positions)))
@@ -443,7 +456,7 @@ class Trainer:
         self.held_out = list(validation_sequences(val_streams, options.seq_len)) if val_streams else []
 
     def loss_of_examples(self, sequences):
-        """The sum of the losses of packed sequences: each example goes through the model by itself."""
+        """The sum of the losses of packed sequences. Each example goes through the model by itself."""
         total = torch.zeros((), device=self.options.device)
         for tokens, learnt in itertools.chain.from_iterable(sequences):
             tokens = torch.from_numpy(tokens.astype(np.int64))
@@ -453,13 +466,15 @@ class Trainer:
         return total
 
     def logits(self, inputs):
-        """Of each input token, what comes next; a soft prompt's rows come first, and have no targets."""
+        """The logits for each input token. A soft prompt's rows come first and are left out: they have no
+        targets."""
         with torch.autocast(torch.device(self.options.device).type, torch.bfloat16,
                             enabled=self.options.precision == "bf16"):
             return self.model(inputs, use_cache=False).logits[:, -inputs.shape[1]:]
 
     def part_of_mean(self, batch, batches):
-        """What one of these batches adds to the mean loss of all; of examples that is over the tokens to learn."""
+        """The contribution of one batch to the mean loss of all. With examples, the mean is over tokens with
+        a loss."""
         if not self.packs:
             return self.loss(batch) * len(batch) / sum(map(len, batches))
         return self.loss_of_examples(batch) / max(1, sum(map(tokens_to_learn, batches)))
@@ -504,7 +519,7 @@ class Trainer:
                 "tokens_per_second": tokens / seconds}
 
     def train(self):
-        """The lines of the log, as they come about."""
+        """Trains and yields the lines of the log."""
         for step in range(self.options.steps):
             if self.options.eval_every and step > 0 and step % self.options.eval_every == 0:
                 yield {"step": step, "val_loss": self.validation_loss()}

@@ -1,17 +1,18 @@
-"""Reads training logs: JSON lines as ./train --log and dev/reference.py --log write them."""
+"""Reads training logs: JSON lines, as ./train --log and dev/reference.py --log write them."""
 
 import json
 import math
 
 
 class BrokenLog(Exception):
-    """What is wrong with a log, in one line that names it."""
+    """A log is broken; the text is one line that names it and says why."""
 
 
 def read_log(path, keys):
-    """{step: {key: number}} of the keys that its lines have. A null, which JSON has for NaN, becomes NaN.
+    """{step: {key: number}} for these keys. A null, which JSON has for NaN, becomes NaN.
 
-    Where a step was logged twice (a resumed run), the last counts. A log without any of the keys is broken.
+    If a step was logged twice (in a resumed run), the last line counts. A log without any of the keys is
+    broken.
     """
     steps = {}
     try:

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""llmc/attention.cuh beside PyTorch's naive attention and scaled_dot_product_attention: time and memory by head size
-and length, in turn, each turn a process of its own that does one length.
+"""Compares llmc/attention.cuh with PyTorch's naive attention and scaled_dot_product_attention: time and
+memory by head size and length. They take turns; each turn is a process of its own that runs one length.
 
-The naive one may take as much memory as --memory says; where it wants more, its row says how large T x T is. Writes a
-table, and beside it all numbers as .json.
+The naive attention may take as much memory as --memory says; if it needs more, its row has the size of its T
+x T array. Writes a table, and all numbers as .json beside it.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from results import ENVIRONMENT, MIB, PeerFailed, fail
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 KINDS = ("train", "hopper", "sdpa", "naive")
-HOPPER_HEADS = (64, 128)  # that llmc/attention_hopper.cuh does, in bf16
+HOPPER_HEADS = (64, 128)  # the head sizes of llmc/attention_hopper.cuh, in bf16
 ELEMENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
@@ -53,7 +53,8 @@ def turn(kind, options, precision, length):
 
 
 def take_turns(options, kinds):
-    """All lines with kind and round, and {kind, precision and length: why it failed}, which ends those turns."""
+    """All lines with kind and round, and {kind, precision and length: why it failed}; a failure ends those
+    turns."""
     lines, failed = [], {}
     for precision in options.precisions:
         for length in options.lengths:
@@ -74,7 +75,7 @@ def take_turns(options, kinds):
 
 
 def score_bytes(options, precision, head_size, length):
-    """Of one (batch, heads, T, T) array; the naive attention keeps several."""
+    """The bytes of one (batch, heads, T, T) array; the naive attention keeps several."""
     return options.tokens * (options.channels // head_size) * length * ELEMENT_BYTES[precision]
 
 
@@ -88,7 +89,7 @@ def three_digits(x):
 
 
 def cells_of(kind, lines, base_ms, scores):
-    """Forward ms, backward ms, their sum over ours, and MiB of forward and backward."""
+    """Forward ms, backward ms, their sum relative to ours, and MiB of forward and backward."""
     forward, backward = median_ms(lines, "forward_ms"), median_ms(lines, "backward_ms")
     if any(line.get("out_of_memory") for line in lines):
         return ["out of memory", "", "", f"T x T: {scores / MIB:.0f}"]
@@ -145,7 +146,7 @@ def report(options, kinds, lines, failed):
 
 
 def free_mib(device):
-    """Half of what a CPU's machine has left, nine tenths of what a GPU has: others run beside."""
+    """Half of a CPU machine's free memory, or nine tenths of a GPU's, because other processes use some."""
     if device == "cuda":
         return int(results.ask_gpu("memory.free") or 0) * 9 // 10
     meminfo = pathlib.Path("/proc/meminfo").read_text()
@@ -153,13 +154,13 @@ def free_mib(device):
 
 
 def has_hopper(options):
-    """Whether llmc/attention_hopper.cuh has anything to do on this GPU."""
+    """True if llmc/attention_hopper.cuh is used on this GPU."""
     return (options.device == "cuda" and results.ask_gpu("compute_cap") == "9.0" and "bf16" in options.precisions and
             bool(head_sizes_of("hopper", options, "bf16")))
 
 
 def numbers(text):
-    """An argparse type: whole positive numbers with commas between."""
+    """An argparse type: whole positive numbers, separated by commas."""
     return [results.positive(word) for word in text.split(",")]
 
 

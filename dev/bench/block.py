@@ -1,15 +1,18 @@
 #!/usr/bin/env python3
-"""Forward and backward of one block by length: ./train beside dense attention, flash attention and the Blockwise
-Parallel Transformer in PyTorch; time, memory, one plot.
+"""Forward and backward of one block by length: ./train compared with three kinds of attention in PyTorch.
+
+The kinds are dense attention, flash attention and the Blockwise Parallel Transformer. Results are time,
+memory and a plot.
 
     dev/bench/block.py --train build/cpu-fp32/train [--longest 65536] [--seconds 600] [--out dev/results/block.md]
 
-A block of Llama's kind in fp32, 512 channels, 8 heads, an MLP 1408 wide, on a sequence of 1024 tokens and more. ./train's
-is the one block of a model with a vocabulary of 256, with --recompute block --mlp-rows auto, and with attention in chunks
-and keys in a file too, in the least of its bench's steps without the head; its memory is what the plan has for a step.
-PyTorch's is how much more was resident than before; that of the Blockwise Parallel Transformer, whose many small tensors
-malloc keeps, in a run of its own where it gives back at once what is freed.
-A kind that would take more than --memory, or a pass longer than --seconds, is left out from there on.
+The block is of Llama's kind in fp32, with 512 channels, 8 heads and an MLP 1408 wide, on a sequence of 1024
+tokens and more. ./train's is the only block of a model with a vocabulary of 256, with --recompute block
+--mlp-rows auto, and also with attention in chunks and keys in a file. Its time is the least of its bench's
+steps, without the head; its memory is the plan's for a step. PyTorch's memory is the increase of its resident
+memory. That of the Blockwise Parallel Transformer, of whose many small tensors malloc keeps memory, is
+measured in a run of its own that returns freed memory at once. A kind that would take more than --memory, or
+a pass longer than --seconds, is left out from there on.
 """
 
 import pathlib
@@ -61,14 +64,14 @@ def of_train(kind, train, folder, length):
 
 
 def goes_on(o, kind, of):
-    """Whether the next length, twice as long, is to be tried."""
+    """True if the next length, twice as long, should be tried."""
     more = 4 if kind == "dense" else 2
     return not of or (max(f["bytes"] for f in of.values()) * more <= o.memory * MIB and
                       max(f["seconds"] for f in of.values()) * 4 <= o.seconds)
 
 
 def make_model(folder, positions):
-    import make_model  # which takes its time
+    import make_model  # slow to import
     make_model.main(["--out", str(folder), "--family", "llama", "--layers", "1", "--channels", "512", "--heads", "8",
                      "--vocab", "256", "--positions", str(positions)])
 

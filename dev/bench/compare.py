@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""./train beside PyTorch and llm.c: the time of a training step, in turn, each turn a process of its own.
+"""Compares the time of a training step in ./train, PyTorch and llm.c. They take turns; each turn is a process
+of its own.
 
-Peers of a new GPT-2 (dN): train, torch (eager), torch.compile, and llm.c from a checkout that is built and named by the
-environment's LLMC. Of a Hugging Face folder: train, and transformers, with its attention sdpa or eager, and compiled;
-with --lora-rank PEFT's LoRA of it, its base in the precision or in NF4.
-Without --peers all that are there. Writes a table, and beside it all numbers as .json.
+Peers for a new GPT-2 (dN): train, torch (eager), torch.compile, and llm.c from a built checkout that the
+environment's LLMC names. For a Hugging Face folder: train, and transformers with sdpa or eager attention, and
+compiled; with --lora-rank, PEFT's LoRA with its base in the build's precision or in NF4. Without --peers, all
+that are installed take part. Writes a table, and all numbers as .json beside it.
 """
 
 import argparse
@@ -113,21 +114,21 @@ class Torch:
 
 
 def write_tokens(path, count):
-    """A shard of random tokens of GPT-2's vocabulary, as ./train and llm.c read them."""
+    """Writes a shard of random tokens of GPT-2's vocabulary, as ./train and llm.c read them."""
     tokens = array.array("H", random.Random(1).choices(range(50257), k=count))
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(array.array("i", [20240520, 1, count] + [0] * 253).tobytes() + tokens.tobytes())
 
 
 class LlmC:
-    """The C trainer on a CPU, the CUDA one on a GPU; neither is a part of this repository."""
+    """The C trainer on a CPU, the CUDA trainer on a GPU. Neither is part of this repository."""
 
     STEP_TIME = {"cpu": r"step \d+: train loss .*\(took ([\d.]+) ms\)", "cuda": r"step +\d+/\d+ \|.*\| ([\d.]+) ms \|"}
     BINARY = {"cpu": "train_gpt2", "cuda": "train_gpt2cu"}
 
     @staticmethod
     def shape_on_a_cpu(folder):
-        """(batch, length): what its C trainer's source says, which has no options for them."""
+        """(batch, length) from the source of its C trainer, which has no options for them."""
         source = pathlib.Path(folder) / "train_gpt2.c"
         text = source.read_text(encoding="utf-8", errors="replace") if source.exists() else ""
         found = [re.search(rf"^ *int {name} = (\d+);", text, re.MULTILINE) for name in ("B", "T")]
@@ -135,7 +136,7 @@ class LlmC:
 
     @staticmethod
     def unfit(options):
-        """Why llm.c cannot do this comparison, or None."""
+        """The reason why llm.c cannot take part in this comparison, or None."""
         if options.device == "cpu":
             batch, length = LlmC.shape_on_a_cpu(os.environ.get("LLMC", ""))
             if (options.model, options.batch, options.seq_len) != ("d12", batch, length):
@@ -164,8 +165,8 @@ class LlmC:
         o = self.options
         binary = self.folder / self.BINARY[o.device]
         if o.device == "cpu":
-            return ["stdbuf", "-oL", binary]  # it takes no options, and says what it took by the line
-        # No validation but the first and last step's, of one batch; no sampling.
+            return ["stdbuf", "-oL", binary]  # it takes no options, and prints times line by line
+        # No validation except at the first and last step, with one batch; no sampling.
         return [binary, "-i", self.tokens, "-j", self.tokens, "-e", o.model, "-b", o.batch, "-t", o.seq_len, "-x",
                 o.warmup + o.steps, "-v", 1000000, "-m", 1, "-s", 0, "-h", 0, *shlex.split(o.llmc_options)]
 
@@ -184,7 +185,7 @@ class LlmC:
 
 
 def peers_of(options):
-    """{name: what makes the peer} of a kind of model."""
+    """{name: the class of the peer} for a kind of model."""
     if not options.folder:
         return {"train": Train, "torch": lambda o: Torch(o, "torch_gpt2.py"),
                 "torch.compile": lambda o: Torch(o, "torch_gpt2.py", "--compile"), "llm.c": LlmC}
@@ -197,7 +198,7 @@ def peers_of(options):
 
 
 def choose_peers(options):
-    """{name: peer}, and what is left out of those that were not asked for by name."""
+    """{name: peer}, and the reasons for those left out that were not asked for by name."""
     known = peers_of(options)
     if options.peers:
         names = options.peers.split(",")
@@ -245,7 +246,7 @@ def table_rows(peers, turns, failed, tokens):
             continue
         times = medians[name]
         ms = statistics.median(times.values())
-        ratios = [times[number] / base[number] for number in times if number in base]  # drift is in both
+        ratios = [times[number] / base[number] for number in times if number in base]  # drift affects both
         peak = [t["peak_bytes"] for t in turns if t["peer"] == name and t["peak_bytes"]]
         rows.append([name, f"{ms:.2f}", f"{min(times.values()):.2f} to {max(times.values()):.2f}",
                      f"{1000 * tokens / ms:.0f}", f"{statistics.median(ratios):.2f}" if ratios else "",

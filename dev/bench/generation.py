@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Generating one sequence: the tokens a second of ./train and of transformers' generate() with its cache, in turn, beside
-the rate at which memory is copied. A token reads every weight once, so that rate is what there is to reach.
+"""Compares the speed of generating one sequence, in tokens per second. The peers, which take turns, are
+./train and transformers' generate() with its cache. The rate at which memory is copied is measured too: a
+token reads every weight once, so that rate is the limit.
 
     dev/bench/generation.py --model d12 --precision bf16 [--tokens 256] [--rounds 3]
 
-Greedy, from a prompt of one token; the time counts from the second token to the last. The trainer is given the model with
-a tokenizer that spells token i as "t<i> ", so that its output shows when which token came. Prints a table.
+Greedy, from a prompt of one token. The time is measured from the second token to the last. The trainer gets
+the model with a tokenizer that spells token i as "t<i> ", so that its output shows when each token was made.
+Prints a table.
 """
 
 import contextlib
@@ -50,7 +52,8 @@ def parse(arguments):
 
 
 def read_model(folder):
-    """The model's vocabulary, and how many weights a token reads: all but embeddings that are no head."""
+    """The model's vocabulary, and how many weights a token reads: all but embeddings that are not the
+    head."""
     sizes = {}
     try:
         vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
@@ -69,7 +72,7 @@ def read_model(folder):
 
 
 def write_tokenizer(path, vocabulary):
-    """One that spells every token by its number, and can read the prompt."""
+    """Writes a tokenizer that spells every token as its number, and can read the prompt."""
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     path.write_text(json.dumps({
         "version": "1.0", "truncation": None, "padding": None, "normalizer": None, "pre_tokenizer": byte_level,
@@ -83,7 +86,7 @@ def write_tokenizer(path, vocabulary):
 
 @contextlib.contextmanager
 def spelled(folder, vocabulary):
-    """The folder's model with such a tokenizer, and no token that ends a text."""
+    """A view of the folder's model with such a tokenizer, and without tokens that end a text."""
     with tempfile.TemporaryDirectory() as temporary:
         view = pathlib.Path(temporary)
         for path in [folder / "config.json", *folder.glob("*.safetensors*")]:
@@ -94,12 +97,12 @@ def spelled(folder, vocabulary):
 
 
 def rate_of(moments):
-    """Tokens a second; those of a tiny model may come all at once."""
+    """Tokens per second. The tokens of a tiny model may all arrive at once."""
     return (len(moments) - 2) / max(moments[-1] - moments[1], 1e-6)
 
 
 def words_as_they_come(command):
-    """The words that a command prints, and when the end of each came."""
+    """The words that a command prints, and the time at which each ended."""
     moments, text = [], b""
     with tempfile.TemporaryFile() as errors:
         try:
@@ -118,7 +121,7 @@ def words_as_they_come(command):
 
 
 def train_turn(options, view):
-    """The trainer's tokens, and how many it made a second."""
+    """The trainer's tokens, and how many it made per second."""
     command = [options.train, "--model", view, "--steps", 0, "--prompt", PROMPT, "--sample-tokens", options.tokens,
                "--temperature", 0, "--threads", options.threads]
     words, moments = words_as_they_come([str(word) for word in command])
@@ -137,7 +140,7 @@ def transformers_turn(options, folder):
 
 
 def copy_rate(options):
-    """The bytes a second that a large copy reads and writes, as ./train --bench measures it."""
+    """The bytes per second that a large copy reads and writes, as measured by ./train --bench."""
     command = [options.train, "--bench", "forward", "--model", "d1", "--batch", 1, "--seq-len", 8, "--bench-warmup", 0,
                "--bench-steps", 1, "--threads", options.threads, "--json"]
     return results.json_of(command, options.timeout)["copy_peak"]
@@ -174,7 +177,9 @@ def measure(options, folder, vocabulary):
 def table(options, rates, tokens, weight_bytes):
     rows = [["a copy", "", f"{statistics.median(rates['copy']) / 1e9:.1f}", "", ""]]
     for name in tokens:
-        shares = [weight_bytes * rate / copy for rate, copy in zip(rates[name], rates["copy"])]  # drift is in both
+        shares = [weight_bytes * rate / copy for rate, copy in zip(rates[name], rates["copy"])]  # drift
+                                                                                                 # affects
+                                                                                                 # both
         ratios = [ours / rate for ours, rate in zip(rates["train"], rates[name])]
         rate = statistics.median(rates[name])
         rows.append([name, f"{rate:.1f}", f"{weight_bytes * rate / 1e9:.1f}", f"{100 * statistics.median(shares):.0f}%",
@@ -183,7 +188,7 @@ def table(options, rates, tokens, weight_bytes):
 
 
 def same_until(a, b):
-    """How many tokens are the same from the first on."""
+    """How many tokens agree, from the first on."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""What each recompute level costs: `./train --bench` at every level, in turn, several rounds over.
+"""Measures what each recompute level costs: `./train --bench` at every level, in turn, for several rounds.
 
     dev/bench/levels.py --model d12 --batch 4 --seq-len 1024 [--levels none,gelu,...] [--rounds 2] [-- --adam-m 8bit]
 
-Prints a Markdown table: MiB of activations and of everything as planned, the median over the rounds of a step's median
-time, tokens/s, and the time as a multiple of the first level's. What follows -- goes to ./train as it is.
+Prints a Markdown table: MiB of activations and of everything as planned, the median over the rounds of a
+step's median time, tokens/s, and the time as a multiple of the first level's. Arguments after -- are passed
+to ./train.
 """
 
 import pathlib

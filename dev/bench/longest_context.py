@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""The longest sequence that LoRA of a model can train on in one budget of memory: ./train beside transformers and PEFT.
+"""The longest sequence that LoRA can train on in a budget of memory: ./train, and transformers with PEFT.
 
     dev/bench/longest_context.py --memory 2GiB [--cgroup FOLDER] [--train ./train] [--model data/smollm2]
                                  [--out dev/results/longest.md]
 
-PyTorch runs with sdpa and every block checkpointed; its longest sequence is found by trying, in multiples of 256 tokens.
-./train plans its longest for --memory of 16 MiB less, then runs steps of four times PyTorch's longest; and both are
-timed at PyTorch's. All of it in a cgroup, whose memory is limited to as much; without --cgroup in processes that may not
-map more memory of their own (prlimit --data), touched or not, of which PyTorch's libraries alone have much.
+PyTorch runs with sdpa and checkpoints every block; its longest sequence is found by trying, in multiples of
+256 tokens. ./train plans its longest for --memory of 16 MiB less, then runs steps of four times PyTorch's
+longest. Both are timed at PyTorch's longest. All of this runs in a cgroup whose memory is limited to the
+budget. Without --cgroup, processes may not map more memory of their own (prlimit --data), touched or not;
+PyTorch's libraries alone map much.
 """
 
 import pathlib
@@ -19,13 +20,13 @@ import results
 from results import ENVIRONMENT, PeerFailed, fail
 
 STEP = 256
-OTHERS = 16  # MiB of the cgroup that are left to what it holds before ./train plans
-MORE = 4  # times PyTorch's longest, which ./train must run
+OTHERS = 16  # MiB of the cgroup, for what it holds before ./train plans
+MORE = 4  # ./train must run this many times PyTorch's longest
 FOLDER = results.ROOT / "dev/bench"
 
 
 def size(text):
-    """An argparse type: bytes, of a text as 2GiB."""
+    """An argparse type: bytes, from a text such as 2GiB."""
     found = re.fullmatch(r"(\d+)(MiB|GiB)", text)
     if not found:
         raise ValueError
@@ -48,7 +49,7 @@ def parse(arguments):
 
 
 def limit_of(cgroup):
-    """Of its memory, in bytes; None where there is none."""
+    """The cgroup's memory limit in bytes; None if it has none."""
     for name in ("memory.max", "memory.limit_in_bytes"):
         try:
             text = (cgroup / name).read_text().strip()
@@ -78,16 +79,16 @@ class Peers:
         return self.ours("--rope-scaling", "yarn:128", "--context", "auto", "--plan", "--json")
 
     def scaling(self, tokens):
-        """Sequences beyond the model's positions need one; how far does not matter to time."""
+        """The option for sequences beyond the model's positions. Its factor does not matter for timing."""
         return ["--rope-scaling", "yarn:64"] if tokens > 2048 else []
 
     def step(self, tokens, steps=1):
-        """./train's bench of so many tokens."""
+        """./train's bench with this many tokens."""
         return self.ours("--seq-len", tokens, *self.scaling(tokens), "--bench", "--bench-warmup", 1, "--bench-steps", steps,
                          "--json")
 
     def torch(self, tokens, steps=1):
-        """Milliseconds of PyTorch's steps; None where its memory does not do."""
+        """Milliseconds of PyTorch's steps; None if its memory does not suffice."""
         command = [sys.executable, FOLDER / "torch_folder.py", "--checkpoint", *self.lora, "--precision", self.precision,
                    "--seq-len", tokens, "--warmup", 1, "--steps", steps]
         try:

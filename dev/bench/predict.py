@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""How well a step's time is predicted: 20 configurations, planned by rates measured just before, and run.
+"""How well a step's time is predicted: 20 configurations, planned with rates just measured, and run.
 
     dev/bench/predict.py --out dev/results/predicted.md [--fp32 build/cpu-fp32/train] [--bf16 build/cpu-bf16/train]
                          [--model data/smollm2] [--only TEXT] [--rates FOLDER]
 
-Each build measures its rates with --calibrate, or --rates names a folder that holds fp32.json and bf16.json. Every
-configuration is planned with --plan --rates, then run with --bench. A step's measured time is the median of its steps.
-One that is off by more than 10% is run once more, and the faster of the two medians counts, as other work on a machine
-only adds; the table says which. It takes some ten minutes on a machine that does nothing else.
+Each build measures its rates with --calibrate, or --rates names a folder with fp32.json and bf16.json. Every
+configuration is planned with --plan --rates, then run with --bench. Its measured time is the median of its
+steps. If the prediction is off by more than 10%, the bench is run once more and the smaller median counts,
+because other work on a machine can only add time; the table says so. This takes about ten minutes on a
+machine that does nothing else.
 """
 
 import os
@@ -19,7 +20,7 @@ import results
 from compare import write_tokens
 from results import ENVIRONMENT, PeerFailed, fail
 
-SECONDS = 6  # of steps that count, of each configuration
+SECONDS = 6  # of measured steps, for each configuration
 GOOD, FAIR = 0.10, 0.20
 LORA = ["--train", "lora", "--lora-rank", 16]
 CONFIGURATIONS = [
@@ -59,7 +60,7 @@ def parse(arguments):
 
 
 def calibrate(binaries, folder):
-    """Measures each build's rates into a file of the folder; what each said."""
+    """Measures each build's rates into a file of the folder; returns what each printed."""
     said = []
     for precision, binary in binaries.items():
         command = [binary, "--calibrate", folder / f"{precision}.json"]
@@ -78,10 +79,10 @@ def bench(command, predicted):
 
 
 def measure(binary, rates, model, batch, seq_len, options):
-    """A configuration's plan, and its benches: a second one where the first is off."""
+    """A configuration's plan, and its benches; there is a second one if the first is off."""
     command = [binary, "--model", model, "--batch", batch, "--seq-len", seq_len, *options]
     data = []
-    if not pathlib.Path(model).exists():  # a bench of a new model has GPT-2's tokens
+    if not pathlib.Path(model).exists():  # a bench of a new model uses GPT-2's tokens
         data = ["--data", rates.with_name("tokens.bin")]
         write_tokens(data[1], 2 * batch * seq_len)
     plan = results.json_of([*command, *data, "--sample-tokens", 0, "--plan", "--json", "--rates", rates])

@@ -1,4 +1,5 @@
-"""What the benchmarks share: processes that are measured, the machine in words, tables, and files of results."""
+"""Shared by the benchmarks: running and measuring processes, describing the machine, tables, and files of
+results."""
 
 import argparse
 import datetime
@@ -15,17 +16,17 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 MIB = 1 << 20
-# Threads that wait spin for this long, in all peers alike; ./train sets it itself.
+# How long waiting threads spin, the same for all peers; ./train sets it by itself.
 ENVIRONMENT = {"GOMP_SPINCOUNT": "10000"}
-LOAD_BEFORE = os.getloadavg()[0]  # of other work, which spoils times
+LOAD_BEFORE = os.getloadavg()[0]  # the load of other work, which spoils times
 
 
 class PeerFailed(Exception):
-    """A process ended badly; the text is one line."""
+    """A process failed; the text is one line."""
 
 
 class OptionParser(argparse.ArgumentParser):
-    """Answers a mistake in one line."""
+    """Reports a mistake in one line."""
 
     def error(self, message):
         fail(message)
@@ -38,7 +39,7 @@ def fail(message):
 
 
 def positive(text):
-    """An argparse type."""
+    """An argparse type: a whole number above 0."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
@@ -49,7 +50,7 @@ positive.__name__ = "int"
 
 
 def result_path(text):
-    """An argparse type: where the table goes; the raw numbers go beside it as .json."""
+    """An argparse type: the file of the table. The raw numbers go beside it as .json."""
     path = pathlib.Path(text)
     if path.suffix != ".md":
         raise argparse.ArgumentTypeError(f"{text} must end in .md")
@@ -57,7 +58,7 @@ def result_path(text):
 
 
 def shown(command):
-    """A command as a person at the repository's root would type it."""
+    """A command as a person would type it in the repository's root."""
     words = []
     for word in map(str, command):
         for folder, name in ((os.environ.get("LLMC"), "$LLMC"), (str(ROOT), "")):
@@ -68,10 +69,10 @@ def shown(command):
 
 
 def run(command, environment=None, timeout=3600, cwd=None, enough=None):
-    """Runs a command; returns its output and the most bytes that were resident in it.
+    """Runs a command; returns its output and its peak resident memory in bytes.
 
-    Where `enough` is given, the command is ended once enough(output so far) is true. Raises PeerFailed where it cannot
-    be started, ends with an error or takes longer than `timeout` seconds.
+    If `enough` is given, the command is ended once enough(output so far) is true. Raises PeerFailed if it
+    cannot be started, ends with an error or takes longer than `timeout` seconds.
     """
     command = [str(word) for word in command]
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
@@ -108,7 +109,7 @@ def run(command, environment=None, timeout=3600, cwd=None, enough=None):
 
 
 def last_json(output, command):
-    """The last line of a process's output that is a JSON object, or all of it."""
+    """The last line of a process's output that is a JSON object, or all of the output."""
     for text in (output, *reversed(output.splitlines())):
         try:
             found = json.loads(text)
@@ -120,12 +121,12 @@ def last_json(output, command):
 
 
 def json_of(command, timeout=3600):
-    """What a command prints, as last_json() finds it. Raises as run() does."""
+    """The JSON that a command prints, as last_json() finds it. Raises as run() does."""
     return last_json(run(command, ENVIRONMENT, timeout)[0], command)
 
 
 def output_of(*command):
-    """What a command prints, stripped; empty where it fails or is not there."""
+    """What a command prints, stripped; empty if it fails or does not exist."""
     try:
         return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
@@ -133,7 +134,7 @@ def output_of(*command):
 
 
 def commit_of(folder):
-    """The commit of a checkout, with + where files were changed since."""
+    """The commit of a checkout, with + if files were changed since."""
     commit = output_of("git", "-C", str(folder), "rev-parse", "--short", "HEAD")
     if not commit or output_of("git", "-C", str(folder), "rev-parse", "--show-prefix"):
         return "unknown (no git checkout)"
@@ -141,9 +142,9 @@ def commit_of(folder):
 
 
 def ask_gpu(fields):
-    """What nvidia-smi says of the GPU that CUDA takes first, as far as the environment tells which that is."""
+    """nvidia-smi's values of the GPU that CUDA uses first, as far as the environment tells which that is."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0]
-    same_numbers = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"  # CUDA's own are others
+    same_numbers = os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"  # CUDA's default order is another one
     one = [f"--id={chosen}"] if chosen.startswith("GPU-") or (chosen and same_numbers) else []
     said = output_of("nvidia-smi", *one, f"--query-gpu={fields}", "--format=csv,noheader,nounits")
     return said.splitlines()[0] if said else ""
@@ -154,7 +155,7 @@ def gpu_answers():
 
 
 def cores():
-    """CPUs that this process may run on."""
+    """The number of CPUs that this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
@@ -167,7 +168,7 @@ def cpu_name():
 
 
 def onednn_version():
-    """Of the headers that the trainer is built with."""
+    """The version in the headers that the trainer is built with."""
     for folder in ("/usr/include/oneapi/dnnl", "/usr/local/include/oneapi/dnnl"):
         try:
             text = (pathlib.Path(folder) / "dnnl_version.h").read_text()
@@ -185,7 +186,7 @@ def nvcc_version():
 
 
 def machine(device):
-    """{what: in words} of the device and of what the trainer is made with there."""
+    """{what: in words} of the device and of the tools that build the trainer."""
     facts = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
              "commit": commit_of(ROOT), "CPU": f"{cpu_name()}, {cores()} cores",
              "load of the machine before": f"{LOAD_BEFORE:.1f}"}
@@ -198,7 +199,7 @@ def machine(device):
 
 
 def markdown(header, rows):
-    """Lines of a table; the first column is text, the others are numbers."""
+    """The lines of a table; the first column is text, the others are numbers."""
     return ["| " + " | ".join(header) + " |", "|---" + "|---:" * (len(header) - 1) + "|",
             *("| " + " | ".join(row) + " |" for row in rows)]
 
@@ -208,7 +209,7 @@ def facts_list(facts):
 
 
 def write(path, lines, raw):
-    """The table in words, and beside it all numbers."""
+    """Writes the table in words, and all numbers beside it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(lines) + "\n")

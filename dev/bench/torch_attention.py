@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times causal attention in PyTorch, forward and backward; prints a JSON object a line, as attention.cpp does.
+"""Times causal attention in PyTorch, forward and backward. Prints JSON lines like those of attention.cpp.
 
 --kind naive is the definition, softmax(Q K^T, masked) V; --kind sdpa is scaled_dot_product_attention.
 """
@@ -29,7 +29,7 @@ def sdpa(q, k, v):
 
 
 class Memory:
-    """The most bytes that the device gave since the start, beyond those at the start."""
+    """The most device memory used since the start, beyond what was used then."""
 
     def __init__(self, device):
         self.device = device
@@ -40,7 +40,7 @@ class Memory:
             return
         ctypes.CDLL(None).malloc_trim(0)
         with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # the high-water mark falls to what is resident now
+            file.write("5")  # resets the high-water mark to what is resident now
         self.start = self.status("VmRSS")
 
     @staticmethod
@@ -55,7 +55,8 @@ class Memory:
 
 
 def limit_memory(device, limit):
-    """So that asking for more is an error of PyTorch's, not the end of some process of this machine."""
+    """Limits memory, so that asking for more fails in PyTorch instead of killing some process of this
+    machine."""
     if device == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
@@ -83,7 +84,8 @@ def milliseconds(options, f):
 
 
 def make_inputs(options, batch, T, heads, head_size):
-    """q, k, v (batch, heads, T, head size), columns of one packed array as in a model, and the output's gradient."""
+    """q, k, v (batch, heads, T, head size), columns of one packed array as in a model, and the output's
+    gradient."""
     settings = {"device": options.device, "dtype": DTYPES[options.precision]}
     packed = torch.randn(batch, T, 3, heads, head_size, **settings)
     q, k, v = (part.detach().requires_grad_() for part in packed.permute(2, 0, 3, 1, 4).unbind())
@@ -98,7 +100,7 @@ def attention_of(options, qkv):
 
 
 def warm_up(options):
-    """Libraries take memory once, at their first call."""
+    """Lets libraries allocate what they allocate once, at their first call."""
     qkv, dout = make_inputs(options, 1, 64, 1, 16)
     torch.autograd.grad(attention_of(options, qkv)(), qkv, dout)
 

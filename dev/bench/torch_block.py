@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Times forward and backward of one Llama-like block in PyTorch, in fp32 on the CPU, and the memory they take; prints
-one JSON object. dev/bench/block.py runs it.
+"""Times forward and backward of one Llama-like block in PyTorch, in fp32 on the CPU, and measures its memory.
+Prints one JSON object. dev/bench/block.py runs it.
 
---kind dense writes out the scores; flash calls scaled_dot_product_attention; blockwise is the Blockwise Parallel
-Transformer (Liu and Abbeel, arXiv:2305.19370): for each chunk of queries attention passes over chunks of keys with a
-running softmax, the feed-forward part follows at once, and backward makes a chunk again.
+--kind dense computes all scores; flash calls scaled_dot_product_attention; blockwise is the Blockwise
+Parallel Transformer (Liu and Abbeel, arXiv:2305.19370): for each chunk of queries, attention goes over chunks
+of keys with a running softmax, the feed-forward part follows at once, and backward recomputes the chunk.
 """
 
 import argparse
@@ -22,7 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):
-    """RMSNorm, causal attention, RMSNorm, SwiGLU; rotary positions, which are alike in all, are left out."""
+    """RMSNorm, causal attention, RMSNorm, SwiGLU. Rotary positions are left out: they cost the same in all
+    kinds."""
 
     def __init__(self, kind, channels, heads, width, chunk):
         super().__init__()
@@ -34,7 +35,7 @@ class Block(nn.Module):
         self.down = nn.Linear(width, channels, bias=False)
 
     def rest(self, x, attention):
-        """From attention's output (B, heads, T, size) to the block's."""
+        """The rest of the block after attention's output (B, heads, T, size)."""
         x = x + self.projection(attention.transpose(1, 2).flatten(2))
         gate, up = self.gate_up(self.norm_2(x)).chunk(2, -1)
         return x + self.down(F.silu(gate) * up)
@@ -70,12 +71,12 @@ class Block(nn.Module):
 
 
 def resident(what):
-    """Bytes of the process that are in memory: now (VmRSS), or the most since forget_peak() (VmHWM)."""
+    """The process's resident memory in bytes: now (VmRSS), or the most since forget_peak() (VmHWM)."""
     return 1024 * int(re.search(rf"{what}:\s+(\d+) kB", pathlib.Path("/proc/self/status").read_text())[1])
 
 
 def forget_peak():
-    """Gives back what is free, too."""
+    """Resets the peak, and returns free memory to the system."""
     ctypes.CDLL(None).malloc_trim(0)
     pathlib.Path("/proc/self/clear_refs").write_text("5")
 
@@ -89,7 +90,7 @@ def main(arguments=None):
     torch.manual_seed(1)
     block = Block(o.kind, o.channels, o.heads, o.width, o.chunk)
     small = torch.randn(1, o.chunk, o.channels, requires_grad=True)
-    block(small).sum().backward()  # what libraries take once
+    block(small).sum().backward()  # lets libraries allocate what they allocate once
     x = torch.randn(1, o.length, o.channels, requires_grad=True)
     d_out = torch.randn(1, o.length, o.channels)
     forget_peak()

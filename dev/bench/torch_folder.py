@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Times training steps of a Hugging Face folder's model by transformers on random tokens, as ./train --bench does;
-prints one JSON object. dev/bench/compare.py runs it beside ./train."""
+"""Times training steps of a Hugging Face folder's model with transformers on random tokens, as ./train
+--bench does. Prints one JSON object. dev/bench/compare.py runs it to compare it with ./train."""
 
 import argparse
 
@@ -12,7 +12,7 @@ from torch import nn
 
 
 class Loss(nn.Module):
-    """The mean loss of transformers' own model; its logits become fp32, as they do in transformers' loss."""
+    """The mean loss of transformers' own model. Logits are converted to fp32, as in transformers' loss."""
 
     def __init__(self, model):
         super().__init__()
@@ -24,15 +24,15 @@ class Loss(nn.Module):
 
 
 def nf4(precision):
-    """bitsandbytes' NF4, double quantized, for all linear layers but the head."""
+    """bitsandbytes' NF4 with double quantization, for all linear layers but the head."""
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
 
 
 def load(options):
-    """The model in evaluation mode, as ./train has no dropout, and its vocabulary. With LoRA the model is frozen, in
-    the precision, and PEFT's adapters are fp32, as it makes them."""
+    """The model, in evaluation mode because ./train has no dropout, and its vocabulary. With LoRA the model
+    is frozen and in `precision`, and PEFT's adapters are fp32, which is PEFT's default."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     frozen_in_bf16 = options.lora_rank and options.precision == "bf16"
@@ -45,7 +45,7 @@ def load(options):
         import peft
         model = peft.get_peft_model(model, peft.LoraConfig(
             r=options.lora_rank, lora_alpha=2 * options.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM"))
-    if options.checkpoint:  # which transformers does in training alone
+    if options.checkpoint:  # transformers does that only in training mode
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return Loss(model).train(), vocabulary
     return Loss(model).eval(), vocabulary

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Generates greedily from token 0 by transformers, with its cache; prints the tokens and when each came as one JSON object.
-dev/bench/generation.py runs it beside ./train."""
+"""Generates greedily from token 0 with transformers and its cache. Prints one JSON object with the tokens and
+the time of each. dev/bench/generation.py runs it to compare it with ./train."""
 
 import argparse
 import json
@@ -11,7 +11,7 @@ import transformers
 
 
 class Moments:
-    """A streamer that only looks at the clock; the prompt comes first."""
+    """A streamer that only records times; the prompt comes first."""
 
     def __init__(self):
         self.all = []

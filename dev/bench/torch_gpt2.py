@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Times training steps of GPT-2 in PyTorch on random tokens, as ./train --bench does; prints one JSON object.
 
-Written for speed: scaled_dot_product_attention, a vocabulary padded to 50304. dev/bench/compare.py runs it beside
-./train.
+Written for speed: scaled_dot_product_attention, a vocabulary padded to 50304. dev/bench/compare.py runs it to
+compare it with ./train.
 """
 
 import argparse
@@ -16,7 +16,7 @@ VOCABULARY, PADDED_VOCABULARY, POSITIONS = 50257, 50304, 1024
 
 
 def sizes(model):
-    """(layers, heads, channels) of dN, as ./train has them."""
+    """(layers, heads, channels) of dN, as in ./train."""
     layers = int(model[1:]) if model[:1] == "d" and model[1:].isdigit() else 0
     if 1 <= layers <= 12:
         return layers, layers, 64 * layers

@@ -1,7 +1,8 @@
-"""Times training steps of a PyTorch model on random tokens, as ./train --bench does, for the scripts that have one.
+"""Times training steps of a PyTorch model on random tokens, as ./train --bench does. Shared by the scripts
+that have one.
 
-PyTorch at its best: fused AdamW, foreach norms; in bf16 autocast over fp32 weights, which is nearest to ./train's bf16
-weights with an fp32 master, unless the model's own weights are bf16.
+PyTorch at its best: fused AdamW, foreach norms. In bf16 it uses autocast over fp32 weights, which is closest
+to ./train's bf16 weights with an fp32 master, unless the model's own weights are bf16.
 """
 
 import json
@@ -25,7 +26,7 @@ def add_options(parser):
 
 
 def make_optimizer(model):
-    """AdamW over matrices with decay and vectors without, in one fused kernel where the device has one."""
+    """AdamW with decay for matrices and none for vectors, in one fused kernel if the device has one."""
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p for p in trained if p.ndim == 2], "weight_decay": 0.1},
               {"params": [p for p in trained if p.ndim != 2], "weight_decay": 0.0}]
@@ -49,7 +50,8 @@ class Steps:
         self.loss_before = None
 
     def step(self):
-        """A step, the copy of its tokens to the device included; its loss is read once the next step is under way."""
+        """Runs a step, including the copy of its tokens to the device. Its loss is read once the next step is
+        running."""
         o = self.options
         window = torch.randint(self.vocabulary, (o.batch, o.seq_len + 1), pin_memory=o.device == "cuda")
         window = window.to(o.device, non_blocking=True)
@@ -64,7 +66,8 @@ class Steps:
         self.loss_before = loss.detach()
 
     def times(self, count):
-        """The milliseconds of `count` steps, each from the end of the one before to its own."""
+        """The milliseconds of `count` steps, each measured from the end of the step before it to its own
+        end."""
         cuda = self.options.device == "cuda"
 
         def mark():

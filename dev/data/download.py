@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Downloads a data set and makes it ready for ./train --data.
+"""Downloads a data set and prepares it for ./train --data.
 
 tinystories  2.2 GB of short stories, tokenized                -> DIR/tinystories_{train,val}_*.bin
 fineweb      web pages, 10 billion tokens (30 GB), tokenized   -> DIR/fineweb_{train,val}_*.bin
@@ -33,7 +33,7 @@ def fineweb_pages(files):
 
 def fineweb(options):
     try:
-        import pyarrow.parquet  # noqa: F401 - asked for before gigabytes are downloaded
+        import pyarrow.parquet  # noqa: F401 - fails here, before gigabytes are downloaded
     except ImportError:
         fail("fineweb is stored as Parquet: .venv/bin/pip install pyarrow")
     write_dataset(fineweb_pages(options.files), options.vocab, os.path.join(options.dir, "fineweb"),

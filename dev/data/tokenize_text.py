@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Tokenizes text into token shards that ./train reads, with GPT-2's vocabulary or another.
 
-A shard is llm.c's .bin: int32 header[256] = 20240520, 1, count; then uint16 tokens. Where a vocabulary has more than
-65,536, as Llama 3's, it is 20240801, 7, count; then uint32 tokens. Each document is preceded by the token that begins
-one. The tokenizer's files are put beside the shards, for the trainer to print samples with.
+A shard has llm.c's .bin format: int32 header[256] = 20240520, 1, count; then uint16 tokens. For vocabularies
+of more than 65,536 tokens, such as Llama 3's, the header is 20240801, 7, count, followed by uint32 tokens.
+Each document is preceded by the token that begins one. The tokenizer's files are copied next to the shards,
+so that the trainer can print samples.
 """
 
 import argparse
@@ -17,8 +18,8 @@ import sys
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-SHARD_HEADERS = {2: (20240520, 1), 4: (20240801, 7)}  # magic and version, by bytes a token
-DOCUMENT_STARTS = "<|endoftext|>", "<|begin_of_text|>", "<s>"  # the first that a vocabulary has is meant
+SHARD_HEADERS = {2: (20240520, 1), 4: (20240801, 7)}  # magic and version, by bytes per token
+DOCUMENT_STARTS = "<|endoftext|>", "<|begin_of_text|>", "<s>"  # the first that the vocabulary has is used
 TOKENIZER_FILES = "vocab.json", "merges.txt", "tokenizer.json"
 HUB_GPT2 = "openai-community/gpt2"
 
@@ -30,7 +31,7 @@ def fail(message):
 
 
 def one_line_for_errors(main):
-    """Of a main: what the system refuses, such as a full disk, ends the program as other mistakes do."""
+    """Decorates main(): an error of the system, such as a full disk, ends the program like other mistakes."""
 
     @functools.wraps(main)
     def run(arguments=None):
@@ -48,7 +49,8 @@ class OptionParser(argparse.ArgumentParser):
 
 
 def replace_file(path, *parts):
-    """Writes bytes beside and renames, so that a file is never there in part, nor one that is read cut short."""
+    """Writes bytes to another name and renames the file, so that it is never incomplete, and never changes
+    under a reader."""
     try:
         with open(path + ".tmp", "wb") as file:
             file.writelines(parts)
@@ -60,24 +62,26 @@ def replace_file(path, *parts):
 
 
 def download_from_hub(repository, name, kind="model"):
-    """The local path of a file of the Hugging Face hub."""
+    """The local path of a file from the Hugging Face hub."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import logging
-    logging.set_verbosity_error()  # or each of its retries prints two lines
+    logging.set_verbosity_error()  # otherwise each of its retries prints two lines
     try:
         return hf_hub_download(repository, name, repo_type=kind)
-    except Exception as error:  # the hub's client raises its own, its HTTP library's and the system's errors
+    except Exception as error:  # the hub's client raises its own errors, its HTTP library's and the system's
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         fail(f"cannot download {name} of {repository}: {reason} (is this machine online?)")
 
 
 def load_tokenizer(vocab):
-    """A folder's tokenizer, or the hub's gpt2, and its files: tokenizer.json, or vocab.json and merges.txt."""
+    """A folder's tokenizer, or the hub's gpt2, with its files: tokenizer.json, or vocab.json and
+    merges.txt."""
     files = [os.path.join(vocab, name) for name in ("vocab.json", "merges.txt")]
     if vocab == "gpt2" and not os.path.isdir(vocab):
         files = [download_from_hub(HUB_GPT2, name) for name in ("vocab.json", "merges.txt")]
     try:
-        if os.path.exists(whole := os.path.join(vocab, "tokenizer.json")):  # the others leave out how to split text
+        if os.path.exists(whole := os.path.join(vocab, "tokenizer.json")):  # the other files do not say how
+                                                                            # to split text
             tokenizer, files = Tokenizer.from_file(whole), [whole]
         elif all(map(os.path.exists, files)):
             tokenizer = Tokenizer(models.BPE.from_file(*files))
@@ -89,7 +93,7 @@ def load_tokenizer(vocab):
         fail(f"--vocab {vocab}: {' '.join(str(error).split())}")
     if document_start(tokenizer) is None:
         fail(f"--vocab {vocab}: the vocabulary has no {' or '.join(DOCUMENT_STARTS)}")
-    tokenizer.encode_special_tokens = True  # the text's own "<|endoftext|>" is text
+    tokenizer.encode_special_tokens = True  # "<|endoftext|>" in the text is plain text
     return tokenizer, files
 
 
@@ -98,7 +102,7 @@ def document_start(tokenizer):
 
 
 def save_tokenizer(files, folder):
-    """Copies a tokenizer's files into a folder, where none of another tokenizer stays."""
+    """Copies a tokenizer's files into a folder and removes those of another tokenizer."""
     if os.path.samefile(os.path.dirname(files[0]) or ".", folder):
         return
     names = list(map(os.path.basename, files))
@@ -111,7 +115,7 @@ def save_tokenizer(files, folder):
 
 
 def split_stream(file, separator):
-    """The documents between separators, without holding more than one of them and a chunk."""
+    """The documents between separators. Holds at most one of them and a chunk in memory."""
     rest = ""
     while chunk := file.read(1 << 20):
         *documents, rest = (rest + chunk).split(separator)
@@ -123,14 +127,15 @@ def text_of_line(line, field, place):
     """The text in a field of a JSON object."""
     try:
         text = json.loads(line)[field]
-        text.encode()  # fails for what is no text, and for halves of characters, which JSON can spell
+        text.encode()  # fails for values that are not text, and for the unpaired surrogates that JSON allows
         return text
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         fail(f"{place} is no JSON object with a text in the field {field}")
 
 
 def read_documents(paths, json_field=None, separator=None):
-    """The texts of files ("-" is stdin): each file is one, or each line's JSON field, or what a separator parts."""
+    """The texts of files ("-" is stdin): one per file, or the JSON field of each line, or the parts between
+    separators."""
     for path in paths:
         try:
             with open(0 if path == "-" else path, encoding="utf-8", newline="", closefd=path != "-") as file:
@@ -147,17 +152,17 @@ def read_documents(paths, json_field=None, separator=None):
 
 
 def encode(documents, tokenizer):
-    """Each document that is not empty as an array of tokens."""
+    """The tokens of each document that is not empty, as an array."""
     start = document_start(tokenizer)
     dtype = np.uint16 if max(tokenizer.get_vocab().values()) < 1 << 16 else np.uint32
     documents = (text for text in documents if text)
-    while batch := list(itertools.islice(documents, 256)):  # in parallel inside a batch
+    while batch := list(itertools.islice(documents, 256)):  # tokenizes in parallel within a batch
         for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
             yield np.array([start, *encoding.ids], dtype=dtype)
 
 
 def take(arrays, count):
-    """The first count tokens of an iterator of arrays, and an iterator of the rest."""
+    """The first `count` tokens of an iterator of arrays, and an iterator over the rest."""
     taken = []
     while count > 0 and (array := next(arrays, None)) is not None:
         taken.append(array[:count])
@@ -175,9 +180,11 @@ def write_shard(path, tokens):
 
 
 def write_shards(arrays, prefix, shard_tokens):
-    """Writes PREFIX_000000.bin and so on, and removes those of an earlier run beyond. Returns how many tokens.
+    """Writes PREFIX_000000.bin and so on, and removes further ones of an earlier run. Returns the number of
+    tokens.
 
-    A last shard of less than a tenth joins the one before: a stream must be longer than a training sequence.
+    A last shard of less than a tenth is joined to the one before it: a stream must be longer than a training
+    sequence.
     """
     arrays, total = iter(arrays), 0
     held, arrays = take(arrays, shard_tokens)
@@ -200,7 +207,8 @@ def write_shards(arrays, prefix, shard_tokens):
 
 
 def write_dataset(documents, vocab, prefix, shard_tokens, val_tokens):
-    """PREFIX_val_*.bin from the first val_tokens tokens, PREFIX_train_*.bin from the rest, the tokenizer's files."""
+    """Writes the first val_tokens tokens to PREFIX_val_*.bin, the rest to PREFIX_train_*.bin, and the
+    tokenizer's files."""
     tokenizer, files = load_tokenizer(vocab)
     folder = os.path.dirname(prefix) or "."
     os.makedirs(folder, exist_ok=True)

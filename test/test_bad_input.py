@@ -1,4 +1,4 @@
-"""A mistake gets one line that names what is wrong, exit code 2, and nothing is written."""
+"""A mistake is reported in one line that names what is wrong, with exit code 2, and nothing is written."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from trainer_runs import (binaries, listing, make, random_tokens, read_log, save
                           write_text)
 
 SMALL = ("--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)
-# What a run would write if the mistake were not found: nothing of it may be there.
+# What a run would write if the mistake were not found. None of it may exist afterwards.
 GOOD = {"--model": "model", "--data": "text", "--batch": 2, "--seq-len": 24, "--steps": 2, "--sample-tokens": 4,
         "--out": "out", "--log": "log"}
 
@@ -32,7 +32,7 @@ def given(tmp_path_factory):
 
 @pytest.fixture
 def work(given, tmp_path):
-    """A copy to spoil."""
+    """A copy that tests may damage."""
     shutil.copytree(given, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
@@ -44,7 +44,7 @@ def command(options):
 
 
 def refused(train, folder, options, *named):
-    """Runs it with these options instead of the good ones; returns the line."""
+    """Runs with these options in place of the good ones; returns the line."""
     before = listing(folder)
     error = train(*command(options), cwd=folder, code=2).stderr.decode()
     assert error.startswith("train: ") and error.count("\n") == 1 and error.endswith("\n"), error
@@ -61,7 +61,7 @@ def test_the_good_options_are_good(train, work):
 
 # ---- options
 
-NUMBERS = {  # an option, a value out of its range on either side
+NUMBERS = {  # an option, and values below and above its range
     "--batch": (0, 1 << 31), "--head-rows": (-1, 1 << 31), "--seq-len": (0, 1 << 31), "--grad-accum": (0, 1 << 31), "--steps": (-1, "1e13"),
     "--lr": (-1e-9, "inf"), "--min-lr": (-1, "inf"), "--warmup": (-1, "1e13"), "--weight-decay": (-1, "inf"),
     "--beta1": (-0.1, 1), "--beta2": (-0.1, 1), "--eps": (0, "inf"), "--clip": (-1, "inf"), "--seed": (-1, 1 << 64),
@@ -75,7 +75,7 @@ def test_numbers(train, work, option):
     for value in (*NUMBERS[option], "seven", "7x", "nan", ""):
         refused(train, work, {option: value}, option, str(value))
     if option not in ("--lr", "--min-lr", "--weight-decay", "--beta1", "--beta2", "--eps", "--clip", "--temperature"):
-        for value in ("1.5", "010"):  # CLI11 would read the second as eight
+        for value in ("1.5", "010"):  # CLI11 would read the second as octal 8
             refused(train, work, {option: value}, option, value)
 
 
@@ -105,7 +105,8 @@ def test_numbers(train, work, option):
     ({"--update-in-backward": True}, ["--update-in-backward", "--clip-per-block", "--clip"]),
     ({"--update-in-backward": True, "--clip": 0, "--grad-accum": 2}, ["--update-in-backward", "--grad-accum"]),
     ({"--attention": "flash"}, ["--attention", "flash", "common", "hopper"]),
-    ({"--attention": "hopper"}, ["--attention hopper", "--attention common"]),  # no build has it for heads of 16
+    ({"--attention": "hopper"}, ["--attention hopper", "--attention common"]),  # no build has it for heads of
+                                                                                # 16
     ({"--optimizer": "lion"}, ["--optimizer", "lion", "adamw"]),
     ({"--master": "fp16"}, ["--master", "fp16", "split"]),
     ({"--adam-m": "4bit"}, ["--adam-m", "4bit", "8bit"]),
@@ -134,7 +135,7 @@ def test_numbers(train, work, option):
     ({"--data": "shard.bin", "--model": "model300", "--val-data": "shard.bin", "--log": "shard.bin"}, ["--log shard.bin"]),
     ({"--out": "text"}, ["--out", "text"]),
     ({"--out": "text/out"}, ["--out", "text"]),
-    ({"--out": "model"}, ["--out", "model"]),  # has files that are no links of ours
+    ({"--out": "model"}, ["--out", "model"]),  # has files that are not our links
     ({"--out": "/proc/out"}, ["--out", "/proc"]),
 ], ids=str)
 def test_options(train, work, options, named):
@@ -151,12 +152,13 @@ def test_options(train, work, options, named):
     ({"--log": "out/step-00000002/log"}, ["part of out"]),
     ({"--log": "dangling"}, ["--log dangling", "part of out"]),
     ({"--log": "model/config.json"}, ["--log model/config.json", "part of model"]),
-    ({"--log": "model/tokenizer.json"}, ["part of model"]),  # not there yet
+    ({"--log": "model/tokenizer.json"}, ["part of model"]),  # does not exist yet
     ({"--log": "up/../hard"}, ["--log up/../hard", "part of model"]),
     ({"--log": "soft"}, ["--log soft", "part of model"]),
     ({"--log": "hard text"}, ["--log hard text", "data"]),
     ({"--log": "notes"}, ["--log notes", "is no file that --log writes"]),
-    ({"--log": "nowhere/log", "--model": "broken"}, ["--log nowhere/log"]),  # before the weights are read
+    ({"--log": "nowhere/log", "--model": "broken"}, ["--log nowhere/log"]),  # checked before the weights are
+                                                                             # read
     ({"--log": "up/../same", "--timeline": "same"}, ["--log up/../same", "--timeline"]),
     ({"--timeline": "model/model.safetensors"}, ["--timeline model/model.safetensors", "part of model"]),
     ({"--timeline": "notes"}, ["--timeline notes"]),
@@ -164,7 +166,8 @@ def test_options(train, work, options, named):
     ({"--out": "model/out.safetensors"}, ["--out model/out.safetensors", "part of model"]),
 ], ids=str)
 def test_outputs(train, work, options, named):
-    """None is an input, another output, or a part of a save or a model, whatever it is called."""
+    """No output may be an input, another output, or a part of a save or a model, whatever its path looks
+    like."""
     (work / "up").mkdir()
     (work / "dangling").symlink_to("out/config.json")
     (work / "soft").symlink_to("model/vocab.json")
@@ -210,7 +213,7 @@ def test_files_of_data(train, work, option, value, named):
 
 
 def test_no_data(train, work):
-    """A model's folder has no text to fall back on; nor has a new model away from the project's folder."""
+    """A model's folder has no built-in text; neither has a new model outside the project's folder."""
     refused(train, work, {"--data": None}, "--data is missing", "--prompt", "--steps 0")
     refused(train, work, {"--data": None, "--model": "d1"}, "--data", "dev/data/tinyshakespeare.txt")
 
@@ -252,7 +255,7 @@ def test_text_for_a_model_of_tokens(train, work):
 
 
 def rewrite_header(change):
-    """A damage of model.safetensors: what change(header) makes of it."""
+    """Damages model.safetensors: change(header) returns the new header."""
 
     def damage(folder):
         path = folder / "model.safetensors"
@@ -340,7 +343,7 @@ def test_config_that_is_no_json(train, work, text):
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json",
                                   "shard.safetensors", "vocab.json", "merges.txt", "tokenizer.json"])
 def test_files_that_are_none(train, work, name, kind):
-    """A pipe that nobody writes into, a device without an end, a file of a terabyte: none is waited for or read."""
+    """A pipe without a writer, a device without an end, a file of a terabyte: none is waited for or read."""
     folder = work / "model"
     if name in ("vocab.json", "merges.txt"):
         bpe = ByteLevelBPETokenizer()
@@ -384,7 +387,8 @@ def test_a_tokenizer_larger_than_the_model(train, work):
 
 
 @pytest.mark.parametrize("model, named", [
-    ({"merges": [["a", "b"], ["ab", ""]]}, ["merge 1", "not a pair"]),  # the only way for one to lead to itself
+    ({"merges": [["a", "b"], ["ab", ""]]}, ["merge 1", "not a pair"]),  # the only way for a merge to lead to
+                                                                        # itself
     ({"merges": [["a", "b"], ["", "ab"]]}, ["merge 1", "not a pair"]),
     ({"merges": [["a", "b"], ["a", "z"]]}, ["merge 1", '"z"', "not in the vocabulary"]),
     ({"merges": ["a b", "b a"]}, ["merge 1", '"ba"', "not in the vocabulary"]),
@@ -430,7 +434,7 @@ def prepared(tmp_path_factory):
 
 @pytest.fixture
 def families(prepared, tmp_path):
-    """Folders to spoil; that of llama is in shards."""
+    """Folders to damage; that of llama has shards."""
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
@@ -491,7 +495,7 @@ def test_settings_of_families(train_fp32, families, model, change, named):
 
 
 def test_an_adapter_is_no_model(train_fp32, families):
-    """With the model's own config.json beside it and without."""
+    """With and without the model's own config.json beside it."""
     (families / "tied" / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     for name in ("config.json", "model.safetensors"):
         refused(train_fp32, families, {"--model": "tied"}, "--model tied", "is an adapter", "--adapter")
@@ -511,7 +515,7 @@ def with_index(change):
 
 
 def with_shard(change):
-    """A damage of the shard that has the second layer's q_proj."""
+    """Damages the shard that has the second layer's q_proj."""
 
     def damage(folder):
         name = json.loads((folder / INDEX).read_text())["weight_map"][LAYER + "self_attn.q_proj.weight"]
@@ -559,13 +563,13 @@ def test_shards_of_weights(train_fp32, families, damage, named):
 
 
 def generated(train, folder):
-    """With what was said beside."""
+    """Generates, and returns the text with the messages on stderr."""
     ran = train("--model", folder, "--steps", 0, "--prompt", "To be", "--sample-tokens", 9, "--temperature", 0)
     return ran.stdout, ran.stderr.decode()
 
 
 def test_tensors_of_no_use(train_fp32, families):
-    """Left out, as by transformers; said where they are not known to be harmless."""
+    """They are ignored, as in transformers, and reported unless they are known to be harmless."""
     path = families / "tied" / "model.safetensors"
     tensors = load_file(path)
     before = generated(train_fp32, families / "tied")
@@ -581,7 +585,7 @@ def test_tensors_of_no_use(train_fp32, families):
 
 
 def test_a_tied_head(train_fp32, families):
-    """May be in the files by either of its names or by both, and is one matrix."""
+    """It may be in the files under either of its names or both, and is one matrix."""
     path = families / "tied" / "model.safetensors"
     tensors, before = load_file(path), generated(train_fp32, families / "tied")
     embedding = tensors.pop("model.embed_tokens.weight")
@@ -603,7 +607,7 @@ def test_a_tied_head(train_fp32, families):
 
 @pytest.fixture
 def saved(work, train):
-    """With `out`, a save of two steps, beside."""
+    """The folder with `out`, a save of two steps, in it."""
     train(*command({"--log": None}), cwd=work)
     return work
 
@@ -711,7 +715,7 @@ LORA = {"--train": "lora", "--lora-rank": 2}
     (LORA | {"--base": "nf4", "--save-base": "same", "--merge": "same/"}, "is --merge too"),
 ], ids=str)
 def test_folders_that_cannot_be_made(train_fp32, work, options, said):
-    """Before the training; a folder that is missing, and the slash behind a name, are no mistakes."""
+    """Found before the training. A missing folder, or a slash after its name, is not a mistake."""
     (work / "dangling").symlink_to("nothing")
     if said:
         refused(train_fp32, work, options, said)
@@ -722,7 +726,7 @@ def test_folders_that_cannot_be_made(train_fp32, work, options, said):
 
 @pytest.mark.parametrize("option", ["--log", "--timeline", "--loss-by-position"])
 def test_a_fifo_as_an_output(train_fp32, work, option):
-    """One without a reader is not waited for. With one, it gets the lines."""
+    """A FIFO without a reader is not waited for. With a reader, it gets the lines."""
     os.mkfifo(work / "fifo")
     options = {"--log": None, "--val-data": "text", option: "fifo"}
     refused(train_fp32, work, options, f"{option} fifo: is a FIFO that no process reads")
@@ -741,20 +745,20 @@ def test_a_calibration_replaces_no_other_file(train_fp32, work, name):
 
 @pytest.mark.parametrize("target", ["nothing", "text"])
 def test_a_lock_that_is_a_link(train_fp32, work, target):
-    """What it leads to is neither made nor emptied."""
+    """The file that the link leads to is neither created nor emptied."""
     (work / "out").mkdir()
     (work / "out" / ".lock").symlink_to(f"../{target}")
     refused(train_fp32, work, {}, "--out out: out/.lock is a symbolic link")
 
 
 def test_a_log_on_a_full_disk(train_fp32, work):
-    """The training until then is saved."""
+    """The training so far is saved."""
     error = train_fp32(*command({"--log": "/dev/full"}), cwd=work, code=2).stderr.decode()
     assert error == "train: --log /dev/full: No space left on device\n" and os.readlink(work / "out" / "latest") == "step-00000001"
 
 
 def test_no_room_for_a_merge(train_fp32, work):
-    """Nor for as many saves as are there at once, or for both."""
+    """Neither for as many saves as exist at once, nor for both."""
     with small_disk(work / "disk", "1m") as disk:
         (disk / "filler").write_bytes(bytes(900_000))
         refused(train_fp32, work, LORA | {"--merge": "disk/merged"}, "--merge disk/merged: the merged model takes ", "KiB")
@@ -765,7 +769,7 @@ def test_no_room_for_a_merge(train_fp32, work):
 
 
 def test_no_room_for_a_save(train, work):
-    """Known before the training; a save that was not finished makes room."""
+    """Found before the training; an unfinished save is removed to make space."""
     with small_disk(work / "disk", "1m") as disk:
         (disk / "filler").write_bytes(bytes(700000))
         refused(train, work, {"--out": "disk/out"}, "--out disk/out: a save takes ", " KiB, and ", " KiB are free there")
@@ -775,7 +779,8 @@ def test_no_room_for_a_save(train, work):
 
 
 def test_disk_full(train, work):
-    """The save that does not fit is gone again; the one before is whole, and another run can go on from it."""
+    """The save that does not fit is removed; the one before is complete, and another run can continue from
+    it."""
     with small_disk(work / "disk", "2m") as disk:
         options = {"--out": "disk/out", "--save-every": 1, "--keep": 0, "--steps": 9, "--log": None}
         error = train(*command(options), cwd=work, code=2).stderr.decode()
@@ -787,7 +792,7 @@ def test_disk_full(train, work):
         assert saved_bytes(work / "elsewhere") == saved_bytes(disk / "out")
 
 
-# ---- numbers that are none
+# ---- numbers that are not finite
 
 
 def test_weights_that_are_no_numbers(train, work):
@@ -798,7 +803,7 @@ def test_weights_that_are_no_numbers(train, work):
 
 
 def test_a_loss_that_is_no_number(train, work):
-    """Stops at once, with the save from before named and whole."""
+    """The run stops at once; the save from before is named and complete."""
     options = {"--lr": 1000, "--weight-decay": 1000, "--schedule": "constant", "--warmup": 0, "--save-every": 1,
                "--keep": 0, "--steps": 100, "--clip": 0}
     *dead, error = train(*command(options), cwd=work, code=2).stderr.decode().splitlines()

@@ -1,4 +1,4 @@
-"""--bench and --profile-ops: their figures, that these add up, and that they measure the step that was planned."""
+"""--bench and --profile-ops: their figures, that they add up, and that they measure the planned step."""
 
 import collections
 import json
@@ -19,7 +19,7 @@ RATES = ["tokens_per_second", "flops_per_second", "matmul_peak", "matmul_share",
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model small enough that nothing takes long; nobody writes here."""
+    """A model so small that nothing takes long; no test writes here."""
     path = tmp_path_factory.mktemp("given")
     make(path / "model", "--layers", 3, "--heads", 3, "--channels", 48, "--positions", 64, "--vocab", 300)
     write_text(path / "text")
@@ -34,17 +34,18 @@ def bench(train, *arguments, model="d2", cwd=None):
 
 
 def gpt2_tokens(folder):
-    """Data with which a training has the vocabulary that a bench has without."""
+    """Data with which training has the same vocabulary as a bench without data."""
     return write_shard(folder / "tokens.bin", random_tokens(300, 1000))
 
 
 def wholes(train, name="step"):
-    """The whole step's names: where a training replays it as graphs, the one that the phases are of is "plain"."""
+    """The names of the whole step. If training replays it as graphs, the phases belong to the one called
+    "plain"."""
     return [f"plain_{name}", name] if train.device == "cuda" else [name]
 
 
 def consistent(figures, phases, whole):
-    """What must hold between the figures of any bench."""
+    """Checks that must hold for the figures of any bench."""
     for phase in phases:
         times = figures[f"{phase}_ms"]
         assert list(times) == ["mean", "std", "median", "min"]
@@ -59,7 +60,7 @@ def consistent(figures, phases, whole):
 
 
 def flops(plan, layers, channels, positions):
-    """Of a step of training, from the plan's sizes."""
+    """FLOPs of a training step, from the plan's sizes."""
     multiplied = plan["parameters"] - positions * channels
     tokens = plan["batch"] * plan["seq_len"] * plan["grad_accum"]
     return 6 * tokens * (multiplied + layers * channels * plan["seq_len"])
@@ -67,7 +68,7 @@ def flops(plan, layers, channels, positions):
 
 @pytest.mark.parametrize("options", [(), ("--grad-accum", 2)], ids=["", "grad-accum"])
 def test_step(train, tmp_path, options):
-    """Away from any data, on random tokens; the phases are most of the step and no more."""
+    """Without any data, on random tokens. The phases are most of the step and no more."""
     figures = bench(train, "--bench", *options, cwd=tmp_path)
     assert list(figures) == HEAD + [f"{phase}_ms" for phase in (*PHASES, *wholes(train))] + RATES
     assert not listing(tmp_path)
@@ -91,11 +92,11 @@ def test_update_in_backward(train):
     phases = ["forward", "head", "backward", "step"]
     assert [key for key in figures if key.endswith("_ms") and key != "cold_ms"] == [f"{p}_ms" for p in phases]
     consistent(figures, phases, "step")
-    assert calls(figures)["optimizer_update"] == 4  # a unit a block, and the two around them
+    assert calls(figures)["optimizer_update"] == 4  # one unit per block, and the two around them
 
 
 def test_forward(train, tmp_path):
-    """Alone: only the weights are there, and a third of the FLOPs."""
+    """Forward alone: only the weights exist, and it has a third of the FLOPs."""
     figures = bench(train, "--bench", "forward", "--profile-ops")
     assert list(figures) == [*HEAD, "forward_ms", *RATES, "operations"]
     seconds = consistent(figures, ["forward"], "forward")
@@ -109,7 +110,7 @@ def test_forward(train, tmp_path):
 
 
 def test_without_graphs(train):
-    """Where there are graphs, --graph off measures the plain step alone."""
+    """If there are graphs, --graph off measures only the plain step."""
     figures = bench(train, "--bench", "--graph", "off")
     assert list(figures) == HEAD + [f"{phase}_ms" for phase in (*PHASES, "step")] + RATES
     consistent(figures, [*PHASES, "step"], "step")
@@ -125,20 +126,20 @@ def test_data(train, folder, model, data):
     assert listing(folder) == before
 
 
-# ---- what lives elsewhere
+# ---- outside the device
 
 ELSEWHERE = ("--weights", "disk", "--state", "disk", "--park", "all", "--gradients", "disk")
 KINDS = ["weights", "vocabulary", "inputs", "state", "gradients", "keys"]
 
 
 def elsewhere(train, *options):
-    """On a GPU in pinned memory."""
+    """On a GPU: in pinned memory."""
     place = "disk" if train.device == "cpu" else "host"
     return tuple(place if option == "disk" else option for option in options)
 
 
 def test_waits_and_links(train, tmp_path):
-    """By block, and all together; each link carries what the plan says, no more and no less."""
+    """By block, and all together. Each link carries as much as the plan says, no more and no less."""
     where = elsewhere(train, *ELSEWHERE)
     figures = bench(train, "--bench", "--grad-accum", 2, *where, model="llama:d4")
     plan = train.plan("--model", "llama:d4", *SHAPE, "--grad-accum", 2, *where, "--sample-tokens", 0, "--data", gpt2_tokens(tmp_path))
@@ -147,8 +148,9 @@ def test_waits_and_links(train, tmp_path):
     in_all = held["working_file"] + held["pinned_host"] + held["parked"]
     parked = 2 * 2 * 48 * 256 * (2 if train.precision == "bf16" else 4)  # two of four inputs leave the device
     state = in_all - 2 * 4 * block - parked
-    # A micro-batch has two blocks twice in its rooms, and the update has each once. Their gradients are stored in each
-    # micro-batch, and come in all but the first, and in the update.
+    # In a micro-batch two blocks stay in their slots between forward and backward, and the update fetches
+    # each block once. Their gradients are stored in each micro-batch, and are fetched in all but the first,
+    # and in the update.
     expected = [(2 * (4 + 2) + 4) * block + 2 * parked + state + 8 * block, 4 * block + 2 * parked + state + 8 * block]
     ways = ["disk_read", "disk_write"] if train.device == "cpu" else ["from_host", "to_host"]
     assert list(figures["links"]) == ways
@@ -158,8 +160,8 @@ def test_waits_and_links(train, tmp_path):
         assert link["bytes_per_second"] == pytest.approx(carried / seconds) and "limit" not in link
     *places, whole = figures["waits"]
     units = [f"update {unit}" for unit in range(6)]
-    # In order of their first waits. The last two blocks, and their inputs, are where forward left them; only in the second
-    # micro-batch gradients come for them.
+    # In the order of their first waits. The last two blocks and their inputs are still where forward left
+    # them; their gradients are fetched only in the second micro-batch.
     assert [w["place"] for w in places] == [f"forward block {b}" for b in range(4)] + [
         "backward block 1", "backward block 0", "backward", "backward block 3", "backward block 2"] + units + ["update"]
     for wait in (*places, whole):
@@ -173,7 +175,7 @@ def test_waits_and_links(train, tmp_path):
 
 
 def test_links_beside_their_limits(train, tmp_path):
-    """Of a file of rates; where a step is not bound by a link it carries less than that can."""
+    """Limits from a file of rates. If a step is not bound by a link, the link carries less than it could."""
     rates = rates_of(train, transfers=1e12)
     (tmp_path / "rates.json").write_text(json.dumps(rates))
     options = ("--model", "d3", *SHAPE[:-1], rates["threads"], "--bench-steps", 2, "--bench", *ELSEWHERE[:2], "--rates", "rates.json")
@@ -203,7 +205,7 @@ def calls(figures):
 
 
 def sums(figures, whole):
-    """Times, FLOPs and bytes of the operations against those of the step."""
+    """Times, FLOPs and bytes of the operations, compared with those of the step."""
     operations = figures["operations"]
     assert len({o["name"] for o in operations}) == len(operations)
     assert [o["ms"] for o in operations] == sorted((o["ms"] for o in operations), reverse=True)
@@ -223,7 +225,7 @@ def sums(figures, whole):
 
 @pytest.mark.parametrize("recompute", ["gelu", "block"])
 def test_operations_are_those_of_the_plan(train, tmp_path, recompute):
-    """Each as often as the rehearsal has it: the timeline lists them one by one."""
+    """Each operation runs as often as in the rehearsal: the timeline lists them one by one."""
     options = ("--recompute", recompute, "--head-rows", 0)
     figures = bench(train, "--bench", "--profile-ops", *options)
     sums(figures, "step")
@@ -236,7 +238,7 @@ def test_operations_are_those_of_the_plan(train, tmp_path, recompute):
 
 
 def test_loops_and_micro_batches_count(train):
-    """96 rows in chunks of 40 are three heads, two of them turns of a loop; of two micro-batches, six."""
+    """96 rows in chunks of 40 are three heads, two of them iterations of a loop; six in two micro-batches."""
     figures = [bench(train, "--profile-ops", "--head-rows", 40, "--grad-accum", n) for n in (1, 2)]
     one, two = map(calls, figures)
     assert one["cross_entropy_forward_backward"] == 3 and one["layernorm_backward"] == 2 * 2 + 3
@@ -303,6 +305,6 @@ def test_mistakes(train, folder, arguments, named):
 
 
 def test_only_what_is_run_is_listed_after_a_choice(train):
-    """--memory rehearses what adds to gradients too; the run it chose does not."""
+    """--memory also rehearses adding to gradients; the chosen run does not do that."""
     figures = bench(train, "--memory", "2GiB", "--profile-ops")
     assert figures["grad_accum"] == 1 and all(operation["calls"] > 0 for operation in figures["operations"])

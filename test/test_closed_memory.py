@@ -1,4 +1,4 @@
-"""Memory while a training runs: nothing is touched that no live tensor owns, and nothing is taken after step 0."""
+"""Memory during training: nothing is accessed outside live tensors, and nothing is allocated after step 0."""
 
 import os
 
@@ -6,15 +6,15 @@ import pytest
 from memory_table import levels_of
 from trainer_runs import ROOT, Train, make, random_tokens, saved_bytes, write_shard, write_text
 
-# Built for the CPU with AddressSanitizer, which the arena tells what is alive (llmc/closed_memory.h). make names those
-# that it builds; beside a GPU there may be none.
+# CPU builds with AddressSanitizer; the arena tells it what is alive (llmc/closed_memory.h). make names those
+# that it builds; with a GPU there may be none.
 ASAN_TRAINERS = (os.environ["ASAN_TRAINERS"].split() if "ASAN_TRAINERS" in os.environ else
                  [path for path in ("build/test/asan/train-fp32", "build/test/asan/train-bf16") if (ROOT / path).exists()])
 
 
 @pytest.mark.parametrize("path", ASAN_TRAINERS)
 def test_touches_only_what_lives(tmp_path, path):
-    """At every level; what AddressSanitizer finds ends the program with a code that is not 0."""
+    """At every level. If AddressSanitizer finds anything, the program ends with an exit code other than 0."""
     watched = Train(path)
     write_text(tmp_path / "text", 9000)
     make(tmp_path / "model", "--layers", 3, "--heads", 3, "--channels", 24, "--vocab", 300, "--positions", 40)
@@ -32,7 +32,8 @@ def test_touches_only_what_lives(tmp_path, path):
 
 @pytest.mark.parametrize("path", ASAN_TRAINERS)
 def test_chunks_touch_only_what_lives(tmp_path, path):
-    """Blocks in chunks of rows, the last of fewer, with inputs in memory and parked, and with keys parked."""
+    """Blocks in chunks of rows, the last with fewer, with inputs kept and offloaded, and with keys
+    offloaded."""
     watched = Train(path)
     make(tmp_path / "model", "--family", "qwen3", "--layers", 3, "--heads", 4, "--kv-heads", 2, "--channels", 40, "--vocab", 300,
          "--positions", 1100)
@@ -45,7 +46,7 @@ def test_chunks_touch_only_what_lives(tmp_path, path):
 
 
 def test_all_of_a_run_is_allocated_by_step_0(train, tmp_path):
-    """Validation, samples and saves come later and take no device memory: it is forbidden then."""
+    """Validation, samples and saves come later and allocate no device memory: it is forbidden then."""
     write_text(tmp_path / "text", 9000)
     train("--model", "d2", "--data", "text", "--batch", 3, "--seq-len", 40, "--steps", 4, "--eval-every", 2,
           "--sample-every", 2, "--sample-tokens", 60, "--save-every", 2, "--out", "out", cwd=tmp_path)
@@ -53,7 +54,7 @@ def test_all_of_a_run_is_allocated_by_step_0(train, tmp_path):
 
 
 def seen_at(steps, measure, train, *options):
-    """What measure(pid) says of a training when it has printed each of two steps."""
+    """measure(pid) of a training process after it has printed each of two steps."""
     lines = tuple(b"step %5d/" % step for step in steps)
     seen = []
     with train.start(*options, "--steps", 100000, "--sample-tokens", 0, "--print-every", 1) as process:
@@ -73,7 +74,7 @@ def resident_bytes(pid):
 @pytest.mark.not_played("what it remembers of memory is the host's too, and 200 steps take minutes")
 @pytest.mark.parametrize("level", ["none", "norm"])
 def test_the_resident_set_does_not_grow(train, tmp_path, level):
-    """From step 2, by when all has been touched, to step 200."""
+    """From step 2, when everything has been touched, to step 200."""
     write_text(tmp_path / "text", 60000)
     seen = seen_at((2, 200), resident_bytes, train, "--model", "d2", "--data", tmp_path / "text", "--batch", 2,
                    "--seq-len", 32, "--recompute", level)
@@ -87,8 +88,8 @@ def page_faults(pid):
 
 @pytest.mark.not_played("the pages are those of what plays it")
 def test_steps_take_no_new_pages(train, tmp_path):
-    """What a product copies its operands to is kept: a system that gives and takes its pages each time made the
-    gradient of these logits a fifth slower."""
+    """Memory for a product's copies of operands is kept. If the system took back and gave its pages each
+    time, the gradient of these logits would be a fifth slower."""
     write_shard(tmp_path / "data.bin", random_tokens(50257, 60000))
     seen = seen_at((3, 13), page_faults, train, "--model", "d2", "--data", tmp_path / "data.bin", "--batch", 2,
                    "--seq-len", 256)

@@ -1,4 +1,4 @@
-"""dev/compare.py: passes within its tolerances, fails past them."""
+"""dev/compare.py passes within its tolerances and fails beyond them."""
 
 import json
 
@@ -33,7 +33,7 @@ def compare_logs(tmp_path, a, b, *options):
     (changed(0, loss=4.1), ["--norm-tolerance", "1"], 1),
     (changed(2, loss=None), ["--tolerance", "1e9"], 1),  # NaN is never close
     (BASE[:2], [], 1),  # ended early
-    (BASE + [{"step": 1, "loss": 9.0}], [], 1),  # the last of a step counts
+    (BASE + [{"step": 1, "loss": 9.0}], [], 1),  # the last line of a step counts
 ])
 def test_exit_code(tmp_path, other, options, code):
     assert compare_logs(tmp_path, BASE, other, *options) == code

@@ -1,4 +1,5 @@
-"""--context auto: the longest sequences that fit, as plans of all lengths say; and dev/context_table.py."""
+"""--context auto: the longest sequences that fit, compared with plans of all lengths; and
+dev/context_table.py."""
 
 import json
 import re
@@ -23,14 +24,14 @@ def llama(tmp_path_factory):
 
 
 def budget_of(train, llama, tokens, *options):
-    """The least that --memory finds for such sequences."""
+    """The smallest budget for which --memory finds a configuration with such sequences."""
     error = train("--model", llama / "model", "--plan", "--batch", 1, "--seq-len", tokens, "--memory", "1MiB", *LORA,
                   *options, code=2).stderr.decode()
     return float(re.search(r"the least that this takes is ([\d.]+) MiB", error)[1])
 
 
 def test_is_the_longest(train, llama):
-    """In budgets for a length that is known: neither 64 tokens more nor fewer."""
+    """In budgets for a known length: neither 64 tokens more nor fewer."""
     for tokens in (128, 1984, 3008):
         memory = f"{int((budget_of(train, llama, tokens) + 0.2) * 2**20)}B"
         options = ("--model", llama / "model", "--memory", memory, *LORA)
@@ -43,7 +44,7 @@ def test_is_the_longest(train, llama):
 
 
 def test_what_else_ends_it(train, llama):
-    """The model's positions, the data, several sequences at a time."""
+    """Other limits: the model's positions, the data, several sequences at a time."""
     options = ("--model", llama / "model", "--memory", "8GiB", "--context", "auto", "--plan", *LORA)
     data = ("--data", llama / "data.bin")
     for more, said in (((), "5000 tokens, all of the model's positions"),
@@ -56,7 +57,7 @@ def test_what_else_ends_it(train, llama):
 
 
 def test_beside_chunks_of_rows(train, llama):
-    """A length that is left to be chosen may be less than they are."""
+    """A length that is still to be chosen may be less than the chunks' rows."""
     options = ("--model", llama / "model", "--context", "auto", *LORA, "--recompute", "block", "--attention-rows", 256,
                "--mlp-rows", 1024)
     assert train.plan(*options)["seq_len"] == 5000
@@ -65,7 +66,8 @@ def test_beside_chunks_of_rows(train, llama):
 
 
 def test_of_examples(train, tmp_path):
-    """The longest is as long as sequences become, where memory and positions allow that; other data end it too."""
+    """Sequences are as long as the longest example, if memory and positions allow that; other data limit it
+    too."""
     make(tmp_path / "model", "--family", "llama", "--layers", 2, "--heads", 4, "--channels", 64, "--positions", 5000,
          "--vocab", 256)
     lines = [json.dumps({"text": "abc" * count}) for count in (5, 700, 60)]
@@ -89,12 +91,12 @@ def test_of_examples(train, tmp_path):
 
 
 def test_without_a_budget(train, llama):
-    """What is free is the budget then."""
+    """Then the budget is the free memory."""
     assert train.plan("--model", llama / "model", "--context", "auto", *LORA)["seq_len"] == 5000
 
 
 def test_a_run(train, llama, tmp_path):
-    """It trains so, and the same command goes on so, whatever would fit then."""
+    """It trains with this length, and the same command continues with it, whatever would fit then."""
     memory = f"{int((budget_of(train, llama, 1024) + 0.2) * 2**20)}B"
     options = ("--model", llama / "model", "--data", llama / "data.bin", "--context", "auto", *LORA,
                "--val-data", llama / "data.bin", "--eval-batches", 1, "--out", "out", "--resume", "auto")
@@ -108,7 +110,7 @@ def test_a_run(train, llama, tmp_path):
 
 
 def test_is_quick(train_fp32, tmp_path):
-    """Of a model of eight billion parameters."""
+    """For a model of eight billion parameters."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     plans = []
     seconds = cpu_seconds(lambda: plans.append(train_fp32.plan(
@@ -131,7 +133,7 @@ def test_mistakes(train_fp32, llama, tmp_path, options, named):
 
 
 def test_table(train, llama, capsys):
-    """A cell has what --context auto chooses, where memory is what ends it."""
+    """A cell has what --context auto chooses, if memory is the limit."""
     budgets = [f"{int(budget_of(train, llama, tokens) + 1)}MiB" for tokens in (192, 1024)]
     context_table.main([train.path, "--model", str(llama / "model"), "--memory", "1MiB", *budgets, "8GiB", "--",
                         *map(str, LORA)])

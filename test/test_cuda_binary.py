@@ -1,5 +1,5 @@
-"""The binary for a GPU on a machine without one: it plans, says in one line that nothing answers, and its kernels are
-made of the instructions that they were written for."""
+"""The binary for a GPU on a machine without one: it plans, reports in one line that no GPU answers, and its
+kernels consist of the instructions that they were written for."""
 
 import collections
 import importlib.util
@@ -28,8 +28,8 @@ class TestWithoutDevice:
                              capture_output=True, text=True, timeout=60)
         plan = json.loads(ran.stdout)
         assert ran.returncode == 0 and plan["device"] == "cuda" and plan["parameters"] == 124439808
-        assert plan["totals"]["workspace"] >= 32 << 20  # cuBLASLt's is in the plan
-        context = plan["totals"]["process"] - (25 << 20)  # that of an A100 where no GPU answers
+        assert plan["totals"]["workspace"] >= 32 << 20  # cuBLASLt's workspace is in the plan
+        context = plan["totals"]["process"] - (25 << 20)  # without a GPU, that of an A100 is assumed
         assert context > 0 if has_gpu() else context == 3 * 108 << 20
 
     def test_the_libraries_are_found(self, binary):
@@ -46,7 +46,8 @@ class TestWithoutDevice:
 
 
 NVCC = shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
-# A toolkit of CUDA 12.4, as far as the driver's functions are concerned: those are asked for without a version.
+# A toolkit of CUDA 12.4, as far as the driver's functions are concerned: those are requested without a
+# version.
 CUDA_12_4 = """
 #include <cuda_runtime.h>
 #undef CUDART_VERSION
@@ -57,7 +58,7 @@ CUDA_12_4 = """
 
 
 def test_lists_that_cuda_12_4_can_deduce():
-    """Its front end finds no type for a loop's list whose first element alone names one."""
+    """Its front end cannot deduce the type of a loop's list if only the first element names one."""
     sources = [ROOT / "train_gpt.cu", *ROOT.glob("llmc/*.*h"), *ROOT.glob("test/*.cpp")]
     second = [(path.name, name) for path in sources
               for name in re.findall(r"for \([^;{}()]*:\s*\{std::(?:pair|tuple)[{(][^{}]*[})],\s*([\w:]*)", path.read_text())]
@@ -73,9 +74,10 @@ def test_functions_of_the_driver_are_found_before_cuda_12_5(tmp_path):
 
 
 BF16 = ROOT / "build/cuda-bf16/train"
-# 128-bit loads and stores that a kernel has at least: one for each array that it reads or writes in vectors, and two
-# where 8 elements are fp32. `8E` in a name is the instantiation whose rows are whole vectors. The wide sum's terms pass in
-# 128 bits, its sums in 64, so that a warp's terms lie together: test_emulated.py counts the sectors.
+# The minimum number of 128-bit loads and stores of a kernel: one for each array that it reads or writes in
+# vectors, and two if 8 elements are fp32. `8E` in a name is the instantiation for rows of whole vectors. The
+# wide sum's terms move in 128 bits, its sums in 64, so that a warp's terms are contiguous: test_emulated.py
+# counts the sectors.
 MEMORY_BOUND = {
     r"layernorm_forward_kernel\w+Li8ELb0E": (3, 1), r"layernorm_forward_kernel\w+Li8ELb1E": (4, 2),
     r"layernorm_normalize_kernel\w+Li8E": (3, 1), r"layernorm_backward_input_kernel\w+Li8E": (3, 1),
@@ -89,14 +91,15 @@ MEMORY_BOUND = {
     r"rmsnorm_normalize_kernel\w+Li8E": (2, 1), r"rmsnorm_backward_input_kernel\w+Li8E": (3, 1),
     r"rope_kernel\w+Li8E": (2, 2), r"swiglu_forward_kernel\w+Li8E": (2, 1), r"swiglu_backward_kernel\w+Li8E": (3, 2),
     r"head_norm_forward_kernel\w+Li8E": (3, 2), r"head_norm_backward_kernel\w+Li8E": (6, 1)}
-# Registers that threads of the kernels for compute capability 9.0 start with: 65536 by the block's threads.
+# Registers per thread at the start of the kernels for compute capability 9.0: 65536 divided by the block's
+# threads.
 HOPPER = {r"hopper_attention_forward_kernelILi64E": 128, r"hopper_attention_forward_kernelILi128E": 168,
           r"hopper_attention_backward_keys_kernel": 168, r"hopper_attention_backward_queries_kernel": 168}
 TENSOR_CORES = (r"attention_forward_kernel", r"attention_backward_keys_kernel", r"attention_backward_queries_kernel")
 
 
 def find_cuobjdump():
-    """The toolkit's, or the one that comes with PyTorch's triton."""
+    """The toolkit's, or the one in PyTorch's triton."""
     places = [os.path.dirname(os.path.realpath(found)) for name in ("nvcc", "/usr/local/cuda/bin/nvcc")
               if (found := shutil.which(name))]
     triton = importlib.util.find_spec("triton")
@@ -115,7 +118,7 @@ def cuobjdump(*arguments):
 
 
 def runs(arch, name):
-    """Other kernels than those for compute capability 9.0 alone are empty where they cannot run."""
+    """False if the kernel is empty: Hopper's own kernels have a body only for sm_90a."""
     return "hopper" not in name or arch == "sm_90a"
 
 
@@ -135,7 +138,7 @@ def instructions(sass):
 @pytest.fixture(scope="module")
 def sequences():
     found = instructions(cuobjdump("-sass"))
-    assert all(len(names) > 10 for names in found.values())  # the least sets one number
+    assert all(len(names) > 10 for names in found.values())  # the smallest kernel sets one number
     return found
 
 
@@ -153,7 +156,7 @@ class TestInstructions:
         return sum(times for name, times in counts.items() if re.match(pattern, name))
 
     def those(self, kernels, name):
-        """The kernels of that name, which every architecture must have."""
+        """The kernels of this name, which every architecture must have."""
         found = {key: counts for key, counts in kernels.items() if re.match(rf"_Z\d+{name}", key[1])}
         assert {arch for arch, _ in found} == {arch for arch, _ in kernels}, f"no kernel is named {name}"
         return found
@@ -161,9 +164,10 @@ class TestInstructions:
     @pytest.mark.parametrize("name", TENSOR_CORES)
     def test_attention_multiplies_on_tensor_cores(self, kernels, name):
         found = self.those(kernels, name)
-        forms = 3 if name == "attention_backward_queries_kernel" else 2  # of each size of heads; that has one for dropout
-        small = 2  # heads of 64 and of 128 have one form for GPUs with little shared memory
-        assert len(found) == (forms * 4 + small) * len({arch for arch, _ in kernels})
+        # Forms for each size of heads; backward over queries has one for dropout. Two more for GPUs with little
+        # shared memory, of heads of 64 and of 128.
+        forms = 3 if name == "attention_backward_queries_kernel" else 2
+        assert len(found) == (forms * 4 + 2) * len({arch for arch, _ in kernels})
         for key, counts in found.items():
             for instruction in ("HMMA", "LDSM", r"LDGSTS\..*128"):  # products, fragments, asynchronous copies
                 assert self.count(counts, instruction), (key, instruction)
@@ -174,7 +178,7 @@ class TestInstructions:
         for key, counts in self.those(kernels, name).items():
             assert self.count(counts, r"LDG\..*128") >= loads, key
             assert self.count(counts, r"STG\..*128") >= stores, key
-            if "Li8E" in name:  # these have no tails: all that is bf16 passes in vectors
+            if "Li8E" in name:  # these have no tails: all bf16 moves in vectors
                 assert not self.count(counts, r"(LDG|STG)\..*16"), key
 
     @pytest.mark.parametrize("name", HOPPER)
@@ -183,14 +187,14 @@ class TestInstructions:
             if not runs(arch, kernel):
                 assert self.count(counts, "BPT") and not self.count(counts, r"(ST|LD)[GS]|[HQ]G?MMA"), (arch, kernel)
                 continue
-            # Products by warpgroups, TMA, barriers, registers from the producer to the consumers.
+            # Products by warpgroups, TMA, barriers, registers moved from the producer to the consumers.
             for instruction in ("HGMMA", r"UTMALDG\.3D", r"SYNCS\.PHASECHK", r"SYNCS\.ARRIVE", r"USETMAXREG\.DEALLOC",
                                 r"USETMAXREG\.TRY_ALLOC"):
                 assert self.count(counts, instruction), (kernel, instruction)
             assert not self.count(counts, "HMMA|LDSM|ATOM|RED"), kernel
-            # All that is bf16 is written in 128 bits. Besides there are floats: of sums of chunks' gradients, and of what
-            # pieces of keys carry, a lane's two neighbours; in the forward pass of its two rows lse, and with pieces the
-            # largest score and the sum of exponentials.
+            # All bf16 is written in 128 bits. The other stores are floats: sums of chunks' gradients, and
+            # what pieces of keys carry, as a lane's two neighbours; in the forward pass lse of its two rows
+            # and, with pieces, the largest score and the sum of exponentials.
             stores, wide, pairs = (self.count(counts, name) for name in ("STG", r"STG\..*128", r"STG\..*64"))
             assert wide >= 4 and pairs >= 16 and stores - wide - pairs == (6 if "forward" in kernel else 0), kernel
             usage = cuobjdump("--dump-resource-usage", "-arch", "sm_90a")
@@ -198,7 +202,8 @@ class TestInstructions:
 
     @pytest.mark.parametrize("name", HOPPER)
     def test_exponentials_are_taken_while_a_product_is_under_way(self, sequences, name):
-        """The wait for the scores, exponentials, the wait for the product started after them: in this order."""
+        """In this order: the wait for the scores, exponentials, the wait for the product that was started
+        after them."""
         for (arch, kernel), names in self.those(sequences, name).items():
             events = "".join("W" if "WARPGROUP.DEPBAR" in name else "E" if name == "MUFU.EX2" else "P" if "HGMMA" in name
                              else "" for name in names)

@@ -1,4 +1,5 @@
-"""Dropout against transformers and PEFT with the trainer's own masks, and that no memory option changes a bit of it."""
+"""Dropout compared with transformers and PEFT, using the trainer's own masks; no memory option changes a bit
+of it."""
 
 import itertools
 
@@ -14,7 +15,7 @@ from test_train import LOSS_BOUND, by_key
 from trainer_runs import figures, read_log, saved_bytes
 
 SHARE, SEED, STEPS = 0.2, 1337, 6
-PLACES, ATTENTION, PROJECTED, OUTPUT = 16, 4, 5, 6  # of a block
+PLACES, ATTENTION, PROJECTED, OUTPUT = 16, 4, 5, 6  # places in a block
 LINEAR = (("c_attn", "query_key_value"), ("attn.c_proj", "self_attention.dense"), ("c_fc", "dense_h_to_4h"),
           ("mlp.c_proj", "dense_4h_to_h"))
 
@@ -28,7 +29,7 @@ def name_hash(name):
 
 
 class Masks:
-    """The factors of the trainer's places, by llmc/dropout.cuh."""
+    """The factors at each place in the trainer, as in llmc/dropout.cuh."""
     sequence = 0
 
     def factors(self, place, shape):
@@ -98,7 +99,7 @@ def work(folder, tmp_path):
 
 
 def test_losses(train, work, monkeypatch):
-    """With the same masks; without them they would be far off."""
+    """The masks are the same; with others the losses would be far off."""
     options = ("--model", work / "model", "--data", work / "data.bin", *DATA[4:], "--grad-accum", 2, "--steps", STEPS, "--lr",
                3e-3, "--seed", SEED)
     masks = Masks()

@@ -1,4 +1,5 @@
-"""Embeddings and head that live in the model's files: the rows and the slices that are read are those in memory."""
+"""Embeddings and head that stay in the model's files: the rows and slices that are read equal those in
+memory."""
 
 import json
 import os
@@ -21,7 +22,7 @@ from trainer_runs import make, random_tokens, read_log, running, saved_bytes, wa
 
 USUALLY = "bf16"  # see conftest.py
 
-VOCAB = 9001  # three slices of the head, the last a part
+VOCAB = 9001  # three slices of the head, the last one partial
 SLICE = 4096
 ELSEWHERE = ("--embeddings", "disk")
 BOUND = {"fp32": {"rel": 2e-6}, "bf16": {"rel": 4e-3}}  # slices are summed in fp32, and rounded once
@@ -30,7 +31,7 @@ FAMILIES = {"gpt2": (), "llama": ("--shard-size", "300KB"), "qwen2": ("--dtype",
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
-    """Of GPT-2, Qwen2 and BLOOM one matrix is both; of Llama there are two, in several files."""
+    """In GPT-2, Qwen2 and BLOOM one matrix is both embedding and head. Llama has two, in several files."""
     work = tmp_path_factory.mktemp(request.param)
     make(work / "model", "--family", request.param, "--layers", 3, "--vocab", VOCAB, "--positions", 64,
          "--dtype", "bf16", *OPTIONS[request.param], *FAMILIES[request.param])
@@ -45,7 +46,7 @@ def work(folder, tmp_path):
 
 
 def close(train, a, b):
-    """Two runs' figures: losses and norms of gradients, step by step."""
+    """Compares two runs' losses and norms of gradients, step by step."""
     assert len(a) == len(b) > 0
     for one, other in zip(a, b):
         assert one == pytest.approx(other, **BOUND[train.precision])
@@ -82,7 +83,7 @@ def test_validation_and_merging_are_the_same(train, work):
 
 
 def test_a_soft_prompt_begins_as_the_same_rows(train, work):
-    """And BLOOM's embedding norm reads the rows again in backward."""
+    """BLOOM's embedding norm reads the rows again in backward."""
     logs = []
     for name, where in (("a", ()), ("b", ELSEWHERE)):
         train(*DATA, "--train", "prompt", "--soft-prompt", 5, "--seq-len", 30, "--steps", 3, "--lr", 0.01, "--log", f"{name}.log",
@@ -162,7 +163,7 @@ def test_two_slices_are_in_memory_and_rows_that_are_used(train, wide, tmp_path):
     row, width = 512 * 2, 512 * (4 if train.precision == "fp32" else 2)
     assert [b["bytes"] for b in disk["buffers"] if b["name"] == "lent_vocabulary"] == 2 * [SLICE * row]
     assert disk["elsewhere"]["on_disk"] == 2 * VOCAB * row
-    padded = -(-VOCAB // 128) * 128  # of a matrix that is both, or the embedding
+    padded = -(-VOCAB // 128) * 128  # rows of a matrix that is both, or of the embedding
     weights = [next(b["bytes"] for b in report["buffers"] if b["name"] == "weights") for report in (memory, disk)]
     assert 2 * VOCAB * width <= weights[0] - weights[1] <= 2 * (padded + 1) * width
     said = train(*LORA, "--steps", 2, "--sample-tokens", 0, *ELSEWHERE, cwd=work).stdout.decode()
@@ -173,7 +174,8 @@ def test_two_slices_are_in_memory_and_rows_that_are_used(train, wide, tmp_path):
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_what_is_read(train, wide, tmp_path, chunks):
-    """Up and down the vocabulary, of which the last slices are there at each turn."""
+    """The head's slices are read upwards and downwards in the vocabulary; the last ones are still there at
+    each turn."""
     work = linked(tmp_path, wide)
     bench = train(*LORA, *ELSEWHERE, "--head-rows", 111 // chunks, "--bench", "--bench-steps", 1, "--bench-warmup", 0, "--json", cwd=work)
     row, last = 512 * 2, VOCAB - 2 * SLICE
@@ -200,7 +202,7 @@ def test_memory_moves_them_where_that_is_needed(train, wide, tmp_path):
 
 @pytest.mark.parametrize("change", ["written to", "cut", "removed"])
 def test_a_file_that_changes_while_it_is_read(train, wide, tmp_path, change):
-    """One line stops the run; one that has no name any more is still there to read."""
+    """The run stops with one line. A file that was deleted can still be read."""
     shutil.copytree(wide, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "model" / "model.safetensors"
     with running(train, *LORA, "--steps", 10**6, *ELSEWHERE, "--sample-tokens", 0, "--print-every", 1, cwd=tmp_path, text=True,

@@ -49,12 +49,12 @@ def test_smollm2_is_read_as_transformers_reads_it(smollm2):
 
 
 def pairs(w, heads):
-    """Llama's queries or keys as a GGUF has them."""
+    """Llama's queries or keys in the order of a GGUF."""
     return w.reshape(heads, 2, w.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(w.shape)
 
 
 def apart(w, heads):
-    """BLOOM's queries, keys and values as a GGUF has them."""
+    """BLOOM's queries, keys and values in the order of a GGUF."""
     return w.reshape(heads, 3, w.shape[0] // heads // 3, -1).swapaxes(0, 1).reshape(w.shape)
 
 
@@ -71,7 +71,7 @@ def as_gguf(name, w, config, names):
 
 
 def write_gguf(path, model, arch, add_more=lambda writer: None, types=("Q8_0", "Q8_0", "F16", "BF16", "F32")):
-    """A model as llama.cpp's converter writes it, matrices in these formats by turns."""
+    """Writes a model as llama.cpp's converter does, with matrices in these formats in turn."""
     config, writer = model.config, gguf.GGUFWriter(path, arch)
     add_more(writer)
     layers = config.num_hidden_layers
@@ -176,14 +176,14 @@ def check_texts(path, ids, texts):
 
 
 def check_written_tokenizer(path, folder, ids):
-    """The files that saves have of a GGUF's tokenizer give the same tokens, here and in `transformers`."""
+    """The tokenizer files that saves make from a GGUF give the same tokens, here and in `transformers`."""
     folder.mkdir()
     probe("tokenizer", path, folder)
     texts = [text for name, text in known.TEXTS.items() if name not in ("symbols", "added tokens")]
     expected = list(map(ids, texts))
     known.assert_same(known.encode_all(folder, texts, command="specials"), expected, texts)
     if (folder / "tokenizer.model").exists() and not importlib.util.find_spec("google"):
-        return None  # `transformers` reads it with that package alone
+        return None  # `transformers` can only read it with that package
     theirs = transformers.AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     known.assert_same([theirs(text)["input_ids"] for text in texts], expected, texts)
     return theirs

@@ -1,4 +1,4 @@
-"""JSON lines: chat formats as transformers writes them, what is learnt, examples that share sequences, bad lines."""
+"""JSON lines: chat formats as in transformers, which tokens have a loss, packed examples, invalid lines."""
 
 import copy
 import functools
@@ -23,7 +23,7 @@ from trainer_runs import ROOT, figures, listing, make, read_log, saved_bytes
 
 USUALLY = "fp32"  # see conftest.py
 
-# Hugging Face's chat templates, in short.
+# Hugging Face's chat templates, shortened.
 CHATML = """{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system
 You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>
 ' }}{% endif %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}{% endfor %}
@@ -131,7 +131,7 @@ def lines_of(examples):
 
 
 def test_conversations_are_those_of_transformers(chat):
-    """The same tokens, and the same of them are learnt."""
+    """The tokens are the same, and the same of them have a loss."""
     folder, name, closes = chat
     examples, with_prompts = (reader(folder, loss_on) for loss_on in ("completions", "all"))
     lines = lines_of({"messages": messages} for messages in CONVERSATIONS)
@@ -159,8 +159,8 @@ WRITTEN_OUT = [PLACEHOLDERS, "{eos}", "{bos}", " {eos} ", MARKS, "</s>", "<|im_e
 
 
 def test_what_a_message_writes_out(chat):
-    """The formats' own placeholders are text in a message. Special tokens that are spelt out in one are tokens, as
-    `transformers` has it: its templates do not escape them, and its tokenizers find them."""
+    """The formats' own placeholders are plain text in a message. Special tokens that are spelled out in one
+    are tokens, as in `transformers`: its templates do not escape them, and its tokenizers find them."""
     folder, name, _ = chat
     examples = reader(folder)
     special = set(examples.tokenizer.all_special_ids)
@@ -180,7 +180,7 @@ def test_what_a_message_writes_out(chat):
 
 
 def test_placeholders_and_special_tokens_elsewhere(chat):
-    """In texts, in prompts with their completions, and in --prompt: all as by `transformers`."""
+    """In texts, in prompts with completions, and in --prompt: everything as in `transformers`."""
     folder, _, _ = chat
     examples = reader(folder)
     lines = lines_of({"prompt": text, "completion": text} for text in (PLACEHOLDERS, MARKS))
@@ -216,7 +216,7 @@ STRINGS = {
 
 @pytest.mark.parametrize("name", STRINGS)
 def test_long_strings(tmp_path_factory, tokenizer, name):
-    """They are decoded in their line, and the rest is parsed without them."""
+    """Long strings are decoded inside their line, and the rest is parsed without them."""
     folder = save_tokenizer(tmp_path_factory.mktemp("long"), tokenizer, PLAIN_CHATML, "<|endoftext|>", "<|im_end|>")
     examples, text = reference.Examples(str(folder), "completions"), STRINGS[name]
     lines = []
@@ -232,7 +232,7 @@ def test_long_strings(tmp_path_factory, tokenizer, name):
 
 
 def test_broken_lines_with_long_strings(tmp_path, tokenizer):
-    """One line that names the column, whatever was taken out before it."""
+    """One line names the column, whatever was taken out before it."""
     save_tokenizer(tmp_path, tokenizer, PLAIN_CHATML, "<|endoftext|>", "<|im_end|>")
 
     def refused(line):
@@ -254,7 +254,7 @@ def test_broken_lines_with_long_strings(tmp_path, tokenizer):
 
 
 def test_formats_without_a_template(tmp_path):
-    """Are told by the tokenizer's marks, or refused."""
+    """These formats are recognized by the tokenizer's special tokens, or refused."""
     [line] = lines_of([{"messages": CONVERSATIONS[0]}])
     for make_tokenizer, begin, end, same in ((smollm2, "<|im_start|>", "<|im_end|>", "chatml"),
                                              (llama3_with_headers, "<|begin_of_text|>", "<|eot_id|>", "llama3"),
@@ -312,7 +312,7 @@ def test_examples_are_known_by_name_or_first_bytes(plain_folder, tmp_path):
 
 
 def test_text_stays_text(plain_folder, tmp_path):
-    """By its name, or because it does not begin as examples do."""
+    """A file is text because of its name, or because it does not begin like examples."""
     texts = {"a.txt": '{"text": "a"}\n', "A.TXT": "[{", "b.txt": "a,b\n1,2\n", "tex": "{\\bf Hello}", "c": "{ int i; }",
              "list": "[1] A reference", "mark": '{\n  "a": 1\n}', "py": "[{}]", "x": "{}", "y": "[", "z": "BZh", "md": "[a](b)"}
     for name, text in texts.items():
@@ -371,7 +371,7 @@ WORDS = (ROOT / "README.md").read_text().split()[:400]
 
 
 def write_examples(path, count, seed=0, most=4):
-    """All kinds of lines, most of them short; and one that is longer than a sequence."""
+    """Writes all kinds of lines, most of them short, and one that is longer than a sequence."""
     choose, examples = random.Random(seed), []
     for i in range(count):
         a, b, c = (words(choose, choose.randint(1, most)) for _ in range(3))
@@ -419,7 +419,7 @@ def log_of(train, work, *options):
 
 @pytest.mark.parametrize("loss_on", ["completions", "all"])
 def test_twenty_steps(train, any_work, loss_on):
-    """Packed here, one by one there."""
+    """./train packs the examples; the reference runs them one by one."""
     options = ("--grad-accum", 2, "--steps", 20, "--lr", 3e-3, "--warmup", 4, "--eval-every", 8, "--eval-batches", 2,
                "--loss-on", loss_on)
     expected = run_reference("--model", any_work / "model", "--data", any_work / "data.jsonl", *RUN[4:8], *options)
@@ -434,8 +434,9 @@ def test_twenty_steps(train, any_work, loss_on):
 
 @pytest.mark.parametrize("kind", ["lora", "prompt"])
 def test_twenty_steps_of_an_adapter(train_fp32, any_work, kind):
-    """LoRA with packed examples; behind a soft prompt each has a sequence of its own. In bf16 twenty steps of a soft
-    prompt leave each other by a percent, as rounding has them; that its arithmetic is right fp32 shows."""
+    """LoRA with packed examples. With a soft prompt, each example has a sequence of its own. In bf16, twenty
+    steps of a soft prompt differ by a percent because of rounding; that its arithmetic is right is shown by
+    fp32."""
     make_adapter(any_work, peft.PromptTuningConfig(num_virtual_tokens=5, task_type="CAUSAL_LM") if kind == "prompt" else
                  peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     options = ("--adapter", any_work / "adapter", "--steps", 20, "--lr", 3e-3, "--eval-batches", 2)
@@ -469,7 +470,7 @@ def test_packed_is_unpacked(train, any_work):
 
 
 def test_what_the_data_are(train, work):
-    """One line, and one each for what was parted and what was cut."""
+    """One line describes the data; one line each reports texts that continue and examples that were cut."""
     examples = reference.Examples(str(work / "model"), "completions")
     lines = (work / "data.jsonl").read_text().splitlines()
     [file] = examples.read_files([work / "data.jsonl"], LENGTH)
@@ -489,7 +490,7 @@ def test_what_the_data_are(train, work):
 
 @pytest.mark.parametrize("more", [0, 1, 2, LENGTH, 3 * LENGTH + 1])
 def test_a_text_goes_on(train_fp32, work, more):
-    """Each of its tokens is learnt once, whatever its length: the loss is that of its windows, by transformers."""
+    """Each token of a long text has a loss once. The loss is that of its windows, by transformers."""
     choose = random.Random(more)
     make(work / "bytes", "--family", "llama", "--layers", 2, "--vocab", 256, "--positions", 64, *FAMILIES["llama"])
     text = "".join(choose.choice("abcdef ") for _ in range(LENGTH + more + 1))
@@ -517,8 +518,8 @@ READ = {
 
 @pytest.mark.parametrize("name", [*list(READ)[:-1], pytest.param("short", marks=pytest.mark.more)])
 def test_reading_examples_stays_in_the_plan(train_fp32, work, name):
-    """However long a line is, and however many there are. Where a line takes more than all that comes later, the plan
-    says so."""
+    """However long a line is, and however many there are. If a line takes more than everything that comes
+    later, the plan says so."""
     (work / "data.jsonl").write_text("\n".join(lines_of(READ[name]())) + "\n")
     options = ("--model", work / "model", "--data", work / "data.jsonl", "--batch", 1, "--seq-len", LENGTH,
                "--sample-tokens", 0, "--threads", 2)
@@ -564,7 +565,7 @@ def test_validation_alone(train, work):
 
 
 def test_nothing_to_learn_in_a_step(train, work):
-    """Its loss counts as none, and the run goes on."""
+    """Such a step counts as one without a loss, and the run continues."""
     choose = random.Random(2)
     (work / "data.jsonl").write_text("\n".join(lines_of(
         [{"prompt": words(choose, 90), "completion": "cut off"}] * 3 +
@@ -582,8 +583,8 @@ GENERATION = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 5, "temperat
 
 
 def check_saved_beside(folder, model):
-    """What a save, an adapter or a merged model has of how to generate, and of the tokenizer."""
-    ends = {"eos_token_id": [0, 2]}  # with the mark that ends an answer
+    """What a save, an adapter or a merged model says of how to generate, and its tokenizer."""
+    ends = {"eos_token_id": [0, 2]}  # with the token that ends an answer
     assert json.loads((folder / "generation_config.json").read_text()) == GENERATION | ends
     for name in TOKENIZER_FILES:
         assert (folder / name).read_bytes() == (model / name).read_bytes(), name
@@ -593,7 +594,8 @@ def check_saved_beside(folder, model):
 
 
 def test_what_is_saved_beside_the_weights(train_fp32, work):
-    """Of conversations that end otherwise than the model's texts; at every way from one folder to the next."""
+    """For conversations that end differently from the model's texts, on every way from one folder to the
+    next."""
     model = work / "model"
     (model / "additional_chat_templates").mkdir()
     for name in TOKENIZER_FILES:
@@ -620,7 +622,8 @@ def test_what_is_saved_beside_the_weights(train_fp32, work):
 
 
 def test_what_is_saved_of_a_gguf(train_fp32, work, tokenizer):
-    """Adapters and merged models have its tokenizer, and it makes the same tokens of texts and conversations."""
+    """Adapters and merged models have the GGUF's tokenizer; it makes the same tokens from texts and
+    conversations."""
     vocabulary, spelt = tokenizer.get_vocab(), json.loads(tokenizer.to_str())
     tokens = sorted(vocabulary, key=vocabulary.get)
     merges = [" ".join(merge) for merge in spelt["model"]["merges"]]
@@ -721,7 +724,7 @@ def test_other_mistakes(train_fp32, work):
 
 
 def test_bytes(train_fp32, work):
-    """Without a tokenizer tokens are bytes, and there is no chat."""
+    """Without a tokenizer, tokens are bytes, and there is no chat format."""
     examples = [{"prompt": words(random.Random(i), 2), "completion": words(random.Random(-i), 2)} for i in range(1, 40)]
     (work / "bytes.jsonl").write_text("\n".join(lines_of(examples)))
     make(work / "small", "--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)

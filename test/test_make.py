@@ -1,4 +1,5 @@
-"""What make does for whom: the architectures, libraries and warnings of a build, and what stops one in a line."""
+"""What make does on different machines: a build's architectures, libraries and warnings, and what stops
+it."""
 
 import os
 import pathlib
@@ -34,7 +35,7 @@ def executable(path, text):
 
 @pytest.fixture
 def dry_make(tmp_path):
-    """What make would run, with a toolkit and GPUs that are only made up; nothing is built."""
+    """What make would run, with a toolkit and GPUs that are faked; nothing is built."""
 
     def run(*arguments, code=0, release="13.0", archs="75 80 86 89 90 100 120", capabilities="", gpus='"GPU 0: Fake"',
             cuda=True):
@@ -54,13 +55,14 @@ def dry_make(tmp_path):
 
 
 def compilations(commands):
-    """The commands that compile, and not only link, but clang's of the trainer, whose warnings nobody else has to see."""
+    """The commands that compile and do not only link, without clang's compilation of the trainer, whose
+    warnings only developers need."""
     return [line for line in commands.splitlines() if re.match(r"(g\+\+|clang\+\+|\S*nvcc) (?!\S+\.o )", line)
             and "-fsanitize=address,undefined" not in line]
 
 
 def codes(commands):
-    """What the commands have nvcc make, in order: sm_80, compute_80."""
+    """The architectures for which the commands make nvcc compile, in order: sm_80, compute_80."""
     return re.findall(r"code=(\w+)", "\n".join(compilations(commands)))
 
 
@@ -92,7 +94,7 @@ MISMATCH = "Failed to initialize NVML: Driver/library version mismatch"
 
 
 def test_a_build_for_the_cpu_beside_a_driver_is_said_twice(dry_make):
-    """Before it and after it, with nvidia-smi's own words, quotes and all."""
+    """Before the build and after it, with nvidia-smi's own words, including quotes."""
     words = [MISMATCH, '''couldn't "communicate" with $(the) `driver`; # 1''']
     for said in words:
         quoted = shlex.quote(said)
@@ -152,7 +154,7 @@ def test_warnings_stop_tests_but_no_users_build(dry_make):
 
 def test_cuda_build_compiles_for_two_architectures(dry_make):
     built = codes(dry_make("DEVICE=cpu", "cuda-build"))
-    assert built == 2 * ["sm_80", "sm_90a", "compute_80", "compute_90a"]  # whose PTX test/gpu runs
+    assert built == 2 * ["sm_80", "sm_90a", "compute_80", "compute_90a"]  # test/gpu runs their PTX
     assert codes(dry_make("DEVICE=cpu", "cuda-build", "CUDA_ARCH=86")) == 2 * ["sm_86", "compute_86"]
 
 
@@ -161,13 +163,13 @@ def test_cuda_build_compiles_for_two_architectures(dry_make):
 
 @pytest.fixture
 def bare_make(tmp_path):
-    """make where of the system's programs only a shell and a few tools are there, and those that a test makes up."""
+    """make on a machine with only a shell, a few tools, and the programs that a test fakes."""
     for name in ("sh", "grep", "printf", "mkdir", "sed"):
         (tmp_path / "tools").mkdir(exist_ok=True)
         (tmp_path / "tools" / name).symlink_to(shutil.which(name))
 
     def run(*arguments, programs=(), code=2):
-        """What make says, on stderr; `programs`: their names and scripts."""
+        """What make prints on stderr; `programs`: their names and scripts."""
         for name, script in dict(programs).items():
             executable(tmp_path / "programs" / name, f"#!/bin/sh\n{script}\n")
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
@@ -211,7 +213,7 @@ def test_a_missing_header_is_said_before_the_compiler_says_it(bare_make, target,
 
 
 def test_a_venv_that_cannot_be_made():
-    with tempfile.TemporaryDirectory() as name:  # of pytest's folders other users see nothing
+    with tempfile.TemporaryDirectory() as name:  # other users cannot read pytest's folders
         folder = pathlib.Path(name)
         (folder / "dev").mkdir()
         for file in ("venv.sh", "requirements.txt", "requirements-alone.txt"):

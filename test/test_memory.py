@@ -1,4 +1,5 @@
-"""Memory options: what they save, and that they leave the training as it is, to the bit where that is promised."""
+"""Memory options: how much they save, and that they do not change the training (to the bit where
+promised)."""
 
 import itertools
 import json
@@ -20,7 +21,7 @@ LEVELS = ["none", "gelu", "norm", "ffn", "attention", "block"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Model and data of most tests; nobody writes here."""
+    """Model and data of most tests; no test writes here."""
     path = tmp_path_factory.mktemp("given")
     make(path / "model", "--layers", 3, "--heads", 3, "--channels", 48, "--positions", 64)
     write_text(path / "text")
@@ -56,7 +57,7 @@ def activations(train, *options):
 
 
 def test_a_checkpointed_layer_costs_its_input(train, tmp_path):
-    """At `block` a layer more costs one (B, T, C) tensor, and memory grows linearly with T."""
+    """With `block`, each further layer costs one (B, T, C) tensor, and memory grows linearly with T."""
     for layers in (4, 13):
         make(tmp_path / f"{layers}", "--layers", layers, "--heads", 4, "--channels", 128, "--positions", 2048)
     sizes = {(layers, seq_len): activations(train, "--model", tmp_path / f"{layers}", "--batch", 2, "--seq-len", seq_len,
@@ -76,7 +77,7 @@ def test_each_level_takes_less(train):
 
 
 def peak(train, *options, line):
-    """The most bytes of memory that a run has held when it prints such a line."""
+    """The peak memory, in bytes, of a run until it prints a line that starts like this."""
     with running(train, *options) as process:
         wait_for_line(process, line)
         status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
@@ -86,7 +87,7 @@ def peak(train, *options, line):
 @pytest.mark.parametrize("goes_on", [("--steps", 100), ("--steps", 0, "--prompt", "a", "--sample-tokens", 10**6)],
                          ids=str)
 def test_reading_a_save_stays_in_the_plan(train, tmp_path, goes_on):
-    """Its files are larger than all that the plan has beside the state."""
+    """The save's files are larger than everything that the plan has besides the state."""
     if train.device != "cpu":
         pytest.skip("of a CPU's memory")
     write_text(tmp_path / "text")
@@ -102,7 +103,7 @@ def test_reading_a_save_stays_in_the_plan(train, tmp_path, goes_on):
 @pytest.mark.parametrize("threads", [1, 4, 16])
 @pytest.mark.parametrize("model, seq_len", [("d1", 16), ("d2", 512), ("d4", 128), ("d4", 1024)])
 def test_a_run_never_takes_more_than_its_plan(train, tmp_path, model, seq_len, threads):
-    """Not for a moment, nor before the first step; little models neither."""
+    """At no moment, not even before the first step; and not for small models either."""
     if train.device != "cpu":
         pytest.skip("of a CPU's memory")
     write_text(tmp_path / "text", 60000)
@@ -116,7 +117,7 @@ def test_a_run_never_takes_more_than_its_plan(train, tmp_path, model, seq_len, t
 
 @pytest.fixture(scope="module")
 def baseline(folder, tmp_path_factory):
-    """A run that keeps everything, once for each binary."""
+    """A run that keeps all activations, once for each binary."""
     known = {}
 
     def of(train, *options):
@@ -143,19 +144,21 @@ def test_recompute_of_other_shapes(train, folder, tmp_path, heads, channels, bat
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_update_in_backward_changes_no_bit(train, folder, baseline, tmp_path, level):
-    """Beside a run that clips each block's gradient too."""
+    """Also compared with a run that clips each block's gradient."""
     assert trained(train, folder, tmp_path / "out", "--recompute", level, "--clip-per-block",
                    "--update-in-backward") == baseline(train, "--clip-per-block")
 
 
 def test_update_in_backward_without_clipping(train, folder, tmp_path):
-    """The logged norm too: its sums of squares are added in one order, whenever a unit was updated."""
+    """The logged norm is the same too: sums of squares are added in one order, whenever a unit was
+    updated."""
     plain = trained(train, folder, tmp_path / "plain", "--clip", 0)
     assert plain == trained(train, folder, tmp_path / "out", "--clip", 0, "--update-in-backward")
 
 
 def test_update_in_backward_holds_one_block(train):
-    """The embeddings' gradient grows until the end of backward; else there is one block's at a time."""
+    """The embeddings' gradient grows until the end of backward; besides it only one block's exists at a
+    time."""
     options = ("--model", "d12", "--batch", 1, "--seq-len", 64, "--recompute", "block", "--clip", 0,
                "--sample-tokens", 0)
     plan, whole = train.plan(*options, "--update-in-backward"), train.plan(*options)
@@ -176,14 +179,14 @@ NEUTRAL = {  # change no bit of a loss
     "block": ("--recompute", "block"), "mix": ("--recompute", "block:1,ffn:1,gelu:1"),
     "attention": ("--recompute", "attention"), "split": ("--master", "split"),
     "consumed": ("--update-in-backward",)}
-CHANGING = {  # change the arithmetic, the same way every time
+CHANGING = {  # change the arithmetic, in the same way every time
     "head": ("--head-rows", "7"), "no master": ("--master", "none"), "m bf16": ("--adam-m", "bf16"),
     "v bf16": ("--adam-v", "bf16"), "m 8bit": ("--adam-m", "8bit"), "v 8bit": ("--adam-v", "8bit"),
     "sgd": ("--optimizer", "sgd")}
 
 
 def together(train, *choices):
-    """Whether options can be given at once, to this binary."""
+    """True if these options can be combined, in this binary."""
     names = [name for choice in choices for name in choice if name.startswith("--")]
     return (len(set(names)) == len(names) and not ("--master" in names and train.precision == "fp32")
             and not ({"--adam-m", "--adam-v"} & set(names) and "--optimizer" in names))
@@ -191,7 +194,7 @@ def together(train, *choices):
 
 @pytest.fixture(scope="module", params=[(3, 48, 3, 20), (5, 40, 2, 33)], ids=["C48", "C40"])
 def outcome(request, tmp_path_factory):
-    """The losses, norms and weights that options lead to, each run once for each binary and shape."""
+    """The losses, norms and weights that options lead to. Each run is made once for each binary and shape."""
     heads, channels, batch, seq_len = request.param
     path = tmp_path_factory.mktemp("matrix")
     make(path / "model", "--layers", 3, "--heads", heads, "--channels", channels, "--positions", 64)
@@ -231,13 +234,13 @@ def test_changing_options_with_neutral_ones(train, outcome, name):
 
 
 def test_changing_options_together(train, outcome):
-    """Reproducible: run again with what changes no bit."""
+    """The results are reproducible: a second run adds options that change no bit."""
     for names in itertools.combinations(CHANGING, 2):
         choices = [CHANGING[name] for name in names]
         if together(train, *choices):
             both = outcome(train, *choices)
             assert outcome(train, *choices, NEUTRAL["mix"], NEUTRAL["consumed"]) == both, names
-            if "head" not in names:  # in fp32 its rounding may not show
+            if "head" not in names:  # in fp32 its rounding may not be visible
                 assert all(both != outcome(train, choice) for choice in choices), names
 
 
@@ -245,7 +248,7 @@ def test_changing_options_together(train, outcome):
 
 
 def test_head_rows_change_the_rounding_only(train, folder, baseline, tmp_path):
-    """Chunks that divide the 60 rows and that do not; the same bits every time."""
+    """Chunks that divide the 60 rows and chunks that do not; the bits are the same every time."""
     log, _ = baseline(train)
     bound = {"fp32": 1e-5, "bf16": 5e-3}[train.precision]
     for rows in (1, 7, 20, 59, 60, 1000):
@@ -271,7 +274,7 @@ ROWS = ["--head-rows", "auto"]
 @pytest.mark.parametrize("options", [(), ("--model", "d4"), ("--model", "d12", "--batch", 4, "--seq-len", 256),
                                      ("--model", "d12", "--batch", 4, "--seq-len", 1024)], ids=str)
 def test_automatic_head_rows(train, options):
-    """Cost at most 2% of the estimated step; and the same are chosen whatever changes no bit of a training."""
+    """They cost at most 2% of the estimated step, and options that change no bit do not change the choice."""
     plan = train.plan(*options, "--recompute", "none")
     whole = train.plan(*options, "--recompute", "none", "--head-rows", 0)
     assert plan["estimated_seconds"] <= 1.02 * whole["estimated_seconds"]
@@ -282,14 +285,15 @@ def test_automatic_head_rows(train, options):
 
 
 def test_automatic_head_rows_differ(train):
-    """All where launches cost as much as the head, few of a large batch."""
+    """All rows at once if launches cost as much as the head, few rows for a large batch."""
     assert train.plan("--batch", 1)["head_rows"] == 0
     large = train.plan("--model", "d12", "--batch", 64, "--seq-len", 1024)["head_rows"]
     assert 64 <= large <= 32768
 
 
 def test_a_resume_keeps_the_head_rows(train, folder, tmp_path):
-    """What was chosen is saved, and holds although another batch would choose others; a generation chooses none."""
+    """The choice is saved and holds even if another batch would lead to another choice; generation chooses
+    none."""
     run = ("--model", folder / "model", "--data", folder / "text", "--seq-len", 20, "--batch", 4, "--sample-tokens", 0)
     train(*run, "--steps", 1, "--out", tmp_path / "out")
     rows = train.plan(*run)["head_rows"]
@@ -303,7 +307,8 @@ def test_a_resume_keeps_the_head_rows(train, folder, tmp_path):
 
 @pytest.mark.parametrize("rows", [8, 32])
 def test_gradient_of_the_head_in_chunks(train_bf16, tmp_path, rows):
-    """Against PyTorch in fp32, whose own error does not count: at most twice the error without chunks."""
+    """Compared with PyTorch in fp32, whose own error is negligible: at most twice the error without
+    chunks."""
     make(tmp_path / "model", "--layers", 1, "--heads", 2, "--channels", 64, "--vocab", 500, "--positions", 256,
          "--dtype", "bf16")
     write_shard(tmp_path / "data.bin", random_tokens(500, 6000))
@@ -327,7 +332,8 @@ def test_gradient_of_the_head_in_chunks(train_bf16, tmp_path, rows):
 
 
 def test_a_sample_takes_what_its_tokens_need(train, tmp_path):
-    """Not the whole window of a training: one that is longer by far than the sample decides nothing, and says so where it does."""
+    """Sampling takes memory for the sample's tokens, not for training's whole window. If the window is much
+    longer than the sample, sampling does not decide the peak; if it does, the plan says so."""
     make(tmp_path / "model", "--family", "llama", "--layers", 3, "--heads", 2, "--channels", 64, "--positions", 8192)
     options = ("--model", tmp_path / "model", "--batch", 1, "--seq-len", 8192, "--recompute", "block", "--mlp-rows", 64,
                "--attention-rows", 128, "--head-rows", 64)
@@ -338,10 +344,10 @@ def test_a_sample_takes_what_its_tokens_need(train, tmp_path):
         return {name: float(mib) for name, mib in re.findall(r"^(.*) uses ([\d.]+) MiB", text, re.MULTILINE)}, peak
 
     uses, peak = sampling()
-    row = 3 * 2 * 64 * {"fp32": 4, "bf16": 2}[train.precision]  # of keys and values
+    row = 3 * 2 * 64 * {"fp32": 4, "bf16": 2}[train.precision]  # for keys and values
     assert uses["sampling"] < 2 * 201 * row / MIB + 1 and "a sample's continuation" not in uses
     assert "which" not in peak and activations(train, *options, "--sample-tokens", 200) == activations(train, *options)
-    uses, _ = sampling("--sample-tokens", 20000)  # a continuation, of half a window, goes in parts
+    uses, _ = sampling("--sample-tokens", 20000)  # a continuation, of half a window, is processed in parts
     cache = 8192 * row / MIB
     assert cache < uses["a sample's continuation"] < cache + 2048 * 64 * 60 / MIB
     _, peak = sampling("--seq-len", 64, "--mlp-rows", 0, "--attention-rows", 0, "--head-rows", 0, "--prompt", 6000 * "x")
@@ -349,7 +355,8 @@ def test_a_sample_takes_what_its_tokens_need(train, tmp_path):
 
 
 def test_a_long_prompt_goes_in_parts(train_fp32, tmp_path):
-    """And is continued as by transformers; each part attends to those before, and the last has what remains."""
+    """It is continued as by transformers. Each part attends to those before it; the last part has the
+    rest."""
     make(tmp_path / "model", "--family", "llama", "--layers", 2, "--heads", 4, "--kv-heads", 2, "--channels", 32, "--positions", 8192)
     text = write_text(tmp_path / "text", 3 * 2048 + 1).read_text()
     model = open_with_transformers(tmp_path / "model").float()
@@ -371,13 +378,13 @@ def total(plan):
 
 
 def of_a_gpu(train):
-    """Bytes that any run takes on a GPU and none on a CPU: the CUDA context and cuBLASLt's workspace."""
+    """Bytes that any run takes on a GPU and not on a CPU: the CUDA context and cuBLASLt's workspace."""
     return train.plan("--model", "d1")["totals"]["process"] + 32 * MIB if train.device == "cuda" else 0
 
 
 @pytest.fixture(scope="module")
 def brute_force(train_bf16, tmp_path_factory):
-    """(model's options, every configuration of a small model as (seconds, bytes, its options))."""
+    """(the model's options, every configuration of a small model as (seconds, bytes, its options))."""
     path = tmp_path_factory.mktemp("brute")
     make(path / "model", "--layers", 3, "--heads", 2, "--channels", 64, "--vocab", 300, "--positions", 128)
     given = ("--model", path / "model", "--seq-len", 80, "--sample-tokens", 0)
@@ -392,7 +399,7 @@ def brute_force(train_bf16, tmp_path_factory):
 
 
 def test_choice_is_the_best_there_is(train_bf16, brute_force):
-    """Against all mixes in any order, at budgets all the way from the smallest to the largest."""
+    """Compared with all configurations in any order, at budgets from the smallest to the largest."""
     given, every = brute_force
     sizes = sorted({size for _, size, _ in every})
     least, most = sizes[0], sizes[-1]
@@ -413,7 +420,8 @@ def test_choice_is_the_best_there_is(train_bf16, brute_force):
 
 
 def test_too_little_memory_says_the_least(train_bf16, brute_force):
-    """Of what is all in memory; where more may move, beside a GPU to host memory, that budget is enough."""
+    """It names the least for a run that is all in memory. If more may move (to host memory beside a GPU),
+    that budget is enough."""
     given, every = brute_force
     least = min(size for _, size, _ in every)
     host = ("--host-memory", "1GiB") if train_bf16.device == "cuda" else ()
@@ -448,8 +456,8 @@ def test_what_is_chosen_fits_when_measured(train, tmp_path, share):
 
 @pytest.mark.parametrize("threads", [1, 2, 8, 16, 64])
 def test_the_plan_holds_with_many_threads(train, tmp_path, threads):
-    """And is not much more than what a run takes: by what each thread is given, 1.5 MiB for its stack and heap, and up to
-    1.5 MiB for what products copy, which a thread without work never does."""
+    """The plan is not much more than what a run takes: the difference is what each thread is given, 1.5 MiB
+    for its stack and heap and up to 1.5 MiB for what products copy. A thread without work never uses that."""
     if train.device != "cpu":
         pytest.skip("a GPU computes")
     make(tmp_path / "model", "--layers", 1, "--heads", 1, "--channels", 128, "--positions", 384)
@@ -463,7 +471,7 @@ def test_the_plan_holds_with_many_threads(train, tmp_path, threads):
         assert taken <= planned
         if planned <= taken + bound:
             return
-    # Where other work keeps threads from starting, those that run do the work of all, and the rest take none of their copies.
+    # If other work keeps threads from starting, those that run do everything, and the others make no copies.
     assert os.getloadavg()[0] > 2 * os.cpu_count()
     assert planned <= taken + bound + train.plan(*options)["totals"]["workspace"] / MIB
 
@@ -475,7 +483,7 @@ def test_choice_of_a_large_model_is_quick(train):
 
 
 def test_a_run_with_memory_resumes_as_it_ran(train, folder, tmp_path):
-    """The save names what was chosen, so that a resumed run has the same bits."""
+    """The save names what was chosen, so a resumed run has the same bits."""
     budget = f"{total(train.plan('--model', folder / 'model', '--batch', 1, '--seq-len', 20)) + 65536}B"
     log, files = trained(train, folder, tmp_path / "whole", "--memory", budget, "--batch", 6, "--steps", 6)
     trained(train, folder, tmp_path / "out", "--memory", budget, "--batch", 6, "--steps", 3, "--schedule", "constant")
@@ -488,7 +496,7 @@ def test_a_run_with_memory_resumes_as_it_ran(train, folder, tmp_path):
 
 
 def test_a_resume_with_another_budget_chooses_anew(train, folder, tmp_path):
-    """Whatever --memory may choose, the save's own choice does not hold beside it."""
+    """The save's own choice does not hold for anything that --memory may choose."""
     chosen = {"--by-block": (), "--weights": ("disk",), "--gradients": ("disk",), "--state": ("disk",), "--park": ("all",),
               "--prefetch": (2,), "--mlp-rows": (8,), "--head-rows": (16,), "--recompute": ("block",), "--state-rooms": (4,)}
     if train.device != "cpu":
@@ -508,11 +516,12 @@ def test_batch_auto(train):
     for budget in (300 * MIB + of_a_gpu(train), 500 * MIB + of_a_gpu(train)):
         plan = train.plan(*options, "--batch", "auto", "--memory", f"{budget}B")
         assert total(plan) <= budget < total(train.plan(*options, "--batch", plan["batch"] + 1))
-    assert train.plan(*options, "--batch", "auto")["batch"] > plan["batch"]  # what this machine has free
+    assert train.plan(*options, "--batch", "auto")["batch"] > plan["batch"]  # uses the free memory of this
+                                                                             # machine
 
 
 def test_batch_auto_with_memory_resumes(train, folder, tmp_path):
-    """The save has the batch that was found, and what was given; the budget does not hold again."""
+    """The save has the batch that was found, and the given options; the budget does not apply again."""
     budget = 40 + of_a_gpu(train) // MIB  # with the program and its libraries
     run = ("--model", folder / "model", "--data", folder / "text", "--seq-len", 20, "--sample-tokens", 0,
            "--recompute", "norm", "--schedule", "constant", "--batch", "auto", "--memory", f"{budget}MiB")
@@ -525,7 +534,7 @@ def test_batch_auto_with_memory_resumes(train, folder, tmp_path):
 
 
 def test_no_micro_batch_beyond_the_data(train, folder):
-    """Or the run could not be resumed."""
+    """Otherwise the run could not be resumed."""
     options = ("--model", folder / "model", "--data", folder / "text", "--seq-len", 60, "--batch", 4, "--grad-accum", 64)
     plan = train.plan(*options, "--memory", "2GiB")
     assert plan["batch"] * plan["grad_accum"] == 256 and plan["batch"] <= 64  # of 4000 bytes
@@ -545,7 +554,7 @@ def test_validation_is_the_same_whatever_was_chosen(train_fp32, folder, tmp_path
 
 
 def test_smaller_state_only_where_it_helps(train_bf16):
-    """Room enough: nothing lossy. Too little: first what loses nothing."""
+    """With enough memory nothing lossy is chosen. With too little, lossless formats come first."""
     options = ("--model", "d12", "--batch", 1, "--seq-len", 256, "--sample-tokens", 0, "--allow-8bit")
 
     def within(mib):

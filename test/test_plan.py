@@ -1,4 +1,5 @@
-"""The memory report: its sums, its placement, the figures it must reach, and that a run takes what it says."""
+"""The memory report: its sums, its addresses, the figures it must reach, and that a run takes what it
+says."""
 
 import json
 import re
@@ -17,12 +18,12 @@ def aligned(size):
 
 
 def in_arena(plan):
-    """The buffers that share the arena."""
+    """The buffers that are in the arena."""
     return [b for b in plan["buffers"] if b["offset"] is not None]
 
 
 def peak(buffers):
-    """The most bytes that live at one time."""
+    """The most bytes that are alive at one time."""
     events = sorted([(b["born"], aligned(b["bytes"])) for b in buffers] +
                     [(b["dies"], -aligned(b["bytes"])) for b in buffers])
     live = most = 0
@@ -50,7 +51,7 @@ def test_schema(train):
     for operation in plan["operations"]:
         assert list(operation) == ["name", "calls", "flops", "bytes", "seconds"]
         assert min(list(operation.values())[1:]) >= 0
-    # Of one micro-batch and the update, which is a step here.
+    # For one micro-batch and the update, which together are a step here.
     assert sum(o["seconds"] for o in plan["operations"]) == pytest.approx(plan["estimated_seconds"])
     calls = {operation["name"]: operation["calls"] for operation in plan["operations"]}
     assert calls["attention_forward"] == calls["attention_backward"] == 2 and calls["optimizer_update"] >= 1
@@ -72,7 +73,7 @@ def test_totals(train):
         assert totals[kind] == sum(b["bytes"] for b in plan["buffers"] if b["kind"] == kind), kind
     assert totals["activations"] == max(b["offset"] + aligned(b["bytes"]) for b in in_arena(plan))
     assert totals["total"] == sum(size for kind, size in totals.items() if kind != "total")
-    # Tensors are padded to 256 elements and wte to 128 rows: a little more than the parameters themselves.
+    # Tensors are padded to 256 elements, and wte to 128 rows: slightly more than the parameters themselves.
     width = ELEMENT[plan["precision"]]
     assert plan["parameters"] * width <= totals["weights"] == totals["gradients"] < 1.01 * plan["parameters"] * width
     assert totals["optimizer_m"] == totals["optimizer_v"] == totals["weights"] // width * 4
@@ -80,7 +81,8 @@ def test_totals(train):
 
 
 def test_batch(train, tmp_path):
-    """Inputs, targets, rows by token, and where each token's begin; on a GPU the next ones too. Not where none is fed."""
+    """A batch has inputs, targets, rows by token, and where each token's rows begin; on a GPU the next batch
+    exists too. Runs without batches have none."""
     make(tmp_path / "model", "--layers", 1, "--heads", 1, "--channels", 8, "--vocab", 300, "--positions", 100)
     copies = 2 if train.device == "cuda" else 1
     for batch, seq_len, starts in ((3, 40, 3 * 40 + 1), (4, 100, 300 + 1)):
@@ -149,7 +151,7 @@ HOST_LINES = {"pinned host memory beside that": "pinned",
 
 
 def check_summary(text, begins, plan):
-    """It says what the plan does, in some ten lines, and of a GPU's host in two more."""
+    """The summary agrees with the plan, in about ten lines, and in two more for a GPU's host."""
     summary = re.search(rf"^(\w+): (\d+) parameters; .*\n{begins}, in MiB:\n((?: +[\d.]+  .*\n)+)", text, re.MULTILINE)
     assert (summary[1], int(summary[2])) == (plan["model"], plan["parameters"])
     lines = {what: float(mib) for mib, what in re.findall(r"([\d.]+)  ([^;\n]*)", summary[3])}
@@ -161,7 +163,7 @@ def check_summary(text, begins, plan):
 
 
 def test_thousands_of_layers_take_no_time(train, tmp_path):
-    """Of the processor: a plan grows with the layers, not with their square."""
+    """Processor time of a plan grows linearly with the layers, not quadratically."""
     (tmp_path / "config.json").write_text(json.dumps(
         {"model_type": "gpt2", "vocab_size": 300, "n_positions": 128, "n_layer": 1000, "n_head": 2, "n_embd": 64}))
 
@@ -183,7 +185,7 @@ def test_text(train):
 
 
 def test_a_training_prints_a_summary(train, tmp_path):
-    """And no table. What is free, this program may not know to the MiB."""
+    """It prints no table. The free memory is not known to the MiB in this test."""
     write_text(tmp_path / "text")
     arguments = ("--model", "d2", "--data", "text", "--batch", 2, "--seq-len", 24, "--sample-tokens", 0)
     text = train(*arguments, "--steps", 2, cwd=tmp_path).stdout.decode()
@@ -195,10 +197,10 @@ def test_a_training_prints_a_summary(train, tmp_path):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_run_takes_what_was_planned(train, tmp_path, level):
-    """After the first step, when everything has been touched that ever will be.
+    """Measured after the first step, when everything has been touched.
 
-    What the process itself takes is an estimate, on a GPU a rough one. Less than planned there may be on the CPU, by
-    what has not been touched yet.
+    The process's own memory is an estimate, and a rough one on a GPU. On a CPU a run may take less than
+    planned: what has not been touched yet.
     """
     unknown = 4 if train.device == "cpu" else 128
     write_text(tmp_path / "text", 60000)

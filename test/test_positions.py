@@ -1,4 +1,5 @@
-"""Sequences beyond those that a model was trained on: scalings of rotary positions, learned positions that grow."""
+"""Longer sequences than a model was trained on: scaled rotary positions, and learned positions that are
+extended."""
 
 import json
 
@@ -11,10 +12,10 @@ from test_train import GRADIENT_BOUND, LOSS_BOUND, by_key, open_with_transformer
 from trainer_runs import make, random_tokens, read_log, saved_bytes, write_shard
 
 VOCAB = 151
-LENGTH = 45  # of sequences; models are trained on fewer, where it is not said otherwise
+LENGTH = 45  # length of sequences; models are trained on shorter ones unless stated otherwise
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 1e4}
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.5, "rope_theta": 1e4}
-# A scaling, the positions beside it, and what else the model is.
+# A scaling, the positions with it, and other properties of the model.
 SCALINGS = {
     "yarn": (YARN, 64, "llama", "--heads", 4, "--kv-heads", 2, "--channels", 56),
     "yarn beyond the positions": (YARN, 16, "llama", "--heads", 3, "--channels", 60),
@@ -47,8 +48,8 @@ def contexts_of(length=LENGTH, count=2):
 
 
 def check_logits(train, folder, length=LENGTH):
-    """The logits after a context as transformers has them, as closely as those of other families' tests: they are
-    made of fp32 losses times the length, and that of those is 13."""
+    """The logits after a context agree with transformers', as closely as in the tests of families: they are
+    computed from fp32 losses times the length, and such a loss is about 13."""
     chosen = list(range(0, VOCAB, 17))
     expected = expected_logits(open_with_transformers(folder), contexts_of(length), chosen)
     got = last_logits(train, folder, contexts_of(length), chosen)
@@ -79,7 +80,8 @@ def test_the_older_spelling(train_fp32, tmp_path, name):
 
 @pytest.fixture(params=["attention factor", "betas", "dynamic"])
 def scaled(request, tmp_path):
-    """Options to train a model with weights that both precisions hold, on sequences beyond those of its training."""
+    """Options to train a model, with weights that both precisions can store, on sequences longer than in its
+    training."""
     rope, positions, family, *options = SCALINGS[request.param]
     model = model_of(tmp_path, family, positions, *options, "--dtype", "bf16", rope=rope)
     data = write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 2000))
@@ -87,7 +89,8 @@ def scaled(request, tmp_path):
 
 
 def test_gradients(train_fp32, tmp_path, scaled):
-    """Of what the positions turn, and of what lies below it. A first step with beta1 0 leaves them in AdamW's m."""
+    """Gradients of what the positions rotate, and of earlier layers. After a first step with beta1 0 they are
+    in AdamW's m."""
     run_reference(*scaled, "--steps", 1, "--dump-gradients", tmp_path / "expected")
     train_fp32(*scaled, "--steps", 1, "--beta1", 0, "--clip", 0, "--sample-tokens", 0, "--out", tmp_path / "out")
     expected, state = load_file(tmp_path / "expected"), load_file(tmp_path / "out" / "trainer_state.safetensors")
@@ -113,7 +116,7 @@ SMALL = ("--heads", 4, "--kv-heads", 2, "--channels", 56)
 
 @pytest.fixture(params=OPTIONS)
 def plain(request, tmp_path):
-    """A model without a scaling, of fewer positions than sequences have tokens, and its options."""
+    """A model without a scaling, with fewer positions than sequences have tokens, and its options."""
     model_of(tmp_path, request.param, 24, *SMALL)
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 2000))
     return tmp_path, OPTIONS[request.param]
@@ -123,7 +126,8 @@ RUN = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", LENG
 
 
 def test_the_option(train_fp32, plain):
-    """What is trained is what transformers opens; a resume is the unbroken run, and a save has no other scaling."""
+    """transformers opens what was trained; a resumed run equals the uninterrupted one; a save has no other
+    scaling."""
     work, scaling = plain
     said = train_fp32(*RUN, "--steps", 4, "--save-every", 2, "--keep", 0, "--out", "out", "--rope-scaling", scaling,
                       "--val-data", "data.bin", "--log", "log", cwd=work).stdout.decode()
@@ -148,7 +152,7 @@ def test_the_option(train_fp32, plain):
 @pytest.mark.parametrize("first, then", [("llama3:8", "yarn:16"), ("yarn:4", "yarn:8"), ("linear:2", "linear:4"),
                                          ("dynamic:2.5", "yarn:8"), ("linear:2", "dynamic:4"), ("llama3:2", "llama3:4")])
 def test_one_scaling_takes_the_place_of_another(train_fp32, tmp_path, first, then):
-    """As if the model had never had the first: a factor counts from the positions before any."""
+    """As if the model never had the first one: a factor counts from the positions before any scaling."""
     model_of(tmp_path, "llama", 24, *SMALL)
     scale = ("--steps", 0, "--rope-scaling")
     train_fp32("--model", "model", *scale, first, "--out", "first", cwd=tmp_path)
@@ -161,7 +165,7 @@ def test_one_scaling_takes_the_place_of_another(train_fp32, tmp_path, first, the
 
 
 def test_with_an_adapter(train_fp32, tmp_path):
-    """The option is given with the adapter again; a merged model has it in its config.json."""
+    """The option is given again with the adapter; a merged model has the scaling in its config.json."""
     model_of(tmp_path, "llama", 24, *SMALL)
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 2000))
     adapter = ("--rope-scaling", "yarn:2")
@@ -177,7 +181,7 @@ def test_with_an_adapter(train_fp32, tmp_path):
 
 
 def test_dynamic_in_generation(train_fp32, tmp_path):
-    """Within the trained positions it scales nothing: a text that is longer goes on from its latest half."""
+    """Within the trained positions it scales nothing: a longer text continues from its latest half."""
     model_of(tmp_path, "llama", 24, *SMALL)
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 300))
     run = ("--data", "data.bin", "--batch", 1, "--seq-len", 20, "--steps", 1, "--lr", 0, "--sample-tokens", 70,
@@ -190,7 +194,7 @@ def test_dynamic_in_generation(train_fp32, tmp_path):
 
 
 def test_dynamic_of_examples(train_fp32, tmp_path):
-    """Examples that share a sequence have lengths of their own: within the trained positions that is no matter."""
+    """Packed examples have lengths of their own, which does not matter within the trained positions."""
     make(tmp_path / "model", "--family", "llama", "--positions", 24, "--vocab", 256, *SMALL)
     (tmp_path / "data.jsonl").write_text('{"text": "one two three"}\n{"text": "four five"}\n')
     run = ("--model", "model", "--data", "data.jsonl", "--rope-scaling", "dynamic:3", "--steps", 1, "--batch", 1,
@@ -207,7 +211,8 @@ GPT2 = ("--heads", 3, "--channels", 48)
 
 @pytest.mark.parametrize("trained, grown", [(24, 45), (24, 101), (1, 50), (24, 24)])
 def test_learned_positions_grow(train_fp32, tmp_path, trained, grown):
-    """Between the trained rows, the first and the last of which stay: as torch interpolates with aligned corners."""
+    """Interpolated between the trained rows, of which the first and the last stay, as torch does with aligned
+    corners."""
     model_of(tmp_path, "gpt2", trained, *GPT2)
     said = train_fp32("--model", "model", "--positions", grown, "--steps", 0, "--out", "out", cwd=tmp_path).stderr.decode()
     assert ("linear between two" in said) == (grown > trained)
@@ -224,7 +229,7 @@ def test_learned_positions_grow(train_fp32, tmp_path, trained, grown):
 
 
 def test_growing_is_resumed(train_fp32, tmp_path):
-    """The grown positions are trained; a resume has them from the save, and generates with them."""
+    """The extended positions are trained; a resumed run takes them from the save, and generates with them."""
     model_of(tmp_path, "gpt2", 24, *GPT2)
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 2000))
     train_fp32(*RUN, "--positions", 60, "--steps", 4, "--save-every", 2, "--keep", 0, "--out", "out", cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""dev/reference.py against transformers: logits, gradients, optimizer steps, files."""
+"""dev/reference.py compared with transformers: logits, gradients, optimizer steps, files."""
 
 import itertools
 import json
@@ -72,7 +72,8 @@ def test_a_missing_weight_is_one_line(tmp_path, capsys):
 
 @pytest.mark.parametrize("clip", [0.0, 0.5])
 def test_steps(tmp_path, clip):
-    """Losses, norms, weights of a run, and its files, against transformers under torch.optim.AdamW."""
+    """Losses, norms and weights of a run, and its files, compared with transformers under
+    torch.optim.AdamW."""
     folder, text = make(tmp_path / "model"), write_text(tmp_path / "text")
     steps, batch, accumulate, seq_len, seed = 5, 2, 3, 16, 7
     reference.main(["--model", folder, "--data", text, "--steps", str(steps), "--batch", str(batch),
@@ -121,10 +122,10 @@ def test_steps(tmp_path, clip):
     for name, p in model.named_parameters():
         before, after, expected = start[name], saved[name], p.detach()
         if name.endswith("c_attn.bias"):
-            # Softmax ignores what the keys' biases add: their gradient is rounding noise, which Adam makes whole
-            # steps of. Queries and values remain.
+            # Softmax ignores what the keys' biases add, so their gradient is rounding noise, which Adam turns
+            # into full steps. Queries and values remain.
             before, after, expected = (torch.cat([t.chunk(3)[0], t.chunk(3)[2]]) for t in (before, after, expected))
-        # In the norm, as Adam also magnifies the rounding of single gradients near zero.
+        # Compared in norm, because Adam also magnifies the rounding of single gradients near zero.
         assert (after - expected).norm() < 1e-3 * (expected - before).norm(), name
 
 

@@ -1,4 +1,5 @@
-"""Saves as users have them: shared, moved and read while a run writes them; signals, requeued jobs, changed data."""
+"""Saves in everyday use: shared, moved and read while a run writes them; signals, requeued jobs, changed
+data."""
 
 import json
 import os
@@ -39,17 +40,17 @@ def state(out):
 
 
 def change_state(out, change):
-    """Rewrites the save's trainer_state.json as change(state) leaves it."""
+    """Rewrites the save's trainer_state.json after change(state)."""
     changed = state(out)
     change(changed)
     (out / "trainer_state.json").write_text(json.dumps(changed))
 
 
-# ---- one run a folder
+# ---- one run per folder
 
 
 def test_one_run_at_a_time_saves_in_a_folder(train, work):
-    """The second says so and trains nothing; killed, the first leaves the folder at once."""
+    """The second run reports it and trains nothing. If the first is killed, its folder is free at once."""
     with running(train, *FOREVER, "--save-every", 1, "--out", "out", cwd=work) as process:
         wait_for_line(process, rb"^saved step 2 ")
         error = train(*RUN, "--steps", 1, "--log", "log", "--out", "./out/", cwd=work, code=2).stderr.decode()
@@ -67,7 +68,7 @@ def test_one_run_at_a_time_saves_in_a_folder(train, work):
 
 
 def test_the_next_run_waits_for_one_that_ends(train, work):
-    """It goes on from what that one saves last."""
+    """It continues from what the other run saved last."""
     with running(train, *FOREVER, "--out", "out", "--grad-accum", 4, cwd=work) as first:
         wait_for_line(first, rb"^step +1/")
         with running(train, *FOREVER, "--out", "out", "--grad-accum", 4, "--resume", "auto", cwd=work) as second:
@@ -79,7 +80,7 @@ def test_the_next_run_waits_for_one_that_ends(train, work):
 
 @pytest.mark.parametrize("options", [("--model", "out"), ("--resume", "out")], ids=str)
 def test_reading_where_a_run_saves(train, work, options):
-    """Each save is gone once the next is there; two come and go while the reader is stopped, wherever it is."""
+    """Each save is removed once the next exists. Two are made while the reader is stopped, wherever it is."""
     def latest():
         return os.readlink(work / "out" / "latest")
 
@@ -112,7 +113,7 @@ def test_reading_where_a_run_saves(train, work, options):
 
 
 def test_interrupted_between_micro_batches(train, work):
-    """What was computed of the step is dropped, and the save stays to the bit."""
+    """The part of the step that was computed is dropped, and the save has the same bits."""
     train(*RUN, "--grad-accum", 3, "--steps", 3, "--out", "out", cwd=work)
     before = saved_bytes(work / "out")
     with running(train, "--resume", "out", "--steps", 5, "--grad-accum", 10**8, cwd=work) as process:
@@ -154,7 +155,7 @@ def test_first_and_second_ctrl_c(train, work):
 
 
 def test_the_reader_of_the_output_goes(train, work):
-    """As `| tee` does on Ctrl-C: the run saves."""
+    """As with `| tee` on Ctrl-C: the run saves."""
     with running(train, *FOREVER, "--out", "out", cwd=work, stderr=-1) as process:
         wait_for_line(process, rb"^step +2/")
         process.stdout.close()
@@ -176,7 +177,8 @@ def test_ignored_signals_stay_ignored(train, work):
 
 
 def test_sigusr1_saves_and_goes_on(train, work):
-    """The last complete step, in the midst of the next one too. A save is that of a run that ends there."""
+    """Saves the last complete step, even in the middle of the next one. The save equals that of a run that
+    ends there."""
     with running(train, *RUN, "--steps", 100000, "--grad-accum", 200, "--out", "out", "--keep", 0, cwd=work) as process:
         wait_for_line(process, rb"^step +1/")
         process.send_signal(signal.SIGUSR1)
@@ -191,7 +193,7 @@ def test_sigusr1_saves_and_goes_on(train, work):
 
 
 def test_sigusr1_before_there_is_something_to_save(train, work):
-    """It waits for the first step, from the moment that the program runs."""
+    """From the program's start on, the signal waits for the first step."""
     with running(train, *FOREVER, "--grad-accum", 100, "--out", "out", cwd=work) as process:
         while not (work / "out").exists():
             time.sleep(0.001)
@@ -211,12 +213,12 @@ def test_sigusr1_without_a_place_to_save(train, work):
         assert process.wait(timeout=60) == 143
 
 
-# ---- files that may not grow
+# ---- limits on the size of files
 
 
 def limited(train, work, most_bytes, *options):
-    """A run whose files may have so many bytes: how it ends, and its stderr. Python ignores SIGXFSZ, and has it back to its
-    default in a child."""
+    """A run whose files may have at most this many bytes: its end, and its stderr. Python ignores SIGXFSZ,
+    and restores the default in a child."""
     def limit():
         resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, most_bytes))
     with running(train, *options, cwd=work, stderr=-1, preexec_fn=limit) as process:
@@ -237,7 +239,7 @@ def test_a_limit_of_a_files_size_is_known_beforehand(train, work, bytes, options
 
 
 def test_a_log_that_may_not_grow(train, work):
-    """What was trained is saved, and the line says which file it was."""
+    """The training so far is saved, and the line names the file."""
     make(work / "tiny", "--layers", 1, "--heads", 1, "--channels", 8, "--positions", 64)
     code, error = limited(train, work, 60_000, *FOREVER, "--model", "tiny", "--log", "log", "--out", "out")
     assert code == 2 and error == "train: --log log: File too large (ulimit -f allows 60000 bytes)\n"
@@ -247,7 +249,7 @@ def test_a_log_that_may_not_grow(train, work):
 
 
 def test_a_merge_that_fails_loses_nothing(train, work):
-    """The disk becomes full meanwhile."""
+    """The disk becomes full during the merge."""
     lora = ("--train", "lora", "--lora-rank", 2)
     with small_disk(work / "disk", "400k") as disk:
         for out in (("--out", "out"), ()):
@@ -268,7 +270,7 @@ def test_a_merge_that_fails_loses_nothing(train, work):
 
 
 def test_resume_auto(train, work):
-    """One command begins, goes on, and says when nothing is left."""
+    """One command starts, resumes, and says when nothing is left to do."""
     command = (*RUN, "--steps", 6, "--save-every", 2, "--log", "log", "--out", "out", "--resume", "auto")
     assert b"--resume auto: out holds no save yet: beginning\n" in train(*command, cwd=work).stdout
     whole, log = saved_bytes(work / "out"), figures(read_log(work / "log"))
@@ -305,7 +307,7 @@ def test_resume_where_nothing_is_left(train, work):
 
 
 def test_a_prompt_for_a_save(train, work):
-    """Without the data, and though its run made no samples; what the run wrote stays."""
+    """Without the data, and although its run made no samples. What the run wrote stays."""
     train(*RUN, "--steps", 1, "--log", "log", "--out", "out", cwd=work)
     (work / "text").unlink()
     before = listing(work)
@@ -318,12 +320,12 @@ def test_a_prompt_for_a_save(train, work):
 
 
 def test_relative_names_are_found_again(train, work):
-    """From another folder, from the moved one, and from another than the moved one."""
+    """From another folder, from the moved one, and from a folder other than the moved one."""
     (work / "runs").mkdir()
     for name in ("text", "model"):
         (work / name).rename(work / "runs" / name)
     (work / "else").mkdir()
-    write_text(work / "else" / "text", 2000)  # another of that name
+    write_text(work / "else" / "text", 2000)  # another file of this name
     options = list(RUN)
     options[options.index("text")] = "te*t"
     train(*options, "--val-data", "text", "--steps", 1, "--log", "log", "--out", "out", cwd=work / "runs")
@@ -367,7 +369,7 @@ def test_changed_validation_data(train, work):
 
 
 def test_older_saves(train, work):
-    """Those that say nothing of folders and data go on where they are, with what is there."""
+    """Those that say nothing of folders and data resume in the current folder, with the data there."""
     train(*RUN, "--steps", 1, "--out", "out", cwd=work)
 
     def older(saved):

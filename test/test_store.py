@@ -1,4 +1,4 @@
-"""Matrices that are kept in fewer bits than the build computes with, by name (--store)."""
+"""Matrices that are stored in fewer bits than the build computes with, selected by name (--store)."""
 
 import json
 
@@ -24,7 +24,7 @@ STORED = [("all=bf16",), ("mlp=nf4",), ("attention=8bit", "mlp=nf4-double"), ("a
 
 
 def kept(w, kind, by_outputs):
-    """What a matrix is, kept so."""
+    """The value of a matrix that is stored in this format."""
     if kind == "bf16":
         return w.bfloat16().float()
     w = w if by_outputs else w.T.contiguous()
@@ -37,7 +37,8 @@ def kept(w, kind, by_outputs):
 
 
 def write_plain(work, stored, by_outputs, narrow):
-    """The model as its matrices are kept; returns the bytes of all of them in so many bits."""
+    """Writes the model with the values of its stored matrices; returns the bytes of all of them in these
+    formats."""
     tensors = {name: t.float() for path in (work / "model").glob("*.safetensors") for name, t in load_file(path).items()}
     formats = dict(text.split("=") for text in stored)
     seen = set()
@@ -71,7 +72,7 @@ def work(folder, tmp_path):
 
 @pytest.mark.parametrize("stored", STORED, ids=",".join)
 def test_losses_are_those_of_what_is_kept(train, work, stored):
-    """By torch, bitsandbytes and PyPI's gguf. Layers that a family has not are not named."""
+    """Computed by torch, bitsandbytes and PyPI's gguf. Layers that a family does not have are not named."""
     family = (work / "family").read_text()
     names = {"gpt2": "c_", "llama": "down_proj", "bloom": "dense"}[family]
     stored = tuple(s for s in stored if "." not in s or names in s)
@@ -83,7 +84,7 @@ def test_losses_are_those_of_what_is_kept(train, work, stored):
     assert validated(train, work, *options, "model", "--store", ",".join(stored), "--merge", "merged") == pytest.approx(
         validated(train, work, "--model", "merged"), rel=0, abs=bound)
     if train.precision == "fp32" and any("nf4" in s for s in stored):
-        assert abs(plain - validated(train, work, *options, "model")) > 1e-4  # what it changes is seen
+        assert abs(plain - validated(train, work, *options, "model")) > 1e-4  # its effect is visible
 
 
 def test_training_and_resume(train, work):
@@ -113,7 +114,8 @@ def test_the_plan_says_what_is_saved(train, work):
     assert reports[1]["stored"]["saved_bytes"] == elements * width - elements // 32 * 34
     assert reports[1]["stored"]["widening_seconds"] > 0 and "stored" not in reports[0]
     gained = reports[0]["totals"]["weights"] - reports[1]["totals"]["weights"]
-    assert abs(gained - reports[1]["stored"]["saved_bytes"]) <= 1024 * 4 * layers * width  # but for alignment
+    assert abs(gained - reports[1]["stored"]["saved_bytes"]) <= 1024 * 4 * layers * width  # except for
+                                                                                           # alignment
 
 
 BAD = [

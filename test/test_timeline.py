@@ -1,4 +1,5 @@
-"""--timeline: what lives after each operation, its sums and its peak; and dev/plot_memory.py, which draws it."""
+"""--timeline: what is alive after each operation, its sums and its peak; and dev/plot_memory.py, which draws
+it."""
 
 import json
 import struct
@@ -11,12 +12,12 @@ from trainer_runs import write_text
 USUALLY = "bf16"  # see conftest.py
 
 LEVELS = ["none", "gelu", "norm", "ffn", "attention", "block"]
-STATE = ["weights", "gradients", "optimizer_m", "optimizer_v", "master", "input"]  # there all the time
+STATE = ["weights", "gradients", "optimizer_m", "optimizer_v", "master", "input"]  # alive all the time
 SETTINGS = ("--model", "d3", "--batch", 3, "--seq-len", 40)
 
 
 def write(train, path, *arguments):
-    """The timeline of these arguments and their plan."""
+    """The timeline of these arguments, and their plan."""
     plan = json.loads(train(*arguments, "--plan", "--json", "--timeline", path).stdout)
     return json.loads(path.read_text()), plan
 
@@ -38,7 +39,7 @@ def test_sums(train, tmp_path, settings, level):
     kinds = timeline["kinds"]
     assert kinds[:len(state)] == state and kinds[-1] == "workspace"
     assert peak(timeline) == (plan["activations_lower_bound"] + totals["workspace"] + sum(totals[k] for k in state))
-    # The first to reach the peak is the take that the plan names.
+    # The first operation at the peak is the take that the plan names.
     first = next(o for o in timeline["operations"] if sum(o["bytes"]) == peak(timeline))
     assert f"{first['range']}, {first['name']}" == plan["peak_at"] and first["event"] == "take"
     for kind in (*state, "workspace"):
@@ -52,7 +53,7 @@ def test_sums(train, tmp_path, settings, level):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_events_follow_the_plan(train, tmp_path, level):
-    """Each take changes its kind by its own bytes, each release by as much, an operation nothing."""
+    """Each take changes its kind by its own bytes, each release by as much, an operation by nothing."""
     timeline, plan = write(train, tmp_path / "t.json", *SETTINGS, "--recompute", level)
     kinds = timeline["kinds"]
     takes = [b for b in plan["buffers"] if b["offset"] is not None]
@@ -100,7 +101,7 @@ def test_a_run_writes_the_same(train, tmp_path):
     (tmp_path / "run.json").unlink()
     train("--resume", "out", "--steps", 2, cwd=tmp_path)
     train("--resume", "out", "--steps", 0, "--prompt", "x", "--sample-tokens", 2, cwd=tmp_path)
-    assert not (tmp_path / "run.json").exists()  # a resume does not take the option over
+    assert not (tmp_path / "run.json").exists()  # a resumed run does not take over the option
 
 
 @pytest.mark.parametrize("arguments, named", [
@@ -119,14 +120,14 @@ def test_refused(train, tmp_path, arguments, named, plan):
     assert b"step" not in result.stdout and [path.name for path in tmp_path.iterdir()] == ["text"]
 
 
-# ---- what moves beside them
+# ---- transfers
 
 ELSEWHERE = ("--model", "d4", "--batch", 2, "--seq-len", 32, "--threads", 2, "--head-rows", 0, "--weights", "disk",
              "--state", "disk", "--park", "all")
 
 
 def elsewhere(train, tmp_path, *options):
-    """The transfers of a step that has all of these elsewhere."""
+    """The transfers of a step with all of these outside the device."""
     if train.device != "cpu":
         pytest.skip("what lives on the disk is a CPU's")
     return write(train, tmp_path / "t.json", *ELSEWHERE, *options)
@@ -134,7 +135,8 @@ def elsewhere(train, tmp_path, *options):
 
 @pytest.mark.parametrize("options", [(), ("--update-in-backward", "--clip-per-block")], ids=["", "update in backward"])
 def test_transfers_in_the_order_of_the_program(train, tmp_path, options):
-    """Without measured rates: from where each begins to where it is waited for."""
+    """Without measured rates: from the operation at which each starts to the one at which it is waited
+    for."""
     timeline, plan = elsewhere(train, tmp_path, *options)
     transfers, end = timeline["transfers"], len(timeline["operations"])
     assert all(list(t) == ["range", "of", "way", "bytes", "begins", "ends"] for t in transfers)
@@ -146,8 +148,9 @@ def test_transfers_in_the_order_of_the_program(train, tmp_path, options):
     assert state == moved["state", "disk_write"] > 0
     room = next(b["bytes"] for b in plan["buffers"] if b["name"] == "lent_block")
     blocks = {way: moved["weights", way] / room for way in ("disk_read", "disk_write")}
-    assert blocks == {"disk_read": 4 + 2 + (0 if options else 4), "disk_write": 4}  # two are left from forward
-    # The second block comes while the first one is computed, and is there for its first operation.
+    assert blocks == {"disk_read": 4 + 2 + (0 if options else 4), "disk_write": 4}  # two are left from
+                                                                                    # forward
+    # The second block is transferred while the first one is computed, and is there for its first operation.
     first, second = [t for t in transfers if t["of"] == "weights"][:2]
     ranges = [o["range"] for o in timeline["operations"]]
     assert ranges[int(first["ends"])] == "forward block 0" == ranges[int(second["begins"])]
@@ -158,7 +161,8 @@ def test_transfers_in_the_order_of_the_program(train, tmp_path, options):
 
 
 def test_transfers_by_rates(train, tmp_path):
-    """Each takes its bytes' time, one after the other; the waits are the plan's; twice the rate takes half the time."""
+    """Each transfer takes its bytes' time, one after the other; the waits are the plan's; twice the rate
+    takes half the time."""
     parts = []
     for rate in (2e8, 4e8):
         rates = test_rates.write(tmp_path / "rates.json", test_rates.rates_of(train, transfers=rate))
@@ -170,7 +174,7 @@ def test_transfers_by_rates(train, tmp_path):
         for one, next_one in zip(transfers, transfers[1:]):
             assert one["begins"] <= one["ends"] <= next_one["begins"]
         parts.append(sum(t["ends"] - t["begins"] for t in transfers if t["range"].startswith("backward")))
-    # What computing waits for ends where it goes on, at the beginning of an operation.
+    # A transfer that computing waits for ends where computing continues, at the start of an operation.
     assert all(t["ends"] == int(t["ends"]) for t in transfers if t["waited"] > 0)
     fast = test_rates.write(tmp_path / "rates.json", test_rates.rates_of(train, transfers=1e15))
     timeline, _ = elsewhere(train, tmp_path, "--rates", fast)
@@ -229,7 +233,7 @@ def files(tmp_path_factory):
 
 
 def plot(files, *arguments):
-    """Paths in the folder stand for those without one."""
+    """Arguments that are paths stand for files in the folder."""
     assert plot_memory.main([str(files / a) if ".json" in a or ".png" in a else a for a in arguments]) in (0, None)
 
 
@@ -253,7 +257,8 @@ def test_each_plot_is_another(files, tmp_path):
 
 
 def test_bars_are_drawn_below(files, tmp_path, monkeypatch):
-    """A row for each way, where the file has it; framed where it is waited for; and no lower than before it is cut."""
+    """There is a row for each direction in the file. Transfers that are waited for are framed, and none is
+    cut off."""
     drawn = []
     monkeypatch.setattr(plot_memory, "draw_transfers", lambda axes, t, draw=plot_memory.draw_transfers: drawn.append(
         (draw(axes, t), [(p.get_x(), p.get_y() + p.get_height() / 2, p.get_width(), p.get_linewidth() > 0) for p in axes.patches],
@@ -267,7 +272,7 @@ def test_bars_are_drawn_below(files, tmp_path, monkeypatch):
 
 
 def test_says_the_peak(files, capsys):
-    """Of the whole step in the head; of the forward alone at its end, and less."""
+    """That of the whole step is in the head, that of the forward pass alone at its end, and smaller."""
     plot(files, "a.json", "a.json:head", "b.json", "--out", "m.png")
     whole, forward, wide = capsys.readouterr().out.splitlines()
     assert whole.endswith("a.json: 101 MiB at head, logits")

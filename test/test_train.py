@@ -1,4 +1,4 @@
-"""Training with the binaries: gradients, steps and files against PyTorch, and that runs repeat to the bit."""
+"""Training: gradients, steps and files compared with PyTorch, and that runs repeat to the bit."""
 
 import json
 import math
@@ -19,8 +19,9 @@ from trainer_runs import (ROOT, figures, listing, make, random_tokens, read_log,
                           write_shard, write_text)
 from transformers import AutoModelForCausalLM, GPT2Tokenizer
 
-# In fp32 only the order of sums differs. In bf16 each of some 15 roundings between a loss and a gradient adds up to
-# 2^-9 = 0.2%, in random directions; 1.2% is the most that was seen, and any wrong term is far more.
+# In fp32 only the order of sums differs. In bf16 each of about 15 roundings between a loss and a gradient
+# adds up to 2^-9 = 0.2%, in random directions; the most that was seen is 1.2%, and any wrong term is far
+# more.
 GRADIENT_BOUND = {"fp32": 1e-4, "bf16": 3e-2}
 LOSS_BOUND = {"fp32": 1e-4, "bf16": 1e-2}
 SMALL = ("--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)
@@ -28,7 +29,7 @@ SMALL = ("--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Model and data of most tests: run with cwd=folder, --model model --data text. Nobody writes here."""
+    """Model and data of most tests: run with cwd=folder, --model model --data text. No test writes here."""
     path = tmp_path_factory.mktemp("given")
     make(path / "model", *SMALL)
     write_text(path / "text")
@@ -37,7 +38,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def work(folder, tmp_path):
-    """A folder of one's own with them."""
+    """A copy of them in a folder that the test may change."""
     for name in ("model", "text"):
         (tmp_path / name).symlink_to(folder / name)
     return tmp_path
@@ -65,9 +66,9 @@ def by_key(lines, key):
     (2, 5, 80, 1000, 5, 64, 1),    # heads of 16
 ])
 def test_gradients(train, tmp_path, layers, heads, channels, vocab, batch, seq_len, accumulate):
-    """Of every tensor. A first step with beta1 0 leaves them in AdamW's m."""
+    """Gradients of every tensor. After a first step with beta1 0 they are in AdamW's m."""
     make(tmp_path / "model", "--layers", layers, "--heads", heads, "--channels", channels, "--vocab", vocab,
-         "--positions", seq_len + 3, "--dtype", "bf16")  # weights that both precisions hold
+         "--positions", seq_len + 3, "--dtype", "bf16")  # weights that both precisions can store
     write_shard(tmp_path / "data.bin", random_tokens(vocab, 2000))
     data = ("--model", tmp_path / "model", "--data", tmp_path / "data.bin", "--batch", batch, "--seq-len", seq_len,
             "--grad-accum", accumulate, "--steps", 1)
@@ -84,7 +85,8 @@ def test_gradients(train, tmp_path, layers, heads, channels, vocab, batch, seq_l
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "wsd"])
 def test_twenty_steps(train, work, schedule):
-    """Loss, norm and rate of each step, and validation between them, against dev/reference.py in fp32."""
+    """Loss, norm and rate of each step, and validations between them, compared with dev/reference.py in
+    fp32."""
     options = ("--model", work / "model", "--data", work / "text", "--batch", 2, "--seq-len", 24, "--grad-accum", 3,
                "--steps", 20, "--lr", 3e-3, "--min-lr", 3e-4, "--warmup", 4, "--schedule", schedule, "--clip", 2,
                "--weight-decay", 0.2, "--beta1", 0.8, "--beta2", 0.97, "--eps", 1e-6, "--seed", 5, "--eval-every", 8,
@@ -103,7 +105,7 @@ def test_twenty_steps(train, work, schedule):
 
 
 def test_order_of_shards(train, tmp_path):
-    """Each step reads one sequence, which its loss tells from all others, over more than two epochs."""
+    """Each step reads one sequence, which its loss identifies, over more than two epochs."""
     make(tmp_path / "model", *SMALL, "--vocab", 300)
     for i, count in enumerate((17, 100, 250)):
         write_shard(tmp_path / f"shard_{i}.bin", np.random.default_rng(i).integers(0, 300, count))
@@ -112,7 +114,7 @@ def test_order_of_shards(train, tmp_path):
     train(*options, "--log", tmp_path / "log", "--sample-tokens", 0)
     got, expected = by_key(read_log(tmp_path / "log"), "loss"), by_key(run_reference(*options), "loss")
     assert got == pytest.approx(expected, rel=0, abs=LOSS_BOUND[train.precision])
-    ordered = sorted(expected[step] for step in range(1 + 5 + 14))  # the first epoch's
+    ordered = sorted(expected[step] for step in range(1 + 5 + 14))  # those of the first epoch
     assert np.median(np.diff(ordered)) > 2 * LOSS_BOUND[train.precision]
 
 
@@ -124,7 +126,8 @@ def open_with_transformers(folder):
 
 
 def test_transformers_opens_a_save(train, work):
-    """Nothing missing, nothing else, the precision it was trained in; and the loss it had on the same tokens."""
+    """No tensor is missing or unexpected, the precision is that of the training, and the loss on the same
+    tokens is equal."""
     (work / "held_out").write_bytes((ROOT / "test" / "test_train.py").read_bytes()[:500])
     train(*DATA, "--steps", 5, "--val-data", "held_out", "--out", "out", "--log", "log", cwd=work)
     model = open_with_transformers(work / "out")
@@ -139,7 +142,7 @@ def test_transformers_opens_a_save(train, work):
 
 
 def sampled(train, *arguments, cwd):
-    """The likeliest continuation of a prompt, with it, in bytes."""
+    """A prompt and its likeliest continuation, in bytes."""
     text = train(*arguments, "--temperature", 0, cwd=cwd).stdout
     of_training = re.search(rb"--- sample after \d+ steps ---\n(.*)\n---\n$", text, re.DOTALL)
     return of_training[1] if of_training else text.removesuffix(b"\n")
@@ -155,7 +158,7 @@ def greedy(folder, prompt, count):
 
 
 def starting_at_0(folder, path):
-    """The same model without a token that ends a text, and with 0 as the one that begins it."""
+    """The same model without a token that ends a text, and with 0 as the token that begins one."""
     path.mkdir()
     for file in folder.iterdir():
         if file.name not in ("config.json", "generation_config.json"):
@@ -166,7 +169,7 @@ def starting_at_0(folder, path):
 
 
 def test_greedy_bytes(train_fp32, folder):
-    """To the last position that the model has, each token through the cache."""
+    """Up to the model's last position, each token with the cache."""
     prompt = b"The end, "
     count = 64 - len(prompt)
     got = sampled(train_fp32, "--model", "model", "--steps", 0, "--prompt", prompt.decode(), "--sample-tokens", count,
@@ -175,7 +178,7 @@ def test_greedy_bytes(train_fp32, folder):
 
 
 def test_a_long_sample_slides(train_fp32, folder):
-    """Past the model's last position, it goes on from the latest half."""
+    """After the model's last position, it continues from the latest half."""
     prompt = list(b"The end, ")
     got = list(sampled(train_fp32, "--model", "model", "--steps", 0, "--prompt", "The end, ", "--sample-tokens", 110,
                        cwd=folder))
@@ -185,7 +188,8 @@ def test_a_long_sample_slides(train_fp32, folder):
 
 
 def test_greedy_tokens(train_fp32, tmp_path):
-    """Without a tokenizer tokens are printed as numbers, after token 0; here after a step that changes nothing."""
+    """Without a tokenizer, tokens are printed as numbers, after token 0; here after a step that changes
+    nothing."""
     make(tmp_path / "made", *SMALL, "--vocab", 301)
     model = starting_at_0(tmp_path / "made", tmp_path / "model")
     write_shard(tmp_path / "data.bin", random_tokens(301, 200))
@@ -214,7 +218,8 @@ def test_greedy_with_tokenizer(train_fp32, folder, tmp_path):
 
 @pytest.fixture
 def characters(folder, tmp_path):
-    """A model with a tokenizer.json of SentencePiece's kind: tokens of characters and of bytes, <s> before a text."""
+    """A model with a tokenizer.json of SentencePiece's kind: tokens of characters and of bytes, <s> before a
+    text."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
@@ -233,7 +238,7 @@ def characters(folder, tmp_path):
 
 
 def spelt(tokenizer, tokens):
-    """The bytes of tokens in the midst of a text, up to </s>."""
+    """The bytes of tokens in the middle of a text, up to </s>."""
     spellings = [tokenizer.id_to_token(token) for token in (tokens[:tokens.index(0)] if 0 in tokens else tokens)]
     return b"".join(bytes.fromhex(spelling[3:5]) if spelling.startswith("<0x") else spelling.replace("▁", " ").encode()
                     for spelling in spellings)
@@ -249,7 +254,8 @@ def test_greedy_with_characters(train_fp32, characters, tmp_path):
 
 
 def test_a_sample_without_a_prompt_begins_a_text(train_fp32, characters, tmp_path):
-    """After <s>; the space that is put in front of a text is left out, here where weights make tokens " x" likely."""
+    """It begins after <s>. The space that is put before a text is removed; the weights make tokens " x"
+    likely."""
     write_shard(tmp_path / "data.bin", np.tile(np.arange(289, 315), 20))
     data = ("--data", "data.bin", "--batch", 1, "--seq-len", 24)
     train_fp32("--model", "model", *data, "--steps", 20, "--lr", 0.02, "--sample-tokens", 0, "--out", "out",
@@ -276,7 +282,7 @@ def test_saves_take_the_tokenizer_beside_the_shards(train_fp32, folder, tmp_path
 
 
 def trained(train, folder, name, *options):
-    """The figures and the saved files of six steps, in a folder of that name."""
+    """The figures and the saved files of six steps, in a folder of this name."""
     train(*DATA, "--steps", 6, "--eval-every", 2, "--out", name, "--log", f"{name}.log", *options, cwd=folder)
     return figures(read_log(folder / f"{name}.log")), saved_bytes(folder / name)
 
@@ -297,7 +303,7 @@ def test_threads_change_nothing(train, work):
 
 
 def test_searched_algorithms_give_the_same_bits(train, work):
-    """The first run measures and writes the file, which the others leave as it is."""
+    """The first run measures and writes the file; the others do not change it."""
     if train.device == "cpu":
         pytest.skip("oneDNN chooses for itself")
     options = ("--matmul-algorithms", "found.json", "--grad-accum", 2)
@@ -314,7 +320,7 @@ def test_searched_algorithms_give_the_same_bits(train, work):
 
 @pytest.mark.parametrize("through", ["out", "out/step-00000005"])
 def test_resume_is_the_unbroken_run(train, work, through):
-    """With no other option than --resume, and the folder it began from gone."""
+    """With no option but --resume, and after the folder that the run started from was removed."""
     train(*DATA, "--steps", 12, "--grad-accum", 2, "--eval-every", 4, "--save-every", 5, "--keep", 0, "--out", "out",
           "--log", "log", cwd=work)
     whole, files = figures(read_log(work / "log")), saved_bytes(work / "out" / "step-00000012")
@@ -336,7 +342,8 @@ def test_resume_is_the_unbroken_run(train, work, through):
 def test_options_given_to_a_resume_hold(train, work):
     train(*DATA, "--steps", 4, "--schedule", "constant", "--lr", 1e-3, "--warmup", 10, "--out", "out", cwd=work)
     train("--resume", "out", "--steps", 6, "--lr", 2e-3, "--log", "log", cwd=work)
-    assert by_key(read_log(work / "log"), "lr") == {4: 2e-3 * 5 / 10, 5: 2e-3 * 6 / 10}  # in the saved warm-up
+    assert by_key(read_log(work / "log"), "lr") == {4: 2e-3 * 5 / 10, 5: 2e-3 * 6 / 10}  # during the saved
+                                                                                         # warm-up
 
 
 def test_a_cpu_resumes_what_had_a_gpus_products(train, work):
@@ -383,7 +390,8 @@ def test_saves_keep_what_begins_and_ends_a_text(train, work):
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupt(train, work, sent):
-    """A run told to stop drops the step, saves and says so; resumed, it is the unbroken one."""
+    """A run that is told to stop drops the step, saves and says so. Resumed, it equals the uninterrupted
+    run."""
     options = (*DATA, "--schedule", "constant", "--grad-accum", 8, "--eval-every", 1, "--eval-batches", 1)
     with running(train, *options, "--steps", 100000, "--out", "out", "--log", "log", cwd=work) as process:
         wait_for_line(process, rb"^step +3/")
@@ -392,7 +400,7 @@ def test_interrupt(train, work, sent):
         assert process.wait(timeout=60) == 128 + sent
     last = int(re.search(r"^interrupted after step (\d+)$", text, re.MULTILINE)[1])
     assert f"saved step {last} in out\n" in text and last >= 3
-    assert f"step {last:>5}/100000 " in text or last == 3  # the last line, which may have been read above
+    assert f"step {last:>5}/100000 " in text or last == 3  # the last line may already have been read above
     assert list(by_key(read_log(work / "log"), "loss")) == list(range(last))
     train("--resume", "out", "--steps", last + 3, cwd=work)
     train(*options, "--steps", last + 3, "--out", "whole", "--log", "whole.log", cwd=work)
@@ -412,7 +420,7 @@ def test_interrupted_sample(train, work):
 
 
 def test_another_runs_saves_stay(train, work):
-    """Whatever --keep says, where a run begins in their folder or goes on there from elsewhere."""
+    """Whatever --keep says, if a run starts in their folder or continues there from another one."""
     options = (*DATA, "--schedule", "constant", "--save-every", 1)
     train(*options, "--steps", 9, "--keep", 2, "--out", "out", cwd=work)
     options += ("--keep", 1)
@@ -453,7 +461,7 @@ def test_kill_leaves_a_usable_save(train, work):
 
 
 def test_what_is_not_finite_is_not_saved(train, work):
-    """The run ends with the step that it shows in, and the save before is named and good."""
+    """The run ends at the step where it becomes visible; the save before is named and good."""
     error = train(*DATA, "--steps", 50, "--optimizer", "sgd", "--lr", 1000, "--warmup", 0, "--clip", 0,
                   "--save-every", 1, "--keep", 0, "--out", "out", "--log", "log", cwd=work, code=2).stderr.decode()
     step = int(re.search(r"^train: step (\d+): the loss is .*; the last good save: out/step-\d{8}$", error, re.M)[1]) - 1
@@ -465,7 +473,7 @@ def test_what_is_not_finite_is_not_saved(train, work):
 @pytest.mark.parametrize("options", [("--grad-accum", 3, "--eval-batches", 2),
                                      ("--update-in-backward", "--clip-per-block")], ids=str)
 def test_graphs_change_nothing(train, work, options):
-    """Where there are graphs, six steps record and replay the micro-batches, the update and the validation."""
+    """If there are graphs, six steps record and replay the micro-batches, the update and the validation."""
     assert trained(train, work, "on", *options) == trained(train, work, "off", *options, "--graph", "off")
 
 
@@ -478,7 +486,7 @@ def test_keep(train, work, keep, steps):
 
 
 def test_begin_and_save_without_a_step(train, tmp_path):
-    """--steps 0 --out writes a model of GPT-2's initial values that another run takes up."""
+    """--steps 0 --out writes a model with GPT-2's initial values, from which another run can start."""
     train("--model", "d2", "--steps", 0, "--sample-tokens", 0, "--out", tmp_path / "out")
     tensors = {name.removeprefix("transformer."): t.float()
                for name, t in load_file(tmp_path / "out" / "model.safetensors").items()}
@@ -531,9 +539,11 @@ def test_prompt_is_continued(train, folder):
 
 
 def test_own_text_is_the_default(train):
-    """In the project's folder a run needs no option; here only to be short and to leave nothing."""
+    """In the project's folder a run needs no options; those here only make it short and keep it from
+    saving."""
     text = train("--steps", 1, "--batch", 1, "--seq-len", 32, "--sample-tokens", 0, cwd=ROOT).stdout.decode()
     loss = float(re.search(r"loss ([\d.]+)", text)[1])
-    # That of bytes before anything is learnt; where spaces follow each other less, as like tokens have like logits.
+    # The loss of bytes before anything is learned. It is lower if spaces often follow each other, as equal
+    # tokens have equal logits.
     assert 0.85 * math.log(256) < loss < 1.05 * math.log(256)
     assert "recompute gelu" in text and "batch 1, seq_len 32" in text

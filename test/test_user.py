@@ -1,4 +1,4 @@
-"""What a user sees: help, ready-made runs, what is printed of a training, and generated text."""
+"""What a user sees: help, ready-made scripts, what training prints, and generated text."""
 
 import contextlib
 import os
@@ -27,7 +27,8 @@ PROFILER = '#!/bin/sh\ncase $* in *./train*) while [ "$1" != ./train ]; do shift
 
 @pytest.fixture
 def scripts(tmp_path):
-    """The scripts beside a ./train that prints its arguments, one a line; profilers only run what they are to profile."""
+    """The scripts beside a ./train that prints its arguments, one per line; profilers only run the program to
+    profile."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     for name, text in {
             "train": PRINTS_ARGUMENTS, "dev/venv.sh": "#!/bin/sh\n", ".venv/bin/python": "#!/bin/sh\n",
@@ -41,7 +42,7 @@ def scripts(tmp_path):
 
 
 def arguments_of(scripts, name, *given):
-    """What a script started ./train with."""
+    """The arguments with which a script started ./train."""
     ran = subprocess.run([scripts / "scripts" / name, *given], cwd=scripts / "given", capture_output=True, text=True,
                          env={**os.environ, "PATH": f"{scripts / 'bin'}{os.pathsep}{os.environ['PATH']}"})
     assert ran.returncode == 0, ran.stderr
@@ -50,7 +51,7 @@ def arguments_of(scripts, name, *given):
 
 @pytest.mark.parametrize("name", sorted(path.name for path in (ROOT / "scripts").iterdir()))
 def test_scripts_pass_options_on(scripts, name):
-    """After their own, so that these count."""
+    """After the script's own options, so that the user's count."""
     files = ["model", "a text"] if name in ("finetune.sh", "lora.sh", "qlora.sh", "soft_prompt.sh") else []
     given = ["--prompt", "two words", "--lr", "0.5"]
     alone, both = arguments_of(scripts, name, *files), arguments_of(scripts, name, *files, *given)
@@ -78,7 +79,7 @@ def on_terminal(train, *arguments, cwd):
     with train.start(*arguments, cwd=cwd, stdout=slave) as process:
         os.close(slave)
         text = b""
-        with contextlib.suppress(OSError):  # which a terminal's other end gives in place of an end
+        with contextlib.suppress(OSError):  # a terminal's other end raises this at its end
             while piece := os.read(master, 4096):
                 text += piece
     os.close(master)
@@ -91,7 +92,7 @@ def without_escapes(text):
 
 
 def sendable(text):
-    """Whether a terminal would only show it."""
+    """True if a terminal would only display it."""
     return not any(unicodedata.category(c) == "Cc" for c in text.decode() if c not in "\n\t")
 
 
@@ -107,7 +108,7 @@ def work(tmp_path):
 
 
 def test_generation_prints_the_text_alone(train, work):
-    """And a newline at its end; what else there is to say goes to stderr."""
+    """The text and a newline at its end; everything else goes to stderr."""
     result = train(*GENERATE, "--out", "out", cwd=work)
     assert result.stdout.startswith("Gr\u00fcn\x1b".encode()) and len(result.stdout) == 6 + 50 + 1
     assert result.stdout.endswith(b"\n") and result.stderr == b"saved step 0 in out\n"
@@ -123,7 +124,7 @@ def test_a_prompt_without_data_only_generates(train, work):
 
 
 def test_a_model_without_data_is_a_mistake(train_fp32, work):
-    """Only new models have a text of their own to be trained on."""
+    """Only new models have a built-in text to be trained on."""
     before = listing(work)
     missing = "--data is missing: what --model {} is to be trained on; --prompt generates without, and --steps 0 validates"
     for options, message in ((("--model", "model"), missing.format("model")),
@@ -137,7 +138,7 @@ def test_a_model_without_data_is_a_mistake(train_fp32, work):
 
 
 def test_generated_text_on_a_terminal(train, work):
-    """A model that has learnt nothing writes all sorts of bytes."""
+    """An untrained model writes all kinds of bytes."""
     piped, shown = train(*GENERATE, cwd=work).stdout, on_terminal(train, *GENERATE, cwd=work)
     assert not sendable(piped.decode(errors="ignore").encode())
     with pytest.raises(UnicodeDecodeError):
@@ -165,7 +166,7 @@ def printed_steps(text):
 
 @pytest.mark.not_played("400 steps take minutes")
 def test_steps_that_are_printed(train, work):
-    """The first three, the last, what comes before something else is printed, one a second; the log has all."""
+    """The first three, the last, those before other output, and one per second; the log has all."""
     run = (*RUN, "--steps", 400, "--eval-every", 150, "--eval-batches", 1, "--save-every", 170, "--out", "out")
     text = train(*run, "--log", "log", cwd=work).stdout
     steps, seconds = printed_steps(text), sum(line.get("ms", 0) for line in read_log(work / "log")) / 1000
@@ -189,7 +190,8 @@ def test_a_resumed_run_counts_on(train, work):
 
 
 def test_utilisation_names_what_it_is_relative_to(train, work):
-    """Once, before the first step, and with the rate that makes of a step's time what is printed: all three are rounded."""
+    """Once, before the first step. Multiplied with a step's time, the rate gives what is printed; all three
+    are rounded."""
     def bounds(figure):
         half_of_last_digit = 0.5 * 10.0 ** -len(figure.partition(".")[2])
         return float(figure) - half_of_last_digit, float(figure) + half_of_last_digit
@@ -197,7 +199,8 @@ def test_utilisation_names_what_it_is_relative_to(train, work):
     text = train(*RUN, "--steps", 5, "--print-every", 1, cwd=work).stdout.decode()
     [(peak, what)] = re.findall(r"^MFU is relative to (\d+) GFLOP/s, (.*)$", text, re.MULTILINE)
     assert what == "a square product measured now" or train.device == "cuda"
-    parameters = 256 * 48 + 2 * (12 * 48 * 48 + 13 * 48) + 2 * 48  # without positions, which are not multiplied with
+    parameters = 256 * 48 + 2 * (12 * 48 * 48 + 13 * 48) + 2 * 48  # without positions, which are not
+                                                                   # multiplied with
     gigaflop = 16 * 6 * (parameters + 2 * 48 * 16) / 1e9
     least_peak, most_peak = bounds(peak)
     steps = re.findall(r"([\d.]+) ms \|.*MFU +([\d.]+)%", text)
@@ -212,7 +215,7 @@ def test_utilisation_names_what_it_is_relative_to(train, work):
 
 
 def test_the_rate_follows_the_model(train, work):
-    """Lower for a folder, whose weights were trained; and the help says so."""
+    """It is lower for a folder, whose weights are trained; and the help says so."""
     help_text = train("--help").stdout.decode()
     assert "0.001 for dN, 5e-05 for a folder" in help_text
     for model, rate in (("model", 5e-5), ("d1", 1e-3)):
@@ -222,7 +225,8 @@ def test_the_rate_follows_the_model(train, work):
 
 @pytest.mark.not_played("350 steps of 256 tokens take minutes")
 def test_fine_tuning_by_default_improves(train, tmp_path):
-    """A model that has learnt some Shakespeare, on more of it in which small letters are large: it gets better there."""
+    """A model that has learned some Shakespeare is trained on more of it with small letters made large, and
+    improves there."""
     text = (ROOT / "dev" / "data" / "tinyshakespeare.txt").read_text()
     (tmp_path / "first").write_text(text[:60000])
     (tmp_path / "second").write_text(text[60000:120000].swapcase())

@@ -1,4 +1,4 @@
-"""What the tests of the trainer share: its binaries, running them, small models and data."""
+"""Shared by the tests of the trainer: its binaries, running them, small models and data."""
 
 import contextlib
 import ctypes
@@ -17,13 +17,13 @@ import numpy as np
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-# Threads that wait asleep: with more of them than free cores, a barrier of spinning ones takes a time slice.
+# Waiting threads sleep: with more threads than free cores, a barrier of spinning threads takes a time slice.
 ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "passive"}
 
 
 @contextlib.contextmanager
 def small_disk(path, size):
-    """A folder on a disk of its own, of a size like "1m". Who may not make one skips the test."""
+    """A folder on a disk of its own with a size like "1m". Skips the test if the user may not make one."""
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
@@ -35,7 +35,7 @@ def small_disk(path, size):
 
 
 def cached_bytes(*paths):
-    """What the page cache holds of files."""
+    """The bytes of these files in the page cache."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long
@@ -55,7 +55,8 @@ def cached_bytes(*paths):
 
 
 def drop_from_cache(*paths):
-    """Has the page cache hold nothing of files; where it keeps them, in file systems of memory, skips the test."""
+    """Drops these files from the page cache. Skips the test if that is impossible, as in file systems in
+    memory."""
     for path in paths:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
@@ -72,7 +73,8 @@ class Train:
         self.environment = ENVIRONMENT | environment
         plan = json.loads(self("--model", "d1", "--plan", "--json").stdout)
         self.precision, self.device = plan["precision"], plan["device"]
-        # On the GPU that test/gpu plays, which is slow: tests give it smaller shapes, or are marked not_played.
+        # On the GPU that test/gpu emulates, which is slow. Tests give it smaller shapes, or are marked
+        # not_played.
         self.is_played = self.device == "cuda" and pathlib.Path(self.path).parent.name.startswith("emulated")
 
     def __str__(self):
@@ -86,7 +88,7 @@ class Train:
         return subprocess.Popen(self.command(*arguments), cwd=cwd, env=self.environment, **popen)
 
     def __call__(self, *arguments, cwd=None, code=0, minutes=2):
-        """Runs it to its end; stdout stays bytes, as samples of byte models need not be text."""
+        """Runs the binary to its end. stdout stays bytes, because samples of byte models need not be text."""
         result = subprocess.run(self.command(*arguments), cwd=cwd, env=self.environment, capture_output=True,
                                 timeout=60 * minutes)
         assert result.returncode == code, (arguments, result.returncode, result.stdout[-2000:], result.stderr)
@@ -98,7 +100,7 @@ class Train:
 
 @contextlib.contextmanager
 def running(train, *arguments, **popen):
-    """A run that is killed at the latest where the block ends, or after two minutes."""
+    """Starts a run that is killed at the end of the block, or after two minutes."""
     process = train.start(*arguments, **popen)
     limit = threading.Timer(120, process.kill)
     limit.start()
@@ -114,7 +116,8 @@ def running(train, *arguments, **popen):
 
 
 def cpu_seconds(run):
-    """What the processes that run() starts and waits for compute. A bound on it holds on a machine with other work too."""
+    """The processor time of the processes that run() starts and waits for. A bound on it also holds on a busy
+    machine."""
     def spent():
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         return usage.ru_utime + usage.ru_stime
@@ -132,13 +135,13 @@ def wait_for_line(process, pattern):
 
 @functools.cache
 def binaries():
-    """Those of TRAIN_BINARIES."""
+    """The binaries in TRAIN_BINARIES."""
     paths = os.environ.get("TRAIN_BINARIES", "build/cpu-fp32/train build/cpu-bf16/train").split()
     return [Train(path) for path in paths]
 
 
 def make(folder, *options):
-    """A random model's folder."""
+    """Makes the folder of a random model."""
     make_model.main(["--out", str(folder), *map(str, options)])
     return folder
 
@@ -151,7 +154,7 @@ def write_shard(path, tokens):
 
 
 def random_tokens(vocab, count, seed=0):
-    """Tokens that can be learnt: each follows from the one before, give or take 3."""
+    """Tokens that can be learned: each is a function of the one before, plus noise from 0 to 3."""
     noise = np.random.default_rng(seed).integers(0, 4, count)
     tokens = np.empty(count, dtype=np.int64)
     token = 0
@@ -162,7 +165,7 @@ def random_tokens(vocab, count, seed=0):
 
 
 def write_text(path, size=4000):
-    """Text of the project's own, which every tokenizer can read."""
+    """Writes text of the project's own, which every tokenizer can read."""
     path.write_bytes(pathlib.Path(__file__).read_bytes().ljust(size, b"\n")[:size])
     return path
 
@@ -172,7 +175,7 @@ def read_log(path):
 
 
 def figures(lines):
-    """A log without its times: what must be equal wherever two runs are."""
+    """A log without its times: what must be equal in equal runs."""
     return [{key: value for key, value in line.items() if key not in ("ms", "tokens_per_second", "waited_ms")} for line in lines]
 
 
@@ -185,6 +188,6 @@ def saved_bytes(folder):
 
 
 def listing(folder):
-    """Everything in a folder, to see that nothing was written."""
+    """Everything in a folder, to check that nothing was written."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
             for path in sorted(pathlib.Path(folder).rglob("*"))}

@@ -153,8 +153,8 @@ def counted_lines(folder, kernels):
             name = file["file"].removeprefix(f"{ROOT}/").removeprefix("./")
             if re.fullmatch(r"llmc/[\w.]+|train_gpt\.cu", name):
                 stubs = [range(f["start_line"], f["end_line"] + 1) for f in file["functions"]
-                         if re.sub(r"L(?=\d)", "", f["name"]) in kernels]  # L marks internal linkage; PTX
-                                                                           # leaves it out
+                         # L marks internal linkage; PTX leaves it out.
+                         if re.sub(r"L(?=\d)", "", f["name"]) in kernels]
                 for line in file["lines"]:
                     if any(line["line_number"] in stub for stub in stubs):
                         continue

@@ -366,8 +366,8 @@ def facts(gpu, kernels, sass, usage, ratios):
     """Figures of each kernel's code on a GPU: registers, warps per multiprocessor, and bytes in flight
     compared with those needed. If TMA loads, the bytes in flight are the rings of tiles in a block's shared
     memory."""
-    needed = gpu.bandwidth / gpu.sms * 2 * gpu.latency / gpu.clock  # Little's law, with twice the latency of
-                                                                    # an idle GPU
+    # Little's law, with twice the latency of an idle GPU.
+    needed = gpu.bandwidth / gpu.sms * 2 * gpu.latency / gpu.clock
     said = {}
     for name, k in kernels.items():
         warps = warps_on(gpu, usage[gpu.arch][name], k["threads"], k["shared_bytes"])
@@ -502,9 +502,8 @@ def hopper_kernels(trainer, plans, folder, from_sass):
             code = facts(gpu, kernels, *from_sass)
             units = {name: unit_of(name, small, kernels, code) for name in ("attention_forward", "attention_backward")}
             attention = [o for o in plans[setup.title, "H100"] if o["name"] in units]
-            for _, seconds, bound, launches, roofline in reversed(step_of(gpu, attention, units)):  # forward
-                                                                                                    # is the
-                                                                                                    # faster
+            # Forward is faster, so it comes first here.
+            for _, seconds, bound, launches, roofline in reversed(step_of(gpu, attention, units)):
                 seconds -= launches * LAUNCH
                 cells.append(f"{1e3 * seconds:.2f} ({bound}, {100 * roofline / seconds:.0f}%)")
         rows.append([setup.title, *cells])
@@ -576,8 +575,8 @@ def left_apart(plans, steps):
     for setup in SETUPS:
         for gpu_name, gpu in GPUS.items():
             add = totals(plans[setup.title, gpu_name])["residual_forward"]
-            saved = add["bytes"] / 3 / (gpu.bandwidth * REACHED) + add["calls"] * LAUNCH  # one of three
-                                                                                          # transfers
+            # One of three transfers.
+            saved = add["bytes"] / 3 / (gpu.bandwidth * REACHED) + add["calls"] * LAUNCH
             share = saved / sum(row[1] for row in steps[setup.title, gpu_name])
             lines.append(f"{setup.title} on {gpu_name} {1e3 * saved:.2f} ms, {100 * share:.1f}%")
     return ["A block's last addition and the first norm of the next are two kernels: in one, the sum would not be read again, "

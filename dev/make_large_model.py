@@ -43,8 +43,8 @@ def random_tensor(pool, shape, number, layers):
     n = math.prod(shape)
     start = number * 7919 % (POOL // 2)
     repeats = -(-(start + n) // POOL)
-    return pool.repeat(repeats)[start:start + n].reshape(shape).mul_(1 / math.sqrt(2 * layers))  # the largest
-                                                                                                 # is 7 GB
+    # The largest is 7 GB.
+    return pool.repeat(repeats)[start:start + n].reshape(shape).mul_(1 / math.sqrt(2 * layers))
 
 
 def main(arguments=None):

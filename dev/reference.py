@@ -62,8 +62,8 @@ def add_adapter(model, folder):
         model = peft.PeftModel.from_pretrained(model, folder)
     except Exception as error:
         fail(f"--adapter {folder}: {(str(error).strip() or repr(error)).splitlines()[0]}")
-    for name, parameter in model.named_parameters():  # PEFT does not continue the training of a soft prompt
-                                                      # by itself
+    # PEFT does not continue the training of a soft prompt by itself.
+    for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name or name.startswith("prompt_encoder."))
     return model.eval()
 

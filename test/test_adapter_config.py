@@ -1,5 +1,5 @@
-"""adapter_config.json as PEFT reads it: each field of its configurations is honoured, refused by name, or known to change
-nothing; and what an adapter's folder says of the model that it was trained beside."""
+"""adapter_config.json is read as PEFT does: each field of its configurations is followed, refused by name, or
+known to change nothing. Also what an adapter's folder says of the model that it was trained with."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from trainer_runs import make, random_tokens, read_log, write_shard
 
 USUALLY = "fp32"  # see conftest.py
 
-# Ways to say which layers have a LoRA, of which rank and scale.
+# Ways to say which layers have a LoRA, with which rank and scale.
 HONOURED = {
     "r": {"r": 3},
     "lora_alpha": {"lora_alpha": 3.5},
@@ -37,7 +37,7 @@ HONOURED = {
     "bias": {"bias": "none"},
 }
 
-# What each field is refused as: a value that PEFT refuses, or builds another model for.
+# Refused values of each field: values that PEFT refuses, or that make it build another model.
 REFUSED = [
     {"r": -1}, {"r": 0}, {"r": 3}, {"r": 1000000000}, {"r": 4.5}, {"rank_pattern": {"q_proj": 3}},
     {"rank_pattern": {"q_proj": 0}}, {"rank_pattern": 5},
@@ -57,7 +57,7 @@ REFUSED = [
     {"kasa_config": {"beta": 1}}, {"lora_dropout": 1.5},
 ]
 
-# What changes nothing in what a loaded adapter computes.
+# Settings that do not change what a loaded adapter computes.
 IDLE = {"fan_in_fan_out": True, "megatron_core": "none", "loftq_config": {"loftq_bits": 2}, "eva_config": {"rho": 3},
         "corda_config": {"cov_chunk": 2}, "lora_ga_config": {"direction": "ArB2r"}, "qalora_group_size": 3,
         "runtime_config": {"ephemeral_gpu_offload": True}, "ensure_weight_tying": True, "auto_mapping": {"x": "y"},
@@ -72,7 +72,7 @@ IDLE_PROMPT = {"num_attention_heads": 3, "num_layers": 9, "prompt_tuning_init": 
 
 
 def test_every_field_of_peft_is_known():
-    """A field that another PEFT adds has to be looked at: here, and in llmc/adapter_targets.h."""
+    """A field that a newer PEFT adds must be handled here and in llmc/adapter_targets.h."""
     def fields(config):
         return {field.name for field in dataclasses.fields(config)}
 
@@ -115,7 +115,7 @@ def test_what_peft_honours(train_fp32, work, name):
     shutil.rmtree(work / "adapter")
     settings = {"r": 4, "lora_alpha": 7, "target_modules": ["q_proj", "v_proj", "up_proj"]} | HONOURED[name]
     make_adapter(work, peft.LoraConfig(task_type="CAUSAL_LM", **settings))
-    if "layers_pattern" in settings:  # the file has the list of blocks by name
+    if "layers_pattern" in settings:  # the file has the name of the list of blocks
         assert json.loads((work / "adapter" / "adapter_config.json").read_text())["layers_pattern"] == ["h", "layers"]
     got = validated(train_fp32, work, "--model", "model", "--adapter", "adapter")
     assert got == pytest.approx(loss_of_peft(work), rel=0, abs=1e-5)
@@ -162,11 +162,12 @@ def test_the_first_pattern_that_matches_counts(train_fp32, work):
     assert abs(losses[0] - losses[1]) > 1e-3
 
 
-# ---- the model that an adapter was trained beside
+# ---- the model that an adapter was trained with
 
 
 def trained_beside(train, work, *base, kind="lora"):
-    """A folder of saves of an adapter that was trained beside a base in these formats."""
+    """Makes a folder of saves of an adapter that was trained with a base in these formats; returns its record
+    of the base."""
     options = ("--train", kind) if kind == "prompt" else ("--train", "lora", "--lora-rank", 2)
     train(*DATA, *options, *base, "--steps", 2, "--sample-tokens", 0, "--out", "out", cwd=work)
     return json.loads((work / "out" / "adapter_base.json").read_text())
@@ -196,7 +197,7 @@ def fixture_wide(tmp_path):
 
 @pytest.mark.parametrize("base, record", BASES, ids=str)
 def test_the_base_is_recorded(train_fp32, wide, base, record):
-    """PEFT opens the folder; without the options, or beside another base, one line says what to give."""
+    """PEFT opens the folder. Without the options, or with another base, one line says what to give."""
     def loss(*options):
         train_fp32("--val-data", "data.bin", *DATA[4:], "--steps", 0, "--log", "log", *options, cwd=wide)
         return read_log(wide / "log")[-1]["val_loss"]
@@ -209,7 +210,7 @@ def test_the_base_is_recorded(train_fp32, wide, base, record):
     adapted = ("--model", "model", "--adapter", "out")
     wanted = loss(*adapted, *base)
     assert abs(loss(*adapted, "--base", "none") - wanted) > 1e-6
-    assert loss("--model", "out") == wanted  # with the base that it names, as it was
+    assert loss("--model", "out") == wanted  # uses the base that the adapter names, quantized as it was
     assert loss("--resume", "out") == wanted
     train_fp32("--resume", "out", "--steps", 3, cwd=wide)
     assert json.loads((wide / "out" / "adapter_base.json").read_text()) == record
@@ -218,7 +219,7 @@ def test_the_base_is_recorded(train_fp32, wide, base, record):
 
 
 def test_a_base_that_is_not_quantized(train_fp32, work):
-    """An adapter of one is not used beside NF4's files, or a GGUF, by mistake."""
+    """An adapter of such a base is not used by mistake with files in NF4, or with a GGUF."""
     assert trained_beside(train_fp32, work, kind="prompt") == {"linear_layers": {}}
     train_fp32("--model", "model", "--base", "nf4", "--train", "lora", "--lora-rank", 2, "--save-base", "nf4", *DATA[2:], "--steps", 1, cwd=work)
     refused(train_fp32, work, VALIDATION | {"--model": "nf4"}, "--adapter out", "not quantized", "--base none")
@@ -228,7 +229,7 @@ def test_a_base_that_is_not_quantized(train_fp32, work):
 
 
 def test_a_saved_base_is_the_same(train_fp32, work):
-    """Quantized now, or when it was saved."""
+    """Whether it is quantized now or was quantized when it was saved."""
     train_fp32(*DATA, "--train", "lora", "--lora-rank", 2, "--base", "nf4", "--save-base", "nf4", "--steps", 2, "--sample-tokens", 0,
                "--out", "out", cwd=work)
     assert json.loads((work / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(work / "nf4")
@@ -248,7 +249,8 @@ def test_a_base_in_a_gguf(train_fp32, wide):
 
 
 def test_an_adapter_as_the_model(train_fp32, work):
-    """Its base is found by the name that it has, from here or from the adapter; and it is used."""
+    """Its base is found by the name in the adapter, relative to the current folder or to the adapter, and is
+    used."""
     wanted = validated(train_fp32, work, "--model", "model", "--adapter", "adapter")
     for name in (str(work / "model"), "model", "../model"):
         change(work, {"base_model_name_or_path": name})

@@ -1,4 +1,5 @@
-"""LoRA and soft prompts of every family against PEFT: gradients, steps, files; and that options change no bit."""
+"""LoRA and soft prompts of every family compared with PEFT: gradients, steps, files; and options change no
+bit."""
 
 import json
 import shutil
@@ -14,8 +15,8 @@ from test_families import DATA, MODELS, gradients_in_bf16, linked, prepare
 from test_train import GRADIENT_BOUND, LOSS_BOUND, by_key, open_with_transformers, run_reference
 from trainer_runs import figures, make, read_log, saved_bytes
 
-# Of each model: the targets of its adapter, and what its configuration has beside rank and alpha. Parts of what lies
-# together in memory, ranks and scales that differ, every layer and one.
+# For each model: the targets of its adapter, and settings besides rank and alpha. They cover parts of joined
+# tensors, different ranks and scales, all layers and a single one.
 LORA = {
     "gpt2": ("all-linear", {}),
     "llama": ("all-linear", {"rank_pattern": {"v_proj": 5}, "alpha_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 9}}),
@@ -30,7 +31,7 @@ STEPS = ("--lr", 3e-3, "--warmup", 4, "--clip", 2)
 
 
 def randomised(model):
-    """With no tensor of the adapter zero: PEFT's B begins as zero, and A would have no gradient."""
+    """Makes all tensors of the adapter nonzero: PEFT's B starts as zero, and A would have no gradient."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -74,12 +75,12 @@ def data_of(work):
     return ("--model", work / "model", "--adapter", work / "adapter", "--data", work / "data.bin", *DATA[4:])
 
 
-# LoRA's A of these lie together in the trainer's state, under the name of the first.
+# The LoRA matrices A of these layers are joined in the trainer's state, under the name of the first.
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def of_files(name, rows, tensors):
-    """What the files have of a tensor of the state with so many rows."""
+    """The part of the files' tensors that belongs to a tensor of the state with this many rows."""
     whole = next(n for n in tensors if name in n)
     for parts in TOGETHER:
         for first in parts:
@@ -90,7 +91,7 @@ def of_files(name, rows, tensors):
 
 
 def check_gradients(train, work):
-    """A first step with beta1 0 leaves them in AdamW's m."""
+    """After a first step with beta1 0 they are in AdamW's m."""
     data = (*data_of(work), "--grad-accum", 2, "--steps", 1)
     run_reference(*data, "--dump-gradients", work / "expected")
     train(*data, "--beta1", 0, "--clip", 0, "--sample-tokens", 0, "--out", work / "out")
@@ -141,7 +142,7 @@ def logits(model, work):
 
 
 def test_a_prompt_begins_as_embeddings(train, tmp_path):
-    """Of tokens that were drawn, or of a text's, again from its start where it is short."""
+    """The embeddings of random tokens, or of a text's tokens, which are repeated if the text is short."""
     make(tmp_path / "model", "--channels", 24, "--heads", 3, "--vocab", 256, "--dtype", "bf16")
     rows = load_file(tmp_path / "model" / "model.safetensors")["wte.weight"].float()
     options = ("--model", "model", "--train", "prompt", "--soft-prompt", 5, "--steps", 0)
@@ -163,7 +164,7 @@ def validated(train, work, *options):
 
 
 def check_files(train, work, bound):
-    """PEFT opens a save on the same base; validation and a continued run see the adapter that was saved."""
+    """PEFT opens a save with the same base; a validation and a resumed run use the saved adapter."""
     train(*DATA, "--adapter", "adapter", "--steps", 3, *STEPS, "--out", "out", "--sample-tokens", 0, cwd=work)
     model = with_adapter(work / "model", work / "out")
     tokens = np.fromfile(work / "data.bin", dtype=np.uint16, offset=1024).astype(np.int64)
@@ -186,7 +187,7 @@ def test_files_of_a_prompt(train, prompt_work):
 
 
 def test_merge(train_fp32, work):
-    """The merged folder is a plain model, with the logits of the base with its adapter."""
+    """The merged folder is a plain model, with the logits of the base and its adapter."""
     before = validated(train_fp32, work, "--model", "model", "--adapter", "adapter", "--merge", "merged")
     assert validated(train_fp32, work, "--model", "merged") == pytest.approx(before, rel=0, abs=1e-5)
     merged, adapted = open_with_transformers(work / "merged").float(), with_adapter(work / "model", work / "adapter")
@@ -218,13 +219,13 @@ def test_resume_is_the_unbroken_run(train, work):
           cwd=work)
     whole = saved_bytes(work / "out" / "step-00000006")
     shutil.rmtree(work / "out" / "step-00000006")
-    shutil.rmtree(work / "begin")  # what has become of it is in the save
+    shutil.rmtree(work / "begin")  # the save has its final values
     train("--resume", "out/step-00000003", cwd=work)
     assert saved_bytes(work / "out" / "step-00000006") == whole
 
 
 def test_plan_is_what_is_taken(train, work):
-    """Of what an adapter adds, each byte; and no gradient or moment of the model."""
+    """Every byte that an adapter adds is planned; the model has no gradients or moments."""
     options = ("--model", work / "model", *DATA[4:], "--data", work / "data.bin", "--train", "lora", "--lora-rank", 2,
                "--steps", 2, "--sample-tokens", 0)
     plan = train.plan(*options)
@@ -243,7 +244,7 @@ def test_plan_is_what_is_taken(train, work):
 
 @pytest.fixture
 def spoilt(lora, tmp_path):
-    """A copy to spoil; of one family is enough."""
+    """A copy that tests may damage; one family is enough."""
     if "llama-tied" not in lora.name:
         pytest.skip("the checks are the same for all families")
     shutil.copytree(lora, tmp_path, dirs_exist_ok=True)

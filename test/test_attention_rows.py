@@ -1,5 +1,5 @@
-"""--attention-rows: a block some rows of a sequence at a time. Forward has the bits of all rows at once, and gradients
-theirs but for the order of fp32 sums."""
+"""--attention-rows: attention in chunks of a sequence's rows. Forward has the same bits as with all rows at
+once, and gradients differ only by the order of fp32 sums."""
 
 import shutil
 
@@ -19,7 +19,7 @@ USUALLY = "fp32"  # see conftest.py
 
 VOCAB, LENGTH = 301, 300
 DATA = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", LENGTH, "--recompute", "block")
-# Odd shapes of all that a block may have; windows of less than a chunk and of more.
+# Odd shapes of everything that a block may have; windows of less than a chunk and of more.
 MODELS = {"gpt2": OPTIONS["gpt2"], "llama": OPTIONS["llama"], "qwen3": OPTIONS["qwen3"], "bloom": OPTIONS["bloom"],
           "mistral": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--window", 37),
           "qwen2-window": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--window", 140)}
@@ -47,7 +47,7 @@ def bound(train, fp32, bf16):
 
 
 def step(train, work, name, *options):
-    """The loss and the gradients of a step, which beta1 0 leaves in m."""
+    """The loss and the gradients of a step; beta1 0 leaves the gradients in m."""
     shutil.rmtree(work / name, ignore_errors=True)
     train(*DATA, "--steps", 1, "--beta1", 0, "--clip", 0, "--sample-tokens", 0, "--out", name, "--log", f"{name}.log",
           *options, cwd=work)
@@ -67,7 +67,8 @@ def check_step(train, work, rows, *options):
 
 @pytest.mark.parametrize("rows", [128, 256])
 def test_full_training(train, work, rows):
-    """The loss to the bit: forward is the same. Also where MLPs have chunks in these, and with probabilities dropped."""
+    """The loss has the same bits, because forward is the same. Also with the MLP in smaller chunks, and with
+    dropout of probabilities."""
     for options in ((), ("--mlp-rows", 40, "--grad-accum", 2), ("--mlp-rows", 128, "--dropout", 0.2)):
         if "--dropout" in options and not any(name in str(work) for name in ("gpt2", "bloom")):
             continue
@@ -85,7 +86,7 @@ def test_adapters(train, work):
 
 @pytest.mark.parametrize("trained", ["all", "lora"])
 def test_gradients_of_chunks(train_bf16, tmp_path, trained):
-    """Against PyTorch in fp32: at most twice the error without chunks."""
+    """Compared with PyTorch in fp32: at most twice the error without chunks."""
     make(tmp_path / "model", "--family", "qwen3", "--layers", 1, "--heads", 4, "--kv-heads", 2, "--channels", 64, "--vocab",
          500, "--positions", 1024, "--dtype", "bf16")
     write_shard(tmp_path / "data.bin", random_tokens(500, 6000))
@@ -115,24 +116,27 @@ def trained(train, work, name, *options):
 
 
 def test_all_that_changes_no_bit_beside_it(train, llama):
-    """Threads, parking, blocks and state on the disk, all micro-batches by block; and an update in backward."""
+    """Threads, offloading, blocks and state on disk, all micro-batches block by block; and updates in
+    backward."""
     options = ("--attention-rows", 128, "--mlp-rows", 64, "--grad-accum", 2)
     first = trained(train, llama, "first", *options)
     for more in (("--threads", 1), ("--park", "all"), ("--park", 1), ("--park", "all", "--by-block"),
                  ("--weights", "disk", "--state", "disk"), ("--by-block",), ("--gradients", "disk")):
         assert trained(train, llama, "other", *options, *more) == first, more
-    mix = (*options, "--recompute", "norm:1,block:1")  # of which one has its input come whole
+    # The input of one of the two blocks is not offloaded in chunks.
+    mix = (*options, "--recompute", "norm:1,block:1")
     assert trained(train, llama, "mix", *mix) == trained(train, llama, "parked", *mix, "--park", "all")
     one = (*options[:4], "--clip-per-block")
     assert trained(train, llama, "a", *one) == trained(train, llama, "b", *one, "--update-in-backward")
 
 
 LONG = 1100
-PIECES = ("--seq-len", LONG, "--attention-rows", 256, "--mlp-rows", 256)  # four whole pieces of keys, and some more
+# Four whole pieces of keys, and some more.
+PIECES = ("--seq-len", LONG, "--attention-rows", 256, "--mlp-rows", 256)
 
 
 def check_parked_keys(train, work, *options):
-    """Where windows and documents are, tiles of keys begin otherwise, so that last bits differ."""
+    """With windows and documents, tiles of keys begin elsewhere, so the last bits differ."""
     (loss, gradients), (parked_loss, parked) = (step(train, work, name, *options, *more)
                                                 for name, more in (("here", ()), ("parked", ("--park-keys",))))
     assert loss == pytest.approx(parked_loss, rel=bound(train, 1e-6, 1e-4))
@@ -141,7 +145,7 @@ def check_parked_keys(train, work, *options):
 
 
 def test_parked_keys_change_no_bit(train, work):
-    """With all rows of a validation."""
+    """A validation uses all rows at once."""
     if any(name in str(work) for name in ("mistral", "window")):
         return check_parked_keys(train, work, *PIECES)
     for options in ((), ("--dropout", 0.2)):
@@ -154,7 +158,7 @@ def test_parked_keys_change_no_bit(train, work):
 
 
 def test_parked_keys_of_windows_wider_than_a_piece(train, tmp_path):
-    """Of seven pieces a query sees two or three."""
+    """A query sees two or three of seven pieces."""
     make(tmp_path / "model", "--family", "mistral", "--layers", 2, "--heads", 4, "--kv-heads", 2, "--channels", 32, "--vocab",
          VOCAB, "--positions", 1700, "--window", 400, "--dtype", "bf16")
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 9000))
@@ -162,7 +166,7 @@ def test_parked_keys_of_windows_wider_than_a_piece(train, tmp_path):
 
 
 def test_all_that_changes_no_bit_beside_parked_keys(train, llama):
-    """Adapters, blocks on the disk, micro-batches by block, layers at other levels; and a resume."""
+    """Adapters, blocks on disk, micro-batches block by block, layers at other levels; and a resumed run."""
     for options in (("--grad-accum", 2), ("--threads", 1), ("--train", "lora", "--recompute", "norm:1,block:1"),
                     ("--train", "prompt", "--soft-prompt", 9)):
         first = trained(train, llama, "first", *PIECES, *options)
@@ -193,7 +197,7 @@ def test_only_the_stream_grows_with_the_sequence(train, tmp_path, kind):
 
 
 def test_where_sequences_are_short_no_keys_are_parked(train, llama):
-    """Automatic rows are none then: a save of such a run goes on."""
+    """Automatic rows are then 0, and such a run's save can be resumed."""
     options = (*DATA, "--sample-tokens", 0, "--attention-rows", "auto", "--park-keys", "--out", "out", "--log", "log")
     train(*options, "--steps", 2, cwd=llama)
     train("--resume", "out", "--steps", 3, cwd=llama)
@@ -227,7 +231,7 @@ def test_resume(train, llama):
 
 def test_validation(train, work):
     options = ("--model", "model", "--val-data", "data.bin", *DATA[4:-2], "--steps", 0, "--eval-batches", 2, "--log", "log")
-    for length in (LENGTH, 257):  # the latter's last chunk is one row
+    for length in (LENGTH, 257):  # with the latter, the last chunk is one row
         found = []
         for rows in ((0,), (128,), (256,), (256, "--park-keys")):
             train(*options, "--seq-len", length, "--attention-rows", *rows, cwd=work)
@@ -239,7 +243,7 @@ def test_validation(train, work):
 
 
 def test_packed_examples(train, tmp_path, tokenizer):
-    """Sequences of several documents: their positions and ends are those of the chunk's rows."""
+    """Sequences of several documents, whose positions and ends are those of the chunk's rows."""
     folder = tmp_path / "model"
     make(folder, "--family", "llama", "--layers", 2, "--heads", 4, "--kv-heads", 2, "--channels", 48, "--vocab",
          tokenizer.get_vocab_size(), "--positions", 1200, "--dtype", "bf16")
@@ -254,7 +258,7 @@ def test_packed_examples(train, tmp_path, tokenizer):
 
 
 def test_dropout_from_any_element(train, tmp_path):
-    """A sequence that begins with an element of the batch that is no multiple of 4."""
+    """A sequence whose first element's number in the batch is not a multiple of 4."""
     make(tmp_path / "model", "--family", "gpt2", "--layers", 2, "--heads", 5, "--channels", 50, "--vocab", VOCAB, "--positions",
          2 * LENGTH, "--dtype", "bf16")
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
@@ -279,7 +283,7 @@ def test_only_keys_and_values_are_there_of_all_rows(train, tmp_path, kind):
     assert all(count <= 256 for name, count in rows.items() if name != "attention_lse"), rows
     assert {b["shape"][0] for b in plan["buffers"] if b["name"] in ("keys_and_values", "d_kv_sums")} == {900}
     assert plan["totals"]["activations"] < whole["totals"]["activations"]
-    # Attention makes as many scores in chunks, forward twice and backward once.
+    # Attention computes as many scores in chunks: twice in forward and once in backward.
     flops = [sum(o["flops"] for o in p["operations"] if o["name"].startswith("attention_")) for p in (plan, whole)]
     assert flops[0] == pytest.approx(flops[1], rel=0.02)
 
@@ -297,7 +301,7 @@ def test_memory_chooses_chunks_where_all_rows_do_not_fit(train):
 
 
 def test_memory_leaves_given_rows_as_they_are(train, llama):
-    """Whole blocks are lent then, not halves."""
+    """Then whole blocks are streamed, not halves."""
     given = ("--model", llama / "model", "--data", llama / "data.bin", "--batch", 1, "--seq-len", 512, "--train", "lora",
              "--attention-rows", 128, "--mlp-rows", 64, "--head-rows", 64, "--sample-tokens", 0)
     moved = train.plan(*given, "--recompute", "block", "--weights", "disk", "--park", "all", "--embeddings", "disk")

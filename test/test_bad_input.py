@@ -105,8 +105,8 @@ def test_numbers(train, work, option):
     ({"--update-in-backward": True}, ["--update-in-backward", "--clip-per-block", "--clip"]),
     ({"--update-in-backward": True, "--clip": 0, "--grad-accum": 2}, ["--update-in-backward", "--grad-accum"]),
     ({"--attention": "flash"}, ["--attention", "flash", "common", "hopper"]),
-    ({"--attention": "hopper"}, ["--attention hopper", "--attention common"]),  # no build has it for heads of
-                                                                                # 16
+    # No build has it for heads of 16.
+    ({"--attention": "hopper"}, ["--attention hopper", "--attention common"]),
     ({"--optimizer": "lion"}, ["--optimizer", "lion", "adamw"]),
     ({"--master": "fp16"}, ["--master", "fp16", "split"]),
     ({"--adam-m": "4bit"}, ["--adam-m", "4bit", "8bit"]),
@@ -157,8 +157,8 @@ def test_options(train, work, options, named):
     ({"--log": "soft"}, ["--log soft", "part of model"]),
     ({"--log": "hard text"}, ["--log hard text", "data"]),
     ({"--log": "notes"}, ["--log notes", "is no file that --log writes"]),
-    ({"--log": "nowhere/log", "--model": "broken"}, ["--log nowhere/log"]),  # checked before the weights are
-                                                                             # read
+    # Checked before the weights are read.
+    ({"--log": "nowhere/log", "--model": "broken"}, ["--log nowhere/log"]),
     ({"--log": "up/../same", "--timeline": "same"}, ["--log up/../same", "--timeline"]),
     ({"--timeline": "model/model.safetensors"}, ["--timeline model/model.safetensors", "part of model"]),
     ({"--timeline": "notes"}, ["--timeline notes"]),
@@ -387,8 +387,8 @@ def test_a_tokenizer_larger_than_the_model(train, work):
 
 
 @pytest.mark.parametrize("model, named", [
-    ({"merges": [["a", "b"], ["ab", ""]]}, ["merge 1", "not a pair"]),  # the only way for a merge to lead to
-                                                                        # itself
+    # The only way for a merge to lead to itself.
+    ({"merges": [["a", "b"], ["ab", ""]]}, ["merge 1", "not a pair"]),
     ({"merges": [["a", "b"], ["", "ab"]]}, ["merge 1", "not a pair"]),
     ({"merges": [["a", "b"], ["a", "z"]]}, ["merge 1", '"z"', "not in the vocabulary"]),
     ({"merges": ["a b", "b a"]}, ["merge 1", '"ba"', "not in the vocabulary"]),

@@ -1,5 +1,5 @@
-"""dev/bench: peers in turn with a trainer that only says how long it took, PyTorch as it is, and a fake llm.c; the
-attention benchmark; and dev/gpu_check.sh with every command replaced."""
+"""dev/bench: peers take turns with a fake trainer that only prints its time, real PyTorch, and a fake llm.c;
+the attention benchmark; and dev/gpu_check.sh with every command faked."""
 
 import importlib.util
 import json
@@ -29,7 +29,7 @@ step = dict(mean=11.0, std=1.0, median=10.0 * turn, min=9.0)
 print(json.dumps(dict(model=of("--model"), device="cpu", precision="fp32", batch=int(of("--batch")), step_ms=step,
                       warmup=int(of("--bench-warmup")), steps=int(of("--bench-steps")), taken_bytes=1 << 20)))
 '''
-# Says more than what is asked for and never ends by itself.
+# Prints more than is asked for and never ends by itself.
 LLM_C = '''#!/bin/sh
 echo "threads $OMP_NUM_THREADS"
 i=0
@@ -38,7 +38,7 @@ while [ $i -lt 500 ]; do echo "step $i: train loss 5.0 (took $((100 + i)).5 ms)"
 
 
 def load(name):
-    """A script of dev/bench; compare.py's name is also that of one in dev."""
+    """Loads a script of dev/bench. compare.py's name is also that of a script in dev."""
     sys.path.insert(0, str(BENCH))
     try:
         spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
@@ -68,7 +68,7 @@ def script(name, *arguments, code=0, **environment):
 
 
 def compare(folder, *arguments, code=0, **environment):
-    """Runs it on the CPU; returns its table's rows, all numbers, and the text."""
+    """Runs compare.py on the CPU; returns its table's rows, all numbers, and the text."""
     out = folder / "results" / "table.md"
     script("compare.py", "--device", "cpu", "--precision", "fp32", "--out", out, *arguments, code=code, **environment)
     text = out.read_text()
@@ -116,7 +116,7 @@ def test_llm_c_on_a_gpu_is_read():
 
 
 def test_llm_c_on_a_gpu_gets_tokens_and_options(tmp_path, monkeypatch):
-    """Its trainer wants pairs of a flag of one or two letters and a value, and more tokens than a batch."""
+    """Its trainer needs pairs of a flag (one or two letters) and a value, and more tokens than a batch."""
     module = load("compare")
     executable(tmp_path / "llm.c" / "train_gpt2cu", "#!/bin/sh\n")
     monkeypatch.setenv("LLMC", str(tmp_path / "llm.c"))
@@ -177,7 +177,8 @@ def test_mistakes_are_answered_in_one_line(tmp_path, arguments, named):
 
 @pytest.mark.parametrize("rows", [0, 5], ids=["whole", "chunks"])
 def test_products_alone(train, rows):
-    """Each product of a profile by oneDNN alone, and their sum; what is no profile is refused in one line."""
+    """Times each product of a profile with oneDNN alone, and their sum. A file that is no profile is refused
+    in one line."""
     binary = ROOT / "build/bench/cpu/products"
     if train.device != "cpu" or not binary.exists():
         pytest.skip("make DEVICE=cpu build/bench/cpu/products")
@@ -227,7 +228,7 @@ def test_transformers_beside_the_trainer(tmp_path, family):
 
 
 def test_a_folders_peers(tmp_path):
-    """By precision; each is another command of the same script."""
+    """They depend on the precision; each is another command of the same script."""
     module, model = load("compare"), make(tmp_path / "tiny", "--family", "llama")
     for precision, weights in (("fp32", []), ("bf16", ["--weights", "bf16"])):
         options = module.parse_options(["--device", "cpu", "--precision", precision, "--model", str(model), "--train",
@@ -264,13 +265,13 @@ def generation(*arguments, code=0):
 
 @pytest.mark.parametrize("family", [pytest.param("gpt2", marks=pytest.mark.more), "llama"])
 def test_generation_beside_transformers(train_fp32, tmp_path, family):
-    """The same tokens, which are timed one by one; the weights that a token reads are counted."""
+    """The tokens are the same and are timed one by one; the weights that a token reads are counted."""
     model = make(tmp_path / "tiny", "--family", family, "--vocab", 300, "--channels", 64, "--positions", 32)
     rows, said, _ = generation("--model", model, "--train", train_fp32.path, "--tokens", 20)
     assert "The first 20 of 20 tokens are the same." in said and rows["train"][3] == "1.00"
     sizes = {p: torch.nn.Parameter.numel(p) for p in load("torch_folder").transformers.AutoModelForCausalLM
              .from_pretrained(model).parameters()}
-    unread = 32 * 64 if family == "gpt2" else 300 * 64  # positions; an embedding that is no head
+    unread = 32 * 64 if family == "gpt2" else 300 * 64  # positions; an embedding that is not the head
     assert f"{4 * (sum(sizes.values()) - unread) / 1e6:.0f} MB of weights" in said
     for name in ("train", "transformers"):
         assert float(rows[name][0]) > 0 and rows[name][2].endswith("%")
@@ -314,7 +315,7 @@ def test_attention_beside_pytorchs(tmp_path):
         assert line["forward_ms"] > 0 and line["backward_ms"] > 0
         if line["kind"] == "train":
             assert line["bytes"] == 4 * 256 * 64 * 2 + 4 * 256 * line["heads"]
-            flops = 2 * 256 * 64 * line["seq_len"]  # two products, of which half is seen
+            flops = 2 * 256 * 64 * line["seq_len"]  # two products, each half masked
             assert line["forward_flops_per_second"] == pytest.approx(flops / line["forward_ms"] * 1000, rel=1e-3)
     for row in ("| 64 x 16 | 4 x 4 |", "| 256 x 64 | 1 x 1 |"):
         assert text.count(row) == 1
@@ -329,7 +330,7 @@ def test_naive_attention_runs_out_of_memory(tmp_path):
     assert "| out of memory |  |  | T x T: 16 |" in text  # 4 heads x 1024 x 1024 x 4 bytes
 
 
-# Takes 2 ms a forward, 1 ms with the hopper kernels.
+# Takes 2 ms per forward pass, 1 ms with the hopper kernels.
 ATTENTION = '''#!{python}
 import json, sys
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -346,7 +347,8 @@ def test_hoppers_attention_beside_the_common_one(tmp_path, monkeypatch, capabili
     executable(tmp_path / "nvidia-smi", f"#!/bin/sh\necho {capability}\n")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     module, out = load("attention"), tmp_path / "attention.md"
-    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)  # no PyTorch: there is no GPU for it
+    # Without PyTorch there is no GPU for it.
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     assert module.main(["--device", "cuda", "--binary", str(executable(
         tmp_path / "binary", ATTENTION.format(python=sys.executable))), "--head-sizes", "32,64", "--lengths", "64",
         "--rounds", "1", "--memory", "1", "--out", str(out)]) == 0
@@ -370,7 +372,7 @@ case "$*" in
     *) echo "| Driver Version: 1.0   CUDA Version: 13.0 |" ;;
 esac
 '''
-# Builds programs that say their arguments; one test fails, and the trainer needs a small batch.
+# Builds programs that print their arguments. One test fails, and the trainer needs a small batch.
 MAKE = '''#!/bin/sh
 for target; do
     case $target in
@@ -386,7 +388,7 @@ for target; do
     esac
 done
 '''
-# Has no modules; runs the attention benchmark only.
+# Has no modules; only runs the attention benchmark.
 PYTHON = '''#!/bin/sh
 [ "$1" = -c ] && exit 1
 sleep 0.1
@@ -397,7 +399,7 @@ echo "figures of $1" > dev/results/nvidia-fake-100-attention.md
 
 @pytest.fixture
 def gpu_machine(tmp_path):
-    """A copy of gpu_check.sh where commands are fakes; the run of it."""
+    """A copy of gpu_check.sh whose commands are fakes; returns a function that runs it."""
     executable(tmp_path / "dev" / "gpu_check.sh", (ROOT / "dev" / "gpu_check.sh").read_text())
     executable(tmp_path / "dev" / "venv.sh", "#!/bin/sh\necho 'not online'; exit 1\n")
     for name, text in {"nvidia-smi": NVIDIA_SMI, "make": MAKE, "python3": PYTHON, "g++": "#!/bin/sh\n",
@@ -417,7 +419,7 @@ def gpu_machine(tmp_path):
 
 
 def gpu_rows(path):
-    """{part: how it ended} of a file of results."""
+    """{part: how it ended} from a file of results."""
     return {cells[1].strip(): cells[2].strip() for line in path.read_text().splitlines() if line.startswith("| ")
             for cells in [line.split("|")]}
 
@@ -512,7 +514,7 @@ def test_gpu_check_tells_false_alarms_apart(gpu_machine, tmp_path, said, ended):
     gpu_machine("sanitizers", code=1)
     rows = gpu_rows(tmp_path / "dev" / "results" / "nvidia-fake-100-sanitizers.md")
     assert rows["test_a under racecheck"].startswith(ended)
-    assert rows["test_a under memcheck"] == "FAILED (exit code 9)"  # which has no known alarms
+    assert rows["test_a under memcheck"] == "FAILED (exit code 9)"  # it has no known alarms
     assert rows["test_b under racecheck"] == "passed"
 
 
@@ -558,7 +560,7 @@ esac
 
 
 def test_gpu_check_names_the_gpu_that_cuda_uses(gpu_machine, tmp_path):
-    """It is chosen for both, and is not the first that nvidia-smi lists."""
+    """The GPU is chosen for both, and is not the first that nvidia-smi lists."""
     executable(tmp_path / "bin" / "nvidia-smi", TWO_GPUS)
     gpu_machine("build", code=0)
     executable(tmp_path / "build" / "test" / "cuda" / "test_a", '#!/bin/sh\necho "$CUDA_DEVICE_ORDER $CUDA_VISIBLE_DEVICES"\n')
@@ -594,7 +596,7 @@ def test_gpu_check_gives_its_build_more_time(gpu_machine, tmp_path):
 def test_gpu_check_needs_a_gpu(gpu_machine):
     ran = gpu_machine(code=2, without=["nvidia-smi"])
     assert ran.stderr == "gpu_check.sh: no GPU answers nvidia-smi; this checks the CUDA build on one\n"
-    ran = gpu_machine("--dry-run", code=0)  # but to print what it would do it needs none
+    ran = gpu_machine("--dry-run", code=0)  # a dry run needs none
     assert "--model d48" in ran.stdout and "nvidia-smi" not in ran.stderr
     said = gpu_machine("--quick", code=2).stderr
     assert said.startswith("gpu_check.sh: --quick: neither --dry-run nor a group, which are build kernels")
@@ -620,7 +622,8 @@ print(json.dumps(dict(step_ms=step, forward_ms=step)))
 @pytest.mark.parametrize("medians, off, within", [([105], "-4.8%", (20, 20)), ([130, 115], "-13.0%", (0, 20)),
                                                   ([130, 150], "-23.1%", (0, 0)), ([80, 95], "+25.0%", (0, 0))])
 def test_predictions_beside_measurements(tmp_path, medians, off, within):
-    """What is off is run once more and the faster counts; the table says how many are near."""
+    """If a prediction is off, the bench is run once more and the faster run counts; the table counts those
+    within bounds."""
     text = PREDICTED.format(python=sys.executable, folder=str(tmp_path), medians=medians)
     trains = [item for p in ("fp32", "bf16") for item in (f"--{p}", executable(tmp_path / f"train-{p}", text))]
     make(tmp_path / "model", "--layers", 1, "--heads", 1, "--channels", 8)
@@ -665,7 +668,7 @@ def test_a_block_by_length(tmp_path):
 
 
 def test_the_longest_context_beside_pytorch(tmp_path, monkeypatch, capsys):
-    """Found by trying; four times as many are run, and both are timed at PyTorch's."""
+    """It is found by trying. Four times its length is run, and both peers are timed at PyTorch's longest."""
     longest, run = load("longest_context"), []
 
     def ours(self, *more):

@@ -1,4 +1,5 @@
-"""The trainer and its data: what it says of them, how it divides them, and what it does when they change."""
+"""The trainer and its data: what it prints about them, how it divides them, and what it does when they
+change."""
 
 import json
 import re
@@ -69,12 +70,14 @@ def test_seventy_thousand_files(train_fp32, work):
         (many / f"{i:05}").write_bytes(b"%05d, a text\n" % i)
     runs = []
     seconds = cpu_seconds(lambda: runs.append(train_fp32("--model", "model", "--data", "many/*", *RUN, "--steps", 3, cwd=work)))
-    assert data_line(runs[0]).startswith("910000 tokens in 37915 sequences of 24")  # of 14 bytes, one is held out
+    # Of 14 bytes, one is held out.
+    assert data_line(runs[0]).startswith("910000 tokens in 37915 sequences of 24")
     assert seconds < 60
 
 
 def until_changed(train, work, *options, change):
-    """A run without an end, whose data `change` spoils when some steps are done: its line, and the step it saved."""
+    """An endless run whose data `change` modifies after some steps: returns its error line, and the step that
+    it saved."""
     with train.start("--model", "model", *RUN, *options, "--steps", 10**9, "--schedule", "constant", "--out", "out",
                      "--log", "log", cwd=work, stderr=-1) as process:
         try:
@@ -91,7 +94,7 @@ def until_changed(train, work, *options, change):
 
 @pytest.mark.parametrize("options", [(), ("--grad-accum", 3), ("--update-in-backward", "--clip-per-block")], ids=str)
 def test_a_text_that_is_shortened(train, work, options):
-    """What was trained is saved, and is what an undisturbed run has."""
+    """The training so far is saved and equals that of an undisturbed run."""
     shutil.copy2(work / "text", work / "before")
     error, step = until_changed(train, work, "--data", "text", *options,
                                 change=lambda: (work / "text").write_bytes(b"short"))
@@ -105,7 +108,7 @@ def test_a_text_that_is_shortened(train, work, options):
 
 
 def test_a_text_that_goes_while_validating(train, work):
-    """Two files, which each validation reads; the one that was read last is open."""
+    """Every validation reads two files; the one that was read last is open."""
     for name in ("a", "b"):
         write_text(work / name, 200)
     error, step = until_changed(train, work, "--data", "text", "--val-data", "a", "b", "--eval-every", 10,

@@ -1,4 +1,4 @@
-"""dev/reference.py's order of the data, against its definition computed one sequence at a time."""
+"""dev/reference.py's order of the data, compared with its definition computed one sequence at a time."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ def random_bits(seed, a, b=0, c=0):
 
 
 def naive_permutation(i, count, seed, epoch, what):
-    """Where number i goes."""
+    """The new place of number i."""
     lows = 1
     while lows * lows < count:
         lows *= 2
@@ -38,7 +38,7 @@ def naive_permutation(i, count, seed, epoch, what):
 
 
 def naive_sequence(streams, T, seed, q):
-    """Sequence q, from nothing but its number."""
+    """Sequence q, computed from its number only."""
     counts = [max(1, (len(stream) - T) // T) for stream in streams]
     epoch, i = divmod(q, sum(counts))
     for turn in range(len(streams)):
@@ -60,7 +60,7 @@ def write_shard(path, tokens, magic=20240520, version=1, dtype=np.uint16):
 
 
 def test_mix64():
-    # The first outputs of splitmix64 seeded with 0 and 1234567, as published with it.
+    # The first outputs of splitmix64 with the seeds 0 and 1234567, as published with it.
     assert int(reference.mix64(0)) == mix64(0) == 0xE220A8397B1DCDAF
     assert int(reference.mix64(1234567)) == mix64(1234567) == 6457827717110365317
 
@@ -75,7 +75,7 @@ def test_permutation(count):
 @pytest.mark.parametrize("seed", [0, 1337, MASK])
 def test_training_order(seed):
     T = 8
-    # One more than a sequence, around two sequences, and many windows; all tokens differ.
+    # One token more than a sequence, lengths around two sequences, and many windows; all tokens differ.
     lengths = [9, 15, 16, 17, 200, 333]
     ends = list(itertools.accumulate(lengths))
     streams = [np.arange(end - length, end) for end, length in zip(ends, lengths)]
@@ -100,7 +100,8 @@ def test_text_keeps_a_tenth_of_each_file(tmp_path):
     (tmp_path / "a.txt").write_bytes(bytes(range(19)))
     (train,), (held_out,) = reference.load_data([str(tmp_path / "*.txt")], None, 2)
     assert train.tolist() == [*range(18), *range(100, 123)] and held_out.tolist() == [18, 123, 124]
-    (train,), held_out = reference.load_data([str(tmp_path / "*.txt")], None, 3)  # three tokens are no sequence of 3
+    # Three tokens are too few for a sequence of 3.
+    (train,), held_out = reference.load_data([str(tmp_path / "*.txt")], None, 3)
     assert train.tolist() == [*range(19), *range(100, 125)] and held_out == []
     (train,), (held_out,) = reference.load_data([str(tmp_path / "b.txt"), str(tmp_path / "a.txt")],
                                                 [str(tmp_path / "a.txt")], 3)

@@ -1,5 +1,6 @@
-"""The CUDA build without a GPU: its own PTX, run on a GPU that test/gpu plays. Its kernel tests, planted faults, and runs of
-the trainer, which are those of the CPU build within rounding, and equal to the bit where the arithmetic is."""
+"""The CUDA build without a GPU: its own PTX runs on a GPU that test/gpu emulates. Tested are its kernel
+tests, faults that are planted, and runs of the trainer. These agree with the CPU build within rounding, and
+to the bit where the arithmetic is equal."""
 
 import collections
 import functools
@@ -24,7 +25,7 @@ from trainer_runs import (Train, binaries, figures, make, random_tokens, read_lo
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / os.environ.get("EMULATED", "build/emulated")
-FAULT = 70  # the exit code of a process that did what CUDA forbids
+FAULT = 70  # exit code of a process that did what CUDA forbids
 
 pytestmark = pytest.mark.skipif(not (BUILD / "faults").exists(), reason="no CUDA Toolkit")
 
@@ -36,8 +37,8 @@ def play(*command, gpu="A100", seed=1, minutes=8, **environment):
 
 # --- Kernels.
 
-# Hopper's own code runs on the H100, everything else on the A100; the two have their PTX each. What takes minutes of the
-# attention kernels, and their larger shapes, are left to make test-emulated.
+# Hopper's own code runs on the H100, everything else on the A100; each has its own PTX. Attention tests that
+# take minutes, and larger shapes, are left to make test-emulated.
 ATTENTION = {"A100": "-Attention/0.*Random*:Attention/0.*Documents:Attention/0.*Queries*:Attention/*Costs*:Attention/*KeysInPieces",
              "H100": "HopperAttention.*"}
 
@@ -54,7 +55,7 @@ def test_kernel_tests(name, gpu, seed):
 
 
 def test_attention_fills_gpus_of_little_shared_memory(tmp_path):
-    """A 5090's multiprocessor holds 8 warps of each plain kernel for heads of 64 and 128."""
+    """A 5090's multiprocessor holds 8 warps of each plain kernel, for heads of 64 and 128."""
     counters = tmp_path / "counters.txt"
     ran = play(BUILD / "test_attention", "--gtest_brief=1", "--gtest_filter=Attention/1.MatchesTheDefinition",
                gpu="5090", SMALL_SHAPES="1", GPU_COUNTERS=str(counters))
@@ -65,7 +66,7 @@ def test_attention_fills_gpus_of_little_shared_memory(tmp_path):
     assert len(warps) == 6 and set(warps.values()) == {8}, warps
 
 
-# --- The emulator: what it says of each planted fault. Those without a line of its own show in the result.
+# --- The emulator: its message for each planted fault. Faults without a message show in the result.
 
 FAULTS = {
     "syncwarp": "race in shared memory",
@@ -136,7 +137,7 @@ MODELS = {"gpt2": ("--heads", 2, "--channels", 48),
 DATA = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", 33, "--sample-tokens", 0)
 STEPS = ("--steps", 10, "--lr", 1e-3, "--warmup", 2, "--clip", 2, "--val-data", "data.bin", "--eval-every", 5,
          "--eval-batches", 2)
-# Losses beside those of the CPU build, whose kernels add in another order.
+# Losses compared with those of the CPU build, whose kernels add in another order.
 BOUND = {"fp32": 2e-5, "bf16": 6e-3}
 
 
@@ -155,7 +156,7 @@ def model(request, tmp_path_factory):
     return prepare(tmp_path_factory.mktemp(request.param), request.param, MODELS)
 
 
-# fp32's attention multiplies by shuffles, which takes long here.
+# fp32's attention multiplies with shuffles, which is slow here.
 @pytest.fixture(params=["fp32", "bf16"])
 def precision(request, model):
     if request.param == "fp32" and model.name.startswith("gpt2") and not MORE:
@@ -175,7 +176,7 @@ def losses(lines):
     return np.array([value for line in lines for key, value in line.items() if key.endswith("loss")])
 
 
-# What changes neither plan nor arithmetic, and what changes the plan alone.
+# Settings that change neither plan nor arithmetic, and settings that change only the plan.
 SAME = {
     "graphs off": (("--graph", "off"), {}),
     "as late as possible": ((), {"GPU_ORDER": "late", "GPU_SEED": "7"}),
@@ -183,7 +184,7 @@ SAME = {
     "block": (("--recompute", "block"), {}),
     "nothing kept less": (("--recompute", "none", "--head-rows", 0), {}),
 }
-# Runs of their own, each beside the CPU build's.
+# Further runs, each compared with the CPU build's.
 VARIED = {
     "accumulation": ("--grad-accum", 2),
     "update in backward": ("--update-in-backward", "--clip", 0),
@@ -196,7 +197,7 @@ VARIED = {
 def test_runs_are_those_of_the_cpu_build_and_of_each_other(model, precision, tmp_path):
     here, files, said = logged(played(precision), tmp_path / "here", model, *STEPS)
     there, _, _ = logged(on_cpu(precision), tmp_path / "there", model, *STEPS)
-    assert len(losses(here)) >= 12  # of steps, and of validations
+    assert len(losses(here)) >= 12  # of steps and validations
     np.testing.assert_allclose(losses(here), losses(there), rtol=BOUND[precision])
     taken, planned = map(float, re.search(r"taken from the device: ([0-9.]+) MiB; planned: ([0-9.]+)", said).groups())
     assert taken <= planned
@@ -219,13 +220,15 @@ def test_what_people_train_with(model, precision, name, tmp_path):
     assert (again, same_files) == (here, files)
 
 
-REPLAYED = 3  # steps: the first runs as ever, the second is recorded, graph by graph, and the third replays them
+# Steps of a run: the first is not recorded, the second is, graph by graph, and the third replays the graphs.
+REPLAYED = 3
 
 
 @pytest.mark.parametrize("gpu, head_size", [("A100", 20), ("H100", 64)])
 def test_attention_in_chunks(gpu, head_size, tmp_path):
-    """128 of 150 tokens at a time, by the kernels of all GPUs and by Hopper's own: forward has the bits of all at once. And
-    the same bits again with inputs that are parked chunk by chunk, replayed and not."""
+    """128 of 150 tokens at a time, with the kernels of all GPUs and with Hopper's own. Forward has the bits
+    of all tokens at once, and the bits are the same again with inputs that are offloaded chunk by chunk, with
+    graphs and without."""
     make(tmp_path / "model", "--family", "qwen3", "--layers", 3, "--heads", 2, "--kv-heads", 1, "--channels", 48, "--head-size",
          head_size, "--vocab", VOCAB, "--positions", 150, "--dtype", "bf16")
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
@@ -241,7 +244,7 @@ def test_attention_in_chunks(gpu, head_size, tmp_path):
 
 
 def test_host_memory_that_is_not_there(tmp_path):
-    """What is to be pinned is more than the machine has: one line before anything is taken."""
+    """More would be pinned than the machine has: one line, before anything is allocated."""
     write_text(tmp_path / "text", 2 << 20)
     options = ("--model", "d48", "--data", tmp_path / "text", "--batch", 1500, "--seq-len", 1024, "--steps", 1, "--recompute", "block",
                "--park", "all", "--sample-tokens", 0)
@@ -254,7 +257,7 @@ def test_host_memory_that_is_not_there(tmp_path):
 
 @pytest.mark.parametrize("gpu, head_size", [("A100", 20), ("H100", 64)])
 def test_parked_keys_come_in_time(gpu, head_size, tmp_path):
-    """Four whole pieces and some more: their rooms are used again while kernels read."""
+    """Four whole pieces and some more: their slots are reused while kernels read."""
     make(tmp_path / "model", "--family", "llama", "--layers", 1, "--heads", 2, "--kv-heads", 1, "--channels", 2 * head_size,
          "--vocab", VOCAB, "--positions", 534, "--dtype", "bf16")
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
@@ -266,7 +269,8 @@ def test_parked_keys_come_in_time(gpu, head_size, tmp_path):
 
 
 def test_what_lives_elsewhere_comes_in_time(tmp_path):
-    """Blocks lent from host memory and from the disk, and parked inputs, with copies as late and as early as allowed."""
+    """Blocks streamed from host memory and from disk, and offloaded inputs, with copies as late and as early
+    as allowed."""
     make(tmp_path / "model", "--family", "llama", "--layers", 5, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
          *MODELS["llama"])
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
@@ -285,7 +289,7 @@ def test_what_lives_elsewhere_comes_in_time(tmp_path):
 
 
 def test_what_is_stored_in_fewer_bits_waits_in_host_memory(tmp_path):
-    """Blocks as --store keeps them, whole and in halves, are those on the device."""
+    """Blocks in --store's formats, streamed whole and in halves, equal those on the device."""
     make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16", "--heads", 4,
          "--kv-heads", 2, "--channels", 64, "--mlp-width", 128)
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
@@ -306,13 +310,14 @@ def test_what_is_stored_in_fewer_bits_waits_in_host_memory(tmp_path):
     ("--state", "disk", "--updates", "host"),
     ("--weights", "disk", "--gradients", "disk", "--state", "disk", "--grad-accum", 2, "--prefetch", 0), ()], ids=str)
 def test_what_is_pinned_is_what_is_planned(tmp_path, where):
-    """To the byte, as the GPU counts it: where that much may be pinned the run says so, and with a byte less it ends in a line."""
+    """To the byte, as the GPU counts it. If exactly that much may be pinned, the run says so; with a byte
+    less it ends with one line."""
     make(tmp_path / "model", "--family", "llama", "--layers", 3, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16", *MODELS["llama"])
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
     options = (*DATA, "--steps", 2, *where)
     planned = played("bf16").plan(*(tmp_path / part if part in ("model", "data.bin") else part for part in options))
     pinned, in_files = planned["host"]["pinned"], planned["elsewhere"]["working_file"] + planned["elsewhere"]["parked"]
-    assert pinned > planned["elsewhere"]["pinned_host"]  # batches, and what steps leave
+    assert pinned > planned["elsewhere"]["pinned_host"]  # also batches, and the results of steps
     said = played("bf16", GPU_PINNED=str(pinned))(*options, cwd=tmp_path).stdout.decode()
     for what, size in (("pinned in host memory", pinned), ("taken in files", in_files)):
         line = f"{what}: {size / 2**20:.1f} MiB; planned: {size / 2**20:.1f} MiB\n"
@@ -323,7 +328,8 @@ def test_what_is_pinned_is_what_is_planned(tmp_path, where):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_embeddings_that_live_elsewhere_come_in_time(dtype, tmp_path):
-    """The head's three slices, and the rows of a batch: in host memory, where the GPU reads the latter itself, or on the disk."""
+    """The head's three slices, and the rows of a batch, in host memory (where the GPU reads the rows itself)
+    or on disk."""
     make(tmp_path / "model", "--family", "llama", "--layers", 2, "--vocab", 9001, "--positions", 64, "--dtype", dtype,
          *MODELS["llama"])
     write_shard(tmp_path / "data.bin", random_tokens(9001, 3000))
@@ -342,8 +348,8 @@ def test_embeddings_that_live_elsewhere_come_in_time(dtype, tmp_path):
 
 @pytest.mark.parametrize("options", [(), ("--update-in-backward", "--clip", 0, "--adam-m", "8bit", "--adam-v", "8bit")], ids=str)
 def test_what_is_trained_lives_elsewhere(tmp_path, options):
-    """Blocks' weights go back changed, and chunks of the optimizer's state pass through their ring: in host memory, or through
-    it to a file."""
+    """Changed weights of blocks are written back, and chunks of the optimizer's state pass through their
+    ring: in host memory, or through it to a file."""
     make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
          *MODELS["llama"])
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
@@ -365,7 +371,7 @@ def test_what_is_trained_lives_elsewhere(tmp_path, options):
 
 @pytest.mark.parametrize("home", ["host", "disk"])
 def test_gradients_live_elsewhere(tmp_path, home):
-    """They come to be added to, go back, and come again to update."""
+    """They are fetched to be accumulated, stored, and fetched again for the update."""
     make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
          *MODELS["llama"])
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
@@ -384,7 +390,7 @@ def test_gradients_live_elsewhere(tmp_path, home):
     ("--update-in-backward", "--clip-per-block", "--state", "host", "--updates", "host", "--gradients", "device"),
     ("--update-in-backward", "--clip-per-block", "--state", "disk", "--updates", "host")], ids=str)
 def test_steps_that_move_are_replayed(tmp_path, options):
-    """Between their graphs the host does what it must: it gives streams far less than operation by operation, and the bits
+    """Between graphs, the host only does what it must: it queues far less than without graphs, and the bits
     are the same."""
     make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
          *MODELS["llama"])
@@ -407,8 +413,8 @@ FORMATS = {"fp32": (), "split": ("--master", "split", "--adam-m", "8bit", "--ada
 
 @pytest.mark.parametrize("formats", ["fp32", "split", *(pytest.param(name, marks=pytest.mark.more) for name in ("no master", "sgd"))])
 def test_the_hosts_cores_update_to_the_same_bits(tmp_path, formats):
-    """In backward and after it, with weights and gradients on the device and with the host, the state in its memory and on its
-    disk, in several orders."""
+    """In backward and after it, with weights and gradients on the device and in host memory, the state in
+    host memory and on its disk, in several orders."""
     make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
          *MODELS["llama"])
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
@@ -426,7 +432,7 @@ def test_the_hosts_cores_update_to_the_same_bits(tmp_path, formats):
 
 @pytest.mark.parametrize("home", ["host", "disk"])
 def test_weights_in_fp32_are_updated_by_the_host_too(tmp_path, home):
-    """They go there and come back, and 8-bit moments with them."""
+    """Weights are stored there and fetched again, and so are 8-bit moments."""
     make(tmp_path / "model", "--family", "gpt2", "--layers", 2, "--vocab", VOCAB, "--positions", 64, *MODELS["gpt2"])
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
     options = ("--steps", REPLAYED, "--lr", 1e-3, "--eval-batches", 1, "--adam-m", "8bit")
@@ -435,7 +441,8 @@ def test_weights_in_fp32_are_updated_by_the_host_too(tmp_path, home):
 
 
 def test_blocks_of_several_chunks_are_updated_by_the_host(tmp_path):
-    """Their state is on the disk: each room is used again and again in a step, and a save has all of it."""
+    """Their state is on disk. Each slot is reused several times in a step, and a save has all of the
+    state."""
     make(tmp_path / "model", "--family", "llama", "--layers", 3, "--heads", 4, "--kv-heads", 2, "--channels", 128, "--mlp-width", 1600,
          "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16")
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
@@ -452,7 +459,7 @@ def test_blocks_of_several_chunks_are_updated_by_the_host(tmp_path):
 
 @pytest.mark.parametrize("ring", ["ring", "threads"])
 def test_a_disk_that_fails_beside_the_hosts_updates(tmp_path, bad_disk, ring):
-    """In the midst of a step: it ends in a line."""
+    """In the middle of a step: the run ends with one line."""
     work = prepare(tmp_path, "llama", MODELS)
     failing = played("bf16", LD_PRELOAD=str(bad_disk), BAD_DISK_FAILS=str(tmp_path / "now"),
                      **({"BAD_DISK_RING": "none"} if ring == "threads" else {}))
@@ -467,7 +474,7 @@ def test_a_disk_that_fails_beside_the_hosts_updates(tmp_path, bad_disk, ring):
 
 @pytest.mark.parametrize("home", ["host", "disk"])
 def test_what_moves_for_the_hosts_updates_is_planned(tmp_path, home):
-    """As many bytes each way; a state on the disk comes and goes once."""
+    """As many bytes in each direction; a state on disk is read and written once."""
     work = prepare(tmp_path, "llama", MODELS)
     train = played("bf16", GPU_MEMORY="64")
     options = (*DATA, "--state", home, "--updates", "host")
@@ -493,7 +500,8 @@ def test_what_the_host_cannot_update_is_said(options, said):
 
 
 def test_memory_chooses_what_waits_in_host_memory():
-    """Within what is offered; where that is faster, what would fit without; and in files what it has no room for."""
+    """Within the offered host memory; also what would fit without it, if that is faster; and in files what
+    does not fit there."""
     train = played("bf16")
     options = ("--model", "d12", "--batch", 8, "--seq-len", 1024, "--memory")
     for memory, host, moved in ((1500, 4096, " --state host --updates host"),
@@ -542,7 +550,7 @@ def test_samples_are_those_of_the_cpu_build(model, tmp_path):
 @pytest.mark.more
 def test_measuring(tmp_path):
     work = prepare(tmp_path, "gpt2", MODELS)
-    small = played("bf16", GPU_MEMORY="64")  # what is copied to measure the rate of copies is then small
+    small = played("bf16", GPU_MEMORY="64")  # makes the copies small that measure the rate of copies
     bench = ("--bench-warmup", 1, "--bench-steps", 2)
     assert b"tokens/s" in small(*DATA, "--bench", *bench, cwd=work).stdout
     assert b"matmul" in small(*DATA, "--profile-ops", *bench, cwd=work).stdout
@@ -554,7 +562,8 @@ def test_measuring(tmp_path):
 
 
 def test_tf32(tmp_path):
-    """Other bits, near those of fp32, the same again and after a resume; and another time in the plan."""
+    """Other bits than fp32's, but close to them; the same again, and after a resume; and another time in the
+    plan."""
     model, steps = prepare(tmp_path, "llama", MODELS), ("--steps", 4, "--lr", 1e-3, "--warmup", 2)
     exact, rounded = (logged(played("fp32"), tmp_path / name, model, *options)
                       for name, options in (("fp32", steps), ("tf32", (*steps, "--tf32", "--save-every", 2, "--keep", 0))))
@@ -570,7 +579,7 @@ def test_tf32(tmp_path):
     assert {o["name"].endswith(" tf32") for o in faster["operations"] if o["name"].startswith("matmul")} == {True}
 
 
-# What cuBLASLt may have no algorithm for: epilogues, and the product itself, which a kernel does then.
+# What cuBLASLt may have no algorithm for: epilogues, and the product itself, which a kernel then computes.
 @pytest.mark.parametrize("refused", ["gelu,dgelu,bgrad", "bias,gelu,dgelu,bgrad", "plain,bias,gelu,dgelu,bgrad"])
 def test_what_the_library_does_not_do_is_done_beside_it(tmp_path, refused):
     work = prepare(tmp_path, "gpt2", MODELS)
@@ -582,7 +591,7 @@ def test_what_the_library_does_not_do_is_done_beside_it(tmp_path, refused):
 
 
 def test_products_without_tensor_cores_are_named(tmp_path):
-    """A line for each of three shapes, however often it comes, and one for all others."""
+    """A line for each of three shapes, however often they occur, and one line for all others."""
     work = prepare(tmp_path, "gpt2", MODELS)
     options = (*DATA, "--batch", 1, "--seq-len", 9, "--steps", 1, "--head-rows", 0)
     assert b"cuBLASLt" not in played("bf16")(*options, cwd=work).stderr
@@ -595,7 +604,7 @@ def test_products_without_tensor_cores_are_named(tmp_path):
     assert lines[3:] == ["cuBLASLt has no algorithm for other products either"]
 
 
-# What a user may meet ends in a line that names it, with exit code 2; what is a bug, with another.
+# Errors that a user may meet end in a line that names them, with exit code 2; bugs end with another code.
 @pytest.mark.parametrize("environment, options, code, said", [
     ({"GPU_MEMORY": "1"}, (), 2, "the plan takes .* are free .the GPU.s memory"),
     ({"GPU_COUNT": "0"}, (), 2, "none answers .*the driver has CUDA 1.*make DEVICE=cpu"),
@@ -605,7 +614,8 @@ def test_products_without_tensor_cores_are_named(tmp_path):
     ({"GPU_DRIVER": "11040"}, (), 2, "driver is too old: it has CUDA 11.4.* built with CUDA [0-9.]+, needs driver [0-9]+ or later: update"),
     ({}, ("--attention", "hopper"), 2, "--attention hopper is for GPUs of compute capability 9.0"),
     ({"GPU_ERROR": "46"}, (), 2, "CUDA: "),  # devices unavailable
-    ({"GPU_ERROR": "702"}, (), 2, "CUDA: .* draws a screen.*WSL2: use .*--attention-rows"),  # by a display's watchdog
+    # Stopped by a display's watchdog.
+    ({"GPU_ERROR": "702"}, (), 2, "CUDA: .* draws a screen.*WSL2: use .*--attention-rows"),
     ({"GPU_ERROR": "209"}, (), 2, "CUDA: .*.compute capability 8.0.: .*make CUDA_ARCH="),  # no code for it
     ({"GPU_ERROR": "719"}, (), 1, "CUDA: "),  # a launch failed
     ({"GPU_PRODUCT_ERROR": "3"}, (), 2, "cuBLASLt: "),  # no memory
@@ -621,7 +631,7 @@ def test_what_the_gpu_does_not_do_is_said(tmp_path, environment, options, code, 
 
 
 def test_the_head_is_cut_for_the_gpu():
-    """In as many rows as the time model finds worth it, and its gradient in few slices."""
+    """Into as many rows as the time model suggests, and its gradient into few slices."""
     plan = played("bf16", GPU="H100").plan("--model", "d12", "--batch", 64, "--seq-len", 1024)
     assert plan["head_rows"] >= 8192
     calls = {operation["name"]: operation["calls"] for operation in plan["operations"]}
@@ -629,7 +639,7 @@ def test_the_head_is_cut_for_the_gpu():
 
 
 def test_each_gpu_has_its_own_rates():
-    """By its name or, where that is in no table, by what it reports of itself."""
+    """Found by its name or, if no table has that, from what it reports of itself."""
     options = ("--model", "d12", "--batch", 8, "--seq-len", 1024)
     seconds = {gpu: spent(played("bf16", GPU=gpu).plan(*options), "products") for gpu in ("A100", "4090", "5090")}
     work = [seconds[gpu] * rate for gpu, rate in zip(seconds, (312, 165, 209.6))]
@@ -644,7 +654,7 @@ def test_each_gpu_has_its_own_rates():
 
 
 def test_hoppers_attention_is_what_runs_there(tmp_path):
-    """With heads 64 wide, as it comes; in as much memory as the common kernels."""
+    """With heads 64 wide, by default, and in as much memory as the common kernels."""
     prepare(tmp_path, "gpt2", {"gpt2": ("--heads", 1, "--channels", 64)})
     logs, kernels, plans = [], [], []
     for number, options in enumerate(((), ("--attention", "common"))):
@@ -659,7 +669,7 @@ def test_hoppers_attention_is_what_runs_there(tmp_path):
 
 
 def test_memory_is_asked_for_in_whole_sectors(tmp_path):
-    """By kernels that mostly move memory, with no two lanes in one bank of shared memory."""
+    """By kernels that mostly move memory; no two lanes access one bank of shared memory."""
     work = prepare(tmp_path, "qwen2", {"qwen2": ("--heads", 4, "--kv-heads", 1, "--channels", 512, "--mlp-width", 512)})
     counted = tmp_path / "counters.txt"
     played("bf16", GPU_COUNTERS=str(counted))(*DATA, "--steps", 1, "--head-rows", 22, cwd=work)
@@ -672,7 +682,8 @@ def test_memory_is_asked_for_in_whole_sectors(tmp_path):
     assert len(passes) >= 2 and max(passes.values()) <= 1.1, passes
 
 
-# A part of make test-gpu-python: what every CUDA trainer is asked by gpu-check's Python tests, mostly by plans.
+# A part of make test-gpu-python: what gpu-check's Python tests check of every CUDA trainer, mostly with
+# plans.
 GPU_CHECKS = {"test_plan": "schema or totals or batch or text or summary or none", "test_plan_table": "rows or chosen or options_for_all",
               "test_memory": "gates or holds_one_block or head_rows_differ or batch_auto or smaller_state",
               "test_closed_memory": "step_0 or lives", "test_rates": "alone or nominal", "test_json_lines": "what_the_data_are"}

@@ -1,4 +1,5 @@
-"""Every family against transformers' own model: gradients, steps, generation, files; and that options change no bit."""
+"""Every family compared with transformers' own model: gradients, steps, generation, files; and options change
+no bit."""
 
 import itertools
 import json
@@ -17,8 +18,8 @@ LLAMA3 = json.dumps({"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0
                      "high_freq_factor": 4.0, "original_max_position_embeddings": 16})
 LINEAR = json.dumps({"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0})
 YARN = json.dumps({"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16})
-# Odd shapes: grouped heads, numbers of heads that are no power of two, heads of another size than their share, tied
-# and not, windows, scalings, files in shards.
+# Odd shapes: grouped heads, numbers of heads that are not powers of two, head sizes other than channels /
+# heads, tied and not tied, windows, scalings, files in shards.
 MODELS = {
     "llama": ("--heads", 6, "--kv-heads", 2, "--channels", 60, "--mlp-width", 92),
     "llama-tied": ("--heads", 4, "--kv-heads", 1, "--channels", 40, "--tied", "--rope", LLAMA3, "--shard-size", "40KB"),
@@ -30,7 +31,7 @@ MODELS = {
     "bloom": ("--heads", 6, "--channels", 48),
     "bloom-prefix": ("--heads", 8, "--channels", 64, "--prefix"),
 }
-# What is left of tied and not, whole and in shards; for the tests of files, logits and generation alone.
+# Further combinations of tied, shards and others, only for the tests of files, logits and generation.
 MORE_MODELS = {
     "mistral-tied": ("--heads", 3, "--channels", 60, "--window", 6, "--tied", "--shard-size", "60KB"),
     "mistral-yarn": ("--heads", 4, "--kv-heads", 2, "--channels", 72, "--window", 40, "--rope", YARN),
@@ -40,13 +41,13 @@ MORE_MODELS = {
 }
 VOCAB = 301
 DATA = ("--model", "model", "--data", "data.bin", "--batch", 3, "--seq-len", 37)
-# What lies together in a row of the trainer's tables.
+# Tensors that are joined in a row of the trainer's tables.
 FUSED = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
          "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
 
 
 def prepare(path, name, models=MODELS | MORE_MODELS):
-    """A random model, with weights that both precisions hold, and data. Nobody writes here."""
+    """A random model, with weights that both precisions can store, and data. No test writes here."""
     options = models[name]
     make(path / "model", "--family", name.split("-")[0], "--layers", 2, "--vocab", VOCAB, "--positions", 64,
          "--dtype", "bf16", *options)
@@ -82,7 +83,7 @@ def any_work(any_folder, tmp_path):
 
 
 def fused(name, tensors):
-    """The tensor of a row, by its name in a training state, of those of a model's files."""
+    """The tensor of a row, by its name in a training state, from the tensors of a model's files."""
     for prefix in ("", "model.", "transformer."):
         for row, parts in FUSED.items():
             if row in name and prefix + name.replace(row, parts[0]) in tensors:
@@ -93,7 +94,7 @@ def fused(name, tensors):
 
 
 def gradients_in_bf16(options):
-    """Those of transformers' own model in bf16, of the first step."""
+    """The gradients of transformers' own model in bf16, at the first step."""
     options = reference.parse_options(list(map(str, options)))
     trainer, gradients = reference.Trainer(options), {}
     trainer.model.to(torch.bfloat16)
@@ -106,8 +107,9 @@ def gradients_in_bf16(options):
 
 
 def test_gradients(train, work):
-    """Of every tensor. A first step with beta1 0 leaves them in AdamW's m. In bf16 those of the norms of heads, sums
-    over few channels of what nearly cancels, feel the rounding most: there transformers' own bf16 says how much."""
+    """Gradients of every tensor. After a first step with beta1 0 they are in AdamW's m. In bf16 those of the
+    heads' norms, sums over few channels of terms that nearly cancel, have the largest rounding errors; their
+    bound comes from transformers' own bf16."""
     data = ("--model", work / "model", "--data", work / "data.bin", *DATA[4:], "--grad-accum", 2, "--steps", 1)
     run_reference(*data, "--dump-gradients", work / "expected")
     train(*data, "--beta1", 0, "--clip", 0, "--sample-tokens", 0, "--out", work / "out")
@@ -133,8 +135,9 @@ def test_twenty_steps(train, work):
 
 
 def last_logits(train, folder, contexts, tokens):
-    """Of each context the logits of some tokens after it, less their mean. Of sequences that differ in their last
-    target alone, the losses differ by those logits' differences; a step at rate 0 logs the loss of one sequence."""
+    """For each context, the logits of some tokens after it, minus their mean. If sequences differ only in
+    their last target, their losses differ by the differences of those logits. A step at rate 0 logs the loss
+    of one sequence."""
     shards, work = [np.append(context, token) for context in contexts for token in tokens], folder.with_name("logits")
     work.mkdir()
     for i, shard in enumerate(shards):
@@ -157,9 +160,9 @@ def expected_logits(model, contexts, tokens):
 
 
 def test_logits_of_a_save(train, any_work):
-    """A save opens in transformers with nothing missing, and has the logits and the loss there that it has here. In
-    bf16 logits of random weights are off by a percent or two in transformers as well: those of six contexts say how
-    much rounding alone does."""
+    """A save opens in transformers without missing tensors, and has the same logits and loss there as here.
+    In bf16, logits of random weights are off by a percent or two in transformers as well; those of six
+    contexts show how much rounding alone does."""
     work = any_work
     train(*DATA, "--steps", 3, "--val-data", "data.bin", "--eval-batches", 2, "--out", "out", "--log", "log",
           "--sample-tokens", 0, cwd=work)
@@ -183,7 +186,7 @@ def test_logits_of_a_save(train, any_work):
 
 
 def test_greedy(train_fp32, any_work):
-    """50 tokens, each through the cache, after token 0; here after a step that changes nothing."""
+    """50 tokens, each with the cache, after token 0; here after a step that changes nothing."""
     model = starting_at_0(any_work / "model", any_work / "plain")
     got = sampled(train_fp32, "--model", "plain", *DATA[2:4], "--batch", 1, "--seq-len", 60, "--steps", 1, "--lr", 0,
                   "--sample-tokens", 50, cwd=any_work)
@@ -196,7 +199,8 @@ def trained(train, work, name, *options):
 
 
 def test_memory_options_change_no_bit(train, work):
-    """Each level, a mix, threads, and updating in backward, which takes the norm block by block."""
+    """Each level, a mix of levels, threads, and updates in backward, which compute the norm block by
+    block."""
     first = trained(train, work, "none", "--recompute", "none", "--grad-accum", 2)
     for level in ("gelu", "norm", "ffn", "attention", "block", "block:1,norm:1"):
         assert first == trained(train, work, level.replace(":", ""), "--recompute", level, "--grad-accum", 2)
@@ -207,7 +211,7 @@ def test_memory_options_change_no_bit(train, work):
 
 @pytest.mark.parametrize("options", [(), ("--grad-accum", 3, "--by-block")], ids=str)
 def test_update_in_backward_without_clipping_changes_no_bit(train, work, options):
-    """Nor one of the logged norm."""
+    """Nor of the logged norm."""
     after = trained(train, work, "a", "--clip", 0, *options)
     assert after == trained(train, work, "b", "--clip", 0, "--update-in-backward", *options)
 

@@ -1,4 +1,4 @@
-"""What is free on a CPU: a plan beyond it is refused before anything is taken, whatever limits it."""
+"""Free memory on a CPU: a plan for more is refused before anything is allocated, whatever the limit."""
 
 import contextlib
 import json
@@ -28,7 +28,7 @@ def text(tmp_path_factory):
 
 
 def own_cgroups():
-    """Where cgroups can be tried: this process's own, of version 1 and 2, as (version, folder)."""
+    """This process's own cgroups of version 1 and 2 as (version, folder), if tests may make cgroups there."""
     paths = [line.split(":", 2) for line in pathlib.Path("/proc/self/cgroup").read_text().splitlines()]
     for line in pathlib.Path("/proc/self/mountinfo").read_text().splitlines():
         before, after = line.split(" - ")
@@ -43,7 +43,7 @@ def own_cgroups():
 
 @contextlib.contextmanager
 def cgroup(size):
-    """A new cgroup with so many bytes; the test is skipped where none can be made."""
+    """A new cgroup with this memory limit; skips the test if it cannot be made."""
     for version, parent in own_cgroups():
         folder = parent / f"llmc-test-{os.getpid()}"
         try:
@@ -52,7 +52,7 @@ def cgroup(size):
             continue
         try:
             (folder / ("memory.max" if version == 2 else "memory.limit_in_bytes")).write_text(str(size))
-        except OSError:  # the controller is not for children here
+        except OSError:  # the controller is not available for children here
             folder.rmdir()
             continue
         try:
@@ -64,7 +64,7 @@ def cgroup(size):
 
 
 def run(train, *options, inside=None, address_space=None, timeout=100):
-    """A run in a cgroup, or with a limit of its addresses, when it has ended."""
+    """A run in a cgroup, or with a limit of its address space; returns it after it has ended."""
     def limit():
         if inside:
             (inside / "cgroup.procs").write_text("0")
@@ -80,7 +80,7 @@ LIMITS = {"cgroup": "memory.(limit_in_bytes|max)", "ulimit": "ulimit -v"}
 
 @contextlib.contextmanager
 def limited(kind, size):
-    """The options of run() for such a limit."""
+    """The arguments of run() for such a limit."""
     if kind == "ulimit":
         yield {"address_space": size}
     else:
@@ -89,7 +89,7 @@ def limited(kind, size):
 
 
 def refused(result, limit):
-    """The MiB that are free by the one line that says no."""
+    """The MiB that are free, from the one line that refuses the plan."""
     error = result.stderr.decode()
     assert result.returncode == 2 and error.count("\n") == 1, (result.returncode, error)
     return float(re.search(rf"the plan takes [\d.]+ MiB and ([\d.]+) are free \(.*{limit}", error)[1])
@@ -97,7 +97,7 @@ def refused(result, limit):
 
 @pytest.mark.parametrize("kind", LIMITS)
 def test_a_plan_beyond_the_limit_is_refused(train, text, tmp_path, kind):
-    """With its plan on stdout, and nothing saved. What is said to be chosen instead then fits."""
+    """The plan is on stdout, and nothing is saved. The alternative that the line suggests then fits."""
     size = 220 * MIB
     with limited(kind, size) as limits:
         result = run(train, *LARGE, "--data", text, "--out", tmp_path / "out", **limits)
@@ -129,7 +129,7 @@ def test_a_plan_is_only_remarked_upon(train, kind):
 
 @pytest.mark.parametrize("kind", LIMITS)
 def test_batch_auto_takes_what_is_free(train, text, kind):
-    """And says what keeps it from more; with more memory it takes more."""
+    """And it prints the limit. With more memory it takes more."""
     batches = []
     for size in (160 * MIB, 240 * MIB):
         with limited(kind, size) as limits:
@@ -163,7 +163,8 @@ def texts(tmp_path_factory):
 @pytest.mark.parametrize("kind", TEXTS)
 @pytest.mark.parametrize("more", [0, 6])
 def test_a_budget_of_all_there_is_fits(train, texts, kind, more):
-    """--memory N in a cgroup of N, or of a little more: what was read before and the kernel's own are there too."""
+    """--memory N in a cgroup of N or slightly more, which also has to hold what was read before and the
+    kernel's share."""
     model, data = TEXTS[kind]
     options = ("--model", model if model == "d2" else texts / model, "--data", texts / data, "--batch", 16, "--seq-len", 64,
                "--steps", 2)
@@ -179,7 +180,8 @@ def test_a_budget_of_all_there_is_fits(train, texts, kind, more):
 
 
 def test_a_budget_for_another_machine_is_planned_as_it_is(train):
-    """Of less than a limit what is left is planned with, and said; more than that is meant for elsewhere."""
+    """If the budget is below a limit, the plan uses what is left of the budget, and says so. A budget above
+    all limits is meant for another machine."""
     with cgroup(100 * MIB) as folder:
         options = ("--plan", "--model", "d4", "--batch", 8, "--seq-len", 128)
         inside = run(train, *options, "--memory", "100MiB", inside=folder).stdout.decode()
@@ -190,7 +192,8 @@ def test_a_budget_for_another_machine_is_planned_as_it_is(train):
 
 
 def test_batch_auto_is_capped(train, text):
-    """By the data, and without data by tokens: a sensible step, however much is free."""
+    """The limit comes from the data, or without data from the number of tokens: a sensible step, however much
+    is free."""
     for options, batch, why in ((("--data", text), 449_999 // 128 // 10, "a tenth of the data"),
                                 ((), 512, "64 Ki tokens")):
         result = run(train, "--model", "d1", "--batch", "auto", "--seq-len", 128, "--plan", "--memory", "8GiB", *options)
@@ -199,7 +202,7 @@ def test_batch_auto_is_capped(train, text):
 
 
 def test_the_plan_is_there_when_a_run_is_killed(train, text):
-    """It is written line by line, also into a pipe."""
+    """The plan is written line by line, even into a pipe."""
     process = train.start(*LARGE[:-2], "--steps", 10**6, "--data", text, "--batch", 2)
     lines = []
     for line in process.stdout:

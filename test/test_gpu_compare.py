@@ -1,4 +1,4 @@
-"""dev/gpu_compare.py: figures of a bench beside what was counted of its operations."""
+"""dev/gpu_compare.py: a bench's figures next to what was predicted for its operations."""
 
 import json
 
@@ -35,7 +35,7 @@ def test_measured_beside_predicted(tmp_path, capsys):
     assert capsys.readouterr().out == text and "130.25 ms (median)" in text and H100 in text
     found = rows(text)
     assert list(found) == ["operation", "products", "gelu_forward", "something_new", "all of these"]
-    # Two launches a call, and sectors of 32 bytes that are fewer than the bytes of the operation.
+    # Two launches per call, and sectors of 32 bytes that are fewer than the bytes of the operation.
     gelu = 1e3 * (9e9 / (3.35e12 * 0.85) + 24 * gpu_predicted.LAUNCH)
     assert found["gelu_forward"] == ["12", "6.000", f"{gelu:.3f}", f"{6 / gelu:.2f}", "memory"]
     assert found["products"][:2] == ["24", "6.000"] and found["products"][-1] == "tensor"
@@ -67,7 +67,7 @@ def test_other_benches_are_refused(tmp_path, capsys, change, named):
 
 
 def test_a_bench_of_the_trainer(train_bf16, tmp_path, capsys):
-    """All that it measures of a GPT-2 was counted, but what only another device has."""
+    """There are counts for all operations of a GPT-2, except those that only another device has."""
     gpu_compare.main(["--gpu", H100, train_bf16.path, "--profile-ops", "--json", "--bench-warmup", "0",
                       "--bench-steps", "1", "--model", "d1", "--batch", "2", "--seq-len", "64", "--head-rows", "64"])
     found = rows(capsys.readouterr().out)

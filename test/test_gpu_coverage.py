@@ -1,4 +1,4 @@
-"""dev/gpu_coverage.py: what several runs executed counts together, by architecture."""
+"""dev/gpu_coverage.py: the counts of several runs are merged, by architecture."""
 
 import gpu_coverage
 

@@ -1,4 +1,4 @@
-"""dev/gpu_predicted.py: what it reads of SASS and counters, and how it counts."""
+"""dev/gpu_predicted.py: what it reads from SASS and counters, and how it counts."""
 
 import gpu_predicted
 import pytest
@@ -59,7 +59,8 @@ def test_an_operation_takes_its_longest_bound():
 
     bounds, launches = bounds_with(2)
     assert launches == 4 and bounds["tensor"] == 0
-    assert bounds["memory"] == pytest.approx(6.4e9 / (3.35e12 * 0.85))  # it touches twice what the plan counts
+    # The kernel touches twice the bytes that the plan counts.
+    assert bounds["memory"] == pytest.approx(6.4e9 / (3.35e12 * 0.85))
     assert bounds["issue"] == pytest.approx(1e9 / (4 * 132 * 1.83e9))
     slower, _ = bounds_with(0.5)
     assert slower["memory"] == pytest.approx(6.4e9 / (3.35e12 * 0.5))
@@ -73,20 +74,20 @@ def test_products_come_in_whole_waves():
 
 
 def test_a_short_sum_is_slower():
-    """A tile takes some time beside its products; a long sum is worth that rate which is the best."""
+    """A tile takes some time besides its products. The best rate is that of a long sum."""
     gpu = gpu_predicted.GPUS["H100"]
     shares = [gpu_predicted.product_share(gpu, 132 * 128, 256 * 8, k) for k in (256, 768, 1600, 4096, 65536)]
     assert shares == sorted(shares) and shares[0] < 0.65 and shares[-1] > 0.99
     assert shares[1] * gpu.products == pytest.approx(660e12, rel=0.02)
     idle = [k * (1 / share - 1) for k, share in zip((256, 768, 1600), shares)]
-    assert idle == pytest.approx([idle[0]] * 3)  # as many steps of k
+    assert idle == pytest.approx([idle[0]] * 3)  # the same number of steps of k
     for shape, (published, _) in gpu_predicted.PRODUCTS.items():
         assert gpu_predicted.product_share(gpu, *shape) * gpu.products == pytest.approx(published * 1e12, rel=0.09)
 
 
 def test_cutting_a_sum_fills_the_gpu_but_costs_tiles():
     gpu = gpu_predicted.GPUS["A100"]
-    few = gpu_predicted.product_share(gpu, 128, 256, 65536)  # one tile of 108 that there is room for
+    few = gpu_predicted.product_share(gpu, 128, 256, 65536)  # one tile on 108 multiprocessors
     assert 12 / 108 < few < 16 / 108
     assert gpu_predicted.product_share(gpu, 128, 256, 512) < 1 / 108
 
@@ -129,7 +130,7 @@ def test_loops_of_ptx():
 
 
 def test_instructions_of_a_long_loop_are_those_of_sass():
-    """Of one that ptxas may unroll those of PTX."""
+    """For a loop that ptxas may unroll, those of PTX."""
     long = [(16 * i, "FADD R1, R1, R2") for i in range(150)] + [(2400, "BRA 0x0")]
     assert gpu_predicted.sass_a_ptx(long, [300]) == pytest.approx(151 / 300)
     assert gpu_predicted.sass_a_ptx(long, [30]) == gpu_predicted.sass_a_ptx(long, [300, 200]) == 1

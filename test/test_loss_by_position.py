@@ -1,4 +1,5 @@
-"""--loss-by-position: a validation's losses by the length of their context, as transformers has them; and the plot."""
+"""--loss-by-position: a validation's losses by the length of their context, compared with transformers; and
+the plot."""
 
 import json
 
@@ -11,7 +12,7 @@ from trainer_runs import figures, make, random_tokens, read_log, saved_bytes, wr
 
 VOCAB, LENGTH, SEQUENCES = 151, 45, 9
 MODELS = {"gpt2": ("--heads", 3, "--channels", 48), "qwen2": ("--heads", 4, "--kv-heads", 2, "--channels", 48)}
-# 45 tokens at most: one by one, then four to a doubling.
+# At most 45 tokens: one by one, then four buckets per doubling.
 BUCKETS = [(n, n) for n in range(1, 9)] + [(9, 10), (11, 12), (13, 14), (15, 16), (17, 20), (21, 24), (25, 28), (29, 32),
                                            (33, 40), (41, 45)]
 
@@ -27,14 +28,14 @@ RUN = ("--val-data", "data.bin", "--seq-len", LENGTH, "--batch", 4, "--eval-batc
 
 
 def expected_losses(folder, sequences):
-    """(sequences, positions)"""
+    """Losses, (sequences, positions)."""
     with torch.no_grad():
         logits = open_with_transformers(folder).float()(sequences[:, :-1]).logits
     return torch.nn.functional.cross_entropy(logits.transpose(1, 2), sequences[:, 1:], reduction="none").numpy()
 
 
 def check_line(line, losses, counts):
-    """Of each position's losses, summed, and how many."""
+    """Compares a line with each position's losses, summed, and their counts."""
     assert list(line) == ["step", "val_loss", "seq_len", "contexts"] and line["seq_len"] == LENGTH
     contexts = line["contexts"]
     wanted = [(first, last) for first, last in BUCKETS if counts[first - 1:last].sum() > 0]
@@ -50,7 +51,7 @@ def check_line(line, losses, counts):
 
 @pytest.mark.parametrize("head_rows", [0, 64])
 def test_against_transformers(train_fp32, work, head_rows):
-    """With a last batch that is not full, and with the head in parts."""
+    """With a last batch that is not full, and with the head in chunks."""
     train_fp32("--model", "model", "--steps", 0, *RUN, "--head-rows", head_rows, "--loss-by-position", "losses",
                cwd=work)
     tokens = torch.from_numpy(random_tokens(VOCAB, (SEQUENCES + 1) * LENGTH))
@@ -61,7 +62,7 @@ def test_against_transformers(train_fp32, work, head_rows):
 
 
 def test_of_examples(train_fp32, tmp_path):
-    """Positions begin anew with each example of a sequence, and what has no loss does not count."""
+    """Positions start at 0 with each example of a sequence, and tokens without a loss do not count."""
     make(tmp_path / "model", "--vocab", 256, "--positions", 64, *MODELS["gpt2"])
     lengths = [(3, 5), (7, 30), (1, 2), (10, 4), (2, 39), (20, 20), (6, 6)]
     pairs = [("p" * a, "".join(chr(97 + (i * i + a) % 26) for i in range(b))) for a, b in lengths]
@@ -80,7 +81,8 @@ def test_of_examples(train_fp32, tmp_path):
 
 
 def test_changes_no_bit(train, work):
-    """Of a training with validations, of which each is a line; the same at any level of recompute and threads."""
+    """Of a training with validations, each of which writes a line. The lines are the same at any recompute
+    level and number of threads."""
     options = ("--model", "model", "--data", "data.bin", *RUN, "--steps", 4, "--eval-every", 2, "--sample-tokens", 0)
     train(*options, "--out", "a", "--log", "a.log", cwd=work)
     train(*options, "--out", "b", "--log", "b.log", "--loss-by-position", "b.losses", cwd=work)
@@ -94,7 +96,7 @@ def test_changes_no_bit(train, work):
 
 
 def test_is_in_the_plan(train, work):
-    """Four bytes a position; without the option nothing is taken."""
+    """Four bytes per position; without the option nothing is taken."""
     plans = [train.plan("--model", work / "model", "--steps", 0, "--val-data", work / "data.bin", *RUN[2:], *more) for more in ((), ("--loss-by-position", "x"))]
     without, given = ({b["name"]: b["bytes"] for b in plan["buffers"]} for plan in plans)
     assert given.pop("position_losses") == 4 * LENGTH and without == given

@@ -516,8 +516,8 @@ def test_batch_auto(train):
     for budget in (300 * MIB + of_a_gpu(train), 500 * MIB + of_a_gpu(train)):
         plan = train.plan(*options, "--batch", "auto", "--memory", f"{budget}B")
         assert total(plan) <= budget < total(train.plan(*options, "--batch", plan["batch"] + 1))
-    assert train.plan(*options, "--batch", "auto")["batch"] > plan["batch"]  # uses the free memory of this
-                                                                             # machine
+    # This uses the free memory of the machine.
+    assert train.plan(*options, "--batch", "auto")["batch"] > plan["batch"]
 
 
 def test_batch_auto_with_memory_resumes(train, folder, tmp_path):

@@ -1,4 +1,5 @@
-"""--mlp-rows: MLPs in chunks of rows change no bit where no gradient is summed over rows, else its rounding only."""
+"""--mlp-rows: MLPs in chunks of rows. They change no bit if no gradient is summed over rows, and otherwise
+only rounding."""
 
 import shutil
 
@@ -55,8 +56,8 @@ def test_frozen_mlps_are_the_same_to_the_bit(train, work, family, rows):
 
 @pytest.mark.parametrize("rows", [8, 48])
 def test_lora_at_the_mlp(train, work, family, rows):
-    """With dropout too: the loss and the gradients, in m after a step, are the same but for rounding. (The
-    library sums thin products of few rows in another order.)"""
+    """Also with dropout: the loss and the gradients (in m after a step) are the same except for rounding.
+    (The library sums thin products of few rows in another order.)"""
     lora(work, family, "all-linear")
     step = ("--adapter", "adapter", "--steps", 1, "--beta1", 0, "--clip", 0, "--sample-tokens", 0)
     for options in ((), ("--train", "lora", "--lora-dropout", 0.2)):
@@ -66,12 +67,13 @@ def test_lora_at_the_mlp(train, work, family, rows):
         first, wanted = (losses(read_log(work / f"{name}.log"))[0] for name in ("chunks", "whole"))
         assert first == pytest.approx(wanted, rel=1e-6 if train.precision == "fp32" else 1e-4)
         for name in (name for name in whole if name.startswith("m.")):
-            bound = 1e-6 if train.precision == "fp32" else 1e-2  # some numbers are rounded the other way: 2^-8 each
+            # Some numbers are rounded in the other direction: 2^-8 each.
+            bound = 1e-6 if train.precision == "fp32" else 1e-2
             assert (chunks[name] - whole[name]).norm() <= bound * whole[name].norm(), name
 
 
 def test_all_that_changes_no_bit_beside_it(train, work):
-    """Levels of recompute, threads, accumulation by block, parking, blocks and state on the disk."""
+    """Recompute levels, threads, accumulation block by block, offloading, blocks and state on disk."""
     options = ("--mlp-rows", 40, "--grad-accum", 2)
     first = trained(train, work, "first", *options, "--recompute", "none")
     assert losses(first[0]) == pytest.approx(losses(trained(train, work, "whole", "--grad-accum", 2)[0]),
@@ -129,7 +131,8 @@ def test_nothing_wide_outlives_a_chunk(train, tmp_path, kind, level):
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 @pytest.mark.parametrize("rows", [8, 64])
 def test_gradients_of_chunks(train_bf16, tmp_path, family, rows):
-    """Against PyTorch in fp32, whose own error does not count: at most twice the error without chunks."""
+    """Compared with PyTorch in fp32, whose own error is negligible: at most twice the error without
+    chunks."""
     make(tmp_path / "model", "--family", family, "--layers", 1, "--heads", 2, "--channels", 64, "--vocab", 500,
          "--positions", 256, "--dtype", "bf16")
     write_shard(tmp_path / "data.bin", random_tokens(500, 6000))
@@ -154,7 +157,7 @@ def test_gradients_of_chunks(train_bf16, tmp_path, family, rows):
 
 @pytest.mark.parametrize("options", [("--model", "llama:d4", "--seq-len", 8192), ("--model", "d4", "--seq-len", 16384)], ids=str)
 def test_automatic_rows(train, options):
-    """Cost at most 2% of the estimated step; the same whatever changes no bit."""
+    """They cost at most 2% of the estimated step, and options that change no bit do not change them."""
     options = (*options, "--batch", 1, "--recompute", "block")
     chunks, whole = train.plan(*options, "--mlp-rows", "auto", "--head-rows", 0), train.plan(*options, "--head-rows", 0)
     assert 0 < chunks["mlp_rows"] < 8192 and whole["mlp_rows"] == 0

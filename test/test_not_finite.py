@@ -1,5 +1,5 @@
-"""Numbers that are not finite: in weights, whatever they are kept as, and in adapters they are named; and saves of a
-training that has gone wrong replace no good one."""
+"""Numbers that are not finite are named, in weights of every format and in adapters. Saves of a training that
+has gone wrong do not replace a good one."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def work(folder, tmp_path):
 
 
 def spoil(path, name, value, generator):
-    """Puts a value somewhere into a tensor of a file."""
+    """Writes a value somewhere into a tensor of a file."""
     tensors = load_file(path)
     tensors[name].view(-1)[int(generator.integers(tensors[name].numel()))] = value
     save_file(tensors, path, metadata={"format": "pt"})
@@ -56,7 +56,7 @@ FORMATS = [(), ("--base", "nf4"), ("--base", "nf4-double"), ("--store", "all=8bi
 
 @pytest.mark.parametrize("options", FORMATS, ids=str)
 def test_a_weight(train_fp32, work, options):
-    """Of a linear layer, and of the head."""
+    """In a linear layer's weight, and in the head's."""
     generator = np.random.default_rng(FORMATS.index(options))
     whole = load_file(work / "model" / "model.safetensors")
     for name in (generator.choice([name for name in whole if "proj" in name]), "lm_head.weight"):
@@ -83,7 +83,7 @@ def test_scales_of_nf4(train_fp32, work):
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
 def test_scales_of_a_gguf(train_fp32, work, kind):
-    """Of the blocks of a matrix: the half that is spoilt is the last of a block's."""
+    """In the scales of a matrix's blocks; the half that is changed is a block's last one."""
     make(work / "wide", "--family", "llama", "--layers", 1, "--heads", 4, "--channels", 256, "--mlp-width", 256, "--vocab", 256,
          "--positions", 64)
     write_gguf(work / "m.gguf", transformers.AutoModelForCausalLM.from_pretrained(work / "wide", dtype=torch.float32), "llama",
@@ -99,7 +99,8 @@ def test_scales_of_a_gguf(train_fp32, work, kind):
 
 
 def test_adapters(train_fp32, work):
-    """They are neither used nor merged; nor is what a merge makes of finite numbers."""
+    """Such adapters are neither used nor merged, and neither is a merge of finite numbers whose result is not
+    finite."""
     generator = np.random.default_rng(2)
     for kind in ("lora", "prompt"):
         train_fp32("--model", "model", "--train", kind, *DATA, "--steps", 1, "--out", kind, cwd=work)
@@ -118,7 +119,7 @@ def test_adapters(train_fp32, work):
 
 
 def test_a_validation_and_a_sample(train_fp32, work):
-    """Weights that are finite, and overflow."""
+    """The weights are finite, and the computation overflows."""
     path = work / "model" / "model.safetensors"
     tensors = load_file(path)
     save_file({name: t * (1e30 if "down_proj" in name or "up_proj" in name else 1) for name, t in tensors.items()}, path,
@@ -129,7 +130,7 @@ def test_a_validation_and_a_sample(train_fp32, work):
 
 
 def test_the_last_good_save_stays(train, work):
-    """A learning rate that kills the model: its later saves are not good, and replace none that is."""
+    """A learning rate destroys the model: its later saves are not good and do not replace a good one."""
     run = ("--model", "model", *DATA, "--optimizer", "sgd", "--schedule", "constant", "--warmup", 0, "--clip", 0, "--save-every", 1,
            "--keep", 1, "--out", "out")
     good = train(*run, "--lr", 0.1, "--steps", 3, cwd=work)

@@ -1,4 +1,5 @@
-"""The optimizer's state in every format: what it takes, that it repeats and resumes to the bit, that it learns."""
+"""The optimizer's state in every format: its size, that runs repeat and resume to the bit, and that it
+learns."""
 
 import json
 
@@ -18,14 +19,14 @@ def name_of(options):
 
 
 def pytest_generate_tests(metafunc):
-    """A test that asks for train_in runs once for each binary and format that it has."""
+    """A test with the argument train_in runs once for each binary and format that it has."""
     if "train_in" in metafunc.fixturenames:
         from trainer_runs import binaries
         cases = [(train, options) for train in binaries() for options in FORMATS[train.precision]]
         metafunc.parametrize("train_in", cases, ids=[f"{train} {name_of(options)}" for train, options in cases])
 
 
-# ---- what it takes
+# ---- its size
 
 STATE = ("weights", "gradients", "optimizer_m", "optimizer_v", "master")
 
@@ -39,12 +40,12 @@ def bytes_per_parameter(train, *options):
     ((), 2 + 2 + 4 + 4 + 4),
     (("--master", "split"), 14),
     (("--master", "split", *MOMENTS[0]), 10),
-    (("--master", "split", *MOMENTS[1]), 8 + 8 / 256),  # two scales a block
+    (("--master", "split", *MOMENTS[1]), 8 + 8 / 256),  # two scales per block
     (("--master", "none", *MOMENTS[1]), 6 + 8 / 256),
     (("--master", "none", *SGD), 4),
 ], ids=str)
 def test_bytes_of_bf16(train_bf16, options, size):
-    """Of GPT-2 124M, whose padding takes less than a thousandth."""
+    """For GPT-2 124M, whose padding is less than a thousandth."""
     assert size <= bytes_per_parameter(train_bf16, *options) < 1.001 * size
 
 
@@ -78,7 +79,7 @@ DATA = ("--model", "model", "--data", "text", "--batch", 2, "--seq-len", 24, "--
 
 
 def trained(train, folder, out, *options):
-    """The figures and the saved files of six steps, of which the third is kept."""
+    """The figures and the saved files of six steps; the save of the third is kept."""
     train(*DATA, "--steps", 6, "--save-every", 3, "--keep", 0, "--out", out, "--log", f"{out}.log", *options,
           cwd=folder)
     return figures(read_log(folder / f"{out}.log")), saved_bytes(folder / out)
@@ -91,7 +92,7 @@ def work_in(folder, path):
 
 
 def test_runs_repeat_and_resume(train_in, folder, tmp_path):
-    """To the bit, on any number of threads."""
+    """To the bit, with any number of threads."""
     train, options = train_in
     work = work_in(folder, tmp_path)
     log, files = trained(train, work, "a", *options)
@@ -105,7 +106,7 @@ def test_runs_repeat_and_resume(train_in, folder, tmp_path):
 
 
 def test_split_is_the_fp32_master(train_bf16, folder, tmp_path):
-    """The same losses and weights to the bit, over moments in any format; and the same master."""
+    """The same losses and weights to the bit, with moments in any format; and the same master."""
     work = work_in(folder, tmp_path)
     for i, moments in enumerate([(), *MOMENTS, SGD]):
         whole = trained(train_bf16, work, f"whole{i}", *moments)
@@ -123,8 +124,8 @@ def test_split_is_the_fp32_master(train_bf16, folder, tmp_path):
 
 # ---- learning
 
-# After 100 steps on Shakespeare's plays the loss is near 2.8, from 5.5. Over four seeds the formats changed it, as the
-# mean of the last ten steps, by at most 0.0048.
+# After 100 steps on Shakespeare's plays the loss is near 2.8, from 5.5 at the start. Over four seeds, the
+# formats changed the mean loss of the last ten steps by at most 0.0048.
 STEPS = 100
 BOUND = 0.01
 LEARN = ("--model", "d2", "--batch", 4, "--seq-len", 64, "--steps", STEPS, "--sample-tokens", 0, "--eval-batches", 1)
@@ -132,7 +133,7 @@ LEARN = ("--model", "d2", "--batch", 4, "--seq-len", 64, "--steps", STEPS, "--sa
 
 @pytest.fixture(scope="module")
 def final_loss(tmp_path_factory):
-    """The final loss of a run with options, run once; after a check that it learnt."""
+    """The final loss of a run with these options, made once; checks that it learned."""
     path, known = tmp_path_factory.mktemp("learning"), {}
 
     def run(train, *options):
@@ -158,7 +159,7 @@ def test_no_master_learns_as_fp32(train_bf16, final_loss, options):
 
 
 def test_sgd_learns(train_bf16, final_loss):
-    """More slowly; and without a master as with one."""
+    """More slowly than AdamW, and without a master as well as with one."""
     sgd = (*SGD, "--lr", 0.1)
     fp32 = final_loss(train_bf16, *sgd)
     assert final_loss(train_bf16) < fp32

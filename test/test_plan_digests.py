@@ -1,7 +1,8 @@
-"""Plans stay the same bytes: those of a grid of models and options beside digests of them.
+"""Plans stay the same, byte for byte: digests of plans for a grid of models and options are compared with
+stored ones.
 
-Where a change is meant to change plans, `PYTHONPATH=dev .venv/bin/python test/test_plan_digests.py` writes the digests
-of the binaries in TRAIN_BINARIES anew.
+If a change is meant to change plans, `PYTHONPATH=dev .venv/bin/python test/test_plan_digests.py` writes new
+digests for the binaries in TRAIN_BINARIES.
 """
 
 import hashlib
@@ -24,10 +25,11 @@ MIXES = {"small": "none:1,ffn:3,block:1", "d12": "block:4,norm:3,gelu:5", "d48":
 
 
 def digest(train, folder, case):
-    """Of what the plans at all levels say of tensors; what libraries and the process take are the machine's."""
+    """Digest of what the plans at all levels say of tensors. The memory of libraries and the process depends
+    on the machine and is left out."""
     (folder / "config.json").write_text(json.dumps(SMALL))
     model, *options = case.split()
-    if model == "d2":  # without data it would learn bytes
+    if model == "d2":  # without data it would train on bytes
         options += ["--data", write_shard(folder / "data.bin", random_tokens(301, 2000))]
     said = []
     for level in [*LEVELS, MIXES.get(model, "gelu")]:

@@ -1,4 +1,4 @@
-"""dev/plan_table.py: a case's row is what ./train plans, beside the step with everything on the device."""
+"""dev/plan_table.py: a case's row has ./train's plan, next to the same step with everything on the device."""
 
 import re
 import stat
@@ -17,7 +17,7 @@ def llama(tmp_path_factory):
 
 
 def rows_of(capsys, train, tmp_path, *lines, options=()):
-    """{case: cells by column} of a run of the script on these cases."""
+    """{case: cells by column} from a run of the script on these cases."""
     (tmp_path / "cases.txt").write_text("\n".join(lines))
     plan_table.main([train.path, "--cases", str(tmp_path / "cases.txt"), *options])
     text = capsys.readouterr().out
@@ -57,7 +57,7 @@ def test_rows(train, llama, tmp_path, capsys):
 
 
 def test_what_was_chosen(train, llama, tmp_path, capsys):
-    """Of a budget with room, and of one that nothing fits."""
+    """For a budget that is large enough, and for one that nothing fits."""
     rows = rows_of(capsys, train, tmp_path, f"room | {llama} | {' '.join(STEP)} | --memory 8GiB",
                    f"none | {llama} | {' '.join(STEP)} | --memory 1MiB")
     assert rows["room"]["chosen"] == "`--recompute none --head-rows 0 --batch 2 --grad-accum 1`"
@@ -67,7 +67,7 @@ def test_what_was_chosen(train, llama, tmp_path, capsys):
 
 
 def test_options_for_all(train_fp32, llama, tmp_path, capsys):
-    """What follows -- goes to both plans."""
+    """Arguments after -- are passed to both plans."""
     line = f"more | {llama} | {' '.join(STEP)} | --recompute none"
     few = rows_of(capsys, train_fp32, tmp_path, line, options=("--", "--threads", "1"))["more"]
     many = rows_of(capsys, train_fp32, tmp_path, line, options=("--", "--threads", "4"))["more"]
@@ -75,12 +75,12 @@ def test_options_for_all(train_fp32, llama, tmp_path, capsys):
     for seconds in (lambda row: float(row["a step, s"]), lambda row: float(row["resident, s (GiB)"].split()[0])):
         if train_fp32.device == "cpu":
             assert seconds(few) > 1.5 * seconds(many)
-        else:  # the GPU does as much with any threads
+        else:  # a GPU takes the same with any number of threads
             assert seconds(few) == seconds(many)
 
 
 def test_shapes(train_fp32, tmp_path):
-    """The models have the parameters that their names promise."""
+    """The models have as many parameters as their names say."""
     for name, parameters in (("llama-3.1-8b", 8_030_261_248), ("llama-3.1-70b", 70_553_706_496),
                              ("bloom-176b", 176_247_271_424)):
         folder = plan_table.model_folder(name, str(tmp_path))
@@ -90,7 +90,7 @@ def test_shapes(train_fp32, tmp_path):
 
 
 def test_cases_of_its_own(train_fp32):
-    """They are cases, each of a name of its own, and of shapes that are there."""
+    """The built-in cases are valid, with distinct names and existing shapes."""
     cases = plan_table.cases_of(plan_table.CASES, "CASES")
     assert len({c.name for c in cases}) == len(cases) > 5 and {c.model for c in cases} == set(plan_table.SHAPES)
     help_text = train_fp32("--help").stdout.decode()
@@ -99,7 +99,7 @@ def test_cases_of_its_own(train_fp32):
 
 
 def test_gpus(llama, tmp_path, capsys):
-    """A row for each GPU that a build plays, by its name, with what lies in host memory and on a disk."""
+    """A row for each GPU that a build emulates, by its name, with the sizes in host memory and on disk."""
     played = tmp_path / "played"
     played.write_text('''#!/usr/bin/env python3
 import json, os

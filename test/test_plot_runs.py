@@ -1,4 +1,4 @@
-"""dev/plot_runs.py: the curves of training logs, and what it says of a log that is none."""
+"""dev/plot_runs.py: the curves of training logs, and its message for a file that is not a log."""
 
 import json
 import math
@@ -27,7 +27,7 @@ def logs(tmp_path):
 
 
 def plot(logs, *names):
-    """The picture's bytes."""
+    """The bytes of the picture."""
     out = logs / "runs.png"
     assert plot_runs.main([*(str(logs / f"{name}.jsonl") for name in names), "--out", str(out)]) in (0, None)
     return out.read_bytes()
@@ -39,7 +39,7 @@ def size(png):
 
 
 def test_draws(logs):
-    """Each set of logs another picture; a panel for each figure that there is."""
+    """Each set of logs gives another picture, with a panel for each figure in the logs."""
     pictures = [plot(logs, *names) for names in (["a"], ["b"], ["a", "b"], ["b", "a"], ["a", "c"], ["a", "more/a"],
                                                  ["no_validation"], ["a", "no_validation"], ["one_step"])]
     assert len(set(pictures)) == len(pictures)
@@ -89,7 +89,7 @@ def test_says_how_runs_ended(logs, capsys):
 
 
 def test_a_resumed_log_and_what_is_no_number(tmp_path):
-    """The last of a step counts; NaN, null and infinity are not drawn."""
+    """The last line of a step counts; NaN, null and infinity are not drawn."""
     lines = ['{"step": 0, "loss": 9}', '{"step": 1, "loss": null}', '{"step": 2, "loss": NaN}', '{"step": 3, "loss": 1e999}',
              "", '{"step": 0, "loss": 4}', '{"step": 4, "loss": 3}', '{"kind": "something else"}']
     (tmp_path / "log").write_text("\n".join(lines))

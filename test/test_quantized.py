@@ -1,4 +1,4 @@
-"""Quantized weights are, byte for byte, those of bitsandbytes (NF4) and of PyPI's gguf (GGUF's formats)."""
+"""Quantized weights equal, byte for byte, those of bitsandbytes (NF4) and of PyPI's gguf (GGUF's formats)."""
 
 import json
 import pathlib
@@ -19,12 +19,12 @@ SHAPES = [(1, 64), (64, 64), (7, 128), (48, 576), (300, 1000), (3, 5), (1, 17), 
 
 @pytest.fixture(scope="module", name="bnb")
 def fixture_bnb():
-    torch.set_num_threads(1)  # with several the mean of the scales is added up in another order
+    torch.set_num_threads(1)  # with several, the mean of the scales is added up in another order
     return pytest.importorskip("bitsandbytes")
 
 
 def probe(*arguments, data=b"", code=0):
-    """The bytes of an answer; or the error message where one is expected."""
+    """The bytes of an answer, or the error message if one is expected."""
     result = subprocess.run([PROBE, *map(str, arguments)], input=data, capture_output=True, timeout=300)
     assert result.returncode == code, result.stderr
     return result.stderr.decode() if code else result.stdout
@@ -51,7 +51,7 @@ def parts_of(data, count, double):
 def weights(shape, dtype, kind):
     generator = torch.Generator().manual_seed(shape[0] + shape[1])
     w = torch.randn(shape, generator=generator) * 0.02
-    if kind == "coarse":  # many elements on the border between two values, and blocks of zeros
+    if kind == "coarse":  # many elements between two values, and blocks of zeros
         w = torch.round(w * 400) / 64
         w.view(-1)[:shape[0] * shape[1] // 3] = 0
     return w.to(dtype)
@@ -168,7 +168,7 @@ def test_wrong_files_are_refused(bnb, tmp_path, change, message):
 
 
 def blocks_of(kind, count):
-    """Random blocks, all scales among them, infinite ones and NaN too."""
+    """Random blocks with all possible scales, including infinity and NaN."""
     size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
     return np.random.default_rng(count).integers(0, 256, (count, size), dtype=np.uint8)
 
@@ -192,7 +192,7 @@ def test_ggml_formats_are_those_of_gguf(kind):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["normal", "coarse", "tiny", "large"])
 def test_q8_0_is_that_of_gguf(kind, dtype):
-    """Scales that are subnormal halves, zero, or none among them."""
+    """Scales that are subnormal halves, or zero, or blocks of zeros."""
     w = weights((37, 96), dtype, kind)
     if kind in ("tiny", "large"):
         w *= torch.logspace(*((-7, -1) if kind == "tiny" else (0, 7)), 37)[:, None]

@@ -1,4 +1,5 @@
-"""A base in NF4: training and generating on it, bitsandbytes' own folders, and what the adapter's merge gives."""
+"""A base in NF4: training and generating with it, bitsandbytes' own folders, and merging an adapter into
+it."""
 
 import contextlib
 import json
@@ -20,7 +21,7 @@ from trainer_runs import random_tokens, read_log, saved_bytes, write_shard
 
 USUALLY = "fp32"  # see conftest.py
 
-# Matrices whose elements are no multiple of NF4's blocks among them.
+# Some matrices have a number of elements that is not a multiple of NF4's blocks.
 FAMILIES = ("llama", "bloom", "qwen3")
 
 
@@ -36,8 +37,8 @@ def open_nf4(folder, is_double):
 
 
 def floats_of(weight, state):
-    """What a matrix of bitsandbytes stands for, from its codes; its own dequantization on a CPU is wrong for matrices
-    whose rows are no whole blocks (0.50.2)."""
+    """The values of a bitsandbytes matrix, from its codes. bitsandbytes' own dequantization on a CPU is wrong
+    if rows are not whole blocks (0.50.2)."""
     scales = state.absmax
     if state.nested:
         blocks = torch.arange(len(scales)) // state.state2.blocksize
@@ -47,7 +48,7 @@ def floats_of(weight, state):
 
 
 def dequantized(model):
-    """With plain layers in place of bitsandbytes'."""
+    """The model with plain layers in place of bitsandbytes'."""
     for name, module in list(model.named_modules()):
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             plain = torch.nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
@@ -77,14 +78,16 @@ def work(folder, tmp_path):
 
 @pytest.mark.parametrize("base", ["nf4", "nf4-double"])
 def test_losses_are_those_of_bitsandbytes(train_fp32, work, base):
-    """Those of a training of the same adapter beside bitsandbytes' model, and of that model alone."""
+    """The losses agree with bitsandbytes' files of the model, and the validation loss with its model and the
+    same adapter."""
     is_double = base == "nf4-double"
     options = ("--model", "model", "--adapter", "adapter", *DATA[2:], "--steps", 8, *STEPS)
     train_fp32(*options, "--base", base, "--log", "log", "--sample-tokens", 0, cwd=work)
     got = by_key(read_log(work / "log"), "loss")
     open_nf4(work / "model", is_double).save_pretrained(work / "bnb")
     train_fp32(*options, "--log", "files.log", "--sample-tokens", 0, "--model", "bnb", cwd=work)
-    # The mean of the scales of double quantization depends on the threads that bitsandbytes adds them up with.
+    # The mean of the scales in double quantization depends on the number of threads with which bitsandbytes
+    # adds them.
     of_files = by_key(read_log(work / "files.log"), "loss")
     assert of_files == pytest.approx(got, rel=0, abs=1e-5) if is_double else of_files == got
 
@@ -96,7 +99,7 @@ def test_losses_are_those_of_bitsandbytes(train_fp32, work, base):
     adapted = ("--model", "model", "--adapter", "adapter", "--base", base)
     assert validated(train_fp32, work, *adapted) == pytest.approx(loss, rel=0, abs=1e-4)
     plain = validated(train_fp32, work, "--model", "model", "--adapter", "adapter")
-    assert abs(plain - loss) > 1e-3  # what quantizing changes is seen
+    assert abs(plain - loss) > 1e-3  # the effect of quantizing is visible
 
 
 def test_memory_options_change_no_bit(train, work):
@@ -116,7 +119,7 @@ def test_resume_is_the_unbroken_run(train_fp32, work):
 
 
 def test_merged_is_the_trained_model(train_fp32, work):
-    """The merge is onto the dequantized weights: the logits are those that were trained."""
+    """The adapter is merged into the dequantized weights, and the logits are those that were trained."""
     before = validated(train_fp32, work, "--model", "model", "--adapter", "adapter", "--base", "nf4-double", "--merge",
                        "merged")
     assert validated(train_fp32, work, "--model", "merged") == pytest.approx(before, rel=0, abs=1e-5)
@@ -125,7 +128,7 @@ def test_merged_is_the_trained_model(train_fp32, work):
 
 @contextlib.contextmanager
 def one_thread():
-    """bitsandbytes adds up the scales' mean in another order with more."""
+    """With more threads, bitsandbytes adds up the scales' mean in another order."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -138,7 +141,7 @@ def one_thread():
                                           ("mistral", "nf4-double"), ("qwen2", "nf4"), ("qwen3", "nf4-double"),
                                           ("bloom", "nf4")])
 def test_saved_base_is_that_of_transformers(train, tmp_path, family, base):
-    """Byte for byte, of the same precision; transformers opens it as its own, and so do we."""
+    """Byte for byte, with the same precision. transformers opens it as its own, and so do we."""
     work = prepare(tmp_path, family, OPTIONS)
     dtype = torch.float32 if train.precision == "fp32" else torch.bfloat16
     train("--model", "model", "--base", base, "--steps", 0, "--save-base", "base", cwd=work)
@@ -167,7 +170,8 @@ def saved_model(folder):
 
 
 def test_a_run_saves_the_base_of_its_adapter(train_fp32, work):
-    """peft opens the two as they are; a resumed run leaves the base alone, and one that began anew does too."""
+    """PEFT opens the two folders as they are. A resumed run does not change the base, and neither does one
+    that starts anew."""
     (work / "base.tmp").mkdir()
     (work / "base.tmp" / "of a run that was killed").touch()
     options = (*DATA, "--adapter", "adapter", "--base", "nf4-double", "--sample-tokens", 0, "--save-base", "base")
@@ -192,18 +196,19 @@ def test_a_run_saves_the_base_of_its_adapter(train_fp32, work):
 
 
 def test_plan(train, work):
-    """The matrices take their 4 bits and their scales, and nothing else of the model is changed."""
+    """The matrices take their 4 bits and scales, and nothing else of the model changes."""
     options = ("--model", str(work / "model"), "--train", "lora", "--batch", 2, "--seq-len", 16)
     plain, small = train.plan(*options), train.plan(*options, "--base", "nf4-double")
     element = 4 if train.precision == "fp32" else 2
     [codes] = [b["bytes"] for b in small["buffers"] if b["name"] == "quantized_weights"]
     matrices = plain["totals"]["weights"] - (small["totals"]["weights"] - codes)
-    assert codes < 0.75 * matrices / element + 60000  # half a byte each, and a map of 1 KiB for each small matrix
+    # Half a byte each, and a map of 1 KiB for each small matrix.
+    assert codes < 0.75 * matrices / element + 60000
     assert small["parameters"] == plain["parameters"]
 
 
-# Tied and not, with learned positions and a norm behind the embedding; rows that blocks of NF4 do not divide, and more
-# of the vocabulary than is dequantized at a time.
+# Tied and not tied, with learned positions and a norm after the embedding; rows that NF4's blocks do not
+# divide, and a larger vocabulary than is dequantized at a time.
 HEADS = {
     "gpt2": ("--heads", 3, "--channels", 96),
     "llama": ("--heads", 6, "--kv-heads", 2, "--channels", 96, "--mlp-width", 92),
@@ -219,7 +224,7 @@ HEAD_NAMES = ("lm_head.weight", "embed_tokens.weight", "wte.weight", "word_embed
 
 
 def dequantized_head(w, head):
-    """What a matrix is, kept so: by bitsandbytes and PyPI's gguf."""
+    """The values of a matrix in this format, by bitsandbytes and PyPI's gguf."""
     if head == "8bit":
         kind = gguf.GGMLQuantizationType.Q8_0
         return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(w.numpy(), kind), kind))
@@ -229,7 +234,7 @@ def dequantized_head(w, head):
 
 
 def write_plain(work, head):
-    """The model with its head, and the embedding where it is tied, as they are dequantized; returns the head's shape."""
+    """Writes the model with a dequantized head (and embedding, if it is tied); returns the head's shape."""
     tensors = {name: t.float() for path in (work / "model").glob("*.safetensors") for name, t in load_file(path).items()}
     name = next(n for end in HEAD_NAMES for n in tensors if n.endswith(end))
     tensors[name] = dequantized_head(tensors[name], head)
@@ -265,7 +270,8 @@ def far(got, expected):
 
 
 def test_a_quantized_head_is_what_it_stands_for(train, head_work):
-    """The steps, adapters, losses and samples are those on a folder with what the other libraries dequantize."""
+    """Steps, adapters, losses and samples equal those with a folder whose head other libraries
+    dequantized."""
     work, head = head_work, ("--head", (head_work / "head").read_text())
     runs = {}
     for name, model in (("got", ("--model", "model", *head)), ("wanted", ("--model", "plain")),
@@ -302,7 +308,7 @@ def test_memory_options_change_no_bit_with_a_quantized_head(train, head_work):
 
 
 def test_plan_of_a_quantized_head(train, head_work):
-    """It takes its codes and scales in place of the matrix, and as many rows as are dequantized at a time."""
+    """It takes its codes and scales instead of the matrix, and as many rows as are dequantized at a time."""
     options = ("--model", head_work / "model", "--train", "lora", "--lora-rank", 4, "--batch", 2, "--seq-len", 16)
     rows, columns = json.loads((head_work / "shape").read_text())
     head = (head_work / "head").read_text()
@@ -336,7 +342,7 @@ def test_a_merge_has_the_quantized_head(train_fp32, head_work):
 
 @a_few
 def test_a_soft_prompt_of_a_quantized_head(train, head_work):
-    """It begins as the same rows, which in bf16 were rounded in two ways, and learns the same."""
+    """It starts from the same rows, which in bf16 were rounded in two ways, and learns the same."""
     work, head = head_work, (head_work / "head").read_text()
     for name, model in (("got", ("--model", "model", "--head", head)), ("wanted", ("--model", "plain"))):
         options = (*model, *DATA[2:], "--train", "prompt", "--soft-prompt", 5, "--sample-tokens", 0)
@@ -375,7 +381,7 @@ def test_bad_input(train_fp32, work):
 
 @pytest.fixture(params=("llama", "qwen3", "bloom"))
 def gguf_work(request, tmp_path):
-    """A GGUF with matrices in Q8_0, F16, BF16 and F32, a LoRA of its model, and tokens."""
+    """A GGUF with matrices in Q8_0, F16, BF16 and F32, a LoRA for its model, and tokens."""
     config, arch = GGUF_MODELS[request.param]
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -390,8 +396,8 @@ def gguf_work(request, tmp_path):
 
 
 def test_a_gguf(train_fp32, gguf_work):
-    """Its loss is that of the model that it was made of but for its 8 bits, and that of its merge with an adapter is
-    the merged folder's. A training goes on as ever, and full training is refused."""
+    """Its loss is that of the original model except for the 8 bits, and the loss of its merge with an adapter
+    is that of the merged folder. Training continues as usual, and full training is refused."""
     work = gguf_work
     plain = validated(train_fp32, work, "--model", "model")
     assert validated(train_fp32, work, "--model", "model.gguf") == pytest.approx(plain, rel=0, abs=0.02)

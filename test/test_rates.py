@@ -1,4 +1,5 @@
-"""Rates: what is measured comes back as it was written, bad files are refused, and predictions follow the file."""
+"""Rates: measured rates are read back as they were written, bad files are refused, and predictions follow the
+file."""
 
 import copy
 import json
@@ -23,7 +24,7 @@ def device_name():
 
 
 def rates_of(train, products=1e11, attention=1e10, passes=1e10, transfers=1e9, beside=1):
-    """A device that is as fast at every size."""
+    """A device that is equally fast at every size."""
     if train.device != "cpu":
         pytest.skip("the name of the device is the driver's")
     grid = dict.fromkeys("mnk", [16, 4096]) | {"flops_per_second": [products] * 8}
@@ -41,7 +42,7 @@ def write(path, rates):
 
 
 def refused(train, *options):
-    """The one line that it answers with."""
+    """The one line with which it refuses."""
     error = train(*options, code=2).stderr.decode()
     assert error.startswith("train: ") and error.count("\n") == 1 and error.endswith("\n"), error
     return error
@@ -56,7 +57,7 @@ def spent(plan, cost):
 
 
 def test_nominal_seconds_are_what_they_were(train):
-    """The roofline of each operation: a choice by them is the same with every version."""
+    """They are the roofline of each operation, so choices by them are the same in every version."""
     plan = train.plan(*MODEL)
     if train.device != "cpu":
         pytest.skip("a GPU has other rates")
@@ -82,7 +83,7 @@ def test_phases_are_the_whole(train, tmp_path, options):
 
 
 def test_seconds_follow_the_file(train, tmp_path):
-    """What is twice as fast takes half the time, and the rest as long as before."""
+    """What is twice as fast takes half the time, and the rest takes as long as before."""
     def plan(**rates):
         return train.plan(*MODEL, "--rates", write(tmp_path / "rates.json", rates_of(train, **rates)))
 
@@ -100,7 +101,8 @@ def test_seconds_follow_the_file(train, tmp_path):
 
 
 def test_rates_between_sizes(train, tmp_path):
-    """Halfway between the logarithms of two sizes, the geometric mean of their rates; outside, the nearest."""
+    """Halfway between the logarithms of two sizes the rate is their geometric mean; outside, it is the
+    nearest one."""
     def attention(sizes, per_second):
         rates = rates_of(train)
         for name, curve in rates["operations"].items():
@@ -126,7 +128,7 @@ def test_rates_between_sizes(train, tmp_path):
 
 
 def test_streaming_is_bound_by_the_disk(train, tmp_path):
-    """A block costs the longer of computing and moving: a slow disk bounds all phases that read blocks."""
+    """A block takes the longer of computing and moving. A slow disk bounds all phases that read blocks."""
     make(tmp_path / "model", "--family", "llama", "--layers", 6, "--heads", 2, "--channels", 64, "--vocab", VOCAB,
          "--positions", 64, "--dtype", "bf16")
     options = ("--model", tmp_path / "model", "--train", "lora", "--weights", "disk", "--batch", 2, "--seq-len", 32,
@@ -139,7 +141,8 @@ def test_streaming_is_bound_by_the_disk(train, tmp_path):
     fast = train.plan(*options, write(tmp_path / "fast.json", rates_of(train, transfers=1e12)))
     assert spent(fast, "disk") < 1e-3 * fast["estimated_seconds"] and phases_of(fast)["forward"]["bound_by"] != "disk"
     state = train.plan(*MODEL, "--state", "disk", "--rates", tmp_path / "slow.json")
-    update = phases_of(state)["update"]  # the first rooms are filled, and the rest comes and goes at the disk's pace
+    # The first slots are filled, and the rest is read and written at the disk's rate.
+    update = phases_of(state)["update"]
     assert update["bound_by"] == "disk"
     assert update["seconds"] == pytest.approx(2 * sum(state["elsewhere"].values()) / 1e6, rel=0.2)
     text = train(*options, tmp_path / "slow.json", "--plan").stdout.decode()
@@ -147,8 +150,8 @@ def test_streaming_is_bound_by_the_disk(train, tmp_path):
 
 
 def test_a_disk_takes_time_from_computing(train, tmp_path):
-    """Where computing keeps half of its speed beside a read, it takes longer by half of the read; that is the disk's
-    in the plan, and in the estimate."""
+    """If computing runs at half speed during a read, it takes longer by half of the read. In the plan and in
+    the estimate, this time is the disk's."""
     make(tmp_path / "model", "--family", "llama", "--layers", 6, "--heads", 2, "--channels", 64, "--vocab", VOCAB,
          "--positions", 64)
 
@@ -157,7 +160,7 @@ def test_a_disk_takes_time_from_computing(train, tmp_path):
                           64, "--threads", THREADS, "--rates", write(tmp_path / "rates.json", rates_of(train, **rates)))
 
     alone, beside = planned(transfers=2e10), planned(transfers=2e10, beside=0.5)
-    reads = (2 * 6 - 2) * alone["elsewhere"]["on_disk"] / 6 / 2e10  # two are there at the turn
+    reads = (2 * 6 - 2) * alone["elsewhere"]["on_disk"] / 6 / 2e10  # two are still there when backward begins
     hidden = reads - spent(alone, "disk")
     assert hidden > 0.7 * reads
     assert spent(beside, "disk") - spent(alone, "disk") == pytest.approx(hidden / 2, rel=0.02)
@@ -166,7 +169,7 @@ def test_a_disk_takes_time_from_computing(train, tmp_path):
 
 
 def test_columns_of_a_wider_matrix_have_its_rate(train, tmp_path):
-    """Their rows are as far apart as its own."""
+    """Their rows are as far apart as the whole matrix's."""
     def products(**wide):
         rates = rates_of(train)
         rates["products"]["TN"] |= wide
@@ -180,14 +183,15 @@ def test_columns_of_a_wider_matrix_have_its_rate(train, tmp_path):
     slow = products(m=[rows - 1, rows], flops_per_second=[1e11] * 4 + [5e10] * 4)
     wide = {name for name in as_fast if f" TN rows of {rows}" in name}
     assert wide and all(int(name.split()[1]) < rows for name in wide)
-    thinnest = {name: (rows - 1) / max(16, int(name.split()[1])) for name in as_fast}  # as long as that takes
+    # No less time than this one.
+    thinnest = {name: (rows - 1) / max(16, int(name.split()[1])) for name in as_fast}
     for name, seconds in as_fast.items():
         slower = 2 if name in wide or int(name.split()[1]) >= rows else 1
         assert slow[name] == pytest.approx(slower * max(1, thinnest[name]) * seconds), name
 
 
 def test_moving_takes_time_by_nominal_rates_too(train):
-    """A gigabyte a second of a disk beside a CPU."""
+    """One gigabyte per second for a disk, on a CPU."""
     if train.device != "cpu":
         pytest.skip("a GPU has other rates")
     plan = train.plan(*MODEL, "--state", "disk")
@@ -197,8 +201,8 @@ def test_moving_takes_time_by_nominal_rates_too(train):
 
 
 def test_choices_are_by_the_file(train, tmp_path):
-    """--memory: where products are slow, what is made again costs more beside a larger micro-batch's head."""
-    rates_of(train)  # skips it beside a GPU, whose budgets are others too
+    """--memory: if products are slow, recomputation costs more relative to a larger micro-batch's head."""
+    rates_of(train)  # skips on a GPU, where budgets are others too
 
     def chosen(**rates):
         more = ("--rates", write(tmp_path / "rates.json", rates_of(train, **rates))) if rates else ()
@@ -213,7 +217,7 @@ def test_choices_are_by_the_file(train, tmp_path):
 
 
 def spoiled(rates, key, value):
-    """A copy with something else at a path of keys; None takes it out."""
+    """A copy with another value at a path of keys; None removes it."""
     rates = copy.deepcopy(rates)
     *way, last = key.split("/")
     at = rates
@@ -277,9 +281,10 @@ def test_calibration_stands_alone(train, tmp_path):
 
 @pytest.mark.not_played("it times products and kernels until it knows their rates")
 def test_calibration(train, tmp_path):
-    """The file has a rate of every kind, of what a device can do; plans are made by it; it is written whole or not at all."""
+    """The file has a rate of every kind, within what a device can do. Plans use it. It is written completely
+    or not at all."""
     path = tmp_path / "rates.json"
-    path.write_text('{\n "rates": what was there')  # as such a file begins: others are not replaced
+    path.write_text('{\n "rates": what was there')  # as such a file begins: other files are not replaced
     with running(train, "--calibrate", path, "--threads", THREADS) as process:
         wait_for_line(process, b"measured .* in .* s, in .* MiB of memory")
         assert process.wait() == 0

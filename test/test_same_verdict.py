@@ -1,6 +1,8 @@
-"""A plan is the program: what --plan accepts the run accepts too, in the same memory; what it refuses it refuses in the same line.
+"""A plan and a run agree: the run accepts what --plan accepts, in the same memory, and refuses the rest with
+the same line.
 
-Sets of options are drawn at random, good ones and mistakes, and each is planned and run in a folder of its own.
+Sets of options are drawn at random, with good ones and mistakes; each is planned and run in a folder of its
+own.
 """
 
 import os
@@ -29,7 +31,7 @@ OPTIONS = [
 
 
 def by_name(options):
-    """The words behind each option's name."""
+    """The words after each option's name."""
     found = {}
     for word in options.split():
         if word.startswith("--"):
@@ -39,7 +41,7 @@ def by_name(options):
 
 
 def drawn(number):
-    """The options of set `number`; of two of a name the last counts."""
+    """The options of set `number`; if a name occurs twice, the last one counts."""
     draw = random.Random(number)
     options = by_name("--model model --data text --batch 2 --seq-len 32 --steps 1")
     for option in draw.sample(OPTIONS, draw.choice((0, 1, 1, 2, 2, 3, 4))):
@@ -52,7 +54,7 @@ def drawn(number):
 
 
 def summary(said):
-    """The lines of what a run takes, and what was chosen for it."""
+    """The lines about what a run takes, and about what was chosen for it."""
     lines = said.decode(errors="replace").splitlines()
     begin = next((i for i, line in enumerate(lines) if " parameters" in line and "recompute" in line), None)
     if begin is None:
@@ -91,7 +93,7 @@ def test_a_plan_and_its_run_agree(train, model, tmp_path):
             assert plan_error.splitlines()[-1] == error.splitlines()[-1], what
             refused += 1
         else:
-            ran = summary(out)  # a generation prints none
+            ran = summary(out)  # generating prints none
             assert ran is None or ran == summary(plan_out), what
             accepted += 1
     assert min(accepted, refused) > SETS / 5

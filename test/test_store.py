@@ -114,8 +114,8 @@ def test_the_plan_says_what_is_saved(train, work):
     assert reports[1]["stored"]["saved_bytes"] == elements * width - elements // 32 * 34
     assert reports[1]["stored"]["widening_seconds"] > 0 and "stored" not in reports[0]
     gained = reports[0]["totals"]["weights"] - reports[1]["totals"]["weights"]
-    assert abs(gained - reports[1]["stored"]["saved_bytes"]) <= 1024 * 4 * layers * width  # except for
-                                                                                           # alignment
+    # Equal except for alignment.
+    assert abs(gained - reports[1]["stored"]["saved_bytes"]) <= 1024 * 4 * layers * width
 
 
 BAD = [

@@ -1,4 +1,5 @@
-"""Weights that live in the model's files: the bits are those of weights in memory, and the memory is what is planned."""
+"""Weights streamed from the model's files: the bits are those of weights in memory, and the memory is as
+planned."""
 
 import ctypes
 import errno
@@ -36,7 +37,7 @@ HALVES = (*DISK, "--lend", "half")
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
-    """Five layers, so that blocks come and go; of Llama in several files, of Qwen3 as halves."""
+    """Five layers, so that blocks are streamed; Llama in several files, Qwen3 in halves."""
     work = tmp_path_factory.mktemp(request.param)
     more = {"llama": ("--shard-size", "20KB"), "qwen3": ("--dtype", "fp16"), "bloom": ("--dtype", "fp32")}
     make(work / "model", "--family", request.param, "--layers", 5, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
@@ -120,7 +121,7 @@ def wide(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def wide4(tmp_path_factory):
-    """Four of them, for runs that save: 48 chunks of state, more than a ring has rooms."""
+    """Four of these blocks, for runs that save: 48 chunks of state, more than a ring has slots."""
     return make_wide(tmp_path_factory.mktemp("wide4"), 4)
 
 
@@ -153,7 +154,7 @@ def test_two_blocks_are_in_memory_and_no_page_of_the_files(train, wide, tmp_path
 
 @pytest.mark.parametrize("where", [(), DISK, ("--state", "disk")], ids=str)
 def test_what_is_loaded_and_saved_leaves_the_page_cache(train, wide4, tmp_path, where):
-    """While the run goes on, of files of 27 MB and more."""
+    """Checked while the run continues, with files of 27 MB and more."""
     work = linked(tmp_path, wide4)
     model = list((work / "model").glob("*.safetensors"))
     options = (*DATA, "--warmup", 30, "--steps", 10**6, "--out", "out", "--sample-tokens", 0, "--print-every", 1, *where)
@@ -186,7 +187,8 @@ def test_a_gguf_that_is_loaded_leaves_the_page_cache(train, tmp_path):
 @pytest.mark.parametrize("recompute, order", [("none", ()), ("block", ()), ("block:6,none:6", ()), ("block", ("--by-block",)),
                                               ("attention", ("--by-block",))])
 def test_halves_take_two_thirds_of_the_room(train, wide, tmp_path, recompute, order):
-    """And each is read as often, but for the block before the last: the rooms hold one block at the turn where they held two."""
+    """Each half is read as often as in whole blocks, except for the block before the last: when backward
+    begins, the slots still hold one block instead of two."""
     work = linked(tmp_path, wide)
     options = ("--recompute", recompute, *(("--grad-accum", 3, *order) if order else ()))
     rooms, read = [], []
@@ -202,10 +204,11 @@ def test_halves_take_two_thirds_of_the_room(train, wide, tmp_path, recompute, or
 
 @pytest.mark.parametrize("ahead", [0, 2, 4])
 def test_blocks_may_come_from_farther_ahead(train, wide, tmp_path, ahead):
-    """Each has a room, and at the turn of a step those in rooms are there: the plan's memory is taken, and its bytes are moved."""
+    """Each prefetched block has a slot, and when backward begins, the blocks in slots are still there. The
+    run takes the plan's memory and moves the plan's bytes."""
     work = linked(tmp_path, wide)
     attention, mlp = 4 * 512 * 512 * 2, 3 * 3 * 512 * 512 * 2
-    halves = ([mlp, attention] * 3)[:ahead + 1]  # that backward finds, the last first
+    halves = ([mlp, attention] * 3)[:ahead + 1]  # still there when backward begins, the last first
     for where, room, stays in ((DISK, attention + mlp, (ahead + 1) * (attention + mlp)), (HALVES, mlp, sum(halves))):
         where = (*where, "--prefetch", ahead)
         rooms = [b["bytes"] for b in plan(train, work, *where)["buffers"] if b["name"] == "lent_block"]
@@ -219,7 +222,7 @@ def test_blocks_may_come_from_farther_ahead(train, wide, tmp_path, ahead):
 
 @pytest.mark.parametrize("ahead", [0, 2, 9])
 def test_how_far_ahead_blocks_come_changes_no_bit(train, work, ahead):
-    """Whole and in halves, and where all micro-batches pass a block before the next."""
+    """Whole blocks and halves, and with all micro-batches going through a block before the next."""
     for i, options in enumerate(((), ("--recompute", "block:2,none:3", "--grad-accum", 2, "--by-block"))):
         memory = trained(train, work, f"memory{i}", *options)
         for where in (DISK, HALVES):
@@ -266,7 +269,7 @@ def test_ctrl_c_saves(train, wide, tmp_path):
 
 @pytest.mark.parametrize("where", [("--state", "disk"), ("--state", "disk", *DISK, "--gradients", "disk", "--park", "all")], ids=str)
 def test_ctrl_c_saves_what_lives_on_the_disk(train, wide4, tmp_path, where):
-    """And the run goes on from there with the bits of one that was never stopped."""
+    """The run continues from there with the bits of one that was never stopped."""
     work = linked(tmp_path, wide4)
     options = (*DATA, "--schedule", "constant", "--sample-tokens", 0)
     with running(train, *options, *where, "--steps", 10**6, "--out", "out", "--print-every", 1, cwd=work, text=True) as process:
@@ -286,8 +289,8 @@ def read_steps(work):
 
 
 def refuse_io_uring(error=errno.EPERM):
-    """Has the kernel answer this process's io_uring_setup with an error: EPERM, as that of a container does, or ENOMEM, as older
-    ones do where locked memory is limited."""
+    """Makes the kernel answer this process's io_uring_setup with an error: EPERM, as in a container, or
+    ENOMEM, as older kernels do if locked memory is limited."""
     class Filter(ctypes.Structure):
         _fields_ = [("code", ctypes.c_ushort), ("if_true", ctypes.c_ubyte), ("if_false", ctypes.c_ubyte), ("k", ctypes.c_uint)]
 
@@ -304,14 +307,15 @@ def refuse_io_uring(error=errno.EPERM):
 
 
 def lock_no_memory():
-    """As ulimit -l 0 does where a user is not root, whose CAP_IPC_LOCK knows no limit."""
+    """Like ulimit -l 0 for a user who is not root; root's CAP_IPC_LOCK has no limit."""
     ipc_lock, drop_from_bounding_set = 14, 24
     ctypes.CDLL(None).prctl(drop_from_bounding_set, ipc_lock, 0, 0, 0)
     resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
 
 
 def test_without_io_uring_the_bits_are_the_same(train, wide, tmp_path):
-    """By threads, then: the kernel says at run time. A limit on locked memory is one on rings for some kernels."""
+    """Threads are used instead, decided at run time. For some kernels a limit on locked memory limits
+    rings."""
     work = linked(tmp_path, wide)
     options = (*LORA, "--steps", 3, *DISK, "--park", "all", "--state", "disk", "--sample-tokens", 0, "--print-every", 1)
     setting = pathlib.Path("/proc/sys/kernel/io_uring_disabled")
@@ -327,7 +331,8 @@ def test_without_io_uring_the_bits_are_the_same(train, wide, tmp_path):
             assert (name == "limit") == bool(re.search(r"Max locked memory +0 +0", limits))
             process.communicate(timeout=60)
         assert process.returncode == 0
-    assert rings[1] == rings[2] == 0 and (rings[0] == 3 or not allowed)  # for the model's files, of its state, of what is parked
+    # For the model's files, for its state, for offloaded inputs.
+    assert rings[1] == rings[2] == 0 and (rings[0] == 3 or not allowed)
     assert saved_bytes(work / "ring") == saved_bytes(work / "threads") == saved_bytes(work / "memory") == saved_bytes(work / "limit")
 
 
@@ -335,7 +340,7 @@ def test_without_io_uring_the_bits_are_the_same(train, wide, tmp_path):
     ("lora", DISK), ("lora", ("--embeddings", "disk")), ("lora", ("--park", "all")), ("full", DISK), ("full", ("--state", "disk")),
     ("full", ("--gradients", "disk"))], ids=str)
 def test_a_file_system_without_direct_access_is_named(train, wide, tmp_path, bad_disk, train_what, where):
-    """Before the first step, with what would be right."""
+    """Before the first step, and the line says what to do."""
     work = linked(tmp_path, wide)
     refusing = Train(train.path, LD_PRELOAD=str(bad_disk), BAD_DISK_DIRECT="none", TMPDIR=str(tmp_path))
     options = LORA if train_what == "lora" else DATA
@@ -350,7 +355,7 @@ def test_a_file_system_without_direct_access_is_named(train, wide, tmp_path, bad
 @pytest.mark.parametrize("train_what, where", [("lora", (*DISK, "--prefetch", 2)), ("lora", ("--park", "all", "--recompute", "block")),
                                                ("full", ("--state", "disk", *DISK))], ids=str)
 def test_a_disk_that_fails_stops_the_run_and_loses_nothing(train, wide4, tmp_path, bad_disk, train_what, where, ring):
-    """From some moment on, in the midst of a step."""
+    """The disk fails from some moment on, in the middle of a step."""
     work = linked(tmp_path, wide4)
     failing = Train(train.path, LD_PRELOAD=str(bad_disk), BAD_DISK_FAILS=str(tmp_path / "now"),
                     **({"BAD_DISK_RING": "none"} if ring == "threads" else {}))
@@ -413,7 +418,7 @@ def test_parking_keeps_two_inputs(train, wide, tmp_path):
     options = ("--batch", 8, "--seq-len", 64, "--recompute", "block")
     kept, parked = plan(train, work, *options), plan(train, work, *options, "--park", "all")
     one = 8 * 64 * 512 * (4 if train.precision == "fp32" else 2)
-    assert one % 4096 == 0  # else a sector is begun
+    assert one % 4096 == 0  # otherwise a sector would be partly used
     assert kept["totals"]["activations"] - parked["totals"]["activations"] == (12 - 2) * one - 2 * 4096
     assert parked["elsewhere"]["parked"] == (12 - 2) * one
 
@@ -442,7 +447,7 @@ FORMATS = {"fp32": ((), ("--adam-m", "8bit", "--adam-v", "bf16"), ("--optimizer"
 @pytest.mark.parametrize("formats", range(3))
 @pytest.mark.parametrize("order", [("--grad-accum", 2), ("--update-in-backward", "--clip-per-block", "--recompute", "block")], ids=str)
 def test_full_training_with_its_state_on_the_disk_is_the_same_to_the_bit(train, wide4, tmp_path, formats, order):
-    """Blocks of 12 chunks, and a ring that they pass through more than once."""
+    """Blocks have 12 chunks, which pass through a ring more than once."""
     work = linked(tmp_path, wide4)
     options = (*FORMATS[train.precision][formats], *order)
     for i, where in enumerate(((), *ELSEWHERE)):
@@ -459,7 +464,7 @@ ALL = (*GRADIENTS, *ELSEWHERE[2], "--park", "all")
 @pytest.mark.parametrize("options", [(), ("--grad-accum", 3), ("--grad-accum", 3, "--by-block", "--recompute", "block"),
                                      ("--grad-accum", 2, "--clip-per-block"), ("--optimizer", "sgd", "--clip", 0)], ids=str)
 def test_gradients_on_the_disk_are_the_same_to_the_bit(train, wide4, tmp_path, options):
-    """And so are their norm and the loss."""
+    """So are their norm and the loss."""
     work = linked(tmp_path, wide4)
     steps = []
     for i, where in enumerate(((), GRADIENTS, ALL)):
@@ -485,7 +490,7 @@ def test_two_blocks_have_gradients_in_memory(train, wide, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_trains_from_the_disk(train, tmp_path, family):
-    """However far ahead its blocks come."""
+    """With any prefetch distance."""
     work = prepare(tmp_path, family, OPTIONS)
     in_backward = ("--update-in-backward", "--clip-per-block")
     for options, elsewhere in ((("--grad-accum", 2), ALL), (in_backward, ELSEWHERE[2])):
@@ -538,7 +543,7 @@ def test_two_blocks_and_a_ring_are_in_memory(train, wide, tmp_path):
 
 @pytest.mark.parametrize("where", [ELSEWHERE[2], (*GRADIENTS, "--park", "all"), ("--state", "disk", "--adam-m", "8bit", "--park", 2)], ids=str)
 def test_the_files_of_a_run_are_those_of_its_plan(train, wide4, tmp_path, where):
-    """To the byte, from outside; and the run says so."""
+    """To the byte, measured from outside; and the run says so."""
     work = linked(tmp_path, wide4)
     planned = full_plan(train, work, *where)["elsewhere"]
     planned = planned["working_file"] + planned["parked"]
@@ -580,7 +585,7 @@ ACCUMULATED = ("--grad-accum", 3, "--recompute", "gelu:2,block:3")
 
 @pytest.mark.parametrize("where", [(), ("--park", "all"), ("--park", 2, *ELSEWHERE[2])], ids=str)
 def test_all_micro_batches_of_a_block_before_the_next(train, wide4, tmp_path, where):
-    """A head of its own: a tied one's gradients are added in another order."""
+    """With a head of its own: a tied head's gradients are added in another order."""
     work = linked(tmp_path, wide4)
     for order in ((), ("--clip-per-block",)):
         options = ("--grad-accum", 3, "--recompute", "gelu:2,block:2", "--steps", 3, "--sample-tokens", 0, *order)
@@ -598,7 +603,7 @@ def test_all_micro_batches_of_a_frozen_block_before_the_next(train, work, where)
 
 
 def test_dropout_and_packed_examples_by_block(train, tmp_path):
-    """Tied embeddings: the same but for rounding."""
+    """With tied embeddings: the same except for rounding."""
     work = prepare(tmp_path, "gpt2", OPTIONS)
     lines = [{"prompt": "to be" * (i % 5 + 1), "completion": " or not to be" * (i % 3 + 1)} for i in range(60)]
     (work / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -612,7 +617,7 @@ def test_dropout_and_packed_examples_by_block(train, tmp_path):
 
 
 def test_a_block_is_read_once_a_step_by_block(train, wide, tmp_path):
-    """In the plan: nothing of a second micro-batch but its batch and its inputs."""
+    """In the plan: a second micro-batch only adds its batch and its inputs."""
     work = linked(tmp_path, wide)
     options = ("--recompute", "block", "--update-in-backward", "--clip-per-block")
     one, three = full_plan(train, work, *options), full_plan(train, work, *options, "--grad-accum", 3, "--by-block")
@@ -625,15 +630,16 @@ def test_a_block_is_read_once_a_step_by_block(train, wide, tmp_path):
     assert "--by-block" in error
 
 
-# ---- --memory chooses where things live
+# ---- --memory chooses placements
 
 RESIDENT = ("--weights", "device", "--gradients", "device", "--state", "device", "--park", 0)
-ONE = ("--data", "data.bin", "--model", "model", "--batch", 1, "--seq-len", 37, "--sample-tokens", 0)  # no other micro-batch
+# With these options no other micro-batch is possible.
+ONE = ("--data", "data.bin", "--model", "model", "--batch", 1, "--seq-len", 37, "--sample-tokens", 0)
 KINDS = {"full": (), "adapter": ("--train", "lora", "--lora-rank", 2), "consumed": ("--update-in-backward", "--clip", 0)}
 
 
 def least(train, work, *options):
-    """The MiB that no budget may be below."""
+    """The smallest budget, in MiB."""
     error = train(*options, "--memory", "1MiB", "--plan", cwd=work, code=2).stderr.decode()
     assert error.count("\n") == 1, error
     return float(re.search(r"the least that this takes is ([\d.]+) MiB", error)[1])
@@ -641,7 +647,8 @@ def least(train, work, *options):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_budget_below_what_is_resident_moves_it(train, wide4, tmp_path, kind):
-    """The plan says what, the run takes that, and no bit changes. A budget for the rest moves nothing."""
+    """The plan says what moves, the run takes that memory, and no bit changes. With a budget for everything,
+    nothing moves."""
     work = linked(tmp_path, wide4)
     options = (*ONE, *KINDS[kind], "--steps", 2)
     resident, few = least(train, work, *options, *RESIDENT), least(train, work, *options)
@@ -662,7 +669,8 @@ def test_a_budget_below_what_is_resident_moves_it(train, wide4, tmp_path, kind):
 
 
 def test_memory_chooses_how_far_ahead_blocks_come(train, wide, tmp_path):
-    """None, where nothing else fits; many where a disk is slower than computing, so that they are there at the turn of a step."""
+    """0 if nothing else fits; many if the disk is slower than computing, so that blocks are still there when
+    backward begins."""
     work = linked(tmp_path, wide)
     options = (*ONE, *KINDS["adapter"], "--steps", 2, "--weights", "disk", "--lend", "block", "--embeddings", "device")
     few, two_rooms = least(train, work, *options), least(train, work, *options, "--prefetch", 1)
@@ -685,7 +693,7 @@ def test_memory_chooses_how_far_ahead_blocks_come(train, wide, tmp_path):
 
 
 def test_the_state_may_have_other_rooms(train, wide4, tmp_path):
-    """The bits are the same; a block's rooms are as many as its chunks, which come while it is computed."""
+    """The bits are the same. A block has as many slots as chunks, which are fetched while it is computed."""
     work = linked(tmp_path, wide4)
     options = (*ONE, "--steps", 2, "--update-in-backward", "--clip-per-block", "--weights", "disk", "--state", "disk")
     plans = {}
@@ -706,10 +714,11 @@ MIXES = (("device",), ("disk",), ("disk", "--lend", "half"), ("device", "--embed
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
 def test_the_fastest_mix_that_fits_is_chosen(train, wide4, tmp_path, kind):
-    """Of all that can be asked for by hand, by their own estimates. An adapter needs no larger micro-batch for its blocks to
-    come once."""
+    """Among all configurations that can be given by hand, by their own estimates. An adapter needs no larger
+    micro-batch for its blocks to be read once."""
     work = linked(tmp_path, wide4)
-    options = (*ONE, "--grad-accum", 4, "--prefetch", 1, *KINDS[kind], "--steps", 1)  # more would have all four blocks stay
+    # With a larger prefetch distance, all four blocks would stay.
+    options = (*ONE, "--grad-accum", 4, "--prefetch", 1, *KINDS[kind], "--steps", 1)
     resident, few = least(train, work, *options, *RESIDENT), least(train, work, *options)
     together = 0
     for share in (0.02, 0.3, 0.6, 0.95):
@@ -751,7 +760,7 @@ def test_a_resumed_run_has_what_was_chosen(train, wide4, tmp_path, kind):
 
 
 def test_a_full_disk_is_not_chosen(train, wide4, tmp_path):
-    """And the line says where there is no room."""
+    """The line names the folder that is full."""
     work = linked(tmp_path, wide4)
     options = (*ONE, "--steps", 1)
     enough = least(train, work, *options) + 20

@@ -1,4 +1,4 @@
-"""Text that a model's tokenizer reads on its way in, a validation without training, and generating with a tokenizer."""
+"""Text that a model's tokenizer reads, validation without training, and generating with a tokenizer."""
 
 import json
 import math
@@ -19,14 +19,14 @@ from trainer_runs import (ENVIRONMENT, ROOT, cached_bytes, drop_from_cache, figu
 USUALLY = "fp32"  # see conftest.py
 
 VOCAB = 400
-WIDE = 66000  # more than 16 bits hold
+WIDE = 66000  # more than fits 16 bits
 SMALL = ("--family", "llama", "--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)
 RUN = ("--model", "model", "--batch", 2, "--seq-len", 24, "--sample-tokens", 0)
 
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
-    """Two models with a tokenizer, of narrow and of wide tokens, and texts."""
+    """Two models with a tokenizer, one with narrow and one with wide tokens, and texts."""
     path = tmp_path_factory.mktemp("given")
     text = (ROOT / "README.md").read_text()
     tokenizer = Tokenizer(models.BPE())
@@ -54,7 +54,7 @@ def work(given, tmp_path):
 
 
 def shard_of(work, *texts, model="model"):
-    """Their tokens, by the script."""
+    """The texts' tokens, made by the script."""
     tokenize_text.main([*(str(work / text) for text in texts), "--vocab", str(work / model), "--out",
                         str(work / "shards" / "_".join(texts))])
     data = (work / "shards" / f"{'_'.join(texts)}_train_000000.bin").read_bytes()
@@ -75,7 +75,7 @@ def data_line(run):
 
 @pytest.mark.parametrize("model", ["model", pytest.param("wide", marks=pytest.mark.more)])
 def test_text_is_the_shard_of_the_script(train, work, model):
-    """The same numbers of every step and validation, over the whole of an epoch."""
+    """The figures of every step and validation are the same, over a whole epoch."""
     options = ("--model", model, "--steps", 50, "--eval-every", 20)
     for texts in (("a", "b"), ("b",)):
         shard_of(work, *texts, model=model)
@@ -131,7 +131,7 @@ def test_tokens_lie_in_no_named_file(train, work):
 
 
 def test_a_plan_does_not_wait_for_a_long_text(train, work):
-    """It is that of the training, whose text is tokenized."""
+    """The plan equals that of the training, whose text is tokenized."""
     (work / "long").write_bytes((work / "a").read_bytes() * 8)
     shard_of(work, "long")
     options = ("--plan", "--json", "--eval-every", 3)
@@ -139,7 +139,7 @@ def test_a_plan_does_not_wait_for_a_long_text(train, work):
     assert ran.returncode == 0 and not ran.stderr
     shards = ("--data", "shards/long_train_*", "--val-data", "shards/long_train_*")
     assert ran.stdout == in_folder_for_files(train, work, "/absent", *options, *shards).stdout
-    for options in (("--data", "a"), ("--data", "long", "--batch", "auto")):  # where it needs to know
+    for options in (("--data", "a"), ("--data", "long", "--batch", "auto")):  # here the plan needs the tokens
         assert "/absent: cannot keep" in in_folder_for_files(train, work, "/absent", "--plan", *options).stderr
 
 
@@ -199,7 +199,8 @@ def new_config(train, work, *options):
 
 
 def test_the_vocabulary_of_a_new_model(train, work):
-    """That of the tokenizer beside the shards, or of the family, or as many as the shards have."""
+    """That of the tokenizer beside the shards, or the family's default, or as many tokens as the shards
+    have."""
     shard_of(work, "a")
     config = new_config(train, work, "--model", "llama:d1", "--data", "shards/a_train_*")
     assert (config["vocab_size"], config["bos_token_id"], config["eos_token_id"]) == (VOCAB, None, 0)
@@ -216,7 +217,7 @@ def test_the_vocabulary_of_a_new_model(train, work):
 
 
 def validated(run):
-    """The loss, having checked that the perplexity is its own."""
+    """The loss; checks that the perplexity is its own."""
     line = re.search(r"^validation loss ([\d.]+), perplexity ([\d.]+): (\d+) sequences of (\d+) tokens$",
                      run.stdout.decode(), re.MULTILINE)
     assert math.log(float(line[2])) == pytest.approx(float(line[1]), abs=1e-5)
@@ -224,7 +225,7 @@ def validated(run):
 
 
 def expected_loss(folder, tokens, count, length):
-    """By transformers, of the first windows in order."""
+    """Computed by transformers from the first windows in order."""
     tokens = torch.tensor(np.asarray(tokens, np.int64))
     windows = torch.stack([tokens[i * length:(i + 1) * length + 1] for i in range(count)])
     with torch.no_grad():
@@ -236,7 +237,7 @@ ALONE = ("--steps", 0, "--batch", 3, "--grad-accum", 2, "--seq-len", 24)
 
 
 def test_validation_alone(train, work):
-    """Of --eval-batches steps' sequences, or of all there are."""
+    """Over the sequences of --eval-batches steps, or all that there are."""
     tokens = shard_of(work, "a")
     bound = 1e-4 if train.precision == "fp32" else 2e-2
     for data in ("a", "shards/a_train_*"):
@@ -261,7 +262,7 @@ def test_validation_of_bytes_and_of_a_save(train, work):
     before = listing(work / "out")
     loss, count, length = validated(train("--resume", "out", "--steps", 0, "--val-data", "a", cwd=work))
     assert (count, length) == (6, 16) and loss == pytest.approx(expected_loss(work / "out", tokens, 6, 16), abs=bound)
-    # What a training validates is the same; and this one's log is left alone.
+    # A training validates the same; this run does not change its log.
     again = ("--data", "b", "--val-data", "a", "--lr", 0)
     train("--model", "out", *again, "--steps", 1, "--batch", 2, "--seq-len", 16, "--sample-tokens", 0, "--log", "again",
           "--eval-batches", 3, cwd=work)
@@ -271,7 +272,7 @@ def test_validation_of_bytes_and_of_a_save(train, work):
 
 
 def test_validation_and_a_prompt(train, work):
-    """The figure comes first, then the text alone."""
+    """The figure comes first, then only the text."""
     options = ("--model", "model", *ALONE, "--prompt", "Hello", "--sample-tokens", 9)
     text = train(*options, cwd=work).stdout
     run = train(*options, "--val-data", "a", cwd=work)
@@ -292,7 +293,7 @@ def spelling():
 
 
 def continued(folder, prompt, count):
-    """The tokens that transformers adds, by what the folder's files say."""
+    """The tokens that transformers adds, according to the folder's files."""
     model = open_with_transformers(folder).float()
     tokens = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
                             do_sample=False, max_new_tokens=count, pad_token_id=0)
@@ -303,7 +304,8 @@ def continued(folder, prompt, count):
     (None, {}), (5, None), ([20, 9], None), ([20], {"eos_token_id": 12}), (4, {"eos_token_id": [15, 7]}),
     (4, {"eos_token_id": [25, -3, 10**6]})], ids=str)
 def test_generating_stops_where_the_model_says(train_fp32, work, config, generation):
-    """At the tokens of generation_config.json, or else of config.json; numbers stand for what comes after so many."""
+    """At the tokens in generation_config.json, or else in config.json. Numbers stand for what follows after
+    so many tokens."""
     tokenizer = Tokenizer.from_file(str(work / "model" / "tokenizer.json"))
     folder = work / "stops"
     make(folder, *SMALL, "--vocab", VOCAB)
@@ -333,14 +335,14 @@ def test_generating_stops_where_the_model_says(train_fp32, work, config, generat
     text = b"".join(bytes(byte[c] for c in tokenizer.id_to_token(token)) for token in (ended[:-1] if stops else ended))
     options = ("--model", folder, "--steps", 0, "--temperature", 0, "--prompt", "Hello", "--sample-tokens", 40)
     assert train_fp32(*options, cwd=work).stdout == b"Hello" + text + b"\n"
-    # And a save of it says the same.
+    # A save of it says the same.
     train_fp32("--model", folder, "--steps", 0, "--out", "out", cwd=work)
     assert train_fp32("--model", "out", *options[2:], cwd=work).stdout == b"Hello" + text + b"\n"
     assert continued(work / "out", prompt, 40) == ended
 
 
 def test_a_prompt_takes_no_more_than_its_positions(train, work):
-    """However many the model has."""
+    """However many positions the model has."""
     make(work / "far", *SMALL[:-1], 1 << 20, "--vocab", VOCAB)
     (work / "far" / "tokenizer.json").write_bytes((work / "model" / "tokenizer.json").read_bytes())
     options = ("--steps", 0, "--prompt", "Hello", "--sample-tokens", 40, "--plan")
@@ -359,7 +361,7 @@ def test_a_prompt_takes_no_more_than_its_positions(train, work):
 
 @pytest.mark.parametrize("name", ["data.bin", "a.txt", "lines.jsonl"])
 def test_data_leave_the_page_cache(train_fp32, work, name):
-    """Also the tokens that a text becomes, in a file without a name."""
+    """Also the tokens of a text, which are in a file without a name."""
     paragraph = (work / "a").read_text()
     if name == "data.bin":
         write_shard(work / name, random_tokens(VOCAB, 6_000_000))

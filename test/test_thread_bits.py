@@ -21,7 +21,7 @@ def folders(tmp_path_factory):
 
 
 def same_bits(train, folders, tmp_path, family, rows, *options, threads=THREADS):
-    """Trains for two steps of so many rows, with each number of threads."""
+    """Trains for two steps of `rows` rows with each number of threads, and compares the results."""
     if train.device != "cpu":
         pytest.skip("a GPU computes")
     length = min(rows, 250)

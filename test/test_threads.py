@@ -1,4 +1,5 @@
-"""Threads: as many as OpenMP grants, whatever was asked for, to the same bits. Too little of anything is one line."""
+"""Threads: as many as OpenMP grants, whatever was asked for, with the same bits. Too few resources are
+reported in one line."""
 
 import resource
 import subprocess
@@ -24,7 +25,7 @@ def on_a_cpu(train):
 
 
 def run(train, folder, log, *options, limits=(), **environment):
-    """Three steps, under limits of resources: the process when it has ended."""
+    """Three steps, with resource limits; returns the process after it has ended."""
     command = train.command("--model", folder / "model", "--data", folder / "text", "--batch", 3, "--seq-len", 150,
                             "--steps", 3, "--sample-tokens", 4, "--log", log, *options)
 
@@ -37,7 +38,7 @@ def run(train, folder, log, *options, limits=(), **environment):
 
 @pytest.fixture(scope="module")
 def losses(folder, tmp_path_factory):
-    """What a run with one thread logs, for each binary."""
+    """The log of a run with one thread, for each binary."""
     known = {}
 
     def of(train):
@@ -63,7 +64,7 @@ def test_fewer_threads_than_asked_for_change_no_bit(train, folder, losses, tmp_p
 
 
 def runs_or_says_one_line(result, log, losses):
-    """Whether the run came to its end. If not, it says why in one line."""
+    """True if the run completed. If not, checks that it says why in one line."""
     error = result.stderr.decode()
     if result.returncode == 0:
         assert figures(read_log(log)) == losses
@@ -74,13 +75,13 @@ def runs_or_says_one_line(result, log, losses):
 
 @pytest.mark.parametrize("threads", [2, 9])
 def test_little_address_space(train, folder, losses, tmp_path, threads):
-    """From where the libraries can be loaded to where all runs."""
+    """From the size at which the libraries can be loaded to the size at which everything runs."""
     ran = []
     for kib in range(50_000, 210_000, 7_500):
         result = run(train, folder, tmp_path / "log", "--threads", threads,
                      limits=[(resource.RLIMIT_AS, kib << 10), (resource.RLIMIT_CORE, 0)])
         before_main = result.returncode == 127 or result.stderr.startswith(b"\nlibgomp: Out of memory")
-        if ran or not before_main:  # else the libraries did not even load
+        if ran or not before_main:  # otherwise the libraries did not even load
             ran.append(runs_or_says_one_line(result, tmp_path / "log", losses(train)))
     assert not ran[0] and ran[-1]
 

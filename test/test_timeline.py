@@ -148,8 +148,8 @@ def test_transfers_in_the_order_of_the_program(train, tmp_path, options):
     assert state == moved["state", "disk_write"] > 0
     room = next(b["bytes"] for b in plan["buffers"] if b["name"] == "lent_block")
     blocks = {way: moved["weights", way] / room for way in ("disk_read", "disk_write")}
-    assert blocks == {"disk_read": 4 + 2 + (0 if options else 4), "disk_write": 4}  # two are left from
-                                                                                    # forward
+    # Two blocks are left from forward.
+    assert blocks == {"disk_read": 4 + 2 + (0 if options else 4), "disk_write": 4}
     # The second block is transferred while the first one is computed, and is there for its first operation.
     first, second = [t for t in transfers if t["of"] == "weights"][:2]
     ranges = [o["range"] for o in timeline["operations"]]

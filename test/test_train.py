@@ -342,8 +342,8 @@ def test_resume_is_the_unbroken_run(train, work, through):
 def test_options_given_to_a_resume_hold(train, work):
     train(*DATA, "--steps", 4, "--schedule", "constant", "--lr", 1e-3, "--warmup", 10, "--out", "out", cwd=work)
     train("--resume", "out", "--steps", 6, "--lr", 2e-3, "--log", "log", cwd=work)
-    assert by_key(read_log(work / "log"), "lr") == {4: 2e-3 * 5 / 10, 5: 2e-3 * 6 / 10}  # during the saved
-                                                                                         # warm-up
+    # Still in the saved warm-up.
+    assert by_key(read_log(work / "log"), "lr") == {4: 2e-3 * 5 / 10, 5: 2e-3 * 6 / 10}
 
 
 def test_a_cpu_resumes_what_had_a_gpus_products(train, work):

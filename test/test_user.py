@@ -199,8 +199,8 @@ def test_utilisation_names_what_it_is_relative_to(train, work):
     text = train(*RUN, "--steps", 5, "--print-every", 1, cwd=work).stdout.decode()
     [(peak, what)] = re.findall(r"^MFU is relative to (\d+) GFLOP/s, (.*)$", text, re.MULTILINE)
     assert what == "a square product measured now" or train.device == "cuda"
-    parameters = 256 * 48 + 2 * (12 * 48 * 48 + 13 * 48) + 2 * 48  # without positions, which are not
-                                                                   # multiplied with
+    # Without the positions, which are not part of a product.
+    parameters = 256 * 48 + 2 * (12 * 48 * 48 + 13 * 48) + 2 * 48
     gigaflop = 16 * 6 * (parameters + 2 * 48 * 16) / 1e9
     least_peak, most_peak = bounds(peak)
     steps = re.findall(r"([\d.]+) ms \|.*MFU +([\d.]+)%", text)

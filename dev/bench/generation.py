@@ -177,9 +177,8 @@ def measure(options, folder, vocabulary):
 def table(options, rates, tokens, weight_bytes):
     rows = [["a copy", "", f"{statistics.median(rates['copy']) / 1e9:.1f}", "", ""]]
     for name in tokens:
-        shares = [weight_bytes * rate / copy for rate, copy in zip(rates[name], rates["copy"])]  # drift
-                                                                                                 # affects
-                                                                                                 # both
+        # Drift affects both.
+        shares = [weight_bytes * rate / copy for rate, copy in zip(rates[name], rates["copy"])]
         ratios = [ours / rate for ours, rate in zip(rates["train"], rates[name])]
         rate = statistics.median(rates[name])
         rows.append([name, f"{rate:.1f}", f"{weight_bytes * rate / 1e9:.1f}", f"{100 * statistics.median(shares):.0f}%",

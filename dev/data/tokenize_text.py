@@ -80,8 +80,8 @@ def load_tokenizer(vocab):
     if vocab == "gpt2" and not os.path.isdir(vocab):
         files = [download_from_hub(HUB_GPT2, name) for name in ("vocab.json", "merges.txt")]
     try:
-        if os.path.exists(whole := os.path.join(vocab, "tokenizer.json")):  # the other files do not say how
-                                                                            # to split text
+        # The other files do not say how to split text.
+        if os.path.exists(whole := os.path.join(vocab, "tokenizer.json")):
             tokenizer, files = Tokenizer.from_file(whole), [whole]
         elif all(map(os.path.exists, files)):
             tokenizer = Tokenizer(models.BPE.from_file(*files))

@@ -45,7 +45,7 @@ Setup = collections.namedtuple("Setup", "title model batch seq_len small micro_b
 GPT2_SMALL = ("--family", "gpt2", "--heads", 4, "--channels", 256)
 SETUPS = [Setup("GPT-2 124M", "d12", 64, 1024, GPT2_SMALL),
           Setup("GPT-2 1558M", "d48", 4, 1024, GPT2_SMALL),
-          Setup("GPT-2 1558M in llm.c's step", "d48", 16, 1024, GPT2_SMALL, 8),  # so many tokens per update
+          Setup("GPT-2 1558M in llm.c's step", "d48", 16, 1024, GPT2_SMALL, 8),  # llm.c's tokens per update
           Setup("Llama-3.2-1B", LLAMA_1B, 4, 2048, ("--family", "llama", "--heads", 4, "--kv-heads", 1, "--channels", 256,
                                                     "--mlp-width", 1024, "--tied")),
           Setup("Qwen2.5-1.5B", QWEN_1B5, 16, 1024, ("--family", "qwen2", "--heads", 4, "--kv-heads", 1, "--channels", 512,

@@ -1,11 +1,12 @@
-// alibi.h - the slopes of ALiBi, attention with linear biases (Press et al. 2022), as BLOOM has them.
+// alibi.h - the slopes of ALiBi, attention with linear biases (Press et al. 2022), as in BLOOM.
 #pragma once
 
 #include <cmath>
 #include <vector>
 
-// The slope of each head. For n heads, a power of two, the powers of 2^(-8/n) from the first to the n-th;
-// further heads have the odd powers of 2^(-4/n), which lie between those (transformers' build_alibi_tensor).
+// The slope of each head. With n the largest power of two up to `heads`, the first n slopes are the powers of
+// 2^(-8/n) from the first to the n-th. Further heads have the odd powers of 2^(-4/n), which are between those
+// (transformers' build_alibi_tensor).
 inline std::vector<float> alibi_slopes(int heads) {
     int n = 1;
     while (2 * n <= heads) n *= 2;

@@ -1,14 +1,16 @@
-// arena.h - the step is rehearsed on paper, placed, then run.
+// arena.h - memory for a step's activations and workspaces: planned by a dry run of the step, then used by
+// it.
 //
-// All activations and workspaces live in one allocation. A step is ordinary code that takes a tensor where it
-// is first written and lets go of it where its variable ends. rehearse() runs the step with launches switched
-// off and writes down every take: name, shape, bytes, born, dies. The takes are then placed so that tensors
-// that never live together share addresses. run() runs the same code: it takes the same tensors in the same
-// order and gets their planned addresses; a step that departs from its rehearsal stops and names the tensor.
-// So the plan cannot drift from the program: it is the program.
+// All activations and workspaces are in one allocation. A step is ordinary code that takes a tensor where it
+// is first written and drops it where its variable ends. rehearse() is a dry run: it runs the step with
+// launches switched off and records every take: name, shape, bytes, when it is born and when it dies. Then
+// the takes are placed, so that tensors that never live together share addresses. run() runs the same code,
+// which takes the same tensors in the same order and gets their planned addresses. A step that departs from
+// its rehearsal stops with an error that names the tensor. So the plan always matches the program, because
+// the program makes it.
 //
-// Under AddressSanitizer a touch of what no live tensor owns stops the program: what was let go of, and the
-// room between a tensor's end and the next.
+// Under AddressSanitizer an access to memory that no live tensor owns stops the program: to a tensor that was
+// dropped, or to the gap between a tensor's end and the next.
 #pragma once
 
 #include <algorithm>
@@ -22,17 +24,17 @@
 #include "llmc/closed_memory.h"
 #include "llmc/work.h"
 
-// What one take of the step was. Times count takes and releases from the start of the step; a tensor lives in
-// [born, dies).
+// One take of the step. Times count takes and releases from the start of the step; the tensor lives in [born,
+// dies).
 struct Take {
     std::string name;
-    const char* kind = "activation";  // or "gradient" (of one), "parameter_gradient", "input"
+    const char* kind = "activation";  // or "gradient" (of an activation), "parameter_gradient", "input"
     Shape shape;
     const char* dtype = "";
-    size_t bytes = 0;   // as asked
+    size_t bytes = 0;   // as requested
     size_t offset = 0;  // in the arena, after its workspace
     int born = 0, dies = 0;
-    std::string_view born_at, dies_at;  // Range::place() then
+    std::string_view born_at, dies_at;  // Range::place() at those times
 };
 
 struct Plan {
@@ -40,15 +42,15 @@ struct Plan {
     size_t lower_bound = 0;  // the most bytes that live at one time
     int peak_time = 0;       // when that is first reached, and in which range
     std::string peak_at;
-    size_t bytes = 0;      // the room the placement takes: lower_bound or a little more
+    size_t bytes = 0;      // of the placement: lower_bound or a little more
     size_t workspace = 0;  // the largest scratch that was asked for
-    size_t copied = 0;     // bytes that a thread's largest product copies beside the arena
+    size_t copied = 0;     // the most bytes that a thread copies for a product, outside the arena
     struct Loop {
         int takes = 0, time = 0, loops = 0;
     };
-    std::vector<Loop> loops;          // where repeat() stood after a turn
+    std::vector<Loop> loops;          // the counters after one turn of each repeat()
     std::vector<Work> work;           // the operations, in order
-    std::vector<Transfer> transfers;  // between them
+    std::vector<Transfer> transfers;  // among the operations
 };
 
 constexpr size_t kArenaAlignment = 256;
@@ -56,8 +58,8 @@ constexpr size_t arena_align(size_t bytes) {
     return (bytes + kArenaAlignment - 1) / kArenaAlignment * kArenaAlignment;
 }
 
-// Places takes that live together at different offsets, in the given order, each into the smallest hole that
-// holds it. Returns the room that takes.
+// Places takes in the given order, each into the smallest gap that fits, so that takes that live together do
+// not overlap. Returns the bytes that this needs.
 inline size_t place_in_order(const std::vector<Take*>& order) {
     int times = 0;
     for (const Take* t : order) times = std::max(times, t->dies);
@@ -72,8 +74,9 @@ inline size_t place_in_order(const std::vector<Take*>& order) {
     return bytes;
 }
 
-// Places the plan's takes: the largest first, which on most GPT-2 steps meets the bound; else those that live
-// longest first, or those that take most bytes for most time, whichever comes nearest.
+// Places the plan's takes. Tries the largest first, which on most GPT-2 steps reaches the lower bound;
+// otherwise also those that live longest first, and those with the most bytes times life first. Keeps the
+// best.
 inline void place(Plan& plan) {
     std::vector<Take*> order;
     for (Take& t : plan.takes) order.push_back(&t);
@@ -97,7 +100,7 @@ inline void place(Plan& plan) {
     for (size_t i = 0; i < best.size(); i++) plan.takes[i].offset = best[i];
 }
 
-// The most bytes that live at once, and where in the step that is.
+// Finds the most bytes that live at once, and where in the step that is.
 inline void find_peak(Plan& plan) {
     std::vector<std::pair<int, int64_t>> events;
     for (const Take& t : plan.takes) {
@@ -120,10 +123,10 @@ class Arena : simt::Lender {
   public:
     Arena() = default;
     Arena(const Arena&) = delete;
-    ~Arena() { open_memory(memory_.data(), memory_.bytes()); }  // for whoever gets these addresses next
+    ~Arena() { open_memory(memory_.data(), memory_.bytes()); }  // for the next user of these addresses
 
-    // Runs the step on paper and plans its memory. Needs no device. Without `placed`, for who only compares
-    // plans, nothing gets its place yet, and the plan's bytes are the lower bound.
+    // Does a dry run of the step and plans its memory. Needs no device. With placed = false, for callers that
+    // only compare plans, takes get no offsets, and the plan's bytes are the lower bound.
     template <class Step>
     Plan rehearse(Step&& step, bool placed = true) {
         Plan plan;
@@ -134,7 +137,7 @@ class Arena : simt::Lender {
         return plan;
     }
 
-    // Takes the device memory for the largest of the plans.
+    // Allocates device memory for the largest of the plans.
     template <class Plans = std::initializer_list<const Plan*>>
     void allocate(const Plans& plans) {
         size_t bytes = 0;
@@ -156,7 +159,7 @@ class Arena : simt::Lender {
         perform(plan, false, step);
     }
 
-    // Room for a tensor, uninitialised, until the returned handle ends.
+    // Takes a tensor, uninitialised, that lives until the returned handle ends.
     template <class T>
     Tensor<T> take(const char* name, Shape shape, const char* kind = "activation") {
         const int index = next_++;
@@ -180,12 +183,12 @@ class Arena : simt::Lender {
         return Tensor<T>(reinterpret_cast<T*>(address(t)), shape, this, index);
     }
 
-    // Scratch for one library call, or one launch's workers on a CPU. All share it: the stream runs them one
-    // after the other. Only the bytes asked for last are open.
     // Plans the memory outside the arena into which each thread copies `bytes` of a product's operands.
     void counts_copies(size_t bytes) {
         if (plan_) plan_->copied = std::max(plan_->copied, bytes);
     }
+    // Scratch for one library call, or for the workers of one launch on a CPU. All calls share it, because
+    // the stream runs them one after the other. Only the bytes asked for last may be used.
     void* workspace(size_t bytes) override {
         if (rehearsing_) {
             plan_->workspace = std::max(plan_->workspace, bytes);
@@ -198,9 +201,9 @@ class Arena : simt::Lender {
         return memory_.data();
     }
 
-    // A loop whose every turn takes the same tensors is rehearsed for one turn. body() returns whether to go
-    // on; a loop that stops early, even before its first turn, leaves the arena as a whole loop does. Loops
-    // may nest.
+    // Calls body() for up to `turns` turns. Every turn must take the same tensors, so a dry run does one
+    // turn. body() returns whether to go on. A loop that stops early, even in its first turn, leaves the
+    // arena as a whole loop does. Loops may nest.
     template <class Body>
     void repeat(int turns, Body&& body) {
         if (turns <= 0) return;
@@ -286,7 +289,7 @@ class Arena : simt::Lender {
     bool rehearsing_ = false;
     int next_ = 0, clock_ = 0, loop_ = 0;
     std::vector<bool> live_;     // by take
-    int released_wrongly_ = -1;  // the first take let go at an unplanned moment; destructors cannot fail
+    int released_wrongly_ = -1;  // the first take released at an unplanned moment; destructors cannot fail
 };
 
 inline void arena_give_back(Arena& arena, int take) {

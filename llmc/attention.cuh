@@ -4,16 +4,16 @@
 //   dS = P * (dout V^T - delta)   delta = rowsum(dout * out)
 //   dV = P^T dout   dK = dS^T Q / sqrt(head_size)   dQ = dS K / sqrt(head_size)
 //
-// A block keeps 64 rows of one side, or 128, each of its 4 or 8 warps 16 of them, or 32, and the rows of the
-// other side pass by in tiles while the next ones are on their way. Scores stay in the registers that the
-// product left them in; P and dS are rounded to T there for the next product. Forward follows the softmax
-// online (Milakov and Gimelshein 2018; Dao 2023); backward makes P again from lse, once for dK and dV and
-// once for dQ, so that no sum needs atomics: heads that share keys pass one after the other where those stay.
-// Tiles outside a window or of other documents are left out. On the fast CPU attention_cpu.h does the same
-// with oneDNN.
+// A block keeps 64 or 128 rows of one side, queries or keys, in shared memory; each of its 4 or 8 warps has
+// 16 or 32 of them. The rows of the other side pass by in tiles, and the next tiles are copied while the
+// current ones are used. Scores stay in the registers in which the product left them; P and dS are rounded to
+// T there for the next product. Forward computes the softmax online (Milakov and Gimelshein 2018; Dao 2023).
+// Backward recomputes P from lse, once for dK and dV and once for dQ, so that no sum needs atomics; query
+// heads that share keys are processed one after the other by the block that keeps these keys. Tiles outside a
+// window or of other documents are skipped. In the fast CPU build attention_cpu.h does the same with oneDNN.
 //
-// Each kernel comes in two forms. The plain one has neither window nor slopes nor documents, its rows are
-// made of whole aligned 16 bytes, and it has no branches for the others.
+// Each kernel has two forms. The plain one has no branches for windows, ALiBi, documents and dropout, and its
+// rows must be made of whole aligned 16 bytes.
 #pragma once
 
 #include <algorithm>
@@ -28,42 +28,45 @@
 #include "llmc/attention_cpu.h"
 #endif
 
-// Tiles for heads of up to kHead columns, a multiple of 16; what is beyond head_size is zero.
+// Tile sizes for heads of up to kHead columns, a multiple of 16. Columns from head_size on are zero.
 //
-// kSmall: for GPUs with 100 KiB of shared memory a multiprocessor, which would hold one block of 4 warps with
-// the other tiles. With these it holds 8 warps, of 16 rows each: two blocks of 4 for heads of up to 64
-// columns, one block of 8 for larger ones. In backward the passing tiles are half as large, as no bit depends
-// on that. In forward each of them is a step of the softmax, so they stay as they are.
+// kSmall: tiles for GPUs with 100 KiB of shared memory per multiprocessor, where the other tiles would leave
+// room for one block of 4 warps. With small tiles 8 warps run at a time, with 16 rows each: two blocks of 4
+// for heads of up to 64 columns, one block of 8 for larger heads. In backward the passing tiles are half as
+// large, which changes no bits of the results. In forward each passing tile is a step of the softmax, so they
+// keep their size.
 template <class T, int kHead, bool kSmall = false, bool kBackward = false>
 struct AttentionTiles {
     static constexpr int kThreads = kSmall && kHead > 64 ? 256 : 128;
-    static constexpr int kStaying = kThreads / 32 * 16;  // rows that stay in a block, where warps have 16
-    // Rows that pass by at a time: 8 KiB of them, or 4.
+    static constexpr int kStaying = kThreads / 32 * 16;  // rows that stay in a block if a warp has 16
+    // Rows that pass by at a time, at most 64: 8 KiB of them, or 4 KiB.
     static constexpr int kBytes = kSmall && kBackward ? 4096 : 8192;
     static constexpr int kPassing = kBytes / (kHead * sizeof(T)) < 64 ? kBytes / (kHead * sizeof(T)) : 64;
-    // 16 bytes more than the columns, so that 8 rows in a row fall into different banks.
+    // A row has 16 bytes more than its columns, so that 8 consecutive rows fall into different banks.
     static constexpr int kStride = kHead + 16 / sizeof(T);
     static constexpr int kStayingSize = kStaying * kStride;
     static constexpr int kPassingSize = kPassing * kStride;
-    // Blocks that an SM must have registers for. Left to itself the compiler aims higher and spills.
+    // Blocks for which an SM must have registers. Left to itself, the compiler aims for more blocks and
+    // spills.
     static constexpr int kBlocksAtOnce = kSmall ? 256 / kThreads : kHead <= 64 ? 3 : 2;
-    // Whether 8 warps fit with so much shared memory for each block; CUDA takes 1 KiB of it.
+    // Whether 8 warps fit when a block uses this much shared memory; CUDA reserves 1 KiB more for each block.
     static constexpr bool fits(size_t shared_bytes) {
         return !kSmall || 256 / kThreads * (shared_bytes + 1024) <= 100 << 10;
     }
 };
 
-// Loads tiles of kRows rows of kTiles tensors, which lie one after the other. What a thread copies of a tile
-// has the same places in each: one column of every kStep-th row, so from copy to copy it only adds.
+// Loads tiles of kRows rows from kTiles tensors; the tiles are adjacent in shared memory. A thread copies the
+// same places of every tile, one column of every kStep-th row, so it finds each next place by additions
+// alone.
 template <int kTiles, int kRows, int kHead, class T, int kThreads = 128>
 struct TileLoader {
     static constexpr int kStride = AttentionTiles<T, kHead>::kStride;
-    using Strides = int64_t[kTiles];  // distances of rows
-    const T* from[kTiles];            // what this thread copies first of the next tile
-    int to;                           // and where in the tile
+    using Strides = int64_t[kTiles];  // distances between rows
+    const T* from[kTiles];            // the first element that this thread copies of the next tile
+    int to;                           // where in the tile it goes
     bool vectors;                     // whether rows are made of whole aligned 16 bytes
 
-    template <int kElements>  // at once
+    template <int kElements>  // elements per copy
     struct Places {
         static constexpr int kColumns = kHead / kElements, kStep = kThreads / kColumns;
         static_assert(kThreads % kColumns == 0 && kRows % kStep == 0);
@@ -74,7 +77,7 @@ struct TileLoader {
             UNROLL for (int t = 0; t < kTiles; t++) loader.from[t] = tensors[t] + row * strides[t] + column;
             loader.to = row * kStride + column;
         }
-        // Rows that there are of the thread's column from its first on.
+        // How many rows are left in the thread's column, from its first one on.
         SIMT_DEVICE int left(int rows, int head_size) const { return column < head_size ? rows - row : 0; }
     };
     using Vectors = Places<16 / sizeof(T)>;
@@ -84,8 +87,8 @@ struct TileLoader {
         : vectors(vectors) {
         vectors ? Vectors().begin(*this, tensors, strides) : Elements().begin(*this, tensors, strides);
     }
-    // Starts to copy the next kRows rows, or `rows` where there are less, of head_size columns; the rest of
-    // the tiles becomes zero.
+    // Starts to copy the next kRows rows of head_size columns, or `rows` if there are fewer. The rest of the
+    // tiles becomes zero.
     SIMT_DEVICE void load(T* tiles, const Strides& strides, int rows, int head_size) {
         if (vectors) {
             constexpr int kStep = Vectors::kStep;
@@ -106,7 +109,7 @@ struct TileLoader {
     }
 };
 
-// A tile of some tensors for itself.
+// Loads one tile of each tensor.
 template <int kHead, int kRows, int kTiles, int kThreads, class T>
 SIMT_DEVICE void load_staying(T* tiles, const T* const (&tensors)[kTiles], const int64_t (&strides)[kTiles],
                               int rows, int head_size, bool vectors) {
@@ -114,7 +117,7 @@ SIMT_DEVICE void load_staying(T* tiles, const T* const (&tensors)[kTiles], const
         .load(tiles, strides, rows, head_size);
 }
 
-// The keys and values of one head, from the first on.
+// Loads tiles of the keys and values of one head, from the first key on.
 template <class Tiles, int kHead, class T>
 struct KeyLoader : TileLoader<2, Tiles::kPassing, kHead, T, Tiles::kThreads> {
     using Loader = TileLoader<2, Tiles::kPassing, kHead, T, Tiles::kThreads>;
@@ -125,7 +128,8 @@ struct KeyLoader : TileLoader<2, Tiles::kPassing, kHead, T, Tiles::kThreads> {
     }
 };
 
-// s = A B^T over kHead columns: 16 * M rows of tile a, the 8 * N rows of tile b, each read once for all of a.
+// s = A B^T over kHead columns. A has 16 * M rows in a_tile; B has 8 * N rows in b_tile, each read once for
+// all of A.
 template <int kHead, int M, int N, class T>
 SIMT_DEVICE void multiply_rows(AttentionRows<N> (&s)[M], const T* a_tile, const T* b_tile) {
     constexpr int kStride = AttentionTiles<T, kHead>::kStride;
@@ -144,8 +148,8 @@ SIMT_DEVICE void multiply_rows(AttentionRows<N>& s, const T* a_tile, const T* b_
     multiply_rows<kHead>(reinterpret_cast<AttentionRows<N>(&)[1]>(s), a_tile, b_tile);
 }
 
-// o += P B: P is 16 * M rows by 8 * N columns of accumulators, rounded to T; tile b has 8 * N rows of kHead
-// columns. By 64 columns at a time, to have few fragments in registers.
+// o += P B. P is 16 * M rows by 8 * N columns of accumulators, rounded to T; B is the 8 * N rows of kHead
+// columns in b_tile. Processes 64 columns at a time, to have few fragments in registers.
 template <int kHead, int M, int N, class T>
 SIMT_DEVICE void multiply_columns(AttentionRows<kHead / 8> (&o)[M], const AttentionRows<N> (&p)[M],
                                   const T* b_tile) {
@@ -167,10 +171,12 @@ SIMT_DEVICE void multiply_columns(AttentionRows<kHead / 8>& o, const AttentionRo
                             reinterpret_cast<const AttentionRows<N>(&)[1]>(p), b_tile);
 }
 
-// warp(). The shuffle tells the compiler that it is the same in all lanes: there are registers for such.
+// warp(). The shuffle tells the compiler that the value is the same in all lanes, so it can use uniform
+// registers.
 SIMT_DEVICE int uniform_warp() { return __shfl_sync(~0u, warp(), 0); }
 
-// Where a warp of a block of kRows queries stands: the batch entry and the head; its first query.
+// Where a warp of a block of kRows queries works: its batch entry and head, the block's and its own first
+// query.
 template <int kRows, int kWarpRows>
 struct QueryPlace {
     int b, h, block_row, row;
@@ -181,7 +187,8 @@ struct QueryPlace {
           block_row((in.part.whole_y - 1 - tile) * kRows),
           row(block_row + warp * kWarpRows) {}
 };
-// The same number, of which the compiler does not know that: it keeps nothing that it made of x before.
+// Returns x, but the compiler does not know that it is the same: it recomputes what it needs from the result,
+// and keeps nothing in registers that it computed from x before.
 SIMT_DEVICE int made_anew(int x) {
 #if defined(SIMT_GPU)
     asm volatile("" : "+r"(x));
@@ -189,9 +196,9 @@ SIMT_DEVICE int made_anew(int x) {
     return x;
 }
 
-// How forward is cut. The plain form gives a warp 32 queries, so that what it reads of keys and values serves
-// twice as many products; what passes by comes from shared memory as fast as the tensor cores take it. Those
-// of GPUs that have small tiles take half as fast, or a quarter, and do with 16 queries a warp.
+// Tile sizes of forward. The plain form gives a warp 32 queries, so that the keys and values that it reads
+// serve twice as many products; shared memory then delivers them as fast as the tensor cores consume them.
+// Tensor cores of GPUs with small tiles are half or a quarter as fast, and 16 queries a warp are enough.
 template <class T, int kHead, bool kPlain, bool kSmall>
 struct ForwardTiles : AttentionTiles<T, kHead, kSmall> {
     using Tiles = AttentionTiles<T, kHead, kSmall>;
@@ -203,7 +210,8 @@ struct ForwardTiles : AttentionTiles<T, kHead, kSmall> {
     static_assert(Tiles::fits(kSharedBytes));
 };
 
-// out and lse of kRows queries of one head. Blocks (batch * heads, tiles of queries), longest first.
+// Computes out and lse of kRows queries of one head. Grid (batch * heads, tiles of queries), the longest
+// first.
 template <class T, int kHead, bool kPlain, bool kSmall>
 __global__ void __launch_bounds__(ForwardTiles<T, kHead, kPlain, kSmall>::kThreads,
                                   ForwardTiles<T, kHead, kPlain, kSmall>::kBlocksAtOnce)
@@ -238,12 +246,13 @@ __global__ void __launch_bounds__(ForwardTiles<T, kHead, kPlain, kSmall>::kThrea
     for (int key = 0, buffer = 0; key < end; key += kPassing, buffer ^= 1) {
         wait_for_copies();
         __syncthreads();  // this step's tiles are complete, and nobody reads the other two any more
-        // What made_anew() is given here and below, the compiler would count along in registers of their own.
+        // Without made_anew(), here and below, the compiler would keep these numbers in registers of their
+        // own.
         if (key + kPassing < end)
             loader.load(kv_tiles + (buffer ^ 1) * 2 * Tiles::kPassingSize, in, made_anew(key + kPassing));
-        // The last column that this warp's first query sees.
+        // The last column of this tile that the warp's first query sees.
         const int diagonal = in.position(row) - key;
-        if (diagonal + 16 * kParts <= 0) continue;  // other warps see more
+        if (diagonal + 16 * kParts <= 0) continue;  // only other warps see these keys
         const T* const k_tile = kv_tiles + buffer * 2 * Tiles::kPassingSize;
         AttentionRows<kPassing / 8> s[kParts];
         multiply_rows<kHead>(s, q_tile + warp_row * Tiles::kStride, k_tile);
@@ -261,15 +270,15 @@ __global__ void __launch_bounds__(ForwardTiles<T, kHead, kPlain, kSmall>::kThrea
         }
         multiply_columns<kHead>(o, s, k_tile + Tiles::kPassingSize);
     }
-    if (!kPlain && end <= 0) wait_for_copies();  // a piece of keys that none of these sees
-    // Kept over the loop, the place would take registers that heads of 128 have not.
+    if (!kPlain && end <= 0) wait_for_copies();  // a piece of keys that none of these queries sees
+    // Computed again here: kept over the loop, it would take registers that heads of 128 columns do not have.
     const Place to(in, in.part.x + made_anew(blockIdx.x), in.part.y + made_anew(blockIdx.y),
                    made_anew(threadIdx.x) / kLanes);
     UNROLL for (int m = 0; m < kParts; m++)
         store_output<kHead>(out, lse, o[m], softmax[m], in, to.b, to.h, to.row + 16 * m, scale, vectors);
 }
 
-// delta[b, h, i] = sum of dout * out over the head's columns: a warp for each b and i.
+// delta[b, h, i] = sum of dout * out over the head's columns. One warp for each b and i.
 template <class T, int N>
 __global__ void __launch_bounds__(kBlockThreads)
     attention_delta_kernel(float* delta, const T* dout, const T* out, AttentionInput<T> in) {
@@ -281,7 +290,7 @@ __global__ void __launch_bounds__(kBlockThreads)
         const int h = first + share.head, size = h < in.heads ? in.head_size : 0;
         const int64_t at = row * in.out_row() + h * in.head_size;
         Accumulator<N> sum;
-#pragma unroll 1  // vectors: of at most 128 columns a lane has one
+#pragma unroll 1  // with vectors: a lane has only one, as heads have at most 128 columns
         for (int c = share.first; c < size; c += share.lanes * N) {
             const Packed<T, N> x = load<N>(dout + at + c), y = load<N>(out + at + c);
             for (int e = 0; e < N; e++) sum[e] += x[e] * y[e];
@@ -291,11 +300,11 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
 }
 
-// dK and dV of 64 keys of one head, or 128, from S^T = K Q^T. The queries of all heads that share it pass by,
-// head after head. Blocks (batch * kv_heads, tiles of keys), longest first.
+// Computes dK and dV of 64 or 128 keys of one head, from S^T = K Q^T. The queries of all heads that share
+// these keys pass by, head after head. Grid (batch * kv_heads, tiles of keys), the longest first.
 template <class T, int kHead, bool kPlain, bool kSmall>
 __global__ void __launch_bounds__(AttentionTiles<T, kHead, kSmall, true>::kThreads,
-                                  // As kBlocksAtOnce, with twice the sums.
+                                  // Like kBlocksAtOnce, but with twice as many sums in registers.
                                   256 / AttentionTiles<T, kHead, kSmall, true>::kThreads)
     attention_backward_keys_kernel(T* dk, T* dv, const T* dout, const float* lse, const float* delta,
                                    AttentionInput<T> in, float scale, bool vectors) {
@@ -306,17 +315,18 @@ __global__ void __launch_bounds__(AttentionTiles<T, kHead, kSmall, true>::kThrea
     T* const k_tile = shared;
     T* const v_tile = k_tile + Tiles::kStayingSize;
     T* const passing = v_tile + Tiles::kStayingSize;  // Q, dout of this step, Q, dout of the next
-    // Behind the columns of a row lies what its query left: lse in the tile of Q, delta in that of dout.
+    // Behind the columns of a tile's row is a number of its query: lse in the tile of Q, delta in that of
+    // dout.
     const auto statistic = [](const T* tile, int row) {
         return reinterpret_cast<float*>(const_cast<T*>(tile) + row * Tiles::kStride + kHead);
     };
     const int kv = in.block_head() % in.kv_heads, b = in.block_head() / in.kv_heads;
     const int first_head = kv * in.group(), heads_end = first_head + in.group();
-    if (kPlain) SIMT_ASSUME(heads_end > first_head);  // in the others ptxas would spill
+    if (kPlain) SIMT_ASSUME(heads_end > first_head);  // in the other form it would make ptxas spill
     const int block_row = in.block_tile() * Tiles::kStaying;
     const int keys_end = block_row + Tiles::kStaying, begin = in.first_query(block_row);
     const int end = kPlain ? in.queries : in.queries_before(b, keys_end);
-    const int warp_row = uniform_warp() * 16, row = block_row + warp_row;  // its first key
+    const int warp_row = uniform_warp() * 16, row = block_row + warp_row;  // the warp's first key
     using Loader = TileLoader<2, kPassing, kHead, T, Tiles::kThreads>;
     const auto loader_of = [&](int h) SIMT_INLINE {
         return Loader(
@@ -355,8 +365,8 @@ __global__ void __launch_bounds__(AttentionTiles<T, kHead, kSmall, true>::kThrea
             if (!same_head) loader = loader_of(next_head);
             load_queries(next_head, next_query, buffer ^ 1);
         }
-        const int diagonal = row - in.position(query);  // the first column that sees this warp's first key
-        if (diagonal >= kPassing) continue;             // none of these sees this warp's keys
+        const int diagonal = row - in.position(query);  // the first column that sees the warp's first key
+        if (diagonal >= kPassing) continue;             // none of these queries sees the warp's keys
         const T* const q_tile = passing + buffer * 2 * Tiles::kPassingSize;
         const T* const dout_tile = q_tile + Tiles::kPassingSize;
         AttentionRows<kPassing / 8> p, ds;
@@ -390,8 +400,8 @@ __global__ void __launch_bounds__(AttentionTiles<T, kHead, kSmall, true>::kThrea
     store_key_rows<kHead>(dv, in.dv_sums, dv_rows, 1.f, in, b, kv, row, vectors);
 }
 
-// How backward of the queries is cut: as forward, but that the tiles of 128 queries of large heads, of Q and
-// of dout, would not fit into every GPU's shared memory.
+// Tile sizes of backward for queries: as in forward, except for heads of more than 64 columns. With 128
+// queries their tiles of Q and of dout would not fit into every GPU's shared memory.
 template <class T, int kHead, bool kPlain, bool kDrops, bool kSmall>
 struct BackwardTiles : AttentionTiles<T, kHead, kSmall, true> {
     using Tiles = AttentionTiles<T, kHead, kSmall, true>;
@@ -403,8 +413,8 @@ struct BackwardTiles : AttentionTiles<T, kHead, kSmall, true> {
     static_assert(Tiles::fits(kSharedBytes));
 };
 
-// dQ of kRows queries of one head. Blocks (batch * heads, tiles of queries), longest first. Dropout is a form
-// of its own: its numbers take registers.
+// Computes dQ of kRows queries of one head. Grid (batch * heads, tiles of queries), the longest first.
+// Dropout has a form of its own, because its random numbers take registers.
 template <class T, int kHead, bool kPlain, bool kDrops, bool kSmall>
 __global__ void __launch_bounds__(BackwardTiles<T, kHead, kPlain, kDrops, kSmall>::kThreads,
                                   BackwardTiles<T, kHead, kPlain, kDrops, kSmall>::kBlocksAtOnce)
@@ -419,7 +429,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kHead, kPlain, kDrops, kSmall
     T* const kv_tiles = dout_tile + Tiles::kQuerySize;  // K, V of this step, K, V of the next
     const int h = in.block_head() % in.heads, b = in.block_head() / in.heads, kv = h / in.group();
     const int block_row = in.block_tile_from_last() * kRows;
-    const int warp_row = uniform_warp() * 16 * kParts, row = block_row + warp_row;  // its first query
+    const int warp_row = uniform_warp() * 16 * kParts, row = block_row + warp_row;  // the warp's first query
     if (!kPlain) in.drop_keys(in.first_tile(in.first_key(b, block_row)));
     const int end = in.keys_before(block_row + kRows);
     if (kPlain) SIMT_ASSUME(end > 0);
@@ -475,7 +485,7 @@ __global__ void __launch_bounds__(BackwardTiles<T, kHead, kPlain, kDrops, kSmall
         store_query_rows<kHead>(dq, dq_rows[m], scale, in, b, h, row + 16 * m, vectors);
 }
 
-// Calls f(std::integral_constant) with the columns of the tiles for this head size.
+// Calls f(std::integral_constant) with the number of columns of the tiles for this head size.
 template <class F>
 void for_head_size(int head_size, F f) {
     assert(attention_supports(head_size));
@@ -488,8 +498,9 @@ void for_head_size(int head_size, F f) {
     else
         f(std::integral_constant<int, 128>());
 }
-// Whether the plain form has small tiles for heads of this size too; and whether the current device needs
-// them: of compute capability 8.6, 8.9 and 12.x a multiprocessor has 100 KiB of shared memory.
+// kHasSmallTiles: whether the plain form exists with small tiles too. device_needs_small_tiles(): whether the
+// current device needs them, as multiprocessors of compute capability 8.6, 8.9 and 12.x do, which have 100
+// KiB of shared memory.
 #if defined(SIMT_GPU)
 template <class T, int kHead>
 constexpr bool kHasSmallTiles = kHead >= 64 && std::is_same_v<T, bf16>;
@@ -508,7 +519,8 @@ constexpr bool kHasSmallTiles = false;
 inline bool device_needs_small_tiles() { return false; }
 #endif
 
-// And with whether the plain form does, and with small tiles; `vectors` as attention_vectors() has it.
+// Calls f(columns, plain, small) with integral constants: the columns of the tiles, whether the plain form
+// applies, and whether with small tiles. `vectors` is attention_vectors().
 template <class T, class F>
 void for_form(const AttentionInput<T>& in, bool vectors, F f) {
     constexpr std::true_type yes;
@@ -521,7 +533,7 @@ void for_form(const AttentionInput<T>& in, bool vectors, F f) {
     });
 }
 
-// Whether all rows of these arrays and of the input's are made of whole, aligned 16 bytes.
+// Whether all rows of these arrays, and of q, k and v, are made of whole, aligned 16 bytes.
 template <class T>
 bool attention_vectors(const AttentionInput<T>& in, std::initializer_list<const void*> arrays) {
     const auto whole = [](int64_t bytes) { return bytes % 16 == 0; };
@@ -536,16 +548,18 @@ bool attention_vectors(const AttentionInput<T>& in, std::initializer_list<const 
     return all;
 }
 
-// Whether attention_hopper.cuh's kernels may and can do this; else those above do.
+// Whether attention_hopper.cuh's kernels may and can compute this; otherwise those above do.
 template <class T>
 bool hopper_attention_takes(const AttentionInput<T>& in, std::initializer_list<const void*> arrays) {
-    // Those begin where a window or a document does, not with whole pieces.
+    // Hopper's kernels begin at a window or a document, not at a multiple of kKeyPiece: in pieces only the
+    // plain form.
     return in.hopper && !in.dropout && hopper_attention_supports(in.head_size) &&
            (!in.in_pieces || in.plain()) && attention_vectors(in, arrays) && device_is_hopper();
 }
 
-// An operation of `products` matrix products of the scores that are seen, and `passes` over arrays as large
-// as q and as many over those rows of k and v that are, and `sum_passes` over these in fp32.
+// The operation for the work ledger (work.h): `products` matrix products of the unmasked scores' size, and
+// memory traffic of `passes` passes over arrays as large as q and as large as the visible rows of k and v,
+// and of `sum_passes` passes over these rows in fp32.
 template <class T>
 Operation attention_operation(const char* name, const AttentionInput<T>& in, int products, int passes,
                               int sum_passes = 0) {
@@ -558,13 +572,14 @@ Operation attention_operation(const char* name, const AttentionInput<T>& in, int
                      {}, {.length = 2 * in.seen_scores() / in.queries, .head_size = in.head_size});
 }
 
-// out (batch, queries, heads * head_size) and lse (batch, heads, queries), the logarithm of each row's sum of
-// exponentials, which backward needs; lse may be null. Where keys come in pieces, the last one writes them.
+// Computes out (batch, queries, heads * head_size) and lse (batch, heads, queries), the logarithm of each
+// row's sum of exponentials, which backward needs; lse may be null. Where keys come in pieces, only the call
+// for the last piece writes them.
 template <class T>
 void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream stream) {
     assert(in.queries <= in.all_keys() && in.heads % in.kv_heads == 0);
     assert(!in.positions || in.queries == in.keys || in.batch == 1);
-    // Rehearsed is a piece of a mean size.
+    // A dry run uses a piece of average size, which may be no multiple of kKeyPiece.
     assert(in.later == 0 || (in.batch == 1 && in.in_pieces));
     assert(in.later == 0 || in.keys % kKeyPiece == 0 || simt::launches_off);
     const Operation operation = attention_operation("attention_forward", in, 2, 2);
@@ -587,8 +602,8 @@ void attention_forward(T* out, float* lse, const AttentionInput<T>& in, Stream s
     }
 }
 
-// delta (batch, heads, queries) = the sums of dout * out over each head's columns: all that backward needs of
-// out. dout and out (batch, queries, heads * head_size).
+// delta (batch, heads, queries) = the sums of dout * out over each head's columns. Backward needs nothing
+// else of out. dout and out are (batch, queries, heads * head_size).
 template <class T>
 void attention_delta(float* delta, const T* dout, const T* out, const AttentionInput<T>& in, Stream stream) {
     const int rows = in.batch * in.queries;
@@ -605,15 +620,15 @@ void attention_delta(float* delta, const T* dout, const T* out, const AttentionI
         run(std::integral_constant<int, 1>());
 }
 
-// Whether attention_backward() may write dk and dv where k and v are: not where the scores are made again,
-// from k, when dk is done.
+// Whether attention_backward() may write dk and dv over k and v. On a GPU it may not: the scores are
+// recomputed from k for dQ after dk is written.
 constexpr bool kOverwritesKeys = kFastCpu;
 
-// dq, strided like q, and dk and dv, as dkv_row and the others say, from dout, lse of the forward pass and
-// attention_delta(). The queries are those of all keys or, with sums of dk and dv, the last ones, or those
-// after the keys; where these come in pieces, the last one writes dq, and some query sees each. dq may be
-// q; see also kOverwritesKeys.
-// Every element of the heads is written. Deterministic.
+// Computes dq, with the strides of q, and dk and dv, with the strides dkv_row, dkv_batch and dkv_head, from
+// dout, lse of the forward pass and attention_delta(). The queries are those of all keys; with dk_sums and
+// dv_sums they may be the last ones only, or follow after the keys. Where keys come in pieces, only the call
+// for the last piece writes dq, and every piece must be visible to some query. dq may be q; for dk and dv see
+// kOverwritesKeys. Every element of the heads is written. Deterministic.
 template <class T>
 void attention_backward(T* dq, T* dk, T* dv, const T* dout, const float* lse, const float* delta,
                         const AttentionInput<T>& given, Stream stream) {
@@ -621,7 +636,7 @@ void attention_backward(T* dq, T* dk, T* dv, const T* dout, const float* lse, co
     assert(in.heads % in.kv_heads == 0);
     assert(given.queries == given.all_keys() || in.batch == 1);
     assert(in.keys > 0);
-    // On a GPU keys and queries each make the scores and their gradients.
+    // On a GPU the kernels for keys and for queries each compute the scores and their gradients.
     const Operation operation =
         attention_operation("attention_backward", in, kFastCpu ? 5 : kProductsForKeys + kProductsForQueries,
                             4, in.queries < in.all_keys() ? 4 : 0);

@@ -1,11 +1,11 @@
 // attention_cpu.h - causal attention of the fast CPU build: attention.cuh's algorithm in tiles large enough
 // for oneDNN.
 //
-// A worker does whole tiles by itself. In backward it does all of a head of keys and values; or, where there
-// are too few of those, all workers do one head, a tile of keys each, and add to dq in the order of the
-// tiles. So results do not depend on how many there are. Scores, probabilities and accumulators of a tile are
-// the worker's scratch and stay in its cache; dq of the query heads that share the keys, in fp32, grows with
-// the length.
+// A worker computes whole tiles by itself. In backward it computes a whole head of keys and values. Where
+// there are too few heads for all workers, they share one head at a time: each takes a tile of keys, and they
+// add to dq in the order of the tiles. So results do not depend on the number of workers. The scores,
+// probabilities and accumulators of a tile are in the worker's scratch and stay in its cache. dq of the query
+// heads that share the keys is summed in fp32, in memory that grows with the sequence length.
 #pragma once
 
 #include <algorithm>
@@ -17,17 +17,18 @@
 #include "llmc/matvec_cpu.h"
 #include "llmc/onednn.h"
 
-// Rows and columns of a tile of scores.
+// Queries and keys in a tile of scores.
 constexpr int kForwardQueries = 128, kForwardKeys = 256;
 constexpr int kBackwardQueries = 256, kBackwardKeys = 128;
-// Rows that the heads of a group read one head after the other in decoding, from the cache after the first.
+// In decoding, the heads of a group read this many keys one head after the other: only the first head reads
+// them from memory, the others find them in the cache.
 constexpr int kDecodeKeys = 128;
 
-// Rows of scores are worked on in runs, and tiles are whole runs wide.
+// Rows of scores are processed in runs of this many columns, and the width of a tile is a multiple of it.
 constexpr int kScoreRun = 16;
 using ScoreRun = Packed<float, kScoreRun>;
 
-// A matrix to multiply with, and its strides.
+// An operand of a matrix product, with its strides in elements.
 template <class T>
 struct StridedMatrix {
     const T* data;
@@ -35,7 +36,7 @@ struct StridedMatrix {
     StridedMatrix transposed() const { return {data, column, row}; }
 };
 
-// c (m, n) = a (m, k) b (k, n), or += if asked.
+// c (m, n) = a (m, k) b (k, n), or c += a b if `accumulate`.
 template <class T>
 void tile_product(float* c, int64_t c_row, StridedMatrix<T> a, StridedMatrix<T> b, int m, int n, int k,
                   bool accumulate) {
@@ -46,7 +47,7 @@ void tile_product(float* c, int64_t c_row, StridedMatrix<T> a, StridedMatrix<T> 
                   scratch.grow(kept.made->scratch_bytes));
 }
 
-// Hands out parts of a worker's scratch; from nullptr it only counts bytes.
+// Hands out parts of a worker's scratch, one after the other. With a null `base` it only counts bytes.
 struct ScratchParts {
     unsigned char* base;
     size_t bytes = 0;
@@ -56,7 +57,7 @@ struct ScratchParts {
         bytes += ceil_div(n * sizeof(T), 64) * 64;
         return p;
     }
-    // Scores that become `T`s in place if they are floats.
+    // Memory for `scores` as `T`s: the scores themselves if T is float, else memory of its own.
     template <class T>
     T* take_beside(float* scores, int64_t n) {
         if constexpr (std::is_same_v<T, float>)
@@ -82,7 +83,7 @@ struct ForwardScratch {
     }
 };
 
-// A worker's own.
+// A worker's scratch in backward.
 template <class T>
 struct BackwardScratch {
     float *scores, *dp, *dk, *dv;
@@ -100,7 +101,7 @@ struct BackwardScratch {
     }
 };
 
-// n floats times factor, rounded to T.
+// Writes n floats, times factor, as T.
 template <class T>
 void write_row(T* to, const float* from, int n, float factor) {
     int i = 0;
@@ -112,20 +113,20 @@ void write_row(T* to, const float* from, int n, float factor) {
     for (; i < n; i++) to[i] = from_float<T>(from[i] * factor);
 }
 
-// Columns of a tile that a row sees, and the whole runs that these lie in.
+// The columns of a tile that a row sees, and the whole runs that contain them.
 struct SeenColumns {
     int begin, end;
     bool none() const { return begin >= end; }
     int runs_begin() const { return begin / kScoreRun * kScoreRun; }
     int runs_end() const { return static_cast<int>(ceil_div(end, kScoreRun)) * kScoreRun; }
 };
-// Those of query `query` of batch entry b, of the `width` from `key` on.
+// The columns that query `query` of batch entry b sees among the `width` columns from `key` on.
 template <class T>
 SeenColumns seen_columns(const AttentionInput<T>& in, int b, int query, int key, int width) {
     return {std::max(in.first_key(b, query) - key, 0), std::min(in.position(query) + 1 - key, width)};
 }
 
-// Adds to the scores of query `query`, from `key` on, what ALiBi does; they are still to be multiplied with
+// Adds ALiBi's term to the scores of query `query` from `key` on. The scores are not yet multiplied with
 // `scale`.
 template <class T>
 void add_alibi(float* s, SeenColumns seen, const AttentionInput<T>& in, int h, int query, int key,
@@ -136,7 +137,7 @@ void add_alibi(float* s, SeenColumns seen, const AttentionInput<T>& in, int h, i
     for (int j = seen.begin; j < seen.end; j++) s[j] += slope * static_cast<float>(distance + j);
 }
 
-// x = value in the columns of a row that it does not see, of those from `first` to before `last`.
+// Sets x to `value` in those of the columns first ... last - 1 that the row does not see.
 template <class T>
 void fill_unseen(T* x, SeenColumns seen, int first, int last, float value) {
     if (seen.none()) seen = {last, last};
@@ -144,7 +145,8 @@ void fill_unseen(T* x, SeenColumns seen, int first, int last, float value) {
     std::fill(x + seen.end, x + last, from_float<T>(value));
 }
 
-// The largest of n scores, whole runs. In g++'s own vectors: it leaves a loop of maxima scalar.
+// The largest of n scores, whole runs. Uses g++'s vector type, because g++ does not vectorize a loop of
+// maxima.
 inline float largest_score(const float* s, int n) {
     typedef float Vector __attribute__((vector_size(sizeof(ScoreRun))));
     Vector most, x;
@@ -158,9 +160,9 @@ inline float largest_score(const float* s, int n) {
     return largest_of(run.v);
 }
 
-// Of the scores s that are seen: the exponentials relative to the largest so far (also of tiles before) to p,
-// which is zero in the other columns. Updates the row's largest score and sum, and returns what the sum so
-// far was multiplied with.
+// Writes to p the exponentials of the visible scores relative to the row's largest score so far, earlier
+// tiles included, and zero in the other columns. Updates the row's largest score and its sum, and returns the
+// factor that the earlier sum was multiplied with.
 template <class T>
 float softmax_row(T* p, float* s, SeenColumns seen, int columns, float scale, float& largest, float& sum) {
     if (seen.none()) {
@@ -184,7 +186,7 @@ float softmax_row(T* p, float* s, SeenColumns seen, int columns, float scale, fl
     return correction;
 }
 
-// x, a row of probabilities from `key` on or of their gradients, with some dropped.
+// Applies dropout to x, a row of probabilities or of their gradients, for the keys from `key` on.
 template <class X, class T>
 void drop_row(X* x, const AttentionInput<T>& in, int b, int h, int query, int key, int columns) {
     if (!in.dropout) return;
@@ -194,7 +196,7 @@ void drop_row(X* x, const AttentionInput<T>& in, int b, int h, int query, int ke
         x[j] = from_float<X>(to_float(x[j]) * in.dropout.factor(here, first + j));
 }
 
-// out and lse of kForwardQueries queries of one head. Grid (tiles of queries, heads, batch).
+// Computes out and lse of kForwardQueries queries of one head. Grid (tiles of queries, heads, batch).
 template <class T>
 __global__ void attention_forward_cpu_kernel(T* out, float* lse, AttentionInput<T> in, float scale) {
     const ForwardScratch<T> scratch(simt::dynamic_shared, in.head_size);
@@ -246,7 +248,7 @@ __global__ void attention_forward_cpu_kernel(T* out, float* lse, AttentionInput<
     }
 }
 
-// out[c] += the sum of p[j] v[j][c] over rows j, in their order, for kRuns whole runs of columns.
+// out[c] += the sum of p[j] v[j][c] over rows j, in their order, for kRuns runs of columns.
 template <int kRuns, class T>
 void add_rows(float* out, const float* p, const T* v, int64_t v_row, int rows) {
     ScoreRun sums[kRuns];
@@ -257,7 +259,7 @@ void add_rows(float* out, const float* p, const T* v, int64_t v_row, int rows) {
                 sums[r].v[i] += p[j] * to_float(v[j * v_row + r * kScoreRun + i]);
     for (int r = 0; r < kRuns; r++) store(out + r * kScoreRun, sums[r]);
 }
-// For any number of columns.
+// The same product for any number of columns.
 template <class T>
 void add_rows(float* out, const float* p, const T* v, int64_t v_row, int rows, int columns) {
     int c = 0;
@@ -267,8 +269,8 @@ void add_rows(float* out, const float* p, const T* v, int64_t v_row, int rows, i
         for (int j = 0; j < rows; j++) out[c] += p[j] * to_float(v[j * v_row + c]);
 }
 
-// What a worker keeps of the query heads that share keys: q, the scores and their sum of exponentials, the
-// output so far.
+// A worker's scratch in decoding, for the query heads that share keys: q, the scores, their sum of
+// exponentials, and the output so far.
 struct DecodeScratch {
     float *q, *scores, *sum, *out;
     int64_t scores_row;
@@ -284,8 +286,8 @@ struct DecodeScratch {
     }
 };
 
-// One query of each head that shares these keys, against all that it sees, as in decoding: no product is
-// worth a call. Grid (kv_heads, batch).
+// Decoding: one query of each head that shares these keys, against all keys that it sees. The products are
+// too small to be worth a call of oneDNN. Grid (kv_heads, batch).
 template <class T>
 __global__ void attention_decode_cpu_kernel(T* out, float* lse, AttentionInput<T> in, float scale) {
     const int b = blockIdx.y, group = in.group(), first_head = blockIdx.x * group, columns = in.head_size;
@@ -321,7 +323,7 @@ __global__ void attention_decode_cpu_kernel(T* out, float* lse, AttentionInput<T
     }
 }
 
-// P and dS of a row of scores s and of dp = dout V^T, both zero in columns that are not seen.
+// P and dS of a row, from its scores s and dp = dout V^T. Both are zero in columns that the row does not see.
 template <class T>
 void backward_row(T* p, T* ds, float* s, float* dp, SeenColumns seen, int columns, float scale, float lse,
                   float delta) {
@@ -336,14 +338,14 @@ void backward_row(T* p, T* ds, float* s, float* dp, SeenColumns seen, int column
     fill_unseen(ds, seen, 0, columns, 0.f);
 }
 
-// Rows of head_size floats, times factor, to rows of T.
+// Writes rows of `columns` floats, times factor, as rows of T.
 template <class T>
 void write_rows(T* to, int64_t to_row, const float* from, int rows, int columns, float factor) {
     for (int i = 0; i < rows; i++) write_row(to + i * to_row, from + i * columns, columns, factor);
 }
 
-// The gradients of `count` keys from `key` on, times factor: to d or to sums, as AttentionInput has it. They
-// are overwritten where there are sums.
+// Writes the gradients of `count` keys from `key` on, times factor, to d or to sums, as
+// AttentionInput::dk_sums says. Overwrites `gradients` if there are sums.
 template <class T>
 void write_key_rows(T* d, float* sums, float* gradients, float factor, const AttentionInput<T>& in, int b,
                     int kv, int key, int count) {
@@ -359,8 +361,8 @@ void write_key_rows(T* d, float* sums, float* gradients, float factor, const Att
                gradients + added * columns, count - added, columns, sums ? 1.f : factor);
 }
 
-// One head of keys and values in backward, and the query heads that share it, whose dq is summed in fp32:
-// (group, queries, head_size), in scratch or, where keys come in pieces, in what these carry.
+// Backward of one head of keys and values and of the query heads that share it. Their dq is summed in fp32 in
+// dq_sums (group, queries, head_size): in scratch, or in `carried` where keys come in pieces.
 template <class T>
 struct BackwardHead {
     T *dq, *dk, *dv;
@@ -378,13 +380,15 @@ struct BackwardHead {
     float* sum_of(int h, int query) const {
         return dq_sums + (int64_t{h - first_head()} * in.queries + query) * in.head_size;
     }
-    // Where queries see all keys the first tile of them writes all of the sums.
+    // Whether the sums must be zeroed first. If queries see all keys, the first tile of keys writes every sum
+    // instead.
     bool adds_to_zero() const { return !in.continues && (in.span() < in.all_keys() || in.positions); }
     bool first_tile_writes() const { return !in.continues && !adds_to_zero(); }
 };
 
-// dk and dv of the keys of a tile, from `key` on, and what they add to dq, head after head. Waits with
-// reach(h, query) before it adds to rows of head h before `query`, and says passed(h, query) after it.
+// Computes dk and dv of a tile of keys, from `key` on, and adds the tile's part of dq, head after head. Calls
+// reach(h, query), which waits, before it adds to rows of head h before `query`, and passed(h, query) after
+// it.
 template <class T, class Reach, class Passed>
 void attention_backward_tile(const BackwardHead<T>& head, const BackwardScratch<T>& scratch, int key,
                              Reach&& reach, Passed&& passed) {
@@ -394,7 +398,7 @@ void attention_backward_tile(const BackwardHead<T>& head, const BackwardScratch<
     const int64_t at = in.kv_offset(b, head.kv) + key * in.kv_row, stride = kBackwardKeys;
     const StridedMatrix<T> k{in.k + at, in.kv_row}, v{in.v + at, in.kv_row};
     const int begin = in.first_query(key);
-    bool more = false;  // than the first tile of queries
+    bool more = false;  // a tile of queries has been added before
     if (begin >= end)
         for (float* const sums : {scratch.dk, scratch.dv}) std::fill_n(sums, width * columns, 0.f);
     for (int h = head.first_head(); h < head.first_head() + in.group(); h++)
@@ -427,7 +431,7 @@ void attention_backward_tile(const BackwardHead<T>& head, const BackwardScratch<
     write_key_rows(head.dv, in.dv_sums, scratch.dv, 1.f, in, b, head.kv, key, width);
 }
 
-// What they take of a worker's scratch.
+// Bytes of a worker's scratch for dq_sums.
 template <class T>
 size_t bytes_of_sums(const AttentionInput<T>& in) {
     if (in.in_pieces) return 0;
@@ -436,7 +440,7 @@ size_t bytes_of_sums(const AttentionInput<T>& in) {
     return parts.bytes;
 }
 
-// A whole head by one worker. Grid (kv_heads, batch).
+// One worker computes backward of a whole head. Grid (kv_heads, batch).
 template <class T>
 __global__ void attention_backward_cpu_kernel(BackwardHead<T> head) {
     const AttentionInput<T>& in = head.in;
@@ -454,8 +458,9 @@ __global__ void attention_backward_cpu_kernel(BackwardHead<T> head) {
                    head.scale);
 }
 
-// What all workers of one head know: dq's sums, the next tile of keys, and of each tile how many rows of dq
-// it has added to, one head's after the other's. Rows before those that it adds to count as well.
+// What all workers share that compute one head together: dq's sums; the next tile of keys; and for each tile,
+// how many rows of dq it is done with, counted over the query heads one after the other. Rows that a tile
+// need not add to count as done.
 struct SharedHead {
     float* dq_sums;
     std::atomic<int>* next;
@@ -470,10 +475,10 @@ struct SharedHead {
         bytes = parts.bytes;
     }
 };
-// Rows of dq that a block makes zero, or writes.
+// Rows of dq_sums that a block zeroes, or of dq that it writes.
 constexpr int kSumRows = 1024;
 
-// Grid (kSumRows of all rows).
+// Zeroes dq_sums if needed, and the counters. Grid (groups of kSumRows rows).
 template <class T>
 __global__ void attention_backward_begin_cpu_kernel(BackwardHead<T> head, SharedHead shared) {
     const int64_t rows = int64_t{head.in.group()} * head.in.queries, first = int64_t{blockIdx.x} * kSumRows;
@@ -486,13 +491,14 @@ __global__ void attention_backward_begin_cpu_kernel(BackwardHead<T> head, Shared
         new (shared.passed + t) std::atomic<int64_t>(0);
 }
 
-// Tiles of keys in their order, each worker the next. Grid (workers), each with its `scratch_bytes`.
+// Each worker takes the next tile of keys until none is left. Grid (workers), each with `scratch_bytes` of
+// `scratches`.
 template <class T>
 __global__ void attention_backward_shared_cpu_kernel(BackwardHead<T> head, SharedHead shared,
                                                      unsigned char* scratches, size_t scratch_bytes) {
     const AttentionInput<T>& in = head.in;
     const BackwardScratch<T> scratch(scratches + blockIdx.x * scratch_bytes, in.head_size);
-    struct Passed {  // also where a product fails: nobody shall wait forever
+    struct Passed {  // also if a product throws: the next tile must not wait forever
         std::atomic<int64_t>& rows;
         ~Passed() { rows.store(INT64_MAX, std::memory_order_release); }
     };
@@ -513,7 +519,7 @@ __global__ void attention_backward_shared_cpu_kernel(BackwardHead<T> head, Share
     }
 }
 
-// Grid (kSumRows of a head's rows, group).
+// Writes dq from its sums. Grid (groups of kSumRows queries, group).
 template <class T>
 __global__ void attention_backward_end_cpu_kernel(BackwardHead<T> head) {
     const AttentionInput<T>& in = head.in;
@@ -522,19 +528,22 @@ __global__ void attention_backward_end_cpu_kernel(BackwardHead<T> head) {
                std::min(kSumRows, in.queries - first), in.head_size, head.scale);
 }
 
-// All workers do one head after the other where that leaves less of them idle: `heads` in all, a whole one by
-// a worker, or the tiles of keys of each. By then a worker waits for the one before it at the start and the
-// end of a head. Of some queries of a sequence it is the same wherever they stand, as its scratch has to be.
+// Whether all workers share one head at a time because this leaves fewer of them idle than if each computed
+// whole heads. Sharing has a cost too: at the start and the end of a head, a worker waits for the one before
+// it. For a chunk of queries the answer does not depend on where in the sequence it is, because the scratch
+// must not.
 template <class T>
 bool shares_heads(const AttentionInput<T>& in, int64_t workers) {
     const int64_t heads = int64_t{in.kv_heads} * in.batch;
     const double whole = static_cast<double>(ceil_div(heads, workers) * workers) / static_cast<double>(heads);
-    const double seen = 1 - in.queries / (2. * in.length);  // of the scores, at the end of the sequence
+    // The part of the scores that is visible at the end of the sequence.
+    const double seen = 1 - in.queries / (2. * in.length);
     const double steps = seen * in.group() * in.queries / kBackwardQueries * in.length / kBackwardKeys;
     return whole > 1 + static_cast<double>(workers * (workers + 1)) / steps;
 }
 
-// attention_forward() and attention_backward() of attention.cuh, delta made.
+// attention_forward() and attention_backward() of attention.cuh in the fast CPU build; delta is already
+// computed.
 template <class T>
 void attention_forward_on_cpu(T* out, float* lse, const AttentionInput<T>& in, Stream stream) {
     if (in.queries == 1 && !in.dropout && !in.in_chunks)

@@ -3,24 +3,25 @@
 //
 // It has not run on a device yet: it is compiled for one, and runs in the faithful CPU build.
 //
-// A block is a producer and some consumers, of four warps each (Shah et al. 2024, FlashAttention-3). The
-// producer has TMA fill rings of tiles; each consumer multiplies its 64 rows with them by wgmma, straight
-// from shared memory. The formulas, and what is rounded, are those of attention.cuh.
+// A block has one producer and several consumers, of four warps each (Shah et al. 2024, FlashAttention-3).
+// The producer starts TMA copies that fill rings of tiles. Each consumer multiplies its 64 rows with them by
+// wgmma, which reads shared memory directly. The formulas, and what is rounded, are those of attention.cuh.
 //
 //                       stays    passes by
 //   forward             Q        K, V       S = Q K^T                        out += P V
 //   backward, keys      K, V     Q, dout    S^T = K Q^T, dP^T = V dout^T     dV += P^T dout, dK += dS^T Q
 //   backward, queries   Q, dout  K, V       S = Q K^T,   dP = dout V^T       dQ += dS K
 //
-// The products on the left sum over the columns of both tiles (K-major). Those on the right have their left
-// operand in registers, where the scores are, and sum over the rows of a tile that passes by (MN-major).
+// The products in the left column sum over the columns of both tiles (K-major). Those in the right column
+// have their left operand in registers, where the scores are, and sum over the rows of a passing tile
+// (MN-major).
 #pragma once
 
 #include "llmc/attention_input.h"
 #include "llmc/attention_rows.cuh"
 #include "llmc/hopper.cuh"
 
-// Whether this build has these kernels for T: the Makefile defines LLMC_HOPPER where it compiles for sm_90a.
+// Whether this build has these kernels for T. The Makefile defines LLMC_HOPPER if it compiles for sm_90a.
 #if defined(LLMC_HOPPER) || (!defined(SIMT_GPU) && SIMT_LANES == 32)
 template <class T>
 constexpr bool kHopperAttention = std::is_same_v<T, bf16>;
@@ -32,25 +33,26 @@ inline bool hopper_attention_supports(int head_size) { return head_size == 64 ||
 
 constexpr int kWarpgroup = 128;  // threads
 
-// How forward is cut: a consumer has room for the output, the scores and the rounded ones.
+// Sizes of forward. A consumer has registers for the output, the scores and the rounded scores.
 template <int kHead>
 struct HopperForward {
     static constexpr int kConsumers = kHead == 64 ? 3 : 2, kThreads = kWarpgroup * (1 + kConsumers);
-    // Of the 65536 that an SM has, started with 65536 / kThreads each, by eights.
+    // Registers per thread. An SM has 65536, and threads start with 65536 / kThreads each, rounded down to a
+    // multiple of 8; then the producer gives some to the consumers.
     static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
     static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
     static constexpr int kRows = 64 * kConsumers, kKeys = 128;
     using QTile = SwizzledTile<kRows, kHead>;
     using KvTile = SwizzledTile<kKeys, kHead>;
-    static constexpr int kSlots = 2;  // of the ring of K, and of that of V
-    // In shared memory lie Q, K's slots, V's slots, and the barriers of Q and of the rings.
+    static constexpr int kSlots = 2;  // in the ring of K, and in that of V
+    // Shared memory holds Q, K's slots, V's slots, and the barriers of Q and of the rings.
     static constexpr uint32_t kKeyTiles = QTile::kBytes, kValueTiles = kKeyTiles + kSlots * KvTile::kBytes;
     static constexpr uint32_t kBarriers = kValueTiles + kSlots * KvTile::kBytes;
     static constexpr uint32_t kKeyRing = kBarriers + 8, kValueRing = kKeyRing + 8 * 2 * kSlots;
     static constexpr size_t kSharedBytes = 1024 + kValueRing + 8 * 2 * kSlots;
 };
 
-// How both kernels of backward are cut: two tiles stay, and two of the other side pass by at a time.
+// Sizes of both kernels of backward: two tiles stay, and two tiles of the other side pass by at a time.
 template <int kHead>
 struct HopperBackward {
     static constexpr int kConsumers = 2, kThreads = kWarpgroup * (1 + kConsumers);
@@ -58,11 +60,11 @@ struct HopperBackward {
     static constexpr int kRows = 64 * kConsumers, kPassing = 64;
     using StayingTile = SwizzledTile<kRows, kHead>;
     using PassingTile = SwizzledTile<kPassing, kHead>;
-    static constexpr int kSlots = 4;  // of the ring: two tiles and, for the keys' kernel, lse and delta
-    static constexpr uint32_t kPassingTiles = 2 * StayingTile::kBytes;  // where they are
+    static constexpr int kSlots = 4;  // of the ring: two tiles and, in the keys' kernel, lse and delta
+    static constexpr uint32_t kPassingTiles = 2 * StayingTile::kBytes;  // where they begin
     static constexpr uint32_t kStatistics = kPassingTiles + kSlots * 2 * PassingTile::kBytes;
     static constexpr uint32_t kBarriers =
-        kStatistics + kSlots * 2 * kPassing * 4;  // the staying tiles', the ring's
+        kStatistics + kSlots * 2 * kPassing * 4;  // of the staying tiles, then of the ring
     static constexpr size_t kSharedBytes = 1024 + kBarriers + 8 + 8 * 2 * kSlots;
 };
 
@@ -71,27 +73,27 @@ struct HopperForwardMaps {
     TensorMap q, k, v;
 };
 
-// Dynamic shared memory from the first multiple of 1024 bytes on.
+// Dynamic shared memory, from its first multiple of 1024 bytes on.
 SIMT_DEVICE unsigned char* swizzled_shared_memory() {
     DYNAMIC_SHARED(unsigned char, shared);
     return shared + (1024 - shared_address(shared) % 1024) % 1024;
 }
 
-// Columns 16 k .. 16 k + 15 of scores, rounded, as the left operands of the next product: the lanes own the
-// same elements of both ("Register Fragments"), as with mma.sync.
+// Rounds scores to left operands of the next product; a[k] has their columns 16 k .. 16 k + 15. The lanes own
+// the same elements of both ("Register Fragments"), as with mma.sync.
 template <int N>
 SIMT_DEVICE void round_scores(FragmentA<bf16> (&a)[N / 2], const AttentionRows<N>& p) {
     UNROLL for (int k = 0; k < N / 2; k++) a[k] = accumulators_as_a<bf16>(p[0][2 * k], p[0][2 * k + 1]);
 }
 
-// Where a thread stands: its block's batch entry and head, one of `heads`; `block` is the block's head among
-// those of all batch entries.
+// What a block works on: batch entry b and head h, one of `heads`. `block` is the head's index over all batch
+// entries.
 struct HopperPlace {
     int b, h;
     SIMT_DEVICE HopperPlace(int block, int heads) : b(block / heads), h(block % heads) {}
 };
-// And a consumer's: its first row, in the block; its warp's. The shuffle tells the compiler that they are
-// the same in all lanes, for which there are registers of their own.
+// What a consumer works on: group_row is its first row within the block, `row` its warp's first row. The
+// shuffle tells the compiler that they are the same in all lanes, so that it can use uniform registers.
 struct HopperRows : HopperPlace {
     int group_row, row;
     SIMT_DEVICE HopperRows(int block, int heads, int block_row) : HopperPlace(block, heads) {
@@ -101,14 +103,15 @@ struct HopperRows : HopperPlace {
     }
 };
 
-// Consumers that have any of the `rows` rows from their block's first on. The rest leave at once, so that at
-// the end of a sequence they neither multiply nor are waited for.
+// The number of consumers that have any of the `rows` rows from their block's first on. The others return at
+// once, so that at the end of a sequence they neither multiply nor are waited for.
 template <int kConsumers>
 SIMT_DEVICE int consumers_with_rows(int rows) {
     const int consumers = (rows + 63) / 64;
     return consumers < kConsumers ? consumers : kConsumers;
 }
 
+// The producer of forward, one thread: loads Q, then tiles of keys and values as slots become empty.
 template <int kHead>
 SIMT_DEVICE void hopper_forward_produce(uint32_t shared, const AttentionInput<bf16>& in,
                                         const HopperForwardMaps& maps, int block_row) {
@@ -134,8 +137,8 @@ SIMT_DEVICE void hopper_forward_produce(uint32_t shared, const AttentionInput<bf
     }
 }
 
-// The scores of a tile are made before the output of the tile before: while the tensor cores do the latter,
-// the softmax is taken of the former.
+// A consumer of forward. It starts the scores of a tile before the output of the previous tile: while the
+// tensor cores compute that output, it computes the softmax of the scores.
 template <int kHead>
 SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
                                         const AttentionInput<bf16>& in, float scale, int block_row) {
@@ -144,7 +147,8 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
     constexpr int N = F::kKeys / 8;
     const HopperRows place(in.block_head(), in.heads, block_row);
     if (block_row + place.group_row >= in.queries) return;
-    // Keys that its rows see; it leaves later tiles alone, and nothing is loaded where those lie.
+    // Where the keys end that its rows see. It does not release later tiles; these are at most as many as the
+    // ring has slots, so no load waits for it.
     static_assert(F::kRows - 64 <= F::kSlots * F::kKeys);
     const int end = in.keys_before(block_row + place.group_row + 64);
     int key = in.first_key(place.b, block_row);
@@ -178,8 +182,8 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
         if (in.positions) mask_before(s, {first_keys[0] - key, first_keys[1] - key}, -INFINITY);
         softmax.step(s, correction, scale * kLog2e);
         fence_registers(s);
-        // The next tile is awaited here because the compiler moves the wait for the output's product before
-        // the exponentials unless a branch stands between.
+        // Waits for the next tile here, because this is a branch: without one, the compiler moves the wait
+        // for the output's product before the exponentials.
         if (key + F::kKeys < end) keys.wait_full();
     };
     const auto take_output = [&] {
@@ -189,7 +193,7 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
         values.advance();
     };
     barrier_wait(shared + F::kBarriers, 0);  // Q
-    // Tiles before the windows and documents of its rows.
+    // Skips tiles before the windows and documents of its rows.
     for (; key + F::kKeys <= in.first_key(place.b, block_row + place.group_row); key += F::kKeys) {
         keys.pass_over();
         values.pass_over();
@@ -216,7 +220,7 @@ SIMT_DEVICE void hopper_forward_consume(uint32_t shared, bf16* out, float* lse,
     store_output<kHead>(out, lse, o, softmax, in, place.b, place.h, place.row, scale, true);
 }
 
-// out and lse of the queries of kConsumers * 64 rows of one head. Blocks (batch * heads, tiles of queries),
+// Computes out and lse of kConsumers * 64 queries of one head. Grid (batch * heads, tiles of queries), the
 // longest first.
 template <int kHead>
 __global__ void __launch_bounds__(HopperForward<kHead>::kThreads, 1)
@@ -246,7 +250,7 @@ __global__ void __launch_bounds__(HopperForward<kHead>::kThreads, 1)
 #endif
 }
 
-// (batch, rows, columns up to the last head's) of this input as TMA sees it, in boxes of box_rows.
+// Describes the input to TMA as (batch, rows, columns up to the last head's), in boxes of box_rows rows.
 inline TensorMap map_of_queries(const AttentionInput<bf16>& in, const bf16* q, int box_rows) {
     return tensor_map(q, in.q_offset(0, in.heads - 1) + in.head_size, in.queries, in.batch, in.q_row,
                       in.q_batch, box_rows);
@@ -256,7 +260,7 @@ inline TensorMap map_of_keys(const AttentionInput<bf16>& in, const bf16* k, int 
                       in.kv_batch, box_rows);
 }
 
-// attention_forward() for what hopper_attention_supports() and rows of whole, aligned 16 bytes.
+// attention_forward() for the head sizes of hopper_attention_supports() and rows of whole, aligned 16 bytes.
 template <int kHead>
 void hopper_forward(bf16* out, float* lse, const AttentionInput<bf16>& in, Stream stream) {
     using F = HopperForward<kHead>;
@@ -276,8 +280,8 @@ struct HopperBackwardMaps {
     TensorMap staying[2], passing[2];
 };
 
-// Makes the barriers of a block, from whose first row on there are `rows`; ends with a __syncthreads().
-// Returns where the tiles begin.
+// Initializes the barriers of a block that has `rows` rows from its first one on; ends with a
+// __syncthreads(). Returns where the tiles begin.
 template <int kHead>
 SIMT_DEVICE unsigned char* hopper_backward_begin(int full_arrivals, int rows) {
     using B = HopperBackward<kHead>;
@@ -292,10 +296,10 @@ SIMT_DEVICE unsigned char* hopper_backward_begin(int full_arrivals, int rows) {
     return shared;
 }
 
-// By a warp: loads the staying tiles, from block_row on, and the passing ones from `begin` to before `end`.
-// With kKeysStay the queries of all heads that share the keys pass, head after head; each lane brings some of
-// their lse, times log2(e), and delta, and arrives at the ring's barrier too. Otherwise one head's queries
-// stay.
+// The producer of backward, one warp: loads the staying tiles, from block_row on, and the passing ones, from
+// `begin` to before `end`. With kKeysStay, the queries of all heads that share the keys pass, head after
+// head; each lane also copies some of their lse, times log2(e), and delta, and arrives at the ring's barrier.
+// Otherwise the queries of one head stay, and keys pass.
 template <int kHead, bool kKeysStay>
 SIMT_DEVICE void hopper_backward_produce(unsigned char* shared, const AttentionInput<bf16>& in,
                                          const HopperBackwardMaps& maps, int block_row, int begin, int end,
@@ -306,7 +310,7 @@ SIMT_DEVICE void hopper_backward_produce(unsigned char* shared, const AttentionI
     const HopperPlace place(in.block_head(), kKeysStay ? in.kv_heads : in.heads);
     const int group = in.group(), kv = kKeysStay ? place.h : place.h / group;
     const int first_head = kKeysStay ? kv * group : place.h, heads_end = first_head + (kKeysStay ? group : 1);
-    // Where a head begins in the first and the second of the tensors: in K and V, or head h in Q and dout.
+    // The column where a head begins in the i-th tensor: in K or V, or for head h in Q or dout.
     const auto column = [&](bool of_keys, int h, int i) {
         if (of_keys) return static_cast<int>(in.kv_offset(0, kv));
         return i == 0 ? static_cast<int>(in.q_offset(0, h)) : h * kHead;
@@ -342,6 +346,7 @@ SIMT_DEVICE void hopper_backward_produce(unsigned char* shared, const AttentionI
         }
 }
 
+// A consumer of the kernel for keys.
 template <int kHead>
 SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
                                      const AttentionInput<bf16>& in, float scale, int block_row) {
@@ -412,7 +417,7 @@ SIMT_DEVICE void hopper_keys_consume(unsigned char* shared, bf16* dk, bf16* dv,
     store_key_rows<kHead>(dv, in.dv_sums, dv_rows, 1.f, in, place.b, place.h, place.row, true);
 }
 
-// dK and dV of 128 keys of one head. Blocks (batch * kv_heads, tiles of keys), longest first.
+// Computes dK and dV of 128 keys of one head. Grid (batch * kv_heads, tiles of keys), the longest first.
 template <int kHead>
 __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
     hopper_attention_backward_keys_kernel(bf16* dk, bf16* dv, const float* lse, const float* delta,
@@ -436,6 +441,7 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
 #endif
 }
 
+// A consumer of the kernel for queries.
 template <int kHead>
 SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const float* lse, const float* delta,
                                         const AttentionInput<bf16>& in, float scale, int block_row) {
@@ -496,11 +502,11 @@ SIMT_DEVICE void hopper_queries_consume(unsigned char* shared, bf16* dq, const f
         fence_registers(ds_rounded);
         ring.release();
     }
-    // dq may be q: these rows have arrived in shared memory, and no other block reads them.
+    // dq may be q: these rows have been copied to shared memory, and no other block reads them.
     store_query_rows<kHead>(dq, dq_rows, scale, in, place.b, place.h, place.row, true);
 }
 
-// dQ of 128 queries of one head. Blocks (batch * heads, tiles of queries), longest first.
+// Computes dQ of 128 queries of one head. Grid (batch * heads, tiles of queries), the longest first.
 template <int kHead>
 __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
     hopper_attention_backward_queries_kernel(bf16* dq, const float* lse, const float* delta,
@@ -526,7 +532,8 @@ __global__ void __launch_bounds__(HopperBackward<kHead>::kThreads, 1)
 #endif
 }
 
-// dq, dk and dv as attention_backward(), delta being made; conditions as for forward.
+// Computes dq, dk and dv as attention_backward() does, from delta. The conditions are those of
+// hopper_forward().
 template <int kHead>
 void hopper_backward(bf16* dq, bf16* dk, bf16* dv, const bf16* dout, const float* lse, const float* delta,
                      const AttentionInput<bf16>& in, Stream stream) {

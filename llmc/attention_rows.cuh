@@ -1,8 +1,9 @@
 // attention_rows.cuh - what a warp does with its 16 rows of scores in registers: masks, the softmax, the
 // output.
 //
-// A lane has the elements of a product that the tensor cores left it (mma.cuh): of rows lane / 4 and lane / 4
-// + 8, in each 8 columns the neighbours lane % 4 * 2 and the next. So it is after mma.sync, and after wgmma.
+// A lane has the elements of a product that the tensor cores leave in it (mma.cuh): in rows lane / 4 and lane
+// / 4 + 8, and of every 8 columns the two neighbours lane % 4 * 2 and lane % 4 * 2 + 1. This holds after
+// mma.sync and after wgmma.
 #pragma once
 
 #include "llmc/attention_input.h"
@@ -10,11 +11,11 @@
 
 constexpr float kLog2e = 1.44269504f;
 
-// The accumulators of 16 rows by 8 * N columns.
+// Accumulators of 16 rows by 8 * N columns.
 template <int N>
 using AttentionRows = float[1][N][4];
 
-// 2^x; for -inf 0, or next to it (1e-38) off a GPU.
+// 2^x. For x = -inf it is 0 on a GPU and about 1e-38 on a CPU.
 SIMT_DEVICE float exp2_of(float x) {
 #if defined(SIMT_GPU)
     float y;
@@ -25,7 +26,8 @@ SIMT_DEVICE float exp2_of(float x) {
 #endif
 }
 
-// Calls f(s[0][j][e] ..., r, column) for all accumulators of this lane; r = 0, 1 for row lane / 4 + 8 r.
+// Calls f(s[0][j][e] ..., r, column) for all accumulators of this lane; r = 0, 1 stands for row lane / 4 + 8
+// r.
 template <int N, class F, class... S>
 SIMT_DEVICE void for_each_score(F f, S&... s) {
     UNROLL for (int j = 0; j < N; j++) {
@@ -33,9 +35,9 @@ SIMT_DEVICE void for_each_score(F f, S&... s) {
     }
 }
 
-// Calls f(x, of_lane, rest) for all accumulators: row i has them in column `column` + i + of_lane + rest.
-// What depends on the lane is one number, and the rest a constant: numbers of columns would take a register
-// each.
+// Calls f(x, of_lane, rest) for all accumulators of this lane. of_lane + rest is an accumulator's distance
+// from a diagonal: in row i, its column minus (`column` + i). Only of_lane depends on the lane, and rest is a
+// compile-time constant; numbers of columns would take a register each.
 template <int N, class F>
 SIMT_DEVICE void for_each_distance(AttentionRows<N>& s, int column, F f) {
     const int of_lane = lane() % 4 * 2 - lane() / 4 - column;
@@ -43,7 +45,7 @@ SIMT_DEVICE void for_each_distance(AttentionRows<N>& s, int column, F f) {
         UNROLL for (int e = 0; e < 4; e++) f(s[0][j][e], of_lane, 8 * j + e % 2 - e / 2 * 8);
     }
 }
-// s += slope times that distance, negative before the column.
+// s += slope times that distance, which is negative before the diagonal.
 template <int N>
 SIMT_DEVICE void add_distances(AttentionRows<N>& s, int column, float slope) {
     const auto add = [&](float& x, int of_lane, int rest) {
@@ -51,7 +53,8 @@ SIMT_DEVICE void add_distances(AttentionRows<N>& s, int column, float slope) {
     };
     for_each_distance<N>(s, column, add);
 }
-// s = value after that column, or up to it: where a query does not see a key.
+// s = value after the diagonal (mask_after), or on and before it (mask_up_to): where a query does not see a
+// key.
 template <int N>
 SIMT_DEVICE void mask_after(AttentionRows<N>& s, int column, float value) {
     const auto mask = [&](float& x, int of_lane, int rest) {
@@ -67,8 +70,9 @@ SIMT_DEVICE void mask_up_to(AttentionRows<N>& s, int column, float value) {
     for_each_distance<N>(s, column, mask);
 }
 
-// The first keys that this lane's two queries of batch entry b see of their documents; `row` is the warp's
-// first query. And where the documents of its two keys end, `row` being the warp's first key.
+// document_keys(): the first keys of the documents of this lane's two queries of batch entry b; `row` is the
+// warp's first query. document_ends(): where the documents of this lane's two keys end; `row` is the warp's
+// first key.
 template <class T>
 SIMT_DEVICE void document_keys(int (&first)[2], const AttentionInput<T>& in, int b, int row) {
     UNROLL for (int r = 0; r < 2; r++) {
@@ -83,7 +87,7 @@ SIMT_DEVICE void document_ends(int (&end)[2], const AttentionInput<T>& in, int b
         end[r] = key < in.keys ? in.document_end(b, key) : 0;
     }
 }
-// s = value before column first[r] of the lane's row lane / 4 + 8 r: keys of other documents.
+// s = value before column first[r] in row lane / 4 + 8 r: these are keys of other documents.
 template <int N>
 SIMT_DEVICE void mask_before(AttentionRows<N>& s, const int (&first)[2], float value) {
     UNROLL for (int j = 0; j < N; j++) {
@@ -91,7 +95,7 @@ SIMT_DEVICE void mask_before(AttentionRows<N>& s, const int (&first)[2], float v
             value;
     }
 }
-// And from column end[r] on: queries of other documents.
+// s = value from column end[r] on in row lane / 4 + 8 r: these are queries of other documents.
 template <int N>
 SIMT_DEVICE void mask_from(AttentionRows<N>& s, const int (&end)[2], float value) {
     UNROLL for (int j = 0; j < N; j++) {
@@ -100,9 +104,9 @@ SIMT_DEVICE void mask_from(AttentionRows<N>& s, const int (&end)[2], float value
     }
 }
 
-// Multiplies all accumulators of this lane by their factors of dropout, that at (r, column) being the score
-// number(r, column). The decisions are made in a loop and kept as bits: unrolled, the compiler makes the
-// random numbers of many scores at once, and there are not enough registers for them.
+// Applies dropout to all accumulators of this lane; the one at (r, column) has the index number(r, column)
+// among all scores. The decisions are made in a loop that is not unrolled, and kept as bits: unrolled, the
+// compiler would compute the random numbers of many scores at once and run out of registers.
 template <int N, class Number>
 SIMT_DEVICE void drop_numbered_scores(AttentionRows<N>& s, const Dropout& dropout, Number number) {
     static_assert(4 * N <= 32);
@@ -119,7 +123,7 @@ SIMT_DEVICE void drop_numbered_scores(AttentionRows<N>& s, const Dropout& dropou
         UNROLL for (int e = 0; e < 4; e++) s[0][j][e] *= kept >> (4 * j + e) & 1 ? dropout.scale : 0.f;
     }
 }
-// s, probabilities or their gradients, with some dropped: rows are queries from `query` on, columns keys from
+// Applies dropout to s, probabilities or their gradients. Rows are queries from `query` on, columns keys from
 // `key` on.
 template <int N, class T>
 SIMT_DEVICE void drop_scores(AttentionRows<N>& s, const AttentionInput<T>& in, int b, int h, int query,
@@ -128,7 +132,7 @@ SIMT_DEVICE void drop_scores(AttentionRows<N>& s, const AttentionInput<T>& in, i
         return in.score_number(b, h, query + lane() / 4 + 8 * r, key + column);
     });
 }
-// The same where rows are keys and columns queries.
+// Applies dropout where rows are keys and columns are queries.
 template <int N, class T>
 SIMT_DEVICE void drop_scores_of_keys(AttentionRows<N>& s, const AttentionInput<T>& in, int b, int h,
                                      int query, int key) {
@@ -137,7 +141,7 @@ SIMT_DEVICE void drop_scores_of_keys(AttentionRows<N>& s, const AttentionInput<T
     });
 }
 
-// The four lanes that share rows exchange pairs: v[i] of the t-th lane becomes v[t] of the i-th.
+// Transposes pairs among the four lanes that share rows: v[i] of the t-th lane becomes v[t] of the i-th.
 SIMT_DEVICE void transpose_in_quad(uint32_t (&v)[4]) {
     UNROLL for (int step = 1; step <= 2; step *= 2) {
         const bool upper = lane() & step;
@@ -150,7 +154,7 @@ SIMT_DEVICE void transpose_in_quad(uint32_t (&v)[4]) {
     }
 }
 
-// store_rows() where rows are made of whole, aligned 16 bytes: a lane stores 8 of each 32 columns.
+// store_rows() if rows are made of whole, aligned 16 bytes: a lane stores 8 consecutive columns of each 32.
 template <int kHead>
 SIMT_DEVICE void store_rows_in_vectors(bf16* out, int64_t row_stride, const AttentionRows<kHead / 8>& o,
                                        const float (&factor)[2], int rows, int head_size, int first_row) {
@@ -164,7 +168,7 @@ SIMT_DEVICE void store_rows_in_vectors(bf16* out, int64_t row_stride, const Atte
             const int column = 8 * (j + lane() % 4);
             if (row < first_row || row >= rows || column >= head_size) continue;
             bf16* const to = out + row * row_stride + column;
-#if defined(SIMT_GPU)  // an ordinary store is taken apart here and there
+#if defined(SIMT_GPU)  // the compiler splits an ordinary store in some places
             __stwb(reinterpret_cast<uint4*>(to), make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
 #else
             memcpy(to, pairs, sizeof pairs);
@@ -173,8 +177,8 @@ SIMT_DEVICE void store_rows_in_vectors(bf16* out, int64_t row_stride, const Atte
     }
 }
 
-// Writes those of 16 rows that are from `first_row` on and before `rows`, times factor[r], to `out` at the
-// row where the warp's rows begin.
+// Writes the rows first_row ... rows - 1 of a warp's 16 rows, times factor[r]. `out` points to the first of
+// the 16.
 template <int kHead, class T>
 SIMT_DEVICE void store_rows(T* out, int64_t row_stride, const AttentionRows<kHead / 8>& o,
                             const float (&factor)[2], int rows, int head_size, bool vectors,
@@ -199,8 +203,9 @@ SIMT_DEVICE void store_rows(T* out, int64_t row_stride, const AttentionRows<kHea
     }
 }
 
-// Calls f(x, y, r, at, both) for this lane's neighbours x, y in those of 16 rows and head_size columns that
-// there are: of row lane / 4 + 8 r, of rows of floats at `floats`; `both` where y's column is there too.
+// Calls f(x, y, r, at, both) for this lane's pairs of neighbours x, y, without those beyond `rows` or
+// head_size. A pair is in row lane / 4 + 8 r; `at` is its place in the rows of floats at `floats`; `both`
+// says that y's column exists too.
 template <int kHead, class F>
 SIMT_DEVICE void for_each_pair(AttentionRows<kHead / 8>& o, float* floats, int64_t row_stride, int rows,
                                int head_size, F f) {
@@ -223,7 +228,7 @@ SIMT_DEVICE void store_pair(float* at, float x, float y, bool both, bool vectors
     if (both) at[1] = y;
 }
 
-// Adds `sums` to 16 rows times `factor`, in place; rows before `first_row` go back to the sums, too.
+// o = o * factor + sums, for 16 rows. Rows before `first_row` are also written back to the sums.
 template <int kHead>
 SIMT_DEVICE void add_sums(AttentionRows<kHead / 8>& o, float factor, float* sums, int64_t row_stride,
                           int rows, int head_size, bool vectors, int first_row) {
@@ -235,7 +240,8 @@ SIMT_DEVICE void add_sums(AttentionRows<kHead / 8>& o, float factor, float* sums
     for_each_pair<kHead>(o, sums, row_stride, rows, head_size, add);
 }
 
-// What pieces of keys before left of the 16 queries from `row` on, and what is left for those to come.
+// load_carried() reads what earlier pieces of keys left for the 16 queries from `row` on; store_carried()
+// writes it for later pieces.
 template <int kHead, class T>
 SIMT_DEVICE void load_carried(AttentionRows<kHead / 8>& o, const AttentionInput<T>& in, int h, int row,
                               bool vectors) {
@@ -253,11 +259,12 @@ SIMT_DEVICE void store_carried(AttentionRows<kHead / 8>& o, const AttentionInput
     for_each_pair<kHead>(o, in.carried_rows(h, row), in.head_size, in.queries - row, in.head_size, put);
 }
 
-// The gradients of the 16 keys from `row` on, times `factor`: to d or to sums, as AttentionInput has it.
+// Writes the gradients of the 16 keys from `row` on, times `factor`, to d or to sums, as
+// AttentionInput::dk_sums says.
 template <int kHead, class T>
 SIMT_DEVICE void store_key_rows(T* d, float* sums, AttentionRows<kHead / 8>& o, float factor,
                                 const AttentionInput<T>& in, int b, int kv, int row, bool vectors) {
-    const int first = in.position(0);  // the first key that is complete
+    const int first = in.position(0);  // the first key whose gradient is complete
     d += in.dkv_offset(b, kv) + (row - first) * in.dkv_row;
     if (sums) {
         const int64_t sums_row = int64_t{in.kv_heads} * in.head_size;
@@ -268,8 +275,8 @@ SIMT_DEVICE void store_key_rows(T* d, float* sums, AttentionRows<kHead / 8>& o, 
     store_rows<kHead>(d, in.dkv_row, o, {factor, factor}, in.keys - row, in.head_size, vectors, first - row);
 }
 
-// The gradients of the 16 queries from `row` on, times `factor`; or, where more pieces of keys come, what
-// these begin with.
+// Writes the gradients of the 16 queries from `row` on, times `factor`; if more pieces of keys follow, leaves
+// the sums for them instead.
 template <int kHead, class T>
 SIMT_DEVICE void store_query_rows(T* dq, AttentionRows<kHead / 8>& o, float factor,
                                   const AttentionInput<T>& in, int b, int h, int row, bool vectors) {
@@ -278,7 +285,7 @@ SIMT_DEVICE void store_query_rows(T* dq, AttentionRows<kHead / 8>& o, float fact
                       in.queries - row, in.head_size, vectors);
 }
 
-// Over the four lanes that share rows.
+// The maximum and the sum over the four lanes that share rows.
 SIMT_DEVICE float quad_max(float v) {
     v = fmaxf(v, __shfl_xor_sync(~0u, v, 1));
     return fmaxf(v, __shfl_xor_sync(~0u, v, 2));
@@ -294,23 +301,23 @@ SIMT_DEVICE void scale_rows(AttentionRows<N>& o, const float (&factor)[2]) {
     UNROLL for (int j = 0; j < N; j++) { UNROLL for (int e = 0; e < 4; e++) o[0][j][e] *= factor[e / 2]; }
 }
 
-// Less than any score, and no infinity: a row may see no key of its first tiles.
+// Less than any score, but not an infinity: a row may see no key of its first tiles.
 constexpr float kNoScore = -1e30f;
 
-// By how much, in log2, scores may exceed the base of a lazy softmax: sums and outputs stay far from
+// How far, in log2, scores may exceed the base of a lazy softmax. It keeps sums and outputs far from
 // overflow.
 constexpr float kLazyGrowth = 8.f;
 
-// The softmax of a lane's two rows so far: largest score, and this lane's part of the sum of exponentials. A
-// lazy one keeps its base, here called the largest, until a score exceeds it by kLazyGrowth, so that few
-// steps ask for a correction (as FlashAttention-4 does).
+// The state of the softmax of a lane's two rows: the largest score, and this lane's part of the sum of
+// exponentials. A lazy softmax keeps its base, here called `largest`, until a score exceeds it by
+// kLazyGrowth, so that few steps need a correction (as in FlashAttention-4).
 template <bool kLazy = false>
 struct OnlineSoftmax {
     float largest[2] = {kNoScore, kNoScore};
     float sum[2] = {0.f, 0.f};
 
-    // Turns scores into exponentials relative to the largest so far. The output of the steps before is to be
-    // multiplied with `correction`, to have the same base.
+    // Turns scores into exponentials relative to the largest so far. The caller must multiply the output of
+    // earlier steps with `correction`, to have the same base.
     template <int N>
     SIMT_DEVICE void step(AttentionRows<N>& s, float (&correction)[2], float scale_log2) {
         float base[2];
@@ -332,7 +339,7 @@ struct OnlineSoftmax {
     }
 };
 
-// Begins with what pieces of keys before left of the warp's 16 queries from `row` on.
+// Starts from what earlier pieces of keys left for the warp's 16 queries from `row` on.
 template <int kHead, class T, bool kLazy>
 SIMT_DEVICE void continue_output(AttentionRows<kHead / 8>& o, OnlineSoftmax<kLazy>& softmax,
                                  const AttentionInput<T>& in, int h, int row, bool vectors) {
@@ -343,10 +350,10 @@ SIMT_DEVICE void continue_output(AttentionRows<kHead / 8>& o, OnlineSoftmax<kLaz
         const float* const statistics = in.carried_statistics(h, query);
         softmax.largest[r] = statistics[0], softmax.sum[r] = statistics[1 + lane() % 4];
     }
-    __syncwarp();  // before they are written
+    __syncwarp();  // all lanes have read before one writes
 }
-// Writes the output of the warp's 16 queries from `row` on, and unless it is null their lse; or, where more
-// pieces of keys come, what these begin with.
+// Writes the output of the warp's 16 queries from `row` on, and their lse unless it is null; if more pieces
+// of keys follow, leaves the state for them instead.
 template <int kHead, class T, bool kLazy>
 SIMT_DEVICE void store_output(T* out, float* lse, AttentionRows<kHead / 8>& o,
                               const OnlineSoftmax<kLazy>& softmax, const AttentionInput<T>& in, int b, int h,

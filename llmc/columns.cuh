@@ -2,7 +2,7 @@
 // bias added to every row.
 //
 // Deterministic, without atomics: the rows are cut into chunks, a block sums a stripe of columns of one
-// chunk, and a second kernel adds the chunks in order to the gradient.
+// chunk, and a second kernel adds the chunks to the gradient in order.
 #pragma once
 
 #include <algorithm>
@@ -20,22 +20,22 @@ void with_vector_size(int64_t C, F&& f) {
         f(std::integral_constant<int, 1>());
 }
 
-// Vectors of columns that a lane sums: on the CPU several, so that a row's stripe is more than one cache
-// line.
+// Vectors of columns that a lane sums. On the CPU these are several, so that a row's stripe is more than one
+// cache line.
 constexpr int kColumnVectors = kFastCpu ? 4 : 1;
 constexpr int kColumnRows = kBlockWarps * 16;  // the fewest rows worth a chunk
-constexpr int kColumnChunks = 64;              // and the most chunks
+constexpr int kColumnChunks = 64;              // the most chunks
 
 inline int column_chunks(int64_t rows) {
     return static_cast<int>(std::min<int64_t>(kColumnChunks, ceil_div(rows, kColumnRows)));
 }
 
-// The shape of the fp32 scratch that `sums` sums over (rows, C) need.
+// The shape of the fp32 scratch for `sums` column sums of a (rows, C) matrix.
 inline Shape column_sums_scratch(int64_t rows, int64_t C, int sums) { return {column_chunks(rows), sums, C}; }
 
-// Where in shared memory a warp puts its lanes' sums of N columns each, so that neither who writes, 16 bytes
-// at a time, nor who reads, neighbours beside each other, meets in a bank: first the lanes' first 4, then the
-// others.
+// The layout in shared memory of a warp's sums, N columns of each lane, without bank conflicts: neither when
+// lanes write 16 bytes at a time nor when neighbouring threads read neighbouring columns. First come the
+// first 4 sums of all lanes, then the next 4.
 template <int N>
 struct SumsRow {
     static constexpr int kGroup = N < 4 ? N : 4;
@@ -49,15 +49,14 @@ struct SumsRow {
             store(row + g * kStride + lane() * kGroup, x);
         }
     }
-    // That of column j of the stripe.
+    // The sum of column j of the stripe.
     SIMT_DEVICE static float read(const float* row, int j) {
         const int k = j % N;
         return row[k / kGroup * kStride + j / N * kGroup + k % kGroup];
     }
 };
 
-// Stores the sums over a block's warps of those of their lanes, N columns each, of which there are `columns`
-// at most.
+// Adds the sums of all warps of a block and stores them. A lane has N columns; at most `columns` are stored.
 template <int N>
 SIMT_DEVICE void store_block_sums(float* out, const Accumulator<N>& sums, int columns) {
     if constexpr (kFastCpu) {
@@ -77,7 +76,7 @@ SIMT_DEVICE void store_block_sums(float* out, const Accumulator<N>& sums, int co
 }
 
 template <class T, int N, class Columns>
-__global__ void __launch_bounds__(kBlockThreads, 2)  // else loads wait for each other, to save registers
+__global__ void __launch_bounds__(kBlockThreads, 2)  // otherwise loads wait for each other, to save registers
     column_sums_kernel(float* partial, Columns columns, int rows, int C, int rows_per_chunk) {
     constexpr int kSums = Columns::kSums;
     const int chunk_end = (blockIdx.y + 1) * rows_per_chunk, end = chunk_end < rows ? chunk_end : rows;
@@ -90,7 +89,7 @@ __global__ void __launch_bounds__(kBlockThreads, 2)  // else loads wait for each
         Parts of_row;
 #pragma unroll
         for (int v = 0; v < kColumnVectors; v++) {
-            const int c = base + v * kLanes * N;  // beyond the columns the first, so that nothing branches
+            const int c = base + v * kLanes * N;  // column 0 instead of one beyond the end: no branch
             of_row.v[v] = columns.template part<N>(row, int64_t{row} * C + (c < C ? c : 0));
         }
         return of_row;
@@ -143,8 +142,8 @@ void add_chunks(ColumnOutputs<T, kSums> out, const Tensor<float>& partial, int c
                                         stream, out, partial.data(), chunks, C);
 }
 
-// Adds to out[s] (C) the sums over all rows of what columns.part() loads of a row of T and columns.add()
-// makes of it.
+// out[s] (C) += sums over all rows. columns.part() loads a vector of a row of T, columns.add() adds it to the
+// sums.
 template <class T, class Columns, class Out>
 void add_column_sums(const Columns& columns, ColumnOutputs<Out, Columns::kSums> out, Tensor<float>& scratch,
                      int rows, int C, Stream stream) {
@@ -171,7 +170,7 @@ __global__ void __launch_bounds__(kBlockThreads) add_bias_kernel(T* out, const T
     });
 }
 
-// out (rows, C) += bias (C) in every row, for products whose library does not.
+// out (rows, C) += bias (C) in every row, for matrix products whose library does not add it.
 template <class T>
 void add_bias(Tensor<T>& out, const Tensor<T>& bias, Stream stream) {
     launch<add_bias_kernel<T>>(elementwise_blocks<T>(out.size()), kBlockThreads, 0, stream, out.data(),

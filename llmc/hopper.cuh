@@ -1,8 +1,8 @@
 // hopper.cuh - what only a GPU of compute capability 9.0 has: TMA, barriers in shared memory, wgmma.
 //
-// Thin wrappers of PTX; names in quotes are sections of the PTX ISA. None of it has run on a device yet: it
-// is compiled for one, and in the faithful CPU build hopper_cpu.h stands for it. Kernels may use it only
-// where HOPPER_CODE is defined, because they are compiled for other architectures too.
+// Thin wrappers of PTX instructions; names in quotes are sections of the PTX ISA. None of it has run on a
+// device yet: it is compiled for one, and in the faithful CPU build hopper_cpu.h replaces it. Kernels may use
+// it only where HOPPER_CODE is defined, because they are compiled for other architectures too.
 #pragma once
 
 #include "llmc/mma.cuh"
@@ -15,34 +15,36 @@
 #define HOPPER_CODE 1  // sm_90a, by nvcc's name, or the faithful CPU build
 #endif
 
-// What wgmma is told of an operand in shared memory that is swizzled by 128 bytes ("Matrix Descriptor
-// Format"): in units of 16 bytes, bits 0-13 have the start address, 16-29 the leading and 32-45 the stride
-// byte offset; bits 62-63 the swizzle, 1 for 128 bytes. Bits 49-51, the base offset, are 0 because the
-// pattern repeats at multiples of 1024 bytes. The operand begins `offset` bytes after `address`; that is
-// added last, so that one address serves many operands.
+// The descriptor of an operand of wgmma in shared memory that is swizzled by 128 bytes ("Matrix Descriptor
+// Format"). In units of 16 bytes, bits 0-13 are the start address, 16-29 the leading and 32-45 the stride
+// byte offset. Bits 62-63 are the swizzle, 1 for 128 bytes. Bits 49-51, the base offset, are 0 because the
+// pattern repeats at multiples of 1024 bytes. The operand begins `offset` bytes after `address`; the offset
+// is added last, so that one address serves many operands.
 SIMT_HOST_DEVICE constexpr uint64_t swizzled_operand(uint32_t address, uint32_t offset, uint32_t leading,
                                                      uint32_t stride) {
     const uint32_t low = ((address & 0x3ffff) >> 4 | leading >> 4 << 16) + (offset >> 4);
     return uint64_t{stride >> 4 | 1u << 30} << 32 | low;
 }
 
-// kRows x kColumns bf16 in shared memory, from a multiple of 1024 bytes on, as TMA leaves them: panels of 64
-// columns, one after the other, whose rows are 128 bytes. Row r has its 16-byte chunk c at chunk c ^ r % 8
-// ("Swizzling modes"), which is a matter of the whole address: bits 4-6 ^= bits 7-9.
+// A tile of kRows x kColumns bf16 in shared memory, as TMA writes it; it begins at a multiple of 1024 bytes.
+// Panels of 64 columns follow one another, and a panel's rows are 128 bytes. In row r, the 16-byte chunk c is
+// stored at chunk c ^ r % 8 ("Swizzling modes"). The hardware swizzles the whole address: bits 4-6 ^= bits
+// 7-9.
 template <int kRows, int kColumns>
 struct SwizzledTile {
     static_assert(kRows % 8 == 0 && kColumns % 64 == 0);
     static constexpr int kHeight = kRows, kPanels = kColumns / 64;
     static constexpr uint32_t kPanelBytes = kRows * 128, kBytes = kPanels * kPanelBytes;
 
-    // The operand whose rows (M or N) are those of the tile from `row` on, summed over the columns 16 k ..
-    // 16 k + 15: K-major. 8 rows lie 1024 bytes from the next 8, the stride; 16 columns are 32 bytes of the
-    // 128, by which the start address goes on; the leading offset is not used ("Strides").
+    // The operand whose rows (M or N) are the tile's rows from `row` on, for the sum over columns 16 k .. 16
+    // k + 15: K-major. The stride offset, from 8 rows to the next 8, is 1024 bytes. 16 columns are 32 of a
+    // row's 128 bytes, so each k moves the start address by 32. The leading offset is not used ("Strides").
     SIMT_HOST_DEVICE static constexpr uint64_t by_rows(uint32_t tile, int row, int k) {
         return swizzled_operand(tile + row * 128, k / 4 * kPanelBytes + k % 4 * 32, 16, 1024);
     }
-    // The operand whose columns (N) are those of the tile, summed over the rows 16 k .. 16 k + 15: MN-major.
-    // 64 columns lie a panel from the next 64, the leading offset, and 8 rows 1024 bytes from the next 8.
+    // The operand whose columns (N) are the tile's columns, for the sum over rows 16 k .. 16 k + 15:
+    // MN-major. The leading offset, from 64 columns to the next 64, is a panel; the stride offset, from 8
+    // rows to the next 8, is 1024 bytes.
     SIMT_HOST_DEVICE static constexpr uint64_t by_columns(uint32_t tile, int k) {
         return swizzled_operand(tile, k * 16 * 128, kPanelBytes, 1024);
     }
@@ -60,9 +62,9 @@ inline bool device_is_hopper() {
            major == 9 && minor == 0;
 }
 
-// Describes (batch, rows, columns) bf16 to TMA, which copies boxes of box_rows x 64 of one batch entry. Rows
-// beyond the end of an entry read as zeros. Distances are in elements, and multiples of 16 bytes as `data`
-// is.
+// Describes a tensor of (batch, rows, columns) bf16 to TMA, which copies boxes of box_rows x 64 of one batch
+// entry. Rows beyond the end of an entry read as zeros. Strides are in elements; in bytes they, and `data`,
+// must be multiples of 16.
 inline TensorMap tensor_map(const bf16* data, int64_t columns, int64_t rows, int64_t batch, int64_t row,
                             int64_t batch_row, int box_rows) {
     static const auto encode = [] {  // the driver's function, without linking with the driver
@@ -71,7 +73,7 @@ inline TensorMap tensor_map(const bf16* data, int64_t columns, int64_t rows, int
 #if CUDART_VERSION >= 12050
         CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000,
                                                     cudaEnableDefault, &found));
-#else  // without a version it is the toolkit's own, and the function has only one
+#else  // without a version it finds the toolkit's own, and the function has only one
         CUDA_CHECK(cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found));
 #endif
         if (found != cudaDriverEntryPointSuccess) fail("the CUDA driver has no cuTensorMapEncodeTiled");
@@ -94,8 +96,9 @@ SIMT_DEVICE uint32_t shared_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Every warp of a warpgroup takes this many registers a thread, a multiple of 8: fewer than the kernel
-// started with, or more, and then waits until others gave theirs back.
+// Sets the registers per thread of a warpgroup, a multiple of 8; every warp of it must call this.
+// setmaxnreg_dec() keeps fewer than the kernel started with; setmaxnreg_inc() takes more, and waits until
+// others have released theirs.
 template <int kRegisters>
 SIMT_DEVICE void setmaxnreg_dec() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -105,14 +108,15 @@ SIMT_DEVICE void setmaxnreg_inc() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// --- Barriers, 8 bytes of shared memory each ("mbarrier"). A phase is complete when `arrivals` arrived and
-// the bytes that they expect have come; then the next begins. Phases are numbered from 0.
+// --- Barriers, 8 bytes of shared memory each ("mbarrier"). A phase is complete when `arrivals` threads have
+// arrived and the bytes that they expect have been copied; then the next phase begins. Phases are numbered
+// from 0.
 
 SIMT_DEVICE void barrier_init(uint32_t barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-// After the last barrier_init, before a __syncthreads(): TMA works in another proxy than ordinary accesses
-// ("Async proxy") and must see what those wrote.
+// Call it after the last barrier_init() and before a __syncthreads(). TMA uses another proxy than ordinary
+// accesses ("Async proxy") and must see what those wrote.
 SIMT_DEVICE void barriers_are_made() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -124,8 +128,8 @@ SIMT_DEVICE void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                  : "memory");
 }
-// Waits until the latest phase of this parity (phase number % 2) is complete. The one before the first phase,
-// of parity 1, counts as complete.
+// Waits until the latest phase of this parity (phase number % 2) is complete. The phase before the first, of
+// parity 1, counts as complete.
 SIMT_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
     uint32_t complete = 0;
     while (!complete)
@@ -140,8 +144,8 @@ SIMT_DEVICE void barrier_wait(uint32_t barrier, uint32_t parity) {
             : "memory");
 }
 
-// --- TMA ("cp.async.bulk.tensor"): one thread starts the copy of a whole tile. Its bytes, zeros for what
-// lies beyond the tensor included, count on the barrier.
+// --- TMA ("cp.async.bulk.tensor"): one thread starts the copy of a whole tile. The barrier counts its bytes,
+// including the zeros for what is beyond the tensor.
 
 template <class Tile>
 SIMT_DEVICE void start_load(uint32_t tile, const TensorMap& map, uint32_t barrier, int column, int row,
@@ -154,19 +158,19 @@ SIMT_DEVICE void start_load(uint32_t tile, const TensorMap& map, uint32_t barrie
 
 // --- Products by a warpgroup, four warps ("wgmma.mma_async"): D (64 x N, fp32) += A (64 x 16) B (16 x N).
 //
-// Warp w of the four has rows 16 w .. 16 w + 15 of D, and of A where that is in registers; its lanes own of
-// them what they own in mma.cuh ("Register Fragments"). Products run on while the warps go on: before the
-// first of some, wgmma_fence() makes registers that were written since known to them; wgmma_commit() closes
-// a group; until wgmma_wait() said that it is complete, its registers may not be touched, nor its tiles.
+// Warp w of the four has rows 16 w .. 16 w + 15 of D, and of A if that is in registers. Its lanes own the
+// elements that they own in mma.cuh ("Register Fragments"). Products run asynchronously. Before the first of
+// several, wgmma_fence() makes earlier writes to registers visible to them; wgmma_commit() closes a group.
+// Until wgmma_wait() reports that a group is complete, nothing may touch its registers or its tiles.
 
 SIMT_DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 SIMT_DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-// Until no more than kGroups groups are under way.
+// Waits until no more than kGroups groups are running.
 template <int kGroups>
 SIMT_DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
 }
-// Keeps the compiler from moving uses of registers across this line, which wgmma owns for a while.
+// Keeps the compiler from moving uses of these registers across this line: wgmma uses them asynchronously.
 template <int N>
 SIMT_DEVICE void fence_registers(float (&d)[1][N][4]) {
     UNROLL for (int j = 0; j < N; j++) {
@@ -191,7 +195,7 @@ SIMT_DEVICE void fence_registers(FragmentA<bf16> (&a)[N]) {
     ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, " \
     "%52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
-// d = a b, or d += a b: both operands in shared memory, K-major. N is 64 or 128 columns.
+// d = a b, or d += a b if `add`: both operands in shared memory, K-major. 8 * N is 64 or 128 columns.
 template <int N>
 SIMT_DEVICE void wgmma_by_rows(float (&d)[1][N][4], uint64_t a, uint64_t b, bool add) {
     static_assert(N == 8 || N == 16);
@@ -212,7 +216,7 @@ SIMT_DEVICE void wgmma_by_rows(float (&d)[1][N][4], uint64_t a, uint64_t b, bool
             : "l"(a), "l"(b), "r"(scale_d));
 }
 
-// d += a b: a in registers, b in shared memory, MN-major, for which the last 1 stands.
+// d += a b: a in registers, b in shared memory and MN-major, which the last 1 stands for.
 template <int N>
 SIMT_DEVICE void wgmma_by_columns(float (&d)[1][N][4], const FragmentA<bf16>& a, uint64_t b) {
     static_assert(N == 8 || N == 16);
@@ -241,9 +245,9 @@ inline bool device_is_hopper() { return false; }
 #endif
 
 #if defined(SIMT_GPU) || SIMT_LANES == 32
-// A ring of kSlots tiles that pass from a producer to consumers, and where one of them stands in it. Of a
-// slot's two barriers one says that it is full, the other that it is empty again; the n-th use of a slot is
-// phase n of both.
+// A ring of kSlots tiles that pass from a producer to consumers, and this thread's position in it. A slot has
+// two barriers: full() completes when it is filled, empty() when all have released it. The n-th use of a slot
+// is phase n of both.
 template <int kSlots>
 struct Ring {
     uint32_t barriers;
@@ -259,8 +263,8 @@ struct Ring {
     SIMT_DEVICE uint32_t full() const { return barriers + 8 * slot; }
     SIMT_DEVICE uint32_t empty() const { return barriers + 8 * (kSlots + slot); }
     SIMT_DEVICE void wait_full() const { barrier_wait(full(), parity); }
-    SIMT_DEVICE void wait_empty() const { barrier_wait(empty(), parity ^ 1); }  // of the use before
-    // A consumer's warp has read all it needs: one arrival.
+    SIMT_DEVICE void wait_empty() const { barrier_wait(empty(), parity ^ 1); }  // until its last use is over
+    // A consumer's warp has read all that it needs of the slot: one arrival.
     SIMT_DEVICE void release() const {
         __syncwarp();
         if (lane() == 0) barrier_arrive(empty());
@@ -268,7 +272,7 @@ struct Ring {
     SIMT_DEVICE void advance() {
         if (++slot == kSlots) slot = 0, parity ^= 1;
     }
-    // A consumer's warp needs nothing of this tile.
+    // A consumer's warp skips this tile.
     SIMT_DEVICE void pass_over() {
         wait_full();
         release();
@@ -276,7 +280,7 @@ struct Ring {
     }
 };
 
-// Starts s = A B^T, a group of its own: 64 rows of tile a from a_row on, all rows of tile b.
+// Starts s = A B^T as a group of its own. A is 64 rows of tile a from a_row on, B is tile b.
 template <class A, class B, int N>
 SIMT_DEVICE void start_rows_product(float (&s)[1][N][4], uint32_t a, int a_row, uint32_t b) {
     static_assert(B::kHeight == 8 * N && A::kPanels == B::kPanels);
@@ -287,7 +291,7 @@ SIMT_DEVICE void start_rows_product(float (&s)[1][N][4], uint32_t a, int a_row, 
     wgmma_commit();
 }
 
-// Starts o += P B, a group of its own, of the 16-column steps p of P.
+// Starts o += P B as a group of its own. p[k] has columns 16 k .. 16 k + 15 of P, B is tile b.
 template <class B, int kSteps, int N>
 SIMT_DEVICE void start_columns_product(float (&o)[1][N][4], FragmentA<bf16> (&p)[kSteps], uint32_t b) {
     static_assert(B::kHeight == 16 * kSteps && B::kPanels * 8 == N);

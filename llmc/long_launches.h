@@ -1,6 +1,6 @@
-// long_launches.h - divides launches that would take long: where a GPU draws a screen, and under WSL2, the
-// driver ends a launch after some seconds. Read it to divide another kernel's launches. The results keep
-// their bits: the same blocks do the same.
+// long_launches.h - splits launches that would take long: on a GPU that drives a display, and under WSL2, the
+// driver ends a launch after some seconds. Read this to split another kernel's launches. Results keep their
+// bits, because the same blocks do the same work.
 #pragma once
 
 #include <algorithm>
@@ -12,19 +12,20 @@
 // Seconds that no launch is expected to exceed.
 constexpr double kLongestLaunch = 0.5;
 
-// The FLOPs that the device is thought to do in that time, in attention and in products. Without limit until
-// a run with a GPU sets them (limit_launches()).
+// The FLOPs that the device is expected to do in that time, in attention and in matrix products. No limit
+// until a run with a GPU sets them (limit_launches()).
 inline double longest_attention = std::numeric_limits<double>::infinity();
 inline double longest_product = std::numeric_limits<double>::infinity();
 
-// The part of a grid that a launch makes: the first block of it in x and in y; and how many blocks the whole
-// grid has in y.
+// The part of a grid that one launch runs: its first block in x and in y, and how many blocks the whole grid
+// has in y.
 struct GridPart {
     int x = 0, y = 0, whole_y = 0;
 };
 
-// Calls launch_part(grid, part) for each part of a grid, so that none has more than `most` of the `work` of
-// all. Along x all blocks have as much to do. Along y some may have twice the mean, as with causal attention.
+// Calls launch_part(grid, part) for parts of a grid that has `work` in all, so that no part has more than
+// `most`. All blocks along x have equal work. Blocks along y may have up to twice the mean, as with causal
+// attention.
 template <class F>
 void for_each_part(dim3 grid, double work, double most, F launch_part) {
     const double parts = std::max(1., std::ceil(work / most));

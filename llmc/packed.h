@@ -1,8 +1,8 @@
 // packed.h - a vector of elements: what one lane loads, computes on and stores at a time.
 //
-// On the GPU a full vector is 16 bytes and its address must be aligned so; on the CPU it is the width of the
-// build's registers at any address. Rows whose length is no multiple of a full vector use vectors of one
-// element: launchers choose, with vector_fits().
+// On the GPU a full vector is 16 bytes, and its address must be a multiple of that; on the CPU it is as wide
+// as the build's registers, at any address. Rows whose length is no multiple of a full vector use vectors of
+// one element: launchers choose, with vector_fits().
 #pragma once
 
 #include "llmc/simt.h"
@@ -46,8 +46,8 @@ SIMT_DEVICE Packed<T, N> load(const T* p) {
     return r;
 }
 
-// load() where one thread reads far more than a page from its beginning to its end: a CPU does not look ahead
-// beyond a page by itself.
+// load() for a thread that reads far more than a page from beginning to end: a CPU does not prefetch beyond a
+// page by itself.
 template <int N, class T>
 SIMT_DEVICE Packed<T, N> load_ahead(const T* p) {
 #if !defined(SIMT_GPU)
@@ -78,7 +78,7 @@ SIMT_DEVICE void store(T* p, const Packed<T, N>& x) {
 #endif
 }
 
-// N floats, each rounded to T.
+// Rounds N floats to T.
 template <class T, int N>
 SIMT_DEVICE Packed<T, N> rounded(const float (&x)[N]) {
     Packed<T, N> r;
@@ -90,12 +90,13 @@ SIMT_DEVICE void store(T* p, const float (&x)[N]) {
     store(p, rounded<T>(x));
 }
 
-// N elements from number i on of an array of n; those beyond its end are zero, and are not stored.
+// Loads or stores N elements of an array of n, from index i on. Elements beyond its end are loaded as zeros
+// and not stored.
 template <int N, class T>
 SIMT_DEVICE Packed<T, N> load_within(const T* p, int64_t i, int64_t n) {
     if (i + N <= n) return load<N>(p + i);
     Packed<T, N> r;
-    for (int k = 0; k < N; k++) r.v[k] = k < N - 1 && i + k < n ? p[i + k] : T{};  // the last never is
+    for (int k = 0; k < N; k++) r.v[k] = k < N - 1 && i + k < n ? p[i + k] : T{};  // the last one never is
     return r;
 }
 template <class T, int N>
@@ -105,7 +106,8 @@ SIMT_DEVICE void store_within(T* p, int64_t i, int64_t n, const Packed<T, N>& x)
         if (i + k < n) p[i + k] = x.v[k];
 }
 
-// The largest of N floats, N a power of two, by halves: a chain of maxima would stay scalar on the CPU.
+// The largest of N floats, N a power of two, by halves: the CPU's compiler does not vectorize a chain of
+// maxima.
 template <int N>
 SIMT_DEVICE float largest_of(const float (&x)[N]) {
     float m[N];
@@ -115,7 +117,7 @@ SIMT_DEVICE float largest_of(const float (&x)[N]) {
     return m[0];
 }
 
-// The sum of N floats, N a power of two, by halves too.
+// The sum of N floats, N a power of two, by halves.
 template <int N>
 SIMT_DEVICE float sum_of(const float (&x)[N]) {
     float m[N];
@@ -125,7 +127,7 @@ SIMT_DEVICE float sum_of(const float (&x)[N]) {
     return m[0];
 }
 
-// N floats of which a row may keep several in registers: an accumulator of a vector's elements.
+// An accumulator for a vector's elements: N floats. A kernel may keep several of them in registers for a row.
 template <int N>
 struct Accumulator {
     float v[N];
@@ -140,8 +142,9 @@ struct Accumulator {
     }
 };
 
-// Calls add(part(row)) for every step-th row from `first` on before `end`, in order. On a GPU the parts of
-// four rows are loaded before they are added: the loads of one would not keep the memory busy.
+// Calls add(part(row)) for the rows first, first + step, ... before `end`, in order. On a GPU the parts of
+// four rows are loaded before they are added, as the loads of one row at a time would not keep the memory
+// busy.
 template <class Part, class Add>
 SIMT_DEVICE void for_each_row(int first, int end, int step, Part part, Add add) {
     int row = first;
@@ -157,7 +160,8 @@ SIMT_DEVICE void for_each_row(int first, int end, int step, Part part, Add add) 
     for (; row < end; row += step) add(part(row));
 }
 
-// Elementwise kernels: each thread does kElementwiseRun vectors, neighbours in a block side by side.
+// In elementwise kernels a thread does kElementwiseRun vectors; neighbouring threads have neighbouring
+// vectors.
 constexpr int kElementwiseRun = kFastCpu ? 128 : 4;
 
 template <class T>
@@ -165,8 +169,8 @@ unsigned elementwise_blocks(int64_t n) {
     return static_cast<unsigned>(ceil_div(n, int64_t{kVectorSize<T>} * kBlockThreads * kElementwiseRun));
 }
 
-// Calls f(i, count) for this thread's share of n elements: `count` is an integral constant, a full vector or,
-// in the tail, one. The arrays must be aligned to a full vector.
+// Calls f(i, count) for this thread's share of n elements. `count` is an integral constant: a full vector or,
+// in the tail, 1. The arrays must be aligned to a full vector.
 template <class T, class F>
 SIMT_DEVICE void for_each_vector(int64_t n, F f) {
     constexpr int N = kVectorSize<T>;

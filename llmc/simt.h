@@ -7,12 +7,13 @@
 //   CPU, fast        g++       1      64 bytes  the only thread of its block, a plain call
 //   CPU, faithful    g++       32     16 bytes  a fiber: the same warps, barriers and shuffles as on the GPU
 //
-// The faithful build (-DSIMT_LANES=32) is for tests; simt_fibers.h says what it checks. A kernel reads
+// The faithful build (-DSIMT_LANES=32) is for tests; simt_fibers.h says what it checks. The same loops serve
+// all three:
 //
 //   for (int c = lane() * V::size; c < C; c += kLanes * V::size) ...
 //
-// and nothing else changes. What is common to all three stands here; the rest in the header of each.
-// Not in the common source: `extern __shared__` by name, partial warp masks, cooperative groups.
+// This header has what is common to all three builds; the rest is in the header of each.
+// Kernels must not use: `extern __shared__` by name, partial warp masks, cooperative groups.
 #pragma once
 
 #include <cstddef>
@@ -22,11 +23,12 @@
 #include "llmc/error.h"
 
 namespace simt {
-// True while a step is rehearsed on paper (arena.h): launches and library calls return at once.
+// True during a dry run of a step (arena.h): launches and library calls return at once.
 inline bool launches_off = false;
 
-// Lends room until the next who asks: the arena, while a step is rehearsed or runs in it. In the fast CPU
-// build the workers of a launch have their dynamic shared memory there; where nobody lends, of their own.
+// Provides memory that is valid until the next request: the arena does, during a step and its dry run. In the
+// fast CPU build a launch's workers have their dynamic shared memory there; without a `lender` they use memory
+// of their own.
 struct Lender {
     virtual void* workspace(size_t bytes) = 0;
 
@@ -51,11 +53,11 @@ SIMT_DEVICE int warps_per_block() { return blockDim.x / kLanes; }
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The blocks of an ordinary launch with a warp for each row.
+// The number of blocks of an ordinary launch that has a warp for each row.
 constexpr unsigned blocks_of_rows(int64_t rows) { return static_cast<unsigned>(ceil_div(rows, kBlockWarps)); }
 
-// The sum, or maximum, of v over a warp, in every lane, by the butterfly: the order of the additions is
-// fixed.
+// The sum, or maximum, of v over a warp, in every lane. A butterfly of shuffles: the order of the additions
+// is fixed.
 SIMT_DEVICE float warp_sum(float v) {
     for (int m = kLanes / 2; m > 0; m /= 2) v += __shfl_xor_sync(~0u, v, m);
     return v;
@@ -65,8 +67,8 @@ SIMT_DEVICE float warp_max(float v) {
     return v;
 }
 
-// The same over a block of whole warps. Every thread must call it; the first barrier guards the reuse of
-// `part`.
+// Reduces v over a block of whole warps. Every thread must call it and gets the result. The first barrier
+// guards the reuse of `part`.
 template <class Reduce>
 SIMT_DEVICE float block_reduce(float v, float identity, Reduce reduce) {
     if constexpr (kLanes == 1) return v;

@@ -1,8 +1,7 @@
-// tensor.h - a tensor: where its elements are, of which type, in which shape.
+// tensor.h - a tensor: a pointer to its elements, their type, and a shape.
 //
-// It may own room in the arena (arena.h) and then gives it back where its life ends; or it is a view of
-// memory that somebody else keeps. It moves, it does not copy: view() makes the second handle when one is
-// meant.
+// A tensor may own memory in the arena (arena.h), which it gives back where its life ends; or it is a view of
+// memory that something else owns. It can be moved but not copied: view() makes a second handle.
 #pragma once
 
 #include <cassert>
@@ -28,7 +27,7 @@ struct Shape {
         for (int i = 0; i < count; i++) n *= dims[i];
         return n;
     }
-    // The last dimension, and the product of all before it.
+    // The last dimension, and the product of all others.
     int64_t columns() const { return count ? dims[count - 1] : 1; }
     int64_t rows() const { return columns() ? size() / columns() : 0; }
     bool operator==(const Shape& other) const {
@@ -80,7 +79,7 @@ class Tensor {
     }
     ~Tensor() { drop(); }
 
-    // Ends its life here.
+    // Ends the tensor's life: gives its memory back if it owns it.
     void drop() {
         if (arena_) arena_give_back(*arena_, take_);
         arena_ = nullptr;
@@ -101,15 +100,15 @@ class Tensor {
     }
 
     T* data() const { return data_; }
-    // Element `i` of the data; null in a rehearsal, where there are none.
+    // The address of element `i`; null in a dry run, which has no data.
     T* at(int64_t i) const { return data_ ? data_ + i : nullptr; }
     const Shape& shape() const { return shape_; }
     int64_t size() const { return shape_.size(); }
     int64_t bytes() const { return size() * static_cast<int64_t>(sizeof(T)); }
     int64_t rows() const { return shape_.rows(); }
     int64_t columns() const { return shape_.columns(); }
-    // Whether it holds something: not default-made, moved from or dropped. Also true in a rehearsal, without
-    // data.
+    // Whether it holds something: it is not default-constructed, moved from or dropped. Also true in a dry
+    // run, without data.
     explicit operator bool() const { return live_; }
 
   private:

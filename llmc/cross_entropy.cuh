@@ -1,22 +1,22 @@
-// cross_entropy.cuh - softmax and cross-entropy of logits, loss and gradient in one kernel, in place: the
-// probabilities are never stored. One block a row; the maximum and the sum in one pass (Milakov, Gimelshein,
-// arXiv:1805.02867).
+// cross_entropy.cuh - softmax and cross-entropy of logits: loss and gradient in one kernel, in place; the
+// probabilities are never stored. A block has a row, and computes its maximum and its sum of exponentials in
+// one pass (Milakov, Gimelshein, arXiv:1805.02867).
 #pragma once
 
 #include "llmc/packed.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 
-// What the loss of each row counts for: a number, or one on the device, which may be another each time that a
-// graph is replayed.
+// The factor of each row's loss: a number, or one in the device's memory, which may change between replays of
+// a graph.
 struct LossScale {
     float value = 1;
     const float* at = nullptr;
     SIMT_DEVICE float get() const { return at ? *at : value; }
 };
 
-// Columns from V to stride are padding of the vocabulary: no probability, zero gradient. A negative target is
-// ignored: no loss, zero gradient. `stride` is a multiple of the vector.
+// Columns from V to stride are padding of the vocabulary: no probability, zero gradient. A row with a
+// negative target is ignored: no loss, zero gradient. `stride` is a multiple of the vector.
 template <class T, bool kGradient>
 __global__ void __launch_bounds__(kBlockThreads)
     cross_entropy_kernel(T* logits, float* losses, const int* targets, LossScale loss_scale, int V,
@@ -74,8 +74,9 @@ __global__ void __launch_bounds__(kBlockThreads)
     if (threadIdx.x == 0) *total += scale.get() * sum;
 }
 
-// losses[row] = -log softmax(logits[row])[target] over the first V columns; logits (rows, padded V) become
-// d(scale * sum of losses)/dlogits. Targets in [0, V), or negative for a row that does not count.
+// losses[row] = -log softmax(logits[row])[target] over the first V columns. logits (rows, padded V) are
+// overwritten with d(scale * sum of losses)/dlogits. Targets are in [0, V), or negative for a row that does
+// not count.
 template <class T>
 void cross_entropy_forward_backward(Tensor<T>& logits, Tensor<float>& losses, const Tensor<int>& targets,
                                     LossScale scale, int V, Stream stream) {
@@ -85,7 +86,7 @@ void cross_entropy_forward_backward(Tensor<T>& logits, Tensor<float>& losses, co
                                           static_cast<int>(logits.columns()));
 }
 
-// The losses alone; logits stay.
+// Computes the losses alone; logits do not change.
 template <class T>
 void cross_entropy_forward(const Tensor<T>& logits, Tensor<float>& losses, const Tensor<int>& targets, int V,
                            Stream stream) {

@@ -1,4 +1,4 @@
-// cuda_errors.h - what CUDA's errors mean for the user, in one line that says what to do. Read it to give an
+// cuda_errors.h - turns CUDA's errors into one line that tells the user what to do. Read this to give another
 // error a line of its own.
 #pragma once
 
@@ -22,13 +22,13 @@ inline std::string oldest_driver(int toolkit) {
     return driver ? format("driver %d or later", driver) : format("a driver with CUDA %d.0 or later", major);
 }
 
-// The CUDA version of the driver that is installed, or 0 where none is.
+// The CUDA version of the installed driver, or 0 if there is none.
 inline int driver_cuda_version() {
     int version = 0;
     return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
 }
 
-// ", driver 535.104.05" where the kernel module says its number; under WSL2 it does not.
+// ", driver 535.104.05" if the kernel module reports its number; under WSL2 it does not.
 inline std::string driver_number() {
     std::ifstream file("/proc/driver/nvidia/version");
     for (std::string word; file >> word;)
@@ -38,7 +38,7 @@ inline std::string driver_number() {
     return "";
 }
 
-// " (compute capability 8.9)" where a GPU answers.
+// " (compute capability 8.9)" if a GPU answers.
 inline std::string gpu_capability() {
     int major = 0, minor = 0;
     const bool known = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess &&
@@ -46,7 +46,7 @@ inline std::string gpu_capability() {
     return known ? format(" (compute capability %d.%d)", major, minor) : "";
 }
 
-// Fails where no GPU answers: with what is missing, and what to do about it.
+// Fails if no GPU answers, and says what is missing and what to do about it.
 inline void check_gpu() {
     int count = 0;
     const cudaError_t status = cudaGetDeviceCount(&count);
@@ -78,7 +78,7 @@ inline void check_gpu() {
         driver_number().c_str(), visible ? "; CUDA_VISIBLE_DEVICES is " : "", visible ? visible : "");
 }
 
-// What to do about an error that is the user's to mend; null for one that is a bug.
+// What the user can do about an error: empty if the error says enough, null if it is a bug.
 inline const char* advice_about(cudaError_t status) {
     switch (status) {
         case cudaErrorLaunchTimeout:
@@ -107,8 +107,8 @@ inline const char* advice_about(cudaError_t status) {
     }
 }
 
-// Stops with one line when a CUDA call failed: the user's to mend where the GPU is full, gone, or not one
-// that this was compiled for, and else a bug.
+// Stops with one line if a CUDA call failed. The user can fix it if the GPU is full, gone, or not one that
+// this was compiled for; otherwise it is a bug.
 inline void cuda_check(cudaError_t status, const char* what) {
     if (status == cudaSuccess) return;
     const char* const why = cudaGetErrorString(status);

@@ -1,4 +1,5 @@
-// device.h - the device's memory, streams and events: CUDA's on a GPU, plain ones on a CPU; and named ranges.
+// device.h - the device's memory, streams and events: CUDA's on a GPU, plain ones on a CPU; and named ranges
+// of a step.
 #pragma once
 
 #include <sys/mman.h>
@@ -18,21 +19,21 @@
 #define LLMC_NVTX 1
 #endif
 
-// Whether the device's memory is the host's.
+// Whether device memory is host memory.
 #if defined(SIMT_GPU)
 constexpr bool kHostIsDevice = false;
 #else
 constexpr bool kHostIsDevice = true;
 #endif
 
-// After this, taking device memory is an error: a run takes all it will need before its first step.
+// After this, allocating device memory is an error: a run allocates all that it needs before its first step.
 inline bool device_allocation_forbidden = false;
 inline void forbid_device_allocation(bool forbidden = true) { device_allocation_forbidden = forbidden; }
 
 inline size_t device_bytes_allocated = 0;  // by this process, now
-inline size_t pinned_bytes_allocated = 0;  // the same of the host's memory, pinned beside a GPU
+inline size_t pinned_bytes_allocated = 0;  // host memory that is pinned for a GPU
 
-// Takes `bytes` of device memory, zeroed. Fails with the device's free memory when there is not enough.
+// Allocates `bytes` of device memory, zeroed. If there is not enough, the error says how much is free.
 inline void* device_allocate(size_t bytes, const char* what) {
     if (device_allocation_forbidden)
         bug("%s: %zu bytes are allocated after the start of the run, where all is to be allocated", what,
@@ -74,8 +75,8 @@ constexpr const char* kDevice = "cuda";
 constexpr const char* kDevice = "cpu";
 #endif
 
-// Copies and fills, in order with the stream's kernels. Those between host and device wait until they are
-// done, for set-up and sampling; the step has copy_async().
+// Copies and fills, in order with the stream's kernels. copy_to_device() and copy_to_host() wait until the
+// copy is done; they are for set-up and sampling. The step uses copy_async().
 inline void copy_to_device(void* device, const void* host, size_t bytes, [[maybe_unused]] Stream stream) {
     if (simt::launches_off) return;
 #if defined(SIMT_GPU)
@@ -94,7 +95,7 @@ inline void copy_to_host(void* host, const void* device, size_t bytes, [[maybe_u
     memcpy(host, device, bytes);
 #endif
 }
-// A copy between pinned memory and the device, or on the device, which the host does not wait for.
+// An asynchronous copy between pinned memory and the device, or on the device.
 inline void copy_async(void* to, const void* from, size_t bytes, [[maybe_unused]] Stream stream) {
 #if defined(SIMT_GPU)
     CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream));
@@ -127,7 +128,7 @@ inline void device_fill(void* device, int byte, size_t bytes, [[maybe_unused]] S
 #endif
 }
 
-// Bytes the device lends to this process now: on a GPU all that is in use on it, on a CPU the resident set.
+// Bytes of the device that are in use now: on a GPU by all processes, on a CPU this process's resident set.
 inline size_t device_bytes_in_use() {
 #if defined(SIMT_GPU)
     size_t free_bytes = 0, total = 0;
@@ -143,7 +144,7 @@ inline size_t device_bytes_in_use() {
 #endif
 }
 
-// What the device could lend to this process now.
+// The device's memory that this process could allocate now.
 inline FreeMemory device_memory_free() {
 #if defined(SIMT_GPU)
     size_t free_bytes = 0, total = 0;
@@ -154,14 +155,15 @@ inline FreeMemory device_memory_free() {
 #endif
 }
 
-// What a CUDA context takes of a GPU of so many multiprocessors. Published: 107 MiB with 34 (RTX 4060 Ti) and
-// 555 with 188 (RTX PRO 6000) in llama.cpp's pull request 23604, 426 with 142 (RTX 6000 Ada) in unsloth-zoo's
-// 1053.
+// Bytes of a GPU that a CUDA context takes, by the GPU's multiprocessors. Published: 107 MiB with 34 (RTX
+// 4060 Ti) and 555 with 188 (RTX PRO 6000) in llama.cpp's pull request 23604, 426 with 142 (RTX 6000 Ada) in
+// unsloth-zoo's 1053.
 constexpr size_t cuda_context_bytes(int multiprocessors) {
     return static_cast<size_t>(multiprocessors) * (3 << 20);
 }
 
-// What the device lends to a process that only asks: on a GPU the CUDA context, an A100's where none answers.
+// Bytes of the device that a process takes before it allocates any: on a GPU the CUDA context (an A100's if
+// no GPU answers).
 inline size_t context_bytes() {
 #ifdef SIMT_GPU
     int count = 0;
@@ -192,8 +194,8 @@ class DeviceBuffer {
     size_t bytes_ = 0;
 };
 
-// Host memory that a GPU copies from and to while the host goes on; on a CPU ordinary memory. Fails where the
-// driver pins no more.
+// Pinned host memory: a GPU copies from it and to it while the host goes on. Ordinary memory on a CPU. Fails
+// if the driver cannot pin more.
 class PinnedBuffer {
   public:
     explicit PinnedBuffer(size_t bytes) : bytes_(bytes) {
@@ -215,7 +217,7 @@ class PinnedBuffer {
     PinnedBuffer(const PinnedBuffer&) = delete;
     ~PinnedBuffer() {
 #if defined(SIMT_GPU)
-        cudaDeviceSynchronize();  // after an error copies may be under way
+        cudaDeviceSynchronize();  // after an error copies may still run
         cudaFreeHost(data_);
         pinned_bytes_allocated -= bytes_;
 #else
@@ -230,8 +232,8 @@ class PinnedBuffer {
     size_t bytes_;
 };
 
-// A stream of one's own: work in it runs beside that of others, and can be recorded as a graph. The default
-// stream, in which a model is loaded and saved, still waits for it, and it for the default stream.
+// A separate stream: its work runs beside that of other streams, and can be recorded as a graph. It still
+// waits for the default stream, in which a model is loaded and saved, and the default stream waits for it.
 class OwnStream {
   public:
     OwnStream() {
@@ -251,8 +253,8 @@ class OwnStream {
     Stream stream_ = nullptr;
 };
 
-// A moment of a stream's work, for others to wait for. Until one is recorded nobody waits. On a CPU all work
-// is done when it was asked for.
+// A point in a stream's work that others can wait for. Before the first record() nobody waits. On a CPU all
+// work is done as soon as it is requested.
 class Event {
   public:
 #if defined(SIMT_GPU)
@@ -265,14 +267,14 @@ class Event {
         const cudaError_t status = cudaEventQuery(event_);
         if (status == cudaSuccess) return true;
         if (status != cudaErrorNotReady) CUDA_CHECK(status);
-        cudaGetLastError();  // that it is not ready is no error
+        cudaGetLastError();  // "not ready" is no error: clears it
         return false;
     }
 #else
     Event() = default;
     void record(Stream) {}
-    void block(Stream) const {}  // what follows in the stream
-    void wait() const {}         // the host
+    void block(Stream) const {}  // later work in the stream waits
+    void wait() const {}         // the host waits
     bool happened() const { return true; }
 #endif
     Event(const Event&) = delete;
@@ -284,16 +286,16 @@ class Event {
 #endif
 };
 
-// Bytes of the device on their way to the host.
+// An asynchronous copy of some bytes from the device to the host.
 class Readback {
   public:
     explicit Readback(size_t bytes) : host_(bytes) {}
-    // Has what the stream's work leaves at `device` copied, without waiting.
+    // Starts to copy what the stream's work leaves at `device`, without waiting.
     void start(const void* device, Stream stream) {
         copy_async(host_.data(), device, host_.bytes(), stream);
         arrived_.record(stream);
     }
-    // Waits until what was last started is there.
+    // Waits until the copy that was started last has arrived.
     const char* wait() const {
         arrived_.wait();
         return host_.data();
@@ -304,15 +306,15 @@ class Readback {
     Event arrived_;
 };
 
-// Hears of the ranges of a step: the bench.
+// Is told of the ranges of a step, for measurements (bench.h).
 struct RangeListener {
     virtual void range_opens(const char* name) = 0;
     virtual void range_closes() = 0;
 };
 inline RangeListener* range_listener = nullptr;  // null unless somebody measures
 
-// A stretch of time in which something is done beside the step, by whichever thread: an NVTX range for nsys,
-// which end_span() ends by the number that is returned.
+// Begins a span of time in which any thread does something beside the step: an NVTX range for nsys.
+// end_span() ends it, by the number that is returned.
 inline uint64_t begin_span([[maybe_unused]] const char* name) {
 #ifdef LLMC_NVTX
     return nvtxRangeStartA(name);
@@ -326,7 +328,7 @@ inline void end_span([[maybe_unused]] uint64_t span) {
 #endif
 }
 
-// The same of what this thread enqueues meanwhile: nsys shows the range where the device does that.
+// An NVTX range of what this thread enqueues meanwhile: nsys shows it where the device does that work.
 class [[nodiscard]] EnqueuedRange {
   public:
     explicit EnqueuedRange([[maybe_unused]] const char* name) {
@@ -342,7 +344,7 @@ class [[nodiscard]] EnqueuedRange {
     EnqueuedRange(const EnqueuedRange&) = delete;
 };
 
-// A named stretch of the step: an NVTX range for nsys, and the place the memory plan names. Ranges nest.
+// A named part of the step: an NVTX range for nsys, and the place that the memory plan names. Ranges nest.
 class Range {
   public:
     explicit Range(const char* name, int index = -1)
@@ -371,7 +373,7 @@ class Range {
         static std::string p;
         return p;
     }
-    // path() as it is now, kept until the process ends: what is written down names the same few places.
+    // path() as it is now, in memory that lives until the process ends. A step has only few different paths.
     static std::string_view place() {
         static std::unordered_set<std::string> places;
         return *places.insert(path()).first;

@@ -1,11 +1,11 @@
 // embedding.cuh - token and position embeddings and soft prompts, forward and backward. Models without
 // learned positions have no position embedding.
 //
-// Many rows may hold the same token, so the host groups rows by token first (group_tokens() in feeder.h) and
-// in backward warps sum a token's rows in a fixed order, each some columns: the same bits every time, without
-// atomics. How many groups there are the launch does not know: it is for as many as there can be, and the
-// last are empty. Where positions begin anew within a sequence, their rows are grouped and summed the same
-// way.
+// Many rows may have the same token. So the host first groups the rows by token (group_tokens() in feeder.h),
+// and in backward a warp sums the rows of a token in a fixed order, for some of the columns: the same bits
+// every time, without atomics. A launch does not know how many groups there are; it is made for the most that
+// are possible, and the last ones are empty. Where positions restart within a sequence, rows are grouped by
+// position and summed in the same way.
 #pragma once
 
 #include <climits>
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
     const int t = row % (prompt_len + seq_len), sequence = row / (prompt_len + seq_len);
-    const int64_t at = int64_t{sequence} * seq_len + t - prompt_len;  // of the token
+    const int64_t at = int64_t{sequence} * seq_len + t - prompt_len;  // the token's index
     const T* from = t < prompt_len ? prompt + int64_t{t} * C : wte + (tokens ? tokens[at] : at) * C;
     for (int c = lane() * N; c < C; c += kLanes * N) {
         Packed<T, N> p = load<N>(from + c);
@@ -39,11 +39,11 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
 }
 
-// out (batch, prompt_len + seq_len, C) = wte[token] + wpe[position], or wte[token] alone where wpe is absent;
-// tokens (batch, seq_len). The position is that of `positions` (batch, seq_len), or first_position + t where
-// these are absent. Before each sequence's tokens come the rows of `prompt` (prompt_len, C), which may be
-// absent, and must be where there are `positions`. Of tokens that are a shape without data, wte has the rows,
-// one after the other.
+// out (batch, prompt_len + seq_len, C) = wte[token] + wpe[position], or wte[token] alone if wpe is absent.
+// tokens: (batch, seq_len). The position is read from `positions` (batch, seq_len), or is first_position + t
+// if these are absent. Each sequence begins with the rows of `prompt` (prompt_len, C), which may be absent,
+// and must be if there are `positions`. If tokens are a shape without data, wte has one row for each token,
+// in order.
 template <class T>
 void embedding_forward(Tensor<T>& out, const Tensor<int>& tokens, const Tensor<T>& wte, const Tensor<T>& wpe,
                        const Tensor<T>& prompt, int first_position, const Tensor<int>& positions,
@@ -63,8 +63,8 @@ void embedding_forward(Tensor<T>& out, const Tensor<int>& tokens, const Tensor<T
     });
 }
 
-// A group of more rows than this, a common token, is summed by all warps of its block, which would else wait
-// for the one warp that walks it.
+// A group of more rows than this, a common token's, is summed by all warps of its block. Otherwise they would
+// wait for the one warp that sums it.
 constexpr int kManyRows = kFastCpu ? INT_MAX : 64;
 
 // sum += columns c .. c + N - 1 of the rows order[first], order[first + step] and so on before order[end].
@@ -86,7 +86,7 @@ SIMT_DEVICE void add_to_vector(T* to, Accumulator<N>& sum) {
 }
 
 template <class T, int N>
-__global__ void __launch_bounds__(kBlockThreads, 4)  // else loads wait for each other, to save registers
+__global__ void __launch_bounds__(kBlockThreads, 4)  // otherwise loads wait for each other, to save registers
     token_embedding_backward_kernel(T* dwte, const T* dout, const int* tokens, const int* order,
                                     const int* starts, int groups, int C) {
     const int block_group = blockIdx.x * warps_per_block(), group = block_group + warp();
@@ -113,11 +113,11 @@ __global__ void __launch_bounds__(kBlockThreads, 4)  // else loads wait for each
                 for (int k = 0; k < N; k++) sum[k] += parts[w][k][lane()];
             add_to_vector(dwte + int64_t{tokens[order[first]]} * C + c, sum);
         }
-        __syncthreads();  // before the parts of the next
+        __syncthreads();  // before `parts` has those of the next group
     }
 }
 
-// Of the first `positions` of every sequence.
+// Gradients of the first `positions` positions of every sequence.
 template <class T, int N>
 __global__ void __launch_bounds__(kBlockThreads)
     position_embedding_backward_kernel(T* dwpe, const T* dout, int batch, int seq_len, int positions, int C) {
@@ -134,9 +134,9 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
 }
 
-// Adds to dwte (V, C) and dwpe (positions, C) what dout (batch, seq_len, C) sends back. order (batch *
-// seq_len) and starts (groups + 1) are the device's copy of what group_tokens() made of the tokens; documents
-// are those of the batch. Nothing is computed for a gradient that is absent.
+// Adds to dwte (V, C) and dwpe (positions, C) their gradients, from dout (batch, seq_len, C). order (batch *
+// seq_len) and starts (groups + 1) are copies on the device of group_tokens()'s result for the tokens;
+// documents are those of the batch. Absent gradients are not computed.
 template <class T>
 void embedding_backward(Tensor<T>& dwte, Tensor<T>& dwpe, const Tensor<T>& dout, const Tensor<int>& tokens,
                         const Tensor<int>& order, const Tensor<int>& starts, const Documents& documents,
@@ -165,8 +165,8 @@ void embedding_backward(Tensor<T>& dwte, Tensor<T>& dwpe, const Tensor<T>& dout,
     });
 }
 
-// Adds to d_prompt (prompt_len, C) what d_out (batch, prompt_len + seq_len, C) sends back to the rows before
-// every sequence.
+// Adds to d_prompt (prompt_len, C) the gradients of the rows before every sequence, from d_out (batch,
+// prompt_len + seq_len, C).
 template <class T>
 void prompt_backward(Tensor<T>& d_prompt, const Tensor<T>& d_out, Stream stream) {
     const int positions = static_cast<int>(d_prompt.rows()), C = static_cast<int>(d_prompt.columns());

@@ -1,5 +1,5 @@
-// gelu.cuh - the Gaussian error linear unit in its tanh form (Hendrycks, Gimpel, arXiv:1606.08415), as GPT-2
-// has it: gelu(x) = x/2 (1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3).
+// gelu.cuh - the Gaussian error linear unit in its tanh form (Hendrycks, Gimpel, arXiv:1606.08415), as in
+// GPT-2: gelu(x) = x/2 (1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3).
 #pragma once
 
 #include "llmc/packed.h"

@@ -1,7 +1,7 @@
 // ggml_formats.cuh - the quantized formats of GGUF files: Q8_0, Q4_0, Q4_1, Q4_K and Q6_K, as ggml and PyPI's
 // gguf (gguf/quants.py) read them.
 //
-// A matrix is nothing but its blocks, as they are in the file; a row is whole blocks. In bytes:
+// A matrix is stored as nothing but its blocks, as in the file; a row is a whole number of blocks. In bytes:
 //
 //     Q8_0   32 elements   d (fp16), 32 int8                                       w = d q
 //     Q4_0   32            d, 16 bytes of two numbers                              w = d (q - 8)
@@ -9,7 +9,7 @@
 //     Q4_K   256           d, m, 12 bytes of scales s and t (6 bits), 128 bytes    w = d s q - m t
 //     Q6_K   256           128 bytes (4 bits), 64 bytes (2 bits), 16 scales s, d   w = d s (q - 32)
 //
-// All products here are exact in fp32, so that fused or not the bits of the result are the same.
+// All products here are exact in fp32, so results have the same bits with and without fused multiply-add.
 #pragma once
 
 #include <algorithm>
@@ -18,11 +18,11 @@
 
 #include "llmc/quantized.h"
 
-// What the decoders have in common: a matrix of blocks.
+// What the decoders have in common: a matrix as blocks.
 template <int kBlock, int kBytes>
 struct GgmlBlocks {
     static constexpr int kElements = kBlock, kBlockBytes = kBytes;
-    static constexpr int kD = 0, kM = -1;  // where d and m are
+    static constexpr int kD = 0, kM = -1;  // where d and m are in a block; -1: it has no m
     const unsigned char* data;
 
     explicit GgmlBlocks(const QuantizedView& w) : data(w.data) {}
@@ -44,7 +44,8 @@ struct Q8_0 : GgmlBlocks<32, 34> {
     }
 };
 
-// N of 32 numbers of 4 bits from number `at` on: the first 16 are low halves of the 16 bytes.
+// Loads N of 32 numbers of 4 bits, from number `at` on. The first 16 are the low halves of the 16 bytes, the
+// others the high halves.
 template <int N>
 SIMT_DEVICE void load_halves(float (&q)[N], const unsigned char* bytes, int at) {
     if constexpr (N == 32) {
@@ -80,7 +81,8 @@ struct Q4_1 : GgmlBlocks<32, 20> {
     }
 };
 
-// Eight parts of 32 elements have scales of their own. Two parts are the halves of 32 bytes.
+// A block has eight parts of 32 elements, each with its own scales. Two parts are the low and the high halves
+// of 32 bytes.
 struct Q4_K : GgmlBlocks<256, 144> {
     using GgmlBlocks::GgmlBlocks;
     static constexpr int kM = 2;
@@ -88,8 +90,8 @@ struct Q4_K : GgmlBlocks<256, 144> {
     SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
         const unsigned char *const b = block(i), *const scales = b + 4;
         const int at = static_cast<int>(i % 256), part = at / 32;
-        // The first four parts have 6 bits of a byte; the last four have 4 bits of one, and its two upper
-        // bits of what the first leave.
+        // The first four parts have the low 6 bits of a byte. The last four have 4 bits of another byte, and
+        // above them the 2 bits that the first four leave.
         const int s_byte = scales[part % 4], t_byte = scales[4 + part % 4], low = scales[4 + part];
         const bool first = part < 4;
         const int s = first ? s_byte & 63 : s_byte >> 6 << 4 | (low & 15);
@@ -101,8 +103,8 @@ struct Q4_K : GgmlBlocks<256, 144> {
     }
 };
 
-// Two halves of 128 elements; of a half, 64 bytes have the low bits of two quarters each, and 32 the high
-// bits of four. 16 elements share a scale.
+// A block is two halves of 128 elements, and a half is four quarters. A half has 64 bytes, each with the low
+// bits of two quarters, and 32 bytes, each with the high bits of all four. 16 elements share a scale.
 struct Q6_K : GgmlBlocks<256, 210> {
     using GgmlBlocks::GgmlBlocks;
     static constexpr int kD = 208;
@@ -134,21 +136,21 @@ inline constexpr WeightFormat kQ8_0 = ggml_format<Q8_0>("q8_0", "Q8_0", 8);
 inline constexpr WeightFormat kQ4_K = ggml_format<Q4_K>("q4_k", "Q4_K", 12);
 inline constexpr WeightFormat kQ6_K = ggml_format<Q6_K>("q6_k", "Q6_K", 14);
 
-// The half nearest to x >= 0, of two equally near ones the even one; an infinity from 65520 on.
+// The bits of the fp16 nearest to x >= 0, ties to even; an infinity from 65520 on.
 inline uint16_t half_bits(float x) {
     if (x < 0x1p-14f) return static_cast<uint16_t>(std::nearbyint(x * 0x1p24f));  // a subnormal
     const auto bits = std::bit_cast<uint32_t>(x);
     return static_cast<uint16_t>(std::min((bits + 0xfff + (bits >> 13 & 1) - (112u << 23)) >> 13, 0x7c00u));
 }
 
-// 1 / scale; 0 where that would be an infinity: of a scale that is 0 as a half.
+// 1 / scale, or 0 if that would be an infinity: the scale is 0 in fp16 then.
 inline float inverse_of(float scale) {
     const float inverse = 1 / scale;
     return inverse <= std::numeric_limits<float>::max() ? inverse : 0;
 }
 
-// Writes the blocks of Q8_0 of n elements, whole blocks of them, to host memory: the bytes that PyPI's gguf
-// makes. The scale is the largest magnitude / 127, and a number is divided by it before it is rounded itself.
+// Writes n elements, whole blocks, to host memory as Q8_0: the same bytes as PyPI's gguf. The scale is the
+// largest magnitude / 127. Elements are divided by it before it is rounded to fp16.
 template <class T>
 void quantize_q8_0(unsigned char* out, const T* w, int64_t n) {
 #pragma omp parallel for

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kBlockThreads)
             const Packed<T, N> p = load_ahead<N>(x + i);
             for (int k = 0; k < N; k++) sums[k] += p[k] * p[k];
         } else {
-#pragma unroll 1  // it is less than a vector
+#pragma unroll 1  // less than a vector is left
             for (int64_t k = i; k < end; k++) sums[0] += to_float(x[k]) * to_float(x[k]);
         }
     }
@@ -38,14 +38,14 @@ __global__ void __launch_bounds__(kBlockThreads) norm_kernel(float* norm, const 
     if (threadIdx.x == 0) *norm = sqrtf(sum);
 }
 
-// The elements of each of kNormBlocks stretches, or fewer, that n elements are cut into.
+// Elements in a stretch when n elements are cut into kNormBlocks stretches, or fewer.
 template <class T>
 int64_t norm_stretch(int64_t n) {
     return ceil_div(std::max<int64_t>(n, 1), kVectorSize<T> * int64_t{kNormBlocks}) * kVectorSize<T>;
 }
 
-// Where the sums of squares of units lie that are measured one by one, of one whole: in stretches of the same
-// length, those of unit u from number first[u] on, up to first[u + 1].
+// Partial sums of squares of a whole that is measured unit by unit. All stretches have the same length; unit
+// u has the sums first[u] ... first[u + 1] - 1.
 struct SquareSums {
     int64_t stretch;
     std::vector<int64_t> first = {0};
@@ -59,8 +59,8 @@ SquareSums square_sums(const std::vector<int64_t>& sizes) {
     return sums;
 }
 
-// sums (a number for each stretch of x, and zeros behind them) = the sums of squares of x (n, aligned to a
-// vector).
+// sums = the sums of squares of x (n, aligned to a vector), one for each stretch. Sums behind the last
+// stretch become zero.
 template <class T>
 void sum_squares(const Tensor<float>& sums, const T* x, int64_t n, int64_t stretch, Stream stream) {
     assert(sums.size() * stretch >= n);
@@ -69,7 +69,7 @@ void sum_squares(const Tensor<float>& sums, const T* x, int64_t n, int64_t stret
                               stretch);
 }
 
-// norm (1) = the square root of the sum of them all.
+// norm (1) = the square root of the sum of all `sums`.
 inline void norm_of_sums(Tensor<float>& norm, const Tensor<float>& sums, Stream stream) {
     launch<norm_kernel>(1, kBlockThreads, 0, stream, norm.data(), sums.data(), static_cast<int>(sums.size()));
 }

@@ -1,11 +1,12 @@
-// graph.h - work that is enqueued the same way every time is recorded once as CUDA graphs, and replayed.
+// graph.h - records work that is enqueued the same way every time as CUDA graphs, and replays it.
 //
-// A step is hundreds of launches, each of which costs the host microseconds and the device a gap; a graph is
-// one. What is recorded holds the addresses and numbers that it was enqueued with: whatever changes from run
-// to run must lie in the device's memory.
+// A step is hundreds of launches, and each costs the host microseconds and the device a gap; a graph is one
+// launch. A recording contains the addresses and numbers that the work was enqueued with, so whatever changes
+// from run to run must be in the device's memory.
 //
-// A graph has no place for what the host does in a step: ask a disk, wait for it, copy on other streams.
-// There one graph ends and the next begins, and the host does it again each time that the step is replayed.
+// A graph cannot contain what the host does in a step: read from a disk, wait for that, copy on other
+// streams. At such a place one graph ends and the next begins, and on every replay the host does its part
+// between them.
 #pragma once
 
 #include <functional>
@@ -17,7 +18,7 @@
 #include "llmc/simt.h"
 
 #if defined(SIMT_GPU)
-// Work of one stream: graphs, and what the host does between them.
+// A recording of one stream's work: graphs, and what the host does between them.
 class Recording {
   public:
     Recording() = default;
@@ -27,7 +28,7 @@ class Recording {
             if (p.graph) cudaGraphExecDestroy(p.graph);
     }
 
-    // Records what `enqueue` enqueues on the stream, and runs it, graph by graph as they are ready.
+    // Records what `enqueue` enqueues on the stream, and runs it, each graph as soon as it is ready.
     template <class Enqueue>
     void record(Stream stream, Enqueue&& enqueue) {
         stream_ = stream;
@@ -37,7 +38,7 @@ class Recording {
         } catch (...) {
             cudaGraph_t graph = nullptr;
             if (now && cudaStreamEndCapture(stream_, &graph) == cudaSuccess) cudaGraphDestroy(graph);
-            cudaGetLastError();  // that the recording is broken is told already
+            cudaGetLastError();  // the error has been reported already: clears it
             now = nullptr;
             throw;
         }
@@ -49,22 +50,22 @@ class Recording {
             if (p.act) p.act();
         }
     }
-    // What the host does at this place of what is being recorded.
+    // Adds what the host does at this place of the recording, and does it.
     void between(std::function<void()> act) {
         end(std::move(act));
         pieces_.back().act();
         begin();
     }
 
-    inline static Recording* now = nullptr;  // that is being made
+    inline static Recording* now = nullptr;  // the one that is being made, or null
 
   private:
     struct Piece {
-        cudaGraphExec_t graph;      // null where nothing was enqueued
-        std::function<void()> act;  // behind it; may be empty
+        cudaGraphExec_t graph;      // null if nothing was enqueued
+        std::function<void()> act;  // after the graph; may be empty
     };
     void begin() {
-        // Of this thread alone: what others do meanwhile is theirs.
+        // Captures this thread alone: what other threads do meanwhile is not recorded.
         CUDA_CHECK(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
         now = this;
     }
@@ -87,14 +88,15 @@ class Recording {
 };
 #endif
 
-// Does what only the host can do in a step, now, and again at this place of it whenever that is replayed. It
-// may enqueue on any stream; it must find what it uses at the same addresses then, and no reference to what
-// is gone.
+// Does what only the host can do in a step: now, and again at this place whenever the step is replayed. It
+// may enqueue on any stream. When it is replayed, what it uses must be at the same addresses, and it must
+// hold no reference to anything that is gone.
 template <class Act>
 void host_act(Act act) {
 #if defined(SIMT_GPU)
     if (Recording::now) {
-        const auto kept = std::make_shared<Act>(std::move(act));  // a function is copied, an act may not be
+        // A std::function must be copyable, and an act need not be.
+        const auto kept = std::make_shared<Act>(std::move(act));
         return Recording::now->between([kept] { (*kept)(); });
     }
 #endif
@@ -103,17 +105,17 @@ void host_act(Act act) {
 
 class StepGraphs {
   public:
-    // Whether there are graphs here: on a CPU work is done where it is enqueued.
+    // Whether steps are replayed; on a CPU work is done where it is enqueued.
 #if defined(SIMT_GPU)
     static constexpr bool kReplays = true;
 #else
     static constexpr bool kReplays = false;
 #endif
 
-    // Does what `enqueue` enqueues on the stream, which must not be the default one. For each key it is
-    // called twice: at first as ever, as kernels are loaded and libraries get ready then, which cannot be
-    // recorded; then to be recorded. From there on the record runs, in which it must have left to the host
-    // only what host_act() was given.
+    // Does what `enqueue` enqueues on the stream, which must not be the default one. For each key `enqueue`
+    // is called twice: first without recording, because kernels are loaded and libraries get ready then,
+    // which cannot be recorded; then to be recorded. After that the recording is replayed, so the host's own
+    // work must have been passed to host_act().
     template <class Enqueue>
     void run(const void* key, [[maybe_unused]] Stream stream, Enqueue&& enqueue) {
 #if defined(SIMT_GPU)
@@ -121,7 +123,7 @@ class StepGraphs {
         if (first) return enqueue();
         if (it->second) return it->second->replay();
         auto recording = std::make_unique<Recording>();
-        recording->record(stream, enqueue);  // where that fails, the next call tries it again
+        recording->record(stream, enqueue);  // if that fails, the next call tries again
         it->second = std::move(recording);
 #else
         static_cast<void>(key);

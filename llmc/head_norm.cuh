@@ -1,10 +1,10 @@
 // head_norm.cuh - Qwen3's normalisation of queries and keys: RMSNorm over each head of a packed qkv, with one
 // weight for all heads of queries and one for all heads of keys.
 //
-// Backward reads the qkv that came in and nothing else of forward: it sums the squares of a head again, so no
-// statistics are kept, and what forward wrote can be made again with the same bits. Bound by memory: forward
-// reads and writes qkv once, backward reads queries and keys, and reads and writes their gradients. A warp
-// does a row, as many heads side by side as have room in its lanes.
+// Backward reads qkv, forward's input, and nothing else of forward: it sums the squares of a head again. So
+// no statistics are kept, and forward's output can be recomputed with the same bits. Bound by memory: forward
+// reads and writes qkv once; backward reads queries and keys, and reads and writes their gradients. A warp
+// has a row, and does as many heads side by side as fit in its lanes.
 #pragma once
 
 #include <algorithm>
@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(kBlockThreads)
         store(out + values + c, load<N>(qkv + values + c));
 }
 
-// The gradients of queries and keys, in place, of a chunk of rows; with kWeights the weights' sums over the
-// chunk.
+// Computes the gradients of queries and keys in place, for a chunk of rows; with kWeights also the sums of
+// the weights' gradients over the chunk.
 template <class T, int N, bool kWeights>
 __global__ void __launch_bounds__(kBlockThreads)
     head_norm_backward_kernel(T* d_qkv, float* partial, const T* qkv, const T* q_weight, const T* k_weight,
@@ -102,16 +102,16 @@ __global__ void __launch_bounds__(kBlockThreads)
 }
 
 constexpr int kHeadNormRows = kBlockWarps * 4;  // the fewest rows worth a chunk
-constexpr int kHeadNormChunks = 128;            // and the most chunks
+constexpr int kHeadNormChunks = 128;            // the most chunks
 
-// The shape of the fp32 scratch that head_norm_backward needs for the weights' gradients.
+// The shape of head_norm_backward's fp32 scratch for the weights' gradients.
 inline Shape head_norm_scratch(int64_t rows, int64_t head_size) {
     return {std::min<int64_t>(kHeadNormChunks, ceil_div(rows, kHeadNormRows)), 2, head_size};
 }
 
-// out = qkv (rows, (heads + 2 kv_heads) * head_size) with each head of the queries and then the keys
+// out = qkv (rows, (heads + 2 kv_heads) * head_size) with each head of the queries and of the keys
 // normalised: x rstd weight, rstd = 1/sqrt(mean(x^2) + epsilon), rounded as in rmsnorm.cuh. q_weight and
-// k_weight (head_size). out may be qkv, where no backward follows that needs it.
+// k_weight: (head_size). out may be qkv if no backward needs qkv.
 template <class T>
 void head_norm_forward(Tensor<T>& out, const Tensor<T>& qkv, const Tensor<T>& q_weight,
                        const Tensor<T>& k_weight, int heads, int kv_heads, Stream stream, float epsilon) {
@@ -125,9 +125,10 @@ void head_norm_forward(Tensor<T>& out, const Tensor<T>& qkv, const Tensor<T>& q_
     });
 }
 
-// Turns the gradients of queries and keys in d_qkv, of what head_norm_forward made of qkv, into those of qkv;
-// and adds to d_q_weight and d_k_weight (head_size) theirs. Absent weights' gradients are frozen: nothing is
-// computed for them, and scratch may be absent too; else scratch is head_norm_scratch(rows, head_size).
+// Replaces the gradients of head_norm_forward's queries and keys in d_qkv by those of its input qkv, and adds
+// to d_q_weight and d_k_weight (head_size) their gradients. If these two are absent, the weights are frozen:
+// nothing is computed for them, and scratch may be absent too. Otherwise scratch is head_norm_scratch(rows,
+// head_size).
 template <class T, class Gradient>
 void head_norm_backward(Tensor<T>& d_qkv, Tensor<Gradient>& d_q_weight, Tensor<Gradient>& d_k_weight,
                         Tensor<float>& scratch, const Tensor<T>& qkv, const Tensor<T>& q_weight,

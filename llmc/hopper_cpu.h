@@ -1,9 +1,9 @@
-// hopper_cpu.h - hopper.cuh in the faithful CPU build: its kernels run as fibers, before any device ran them.
+// hopper_cpu.h - hopper.cuh for the faithful CPU build: its kernels run as fibers, without such a GPU.
 //
-// It follows the PTX ISA and is as late, or as early, as that allows, so that what is touched too soon gives
-// wrong numbers. A product is made only when somebody waits for its group. TMA's copies are made at once
-// where threads run in forward order, else only when somebody waits at a barrier, the latest first or at
-// random. A barrier that nobody completes stops the program.
+// It follows the PTX ISA and does everything as late, or as early, as that allows, so that code that touches
+// something too soon gets wrong numbers. A product is computed only when a warp waits for its group. TMA's
+// copies are made at once if threads run in forward order; otherwise only when a thread waits at a barrier,
+// the latest copy first or in random order. A barrier that is never completed stops the program.
 #pragma once
 
 #include <atomic>
@@ -11,7 +11,7 @@
 
 #include "llmc/mma.cuh"
 
-// What tensor_map() describes, and refuses as cuTensorMapEncodeTiled does.
+// A tensor that tensor_map() describes. It asserts the conditions of cuTensorMapEncodeTiled.
 struct TensorMap {
     const bf16* data;
     int64_t columns, rows, batch, row, batch_row;
@@ -35,32 +35,32 @@ namespace simt {
 SIMT_RUNTIME inline unsigned char* shared_pointer(uint32_t address) {
     return dynamic_shared + (address - kSharedBegin);
 }
-// A bf16 in a tile that is swizzled by 128 bytes: the place of address bits 4-6 is changed by bits 7-9.
+// The bf16 at an address of a tile that is swizzled by 128 bytes: bits 7-9 change bits 4-6.
 SIMT_RUNTIME inline bf16* swizzled_element(uint32_t address) {
     return reinterpret_cast<bf16*>(shared_pointer(address ^ (address >> 7 & 7) << 4));
 }
 SIMT_RUNTIME inline float widened(bf16 x) { return __builtin_bit_cast(float, uint32_t{x.bits} << 16); }
 
-// A product that a lane started: its d, 8 * n columns; a from registers or from shared memory.
+// A product that a lane started: its d has 8 * n columns; a is in registers, or in shared memory if null.
 struct Wgmma {
     float* d;
     const FragmentA<bf16>* a;  // or null
     uint64_t a_descriptor, b_descriptor;
     int n;
-    bool add, columns;  // += rather than =; b is MN-major
+    bool add, columns;  // d += rather than d =; b is MN-major
 };
 struct WgmmaQueue {
     Wgmma started[64];
     int count = 0, groups = 0, end[64];  // of each group, in `started`
-    bool fenced = false;                 // since registers could be touched
+    bool fenced = false;                 // by wgmma_fence(), since the last wait
 };
-// A box that TMA was told to copy.
+// A box that TMA has to copy.
 struct Copy {
     TensorMap map;
     uint32_t to, barrier;
     int column, row, batch;
 };
-// Of one OS thread, so of the block that it runs.
+// The units of one OS thread, and so of the block that it runs.
 struct HopperUnits {
     WgmmaQueue products[kMaxThreads];
     Copy copies[64];
@@ -82,10 +82,10 @@ SIMT_DEVICE void setmaxnreg_inc() {}
 
 namespace simt {
 struct Barrier {
-    uint32_t parity : 1;     // of the phase under way
+    uint32_t parity : 1;     // of the current phase
     uint32_t arrivals : 15;  // that a phase needs
-    uint32_t pending : 16;   // that this one still needs
-    int32_t bytes;           // that are expected and have not come
+    uint32_t pending : 16;   // that the current phase still needs
+    int32_t bytes;           // that are expected and have not arrived
 };
 static_assert(sizeof(Barrier) == 8);
 SIMT_RUNTIME inline Barrier& barrier_at(uint32_t address) {
@@ -117,7 +117,7 @@ SIMT_RUNTIME inline void barrier_arrive_expecting(uint32_t barrier, uint32_t byt
 // --- TMA
 
 namespace simt {
-// Makes one of the copies that wait.
+// Makes one of the pending copies.
 SIMT_RUNTIME inline void make_copy(HopperUnits& units, unsigned index) {
     const Copy c = units.copies[index];
     units.copies[index] = units.copies[--units.copies_count];
@@ -147,7 +147,7 @@ SIMT_RUNTIME void start_load(uint32_t tile, const TensorMap& map, uint32_t barri
     }
 }
 
-// All threads of the block must have started: who waits here lets those go on that run.
+// Lets the block's other fibers run until the phase is complete. All threads of the block must have started.
 SIMT_RUNTIME __attribute__((noinline)) inline void barrier_wait(uint32_t barrier, uint32_t parity) {
     simt::Worker& w = *simt::this_worker;
     simt::HopperUnits& units = simt::hopper_units();
@@ -168,7 +168,7 @@ SIMT_RUNTIME __attribute__((noinline)) inline void barrier_wait(uint32_t barrier
 // --- wgmma
 
 namespace simt {
-// Products of 16 by 16 with 16 by 8 n that warps have made, for tests that count them.
+// The number of products of 16 x 16 by 16 x 8 n that warps have computed, for tests.
 inline std::atomic<int64_t> products_made = 0;
 
 SIMT_RUNTIME inline void start(const Wgmma& product) {
@@ -189,7 +189,7 @@ SIMT_RUNTIME inline float operand_element(uint64_t descriptor, bool mn_major, ui
     return widened(*swizzled_element(start + at));
 }
 
-// Product number `index` of each lane's queue, by the whole warp: its 16 rows of D.
+// Computes product number `index` of each lane's queue, by the whole warp: the warp's 16 rows of D.
 SIMT_RUNTIME inline void multiply(void** brought, int index) {
     const auto of = [&](int l) SIMT_RUNTIME -> const Wgmma& {
         return static_cast<WgmmaQueue*>(brought[l])->started[index];
@@ -218,7 +218,7 @@ SIMT_RUNTIME inline void multiply(void** brought, int index) {
         }
 }
 
-// Makes the products of all but the latest `groups` groups.
+// Computes the products of all but the latest `groups` groups.
 SIMT_RUNTIME inline void complete_groups(void** brought, int groups) {
     const WgmmaQueue& first = *static_cast<WgmmaQueue*>(brought[0]);
     const int done = first.groups - groups;

@@ -1,5 +1,5 @@
-// layernorm.cuh - layer normalisation over the last dimension (Ba, Kiros, Hinton, arXiv:1607.06450), forward,
-// fused with the residual addition before it, backward, and re-made from saved statistics.
+// layernorm.cuh - layer normalisation over the last dimension (Ba, Kiros, Hinton, arXiv:1607.06450): forward,
+// forward fused with the residual addition before it, backward, and recomputation from saved statistics.
 #pragma once
 
 #include "llmc/columns.cuh"
@@ -10,8 +10,8 @@
 
 constexpr float kLayernormEpsilon = 1e-5f;  // GPT-2's and BLOOM's
 
-// The output of a row of C, by a warp. Written once, with its rounding fixed, so that a re-made output has
-// the bits of the first.
+// A warp writes the output of a row of C elements. All kernels use this code and its fixed rounding, so that
+// a recomputed output has the same bits.
 template <class T, int N, int kKept>
 SIMT_DEVICE void normalize_row(T* out, const LaneRow<T, N, kKept>& x, float mean, float rstd, const T* weight,
                                const T* bias, int C) {
@@ -23,8 +23,8 @@ SIMT_DEVICE void normalize_row(T* out, const LaneRow<T, N, kKept>& x, float mean
     });
 }
 
-// One warp a row. With kResidual the row is a + b: it is stored in `sum` as T, and as T it is normalised, so
-// that what is normalised is what backward will see.
+// One warp per row. With kResidual the row is a + b, rounded to T: the rounded row is stored in `sum` and
+// normalised, because it is what backward will see.
 template <class T, int N, int kKept, bool kResidual>
 __global__ void __launch_bounds__(kBlockThreads)
     layernorm_forward_kernel(T* out, float* mean, float* rstd, T* sum, const T* a, const T* b,
@@ -71,8 +71,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     normalize_row(out + start, LaneRow<T, N, 0>(x + start, C), mean[row], rstd[row], weight, bias, C);
 }
 
-// dx += rstd (g - mean(g) - xhat mean(g xhat)) with g = dout weight: one warp a row, which it reads once
-// where kKept of its vectors are kept. The sums have the same order in any case.
+// dx += rstd (g - mean(g) - xhat mean(g xhat)) with g = dout weight. One warp per row, which it reads once if
+// kKept vectors of it are kept in registers. The sums have the same order in any case.
 template <class T, int N, int kKept>
 __global__ void __launch_bounds__(kBlockThreads)
     layernorm_backward_input_kernel(T* dx, const T* dout, const T* x, const float* mean, const float* rstd,
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     });
 }
 
-// What layernorm's weight and bias gather from one element: dout xhat and dout.
+// What one element adds to the gradients of layernorm's weight and bias: dout xhat and dout.
 template <class T>
 struct LayernormColumns {
     static constexpr int kSums = 2;
@@ -141,7 +141,7 @@ void layernorm_launch(Tensor<T>& out, Tensor<float>& mean, Tensor<float>& rstd, 
 }
 
 // out (rows, C) = (x - mean) rstd weight + bias, with the mean and rstd = 1/sqrt(variance + epsilon) of each
-// row, both saved.
+// row, which are saved.
 template <class T>
 void layernorm_forward(Tensor<T>& out, Tensor<float>& mean, Tensor<float>& rstd, const Tensor<T>& x,
                        const Tensor<T>& weight, const Tensor<T>& bias, Stream stream,
@@ -159,7 +159,7 @@ void residual_layernorm_forward(Tensor<T>& sum, Tensor<T>& out, Tensor<float>& m
     layernorm_launch<T, true>(out, mean, rstd, sum.data(), a, b.data(), weight, bias, stream, epsilon);
 }
 
-// Makes layernorm_forward's output again from x and the saved mean and rstd: the same bits, one pass.
+// Recomputes layernorm_forward's output from x and the saved mean and rstd: the same bits, one pass.
 template <class T>
 void layernorm_normalize(Tensor<T>& out, const Tensor<T>& x, const Tensor<float>& mean,
                          const Tensor<float>& rstd, const Tensor<T>& weight, const Tensor<T>& bias,
@@ -173,9 +173,9 @@ void layernorm_normalize(Tensor<T>& out, const Tensor<T>& x, const Tensor<float>
     });
 }
 
-// Adds to dx (rows, C), dweight (C) and dbias (C) what dout (rows, C) sends back through layernorm_forward of
-// x. Absent dweight and dbias are frozen: nothing is computed for them, and scratch may be absent too; else
-// scratch is column_sums_scratch(rows, C, 2).
+// Adds to dx (rows, C), dweight (C) and dbias (C) their gradients through layernorm_forward of x, from dout
+// (rows, C). If dweight and dbias are absent, weight and bias are frozen: nothing is computed for them, and
+// scratch may be absent too. Otherwise scratch is column_sums_scratch(rows, C, 2).
 template <class T, class Gradient>
 void layernorm_backward(Tensor<T>& dx, Tensor<Gradient>& dweight, Tensor<Gradient>& dbias,
                         Tensor<float>& scratch, const Tensor<T>& dout, const Tensor<T>& x,

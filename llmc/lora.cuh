@@ -1,14 +1,15 @@
-// lora.cuh - the one pass of LoRA that is no product: its few columns scaled, each part's by its own number.
+// lora.cuh - the one operation of LoRA that is no matrix product: scales its few columns, one scale for each
+// part.
 #pragma once
 
 #include "llmc/packed.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 
-// Up to so many parts share a linear layer's input: q, k and v.
+// The most parts that share a linear layer's input: q, k and v.
 constexpr int kMostLoraParts = 3;
 
-// Columns up to ends[i], from the end before, are multiplied with scales[i].
+// The columns before ends[i], from ends[i - 1] on or from 0, are multiplied with scales[i].
 struct ColumnScales {
     int ends[kMostLoraParts];
     float scales[kMostLoraParts];
@@ -28,7 +29,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     });
 }
 
-// x (rows, columns) *= its column's scale.
+// Multiplies each element of x (rows, columns) with its column's scale.
 template <class T>
 void scale_columns(Tensor<T>& x, const ColumnScales& s, Stream stream) {
     const Operation operation("scale_columns", 0, pass_bytes(x, x));

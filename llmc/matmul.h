@@ -5,7 +5,7 @@
 #include "llmc/columns.cuh"
 #include "llmc/gelu.cuh"
 
-// Whether products of fp32 operands may round these to TF32, which has 10 bits behind the point: with --tf32.
+// Whether products may round fp32 operands to TF32, which has a mantissa of 10 bits: with --tf32.
 inline bool tf32_products = false;
 
 template <class T>
@@ -13,19 +13,20 @@ struct MatmulOptions {
     bool transpose_a = false, transpose_b = false;  // the operand is stored transposed
     bool accumulate = false;                        // out += the product
     const Tensor<T>* bias = nullptr;                // (N), added to every row
-    bool gelu = false;                              // then gelu
-    const Tensor<T>* gelu_input = nullptr;          // or then times gelu'(this), of out's shape
-    // Elements from a row to the next, of an operand that is columns of a wider matrix. What follows a
-    // product (bias, GELU) wants out's rows one after the other.
+    bool gelu = false;                              // then apply gelu
+    const Tensor<T>* gelu_input = nullptr;          // or then multiply with gelu'(this), of out's shape
+    // Distances between rows in elements, for an operand that is columns of a wider matrix; 0 if rows are
+    // adjacent. With a bias or GELU, out's rows must be adjacent.
     int64_t a_row = 0, b_row = 0, out_row = 0;
-    // (N) += the sums of b's columns: a bias's gradient beside its weight's. Without accumulate it must be
-    // zero before, as the product may write it. b is not transposed.
+    // (N) += the sums of b's columns: a bias's gradient, beside its weight's. Without `accumulate` it must be
+    // zero before, as the product may overwrite it. b must not be transposed.
     Tensor<T>* bias_gradient = nullptr;
 };
 
 // Computes out (M, N) = a (M, K) b (K, N) with the options. Leading dimensions of a tensor count as rows.
-// Products are summed in fp32 (of operands in TF32 where tf32_products is set), and rounded to out's type:
-// once, unless the library lacks what is to follow and a kernel does it then. Scratch comes from the arena.
+// Sums are in fp32 (of operands in TF32 if tf32_products is set). They are rounded to out's type once, or
+// once more if the library cannot do what follows the product and a kernel does it. Scratch comes from the
+// arena.
 template <class T, class Out>
 void matmul(Arena& arena, Stream stream, Tensor<Out>& out, const Tensor<T>& a, const Tensor<T>& b,
             const MatmulOptions<T>& options = {});
@@ -59,8 +60,8 @@ Product matmul_product(const Tensor<Out>& out, const Tensor<T>& a, const Tensor<
     return p;
 }
 
-// The product as an operation, with its FLOPs and the bytes of its operands, GELU's input among them where it
-// is fused.
+// The product as an operation (work.h), with its FLOPs and the bytes of its operands, and of GELU's input if
+// that is fused.
 template <class T, class Out>
 Operation matmul_operation(const Product& p, bool fuses_gelu_backward) {
     const int64_t in = p.m * p.k + p.k * p.n, out = p.m * p.n * (1 + p.accumulate + fuses_gelu_backward);
@@ -68,17 +69,17 @@ Operation matmul_operation(const Product& p, bool fuses_gelu_backward) {
                      static_cast<double>(in) * sizeof(T) + static_cast<double>(out) * sizeof(Out), p);
 }
 
-// What of a product cuBLASLt may fuse into it. Its GELU takes the hardware's approximate tanh, 2^-11 off (PTX
-// ISA, tanh.approx): less than bf16 rounds, far more than fp32 does. GELU's input for the gradient it takes
-// in rows of a multiple of 8 elements.
+// The product with only those of its options that cuBLASLt may fuse. Its GELU uses the hardware's approximate
+// tanh, 2^-11 off (PTX ISA, tanh.approx): less than bf16 rounds, far more than fp32 does. For the gradient of
+// GELU, its input must have rows of a multiple of 8 elements.
 inline Product fusable(Product p, bool fp32) {
     p.gelu &= !fp32;
     p.gelu_backward &= !fp32 && p.n % 8 == 0;
     return p;
 }
 
-// The bias's gradient by a kernel of its own, unless the product has it. Its scratch is planned in any case:
-// an algorithm that is chosen when a run starts does not change the plan.
+// Computes the bias's gradient by a kernel of its own, unless the product has done it. The scratch is planned
+// in any case, so that the algorithm, which is chosen when a run starts, does not change the plan.
 template <class T>
 void matmul_bias_gradient(Arena& arena, Stream stream, const Tensor<T>& b, const MatmulOptions<T>& o,
                           bool fused) {

@@ -1,13 +1,13 @@
-// matmul_algorithms.h - the fastest algorithm of each matrix product, as a search measured it, in a JSON
+// matmul_algorithms.h - the fastest algorithm of each matrix product, as measured by a search, in a JSON
 // file.
 //
 //   {"matmul_algorithms": 1,
 //    "machines": {"NVIDIA H200, cuBLASLt 130002": {"512 x 768 x 3072 NN bias ...": {
 //        "algorithm": "<128 hexadecimal digits>", "microseconds": 12.3, "bias_gradient": false}}}}
 //
-// An algorithm is what cuBLASLt keeps in a cublasLtMatmulAlgo_t: bytes that only the same version of the
-// library understands, hence the machines. Those of other machines are kept as they are. A run that is given
-// the same file makes the same choices, and so has the same bits.
+// An algorithm is the content of cuBLASLt's cublasLtMatmulAlgo_t, which only the same version of the library
+// understands; so entries are kept by machine, and those of other machines stay as they are. A run that is
+// given the same file makes the same choices, and so has the same bits.
 #pragma once
 
 #include <algorithm>
@@ -27,20 +27,20 @@
 struct MatmulAlgorithm {
     std::array<uint64_t, 8> data = {};  // cuBLASLt's
     double microseconds = 0;            // as measured
-    bool bias_gradient = false;         // of a product whose columns are to be summed: it does so itself
+    bool bias_gradient = false;         // whether it also sums b's columns
 };
 
-// The fastest of those measured, the first of equals. There must be one.
+// The fastest of those measured, the first among equals. There must be at least one.
 inline const MatmulAlgorithm& fastest(const std::vector<MatmulAlgorithm>& measured) {
     return *std::min_element(measured.begin(), measured.end(),
                              [](const auto& a, const auto& b) { return a.microseconds < b.microseconds; });
 }
 
-// The algorithms in a file, seen from one machine. Products are named by text, of whatever kind.
+// The algorithms in a file for one machine. Products are identified by text.
 class MatmulAlgorithms {
   public:
-    // Reads the file; where there is none, all is empty. `machine` names the GPU and the library's version.
-    // Fails naming the file and what is wrong in it.
+    // Reads the file; without one, starts empty. `machine` names the GPU and the library's version. Fails
+    // with the file's name and what is wrong in it.
     MatmulAlgorithms(std::string path, std::string machine)
         : path_(std::move(path)), machine_(std::move(machine)) {
         if (file_exists(path_)) file_ = read_json(path_);
@@ -55,7 +55,7 @@ class MatmulAlgorithms {
 
     const std::string& path() const { return path_; }
     size_t size() const { return known_.size(); }
-    // Null where the file has none.
+    // Null if the file has none for this product.
     const MatmulAlgorithm* find(const std::string& product) const {
         const auto it = known_.find(product);
         return it == known_.end() ? nullptr : &it->second;
@@ -68,7 +68,7 @@ class MatmulAlgorithms {
         known_[product] = a;
     }
     // Writes the whole file, so that a crash leaves the old one or the new one. Runs that save at the same
-    // time do not mix: the last one's stays.
+    // time do not merge their entries: the last one's file stays.
     void save() const {
         const std::string beside = path_ + ".new-" + std::to_string(getpid());
         FileWriter writer(beside);

@@ -27,8 +27,8 @@ namespace simt {
 inline bool launches_off = false;
 
 // Provides memory that is valid until the next request: the arena does, during a step and its dry run. In the
-// fast CPU build a launch's workers have their dynamic shared memory there; without a `lender` they use memory
-// of their own.
+// fast CPU build a launch's workers have their dynamic shared memory there; without a `lender` they use
+// memory of their own.
 struct Lender {
     virtual void* workspace(size_t bytes) = 0;
 

@@ -1,11 +1,11 @@
 // matmul_cublaslt.h - matmul.h on a GPU: cuBLASLt with bias, GELU, its gradient and a bias's gradient fused
 // into the product.
 //
-// cuBLASLt thinks column-major: row-major out = a b is column-major out^T = b^T a^T, so b comes first. The
-// algorithm of a product is the one that a search found fastest (matmul_search.h), where there was one, else
-// the first that the library's heuristics name. It is looked up once and kept, so that the same product has
-// the same bits every time. Where the library cannot fuse what a product asks for, kernels do it afterwards;
-// where it names no algorithm at all, matmul_tiled.cuh multiplies.
+// cuBLASLt's matrices are column-major: row-major out = a b is column-major out^T = b^T a^T, so b is passed
+// first. The algorithm of a product is the fastest that a search found (matmul_search.h), or without a search
+// the first that the library's heuristics suggest. It is looked up once and kept, so that the same product
+// has the same bits every time. What the library cannot fuse into a product, kernels do afterwards. If it has
+// no algorithm at all, matmul_tiled.cuh multiplies.
 #pragma once
 
 #include <cublasLt.h>
@@ -28,7 +28,7 @@ inline void cublas_check(cublasStatus_t status, const char* what) {
 }
 #define CUBLAS_CHECK(call) cublas_check((call), #call)
 
-constexpr size_t kCublasWorkspace = 32 << 20;  // what NVIDIA advises for Hopper
+constexpr size_t kCublasWorkspace = 32 << 20;  // what NVIDIA recommends for Hopper
 
 namespace cublaslt {
 inline cublasLtHandle_t handle() {
@@ -44,13 +44,14 @@ template <class T>
 constexpr cudaDataType_t dtype = std::is_same_v<T, float> ? CUDA_R_32F : CUDA_R_16BF;
 
 // The largest power of two up to 256 that divides the address: heuristics may use it for wider loads. In a
-// rehearsal addresses count from the start of a buffer, which is aligned to 256 bytes.
+// dry run addresses count from the start of a buffer, which is aligned to 256 bytes.
 inline uint32_t alignment(const void* p) {
     const uintptr_t address = reinterpret_cast<uintptr_t>(p);
     return address ? static_cast<uint32_t>(std::min<uintptr_t>(256, address & (~address + 1))) : 256;
 }
 
-// Where a product's operands are. `vector` is the bias or its gradient; what it has not is null.
+// The addresses of a product's operands; null for those that it does not have. `vector` is the bias or its
+// gradient.
 struct Operands {
     const void *a, *b, *vector, *gelu_input;
     void* out;
@@ -60,7 +61,7 @@ struct Operands {
     }
 };
 
-// What an algorithm is chosen for.
+// What the choice of an algorithm depends on.
 struct Key {
     Product product;
     cudaDataType_t in, out;
@@ -76,17 +77,17 @@ struct Key {
 };
 
 inline cublasLtEpilogue_t epilogue(const Product& p, bool fuse_bias_gradient) {
-    // The gradient is the sums over k of b, which is the library's A.
+    // The bias's gradient is b summed over k, and b is the library's A.
     if (fuse_bias_gradient) return CUBLASLT_EPILOGUE_BGRADA;
     if (p.gelu_backward) return CUBLASLT_EPILOGUE_DGELU;
     if (p.gelu) return p.bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
     return p.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-// A product described to the library: all but the algorithm.
+// A product described to the library: everything but the algorithm.
 class Description {
   public:
-    // `at` says how the operands are aligned; its addresses may still change.
+    // `at` says how the operands are aligned; run() may be given other addresses.
     Description(const Key& key, const Operands& at, bool fuse_bias_gradient);
     Description(const Description&) = delete;
     ~Description() {
@@ -95,10 +96,10 @@ class Description {
     }
 
     const Product& product() const { return key_.product; }
-    // Algorithms for it that the heuristics name, the likeliest to be fast first; none where nothing can do
-    // it.
+    // Up to `most` algorithms that the heuristics suggest, the likeliest to be fast first; none if the
+    // library cannot compute the product.
     std::vector<MatmulAlgorithm> candidates(int most) const;
-    // What the library says of an algorithm for this product, in kCublasWorkspace.
+    // The library's verdict on an algorithm for this product, with kCublasWorkspace bytes.
     cublasStatus_t check(const MatmulAlgorithm& a) const;
     // Queues the product.
     cublasStatus_t run(const MatmulAlgorithm& a, const Operands& at, void* workspace, Stream stream) const;
@@ -157,7 +158,7 @@ inline std::vector<MatmulAlgorithm> Description::candidates(int most) const {
         CUBLAS_CHECK(cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value));
     };
     prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kCublasWorkspace);
-    // Parts of a sum meet in fp32: the other schemes would round them to out's type in between.
+    // Partial sums are added in fp32: the other schemes would round them to out's type in between.
     prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, key_.aligned[0]);
     prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, key_.aligned[1]);
@@ -169,7 +170,7 @@ inline std::vector<MatmulAlgorithm> Description::candidates(int most) const {
     const cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(
         handle(), operation_, b_, a_, out_, out_, preference, std::min(most, kMost), found, &count);
     CUBLAS_CHECK(cublasLtMatmulPreferenceDestroy(preference));
-    // The second is said of epilogues that do not go with the types or the sizes.
+    // The second is returned for epilogues that do not go with the types or the sizes.
     if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) return {};
     cublas_check(status, "cublasLtMatmulAlgoGetHeuristic");
     std::vector<MatmulAlgorithm> algorithms;
@@ -195,13 +196,13 @@ inline cublasStatus_t Description::run(const MatmulAlgorithm& a, const Operands&
                                        Stream stream) const {
     point(at);
     const cublasLtMatmulAlgo_t algorithm = as_library(a);
-    const float alpha = 1.f, beta = key_.product.accumulate ? 1.f : 0.f;  // 0: what is in out is not read
+    const float alpha = 1.f, beta = key_.product.accumulate ? 1.f : 0.f;  // 0: out is not read
     return cublasLtMatmul(handle(), operation_, &alpha, at.b, b_, at.a, a_, &beta, at.out, out_, at.out, out_,
                           &algorithm, workspace, kCublasWorkspace, stream);
 }
 
-// A product that has run, or is about to: as the library does it, with or without what follows it (doable()),
-// or nothing where the library has no algorithm for it.
+// A product that has run, or is about to: what the library computes of it (doable()), and the algorithm.
+// Without a description the library has no algorithm for it.
 struct Known {
     std::optional<Description> description;
     MatmulAlgorithm algorithm = {};
@@ -211,12 +212,12 @@ inline std::map<Key, Known>& known_products() {
     return known;
 }
 
-// What a search found, or nothing.
+// The algorithms that a search found, if there was one.
 inline std::optional<MatmulAlgorithms>& searched() {
     static std::optional<MatmulAlgorithms> algorithms;
     return algorithms;
 }
-// From now on products take their algorithms from there.
+// From now on products use these algorithms.
 inline void use_algorithms(std::optional<MatmulAlgorithms> algorithms) {
     searched() = std::move(algorithms);
     known_products().clear();
@@ -225,7 +226,7 @@ inline const MatmulAlgorithm* find_searched(const Key& key) {
     return searched() ? searched()->find(key.text()) : nullptr;
 }
 
-// Fails, naming the file, where the library refuses an algorithm that is in it.
+// Fails with the file's name if the library refuses an algorithm that is in it.
 inline void check_searched(const MatmulAlgorithm& a, const MatmulAlgorithms& file, const Key& key,
                            const Description& description) {
     if (const cublasStatus_t status = description.check(a); status != CUBLAS_STATUS_SUCCESS)
@@ -233,14 +234,14 @@ inline void check_searched(const MatmulAlgorithm& a, const MatmulAlgorithms& fil
              file.path().c_str(), key.text().c_str(), cublasLtGetStatusString(status));
 }
 
-// A product without what follows it.
+// A product without its bias and GELU.
 inline Product bare(Product p) {
     p.bias = p.gelu = p.gelu_backward = false;
     return p;
 }
 
-// What the library does of a product: all that is fusable, or what is left without bias and GELU where it
-// has no algorithm that fuses them; nothing where it has none for that either.
+// What the library can compute of a product: all that is fusable; or the product without bias and GELU if it
+// has no algorithm that fuses them; or nothing if it has none for that either.
 inline std::optional<Key> doable(Key key, const Operands& at) {
     const auto has_algorithm = [&at](const Key& k) {
         return find_searched(k) || !Description(k, at, false).candidates(1).empty();
@@ -252,7 +253,7 @@ inline std::optional<Key> doable(Key key, const Operands& at) {
     return has_algorithm(key) ? std::optional(key) : std::nullopt;
 }
 
-// The FLOP/s that matmul_tiled.cuh is thought to reach: shared memory bounds it to 51 a clock and
+// An estimate of the FLOP/s of matmul_tiled.cuh: shared memory limits it to 51 FLOPs a clock and
 // multiprocessor, and clocks are between 1.4 and 2.5 GHz.
 inline double tiled_flops() {
     int multiprocessors = 0;
@@ -260,7 +261,8 @@ inline double tiled_flops() {
     return multiprocessors * 60e9;
 }
 
-// Says once for each shape, of a few, that a product is made without the library and how long it takes then.
+// Says once for each shape, for a few shapes, that a product is computed without the library and how long it
+// takes.
 inline void say_without_library(const Product& p, bool fp32) {
     constexpr size_t kMost = 3;
     static auto& said = *new std::set<std::string>;
@@ -290,8 +292,8 @@ inline const Known& known_product(const Key& asked, const Operands& at) {
     return made;
 }
 
-// Does what `asked`, a fusable product, asks for and the library did not, in place. It is a part of the
-// product's operation.
+// Does in place what `asked`, a fusable product, asks for and `done` does not include: bias and GELU. It is a
+// part of the product's operation.
 template <class T>
 void finish(const Product& asked, const Product& done, Tensor<T>& out, const MatmulOptions<T>& o,
             Stream stream) {
@@ -303,14 +305,14 @@ void finish(const Product& asked, const Product& done, Tensor<T>& out, const Mat
         launch<gelu_backward_kernel<T>>(blocks, kBlockThreads, 0, stream, out.data(), out.data(),
                                         o.gelu_input->data(), out.size());
 }
-// The rows of out that are made at a time: all, unless that is expected to take long.
+// The rows of out that are computed at a time: all, unless that is expected to take long.
 inline int64_t rows_at_once(const Product& p) {
     constexpr int64_t kFewest = 256;  // operands keep their alignment
     if (!(p.flops() > longest_product)) return p.m;
     const double rows = static_cast<double>(p.m) * longest_product / p.flops();
     return std::max(kFewest, static_cast<int64_t>(rows) / kFewest * kFewest);
 }
-// The product of so many of its rows.
+// The product of `rows` of its rows.
 inline Product product_of_rows(Product p, int64_t rows) {
     if (rows == p.m) return p;
     if (p.transpose_a && !p.a_row) p.a_row = p.m;
@@ -319,8 +321,8 @@ inline Product product_of_rows(Product p, int64_t rows) {
     return p;
 }
 
-// Makes those rows of out, a fusable product, with all that is asked for but a bias's gradient that is not
-// fused.
+// Computes rows first ... first + rows - 1 of out, of a fusable product, with all that is asked for except a
+// bias's gradient that is not fused.
 template <class T, class Out>
 void make_rows(const Product& whole, int64_t first, int64_t rows, Tensor<Out>& out, const Tensor<T>& a,
                const Tensor<T>& b, const Tensor<T>* vector, MatmulOptions<T> options, void* workspace,

@@ -1,40 +1,41 @@
 // matmul_onednn.h - matmul() on a CPU: a product is cut into pieces, and threads take one piece after
 // another.
 //
-// The pieces depend on the product's shape alone, and each is one thread's, so that the number of threads
-// changes no bit. oneDNN's own division among threads does: it divides the summands of narrow results by the
-// number of threads (weight gradients), and which columns and rows stand together in a call also decides how
-// it orders a sum.
+// The pieces depend on the product's shape alone, and one thread computes a piece, so that the number of
+// threads changes no bit. oneDNN's own division among threads would change bits: for narrow results (weight
+// gradients) it divides the summands by the number of threads, and which columns and rows are in a call also
+// decides how it orders a sum.
 //
-// Sizes of pieces were measured with oneDNN 2.6 on two cores with AVX-512, beside oneDNN with two threads, on
-// products of 256 and 1024 rows of GPT-2 124M and SmolLM2-135M. Weight gradients are 1.0 to 1.2 times as
-// fast; fp32 products with untransposed matrices of more than 2304 columns 1.2 to 1.4 times; products of 256
-// rows are 0.9 to 1.0 times as fast.
+// Sizes of pieces were measured with oneDNN 2.6 on two cores with AVX-512, on products of 256 and 1024 rows
+// of GPT-2 124M and SmolLM2-135M. Compared with oneDNN's own two threads, weight gradients are 1.0 to 1.2
+// times as fast; fp32 products with untransposed matrices of more than 2304 columns 1.2 to 1.4 times;
+// products of 256 rows 0.9 to 1.0 times.
 #pragma once
 
 #include "llmc/matvec_cpu.h"
 #include "llmc/onednn.h"
 
-// The rows, columns and summands that oneDNN is given in one call.
+// The rows, columns and summands of one call of oneDNN.
 struct OnednnPiece {
     int64_t rows, columns, summands;
 };
 
-// Products of many summands are added up in fp32, some summands at a time: a gradient of logits of 250,880
-// columns times bf16 weights runs at 690 GFLOP/s whole and at 1500 in such pieces (two cores of a Xeon with
-// AMX).
+// Products with more summands than kManySummands are computed some summands at a time and added up in fp32: a
+// gradient of logits of 250,880 columns times bf16 weights runs at 690 GFLOP/s whole and at 1500 in such
+// pieces (two cores of a Xeon with AMX).
 constexpr int64_t kManySummands = 16384, kSummands = 4096;
-// A product of fewer pieces has them halved, as long as a piece takes a thread 20 microseconds. Other products
-// than weight gradients are halved by rows alone: then their columns are cut the same way for any number of
-// rows, and a chunk of rows has the bits that it has among all rows.
+// If a product has fewer pieces, they are halved as long as a piece takes a thread 20 microseconds. Only the
+// pieces of weight gradients may be halved by columns. Those of other products are halved by rows alone: then
+// their columns are cut the same way for any number of rows, and a chunk of rows has the bits that it has
+// among all rows.
 constexpr int64_t kLeastPieces = 2, kLeastFlops = 2'000'000;
 
-// The length of equal parts of n that are at most about as long as `wanted`, a multiple of `tile`.
+// The length of the equal parts that n is cut into: about `wanted` or less, and a multiple of `tile`.
 inline int64_t equal_parts(int64_t n, int64_t wanted, int64_t tile = 32) {
     return std::min(n, ceil_div(ceil_div(n, ceil_div(n, wanted)), tile) * tile);
 }
 
-// The size of a product's pieces, by its shape and layout alone.
+// The size of a product's pieces; depends on its shape and layout alone.
 inline OnednnPiece piece_of(const OnednnProduct& p) {
     const bool transposed_a = p.a_column != 1, transposed_b = p.b_column != 1;
     OnednnPiece piece;
@@ -55,7 +56,7 @@ inline OnednnPiece piece_of(const OnednnProduct& p) {
     return piece;
 }
 
-// c (m, n), whose rows are c_row apart, [+]= sums (m, n).
+// c (m, n) = sums (m, n), or c += sums if `accumulate`. Rows of c are c_row apart.
 template <class Out>
 void round_sums(Out* c, int64_t c_row, const float* sums, int64_t m, int64_t n, bool accumulate) {
     constexpr int N = kVectorSize<Out>;
@@ -69,8 +70,8 @@ void round_sums(Out* c, int64_t c_row, const float* sums, int64_t m, int64_t n, 
         }
 }
 
-// A product in its pieces. Pieces are numbered along the rows first, so that neighbours read the same columns
-// of b.
+// A product in pieces. Piece numbers run along the rows first, so that consecutive pieces read the same
+// columns of b.
 template <class T, class Out>
 class PiecesOfProduct {
   public:
@@ -82,7 +83,7 @@ class PiecesOfProduct {
 
     size_t count() const { return down_ * static_cast<size_t>(ceil_div(whole_.n, piece_.columns)); }
 
-    // The bytes that a thread wants for any of the pieces: one in each corner stands for all.
+    // The bytes that a thread needs for any of the pieces: the four corner pieces stand for all.
     OnednnBytes bytes() const {
         OnednnBytes most;
         for (const size_t i : {size_t{0}, down_ - 1, count() - down_, count() - 1})
@@ -95,8 +96,8 @@ class PiecesOfProduct {
         return most;
     }
 
-    // Computes piece number i of c. Summands that come in pieces are added up in fp32, beside c where c is
-    // narrower, and rounded once.
+    // Computes piece number i of c. If it is computed some summands at a time, these are added up in fp32, in
+    // scratch if c is narrower, and rounded once.
     void multiply(size_t i, Out* c, const T* a, const T* b, const T* bias, unsigned char* scratch) const {
         const OnednnProduct p = product(i);
         const int64_t row = row_of(i), column = column_of(i);
@@ -121,7 +122,7 @@ class PiecesOfProduct {
         if (beside_) p.c_row = p.n, p.accumulate = false;
         return p;
     }
-    // Calls f with each of a piece's calls of oneDNN and the number of its first summand.
+    // Calls f with each of a piece's calls of oneDNN and the index of the call's first summand.
     template <class F>
     void for_each_call(OnednnProduct p, F&& f) const {
         const bool accumulate = p.accumulate;
@@ -140,11 +141,11 @@ class PiecesOfProduct {
 
     const OnednnProduct whole_;
     const OnednnPiece piece_;
-    const bool beside_;  // sums are kept beside c
-    const size_t down_;  // pieces below each other
+    const bool beside_;  // sums are kept in scratch, not in c
+    const size_t down_;  // pieces along the rows
 };
 
-// The bytes of a product, which are asked for in every step, are counted once.
+// bytes() of a product, computed once: every step asks for it.
 template <class T, class Out>
 OnednnBytes bytes_of_product(const OnednnProduct& p) {
     static thread_local std::map<onednn::Key, OnednnBytes> known;

@@ -1,8 +1,8 @@
-// matmul_search.h - finds the fastest algorithm of each matrix product, on a GPU: cuBLASLt's heuristics name
-// candidates, and each is timed on operands made up for it.
+// matmul_search.h - finds the fastest algorithm of each matrix product on a GPU: cuBLASLt's heuristics
+// suggest candidates, and each is timed on random operands.
 //
-// Nothing of the run is touched: this happens before its memory is taken, and what is taken here is given
-// back.
+// The run itself is not affected: the search comes before the run allocates its memory, and frees what it
+// allocates.
 #pragma once
 
 #include <set>
@@ -15,20 +15,20 @@
 namespace matmul_search {
 constexpr int kCandidates = 16, kWarmups = 3, kRuns = 10;
 
-// The GPU and the library, whose algorithms no others understand.
+// The GPU and the library's version. Algorithms are valid for these alone.
 inline std::string machine() {
     cudaDeviceProp properties;
     CUDA_CHECK(cudaGetDeviceProperties(&properties, 0));
     return format("%s, cuBLASLt %zu", properties.name, cublasLtGetVersion());
 }
 
-// Times what the device does. Before each run a fill passes that is larger than its L2 cache: so all runs
+// Times what the device does. Before each run it fills a buffer that is larger than the L2 cache. So all runs
 // start alike, and the host gets so far ahead that between two marks there is only the device's work.
 class Stopwatch {
   public:
     explicit Stopwatch(Stream stream)
         : stream_(stream), marks_(stream), flushed_(size_t{256} << 20, "the search's fill") {}
-    // The median of the seconds that the device takes for what queue() gives it.
+    // The median of the seconds that the device takes for what queue() enqueues.
     template <class Queue>
     double seconds(Queue&& queue) {
         marks_.clear();
@@ -50,7 +50,7 @@ class Stopwatch {
     DeviceBuffer flushed_;
 };
 
-// Uniform in [-1/2, 1/2): a GPU multiplies zeros with less power, and faster.
+// Uniform in [-1/2, 1/2). Zeros would not do: a GPU multiplies them with less power, and faster.
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads) random_fill_kernel(T* out, int64_t n) {
     const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -72,20 +72,20 @@ struct RandomTensor {
     }
 };
 
-// A product as the trainer runs it: its operands aligned to 256 bytes.
+// A product as the trainer runs it, with operands aligned to 256 bytes.
 template <class T>
 cublaslt::Key key_of(const Product& p) {
     return {p, cublaslt::dtype<T>, p.widened ? CUDA_R_32F : cublaslt::dtype<T>, {256, 256, 256, 256, 256}};
 }
 
-// Operands of which nothing is there but their alignment, for asking the library.
+// Operands that have only an alignment, for questions to the library.
 inline cublaslt::Operands aligned_operands() {
     void* const p = reinterpret_cast<void*>(uintptr_t{256});
     return {p, p, p, p, p};
 }
 
-// Times every candidate for the product. One that is asked for a bias's gradient is timed with the kernel
-// that else makes it, and as one that makes it itself.
+// Times every candidate for the product. If the product has a bias's gradient, candidates that fuse it are
+// timed too, and those that do not are timed together with the kernel that computes it.
 template <class T, class Out>
 std::vector<MatmulAlgorithm> measure(const Product& p, Stopwatch& stopwatch, void* workspace, Stream stream) {
     const Shape a_shape =
@@ -120,9 +120,9 @@ std::vector<MatmulAlgorithm> measure(const Product& p, Stopwatch& stopwatch, voi
 }
 }  // namespace matmul_search
 
-// Has the products take their algorithms from the file, after measuring those that it lacks and writing it.
-// Products that the library has no algorithm for stay out of it.
-// Fails where the library refuses one of the file's, or the file cannot be read or written.
+// Makes products take their algorithms from the file, after measuring those that it lacks and writing it.
+// Products that the library has no algorithm for are left out. Fails if the library refuses an algorithm of
+// the file, or if the file cannot be read or written.
 template <class T>
 void search_matmul_algorithms(const std::string& path, const std::set<Product>& products, Stream stream) {
     using namespace matmul_search;
@@ -139,7 +139,7 @@ void search_matmul_algorithms(const std::string& path, const std::set<Product>& 
             missing.insert(key->product);
     }
     if (!missing.empty()) {
-        algorithms.save();  // whether that can be done shows before the work
+        algorithms.save();  // fails before the work if the file cannot be written
         fprintf(stderr, "--matmul-algorithms %s: measuring %zu of %zu products\n", path.c_str(),
                 missing.size(), products.size());
         const DeviceBuffer workspace(kCublasWorkspace, "cuBLASLt's workspace");

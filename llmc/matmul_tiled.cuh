@@ -1,24 +1,25 @@
-// matmul_tiled.cuh - matrix products in any layout by a kernel of our own: for those that the GPU's library
-// has no algorithm for, such as bf16 with odd row lengths. Right, and slow: the tensor cores stand by.
+// matmul_tiled.cuh - matrix products in any layout by a kernel of our own, for those that the GPU's library
+// has no algorithm for, such as bf16 with odd row lengths. Correct but slow: it does not use the tensor
+// cores.
 #pragma once
 
 #include "llmc/long_launches.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 
-constexpr int kMatmulTile = 32;  // a block makes so many rows and columns of out, so many terms at a time
+constexpr int kMatmulTile = 32;  // rows and columns of out that a block computes, and terms at a time
 constexpr int kMatmulTileRow = kMatmulTile + 1;  // in shared memory: columns lie in different banks
 
-// A matrix of whatever row length: its element (i, j) is data[i * row + j], or data[j * row + i] where it is
-// stored transposed.
+// A matrix of any row length. Its element (i, j) is data[i * row + j], or data[j * row + i] if it is stored
+// transposed.
 template <class T>
 struct MatrixView {
     const T* data;
     int64_t rows, columns, row;
     bool transposed;
 
-    // Copies the tile that begins at (i, j), zeros where the matrix has ended. Neighbouring threads read
-    // neighbours in memory.
+    // Copies the tile that begins at (i, j), with zeros beyond the end of the matrix. Neighbouring threads
+    // read neighbours in memory.
     SIMT_DEVICE void copy_tile(float* tile, int64_t i, int64_t j) const {
         for (int at = threadIdx.x; at < kMatmulTile * kMatmulTile; at += blockDim.x) {
             const int far = at / kMatmulTile, near = at % kMatmulTile;
@@ -62,8 +63,8 @@ __global__ void __launch_bounds__(kBlockThreads)
         }
 }
 
-// out (m, n) [+]= op(a) (m, k) op(b) (k, n) as `p` describes it, bias and GELU aside: summed in fp32 in the
-// order of k, rounded once, in launches of at most most_flops. The product is the caller's operation.
+// out (m, n) [+]= op(a) (m, k) op(b) (k, n) as `p` describes it, without bias and GELU. Sums are in fp32 in
+// the order of k and rounded once. A launch has at most most_flops. The caller records the operation.
 template <class T, class Out>
 void matmul_tiled(const Product& p, Out* out, const T* a, const T* b, Stream stream,
                   double most_flops = std::numeric_limits<double>::infinity()) {

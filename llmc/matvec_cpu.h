@@ -1,9 +1,10 @@
-// matvec_cpu.h - a product with one row, as in decoding, on the fast CPU build.
+// matvec_cpu.h - a matrix product with one row, as in decoding, in the fast CPU build.
 //
 // Each weight is read once, so memory is the limit, which here means: the matrix is read from its first byte
-// to its last, a few rows side by side. Strips of columns were measured at half the rate. Where outputs lie
-// side by side, a worker therefore adds up whole rows, of a part of the inputs, and the parts are added
-// afterwards, in order. The row and all sums are fp32; results do not depend on the number of workers.
+// Each weight is read once, so memory is the limit. It is fastest to read the matrix from its first byte to
+// its last, a few rows side by side; strips of columns were measured at half the rate. So if a row of the
+// matrix has all outputs, a worker adds up whole rows for a part of the inputs, and the parts are added
+// afterwards, in order. The row x and all sums are fp32; results do not depend on the number of workers.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +13,7 @@
 #include "llmc/gelu.cuh"
 #include "llmc/packed.h"
 
-// Elements that are worked on at a time.
+// Elements that are processed at a time.
 constexpr int kMatvecRun = 16;
 using MatvecRun = Packed<float, kMatvecRun>;
 
@@ -24,10 +25,10 @@ SIMT_DEVICE MatvecRun load_widened(const T* p) {
     return r;
 }
 
-// The sum of x y (n).
+// The dot product of x and y (n).
 template <class T>
 float dot(const float* x, const T* y, int64_t n) {
-    MatvecRun even = {}, odd = {};  // two, as a sum waits for the one before
+    MatvecRun even = {}, odd = {};  // two, because an addition waits for the one before
     auto add = [&](MatvecRun& sums, int64_t at) {
         const MatvecRun a = load<kMatvecRun>(x + at), b = load_widened(y + at);
         for (int i = 0; i < kMatvecRun; i++) sums.v[i] += a.v[i] * b.v[i];
@@ -41,8 +42,8 @@ float dot(const float* x, const T* y, int64_t n) {
     return sum;
 }
 
-// sums (n) += x (kRows) times kRows rows of n. A sum stays in a register for all of them: row by row, loading
-// and storing the sums takes longer than reading the matrix.
+// sums (n) += x (kRows) times kRows rows of n. A sum stays in a register for all these rows: one row at a
+// time, loading and storing the sums would take longer than reading the matrix.
 template <int kRows, class T>
 void add_rows_times(float* sums, const T* x, const T* rows, int64_t n) {
     float factors[kRows];
@@ -60,8 +61,8 @@ void add_rows_times(float* sums, const T* x, const T* rows, int64_t n) {
         for (int r = 0; r < kRows; r++) sums[c] += factors[r] * to_float(rows[r * n + c]);
 }
 
-// out (n) = x (k) times `weights`, which are (n, k) where they are stored by outputs, else (k, n); plus bias
-// (n) unless null; then GELU if asked.
+// out (n) = x (k) times `weights`, which are stored (n, k) if by_outputs and (k, n) otherwise; plus bias (n)
+// unless null; then GELU if asked.
 template <class T, class Out>
 struct Matvec {
     Out* out;
@@ -76,10 +77,10 @@ struct Matvec {
     }
 };
 
-constexpr int64_t kMatvecOutputs = 32;   // of a block, where it sums them whole
-constexpr int64_t kMatvecInputs = 64;    // of a block, where it sums a part of all outputs,
-constexpr int kMatvecRows = 4;           // so many at a time
-constexpr int64_t kMatvecColumns = 256;  // of a block that adds the parts
+constexpr int64_t kMatvecOutputs = 32;   // by outputs: outputs of a block
+constexpr int64_t kMatvecInputs = 64;    // otherwise: inputs of a block,
+constexpr int kMatvecRows = 4;           // rows that it adds at a time,
+constexpr int64_t kMatvecColumns = 256;  // and columns of a block that adds the parts
 
 template <class T, class Out>
 __global__ void matvec_by_outputs_kernel(Matvec<T, Out> p) {
@@ -89,7 +90,7 @@ __global__ void matvec_by_outputs_kernel(Matvec<T, Out> p) {
     for (int64_t j = first; j < end; j++) p.finish(j, dot(x, p.weights + j * p.k, p.k));
 }
 
-// parts (blocks, n): each block's inputs times their rows.
+// parts (blocks, n): each block's inputs times their rows of weights.
 template <class T, class Out>
 __global__ void matvec_by_inputs_kernel(float* parts, Matvec<T, Out> p) {
     const int64_t first = blockIdx.x * kMatvecInputs, end = std::min(first + kMatvecInputs, p.k);
@@ -110,7 +111,7 @@ __global__ void matvec_add_parts_kernel(const float* parts, int count, Matvec<T,
     for (int64_t c = 0; c < columns; c++) p.finish(first + c, sums[c]);
 }
 
-// Computes it. Scratch comes from the arena.
+// Computes the product. Scratch comes from the arena.
 template <class T, class Out>
 void matvec_on_cpu(Arena& arena, const Matvec<T, Out>& p, Stream stream) {
     const auto blocks = [](int64_t n, int64_t size) { return static_cast<unsigned>(ceil_div(n, size)); };

@@ -1,4 +1,4 @@
-// mma.cuh - products of small tiles by one warp: the tensor cores' m16n8k16, and loading its operands.
+// mma.cuh - products of small tiles by one warp with the tensor cores' m16n8k16, and loads of the operands.
 //
 // D (16 x 8) += A (16 x 16) B (16 x 8), in float. Lane 4 g + t owns pairs of neighbours, which begin at
 // (row, column) (PTX ISA, mma.m16n8k16):
@@ -8,8 +8,8 @@
 //   D  d[0], d[1] (g, 2 t)   d[2], d[3] (g + 8, 2 t)                                   along n
 //
 // bf16 runs on the tensor cores. float has the same ownership and multiplies exactly, by shuffles: it is for
-// looking for errors, not for speed. In the faithful CPU build the last lane of the warp to arrive computes
-// for all.
+// finding errors, not for speed. In the faithful CPU build the last lane of a warp to arrive computes for the
+// whole warp.
 #pragma once
 
 #include "llmc/packed.h"
@@ -21,7 +21,7 @@
 #define UNROLL
 #endif
 
-// Two neighbours, the first in the lower half.
+// A pair of neighbours, the first in the lower half.
 template <class T>
 struct PairOf;
 template <>
@@ -80,7 +80,7 @@ struct FragmentB {
     Pair<T> r[2];
 };
 
-// The columns 16 k .. 16 k + 15 of a product as the left operand of the next one, rounded to T: lanes own the
+// Columns 16 k .. 16 k + 15 of a product as the left operand of the next one, rounded to T. Lanes own the
 // same elements of both, so nothing moves (FlashAttention-2).
 template <class T>
 SIMT_DEVICE FragmentA<T> accumulators_as_a(const float (&left)[4], const float (&right)[4]) {
@@ -88,11 +88,12 @@ SIMT_DEVICE FragmentA<T> accumulators_as_a(const float (&left)[4], const float (
              make_pair_of<T>(right[0], right[1]), make_pair_of<T>(right[2], right[3])}};
 }
 
-// --- From shared memory. `stride` is the distance of rows in elements; rows begin at multiples of 16 bytes,
-// and 8 rows in a row should fall into different banks.
+// --- Loads from shared memory. `stride` is the distance between rows in elements; rows begin at multiples of
+// 16 bytes, and 8 consecutive rows should fall into different banks.
 
 #if defined(SIMT_GPU)
-// Four 8 x 8 matrices of 16-bit elements; lanes 8 i .. 8 i + 7 bring the addresses of the rows of matrix i.
+// Loads four 8 x 8 matrices of 16-bit elements; lanes 8 i .. 8 i + 7 pass the addresses of the rows of matrix
+// i.
 template <bool kTransposed>
 SIMT_DEVICE void load_matrices(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_t& r3, const bf16* row) {
     const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
@@ -109,7 +110,7 @@ SIMT_DEVICE void load_matrices(uint32_t& r0, uint32_t& r1, uint32_t& r2, uint32_
 }
 #endif
 
-// A (16 x 16), stored [m][k].
+// Loads A (16 x 16), stored [m][k].
 template <class T>
 SIMT_DEVICE FragmentA<T> load_a(const T* tile, int stride) {
     FragmentA<T> a;
@@ -127,7 +128,7 @@ SIMT_DEVICE FragmentA<T> load_a(const T* tile, int stride) {
     return a;
 }
 
-// N neighbours B (16 x 8), stored [n][k]: b[j] is rows 8 j .. 8 j + 7.
+// Loads N neighbouring B (16 x 8), stored [n][k]: b[j] is rows 8 j .. 8 j + 7.
 template <class T, int N>
 SIMT_DEVICE void load_b(FragmentB<T> (&b)[N], const T* tile, int stride) {
     static_assert(N % 2 == 0);
@@ -146,7 +147,7 @@ SIMT_DEVICE void load_b(FragmentB<T> (&b)[N], const T* tile, int stride) {
     }
 }
 
-// N neighbours B (16 x 8), stored [k][n]: b[j] is columns 8 j .. 8 j + 7.
+// Loads N neighbouring B (16 x 8), stored [k][n]: b[j] is columns 8 j .. 8 j + 7.
 template <class T, int N>
 SIMT_DEVICE void load_b_transposed(FragmentB<T> (&b)[N], const T* tile, int stride) {
     static_assert(N % 2 == 0);
@@ -165,8 +166,8 @@ SIMT_DEVICE void load_b_transposed(FragmentB<T> (&b)[N], const T* tile, int stri
     }
 }
 
-// Copies kBytes (4 or 16, aligned so) to shared memory, or writes zeros if not `valid`. The GPU does it in
-// the background: there the copies of a thread are made once it has called wait_for_copies().
+// Copies kBytes (4 or 16, aligned to that) to shared memory, or writes zeros if not `valid`. On a GPU the
+// copy is asynchronous: a thread's copies are complete after it has called wait_for_copies().
 template <int kBytes, class T>
 SIMT_DEVICE void copy_to_shared(T* to, const T* from, bool valid) {
 #if defined(SIMT_GPU)
@@ -209,7 +210,8 @@ SIMT_DEVICE void mma_tiles(float (&d)[M][N][4], const FragmentA<bf16> (&a)[M],
     }
 }
 
-// Adds the products of one k: of the elements that lane `owner` of each quad has in pair `half`.
+// Adds the products of one k: that of the first or second element of pair `half` in lane `owner` of each
+// quad.
 template <int M, int N>
 SIMT_DEVICE void add_outer_product(float (&d)[M][N][4], const FragmentA<float> (&a)[M],
                                    const FragmentB<float> (&b)[N], int half, int owner, bool second) {
@@ -242,7 +244,7 @@ SIMT_DEVICE void mma_tiles(float (&d)[M][N][4], const FragmentA<float> (&a)[M],
 
 #elif SIMT_LANES == 32
 namespace simt {
-// What a lane brings: its registers, which lie still on its stack while it waits.
+// Pointers to what a lane brings: its registers, which stay in place on its stack while it waits.
 template <class T>
 struct MmaOperands {
     float* d;
@@ -250,15 +252,15 @@ struct MmaOperands {
     const FragmentB<T>* b;
 };
 
-// A pair as floats. Not the functions of the common source: those are instrumented for sanitizers, and this
-// runs in the name of the whole warp.
+// The two floats of a pair. The functions of the common source cannot be used here: they are instrumented for
+// sanitizers, and this runs on behalf of the whole warp.
 SIMT_RUNTIME inline void spread(Pair<float> p, float& x, float& y) { x = p.x, y = p.y; }
 SIMT_RUNTIME inline void spread(Pair<bf16> p, float& x, float& y) {
     x = __builtin_bit_cast(float, p << 16);
     y = __builtin_bit_cast(float, p & 0xffff0000u);
 }
 
-// Gathers B once, then each 16 x 16 A and its row of D as plain matrices, multiplies, and scatters D.
+// Gathers B once, then each 16 x 16 A and its rows of D as plain matrices; multiplies them and scatters D.
 template <class T, int M, int N>
 SIMT_RUNTIME __attribute__((noinline)) void multiply_tiles(void** brought) {
     alignas(64) float a[16][16], b[16][8 * N], d[16][8 * N];

@@ -1,10 +1,10 @@
 // nf4.cuh - NF4, the 4-bit format of QLoRA (Dettmers et al., arXiv:2305.14314), as bitsandbytes computes it.
 //
 // A matrix is cut into blocks of 64 elements, row-major, across the ends of rows; the last may be shorter. A
-// block has a scale, its largest magnitude, and an element the number of the nearest of 16 values times that.
-// With double quantization ("nf4-double") the scales are 8-bit codes themselves, in blocks of 256 that share
-// a scale of their own, around the scales' mean. In memory, one after the other, each part aligned to 16
-// bytes, as bitsandbytes' files have them (nf4_files.h):
+// block has a scale, its largest magnitude. An element is stored as the number of one of 16 values: the one
+// that, times the scale, is nearest. With double quantization ("nf4-double") the scales are stored as 8-bit
+// codes of their differences from their mean, in blocks of 256 that share a scale of their own. In memory the
+// parts follow one another, each as in bitsandbytes' files (nf4_files.h) and aligned to 16 bytes:
 //
 //     codes          ceil(n / 2)       two elements a byte, the first in its high half
 //     absmax         ceil(n / 64)      fp32; nf4-double: an 8-bit code of nested_map
@@ -42,7 +42,7 @@ inline constexpr std::array<float, 16> kNf4Values = {-1.f,
                                                      0.7229568362236023f,
                                                      1.f};
 
-// Where the parts of a matrix of n elements lie, in bytes from its start.
+// Where the parts of a matrix of n elements begin, in bytes from its start.
 struct Nf4Parts {
     int64_t blocks, nested_blocks;
     int64_t codes = 0, absmax, quant_map, nested_absmax, nested_map, nested_offset, end;
@@ -76,7 +76,7 @@ struct Nf4Decoder {
 
     static int64_t bytes(int64_t elements) { return Nf4Parts(elements, kDouble).end; }
 
-    // The scale of a block, to the bit of bitsandbytes.
+    // The scale of a block, with the same bits as in bitsandbytes.
     SIMT_DEVICE float scale(int64_t block) const {
         if constexpr (kDouble)
             return product_then_sum(nested_values[static_cast<const unsigned char*>(absmax)[block]],
@@ -121,12 +121,12 @@ inline constexpr WeightFormat kNf4Double =
     quantized_format<Nf4Decoder<true>>("nf4-double", "nf4", -1, kNf4Block, 0);
 
 namespace nf4 {
-// Scales are at least this where elements are divided by them.
+// Where elements are divided by a scale, it is at least this.
 constexpr float kLeastScale = 1e-38f;
 
-// The codes of a block of n <= 64 elements, padded with that of zero to a byte; its scale. A whole block is
-// multiplied with the inverse of its scale, and the last one, where it is shorter, divided by it, which is
-// then no less than kLeastScale: as bitsandbytes does it.
+// Writes the codes of a block of n <= 64 elements and returns its scale. If n is odd, the code of zero fills
+// the last byte. As in bitsandbytes, a whole block is multiplied with the inverse of its scale, but a shorter
+// last block is divided by its scale, which is then at least kLeastScale.
 template <class T>
 float quantize_block(unsigned char* codes, const T* x, int n) {
     float block[kNf4Block] = {};
@@ -137,7 +137,7 @@ float quantize_block(unsigned char* codes, const T* x, int n) {
     const bool whole = n == kNf4Block;
     const float inverse = whole ? 1 / least : 1, scale = whole ? 1 : least;
     for (int k = 0; k < kNf4Block; k++) block[k] = block[k] * inverse / scale;
-    // The values whose upper neighbour is nearer are counted; from halfway the lower one is taken.
+    // Counts the values whose upper neighbour is nearer to an element. Halfway, the lower value is taken.
     int numbers[kNf4Block] = {};
     for (size_t i = 0; i + 1 < kNf4Values.size(); i++) {
         const float halfway = (kNf4Values[i] + kNf4Values[i + 1]) / 2;
@@ -169,8 +169,8 @@ inline std::vector<float> make_dynamic_map() {
     return map;
 }
 
-// The mean, with the additions in PyTorch's order on one thread: four vectors of eight sums side by side,
-// added up in four levels, each of which takes over the sums of the one below after so many steps
+// The mean, with the additions in PyTorch's order on one thread: four vectors of eight sums side by side, in
+// four levels. After a fixed number of steps the sums of a level are added to the level above it
 // (aten/src/ATen/native/cpu/SumKernel.cpp).
 inline float mean(const float* x, int64_t n) {
     constexpr int kSums = 32, kLevels = 4;
@@ -203,8 +203,8 @@ inline float mean(const float* x, int64_t n) {
     return sum / static_cast<float>(n);
 }
 
-// The number of the value of a sorted map that is nearest to x in [-1, 1]. bitsandbytes looks it up in a
-// table of 65536 steps from -1 to 1, so x becomes the nearest step first.
+// The number of the value of a sorted map that is nearest to x in [-1, 1]. bitsandbytes looks x up in a table
+// of 65536 steps from -1 to 1, so x is rounded to the nearest step first.
 inline unsigned char nearest(const std::vector<float>& map, float x) {
     constexpr float kLast = 65535;
     const float step = std::floor((std::clamp(x, -1.f, 1.f) + 1) * 0.5f * kLast + 0.5f);
@@ -215,7 +215,7 @@ inline unsigned char nearest(const std::vector<float>& map, float x) {
     return static_cast<unsigned char>(0.5f * (above[-1] + *above) < rounded ? number : number - 1);
 }
 
-// Codes of the scales, and what makes scales of them again.
+// Writes the codes of the scales, and the parts from which the scales are decoded.
 inline void quantize_scales(unsigned char* out, const Nf4Parts& parts, const std::vector<float>& scales) {
     auto* const nested_absmax = reinterpret_cast<float*>(out + parts.nested_absmax);
     const std::vector<float> map = make_dynamic_map();
@@ -234,8 +234,8 @@ inline void quantize_scales(unsigned char* out, const Nf4Parts& parts, const std
 }
 }  // namespace nf4
 
-// Writes the bytes of a matrix of n elements in `format`, kNf4 or kNf4Double, all quantized_bytes() of them,
-// to host memory aligned to 16 bytes. They are those that bitsandbytes 0.50 makes on a CPU with one thread.
+// Writes a matrix of n elements in `format`, kNf4 or kNf4Double, to host memory aligned to 16 bytes;
+// quantized_bytes() in all. The bytes are those that bitsandbytes 0.50 makes on a CPU with one thread.
 class Nf4Quantizer {
   public:
     Nf4Quantizer(unsigned char* out, int64_t n, const WeightFormat& format)
@@ -245,7 +245,7 @@ class Nf4Quantizer {
         if (is_double_) scales_.resize(static_cast<size_t>(parts_.blocks));
     }
 
-    // Elements from `first` on: whole blocks, but for the matrix's last.
+    // Quantizes elements from `first` on: whole blocks, except for the matrix's last.
     template <class T>
     void add(int64_t first, const T* w, int64_t count) {
         assert(first % kNf4Block == 0 && (count % kNf4Block == 0 || first + count == n_));
@@ -256,7 +256,7 @@ class Nf4Quantizer {
             absmax[(first + i) / kNf4Block] = nf4::quantize_block(out_ + (first + i) / 2, w + i, block);
         }
     }
-    // After all elements.
+    // Call it after all elements.
     void finish() {
         if (is_double_ && n_ > 0) nf4::quantize_scales(out_, parts_, scales_);
     }
@@ -269,7 +269,7 @@ class Nf4Quantizer {
     std::vector<float> scales_;
 };
 
-// The same of a matrix that is whole.
+// Quantizes a whole matrix at once.
 template <class T>
 void quantize_nf4(unsigned char* out, const T* w, int64_t n, const WeightFormat& format) {
     Nf4Quantizer quantizer(out, n, format);

@@ -1,11 +1,12 @@
-// norm.h - a norm of the kind that a family has: layernorm, or RMSNorm without a mean and a bias.
+// norm.h - the norm that a model family uses: layernorm, or RMSNorm, which has no mean and no bias.
 #pragma once
 
 #include "llmc/layernorm.cuh"
 #include "llmc/model.h"
 #include "llmc/rmsnorm.cuh"
 
-// A norm's output (.., C), and the statistics of its rows, which make it again. RMSNorm has no mean.
+// A norm's output (.., C), and the statistics of its rows, from which it can be recomputed. RMSNorm has no
+// mean.
 template <class T>
 struct Normed {
     Tensor<float> mean, rstd;  // (..)
@@ -32,7 +33,7 @@ void residual_norm_forward(NormKind kind, Tensor<T>& sum, Normed<T>& n, const Te
         residual_layernorm_forward(sum, n.out, n.mean, n.rstd, a, b, w.weight, w.bias, stream, epsilon);
 }
 
-// out (.., C) = the norm of x again, from the statistics in n: the same bits.
+// Recomputes out (.., C) = the norm of x from the statistics in n: the same bits.
 template <class T>
 void normalize(NormKind kind, Tensor<T>& out, const Tensor<T>& x, const Normed<T>& n, const Norm<T>& w,
                Stream stream) {
@@ -42,11 +43,12 @@ void normalize(NormKind kind, Tensor<T>& out, const Tensor<T>& x, const Normed<T
         layernorm_normalize(out, x, n.mean, n.rstd, w.weight, w.bias, stream);
 }
 
-// The columns that norm_backward() sums: those of the weight's and the bias' gradients.
+// How many column sums norm_backward() computes: for the weight's gradient, and for the bias's if there is
+// one.
 constexpr int norm_sums(NormKind kind) { return kind == NormKind::Rms ? 1 : 2; }
 
-// Adds to d_x (.., C) and to the gradients g what d_out (.., C) sends back through the norm of x. Absent
-// gradients are frozen. scratch: column_sums_scratch(rows, C, norm_sums(kind)).
+// Adds the gradients through the norm of x, from d_out (.., C), to d_x (.., C) and to g. Those that are
+// absent in g are not computed. scratch: column_sums_scratch(rows, C, norm_sums(kind)).
 template <class T, class Gradient>
 void norm_backward(NormKind kind, Tensor<T>& d_x, Norm<Gradient>& g, Tensor<float>& scratch,
                    const Tensor<T>& d_out, const Tensor<T>& x, const Normed<T>& n, const Norm<T>& w,
@@ -57,7 +59,7 @@ void norm_backward(NormKind kind, Tensor<T>& d_x, Norm<Gradient>& g, Tensor<floa
         layernorm_backward(d_x, g.weight, g.bias, scratch, d_out, x, n.mean, n.rstd, w.weight, stream);
 }
 
-// Adds to the gradients g of a norm what was summed of them, (1, norm_sums(), C).
+// Adds gradients of a norm that are summed already, (1, norm_sums(), C), to g.
 template <class T>
 void add_norm_sums(Norm<T>& g, const Tensor<float>& sums, Stream stream) {
     const int C = static_cast<int>(sums.columns());

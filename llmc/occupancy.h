@@ -1,10 +1,11 @@
-// occupancy.h - which bytes of a room are taken at which times, and the gaps between them.
+// occupancy.h - which bytes of an allocation are occupied at which times, and the gaps between them.
 //
-// Stays, each a range of bytes for a stretch of time, are kept in a binary tree over time. A node is a
-// stretch; it knows the union of the bytes of all stays that touch it, and of those that fill it but not its
-// parent. A leaf, a stretch of a few times, also lists the stays that touch but do not fill it. What is taken
-// at some time of a stretch is then known from a few nodes; and where stays lie side by side, as those of a
-// good placement do, a union is a few ranges. So looking for a gap does not pass over all stays.
+// A stay is a range of bytes that is occupied for an interval of time. Stays are kept in a binary tree over
+// time, whose nodes are intervals. A node has the union of the bytes of all stays that touch it, and of those
+// that fill it but not its parent. A leaf, an interval of a few times, also lists the stays that touch it but
+// do not fill it. So a few nodes tell which bytes are occupied at some time of an interval. If stays are side
+// by side, as in a good placement, a union is a few ranges, and the search for a gap does not visit all
+// stays.
 #pragma once
 
 #include <algorithm>
@@ -15,15 +16,15 @@
 
 class Occupancy {
   public:
-    // For times from 0 up to, but not including, `times`.
+    // For the times 0 ... times - 1.
     explicit Occupancy(int times)
         : leaves_(std::bit_ceil(static_cast<size_t>(times / kLeafTimes + 1))),
           touching_(2 * leaves_),
           filling_(2 * leaves_),
           passing_(leaves_) {}
 
-    // Where `bytes` that are free at all times of [from, to) begin: in the smallest gap that holds them, of
-    // equal gaps in the lowest; beyond all that is taken then if none does.
+    // Finds `bytes` that are free at all times of [from, to). Returns the begin of the smallest gap that
+    // fits, the lowest of equal gaps; or the end of all occupied bytes if no gap fits.
     size_t find(int from, int to, size_t bytes) {
         taken_.clear();
         const auto append = [&](const Ranges& r) { taken_.insert(taken_.end(), r.begin(), r.end()); };
@@ -42,7 +43,7 @@ class Occupancy {
         return smallest != SIZE_MAX ? best : end;
     }
 
-    // Takes `bytes` from `offset` on, at all times of [from, to).
+    // Occupies `bytes` from `offset` on, at all times of [from, to).
     void add(int from, int to, size_t offset, size_t bytes) {
         if (bytes == 0) return;
         const Range range{offset, offset + bytes};
@@ -60,14 +61,14 @@ class Occupancy {
     struct Range {
         size_t begin, end;
     };
-    using Ranges = std::vector<Range>;  // apart from each other, by rising offset
+    using Ranges = std::vector<Range>;  // disjoint, by rising offset
     struct Stay {
         int from, to;
         Range range;
     };
 
-    // Calls each(node, whole) for the largest nodes within [from, to), whole, and for all others that touch
-    // it.
+    // Calls each(node, true) for the largest nodes within [from, to), and each(node, false) for the nodes
+    // that it touches only in part.
     template <class Each>
     void for_each_node(int from, int to, Each&& each) {
         visit(1, 0, static_cast<int>(leaves_) * kLeafTimes, from, to, each);
@@ -83,7 +84,7 @@ class Occupancy {
         visit(2 * node + 1, middle, end, from, to, each);
     }
 
-    // Adds a range to a union.
+    // Adds a range to a union of ranges.
     static void join(Ranges& ranges, Range r) {
         const auto first = std::lower_bound(ranges.begin(), ranges.end(), r.begin,
                                             [](const Range& a, size_t begin) { return a.end < begin; });
@@ -100,6 +101,6 @@ class Occupancy {
 
     size_t leaves_;                           // a power of two
     std::vector<Ranges> touching_, filling_;  // by node: 1 is the root, 2 n and 2 n + 1 are the halves of n
-    std::vector<std::vector<Stay>> passing_;  // by leaf: that touch it and do not fill it
-    Ranges taken_;                            // find()'s, kept for its room
+    std::vector<std::vector<Stay>> passing_;  // by leaf: stays that touch it and do not fill it
+    Ranges taken_;                            // find()'s, kept to reuse its memory
 };

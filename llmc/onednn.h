@@ -1,10 +1,10 @@
-// onednn.h - matrix products on the CPU by oneDNN, on raw pointers with strides, made once per shape and
-// kept.
+// onednn.h - matrix products on the CPU by oneDNN, on raw pointers with strides. A product is compiled once
+// for its shape and kept.
 //
-// A product runs on the thread that calls it. Given several threads, oneDNN chooses how to divide a product
-// by their number, sums over k included, so that the number of threads would change the result's last bits.
-// Who wants several threads gives each its own products (matmul_onednn.h, attention_cpu.h). All threads share
-// a compiled product. Scratch comes from the caller; beside it oneDNN may copy operands.
+// A product runs on the thread that calls it. Given several threads, oneDNN would divide a product by their
+// number, sums over k included, so that the number of threads would change the result's last bits. A caller
+// that wants several threads gives each its own products (matmul_onednn.h, attention_cpu.h). All threads
+// share a compiled product. The caller provides scratch; beside it oneDNN may copy operands into heap memory.
 #pragma once
 
 #include <omp.h>
@@ -21,8 +21,8 @@
 #include "llmc/simt.h"
 #include "llmc/closed_memory.h"
 
-// c (m, n) = a (m, k) b (k, n) [+ c] [+ bias (n)], then GELU if asked. Strides are in elements; of each
-// matrix one of the two strides must be 1.
+// c (m, n) = a (m, k) b (k, n) [+ c] [+ bias (n)], then GELU if asked. Strides are in elements; each matrix
+// must have 1 as one of its two strides.
 struct OnednnProduct {
     int64_t m, n, k;
     int64_t a_row, a_column, b_row, b_column, c_row;
@@ -41,8 +41,8 @@ template <class T>
 constexpr memory::data_type dtype =
     std::is_same_v<T, float> ? memory::data_type::f32 : memory::data_type::bf16;
 
-// A product of operands that lie as these say; a bias is of type `in`. Throws dnnl::error where oneDNN has
-// none.
+// Describes a product of operands with these layouts; a bias is of type `in`. Throws dnnl::error if oneDNN
+// cannot compute it.
 inline dnnl::matmul::primitive_desc describe(const OnednnProduct& p, memory::data_type in,
                                              const memory::desc& a, const memory::desc& b,
                                              const memory::desc& c) {
@@ -70,7 +70,7 @@ inline dnnl::matmul::primitive_desc describe(const OnednnProduct& p, memory::dat
                     memory::desc({p.m, p.n}, out, memory::dims{p.c_row, 1}));
 }
 
-// While it lives, oneDNN uses the calling thread alone.
+// While this lives, oneDNN uses the calling thread alone.
 class OneThread {
   public:
     OneThread() { omp_set_num_threads(1); }
@@ -81,10 +81,10 @@ class OneThread {
     const int before_ = omp_get_max_threads();
 };
 
-// What oneDNN takes to describe and compile a product is less. It crashes where it does not get it.
+// More than oneDNN needs to describe and compile a product. It crashes if it cannot allocate what it needs.
 constexpr size_t kRoomToCompile = size_t{8} << 20;
 
-// Does what calls oneDNN, and tells its want of memory from other errors.
+// Calls oneDNN, and turns its out-of-memory error into std::bad_alloc.
 template <class Call>
 auto with_room(Call&& call) {
     try {
@@ -102,7 +102,7 @@ struct Made {
     dnnl::matmul product;  // compiled at the first call
 };
 
-// The operands of one thread's calls of a product, kept so that a call only sets pointers.
+// One thread's operands for calls of a product, kept so that a call only sets pointers.
 struct Operands {
     Made* made = nullptr;
     memory a, b, c, bias, scratch;
@@ -114,9 +114,8 @@ inline Key key_of(const OnednnProduct& p) {
     return {p.m, p.n, p.k, p.a_row, p.a_column, p.b_row, p.b_column, p.c_row, p.accumulate, p.bias, p.gelu};
 }
 
-// The bytes that a product may copy of its operands into memory of the heap: at most 384 summands of both in
-// fp32, or 768 in bf16. Not all of oneDNN's implementations do, but which one it takes changes with the
-// shape.
+// The most bytes of its operands that a product may copy into heap memory: 384 summands of both in fp32, or
+// 768 in bf16. Not all of oneDNN's implementations copy, but which one it uses changes with the shape.
 inline size_t copied_bytes(const OnednnProduct& p) {
     return static_cast<size_t>((p.m + p.n) * std::min<int64_t>(p.k, 384)) * sizeof(float);
 }
@@ -167,7 +166,7 @@ inline void make_operands(Operands& o) {
     if (o.made->scratch_bytes > 0) argument(DNNL_ARG_SCRATCHPAD, o.scratch, description.scratchpad_desc());
 }
 
-// The calling thread's operands of a product, with what was made of it.
+// The calling thread's operands of a product, which point to the shared description.
 template <class In, class Out>
 Operands& operands(const OnednnProduct& p) {
     static thread_local std::map<Key, Operands> known;

@@ -1,9 +1,9 @@
 // optimizer.cuh - the update of the weights: AdamW (Loshchilov, Hutter, arXiv:1711.05101), or SGD with the
-// same decoupled decay; one kernel over all the formats in which a state may be kept (state.h).
+// same decoupled decay; one kernel for all the formats in which the optimizer's state may be kept (state.h).
 //
-// A warp updates a block of 256 elements, so that 8-bit moments find their block's scale without leaving it.
-// A format is a branch that all lanes take alike. Sums of products are fmaf() by name, so that compilers have
-// none to fuse: a GPU and its host's cores (host_updates.h) make the same bits.
+// A warp updates a block of 256 elements, so that the scale of a block of 8-bit moments is computed within a
+// warp. The format is a branch that all lanes take alike. Sums of products call fmaf() by name, so that
+// compilers have nothing to fuse: a GPU and its host's cores (host_updates.h) compute the same bits.
 #pragma once
 
 #include <array>
@@ -19,12 +19,12 @@
 // One step of the optimizer. SGD uses lr, weight_decay and clip.
 struct OptimizerStep {
     float lr, beta1, beta2, epsilon, weight_decay;
-    float clip;         // the largest global norm of the gradient; 0 for any
+    float clip;         // the largest global norm of the gradient; 0: no limit
     int step;           // from 1, for the bias correction
-    uint64_t seed = 0;  // of what is rounded at random
+    uint64_t seed = 0;  // of stochastic rounding
 };
 
-// One of AdamW's moments: fp32, bf16 or codes, and of codes the scales. Null where there is none.
+// One of AdamW's moments: fp32, bf16, or 8-bit codes and their scales. Null if there is none.
 struct MomentArray {
     Moment format = Moment::Fp32;
     void* data = nullptr;
@@ -38,37 +38,37 @@ struct UpdateArrays {
     const T* gradients;
     Optimizer optimizer = Optimizer::AdamW;
     Master master_format = Master::Fp32;
-    void* master = nullptr;  // fp32, or the low 16 bits, behind bf16 weights
+    void* master = nullptr;  // fp32, or the low 16 bits, for bf16 weights
     MomentArray m, v;
-    int64_t decayed = 0;  // how many from the start decay
+    int64_t decayed = 0;  // how many elements decay, from the first on
     int64_t n = 0;
-    int64_t first = 0;  // the number of element 0 in the model, for random rounding
+    int64_t first = 0;  // the index of element 0 in the model, for stochastic rounding
 };
 
-// What the kernel needs beside the arrays: bias corrections included. It reads them from the device's memory,
+// What the kernel needs beside the arrays, bias corrections included. It reads them from the device's memory,
 // so that the launches of every step's update are the same.
 struct UpdateFactors {
     float lr, beta1, beta2, epsilon, weight_decay, clip, m_correction, v_correction;
     uint64_t random_key;
 };
 
-constexpr uint64_t kRoundingStream = uint64_t{1} << 63;  // counter space of random_bits() for rounding
+constexpr uint64_t kRoundingStream = uint64_t{1} << 63;  // counters of random_bits() for rounding
 
-// A lane's elements of a block of 256: on a GPU 8, in registers; on the fast CPU all, in loops that
+// A lane's elements of a block of 256: on a GPU 8, in registers; on the fast CPU all 256, in loops that
 // vectorise.
 constexpr int kLaneElements = kQuantizedBlock / kLanes;
-// They are groups of so many neighbours, between which lie those of the other lanes: so what the lanes of a
-// warp ask for at a time, in fp32 16 bytes each, lies one after the other.
+// A lane's elements are groups of this many neighbours; between two groups are those of the other lanes. So
+// what the lanes of a warp access at a time, 16 bytes each in fp32, is contiguous.
 constexpr int kLaneGroup = kFastCpu ? kLaneElements : 4;
 constexpr int kGroupStride = kLanes * kLaneGroup;
-// How far a lane's element k is behind its first.
+// The distance of a lane's element k from its first.
 SIMT_HOST_DEVICE constexpr int lane_offset(int k) {
     return kFastCpu ? k : k / kLaneGroup * kGroupStride + k % kLaneGroup;
 }
-constexpr int kUpdateBlocks = kFastCpu ? 16 : 1;  // blocks that a warp does
+constexpr int kUpdateBlocks = kFastCpu ? 16 : 1;  // blocks that a warp updates
 
-// A lane's elements as fp32: on a GPU registers; on the fast CPU those that are fp32 in memory are worked on
-// where they lie.
+// A lane's elements as fp32: on a GPU in registers. On the fast CPU, elements that are fp32 in memory are
+// updated in place.
 struct LaneRegisters {
     float v[kLaneElements];
     SIMT_DEVICE bool point_at(const void*) { return false; }
@@ -86,11 +86,11 @@ struct LaneMemory {
 };
 using LaneFloats = std::conditional_t<kFastCpu, LaneMemory, LaneRegisters>;
 struct LaneRandom {
-    uint64_t bits[kLaneElements];  // an element's: 16 for the weight, 16 for m, 16 for v
+    uint64_t bits[kLaneElements];  // of an element: 16 for the weight, 16 for m, 16 for v
 };
 
-// One of the two bf16 between which x lies, the nearer one more often, so that the mean is x. `random` has 16
-// bits.
+// Stochastic rounding: one of the two bf16 between which x lies, the nearer one more often, so that the
+// expected value is x. `random` has 16 bits.
 SIMT_HOST_DEVICE bf16 round_randomly(float x, uint32_t random) {
     uint32_t u;
     memcpy(&u, &x, 4);
@@ -100,8 +100,8 @@ SIMT_HOST_DEVICE bf16 round_randomly(float x, uint32_t random) {
     return x == x ? rounded : from_float<bf16>(x);
 }
 
-// Calls f(k, element) for a lane's elements, the first of which is number i, of an array of n; those beyond
-// its end are zero.
+// Calls f(k, element) for a lane's elements of an array of n; the first has the index i. Those beyond the end
+// are zero.
 template <class E, class F>
 SIMT_DEVICE void read_lane(const E* p, int64_t i, int64_t n, F f) {
     if constexpr (kFastCpu) {
@@ -117,7 +117,7 @@ SIMT_DEVICE void read_lane(const E* p, int64_t i, int64_t n, F f) {
         }
     }
 }
-// Stores f(k) for them.
+// Stores f(k) as a lane's elements.
 template <class E, class F>
 SIMT_DEVICE void write_lane(E* p, int64_t i, int64_t n, F f) {
     if constexpr (kFastCpu) {
@@ -159,7 +159,7 @@ SIMT_DEVICE void load_moment(LaneFloats& x, const MomentArray& a, int64_t i, int
               [&](int k, uint8_t code) { x.v[k] = Code::decode(code, scale); });
 }
 
-// Of a lane's elements.
+// The largest magnitude of a lane's elements.
 SIMT_DEVICE float largest_magnitude(const LaneFloats& x) {
     float largest = 0.f;
 #pragma omp simd reduction(max : largest)
@@ -170,7 +170,7 @@ SIMT_DEVICE float largest_magnitude(const LaneFloats& x) {
     return largest;
 }
 
-// All lanes of a warp store their part of a block.
+// Stores a lane's part of a block; all lanes of a warp must call it.
 template <class Code>
 SIMT_DEVICE void store_moment(const MomentArray& a, int64_t i, int64_t n, LaneFloats& x,
                               const LaneRandom& random, int shift) {
@@ -213,10 +213,10 @@ SIMT_DEVICE void store_master(const UpdateArrays<T>& a, int64_t i, const LaneFlo
     }
 }
 
-// A lane's elements, of which those decay that are less than `decayed` behind the first. `scale` brings the
-// gradient to its norm. The buffers lie at like offsets in their pages, where a CPU takes a load right after
-// a store for one of the same address: so all loads come first, and the pointers are not __restrict__, which
-// would let the compiler mix them.
+// Updates a lane's elements; those less than `decayed` behind the first decay. `scale` is the gradient's
+// factor for clipping. The buffers are at like offsets in their pages, and a CPU then takes a load right
+// after a store for one of the same address. So all loads come first, and the pointers are not __restrict__,
+// which would let the compiler mix loads and stores.
 SIMT_DEVICE void adamw(float* w, float* m, float* v, const float* gradients, const UpdateFactors& f,
                        float scale, int decayed) {
     for (int k = 0; k < kLaneElements; k++) {
@@ -238,7 +238,7 @@ SIMT_DEVICE void sgd(float* w, const float* gradients, const UpdateFactors& f, f
     }
 }
 
-// A lane's part of a block, whose first element is number i. `scale` brings the gradient to its norm.
+// Updates a lane's part of a block; its first element has the index i. `rounds` is rounds_randomly(a).
 template <class T>
 SIMT_DEVICE void update_lane(const UpdateArrays<T>& a, const UpdateFactors& f, float scale, bool rounds,
                              int64_t i) {
@@ -261,7 +261,7 @@ SIMT_DEVICE void update_lane(const UpdateArrays<T>& a, const UpdateFactors& f, f
         for (int k = 0; k < kLaneElements; k++)
             random.bits[k] =
                 random_bits_of(f.random_key, static_cast<uint64_t>(a.first + i + lane_offset(k)));
-    } else if (!kFastCpu) {  // nobody reads it, which no compiler sees; in registers this costs nothing
+    } else if (!kFastCpu) {  // unused then, but no compiler sees that; in registers this costs nothing
         random = {};
     }
     if (adam) {
@@ -271,14 +271,14 @@ SIMT_DEVICE void update_lane(const UpdateArrays<T>& a, const UpdateFactors& f, f
     store_master(a, i, w, random);
 }
 
-// Whether anything of an update is rounded at random.
+// Whether anything of an update uses stochastic rounding.
 template <class T>
 SIMT_HOST_DEVICE bool rounds_randomly(const UpdateArrays<T>& a) {
     return (!std::is_same_v<T, float> && a.master_format == Master::None) ||
            (a.optimizer == Optimizer::AdamW && (a.m.format == Moment::Bf16 || a.v.format == Moment::Bf16));
 }
 
-// Asked for four blocks at once, ptxas spills.
+// With four blocks at a time, ptxas would spill.
 template <class T>
 __global__ void __launch_bounds__(kBlockThreads, 3)
     optimizer_kernel(UpdateArrays<T> a, const UpdateFactors* factors, const float* norm) {
@@ -301,7 +301,7 @@ double update_bytes(const UpdateArrays<T>& a) {
     };
     double bytes = 2 * sizeof(T) + sizeof(T);  // weights, gradients
     if (!std::is_same_v<T, float> && a.master_format == Master::Fp32)
-        bytes += 8 - sizeof(T);  // in their place
+        bytes += 8 - sizeof(T);  // read instead of the weights
     if (!std::is_same_v<T, float> && a.master_format == Master::Split) bytes += 4;
     if (a.optimizer == Optimizer::AdamW) bytes += moment(a.m.format) + moment(a.v.format);
     return bytes * static_cast<double>(a.n);
@@ -350,9 +350,9 @@ inline void set_factors(UpdateFactors* factors, const OptimizerStep& o, Stream s
     launch<set_factors_kernel>(1, 1, 0, stream, factors, factors_of(o));
 }
 
-// One step on the arrays, by the factors that set_factors() wrote. The gradient is first scaled to a norm of
-// at most `clip`; norm (1) is on the device, as the factors are. Pointers must be aligned to 16 bytes. What
-// is rounded at random depends on nothing but the seed, the step and the element's number.
+// One step of the optimizer on the arrays, with the factors that set_factors() wrote. The gradient is first
+// scaled to a norm of at most `clip`; norm (1) is on the device, as the factors are. Pointers must be aligned
+// to 16 bytes. Stochastic rounding depends on nothing but the seed, the step and the element's index.
 template <class T>
 void optimizer_update(const UpdateFactors* factors, const UpdateArrays<T>& a, const Tensor<float>& norm,
                       Stream stream) {
@@ -362,7 +362,7 @@ void optimizer_update(const UpdateFactors* factors, const UpdateArrays<T>& a, co
                                 norm.data());
 }
 
-// The arrays of a unit of the model (model.h), whose weights and gradients (unit.size) may lie anywhere.
+// The arrays of a unit of the model (model.h). Its weights and gradients (unit.size) may be anywhere.
 template <class T>
 UpdateArrays<T> arrays_of_unit(const State<T>& state, const Unit& unit, T* weights, const T* gradients) {
     const int64_t at = unit.offset;
@@ -381,13 +381,13 @@ UpdateArrays<T> arrays_of_unit(const State<T>& state, const Unit& unit, T* weigh
             .first = at};
 }
 
-// The same of a chunk of that unit, whose state is in a room of chunk_bytes().
+// The arrays of a chunk of a unit, whose state is in the buffer `room` of chunk_bytes().
 template <class T>
 UpdateArrays<T> arrays_of_chunk(const State<T>& state, const Unit& unit, const StateChunk& chunk, char* room,
                                 T* unit_weights, const T* unit_gradients) {
     const int64_t at = chunk.first - unit.offset;
     const StateOptions& s = state.options;
-    const auto from_chunk = [&](auto* p) { return p ? p + at : p; };  // null in a rehearsal
+    const auto from_chunk = [&](auto* p) { return p ? p + at : p; };  // null in a dry run
     const auto moment = [&](Moment format, StatePart part, StatePart scale) {
         return MomentArray{format, state.template in_chunk<void>(part, room),
                            state.template in_chunk<float>(scale, room)};

@@ -1,7 +1,7 @@
-// position_losses.cuh - the losses of a validation by position: what a model makes of a context's length.
+// position_losses.cuh - a validation's losses by position: how well a model uses the length of its context.
 //
-// A token's context is what its document has before the target: position p predicts with p + 1 tokens. The
-// device sums each position's losses, one thread a position, row after row: the same bits every time.
+// A token's context is what its document has before the target: position p predicts from p + 1 tokens. The
+// device sums the losses of each position, one thread per position, row after row: the same bits every time.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 
-// sums[p] += the losses of the rows at position p: row b * seq_len + p of each sequence, or those of p's
-// group in a packed batch. `numbers` are then the rows' positions.
+// sums[p] += the losses of the rows at position p. These are row b * seq_len + p of each sequence; in a
+// packed batch they are the rows of p's group, and `numbers` are the rows' positions.
 __global__ void __launch_bounds__(kBlockThreads)
     add_position_losses_kernel(float* sums, const float* losses, const int* numbers, const int* order,
                                const int* starts, int rows, int seq_len) {
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
 }
 
-// Adds to sums (T) the losses (B * T, 1) of a batch of B sequences by their positions. Rows without a loss
+// Adds the losses (B * T, 1) of a batch of B sequences to sums (T), by their positions. Rows without a loss
 // have zero.
 inline void add_position_losses(Tensor<float>& sums, const Tensor<float>& losses, const Documents& documents,
                                 Stream stream) {
@@ -45,7 +45,7 @@ inline void add_position_losses(Tensor<float>& sums, const Tensor<float>& losses
                                        seq_len);
 }
 
-// Counts the tokens with a loss by position. `positions` is empty where sequences are one document.
+// Counts the tokens with a loss by position. `positions` is empty if each sequence is one document.
 inline void count_positions(std::vector<uint64_t>& counts, std::span<const int> targets,
                             std::span<const int> positions) {
     for (size_t row = 0; row < targets.size(); row++)
@@ -53,16 +53,16 @@ inline void count_positions(std::vector<uint64_t>& counts, std::span<const int> 
             counts[positions.empty() ? row % counts.size() : static_cast<size_t>(positions[row])]++;
 }
 
-// The longest context of the bucket that begins with `first`: each length up to 8 is one of its own, then
-// each doubling has four.
+// The longest context of the bucket that begins with length `first`. Each length up to 8 has a bucket of its
+// own; then each doubling has four buckets.
 inline size_t last_of_bucket(size_t first) {
     size_t width = 1;
     while (8 * width < first) width *= 2;
     return first - 1 + width;
 }
 
-// What a file has of a validation: of each bucket of contexts its first and last length, the tokens with a
-// loss there and their mean loss. Buckets without a token are left out.
+// The losses by position as a file has them: for each bucket of contexts its first and last length, the
+// tokens with a loss there and their mean loss. Buckets without a token are left out.
 inline nlohmann::ordered_json position_losses_json(std::span<const float> sums,
                                                    std::span<const uint64_t> counts) {
     nlohmann::ordered_json buckets = nlohmann::ordered_json::array();

@@ -2,8 +2,9 @@
 //
 // The codes are dense near the largest and still reach far below it (dynamic quantization: Dettmers et al.,
 // arXiv:2110.02861). Code 0 is zero; code 2^i + j, 0 <= j < 2^i, is 10^(i - top) (0.1 + 0.9 (j + 0.5) / 2^i):
-// a decade has half the codes of the decade above it. Divided by the last code's value, so that the last is
-// exactly 1 and a block's largest element comes back to the bit. Coding is compares and selects, no search.
+// a decade has half the codes of the decade above it. All values are divided by that of the last code, so
+// that the last is exactly 1 and a block's largest element is restored to the bit. Coding uses compares and
+// selects, no search.
 #pragma once
 
 #include <bit>
@@ -14,12 +15,12 @@ constexpr int kQuantizedBlock = 256;  // elements that share a scale
 
 // The codes of kBits bits by octaves: code k in [2^i, 2^(i + 1)) is base[i] + step[i] k. A step has 16
 // significant bits, so that its product with a code is exact and a decoded value has the same bits
-// everywhere, fused or not.
+// everywhere, with or without fused multiply-add.
 template <int kBits>
 struct DynamicMap {
     float base[kBits] = {}, step[kBits] = {};
     float inverse[kBits] = {};  // of the steps
-    float from[kBits] = {};     // values from here on are nearer to octave i than to what is below it
+    float from[kBits] = {};     // values from here on are nearer to octave i than to the one below it
 
     constexpr DynamicMap() {
         const double largest = 1 - 0.45 / (1 << (kBits - 1));
@@ -41,9 +42,9 @@ struct DynamicMap {
 template <int kBits>
 constexpr DynamicMap<kBits> kDynamicMap{};
 
-// What decode_magnitude() and encode_magnitude() need of the octave that holds a code or a value, picked from
-// the lowest on. Recursion, not a loop, so that a loop over elements around it is the inner one and
-// vectorises.
+// What decode_magnitude() and encode_magnitude() need to know of the octave that holds a code or a value.
+// They select it from the lowest octave on. By recursion, not in a loop, so that a loop over elements around
+// it is the inner one and vectorises.
 template <int kBits, int i = 0>
 SIMT_HOST_DEVICE void octave_of_code(float code, float& base, float& step) {
     constexpr float here = kDynamicMap<kBits>.base[i], step_here = kDynamicMap<kBits>.step[i];
@@ -80,12 +81,12 @@ SIMT_HOST_DEVICE int encode_magnitude(float x) {
     return static_cast<int>(code < last ? code : last);
 }
 
-// A block's scale for the largest magnitude in it: itself, so that it comes back to the bit. Where that is
-// subnormal, the block becomes zero: the scale has an inverse.
+// A block's scale is the largest magnitude in it, so that this one is restored to the bit. If it is
+// subnormal, the scale and the block become zero, as the scale must have an inverse.
 SIMT_HOST_DEVICE float block_scale(float largest) { return largest < 0x1p-126f ? 0.f : largest; }
 SIMT_HOST_DEVICE float inverse_scale(float scale) { return scale > 0.f ? 1.f / scale : 0.f; }
 
-// |x| as a part of the scale, in [0, 1] even for a NaN.
+//x| as a fraction of the scale, in [0, 1] even for a NaN.
 SIMT_HOST_DEVICE float fraction_of(float x, float inverse) {
     const float fraction = fabsf(x) * inverse;
     return fraction < 1.f ? fraction : 1.f;
@@ -93,7 +94,7 @@ SIMT_HOST_DEVICE float fraction_of(float x, float inverse) {
 
 // Values of either sign: a sign bit and 7 bits of magnitude.
 struct SignedCode {
-    // What the scale measures and encode() takes.
+    // What is coded: the scale is its largest magnitude, and encode() takes it.
     static SIMT_HOST_DEVICE float quantity(float x) { return x; }
     static SIMT_HOST_DEVICE uint8_t encode(float x, float inverse) {
         return static_cast<uint8_t>(encode_magnitude<7>(fraction_of(x, inverse)) + (x < 0.f ? 0x80 : 0));
@@ -103,8 +104,8 @@ struct SignedCode {
     }
 };
 
-// Values that are not negative, by their square roots: the range in decades is half as wide. What is not zero
-// never becomes zero: its root is at least the smallest code.
+// Values that are not negative, coded by their square roots, which halves the range in decades. A value that
+// is not zero never becomes zero: its root is at least the smallest code.
 struct RootCode {
     static SIMT_HOST_DEVICE float quantity(float x) { return sqrtf(x); }
     static SIMT_HOST_DEVICE uint8_t encode(float root, float inverse) {

@@ -1,4 +1,4 @@
-// quantized_formats.h - the quantized formats that there are.
+// quantized_formats.h - the list of all quantized formats, and how to find one by its name or GGUF type.
 #pragma once
 
 #include <cstring>
@@ -18,8 +18,8 @@ inline const WeightFormat* find_weight_format(std::string_view name) {
     return nullptr;
 }
 
-// The first block in host memory that has a float, or a scale of a half's width, that is not finite; -1: none
-// has. NF4 has its scales elsewhere (nf4_files.h).
+// The first block in host memory with a float, or a scale in fp16, that is not finite; -1 if there is none.
+// Not for NF4, whose scales are in other tensors (nf4_files.h): always -1.
 inline int64_t first_not_finite(const WeightFormat& format, const unsigned char* data, size_t bytes) {
     if (format.block_bytes == 0) return -1;
     const size_t width = static_cast<size_t>(format.block_bytes);
@@ -36,7 +36,7 @@ inline int64_t first_not_finite(const WeightFormat& format, const unsigned char*
     return -1;
 }
 
-// The format of a type's number in GGUF files, or null.
+// The format with this type number in GGUF files, or null.
 inline const WeightFormat* find_ggml_format(uint32_t type) {
     for (const WeightFormat* format : kWeightFormats)
         if (format->ggml_type >= 0 && static_cast<uint32_t>(format->ggml_type) == type) return format;

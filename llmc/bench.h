@@ -1,9 +1,10 @@
-// bench.h - what a step takes, phase by phase and operation by operation, beside what the device can do.
+// bench.h - what a step takes, phase by phase and operation by operation, compared with what the device can
+// do.
 //
-// A StepWatch listens to the ranges and the operations of steps as they run and sets a mark in the stream at
-// each boundary: on a GPU an event, so that measuring does not hold up the step. What an operation costs was
-// counted in the rehearsal (work.h); the device's rates are measured just before. A step that is replayed as
-// a graph has no such boundaries: phases are those of steps without graphs, and replayed ones are timed
+// A StepWatch is told of the ranges and the operations of steps as they run, and sets a mark in the stream at
+// each boundary: on a GPU an event, so that measuring does not delay the step. The cost of an operation was
+// counted in the dry run (work.h); the device's rates are measured just before. A step that is replayed as a
+// graph has no such boundaries: phases are those of steps without graphs, and replayed steps are timed as a
 // whole.
 #pragma once
 
@@ -26,24 +27,23 @@
 #include "llmc/random.h"
 #include "llmc/report.h"
 
-// Operations are told apart by name, products also by shape and form.
+// Operations are identified by name, products also by shape and form.
 using OperationKey = std::pair<std::string_view, Product>;
 
 struct OperationTime {
-    double seconds = 0;  // without what is nested in it
+    double seconds = 0;  // without nested operations
     int64_t calls = 0;
 };
 
-// How long the device has waited, at a place where it does, for what lives elsewhere, in seconds, by
-// Transfer::Of.
+// How long the device has waited at one place of the step for transfers, in seconds by Transfer::Of.
 struct Waits {
     std::string place;
     std::array<double, Transfer::kKinds> seconds = {};
     double total() const { return std::accumulate(seconds.begin(), seconds.end(), 0.0); }
 };
 
-// What one step took, in seconds: the range "step", and by name those directly in it; and the bytes that it
-// moved, by Way.
+// What one step took, in seconds: the range "step" and, by name, the ranges directly in it; and the bytes
+// that it moved, by Way.
 struct StepTimes {
     std::map<std::string, double> ranges;
     std::map<OperationKey, OperationTime> operations;
@@ -55,8 +55,8 @@ struct StepTimes {
     }
 };
 
-// Where in the step a range stands: its phase, and the block in it, or the unit that is updated. Of
-// "step backward block 3 update 4" that is "backward block 3".
+// Where in the step a range is: its phase, and the block in it, or the unit that is updated. For "step
+// backward block 3 update 4" that is "backward block 3".
 inline std::string place_in_step(const std::string& path) {
     const size_t begin = std::min(path.size(), path.find(' ')) + 1;
     if (begin > path.size()) return path;
@@ -72,7 +72,7 @@ inline std::string place_in_step(const std::string& path) {
 // Times the steps that run while it exists.
 class StepWatch : RangeListener, OperationListener, WaitListener {
   public:
-    // Operations are only listened to if asked for.
+    // Listens to operations only if asked for.
     StepWatch(Stream stream, bool operations) : marks_(stream) {
         range_listener = this;
         wait_listener = this;
@@ -102,7 +102,7 @@ class StepWatch : RangeListener, OperationListener, WaitListener {
     }
 
   private:
-    static constexpr int kDepth = 2;  // the step, and its phases; what is nested in them does not count
+    static constexpr int kDepth = 2;  // the step and its phases; ranges nested in phases are not timed
     struct Span {
         const char* name;
         int from, to;
@@ -166,7 +166,7 @@ inline double measured_copy_bandwidth(Stream stream) {
     const int64_t n = std::clamp<int64_t>(fits / 1024 * 1024, 1024, wanted);
     const size_t bytes = static_cast<size_t>(n) * sizeof(float);
     const DeviceBuffer from(bytes, "what the bench copies"), to(bytes, "the bench's copy");
-    device_fill(from.data(), 1, bytes, stream);  // on a CPU, pages are there once they were written
+    device_fill(from.data(), 1, bytes, stream);  // on a CPU, memory has pages only after it was written
     device_fill(to.data(), 1, bytes, stream);
     stream_synchronize(stream);
     const double best = best_seconds(8, stream, [&] {
@@ -199,7 +199,7 @@ inline Statistics statistics(std::vector<double> values) {
 struct OperationLine {
     std::string name;
     double calls = 0, seconds = 0, flops = 0, bytes = 0;
-    double roofline = 0;  // the seconds that the device's measured rates allow
+    double roofline = 0;  // the seconds at the device's measured rates
 };
 
 struct BenchReport {
@@ -209,14 +209,14 @@ struct BenchReport {
     std::vector<std::pair<const Plan*, int>> plans;  // of a step, and how often each runs in it
     double tokens, flops;                            // of a step
     double matmul_peak, copy_peak;                   // measured: FLOP/s, bytes/s
-    std::array<double, kWays> limits = kNoLimits;    // bytes/s of a link alone, by --rates; else infinite
+    std::array<double, kWays> limits = kNoLimits;    // bytes/s of a link alone, from --rates; else infinite
     size_t taken_bytes = 0;
     StepTimes cold = {};
     std::vector<StepTimes> steps = {};
-    std::vector<double> replayed = {};  // seconds of whole steps, where a training replays them as graphs
+    std::vector<double> replayed = {};  // seconds of whole steps, if a training replays them as graphs
 
     const char* whole() const { return forward_only ? "forward" : "step"; }
-    // The ranges that were measured, in order: without the update where backward contains it.
+    // The ranges that were measured, in order; the update is missing if backward contains it.
     std::vector<std::string> phases() const {
         std::vector<std::string> names;
         for (const char* name : {"forward", "head", "backward", "update", "step"})
@@ -229,8 +229,8 @@ struct BenchReport {
         for (const StepTimes& s : steps) seconds.push_back(s.ranges.at(phase));
         return statistics(std::move(seconds));
     }
-    // What is reported by name: the phases, and last the whole as a training runs it. Where that is replayed,
-    // the one that the phases are of is "plain".
+    // What is reported, by name: the phases, and last the whole as a training runs it. If that is replayed,
+    // the step that the phases belong to is "plain".
     std::vector<std::pair<std::string, Statistics>> times() const {
         std::vector<std::pair<std::string, Statistics>> all;
         for (const std::string& phase : phases()) all.emplace_back(phase, of(phase));
@@ -249,7 +249,7 @@ struct BenchReport {
         return bytes / seconds();
     }
     std::vector<OperationLine> operations() const;
-    // Means of the steps: what was waited for place by place, the last line all of it; and the bytes of a
+    // Means over the steps: waits() has the waits place by place and last their sum, moved() the bytes of a
     // link.
     std::vector<Waits> waits() const;
     double moved(size_t way) const {
@@ -257,7 +257,7 @@ struct BenchReport {
         for (const StepTimes& s : steps) bytes += s.moved[way];
         return bytes / static_cast<double>(steps.size());
     }
-    // Whether anything lives elsewhere.
+    // Whether anything is placed outside the device.
     bool moves() const {
         return std::any_of(steps.begin(), steps.end(), [](auto& s) { return s.waits.size() > 0; });
     }
@@ -277,7 +277,7 @@ inline std::vector<Waits> BenchReport::waits() const {
     return sums.waits;
 }
 
-// The operations of a step, the longest first: their costs from the rehearsal, their mean times measured.
+// The operations of a step, the longest first: their costs from the dry run, their mean times as measured.
 inline std::vector<OperationLine> BenchReport::operations() const {
     std::map<OperationKey, OperationLine> lines;
     const DeviceRates rates = {matmul_peak, copy_peak, 0, matmul_peak};
@@ -309,7 +309,7 @@ inline std::vector<OperationLine> BenchReport::operations() const {
     return sorted;
 }
 
-// What was waited for and moved.
+// Adds the waits and the transfers.
 inline void add_waits(nlohmann::ordered_json& j, const BenchReport& r) {
     for (const Waits& w : r.waits()) {
         nlohmann::ordered_json line = {{"place", w.place}, {"ms", 1e3 * w.total()}};
@@ -361,7 +361,7 @@ inline nlohmann::ordered_json bench_json(const BenchReport& r) {
     return j;
 }
 
-// A line an operation, and one for the rest: fills, copies, and what waits for the host.
+// Prints a line for each operation, and one for the rest: fills, copies, and waits for the host.
 inline void print_operations(FILE* to, const BenchReport& r) {
     const double whole = r.of(r.whole()).mean;
     double inside = 0;
@@ -377,8 +377,8 @@ inline void print_operations(FILE* to, const BenchReport& r) {
             100 * (whole - inside) / whole);
 }
 
-// A line for each place where the step waits, and one for each link: what it carried over the whole step, be
-// there something to carry or not.
+// Prints a line for each place where the step waits, and one for each link: what it carried on average over
+// the whole step.
 inline void print_waits(FILE* to, const BenchReport& r) {
     const double whole = r.of(r.whole()).mean;
     fprintf(to, "\n%-20s", "waited, ms");
@@ -420,9 +420,9 @@ inline void print_bench(FILE* to, const BenchReport& r) {
     if (r.profiled) print_operations(to, r);
 }
 
-constexpr uint64_t kBenchStream = (uint64_t{1} << 62) + 1;  // counter space of random_bits() for its tokens
+constexpr uint64_t kBenchStream = (uint64_t{1} << 62) + 1;  // counters of random_bits() for its tokens
 
-// A batch of random tokens, for a bench without data.
+// Fills a batch with random tokens, for a bench without data.
 inline void fill_random(std::span<int> inputs, std::span<int> targets, uint64_t seed, uint64_t batch,
                         int vocabulary) {
     const auto draw = [&](uint64_t i) {
@@ -431,7 +431,7 @@ inline void fill_random(std::span<int> inputs, std::span<int> targets, uint64_t 
     for (size_t i = 0; i < inputs.size(); i++) inputs[i] = draw(2 * i), targets[i] = draw(2 * i + 1);
 }
 
-// Measures the phases of steps, or their operations, one step at a time.
+// Measures the phases of single steps, or their operations.
 template <class RunOne>
 void bench_phases(BenchReport& r, Stream stream, int count, RunOne&& run_one) {
     StepWatch watch(stream, r.profiled);
@@ -445,8 +445,8 @@ void bench_phases(BenchReport& r, Stream stream, int count, RunOne&& run_one) {
     }
 }
 
-// Measures steps that are replayed as graphs, one after the other as a training runs them. At least two come
-// before those that count: one that runs as ever and one that is recorded.
+// Measures steps that are replayed as graphs, one after the other as a training runs them. At least two steps
+// before them do not count: one without recording, and one that is recorded.
 template <class RunOne>
 void bench_replays(BenchReport& r, Stream stream, int count, RunOne&& run_one) {
     Marks ends(stream);

@@ -1,11 +1,12 @@
-// calibrate.h - --calibrate: how fast this device does each kind of operation, measured through the launchers
+// calibrate.h - --calibrate: measures how fast this device does each kind of operation, through the launchers
 // that a step calls, each at a few sizes.
 //
-// What a case costs, its FLOPs and bytes, is what its launcher counts in a rehearsal, so that a rate means
-// the same here as in a plan. Weights are read from memory, as many of them pass by between two uses in a
-// step, and so are activations that a step has kept; what it keeps is written where nothing has been for as
-// long. Other activations lie where the operation before left them, in a cache where they fit one. It takes
-// 200 MiB of a CPU's memory in bf16 and 400 in fp32, more where its cache is large, 500 MiB of a GPU's.
+// The FLOPs and bytes of a case are those that its launcher counts in a dry run, so that a rate means the
+// same here as in a plan. Caches are in the state that they have in a step. Weights are read from memory,
+// because a step uses many others between two uses of one; and so are activations that a step has kept. What
+// a step keeps is written to memory that has not been used for as long. Other activations are where the
+// operation before left them, in a cache if they fit one. Calibration takes 200 MiB of a CPU's memory in bf16
+// and 400 in fp32, more if its cache is large; 500 MiB of a GPU's.
 #pragma once
 
 #include <algorithm>
@@ -52,8 +53,8 @@ class Calibration {
             draws_.push_back(static_cast<float>(random_uniform(0, i) - 0.5));  // zeros take less power
         read_.fill(*this), written_.fill(*this);
     }
-    // All is measured twice where that is quick enough, and the mean of both counts: who else uses the
-    // machine does so for some seconds, and beside a step too.
+    // Measures everything twice if that is quick enough, and returns the mean: other users of the machine
+    // disturb a measurement for some seconds, and they disturb a step too.
     Rates measure() {
         const WallClock clock;
         measure_once();
@@ -63,7 +64,7 @@ class Calibration {
         return mean_of(first, rates_);
     }
 
-    // The most of the device's memory that it took at a time.
+    // The most bytes of the device's memory that it used at a time.
     size_t most_bytes() const { return 2 * passing_bytes() + most_bytes_; }
 
   private:
@@ -84,22 +85,23 @@ class Calibration {
     }
 
     static constexpr size_t kDraws = 1 << 16;
-    static constexpr double kQuick = 14;      // seconds of the first round, where a second may follow
-    static constexpr double kLongest = 0.06;  // seconds of a run that is made at all
-    static constexpr double kEnough = 0.012, kTooLong = 0.08;  // of all runs of a case
+    static constexpr double kQuick = 14;      // a second round follows if the first took less seconds
+    static constexpr double kLongest = 0.06;  // seconds of the longest run
+    static constexpr double kEnough = 0.012, kTooLong = 0.08;  // seconds of all runs of a case
     static constexpr double kAgree = 1.03;
     static constexpr int kFewest = 3, kMost = 60;
     static constexpr int64_t kChannels = 768, kVocabulary = 32000;
-    // Of an operand of a product, at the most.
+    // The most elements of a product's operand.
     static constexpr int64_t kWideElements = kFastCpu ? kChannels * kVocabulary : 8192 * 8192;
-    // The bytes that pass by so that no cache has what passed first. A large cache is that of many cores.
+    // Bytes to use before some memory is used again, so that no cache still has it. A large cache is shared
+    // by many cores.
     static size_t passing_bytes() {
         const auto widest = static_cast<size_t>(kWideElements) * sizeof(T);
         if (!kFastCpu) return std::max(widest, size_t{128} << 20);
         const auto cache = static_cast<size_t>(std::max(0L, sysconf(_SC_LEVEL3_CACHE_SIZE)));
         return std::max(widest, std::min(cache, size_t{256} << 20));
     }
-    // Memory that passes by, a part after the other.
+    // Memory that is used part after part, so that no cache has a part when it is used again.
     class Passing {
       public:
         Tensor<T> next(Shape shape) {
@@ -121,14 +123,15 @@ class Calibration {
         const DeviceBuffer memory_{passing_bytes(), "what the calibration passes by"};
         int64_t passed_ = 0;
     };
-    // Weights, or an activation that was kept. Nothing writes there: values that went from one product into
-    // the next would grow beyond all that a step has.
+    // Memory for weights, or for an activation that was kept. Nothing writes there: values that went from one
+    // product into the next would grow beyond all that a step has.
     TensorT far(Shape shape) { return read_.next(shape); }
-    // Where an activation that is kept goes.
+    // Memory for an activation that is to be kept.
     TensorT kept(Shape shape) { return written_.next(shape); }
 
-    // The seconds of what queue(i) gives the device, the median of many runs, which `i` counts: so many that
-    // two agree on the best, where that does not take too long. The best alone is one that no step has.
+    // The seconds that the device takes for what queue(i) enqueues, the median of several runs; `i` counts
+    // them. Runs until two agree on the best, if that does not take too long. The best itself would be a time
+    // that no step reaches.
     template <class Queue>
     double typical_run(Queue&& queue) const {
         int64_t i = 0;
@@ -168,7 +171,7 @@ class Calibration {
         }
     }
 
-    // Where cases are made: takes their tensors, filled, and says what is to be timed.
+    // What cases are defined with: it takes their tensors, filled, and times what they enqueue.
     struct Bench {
         const Calibration& of;
         Arena& arena;
@@ -180,7 +183,7 @@ class Calibration {
             if (!arena.rehearsing()) of.fill(t);
             return t;
         }
-        // The seconds of what queue(i) gives the device; 0 in a rehearsal.
+        // The seconds of what queue(i) enqueues; 0 in a dry run.
         template <class Queue>
         double time(Queue&& queue) {
             if (arena.rehearsing()) return queue(0), 0.0;
@@ -206,8 +209,8 @@ class Calibration {
         arena.run(plan, all);
         return {plan.work, seconds};
     }
-    // Adds the rates of operations, each timed by itself: FLOP/s by its length where it has one, else bytes/s
-    // by its bytes.
+    // Adds the rates of operations, each timed by itself: FLOP/s by its length for attention, otherwise
+    // bytes/s by its bytes.
     template <class Cases>
     void add(Cases&& make) {
         const Measured m = run(make);
@@ -223,9 +226,9 @@ class Calibration {
 
     // ---- products
 
-    // The sizes of a side of a product: a LoRA's rank, a few sequences, a model's width, and where rates rise
-    // no more. On a CPU a vocabulary's too, of the side where logits have it: their rows are many pages
-    // apart.
+    // The sizes of a side of a product: a LoRA's rank, a few sequences, a model's width, and a size beyond
+    // which rates do not rise. On a CPU also a vocabulary, for the side where logits have it, because rows of
+    // logits are many pages apart.
     static std::vector<double> sides(bool of_logits = false) {
         if (!kFastCpu) return {16, 128, 512, 2048, 8192};
         std::vector<double> sizes = {16, 128, kChannels, 3072};
@@ -240,8 +243,9 @@ class Calibration {
             measure_form(b, a, near, true, false);
         });
     }
-    // What forward keeps, and gradients that backward goes on with; of a transposed `a` a weight's gradients,
-    // of an activation that was kept.
+    // Measures products of one form. Half of them write what forward keeps, half a gradient that backward
+    // goes on with. With a transposed `a` they are a weight's gradients, computed from an activation that was
+    // kept.
     void measure_form(Bench& b, const TensorT& a, const TensorT& near, bool transpose_a, bool transpose_b) {
         Product form;
         form.transpose_a = transpose_a, form.transpose_b = transpose_b;
@@ -261,9 +265,9 @@ class Calibration {
             }) / 2;
         });
     }
-    // Has the rates of all shapes measured: seconds(m, n, k) is 0 in a rehearsal, which has all of them, as
-    // nobody knows yet which will be quick enough. One that takes too long, or too much memory, is taken to
-    // be as fast as the best of those that are smaller by one side.
+    // Measures the rates of all shapes with seconds(m, n, k), which is 0 in a dry run. A dry run has all
+    // shapes, as nobody knows yet which will be quick enough. A shape that takes too long, or too much
+    // memory, is assumed to be as fast as the best of those that are smaller by one side.
     template <class Seconds>
     void for_shapes(ProductRates& p, bool rehearsing, Seconds&& seconds) const {
         for (size_t i = 0; i < p.sizes[0].size(); i++)
@@ -327,7 +331,7 @@ class Calibration {
 
     // ---- passes over activations
 
-    // Calls f(rows) for tensors (rows, kChannels) that fit a cache and that do not.
+    // Calls f(rows) for tensors (rows, kChannels), some of which fit a cache.
     template <class F>
     void for_rows(F&& f) {
         for (const int64_t rows : {64, 512, 4096}) f(rows);
@@ -372,7 +376,7 @@ class Calibration {
             });
         });
     }
-    // The pass that stands for those which have no rate of their own.
+    // The operation whose rate stands for those that have none of their own.
     void copy(TensorT& out, const TensorT& x) const {
         const Operation operation(kCopyRate, 0, pass_bytes(out, x));
         launch<copy_kernel<T>>(elementwise_blocks<T>(x.size()), kBlockThreads, 0, stream_, out.data(),
@@ -408,7 +412,7 @@ class Calibration {
             });
     }
 
-    // ---- what stands around attention, and the loss
+    // ---- operations around attention, and the loss
 
     void measure_heads() {
         constexpr int kHeads = 12, kSize = 64;
@@ -486,7 +490,7 @@ class Calibration {
             });
         });
     }
-    // Calls f with all that a state may be kept in.
+    // Calls f with all formats in which a state may be kept.
     template <class F>
     static void for_formats(F&& f) {
         for (const Master master : {Master::Fp32, Master::Split, Master::None}) {
@@ -545,8 +549,8 @@ class Calibration {
         measure_way(Way::FromHost, [&](uint64_t i) { copy(std::nullopt, i * kTransferred); });
         measure_host_update();
     }
-    // How much of its speed a product keeps while transfers are on their way: they take cores' time, and more
-    // where the disk is a virtual machine's. Three are asked for, and products go on for as long as two take.
+    // Measures how much of its speed a product keeps during transfers. These take cores' time, and more if
+    // the disk is a virtual machine's. Starts three transfers, and multiplies for as long as two take.
     template <class Start>
     void measure_beside(Way way, Elsewhere& place, Start&& start) {
         run([&](Bench& b) {
@@ -570,7 +574,8 @@ class Calibration {
             rates_.beside[static_cast<size_t>(way)] = std::min(1.0, statistics(std::move(shares)).median);
         });
     }
-    // AdamW with all of its state in fp32, in as many places one after another, so that no cache has them.
+    // Updates with AdamW and all of its state in fp32, in several places one after another, so that no cache
+    // has them.
     void measure_host_update() {
         std::vector<T> weights(kTransfers * kChunksUpdated * kStateChunk), gradients(weights.size());
         std::vector<float> state[3];
@@ -593,7 +598,7 @@ class Calibration {
         };
         measure_way(Way::HostUpdate, update, kChunksUpdated * update_bytes(chunk(0)));
     }
-    // The median of several transfers.
+    // Measures a direction, by the median of several transfers.
     template <class Move>
     void measure_way(Way way, Move&& move, double bytes = kTransferred) {
         std::vector<double> seconds;
@@ -613,7 +618,7 @@ class Calibration {
     size_t most_bytes_ = 0;
 };
 
-// Measures the device, and writes what it does into a file.
+// Measures the device, and writes its rates into a file.
 template <class T>
 void calibrate(const std::string& file) {
     check_output_file({"--calibrate", file, "{\n \"rates\":", Output::Replaced});

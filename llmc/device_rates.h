@@ -1,5 +1,5 @@
-// device_rates.h - how fast the device is: by its maker (known_gpus.h), and multiplying matrices now; and a
-// clock for that.
+// device_rates.h - how fast the device is: according to its maker (known_gpus.h), and measured now by a
+// matrix product; and a clock for that.
 #pragma once
 
 #include <omp.h>
@@ -31,11 +31,11 @@ inline void stream_synchronize([[maybe_unused]] Stream stream) {
 #endif
 }
 
-// What is timed goes to the device so many times before the host looks at the clock: what it takes to start
-// and to notice the end of work does not count then.
+// Timed work is enqueued this many times before the host looks at the clock, so that the time to start work
+// and to notice its end does not count.
 constexpr int kTimedTogether = kFastCpu ? 1 : 8;
 
-// The seconds that the device takes for what queue() gives it, the best of `times`.
+// The seconds that the device takes for what queue() enqueues, the best of `times` measurements.
 template <class Queue>
 double best_seconds(int times, Stream stream, Queue&& queue) {
     double best = 1e30;
@@ -48,7 +48,7 @@ double best_seconds(int times, Stream stream, Queue&& queue) {
     return best;
 }
 
-// What the GPU of this machine reports of itself; without a name where none answers.
+// What the GPU of this machine reports of itself; without a name if none answers.
 inline GpuFacts gpu_facts() {
     GpuFacts facts = {};
 #if defined(SIMT_GPU)
@@ -73,10 +73,10 @@ inline GpuFacts gpu_facts() {
 // The GPU of this machine, if it is in the table; null otherwise.
 inline const KnownGpu* known_gpu() { return gpu_named(gpu_facts().name); }
 
-// The GPU that a run is planned for: this machine's, by the table or by what it reports; an A100 where none
+// The GPU that a run is planned for: this machine's, from the table or from what it reports; an A100 if none
 // answers.
 struct NominalGpu : KnownGpu {
-    std::string called;  // in the table, or else by its driver
+    std::string called;  // its name in the table, else its driver's
 };
 inline NominalGpu gpu_planned_for(const GpuFacts& facts) {
     if (const KnownGpu* known = gpu_named(facts.name)) return {*known, known->name};
@@ -88,10 +88,10 @@ inline const NominalGpu& nominal_gpu() {
     return gpu;
 }
 
-// The rates that a GPU is thought to reach. In products on tensor cores some two thirds of what its maker
-// promises, in attention half of it (dev/results/gpu-predicted.md, less what the count there is too fast by).
-// In fp32 some three quarters of what it has without tensor cores, and a quarter in attention, whose lanes
-// exchange operands by shuffles (mma.cuh).
+// The rates that a GPU is assumed to reach. In products on tensor cores, some two thirds of what its maker
+// promises; in attention half of that (dev/results/gpu-predicted.md, corrected for what the count there
+// overestimates). In fp32, some three quarters of its rate without tensor cores, and a quarter in attention,
+// whose lanes exchange operands by shuffles (mma.cuh).
 template <class T>
 DeviceRates rates_of_gpu(const KnownGpu& gpu) {
     constexpr bool narrow = !std::is_same_v<T, float>;
@@ -102,27 +102,27 @@ DeviceRates rates_of_gpu(const KnownGpu& gpu) {
             .attention_flops = narrow ? gpu.flops * 0.5 : gpu.fp32 * 0.25};
 }
 
-// The rates by which operations are compared before any has run. Known ones, not measured: the same command
-// must make the same choice every time. The CPU's are those of cores with AVX-512, one a thread, through
-// oneDNN.
+// The rates by which operations are compared before any has run. They are fixed, not measured: the same
+// command must make the same choice every time. The CPU's are those of cores with AVX-512, one per thread,
+// with oneDNN.
 template <class T>
 DeviceRates nominal_rates(double threads = omp_get_max_threads()) {
     if (!kFastCpu) return rates_of_gpu<T>(nominal_gpu());
     return {threads * (std::is_same_v<T, float> ? 100e9 : 180e9), threads * 12e9, 5e-6};
 }
 
-// The same of what moves beside the operations, in bytes/s by Way. A disk beside a GPU is an NVMe drive on
-// four lanes of PCI Express 4, which reach 7 GB/s reading and some 5 writing; another is the virtual one that
-// dev/results/streaming.md was measured on. An update by a GPU's host is thought to reach half of its
-// memory's rate.
+// The nominal rates of transfers beside the operations, in bytes/s by Way. A disk beside a GPU is assumed to
+// be an NVMe drive on four lanes of PCI Express 4, which reads 7 GB/s and writes some 5. A CPU's is the
+// virtual disk that dev/results/streaming.md was measured on. An update by a GPU's host is assumed to reach
+// half of its memory's rate.
 inline std::array<double, kWays> nominal_transfers() {
     if (kHostIsDevice) return {1e9, 1e9, kFree, kFree, kFree};
     const double link = nominal_gpu().link * 0.8;
     return {7e9, 5e9, link, link, nominal_gpu().host / 2};
 }
 
-// The side of a large square product whose three matrices fit `room` bytes: a multiple of 256 on a GPU, on a
-// CPU an odd one of 16, as rows of a power of two would share cache sets.
+// The side of a large square product whose three matrices fit `room` bytes: on a GPU a multiple of 256, on a
+// CPU an odd multiple of 16, as rows of a power of two would share cache sets.
 template <class T>
 int64_t square_side(size_t room) {
     const int64_t fits = static_cast<int64_t>(std::sqrt(static_cast<double>(room / sizeof(T) / 3)));
@@ -130,7 +130,7 @@ int64_t square_side(size_t room) {
     return ((std::clamp<int64_t>(fits / 16, 1, 75) - 1) | 1) * 16;
 }
 
-// The FLOP/s of a square product, measured now, the best of several, in no more than about `room` bytes.
+// Measures the FLOP/s of a square product now, the best of several, in no more than about `room` bytes.
 template <class T>
 double measured_matmul_flops(Stream stream, size_t room = SIZE_MAX) {
     const int64_t n = square_side<T>(room);
@@ -156,14 +156,14 @@ double measured_matmul_flops(Stream stream, size_t room = SIZE_MAX) {
     return 2 * side * side * side / best;
 }
 
-// The FLOP/s that a model's utilisation is measured against, and whose they are.
+// The FLOP/s that a model's utilisation is compared with, and where they are from.
 struct PeakRate {
     double flops;
     const char* of;
 };
 
-// What the GPU's maker promises for dense products in bf16, where it is known; else a square product's, which
-// takes no more than `room` bytes.
+// What the GPU's maker promises for dense products in bf16, if that is known; otherwise the rate of a square
+// product, which takes no more than `room` bytes.
 template <class T>
 PeakRate device_peak_flops(Stream stream, size_t room) {
     if (const KnownGpu* gpu = known_gpu(); gpu && std::is_same_v<T, bf16>)

@@ -1,11 +1,11 @@
-// known_gpus.h - what GPUs can do by their maker: a table of names, and the arithmetic for a GPU that is not
-// in it. Read it to add a GPU, or to see where the rates of a plan without --rates come from.
+// known_gpus.h - what GPUs can do according to their maker: a table by name, and formulas for a GPU that is
+// not in it. Read this to add a GPU, or to see where the rates of a plan without --rates come from.
 //
-// The figures are those of NVIDIA's data sheets and architecture white papers (GA100, GA102, AD102, GH100,
+// The figures are from NVIDIA's data sheets and architecture white papers (GA100, GA102, AD102, GH100,
 // Blackwell and RTX Blackwell), for dense operands and at the boost clock. Products of bf16 add in fp32,
-// which the tensor cores of a GeForce do at half the rate of the same chip on a workstation's card. A
-// laptop's clock depends on the power that its maker gives it: laptops are computed from the clock that the
-// device reports.
+// which a GeForce's tensor cores do at half the rate of the same chip on a workstation's card. A laptop's
+// clock depends on the power that its maker allows: laptops are computed from the clock that the device
+// reports.
 #pragma once
 
 #include <algorithm>
@@ -15,30 +15,31 @@
 
 // The bytes/s of 16 lanes of PCI Express, each way, and of NVLink between a GPU and its own CPU.
 constexpr double kPcie4 = 32e9, kPcie5 = 64e9, kNvlinkC2c = 450e9;
-// Of the memory of the host that a GPU is thought to be in: eight channels of DDR4-3200, or two of DDR5-5600.
+// Bytes/s of the memory of the host that a GPU is assumed to be in: eight channels of DDR4-3200, or two of
+// DDR5-5600.
 constexpr double kServer = 205e9, kDesktop = 90e9;
 
-// FLOP/s of dense products in bf16, in TF32 and in fp32 without tensor cores; bytes/s of its memory, of its
-// link to the host, each way, and of the host's memory.
+// FLOP/s of dense products in bf16, in TF32 and in fp32 without tensor cores; bytes/s of the GPU's memory, of
+// its link to the host, each way, and of the host's memory.
 struct KnownGpu {
-    const char* name;  // empty: it is not in the table, and was computed
+    const char* name;  // empty: computed, not in the table
     double flops, tf32, fp32, bandwidth, link, host = kServer;
 };
 
-// A GeForce by its fp32 TFLOP/s and GB/s: products take twice that rate in bf16, and the same in TF32.
+// A GeForce from its fp32 TFLOP/s and GB/s: products in bf16 have twice that rate, in TF32 the same.
 constexpr KnownGpu geforce(const char* name, double fp32, double bandwidth, double link) {
     return {name, 2e12 * fp32, 1e12 * fp32, 1e12 * fp32, 1e9 * bandwidth, link, kDesktop};
 }
-// A workstation's or a server's card with the same chips: four times, and twice.
+// A workstation's or a server's card with the same chips: four times that rate in bf16, and twice in TF32.
 constexpr KnownGpu workstation(const char* name, double fp32, double bandwidth, double link) {
     return {name, 4e12 * fp32, 2e12 * fp32, 1e12 * fp32, 1e9 * bandwidth, link};
 }
 
-// What a build plans for where no GPU answers.
+// What a build plans for if no GPU answers.
 constexpr KnownGpu kA100 = {"A100", 312e12, 156e12, 19.5e12, 1.94e12, kPcie4};
 
 constexpr KnownGpu kKnownGpus[] = {
-    // of two names that fit, the first
+    // if two names fit, the first counts
     {"GB200", 2500e12, 1250e12, 80e12, 8.0e12, kNvlinkC2c},
     {"B300", 2250e12, 1125e12, 75e12, 8.0e12, kPcie5},
     {"B200", 2250e12, 1125e12, 75e12, 8.0e12, kPcie5},
@@ -106,13 +107,13 @@ constexpr KnownGpu kKnownGpus[] = {
     geforce("RTX 3050", 9.1, 224, kPcie4 / 2),
     // Estimated from NVIDIA's 1 PFLOP/s in sparse FP4: an eighth of that. Its memory is the host's.
     {"GB10", 125e12, 62e12, 31e12, 0.273e12, 0.273e12 / 2, 0.273e12},
-    // The same of its 2070 TFLOP/s.
+    // Likewise from its 2070 TFLOP/s.
     {"Thor", 258e12, 129e12, 8.1e12, 0.273e12, 0.273e12 / 2, 0.273e12},
 };
 
-// The GPU that a driver calls by this name, if it is a known one; null otherwise. The known name stands in it
-// as whole words: an "RTX A1000" is no A100. What follows an RTX's makes it another one ("Ti", "D", "Laptop
-// GPU"); what follows the others' says how it is built in.
+// The known GPU that a driver's name refers to; null if there is none. The known name must occur in it as
+// whole words: an "RTX A1000" is no A100. A suffix makes an RTX another GPU ("Ti", "D", "Laptop GPU"); for
+// others it says how the GPU is built in.
 inline const KnownGpu* gpu_named(const std::string& name) {
     const auto in_word = [&](size_t i) {
         return i < name.size() && isalnum(static_cast<unsigned char>(name[i]));
@@ -136,7 +137,7 @@ struct GpuFacts {
     bool integrated;  // its memory is the host's
 };
 
-// The FLOPs of one multiprocessor in a cycle, by compute capability.
+// FLOPs of one multiprocessor per cycle, by compute capability.
 struct FlopsACycle {
     double bf16, tf32, fp32;
 };
@@ -148,9 +149,9 @@ inline FlopsACycle flops_a_cycle(int major, int minor, bool is_geforce) {
     return is_geforce ? FlopsACycle{512, 256, 256} : FlopsACycle{1024, 512, 256};  // 8.6, 8.9, 12.x
 }
 
-// The rates of a GPU that is not in the table, by what it reports. A module whose memory is its host's
-// reports any clock of it: it is counted with LPDDR5's 6.4 Gbit/s a line at the least. Where no bandwidth is
-// reported, it is an A100's for the same FLOP/s.
+// The rates of a GPU that is not in the table, from what it reports. A module whose memory is its host's may
+// report any memory clock, so at least LPDDR5's 6.4 Gbit/s per line is assumed. If no bandwidth is reported,
+// an A100's for the same FLOP/s is assumed.
 inline KnownGpu computed_gpu(const GpuFacts& facts) {
     const auto [bf16, tf32, fp32] =
         flops_a_cycle(facts.major, facts.minor, facts.name.find("GeForce") != std::string::npos);

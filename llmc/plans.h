@@ -1,4 +1,4 @@
-// plans.h - the plans of all that a run does in the arena, and the memory report that is made of them.
+// plans.h - the plans of everything that a run does in the arena, and the memory report that is made of them.
 #pragma once
 
 #include <omp.h>
@@ -23,9 +23,9 @@
 
 struct Plans {
     Plan train, add;  // a step's first micro-batch, and those that add to its gradients
-    Plan update;      // empty where backward contains it
+    Plan update;      // empty if backward contains it
     Plan evaluate;
-    Plan sample, slide;  // a sample, and its continuation where it is longer than the model's window
+    Plan sample, slide;  // a sample, and its continuation beyond the model's window
     Plan merge;          // of a model's weights and its adapter
     Plan load;           // of a GGUF's weights
     Plan first_prompt;   // a new soft prompt's vectors
@@ -35,11 +35,11 @@ struct Plans {
     }
 };
 
-// What a process takes beside the buffers. On a CPU the pages of its executable and libraries, and, measured
-// with 1 to 64 threads: compiled products and host buffers; 11.5 MiB; and for each thread 1.5 MiB (its
-// stack, its heap, the operands of attention's products) and `copied`, the bytes that a thread copies for the
-// plan's largest product. On a GPU, not measured: the code that is loaded when kernels first run, this program's 2.4 MB and some twenty modules of
-// cuBLASLt 13.0, of 1.1 MB as the larger ones are.
+// Memory that a process takes beside its buffers. On a CPU the pages of its executable and libraries and,
+// measured with 1 to 64 threads: 11.5 MiB for compiled products and host buffers; and for each thread 1.5 MiB
+// (its stack, its heap, the operands of attention's products) and `copied`, the bytes that a thread copies
+// for the plan's largest product. On a GPU, not measured: the code that is loaded when kernels first run,
+// this program's 2.4 MB and some twenty modules of cuBLASLt 13.0, of 1.1 MB as the larger ones are.
 inline size_t process_bytes([[maybe_unused]] size_t copied) {
 #ifdef SIMT_GPU
     return size_t{25} << 20;
@@ -50,7 +50,7 @@ inline size_t process_bytes([[maybe_unused]] size_t copied) {
 #endif
 }
 
-// The buffers beside the arena: those of the model's state and the adapter's, the batch's where the run reads
+// The buffers beside the arena: those of the model's state and the adapter's, the batch's if the run reads
 // data, and what a step's kernels and its metrics need.
 template <class T>
 std::vector<MemoryReport::Buffer> buffers_of(const State<T>& model, const QuantizedWeights* quantized,
@@ -106,8 +106,8 @@ inline PhaseTimes phases_of(const Plans& plans, int grad_accum, const Rates& rat
     return phases;
 }
 
-// What a run takes beside its buffers, and what its step costs by these rates. The report refers to the
-// plans.
+// What a run takes beside its buffers, and what its step costs by these rates. The report points to the
+// plans, which must outlive it.
 template <class T>
 MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes& inputs,
                          const Choices& choices, const Rates& rates) {
@@ -155,7 +155,7 @@ MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes&
     return r;
 }
 
-// What is saved by matrices in fewer bits than the build's, and what that costs a step.
+// Adds what is saved by matrices in fewer bits than the build's, and what dequantizing them costs a step.
 template <class T>
 void add_stored(MemoryReport& report, const QuantizedWeights& matrices, const Plans& plans, int grad_accum,
                 const Rates& rates) {

@@ -86,7 +86,7 @@ SIMT_HOST_DEVICE int encode_magnitude(float x) {
 SIMT_HOST_DEVICE float block_scale(float largest) { return largest < 0x1p-126f ? 0.f : largest; }
 SIMT_HOST_DEVICE float inverse_scale(float scale) { return scale > 0.f ? 1.f / scale : 0.f; }
 
-//x| as a fraction of the scale, in [0, 1] even for a NaN.
+// |x| as a fraction of the scale, in [0, 1] even for a NaN.
 SIMT_HOST_DEVICE float fraction_of(float x, float inverse) {
     const float fraction = fabsf(x) * inverse;
     return fraction < 1.f ? fraction : 1.f;

@@ -1,6 +1,6 @@
-// random.h - counted random numbers: a value is a pure function of (seed, where it is used), never of how
-// many numbers were drawn before it. So a resumed run needs no generator state, and order of evaluation is
-// free.
+// random.h - counter-based random numbers: a number depends only on the seed and on where it is used, never
+// on how many were drawn before it. So a resumed run needs no generator state, and the order of evaluation
+// does not matter.
 #pragma once
 
 #include <algorithm>
@@ -23,12 +23,13 @@ RANDOM_HOST_DEVICE inline uint64_t mix64(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-// What all counters (a, b, any) under a seed have in common.
+// The key that all counters (a, b, any) under a seed have in common.
 inline uint64_t random_key(uint64_t seed, uint64_t a, uint64_t b) {
     return mix64(mix64(mix64(seed) ^ a) ^ b);
 }
 
-// 64 random bits for the last part of a counter; kernels get the key of the rest.
+// 64 random bits for the last part of a counter. `key` is random_key() of the other parts; kernels are passed
+// it.
 RANDOM_HOST_DEVICE inline uint64_t random_bits_of(uint64_t key, uint64_t c) { return mix64(key ^ c); }
 
 // A number for a name, as a counter (FNV-1a; Fowler, Noll, Vo).
@@ -50,8 +51,8 @@ inline double random_uniform(uint64_t seed, uint64_t a, uint64_t b = 0, uint64_t
 
 // Layers of equal area under exp(-x^2 / 2), x >= 0, for Marsaglia and Tsang's ziggurat ("The Ziggurat Method
 // for Generating Random Variables", 2000). Layer i > 0 is a rectangle as wide as edge[i], from density[i] up
-// to density[i + 1]. Layer 0 is what lies below density[1], with all that is beyond edge[1]; edge[0] is the
-// width of a rectangle of its area.
+// to density[i + 1]. Layer 0 is the area below density[1], including everything beyond edge[1]; edge[0] is
+// the width of a rectangle of the same area.
 struct Ziggurat {
     static constexpr int kLayers = 256;
     double edge[kLayers + 1], density[kLayers + 1];
@@ -70,25 +71,25 @@ struct Ziggurat {
 };
 inline const Ziggurat kZiggurat;
 
-// What 64 bits draw: the lowest 8 a layer, the upper 54 a number across it.
+// A draw from 64 bits: the lowest 8 choose a layer, the upper 54 a position across it.
 struct ZigguratDraw {
     int layer;
     double x;
     explicit ZigguratDraw(uint64_t bits)
         : layer(static_cast<int>(bits % Ziggurat::kLayers)),
           x(static_cast<double>(static_cast<int64_t>(bits) >> 10) * 0x1p-53 * kZiggurat.edge[layer]) {}
-    // Whether x lies where the whole layer is under the density, as 98.8% do.
+    // Whether x is where the whole layer is under the density, as for 98.8% of draws.
     bool inside() const { return std::abs(x) < kZiggurat.edge[layer + 1]; }
 };
 
-// What a first draw that does not lie inside leads to: the counter (stream, n, index) gives the n-th number.
+// Continues after a first draw that is not inside(). The counter (stream, n, index) gives the n-th number.
 inline double random_normal_outside(uint64_t seed, uint64_t stream, uint64_t index, ZigguratDraw draw) {
     const auto& [edge, density] = kZiggurat;
     uint64_t n = 1;
     const auto uniform = [&] { return random_uniform(seed, stream, n++, index); };
     for (; !draw.inside(); draw = ZigguratDraw(random_bits(seed, stream, n++, index))) {
         const int i = draw.layer;
-        if (i == 0) {  // Marsaglia's way beyond the last edge
+        if (i == 0) {  // Marsaglia's method beyond the last edge
             double beyond, height;
             do {
                 beyond = -std::log(1.0 - uniform()) / edge[1];
@@ -102,13 +103,13 @@ inline double random_normal_outside(uint64_t seed, uint64_t stream, uint64_t ind
     return draw.x;
 }
 
-// A standard normal number, a function of its arguments alone.
+// A standard normal number; it depends on its arguments alone.
 inline double random_normal(uint64_t seed, uint64_t stream, uint64_t index = 0) {
     const ZigguratDraw draw(random_bits(seed, stream, 0, index));
     return draw.inside() ? draw.x : random_normal_outside(seed, stream, index, draw);
 }
 
-// The same for as many indices from `first` on as `out` has room for, rounded to float, in vectors.
+// The same numbers for the indices from `first` on, as many as `out` holds, rounded to float, in vectors.
 inline void random_normals(uint64_t seed, uint64_t stream, uint64_t first, std::span<float> out) {
     constexpr size_t kBlock = 512;
     const uint64_t key = random_key(seed, stream, 0);

@@ -1,8 +1,8 @@
-// rates.h - how fast the device does each kind of operation: by nominal rates, or by a table of what was
-// measured (calibrate.h, rates_file.h); and what a plan then takes, phase by phase, and what bounds it.
+// rates.h - how fast the device does each kind of operation: by nominal rates, or by a table of measured ones
+// (calibrate.h, rates_file.h); and how long a plan then takes, phase by phase, and what limits it.
 //
-// A product's rate is looked up among those of a grid of shapes, every other operation's by its name and its
-// bytes, attention's by its length; between what was measured the logarithms of rates are interpolated.
+// A product's rate is looked up in a grid of shapes, every other operation's by its name and its bytes,
+// attention's by its length. Between measured sizes the logarithms of rates are interpolated.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@
 #include "llmc/arena.h"
 #include "llmc/work.h"
 
-// What a device can do: FLOP/s, bytes/s, and the seconds that each launch takes besides; of products in TF32
-// other FLOP/s, and of attention, unless they are 0.
+// What a device can do: FLOP/s, bytes/s, and the seconds that each launch takes besides. Products in TF32
+// have FLOP/s of their own, and so has attention unless they are 0.
 struct DeviceRates {
     double flops, bandwidth, latency, tf32_flops = 0, attention_flops = 0;
 
@@ -29,14 +29,14 @@ struct DeviceRates {
     }
 };
 
-// The seconds of an operation by the roofline model: its FLOPs or its bytes, whichever take longer.
+// The seconds of an operation by the roofline model: for its FLOPs or for its bytes, whichever take longer.
 inline double seconds_of(const Work& work, const DeviceRates& rates) {
     return std::max(work.flops / rates.flops_of(work), work.bytes / rates.bandwidth) +
            rates.latency * work.calls;
 }
 
-// Where a size lies among those measured, which rise: between the one at `low` and the next, by the share
-// `part` of their logarithms' distance. Outside of them at the nearest.
+// Where a size is among measured sizes, which rise: between sizes[low] and the next, at the share `part` of
+// the distance of their logarithms. Outside of them at the nearest.
 struct Between {
     size_t low;
     double part;
@@ -53,7 +53,7 @@ inline Between between_sizes(const std::vector<double>& sizes, double size) {
 struct RateCurve {
     std::vector<double> sizes, rates;
 
-    // A rate at a size: the best of those given.
+    // Adds the rate at a size. If there is one already, the better one stays.
     void put(double size, double rate) {
         const auto at = std::lower_bound(sizes.begin(), sizes.end(), size);
         const auto index = at - sizes.begin();
@@ -72,10 +72,10 @@ struct RateCurve {
     }
 };
 
-// The FLOP/s of products of one form, (m, n, k), of a grid of shapes.
+// The FLOP/s of products (m, n, k) of one form, for a grid of shapes.
 struct ProductRates {
     std::array<std::vector<double>, 3> sizes;  // of m, n and k
-    std::vector<double> rates;                 // k's sizes fastest
+    std::vector<double> rates;                 // the index of k varies fastest
 
     double& of(size_t m, size_t n, size_t k) {
         return rates[(m * sizes[1].size() + n) * sizes[2].size() + k];
@@ -97,9 +97,8 @@ struct ProductRates {
         }
         return std::exp(rate);
     }
-    // The seconds of a product. One that is thinner than all that was measured takes as long as the thinnest;
-    // one of columns of a wider matrix is no faster than with all of its columns, as its rows are as far
-    // apart.
+    // The seconds of a product. One that is thinner than all measured ones takes as long as the thinnest. One
+    // of columns of a wider matrix is no faster than with all of its columns, as its rows are as far apart.
     double seconds(const Product& p) const {
         std::array<double, 3> shape = {static_cast<double>(p.m), static_cast<double>(p.n),
                                        static_cast<double>(p.k)};
@@ -112,9 +111,9 @@ struct ProductRates {
     }
 };
 
-// What a phase's time goes to.
+// What a phase's time is spent on.
 enum class Cost { Products, Attention, Passes, Disk, Link, Host };
-constexpr size_t kCosts = 6, kComputing = 3;  // the first of them compute, the others move
+constexpr size_t kCosts = 6, kComputing = 3;  // the first of them compute, the others move data
 inline constexpr const char* kCostNames[kCosts] = {"products", "attention", "memory passes",
                                                    "disk",     "link",      "host"};
 
@@ -128,7 +127,7 @@ inline Cost cost_of(Way way) {
     return is_disks(way) ? Cost::Disk : Cost::Link;
 }
 
-// The names by which a table has an operation's rates: with its form where that matters.
+// The name under which a table has an operation's rates, with the operation's form if that matters.
 inline std::string rate_name(const Work& w) {
     std::string name = w.name;
     if (w.variant.head_size > 0) name += w.variant.head_size <= 80 ? " 64" : " 128";
@@ -140,13 +139,13 @@ inline std::string product_form(const Product& p) {
            (p.widened ? " to fp32" : "");
 }
 
-// The rate of what has none of its own: a copy's.
+// The name of the rate for operations that have none of their own: that of a copy.
 inline constexpr const char* kCopyRate = "copy";
 
-// Bytes/s where nothing that moves takes time, by Way.
+// Bytes/s by Way if transfers take no time.
 constexpr double kFree = std::numeric_limits<double>::infinity();
 constexpr std::array<double, kWays> kNoLimits = {kFree, kFree, kFree, kFree, kFree};
-// And where it takes nothing from what computes.
+// The share of its speed that computing keeps, by Way, if transfers do not slow it down.
 constexpr std::array<double, kWays> kUndisturbed = {1, 1, 1, 1, 1};
 
 struct Rates {
@@ -154,7 +153,7 @@ struct Rates {
     std::map<std::string, ProductRates> products = {};  // by product_form()
     std::map<std::string, RateCurve> operations = {};   // by rate_name(): FLOP/s of attention, else bytes/s
     std::array<double, kWays> transfers = kNoLimits;    // bytes/s, by Way
-    std::array<double, kWays> beside = kUndisturbed;  // the share of its speed that computing keeps meanwhile
+    std::array<double, kWays> beside = kUndisturbed;    // share of its speed that computing keeps meanwhile
 
     Rates(const DeviceRates& nominal) : nominal(nominal) {}
     bool measured() const { return !operations.empty(); }
@@ -174,12 +173,12 @@ struct Rates {
         if (w.variant.length > 0) return w.flops / curve->second.at(w.variant.length);
         return w.bytes / curve->second.at(w.bytes / w.calls);
     }
-    // The seconds that a transfer is on its way.
+    // The seconds that a transfer takes.
     double seconds(const Transfer& t) const { return seconds_moving(t.bytes, t.way); }
     double seconds_moving(double bytes, Way way) const { return bytes / transfers[static_cast<size_t>(way)]; }
 };
 
-// Of two measurements of the same, the geometric mean of each rate.
+// The mean of two measurements: the geometric mean of each rate.
 inline Rates mean_of(const Rates& a, const Rates& b) {
     Rates mean = a;
     const auto average = [](auto& of, const auto& with) {
@@ -198,7 +197,7 @@ inline double seconds_of(const std::vector<Work>& work, const DeviceRates& rates
     for (const Work& w : work) seconds += seconds_of(w, rates);
     return seconds;
 }
-// By a run's rates, without what waits for transfers.
+// By a run's rates, without waits for transfers.
 inline double seconds_of(const std::vector<Work>& work, const Rates& rates) {
     double seconds = 0;
     for (const Work& w : work) seconds += rates.seconds(w);
@@ -208,16 +207,16 @@ inline double seconds_of(const std::vector<Work>& work, const Rates& rates) {
 // A phase of a step: forward, head, backward, update.
 struct PhaseTime {
     std::string name;
-    // By Cost; of transfers what is waited for, and what computing takes longer beside them.
+    // By Cost. For transfers: the time they are waited for, and what computing takes longer beside them.
     std::array<double, kCosts> seconds = {};
-    std::array<double, kCosts> busy = {};  // the same; of transfers all that they take
+    std::array<double, kCosts> busy = {};  // by Cost; for transfers: all their time
     double total() const {
         double sum = 0;
         for (double s : seconds) sum += s;
         return sum;
     }
-    // What it would take longer for, were that slower: transfers where they take longer than what runs
-    // meanwhile, else that of the operations which takes longest.
+    // What limits it: transfers if they take longer than what runs meanwhile, otherwise the operations that
+    // take longest.
     Cost bound() const {
         const auto of = [&](Cost c) { return busy[static_cast<size_t>(c)]; };
         const double computes = of(Cost::Products) + of(Cost::Attention) + of(Cost::Passes);
@@ -236,7 +235,7 @@ inline double total_seconds(const PhaseTimes& phases) {
     return sum;
 }
 
-// Of that, what transfers take; in one phase alone where that is named.
+// The part of these seconds that transfers cost; only of one phase if that is named.
 inline double seconds_waited(const PhaseTimes& phases, std::string_view phase = "") {
     double sum = 0;
     for (const PhaseTime& p : phases)
@@ -245,11 +244,11 @@ inline double seconds_waited(const PhaseTimes& phases, std::string_view phase = 
     return sum;
 }
 
-// When what is asked of a disk or of the link between host and device begins and is done. A disk does one
-// thing after the other; the link is one each way. What is fetched comes behind all that was stored before it
-// of its kind, as in elsewhere_host.h, and so does the host's update of it. What a GPU gets from a disk
-// crosses the link while it is read, and what goes there crosses it before (elsewhere_staged.h), but for what
-// stays with its host.
+// When a request to a disk, or to the link between host and device, begins and is done. A disk does one
+// request after the other; the link does one in each direction. A fetch begins after all earlier stores of
+// its kind, as in elsewhere_host.h, and so does the host's update. What a GPU gets from a disk crosses the
+// link while it is read; what it writes there crosses the link first (elsewhere_staged.h). What stays with
+// the host does not cross it.
 class Media {
   public:
     explicit Media(const Rates& rates) : rates_(rates) {}
@@ -257,7 +256,7 @@ class Media {
     struct Span {
         double at, done;
     };
-    // Of a transfer that is asked for at `now`.
+    // The span of a transfer that is requested at `now`.
     Span begin(const Transfer& t, double now) {
         const bool crosses = !kHostIsDevice && !t.stays_with_host;
         if (t.way == Way::DiskWrite && crosses) {
@@ -280,7 +279,7 @@ class Media {
         }
         return {at, done};
     }
-    // What computing takes from `now` on that takes so long alone.
+    // The time that computing takes from `now` on which takes `seconds` alone.
     double computing(double now, double seconds) {
         const double begun = now;
         for (; disturbing_ < disturbs_.size() && seconds > 0; disturbing_++) {
@@ -301,18 +300,18 @@ class Media {
     double& free_of(Way way) { return free_[static_cast<size_t>(is_disks(way) ? Way::DiskRead : way)]; }
 
     const Rates& rates_;
-    std::array<double, kWays> free_ = {};               // when each is
-    std::array<double, Transfer::kKinds> stored_ = {};  // when all of a kind is
+    std::array<double, kWays> free_ = {};               // when each is free
+    std::array<double, Transfer::kKinds> stored_ = {};  // when the stores of a kind are done
     std::vector<Disturbs> disturbs_;
-    size_t disturbing_ = 0;  // that is not over, of those
+    size_t disturbing_ = 0;  // index of the first of those that is not over
 };
 
-// Goes through a plan by the clock, from 0: its operations one after the other, and beside them its
-// transfers, until each is waited for. Calls
+// Simulates a plan, from time 0: its operations one after the other, and beside them its transfers, until
+// each is waited for. Calls
 //   computes(work, at, seconds, more), moves(transfer, cost, at, seconds), waits(transfer, which, at,
 //   seconds)
-// where `more` is what it takes longer beside transfers, and `which` the number of the transfer that is
-// waited for, of those that moved, from 0.
+// where `more` is the additional time because of transfers, and `which` the index of the awaited transfer
+// among those that moved, from 0.
 template <class Computes, class Moves, class Waits>
 void simulate(const Plan& plan, const Rates& rates, Computes&& computes, Moves&& moves, Waits&& waits) {
     struct Begun {
@@ -348,9 +347,9 @@ void simulate(const Plan& plan, const Rates& rates, Computes&& computes, Moves&&
     }
 }
 
-// Adds what a plan takes that runs so many times.
+// Adds the times of a plan that runs `runs` times.
 inline void add_phases(PhaseTimes& phases, const Plan& plan, double runs, const Rates& rates) {
-    std::string last = "forward";  // what is in no phase goes with what was before it
+    std::string last = "forward";  // what is in no phase counts with the phase before it
     const auto phase = [&](std::string_view range) -> PhaseTime& {
         if (!range.empty()) last = range.substr(0, range.find(' '));
         for (PhaseTime& p : phases)
@@ -358,7 +357,7 @@ inline void add_phases(PhaseTimes& phases, const Plan& plan, double runs, const 
         phases.push_back({last});
         return phases.back();
     };
-    std::vector<size_t> moved;  // by what
+    std::vector<size_t> moved;  // the Cost of each transfer
     simulate(
         plan, rates,
         [&](const Work& w, double, double seconds, double more) {

@@ -1,5 +1,5 @@
-// rates_file.h - a file of measured rates: JSON that names the device, the precision and the threads it was
-// measured with, and is read only where these are the same.
+// rates_file.h - a file of measured rates: JSON that names the device, the precision and the threads that it
+// was measured with, and is accepted only if these are the same.
 #pragma once
 
 #include <omp.h>
@@ -20,7 +20,7 @@
 constexpr int kRatesFormat = 2;
 inline constexpr const char* kProductSides[] = {"m", "n", "k"};
 
-// The device's own name: a GPU's by its driver, a CPU's by the kernel. Empty where none is known.
+// The device's name: a GPU's from its driver, a CPU's from the kernel. Empty if none is known.
 inline std::string device_name() {
 #if defined(SIMT_GPU)
     cudaDeviceProp properties;
@@ -38,7 +38,7 @@ inline std::string device_name() {
 #endif
 }
 
-// What rates are of: they differ with each of these.
+// What rates depend on: they are valid only for the same values.
 inline nlohmann::ordered_json measured_on(const char* precision) {
     nlohmann::ordered_json on = {{"device", kDevice}, {"name", device_name()}, {"precision", precision}};
     if (kHostIsDevice) on["threads"] = omp_get_max_threads();
@@ -47,13 +47,13 @@ inline nlohmann::ordered_json measured_on(const char* precision) {
 
 inline std::string beside(const std::string& path) { return path + ".new-" + std::to_string(getpid()); }
 
-// Fails where a file cannot be written there.
+// Fails if a file cannot be written at `path`.
 inline void check_rates_writable(const std::string& path) {
     { const FileWriter probe(beside(path)); }
     unlink(beside(path).c_str());
 }
 
-// Writes what was measured, in place of what had that name.
+// Writes the measured rates, in place of any file at `path`.
 inline void write_rates(const std::string& path, const Rates& rates, const char* precision) {
     nlohmann::ordered_json j = {{"rates", kRatesFormat}};
     j.update(measured_on(precision));
@@ -80,12 +80,12 @@ inline void write_rates(const std::string& path, const Rates& rates, const char*
     replace_file(beside(path), path);
 }
 
-// Reads a file of rates. What is wrong with it fails in one line that says where.
+// Reads a file of rates. If something is wrong with it, fails with one line that says where.
 class RatesReader {
   public:
     RatesReader(std::string path, const char* precision) : path_(std::move(path)), precision_(precision) {}
 
-    // `nominal`: for what the file has no rates of.
+    // `nominal` is for what the file has no rates of.
     Rates read(const DeviceRates& nominal) const {
         const nlohmann::json file = read_json(path_);
         if (!file.is_object() || !file.contains("rates"))
@@ -142,7 +142,7 @@ class RatesReader {
         if (x > most) wrong(where, format("numbers up to %g", most));
         return x;
     }
-    // Of all ways that there are: on a CPU the disk's.
+    // Reads a number for each direction that exists: on a CPU the disk's alone.
     void by_way(const nlohmann::json& file, const char* name, std::array<double, kWays>& to,
                 double most = kLargest) const {
         const nlohmann::json& from = object(file, name);
@@ -171,10 +171,10 @@ class RatesReader {
     const char* const precision_;
 };
 
-// Has launches divided that would take longer than kLongestLaunch by these rates. Products, which may then
-// take another algorithm, by the nominal ones alone: a run has the same bits with any file.
+// Makes launches split that would take longer than kLongestLaunch by these rates. Products, whose parts may
+// use another algorithm, are split by the nominal rates alone: so a run has the same bits with any file.
 inline void limit_launches(const Rates& rates, bool tf32) {
-    if (kHostIsDevice) return;  // nobody ends a launch there
+    if (kHostIsDevice) return;  // nothing ends a launch there
     const DeviceRates& nominal = rates.nominal;
     double attention = nominal.attention_flops > 0 ? nominal.attention_flops : nominal.flops;
     for (const auto& [name, curve] : rates.operations)
@@ -184,7 +184,7 @@ inline void limit_launches(const Rates& rates, bool tf32) {
     longest_product = kLongestLaunch * (tf32 ? nominal.tf32_flops : nominal.flops);
 }
 
-// The rates that a run plans by: those of a file, or the nominal ones where none is named.
+// The rates that a run plans with: those of `file`, or the nominal ones if that is empty.
 template <class T>
 Rates rates_of(const std::string& file, double threads = omp_get_max_threads()) {
     Rates nominal(nominal_rates<T>(threads));

@@ -15,10 +15,10 @@
 
 constexpr double mebibytes(size_t bytes) { return static_cast<double>(bytes) / 1048576.0; }
 
-// A configuration that --memory chose or might have.
+// A configuration that --memory chose or could have chosen.
 struct MemoryChoice {
-    std::string recompute, formats;  // of the layers; of the state, as options, where not as given
-    std::string residences;          // the same of where things live
+    std::string recompute, formats;  // by layer; the state's formats as options, unless given
+    std::string residences;          // placements as options, unless given
     int64_t head_rows, mlp_rows, attention_rows;
     int batch, grad_accum;
     size_t bytes;    // in all
@@ -37,14 +37,13 @@ struct MemoryChoice {
 
 inline const Plan kNoPlan;
 
-// What a run takes, or may take, beside the device's memory: of the host's, pinned, and of files of its own.
+// Memory that a run takes, or may take, beside the device's: pinned host memory, and files of its own.
 struct BesideDevice {
     size_t pinned = SIZE_MAX, files = SIZE_MAX;
     bool fits(const BesideDevice& room) const { return pinned <= room.pinned && files <= room.files; }
 };
 
-// What all calls of one kind of operation cost, in a micro-batch and in the update: for who estimates on
-// paper.
+// The cost of all calls of one kind of operation, in a micro-batch and in the update; for estimates on paper.
 struct OperationCost {
     double calls = 0, flops = 0, bytes = 0, seconds = 0;
 };
@@ -60,8 +59,8 @@ inline void add_costs(OperationCosts& costs, const std::vector<Work>& work, cons
     }
 }
 
-// Host memory of what a run reads: what the tokenizer and the data hold, and what reading the data took at
-// most.
+// Host memory for what a run reads: what the tokenizer and the data hold, and the most that reading the data
+// took.
 struct InputBytes {
     size_t tokenizer = 0, data = 0, reading = 0;
 };
@@ -77,36 +76,37 @@ struct MemoryReport {
     std::string model, device, precision, recompute;
     int64_t parameters = 0, trained = 0;
     int vocabulary = 0;
-    std::string vocabulary_of;  // where it comes from that no data and no file say it
+    std::string vocabulary_of;  // why it is this size, if neither data nor a file say it
     int batch = 0, seq_len = 0, grad_accum = 1;
     int64_t head_rows = 0, mlp_rows = 0, attention_rows = 0;
     double seconds = 0;                // of a step, by estimate
     double update_seconds = 0;         // of the update in it
-    PhaseTimes phases;                 // what its phases take of that,
-    OperationCosts operations;         // and its operations, by the same rates
-    std::string rates;                 // the file of rates that is by; empty: nominal ones,
-    std::string gpu;                   // of that GPU; empty on a CPU
+    PhaseTimes phases;                 // its time by phases,
+    OperationCosts operations;         // and by operations, with the same rates
+    std::string rates;                 // the file of these rates; empty: nominal rates,
+    std::string gpu;                   // of this GPU; empty on a CPU
     std::string budget;                // --memory
-    std::vector<MemoryChoice> choice;  // what was chosen for it, and its neighbours
+    std::vector<MemoryChoice> choice;  // the configuration for that, and its neighbours
     std::string batch_choice;          // what --batch auto chose, and why no more
-    std::string context_choice;        // the same of --context auto, and what it costs in time
+    std::string context_choice;        // what --context auto chose, and its cost in time
     std::vector<Buffer> buffers;
-    // What a process takes beside them: code that libraries compile or load, threads' stacks, a tokenizer.
+    // What a process takes beside the buffers: code that libraries compile or load, threads' stacks, a
+    // tokenizer.
     size_t process = 0;
-    size_t tokenizer = 0;  // of that, where it is known
-    size_t data = 0;       // of that, what the data hold: where there are many files
-    size_t reading = 0;    // what reading the data took before the buffers were there
-    size_t context = 0;    // of that, a GPU's
-    size_t pinned = 0;     // host memory beside a GPU: of what lives there or passes through it,
-    size_t staged = 0;     // of batches and metrics on their way, pinned too,
-    size_t unpinned = 0;   // and not pinned: of a tokenizer and the data; what else there is, is not known
-    size_t on_disk = 0;           // matrices that are read from their files when they are used
-    size_t parked = 0;            // inputs of blocks, and keys, in a file; beside a GPU they are pinned
-    size_t working = 0;           // what is trained in a file
-    size_t narrower = 0;          // what matrices in fewer bits than the build's take less
-    double widening_seconds = 0;  // and what making the build's of them takes of a step
-    // Of a micro-batch, and of what uses the arena at other times: the trainer's own plans, as it last
-    // rehearsed them.
+    size_t tokenizer = 0;  // part of process, if known
+    size_t data = 0;       // part of process: what the data hold, if many files
+    size_t reading = 0;    // the most that reading the data took, before the buffers
+    size_t context = 0;    // part of process: a GPU's context
+    size_t pinned = 0;     // host memory beside a GPU: pinned, for what is placed there or passes through it,
+    size_t staged = 0;     // pinned too, for batches and metrics in transfer,
+    size_t unpinned = 0;   // and not pinned, for a tokenizer and the data; any other is not known
+    size_t on_disk = 0;    // matrices that are read from their files when used
+    size_t parked = 0;     // offloaded inputs of blocks, and keys, in a file; or pinned by a GPU
+    size_t working = 0;    // what is trained in a file
+    size_t narrower = 0;   // bytes saved by matrices in fewer bits than the build's
+    double widening_seconds = 0;  // the part of a step that dequantizes these
+    // The plans of a micro-batch, and of what uses the arena at other times. They are the trainer's own, as
+    // it last rehearsed them.
     const Plan *train = &kNoPlan, *update = &kNoPlan;
     std::vector<std::pair<const char*, const Plan*>> others;
 
@@ -122,7 +122,7 @@ struct MemoryReport {
         for (const auto& [name, plan] : others) bytes = std::max(bytes, plan->bytes);
         return bytes;
     }
-    // What takes more of the arena than training does, and the most of it; "" where that is nothing.
+    // What takes more of the arena than training does, and the most of it; "" if nothing does.
     const char* largest_other() const {
         const char* name = "";
         size_t most = train->bytes;
@@ -130,7 +130,7 @@ struct MemoryReport {
             if (plan->bytes > most) most = plan->bytes, name = other;
         return name;
     }
-    // The largest of the state's buffers and the arena, which is named by what needs it where that is not
+    // The largest of the buffers and the arena. The arena is named by its largest user if that is not
     // training.
     std::pair<std::string, size_t> largest() const {
         std::pair<std::string, size_t> most{"activations", train->bytes};
@@ -160,12 +160,12 @@ struct MemoryReport {
     double tokens() const { return static_cast<double>(batch) * seq_len * grad_accum; }  // of a step
 };
 
-// JSON as text, of names of files in whatever encoding.
+// JSON as text. It may contain names of files in any encoding.
 inline std::string json_text(const nlohmann::ordered_json& json, int indent = 2) {
     return json.dump(indent, ' ', false, nlohmann::ordered_json::error_handler_t::replace);
 }
 
-// By their names.
+// The costs of operations by their names.
 inline nlohmann::ordered_json operations_json(const OperationCosts& costs) {
     auto all = nlohmann::ordered_json::array();
     for (const auto& [name, c] : costs)
@@ -258,7 +258,7 @@ struct TableLine {
     int count = 0;
 };
 
-// What --memory chose, what that costs, and what lies next to it.
+// Prints what --memory chose, what that costs, and its neighbours.
 inline void print_choice(FILE* to, const MemoryReport& r) {
     if (!r.context_choice.empty()) fprintf(to, "--context auto: %s\n", r.context_choice.c_str());
     if (!r.batch_choice.empty()) fprintf(to, "--batch auto: %s\n", r.batch_choice.c_str());
@@ -276,8 +276,8 @@ inline void print_choice(FILE* to, const MemoryReport& r) {
     }
 }
 
-// Some ten lines of what the whole takes: `verb` begins them. Beside the sum stands what is free, if it is
-// known.
+// Prints about ten lines on what a run takes; `verb` begins them. Beside the sum it says what is free, if
+// that is known.
 inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, const FreeMemory& free = {}) {
     print_choice(to, r);
     const std::string trained = r.trained == r.parameters
@@ -325,7 +325,7 @@ inline void print_summary(FILE* to, const MemoryReport& r, const char* verb, con
     line(r.working, "of what is trained beside that, in a file of the run's own");
 }
 
-// What a step should take, and what bounds its phases.
+// Prints what a step should take, and what limits its phases.
 inline void print_phases(FILE* to, const MemoryReport& r) {
     if (r.seconds <= 0) return;
     std::string rates = r.rates;
@@ -348,7 +348,7 @@ inline void print_phases(FILE* to, const MemoryReport& r) {
     }
 }
 
-// The summary, and a table of every buffer.
+// Prints the summary, and a table of every buffer.
 inline void print_report(FILE* to, const MemoryReport& r) {
     print_summary(to, r, "takes");
     print_phases(to, r);

@@ -1,5 +1,5 @@
-// rmsnorm.cuh - normalisation of rows by their root mean square (Zhang, Sennrich, arXiv:1910.07467), forward,
-// fused with the residual addition before it, backward, and re-made from saved statistics.
+// rmsnorm.cuh - normalisation of rows by their root mean square (Zhang, Sennrich, arXiv:1910.07467): forward,
+// forward fused with the residual addition before it, backward, and recomputation from saved statistics.
 //
 // Rounded as in `transformers`: the normalised row is rounded to T before it is multiplied with the weight.
 #pragma once
@@ -10,7 +10,8 @@
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 
-// The output of a vector of a row. Written once, so that a re-made output has the bits of the first.
+// Writes the output of a vector of a row. All kernels use this code, so that a recomputed output has the same
+// bits.
 template <int N, class T>
 SIMT_DEVICE void rms_normalize(T* out, const Packed<T, N>& x, float rstd, const T* weight) {
     const Packed<T, N> w = load<N>(weight);
@@ -20,13 +21,14 @@ SIMT_DEVICE void rms_normalize(T* out, const Packed<T, N>& x, float rstd, const 
     for (int k = 0; k < N; k++) o[k] = n[k] * w[k];
     store(out, o);
 }
-// That of a row of C by the lanes that take every `step`-th element from their `first` on.
+// Writes the output of a row of C elements. Lanes take every `step`-th element from their `first` on.
 template <int N, class T>
 SIMT_DEVICE void rms_normalize(T* out, const T* x, float rstd, const T* weight, int C, int first, int step) {
     for (int c = first; c < C; c += step) rms_normalize<N>(out + c, load<N>(x + c), rstd, weight + c);
 }
 
-// One warp a row. With kResidual the row is a + b: it is stored in `sum` as T, and as T it is normalised.
+// One warp per row. With kResidual the row is a + b, rounded to T: the rounded row is stored in `sum` and
+// normalised.
 template <class T, int N, int kKept, bool kResidual>
 __global__ void __launch_bounds__(kBlockThreads)
     rmsnorm_forward_kernel(T* out, float* rstd, T* sum, const T* a, const T* b, const T* weight, int rows,
@@ -67,8 +69,8 @@ __global__ void __launch_bounds__(kBlockThreads)
     rms_normalize<N>(out + start, x + start, rstd[row], weight, C, lane() * N, kLanes * N);
 }
 
-// dx += rstd (g - xhat mean(g xhat)) with g = dout weight and xhat = x rstd: one warp a row, which it reads
-// once where kKept of its vectors are kept. The sum has the same order in any case.
+// dx += rstd (g - xhat mean(g xhat)) with g = dout weight and xhat = x rstd. One warp per row, which it reads
+// once if kKept vectors of it are kept in registers. The sum has the same order in any case.
 template <class T, int N, int kKept>
 __global__ void __launch_bounds__(kBlockThreads)
     rmsnorm_backward_input_kernel(T* dx, const T* dout, const T* x, const float* rstd, const T* weight,
@@ -95,7 +97,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     });
 }
 
-// What the weight gathers from one element: dout xhat.
+// What one element adds to the weight's gradient: dout xhat.
 template <class T>
 struct RmsnormColumns {
     static constexpr int kSums = 1;
@@ -144,7 +146,7 @@ void residual_rmsnorm_forward(Tensor<T>& sum, Tensor<T>& out, Tensor<float>& rst
     rmsnorm_launch<T, true>(out, rstd, sum.data(), a, b.data(), weight, stream, epsilon);
 }
 
-// Makes rmsnorm_forward's output again from x and the saved rstd: the same bits, one pass.
+// Recomputes rmsnorm_forward's output from x and the saved rstd: the same bits, one pass.
 template <class T>
 void rmsnorm_normalize(Tensor<T>& out, const Tensor<T>& x, const Tensor<float>& rstd, const Tensor<T>& weight,
                        Stream stream) {
@@ -156,9 +158,9 @@ void rmsnorm_normalize(Tensor<T>& out, const Tensor<T>& x, const Tensor<float>& 
     });
 }
 
-// Adds to dx (rows, C) and dweight (C) what dout (rows, C) sends back through rmsnorm_forward of x. An absent
-// dweight is frozen: nothing is computed for it, and scratch may be absent too; else scratch is
-// column_sums_scratch(rows, C, 1).
+// Adds to dx (rows, C) and dweight (C) their gradients through rmsnorm_forward of x, from dout (rows, C). If
+// dweight is absent, the weight is frozen: nothing is computed for it, and scratch may be absent too.
+// Otherwise scratch is column_sums_scratch(rows, C, 1).
 template <class T, class Gradient>
 void rmsnorm_backward(Tensor<T>& dx, Tensor<Gradient>& dweight, Tensor<float>& scratch, const Tensor<T>& dout,
                       const Tensor<T>& x, const Tensor<float>& rstd, const Tensor<T>& weight, Stream stream) {

@@ -1,11 +1,11 @@
 // rope.cuh - rotary position embedding (Su et al., arXiv:2104.09864) of the queries and keys in a packed qkv,
-// in place, and its inverse, which is its backward.
+// in place; and its inverse, which is its backward.
 //
-// Of a head, elements i and i + head_size/2 are a pair (Hugging Face's order, not Meta's), which position p
-// turns by the angle p * inverse_frequency[i]. As in `transformers` that product is rounded to fp32; its
-// cosine and sine stay fp32 here, while `transformers` rounds them to T. They are made anew for each row and
-// then serve all its heads: that costs 4 / heads of the arithmetic and no memory, where a table would be read
-// beside q and k.
+// In a head, elements i and i + head_size/2 are a pair (Hugging Face's order, not Meta's). Position p rotates
+// it by the angle p * inverse_frequency[i]. As in `transformers` that product is rounded to fp32. Its cosine
+// and sine stay fp32 here, while `transformers` rounds them to T. They are computed for each row and then
+// used for all its heads: that costs 4 / heads of the arithmetic and no memory, whereas a table would have to
+// be read beside q and k.
 #pragma once
 
 #include "llmc/columns.cuh"
@@ -13,9 +13,9 @@
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 
-// The cosine and sine of x, 0 <= x <= 2^21, within 1e-7, without a branch. n quarter turns are taken off with
-// pi/2 in two parts, which rounds only once. The product that n comes from is rounded too, so that what
-// remains may be as large as 1: Taylor's terms up to x^10.
+// The cosine and sine of x, 0 <= x <= 2^21, within 1e-7, without a branch. Subtracts n quarter turns, with
+// pi/2 in two parts, so that this rounds only once. The product that n is computed from is rounded too, so
+// the rest may be as large as 1: therefore Taylor's terms up to x^10.
 SIMT_DEVICE void cos_sin(float x, float& cosine, float& sine) {
     const float n = floorf(x * 0.636619772f + 0.5f);
     const float r = fmaf(-n, -4.37113883e-8f, fmaf(-n, 1.57079637f, x)), r2 = r * r;
@@ -36,7 +36,7 @@ SIMT_DEVICE void cos_sin(float x, float& cosine, float& sine) {
     sine = quarter & 2 ? -turned_s : turned_s;
 }
 
-// One warp a row. A lane keeps the cosines and sines of its pairs for every head that it turns.
+// One warp per row. A lane keeps the cosines and sines of its pairs for every head that it rotates.
 template <class T, int N, bool kInverse>
 __global__ void __launch_bounds__(kBlockThreads)
     rope_kernel(T* qkv, const float* frequencies, const int* positions, int rows, int row_length, int heads,
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     const int row = blockIdx.x * warps_per_block() + warp();
     if (row >= rows) return;
     const float position = static_cast<float>(positions ? positions[row] : first_position + row % seq_len);
-    const int vectors = half / N, span = vectors < kLanes ? vectors : kLanes;  // of a head at a time
+    const int vectors = half / N, span = vectors < kLanes ? vectors : kLanes;  // lanes that share a head
     const int heads_at_once = kLanes / span;
     if (lane() >= heads_at_once * span) return;
     for (int v = lane() % span; v < vectors; v += span) {
@@ -85,10 +85,10 @@ void rope_launch(const char* name, Tensor<T>& qkv, const Tensor<float>& frequenc
     });
 }
 
-// Turns the first `heads` heads, the queries' and the keys', of each row of qkv (batch, seq_len, all heads *
-// head_size) by its position: that of `positions` (batch, seq_len), or first_position + t where these are
-// absent. Positions are below 2^21. inverse_frequencies (head_size / 2) is the device's copy of what
-// rope_scaling.h makes, and `scale` multiplies what is turned: its attention_factor().
+// Rotates the first `heads` heads, the queries' and the keys', of each row of qkv (batch, seq_len, all heads
+// * head_size) by the row's position: that in `positions` (batch, seq_len), or first_position + t if these
+// are absent. Positions are below 2^21. inverse_frequencies (head_size / 2) is a copy on the device of what
+// rope_scaling.h computes. `scale`, rope_scaling.h's attention_factor(), multiplies the rotated elements.
 template <class T>
 void rope_forward(Tensor<T>& qkv, const Tensor<float>& inverse_frequencies, int heads, int first_position,
                   const Tensor<int>& positions, Stream stream, float scale = 1) {
@@ -96,7 +96,7 @@ void rope_forward(Tensor<T>& qkv, const Tensor<float>& inverse_frequencies, int 
                           stream);
 }
 
-// Turns the gradients of queries and keys back, times the same scale.
+// Rotates the gradients of queries and keys back, times the same scale.
 template <class T>
 void rope_backward(Tensor<T>& d_qkv, const Tensor<float>& inverse_frequencies, int heads, int first_position,
                    const Tensor<int>& positions, Stream stream, float scale = 1) {

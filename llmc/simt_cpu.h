@@ -1,5 +1,5 @@
-// simt_cpu.h - simt.h on a CPU: g++ made to understand CUDA, and launch() as a loop over blocks on all
-// threads.
+// simt_cpu.h - simt.h on a CPU: macros with which g++ compiles CUDA code, and launch() as a loop over blocks
+// on all threads.
 //
 // In the fast build a block has one thread, so a kernel is a plain function and its vectors are the CPU's
 // widest. In the faithful build (SIMT_LANES=32) simt_fibers.h runs the threads of a block as fibers.
@@ -29,7 +29,7 @@ static_assert(SIMT_LANES == 1 || SIMT_LANES == 32, "SIMT_LANES is 1 (fast) or 32
 
 #define SIMT_DEVICE inline __attribute__((always_inline))
 #define SIMT_HOST_DEVICE SIMT_DEVICE
-#define SIMT_INLINE __attribute__((always_inline))  // of a lambda in a kernel: g++ may call it
+#define SIMT_INLINE __attribute__((always_inline))  // for a lambda in a kernel: g++ might not inline it
 #define SIMT_ASSUME(x) assert(x)
 #define __global__ static
 #define __device__
@@ -56,7 +56,7 @@ struct dim3 {
     constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
-// __thread, not thread_local: constant-initialised by rule, so no wrapper call at each use.
+// __thread, not thread_local: such variables are constant-initialised, so that no use calls a wrapper.
 inline __thread uint3 blockIdx, gridDim;
 #if SIMT_LANES == 1
 constexpr uint3 threadIdx{0, 0, 0}, blockDim{1, 1, 1};
@@ -88,8 +88,8 @@ SIMT_HOST_DEVICE T from_float(float x) {
     }
 }
 
-// N floats, each rounded to T. The CPU's own instruction, which g++ does not find, takes what is too small
-// for a normal number (1.2e-38) as zero.
+// Rounds N floats to T. The CPU's own instruction, which g++ does not use by itself, takes a subnormal number
+// (less than 1.2e-38) as zero.
 template <class T, int N>
 SIMT_DEVICE void from_floats(T (&to)[N], const float (&x)[N]) {
 #ifdef __AVX512BF16__
@@ -111,8 +111,8 @@ SIMT_DEVICE float rsqrtf(float x) { return 1.f / sqrtf(x); }
 
 // exp without a branch or a call, so that loops around it vectorise; relative error 2e-7 on [-87, 88],
 // clamped outside. Range reduction by ln 2 in two parts and the minimax polynomial of Cephes' expf (Moshier,
-// 1992). The bounds are variables: of constants g++ makes cases, each with a result, and not a minimum and a
-// maximum.
+// 1992). The bounds are variables: for constants g++ makes a case of each bound, with its own result, instead
+// of a minimum and a maximum.
 inline float fast_exp_least = -87.3f, fast_exp_most = 88.f;
 SIMT_DEVICE float fast_exp(float x) {
     x = x < fast_exp_least ? fast_exp_least : x;
@@ -126,8 +126,8 @@ SIMT_DEVICE float fast_exp(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.f;
-    // n + 127 is a whole number. Added to 1.5 * 2^23 it is the low bits of the sum, which become the
-    // exponent. Unlike a conversion to an integer this is defined for a NaN too, which is then in p.
+    // n + 127 is a whole number. Added to 1.5 * 2^23 it is in the low bits of the sum, which become the
+    // exponent. Unlike a conversion to an integer this is defined for a NaN too, and p is the NaN then.
     const float shifted = n + (12582912.f + 127.f);
     uint32_t exponent;
     memcpy(&exponent, &shifted, 4);
@@ -140,7 +140,7 @@ SIMT_DEVICE float fast_exp(float x) {
 namespace simt {
 inline __thread unsigned char* dynamic_shared;
 
-// One OS thread's dynamic shared memory, grown to the largest a kernel asked for.
+// One OS thread's dynamic shared memory, as large as the largest request so far.
 struct SharedMemory {
     unsigned char* data = nullptr;
     size_t capacity = 0;
@@ -155,15 +155,15 @@ struct SharedMemory {
     }
 };
 
-// Threads that the blocks of a launch are handed to.
+// The number of threads that the blocks of a launch are divided among.
 inline size_t threads_of_a_launch() {
     return omp_in_parallel() ? 1 : static_cast<size_t>(omp_get_max_threads());
 }
 
-// Hands items 0 to `items` - 1 to threads, `run` neighbours at a time, and returns when all are done. Calls
-// work(worker, first, last) for the items from first to last - 1; a worker is a thread that got items,
-// numbered from 0, and there are at most workers_for(items, run). What an item throws is thrown here, when
-// all have stopped.
+// Divides items 0 ... items - 1 among threads, `run` neighbours at a time, and returns when all are done.
+// Calls work(worker, first, last) for the items first ... last - 1. A worker is a thread that got items,
+// numbered from 0; there are at most workers_for(items, run). What an item throws is thrown here, after all
+// threads have stopped.
 inline size_t workers_for(size_t items, size_t run) {
     return std::min(threads_of_a_launch(), (items + run - 1) / run);
 }
@@ -190,7 +190,8 @@ void run_on_threads(size_t items, size_t run, Work&& work) {
     if (thrown) std::rethrow_exception(thrown);
 }
 
-// Room for a function of the fast build, until the next who asks; in a rehearsal nothing is written there.
+// Temporary memory for a function of the fast build, valid until the next request. In a dry run nothing may
+// be written there.
 inline void* workspace(size_t bytes) {
     static thread_local SharedMemory own;
     return lender ? lender->workspace(bytes) : own.grow(bytes);
@@ -212,8 +213,8 @@ T __shfl_sync(unsigned, T v, int) {
 }
 
 namespace simt {
-// Runs body() once a block. Threads take blocks in runs, so that neighbours in memory stay on one core; each
-// worker has its part of the dynamic shared memory.
+// Runs body() once per block. Threads take blocks in runs, so that neighbours in memory stay on one core.
+// Each worker has its part of the dynamic shared memory.
 template <class Body>
 void run_grid(dim3 grid, [[maybe_unused]] dim3 block, size_t shared_bytes, Body&& body) {
     const size_t blocks = static_cast<size_t>(grid.x) * grid.y * grid.z;

@@ -11,8 +11,8 @@
 #define SIMT_GPU 1
 #define SIMT_DEVICE __device__ __forceinline__
 #define SIMT_HOST_DEVICE __host__ __device__ __forceinline__
-#define SIMT_INLINE                         // of a lambda in a kernel
-#define SIMT_ASSUME(x) __builtin_assume(x)  // always true: no code is made for when it is not
+#define SIMT_INLINE                         // for a lambda in a kernel
+#define SIMT_ASSUME(x) __builtin_assume(x)  // always true: no code for the other case
 
 // Names the block's dynamic shared memory. One base for all kernels: C++ allows one type per extern array.
 #define DYNAMIC_SHARED(T, name)                                           \
@@ -37,7 +37,7 @@ SIMT_HOST_DEVICE T from_float(float x) {
         return __float2bfloat16(x);
 }
 
-// N floats, each rounded to T, bf16 two at a time.
+// Rounds N floats to T, bf16 two at a time.
 template <class T, int N>
 SIMT_DEVICE void from_floats(T (&to)[N], const float (&x)[N]) {
     if constexpr (std::is_same_v<T, bf16> && N % 2 == 0) {

@@ -1,16 +1,16 @@
 // simt_fibers.h - the faithful CPU build: a block's threads as fibers, in warps of 32, for the tests.
 //
-// A CUDA thread runs until it must wait: at a barrier, or in a warp collective, where all 32 lanes put down
-// what they bring and the last to arrive computes for all. One fiber runs thread after thread until one of
-// them waits; then the next gets a fiber of its own. Threads and blocks start in forward, reverse or random
-// order. After a wait, reverse order goes on with who was released last, so that a warp runs far ahead of the
-// others, and random order with anyone: a missing barrier shows as a wrong number under some order. Dynamic
-// shared memory can be poisoned first. Threads that meet at different barriers, or leave others waiting,
-// abort.
+// A CUDA thread runs until it must wait: at a barrier, or in a warp collective, where all 32 lanes bring
+// their values and the last to arrive computes for all. One fiber runs thread after thread until one of them
+// waits; then the next thread gets a fiber of its own. Threads and blocks start in forward, reverse or random
+// order. After a wait, reverse order continues with the thread that was released last, so that a warp runs
+// far ahead of the others, and random order with any. So a missing barrier shows as a wrong number in some
+// order. Dynamic shared memory can be filled with NaN first. Threads that meet at different barriers, or
+// leave others waiting, abort the program.
 //
 // hopper_cpu.h adds the units of a Hopper. Sanitizers are told of the fibers. For ThreadSanitizer each CUDA
 // thread of a block is a thread of its own, and only the block's start and end, barriers and collectives
-// order them: what it then reports is a race of the kernel.
+// order them. So what it reports is a race in the kernel.
 #pragma once
 
 #include <sys/mman.h>
@@ -31,7 +31,7 @@
 #include <valgrind/valgrind.h>
 #endif
 
-// The scheduler itself is not instrumented: it hands stacks between threads on purpose.
+// The scheduler itself is not instrumented: it passes stacks between threads on purpose.
 #define SIMT_RUNTIME __attribute__((no_sanitize("thread", "address")))
 
 namespace simt {
@@ -67,7 +67,7 @@ constexpr bool kThreadPerFiber = false;
 struct Fiber {
     void* stack_pointer = nullptr;
     Fiber* next = nullptr;
-    unsigned thread = 0;         // of the block, linear
+    unsigned thread = 0;         // its linear index in the block
     char* stack = nullptr;       // its lowest address; null for the OS thread's own
     void* fake_stack = nullptr;  // AddressSanitizer's
     void* tsan = nullptr;
@@ -104,7 +104,7 @@ struct Queue {
 struct Meeting {
     Queue waiting;
     unsigned expected = 0;       // threads that have not returned
-    const void* what = nullptr;  // what they meet for
+    const void* what = nullptr;  // the barrier or collective
     void* brought[32];           // by lane, in a warp's collective
     char sync[2];                // ThreadSanitizer's handles, by parity of `round`
     unsigned round = 0;
@@ -114,8 +114,8 @@ struct Meeting {
 struct Worker {
     Fiber main;
     Fiber* current = nullptr;
-    Fiber* idle = nullptr;     // fibers to use again
-    Fiber* retired = nullptr;  // under ThreadSanitizer: used in this block, not again before it ends
+    Fiber* idle = nullptr;     // fibers that can be reused
+    Fiber* retired = nullptr;  // under ThreadSanitizer: used in this block, reused after its end
     Queue ready;
     unsigned started = 0, threads = 0, live = 0, fibers = 0, random = 1;
     unsigned order[kMaxThreads];
@@ -129,7 +129,8 @@ struct Worker {
 };
 inline __thread Worker* this_worker;
 
-// Field by field: a struct copied right after its fields were stored stalls the load (28 ns a thread).
+// Sets each field: a struct that is copied right after its fields were stored stalls the load (28 ns a
+// thread).
 SIMT_RUNTIME inline void set_thread_index(unsigned i) {
     threadIdx.x = i % blockDim.x;
     threadIdx.y = i / blockDim.x % blockDim.y;
@@ -144,8 +145,8 @@ SIMT_RUNTIME inline void set_thread_index(unsigned i) {
 #define SIMT_CLOBBER_512
 #endif
 
-// Saves where we are in `from` and goes on in `to`. Every register is a clobber, so the compiler saves what
-// lives; only the stack and frame pointers are ours to keep. Steps over the red zone first.
+// Saves the current state in `from` and continues in `to`. Every register is a clobber, so the compiler saves
+// those in use; only the stack and frame pointers are saved here. Skips the red zone first.
 SIMT_RUNTIME __attribute__((always_inline)) inline void switch_stacks(Fiber* from, Fiber* to) {
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_start_switch_fiber(&from->fake_stack, to->stack, to->stack ? kStackBytes : 0);
@@ -213,7 +214,7 @@ SIMT_RUNTIME inline Fiber* starting_fiber(Worker& w) {
     return f;
 }
 
-// Who runs next: a fiber that waited and may go on, or one that starts the next thread.
+// Chooses who runs next: a fiber that waited and may continue, or one that starts the next thread.
 SIMT_RUNTIME inline Fiber* choose(Worker& w) {
     const bool can_start = w.started < w.threads;
     if (w.ready.count + can_start == 0) die("deadlock: a barrier is not reached by all live threads");
@@ -240,8 +241,8 @@ SIMT_RUNTIME inline void release(Worker& w, Meeting& m) {
     }
 }
 
-// Waits until all of the meeting's threads are here; the last runs last() before anybody goes on. `what`
-// names the collective, so that threads which meet in different ones are caught.
+// Waits until all threads of the meeting have arrived; the last one runs last() before any continues. `what`
+// identifies the collective, so that threads that meet in different ones are caught.
 template <class Last>
 SIMT_RUNTIME inline void meet(Worker& w, Meeting& m, const void* what, Last&& last) {
     Fiber* self = w.current;
@@ -271,7 +272,8 @@ SIMT_RUNTIME inline void meet(Worker& w, Meeting& m, const void* what, Last&& la
 
 inline const char kBarrier = 0;
 
-// A thread that returned is no longer expected anywhere; those who wait at a barrier may be all there now.
+// A thread that has returned is no longer expected anywhere. With that, all threads at a barrier may have
+// arrived.
 SIMT_RUNTIME inline void thread_returned(Worker& w, unsigned thread) {
     w.live--;
     for (Meeting* m : {&w.block, &w.warps[thread / 32]}) {
@@ -282,7 +284,7 @@ SIMT_RUNTIME inline void thread_returned(Worker& w, unsigned thread) {
     }
 }
 
-// What a fiber does: it starts threads one after the other until one of them had to wait for others, and
+// What a fiber does: it starts one thread after another until one of them has had to wait for others, and
 // leaves.
 SIMT_RUNTIME __attribute__((noinline)) inline void run_threads() {
 #if defined(__SANITIZE_ADDRESS__)
@@ -320,7 +322,8 @@ SIMT_RUNTIME inline void run_block(Worker& w, unsigned threads) {
     if (config.order == Order::Random)
         for (unsigned i = threads - 1; i > 0; i--) std::swap(w.order[i], w.order[next_random(w) % (i + 1)]);
 #if defined(__SANITIZE_THREAD__)
-    // Creating its thread is slow (0.1 ms), so a fiber keeps it: start and end order it between the blocks.
+    // A thread of ThreadSanitizer is slow to create (0.1 ms), so a fiber keeps its own. The start and the end
+    // of blocks order what it does.
     while (w.fibers < threads) {
         Fiber* f = make_fiber(w);
         f->tsan = __tsan_create_fiber(0);
@@ -342,15 +345,15 @@ SIMT_RUNTIME inline void run_block(Worker& w, unsigned threads) {
 #endif
 }
 
-// Workers outlive the launches, for their stacks; launches do not overlap.
+// Workers outlive launches, to keep their stacks. Launches do not overlap.
 inline Worker& worker(size_t i) {
     static auto& workers = *new std::vector<Worker*>();
     while (workers.size() <= i) workers.push_back(new Worker());
     return *workers[i];
 }
 
-// Runs body() for every thread of every block. The blocks run on OS threads of their own, not OpenMP's: those
-// ThreadSanitizer cannot follow.
+// Runs body() for every thread of every block. The blocks run on OS threads that are started here, because
+// ThreadSanitizer cannot follow OpenMP's.
 template <class Body>
 void run_grid(dim3 grid, dim3 block, size_t shared_bytes, Body&& body) {
     const size_t blocks = static_cast<size_t>(grid.x) * grid.y * grid.z;
@@ -386,8 +389,8 @@ inline Meeting& this_warp(Worker& w) {
     return m;
 }
 
-// A warp's collective: every lane brings a pointer to something on its stack, which lies still while it
-// waits, and the last to arrive calls last(brought) on all 32. `what` tells collectives apart.
+// A warp's collective: every lane brings a pointer to something on its stack, which stays in place while it
+// waits, and the last lane to arrive calls last(brought) with all 32. `what` identifies the collective.
 template <class Last>
 SIMT_RUNTIME __attribute__((noinline)) void warp_collective(const void* what, void* mine, Last&& last) {
     Worker& w = *this_worker;
@@ -405,7 +408,7 @@ template <class T, class Source>
 SIMT_RUNTIME inline T shuffle(T v, Source source) {
     Shuffle<T> mine{v, v};
     warp_collective(&kShuffle, &mine, [&](void** brought) SIMT_RUNTIME {
-        // `source` is the last lane's: the whole warp must shuffle alike.
+        // This `source` is the last lane's: the whole warp must shuffle alike.
         auto at = [&](int l) SIMT_RUNTIME -> Shuffle<T>& { return *static_cast<Shuffle<T>*>(brought[l]); };
         for (int l = 0; l < 32; l++) at(l).result = at(source(l) & 31).value;
     });
@@ -425,7 +428,7 @@ template <class T>
 SIMT_RUNTIME inline T __shfl_xor_sync(unsigned, T v, int mask) {
     return simt::shuffle(v, [mask](int l) { return l ^ mask; });
 }
-// The lane must be the same in the whole warp (a broadcast).
+// `source` must be the same in the whole warp (a broadcast).
 template <class T>
 SIMT_RUNTIME inline T __shfl_sync(unsigned, T v, int source) {
     return simt::shuffle(v, [source](int) { return source; });

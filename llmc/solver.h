@@ -1,25 +1,27 @@
-// solver.h - the fastest configuration that fits a budget.
+// solver.h - finds the fastest configuration that fits a memory budget.
 //
-// A step is rehearsed once per recompute level, with all its blocks at that level. What a level changes stays
-// inside the ranges of its block ("forward block 3", "backward block 3"), so the memory and the time of any
-// mix of levels can be put together from those rehearsals: a stretch of the step is known by its peak and by
-// what it leaves, both relative to what lives when it begins, and stretches follow one another.
+// A step is rehearsed (arena.h) once per recompute level, with all its blocks at that level. What a level
+// changes stays inside the ranges of its block ("forward block 3", "backward block 3"). So the memory and the
+// time of any configuration, which has a level for each block, can be composed from these rehearsals: a
+// stretch of the step is described by its peak and by what it leaves, both relative to what lives when it
+// begins, and stretches follow one another.
 //
-// Which of the mixes are worth anything is found exactly. Let a block of level k keep e bytes, need f bytes
-// at the peak of its forward and b at that of its backward, where m bytes live beside what the blocks keep.
+// The search for the best configurations is exact. Let a block of level k keep e bytes, need f bytes at the
+// peak of its forward and b bytes at that of its backward, where m bytes live beside what the blocks keep.
 // Then a block behind others that keep S needs S + max(f, m + e + b) = S + e + r with r = max(f - e, m + b):
-// the bytes it takes for a while, beyond what it keeps. Of two neighbours with r1 >= r2, the first in front
-// needs S + e1 + max(r1, e2 + r2), which is no more than the S + e2 + e1 + r1 of the other order, because e2
-// >= 0. So for any mix the order by falling r is best: the blocks that make most again come first, where few
-// others have kept anything. (As Jackson's rule for the largest lateness. It supposes what holds for real
-// blocks: that they keep at least nothing, and that their backward lets go of what they kept. Nothing is
-// supposed about how the levels compare.) The first block may differ from the others and is tried at each
-// level.
+// r is what it needs for a while, beyond what it keeps. Of two neighbours with r1 >= r2, the first in front
+// needs S + e1 + max(r1, e2 + r2). This is no more than the S + e2 + e1 + r1 that the other order needs,
+// because e2 >= 0. So for any configuration the order by falling r is best: the blocks that recompute most
+// come first, where few others have kept anything. (This is Jackson's rule for the largest lateness. It
+// assumes what holds for real blocks: they keep at least nothing, and their backward releases what they kept.
+// It assumes nothing about how the levels compare.) The first block may differ from the others and is tried
+// at each level.
 //
-// With the order fixed, a mix grows at its front: a block of level k before a rest whose peak is Q has the
-// peak e + max(Q, r). That rises with Q, so of two rests of the same length one that is both larger and
-// slower can be forgotten, and what remains for each length is a short list, from small and slow to large and
-// fast: some hundreds of mixes of 48 layers. Only where it is far longer is it cut (thin()).
+// With the order fixed, a configuration grows at its front: a block of level k before a rest whose peak is Q
+// has the peak e + max(Q, r). That rises with Q. So of two rests of the same length, one that is both larger
+// and slower can be dropped. What remains for each length is a short list, from small and slow to large and
+// fast: some hundreds of configurations for 48 layers. Only a list that is far longer is thinned out
+// (thin()).
 #pragma once
 
 #include <algorithm>
@@ -51,13 +53,14 @@ struct Stretch {
     bool operator==(const Stretch&) const = default;
 };
 
-// What happens in the range of a block, and behind it until the next one begins.
+// What happens in the range of a block, and after it until the next one begins.
 struct Segment {
     std::string block;  // "forward block 3"; empty for what comes before the first
     Stretch inside, after;
 };
 
-// The range of the block that a path is in, with what is nested in it cut off; empty outside of blocks.
+// A path up to the number of the block that it is in, without what is nested in the block; empty outside of
+// blocks.
 inline std::string_view block_range(std::string_view path) {
     const std::string_view word = "block ";
     for (size_t at = path.find(word); at != std::string::npos; at = path.find(word, at + 1)) {
@@ -69,8 +72,8 @@ inline std::string_view block_range(std::string_view path) {
     return {};
 }
 
-// The seconds that a block's transfers take in a phase, "forward" or "backward": the same of all its blocks.
-// A disk reads or writes; a link carries both ways at once.
+// The seconds that a block's transfers take in a phase, "forward" or "backward"; the same for all its blocks.
+// A disk either reads or writes; a link carries both directions at once.
 inline double moving_seconds(const Plan& plan, const std::vector<Segment>& segments, const std::string& phase,
                              const Rates& rates) {
     const auto is_of = [&](std::string_view range) { return range.starts_with(phase); };
@@ -131,14 +134,14 @@ inline std::vector<Segment> segments_of(const Plan& plan, const Rates& rates) {
     return segments;
 }
 
-// A setting of all but the levels: a micro-batch size, the rows of the head, a format of the state.
+// A setting of everything but the levels: a micro-batch size, the rows of the head, a format of the state.
 struct Profile {
     std::vector<std::vector<Segment>> levels;  // segments_of() the rehearsal with all blocks at that level
     int runs = 1;                              // micro-batches in a step
     size_t fixed_bytes = 0;                    // outside the arena: the state, workspace
-    size_t arena_floor = 0;                    // the room in the arena that other steps need anyway
+    size_t arena_floor = 0;                    // what other steps need in the arena anyway
     double fixed_seconds = 0;                  // outside the micro-batches: the update
-    double waited_seconds = 0;                 // by a micro-batch at the last level; not in its stretches
+    double waited_seconds = 0;                 // a micro-batch's waits at the last level, not in stretches
 
     int layers() const { return static_cast<int>(levels[0].size() - 1) / 2; }
     size_t total(int64_t arena) const {
@@ -147,8 +150,8 @@ struct Profile {
     double step(double micro_batch) const { return runs * micro_batch + fixed_seconds; }
 };
 
-// A configuration. `bytes` is the lower bound of all it takes and `seconds` the sum of its stretches;
-// `exact` is what it takes, and `seconds` are better ones, where the caller could say so (Refine).
+// A configuration. `bytes` is the lower bound of what it needs and `seconds` the sum of its stretches. If the
+// caller can refine a choice (Refine), `exact` is what it really needs, and `seconds` are more accurate.
 struct Choice {
     size_t profile = 0;
     std::vector<int> levels;  // by layer
@@ -165,16 +168,16 @@ struct Solution {
 
 constexpr size_t kMaxLevels = 8;
 
-// A profile as the search wants it. A stretch between two forward blocks goes with the later one, one between
-// two backward blocks with the earlier one.
+// A profile as the search needs it. A stretch between two forward blocks belongs to the later one, a stretch
+// between two backward blocks to the earlier one.
 struct Chain {
     struct Level {
         Stretch first_forward, first_backward;  // of block 0
-        Stretch forward, backward;              // of every other
+        Stretch forward, backward;              // of every other block
     };
     std::vector<Level> levels;
     Stretch before, middle;     // up to the first block, and between forward and backward
-    int64_t carried = 0;        // what a forward and a backward block leave together; the same for all levels
+    int64_t carried = 0;        // bytes that a forward and a backward block leave together, at any level
     std::vector<size_t> order;  // the levels from the front of the step to its back
 
     explicit Chain(const Profile& profile) {
@@ -193,7 +196,7 @@ struct Chain {
         }
         carried = levels[0].forward.end + levels[0].backward.end;
         for (const Level& k : levels) assert(k.forward.end + k.backward.end == carried);
-        auto rank = [&](size_t k) {  // of equals the one that keeps least comes first
+        auto rank = [&](size_t k) {  // among equals, the one that keeps least comes first
             const Stretch &forward = levels[k].forward, &backward = levels[k].backward;
             return std::pair(-std::max(forward.peak - forward.end, middle.end + backward.peak), forward.end);
         };
@@ -201,7 +204,7 @@ struct Chain {
     }
 };
 
-// A mix of levels: that of the first block, and how many of the others have each.
+// A configuration in the search: the first block's level, and how many of the other blocks have each level.
 struct Mix {
     int64_t bytes;
     double seconds;
@@ -209,8 +212,8 @@ struct Mix {
     std::array<uint16_t, kMaxLevels> counts = {};
 };
 
-// Merges two lists that rise in bytes into one that also falls in seconds: of what is larger and not faster
-// than another nothing remains, of equals the one in `a`.
+// Merges two lists that rise in bytes into one that also falls in seconds: drops what is larger and not
+// faster than another; of equals keeps the one in `a`.
 inline std::vector<Mix> best_of(const std::vector<Mix>& a, const std::vector<Mix>& b) {
     std::vector<Mix> best;
     for (auto i = a.begin(), j = b.begin(); i != a.end() || j != b.end();) {
@@ -222,9 +225,9 @@ inline std::vector<Mix> best_of(const std::vector<Mix>& a, const std::vector<Mix
     return best;
 }
 
-// Where bytes and seconds of the levels lie on one line but for noise, next to no mix beats another, and
-// lists would grow to millions. Beyond `most`, of mixes with nearly the same seconds only the smallest stays,
-// and what is chosen may be a little slower than the best.
+// If the bytes and seconds of the levels are on one line but for noise, hardly any configuration beats
+// another, and lists would grow to millions. Of a list longer than `most`, only the smallest of
+// configurations with nearly the same seconds stays, and the choice may be a little slower than the best.
 inline void thin(std::vector<Mix>& list, size_t most) {
     if (list.size() <= most) return;
     const double gap = (list.front().seconds - list.back().seconds) / static_cast<double>(most);
@@ -236,7 +239,8 @@ inline void thin(std::vector<Mix>& list, size_t most) {
 
 constexpr size_t kMixesInAll = size_t{1} << 19;  // in the lists of all lengths: 10,922 for each of 48 layers
 
-// The best mixes of all blocks but the first, from the first's end to its backward's begin.
+// The best configurations of all blocks but the first, from the end of its forward to the beginning of its
+// backward.
 inline std::vector<Mix> best_rests(const Chain& chain, int layers) {
     std::vector<std::vector<Mix>> best(static_cast<size_t>(layers));  // by length
     best[0] = {{chain.middle.peak, 0}};
@@ -295,16 +299,16 @@ inline Choice choice_of(const std::vector<Profile>& profiles, const Mix& mix) {
     return c;
 }
 
-// Sets a choice's exact bytes, and its seconds where those are known better than by sums.
+// Sets a choice's exact bytes, and more accurate seconds if they are known.
 using Refine = std::function<void(Choice&)>;
 constexpr int kExactTries = 16;
 
-// The fastest configuration of any profile that fits `budget` bytes, and its neighbours. Of equally fast ones
-// the smaller, then the one of the earlier profile.
+// The fastest configuration of any profile that fits `budget` bytes, and its neighbours. Among equally fast
+// ones, the smaller; then the one of the earlier profile.
 //
-// A placement may take a little more than the bound. refine(), if given, says what a choice really takes, and
-// by its word what is chosen fits: where the first try does not, the next is lower by as much as that was
-// over the budget, then by steps that double, then halfway between what fits and what does not. (For
+// A placement may need a little more than the lower bound. refine(), if given, says what a choice really
+// needs, and the chosen one fits by that. If the first try does not fit, the next is smaller by as much as it
+// was over the budget, then by steps that double, then halfway between what fits and what does not. (For
 // placements within 1% of the bound that is a few tries.)
 inline Solution solve(const std::vector<Profile>& profiles, size_t budget, const Refine& refine = {}) {
     assert(!profiles.empty());
@@ -315,12 +319,12 @@ inline Solution solve(const std::vector<Profile>& profiles, size_t budget, const
         if (refine) refine(c);
         return c;
     };
-    auto within = [&](int64_t bytes) {  // how many of the best
+    auto within = [&](int64_t bytes) {  // how many of `best` have at most these
         return std::upper_bound(best.begin(), best.end(), bytes,
                                 [](int64_t b, const Mix& m) { return b < m.bytes; }) -
                best.begin();
     };
-    const int64_t most = INT64_MAX / 4;  // refine() may say SIZE_MAX
+    const int64_t most = INT64_MAX / 4;  // refine() may return SIZE_MAX
     auto bytes_of = [&](size_t bytes) { return static_cast<int64_t>(std::min<size_t>(bytes, most)); };
     int64_t limit = bytes_of(budget), step = 0;
     ptrdiff_t fits = -1, fails = within(limit);

@@ -1,8 +1,9 @@
-// split.h - an fp32 value in two parts: its rounding to bf16, and the next bits as a small signed difference.
+// split.h - an fp32 value in two parts: its rounding to bf16, and the following bits as a small signed
+// difference.
 //
-// With 16 low bits the pair is the value exactly: a master copy of a bf16 weight in two bytes beside it. With
-// 4 it carries a running sum past bf16's rounding. The parts are those of the bit pattern, which grows with
-// the magnitude, so a carry from the low part runs on into bf16's exponent as it should.
+// With 16 low bits the pair is exactly the value: a master copy of a bf16 weight that takes two bytes more.
+// With 4 low bits it carries a running sum more precisely than bf16. The parts are those of the bit pattern,
+// which grows with the magnitude, so a carry from the low part correctly changes bf16's exponent.
 #pragma once
 
 #include <cstring>
@@ -12,11 +13,11 @@
 template <int kLowBits>
 struct Split {
     static_assert(1 < kLowBits && kLowBits <= 16);
-    bf16 high;  // the nearest bf16, of two equally near ones that of larger magnitude
+    bf16 high;  // the nearest bf16; of two equally near ones the larger magnitude
     int low;    // in [-2^(kLowBits - 1), 2^(kLowBits - 1))
 };
 
-// x rounded to kLowBits more bits than bf16 has. Finite x.
+// x rounded to kLowBits more bits than bf16 has. x must be finite.
 template <int kLowBits>
 SIMT_HOST_DEVICE Split<kLowBits> split(float x) {
     uint32_t u;
@@ -30,7 +31,7 @@ SIMT_HOST_DEVICE Split<kLowBits> split(float x) {
     return s;
 }
 
-// The value whose parts these are.
+// The value that has these parts.
 template <int kLowBits>
 SIMT_HOST_DEVICE float join(bf16 high, int low) {
     uint16_t bits;

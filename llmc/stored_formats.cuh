@@ -1,10 +1,10 @@
-// stored_formats.cuh - matrices that are kept in a float type of a file, whatever the build's: F32, F16,
-// BF16. Formats like the quantized ones (quantized.h), with blocks of one element.
+// stored_formats.cuh - matrices that are kept in a file's float type, whatever the build's: F32, F16, BF16.
+// They are formats like the quantized ones (quantized.h), with blocks of one element.
 #pragma once
 
 #include "llmc/quantized.h"
 
-// Element widths of 2 are halves or bf16.
+// Elements of 2 bytes are fp16 if kHalf, else bf16.
 template <int kBytes, bool kHalf>
 struct StoredFloats {
     const unsigned char* data;
@@ -31,7 +31,7 @@ inline constexpr WeightFormat kStoredF16 = quantized_format<StoredFloats<2, true
 inline constexpr WeightFormat kStoredBf16 =
     quantized_format<StoredFloats<2, false>>("bf16", "BF16", 30, 1, 2);
 
-// That of floats of type T.
+// The format of floats of type T.
 template <class T>
 inline constexpr const WeightFormat& kStored = kStoredF32;
 template <>

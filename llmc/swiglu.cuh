@@ -1,8 +1,9 @@
-// swiglu.cuh - the gated linear unit of Llama's MLP (Shazeer, arXiv:2002.05202): silu(gate) * up with
-// silu(x) = x sigmoid(x), where one product has made [gate | up].
+// swiglu.cuh - the gated linear unit of Llama's MLP (Shazeer, arXiv:2002.05202): silu(gate) * up with silu(x)
+// = x sigmoid(x), where one matrix product has computed [gate | up].
 //
-// In fp32 throughout; `transformers` rounds silu(gate) to the model's type before the product. Bound by
-// memory: forward reads two elements and writes one, backward reads three and writes two.
+// Computed in fp32 throughout; `transformers` rounds silu(gate) to the model's type before the
+// multiplication. Bound by memory: forward reads two elements and writes one, backward reads three and writes
+// two.
 #pragma once
 
 #include "llmc/columns.cuh"
@@ -12,7 +13,7 @@
 
 SIMT_DEVICE float sigmoid(float x) { return 1.f / (1.f + fast_exp(-x)); }
 
-// Columns of a row that a warp does.
+// Columns of a row that a warp processes.
 template <int N>
 constexpr int kSwigluColumns = kLanes* N* kElementwiseRun;
 
@@ -54,13 +55,14 @@ __global__ void __launch_bounds__(kBlockThreads)
     }
 }
 
-// The blocks of both: rows by pieces of rows.
+// The grid of both kernels: rows by pieces of rows.
 template <int N>
 dim3 swiglu_blocks(int rows, int F) {
     return dim3(blocks_of_rows(rows), static_cast<unsigned>(ceil_div(F, kSwigluColumns<N>)));
 }
 
-// out (rows, F) = silu(gate) * up, of gate_up (rows, 2F): in each row the gates, then what they gate.
+// out (rows, F) = silu(gate) * up. A row of gate_up (rows, 2F) has the gates first, then the values that they
+// gate.
 template <class T>
 void swiglu_forward(Tensor<T>& out, const Tensor<T>& gate_up, Stream stream) {
     const Operation operation("swiglu_forward", 0, pass_bytes(out, gate_up));
@@ -72,8 +74,8 @@ void swiglu_forward(Tensor<T>& out, const Tensor<T>& gate_up, Stream stream) {
     });
 }
 
-// d_gate_up (rows, 2F) = what dout (rows, F) sends back through swiglu_forward of gate_up; d_gate_up may be
-// gate_up.
+// d_gate_up (rows, 2F) = the gradient of swiglu_forward's input gate_up, from dout (rows, F). d_gate_up may
+// be gate_up.
 template <class T>
 void swiglu_backward(Tensor<T>& d_gate_up, const Tensor<T>& dout, const Tensor<T>& gate_up, Stream stream) {
     const Operation operation("swiglu_backward", 0, pass_bytes(d_gate_up, dout, gate_up));

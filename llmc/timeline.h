@@ -1,5 +1,5 @@
-// timeline.h - the bytes that live after each take, release and operation of a training step, and what moves
-// beside them from and to elsewhere, as JSON.
+// timeline.h - writes as JSON the bytes that live after each take, release and operation of a training step,
+// and the transfers beside them.
 #pragma once
 
 #include <algorithm>
@@ -19,12 +19,12 @@ struct TimelineEvent {
     std::vector<size_t> bytes;  // by kind
 };
 
-// A transfer, from one point of the list of events to another: 4.5 is in the middle of event 4.
+// A transfer, from one position in the list of events to another: 4.5 is in the middle of event 4.
 struct TimelineBar {
     std::string range;
     Transfer transfer;
     double begins, ends;
-    double seconds = 0, waited = 0;  // that it takes, and that computing waits for it; 0 where none knows
+    double seconds = 0, waited = 0;  // its time, and how long computing waits for it; 0 if not known
 };
 
 struct Timeline {
@@ -33,8 +33,8 @@ struct Timeline {
     std::vector<TimelineBar> bars;
 };
 
-// The kinds of memory of a training: of the state and the batch as the report has them, then of the arena's
-// takes.
+// The kinds of memory of a training: those of the state and the batch as in the report, then those of the
+// arena's takes.
 inline std::vector<std::string> timeline_kinds(const MemoryReport& report, const Plan& update) {
     std::vector<std::string> kinds;
     const auto add = [&](const std::string& kind) {
@@ -49,19 +49,19 @@ inline std::vector<std::string> timeline_kinds(const MemoryReport& report, const
     return kinds;
 }
 
-// A range that begins with its phase.
+// The range, with its phase in front.
 inline std::string range_in(const std::string& phase, std::string_view range) {
     if (range.starts_with(phase)) return std::string(range);
     return range.empty() ? phase : phase + " " + std::string(range);
 }
 
 // Appends a plan's events in order. An operation's time is that of the take or release that follows it. Takes
-// count as find_peak() counts them, rounded up to the arena's alignment. Ranges begin with `phase`. Returns
-// which events the operations are.
+// count as in find_peak(), rounded up to the arena's alignment. Ranges begin with `phase`. `live` are the
+// bytes of each kind before the plan. Returns the indices of the operations' events.
 inline std::vector<size_t> append_plan(Timeline& timeline, const Plan& plan, const std::string& phase,
                                        std::vector<size_t> live) {
     struct Moment {
-        int time, second;  // an operation comes before what ends it
+        int time, second;  // an operation comes before the take or release that ends it
         size_t index;
         const char* event;
     };
@@ -95,9 +95,9 @@ inline std::vector<size_t> append_plan(Timeline& timeline, const Plan& plan, con
     return operations;
 }
 
-// Appends a plan's transfers beside its operations, which are those events. By measured rates each is there
-// while it is on its way; where there are none, from where it begins in the order of the program to where it
-// is waited for.
+// Appends a plan's transfers beside its operations, whose events are `operations`. With measured rates a bar
+// is where the transfer runs. Without, it goes from where the transfer begins in the program to where it is
+// waited for.
 inline void append_bars(Timeline& timeline, const Plan& plan, const std::string& phase,
                         const std::vector<size_t>& operations, const Rates& rates) {
     struct Computed {
@@ -132,7 +132,7 @@ inline void append_bars(Timeline& timeline, const Plan& plan, const std::string&
                     bar.ends = event_of(t.after);
             }
         });
-    // Where the events are at a time; while computing waits they are at what comes next.
+    // The position in the events at a time. While computing waits, it is that of the next operation.
     const auto at_time = [&](double seconds) {
         const auto now = std::find_if(computed.begin(), computed.end(),
                                       [&](const Computed& c) { return c.at + c.seconds > seconds; });
@@ -150,7 +150,7 @@ inline void append_bars(Timeline& timeline, const Plan& plan, const std::string&
     }
 }
 
-// The timeline of one micro-batch and of the update. State, batch and workspace are there all the time.
+// The timeline of one micro-batch and of the update. State, batch and workspace live all the time.
 inline Timeline make_timeline(const MemoryReport& report, const Plan& update, const Rates& rates) {
     Timeline timeline{timeline_kinds(report, update), {}, {}};
     std::vector<size_t> live;
@@ -161,7 +161,7 @@ inline Timeline make_timeline(const MemoryReport& report, const Plan& update, co
     return timeline;
 }
 
-// A bar's times are there where they are known.
+// A transfer as JSON, with its times if they are known.
 inline nlohmann::ordered_json bar_json(const TimelineBar& bar) {
     const Transfer& t = bar.transfer;
     nlohmann::ordered_json j = {{"range", bar.range},
@@ -174,8 +174,8 @@ inline nlohmann::ordered_json bar_json(const TimelineBar& bar) {
     return j;
 }
 
-// Writes it, one operation a line, and one transfer, where there are any. Fails naming --timeline when the
-// file cannot be written.
+// Writes the timeline, with one operation per line, and one transfer per line if there are any. Fails, naming
+// --timeline, if the file cannot be written.
 inline void write_timeline(const std::string& path, const MemoryReport& report, const Plan& update,
                            const Rates& rates) {
     using nlohmann::ordered_json;

@@ -1,6 +1,6 @@
-// wide_sum.cuh - a bf16 sum of many terms that keeps its low bits: four more of each element, beside it, for
-// as long as terms come. A bf16 sum of n terms alone would round n times to 8 bits; this one rounds n times
-// to 12, and once to 8 when the low bits are let go.
+// wide_sum.cuh - a bf16 sum of many terms that keeps its low bits: while terms are added, four more bits of
+// each element are kept beside it. A plain bf16 sum of n terms would round n times to 8 bits; this one rounds
+// n times to 12, and once to 8 when the low bits are dropped.
 #pragma once
 
 #include "llmc/packed.h"
@@ -10,8 +10,8 @@
 
 constexpr int kWideSumBits = 4;
 
-// sum += term, of N elements each, whose low parts are `parts`, which become those of the new sum. One loop a
-// step, so that the CPU build takes each in vectors.
+// sum += term, N elements each. `parts` are the sum's low parts; they become those of the new sum. Each step
+// is a loop of its own, so that the CPU build vectorises it.
 template <int N>
 SIMT_DEVICE void add_with_parts(bf16* sum, const float* term, int (&parts)[N]) {
     Packed<bf16, N> s = load_ahead<N>(sum);
@@ -20,15 +20,15 @@ SIMT_DEVICE void add_with_parts(bf16* sum, const float* term, int (&parts)[N]) {
     for (int k = 0; k < N; k++) x[k] = join<kWideSumBits>(s.v[k], parts[k]) + t.v[k];
     for (int k = 0; k < N; k++) parts[k] = split<kWideSumBits>(x[k]).low;
     for (int k = 0; k < N; k++)
-        s.v[k] = x[k] == x[k] ? split<kWideSumBits>(x[k]).high : from_float<bf16>(x[k]);  // a NaN stays
+        s.v[k] = x[k] == x[k] ? split<kWideSumBits>(x[k]).high : from_float<bf16>(x[k]);  // a NaN stays one
     store(sum, s);
 }
 
-// A low part of half a byte, with its sign.
+// The low part in half a byte, with its sign.
 SIMT_DEVICE int low_part(int half) { return ((half & 15) ^ 8) - 8; }
 
-// A vector's N low parts are N / 2 bytes: byte k has element k's in its lower half and element k + N / 2's
-// in its upper half.
+// The sum in whole vectors. A vector's N low parts are N / 2 bytes: byte k has element k's part in its lower
+// half and element k + N / 2's in its upper half.
 SIMT_DEVICE void wide_sum_vectors(bf16* sum, uint8_t* low, const float* term, int64_t n) {
     constexpr int N = kVectorSize<bf16>, H = N / 2;
     const int64_t first = int64_t{blockIdx.x} * blockDim.x * kElementwiseRun + threadIdx.x;
@@ -45,13 +45,13 @@ SIMT_DEVICE void wide_sum_vectors(bf16* sum, uint8_t* low, const float* term, in
     }
 }
 
-// The same by warps. A lane takes two halves of vectors, so that the terms that the lanes ask for at a time,
-// 16 bytes each, lie one after the other: even lanes lower halves, odd ones upper halves. Of two lanes that
-// share vectors each writes the low parts of one.
+// The sum by warps. A lane takes halves of two vectors, so that the terms that the lanes load at a time, 16
+// bytes each, are contiguous: even lanes take lower halves, odd lanes upper halves. Of two lanes that share
+// two vectors, each writes the low parts of one.
 SIMT_DEVICE void wide_sum_half_vectors(bf16* sum, uint8_t* low, const float* term, int64_t n) {
     constexpr int H = kVectorSize<bf16> / 2;
     static_assert(kFastCpu || H == 4);
-    const int shift = lane() % 2 * 4;  // of its parts in a byte
+    const int shift = lane() % 2 * 4;  // position of its parts in a byte
     const bool upper = shift;
     for (int j = 0; j < kElementwiseRun; j++) {
         const int64_t warps = (int64_t{blockIdx.x} * kElementwiseRun + j) * warps_per_block() + warp();
@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(kBlockThreads)
         wide_sum_half_vectors(sum, low, term, n);
 }
 
-// sum += term (n elements each), where `low` (n / 2 bytes, zero before the first term) holds what bf16 lacks.
-// n is a multiple of a vector.
+// sum += term (n elements each). `low` (n / 2 bytes, zero before the first term) has the bits that bf16
+// lacks. n is a multiple of a vector.
 inline void wide_sum_add(Tensor<bf16>& sum, Tensor<uint8_t>& low, const Tensor<float>& term, Stream stream) {
     const int64_t n = sum.size();
     assert(n == term.size() && n == 2 * low.size() && n % kVectorSize<bf16> == 0);

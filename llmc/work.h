@@ -1,6 +1,6 @@
-// work.h - what the operations of a step cost: the FLOPs and the bytes that each launcher counts while the
-// step is rehearsed (arena.h), and the moments between which it runs, for whoever measures (bench.h); the
-// same of what moves meanwhile.
+// work.h - what the operations of a step cost: the FLOPs and bytes that each launcher counts in a dry run of
+// the step (arena.h); notices of when each begins and ends, for measurements (bench.h); and the same for
+// transfers beside them.
 #pragma once
 
 #include <array>
@@ -11,7 +11,7 @@
 
 #include "llmc/device.h"
 
-// What tells one matrix product from another: its shape and its form. All zero for other operations.
+// What distinguishes one matrix product from another: its shape and its form. All zero for other operations.
 struct Product {
     int64_t m = 0, n = 0, k = 0;
     int64_t a_row = 0, b_row = 0, out_row = 0;  // as in MatmulOptions
@@ -26,8 +26,7 @@ struct Product {
         return 2.0 * static_cast<double>(m) * static_cast<double>(n) * static_cast<double>(k);
     }
 
-    // "512 x 768 x 3072 NT accumulate": m x n x k, whether a and b are transposed, and what else is asked
-    // for.
+    // "512 x 768 x 3072 NT accumulate": m x n x k, whether a and b are transposed, and its other options.
     std::string text() const {
         std::string t = std::to_string(m) + " x " + std::to_string(n) + " x " + std::to_string(k);
         t += transpose_a ? " T" : " N";
@@ -46,18 +45,18 @@ struct Product {
     }
 };
 
-// What else an operation's speed depends on, beside its name and its bytes: the format of what is decoded or
-// updated; of attention the keys that a query sees and the size of a head.
+// What an operation's speed depends on beside its name and its bytes: for decoding and updates the format,
+// for attention the number of keys that a query sees and the size of a head.
 struct Variant {
     const char* form = "";
     double length = 0;
     int head_size = 0;
 };
 
-// A launch or library call, or several alike in a loop. Bytes are those read and written if every operand
-// passes once.
+// A launch or library call, or several equal ones in a loop. Bytes are those read and written if every
+// operand is accessed once.
 struct Work {
-    std::string_view range;  // where it stands: Range::place()
+    std::string_view range;  // where it happens: Range::place()
     const char* name;
     double flops, bytes;  // of all calls
     double calls = 1;
@@ -65,16 +64,17 @@ struct Work {
     Product product = {};
     Variant variant = {};
 
-    // Of its kind, in tables: "matmul 512 x 768 x 3072 NT".
+    // Its kind, for tables: "matmul 512 x 768 x 3072 NT".
     std::string text() const { return product.m ? name + (" " + product.text()) : name; }
 };
 
-// Where weights and what belongs to them live, and inputs of blocks wait.
+// Placement: where weights and their state are, and where offloaded inputs of blocks wait.
 enum class Home { Device, Host, Disk };
 inline constexpr const char* kHomeNames[] = {"device", "host", "disk"};
 
-// What goes between the device and where else things live while operations run (residence.h, parking.h).
-// The host's cores may update weights meanwhile (host_updates.h): bytes as of an update, which go no way.
+// Transfer directions, between the device and other placements, while operations run (residence.h,
+// parking.h). A HostUpdate is no transfer: a host's cores update weights meanwhile (host_updates.h), and its
+// bytes are an update's.
 enum class Way { DiskRead, DiskWrite, FromHost, ToHost, HostUpdate };
 constexpr size_t kWays = 5;
 inline constexpr const char* kWayNames[kWays] = {"disk_read", "disk_write", "from_host", "to_host",
@@ -87,10 +87,10 @@ constexpr Way way_back(Way way) {
            : way == Way::FromHost  ? Way::ToHost
                                    : Way::FromHost;
 }
-// How it comes to the device from where it lives.
+// The direction of a transfer to the device from a placement.
 constexpr Way way_from(Home home) { return home == Home::Host ? Way::FromHost : Way::DiskRead; }
 
-// A transfer that begins, or the wait for one, and for all of its kind before it.
+// The beginning of a transfer, or a wait for one. A wait is also for all earlier ones of its kind.
 struct Transfer {
     enum Of { Loan, Vocabulary, Parked, State, Gradients, Keys } of;
     static constexpr size_t kKinds = 6;
@@ -99,26 +99,26 @@ struct Transfer {
     bool waits;
     Way way = Way::DiskRead;
     double bytes = 0;
-    int number = -1;  // that is waited for, of those of its kind, from 0; negative: the last that began
+    int number = -1;  // of the awaited one among those of its kind, from 0; negative: the last that began
     std::string_view range = {};
-    size_t after = 0;              // so many entries of the ledger of work
-    bool stays_with_host = false;  // between a disk and a GPU's host, which needs it itself
+    size_t after = 0;              // how many entries the ledger of work had
+    bool stays_with_host = false;  // between a disk and a GPU's host, which uses it itself
 };
 
-// Where a rehearsal writes its operations and its transfers down, and its clock; null otherwise.
+// During a dry run: where it records its operations and its transfers, and its clock. Null otherwise.
 inline std::vector<Work>* work_ledger = nullptr;
 inline std::vector<Transfer>* transfer_ledger = nullptr;
 inline const int* work_clock = nullptr;
 
-// Hears of the operations of a step as they run: the bench. Operations may nest.
+// Is told of the operations of a step as they run, for measurements (bench.h). Operations may nest.
 struct OperationListener {
     virtual void operation_begins(const char* name, const Product& product) = 0;
     virtual void operation_ends() = 0;
 };
 inline OperationListener* operation_listener = nullptr;  // null unless somebody measures
 
-// An operation of the step, from here to the end of the scope: at the top of its launcher. In a rehearsal it
-// is written down, in a measured run it is timed, else nothing happens.
+// An operation of the step, from here to the end of the scope; it stands at the top of its launcher. A dry
+// run records it, a measured run times it, otherwise nothing happens.
 class [[nodiscard]] Operation {
   public:
     Operation(const char* name, double flops, double bytes, const Product& product = {},
@@ -138,10 +138,10 @@ class [[nodiscard]] Operation {
     OperationListener* listener_;
 };
 
-// How many of each kind a rehearsal has written down that begin.
+// How many transfers of each kind have begun in a dry run.
 inline std::array<int, Transfer::kKinds> transfers_begun = {};
 
-// Writes down, in a rehearsal, that a transfer begins. Returns its number among those of its kind.
+// In a dry run, records that a transfer begins. Returns its number among those of its kind.
 inline int note_transfer(Transfer transfer) {
     assert(!transfer.waits);
     if (!transfer_ledger) return -1;
@@ -150,7 +150,7 @@ inline int note_transfer(Transfer transfer) {
     transfer_ledger->push_back(std::move(transfer));
     return transfers_begun[transfer.of]++;
 }
-// And that one is waited for, by its number; negative: the last that began.
+// In a dry run, records a wait for a transfer, by its number; negative: for the last that began.
 inline void note_wait(Transfer::Of of, int number = -1) {
     if (transfer_ledger)
         transfer_ledger->push_back({.of = of,
@@ -160,20 +160,20 @@ inline void note_wait(Transfer::Of of, int number = -1) {
                                     .after = work_ledger->size()});
 }
 
-// What has begun to go each way while the device computes, in all, in bytes.
+// The bytes of all transfers that have begun so far, by Way.
 inline std::array<double, kWays> bytes_moved = {};
 
 inline void count_moved(Way way, size_t bytes) {
     bytes_moved[static_cast<size_t>(way)] += static_cast<double>(bytes);
 }
-// A copy over the link beside the step, between pinned memory and the device.
+// An asynchronous copy between pinned memory and the device, beside the step.
 inline void move_async(Way way, void* to, const void* from, size_t bytes, Stream stream) {
     const EnqueuedRange range(kWayNames[static_cast<size_t>(way)]);
     count_moved(way, bytes);
     copy_async(to, from, bytes, stream);
 }
 
-// Hears where a step waits for a transfer: the bench.
+// Is told where a step waits for a transfer, for measurements (bench.h).
 struct WaitListener {
     virtual void wait_begins(Transfer::Of of) = 0;
     virtual void wait_ends() = 0;
@@ -195,7 +195,7 @@ class [[nodiscard]] Waiting {
     WaitListener* listener_;
 };
 
-// The bytes of an operation that passes once over these tensors.
+// The bytes of an operation that accesses each of these tensors once.
 template <class... Tensors>
 double pass_bytes(const Tensors&... tensors) {
     return (static_cast<double>(tensors.bytes()) + ...);

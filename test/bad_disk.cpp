@@ -1,9 +1,9 @@
-// bad_disk.cpp - a library to preload that has direct access to files (O_DIRECT) go wrong, as told in the
-// environment:
+// bad_disk.cpp - a library to preload that makes direct access to files (O_DIRECT) fail, as the environment
+// says:
 //
-//   BAD_DISK_DIRECT=none   no file can be opened so
+//   BAD_DISK_DIRECT=none   no file can be opened with O_DIRECT
 //   BAD_DISK_RING=none     there is no io_uring
-//   BAD_DISK_FAILS=FILE    as soon as FILE is there, all that is read or written so fails
+//   BAD_DISK_FAILS=FILE    as soon as FILE exists, all direct reads and writes fail
 
 #include <cerrno>
 #include <cstdarg>
@@ -60,7 +60,7 @@ int io_uring_queue_init(unsigned entries, io_uring* ring, unsigned flags) {
     if (getenv("BAD_DISK_RING")) return -EPERM;
     return next(io_uring_queue_init, "io_uring_queue_init")(entries, ring, flags);
 }
-// What io_uring_wait_cqe() calls.
+// io_uring_wait_cqe() calls this.
 int __io_uring_get_cqe(io_uring* ring, io_uring_cqe** event, unsigned submit, unsigned wait, sigset_t* mask) {
     const int error = next(__io_uring_get_cqe, "__io_uring_get_cqe")(ring, event, submit, wait, mask);
     if (error == 0 && io_uring_cqe_get_data(*event) && fails()) (*event)->res = -EIO;

@@ -25,7 +25,7 @@ class TempFolder {
     std::string operator/(const std::string& name) const { return path_ + "/" + name; }
     const std::string& path() const { return path_; }
 
-    // Writes a file into it and returns its path.
+    // Writes a file into the folder and returns its path.
     std::string write(const std::string& name, const std::string& content) const {
         std::ofstream(*this / name, std::ios::binary) << content;
         return *this / name;
@@ -35,7 +35,7 @@ class TempFolder {
     std::string path_;
 };
 
-// Expects an error of this type, of one line that mentions all parts.
+// Expects an error of this type whose message is one line and mentions all parts.
 template <class Error, class F>
 void expect_error(F action, std::initializer_list<std::string> parts) {
     try {

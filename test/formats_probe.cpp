@@ -1,5 +1,5 @@
-// formats_probe.cpp - reads and makes quantized weights on request, for tests that compare them with those of
-// other programs.
+// formats_probe.cpp - reads and writes quantized weights on request, for tests that compare them with those
+// of other programs.
 //
 //     formats_probe COMMAND ... < INPUT > OUTPUT
 //
@@ -7,15 +7,15 @@
 // dequantize FORMAT ELEMENTS       those bytes to fp32
 // matvec FORMAT ROWS COLUMNS       the bytes, then fp32 factors (COLUMNS), to fp32 (ROWS)
 // nf4 FOLDER NAME                  a matrix in a folder to its bytes
-// copy FOLDER NAME FILE            the same to a safetensors file
+// copy FOLDER NAME FILE            that matrix to a safetensors file
 // config FILE                      the config.json of a GGUF
 // tensor FILE NAME ROWS [COLUMNS]  a tensor of a GGUF by its Hugging Face name, to fp32
 // tokens FILE                      text to int32 tokens by a GGUF's tokenizer
-// text FILE                        and back
+// text FILE                        int32 tokens to text by that tokenizer
 // tokenizer FILE FOLDER            writes the tokenizer's files into a folder
 // ends FILE                        the tokens that begin and end a text
 // time FORMAT ROWS COLUMNS         gigabytes a second of memcpy, dequantizing to fp32 and bf16, a matvec
-// A mistake of the user's is one line and exit code 2, as of the trainer.
+// A mistake of the user's is reported in one line, with exit code 2, as by the trainer.
 
 #include <chrono>
 #include <cstdio>
@@ -24,7 +24,7 @@
 #include <string>
 #include <vector>
 
-#include "llmc/arena.h"  // defines what a tensor does at its end
+#include "llmc/arena.h"  // defines arena_give_back()
 #include "llmc/gguf_model.h"
 #include "llmc/gguf_tokenizer.h"
 #include "llmc/nf4_save.h"
@@ -34,7 +34,7 @@ namespace {
 const Stream kStream{};
 using Arguments = std::vector<std::string>;
 
-// Whole, and aligned for a matrix.
+// A buffer that is aligned for a matrix.
 class Bytes {
   public:
     explicit Bytes(size_t size) : vectors_((size + 63) / 64), size_(size) {}

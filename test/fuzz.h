@@ -1,4 +1,4 @@
-// fuzz.h - what the fuzz targets share: the input as a file, and which exceptions are an answer.
+// fuzz.h - shared code of the fuzz targets: the input as a file, and which exceptions are correct answers.
 //
 // A target is built with clang++ -std=c++20 -g -O1 -fsanitize=fuzzer,address,undefined -I. and run on a
 // corpus that test/fuzz_seeds.py writes.
@@ -13,7 +13,7 @@
 
 #include "llmc/error.h"
 
-// Puts the bytes into a file in memory, the same one each time, and returns its path.
+// Writes the bytes into a file in memory, always the same one, and returns its path.
 inline std::string fuzz_file(std::string_view content, const std::string& ending) {
     struct File {
         std::string path;
@@ -25,7 +25,7 @@ inline std::string fuzz_file(std::string_view content, const std::string& ending
     return file.path;
 }
 
-// Runs a parser. A UserError of one line is a right answer to bad input; any other exception ends the run,
+// Runs a parser. A UserError of one line is a correct answer to bad input. Any other exception ends the run,
 // and so does a message of several lines.
 template <class F>
 void parse_or_refuse(F parser) {

@@ -1,9 +1,9 @@
-// fuzz_config.cpp - libFuzzer target: a config.json of each family with keys overwritten. What is read is
-// written, and reads back the same; a model of few layers has a layout, and its rotary frequencies are
-// numbers.
+// fuzz_config.cpp - libFuzzer target: a config.json of each family with keys overwritten. What is read must
+// be written and read back the same; a model of few layers must have a layout, and its rotary frequencies
+// must be numbers.
 //
-// Input: a byte that picks the family, then changes: a byte that picks the key, a byte that says where it
-// stands and whether the value is wrapped in a list, and the value as JSON up to a newline.
+// Input: a byte that picks the family, then changes: a byte that picks the key, a byte that says where the
+// key is set and whether the value is wrapped in a list, and the value as JSON up to a newline.
 
 #include <cmath>
 #include <string>
@@ -15,7 +15,7 @@
 namespace {
 using nlohmann::json;
 
-// All that a family reads, and what is refused.
+// All keys that a family reads, and keys that are refused.
 constexpr const char* kKeys[] = {"model_type",
                                  "vocab_size",
                                  "n_layer",
@@ -79,7 +79,7 @@ json changed(json config, std::string_view changes) {
     return config;
 }
 
-// Our own file must not be refused.
+// The trainer's own file must not be refused.
 ModelConfig read_back(const ModelConfig& c) {
     try {
         return parse_config(json::parse(config_json(c, "float32").dump()), "written");

@@ -1,10 +1,10 @@
 // fuzz_gguf.cpp - libFuzzer target: opens any bytes as a GGUF file, reads every tensor, the model and the
-// tokenizer; what the model's configuration writes as config.json reads back the same.
+// tokenizer. The model's configuration, written as config.json, must read back the same.
 
 #include <string>
 #include <vector>
 
-#include "llmc/arena.h"  // defines what a tensor does at its end
+#include "llmc/arena.h"  // defines arena_give_back()
 #include "llmc/gguf_model.h"
 #include "llmc/gguf_tokenizer.h"
 #include "test/fuzz.h"
@@ -15,7 +15,7 @@ void read_model(const std::string& path) {
     const ModelConfig& c = model.config();
     if (!(parse_config(config_json(c, "float32"), "written") == c)) __builtin_trap();
     for (const GgufTensor& tensor : model.file().tensors()) {
-        // Into memory of just its size, so that the sanitizer sees what goes beyond it.
+        // Memory of just its size, so that the sanitizer sees accesses beyond it.
         std::vector<unsigned char> data(tensor.bytes);
         tensor.file->read(tensor.offset, tensor.bytes, data.data());
     }

@@ -1,5 +1,5 @@
-// fuzz_json_lines.cpp - libFuzzer target: opens any bytes as JSON lines, makes tokens of their examples in
-// one of the chat formats, and deals packed sequences out of them.
+// fuzz_json_lines.cpp - libFuzzer target: opens any bytes as JSON lines, tokenizes their examples in one of
+// the chat formats, and reads packed sequences of them.
 //
 // Input: two bytes of choices (format and --loss-on, seq_len), then the file.
 
@@ -13,7 +13,7 @@
 
 namespace {
 
-// A folder with a tokenizer of some letters and all marks.
+// A folder with a tokenizer that has some letters and all special tokens.
 struct Folder {
     const std::string path = "/dev/shm/llmc-fuzz-" + std::to_string(getpid()) + "-folder";
     Folder() {
@@ -77,7 +77,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* input, size_t size) {
     if (size < 3) return 0;
     constexpr const char* kFormats[] = {"auto", "chatml", "llama3", "mistral", "llama2", "zephyr"};
     const std::string path = fuzz_file({reinterpret_cast<const char*>(input) + 2, size - 2}, ".jsonl");
-    static const Folder folder;  // outside: that it opens is not in question
+    static const Folder folder;  // outside of parse_or_refuse(): it must open
     static const Tokenizer tokenizer = *Tokenizer::open(folder.path);
     parse_or_refuse([&] {
         deal(path, tokenizer, folder.path, kFormats[input[0] % 6], input[0] / 6 % 2, input[1] % 40 + 1);

@@ -1,10 +1,10 @@
-// fuzz_nf4.cpp - libFuzzer target: any bytes as the JSON of bitsandbytes' NF4. What is read is written, and
-// reads back the same.
+// fuzz_nf4.cpp - libFuzzer target: any bytes as the JSON of bitsandbytes' NF4. What is read must be written
+// and read back the same.
 
 #include <string>
 #include <string_view>
 
-#include "llmc/arena.h"  // defines what a tensor does at its end
+#include "llmc/arena.h"  // defines arena_give_back()
 #include "llmc/nf4_files.h"
 #include "test/fuzz.h"
 
@@ -16,7 +16,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* input, size_t size) {
         try {
             if (nf4_state_json(parse_nf4_state(json, "written")) != json) __builtin_trap();
         } catch (const UserError&) {
-            __builtin_trap();  // our own must not be refused
+            __builtin_trap();  // our own JSON must not be refused
         }
     });
     return 0;

@@ -26,7 +26,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* input, size_t size) {
     parse_or_refuse([&] {
         const SafetensorsFile file(path);
         for (const SafetensorsEntry& entry : file.entries()) {
-            // Into memory of just its size, so that the sanitizer sees what goes beyond it.
+            // Memory of just its size, so that the sanitizer sees accesses beyond it.
             std::vector<unsigned char> data(entry.bytes);
             entry.read(0, entry.bytes, data.data());
             if (file.find(entry.name) != &entry) __builtin_trap();

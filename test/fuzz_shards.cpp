@@ -1,8 +1,7 @@
-// fuzz_shards.cpp - libFuzzer target: opens any bytes as a token shard or a text and deals sequences out of
-// it.
+// fuzz_shards.cpp - libFuzzer target: opens any bytes as a token shard or a text and reads sequences from it.
 //
-// Input: three bytes of choices (how to build the file, seq_len, seed), then, in an even case, the file. In
-// an odd case the first 12 bytes are the start of a shard's header, whose unused rest is filled in, and
+// Input: three bytes of choices (how to build the file, seq_len, seed), then the file. If the first byte is
+// odd, the file's first 12 bytes are the start of a shard's header, whose unused rest is filled in, and
 // tokens follow.
 
 #include <string>

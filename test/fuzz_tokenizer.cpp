@@ -14,7 +14,8 @@
 
 namespace {
 
-// The tokens of a text that comes in parts, or nothing where the tokenizer's regex takes too long.
+// The tokens of a text that is fed in parts of `size` bytes, or nothing if the tokenizer's regex takes too
+// long.
 std::optional<std::vector<int>> encode(const TokenizerParts& parts, std::string_view text, size_t size) {
     std::optional<std::vector<int>> tokens;
     parse_or_refuse([&] {

@@ -1,4 +1,4 @@
-// gguf_writer.h - writes small GGUF files for tests, wrong ones too.
+// gguf_writer.h - writes small GGUF files for tests, also malformed ones.
 #pragma once
 
 #include <cstdint>
@@ -8,12 +8,12 @@
 class GgufWriter {
   public:
     uint32_t version = 3, alignment = 32;
-    int64_t claimed_tensors = -1, claimed_keys = -1;  // where they are not the real counts
+    int64_t claimed_tensors = -1, claimed_keys = -1;  // if not the real counts
 
     static std::string number(auto value) { return {reinterpret_cast<const char*>(&value), sizeof value}; }
     static std::string string(const std::string& text) { return number(uint64_t{text.size()}) + text; }
 
-    // A key with a value of that type as it is in the file.
+    // A key with a value of this type, encoded as in the file.
     void key(const std::string& name, uint32_t type, const std::string& value) {
         keys_ += string(name) + number(type) + value, key_count_++;
     }
@@ -31,7 +31,8 @@ class GgufWriter {
         key(name, 9, list);
     }
 
-    // A tensor with dimensions as in the file, the fastest first, at the next offset or at that one.
+    // A tensor. Its dimensions are as in the file, the fastest first; its data is at `offset`, or at the next
+    // one.
     void tensor(const std::string& name, const std::vector<uint64_t>& dims, uint32_t type,
                 const std::string& data, int64_t offset = -1) {
         data_.resize((data_.size() + alignment - 1) / alignment * alignment);

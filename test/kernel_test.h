@@ -1,5 +1,5 @@
-// kernel_test.h - what the tests of kernels share: arrays on the device, inputs, errors, and every order of
-// threads.
+// kernel_test.h - shared code of the kernel tests: arrays on the device, inputs, errors, and runs in every
+// order of threads.
 #pragma once
 
 #include <cmath>
@@ -11,7 +11,7 @@
 
 #include <gtest/gtest.h>
 
-#include "llmc/arena.h"  // defines what a tensor does at its end
+#include "llmc/arena.h"  // defines arena_give_back()
 #include "llmc/random.h"
 #include "llmc/tensor.h"
 
@@ -29,11 +29,12 @@ constexpr bool kThreadSanitizer = true;
 #else
 constexpr bool kThreadSanitizer = false;
 #endif
-// Where all is slow, tests take smaller shapes: also under compute-sanitizer, by dev/gpu_check.sh.
+// Smaller shapes where everything is slow: with ThreadSanitizer, and under compute-sanitizer
+// (dev/gpu_check.sh).
 inline const bool kSmallShapes = kThreadSanitizer || getenv("SMALL_SHAPES");
 
-// Elements in device memory. AddressSanitizer sees accesses right before and right after them. On a GPU they
-// are an allocation of their own, without a guard, in which compute-sanitizer's memcheck and test/gpu see
+// Elements in device memory. On a CPU AddressSanitizer sees accesses right before and right after them. On a
+// GPU they are an allocation of their own, without a guard, and compute-sanitizer's memcheck and test/gpu see
 // such accesses.
 template <class T>
 class DeviceArray {
@@ -84,7 +85,7 @@ std::vector<T> random_values(size_t n, double scale, uint64_t seed) {
     return values;
 }
 
-// n NaNs, for outputs: an element that is not written, or read before it is, shows.
+// n NaNs, for outputs: they show elements that are not written, or that are read before they are written.
 template <class T>
 std::vector<T> poisoned(size_t n) {
     return std::vector<T>(n, from_float<T>(std::numeric_limits<float>::quiet_NaN()));
@@ -97,8 +98,8 @@ std::vector<double> to_doubles(const std::vector<T>& values) {
     return doubles;
 }
 
-// |got - want| / |want| by the Euclidean norm, |got| where `want` is all zeros. A NaN in either gives a NaN,
-// which compares below no tolerance.
+// The relative error |got - want| / |want| by the Euclidean norm, |got| if `want` is all zeros. A NaN in
+// either gives a NaN, which is below no tolerance.
 template <class T>
 double relative_error(const std::vector<T>& got, const std::vector<double>& want) {
     if (got.size() != want.size()) return std::numeric_limits<double>::infinity();
@@ -111,7 +112,7 @@ double relative_error(const std::vector<T>& got, const std::vector<double>& want
     return std::sqrt(size == 0 ? difference : difference / size);
 }
 
-// The relative error that rounding inputs and outputs to T explains.
+// The relative error that can come from rounding inputs and outputs to T.
 template <class T>
 constexpr double tolerance() {
     return std::is_same_v<T, float> ? 1e-5 : 1e-2;
@@ -121,24 +122,24 @@ struct MatrixSize {
     int rows, C;
 };
 
-// Sizes of matrices whose rows are a kernel's: whole vectors and not, fewer than a warp's and more.
+// Sizes for kernels that work on rows: rows of whole vectors and not, shorter than a warp's and longer.
 inline std::vector<MatrixSize> matrix_sizes() {
     if (kSmallShapes) return {{1, 1}, {3, 100}, {37, 72}};
     std::vector<MatrixSize> sizes;
     for (int rows : {1, 3, 37, 300})
         for (int C : {1, 7, 64, 72, 100, 768, 1000}) sizes.push_back({rows, C});
-    // Where a lane has many elements, and many vectors: the most that it keeps, or more.
+    // A lane has many elements, and many vectors: as many as it keeps in registers, or more.
     for (int C : {403, 1600, 2072, 4104}) sizes.push_back({2, C});
     return sizes;
 }
 
-// Sizes of vectors whose tail falls to each of the vectors that a thread does of an elementwise kernel, in
-// fp32 and in bf16.
+// Sizes of arrays for elementwise kernels, in fp32 and in bf16. The tail falls to each of the vectors that a
+// thread processes.
 constexpr int kTailSizes[] = {1027, 2051, 3075, 4099, 6149};
 
 inline std::string text(const MatrixSize& s) { return std::to_string(s.rows) + " x " + std::to_string(s.C); }
 
-// The bytes of some vectors, one after the other.
+// The bytes of several vectors, one after the other.
 template <class... T>
 std::vector<unsigned char> bytes_of(const std::vector<T>&... values) {
     std::vector<unsigned char> bytes;
@@ -150,8 +151,8 @@ std::vector<unsigned char> bytes_of(const std::vector<T>&... values) {
     return bytes;
 }
 
-// Runs run(), which launches kernels and returns the bytes of what they wrote. In the faithful build again
-// with the threads in other orders and dynamic shared memory poisoned: the bytes must be the same.
+// Calls run(), which launches kernels and returns the bytes of what they wrote. The faithful build calls it
+// again with the threads in other orders and dynamic shared memory poisoned: the bytes must be the same.
 template <class Run>
 void for_each_order(Run&& run) {
 #if defined(SIMT_LANES) && SIMT_LANES == 32

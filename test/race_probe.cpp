@@ -1,8 +1,8 @@
-// race_probe.cpp - a kernel with a race planted on request: `race_probe missing` leaves a barrier out of a
-// sum over shared memory, `race_probe none` does not. Built with -fsanitize=thread, the first must report a
-// data race and exit with 66, the second must report nothing and exit with 0. So the sanitizer's silence on
-// the real kernels means something. The correct kernel goes first: the race must be found with fibers that
-// have run before.
+// race_probe.cpp - a kernel with a race on request: `race_probe missing` leaves a barrier out of a sum over
+// shared memory, `race_probe none` does not. Built with -fsanitize=thread, the first must report a data race
+// and exit with 66, the second must report nothing and exit with 0. So the sanitizer's silence on the real
+// kernels means something. The correct kernel runs first: the race must be found with fibers that have run
+// before.
 
 #include <cstdio>
 #include <cstring>

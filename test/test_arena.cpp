@@ -1,5 +1,6 @@
-// test_arena.cpp - the memory plan: it is followed to the byte, nothing that lives together overlaps, it is
-// nearly as small as can be, and a step that departs from its rehearsal is stopped by name.
+// test_arena.cpp - the memory plan: the step follows it to the byte, tensors that live together do not
+// overlap, it is nearly as small as possible, and a step that departs from its rehearsal is stopped by an
+// error that names the tensor.
 
 #include <algorithm>
 #include <atomic>
@@ -38,13 +39,13 @@ void expect_no_overlap(const Plan& plan) {
     EXPECT_GE(plan.bytes, plan.lower_bound);
 }
 
-// Where the plan wants take i of a step that runs.
+// Where the plan puts take i of a step that runs.
 char* planned_address(Arena& arena, const Plan& plan, size_t i) {
     return static_cast<char*>(arena.workspace(0)) + arena_align(plan.workspace) + plan.takes[i].offset;
 }
 
 // A step of random takes and releases. When it runs, each tensor is filled with a byte of its own, which must
-// still be there when it is let go.
+// still be there when the tensor is dropped.
 class RandomStep {
   public:
     RandomStep(Arena& arena, uint64_t seed, int takes) : arena_(arena), seed_(seed), takes_(takes) {}
@@ -74,7 +75,7 @@ class RandomStep {
         }
     }
     std::vector<char*> addresses;  // of the takes, in order
-    int damaged = 0;               // tensors that somebody else wrote to
+    int damaged = 0;               // tensors that were overwritten
 
   private:
     void check(const Bytes& t, char want) {
@@ -202,7 +203,7 @@ Take interval(size_t bytes, int born, int dies) {
     return t;
 }
 
-// Beside a pass over all stays, in which the smallest gap is found by definition.
+// Compared with a scan of all stays, which finds the smallest gap by definition.
 TEST(Occupancy, FindsTheSmallestGapOfAll) {
     struct Stay {
         int from, to;
@@ -280,7 +281,8 @@ TEST(FindPeak, NamesTheRangeAndTheTensor) {
     EXPECT_EQ(plan.takes[2].dies_at, "backward");
 }
 
-// Steps beside this one, which was rehearsed: takes a, b, lets go of a, takes c, loops twice over d, takes e.
+// Steps that differ from the one that was rehearsed: that takes a, b, drops a, takes c, loops twice over d,
+// takes e.
 class Departures : public testing::Test {
   protected:
     void rehearsed() {
@@ -349,7 +351,7 @@ TEST_F(Departures, LetGoTooLate) {
         {"'c' is taken at another moment"});
 }
 
-// As many takes and releases as planned, but a still lives when c gets its room.
+// As many takes and releases as planned, but a still lives when c gets its memory.
 TEST_F(Departures, AnotherIsLetGo) {
     ASSERT_EQ(plan.takes[2].offset, plan.takes[0].offset);
     expect_stopped(
@@ -413,7 +415,8 @@ TEST(Arena, RehearsesWithoutLaunching) {
     });
 }
 
-// Each turn of an outer loop runs the inner ones as they were rehearsed, and their work counts for all turns.
+// Each turn of an outer loop runs the inner loops as they were rehearsed, and their work counts for all
+// turns.
 TEST(Repeat, LoopsNest) {
     Arena arena;
     std::vector<char*> seen;
@@ -554,7 +557,7 @@ TEST(TensorHandle, OwnsOnceAndViewsOwnNothing) {
         moved.drop();
         EXPECT_FALSE(moved);
         Bytes b = take(arena, "b", 100);
-        b = take(arena, "c", 100);  // the second is taken before the first is let go
+        b = take(arena, "c", 100);  // the second is taken before the first is dropped
     });
     ASSERT_EQ(plan.takes.size(), 3u);
     EXPECT_EQ(plan.takes[0].dies, 1);
@@ -576,8 +579,8 @@ TEST(DeviceMemory, AForbiddenAllocationNamesTheBuffer) {
 
 #if SIMT_LANES == 1
 
-// Fills the dynamic shared memory with the block's number, and counts the bytes that another overwrites
-// before all workers have.
+// Fills the dynamic shared memory with the block's number, waits until all workers have, and counts the bytes
+// that another block has overwritten.
 __global__ void keep_apart_kernel(std::atomic<int>* at_work, int workers, std::atomic<int>* overwritten,
                                   const unsigned char** address, int bytes) {
     DYNAMIC_SHARED(unsigned char, shared);
@@ -710,7 +713,8 @@ TEST(WatchedDeathTest, WorkspaceBeyondWhatWasAskedFor) {
     });
 }
 
-// Tensors that live together, one that gets the room of another, turns of a loop, a second run: all as usual.
+// Tensors that live together, one that reuses another's memory, turns of a loop, a second run: all work as
+// usual.
 TEST(Watched, WhatIsAliveIsOpen) {
     Arena arena;
     const Step step = [&] {
@@ -733,7 +737,7 @@ TEST(Watched, WhatIsAliveIsOpen) {
     for (int turn = 0; turn < 2; turn++) arena.run(plan, step);
 }
 
-// Where an arena was, others may allocate.
+// Others may use the memory of an arena that is gone.
 TEST(Watched, MemoryIsOpenWhenItIsGivenBack) {
     void* old = nullptr;
     size_t bytes = 0;

@@ -1,5 +1,5 @@
-// test_attention.cpp - warp products and causal attention, forward and backward, against sums in double
-// precision.
+// test_attention.cpp - products by warps and causal attention, forward and backward, compared with sums in
+// double precision.
 
 #include <algorithm>
 #include <limits>
@@ -21,19 +21,19 @@ namespace {
 
 struct Case {
     int batch, heads, head_size, queries, keys;
-    // Columns of a packed qkv; a cache with spare rows; rows whose length is no multiple of a vector; a
-    // packed qkv that has q, k and v of a head side by side, as BLOOM's.
+    // Columns of a packed qkv; a KV cache with spare rows; rows whose length is no multiple of a vector; a
+    // packed qkv with q, k and v of each head side by side, as in BLOOM.
     enum Layout { kPacked, kCache, kUnaligned, kByHead };
     Layout layout;
-    double scale = 1;  // of q, so of the scores
+    double scale = 1;  // of q, and so of the scores
     int kv_heads = heads;
     int window = 0;
     bool alibi = false;
     bool hopper = false;
-    int document = 0;  // documents of up to so many rows; 0: each sequence is one
+    int document = 0;  // documents have up to this many rows; 0: each sequence is one
     double dropout = 0;
 
-    // Of q, k or v: which = 0, 1, 2.
+    // For q, k or v: which = 0, 1, 2.
     int heads_of(int which) const { return which == 0 ? heads : kv_heads; }
     int channels(int which = 0) const { return heads_of(which) * head_size; }
     int rows(int which) const { return which == 0 ? queries : keys + spare(); }
@@ -42,7 +42,7 @@ struct Case {
     int64_t row(int which) const {
         return packed() ? channels(0) + channels(1) + channels(2) : channels(which) + (layout == kUnaligned);
     }
-    // The distance of heads, and the first column of head 0.
+    // The distance between heads, and the first column of head 0.
     int head_distance() const { return (layout == kByHead ? 3 : 1) * head_size; }
     int64_t begin(int which) const {
         if (layout == kByHead) return which * head_size;
@@ -59,8 +59,8 @@ struct Case {
     }
 };
 
-// Documents of random lengths, in each sequence others: of each row the place in its document, and the end of
-// that.
+// Documents of random lengths, different in each sequence: for each row its position in its document, and
+// where that ends.
 struct RandomDocuments {
     std::vector<int> positions, ends;
     explicit RandomDocuments(const Case& c) {
@@ -79,7 +79,7 @@ struct RandomDocuments {
 
 constexpr uint64_t kDropoutKey = 0x1234567890ABCDEF, kDropoutPlace = 21;
 
-// What each probability is multiplied with, of (batch, heads, queries, keys).
+// The dropout factor of each probability, (batch, heads, queries, keys).
 std::vector<double> dropout_factors(const Case& c) {
     std::vector<double> factors(size_t(c.batch) * c.heads * c.queries * c.keys, 1);
     if (c.dropout == 0) return factors;
@@ -91,8 +91,8 @@ std::vector<double> dropout_factors(const Case& c) {
     return factors;
 }
 
-// The arrays q, k and v lie in, or their gradients: one if packed, else three. With the columns' places in
-// them.
+// The arrays with q, k and v, or with their gradients: one if packed, else three; and where q, k and v begin
+// in them.
 template <class T>
 struct Arrays {
     std::vector<std::vector<T>> host;
@@ -180,7 +180,7 @@ struct Reference {
     std::vector<double> out, lse, dq, dk, dv;
 };
 
-// By the definition, one row of scores at a time.
+// Computes it by the definition, one row of scores at a time.
 template <class T>
 Reference reference(const Case& c, const Arrays<T>& x, const std::vector<double>& dout) {
     const size_t rows = static_cast<size_t>(c.batch) * c.queries,
@@ -226,15 +226,15 @@ Reference reference(const Case& c, const Arrays<T>& x, const std::vector<double>
     return r;
 }
 
-// The relative error of dq or dk. Where a query sees one key these are zero, and the error is what rounding
-// leaves of differences of numbers like 1: its root mean square.
+// The relative error of dq or dk. If a query sees one key these are zero, and the error is the root mean
+// square of what rounding leaves of differences of numbers like 1.
 double gradient_error(const std::vector<float>& got, const std::vector<double>& want) {
     const bool zero = std::all_of(want.begin(), want.end(), [](double x) { return x == 0; });
     return relative_error(got, want) / (zero ? std::sqrt(double(want.size())) : 1);
 }
 
-// What both passes write to poisoned outputs, in the order of (batch, rows, columns); dq, dk and dv only
-// where queries == keys.
+// What forward and backward write to poisoned outputs, each (batch, rows, columns); dq, dk and dv only if
+// queries == keys.
 template <class T>
 struct Results {
     std::vector<T> out;
@@ -262,8 +262,8 @@ Results<T> run(const Case& c, const Arrays<T>& x, const DeviceArray<T>& dout) {
     return results;
 }
 
-// Calls use(in) for pieces of so many of the keys of `in`, the last one with those of all queries, and with
-// what they carry from poisoned memory on.
+// Calls use(in) for each piece of `piece` keys of `in`. The last piece also has the keys of all queries. What
+// is carried between pieces starts as poisoned memory.
 template <class T, class Use>
 void for_each_piece(const AttentionInput<T>& in, int piece, Use use) {
     DeviceArray<float> carried(poisoned<float>(in.carried_size(in.queries, in.heads, in.head_size)));
@@ -272,7 +272,7 @@ void for_each_piece(const AttentionInput<T>& in, int piece, Use use) {
         part.drop_keys(first);
         if (first + piece <= in.position(0)) part.keys = piece;
         part.later = in.keys - first - part.keys;
-        if (in.first_key(0) >= first + part.keys) continue;  // no query sees it
+        if (in.first_key(0) >= first + part.keys) continue;  // no query sees this piece
         part.continues = in.first_key(0) < first;
         part.in_pieces = true, part.carried = carried.data();
         if (part.document_ends) part.document_ends += first;
@@ -282,8 +282,8 @@ void for_each_piece(const AttentionInput<T>& in, int piece, Use use) {
     }
 }
 
-// run() with `rows` queries of each sequence at a time: forward from the first on, backward from the last;
-// and with `piece` keys at a time, if not 0.
+// run() with `rows` queries of each sequence at a time: forward from the first to the last, backward from the
+// last to the first; and with `piece` keys at a time, if not 0.
 template <class T>
 Results<T> run_in_ranges(const Case& c, const Arrays<T>& x, const DeviceArray<T>& dout, int rows,
                          int piece = 0) {
@@ -326,7 +326,7 @@ Results<T> run_in_ranges(const Case& c, const Arrays<T>& x, const DeviceArray<T>
             gradients.compact(c, 2)};
 }
 
-// The same bits where dq takes q's place, and dk and dv those of k and v or rows of their own.
+// The bits must be the same if dq overwrites q, and dk and dv overwrite k and v or have rows of their own.
 template <class T>
 void check_in_place(const Case& c, const Arrays<T>& x, const DeviceArray<T>& dout, const Results<T>& want) {
     Arrays<T> place(c, x.host);
@@ -355,7 +355,7 @@ void check_in_place(const Case& c, const Arrays<T>& x, const DeviceArray<T>& dou
     EXPECT_TRUE(bytes_of(got_k) == bytes_of(want.dk) && bytes_of(got_v) == bytes_of(want.dv));
 }
 
-// run(), checked; the bytes of all results.
+// Checks the results of run(), and returns their bytes.
 template <class T>
 std::vector<unsigned char> run_case(const Case& c, const Arrays<T>& x, const DeviceArray<T>& dout,
                                     const Reference& want) {
@@ -374,7 +374,7 @@ std::vector<unsigned char> run_case(const Case& c, const Arrays<T>& x, const Dev
     return got.bytes();
 }
 
-// Against those that transformers' build_alibi_tensor makes.
+// Compared with the slopes of transformers' build_alibi_tensor.
 TEST(Alibi, Slopes) {
     const std::vector<std::pair<int, std::vector<double>>> known = {
         {1, {0.00390625}},
@@ -388,7 +388,7 @@ TEST(Alibi, Slopes) {
         EXPECT_LT(relative_error(alibi_slopes(heads), slopes), 1e-7) << heads << " heads";
 }
 
-// Where attention_hopper.cuh's kernels run: on such a GPU, and in the faithful build.
+// Whether attention_hopper.cuh's kernels run here: on such a GPU, and in the faithful build.
 bool has_hopper_attention() {
     if constexpr (kHopperAttention<bf16>) return device_is_hopper();
     return false;
@@ -425,7 +425,7 @@ class Attention : public testing::Test {};
 using Types = testing::Types<float, bf16>;
 TYPED_TEST_SUITE(Attention, Types);
 
-// Odd lengths, heads in groups, windows, slopes; some with a cache.
+// Odd lengths, heads in groups, windows, ALiBi; some with a cache.
 std::vector<Case> random_cases() {
     std::mt19937 random(12);
     const auto one_of = [&](const std::vector<int>& values) { return values[random() % values.size()]; };
@@ -443,7 +443,7 @@ std::vector<Case> random_cases() {
         c.alibi = random() % 2;
         cases.push_back(c);
     }
-    // Some again with probabilities dropped, where queries and keys are the same rows as in training.
+    // Some of them again with dropout, if queries and keys are the same rows as in training.
     for (size_t i = 0, count = cases.size(); i < count; i++) {
         Case c = cases[i];
         if (c.queries != c.keys || i % 3 == 2) continue;
@@ -468,8 +468,8 @@ TYPED_TEST(Attention, MatchesTheDefinition) {
         });
 }
 
-// Every kernel that a size of heads has, in few rows, with all that may come together: so that none is left
-// where the tests with more rows take too long.
+// Every kernel for a head size, with few rows and all options together. So each kernel is tested even where
+// the tests with more rows take too long.
 TYPED_TEST(Attention, MatchesTheDefinitionInEveryForm) {
     using enum Case::Layout;
     if (kThreadSanitizer) GTEST_SKIP() << "slow";
@@ -491,7 +491,7 @@ TYPED_TEST(Attention, MatchesTheDefinitionInEveryForm) {
         }
 }
 
-// Some queries of a sequence at a time, also with all that may come together, and in ranges that are no whole
+// Some queries of a sequence at a time, also with all options together, and in ranges that are no whole
 // tiles.
 template <class T>
 void check_ranges(const Case& c, std::initializer_list<int> ranges, int piece = 0) {
@@ -520,14 +520,15 @@ TYPED_TEST(Attention, TakesSomeQueriesAtATime) {
             c.window = 50, c.alibi = true;
             check_ranges<TypeParam>(c, {37});
             c.document = 60, c.dropout = 0.1;
-            check_ranges<TypeParam>(c, {40, 149});  // the last of a single query
+            check_ranges<TypeParam>(c, {40, 149});  // the last range has a single query
         }
     if (kSmallShapes) return;
     check_ranges<TypeParam>({1, 2, 64, 700, 700, kPacked, 1, 1}, {128, 200});
     check_ranges<TypeParam>({1, 3, 20, 900, 900, kByHead, 1, 3, 300}, {256});
 }
 
-// Keys in pieces are summed as if they came at once, but where rows begin with their windows or documents.
+// Keys in pieces are summed in the same order as all at once, unless rows begin at their windows or
+// documents.
 template <class T>
 void check_pieces(const Case& c, int rows, int piece) {
     check_ranges<T>(c, {rows}, piece);
@@ -558,8 +559,8 @@ TYPED_TEST(Attention, TakesKeysInPieces) {
     check_pieces<TypeParam>({1, 3, 20, 1300, 1300, kByHead, 1, 3, 300}, 512, kKeyPiece);
 }
 
-// The same by every kernel that a size of heads has, in few rows; of windows also where the last of them see
-// none of the first piece.
+// Keys in pieces, in every kernel for a head size, with few rows; also with windows where the last queries
+// see none of the first piece.
 TYPED_TEST(Attention, TakesKeysInPiecesInEveryForm) {
     using enum Case::Layout;
     if (kThreadSanitizer) GTEST_SKIP() << "slow";
@@ -576,7 +577,8 @@ TYPED_TEST(Attention, TakesKeysInPiecesInEveryForm) {
         }
 }
 
-// What a range's rows are depends on no other: with whole tiles forward has the bits of all queries at once.
+// The results for a range do not depend on other ranges: with whole tiles they have the bits of all queries
+// at once.
 TYPED_TEST(Attention, RangesOfWholeTilesHaveTheSameBitsForward) {
     if (kSmallShapes) GTEST_SKIP() << "slow";
     const Case c{1, 2, 64, 600, 600, Case::kPacked};
@@ -586,7 +588,7 @@ TYPED_TEST(Attention, RangesOfWholeTilesHaveTheSameBitsForward) {
     });
 }
 
-// Large enough for several tiles of the fast CPU build both ways.
+// Large enough for several tiles of the fast CPU build in both directions.
 TYPED_TEST(Attention, MatchesTheDefinitionInManyTiles) {
     if (kSmallShapes) GTEST_SKIP() << "slow";
     for (const Case& c : {Case{1, 2, 64, 700, 700, Case::kPacked}, Case{1, 1, 40, 300, 900, Case::kCache},
@@ -597,7 +599,7 @@ TYPED_TEST(Attention, MatchesTheDefinitionInManyTiles) {
             c, [&](const auto& x, const auto& dout, const Reference& want) { run_case(c, x, dout, want); });
 }
 
-// Of a row each, less than a tile, several tiles; with all that may come together with them.
+// Documents of a row each, of less than a tile, of several tiles; with all other options together.
 TYPED_TEST(Attention, MatchesTheDefinitionInDocuments) {
     std::vector<Case> cases;
     const int length = kSmallShapes ? 70 : kFaithful ? 150 : 600;
@@ -624,8 +626,8 @@ TEST(HopperAttention, MatchesTheDefinition) {
         GTEST_SKIP() << "needs a GPU of compute capability 9.0, or the faithful build";
     using enum Case::Layout;
     // One tile and less, tiles that are just full and just begun, several rounds of the ring, scores that
-    // grow far in later ones, a cache; heads in groups, windows of less than a tile and of several, slopes,
-    // all of them.
+    // grow far in later rounds, a cache; heads in groups, windows of less than a tile and of several, ALiBi,
+    // all of these together.
     std::vector<Case> cases{{1, 1, 64, 1, 1, kPacked},
                             {2, 2, 64, 63, 63, kPacked},
                             {1, 1, 64, 192, 192, kPacked},
@@ -662,7 +664,7 @@ TEST(HopperAttention, MatchesTheDefinition) {
             in_documents({2, 2, 64, 500, 500, kPacked}, longest);
             in_documents({1, 4, 128, 300, 300, kPacked, 1, 2, 90, true}, longest);
         }
-    // Some groups of a block's rows pass over tiles that others need.
+    // Some groups of a block's rows skip tiles that others need.
     if (!kThreadSanitizer) in_documents({2, 1, 128, 500, 500, kPacked}, 450);
     in_documents({1, 1, 64, 200, 200, kPacked}, 90);
     for (Case c : cases) {
@@ -701,7 +703,7 @@ TEST(HopperAttention, TakesSomeQueriesAtATime) {
 }
 
 #if !defined(SIMT_GPU) && SIMT_LANES == 32
-// A block has rows for several consumers of 64; those beyond the end have nothing to multiply.
+// A block has several consumers of 64 rows; those whose rows are beyond the end have nothing to multiply.
 TEST(HopperAttention, RowsBeyondTheEndCostNothing) {
     if (kThreadSanitizer) GTEST_SKIP() << "slow";
     const auto products = [](const Case& c) {
@@ -715,7 +717,7 @@ TEST(HopperAttention, RowsBeyondTheEndCostNothing) {
         for (const int groups : {1, 2, 3, 4, 7}) {
             Case c{1, 1, head_size, 64 * groups, 64 * groups, Case::kPacked};
             c.hopper = true;
-            // Of four warps, by tiles of 128 keys in forward and of 64 in backward, in steps of 16.
+            // Products of four warps, by tiles of 128 keys in forward and of 64 in backward, in steps of 16.
             const int columns = head_size / 16;
             int64_t want = 0;
             for (int group = 1; group <= groups; group++)
@@ -726,7 +728,7 @@ TEST(HopperAttention, RowsBeyondTheEndCostNothing) {
 }
 #endif
 
-// On a GPU in more blocks than it has multiprocessors.
+// On a GPU there are more blocks than multiprocessors.
 TEST(HopperAttention, AgreesWithTheCommonKernels) {
     if (!has_hopper_attention())
         GTEST_SKIP() << "needs a GPU of compute capability 9.0, or the faithful build";
@@ -750,7 +752,7 @@ TEST(HopperAttention, AgreesWithTheCommonKernels) {
     }
 }
 
-// random_arrays() with NaN in some rows of q, k or v. A product with one of them makes NaN, also times a
+// random_arrays() with NaN in some rows of q, k or v. A product with one of them is NaN, even times a
 // probability of zero.
 struct RowsOf {
     int which, begin, end;
@@ -768,7 +770,7 @@ Arrays<T> random_arrays_but(const Case& c, const std::vector<RowsOf>& nan) {
     return Arrays<T>(c, std::move(x.host));
 }
 
-// Whether rows `begin` .. of (1, rows, columns) are the same bits in both, and whether a row is NaN.
+// Whether rows begin ... end - 1 of (1, rows, columns) have the same bits in both; and whether a row is NaN.
 template <class T>
 bool same_rows(const std::vector<T>& a, const std::vector<T>& b, int begin, int end, int columns) {
     return memcmp(&a[begin * columns], &b[begin * columns], (end - begin) * columns * sizeof(T)) == 0;
@@ -779,8 +781,8 @@ bool is_nan(const std::vector<T>& a, int row, int columns) {
                        [](T x) { return std::isnan(to_float(x)); });
 }
 
-// A tile of queries touches the keys that one of its queries sees, and no others: so do tiles of keys, and
-// the work is the length times the window and a tile.
+// A tile of queries touches the keys that one of its queries sees, and no others; likewise a tile of keys. So
+// the work is proportional to the length times the window plus a tile.
 template <class T>
 void check_window_work(Case c, int block) {
     const int length = c.keys, columns = c.channels();
@@ -818,7 +820,7 @@ TYPED_TEST(Attention, AWindowCostsOnlyItsTiles) {
         c.hopper = true;
         check_window_work<TypeParam>(c, 192 + 64);
     }
-    // Of a cache the keys before all windows are not even loaded, which AddressSanitizer sees.
+    // Keys of a cache that are before all windows are not even loaded, which AddressSanitizer checks.
     for (Case c :
          {Case{1, 4, 64, 1, 300, Case::kCache, 1, 2, 40}, Case{1, 4, 64, 100, 600, Case::kCache, 1, 2, 40}})
         for (int version = 0; version <= hopper; version++) {
@@ -835,7 +837,8 @@ TYPED_TEST(Attention, AWindowCostsOnlyItsTiles) {
         }
 }
 
-// The work is that of a document's tiles: NaN in keys, values and queries of others does not come further.
+// The work is that of a document's tiles: NaN in keys, values and queries of other documents does not spread
+// further.
 TYPED_TEST(Attention, ADocumentCostsOnlyItsTiles) {
     if (kThreadSanitizer) GTEST_SKIP() << "slow";
     const int length = 800, block = kFastCpu ? 128 : 64;
@@ -873,8 +876,8 @@ TYPED_TEST(Attention, ADocumentOfTheWholeLengthIsNone) {
     EXPECT_TRUE(run(c, x, dout).bytes() == without);
 }
 
-// Launches that are divided have every block once, and no part has more work than is allowed, where a block
-// of the first row of tiles has twice the mean's at most.
+// Launches that are split run every block once, and no part has more work than is allowed, if a block of the
+// first row of tiles has at most twice the mean's.
 TEST(LongLaunches, PartsCoverTheGrid) {
     std::mt19937 random(9);
     for (int turn = 0; turn < 300; turn++) {
@@ -901,7 +904,7 @@ TEST(LongLaunches, PartsCoverTheGrid) {
 }
 
 #if defined(SIMT_GPU) || SIMT_LANES > 1
-// Sets by how much the launches of attention are divided.
+// Limits the FLOPs of a launch of attention, so that launches are split.
 struct LongestAttention {
     explicit LongestAttention(double flops) { longest_attention = flops; }
     ~LongestAttention() { longest_attention = std::numeric_limits<double>::infinity(); }
@@ -937,7 +940,8 @@ TEST(HopperAttention, DividedLaunchesHaveTheSameBits) {
 }
 #endif
 
-// FLOPs that the launcher counts, against the scores of each query; on the diagonal a score counts half.
+// The FLOPs that the launcher counts, compared with the scores of each query; a score on the diagonal counts
+// half.
 TEST(AttentionWork, CountsTheScoresThatAreSeen) {
     using enum Case::Layout;
     for (const Case& c : {Case{2, 6, 8, 100, 100, kPacked, 1, 2}, Case{2, 6, 8, 100, 100, kPacked, 1, 2, 30},
@@ -970,12 +974,12 @@ TEST(AttentionWork, CountsTheScoresThatAreSeen) {
 TYPED_TEST(Attention, DoesNotDependOnTheNumberOfThreads) {
     if (kThreadSanitizer) GTEST_SKIP() << "slow";
     const int before = omp_get_max_threads();
-    // One head of few rows is a single block, in which the fast build's products could use all threads.
+    // One head of few rows is a single block, whose products in the fast build could use all threads.
     std::vector<Case> cases = {{2, 3, 64, 150, 150, Case::kPacked},
                                {1, 1, 64, 100, 100, Case::kPacked},
                                {2, 6, 64, 150, 150, Case::kPacked, 1, 2}};
 #if SIMT_LANES == 1
-    // One head of many rows is shared by all threads in backward, in each of these forms.
+    // In backward all threads share one head of many rows, in each of these forms.
     Case c{1, 3, 33, 1030, 1030, Case::kUnaligned, 1, 1};
     for (const int threads : {2, 3, 5})
         ASSERT_TRUE(shares_heads(input_of(c, random_arrays<TypeParam>(c)), threads));
@@ -1006,7 +1010,7 @@ TYPED_TEST(Attention, DoesNotDependOnTheNumberOfThreads) {
 #if defined(SIMT_GPU) || SIMT_LANES == 32
 constexpr int kRows = 32, kInner = 16, kColumns = 16, kTileStride = 24;
 
-// d = a b, and e = d b with d rounded to T; a (32, 16), b (16, 16), of which `b_by_column` is the transpose.
+// d = a b, and e = d b with d rounded to T; a (32, 16), b (16, 16); `b_by_column` is b transposed.
 template <class T>
 __global__ void product_kernel(float* d, float* e, const T* a, const T* b, const T* b_by_column) {
     DYNAMIC_SHARED(T, shared);

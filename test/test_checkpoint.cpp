@@ -1,4 +1,5 @@
-// test_checkpoint.cpp - weights begun and loaded; saves written, kept, replaced, killed, resumed; bad input.
+// test_checkpoint.cpp - weights initialised and loaded; saves written, kept, replaced, killed, resumed; bad
+// input.
 
 #include <sys/mount.h>
 #include <sys/statvfs.h>
@@ -47,7 +48,7 @@ bool same_state(const State<T>& a, const State<T>& b) {
     return same;
 }
 
-// Fills every parameter with f(element), each of several buffers with its own kind; the padding stays zero.
+// Fills every parameter with f(index of the element in the layout); the padding stays zero.
 template <class E, class F>
 void fill(E* device, const Layout& layout, F f) {
     for (const Parameter& p : layout.parameters()) {
@@ -57,8 +58,8 @@ void fill(E* device, const Layout& layout, F f) {
     }
 }
 
-// What a save holds of a state: bits of every kind in it, NaN with a payload, infinities and subnormals among
-// them.
+// Fills what a save contains of a state with bits of every kind, NaN with a payload, infinities and
+// subnormals among them.
 template <class T>
 void fill_all(State<T>& state, uint64_t seed) {
     for (const StateBuffer& b : state.buffers()) {
@@ -89,8 +90,8 @@ std::vector<float*> fp32_buffers(const State<float>& state) {
 
 Progress at_step(int64_t step) { return {step, 8 * step, "", true, {{"lr", 0.1}, {"step", step}}}; }
 
-// The step of the save that OUT shows, after checking that all of its files belong to that step: the kill
-// test's weights, m and v are all equal to it.
+// The step of the save that `folder` shows, after checking that all of its files belong to that step: in the
+// kill test the weights, m and v are all equal to it.
 int64_t whole_step(const std::string& folder) {
     const Progress progress = read_progress(folder);
     Training<float> state;
@@ -217,7 +218,7 @@ TEST(CheckpointFormats, WeightsAndMasterBeginAsOneValue) {
 }
 
 TYPED_TEST(Checkpoint, InitialisesEveryWeightAndNoPadding) {
-    // wte takes more than one chunk.
+    // wte has more than one chunk.
     const ModelConfig config = gpt2_config(50257, 8, 1, 2, 96);
     Training<TypeParam> state(config);
     initialize_weights(state, 42);
@@ -230,7 +231,7 @@ TYPED_TEST(Checkpoint, InitialisesEveryWeightAndNoPadding) {
     for (const Parameter& p : state.layout.parameters()) {
         for (; next < p.offset; next++) padding += to_float(weights[static_cast<size_t>(next)]) != 0;
         for (int64_t i = 0; i < p.shape.size(); i++) {
-            float value;  // alone, whatever pieces and threads made it
+            float value;  // computed alone, without pieces and threads
             initial_values(p, i, config.layers, 42, {&value, 1});
             const auto at = static_cast<size_t>(p.offset + i);
             wrong += to_float(weights[at]) != to_float(narrow_master<TypeParam>(value));
@@ -247,7 +248,7 @@ template <class Bits, class F>
 void write_model(const std::string& path, const std::string& prefix, FileType type, F f) {
     const Layout layout(kTiny);
     SafetensorsWriter file(path);
-    // In another order than the layout's, and with what transformers' older versions wrote beside it.
+    // In another order than the layout's, and with tensors that older versions of transformers wrote too.
     auto parameters = layout.parameters();
     std::reverse(parameters.begin(), parameters.end());
     file.declare(prefix + "h.0.attn.bias", FileType::F32, {1});
@@ -263,8 +264,8 @@ void write_model(const std::string& path, const std::string& prefix, FileType ty
 }
 
 TYPED_TEST(Checkpoint, LoadsWeightsOfEveryKind) {
-    const auto half = [](int64_t i) { return static_cast<uint16_t>(0x3000 + i % 1000); };  // 0.125 and on
-    const auto brain = [](int64_t i) { return static_cast<uint16_t>(0x3f00 + i % 200); };  // 0.5 and on
+    const auto half = [](int64_t i) { return static_cast<uint16_t>(0x3000 + i % 1000); };  // from 0.125 on
+    const auto brain = [](int64_t i) { return static_cast<uint16_t>(0x3f00 + i % 200); };  // from 0.5 on
     const auto whole = [](int64_t i) { return 1 + static_cast<float>(i % 10007) * 0x1p-20f; };
     const auto whole_bits = [&](int64_t i) { return std::bit_cast<uint32_t>(whole(i)); };
     for (const std::string prefix : {"", "transformer."}) {
@@ -305,7 +306,7 @@ TYPED_TEST(Checkpoint, SavesWithoutTrainingState) {
                           from_device(loaded.weights(), state.layout.size())));
     expect_user_error([&] { read_progress(folder.path()); }, {folder.path(), "no training to resume"});
 
-    // A save with state after it brings its links, and one without takes them away.
+    // A later save with state adds its links, and one without removes them.
     Training<TypeParam> whole;
     save_checkpoint({folder.path(), 0}, whole, at_step(2), "", true);
     EXPECT_EQ(link_target(folder / "trainer_state.json"), "latest/trainer_state.json");
@@ -327,13 +328,13 @@ TEST(Save, KeepsTheNewest) {
     using Names = std::vector<std::string>;
     for (const int64_t step : {9, 10, 100}) save(step, 0);
     EXPECT_EQ(steps_in(folder.path()), (Names{"step-00000009", "step-00000010", "step-00000100"}));
-    // Left by killed saves, and what is none of ours.
+    // Folders that killed saves leave, and others that are none of ours.
     for (const char* name : {"step-00000005.tmp", "step-00000006.old", "step-5", "step-00000100.backup"})
         fs::create_directory(folder / name);
     save(123456789, 3);
     EXPECT_EQ(steps_in(folder.path()),
               (Names{"step-00000010", "step-00000100", "step-00000100.backup", "step-123456789", "step-5"}));
-    // Resumed from step 10: the later saves are the first to go, and never the one just made.
+    // Resumed from step 10: the later saves are removed first, and never the one that was just made.
     save(11, 2);
     EXPECT_EQ(steps_in(folder.path()),
               (Names{"step-00000010", "step-00000011", "step-00000100.backup", "step-5"}));
@@ -361,7 +362,7 @@ TEST(Save, LeavesWhatIsBeingRead) {
     same.let_go();
     save(5);
     EXPECT_EQ(steps_in(out), (std::vector<std::string>{"step-00000005"}));
-    // What is no folder of saves is meant itself, also where there is nothing.
+    // A path that is no folder of saves stands for itself, even if there is nothing.
     for (const std::string& other : {folder.path(), folder / "nowhere"})
         EXPECT_EQ(HeldSave(other).path(), other);
 }
@@ -401,7 +402,7 @@ TEST(Save, CopiesTheTokenizer) {
     EXPECT_EQ(read_text(out + "/step-00000004/vocab.json"), "{}");
 }
 
-// A file system of 1 MiB, unmounted at the end of its scope; mounted() is false where that is not permitted.
+// A file system of 1 MiB, unmounted at the end of its scope; mounted() is false if that is not permitted.
 class SmallDisk {
   public:
     SmallDisk() { mounted_ = mount("tmpfs", folder_.path().c_str(), "tmpfs", 0, "size=1m") == 0; }
@@ -428,7 +429,7 @@ TEST(Save, LeavesTheEarlierSavesWhenTheDiskIsFull) {
     save_checkpoint({out, 1}, state, at_step(1), "", true);
     const auto before = sorted_names(out);
     fill_with_step(state, 2);
-    // From a disk without a free page to one on which the save, of some 60 pages, almost fits.
+    // From a disk without a free page to one on which the save, some 60 pages, almost fits.
     for (int free_pages = 0; free_pages <= 56; free_pages += 7) {
         struct statvfs info;
         ASSERT_EQ(statvfs(disk.path().c_str(), &info), 0);
@@ -464,7 +465,7 @@ TEST(Save, FailsOnAReadOnlyFileSystem) {
 }
 
 #if !defined(SIMT_GPU)  // a forked process cannot use the GPU
-// Goes on with ever later steps, saves every other one twice, and never returns.
+// Continues with ever later steps, saves every other one twice, and never returns.
 [[noreturn]] void save_forever(const std::string& out) {
     Training<float> state;
     for (int64_t step = read_progress(out).step + 1;; step++) {
@@ -494,7 +495,7 @@ TEST(Save, SurvivesBeingKilled) {
                 _exit(1);
             }
         }
-        // Every other round the child first gets a save done, however slow the disk is.
+        // Every other round the child first completes a save, however slow the disk is.
         const std::string before = link_target(out + "/latest");
         for (int ms = 0; round % 2 && ms < 10000 && link_target(out + "/latest") == before; ms++)
             usleep(1000);
@@ -507,7 +508,7 @@ TEST(Save, SurvivesBeingKilled) {
         EXPECT_GE(step, last);
         last = std::max(step, last);
         for (const std::string& name : steps_in(out)) {
-            if (step_of(name) < 0) continue;  // what the kill left unfinished
+            if (step_of(name) < 0) continue;  // left unfinished by the kill
             EXPECT_EQ(whole_step(out + "/" + name), step_of(name));
         }
     }
@@ -554,7 +555,7 @@ TEST(HeldFolder, IsFreeWhenItsRunIsKilled) {
     while (!file_exists(out + "/.lock") || read_text(out + "/.lock").empty()) usleep(1000);
     expect_user_error([&] { HeldFolder(out, 0); }, {format("process %d on ", static_cast<int>(child))});
     kill(child, SIGKILL);
-    const HeldFolder held(out);  // not waited for: it may not be gone yet
+    const HeldFolder held(out);  // without waiting: the killed process may still exist
     waitpid(child, nullptr, 0);
     EXPECT_EQ(read_text(out + "/.lock").find(format("process %d on ", static_cast<int>(getpid()))), 0u);
 }
@@ -593,7 +594,8 @@ TEST(LoadWeights, NamesWhatIsWrong) {
     expect_user_error([&] { read_model_config(folder.path(), "--model"); }, {"config.json: broken JSON"});
     expect_user_error([&] { load_weights(state, folder.path()); }, {folder.path(), "model.safetensors"});
 
-    // A file of zeros in which one tensor has another dtype and shape, or with an empty shape is not.
+    // Writes a file of zeros in which one tensor has another dtype and shape, or is missing if its shape is
+    // empty.
     const auto write = [&](const std::string& odd, FileType odd_type, const std::vector<int64_t>& odd_shape) {
         SafetensorsWriter file(folder / "model.safetensors");
         size_t bytes = 0;
@@ -675,7 +677,7 @@ TEST(Resume, NamesWhatIsWrong) {
     std::ofstream(step + "/trainer_state.json") << good;
     EXPECT_EQ(read_progress(out).step, 3);
 
-    // The weights of another precision, a file cut short, one that is gone.
+    // Weights of another precision, a file that is cut short, a file that is missing.
     const Layout layout(kTiny);
     write_tensors(step + "/model.safetensors", layout, weight_buffers(fp32));
     expect_user_error([&] { resume(kTiny); }, {"transformer.wte.weight", "F32", "BF16"});

@@ -1,4 +1,4 @@
-// test_dataset.cpp - token files: what they are taken for, what is refused, and the order of sequences.
+// test_dataset.cpp - token files: how they are recognised, what is refused, and the order of sequences.
 
 #include <algorithm>
 #include <array>
@@ -36,7 +36,7 @@ std::string wide_shard(const std::vector<uint32_t>& tokens, int32_t version = 7,
     return shard(tokens, 20240801, version, extra);
 }
 
-// n tokens that tell their stream and position.
+// n tokens that say which stream they are from and at which position.
 std::vector<uint16_t> numbered(int n, int first) {
     std::vector<uint16_t> tokens;
     for (int i = 0; i < n; i++) tokens.push_back(static_cast<uint16_t>(first + i));
@@ -104,11 +104,11 @@ TEST(Dataset, HoldsOutTheLastTenths) {
         expect_user_error([&] { data.check_tokens('x'); }, {a, "token 120 at position 20"});
     }
     Dataset data({a, b, c}, "--data");
-    EXPECT_FALSE(data.hold_out(4));  // too few: all stays where it is
+    EXPECT_FALSE(data.hold_out(4));  // too few: nothing is held out
     EXPECT_EQ(text_of(data), "0123456789ABCDEFGHIJxyz\xff\x80qabcdefghij");
 }
 
-// Each character's number and 1, of a file after 0.
+// Encodes a file as 0 and then each character's number plus 1.
 void encode_characters(const FileReader& file, const auto& put) {
     std::vector<int32_t> tokens = {0};
     read_utf8(file, [&](std::string_view part) {
@@ -140,7 +140,7 @@ TEST(Dataset, KeepsTheTokensThatATextBecomes) {
         data.read(0, 9, 5, tokens.data());
         EXPECT_TRUE(std::equal(whole.begin() + 9, whole.begin() + 14, tokens.begin()));
 
-        // Of 10, 2 and 11 tokens the last tenths.
+        // The last tenths of 10, 2 and 11 tokens.
         const auto tenths = data.hold_out(2);
         ASSERT_TRUE(tenths);
         EXPECT_EQ(text_of(*tenths), "9k");
@@ -180,7 +180,7 @@ TEST(ReadUtf8, HandsOverWholeCharacters) {
         return all;
     };
     for (const std::string character : {"a", "\u00e9", "\u20ac", "\U0001f642"})
-        for (size_t shift = 0; shift < 4; shift++) {  // the parts' ends fall everywhere in a character
+        for (size_t shift = 0; shift < 4; shift++) {  // parts end everywhere in a character
             std::string text(shift, 'x');
             while (text.size() < (1 << 20) + 2) text += character;
             EXPECT_TRUE(read(text) == text) << character << shift;
@@ -217,7 +217,7 @@ TEST(TemporaryFile, IsInTheFolderThatIsAskedFor) {
 TEST(Dataset, ShardsAreStreams) {
     const TempFolder folder;
     const std::string a = folder.write("a.bin", shard({1, 2, 50256})), b = folder.write("b", shard({4}));
-    const Dataset data({a, b}, "--data");  // b is known by its content
+    const Dataset data({a, b}, "--data");  // b is recognised by its content
     EXPECT_FALSE(data.is_text());
     EXPECT_EQ(data.largest_token(), 50256);
     EXPECT_EQ(data.stream_count(), 2u);
@@ -299,7 +299,7 @@ TEST(Dataset, NamesFilesThatChange) {
     expect_failure("not a regular file");
 }
 
-// As many files as no process may map or hold open at a time.
+// More files than a process may map or hold open at a time.
 TEST(Dataset, TakesAnyNumberOfFiles) {
     const TempFolder folder;
     const std::string path = folder.write("a", "some text");
@@ -327,7 +327,7 @@ TEST(Dataset, NamesTokensOutsideTheVocabulary) {
     expect_user_error([&] { data.check_tokens(50257); }, {bad, "token 50257 at position 8191", "50257"});
     expect_user_error([&] { data.check_tokens(7); }, {good, "token 7 at position 0"});
 
-    // A loader notices as well, without a check before.
+    // A loader notices it too, without a check before.
     std::vector<uint32_t> wide(10000, 7);
     wide[8191] = 1u << 31;
     const std::string worse = folder.write("c.bin", wide_shard(wide));
@@ -356,7 +356,7 @@ TEST(SequenceLoader, NamesStreamsThatAreTooShort) {
                       {folder / "t", "1 more", "3 tokens", "need 4"});
 }
 
-// The order as its definition says it, epoch by epoch, with nothing kept: start tokens of all sequences.
+// The order by its definition, epoch by epoch, without any state: start tokens of all sequences.
 struct Start {
     size_t stream;
     uint64_t token;
@@ -404,7 +404,7 @@ TEST(SequenceLoader, FollowsTheDefinition) {
                     ASSERT_EQ(in[i], expected) << "T " << T << ", element " << i;
                     ASSERT_EQ(out[i], expected + 1) << "T " << T << ", element " << i;
                 }
-                // Any part, in any order, from any loader, is the same.
+                // Any part is the same, in any order, from any loader.
                 SequenceLoader other(data, T, seed, shuffle);
                 std::vector<int32_t> in3(static_cast<size_t>(3 * T)), out3(in3.size());
                 for (int first = rows - 3; first >= 0; first -= 2) {
@@ -431,13 +431,13 @@ TEST(SequenceLoader, KnownOrder) {
               (std::vector<int32_t>{9, 13, 5, 1, 103, 115, 111, 107, 13, 9, 1, 5, 103, 115, 111, 107}));
 }
 
-// Ten million windows of four files, in the memory of four files.
+// Ten million windows of four files, with the memory of four files.
 TEST(SequenceLoader, KeepsNoOrder) {
     const TempFolder folder;
     std::vector<std::string> files;
     for (const char* name : {"a.bin", "b.bin", "c.bin", "d.bin"}) {
         files.push_back(folder.write(name, shard({}, 20240520, 1, 1 << 23)));
-        std::filesystem::resize_file(files.back(), 1024 + (2 << 23));  // zeros that take no room
+        std::filesystem::resize_file(files.back(), 1024 + (2 << 23));  // zeros that take no disk space
     }
     const Dataset data(files, "--data");
     const size_t before = mallinfo2().uordblks;
@@ -475,7 +475,7 @@ TEST(Packing, FillsTheSequenceThatIsLeftWithLeast) {
               (std::vector<uint32_t>{0, 1, 2, 0, 1, 2}));  // the first of equals
 }
 
-// By its definition: the sequence with least left, of these the first.
+// By definition: the sequence with the least room left, and among equals the first.
 TEST(Packing, IsBestFit) {
     for (const uint32_t room : {1u, 7u, 100u, 1024u}) {
         std::vector<uint32_t> lengths, left, want;
@@ -496,7 +496,7 @@ TEST(Packing, IsBestFit) {
     }
 }
 
-// More records than are sorted at a time, in several runs, and few.
+// More records than are sorted at a time, in several runs; and few records.
 TEST(RecordSorter, SortsMoreThanItHolds) {
     for (const uint64_t count : {uint64_t{0}, uint64_t{5}, uint64_t{32} << 10, uint64_t{150001}}) {
         RecordSorter<uint64_t> sorter("numbers");
@@ -513,15 +513,15 @@ TEST(RecordSorter, SortsMoreThanItHolds) {
 
 using Examples = std::vector<std::vector<int32_t>>;
 
-// Examples of random lengths, the tokens of each in a row, of which every third is not to be learnt. Every
-// other one is a text, which goes on in further examples where it is longer than a sequence. `files`: what
-// two files then hold.
+// Examples of random lengths with consecutive tokens; every third token has no loss. Every other example is a
+// text, which continues in further examples if it is longer than a sequence. `files` gets what the two files
+// then contain.
 std::unique_ptr<Dataset> examples_of(const TempFolder& folder, int count, int seq_len, Examples (&files)[2]) {
     auto data = std::make_unique<Dataset>(
         std::vector<std::string>{folder.write("a.jsonl", std::string(10, 'x')), folder.write("b.jsonl", "x")},
         "--data");
     EXPECT_TRUE(data->is_examples());
-    int32_t token = 3;  // none is 0, as padding is
+    int32_t token = 3;  // no token is 0, as padding is
     int file = 0;
     data->tokenize_examples(seq_len, [&](const FileReader&, const auto& put) {
         Examples& all = files[file++];
@@ -542,7 +542,7 @@ std::unique_ptr<Dataset> examples_of(const TempFolder& folder, int count, int se
     return data;
 }
 
-// Every example stands once in an epoch, whole and in its own place, whatever the order.
+// Every example occurs once in an epoch, whole and in its own place, whatever the order.
 void expect_all(const Dataset& data, int seq_len, const Examples& all, bool shuffle) {
     SequenceLoader loader(data, seq_len, 7, shuffle);
     const uint64_t sequences = loader.sequences_per_epoch();
@@ -603,7 +603,7 @@ TEST(SequenceLoader, PacksExamples) {
     }
 }
 
-// What the allocator has lent.
+// Bytes that the allocator has handed out.
 size_t allocated() {
     const struct mallinfo2 info = mallinfo2();
     return info.uordblks + info.hblkhd;
@@ -646,7 +646,7 @@ TEST(SequenceLoader, HoldsNoListOfExamples) {
     EXPECT_LT(data.packed().packing_bytes(), 1000000u);
 }
 
-// A text in parts makes the examples that it makes as a whole.
+// A text that is passed in parts gives the same examples as the whole.
 TEST(Dataset, TakesATextInParts) {
     for (const size_t count : {2u, 8u, 9u, 10u, 16u, 17u, 18u, 100u}) {
         std::vector<int32_t> tokens(count);

@@ -1,5 +1,5 @@
-// test_disk.cpp - what is read past the page cache while the program computes, and what lives and goes there:
-// pieces of any place and length, files that change, and requests that fail.
+// test_disk.cpp - reads past the page cache while the program computes, and data that is kept on disk: pieces
+// of any place and length, files that change, and requests that fail.
 
 #include <atomic>
 #include <cstring>
@@ -22,7 +22,7 @@
 
 namespace {
 
-// Memory of whole sectors.
+// Staging memory, of whole sectors.
 class Staging {
   public:
     Staging() : memory_(DiskThreads::kStagingBytes, "staging") {}
@@ -46,7 +46,7 @@ struct Opened {
     }
 };
 
-// Through io_uring, and by threads. Where the kernel does not allow the first, both are the second.
+// Through io_uring, and by threads. If the kernel does not allow io_uring, both use threads.
 class DiskQueues : public testing::TestWithParam<bool> {
   protected:
     Staging staging_;
@@ -69,7 +69,7 @@ TEST_P(DiskQueues, AreRingsWhereTheKernelHasThem) {
     EXPECT_EQ(queue_.has_ring(), GetParam() && kernel_has_rings());
 }
 
-// Has the kernel refuse a process the use of its rings, as a container's filter may, and not their setup.
+// Makes the kernel refuse the process the use of its rings, as a container's filter may, but not their setup.
 bool refuse_rings(uint32_t error) {
     sock_filter filter[] = {BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
                             BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, __NR_io_uring_enter, 0, 1),
@@ -87,7 +87,7 @@ TEST(DiskQueue, IsThreadsWhereTheUseOfRingsIsRefused) {
     for (const int error : {EPERM, ENOSYS, EACCES})
         EXPECT_EXIT(
             {
-                if (!refuse_rings(static_cast<uint32_t>(error))) std::_Exit(0);  // there are no filters here
+                if (!refuse_rings(static_cast<uint32_t>(error))) std::_Exit(0);  // no filters here
                 const Staging staging;
                 DiskQueue queue(staging.data());
                 Opened opened;
@@ -107,7 +107,7 @@ TEST_P(DiskQueues, ReadPiecesOfAnyPlaceAndLength) {
     const FileReader file_a(folder.write("a", a)), file_b(folder.write("b", b));
     std::mt19937 random(3);
     for (int round = 0; round < 30; round++) {
-        // Pieces in any order, next to each other or far apart, and what a file ends with.
+        // Pieces in any order, next to each other or far apart, and ends of files.
         std::vector<FilePiece> pieces;
         std::string expected;
         for (int i = 0; i < 40; i++) {
@@ -154,11 +154,11 @@ TEST_P(DiskQueues, AFileThatBecameShorterIsNoticed) {
     std::string got(10000, ' ');
     expect_user_error([&] { read(reads, got.data()); }, {path, "was changed since it was opened"});
     expect_user_error([&] { reads.check(); }, {path, "was changed since it was opened"});
-    queue_.wait();  // of nothing
+    queue_.wait();  // for nothing
 }
 
-// Sectors of one piece that belong where memory is aligned to them need no staging memory, and what is beside
-// them stays as it is.
+// Sectors of one piece whose memory is aligned as in the file are read without staging memory, and what is
+// beside them stays as it is.
 TEST_P(DiskQueues, SectorsAreReadWhereTheyBelong) {
     const TempFolder folder;
     const std::string text = noise(3 * kRequestBytes + 10 * kSector, 1);
@@ -167,12 +167,12 @@ TEST_P(DiskQueues, SectorsAreReadWhereTheyBelong) {
     const size_t first = 3 * kSector - 100, bytes = 2 * kRequestBytes + 5 * kSector;
     const DeviceBuffer memory(bytes + 2 * kSector, "the pieces");
     std::memset(memory.data(), '.', memory.bytes());
-    char* const to = aligned_room(memory.data()) + kSector - 100;  // as the file is to its sectors
+    char* const to = aligned_room(memory.data()) + kSector - 100;  // aligned to sectors as the file is
     const DiskReads alike({{&file, first, bytes, 0}}, opened), unlike({{&file, first, bytes, 1}}, opened);
     ASSERT_EQ(alike.count(), 3u);
-    EXPECT_EQ(alike.request(0, to).memory, nullptr);  // begins in a sector
+    EXPECT_EQ(alike.request(0, to).memory, nullptr);  // begins within a sector
     EXPECT_EQ(alike.request(1, to).memory, to + 100 - kSector + kRequestBytes);
-    EXPECT_EQ(alike.request(2, to).memory, nullptr);  // ends in one
+    EXPECT_EQ(alike.request(2, to).memory, nullptr);  // ends within one
     for (size_t i = 0; i < 3; i++) EXPECT_EQ(unlike.request(i, to).memory, nullptr);
     read(alike, to);
     EXPECT_EQ(std::string(to, bytes), text.substr(first, bytes));
@@ -218,7 +218,7 @@ TEST_P(DiskQueues, GoOnAfterAFailure) {
     expect_user_error([&] { queue_.wait(); }, {"number 37"});
     queue_.start(0, work);
     queue_.wait();
-    queue_.start(36, work);  // is left where it ends
+    queue_.start(36, work);  // still running at the end of the scope
 }
 
 TEST_P(DiskQueues, AFileThatEndsIsNoticed) {
@@ -245,7 +245,7 @@ TEST(DiskThreads, GoOnAfterAFailure) {
         expect_user_error([&] { threads.wait(); }, {"number 37"});
         EXPECT_EQ(runs, std::vector<int>(100, 1));
     }
-    threads.start(1 << 20, [](size_t, char*) {});  // is left where it ends
+    threads.start(1 << 20, [](size_t, char*) {});  // still running at the end of the scope
 }
 
 TEST(DiskThreads, DoWhatIsBegunInTurn) {
@@ -291,7 +291,7 @@ TEST(DiskElsewhere, HasAnyBytesOfTheHosts) {
                       {"--state disk", folder / "none", "TMPDIR"});
 }
 
-// Rooms go and come while others do, in one room after what it had went.
+// Buffers are stored and fetched while others are. A buffer is filled again after its content was stored.
 constexpr size_t kRoom = 2 * kRequestBytes + 3 * kSector, kRooms = 3, kChunks = 11;
 void exchange_rooms(Elsewhere& place) {
     for (size_t c = 0; c < kChunks; c++)
@@ -324,7 +324,7 @@ TEST_P(DiskQueues, ExchangeRooms) {
     exchange_rooms(place);
 }
 
-// As beside a GPU.
+// Staged, as beside a GPU.
 TEST_P(DiskQueues, ExchangeRoomsThroughOthers) {
     const TempFolder folder;
     auto file = std::make_unique<DiskElsewhere>(folder.path(), kChunks * kRoom, "--state disk", GetParam());

@@ -1,5 +1,5 @@
-// The families' tables and config.json: counts of published models, both spellings of `transformers`, the
-// classes' defaults, what is refused, and that what is written reads back.
+// The families' tables and config.json: parameter counts of published models, both spellings of
+// `transformers`, the classes' defaults, what is refused, and that what is written reads back.
 #include <gtest/gtest.h>
 
 #include "llmc/arena.h"
@@ -88,7 +88,7 @@ TEST(Family, BothSpellingsOfTransformersAreTheSame) {
     EXPECT_EQ(parsed(bloom), parsed(original));
 }
 
-// The lengths that yarn and dynamic count from, and how far they reach.
+// The lengths from which yarn and dynamic scaling start, and the lengths that they reach.
 TEST(Family, LengthsOfScalings) {
     const auto scaled = [](const json& rope) { return parsed(with(plain_llama(), "rope_scaling", rope)); };
     EXPECT_EQ(parsed(plain_llama()).longest(), 4096);
@@ -127,13 +127,13 @@ TEST(Family, MissingKeysAreTheClasses) {
     EXPECT_TRUE(parsed({{"model_type", "bloom"}}).tied);
 }
 
-// Qwen's window is live only where it is said to be, and only in all layers or none.
+// Qwen's window is used only if the file says so, and only in all layers or none.
 TEST(Family, WindowsOfQwen) {
     json config = of_type("qwen2", llama(64, 4, 4, 2, 96, 300, false));
     config["sliding_window"] = 7;
     EXPECT_EQ(parsed(config).window, 0);
     config["use_sliding_window"] = true;
-    EXPECT_EQ(parsed(config).window, 0);  // from layer 28 on, of which there are none
+    EXPECT_EQ(parsed(config).window, 0);  // from layer 28 on, and there are only 4
     config["max_window_layers"] = 0;
     EXPECT_EQ(parsed(config).window, 7);
     config["max_window_layers"] = 2;
@@ -223,7 +223,7 @@ TEST(Family, RefusesWhatItCannotCompute) {
         EXPECT_NE(refusal(config).find(message), std::string::npos) << message << ": " << refusal(config);
 }
 
-// Every number of every family: out of range, of another kind, or in a container.
+// Every number of every family: out of range, of another type, or in a container.
 TEST(Family, RefusesAbsurdNumbers) {
     const json none_of_both = {-1, -1e300, 1e300, "7", true, json::array({1}), json::object()};
     int refused = 0;
@@ -251,7 +251,7 @@ TEST(Family, RefusesAbsurdNumbers) {
     EXPECT_GT(refused, 300);
 }
 
-// Where a file has both spellings, `transformers` takes the older.
+// If a file has both spellings, `transformers` uses the older one.
 TEST(Family, TheOlderSpellingCounts) {
     json both = with(llama(64, 2, 4, 2, 96, 300, false), "rope_scaling", kScaled);
     both["rope_parameters"] = {{"rope_type", "linear"}, {"factor", 3.0}, {"rope_theta", 7.0}};
@@ -308,7 +308,7 @@ TEST(Family, NewModels) {
     EXPECT_THROW(new_config({&kLlama, 13}, 300, 128), UserError);
 }
 
-// The parts of a fused row lie one after the other, and every tensor of a unit can be found by its field.
+// The parts of a fused row are adjacent, and every tensor of a unit can be found by its field.
 TEST(Family, FusedRowsAreTheFilesTensors) {
     const Layout layout(parsed(of_type("qwen2", llama(64, 2, 4, 2, 96, 300, false))));
     std::vector<float> memory(static_cast<size_t>(layout.size()));

@@ -1,7 +1,7 @@
-// test_family_kernels.cpp - the kernels of Llama's relatives, of adapters and of dropout against plain loops
-// in double precision, in every order of threads.
+// test_family_kernels.cpp - the kernels of Llama's relatives, of adapters and of dropout, compared with plain
+// loops in double precision, in every order of threads.
 //
-// Outputs start as NaN, gradients that are added to start as random numbers.
+// Outputs start as NaN; gradients that are added to start as random numbers.
 
 #include <algorithm>
 #include <cmath>
@@ -30,7 +30,7 @@ class FamilyKernels : public testing::Test {};
 using Types = testing::Types<float, bf16>;
 TYPED_TEST_SUITE(FamilyKernels, Types);
 
-// Rows of different sizes, some as small as epsilon makes them.
+// Rows of different magnitudes, some so small that epsilon matters.
 template <class T>
 std::vector<T> rows_of_sizes(const MatrixSize& s, uint64_t seed) {
     const float scale[] = {1, 1e-3f, 100};
@@ -52,7 +52,7 @@ struct RmsnormReference {
     }
 };
 
-// Adds to dx and dweight what dout sends back through a row of rmsnorm.
+// Adds to dx and dweight their gradients through a row of rmsnorm, from dout.
 void add_rmsnorm_gradients(double* dx, double* dweight, const double* dout, const double* x, double rstd,
                            const double* weight, size_t C) {
     double mean = 0;
@@ -109,7 +109,7 @@ TYPED_TEST(FamilyKernels, ResidualRmsnormForwardIsAdditionThenRmsnorm) {
         std::vector<T> added(n);
         for (size_t i = 0; i < n; i++) added[i] = from_float<T>(to_float(a[i]) + to_float(b[i]));
 
-        // What each of the two ways writes: sum, out, rstd.
+        // What the fused kernel and the separate ones write: sum, out, rstd.
         auto run = [&](bool fused) {
             const DeviceArray<T> d_a(a), d_b(b), d_sum(fused ? poisoned<T>(n) : added), d_out(poisoned<T>(n));
             const DeviceArray<float> d_rstd(poisoned<float>(s.rows));
@@ -128,8 +128,8 @@ TYPED_TEST(FamilyKernels, ResidualRmsnormForwardIsAdditionThenRmsnorm) {
     }
 }
 
-#if defined(SIMT_GPU)  // g++ may fuse other additions and products in the one than in the other
-// What rmsnorm's kernels write where a lane keeps kKept vectors of its row; with 0 it reads the row again.
+#if defined(SIMT_GPU)  // g++ may fuse other additions and products in one than in the other
+// What rmsnorm's kernels write if a lane keeps kKept vectors of its row; with 0 it reads the row again.
 template <class T, int kKept>
 std::vector<unsigned char> rmsnorm_bits(const MatrixSize& s) {
     constexpr int N = kVectorSize<T>;
@@ -153,7 +153,7 @@ std::vector<unsigned char> rmsnorm_bits(const MatrixSize& s) {
 
 TYPED_TEST(FamilyKernels, RmsnormOfRowsThatAreKeptHasTheSameBits) {
     using T = TypeParam;
-    for (const int missing : {0, 1, 3}) {  // vectors, of the most that are kept
+    for (const int missing : {0, 1, 3}) {  // vectors missing from the most that are kept
         const auto size = [&](int kept) {
             return MatrixSize{11, (kept * kLanes - missing) * kVectorSize<T>};
         };
@@ -207,7 +207,7 @@ TYPED_TEST(FamilyKernels, RmsnormBackward) {
     }
 }
 
-// What `transformers` 5.23 has as inv_freq.
+// Compared with inv_freq of `transformers` 5.23.
 TEST(InverseFrequencies, AreThoseOfTransformers) {
     auto expect = [](const std::vector<float>& got, const Doubles& want) {
         ASSERT_EQ(got.size(), want.size());
@@ -329,7 +329,7 @@ TYPED_TEST(FamilyKernels, Rope) {
     }
 }
 
-// Each position's cosine and sine, as pairs (1, 0) that are turned by it.
+// Each position's cosine and sine: pairs (1, 0), rotated by it.
 TEST(Rope, AnglesAreAccurateToTwoMillionPositions) {
     const int positions = kSmallShapes ? 500 : 1 << 14, half = 16;
     const std::vector<float> frequencies = inverse_frequencies(2 * half, {.theta = 500});
@@ -359,7 +359,7 @@ std::vector<HeadsCase> head_norm_cases() {
     return cases;
 }
 
-// Heads of different sizes.
+// Heads of different magnitudes.
 template <class T>
 std::vector<T> heads_of_sizes(const HeadsCase& s, uint64_t seed) {
     return rows_of_sizes<T>({static_cast<int>(s.size()) / s.head_size, s.head_size}, seed);
@@ -455,7 +455,7 @@ std::vector<MatrixSize> swiglu_sizes() {
     return sizes;
 }
 
-// [gate | up] by row, with gates where sigmoid is flat.
+// [gate | up] by row, also with gates where sigmoid is flat.
 template <class T>
 std::vector<T> gates_and_ups(const MatrixSize& s, uint64_t seed) {
     std::vector<T> x = random_values<T>(static_cast<size_t>(s.rows) * 2 * s.C, 2, seed);
@@ -544,14 +544,14 @@ TYPED_TEST(FamilyKernels, ScaleColumns) {
     }
 }
 
-// Zero with the probability, else scaled so that the mean stays; the same zeros from the same key and place
-// in any build, others from others.
+// An element is zero with the probability, else scaled so that the mean stays. The same key and place give
+// the same zeros in any build; other keys and places give others.
 TYPED_TEST(FamilyKernels, Dropout) {
     using T = TypeParam;
     constexpr size_t kCount = 40003;
     constexpr double kProbability = 0.3;
     const std::vector<T> ones(kCount, from_float<T>(1.f));
-    // From element `first` on.
+    // The result from element `first` on.
     const auto dropped = [&](uint64_t sequence, uint64_t place, bool adds, size_t first = 0) {
         const size_t count = kCount - first;
         std::vector<T> out;
@@ -575,7 +575,7 @@ TYPED_TEST(FamilyKernels, Dropout) {
         ASSERT_TRUE(x == 0 || x == kept) << x;
         zeros += x == 0;
     }
-    EXPECT_NEAR(static_cast<double>(zeros) / kCount, kProbability, 0.01);  // 4 deviations
+    EXPECT_NEAR(static_cast<double>(zeros) / kCount, kProbability, 0.01);  // 4 standard deviations
     EXPECT_EQ(dropped(11, 3, false), first);
     const Doubles added = dropped(11, 3, true);
     const double one_more = to_float(from_float<T>(1 + dropout_at(nullptr, 0, kProbability).scale));
@@ -592,8 +592,8 @@ TYPED_TEST(FamilyKernels, Dropout) {
     EXPECT_FALSE(dropout_at(nullptr, 0, 0));
 }
 
-// The rows of a soft prompt stand before every sequence, with the positions of the first; their gradients are
-// the sums over the sequences.
+// The rows of a soft prompt come before every sequence, at the first positions; their gradients are the sums
+// over the sequences.
 TYPED_TEST(FamilyKernels, SoftPrompts) {
     using T = TypeParam;
     constexpr int kBatch = 3, kLength = 5, kPrompt = 4, kVocabulary = 11, kAll = kPrompt + kLength;

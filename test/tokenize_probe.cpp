@@ -2,17 +2,16 @@
 //
 //     tokenize_probe FOLDER COMMAND < INPUTS > OUTPUTS
 //
-// Inputs and outputs are records: a uint32 length, then so many bytes.
-// encode [BYTES]  text to int32 tokens; fed in parts of so many bytes if given
-// specials        the same with what the tokenizer puts around a text
-// data            the name of a file to the tokens that it has as a training's data, text or examples
-// examples FORMAT a line of JSON lines to the tokens that it has as a training's data, negative if not
-// learnt;
-//                 FORMAT as of --chat-format; `learn-all FORMAT`: by --loss-on all
+// Inputs and outputs are records: a uint32 length, then that many bytes.
+// encode [BYTES]  text to int32 tokens; fed in parts of BYTES bytes if given
+// specials        text to int32 tokens, with those that the tokenizer puts around a text
+// data            the name of a file to its tokens as training data, of text or of examples
+// examples FORMAT a line of JSON lines to its tokens as training data, negative if they have no loss;
+//                 FORMAT as of --chat-format; `learn-all FORMAT`: with --loss-on all
 // decode          int32 tokens to text; `plain`: without special tokens
 // time            text to JSON: its bytes and tokens, and the processor seconds that tokenizing it took
 // facts           needs no input; JSON: size, end_of_text, begin_of_text, held_bytes
-// A mistake of the user's is one line and exit code 2, as of the trainer.
+// A mistake of the user's is reported in one line, with exit code 2, as by the trainer.
 
 #include <cstdio>
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// test_files.cpp - files, JSON, safetensors and the algorithms of products: round trips, exact conversions,
+// test_files.cpp - files, JSON, safetensors and files of matmul algorithms: round trips, exact conversions,
 // and every kind of damage.
 
 #include <cmath>
@@ -19,7 +19,7 @@
 
 namespace {
 
-// A safetensors file of this header and so many bytes of data.
+// A safetensors file of this header and this many bytes of data.
 std::string file_of(const std::string& header, size_t data_bytes) {
     const uint64_t length = header.size();
     std::string text(reinterpret_cast<const char*>(&length), sizeof length);
@@ -42,7 +42,7 @@ TEST(FileReader, ReadsAnyPart) {
     EXPECT_NE(file.stamp(), FileReader(folder / "b").stamp());
 }
 
-// Bytes of a file that the page cache holds.
+// Bytes of a file that are in the page cache.
 size_t cached_bytes(const std::string& path) {
     const OpenFile file(path, O_RDONLY);
     const size_t bytes = stamp_of(file.fd(), path).bytes, page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
@@ -61,7 +61,7 @@ bool keeps_pages(const std::string& path) {
     return cached_bytes(path) > 0;
 }
 
-// Pieces in order and not, as a model's tensors are read.
+// Reads in pieces, in order and not, as a model's tensors are read.
 TEST(FileReader, LeavesNoPagesOfWhatIsReadOnce) {
     const TempFolder folder;
     std::string text(9 * kPagesWindow + 12345, '\0');
@@ -102,7 +102,7 @@ TEST(FileReader, NamesWhatItCannotOpen) {
     };
     expect_refusal(folder / "absent", "No such file");
     expect_refusal(folder.path(), "directory");
-    expect_refusal(pipe, "not a regular file");  // and is not waited for
+    expect_refusal(pipe, "not a regular file");  // the pipe is not waited for
     expect_refusal("/dev/zero", "not a regular file");
 }
 
@@ -249,7 +249,7 @@ TEST(Safetensors, RoundTrip) {
     EXPECT_EQ(file.find("absent"), nullptr);
 }
 
-// Read in pieces, which a piece's end must not show in.
+// They are read in pieces; the ends of pieces must not show.
 TEST(Safetensors, ReadsLongTensorsFromAnywhere) {
     const TempFolder folder;
     const size_t size = 100003;
@@ -275,7 +275,7 @@ TEST(Safetensors, ReadsLongTensorsFromAnywhere) {
             EXPECT_TRUE(first == 0 || read[size - first] == -1.f) << name << first;
         }
     }
-    // Shortened meanwhile.
+    // The file is cut short meanwhile.
     std::filesystem::resize_file(folder / "f", std::filesystem::file_size(folder / "f") - 2);
     expect_user_error([&] { read_as_float(*file.find("brain"), read.data(), 0, size); },
                       {folder / "f", "changed meanwhile"});
@@ -506,7 +506,7 @@ TEST(MatmulAlgorithms, RoundTripAndMerge) {
     MatmulAlgorithms(path, "GPU, cuBLASLt 1").save();
     EXPECT_EQ(read_text(path), before);
 
-    // Another GPU, or another version of the library, knows nothing of these and keeps them.
+    // Another GPU, or another version of the library, does not use these entries but keeps them.
     for (const char* machine : {"other GPU, cuBLASLt 1", "GPU, cuBLASLt 2"}) {
         MatmulAlgorithms other(path, machine);
         EXPECT_EQ(other.size(), 0u);
@@ -556,7 +556,7 @@ TEST(MatmulAlgorithms, NamesWhatIsWrong) {
     };
     for (const auto& [text, part] : cases)
         expect_user_error([&, &text = text] { open(text); }, {folder / "a.json", part});
-    // Of other machines nothing is read.
+    // Entries of other machines are not read.
     EXPECT_EQ(MatmulAlgorithms(folder.write("a.json", product("3")), "other").size(), 0u);
     expect_user_error([&] { MatmulAlgorithms(folder.path(), "GPU"); }, {folder.path(), "directory"});
     expect_user_error([&] { MatmulAlgorithms(folder / "absent/a.json", "GPU").save(); },

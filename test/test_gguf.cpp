@@ -1,5 +1,5 @@
-// test_gguf.cpp - GGUF files: what is read of a good one, and every lie of a bad one refused in one line; the
-// same for the JSON of bitsandbytes' NF4.
+// test_gguf.cpp - GGUF files: what is read of a good one, and that every false value in a bad one is refused
+// in one line; the same for the JSON of bitsandbytes' NF4.
 
 #include <functional>
 #include <string>
@@ -7,7 +7,7 @@
 
 #include <gtest/gtest.h>
 
-#include "llmc/arena.h"  // defines what a tensor does at its end
+#include "llmc/arena.h"  // defines arena_give_back()
 #include "llmc/gguf_model.h"
 #include "llmc/gguf_tokenizer.h"
 #include "llmc/nf4_files.h"
@@ -17,7 +17,7 @@
 namespace {
 using Change = std::function<void(GgufWriter&)>;
 
-// A Llama of one layer: 8 channels in 2 heads, 1 of keys and values, 6 tokens.
+// A Llama of one layer: 8 channels in 2 heads, 1 head of keys and values, 6 tokens.
 void add_keys(GgufWriter& w, const std::string& arch = "llama", float theta = 500000) {
     w.text("general.architecture", arch);
     w.u32(arch + ".block_count", 1);
@@ -60,7 +60,7 @@ class Gguf : public testing::Test {
         change(w);
         return write(w);
     }
-    // Expects that a file with these keys and tensors is refused, naming it.
+    // Expects that a file with these keys and tensors is refused, with its name in the message.
     void expect_refused(const Change& change, std::initializer_list<std::string> parts) {
         const std::string path = write(change);
         expect_user_error([&] { GgufFile file(path); }, {path});
@@ -157,7 +157,7 @@ TEST_F(Gguf, ALlamaIsRead) {
     std::vector<float> q(64), v(32);
     model.get("model.layers.0.self_attn.q_proj.weight", {8, 8}).read_floats(0, 8, q.data());
     model.get("model.layers.0.self_attn.v_proj.weight", {4, 8}).read_floats(0, 4, v.data());
-    const int rows[] = {0, 2, 1, 3, 4, 6, 5, 7};  // of each head the even, then the odd
+    const int rows[] = {0, 2, 1, 3, 4, 6, 5, 7};  // in each head the even rows, then the odd ones
     for (size_t i = 0; i < q.size(); i++) EXPECT_EQ(q[i], 8 * rows[i / 8] + i % 8);
     EXPECT_EQ(v[31], 31);
     expect_user_error([&] { model.get("model.norm.weight", {9}); }, {"output_norm.weight", "[8]", "[9]"});

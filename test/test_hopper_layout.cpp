@@ -1,6 +1,6 @@
-// test_hopper_layout.cpp - the tiles of attention_hopper.cuh: TMA's swizzle and wgmma's reading of it,
-// written down once more from the PTX ISA, meet at the right elements; and what kernels take of an SM is
-// there.
+// test_hopper_layout.cpp - the tiles of attention_hopper.cuh: TMA's swizzle and the way wgmma reads it, each
+// written again here from the PTX ISA, must meet at the right elements; and an SM must have what the kernels
+// need.
 
 #include <cstdint>
 #include <vector>
@@ -13,11 +13,12 @@ namespace {
 
 constexpr uint32_t kSharedBytes = 227 * 1024, kSharedRegisters = 64 * 1024;  // compute capability 9.0
 
-// Shared memory in units of 16 bytes, each of which holds 8 elements; an element is its number in the tile.
+// Shared memory in units of 16 bytes, each of which holds 8 elements. An element is stored as its index in
+// the tile.
 class SharedMemory {
   public:
-    // cuTensorMapEncodeTiled's SWIZZLE_128B: 16-byte unit u of a 128-byte line l lies at unit u ^ l % 8,
-    // lines counted from a multiple of 1024 bytes.
+    // cuTensorMapEncodeTiled's SWIZZLE_128B: 16-byte unit u of a 128-byte line l is stored at unit u ^ l % 8,
+    // with lines counted from a multiple of 1024 bytes.
     void write_box(uint32_t address, int rows, int columns_of_tile, int first_column) {
         ASSERT_EQ(address % 1024, 0u);
         for (int row = 0; row < rows; row++)
@@ -54,7 +55,8 @@ class SharedMemory {
     std::vector<int> elements_ = std::vector<int>(kSharedBytes / 2, -1);
 };
 
-// Every operand that a kernel can name of the tile: any 64 or all rows, by the columns; all columns, by rows.
+// Every operand that a kernel can take from the tile: any 64 rows or all rows, by columns; all columns, by
+// rows.
 template <int kRows, int kColumns>
 void check_tile(uint32_t address) {
     SCOPED_TRACE(testing::Message() << kRows << " x " << kColumns << " at " << address);
@@ -109,7 +111,7 @@ void check_resources() {
     EXPECT_LE(K::kSharedBytes, kSharedBytes);
     EXPECT_EQ(K::kBarriers % 8, 0u);
     const int started =
-        static_cast<int>(kSharedRegisters) / K::kThreads / 8 * 8;  // a thread, by __launch_bounds__
+        static_cast<int>(kSharedRegisters) / K::kThreads / 8 * 8;  // per thread, by __launch_bounds__
     EXPECT_LE(K::kProducerRegisters, started);
     EXPECT_GE(K::kConsumerRegisters, started);
     EXPECT_LE(K::kProducerRegisters + K::kConsumers * K::kConsumerRegisters, (K::kConsumers + 1) * started)

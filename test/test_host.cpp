@@ -1,5 +1,5 @@
-// The host parts that have no file format of their own: schedule, sampling, options, sizes and layout of
-// models.
+// test_host.cpp - host code without a file format of its own: schedule, sampling, options, sizes and layout
+// of models.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -33,7 +33,7 @@ TEST(Schedule, KnownPoints) {
     EXPECT_DOUBLE_EQ(learning_rate("cosine", 0, 1, 0, 1.0, 0.0), 1.0);
 }
 
-// Rates are those of the steps that are replayed, where these are; phases stay those of plain steps.
+// Reported rates are those of replayed steps if there are any; phases are always those of plain steps.
 TEST(Bench, ReplayedStepsAreTheSteps) {
     const MemoryReport memory;
     for (const bool forward_only : {false, true}) {
@@ -57,7 +57,6 @@ TEST(Bench, ReplayedStepsAreTheSteps) {
     }
 }
 
-// What the user can mend ends with code 2, what is ours with 1; each prints one line.
 TEST(DeviceRates, GpusAreKnownByWholeNames) {
     const auto known = [](const char* name) {
         const KnownGpu* gpu = gpu_named(name);
@@ -86,8 +85,8 @@ TEST(DeviceRates, GpusAreKnownByWholeNames) {
         EXPECT_EQ(known(other), "") << other;
 }
 
-// By its own name, not by that of another entry before it; with what a plan divides by; and in the order that
-// the formats have.
+// Each entry is found by its own name, not by an earlier entry's. It has the numbers that a plan divides by,
+// and its rates are ordered as the formats are.
 TEST(DeviceRates, EveryEntryIsFoundAndWhole) {
     for (const KnownGpu& gpu : kKnownGpus) {
         ASSERT_NE(gpu_named(gpu.name), nullptr) << gpu.name;
@@ -103,7 +102,8 @@ TEST(DeviceRates, EveryEntryIsFoundAndWhole) {
     }
 }
 
-// What the devices report, as deviceQuery prints it: the arithmetic comes to their data sheets.
+// The numbers that devices report, as deviceQuery prints them: computed rates come to those of their data
+// sheets.
 TEST(DeviceRates, AGpuIsComputedFromWhatItReports) {
     for (const GpuFacts& facts : std::initializer_list<GpuFacts>{
              {"NVIDIA A100-SXM4-80GB", 8, 0, 108, 1.410e9, 1.593e9, 5120, false},
@@ -125,7 +125,7 @@ TEST(DeviceRates, AGpuIsComputedFromWhatItReports) {
         const auto near = [&](double a, double b, double much) {
             EXPECT_NEAR(a / b, 1, much) << facts.name << ": " << a << " beside " << b;
         };
-        // The data sheets of the largest count with less than the clock that they report.
+        // The data sheets of the largest GPUs assume less than the clock that the GPUs report.
         near(computed.flops, table->flops, 0.09);
         near(computed.tf32, table->tf32, 0.09);
         near(computed.fp32, table->fp32, 0.09);
@@ -134,7 +134,7 @@ TEST(DeviceRates, AGpuIsComputedFromWhatItReports) {
         EXPECT_EQ(gpu_planned_for(facts).called, table->name);
         EXPECT_EQ(gpu_planned_for(facts).flops, table->flops);
     }
-    // Unknown ones are not taken for an A100; a laptop's has eight lanes, a module's memory is its host's.
+    // Unknown GPUs are not taken for an A100. A laptop's has eight lanes; a module's memory is its host's.
     GpuFacts laptop = {"NVIDIA GeForce RTX 4090 Laptop GPU", 8, 9, 76, 2.040e9, 9.001e9, 256, false};
     const NominalGpu planned = gpu_planned_for(laptop);
     EXPECT_EQ(planned.called, laptop.name);
@@ -146,7 +146,7 @@ TEST(DeviceRates, AGpuIsComputedFromWhatItReports) {
     EXPECT_NEAR(orin.flops, 42.6e12, 1e11);
     EXPECT_NEAR(orin.bandwidth, 204.8e9, 1e9);
     EXPECT_EQ(orin.host, orin.bandwidth);
-    // One that reports no memory clock has an A100's bandwidth for its FLOP/s; where none answers, it is an
+    // A GPU that reports no memory clock has an A100's bandwidth for its FLOP/s. If no GPU answers, it is an
     // A100.
     laptop.memory_clock = 0;
     EXPECT_NEAR(gpu_planned_for(laptop).bandwidth, 1.94e12 * 79.4 / 312, 1e9);
@@ -154,6 +154,7 @@ TEST(DeviceRates, AGpuIsComputedFromWhatItReports) {
     EXPECT_EQ(gpu_planned_for({}).bandwidth, kA100.bandwidth);
 }
 
+// A user's mistake ends with exit code 2, our own with 1; each prints one line.
 TEST(Error, ExitCodes) {
     const auto ends_with = [](auto&& action) {
         testing::internal::CaptureStderr();
@@ -193,8 +194,8 @@ TEST(Sampler, TopKDrawsNothingElse) {
     EXPECT_EQ(seen, (std::set<int>{0, 3}));
 }
 
-// What is printed of `steps` steps of so many seconds each, from first_step on: the steps' numbers, and the
-// text.
+// What is printed for the steps from first_step to `steps`, each of `seconds` seconds: the numbers of the
+// printed steps, and the text.
 std::pair<std::vector<int>, std::string> printed(int first_step, int steps, int every, double seconds,
                                                  const std::set<int>& stops = {}) {
     char* text = nullptr;
@@ -244,7 +245,7 @@ TEST(StepLines, SayHowFarAndHowFast) {
     EXPECT_NE(text.find("| 2:30 left\n"), std::string::npos);
 }
 
-// What a terminal gets of a text that comes in pieces of `piece` bytes.
+// What a terminal shows of a text that comes in pieces of `piece` bytes.
 std::string shown(std::string_view text, size_t piece) {
     TerminalText terminal;
     std::string result;

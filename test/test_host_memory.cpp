@@ -1,5 +1,5 @@
-// test_host_memory.cpp - what is free: read from made-up /proc and /sys of machines, containers and limits;
-// and what is made of it.
+// test_host_memory.cpp - free memory: read from made-up files of /proc and /sys, for machines, containers and
+// limits; and what follows from it.
 #include <sys/mman.h>
 
 #include "llmc/enough_memory.h"
@@ -82,7 +82,7 @@ TEST(HostMemory, Version2) {
     m.expect_free(110, at + "/memory.max");
 }
 
-// Both are mounted where a system has the old controllers and the new hierarchy for its own ends.
+// A system has both mounted if it has the old controllers, and the new hierarchy for its own purposes.
 TEST(HostMemory, Hybrid) {
     const Machine m("4:memory:/a\n0::/b\n",
                     std::string(kV1) + "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n");
@@ -92,7 +92,7 @@ TEST(HostMemory, Hybrid) {
     m.expect_free(400, "/sys/fs/cgroup/unified/b/memory.max");
 }
 
-// A container sees its own cgroup where others see the root, but the path as the machine has it.
+// A container sees its own cgroup at the root of the mount, but the path as the machine has it.
 TEST(HostMemory, InAContainer) {
     const Machine m("4:memory:/docker/0af\n",
                     "36 31 0:32 /docker/0af /sys/fs/my\\040cgroup ro - cgroup cgroup rw,memory\n");
@@ -113,8 +113,8 @@ TEST(HostMemory, LimitsOfTheProcess) {
     m.expect_free(1000, "this machine's memory", {.address_space = 9000 * kMiB});
 }
 
-// What the process has of its plan already is no longer free, but is there for the plan. Its libraries may be
-// among the files that others could drop, and then are not counted twice.
+// What the process has allocated of its plan is no longer free, but counts for the plan. Its libraries may be
+// among the files that the kernel could drop, and are then not counted twice.
 TEST(HostMemory, InAll) {
     const Machine m("0::/job\n", kV2);
     const std::string at = "/sys/fs/cgroup/job";
@@ -126,7 +126,7 @@ TEST(HostMemory, InAll) {
     m.write(at + "/memory.max", mib(553));
     m.write(at + "/memory.high", "max");
     m.write(at + "/memory.current", mib(41));
-    m.write(at + "/memory.stat", "inactive_file 0\nfile_mapped 0\n");  // the libraries are charged to others
+    m.write(at + "/memory.stat", "inactive_file 0\nfile_mapped 0\n");  // charged to another cgroup
     EXPECT_DOUBLE_EQ(mebibytes(in_all().bytes), 553 - 41 - 1 - 1 + 30);
     m.write(at + "/memory.stat", format("inactive_file 0\nfile_mapped %zu\n", 9 * kMiB));
     EXPECT_DOUBLE_EQ(mebibytes(in_all().bytes), 553 - 41 - 1 - 1 + 30 + 9);
@@ -138,7 +138,7 @@ TEST(HostMemory, InAll) {
     EXPECT_EQ(in_all({.address_space = 100 * kMiB}).limit, "ulimit -v 102400");
 }
 
-// A budget is less where a limit that allows as much has less left, and is as it is where none does.
+// A budget is reduced if a limit that allows as much has less left; otherwise it stays as it is.
 TEST(HostMemory, WhatIsLeftOfABudget) {
     const std::vector<MemoryLimit> limits = {{9000 * kMiB, 0, 1000 * kMiB, "the machine"},
                                              {300 * kMiB, 0, 280 * kMiB + 5, "a cgroup"}};
@@ -154,7 +154,8 @@ TEST(HostMemory, WhatIsLeftOfABudget) {
     EXPECT_EQ(left(10000 * kMiB).bytes, 10000 * kMiB);
 }
 
-// What is mapped of files with code, but for what is written; of a large one no more than is read of it.
+// Mapped bytes of files with code, without those that are written to. A large file counts only as far as it
+// is read.
 TEST(HostMemory, Libraries) {
     const Machine m("", "");
     m.write(
@@ -184,7 +185,7 @@ TEST(Sizes, SaySomething) {
         EXPECT_EQ(size_text(bytes), text);
 }
 
-// Of files that hold anything nothing is read that is not there.
+// If the files contain garbage, nothing is read that is not there.
 TEST(HostMemory, DamagedFiles) {
     const Machine m("::\n\n:\n4:memory\n0::\n7:x:\n",
                     "\n - \nx - cgroup2\n36 31 0:32 / \\ rw - cgroup c memory\n");
@@ -193,7 +194,7 @@ TEST(HostMemory, DamagedFiles) {
     EXPECT_FALSE(host_memory_free(m.folder.path(), {}).known());
 }
 
-// That of the machine which this runs on: what is mapped and touched is no longer free.
+// The free memory of the machine that this runs on: what is mapped and touched is no longer free.
 TEST(HostMemory, HereAndNow) {
     const FreeMemory before = host_memory_free();
     ASSERT_TRUE(before.known());
@@ -210,7 +211,7 @@ TEST(HostMemory, HereAndNow) {
     munmap(p, 40 * kMiB);
 }
 
-// A report of so many MiB, as of a training or of a generation.
+// A report of `mib` MiB, of a training or of a generation.
 MemoryReport report_of(size_t mib, const Plan* train) {
     MemoryReport r;
     r.buffers.push_back({"weights", "weights", "", {}, "byte", (mib - 10) * kMiB});
@@ -233,10 +234,10 @@ TEST(EnoughMemory, RefusesWhatTakesMore) {
         [&] {
             require_memory(report_of(101, &step), {9 * kMiB, "a limit"}, true);
         },
-        {"9.0 are free (a limit); smaller: a smaller --batch"});  // no budget is so small
+        {"9.0 are free (a limit); smaller: a smaller --batch"});  // no budget can be so small
 }
 
-// A GPU is asked what is free when the context is there already; a budget has it in it.
+// When a GPU is asked what is free, the context exists already; a budget includes the context.
 TEST(EnoughMemory, AContextIsTakenOnce) {
     Plan step;
     step.takes.resize(1);
@@ -267,7 +268,7 @@ TEST(EnoughMemory, BatchAutoIsCapped) {
     EXPECT_EQ(batch_cap(1, uint64_t{1} << 60).sequences, 1 << 16);
 }
 
-// Against a search of all, on times that fall as chunks grow.
+// Compared with a search of all numbers of rows, for times that fall as chunks grow.
 TEST(HeadRows, TheFewestThatCostLittle) {
     for (const double launch : {0.0, 1e-4, 1e-3, 1e-2, 1.0})
         for (const int64_t rows : {1, 64, 65, 128, 1000, 4096, 100000}) {

@@ -1,7 +1,7 @@
-// test_kernels.cpp - every kernel but attention's and the optimizer's against plain loops in double
+// test_kernels.cpp - every kernel except attention's and the optimizer's, compared with plain loops in double
 // precision, in every order of threads.
 //
-// Outputs start as NaN, gradients that are added to start as random numbers.
+// Outputs start as NaN; gradients that are added to start as random numbers.
 
 #include <algorithm>
 #include <array>
@@ -41,7 +41,7 @@ class Kernels : public testing::Test {};
 using Types = testing::Types<float, bf16>;
 TYPED_TEST_SUITE(Kernels, Types);
 
-// The input of a layernorm: rows with a mean and a deviation of their own.
+// The input of a layernorm: each row has its own mean and deviation.
 template <class T>
 std::vector<T> uneven_rows(const MatrixSize& s, uint64_t seed) {
     std::vector<T> x = random_values<T>(static_cast<size_t>(s.rows) * s.C, 1, seed);
@@ -133,7 +133,7 @@ TYPED_TEST(Kernels, ResidualLayernormForwardIsAdditionThenLayernorm) {
         std::vector<T> added(n);
         for (size_t i = 0; i < n; i++) added[i] = from_float<T>(to_float(a[i]) + to_float(b[i]));
 
-        // What each of the two ways writes: sum, out, mean, rstd.
+        // What the fused kernel and the separate ones write: sum, out, mean, rstd.
         auto run = [&](bool fused) {
             const DeviceArray<T> d_a(a), d_b(b), d_sum(fused ? poisoned<T>(n) : added), d_out(poisoned<T>(n));
             const DeviceArray<float> d_mean(poisoned<float>(s.rows)), d_rstd(poisoned<float>(s.rows));
@@ -204,8 +204,8 @@ TYPED_TEST(Kernels, LayernormBackward) {
     }
 }
 
-#if defined(SIMT_GPU)  // g++ may fuse other additions and products in the one than in the other
-// What layernorm's kernels write where a lane keeps kKept vectors of its row; with 0 it reads the row again.
+#if defined(SIMT_GPU)  // g++ may fuse other additions and products in one than in the other
+// What layernorm's kernels write if a lane keeps kKept vectors of its row; with 0 it reads the row again.
 template <class T, int kKept>
 std::vector<unsigned char> layernorm_bits(const MatrixSize& s) {
     constexpr int N = kVectorSize<T>;
@@ -231,7 +231,7 @@ std::vector<unsigned char> layernorm_bits(const MatrixSize& s) {
 
 TYPED_TEST(Kernels, LayernormOfRowsThatAreKeptHasTheSameBits) {
     using T = TypeParam;
-    for (const int missing : {0, 1, 3}) {  // vectors, of the most that are kept
+    for (const int missing : {0, 1, 3}) {  // vectors missing from the most that are kept
         const auto size = [&](int kept) {
             return MatrixSize{11, (kept * kLanes - missing) * kVectorSize<T>};
         };
@@ -249,7 +249,7 @@ TYPED_TEST(Kernels, LayernormOfRowsThatAreKeptHasTheSameBits) {
 TYPED_TEST(Kernels, BiasBackward) {
     using T = TypeParam;
     std::vector<MatrixSize> sizes = matrix_sizes();
-    // Also the most chunks, with the last ones short, and (in the fast build) empty.
+    // Also the most chunks, whose last ones are short or (in the fast build) empty.
     if (!kSmallShapes) sizes.insert(sizes.end(), {{1025, 100}, {8257, 72}});
     for (const MatrixSize& s : sizes) {
         SCOPED_TRACE(text(s));
@@ -293,7 +293,7 @@ TYPED_TEST(Kernels, AddBias) {
     }
 }
 
-// Inputs of gelu: most in its bend, some where it is flat or straight.
+// Inputs of gelu: most of them where it bends, some where it is flat or straight.
 template <class T>
 std::vector<T> gelu_inputs(int n) {
     std::vector<T> x = random_values<T>(n, 2, 31);
@@ -356,7 +356,7 @@ TYPED_TEST(Kernels, GeluBackward) {
 
 struct EmbeddingCase {
     int batch, seq_len, C, vocabulary;
-    bool one_token;  // every row holds the same
+    bool one_token;  // every row has the same token
 };
 
 std::vector<EmbeddingCase> embedding_cases() {
@@ -427,7 +427,7 @@ TYPED_TEST(Kernels, EmbeddingForward) {
     }
 }
 
-// What group_tokens() makes, with room for `spare` groups more than there can be.
+// The result of group_tokens(), with memory for `spare` groups more than there can be.
 struct TokenGroups {
     std::vector<int> order, starts;
     TokenGroups(const std::vector<int>& tokens, int vocabulary, int spare = 0)
@@ -446,7 +446,7 @@ TYPED_TEST(Kernels, EmbeddingBackward) {
         const std::vector<T> dout = random_values<T>(tokens.size() * C, 1, 44);
         const std::vector<T> dwte_0 = random_values<T>(e.vocabulary * C, 1, 45);
         const std::vector<T> dwpe_0 =
-            random_values<T>((e.seq_len + 2) * C, 1, 46);  // positions that are not used, too
+            random_values<T>((e.seq_len + 2) * C, 1, 46);  // also positions that are not used
         std::vector<T> dwte, dwpe;
         auto run = [&](int spare, bool token_frozen = false, bool position_frozen = false) {
             const TokenGroups groups(tokens, e.vocabulary, spare);
@@ -483,7 +483,8 @@ TYPED_TEST(Kernels, EmbeddingBackward) {
     }
 }
 
-// Positions that begin anew: forward reads each row's own, backward sums their rows, and no other is touched.
+// Positions that restart: forward reads each row's own position, backward sums the rows of a position; others
+// stay.
 TYPED_TEST(Kernels, EmbeddingOfDocuments) {
     using T = TypeParam;
     for (const EmbeddingCase& e : embedding_cases()) {
@@ -561,7 +562,7 @@ std::vector<CrossEntropyCase> cross_entropy_cases() {
     return {{3, 1, 32}, {5, 50257, 50304}, {37, 256, 256}, {300, 130, 160}, {7, 130, 256}, {1, 1000, 1024}};
 }
 
-// Random logits: in some rows large ones, in one all the same; garbage in the padding.
+// Random logits: some rows have large ones, one has equal ones; the padding has garbage.
 template <class T>
 std::vector<T> logits_of(const CrossEntropyCase& s) {
     std::vector<T> logits = random_values<T>(static_cast<size_t>(s.rows) * s.stride, 2, 51);
@@ -635,7 +636,8 @@ TYPED_TEST(Kernels, CrossEntropy) {
     }
 }
 
-// A scale on the device is that scale; by zero there is neither loss nor gradient, nor a NaN.
+// A scale on the device gives the same results. With a zero scale there is neither loss nor gradient, nor a
+// NaN.
 TYPED_TEST(Kernels, CrossEntropyScaledOnTheDevice) {
     using T = TypeParam;
     const CrossEntropyCase s{7, 130, 256};
@@ -678,7 +680,7 @@ TYPED_TEST(Kernels, ResidualForward) {
     }
 }
 
-// A product in memory where rows are longer than the matrix, by an odd number.
+// A product whose operands' rows are longer in memory than the matrix, by an odd number.
 Product product_in_memory(int64_t m, int64_t n, int64_t k, int form) {
     Product p{.m = m, .n = n, .k = k};
     p.transpose_a = form & 1, p.transpose_b = form & 2, p.accumulate = form & 4;
@@ -756,7 +758,7 @@ TEST(AddLosses, AddsTheScaledSum) {
     }
 }
 
-// Of whole sequences, and of packed ones, whose positions begin anew; a position that no row has stays.
+// Whole sequences, and packed ones, whose positions restart. A position that no row has stays unchanged.
 TEST(PositionLosses, AreSumsByPosition) {
     for (const auto& [batch, seq_len] :
          {std::pair{1, 1}, std::pair{3, 37}, std::pair{2, 300}, std::pair{40, 5}}) {
@@ -794,7 +796,7 @@ TEST(PositionLosses, AreSumsByPosition) {
     }
 }
 
-// Contexts of 1 to 8 tokens one by one, then four buckets to a doubling, one after the other.
+// Contexts of 1 to 8 tokens have a bucket each, then each doubling has four; buckets follow one another.
 TEST(PositionLosses, BucketsCoverAllContexts) {
     std::vector<size_t> lasts;
     for (size_t first = 1; first <= 64; first = lasts.back() + 1) lasts.push_back(last_of_bucket(first));

@@ -1,4 +1,4 @@
-// Matrix products in every form the trainer uses, against double precision.
+// test_matmul.cpp - matrix products in every form that the trainer uses, compared with double precision.
 #include "llmc/matmul.h"
 
 #include <gtest/gtest.h>
@@ -42,7 +42,8 @@ double gelu_slope(double x) { return (gelu(x + 1e-5) - gelu(x - 1e-5)) / 2e-5; }
 
 size_t size(int64_t rows, int64_t columns) { return static_cast<size_t>(rows * columns); }
 
-// What a product reads: random numbers. What it does not add to is poisoned, and a bias's gradient zero.
+// The operands of a product: random numbers. Outputs that are not added to are poisoned; a bias's gradient is
+// zero.
 template <class T>
 struct Operands {
     std::vector<T> a, b, bias, x, start, sums_start;
@@ -55,7 +56,7 @@ struct Operands {
           sums_start(c.accumulate ? random_values<T>(size(1, c.n), 1, 6) : std::vector<T>(size(1, c.n))) {}
 };
 
-// What a product writes: itself, and the sums of b's columns where they are asked for.
+// The outputs of a product: the product, and the sums of b's columns if asked for.
 template <class T>
 struct Results {
     std::vector<T> out, sums;
@@ -85,7 +86,7 @@ Results<T> multiply(const Case& c, const Operands<T>& o) {
     return {device_out.download(), device_sums.download()};
 }
 
-// Returns the bytes of what was written. Its error is below `bound`, and not below `least`.
+// Returns the bytes of what was written. Its error must be below `bound` and at least `least`.
 template <class T>
 std::vector<unsigned char> check(const Case& c, double bound = tolerance<T>(), double least = 0) {
     SCOPED_TRACE(testing::Message() << c.m << "x" << c.n << "x" << c.k << " ta" << c.transpose_a << " tb"
@@ -130,7 +131,8 @@ TYPED_TEST(Matmul, EveryFormOfTheStep) {
         for (const Case& c : forms_of_the_step(m, n, k)) check<TypeParam>(c);
 }
 
-// As in decoding, where the fast CPU build has a kernel of its own, whose blocks these sizes cut anywhere.
+// One row, as in decoding, for which the fast CPU build has its own kernel; these sizes cut its blocks
+// anywhere.
 TYPED_TEST(Matmul, OneRow) {
     for (const auto& [n, k] : {std::array<int64_t, 2>{1, 1},
                                {15, 17},
@@ -162,8 +164,8 @@ TYPED_TEST(Matmul, OneRowHasTheSameBitsWithAnyNumberOfThreads) {
 }
 #endif
 
-// Columns of a wider matrix, transposed, into fp32: a slice of a weight's gradient, and of LoRA's dB, whose b
-// is columns of a wider matrix too.
+// Columns of a wider matrix, transposed, into fp32: a slice of a weight's gradient, and of LoRA's dB, for
+// which b is columns of a wider matrix too.
 TYPED_TEST(Matmul, ColumnsOfAWiderMatrixIntoFp32) {
     for (const auto& [m, n, k, width, first, b_width] : {std::array<int64_t, 6>{64, 48, 33, 192, 64, 0},
                                                          {37, 5, 70, 90, 53, 0},
@@ -197,9 +199,9 @@ TYPED_TEST(Matmul, ColumnsOfAWiderMatrixIntoFp32) {
     }
 }
 
-// Columns of wider matrices on either side and in the output: LoRA's thin products beside a wide one, and the
-// gradients of its factors, where a is transposed. What lies beside the output's columns stays. The scratch
-// of oneDNN's product of many rows would be 40 MiB.
+// Columns of wider matrices as operands and as output: LoRA's thin products beside a wide one, and the
+// gradients of its factors, where a is transposed. What is beside the output's columns does not change. The
+// scratch of oneDNN's product of many rows would be 40 MiB.
 TYPED_TEST(Matmul, ColumnsOfWiderMatrices) {
     struct Shape3 {
         int64_t m, n, k;
@@ -256,7 +258,7 @@ TYPED_TEST(Matmul, ColumnsOfWiderMatrices) {
     }
 }
 
-// Beyond these sizes oneDNN is given pieces.
+// Beyond these sizes, oneDNN is called for pieces.
 TYPED_TEST(Matmul, ManySummandsAndColumns) {
     if (kSmallShapes) return;
     for (const Case& c : forms_of_the_step(3, 70, 16500)) check<TypeParam>(c);
@@ -292,8 +294,8 @@ TYPED_TEST(Matmul, PiecesCoverAProductInLittleScratch) {
         }
 }
 
-// The pieces of a product go by its shape alone. The shapes are those of steps: rows of text on either side
-// of what oneDNN divides among threads, ranks of LoRA from 1 to 64, narrow and wide layers.
+// The pieces of a product depend on its shape alone. The shapes are those of steps: rows of text below and
+// above what oneDNN divides among threads, ranks of LoRA from 1 to 64, narrow and wide layers.
 TYPED_TEST(Matmul, TheNumberOfThreadsChangesNoBit) {
     if (!kFastCpu) GTEST_SKIP() << "the products are those of the fast build";
     std::vector<Case> cases;
@@ -346,7 +348,8 @@ TYPED_TEST(Matmul, GivesTheSameBitsEveryTime) {
     }
 }
 
-// Where tanh is approximate, fp32 does without it; bf16 has it where rows are as the library takes them.
+// With the approximate tanh, fp32 does not fuse GELU; bf16 fuses its gradient if rows are as the library
+// needs.
 TEST(Fusable, GeluInBf16Alone) {
     for (const int64_t n : {64, 72, 5})
         for (const bool fp32 : {false, true}) {
@@ -358,13 +361,13 @@ TEST(Fusable, GeluInBf16Alone) {
         }
 }
 
-// Back to fp32, also when a test fails.
+// Sets products back to fp32, also when a test fails.
 struct WithTf32 {
     WithTf32() { tf32_products = true; }
     ~WithTf32() { tf32_products = false; }
 };
 
-// A product in TF32 is another one: in its name, by which algorithms are kept, and in its time.
+// A product in TF32 is another product: in its name, under which algorithms are kept, and in its time.
 TEST(Tf32, IsAskedOfFp32Alone) {
     const DeviceRates rates = {.flops = 1e12, .bandwidth = 1e12, .latency = 0, .tf32_flops = 8e12};
     const Tensor<float> a(nullptr, {64, 512}), b(nullptr, {512, 64}), out(nullptr, {64, 64});
@@ -383,7 +386,8 @@ TEST(Tf32, IsAskedOfFp32Alone) {
 }
 
 #if defined(SIMT_GPU)
-// 10 bits behind the point: within what cutting off the others costs two operands, and beyond what fp32 does.
+// A mantissa of 10 bits: the error is at most what cutting off the other bits of two operands costs, and
+// above fp32's.
 TEST(Tf32, EveryFormOfTheStep) {
     const WithTf32 set;
     for (const auto& [m, n, k] : kShapes)
@@ -404,7 +408,7 @@ Product product_of(const Case& c) {
             .bias_gradient = c.bias_gradient && !c.accumulate};
 }
 
-// Back to the heuristics, also when a test fails.
+// Sets products back to the heuristics, also when a test fails.
 struct WithoutSearch {
     ~WithoutSearch() { cublaslt::use_algorithms({}); }
 };
@@ -431,7 +435,7 @@ TYPED_TEST(Matmul, SearchedAlgorithmsAreRightAndAreKept) {
         ASSERT_TRUE(cublaslt::searched().has_value());
         EXPECT_EQ(cublaslt::searched()->size(), doable.size());
         if (run == 0) written = read_text(file);
-        EXPECT_EQ(read_text(file), written);  // the second measures nothing
+        EXPECT_EQ(read_text(file), written);  // the second run measures nothing
         for (const Product& p : doable) EXPECT_NE(cublaslt::find_searched(key_of(p)), nullptr);
         for (size_t i = 0; i < cases.size(); i++) {
             auto bytes = check<TypeParam>(cases[i]);
@@ -441,7 +445,7 @@ TYPED_TEST(Matmul, SearchedAlgorithmsAreRightAndAreKept) {
     }
 }
 
-// As if products took long: some rows at a time.
+// As if products took long: they are computed some rows at a time.
 TYPED_TEST(Matmul, DividedProducts) {
     struct Limit {
         explicit Limit(double flops) { longest_product = flops; }
@@ -455,7 +459,7 @@ TYPED_TEST(Matmul, DividedProducts) {
     }
 }
 
-// As if the library fused nothing: kernels do the rest.
+// As if the library fused nothing: kernels do the rest afterwards.
 TYPED_TEST(Matmul, WhatTheLibraryDoesNotFuseIsDoneAfterwards) {
     for (const Case& c : forms_of_the_step(37, 72, 24)) {
         const Product asked = product_of(c);
@@ -474,12 +478,12 @@ TYPED_TEST(Matmul, WhatTheLibraryDoesNotFuseIsDoneAfterwards) {
         const Tensor<TypeParam> t_bias = device_bias.tensor({72}), t_x = device_x.tensor({37, 72});
         cublaslt::finish(asked, bare, out, {.bias = &t_bias, .gelu_input = &t_x}, Stream{});
         EXPECT_LT(relative_error(device.download(), want), tolerance<TypeParam>());
-        cublaslt::finish(asked, asked, out, {.bias = &t_bias, .gelu_input = &t_x}, Stream{});  // nothing
+        cublaslt::finish(asked, asked, out, {.bias = &t_bias, .gelu_input = &t_x}, Stream{});  // does nothing
         EXPECT_LT(relative_error(device.download(), want), tolerance<TypeParam>());
     }
 }
 
-// Whether or not a search would choose it.
+// Whether or not a search would choose such an algorithm.
 TYPED_TEST(Matmul, BiasGradientMadeByTheProduct) {
     const WithoutSearch afterwards;
     const TempFolder folder;
@@ -502,7 +506,7 @@ TYPED_TEST(Matmul, BiasGradientMadeByTheProduct) {
 #endif
 
 #ifdef LLMC_ASAN
-// The library is not instrumented: what it gets is checked beforehand.
+// The library is not instrumented, so its operands are checked before the call.
 TEST(MatmulDeathTest, OfATensorThatWasLetGo) {
     Arena arena;
     const auto step = [&](bool let_go) {

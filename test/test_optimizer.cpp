@@ -1,4 +1,4 @@
-// test_optimizer.cpp - the update in every format of its state against double precision; the formats
+// test_optimizer.cpp - the update with every format of its state, compared with double precision; the formats
 // themselves; the gradient's norm.
 
 #include <algorithm>
@@ -32,7 +32,7 @@ bf16 bf16_of(uint16_t bits) {
 
 // ---- split.h
 
-// Checks the parts of x: the pair is x, to the bit; the high part is a nearest bf16.
+// Checks the parts of x: together they are x, to the bit; the high part is a nearest bf16.
 void expect_split(uint32_t bits) {
     const float x = std::bit_cast<float>(bits);
     const Split<16> s = split<16>(x);
@@ -41,13 +41,14 @@ void expect_split(uint32_t bits) {
     const uint16_t cut = static_cast<uint16_t>(bits >> 16);
     const double below = double{to_float(bf16_of(cut))}, high = double{to_float(s.high)};
     const double above = double{to_float(bf16_of(static_cast<uint16_t>(cut + 1)))};
-    if (!std::isfinite(above)) return;  // the largest finite bf16 is below: an infinity is no neighbour
+    if (!std::isfinite(above)) return;  // the next bf16 is an infinity, which is no neighbour
     ASSERT_LE(std::abs(high - double{x}), std::min(std::abs(below - double{x}), std::abs(above - double{x})))
         << x;
     const bool tie = (bits & 0xffff) == 0x8000;
+    // A tie is rounded away from zero.
     if (tie) {
         ASSERT_EQ(bits_of(s.high), cut + 1) << x;
-    }  // away from zero
+    }
     ASSERT_EQ(bits_of(narrow_master<bf16>(x)), bits_of(s.high));
     if (!tie) {
         ASSERT_EQ(bits_of(from_float<bf16>(x)), bits_of(s.high)) << x;
@@ -72,7 +73,7 @@ TEST(Split, TheTwoPartsAreTheValue) {
 
 // ---- quantize8.cuh
 
-// The value of a code of `kBits` bits as the paper has it, the largest made 1.
+// The value of a code of `kBits` bits by the paper's formula, scaled so that the largest is 1.
 double paper_value(int code, int kBits) {
     if (code == 0) return 0;
     const int i = std::bit_width(static_cast<unsigned>(code)) - 1, j = code - (1 << i);
@@ -160,7 +161,7 @@ struct HostMoment {
         }
         return h;
     }
-    // What it holds, by the paper's formula.
+    // The values of the moment, by the paper's formula.
     Doubles values(bool root) const {
         if (format == Moment::Fp32) return to_doubles(fp32);
         if (format == Moment::Bf16) return to_doubles(narrow);
@@ -198,8 +199,8 @@ template <class T>
 struct Training {
     Formats formats;
     std::vector<T> weights;
-    std::vector<float> master;  // of Master::Fp32
-    std::vector<int16_t> low;   // of Master::Split
+    std::vector<float> master;  // for Master::Fp32
+    std::vector<int16_t> low;   // for Master::Split
     HostMoment m, v;
 
     static Training make(const Formats& f, const std::vector<float>& w, const std::vector<float>& m,
@@ -217,7 +218,7 @@ struct Training {
         }
         return t;
     }
-    // The weights in full.
+    // The weights with all their bits.
     std::vector<float> full() const {
         if (!master.empty()) return master;
         std::vector<float> x;
@@ -245,13 +246,13 @@ struct Problem {
     int64_t decayed = 0, first = 0;
 };
 
-// A step's factors on the device.
+// A step's factors, on the device.
 struct DeviceFactors {
     explicit DeviceFactors(const OptimizerStep& step) : array(1) { set_factors(array.data(), step, kStream); }
     DeviceArray<UpdateFactors> array;
 };
 
-// One update of what `start` holds.
+// One update of `start`.
 template <class T>
 Training<T> updated(const Training<T>& start, const std::vector<T>& gradients, const Problem& p) {
     const Formats& f = start.formats;
@@ -277,7 +278,7 @@ Training<T> updated(const Training<T>& start, const std::vector<T>& gradients, c
     return {f, weights.download(), master.download(), low.download(), m.download(f.m), v.download(f.v)};
 }
 
-// The same in double precision and plain loops, without rounding: weights, m and v in place.
+// The same update in double precision and plain loops, without rounding; changes weights, m and v in place.
 void reference_update(const Problem& p, Optimizer optimizer, Doubles& w, const Doubles& gradients, Doubles& m,
                       Doubles& v) {
     const OptimizerStep& o = p.step;
@@ -298,7 +299,7 @@ void reference_update(const Problem& p, Optimizer optimizer, Doubles& w, const D
     }
 }
 
-// The distance from x to the nearest value of the map, both as parts of the scale.
+// The distance from x to the nearest value of the map, both as fractions of the scale.
 double nearest_code(double x, int kBits) {
     double nearest = 1;
     for (int code = 0; code < 1 << kBits; code++)
@@ -306,7 +307,7 @@ double nearest_code(double x, int kBits) {
     return nearest;
 }
 
-// Expects a moment to be what its format makes of `want`. fp32 state that came from codes carries their map's
+// Expects a moment to be `want` in the moment's format. fp32 state that came from codes has their map's
 // deviation from the paper's formula, 1e-4.
 void expect_moment(const HostMoment& got, const Doubles& want, bool root, double slack) {
     const Doubles values = got.values(root);
@@ -316,7 +317,7 @@ void expect_moment(const HostMoment& got, const Doubles& want, bool root, double
         return;
     }
     for (size_t i = 0; i < want.size(); i++) {
-        if (got.format == Moment::Bf16) {  // a neighbour: less than their distance away; m may cancel
+        if (got.format == Moment::Bf16) {  // a neighbour, less than their distance away; m may cancel
             EXPECT_LT(std::abs(values[i] - want[i]), (0x1p-7 + slack) * std::abs(want[i]) + 0.01 * slack)
                 << i;
             continue;
@@ -358,7 +359,8 @@ std::vector<float> random_squares(size_t n, uint64_t seed) {
     return v;
 }
 
-// One step from random state. lr and decay are so large that an error in either is large beside the weights.
+// One step from a random state. lr and decay are so large that an error in either is large beside the
+// weights.
 template <class T>
 void expect_update(const Formats& formats, size_t n, const Problem& p) {
     SCOPED_TRACE(formats.text() + ", n " + std::to_string(n) + ", step " + std::to_string(p.step.step));
@@ -407,7 +409,7 @@ TYPED_TEST(OptimizerUpdate, IsTheReferencesInEveryFormat) {
             if (!kThreadSanitizer) expect_update<TypeParam>(formats, static_cast<size_t>(n), p);
         }
     }
-    Problem p;  // no need to clip
+    Problem p;  // clipping is not needed
     p.step.clip = 10;
     expect_update<TypeParam>({}, 100003, p);
     p.decayed = 1000;
@@ -437,7 +439,7 @@ TEST(OptimizerUpdate, SplitIsTheFp32MasterToTheBit) {
     }
 }
 
-// What is rounded at random lies between the same neighbours as the unrounded, and is it in the mean.
+// Stochastic rounding gives one of the two neighbours of the exact value, and is exact on average.
 class Rounding {
   public:
     explicit Rounding(size_t n) : sum_(n) {}
@@ -453,7 +455,7 @@ class Rounding {
             sum_[i] += (double{to_float(rounded[i])} - x) / gap;
         }
     }
-    // The deviation of one rounding is at most half a gap; six of those of the mean are allowed.
+    // The standard deviation of one rounding is at most half a gap; the mean may be off by six of its own.
     void expect_unbiased() const {
         double total = 0;
         for (double s : sum_) {
@@ -530,7 +532,7 @@ TEST(OptimizerUpdate, RandomRoundingKeepsWhatBf16Holds) {
     }
 }
 
-// However it is rounded.
+// With any rounding.
 TYPED_TEST(OptimizerUpdate, ANaNStaysOne) {
     using T = TypeParam;
     const size_t n = 2 * kQuantizedBlock;
@@ -547,7 +549,7 @@ TYPED_TEST(OptimizerUpdate, ANaNStaysOne) {
     }
 }
 
-// Blocks of zeros, of one element, of magnitudes far apart, and of the smallest there are.
+// Blocks of zeros, of one element, of magnitudes far apart, and of the smallest numbers.
 TEST(OptimizerUpdate, CodesOfExtremeBlocks) {
     const size_t n = 5 * kQuantizedBlock;
     std::vector<float> gradients(n, 0.f);
@@ -583,7 +585,7 @@ TEST(OptimizerUpdate, CodesOfExtremeBlocks) {
             EXPECT_EQ(end.v.codes[largest], 255);
         }
     }
-    // The next step is no larger than AdamW's from exact moments, of which the smallest were raised.
+    // The next step is no larger than AdamW's from exact moments; the smallest moments were rounded up.
     const auto next = updated(end, zeros, p), exact_next = updated(exact, zeros, p);
     for (size_t i = 0; i < n; i++)
         EXPECT_LT(std::abs(next.weights[i] - end.weights[i]),
@@ -609,7 +611,7 @@ TEST(OptimizerUpdate, FactorsAreTheSteps) {
     }
 }
 
-// What a launch is given stays the same from step to step; the factors behind it do not.
+// The arguments of a launch stay the same from step to step; the factors that they point to do not.
 TEST(OptimizerUpdate, TheSameLaunchFollowsItsFactors) {
     const size_t n = 3 * kQuantizedBlock + 5;
     const auto gradients = random_values<float>(n, 1, 71), zeros = std::vector<float>(n, 0.f);
@@ -652,14 +654,14 @@ TEST(OptimizerUpdate, CountsTheBytesItMoves) {
         return ledger[0].bytes / 1024;
     };
     const Moment coded = Moment::Bits8;
-    EXPECT_EQ(bytes(0.f, {}), 4 + 6 * 4);         // a gradient read, three values updated
+    EXPECT_EQ(bytes(0.f, {}), 4 + 6 * 4);         // the gradient is read, three values are updated
     EXPECT_EQ(bytes(bf16{}, {}), 2 + 2 + 6 * 4);  // the weight is only written
     EXPECT_EQ(bytes(bf16{}, {Optimizer::AdamW, Master::Split, coded, coded}), 2 + 4 + 4 + 2 * (2 + 8 / 256.));
     EXPECT_EQ(bytes(bf16{}, {Optimizer::AdamW, Master::None, Moment::Bf16, Moment::Fp32}), 2 + 4 + 4 + 8);
     EXPECT_EQ(bytes(bf16{}, {Optimizer::Sgd, Master::None, Moment::Fp32, Moment::Fp32}), 2 + 4);
 }
 
-// The unit of a State is updated where its buffers say, and nothing beside it.
+// A unit of a State is updated where its buffers are, and nothing beside it changes.
 template <class T>
 void expect_unit_update(const StateOptions& options) {
     SCOPED_TRACE(options.text());
@@ -700,7 +702,7 @@ TEST(OptimizerUpdate, UpdatesAUnitOfAState) {
 
 TYPED_TEST(OptimizerUpdate, GlobalNorm) {
     using T = TypeParam;
-    // Always 1024 blocks, so few sizes.
+    // There are always 1024 blocks, so few sizes are enough.
     for (int n : {0, 7, 100003, kNormBlocks * kVectorSize<T> * 3 + 5}) {
         if (kThreadSanitizer && n != 7) continue;
         SCOPED_TRACE(n);

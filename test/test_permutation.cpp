@@ -38,7 +38,7 @@ TEST(Permutation, HitsEachNumberOnce) {
     }
 }
 
-// The network backwards, from its definition.
+// The inverse of the network, from its definition.
 uint64_t inverse(uint64_t n, uint64_t key, uint64_t out) {
     uint64_t lows = 1;
     while (lows * lows < n) lows *= 2;
@@ -55,7 +55,7 @@ uint64_t inverse(uint64_t n, uint64_t key, uint64_t out) {
     return out;
 }
 
-// Who can be led back from each place was sent to places that all differ.
+// If each place can be mapped back to where it came from, all places differ.
 TEST(Permutation, IsOneToOneForManyNumbers) {
     for (const uint64_t n : {uint64_t{77}, uint64_t{1} << 33, (uint64_t{1} << 33) + 1,
                              uint64_t{10'000'000'019}, (uint64_t{1} << 62) - 5, uint64_t{1} << 62}) {
@@ -69,7 +69,7 @@ TEST(Permutation, IsOneToOneForManyNumbers) {
     }
 }
 
-// How many standard deviations a chi-squared statistic is off, of counts that should all be the same.
+// How many standard deviations a chi-squared statistic is too high, for counts that should all be equal.
 double off(const std::vector<double>& counts) {
     const double expected =
         std::accumulate(counts.begin(), counts.end(), 0.0) / static_cast<double>(counts.size());
@@ -79,8 +79,8 @@ double off(const std::vector<double>& counts) {
     return (sum - freedom) / std::sqrt(2 * freedom);
 }
 
-// Over many keys: what two places hold, near ones and far ones, and the distances of neighbours. What is seen
-// of truly random permutations is below 4.
+// Over many keys: the contents of two places, near and far ones, and the distances of neighbours. For truly
+// random permutations the result is below 4.
 TEST(Permutation, PlacesAreIndependent) {
     for (const uint64_t n : {3, 5, 6, 7, 8, 12, 17, 33, 64, 100, 257}) {
         const uint64_t keys = 40000;
@@ -90,7 +90,7 @@ TEST(Permutation, PlacesAreIndependent) {
                 const Permutation permutation(n, random_key(1337, k, n));
                 pairs[permutation(0) * n + permutation(other)]++;
             }
-            for (uint64_t i = n; i-- > 0;) {  // a pair of the same cannot be
+            for (uint64_t i = n; i-- > 0;) {  // two places never have the same number
                 ASSERT_EQ(pairs[i * n + i], 0);
                 pairs.erase(pairs.begin() + static_cast<ptrdiff_t>(i * n + i));
             }
@@ -105,7 +105,7 @@ TEST(Permutation, PlacesAreIndependent) {
     }
 }
 
-// Every order of a few numbers comes up, each as often as any other.
+// Every order of a few numbers occurs, each as often as any other.
 TEST(Permutation, OrdersAreEquallyLikely) {
     for (const uint64_t n : {2, 3, 4, 5, 6}) {
         std::vector<uint64_t> order(n);
@@ -122,8 +122,8 @@ TEST(Permutation, OrdersAreEquallyLikely) {
     }
 }
 
-// One order of many numbers: where things go says nothing of where they or their neighbours were, and orders
-// of keys that differ in one bit have nothing in common.
+// One order of many numbers: a number's place says nothing about where it or its neighbours were before, and
+// orders of keys that differ in one bit have nothing in common.
 TEST(Permutation, LeavesNoTraceOfTheOrderBefore) {
     for (const uint64_t n : {10'000, 65'536, 100'003}) {
         const std::vector<uint64_t> a = all_of(n, 42), b = all_of(n, 43);

@@ -1,5 +1,5 @@
-// test_ptx.cpp - the instructions of test/gpu's emulated GPU, on values where PTX's rules are easy to get
-// wrong; and lanes that part and meet again.
+// test_ptx.cpp - the instructions of test/gpu's emulated GPU, with values for which PTX's rules are easy to
+// get wrong; and lanes that diverge and meet again.
 #include <gtest/gtest.h>
 
 #include <bit>
@@ -48,7 +48,7 @@ mov.u32 %r1, %tid.x;
     memcpy(memory.data(), device.bytes_at(at), bytes);
 }
 
-// d = op a, b, c of 32-bit values: lane i's are values[i % n] and the next ones.
+// d = op a, b, c of 32-bit values: lane i has the operands values[i % n].
 std::vector<uint32_t> result_of(const std::string& op, const std::vector<std::array<uint32_t, 3>>& values,
                                 int operands) {
     std::vector<uint32_t> memory(4 * 32);
@@ -102,12 +102,12 @@ TEST(Ptx, FloatsThatAreNoNumbers) {
     EXPECT_EQ(result_of("fma.rn.f32", {{bits(1 + 0x1p-12f), bits(1 + 0x1p-12f), bits(-1 - 0x1p-11f)}}, 3),
               (R{bits(0x1p-24f)}));
     EXPECT_EQ(result_of("ex2.approx.ftz.f32", {{bits(-130)}, {bits(3)}}, 1), (R{0, bits(8)}));
-    // To the nearest, ties to even; the first operand goes to the upper half.
+    // Rounds to the nearest, ties to even; the first operand goes to the upper half.
     EXPECT_EQ(result_of("cvt.rn.bf16x2.f32", {{bits(1 + 0x1p-8f), bits(1 + 0x1p-7f + 0x1p-8f)}}, 2),
               (R{0x3f803f82}));
 }
 
-// setp's unordered forms are true with a NaN, its ordered ones are not, .ne neither.
+// With a NaN, setp's unordered forms are true; its ordered forms are false, and .ne is false too.
 TEST(Ptx, ComparisonsWithNaN) {
     const float nan = std::numeric_limits<float>::quiet_NaN();
     for (const auto& [how, expected] : std::map<std::string, bool>{{"eq", false},
@@ -197,7 +197,7 @@ st.global.u32 [%d3], %r8;)",
     }
 }
 
-// -lineinfo adds them.
+// -lineinfo adds such lines.
 TEST(ReadPtx, LinesOfTheSourceAreNoStatements) {
     const PtxModule module = read_ptx(R"(
 .version 8.0

@@ -1,5 +1,5 @@
-// test_quantized.cpp - every quantized format against plain loops over its definition, in every order of
-// threads: all elements, some rows, the product with a row; and what NF4's quantization makes.
+// test_quantized.cpp - every quantized format, compared with plain loops over its definition, in every order
+// of threads: all elements, some rows, the product with a row; and the result of NF4's quantization.
 
 #include <cmath>
 #include <string>
@@ -24,7 +24,8 @@ const Stream kStream{};
 
 float half_of(const unsigned char* p) { return half_to_float(static_cast<uint16_t>(p[0] | p[1] << 8)); }
 
-// Element i of a block of ggml's, by its definition; blocks of the float types are one element.
+// Element i of a block of one of ggml's formats, by its definition. Blocks of the float types have one
+// element.
 double ggml_element(const std::string& format, const unsigned char* b, int i) {
     if (format == "f16") return half_of(b);
     if (format == "bf16" || format == "f32") {
@@ -51,7 +52,7 @@ double ggml_element(const std::string& format, const unsigned char* b, int i) {
     return double{half_of(b + 208)} * static_cast<signed char>(b[192 + i / 16]) * ((low | high << 4) - 32);
 }
 
-// Element i of an NF4 matrix of n; scales have two roundings, as bitsandbytes' have.
+// Element i of an NF4 matrix of n elements. Scales are rounded twice, as in bitsandbytes.
 float nf4_element(const Bytes& bytes, int64_t i, int64_t n, bool is_double) {
     const Nf4Parts parts(n, is_double);
     const auto floats = [&](int64_t at) { return reinterpret_cast<const float*>(bytes.data() + at); };
@@ -68,7 +69,7 @@ float nf4_element(const Bytes& bytes, int64_t i, int64_t n, bool is_double) {
     return kNf4Values[i % 2 ? two & 15 : two >> 4] * scale;
 }
 
-// A matrix in a format, and what its elements are.
+// A matrix in a format, and the values of its elements.
 struct Matrix {
     const WeightFormat* format;
     int64_t rows, columns;
@@ -89,7 +90,7 @@ struct Matrix {
             for (const int at :
                  {0, 2, 208})  // floats and halves that are no infinity: where a format has one
                 if (at + 2 <= f.block_bytes) block[at + 1] &= 0xbb;
-            if (f.block == 1) block[f.block_bytes - 1] |= 1;  // AVX-512 rounds subnormals to zeros
+            if (f.block == 1) block[f.block_bytes - 1] |= 1;  // AVX-512 takes subnormals as zeros
             for (int i = 0; i < f.block; i++)
                 elements.push_back(static_cast<float>(ggml_element(f.name, block, i)));
         }
@@ -112,7 +113,7 @@ std::vector<Matrix> matrices() {
         if (!kSmallShapes) all.emplace_back(*f, 9, blocks ? 9 * f->block : 2049);  // two scales of scales
         for (const int n : kTailSizes)
             if (!kSmallShapes && (f->block == 1 || !blocks)) all.emplace_back(*f, 1, n);
-        if (!kSmallShapes && f->block == 32) all.emplace_back(*f, 4, 2080);  // many vectors a lane
+        if (!kSmallShapes && f->block == 32) all.emplace_back(*f, 4, 2080);  // many vectors per lane
     }
     return all;
 }
@@ -132,7 +133,7 @@ TYPED_TEST(Quantized, ElementsAreThoseOfTheDefinition) {
         SCOPED_TRACE(text(m));
         std::vector<T> want, out, gathered;
         for (const float x : m.elements) want.push_back(from_float<T>(x));
-        int64_t first = 1;  // of the last rows, which can be made alone
+        int64_t first = 1;  // of the last rows, which can be decoded alone
         while (first < m.rows && first * m.columns % kDecodedRun != 0) first++;
         const std::vector<T> want_slice(want.begin() + first * m.columns, want.end());
         std::vector<T> slice;
@@ -235,7 +236,7 @@ TEST(Q8_0, QuantizedToTheNearestNumber) {
     }
 }
 
-// Their scale is no normal number, and its inverse an infinity.
+// Their scale is subnormal, and its inverse an infinity.
 TEST(Q8_0, BlocksOfTheSmallestNumbersAreZeros) {
     for (const float x : {1e-45f, 1e-40f, 3e-37f}) {
         std::vector<float> w(32, x);
@@ -260,7 +261,7 @@ TEST(Q8_0, ScalesAreTheNearestHalves) {
     EXPECT_EQ(half_bits(1e30f), 0x7c00);
 }
 
-// bitsandbytes codes a block of zeros as -1 times zero.
+// In bitsandbytes a block of zeros has the code of -1 and a scale of zero.
 TEST(Nf4, BlocksOfZerosAreZeros) {
     const std::vector<float> w(130, 0.f);
     for (const WeightFormat* format : {&kNf4, &kNf4Double}) {
@@ -271,7 +272,7 @@ TEST(Nf4, BlocksOfZerosAreZeros) {
     }
 }
 
-// A block has a value that is not finite just where first_not_finite() finds it.
+// A block has a value that is not finite exactly where first_not_finite() finds it.
 TEST(WeightFormats, NumbersThatAreNotFiniteAreFound) {
     for (const WeightFormat* format : kWeightFormats) {
         if (format->block_bytes == 0) continue;  // NF4

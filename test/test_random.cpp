@@ -1,5 +1,5 @@
-// random.h: normal numbers have the distribution that they should, whichever counter is moved on, and in bulk
-// are those that are drawn one by one.
+// test_random.cpp - normal numbers of random.h: they have the right distribution, whichever counter is
+// incremented, and in bulk are the same as one by one.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -11,12 +11,12 @@ namespace {
 
 double below(double x) { return 0.5 * std::erfc(-x / std::sqrt(2.0)); }
 
-// In which of `count` equally likely intervals a normal number lies.
+// The index of the interval that has a normal number, of `count` equally likely intervals.
 size_t interval(double x, size_t count) {
     return std::min(count - 1, static_cast<size_t>(below(x) * static_cast<double>(count)));
 }
 
-// Each counter in turn is moved on: seed, stream, index.
+// Which counter is incremented: seed, stream or index.
 enum class Moves { Seed, Stream, Index };
 std::vector<double> draws(Moves moves, size_t count, uint64_t start = 0) {
     std::vector<double> x(count);
@@ -32,7 +32,7 @@ std::vector<double> draws(Moves moves, size_t count, uint64_t start = 0) {
 class Normals : public testing::TestWithParam<Moves> {};
 INSTANTIATE_TEST_SUITE_P(Counters, Normals, testing::Values(Moves::Seed, Moves::Stream, Moves::Index));
 
-constexpr double kSigmas = 5;  // a test of these fails by chance once in two million times
+constexpr double kSigmas = 5;  // a test with this limit fails by chance once in two million times
 
 TEST_P(Normals, HaveTheMomentsOfTheDistribution) {
     const double n = 1 << 21;
@@ -56,7 +56,7 @@ TEST_P(Normals, FillEqualIntervalsEqually) {
     EXPECT_NEAR(chi2, kCells - 1, kSigmas * std::sqrt(2.0 * (kCells - 1)));
 }
 
-// Neighbours, and their squares, and the cells of pairs.
+// Tests neighbours, their squares, and the cells of pairs.
 TEST_P(Normals, OfNeighboursAreIndependent) {
     const std::vector<double> x = draws(GetParam(), 1 << 20, uint64_t{1} << 33);
     for (const size_t lag : {1, 2, 3, 4, 7, 8, 16, 64, 256, 512, 4096}) {

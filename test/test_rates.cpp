@@ -1,4 +1,4 @@
-// test_rates.cpp - what a plan takes by the clock: transfers that wait for their medium and for one another.
+// test_rates.cpp - the time that a plan takes: transfers wait for their medium and for one another.
 
 #include <vector>
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-// A disk of 10 and 5 bytes/s reading and writing, a link of 20 in and 10 out, updates by the host of 50;
+// A disk that reads 10 and writes 5 bytes/s, a link of 20 in and 10 out, updates by the host of 50;
 // operations of 1 FLOP/s.
 Rates slow_rates() {
     Rates rates(DeviceRates{.flops = 1, .bandwidth = 1e9, .latency = 0});
@@ -16,7 +16,7 @@ Rates slow_rates() {
     return rates;
 }
 
-// Transfers that begin behind `after` operations, and the wait for one.
+// Transfers that begin after `after` operations, and waits for one.
 Transfer begins(Transfer::Of of, Way way, double bytes, size_t after = 0) {
     return {of, false, way, bytes, -1, "forward", after};
 }
@@ -48,12 +48,12 @@ TEST(Simulate, ComputingHidesWhatMovesMeanwhile) {
 }
 
 TEST(Simulate, ALinkCarriesBothWaysAtOnce) {
-    // 4 s out of one kind, 5 s in of another.
+    // 4 s out for one kind, 5 s in for another.
     EXPECT_DOUBLE_EQ(total(plan_of({}, {begins(Transfer::Parked, Way::ToHost, 40),
                                         begins(Transfer::Loan, Way::FromHost, 100),
                                         waits(Transfer::Loan, 0, 0), waits(Transfer::Parked, 0, 0)})),
                      5);
-    // Of one kind what comes waits for what went before it, what goes does not wait for what comes.
+    // Within a kind, a fetch waits for earlier stores, but a store does not wait for earlier fetches.
     EXPECT_DOUBLE_EQ(
         total(plan_of({}, {begins(Transfer::State, Way::ToHost, 40),
                            begins(Transfer::State, Way::FromHost, 100), waits(Transfer::State, 1, 0)})),
@@ -64,7 +64,7 @@ TEST(Simulate, ALinkCarriesBothWaysAtOnce) {
                        begins(Transfer::State, Way::ToHost, 40), begins(Transfer::State, Way::FromHost, 20),
                        waits(Transfer::State, 2, 0), waits(Transfer::State, 3, 0)})),
         10);
-    // One way, first come, first served.
+    // In one direction: first come, first served.
     EXPECT_DOUBLE_EQ(
         total(plan_of({}, {begins(Transfer::Loan, Way::FromHost, 100),
                            begins(Transfer::State, Way::FromHost, 20), waits(Transfer::State, 0, 0)})),
@@ -78,7 +78,7 @@ TEST(Simulate, ADiskDoesOneThingAfterTheOther) {
         7);
 }
 
-// What a GPU reads from a disk takes its part of the link.
+// What a GPU reads from a disk also uses the link.
 TEST(Simulate, ADiskBesideAGpuIsBehindTheLink) {
     const Plan plan =
         plan_of({}, {begins(Transfer::Loan, Way::DiskRead, 100), begins(Transfer::Parked, Way::FromHost, 100),
@@ -86,7 +86,7 @@ TEST(Simulate, ADiskBesideAGpuIsBehindTheLink) {
     EXPECT_DOUBLE_EQ(total(plan), kHostIsDevice ? 5 : 10);
 }
 
-// But for what its host needs itself, which updates it when it is there.
+// A transfer that stays with the host does not cross the link. The host's update waits until it is complete.
 TEST(Simulate, WhatStaysWithTheHostCrossesNoLink) {
     Transfer read = begins(Transfer::State, Way::DiskRead, 100), write = read;
     read.stays_with_host = write.stays_with_host = true;

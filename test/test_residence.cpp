@@ -1,5 +1,5 @@
-// test_residence.cpp - loans in any order, with any number of them on their way: each is there when it is
-// borrowed, what was changed is stored, and nothing comes that is there.
+// test_residence.cpp - loans (streamed data) in any order, with any prefetch distance: each has arrived when
+// it is borrowed, what was changed is stored, and nothing is fetched that is there already.
 
 #include <algorithm>
 #include <deque>
@@ -13,7 +13,7 @@
 
 namespace {
 
-// Loans of one number each. What is on its way arrives when it is waited for, and not before.
+// Loans of one number each. A transfer arrives when it is waited for, and not before.
 class Numbers : public Residence {
   public:
     explicit Numbers(int loans) : values(static_cast<size_t>(loans)) {
@@ -50,7 +50,7 @@ class Numbers : public Residence {
 
 constexpr Lent kNumbers = {Transfer::Loan, "number", "weights"};
 
-// Passes of a program over lent numbers: rehearsed, and then run as often as asked for.
+// A program that streams numbers: rehearsed, and then run as often as asked for.
 struct Lending {
     Numbers numbers;
     Arena arena;
@@ -68,14 +68,14 @@ struct Lending {
         arena.allocate({&plan});
     }
     int* borrow(int loan) { return reinterpret_cast<int*>(loans.borrow(loan)); }
-    // Of a rehearsal, how many come, or go.
+    // How many fetches, or stores, the rehearsal recorded.
     int noted(Way way) const {
         const auto is_one = [way](const Transfer& t) { return !t.waits && t.way == way; };
         return static_cast<int>(std::count_if(plan.transfers.begin(), plan.transfers.end(), is_one));
     }
 };
 
-// Forward and backward of a training: at the turn as many stay as have rooms.
+// Forward and backward of a training. Between them, as many loans stay as there are buffers.
 TEST(Loans, ForwardAndBack) {
     constexpr int kLoans = 7;
     for (const int ahead : {0, 1, 2, 5, 6, 40}) {
@@ -103,7 +103,7 @@ TEST(Loans, ForwardAndBack) {
     }
 }
 
-// While one is used those behind it are on their way, and no others.
+// While one is used, the next `ahead` ones are being fetched, and no others.
 TEST(Loans, ComeSoFarAhead) {
     for (const int ahead : {0, 1, 3}) {
         Lending l(10, ahead);
@@ -125,7 +125,7 @@ TEST(Loans, ComeSoFarAhead) {
     }
 }
 
-// What is only written does not come first; it is stored.
+// Loans that are only written are not fetched first, but are stored.
 TEST(Loans, WithoutContents) {
     Lending l(5, 1);
     l.loans.come_with_contents(false);
@@ -146,8 +146,8 @@ TEST(Loans, WithoutContents) {
     EXPECT_EQ(l.noted(Way::DiskWrite), 5);
 }
 
-// Any order, told in parts, with loans that are borrowed several times and changed now and then; run twice,
-// as what is recorded is.
+// Any order, announced in parts, with loans that are borrowed several times and changed now and then. Run
+// twice, as something recorded is.
 TEST(Loans, InAnyOrder) {
     for (unsigned seed = 0; seed < 200; seed++) {
         std::mt19937 random(seed);
@@ -192,7 +192,7 @@ TEST(Loans, InAnyOrder) {
     }
 }
 
-// A rehearsal says of each wait what it is for: not what was begun last.
+// A rehearsal records what each wait is for, not just what was begun last.
 TEST(Loans, WaitForTheirOwn) {
     Lending l(4, 2);
     const auto pass = [&] {

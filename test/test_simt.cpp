@@ -1,5 +1,5 @@
-// test_simt.cpp - the faithful CPU build itself: its collectives compute what a GPU's do, and it catches what
-// is wrong in a kernel: a missing barrier, threads that part ways, threads that never meet.
+// test_simt.cpp - the faithful CPU build itself: its collectives compute what a GPU's do, and it catches
+// mistakes in kernels: a missing barrier, threads that diverge, threads that never meet.
 
 #include <algorithm>
 #include <atomic>
@@ -63,7 +63,7 @@ TEST(Warp, SumMaximumAndShuffles) {
     }
 }
 
-// Two sums, one right after the other, use the same room.
+// Two sums, one right after the other, use the same shared memory.
 __global__ void block_kernel(float* sum, float* maximum, float* last, const float* x) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     sum[i] = block_sum(x[i]);
@@ -93,7 +93,7 @@ TEST(Block, SumAndMaximum) {
 
 enum class Missing { None, BeforeTree, InTree, BeforeReuse };
 
-// Sums over the block by a tree in shared memory, twice in the same room, with one barrier left out.
+// Sums over the block by a tree in shared memory, twice in the same memory, with one barrier left out.
 template <Missing kMissing>
 __global__ void tree_kernel(float* out, const float* x) {
     DYNAMIC_SHARED(float, shared);
@@ -110,7 +110,7 @@ __global__ void tree_kernel(float* out, const float* x) {
     }
 }
 
-// In how many of the orders some sum is wrong.
+// The number of orders in which some sum is wrong.
 template <Missing kMissing>
 int orders_that_fail() {
     const unsigned blocks = 3, threads = 128, n = blocks * 2 * threads;
@@ -142,7 +142,7 @@ TEST(Orders, AMissingBarrierIsAWrongNumber) {
 
 __global__ void count_kernel(int* turn, std::atomic<int>* counter) { turn[threadIdx.x] = (*counter)++; }
 
-// By thread: when it started.
+// When each thread started, by thread.
 std::vector<int> starts_under(const simt::Config& c) {
     const WithConfig scope(c);
     std::vector<int> turn(64);
@@ -177,7 +177,7 @@ TEST(Poison, SharedMemoryThatWasNotWrittenIsNaNInEveryBlock) {
     EXPECT_TRUE(std::all_of(out.begin(), out.end(), [](float v) { return std::isnan(v); }));
 }
 
-// A grid of blocks of threads in three dimensions: each writes where it is.
+// A grid and blocks of three dimensions: each thread writes where it is.
 __global__ void place_kernel(int* out) {
     const dim3 g(gridDim.x, gridDim.y, gridDim.z), b(blockDim.x, blockDim.y, blockDim.z);
     const unsigned block = (blockIdx.z * g.y + blockIdx.y) * g.x + blockIdx.x;
@@ -212,7 +212,7 @@ TEST(Barrier, DoesNotWaitForThreadsThatReturned) {
     }
 }
 
-// What goes wrong on purpose, told apart by `mistake`.
+// Mistakes to make on purpose.
 enum Mistake { kReturnsBefore, kReturnsAmid, kOtherCollective, kOtherBarrier };
 
 __global__ void mistaken_kernel(float* out, Mistake mistake) {
@@ -277,7 +277,7 @@ TEST(Bf16, RoundsToNearestEven) {
         ASSERT_EQ(near(0x8000), bits + (bits & 1));
         ASSERT_EQ(near(0x8001), bits + 1);
     }
-    // A NaN whose upper half alone would read as infinity.
+    // A NaN whose upper half alone would be an infinity.
     const uint32_t u = 0x7f800001u;
     float nan;
     memcpy(&nan, &u, 4);
@@ -298,8 +298,8 @@ TEST(FastExp, IsWithinItsErrorAndClamped) {
     EXPECT_TRUE(std::isnan(fast_exp(std::numeric_limits<float>::quiet_NaN())));
 }
 
-// Its power of two is made without a conversion to an integer, which a NaN has none of, and is still the
-// same.
+// The power of two is computed without a conversion to an integer, which is undefined for a NaN, and is still
+// the same.
 TEST(FastExp, HasThePowerOfTwoOfItsArgument) {
     for (uint64_t bits = 0; bits < (uint64_t{1} << 32); bits += 12289) {
         const float x = std::bit_cast<float>(static_cast<uint32_t>(bits)), y = fast_exp(x);

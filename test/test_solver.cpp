@@ -1,5 +1,5 @@
-// test_solver.cpp - the solver: what it composes is what a rehearsal of that mix finds, what it chooses is
-// what trying everything finds, and it is fast.
+// test_solver.cpp - the solver: what it composes is what a rehearsal of that configuration finds, what it
+// chooses is what trying everything finds, and it is fast.
 
 #include <cmath>
 #include <ctime>
@@ -18,12 +18,12 @@
 namespace {
 
 struct Estimate {
-    size_t arena = 0;  // the most bytes that live at one time: the placement takes as much or a little more
+    size_t arena = 0;  // the most bytes that live at one time: the placement needs as much or a little more
     size_t total = 0;  // with what is outside the arena
     double seconds = 0;
 };
 
-// What the step takes with layer l at levels[l].
+// What the step needs with layer l at levels[l].
 Estimate evaluate(const Profile& profile, const std::vector<int>& levels) {
     const size_t layers = levels.size();
     assert(static_cast<int>(layers) == profile.layers());
@@ -41,9 +41,9 @@ using Levels = std::vector<int>;
 
 constexpr DeviceRates kRates = {.flops = 1e12, .bandwidth = 1e11, .latency = 2e-6};
 
-// A training step of random blocks. A block makes some tensors in a row, with scratch; a level keeps some of
-// them for backward, which makes the others again: one at a time, or at the last level all at once, in a
-// range of its own. Which tensors a level keeps is nested from level to level, as in real blocks, or quite
+// A training step of random blocks. A block computes several tensors, with scratch. A level keeps some of
+// them for backward, which recomputes the others: one at a time, or at the last level all at once, in a range
+// of its own. The tensors that levels keep are nested from level to level, as in real blocks, or quite
 // random.
 class RandomStep {
   public:
@@ -89,7 +89,7 @@ class RandomStep {
         return p;
     }
     int layers, levels;
-    bool leaves = false;  // something behind each block's backward, up to the end
+    bool leaves = false;  // each block's backward leaves a tensor until the end
 
   private:
     static constexpr int kTensors = 6;
@@ -148,7 +148,7 @@ class RandomStep {
             missing(i);
             Bytes gradient = take(arena, "gradient", 10 + i);
             work(40 + i);
-            if (i != 2) b.made[i].drop();  // that one goes behind the block's range
+            if (i != 2) b.made[i].drop();  // that one is dropped after the block's range
         }
     }
     uint64_t seed_;
@@ -156,7 +156,7 @@ class RandomStep {
     int64_t batch_;
 };
 
-// Calls visit() with every way to give each of `layers` one of `levels`.
+// Calls visit() with every way to give each of `layers` layers one of `levels` levels.
 template <class Visit>
 void each_mix(int layers, int levels, Visit&& visit) {
     Levels mix(static_cast<size_t>(layers), 0);
@@ -227,7 +227,7 @@ TEST(Evaluate, EqualsTheRehearsalOfEveryMixInEveryOrder) {
         }
 }
 
-// All there is to choose from, by trying everything.
+// All choices, by trying everything.
 std::vector<Choice> all_choices(const std::vector<Profile>& profiles) {
     std::vector<Choice> all;
     for (size_t p = 0; p < profiles.size(); p++)
@@ -245,7 +245,7 @@ bool smaller(const Choice& a, const Choice& b) {
     return std::tuple(a.bytes, a.seconds, a.profile) < std::tuple(b.bytes, b.seconds, b.profile);
 }
 
-// The first of those allowed, by `before`.
+// The first of the allowed choices, in the order of `before`.
 template <class Before, class Allowed>
 std::optional<Choice> first_of(const std::vector<Choice>& all, Before before, Allowed allowed) {
     std::optional<Choice> best;
@@ -280,7 +280,7 @@ void expect_solved(const std::vector<Profile>& profiles, const std::vector<Choic
     expect_same(profiles, s.next_smaller, less, "next_smaller");
 }
 
-// Two micro-batch sizes, one of them in two formats of the state, and one twice.
+// Two micro-batch sizes, one of them with two formats of the state, and one profile twice.
 std::vector<Profile> random_profiles(uint64_t seed, int layers, int levels, bool nested) {
     std::vector<Profile> profiles = {RandomStep(seed, layers, levels, nested, 1).profile(),
                                      RandomStep(seed, layers, levels, nested, 2).profile()};
@@ -339,7 +339,7 @@ TEST(Solve, OrderMattersAndMixesBeatUniformLevels) {
     EXPECT_GT(orders, 5);
 }
 
-// Then the order is a guess, but what is said of the choice is true.
+// Then the order of levels is a guess, but what is said of the choice is true.
 TEST(Solve, BlocksThatLeaveSomethingBehindAreCounted) {
     for (uint64_t seed = 31; seed < 36; seed++) {
         RandomStep step(seed, 5, 4, true);
@@ -366,7 +366,7 @@ TEST(Solve, IsDeterministic) {
     EXPECT_EQ(a.chosen->profile, b.chosen->profile);
 }
 
-// What a placement may add to a choice: up to 1%, as if at random.
+// The bytes of a choice after placement: up to 1% more, pseudo-random.
 size_t placed(const Choice& c) {
     uint64_t mix = c.profile;
     for (int k : c.levels) mix = random_bits(41, mix, static_cast<uint64_t>(k));
@@ -442,7 +442,7 @@ TEST(Solve, NothingIsChosenWhenTheExactTotalNeverFits) {
     EXPECT_FALSE(only_least.next_smaller);
 }
 
-// Settings that are `profile` with other sizes and speeds, as micro-batches of 1, 2, 3 ... would be.
+// Profiles like `profile` with other sizes and speeds, as for micro-batches of 1, 2, 3 ... sequences.
 std::vector<Profile> scaled(const Profile& profile, int count) {
     std::vector<Profile> profiles;
     for (int i = 1; i <= count; i++) {
@@ -462,7 +462,7 @@ std::vector<Profile> scaled(const Profile& profile, int count) {
 }
 
 double seconds_to_solve(const std::vector<Profile>& profiles, size_t budget) {
-    const std::clock_t start = std::clock();  // of what it computes: the machine may have other work
+    const std::clock_t start = std::clock();  // processor time: the machine may have other work
     const Solution s = solve(profiles, budget);
     const double seconds = static_cast<double>(std::clock() - start) / CLOCKS_PER_SEC;
     EXPECT_TRUE(s.chosen);
@@ -484,7 +484,8 @@ TEST(Solve, SixtySettingsOf48LayersAreSolvedAtOnce) {
     }
 }
 
-// Levels whose time falls with their bytes on a line but for noise: nearly every mix is the best of its size.
+// Levels whose time falls linearly with their bytes, but for noise: nearly every configuration is the best of
+// its size.
 TEST(Solve, LevelsOnALineDoNotTakeForever) {
     Profile profile = RandomStep(62, 48, 6, true).profile();
     for (size_t k = 0; k < 6; k++)

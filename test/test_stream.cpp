@@ -1,5 +1,5 @@
-// test_stream.cpp - what keeps a device busy: micro-batches that are fed to it while it computes, figures
-// that come back late, and work that is recorded as a graph.
+// test_stream.cpp - what keeps a device busy: micro-batches that are copied to it while it computes, numbers
+// that are read back later, and work that is recorded as a graph.
 
 #include <algorithm>
 #include <array>
@@ -22,7 +22,7 @@ std::vector<T> downloaded(const Tensor<T>& t, Stream stream) {
     return host;
 }
 
-// Token i of micro-batch k, of its inputs or its targets.
+// Token i of micro-batch k: of its inputs, or of its targets.
 int token(int k, size_t i, int targets, int vocabulary) {
     return static_cast<int>(random_bits(81, static_cast<uint64_t>(2 * k + targets), i) %
                             static_cast<uint64_t>(vocabulary));
@@ -38,14 +38,14 @@ void feed(Feeder& feeder, Stream stream, int k, int vocabulary) {
     feeder.send(stream);
 }
 
-// Numbers are as many as planned, and a batch is whole, whatever was there before.
+// There are as many numbers as planned, and a batch is complete, whatever was there before.
 TEST(Feeder, BringsEachBatchToTheSameAddresses) {
     for (const auto [batch, seq_len, vocabulary] :
          {std::array{1, 1, 1}, std::array{3, 5, 7}, std::array{2, 40, 50257}, std::array{4, 33, 3}}) {
         const int64_t rows = int64_t{batch} * seq_len, groups = std::min<int64_t>(rows, vocabulary);
         const OwnStream stream;
         Feeder feeder;
-        feeder.choose(5, 9, 11);  // and then another
+        feeder.choose(5, 9, 11);  // and then other sizes
         feeder.choose(batch, seq_len, vocabulary);
         EXPECT_EQ(feeder.batch().inputs.data(), nullptr);
         EXPECT_TRUE(feeder.batch().targets.shape() == (Shape{batch, seq_len}));
@@ -73,7 +73,7 @@ TEST(Feeder, BringsEachBatchToTheSameAddresses) {
     }
 }
 
-// Of a packed one where documents are, too, and the loss's scale.
+// A packed batch also brings its documents and the loss's scale.
 TEST(Feeder, BringsDocuments) {
     const OwnStream stream;
     Feeder feeder;
@@ -128,7 +128,7 @@ TEST(Feeder, RunsAheadWithoutMixingBatches) {
         ASSERT_EQ(all[i], token(static_cast<int>(i / rows), i % rows, 0, vocabulary)) << i;
 }
 
-// Two are under way at a time, each from what the stream had done when it was started.
+// Two are under way at a time, each with what the stream had done when it was started.
 TEST(Readback, HoldsWhatWasThereWhenItWasStarted) {
     const OwnStream stream;
     const DeviceArray<int> device(3);
@@ -145,8 +145,7 @@ TEST(Readback, HoldsWhatWasThereWhenItWasStarted) {
 // *sum = *sum * 3 + *x
 __global__ void fold_kernel(unsigned* sum, const unsigned* x) { *sum = *sum * 3 + *x; }
 
-// Replays read what lies in memory then; each key has its own work, and is enqueued by the host twice at
-// most.
+// A replay reads what memory contains then. Each key has its own work, which the host enqueues twice at most.
 TEST(StepGraphs, ReplaysWhatWasEnqueued) {
     const OwnStream stream;
     StepGraphs graphs;
@@ -171,7 +170,7 @@ TEST(StepGraphs, ReplaysWhatWasEnqueued) {
     }
 }
 
-// What the host does in between is done each time, in its place, and may enqueue too; nothing in it is
+// What the host does between graphs is done each time, in its place. It may enqueue too, and nothing of it is
 // recorded.
 TEST(StepGraphs, TheHostActsBetweenGraphs) {
     const OwnStream stream;
@@ -203,7 +202,7 @@ TEST(StepGraphs, TheHostActsBetweenGraphs) {
     EXPECT_EQ(sum.download()[0], want);
 }
 
-// What fails while it is recorded leaves the stream as it was.
+// A failure while recording leaves the stream as it was.
 TEST(StepGraphs, AFailureIsPassedOn) {
     const OwnStream stream;
     StepGraphs graphs;

@@ -1,5 +1,5 @@
-// test_tokenizer.cpp - tokenizers of small vocabularies, their steps, and what is refused; and GPT-2's when
-// GPT2_TOKENIZER names its folder. test_tokenizers.py compares real ones with other programs.
+// test_tokenizer.cpp - tokenizers of small vocabularies, their steps, and what is refused; and GPT-2's
+// tokenizer if GPT2_TOKENIZER names its folder. test_tokenizers.py compares real ones with other programs.
 
 #include <cstdlib>
 #include <random>
@@ -19,8 +19,8 @@ namespace {
 
 using nlohmann::json;
 
-// How files spell a byte, written down by its definition: the printable bytes of Latin-1 are themselves, the
-// other ones are U+0100, U+0101, ... in order.
+// How files spell a byte, by the definition: the printable bytes of Latin-1 stand for themselves, the others
+// are U+0100, U+0101, ... in order.
 std::string spelling(int byte) {
     const auto prints = [](int b) {
         return (33 <= b && b <= 126) || (161 <= b && b <= 172) || (174 <= b && b <= 255);
@@ -34,7 +34,7 @@ std::string spelling(int byte) {
     return {static_cast<char>(0xc0 | character >> 6), static_cast<char>(0x80 | (character & 63))};
 }
 
-// 256 bytes in order, then the tokens that these merges make, then <|endoftext|>. "Ġ" spells a space.
+// 256 bytes in order, then the tokens of these merges, then <|endoftext|>. "Ġ" spells a space.
 const std::vector<std::pair<std::string, std::string>> kMerges = {
     {"h", "e"}, {"l", "l"}, {"he", "ll"}, {"hell", "o"}, {"Ġ", "w"},  {"'", "s"},  {"a", "a"},
     {"Ġ", "Ġ"}, {"Ã", "©"}, {"n", "p"},   {"m", "n"},    {"np", "q"}, {"m", "np"},
@@ -74,15 +74,15 @@ void expect_small(const Tokenizer& tokenizer) {
         {"hell he l", {kHell, ' ', kHe, ' ', 'l'}},
         {"aaaaa", {kAa, kAa, 'a'}},
         {"o world", {'o', kSpaceW, 'o', 'r', 'l', 'd'}},
-        {"mn mnp mnpq", {kMn, ' ', kMnp, ' ', 'm', kNpq}},  // "np" is gone before "m np" has its turn
+        {"mn mnp mnpq", {kMn, ' ', kMnp, ' ', 'm', kNpq}},  // "np" is gone before "m np" is merged
         {"x's", {'x', kQuoteS}},
         {"x 's", {'x', ' ', '\'', 's'}},                   // the space takes the quote along
         {"a   w", {'a', kSpaces, kSpaceW}},                // the last space goes with the word
         {"a   ", {'a', kSpaces, ' '}},                     // at the end all stay together
-        {"w\xe3\x80\x80w", {'w', 0xe3, 0x80, 0x80, 'w'}},  // U+3000 is white space: no merge reaches over it
+        {"w\xe3\x80\x80w", {'w', 0xe3, 0x80, 0x80, 'w'}},  // U+3000 is white space: no merge crosses it
         {"h3e", {'h', '3', 'e'}},
         {"\xc3\xa9", {kEAcute}},
-        {"\xc3he\xa9\xff", {0xc3, kHe, 0xa9, 0xff}},  // broken UTF-8: bad bytes alone, the rest as ever
+        {"\xc3he\xa9\xff", {0xc3, kHe, 0xa9, 0xff}},  // broken UTF-8: bad bytes alone, the rest as usual
         {"\xed\xa0\x80\xc0\x80", {0xed, 0xa0, 0x80, 0xc0, 0x80}},
         {std::string("he\0he", 5), {kHe, 0, kHe}},
         {"hello<|endoftext|>", {kHello, '<', '|', 'e', 'n', 'd', 'o', 'f', 't', 'e', 'x', 't', '|', '>'}},
@@ -125,7 +125,7 @@ json small_json() {
             {"model", {{"type", "BPE"}, {"vocab", small_vocabulary()}, {"merges", merge_strings()}}}};
 }
 
-// One of SentencePiece's kind, whose tokens are characters, and bytes if they are asked for.
+// A tokenizer like SentencePiece's, whose tokens are characters, and also bytes if asked for.
 json small_characters(bool bytes) {
     json vocab, merges = json::array();
     const auto add = [&](const std::string& token) { vocab[token] = vocab.size(); };
@@ -169,7 +169,7 @@ TEST(Tokenizer, TokenizerJson) {
     expect_small(open_json(pairs));
 }
 
-// Objects of JSON have no order.
+// JSON objects have no order.
 TEST(Tokenizer, MergesMayComeBeforeTheVocabulary) {
     const TempFolder folder;
     folder.write("tokenizer.json", R"({"pre_tokenizer": )" + byte_level().dump() +
@@ -178,7 +178,7 @@ TEST(Tokenizer, MergesMayComeBeforeTheVocabulary) {
     expect_small(*Tokenizer::open(folder.path()));
 }
 
-// Of merges that are given twice the last counts, as in Hugging Face's tokenizers.
+// If a merge is given twice, the last one counts, as in Hugging Face's tokenizers.
 TEST(Tokenizer, LastOfEqualMerges) {
     json content = small_json();
     content["model"]["vocab"]["el"] = 999;
@@ -213,8 +213,7 @@ TEST(Tokenizer, Characters) {
               spaces = ab + 2;
     EXPECT_EQ(bytes.encode("a b\nä€"),
               (std::vector<int>{space_a, 1, b, byte + '\n', umlaut, byte + 0xe2, byte + 0x82, byte + 0xac}));
-    EXPECT_EQ(bytes.encode("b   ab"),
-              (std::vector<int>{1, b, spaces, space_ab}));  // "▁" "▁" has its turn last
+    EXPECT_EQ(bytes.encode("b   ab"), (std::vector<int>{1, b, spaces, space_ab}));  // "▁" "▁" is merged last
     EXPECT_EQ(bytes.encode("\xffz"), (std::vector<int>{byte + 0xff, byte + 'z'}));
     EXPECT_EQ(bytes.encode("a\xff"
                            "ab"),
@@ -226,7 +225,7 @@ TEST(Tokenizer, Characters) {
     EXPECT_EQ(none.encode("abab"), (std::vector<int>{7, 6}));
 }
 
-// Without a pre-tokenizer all text is one word; it is cut where no merge reaches over.
+// Without a pre-tokenizer a whole text is one word. It is cut where no merge crosses.
 TEST(Tokenizer, LongWordsOfCharacters) {
     const Tokenizer tokenizer = open_json(small_characters(true));
     std::string text;
@@ -446,7 +445,7 @@ TEST(Tokenizer, AnyBytesSurvive) {
     }
 }
 
-// A single piece of a million letters, and as many bad bytes: anything quadratic would take minutes.
+// A single piece of a million letters, and as many bad bytes: quadratic time would take minutes.
 TEST(Tokenizer, LongPieces) {
     const TempFolder folder;
     write_small(folder);
@@ -464,7 +463,7 @@ std::vector<int> encode_bytewise(const Tokenizer& tokenizer, std::string_view te
     return tokens;
 }
 
-// "xa" in "wxab" is no word of its own, and the "a" in it is not looked for, wherever the text's parts end.
+// "xa" in "wxab" is no word of its own, and the "a" in it is not searched for, wherever the text's parts end.
 TEST(Tokenizer, PartsOfAddedTokens) {
     json content = small_characters(true);
     content.erase("pre_tokenizer");
@@ -481,7 +480,7 @@ TEST(Tokenizer, PartsOfAddedTokens) {
     }
 }
 
-// A text of any size in bounded memory, whatever stands between the text and its words.
+// A text of any size takes bounded memory, whatever steps are between the text and its words.
 TEST(Tokenizer, PartsTakeBoundedMemory) {
     json composed = small_json();
     composed["normalizer"] = {{"type", "NFC"}};
@@ -517,7 +516,7 @@ TEST(Tokenizer, PartsTakeBoundedMemory) {
     }
 }
 
-// More different words than the cache remembers.
+// More different words than the cache holds.
 TEST(Tokenizer, ManyWords) {
     const TempFolder folder;
     write_small(folder);
@@ -609,7 +608,7 @@ TEST(Pretokenizer, DecidesNothingThatFollowingTextCouldChange) {
     EXPECT_EQ(find("   a", true), std::tuple(is_match, 0, 2));
 }
 
-// Where a text is cut, its parts are composed as in the whole.
+// Wherever a text is cut, its parts are composed as in the whole.
 TEST(Normalizer, Cuts) {
     Normalizer normalizer;
     normalizer.nfc = true;
@@ -638,7 +637,7 @@ TEST(Normalizer, Cuts) {
     }
 }
 
-// Expected tokens are those of Hugging Face's tokenizers 0.23.
+// Expected tokens are from Hugging Face's tokenizers 0.23.
 TEST(Tokenizer, Gpt2) {
     const char* folder = std::getenv("GPT2_TOKENIZER");
     if (!folder) GTEST_SKIP() << "GPT2_TOKENIZER=<folder with vocab.json and merges.txt> is not set";

@@ -8,14 +8,14 @@
 
 namespace {
 
-// The exact sums, the wide ones with their low bits, and those that round to bf16 after every term.
+// The exact sums, the wide sums with their low bits, and sums that are rounded to bf16 after every term.
 struct Sums {
     std::vector<double> exact;
     std::vector<bf16> wide, plain;
     std::vector<uint8_t> low;
 };
 
-// `terms` terms of mean `drift` and deviation 1, added to a start of the same kind.
+// `terms` terms of mean `drift` and deviation 1, added to a start of the same distribution.
 Sums add_up(size_t n, int terms, double drift) {
     Sums s;
     const auto term = [&](int i) {
@@ -71,7 +71,7 @@ TEST(WideSum, APlainSumWouldLoseMore) {
     EXPECT_GT(relative_error(s.plain, s.exact), 3 * one_rounding(s.exact));
 }
 
-// The bits that bf16 lacks are there: with them the sum is nearer by almost four bits.
+// The bits that bf16 lacks are kept: with them the sum is more exact by almost four bits.
 TEST(WideSum, KeepsTheLowBits) {
     const Sums s = add_up(9600, 2, 0);
     constexpr size_t N = kVectorSize<bf16>;
@@ -101,8 +101,8 @@ TEST(WideSum, ANaNStays) {
         EXPECT_EQ(std::isnan(to_float(sums[i])), std::isnan(terms[i])) << i;
 }
 
-// Products of chunks, in slices whose last vector is not full: what lies behind the gradient stays zero,
-// whatever was in the slice's buffer before.
+// Products of chunks, in slices whose last vector is not full: what is behind the gradient stays zero,
+// whatever the slice's buffer contained before.
 TEST(ChunkSums, LeaveWhatIsBehindTheGradient) {
     const auto size_of = [](int64_t rows, int64_t columns) { return static_cast<size_t>(rows * columns); };
     for (const auto& [rows, m, n] : {std::array<int64_t, 3>{5, 3, 7}, {33, 5, 9}, {3, 1, 1}, {4, 2051, 3}}) {

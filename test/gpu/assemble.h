@@ -1,5 +1,5 @@
-// assemble.h - makes a kernel's statements into instructions: each opcode's meaning for its types, and where
-// each register and constant lies.
+// assemble.h - turns a kernel's statements into instructions: what each opcode does for its types, and the
+// place of each register and constant.
 #pragma once
 
 #include "test/gpu/hopper.h"
@@ -21,7 +21,7 @@ class Assembler {
             symbols_[a.name] = a.offset;
         }
         place_shared(module);
-        p_->register_bytes = 64;  // no register lies at 0, which is an absent operand's place
+        p_->register_bytes = 64;  // no register is placed at 0, which stands for an absent operand
         for (const auto& [name, kind] : kernel.registers) place_register(name, kind);
         for (size_t i = 0; i < std::size(kSpecial); i++) {
             place_register(kSpecial[i], RegisterClass::Bits32);
@@ -39,7 +39,7 @@ class Assembler {
             }
             p_->text.push_back(s.opcode);
         }
-        // A label may stand at the very end.
+        // A label may be at the very end.
         Instruction end;
         end.flow = Flow::Return;
         p_->code.push_back(end);
@@ -51,15 +51,15 @@ class Assembler {
   private:
     using Words = std::vector<std::string>;
 
-    // What launch bounds leave to a thread of a multiprocessor's 65536 registers, which are given out by
-    // eights. ptxas gives a kernel that contains setmaxnreg as many.
+    // The registers of a thread that launch bounds leave of a multiprocessor's 65536, rounded down to a
+    // multiple of eight. ptxas gives a kernel that contains setmaxnreg this many.
     static uint32_t starting_registers(const KernelText& kernel) {
         if (!kernel.max_threads) return 0;
         return std::min(kernel.max_registers, 65536 / (kernel.max_threads * kernel.min_blocks)) / 8 * 8;
     }
 
     void place_shared(const PtxModule& module) {
-        // Of the module's variables those that the kernel names; the dynamic part comes last.
+        // Places those of the module's variables that the kernel uses; the dynamic part comes last.
         std::map<std::string, const Variable*> variables;
         for (const Variable& v : module.shared) variables[v.name] = &v;
         for (const Variable& v : kernel_.shared) variables[v.name] = &v;
@@ -88,7 +88,7 @@ class Assembler {
         p_->register_bytes += bytes;
         registers_[name] = s;
     }
-    // A constant for 32 lanes, `wide` with 8 bytes each.
+    // A constant for 32 lanes, with 8 bytes each if `wide`.
     Slot constant(uint64_t value, bool wide) {
         const auto [it, is_new] = constants_.try_emplace({value, wide});
         if (is_new) {
@@ -107,7 +107,7 @@ class Assembler {
         }
         return it->second;
     }
-    // An operand that is read, where its width is told by the instruction.
+    // An operand that is read. The instruction says how wide it is.
     Slot source(const Arg& a, bool wide) {
         if (a.kind == Arg::Number) return constant(a.number, wide);
         if (a.kind != Arg::Name) throw Fault("an operand is not a register or a number");
@@ -160,7 +160,7 @@ class Assembler {
     }
     [[noreturn]] static void unknown() { throw Fault("this instruction is not known"); }
 
-    // What `make` makes for an integer type, or for a type of float.
+    // Calls `make` for an integer type (integer), or for an integer or float type (number).
     template <class F>
     static Execute integer(const std::string& t, F make) {
         if (t == "s32") return make.template operator()<int32_t>();
@@ -198,7 +198,7 @@ class Assembler {
         i.d = destination(s.args.at(0));
         const std::string& type = words.back();
         const bool shifts = words[0] == "shl" || words[0] == "shr";
-        // "mul.wide.s32" takes 32 bits and makes 64.
+        // "mul.wide.s32" takes 32 bits and gives 64.
         for (size_t n = 1; n < s.args.size(); n++) {
             const bool third_of_wide = has(words, "wide") && n == 3;
             const bool of_32 =
@@ -302,7 +302,7 @@ class Assembler {
         return true;
     }
 
-    // What lanes do with one another.
+    // Instructions by which lanes of a warp work together.
     bool together(const Statement& s, const Words& words, Instruction& i) {
         if (s.opcode == "bar.warp.sync") {
             i.flow = Flow::Together;
@@ -495,7 +495,7 @@ class Assembler {
     }
     template <class From>
     static Execute to_integer(const std::string& to) {
-        // Into a wider register the sign of the narrower type goes on.
+        // In a wider register the sign of the narrower type is extended.
         if (to == "s64" || to == "u64") return from_integer<From, int64_t>();
         if (to == "s32" || to == "u32") return from_integer<From, int32_t>();
         if (to == "s16") return from_integer<From, int16_t>();
@@ -657,7 +657,7 @@ class Assembler {
             if (b == -1) return 0;
         return static_cast<T>(a % b);
     }
-    // The wider product of two integers.
+    // A type that holds the product of two integers.
     template <class T>
     using Wider = std::conditional_t<
         sizeof(T) == 8, std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>,
@@ -751,7 +751,7 @@ class Assembler {
                                                 : static_cast<Unsigned<T>>(a));
                 });
             });
-        // Shifts by as many bits as there are, or more, leave nothing, or the sign.
+        // Shifts by the number of bits, or by more, leave nothing, or the sign.
         if (op == "shl")
             return integer(type, []<class T>() {
                 return elementwise<T, T, uint32_t>([](T a, uint32_t n) {

@@ -1,9 +1,9 @@
 // block.h - a thread block of an emulated GPU: its warps' registers and program counters, its shared memory,
-// its barriers, and the scheduler, which lets warps go on in an order that a seed decides.
+// its barriers, and the scheduler, which runs warps in an order that a seed decides.
 //
-// A warp's lanes run together while they are at the same instruction. Those that part are groups; the group
-// that is furthest behind runs first, so that they meet again, but for a seed's whim. An instruction that
-// needs certain lanes at one place holds those that are there until the others have come.
+// A warp's lanes run together while they are at the same instruction. Lanes that diverge form groups. The
+// group that is furthest behind runs first, so that groups meet again; now and then the seed chooses another.
+// An instruction that needs certain lanes at one place holds those that are there until the others have come.
 #pragma once
 
 #include <algorithm>
@@ -18,18 +18,18 @@
 
 namespace gpu {
 
-constexpr int kAsync = kMostWarps;  // copies by TMA, in a warp's place in clocks
+constexpr int kAsync = kMostWarps;  // TMA copies, which use a warp's place in clocks
 
 void wgmma(Warp& w, const Instruction& i, uint32_t lanes);
-inline const Execute wgmma_execute = wgmma;  // the one that may touch registers of its like
+inline const Execute wgmma_execute = wgmma;  // only wgmma may touch registers of other wgmmas
 
-// A word of shared memory, and who touched it since it was last written.
+// A word of shared memory, and who has accessed it since it was last written.
 struct SharedWord {
     uint32_t write_clock = 0;
     uint8_t write_warp = 0, write_lane = 0, write_bytes = 0, written = 0;
-    bool pending = false;  // a copy is under way there
+    bool pending = false;  // a copy to it is under way
     bool barrier = false;  // an mbarrier is there
-    uint32_t readers = 0;  // warps; their last clocks and lanes follow
+    uint32_t readers = 0;  // a set of warps; their last clocks and lanes follow
     std::array<uint32_t, kMostWarps> read_clock{}, reads_done{};
     std::array<uint8_t, kMostWarps> read_lane{};  // kManyLanes: more than one
     std::array<uint8_t, kMostWarps> read_bytes{};
@@ -41,9 +41,9 @@ struct Counters {
     uint64_t global_requests = 0, global_sectors = 0, global_bytes = 0;
     uint64_t shared_requests = 0, shared_passes = 0;  // a pass serves each bank once
     uint64_t branches = 0, divergent = 0;
-    uint64_t distinct_sectors = 0;  // those that a launch reads and those that it writes, each once
+    uint64_t distinct_sectors = 0;  // sectors that a launch reads, and those that it writes, each once
     uint64_t tensor_flops = 0;
-    uint64_t threads = 0, shared_bytes = 0;  // of a block, at most
+    uint64_t threads = 0, shared_bytes = 0;  // the most of any block
 };
 
 struct Launch {
@@ -56,7 +56,7 @@ struct Launch {
     Counters* counters;
     uint64_t seed = 0;
     bool check_races = true;
-    std::unordered_set<uint64_t>* touched = nullptr;  // sectors, where somebody wants to know
+    std::unordered_set<uint64_t>* touched = nullptr;  // sectors, if somebody wants to know
 };
 
 class Block;
@@ -65,7 +65,7 @@ class Block;
 struct Group {
     int pc;
     uint32_t lanes;
-    uint32_t needs = 0;  // lanes that must come to where it is; 0: it may run
+    uint32_t needs = 0;  // lanes that must come to this place first; 0: the group may run
 };
 
 struct Warp {
@@ -74,17 +74,17 @@ struct Warp {
     uint32_t lanes;  // that the block has
     uint32_t live;   // that have not returned
     std::vector<char> registers;
-    std::vector<Group> groups;  // that wait; the one that runs is taken out
+    std::vector<Group> groups;  // waiting ones; the group that runs is taken out
     bool at_barrier = false;
     uint32_t clock = 1;
-    // A shuffle gives each lane what others made of what they read before: those reads are done, not their
-    // writes.
+    // A shuffle passes values that other lanes computed from what they read before. So their reads are done,
+    // but not their writes.
     uint32_t reads_done = 1;
-    WarpClock after{};             // what it knows of the others
+    WarpClock after{};             // what it knows of the other warps
     uint32_t proxy_fence = 0;      // its clock at its last fence.proxy.async
-    uint32_t barrier_fence = 0;    // and at the last fence that makes mbarriers known to copies
+    uint32_t barrier_fence = 0;    // its clock at the last fence that makes mbarriers known to copies
     uint32_t register_count = 0;   // of a thread
-    uint32_t registers_asked = 0;  // by a setmaxnreg.inc that waits
+    uint32_t registers_asked = 0;  // by a waiting setmaxnreg.inc
     struct Copy {                  // cp.async
         uint32_t to;
         std::array<char, 16> bytes;
@@ -93,7 +93,7 @@ struct Warp {
     };
     std::vector<Copy> copies;
     int copy_groups = 0;
-    struct Product {  // wgmma that was not waited for
+    struct Product {  // a wgmma that nobody has waited for
         const Instruction* instruction;
         int group;  // -1: not committed
         bool done;
@@ -102,16 +102,16 @@ struct Warp {
     };
     std::vector<Product> products;
     int product_groups = 0;
-    // Of programs with wgmma, by a register's place: it was written since the last wgmma.fence; a product
-    // owns it.
+    // For programs with wgmma, by a register's place. dirty: written since the last wgmma.fence; locked: a
+    // product owns it.
     std::vector<uint8_t> dirty, locked;
     void lock(const Product& p, bool on) {
         for (const std::vector<Slot>* slots : {&p.instruction->more, &p.instruction->sources})
             for (const Slot& s : *slots)
                 if (!s.constant) locked[s.offset / 64] = on;
     }
-    bool yields = false;  // it waits for others
-    // Where the running instruction finds a register or a constant.
+    bool yields = false;  // the warp waits for others
+    // The address of a register or a constant of the running instruction.
     template <class T>
     T* at(Slot s) {
         return reinterpret_cast<T*>((s.constant ? constants : registers.data()) + s.offset);
@@ -119,11 +119,11 @@ struct Warp {
     char* constants = nullptr;
 };
 
-// An mbarrier: what its current phase still waits for.
+// An mbarrier, and what its current phase still waits for.
 struct Barrier {
-    uint32_t expected = 0, arrivals = 0, phase = 0;  // arrivals that are missing
+    uint32_t expected = 0, arrivals = 0, phase = 0;  // arrivals: that are missing
     int64_t bytes = 0;                               // that are missing
-    int maker = 0;                                   // the warp, and its clock then
+    int maker = 0;                                   // the warp that made it, and its clock then
     uint32_t made_at = 0;
     WarpClock arriving{}, complete{};
 };
@@ -182,7 +182,7 @@ class Block {
                 &w.after};
     }
 
-    // A copy by TMA: what it read is known to whoever waits until its bytes have come.
+    // The accessor of a TMA copy: what it has read is known to whoever waits until its bytes have arrived.
     Accessor copying_accessor(uint32_t clock, const WarpClock& after) const {
         return {launch_.work, number_, clock, 0, kAsync, 0, &after};
     }
@@ -228,7 +228,7 @@ class Block {
             });
         return shared_.data() + address;
     }
-    // A product of the tensor cores reads an operand where the async proxy sees it.
+    // An operand that a product of the tensor cores reads, through the async proxy.
     const char* read_shared_async(Warp& w, uint64_t address, size_t bytes) {
         check_shared(address, bytes);
         if (launch_.check_races)
@@ -238,7 +238,7 @@ class Block {
             });
         return shared_.data() + address;
     }
-    // A copy by TMA begins: nobody may touch the bytes until they have arrived.
+    // Begins a TMA copy: nobody may touch the bytes until they have arrived.
     void begin_async_write(const WarpClock& after, uint64_t address, size_t bytes) {
         check_shared(address, bytes);
         if (launch_.check_races)
@@ -256,7 +256,7 @@ class Block {
         });
     }
 
-    // cp.async: the bytes are as they are now, and stand there once the lane has waited for them.
+    // cp.async: copies the bytes as they are now. They are in place after the lane has waited for them.
     void begin_copy(Warp& w, int lane, uint32_t to, const char* from, size_t from_bytes, size_t bytes) {
         check_shared(to, bytes);
         Warp::Copy copy{to, {}, static_cast<uint8_t>(bytes), static_cast<uint8_t>(lane), -1};
@@ -274,7 +274,7 @@ class Block {
             if (c.group < 0 && (lanes >> c.lane & 1)) c.group = w.copy_groups;
         w.copy_groups++;
     }
-    // Until no more than `most` of the groups are under way; most < 0: until all copies are done, committed
+    // Waits until at most `most` of the groups are under way; most < 0: until all copies are done, committed
     // or not.
     void wait_copies(Warp& w, uint32_t lanes, int most) {
         const auto done = [&](const Warp::Copy& c) {
@@ -291,9 +291,9 @@ class Block {
         std::erase_if(w.copies, done);
     }
 
-    // --- Waiting for one another.
+    // --- Synchronization.
 
-    // All that the warp did is known to whoever learns of its clock from here on.
+    // Everything that the warp has done is known to whoever learns of its clock from now on.
     static void release(Warp& w) {
         w.clock++;
         w.reads_done++;
@@ -335,7 +335,7 @@ class Block {
         b.arriving[kAsync] = std::max(b.arriving[kAsync], clock + 1);
         complete_phase(b);
     }
-    // Whether the phase of that parity is complete; then what came before it is known to the warp.
+    // Whether the phase of this parity is complete. If so, the warp knows what came before that.
     bool phase_complete(Warp& w, Barrier& b, uint32_t parity) {
         if ((b.phase & 1) == (parity & 1)) return false;
         join(w.after, b.complete);
@@ -343,20 +343,20 @@ class Block {
     }
 
     Barrier& mbarrier_at(uint64_t address) { return mbarriers_.at(address); }
-    // Copies work in the async proxy, which sees an mbarrier after a fence of whoever made it.
+    // Copies work in the async proxy, which sees an mbarrier only after a fence by the warp that made it.
     void check_fence(const Barrier& b) const {
         if (warps_[static_cast<size_t>(b.maker)].barrier_fence <= b.made_at)
             throw Fault("a copy uses an mbarrier, and its maker made no fence since mbarrier.init");
     }
 
-    // setmaxnreg: what threads give back goes to those of the same block that ask for more, and to nobody
-    // else.
+    // setmaxnreg: registers that threads release go to threads of the same block that ask for more, and to
+    // nobody else.
     void give_registers(Warp& w, uint32_t count) {
         check_registers(w, count <= w.register_count, count);
         free_registers_ += 32 * (w.register_count - count);
         w.register_count = count;
     }
-    // Whether there were as many; else the warp waits for them.
+    // Whether enough registers were free; otherwise the warp waits for them.
     bool take_registers(Warp& w, uint32_t count) {
         check_registers(w, count >= w.register_count, count);
         const uint32_t more = 32 * (count - w.register_count);
@@ -375,7 +375,7 @@ class Block {
                     (asks ? ", or for registers that nobody gives back" : ""));
     }
 
-    // Work that the block's copy engine does later.
+    // Adds work that the block's copy engine does later.
     void add_async(std::function<void()> f) { async_.push_back(std::move(f)); }
     uint32_t next_async_clock() { return async_clock_++; }
 
@@ -590,7 +590,7 @@ class Block {
                             " reads in no order");
         }
     }
-    // What ordinary accesses wrote, the async proxy sees after a fence.proxy.async of whoever wrote it.
+    // The async proxy sees what ordinary accesses wrote only after a fence.proxy.async by the writer.
     void check_proxy(const SharedWord& word, uint64_t address) const {
         if (!word.write_bytes || word.write_warp == kAsync) return;
         const Warp& writer = warps_[word.write_warp];
@@ -613,13 +613,13 @@ class Block {
     std::vector<std::function<void()>> async_;
     uint32_t async_clock_ = 1;
     size_t vain_waits_ = 0;
-    uint32_t free_registers_ = 0;  // that threads gave back
+    uint32_t free_registers_ = 0;  // that threads released
 };
 
 inline void Block::run_warp(Warp& w) {
     int quantum = 1 + static_cast<int>(random_() % 256);
     while (quantum > 0 && can_run(w)) {
-        // The group that is furthest behind, or now and then any.
+        // Runs the group that is furthest behind, or now and then any group.
         std::vector<int> places;
         for (const Group& g : w.groups)
             if ((g.needs & w.live & ~lanes_at(w, g.pc)) == 0 &&
@@ -633,7 +633,7 @@ inline void Block::run_warp(Warp& w) {
     }
 }
 
-// Until the quantum is over, or the lanes part, wait, return, or come to where others are.
+// Runs a group until the quantum is over, or the lanes diverge, wait, return, or come to where others are.
 inline void Block::run_group(Warp& w, Group g, int& quantum) {
     Counters& counters = *launch_.counters;
     w.yields = false;
@@ -657,7 +657,7 @@ inline void Block::run_group(Warp& w, Group g, int& quantum) {
                 w.groups.push_back(g);
                 return;
             }
-            // A jump that nobody takes was decided on all the same.
+            // A branch that no lane takes was still decided on.
             if (lanes || i.flow == Flow::Branch) program_.executed[static_cast<size_t>(g.pc)] = true;
             counters.instructions++;
             counters.lanes += static_cast<uint64_t>(std::popcount(lanes));
@@ -716,7 +716,7 @@ inline void Block::run_group(Warp& w, Group g, int& quantum) {
     w.groups.push_back(g);
 }
 
-// The lanes that an instruction wants at one place.
+// The lanes that an instruction needs at one place.
 inline uint32_t Block::needed_lanes(Warp& w, const Instruction& i, uint32_t lanes) {
     if (i.whole_warp) return w.live;
     const Slot& mask = i.sources.empty() ? i.s[0] : i.sources[0];

@@ -1,5 +1,5 @@
-// chips.h - the GPUs that can be played: what CUDA says of each, and the limits of a launch. The figures are
-// those of the CUDA C++ Programming Guide's table of compute capabilities and of NVIDIA's datasheets.
+// chips.h - the GPUs that can be emulated: what CUDA reports of each, and the limits of a launch. The figures
+// are from the CUDA C++ Programming Guide's table of compute capabilities and from NVIDIA's datasheets.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ struct Chip {
     const char *key, *name;
     int major, minor, multiprocessors;
     size_t memory, shared_per_block, shared_per_multiprocessor;
-    int ptx;  // the newest PTX of a build that it runs; code for 90a it runs only if it is a 9.0
+    int ptx;  // the newest PTX of a build that it runs; it runs code for 90a only if it is a 9.0
     int clock, memory_clock;  // kHz
     int bus_bits;
 };
@@ -30,7 +30,7 @@ inline constexpr Chip kChips[] = {
      512},
 };
 
-// The one that the environment's GPU names; an A100 without.
+// The GPU that the environment's GPU names; by default an A100.
 inline const Chip& chip() {
     static const Chip& chosen = []() -> const Chip& {
         const char* name = getenv("GPU");
@@ -41,13 +41,13 @@ inline const Chip& chip() {
     return chosen;
 }
 
-// What its driver calls it: the environment's GPU_NAME, where it is set, for one that nobody knows.
+// The name that the driver reports: the environment's GPU_NAME if that is set, for a GPU that nobody knows.
 inline const char* chip_name() {
     const char* name = getenv("GPU_NAME");
     return name ? name : chip().name;
 }
 
-// Bytes of its memory: the environment's GPU_MEMORY in MiB, where it is set.
+// Bytes of its memory: the environment's GPU_MEMORY in MiB if that is set.
 inline size_t chip_memory() {
     static const size_t bytes = [] {
         const char* mib = getenv("GPU_MEMORY");
@@ -56,7 +56,7 @@ inline size_t chip_memory() {
     return bytes;
 }
 
-// Bytes of host memory that may be pinned beside it: the environment's GPU_PINNED, where it is set.
+// Bytes of host memory that may be pinned beside it: the environment's GPU_PINNED if that is set.
 inline size_t most_pinned() {
     static const size_t bytes = [] {
         const char* most = getenv("GPU_PINNED");

@@ -1,6 +1,6 @@
-// cublaslt.cpp - cuBLASLt's products on the emulated device, for what matmul_cublaslt.h asks of it: bf16 and
-// fp32, that in TF32 too, added up in fp32, with its epilogues. What its documentation calls unsupported is
-// refused as it says, or is a fault where it would be undefined.
+// cublaslt.cpp - cuBLASLt's matrix products on the emulated device, as far as matmul_cublaslt.h uses them:
+// bf16 and fp32, also in TF32, added up in fp32, with epilogues. What the documentation calls unsupported is
+// refused in the way that it says, and what it leaves undefined is a fault.
 //
 // GPU_REFUSE=bias,gelu,dgelu,bgrad,plain names epilogues for which it has no algorithm.
 #include <cublasLt.h>
@@ -37,7 +37,7 @@ struct Preference {
     uint32_t reductions = CUBLASLT_REDUCTION_SCHEME_MASK;
     uint32_t aligned[4] = {256, 256, 256, 256};  // A, B, C, D
 };
-// What lies in a cublasLtMatmulAlgo_t here.
+// The content of a cublasLtMatmulAlgo_t here.
 struct Algorithm {
     static constexpr uint64_t kMagic = 0x6d68746972676c61;
     uint64_t magic, problem, workspace;
@@ -58,13 +58,13 @@ cublasStatus_t guarded(F&& f) {
     }
 }
 
-// All that an algorithm is for: it is refused for another problem.
+// Everything that an algorithm is made for: it is refused for another problem.
 struct Problem {
     const Description& d;
     const Layout &a, &b, &c, &out;
     uint64_t m = 0, n = 0, k = 0;
 
-    // Whether the layouts go together ("cublasLtMatmul").
+    // Whether the layouts fit together ("cublasLtMatmul").
     bool is_valid() {
         m = d.transpose_a == CUBLAS_OP_N ? a.rows : a.columns;
         k = d.transpose_a == CUBLAS_OP_N ? a.columns : a.rows;
@@ -78,7 +78,8 @@ struct Problem {
         const bool has_bias = d.epilogue & CUBLASLT_EPILOGUE_BIAS || d.epilogue == CUBLASLT_EPILOGUE_BGRADA;
         if (has_bias && !d.bias) return false;
         if (d.tf32 && a.type != CUDA_R_32F) return false;
-        // The bias is of D's type, or where that is fp32 and A is not, of either.
+        // The bias has D's type. If D is fp32 and A is not, cuBLASLt allows A's type too, which is refused
+        // here.
         const int bias_type = d.bias_type < 0 ? out.type : d.bias_type;
         if (has_bias && bias_type != out.type) return false;
         if (d.epilogue == CUBLASLT_EPILOGUE_DGELU &&
@@ -117,8 +118,8 @@ struct Problem {
     }
 };
 
-// The epilogues' tanh is the approximate one, with a relative error of up to 2^-11 ("tanh.approx.f32"); here
-// half of that at most, by the value.
+// The epilogues use the approximate tanh, with a relative error of up to 2^-11 ("tanh.approx.f32"). Here the
+// error is at most half of that, and depends on the value.
 float approximate_tanh(float u) {
     const float t = std::tanh(u);
     if (std::fabs(t) == 1) return t;
@@ -154,11 +155,11 @@ void put(char* p, uint64_t i, cudaDataType type, float x) {
     }
 }
 
-// What TF32 keeps of an operand: 10 bits behind the point. A library may round to nearest; the bits that
-// tensor cores do not read are cut off here, which is the more that may be lost.
+// The part of an operand that TF32 keeps: a mantissa of 10 bits. A library may round to nearest. Here the
+// bits that tensor cores do not read are cut off, which loses more.
 float in_tf32(float x) { return std::bit_cast<float>(std::bit_cast<uint32_t>(x) & 0xffffe000u); }
 
-// op(X)'s element (i, j), i.e. the matrix column by column, read in `work`.
+// A matrix as floats, column by column, read in `work`.
 std::vector<float> read_matrix(const Work& work, const void* at, const Layout& l, bool tf32) {
     std::vector<float> x(l.rows * l.columns);
     for (uint64_t j = 0; j < l.columns; j++) {
@@ -182,7 +183,7 @@ void multiply(const Work& work, const Description& d, const Layout& la, const La
     const int64_t m = static_cast<int64_t>(p.m), n = static_cast<int64_t>(p.n), k = static_cast<int64_t>(p.k);
     if (algorithm.workspace) device().writes(work, workspace, algorithm.workspace);
     const std::vector<float> xa = read_matrix(work, a, la, d.tf32), xb = read_matrix(work, b, lb, d.tf32);
-    // Row-major, D^T (n, m) = op(B)^T (n, k) op(A)^T (k, m), in as many parts of k as the algorithm has.
+    // Row-major, D^T (n, m) = op(B)^T (n, k) op(A)^T (k, m), with k in as many parts as the algorithm has.
     std::vector<float> sum(p.m * p.n, 0.f), part(p.m * p.n);
     const bool ta = d.transpose_a != CUBLAS_OP_N, tb = d.transpose_b != CUBLAS_OP_N;
     for (int64_t s = 0; s < algorithm.splits; s++) {

@@ -1,14 +1,20 @@
 // cudart.cpp - the CUDA runtime's calls that the trainer and its tests make, on the emulated device. Loaded
-// in the place of libcudart and libcublasLt, it runs an unchanged program on its own PTX.
+// in place of libcudart and libcublasLt, it runs an unchanged program from its own PTX.
 //
 // What CUDA forbids, and what it leaves undefined, ends the process with a line that begins with "GPU:" and
-// exit code 70. GPU=A100|4090|H100|B200|5090 chooses the device and GPU_NAME another name for it, GPU_SEED
-// and GPU_ORDER=late|early|random the order of all that has none, GPU_MEMORY=MiB makes it smaller,
-// GPU_CHECK=bounds leaves races unlooked for; with GPU_ERROR=N waiting for a stream ends with that error;
-// with GPU_COUNT=0 no device answers, with GPU_COUNT_ERROR=N for that reason; GPU_DRIVER=12020 is a driver
-// with CUDA 12.2, and 0 none; GPU_COUNTERS and GPU_COVERAGE name files for what was counted, and
-// GPU_ENQUEUED one for how much the host gave to streams: copies, launches, whole graphs, events and waits
-// for them.
+// exit code 70. The environment:
+//
+//   GPU=A100|4090|H100|B200|5090   the device
+//   GPU_NAME=NAME                  another name for it
+//   GPU_MEMORY=MiB                 makes its memory smaller
+//   GPU_SEED=N, GPU_ORDER=late|early|random   the order of everything that has none
+//   GPU_CHECK=bounds               does not look for races
+//   GPU_ERROR=N                    waiting for a stream ends with this error
+//   GPU_COUNT=0                    no device answers; GPU_COUNT_ERROR=N: for this reason
+//   GPU_DRIVER=12020               a driver with CUDA 12.2; 0: no driver
+//   GPU_COUNTERS, GPU_COVERAGE     files for what was counted
+//   GPU_ENQUEUED                   a file for how much the host gave to streams: copies, launches, whole
+//                                  graphs, events and waits for them
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <unistd.h>
@@ -31,7 +37,7 @@ namespace {
     fflush(stderr);
     _exit(70);
 }
-// A call's answer; a fault ends the process.
+// Answers a call; a fault ends the process.
 template <class F>
 auto guarded(F&& f) {
     try {
@@ -60,10 +66,10 @@ Event* event_of(cudaEvent_t e) { return reinterpret_cast<Event*>(e); }
 
 // --- Code.
 
-// Kernels of the program, as its fat binaries hold them.
+// Kernels of the program, from its fat binaries.
 struct Kernel {
     std::string name;
-    std::unique_ptr<Program> program;  // made when it is first launched
+    std::unique_ptr<Program> program;  // made at the first launch
     const PtxModule* module = nullptr;
     size_t dynamic_shared = 48 << 10;  // that a launch may ask for
     Counters counters;
@@ -78,8 +84,8 @@ std::map<const void*, Kernel>& kernels() {
     return all;
 }
 
-// The parts of a fat binary that are PTX. Its header has a magic number, a version, its own size and that of
-// what follows; each part has its kind (1: PTX), its own header's size, its size, and from byte 28 on its
+// The parts of a fat binary that are PTX. Its header has a magic number, a version, its own size and the size
+// of what follows. Each part has its kind (1: PTX), its own header's size, its size, and from byte 28 on its
 // architecture.
 void read_fat_binary(const char* data, FatBinary& to) {
     const auto number = [](const char* p, auto n) {
@@ -102,7 +108,7 @@ void read_fat_binary(const char* data, FatBinary& to) {
         at += header + bytes;
     }
 }
-// The PTX that this device would take: the newest that it runs; 90a's own only on a 9.0.
+// The PTX that this device uses: the newest that it can run; that for 90a only on a 9.0.
 const PtxModule& module_of(FatBinary& f) {
     if (f.is_read) return f.module;
     const std::string_view* best = nullptr;
@@ -182,8 +188,8 @@ void launch_kernel(const void* function, dim3 grid, dim3 block, void** arguments
                                 k.counters.shared_bytes = std::max<uint64_t>(
                                     k.counters.shared_bytes, shared + k.program->static_shared);
                                 const uint32_t blocks = grid.x * grid.y * grid.z;
-                                // Blocks run one after the other, in an order of its own: from a seed's place
-                                // on.
+                                // Blocks run one after the other, beginning with the one that the seed
+                                // chooses.
                                 const uint32_t first = static_cast<uint32_t>(seed % blocks);
                                 for (uint32_t n = 0; n < blocks; n++) {
                                     const uint32_t b = (first + n) % blocks;
@@ -208,7 +214,7 @@ void report() {
         }
     }
     if (const char* path = getenv("GPU_ENQUEUED")) std::ofstream(path) << device().enqueued() << '\n';
-    // A line a kernel, launched or not: which of its instructions were executed, as 0 and 1.
+    // One line per kernel, launched or not: which of its instructions were executed, as 0 and 1.
     if (const char* path = getenv("GPU_COVERAGE")) {
         std::ofstream f(path, std::ios::app);
         std::ostringstream lines;  // written at once: others may append to the same file
@@ -231,7 +237,7 @@ void report() {
 uint64_t hash(const void* p, size_t bytes) {
     return std::hash<std::string_view>{}(std::string_view(static_cast<const char*>(p), bytes));
 }
-// Rows of a copy, whose ends may each be the host's or the device's.
+// Copies rows. Either end may be the host's or the device's memory.
 void copy(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t bytes, size_t rows,
           Stream* s, const char* name) {
     if (!bytes || !rows) return;
@@ -244,7 +250,7 @@ void copy(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t
                        !(from_device || device().memory.is_pinned(from, extent(from_pitch)));
     if (s->recording && waits)
         throw Fault(std::string(name) + ": memory that is not pinned, while a stream is captured");
-    // Until the host knows that the copy is done, its source must stay as it is, and its target is nobody's.
+    // Until the host knows that the copy is done, its source must not change, and nobody may use its target.
     const std::string what = name;
     const auto sum = [=] {
         uint64_t h = 0;
@@ -252,10 +258,10 @@ void copy(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t
             h = h * 31 + hash(static_cast<const char*>(from) + r * from_pitch, bytes);
         return h;
     };
-    // What copies of the device's own write to the host's memory meanwhile is in order by their streams.
+    // What the device's own copies write to the host's memory meanwhile is ordered by their streams.
     struct Source {
         uint64_t sum = 0;
-        bool known = false;  // when the copy was asked for
+        bool known = false;  // since the copy was asked for
         uint64_t read_at = 0;
     };
     const auto source = std::make_shared<Source>();
@@ -272,7 +278,7 @@ void copy(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t
             });
         }
         if (!to_device) {
-            const bool is_read = device().is_being_read(to, extent(to_pitch));  // by a copy before this one
+            const bool is_read = device().is_being_read(to, extent(to_pitch));  // by an earlier copy
             device().host_write_is_queued(to, extent(to_pitch));
             for (size_t r = 0; r < rows && !is_read; r++)
                 memset(static_cast<char*>(to) + r * to_pitch, 0xa5, bytes);
@@ -382,7 +388,7 @@ cudaError_t cudaFuncSetAttribute(const void* f, cudaFuncAttribute attribute, int
 
 // --- The device.
 
-// The CUDA version of the driver, 0 without one; it must be of the toolkit's major version at least.
+// The CUDA version of the driver, 0 without one. It must have at least the toolkit's major version.
 static int driver_version() {
     static const int version =
         atoi(environment("GPU_DRIVER", std::to_string(CUDART_VERSION).c_str()).c_str());

@@ -1,6 +1,7 @@
-// device.h - the emulated device: its memory, its streams, what is queued in them and when that runs.
+// device.h - the emulated device: its memory, its streams, the work that is queued in them and when that
+// runs.
 //
-// Work runs as late as its results can wait, or as early as it may, as a seed decides:
+// Work runs as late as its results can wait, or as early as possible, as a seed decides:
 // GPU_ORDER=late|early|random.
 #pragma once
 
@@ -20,11 +21,11 @@ inline std::string environment(const char* name, const char* otherwise) {
     return v ? v : otherwise;
 }
 
-// A piece of work that waits to be done: it is given its place among the others when it is queued.
+// A piece of work that waits to run. Its place among the others is fixed when it is queued.
 struct Task {
     std::string name;
     std::function<void(const Work&)> run;
-    std::function<void(const Work&)> queued = nullptr;  // done when it is queued, not when it runs
+    std::function<void(const Work&)> queued = nullptr;  // called when it is queued, not when it runs
 };
 struct Recording {
     std::vector<Task> tasks;
@@ -32,7 +33,7 @@ struct Recording {
 struct Stream {
     int index = 0;
     uint32_t queued = 0, done = 0;
-    StreamClock clock{};  // of what was queued last
+    StreamClock clock{};  // of the work that was queued last
     std::deque<std::pair<Work, std::function<void(const Work&)>>> tasks;
     Recording* recording = nullptr;
 };
@@ -77,12 +78,12 @@ class Device {
     bool recording() const {
         return std::any_of(streams_.begin(), streams_.end(), [](const Stream* s) { return s->recording; });
     }
-    // A call that CUDA refuses while a stream is recorded.
+    // For a call that CUDA refuses while a stream is recorded.
     void not_while_recording(const char* call) const {
         if (recording()) throw Fault(std::string(call) + " while a stream is captured");
     }
 
-    // Graphs, and what was queued by itself; waits of streams for events.
+    // Counts graphs, and work that was queued by itself; waits of streams for events.
     uint64_t enqueued() const { return enqueued_; }
 
     void queue(Stream* s, Task task) {
@@ -110,7 +111,7 @@ class Device {
         for (Stream* s : streams_) finish(s, e->clock[static_cast<size_t>(s->index)]);
         host_knows(e->clock);
     }
-    // The host looks whether that is done, and knows it then.
+    // The host asks whether the event has happened; if so, it knows that from then on.
     bool has_happened(const Event* e) {
         not_while_recording("cudaEventQuery");
         for (const Stream* s : streams_)
@@ -132,12 +133,12 @@ class Device {
     void reads(const Work& work, const void* p, size_t bytes) { memory.reads(accessor(work), p, bytes); }
     void writes(const Work& work, const void* p, size_t bytes) { memory.writes(accessor(work), p, bytes); }
 
-    // Has something checked at the moment when the host knows that the work is done.
+    // Runs a check at the moment when the host knows that the work is done.
     void check_when_known(const Work& work, std::function<void()> check) {
         checks_.push_back({work.stream, work.number, std::move(check)});
     }
 
-    // Copies from the host's memory that were asked for and have not run.
+    // Copies from the host's memory that were requested and have not run.
     void host_read_is_queued(const void* p, size_t bytes) { host_reads_.push_back({p, bytes, 0}); }
     void host_read_runs(const void* p, size_t bytes) {
         const auto same = [&](const HostCopy& r) { return r.at == p && r.bytes == bytes; };
@@ -147,7 +148,7 @@ class Device {
     bool is_being_read(const void* p, size_t bytes) const {
         return any_of(host_reads_, p, bytes, [](const HostCopy&) { return true; });
     }
-    // Copies to the host's memory: those that were asked for and have not run, and when others ran.
+    // Copies to the host's memory: those that were requested and have not run, and when others ran.
     void host_write_is_queued(const void* p, size_t bytes) { host_writes_.push_back({p, bytes, 0}); }
     void host_write_runs(const void* p, size_t bytes) {
         for (HostCopy& w : host_writes_)
@@ -159,7 +160,7 @@ class Device {
     bool is_being_written(const void* p, size_t bytes) const {
         return any_of(host_writes_, p, bytes, [](const HostCopy& w) { return w.ran == 0; });
     }
-    // Or is to be.
+    // Also if a write is still to come.
     bool was_written_since(uint64_t moment, const void* p, size_t bytes) const {
         return any_of(host_writes_, p, bytes,
                       [=](const HostCopy& w) { return w.ran == 0 || w.ran > moment; });
@@ -180,7 +181,8 @@ class Device {
             s->recording->tasks.push_back(std::move(task));
             return;
         }
-        // The default stream is after all that was queued before, and before all that is queued later.
+        // The default stream comes after everything that was queued before, and before everything that is
+        // queued later.
         if (s == &default_stream_)
             for (const Stream* other : streams_) join(s->clock, other->clock);
         else
@@ -241,7 +243,7 @@ class Device {
     std::mt19937_64 random_;
     Stream default_stream_;
     std::vector<Stream*> streams_, unused_;  // of these, those that were destroyed
-    StreamClock host_{};                     // what the host knows to be done
+    StreamClock host_{};                     // what the host knows is done
     struct Check {
         int stream;
         uint32_t number;

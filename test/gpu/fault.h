@@ -1,4 +1,4 @@
-// fault.h - what the emulator throws when a program does what CUDA or PTX do not allow, or does not define.
+// fault.h - the exception of the emulator, for what CUDA or PTX do not allow, or do not define.
 #pragma once
 
 #include <stdexcept>

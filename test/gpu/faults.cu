@@ -1,8 +1,8 @@
-// faults.cu - programs with one fault each, which the emulator must find and name, and the same without it.
+// faults.cu - programs with one fault each, which the emulator must find and name, and the same programs
+// without it.
 //
-//   faults NAME right|wrong     exits with 0 where the result is right, 1 where it is wrong; a fault that the
-//   emulator
-//                               finds ends the process with a line of its own
+//   faults NAME right|wrong     exits with 0 if the result is right, 1 if it is wrong; a fault that the
+//                               emulator finds ends the process with a line of its own
 #include <cublasLt.h>
 
 #include <cstdio>
@@ -175,7 +175,7 @@ struct Maps {
     TensorMap map;
 };
 enum class Tile { Right, NoPhase, NoFence, NoProxyFence, NoBarrierFence, NoWait };
-// One warpgroup: s (64 x 64) = a a^T of a 64 x 64 tile, which TMA brings, or its threads do.
+// One warpgroup: s (64 x 64) = a a^T of a 64 x 64 tile, which TMA loads, or which its threads copy.
 template <Tile kFault>
 __global__ void __launch_bounds__(128)
     tile_product(float* out, const bf16* a, const __grid_constant__ Maps maps) {
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(128)
     using Square = SwizzledTile<64, 64>;
     DYNAMIC_SHARED(unsigned char, shared);
     const uint32_t tile = (shared_address(shared) + 1023) / 1024 * 1024, barrier = tile + Square::kBytes;
-    if (kFault == Tile::NoProxyFence) {  // by threads, as TMA would leave it
+    if (kFault == Tile::NoProxyFence) {  // by threads, laid out as TMA would
         unsigned char* bytes = shared + (tile - shared_address(shared));
         for (int i = static_cast<int>(threadIdx.x); i < 64 * 8; i += 128)
             *reinterpret_cast<uint4*>(bytes + (i / 8 * 128 + (i % 8 ^ i / 8 % 8) * 16)) =
@@ -231,8 +231,8 @@ bool tile_is_right() {
     });
 }
 
-// Two warpgroups take the registers that one gives back, as the attention kernels' do: 168 a thread are 24
-// and twice 240.
+// Two warpgroups take the registers that a third one releases, as in the attention kernels: from 168 per
+// thread, one goes to 24 and two go to 240.
 enum class Registers { Right, NotGivenBack, TooMany, OneWarp };
 template <Registers kFault>
 __global__ void __launch_bounds__(384, 1) moved_registers(float* out) {
@@ -259,7 +259,7 @@ cudaStream_t new_stream() {
     CUDA_CHECK(cudaStreamCreate(&s));
     return s;
 }
-// Records what `f` does, beside a launch, and replays it.
+// Records what `f` does, together with a launch, and replays it.
 bool recorded(const std::function<void(cudaStream_t)>& f) {
     float* x = numbers<float>(32);
     const cudaStream_t s = new_stream();
@@ -319,7 +319,7 @@ bool freed(bool wrong) {
     CUDA_CHECK(cudaDeviceSynchronize());
     return true;
 }
-// The GPU's kernels see a host's array only where it is pinned, and here it is none of the device's.
+// Kernels may use a host's array only if it is pinned. This one is not, and it is not in the device's memory.
 bool host_pointer(bool wrong) {
     static float host[32];
     float* x = numbers<float>(32);
@@ -416,7 +416,7 @@ const std::map<std::string, std::function<bool(bool)>> kFaults = {
      [](bool w) {
          std::vector<float> host(32);
          for (int i = 0; i < 32; i++) host[static_cast<size_t>(i)] = itself(i);
-         const DeviceArray<float> in(host);  // as the tests of kernels have them
+         const DeviceArray<float> in(host);  // as in the tests of kernels
          float* out = room<float>(32);
          (w ? past_the_end<true> : past_the_end<false>)<<<1, 32>>>(out, in.data(), 32);
          return is(out, 32, [](int i) { return i < 31 ? itself(i + 1) : 0; });

@@ -1,11 +1,12 @@
-// hopper.h - what only Hopper has: mbarriers, copies of whole tiles by TMA, and products by a warpgroup.
+// hopper.h - instructions that only Hopper has: mbarriers, copies of whole tiles by TMA, and products by a
+// warpgroup.
 #pragma once
 
 #include "test/gpu/instructions.h"
 
 namespace gpu {
 
-// What cuTensorMapEncodeTiled leaves in a CUtensorMap here, of bf16 in three dimensions.
+// The content of a CUtensorMap here, as cuTensorMapEncodeTiled writes it, for bf16 in three dimensions.
 struct TensorMapBits {
     static constexpr uint64_t kMagic = 0x70616d2d61746d74;
     uint64_t magic;
@@ -25,7 +26,7 @@ inline void make_mbarrier(Warp& w, const Instruction& i, uint32_t lanes) {
         w.block->make_mbarrier(w, lane, address_of(w, i, lane), arrivals);
     });
 }
-// What lanes did since their warp last came together is released by themselves only.
+// What lanes did since their warp was last together, only they themselves release.
 inline void arrive_lanes(Warp& w, const Instruction& i, uint32_t lanes, bool expects) {
     for_lanes(lanes, [&](int lane) {
         Barrier& b = w.block->mbarrier(w, address_of(w, i, lane));
@@ -55,16 +56,16 @@ inline void fence_proxy(Warp& w, const Instruction&, uint32_t) {
     Block::release(w);
     w.proxy_fence = w.barrier_fence = w.clock;
 }
-// Makes mbarriers, and nothing else, known to copies: CUTLASS has this fence alone behind mbarrier.init, the
-// CUDA Programming Guide the one of proxies.
+// Makes mbarriers, and nothing else, known to copies. CUTLASS has this fence alone after mbarrier.init, the
+// CUDA Programming Guide has the fence of proxies.
 inline void fence_mbarrier_init(Warp& w, const Instruction&, uint32_t) {
     Block::release(w);
     w.barrier_fence = w.clock;
 }
 inline void give_registers(Warp& w, const Instruction& i, uint32_t) { w.block->give_registers(w, i.option); }
 
-// cp.async.bulk.tensor: a box of rows of 128 bytes into shared memory, zeros for what lies beyond the tensor;
-// its bytes count on an mbarrier.
+// cp.async.bulk.tensor: copies a box, with rows of 128 bytes, into shared memory, with zeros for what is
+// beyond the tensor. An mbarrier counts its bytes.
 inline void copy_tensor(Warp& w, const Instruction& i, uint32_t lanes) {
     for_lanes(lanes, [&](int lane) {
         Block& block = *w.block;
@@ -129,7 +130,7 @@ struct Operand {  // "Matrix Descriptor Format"
     uint64_t by_rows(uint64_t row, uint64_t k) const {
         return swizzled(start + row / 8 * stride + row % 8 * 128 + k * 2);
     }
-    // 8 elements along n, of row k of an MN-major one.
+    // 8 elements along n, of row k of an MN-major operand.
     uint64_t by_columns(uint64_t k, uint64_t n) const {
         return swizzled(start + n / 64 * leading + k / 8 * stride + k % 8 * 128 + n % 64 * 2);
     }
@@ -172,7 +173,7 @@ inline void multiply(Warp& w, const Instruction& i) {
                 d[lane / 4 + 8 * (e >> 1)][8 * j + 2 * (lane % 4) + (e & 1)] =
                     add ? w.at<float>(i.more[static_cast<size_t>(4 * j + e)])[lane] : 0.f;
     for (int m = 0; m < 16; m++)
-        for (int k = 15; k >= 0; k--)  // in another order than mma, as real ones differ
+        for (int k = 15; k >= 0; k--)  // in another order than mma, as on real GPUs
             for (int c = 0; c < n; c++) d[m][c] += a[m][k] * b[k][c];
     for (int lane = 0; lane < 32; lane++)
         for (int j = 0; j < n / 8; j++)
@@ -180,8 +181,8 @@ inline void multiply(Warp& w, const Instruction& i) {
                 w.at<float>(i.more[static_cast<size_t>(4 * j + e)])[lane] =
                     d[lane / 4 + 8 * (e >> 1)][8 * j + 2 * (lane % 4) + (e & 1)];
 }
-// Operands are read, and D is written, at any time until the product was waited for: here at once, or at the
-// end. What the instruction's own registers say must not change till then, so that waiting does the same.
+// Operands are read, and D is written, at any time until the product is waited for: here either at once, or
+// at the end. The values of the instruction's own registers are kept until then, so that both do the same.
 inline void wgmma(Warp& w, const Instruction& i, uint32_t) {
     for (const std::vector<Slot>* slots : {&i.more, &i.sources})
         for (const Slot& s : *slots)
@@ -192,7 +193,7 @@ inline void wgmma(Warp& w, const Instruction& i, uint32_t) {
     Warp::Product p;
     p.instruction = &i;
     p.group = -1;
-    // In program order: a product that adds to what another one under way makes comes after it.
+    // In program order: a product that adds to the result of an unfinished one comes after it.
     p.done =
         w.products.empty() ? w.block->random()() & 1 : w.products.back().done && (w.block->random()() & 1);
     if (p.done)

@@ -1,11 +1,10 @@
-// instructions.cu - what single PTX instructions do on the emulated GPU, against the PTX ISA's own words:
-// where matrices' elements lie, swizzles, rounding, NaNs. Expected values are made from the element's side
-// (which lane and register has it), where test/gpu goes from the lane's, so that both must have read the
-// same.
+// instructions.cu - what single PTX instructions do on the emulated GPU, compared with the PTX ISA's own
+// words: the places of matrices' elements, swizzles, rounding, NaNs. Expected values are computed from the
+// element's side (which lane and register has it), while test/gpu goes from the lane's side, so that both
+// must have read the same.
 //
-//   instructions     exits with 0 where all is right; else a line names the first difference. Those of
-//   compute capability
-//                    9.0 run where the GPU has it.
+//   instructions     exits with 0 if all is right; otherwise a line names the first difference. Instructions
+//                    of compute capability 9.0 run if the GPU has it.
 #include <cmath>
 #include <array>
 #include <bit>
@@ -59,7 +58,7 @@ void check_ldmatrix() {
     load_four<false><<<1, 32>>>(straight.data());
     load_four<true><<<1, 32>>>(transposed.data());
     const auto a = straight.download(), b = transposed.download();
-    for (size_t m = 0; m < 4; m++)  // element (i, j) of matrix m, whose row i is where lane 8 m + i said
+    for (size_t m = 0; m < 4; m++)  // element (i, j) of matrix m; lane 8 m + i has the address of row i
         for (size_t i = 0; i < 8; i++)
             for (size_t j = 0; j < 8; j++) {
                 const uint32_t want = static_cast<uint32_t>(((8 * m + i) ^ 5) * 8 + j);
@@ -116,13 +115,13 @@ std::vector<float> numbers() {
     for (int i = 0; i < 500; i++) x.push_back(whole(i) * 3.3f + whole(i + 7) * 0.01f);
     return x;
 }
-// The nearest bf16, of two the even one, by comparing distances.
+// The nearest bf16, ties to even, found by comparing distances.
 uint32_t rounded(float x) {
     if (std::isnan(x)) return 0x7fff;
     const uint32_t below = bits_of(x) >> 16;  // towards zero
     if (std::isinf(x)) return below;
     const auto value = [](uint32_t bits) { return double{std::bit_cast<float>(bits << 16)}; };
-    // What follows the largest number is 2^128 to the rounding.
+    // For rounding, the number after the largest one is 2^128.
     const uint32_t above = below + 1;
     const double far =
         std::abs(std::isinf(value(above)) ? std::copysign(std::ldexp(1., 128), x) - x : value(above) - x);
@@ -149,8 +148,7 @@ void check_numbers() {
     std::vector<float> y(n), z(n);
     for (size_t i = 0; i < n; i++) {
         y[i] = x[(i * 7 + 3) % n];
-        z[i] =
-            i % 3 ? -x[i] * y[i] : x[(i * 11 + 5) % n];  // cancels all but what a product's rounding leaves
+        z[i] = i % 3 ? -x[i] * y[i] : x[(i * 11 + 5) % n];  // cancels all but the product's rounding error
     }
     const DeviceArray<uint32_t> pairs(n), singles(n);
     const DeviceArray<float> powers(n), least(n), most(n), fused(n);
@@ -189,7 +187,7 @@ void check_numbers() {
     }
 }
 
-// --- Shuffles: within segments of `width` lanes; who would reach beyond keeps its own.
+// --- Shuffles: within segments of `width` lanes; a lane that would reach beyond keeps its own value.
 
 __global__ void __launch_bounds__(32) shuffle_all(int* out) {
     const int l = static_cast<int>(threadIdx.x);
@@ -221,21 +219,21 @@ void check_shuffles() {
     }
 }
 
-// --- Compute capability 9.0. Tiles in shared memory are made on the host, byte by byte: rows of 64 columns
-// are 128 bytes, whose pieces of 16 bytes are numbered by their place exclusive-or the row, by 8 ("Swizzling
-// modes").
+// --- Compute capability 9.0. Tiles in shared memory are made on the host, byte by byte. A row of 64 columns
+// is 128 bytes; its pieces of 16 bytes are numbered by their place exclusive-or (the row modulo 8)
+// ("Swizzling modes").
 
 size_t swizzled_place(size_t row, size_t column) {
     return row * 128 + ((column / 8) ^ (row % 8)) * 16 + column % 8 * 2;
 }
-// The matrix descriptor of an operand that begins `bytes` into the tile's, swizzled by 128 bytes.
+// The matrix descriptor, with a swizzle of 128 bytes, of an operand that begins at `at`.
 [[maybe_unused]] __device__ uint64_t descriptor(uint32_t at, uint32_t leading, uint32_t stride) {
     return uint64_t{1} << 62 | uint64_t{stride / 16} << 32 | uint64_t{leading / 16} << 16 | at / 16;
 }
 constexpr int kImage = 64 * 128 + 2 * 64 * 128;  // A, 64 x 64; B, two panels of 64 x 64
 
-// d[0] = A B^T, of A's and of B's first panel's rows; d[1] = A B, of B's rows and both panels' columns, A in
-// registers.
+// d[0] = A B^T, with the rows of A and of B's first panel. d[1] = A B, with B's rows and the columns of both
+// panels, and with A in registers.
 __global__ void __launch_bounds__(128)
     multiply_tiles(float* d, const unsigned char* image, const uint32_t* a_fragments) {
 #if defined(HOPPER_CODE)
@@ -278,7 +276,7 @@ void check_wgmma() {
         for (size_t k = 0; k < 64; k++) put(swizzled_place(i, k), a_of(i, k));
     for (size_t i = 0; i < 64; i++)
         for (size_t j = 0; j < 128; j++) put(8192 + j / 64 * 8192 + swizzled_place(i, j % 64), b_of(i, j));
-    for (size_t i = 0; i < 64; i++)  // warp i / 16 has rows 16 to a warp, else as for mma
+    for (size_t i = 0; i < 64; i++)  // a warp has 16 rows, and its lanes own elements as for mma
         for (size_t k = 0; k < 64; k += 2) {
             const size_t thread = i / 16 * 32 + i % 8 * 4 + k % 8 / 2;
             fragments[(k / 16 * 128 + thread) * 4 + i % 16 / 8 + k % 16 / 8 * 2] =

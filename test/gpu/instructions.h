@@ -1,5 +1,5 @@
-// instructions.h - what each PTX instruction does, for the lanes of a warp at once (PTX ISA 9.0). One that is
-// not here is an error that names it.
+// instructions.h - what each PTX instruction does, for all lanes of a warp at once (PTX ISA 9.0). An
+// instruction that is missing here is an error that names it.
 #pragma once
 
 #include <bit>
@@ -93,12 +93,12 @@ void for_lanes(uint32_t lanes, F&& f) {
 inline uint64_t address_of(Warp& w, const Instruction& i, int lane) {
     const Slot& base = i.s[0];
     const uint64_t offset = static_cast<uint64_t>(i.offset);
-    // In a register of 32 bits an address of shared memory, whose sum wraps around.
+    // A 32-bit register holds an address of shared memory; the sum wraps around.
     if (!base.wide) return static_cast<uint32_t>(w.at<uint32_t>(base)[lane] + offset);
     return w.at<uint64_t>(base)[lane] + offset;
 }
-// Counts the sectors of 32 bytes that a request touches, and the passes in which shared memory's 32 banks
-// serve it.
+// Counts the sectors of 32 bytes that a request touches, and the passes in which the 32 banks of shared
+// memory serve it.
 inline void count_request(Warp& w, const Instruction& i, uint32_t lanes, size_t bytes, bool stores = false) {
     Counters& c = *w.block->launch().counters;
     uint64_t at[32];
@@ -116,7 +116,7 @@ inline void count_request(Warp& w, const Instruction& i, uint32_t lanes, size_t 
         c.global_sectors += static_cast<uint64_t>(count);
         c.global_bytes += bytes * static_cast<uint64_t>(std::popcount(lanes));
     } else if (i.option == kShared) {
-        // 4 bytes a bank and pass: vectors are served 8 or 16 lanes at a time.
+        // 4 bytes per bank and pass: vectors are served 8 or 16 lanes at a time.
         const int together = bytes == 16 ? 8 : bytes == 8 ? 16 : 32;
         for (int first = 0; first < 32; first += together) {
             std::array<std::array<uint64_t, 32>, 32> rows;
@@ -163,7 +163,7 @@ inline void load_parameter(Warp& w, const Instruction& i, uint32_t lanes) {
 }
 inline void load(Warp& w, const Instruction& i, uint32_t lanes) {
     const size_t total = size_t{i.bytes} * i.count;
-    count_request(w, i, lanes, total);  // first: an address may lie where a value comes
+    count_request(w, i, lanes, total);  // first: a value may overwrite a register with an address
     for_lanes(lanes, [&](int lane) {
         const uint64_t at = address_of(w, i, lane);
         set_lane(w, i, lane,
@@ -186,7 +186,7 @@ inline void store(Warp& w, const Instruction& i, uint32_t lanes) {
     count_request(w, i, lanes, total, true);
 }
 
-// cp.async: `bytes` to shared memory, the first s[2] of them from global memory, zeros after.
+// cp.async: writes `bytes` bytes to shared memory: the first s[2] of them from global memory, then zeros.
 inline void copy_async(Warp& w, const Instruction& i, uint32_t lanes) {
     for_lanes(lanes, [&](int lane) {
         const Slot& from_slot = i.s[1];
@@ -207,7 +207,7 @@ inline void copy_async_wait(Warp& w, const Instruction& i, uint32_t lanes) {
     w.block->wait_copies(w, lanes, static_cast<int>(i.offset));
 }
 
-// --- Lanes of a warp with each other.
+// --- Exchange between lanes of a warp.
 
 // shfl.sync.MODE.b32 d|p, a, b, c, mask
 enum ShuffleMode : uint32_t { kUp, kDown, kXor, kIndex };
@@ -253,8 +253,8 @@ inline void sync_warp(Warp& w, const Instruction&, uint32_t) { Block::release(w)
 
 // --- Tensor cores.
 
-// ldmatrix.x4[.trans]: matrix m's row r is where lane 8 m + r says; lane l gets elements 2 (l % 4) and the
-// next of row l / 4.
+// ldmatrix.x4[.trans]: lane 8 m + r has the address of matrix m's row r; lane l gets elements 2 (l % 4) and 2
+// (l % 4) + 1 of row l / 4.
 inline void load_matrix(Warp& w, const Instruction& i, uint32_t lanes) {
     const int matrices = i.count;
     uint16_t tiles[4][8][8];
@@ -274,7 +274,7 @@ inline void load_matrix(Warp& w, const Instruction& i, uint32_t lanes) {
     count_request(w, i, lanes, 16);
 }
 
-// The 16 x 16 operand A, or a 64 x 16 one's rows of this warp, from its registers, as floats.
+// The 16 x 16 operand A, or this warp's rows of a 64 x 16 one, from registers, as floats.
 template <class Get>
 void gather_a(float (&a)[16][16], Get&& get) {
     for (int lane = 0; lane < 32; lane++) {

@@ -1,8 +1,8 @@
-// memory.h - the emulated device's memory: what is allocated, which bytes were written, and who touched each
-// word last, by which a race is found when the next one touches it.
+// memory.h - the emulated device's memory: what is allocated, which bytes were written, and who accessed each
+// word last. With that a race is found when the next one accesses the word.
 //
-// Addresses are what the program sees; it cannot reach what is there, as on a real machine. The emulator sees
-// the same bytes elsewhere.
+// Addresses are those that the program sees. It cannot access the memory there, as on a real machine; the
+// emulator has the same bytes at other addresses.
 #pragma once
 
 #include <sys/mman.h>
@@ -21,21 +21,21 @@ namespace gpu {
 constexpr int kMostStreams = 16;
 constexpr int kMostWarps = 32;
 
-// How far into each stream's work something is known to be done.
+// How far each stream's work is known to be done.
 using StreamClock = std::array<uint32_t, kMostStreams>;
 inline void join(StreamClock& a, const StreamClock& b) {
     for (int i = 0; i < kMostStreams; i++) a[i] = std::max(a[i], b[i]);
 }
 
-// A piece of a stream's work: a kernel, a copy, a product. It is after whatever its clock knows.
+// A piece of a stream's work: a kernel, a copy, a product. It comes after everything that its clock knows.
 struct Work {
     int stream = 0;
-    uint32_t number = 0;  // of the stream's, from 1
+    uint32_t number = 0;  // in its stream, from 1
     StreamClock after{};
     std::string name;
 };
 
-// How far into each warp's work of a block something is known to be done. The last is that of copies by TMA.
+// How far the work of each warp of a block is known to be done. The last number is for TMA copies.
 using WarpClock = std::array<uint32_t, kMostWarps + 1>;
 inline void join(WarpClock& a, const WarpClock& b) {
     for (size_t i = 0; i < a.size(); i++) a[i] = std::max(a[i], b[i]);
@@ -46,9 +46,9 @@ struct Accessor {
     const Work* work;
     uint32_t block;       // kNoBlock
     uint32_t clock;       // the warp's own
-    uint32_t reads_done;  // counts the moments at which what its lanes read before is there
+    uint32_t reads_done;  // increases when what its lanes have read is complete
     uint8_t warp, lane;
-    const WarpClock* after;  // what the warp knows of the others
+    const WarpClock* after;  // what the warp knows of the other warps
 };
 constexpr uint32_t kNoBlock = ~0u;
 
@@ -64,8 +64,8 @@ class DeviceMemory {
         close(file);
     }
 
-    // Null where there is no room for it. Neighbours are 512 bytes apart, so that an index too far meets
-    // none.
+    // Null if there is not enough memory. Allocations are at least 1024 bytes apart, so that an index that is
+    // too large hits none.
     void* allocate(size_t bytes) {
         size_t at = 0;
         for (const auto& [start, allocation] : live_) {
@@ -90,10 +90,10 @@ class DeviceMemory {
     bool is_device(const void* p) const {
         return static_cast<const char*>(p) >= device_ && static_cast<const char*>(p) < device_ + bytes_;
     }
-    // Memory of the host that copies may be under way to and from, and that kernels may read. What the host
-    // writes meanwhile is not seen.
+    // Host memory that may be copied from and to asynchronously, and that kernels may read. What the host
+    // writes meanwhile is not noticed.
     void add_pinned(void* p, size_t bytes) { pinned_[static_cast<char*>(p)] = bytes; }
-    // Bytes of all that is.
+    // Bytes of all pinned memory.
     size_t pinned() const {
         size_t bytes = 0;
         for (const auto& [at, size] : pinned_) bytes += size;
@@ -106,10 +106,10 @@ class DeviceMemory {
         --it;
         return static_cast<const char*>(p) + bytes <= it->first + it->second;
     }
-    // Where the emulator finds what a program calls p.
+    // The emulator's own address of what a program calls p.
     char* bytes_at(const void* p) const { return host_ + offset_of(p); }
 
-    // Fails unless all of it is in one allocation.
+    // Fails unless all of the bytes are in one allocation.
     void check_bounds(const void* p, size_t bytes) {
         const size_t at = offset_of(p);
         if (at - last_start_ < last_bytes_ && at - last_start_ + bytes <= last_bytes_) return;
@@ -125,8 +125,8 @@ class DeviceMemory {
         last_ = it->second;
         it->second.touched = true;
     }
-    // Whole allocations are zeroed at little cost, by work or, where that is null, before there is any. Who
-    // was there before is forgotten.
+    // Zeroes a whole allocation at little cost: by `work`, or if that is null, before there is any work.
+    // Earlier accesses are forgotten.
     bool zero_whole(const Work* work, const void* p, size_t bytes) {
         const auto it = live_.find(offset_of(p));
         if (it == live_.end() || it->second.bytes != bytes || (!work && it->second.touched)) return false;
@@ -137,7 +137,7 @@ class DeviceMemory {
         last_bytes_ = 0;
         return true;
     }
-    // After check_bounds().
+    // Call it after check_bounds().
     void check_written(const void* p, size_t bytes) const {
         if (last_.filled) return;
         for (size_t at = offset_of(p), end = at + bytes; at < end; at++)
@@ -192,7 +192,7 @@ class DeviceMemory {
     size_t offset_of(const void* p) const {
         return static_cast<size_t>(static_cast<const char*>(p) - device_);
     }
-    // What lies there is nobody's: zeros that read as never written.
+    // Forgets the content: zeros that count as never written.
     void empty(const void* p, size_t bytes) {
         const size_t pages = (bytes + 4095) / 4096 * 4096;
         madvise(host_ + offset_of(p), pages, MADV_REMOVE);
@@ -244,7 +244,7 @@ class DeviceMemory {
     }
     static void remember_read(const Accessor& who, Word& word, uint8_t mask) {
         const Access mine = access(who, mask);
-        // A place of one's own, or that of somebody who is done; else the second.
+        // Uses its own place, or that of somebody who is done; otherwise the second.
         for (Access& read : word.read) {
             if (!read.bytes || ordered(who, read)) {
                 read = mine;
@@ -264,10 +264,10 @@ class DeviceMemory {
         uint32_t filled_at = 0;
         bool touched = false;
     };
-    std::map<size_t, Allocation> live_;  // by where each starts
+    std::map<size_t, Allocation> live_;  // by start
     std::map<char*, size_t> pinned_;
     size_t used_ = 0;
-    size_t last_start_ = 0, last_bytes_ = 0;  // the allocation that was asked for last
+    size_t last_start_ = 0, last_bytes_ = 0;  // the allocation that was looked up last
     Allocation last_;
 };
 

@@ -1,5 +1,5 @@
-// program.h - a kernel made ready to run: its instructions with where their operands lie, its constants, its
-// shared memory.
+// program.h - a kernel that is ready to run: its instructions with the places of their operands, its
+// constants, its shared memory.
 #pragma once
 
 #include <array>
@@ -12,29 +12,30 @@ namespace gpu {
 struct Warp;
 struct Instruction;
 
-// Does an instruction for the lanes of a warp.
+// Executes an instruction for the lanes of a warp.
 using Execute = void (*)(Warp&, const Instruction&, uint32_t lanes);
 
-// Where a register lies, or a constant, as one value a lane: 32 of 4 bytes, 32 of 8 where it is wide, or for
-// a predicate one word of 32 bits.
+// The place of a register or a constant, with one value per lane: 32 of 4 bytes, or of 8 if it is wide; a
+// predicate is one word of 32 bits.
 struct Slot {
     uint32_t offset = 0;
     bool constant = false, wide = false, sink = false;
 };
 
-// Together: needs lanes at one place. TakeRegisters: so does setmaxnreg.inc, and it waits for registers.
+// Together: needs lanes at one place. TakeRegisters: setmaxnreg.inc, which needs them too, and waits for
+// registers.
 enum class Flow : uint8_t { Next, Branch, Return, Barrier, Together, TakeRegisters };
 
 struct Instruction {
     Execute execute = nullptr;
     Flow flow = Flow::Next;
     bool guarded = false, guard_negated = false;
-    bool whole_warp = false;  // Together: all lanes that live, not those of a mask
+    bool whole_warp = false;  // Together: all live lanes, not those of a mask
     Slot guard;
     Slot d, s[4];
     std::vector<Slot> more;     // of vectors
     std::vector<Slot> sources;  // of tensor cores' products and stores
-    int64_t offset = 0;         // of an address; else a number of the instruction's own
+    int64_t offset = 0;         // of an address; otherwise a number of the instruction's own
     int target = -1;            // of a branch
     uint8_t bytes = 0, count = 1;
     bool is_signed = false;

@@ -1,5 +1,5 @@
-// ptx.h - reads PTX, the text that nvcc makes of kernels: which kernels there are, what each takes and holds,
-// and its statements with their operands. What they mean is instructions.h's.
+// ptx.h - reads PTX, the text that nvcc generates for kernels: the kernels, their parameters and variables,
+// and their statements with operands. instructions.h says what these mean.
 #pragma once
 
 #include <cctype>
@@ -15,13 +15,13 @@
 
 namespace gpu {
 
-// An operand as it is written. An address is [base + offset], and may have coordinates (TMA).
+// An operand as written. An address is [base + offset], and may have coordinates (TMA).
 struct Arg {
     enum Kind { Name, Number, Vector, Address } kind = Name;
-    std::string name;        // a register, symbol or label; of an address its base, empty if that is a number
-    uint64_t number = 0;     // the bits of a number; of an address the offset
+    std::string name;        // a register, symbol or label; the base of an address, empty if that is a number
+    uint64_t number = 0;     // the bits of a number; the offset of an address
     bool negated = false;    // !p
-    std::vector<Arg> parts;  // of a vector; of an address the coordinates
+    std::vector<Arg> parts;  // of a vector; the coordinates of an address
     std::string second;      // d|p
 };
 
@@ -38,7 +38,7 @@ struct Parameter {
     size_t offset = 0, bytes = 0;
 };
 
-enum class RegisterClass { Predicate, Bits32, Bits64 };  // narrower ones lie in 32 bits
+enum class RegisterClass { Predicate, Bits32, Bits64 };  // narrower ones take 32 bits
 
 struct Variable {
     std::string name;
@@ -46,13 +46,13 @@ struct Variable {
     bool dynamic = false;  // the kernel's dynamic shared memory
 };
 
-// A kernel as it is written.
+// A kernel as written.
 struct KernelText {
     std::string name;
     std::vector<Parameter> parameters;
     size_t parameter_bytes = 0;
     std::vector<Variable> shared;
-    unsigned max_threads = 0;      // .maxntid's product, 0 where it is not told
+    unsigned max_threads = 0;      // .maxntid's product, 0 if not given
     unsigned min_blocks = 1;       // .minnctapersm
     unsigned max_registers = 256;  // .maxnreg
     std::vector<Statement> statements;
@@ -103,7 +103,7 @@ class PtxReader {
     static bool in_word(char c) {
         return isalnum(static_cast<unsigned char>(c)) || c == '_' || c == '$' || c == '%' || c == '.';
     }
-    // A name, a directive or an opcode, with "::" inside.
+    // A name, a directive or an opcode; it may contain "::".
     std::string word() {
         skip_space();
         const size_t start = at_;
@@ -148,7 +148,7 @@ class PtxReader {
             module_.target = word();
             skip_line();
         } else if (w == ".extern" || w == ".visible" || w == ".weak") {
-            return;  // of what follows
+            return;  // they qualify what follows
         } else if (w == ".shared") {
             module_.shared.push_back(variable());
         } else if (w == ".entry") {
@@ -225,7 +225,7 @@ class PtxReader {
         while (!scopes_.empty()) read_statement(k);
         module_.kernels[k.name] = std::move(k);
     }
-    // Names of registers that an inner scope declares are made its own.
+    // Registers that an inner scope declares get names of their own.
     std::string renamed(const std::string& name) const {
         for (size_t i = scopes_.size(); i-- > 1;)
             if (const auto it = scopes_[i].find(name); it != scopes_[i].end()) return it->second;

@@ -259,7 +259,7 @@ void add_rows(float* out, const float* p, const T* v, int64_t v_row, int rows) {
                 sums[r].v[i] += p[j] * to_float(v[j * v_row + r * kScoreRun + i]);
     for (int r = 0; r < kRuns; r++) store(out + r * kScoreRun, sums[r]);
 }
-// The same product for any number of columns.
+// out[c] += the same sum, for any number of columns.
 template <class T>
 void add_rows(float* out, const float* p, const T* v, int64_t v_row, int rows, int columns) {
     int c = 0;

@@ -6,10 +6,10 @@
 // gradients) it divides the summands by the number of threads, and which columns and rows are in a call also
 // decides how it orders a sum.
 //
-// Sizes of pieces were measured with oneDNN 2.6 on two cores with AVX-512, on products of 256 and 1024 rows
-// of GPT-2 124M and SmolLM2-135M. Compared with oneDNN's own two threads, weight gradients are 1.0 to 1.2
-// times as fast; fp32 products with untransposed matrices of more than 2304 columns 1.2 to 1.4 times;
-// products of 256 rows 0.9 to 1.0 times.
+// Sizes of pieces were measured with oneDNN 2.6 on two cores with AVX-512 and AMX, on products of 256 and 1024
+// rows of GPT-2 124M and SmolLM2-135M. Beside oneDNN's own division among two threads a step of 1024 rows takes
+// 0.97 to 1.00 times as long, one of 256 rows 0.97 to 1.04 times. The slowest beside it is 256 x 3072 x 576
+// with a transposed b in fp32: 175 GFLOP/s where pieces of 128 x 768 have 193, which are slower elsewhere.
 #pragma once
 
 #include "llmc/matvec_cpu.h"
@@ -30,9 +30,15 @@ constexpr int64_t kManySummands = 16384, kSummands = 4096;
 // among all rows.
 constexpr int64_t kLeastPieces = 2, kLeastFlops = 2'000'000;
 
-// The length of the equal parts that n is cut into: about `wanted` or less, and a multiple of `tile`.
-inline int64_t equal_parts(int64_t n, int64_t wanted, int64_t tile = 32) {
-    return std::min(n, ceil_div(ceil_div(n, ceil_div(n, wanted)), tile) * tile);
+// The length of the `parts` equal parts that n is cut into: a multiple of `tile`.
+inline int64_t equal_parts(int64_t n, int64_t parts, int64_t tile = 16) {
+    return std::min(n, ceil_div(ceil_div(n, parts), tile) * tile);
+}
+// The same of parts of about `wanted` or less. Their number is even if there are several: with three parts one
+// of two threads would compute two of them.
+inline int64_t even_parts(int64_t n, int64_t wanted) {
+    const int64_t parts = ceil_div(n, wanted);
+    return equal_parts(n, parts > 1 ? parts + parts % 2 : 1);
 }
 
 // The size of a product's pieces; depends on its shape and layout alone.
@@ -40,19 +46,20 @@ inline OnednnPiece piece_of(const OnednnProduct& p) {
     const bool transposed_a = p.a_column != 1, transposed_b = p.b_column != 1;
     OnednnPiece piece;
     if (transposed_a)
-        piece = {192, 768, p.k};
-    else if (transposed_b && p.n <= 768)
-        piece = {p.m < 1024 ? 128 : 256, 768, p.k};
+        piece = {p.m * p.n < 8 * 384 * 768 ? 192 : 384, 768, p.k};
+    else if (transposed_b && p.n <= 1024)
+        piece = {p.m < 1024 ? 128 : 256, 1024, p.k};
     else
         piece = {256, 384, p.k};
-    piece.rows = equal_parts(p.m, piece.rows), piece.columns = equal_parts(p.n, piece.columns);
+    piece.rows = even_parts(p.m, piece.rows), piece.columns = even_parts(p.n, piece.columns);
     const auto pieces = [&] { return ceil_div(p.m, piece.rows) * ceil_div(p.n, piece.columns); };
     while (pieces() < kLeastPieces && piece.rows * piece.columns * p.k >= kLeastFlops) {
         int64_t& longer = transposed_a && piece.columns > piece.rows ? piece.columns : piece.rows;
         if (longer < 64) break;
-        longer = equal_parts(longer, longer / 2);
+        longer = equal_parts(longer, 2);
     }
-    if (p.k > kManySummands && !p.bias && !p.gelu) piece.summands = equal_parts(p.k, kSummands, 64);
+    if (p.k > kManySummands && !p.bias && !p.gelu)
+        piece.summands = equal_parts(p.k, ceil_div(p.k, kSummands), 64);
     return piece;
 }
 

@@ -23,23 +23,21 @@
 #include "llmc/checkpoint.h"
 #include "llmc/chosen_context.h"
 #include "llmc/chosen_setting.h"
-#include "llmc/chunk_sums.h"
 #include "llmc/cross_entropy.cuh"
 #include "llmc/data_lines.h"
 #include "llmc/dataset.h"
 #include "llmc/device_rates.h"
-#include "llmc/documents.h"
-#include "llmc/dropout.cuh"
 #include "llmc/embeddings_elsewhere.h"
 #include "llmc/embedding.cuh"
 #include "llmc/enough_memory.h"
 #include "llmc/feeder.h"
 #include "llmc/fit.h"
 #include "llmc/global_norm.cuh"
+#include "llmc/gradient_sums.h"
 #include "llmc/graph.h"
 #include "llmc/head_norm.cuh"
 #include "llmc/host_updates.h"
-#include "llmc/lora.cuh"
+#include "llmc/linear.h"
 #include "llmc/loss_by_position.h"
 #include "llmc/matmul.h"
 #include "llmc/matmul_search.h"
@@ -56,12 +54,14 @@
 #include "llmc/plans.h"
 #include "llmc/position_losses.cuh"
 #include "llmc/positions.h"
+#include "llmc/precision.h"
 #include "llmc/quantized_weights.h"
 #include "llmc/rates_file.h"
 #include "llmc/recompute.h"
 #include "llmc/report.h"
 #include "llmc/residual.cuh"
 #include "llmc/rope.cuh"
+#include "llmc/rows.h"
 #include "llmc/run_inputs.h"
 #include "llmc/sample.h"
 #include "llmc/schedule.h"
@@ -72,15 +72,7 @@
 #include "llmc/temporary_file.h"
 #include "llmc/threads.h"
 #include "llmc/timeline.h"
-#include "llmc/wide_sum.cuh"
 
-#ifdef LLMC_BF16
-using floatX = bf16;
-#else
-using floatX = float;
-#endif
-using TensorX = Tensor<floatX>;
-using TensorF = Tensor<float>;
 using NormedX = Normed<floatX>;
 using Parked = ParkedInputs<floatX>;
 
@@ -89,18 +81,14 @@ struct MlpActivations;
 struct HeadActivations;
 struct KvCache;
 struct KvRows;
-struct MlpSums;
-struct BlockSums;
 struct NormNames;
 
 // How a micro-batch is run.
 struct MicroBatchOptions {
-    int64_t head_rows = 0;                  // rows that have logits at one time; 0: all
-    std::vector<Keep> keep;                 // of each layer
-    bool adds = false;                      // to the gradients of micro-batches before: else they are written
-    double dropout = 0;                     // the share of activations that is dropped,
-    double lora_dropout = 0;                // and of an adapter's inputs
-    const uint64_t* dropout_key = nullptr;  // on the device: the micro-batch's; those of others follow
+    int64_t head_rows = 0;   // rows that have logits at one time; 0: all
+    std::vector<Keep> keep;  // of each layer
+    bool adds = false;       // to the gradients of micro-batches before: else they are written
+    DropoutOptions dropout;  // with the first micro-batch's key, behind which those of the others are
 };
 
 // What the State has not of a frozen model's weights: the matrices of linear layers, and that of the head,
@@ -232,43 +220,47 @@ class Gpt {
     NormedX add_and_norm(const NormNames& names, TensorX& sum, const TensorX& a, const TensorX& b,
                          const Norm<floatX>& w);
     TensorX normalized(NormedX& n, const NormNames& names, const TensorX& x, const Norm<floatX>& w);
-    TensorX linear(const char* name, const TensorX& x, const Linear<floatX>& w, bool gelu = false);
-    TensorX weight_of(const Linear<floatX>& w);
-    void hold(Linear<floatX>& w);
+    TensorX linear(const char* name, const TensorX& x, const Linear<floatX>& w, const Rows& rows,
+                   bool gelu = false) {
+        return linear_forward(arena_, stream_, name, x, w, rows, gelu);
+    }
+    void hold(Linear<floatX>& w) { dequantize_once(arena_, stream_, w); }
     TensorX activate(const TensorX& up);
     template <class MakeX>
-    void make_qkv(BlockActivations& a, MakeX&& make_x, const Block<floatX>& w, bool for_backward,
-                  int first_position);
-    void make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<floatX>& w, Block<floatX>& g,
-                           int first_position, BlockSums* sums);
-    Tensor<int> positions_of(const TensorX& rows) const;
-    AttentionInput<floatX> attention_of(const TensorX& qkv, int layer, const KvRows* kv) const;
+    void make_qkv(BlockActivations& a, MakeX&& make_x, const Block<floatX>& w, const Rows& rows,
+                  bool for_backward, int first_position);
+    void make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<floatX>& w,
+                           BlockGradient<floatX>& g, const Rows& rows, int first_position);
+    AttentionInput<floatX> attention_of(const TensorX& qkv, int layer, const Rows& rows,
+                                        const KvRows* kv) const;
     template <class Use>
-    void for_pieces_of_keys(const TensorX& qkv, int layer, const KvRows* kv, bool with_sums, int64_t next_row,
-                            Use&& use);
+    void for_pieces_of_keys(const TensorX& qkv, int layer, const Rows& rows, const KvRows* kv, bool with_sums,
+                            int64_t next_row, Use&& use);
     KvRows take_kv_rows(int64_t rows, int entry);
     void end_rows(const KvRows& kv, int64_t count);
     void append_kv(const TensorX& qkv, KvRows& kv);
-    void attend(BlockActivations& a, Keep keep, KvRows* kv, int layer);
+    void attend(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
 
     TensorX token_rows(const Tensor<int>& tokens);
-    void look_up(TensorX& x, const Tensor<int>& tokens, const TensorX& prompt, int first_position);
-    TensorX embed(const Tensor<int>& tokens, int first_position);
+    void look_up(TensorX& x, const Tensor<int>& tokens, const Rows& rows, const TensorX& prompt,
+                 int first_position);
+    TensorX embed(const Tensor<int>& tokens, const Rows& rows, int first_position);
     TensorX of_tokens(TensorX&& stream);
     TensorX with_prompt(TensorX&& d_tokens);
     int64_t prompt_len() const {
         const TensorX& prompt = weights_.embeddings.prompt;
         return prompt ? prompt.rows() : 0;
     }
-    void forward_attention(int layer, BlockActivations& a, Keep keep, KvRows* kv);
-    void forward_attention_rows(int layer, BlockActivations& a, Keep keep, KvRows* kv);
-    TensorX forward_attention_in_chunks(int layer, BlockActivations& a, Keep keep);
-    TensorX projected(int layer, const TensorX& attention);
-    void add_projected(TensorX& sum, const TensorX& x, const TensorX& attention, int layer);
-    TensorX forward_mlp(int layer, BlockActivations& a, Keep keep);
-    TensorX forward_mlp_rows(int layer, MlpActivations& m, Keep keep, const TensorX& x, TensorX out);
-    TensorX forward_block(int layer, BlockActivations& a, Keep keep, KvRows* kv = nullptr);
-    TensorX forward_only(const Tensor<int>& tokens, KvCache* cache);
+    void forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
+    void forward_attention_rows(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
+    TensorX forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep);
+    TensorX projected(int layer, const TensorX& attention, const Rows& rows);
+    void add_projected(TensorX& sum, const TensorX& x, const TensorX& attention, int layer, const Rows& rows);
+    TensorX forward_mlp(int layer, BlockActivations& a, const Rows& rows, Keep keep);
+    TensorX forward_mlp_rows(int layer, MlpActivations& m, const Rows& rows, Keep keep, const TensorX& x,
+                             TensorX out);
+    TensorX forward_block(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv = nullptr);
+    TensorX forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* cache);
     TensorX append_tokens(const std::vector<int>& tokens, KvCache& cache);
     TensorX forward_cached(const std::vector<int>& tokens, KvCache& cache);
     TensorX forward_prompt(const std::vector<int>& tokens, KvCache& cache);
@@ -284,12 +276,12 @@ class Gpt {
     void logits_backward(TensorX& d_x, const TensorX& d_logits);
     enum class From { First, Last };
     template <class Chunk>
-    void for_each_chunk(int64_t rows, int64_t at_a_time, Chunk&& chunk, From from = From::First);
+    void for_each_chunk(const Rows& rows, int64_t count, int64_t at_a_time, Chunk&& chunk,
+                        From from = From::First);
     template <class Sequence>
-    void for_each_sequence(const TensorX& x, Sequence&& sequence);
-    template <class Rows>
-    void for_each_rows_of_sequence(const TensorX& x, Rows&& use, From from = From::First);
-    TensorX rows_of_sequence(const TensorX& x, int64_t count) const;
+    void for_each_sequence(const TensorX& x, const Rows& rows, Sequence&& sequence);
+    template <class Use>
+    void for_each_rows_of_sequence(const TensorX& x, Use&& use, From from = From::First);
     // Whether so many rows go through an MLP, and what is beside it, in more than one part.
     bool in_chunks(int64_t rows) const { return mlp_rows_ > 0 && mlp_rows_ < rows; }
     // And whether the queries of a sequence of x (B, T, C) go through attention so.
@@ -311,14 +303,13 @@ class Gpt {
     }
 
     // The same, backward.
-    template <class Gradient>
-    void norm_backward(TensorX& d_x, Norm<Gradient>& g, const TensorX& d_out, const TensorX& x,
+    void norm_backward(TensorX& d_x, NormGradient<floatX>& g, const TensorX& d_out, const TensorX& x,
                        const NormedX& n, const Norm<floatX>& w);
-    // With `sums` chunks of rows add to the gradients, whether what was there before counts or not.
     template <class MakeX>
-    TensorX linear_backward(const char* name, Linear<floatX>& g, MakeX&& make_x, const TensorX& d_out,
-                            const Linear<floatX>& w, bool adds, LinearSums<floatX>* sums = nullptr,
-                            const TensorX* gelu_input = nullptr);
+    TensorX linear_backward(const char* name, LinearGradient<floatX>& g, MakeX&& make_x, const TensorX& d_out,
+                            const Linear<floatX>& w, const Rows& rows, const TensorX* gelu_input = nullptr) {
+        return ::linear_backward(arena_, stream_, name, g, make_x, d_out, w, rows, gelu_input);
+    }
 
     // Blocks that live elsewhere are borrowed before they are used (residence.h).
     bool lends_trained() const { return model_.options.blocks != Home::Device; }
@@ -337,31 +328,9 @@ class Gpt {
     // Whether backward reads what went into a layer.
     bool wants_input(const Linear<floatX>& w) const { return !is_frozen() || w.adapter; }
     void bind_adapter();
-    TensorX lora_input(const TensorX& x, const Adapter<floatX>& adapter);
-    TensorX lora_columns(const TensorX& x, const Adapter<floatX>& adapter);
-    void scale_lora(TensorX& columns, const Adapter<floatX>& adapter);
-    void add_lora(TensorX& out, const TensorX& x, const Adapter<floatX>& adapter);
-    TensorX lora_backward(Adapter<floatX>& g, const TensorX& input, const TensorX& d_out,
-                          const Adapter<floatX>& adapter, bool adds, LinearSums<floatX>* sums);
-    void merge_adapter(TensorX& matrix, const Linear<floatX>& w);
-
-    // The dropout at one of a block's places in the micro-batch that is trained on, of rows of so many
-    // columns from the current chunk's first on; of the embeddings with the number of layers.
-    enum Place { kLoraPlaces = 0, kAttentionPlace = 4, kProjectedPlace, kOutputPlace, kPlaces = 16 };
-    Dropout dropout_in(int layer, Place place) const {
-        const uint64_t at = static_cast<uint64_t>(layer) * kPlaces + place;
-        const bool by_rows = place != kAttentionPlace;  // whose scores count themselves
-        return dropout_here(at, dropping_ ? dropping_->dropout : 0, by_rows ? config_.channels : 0);
-    }
-    Dropout dropout_of(const Adapter<floatX>& adapter) const {
-        return dropout_here(adapter.place, dropping_ ? dropping_->lora_dropout : 0, adapter.a.columns());
-    }
-    Dropout dropout_here(uint64_t place, double probability, int64_t columns) const {
-        if (!dropping_) return {};
-        return from_element(dropout_at(dropping_->dropout_key, place, probability), chunk_start_ * columns);
-    }
-    Dropout dropout_of_embeddings() const {
-        return weights_.embeddings.position ? dropout_in(config_.layers, kLoraPlaces) : Dropout();
+    Dropout dropout_of_embeddings(const Rows& rows) const {
+        return weights_.embeddings.position ? rows.dropout_at(config_.layers, kLoraPlaces, config_.channels)
+                                            : Dropout();
     }
     TensorX dropped(const TensorX& d_out, const Dropout& d);
 
@@ -374,27 +343,25 @@ class Gpt {
     void complete(int unit, UnitGradients& gradients, const Consume& consume);
     void head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options,
               LossScale loss_scale, TensorF& loss, Head<floatX>& g);
-    void backward_mlp(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds);
-    void backward_mlp_in_chunks(int layer, Block<floatX>& g, const TensorX& x, TensorX& d_stream, bool adds,
-                                MlpSums& sums);
-    MlpSums begin_mlp_sums(Block<floatX>& g, bool adds);
-    void end_mlp_sums(Block<floatX>& g, MlpSums& sums);
-    void backward_mlp_rows(int layer, Block<floatX>& g, MlpActivations& m, const TensorX& x,
-                           TensorX& d_stream, bool adds, MlpSums* sums = nullptr);
+    void backward_mlp(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
+                      TensorX& d_stream);
+    void backward_mlp_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
+                                TensorX& d_stream);
+    void backward_mlp_rows(int layer, BlockGradient<floatX>& g, MlpActivations& m, const TensorX& x,
+                           const Rows& rows, TensorX& d_stream);
     void attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, const TensorF& lse,
-                                     const TensorF& delta, int layer, KvRows* kv);
-    void backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds,
-                            KvRows* kv = nullptr, BlockSums* sums = nullptr);
-    BlockSums begin_block_sums(Block<floatX>& g, bool adds);
-    void end_block_sums(Block<floatX>& g, BlockSums& sums);
-    void backward_block_in_chunks(int layer, Block<floatX>& g, const TensorX& x, TensorX& d_stream,
-                                  bool adds);
-    void backward_embeddings(Embeddings<floatX>& g, TensorX& d_stream, const DeviceBatch& batch);
-    void backward_block(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds);
+                                     const TensorF& delta, int layer, const Rows& rows, KvRows* kv);
+    void backward_attention(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
+                            TensorX& d_stream, KvRows* kv = nullptr);
+    void backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
+                                  TensorX& d_stream);
+    void backward_embeddings(Embeddings<floatX>& g, TensorX& d_stream, const DeviceBatch& batch,
+                             const Rows& rows);
+    void backward_block(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
+                        TensorX& d_stream);
 
     // A micro-batch on its way through the model.
     struct Pass;
-    void enter(const Pass& pass);
     void forward_blocks(std::vector<Pass>& passes);
     void fetch_rows(int layer, int pass, BlockActivations& a, Shape shape);
     void backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& options, const Consume& consume);
@@ -414,15 +381,13 @@ class Gpt {
     ParkedRows<floatX> parked_rows_;
     ParkedKeys<floatX> parked_keys_;
     TensorF position_factors_;
-    int64_t mlp_rows_ = 0, attention_rows_ = 0;    // in an MLP, in attention at one time; 0: all
-    int64_t chunk_start_ = 0;                      // the first of the rows that are worked on
-    const MicroBatchOptions* dropping_ = nullptr;  // of the micro-batch that is trained on, or null
-    // A soft prompt is before each sequence, which holds one example then.
-    void read_documents(const DeviceBatch& batch) {
-        documents_ = prompt_len() > 0 ? &kWhole : &batch.documents;
+    int64_t mlp_rows_ = 0, attention_rows_ = 0;  // in an MLP, in attention at one time; 0: all
+    // All rows of a batch. With a soft prompt each sequence holds one example, so there are no documents.
+    Rows rows_of(const DeviceBatch& batch) const {
+        Rows rows;
+        if (prompt_len() == 0) rows.documents = &batch.documents;
+        return rows;
     }
-    inline static const Documents kWhole{};  // each sequence is one
-    const Documents* documents_ = &kWhole;   // of the batch at hand
     struct {
         Embeddings<floatX> embeddings;
         std::vector<Block<floatX>> blocks;
@@ -1056,17 +1021,6 @@ struct KvRows {
     TensorF dk_sums = {}, dv_sums = {};
 };
 
-// The gradients that chunks of rows add to: of an MLP, and of a whole block.
-struct MlpSums {
-    NormSums norm;
-    LinearSums<floatX> up, down;
-};
-struct BlockSums {
-    NormSums norm_1, query_norm, key_norm;
-    LinearSums<floatX> qkv, attention;
-    MlpSums mlp;
-};
-
 // Takes a tensor and fills it from the host, waiting until it is there.
 Tensor<int> Gpt::take_input(const char* name, Shape shape, const std::vector<int>& values) {
     Tensor<int> t = arena_.take<int>(name, shape, "input");
@@ -1105,42 +1059,6 @@ TensorX Gpt::normalized(NormedX& n, const NormNames& names, const TensorX& x, co
     TensorX out = take(names.out, x.shape());
     normalize(family_.norm, out, x, n, w, stream_);
     return out;
-}
-
-// x (.., inputs) W [+ bias] [+ adapter], (.., outputs); then GELU if asked.
-TensorX Gpt::linear(const char* name, const TensorX& x, const Linear<floatX>& w, bool gelu) {
-    Shape shape = x.shape();
-    shape.dims[shape.count - 1] = w.outputs();
-    TensorX out = take(name, shape);
-    const bool reads_codes = !w.quantized.empty() && !w.floats && x.rows() == 1,
-               finishes = w.adapter || reads_codes;
-    if (reads_codes) {
-        for (const auto& [matrix, first] : w.quantized)
-            quantized_matvec(out.at(first), x.data(), matrix, w.bias ? w.bias.at(first) : nullptr, stream_);
-    } else {
-        matmul(arena_, stream_, out, x, weight_of(w),
-               {.transpose_b = w.by_outputs, .bias = w.bias ? &w.bias : nullptr, .gelu = gelu && !finishes});
-    }
-    if (w.adapter) add_lora(out, x, w.adapter);
-    if (gelu && finishes) gelu_forward(out, out, stream_);
-    return out;
-}
-
-// A layer's matrix as a product reads it: where it lies, or made of its quantized parts.
-TensorX Gpt::weight_of(const Linear<floatX>& w) {
-    if (w.quantized.empty()) return w.weight.view();
-    if (w.made) return w.made.view();
-    if (w.lies_as(kStored<floatX>))
-        return TensorX(w.quantized[0].matrix.template floats<floatX>(), w.shape());
-    TensorX weight = take("dequantized", w.shape());
-    for (const auto& [matrix, first] : w.quantized)
-        dequantize(weight.at(first * w.inputs()), matrix, stream_);
-    return weight;
-}
-
-// Makes a quantized matrix once for several products, which `w.made` holds until it is dropped.
-void Gpt::hold(Linear<floatX>& w) {
-    if (!w.quantized.empty()) w.made = weight_of(w);
 }
 
 void Gpt::borrow(int layer) {
@@ -1213,54 +1131,8 @@ void Gpt::bind_adapter() {
         const auto to = linears(weights_.blocks[static_cast<size_t>(l)]), from = linears(adapter);
         for (size_t i = 0; i < to.size(); i++) {
             to[i].first->adapter = std::move(from[i].first->adapter);
-            to[i].first->adapter.place = static_cast<uint64_t>(l) * kPlaces + kLoraPlaces + i;
+            to[i].first->adapter.place = static_cast<uint64_t>(l) * kPlacesOfLayer + kLoraPlaces + i;
         }
-    }
-}
-
-// What LoRA sees of a layer's input x: some of it is dropped in training.
-TensorX Gpt::lora_input(const TensorX& x, const Adapter<floatX>& adapter) {
-    const Dropout d = dropout_of(adapter);
-    if (!d) return x.view();
-    TensorX seen = take("lora_input", x.shape());
-    dropout(seen, x, d, stream_);
-    return seen;
-}
-
-// LoRA's columns of its input (.., inputs): x A^T (rows, ranks), each part's times its scale.
-TensorX Gpt::lora_columns(const TensorX& x, const Adapter<floatX>& adapter) {
-    TensorX columns = take("lora_columns", {x.rows(), adapter.a.rows()});
-    matmul(arena_, stream_, columns, x, adapter.a, {.transpose_b = true});
-    scale_lora(columns, adapter);
-    return columns;
-}
-
-void Gpt::scale_lora(TensorX& columns, const Adapter<floatX>& adapter) {
-    ColumnScales s;
-    std::fill_n(s.ends, kMostLoraParts, static_cast<int>(columns.columns()));
-    std::fill_n(s.scales, kMostLoraParts, adapter.parts[0].scale);
-    int end = 0;
-    bool same = true;
-    for (size_t i = 0; i < adapter.parts.size(); i++) {
-        s.ends[i] = end += static_cast<int>(adapter.parts[i].b.columns());
-        s.scales[i] = adapter.parts[i].scale;
-        same = same && s.scales[i] == s.scales[0];
-    }
-    if (same) s.ends[0] = end;
-    if (!same || s.scales[0] != 1) scale_columns(columns, s, stream_);
-}
-
-// out (.., outputs) += what LoRA makes of x (.., inputs).
-void Gpt::add_lora(TensorX& out, const TensorX& x, const Adapter<floatX>& adapter) {
-    const TensorX columns = lora_columns(lora_input(x, adapter), adapter);
-    int64_t first = 0;
-    for (const auto& part : adapter.parts) {
-        const int64_t rank = part.b.columns();
-        TensorX to(out.at(part.first_output), {out.rows(), part.b.rows()});
-        matmul(
-            arena_, stream_, to, TensorX(columns.at(first), {columns.rows(), rank}), part.b,
-            {.transpose_b = true, .accumulate = true, .a_row = columns.columns(), .out_row = out.columns()});
-        first += rank;
     }
 }
 
@@ -1306,10 +1178,11 @@ TensorX Gpt::token_rows(const Tensor<int>& tokens) {
 }
 
 // x (B, .., C) = the embeddings of tokens (B, T) behind those of `prompt`, if any.
-void Gpt::look_up(TensorX& x, const Tensor<int>& tokens, const TensorX& prompt, int first_position) {
+void Gpt::look_up(TensorX& x, const Tensor<int>& tokens, const Rows& rows, const TensorX& prompt,
+                  int first_position) {
     const Embeddings<floatX>& w = weights_.embeddings;
-    const auto from = [&](const Tensor<int>& numbers, const TensorX& rows) {
-        embedding_forward(x, numbers, rows, w.position, prompt, first_position, documents_->positions,
+    const auto from = [&](const Tensor<int>& numbers, const TensorX& vectors) {
+        embedding_forward(x, numbers, vectors, w.position, prompt, first_position, rows.documents->positions,
                           stream_);
     };
     if (w.token) return from(tokens, w.token);
@@ -1318,14 +1191,14 @@ void Gpt::look_up(TensorX& x, const Tensor<int>& tokens, const TensorX& prompt, 
 
 // The residual stream (B, prompt_len() + T, C) that tokens (B, T) begin; without the soft prompt where they
 // follow others.
-TensorX Gpt::embed(const Tensor<int>& tokens, int first_position) {
+TensorX Gpt::embed(const Tensor<int>& tokens, const Rows& rows, int first_position) {
     const Embeddings<floatX>& w = weights_.embeddings;
     TensorX prompt;
     if (w.prompt && first_position == 0) prompt = w.prompt.view();
     const int64_t length = tokens.columns() + (prompt ? prompt.rows() : 0);
     TensorX x = take(w.norm.weight ? "embedded" : "residual", {tokens.rows(), length, config_.channels});
-    look_up(x, tokens, prompt, first_position);
-    if (const Dropout d = dropout_of_embeddings()) dropout(x, x, d, stream_);
+    look_up(x, tokens, rows, prompt, first_position);
+    if (const Dropout d = dropout_of_embeddings(rows)) dropout(x, x, d, stream_);
     return w.norm.weight ? std::move(norm(kEmbeddingNorm, x, w.norm).out) : std::move(x);
 }
 
@@ -1333,54 +1206,46 @@ TensorX Gpt::embed(const Tensor<int>& tokens, int first_position) {
 // normalised and rotated as the family has it. Where heads are normalised, a backward needs the product too:
 // a.raw_qkv is that, and where it was kept, no product is made again. make_x() hands over the input.
 template <class MakeX>
-void Gpt::make_qkv(BlockActivations& a, MakeX&& make_x, const Block<floatX>& w, bool for_backward,
-                   int first_position) {
+void Gpt::make_qkv(BlockActivations& a, MakeX&& make_x, const Block<floatX>& w, const Rows& rows,
+                   bool for_backward, int first_position) {
     const bool norms = static_cast<bool>(w.query_norm.weight);
     if (norms && for_backward) {
-        if (!a.raw_qkv) a.raw_qkv = linear("qkv", make_x(), w.qkv);
+        if (!a.raw_qkv) a.raw_qkv = linear("qkv", make_x(), w.qkv, rows);
         a.qkv = take("normed_qkv", a.raw_qkv.shape());
     } else {
-        a.qkv = linear("qkv", make_x(), w.qkv);
+        a.qkv = linear("qkv", make_x(), w.qkv, rows);
     }
     if (norms)
         head_norm_forward(a.qkv, a.raw_qkv ? a.raw_qkv : a.qkv, w.query_norm.weight, w.key_norm.weight,
                           config_.heads, config_.kv_heads, stream_, epsilon());
     if (family_.position == PositionKind::Rotary)
         rope_forward(a.qkv, position_factors_, config_.heads + config_.kv_heads, first_position,
-                     positions_of(a.qkv), stream_, rotary_scale());
+                     rows.positions(a.qkv.rows()), stream_, rotary_scale());
 }
 
 // Turns d_qkv, the gradient of a.qkv, into that of the product which make_qkv() began with.
-void Gpt::make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<floatX>& w, Block<floatX>& g,
-                            int first_position, BlockSums* sums) {
+void Gpt::make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<floatX>& w,
+                            BlockGradient<floatX>& g, const Rows& rows, int first_position) {
     if (family_.position == PositionKind::Rotary)
         rope_backward(d_qkv, position_factors_, config_.heads + config_.kv_heads, first_position,
-                      positions_of(d_qkv), stream_, rotary_scale());
+                      rows.positions(d_qkv.rows()), stream_, rotary_scale());
     if (!w.query_norm.weight) return;
     TensorF scratch;
-    if (g.query_norm.weight)
+    if (g.query_norm.view.weight)
         scratch = take_float("column_sums", head_norm_scratch(d_qkv.rows(), config_.head_size));
     const auto backward = [&](auto& g_query, auto& g_key) {
         head_norm_backward(d_qkv, g_query, g_key, scratch, a.raw_qkv, w.query_norm.weight, w.key_norm.weight,
                            config_.heads, config_.kv_heads, stream_, epsilon());
     };
-    if (sums)
-        backward(sums->query_norm.norm.weight, sums->key_norm.norm.weight);
-    else
-        backward(g.query_norm.weight, g.key_norm.weight);
+    g.query_norm.all ? backward(g.query_norm.sums.weight, g.key_norm.sums.weight)
+                     : backward(g.query_norm.view.weight, g.key_norm.view.weight);
     a.raw_qkv.drop();
-}
-
-// The positions of rows that begin with the first of those at hand, in their documents; absent where each
-// sequence is one.
-Tensor<int> Gpt::positions_of(const TensorX& rows) const {
-    const Tensor<int>& all = documents_->positions;
-    return all ? Tensor<int>(all.at(chunk_start_), {rows.rows()}) : Tensor<int>();
 }
 
 // The attention of a packed qkv (B, T, qkv_width()) with itself; or, of rows of one sequence, with these
 // and those before them.
-AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv, int layer, const KvRows* kv) const {
+AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv, int layer, const Rows& rows,
+                                         const KvRows* kv) const {
     const int B = static_cast<int>(qkv.shape().dims[0]), T = static_cast<int>(qkv.shape().dims[1]);
     const int64_t row = config_.qkv_width(), size = config_.head_size;
     const bool together = family_.heads_together;
@@ -1403,9 +1268,9 @@ AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv, int layer, const Kv
         .window = config_.window,
         .alibi = family_.position == PositionKind::Alibi ? position_factors_.data() : nullptr,
         .hopper = hopper_attention_,
-        .positions = positions_of(qkv).data(),
-        .document_ends = documents_->ends.data(),
-        .dropout = dropout_in(layer, kAttentionPlace)};
+        .positions = rows.positions(qkv.rows()).data(),
+        .document_ends = rows.documents->ends.data(),
+        .dropout = rows.dropout_at(layer, kAttentionPlace, 0)};
     if (!kv) return in;
     // A row of these has all keys, then all values; or of each head its key and its value.
     in.dkv_row = row, in.dkv_head = in.kv_head;  // where qkv has them
@@ -1428,9 +1293,9 @@ AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv, int layer, const Kv
 // of those that some query sees, and at last with the rows' own. `with_sums` they bring the sums of their
 // gradients. What attends to keys next are the rows from next_row on, if any.
 template <class Use>
-void Gpt::for_pieces_of_keys(const TensorX& qkv, int layer, const KvRows* kv, bool with_sums,
-                             int64_t next_row, Use&& use) {
-    if (!kv || !kv->parked) return use(attention_of(qkv, layer, kv));
+void Gpt::for_pieces_of_keys(const TensorX& qkv, int layer, const Rows& rows, const KvRows* kv,
+                             bool with_sums, int64_t next_row, Use&& use) {
+    if (!kv || !kv->parked) return use(attention_of(qkv, layer, rows, kv));
     const int64_t n = parked_keys_.rows(), count = qkv.rows(), window = config_.window;
     const auto first_seen = [&](int64_t row) {
         return window > 0 ? std::max<int64_t>(0, row + 1 - window) / n : 0;
@@ -1445,35 +1310,35 @@ void Gpt::for_pieces_of_keys(const TensorX& qkv, int layer, const KvRows* kv, bo
     const auto begins = [&](int64_t piece) { return last || piece < first_seen(kv->length + n); };
     TensorF carried = take_float(
         "attention_carried", {AttentionInput<floatX>::carried_size(count, config_.heads, config_.head_size)});
-    const auto use_piece = [&](int64_t piece, KvRows& rows) {
+    const auto use_piece = [&](int64_t piece, KvRows& keys) {
         if (with_sums) {
             const int64_t next = piece < own ? piece + 1 : first_seen(next_row);
             TensorF sums = parked_keys_.borrow_sums(piece, next, piece < own);
             if (begins(piece)) zero(sums);
-            rows.dk_sums = sums.rows_at(0, n);
-            rows.dv_sums = sums.rows_at(n, n);
+            keys.dk_sums = sums.rows_at(0, n);
+            keys.dv_sums = sums.rows_at(n, n);
         }
-        AttentionInput<floatX> in = attention_of(qkv, layer, &rows);
+        AttentionInput<floatX> in = attention_of(qkv, layer, rows, &keys);
         in.in_pieces = true, in.continues = piece > first, in.carried = carried.data();
         use(in);
     };
-    const auto rows_from = [&](int64_t begin, TensorX all) {
-        KvRows rows{std::move(all), kv->rows, kv->length, kv->entry, false};
-        rows.begin = static_cast<int>(begin);
-        return rows;
+    const auto keys_from = [&](int64_t begin, TensorX all) {
+        KvRows keys{std::move(all), kv->rows, kv->length, kv->entry, false};
+        keys.begin = static_cast<int>(begin);
+        return keys;
     };
     // The own piece may be the next rows' first, but is not stored yet.
     const int64_t next_first = std::min(first_seen(next_row), own - 1);
     int64_t piece = first;
     arena_.repeat(static_cast<int>(std::max<int64_t>(1, own - first)), [&] {
         if (piece >= own && !arena_.rehearsing()) return false;
-        const TensorX keys = parked_keys_.borrow(piece, piece + 1 < own ? piece + 1 : next_first);
-        KvRows rows = rows_from(piece * n, keys.rows_at(0, of_piece));
-        use_piece(piece++, rows);
+        const TensorX all = parked_keys_.borrow(piece, piece + 1 < own ? piece + 1 : next_first);
+        KvRows keys = keys_from(piece * n, all.rows_at(0, of_piece));
+        use_piece(piece++, keys);
         return true;
     });
-    KvRows rows = rows_from(kv->begin, kv->all.view());
-    use_piece(own, rows);
+    KvRows keys = keys_from(kv->begin, kv->all.view());
+    use_piece(own, keys);
 }
 
 // Writes the keys and values of qkv (1, T, qkv_width()) behind those before it.
@@ -1490,7 +1355,7 @@ void Gpt::append_kv(const TensorX& qkv, KvRows& kv) {
 
 // a.attention (B, T, query_width()) = causal attention of a.qkv; of rows of one sequence, of these and of
 // those before them, to which they are appended.
-void Gpt::attend(BlockActivations& a, Keep keep, KvRows* kv, int layer) {
+void Gpt::attend(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
     const int64_t B = a.qkv.shape().dims[0], T = a.qkv.shape().dims[1];
     if (kv) append_kv(a.qkv, *kv);
     a.attention = take("attention", {B, T, config_.query_width()});
@@ -1500,39 +1365,39 @@ void Gpt::attend(BlockActivations& a, Keep keep, KvRows* kv, int layer) {
     };
     // In backward the same rows are next.
     const int64_t next_row = kv ? kv->length + (keep.backward ? 0 : T) : 0;
-    for_pieces_of_keys(a.qkv, layer, kv, false, next_row, forward);
+    for_pieces_of_keys(a.qkv, layer, rows, kv, false, next_row, forward);
 }
 
 // From a.input to a.attention.
-void Gpt::forward_attention_rows(int layer, BlockActivations& a, Keep keep, KvRows* kv) {
+void Gpt::forward_attention_rows(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
     const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     a.norm_1 = norm(kNorm1, a.input, w.norm_1);
     auto normed = [&] { return a.norm_1.out.view(); };
-    make_qkv(a, normed, w, keep.backward, kv ? kv->length : 0);
+    make_qkv(a, normed, w, rows, keep.backward, kv ? kv->length : 0);
     if (!keep.norm || !wants_input(w.qkv)) a.norm_1.out.drop();
-    attend(a, keep, kv, layer);
+    attend(layer, a, rows, keep, kv);
     if (!keep.qkv) a.raw_qkv.drop();
     if (!keep.qkv || (a.raw_qkv && !keep.norm)) a.qkv.drop();
 }
 
 // From a.input to a.middle and its norm.
-void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, KvRows* kv) {
+void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
     need_half(layer, Field::QkvWeight);
     const bool in_chunks_here = !keep.middle && !kv && attends_in_chunks(a.input);
     if (parked_rows_.stores() && !in_chunks_here)
-        for_each_rows_of_sequence(a.input, [&](TensorX rows) { parked_rows_.store(rows); });
+        for_each_rows_of_sequence(a.input, [&](TensorX chunk) { parked_rows_.store(chunk); });
     if (in_chunks_here) {
-        a.middle = forward_attention_in_chunks(layer, a, keep);
+        a.middle = forward_attention_in_chunks(layer, a, rows, keep);
         return;
     }
-    forward_attention_rows(layer, a, keep, kv);
+    forward_attention_rows(layer, a, rows, keep, kv);
     if (in_chunks(a.input.rows())) {
         a.middle = take(keep.middle ? "residual_middle" : "residual", a.input.shape());
-        add_projected(a.middle, a.input, a.attention, layer);
+        add_projected(a.middle, a.input, a.attention, layer, rows);
         if (!keep.attention) a.attention.drop(), a.lse.drop();
         return;
     }
-    const TensorX summand = projected(layer, a.attention);
+    const TensorX summand = projected(layer, a.attention, rows);
     if (!keep.attention) a.attention.drop(), a.lse.drop();
     a.middle = take("residual_middle", a.input.shape());
     a.mlp.norm =
@@ -1542,24 +1407,25 @@ void Gpt::forward_attention(int layer, BlockActivations& a, Keep keep, KvRows* k
 // a.input (B, T, C) + the attention of its norm, some rows of a sequence after the others: so only keys and
 // values are there of all, or not even those. Nothing is kept, and the sum takes the place of an input that
 // is not.
-TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, Keep keep) {
+TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep) {
     Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     hold(w.qkv), hold(w.attention);
     const TensorX x = a.input.view();
     TensorX sum = parked_rows_.stores() || !keep.backward ? std::move(a.input) : take("residual", x.shape());
     parked_keys_.take(2 * config_.kv_width(), false);
-    for_each_sequence(x, [&](int entry, int64_t rows) {
-        KvRows kv = take_kv_rows(rows, entry);
-        for_each_chunk(rows, attention_rows_, [&](int64_t first, int64_t count) {
-            BlockActivations chunk;
-            chunk.input = rows_of_sequence(x, count);
-            if (parked_rows_.stores()) parked_rows_.store(chunk.input);
+    for_each_sequence(x, rows, [&](const Rows& sequence, int entry, int64_t length) {
+        KvRows kv = take_kv_rows(length, entry);
+        const auto forward = [&](const Rows& chunk, int64_t first, int64_t count) {
+            BlockActivations of_chunk;
+            of_chunk.input = rows_of_sequence(x, chunk, count);
+            if (parked_rows_.stores()) parked_rows_.store(of_chunk.input);
             kv.length = static_cast<int>(first);
-            forward_attention_rows(layer, chunk, kKeepNothing, &kv);
+            forward_attention_rows(layer, of_chunk, chunk, kKeepNothing, &kv);
             end_rows(kv, count);
-            TensorX to = sum.rows_at(chunk_start_, count);
-            residual_forward(to, chunk.input, projected(layer, chunk.attention), stream_);
-        });
+            TensorX to = sum.rows_at(chunk.first, count);
+            residual_forward(to, of_chunk.input, projected(layer, of_chunk.attention, chunk), stream_);
+        };
+        for_each_chunk(sequence, length, attention_rows_, forward);
     });
     parked_keys_.give_back();
     w.qkv.made.drop(), w.attention.made.drop();
@@ -1567,21 +1433,23 @@ TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, Keep ke
 }
 
 // The projection of attention's output (.., query_width()).
-TensorX Gpt::projected(int layer, const TensorX& attention) {
-    TensorX out =
-        linear("attention_projected", attention, weights_.blocks[static_cast<size_t>(layer)].attention);
-    if (const Dropout d = dropout_in(layer, kProjectedPlace)) dropout(out, out, d, stream_);
+TensorX Gpt::projected(int layer, const TensorX& attention, const Rows& rows) {
+    const Linear<floatX>& w = weights_.blocks[static_cast<size_t>(layer)].attention;
+    TensorX out = linear("attention_projected", attention, w, rows);
+    if (const Dropout d = rows.dropout_at(layer, kProjectedPlace, config_.channels))
+        dropout(out, out, d, stream_);
     return out;
 }
 
 // sum = x + the projection of attention's output, chunk by chunk.
-void Gpt::add_projected(TensorX& sum, const TensorX& x, const TensorX& attention, int layer) {
+void Gpt::add_projected(TensorX& sum, const TensorX& x, const TensorX& attention, int layer,
+                        const Rows& rows) {
     Linear<floatX>& w = weights_.blocks[static_cast<size_t>(layer)].attention;
     hold(w);
-    for_each_chunk(x.rows(), mlp_rows_, [&](int64_t first, int64_t count) {
+    for_each_chunk(rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
         TensorX to = sum.rows_at(first, count);
-        residual_forward(to, x.rows_at(first, count), projected(layer, attention.rows_at(first, count)),
-                         stream_);
+        residual_forward(to, x.rows_at(first, count),
+                         projected(layer, attention.rows_at(first, count), chunk), stream_);
     });
     w.made.drop();
 }
@@ -1604,38 +1472,40 @@ void Gpt::end_rows(const KvRows& kv, int64_t count) {
 
 // From a.middle, and its norm where all rows go at once, to the block's output. Of chunks nothing is kept,
 // and the output takes the place of a stream that is not.
-TensorX Gpt::forward_mlp(int layer, BlockActivations& a, Keep keep) {
+TensorX Gpt::forward_mlp(int layer, BlockActivations& a, const Rows& rows, Keep keep) {
     need_half(layer, Field::UpWeight);
-    if (!in_chunks(a.middle.rows())) return forward_mlp_rows(layer, a.mlp, keep, a.middle, {});
+    if (!in_chunks(a.middle.rows())) return forward_mlp_rows(layer, a.mlp, rows, keep, a.middle, {});
     Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     hold(w.up), hold(w.down);
     const TensorX x = a.middle.view();
     TensorX output = keep.middle ? take("residual", x.shape()) : std::move(a.middle);
     Keep nothing = kKeepNothing;
     nothing.backward = keep.backward;
-    for_each_chunk(x.rows(), mlp_rows_, [&](int64_t first, int64_t count) {
+    for_each_chunk(rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
         MlpActivations m;
-        forward_mlp_rows(layer, m, nothing, x.rows_at(first, count), output.rows_at(first, count));
+        forward_mlp_rows(layer, m, chunk, nothing, x.rows_at(first, count), output.rows_at(first, count));
     });
     w.up.made.drop(), w.down.made.drop();
     return output;
 }
 
 // x (.., C) + the MLP of its norm: in `out`, which may be x, or where there is none in a tensor of its own.
-TensorX Gpt::forward_mlp_rows(int layer, MlpActivations& m, Keep keep, const TensorX& x, TensorX out) {
+TensorX Gpt::forward_mlp_rows(int layer, MlpActivations& m, const Rows& rows, Keep keep, const TensorX& x,
+                              TensorX out) {
     const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     if (!m.norm.rstd) m.norm = norm(kNorm2, x, w.norm_2);
     if (!keep.backward && family_.mlp == MlpKind::Gelu) {  // its input is not needed
-        m.activated = linear("gelu", m.norm.out, w.up, true);
+        m.activated = linear("gelu", m.norm.out, w.up, rows, true);
         m.norm.out.drop();
     } else {
-        m.up = linear("up", m.norm.out, w.up);
+        m.up = linear("up", m.norm.out, w.up, rows);
         if (!keep.norm || !wants_input(w.up)) m.norm.out.drop();
         m.activated = activate(m.up);
         if (!keep.up) m.up.drop();
     }
-    TensorX output = linear(out ? "mlp_output" : "residual", m.activated, w.down);
-    if (const Dropout d = dropout_in(layer, kOutputPlace)) dropout(output, output, d, stream_);
+    TensorX output = linear(out ? "mlp_output" : "residual", m.activated, w.down, rows);
+    if (const Dropout d = rows.dropout_at(layer, kOutputPlace, config_.channels))
+        dropout(output, output, d, stream_);
     if (!keep.gelu || !wants_input(w.down)) m.activated.drop();
     TensorX& sum = out ? out : output;
     residual_forward(sum, output, x, stream_);
@@ -1643,10 +1513,10 @@ TensorX Gpt::forward_mlp_rows(int layer, MlpActivations& m, Keep keep, const Ten
 }
 
 // One block, from the residual stream in a.input to the one returned.
-TensorX Gpt::forward_block(int layer, BlockActivations& a, Keep keep, KvRows* kv) {
-    forward_attention(layer, a, keep, kv);
+TensorX Gpt::forward_block(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
+    forward_attention(layer, a, rows, keep, kv);
     if (!keep.backward) a.input.drop();
-    TensorX output = forward_mlp(layer, a, keep);
+    TensorX output = forward_mlp(layer, a, rows, keep);
     if (!keep.middle && keep.backward) {
         TensorX input = std::move(a.input);
         a = {};
@@ -1656,8 +1526,8 @@ TensorX Gpt::forward_block(int layer, BlockActivations& a, Keep keep, KvRows* kv
 }
 
 // The last block's output for `tokens` (B, T), keeping nothing. With a cache the tokens follow what it holds.
-TensorX Gpt::forward_only(const Tensor<int>& tokens, KvCache* cache) {
-    TensorX stream = embed(tokens, cache ? cache->length : 0);
+TensorX Gpt::forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* cache) {
+    TensorX stream = embed(tokens, rows, cache ? cache->length : 0);
     loans_.expect(loans_forward(1));
     for (int l = 0; l < config_.layers; l++) {
         BlockActivations a;
@@ -1669,7 +1539,7 @@ TensorX Gpt::forward_only(const Tensor<int>& tokens, KvCache* cache) {
             kv = {cache->layers[static_cast<size_t>(l)].view()};
             kv.rows = kv.all.rows(), kv.length = cache->length;
         }
-        stream = forward_block(l, a, kKeepNothing, cache ? &kv : nullptr);
+        stream = forward_block(l, a, rows, kKeepNothing, cache ? &kv : nullptr);
     }
     loans_.give_back();
     return stream;
@@ -1719,7 +1589,7 @@ void Gpt::for_each_head_slice(Use&& use) {
 // The logits (rows, padded vocabulary) of x (rows, C). Where the head comes in slices the padding is left as
 // it was.
 TensorX Gpt::logits_of(const TensorX& x) {
-    if (!head_in_slices()) return linear("logits", x, weights_.head.logits);
+    if (!head_in_slices()) return linear("logits", x, weights_.head.logits, {});
     TensorX logits = take("logits", {x.rows(), config_.padded_vocabulary()});
     if (x.rows() == 1) {
         const auto multiply = [&](int64_t first, const QuantizedView& slice) {
@@ -1750,49 +1620,43 @@ void Gpt::logits_backward(TensorX& d_x, const TensorX& d_logits) {
     dequantize(d_x.data(), {&kStoredF32, bytes, sum.rows(), sum.columns()}, stream_);  // rounds
 }
 
-// Calls chunk(first, count) for all rows, so many at a time, the first or the last ones first; 0 means all
-// at once. Chunks may have chunks: `first` counts from the first of those at hand, chunk_start_ from that of
-// all. Rehearsed is the one in the middle, where attention has as much to do as in the mean.
+// Calls chunk(rows, first, count) for all `count` rows, `at_a_time` (0: all) of them, the first or the last
+// ones first. `first` counts from the first of these rows. A rehearsal runs the chunk in the middle alone, in
+// which attention has as much to do as in the mean.
 template <class Chunk>
-void Gpt::for_each_chunk(int64_t rows, int64_t at_a_time, Chunk&& chunk, From from) {
-    const int64_t count = at_a_time > 0 ? std::min(at_a_time, rows) : rows;
-    const int64_t turns = rows / count, rest = rows % count, start = chunk_start_;
-    const auto call = [&](int64_t first, int64_t n) {
-        chunk_start_ = start + first;
-        chunk(first, n);
-        chunk_start_ = start;
-    };
+void Gpt::for_each_chunk(const Rows& rows, int64_t count, int64_t at_a_time, Chunk&& chunk, From from) {
+    const int64_t size = at_a_time > 0 ? std::min(at_a_time, count) : count;
+    const int64_t turns = count / size, rest = count % size;
+    const auto call = [&](int64_t first, int64_t n) { chunk(rows.from(first), first, n); };
     const bool down = from == From::Last;
-    if (down && rest) call(turns * count, rest);
+    if (down && rest) call(turns * size, rest);
     int64_t turn = 0;
     arena_.repeat(static_cast<int>(turns), [&] {
-        const int64_t first = (down ? turns - 1 - turn : turn) * count;
-        call(arena_.rehearsing() ? (turns - 1) * count / 2 : first, count);
+        const int64_t first = (down ? turns - 1 - turn : turn) * size;
+        call(arena_.rehearsing() ? (turns - 1) * size / 2 : first, size);
         turn++;
         return true;
     });
-    if (!down && rest) call(turns * count, rest);
+    if (!down && rest) call(turns * size, rest);
 }
 
-// Calls sequence(entry, T) for each of x (B, T, C), whose rows are those at hand then.
+// Calls sequence(rows, entry, T) for each sequence of x (B, T, C).
 template <class Sequence>
-void Gpt::for_each_sequence(const TensorX& x, Sequence&& sequence) {
-    for_each_chunk(x.rows(), x.shape().dims[1],
-                   [&](int64_t first, int64_t rows) { sequence(static_cast<int>(first / rows), rows); });
-}
-
-// Calls use(rows) for chunks of attention of each sequence of x (B, T, C), the first or the last ones first.
-template <class Rows>
-void Gpt::for_each_rows_of_sequence(const TensorX& x, Rows&& use, From from) {
-    for_each_sequence(x, [&](int, int64_t rows) {
-        const auto chunk = [&](int64_t, int64_t count) { use(rows_of_sequence(x, count)); };
-        for_each_chunk(rows, attention_rows_, chunk, from);
+void Gpt::for_each_sequence(const TensorX& x, const Rows& rows, Sequence&& sequence) {
+    for_each_chunk(rows, x.rows(), x.shape().dims[1], [&](const Rows& of_sequence, int64_t first, int64_t T) {
+        sequence(of_sequence, static_cast<int>(first / T), T);
     });
 }
 
-// The next `count` rows of x (B, T, C), from the first of those at hand on: (1, count, C).
-TensorX Gpt::rows_of_sequence(const TensorX& x, int64_t count) const {
-    return TensorX(x.at(chunk_start_ * x.columns()), {1, count, x.columns()});
+// Calls use(rows) for chunks of attention of each sequence of x (B, T, C), the first or the last ones first.
+template <class Use>
+void Gpt::for_each_rows_of_sequence(const TensorX& x, Use&& use, From from) {
+    for_each_sequence(x, {}, [&](const Rows& sequence, int, int64_t length) {
+        const auto chunk = [&](const Rows& rows, int64_t, int64_t count) {
+            use(rows_of_sequence(x, rows, count));
+        };
+        for_each_chunk(sequence, length, attention_rows_, chunk, from);
+    });
 }
 
 // ---- backward
@@ -1842,84 +1706,13 @@ void Gpt::complete(int unit, UnitGradients& gradients, const Consume& consume) {
     gradients.room.drop();
 }
 
-// Backward of linear(): the weight's and bias' gradients from x (rows, inputs), which make_x() hands over and
-// which is let go of then, and the returned gradient of x, times gelu' of gelu_input if given. Without `adds`
-// the weight's gradient is written, and the bias' must be zero. An absent gradient is frozen: no product, and
-// x is not made. An adapter's columns of x are made again.
-template <class MakeX>
-TensorX Gpt::linear_backward(const char* name, Linear<floatX>& g, MakeX&& make_x, const TensorX& d_out,
-                             const Linear<floatX>& w, bool adds, LinearSums<floatX>* sums,
-                             const TensorX* gelu_input) {
-    TensorX d_columns;
-    if (g.adapter) d_columns = lora_backward(g.adapter, make_x(), d_out, w.adapter, adds, sums);
-    if (g.weight) {
-        const TensorX x = make_x();
-        if (sums) {
-            const bool by_outputs = w.by_outputs;
-            add_product(arena_, stream_, g.weight, sums->weight, by_outputs ? d_out : x,
-                        by_outputs ? x : d_out, true);
-            if (g.bias) add_bias_gradient(arena_, stream_, sums->bias, d_out);
-        } else if (w.by_outputs) {
-            matmul(arena_, stream_, g.weight, d_out, x, {.transpose_a = true, .accumulate = adds});
-            if (g.bias) add_bias_gradient(arena_, stream_, g.bias, d_out);
-        } else {
-            matmul(arena_, stream_, g.weight, x, d_out,
-                   {.transpose_a = true, .accumulate = adds, .bias_gradient = g.bias ? &g.bias : nullptr});
-        }
-    }
-    Shape shape = d_out.shape();
-    shape.dims[shape.count - 1] = w.inputs();
-    TensorX d_x = take_gradient(name, shape);
-    const bool fuses = gelu_input && !d_columns;
-    matmul(arena_, stream_, d_x, d_out, weight_of(w),
-           {.transpose_b = !w.by_outputs, .gelu_input = fuses ? gelu_input : nullptr});
-    if (d_columns) {
-        if (const Dropout d = dropout_of(w.adapter)) {
-            TensorX d_seen = take_gradient("d_lora_input", shape);
-            matmul(arena_, stream_, d_seen, d_columns, w.adapter.a);
-            dropout_add(d_x, d_seen, d, stream_);
-        } else {
-            matmul(arena_, stream_, d_x, d_columns, w.adapter.a, {.accumulate = true});
-        }
-        if (gelu_input) gelu_backward(d_x, d_x, *gelu_input, stream_);
-    }
-    return d_x;
-}
-
-// Backward of add_lora(): the gradients g of A and B from its input (.., inputs) and d_out (.., outputs).
-// Returns the gradient of x A^T, (rows, ranks).
-TensorX Gpt::lora_backward(Adapter<floatX>& g, const TensorX& input, const TensorX& d_out,
-                           const Adapter<floatX>& adapter, bool adds, LinearSums<floatX>* sums) {
-    Tensor<uint8_t> none;
-    const TensorX x = lora_input(input, adapter);
-    const int64_t rows = x.rows(), ranks = adapter.a.rows();
-    TensorX columns = lora_columns(x, adapter);
-    TensorX d_columns = take_gradient("d_lora_columns", {rows, ranks});
-    int64_t first = 0;
-    for (size_t i = 0; i < adapter.parts.size(); i++) {
-        const auto& part = adapter.parts[i];
-        const int64_t rank = part.b.columns();
-        const TensorX d_part(d_out.at(part.first_output), {rows, part.b.rows()});
-        add_product(arena_, stream_, g.parts[i].b, sums ? sums->b[i] : none, d_part,
-                    TensorX(columns.at(first), {rows, rank}), adds || sums, d_out.columns(), ranks);
-        TensorX to(d_columns.at(first), {rows, rank});
-        matmul(arena_, stream_, to, d_part, part.b, {.a_row = d_out.columns(), .out_row = ranks});
-        first += rank;
-    }
-    columns.drop();
-    scale_lora(d_columns, adapter);
-    add_product(arena_, stream_, g.a, sums ? sums->a : none, d_columns, x, adds || sums);
-    return d_columns;
-}
-
 // Adds to d_x (rows, C) and to the gradients what d_out (rows, C) sends back through the norm of x.
-template <class Gradient>
-void Gpt::norm_backward(TensorX& d_x, Norm<Gradient>& g, const TensorX& d_out, const TensorX& x,
+void Gpt::norm_backward(TensorX& d_x, NormGradient<floatX>& g, const TensorX& d_out, const TensorX& x,
                         const NormedX& n, const Norm<floatX>& w) {
     const int sums = norm_sums(family_.norm);
     TensorF scratch;
-    if (g.weight) scratch = take_float("column_sums", column_sums_scratch(x.rows(), x.columns(), sums));
-    ::norm_backward(family_.norm, d_x, g, scratch, d_out, x, n, w, stream_);
+    if (g.view.weight) scratch = take_float("column_sums", column_sums_scratch(x.rows(), x.columns(), sums));
+    g.with([&](auto& to) { ::norm_backward(family_.norm, d_x, to, scratch, d_out, x, n, w, stream_); });
 }
 
 // The head of some rows after others, each forward and at once back, so that no more logits exist than a
@@ -1929,12 +1722,13 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOpti
     const int64_t rows = stream.rows(), C = config_.channels;
     const bool chunks = options.head_rows > 0 && options.head_rows < rows;
     TensorF losses = take_float("losses", {rows, 1});
-    NormSums sums_of_norm = begin_sums(arena_, stream_, "d_ln_f_sums", g.norm);
+    NormGradient<floatX> d_norm_weights{std::move(g.norm)};
+    d_norm_weights.begin_chunks(arena_, stream_, "d_ln_f_sums");
     if (g.logits.weight && chunks && !options.adds) zero(g.logits.weight);
     Tensor<uint8_t> low;
     if (chunks) low = take_low_bits(arena_, stream_, "d_wte_low_bits", g.logits.weight);
     borrow_head();
-    for_each_chunk(rows, options.head_rows, [&](int64_t first, int64_t count) {
+    for_each_chunk({}, rows, options.head_rows, [&](const Rows&, int64_t first, int64_t count) {
         TensorX part = stream.rows_at(first, count), x = take("head_input", {count, C});
         copy_rows_on_device(x.data(), C, part.data(), C, C, count, stream_);
         HeadActivations a = forward_head(x);
@@ -1947,11 +1741,12 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOpti
         logits_backward(d_norm, a.logits);
         a.logits.drop();
         zero(part);
-        norm_backward(part, sums_of_norm.norm, d_norm, x, a.norm, weights_.head.norm);
+        norm_backward(part, d_norm_weights, d_norm, x, a.norm, weights_.head.norm);
     });
     head_loans_.give_back();
     add_losses(loss, losses, loss_scale, stream_);
-    end_sums(g.norm, sums_of_norm, stream_);
+    d_norm_weights.end_chunks(stream_);
+    g.norm = std::move(d_norm_weights.view);
 }
 
 // The gradient of what dropout made of an activation, back through it: d_out itself where nothing was
@@ -1964,224 +1759,192 @@ TensorX Gpt::dropped(const TensorX& d_out, const Dropout& d) {
 }
 
 // The MLP half: d_stream, the gradient of the block's output, becomes that of a.middle.
-void Gpt::backward_mlp(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds) {
+void Gpt::backward_mlp(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
+                       TensorX& d_stream) {
     need_half(layer, Field::UpWeight);
-    if (!in_chunks(d_stream.rows())) return backward_mlp_rows(layer, g, a.mlp, a.middle, d_stream, adds);
+    if (!in_chunks(d_stream.rows())) return backward_mlp_rows(layer, g, a.mlp, a.middle, rows, d_stream);
     Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     hold(w.up), hold(w.down);
-    MlpSums sums = begin_mlp_sums(g, adds);
-    backward_mlp_in_chunks(layer, g, a.middle, d_stream, adds, sums);
+    g.begin_mlp_chunks(arena_, stream_);
+    backward_mlp_in_chunks(layer, g, a.middle, rows, d_stream);
     w.up.made.drop(), w.down.made.drop();
-    end_mlp_sums(g, sums);
-}
-
-MlpSums Gpt::begin_mlp_sums(Block<floatX>& g, bool adds) {
-    return {begin_sums(arena_, stream_, "d_ln_2_sums", g.norm_2), begin_sums(arena_, stream_, g.up, adds),
-            begin_sums(arena_, stream_, g.down, adds)};
-}
-void Gpt::end_mlp_sums(Block<floatX>& g, MlpSums& sums) {
-    end_sums(g.norm_2, sums.norm, stream_);
-    end_sums(g.up, sums.up, stream_);
-    end_sums(g.down, sums.down, stream_);
+    g.end_mlp_chunks(stream_);
 }
 
 // Of x, the stream between the halves.
-void Gpt::backward_mlp_in_chunks(int layer, Block<floatX>& g, const TensorX& x, TensorX& d_stream, bool adds,
-                                 MlpSums& sums) {
-    for_each_chunk(x.rows(), mlp_rows_, [&](int64_t first, int64_t count) {
-        const TensorX rows = x.rows_at(first, count);
-        TensorX d_rows = d_stream.rows_at(first, count);
-        MlpActivations m{norm(kNorm2, rows, weights_.blocks[static_cast<size_t>(layer)].norm_2), {}, {}};
-        backward_mlp_rows(layer, g, m, rows, d_rows, adds, &sums);
+void Gpt::backward_mlp_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
+                                 TensorX& d_stream) {
+    for_each_chunk(rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
+        const TensorX x_chunk = x.rows_at(first, count);
+        TensorX d_chunk = d_stream.rows_at(first, count);
+        MlpActivations m{norm(kNorm2, x_chunk, weights_.blocks[static_cast<size_t>(layer)].norm_2), {}, {}};
+        backward_mlp_rows(layer, g, m, x_chunk, chunk, d_chunk);
     });
 }
 
 // Of all rows or some: d_stream becomes the gradient of x. What is made again is let go of as soon as it was
 // read once, where it costs no product.
-void Gpt::backward_mlp_rows(int layer, Block<floatX>& g, MlpActivations& m, const TensorX& x,
-                            TensorX& d_stream, bool adds, MlpSums* sums) {
+void Gpt::backward_mlp_rows(int layer, BlockGradient<floatX>& g, MlpActivations& m, const TensorX& x,
+                            const Rows& rows, TensorX& d_stream) {
     const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     auto make_norm = [&] { return normalized(m.norm, kNorm2, x, w.norm_2); };
-    if (!m.up) m.up = linear("up", make_norm(), w.up);
+    if (!m.up) m.up = linear("up", make_norm(), w.up, rows);
     auto make_activated = [&] { return m.activated ? std::move(m.activated) : activate(m.up); };
-    TensorX d_up, d_output = dropped(d_stream, dropout_in(layer, kOutputPlace));
-    LinearSums<floatX>*const up_sums = sums ? &sums->up : nullptr, *const down_sums =
-                                                                       sums ? &sums->down : nullptr;
+    TensorX d_up, d_output = dropped(d_stream, rows.dropout_at(layer, kOutputPlace, config_.channels));
     if (family_.mlp == MlpKind::Gelu) {
-        d_up = linear_backward("d_up", g.down, make_activated, d_output, w.down, adds, down_sums, &m.up);
+        d_up = linear_backward("d_up", g.down, make_activated, d_output, w.down, rows, &m.up);
         m.up.drop();
     } else {
-        const TensorX d =
-            linear_backward("d_swiglu", g.down, make_activated, d_output, w.down, adds, down_sums);
+        const TensorX d = linear_backward("d_swiglu", g.down, make_activated, d_output, w.down, rows);
         d_up = std::move(m.up);
         swiglu_backward(d_up, d, d_up, stream_);
     }
     d_output.drop();
-    TensorX d_norm = linear_backward("d_ln_2", g.up, make_norm, d_up, w.up, adds, up_sums);
+    TensorX d_norm = linear_backward("d_ln_2", g.up, make_norm, d_up, w.up, rows);
     d_up.drop();
-    if (sums)
-        norm_backward(d_stream, sums->norm.norm, d_norm, x, m.norm, w.norm_2);
-    else
-        norm_backward(d_stream, g.norm_2, d_norm, x, m.norm, w.norm_2);
+    norm_backward(d_stream, g.norm_2, d_norm, x, m.norm, w.norm_2);
 }
 
 // qkv (B, T, qkv_width()) becomes its own gradient, of what attention made of it: d_q at once, d_k and d_v
 // at once, or where they are no longer read; the keys of chunks lie elsewhere.
 void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, const TensorF& lse,
-                                      const TensorF& delta, int layer, KvRows* kv) {
+                                      const TensorF& delta, int layer, const Rows& rows, KvRows* kv) {
     const auto run = [&](floatX* dq, floatX* dk, floatX* dv, const AttentionInput<floatX>& in) {
         attention_backward(dq, dk, dv, d_attention.data(), lse.data(), delta.data(), in, stream_);
     };
     const int64_t next_row = kv ? kv->length - attention_rows_ : 0;  // the last rows are the first
     floatX *const k = qkv.at(keys_at()), *const v = qkv.at(values_at());
     if (kv || kOverwritesKeys)
-        return for_pieces_of_keys(qkv, layer, kv, true, next_row,
+        return for_pieces_of_keys(qkv, layer, rows, kv, true, next_row,
                                   [&](const AttentionInput<floatX>& in) { run(qkv.data(), k, v, in); });
-    AttentionInput<floatX> in = attention_of(qkv, layer, nullptr);
-    const int64_t rows = qkv.rows(), kv_width = config_.kv_width();
-    TensorX d_k = take_gradient("d_keys", {rows, kv_width}),
-            d_v = take_gradient("d_values", {rows, kv_width});
+    AttentionInput<floatX> in = attention_of(qkv, layer, rows, nullptr);
+    const int64_t count = qkv.rows(), kv_width = config_.kv_width();
+    TensorX d_k = take_gradient("d_keys", {count, kv_width}),
+            d_v = take_gradient("d_values", {count, kv_width});
     in.dkv_row = kv_width, in.dkv_batch = in.keys * kv_width, in.dkv_head = config_.head_size;
     run(qkv.data(), d_k.data(), d_v.data(), in);
     for (const auto& [from, to] : {std::pair{&d_k, k}, std::pair{&d_v, v}}) {
         const int64_t columns = family_.heads_together ? config_.head_size : kv_width;
         const int64_t stride = family_.heads_together ? in.kv_head : in.kv_row;
-        copy_rows_on_device(to, stride, from->data(), columns, columns, rows * kv_width / columns, stream_);
+        copy_rows_on_device(to, stride, from->data(), columns, columns, count * kv_width / columns, stream_);
     }
 }
 
 // The attention half: d_stream, the gradient of a.middle, becomes that of a.input. Of rows of one sequence
 // later ones came before, and their gradients are summed.
-void Gpt::backward_attention(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds,
-                             KvRows* kv, BlockSums* sums) {
+void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
+                             TensorX& d_stream, KvRows* kv) {
     need_half(layer, Field::QkvWeight);
     const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     const int first = kv ? kv->length : 0;
     auto make_norm_1 = [&] { return normalized(a.norm_1, kNorm1, a.input, w.norm_1); };
-    if (!a.qkv) make_qkv(a, make_norm_1, w, true, first);
-    if (!a.attention) attend(a, {}, kv, layer);
+    if (!a.qkv) make_qkv(a, make_norm_1, w, rows, true, first);
+    if (!a.attention) attend(layer, a, rows, {}, kv);
 
     auto attention = [&] { return a.attention.view(); };
-    TensorX d_projected = dropped(d_stream, dropout_in(layer, kProjectedPlace));
-    TensorX d_attention = linear_backward("d_attention", g.attention, attention, d_projected, w.attention,
-                                          adds, sums ? &sums->attention : nullptr);
+    TensorX d_projected = dropped(d_stream, rows.dropout_at(layer, kProjectedPlace, config_.channels));
+    TensorX d_attention =
+        linear_backward("d_attention", g.attention, attention, d_projected, w.attention, rows);
     d_projected.drop();
     TensorF delta = take_float("attention_delta", a.lse.shape());
-    attention_delta(delta.data(), d_attention.data(), a.attention.data(), attention_of(a.qkv, layer, nullptr),
-                    stream_);
+    attention_delta(delta.data(), d_attention.data(), a.attention.data(),
+                    attention_of(a.qkv, layer, rows, nullptr), stream_);
     a.attention.drop();
-    attention_backward_in_place(a.qkv, d_attention, a.lse, delta, layer, kv);
+    attention_backward_in_place(a.qkv, d_attention, a.lse, delta, layer, rows, kv);
     delta.drop();
     d_attention.drop();
     a.lse.drop();
     TensorX d_qkv = std::move(a.qkv);
-    make_qkv_backward(d_qkv, a, w, g, first, sums);
+    make_qkv_backward(d_qkv, a, w, g, rows, first);
 
-    TensorX d_norm =
-        linear_backward("d_ln_1", g.qkv, make_norm_1, d_qkv, w.qkv, adds, sums ? &sums->qkv : nullptr);
+    TensorX d_norm = linear_backward("d_ln_1", g.qkv, make_norm_1, d_qkv, w.qkv, rows);
     d_qkv.drop();
-    if (sums)
-        norm_backward(d_stream, sums->norm_1.norm, d_norm, a.input, a.norm_1, w.norm_1);
-    else
-        norm_backward(d_stream, g.norm_1, d_norm, a.input, a.norm_1, w.norm_1);
-}
-
-BlockSums Gpt::begin_block_sums(Block<floatX>& g, bool adds) {
-    return {begin_sums(arena_, stream_, "d_ln_1_sums", g.norm_1),
-            begin_sums(arena_, stream_, "d_query_norm_sums", g.query_norm),
-            begin_sums(arena_, stream_, "d_key_norm_sums", g.key_norm),
-            begin_sums(arena_, stream_, g.qkv, adds),
-            begin_sums(arena_, stream_, g.attention, adds),
-            begin_mlp_sums(g, adds)};
-}
-void Gpt::end_block_sums(Block<floatX>& g, BlockSums& sums) {
-    end_sums(g.norm_1, sums.norm_1, stream_);
-    end_sums(g.query_norm, sums.query_norm, stream_);
-    end_sums(g.key_norm, sums.key_norm, stream_);
-    end_sums(g.qkv, sums.qkv, stream_);
-    end_sums(g.attention, sums.attention, stream_);
-    end_mlp_sums(g, sums.mlp);
+    norm_backward(d_stream, g.norm_1, d_norm, a.input, a.norm_1, w.norm_1);
 }
 
 // A block of which only the input x (B, T, C) is there, or parked, some rows of a sequence at a time. First
 // all keys and values are made. Then each chunk goes forward and back, from the last one on: no query before
 // it sees its keys, so their gradients are complete with its own, and d_stream becomes that of x row by row.
-void Gpt::backward_block_in_chunks(int layer, Block<floatX>& g, const TensorX& x, TensorX& d_stream,
-                                   bool adds) {
+void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
+                                   TensorX& d_stream) {
     Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     for (auto& [matrix, field] : linears(w)) hold(*matrix);
-    BlockSums sums = begin_block_sums(g, adds);
+    g.begin_chunks(arena_, stream_);
     parked_keys_.take(2 * config_.kv_width(), true);
-    const auto input = [&](int64_t count) {
-        return x ? rows_of_sequence(x, count) : parked_rows_.fetch(count);
+    const auto input = [&](const Rows& chunk, int64_t count) {
+        return x ? rows_of_sequence(x, chunk, count) : parked_rows_.fetch(count);
     };
-    for_each_sequence(d_stream, [&](int entry, int64_t rows) {
-        KvRows kv = take_kv_rows(rows, entry);
-        const auto make_kv = [&](int64_t first, int64_t count) {
+    for_each_sequence(d_stream, rows, [&](const Rows& sequence, int entry, int64_t length) {
+        KvRows kv = take_kv_rows(length, entry);
+        const auto make_kv = [&](const Rows& chunk, int64_t first, int64_t count) {
             BlockActivations a;
             kv.length = static_cast<int>(first);
-            a.norm_1 = norm(kNorm1, input(count), w.norm_1);
+            a.norm_1 = norm(kNorm1, input(chunk, count), w.norm_1);
             auto normed = [&] { return a.norm_1.out.view(); };
-            make_qkv(a, normed, w, false, kv.length);
+            make_qkv(a, normed, w, chunk, false, kv.length);
             append_kv(a.qkv, kv);
             end_rows(kv, count);
         };
-        for_each_chunk(rows, attention_rows_, make_kv, From::Last);
+        for_each_chunk(sequence, length, attention_rows_, make_kv, From::Last);
         for (TensorF* const gradients : {&kv.dk_sums, &kv.dv_sums}) {
             if (kv.parked) continue;  // they come with the pieces
-            *gradients = arena_.take<float>("d_kv_sums", {rows, config_.kv_width()}, "gradient");
+            *gradients = arena_.take<float>("d_kv_sums", {length, config_.kv_width()}, "gradient");
             zero(*gradients);
         }
-        const auto backward = [&](int64_t first, int64_t count) {
+        const auto backward = [&](const Rows& chunk, int64_t first, int64_t count) {
             BlockActivations a;
-            a.input = input(count);
+            a.input = input(chunk, count);
             kv.length = static_cast<int>(first);
-            forward_attention_rows(layer, a, {.norm = false}, &kv);
+            forward_attention_rows(layer, a, chunk, {.norm = false}, &kv);
             a.middle = take("residual_middle", a.input.shape());
-            residual_forward(a.middle, a.input, projected(layer, a.attention), stream_);
-            TensorX d_rows = rows_of_sequence(d_stream, count);
-            backward_mlp_in_chunks(layer, g, a.middle, d_rows, adds, sums.mlp);
+            residual_forward(a.middle, a.input, projected(layer, a.attention, chunk), stream_);
+            TensorX d_chunk = rows_of_sequence(d_stream, chunk, count);
+            backward_mlp_in_chunks(layer, g, a.middle, chunk, d_chunk);
             a.middle.drop();
-            backward_attention(layer, g, a, d_rows, adds, &kv, &sums);
+            backward_attention(layer, g, a, chunk, d_chunk, &kv);
         };
-        for_each_chunk(rows, attention_rows_, backward, From::Last);
+        for_each_chunk(sequence, length, attention_rows_, backward, From::Last);
     });
     parked_keys_.give_back();
     for (auto& [matrix, field] : linears(w)) matrix->made.drop();
-    end_block_sums(g, sums);
+    g.end_chunks(stream_);
 }
 
 // Writes or adds the block's gradients; d_stream (B, T, C), the gradient of its output, becomes that of its
 // input.
-void Gpt::backward_block(int layer, Block<floatX>& g, BlockActivations& a, TensorX& d_stream, bool adds) {
+void Gpt::backward_block(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
+                         TensorX& d_stream) {
     if (!a.middle && attends_in_chunks(d_stream)) {
-        backward_block_in_chunks(layer, g, a.input, d_stream, adds);
+        backward_block_in_chunks(layer, g, a.input, rows, d_stream);
         a = {};
         return;
     }
-    if (!a.middle) forward_attention(layer, a, {.norm = false}, nullptr);
-    backward_mlp(layer, g, a, d_stream, adds);
+    if (!a.middle) forward_attention(layer, a, rows, {.norm = false}, nullptr);
+    backward_mlp(layer, g, a, rows, d_stream);
     a.middle.drop();
-    backward_attention(layer, g, a, d_stream, adds);
+    backward_attention(layer, g, a, rows, d_stream);
     a = {};
 }
 
 // Adds to the embeddings' gradients what d_stream (B, T, C), that of the first block's input, sends back.
-void Gpt::backward_embeddings(Embeddings<floatX>& g, TensorX& d_stream, const DeviceBatch& batch) {
+void Gpt::backward_embeddings(Embeddings<floatX>& g, TensorX& d_stream, const DeviceBatch& batch,
+                              const Rows& rows) {
     const Embeddings<floatX>& w = weights_.embeddings;
-    if (const Dropout d = dropout_of_embeddings()) dropout(d_stream, d_stream, d, stream_);
+    if (const Dropout d = dropout_of_embeddings(rows)) dropout(d_stream, d_stream, d, stream_);
     if (w.norm.weight) {
         TensorX x = take("embedded", d_stream.shape());
-        look_up(x, batch.inputs, w.prompt, 0);
+        look_up(x, batch.inputs, rows, w.prompt, 0);
         NormedX n = norm(kEmbeddingNorm, x, w.norm);
         n.out.drop();
         TensorX d_x = take_gradient("d_embedded", d_stream.shape());
         zero(d_x);
-        norm_backward(d_x, g.norm, d_stream, x, n, w.norm);
+        NormGradient<floatX> d_norm{std::move(g.norm)};
+        norm_backward(d_x, d_norm, d_stream, x, n, w.norm);
+        g.norm = std::move(d_norm.view);
         d_stream = std::move(d_x);
     }
     embedding_backward(g.token, g.position, d_stream, batch.inputs, batch.rows_by_token, batch.token_starts,
-                       *documents_, stream_);
+                       *rows.documents, stream_);
     if (g.prompt) prompt_backward(g.prompt, d_stream, stream_);
 }
 
@@ -2211,15 +1974,10 @@ TensorX Gpt::with_prompt(TensorX&& d_tokens) {
 struct Gpt::Pass {
     const DeviceBatch& batch;
     MicroBatchOptions options;  // its own: all but the first add
+    Rows rows = {};             // all of its batch
     std::vector<BlockActivations> blocks = {};
     TensorX stream = {};  // backward its gradient
 };
-
-// What follows is of that micro-batch.
-void Gpt::enter(const Pass& pass) {
-    read_documents(pass.batch);
-    dropping_ = &pass.options;
-}
 
 void Gpt::forward_blocks(std::vector<Pass>& passes) {
     loans_.expect(loans_forward(passes.size()));
@@ -2227,12 +1985,12 @@ void Gpt::forward_blocks(std::vector<Pass>& passes) {
         Range range("block", l);
         borrow(l);
         for (size_t k = 0; k < passes.size(); k++) {
-            enter(passes[k]);
             BlockActivations& a = passes[k].blocks[static_cast<size_t>(l)];
             a.input = std::move(passes[k].stream);
             parked_.park(l, static_cast<int>(k), a.input);
             if (parked_rows_.parks(l)) parked_rows_.begin_forward(l, static_cast<int>(k));
-            passes[k].stream = forward_block(l, a, passes[k].options.keep[static_cast<size_t>(l)]);
+            passes[k].stream =
+                forward_block(l, a, passes[k].rows, passes[k].options.keep[static_cast<size_t>(l)]);
             if (parked_rows_.parks(l)) parked_rows_.end_forward();
             if (parked_.parks(l) || parked_rows_.parks(l)) a.input.drop();
         }
@@ -2260,14 +2018,13 @@ void Gpt::backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& op
     for (int l = config_.layers - 1; l >= 0; l--) {
         Range range("block", l);
         UnitGradients gradients = take_unit_gradients(l + 1, options, consume);
-        Block<floatX> g = trained_.layout.block(gradients.all.data(), l);
         borrow(l);
         for (size_t k = 0; k < passes.size(); k++) {
-            enter(passes[k]);
             BlockActivations& a = passes[k].blocks[static_cast<size_t>(l)];
             parked_.fetch(l, static_cast<int>(k), a.input);
             if (parked_rows_.parks(l)) fetch_rows(l, static_cast<int>(k), a, passes[k].stream.shape());
-            backward_block(l, g, a, passes[k].stream, passes[k].options.adds);
+            BlockGradient<floatX> g(trained_.layout.block(gradients.all.data(), l), passes[k].options.adds);
+            backward_block(l, g, a, passes[k].rows, passes[k].stream);
         }
         complete(l + 1, gradients, consume);
     }
@@ -2285,14 +2042,13 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
     for (size_t k = 0; k < batches.size(); k++) {
         passes.push_back({*batches[k], options});
         passes[k].options.adds = options.adds || k > 0;
-        if (options.dropout_key) passes[k].options.dropout_key += k;
+        passes[k].rows = rows_of(*batches[k]);
+        passes[k].rows.dropout = options.dropout;
+        if (options.dropout.key) passes[k].rows.dropout.key += k;
         passes[k].blocks.resize(static_cast<size_t>(config_.layers));
     }
     std::optional<Range> range(std::in_place, "forward");
-    for (Pass& p : passes) {
-        enter(p);
-        p.stream = embed(p.batch.inputs, 0);
-    }
+    for (Pass& p : passes) p.stream = embed(p.batch.inputs, p.rows, 0);
     parked_.take(passes[0].stream.shape());
     parked_rows_.take(passes[0].stream.shape());
     forward_blocks(passes);
@@ -2326,12 +2082,11 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
     backward_blocks(passes, options, consume);
     if (!tied) take_embeddings();
     for (Pass& p : passes) {
-        enter(p);
-        if (!is_frozen() || d_embeddings.prompt) backward_embeddings(d_embeddings, p.stream, p.batch);
+        if (!is_frozen() || d_embeddings.prompt)
+            backward_embeddings(d_embeddings, p.stream, p.batch, p.rows);
         p.stream.drop();
     }
     complete(embeddings_unit, of_embeddings, consume);
-    dropping_ = nullptr;
 }
 
 // Adds loss_scale, or the batch's own, times the sum of the batch's losses to `loss` (1), and those of each
@@ -2339,12 +2094,11 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
 void Gpt::evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
                    TensorF& loss, TensorF position_losses) {
     Range range("evaluate");
-    read_documents(batch);
-    const TensorX stream = of_tokens(forward_only(batch.inputs, nullptr));
+    const TensorX stream = of_tokens(forward_only(batch.inputs, rows_of(batch), nullptr));
     const int64_t rows = stream.rows();
     TensorF losses = take_float("losses", {rows, 1});
     borrow_head();
-    for_each_chunk(rows, options.head_rows, [&](int64_t first, int64_t count) {
+    for_each_chunk({}, rows, options.head_rows, [&](const Rows&, int64_t first, int64_t count) {
         const HeadActivations a = forward_head(stream.rows_at(first, count));
         TensorF part = losses.rows_at(first, count);
         cross_entropy_forward(a.logits, part, batch.targets.view({rows, 1}).rows_at(first, count),
@@ -2359,7 +2113,7 @@ void Gpt::evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, f
 TensorX Gpt::append_tokens(const std::vector<int>& tokens, KvCache& cache) {
     const int T = static_cast<int>(tokens.size());
     const Tensor<int> inputs = take_input("inputs", {1, T}, tokens);
-    TensorX stream = forward_only(inputs, &cache);
+    TensorX stream = forward_only(inputs, {}, &cache);
     cache.length += static_cast<int>(stream.rows());
     return stream;
 }
@@ -2400,7 +2154,6 @@ TensorX Gpt::forward_prompt(const std::vector<int>& tokens, KvCache& cache) {
 template <class Choose>
 void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choose) {
     Range range("generate");
-    documents_ = &kWhole;
     KvCache cache;
     const int64_t positions = prompt_len() + static_cast<int64_t>(prompt.size()) + new_tokens;
     for (int l = 0; l < config_.layers; l++)
@@ -2427,9 +2180,9 @@ void Gpt::for_each_merged(Visit&& visit) {
             const int64_t outputs = w->outputs(), inputs = w->inputs();
             need_half(l, field);
             TensorX matrix = take("merged", w->by_outputs ? Shape{outputs, inputs} : Shape{inputs, outputs});
-            const TensorX weight = weight_of(*w);
+            const TensorX weight = weight_of(arena_, stream_, *w);
             copy_rows_on_device(matrix.data(), inputs, weight.data(), inputs, inputs, outputs, stream_);
-            merge_adapter(matrix, *w);
+            merge_lora(arena_, stream_, matrix, w->adapter, w->by_outputs);
             visit(l, field, matrix);
         }
     }
@@ -2451,27 +2204,6 @@ TensorX Gpt::token_embeddings(const std::vector<int>& tokens) {
     const auto count = static_cast<int64_t>(tokens.size());
     const Tensor<int> numbers = take_input("inputs", {1, count}, tokens);
     return token_rows(numbers);
-}
-
-void Gpt::merge_adapter(TensorX& matrix, const Linear<floatX>& w) {
-    int64_t first = 0;
-    for (const auto& part : w.adapter.parts) {
-        const int64_t outputs = part.b.rows(), rank = part.b.columns();
-        TensorX b = take("scaled_lora_B", {outputs, rank});
-        copy_rows_on_device(b.data(), rank, part.b.data(), rank, rank, outputs, stream_);
-        const int all = static_cast<int>(rank);
-        scale_columns(b, {{all, all, all}, {part.scale, part.scale, part.scale}}, stream_);
-        const TensorX a = w.adapter.a.rows_at(first, rank);
-        if (w.by_outputs) {
-            TensorX to = matrix.rows_at(part.first_output, outputs);
-            matmul(arena_, stream_, to, b, a, {.accumulate = true});
-        } else {
-            TensorX to(matrix.at(part.first_output), {w.inputs(), outputs});
-            matmul(arena_, stream_, to, a, b,
-                   {.transpose_a = true, .transpose_b = true, .accumulate = true, .out_row = w.outputs()});
-        }
-        first += rank;
-    }
 }
 
 // ---- before the first step
@@ -2550,11 +2282,10 @@ void Trainer::use(const MemorySetting& s) {
     if (adapter_) adapter_->choose(state_options<floatX>(o_));
     feeders_.resize(static_cast<size_t>(passes()));
     for (Feeder& f : feeders_) f.choose(s.batch, o_.seq_len, config_.vocabulary, in_.packs());
-    micro_ = {.head_rows = s.head_rows, .keep = {}};
+    micro_ = {.head_rows = s.head_rows, .keep = {}, .dropout = {}};
     gpt_.take_rows(s.mlp_rows, s.attention_rows);
-    micro_.dropout = o_.dropout;
-    micro_.lora_dropout = in_.adapter.dropout;
-    micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
+    micro_.dropout = {o_.dropout, in_.adapter.dropout,
+                      reinterpret_cast<const uint64_t*>(dropout_memory_.data())};
     use_places();
     for (int level : s.levels) micro_.keep.push_back(kRecomputeLevels[level].keep);
 }
@@ -2727,7 +2458,7 @@ void Trainer::take_memory() {
         if (in_.feeds()) f.allocate();
     loss_by_position_.allocate();
     if (drops()) dropout_memory_ = DeviceBuffer(dropout_keys() * sizeof(uint64_t), "the dropout's keys");
-    micro_.dropout_key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
+    micro_.dropout.key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
     model_.allocate();
     for (std::optional<QuantizedWeights>* weights : {&quantized_, &quantized_head_})
         if (*weights) (*weights)->allocate();

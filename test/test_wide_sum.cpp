@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "llmc/chunk_sums.h"
+#include "llmc/gradient_sums.h"
 #include "test/kernel_test.h"
 
 namespace {

@@ -1,0 +1,66 @@
+// linear.h - a linear layer, forward and backward: the product with its matrix, which may be quantized, the
+// bias, and the adapter where it has one.
+#pragma once
+
+#include "llmc/gelu.cuh"
+#include "llmc/lora.cuh"
+#include "llmc/quantized_weights.h"
+
+// The matrix as a product reads it: where it is, or dequantized into the arena.
+inline TensorX weight_of(Arena& arena, Stream stream, const Linear<floatX>& w) {
+    if (w.quantized.empty()) return w.weight.view();
+    if (w.made) return w.made.view();
+    if (w.lies_as(kStored<floatX>))
+        return TensorX(w.quantized[0].matrix.template floats<floatX>(), w.shape());
+    TensorX weight = arena.take<floatX>("dequantized", w.shape());
+    for (const auto& [matrix, first] : w.quantized)
+        dequantize(weight.at(first * w.inputs()), matrix, stream);
+    return weight;
+}
+
+// Dequantizes a matrix once for several products, until w.made is dropped.
+inline void dequantize_once(Arena& arena, Stream stream, Linear<floatX>& w) {
+    if (!w.quantized.empty()) w.made = weight_of(arena, stream, w);
+}
+
+// x (.., inputs) W [+ bias] [+ adapter], then GELU if asked: (.., outputs), a tensor called `name`. `rows`: which
+// rows these are.
+inline TensorX linear_forward(Arena& arena, Stream stream, const char* name, const TensorX& x,
+                              const Linear<floatX>& w, const Rows& rows, bool gelu = false) {
+    Shape shape = x.shape();
+    shape.dims[shape.count - 1] = w.outputs();
+    TensorX out = arena.take<floatX>(name, shape);
+    const bool reads_codes = !w.quantized.empty() && !w.floats && x.rows() == 1,
+               finishes = w.adapter || reads_codes;
+    if (reads_codes) {
+        for (const auto& [matrix, first] : w.quantized)
+            quantized_matvec(out.at(first), x.data(), matrix, w.bias ? w.bias.at(first) : nullptr, stream);
+    } else {
+        matmul(arena, stream, out, x, weight_of(arena, stream, w),
+               {.transpose_b = w.by_outputs, .bias = w.bias ? &w.bias : nullptr, .gelu = gelu && !finishes});
+    }
+    if (w.adapter) add_lora(arena, stream, out, x, w.adapter, rows);
+    if (gelu && finishes) gelu_forward(out, out, stream);
+    return out;
+}
+
+// The gradients g of the layer, and the returned one of its input x (rows, inputs), called `name`, from d_out
+// (rows, outputs). make_x() hands over x, once for each gradient that needs it: the weight's, the adapter's.
+// With gelu_input the returned gradient is that of it: x = gelu(gelu_input).
+template <class MakeX>
+TensorX linear_backward(Arena& arena, Stream stream, const char* name, LinearGradient<floatX>& g,
+                        MakeX&& make_x, const TensorX& d_out, const Linear<floatX>& w, const Rows& rows,
+                        const TensorX* gelu_input = nullptr) {
+    TensorX d_columns;
+    if (g.view.adapter) d_columns = lora_backward(arena, stream, g, make_x(), d_out, w.adapter, rows);
+    if (g.view.weight) g.add(arena, stream, make_x(), d_out, w.by_outputs);
+    Shape shape = d_out.shape();
+    shape.dims[shape.count - 1] = w.inputs();
+    TensorX d_x = arena.take<floatX>(name, shape, "gradient");
+    matmul(arena, stream, d_x, d_out, weight_of(arena, stream, w),
+           {.transpose_b = !w.by_outputs, .gelu_input = d_columns ? nullptr : gelu_input});
+    if (!d_columns) return d_x;
+    add_lora_input_gradient(arena, stream, d_x, d_columns, w.adapter, rows);
+    if (gelu_input) gelu_backward(d_x, d_x, *gelu_input, stream);
+    return d_x;
+}

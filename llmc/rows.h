@@ -1,0 +1,65 @@
+// rows.h - the rows of a micro-batch that an operation works on, and what depends on where they are: their
+// positions in documents, and the elements that dropout drops. It is passed beside the tensors of these rows.
+#pragma once
+
+#include "llmc/documents.h"
+#include "llmc/dropout.cuh"
+
+// What a training drops; nothing by default.
+struct DropoutOptions {
+    double activations = 0;         // the share of activations that becomes zero
+    double lora_inputs = 0;         // the share of an adapter's inputs
+    const uint64_t* key = nullptr;  // on the device: the micro-batch's
+};
+
+// Where dropout acts, in each layer: numbers that its random bits depend on. The four linear layers' LoRA
+// inputs come first.
+enum DropoutPlace {
+    kLoraPlaces = 0,
+    kAttentionPlace = 4,
+    kProjectedPlace,
+    kOutputPlace,
+    kPlacesOfLayer = 16
+};
+
+// Each sequence is one document.
+inline const Documents kWholeSequences{};
+
+struct Rows {
+    int64_t first = 0;  // the number of the first row in the micro-batch
+    const Documents* documents = &kWholeSequences;
+    DropoutOptions dropout = {};
+
+    // The rows from number `row` of these on.
+    Rows from(int64_t row) const {
+        Rows later = *this;
+        later.first += row;
+        return later;
+    }
+    // The positions of `count` of these rows in their documents; absent where each sequence is one.
+    Tensor<int> positions(int64_t count) const {
+        const Tensor<int>& all = documents->positions;
+        return all ? Tensor<int>(all.at(first), {count}) : Tensor<int>();
+    }
+    // Dropout of activations (rows, columns) at a place of a layer; of attention's probabilities, which count
+    // their own rows, with 0 columns.
+    Dropout dropout_at(int layer, DropoutPlace place, int64_t columns) const {
+        return dropout_of(static_cast<uint64_t>(layer) * kPlacesOfLayer + place, dropout.activations, columns);
+    }
+    // Dropout of an adapter's inputs (rows, columns).
+    Dropout lora_dropout(uint64_t place, int64_t columns) const {
+        return dropout_of(place, dropout.lora_inputs, columns);
+    }
+
+  private:
+    Dropout dropout_of(uint64_t place, double share, int64_t columns) const {
+        if (share == 0) return {};
+        return from_element(::dropout_at(dropout.key, place, share), first * columns);
+    }
+};
+
+// `count` rows of x (B, T, C), of one sequence, from the first of `rows` on: (1, count, C).
+template <class T>
+Tensor<T> rows_of_sequence(const Tensor<T>& x, const Rows& rows, int64_t count) {
+    return Tensor<T>(x.at(rows.first * x.columns()), {1, count, x.columns()});
+}

@@ -144,8 +144,8 @@ class Gpt {
                 bind_matrix(*w, l, field, lends() ? nullptr : quantized_->loan(l).data());
         if (is_frozen()) bind_adapter();
     }
-    // Where blocks, or their halves, come from that are not on the device, and how, the bytes of each, and
-    // how many are on their way while one is used.
+    // Where blocks come from that are not on the device, and how, the bytes of each, and how many are on their
+    // way while one is used.
     void borrow_from(Residence* residence, Way way, std::vector<size_t> bytes, int ahead) {
         loans_.lend(way, std::move(bytes), ahead, residence);
     }
@@ -155,8 +155,8 @@ class Gpt {
             head_loans_.lend(embeddings_->way(), embeddings_->loan_bytes(), kSlicesAhead,
                              embeddings_->residence());
     }
-    // Has the matrices of a block on the device for what follows, or all of it where it is trained; where
-    // halves are lent, each comes when it is needed. Those that were expected first come first.
+    // Has the matrices of a block on the device for what follows, or all of it where it is trained. Those that
+    // were expected first come first.
     void borrow(int layer);
     // Has the first blocks come, and their gradients, for an update of all in order.
     void expect_update(bool weights, bool gradients);
@@ -314,13 +314,7 @@ class Gpt {
     // Blocks that live elsewhere are borrowed before they are used (residence.h).
     bool lends_trained() const { return model_.options.blocks != Home::Device; }
     bool lends() const { return lends_trained() || (quantized_ && quantized_->is_lent()); }
-    bool lends_halves() const { return quantized_ && quantized_->are_halves(); }
-    int half_of(int layer, Field field) const {
-        return lends_halves() ? quantized_->loan_of(layer, field) : kNoLoan;
-    }
-    void need_half(int layer, Field field);
-    std::vector<int> loans_forward(size_t micro_batches) const;
-    std::vector<int> loans_backward(size_t micro_batches, const std::vector<Keep>& keep) const;
+    std::vector<int> lent_blocks(bool back = false) const;
     void bind_matrix(Linear<floatX>& w, int layer, Field field, const char* loan);
 
     // What is trained beside a frozen model.
@@ -1062,7 +1056,7 @@ TensorX Gpt::normalized(NormedX& n, const NormNames& names, const TensorX& x, co
 }
 
 void Gpt::borrow(int layer) {
-    if (!lends() || lends_halves()) return;
+    if (!lends()) return;
     char* const room = loans_.borrow(layer);
     Block<floatX>& block = weights_.blocks[static_cast<size_t>(layer)];
     if (lends_trained())
@@ -1071,36 +1065,9 @@ void Gpt::borrow(int layer) {
         for (auto& [w, field] : linears(block)) bind_matrix(*w, layer, field, room);
 }
 
-// Has the half of a block with that linear layer on the device, where halves are lent.
-void Gpt::need_half(int layer, Field needed) {
-    if (!lends_halves()) return;
-    const int loan = half_of(layer, needed);
-    char* const room = loans_.borrow(loan);
-    for (auto& [w, field] : linears(weights_.blocks[static_cast<size_t>(layer)]))
-        if (half_of(layer, field) == loan) bind_matrix(*w, layer, field, room);
-}
-
-// The loans that blocks need in the order of a forward pass, where each is passed by so many micro-batches
-// before the next: none where blocks are on the device.
-std::vector<int> Gpt::loans_forward(size_t micro_batches) const {
-    if (!lends_halves()) return loans_in_order(lends() ? config_.layers : 0);
-    std::vector<int> loans;
-    for (int l = 0; l < config_.layers; l++)
-        for (size_t k = 0; k < micro_batches; k++)
-            for (const Field field : {Field::QkvWeight, Field::UpWeight}) loans.push_back(half_of(l, field));
-    return loans;
-}
-
-// And of a backward pass, whose attention is made again where the stream behind it was not kept.
-std::vector<int> Gpt::loans_backward(size_t micro_batches, const std::vector<Keep>& keep) const {
-    if (!lends_halves()) return loans_in_order(lends() ? config_.layers : 0, true);
-    std::vector<int> loans;
-    for (int l = config_.layers - 1; l >= 0; l--)
-        for (size_t k = 0; k < micro_batches; k++) {
-            if (!keep[static_cast<size_t>(l)].middle) loans.push_back(half_of(l, Field::QkvWeight));
-            for (const Field field : {Field::UpWeight, Field::QkvWeight}) loans.push_back(half_of(l, field));
-        }
-    return loans;
+// The blocks that are not on the device, in the order of a pass: none where all are there.
+std::vector<int> Gpt::lent_blocks(bool back) const {
+    return loans_in_order(lends() ? config_.layers : 0, back);
 }
 
 void Gpt::expect_update(bool weights, bool gradients) {
@@ -1382,7 +1349,6 @@ void Gpt::forward_attention_rows(int layer, BlockActivations& a, const Rows& row
 
 // From a.input to a.middle and its norm.
 void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
-    need_half(layer, Field::QkvWeight);
     const bool in_chunks_here = !keep.middle && !kv && attends_in_chunks(a.input);
     if (parked_rows_.stores() && !in_chunks_here)
         for_each_rows_of_sequence(a.input, [&](TensorX chunk) { parked_rows_.store(chunk); });
@@ -1473,7 +1439,6 @@ void Gpt::end_rows(const KvRows& kv, int64_t count) {
 // From a.middle, and its norm where all rows go at once, to the block's output. Of chunks nothing is kept,
 // and the output takes the place of a stream that is not.
 TensorX Gpt::forward_mlp(int layer, BlockActivations& a, const Rows& rows, Keep keep) {
-    need_half(layer, Field::UpWeight);
     if (!in_chunks(a.middle.rows())) return forward_mlp_rows(layer, a.mlp, rows, keep, a.middle, {});
     Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     hold(w.up), hold(w.down);
@@ -1528,7 +1493,7 @@ TensorX Gpt::forward_block(int layer, BlockActivations& a, const Rows& rows, Kee
 // The last block's output for `tokens` (B, T), keeping nothing. With a cache the tokens follow what it holds.
 TensorX Gpt::forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* cache) {
     TensorX stream = embed(tokens, rows, cache ? cache->length : 0);
-    loans_.expect(loans_forward(1));
+    loans_.expect(lent_blocks());
     for (int l = 0; l < config_.layers; l++) {
         BlockActivations a;
         a.input = std::move(stream);
@@ -1761,7 +1726,6 @@ TensorX Gpt::dropped(const TensorX& d_out, const Dropout& d) {
 // The MLP half: d_stream, the gradient of the block's output, becomes that of a.middle.
 void Gpt::backward_mlp(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
                        TensorX& d_stream) {
-    need_half(layer, Field::UpWeight);
     if (!in_chunks(d_stream.rows())) return backward_mlp_rows(layer, g, a.mlp, a.middle, rows, d_stream);
     Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     hold(w.up), hold(w.down);
@@ -1834,7 +1798,6 @@ void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, 
 // later ones came before, and their gradients are summed.
 void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
                              TensorX& d_stream, KvRows* kv) {
-    need_half(layer, Field::QkvWeight);
     const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
     const int first = kv ? kv->length : 0;
     auto make_norm_1 = [&] { return normalized(a.norm_1, kNorm1, a.input, w.norm_1); };
@@ -1980,7 +1943,7 @@ struct Gpt::Pass {
 };
 
 void Gpt::forward_blocks(std::vector<Pass>& passes) {
-    loans_.expect(loans_forward(passes.size()));
+    loans_.expect(lent_blocks());
     for (int l = 0; l < config_.layers; l++) {
         Range range("block", l);
         borrow(l);
@@ -2076,7 +2039,7 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
         p.stream = with_prompt(std::move(p.stream));
     }
     complete(head_unit, of_head, consume);
-    loans_.expect(loans_backward(passes.size(), options.keep));
+    loans_.expect(lent_blocks(true));
 
     range.emplace("backward");
     backward_blocks(passes, options, consume);
@@ -2173,12 +2136,11 @@ void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choo
 template <class Visit>
 void Gpt::for_each_merged(Visit&& visit) {
     Range range("merge");
-    loans_.expect(loans_forward(1));
+    loans_.expect(lent_blocks());
     for (int l = 0; l < config_.layers; l++) {
         borrow(l);
         for (const auto& [w, field] : linears(weights_.blocks[static_cast<size_t>(l)])) {
             const int64_t outputs = w->outputs(), inputs = w->inputs();
-            need_half(l, field);
             TensorX matrix = take("merged", w->by_outputs ? Shape{outputs, inputs} : Shape{inputs, outputs});
             const TensorX weight = weight_of(arena_, stream_, *w);
             copy_rows_on_device(matrix.data(), inputs, weight.data(), inputs, inputs, outputs, stream_);
@@ -2219,7 +2181,7 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       in_(inputs),
       config_(inputs.config),
       whole_(config_),
-      quantized_(in_.quantized_weights<floatX>(o_.weights, o_.lend)),
+      quantized_(in_.quantized_weights<floatX>(o_.weights)),
       quantized_head_(in_.quantized_head()),
       embeddings_(in_.embeddings_elsewhere(o_.embeddings)),
       model_(layout_without(config_, quantized_.has_value(), outside_state()), model_options()),

@@ -52,9 +52,9 @@ CASES = """
     --memory 24000MiB --host-memory 112GiB --weights disk
 176B, soft prompt | bloom-176b | --train prompt --soft-prompt 16 --batch 1 --seq-len 2032 | \
     --memory 24000MiB --weights disk
-176B, soft prompt, halves and embeddings on the disk | bloom-176b | \
+176B, soft prompt, embeddings on the disk too | bloom-176b | \
     --train prompt --soft-prompt 16 --batch 1 --seq-len 2032 | \
-    --memory 24000MiB --weights disk --lend half --embeddings disk
+    --memory 24000MiB --weights disk --embeddings disk
 176B, soft prompt, 48k tokens | bloom-176b | --train prompt --soft-prompt 16 --batch 24 --seq-len 2032 | \
     --memory 24000MiB --host-memory 112GiB --weights disk
 176B, soft prompt, in host memory | bloom-176b | --train prompt --soft-prompt 16 --batch 1 --seq-len 2032 | \

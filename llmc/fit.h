@@ -102,7 +102,7 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options
             rows_of_both = {{0, given.attention_rows},
                             {given.mlp_rows, given.attention_rows},
                             {given.mlp_rows / 4, given.attention_rows}};
-        if (!o.has("--attention-rows") && o.lend != "half")
+        if (!o.has("--attention-rows"))
             for (int64_t rows = fewest_attention_rows(rehearsals.heads); rows >= kFewestAttentionRows;
                  rows /= 4)
                 if (o.seq_len > 2 * rows) rows_of_both.push_back({rows_of_both.back().first, rows});

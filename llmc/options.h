@@ -63,11 +63,11 @@ struct Options {
     uint64_t seed = 1337;
     bool clip_per_block = false;
     std::string optimizer = "adamw", master = "fp32", adam_m = "fp32", adam_v = "fp32";
-    std::string weights = "device", lend = "block", embeddings = "device", gradients = "device",
+    std::string weights = "device", embeddings = "device", gradients = "device",
                 state = "device", updates = "device";
-    int prefetch = 1;      // prefetch distance, in blocks or in halves of them
-    int state_rooms = 32;  // chunks; -1: as many as a block has
-    int park = 0;          // number of layers; -1: all
+    int prefetch = 1;      // blocks
+    int state_rooms = 32;  // chunks; -1: a block's
+    int park = 0;          // layers; -1: all
     bool park_keys = false;
     std::string recompute = "gelu";
     int64_t head_rows = -1, mlp_rows = 0, attention_rows = 0;  // 0: all, -1: auto
@@ -355,15 +355,9 @@ inline void declare_elsewhere_options(CLI::App& app, Options& o) {
         ->check(one_of(kHomeNames))
         ->group(group);
     app.add_option(
-           "--lend", o.lend,
-           "of a frozen model that lives elsewhere, what is on the device at a time, beside the next: "
-           "halves of a block take less")
-        ->check(CLI::IsMember({"block", "half"}))
-        ->group(group);
-    app.add_option(
            "--prefetch", o.prefetch,
-           "blocks, or halves, that come while another is used: each takes a room on the device beside "
-           "that one's; with 0 computing waits for each")
+           "blocks that come while another is used: each takes a room on the device beside that one's; with "
+           "0 computing waits for each")
         ->check(CLI::Range(0, kMostLayers))
         ->group(group);
     app.add_option(
@@ -407,7 +401,7 @@ inline void declare_plan_options(CLI::App& app, Options& o) {
     const std::string group = "Memory";
     app.add_option("--memory", o.memory,
                    "choose --recompute, --head-rows, --mlp-rows, --attention-rows, --batch and --grad-accum "
-                   "so that all fits, as in 8GiB; and where that is not enough --weights, --lend, "
+                   "so that all fits, as in 8GiB; and where that is not enough --weights, "
                    "--prefetch, --embeddings, --gradients, --state, --updates, --state-rooms, --park, "
                    "--park-keys and --by-block")
         ->group(group);
@@ -623,10 +617,6 @@ inline void check_options(const Options& o) {
             "--attention-rows %lld: keys are parked in pieces of as many rows, which must be a multiple of "
             "%d",
             static_cast<long long>(o.attention_rows), kKeyPiece);
-    if (o.attention_rows != 0 && o.lend == "half")
-        fail(
-            "--attention-rows takes some rows through a whole block, and --lend half has half of one at a "
-            "time");
     if (o.has("--matmul-algorithms") && !kSearchesAlgorithms)
         fail("--matmul-algorithms %s is for cuBLASLt on a GPU; on the CPU oneDNN chooses for itself",
              o.matmul_algorithms.c_str());
@@ -684,7 +674,6 @@ struct ChosenResidence {
 };
 inline const ChosenResidence kChosenResidences[] = {
     {"--weights", [](const Options& o) { return o.weights; }},
-    {"--lend", [](const Options& o) { return o.lend; }},
     {"--prefetch", [](const Options& o) { return std::to_string(o.prefetch); }},
     {"--embeddings", [](const Options& o) { return o.embeddings; }},
     {"--gradients", [](const Options& o) { return o.gradients; }},
@@ -719,9 +708,9 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     if (among({"--matmul-algorithms"})) return kSearchesAlgorithms;
     if (among({"--tf32"})) return kHasTf32;
     if (is_chosen_anew(name) && o.has("--memory") && o.batch != 0) return false;
-    if (among({"--weights", "--lend", "--embeddings"}) && o.steps == 0)
-        return o.trains_adapter();  // otherwise the save has the weights
-    // A run that only generates needs no data, and must not touch the training's outputs.
+    if (among({"--weights", "--embeddings"}) && o.steps == 0)
+        return o.trains_adapter();  // else the save has them
+    // What only generates needs no data, and leaves alone what the training has written.
     if (among({"--data", "--val-data", "--loss-on", "--chat-format", "--log", "--loss-by-position", "--out",
                "--save-every", "--merge"}))
         return o.steps > 0;

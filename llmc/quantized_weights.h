@@ -42,15 +42,15 @@ inline Layout layout_without(const ModelConfig& c, bool matrices, const std::vec
 
 class QuantizedWeights {
   public:
-    // The matrices of a model's linear layers. format_of(module, name) returns the format of a matrix, given
-    // its layer and its name in files. With `floats`, all are floats in the format of the model's files.
-    // Streaming transfers a whole block at a time, or a half of one with `halves`. Allocates nothing yet.
+    // Those of a model's linear layers: format_of(module, name) is that of a matrix, by its layer and its
+    // name in files. With `floats` all are floats as a folder's files have them. What is lent is a whole
+    // block. Takes no memory yet.
     template <class FormatOf>
-    QuantizedWeights(const ModelConfig& c, Home home, bool halves, bool floats, FormatOf&& format_of)
-        : home_(home), halves_(halves), floats_(floats), by_outputs_(!floats || c.family->by_outputs) {
+    QuantizedWeights(const ModelConfig& c, Home home, bool floats, FormatOf&& format_of)
+        : home_(home), floats_(floats), by_outputs_(!floats || c.family->by_outputs) {
         for (LinearModule& m : linear_modules(c)) {
             const std::string name = full_name(c, m) + ".weight";
-            while (static_cast<int>(loans_.size()) <= loan_of(m.layer, m.field)) loans_.push_back(bytes_);
+            while (static_cast<int>(loans_.size()) <= m.layer) loans_.push_back(bytes_);
             add(name, m, format_of(m, name));
         }
         loans_.push_back(bytes_);
@@ -85,12 +85,7 @@ class QuantizedWeights {
         if (home_ == Home::Host) host_ = std::make_unique<PinnedBuffer>(bytes_);
     }
 
-    // The number of the transfer (a whole block, or its half) that has a block's linear layer.
-    bool are_halves() const { return halves_; }
-    int loan_of(int layer, Field field) const {
-        return halves_ ? 2 * layer + (field == Field::UpWeight || field == Field::DownWeight) : layer;
-    }
-    // The bytes of a transfer where the weights are stored in memory; null before allocate(), and on disk.
+    // A loan's bytes where they live, in memory; null before it was taken, and on the disk.
     std::span<const char> loan(int number) const {
         const char* const all = host_ ? host_->data() : memory_.data();
         return {all ? all + start_of(number) : nullptr, start_of(number + 1) - start_of(number)};
@@ -113,7 +108,7 @@ class QuantizedWeights {
         for (const Matrix& m : matrices_)
             if (m.module.layer == layer && m.module.field == field)
                 found.push_back(
-                    {view(m, loan ? loan + (m.offset - start_of(loan_of(layer, field))) : nullptr),
+                    {view(m, loan ? loan + (m.offset - start_of(layer)) : nullptr),
                      m.module.first_output});
         return found;
     }
@@ -302,7 +297,7 @@ class QuantizedWeights {
     }
 
     Home home_ = Home::Device;
-    bool halves_ = false, floats_ = false, by_outputs_ = true;
+    bool floats_ = false, by_outputs_ = true;
     std::vector<Matrix> matrices_;
     size_t bytes_ = 0;
     std::vector<size_t> loans_;  // where each transfer begins among all bytes, and the end of the last

@@ -6,8 +6,8 @@
 // room, and knows nothing of the step; Loans takes the rooms, so that the plan has them, and decides
 // what is fetched when. A copy under way owns its room until it is joined in the order of the program.
 //
-// A loan is a block, or one of a frozen block's halves: its attention or its MLP; or a slice of the head
-// (embeddings_elsewhere.h); or a block's gradients. Loans have numbers, in the order of the model.
+// A loan is a block, or a slice of the head (embeddings_elsewhere.h), or a block's gradients. Loans have
+// numbers, in the order of the model.
 #pragma once
 
 #include <algorithm>

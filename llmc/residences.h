@@ -20,7 +20,6 @@
 // What a run may move that its options leave open.
 struct Movable {
     std::vector<std::string> weights;          // where else blocks' weights may live: names of kHomeNames
-    bool halves = false;                       // of those: --lend half
     std::vector<std::string> embeddings = {};  // where else a frozen model's embeddings may live
     std::vector<std::string> gradients = {};   // the same of blocks' gradients,
     std::vector<std::string> state;            // and of what only updates need
@@ -48,7 +47,6 @@ Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
         if (inputs.may_lend_frozen("disk")) m.weights.push_back("disk");
     }
     if (!o.has("--embeddings") && inputs.may_move_embeddings()) m.embeddings = {offered ? home : "disk"};
-    m.halves = !o.has("--lend") && frozen && o.attention_rows == 0;
     const bool has_state = o.optimizer == "adamw" || (std::is_same_v<T, bf16> && o.master != "none");
     if (!o.has("--gradients") && !frozen && !o.update_in_backward && moves) m.gradients = homes;
     if (!o.has("--state") && !frozen && has_state && moves) m.state = homes;
@@ -101,7 +99,6 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
     const int64_t sequences = int64_t{given.batch} * given.grad_accum;
     const bool may_go_together = !given.by_block && sequences > 1 && sequences <= kMostTogether;
     vary_home(&Options::weights, movable.weights);
-    vary([&](Options& o) { return o.lend = "half", moves(o) && movable.halves; });
     vary_home(&Options::embeddings, movable.embeddings);
     vary_home(&Options::gradients, movable.gradients);
     vary_home(&Options::state, movable.state);

@@ -47,10 +47,9 @@ class RunInputs {
     // of --store or --base, in a build with weights of type T. Nothing if there are none. `weights` is their
     // placement, a name of kHomeNames.
     template <class T>
-    std::optional<QuantizedWeights> quantized_weights(const std::string& weights,
-                                                      const std::string& lend) const;
-    // True if --memory may place the blocks of a frozen model in `home` instead of where --weights says: if
-    // check_homes() would accept that. Matrices that this run quantizes itself cannot be on disk.
+    std::optional<QuantizedWeights> quantized_weights(const std::string& weights) const;
+    // Whether the blocks of a frozen model may live there instead of where --weights has them: not where
+    // check_homes() would refuse it, nor on the disk what is made anew each time.
     bool may_lend_frozen(const std::string& home) const {
         const bool in_files = adapter && !parse_new_model(o_.model) && o_.save_base.empty();
         return in_files && (home != "disk" || stored().empty());
@@ -487,10 +486,6 @@ inline void RunInputs::check_homes() const {
         !o_.has("--memory"))
         fail("--state-rooms: is of a state that lives elsewhere, as --state %s has it",
              kHostIsDevice ? "disk" : "host");
-    if (o_.lend == "half" && trains_model)
-        fail("--lend half: is of a frozen model: a block that is trained comes and goes whole");
-    if (o_.lend == "half" && o_.weights == "device" && !o_.has("--memory"))
-        fail("--lend half: is of blocks that live elsewhere, as --weights disk has them");
     if (o_.has("--prefetch") && !o_.saved.count("--prefetch") && !lends_blocks(o_) && !o_.has("--memory"))
         fail("--prefetch %d: is of blocks that live elsewhere, as --weights disk has them", o_.prefetch);
     if (o_.embeddings != "device") {
@@ -539,33 +534,31 @@ inline void RunInputs::check_saved_base() const {
 }
 
 template <class T>
-std::optional<QuantizedWeights> RunInputs::quantized_weights(const std::string& weights,
-                                                             const std::string& lend) const {
+std::optional<QuantizedWeights> RunInputs::quantized_weights(const std::string& weights) const {
     const bool trained = o_.steps > 0 && !adapter;
     const Home home = trained ? Home::Device : named<Home>(kHomeNames, weights);
-    const bool halves = home != Home::Device && lend == "half";
     if (gguf)
-        return QuantizedWeights(config, home, halves, false,
+        return QuantizedWeights(config, home, false,
                                 [&](const LinearModule& m, const std::string& name) {
                                     return &format_of(*gguf->get(name, {m.outputs, m.inputs}).tensor);
                                 });
     if (const std::vector<StoredAs> formats = stored(); !formats.empty())
-        return QuantizedWeights(config, home, halves, false, [&](const LinearModule& m, const std::string&) {
+        return QuantizedWeights(config, home, false, [&](const LinearModule& m, const std::string&) {
             return stored_format<T>(formats, config, m);
         });
     if (!config.has_nf4 && home == Home::Device) return std::nullopt;
-    if (!config.has_nf4 && o_.plan && !has_weights(model))  // most published models are in bf16
-        return QuantizedWeights(config, home, halves, true,
+    if (!config.has_nf4 && o_.plan && !has_weights(model))  // as published models are
+        return QuantizedWeights(config, home, true,
                                 [](const LinearModule&, const std::string&) { return &kStoredBf16; });
     const SafetensorsFolder files(model, config.family->prefix);
     if (!config.has_nf4)
         return QuantizedWeights(
-            config, home, halves, true, [&](const LinearModule& m, const std::string& name) {
+            config, home, true, [&](const LinearModule& m, const std::string& name) {
                 const Shape shape =
                     config.family->by_outputs ? Shape{m.outputs, m.inputs} : Shape{m.inputs, m.outputs};
                 return &format_of(files.get(name, file_shape(shape)), model);
             });
-    return QuantizedWeights(config, home, halves, false, [&](const LinearModule&, const std::string& name) {
+    return QuantizedWeights(config, home, false, [&](const LinearModule&, const std::string& name) {
         if (!Nf4File::has(files, name))
             fail("%s: tensor \"%s\" is not quantized, and the folder's others are", model.c_str(),
                  name.c_str());

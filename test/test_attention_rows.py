@@ -301,12 +301,11 @@ def test_memory_chooses_chunks_where_all_rows_do_not_fit(train):
 
 
 def test_memory_leaves_given_rows_as_they_are(train, llama):
-    """Then whole blocks are streamed, not halves."""
     given = ("--model", llama / "model", "--data", llama / "data.bin", "--batch", 1, "--seq-len", 512, "--train", "lora",
              "--attention-rows", 128, "--mlp-rows", 64, "--head-rows", 64, "--sample-tokens", 0)
     moved = train.plan(*given, "--recompute", "block", "--weights", "disk", "--park", "all", "--embeddings", "disk")
     chosen = train.plan(*given, "--memory", f"{moved['totals']['total'] + (1 << 18)}B")
-    assert chosen["attention_rows"] == 128 and "half" not in chosen["choice"][0]["residences"]
+    assert chosen["attention_rows"] == 128
 
 
 def test_automatic_rows(train):
@@ -323,7 +322,6 @@ def test_automatic_rows(train):
     ({"--attention-rows": "128"}, "--recompute block"),
     ({"--attention-rows": "128", "--recompute": "ffn:1,attention:1"}, "--recompute block"),
     ({"--attention-rows": "256", "--seq-len": "200", "--recompute": "block", "--park-keys": True}, "all of a sequence"),
-    ({"--park-keys": True}, "--park-keys"), ({"--park-keys": True, "--attention-rows": "0"}, "--park-keys"),
-    ({"--attention-rows": "128", "--lend": "half", "--weights": "disk", "--train": "lora"}, "--lend half")])
+    ({"--park-keys": True}, "--park-keys"), ({"--park-keys": True, "--attention-rows": "0"}, "--park-keys")])
 def test_what_is_no_number_of_rows(train, llama, values, named):
     refused(train, llama, {"--model": "model", "--data": "data.bin", "--seq-len": "100"} | values, named)

@@ -16,7 +16,6 @@ from test_adapters import OPTIONS, make_adapter, trained, validated
 from test_bad_input import refused
 from test_families import DATA, linked, prepare
 from test_gguf import MODELS as GGUF_MODELS, write_gguf
-from test_streaming import HALVES
 from test_train import sampled
 from trainer_runs import make, random_tokens, read_log, running, saved_bytes, wait_for_line, write_shard
 
@@ -58,7 +57,7 @@ def test_training_is_the_same_but_for_the_order_of_sums(train, work):
     close(train, memory, disk)
 
 
-@pytest.mark.parametrize("options", [("--recompute", "block"), ("--recompute", "none", "--weights", "disk"), HALVES,
+@pytest.mark.parametrize("options", [("--recompute", "block"), ("--recompute", "none", "--weights", "disk"),
                                      ("--park", "all"), ("--threads", 1)], ids=str)
 def test_other_options_change_no_bit(train, work, options):
     assert trained(train, work, "a", *ELSEWHERE) == trained(train, work, "b", *ELSEWHERE, *options)

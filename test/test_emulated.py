@@ -282,14 +282,12 @@ def test_what_lives_elsewhere_comes_in_time(tmp_path):
             "disk late": (("--weights", "disk", "--recompute", "block"), {"GPU_ORDER": "late", "GPU_SEED": "5"}),
             "one by one": (("--weights", "disk", "--prefetch", 0), {"GPU_ORDER": "late", "GPU_SEED": "5"}),
             "far ahead": (("--weights", "disk", "--prefetch", 3), {"GPU_ORDER": "early", "GPU_SEED": "5"}),
-            "halves": (("--weights", "host", "--lend", "half", "--recompute", "block"), {"GPU_ORDER": "late", "GPU_SEED": "6"}),
-            "halves ahead": (("--weights", "host", "--lend", "half", "--prefetch", 4), {"GPU_ORDER": "late", "GPU_SEED": "6"}),
-            "halves early": (("--weights", "disk", "--lend", "half"), {"GPU_ORDER": "early", "GPU_SEED": "7"})}.items():
+            "host ahead": (("--weights", "host", "--prefetch", 4), {"GPU_ORDER": "late", "GPU_SEED": "6"})}.items():
         assert logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, *more)[:2] == first, name
 
 
 def test_what_is_stored_in_fewer_bits_waits_in_host_memory(tmp_path):
-    """Blocks in --store's formats, streamed whole and in halves, equal those on the device."""
+    """Blocks as --store keeps them are those on the device."""
     make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16", "--heads", 4,
          "--kv-heads", 2, "--channels", 64, "--mlp-width", 128)
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
@@ -298,7 +296,7 @@ def test_what_is_stored_in_fewer_bits_waits_in_host_memory(tmp_path):
     stored = (*options, "--store", "mlp=nf4,attention=8bit")
     first = logged(played("bf16"), tmp_path / "device", tmp_path, *stored)[:2]
     assert losses(first[0])[0] != losses(plain[0])[0]
-    for order, more in (("late", ()), ("early", ("--recompute", "block")), ("random", ("--lend", "half"))):
+    for order, more in (("late", ()), ("early", ("--recompute", "block")), ("random", ("--prefetch", 2))):
         host = logged(played("bf16", GPU_ORDER=order), tmp_path / order, tmp_path, *stored, "--weights", "host", *more)[:2]
         assert host == first, order
 

@@ -17,7 +17,7 @@ SETS = 500 if os.environ.get("MORE_TESTS") else 20
 
 OPTIONS = [
     "--train lora", "--train lora --lora-rank 4", "--train prompt", "--train prompt --soft-prompt 3", "--base nf4", "--base nf4-double",
-    "--store all=8bit", "--store mlp=nf4,attention=bf16", "--head nf4", "--weights disk", "--weights host", "--lend half",
+    "--store all=8bit", "--store mlp=nf4,attention=bf16", "--head nf4", "--weights disk", "--weights host",
     "--embeddings disk", "--gradients disk", "--state disk", "--updates host", "--state-rooms block", "--prefetch 0", "--prefetch 3",
     "--park all", "--park 1", "--park-keys", "--attention-rows 128", "--mlp-rows 8", "--mlp-rows auto", "--by-block", "--grad-accum 2",
     "--update-in-backward", "--clip 0", "--clip-per-block", "--recompute block", "--recompute norm:1,block:1", "--head-rows 8",

@@ -32,12 +32,11 @@ USUALLY = "bf16"  # see conftest.py
 
 FAMILIES = ("gpt2", "llama", "qwen3", "bloom")
 DISK = ("--weights", "disk")
-HALVES = (*DISK, "--lend", "half")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def folder(request, tmp_path_factory):
-    """Five layers, so that blocks are streamed; Llama in several files, Qwen3 in halves."""
+    """Five layers, so that blocks come and go; of Llama in several files, of Qwen3 in fp16."""
     work = tmp_path_factory.mktemp(request.param)
     more = {"llama": ("--shard-size", "20KB"), "qwen3": ("--dtype", "fp16"), "bloom": ("--dtype", "fp32")}
     make(work / "model", "--family", request.param, "--layers", 5, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16",
@@ -56,13 +55,13 @@ def work(folder, tmp_path):
                                      ("--update-in-backward", "--clip-per-block", "--train", "lora", "--lora-dropout", 0.1)], ids=str)
 def test_training_is_the_same_to_the_bit(train, work, options):
     memory = trained(train, work, "memory", *options)
-    assert memory == trained(train, work, "disk", *options, *DISK) == trained(train, work, "halves", *options, *HALVES)
+    assert memory == trained(train, work, "disk", *options, *DISK)
 
 
 def test_validation_sampling_and_merging_are_the_same(train, work):
     options = ("--model", "model", "--adapter", "adapter")
     outcomes = []
-    for where in ((), DISK, HALVES):
+    for where in ((), DISK):
         merged = f"merged{len(outcomes)}"
         loss = validated(train, work, *options, *where, "--merge", merged)
         outcomes.append((loss, (work / merged / "model.safetensors").read_bytes()))
@@ -70,7 +69,7 @@ def test_validation_sampling_and_merging_are_the_same(train, work):
     in_memory, *others = [load_file(work / f"merged{i}" / "model.safetensors") for i in range(3)]
     for tensors in others:
         assert tensors.keys() == in_memory.keys() and all(torch.equal(tensors[name], in_memory[name]) for name in tensors)
-    plain = [validated(train, work, "--model", "model", *where) for where in ((), DISK, HALVES)]
+    plain = [validated(train, work, "--model", "model", *where) for where in ((), DISK)]
     assert plain[0] == plain[1] == plain[2] != outcomes[0][0]
 
 
@@ -89,7 +88,7 @@ def test_a_base_in_nf4_is_lent_in_nf4(train, tmp_path, base):
     make_adapter(work, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
     train("--model", "model", "--base", base, "--steps", 0, "--save-base", "base", cwd=work)
     memory = trained(train, work, "a", "--model", "base")
-    assert memory == trained(train, work, "b", "--model", "base", *DISK) == trained(train, work, "c", "--model", "base", *HALVES)
+    assert memory == trained(train, work, "b", "--model", "base", *DISK)
 
 
 @pytest.mark.parametrize("name", GGUF_MODELS)
@@ -100,7 +99,7 @@ def test_a_gguf_is_lent_in_its_own_formats(train, tmp_path, name):
     write_gguf(tmp_path / "model.gguf", model, arch)
     write_shard(tmp_path / "data.bin", random_tokens(config.vocab_size, 3000))
     options = ("--model", "model.gguf", "--train", "lora", *DATA[2:], "--steps", 3, "--sample-tokens", 0, "--log")
-    for number, where in enumerate(((), DISK, HALVES)):
+    for number, where in enumerate(((), DISK)):
         train(*options, f"log{number}", "--out", f"out{number}", *where, cwd=tmp_path)
     assert saved_bytes(tmp_path / "out0") == saved_bytes(tmp_path / "out1") == saved_bytes(tmp_path / "out2")
 
@@ -110,7 +109,7 @@ def test_smollm2_says_the_same(train):
         pytest.skip("no data/smollm2: dev/make_smollm2.py makes it")
     options = ("--model", "data/smollm2", "--steps", 0, "--prompt", "The capital of France is", "--sample-tokens", 6)
     said = sampled(train, *options, cwd=None)
-    assert said == sampled(train, *options, *DISK, cwd=None) == sampled(train, *options, *HALVES, cwd=None)
+    assert said == sampled(train, *options, *DISK, cwd=None)
 
 
 @pytest.fixture(scope="module")
@@ -186,20 +185,15 @@ def test_a_gguf_that_is_loaded_leaves_the_page_cache(train, tmp_path):
 
 @pytest.mark.parametrize("recompute, order", [("none", ()), ("block", ()), ("block:6,none:6", ()), ("block", ("--by-block",)),
                                               ("attention", ("--by-block",))])
-def test_halves_take_two_thirds_of_the_room(train, wide, tmp_path, recompute, order):
-    """Each half is read as often as in whole blocks, except for the block before the last: when backward
-    begins, the slots still hold one block instead of two."""
+def test_blocks_have_two_rooms(train, wide, tmp_path, recompute, order):
+    """And at the turn of a step the two in them are not read again."""
     work = linked(tmp_path, wide)
-    options = ("--recompute", recompute, *(("--grad-accum", 3, *order) if order else ()))
-    rooms, read = [], []
-    for where in (DISK, HALVES):
-        report = plan(train, work, *options, *where)
-        rooms.append([b["bytes"] for b in report["buffers"] if b["name"] == "lent_block"])
-        bench = train(*LORA[2:], "--model", "model", *options, *where, "--bench", "--bench-steps", 1, "--bench-warmup", 0, "--json", cwd=work)
-        read.append(json.loads(bench.stdout)["links"]["disk_read"]["bytes"])
-    block, mlp = (4 + 3 * 3) * 512 * 512 * 2, 3 * 3 * 512 * 512 * 2
-    assert rooms == [2 * [block], 2 * [mlp]]
-    assert read[0] == 22 * block and read[1] == 23 * block
+    options = ("--recompute", recompute, *(("--grad-accum", 3, *order) if order else ()), *DISK)
+    report = plan(train, work, *options)
+    bench = train(*LORA[2:], "--model", "model", *options, "--bench", "--bench-steps", 1, "--bench-warmup", 0, "--json", cwd=work)
+    block = (4 + 3 * 3) * 512 * 512 * 2
+    assert [b["bytes"] for b in report["buffers"] if b["name"] == "lent_block"] == 2 * [block]
+    assert json.loads(bench.stdout)["links"]["disk_read"]["bytes"] == 22 * block
 
 
 @pytest.mark.parametrize("ahead", [0, 2, 4])
@@ -207,26 +201,23 @@ def test_blocks_may_come_from_farther_ahead(train, wide, tmp_path, ahead):
     """Each prefetched block has a slot, and when backward begins, the blocks in slots are still there. The
     run takes the plan's memory and moves the plan's bytes."""
     work = linked(tmp_path, wide)
-    attention, mlp = 4 * 512 * 512 * 2, 3 * 3 * 512 * 512 * 2
-    halves = ([mlp, attention] * 3)[:ahead + 1]  # still there when backward begins, the last first
-    for where, room, stays in ((DISK, attention + mlp, (ahead + 1) * (attention + mlp)), (HALVES, mlp, sum(halves))):
-        where = (*where, "--prefetch", ahead)
-        rooms = [b["bytes"] for b in plan(train, work, *where)["buffers"] if b["name"] == "lent_block"]
-        assert rooms == (ahead + 1) * [room]
-        bench = train(*LORA[2:], "--model", "model", *where, "--bench", "--bench-steps", 1, "--bench-warmup", 0, "--json", cwd=work)
-        assert json.loads(bench.stdout)["links"]["disk_read"]["bytes"] == 24 * (attention + mlp) - stays
-        said = train(*LORA, "--steps", 2, "--sample-tokens", 0, *where, cwd=work).stdout.decode()
-        taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
-        assert taken <= planned
+    block = (4 + 3 * 3) * 512 * 512 * 2
+    where = (*DISK, "--prefetch", ahead)
+    rooms = [b["bytes"] for b in plan(train, work, *where)["buffers"] if b["name"] == "lent_block"]
+    assert rooms == (ahead + 1) * [block]
+    bench = train(*LORA[2:], "--model", "model", *where, "--bench", "--bench-steps", 1, "--bench-warmup", 0, "--json", cwd=work)
+    assert json.loads(bench.stdout)["links"]["disk_read"]["bytes"] == (24 - ahead - 1) * block
+    said = train(*LORA, "--steps", 2, "--sample-tokens", 0, *where, cwd=work).stdout.decode()
+    taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
+    assert taken <= planned
 
 
 @pytest.mark.parametrize("ahead", [0, 2, 9])
 def test_how_far_ahead_blocks_come_changes_no_bit(train, work, ahead):
-    """Whole blocks and halves, and with all micro-batches going through a block before the next."""
+    """Also where all micro-batches pass a block before the next."""
     for i, options in enumerate(((), ("--recompute", "block:2,none:3", "--grad-accum", 2, "--by-block"))):
         memory = trained(train, work, f"memory{i}", *options)
-        for where in (DISK, HALVES):
-            assert trained(train, work, f"{where[-1]}{i}", *options, *where, "--prefetch", ahead) == memory, (where, options)
+        assert trained(train, work, f"disk{i}", *options, *DISK, "--prefetch", ahead) == memory, options
 
 
 def plan(train, work, *options):
@@ -385,11 +376,8 @@ def test_a_disk_that_fails_stops_the_run_and_loses_nothing(train, wide4, tmp_pat
     ({"--train": None, "--steps": 0, "--data": None, "--log": None, "--out": None, "--resume": "saved", "--prompt": "a",
       "--seq-len": None, "--batch": None, "--weights": "device", "--base": "nf4"}, "whole model"),
     ({"--weights": "host"}, "--weights disk takes none"),
-    ({"--weights": "device", "--lend": "half"}, "--weights disk"),
     ({"--weights": "device", "--prefetch": 2}, "--weights disk"),
     ({"--prefetch": -1}, "--prefetch"),
-    ({"--train": None, "--lend": "half"}, "frozen"),
-    ({"--lend": "third"}, "third"),
     ({"--weights": "tape"}, "tape")])
 def test_what_cannot_be_lent_is_refused(train, tmp_path, options, named):
     prepare(tmp_path, "llama", OPTIONS)
@@ -596,7 +584,7 @@ def test_all_micro_batches_of_a_block_before_the_next(train, wide4, tmp_path, wh
         shutil.rmtree(work / "a"), shutil.rmtree(work / "b")
 
 
-@pytest.mark.parametrize("where", [(), DISK, (*HALVES, "--park", "all")], ids=str)
+@pytest.mark.parametrize("where", [(), DISK, (*DISK, "--park", "all")], ids=str)
 def test_all_micro_batches_of_a_frozen_block_before_the_next(train, work, where):
     options = (*ACCUMULATED, "--train", "lora", "--lora-dropout", 0.1)
     assert trained(train, work, "a", *options) == trained(train, work, "b", *options, "--by-block", *where)
@@ -672,7 +660,7 @@ def test_memory_chooses_how_far_ahead_blocks_come(train, wide, tmp_path):
     """0 if nothing else fits; many if the disk is slower than computing, so that blocks are still there when
     backward begins."""
     work = linked(tmp_path, wide)
-    options = (*ONE, *KINDS["adapter"], "--steps", 2, "--weights", "disk", "--lend", "block", "--embeddings", "device")
+    options = (*ONE, *KINDS["adapter"], "--steps", 2, "--weights", "disk", "--embeddings", "device")
     few, two_rooms = least(train, work, *options), least(train, work, *options, "--prefetch", 1)
     assert few < two_rooms - 3
     train(*options, "--out", "out1", cwd=work)
@@ -708,8 +696,7 @@ def test_the_state_may_have_other_rooms(train, wide4, tmp_path):
     assert "--state disk" in error and error.count("\n") == 1
 
 
-MIXES = (("device",), ("disk",), ("disk", "--lend", "half"), ("device", "--embeddings", "disk"), ("disk", "--embeddings", "disk"),
-         ("disk", "--lend", "half", "--embeddings", "disk"))
+MIXES = (("device",), ("disk",), ("device", "--embeddings", "disk"), ("disk", "--embeddings", "disk"))
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])

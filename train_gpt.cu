@@ -27,13 +27,12 @@
 #include "llmc/data_lines.h"
 #include "llmc/dataset.h"
 #include "llmc/device_rates.h"
-#include "llmc/embeddings_elsewhere.h"
-#include "llmc/embedding.cuh"
+#include "llmc/embedding_and_head.h"
 #include "llmc/enough_memory.h"
 #include "llmc/feeder.h"
 #include "llmc/fit.h"
 #include "llmc/global_norm.cuh"
-#include "llmc/gradient_sums.h"
+#include "llmc/gradients.h"
 #include "llmc/graph.h"
 #include "llmc/head_norm.cuh"
 #include "llmc/host_updates.h"
@@ -43,7 +42,7 @@
 #include "llmc/matmul_search.h"
 #include "llmc/merged_file.h"
 #include "llmc/metrics.h"
-#include "llmc/norm.h"
+#include "llmc/norm_layer.h"
 #include "llmc/not_finite.h"
 #include "llmc/optimizer.cuh"
 #include "llmc/options.h"
@@ -55,7 +54,6 @@
 #include "llmc/position_losses.cuh"
 #include "llmc/positions.h"
 #include "llmc/precision.h"
-#include "llmc/quantized_weights.h"
 #include "llmc/rates_file.h"
 #include "llmc/recompute.h"
 #include "llmc/report.h"
@@ -72,8 +70,8 @@
 #include "llmc/temporary_file.h"
 #include "llmc/threads.h"
 #include "llmc/timeline.h"
+#include "llmc/weights.h"
 
-using NormedX = Normed<floatX>;
 using Parked = ParkedInputs<floatX>;
 
 struct BlockActivations;  // these are beside forward
@@ -81,7 +79,6 @@ struct MlpActivations;
 struct HeadActivations;
 struct KvCache;
 struct KvRows;
-struct NormNames;
 
 // How a micro-batch is run.
 struct MicroBatchOptions {
@@ -91,86 +88,37 @@ struct MicroBatchOptions {
     DropoutOptions dropout;  // with the first micro-batch's key, behind which those of the others are
 };
 
-// What the State has not of a frozen model's weights: the matrices of linear layers, and that of the head,
-// where they are quantized or elsewhere; embeddings and head that are elsewhere. Null where it has them.
-struct OutsideState {
-    const QuantizedWeights *matrices, *head;
-    const EmbeddingsElsewhere* embeddings;
-};
-
 // The model: its parameters, seen through views, and the operations of a step on them. Nothing here owns
 // memory; the parameters lie in a State, all else in the arena. What is trained lies in a State too: the
 // same, or an adapter's, and then the model itself is frozen.
 class Gpt {
   public:
-    // Called with the number of a unit of the Layout and its gradients, as soon as they are complete.
-    using Consume = std::function<void(int unit, const floatX* gradients)>;
-
     // The stream may be made later, before the first run.
     Gpt(Arena& arena, const Stream& stream, const State<floatX>& model, const OutsideState& outside,
         const State<floatX>& trained, bool hopper_attention)
         : arena_(arena),
           stream_(stream),
-          model_(model),
-          quantized_(outside.matrices),
-          quantized_head_(outside.head),
-          embeddings_(outside.embeddings),
-          trained_(trained),
           config_(model.layout.config()),
           family_(*config_.family),
           hopper_attention_(hopper_attention),
-          loans_(arena, stream, kLentBlocks),
-          head_loans_(arena, stream, kLentVocabulary),
-          gradient_loans_(arena, stream, kLentGradients),
+          weights_(arena, stream, model, outside, trained),
+          gradients_(arena, stream, trained),
+          norm_(arena, stream, config_),
+          ends_(arena, stream, config_, outside, weights_, norm_),
+          trained_(trained),
           parked_(arena, stream),
           parked_rows_(arena, stream),
-          parked_keys_(arena, stream) {
-        bind();
-    }
-    // Points the views at the state's memory, and at position_factors() on the device: again after these were
+          parked_keys_(arena, stream) {}
+    Weights& weights() { return weights_; }
+    Gradients& gradients() { return gradients_; }
+    EmbeddingAndHead& ends() { return ends_; }
+    // Points the views at the states' memory, and at position_factors() on the device: when these are
     // allocated.
-    void bind(float* position_factors_at = nullptr) {
+    void bind(float* position_factors_at) {
         position_factors_ =
             TensorF(position_factors_at, {static_cast<int64_t>(position_factors(config_).size())});
-        const Layout& layout = model_.layout;
-        const auto unit = [&](int number) { return unit_of(model_, StatePart::Weights, number).data(); };
-        weights_.embeddings = layout.embeddings(unit(layout.embeddings_unit()));
-        weights_.blocks.clear();
-        for (int l = 0; l < config_.layers; l++) weights_.blocks.push_back(layout.block(unit(l + 1), l));
-        weights_.head = layout.head(unit(layout.head_unit()));
-        if (config_.tied && !head_in_slices()) weights_.head.logits.weight = weights_.embeddings.token.view();
-        for (int l = 0; quantized_ && l < config_.layers; l++)
-            for (auto& [w, field] : linears(weights_.blocks[static_cast<size_t>(l)]))
-                bind_matrix(*w, l, field, lends() ? nullptr : quantized_->loan(l).data());
-        if (is_frozen()) bind_adapter();
+        weights_.bind();
     }
-    // Where blocks come from that are not on the device, and how, the bytes of each, and how many are on their
-    // way while one is used.
-    void borrow_from(Residence* residence, Way way, std::vector<size_t> bytes, int ahead) {
-        loans_.lend(way, std::move(bytes), ahead, residence);
-    }
-    // The same of embeddings that are not there: as soon as they are allocated.
-    void borrow_embeddings() {
-        if (embeddings_)
-            head_loans_.lend(embeddings_->way(), embeddings_->loan_bytes(), kSlicesAhead,
-                             embeddings_->residence());
-    }
-    // Has the matrices of a block on the device for what follows, or all of it where it is trained. Those that
-    // were expected first come first.
-    void borrow(int layer);
-    // Has the first blocks come, and their gradients, for an update of all in order.
-    void expect_update(bool weights, bool gradients);
-    void give_back() { loans_.give_back(), gradient_loans_.give_back(); }
-    // A unit's weights, on the device now, to be updated there.
-    floatX* weights_to_update(int unit);
-    // Where blocks' gradients come from that are not on the device, and the bytes of each.
-    void borrow_gradients_from(Residence* residence, std::vector<size_t> bytes, int ahead) {
-        gradient_loans_.lend(way_from(trained_.options.block_gradients), std::move(bytes), ahead, residence);
-    }
-    bool lends_gradients() const { return trained_.options.block_gradients != Home::Device; }
-    bool is_block(int unit) const { return unit > 0 && unit <= config_.layers; }
-    // A unit's gradients, on the device until another block's are borrowed.
-    TensorX gradients_of(int unit);
     // How many rows are in an MLP, and queries of a sequence in attention, at one time; 0: all.
     void take_rows(int64_t of_mlp, int64_t of_attention) {
         mlp_rows_ = of_mlp, attention_rows_ = of_attention;
@@ -186,14 +134,13 @@ class Gpt {
     void park_keys_in(Elsewhere* keys, Elsewhere* sums, int64_t rows) { parked_keys_.use(rows, keys, sums); }
 
     void forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
-                          float loss_scale, TensorF& loss, const Consume& consume = {});
+                          float loss_scale, TensorF& loss);
     void evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale, TensorF& loss,
                   TensorF position_losses = {});
     template <class Choose>
     void generate(const std::vector<int>& prompt, int new_tokens, Choose&& choose);
     template <class Visit>
     void for_each_merged(Visit&& visit);
-    TensorX token_embeddings(const std::vector<int>& tokens);
 
   private:
     TensorX take(const char* name, Shape shape) { return arena_.take<floatX>(name, shape); }
@@ -205,10 +152,9 @@ class Gpt {
     void zero(Tensor<T>& t) {
         device_fill(t.data(), 0, static_cast<size_t>(t.bytes()), stream_);
     }
-    NormedX take_normed(const NormNames& names, const TensorX& x);
-    Tensor<int> take_input(const char* name, Shape shape, const std::vector<int>& values);
     float rotary_scale() const { return static_cast<float>(attention_factor(config_.rope)); }
     float epsilon() const { return static_cast<float>(config_.norm_epsilon); }
+    int64_t prompt_len() const { return ends_.prompt_len(); }
     // The columns of a packed qkv where the keys and the values begin.
     int64_t keys_at() const { return family_.heads_together ? config_.head_size : config_.query_width(); }
     int64_t values_at() const {
@@ -216,10 +162,6 @@ class Gpt {
     }
 
     // The parts of a block, forward.
-    NormedX norm(const NormNames& names, const TensorX& x, const Norm<floatX>& w);
-    NormedX add_and_norm(const NormNames& names, TensorX& sum, const TensorX& a, const TensorX& b,
-                         const Norm<floatX>& w);
-    TensorX normalized(NormedX& n, const NormNames& names, const TensorX& x, const Norm<floatX>& w);
     TensorX linear(const char* name, const TensorX& x, const Linear<floatX>& w, const Rows& rows,
                    bool gelu = false) {
         return linear_forward(arena_, stream_, name, x, w, rows, gelu);
@@ -241,16 +183,6 @@ class Gpt {
     void append_kv(const TensorX& qkv, KvRows& kv);
     void attend(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
 
-    TensorX token_rows(const Tensor<int>& tokens);
-    void look_up(TensorX& x, const Tensor<int>& tokens, const Rows& rows, const TensorX& prompt,
-                 int first_position);
-    TensorX embed(const Tensor<int>& tokens, const Rows& rows, int first_position);
-    TensorX of_tokens(TensorX&& stream);
-    TensorX with_prompt(TensorX&& d_tokens);
-    int64_t prompt_len() const {
-        const TensorX& prompt = weights_.embeddings.prompt;
-        return prompt ? prompt.rows() : 0;
-    }
     void forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
     void forward_attention_rows(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
     TensorX forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep);
@@ -265,15 +197,6 @@ class Gpt {
     TensorX forward_cached(const std::vector<int>& tokens, KvCache& cache);
     TensorX forward_prompt(const std::vector<int>& tokens, KvCache& cache);
     HeadActivations forward_head(const TensorX& x);
-    // Whether the head is no matrix of the State, but made, or lent, some rows at a time.
-    bool head_in_slices() const { return quantized_head_ || embeddings_; }
-    void borrow_head();
-    template <class Use>
-    void for_each_lent_slice(Use&& use);
-    template <class Use>
-    void for_each_head_slice(Use&& use);
-    TensorX logits_of(const TensorX& x);
-    void logits_backward(TensorX& d_x, const TensorX& d_logits);
     enum class From { First, Last };
     template <class Chunk>
     void for_each_chunk(const Rows& rows, int64_t count, int64_t at_a_time, Chunk&& chunk,
@@ -289,52 +212,16 @@ class Gpt {
         return attention_rows_ > 0 && attention_rows_ < x.shape().dims[1];
     }
 
-    static std::array<std::pair<Linear<floatX>*, Field>, 4> linears(Block<floatX>& block) {
-        return {{{&block.qkv, Field::QkvWeight},
-                 {&block.attention, Field::AttentionWeight},
-                 {&block.up, Field::UpWeight},
-                 {&block.down, Field::DownWeight}}};
-    }
-
-    // A unit's elements of a State.
-    static TensorX unit_of(const State<floatX>& state, StatePart part, int unit) {
-        const Unit& u = state.layout.units()[static_cast<size_t>(unit)];
-        return TensorX(state.template data<floatX>(part, u.offset), {u.size});
-    }
-
-    // The same, backward.
-    void norm_backward(TensorX& d_x, NormGradient<floatX>& g, const TensorX& d_out, const TensorX& x,
-                       const NormedX& n, const Norm<floatX>& w);
     template <class MakeX>
     TensorX linear_backward(const char* name, LinearGradient<floatX>& g, MakeX&& make_x, const TensorX& d_out,
                             const Linear<floatX>& w, const Rows& rows, const TensorX* gelu_input = nullptr) {
         return ::linear_backward(arena_, stream_, name, g, make_x, d_out, w, rows, gelu_input);
     }
 
-    // Blocks that live elsewhere are borrowed before they are used (residence.h).
-    bool lends_trained() const { return model_.options.blocks != Home::Device; }
-    bool lends() const { return lends_trained() || (quantized_ && quantized_->is_lent()); }
-    std::vector<int> lent_blocks(bool back = false) const;
-    void bind_matrix(Linear<floatX>& w, int layer, Field field, const char* loan);
-
-    // What is trained beside a frozen model.
-    bool is_frozen() const { return &trained_ != &model_; }
     // Whether backward reads what went into a layer.
-    bool wants_input(const Linear<floatX>& w) const { return !is_frozen() || w.adapter; }
-    void bind_adapter();
-    Dropout dropout_of_embeddings(const Rows& rows) const {
-        return weights_.embeddings.position ? rows.dropout_at(config_.layers, kLoraPlaces, config_.channels)
-                                            : Dropout();
-    }
+    bool wants_input(const Linear<floatX>& w) const { return !weights_.is_frozen() || w.adapter; }
     TensorX dropped(const TensorX& d_out, const Dropout& d);
 
-    // Where the gradients of a unit go: into the State's, or into room of their own.
-    struct UnitGradients {
-        TensorX room, all;
-    };
-    UnitGradients take_unit_gradients(int unit, const MicroBatchOptions& options, const Consume& consume);
-    void zero_added(int unit, const TensorX& gradients);
-    void complete(int unit, UnitGradients& gradients, const Consume& consume);
     void head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options,
               LossScale loss_scale, TensorF& loss, Head<floatX>& g);
     void backward_mlp(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
@@ -349,8 +236,6 @@ class Gpt {
                             TensorX& d_stream, KvRows* kv = nullptr);
     void backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
                                   TensorX& d_stream);
-    void backward_embeddings(Embeddings<floatX>& g, TensorX& d_stream, const DeviceBatch& batch,
-                             const Rows& rows);
     void backward_block(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
                         TensorX& d_stream);
 
@@ -358,19 +243,18 @@ class Gpt {
     struct Pass;
     void forward_blocks(std::vector<Pass>& passes);
     void fetch_rows(int layer, int pass, BlockActivations& a, Shape shape);
-    void backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& options, const Consume& consume);
+    void backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& options);
 
     Arena& arena_;
     const Stream& stream_;
-    const State<floatX>& model_;
-    const QuantizedWeights* const quantized_;       // of its blocks, or null
-    const QuantizedWeights* const quantized_head_;  // where the token embedding may be too, or null
-    const EmbeddingsElsewhere* const embeddings_;   // or null
-    const State<floatX>& trained_;
     const ModelConfig& config_;
     const Family& family_;
     const bool hopper_attention_;
-    Loans loans_, head_loans_, gradient_loans_;
+    Weights weights_;
+    Gradients gradients_;
+    const NormLayer norm_;
+    EmbeddingAndHead ends_;
+    const State<floatX>& trained_;
     Parked parked_;
     ParkedRows<floatX> parked_rows_;
     ParkedKeys<floatX> parked_keys_;
@@ -382,11 +266,6 @@ class Gpt {
         if (prompt_len() == 0) rows.documents = &batch.documents;
         return rows;
     }
-    struct {
-        Embeddings<floatX> embeddings;
-        std::vector<Block<floatX>> blocks;
-        Head<floatX> head;  // its logits' weight is the token embedding where that is tied
-    } weights_;
 };
 
 // A run on the device: the model's state, the batch, the arena with its plans, and the loop over the steps.
@@ -482,8 +361,8 @@ class Trainer {
     // Whether steps are run through graphs: of parked keys these would grow with the square of the sequence.
     bool replays() const { return replays_ && places_.rows_of_parked_keys() == 0; }
     // Whether blocks' gradients do not come to the device to be updated with.
-    bool gradients_stay_with_host() const {
-        return places_.updates_on_host() && gpt_.lends_gradients() && !norm_of_each_unit_;
+    bool gradients_stay_with_host() {
+        return places_.updates_on_host() && gpt_.gradients().streams_blocks() && !norm_of_each_unit_;
     }
     void use_places();
     void load_gguf();
@@ -515,7 +394,6 @@ class Trainer {
     std::vector<Feeder> feeders_;  // of the micro-batches that are on their way together
     std::optional<SequenceLoader> loader_, val_loader_;
     MicroBatchOptions micro_;
-    Gpt::Consume consume_;  // with --update-in-backward, or with gradients elsewhere
     const bool norm_of_each_unit_;
     const SquareSums square_sums_;  // where the norm is that of all units
     Metrics metrics_;
@@ -677,7 +555,7 @@ void Trainer::micro_batch(float loss_scale) {
     }
     std::vector<const DeviceBatch*> batches;
     for (const Feeder& feeder : feeders_) batches.push_back(&feeder.batch());
-    gpt_.forward_backward(batches, micro_, loss_scale, metrics_.loss(), consume_);
+    gpt_.forward_backward(batches, micro_, loss_scale, metrics_.loss());
     if (o_.update_in_backward && !norm_of_each_unit_) sum_norm();
     ring_.give_back();
     host_updates_.give_back();
@@ -697,22 +575,25 @@ void Trainer::update() {
     for (int unit = 0; unit < config_.layers + 2; unit++) units.push_back(unit);
     if (!norm_of_each_unit_) {
         for (const int unit : units)
-            if (!gpt_.lends_gradients()) sum_squares_of(unit, gpt_.gradients_of(unit).data());
+            if (!gpt_.gradients().streams_blocks()) sum_squares_of(unit, gpt_.gradients().of(unit).data());
         sum_norm();
     }
     const bool weights_come = places_.lends_trained() && !places_.updates_on_host();
     if (!places_.updates_on_host()) ring_.take(state, units, o_.state_rooms);
-    gpt_.expect_update(weights_come, !gradients_stay_with_host());
+    if (weights_come) gpt_.weights().expect_blocks();
+    if (!gradients_stay_with_host()) gpt_.gradients().expect_update();
     for (const int unit : units) {
         TensorX gradients;
         {
             Range range_of_unit("update", unit);
-            if (weights_come && gpt_.is_block(unit)) gpt_.borrow(unit - 1);
-            if (!gpt_.is_block(unit) || !gradients_stay_with_host()) gradients = gpt_.gradients_of(unit);
+            const bool is_block = state.layout.is_block(unit);
+            if (weights_come && is_block) gpt_.weights().block(unit - 1);
+            if (!is_block || !gradients_stay_with_host()) gradients = gpt_.gradients().of(unit);
         }
         update_unit(unit, gradients.data());
     }
-    gpt_.give_back();
+    gpt_.weights().release();
+    gpt_.gradients().release();
     ring_.give_back();
     host_updates_.give_back();
 }
@@ -735,7 +616,7 @@ void Trainer::update_unit(int unit, const floatX* gradients) {
         return host_updates_.update(state, unit, places_.weights_of(unit, on_device),
                                     places_.gradients_of(unit, gradients, gradients_stay_with_host()), norm);
     }
-    floatX* const weights = gpt_.weights_to_update(unit);
+    floatX* const weights = gpt_.weights().to_update(unit);
     if (state.chunks().empty())
         return optimizer_update(factors_, arrays_of_unit(state, u, weights, gradients), norm, stream_);
     ring_.update(state, unit, [=, this, &state, &u, norm = norm.view()](const StateChunk& chunk, char* room) {
@@ -987,14 +868,6 @@ struct HeadActivations {
     TensorX logits;  // (rows, padded vocabulary)
 };
 
-// What the tensors of a norm are called.
-struct NormNames {
-    const char *mean, *rstd, *out;
-};
-constexpr NormNames kNorm1 = {"ln_1_mean", "ln_1_rstd", "ln_1"}, kNorm2 = {"ln_2_mean", "ln_2_rstd", "ln_2"},
-                    kLastNorm = {"ln_f_mean", "ln_f_rstd", "ln_f"},
-                    kEmbeddingNorm = {"embedding_mean", "embedding_rstd", "residual"};
-
 // The keys and values of a sequence so far, a (positions, 2 kv_width()) tensor a layer, and how many
 // positions are filled.
 struct KvCache {
@@ -1015,94 +888,6 @@ struct KvRows {
     TensorF dk_sums = {}, dv_sums = {};
 };
 
-// Takes a tensor and fills it from the host, waiting until it is there.
-Tensor<int> Gpt::take_input(const char* name, Shape shape, const std::vector<int>& values) {
-    Tensor<int> t = arena_.take<int>(name, shape, "input");
-    assert(static_cast<int64_t>(values.size()) == t.size());
-    copy_to_device(t.data(), values.data(), values.size() * sizeof(int), stream_);
-    return t;
-}
-
-// A norm's tensors for x (.., C), not filled yet.
-NormedX Gpt::take_normed(const NormNames& names, const TensorX& x) {
-    Shape rows = x.shape();
-    rows.count--;
-    TensorF mean = family_.norm == NormKind::Layer ? take_float(names.mean, rows) : TensorF();
-    TensorF rstd = take_float(names.rstd, rows);
-    return {std::move(mean), std::move(rstd), take(names.out, x.shape())};
-}
-
-// The norm of x (rows, C).
-NormedX Gpt::norm(const NormNames& names, const TensorX& x, const Norm<floatX>& w) {
-    NormedX n = take_normed(names, x);
-    norm_forward(family_.norm, n, x, w, epsilon(), stream_);
-    return n;
-}
-
-// sum (rows, C) = a + b, and its norm.
-NormedX Gpt::add_and_norm(const NormNames& names, TensorX& sum, const TensorX& a, const TensorX& b,
-                          const Norm<floatX>& w) {
-    NormedX n = take_normed(names, a);
-    residual_norm_forward(family_.norm, sum, n, a, b, w, epsilon(), stream_);
-    return n;
-}
-
-// A norm's output as forward kept it, or made again from the saved statistics: the same bits.
-TensorX Gpt::normalized(NormedX& n, const NormNames& names, const TensorX& x, const Norm<floatX>& w) {
-    if (n.out) return std::move(n.out);
-    TensorX out = take(names.out, x.shape());
-    normalize(family_.norm, out, x, n, w, stream_);
-    return out;
-}
-
-void Gpt::borrow(int layer) {
-    if (!lends()) return;
-    char* const room = loans_.borrow(layer);
-    Block<floatX>& block = weights_.blocks[static_cast<size_t>(layer)];
-    if (lends_trained())
-        block = model_.layout.block(reinterpret_cast<floatX*>(aligned_room(room)), layer);
-    else
-        for (auto& [w, field] : linears(block)) bind_matrix(*w, layer, field, room);
-}
-
-// The blocks that are not on the device, in the order of a pass: none where all are there.
-std::vector<int> Gpt::lent_blocks(bool back) const {
-    return loans_in_order(lends() ? config_.layers : 0, back);
-}
-
-void Gpt::expect_update(bool weights, bool gradients) {
-    if (weights && lends_trained()) loans_.expect(loans_in_order(config_.layers));
-    if (gradients && lends_gradients()) gradient_loans_.expect(loans_in_order(config_.layers));
-}
-
-// Those of a block that is lent were borrowed last.
-floatX* Gpt::weights_to_update(int unit) {
-    if (!is_block(unit) || !lends_trained()) return unit_of(trained_, StatePart::Weights, unit).data();
-    return reinterpret_cast<floatX*>(aligned_room(loans_.change()));
-}
-
-// Points the view of a matrix at where its loan begins on the device, or at nothing yet.
-void Gpt::bind_matrix(Linear<floatX>& w, int layer, Field field, const char* loan) {
-    w.quantized = quantized_->parts(layer, field, loan);
-    w.floats = quantized_->are_floats();
-    w.by_outputs = quantized_->by_outputs();
-}
-
-// Points the views of what is trained beside the model at its State.
-void Gpt::bind_adapter() {
-    const Layout& layout = trained_.layout;
-    const auto unit = [&](int number) { return unit_of(trained_, StatePart::Weights, number).data(); };
-    weights_.embeddings.prompt = std::move(layout.embeddings(unit(layout.embeddings_unit())).prompt);
-    for (int l = 0; l < config_.layers; l++) {
-        Block<floatX> adapter = layout.block(unit(l + 1), l);
-        const auto to = linears(weights_.blocks[static_cast<size_t>(l)]), from = linears(adapter);
-        for (size_t i = 0; i < to.size(); i++) {
-            to[i].first->adapter = std::move(from[i].first->adapter);
-            to[i].first->adapter.place = static_cast<uint64_t>(l) * kPlacesOfLayer + kLoraPlaces + i;
-        }
-    }
-}
-
 // The activation of the MLP (.., mlp_width), of what its first product made.
 TensorX Gpt::activate(const TensorX& up) {
     Shape shape = up.shape();
@@ -1113,60 +898,6 @@ TensorX Gpt::activate(const TensorX& up) {
     else
         swiglu_forward(out, up, stream_);
     return out;
-}
-
-// The rows (count, C) that tokens have in an embedding that the State has not.
-TensorX Gpt::token_rows(const Tensor<int>& tokens) {
-    const int64_t count = tokens.size(), C = config_.channels;
-    TensorX rows = take("token_rows", {count, C});
-    if (!embeddings_) {
-        dequantize_rows(rows.data(), quantized_head_->view(), tokens.data(), count, stream_);
-        return rows;
-    }
-    const auto row_bytes = static_cast<int64_t>(embeddings_->embedding_row_bytes());
-    note_transfer({Transfer::Vocabulary, false, embeddings_->way(), static_cast<double>(count * row_bytes)});
-    note_wait(Transfer::Vocabulary);
-    QuantizedView matrix = embeddings_->embedding();
-    if (embeddings_->home() == Home::Host) {  // a GPU reads pinned memory itself
-        dequantize_rows(rows.data(), matrix, tokens.data(), count, stream_);
-        return rows;
-    }
-    const bool as_they_are = matrix.format == &kStored<floatX>;
-    const Tensor<uint8_t> in_files =
-        as_they_are ? Tensor<uint8_t>() : arena_.take<uint8_t>("token_rows_in_files", {count, row_bytes});
-    char* const to = reinterpret_cast<char*>(as_they_are ? static_cast<void*>(rows.data()) : in_files.data());
-    if (!arena_.rehearsing())
-        host_act([this, to, tokens = tokens.view()] {
-            const Waiting waiting(Transfer::Vocabulary);
-            embeddings_->read_rows(tokens, to, stream_);
-        });
-    if (!as_they_are) dequantize(rows.data(), {matrix.format, in_files.data(), count, C}, stream_);
-    return rows;
-}
-
-// x (B, .., C) = the embeddings of tokens (B, T) behind those of `prompt`, if any.
-void Gpt::look_up(TensorX& x, const Tensor<int>& tokens, const Rows& rows, const TensorX& prompt,
-                  int first_position) {
-    const Embeddings<floatX>& w = weights_.embeddings;
-    const auto from = [&](const Tensor<int>& numbers, const TensorX& vectors) {
-        embedding_forward(x, numbers, vectors, w.position, prompt, first_position, rows.documents->positions,
-                          stream_);
-    };
-    if (w.token) return from(tokens, w.token);
-    from(Tensor<int>(nullptr, tokens.shape()), token_rows(tokens));
-}
-
-// The residual stream (B, prompt_len() + T, C) that tokens (B, T) begin; without the soft prompt where they
-// follow others.
-TensorX Gpt::embed(const Tensor<int>& tokens, const Rows& rows, int first_position) {
-    const Embeddings<floatX>& w = weights_.embeddings;
-    TensorX prompt;
-    if (w.prompt && first_position == 0) prompt = w.prompt.view();
-    const int64_t length = tokens.columns() + (prompt ? prompt.rows() : 0);
-    TensorX x = take(w.norm.weight ? "embedded" : "residual", {tokens.rows(), length, config_.channels});
-    look_up(x, tokens, rows, prompt, first_position);
-    if (const Dropout d = dropout_of_embeddings(rows)) dropout(x, x, d, stream_);
-    return w.norm.weight ? std::move(norm(kEmbeddingNorm, x, w.norm).out) : std::move(x);
 }
 
 // a.qkv (B, T, qkv_width()) as attention reads it: the product of the block's normalised input, its heads
@@ -1337,8 +1068,8 @@ void Gpt::attend(int layer, BlockActivations& a, const Rows& rows, Keep keep, Kv
 
 // From a.input to a.attention.
 void Gpt::forward_attention_rows(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
-    const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
-    a.norm_1 = norm(kNorm1, a.input, w.norm_1);
+    const Block<floatX>& w = weights_.block(layer);
+    a.norm_1 = norm_.forward(kNorm1, a.input, w.norm_1);
     auto normed = [&] { return a.norm_1.out.view(); };
     make_qkv(a, normed, w, rows, keep.backward, kv ? kv->length : 0);
     if (!keep.norm || !wants_input(w.qkv)) a.norm_1.out.drop();
@@ -1367,14 +1098,14 @@ void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Ke
     if (!keep.attention) a.attention.drop(), a.lse.drop();
     a.middle = take("residual_middle", a.input.shape());
     a.mlp.norm =
-        add_and_norm(kNorm2, a.middle, a.input, summand, weights_.blocks[static_cast<size_t>(layer)].norm_2);
+        norm_.add_and_forward(kNorm2, a.middle, a.input, summand, weights_.block(layer).norm_2);
 }
 
 // a.input (B, T, C) + the attention of its norm, some rows of a sequence after the others: so only keys and
 // values are there of all, or not even those. Nothing is kept, and the sum takes the place of an input that
 // is not.
 TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep) {
-    Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
+    Block<floatX>& w = weights_.block(layer);
     hold(w.qkv), hold(w.attention);
     const TensorX x = a.input.view();
     TensorX sum = parked_rows_.stores() || !keep.backward ? std::move(a.input) : take("residual", x.shape());
@@ -1400,7 +1131,7 @@ TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const R
 
 // The projection of attention's output (.., query_width()).
 TensorX Gpt::projected(int layer, const TensorX& attention, const Rows& rows) {
-    const Linear<floatX>& w = weights_.blocks[static_cast<size_t>(layer)].attention;
+    const Linear<floatX>& w = weights_.block(layer).attention;
     TensorX out = linear("attention_projected", attention, w, rows);
     if (const Dropout d = rows.dropout_at(layer, kProjectedPlace, config_.channels))
         dropout(out, out, d, stream_);
@@ -1410,7 +1141,7 @@ TensorX Gpt::projected(int layer, const TensorX& attention, const Rows& rows) {
 // sum = x + the projection of attention's output, chunk by chunk.
 void Gpt::add_projected(TensorX& sum, const TensorX& x, const TensorX& attention, int layer,
                         const Rows& rows) {
-    Linear<floatX>& w = weights_.blocks[static_cast<size_t>(layer)].attention;
+    Linear<floatX>& w = weights_.block(layer).attention;
     hold(w);
     for_each_chunk(rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
         TensorX to = sum.rows_at(first, count);
@@ -1440,7 +1171,7 @@ void Gpt::end_rows(const KvRows& kv, int64_t count) {
 // and the output takes the place of a stream that is not.
 TensorX Gpt::forward_mlp(int layer, BlockActivations& a, const Rows& rows, Keep keep) {
     if (!in_chunks(a.middle.rows())) return forward_mlp_rows(layer, a.mlp, rows, keep, a.middle, {});
-    Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
+    Block<floatX>& w = weights_.block(layer);
     hold(w.up), hold(w.down);
     const TensorX x = a.middle.view();
     TensorX output = keep.middle ? take("residual", x.shape()) : std::move(a.middle);
@@ -1457,8 +1188,8 @@ TensorX Gpt::forward_mlp(int layer, BlockActivations& a, const Rows& rows, Keep 
 // x (.., C) + the MLP of its norm: in `out`, which may be x, or where there is none in a tensor of its own.
 TensorX Gpt::forward_mlp_rows(int layer, MlpActivations& m, const Rows& rows, Keep keep, const TensorX& x,
                               TensorX out) {
-    const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
-    if (!m.norm.rstd) m.norm = norm(kNorm2, x, w.norm_2);
+    const Block<floatX>& w = weights_.block(layer);
+    if (!m.norm.rstd) m.norm = norm_.forward(kNorm2, x, w.norm_2);
     if (!keep.backward && family_.mlp == MlpKind::Gelu) {  // its input is not needed
         m.activated = linear("gelu", m.norm.out, w.up, rows, true);
         m.norm.out.drop();
@@ -1492,13 +1223,13 @@ TensorX Gpt::forward_block(int layer, BlockActivations& a, const Rows& rows, Kee
 
 // The last block's output for `tokens` (B, T), keeping nothing. With a cache the tokens follow what it holds.
 TensorX Gpt::forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* cache) {
-    TensorX stream = embed(tokens, rows, cache ? cache->length : 0);
-    loans_.expect(lent_blocks());
+    TensorX stream = ends_.embed(tokens, rows, cache ? cache->length : 0);
+    weights_.expect_blocks();
     for (int l = 0; l < config_.layers; l++) {
         BlockActivations a;
         a.input = std::move(stream);
         Range range("block", l);
-        borrow(l);
+        weights_.block(l);
         KvRows kv;
         if (cache) {
             kv = {cache->layers[static_cast<size_t>(l)].view()};
@@ -1506,83 +1237,14 @@ TensorX Gpt::forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* 
         }
         stream = forward_block(l, a, rows, kKeepNothing, cache ? &kv : nullptr);
     }
-    loans_.give_back();
+    weights_.release();
     return stream;
 }
 
 HeadActivations Gpt::forward_head(const TensorX& x) {
-    HeadActivations a{norm(kLastNorm, x, weights_.head.norm), {}};
-    a.logits = logits_of(a.norm.out);
+    HeadActivations a{norm_.forward(kLastNorm, x, weights_.head.norm), {}};
+    a.logits = ends_.logits(a.norm.out);
     return a;
-}
-
-// Has a head that is lent begin to come, and takes its rooms until head_loans_ are given back.
-void Gpt::borrow_head() {
-    if (embeddings_) head_loans_.expect(loans_in_order(embeddings_->slices()));
-}
-
-// Calls use(first, slice) for the rows of a head that is lent, from number `first` on, slice by slice: from
-// the first to the last, the next time back, and so on. So both ends are lent once where they are used twice.
-template <class Use>
-void Gpt::for_each_lent_slice(Use&& use) {
-    const int slices = embeddings_->slices();
-    const bool back = slices > 1 && head_loans_.holds(slices - 1);
-    head_loans_.expect(loans_in_order(slices, !back));  // the next time
-    for (const int slice : loans_in_order(slices, back))
-        use(embeddings_->first_row(slice), embeddings_->slice(slice, head_loans_.borrow(slice)));
-}
-
-// The same of floats (.., C), also where they are made of a quantized head.
-template <class Use>
-void Gpt::for_each_head_slice(Use&& use) {
-    const int64_t V = config_.vocabulary, C = config_.channels;
-    const bool as_they_are = embeddings_ && embeddings_->slice(0, nullptr).format == &kStored<floatX>;
-    const TensorX room = as_they_are ? TensorX() : take("dequantized_head", {std::min(kHeadSlice, V), C});
-    if (embeddings_)
-        return for_each_lent_slice([&](int64_t first, const QuantizedView& slice) {
-            if (as_they_are) return use(first, TensorX(slice.template floats<floatX>(), {slice.rows, C}));
-            dequantize(room.data(), slice, stream_);
-            use(first, room.rows_at(0, slice.rows));
-        });
-    for (int64_t first = 0; first < V; first += kHeadSlice) {
-        const TensorX slice = room.rows_at(0, std::min(kHeadSlice, V - first));
-        dequantize_slice(slice.data(), quantized_head_->view(), first, slice.rows(), stream_);
-        use(first, slice);
-    }
-}
-
-// The logits (rows, padded vocabulary) of x (rows, C). Where the head comes in slices the padding is left as
-// it was.
-TensorX Gpt::logits_of(const TensorX& x) {
-    if (!head_in_slices()) return linear("logits", x, weights_.head.logits, {});
-    TensorX logits = take("logits", {x.rows(), config_.padded_vocabulary()});
-    if (x.rows() == 1) {
-        const auto multiply = [&](int64_t first, const QuantizedView& slice) {
-            const floatX* const no_bias = nullptr;
-            quantized_matvec(logits.at(first), x.data(), slice, no_bias, stream_);
-        };
-        embeddings_ ? for_each_lent_slice(multiply) : multiply(0, quantized_head_->view());
-        return logits;
-    }
-    for_each_head_slice([&](int64_t first, const TensorX& slice) {
-        TensorX columns(logits.at(first), {x.rows(), slice.rows()});
-        matmul(arena_, stream_, columns, x, slice, {.transpose_b = true, .out_row = logits.columns()});
-    });
-    return logits;
-}
-
-// And back: d_x (rows, C) from the logits' gradient. Slices are added in fp32.
-void Gpt::logits_backward(TensorX& d_x, const TensorX& d_logits) {
-    if (!head_in_slices()) return matmul(arena_, stream_, d_x, d_logits, weights_.head.logits.weight);
-    TensorF sum = take_float("d_head_sum", d_x.shape());
-    bool adds = false;
-    for_each_head_slice([&](int64_t first, const TensorX& slice) {
-        const TensorX columns(d_logits.at(first), {d_logits.rows(), slice.rows()});
-        matmul(arena_, stream_, sum, columns, slice, {.accumulate = adds, .a_row = d_logits.columns()});
-        adds = true;
-    });
-    const auto* const bytes = reinterpret_cast<const unsigned char*>(sum.data());
-    dequantize(d_x.data(), {&kStoredF32, bytes, sum.rows(), sum.columns()}, stream_);  // rounds
 }
 
 // Calls chunk(rows, first, count) for all `count` rows, `at_a_time` (0: all) of them, the first or the last
@@ -1626,60 +1288,6 @@ void Gpt::for_each_rows_of_sequence(const TensorX& x, Use&& use, From from) {
 
 // ---- backward
 
-TensorX Gpt::gradients_of(int unit) {
-    TensorX gradients = unit_of(trained_, StatePart::Gradients, unit);
-    if (!is_block(unit) || !lends_gradients()) return gradients;
-    char* const room = gradient_loans_.borrow(unit - 1);
-    return TensorX(reinterpret_cast<floatX*>(aligned_room(room)), gradients.shape());
-}
-
-// Where a unit's gradients are consumed as soon as they are complete, they lie in the arena until then. Those
-// of blocks that live elsewhere are stored when their room is used again.
-Gpt::UnitGradients Gpt::take_unit_gradients(int unit, const MicroBatchOptions& options,
-                                            const Consume& consume) {
-    UnitGradients g{{}, gradients_of(unit)};
-    if (g.all.size() == 0) return g;
-    if (is_block(unit) && lends_gradients()) gradient_loans_.change();
-    if (consume && !trained_.options.gradients) {
-        g.room = arena_.take<floatX>("unit_gradients", g.all.shape(), "parameter_gradient");
-        g.all = g.room.view();
-    }
-    if (!options.adds) zero_added(unit, g.all);
-    return g;
-}
-
-// Zeroes what a unit's first gradients are added to, and the room between tensors. The matrices of linear
-// layers are not: a product writes them. What else is added to a matrix zeroes it itself (head(),
-// forward_backward()).
-void Gpt::zero_added(int unit, const TensorX& gradients) {
-    const int64_t unit_start = trained_.layout.units()[static_cast<size_t>(unit)].offset;
-    int64_t from = 0, end = 0;
-    auto flush = [&] {
-        if (end > from)
-            device_fill(gradients.at(from), 0, static_cast<size_t>(end - from) * sizeof(floatX), stream_);
-    };
-    for (const Parameter& p : trained_.layout.parameters_of(unit)) {
-        const int64_t start = p.offset - unit_start + (p.memory.count == 2 ? p.memory.size() : 0);
-        if (start != end) flush(), from = start;
-        end = p.end() - unit_start;
-    }
-    flush();
-}
-
-void Gpt::complete(int unit, UnitGradients& gradients, const Consume& consume) {
-    if (consume && gradients.all.size() > 0) consume(unit, gradients.all.data());
-    gradients.room.drop();
-}
-
-// Adds to d_x (rows, C) and to the gradients what d_out (rows, C) sends back through the norm of x.
-void Gpt::norm_backward(TensorX& d_x, NormGradient<floatX>& g, const TensorX& d_out, const TensorX& x,
-                        const NormedX& n, const Norm<floatX>& w) {
-    const int sums = norm_sums(family_.norm);
-    TensorF scratch;
-    if (g.view.weight) scratch = take_float("column_sums", column_sums_scratch(x.rows(), x.columns(), sums));
-    g.with([&](auto& to) { ::norm_backward(family_.norm, d_x, to, scratch, d_out, x, n, w, stream_); });
-}
-
 // The head of some rows after others, each forward and at once back, so that no more logits exist than a
 // chunk's. `stream` (B, T, C), the last block's output, becomes its own gradient.
 void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options,
@@ -1692,7 +1300,7 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOpti
     if (g.logits.weight && chunks && !options.adds) zero(g.logits.weight);
     Tensor<uint8_t> low;
     if (chunks) low = take_low_bits(arena_, stream_, "d_wte_low_bits", g.logits.weight);
-    borrow_head();
+    ends_.begin_head();
     for_each_chunk({}, rows, options.head_rows, [&](const Rows&, int64_t first, int64_t count) {
         TensorX part = stream.rows_at(first, count), x = take("head_input", {count, C});
         copy_rows_on_device(x.data(), C, part.data(), C, C, count, stream_);
@@ -1703,12 +1311,12 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOpti
         if (g.logits.weight)
             add_product(arena_, stream_, g.logits.weight, low, a.logits, a.norm.out, chunks || options.adds);
         TensorX d_norm = std::move(a.norm.out);
-        logits_backward(d_norm, a.logits);
+        ends_.logits_backward(d_norm, a.logits);
         a.logits.drop();
         zero(part);
-        norm_backward(part, d_norm_weights, d_norm, x, a.norm, weights_.head.norm);
+        norm_.backward(part, d_norm_weights, d_norm, x, a.norm, weights_.head.norm);
     });
-    head_loans_.give_back();
+    ends_.end_head();
     add_losses(loss, losses, loss_scale, stream_);
     d_norm_weights.end_chunks(stream_);
     g.norm = std::move(d_norm_weights.view);
@@ -1727,7 +1335,7 @@ TensorX Gpt::dropped(const TensorX& d_out, const Dropout& d) {
 void Gpt::backward_mlp(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
                        TensorX& d_stream) {
     if (!in_chunks(d_stream.rows())) return backward_mlp_rows(layer, g, a.mlp, a.middle, rows, d_stream);
-    Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
+    Block<floatX>& w = weights_.block(layer);
     hold(w.up), hold(w.down);
     g.begin_mlp_chunks(arena_, stream_);
     backward_mlp_in_chunks(layer, g, a.middle, rows, d_stream);
@@ -1741,7 +1349,7 @@ void Gpt::backward_mlp_in_chunks(int layer, BlockGradient<floatX>& g, const Tens
     for_each_chunk(rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
         const TensorX x_chunk = x.rows_at(first, count);
         TensorX d_chunk = d_stream.rows_at(first, count);
-        MlpActivations m{norm(kNorm2, x_chunk, weights_.blocks[static_cast<size_t>(layer)].norm_2), {}, {}};
+        MlpActivations m{norm_.forward(kNorm2, x_chunk, weights_.block(layer).norm_2), {}, {}};
         backward_mlp_rows(layer, g, m, x_chunk, chunk, d_chunk);
     });
 }
@@ -1750,8 +1358,8 @@ void Gpt::backward_mlp_in_chunks(int layer, BlockGradient<floatX>& g, const Tens
 // read once, where it costs no product.
 void Gpt::backward_mlp_rows(int layer, BlockGradient<floatX>& g, MlpActivations& m, const TensorX& x,
                             const Rows& rows, TensorX& d_stream) {
-    const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
-    auto make_norm = [&] { return normalized(m.norm, kNorm2, x, w.norm_2); };
+    const Block<floatX>& w = weights_.block(layer);
+    auto make_norm = [&] { return norm_.output(m.norm, kNorm2, x, w.norm_2); };
     if (!m.up) m.up = linear("up", make_norm(), w.up, rows);
     auto make_activated = [&] { return m.activated ? std::move(m.activated) : activate(m.up); };
     TensorX d_up, d_output = dropped(d_stream, rows.dropout_at(layer, kOutputPlace, config_.channels));
@@ -1766,7 +1374,7 @@ void Gpt::backward_mlp_rows(int layer, BlockGradient<floatX>& g, MlpActivations&
     d_output.drop();
     TensorX d_norm = linear_backward("d_ln_2", g.up, make_norm, d_up, w.up, rows);
     d_up.drop();
-    norm_backward(d_stream, g.norm_2, d_norm, x, m.norm, w.norm_2);
+    norm_.backward(d_stream, g.norm_2, d_norm, x, m.norm, w.norm_2);
 }
 
 // qkv (B, T, qkv_width()) becomes its own gradient, of what attention made of it: d_q at once, d_k and d_v
@@ -1798,9 +1406,9 @@ void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, 
 // later ones came before, and their gradients are summed.
 void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
                              TensorX& d_stream, KvRows* kv) {
-    const Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
+    const Block<floatX>& w = weights_.block(layer);
     const int first = kv ? kv->length : 0;
-    auto make_norm_1 = [&] { return normalized(a.norm_1, kNorm1, a.input, w.norm_1); };
+    auto make_norm_1 = [&] { return norm_.output(a.norm_1, kNorm1, a.input, w.norm_1); };
     if (!a.qkv) make_qkv(a, make_norm_1, w, rows, true, first);
     if (!a.attention) attend(layer, a, rows, {}, kv);
 
@@ -1822,7 +1430,7 @@ void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivatio
 
     TensorX d_norm = linear_backward("d_ln_1", g.qkv, make_norm_1, d_qkv, w.qkv, rows);
     d_qkv.drop();
-    norm_backward(d_stream, g.norm_1, d_norm, a.input, a.norm_1, w.norm_1);
+    norm_.backward(d_stream, g.norm_1, d_norm, a.input, a.norm_1, w.norm_1);
 }
 
 // A block of which only the input x (B, T, C) is there, or parked, some rows of a sequence at a time. First
@@ -1830,7 +1438,7 @@ void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivatio
 // it sees its keys, so their gradients are complete with its own, and d_stream becomes that of x row by row.
 void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
                                    TensorX& d_stream) {
-    Block<floatX>& w = weights_.blocks[static_cast<size_t>(layer)];
+    Block<floatX>& w = weights_.block(layer);
     for (auto& [matrix, field] : linears(w)) hold(*matrix);
     g.begin_chunks(arena_, stream_);
     parked_keys_.take(2 * config_.kv_width(), true);
@@ -1842,7 +1450,7 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
         const auto make_kv = [&](const Rows& chunk, int64_t first, int64_t count) {
             BlockActivations a;
             kv.length = static_cast<int>(first);
-            a.norm_1 = norm(kNorm1, input(chunk, count), w.norm_1);
+            a.norm_1 = norm_.forward(kNorm1, input(chunk, count), w.norm_1);
             auto normed = [&] { return a.norm_1.out.view(); };
             make_qkv(a, normed, w, chunk, false, kv.length);
             append_kv(a.qkv, kv);
@@ -1889,50 +1497,7 @@ void Gpt::backward_block(int layer, BlockGradient<floatX>& g, BlockActivations& 
     a = {};
 }
 
-// Adds to the embeddings' gradients what d_stream (B, T, C), that of the first block's input, sends back.
-void Gpt::backward_embeddings(Embeddings<floatX>& g, TensorX& d_stream, const DeviceBatch& batch,
-                              const Rows& rows) {
-    const Embeddings<floatX>& w = weights_.embeddings;
-    if (const Dropout d = dropout_of_embeddings(rows)) dropout(d_stream, d_stream, d, stream_);
-    if (w.norm.weight) {
-        TensorX x = take("embedded", d_stream.shape());
-        look_up(x, batch.inputs, rows, w.prompt, 0);
-        NormedX n = norm(kEmbeddingNorm, x, w.norm);
-        n.out.drop();
-        TensorX d_x = take_gradient("d_embedded", d_stream.shape());
-        zero(d_x);
-        NormGradient<floatX> d_norm{std::move(g.norm)};
-        norm_backward(d_x, d_norm, d_stream, x, n, w.norm);
-        g.norm = std::move(d_norm.view);
-        d_stream = std::move(d_x);
-    }
-    embedding_backward(g.token, g.position, d_stream, batch.inputs, batch.rows_by_token, batch.token_starts,
-                       *rows.documents, stream_);
-    if (g.prompt) prompt_backward(g.prompt, d_stream, stream_);
-}
-
 // ---- the steps
-
-// Of a stream (B, prompt_len() + T, C) the rows of the tokens, (B, T, C): what has targets.
-TensorX Gpt::of_tokens(TensorX&& stream) {
-    const int64_t N = prompt_len(), B = stream.shape().dims[0], C = config_.channels;
-    if (N == 0) return std::move(stream);
-    const int64_t T = stream.shape().dims[1] - N;
-    TensorX rows = take("residual", {B, T, C});
-    copy_rows_on_device(rows.data(), T * C, stream.at(N * C), (N + T) * C, T * C, B, stream_);
-    return rows;
-}
-
-// And back, of gradients: those of the soft prompt's rows, which have no loss, begin as zero.
-TensorX Gpt::with_prompt(TensorX&& d_tokens) {
-    const int64_t N = prompt_len(), B = d_tokens.shape().dims[0], C = config_.channels;
-    if (N == 0) return std::move(d_tokens);
-    const int64_t T = d_tokens.shape().dims[1];
-    TensorX d_stream = take_gradient("d_residual", {B, N + T, C});
-    zero(d_stream);
-    copy_rows_on_device(d_stream.at(N * C), (N + T) * C, d_tokens.data(), T * C, T * C, B, stream_);
-    return d_stream;
-}
 
 struct Gpt::Pass {
     const DeviceBatch& batch;
@@ -1943,10 +1508,10 @@ struct Gpt::Pass {
 };
 
 void Gpt::forward_blocks(std::vector<Pass>& passes) {
-    loans_.expect(lent_blocks());
+    weights_.expect_blocks();
     for (int l = 0; l < config_.layers; l++) {
         Range range("block", l);
-        borrow(l);
+        weights_.block(l);
         for (size_t k = 0; k < passes.size(); k++) {
             BlockActivations& a = passes[k].blocks[static_cast<size_t>(l)];
             a.input = std::move(passes[k].stream);
@@ -1958,7 +1523,7 @@ void Gpt::forward_blocks(std::vector<Pass>& passes) {
             if (parked_.parks(l) || parked_rows_.parks(l)) a.input.drop();
         }
     }
-    if (embeddings_) loans_.give_back();  // a head that is lent has the room
+    if (ends_.streams_head()) weights_.release();  // the head has the room
 }
 
 // Has a block's parked input (B, T, C) come: chunk by chunk, as its backward asks for it, or all of it now.
@@ -1974,14 +1539,12 @@ void Gpt::fetch_rows(int layer, int pass, BlockActivations& a, Shape shape) {
     for_each_rows_of_sequence(a.input, copy, From::Last);
 }
 
-void Gpt::backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& options,
-                          const Consume& consume) {
-    gradient_loans_.come_with_contents(options.adds);
-    if (lends_gradients()) gradient_loans_.expect(loans_in_order(config_.layers, true));
+void Gpt::backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& options) {
+    gradients_.begin_backward(options.adds);
     for (int l = config_.layers - 1; l >= 0; l--) {
         Range range("block", l);
-        UnitGradients gradients = take_unit_gradients(l + 1, options, consume);
-        borrow(l);
+        Gradients::OfUnit gradients = gradients_.take(l + 1, options.adds);
+        weights_.block(l);
         for (size_t k = 0; k < passes.size(); k++) {
             BlockActivations& a = passes[k].blocks[static_cast<size_t>(l)];
             parked_.fetch(l, static_cast<int>(k), a.input);
@@ -1989,10 +1552,10 @@ void Gpt::backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& op
             BlockGradient<floatX> g(trained_.layout.block(gradients.all.data(), l), passes[k].options.adds);
             backward_block(l, g, a, passes[k].rows, passes[k].stream);
         }
-        complete(l + 1, gradients, consume);
+        gradients_.complete(l + 1, gradients);
     }
-    give_back();
-    gradient_loans_.come_with_contents(true);
+    weights_.release();
+    gradients_.end_backward();
     parked_.give_back();
     parked_rows_.give_back();
 }
@@ -2000,7 +1563,7 @@ void Gpt::backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& op
 // One micro-batch, or several that pass each block before the next: writes or adds their gradients, or has
 // each unit's consumed, and adds loss_scale, or a batch's own, times the sum of its losses to `loss` (1).
 void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
-                           float loss_scale, TensorF& loss, const Consume& consume) {
+                           float loss_scale, TensorF& loss) {
     std::vector<Pass> passes;
     for (size_t k = 0; k < batches.size(); k++) {
         passes.push_back({*batches[k], options});
@@ -2011,7 +1574,7 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
         passes[k].blocks.resize(static_cast<size_t>(config_.layers));
     }
     std::optional<Range> range(std::in_place, "forward");
-    for (Pass& p : passes) p.stream = embed(p.batch.inputs, p.rows, 0);
+    for (Pass& p : passes) p.stream = ends_.embed(p.batch.inputs, p.rows, 0);
     parked_.take(passes[0].stream.shape());
     parked_rows_.take(passes[0].stream.shape());
     forward_blocks(passes);
@@ -2019,37 +1582,37 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
     range.emplace("head");
     const Layout& layout = trained_.layout;
     const int embeddings_unit = layout.embeddings_unit(), head_unit = layout.head_unit();
-    const bool tied = config_.tied && !is_frozen();
-    UnitGradients of_embeddings;
+    const bool tied = config_.tied && !weights_.is_frozen();
+    Gradients::OfUnit of_embeddings;
     Embeddings<floatX> d_embeddings;
     auto take_embeddings = [&] {
-        of_embeddings = take_unit_gradients(embeddings_unit, options, consume);
+        of_embeddings = gradients_.take(embeddings_unit, options.adds);
         d_embeddings = layout.embeddings(of_embeddings.all.data());
         if (!options.adds && d_embeddings.position) zero(d_embeddings.position);
         if (!options.adds && !tied && d_embeddings.token) zero(d_embeddings.token);
         if (!options.adds && d_embeddings.prompt) zero(d_embeddings.prompt);
     };
     if (tied) take_embeddings();
-    UnitGradients of_head = take_unit_gradients(head_unit, options, consume);
+    Gradients::OfUnit of_head = gradients_.take(head_unit, options.adds);
     Head<floatX> d_head = layout.head(of_head.all.data());
     if (tied) d_head.logits.weight = d_embeddings.token.view();
     for (Pass& p : passes) {
-        p.stream = of_tokens(std::move(p.stream));
+        p.stream = ends_.without_prompt(std::move(p.stream));
         head(p.stream, p.batch.targets, p.options, {loss_scale, p.batch.loss_scale.data()}, loss, d_head);
-        p.stream = with_prompt(std::move(p.stream));
+        p.stream = ends_.with_prompt(std::move(p.stream));
     }
-    complete(head_unit, of_head, consume);
-    loans_.expect(lent_blocks(true));
+    gradients_.complete(head_unit, of_head);
+    weights_.expect_blocks(true);
 
     range.emplace("backward");
-    backward_blocks(passes, options, consume);
+    backward_blocks(passes, options);
     if (!tied) take_embeddings();
     for (Pass& p : passes) {
-        if (!is_frozen() || d_embeddings.prompt)
-            backward_embeddings(d_embeddings, p.stream, p.batch, p.rows);
+        if (!weights_.is_frozen() || d_embeddings.prompt)
+            ends_.embed_backward(d_embeddings, p.stream, p.batch, p.rows);
         p.stream.drop();
     }
-    complete(embeddings_unit, of_embeddings, consume);
+    gradients_.complete(embeddings_unit, of_embeddings);
 }
 
 // Adds loss_scale, or the batch's own, times the sum of the batch's losses to `loss` (1), and those of each
@@ -2057,25 +1620,24 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
 void Gpt::evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
                    TensorF& loss, TensorF position_losses) {
     Range range("evaluate");
-    const TensorX stream = of_tokens(forward_only(batch.inputs, rows_of(batch), nullptr));
+    const TensorX stream = ends_.without_prompt(forward_only(batch.inputs, rows_of(batch), nullptr));
     const int64_t rows = stream.rows();
     TensorF losses = take_float("losses", {rows, 1});
-    borrow_head();
+    ends_.begin_head();
     for_each_chunk({}, rows, options.head_rows, [&](const Rows&, int64_t first, int64_t count) {
         const HeadActivations a = forward_head(stream.rows_at(first, count));
         TensorF part = losses.rows_at(first, count);
         cross_entropy_forward(a.logits, part, batch.targets.view({rows, 1}).rows_at(first, count),
                               config_.vocabulary, stream_);
     });
-    head_loans_.give_back();
+    ends_.end_head();
     add_losses(loss, losses, {loss_scale, batch.loss_scale.data()}, stream_);
     if (position_losses) add_position_losses(position_losses, losses, batch.documents, stream_);
 }
 
 // Runs `tokens`, which follow what the cache holds, and appends them to it. The last block's output.
 TensorX Gpt::append_tokens(const std::vector<int>& tokens, KvCache& cache) {
-    const int T = static_cast<int>(tokens.size());
-    const Tensor<int> inputs = take_input("inputs", {1, T}, tokens);
+    const Tensor<int> inputs = tokens_on_device(arena_, stream_, tokens);
     TensorX stream = forward_only(inputs, {}, &cache);
     cache.length += static_cast<int>(stream.rows());
     return stream;
@@ -2084,9 +1646,9 @@ TensorX Gpt::append_tokens(const std::vector<int>& tokens, KvCache& cache) {
 // The same; the logits (1, V) after the last token.
 TensorX Gpt::forward_cached(const std::vector<int>& tokens, KvCache& cache) {
     const TensorX stream = append_tokens(tokens, cache);
-    borrow_head();
+    ends_.begin_head();
     HeadActivations a = forward_head(stream.rows_at(stream.rows() - 1, 1));
-    head_loans_.give_back();
+    ends_.end_head();
     return std::move(a.logits);
 }
 
@@ -2136,10 +1698,9 @@ void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choo
 template <class Visit>
 void Gpt::for_each_merged(Visit&& visit) {
     Range range("merge");
-    loans_.expect(lent_blocks());
+    weights_.expect_blocks();
     for (int l = 0; l < config_.layers; l++) {
-        borrow(l);
-        for (const auto& [w, field] : linears(weights_.blocks[static_cast<size_t>(l)])) {
+        for (const auto& [w, field] : linears(weights_.block(l))) {
             const int64_t outputs = w->outputs(), inputs = w->inputs();
             TensorX matrix = take("merged", w->by_outputs ? Shape{outputs, inputs} : Shape{inputs, outputs});
             const TensorX weight = weight_of(arena_, stream_, *w);
@@ -2148,24 +1709,9 @@ void Gpt::for_each_merged(Visit&& visit) {
             visit(l, field, matrix);
         }
     }
-    loans_.give_back();
-    for (int64_t first = 0; embeddings_ && first < config_.vocabulary; first += kHeadSlice) {
-        std::vector<int> tokens(static_cast<size_t>(std::min(kHeadSlice, config_.vocabulary - first)));
-        std::iota(tokens.begin(), tokens.end(), static_cast<int>(first));
-        visit(config_.layers, Field::TokenEmbedding, token_embeddings(tokens));
-    }
-    if (!quantized_head_ && (!embeddings_ || config_.tied)) return;
-    borrow_head();
-    for_each_head_slice(
-        [&](int64_t, const TensorX& rows) { visit(config_.layers, head_field(config_), rows); });
-    head_loans_.give_back();
-}
-
-// The token embeddings (count, C) of some tokens.
-TensorX Gpt::token_embeddings(const std::vector<int>& tokens) {
-    const auto count = static_cast<int64_t>(tokens.size());
-    const Tensor<int> numbers = take_input("inputs", {1, count}, tokens);
-    return token_rows(numbers);
+    weights_.release();
+    ends_.for_each_outside_rows(
+        [&](Field field, const TensorX& rows) { visit(config_.layers, field, rows); });
 }
 
 // ---- before the first step
@@ -2203,15 +1749,15 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
     check_attention<floatX>(o_, config_);
     metrics_.explain = [this] { explain_not_finite(); };
     if (o_.update_in_backward)
-        consume_ = [this](int unit, const floatX* gradients) {
+        gpt_.gradients().on_complete([this](int unit, const floatX* gradients) {
             if (!norm_of_each_unit_) sum_squares_of(unit, gradients);
             update_unit(unit, gradients);
-        };
-    else if (gpt_.lends_gradients() && !norm_of_each_unit_)
-        consume_ = [this](int unit, const floatX* gradients) {
+        });
+    else if (gpt_.gradients().streams_blocks() && !norm_of_each_unit_)
+        gpt_.gradients().on_complete([this](int unit, const floatX* gradients) {
             const bool complete = micro_.adds == (o_.grad_accum > passes());
             if (complete) sum_squares_of(unit, gradients);
-        };
+        });
     MemorySetting given = setting_of(o_);
     given.mlp_rows = std::max<int64_t>(0, given.mlp_rows);  // what is automatic is chosen with this trainer
     given.attention_rows = std::max<int64_t>(0, given.attention_rows);
@@ -2254,10 +1800,10 @@ void Trainer::use(const MemorySetting& s) {
 
 // Has the model borrow from where things live, and park there.
 void Trainer::use_places() {
-    gpt_.borrow_from(places_.blocks(), way_from(named<Home>(kHomeNames, o_.weights)), places_.block_loans(),
-                     o_.prefetch);
-    gpt_.borrow_gradients_from(places_.gradients(), places_.gradient_loans(), o_.prefetch);
-    gpt_.borrow_embeddings();
+    gpt_.weights().stream_blocks_from(places_.blocks(), way_from(named<Home>(kHomeNames, o_.weights)),
+                                      places_.block_loans(), o_.prefetch);
+    gpt_.gradients().stream_blocks_from(places_.gradients(), places_.gradient_loans(), o_.prefetch);
+    gpt_.ends().stream_head();
     gpt_.park_in(places_.parking(), places_.parked_layers(), passes(), places_.parked_rows());
     gpt_.park_keys_in(places_.keys(), places_.key_sums(), places_.rows_of_parked_keys());
 }
@@ -2297,7 +1843,7 @@ const MemoryReport& Trainer::rehearse(bool placed) {
         plans_.merge = arena_.rehearse([&] { gpt_.for_each_merged([](int, Field, const TensorX&) {}); });
     if (in_.gguf) plans_.load = arena_.rehearse([&] { load_gguf(); });
     if (looks_up_prompt())
-        plans_.first_prompt = arena_.rehearse([&] { gpt_.token_embeddings(in_.first_prompt); });
+        plans_.first_prompt = arena_.rehearse([&] { gpt_.ends().token_rows(in_.first_prompt); });
     report_ = make_report<floatX>(o_, plans_, in_.bytes(), choices_, rates_);
     places_.add_to(report_);
     if (embeddings_) embeddings_->add_to(report_);
@@ -2517,7 +2063,7 @@ void Trainer::begin_prompt() {
     std::vector<floatX> rows(tokens.size() * C);
     if (looks_up_prompt()) {
         arena_.run(plans_.first_prompt, [&] {
-            const TensorX made = gpt_.token_embeddings(tokens);
+            const TensorX made = gpt_.ends().token_rows(tokens);
             copy_to_host(rows.data(), made.data(), rows.size() * sizeof(floatX), stream_);
         });
     } else {

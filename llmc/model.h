@@ -162,6 +162,7 @@ class Layout {
     // The numbers of the units that are not blocks; block l is unit l + 1.
     int embeddings_unit() const { return 0; }
     int head_unit() const { return config_.layers + 1; }
+    bool is_block(int unit) const { return unit > 0 && unit <= config_.layers; }
     std::span<const Parameter> parameters_of(int unit) const {
         const size_t first = first_parameter_[static_cast<size_t>(unit)];
         const bool last = unit + 1 == static_cast<int>(units_.size());

@@ -299,3 +299,10 @@ class State {
     std::vector<size_t> first_chunks_;  // the first chunk of each unit; then the number of chunks
     size_t chunk_bytes_ = 0;
 };
+
+// A unit's elements of a State's buffer; at no address where there is none.
+template <class T>
+Tensor<T> unit_of(const State<T>& state, StatePart part, int unit) {
+    const Unit& u = state.layout.units()[static_cast<size_t>(unit)];
+    return Tensor<T>(state.template data<T>(part, u.offset), {u.size});
+}

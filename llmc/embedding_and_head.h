@@ -1,0 +1,250 @@
+// embedding_and_head.h - the two ends of a model: from tokens to the residual stream, and from the stream to
+// logits, forward and backward; soft prompts, which stand before the embedded tokens; and matrices of the
+// vocabulary that are not on the device as a whole.
+//
+// A frozen head may be quantized, or streamed from files or host memory: then it comes in slices of the
+// vocabulary. Of an embedding that is not on the device only the rows of a batch's tokens come.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+#include <vector>
+
+#include "llmc/embedding.cuh"
+#include "llmc/feeder.h"
+#include "llmc/linear.h"
+#include "llmc/norm_layer.h"
+#include "llmc/weights.h"
+
+// The numbers of tokens (1, count), copied from the host before it goes on.
+inline Tensor<int> tokens_on_device(Arena& arena, Stream stream, const std::vector<int>& tokens) {
+    Tensor<int> t = arena.take<int>("inputs", {1, static_cast<int64_t>(tokens.size())}, "input");
+    copy_to_device(t.data(), tokens.data(), tokens.size() * sizeof(int), stream);
+    return t;
+}
+
+class EmbeddingAndHead {
+  public:
+    EmbeddingAndHead(Arena& arena, const Stream& stream, const ModelConfig& config, const OutsideState& outside,
+                     const Weights& weights, const NormLayer& norm)
+        : arena_(arena),
+          stream_(stream),
+          config_(config),
+          quantized_(outside.head),
+          elsewhere_(outside.embeddings),
+          weights_(weights),
+          norm_(norm),
+          streamed_(arena, stream, kLentVocabulary) {}
+    EmbeddingAndHead(const EmbeddingAndHead&) = delete;
+
+    // Streams a head that is elsewhere: as soon as that is allocated.
+    void stream_head() {
+        if (elsewhere_)
+            streamed_.lend(elsewhere_->way(), elsewhere_->loan_bytes(), kSlicesAhead, elsewhere_->residence());
+    }
+    bool streams_head() const { return elsewhere_; }
+    // The vectors of the soft prompt, 0 without one.
+    int64_t prompt_len() const {
+        const TensorX& prompt = weights_.embeddings.prompt;
+        return prompt ? prompt.rows() : 0;
+    }
+
+    // The residual stream (B, prompt_len() + T, C) of tokens (B, T). Tokens that follow others, from
+    // first_position on, have no soft prompt before them: (B, T, C).
+    TensorX embed(const Tensor<int>& tokens, const Rows& rows, int first_position) {
+        const Embeddings<floatX>& w = weights_.embeddings;
+        TensorX prompt;
+        if (w.prompt && first_position == 0) prompt = w.prompt.view();
+        const int64_t length = tokens.columns() + (prompt ? prompt.rows() : 0);
+        TensorX x = arena_.take<floatX>(w.norm.weight ? "embedded" : "residual",
+                                        {tokens.rows(), length, config_.channels});
+        look_up(x, tokens, rows, prompt, first_position);
+        if (const Dropout d = dropout_of(rows)) dropout(x, x, d, stream_);
+        return w.norm.weight ? std::move(norm_.forward(kEmbeddingNorm, x, w.norm).out) : std::move(x);
+    }
+    // Adds to the embeddings' gradients what d_stream, the gradient of embed()'s output, sends back.
+    void embed_backward(Embeddings<floatX>& g, TensorX& d_stream, const DeviceBatch& batch, const Rows& rows) {
+        const Embeddings<floatX>& w = weights_.embeddings;
+        if (const Dropout d = dropout_of(rows)) dropout(d_stream, d_stream, d, stream_);
+        if (w.norm.weight) {
+            TensorX x = arena_.take<floatX>("embedded", d_stream.shape());
+            look_up(x, batch.inputs, rows, w.prompt, 0);
+            NormedX n = norm_.forward(kEmbeddingNorm, x, w.norm);
+            n.out.drop();
+            TensorX d_x = arena_.take<floatX>("d_embedded", d_stream.shape(), "gradient");
+            zero(d_x);
+            NormGradient<floatX> d_norm{std::move(g.norm)};
+            norm_.backward(d_x, d_norm, d_stream, x, n, w.norm);
+            g.norm = std::move(d_norm.view);
+            d_stream = std::move(d_x);
+        }
+        embedding_backward(g.token, g.position, d_stream, batch.inputs, batch.rows_by_token,
+                           batch.token_starts, *rows.documents, stream_);
+        if (g.prompt) prompt_backward(g.prompt, d_stream, stream_);
+    }
+
+    // The rows (B, T, C) of the tokens in a stream (B, prompt_len() + T, C): those that have targets.
+    TensorX without_prompt(TensorX&& stream) {
+        const int64_t N = prompt_len(), B = stream.shape().dims[0], C = config_.channels;
+        if (N == 0) return std::move(stream);
+        const int64_t T = stream.shape().dims[1] - N;
+        TensorX rows = arena_.take<floatX>("residual", {B, T, C});
+        copy_rows_on_device(rows.data(), T * C, stream.at(N * C), (N + T) * C, T * C, B, stream_);
+        return rows;
+    }
+    // Its backward: the gradient (B, prompt_len() + T, C), zero for the soft prompt's rows, which have no loss.
+    TensorX with_prompt(TensorX&& d_tokens) {
+        const int64_t N = prompt_len(), B = d_tokens.shape().dims[0], C = config_.channels;
+        if (N == 0) return std::move(d_tokens);
+        const int64_t T = d_tokens.shape().dims[1];
+        TensorX d_stream = arena_.take<floatX>("d_residual", {B, N + T, C}, "gradient");
+        zero(d_stream);
+        copy_rows_on_device(d_stream.at(N * C), (N + T) * C, d_tokens.data(), T * C, T * C, B, stream_);
+        return d_stream;
+    }
+
+    // Around uses of the head: the slices of one that is streamed begin to come.
+    void begin_head() {
+        if (elsewhere_) streamed_.expect(loans_in_order(elsewhere_->slices()));
+    }
+    void end_head() { streamed_.give_back(); }
+    // The logits (rows, padded vocabulary) of x (rows, C), which the last norm has made. Where the head comes
+    // in slices, the padding's columns are not written.
+    TensorX logits(const TensorX& x) {
+        if (!comes_in_slices()) return linear_forward(arena_, stream_, "logits", x, weights_.head.logits, {});
+        TensorX logits = arena_.take<floatX>("logits", {x.rows(), config_.padded_vocabulary()});
+        if (x.rows() == 1) {
+            const auto multiply = [&](int64_t first, const QuantizedView& slice) {
+                const floatX* const no_bias = nullptr;
+                quantized_matvec(logits.at(first), x.data(), slice, no_bias, stream_);
+            };
+            elsewhere_ ? for_each_streamed_slice(multiply) : multiply(0, quantized_->view());
+            return logits;
+        }
+        for_each_slice([&](int64_t first, const TensorX& slice) {
+            TensorX columns(logits.at(first), {x.rows(), slice.rows()});
+            matmul(arena_, stream_, columns, x, slice, {.transpose_b = true, .out_row = logits.columns()});
+        });
+        return logits;
+    }
+    // d_x (rows, C) from the gradient of the logits. The terms of slices are added in fp32.
+    void logits_backward(TensorX& d_x, const TensorX& d_logits) {
+        if (!comes_in_slices()) return matmul(arena_, stream_, d_x, d_logits, weights_.head.logits.weight);
+        TensorF sum = arena_.take<float>("d_head_sum", d_x.shape());
+        bool adds = false;
+        for_each_slice([&](int64_t first, const TensorX& slice) {
+            const TensorX columns(d_logits.at(first), {d_logits.rows(), slice.rows()});
+            matmul(arena_, stream_, sum, columns, slice, {.accumulate = adds, .a_row = d_logits.columns()});
+            adds = true;
+        });
+        const auto* const bytes = reinterpret_cast<const unsigned char*>(sum.data());
+        dequantize(d_x.data(), {&kStoredF32, bytes, sum.rows(), sum.columns()}, stream_);  // rounds
+    }
+
+    // The token embeddings (count, C) of tokens, where the State has no embedding.
+    TensorX token_rows(const Tensor<int>& tokens) {
+        const int64_t count = tokens.size(), C = config_.channels;
+        TensorX rows = arena_.take<floatX>("token_rows", {count, C});
+        if (!elsewhere_) {
+            dequantize_rows(rows.data(), quantized_->view(), tokens.data(), count, stream_);
+            return rows;
+        }
+        const auto row_bytes = static_cast<int64_t>(elsewhere_->embedding_row_bytes());
+        note_transfer({Transfer::Vocabulary, false, elsewhere_->way(), static_cast<double>(count * row_bytes)});
+        note_wait(Transfer::Vocabulary);
+        QuantizedView matrix = elsewhere_->embedding();
+        if (elsewhere_->home() == Home::Host) {  // a GPU reads pinned memory itself
+            dequantize_rows(rows.data(), matrix, tokens.data(), count, stream_);
+            return rows;
+        }
+        const bool as_they_are = matrix.format == &kStored<floatX>;
+        const Tensor<uint8_t> in_files =
+            as_they_are ? Tensor<uint8_t>() : arena_.take<uint8_t>("token_rows_in_files", {count, row_bytes});
+        char* const to =
+            reinterpret_cast<char*>(as_they_are ? static_cast<void*>(rows.data()) : in_files.data());
+        if (!arena_.rehearsing())
+            host_act([this, to, tokens = tokens.view()] {
+                const Waiting waiting(Transfer::Vocabulary);
+                elsewhere_->read_rows(tokens, to, stream_);
+            });
+        if (!as_they_are) dequantize(rows.data(), {matrix.format, in_files.data(), count, C}, stream_);
+        return rows;
+    }
+    TensorX token_rows(const std::vector<int>& tokens) {
+        const Tensor<int> numbers = tokens_on_device(arena_, stream_, tokens);
+        return token_rows(numbers);
+    }
+    // Calls visit(field, rows) for the rows of embeddings and head that the State has not, some at a time.
+    template <class Visit>
+    void for_each_outside_rows(Visit&& visit) {
+        for (int64_t first = 0; elsewhere_ && first < config_.vocabulary; first += kHeadSlice) {
+            std::vector<int> tokens(static_cast<size_t>(std::min(kHeadSlice, config_.vocabulary - first)));
+            std::iota(tokens.begin(), tokens.end(), static_cast<int>(first));
+            visit(Field::TokenEmbedding, token_rows(tokens));
+        }
+        if (!quantized_ && (!elsewhere_ || config_.tied)) return;
+        begin_head();
+        for_each_slice([&](int64_t, const TensorX& rows) { visit(head_field(config_), rows); });
+        end_head();
+    }
+
+  private:
+    bool comes_in_slices() const { return quantized_ || elsewhere_; }
+    void zero(TensorX& t) { device_fill(t.data(), 0, static_cast<size_t>(t.bytes()), stream_); }
+    // Of the sum of token and learned position embeddings, as GPT-2 has it.
+    Dropout dropout_of(const Rows& rows) const {
+        return weights_.embeddings.position ? rows.dropout_at(config_.layers, kLoraPlaces, config_.channels)
+                                            : Dropout();
+    }
+    // x (B, .., C) = the embeddings of tokens (B, T), behind those of `prompt`, if any.
+    void look_up(TensorX& x, const Tensor<int>& tokens, const Rows& rows, const TensorX& prompt,
+                 int first_position) {
+        const Embeddings<floatX>& w = weights_.embeddings;
+        const auto from = [&](const Tensor<int>& numbers, const TensorX& vectors) {
+            embedding_forward(x, numbers, vectors, w.position, prompt, first_position,
+                              rows.documents->positions, stream_);
+        };
+        if (w.token) return from(tokens, w.token);
+        from(Tensor<int>(nullptr, tokens.shape()), token_rows(tokens));
+    }
+    // Calls use(first, slice) for the slices of a streamed head, whose rows begin with number `first`: from the
+    // first slice to the last, the next time back, and so on. So the slices at both ends come once for two
+    // uses.
+    template <class Use>
+    void for_each_streamed_slice(Use&& use) {
+        const int slices = elsewhere_->slices();
+        const bool back = slices > 1 && streamed_.holds(slices - 1);
+        streamed_.expect(loans_in_order(slices, !back));  // the next time
+        for (const int slice : loans_in_order(slices, back))
+            use(elsewhere_->first_row(slice), elsewhere_->slice(slice, streamed_.borrow(slice)));
+    }
+    // Calls use(first, slice) with slices (rows, C) of the head in the build's precision.
+    template <class Use>
+    void for_each_slice(Use&& use) {
+        const int64_t V = config_.vocabulary, C = config_.channels;
+        const bool as_they_are = elsewhere_ && elsewhere_->slice(0, nullptr).format == &kStored<floatX>;
+        const TensorX buffer =
+            as_they_are ? TensorX() : arena_.take<floatX>("dequantized_head", {std::min(kHeadSlice, V), C});
+        if (elsewhere_)
+            return for_each_streamed_slice([&](int64_t first, const QuantizedView& slice) {
+                if (as_they_are) return use(first, TensorX(slice.template floats<floatX>(), {slice.rows, C}));
+                dequantize(buffer.data(), slice, stream_);
+                use(first, buffer.rows_at(0, slice.rows));
+            });
+        for (int64_t first = 0; first < V; first += kHeadSlice) {
+            const TensorX slice = buffer.rows_at(0, std::min(kHeadSlice, V - first));
+            dequantize_slice(slice.data(), quantized_->view(), first, slice.rows(), stream_);
+            use(first, slice);
+        }
+    }
+
+    Arena& arena_;
+    const Stream& stream_;
+    const ModelConfig& config_;
+    const QuantizedWeights* const quantized_;      // the head's matrix, or null
+    const EmbeddingsElsewhere* const elsewhere_;   // or null
+    const Weights& weights_;
+    const NormLayer& norm_;
+    Loans streamed_;  // slices of the head
+};

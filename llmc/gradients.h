@@ -1,0 +1,100 @@
+// gradients.h - where the gradients of each unit are while backward makes them and until they are updated with:
+// in the State, streamed from host memory or files, or, where each unit is updated as soon as its gradients
+// are complete, in the arena for that long.
+#pragma once
+
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "llmc/precision.h"
+#include "llmc/residence.h"
+#include "llmc/state.h"
+
+class Gradients {
+  public:
+    // Called with the number of a unit and its gradients, as soon as these are complete.
+    using OnComplete = std::function<void(int unit, const floatX* gradients)>;
+    // A unit's gradients, and the buffer that they are in where that is the arena's.
+    struct OfUnit {
+        TensorX buffer, all;
+    };
+
+    Gradients(Arena& arena, const Stream& stream, const State<floatX>& trained)
+        : arena_(arena), stream_(stream), trained_(trained), streamed_(arena, stream, kLentGradients) {}
+    Gradients(const Gradients&) = delete;
+
+    void on_complete(OnComplete call) { on_complete_ = std::move(call); }
+    // Says where streamed blocks' gradients live, the bytes of each, and how many are prefetched.
+    void stream_blocks_from(Residence* residence, std::vector<size_t> bytes, int prefetch) {
+        streamed_.lend(way_from(trained_.options.block_gradients), std::move(bytes), prefetch, residence);
+    }
+    bool streams_blocks() const { return trained_.options.block_gradients != Home::Device; }
+
+    // Begins a backward pass, which takes the blocks from the last to the first. With `adds` it adds to what is
+    // there, which is prefetched; else it writes.
+    void begin_backward(bool adds) {
+        streamed_.come_with_contents(adds);
+        if (streams_blocks()) streamed_.expect(loans_in_order(layers(), true));
+    }
+    // A unit's gradients, for backward to write or add to. Those of a streamed block are stored when their
+    // buffer is used again.
+    OfUnit take(int unit, bool adds) {
+        OfUnit g{{}, of(unit)};
+        if (g.all.size() == 0) return g;
+        if (trained_.layout.is_block(unit) && streams_blocks()) streamed_.change();
+        if (on_complete_ && !trained_.options.gradients) {
+            g.buffer = arena_.take<floatX>("unit_gradients", g.all.shape(), "parameter_gradient");
+            g.all = g.buffer.view();
+        }
+        if (!adds) zero_added(unit, g.all);
+        return g;
+    }
+    // The unit's gradients of this backward pass are complete.
+    void complete(int unit, OfUnit& g) {
+        if (on_complete_ && g.all.size() > 0) on_complete_(unit, g.all.data());
+        g.buffer.drop();
+    }
+    void end_backward() {
+        release();
+        streamed_.come_with_contents(true);
+    }
+
+    // Begins an update of all units in order.
+    void expect_update() {
+        if (streams_blocks()) streamed_.expect(loans_in_order(layers()));
+    }
+    // A unit's gradients, on the device until another block's are asked for.
+    TensorX of(int unit) {
+        TensorX gradients = unit_of(trained_, StatePart::Gradients, unit);
+        if (!trained_.layout.is_block(unit) || !streams_blocks()) return gradients;
+        char* const buffer = streamed_.borrow(unit - 1);
+        return TensorX(reinterpret_cast<floatX*>(aligned_room(buffer)), gradients.shape());
+    }
+    void release() { streamed_.give_back(); }
+
+  private:
+    int layers() const { return trained_.layout.config().layers; }
+    // Zeroes what a unit's first gradients are added to, and the padding between tensors. Matrices of linear
+    // layers are left: a product writes them. Whatever else is added to a matrix zeroes it itself.
+    void zero_added(int unit, const TensorX& gradients) {
+        const int64_t unit_start = trained_.layout.units()[static_cast<size_t>(unit)].offset;
+        int64_t from = 0, end = 0;
+        const auto flush = [&] {
+            if (end > from)
+                device_fill(gradients.at(from), 0, static_cast<size_t>(end - from) * sizeof(floatX), stream_);
+        };
+        for (const Parameter& p : trained_.layout.parameters_of(unit)) {
+            const int64_t start = p.offset - unit_start + (p.memory.count == 2 ? p.memory.size() : 0);
+            if (start != end) flush(), from = start;
+            end = p.end() - unit_start;
+        }
+        flush();
+    }
+
+    Arena& arena_;
+    const Stream& stream_;
+    const State<floatX>& trained_;
+    OnComplete on_complete_;
+    Loans streamed_;
+};

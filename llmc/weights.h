@@ -1,0 +1,131 @@
+// weights.h - the weights that a step computes with: views of tensors on the device, wherever a block is kept.
+//
+// A block that lives in host memory or in files is streamed: expect_blocks() prefetches in the order of a pass,
+// and block() waits for the one it is asked for. With all blocks on the device both cost nothing. Matrices of
+// a frozen model may be quantized; linear.h dequantizes them where a product reads them.
+#pragma once
+
+#include <array>
+#include <utility>
+#include <vector>
+
+#include "llmc/embeddings_elsewhere.h"
+#include "llmc/precision.h"
+#include "llmc/quantized_weights.h"
+#include "llmc/residence.h"
+#include "llmc/rows.h"
+#include "llmc/state.h"
+
+// Frozen weights that are kept outside the State: quantized or streamed matrices of the linear layers; the
+// quantized head, which may be the token embedding too; embeddings and head in files or in host memory. Null
+// where the State has them.
+struct OutsideState {
+    const QuantizedWeights *matrices, *head;
+    const EmbeddingsElsewhere* embeddings;
+};
+
+// A block's linear layers, with the field of each one's matrix.
+inline std::array<std::pair<Linear<floatX>*, Field>, 4> linears(Block<floatX>& block) {
+    return {{{&block.qkv, Field::QkvWeight},
+             {&block.attention, Field::AttentionWeight},
+             {&block.up, Field::UpWeight},
+             {&block.down, Field::DownWeight}}};
+}
+
+class Weights {
+  public:
+    Embeddings<floatX> embeddings;
+    Head<floatX> head;  // of a tied head the matrix is the token embedding's
+
+    // `trained` is what is trained: the model, or an adapter beside the then frozen model.
+    Weights(Arena& arena, const Stream& stream, const State<floatX>& model, const OutsideState& outside,
+            const State<floatX>& trained)
+        : model_(model), trained_(trained), outside_(outside), streamed_(arena, stream, kLentBlocks) {
+        bind();
+    }
+    Weights(const Weights&) = delete;
+
+    // Points the views at the States' memory: again after that was allocated.
+    void bind() {
+        const Layout& layout = model_.layout;
+        const auto unit = [&](int number) { return unit_of(model_, StatePart::Weights, number).data(); };
+        embeddings = layout.embeddings(unit(layout.embeddings_unit()));
+        head = layout.head(unit(layout.head_unit()));
+        const bool has_head = !outside_.head && !outside_.embeddings;
+        if (layout.config().tied && has_head) head.logits.weight = embeddings.token.view();
+        blocks_.clear();
+        for (int l = 0; l < layers(); l++) blocks_.push_back(layout.block(unit(l + 1), l));
+        for (int l = 0; outside_.matrices && l < layers(); l++)
+            bind_matrices(l, streams_blocks() ? nullptr : outside_.matrices->loan(l).data());
+        if (is_frozen()) bind_adapter();
+    }
+    // Says where streamed blocks come from, the bytes of each, and how many are prefetched.
+    void stream_blocks_from(Residence* residence, Way way, std::vector<size_t> bytes, int prefetch) {
+        streamed_.lend(way, std::move(bytes), prefetch, residence);
+    }
+
+    // Whether only what is beside the model is trained.
+    bool is_frozen() const { return &trained_ != &model_; }
+    bool streams_trained_blocks() const { return model_.options.blocks != Home::Device; }
+    bool streams_blocks() const {
+        return streams_trained_blocks() || (outside_.matrices && outside_.matrices->is_lent());
+    }
+
+    // Begins a pass that uses the blocks from the first to the last, or back, and prefetches.
+    void expect_blocks(bool back = false) {
+        streamed_.expect(loans_in_order(streams_blocks() ? layers() : 0, back));
+    }
+    // A block, on the device until the next one is asked for, in the order that was expected.
+    Block<floatX>& block(int layer) {
+        Block<floatX>& block = blocks_[static_cast<size_t>(layer)];
+        if (!streams_blocks()) return block;
+        char* const buffer = streamed_.borrow(layer);
+        if (bound_ == std::pair(layer, buffer)) return block;
+        bound_ = {layer, buffer};
+        if (streams_trained_blocks())
+            block = model_.layout.block(reinterpret_cast<floatX*>(aligned_room(buffer)), layer);
+        else
+            bind_matrices(layer, buffer);
+        return block;
+    }
+    // The weights of a trained unit, to be changed: of a streamed block those that block() gave last, which are
+    // stored before their buffer is used again.
+    floatX* to_update(int unit) {
+        if (!trained_.layout.is_block(unit) || !streams_trained_blocks())
+            return unit_of(trained_, StatePart::Weights, unit).data();
+        return reinterpret_cast<floatX*>(aligned_room(streamed_.change()));
+    }
+    // Ends passes: what was changed is stored, and the buffers are free.
+    void release() { streamed_.give_back(); }
+
+  private:
+    int layers() const { return model_.layout.config().layers; }
+    // Points the matrices of a block at the parts of their bytes, from `loan` on; null: at nothing yet.
+    void bind_matrices(int layer, const char* loan) {
+        for (auto& [w, field] : linears(blocks_[static_cast<size_t>(layer)])) {
+            w->quantized = outside_.matrices->parts(layer, field, loan);
+            w->floats = outside_.matrices->are_floats();
+            w->by_outputs = outside_.matrices->by_outputs();
+        }
+    }
+    void bind_adapter() {
+        const Layout& layout = trained_.layout;
+        const auto unit = [&](int number) { return unit_of(trained_, StatePart::Weights, number).data(); };
+        embeddings.prompt = std::move(layout.embeddings(unit(layout.embeddings_unit())).prompt);
+        for (int l = 0; l < layers(); l++) {
+            Block<floatX> adapter = layout.block(unit(l + 1), l);
+            const auto to = linears(blocks_[static_cast<size_t>(l)]), from = linears(adapter);
+            for (size_t i = 0; i < to.size(); i++) {
+                to[i].first->adapter = std::move(from[i].first->adapter);
+                to[i].first->adapter.place = static_cast<uint64_t>(l) * kPlacesOfLayer + kLoraPlaces + i;
+            }
+        }
+    }
+
+    const State<floatX>& model_;
+    const State<floatX>& trained_;
+    const OutsideState outside_;
+    std::vector<Block<floatX>> blocks_;
+    Loans streamed_;
+    std::pair<int, char*> bound_ = {-1, nullptr};  // the streamed block whose views are right, and where it is
+};

@@ -65,9 +65,9 @@ struct Options {
     std::string optimizer = "adamw", master = "fp32", adam_m = "fp32", adam_v = "fp32";
     std::string weights = "device", embeddings = "device", gradients = "device",
                 state = "device", updates = "device";
-    int prefetch = 1;      // blocks
-    int state_rooms = 32;  // chunks; -1: a block's
-    int park = 0;          // layers; -1: all
+    int prefetch = 1;      // prefetch distance, in blocks
+    int state_rooms = 32;  // chunks; -1: as many as a block has
+    int park = 0;          // number of layers; -1: all
     bool park_keys = false;
     std::string recompute = "gelu";
     int64_t head_rows = -1, mlp_rows = 0, attention_rows = 0;  // 0: all, -1: auto
@@ -709,8 +709,8 @@ inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& val
     if (among({"--tf32"})) return kHasTf32;
     if (is_chosen_anew(name) && o.has("--memory") && o.batch != 0) return false;
     if (among({"--weights", "--embeddings"}) && o.steps == 0)
-        return o.trains_adapter();  // else the save has them
-    // What only generates needs no data, and leaves alone what the training has written.
+        return o.trains_adapter();  // otherwise the save has the weights
+    // A run that only generates needs no data, and must not touch the training's outputs.
     if (among({"--data", "--val-data", "--loss-on", "--chat-format", "--log", "--loss-by-position", "--out",
                "--save-every", "--merge"}))
         return o.steps > 0;

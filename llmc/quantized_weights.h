@@ -42,9 +42,9 @@ inline Layout layout_without(const ModelConfig& c, bool matrices, const std::vec
 
 class QuantizedWeights {
   public:
-    // Those of a model's linear layers: format_of(module, name) is that of a matrix, by its layer and its
-    // name in files. With `floats` all are floats as a folder's files have them. What is lent is a whole
-    // block. Takes no memory yet.
+    // The matrices of a model's linear layers. format_of(module, name) returns the format of a matrix, given
+    // its layer and its name in files. With `floats`, all are floats in the format of the model's files.
+    // Streaming transfers a whole block at a time. Allocates nothing yet.
     template <class FormatOf>
     QuantizedWeights(const ModelConfig& c, Home home, bool floats, FormatOf&& format_of)
         : home_(home), floats_(floats), by_outputs_(!floats || c.family->by_outputs) {
@@ -85,7 +85,7 @@ class QuantizedWeights {
         if (home_ == Home::Host) host_ = std::make_unique<PinnedBuffer>(bytes_);
     }
 
-    // A loan's bytes where they live, in memory; null before it was taken, and on the disk.
+    // The bytes of a block where the weights are stored in memory; null before allocate(), and on disk.
     std::span<const char> loan(int number) const {
         const char* const all = host_ ? host_->data() : memory_.data();
         return {all ? all + start_of(number) : nullptr, start_of(number + 1) - start_of(number)};

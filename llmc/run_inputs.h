@@ -48,8 +48,8 @@ class RunInputs {
     // placement, a name of kHomeNames.
     template <class T>
     std::optional<QuantizedWeights> quantized_weights(const std::string& weights) const;
-    // Whether the blocks of a frozen model may live there instead of where --weights has them: not where
-    // check_homes() would refuse it, nor on the disk what is made anew each time.
+    // True if --memory may place the blocks of a frozen model in `home` instead of where --weights says: if
+    // check_homes() would accept that. Matrices that this run quantizes itself cannot be on disk.
     bool may_lend_frozen(const std::string& home) const {
         const bool in_files = adapter && !parse_new_model(o_.model) && o_.save_base.empty();
         return in_files && (home != "disk" || stored().empty());
@@ -547,7 +547,7 @@ std::optional<QuantizedWeights> RunInputs::quantized_weights(const std::string& 
             return stored_format<T>(formats, config, m);
         });
     if (!config.has_nf4 && home == Home::Device) return std::nullopt;
-    if (!config.has_nf4 && o_.plan && !has_weights(model))  // as published models are
+    if (!config.has_nf4 && o_.plan && !has_weights(model))  // most published models are in bf16
         return QuantizedWeights(config, home, true,
                                 [](const LinearModule&, const std::string&) { return &kStoredBf16; });
     const SafetensorsFolder files(model, config.family->prefix);

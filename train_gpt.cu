@@ -31,25 +31,19 @@
 #include "llmc/enough_memory.h"
 #include "llmc/feeder.h"
 #include "llmc/fit.h"
-#include "llmc/global_norm.cuh"
-#include "llmc/gradients.h"
 #include "llmc/graph.h"
 #include "llmc/head_norm.cuh"
-#include "llmc/host_updates.h"
 #include "llmc/linear.h"
 #include "llmc/loss_by_position.h"
 #include "llmc/matmul.h"
 #include "llmc/matmul_search.h"
 #include "llmc/merged_file.h"
-#include "llmc/metrics.h"
 #include "llmc/norm_layer.h"
 #include "llmc/not_finite.h"
-#include "llmc/optimizer.cuh"
 #include "llmc/options.h"
 #include "llmc/parked_keys.h"
 #include "llmc/parked_rows.h"
 #include "llmc/parking.h"
-#include "llmc/places.h"
 #include "llmc/plans.h"
 #include "llmc/position_losses.cuh"
 #include "llmc/positions.h"
@@ -65,12 +59,11 @@
 #include "llmc/schedule.h"
 #include "llmc/signals.h"
 #include "llmc/state.h"
-#include "llmc/state_ring.h"
 #include "llmc/swiglu.cuh"
 #include "llmc/temporary_file.h"
 #include "llmc/threads.h"
 #include "llmc/timeline.h"
-#include "llmc/weights.h"
+#include "llmc/updates.h"
 
 using Parked = ParkedInputs<floatX>;
 
@@ -298,11 +291,6 @@ class Trainer {
     template <class Operations>
     void run_step(Plan& plan, Operations&& operations);
     void micro_batch(float loss_scale);
-    SquareSums make_square_sums() const;
-    void sum_squares_of(int unit, const floatX* gradients);
-    void sum_norm();
-    void update_unit(int unit, const floatX* gradients);
-    void update();
     std::optional<double> validate();
     void validate_and_log();
     void do_what_is_due();
@@ -360,10 +348,6 @@ class Trainer {
     }
     // Whether steps are run through graphs: of parked keys these would grow with the square of the sequence.
     bool replays() const { return replays_ && places_.rows_of_parked_keys() == 0; }
-    // Whether blocks' gradients do not come to the device to be updated with.
-    bool gradients_stay_with_host() {
-        return places_.updates_on_host() && gpt_.gradients().streams_blocks() && !norm_of_each_unit_;
-    }
     void use_places();
     void load_gguf();
     void merge();
@@ -389,22 +373,19 @@ class Trainer {
     Stream stream_ = nullptr;  // that one, from open_device() on
     Arena arena_;
     Gpt gpt_;
-    StateRing ring_;
-    HostUpdates<floatX> host_updates_;
     std::vector<Feeder> feeders_;  // of the micro-batches that are on their way together
     std::optional<SequenceLoader> loader_, val_loader_;
     MicroBatchOptions micro_;
-    const bool norm_of_each_unit_;
     const SquareSums square_sums_;  // where the norm is that of all units
     Metrics metrics_;
-    DeviceBuffer factors_memory_, positions_memory_, dropout_memory_;
+    DeviceBuffer positions_memory_, dropout_memory_;
     LossByPosition loss_by_position_;   // of a validation
-    UpdateFactors* factors_ = nullptr;  // on the device: of the current step
     Plans plans_;
     MemoryReport report_;
     const Choices choices_;
     const Rates rates_;  // that estimates are by
     Places<floatX> places_;
+    Updates updates_;
     StepGraphs graphs_;
     bool replays_;                                 // whether steps may be run through them
     size_t used_before_ = 0;                       // of the device's memory
@@ -481,8 +462,7 @@ bool Trainer::train_step() {
                                 .clip = static_cast<float>(o_.clip),
                                 .step = static_cast<int>(step_ + 1),
                                 .seed = o_.seed};
-    set_factors(factors_, step, stream_);
-    host_updates_.use(step);
+    updates_.begin_step(step);
     device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
     for (int first = 0; first < o_.grad_accum; first += passes()) {
         if (first > 0 && interrupted) return false;
@@ -496,7 +476,7 @@ bool Trainer::train_step() {
         micro_.adds = first > 0;
         run_step(micro_.adds ? plans_.add : plans_.train, [&] { micro_batch(loss_scale); });
     }
-    if (!o_.update_in_backward) run_step(plans_.update, [&] { update(); });
+    if (!o_.update_in_backward) run_step(plans_.update, [&] { updates_.update_all(); });
     metrics_.step_ends(step_, rate, stream_);
     return true;
 }
@@ -548,89 +528,11 @@ void Trainer::run_step(Plan& plan, Operations&& operations) {
 
 // A micro-batch forward and backward, or those that are together; and the update in backward where it is.
 void Trainer::micro_batch(float loss_scale) {
-    if (o_.update_in_backward && !places_.updates_on_host()) {  // each unit when its gradients are complete
-        std::vector<int> units;
-        for (int unit = config_.layers + 1; unit >= 0; unit--) units.push_back(unit);
-        ring_.take(trained(), units, o_.state_rooms);
-    }
+    updates_.begin_backward(micro_.adds == (o_.grad_accum > passes()));
     std::vector<const DeviceBatch*> batches;
     for (const Feeder& feeder : feeders_) batches.push_back(&feeder.batch());
     gpt_.forward_backward(batches, micro_, loss_scale, metrics_.loss());
-    if (o_.update_in_backward && !norm_of_each_unit_) sum_norm();
-    ring_.give_back();
-    host_updates_.give_back();
-}
-
-// The norm of the whole gradient, from the sums of squares of all units: added in the same order whenever the
-// units were updated.
-void Trainer::sum_norm() {
-    TensorF norm = metrics_.norms().rows_at(0, 1);
-    norm_of_sums(norm, metrics_.sums(), stream_);
-}
-
-void Trainer::update() {
-    Range range("update");
-    const State<floatX>& state = trained();
-    std::vector<int> units;
-    for (int unit = 0; unit < config_.layers + 2; unit++) units.push_back(unit);
-    if (!norm_of_each_unit_) {
-        for (const int unit : units)
-            if (!gpt_.gradients().streams_blocks()) sum_squares_of(unit, gpt_.gradients().of(unit).data());
-        sum_norm();
-    }
-    const bool weights_come = places_.lends_trained() && !places_.updates_on_host();
-    if (!places_.updates_on_host()) ring_.take(state, units, o_.state_rooms);
-    if (weights_come) gpt_.weights().expect_blocks();
-    if (!gradients_stay_with_host()) gpt_.gradients().expect_update();
-    for (const int unit : units) {
-        TensorX gradients;
-        {
-            Range range_of_unit("update", unit);
-            const bool is_block = state.layout.is_block(unit);
-            if (weights_come && is_block) gpt_.weights().block(unit - 1);
-            if (!is_block || !gradients_stay_with_host()) gradients = gpt_.gradients().of(unit);
-        }
-        update_unit(unit, gradients.data());
-    }
-    gpt_.weights().release();
-    gpt_.gradients().release();
-    ring_.give_back();
-    host_updates_.give_back();
-}
-
-// Updates the weights of a unit with its gradients: in one launch, chunk by chunk as its state comes, or by
-// the host. With --update-in-backward and without --clip-per-block the norm is that of the step before: it is
-// read, and not used, as nothing is clipped.
-void Trainer::update_unit(int unit, const floatX* gradients) {
-    Range range("update", unit);
-    const State<floatX>& state = trained();
-    const Unit& u = state.layout.units()[static_cast<size_t>(unit)];
-    if (u.size == 0) return;
-    TensorF norm = metrics_.norms().rows_at(norm_of_each_unit_ ? unit : 0, 1);
-    if (norm_of_each_unit_) {
-        TensorF scratch = arena_.take<float>("norm_partials", {kNormBlocks});
-        global_norm(norm, scratch, gradients, u.size, stream_);
-    }
-    if (places_.updates_on_host()) {
-        floatX* const on_device = state.template data<floatX>(StatePart::Weights, u.offset);
-        return host_updates_.update(state, unit, places_.weights_of(unit, on_device),
-                                    places_.gradients_of(unit, gradients, gradients_stay_with_host()), norm);
-    }
-    floatX* const weights = gpt_.weights().to_update(unit);
-    if (state.chunks().empty())
-        return optimizer_update(factors_, arrays_of_unit(state, u, weights, gradients), norm, stream_);
-    ring_.update(state, unit, [=, this, &state, &u, norm = norm.view()](const StateChunk& chunk, char* room) {
-        optimizer_update(factors_, arrays_of_chunk(state, u, chunk, room, weights, gradients), norm, stream_);
-    });
-}
-
-// What a unit adds to the norm of all.
-void Trainer::sum_squares_of(int unit, const floatX* gradients) {
-    const auto u = static_cast<size_t>(unit);
-    const int64_t first = square_sums_.first[u], count = square_sums_.first[u + 1] - first;
-    if (count > 0)
-        sum_squares(metrics_.sums().rows_at(first, count), gradients, trained().layout.units()[u].size,
-                    square_sums_.stretch, stream_);
+    updates_.end_backward();
 }
 
 // The mean loss over the validation data's first sequences, as many as --eval-batches steps read: the same
@@ -1735,40 +1637,23 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       gpt_(arena_, stream_, model_,
            {pointer_to(quantized_), pointer_to(quantized_head_), pointer_to(embeddings_)}, trained(),
            o_.attention != "common"),
-      ring_(arena_, stream_),
-      host_updates_(arena_, stream_),
-      norm_of_each_unit_(o_.clip_per_block),
-      square_sums_(make_square_sums()),
-      metrics_(static_cast<int64_t>(model_.layout.units().size()), norm_of_each_unit_,
-               o_.steps == 0 || norm_of_each_unit_ ? 0 : square_sums_.first.back()),
+      square_sums_(square_sums_of(trained().layout)),
+      metrics_(static_cast<int64_t>(model_.layout.units().size()), o_.clip_per_block,
+               o_.steps == 0 || o_.clip_per_block ? 0 : square_sums_.first.back()),
       loss_by_position_(o_.loss_by_position.empty() ? 0 : o_.seq_len),
       choices_(std::move(choices)),
       rates_(rates_of<floatX>(o_.rates)),
       places_(o_, in_.adapter.prompt_tokens, model_, trained(), pointer_to(quantized_)),
+      updates_(o_, arena_, stream_, trained(), gpt_.weights(), gpt_.gradients(), places_, square_sums_,
+               metrics_),
       replays_(o_.graph == "on") {
     check_attention<floatX>(o_, config_);
     metrics_.explain = [this] { explain_not_finite(); };
-    if (o_.update_in_backward)
-        gpt_.gradients().on_complete([this](int unit, const floatX* gradients) {
-            if (!norm_of_each_unit_) sum_squares_of(unit, gradients);
-            update_unit(unit, gradients);
-        });
-    else if (gpt_.gradients().streams_blocks() && !norm_of_each_unit_)
-        gpt_.gradients().on_complete([this](int unit, const floatX* gradients) {
-            const bool complete = micro_.adds == (o_.grad_accum > passes());
-            if (complete) sum_squares_of(unit, gradients);
-        });
     MemorySetting given = setting_of(o_);
     given.mlp_rows = std::max<int64_t>(0, given.mlp_rows);  // what is automatic is chosen with this trainer
     given.attention_rows = std::max<int64_t>(0, given.attention_rows);
     given.levels = parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
     use(given);
-}
-
-SquareSums Trainer::make_square_sums() const {
-    std::vector<int64_t> sizes;
-    for (const Unit& u : trained().layout.units()) sizes.push_back(u.size);
-    return square_sums<floatX>(sizes);
 }
 
 // What is kept of the model: of a frozen one its weights alone.
@@ -1825,7 +1710,7 @@ const MemoryReport& Trainer::rehearse(bool placed) {
         // The same takes, other products.
         plans_.add = o_.grad_accum > passes() ? rehearse_training(true, placed) : Plan();
         plans_.train.workspace = std::max(plans_.train.workspace, plans_.add.workspace);
-        if (!o_.update_in_backward) plans_.update = arena_.rehearse([&] { update(); });
+        if (!o_.update_in_backward) plans_.update = arena_.rehearse([&] { updates_.update_all(); });
     }
     if (in_.val_data || o_.bench == "forward") plans_.evaluate = rehearse_validation(true);
     if (in_.samples() && plans_.sample.takes.empty()) {  // once: no setting changes these
@@ -1960,8 +1845,6 @@ void Trainer::choose_algorithms() {
 void Trainer::take_memory() {
     arena_.allocate(plans_.all());
     metrics_.allocate();
-    factors_memory_ = DeviceBuffer(sizeof(UpdateFactors), "the step's factors");
-    factors_ = reinterpret_cast<UpdateFactors*>(factors_memory_.data());
     for (Feeder& f : feeders_)
         if (in_.feeds()) f.allocate();
     loss_by_position_.allocate();
@@ -1973,8 +1856,7 @@ void Trainer::take_memory() {
     if (embeddings_) embeddings_->allocate();
     places_.make();
     use_places();
-    ring_.use(places_.updated_state());
-    if (places_.updates_on_host()) host_updates_.allocate(trained(), *places_.updated_state());
+    updates_.allocate();
     if (places_.any() || embeddings_) metrics_.count_waiting(stream_);
     if (adapter_) adapter_->allocate();
     const int length = in_.feeds() ? o_.seq_len + in_.adapter.prompt_tokens : 0;

@@ -1,0 +1,177 @@
+// updates.h - the optimizer's part of a step: the norm of the gradients, and the update of each unit's weights,
+// after all backward passes or, with --update-in-backward, as soon as a unit's gradients are complete.
+//
+// How a unit is updated is decided here: in one launch where its whole state is on the device; chunk by chunk
+// as state comes from host memory or a disk (state_ring.h); or by the host's cores (host_updates.h).
+#pragma once
+
+#include <numeric>
+#include <vector>
+
+#include "llmc/global_norm.cuh"
+#include "llmc/gradients.h"
+#include "llmc/host_updates.h"
+#include "llmc/metrics.h"
+#include "llmc/options.h"
+#include "llmc/places.h"
+#include "llmc/state_ring.h"
+#include "llmc/weights.h"
+
+// The sums of squares that the norm of all units is made from.
+inline SquareSums square_sums_of(const Layout& layout) {
+    std::vector<int64_t> sizes;
+    for (const Unit& u : layout.units()) sizes.push_back(u.size);
+    return square_sums<floatX>(sizes);
+}
+
+class Updates {
+  public:
+    // `sums`: square_sums_of() what is trained; norms and sums are computed into `metrics`.
+    Updates(const Options& o, Arena& arena, const Stream& stream, const State<floatX>& trained, Weights& weights,
+            Gradients& gradients, const Places<floatX>& places, const SquareSums& sums, Metrics& metrics)
+        : o_(o),
+          arena_(arena),
+          stream_(stream),
+          trained_(trained),
+          weights_(weights),
+          gradients_(gradients),
+          places_(places),
+          sums_(sums),
+          metrics_(metrics),
+          ring_(arena, stream),
+          on_host_(arena, stream) {
+        if (o_.update_in_backward)
+            gradients_.on_complete([this](int unit, const floatX* g) {
+                if (!norm_of_each()) sum_squares_of(unit, g);
+                update(unit, g);
+            });
+        else if (gradients_.streams_blocks() && !norm_of_each())  // they are there now, and not later
+            gradients_.on_complete([this](int unit, const floatX* g) {
+                if (may_be_last_) sum_squares_of(unit, g);
+            });
+    }
+    Updates(const Updates&) = delete;
+
+    // The memory beside the arena, as the plan has it.
+    void allocate() {
+        memory_ = DeviceBuffer(sizeof(UpdateFactors), "the step's factors");
+        factors_ = reinterpret_cast<UpdateFactors*>(memory_.data());
+        ring_.use(places_.updated_state());
+        if (places_.updates_on_host()) on_host_.allocate(trained_, *places_.updated_state());
+    }
+
+    // What the updates of a step are made with.
+    void begin_step(const OptimizerStep& step) {
+        set_factors(factors_, step, stream_);
+        on_host_.use(step);
+    }
+    // Around a backward pass. `may_be_last`: it is a pass like the last one of the step.
+    void begin_backward(bool may_be_last) {
+        may_be_last_ = may_be_last;
+        if (o_.update_in_backward) fetch_state(units_in_order(true));
+    }
+    void end_backward() {
+        if (o_.update_in_backward && !norm_of_each()) sum_norm();
+        finish();
+    }
+    // Updates all units, after the last backward pass.
+    void update_all() {
+        Range range("update");
+        const std::vector<int> units = units_in_order();
+        if (!norm_of_each()) {
+            for (const int unit : units)
+                if (!gradients_.streams_blocks()) sum_squares_of(unit, gradients_.of(unit).data());
+            sum_norm();
+        }
+        const bool weights_come = weights_.streams_trained_blocks() && !places_.updates_on_host();
+        fetch_state(units);
+        if (weights_come) weights_.expect_blocks();
+        if (!gradients_stay_with_host()) gradients_.expect_update();
+        for (const int unit : units) {
+            TensorX gradients;
+            {
+                Range range_of_unit("update", unit);
+                const bool is_block = trained_.layout.is_block(unit);
+                if (weights_come && is_block) weights_.block(unit - 1);
+                if (!is_block || !gradients_stay_with_host()) gradients = gradients_.of(unit);
+            }
+            update(unit, gradients.data());
+        }
+        weights_.release();
+        gradients_.release();
+        finish();
+    }
+
+  private:
+    // Whether each unit is clipped by the norm of its own gradients.
+    bool norm_of_each() const { return o_.clip_per_block; }
+    // Whether blocks' gradients do not come to the device to be updated with.
+    bool gradients_stay_with_host() const {
+        return places_.updates_on_host() && gradients_.streams_blocks() && !norm_of_each();
+    }
+    std::vector<int> units_in_order(bool back = false) const {
+        return loans_in_order(static_cast<int>(trained_.layout.units().size()), back);
+    }
+    void fetch_state(const std::vector<int>& units) {
+        if (!places_.updates_on_host()) ring_.take(trained_, units, o_.state_rooms);
+    }
+    // Waits for updates under way, and frees their memory.
+    void finish() {
+        ring_.give_back();
+        on_host_.give_back();
+    }
+
+    // A unit's part of the squares that the norm is made from.
+    void sum_squares_of(int unit, const floatX* gradients) {
+        const auto u = static_cast<size_t>(unit);
+        const int64_t first = sums_.first[u], count = sums_.first[u + 1] - first;
+        if (count > 0)
+            sum_squares(metrics_.sums().rows_at(first, count), gradients, trained_.layout.units()[u].size,
+                        sums_.stretch, stream_);
+    }
+    // The norm of the whole gradient. The parts are added in the same order whenever units were updated.
+    void sum_norm() {
+        TensorF norm = metrics_.norms().rows_at(0, 1);
+        norm_of_sums(norm, metrics_.sums(), stream_);
+    }
+    // Updates a unit's weights. With --update-in-backward and without --clip-per-block the norm is that of the
+    // step before: it is read and not used, as nothing is clipped.
+    void update(int unit, const floatX* gradients) {
+        Range range("update", unit);
+        const Unit& u = trained_.layout.units()[static_cast<size_t>(unit)];
+        if (u.size == 0) return;
+        TensorF norm = metrics_.norms().rows_at(norm_of_each() ? unit : 0, 1);
+        if (norm_of_each()) {
+            TensorF scratch = arena_.take<float>("norm_partials", {kNormBlocks});
+            global_norm(norm, scratch, gradients, u.size, stream_);
+        }
+        if (places_.updates_on_host()) {
+            floatX* const on_device = trained_.template data<floatX>(StatePart::Weights, u.offset);
+            return on_host_.update(trained_, unit, places_.weights_of(unit, on_device),
+                                   places_.gradients_of(unit, gradients, gradients_stay_with_host()), norm);
+        }
+        floatX* const weights = weights_.to_update(unit);
+        if (trained_.chunks().empty())
+            return optimizer_update(factors_, arrays_of_unit(trained_, u, weights, gradients), norm, stream_);
+        ring_.update(trained_, unit,
+                     [=, this, &u, norm = norm.view()](const StateChunk& chunk, char* buffer) {
+                         const auto arrays = arrays_of_chunk(trained_, u, chunk, buffer, weights, gradients);
+                         optimizer_update(factors_, arrays, norm, stream_);
+                     });
+    }
+
+    const Options& o_;
+    Arena& arena_;
+    const Stream& stream_;
+    const State<floatX>& trained_;
+    Weights& weights_;
+    Gradients& gradients_;
+    const Places<floatX>& places_;
+    const SquareSums& sums_;
+    Metrics& metrics_;
+    StateRing ring_;
+    HostUpdates<floatX> on_host_;
+    DeviceBuffer memory_;
+    UpdateFactors* factors_ = nullptr;  // on the device: of the current step
+    bool may_be_last_ = true;           // the current backward pass
+};

@@ -6,10 +6,11 @@
 // gradients) it divides the summands by the number of threads, and which columns and rows are in a call also
 // decides how it orders a sum.
 //
-// Sizes of pieces were measured with oneDNN 2.6 on two cores with AVX-512 and AMX, on products of 256 and 1024
-// rows of GPT-2 124M and SmolLM2-135M. Beside oneDNN's own division among two threads a step of 1024 rows takes
-// 0.97 to 1.00 times as long, one of 256 rows 0.97 to 1.04 times. The slowest beside it is 256 x 3072 x 576
-// with a transposed b in fp32: 175 GFLOP/s where pieces of 128 x 768 have 193, which are slower elsewhere.
+// Sizes of pieces were measured with oneDNN 2.6 on two cores with AVX-512 and AMX, on products of 256 and
+// 1024 rows of GPT-2 124M and SmolLM2-135M. Beside oneDNN's own division among two threads a step of 1024
+// rows takes 0.97 to 1.00 times as long, one of 256 rows 0.97 to 1.04 times. The slowest beside it is 256 x
+// 3072 x 576 with a transposed b in fp32: 175 GFLOP/s where pieces of 128 x 768 have 193, which are slower
+// elsewhere.
 #pragma once
 
 #include "llmc/matvec_cpu.h"
@@ -34,8 +35,8 @@ constexpr int64_t kLeastPieces = 2, kLeastFlops = 2'000'000;
 inline int64_t equal_parts(int64_t n, int64_t parts, int64_t tile = 16) {
     return std::min(n, ceil_div(ceil_div(n, parts), tile) * tile);
 }
-// The same of parts of about `wanted` or less. Their number is even if there are several: with three parts one
-// of two threads would compute two of them.
+// The same of parts of about `wanted` or less. Their number is even if there are several: with three parts
+// one of two threads would compute two of them.
 inline int64_t even_parts(int64_t n, int64_t wanted) {
     const int64_t parts = ceil_div(n, wanted);
     return equal_parts(n, parts > 1 ? parts + parts % 2 : 1);

@@ -63,8 +63,24 @@ inline dnnl::matmul::primitive_desc describe(const OnednnProduct& p, memory::dat
     return {dnnl::matmul::desc(a, b, c), attributes, cpu()};
 #endif
 }
-inline dnnl::matmul::primitive_desc describe(const OnednnProduct& p, memory::data_type in,
+// The product with the stride of each dimension of size 1 replaced by the one that a matrix without gaps has.
+// Such a stride means nothing, and oneDNN 2.6's cache of compiled products ignores it, but its choice of an
+// implementation does not: the cache may return one that needs scratch that was never asked for.
+inline OnednnProduct without_idle_strides(OnednnProduct p) {
+    if (p.m == 1) {
+        p.a_row = p.a_column == 1 ? p.k : 1;
+        p.c_row = p.n;
+    }
+    if (p.k == 1) {
+        p.a_column = 1;
+        p.b_row = p.b_column == 1 ? p.n : 1;
+    }
+    if (p.n == 1) p.b_column = 1;
+    return p;
+}
+inline dnnl::matmul::primitive_desc describe(const OnednnProduct& product, memory::data_type in,
                                              memory::data_type out) {
+    const OnednnProduct p = without_idle_strides(product);
     return describe(p, in, memory::desc({p.m, p.k}, in, memory::dims{p.a_row, p.a_column}),
                     memory::desc({p.k, p.n}, in, memory::dims{p.b_row, p.b_column}),
                     memory::desc({p.m, p.n}, out, memory::dims{p.c_row, 1}));

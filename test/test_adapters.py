@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from test_bad_input import refused
 from test_families import DATA, MODELS, gradients_in_bf16, linked, prepare
 from test_train import GRADIENT_BOUND, LOSS_BOUND, by_key, open_with_transformers, run_reference
-from trainer_runs import figures, make, read_log, saved_bytes
+from trainer_runs import figures, make, random_tokens, read_log, saved_bytes, write_shard
 
 # For each model: the targets of its adapter, and settings besides rank and alpha. They cover parts of joined
 # tensors, different ranks and scales, all layers and a single one.
@@ -313,3 +313,14 @@ def test_tensors_of_another_model(train_fp32, spoilt):
     check({}, "no tensors")
     path.unlink()
     refused(train_fp32, spoilt, GIVEN | {"--adapter": "adapter"}, "adapter", "has no adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("options", [("--seq-len", 1), ("--seq-len", 257, "--recompute", "block", "--attention-rows", 128)], ids=str)
+def test_products_of_a_single_row(train, tmp_path, options):
+    """The gradients of an adapter from one row have one summand each; their layouts differ between layers."""
+    make(tmp_path / "model", "--family", "llama", "--layers", 2, "--heads", 4, "--kv-heads", 2, "--channels", 64, "--mlp-width", 96,
+         "--vocab", 256, "--positions", 512)
+    write_shard(tmp_path / "data.bin", random_tokens(256, 2000))
+    run = ("--model", "model", "--train", "lora", "--data", "data.bin", "--batch", 1, "--steps", 2, "--sample-tokens", 0, "--log", "log")
+    train(*run, *options, cwd=tmp_path)
+    assert all(0 < line["grad_norm"] < 100 for line in read_log(tmp_path / "log") if "grad_norm" in line)

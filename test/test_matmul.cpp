@@ -21,8 +21,8 @@ struct Case {
     bool bias_gradient = false;
 };
 
-constexpr int64_t kShapes[][3] = {{64, 192, 64}, {37, 72, 24},    {1, 256, 64},
-                                  {33, 5, 7},    {130, 128, 300}, {1, 1, 1}};
+constexpr int64_t kShapes[][3] = {{64, 192, 64},   {37, 72, 24}, {1, 256, 64}, {33, 5, 7},
+                                  {130, 128, 300}, {1, 1, 1},    {64, 16, 1},  {5, 64, 1}};
 
 std::vector<Case> forms_of_the_step(int64_t m, int64_t n, int64_t k) {
     return {
@@ -171,6 +171,8 @@ TYPED_TEST(Matmul, ColumnsOfAWiderMatrixIntoFp32) {
                                                          {37, 5, 70, 90, 53, 0},
                                                          {1, 1, 3, 2, 1, 0},
                                                          {64, 48, 33, 192, 64, 96},
+                                                         {64, 16, 1, 64, 0, 0},
+                                                         {64, 16, 1, 128, 64, 48},
                                                          {41, 6, 70, 90, 13, 19}}) {
         SCOPED_TRACE(testing::Message() << m << "x" << n << "x" << k << ", b of " << b_width);
         const int64_t b_row = b_width ? b_width : n;
@@ -207,10 +209,10 @@ TYPED_TEST(Matmul, ColumnsOfWiderMatrices) {
         int64_t m, n, k;
         bool transpose_a, transpose_b;
     };
-    std::vector<Shape3> cases = {{70, 33, 16, false, true},  {9, 16, 130, false, false},
-                                 {1, 40, 3, false, true},    {48, 8, 70, true, false},
-                                 {16, 130, 9, true, false},  {3, 57, 33, true, false},
-                                 {130, 16, 257, true, false}};
+    std::vector<Shape3> cases = {{70, 33, 16, false, true},   {9, 16, 130, false, false},
+                                 {1, 40, 3, false, true},     {48, 8, 70, true, false},
+                                 {16, 130, 9, true, false},   {3, 57, 33, true, false},
+                                 {130, 16, 257, true, false}, {64, 16, 1, true, false}};
     if (!kSmallShapes) cases.push_back({8100, 640, 16, false, true});
     for (const auto& [m, n, k, transpose_a, transpose_b] : cases) {
         SCOPED_TRACE(testing::Message() << m << "x" << n << "x" << k << " ta" << transpose_a);

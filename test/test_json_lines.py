@@ -367,7 +367,7 @@ def words(choose, count):
     return " ".join(choose.choice(WORDS) for _ in range(count))
 
 
-WORDS = (ROOT / "README.md").read_text().split()[:400]
+WORDS = (ROOT / "dev" / "data" / "tinyshakespeare.txt").read_text().split()[:400]
 
 
 def write_examples(path, count, seed=0, most=4):

@@ -59,7 +59,7 @@ def run_recipe(folder, title):
     """Runs a recipe's commands in bash, as they stand, and returns all that they print."""
     commands = "\n".join(blocks(section(title), "sh"))
     assert commands
-    ran = subprocess.run(["bash", "-euo", "pipefail", "-c", commands], cwd=folder, capture_output=True, timeout=600,
+    ran = subprocess.run(["bash", "-euo", "pipefail", "-c", commands], cwd=folder, capture_output=True, timeout=1800,
                          env=ENVIRONMENT | {"PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"})
     said = (ran.stdout + ran.stderr).decode(errors="replace")
     assert ran.returncode == 0, said

@@ -28,7 +28,7 @@ RUN = ("--model", "model", "--batch", 2, "--seq-len", 24, "--sample-tokens", 0)
 def given(tmp_path_factory):
     """Two models with a tokenizer, one with narrow and one with wide tokens, and texts."""
     path = tmp_path_factory.mktemp("given")
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "dev" / "data" / "tinyshakespeare.txt").read_text()[:16000].replace("\n", "\n    ")  # spaces that merge
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     tokenizer.train_from_iterator([text], trainers.BpeTrainer(

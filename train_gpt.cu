@@ -379,7 +379,7 @@ class Trainer {
     const SquareSums square_sums_;  // where the norm is that of all units
     Metrics metrics_;
     DeviceBuffer positions_memory_, dropout_memory_;
-    LossByPosition loss_by_position_;   // of a validation
+    LossByPosition loss_by_position_;  // of a validation
     Plans plans_;
     MemoryReport report_;
     const Choices choices_;
@@ -999,8 +999,7 @@ void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Ke
     const TensorX summand = projected(layer, a.attention, rows);
     if (!keep.attention) a.attention.drop(), a.lse.drop();
     a.middle = take("residual_middle", a.input.shape());
-    a.mlp.norm =
-        norm_.add_and_forward(kNorm2, a.middle, a.input, summand, weights_.block(layer).norm_2);
+    a.mlp.norm = norm_.add_and_forward(kNorm2, a.middle, a.input, summand, weights_.block(layer).norm_2);
 }
 
 // a.input (B, T, C) + the attention of its norm, some rows of a sequence after the others: so only keys and

@@ -38,8 +38,8 @@ inline bool has_lora(const TargetModules& targets, const ConfigReader& r, const 
     const bool there = file.find(a) || file.find(b);
     const char* const left_out_by = targets.left_out_by(module, layer, true);
     if (there && left_out_by)
-        fail("%s: '%s' leaves out %s, but %s has tensors for it", r.file().c_str(), left_out_by, module.c_str(),
-             file.path().c_str());
+        fail("%s: '%s' leaves out %s, but %s has tensors for it", r.file().c_str(), left_out_by,
+             module.c_str(), file.path().c_str());
     if (!there && !left_out_by)
         fail("%s: 'target_modules' has %s, but %s has no tensors for it", r.file().c_str(), module.c_str(),
              file.path().c_str());

@@ -26,8 +26,8 @@ inline Tensor<int> tokens_on_device(Arena& arena, Stream stream, const std::vect
 
 class EmbeddingAndHead {
   public:
-    EmbeddingAndHead(Arena& arena, const Stream& stream, const ModelConfig& config, const OutsideState& outside,
-                     const Weights& weights, const NormLayer& norm)
+    EmbeddingAndHead(Arena& arena, const Stream& stream, const ModelConfig& config,
+                     const OutsideState& outside, const Weights& weights, const NormLayer& norm)
         : arena_(arena),
           stream_(stream),
           config_(config),
@@ -41,7 +41,8 @@ class EmbeddingAndHead {
     // Streams a head that is elsewhere: as soon as that is allocated.
     void stream_head() {
         if (elsewhere_)
-            streamed_.lend(elsewhere_->way(), elsewhere_->loan_bytes(), kSlicesAhead, elsewhere_->residence());
+            streamed_.lend(elsewhere_->way(), elsewhere_->loan_bytes(), kSlicesAhead,
+                           elsewhere_->residence());
     }
     bool streams_head() const { return elsewhere_; }
     // The vectors of the soft prompt, 0 without one.
@@ -64,7 +65,8 @@ class EmbeddingAndHead {
         return w.norm.weight ? std::move(norm_.forward(kEmbeddingNorm, x, w.norm).out) : std::move(x);
     }
     // Adds to the embeddings' gradients what d_stream, the gradient of embed()'s output, sends back.
-    void embed_backward(Embeddings<floatX>& g, TensorX& d_stream, const DeviceBatch& batch, const Rows& rows) {
+    void embed_backward(Embeddings<floatX>& g, TensorX& d_stream, const DeviceBatch& batch,
+                        const Rows& rows) {
         const Embeddings<floatX>& w = weights_.embeddings;
         if (const Dropout d = dropout_of(rows)) dropout(d_stream, d_stream, d, stream_);
         if (w.norm.weight) {
@@ -93,7 +95,8 @@ class EmbeddingAndHead {
         copy_rows_on_device(rows.data(), T * C, stream.at(N * C), (N + T) * C, T * C, B, stream_);
         return rows;
     }
-    // Its backward: the gradient (B, prompt_len() + T, C), zero for the soft prompt's rows, which have no loss.
+    // Its backward: the gradient (B, prompt_len() + T, C), zero for the soft prompt's rows, which have no
+    // loss.
     TensorX with_prompt(TensorX&& d_tokens) {
         const int64_t N = prompt_len(), B = d_tokens.shape().dims[0], C = config_.channels;
         if (N == 0) return std::move(d_tokens);
@@ -151,7 +154,8 @@ class EmbeddingAndHead {
             return rows;
         }
         const auto row_bytes = static_cast<int64_t>(elsewhere_->embedding_row_bytes());
-        note_transfer({Transfer::Vocabulary, false, elsewhere_->way(), static_cast<double>(count * row_bytes)});
+        note_transfer(
+            {Transfer::Vocabulary, false, elsewhere_->way(), static_cast<double>(count * row_bytes)});
         note_wait(Transfer::Vocabulary);
         QuantizedView matrix = elsewhere_->embedding();
         if (elsewhere_->home() == Home::Host) {  // a GPU reads pinned memory itself
@@ -208,9 +212,9 @@ class EmbeddingAndHead {
         if (w.token) return from(tokens, w.token);
         from(Tensor<int>(nullptr, tokens.shape()), token_rows(tokens));
     }
-    // Calls use(first, slice) for the slices of a streamed head, whose rows begin with number `first`: from the
-    // first slice to the last, the next time back, and so on. So the slices at both ends come once for two
-    // uses.
+    // Calls use(first, slice) for the slices of a streamed head, whose rows begin with number `first`: from
+    // the first slice to the last, the next time back, and so on. So the slices at both ends come once for
+    // two uses.
     template <class Use>
     void for_each_streamed_slice(Use&& use) {
         const int slices = elsewhere_->slices();
@@ -242,8 +246,8 @@ class EmbeddingAndHead {
     Arena& arena_;
     const Stream& stream_;
     const ModelConfig& config_;
-    const QuantizedWeights* const quantized_;      // the head's matrix, or null
-    const EmbeddingsElsewhere* const elsewhere_;   // or null
+    const QuantizedWeights* const quantized_;     // the head's matrix, or null
+    const EmbeddingsElsewhere* const elsewhere_;  // or null
     const Weights& weights_;
     const NormLayer& norm_;
     Loans streamed_;  // slices of the head

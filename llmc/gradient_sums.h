@@ -13,8 +13,8 @@
 #include "llmc/norm.h"
 #include "llmc/wide_sum.cuh"
 
-// The rows of a gradient (m, n) whose product of one chunk is in fp32 at a time. On a GPU each slice takes two
-// launches, so slices are larger there: an eighth of the chunk's operand.
+// The rows of a gradient (m, n) whose product of one chunk is in fp32 at a time. On a GPU each slice takes
+// two launches, so slices are larger there: an eighth of the chunk's operand.
 inline int64_t wide_rows(int64_t chunk, int64_t m, int64_t n) {
     constexpr int64_t kFew = 2048;
     const int64_t room = chunk * m * static_cast<int64_t>(sizeof(bf16)) / 8;
@@ -37,9 +37,9 @@ Tensor<uint8_t> take_low_bits(Arena& arena, Stream stream, const char* name, con
     return low;
 }
 
-// d_weight (m, n) [+]= a^T b, of a (rows, m) and b (rows, n). These may be columns of wider tensors, whose rows
-// are a_row and b_row elements apart. With `low` the product is always added, as a term of a wide sum; the last
-// vector of a slice may then touch the padding behind d_weight, which stays zero.
+// d_weight (m, n) [+]= a^T b, of a (rows, m) and b (rows, n). These may be columns of wider tensors, whose
+// rows are a_row and b_row elements apart. With `low` the product is always added, as a term of a wide sum;
+// the last vector of a slice may then touch the padding behind d_weight, which stays zero.
 template <class T>
 void add_product(Arena& arena, Stream stream, Tensor<T>& d_weight, Tensor<uint8_t>& low, const Tensor<T>& a,
                  const Tensor<T>& b, bool adds, int64_t a_row = 0, int64_t b_row = 0) {
@@ -68,7 +68,7 @@ void add_product(Arena& arena, Stream stream, Tensor<T>& d_weight, Tensor<uint8_
 template <class T>
 struct LinearGradient {
     Linear<T> view;  // of the unit's gradients
-    bool adds;       // to the matrices' gradients, which the first product writes otherwise; a bias is added to
+    bool adds;  // to the matrices' gradients, which the first product writes otherwise; a bias is added to
     bool in_chunks = false;
     Tensor<uint8_t> weight_low = {}, a_low = {};  // low bits, in chunks
     std::vector<Tensor<uint8_t>> b_low = {};
@@ -101,10 +101,9 @@ struct LinearGradient {
     // The weight's and the bias's terms of rows x (rows, inputs) and d_out (rows, outputs).
     void add(Arena& arena, Stream stream, const Tensor<T>& x, const Tensor<T>& d_out, bool by_outputs) {
         if (!in_chunks && !by_outputs)  // the product makes the bias's too
-            return matmul(arena, stream, view.weight, x, d_out,
-                          {.transpose_a = true,
-                           .accumulate = adds,
-                           .bias_gradient = view.bias ? &view.bias : nullptr});
+            return matmul(
+                arena, stream, view.weight, x, d_out,
+                {.transpose_a = true, .accumulate = adds, .bias_gradient = view.bias ? &view.bias : nullptr});
         add_product(arena, stream, view.weight, weight_low, by_outputs ? d_out : x, by_outputs ? x : d_out,
                     adds);
         if (!view.bias) return;
@@ -128,9 +127,9 @@ struct LinearGradient {
 // Where the gradients of a norm go: they are always added. Absent gradients are frozen.
 template <class T>
 struct NormGradient {
-    Norm<T> view;  // of the unit's gradients
-    Tensor<float> all = {};      // in chunks: their sums, (1, norm_sums(), C),
-    Norm<float> sums = {};       // and views of these
+    Norm<T> view;            // of the unit's gradients
+    Tensor<float> all = {};  // in chunks: their sums, (1, norm_sums(), C),
+    Norm<float> sums = {};   // and views of these
 
     void begin_chunks(Arena& arena, Stream stream, const char* name) {
         if (!view.weight) return;

@@ -1,6 +1,6 @@
-// gradients.h - where the gradients of each unit are while backward makes them and until they are updated with:
-// in the State, streamed from host memory or files, or, where each unit is updated as soon as its gradients
-// are complete, in the arena for that long.
+// gradients.h - where the gradients of each unit are while backward makes them and until they are updated
+// with: in the State, streamed from host memory or files, or, where each unit is updated as soon as its
+// gradients are complete, in the arena for that long.
 #pragma once
 
 #include <functional>
@@ -31,8 +31,8 @@ class Gradients {
     }
     bool streams_blocks() const { return trained_.options.block_gradients != Home::Device; }
 
-    // Begins a backward pass, which takes the blocks from the last to the first. With `adds` it adds to what is
-    // there, which is prefetched; else it writes.
+    // Begins a backward pass, which takes the blocks from the last to the first. With `adds` it adds to what
+    // is there, which is prefetched; else it writes.
     void begin_backward(bool adds) {
         streamed_.come_with_contents(adds);
         if (streams_blocks()) streamed_.expect(loans_in_order(layers(), true));

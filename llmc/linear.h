@@ -13,8 +13,7 @@ inline TensorX weight_of(Arena& arena, Stream stream, const Linear<floatX>& w) {
     if (w.lies_as(kStored<floatX>))
         return TensorX(w.quantized[0].matrix.template floats<floatX>(), w.shape());
     TensorX weight = arena.take<floatX>("dequantized", w.shape());
-    for (const auto& [matrix, first] : w.quantized)
-        dequantize(weight.at(first * w.inputs()), matrix, stream);
+    for (const auto& [matrix, first] : w.quantized) dequantize(weight.at(first * w.inputs()), matrix, stream);
     return weight;
 }
 
@@ -23,8 +22,8 @@ inline void dequantize_once(Arena& arena, Stream stream, Linear<floatX>& w) {
     if (!w.quantized.empty()) w.made = weight_of(arena, stream, w);
 }
 
-// x (.., inputs) W [+ bias] [+ adapter], then GELU if asked: (.., outputs), a tensor called `name`. `rows`: which
-// rows these are.
+// x (.., inputs) W [+ bias] [+ adapter], then GELU if asked: (.., outputs), a tensor called `name`. `rows`:
+// which rows these are.
 inline TensorX linear_forward(Arena& arena, Stream stream, const char* name, const TensorX& x,
                               const Linear<floatX>& w, const Rows& rows, bool gelu = false) {
     Shape shape = x.shape();

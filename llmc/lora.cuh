@@ -1,5 +1,5 @@
-// lora.cuh - LoRA (Hu et al., arXiv:2106.09685) at a linear layer: y += scale B A dropout(x), its backward, and
-// the merge into the layer's matrix. adapter_files.h reads and writes adapters.
+// lora.cuh - LoRA (Hu et al., arXiv:2106.09685) at a linear layer: y += scale B A dropout(x), its backward,
+// and the merge into the layer's matrix. adapter_files.h reads and writes adapters.
 //
 // A (ranks, inputs) holds the A of all parts that share the input, such as q, k and v; the columns A x of the
 // parts lie beside each other, each scaled by its own number. Each part's B (outputs, rank) makes its own
@@ -82,14 +82,14 @@ inline TensorX lora_columns(Arena& arena, Stream stream, const TensorX& x, const
 // out (rows, outputs) += scale B A dropout(x), x (rows, inputs).
 inline void add_lora(Arena& arena, Stream stream, TensorX& out, const TensorX& x,
                      const Adapter<floatX>& adapter, const Rows& rows) {
-    const TensorX columns =
-        lora_columns(arena, stream, lora_input(arena, stream, x, adapter, rows), adapter);
+    const TensorX columns = lora_columns(arena, stream, lora_input(arena, stream, x, adapter, rows), adapter);
     int64_t first = 0;
     for (const auto& part : adapter.parts) {
         const int64_t rank = part.b.columns();
         TensorX to(out.at(part.first_output), {out.rows(), part.b.rows()});
-        matmul(arena, stream, to, TensorX(columns.at(first), {columns.rows(), rank}), part.b,
-               {.transpose_b = true, .accumulate = true, .a_row = columns.columns(), .out_row = out.columns()});
+        matmul(
+            arena, stream, to, TensorX(columns.at(first), {columns.rows(), rank}), part.b,
+            {.transpose_b = true, .accumulate = true, .a_row = columns.columns(), .out_row = out.columns()});
         first += rank;
     }
 }
@@ -144,8 +144,9 @@ inline void merge_lora(Arena& arena, Stream stream, TensorX& matrix, const Adapt
             matmul(arena, stream, to, b, a, {.accumulate = true});
         } else {
             TensorX to(matrix.at(part.first_output), {matrix.rows(), outputs});
-            matmul(arena, stream, to, a, b,
-                   {.transpose_a = true, .transpose_b = true, .accumulate = true, .out_row = matrix.columns()});
+            matmul(
+                arena, stream, to, a, b,
+                {.transpose_a = true, .transpose_b = true, .accumulate = true, .out_row = matrix.columns()});
         }
         first += rank;
     }

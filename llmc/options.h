@@ -63,8 +63,8 @@ struct Options {
     uint64_t seed = 1337;
     bool clip_per_block = false;
     std::string optimizer = "adamw", master = "fp32", adam_m = "fp32", adam_v = "fp32";
-    std::string weights = "device", embeddings = "device", gradients = "device",
-                state = "device", updates = "device";
+    std::string weights = "device", embeddings = "device", gradients = "device", state = "device",
+                updates = "device";
     int prefetch = 1;      // prefetch distance, in blocks
     int state_rooms = 32;  // chunks; -1: as many as a block has
     int park = 0;          // number of layers; -1: all
@@ -563,7 +563,8 @@ inline void check_adapter_options(const Options& o) {
     if (!o.merge.empty() && !o.trains_adapter() && o.resume.empty())
         fail("--merge %s: there is no adapter to merge; give --train lora or --adapter", o.merge.c_str());
     if (o.trains_adapter() && parse_new_model(o.model) && o.bench.empty())
-        fail("--model %s: is a new one, and an adapter belongs to a trained model: give its folder", o.model.c_str());
+        fail("--model %s: is a new one, and an adapter belongs to a trained model: give its folder",
+             o.model.c_str());
 }
 
 // Fails if --context auto has nothing to choose, or is combined with options that it would choose.

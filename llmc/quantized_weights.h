@@ -108,8 +108,7 @@ class QuantizedWeights {
         for (const Matrix& m : matrices_)
             if (m.module.layer == layer && m.module.field == field)
                 found.push_back(
-                    {view(m, loan ? loan + (m.offset - start_of(layer)) : nullptr),
-                     m.module.first_output});
+                    {view(m, loan ? loan + (m.offset - start_of(layer)) : nullptr), m.module.first_output});
         return found;
     }
 

@@ -44,7 +44,8 @@ struct Rows {
     // Dropout of activations (rows, columns) at a place of a layer; of attention's probabilities, which count
     // their own rows, with 0 columns.
     Dropout dropout_at(int layer, DropoutPlace place, int64_t columns) const {
-        return dropout_of(static_cast<uint64_t>(layer) * kPlacesOfLayer + place, dropout.activations, columns);
+        return dropout_of(static_cast<uint64_t>(layer) * kPlacesOfLayer + place, dropout.activations,
+                          columns);
     }
     // Dropout of an adapter's inputs (rows, columns).
     Dropout lora_dropout(uint64_t place, int64_t columns) const {

@@ -538,10 +538,9 @@ std::optional<QuantizedWeights> RunInputs::quantized_weights(const std::string& 
     const bool trained = o_.steps > 0 && !adapter;
     const Home home = trained ? Home::Device : named<Home>(kHomeNames, weights);
     if (gguf)
-        return QuantizedWeights(config, home, false,
-                                [&](const LinearModule& m, const std::string& name) {
-                                    return &format_of(*gguf->get(name, {m.outputs, m.inputs}).tensor);
-                                });
+        return QuantizedWeights(config, home, false, [&](const LinearModule& m, const std::string& name) {
+            return &format_of(*gguf->get(name, {m.outputs, m.inputs}).tensor);
+        });
     if (const std::vector<StoredAs> formats = stored(); !formats.empty())
         return QuantizedWeights(config, home, false, [&](const LinearModule& m, const std::string&) {
             return stored_format<T>(formats, config, m);
@@ -552,12 +551,11 @@ std::optional<QuantizedWeights> RunInputs::quantized_weights(const std::string& 
                                 [](const LinearModule&, const std::string&) { return &kStoredBf16; });
     const SafetensorsFolder files(model, config.family->prefix);
     if (!config.has_nf4)
-        return QuantizedWeights(
-            config, home, true, [&](const LinearModule& m, const std::string& name) {
-                const Shape shape =
-                    config.family->by_outputs ? Shape{m.outputs, m.inputs} : Shape{m.inputs, m.outputs};
-                return &format_of(files.get(name, file_shape(shape)), model);
-            });
+        return QuantizedWeights(config, home, true, [&](const LinearModule& m, const std::string& name) {
+            const Shape shape =
+                config.family->by_outputs ? Shape{m.outputs, m.inputs} : Shape{m.inputs, m.outputs};
+            return &format_of(files.get(name, file_shape(shape)), model);
+        });
     return QuantizedWeights(config, home, false, [&](const LinearModule&, const std::string& name) {
         if (!Nf4File::has(files, name))
             fail("%s: tensor \"%s\" is not quantized, and the folder's others are", model.c_str(),

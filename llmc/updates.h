@@ -1,5 +1,6 @@
-// updates.h - the optimizer's part of a step: the norm of the gradients, and the update of each unit's weights,
-// after all backward passes or, with --update-in-backward, as soon as a unit's gradients are complete.
+// updates.h - the optimizer's part of a step: the norm of the gradients, and the update of each unit's
+// weights, after all backward passes or, with --update-in-backward, as soon as a unit's gradients are
+// complete.
 //
 // How a unit is updated is decided here: in one launch where its whole state is on the device; chunk by chunk
 // as state comes from host memory or a disk (state_ring.h); or by the host's cores (host_updates.h).
@@ -27,8 +28,9 @@ inline SquareSums square_sums_of(const Layout& layout) {
 class Updates {
   public:
     // `sums`: square_sums_of() what is trained; norms and sums are computed into `metrics`.
-    Updates(const Options& o, Arena& arena, const Stream& stream, const State<floatX>& trained, Weights& weights,
-            Gradients& gradients, const Places<floatX>& places, const SquareSums& sums, Metrics& metrics)
+    Updates(const Options& o, Arena& arena, const Stream& stream, const State<floatX>& trained,
+            Weights& weights, Gradients& gradients, const Places<floatX>& places, const SquareSums& sums,
+            Metrics& metrics)
         : o_(o),
           arena_(arena),
           stream_(stream),
@@ -134,8 +136,8 @@ class Updates {
         TensorF norm = metrics_.norms().rows_at(0, 1);
         norm_of_sums(norm, metrics_.sums(), stream_);
     }
-    // Updates a unit's weights. With --update-in-backward and without --clip-per-block the norm is that of the
-    // step before: it is read and not used, as nothing is clipped.
+    // Updates a unit's weights. With --update-in-backward and without --clip-per-block the norm is that of
+    // the step before: it is read and not used, as nothing is clipped.
     void update(int unit, const floatX* gradients) {
         Range range("update", unit);
         const Unit& u = trained_.layout.units()[static_cast<size_t>(unit)];

@@ -1,8 +1,9 @@
-// weights.h - the weights that a step computes with: views of tensors on the device, wherever a block is kept.
+// weights.h - the weights that a step computes with: views of tensors on the device, wherever a block is
+// kept.
 //
-// A block that lives in host memory or in files is streamed: expect_blocks() prefetches in the order of a pass,
-// and block() waits for the one it is asked for. With all blocks on the device both cost nothing. Matrices of
-// a frozen model may be quantized; linear.h dequantizes them where a product reads them.
+// A block that lives in host memory or in files is streamed: expect_blocks() prefetches in the order of a
+// pass, and block() waits for the one it is asked for. With all blocks on the device both cost nothing.
+// Matrices of a frozen model may be quantized; linear.h dequantizes them where a product reads them.
 #pragma once
 
 #include <array>
@@ -88,8 +89,8 @@ class Weights {
             bind_matrices(layer, buffer);
         return block;
     }
-    // The weights of a trained unit, to be changed: of a streamed block those that block() gave last, which are
-    // stored before their buffer is used again.
+    // The weights of a trained unit, to be changed: of a streamed block those that block() gave last, which
+    // are stored before their buffer is used again.
     floatX* to_update(int unit) {
         if (!trained_.layout.is_block(unit) || !streams_trained_blocks())
             return unit_of(trained_, StatePart::Weights, unit).data();
@@ -127,5 +128,6 @@ class Weights {
     const OutsideState outside_;
     std::vector<Block<floatX>> blocks_;
     Loans streamed_;
-    std::pair<int, char*> bound_ = {-1, nullptr};  // the streamed block whose views are right, and where it is
+    std::pair<int, char*> bound_ = {-1,
+                                    nullptr};  // the streamed block whose views are right, and where it is
 };

@@ -17,7 +17,6 @@
 
 #include "llmc/adapter.h"
 #include "llmc/arena.h"
-#include "llmc/attention.cuh"
 #include "llmc/bench.h"
 #include "llmc/calibrate.h"
 #include "llmc/checkpoint.h"
@@ -41,7 +40,6 @@
 #include "llmc/norm_layer.h"
 #include "llmc/not_finite.h"
 #include "llmc/options.h"
-#include "llmc/parked_keys.h"
 #include "llmc/parked_rows.h"
 #include "llmc/parking.h"
 #include "llmc/plans.h"
@@ -57,6 +55,7 @@
 #include "llmc/run_inputs.h"
 #include "llmc/sample.h"
 #include "llmc/schedule.h"
+#include "llmc/sequence_keys.h"
 #include "llmc/signals.h"
 #include "llmc/state.h"
 #include "llmc/swiglu.cuh"
@@ -70,8 +69,6 @@ using Parked = ParkedInputs<floatX>;
 struct BlockActivations;  // these are beside forward
 struct MlpActivations;
 struct HeadActivations;
-struct KvCache;
-struct KvRows;
 
 // How a micro-batch is run.
 struct MicroBatchOptions {
@@ -93,7 +90,6 @@ class Gpt {
           stream_(stream),
           config_(model.layout.config()),
           family_(*config_.family),
-          hopper_attention_(hopper_attention),
           weights_(arena, stream, model, outside, trained),
           gradients_(arena, stream, trained),
           norm_(arena, stream, config_),
@@ -101,7 +97,7 @@ class Gpt {
           trained_(trained),
           parked_(arena, stream),
           parked_rows_(arena, stream),
-          parked_keys_(arena, stream) {}
+          keys_(arena, stream, config_, position_factors_, hopper_attention) {}
     Weights& weights() { return weights_; }
     Gradients& gradients() { return gradients_; }
     EmbeddingAndHead& ends() { return ends_; }
@@ -124,7 +120,7 @@ class Gpt {
     }
     // And where keys and values do, and the sums of their gradients, in pieces of so many rows; 0: on the
     // device.
-    void park_keys_in(Elsewhere* keys, Elsewhere* sums, int64_t rows) { parked_keys_.use(rows, keys, sums); }
+    void park_keys_in(Elsewhere* keys, Elsewhere* sums, int64_t rows) { keys_.offload_to(keys, sums, rows); }
 
     void forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
                           float loss_scale, TensorF& loss);
@@ -148,12 +144,6 @@ class Gpt {
     float rotary_scale() const { return static_cast<float>(attention_factor(config_.rope)); }
     float epsilon() const { return static_cast<float>(config_.norm_epsilon); }
     int64_t prompt_len() const { return ends_.prompt_len(); }
-    // The columns of a packed qkv where the keys and the values begin.
-    int64_t keys_at() const { return family_.heads_together ? config_.head_size : config_.query_width(); }
-    int64_t values_at() const {
-        return keys_at() + (family_.heads_together ? config_.head_size : config_.kv_width());
-    }
-
     // The parts of a block, forward.
     TensorX linear(const char* name, const TensorX& x, const Linear<floatX>& w, const Rows& rows,
                    bool gelu = false) {
@@ -166,14 +156,6 @@ class Gpt {
                   bool for_backward, int first_position);
     void make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<floatX>& w,
                            BlockGradient<floatX>& g, const Rows& rows, int first_position);
-    AttentionInput<floatX> attention_of(const TensorX& qkv, int layer, const Rows& rows,
-                                        const KvRows* kv) const;
-    template <class Use>
-    void for_pieces_of_keys(const TensorX& qkv, int layer, const Rows& rows, const KvRows* kv, bool with_sums,
-                            int64_t next_row, Use&& use);
-    KvRows take_kv_rows(int64_t rows, int entry);
-    void end_rows(const KvRows& kv, int64_t count);
-    void append_kv(const TensorX& qkv, KvRows& kv);
     void attend(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
 
     void forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
@@ -190,14 +172,6 @@ class Gpt {
     TensorX forward_cached(const std::vector<int>& tokens, KvCache& cache);
     TensorX forward_prompt(const std::vector<int>& tokens, KvCache& cache);
     HeadActivations forward_head(const TensorX& x);
-    enum class From { First, Last };
-    template <class Chunk>
-    void for_each_chunk(const Rows& rows, int64_t count, int64_t at_a_time, Chunk&& chunk,
-                        From from = From::First);
-    template <class Sequence>
-    void for_each_sequence(const TensorX& x, const Rows& rows, Sequence&& sequence);
-    template <class Use>
-    void for_each_rows_of_sequence(const TensorX& x, Use&& use, From from = From::First);
     // Whether so many rows go through an MLP, and what is beside it, in more than one part.
     bool in_chunks(int64_t rows) const { return mlp_rows_ > 0 && mlp_rows_ < rows; }
     // And whether the queries of a sequence of x (B, T, C) go through attention so.
@@ -242,7 +216,6 @@ class Gpt {
     const Stream& stream_;
     const ModelConfig& config_;
     const Family& family_;
-    const bool hopper_attention_;
     Weights weights_;
     Gradients gradients_;
     const NormLayer norm_;
@@ -250,8 +223,8 @@ class Gpt {
     const State<floatX>& trained_;
     Parked parked_;
     ParkedRows<floatX> parked_rows_;
-    ParkedKeys<floatX> parked_keys_;
     TensorF position_factors_;
+    SequenceKeys keys_;
     int64_t mlp_rows_ = 0, attention_rows_ = 0;  // in an MLP, in attention at one time; 0: all
     // All rows of a batch. With a soft prompt each sequence holds one example, so there are no documents.
     Rows rows_of(const DeviceBatch& batch) const {
@@ -770,26 +743,6 @@ struct HeadActivations {
     TensorX logits;  // (rows, padded vocabulary)
 };
 
-// The keys and values of a sequence so far, a (positions, 2 kv_width()) tensor a layer, and how many
-// positions are filled.
-struct KvCache {
-    std::vector<TensorX> layers;
-    int length = 0;
-};
-
-// A layer's keys and values of one sequence, of `rows` rows, and which of the batch's that is. `all` are
-// (.., 2 kv_width()), from row `begin` on, and in backward the sums of their gradients are (.., kv_width()).
-// The rows at hand follow the first `length`. They are a cache's, which grows by what is generated, or chunks
-// of a whole, whose keys and values before those at hand may be parked.
-struct KvRows {
-    TensorX all;
-    int64_t rows = 0;
-    int length = 0, entry = 0;
-    bool grows = true, parked = false;
-    int begin = 0;
-    TensorF dk_sums = {}, dv_sums = {};
-};
-
 // The activation of the MLP (.., mlp_width), of what its first product made.
 TensorX Gpt::activate(const TensorX& up) {
     Shape shape = up.shape();
@@ -842,122 +795,11 @@ void Gpt::make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<flo
     a.raw_qkv.drop();
 }
 
-// The attention of a packed qkv (B, T, qkv_width()) with itself; or, of rows of one sequence, with these
-// and those before them.
-AttentionInput<floatX> Gpt::attention_of(const TensorX& qkv, int layer, const Rows& rows,
-                                         const KvRows* kv) const {
-    const int B = static_cast<int>(qkv.shape().dims[0]), T = static_cast<int>(qkv.shape().dims[1]);
-    const int64_t row = config_.qkv_width(), size = config_.head_size;
-    const bool together = family_.heads_together;
-    AttentionInput<floatX> in = {
-        .batch = B,
-        .heads = config_.heads,
-        .head_size = config_.head_size,
-        .queries = T,
-        .keys = T,
-        .q = qkv.data(),
-        .k = qkv.at(keys_at()),
-        .v = qkv.at(values_at()),
-        .q_row = row,
-        .kv_row = row,
-        .q_batch = T * row,
-        .kv_batch = T * row,
-        .kv_heads = config_.kv_heads,
-        .q_head = together ? 3 * size : size,
-        .kv_head = together ? 3 * size : size,
-        .window = config_.window,
-        .alibi = family_.position == PositionKind::Alibi ? position_factors_.data() : nullptr,
-        .hopper = hopper_attention_,
-        .positions = rows.positions(qkv.rows()).data(),
-        .document_ends = rows.documents->ends.data(),
-        .dropout = rows.dropout_at(layer, kAttentionPlace, 0)};
-    if (!kv) return in;
-    // A row of these has all keys, then all values; or of each head its key and its value.
-    in.dkv_row = row, in.dkv_head = in.kv_head;  // where qkv has them
-    in.kv_row = 2 * config_.kv_width();
-    in.in_chunks = !kv->grows;
-    in.kv_head = together ? 2 * size : size;
-    in.k = kv->all.data();
-    in.v = kv->all.at(together ? size : config_.kv_width());
-    const int seen = kv->length + T - kv->begin;  // from there on
-    in.keys = static_cast<int>(std::min<int64_t>(kv->all.rows(), seen));
-    in.later = seen - in.keys, in.left_out = kv->begin;
-    in.kv_batch = in.keys * in.kv_row;
-    in.length = static_cast<int>(kv->rows), in.entry = kv->entry;
-    if (in.document_ends) in.document_ends += int64_t{in.entry} * in.length + in.left_out;
-    in.dk_sums = kv->dk_sums.data(), in.dv_sums = kv->dv_sums.data();
-    return in;
-}
-
-// Calls use(attention) with attention_of() these; where their keys are parked, with one piece after the other
-// of those that some query sees, and at last with the rows' own. `with_sums` they bring the sums of their
-// gradients. What attends to keys next are the rows from next_row on, if any.
-template <class Use>
-void Gpt::for_pieces_of_keys(const TensorX& qkv, int layer, const Rows& rows, const KvRows* kv,
-                             bool with_sums, int64_t next_row, Use&& use) {
-    if (!kv || !kv->parked) return use(attention_of(qkv, layer, rows, kv));
-    const int64_t n = parked_keys_.rows(), count = qkv.rows(), window = config_.window;
-    const auto first_seen = [&](int64_t row) {
-        return window > 0 ? std::max<int64_t>(0, row + 1 - window) / n : 0;
-    };
-    const int64_t first = first_seen(kv->length), own = ceil_div(kv->length, n);
-    // Rehearsed are rows that may begin within a piece: then all pieces are smaller.
-    const int64_t of_piece = arena_.rehearsing() && own > first
-                                 ? std::max<int64_t>(1, (kv->length - first * n) / (own - first))
-                                 : n;
-    // A piece's sums begin with the last rows that see it, which are the first to come.
-    const bool last = kv->length + count == kv->rows;
-    const auto begins = [&](int64_t piece) { return last || piece < first_seen(kv->length + n); };
-    TensorF carried = take_float(
-        "attention_carried", {AttentionInput<floatX>::carried_size(count, config_.heads, config_.head_size)});
-    const auto use_piece = [&](int64_t piece, KvRows& keys) {
-        if (with_sums) {
-            const int64_t next = piece < own ? piece + 1 : first_seen(next_row);
-            TensorF sums = parked_keys_.borrow_sums(piece, next, piece < own);
-            if (begins(piece)) zero(sums);
-            keys.dk_sums = sums.rows_at(0, n);
-            keys.dv_sums = sums.rows_at(n, n);
-        }
-        AttentionInput<floatX> in = attention_of(qkv, layer, rows, &keys);
-        in.in_pieces = true, in.continues = piece > first, in.carried = carried.data();
-        use(in);
-    };
-    const auto keys_from = [&](int64_t begin, TensorX all) {
-        KvRows keys{std::move(all), kv->rows, kv->length, kv->entry, false};
-        keys.begin = static_cast<int>(begin);
-        return keys;
-    };
-    // The own piece may be the next rows' first, but is not stored yet.
-    const int64_t next_first = std::min(first_seen(next_row), own - 1);
-    int64_t piece = first;
-    arena_.repeat(static_cast<int>(std::max<int64_t>(1, own - first)), [&] {
-        if (piece >= own && !arena_.rehearsing()) return false;
-        const TensorX all = parked_keys_.borrow(piece, piece + 1 < own ? piece + 1 : next_first);
-        KvRows keys = keys_from(piece * n, all.rows_at(0, of_piece));
-        use_piece(piece++, keys);
-        return true;
-    });
-    KvRows keys = keys_from(kv->begin, kv->all.view());
-    use_piece(own, keys);
-}
-
-// Writes the keys and values of qkv (1, T, qkv_width()) behind those before it.
-void Gpt::append_kv(const TensorX& qkv, KvRows& kv) {
-    const int64_t row = 2 * config_.kv_width(), size = config_.head_size, T = qkv.rows();
-    if (kv.parked) kv.all = parked_keys_.own(T), kv.begin = kv.length;
-    floatX* const end = kv.all.at((kv.length - kv.begin) * row);
-    const floatX* const from = qkv.at(keys_at());
-    if (family_.heads_together)
-        copy_rows_on_device(end, 2 * size, from, 3 * size, 2 * size, T * config_.heads, stream_);
-    else
-        copy_rows_on_device(end, row, from, config_.qkv_width(), row, T, stream_);
-}
-
 // a.attention (B, T, query_width()) = causal attention of a.qkv; of rows of one sequence, of these and of
 // those before them, to which they are appended.
 void Gpt::attend(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
     const int64_t B = a.qkv.shape().dims[0], T = a.qkv.shape().dims[1];
-    if (kv) append_kv(a.qkv, *kv);
+    if (kv) keys_.append(a.qkv, *kv);
     a.attention = take("attention", {B, T, config_.query_width()});
     if (keep.backward) a.lse = take_float("attention_lse", {B, config_.heads, T});
     const auto forward = [&](const AttentionInput<floatX>& in) {
@@ -965,7 +807,7 @@ void Gpt::attend(int layer, BlockActivations& a, const Rows& rows, Keep keep, Kv
     };
     // In backward the same rows are next.
     const int64_t next_row = kv ? kv->length + (keep.backward ? 0 : T) : 0;
-    for_pieces_of_keys(a.qkv, layer, rows, kv, false, next_row, forward);
+    keys_.for_each_piece(a.qkv, layer, rows, kv, false, next_row, forward);
 }
 
 // From a.input to a.attention.
@@ -984,7 +826,8 @@ void Gpt::forward_attention_rows(int layer, BlockActivations& a, const Rows& row
 void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
     const bool in_chunks_here = !keep.middle && !kv && attends_in_chunks(a.input);
     if (parked_rows_.stores() && !in_chunks_here)
-        for_each_rows_of_sequence(a.input, [&](TensorX chunk) { parked_rows_.store(chunk); });
+        for_each_rows_of_sequence(arena_, a.input, attention_rows_, From::First,
+                                  [&](TensorX chunk) { parked_rows_.store(chunk); });
     if (in_chunks_here) {
         a.middle = forward_attention_in_chunks(layer, a, rows, keep);
         return;
@@ -1010,22 +853,22 @@ TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const R
     hold(w.qkv), hold(w.attention);
     const TensorX x = a.input.view();
     TensorX sum = parked_rows_.stores() || !keep.backward ? std::move(a.input) : take("residual", x.shape());
-    parked_keys_.take(2 * config_.kv_width(), false);
-    for_each_sequence(x, rows, [&](const Rows& sequence, int entry, int64_t length) {
-        KvRows kv = take_kv_rows(length, entry);
+    keys_.begin_block(false);
+    for_each_sequence(arena_, x, rows, [&](const Rows& sequence, int entry, int64_t length) {
+        KvRows kv = keys_.begin_sequence(length, entry);
         const auto forward = [&](const Rows& chunk, int64_t first, int64_t count) {
             BlockActivations of_chunk;
             of_chunk.input = rows_of_sequence(x, chunk, count);
             if (parked_rows_.stores()) parked_rows_.store(of_chunk.input);
             kv.length = static_cast<int>(first);
             forward_attention_rows(layer, of_chunk, chunk, kKeepNothing, &kv);
-            end_rows(kv, count);
+            keys_.end_chunk(kv, count);
             TensorX to = sum.rows_at(chunk.first, count);
             residual_forward(to, of_chunk.input, projected(layer, of_chunk.attention, chunk), stream_);
         };
-        for_each_chunk(sequence, length, attention_rows_, forward);
+        for_each_chunk(arena_, sequence, length, attention_rows_, forward);
     });
-    parked_keys_.give_back();
+    keys_.end_block();
     w.qkv.made.drop(), w.attention.made.drop();
     return sum;
 }
@@ -1044,28 +887,12 @@ void Gpt::add_projected(TensorX& sum, const TensorX& x, const TensorX& attention
                         const Rows& rows) {
     Linear<floatX>& w = weights_.block(layer).attention;
     hold(w);
-    for_each_chunk(rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
+    for_each_chunk(arena_, rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
         TensorX to = sum.rows_at(first, count);
         residual_forward(to, x.rows_at(first, count),
                          projected(layer, attention.rows_at(first, count), chunk), stream_);
     });
     w.made.drop();
-}
-
-// Room for the keys and values of the batch's sequence `entry`, of so many rows; where they are parked
-// append_kv() has it chunk by chunk.
-KvRows Gpt::take_kv_rows(int64_t rows, int entry) {
-    KvRows kv{{}, rows, 0, entry, false, parked_keys_.parks()};
-    if (kv.parked)
-        parked_keys_.begin();
-    else
-        kv.all = take("keys_and_values", {rows, 2 * config_.kv_width()});
-    return kv;
-}
-
-// Has those of a chunk stored, unless no rows follow that need them.
-void Gpt::end_rows(const KvRows& kv, int64_t count) {
-    if (kv.parked && kv.length + count < kv.rows) parked_keys_.store(kv.length / parked_keys_.rows());
 }
 
 // From a.middle, and its norm where all rows go at once, to the block's output. Of chunks nothing is kept,
@@ -1078,7 +905,7 @@ TensorX Gpt::forward_mlp(int layer, BlockActivations& a, const Rows& rows, Keep 
     TensorX output = keep.middle ? take("residual", x.shape()) : std::move(a.middle);
     Keep nothing = kKeepNothing;
     nothing.backward = keep.backward;
-    for_each_chunk(rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
+    for_each_chunk(arena_, rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
         MlpActivations m;
         forward_mlp_rows(layer, m, chunk, nothing, x.rows_at(first, count), output.rows_at(first, count));
     });
@@ -1148,45 +975,6 @@ HeadActivations Gpt::forward_head(const TensorX& x) {
     return a;
 }
 
-// Calls chunk(rows, first, count) for all `count` rows, `at_a_time` (0: all) of them, the first or the last
-// ones first. `first` counts from the first of these rows. A rehearsal runs the chunk in the middle alone, in
-// which attention has as much to do as in the mean.
-template <class Chunk>
-void Gpt::for_each_chunk(const Rows& rows, int64_t count, int64_t at_a_time, Chunk&& chunk, From from) {
-    const int64_t size = at_a_time > 0 ? std::min(at_a_time, count) : count;
-    const int64_t turns = count / size, rest = count % size;
-    const auto call = [&](int64_t first, int64_t n) { chunk(rows.from(first), first, n); };
-    const bool down = from == From::Last;
-    if (down && rest) call(turns * size, rest);
-    int64_t turn = 0;
-    arena_.repeat(static_cast<int>(turns), [&] {
-        const int64_t first = (down ? turns - 1 - turn : turn) * size;
-        call(arena_.rehearsing() ? (turns - 1) * size / 2 : first, size);
-        turn++;
-        return true;
-    });
-    if (!down && rest) call(turns * size, rest);
-}
-
-// Calls sequence(rows, entry, T) for each sequence of x (B, T, C).
-template <class Sequence>
-void Gpt::for_each_sequence(const TensorX& x, const Rows& rows, Sequence&& sequence) {
-    for_each_chunk(rows, x.rows(), x.shape().dims[1], [&](const Rows& of_sequence, int64_t first, int64_t T) {
-        sequence(of_sequence, static_cast<int>(first / T), T);
-    });
-}
-
-// Calls use(rows) for chunks of attention of each sequence of x (B, T, C), the first or the last ones first.
-template <class Use>
-void Gpt::for_each_rows_of_sequence(const TensorX& x, Use&& use, From from) {
-    for_each_sequence(x, {}, [&](const Rows& sequence, int, int64_t length) {
-        const auto chunk = [&](const Rows& rows, int64_t, int64_t count) {
-            use(rows_of_sequence(x, rows, count));
-        };
-        for_each_chunk(sequence, length, attention_rows_, chunk, from);
-    });
-}
-
 // ---- backward
 
 // The head of some rows after others, each forward and at once back, so that no more logits exist than a
@@ -1202,7 +990,7 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOpti
     Tensor<uint8_t> low;
     if (chunks) low = take_low_bits(arena_, stream_, "d_wte_low_bits", g.logits.weight);
     ends_.begin_head();
-    for_each_chunk({}, rows, options.head_rows, [&](const Rows&, int64_t first, int64_t count) {
+    for_each_chunk(arena_, {}, rows, options.head_rows, [&](const Rows&, int64_t first, int64_t count) {
         TensorX part = stream.rows_at(first, count), x = take("head_input", {count, C});
         copy_rows_on_device(x.data(), C, part.data(), C, C, count, stream_);
         HeadActivations a = forward_head(x);
@@ -1247,7 +1035,7 @@ void Gpt::backward_mlp(int layer, BlockGradient<floatX>& g, BlockActivations& a,
 // Of x, the stream between the halves.
 void Gpt::backward_mlp_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
                                  TensorX& d_stream) {
-    for_each_chunk(rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
+    for_each_chunk(arena_, rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
         const TensorX x_chunk = x.rows_at(first, count);
         TensorX d_chunk = d_stream.rows_at(first, count);
         MlpActivations m{norm_.forward(kNorm2, x_chunk, weights_.block(layer).norm_2), {}, {}};
@@ -1286,11 +1074,11 @@ void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, 
         attention_backward(dq, dk, dv, d_attention.data(), lse.data(), delta.data(), in, stream_);
     };
     const int64_t next_row = kv ? kv->length - attention_rows_ : 0;  // the last rows are the first
-    floatX *const k = qkv.at(keys_at()), *const v = qkv.at(values_at());
+    floatX *const k = qkv.at(keys_.keys_at()), *const v = qkv.at(keys_.values_at());
     if (kv || kOverwritesKeys)
-        return for_pieces_of_keys(qkv, layer, rows, kv, true, next_row,
-                                  [&](const AttentionInput<floatX>& in) { run(qkv.data(), k, v, in); });
-    AttentionInput<floatX> in = attention_of(qkv, layer, rows, nullptr);
+        return keys_.for_each_piece(qkv, layer, rows, kv, true, next_row,
+                                    [&](const AttentionInput<floatX>& in) { run(qkv.data(), k, v, in); });
+    AttentionInput<floatX> in = keys_.input(qkv, layer, rows, nullptr);
     const int64_t count = qkv.rows(), kv_width = config_.kv_width();
     TensorX d_k = take_gradient("d_keys", {count, kv_width}),
             d_v = take_gradient("d_values", {count, kv_width});
@@ -1320,7 +1108,7 @@ void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivatio
     d_projected.drop();
     TensorF delta = take_float("attention_delta", a.lse.shape());
     attention_delta(delta.data(), d_attention.data(), a.attention.data(),
-                    attention_of(a.qkv, layer, rows, nullptr), stream_);
+                    keys_.input(a.qkv, layer, rows, nullptr), stream_);
     a.attention.drop();
     attention_backward_in_place(a.qkv, d_attention, a.lse, delta, layer, rows, kv);
     delta.drop();
@@ -1342,22 +1130,22 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
     Block<floatX>& w = weights_.block(layer);
     for (auto& [matrix, field] : linears(w)) hold(*matrix);
     g.begin_chunks(arena_, stream_);
-    parked_keys_.take(2 * config_.kv_width(), true);
+    keys_.begin_block(true);
     const auto input = [&](const Rows& chunk, int64_t count) {
         return x ? rows_of_sequence(x, chunk, count) : parked_rows_.fetch(count);
     };
-    for_each_sequence(d_stream, rows, [&](const Rows& sequence, int entry, int64_t length) {
-        KvRows kv = take_kv_rows(length, entry);
+    for_each_sequence(arena_, d_stream, rows, [&](const Rows& sequence, int entry, int64_t length) {
+        KvRows kv = keys_.begin_sequence(length, entry);
         const auto make_kv = [&](const Rows& chunk, int64_t first, int64_t count) {
             BlockActivations a;
             kv.length = static_cast<int>(first);
             a.norm_1 = norm_.forward(kNorm1, input(chunk, count), w.norm_1);
             auto normed = [&] { return a.norm_1.out.view(); };
             make_qkv(a, normed, w, chunk, false, kv.length);
-            append_kv(a.qkv, kv);
-            end_rows(kv, count);
+            keys_.append(a.qkv, kv);
+            keys_.end_chunk(kv, count);
         };
-        for_each_chunk(sequence, length, attention_rows_, make_kv, From::Last);
+        for_each_chunk(arena_, sequence, length, attention_rows_, make_kv, From::Last);
         for (TensorF* const gradients : {&kv.dk_sums, &kv.dv_sums}) {
             if (kv.parked) continue;  // they come with the pieces
             *gradients = arena_.take<float>("d_kv_sums", {length, config_.kv_width()}, "gradient");
@@ -1375,9 +1163,9 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
             a.middle.drop();
             backward_attention(layer, g, a, chunk, d_chunk, &kv);
         };
-        for_each_chunk(sequence, length, attention_rows_, backward, From::Last);
+        for_each_chunk(arena_, sequence, length, attention_rows_, backward, From::Last);
     });
-    parked_keys_.give_back();
+    keys_.end_block();
     for (auto& [matrix, field] : linears(w)) matrix->made.drop();
     g.end_chunks(stream_);
 }
@@ -1437,7 +1225,7 @@ void Gpt::fetch_rows(int layer, int pass, BlockActivations& a, Shape shape) {
         const int64_t count = rows.rows(), C = rows.columns();
         copy_rows_on_device(rows.data(), C, parked_rows_.fetch(count).data(), C, C, count, stream_);
     };
-    for_each_rows_of_sequence(a.input, copy, From::Last);
+    for_each_rows_of_sequence(arena_, a.input, attention_rows_, From::Last, copy);
 }
 
 void Gpt::backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& options) {
@@ -1525,7 +1313,7 @@ void Gpt::evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, f
     const int64_t rows = stream.rows();
     TensorF losses = take_float("losses", {rows, 1});
     ends_.begin_head();
-    for_each_chunk({}, rows, options.head_rows, [&](const Rows&, int64_t first, int64_t count) {
+    for_each_chunk(arena_, {}, rows, options.head_rows, [&](const Rows&, int64_t first, int64_t count) {
         const HeadActivations a = forward_head(stream.rows_at(first, count));
         TensorF part = losses.rows_at(first, count);
         cross_entropy_forward(a.logits, part, batch.targets.view({rows, 1}).rows_at(first, count),

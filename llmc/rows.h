@@ -1,7 +1,11 @@
 // rows.h - the rows of a micro-batch that an operation works on, and what depends on where they are: their
 // positions in documents, and the elements that dropout drops. It is passed beside the tensors of these rows.
+// Loops over chunks of rows are here too; all rows are one chunk.
 #pragma once
 
+#include <algorithm>
+
+#include "llmc/arena.h"
 #include "llmc/documents.h"
 #include "llmc/dropout.cuh"
 
@@ -63,4 +67,47 @@ struct Rows {
 template <class T>
 Tensor<T> rows_of_sequence(const Tensor<T>& x, const Rows& rows, int64_t count) {
     return Tensor<T>(x.at(rows.first * x.columns()), {1, count, x.columns()});
+}
+
+// Which chunks come first.
+enum class From { First, Last };
+
+// Calls chunk(rows, first, count) for all `count` rows, `at_a_time` (0: all) of them. `first` counts from the
+// first of these rows. A dry run executes the chunk in the middle alone, whose attention costs the average.
+template <class Chunk>
+void for_each_chunk(Arena& arena, const Rows& rows, int64_t count, int64_t at_a_time, Chunk&& chunk,
+                    From from = From::First) {
+    const int64_t size = at_a_time > 0 ? std::min(at_a_time, count) : count;
+    const int64_t turns = count / size, rest = count % size;
+    const auto call = [&](int64_t first, int64_t n) { chunk(rows.from(first), first, n); };
+    const bool down = from == From::Last;
+    if (down && rest) call(turns * size, rest);
+    int64_t turn = 0;
+    arena.repeat(static_cast<int>(turns), [&] {
+        const int64_t first = (down ? turns - 1 - turn : turn) * size;
+        call(arena.rehearsing() ? (turns - 1) * size / 2 : first, size);
+        turn++;
+        return true;
+    });
+    if (!down && rest) call(turns * size, rest);
+}
+
+// Calls sequence(rows, entry, T) for each sequence of x (B, T, C).
+template <class T, class Sequence>
+void for_each_sequence(Arena& arena, const Tensor<T>& x, const Rows& rows, Sequence&& sequence) {
+    const auto use = [&](const Rows& of_sequence, int64_t first, int64_t length) {
+        sequence(of_sequence, static_cast<int>(first / length), length);
+    };
+    for_each_chunk(arena, rows, x.rows(), x.shape().dims[1], use);
+}
+
+// Calls use(chunk) with chunks (1, count, C) of at most `at_a_time` rows of each sequence of x (B, T, C).
+template <class T, class Use>
+void for_each_rows_of_sequence(Arena& arena, const Tensor<T>& x, int64_t at_a_time, From from, Use&& use) {
+    for_each_sequence(arena, x, {}, [&](const Rows& sequence, int, int64_t length) {
+        const auto chunk = [&](const Rows& rows, int64_t, int64_t count) {
+            use(rows_of_sequence(x, rows, count));
+        };
+        for_each_chunk(arena, sequence, length, at_a_time, chunk, from);
+    });
 }

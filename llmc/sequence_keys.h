@@ -1,0 +1,204 @@
+// sequence_keys.h - the keys and values that the rows of one sequence attend to when not all rows go through
+// a block together: those of a cache that decoding grows, or of a long sequence whose rows go in chunks.
+//
+// Forward takes the chunks of a sequence in order. Chunk i makes its keys and attends to those before it and
+// to its own. Backward first makes the keys of all chunks again, then takes the chunks from the last to the
+// first: no query before a chunk sees its keys, so that their gradients are complete with the chunk's own.
+//
+//     forward              backward: keys again    then the chunks, last first
+//     q0 -> k0             k2, k1, k0              q2 -> k0 k1 k2    d_k2 complete
+//     q1 -> k0 k1                                  q1 -> k0 k1       d_k1 complete
+//     q2 -> k0 k1 k2                               q0 -> k0          d_k0 complete
+//
+// With offloaded keys (parked_keys.h) only the chunk's own keys are on the device; those before them come in
+// pieces of as many rows, one attended to while the next one is fetched.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "llmc/attention.cuh"
+#include "llmc/parked_keys.h"
+#include "llmc/precision.h"
+#include "llmc/rows.h"
+
+// The keys and values of a sequence so far, for decoding.
+struct KvCache {
+    std::vector<TensorX> layers;  // (positions, 2 kv_width()) each
+    int length = 0;               // positions that are filled
+};
+
+// The keys and values of one sequence of a batch, in one layer.
+struct KvRows {
+    TensorX all;          // (.., 2 kv_width()), from row `begin` of the sequence on
+    int64_t rows = 0;     // of the sequence
+    int length = 0;       // rows before the current ones
+    int entry = 0;        // number of the sequence in the batch
+    bool grows = true;    // a cache, to which rows are added; else chunks of a whole
+    bool parked = false;  // the keys before the current rows are offloaded
+    int begin = 0;
+    TensorF dk_sums = {}, dv_sums = {};  // backward: sums of the gradients, (.., kv_width())
+};
+
+class SequenceKeys {
+  public:
+    // `position_factors`: those on the device, where they will be.
+    SequenceKeys(Arena& arena, const Stream& stream, const ModelConfig& config,
+                 const TensorF& position_factors, bool hopper)
+        : arena_(arena),
+          stream_(stream),
+          config_(config),
+          family_(*config.family),
+          position_factors_(position_factors),
+          hopper_(hopper),
+          offloaded_(arena, stream) {}
+    SequenceKeys(const SequenceKeys&) = delete;
+
+    // Says where keys and values are offloaded, and the sums of their gradients, in pieces of `rows` rows; 0:
+    // they stay on the device.
+    void offload_to(Elsewhere* keys, Elsewhere* sums, int64_t rows) { offloaded_.use(rows, keys, sums); }
+
+    // The columns of a packed qkv where the keys and the values begin.
+    int64_t keys_at() const { return family_.heads_together ? config_.head_size : config_.query_width(); }
+    int64_t values_at() const {
+        return keys_at() + (family_.heads_together ? config_.head_size : config_.kv_width());
+    }
+
+    // Around a block whose rows go in chunks: buffers of offloaded keys.
+    void begin_block(bool with_sums) { offloaded_.take(2 * config_.kv_width(), with_sums); }
+    void end_block() { offloaded_.give_back(); }
+    // Begins sequence `entry` of the batch, of `rows` rows, none of which has keys yet.
+    KvRows begin_sequence(int64_t rows, int entry) {
+        KvRows kv{{}, rows, 0, entry, false, offloaded_.parks()};
+        if (kv.parked)
+            offloaded_.begin();
+        else
+            kv.all = arena_.take<floatX>("keys_and_values", {rows, 2 * config_.kv_width()});
+        return kv;
+    }
+    // Ends a chunk of `count` rows: its keys are offloaded, if rows follow that need them.
+    void end_chunk(const KvRows& kv, int64_t count) {
+        if (kv.parked && kv.length + count < kv.rows) offloaded_.store(kv.length / offloaded_.rows());
+    }
+
+    // Appends the keys and values of qkv (1, T, qkv_width()) to kv.
+    void append(const TensorX& qkv, KvRows& kv) {
+        const int64_t row = 2 * config_.kv_width(), size = config_.head_size, T = qkv.rows();
+        if (kv.parked) kv.all = offloaded_.own(T), kv.begin = kv.length;
+        floatX* const end = kv.all.at((kv.length - kv.begin) * row);
+        const floatX* const from = qkv.at(keys_at());
+        if (family_.heads_together)
+            copy_rows_on_device(end, 2 * size, from, 3 * size, 2 * size, T * config_.heads, stream_);
+        else
+            copy_rows_on_device(end, row, from, config_.qkv_width(), row, T, stream_);
+    }
+
+    // What attention reads: a packed qkv (B, T, qkv_width()) attends to itself; with `kv`, rows (1, T, ..) of
+    // one sequence attend to themselves and to the rows before them.
+    AttentionInput<floatX> input(const TensorX& qkv, int layer, const Rows& rows, const KvRows* kv) const {
+        const int B = static_cast<int>(qkv.shape().dims[0]), T = static_cast<int>(qkv.shape().dims[1]);
+        const int64_t row = config_.qkv_width(), size = config_.head_size;
+        const bool together = family_.heads_together;
+        AttentionInput<floatX> in = {
+            .batch = B,
+            .heads = config_.heads,
+            .head_size = config_.head_size,
+            .queries = T,
+            .keys = T,
+            .q = qkv.data(),
+            .k = qkv.at(keys_at()),
+            .v = qkv.at(values_at()),
+            .q_row = row,
+            .kv_row = row,
+            .q_batch = T * row,
+            .kv_batch = T * row,
+            .kv_heads = config_.kv_heads,
+            .q_head = together ? 3 * size : size,
+            .kv_head = together ? 3 * size : size,
+            .window = config_.window,
+            .alibi = family_.position == PositionKind::Alibi ? position_factors_.data() : nullptr,
+            .hopper = hopper_,
+            .positions = rows.positions(qkv.rows()).data(),
+            .document_ends = rows.documents->ends.data(),
+            .dropout = rows.dropout_at(layer, kAttentionPlace, 0)};
+        if (!kv) return in;
+        // A row of these has all keys, then all values; or of each head its key and its value.
+        in.dkv_row = row, in.dkv_head = in.kv_head;  // where qkv has them
+        in.kv_row = 2 * config_.kv_width();
+        in.in_chunks = !kv->grows;
+        in.kv_head = together ? 2 * size : size;
+        in.k = kv->all.data();
+        in.v = kv->all.at(together ? size : config_.kv_width());
+        const int seen = kv->length + T - kv->begin;  // from there on
+        in.keys = static_cast<int>(std::min<int64_t>(kv->all.rows(), seen));
+        in.later = seen - in.keys, in.left_out = kv->begin;
+        in.kv_batch = in.keys * in.kv_row;
+        in.length = static_cast<int>(kv->rows), in.entry = kv->entry;
+        if (in.document_ends) in.document_ends += int64_t{in.entry} * in.length + in.left_out;
+        in.dk_sums = kv->dk_sums.data(), in.dv_sums = kv->dv_sums.data();
+        return in;
+    }
+
+    // Calls use(input()). Where the keys are offloaded it calls it several times: for each piece of keys that
+    // some query sees, and at last for the rows' own keys. `with_sums`: the sums of the keys' gradients come
+    // with them. next_row is the first of the rows that attend to keys next, for the prefetch.
+    template <class Use>
+    void for_each_piece(const TensorX& qkv, int layer, const Rows& rows, const KvRows* kv, bool with_sums,
+                        int64_t next_row, Use&& use) {
+        if (!kv || !kv->parked) return use(input(qkv, layer, rows, kv));
+        const int64_t n = offloaded_.rows(), count = qkv.rows(), window = config_.window;
+        const auto first_seen = [&](int64_t row) {
+            return window > 0 ? std::max<int64_t>(0, row + 1 - window) / n : 0;
+        };
+        const int64_t first = first_seen(kv->length), own = ceil_div(kv->length, n);
+        // The rows of a dry run may begin within a piece: then it takes smaller pieces.
+        const int64_t of_piece = arena_.rehearsing() && own > first
+                                     ? std::max<int64_t>(1, (kv->length - first * n) / (own - first))
+                                     : n;
+        // A piece's sums begin with the last rows that see it, which are the first to come.
+        const bool last = kv->length + count == kv->rows;
+        const auto begins = [&](int64_t piece) { return last || piece < first_seen(kv->length + n); };
+        TensorF carried = arena_.take<float>(
+            "attention_carried",
+            {AttentionInput<floatX>::carried_size(count, config_.heads, config_.head_size)});
+        const auto use_piece = [&](int64_t piece, KvRows& keys) {
+            if (with_sums) {
+                const int64_t next = piece < own ? piece + 1 : first_seen(next_row);
+                TensorF sums = offloaded_.borrow_sums(piece, next, piece < own);
+                if (begins(piece)) device_fill(sums.data(), 0, static_cast<size_t>(sums.bytes()), stream_);
+                keys.dk_sums = sums.rows_at(0, n);
+                keys.dv_sums = sums.rows_at(n, n);
+            }
+            AttentionInput<floatX> in = input(qkv, layer, rows, &keys);
+            in.in_pieces = true, in.continues = piece > first, in.carried = carried.data();
+            use(in);
+        };
+        const auto keys_from = [&](int64_t begin, TensorX all) {
+            KvRows keys{std::move(all), kv->rows, kv->length, kv->entry, false};
+            keys.begin = static_cast<int>(begin);
+            return keys;
+        };
+        // The own piece may be the next rows' first, but is not stored yet.
+        const int64_t next_first = std::min(first_seen(next_row), own - 1);
+        int64_t piece = first;
+        arena_.repeat(static_cast<int>(std::max<int64_t>(1, own - first)), [&] {
+            if (piece >= own && !arena_.rehearsing()) return false;
+            const TensorX all = offloaded_.borrow(piece, piece + 1 < own ? piece + 1 : next_first);
+            KvRows keys = keys_from(piece * n, all.rows_at(0, of_piece));
+            use_piece(piece++, keys);
+            return true;
+        });
+        KvRows keys = keys_from(kv->begin, kv->all.view());
+        use_piece(own, keys);
+    }
+
+  private:
+    Arena& arena_;
+    const Stream& stream_;
+    const ModelConfig& config_;
+    const Family& family_;
+    const TensorF& position_factors_;
+    const bool hopper_;
+    ParkedKeys<floatX> offloaded_;
+};

@@ -19,7 +19,6 @@
 #include "llmc/arena.h"
 #include "llmc/bench.h"
 #include "llmc/calibrate.h"
-#include "llmc/checkpoint.h"
 #include "llmc/chosen_context.h"
 #include "llmc/chosen_setting.h"
 #include "llmc/cross_entropy.cuh"
@@ -38,7 +37,6 @@
 #include "llmc/matmul_search.h"
 #include "llmc/merged_file.h"
 #include "llmc/norm_layer.h"
-#include "llmc/not_finite.h"
 #include "llmc/options.h"
 #include "llmc/parked_rows.h"
 #include "llmc/parking.h"
@@ -52,12 +50,11 @@
 #include "llmc/residual.cuh"
 #include "llmc/rope.cuh"
 #include "llmc/rows.h"
-#include "llmc/run_inputs.h"
+#include "llmc/run_model.h"
 #include "llmc/sample.h"
 #include "llmc/schedule.h"
 #include "llmc/sequence_keys.h"
 #include "llmc/signals.h"
-#include "llmc/state.h"
 #include "llmc/swiglu.cuh"
 #include "llmc/temporary_file.h"
 #include "llmc/threads.h"
@@ -305,43 +302,21 @@ class Trainer {
     uint64_t batch() const { return static_cast<uint64_t>(o_.batch); }
     double step_tokens() const { return static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum; }
     double step_flops() const;
-    State<floatX>& trained() { return adapter_ ? *adapter_ : model_; }
-    const State<floatX>& trained() const { return adapter_ ? *adapter_ : model_; }
-    StateOptions model_options() const;
-    std::optional<State<floatX>> make_adapter_state() const;
-    void begin_prompt();
-    // Whether a new soft prompt begins as rows of an embedding that the State has not.
-    bool looks_up_prompt() const {
-        return (embeddings_ || (config_.tied && quantized_head_)) && !in_.first_prompt.empty();
-    }
-    // The embeddings and the head that the State has not.
-    std::vector<Field> outside_state() const {
-        if (embeddings_) return EmbeddingsElsewhere::fields(config_);
-        return quantized_head_ ? std::vector{head_field(config_)} : std::vector<Field>();
-    }
     // Whether steps are run through graphs: of parked keys these would grow with the square of the sequence.
     bool replays() const { return replays_ && places_.rows_of_parked_keys() == 0; }
     void use_places();
-    void load_gguf();
     void merge();
     void write_merged();
     [[noreturn]] void fail_to_merge(const std::string& why);
-    void save_base() const;
     void check_room_on_disks() const;
     std::string step_text() const;
     void check_logits(const std::vector<float>& logits) const;
-    void explain_not_finite() const;
     uint64_t validation_sequences() const;
 
     Options o_;
     RunInputs& in_;
     const ModelConfig& config_;
-    const Layout whole_;  // of all that the model's files have
-    // Matrices of a frozen model, which model_ then has not: of its linear layers, and of its head.
-    std::optional<QuantizedWeights> quantized_, quantized_head_;
-    std::optional<EmbeddingsElsewhere> embeddings_;
-    State<floatX> model_;
-    std::optional<State<floatX>> adapter_;  // what is trained beside a frozen model
+    RunModel model_;
     std::optional<OwnStream> own_stream_;
     Stream stream_ = nullptr;  // that one, from open_device() on
     Arena arena_;
@@ -374,7 +349,10 @@ class Trainer {
 void Trainer::run() {
     open_device();
     prepare();
-    if (!o_.save_base.empty()) save_base();
+    if (!o_.save_base.empty() && !file_exists(o_.save_base)) {  // a resumed run's is there
+        model_.save_base(o_.save_base, stream_);
+        fprintf(notes(), "saved the base in %s\n", o_.save_base.c_str());
+    }
     stop_on_signals(saves());
     print_start();
     try {
@@ -533,7 +511,7 @@ void Trainer::validate_and_log() {
     const std::optional<double> loss = validate();
     if (!loss) return;
     if (!std::isfinite(*loss)) {
-        if (o_.steps == 0) explain_not_finite();
+        if (o_.steps == 0) model_.check_streamed_finite();
         fail("%sthe validation loss is %g%s", o_.steps > 0 ? step_text().c_str() : "", *loss,
              o_.steps > 0 ? ("; the last good save: " + metrics_.last_save).c_str() : "");
     }
@@ -565,21 +543,9 @@ std::string Trainer::step_text() const { return format("step %lld: ", static_cas
 void Trainer::check_logits(const std::vector<float>& logits) const {
     for (const float logit : logits) {
         if (std::isfinite(logit)) continue;
-        if (o_.steps == 0) explain_not_finite();
+        if (o_.steps == 0) model_.check_streamed_finite();
         fail("%sa logit of the sample is %g", o_.steps > 0 ? step_text().c_str() : "", double{logit});
     }
-}
-
-// Fails naming the tensor where weights that are streamed from the model's files have a number that is not
-// finite; those that were loaded are.
-void Trainer::explain_not_finite() const {
-    const bool streams = (quantized_ && quantized_->home() == Home::Disk) ||
-                         (embeddings_ && embeddings_->home() == Home::Disk);
-    if (!streams) return;
-    if (in_.gguf)
-        check_files_finite(in_.gguf->file());
-    else
-        check_files_finite(SafetensorsFolder(in_.model));
 }
 
 // Prints the prompt and its continuation, of a training under a header. A sample longer than the window goes
@@ -620,7 +586,7 @@ void Trainer::save() {
                       .last_good = saves_.good,
                       .data = in_.facts};
     remember_options(o_, progress);
-    save_checkpoint(saves_, trained(), progress, in_.saved_tokenizer(), o_.steps > 0, in_.adapter);
+    save_checkpoint(saves_, model_.trained(), progress, in_.saved_tokenizer(), o_.steps > 0, in_.adapter);
     if (good) metrics_.last_save = o_.out + "/" + step_name(step_);
     saved_step_ = step_;
     fprintf(notes(), "saved step %lld in %s\n", static_cast<long long>(step_), o_.out.c_str());
@@ -671,7 +637,7 @@ void Trainer::fail_to_merge(const std::string& why) {
     for (int i = 2; file_exists(kept); i++) kept = format("%s-%d", wanted.c_str(), i);
     try {
         write_folder(kept, [&](const std::string& folder) {
-            write_adapter(folder, trained(), in_.adapter, in_.saved_tokenizer());
+            write_adapter(folder, model_.trained(), in_.adapter, in_.saved_tokenizer());
         });
     } catch (const UserError& error) {
         fail("%s; nor can the adapter be saved: %s", failed.c_str(), error.what());
@@ -683,28 +649,15 @@ void Trainer::fail_to_merge(const std::string& why) {
 void Trainer::write_merged() {
     write_folder(o_.merge, [&](const std::string& folder) {
         write_settings<floatX>(folder, config_, in_.saved_tokenizer());
-        const bool by_outputs = quantized_ && quantized_->by_outputs();
-        MergedFile<floatX> file(folder + "/model.safetensors", model_, by_outputs, outside_state(), stream_);
+        const bool by_outputs = model_.quantized && model_.quantized->by_outputs();
+        MergedFile<floatX> file(folder + "/model.safetensors", model_.state, by_outputs,
+                                model_.fields_outside(), stream_);
         arena_.run(plans_.merge, [&] {
             gpt_.for_each_merged(
                 [&](int layer, Field field, const TensorX& matrix) { file.append(layer, field, matrix); });
         });
         file.finish();
     });
-}
-
-// Saves the base in NF4. Where a resumed run finds it, it stays as it is.
-void Trainer::save_base() const {
-    if (file_exists(o_.save_base)) return;
-    write_folder(o_.save_base, [&](const std::string& folder) {
-        const nlohmann::json format = nf4_config(quantized_->are_double(), kTorchName<floatX>);
-        write_settings<floatX>(folder, config_, in_.saved_tokenizer(), format);
-        FileTensors file;
-        file.add(model_);
-        quantized_->add_to(file);
-        file.write(folder + "/model.safetensors", stream_);
-    });
-    fprintf(notes(), "saved the base in %s\n", o_.save_base.c_str());
 }
 
 // The end of a run that was interrupted.
@@ -1405,37 +1358,24 @@ void Gpt::for_each_merged(Visit&& visit) {
 
 // ---- before the first step
 
-// What an optional holds, or null.
-template <class T>
-const T* pointer_to(const std::optional<T>& optional) {
-    return optional ? &*optional : nullptr;
-}
-
 Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
     : o_(options),
       in_(inputs),
       config_(inputs.config),
-      whole_(config_),
-      quantized_(in_.quantized_weights<floatX>(o_.weights)),
-      quantized_head_(in_.quantized_head()),
-      embeddings_(in_.embeddings_elsewhere(o_.embeddings)),
-      model_(layout_without(config_, quantized_.has_value(), outside_state()), model_options()),
-      adapter_(make_adapter_state()),
-      gpt_(arena_, stream_, model_,
-           {pointer_to(quantized_), pointer_to(quantized_head_), pointer_to(embeddings_)}, trained(),
-           o_.attention != "common"),
-      square_sums_(square_sums_of(trained().layout)),
-      metrics_(static_cast<int64_t>(model_.layout.units().size()), o_.clip_per_block,
+      model_(o_, in_),
+      gpt_(arena_, stream_, model_.state, model_.outside(), model_.trained(), o_.attention != "common"),
+      square_sums_(square_sums_of(model_.trained().layout)),
+      metrics_(static_cast<int64_t>(model_.state.layout.units().size()), o_.clip_per_block,
                o_.steps == 0 || o_.clip_per_block ? 0 : square_sums_.first.back()),
       loss_by_position_(o_.loss_by_position.empty() ? 0 : o_.seq_len),
       choices_(std::move(choices)),
       rates_(rates_of<floatX>(o_.rates)),
-      places_(o_, in_.adapter.prompt_tokens, model_, trained(), pointer_to(quantized_)),
-      updates_(o_, arena_, stream_, trained(), gpt_.weights(), gpt_.gradients(), places_, square_sums_,
+      places_(o_, in_.adapter.prompt_tokens, model_.state, model_.trained(), pointer_to(model_.quantized)),
+      updates_(o_, arena_, stream_, model_.trained(), gpt_.weights(), gpt_.gradients(), places_, square_sums_,
                metrics_),
       replays_(o_.graph == "on") {
     check_attention<floatX>(o_, config_);
-    metrics_.explain = [this] { explain_not_finite(); };
+    metrics_.explain = [this] { model_.check_streamed_finite(); };
     MemorySetting given = setting_of(o_);
     given.mlp_rows = std::max<int64_t>(0, given.mlp_rows);  // what is automatic is chosen with this trainer
     given.attention_rows = std::max<int64_t>(0, given.attention_rows);
@@ -1443,23 +1383,9 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
     use(given);
 }
 
-// What is kept of the model: of a frozen one its weights alone.
-StateOptions Trainer::model_options() const {
-    if (in_.adapter) return {.training = false};
-    StateOptions options = state_options<floatX>(o_);
-    if (o_.steps > 0) options.blocks = named<Home>(kHomeNames, o_.weights);
-    return options;
-}
-
-std::optional<State<floatX>> Trainer::make_adapter_state() const {
-    if (!in_.adapter) return std::nullopt;
-    return State<floatX>(trained_layout(config_, in_.adapter), state_options<floatX>(o_));
-}
-
 void Trainer::use(const MemorySetting& s) {
     apply_setting(s, o_);
-    model_.choose(model_options());
-    if (adapter_) adapter_->choose(state_options<floatX>(o_));
+    model_.choose();
     feeders_.resize(static_cast<size_t>(passes()));
     for (Feeder& f : feeders_) f.choose(s.batch, o_.seq_len, config_.vocabulary, in_.packs());
     micro_ = {.head_rows = s.head_rows, .keep = {}, .dropout = {}};
@@ -1513,22 +1439,23 @@ const MemoryReport& Trainer::rehearse(bool placed) {
     const std::vector<Feeder>* feeders = in_.feeds() ? &feeders_ : nullptr;
     if (!o_.merge.empty() && plans_.merge.work.empty())
         plans_.merge = arena_.rehearse([&] { gpt_.for_each_merged([](int, Field, const TensorX&) {}); });
-    if (in_.gguf) plans_.load = arena_.rehearse([&] { load_gguf(); });
-    if (looks_up_prompt())
+    if (in_.gguf) plans_.load = arena_.rehearse([&] { model_.load_gguf(arena_, stream_, nullptr); });
+    if (model_.looks_up_prompt())
         plans_.first_prompt = arena_.rehearse([&] { gpt_.ends().token_rows(in_.first_prompt); });
     report_ = make_report<floatX>(o_, plans_, in_.bytes(), choices_, rates_);
     places_.add_to(report_);
-    if (embeddings_) embeddings_->add_to(report_);
+    if (model_.embeddings) model_.embeddings->add_to(report_);
     report_.staged = metrics_.pinned_bytes();
     if (feeders) report_.staged += feeders->size() * feeders->front().pinned_bytes();
-    if (quantized_) add_stored<floatX>(report_, *quantized_, plans_, o_.grad_accum, rates_);
-    report_.parameters = whole_.count();
-    report_.trained = adapter_ ? adapter_->layout.count() : report_.parameters;
+    if (model_.quantized) add_stored<floatX>(report_, *model_.quantized, plans_, o_.grad_accum, rates_);
+    report_.parameters = model_.whole.count();
+    report_.trained = model_.trained_count();
     report_.vocabulary = config_.vocabulary;
     report_.vocabulary_of = in_.assumed_vocabulary();
-    report_.buffers = buffers_of(model_, pointer_to(quantized_), pointer_to(quantized_head_),
-                                 embeddings_.has_value(), pointer_to(adapter_), feeders, metrics_.count(),
-                                 dropout_keys(), loss_by_position_.numbers());
+    report_.buffers =
+        buffers_of(model_.state, pointer_to(model_.quantized), pointer_to(model_.quantized_head),
+                   model_.embeddings.has_value(), pointer_to(model_.adapter), feeders, metrics_.count(),
+                   dropout_keys(), loss_by_position_.numbers());
     return report_;
 }
 
@@ -1596,7 +1523,7 @@ void Trainer::check_room_on_disks() const {
         const int64_t left = std::max<int64_t>(0, o_.steps - (in_.progress ? in_.progress->step : 0));
         const int64_t made = std::max<int64_t>(1, o_.save_every > 0 ? ceil_div(left, o_.save_every) : 1);
         const int64_t more = std::max<int64_t>(1, o_.keep + 1 - saves_.own_count());
-        const WrittenFiles save = bytes_of_save(trained(), o_.steps > 0);
+        const WrittenFiles save = bytes_of_save(model_.trained(), o_.steps > 0);
         const int64_t at_once = o_.keep > 0 ? std::min(made, more) : 1;
         all.push_back({"--out", o_.out, "a save", save, static_cast<double>(at_once)});
         const double free = disk_of(o_.out).free, bytes = save.bytes * static_cast<double>(made);
@@ -1607,7 +1534,8 @@ void Trainer::check_room_on_disks() const {
     }
     if (!o_.merge.empty()) {
         WrittenFiles merged;
-        merged.add(static_cast<size_t>(whole_.count()) * sizeof(floatX) + 128 * whole_.parameters().size());
+        merged.add(static_cast<size_t>(model_.whole.count()) * sizeof(floatX) +
+                   128 * model_.whole.parameters().size());
         all.push_back({"--merge", o_.merge, "the merged model", merged});
     }
     check_disk_room(all);
@@ -1638,14 +1566,11 @@ void Trainer::take_memory() {
     if (drops()) dropout_memory_ = DeviceBuffer(dropout_keys() * sizeof(uint64_t), "the dropout's keys");
     micro_.dropout.key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
     model_.allocate();
-    for (std::optional<QuantizedWeights>* weights : {&quantized_, &quantized_head_})
-        if (*weights) (*weights)->allocate();
-    if (embeddings_) embeddings_->allocate();
     places_.make();
     use_places();
     updates_.allocate();
-    if (places_.any() || embeddings_) metrics_.count_waiting(stream_);
-    if (adapter_) adapter_->allocate();
+    if (places_.any() || model_.embeddings) metrics_.count_waiting(stream_);
+    if (model_.adapter) model_.adapter->allocate();
     const int length = in_.feeds() ? o_.seq_len + in_.adapter.prompt_tokens : 0;
     if (const std::vector<float> positions = position_factors(config_, length); !positions.empty()) {
         const size_t bytes = positions.size() * sizeof(float);
@@ -1663,25 +1588,18 @@ void Trainer::take_memory() {
 }
 
 void Trainer::load() {
-    if (adapter_ || in_.resumed.empty()) {
+    if (model_.adapter || in_.resumed.empty()) {
         if (parse_new_model(o_.model))
-            initialize_weights(model_, o_.seed);
+            initialize_weights(model_.state, o_.seed);
         else if (in_.gguf)
-            arena_.run(plans_.load, [&] { load_gguf(); });
+            arena_.run(plans_.load, [&] { model_.load_gguf(arena_, stream_, places_.blocks_in_files()); });
         else
-            load_weights(model_, in_.model, [&](const SafetensorsFolder& files, auto& used) {
-                if (DiskResidence* disk = places_.blocks_in_files())
-                    quantized_->find(files, config_, used, [&](const LoanOnDisk& b) { disk->add(b); });
-                else if (quantized_)
-                    quantized_->load<floatX>(files, config_, used);
-                if (quantized_head_) quantized_head_->load<floatX>(files, config_, used);
-                if (embeddings_) embeddings_->open(files, config_, used);
-            });
+            model_.load_folder(places_.blocks_in_files());
     }
     if (!in_.resumed.empty() && o_.steps == 0) {
-        adapter_ ? load_adapter(*adapter_, in_.resumed) : load_weights(model_, in_.resumed);
+        model_.adapter ? load_adapter(*model_.adapter, in_.resumed) : load_weights(model_.state, in_.resumed);
     } else if (!in_.resumed.empty()) {
-        load_training_state(trained(), in_.resumed, in_.adapter);
+        load_training_state(model_.trained(), in_.resumed, in_.adapter);
         step_ = first_step_ = in_.progress->step;
         first_sequence_ = in_.progress->sequences;
         evaluated_ = in_.progress->evaluated;
@@ -1695,56 +1613,21 @@ void Trainer::load() {
         if (!is_good)
             fprintf(stderr, "%s: step %lld was not good when it was saved; the last good save: %s\n",
                     o_.resume.c_str(), static_cast<long long>(step_), metrics_.last_save.c_str());
-    } else if (adapter_ && in_.held_adapter) {
-        load_adapter(*adapter_, in_.held_adapter->path());
-    } else if (adapter_ && in_.adapter.kind == Trained::Prompt) {
-        begin_prompt();
-    } else if (adapter_) {
-        initialize_weights(*adapter_, o_.seed);
+    } else if (model_.adapter && in_.held_adapter) {
+        load_adapter(*model_.adapter, in_.held_adapter->path());
+    } else if (model_.adapter && in_.adapter.kind == Trained::Prompt) {
+        model_.initialize_prompt([&](std::vector<floatX>& rows) {
+            arena_.run(plans_.first_prompt, [&] {
+                const TensorX made = gpt_.ends().token_rows(in_.first_prompt);
+                copy_to_host(rows.data(), made.data(), rows.size() * sizeof(floatX), stream_);
+            });
+        });
+    } else if (model_.adapter) {
+        initialize_weights(*model_.adapter, o_.seed);
     }
     in_.held_adapter.reset();
     in_.held_save.reset();
     in_.held_model.reset();
-}
-
-// Loads a model from a GGUF. What is dequantized now comes through room in the arena.
-void Trainer::load_gguf() {
-    constexpr int64_t kRoom = int64_t{4} << 20;
-    const Tensor<uint8_t> room = arena_.take<uint8_t>("quantized_rows", {kRoom});
-    if (arena_.rehearsing()) return;
-    load_weights(model_, *in_.gguf, stream_, [&](size_t bytes) {
-        if (bytes > static_cast<size_t>(kRoom)) fail("%s: a row of %zu bytes", o_.model.c_str(), bytes);
-        return room.data();
-    });
-    if (embeddings_) embeddings_->open(*in_.gguf);
-    if (DiskResidence* disk = places_.blocks_in_files())
-        quantized_->find(*in_.gguf, [&](const LoanOnDisk& b) { disk->add(b); });
-    else
-        quantized_->load(*in_.gguf);
-    in_.gguf->file().drop_pages();  // it stays open
-}
-
-// A soft prompt begins as the token embeddings of its text, or of tokens drawn at random (Lester et al.,
-// arXiv:2104.08691, section 3.1).
-void Trainer::begin_prompt() {
-    const std::vector<int>& tokens = in_.first_prompt;
-    const size_t C = static_cast<size_t>(config_.channels);
-    std::vector<floatX> rows(tokens.size() * C);
-    if (looks_up_prompt()) {
-        arena_.run(plans_.first_prompt, [&] {
-            const TensorX made = gpt_.ends().token_rows(tokens);
-            copy_to_host(rows.data(), made.data(), rows.size() * sizeof(floatX), stream_);
-        });
-    } else {
-        const Parameter& embedding = model_.layout.parameters_of(model_.layout.embeddings_unit())[0];
-        for (size_t i = 0; i < tokens.size(); i++) {
-            const int64_t at = embedding.offset + int64_t{tokens[i]} * config_.channels;
-            copy_to_host(&rows[i * C], model_.data<floatX>(StatePart::Weights, at), C * sizeof(floatX), {});
-        }
-    }
-    std::vector<float> values;
-    for (const floatX x : rows) values.push_back(to_float(x));
-    put_weights(*adapter_, 0, values);
 }
 
 // What a user might not expect of what begins now.
@@ -1754,8 +1637,8 @@ void Trainer::print_start() const {
                static_cast<long long>(first_step_), static_cast<long long>(o_.steps));
     else if (o_.has("--resume") && o_.resume.empty())
         printf("--resume auto: %s holds no save yet: beginning\n", o_.out.c_str());
-    if (adapter_ || in_.resumed.empty())
-        print_longer_positions(notes(), config_, o_.rope_scaling, adapter_.has_value());
+    if (model_.adapter || in_.resumed.empty())
+        print_longer_positions(notes(), config_, o_.rope_scaling, model_.adapter.has_value());
     if (o_.steps > first_step_ && !saves())
         printf("nothing will be saved%s: no --out\n", o_.merge.empty() ? "" : " before the merge");
 }
@@ -1766,9 +1649,9 @@ void Trainer::print_start() const {
 double Trainer::step_flops() const {
     const double attention = static_cast<double>(config_.layers * config_.query_width()) *
                              (loader_ ? loader_->attended() : static_cast<double>(o_.seq_len));
-    double products = (adapter_ ? 4.0 : 6.0) * static_cast<double>(whole_.multiplied());
-    if (adapter_ && in_.adapter.kind == Trained::Lora)
-        products += 6.0 * static_cast<double>(adapter_->layout.count());
+    double products = (model_.adapter ? 4.0 : 6.0) * static_cast<double>(model_.whole.multiplied());
+    if (model_.adapter && in_.adapter.kind == Trained::Lora)
+        products += 6.0 * static_cast<double>(model_.adapter->layout.count());
     return step_tokens() * (products + 6.0 * attention);
 }
 

@@ -1,0 +1,163 @@
+// run_model.h - the model of a run in memory: its parameters, what of a frozen model is quantized or kept in
+// files or host memory, and the adapter that is trained beside it; and how they are loaded.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "llmc/checkpoint.h"
+#include "llmc/embeddings_elsewhere.h"
+#include "llmc/not_finite.h"
+#include "llmc/options.h"
+#include "llmc/precision.h"
+#include "llmc/quantized_weights.h"
+#include "llmc/residence_disk.h"
+#include "llmc/run_inputs.h"
+#include "llmc/state.h"
+#include "llmc/weights.h"
+
+// What an optional contains, or null.
+template <class T>
+const T* pointer_to(const std::optional<T>& optional) {
+    return optional ? &*optional : nullptr;
+}
+
+class RunModel {
+  public:
+    const Layout whole;  // of all parameters that the model's files have
+    // Matrices of a frozen model that `state` does not have: of its linear layers, and of its head.
+    std::optional<QuantizedWeights> quantized, quantized_head;
+    std::optional<EmbeddingsElsewhere> embeddings;
+    State<floatX> state;
+    std::optional<State<floatX>> adapter;
+
+    // Takes no memory yet. The options may change until allocate(): choose() follows them.
+    RunModel(const Options& o, RunInputs& in)
+        : whole(in.config),
+          quantized(in.quantized_weights<floatX>(o.weights)),
+          quantized_head(in.quantized_head()),
+          embeddings(in.embeddings_elsewhere(o.embeddings)),
+          state(layout_without(in.config, quantized.has_value(), fields_outside(in.config)),
+                state_options_of_model(o, in)),
+          o_(o),
+          in_(in) {
+        if (in.adapter) adapter.emplace(trained_layout(in.config, in.adapter), state_options<floatX>(o));
+    }
+    RunModel(const RunModel&) = delete;
+
+    State<floatX>& trained() { return adapter ? *adapter : state; }
+    const State<floatX>& trained() const { return adapter ? *adapter : state; }
+    OutsideState outside() const {
+        return {pointer_to(quantized), pointer_to(quantized_head), pointer_to(embeddings)};
+    }
+    // The embeddings and the head that `state` does not have.
+    std::vector<Field> fields_outside() const { return fields_outside(in_.config); }
+    // Whether a new soft prompt starts as rows of an embedding that `state` does not have.
+    bool looks_up_prompt() const {
+        return (embeddings || (in_.config.tied && quantized_head)) && !in_.first_prompt.empty();
+    }
+    // The parameters that are trained.
+    int64_t trained_count() const { return adapter ? adapter->layout.count() : whole.count(); }
+
+    // Follows options that have changed: formats of the state, and where blocks live.
+    void choose() {
+        state.choose(state_options_of_model(o_, in_));
+        if (adapter) adapter->choose(state_options<floatX>(o_));
+    }
+    void allocate() {
+        state.allocate();
+        for (std::optional<QuantizedWeights>* weights : {&quantized, &quantized_head})
+            if (*weights) (*weights)->allocate();
+        if (embeddings) embeddings->allocate();
+    }
+
+    // Loads the model from a folder. `blocks_in_files`: what streams blocks out of the files, or null.
+    void load_folder(DiskResidence* blocks_in_files) {
+        load_weights(state, in_.model, [&](const SafetensorsFolder& files, auto& used) {
+            if (blocks_in_files)
+                quantized->find(files, in_.config, used,
+                                [&](const LoanOnDisk& block) { blocks_in_files->add(block); });
+            else if (quantized)
+                quantized->load<floatX>(files, in_.config, used);
+            if (quantized_head) quantized_head->load<floatX>(files, in_.config, used);
+            if (embeddings) embeddings->open(files, in_.config, used);
+        });
+    }
+    // Loads it from a GGUF. What is dequantized now comes through a buffer in the arena.
+    void load_gguf(Arena& arena, Stream stream, DiskResidence* blocks_in_files) {
+        constexpr int64_t kBuffer = int64_t{4} << 20;
+        const Tensor<uint8_t> buffer = arena.take<uint8_t>("quantized_rows", {kBuffer});
+        if (arena.rehearsing()) return;
+        load_weights(state, *in_.gguf, stream, [&](size_t bytes) {
+            if (bytes > static_cast<size_t>(kBuffer)) fail("%s: a row of %zu bytes", o_.model.c_str(), bytes);
+            return buffer.data();
+        });
+        if (embeddings) embeddings->open(*in_.gguf);
+        if (blocks_in_files)
+            quantized->find(*in_.gguf, [&](const LoanOnDisk& block) { blocks_in_files->add(block); });
+        else
+            quantized->load(*in_.gguf);
+        in_.gguf->file().drop_pages();  // it stays open
+    }
+    // Sets a new soft prompt to the token embeddings of its text, or of tokens drawn at random (Lester et
+    // al., arXiv:2104.08691, section 3.1). look_up(rows) copies the rows to the host where `state` has no
+    // embedding.
+    template <class LookUp>
+    void initialize_prompt(LookUp&& look_up) {
+        const std::vector<int>& tokens = in_.first_prompt;
+        const size_t C = static_cast<size_t>(in_.config.channels);
+        std::vector<floatX> rows(tokens.size() * C);
+        if (looks_up_prompt()) {
+            look_up(rows);
+        } else {
+            const Parameter& embedding = state.layout.parameters_of(state.layout.embeddings_unit())[0];
+            for (size_t i = 0; i < tokens.size(); i++) {
+                const int64_t at = embedding.offset + int64_t{tokens[i]} * in_.config.channels;
+                copy_to_host(&rows[i * C], state.data<floatX>(StatePart::Weights, at), C * sizeof(floatX),
+                             {});
+            }
+        }
+        std::vector<float> values;
+        for (const floatX x : rows) values.push_back(to_float(x));
+        put_weights(*adapter, 0, values);
+    }
+    // Fails naming the tensor if weights that are streamed from the model's files have a number that is not
+    // finite. Those that were loaded were checked then.
+    void check_streamed_finite() const {
+        const bool streams = (quantized && quantized->home() == Home::Disk) ||
+                             (embeddings && embeddings->home() == Home::Disk);
+        if (!streams) return;
+        if (in_.gguf)
+            check_files_finite(in_.gguf->file());
+        else
+            check_files_finite(SafetensorsFolder(in_.model));
+    }
+    // Saves the base in NF4.
+    void save_base(const std::string& folder, Stream stream) const {
+        write_folder(folder, [&](const std::string& temporary) {
+            const nlohmann::json format = nf4_config(quantized->are_double(), kTorchName<floatX>);
+            write_settings<floatX>(temporary, in_.config, in_.saved_tokenizer(), format);
+            FileTensors file;
+            file.add(state);
+            quantized->add_to(file);
+            file.write(temporary + "/model.safetensors", stream);
+        });
+    }
+
+  private:
+    // Of a frozen model only the weights.
+    static StateOptions state_options_of_model(const Options& o, const RunInputs& in) {
+        if (in.adapter) return {.training = false};
+        StateOptions options = state_options<floatX>(o);
+        if (o.steps > 0) options.blocks = named<Home>(kHomeNames, o.weights);
+        return options;
+    }
+    std::vector<Field> fields_outside(const ModelConfig& config) const {
+        if (embeddings) return EmbeddingsElsewhere::fields(config);
+        return quantized_head ? std::vector{head_field(config)} : std::vector<Field>();
+    }
+
+    const Options& o_;
+    RunInputs& in_;
+};

@@ -63,7 +63,7 @@
 
 using Parked = ParkedInputs<floatX>;
 
-struct BlockActivations;  // these are beside forward
+struct BlockActivations;  // defined at "---- forward"
 struct MlpActivations;
 struct HeadActivations;
 
@@ -72,7 +72,7 @@ struct MicroBatchOptions {
     int64_t head_rows = 0;   // rows that have logits at one time; 0: all
     std::vector<Keep> keep;  // of each layer
     bool adds = false;       // to the gradients of micro-batches before: else they are written
-    DropoutOptions dropout;  // with the first micro-batch's key, behind which those of the others are
+    DropoutOptions dropout;  // its key is the first micro-batch's; those of the others follow in memory
 };
 
 // The model: its parameters, seen through views, and the operations of a step on them. Nothing here owns
@@ -105,18 +105,17 @@ class Gpt {
             TensorF(position_factors_at, {static_cast<int64_t>(position_factors(config_).size())});
         weights_.bind();
     }
-    // How many rows are in an MLP, and queries of a sequence in attention, at one time; 0: all.
-    void take_rows(int64_t of_mlp, int64_t of_attention) {
+    // Sets the sizes of chunks: rows in an MLP, and queries of a sequence in attention; 0: all at once.
+    void set_chunk_rows(int64_t of_mlp, int64_t of_attention) {
         mlp_rows_ = of_mlp, attention_rows_ = of_attention;
     }
-    // Where the inputs of so many layers wait for their backward, of each of so many micro-batches; in chunks
-    // of so many rows, or whole: 0.
+    // Says where block inputs are offloaded: those of the first `layers` layers, of `passes` micro-batches
+    // each; in chunks of `rows` rows, or whole: 0.
     void park_in(Elsewhere* place, int layers, int passes, int64_t rows) {
         parked_.use(rows > 0 ? 0 : layers, passes, place);
         parked_rows_.use(rows > 0 ? layers : 0, passes, rows, place);
     }
-    // And where keys and values do, and the sums of their gradients, in pieces of so many rows; 0: on the
-    // device.
+    // The same for keys and values, and for the fp32 sums of their gradients; 0: they stay on the device.
     void park_keys_in(Elsewhere* keys, Elsewhere* sums, int64_t rows) { keys_.offload_to(keys, sums, rows); }
 
     void forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
@@ -243,8 +242,7 @@ class Trainer {
     void bench();
     void print_plan() const;
 
-    // Another batch, other formats of the state, other levels of recompute: for who looks for the best
-    // (chosen_setting.h).
+    // Changes batch, formats of the state and recompute levels, for the search in chosen_setting.h.
     void use(const MemorySetting& s);
     Plan rehearse_training(bool adds, bool placed);
     Plan rehearse_validation(bool placed);
@@ -301,7 +299,7 @@ class Trainer {
     bool drops() const { return o_.dropout > 0 || in_.adapter.dropout > 0; }
     uint64_t batch() const { return static_cast<uint64_t>(o_.batch); }
     double step_tokens() const { return static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum; }
-    double step_flops() const;
+    double step_flops(bool forward_only = false) const;
     // Whether steps are run through graphs: of parked keys these would grow with the square of the sequence.
     bool replays() const { return replays_ && places_.rows_of_parked_keys() == 0; }
     void use_places();
@@ -398,8 +396,8 @@ void Trainer::train() {
     }
 }
 
-// Says whether it made the step: not when the run is interrupted between its micro-batches, of which nothing
-// is kept then.
+// One training step. Returns false if it was interrupted between its micro-batches, whose gradients are then
+// discarded.
 bool Trainer::train_step() {
     Range range("step");
     metrics_.step_begins(step_);
@@ -432,10 +430,10 @@ bool Trainer::train_step() {
     return true;
 }
 
-// What makes the sum of so many losses their mean, and that of none zero.
+// 1 / losses, or 0 if there are none.
 float mean_scale(uint64_t losses) { return losses > 0 ? 1.f / static_cast<float>(losses) : 0.f; }
 
-// That of the step, over the tokens that have a loss. Where none has, a line says so.
+// 1 / the step's tokens that have a loss. A line says so if there are none.
 float Trainer::step_loss_scale() {
     uint64_t tokens = static_cast<uint64_t>(step_tokens());
     if (loader_)
@@ -477,9 +475,13 @@ void Trainer::run_step(Plan& plan, Operations&& operations) {
         run();
 }
 
-// A micro-batch forward and backward, or those that are together; and the update in backward where it is.
+// Forward and backward of one micro-batch, or of all with --by-block; also the update, with
+// --update-in-backward.
 void Trainer::micro_batch(float loss_scale) {
-    updates_.begin_backward(micro_.adds == (o_.grad_accum > passes()));
+    // The micro-batches behind the first share one plan and one graph. So all of them compute what the last
+    // one must, the sums for the norm.
+    const bool may_be_last = o_.grad_accum == passes() || micro_.adds;
+    updates_.begin_backward(may_be_last);
     std::vector<const DeviceBatch*> batches;
     for (const Feeder& feeder : feeders_) batches.push_back(&feeder.batch());
     gpt_.forward_backward(batches, micro_, loss_scale, metrics_.loss());
@@ -532,7 +534,7 @@ uint64_t Trainer::validation_sequences() const {
 // The validation and the sample that are due before the next step.
 void Trainer::do_what_is_due() {
     if (val_loader_ && is_time(o_.eval_every)) validate_and_log();
-    if (is_time(o_.sample_every) && in_.samples()) sample();
+    if (!interrupted && is_time(o_.sample_every) && in_.samples()) sample();
     evaluated_ = !interrupted;
 }
 
@@ -610,7 +612,7 @@ void Trainer::finish() {
     evaluated_ = true;
     if (saves() && !is_saved) save();
     if (val_loader_) validate_and_log();
-    if (in_.samples()) sample();
+    if (!interrupted && in_.samples()) sample();
     if (!o_.merge.empty() && !interrupted) merge();
 }
 
@@ -775,7 +777,8 @@ void Gpt::forward_attention_rows(int layer, BlockActivations& a, const Rows& row
     if (!keep.qkv || (a.raw_qkv && !keep.norm)) a.qkv.drop();
 }
 
-// From a.input to a.middle and its norm.
+// From a.input to a.middle. If the MLP takes all rows at once, the kernel that adds the residual also
+// computes its norm.
 void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
     const bool in_chunks_here = !keep.middle && !kv && attends_in_chunks(a.input);
     if (parked_rows_.stores() && !in_chunks_here)
@@ -798,9 +801,9 @@ void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Ke
     a.mlp.norm = norm_.add_and_forward(kNorm2, a.middle, a.input, summand, weights_.block(layer).norm_2);
 }
 
-// a.input (B, T, C) + the attention of its norm, some rows of a sequence after the others: so only keys and
-// values are there of all, or not even those. Nothing is kept, and the sum takes the place of an input that
-// is not.
+// The output of the attention half for a.input (B, T, C), chunk by chunk. Only keys and values exist for a
+// whole sequence, or not even these if they are offloaded. Nothing else is kept. The output overwrites
+// a.input, of which x is a view, if backward does not read that here.
 TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep) {
     Block<floatX>& w = weights_.block(layer);
     hold(w.qkv), hold(w.attention);
@@ -848,8 +851,8 @@ void Gpt::add_projected(TensorX& sum, const TensorX& x, const TensorX& attention
     w.made.drop();
 }
 
-// From a.middle, and its norm where all rows go at once, to the block's output. Of chunks nothing is kept,
-// and the output takes the place of a stream that is not.
+// From a.middle, and its norm if all rows go at once, to the block's output. In chunks nothing is kept, and
+// the output overwrites a.middle unless that is kept.
 TensorX Gpt::forward_mlp(int layer, BlockActivations& a, const Rows& rows, Keep keep) {
     if (!in_chunks(a.middle.rows())) return forward_mlp_rows(layer, a.mlp, rows, keep, a.middle, {});
     Block<floatX>& w = weights_.block(layer);
@@ -930,8 +933,8 @@ HeadActivations Gpt::forward_head(const TensorX& x) {
 
 // ---- backward
 
-// The head of some rows after others, each forward and at once back, so that no more logits exist than a
-// chunk's. `stream` (B, T, C), the last block's output, becomes its own gradient.
+// The head and the loss, chunk by chunk of rows: each goes forward and at once back, so that only one chunk's
+// logits exist. `stream` (B, T, C), the last block's output, becomes its gradient.
 void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options,
                LossScale loss_scale, TensorF& loss, Head<floatX>& g) {
     const int64_t rows = stream.rows(), C = config_.channels;
@@ -952,7 +955,7 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOpti
                                        loss_scale, config_.vocabulary, stream_);
         if (g.logits.weight)
             add_product(arena_, stream_, g.logits.weight, low, a.logits, a.norm.out, chunks || options.adds);
-        TensorX d_norm = std::move(a.norm.out);
+        TensorX d_norm = std::move(a.norm.out);  // its memory: the product above read it last
         ends_.logits_backward(d_norm, a.logits);
         a.logits.drop();
         zero(part);
@@ -964,8 +967,7 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOpti
     g.norm = std::move(d_norm_weights.view);
 }
 
-// The gradient of what dropout made of an activation, back through it: d_out itself where nothing was
-// dropped.
+// Backward of dropout: d_out through its mask, or a view of d_out if nothing is dropped.
 TensorX Gpt::dropped(const TensorX& d_out, const Dropout& d) {
     if (!d) return d_out.view();
     TensorX d_in = take_gradient("d_dropped", d_out.shape());
@@ -985,7 +987,7 @@ void Gpt::backward_mlp(int layer, BlockGradient<floatX>& g, BlockActivations& a,
     g.end_mlp_chunks(stream_);
 }
 
-// Of x, the stream between the halves.
+// Backward of the MLP half in chunks of rows, where x is the residual stream before it.
 void Gpt::backward_mlp_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
                                  TensorX& d_stream) {
     for_each_chunk(arena_, rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
@@ -996,8 +998,8 @@ void Gpt::backward_mlp_in_chunks(int layer, BlockGradient<floatX>& g, const Tens
     });
 }
 
-// Of all rows or some: d_stream becomes the gradient of x. What is made again is let go of as soon as it was
-// read once, where it costs no product.
+// Backward of the MLP half for some rows or all: d_stream becomes the gradient of x. What costs no matrix
+// product, the norm and the activation, is dropped after each use and computed again for the next.
 void Gpt::backward_mlp_rows(int layer, BlockGradient<floatX>& g, MlpActivations& m, const TensorX& x,
                             const Rows& rows, TensorX& d_stream) {
     const Block<floatX>& w = weights_.block(layer);
@@ -1019,14 +1021,15 @@ void Gpt::backward_mlp_rows(int layer, BlockGradient<floatX>& g, MlpActivations&
     norm_.backward(d_stream, g.norm_2, d_norm, x, m.norm, w.norm_2);
 }
 
-// qkv (B, T, qkv_width()) becomes its own gradient, of what attention made of it: d_q at once, d_k and d_v
-// at once, or where they are no longer read; the keys of chunks lie elsewhere.
+// Replaces qkv (B, T, qkv_width()) by its gradient. Some kernels read k and v after dk and dv are written:
+// then these go to buffers, and are copied at the end. With `kv`, keys and values are read there, and dk and
+// dv are written into qkv.
 void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, const TensorF& lse,
                                       const TensorF& delta, int layer, const Rows& rows, KvRows* kv) {
     const auto run = [&](floatX* dq, floatX* dk, floatX* dv, const AttentionInput<floatX>& in) {
         attention_backward(dq, dk, dv, d_attention.data(), lse.data(), delta.data(), in, stream_);
     };
-    const int64_t next_row = kv ? kv->length - attention_rows_ : 0;  // the last rows are the first
+    const int64_t next_row = kv ? kv->length - attention_rows_ : 0;  // the last chunk goes first
     floatX *const k = qkv.at(keys_.keys_at()), *const v = qkv.at(keys_.values_at());
     if (kv || kOverwritesKeys)
         return keys_.for_each_piece(qkv, layer, rows, kv, true, next_row,
@@ -1044,8 +1047,8 @@ void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, 
     }
 }
 
-// The attention half: d_stream, the gradient of a.middle, becomes that of a.input. Of rows of one sequence
-// later ones came before, and their gradients are summed.
+// Backward of the attention half: d_stream, the gradient of a.middle, becomes that of a.input. With `kv` the
+// rows are a chunk; later chunks went before, and what they add to its dk and dv is in the sums of `kv`.
 void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
                              TensorX& d_stream, KvRows* kv) {
     const Block<floatX>& w = weights_.block(layer);
@@ -1165,7 +1168,7 @@ void Gpt::forward_blocks(std::vector<Pass>& passes) {
             if (parked_.parks(l) || parked_rows_.parks(l)) a.input.drop();
         }
     }
-    if (ends_.streams_head()) weights_.release();  // the head has the room
+    if (ends_.streams_head()) weights_.release();  // else the last blocks stay for backward
 }
 
 // Has a block's parked input (B, T, C) come: chunk by chunk, as its backward asks for it, or all of it now.
@@ -1202,8 +1205,9 @@ void Gpt::backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& op
     parked_rows_.give_back();
 }
 
-// One micro-batch, or several that pass each block before the next: writes or adds their gradients, or has
-// each unit's consumed, and adds loss_scale, or a batch's own, times the sum of its losses to `loss` (1).
+// Forward and backward of one micro-batch, or of several of which all pass a block before the next one
+// (--by-block). Gradients are written, or added if options.adds. Adds loss_scale, or a batch's own, times the
+// sum of its losses to `loss` (1).
 void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
                            float loss_scale, TensorF& loss) {
     std::vector<Pass> passes;
@@ -1294,8 +1298,8 @@ TensorX Gpt::forward_cached(const std::vector<int>& tokens, KvCache& cache) {
     return std::move(a.logits);
 }
 
-// The tokens of a prompt that are run at a time, so that a long one takes no more than its keys and values
-// beside them. The last part has the rest too: none is so short that its products would be other ones.
+// A long prompt runs in parts of this many tokens, so that beside them it takes only its keys and values. The
+// rest joins the last part: no part is so short that it would use other matrix products.
 constexpr int64_t kPromptRows = 2048;
 
 // Runs a prompt from its begin, part by part. The logits (1, V) after its last token.
@@ -1389,14 +1393,14 @@ void Trainer::use(const MemorySetting& s) {
     feeders_.resize(static_cast<size_t>(passes()));
     for (Feeder& f : feeders_) f.choose(s.batch, o_.seq_len, config_.vocabulary, in_.packs());
     micro_ = {.head_rows = s.head_rows, .keep = {}, .dropout = {}};
-    gpt_.take_rows(s.mlp_rows, s.attention_rows);
+    gpt_.set_chunk_rows(s.mlp_rows, s.attention_rows);
     micro_.dropout = {o_.dropout, in_.adapter.dropout,
                       reinterpret_cast<const uint64_t*>(dropout_memory_.data())};
     use_places();
     for (int level : s.levels) micro_.keep.push_back(kRecomputeLevels[level].keep);
 }
 
-// Has the model borrow from where things live, and park there.
+// Connects the model to what is kept off the device.
 void Trainer::use_places() {
     gpt_.weights().stream_blocks_from(places_.blocks(), way_from(named<Home>(kHomeNames, o_.weights)),
                                       places_.block_loans(), o_.prefetch);
@@ -1420,7 +1424,7 @@ Plan Trainer::rehearse_validation(bool placed) {
 const MemoryReport& Trainer::rehearse(bool placed) {
     if (o_.steps > 0) {
         plans_.train = rehearse_training(false, placed);
-        // The same takes, other products.
+        // It takes the same tensors as `train`, but its products add.
         plans_.add = o_.grad_accum > passes() ? rehearse_training(true, placed) : Plan();
         plans_.train.workspace = std::max(plans_.train.workspace, plans_.add.workspace);
         if (!o_.update_in_backward) plans_.update = arena_.rehearse([&] { updates_.update_all(); });
@@ -1643,16 +1647,18 @@ void Trainer::print_start() const {
         printf("nothing will be saved%s: no --out\n", o_.merge.empty() ? "" : " before the merge");
 }
 
-// 6 FLOPs a token and parameter that is multiplied with, which positions are not (Kaplan et al.,
-// arXiv:2001.08361), 4 where it is frozen, and causal attention's 6 layers C T;
-// of packed examples T is an example's length.
-double Trainer::step_flops() const {
+// 2 FLOPs a token and parameter that is multiplied with, which positions are not, and twice that in backward
+// (Kaplan et al., arXiv:2001.08361); of frozen parameters backward makes no gradient: 2. Causal attention
+// takes 2 layers C T forward, where T is an example's length if examples are packed.
+double Trainer::step_flops(bool forward_only) const {
     const double attention = static_cast<double>(config_.layers * config_.query_width()) *
                              (loader_ ? loader_->attended() : static_cast<double>(o_.seq_len));
-    double products = (model_.adapter ? 4.0 : 6.0) * static_cast<double>(model_.whole.multiplied());
-    if (model_.adapter && in_.adapter.kind == Trained::Lora)
-        products += 6.0 * static_cast<double>(model_.adapter->layout.count());
-    return step_tokens() * (products + 6.0 * attention);
+    const double model = static_cast<double>(model_.whole.multiplied());
+    const bool has_lora = model_.adapter && in_.adapter.kind == Trained::Lora;
+    const double lora = has_lora ? static_cast<double>(model_.adapter->layout.count()) : 0;
+    const double forward = 2 * (model + lora + attention);
+    const double backward = (model_.adapter ? 2 : 4) * model + 4 * (lora + attention);
+    return step_tokens() * (forward_only ? forward : forward + backward);
 }
 
 // ---- the bench
@@ -1680,7 +1686,7 @@ void Trainer::bench() {
                      .warmup = o_.bench_warmup,
                      .plans = {},
                      .tokens = step_tokens(),
-                     .flops = step_flops() / (forward_only ? 3 : 1),  // a third is forward's
+                     .flops = 0,  // when the data are open
                      .matmul_peak = measured_matmul_flops<floatX>(stream_, report_.allocated()),
                      .copy_peak = measured_copy_bandwidth(stream_),
                      .limits = rates_.measured() ? rates_.transfers : kNoLimits};
@@ -1689,6 +1695,7 @@ void Trainer::bench() {
     else
         r.plans = {{&plans_.train, 1}, {&plans_.add, o_.grad_accum - 1}, {&plans_.update, 1}};
     prepare();
+    r.flops = step_flops(forward_only);
     const auto run_one = [&](int64_t step) {
         step_ = step;
         if (forward_only)

@@ -6,7 +6,6 @@
 // (the scales of 8-bit codes). Some parts can be in host memory or on disk (elsewhere.h) instead of the
 // device: the weights of blocks and their gradients, block by block, and all that only updates need. The
 // latter is divided into chunks: a chunk has its part of every such buffer, so that it is transferred as one.
-// of every buffer, so that it comes and goes as one.
 #pragma once
 
 #include <algorithm>

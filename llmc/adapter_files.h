@@ -31,17 +31,16 @@ inline void check_other_targets(const TargetModules& targets, const ConfigReader
 
 // Returns whether a module has a LoRA. Fails unless adapter_config.json and the tensors in the file agree on
 // that.
-inline bool has_lora(const TargetModules& targets, const ConfigReader& r, const std::string& module,
-                     int layer, const SafetensorsFile& file) {
-    const std::string a = kPeftPrefix + module + ".lora_A.weight",
-                      b = kPeftPrefix + module + ".lora_B.weight";
+inline bool has_lora(const TargetModules& targets, const ConfigReader& r, const std::string& name, int layer,
+                     const SafetensorsFile& file) {
+    const std::string a = kPeftPrefix + name + ".lora_A.weight", b = kPeftPrefix + name + ".lora_B.weight";
     const bool there = file.find(a) || file.find(b);
-    const char* const left_out_by = targets.left_out_by(module, layer, true);
+    const char* const left_out_by = targets.left_out_by(name, layer, true);
     if (there && left_out_by)
-        fail("%s: '%s' leaves out %s, but %s has tensors for it", r.file().c_str(), left_out_by,
-             module.c_str(), file.path().c_str());
+        fail("%s: '%s' leaves out %s, but %s has tensors for it", r.file().c_str(), left_out_by, name.c_str(),
+             file.path().c_str());
     if (!there && !left_out_by)
-        fail("%s: 'target_modules' has %s, but %s has no tensors for it", r.file().c_str(), module.c_str(),
+        fail("%s: 'target_modules' has %s, but %s has no tensors for it", r.file().c_str(), name.c_str(),
              file.path().c_str());
     return there;
 }

@@ -1,16 +1,20 @@
-// chunk_rows.h - --head-rows auto, --mlp-rows auto and --attention-rows auto: as few rows with logits, in an
-// MLP, or in attention, at a time as cost next to nothing.
+// chunk_rows.h - chooses --head-rows auto, --mlp-rows auto and --attention-rows auto: the fewest rows that
+// the head, an MLP or attention may process at a time without making a step noticeably slower.
 //
-// Each chunk of rows adds to the gradients of matrices, in bf16 in slices of them, and launches all of the
-// head, of an MLP or of a block again. That is dear where a step is short, on a GPU above all, and nothing
-// where it is long.
+// Smaller chunks of rows need less memory. But each chunk adds to the gradients of matrices again (in bf16,
+// slice by slice) and launches all operations of the head, the MLP or the block again. That is expensive if a
+// step is short, above all on a GPU, and negligible if it is long.
 //
-// How rows are cut changes the rounding of a training. So that a run has the same bits at every level of
-// recompute (but for chunks of attention, which only blocks of level block have), with any state and any
-// number of threads, none of these has a say: for the head the step is that
-// of level none, the shortest, for the others, of which chunks keep nothing, of the level that keeps nothing
-// of them either; without its update, and a CPU is taken to have many threads, beside whose rates a launch
-// takes longest. What costs little then costs less with others.
+// How rows are cut into chunks changes the rounding. A run shall have the same bits at every recompute level,
+// in every format of the optimizer state and with any number of threads, so the choice depends on none of
+// these. (Chunks of attention are an exception: only blocks of level block have them.) The step whose time is
+// estimated is always the one in which chunks cost most:
+// - For the head it has level none, which makes the shortest step. For MLP and attention it has the last
+//   level, which keeps none of their activations; chunks keep none either.
+// - It has no update.
+// - A CPU is taken to have many threads (kChunkThreads), because a launch then takes longest compared with
+//   the work.
+// Chunks that cost little there cost less in other settings.
 #pragma once
 
 #include <algorithm>
@@ -20,24 +24,25 @@
 #include "llmc/memory_setting.h"
 #include "llmc/solver.h"
 
-// With fewer the CPU's products are far from the rate that estimates take: with 64 rows a step of SmolLM2
-// took 13% longer by the clock, with 256 1%.
+// With fewer rows the CPU's matrix products are much slower than the estimates assume: a measured step of
+// SmolLM2 took 13% longer with 64 rows, and 1% longer with 256.
 constexpr int64_t kFewestHeadRows = 256;
-// With fewer an H100's products of 4096 channels do not fill it, and a CPU's write and read more of the
-// stream than they need.
+// With fewer rows, products of 4096 channels do not fill an H100, and a CPU's products read and write more of
+// the stream than they need.
 constexpr int64_t kFewestMlpRows = kFastCpu ? 512 : 2048;
-// Attention's thread blocks all take long there: 2048 rows of 32 heads make 512, which an A100 runs in 2.4
-// rounds, as slow as 3; 4096 rows take 4.7.
+// All thread blocks of a chunk's attention take long, so that a partly filled last wave costs as much as a
+// full one: 2048 rows of 32 heads make 512 thread blocks, which are 2.4 waves on an A100 and as slow as 3;
+// 4096 rows make 4.7 waves.
 constexpr int64_t kFewestAttentionRows = kFastCpu ? 1024 : 4096;
-// Where heads are fewer than 32, as many thread blocks take more rows.
+// With fewer than 32 heads, it takes more rows to make as many thread blocks.
 inline int64_t fewest_attention_rows(int heads) {
     if (kFastCpu || heads >= 32) return kFewestAttentionRows;
     return kFewestAttentionRows * static_cast<int64_t>(std::bit_ceil(32u / static_cast<unsigned>(heads)));
 }
-constexpr double kChunkCost = 0.02;  // of a step
+constexpr double kChunkCost = 0.02;  // the share of a step's time that chunks may add
 constexpr int kChunkThreads = 64;
 
-// The seconds of a micro-batch's operations but for those of an update in its backward.
+// The estimated seconds of a micro-batch's operations, without those of updates during its backward.
 inline double seconds_without_update(const Plan& plan, const Rates& rates) {
     double seconds = 0;
     for (const Work& w : plan.work)
@@ -45,8 +50,9 @@ inline double seconds_without_update(const Plan& plan, const Rates& rates) {
     return seconds;
 }
 
-// The fewest of `rows`, of the powers of two from `fewest` on, with which a step takes at most 2% longer than
-// with all at once, which is 0. seconds(few) estimates a step.
+// Returns the fewest rows at a time (`fewest` times a power of two) with which a step takes at most 2% longer
+// than with all `rows` at once, or 0 if there are none such. seconds(few) estimates a step with `few` rows at
+// a time; 0: all.
 template <class Seconds>
 int64_t choose_chunk_rows(int64_t rows, int64_t fewest, Seconds&& seconds) {
     if (rows <= fewest) return 0;
@@ -56,8 +62,8 @@ int64_t choose_chunk_rows(int64_t rows, int64_t fewest, Seconds&& seconds) {
     return 0;
 }
 
-// The setting with what is automatic in it chosen, for a model of so many layers and heads and sequences of
-// so many tokens, 0 where a run has none. seconds(setting) estimates a step.
+// Returns the setting with its automatic numbers of rows chosen, for a model of `layers` layers and `heads`
+// heads and sequences of seq_len tokens; 0 if the run has no sequences. seconds(setting) estimates a step.
 template <class Seconds>
 MemorySetting with_chosen_rows(MemorySetting s, int64_t seq_len, size_t layers, int heads,
                                Seconds&& seconds) {

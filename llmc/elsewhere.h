@@ -1,7 +1,9 @@
-// elsewhere.h - memory beside the device's that a training works in: in a file (elsewhere_disk.h), which a
-// GPU reaches through the host (elsewhere_staged.h), or in pinned host memory beside a GPU
-// (elsewhere_host.h). What lies there comes to rooms of the arena and goes back while the device computes;
-// what a GPU's host updates on its disk comes to rooms of the host (host_updates.h).
+// elsewhere.h - working memory of a training outside the device: a file (elsewhere_disk.h), which a GPU
+// reaches through buffers in host memory (elsewhere_staged.h), or pinned host memory beside a GPU
+// (elsewhere_host.h).
+//
+// Its contents are fetched to buffers in the arena and stored again while the device computes. Optimizer
+// state on a disk that a GPU's host updates itself is fetched to buffers in host memory (host_updates.h).
 #pragma once
 
 #include <cstddef>
@@ -11,10 +13,10 @@
 #include "llmc/device.h"
 #include "llmc/disk_request.h"
 
-// What is there begins at multiples of this, and so does a room: a disk moves whole sectors.
+// Alignment of the offsets in this memory, and of the buffers: a disk transfers whole sectors.
 constexpr size_t kElsewhereAlignment = kSector;
 
-// Where in a take of kElsewhereAlignment bytes more the room begins. Null in a rehearsal.
+// The aligned buffer in memory that was taken with kElsewhereAlignment additional bytes. Null in a dry run.
 inline char* aligned_room(void* take) {
     const auto address = reinterpret_cast<uintptr_t>(take);
     return reinterpret_cast<char*>((address + kElsewhereAlignment - 1) / kElsewhereAlignment *
@@ -24,16 +26,17 @@ inline char* aligned_room(void* take) {
 class Elsewhere {
   public:
     virtual ~Elsewhere() = default;
-    // Copies any bytes from or to the host, now. Nothing is under way then.
+    // Copy any range of bytes to or from the host, synchronously. No exchange may be under way.
     virtual void read(uint64_t at, size_t bytes, void* host) const = 0;
     virtual void write(uint64_t at, size_t bytes, const void* host) = 0;
-    // Where those bytes are in the host's memory; null where they are not.
+    // The host address of offset `at`; null if this memory is not in host memory.
     virtual char* address(uint64_t /*at*/) const { return nullptr; }
-    // Begins to store a room's bytes at `to`, and then to fetch as many from `from` into it; either may be
-    // none. Both come behind what the stream was given so far. Returns a number to join it by.
+    // Starts storing the bytes of the buffer `room` at offset `to`, and after that fetching as many from
+    // offset `from` into it; either may be absent. Both run after the work queued on the stream so far.
+    // Returns a number for join().
     virtual size_t exchange(char* room, size_t bytes, std::optional<uint64_t> to,
                             std::optional<uint64_t> from, Stream stream) = 0;
-    // Has what the stream is given from here on find that, and all that was begun before it, done. Fails
-    // where it cannot be.
+    // Work queued on the stream from here on runs after this exchange and all that started before it. Fails
+    // if a transfer failed.
     virtual void join(size_t number, Stream stream) = 0;
 };

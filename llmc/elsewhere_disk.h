@@ -1,5 +1,5 @@
-// elsewhere_disk.h - memory beside the device's in a file without a name, past the page cache: rooms are read
-// and written where they lie.
+// elsewhere_disk.h - working memory of a training in a file without a name. Transfers bypass the page cache:
+// the disk reads and writes the buffers themselves.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,9 @@
 
 class DiskElsewhere : public Elsewhere {
   public:
-    // Makes the file in `folder`, of so many bytes, all zero. `option` asked for it. Fails where there is no
-    // room, or where the file system has no such files. Without `ring` it is served by threads.
+    // Makes the file in `folder`, of `bytes` bytes, all zero. Messages name `option`, which asked for it.
+    // Fails if the disk lacks the space, or if the file system has no such files. With `ring` false, threads
+    // perform the requests.
     DiskElsewhere(const std::string& folder, uint64_t bytes, const char* option, bool ring = true)
         : folder_(folder), option_(option), file_(make()), queue_(nullptr, ring) {
         if (const int error = posix_fallocate(file_.fd(), 0, static_cast<off_t>(whole_sectors(bytes))); error)
@@ -58,12 +59,12 @@ class DiskElsewhere : public Elsewhere {
     void join(size_t number, Stream) override { queue_.wait(number); }
 
   private:
-    static constexpr size_t kBounceBytes = 1 << 20;  // of read() and write()
+    static constexpr size_t kBounceBytes = 1 << 20;  // the buffer of read() and write()
     struct Free {
         void operator()(char* p) const { free(p); }
     };
 
-    // A room that goes, and comes with something else.
+    // Writes a buffer to `to`, then reads it anew from `from`; either may be absent.
     struct Exchange : DiskWork {
         const DiskElsewhere& place;
         char* const room;
@@ -92,8 +93,9 @@ class DiskElsewhere : public Elsewhere {
                  option_, folder_.c_str(), std::strerror(errno));
         return fd;
     }
-    // Calls f(sector, length, begin, count) for pieces of whole sectors, each with `count` of the bytes from
-    // `begin` on in it.
+    // Cuts the range of `bytes` bytes at `at` into pieces, each in whole sectors. Calls f(sector, length,
+    // begin, count) for each: the sectors are `length` bytes at offset `sector` of the file, and the piece is
+    // `count` bytes from byte `begin` of these on.
     template <class F>
     void for_each_piece(uint64_t at, size_t bytes, F&& f) const {
         if (!bounce_) bounce_.reset(static_cast<char*>(std::aligned_alloc(kSector, kBounceBytes)));
@@ -124,7 +126,7 @@ class DiskElsewhere : public Elsewhere {
     const std::string folder_;
     const char* const option_;
     OpenFile file_;
-    uint64_t taken_ = 0;  // bytes
+    uint64_t taken_ = 0;  // bytes on the disk
     mutable std::unique_ptr<char, Free> bounce_;
-    DiskQueue queue_;  // the last: it ends before the file does
+    DiskQueue queue_;  // declared last, so that it ends before the file is closed
 };

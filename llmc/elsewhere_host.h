@@ -1,5 +1,5 @@
-// elsewhere_host.h - memory beside the device's in pinned host memory, beside a GPU: copied on two streams of
-// its own, since a link carries as much each way at the same time.
+// elsewhere_host.h - working memory of a training in pinned host memory, beside a GPU. It has one stream for
+// each direction, since a link carries data both ways at the same time at full speed.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 
 class HostElsewhere : public Elsewhere {
   public:
-    // Takes the memory, zeroed.
+    // Allocates the memory, zeroed.
     explicit HostElsewhere(size_t bytes) : memory_(bytes) { std::memset(memory_.data(), 0, bytes); }
 
     void read(uint64_t at, size_t bytes, void* host) const override {
@@ -35,7 +35,8 @@ class HostElsewhere : public Elsewhere {
         done_[next_ % done_.size()].record(fetches_.get());
         return next_++;
     }
-    // Of those that are too long ago to tell apart, the next is waited for.
+    // Only the latest done_.size() exchanges have an event each. Instead of an older one, it waits for the
+    // oldest of these.
     void join(size_t number, Stream stream) override {
         const size_t known = next_ < done_.size() ? number : std::max(number, next_ - done_.size());
         done_[known % done_.size()].block(stream);
@@ -43,7 +44,7 @@ class HostElsewhere : public Elsewhere {
 
   private:
     PinnedBuffer memory_;
-    OwnStream stores_, fetches_;  // what is fetched comes behind what was stored before it
+    OwnStream stores_, fetches_;  // a fetch runs after the stores that started before it
     Event before_, stored_;
     std::array<Event, 64> done_;
     size_t next_ = 0;

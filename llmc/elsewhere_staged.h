@@ -1,9 +1,9 @@
-// elsewhere_staged.h - memory beside a GPU's in a file: what goes there and what comes passes through rooms
-// of pinned host memory, which the disk reads and writes while the link copies others.
+// elsewhere_staged.h - working memory of a training in a file, beside a GPU. Data passes through buffers of
+// pinned host memory: the disk reads or writes one while the link copies another.
 //
-// Only the host can ask the disk, and it must know that a copy has arrived before it does. So what is to be
-// written is asked for at the next call that finds its copy done, and join() waits for the disk and then has
-// the GPU wait for the copy.
+// Only the host can send requests to the disk, and before a write it must know that the GPU's data is in host
+// memory. So exchange() only queues that copy; the first later call that finds it done sends the disk
+// request. join() waits for the disk, queues the copy to the GPU, and makes the GPU's stream wait for it.
 #pragma once
 
 #include <memory>
@@ -16,13 +16,13 @@
 
 class StagedElsewhere : public Elsewhere {
   public:
-    // The pinned memory that it takes.
+    // The pinned memory that it takes, in bytes.
     static size_t pinned_bytes(size_t room_bytes, size_t rooms) {
         return rooms * whole_sectors(room_bytes) + kSector;
     }
 
-    // Takes that memory, for so many exchanges under way at a time: an exchange that many later begins only
-    // when its own was joined. `file` holds what lies there.
+    // Allocates that memory for `rooms` exchanges of at most room_bytes: exchange i + rooms may start only
+    // after exchange i was joined. The data is in `file`.
     StagedElsewhere(std::unique_ptr<Elsewhere> file, size_t room_bytes, size_t rooms)
         : memory_(pinned_bytes(room_bytes, rooms)), stages_(rooms), file_(std::move(file)) {
         for (size_t i = 0; i < rooms; i++)
@@ -68,27 +68,28 @@ class StagedElsewhere : public Elsewhere {
     }
 
   private:
-    // An exchange on its way.
+    // An exchange under way.
     struct Stage {
         char *memory = nullptr, *room = nullptr;
-        size_t bytes = 0, number = 0;  // the number of the file's exchange
+        size_t bytes = 0, number = 0;  // the number is that of the file's exchange
         std::optional<uint64_t> to, from;
-        Event asked, stored, fetched;
+        Event asked, stored, fetched;  // at the call; after the copies to and from `memory`
     };
     Stage& stage(size_t number) { return stages_[number % stages_.size()]; }
-    // Asks the disk for the first exchange that it was not asked for.
+    // Sends the disk the next exchange that it was not sent yet.
     void begin() {
         Stage& s = stage(begun_++);
         s.number = file_->exchange(s.memory, s.bytes, s.to, s.from, nullptr);
     }
+    // Sends it those whose data has arrived in host memory, in order.
     void begin_what_is_there() {
         while (begun_ < next_ && (!stage(begun_).to || stage(begun_).stored.happened())) begin();
     }
 
     PinnedBuffer memory_;
     OwnStream stores_, fetches_;
-    Event fetched_;  // what was fetched last
+    Event fetched_;  // after the latest copy to the GPU
     std::vector<Stage> stages_;
-    size_t next_ = 0, begun_ = 0, joined_ = 0;  // numbers of exchanges: asked for, begun, joined, so far
-    std::unique_ptr<Elsewhere> file_;           // the last: it ends before the memory does
+    size_t next_ = 0, begun_ = 0, joined_ = 0;  // how many exchanges were asked for, sent to the disk, joined
+    std::unique_ptr<Elsewhere> file_;           // declared last, so that it ends before the memory does
 };

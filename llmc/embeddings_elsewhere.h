@@ -1,8 +1,8 @@
-// embeddings_elsewhere.h - a frozen model's token embedding and head where they live in its files, or in host
-// memory: of the embedding only the rows of a batch come to the device, and the head comes in slices of the
-// vocabulary, each while the one before it is used.
+// embeddings_elsewhere.h - a frozen model's token embedding and head if they stay in its files or in host
+// memory (--embeddings). Of the embedding, only the rows of a batch's tokens are fetched to the device. The
+// head is streamed in slices of the vocabulary: one is fetched while the one before it is used.
 //
-// Where the two are one matrix it is there once.
+// If the two are one matrix, it is stored once.
 #pragma once
 
 #include <algorithm>
@@ -18,14 +18,15 @@
 #include "llmc/residence_disk.h"
 #include "llmc/residence_host.h"
 
-// The rows of the vocabulary that a head's products have at a time where its matrix is made, or comes.
+// The rows of the vocabulary in a product of a head that is dequantized or streamed.
 constexpr int64_t kHeadSlice = 4096;
-// Of slices that come, how many are on their way while one is used.
+// Prefetch distance of streamed slices.
 constexpr int kSlicesAhead = 1;
 
 class EmbeddingsElsewhere {
   public:
-    // format_of(field, part) is that of a matrix, by its name and shape in files. Takes no memory yet.
+    // format_of(field, part) returns the format of a matrix; `part` has its name and shape in files.
+    // Allocates nothing yet.
     template <class FormatOf>
     EmbeddingsElsewhere(const ModelConfig& c, Home home, FormatOf&& format_of)
         : home_(home), rows_(c.vocabulary), columns_(c.channels) {
@@ -36,7 +37,7 @@ class EmbeddingsElsewhere {
             bytes_ += static_cast<size_t>(quantized_bytes(*format, rows_ * columns_));
         }
     }
-    // The token embedding's, and the head's where that is another.
+    // The fields of these matrices: the token embedding, and the head unless it is tied.
     static std::vector<Field> fields(const ModelConfig& c) {
         if (c.tied) return {Field::TokenEmbedding};
         return {Field::TokenEmbedding, Field::HeadWeight};
@@ -44,20 +45,20 @@ class EmbeddingsElsewhere {
 
     Home home() const { return home_; }
     Way way() const { return way_from(home_); }
-    // Of all matrices.
+    // The bytes of all matrices.
     size_t bytes() const { return bytes_; }
     // The pinned host memory that they take beside a GPU.
     size_t pinned_bytes() const {
         if (kHostIsDevice) return 0;
         return home_ == Home::Host ? bytes_ : DiskResidence::bytes(slice_bytes(0), rooms());
     }
-    // What they take of other memory than the device's.
+    // Adds the memory that they take outside the device.
     void add_to(MemoryReport& report) const {
         if (home_ == Home::Disk) report.on_disk += bytes_;
         report.pinned += pinned_bytes();
     }
 
-    // The head's slices: how many there are, where each begins, and what it takes.
+    // The head's slices: how many there are, the first row of each, and the bytes of each.
     int slices() const { return static_cast<int>(ceil_div(rows_, kHeadSlice)); }
     int64_t first_row(int slice) const { return slice * kHeadSlice; }
     std::vector<size_t> loan_bytes() const {
@@ -65,13 +66,13 @@ class EmbeddingsElsewhere {
         for (int s = 0; s < slices(); s++) all.push_back(slice_bytes(s));
         return all;
     }
-    // A slice that was lent to that place.
+    // A view of a slice that was fetched to `at`.
     QuantizedView slice(int number, const char* at) const {
         return {matrices_.back().format, reinterpret_cast<const unsigned char*>(at), rows_in(number),
                 columns_};
     }
 
-    // Takes what memory they need where they live, and beside that what their way to the device needs.
+    // Allocates host memory for the matrices, if they are there, and the buffers that fetching them needs.
     void allocate() {
         if (home_ == Home::Disk) {
             residence_ = std::make_unique<DiskResidence>(slice_bytes(0), rooms());
@@ -84,10 +85,11 @@ class EmbeddingsElsewhere {
             });
         }
     }
-    // Where slices come from; null before.
+    // The source of streamed slices; null before allocate().
     Residence* residence() const { return residence_.get(); }
 
-    // Finds them in a model's folder, or loads them from there. The tensors that were used go to `used`.
+    // Finds the matrices in a model's files, or loads them from there into host memory. Adds the tensors that
+    // it used to `used`.
     void open(const SafetensorsFolder& files, const ModelConfig& config,
               std::set<const SafetensorsEntry*>& used) {
         for (Matrix& m : matrices_) {
@@ -96,7 +98,7 @@ class EmbeddingsElsewhere {
             open(m, *entry.file, entry.offset, entry.name);
         }
     }
-    // The same of a GGUF.
+    // Finds or loads the matrices in a GGUF file.
     void open(const GgufModel& file) {
         for (Matrix& m : matrices_) {
             const GgufTensor& tensor = *file.get(m.name, {rows_, columns_}).tensor;
@@ -104,14 +106,14 @@ class EmbeddingsElsewhere {
         }
     }
 
-    // The token embedding, in host memory; no address on the disk.
+    // The token embedding in host memory; a view without an address if it is on the disk.
     QuantizedView embedding() const {
         const char* const all = host_ ? host_->data() : nullptr;
         return {matrices_[0].format, reinterpret_cast<const unsigned char*>(all), rows_, columns_};
     }
     size_t embedding_row_bytes() const { return row_bytes(matrices_[0]); }
-    // Has the rows of some tokens (on the device) read from the disk to `to`, one after the other as the file
-    // has them, for what the stream is given from here on. No slice is on its way.
+    // Reads the embedding's rows of these tokens (on the device) from the disk to `to`, one after another in
+    // the file's format. Work queued on the stream from here on finds them there. No slice may be under way.
     void read_rows(const Tensor<int>& tokens, char* to, Stream stream) const {
         std::vector<int> numbers(static_cast<size_t>(tokens.size()));
         copy_to_host(numbers.data(), tokens.data(), numbers.size() * sizeof(int), stream);
@@ -133,9 +135,9 @@ class EmbeddingsElsewhere {
         Field field;
         std::string name;  // in files
         const WeightFormat* format;
-        size_t at;                         // in host memory
-        const DirectFile* file = nullptr;  // on the disk,
-        uint64_t offset = 0;               // and where it begins there
+        size_t at;                         // offset in host memory
+        const DirectFile* file = nullptr;  // if it is on the disk,
+        uint64_t offset = 0;               // and its offset there
     };
 
     static std::string name_in_files(const ModelConfig& c, Field field) {

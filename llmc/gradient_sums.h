@@ -1,9 +1,9 @@
-// gradient_sums.h - where the gradients of a layer go, and how they get there: written, added to what is
-// there, or summed over chunks of rows, which begin_chunks() and end_chunks() stand around.
+// gradient_sums.h - where the gradients of a layer go, and how: they overwrite what is there, are added to
+// it, or are summed over chunks of rows, between begin_chunks() and end_chunks().
 //
-// Chunks lose no more precision than one product of all rows would. In fp32 a sum of chunks is as good. A
-// bf16 matrix keeps low bits beside it meanwhile (wide_sum.cuh); what is small, a bias or a norm's gains, is
-// summed in fp32 and rounded once.
+// Chunks lose no more precision than one product of all rows would. In fp32 a plain sum over chunks is as
+// good. A bf16 matrix has additional low bits beside it during the chunks (wide_sum.cuh). Small gradients, of
+// a bias or a norm's gains, are summed in fp32 and rounded once.
 #pragma once
 
 #include <vector>
@@ -13,8 +13,9 @@
 #include "llmc/norm.h"
 #include "llmc/wide_sum.cuh"
 
-// The rows of a gradient (m, n) whose product of one chunk is in fp32 at a time. On a GPU each slice takes
-// two launches, so slices are larger there: an eighth of the chunk's operand.
+// How many rows of a gradient (m, n) are computed in fp32 at a time, from a chunk of `chunk` rows. On a GPU
+// each such slice takes two launches, so slices are larger there: up to an eighth of the bytes of the chunk's
+// operand (chunk, m).
 inline int64_t wide_rows(int64_t chunk, int64_t m, int64_t n) {
     constexpr int64_t kFew = 2048;
     const int64_t room = chunk * m * static_cast<int64_t>(sizeof(bf16)) / 8;
@@ -27,7 +28,7 @@ inline int64_t whole_vectors(int64_t elements) {
     return ceil_div(elements, kVectorSize<bf16>) * kVectorSize<bf16>;
 }
 
-// Low bits for a gradient, zero before the first chunk; absent in fp32.
+// The low bits of a gradient's sum, zero before the first chunk; absent in fp32.
 template <class T>
 Tensor<uint8_t> take_low_bits(Arena& arena, Stream stream, const char* name, const Tensor<T>& gradient) {
     if (!gradient || !std::is_same_v<T, bf16>) return {};
@@ -37,9 +38,9 @@ Tensor<uint8_t> take_low_bits(Arena& arena, Stream stream, const char* name, con
     return low;
 }
 
-// d_weight (m, n) [+]= a^T b, of a (rows, m) and b (rows, n). These may be columns of wider tensors, whose
-// rows are a_row and b_row elements apart. With `low` the product is always added, as a term of a wide sum;
-// the last vector of a slice may then touch the padding behind d_weight, which stays zero.
+// d_weight (m, n) [+]= a^T b, for a (rows, m) and b (rows, n). These may be columns of wider tensors, whose
+// rows are a_row and b_row elements apart. With `low` the product is always added, as a term of a wide sum.
+// The last vector of a slice may then extend into the padding after d_weight, which stays zero.
 template <class T>
 void add_product(Arena& arena, Stream stream, Tensor<T>& d_weight, Tensor<uint8_t>& low, const Tensor<T>& a,
                  const Tensor<T>& b, bool adds, int64_t a_row = 0, int64_t b_row = 0) {
@@ -64,17 +65,17 @@ void add_product(Arena& arena, Stream stream, Tensor<T>& d_weight, Tensor<uint8_
     }
 }
 
-// Where the gradients of a linear layer and its adapter go. Absent gradients are frozen.
+// Where the gradients of a linear layer and its adapter go. Frozen parameters have absent gradients.
 template <class T>
 struct LinearGradient {
     Linear<T> view;  // of the unit's gradients
-    bool adds;  // to the matrices' gradients, which the first product writes otherwise; a bias is added to
+    bool adds;  // false: the first product overwrites a matrix's gradient. A bias's is always added to
     bool in_chunks = false;
     Tensor<uint8_t> weight_low = {}, a_low = {};  // low bits, in chunks
     std::vector<Tensor<uint8_t>> b_low = {};
     Tensor<float> bias_sum = {};
 
-    // From here on chunks of rows add their terms.
+    // From here to end_chunks(), chunks of rows add their terms.
     void begin_chunks(Arena& arena, Stream stream) {
         const auto zero = [&]<class U>(Tensor<U>& t) {
             device_fill(t.data(), 0, static_cast<size_t>(t.bytes()), stream);
@@ -98,9 +99,9 @@ struct LinearGradient {
         in_chunks = false;
     }
 
-    // The weight's and the bias's terms of rows x (rows, inputs) and d_out (rows, outputs).
+    // Adds the terms of x (rows, inputs) and d_out (rows, outputs) to the gradients of weight and bias.
     void add(Arena& arena, Stream stream, const Tensor<T>& x, const Tensor<T>& d_out, bool by_outputs) {
-        if (!in_chunks && !by_outputs)  // the product makes the bias's too
+        if (!in_chunks && !by_outputs)  // the product computes the bias's too
             return matmul(
                 arena, stream, view.weight, x, d_out,
                 {.transpose_a = true, .accumulate = adds, .bias_gradient = view.bias ? &view.bias : nullptr});
@@ -110,12 +111,12 @@ struct LinearGradient {
         in_chunks ? add_bias_gradient(arena, stream, bias_sum, d_out)
                   : add_bias_gradient(arena, stream, view.bias, d_out);
     }
-    // The term of an adapter's A: d_columns (rows, ranks), x (rows, inputs).
+    // Adds the term of d_columns (rows, ranks) and x (rows, inputs) to the gradient of an adapter's A.
     void add_a(Arena& arena, Stream stream, const Tensor<T>& d_columns, const Tensor<T>& x) {
         add_product(arena, stream, view.adapter.a, a_low, d_columns, x, adds);
     }
-    // The term of B of an adapter's part: d_out (rows, outputs of the part) and columns (rows, rank), both
-    // columns of wider tensors.
+    // Adds the term of d_out (rows, outputs of the part) and `columns` (rows, rank) to the gradient of an
+    // adapter part's B. Both are columns of wider tensors.
     void add_b(Arena& arena, Stream stream, size_t part, const Tensor<T>& d_out, int64_t d_out_row,
                const Tensor<T>& columns, int64_t columns_row) {
         Tensor<uint8_t> none;
@@ -124,12 +125,12 @@ struct LinearGradient {
     }
 };
 
-// Where the gradients of a norm go: they are always added. Absent gradients are frozen.
+// Where the gradients of a norm go: they are always added. Frozen parameters have absent gradients.
 template <class T>
 struct NormGradient {
     Norm<T> view;            // of the unit's gradients
-    Tensor<float> all = {};  // in chunks: their sums, (1, norm_sums(), C),
-    Norm<float> sums = {};   // and views of these
+    Tensor<float> all = {};  // in chunks: the sums, (1, norm_sums(), C),
+    Norm<float> sums = {};   // and views of them
 
     void begin_chunks(Arena& arena, Stream stream, const char* name) {
         if (!view.weight) return;
@@ -142,7 +143,7 @@ struct NormGradient {
         if (view.weight) add_norm_sums(view, all, stream);
         all = {}, sums = {};
     }
-    // Calls use(gradient) with the Norm of bf16 or float that terms are added to now.
+    // Calls use(gradient) with the Norm that terms are added to now: in chunks the fp32 sums, else `view`.
     template <class Use>
     void with(Use&& use) {
         all ? use(sums) : use(view);
@@ -159,7 +160,7 @@ struct BlockGradient {
     NormGradient<T> norm_2;
     LinearGradient<T> up, down;
 
-    // Of views of the block's gradients. `adds`: to what is there, else matrices are written.
+    // `view` has views of the block's gradients. `adds`: add to what is there; else matrices are overwritten.
     BlockGradient(Block<T> view, bool adds)
         : norm_1{std::move(view.norm_1)},
           qkv{std::move(view.qkv), adds},

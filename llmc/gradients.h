@@ -1,6 +1,6 @@
-// gradients.h - where the gradients of each unit are while backward makes them and until they are updated
-// with: in the State, streamed from host memory or files, or, where each unit is updated as soon as its
-// gradients are complete, in the arena for that long.
+// gradients.h - where the gradients of each unit are, from backward until the update: in the State; streamed
+// from host memory or files; or, if each unit is updated as soon as its gradients are complete, in the arena
+// until then.
 #pragma once
 
 #include <functional>
@@ -15,7 +15,7 @@ class Gradients {
   public:
     // Called with the number of a unit and its gradients, as soon as these are complete.
     using OnComplete = std::function<void(int unit, const floatX* gradients)>;
-    // A unit's gradients, and the buffer that they are in where that is the arena's.
+    // A unit's gradients `all`. If they are in the arena, `buffer` owns their memory.
     struct OfUnit {
         TensorX buffer, all;
     };
@@ -25,20 +25,20 @@ class Gradients {
     Gradients(const Gradients&) = delete;
 
     void on_complete(OnComplete call) { on_complete_ = std::move(call); }
-    // Says where streamed blocks' gradients live, the bytes of each, and how many are prefetched.
+    // Says where streamed blocks' gradients are, the bytes of each, and how many are prefetched.
     void stream_blocks_from(Residence* residence, std::vector<size_t> bytes, int prefetch) {
         streamed_.lend(way_from(trained_.options.block_gradients), std::move(bytes), prefetch, residence);
     }
     bool streams_blocks() const { return trained_.options.block_gradients != Home::Device; }
 
-    // Begins a backward pass, which takes the blocks from the last to the first. With `adds` it adds to what
-    // is there, which is prefetched; else it writes.
+    // Begins a backward pass, which takes the blocks from the last to the first. With `adds` it adds to the
+    // gradients that are there, which are prefetched; else it overwrites them.
     void begin_backward(bool adds) {
         streamed_.come_with_contents(adds);
         if (streams_blocks()) streamed_.expect(loans_in_order(layers(), true));
     }
-    // A unit's gradients, for backward to write or add to. Those of a streamed block are stored when their
-    // buffer is used again.
+    // A unit's gradients, for backward to write or add to. Those of a streamed block are stored before their
+    // buffer is reused.
     OfUnit take(int unit, bool adds) {
         OfUnit g{{}, of(unit)};
         if (g.all.size() == 0) return g;
@@ -60,11 +60,11 @@ class Gradients {
         streamed_.come_with_contents(true);
     }
 
-    // Begins an update of all units in order.
+    // Begins an update of all units in order: prefetches the first blocks' gradients.
     void expect_update() {
         if (streams_blocks()) streamed_.expect(loans_in_order(layers()));
     }
-    // A unit's gradients, on the device until another block's are asked for.
+    // A unit's gradients. A streamed block's are on the device until another block's are asked for.
     TensorX of(int unit) {
         TensorX gradients = unit_of(trained_, StatePart::Gradients, unit);
         if (!trained_.layout.is_block(unit) || !streams_blocks()) return gradients;
@@ -75,8 +75,9 @@ class Gradients {
 
   private:
     int layers() const { return trained_.layout.config().layers; }
-    // Zeroes what a unit's first gradients are added to, and the padding between tensors. Matrices of linear
-    // layers are left: a product writes them. Whatever else is added to a matrix zeroes it itself.
+    // Zeroes those gradients that even a step's first backward adds to, and the padding between tensors. It
+    // leaves the matrices of linear layers, because the first product overwrites them; code that adds
+    // something else to a matrix zeroes it itself.
     void zero_added(int unit, const TensorX& gradients) {
         const int64_t unit_start = trained_.layout.units()[static_cast<size_t>(unit)].offset;
         int64_t from = 0, end = 0;

@@ -1,11 +1,11 @@
-// host_updates.h - a state that lives in host memory beside a GPU, or on its disk, updated there by the
-// host's cores: only gradients go to it, and weights come back, where all of the state would cross the link
-// twice.
+// host_updates.h - updates by the host's cores (--updates host), for optimizer state in host memory beside a
+// GPU or on its disk. Only gradients are copied to the host (and weights, if the update reads them), and
+// weights are copied back. An update on the GPU would move the whole state across the link twice.
 //
-// Chunks of gradients are copied to a ring of pinned rooms, as many as a block has. The host updates a chunk
-// when its room is needed for another, or at the end: the GPU then computes the next block. What lives in
-// host memory already, weights or gradients, stays there. A chunk's state comes from the disk to the chunk's
-// room while its gradients do, and goes back as soon as it is updated.
+// Chunks of gradients are copied to a ring of pinned buffers, as many as a block has chunks. The host updates
+// a chunk when its buffer is needed for another one, or at the end; by then the GPU computes the next block.
+// Weights or gradients that are in host memory already stay there. State on a disk is read into the chunk's
+// buffer while its gradients are copied, and written back as soon as it is updated.
 #pragma once
 
 #include <cstdint>
@@ -22,14 +22,14 @@
 #include "llmc/state_ring.h"
 #include "llmc/work.h"
 
-// As optimizer_update() of arrays and factors in the host's memory (update_on_host.cpp).
+// optimizer_update() for arrays and factors in host memory (update_on_host.cpp).
 #if defined(SIMT_GPU)
 extern "C" void update_on_host(const void* arrays, const void* factors, float norm);
 #else
 inline void update_on_host(const void*, const void*, float) { bug("a CPU's host is the device"); }
 #endif
 
-// Where a unit's weights or gradients are: on the device, or in host memory. Null in a rehearsal.
+// Address of a unit's weights or gradients, on the device or in host memory. Null in a dry run.
 template <class E>
 struct UnitMemory {
     E* at;
@@ -41,27 +41,27 @@ class HostUpdates {
   public:
     HostUpdates(Arena& arena, const Stream& stream) : arena_(arena), stream_(stream) {}
 
-    // The pinned memory of the rooms.
+    // The pinned memory of the buffers, in bytes.
     static size_t pinned_bytes(const State<T>& state) {
         return rooms_of(state) * room_bytes(state) + (is_on_disk(state) ? kElsewhereAlignment : 0);
     }
-    // Takes it. `place` is where the state's chunks are: a disk's is not staged, so that the host itself
-    // finds done what it joins, and must end before this does.
+    // Allocates it. `place` has the state's chunks. If it is on a disk, it must not be staged, so that its
+    // join() makes the host wait; and it must end before this does, since its transfers use the buffers.
     void allocate(const State<T>& state, Elsewhere& place) {
         place_ = &place;
         link_ = std::make_unique<Link>(state);
     }
-    // What the updates from here on are by.
+    // Sets the optimizer step of the updates from here on.
     void use(const OptimizerStep& step) { factors_ = factors_of(step); }
 
-    // Has a unit updated until give_back(), with the norm (1) on the device, in the stream's order: its
-    // gradients on the device may be overwritten by what the stream is given from here on.
+    // Starts the update of a unit, which ends at the latest in give_back(). `norm` (1) is on the device. Its
+    // gradients on the device may be overwritten by work that is queued on the stream from here on.
     void update(const State<T>& state, int unit, UnitMemory<T> weights, UnitMemory<const T> gradients,
                 const Tensor<float>& norm) {
         updates_under_way_ = true;
         state_bytes_ = is_on_disk(state) ? state.chunk_bytes() : 0;
         host_act([this, &state, unit, weights, gradients, norm = norm.view()] {
-            const Waiting waiting(Transfer::State);  // for rooms, and until all has gone
+            const Waiting waiting(Transfer::State);  // for buffers, and for the copies to the host
             if (!arena_.rehearsing()) link_->asked.record(stream_), link_->asked.block(link_->stores.get());
             const auto of_unit = state.chunks_of(unit);
             for (size_t c = of_unit.first; c < of_unit.end; c++) begin(state, c, weights, gradients, norm);
@@ -70,7 +70,7 @@ class HostUpdates {
             link_->gone.block(stream_);
         });
     }
-    // Has all that are under way done for what the stream is given from here on.
+    // Completes all updates under way. Work queued on the stream from here on finds the new weights.
     void give_back() {
         if (!std::exchange(updates_under_way_, false)) return;
         if (arena_.rehearsing()) return note_end();
@@ -87,24 +87,25 @@ class HostUpdates {
     }
 
   private:
-    // Gradients, weights, behind them the norm, and in whole sectors the state, where that is on a disk.
+    // A buffer's layout: gradients, weights, the norm, and, if the state is on a disk, the state in whole
+    // sectors.
     static constexpr size_t kPart = static_cast<size_t>(kStateChunk) * sizeof(T);
     static constexpr size_t kNormAt = 2 * kPart, kStateAt = kNormAt + kSector;
     static_assert(kStateAt % kElsewhereAlignment == 0);
     struct Room {
         char* at = nullptr;
         UpdateArrays<T> arrays = {};
-        T* weights = nullptr;  // on the device, where they go back to
+        T* weights = nullptr;  // on the device, to which they are copied back
         Event arrived, came;
-        std::optional<uint64_t> state_at = {};  // on the disk: of the state that is in the room,
-        size_t exchange = 0;                    // and which one brought it
+        std::optional<uint64_t> state_at = {};  // offset on the disk of the state that is in the buffer,
+        size_t exchange = 0;                    // and the exchange that fetched it
     };
-    // What the copies are made with, of which a rehearsal has none.
+    // What the copies need. A dry run has none.
     struct Link {
         PinnedBuffer memory;
         std::vector<Room> rooms;
         OwnStream stores, fetches;
-        Event asked, gone, came;  // before a unit's copies; behind them; behind what came back last
+        Event asked, gone, came;  // before a unit's copies to the host; after them; after the last copy back
         explicit Link(const State<T>& state) : memory(pinned_bytes(state)), rooms(rooms_of(state)) {
             char* at = is_on_disk(state) ? aligned_room(memory.data()) : memory.data();
             for (Room& room : rooms) room.at = std::exchange(at, at + room_bytes(state));
@@ -115,12 +116,12 @@ class HostUpdates {
     static size_t room_bytes(const State<T>& state) {
         return kStateAt + (is_on_disk(state) ? state.chunk_bytes() : 0);
     }
-    // Whether an update reads the weights that it writes.
+    // True if an update reads the weights that it writes.
     static bool reads_weights(const StateOptions& s) {
         return std::is_same_v<T, float> || s.master != Master::Fp32;
     }
 
-    // Has the gradients of a chunk, and what else the host needs, go to a room.
+    // Starts copying a chunk's gradients, and whatever else the host needs, to a buffer.
     void begin(const State<T>& state, size_t number, UnitMemory<T> weights, UnitMemory<const T> gradients,
                const Tensor<float>& norm) {
         const StateChunk& chunk = state.chunks()[number];
@@ -157,7 +158,7 @@ class HostUpdates {
         move_async(Way::ToHost, room.at + kNormAt, norm.data(), sizeof(float), stores);
         room.arrived.record(stores);
     }
-    // Updates the first chunk that is not done, and returns its room.
+    // Updates the first chunk that is not done, and returns its buffer.
     Room& finish() {
         Room& room = link_->rooms[done_++ % link_->rooms.size()];
         room.arrived.wait();
@@ -171,14 +172,14 @@ class HostUpdates {
         link_->came.record(link_->fetches.get());
         return room;
     }
-    // Has the updated state that is in a room go back to the disk, and then what is at `from` come, if
-    // anything. Returns the number to join it by.
+    // Starts writing the updated state in a buffer, if any, back to the disk, and then reading the state at
+    // offset `from`, if given. Returns the number for join().
     size_t exchange(Room& room, std::optional<uint64_t> from) {
         const std::optional<uint64_t> to = std::exchange(room.state_at, from);
         return place_->exchange(room.at + kStateAt, state_bytes_, to, from, stream_);
     }
 
-    // In a rehearsal: that a transfer begins, whose number it returns.
+    // In a dry run: records that a transfer starts, and returns its number.
     int note(Way way, double bytes) {
         last_ = note_transfer({.of = Transfer::State,
                                .waits = false,
@@ -188,7 +189,7 @@ class HostUpdates {
         return last_;
     }
     int note_state(Way way) { return note(way, static_cast<double>(state_bytes_)); }
-    // And what finish() does, and its state's way back.
+    // In a dry run: records what finish() does, and that the chunk's state is written back.
     void note_finish() {
         const Noted chunk = noted_.front();
         noted_.pop_front();
@@ -196,10 +197,10 @@ class HostUpdates {
         note_wait(Transfer::State, chunk.update);
         if (state_bytes_ > 0) note_state(Way::DiskWrite);
     }
-    // And what give_back() does.
+    // In a dry run: records what give_back() does.
     void note_end() {
         const int last = last_;
-        if (state_bytes_ == 0) noted_.erase(noted_.begin(), noted_.end() - 1);  // it is behind the others
+        if (state_bytes_ == 0) noted_.erase(noted_.begin(), noted_.end() - 1);  // the last ends last
         while (!noted_.empty()) note_finish();
         note_wait(Transfer::State, last);
         if (state_bytes_ > 0) note_wait(Transfer::State, last_);
@@ -212,8 +213,8 @@ class HostUpdates {
     std::unique_ptr<Link> link_;
     bool updates_under_way_ = false;
     size_t begun_ = 0, done_ = 0;  // chunks
-    size_t state_bytes_ = 0;       // of a chunk's state that comes from a disk
-    // Of a rehearsal, the numbers of transfers: the last, the last to the host, and those of chunks in rooms.
+    size_t state_bytes_ = 0;       // of a chunk's state if that is on a disk, else 0
+    // In a dry run, the numbers of transfers: the last, the last to the host, and those of chunks in buffers.
     struct Noted {
         int read, update;
     };

@@ -1,5 +1,5 @@
 // linear.h - a linear layer, forward and backward: the product with its matrix, which may be quantized, the
-// bias, and the adapter where it has one.
+// bias, and the adapter if it has one.
 #pragma once
 
 #include "llmc/gelu.cuh"
@@ -22,8 +22,8 @@ inline void dequantize_once(Arena& arena, Stream stream, Linear<floatX>& w) {
     if (!w.quantized.empty()) w.made = weight_of(arena, stream, w);
 }
 
-// x (.., inputs) W [+ bias] [+ adapter], then GELU if asked: (.., outputs), a tensor called `name`. `rows`:
-// which rows these are.
+// Returns x (.., inputs) W [+ bias] [+ adapter], then GELU if `gelu`: (.., outputs), a tensor called `name`.
+// `rows` says which rows these are.
 inline TensorX linear_forward(Arena& arena, Stream stream, const char* name, const TensorX& x,
                               const Linear<floatX>& w, const Rows& rows, bool gelu = false) {
     Shape shape = x.shape();
@@ -43,9 +43,9 @@ inline TensorX linear_forward(Arena& arena, Stream stream, const char* name, con
     return out;
 }
 
-// The gradients g of the layer, and the returned one of its input x (rows, inputs), called `name`, from d_out
-// (rows, outputs). make_x() hands over x, once for each gradient that needs it: the weight's, the adapter's.
-// With gelu_input the returned gradient is that of it: x = gelu(gelu_input).
+// Computes the layer's gradients g from d_out (rows, outputs), and returns the gradient of its input x (rows,
+// inputs), called `name`. make_x() returns x; it is called once for each gradient that needs x: the weight's,
+// the adapter's. With gelu_input, x = gelu(gelu_input), and the returned gradient is that of gelu_input.
 template <class MakeX>
 TensorX linear_backward(Arena& arena, Stream stream, const char* name, LinearGradient<floatX>& g,
                         MakeX&& make_x, const TensorX& d_out, const Linear<floatX>& w, const Rows& rows,

@@ -17,7 +17,7 @@
 // The most parts of a layer: q, k and v.
 constexpr int kMostLoraParts = 3;
 
-// Columns from ends[i - 1] up to ends[i] are multiplied by scales[i].
+// Columns from ends[i - 1] up to, but not including, ends[i] are multiplied by scales[i].
 struct ColumnScales {
     int ends[kMostLoraParts];
     float scales[kMostLoraParts];
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kBlockThreads)
     });
 }
 
-// Multiplies each element of x (rows, columns) with its column's scale.
+// Multiplies each element of x (rows, columns) by its column's scale.
 template <class T>
 void scale_columns(Tensor<T>& x, const ColumnScales& s, Stream stream) {
     const Operation operation("scale_columns", 0, pass_bytes(x, x));
@@ -45,7 +45,7 @@ void scale_columns(Tensor<T>& x, const ColumnScales& s, Stream stream) {
                                     x.size(), static_cast<int>(x.columns()));
 }
 
-// The input x (rows, inputs) as the adapter sees it: after its dropout in training.
+// The input x (rows, inputs) as the adapter sees it: after the adapter's dropout, in training.
 inline TensorX lora_input(Arena& arena, Stream stream, const TensorX& x, const Adapter<floatX>& adapter,
                           const Rows& rows) {
     const Dropout d = rows.lora_dropout(adapter.place, adapter.a.columns());
@@ -95,7 +95,7 @@ inline void add_lora(Arena& arena, Stream stream, TensorX& out, const TensorX& x
 }
 
 // The gradients of A and B from the layer's input x (rows, inputs) and d_out (rows, outputs). Returns the
-// gradient of A x, (rows, ranks). The columns A x are computed again.
+// gradient of A x, (rows, ranks). The columns A x are recomputed.
 inline TensorX lora_backward(Arena& arena, Stream stream, LinearGradient<floatX>& g, const TensorX& x,
                              const TensorX& d_out, const Adapter<floatX>& adapter, const Rows& rows) {
     const TensorX seen = lora_input(arena, stream, x, adapter, rows);
@@ -128,7 +128,7 @@ inline void add_lora_input_gradient(Arena& arena, Stream stream, TensorX& d_x, c
     dropout_add(d_x, d_seen, d, stream);
 }
 
-// Adds scale B A to a layer's matrix: (outputs, inputs) if by_outputs, else (inputs, outputs).
+// Adds scale B A to a layer's matrix, which is (outputs, inputs) if by_outputs, else (inputs, outputs).
 inline void merge_lora(Arena& arena, Stream stream, TensorX& matrix, const Adapter<floatX>& adapter,
                        bool by_outputs) {
     int64_t first = 0;

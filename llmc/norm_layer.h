@@ -1,4 +1,5 @@
-// norm_layer.h - the norms of a model, forward and backward, with the tensors that each takes from the arena.
+// norm_layer.h - the norms of a model, forward and backward: takes their tensors from the arena and calls the
+// kernels (norm.h).
 #pragma once
 
 #include "llmc/arena.h"
@@ -7,7 +8,7 @@
 
 using NormedX = Normed<floatX>;
 
-// What the tensors of a norm are called in plans.
+// The names of a norm's tensors in plans.
 struct NormNames {
     const char *mean, *rstd, *out;
 };
@@ -36,14 +37,15 @@ class NormLayer {
         residual_norm_forward(kind_, sum, n, a, b, w, epsilon_, stream_);
         return n;
     }
-    // A norm's output: as forward kept it, or computed again from the saved statistics, to the same bits.
+    // A norm's output: the one that forward kept, or recomputed from the saved statistics, to the same bits.
     TensorX output(NormedX& n, const NormNames& names, const TensorX& x, const Norm<floatX>& w) const {
         if (n.out) return std::move(n.out);
         TensorX out = arena_.take<floatX>(names.out, x.shape());
         normalize(kind_, out, x, n, w, stream_);
         return out;
     }
-    // Adds to d_x (rows, C) and to the gradients what d_out (rows, C) sends back through the norm of x.
+    // From d_out (rows, C), adds the gradient of the norm's input x to d_x (rows, C), and those of its
+    // parameters to g.
     void backward(TensorX& d_x, NormGradient<floatX>& g, const TensorX& d_out, const TensorX& x,
                   const NormedX& n, const Norm<floatX>& w) const {
         TensorF scratch;

@@ -1,9 +1,11 @@
-// parked_keys.h - the keys and values of a sequence whose rows go through a block in chunks, and in backward
-// the sums of their gradients: in pieces of a chunk's rows, which wait where parked inputs do.
+// parked_keys.h - offloads the keys and values of a sequence whose rows go through a block in chunks, and in
+// backward the sums of their gradients (--park-keys). They are stored where blocks' inputs are offloaded to,
+// in pieces of a chunk's rows.
 //
-// On the device are those of the chunk at hand and two rooms of a piece, and in backward two of its sums:
-// while queries attend to one piece, the next one comes. So nothing of keys and values grows there with the
-// sequence. The pieces are of one block and one sequence at a time.
+// The device has the keys and values of the current chunk and two buffers for pieces, and in backward two
+// buffers for pieces of sums: while queries attend to one piece, the next one is fetched. So the memory that
+// keys and values take on the device does not grow with the sequence. The pieces are of one block and one
+// sequence at a time.
 #pragma once
 
 #include <optional>
@@ -17,13 +19,13 @@ class ParkedKeys {
     ParkedKeys(Arena& arena, const Stream& stream)
         : own_(arena, stream, Transfer::Keys), keys_(arena, stream), sums_(arena, stream) {}
 
-    // Pieces of so many rows; 0: keys are not parked. Sums wait in a place of their own.
+    // Sets the rows of a piece (0: keys stay on the device), and the memory for keys and values and for sums.
     void use(int64_t rows, Elsewhere* keys, Elsewhere* sums) {
         rows_ = rows, place_ = keys, sums_place_ = sums;
     }
     bool parks() const { return rows_ > 0; }
     int64_t rows() const { return rows_; }
-    // What a piece takes in either place, of rows of so many elements.
+    // The bytes of a piece of keys and values, and of a piece of sums, for rows of `columns` elements.
     static size_t piece_bytes(int64_t rows, int64_t columns) {
         return ParkedRoom::piece_bytes(static_cast<size_t>(rows * columns) * sizeof(T));
     }
@@ -31,7 +33,7 @@ class ParkedKeys {
         return ParkedRoom::piece_bytes(static_cast<size_t>(rows * columns) * sizeof(float));
     }
 
-    // The rooms for rows of so many elements, keys and values, until give_back().
+    // Takes the buffers, until give_back(), for rows of `columns` elements, a row's keys and values together.
     void take(int64_t columns, bool with_sums) {
         if (!parks()) return;
         columns_ = columns;
@@ -46,24 +48,25 @@ class ParkedKeys {
         own_.give_back();
         keys_.give_back(), sums_.give_back();
     }
-    // Before the first chunk of another sequence.
+    // Call before the first chunk of another sequence.
     void begin() {
         own_.join();
         keys_.begin(), sums_.begin();
     }
-    // Room for those of the chunk at hand, of `rows` rows; and stores them as a piece.
+    // own() is the buffer for the current chunk's keys and values (rows, columns). store() stores it as a
+    // piece.
     Tensor<T> own(int64_t rows) {
         own_.join();
         return Tensor<T>(own_.template data<T>(), {rows, columns_});
     }
     void store(int64_t piece) { own_.exchange(piece, {}); }
-    // A piece (rows, columns), until the one after the next is borrowed. That which is likely to be borrowed
-    // next is on its way then.
+    // A piece (rows, columns). Work queued on the stream may use it until another piece is borrowed. `next`
+    // is the piece that is likely to be borrowed next; it is prefetched.
     Tensor<T> borrow(int64_t piece, int64_t next) {
         return Tensor<T>(keys_.borrow(piece, next, false).template data<T>(), {rows_, columns_});
     }
-    // The same of its sums: those of its keys, and behind them those of its values, (2 rows, columns / 2).
-    // They are stored again where they change.
+    // A piece of sums, as borrow() returns a piece: those of the keys, then those of the values, (2 rows,
+    // columns / 2). If they change, they are stored again.
     Tensor<float> borrow_sums(int64_t piece, int64_t next, bool change) {
         return Tensor<float>(sums_.borrow(piece, next, change).template data<float>(),
                              {2 * rows_, columns_ / 2});
@@ -71,7 +74,7 @@ class ParkedKeys {
 
   private:
     static constexpr int64_t kNone = -1;
-    // Two rooms, of which one is used.
+    // Two buffers: one is used while the other is fetched.
     struct Ring {
         ParkedRoom rooms[2];
         int64_t pieces[2] = {kNone, kNone};
@@ -91,7 +94,7 @@ class ParkedKeys {
             for (ParkedRoom& room : rooms) room.give_back();
             begin();
         }
-        // Of a loop one turn is rehearsed: a piece that was on its way, and the next one.
+        // A dry run executes one turn of a loop: it waits for a prefetched piece and prefetches the next one.
         ParkedRoom& borrow(int64_t piece, int64_t next, bool change) {
             const bool rehearsed = arena.rehearsing();
             if (rehearsed) changed[0] = changed[1] = change;

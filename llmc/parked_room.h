@@ -1,6 +1,6 @@
-// parked_room.h - a room of the arena that goes to memory elsewhere and comes back from there, piece by piece
-// (parking.h, parked_rows.h, parked_keys.h): one exchange is under way at a time, which owns the room until
-// it is joined.
+// parked_room.h - a buffer in the arena whose contents are offloaded and fetched again, piece by piece
+// (parking.h, parked_rows.h, parked_keys.h). One exchange is under way at a time; until it is joined, the
+// buffer must not be used.
 #pragma once
 
 #include <optional>
@@ -11,7 +11,7 @@
 #include "llmc/graph.h"
 #include "llmc/work.h"
 
-// Where what is parked waits: in host memory beside a GPU, on a CPU in a file.
+// Where offloaded activations are stored: in host memory beside a GPU, on a CPU in a file.
 constexpr Home kParkedHome = kHostIsDevice ? Home::Disk : Home::Host;
 
 class ParkedRoom {
@@ -19,10 +19,10 @@ class ParkedRoom {
     ParkedRoom(Arena& arena, const Stream& stream, Transfer::Of of)
         : arena_(arena), stream_(stream), of_(of) {}
 
-    // What pieces take there, and so the room.
+    // The bytes that a piece of `bytes` bytes takes where it is stored, and in the buffer.
     static size_t piece_bytes(size_t bytes) { return whole_sectors(bytes); }
-    // Takes the room, until give_back(): for pieces of so many bytes, of `place`, which a rehearsal does not
-    // need.
+    // Takes the buffer, until give_back(), for pieces of `bytes` bytes that are stored in `place`, which may
+    // be null in a dry run.
     void take(const char* name, size_t bytes, Elsewhere* place, const char* kind = "activation") {
         bytes_ = piece_bytes(bytes);
         place_ = place;
@@ -36,7 +36,7 @@ class ParkedRoom {
     T* data() const {
         return reinterpret_cast<T*>(aligned_room(memory_.data()));
     }
-    // Begins to store what is there as piece `to`, and then to have piece `from` come; either may be none.
+    // Starts storing the buffer as piece `to`, and then fetching piece `from` into it; either may be absent.
     void exchange(std::optional<int64_t> to, std::optional<int64_t> from) {
         join();
         under_way_ = true;
@@ -53,7 +53,7 @@ class ParkedRoom {
             exchange_ = place_->exchange(room, bytes, to, from, stream_);
         });
     }
-    // Has what the stream is given from here on find that done.
+    // Work queued on the stream from here on runs after the exchange, if one is under way.
     void join() {
         if (!std::exchange(under_way_, false)) return;
         if (arena_.rehearsing()) return note_wait(of_);
@@ -73,5 +73,5 @@ class ParkedRoom {
     Tensor<uint8_t> memory_ = {};
     size_t bytes_ = 0;
     bool under_way_ = false;
-    size_t exchange_ = 0;  // the number of what is
+    size_t exchange_ = 0;  // its number
 };

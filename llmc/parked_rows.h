@@ -1,10 +1,10 @@
-// parked_rows.h - the inputs of blocks where attention takes rows in chunks: parked as in parking.h, but
-// chunk by chunk.
+// parked_rows.h - offloads the inputs of blocks as parking.h does, but chunk by chunk, for attention that
+// takes rows in chunks.
 //
-// On the device there are two rooms of a chunk. Forward copies a chunk of a block's input into one, and it is
-// stored from there. Backward reads a chunk in a room, while the next one comes to the other: from the last
-// chunk of a sequence to the first, and that as often as the block asks for. So what is on the device does
-// not grow with the sequence.
+// The device has two buffers of a chunk each. Forward copies each chunk of a block's input into one of them,
+// and it is stored from there. Backward reads a chunk in one buffer while the next is fetched into the other.
+// It reads the chunks of a sequence from the last to the first, as often as the block asks for. So the memory
+// on the device does not grow with the sequence.
 #pragma once
 
 #include "llmc/parked_room.h"
@@ -17,18 +17,18 @@ class ParkedRows {
           stream_(stream),
           rooms_{{arena, stream, Transfer::Parked}, {arena, stream, Transfer::Parked}} {}
 
-    // As ParkedInputs::use(), in chunks of so many rows of a sequence.
+    // As ParkedInputs::use(), in chunks of `rows` rows of a sequence.
     void use(int layers, int passes, int64_t rows, Elsewhere* place) {
         layers_ = layers, passes_ = passes, rows_ = rows, place_ = place;
     }
     bool parks(int layer) const { return layer < layers_; }
-    // The chunks of an input (B, T, C), and what one takes.
+    // The number of chunks of an input (B, T, C), and the bytes of one.
     static int64_t chunks(Shape input, int64_t rows) { return input.dims[0] * ceil_div(input.dims[1], rows); }
     static size_t chunk_bytes(Shape input, int64_t rows) {
         return ParkedRoom::piece_bytes(static_cast<size_t>(rows * input.dims[2]) * sizeof(T));
     }
 
-    // The rooms, until give_back(). `shape` is that of an input.
+    // Takes the buffers, until give_back(), for inputs of this shape.
     void take(Shape shape) {
         if (layers_ == 0) return;
         columns_ = shape.dims[2];
@@ -40,7 +40,7 @@ class ParkedRows {
         for (ParkedRoom& room : rooms_) room.give_back();
     }
 
-    // Begins a layer's forward: store() gets the chunks of its input in their order, (1, rows, C) each.
+    // Begins a layer's forward: call store() for each chunk of its input in order, (1, rows, C).
     void begin_forward(int layer, int pass) { begin(layer, pass, of_input_), stores_ = true; }
     bool stores() const { return stores_; }
     void store(const Tensor<T>& rows) {
@@ -52,8 +52,8 @@ class ParkedRows {
     }
     void end_forward() { stores_ = false; }
 
-    // Begins its backward: fetch() gives the chunks of each sequence from the last to the first, `sweeps`
-    // times, and then those of the next. What it gave before is gone then.
+    // Begins a layer's backward: fetch() returns the chunks of a sequence from the last to the first,
+    // `sweeps` times, and then those of the next sequence. A chunk is valid until the next call of fetch().
     void begin_backward(int layer, int pass, int64_t sweeps) {
         begin(layer, pass, sweeps * of_input_);
         sweeps_ = sweeps;
@@ -73,7 +73,7 @@ class ParkedRows {
         first_ = (int64_t{layer} * passes_ + pass) * of_input_;
         next_ = 0, end_ = end;
     }
-    // The chunk that backward reads in its turn.
+    // The number of the chunk that backward reads in this turn.
     int64_t chunk_of(int64_t turn) const {
         const int64_t sequence = turn / (sweeps_ * of_sequence_), back = turn % of_sequence_;
         return sequence * of_sequence_ + of_sequence_ - 1 - back;
@@ -86,7 +86,7 @@ class ParkedRows {
     int layers_ = 0, passes_ = 1;
     int64_t rows_ = 0, columns_ = 0;
     int64_t of_sequence_ = 0, of_input_ = 0;               // chunks
-    int64_t first_ = 0, next_ = 0, end_ = 0, sweeps_ = 1;  // the input's first chunk; turns
+    int64_t first_ = 0, next_ = 0, end_ = 0, sweeps_ = 1;  // the input's first chunk; then numbers of turns
     bool stores_ = false;
     ParkedRoom rooms_[2];
 };

@@ -1,10 +1,11 @@
-// parking.h - the inputs of blocks, which wait from forward to backward, parked where there is room: in
-// host memory beside a GPU, on a CPU in a file (elsewhere.h).
+// parking.h - offloads activations (--park): the inputs of blocks are stored in host memory beside a GPU, or
+// on a CPU in a file (elsewhere.h), from forward until backward needs them.
 //
-// On the device there are two slots. Forward copies a block's input into one, from where the block reads it
-// while it is stored. Backward reads it in a slot, where it was loaded while the one before was used; of a
-// single micro-batch the last two are still there. So all blocks find the same memory left, whatever waits.
-// Where attention takes rows in chunks, so are all inputs parked, without slots (parked_rows.h).
+// The device has two slots. Forward copies a block's input into one of them; the block reads it there while
+// it is stored. Backward reads an input in a slot too, to which it was fetched while the input before it was
+// used. With one micro-batch at a time, the last two inputs are still in the slots. So every block finds the
+// same memory left, however many inputs are offloaded. If attention takes rows in chunks, inputs are
+// offloaded in chunks, without slots (parked_rows.h).
 #pragma once
 
 #include <algorithm>
@@ -18,20 +19,20 @@ class ParkedInputs {
         : stream_(stream),
           slots_{{.room = {arena, stream, Transfer::Parked}}, {.room = {arena, stream, Transfer::Parked}}} {}
 
-    // How many layers' inputs are parked, from the first on, of how many micro-batches that pass a layer
-    // before the next. A rehearsal needs no place.
+    // Offloads the inputs of the first `layers` layers to `place`, which may be null in a dry run. `passes`
+    // micro-batches go through a layer before any goes through the next.
     void use(int layers, int passes, Elsewhere* place) { layers_ = layers, passes_ = passes, place_ = place; }
     bool parks(int layer) const { return layer < layers_; }
-    // How many inputs leave the device. Each has the number layer * passes + pass.
+    // How many inputs leave the device. An input's number is layer * passes + pass.
     static int stored(int layers, int passes) {
         return passes > 1 ? layers * passes : std::max(0, layers - 2);
     }
-    // What one of that shape takes there.
+    // The bytes that an input of this shape takes where it is stored.
     static size_t stored_bytes(Shape shape) {
         return ParkedRoom::piece_bytes(static_cast<size_t>(shape.size()) * sizeof(T));
     }
 
-    // The slots, until give_back(). `shape` is that of an input.
+    // Takes the slots, until give_back(), for inputs of this shape.
     void take(Shape shape) {
         if (layers_ == 0) return;
         for (Slot& slot : slots_) {
@@ -39,7 +40,7 @@ class ParkedInputs {
             slot.input = Tensor<T>(slot.room.template data<T>(), shape);
         }
     }
-    // Before a layer's forward: its input becomes a view of its slot.
+    // Call before a layer's forward: starts offloading its input, which becomes a view of its slot.
     void park(int layer, int pass, Tensor<T>& input) {
         if (!parks(layer)) return;
         join();
@@ -52,8 +53,8 @@ class ParkedInputs {
         input = slot.input.view();
         if (slot.number < stored(layers_, passes_)) slot.room.exchange(slot.number, {});
     }
-    // Before its backward: its input again, a view of its slot, and the next one on its way: that of the next
-    // pass, or of the layer below.
+    // Call before a layer's backward: its input becomes a view of its slot again. Prefetches the next input,
+    // that of the next micro-batch, or of the layer below.
     void fetch(int layer, int pass, Tensor<T>& input) {
         if (!parks(layer)) return;
         if (slots_[held_].number != number(layer, pass)) {
@@ -79,10 +80,10 @@ class ParkedInputs {
     struct Slot {
         int number = kNone;
         ParkedRoom room;
-        Tensor<T> input = {};  // in it
+        Tensor<T> input = {};  // a view of the slot
     };
     int number(int layer, int pass) const { return layer * passes_ + pass; }
-    // Has the slot that is not held get an input, unless it has it.
+    // Starts fetching an input into the slot that is not in use, unless it is there already.
     void load(int number) {
         Slot& slot = slots_[1 - held_];
         if (slot.number == number) return;
@@ -90,7 +91,7 @@ class ParkedInputs {
         slot.number = number;
         slot.room.exchange({}, number);
     }
-    // One exchange is under way at a time, of either slot.
+    // Waits for the exchange under way. There is at most one, of either slot.
     void join() {
         for (Slot& slot : slots_) slot.room.join();
     }
@@ -99,5 +100,5 @@ class ParkedInputs {
     Elsewhere* place_ = nullptr;
     int layers_ = 0, passes_ = 1;
     Slot slots_[2];
-    int held_ = 0;
+    int held_ = 0;  // the slot in use
 };

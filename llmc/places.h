@@ -1,4 +1,4 @@
-// places.h - what of a run lives elsewhere than on the device: where, and how much of it.
+// places.h - the memory that a run has outside the device: what it is for, where it is, and how much.
 #pragma once
 
 #include <algorithm>
@@ -25,26 +25,26 @@
 #include "llmc/state.h"
 #include "llmc/state_ring.h"
 
-// Memory beside the device's that a run works in.
+// One such memory.
 struct Place {
-    const char* option;      // that asked for it
-    Home home;               // the device where there is none
+    const char* option;      // the option that asks for it
+    Home home;               // Home::Device if there is none
     size_t bytes;            // 0: there is none
-    size_t room_bytes;       // that come or go together,
-    size_t rooms;            // and how many times that many are under way at a time
-    bool with_host = false;  // the host works on what is there: none of it comes to the device
+    size_t room_bytes;       // the bytes of a transfer,
+    size_t rooms;            // and how many transfers are under way at a time
+    bool with_host = false;  // the host works on the data itself: none of it is fetched to the device
 
-    // Of that, in pinned memory of the host; beside a GPU also what passes through it on the way to a file.
+    // The pinned host memory that it takes: all of it, or beside a GPU the buffers of a file.
     size_t pinned() const {
         if (home == Home::Host || bytes == 0) return bytes;
         return is_staged() ? StagedElsewhere::pinned_bytes(room_bytes, rooms) : 0;
     }
-    // Whether what is in a file passes through pinned memory on its way.
+    // True if a file's data passes through pinned host memory.
     bool is_staged() const { return !kHostIsDevice && !with_host; }
-    // Of that, in a file of the run's own.
+    // The bytes that it takes in a file of the run's own.
     size_t in_file() const { return home == Home::Disk ? whole_sectors(bytes) : 0; }
 
-    // Takes the memory, zeroed; null where there is none. Fails where it cannot be had.
+    // Allocates the memory, zeroed; null if there is none. Fails if it is not available.
     std::unique_ptr<Elsewhere> make() const {
         if (bytes == 0) return nullptr;
         if (home == Home::Host) return std::make_unique<HostElsewhere>(bytes);
@@ -54,13 +54,13 @@ struct Place {
     }
 };
 
-// All places of a run: of the blocks' matrices or weights, of their gradients, of what only updates need, of
-// blocks' inputs between forward and backward, and of a sequence's keys and values in one block. Embeddings
-// have their own (embeddings_elsewhere.h).
+// All memory of a run outside the device: for the blocks' matrices or weights, for their gradients, for
+// optimizer state that only updates need, for blocks' inputs between forward and backward, and for a
+// sequence's keys and values in one block. Embeddings have their own (embeddings_elsewhere.h).
 template <class T>
 class Places {
   public:
-    // What is referred to stays, and may change until make().
+    // The arguments passed by reference must outlive this. They may change until make().
     Places(const Options& o, int prompt_tokens, const State<T>& model, State<T>& trained,
            const QuantizedWeights* matrices)
         : o_(o),
@@ -69,13 +69,13 @@ class Places {
           trained_(trained),
           matrices_(matrices && matrices->is_lent() ? matrices : nullptr) {}
 
-    // Whether the blocks that are trained are not on the device.
+    // True if the trained blocks are not on the device, but streamed.
     bool lends_trained() const { return model_.options.blocks != Home::Device; }
-    // Whether the host's cores update: all that they need is with them or on the device.
+    // True if the host's cores do the updates.
     bool updates_on_host() const {
         return o_.updates == "host" && host_can_update(o_) && !trained_.chunks().empty();
     }
-    // The bytes of each loan of blocks, and of their gradients.
+    // The bytes of each streamed block, and of the gradients of each.
     std::vector<size_t> block_loans() const {
         if (lends_trained()) return gradient_loans();
         return matrices_ ? matrices_->loan_bytes() : std::vector<size_t>();
@@ -83,19 +83,20 @@ class Places {
     std::vector<size_t> gradient_loans() const {
         return std::vector<size_t>(layers(), TrainedResidence::room_bytes(model_.block_bytes()));
     }
-    // The layers whose inputs are parked, and the rows of a sequence that are parked at a time, as attention
-    // takes them; 0: all.
+    // How many layers' inputs are offloaded; and how many rows of a sequence at a time, as attention takes
+    // them (0: all).
     int parked_layers() const {
         const int layers = model_.layout.config().layers;
         return o_.park < 0 ? layers : std::min(o_.park, layers);
     }
     int64_t parked_rows() const { return o_.attention_rows < length() ? o_.attention_rows : 0; }
-    // And so are keys and values; 0: they are on the device.
+    // How many rows of keys and values are offloaded at a time; 0: they stay on the device.
     int64_t rows_of_parked_keys() const { return o_.park_keys ? parked_rows() : 0; }
 
-    // Takes the memory, and has the state lie in it.
+    // Allocates the memory, and tells the state where its parts are.
     void make();
-    // Where each is; null before make(), and where there is none.
+    // The sources of streamed blocks and gradients, and the other memory; null before make(), and if there is
+    // none.
     Residence* blocks() const { return blocks_.get(); }
     Residence* gradients() const { return gradients_.get(); }
     DiskResidence* blocks_in_files() const { return dynamic_cast<DiskResidence*>(blocks()); }
@@ -104,21 +105,21 @@ class Places {
     Elsewhere* keys() const { return keys_.get(); }
     Elsewhere* key_sums() const { return key_sums_.get(); }
     bool any() const { return blocks_ || gradients_ || updated_state_ || parking_ || keys_; }
-    // Where the weights of a unit are, or its gradients, given where they are if on the device; `with_host`
-    // says that blocks' gradients do not come there.
+    // Where the weights or the gradients of a unit are. `on_device` is their address if they are on the
+    // device. `with_host`: blocks' gradients are used in host memory, and not fetched to the device.
     UnitMemory<T> weights_of(int unit, T* on_device) const {
         return memory_of(unit, on_device, lends_trained(), trained_blocks_.get());
     }
     UnitMemory<const T> gradients_of(int unit, const T* on_device, bool with_host) const {
         return memory_of(unit, on_device, with_host, block_gradients_.get());
     }
-    // What they take of other memory than the device's.
+    // Adds the memory that they take outside the device.
     void add_to(MemoryReport& report) const;
 
   private:
     size_t layers() const { return static_cast<size_t>(model_.layout.config().layers); }
     int64_t length() const { return o_.seq_len + prompt_tokens_; }
-    // As many come or go at a time as they have rooms on the device.
+    // As many transfers are under way at a time as there are buffers on the device.
     Place place_of_blocks(const char* option, Home home, bool lends) const {
         const size_t bytes = lends ? model_.block_bytes() : 0;
         return {option, home, layers() * bytes, bytes, rooms_for(o_.prefetch, layers())};
@@ -140,7 +141,7 @@ class Places {
                 updates_on_host()};
     }
     Place place_of_parked() const;
-    // Of one sequence and one block.
+    // For one sequence and one block.
     Place place_of_keys() const {
         const bool needed = o_.steps > 0 || !o_.val_data.empty() || o_.bench == "forward";
         return place_of_pieces(needed, ParkedKeys<T>::piece_bytes(rows_of_parked_keys(), kv_columns()));
@@ -165,7 +166,7 @@ class Places {
     const int prompt_tokens_;
     const State<T>& model_;
     State<T>& trained_;
-    const QuantizedWeights* const matrices_;  // of a frozen model, or null
+    const QuantizedWeights* const matrices_;  // of a frozen model, if streamed, or null
     std::unique_ptr<Elsewhere> trained_blocks_, block_gradients_, updated_state_, parking_, keys_, key_sums_;
     std::unique_ptr<Residence> blocks_, gradients_;
 };

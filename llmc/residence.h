@@ -1,13 +1,14 @@
-// residence.h - where a model's blocks live when they are not on the device, and how they are lent to it:
-// each is fetched into a room of the arena while what comes before it is computed.
+// residence.h - streams a model's blocks that are not on the device: each is fetched into a buffer in the
+// arena while the blocks before it compute.
 //
-// A residence is one file: residence_disk.h and residence_host.h of a frozen model's matrices,
-// residence_trained.h of blocks that are trained, and go back changed. It fetches a loan's bytes into a
-// room, and knows nothing of the step; Loans takes the rooms, so that the plan has them, and decides
-// what is fetched when. A copy under way owns its room until it is joined in the order of the program.
+// A loan is what is streamed as a whole: a block, a slice of the head (embeddings_elsewhere.h), or a block's
+// gradients. Loans are numbered in the order of the model.
 //
-// A loan is a block, or a slice of the head (embeddings_elsewhere.h), or a block's gradients. Loans have
-// numbers, in the order of the model.
+// A Residence is a source of loans. residence_disk.h and residence_host.h have the matrices of a frozen
+// model; residence_trained.h has blocks that are trained, and stores them again when they have changed. A
+// Residence transfers bytes to and from a buffer, and knows nothing of the step. Loans takes the buffers, so
+// that the plan contains them, and decides what is fetched when. While a transfer is under way, nothing else
+// may use its buffer, until the program joins the transfer.
 #pragma once
 
 #include <algorithm>
@@ -27,17 +28,17 @@ constexpr int kNoLoan = -1;
 class Residence {
   public:
     virtual ~Residence() = default;
-    // Begins to fetch a loan's bytes to `room` on the device, which what the stream was given so far may
-    // still use. `changed` is what is in the room, where that must be stored first, which only a residence of
-    // what is trained can; then `loan` may be none. Returns a number to finish it by. No more are on their
-    // way at a time than there are rooms.
+    // Starts fetching a loan's bytes to the buffer `room` on the device. Work queued on the stream so far may
+    // still use the buffer. If `changed` is not kNoLoan, the buffer has this loan, changed, which is stored
+    // first; then `loan` may be kNoLoan. Only TrainedResidence can store. Returns a number for finish(). At
+    // most as many transfers may be under way as there are buffers.
     virtual size_t start(int loan, char* room, Stream stream, int changed) = 0;
-    // Has what the stream is given from here on find that there, and all that was begun before it. Fails
-    // where it cannot be had.
+    // Work queued on the stream from here on runs after this transfer and all that started before it. Fails
+    // if a transfer failed.
     virtual void finish(size_t number, Stream stream) = 0;
 };
 
-// What is lent: what its transfers are of, and its rooms in the plan.
+// What is streamed: the kind of its transfers, and the name and the kind of its buffers in the plan.
 struct Lent {
     Transfer::Of of;
     const char *rooms, *kind;
@@ -46,7 +47,7 @@ constexpr Lent kLentBlocks = {Transfer::Loan, "lent_block", "weights"},
                kLentVocabulary = {Transfer::Vocabulary, "lent_vocabulary", "weights"},
                kLentGradients = {Transfer::Gradients, "lent_gradients", "parameter_gradient"};
 
-// So many loans, from the first to the last or back.
+// The numbers of `count` loans, from the first to the last, or back.
 inline std::vector<int> loans_in_order(int count, bool back = false) {
     std::vector<int> loans(static_cast<size_t>(count));
     std::iota(loans.begin(), loans.end(), 0);
@@ -54,28 +55,29 @@ inline std::vector<int> loans_in_order(int count, bool back = false) {
     return loans;
 }
 
-// How many rooms so many loans have, where `ahead` of them are on their way while one is used.
+// How many buffers `loans` loans need with a prefetch distance of `ahead`.
 inline size_t rooms_for(int ahead, size_t loans) { return std::min(static_cast<size_t>(ahead) + 1, loans); }
 
-// The loans of a pass over the model, each there while those that are used next are on their way: in rooms
-// that the pass has until give_back(), so that all its blocks find the same memory left.
+// Streams the loans that sweeps over the model use: while one is used, the next ones are prefetched. The
+// buffers are held from expect() to give_back(), so that all blocks find the same memory left.
 class Loans {
   public:
     Loans(Arena& arena, const Stream& stream, const Lent& lent)
         : arena_(arena), stream_(stream), lent_(lent) {}
 
-    // Where loans come from, the bytes of each, and how many are on their way while one is used. Before that
-    // nothing can be borrowed; a rehearsal needs no residence.
+    // Sets the transfer direction, the bytes of each loan, the prefetch distance, and the source, which may
+    // be null in a dry run. Call it before anything else.
     void lend(Way way, std::vector<size_t> bytes, int ahead, Residence* residence) {
         way_ = way;
         bytes_ = std::move(bytes);
         residence_ = residence;
         numbers_.assign(rooms_for(ahead, bytes_.size()), 0);
     }
-    // Whether loans come with what they have, as they do unless this says otherwise, or are to be written.
+    // True, the default: loans are fetched with their contents. False: their buffers will be written, and
+    // nothing is fetched.
     void come_with_contents(bool contents) { contents_ = contents; }
-    // Says which loans are borrowed next, behind those expected so far, and has the first come. Takes the
-    // rooms.
+    // Says which loans will be borrowed next, after those expected so far, and starts fetching the first of
+    // them. Takes the buffers.
     void expect(const std::vector<int>& loans) {
         while (rooms_.size() < numbers_.size())
             rooms_.push_back({.bytes = arena_.take<uint8_t>(lent_.rooms, {room_bytes()}, lent_.kind)});
@@ -85,8 +87,8 @@ class Loans {
         }
         fetch_expected();
     }
-    // The bytes of the loan that is expected first, or of the one that was borrowed last: there for what the
-    // stream is given until another is borrowed. Null in a rehearsal.
+    // The bytes of a loan. Call in the order given to expect(), or again for the loan borrowed last. Work
+    // queued on the stream may use them until another loan is borrowed. Null in a dry run.
     char* borrow(int loan) {
         if (loan != held()) {
             assert(!expected_.empty() && loan == expected_.front());
@@ -98,13 +100,14 @@ class Loans {
         }
         return at(held_);
     }
-    // Whether a loan was borrowed last, and not given back.
+    // True if this loan was borrowed last and not given back.
     bool holds(int loan) const { return loan == held(); }
-    // What was borrowed last, to be changed: it is stored before its room is used again.
+    // The bytes of the loan borrowed last, for changing them: they are stored before the buffer is reused.
     char* change() {
         rooms_[held_].changed = true;
         return at(held_);
     }
+    // Stores what was changed, waits for all transfers and releases the buffers.
     void give_back() {
         expected_.clear();
         for (size_t i = 0; i < rooms_.size(); i++)
@@ -119,7 +122,7 @@ class Loans {
     struct Room {
         int loan = kNoLoan;
         bool changed = false, under_way = false;
-        int noted = -1;  // the number of its last transfer, in a rehearsal
+        int noted = -1;  // the number of its last transfer, in a dry run
         Tensor<uint8_t> bytes;
     };
     int64_t room_bytes() const {
@@ -128,13 +131,13 @@ class Loans {
     double bytes_of(int loan) const { return static_cast<double>(bytes_[static_cast<size_t>(loan)]); }
     char* at(size_t room) const { return reinterpret_cast<char*>(rooms_[room].bytes.data()); }
     int held() const { return held_ == kNoRoom ? kNoLoan : rooms_[held_].loan; }
-    // The room of a loan, or kNoRoom.
+    // The number of the buffer that has a loan, or kNoRoom.
     size_t room_of(int loan) const {
         const auto room =
             std::find_if(rooms_.begin(), rooms_.end(), [&](const Room& r) { return r.loan == loan; });
         return room == rooms_.end() ? kNoRoom : static_cast<size_t>(room - rooms_.begin());
     }
-    // What the rooms are for now: the loan that is held, and those that are expected next.
+    // The loans that should be in the buffers now: the one in use, and the next expected ones.
     std::vector<int> wanted() const {
         std::vector<int> loans;
         if (held_ != kNoRoom) loans.push_back(held());
@@ -142,7 +145,7 @@ class Loans {
             if (std::find(loans.begin(), loans.end(), *l) == loans.end()) loans.push_back(*l);
         return loans;
     }
-    // Has those come that are not there, and what was changed be stored where nothing comes.
+    // Starts fetching wanted loans that are in no buffer, and storing changed ones that are not replaced.
     void fetch_expected() {
         const std::vector<int> loans = wanted();
         const auto is_free = [&](const Room& r) {
@@ -188,7 +191,7 @@ class Loans {
     std::vector<size_t> bytes_;
     bool contents_ = true;
     std::vector<Room> rooms_;
-    size_t held_ = kNoRoom;        // the room that is used
-    std::deque<int> expected_;     // no two of the same in a row
-    std::vector<size_t> numbers_;  // by room, of its last transfer: of each time that a recording runs
+    size_t held_ = kNoRoom;        // the buffer in use
+    std::deque<int> expected_;     // never the same loan twice in a row
+    std::vector<size_t> numbers_;  // by buffer: its last transfer; each replay of a recording sets it anew
 };

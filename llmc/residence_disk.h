@@ -1,6 +1,6 @@
-// residence_disk.h - loans that live in the model's own files: each is read straight from the disk
-// (disk_reader.h) whenever it is borrowed. On a CPU it is read into its room; on a GPU into pinned memory,
-// and copied from there on a stream of its own.
+// residence_disk.h - streams a frozen model's blocks from its own files: each is read straight from the disk
+// (disk_reader.h) whenever it is needed. On a CPU it is read into its buffer; beside a GPU it is read into
+// pinned memory and copied from there on a separate stream.
 #pragma once
 
 #include <cstring>
@@ -15,12 +15,13 @@
 
 class DiskResidence : public Residence {
   public:
-    // What it takes for loans in so many rooms: of the device or, beside a GPU, of pinned host memory.
+    // The bytes that it takes for `rooms` buffers: on a CPU of the device's memory, beside a GPU of pinned
+    // host memory.
     static size_t bytes(size_t largest_loan, size_t rooms) {
         return DiskQueue::kStagingBytes + (kHostIsDevice ? 0 : rooms * largest_loan);
     }
 
-    // Takes that memory.
+    // Allocates that memory.
     DiskResidence(size_t largest_loan, size_t rooms)
         : reads_(rooms), memory_(bytes(largest_loan, rooms)), queue_(memory_.data()) {
         if (kHostIsDevice) return;
@@ -28,12 +29,12 @@ class DiskResidence : public Residence {
         for (Read& r : reads_) r.pinned = std::exchange(next, next + largest_loan);
     }
 
-    // The loans, from the first on. Fails where a file cannot be read so.
+    // Adds the next loan, in the order of their numbers. Fails if a file cannot be read past the page cache.
     void add(const LoanOnDisk& loan) {
         const auto direct = [&](const FileReader& file) { return &open(file); };
         loans_.push_back({DiskReads(loan.pieces, direct), loan.numbers, loan.bytes});
     }
-    // A file, opened once.
+    // Opens a file at the first call, and returns the open file at later ones.
     const DirectFile& open(const FileReader& file) {
         std::unique_ptr<DirectFile>& opened = files_[file.path()];
         if (!opened) opened = std::make_unique<DirectFile>(file);
@@ -44,8 +45,8 @@ class DiskResidence : public Residence {
         assert(changed == kNoLoan);
         return start(loans_[static_cast<size_t>(loan)], room, stream);
     }
-    // Has something else at `room` for what the stream is given from here on, no larger than a loan may be.
-    // No loan is on its way.
+    // Reads something else to the buffer `room`, at most as many bytes as the largest loan. Work queued on
+    // the stream from here on finds it there. No loan may be under way.
     void read(DiskReads reads, size_t bytes, char* room, Stream stream) {
         now_ = {std::move(reads), {}, bytes};
         finish(start(now_, room, stream), stream);
@@ -79,11 +80,11 @@ class DiskResidence : public Residence {
         size_t bytes;
     };
 
-    // One that is on its way, or was.
+    // A read that is under way, or the last one in its slot.
     struct Read {
         const Loan* loan = nullptr;
-        char *room = nullptr, *pinned = nullptr;  // on the device, and where the host reads to beside a GPU
-        size_t number = 0;                        // the queue's
+        char *room = nullptr, *pinned = nullptr;  // on the device; beside a GPU, to which the host reads
+        size_t number = 0;                        // in the queue
         Event free, copied;
     };
     Read& read(size_t number) { return reads_[number % reads_.size()]; }
@@ -110,5 +111,5 @@ class DiskResidence : public Residence {
     std::vector<Read> reads_;
     size_t begun_ = 0, finished_ = 0;
     Memory memory_;
-    DiskQueue queue_;  // the last: it ends before the memory does
+    DiskQueue queue_;  // declared last, so that it ends before the memory does
 };

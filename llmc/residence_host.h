@@ -1,5 +1,5 @@
-// residence_host.h - blocks that live in pinned host memory beside a GPU: each is copied to the device on a
-// stream of its own whenever it is borrowed.
+// residence_host.h - streams a frozen model's blocks from pinned host memory beside a GPU: each is copied to
+// the device, on a separate stream, whenever it is needed.
 #pragma once
 
 #include <functional>
@@ -11,7 +11,7 @@
 
 class HostResidence : public Residence {
   public:
-    // For so many rooms; bytes_of(loan) are a loan's bytes in pinned memory.
+    // For `rooms` buffers. bytes_of(loan) returns a loan's bytes in pinned memory.
     HostResidence(size_t rooms, std::function<std::span<const char>(int loan)> bytes_of)
         : bytes_of_(std::move(bytes_of)), arrived_(rooms) {}
 

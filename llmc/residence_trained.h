@@ -1,5 +1,5 @@
-// residence_trained.h - blocks of a model that is trained, in the memory beside the device that it works in:
-// a block that was updated goes back there before its room is used again.
+// residence_trained.h - streams blocks of a model that is trained, or their gradients, from memory outside
+// the device (elsewhere.h): a block that was changed is stored there before its buffer is reused.
 #pragma once
 
 #include <optional>
@@ -9,10 +9,10 @@
 
 class TrainedResidence : public Residence {
   public:
-    // What a room takes for a block of that size.
+    // The bytes of a buffer for a block, including what aligning it takes.
     static size_t room_bytes(size_t block_bytes) { return block_bytes + kElsewhereAlignment; }
 
-    // The blocks lie in `place`, one after another.
+    // The blocks are in `place`, one after another.
     TrainedResidence(Elsewhere& place, size_t block_bytes) : place_(place), block_bytes_(block_bytes) {}
 
     size_t start(int loan, char* room, Stream stream, int changed) override {

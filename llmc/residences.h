@@ -1,5 +1,5 @@
-// residences.h - the mixes of residences that --memory chooses among: what of a run waits elsewhere than on
-// the device, from nothing more than its options say to everything that may.
+// residences.h - the placements that --memory chooses among: combinations of what is kept outside the device,
+// from only what the options ask for up to everything that may be.
 #pragma once
 
 #include <sys/statvfs.h>
@@ -17,21 +17,21 @@
 #include "llmc/solver.h"
 #include "llmc/temporary_file.h"
 
-// What a run may move that its options leave open.
+// What --memory may place outside the device, because the options leave it open.
 struct Movable {
-    std::vector<std::string> weights;          // where else blocks' weights may live: names of kHomeNames
-    std::vector<std::string> embeddings = {};  // where else a frozen model's embeddings may live
-    std::vector<std::string> gradients = {};   // the same of blocks' gradients,
-    std::vector<std::string> state;            // and of what only updates need
-    bool updates = false;                      // and updates of what lives with the host: --updates host
-    bool rooms = false;                        // and its rooms on the device: --state-rooms block
-    bool inputs = false;                       // of blocks: --park all
-    bool keys = false;                         // and values, beside those: --park-keys
+    std::vector<std::string> weights;          // placements to try for blocks' weights: names of kHomeNames
+    std::vector<std::string> embeddings = {};  // placements to try for a frozen model's embeddings,
+    std::vector<std::string> gradients = {};   // for blocks' gradients,
+    std::vector<std::string> state;            // and for optimizer state that only updates need
+    bool updates = false;                      // tries --updates host
+    bool rooms = false;                        // tries --state-rooms block
+    bool inputs = false;                       // tries --park all
+    bool keys = false;                         // tries --park-keys besides --park all
 };
 
-// What --memory may have wait elsewhere, where no option says: beside a GPU in host memory, where that is
-// offered, else in files. `with_files` all that is trained may be in files there too. Beside a frozen model
-// the adapter's own state stays.
+// What --memory may place outside the device where no option says: beside a GPU in host memory, if
+// --host-memory offers it, else in files. `with_files`: everything that is trained may be in files beside a
+// GPU too. The state of an adapter of a frozen model stays on the device.
 template <class T>
 Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
     Movable m;
@@ -53,27 +53,29 @@ Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
     m.updates = !kHostIsDevice && !o.has("--updates");
     m.rooms = !o.has("--state-rooms");
     m.inputs = !o.has("--park") && moves;
-    // Where attention may go in chunks that are pieces of keys.
+    // Keys can be offloaded only if attention may take rows in chunks of whole pieces of keys.
     const bool long_enough = !o.has("--attention-rows") && o.seq_len > 2 * kFewestAttentionRows;
     const bool in_pieces = o.attention_rows != 0 && o.attention_rows % kKeyPiece <= 0;
     m.keys = !o.has("--park-keys") && moves && (long_enough || in_pieces);
     return m;
 }
 
-// All micro-batches of a step are taken through blocks together only up to so many: each is rehearsed.
+// --by-block is tried only with at most this many sequences in a step: a dry run executes each micro-batch.
 constexpr int64_t kMostTogether = 64;
 
-// Whether what the host's cores need for an update is with them, or on the device.
+// True if the host's cores can do the updates: the state is not on the device, and neither gradients nor
+// trained weights are on a disk.
 inline bool host_can_update(const Options& o) {
     return o.state != "device" && o.gradients != "disk" && (o.weights != "disk" || o.trains_adapter());
 }
 
-// The options with each mix, those given first. Blocks that move may also be passed by all micro-batches of a
-// step before the next, as they then come once (GreedySnake, arXiv:2512.17570); state that is updated in
-// backward may have the room of a whole block, to come while that is computed.
+// The options with each combination of placements; the given ones come first. Where blocks are streamed, it
+// also tries to take all micro-batches of a step through a block before the next block, so that each block is
+// fetched once (GreedySnake, arXiv:2512.17570). Where state is updated in backward, it also tries buffers for
+// the state of a whole block, which is then fetched while the block computes.
 inline std::vector<Options> residences_to_try(const Options& given, const Movable& movable) {
     std::vector<Options> all = {given};
-    // Has each followed by what change(options) makes of it, where that says that it may.
+    // After each of the options, inserts a copy changed by change(copy), if that returns true.
     const auto vary = [&](auto&& change) {
         std::vector<Options> more;
         for (const Options& o : all) {
@@ -82,7 +84,7 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
         }
         all = std::move(more);
     };
-    // Has each followed by itself with something in each of those homes.
+    // After each of the options, inserts a copy for each of these placements of `what`.
     const auto vary_home = [&](std::string Options::*what, const std::vector<std::string>& homes) {
         std::vector<Options> more;
         for (const Options& o : all) {
@@ -114,27 +116,28 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
     return all;
 }
 
-// Of some mixes those that lend blocks, with none on its way while another is used: the least that they take.
+// Those of the combinations that stream blocks, without prefetching, which takes the least memory.
 inline std::vector<Options> without_prefetching(std::vector<Options> mixes) {
     std::erase_if(mixes, [](const Options& o) { return !lends_blocks(o); });
     for (Options& o : mixes) o.prefetch = 0;
     return mixes;
 }
 
-// A mix with more of them on their way than by default, and so in rooms: what moves for longer than it is
-// computed with gains as many as are there at a step's turn.
+// A combination with larger prefetch distances than the default, and so with more buffers. If transfers take
+// longer than the computation, a step gains the blocks that are still in buffers when it turns from forward
+// to backward: these are not fetched again.
 inline std::vector<Options> with_more_rooms(const Options& mix) {
     std::vector<Options> all;
     for (const int ahead : {2, 4, 8, 16}) all.emplace_back(mix).prefetch = ahead;
     return all;
 }
 
-// Whether something that is trained is in files.
+// True if something that is trained is in files.
 inline bool has_files(const Options& o) {
     return o.weights == "disk" || o.gradients == "disk" || o.state == "disk";
 }
 
-// As options, what differs from those given.
+// What was chosen differently from the given options, as on a command line.
 inline std::string residences_text(const Options& chosen, const Options& given) {
     std::string text;
     for (const ChosenResidence& r : kChosenResidences) {
@@ -145,8 +148,8 @@ inline std::string residences_text(const Options& chosen, const Options& given) 
     return text;
 }
 
-// The bytes that a file of the run's own may have in the folder of such; none where that has no files past
-// the page cache.
+// The bytes that are free for files of the run's own, in the folder for temporary files; 0 if files there
+// cannot bypass the page cache.
 inline size_t room_on_disk() {
     const std::string folder = temporary_folder();
     const int fd = make_nameless_file(folder, O_DIRECT);
@@ -157,7 +160,7 @@ inline size_t room_on_disk() {
     return static_cast<size_t>(info.f_bavail) * info.f_frsize;
 }
 
-// What may live elsewhere than on the device because --memory moves it.
+// How much memory outside the device --memory may use.
 inline BesideDevice room_beside_device(const Options& o) {
     BesideDevice room = {.files = room_on_disk()};
     if (o.has("--host-memory")) room.pinned = parse_bytes(o.host_memory, "--host-memory");

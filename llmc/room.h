@@ -1,4 +1,4 @@
-// room.h - whether the process may have more memory: looked for before calls that crash where they get none.
+// room.h - checks that the process may allocate more memory, before calls that would crash without it.
 #pragma once
 
 #include <sys/mman.h>
@@ -11,8 +11,8 @@ inline bool limited_address_space() {
     return getrlimit(RLIMIT_AS, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY;
 }
 
-// Fails unless `bytes` more could be mapped now. A limit (ulimit -v) is what refuses them; memory that is
-// merely used up is not seen here.
+// Fails unless `bytes` more bytes can be mapped now. It notices a limit (ulimit -v), but not that physical
+// memory is used up. `what`: what needs them, for the message.
 inline void require_room(size_t bytes, const char* what) {
     void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p != MAP_FAILED) {

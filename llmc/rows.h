@@ -1,6 +1,6 @@
-// rows.h - the rows of a micro-batch that an operation works on, and what depends on where they are: their
-// positions in documents, and the elements that dropout drops. It is passed beside the tensors of these rows.
-// Loops over chunks of rows are here too; all rows are one chunk.
+// rows.h - says which rows of a micro-batch an operation works on. On this depend the rows' positions in
+// documents, and which elements dropout drops. A Rows is passed beside the tensors of these rows. The loops
+// over chunks of rows are here too; without chunks, all rows are one chunk.
 #pragma once
 
 #include <algorithm>
@@ -9,15 +9,15 @@
 #include "llmc/documents.h"
 #include "llmc/dropout.cuh"
 
-// What a training drops; nothing by default.
+// The dropout of a training; none by default.
 struct DropoutOptions {
     double activations = 0;         // the share of activations that becomes zero
     double lora_inputs = 0;         // the share of an adapter's inputs
-    const uint64_t* key = nullptr;  // on the device: the micro-batch's
+    const uint64_t* key = nullptr;  // on the device: the micro-batch's random key
 };
 
-// Where dropout acts, in each layer: numbers that its random bits depend on. The four linear layers' LoRA
-// inputs come first.
+// Where dropout acts in each layer. Its random bits depend on these numbers. The LoRA inputs of the four
+// linear layers come first.
 enum DropoutPlace {
     kLoraPlaces = 0,
     kAttentionPlace = 4,
@@ -34,19 +34,20 @@ struct Rows {
     const Documents* documents = &kWholeSequences;
     DropoutOptions dropout = {};
 
-    // The rows from number `row` of these on.
+    // These rows without the first `row` of them.
     Rows from(int64_t row) const {
         Rows later = *this;
         later.first += row;
         return later;
     }
-    // The positions of `count` of these rows in their documents; absent where each sequence is one.
+    // The positions of the first `count` of these rows in their documents; absent if each sequence is one
+    // document.
     Tensor<int> positions(int64_t count) const {
         const Tensor<int>& all = documents->positions;
         return all ? Tensor<int>(all.at(first), {count}) : Tensor<int>();
     }
-    // Dropout of activations (rows, columns) at a place of a layer; of attention's probabilities, which count
-    // their own rows, with 0 columns.
+    // Dropout of activations (rows, columns) at a place of a layer. Pass 0 columns for attention's
+    // probabilities, for which attention counts the rows itself.
     Dropout dropout_at(int layer, DropoutPlace place, int64_t columns) const {
         return dropout_of(static_cast<uint64_t>(layer) * kPlacesOfLayer + place, dropout.activations,
                           columns);
@@ -72,8 +73,9 @@ Tensor<T> rows_of_sequence(const Tensor<T>& x, const Rows& rows, int64_t count) 
 // Which chunks come first.
 enum class From { First, Last };
 
-// Calls chunk(rows, first, count) for all `count` rows, `at_a_time` (0: all) of them. `first` counts from the
-// first of these rows. A dry run executes the chunk in the middle alone, whose attention costs the average.
+// Calls chunk(rows, first, n) for all `count` rows, `at_a_time` (0: all) at a time. `first` counts from the
+// first of these rows. Of the chunks of full size, a dry run executes only one, in the middle: its attention
+// costs the average.
 template <class Chunk>
 void for_each_chunk(Arena& arena, const Rows& rows, int64_t count, int64_t at_a_time, Chunk&& chunk,
                     From from = From::First) {

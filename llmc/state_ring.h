@@ -1,5 +1,5 @@
-// state_ring.h - what only updates need of a training's state, where that does not live on the device: its
-// chunks come to a ring of rooms in the arena, are updated there, and go back, while others are on their way.
+// state_ring.h - streams optimizer state that only updates need and that is not on the device: its chunks are
+// fetched to a ring of buffers in the arena, updated there and stored again, while others are under way.
 #pragma once
 
 #include <algorithm>
@@ -18,18 +18,18 @@ class StateRing {
   public:
     StateRing(Arena& arena, const Stream& stream) : arena_(arena), stream_(stream) {}
 
-    // Where the chunks are. A rehearsal needs none.
+    // Sets where the chunks are; null in a dry run.
     void use(Elsewhere* place) { place_ = place; }
 
-    // How many rooms there are at the most where so many are wanted: negative, as many as a block has chunks.
+    // The most buffers that there can be if `wanted` are asked for; negative: as many as a block has chunks.
     template <class T>
     static size_t most_rooms(const State<T>& state, int wanted) {
         if (wanted < 0)
             return std::max<size_t>(1, state.chunks_of(1).count());  // a soft prompt's block has 0
         return std::min(static_cast<size_t>(wanted), state.chunks().size());
     }
-    // Takes the rooms, until give_back(), for an update of all units of a state in the given order, and has
-    // the first chunks come.
+    // Takes the buffers, until give_back(), for an update of these units of a state in this order, and starts
+    // fetching the first chunks.
     template <class T>
     void take(const State<T>& state, const std::vector<int>& units, int wanted) {
         const auto pass = std::make_shared<Pass>(Pass{way_from(state.options.updated), state.chunk_bytes()});
@@ -49,7 +49,8 @@ class StateRing {
             for (size_t i = 0; i < pass->rooms.size(); i++) exchange(*pass, pass->rooms[i], {}, i);
         });
     }
-    // Calls update(chunk, room) for each chunk of the next unit, and has it stored.
+    // Calls update(chunk, buffer) for each chunk of `unit`, the next one in that order. Starts storing each
+    // chunk then, and fetching the next one into its buffer.
     template <class T, class Update>
     void update(const State<T>& state, int unit, Update update) {
         host_act([this, &state, unit, pass = pass_, update = std::move(update)] {
@@ -64,6 +65,7 @@ class StateRing {
             }
         });
     }
+    // Waits for all transfers and releases the buffers.
     void give_back() {
         if (!memory_.empty())
             host_act([this, pass = pass_] {
@@ -76,18 +78,18 @@ class StateRing {
     struct Room {
         char* at;
         size_t number;   // of its exchange,
-        int noted = -1;  // and of the last transfer of that, in a rehearsal
+        int noted = -1;  // and of the last transfer of that, in a dry run
     };
-    // From take() to give_back().
+    // An update of units, from take() to give_back().
     struct Pass {
-        Way way;                         // of what comes
+        Way way;                         // of fetches
         size_t bytes;                    // of a chunk
         std::vector<size_t> order = {};  // of the chunks
         std::vector<Room> rooms = {};
-        size_t next = 0;  // in the order: to be updated
+        size_t next = 0;  // position in the order of the chunk to be updated next
     };
-    // Has the chunk that is number `out` of the order go from a room, and number `in` come, if there are
-    // such.
+    // Starts storing the chunk at position `out` of the order from a buffer, and then fetching the one at
+    // position `in` into it, if they exist.
     void exchange(Pass& pass, Room& room, std::optional<size_t> out, size_t in) {
         if (arena_.rehearsing()) {
             const auto note = [&](Way way) {
@@ -112,6 +114,6 @@ class StateRing {
     Arena& arena_;
     const Stream& stream_;
     Elsewhere* place_ = nullptr;
-    std::vector<Tensor<uint8_t>> memory_;  // of the rooms
-    std::shared_ptr<Pass> pass_;           // the last, which a recording of it keeps
+    std::vector<Tensor<uint8_t>> memory_;  // of the buffers
+    std::shared_ptr<Pass> pass_;           // the latest; a recording keeps its own
 };

@@ -1,9 +1,9 @@
 // weights.h - the weights that a step computes with: views of tensors on the device, wherever a block is
 // kept.
 //
-// A block that lives in host memory or in files is streamed: expect_blocks() prefetches in the order of a
-// pass, and block() waits for the one it is asked for. With all blocks on the device both cost nothing.
-// Matrices of a frozen model may be quantized; linear.h dequantizes them where a product reads them.
+// A block in host memory or in files is streamed: expect_blocks() prefetches the blocks in order, and block()
+// waits for the one it is asked for. With all blocks on the device both cost nothing. Matrices of a frozen
+// model may be quantized; linear.h dequantizes them where a product reads them.
 #pragma once
 
 #include <array>
@@ -18,8 +18,8 @@
 #include "llmc/state.h"
 
 // Frozen weights that are kept outside the State: quantized or streamed matrices of the linear layers; the
-// quantized head, which may be the token embedding too; embeddings and head in files or in host memory. Null
-// where the State has them.
+// quantized head, which may be the token embedding too; embeddings and head in files or in host memory. Each
+// is null if the State has these weights.
 struct OutsideState {
     const QuantizedWeights *matrices, *head;
     const EmbeddingsElsewhere* embeddings;
@@ -36,9 +36,9 @@ inline std::array<std::pair<Linear<floatX>*, Field>, 4> linears(Block<floatX>& b
 class Weights {
   public:
     Embeddings<floatX> embeddings;
-    Head<floatX> head;  // of a tied head the matrix is the token embedding's
+    Head<floatX> head;  // a tied head's matrix is the token embedding
 
-    // `trained` is what is trained: the model, or an adapter beside the then frozen model.
+    // `trained` is what is trained: the model itself, or the adapter of a frozen model.
     Weights(Arena& arena, const Stream& stream, const State<floatX>& model, const OutsideState& outside,
             const State<floatX>& trained)
         : model_(model), trained_(trained), outside_(outside), streamed_(arena, stream, kLentBlocks) {
@@ -46,7 +46,7 @@ class Weights {
     }
     Weights(const Weights&) = delete;
 
-    // Points the views at the States' memory: again after that was allocated.
+    // Points the views at the States' memory. Call it again after that memory was allocated.
     void bind() {
         const Layout& layout = model_.layout;
         const auto unit = [&](int number) { return unit_of(model_, StatePart::Weights, number).data(); };
@@ -65,18 +65,18 @@ class Weights {
         streamed_.lend(way, std::move(bytes), prefetch, residence);
     }
 
-    // Whether only what is beside the model is trained.
+    // True if the model is frozen, and only an adapter is trained.
     bool is_frozen() const { return &trained_ != &model_; }
     bool streams_trained_blocks() const { return model_.options.blocks != Home::Device; }
     bool streams_blocks() const {
         return streams_trained_blocks() || (outside_.matrices && outside_.matrices->is_lent());
     }
 
-    // Begins a pass that uses the blocks from the first to the last, or back, and prefetches.
+    // Begins a sweep over the blocks, from the first to the last, or back, and prefetches the first of them.
     void expect_blocks(bool back = false) {
         streamed_.expect(loans_in_order(streams_blocks() ? layers() : 0, back));
     }
-    // A block, on the device until the next one is asked for, in the order that was expected.
+    // A block's weights, on the device until another block is asked for. Call it in the order of the sweep.
     Block<floatX>& block(int layer) {
         Block<floatX>& block = blocks_[static_cast<size_t>(layer)];
         if (!streams_blocks()) return block;
@@ -89,19 +89,19 @@ class Weights {
             bind_matrices(layer, buffer);
         return block;
     }
-    // The weights of a trained unit, to be changed: of a streamed block those that block() gave last, which
-    // are stored before their buffer is used again.
+    // The weights of a trained unit, for changing them. A streamed block must be the one that block()
+    // returned last; its weights are stored before their buffer is reused.
     floatX* to_update(int unit) {
         if (!trained_.layout.is_block(unit) || !streams_trained_blocks())
             return unit_of(trained_, StatePart::Weights, unit).data();
         return reinterpret_cast<floatX*>(aligned_room(streamed_.change()));
     }
-    // Ends passes: what was changed is stored, and the buffers are free.
+    // Ends the sweeps: stores what was changed and releases the buffers.
     void release() { streamed_.give_back(); }
 
   private:
     int layers() const { return model_.layout.config().layers; }
-    // Points the matrices of a block at the parts of their bytes, from `loan` on; null: at nothing yet.
+    // Points the matrices of a block at their parts of the bytes at `loan`; null if they are not there yet.
     void bind_matrices(int layer, const char* loan) {
         for (auto& [w, field] : linears(blocks_[static_cast<size_t>(layer)])) {
             w->quantized = outside_.matrices->parts(layer, field, loan);
@@ -128,6 +128,6 @@ class Weights {
     const OutsideState outside_;
     std::vector<Block<floatX>> blocks_;
     Loans streamed_;
-    std::pair<int, char*> bound_ = {-1,
-                                    nullptr};  // the streamed block whose views are right, and where it is
+    // The streamed block whose views point at its bytes, and the address of these.
+    std::pair<int, char*> bound_ = {-1, nullptr};
 };

@@ -1,9 +1,9 @@
-// embedding_and_head.h - the two ends of a model: from tokens to the residual stream, and from the stream to
-// logits, forward and backward; soft prompts, which stand before the embedded tokens; and matrices of the
-// vocabulary that are not on the device as a whole.
+// embedding_and_head.h - the two ends of a model, forward and backward: from tokens to the residual stream,
+// and from the residual stream to logits. It also has soft prompts, which stand before the embedded tokens,
+// and the cases in which an embedding or a head is not on the device as a whole.
 //
-// A frozen head may be quantized, or streamed from files or host memory: then it comes in slices of the
-// vocabulary. Of an embedding that is not on the device only the rows of a batch's tokens come.
+// A frozen head may be quantized, or streamed from files or host memory: then it is processed in slices of
+// the vocabulary. Of an embedding that is not on the device, only the rows of a batch's tokens are fetched.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 #include "llmc/norm_layer.h"
 #include "llmc/weights.h"
 
-// The numbers of tokens (1, count), copied from the host before it goes on.
+// Copies the numbers of tokens to the device, (1, count). The host waits for the copy.
 inline Tensor<int> tokens_on_device(Arena& arena, Stream stream, const std::vector<int>& tokens) {
     Tensor<int> t = arena.take<int>("inputs", {1, static_cast<int64_t>(tokens.size())}, "input");
     copy_to_device(t.data(), tokens.data(), tokens.size() * sizeof(int), stream);
@@ -38,21 +38,21 @@ class EmbeddingAndHead {
           streamed_(arena, stream, kLentVocabulary) {}
     EmbeddingAndHead(const EmbeddingAndHead&) = delete;
 
-    // Streams a head that is elsewhere: as soon as that is allocated.
+    // Sets up the streaming of a head outside the device. Call it after the head was allocated.
     void stream_head() {
         if (elsewhere_)
             streamed_.lend(elsewhere_->way(), elsewhere_->loan_bytes(), kSlicesAhead,
                            elsewhere_->residence());
     }
     bool streams_head() const { return elsewhere_; }
-    // The vectors of the soft prompt, 0 without one.
+    // The number of vectors of the soft prompt; 0 without one.
     int64_t prompt_len() const {
         const TensorX& prompt = weights_.embeddings.prompt;
         return prompt ? prompt.rows() : 0;
     }
 
-    // The residual stream (B, prompt_len() + T, C) of tokens (B, T). Tokens that follow others, from
-    // first_position on, have no soft prompt before them: (B, T, C).
+    // The residual stream (B, prompt_len() + T, C) of tokens (B, T). If first_position is not 0, the tokens
+    // follow others and get no soft prompt: (B, T, C).
     TensorX embed(const Tensor<int>& tokens, const Rows& rows, int first_position) {
         const Embeddings<floatX>& w = weights_.embeddings;
         TensorX prompt;
@@ -64,7 +64,8 @@ class EmbeddingAndHead {
         if (const Dropout d = dropout_of(rows)) dropout(x, x, d, stream_);
         return w.norm.weight ? std::move(norm_.forward(kEmbeddingNorm, x, w.norm).out) : std::move(x);
     }
-    // Adds to the embeddings' gradients what d_stream, the gradient of embed()'s output, sends back.
+    // Adds to the embeddings' gradients g those that follow from d_stream, the gradient of embed()'s output,
+    // which it may overwrite.
     void embed_backward(Embeddings<floatX>& g, TensorX& d_stream, const DeviceBatch& batch,
                         const Rows& rows) {
         const Embeddings<floatX>& w = weights_.embeddings;
@@ -86,7 +87,7 @@ class EmbeddingAndHead {
         if (g.prompt) prompt_backward(g.prompt, d_stream, stream_);
     }
 
-    // The rows (B, T, C) of the tokens in a stream (B, prompt_len() + T, C): those that have targets.
+    // The tokens' rows (B, T, C) of a stream (B, prompt_len() + T, C): only these have targets.
     TensorX without_prompt(TensorX&& stream) {
         const int64_t N = prompt_len(), B = stream.shape().dims[0], C = config_.channels;
         if (N == 0) return std::move(stream);
@@ -95,8 +96,8 @@ class EmbeddingAndHead {
         copy_rows_on_device(rows.data(), T * C, stream.at(N * C), (N + T) * C, T * C, B, stream_);
         return rows;
     }
-    // Its backward: the gradient (B, prompt_len() + T, C), zero for the soft prompt's rows, which have no
-    // loss.
+    // The backward of without_prompt(): the gradient (B, prompt_len() + T, C), zero for the soft prompt's
+    // rows, which have no loss.
     TensorX with_prompt(TensorX&& d_tokens) {
         const int64_t N = prompt_len(), B = d_tokens.shape().dims[0], C = config_.channels;
         if (N == 0) return std::move(d_tokens);
@@ -107,12 +108,12 @@ class EmbeddingAndHead {
         return d_stream;
     }
 
-    // Around uses of the head: the slices of one that is streamed begin to come.
+    // Call around uses of the head: begin_head() starts prefetching the slices of a streamed head.
     void begin_head() {
         if (elsewhere_) streamed_.expect(loans_in_order(elsewhere_->slices()));
     }
     void end_head() { streamed_.give_back(); }
-    // The logits (rows, padded vocabulary) of x (rows, C), which the last norm has made. Where the head comes
+    // The logits (rows, padded vocabulary) of x (rows, C), the last norm's output. If the head is processed
     // in slices, the padding's columns are not written.
     TensorX logits(const TensorX& x) {
         if (!comes_in_slices()) return linear_forward(arena_, stream_, "logits", x, weights_.head.logits, {});
@@ -131,7 +132,7 @@ class EmbeddingAndHead {
         });
         return logits;
     }
-    // d_x (rows, C) from the gradient of the logits. The terms of slices are added in fp32.
+    // Computes d_x (rows, C) from the gradient of the logits. The terms of slices are added in fp32.
     void logits_backward(TensorX& d_x, const TensorX& d_logits) {
         if (!comes_in_slices()) return matmul(arena_, stream_, d_x, d_logits, weights_.head.logits.weight);
         TensorF sum = arena_.take<float>("d_head_sum", d_x.shape());
@@ -145,7 +146,7 @@ class EmbeddingAndHead {
         dequantize(d_x.data(), {&kStoredF32, bytes, sum.rows(), sum.columns()}, stream_);  // rounds
     }
 
-    // The token embeddings (count, C) of tokens, where the State has no embedding.
+    // The token embeddings (count, C) of these tokens, if the State has no token embedding.
     TensorX token_rows(const Tensor<int>& tokens) {
         const int64_t count = tokens.size(), C = config_.channels;
         TensorX rows = arena_.take<floatX>("token_rows", {count, C});
@@ -179,7 +180,8 @@ class EmbeddingAndHead {
         const Tensor<int> numbers = tokens_on_device(arena_, stream_, tokens);
         return token_rows(numbers);
     }
-    // Calls visit(field, rows) for the rows of embeddings and head that the State has not, some at a time.
+    // Calls visit(field, rows) for all rows of embeddings and head that the State does not have, some rows at
+    // a time.
     template <class Visit>
     void for_each_outside_rows(Visit&& visit) {
         for (int64_t first = 0; elsewhere_ && first < config_.vocabulary; first += kHeadSlice) {
@@ -196,12 +198,12 @@ class EmbeddingAndHead {
   private:
     bool comes_in_slices() const { return quantized_ || elsewhere_; }
     void zero(TensorX& t) { device_fill(t.data(), 0, static_cast<size_t>(t.bytes()), stream_); }
-    // Of the sum of token and learned position embeddings, as GPT-2 has it.
+    // Dropout of the sum of token embeddings and learned position embeddings, as in GPT-2.
     Dropout dropout_of(const Rows& rows) const {
         return weights_.embeddings.position ? rows.dropout_at(config_.layers, kLoraPlaces, config_.channels)
                                             : Dropout();
     }
-    // x (B, .., C) = the embeddings of tokens (B, T), behind those of `prompt`, if any.
+    // x (B, .., C) = the vectors of `prompt`, if any, then the embeddings of tokens (B, T).
     void look_up(TensorX& x, const Tensor<int>& tokens, const Rows& rows, const TensorX& prompt,
                  int first_position) {
         const Embeddings<floatX>& w = weights_.embeddings;
@@ -212,14 +214,14 @@ class EmbeddingAndHead {
         if (w.token) return from(tokens, w.token);
         from(Tensor<int>(nullptr, tokens.shape()), token_rows(tokens));
     }
-    // Calls use(first, slice) for the slices of a streamed head, whose rows begin with number `first`: from
-    // the first slice to the last, the next time back, and so on. So the slices at both ends come once for
-    // two uses.
+    // Calls use(first, slice) for the slices of a streamed head; `first` is the number of a slice's first
+    // row. One call goes from the first slice to the last, the next call goes back, and so on: the slices at
+    // both ends are fetched once for two calls.
     template <class Use>
     void for_each_streamed_slice(Use&& use) {
         const int slices = elsewhere_->slices();
         const bool back = slices > 1 && streamed_.holds(slices - 1);
-        streamed_.expect(loans_in_order(slices, !back));  // the next time
+        streamed_.expect(loans_in_order(slices, !back));  // for the next call
         for (const int slice : loans_in_order(slices, back))
             use(elsewhere_->first_row(slice), elsewhere_->slice(slice, streamed_.borrow(slice)));
     }
@@ -247,7 +249,7 @@ class EmbeddingAndHead {
     const Stream& stream_;
     const ModelConfig& config_;
     const QuantizedWeights* const quantized_;     // the head's matrix, or null
-    const EmbeddingsElsewhere* const elsewhere_;  // or null
+    const EmbeddingsElsewhere* const elsewhere_;  // those outside the device, or null
     const Weights& weights_;
     const NormLayer& norm_;
     Loans streamed_;  // slices of the head

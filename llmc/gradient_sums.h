@@ -69,7 +69,8 @@ void add_product(Arena& arena, Stream stream, Tensor<T>& d_weight, Tensor<uint8_
 template <class T>
 struct LinearGradient {
     Linear<T> view;  // of the unit's gradients
-    bool adds;  // false: the first product overwrites a matrix's gradient. A bias's is always added to
+    // If false, the first product overwrites a matrix's gradient. A bias's gradient is always added to.
+    bool adds;
     bool in_chunks = false;
     Tensor<uint8_t> weight_low = {}, a_low = {};  // low bits, in chunks
     std::vector<Tensor<uint8_t>> b_low = {};

@@ -1,5 +1,5 @@
-// run_model.h - the model of a run in memory: its parameters, what of a frozen model is quantized or kept in
-// files or host memory, and the adapter that is trained beside it; and how they are loaded.
+// run_model.h - the model of a run in memory: its parameters, those matrices of a frozen model that are
+// quantized or kept in files or host memory, and the adapter that is trained; and how these are loaded.
 #pragma once
 
 #include <optional>
@@ -26,13 +26,14 @@ const T* pointer_to(const std::optional<T>& optional) {
 class RunModel {
   public:
     const Layout whole;  // of all parameters that the model's files have
-    // Matrices of a frozen model that `state` does not have: of its linear layers, and of its head.
+    // Matrices of a frozen model that `state` does not have: those of its linear layers, its head, and its
+    // embeddings and head outside the device.
     std::optional<QuantizedWeights> quantized, quantized_head;
     std::optional<EmbeddingsElsewhere> embeddings;
     State<floatX> state;
     std::optional<State<floatX>> adapter;
 
-    // Takes no memory yet. The options may change until allocate(): choose() follows them.
+    // Allocates nothing yet. The options may change until allocate(); call choose() after a change.
     RunModel(const Options& o, RunInputs& in)
         : whole(in.config),
           quantized(in.quantized_weights<floatX>(o.weights)),
@@ -53,14 +54,14 @@ class RunModel {
     }
     // The embeddings and the head that `state` does not have.
     std::vector<Field> fields_outside() const { return fields_outside(in_.config); }
-    // Whether a new soft prompt starts as rows of an embedding that `state` does not have.
+    // True if a new soft prompt starts as rows of an embedding that `state` does not have.
     bool looks_up_prompt() const {
         return (embeddings || (in_.config.tied && quantized_head)) && !in_.first_prompt.empty();
     }
     // The parameters that are trained.
     int64_t trained_count() const { return adapter ? adapter->layout.count() : whole.count(); }
 
-    // Follows options that have changed: formats of the state, and where blocks live.
+    // Applies changed options: the formats of the state, and the placement of blocks.
     void choose() {
         state.choose(state_options_of_model(o_, in_));
         if (adapter) adapter->choose(state_options<floatX>(o_));
@@ -72,7 +73,7 @@ class RunModel {
         if (embeddings) embeddings->allocate();
     }
 
-    // Loads the model from a folder. `blocks_in_files`: what streams blocks out of the files, or null.
+    // Loads the model from a folder. `blocks_in_files` streams blocks from the files, or is null.
     void load_folder(DiskResidence* blocks_in_files) {
         load_weights(state, in_.model, [&](const SafetensorsFolder& files, auto& used) {
             if (blocks_in_files)
@@ -84,7 +85,7 @@ class RunModel {
             if (embeddings) embeddings->open(files, in_.config, used);
         });
     }
-    // Loads it from a GGUF. What is dequantized now comes through a buffer in the arena.
+    // Loads the model from a GGUF file. What is dequantized now passes through a buffer in the arena.
     void load_gguf(Arena& arena, Stream stream, DiskResidence* blocks_in_files) {
         constexpr int64_t kBuffer = int64_t{4} << 20;
         const Tensor<uint8_t> buffer = arena.take<uint8_t>("quantized_rows", {kBuffer});
@@ -98,7 +99,7 @@ class RunModel {
             quantized->find(*in_.gguf, [&](const LoanOnDisk& block) { blocks_in_files->add(block); });
         else
             quantized->load(*in_.gguf);
-        in_.gguf->file().drop_pages();  // it stays open
+        in_.gguf->file().drop_pages();  // the file stays open
     }
     // Sets a new soft prompt to the token embeddings of its text, or of tokens drawn at random (Lester et
     // al., arXiv:2104.08691, section 3.1). look_up(rows) copies the rows to the host where `state` has no
@@ -122,8 +123,8 @@ class RunModel {
         for (const floatX x : rows) values.push_back(to_float(x));
         put_weights(*adapter, 0, values);
     }
-    // Fails naming the tensor if weights that are streamed from the model's files have a number that is not
-    // finite. Those that were loaded were checked then.
+    // Fails, naming the tensor, if weights that are streamed from the model's files have a number that is not
+    // finite. Loaded weights were checked when they were loaded.
     void check_streamed_finite() const {
         const bool streams = (quantized && quantized->home() == Home::Disk) ||
                              (embeddings && embeddings->home() == Home::Disk);
@@ -133,7 +134,7 @@ class RunModel {
         else
             check_files_finite(SafetensorsFolder(in_.model));
     }
-    // Saves the base in NF4.
+    // Saves the base model in NF4.
     void save_base(const std::string& folder, Stream stream) const {
         write_folder(folder, [&](const std::string& temporary) {
             const nlohmann::json format = nf4_config(quantized->are_double(), kTorchName<floatX>);
@@ -146,7 +147,7 @@ class RunModel {
     }
 
   private:
-    // Of a frozen model only the weights.
+    // A frozen model's State has only weights.
     static StateOptions state_options_of_model(const Options& o, const RunInputs& in) {
         if (in.adapter) return {.training = false};
         StateOptions options = state_options<floatX>(o);

@@ -1,17 +1,17 @@
-// sequence_keys.h - the keys and values that the rows of one sequence attend to when not all rows go through
-// a block together: those of a cache that decoding grows, or of a long sequence whose rows go in chunks.
+// sequence_keys.h - the keys and values that the rows of one sequence attend to if not all rows go through a
+// block together: those of a KV cache in decoding, or of a long sequence whose rows go in chunks.
 //
 // Forward takes the chunks of a sequence in order. Chunk i makes its keys and attends to those before it and
-// to its own. Backward first makes the keys of all chunks again, then takes the chunks from the last to the
-// first: no query before a chunk sees its keys, so that their gradients are complete with the chunk's own.
+// to its own. Backward first recomputes the keys of all chunks, then takes the chunks from the last to the
+// first: queries before a chunk do not see its keys, so the chunk's own queries complete their gradients.
 //
 //     forward              backward: keys again    then the chunks, last first
 //     q0 -> k0             k2, k1, k0              q2 -> k0 k1 k2    d_k2 complete
 //     q1 -> k0 k1                                  q1 -> k0 k1       d_k1 complete
 //     q2 -> k0 k1 k2                               q0 -> k0          d_k0 complete
 //
-// With offloaded keys (parked_keys.h) only the chunk's own keys are on the device; those before them come in
-// pieces of as many rows, one attended to while the next one is fetched.
+// With offloaded keys (parked_keys.h) only the chunk's own keys stay on the device; those before them are
+// fetched in pieces of as many rows, the next one while queries attend to one.
 #pragma once
 
 #include <algorithm>
@@ -43,7 +43,7 @@ struct KvRows {
 
 class SequenceKeys {
   public:
-    // `position_factors`: those on the device, where they will be.
+    // `position_factors`: the tensor that will have the position factors on the device.
     SequenceKeys(Arena& arena, const Stream& stream, const ModelConfig& config,
                  const TensorF& position_factors, bool hopper)
         : arena_(arena),
@@ -55,8 +55,8 @@ class SequenceKeys {
           offloaded_(arena, stream) {}
     SequenceKeys(const SequenceKeys&) = delete;
 
-    // Says where keys and values are offloaded, and the sums of their gradients, in pieces of `rows` rows; 0:
-    // they stay on the device.
+    // Says where keys and values, and the sums of their gradients, are offloaded to, in pieces of `rows`
+    // rows; 0: they stay on the device.
     void offload_to(Elsewhere* keys, Elsewhere* sums, int64_t rows) { offloaded_.use(rows, keys, sums); }
 
     // The columns of a packed qkv where the keys and the values begin.
@@ -65,7 +65,7 @@ class SequenceKeys {
         return keys_at() + (family_.heads_together ? config_.head_size : config_.kv_width());
     }
 
-    // Around a block whose rows go in chunks: buffers of offloaded keys.
+    // Call around a block whose rows go in chunks: they take and release the buffers of offloaded keys.
     void begin_block(bool with_sums) { offloaded_.take(2 * config_.kv_width(), with_sums); }
     void end_block() { offloaded_.give_back(); }
     // Begins sequence `entry` of the batch, of `rows` rows, none of which has keys yet.
@@ -123,14 +123,14 @@ class SequenceKeys {
             .document_ends = rows.documents->ends.data(),
             .dropout = rows.dropout_at(layer, kAttentionPlace, 0)};
         if (!kv) return in;
-        // A row of these has all keys, then all values; or of each head its key and its value.
-        in.dkv_row = row, in.dkv_head = in.kv_head;  // where qkv has them
+        // A row of kv has all keys, then all values; or, with heads_together, each head's key and value.
+        in.dkv_row = row, in.dkv_head = in.kv_head;  // gradients are laid out as keys and values in qkv
         in.kv_row = 2 * config_.kv_width();
         in.in_chunks = !kv->grows;
         in.kv_head = together ? 2 * size : size;
         in.k = kv->all.data();
         in.v = kv->all.at(together ? size : config_.kv_width());
-        const int seen = kv->length + T - kv->begin;  // from there on
+        const int seen = kv->length + T - kv->begin;  // keys from row `begin` on
         in.keys = static_cast<int>(std::min<int64_t>(kv->all.rows(), seen));
         in.later = seen - in.keys, in.left_out = kv->begin;
         in.kv_batch = in.keys * in.kv_row;
@@ -140,9 +140,9 @@ class SequenceKeys {
         return in;
     }
 
-    // Calls use(input()). Where the keys are offloaded it calls it several times: for each piece of keys that
-    // some query sees, and at last for the rows' own keys. `with_sums`: the sums of the keys' gradients come
-    // with them. next_row is the first of the rows that attend to keys next, for the prefetch.
+    // Calls use(input()). With offloaded keys it calls it several times: for each piece of keys that some
+    // query sees, and last for the rows' own keys. `with_sums`: with each piece it fetches the sums of the
+    // keys' gradients. next_row is the first of the rows that attend to keys next, for the prefetch.
     template <class Use>
     void for_each_piece(const TensorX& qkv, int layer, const Rows& rows, const KvRows* kv, bool with_sums,
                         int64_t next_row, Use&& use) {
@@ -156,7 +156,7 @@ class SequenceKeys {
         const int64_t of_piece = arena_.rehearsing() && own > first
                                      ? std::max<int64_t>(1, (kv->length - first * n) / (own - first))
                                      : n;
-        // A piece's sums begin with the last rows that see it, which are the first to come.
+        // Backward begins with the last rows that see a piece; before these, the piece's sums are zeroed.
         const bool last = kv->length + count == kv->rows;
         const auto begins = [&](int64_t piece) { return last || piece < first_seen(kv->length + n); };
         TensorF carried = arena_.take<float>(
@@ -179,7 +179,7 @@ class SequenceKeys {
             keys.begin = static_cast<int>(begin);
             return keys;
         };
-        // The own piece may be the next rows' first, but is not stored yet.
+        // The next rows may begin with the current rows' own piece, but that is not stored yet.
         const int64_t next_first = std::min(first_seen(next_row), own - 1);
         int64_t piece = first;
         arena_.repeat(static_cast<int>(std::max<int64_t>(1, own - first)), [&] {

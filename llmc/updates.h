@@ -2,8 +2,8 @@
 // weights, after all backward passes or, with --update-in-backward, as soon as a unit's gradients are
 // complete.
 //
-// How a unit is updated is decided here: in one launch where its whole state is on the device; chunk by chunk
-// as state comes from host memory or a disk (state_ring.h); or by the host's cores (host_updates.h).
+// It decides how a unit is updated: in one launch if its whole state is on the device; chunk by chunk if
+// state is streamed from host memory or a disk (state_ring.h); or by the host's cores (host_updates.h).
 #pragma once
 
 #include <numeric>
@@ -18,7 +18,7 @@
 #include "llmc/state_ring.h"
 #include "llmc/weights.h"
 
-// The sums of squares that the norm of all units is made from.
+// The layout of the partial sums of squares from which the norm of all units is computed.
 inline SquareSums square_sums_of(const Layout& layout) {
     std::vector<int64_t> sizes;
     for (const Unit& u : layout.units()) sizes.push_back(u.size);
@@ -27,7 +27,7 @@ inline SquareSums square_sums_of(const Layout& layout) {
 
 class Updates {
   public:
-    // `sums`: square_sums_of() what is trained; norms and sums are computed into `metrics`.
+    // `sums`: square_sums_of() for what is trained. Norms and sums are written to `metrics`.
     Updates(const Options& o, Arena& arena, const Stream& stream, const State<floatX>& trained,
             Weights& weights, Gradients& gradients, const Places<floatX>& places, const SquareSums& sums,
             Metrics& metrics)
@@ -47,14 +47,14 @@ class Updates {
                 if (!norm_of_each()) sum_squares_of(unit, g);
                 update(unit, g);
             });
-        else if (gradients_.streams_blocks() && !norm_of_each())  // they are there now, and not later
+        else if (gradients_.streams_blocks() && !norm_of_each())  // on the device now, but not later
             gradients_.on_complete([this](int unit, const floatX* g) {
                 if (may_be_last_) sum_squares_of(unit, g);
             });
     }
     Updates(const Updates&) = delete;
 
-    // The memory beside the arena, as the plan has it.
+    // Allocates the memory beside the arena. The Places must have been made.
     void allocate() {
         memory_ = DeviceBuffer(sizeof(UpdateFactors), "the step's factors");
         factors_ = reinterpret_cast<UpdateFactors*>(memory_.data());
@@ -62,12 +62,13 @@ class Updates {
         if (places_.updates_on_host()) on_host_.allocate(trained_, *places_.updated_state());
     }
 
-    // What the updates of a step are made with.
+    // Sets the factors of a step's updates.
     void begin_step(const OptimizerStep& step) {
         set_factors(factors_, step, stream_);
         on_host_.use(step);
     }
-    // Around a backward pass. `may_be_last`: it is a pass like the last one of the step.
+    // Call around a backward pass. `may_be_last`: this may be the step's last pass, which completes the
+    // gradients; then their squares are summed.
     void begin_backward(bool may_be_last) {
         may_be_last_ = may_be_last;
         if (o_.update_in_backward) fetch_state(units_in_order(true));
@@ -105,9 +106,9 @@ class Updates {
     }
 
   private:
-    // Whether each unit is clipped by the norm of its own gradients.
+    // True if each unit is clipped by the norm of its own gradients.
     bool norm_of_each() const { return o_.clip_per_block; }
-    // Whether blocks' gradients do not come to the device to be updated with.
+    // True if updates use blocks' gradients in host memory, so that they are not fetched to the device.
     bool gradients_stay_with_host() const {
         return places_.updates_on_host() && gradients_.streams_blocks() && !norm_of_each();
     }
@@ -123,7 +124,7 @@ class Updates {
         on_host_.give_back();
     }
 
-    // A unit's part of the squares that the norm is made from.
+    // Computes a unit's partial sums of squares for the norm.
     void sum_squares_of(int unit, const floatX* gradients) {
         const auto u = static_cast<size_t>(unit);
         const int64_t first = sums_.first[u], count = sums_.first[u + 1] - first;
@@ -131,13 +132,14 @@ class Updates {
             sum_squares(metrics_.sums().rows_at(first, count), gradients, trained_.layout.units()[u].size,
                         sums_.stretch, stream_);
     }
-    // The norm of the whole gradient. The parts are added in the same order whenever units were updated.
+    // Computes the norm of the whole gradient. The partial sums are always added in the same order, in
+    // whatever order the units were updated.
     void sum_norm() {
         TensorF norm = metrics_.norms().rows_at(0, 1);
         norm_of_sums(norm, metrics_.sums(), stream_);
     }
-    // Updates a unit's weights. With --update-in-backward and without --clip-per-block the norm is that of
-    // the step before: it is read and not used, as nothing is clipped.
+    // Updates a unit's weights. With --update-in-backward and without --clip-per-block, the norm that the
+    // update reads is that of the previous step; nothing is clipped then, so it has no effect.
     void update(int unit, const floatX* gradients) {
         Range range("update", unit);
         const Unit& u = trained_.layout.units()[static_cast<size_t>(unit)];
@@ -175,5 +177,5 @@ class Updates {
     HostUpdates<floatX> on_host_;
     DeviceBuffer memory_;
     UpdateFactors* factors_ = nullptr;  // on the device: of the current step
-    bool may_be_last_ = true;           // the current backward pass
+    bool may_be_last_ = true;           // of the current backward pass
 };

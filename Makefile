@@ -4,48 +4,48 @@
 # make clean             removes what was built
 # make help              prints this list
 #
-# make test-deps         installs what the tests need beside that; Python's packages into .venv
-# make gpu-deps          installs what gpu-check needs beside make deps
+# make test-deps         installs what make deps does and what the tests need; Python's packages go into .venv
+# make gpu-deps          installs what make deps does and what gpu-check needs
 # make build-tests       builds the tests, and what they run
 # make unit-tests        runs the C++ tests; for the CPU also race-probe and fuzz
 # make python-tests      runs the Python tests
-# make test-more         runs the Python tests with those that make test leaves out: slow ones, and files in a second precision;
-#                        and attention's in the faithful CPU build in larger shapes
-# make test-smollm2      fine-tunes SmolLM2-135M beside transformers (minutes)
-# make race-probe        checks that ThreadSanitizer finds a barrier that is missing
+# make test-more         runs all Python tests, including those that make test leaves out: slower tests, and files in a second
+#                        precision; and the attention tests of the faithful CPU build in larger shapes
+# make test-smollm2      fine-tunes SmolLM2-135M and compares with transformers (minutes)
+# make race-probe        checks that ThreadSanitizer finds a planted missing barrier
 # make test-sanitizers   runs kernel tests under AddressSanitizer and ThreadSanitizer, which make test does not (many minutes)
-# make fuzz-build        builds the fuzzers of what reads files
-# make fuzz              runs them, each for FUZZ_SECONDS=10
-# make cuda-build        compiles for a GPU, which need not be there, and checks that no kernel spills
-# make cuda-archs        checks that for each architecture that nvcc knows (many minutes)
-# make emulated-build    builds what runs the CUDA build without a GPU
-# make test-emulated     runs more of the CUDA build that way than make test does, on five GPUs that are played, and cuda-archs
-#                        (tens of minutes)
-# make test-gpu-python   runs gpu-check's Python tests on a GPU that is played: slow ones in smaller shapes (hours)
-# make gpu-coverage      lists what of the GPU's code no test has executed, into dev/results/gpu-coverage.md
-# make gpu-predicted     counts what a training step should take on GPUs, into dev/results/gpu-predicted.md
-# make gpu-check         tests and measures on a GPU; GPU_CHECK=--dry-run prints what, GPU_CHECK="build kernels" does a part
-# make bench-attention   times attention; BENCH_OPTIONS="..." are dev/bench/attention.cpp's
-# make bench-products    a step's products beside oneDNN's own rates; BENCH_OPTIONS="--model d12 --batch 4 --seq-len 64"
+# make fuzz-build        builds the fuzzers of the code that reads files
+# make fuzz              runs the fuzzers, each for FUZZ_SECONDS=10
+# make cuda-build        compiles the CUDA build, with or without a GPU, and checks that no kernel spills registers
+# make cuda-archs        checks for each architecture that nvcc knows that no kernel spills registers (many minutes)
+# make emulated-build    builds the CUDA build to run on emulated GPUs, and the emulator
+# make test-emulated     runs more tests on emulated GPUs than make test does, of five kinds, and cuda-archs (tens of minutes)
+# make test-gpu-python   runs gpu-check's Python tests on an emulated GPU, slow ones in smaller shapes (hours)
+# make gpu-coverage      lists the GPU code that no test has executed, in dev/results/gpu-coverage.md
+# make gpu-predicted     predicts the times of training steps on GPUs, in dev/results/gpu-predicted.md
+# make gpu-check         tests and measures on a GPU; GPU_CHECK=--dry-run prints the plan, GPU_CHECK="build kernels" does a part
+# make bench-attention   times attention; BENCH_OPTIONS="..." are options of dev/bench/attention.cpp
+# make bench-products    compares the rates of a step's matrix products with oneDNN's own;
+#                        BENCH_OPTIONS="--model d12 --batch 4 --seq-len 64"
 # make format            formats the C++ sources
 # make nvcc-version      prints the version of nvcc
 #
-# DEVICE=cuda|cpu        the default is cuda where a GPU answers
-# PRECISION=bf16|fp32    the default is bf16 on cuda, fp32 on the cpu
-# CUDA_ARCH="80 90a"     GPU architectures to compile for, the last also as PTX, for later ones; the default is the GPU's
-#                        that answers, or where none does 80, 86, 89, 90a, 100 and 120 as far as nvcc knows them
-# NVCC=/path/to/nvcc     the default is the CUDA Toolkit's in /usr/local/cuda, or on the PATH
-# WERROR=1               a compiler's warning is an error, as it is in the tests
+# DEVICE=cuda|cpu        the default is cuda if a GPU and nvcc answer, else cpu
+# PRECISION=bf16|fp32    the default is bf16 for cuda, fp32 for cpu
+# CUDA_ARCH="80 90a"     GPU architectures to compile for; the last one also as PTX, for later GPUs. The default is that of the
+#                        GPU that answers; if none does, those of 80, 86, 89, 90a, 100 and 120 that nvcc knows
+# NVCC=/path/to/nvcc     the default is the CUDA Toolkit's in /usr/local/cuda, or the one on the PATH
+# WERROR=1               makes compiler warnings errors, as in the tests
 
 NVCC ?= $(firstword $(wildcard /usr/local/cuda/bin/nvcc) $(shell command -v nvcc 2>/dev/null) nvcc)
 CXX := g++
 PYTHON := .venv/bin/python
 
-# NOTICE: why a machine with a GPU, or with a GPU's driver, gets a build for the CPU. ADVICE: what to do.
+# NOTICE says why a machine with a GPU, or with a GPU driver, gets a build for the CPU; ADVICE says what to do.
 NOTICE :=
 ADVICE :=
 ifndef DEVICE
-  # The first GPU that nvidia-smi names, or what it says instead.
+  # The first GPU that nvidia-smi lists, or else the first line that it says.
   SMI := $(shell command -v nvidia-smi >/dev/null && { said=$$(nvidia-smi -L 2>&1); \
       echo "$$said" | grep -m 1 '^GPU [0-9]' || echo "$$said" | head -n 1; })
   ifneq ($(filter GPU,$(firstword $(SMI))),)
@@ -82,7 +82,7 @@ endif
 
 BUILD := build/$(DEVICE)-$(PRECISION)
 
-# A warning of a compiler that these sources have not seen must not stop a user's build.
+# By default warnings are errors only in the tests: a new compiler's warning must not stop a user's build.
 WERROR ?= $(if $(filter test build-tests unit-tests python-tests race-probe fuzz-build fuzz cuda-build,$(MAKECMDGOALS)),1)
 export WERROR
 # Without -fno-math-errno -fno-trapping-math the loops of the fast CPU build stay scalar.
@@ -98,7 +98,7 @@ ifneq ($(wildcard $(CUDA_HOME)/include/nvtx3/nvToolsExt.h),)
   NVTX_INCLUDE := -idirafter $(CUDA_HOME)/include
 endif
 
-# With CUDA outside the loader's paths the binary must know where its libraries are.
+# If CUDA is not on the loader's paths, the binary must know where CUDA's libraries are.
 CUDA_LIB := $(patsubst %/libcublasLt.so,%,$(firstword $(wildcard $(CUDA_HOME)/lib64/libcublasLt.so $(CUDA_HOME)/lib/libcublasLt.so)))
 
 OLDEST_NVCC := 12.0
@@ -106,21 +106,21 @@ nvcc_release = $(shell $(NVCC) --version 2>/dev/null | sed -n 's/^.*release \([0
 nvcc_archs = $(patsubst compute_%,%,$(shell $(NVCC) --list-gpu-arch 2>/dev/null))
 gpu_capabilities = $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null)
 number_of = $(subst f,,$(subst a,,$(1)))
-# Of these architectures those that the kernels are for.
+# $(call able,ARCHITECTURES): those of them that the kernels support.
 able = $(strip $(foreach a,$(1),$(shell [ "$(call number_of,$(a))" -ge 80 ] 2>/dev/null && echo "$(a)")))
 CUDA_BUILD_ARCH := $(or $(CUDA_ARCH),80 90a)
 ifeq ($(DEVICE)$(CUDA_ARCH),cuda)
   capabilities := $(gpu_capabilities)
   gpu_archs := $(shell printf '%s\n' $(subst .,,$(capabilities)) | grep -x '[0-9][0-9]*' | sort -un)
   able_archs := $(call able,$(gpu_archs))
-  # A Jetson has no number there: it is an 87 or, newer, a 110, which nvcc 12 calls 101.
+  # nvidia-smi says [N/A] for a Jetson: it is an 87 or, if newer, a 110, which nvcc 12 calls 101.
   jetson := $(filter [N/A],$(capabilities))
   usual_archs := 80 86 $(if $(jetson),87) 89 90 100 $(if $(jetson),101 110) 120
   known := $(nvcc_archs)
   ifneq ($(able_archs)$(jetson),)
     LEFT_OUT := $(filter-out $(able_archs),$(gpu_archs))
   endif
-  # GPUs that are all too old stop make below; those that nvcc does not know take the newest PTX.
+  # If all GPUs are too old, make stops below. GPUs that nvcc does not know use the newest PTX.
   ifeq ($(able_archs)$(LEFT_OUT)$(jetson),)
     CUDA_ARCH := $(gpu_archs)
   endif
@@ -130,18 +130,18 @@ ifeq ($(DEVICE)$(CUDA_ARCH),cuda)
 endif
 comma := ,
 newest := $(call number_of,$(lastword $(CUDA_ARCH)))
-# PLAYED=1, for the tests, has the PTX of each beside its code, as it is: test/gpu runs it.
+# PLAYED=1, for the tests, adds the PTX of each architecture, uncompressed: the emulator in test/gpu runs it.
 GENCODE := $(foreach a,$(CUDA_ARCH),-gencode arch=compute_$(a)$(comma)code=sm_$(a)) \
            $(foreach a,$(if $(PLAYED),$(CUDA_ARCH),$(newest)),-gencode arch=compute_$(a)$(comma)code=compute_$(a)) \
            $(PLAYED:1=-no-compress)
-# The kernels for compute capability 9.0 alone need that architecture's own instructions.
+# The Hopper kernels need instructions that only architecture 90a has.
 HOPPER := $(if $(filter 90a,$(CUDA_ARCH)),-DLLMC_HOPPER)
 NVCCFLAGS := -std=c++20 -O3 -I. -MMD -MP -Xcompiler -Wall,-Wextra,-Wno-restrict,-Wno-unknown-pragmas,-fopenmp \
              -Xptxas -v,-warn-spills,-warn-lmem-usage $(GENCODE) $(HOPPER)
-# Not among the flags above: a build of a user's need not be made anew for the tests.
+# Not among the flags above, so that the tests need not rebuild what a user has built.
 NVCC_WERROR := $(if $(WERROR),-Werror all-warnings -Xcompiler -Werror)
 CUDA_LIBS := $(CUDA_LIB:%=-Xlinker -rpath$(comma)%) -lcublasLt $(TEXT_LIBS) $(DISK_LIBS) -lgomp
-# Stops in one line where nvcc or CUDA_ARCH cannot do: the compilers would say so in hundreds.
+# Stops with one line if nvcc is too old or CUDA_ARCH is not supported; the compilers would print hundreds.
 older_than = $(filter-out $(2),$(shell printf '%s\n' $(1) $(2) | sort -V | head -n 1))
 too_old = $(filter-out $(call able,$(CUDA_ARCH)),$(CUDA_ARCH))
 unknown_archs = $(strip $(foreach a,$(CUDA_ARCH),$(if $(filter $(nvcc_archs),$(call number_of,$(a))),,$(a))))
@@ -151,7 +151,7 @@ check_nvcc = $(if $(nvcc_release),$(if $(call older_than,$(nvcc_release),$(OLDES
 check_archs = $(if $(too_old),$(error CUDA_ARCH: $(too_old): the kernels need 80 or later, whose tensor cores have bf16; make DEVICE=cpu needs none),\
   $(if $(unknown_archs),$(error CUDA_ARCH: $(unknown_archs): nvcc $(nvcc_release) knows $(nvcc_archs))))
 say_left_out = $(if $(LEFT_OUT),$(info CUDA_ARCH: $(CUDA_ARCH), and not $(LEFT_OUT), which this machine has too: the kernels need 80 or later))
-# $(call compile_cuda,FLAGS,LIBRARIES): the compilers' report, of registers and spills too, is kept beside the binary.
+# $(call compile_cuda,FLAGS,LIBRARIES) keeps the compilers' report, with registers and spills, beside the binary.
 define compile_cuda
 @mkdir -p $(@D)
 $(NVCC) $(1) $(NVCCFLAGS) $(NVCC_WERROR) -MF $@.d -MT $@ -c $< -o $@.o > $@.log 2>&1 || { cat $@.log; rm -f $@.o; exit 1; }
@@ -159,21 +159,21 @@ $(NVCC) $(1) $(NVCCFLAGS) $(NVCC_WERROR) -MF $@.d -MT $@ -c $< -o $@.o > $@.log 
 $(NVCC) $@.o -o $@ $(2) $(CUDA_LIBS)
 endef
 
-# Says, where make did not do what a user of a GPU expects, that and what to do, so that nobody overlooks it.
+# If a user with a GPU gets a build for the CPU, says so prominently, and what to do.
 say_notice = $(if $(NOTICE),$(info )$(info *** THIS IS A BUILD FOR THE CPU. $(NOTICE))$(info *** $(ADVICE))$(info ))
 
 .PHONY: all _notice deps gpu-deps test test-deps unit-tests python-tests cuda-build fuzz format clean help FORCE
 all: train
 
-# ./train is a link to the binary of the configuration asked for last.
-# The notice is said before the build, which takes minutes, and as the last thing.
+# ./train is a link to the binary of the configuration that make was asked for last.
+# The notice is printed before the build, which takes minutes, and again at the end.
 train: _notice $(BUILD)/train FORCE
 	$(info ./train: DEVICE=$(DEVICE) ($(WHY)), PRECISION=$(PRECISION))$(say_notice)@ln -sfn $(BUILD)/train $@
 _notice:
 	$(say_notice)@:
 
-# $(call need_headers,HEADERS,TARGET): stops in one line where a compiler or a header is missing that make TARGET installs:
-# the compiler would say so in hundreds.
+# $(call need_headers,HEADERS,TARGET) stops with one line if the compiler or a header is missing, which make TARGET would
+# install; the compiler would print hundreds.
 define need_headers
 @command -v $(CXX) >/dev/null || { echo "there is no $(CXX): make $(2) installs what is missing" >&2; exit 1; }
 @missing=$$(for h in $(1); do printf '#if !__has_include(<%s>)\n%s\n#endif\n' $$h $$h; done | $(CXX) -E -P -x c++ -); \
@@ -189,14 +189,14 @@ build/cpu-fp32/train build/cpu-bf16/train: train_gpt.cu Makefile
 	@mkdir -p $(@D)
 	$(CXX) -x c++ $(CXXFLAGS) $(NVTX_INCLUDE) $(DEFINES) -MF $@.d -MT $@ $< -o $@ $(CPU_LIBS)
 
-# Made anew when CUDA_ARCH has changed, and with it all that depends on it.
+# Rewritten if CUDA_ARCH has changed, so that everything that depends on it is rebuilt.
 CUDA_FLAGS := build/cuda.flags
 $(CUDA_FLAGS): FORCE
 	$(check_nvcc)$(check_archs)$(say_left_out)@mkdir -p $(@D)
 	@echo '$(NVCCFLAGS) $(CUDA_LIBS)' | cmp -s - $@ || echo '$(NVCCFLAGS) $(CUDA_LIBS)' > $@
 
-# The update for a GPU's host is made by the host's compiler, for any CPU that GPUs are put beside. All of its symbols but
-# one become local: inline functions of the same name are other code in nvcc's object.
+# The update that runs on a GPU's host is compiled by the host's compiler, for any CPU that a GPU is likely to be used with.
+# All of its symbols but one become local, because inline functions of the same names are different code in nvcc's object.
 HOST_ARCH := $(if $(filter x86_64,$(shell uname -m)),-march=x86-64-v3)
 build/update_on_host-fp32.o build/update_on_host-bf16.o: build/update_on_host-%.o: llmc/update_on_host.cpp Makefile
 	@mkdir -p $(@D)
@@ -211,11 +211,11 @@ build/cuda-fp32/train build/cuda-bf16/train: build/cuda-%/train: train_gpt.cu Ma
 	$(call need_headers,$(HEADERS),deps)
 	$(call compile_cuda,$(DEFINES),build/update_on_host-$*.o)
 
-# Debian's packages. With deps, building and training; test-deps adds what the tests need, Python's side in .venv.
+# Debian packages. DEPS is for building and training; TEST_DEPS adds what the tests need (Python's packages go into .venv).
 DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libpcre2-dev libutf8proc-dev libsentencepiece-dev liburing-dev
 TEST_DEPS := $(DEPS) libgtest-dev python3-venv clang libclang-rt-dev libomp-dev
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
-# $(call install,PACKAGES): where they cannot be installed, the last line names those that are missing.
+# $(call install,PACKAGES) installs those that are missing; if it cannot, its last line names them.
 define install
 	@missing=$$(for p in $(1); do dpkg-query -W -f='$${Status}' $$p 2>/dev/null | grep -q 'ok installed' || echo $$p; done); \
 	missing=$$(echo $$missing); [ -n "$$missing" ] || exit 0; \
@@ -234,7 +234,7 @@ test-deps:
 	$(call install,$(TEST_DEPS))
 	@dev/venv.sh
 
-# The tests of kernels run in each build of the one source; on a GPU, in that.
+# The kernel tests run in each CPU build of the source (fast and faithful), or with DEVICE=cuda in the CUDA build.
 KERNEL_TESTS := test_kernels test_family_kernels test_quantized test_optimizer test_attention test_matmul test_wide_sum test_stream
 HOST_TESTS := test_hopper_layout test_files test_permutation test_dataset test_tokenizer test_checkpoint test_arena test_solver test_rates test_host test_host_memory test_family test_random test_gguf test_ptx test_disk test_residence
 FAITHFUL := -DSIMT_LANES=32
@@ -248,7 +248,7 @@ SANITIZED_TESTS := $(filter-out build/test/tsan/test_matmul,$(foreach b,asan tsa
 TEST_LIBS := -lgtest -lgtest_main $(CPU_LIBS)
 build/test/fast/%: FLAGS := $(CXXFLAGS)
 build/test/faithful/%: FLAGS := $(CXXFLAGS) $(FAITHFUL)
-# There a float that becomes an integer must be one that an integer holds: no NaN.
+# This build also checks that a float which is converted to an integer fits it: no NaN, for example.
 build/test/asan/%: FLAGS := $(CXX_COMMON) -O1 -g -march=native -fsanitize=address,float-cast-overflow \
     -fno-sanitize-recover=float-cast-overflow $(FAITHFUL)
 build/test/tsan/%: FLAGS := $(CXX_COMMON) -O1 -g -march=native -fsanitize=thread $(FAITHFUL)
@@ -259,8 +259,8 @@ build/test/$(1)/%: test/%.cpp Makefile
 	$(CXX) -x c++ $$(FLAGS) -MF $$@.d -MT $$@ $$< -o $$@ $(TEST_LIBS)
 endef
 $(foreach b,fast faithful asan tsan,$(eval $(call cpu_test,$(b))))
-# The trainer in its fast CPU build under AddressSanitizer, which the arena tells what is alive, and
-# UndefinedBehaviorSanitizer; clang's, as g++'s lets pointers pass that are off a null pointer.
+# The trainer's fast CPU build under AddressSanitizer, which the arena tells which of its memory is in use, and under
+# UndefinedBehaviorSanitizer. They are clang's, because g++'s do not report offsets from a null pointer.
 ifeq ($(DEVICE),cpu)
 ASAN_TRAINERS := build/test/asan/train-bf16 $(if $(MORE_TESTS),build/test/asan/train-fp32)
 endif
@@ -281,10 +281,10 @@ test: _notice test-deps
 .PHONY: build-tests
 PROBES := build/test/fast/tokenize_probe build/test/fast/formats_probe
 
-# The CUDA build on a machine without a GPU: test/gpu's library stands in for CUDA's, and runs the build's PTX, which lies
-# in these binaries as it is, for two architectures. They find the library by themselves. The trainers are cuda-build's
-# objects, linked with it.
-# With COVERAGE=1 they also count, for gcov, which lines of host code run, and lie in a folder of their own.
+# The CUDA build on a machine without a GPU. The emulator, a library made from test/gpu, replaces CUDA's libraries and runs
+# the build's PTX, which these binaries contain uncompressed, for two architectures. The binaries know the library's path.
+# The trainers are cuda-build's objects, linked with it.
+# With COVERAGE=1 the binaries also count for gcov which lines of host code run, and are in a folder of their own.
 EMULATED := build/emulated$(COVERAGE:1=-coverage)
 EMULATED_TESTS := $(KERNEL_TESTS:%=$(EMULATED)/%)
 EMULATED_TRAINERS := $(EMULATED)/train-fp32 $(EMULATED)/train-bf16
@@ -323,7 +323,7 @@ emulated-build: $(EMULATED_TESTS) $(EMULATED_TRAINERS) $(EMULATED)/faults $(EMUL
 else
 emulated-build: ; @echo "== the CUDA build's tests without a GPU: skipped, no CUDA Toolkit here"
 endif
-# More of them: all kernel tests on all GPUs that can be played, with several seeds; tens of minutes.
+# All kernel tests on all GPUs that can be emulated, with several seeds; tens of minutes.
 test-emulated: test-deps cuda-archs emulated-build build/cpu-fp32/train build/cpu-bf16/train
 	@for gpu in A100 4090 H100 B200 5090; do for seed in 11 12 13; do for t in $(EMULATED_TESTS); do \
 	  echo "== $$t on $$gpu, seed $$seed"; GPU=$$gpu GPU_SEED=$$seed $$t --gtest_brief=1 --gtest_filter=-HopperAttention.Agrees* || exit 1; done; done; done
@@ -331,14 +331,14 @@ test-emulated: test-deps cuda-archs emulated-build build/cpu-fp32/train build/cp
 	  $(EMULATED)/test_attention --gtest_brief=1 --gtest_filter=HopperAttention.Agrees* || exit 1; done
 	MORE_TESTS=1 TRAIN_BINARIES="build/cpu-fp32/train build/cpu-bf16/train" $(PYTHON) -m pytest -q -n 2 test/test_emulated.py
 
-# gpu-check's Python tests, file by file as there, on an A100 that is played: what fails here would fail on every GPU.
+# gpu-check's Python tests on an emulated A100, file by file as in gpu-check: what fails here would fail on every GPU.
 .PHONY: test-gpu-python
 test-gpu-python: test-deps $(EMULATED_TRAINERS) $(PROBES)
 	MORE_TESTS=1 ASAN_TRAINERS= TRAIN_BINARIES="$(EMULATED_TRAINERS)" $(PYTHON) -m pytest -q -n 2 --dist loadfile \
 	  $$(KERNEL_TESTS=none dev/gpu_check.sh --dry-run python | grep -o 'test/test_[a-z_]*\.py$$' | grep -v test_emulated)
 
-# What of the GPU's code no test has executed, PTX and host lines: at most 2% of either may be left. The better part of an
-# hour on two cores, half of it its build.
+# The GPU code that no test has executed, as PTX and as lines of host code; at most 2% of either may be left. It takes most of
+# an hour on two cores, half of that for its build.
 .PHONY: gpu-coverage build/emulated-coverage/report gpu-predicted
 gpu-coverage: test-deps build/cpu-fp32/train build/cpu-bf16/train
 	+@$(MAKE) --no-print-directory COVERAGE=1 build/emulated-coverage/report
@@ -352,7 +352,7 @@ build/emulated-coverage/report: emulated-build
 	  $(PYTHON) -m pytest -q -n 2 test/test_emulated.py -k "not fault and not kernel_tests"
 	@$(PYTHON) dev/gpu_coverage.py $(EMULATED)/coverage --host $(EMULATED) --out dev/results/gpu-coverage.md
 
-# What a training step should take on GPUs that are not here: dev/results/gpu-predicted.md.
+# Predicts how long a training step takes on GPUs that are not here.
 gpu-predicted: test-deps emulated-build
 	$(PYTHON) dev/gpu_predicted.py
 
@@ -369,7 +369,7 @@ endif
 FUZZED := safetensors shards json config tokenizer gguf nf4 json_lines
 FUZZERS := $(FUZZED:%=build/test/fuzz/fuzz_%)
 
-# On a CPU as many at a time as there are cores.
+# On a CPU as many tests run at a time as there are cores.
 ifeq ($(DEVICE),cpu)
 unit-tests: $(UNIT_TESTS) $(FUZZERS)
 	+@$(MAKE) --no-print-directory -j$$(nproc) --output-sync=target $(UNIT_TESTS:%=run/%) race-probe fuzz
@@ -379,10 +379,10 @@ unit-tests: $(UNIT_TESTS)
 endif
 run/%: %
 	@echo "== $<"; $< --gtest_brief=1
-# The host's fibers are slow in attention: larger shapes are left to make test-more.
+# The faithful build's attention is slow, because fibers run its GPU threads: only make test-more has larger shapes.
 run/build/test/faithful/test_attention: export SMALL_SHAPES := $(if $(MORE_TESTS),,1)
-# The faithful build's kernel tests under AddressSanitizer and ThreadSanitizer. What they find, the GPU that is played
-# in make test finds in PTX, so they are not among those.
+# The faithful build's kernel tests under AddressSanitizer and ThreadSanitizer. They are not in make test, whose emulated GPU
+# finds the same errors in PTX.
 .PHONY: test-sanitizers
 .SECONDARY: $(SANITIZED_TESTS)
 test-sanitizers: test-deps
@@ -395,8 +395,8 @@ race-probe: build/test/tsan/race_probe
 	@$< missing >/dev/null 2>&1; [ $$? = 66 ] || { echo "race_probe: the missing barrier was not found"; exit 1; }
 	@echo "== race_probe: the planted missing barrier is found"
 
-# The CUDA build compiles, nothing spills, and wgmma runs asynchronously: with code for two architectures, as each takes
-# minutes. Without a CUDA Toolkit there is nothing to check.
+# Checks that the CUDA build compiles, that no kernel spills registers, and that wgmma runs asynchronously. It compiles for two
+# architectures only, as each takes minutes. Without a CUDA Toolkit there is nothing to check.
 cuda-build:
 ifneq ($(wildcard $(CUDA_HOME)/bin/nvcc),)
 	+@$(MAKE) --no-print-directory DEVICE=cuda PLAYED=1 CUDA_ARCH="$(CUDA_BUILD_ARCH)" build/cuda-bf16/train build/cuda-fp32/train
@@ -407,8 +407,8 @@ else
 	@echo "== cuda-build: skipped, no CUDA Toolkit here"
 endif
 
-# The device's code alone, of both precisions, for each architecture that the kernels are for: a compiler may spill for one
-# and not for another.
+# Compiles only the device code, in both precisions, for each architecture that the kernels support: a compiler may spill
+# registers for one and not for another.
 .PHONY: cuda-archs
 cuda-archs:
 ifneq ($(wildcard $(CUDA_HOME)/bin/nvcc),)
@@ -436,11 +436,11 @@ fuzz/%: build/test/fuzz/fuzz_% build/fuzz/seeds
 	@$< -max_total_time=$(FUZZ_SECONDS) -verbosity=0 -print_final_stats=0 build/fuzz/$* > build/fuzz/$*.log 2>&1 || \
 	  { tail -40 build/fuzz/$*.log; exit 1; }; echo "== fuzz_$*: $(FUZZ_SECONDS) s, nothing found"
 
-# The attention kernels' times by head size and length; dev/bench/attention.py puts PyTorch's beside them.
+# The attention kernels' times by head size and length; dev/bench/attention.py compares them with PyTorch's.
 .PHONY: bench-attention
 bench-attention: $(BENCH_ATTENTION)
 	GOMP_SPINCOUNT=10000 $(BENCH_ATTENTION) $(BENCH_OPTIONS)
-# The rates of a step's products beside those that oneDNN has with them alone.
+# The rates of a step's matrix products, compared with oneDNN's rates for the same products alone.
 .PHONY: bench-products
 bench-products: build/cpu-$(PRECISION)/train build/bench/cpu/products
 	build/cpu-$(PRECISION)/train --profile-ops --json $(or $(BENCH_OPTIONS),--model d12 --batch 4 --seq-len 64) | \
@@ -465,8 +465,8 @@ test-more: test-deps
 	+MORE_TESTS=1 $(MAKE) --no-print-directory -j$$(nproc) DEVICE=$(DEVICE) build-tests
 	MORE_TESTS=1 $(MAKE) --no-print-directory DEVICE=$(DEVICE) $(if $(filter cpu,$(DEVICE)),run/build/test/faithful/test_attention) python-tests
 
-# What only a machine with a GPU can check and measure, to dev/results/. GPU_CHECK=--dry-run prints the plan, and
-# GPU_CHECK="build kernels" does a part of it: dev/gpu_check.sh says which there are.
+# Checks and measures what only a machine with a GPU can; writes to dev/results/. GPU_CHECK=--dry-run prints the plan, and
+# GPU_CHECK="build kernels" runs some groups of it, which dev/gpu_check.sh lists.
 .PHONY: gpu-check nvcc-version
 gpu-check:
 	@KERNEL_TESTS="$(KERNEL_TESTS)" dev/gpu_check.sh $(GPU_CHECK)
@@ -479,7 +479,7 @@ format:
 clean:
 	rm -rf build train
 
-# The comment that this file begins with.
+# Prints the comment at the top of this file.
 help:
 	@sed '/^#/!Q; s/^# \?//' Makefile
 

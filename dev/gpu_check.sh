@@ -1,33 +1,32 @@
 #!/usr/bin/env bash
-# What only a machine with a GPU can check and measure, in one go or group by group: make gpu-check calls this.
+# Checks and measures what only a machine with a GPU can, all at once or group by group; make gpu-check calls it.
 #
-# Writes dev/results/GPU.md after each part: its command, how it ended, what it said. A part that fails is written down
-# and the others go on. Exit code 0: no part failed; 1: one did; 2: no GPU, or a wrong argument. With LLMC set,
-# compare.py has llm.c run too.
+# After each part it writes dev/results/GPU.md: the part's command, how it ended, and its output. If a part fails, this is
+# recorded and the next parts run. Exit code 0: no part failed; 1: one did; 2: no GPU, or a wrong argument. If LLMC is set,
+# compare.py runs llm.c too.
 #
 #   gpu_check.sh [--dry-run] [GROUP...]     --dry-run prints the parts and runs nothing
 #
-# Groups, all of them where none is named, always in this order:
-#   build        the trainer in both precisions, the tests of kernels, the attention benchmark, what the Python tests
-#                run beside the trainer, and before them GoogleTest where it is not installed; the others take what
-#                is in build/
-#   kernels      the tests of kernels
-#   trainer      its speed, operation by operation too, and with the fastest algorithms of matrix products; its
-#                operations beside what dev/gpu_predicted.py has counted, to dev/results/GPU-predicted.md
-#   compare      its speed beside PyTorch's
-#   attention    attention's speed beside PyTorch's
-#   python       the Python tests of the trainer, a part a file
-#   sanitizers   the tests of kernels under compute-sanitizer. Racecheck's alarms about kernels that are synchronized by
-#                TMA and mbarriers, some of which are known to be false, are told apart and are no failure
+# Groups; all of them if none is named; always in this order:
+#   build        installs GoogleTest if it is missing; builds the trainer in both precisions, the kernel tests, the
+#                attention benchmark, and the other programs that the Python tests run; the other groups use what is in
+#                build/
+#   kernels      the kernel tests
+#   trainer      the trainer's speed, also by operation, and with the fastest algorithms for matrix products; compares
+#                its operations with the predictions of dev/gpu_predicted.py, in dev/results/GPU-predicted.md
+#   compare      the trainer's speed compared with PyTorch's
+#   attention    attention's speed compared with PyTorch's
+#   python       the Python tests of the trainer, one part per file
+#   sanitizers   the kernel tests under compute-sanitizer. Some of racecheck's alarms about kernels that synchronize with
+#                TMA and mbarriers are known to be false; a part with only such alarms has not failed
 #
-#   PART_SECONDS     how long a part may take (600), but for the build
-#   BUILD_SECONDS    how long the build may take (3600): half an hour on four cores
-#   TOTAL_SECONDS    when the last part is ended and no other begun (0: never)
-#   RESULTS          the folder for what is written (dev/results); a run of some groups names them in its file
-#   KERNEL_TESTS     the tests' names, which make knows
-#   CUDA_VISIBLE_DEVICES   the GPU, by its number in nvidia-smi or its UUID; by default the one of the highest compute
-#                    capability, of such the one with the most memory. CUDA's own numbers are others: it counts the
-#                    fastest as 0.
+#   PART_SECONDS     time limit of a part, except the build (600)
+#   BUILD_SECONDS    time limit of the build (3600); it takes half an hour on four cores
+#   TOTAL_SECONDS    time limit of everything: the part that runs then is stopped, and no other is started (0: none)
+#   RESULTS          the folder for the results (dev/results); if groups are named, so are they in the file's name
+#   KERNEL_TESTS     the names of the kernel tests; make sets it
+#   CUDA_VISIBLE_DEVICES   the GPU, by its number in nvidia-smi or its UUID; by default the one with the highest compute
+#                    capability and, among these, the most memory. CUDA's own numbers differ: it counts the fastest as 0.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 
@@ -38,10 +37,10 @@ folder=${RESULTS:-dev/results}
 read -ra kernel_tests <<<"${KERNEL_TESTS:-}"
 dry_run=no
 failures=0 parts=0
-ended=  # how the part before did, in words
-may_lack_memory=no  # such a part is no failure
-known_alarms=  # nor is one that ends with alarms about kernels of such names alone
-fitting=  # bench_trainer's batch
+ended=  # how the previous part ended, in words
+may_lack_memory=no  # yes: a part that runs out of memory has not failed
+known_alarms=  # a part whose only alarms are about kernels with such names has not failed
+fitting=  # the batch that bench_trainer found to fit
 PATH=$PATH:/usr/local/cuda/bin  # where compute-sanitizer often is
 
 fail() {
@@ -49,8 +48,9 @@ fail() {
     exit 2
 }
 
-# Whether a log of racecheck has no complaint but hazards between kernels that $known_alarms names, and no failed test.
-# A hazard is a line that ends in the first access, and a line "and ... access at ..." for each of the others.
+# only_known_alarms LOG: succeeds if racecheck's log has no failed test and no complaint except hazards in kernels that
+# $known_alarms names. A hazard is one line that ends with the first access, and a line "and ... access at ..." for each
+# further access.
 only_known_alarms() {
     grep -qE '^=+ +(Error|Warning): Race reported' "$1" && ! grep -qE '\[ +FAILED +\]' "$1" &&
         ! grep -E '^=+ +((Error|Warning|Internal)|and (Read|Write)|Program hit|Invalid)' "$1" |
@@ -72,7 +72,8 @@ how_it_ended() {
     fi
 }
 
-# part NAME LINES COMMAND...: runs it, and writes down how it ended and the last LINES lines it said, more if it failed.
+# part NAME LINES COMMAND...: runs the command, and records how it ended and the last LINES lines of its output, more if it
+# failed.
 part() {
     local name=$1 lines=$2 status start=$SECONDS limit=$part_seconds left=$((total_seconds - SECONDS))
     shift 2
@@ -101,27 +102,27 @@ part() {
     echo "| $name | $ended | $((SECONDS - start)) |" >>"$logs/summary"
     {
         printf '\n## %s\n\n' "$name"
-        printf '    %s\n' "$*" "" "($ended)" "" # a block of code, so that nothing in it is taken for Markdown
+        printf '    %s\n' "$*" "" "($ended)" "" # indented as code, so that nothing in it is read as Markdown
         tail -n "$lines" "$logs/said" | sed 's/^/    /'
     } >>"$logs/details"
     write_results
 }
 
-# include FILE: what the part before wrote, if it did.
+# include FILE: adds the file to the results, if the previous part wrote it.
 include() {
     if [ $dry_run = no ] && [ "$1" -nt "$logs/facts" ]; then
         { echo; sed 's/^/    /' "$1"; } >>"$logs/details"
     fi
 }
 
-# skip NAME WHY
+# skip NAME WHY: records a part that is skipped.
 skip() {
     echo "== $1: skipped, $2"
     echo "| $1 | skipped: $2 | |" >>"$logs/summary"
     write_results
 }
 
-# choose_gpu: one GPU for CUDA and for nvidia-smi.
+# choose_gpu: selects one GPU, the same for CUDA and for nvidia-smi.
 choose_gpu() {
     local id=${CUDA_VISIBLE_DEVICES:-}
     export CUDA_DEVICE_ORDER=PCI_BUS_ID # as nvidia-smi counts
@@ -131,7 +132,7 @@ choose_gpu() {
     if [ -n "$id" ]; then export CUDA_VISIBLE_DEVICES=$id; fi
 }
 
-# smi FIELDS: what nvidia-smi says of the GPU.
+# smi FIELDS: prints what nvidia-smi says about the GPU.
 smi() {
     nvidia-smi ${CUDA_VISIBLE_DEVICES:+--id="$CUDA_VISIBLE_DEVICES"} --query-gpu="$1" --format=csv,noheader 2>/dev/null |
         head -n 1
@@ -169,7 +170,7 @@ do_sanitizers() {
     known_alarms=
 }
 
-# python_with MODULE...: the first Python here that has them all.
+# python_with MODULE...: prints the first Python here that has all these modules.
 python_with() {
     local python modules
     modules=$(printf 'import %s\n' "$@")
@@ -205,7 +206,7 @@ time_step() {
         --bench-steps 10 --json --model "$1" --batch "$3" --seq-len 1024 "${@:4}"
 }
 
-# bench_trainer MODEL PRECISION BATCH...: with the first of these batches that fits, which is then $fitting.
+# bench_trainer MODEL PRECISION BATCH...: measures steps with the first of these batches that fits; sets $fitting to it.
 bench_trainer() {
     local model=$1 precision=$2 batch
     shift 2
@@ -219,8 +220,8 @@ bench_trainer() {
     may_lack_memory=no
 }
 
-# d12 BATCH: what may make its step faster; and its operations one by one, with the algorithms that cuBLASLt names first
-# and with those that a search finds fastest.
+# d12 BATCH: measures d12's step with options that may make it faster; and its operations one by one, with the algorithms
+# that cuBLASLt proposes first and with those that a search finds fastest.
 d12() {
     local searched=(--matmul-algorithms "build/matmul-$gpu.json")
     local operations=(build/cuda-bf16/train --profile-ops --bench-warmup 3 --bench-steps 10 --model d12 --batch "$1" \
@@ -251,7 +252,7 @@ do_trainer() {
     bench_trainer d48 bf16 16 8 4 2 1
 }
 
-# measure NAME FILE SCRIPT OPTION...: a script of dev/bench that writes a table.
+# measure NAME FILE SCRIPT OPTION...: a part that runs a script of dev/bench, which writes a table.
 measure() {
     local name=$1 file=$folder/$2 python
     python=$(python_with torch)
@@ -290,7 +291,7 @@ write_results() {
     } >"$results"
 }
 
-# choose ARGUMENT...: what they name.
+# choose ARGUMENT...: sets $dry_run and $groups from the command line.
 choose() {
     local argument
     for argument in "$@"; do

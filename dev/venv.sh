@@ -1,9 +1,10 @@
 #!/bin/sh
-# Makes .venv at the repository root from dev/requirements.txt and dev/requirements-alone.txt; does nothing when it is
-# there and up to date. Of the latter only files are needed, a vocabulary, and not the packages that they name.
+# Makes .venv at the repository root from dev/requirements.txt and dev/requirements-alone.txt; does nothing if it is
+# there and up to date. The packages in the latter are installed without those that they depend on: the tests need only
+# files of theirs, a vocabulary.
 set -eu
 cd "$(dirname "$0")/.."
-stamp=.venv/requirements.stamp  # the requirements that were installed completely
+stamp=.venv/requirements.stamp  # a copy of the requirements, written when all are installed
 
 fail() {
     echo "venv.sh: $1" >&2

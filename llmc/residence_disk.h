@@ -83,7 +83,7 @@ class DiskResidence : public Residence {
     // A read that is under way, or the last one in its slot.
     struct Read {
         const Loan* loan = nullptr;
-        char *room = nullptr, *pinned = nullptr;  // on the device; beside a GPU, to which the host reads
+        char *room = nullptr, *pinned = nullptr;  // on the device; beside a GPU, what the disk is read to
         size_t number = 0;                        // in the queue
         Event free, copied;
     };

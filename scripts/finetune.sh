@@ -1,6 +1,6 @@
 #!/bin/sh
-# Fine-tunes a Hugging Face folder on a text, which its tokenizer reads: finetune.sh FOLDER TEXT. The text's last tenth
-# validates. What follows goes to ./train: finetune.sh smollm2 book.txt --steps 1e3
+# Fine-tunes a model in a Hugging Face folder on a text: finetune.sh FOLDER TEXT. The model's own tokenizer tokenizes the
+# text, whose last tenth is for validation. Further arguments go to ./train: finetune.sh smollm2 book.txt --steps 1e3
 set -eu
 model=$(realpath "${1:?a folder with a model, and a text}") text=$(realpath "${2:?a text}")
 shift 2

@@ -1,7 +1,7 @@
 #!/bin/sh
-# Trains GPT-2 124M on FineWeb's shards (dev/data/download.py fineweb) on one GPU: half a million tokens a step, as in
-# the GPT-3 paper's smallest model. With less memory: a smaller --batch and a larger --grad-accum, or --recompute norm.
-# Arguments go to ./train: gpt2_124M.sh --batch 16 --grad-accum 32
+# Trains GPT-2 124M on FineWeb's shards (dev/data/download.py fineweb) on one GPU: half a million tokens a step, as for
+# the smallest model in the GPT-3 paper. If memory is short, use a smaller --batch and a larger --grad-accum, or
+# --recompute norm. Arguments go to ./train: gpt2_124M.sh --batch 16 --grad-accum 32
 set -eu
 cd "$(dirname "$0")/.."
 exec ./train --data 'data/fineweb_train_*.bin' --val-data 'data/fineweb_val_*.bin' \

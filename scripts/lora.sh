@@ -1,6 +1,7 @@
 #!/bin/sh
-# Trains LoRA beside a frozen Hugging Face folder on a text: lora.sh FOLDER TEXT. out/lora is then an adapter as PEFT has
-# them; --merge DIR makes a model of both. What follows goes to ./train: lora.sh smollm2 book.txt --lora-rank 32
+# Trains a LoRA adapter for a frozen model in a Hugging Face folder on a text: lora.sh FOLDER TEXT. The adapter is saved in
+# out/lora in PEFT's format; --merge DIR also saves the merged model. Further arguments go to ./train:
+# lora.sh smollm2 book.txt --lora-rank 32
 set -eu
 model=$(realpath "${1:?a folder with a model, and a text}") text=$(realpath "${2:?a text}")
 shift 2

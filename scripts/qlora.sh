@@ -1,7 +1,7 @@
 #!/bin/sh
-# Trains LoRA beside a model whose matrices are in 4 bits (QLoRA), with 8-bit moments and one block's activations at a
-# time: qlora.sh FOLDER TEXT. The folder may be in 16 or 32 bits, or in bitsandbytes' NF4 already (then leave --base out).
-# What follows goes to ./train: qlora.sh llama book.txt --lora-rank 64
+# Trains a LoRA adapter for a model whose matrices are quantized to 4 bits (QLoRA), with 8-bit moments and one block's
+# activations at a time: qlora.sh FOLDER TEXT. The folder's weights may have 16 or 32 bits, or be in bitsandbytes' NF4
+# already (then leave --base out). Further arguments go to ./train: qlora.sh llama book.txt --lora-rank 64
 set -eu
 model=$(realpath "${1:?a folder with a model, and a text}") text=$(realpath "${2:?a text}")
 shift 2

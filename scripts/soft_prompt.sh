@@ -1,6 +1,7 @@
 #!/bin/sh
-# Trains vectors that stand before every sequence of a frozen Hugging Face folder: soft_prompt.sh FOLDER TEXT. They begin
-# as the tokens of a text. What follows goes to ./train: soft_prompt.sh smollm2 book.txt --soft-prompt 50
+# Trains a soft prompt for a frozen model in a Hugging Face folder: vectors that stand before every sequence, initialized
+# with the embeddings of a text's tokens: soft_prompt.sh FOLDER TEXT. Further arguments go to ./train:
+# soft_prompt.sh smollm2 book.txt --soft-prompt 50
 set -eu
 model=$(realpath "${1:?a folder with a model, and a text}") text=$(realpath "${2:?a text}")
 shift 2

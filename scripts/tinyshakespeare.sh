@@ -1,6 +1,7 @@
 #!/bin/sh
 # Trains a byte-level GPT on tinyshakespeare: validation loss under 1.8 nats a byte in 5 minutes on two cores.
-# Or on another text: its path is the first argument. Further ones go to ./train: tinyshakespeare.sh --steps 100
+# To train on another text, give its path as the first argument. Further arguments go to ./train:
+# tinyshakespeare.sh --steps 100
 set -eu
 text=dev/data/tinyshakespeare.txt
 case ${1:-} in

@@ -54,8 +54,8 @@ class HostUpdates {
     // Sets the optimizer step of the updates from here on.
     void use(const OptimizerStep& step) { factors_ = factors_of(step); }
 
-    // Starts the update of a unit, which ends at the latest in give_back(). `norm` (1) is on the device. Its
-    // gradients on the device may be overwritten by work that is queued on the stream from here on.
+    // Starts the update of a unit, which ends at the latest in give_back(). `norm` (1) is on the device. Work
+    // queued on the stream from here on may overwrite the unit's gradients on the device.
     void update(const State<T>& state, int unit, UnitMemory<T> weights, UnitMemory<const T> gradients,
                 const Tensor<float>& norm) {
         updates_under_way_ = true;

@@ -65,12 +65,11 @@ def test_validation_sampling_and_merging_are_the_same(train, work):
         merged = f"merged{len(outcomes)}"
         loss = validated(train, work, *options, *where, "--merge", merged)
         outcomes.append((loss, (work / merged / "model.safetensors").read_bytes()))
-    assert outcomes[0][0] == outcomes[1][0] == outcomes[2][0]
-    in_memory, *others = [load_file(work / f"merged{i}" / "model.safetensors") for i in range(3)]
-    for tensors in others:
-        assert tensors.keys() == in_memory.keys() and all(torch.equal(tensors[name], in_memory[name]) for name in tensors)
+    assert outcomes[0][0] == outcomes[1][0]
+    in_memory, streamed = [load_file(work / f"merged{i}" / "model.safetensors") for i in range(2)]
+    assert streamed.keys() == in_memory.keys() and all(torch.equal(streamed[name], in_memory[name]) for name in streamed)
     plain = [validated(train, work, "--model", "model", *where) for where in ((), DISK)]
-    assert plain[0] == plain[1] == plain[2] != outcomes[0][0]
+    assert plain[0] == plain[1] != outcomes[0][0]
 
 
 def test_resume_goes_on_from_the_disk(train_fp32, work):
@@ -101,7 +100,7 @@ def test_a_gguf_is_lent_in_its_own_formats(train, tmp_path, name):
     options = ("--model", "model.gguf", "--train", "lora", *DATA[2:], "--steps", 3, "--sample-tokens", 0, "--log")
     for number, where in enumerate(((), DISK)):
         train(*options, f"log{number}", "--out", f"out{number}", *where, cwd=tmp_path)
-    assert saved_bytes(tmp_path / "out0") == saved_bytes(tmp_path / "out1") == saved_bytes(tmp_path / "out2")
+    assert saved_bytes(tmp_path / "out0") == saved_bytes(tmp_path / "out1")
 
 
 def test_smollm2_says_the_same(train):

@@ -9,18 +9,16 @@ that are installed take part. Writes a table, and all numbers as .json beside it
 """
 
 import argparse
-import array
 import importlib.util
 import os
 import pathlib
-import random
 import re
 import shlex
 import statistics
 import sys
 
 import results
-from results import ENVIRONMENT, MIB, PeerFailed, fail
+from results import ENVIRONMENT, MIB, PeerFailed, fail, write_tokens
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 NOTES = {
@@ -111,13 +109,6 @@ class Torch:
         versions |= {"transformers": raw["transformers"]} if "transformers" in raw else {}
         return {"step_ms": median_of(raw["steps_ms"]), "raw": raw,
                 "peak_bytes": raw["peak_bytes"] if o.device == "cuda" else resident}, versions
-
-
-def write_tokens(path, count):
-    """Writes a shard of random tokens of GPT-2's vocabulary, as ./train and llm.c read them."""
-    tokens = array.array("H", random.Random(1).choices(range(50257), k=count))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(array.array("i", [20240520, 1, count] + [0] * 253).tobytes() + tokens.tobytes())
 
 
 class LlmC:

@@ -13,8 +13,7 @@ import statistics
 import tempfile
 
 import results
-from compare import write_tokens
-from results import MIB, PeerFailed, fail, positive
+from results import MIB, PeerFailed, fail, positive, write_tokens
 
 LEVELS = "none,gelu,norm,ffn,attention,block"
 

@@ -17,8 +17,7 @@ import statistics
 import tempfile
 
 import results
-from compare import write_tokens
-from results import ENVIRONMENT, PeerFailed, fail
+from results import ENVIRONMENT, PeerFailed, fail, write_tokens
 
 SECONDS = 6  # of measured steps, for each configuration
 GOOD, FAIR = 0.10, 0.20

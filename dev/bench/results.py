@@ -2,10 +2,12 @@
 results."""
 
 import argparse
+import array
 import datetime
 import json
 import os
 import pathlib
+import random
 import re
 import shutil
 import signal
@@ -216,3 +218,10 @@ def write(path, lines, raw):
         path.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
     except OSError as error:
         fail(f"--out {path}: {error.strerror}")
+
+
+def write_tokens(path, count):
+    """Writes a shard of random tokens of GPT-2's vocabulary, as ./train and llm.c read them."""
+    tokens = array.array("H", random.Random(1).choices(range(50257), k=count))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(array.array("i", [20240520, 1, count] + [0] * 253).tobytes() + tokens.tobytes())

@@ -10,9 +10,7 @@
 #include <omp.h>
 
 #include <algorithm>
-#include <array>
 #include <functional>
-#include <numeric>
 #include <optional>
 
 #include "llmc/adapter.h"
@@ -56,7 +54,6 @@
 #include "llmc/sequence_keys.h"
 #include "llmc/signals.h"
 #include "llmc/swiglu.cuh"
-#include "llmc/temporary_file.h"
 #include "llmc/threads.h"
 #include "llmc/timeline.h"
 #include "llmc/updates.h"
@@ -133,10 +130,6 @@ class Gpt {
         return arena_.take<floatX>(name, shape, "gradient");
     }
     TensorF take_float(const char* name, Shape shape) { return arena_.take<float>(name, shape); }
-    template <class T>
-    void zero(Tensor<T>& t) {
-        device_fill(t.data(), 0, static_cast<size_t>(t.bytes()), stream_);
-    }
     float rotary_scale() const { return static_cast<float>(attention_factor(config_.rope)); }
     float epsilon() const { return static_cast<float>(config_.norm_epsilon); }
     int64_t prompt_len() const { return ends_.prompt_len(); }
@@ -412,7 +405,7 @@ bool Trainer::train_step() {
                                 .step = static_cast<int>(step_ + 1),
                                 .seed = o_.seed};
     updates_.begin_step(step);
-    device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
+    fill_zero(metrics_.loss(), stream_);
     for (int first = 0; first < o_.grad_accum; first += passes()) {
         if (first > 0 && interrupted) return false;
         if (first > 0) save_if_asked();
@@ -493,7 +486,7 @@ void Trainer::micro_batch(float loss_scale) {
 std::optional<double> Trainer::validate() {
     metrics_.finish();
     const uint64_t sequences = validation_sequences();
-    device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
+    fill_zero(metrics_.loss(), stream_);
     loss_by_position_.begin(stream_);
     // The same in every call, as run_step() asks for.
     const float scale = mean_scale(val_loader_->tokens_with_loss(0, sequences));
@@ -942,7 +935,7 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOpti
     TensorF losses = take_float("losses", {rows, 1});
     NormGradient<floatX> d_norm_weights{std::move(g.norm)};
     d_norm_weights.begin_chunks(arena_, stream_, "d_ln_f_sums");
-    if (g.logits.weight && chunks && !options.adds) zero(g.logits.weight);
+    if (g.logits.weight && chunks && !options.adds) fill_zero(g.logits.weight, stream_);
     Tensor<uint8_t> low;
     if (chunks) low = take_low_bits(arena_, stream_, "d_wte_low_bits", g.logits.weight);
     ends_.begin_head();
@@ -958,7 +951,7 @@ void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOpti
         TensorX d_norm = std::move(a.norm.out);  // its memory: the product above read it last
         ends_.logits_backward(d_norm, a.logits);
         a.logits.drop();
-        zero(part);
+        fill_zero(part, stream_);
         norm_.backward(part, d_norm_weights, d_norm, x, a.norm, weights_.head.norm);
     });
     ends_.end_head();
@@ -1105,7 +1098,7 @@ void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const Te
         for (TensorF* const gradients : {&kv.dk_sums, &kv.dv_sums}) {
             if (kv.parked) continue;  // they come with the pieces
             *gradients = arena_.take<float>("d_kv_sums", {length, config_.kv_width()}, "gradient");
-            zero(*gradients);
+            fill_zero(*gradients, stream_);
         }
         const auto backward = [&](const Rows& chunk, int64_t first, int64_t count) {
             BlockActivations a;
@@ -1234,9 +1227,9 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
     auto take_embeddings = [&] {
         of_embeddings = gradients_.take(embeddings_unit, options.adds);
         d_embeddings = layout.embeddings(of_embeddings.all.data());
-        if (!options.adds && d_embeddings.position) zero(d_embeddings.position);
-        if (!options.adds && !tied && d_embeddings.token) zero(d_embeddings.token);
-        if (!options.adds && d_embeddings.prompt) zero(d_embeddings.prompt);
+        if (!options.adds && d_embeddings.position) fill_zero(d_embeddings.position, stream_);
+        if (!options.adds && !tied && d_embeddings.token) fill_zero(d_embeddings.token, stream_);
+        if (!options.adds && d_embeddings.prompt) fill_zero(d_embeddings.prompt, stream_);
     };
     if (tied) take_embeddings();
     Gradients::OfUnit of_head = gradients_.take(head_unit, options.adds);
@@ -1666,7 +1659,7 @@ double Trainer::step_flops(bool forward_only) const {
 // The forward of a step alone, as a validation runs it.
 void Trainer::forward_step() {
     Range range("step");
-    device_fill(metrics_.loss().data(), 0, sizeof(float), stream_);
+    fill_zero(metrics_.loss(), stream_);
     for (int k = 0; k < o_.grad_accum; k++) {
         feed_training(k * passes(), 1);  // all through the first feeder
         Range forward("forward");

@@ -4,7 +4,7 @@
 
 A cell has the longest sequence, in multiples of 64 tokens, for which --memory finds a fitting configuration;
 the estimated time of a step; and the host memory or disk space needed besides the budget. A model is a
-folder, of which config.json is enough. Arguments after -- are passed to ./train:
+folder; it needs only a config.json. Arguments after -- are passed to ./train:
 
     dev/context_table.py ./train --model llama-8b --memory 8GiB 24GiB -- --train lora --lora-rank 32 --base nf4-double
 """

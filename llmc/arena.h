@@ -305,3 +305,9 @@ inline void arena_give_back(Arena& arena, int take) {
     close_memory(arena.address(t), arena_align(t.bytes));
     if (t.dies != now && arena.released_wrongly_ < 0) arena.released_wrongly_ = take;
 }
+
+// Fills a tensor with zeros.
+template <class T>
+void fill_zero(Tensor<T>& t, Stream stream) {
+    device_fill(t.data(), 0, static_cast<size_t>(t.bytes()), stream);
+}

@@ -1,5 +1,5 @@
-// documents.h - where the documents of a packed batch begin and end. Packed examples lie one after the other
-// in a sequence; each has its own positions and attends only to itself.
+// documents.h - where the documents of a packed batch begin and end. Packed examples follow each other in a
+// sequence; each has its own positions and attends only to itself.
 #pragma once
 
 #include "llmc/tensor.h"

@@ -76,7 +76,7 @@ class EmbeddingAndHead {
             NormedX n = norm_.forward(kEmbeddingNorm, x, w.norm);
             n.out.drop();
             TensorX d_x = arena_.take<floatX>("d_embedded", d_stream.shape(), "gradient");
-            zero(d_x);
+            fill_zero(d_x, stream_);
             NormGradient<floatX> d_norm{std::move(g.norm)};
             norm_.backward(d_x, d_norm, d_stream, x, n, w.norm);
             g.norm = std::move(d_norm.view);
@@ -103,7 +103,7 @@ class EmbeddingAndHead {
         if (N == 0) return std::move(d_tokens);
         const int64_t T = d_tokens.shape().dims[1];
         TensorX d_stream = arena_.take<floatX>("d_residual", {B, N + T, C}, "gradient");
-        zero(d_stream);
+        fill_zero(d_stream, stream_);
         copy_rows_on_device(d_stream.at(N * C), (N + T) * C, d_tokens.data(), T * C, T * C, B, stream_);
         return d_stream;
     }
@@ -197,7 +197,6 @@ class EmbeddingAndHead {
 
   private:
     bool comes_in_slices() const { return quantized_ || elsewhere_; }
-    void zero(TensorX& t) { device_fill(t.data(), 0, static_cast<size_t>(t.bytes()), stream_); }
     // Dropout of the sum of token embeddings and learned position embeddings, as in GPT-2.
     Dropout dropout_of(const Rows& rows) const {
         return weights_.embeddings.position ? rows.dropout_at(config_.layers, kLoraPlaces, config_.channels)

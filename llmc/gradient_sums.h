@@ -34,7 +34,7 @@ Tensor<uint8_t> take_low_bits(Arena& arena, Stream stream, const char* name, con
     if (!gradient || !std::is_same_v<T, bf16>) return {};
     const int64_t bytes = whole_vectors(gradient.size()) / 2;
     Tensor<uint8_t> low = arena.take<uint8_t>(name, {bytes}, "gradient");
-    device_fill(low.data(), 0, static_cast<size_t>(bytes), stream);
+    fill_zero(low, stream);
     return low;
 }
 
@@ -78,17 +78,17 @@ struct LinearGradient {
 
     // From here to end_chunks(), chunks of rows add their terms.
     void begin_chunks(Arena& arena, Stream stream) {
-        const auto zero = [&]<class U>(Tensor<U>& t) {
-            device_fill(t.data(), 0, static_cast<size_t>(t.bytes()), stream);
-        };
         const auto begin = [&](Tensor<T>& gradient) {
-            if (gradient && !adds) zero(gradient);
+            if (gradient && !adds) fill_zero(gradient, stream);
             return take_low_bits(arena, stream, "d_weight_low_bits", gradient);
         };
         weight_low = begin(view.weight);
         a_low = begin(view.adapter.a);
         for (auto& part : view.adapter.parts) b_low.push_back(begin(part.b));
-        if (view.bias) zero(bias_sum = arena.take<float>("d_bias_sum", view.bias.shape()));
+        if (view.bias) {
+            bias_sum = arena.take<float>("d_bias_sum", view.bias.shape());
+            fill_zero(bias_sum, stream);
+        }
         in_chunks = adds = true;
     }
     void end_chunks(Stream stream) {
@@ -136,7 +136,7 @@ struct NormGradient {
     void begin_chunks(Arena& arena, Stream stream, const char* name) {
         if (!view.weight) return;
         all = arena.take<float>(name, {1, view.bias ? 2 : 1, view.weight.size()});
-        device_fill(all.data(), 0, static_cast<size_t>(all.bytes()), stream);
+        fill_zero(all, stream);
         sums.weight = all.rows_at(0, 1);
         if (view.bias) sums.bias = all.rows_at(1, 1);
     }

@@ -29,7 +29,7 @@ class Gradients {
     void stream_blocks_from(Residence* residence, std::vector<size_t> bytes, int prefetch) {
         streamed_.lend(way_from(trained_.options.block_gradients), std::move(bytes), prefetch, residence);
     }
-    bool streams_blocks() const { return trained_.options.block_gradients != Home::Device; }
+    bool streams_blocks() const { return trained_.options.streams_block_gradients(); }
 
     // Begins a backward pass, which takes the blocks from the last to the first. With `adds` it adds to the
     // gradients that are there, which are prefetched; else it overwrites them.

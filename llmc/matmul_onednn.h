@@ -35,8 +35,8 @@ constexpr int64_t kLeastPieces = 2, kLeastFlops = 2'000'000;
 inline int64_t equal_parts(int64_t n, int64_t parts, int64_t tile = 16) {
     return std::min(n, ceil_div(ceil_div(n, parts), tile) * tile);
 }
-// The same of parts of about `wanted` or less. Their number is even if there are several: with three parts
-// one of two threads would compute two of them.
+// The length of equal parts of at most about `wanted`. If there are several, their number is even: of three
+// parts, one of two threads would compute two.
 inline int64_t even_parts(int64_t n, int64_t wanted) {
     const int64_t parts = ceil_div(n, wanted);
     return equal_parts(n, parts > 1 ? parts + parts % 2 : 1);

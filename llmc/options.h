@@ -817,7 +817,7 @@ Options parse_options(int argc, char** argv, Saved&& saved) {
             given();
             for (const std::string& name : o.saved)
                 o.given[name] = before.written[name].get<std::vector<std::string>>();
-            // The same command continues with the length that it chose when the run began.
+            // With --context auto, a resumed run keeps the length that was chosen when it began.
             if (automatic) o.context.clear(), o.given.erase("--context");
         }
     } catch (const CLI::CallForHelp&) {

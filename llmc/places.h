@@ -70,7 +70,7 @@ class Places {
           matrices_(matrices && matrices->is_lent() ? matrices : nullptr) {}
 
     // True if the trained blocks are not on the device, but streamed.
-    bool lends_trained() const { return model_.options.blocks != Home::Device; }
+    bool lends_trained() const { return model_.options.streams_blocks(); }
     // True if the host's cores do the updates.
     bool updates_on_host() const {
         return o_.updates == "host" && host_can_update(o_) && !trained_.chunks().empty();
@@ -129,7 +129,7 @@ class Places {
         return place_of_blocks("--weights disk", model_.options.blocks, lends_trained());
     }
     Place place_of_block_gradients() const {
-        const bool lends = trained_.options.block_gradients != Home::Device;
+        const bool lends = trained_.options.streams_block_gradients();
         return place_of_blocks("--gradients disk", model_.options.block_gradients, lends);
     }
     Place place_of_updated_state() const {

@@ -109,7 +109,7 @@ inline double random_normal(uint64_t seed, uint64_t stream, uint64_t index = 0) 
     return draw.inside() ? draw.x : random_normal_outside(seed, stream, index, draw);
 }
 
-// The same numbers for the indices from `first` on, as many as `out` holds, rounded to float, in vectors.
+// Fills `out` with these numbers for the indices from `first` on, rounded to float. Computes them in vectors.
 inline void random_normals(uint64_t seed, uint64_t stream, uint64_t first, std::span<float> out) {
     constexpr size_t kBlock = 512;
     const uint64_t key = random_key(seed, stream, 0);

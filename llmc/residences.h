@@ -116,7 +116,7 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
     return all;
 }
 
-// Those of the combinations that stream blocks, without prefetching, which takes the least memory.
+// The combinations that stream blocks, with prefetching turned off: these take the least memory.
 inline std::vector<Options> without_prefetching(std::vector<Options> mixes) {
     std::erase_if(mixes, [](const Options& o) { return !lends_blocks(o); });
     for (Options& o : mixes) o.prefetch = 0;

@@ -166,7 +166,7 @@ class SequenceKeys {
             if (with_sums) {
                 const int64_t next = piece < own ? piece + 1 : first_seen(next_row);
                 TensorF sums = offloaded_.borrow_sums(piece, next, piece < own);
-                if (begins(piece)) device_fill(sums.data(), 0, static_cast<size_t>(sums.bytes()), stream_);
+                if (begins(piece)) fill_zero(sums, stream_);
                 keys.dk_sums = sums.rows_at(0, n);
                 keys.dv_sums = sums.rows_at(n, n);
             }

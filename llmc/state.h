@@ -51,6 +51,9 @@ struct StateOptions {
     Home block_gradients = Home::Device;  // of their gradients,
     Home updated = Home::Device;          // and of what only updates need: moments, master
 
+    // Whether blocks' weights, or their gradients, are streamed to the device.
+    bool streams_blocks() const { return blocks != Home::Device; }
+    bool streams_block_gradients() const { return block_gradients != Home::Device; }
     // The options that choose this, for messages and saves.
     std::string text() const {
         std::string s = std::string("--optimizer ") + kOptimizerNames[static_cast<int>(optimizer)] +

@@ -86,7 +86,7 @@ inline void check_bytes(const Dataset& text, int vocabulary) {
         text.stream_name(0).c_str(), vocabulary);
 }
 
-// True if a text has so many bytes that it surely has more than `tokens` tokens, even in its last tenth.
+// True if a text is so long that even its last tenth surely has more than `tokens` tokens.
 inline bool is_long_text(const Dataset& text, uint64_t tokens) { return text.file_bytes() / 1000 >= tokens; }
 
 // Replaces a text's bytes by the tokenizer's tokens, and reports progress on stderr if it takes a while.

@@ -6,7 +6,6 @@
 // state is streamed from host memory or a disk (state_ring.h); or by the host's cores (host_updates.h).
 #pragma once
 
-#include <numeric>
 #include <vector>
 
 #include "llmc/global_norm.cuh"

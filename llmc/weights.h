@@ -67,7 +67,7 @@ class Weights {
 
     // True if the model is frozen, and only an adapter is trained.
     bool is_frozen() const { return &trained_ != &model_; }
-    bool streams_trained_blocks() const { return model_.options.blocks != Home::Device; }
+    bool streams_trained_blocks() const { return model_.options.streams_blocks(); }
     bool streams_blocks() const {
         return streams_trained_blocks() || (outside_.matrices && outside_.matrices->is_lent());
     }

@@ -278,7 +278,7 @@ Training<T> updated(const Training<T>& start, const std::vector<T>& gradients, c
     return {f, weights.download(), master.download(), low.download(), m.download(f.m), v.download(f.v)};
 }
 
-// The same update in double precision and plain loops, without rounding; changes weights, m and v in place.
+// The optimizer's update in double precision and plain loops, without rounding. Changes w, m and v in place.
 void reference_update(const Problem& p, Optimizer optimizer, Doubles& w, const Doubles& gradients, Doubles& m,
                       Doubles& v) {
     const OptimizerStep& o = p.step;

@@ -211,8 +211,8 @@ GPT2 = ("--heads", 3, "--channels", 48)
 
 @pytest.mark.parametrize("trained, grown", [(24, 45), (24, 101), (1, 50), (24, 24)])
 def test_learned_positions_grow(train_fp32, tmp_path, trained, grown):
-    """Interpolated between the trained rows, of which the first and the last stay, as torch does with aligned
-    corners."""
+    """Rows are interpolated between the trained ones, as torch does with aligned corners: the first and the last
+    row stay."""
     model_of(tmp_path, "gpt2", trained, *GPT2)
     said = train_fp32("--model", "model", "--positions", grown, "--steps", 0, "--out", "out", cwd=tmp_path).stderr.decode()
     assert ("linear between two" in said) == (grown > trained)

@@ -1,271 +1,271 @@
-// train_gpt.cu - the training of a language model, top to bottom: the loop and the step, then the model's
-// forward and backward, then what is rehearsed, taken and loaded before the first step.
+// train_gpt.cu - the training of a language model, from top to bottom: the loop and the step, a micro-batch,
+// a block's forward and backward, and then everything that happens between steps and before the first one.
 //
-// Every piece of the step takes its tensors from the arena (llmc/arena.h), where they are first written, and
-// lets go of them where they are last read. What a block lets go of in forward, backward makes again: that is
-// all there is to recompute. The kernels are in llmc/*.cuh, each with its launcher; matrix products in
-// llmc/matmul.h.
+// Each piece of the step takes its tensors from the arena (llmc/arena.h) where they are first written and
+// drops them where they are last read. Whatever a block drops in forward, backward computes again: that is
+// all there is to recomputation. Before anything is allocated, the step is rehearsed: a dry run of the same
+// code, from which the arena plans where each tensor lives. The kernels are in llmc/*.cuh, each with its
+// launcher; matrix products are in llmc/matmul.h.
 
 #include <malloc.h>
 #include <omp.h>
 
 #include <algorithm>
-#include <functional>
 #include <optional>
 
-#include "llmc/adapter.h"
-#include "llmc/arena.h"
-#include "llmc/bench.h"
-#include "llmc/calibrate.h"
-#include "llmc/chosen_context.h"
-#include "llmc/chosen_setting.h"
-#include "llmc/cross_entropy.cuh"
-#include "llmc/data_lines.h"
-#include "llmc/dataset.h"
-#include "llmc/device_rates.h"
-#include "llmc/embedding_and_head.h"
-#include "llmc/enough_memory.h"
-#include "llmc/feeder.h"
-#include "llmc/fit.h"
-#include "llmc/graph.h"
-#include "llmc/head_norm.cuh"
-#include "llmc/linear.h"
-#include "llmc/loss_by_position.h"
-#include "llmc/matmul.h"
-#include "llmc/matmul_search.h"
-#include "llmc/merged_file.h"
-#include "llmc/norm_layer.h"
-#include "llmc/options.h"
-#include "llmc/parked_rows.h"
-#include "llmc/parking.h"
-#include "llmc/plans.h"
-#include "llmc/position_losses.cuh"
-#include "llmc/positions.h"
-#include "llmc/precision.h"
-#include "llmc/rates_file.h"
-#include "llmc/recompute.h"
-#include "llmc/report.h"
-#include "llmc/residual.cuh"
-#include "llmc/rope.cuh"
-#include "llmc/rows.h"
-#include "llmc/run_model.h"
-#include "llmc/sample.h"
-#include "llmc/schedule.h"
-#include "llmc/sequence_keys.h"
-#include "llmc/signals.h"
-#include "llmc/swiglu.cuh"
-#include "llmc/threads.h"
-#include "llmc/timeline.h"
-#include "llmc/updates.h"
+// What the model is made of.
+#include "llmc/arena.h"               // Arena: plans a step's memory by a dry run
+#include "llmc/attention_layer.h"     // AttentionLayer: qkv, heads, attention
+#include "llmc/cross_entropy.cuh"     // the loss and its gradient
+#include "llmc/embedding_and_head.h"  // EmbeddingAndHead, EndGradients
+#include "llmc/generate.h"            // generate(): a prompt's continuation
+#include "llmc/linear.h"              // linear_forward(), linear_backward(), with LoRA
+#include "llmc/norm_layer.h"          // NormLayer
+#include "llmc/offload_inputs.h"      // OffloadedInputs: of blocks, in host memory or a file
+#include "llmc/position_losses.cuh"   // add_position_losses()
+#include "llmc/positions.h"           // position_factors()
+#include "llmc/precision.h"           // floatX, TensorX, TensorF
+#include "llmc/recompute.h"           // Keep: what a block keeps for backward
+#include "llmc/residual.cuh"          // residual_forward()
+#include "llmc/rows.h"                // Rows, for_each_chunk()
+#include "llmc/sequence_keys.h"       // SequenceKeys: keys of rows that went before
+#include "llmc/swiglu.cuh"            // swiglu_forward(), swiglu_backward()
 
-using Parked = ParkedInputs<floatX>;
+// What a run is made of.
+#include "llmc/batches.h"           // Batches: feeds the micro-batches of each step
+#include "llmc/bench.h"             // BenchReport
+#include "llmc/calibrate.h"         // calibrate()
+#include "llmc/chosen_context.h"    // with_chosen_context(): the longest that fits
+#include "llmc/chosen_setting.h"    // with_chosen_setting(): what makes a run fit
+#include "llmc/data_lines.h"        // print_data()
+#include "llmc/device_rates.h"      // Rates: how fast the device is
+#include "llmc/enough_memory.h"     // require_memory(), remark_shortage()
+#include "llmc/graph.h"             // StepGraphs: CUDA graphs of steps
+#include "llmc/loss_by_position.h"  // LossByPosition
+#include "llmc/matmul_search.h"     // search_matmul_algorithms()
+#include "llmc/merge.h"             // for_each_merged(), write_merged()
+#include "llmc/options.h"           // Options, parse_options()
+#include "llmc/plans.h"             // Plans, make_report()
+#include "llmc/report.h"            // MemoryReport
+#include "llmc/run_model.h"         // RunModel: the states of the model and adapter
+#include "llmc/run_saves.h"         // RunSaves: saves, and resumes from them
+#include "llmc/sample.h"            // Sample: draws and prints a text
+#include "llmc/schedule.h"          // learning_rate()
+#include "llmc/signals.h"           // interrupted, asked_to_save
+#include "llmc/threads.h"           // start_threads()
+#include "llmc/timeline.h"          // write_timeline()
+#include "llmc/updates.h"           // Updates: norms, clipping, the optimizer
 
-struct BlockActivations;  // defined at "---- forward"
-struct MlpActivations;
-struct HeadActivations;
+// ---- the model
 
 // How a micro-batch is run.
 struct MicroBatchOptions {
-    int64_t head_rows = 0;   // rows that have logits at one time; 0: all
-    std::vector<Keep> keep;  // of each layer
-    bool adds = false;       // to the gradients of micro-batches before: else they are written
-    DropoutOptions dropout;  // its key is the first micro-batch's; those of the others follow in memory
+    int64_t head_rows = 0;   // rows that have logits at a time; 0: all
+    std::vector<Keep> keep;  // what each layer keeps for backward
+    bool adds = false;       // to the gradients of earlier micro-batches; else it overwrites them
+    DropoutOptions dropout;  // its key is the first micro-batch's; the keys of the others follow in memory
 };
 
-// The model: its parameters, seen through views, and the operations of a step on them. Nothing here owns
-// memory; the parameters lie in a State, all else in the arena. What is trained lies in a State too: the
-// same, or an adapter's, and then the model itself is frozen.
+// The tensors of the MLP's forward, for all rows or a chunk of them.
+struct MlpActivations {
+    NormedX norm;
+    TensorX up;         // before the activation; the gate's half first if there is a gate
+    TensorX activated;  // (.., mlp_width)
+};
+
+// The tensors of a block's forward, in the order in which they are written: (B, T, C) each, except
+// attention's. Those that forward has dropped are absent.
+struct BlockActivations {
+    TensorX input;  // the residual stream at the block's start
+    NormedX norm_1;
+    AttentionActivations attention;
+    TensorX middle;  // the residual stream after attention
+    MlpActivations mlp;
+};
+
+// The last norm and the logits of some rows.
+struct HeadActivations {
+    NormedX norm;    // (rows, C)
+    TensorX logits;  // (rows, padded vocabulary)
+};
+
+// A micro-batch in the model.
+struct MicroBatch {
+    const DeviceBatch& batch;
+    bool adds;  // to the gradients of earlier micro-batches
+    Rows rows;  // all of the batch
+    std::vector<BlockActivations> blocks;
+    TensorX residual = {};    // the residual stream (B, T, C) after the latest block
+    TensorX d_residual = {};  // backward: its gradient
+};
+
+// The model: views of its parameters, and the operations of a step. It owns no memory: parameters are in a
+// State (llmc/state.h), everything else is in the arena. What is trained is in a State too: the same one, or
+// an adapter's, beside which the model is frozen.
 class Gpt {
   public:
-    // The stream may be made later, before the first run.
+    // The stream may be created later, before the first run.
     Gpt(Arena& arena, const Stream& stream, const State<floatX>& model, const OutsideState& outside,
         const State<floatX>& trained, bool hopper_attention)
         : arena_(arena),
           stream_(stream),
           config_(model.layout.config()),
           family_(*config_.family),
+          trained_(trained),
           weights_(arena, stream, model, outside, trained),
           gradients_(arena, stream, trained),
           norm_(arena, stream, config_),
+          attention_(arena, stream, config_, hopper_attention),
           ends_(arena, stream, config_, outside, weights_, norm_),
-          trained_(trained),
-          parked_(arena, stream),
-          parked_rows_(arena, stream),
-          keys_(arena, stream, config_, position_factors_, hopper_attention) {}
+          inputs_(arena, stream) {}
+
+    // Forward and backward of one micro-batch, or of several that go through each block together
+    // (--by-block). Adds loss_scale, or the batch's own scale, times the sum of its losses to `loss` (1).
+    void forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
+                          float loss_scale, TensorF& loss);
+    // The same sum without backward. Also adds the losses of each position to position_losses (T), if given.
+    void evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale, TensorF& loss,
+                  TensorF position_losses = {});
+    // The last block's output for `tokens` (B, T), without backward. With a cache the tokens follow those
+    // that it has.
+    TensorX forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* cache);
+    // The logits (1, V) of the last row of x (.., C), the last block's output.
+    TensorX last_logits(const TensorX& x);
+    int64_t prompt_len() const { return ends_.prompt_len(); }
+
+    // Its parts, to be connected with what is outside the arena, and the sizes of chunks: rows of the batch
+    // in an MLP, and queries of a sequence in attention; 0: all.
     Weights& weights() { return weights_; }
     Gradients& gradients() { return gradients_; }
     EmbeddingAndHead& ends() { return ends_; }
-    // Points the views at the states' memory, and at position_factors() on the device: when these are
-    // allocated.
+    OffloadedInputs<floatX>& inputs() { return inputs_; }
+    SequenceKeys& keys() { return attention_.keys(); }
+    void set_chunk_rows(int64_t mlp, int64_t attention) { mlp_rows_ = mlp, attention_rows_ = attention; }
+    // Points the views at the states' memory, and at the position factors' on the device. Call it when these
+    // are allocated.
     void bind(float* position_factors_at) {
-        position_factors_ =
-            TensorF(position_factors_at, {static_cast<int64_t>(position_factors(config_).size())});
+        attention_.bind(
+            TensorF(position_factors_at, {static_cast<int64_t>(position_factors(config_).size())}));
         weights_.bind();
     }
-    // Sets the sizes of chunks: rows in an MLP, and queries of a sequence in attention; 0: all at once.
-    void set_chunk_rows(int64_t of_mlp, int64_t of_attention) {
-        mlp_rows_ = of_mlp, attention_rows_ = of_attention;
-    }
-    // Says where block inputs are offloaded: those of the first `layers` layers, of `passes` micro-batches
-    // each; in chunks of `rows` rows, or whole: 0.
-    void park_in(Elsewhere* place, int layers, int passes, int64_t rows) {
-        parked_.use(rows > 0 ? 0 : layers, passes, place);
-        parked_rows_.use(rows > 0 ? layers : 0, passes, rows, place);
-    }
-    // The same for keys and values, and for the fp32 sums of their gradients; 0: they stay on the device.
-    void park_keys_in(Elsewhere* keys, Elsewhere* sums, int64_t rows) { keys_.offload_to(keys, sums, rows); }
-
-    void forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
-                          float loss_scale, TensorF& loss);
-    void evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale, TensorF& loss,
-                  TensorF position_losses = {});
-    template <class Choose>
-    void generate(const std::vector<int>& prompt, int new_tokens, Choose&& choose);
-    template <class Visit>
-    void for_each_merged(Visit&& visit);
 
   private:
-    TensorX take(const char* name, Shape shape) { return arena_.take<floatX>(name, shape); }
-    TensorX take_gradient(const char* name, Shape shape) {
-        return arena_.take<floatX>(name, shape, "gradient");
+    // A micro-batch.
+    std::vector<MicroBatch> begin(const std::vector<const DeviceBatch*>& batches,
+                                  const MicroBatchOptions& options) const;
+    Rows rows_of(const DeviceBatch& batch) const;
+    void forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vector<Keep>& keep);
+    void backward_blocks(std::vector<MicroBatch>& micro_batches, bool adds);
+    void head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss, Head<floatX>& g);
+    HeadActivations forward_head(const TensorX& x);
+
+    // A block.
+    TensorX forward_block(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv = nullptr);
+    void forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
+    void forward_attention_rows(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
+    TensorX attention_projection(int layer, const TensorX& attention, const Rows& rows);
+    TensorX forward_mlp(int layer, BlockActivations& a, const Rows& rows, Keep keep);
+    TensorX forward_mlp_rows(int layer, MlpActivations& m, const Rows& rows, Keep keep, const TensorX& x,
+                             TensorX out);
+    void backward_block(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
+                        TensorX& d_residual);
+    void backward_mlp(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
+                      TensorX& d_residual);
+    void backward_mlp_rows(int layer, BlockGradient<floatX>& g, MlpActivations& m, const TensorX& x,
+                           const Rows& rows, TensorX& d_residual);
+    void backward_attention(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
+                            TensorX& d_residual, KvRows* kv = nullptr);
+
+    // A block in chunks of rows.
+    bool mlp_goes_in_chunks(int64_t rows) const { return mlp_rows_ > 0 && mlp_rows_ < rows; }
+    bool attention_goes_in_chunks(const TensorX& x) const {
+        return attention_rows_ > 0 && attention_rows_ < x.shape().dims[1];
     }
-    TensorF take_float(const char* name, Shape shape) { return arena_.take<float>(name, shape); }
-    float rotary_scale() const { return static_cast<float>(attention_factor(config_.rope)); }
-    float epsilon() const { return static_cast<float>(config_.norm_epsilon); }
-    int64_t prompt_len() const { return ends_.prompt_len(); }
-    // The parts of a block, forward.
+    TensorX forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep);
+    void add_projection_in_chunks(TensorX& sum, const TensorX& x, const TensorX& attention, int layer,
+                                  const Rows& rows);
+    void backward_mlp_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
+                                TensorX& d_residual);
+    void backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
+                                  TensorX& d_residual);
+
+    // Operations.
+    TensorX take(const char* name, Shape shape) { return arena_.take<floatX>(name, shape); }
     TensorX linear(const char* name, const TensorX& x, const Linear<floatX>& w, const Rows& rows,
                    bool gelu = false) {
         return linear_forward(arena_, stream_, name, x, w, rows, gelu);
     }
-    void hold(Linear<floatX>& w) { dequantize_once(arena_, stream_, w); }
-    TensorX activate(const TensorX& up);
-    template <class MakeX>
-    void make_qkv(BlockActivations& a, MakeX&& make_x, const Block<floatX>& w, const Rows& rows,
-                  bool for_backward, int first_position);
-    void make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<floatX>& w,
-                           BlockGradient<floatX>& g, const Rows& rows, int first_position);
-    void attend(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
-
-    void forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
-    void forward_attention_rows(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv);
-    TensorX forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep);
-    TensorX projected(int layer, const TensorX& attention, const Rows& rows);
-    void add_projected(TensorX& sum, const TensorX& x, const TensorX& attention, int layer, const Rows& rows);
-    TensorX forward_mlp(int layer, BlockActivations& a, const Rows& rows, Keep keep);
-    TensorX forward_mlp_rows(int layer, MlpActivations& m, const Rows& rows, Keep keep, const TensorX& x,
-                             TensorX out);
-    TensorX forward_block(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv = nullptr);
-    TensorX forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* cache);
-    TensorX append_tokens(const std::vector<int>& tokens, KvCache& cache);
-    TensorX forward_cached(const std::vector<int>& tokens, KvCache& cache);
-    TensorX forward_prompt(const std::vector<int>& tokens, KvCache& cache);
-    HeadActivations forward_head(const TensorX& x);
-    // Whether so many rows go through an MLP, and what is beside it, in more than one part.
-    bool in_chunks(int64_t rows) const { return mlp_rows_ > 0 && mlp_rows_ < rows; }
-    // And whether the queries of a sequence of x (B, T, C) go through attention so.
-    bool attends_in_chunks(const TensorX& x) const {
-        return attention_rows_ > 0 && attention_rows_ < x.shape().dims[1];
-    }
-
     template <class MakeX>
     TensorX linear_backward(const char* name, LinearGradient<floatX>& g, MakeX&& make_x, const TensorX& d_out,
                             const Linear<floatX>& w, const Rows& rows, const TensorX* gelu_input = nullptr) {
         return ::linear_backward(arena_, stream_, name, g, make_x, d_out, w, rows, gelu_input);
     }
-
-    // Whether backward reads what went into a layer.
-    bool wants_input(const Linear<floatX>& w) const { return !weights_.is_frozen() || w.adapter; }
-    TensorX dropped(const TensorX& d_out, const Dropout& d);
-
-    void head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options,
-              LossScale loss_scale, TensorF& loss, Head<floatX>& g);
-    void backward_mlp(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
-                      TensorX& d_stream);
-    void backward_mlp_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
-                                TensorX& d_stream);
-    void backward_mlp_rows(int layer, BlockGradient<floatX>& g, MlpActivations& m, const TensorX& x,
-                           const Rows& rows, TensorX& d_stream);
-    void attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, const TensorF& lse,
-                                     const TensorF& delta, int layer, const Rows& rows, KvRows* kv);
-    void backward_attention(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
-                            TensorX& d_stream, KvRows* kv = nullptr);
-    void backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
-                                  TensorX& d_stream);
-    void backward_block(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
-                        TensorX& d_stream);
-
-    // A micro-batch on its way through the model.
-    struct Pass;
-    void forward_blocks(std::vector<Pass>& passes);
-    void fetch_rows(int layer, int pass, BlockActivations& a, Shape shape);
-    void backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& options);
+    TensorX activate(const TensorX& up);
+    TensorX dropout_backward(const TensorX& d_out, const Dropout& d);
+    void dequantize(Linear<floatX>& w) { dequantize_once(arena_, stream_, w); }
+    // True if backward reads the input of a linear layer.
+    bool backward_reads_input(const Linear<floatX>& w) const { return !weights_.is_frozen() || w.adapter; }
 
     Arena& arena_;
     const Stream& stream_;
     const ModelConfig& config_;
     const Family& family_;
+    const State<floatX>& trained_;
     Weights weights_;
     Gradients gradients_;
     const NormLayer norm_;
-    EmbeddingAndHead ends_;
-    const State<floatX>& trained_;
-    Parked parked_;
-    ParkedRows<floatX> parked_rows_;
-    TensorF position_factors_;
-    SequenceKeys keys_;
-    int64_t mlp_rows_ = 0, attention_rows_ = 0;  // in an MLP, in attention at one time; 0: all
-    // All rows of a batch. With a soft prompt each sequence holds one example, so there are no documents.
-    Rows rows_of(const DeviceBatch& batch) const {
-        Rows rows;
-        if (prompt_len() == 0) rows.documents = &batch.documents;
-        return rows;
-    }
+    AttentionLayer attention_;
+    EmbeddingAndHead ends_;           // from tokens to the residual stream, and from there to logits
+    OffloadedInputs<floatX> inputs_;  // of blocks
+    int64_t mlp_rows_ = 0, attention_rows_ = 0;  // the sizes of chunks; 0: all rows
 };
 
-// A run on the device: the model's state, the batch, the arena with its plans, and the loop over the steps.
+// ---- a training run
+
+// A run on a device: the model's state, the batches, the arena with its plans, and the loop over the steps.
 class Trainer {
   public:
     using Element = floatX;  // of the weights
 
-    // Takes no memory of the device yet.
+    // Allocates nothing on the device yet.
     Trainer(const Options& options, RunInputs& inputs, Choices choices = {});
 
     void run();
     void bench();
     void print_plan() const;
 
-    // Changes batch, formats of the state and recompute levels, for the search in chosen_setting.h.
-    void use(const MemorySetting& s);
+    // Applies a setting that the search in chosen_setting.h tries.
+    void apply(const MemorySetting& s);
     Plan rehearse_training(bool adds, bool placed);
     Plan rehearse_validation(bool placed);
-    // Rehearses every step that the run may take; a micro-batch of the training is placed if asked.
+    // Rehearses every step that the run may take. `placed`: also decides where in the arena the tensors of a
+    // training step are.
     const MemoryReport& rehearse(bool placed = true);
 
   private:
-    // The loop.
+    // The loop and the step.
     void train();
     bool train_step();
-    void feed_training(int k, float loss_scale);
-    void feed(Feeder& feeder, SequenceLoader& loader, uint64_t first, uint64_t count, float loss_scale);
-    float step_loss_scale();
+    void micro_batch(float loss_scale);
     template <class Operations>
     void run_step(Plan& plan, Operations&& operations);
-    void micro_batch(float loss_scale);
+
+    // Between steps.
+    void validate_and_sample_if_due();
     std::optional<double> validate();
     void validate_and_log();
-    void do_what_is_due();
     void sample();
-    void save();
+    void save() { saves_.save(step_, batches_.sequences_after(step_), evaluated_); }
     void save_if_asked();
-    void check_logs() const;
     void finish();
+    void merge();
     void stop();
+    void check_logs() const;
 
-    // Before it, and the bench.
+    // Before the first step, and the bench.
     void open_device();
+    void connect_placements();
     void prepare();
-    void prepare_saves();
     void choose_algorithms();
     void take_memory();
     void load();
@@ -274,65 +274,42 @@ class Trainer {
 
     bool is_time(int64_t every) const { return every > 0 && step_ > 0 && step_ % every == 0; }
     bool trains() const { return o_.steps > 0 && o_.bench.empty(); }
-    bool saves() const { return !o_.out.empty(); }
-    // Where the run says what it does: without training, stdout is for generated text.
+    // Where messages go: without training, stdout is for generated text.
     FILE* notes() const { return o_.steps > 0 ? stdout : stderr; }
-    // The number of the first sequence of micro-batch k of the step.
-    uint64_t first_of(int k) const {
-        const auto done = static_cast<uint64_t>((step_ - first_step_) * o_.grad_accum + k);
-        return static_cast<uint64_t>(first_sequence_) + done * batch();
+    // How many micro-batches go through the model together.
+    int together() const { return o_.micro_batches_together(); }
+    double step_flops(bool forward_only = false) const {
+        return batches_.tokens_of_step() * model_.flops_of_token(batches_.attended(), forward_only);
     }
-    // The sequences of all steps, those before a resume among them.
-    double sequences_of_run() const {
-        const int64_t steps = std::max<int64_t>(0, o_.steps - first_step_);
-        return static_cast<double>(first_sequence_) + static_cast<double>(steps) * o_.batch * o_.grad_accum;
-    }
-    int passes() const { return o_.passes(); }
-    size_t dropout_keys() const { return drops() ? static_cast<size_t>(passes()) : 0; }
-    bool drops() const { return o_.dropout > 0 || in_.adapter.dropout > 0; }
-    uint64_t batch() const { return static_cast<uint64_t>(o_.batch); }
-    double step_tokens() const { return static_cast<double>(o_.batch) * o_.seq_len * o_.grad_accum; }
-    double step_flops(bool forward_only = false) const;
-    // Whether steps are run through graphs: of parked keys these would grow with the square of the sequence.
+    // True if steps run as graphs. With offloaded keys a graph would grow with the square of the sequence.
     bool replays() const { return replays_ && places_.rows_of_parked_keys() == 0; }
-    void use_places();
-    void merge();
-    void write_merged();
-    [[noreturn]] void fail_to_merge(const std::string& why);
-    void check_room_on_disks() const;
-    std::string step_text() const;
-    void check_logits(const std::vector<float>& logits) const;
-    uint64_t validation_sequences() const;
 
     Options o_;
     RunInputs& in_;
     const ModelConfig& config_;
     RunModel model_;
     std::optional<OwnStream> own_stream_;
-    Stream stream_ = nullptr;  // that one, from open_device() on
+    Stream stream_ = nullptr;  // own_stream_, from open_device() on
     Arena arena_;
     Gpt gpt_;
-    std::vector<Feeder> feeders_;  // of the micro-batches that are on their way together
-    std::optional<SequenceLoader> loader_, val_loader_;
+    Batches batches_;
     MicroBatchOptions micro_;
-    const SquareSums square_sums_;  // where the norm is that of all units
+    const SquareSums square_sums_;  // the layout of the sums from which the norm is computed
     Metrics metrics_;
-    DeviceBuffer positions_memory_, dropout_memory_;
-    LossByPosition loss_by_position_;  // of a validation
+    RunSaves saves_;
+    DeviceBuffer positions_memory_;
+    LossByPosition loss_by_position_;  // of validations
     Plans plans_;
     MemoryReport report_;
     const Choices choices_;
-    const Rates rates_;  // that estimates are by
+    const Rates rates_;  // for estimates of time
     Places<floatX> places_;
     Updates updates_;
     StepGraphs graphs_;
-    bool replays_;                                 // whether steps may be run through them
-    size_t used_before_ = 0;                       // of the device's memory
-    int64_t step_ = 0;                             // steps done
-    int64_t first_step_ = 0, first_sequence_ = 0;  // where a resumed run begins
-    bool evaluated_ = false;                       // whether what is due at this step was made
-    SaveFolder saves_;
-    int64_t saved_step_ = -1;  // of what this run has saved last
+    bool replays_;                       // --graph on
+    size_t used_before_ = 0;             // device memory in use before this run
+    int64_t step_ = 0, first_step_ = 0;  // steps done; steps that were done before a resume
+    bool evaluated_ = false;             // the validation and sample due at this step are done
 };
 
 // ---- the loop
@@ -344,12 +321,12 @@ void Trainer::run() {
         model_.save_base(o_.save_base, stream_);
         fprintf(notes(), "saved the base in %s\n", o_.save_base.c_str());
     }
-    stop_on_signals(saves());
+    stop_on_signals(saves_.wanted());
     print_start();
     try {
         train();
     } catch (const RecoverableError&) {  // what was trained until then is good
-        if (saves() && step_ > first_step_ && saved_step_ != step_) save();
+        if (saves_.wanted() && step_ > first_step_ && !saves_.has(step_)) save();
         throw;
     }
     metrics_.finish();
@@ -357,64 +334,46 @@ void Trainer::run() {
     check_logs();
 }
 
-// Fails where a log could not be written.
-void Trainer::check_logs() const {
-    metrics_.log().check();
-    loss_by_position_.check();
-}
-
-// What was taken beside the device, where anything was.
-void print_beside(const char* what, size_t taken, size_t planned) {
-    if (taken + planned > 0)
-        printf("%s: %.1f MiB; planned: %.1f MiB\n", what, mebibytes(taken), mebibytes(planned));
-}
-
 void Trainer::train() {
     const int settled = StepGraphs::kReplays && replays() ? 2 : 1;  // steps until graphs are recorded
     for (step_ = first_step_; step_ < o_.steps && !interrupted; step_++, evaluated_ = false) {
         save_if_asked();
-        if (!evaluated_) do_what_is_due();
+        if (!evaluated_) validate_and_sample_if_due();
         if (interrupted) break;
-        if (is_time(o_.save_every) && step_ > first_step_ && saved_step_ != step_) save();
+        if (is_time(o_.save_every) && step_ > first_step_ && !saves_.has(step_)) save();
         check_logs();
         if (!train_step()) break;
         if (step_ == std::min(o_.steps, first_step_ + settled) - 1) {
             metrics_.finish();
-            printf("taken from the device: %.1f MiB; planned: %.1f MiB\n",
-                   (static_cast<double>(device_bytes_in_use()) - static_cast<double>(used_before_)) / 1048576,
-                   mebibytes(report_.total() - report_.context));
-            print_beside("pinned in host memory", pinned_bytes_allocated, report_.all_pinned());
-            print_beside("taken in files", working_file_bytes, report_.in_files());
+            print_taken(report_, std::max(device_bytes_in_use(), used_before_) - used_before_);
         }
     }
 }
 
-// One training step. Returns false if it was interrupted between its micro-batches, whose gradients are then
+// One training step. Returns false if it was interrupted between its micro-batches; their gradients are then
 // discarded.
 bool Trainer::train_step() {
     Range range("step");
     metrics_.step_begins(step_);
-    const float loss_scale = step_loss_scale();
+    const float loss_scale = mean_scale(batches_.tokens_with_loss(step_));
+    if (loss_scale == 0) {
+        metrics_.finish();
+        printf("step %5lld has no token to learn: it counts as no loss\n", static_cast<long long>(step_ + 1));
+    }
     const double rate = learning_rate(o_.schedule, step_, o_.steps, o_.warmup, o_.lr, o_.min_lr);
-    const OptimizerStep step = {.lr = static_cast<float>(rate),
-                                .beta1 = static_cast<float>(o_.beta1),
-                                .beta2 = static_cast<float>(o_.beta2),
-                                .epsilon = static_cast<float>(o_.eps),
-                                .weight_decay = static_cast<float>(o_.weight_decay),
-                                .clip = static_cast<float>(o_.clip),
-                                .step = static_cast<int>(step_ + 1),
-                                .seed = o_.seed};
-    updates_.begin_step(step);
+    updates_.begin_step({.lr = static_cast<float>(rate),
+                         .beta1 = static_cast<float>(o_.beta1),
+                         .beta2 = static_cast<float>(o_.beta2),
+                         .epsilon = static_cast<float>(o_.eps),
+                         .weight_decay = static_cast<float>(o_.weight_decay),
+                         .clip = static_cast<float>(o_.clip),
+                         .step = static_cast<int>(step_ + 1),
+                         .seed = o_.seed});
     fill_zero(metrics_.loss(), stream_);
-    for (int first = 0; first < o_.grad_accum; first += passes()) {
+    for (int first = 0; first < o_.grad_accum; first += together()) {
         if (first > 0 && interrupted) return false;
         if (first > 0) save_if_asked();
-        for (int k = first; k < first + passes(); k++) {
-            feed_training(k, loss_scale);
-            if (drops())
-                set_dropout_key(reinterpret_cast<uint64_t*>(dropout_memory_.data()) + k % passes(), o_.seed,
-                                first_of(k), stream_);
-        }
+        for (int k = first; k < first + together(); k++) batches_.feed(step_, k, loss_scale);
         micro_.adds = first > 0;
         run_step(micro_.adds ? plans_.add : plans_.train, [&] { micro_batch(loss_scale); });
     }
@@ -423,42 +382,19 @@ bool Trainer::train_step() {
     return true;
 }
 
-// 1 / losses, or 0 if there are none.
-float mean_scale(uint64_t losses) { return losses > 0 ? 1.f / static_cast<float>(losses) : 0.f; }
-
-// 1 / the step's tokens that have a loss. A line says so if there are none.
-float Trainer::step_loss_scale() {
-    uint64_t tokens = static_cast<uint64_t>(step_tokens());
-    if (loader_)
-        tokens = loader_->tokens_with_loss(first_of(0), batch() * static_cast<uint64_t>(o_.grad_accum));
-    if (tokens == 0) {
-        metrics_.finish();
-        printf("step %5lld has no token to learn: it counts as no loss\n", static_cast<long long>(step_ + 1));
-    }
-    return mean_scale(tokens);
+// Forward and backward of one micro-batch, or of all with --by-block; also the update, with
+// --update-in-backward.
+void Trainer::micro_batch(float loss_scale) {
+    // All micro-batches after the first share one plan and one graph, so each of them computes what only the
+    // last one must: the sums for the norm.
+    const bool may_be_last = o_.grad_accum == together() || micro_.adds;
+    updates_.begin_backward(may_be_last);
+    gpt_.forward_backward(batches_.on_device(), micro_, loss_scale, metrics_.loss());
+    updates_.end_backward();
 }
 
-// Feeds micro-batch k of the step: from the data, or random tokens where a bench has none.
-void Trainer::feed_training(int k, float loss_scale) {
-    const uint64_t first = first_of(k);
-    Feeder& feeder = feeders_[static_cast<size_t>(k % passes())];
-    if (loader_) return feed(feeder, *loader_, first, batch(), loss_scale);
-    const Feeder::Slot slot = feeder.slot();
-    fill_random(slot.inputs, slot.targets, o_.seed, first, config_.vocabulary);
-    feeder.send(stream_);
-}
-
-// Feeds `count` sequences from number `first` on; rows beyond them, up to a whole batch, do not count.
-void Trainer::feed(Feeder& feeder, SequenceLoader& loader, uint64_t first, uint64_t count, float loss_scale) {
-    const Feeder::Slot slot = feeder.slot();
-    loader.fill_batch(first, count, slot.inputs, slot.targets, slot.positions, slot.ends);
-    if (slot.loss_scale) *slot.loss_scale = loss_scale;
-    if (val_loader_ && &loader == &*val_loader_) loss_by_position_.count(slot.targets, slot.positions);
-    feeder.send(stream_);
-}
-
-// Runs operations in the memory of their plan, on a GPU as graphs from the second time on. They must be the
-// same every time: what changes lies in the device's memory, or is the host's to do (host_act()).
+// Runs operations in the memory of their plan; on a GPU as a graph from the second time on. They must be the
+// same each time: whatever changes is in device memory or is done by the host (host_act()).
 template <class Operations>
 void Trainer::run_step(Plan& plan, Operations&& operations) {
     const auto run = [&] { arena_.run(plan, operations); };
@@ -468,230 +404,196 @@ void Trainer::run_step(Plan& plan, Operations&& operations) {
         run();
 }
 
-// Forward and backward of one micro-batch, or of all with --by-block; also the update, with
-// --update-in-backward.
-void Trainer::micro_batch(float loss_scale) {
-    // The micro-batches behind the first share one plan and one graph. So all of them compute what the last
-    // one must, the sums for the norm.
-    const bool may_be_last = o_.grad_accum == passes() || micro_.adds;
-    updates_.begin_backward(may_be_last);
-    std::vector<const DeviceBatch*> batches;
-    for (const Feeder& feeder : feeders_) batches.push_back(&feeder.batch());
-    gpt_.forward_backward(batches, micro_, loss_scale, metrics_.loss());
-    updates_.end_backward();
-}
+// ---- a micro-batch
 
-// The mean loss over the validation data's first sequences, as many as --eval-batches steps read: the same
-// whatever micro-batch was chosen. Nothing when the run is interrupted.
-std::optional<double> Trainer::validate() {
-    metrics_.finish();
-    const uint64_t sequences = validation_sequences();
-    fill_zero(metrics_.loss(), stream_);
-    loss_by_position_.begin(stream_);
-    // The same in every call, as run_step() asks for.
-    const float scale = mean_scale(val_loader_->tokens_with_loss(0, sequences));
-    for (uint64_t first = 0; first < sequences; first += batch()) {
-        if (interrupted) return std::nullopt;
-        feed(feeders_[0], *val_loader_, first, std::min(batch(), sequences - first), scale);
-        run_step(plans_.evaluate, [&] {
-            gpt_.evaluate(feeders_[0].batch(), micro_, scale, metrics_.loss(), loss_by_position_.sums());
-        });
+void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
+                           float loss_scale, TensorF& loss) {
+    std::vector<MicroBatch> micro_batches = begin(batches, options);
+    std::optional<Range> range(std::in_place, "forward");
+    for (MicroBatch& m : micro_batches) m.residual = ends_.embed(m.batch.inputs, m.rows, 0);
+    inputs_.take(micro_batches[0].residual.shape());
+    forward_blocks(micro_batches, options.keep);
+
+    range.emplace("head");
+    EndGradients d_ends(gradients_, stream_, trained_.layout, config_.tied && !weights_.is_frozen(),
+                        options.adds);
+    Head<floatX>& d_head = d_ends.begin_head();
+    for (MicroBatch& m : micro_batches) head_and_loss(m, options.head_rows, loss_scale, loss, d_head);
+    d_ends.end_head();
+    weights_.expect_blocks(true);
+
+    range.emplace("backward");
+    backward_blocks(micro_batches, options.adds);
+    Embeddings<floatX>& d_embeddings = d_ends.begin_embeddings();
+    for (MicroBatch& m : micro_batches) {
+        if (!weights_.is_frozen() || d_embeddings.prompt)
+            ends_.embed_backward(d_embeddings, m.d_residual, m.batch, m.rows);
+        m.d_residual.drop();
     }
-    float loss = 0;
-    copy_to_host(&loss, metrics_.loss().data(), sizeof loss, stream_);
-    return double{loss};
+    d_ends.end_embeddings();
 }
 
-void Trainer::validate_and_log() {
-    const std::optional<double> loss = validate();
-    if (!loss) return;
-    if (!std::isfinite(*loss)) {
-        if (o_.steps == 0) model_.check_streamed_finite();
-        fail("%sthe validation loss is %g%s", o_.steps > 0 ? step_text().c_str() : "", *loss,
-             o_.steps > 0 ? ("; the last good save: " + metrics_.last_save).c_str() : "");
+// All micro-batches go through a block before any goes through the next one, so that the weights of a block
+// that is streamed are fetched once.
+void Gpt::forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vector<Keep>& keep) {
+    weights_.expect_blocks();
+    for (int l = 0; l < config_.layers; l++) {
+        Range range("block", l);
+        weights_.block(l);
+        for (int k = 0; MicroBatch & m : micro_batches) {
+            BlockActivations& a = m.blocks[static_cast<size_t>(l)];
+            a.input = std::move(m.residual);
+            inputs_.begin_forward(l, k++, a.input);
+            m.residual = forward_block(l, a, m.rows, keep[static_cast<size_t>(l)]);
+            inputs_.end_forward(l, a.input);
+        }
     }
-    if (o_.steps > 0)
-        printf("step %5lld validation loss %.6f\n", static_cast<long long>(step_), *loss);
-    else
-        printf("validation loss %.6f, perplexity %.4f: %llu sequences of %d tokens\n", *loss, std::exp(*loss),
-               static_cast<unsigned long long>(validation_sequences()), o_.seq_len);
-    metrics_.log().write({{"step", step_}, {"val_loss", *loss}});
-    loss_by_position_.end(step_, *loss, stream_);
+    if (ends_.streams_head()) weights_.release();  // else the last blocks stay for backward
 }
 
-uint64_t Trainer::validation_sequences() const {
-    return std::min(val_loader_->sequences_per_epoch(),
-                    batch() * static_cast<uint64_t>(o_.grad_accum) * static_cast<uint64_t>(o_.eval_batches));
-}
-
-// The validation and the sample that are due before the next step.
-void Trainer::do_what_is_due() {
-    if (val_loader_ && is_time(o_.eval_every)) validate_and_log();
-    if (!interrupted && is_time(o_.sample_every) && in_.samples()) sample();
-    evaluated_ = !interrupted;
-}
-
-// For messages: "step 12: ".
-std::string Trainer::step_text() const { return format("step %lld: ", static_cast<long long>(step_)); }
-
-// Fails where a sample would be drawn from what is no number.
-void Trainer::check_logits(const std::vector<float>& logits) const {
-    for (const float logit : logits) {
-        if (std::isfinite(logit)) continue;
-        if (o_.steps == 0) model_.check_streamed_finite();
-        fail("%sa logit of the sample is %g", o_.steps > 0 ? step_text().c_str() : "", double{logit});
+void Gpt::backward_blocks(std::vector<MicroBatch>& micro_batches, bool adds) {
+    gradients_.begin_backward(adds);
+    for (int l = config_.layers - 1; l >= 0; l--) {
+        Range range("block", l);
+        Gradients::OfUnit gradients = gradients_.take(l + 1, adds);
+        weights_.block(l);
+        for (int k = 0; MicroBatch & m : micro_batches) {
+            BlockActivations& a = m.blocks[static_cast<size_t>(l)];
+            inputs_.begin_backward(l, k++, a.input, !a.middle);
+            BlockGradient<floatX> g(trained_.layout.block(gradients.all.data(), l), m.adds);
+            backward_block(l, g, a, m.rows, m.d_residual);
+        }
+        gradients_.complete(l + 1, gradients);
     }
+    weights_.release();
+    gradients_.end_backward();
+    inputs_.release();
 }
 
-// Prints the prompt and its continuation, of a training under a header. A sample longer than the window goes
-// on from its latest half.
-void Trainer::sample() {
-    metrics_.finish();
-    Sample text(o_, in_, step_);
-    const std::vector<int> prompt = text.tokens();
-    const auto choose = [&](const TensorX& device_logits) {
-        std::vector<floatX> narrow(static_cast<size_t>(config_.vocabulary));
-        copy_to_host(narrow.data(), device_logits.data(), narrow.size() * sizeof(floatX), stream_);
-        std::vector<float> logits(narrow.size());
-        for (size_t v = 0; v < logits.size(); v++) logits[v] = to_float(narrow[v]);
-        check_logits(logits);
-        const int token = text.next(logits);
-        return interrupted ? -1 : token;
-    };
-    const int window = in_.sample_window(), half = window / 2;
-    arena_.run(plans_.sample,
-               [&] { gpt_.generate(prompt, window - static_cast<int>(prompt.size()), choose); });
-    while (!text.ended() && !interrupted) {
-        const std::vector<int> latest(text.tokens().end() - half, text.tokens().end());
-        arena_.run(plans_.slide, [&] { gpt_.generate(latest, window - half, choose); });
+// The micro-batches before the first block. Only the first one may overwrite gradients.
+std::vector<MicroBatch> Gpt::begin(const std::vector<const DeviceBatch*>& batches,
+                                   const MicroBatchOptions& options) const {
+    std::vector<MicroBatch> all;
+    for (size_t k = 0; k < batches.size(); k++) {
+        MicroBatch m = {*batches[k], options.adds || k > 0, rows_of(*batches[k]), {}};
+        m.rows.dropout = options.dropout;
+        if (options.dropout.key) m.rows.dropout.key += k;
+        m.blocks.resize(static_cast<size_t>(config_.layers));
+        all.push_back(std::move(m));
     }
-    text.finish();
+    return all;
 }
 
-void Trainer::save() {
-    metrics_.finish();
-    saves_.others.erase(step_);
-    const bool good = metrics_.is_good();
-    if (good) saves_.good = step_;
-    Progress progress{.step = step_,
-                      .sequences = first_sequence_ + (step_ - first_step_) * o_.batch * o_.grad_accum,
-                      .evaluated = evaluated_,
-                      .others = saves_.others,
-                      .first_loss = metrics_.first_loss,
-                      .last_good = saves_.good,
-                      .data = in_.facts};
-    remember_options(o_, progress);
-    save_checkpoint(saves_, model_.trained(), progress, in_.saved_tokenizer(), o_.steps > 0, in_.adapter);
-    if (good) metrics_.last_save = o_.out + "/" + step_name(step_);
-    saved_step_ = step_;
-    fprintf(notes(), "saved step %lld in %s\n", static_cast<long long>(step_), o_.out.c_str());
-    if (!good)
-        fprintf(stderr, "%s/%s: is of a step with %s; the last good save: %s\n", o_.out.c_str(),
-                step_name(step_).c_str(), metrics_.why_bad().c_str(), metrics_.last_save.c_str());
+// All rows of a batch. With a soft prompt each sequence has one example, so there are no documents.
+Rows Gpt::rows_of(const DeviceBatch& batch) const {
+    Rows rows;
+    if (prompt_len() == 0) rows.documents = &batch.documents;
+    return rows;
 }
 
-// Saves the last complete step where a signal has asked for it. Before a run's first step is complete there
-// is nothing to save, and the request waits.
-void Trainer::save_if_asked() {
-    if (!asked_to_save || !saves() || step_ == first_step_) return;
-    asked_to_save = 0;
-    if (saved_step_ != step_) save();
-}
+// ---- a block
 
-// The end of a run whose steps are all made.
-void Trainer::finish() {
-    const bool is_saved =
-        step_ == first_step_ && !in_.resumed.empty() && same_file(folder_above(in_.resumed), o_.out);
-    evaluated_ = true;
-    if (saves() && !is_saved) save();
-    if (val_loader_) validate_and_log();
-    if (!interrupted && in_.samples()) sample();
-    if (!o_.merge.empty() && !interrupted) merge();
-}
-
-// Saves the model with the adapter in its weights. Where that fails, what was trained is not lost.
-void Trainer::merge() {
-    metrics_.finish();
-    try {
-        write_merged();
-    } catch (const UserError& error) {
-        fail_to_merge(error.what());
+// A block's forward, from the residual stream in a.input to the one that is returned. `keep` says which
+// tensors stay in `a` for backward. With `kv` the rows follow others, whose keys and values it has.
+TensorX Gpt::forward_block(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
+    forward_attention(layer, a, rows, keep, kv);
+    if (!keep.backward) a.input.drop();
+    TensorX output = forward_mlp(layer, a, rows, keep);
+    if (!keep.middle && keep.backward) {  // only the input stays
+        TensorX input = std::move(a.input);
+        a = {};
+        a.input = std::move(input);
     }
-    fprintf(notes(), "merged the adapter into a model in %s\n", o_.merge.c_str());
+    return output;
 }
 
-// Fails with a line that says how to merge again. Without --out the adapter, which is small, is saved first.
-void Trainer::fail_to_merge(const std::string& why) {
-    const std::string failed = format("--merge %s: %s", o_.merge.c_str(), why.c_str());
-    if (step_ == first_step_) fail("%s", failed.c_str());  // nothing was trained
-    if (saves())
-        fail("%s; the adapter is saved: --resume %s --steps 0 --merge DIR merges it", failed.c_str(),
-             o_.out.c_str());
-    const std::string wanted = without_last_slashes(o_.merge) + ".adapter";
-    std::string kept = wanted;
-    for (int i = 2; file_exists(kept); i++) kept = format("%s-%d", wanted.c_str(), i);
-    try {
-        write_folder(kept, [&](const std::string& folder) {
-            write_adapter(folder, model_.trained(), in_.adapter, in_.saved_tokenizer());
-        });
-    } catch (const UserError& error) {
-        fail("%s; nor can the adapter be saved: %s", failed.c_str(), error.what());
+// From a.input to a.middle. If the MLP takes all rows at once, the kernel that adds to the residual stream
+// also computes the MLP's norm.
+void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
+    const bool in_chunks = !keep.middle && !kv && attention_goes_in_chunks(a.input);
+    if (in_chunks) {
+        a.middle = forward_attention_in_chunks(layer, a, rows, keep);
+        return;
     }
-    fail("%s; the adapter is saved: --model %s --adapter %s --steps 0 --merge DIR merges it", failed.c_str(),
-         o_.model.c_str(), kept.c_str());
+    if (inputs_.stores_chunks())
+        for_each_rows_of_sequence(arena_, a.input, attention_rows_, From::First,
+                                  [&](TensorX chunk) { inputs_.store(chunk); });
+    forward_attention_rows(layer, a, rows, keep, kv);
+    TensorX projection;
+    if (mlp_goes_in_chunks(a.input.rows())) {
+        a.middle = take(keep.middle ? "residual_middle" : "residual", a.input.shape());
+        add_projection_in_chunks(a.middle, a.input, a.attention.out, layer, rows);
+    } else {
+        projection = attention_projection(layer, a.attention.out, rows);
+    }
+    if (!keep.attention) a.attention.out.drop(), a.attention.lse.drop();
+    if (!projection) return;
+    a.middle = take("residual_middle", a.input.shape());
+    a.mlp.norm = norm_.add_and_forward(kNorm2, a.middle, a.input, projection, weights_.block(layer).norm_2);
 }
 
-void Trainer::write_merged() {
-    write_folder(o_.merge, [&](const std::string& folder) {
-        write_settings<floatX>(folder, config_, in_.saved_tokenizer());
-        const bool by_outputs = model_.quantized && model_.quantized->by_outputs();
-        MergedFile<floatX> file(folder + "/model.safetensors", model_.state, by_outputs,
-                                model_.fields_outside(), stream_);
-        arena_.run(plans_.merge, [&] {
-            gpt_.for_each_merged(
-                [&](int layer, Field field, const TensorX& matrix) { file.append(layer, field, matrix); });
-        });
-        file.finish();
+// From a.input to a.attention.out, of all rows or a chunk.
+void Gpt::forward_attention_rows(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
+    const Block<floatX>& w = weights_.block(layer);
+    a.norm_1 = norm_.forward(kNorm1, a.input, w.norm_1);
+    auto normed = [&] { return a.norm_1.out.view(); };
+    attention_.make_qkv(a.attention, normed, w, rows, keep.backward, kv ? kv->length : 0);
+    if (!keep.norm || !backward_reads_input(w.qkv)) a.norm_1.out.drop();
+    attention_.forward(layer, a.attention, rows, keep.backward, kv);
+    if (!keep.qkv) a.attention.raw_qkv.drop();
+    if (!keep.qkv || (a.attention.raw_qkv && !keep.norm)) a.attention.qkv.drop();
+}
+
+// The projection of attention's output (.., query_width()).
+TensorX Gpt::attention_projection(int layer, const TensorX& attention, const Rows& rows) {
+    TensorX out = linear("attention_projected", attention, weights_.block(layer).attention, rows);
+    if (const Dropout d = rows.dropout_at(layer, kProjectedPlace, config_.channels))
+        dropout(out, out, d, stream_);
+    return out;
+}
+
+// From a.middle, and its norm if all rows go at once, to the block's output. In chunks nothing is kept, and
+// the output overwrites a.middle unless that is kept.
+TensorX Gpt::forward_mlp(int layer, BlockActivations& a, const Rows& rows, Keep keep) {
+    if (!mlp_goes_in_chunks(a.middle.rows())) return forward_mlp_rows(layer, a.mlp, rows, keep, a.middle, {});
+    Block<floatX>& w = weights_.block(layer);
+    dequantize(w.up), dequantize(w.down);
+    const TensorX x = a.middle.view();
+    TensorX output = keep.middle ? take("residual", x.shape()) : std::move(a.middle);
+    Keep nothing = kKeepNothing;
+    nothing.backward = keep.backward;
+    for_each_chunk(arena_, rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
+        MlpActivations m;
+        forward_mlp_rows(layer, m, chunk, nothing, x.rows_at(first, count), output.rows_at(first, count));
     });
+    w.up.dequantized.drop(), w.down.dequantized.drop();
+    return output;
 }
 
-// The end of a run that was interrupted.
-void Trainer::stop() {
-    if (step_ == first_step_)
-        fprintf(notes(), "interrupted before step %lld\n", static_cast<long long>(step_ + 1));
-    else
-        printf("interrupted after step %lld\n", static_cast<long long>(step_));
-    if (saves() && saved_step_ != step_) save();
+// x (.., C) + the MLP of its norm, of all rows or a chunk: in `out`, which may be x, or else in a new tensor.
+TensorX Gpt::forward_mlp_rows(int layer, MlpActivations& m, const Rows& rows, Keep keep, const TensorX& x,
+                              TensorX out) {
+    const Block<floatX>& w = weights_.block(layer);
+    if (!m.norm.rstd) m.norm = norm_.forward(kNorm2, x, w.norm_2);
+    if (!keep.backward && family_.mlp == MlpKind::Gelu) {  // GELU's input is not needed
+        m.activated = linear("gelu", m.norm.out, w.up, rows, true);
+        m.norm.out.drop();
+    } else {
+        m.up = linear("up", m.norm.out, w.up, rows);
+        if (!keep.norm || !backward_reads_input(w.up)) m.norm.out.drop();
+        m.activated = activate(m.up);
+        if (!keep.up) m.up.drop();
+    }
+    TensorX output = linear(out ? "mlp_output" : "residual", m.activated, w.down, rows);
+    if (const Dropout d = rows.dropout_at(layer, kOutputPlace, config_.channels))
+        dropout(output, output, d, stream_);
+    if (!keep.gelu || !backward_reads_input(w.down)) m.activated.drop();
+    TensorX& sum = out ? out : output;
+    residual_forward(sum, output, x, stream_);
+    return std::move(sum);
 }
 
-// ---- forward
-
-// The MLP's, of all rows or some.
-struct MlpActivations {
-    NormedX norm;
-    TensorX up;         // before the activation; the gate's half first where there is one
-    TensorX activated;  // (.., mlp_width)
-};
-
-// The tensors of one block's forward, in the order they are written. (B, T, C) unless said otherwise.
-struct BlockActivations {
-    TensorX input;  // the residual stream at the block's start
-    NormedX norm_1;
-    TensorX qkv;        // (B, T, qkv_width()), as attention reads it
-    TensorX raw_qkv;    // the same before its heads were normalised, where they are
-    TensorX attention;  // (B, T, query_width()), before the projection
-    TensorF lse;        // (B, heads, T), the log of each softmax's denominator
-    TensorX middle;     // the residual stream after attention
-    MlpActivations mlp;
-};
-
-// The last norm and the logits of some rows.
-struct HeadActivations {
-    NormedX norm;    // (rows, C)
-    TensorX logits;  // (rows, padded vocabulary)
-};
-
-// The activation of the MLP (.., mlp_width), of what its first product made.
+// The MLP's activation (.., mlp_width) of its first product.
 TensorX Gpt::activate(const TensorX& up) {
     Shape shape = up.shape();
     shape.dims[shape.count - 1] = config_.mlp_width;
@@ -703,303 +605,44 @@ TensorX Gpt::activate(const TensorX& up) {
     return out;
 }
 
-// a.qkv (B, T, qkv_width()) as attention reads it: the product of the block's normalised input, its heads
-// normalised and rotated as the family has it. Where heads are normalised, a backward needs the product too:
-// a.raw_qkv is that, and where it was kept, no product is made again. make_x() hands over the input.
-template <class MakeX>
-void Gpt::make_qkv(BlockActivations& a, MakeX&& make_x, const Block<floatX>& w, const Rows& rows,
-                   bool for_backward, int first_position) {
-    const bool norms = static_cast<bool>(w.query_norm.weight);
-    if (norms && for_backward) {
-        if (!a.raw_qkv) a.raw_qkv = linear("qkv", make_x(), w.qkv, rows);
-        a.qkv = take("normed_qkv", a.raw_qkv.shape());
+// A block's backward. Recomputes what forward dropped, and writes or adds the block's gradients. d_residual
+// (B, T, C), the gradient of the block's output, becomes that of its input.
+void Gpt::backward_block(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
+                         TensorX& d_residual) {
+    if (!a.middle && attention_goes_in_chunks(d_residual)) {
+        backward_block_in_chunks(layer, g, a.input, rows, d_residual);
     } else {
-        a.qkv = linear("qkv", make_x(), w.qkv, rows);
+        if (!a.middle) forward_attention(layer, a, rows, {.norm = false}, nullptr);
+        backward_mlp(layer, g, a, rows, d_residual);
+        a.middle.drop();
+        backward_attention(layer, g, a, rows, d_residual);
     }
-    if (norms)
-        head_norm_forward(a.qkv, a.raw_qkv ? a.raw_qkv : a.qkv, w.query_norm.weight, w.key_norm.weight,
-                          config_.heads, config_.kv_heads, stream_, epsilon());
-    if (family_.position == PositionKind::Rotary)
-        rope_forward(a.qkv, position_factors_, config_.heads + config_.kv_heads, first_position,
-                     rows.positions(a.qkv.rows()), stream_, rotary_scale());
+    a = {};
 }
 
-// Turns d_qkv, the gradient of a.qkv, into that of the product which make_qkv() began with.
-void Gpt::make_qkv_backward(TensorX& d_qkv, BlockActivations& a, const Block<floatX>& w,
-                            BlockGradient<floatX>& g, const Rows& rows, int first_position) {
-    if (family_.position == PositionKind::Rotary)
-        rope_backward(d_qkv, position_factors_, config_.heads + config_.kv_heads, first_position,
-                      rows.positions(d_qkv.rows()), stream_, rotary_scale());
-    if (!w.query_norm.weight) return;
-    TensorF scratch;
-    if (g.query_norm.view.weight)
-        scratch = take_float("column_sums", head_norm_scratch(d_qkv.rows(), config_.head_size));
-    const auto backward = [&](auto& g_query, auto& g_key) {
-        head_norm_backward(d_qkv, g_query, g_key, scratch, a.raw_qkv, w.query_norm.weight, w.key_norm.weight,
-                           config_.heads, config_.kv_heads, stream_, epsilon());
-    };
-    g.query_norm.all ? backward(g.query_norm.sums.weight, g.key_norm.sums.weight)
-                     : backward(g.query_norm.view.weight, g.key_norm.view.weight);
-    a.raw_qkv.drop();
-}
-
-// a.attention (B, T, query_width()) = causal attention of a.qkv; of rows of one sequence, of these and of
-// those before them, to which they are appended.
-void Gpt::attend(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
-    const int64_t B = a.qkv.shape().dims[0], T = a.qkv.shape().dims[1];
-    if (kv) keys_.append(a.qkv, *kv);
-    a.attention = take("attention", {B, T, config_.query_width()});
-    if (keep.backward) a.lse = take_float("attention_lse", {B, config_.heads, T});
-    const auto forward = [&](const AttentionInput<floatX>& in) {
-        attention_forward(a.attention.data(), a.lse.data(), in, stream_);
-    };
-    // In backward the same rows are next.
-    const int64_t next_row = kv ? kv->length + (keep.backward ? 0 : T) : 0;
-    keys_.for_each_piece(a.qkv, layer, rows, kv, false, next_row, forward);
-}
-
-// From a.input to a.attention.
-void Gpt::forward_attention_rows(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
-    const Block<floatX>& w = weights_.block(layer);
-    a.norm_1 = norm_.forward(kNorm1, a.input, w.norm_1);
-    auto normed = [&] { return a.norm_1.out.view(); };
-    make_qkv(a, normed, w, rows, keep.backward, kv ? kv->length : 0);
-    if (!keep.norm || !wants_input(w.qkv)) a.norm_1.out.drop();
-    attend(layer, a, rows, keep, kv);
-    if (!keep.qkv) a.raw_qkv.drop();
-    if (!keep.qkv || (a.raw_qkv && !keep.norm)) a.qkv.drop();
-}
-
-// From a.input to a.middle. If the MLP takes all rows at once, the kernel that adds the residual also
-// computes its norm.
-void Gpt::forward_attention(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
-    const bool in_chunks_here = !keep.middle && !kv && attends_in_chunks(a.input);
-    if (parked_rows_.stores() && !in_chunks_here)
-        for_each_rows_of_sequence(arena_, a.input, attention_rows_, From::First,
-                                  [&](TensorX chunk) { parked_rows_.store(chunk); });
-    if (in_chunks_here) {
-        a.middle = forward_attention_in_chunks(layer, a, rows, keep);
-        return;
-    }
-    forward_attention_rows(layer, a, rows, keep, kv);
-    if (in_chunks(a.input.rows())) {
-        a.middle = take(keep.middle ? "residual_middle" : "residual", a.input.shape());
-        add_projected(a.middle, a.input, a.attention, layer, rows);
-        if (!keep.attention) a.attention.drop(), a.lse.drop();
-        return;
-    }
-    const TensorX summand = projected(layer, a.attention, rows);
-    if (!keep.attention) a.attention.drop(), a.lse.drop();
-    a.middle = take("residual_middle", a.input.shape());
-    a.mlp.norm = norm_.add_and_forward(kNorm2, a.middle, a.input, summand, weights_.block(layer).norm_2);
-}
-
-// The output of the attention half for a.input (B, T, C), chunk by chunk. Only keys and values exist for a
-// whole sequence, or not even these if they are offloaded. Nothing else is kept. The output overwrites
-// a.input, of which x is a view, if backward does not read that here.
-TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep) {
-    Block<floatX>& w = weights_.block(layer);
-    hold(w.qkv), hold(w.attention);
-    const TensorX x = a.input.view();
-    TensorX sum = parked_rows_.stores() || !keep.backward ? std::move(a.input) : take("residual", x.shape());
-    keys_.begin_block(false);
-    for_each_sequence(arena_, x, rows, [&](const Rows& sequence, int entry, int64_t length) {
-        KvRows kv = keys_.begin_sequence(length, entry);
-        const auto forward = [&](const Rows& chunk, int64_t first, int64_t count) {
-            BlockActivations of_chunk;
-            of_chunk.input = rows_of_sequence(x, chunk, count);
-            if (parked_rows_.stores()) parked_rows_.store(of_chunk.input);
-            kv.length = static_cast<int>(first);
-            forward_attention_rows(layer, of_chunk, chunk, kKeepNothing, &kv);
-            keys_.end_chunk(kv, count);
-            TensorX to = sum.rows_at(chunk.first, count);
-            residual_forward(to, of_chunk.input, projected(layer, of_chunk.attention, chunk), stream_);
-        };
-        for_each_chunk(arena_, sequence, length, attention_rows_, forward);
-    });
-    keys_.end_block();
-    w.qkv.made.drop(), w.attention.made.drop();
-    return sum;
-}
-
-// The projection of attention's output (.., query_width()).
-TensorX Gpt::projected(int layer, const TensorX& attention, const Rows& rows) {
-    const Linear<floatX>& w = weights_.block(layer).attention;
-    TensorX out = linear("attention_projected", attention, w, rows);
-    if (const Dropout d = rows.dropout_at(layer, kProjectedPlace, config_.channels))
-        dropout(out, out, d, stream_);
-    return out;
-}
-
-// sum = x + the projection of attention's output, chunk by chunk.
-void Gpt::add_projected(TensorX& sum, const TensorX& x, const TensorX& attention, int layer,
-                        const Rows& rows) {
-    Linear<floatX>& w = weights_.block(layer).attention;
-    hold(w);
-    for_each_chunk(arena_, rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
-        TensorX to = sum.rows_at(first, count);
-        residual_forward(to, x.rows_at(first, count),
-                         projected(layer, attention.rows_at(first, count), chunk), stream_);
-    });
-    w.made.drop();
-}
-
-// From a.middle, and its norm if all rows go at once, to the block's output. In chunks nothing is kept, and
-// the output overwrites a.middle unless that is kept.
-TensorX Gpt::forward_mlp(int layer, BlockActivations& a, const Rows& rows, Keep keep) {
-    if (!in_chunks(a.middle.rows())) return forward_mlp_rows(layer, a.mlp, rows, keep, a.middle, {});
-    Block<floatX>& w = weights_.block(layer);
-    hold(w.up), hold(w.down);
-    const TensorX x = a.middle.view();
-    TensorX output = keep.middle ? take("residual", x.shape()) : std::move(a.middle);
-    Keep nothing = kKeepNothing;
-    nothing.backward = keep.backward;
-    for_each_chunk(arena_, rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
-        MlpActivations m;
-        forward_mlp_rows(layer, m, chunk, nothing, x.rows_at(first, count), output.rows_at(first, count));
-    });
-    w.up.made.drop(), w.down.made.drop();
-    return output;
-}
-
-// x (.., C) + the MLP of its norm: in `out`, which may be x, or where there is none in a tensor of its own.
-TensorX Gpt::forward_mlp_rows(int layer, MlpActivations& m, const Rows& rows, Keep keep, const TensorX& x,
-                              TensorX out) {
-    const Block<floatX>& w = weights_.block(layer);
-    if (!m.norm.rstd) m.norm = norm_.forward(kNorm2, x, w.norm_2);
-    if (!keep.backward && family_.mlp == MlpKind::Gelu) {  // its input is not needed
-        m.activated = linear("gelu", m.norm.out, w.up, rows, true);
-        m.norm.out.drop();
-    } else {
-        m.up = linear("up", m.norm.out, w.up, rows);
-        if (!keep.norm || !wants_input(w.up)) m.norm.out.drop();
-        m.activated = activate(m.up);
-        if (!keep.up) m.up.drop();
-    }
-    TensorX output = linear(out ? "mlp_output" : "residual", m.activated, w.down, rows);
-    if (const Dropout d = rows.dropout_at(layer, kOutputPlace, config_.channels))
-        dropout(output, output, d, stream_);
-    if (!keep.gelu || !wants_input(w.down)) m.activated.drop();
-    TensorX& sum = out ? out : output;
-    residual_forward(sum, output, x, stream_);
-    return std::move(sum);
-}
-
-// One block, from the residual stream in a.input to the one returned.
-TensorX Gpt::forward_block(int layer, BlockActivations& a, const Rows& rows, Keep keep, KvRows* kv) {
-    forward_attention(layer, a, rows, keep, kv);
-    if (!keep.backward) a.input.drop();
-    TensorX output = forward_mlp(layer, a, rows, keep);
-    if (!keep.middle && keep.backward) {
-        TensorX input = std::move(a.input);
-        a = {};
-        a.input = std::move(input);
-    }
-    return output;
-}
-
-// The last block's output for `tokens` (B, T), keeping nothing. With a cache the tokens follow what it holds.
-TensorX Gpt::forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* cache) {
-    TensorX stream = ends_.embed(tokens, rows, cache ? cache->length : 0);
-    weights_.expect_blocks();
-    for (int l = 0; l < config_.layers; l++) {
-        BlockActivations a;
-        a.input = std::move(stream);
-        Range range("block", l);
-        weights_.block(l);
-        KvRows kv;
-        if (cache) {
-            kv = {cache->layers[static_cast<size_t>(l)].view()};
-            kv.rows = kv.all.rows(), kv.length = cache->length;
-        }
-        stream = forward_block(l, a, rows, kKeepNothing, cache ? &kv : nullptr);
-    }
-    weights_.release();
-    return stream;
-}
-
-HeadActivations Gpt::forward_head(const TensorX& x) {
-    HeadActivations a{norm_.forward(kLastNorm, x, weights_.head.norm), {}};
-    a.logits = ends_.logits(a.norm.out);
-    return a;
-}
-
-// ---- backward
-
-// The head and the loss, chunk by chunk of rows: each goes forward and at once back, so that only one chunk's
-// logits exist. `stream` (B, T, C), the last block's output, becomes its gradient.
-void Gpt::head(TensorX& stream, const Tensor<int>& targets, const MicroBatchOptions& options,
-               LossScale loss_scale, TensorF& loss, Head<floatX>& g) {
-    const int64_t rows = stream.rows(), C = config_.channels;
-    const bool chunks = options.head_rows > 0 && options.head_rows < rows;
-    TensorF losses = take_float("losses", {rows, 1});
-    NormGradient<floatX> d_norm_weights{std::move(g.norm)};
-    d_norm_weights.begin_chunks(arena_, stream_, "d_ln_f_sums");
-    if (g.logits.weight && chunks && !options.adds) fill_zero(g.logits.weight, stream_);
-    Tensor<uint8_t> low;
-    if (chunks) low = take_low_bits(arena_, stream_, "d_wte_low_bits", g.logits.weight);
-    ends_.begin_head();
-    for_each_chunk(arena_, {}, rows, options.head_rows, [&](const Rows&, int64_t first, int64_t count) {
-        TensorX part = stream.rows_at(first, count), x = take("head_input", {count, C});
-        copy_rows_on_device(x.data(), C, part.data(), C, C, count, stream_);
-        HeadActivations a = forward_head(x);
-        TensorF part_losses = losses.rows_at(first, count);
-        cross_entropy_forward_backward(a.logits, part_losses, targets.view({rows, 1}).rows_at(first, count),
-                                       loss_scale, config_.vocabulary, stream_);
-        if (g.logits.weight)
-            add_product(arena_, stream_, g.logits.weight, low, a.logits, a.norm.out, chunks || options.adds);
-        TensorX d_norm = std::move(a.norm.out);  // its memory: the product above read it last
-        ends_.logits_backward(d_norm, a.logits);
-        a.logits.drop();
-        fill_zero(part, stream_);
-        norm_.backward(part, d_norm_weights, d_norm, x, a.norm, weights_.head.norm);
-    });
-    ends_.end_head();
-    add_losses(loss, losses, loss_scale, stream_);
-    d_norm_weights.end_chunks(stream_);
-    g.norm = std::move(d_norm_weights.view);
-}
-
-// Backward of dropout: d_out through its mask, or a view of d_out if nothing is dropped.
-TensorX Gpt::dropped(const TensorX& d_out, const Dropout& d) {
-    if (!d) return d_out.view();
-    TensorX d_in = take_gradient("d_dropped", d_out.shape());
-    dropout(d_in, d_out, d, stream_);
-    return d_in;
-}
-
-// The MLP half: d_stream, the gradient of the block's output, becomes that of a.middle.
+// The MLP half: d_residual, the gradient of the block's output, becomes that of a.middle.
 void Gpt::backward_mlp(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
-                       TensorX& d_stream) {
-    if (!in_chunks(d_stream.rows())) return backward_mlp_rows(layer, g, a.mlp, a.middle, rows, d_stream);
+                       TensorX& d_residual) {
+    if (!mlp_goes_in_chunks(d_residual.rows()))
+        return backward_mlp_rows(layer, g, a.mlp, a.middle, rows, d_residual);
     Block<floatX>& w = weights_.block(layer);
-    hold(w.up), hold(w.down);
+    dequantize(w.up), dequantize(w.down);
     g.begin_mlp_chunks(arena_, stream_);
-    backward_mlp_in_chunks(layer, g, a.middle, rows, d_stream);
-    w.up.made.drop(), w.down.made.drop();
+    backward_mlp_in_chunks(layer, g, a.middle, rows, d_residual);
+    w.up.dequantized.drop(), w.down.dequantized.drop();
     g.end_mlp_chunks(stream_);
 }
 
-// Backward of the MLP half in chunks of rows, where x is the residual stream before it.
-void Gpt::backward_mlp_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
-                                 TensorX& d_stream) {
-    for_each_chunk(arena_, rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
-        const TensorX x_chunk = x.rows_at(first, count);
-        TensorX d_chunk = d_stream.rows_at(first, count);
-        MlpActivations m{norm_.forward(kNorm2, x_chunk, weights_.block(layer).norm_2), {}, {}};
-        backward_mlp_rows(layer, g, m, x_chunk, chunk, d_chunk);
-    });
-}
-
-// Backward of the MLP half for some rows or all: d_stream becomes the gradient of x. What costs no matrix
-// product, the norm and the activation, is dropped after each use and computed again for the next.
+// Backward of the MLP half for all rows or a chunk: d_residual becomes the gradient of x. The norm and the
+// activation cost no matrix product, so they are dropped after each use and computed again for the next.
 void Gpt::backward_mlp_rows(int layer, BlockGradient<floatX>& g, MlpActivations& m, const TensorX& x,
-                            const Rows& rows, TensorX& d_stream) {
+                            const Rows& rows, TensorX& d_residual) {
     const Block<floatX>& w = weights_.block(layer);
     auto make_norm = [&] { return norm_.output(m.norm, kNorm2, x, w.norm_2); };
     if (!m.up) m.up = linear("up", make_norm(), w.up, rows);
     auto make_activated = [&] { return m.activated ? std::move(m.activated) : activate(m.up); };
-    TensorX d_up, d_output = dropped(d_stream, rows.dropout_at(layer, kOutputPlace, config_.channels));
+    TensorX d_output = dropout_backward(d_residual, rows.dropout_at(layer, kOutputPlace, config_.channels));
+    TensorX d_up;
     if (family_.mlp == MlpKind::Gelu) {
         d_up = linear_backward("d_up", g.down, make_activated, d_output, w.down, rows, &m.up);
         m.up.drop();
@@ -1011,260 +654,196 @@ void Gpt::backward_mlp_rows(int layer, BlockGradient<floatX>& g, MlpActivations&
     d_output.drop();
     TensorX d_norm = linear_backward("d_ln_2", g.up, make_norm, d_up, w.up, rows);
     d_up.drop();
-    norm_.backward(d_stream, g.norm_2, d_norm, x, m.norm, w.norm_2);
+    norm_.backward(d_residual, g.norm_2, d_norm, x, m.norm, w.norm_2);
 }
 
-// Replaces qkv (B, T, qkv_width()) by its gradient. Some kernels read k and v after dk and dv are written:
-// then these go to buffers, and are copied at the end. With `kv`, keys and values are read there, and dk and
-// dv are written into qkv.
-void Gpt::attention_backward_in_place(TensorX& qkv, const TensorX& d_attention, const TensorF& lse,
-                                      const TensorF& delta, int layer, const Rows& rows, KvRows* kv) {
-    const auto run = [&](floatX* dq, floatX* dk, floatX* dv, const AttentionInput<floatX>& in) {
-        attention_backward(dq, dk, dv, d_attention.data(), lse.data(), delta.data(), in, stream_);
-    };
-    const int64_t next_row = kv ? kv->length - attention_rows_ : 0;  // the last chunk goes first
-    floatX *const k = qkv.at(keys_.keys_at()), *const v = qkv.at(keys_.values_at());
-    if (kv || kOverwritesKeys)
-        return keys_.for_each_piece(qkv, layer, rows, kv, true, next_row,
-                                    [&](const AttentionInput<floatX>& in) { run(qkv.data(), k, v, in); });
-    AttentionInput<floatX> in = keys_.input(qkv, layer, rows, nullptr);
-    const int64_t count = qkv.rows(), kv_width = config_.kv_width();
-    TensorX d_k = take_gradient("d_keys", {count, kv_width}),
-            d_v = take_gradient("d_values", {count, kv_width});
-    in.dkv_row = kv_width, in.dkv_batch = in.keys * kv_width, in.dkv_head = config_.head_size;
-    run(qkv.data(), d_k.data(), d_v.data(), in);
-    for (const auto& [from, to] : {std::pair{&d_k, k}, std::pair{&d_v, v}}) {
-        const int64_t columns = family_.heads_together ? config_.head_size : kv_width;
-        const int64_t stride = family_.heads_together ? in.kv_head : in.kv_row;
-        copy_rows_on_device(to, stride, from->data(), columns, columns, count * kv_width / columns, stream_);
-    }
-}
-
-// Backward of the attention half: d_stream, the gradient of a.middle, becomes that of a.input. With `kv` the
-// rows are a chunk; later chunks went before, and what they add to its dk and dv is in the sums of `kv`.
+// Backward of the attention half: d_residual, the gradient of a.middle, becomes that of a.input. With `kv`
+// the rows are a chunk of a sequence; the chunks after it went before.
 void Gpt::backward_attention(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
-                             TensorX& d_stream, KvRows* kv) {
+                             TensorX& d_residual, KvRows* kv) {
     const Block<floatX>& w = weights_.block(layer);
-    const int first = kv ? kv->length : 0;
-    auto make_norm_1 = [&] { return norm_.output(a.norm_1, kNorm1, a.input, w.norm_1); };
-    if (!a.qkv) make_qkv(a, make_norm_1, w, rows, true, first);
-    if (!a.attention) attend(layer, a, rows, {}, kv);
-
-    auto attention = [&] { return a.attention.view(); };
-    TensorX d_projected = dropped(d_stream, rows.dropout_at(layer, kProjectedPlace, config_.channels));
-    TensorX d_attention =
-        linear_backward("d_attention", g.attention, attention, d_projected, w.attention, rows);
-    d_projected.drop();
-    TensorF delta = take_float("attention_delta", a.lse.shape());
-    attention_delta(delta.data(), d_attention.data(), a.attention.data(),
-                    keys_.input(a.qkv, layer, rows, nullptr), stream_);
-    a.attention.drop();
-    attention_backward_in_place(a.qkv, d_attention, a.lse, delta, layer, rows, kv);
-    delta.drop();
-    d_attention.drop();
-    a.lse.drop();
-    TensorX d_qkv = std::move(a.qkv);
-    make_qkv_backward(d_qkv, a, w, g, rows, first);
-
-    TensorX d_norm = linear_backward("d_ln_1", g.qkv, make_norm_1, d_qkv, w.qkv, rows);
+    AttentionActivations& attention = a.attention;
+    auto make_norm = [&] { return norm_.output(a.norm_1, kNorm1, a.input, w.norm_1); };
+    if (!attention.qkv) attention_.make_qkv(attention, make_norm, w, rows, true, kv ? kv->length : 0);
+    if (!attention.out) attention_.forward(layer, attention, rows, true, kv);
+    auto attended = [&] { return attention.out.view(); };
+    TensorX d_projection =
+        dropout_backward(d_residual, rows.dropout_at(layer, kProjectedPlace, config_.channels));
+    TensorX d_attended =
+        linear_backward("d_attention", g.attention, attended, d_projection, w.attention, rows);
+    d_projection.drop();
+    TensorX d_qkv = attention_.backward(layer, attention, std::move(d_attended), w, g, rows, kv);
+    TensorX d_norm = linear_backward("d_ln_1", g.qkv, make_norm, d_qkv, w.qkv, rows);
     d_qkv.drop();
-    norm_.backward(d_stream, g.norm_1, d_norm, a.input, a.norm_1, w.norm_1);
+    norm_.backward(d_residual, g.norm_1, d_norm, a.input, a.norm_1, w.norm_1);
 }
 
-// A block of which only the input x (B, T, C) is there, or parked, some rows of a sequence at a time. First
-// all keys and values are made. Then each chunk goes forward and back, from the last one on: no query before
-// it sees its keys, so their gradients are complete with its own, and d_stream becomes that of x row by row.
-void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
-                                   TensorX& d_stream) {
+// d_out through the mask of a dropout, or a view of d_out if nothing is dropped.
+TensorX Gpt::dropout_backward(const TensorX& d_out, const Dropout& d) {
+    if (!d) return d_out.view();
+    TensorX d_in = arena_.take<floatX>("d_dropped", d_out.shape(), "gradient");
+    dropout(d_in, d_out, d, stream_);
+    return d_in;
+}
+
+// ---- the head and the loss
+
+// The head and the loss, chunk by chunk of rows: each chunk goes forward and at once back, so that only one
+// chunk's logits exist. m.d_residual becomes the gradient of m.residual, in the same memory.
+void Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss, Head<floatX>& g) {
+    TensorX residual = ends_.without_prompt(std::move(m.residual));
+    const int64_t rows = residual.rows(), C = config_.channels;
+    const bool in_chunks = head_rows > 0 && head_rows < rows;
+    const LossScale scale = {loss_scale, m.batch.loss_scale.data()};
+    TensorF losses = arena_.take<float>("losses", {rows, 1});
+    NormGradient<floatX> d_norm_weights{std::move(g.norm)};
+    d_norm_weights.begin_chunks(arena_, stream_, "d_ln_f_sums");
+    if (g.logits.weight && in_chunks && !m.adds) fill_zero(g.logits.weight, stream_);
+    Tensor<uint8_t> low;
+    if (in_chunks) low = take_low_bits(arena_, stream_, "d_wte_low_bits", g.logits.weight);
+    ends_.begin_head();
+    for_each_chunk(arena_, {}, rows, head_rows, [&](const Rows&, int64_t first, int64_t count) {
+        TensorX part = residual.rows_at(first, count), x = take("head_input", {count, C});
+        copy_rows_on_device(x.data(), C, part.data(), C, C, count, stream_);
+        HeadActivations a = forward_head(x);
+        TensorF part_losses = losses.rows_at(first, count);
+        const Tensor<int> targets = m.batch.targets.view({rows, 1}).rows_at(first, count);
+        cross_entropy_forward_backward(a.logits, part_losses, targets, scale, config_.vocabulary, stream_);
+        if (g.logits.weight)
+            add_product(arena_, stream_, g.logits.weight, low, a.logits, a.norm.out, in_chunks || m.adds);
+        TensorX d_norm = std::move(a.norm.out);  // its memory: the product above read it last
+        ends_.logits_backward(d_norm, a.logits);
+        a.logits.drop();
+        fill_zero(part, stream_);
+        norm_.backward(part, d_norm_weights, d_norm, x, a.norm, weights_.head.norm);
+    });
+    ends_.end_head();
+    add_losses(loss, losses, scale, stream_);
+    d_norm_weights.end_chunks(stream_);
+    g.norm = std::move(d_norm_weights.view);
+    m.d_residual = ends_.with_prompt(std::move(residual));
+}
+
+HeadActivations Gpt::forward_head(const TensorX& x) {
+    HeadActivations a{norm_.forward(kLastNorm, x, weights_.head.norm), {}};
+    a.logits = ends_.logits(a.norm.out);
+    return a;
+}
+
+// ---- a block in chunks of rows, for long sequences
+
+// Attention's half of a.input (B, T, C), chunk by chunk. Only keys and values exist for a whole sequence, or
+// not even these if they are offloaded; nothing else is kept. The sum overwrites a.input if backward does not
+// read that on the device.
+TensorX Gpt::forward_attention_in_chunks(int layer, BlockActivations& a, const Rows& rows, Keep keep) {
     Block<floatX>& w = weights_.block(layer);
-    for (auto& [matrix, field] : linears(w)) hold(*matrix);
+    dequantize(w.qkv), dequantize(w.attention);
+    const TensorX x = a.input.view();
+    TensorX sum =
+        inputs_.stores_chunks() || !keep.backward ? std::move(a.input) : take("residual", x.shape());
+    SequenceKeys& keys = attention_.keys();
+    keys.begin_block(false);
+    for_each_sequence(arena_, x, rows, [&](const Rows& sequence, int entry, int64_t length) {
+        KvRows kv = keys.begin_sequence(length, entry, attention_rows_);
+        const auto forward = [&](const Rows& chunk, int64_t first, int64_t count) {
+            BlockActivations of_chunk;
+            of_chunk.input = rows_of_sequence(x, chunk, count);
+            if (inputs_.stores_chunks()) inputs_.store(of_chunk.input);
+            kv.length = static_cast<int>(first);
+            forward_attention_rows(layer, of_chunk, chunk, kKeepNothing, &kv);
+            keys.end_chunk(kv, count);
+            TensorX to = sum.rows_at(chunk.first, count);
+            residual_forward(to, of_chunk.input, attention_projection(layer, of_chunk.attention.out, chunk),
+                             stream_);
+        };
+        for_each_chunk(arena_, sequence, length, attention_rows_, forward);
+    });
+    keys.end_block();
+    w.qkv.dequantized.drop(), w.attention.dequantized.drop();
+    return sum;
+}
+
+// sum = x + the projection of attention's output, in the MLP's chunks.
+void Gpt::add_projection_in_chunks(TensorX& sum, const TensorX& x, const TensorX& attention, int layer,
+                                   const Rows& rows) {
+    Linear<floatX>& w = weights_.block(layer).attention;
+    dequantize(w);
+    for_each_chunk(arena_, rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
+        TensorX to = sum.rows_at(first, count);
+        residual_forward(to, x.rows_at(first, count),
+                         attention_projection(layer, attention.rows_at(first, count), chunk), stream_);
+    });
+    w.dequantized.drop();
+}
+
+// Backward of the MLP half chunk by chunk. x is the residual stream before it.
+void Gpt::backward_mlp_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
+                                 TensorX& d_residual) {
+    for_each_chunk(arena_, rows, x.rows(), mlp_rows_, [&](const Rows& chunk, int64_t first, int64_t count) {
+        const TensorX x_chunk = x.rows_at(first, count);
+        TensorX d_chunk = d_residual.rows_at(first, count);
+        MlpActivations m{norm_.forward(kNorm2, x_chunk, weights_.block(layer).norm_2), {}, {}};
+        backward_mlp_rows(layer, g, m, x_chunk, chunk, d_chunk);
+    });
+}
+
+// Backward of a block of which only the input x (B, T, C) is kept, or offloaded, chunk by chunk of each
+// sequence. First it computes all keys and values. Then each chunk goes forward and back, from the last one
+// on: earlier queries do not see its keys, so the gradients of these are complete with the chunk's own
+// backward, and d_residual becomes the gradient of x chunk by chunk.
+void Gpt::backward_block_in_chunks(int layer, BlockGradient<floatX>& g, const TensorX& x, const Rows& rows,
+                                   TensorX& d_residual) {
+    Block<floatX>& w = weights_.block(layer);
+    SequenceKeys& keys = attention_.keys();
+    for (auto& [matrix, field] : linears(w)) dequantize(*matrix);
     g.begin_chunks(arena_, stream_);
-    keys_.begin_block(true);
+    keys.begin_block(true);
     const auto input = [&](const Rows& chunk, int64_t count) {
-        return x ? rows_of_sequence(x, chunk, count) : parked_rows_.fetch(count);
+        return x ? rows_of_sequence(x, chunk, count) : inputs_.fetch(count);
     };
-    for_each_sequence(arena_, d_stream, rows, [&](const Rows& sequence, int entry, int64_t length) {
-        KvRows kv = keys_.begin_sequence(length, entry);
+    for_each_sequence(arena_, d_residual, rows, [&](const Rows& sequence, int entry, int64_t length) {
+        KvRows kv = keys.begin_sequence(length, entry, attention_rows_);
         const auto make_kv = [&](const Rows& chunk, int64_t first, int64_t count) {
             BlockActivations a;
             kv.length = static_cast<int>(first);
             a.norm_1 = norm_.forward(kNorm1, input(chunk, count), w.norm_1);
             auto normed = [&] { return a.norm_1.out.view(); };
-            make_qkv(a, normed, w, chunk, false, kv.length);
-            keys_.append(a.qkv, kv);
-            keys_.end_chunk(kv, count);
+            attention_.make_qkv(a.attention, normed, w, chunk, false, kv.length);
+            keys.append(a.attention.qkv, kv);
+            keys.end_chunk(kv, count);
         };
         for_each_chunk(arena_, sequence, length, attention_rows_, make_kv, From::Last);
-        for (TensorF* const gradients : {&kv.dk_sums, &kv.dv_sums}) {
-            if (kv.parked) continue;  // they come with the pieces
-            *gradients = arena_.take<float>("d_kv_sums", {length, config_.kv_width()}, "gradient");
-            fill_zero(*gradients, stream_);
-        }
+        keys.begin_gradients(kv);
         const auto backward = [&](const Rows& chunk, int64_t first, int64_t count) {
             BlockActivations a;
             a.input = input(chunk, count);
             kv.length = static_cast<int>(first);
             forward_attention_rows(layer, a, chunk, {.norm = false}, &kv);
             a.middle = take("residual_middle", a.input.shape());
-            residual_forward(a.middle, a.input, projected(layer, a.attention, chunk), stream_);
-            TensorX d_chunk = rows_of_sequence(d_stream, chunk, count);
+            residual_forward(a.middle, a.input, attention_projection(layer, a.attention.out, chunk), stream_);
+            TensorX d_chunk = rows_of_sequence(d_residual, chunk, count);
             backward_mlp_in_chunks(layer, g, a.middle, chunk, d_chunk);
             a.middle.drop();
             backward_attention(layer, g, a, chunk, d_chunk, &kv);
         };
         for_each_chunk(arena_, sequence, length, attention_rows_, backward, From::Last);
     });
-    keys_.end_block();
-    for (auto& [matrix, field] : linears(w)) matrix->made.drop();
+    keys.end_block();
+    for (auto& [matrix, field] : linears(w)) matrix->dequantized.drop();
     g.end_chunks(stream_);
 }
 
-// Writes or adds the block's gradients; d_stream (B, T, C), the gradient of its output, becomes that of its
-// input.
-void Gpt::backward_block(int layer, BlockGradient<floatX>& g, BlockActivations& a, const Rows& rows,
-                         TensorX& d_stream) {
-    if (!a.middle && attends_in_chunks(d_stream)) {
-        backward_block_in_chunks(layer, g, a.input, rows, d_stream);
-        a = {};
-        return;
-    }
-    if (!a.middle) forward_attention(layer, a, rows, {.norm = false}, nullptr);
-    backward_mlp(layer, g, a, rows, d_stream);
-    a.middle.drop();
-    backward_attention(layer, g, a, rows, d_stream);
-    a = {};
-}
+// ---- without backward
 
-// ---- the steps
-
-struct Gpt::Pass {
-    const DeviceBatch& batch;
-    MicroBatchOptions options;  // its own: all but the first add
-    Rows rows = {};             // all of its batch
-    std::vector<BlockActivations> blocks = {};
-    TensorX stream = {};  // backward its gradient
-};
-
-void Gpt::forward_blocks(std::vector<Pass>& passes) {
-    weights_.expect_blocks();
-    for (int l = 0; l < config_.layers; l++) {
-        Range range("block", l);
-        weights_.block(l);
-        for (size_t k = 0; k < passes.size(); k++) {
-            BlockActivations& a = passes[k].blocks[static_cast<size_t>(l)];
-            a.input = std::move(passes[k].stream);
-            parked_.park(l, static_cast<int>(k), a.input);
-            if (parked_rows_.parks(l)) parked_rows_.begin_forward(l, static_cast<int>(k));
-            passes[k].stream =
-                forward_block(l, a, passes[k].rows, passes[k].options.keep[static_cast<size_t>(l)]);
-            if (parked_rows_.parks(l)) parked_rows_.end_forward();
-            if (parked_.parks(l) || parked_rows_.parks(l)) a.input.drop();
-        }
-    }
-    if (ends_.streams_head()) weights_.release();  // else the last blocks stay for backward
-}
-
-// Has a block's parked input (B, T, C) come: chunk by chunk, as its backward asks for it, or all of it now.
-void Gpt::fetch_rows(int layer, int pass, BlockActivations& a, Shape shape) {
-    const bool by_chunk = !a.middle;  // backward_block_in_chunks(): for keys and values, then for all else
-    parked_rows_.begin_backward(layer, pass, by_chunk ? 2 : 1);
-    if (by_chunk) return;
-    a.input = take("residual", shape);
-    const auto copy = [&](TensorX rows) {
-        const int64_t count = rows.rows(), C = rows.columns();
-        copy_rows_on_device(rows.data(), C, parked_rows_.fetch(count).data(), C, C, count, stream_);
-    };
-    for_each_rows_of_sequence(arena_, a.input, attention_rows_, From::Last, copy);
-}
-
-void Gpt::backward_blocks(std::vector<Pass>& passes, const MicroBatchOptions& options) {
-    gradients_.begin_backward(options.adds);
-    for (int l = config_.layers - 1; l >= 0; l--) {
-        Range range("block", l);
-        Gradients::OfUnit gradients = gradients_.take(l + 1, options.adds);
-        weights_.block(l);
-        for (size_t k = 0; k < passes.size(); k++) {
-            BlockActivations& a = passes[k].blocks[static_cast<size_t>(l)];
-            parked_.fetch(l, static_cast<int>(k), a.input);
-            if (parked_rows_.parks(l)) fetch_rows(l, static_cast<int>(k), a, passes[k].stream.shape());
-            BlockGradient<floatX> g(trained_.layout.block(gradients.all.data(), l), passes[k].options.adds);
-            backward_block(l, g, a, passes[k].rows, passes[k].stream);
-        }
-        gradients_.complete(l + 1, gradients);
-    }
-    weights_.release();
-    gradients_.end_backward();
-    parked_.give_back();
-    parked_rows_.give_back();
-}
-
-// Forward and backward of one micro-batch, or of several of which all pass a block before the next one
-// (--by-block). Gradients are written, or added if options.adds. Adds loss_scale, or a batch's own, times the
-// sum of its losses to `loss` (1).
-void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const MicroBatchOptions& options,
-                           float loss_scale, TensorF& loss) {
-    std::vector<Pass> passes;
-    for (size_t k = 0; k < batches.size(); k++) {
-        passes.push_back({*batches[k], options});
-        passes[k].options.adds = options.adds || k > 0;
-        passes[k].rows = rows_of(*batches[k]);
-        passes[k].rows.dropout = options.dropout;
-        if (options.dropout.key) passes[k].rows.dropout.key += k;
-        passes[k].blocks.resize(static_cast<size_t>(config_.layers));
-    }
-    std::optional<Range> range(std::in_place, "forward");
-    for (Pass& p : passes) p.stream = ends_.embed(p.batch.inputs, p.rows, 0);
-    parked_.take(passes[0].stream.shape());
-    parked_rows_.take(passes[0].stream.shape());
-    forward_blocks(passes);
-
-    range.emplace("head");
-    const Layout& layout = trained_.layout;
-    const int embeddings_unit = layout.embeddings_unit(), head_unit = layout.head_unit();
-    const bool tied = config_.tied && !weights_.is_frozen();
-    Gradients::OfUnit of_embeddings;
-    Embeddings<floatX> d_embeddings;
-    auto take_embeddings = [&] {
-        of_embeddings = gradients_.take(embeddings_unit, options.adds);
-        d_embeddings = layout.embeddings(of_embeddings.all.data());
-        if (!options.adds && d_embeddings.position) fill_zero(d_embeddings.position, stream_);
-        if (!options.adds && !tied && d_embeddings.token) fill_zero(d_embeddings.token, stream_);
-        if (!options.adds && d_embeddings.prompt) fill_zero(d_embeddings.prompt, stream_);
-    };
-    if (tied) take_embeddings();
-    Gradients::OfUnit of_head = gradients_.take(head_unit, options.adds);
-    Head<floatX> d_head = layout.head(of_head.all.data());
-    if (tied) d_head.logits.weight = d_embeddings.token.view();
-    for (Pass& p : passes) {
-        p.stream = ends_.without_prompt(std::move(p.stream));
-        head(p.stream, p.batch.targets, p.options, {loss_scale, p.batch.loss_scale.data()}, loss, d_head);
-        p.stream = ends_.with_prompt(std::move(p.stream));
-    }
-    gradients_.complete(head_unit, of_head);
-    weights_.expect_blocks(true);
-
-    range.emplace("backward");
-    backward_blocks(passes, options);
-    if (!tied) take_embeddings();
-    for (Pass& p : passes) {
-        if (!weights_.is_frozen() || d_embeddings.prompt)
-            ends_.embed_backward(d_embeddings, p.stream, p.batch, p.rows);
-        p.stream.drop();
-    }
-    gradients_.complete(embeddings_unit, of_embeddings);
-}
-
-// Adds loss_scale, or the batch's own, times the sum of the batch's losses to `loss` (1), and those of each
-// position to position_losses (T), where that is there.
 void Gpt::evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, float loss_scale,
                    TensorF& loss, TensorF position_losses) {
     Range range("evaluate");
-    const TensorX stream = ends_.without_prompt(forward_only(batch.inputs, rows_of(batch), nullptr));
-    const int64_t rows = stream.rows();
-    TensorF losses = take_float("losses", {rows, 1});
+    const TensorX residual = ends_.without_prompt(forward_only(batch.inputs, rows_of(batch), nullptr));
+    const int64_t rows = residual.rows();
+    TensorF losses = arena_.take<float>("losses", {rows, 1});
     ends_.begin_head();
     for_each_chunk(arena_, {}, rows, options.head_rows, [&](const Rows&, int64_t first, int64_t count) {
-        const HeadActivations a = forward_head(stream.rows_at(first, count));
+        const HeadActivations a = forward_head(residual.rows_at(first, count));
         TensorF part = losses.rows_at(first, count);
         cross_entropy_forward(a.logits, part, batch.targets.view({rows, 1}).rows_at(first, count),
                               config_.vocabulary, stream_);
@@ -1274,83 +853,150 @@ void Gpt::evaluate(const DeviceBatch& batch, const MicroBatchOptions& options, f
     if (position_losses) add_position_losses(position_losses, losses, batch.documents, stream_);
 }
 
-// Runs `tokens`, which follow what the cache holds, and appends them to it. The last block's output.
-TensorX Gpt::append_tokens(const std::vector<int>& tokens, KvCache& cache) {
-    const Tensor<int> inputs = tokens_on_device(arena_, stream_, tokens);
-    TensorX stream = forward_only(inputs, {}, &cache);
-    cache.length += static_cast<int>(stream.rows());
-    return stream;
+TensorX Gpt::forward_only(const Tensor<int>& tokens, const Rows& rows, KvCache* cache) {
+    TensorX residual = ends_.embed(tokens, rows, cache ? cache->length : 0);
+    weights_.expect_blocks();
+    for (int l = 0; l < config_.layers; l++) {
+        Range range("block", l);
+        weights_.block(l);
+        BlockActivations a;
+        a.input = std::move(residual);
+        KvRows kv;
+        if (cache) kv = cache->rows_of(l);
+        residual = forward_block(l, a, rows, kKeepNothing, cache ? &kv : nullptr);
+    }
+    weights_.release();
+    return residual;
 }
 
-// The same; the logits (1, V) after the last token.
-TensorX Gpt::forward_cached(const std::vector<int>& tokens, KvCache& cache) {
-    const TensorX stream = append_tokens(tokens, cache);
+TensorX Gpt::last_logits(const TensorX& x) {
     ends_.begin_head();
-    HeadActivations a = forward_head(stream.rows_at(stream.rows() - 1, 1));
+    HeadActivations a = forward_head(x.rows_at(x.rows() - 1, 1));
     ends_.end_head();
     return std::move(a.logits);
 }
 
-// A long prompt runs in parts of this many tokens, so that beside them it takes only its keys and values. The
-// rest joins the last part: no part is so short that it would use other matrix products.
-constexpr int64_t kPromptRows = 2048;
+// ---- between the steps
 
-// Runs a prompt from its begin, part by part. The logits (1, V) after its last token.
-TensorX Gpt::forward_prompt(const std::vector<int>& tokens, KvCache& cache) {
-    const int64_t parts = static_cast<int64_t>(tokens.size()) / kPromptRows;
-    if (parts < 2) return forward_cached(tokens, cache);
-    auto next = tokens.begin();
-    const auto append = [&] {
-        append_tokens({next, next + kPromptRows}, cache);
-        next += kPromptRows;
-        return true;
-    };
-    append();  // a soft prompt is in front of these
-    arena_.repeat(static_cast<int>(parts - 2), append);
-    next = tokens.begin() + (parts - 1) * kPromptRows;
-    if (arena_.rehearsing()) cache.length = static_cast<int>(prompt_len() + (parts - 1) * kPromptRows);
-    return forward_cached({next, tokens.end()}, cache);
-}
-
-// Continues a prompt of at least one token by up to new_tokens: choose(logits) reads the logits (1, V) and
-// returns the next token, or a negative one to stop. The cache holds what came before, so that a new token
-// costs one row.
-template <class Choose>
-void Gpt::generate(const std::vector<int>& prompt, int new_tokens, Choose&& choose) {
-    Range range("generate");
-    KvCache cache;
-    const int64_t positions = prompt_len() + static_cast<int64_t>(prompt.size()) + new_tokens;
-    for (int l = 0; l < config_.layers; l++)
-        cache.layers.push_back(take("kv_cache", {positions, 2 * config_.kv_width()}));
-    std::vector<int> next = {choose(forward_prompt(prompt, cache))};
-    arena_.repeat(new_tokens - 1, [&] {
-        // The turn that is rehearsed is the last, of most keys.
-        if (arena_.rehearsing()) cache.length = static_cast<int>(positions) - 2;
-        if (next[0] >= 0) next = {choose(forward_cached(next, cache))};
-        return next[0] >= 0;
-    });
-}
-
-// Calls visit(layer, field, matrix) for each linear layer's matrix with its adapter in it, W + scale B A, as
-// W lies: (in, out) or, if by outputs or quantized, (out, in). Then for the rows of embeddings and head that
-// the State has not, some at a time, with the number of blocks as the layer.
-template <class Visit>
-void Gpt::for_each_merged(Visit&& visit) {
-    Range range("merge");
-    weights_.expect_blocks();
-    for (int l = 0; l < config_.layers; l++) {
-        for (const auto& [w, field] : linears(weights_.block(l))) {
-            const int64_t outputs = w->outputs(), inputs = w->inputs();
-            TensorX matrix = take("merged", w->by_outputs ? Shape{outputs, inputs} : Shape{inputs, outputs});
-            const TensorX weight = weight_of(arena_, stream_, *w);
-            copy_rows_on_device(matrix.data(), inputs, weight.data(), inputs, inputs, outputs, stream_);
-            merge_lora(arena_, stream_, matrix, w->adapter, w->by_outputs);
-            visit(l, field, matrix);
-        }
+// The mean loss over the first sequences of the validation data, as many as --eval-batches steps read: the
+// same number for any size of micro-batch. Nothing if the run is interrupted.
+std::optional<double> Trainer::validate() {
+    metrics_.finish();
+    fill_zero(metrics_.loss(), stream_);
+    loss_by_position_.begin(stream_);
+    const float scale = batches_.validation_loss_scale();
+    const auto batch = static_cast<uint64_t>(o_.batch);
+    for (uint64_t first = 0; first < batches_.validation_sequences(); first += batch) {
+        if (interrupted) return std::nullopt;
+        batches_.feed_validation(first, scale, loss_by_position_);
+        run_step(plans_.evaluate, [&] {
+            gpt_.evaluate(*batches_.on_device()[0], micro_, scale, metrics_.loss(), loss_by_position_.sums());
+        });
     }
-    weights_.release();
-    ends_.for_each_outside_rows(
-        [&](Field field, const TensorX& rows) { visit(config_.layers, field, rows); });
+    float loss = 0;
+    copy_to_host(&loss, metrics_.loss().data(), sizeof loss, stream_);
+    return double{loss};
+}
+
+void Trainer::validate_and_log() {
+    const std::optional<double> loss = validate();
+    if (!loss) return;
+    const auto step = static_cast<long long>(step_);
+    if (!std::isfinite(*loss) && o_.steps > 0)
+        fail("step %lld: the validation loss is %g; the last good save: %s", step, *loss,
+             metrics_.last_save.c_str());
+    if (!std::isfinite(*loss)) {
+        model_.check_streamed_finite();
+        fail("the validation loss is %g", *loss);
+    }
+    if (o_.steps > 0)
+        printf("step %5lld validation loss %.6f\n", step, *loss);
+    else
+        printf("validation loss %.6f, perplexity %.4f: %llu sequences of %d tokens\n", *loss, std::exp(*loss),
+               static_cast<unsigned long long>(batches_.validation_sequences()), o_.seq_len);
+    metrics_.log().write({{"step", step_}, {"val_loss", *loss}});
+    loss_by_position_.end(step_, *loss, stream_);
+}
+
+// The validation and the sample that are due before the next step.
+void Trainer::validate_and_sample_if_due() {
+    if (batches_.validation() && is_time(o_.eval_every)) validate_and_log();
+    if (!interrupted && is_time(o_.sample_every) && in_.samples()) sample();
+    evaluated_ = !interrupted;
+}
+
+// Prints the prompt and its continuation. A sample that is longer than the model's window goes on from the
+// latest half of it.
+void Trainer::sample() {
+    metrics_.finish();
+    Sample text(o_, in_, step_, [this] {
+        if (o_.steps == 0) model_.check_streamed_finite();
+    });
+    const std::vector<int> prompt = text.tokens();
+    const auto choose = [&](const TensorX& logits) {
+        const int token = text.next(logits, stream_);
+        return interrupted ? -1 : token;
+    };
+    const int window = in_.sample_window(), half = window / 2;
+    const int rest = window - static_cast<int>(prompt.size());
+    arena_.run(plans_.sample, [&] { generate(arena_, stream_, config_, gpt_, prompt, rest, choose); });
+    while (!text.ended() && !interrupted) {
+        const std::vector<int> latest(text.tokens().end() - half, text.tokens().end());
+        arena_.run(plans_.slide,
+                   [&] { generate(arena_, stream_, config_, gpt_, latest, window - half, choose); });
+    }
+    text.finish();
+}
+
+// Saves the last complete step if a signal has asked for it. Before the first step of a run is complete there
+// is nothing to save, and the request waits.
+void Trainer::save_if_asked() {
+    if (!asked_to_save || !saves_.wanted() || step_ == first_step_) return;
+    asked_to_save = 0;
+    if (!saves_.has(step_)) save();
+}
+
+// Saves the model with the adapter in its weights. If that fails, the trained adapter is not lost.
+void Trainer::merge() {
+    metrics_.finish();
+    try {
+        write_merged(o_.merge, model_, in_, stream_, [&](auto&& append) {
+            arena_.run(plans_.merge, [&] {
+                for_each_merged(arena_, stream_, config_, gpt_.weights(), gpt_.ends(), append);
+            });
+        });
+    } catch (const UserError& error) {
+        fail_to_merge(o_, model_, in_, step_ > first_step_, error.what());
+    }
+    fprintf(notes(), "merged the adapter into a model in %s\n", o_.merge.c_str());
+}
+
+// Fails if a log could not be written.
+void Trainer::check_logs() const {
+    metrics_.log().check();
+    loss_by_position_.check();
+}
+
+// The end of a run that has made all of its steps.
+void Trainer::finish() {
+    const bool is_resumed_save =
+        step_ == first_step_ && !in_.resumed.empty() && same_file(folder_above(in_.resumed), o_.out);
+    // The save comes first, so that a validation that fails loses nothing. It says that the validation is
+    // done.
+    evaluated_ = true;
+    if (saves_.wanted() && !is_resumed_save) save();
+    if (batches_.validation()) validate_and_log();
+    if (!interrupted && in_.samples()) sample();
+    if (!o_.merge.empty() && !interrupted) merge();
+}
+
+// The end of a run that was interrupted.
+void Trainer::stop() {
+    if (step_ == first_step_)
+        fprintf(notes(), "interrupted before step %lld\n", static_cast<long long>(step_ + 1));
+    else
+        printf("interrupted after step %lld\n", static_cast<long long>(step_));
+    if (saves_.wanted() && !saves_.has(step_)) save();
 }
 
 // ---- before the first step
@@ -1361,9 +1007,11 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
       config_(inputs.config),
       model_(o_, in_),
       gpt_(arena_, stream_, model_.state, model_.outside(), model_.trained(), o_.attention != "common"),
+      batches_(o_, in_, stream_),
       square_sums_(square_sums_of(model_.trained().layout)),
       metrics_(static_cast<int64_t>(model_.state.layout.units().size()), o_.clip_per_block,
                o_.steps == 0 || o_.clip_per_block ? 0 : square_sums_.first.back()),
+      saves_(o_, in_, model_, metrics_),
       loss_by_position_(o_.loss_by_position.empty() ? 0 : o_.seq_len),
       choices_(std::move(choices)),
       rates_(rates_of<floatX>(o_.rates)),
@@ -1377,30 +1025,27 @@ Trainer::Trainer(const Options& options, RunInputs& inputs, Choices choices)
     given.mlp_rows = std::max<int64_t>(0, given.mlp_rows);  // what is automatic is chosen with this trainer
     given.attention_rows = std::max<int64_t>(0, given.attention_rows);
     given.levels = parse_levels(o_.recompute, recompute_names(), config_.layers, "--recompute");
-    use(given);
+    apply(given);
 }
 
-void Trainer::use(const MemorySetting& s) {
+void Trainer::apply(const MemorySetting& s) {
     apply_setting(s, o_);
     model_.choose();
-    feeders_.resize(static_cast<size_t>(passes()));
-    for (Feeder& f : feeders_) f.choose(s.batch, o_.seq_len, config_.vocabulary, in_.packs());
-    micro_ = {.head_rows = s.head_rows, .keep = {}, .dropout = {}};
+    batches_.choose();
+    micro_ = {.head_rows = s.head_rows, .keep = {}, .dropout = batches_.dropout()};
     gpt_.set_chunk_rows(s.mlp_rows, s.attention_rows);
-    micro_.dropout = {o_.dropout, in_.adapter.dropout,
-                      reinterpret_cast<const uint64_t*>(dropout_memory_.data())};
-    use_places();
+    connect_placements();
     for (int level : s.levels) micro_.keep.push_back(kRecomputeLevels[level].keep);
 }
 
 // Connects the model to what is kept off the device.
-void Trainer::use_places() {
+void Trainer::connect_placements() {
     gpt_.weights().stream_blocks_from(places_.blocks(), way_from(named<Home>(kHomeNames, o_.weights)),
                                       places_.block_loans(), o_.prefetch);
     gpt_.gradients().stream_blocks_from(places_.gradients(), places_.gradient_loans(), o_.prefetch);
     gpt_.ends().stream_head();
-    gpt_.park_in(places_.parking(), places_.parked_layers(), passes(), places_.parked_rows());
-    gpt_.park_keys_in(places_.keys(), places_.key_sums(), places_.rows_of_parked_keys());
+    gpt_.inputs().use(places_.parking(), places_.parked_layers(), together(), places_.parked_rows());
+    gpt_.keys().offload_to(places_.keys(), places_.key_sums(), places_.rows_of_parked_keys());
 }
 
 Plan Trainer::rehearse_training(bool adds, bool placed) {
@@ -1410,7 +1055,9 @@ Plan Trainer::rehearse_training(bool adds, bool placed) {
 
 Plan Trainer::rehearse_validation(bool placed) {
     return arena_.rehearse(
-        [&] { gpt_.evaluate(feeders_[0].batch(), micro_, 1, metrics_.loss(), loss_by_position_.sums()); },
+        [&] {
+            gpt_.evaluate(*batches_.on_device()[0], micro_, 1, metrics_.loss(), loss_by_position_.sums());
+        },
         placed);
 }
 
@@ -1418,7 +1065,7 @@ const MemoryReport& Trainer::rehearse(bool placed) {
     if (o_.steps > 0) {
         plans_.train = rehearse_training(false, placed);
         // It takes the same tensors as `train`, but its products add.
-        plans_.add = o_.grad_accum > passes() ? rehearse_training(true, placed) : Plan();
+        plans_.add = o_.grad_accum > together() ? rehearse_training(true, placed) : Plan();
         plans_.train.workspace = std::max(plans_.train.workspace, plans_.add.workspace);
         if (!o_.update_in_backward) plans_.update = arena_.rehearse([&] { updates_.update_all(); });
     }
@@ -1428,14 +1075,18 @@ const MemoryReport& Trainer::rehearse(bool placed) {
         const std::vector<int> prompt = in_.first_tokens();
         const int window = in_.sample_window(), half = window / 2;
         const int rest = window - static_cast<int>(prompt.size());
-        plans_.sample = arena_.rehearse([&] { gpt_.generate(prompt, rest, any); });
+        plans_.sample = arena_.rehearse([&] { generate(arena_, stream_, config_, gpt_, prompt, rest, any); });
         if (in_.sample_slides())
-            plans_.slide =
-                arena_.rehearse([&] { gpt_.generate(std::vector<int>(half), window - half, any); });
+            plans_.slide = arena_.rehearse([&] {
+                generate(arena_, stream_, config_, gpt_, std::vector<int>(half), window - half, any);
+            });
     }
-    const std::vector<Feeder>* feeders = in_.feeds() ? &feeders_ : nullptr;
+    const std::vector<Feeder>* feeders = batches_.feeders();
     if (!o_.merge.empty() && plans_.merge.work.empty())
-        plans_.merge = arena_.rehearse([&] { gpt_.for_each_merged([](int, Field, const TensorX&) {}); });
+        plans_.merge = arena_.rehearse([&] {
+            for_each_merged(arena_, stream_, config_, gpt_.weights(), gpt_.ends(),
+                            [](int, Field, const TensorX&) {});
+        });
     if (in_.gguf) plans_.load = arena_.rehearse([&] { model_.load_gguf(arena_, stream_, nullptr); });
     if (model_.looks_up_prompt())
         plans_.first_prompt = arena_.rehearse([&] { gpt_.ends().token_rows(in_.first_prompt); });
@@ -1452,11 +1103,11 @@ const MemoryReport& Trainer::rehearse(bool placed) {
     report_.buffers =
         buffers_of(model_.state, pointer_to(model_.quantized), pointer_to(model_.quantized_head),
                    model_.embeddings.has_value(), pointer_to(model_.adapter), feeders, metrics_.count(),
-                   dropout_keys(), loss_by_position_.numbers());
+                   batches_.dropout_keys(), loss_by_position_.numbers());
     return report_;
 }
 
-// The device, there to be used.
+// Opens the device.
 void Trainer::open_device() {
     check_device(o_);
     limit_launches(rates_, o_.tf32);
@@ -1474,10 +1125,10 @@ void Trainer::print_plan() const {
     if (o_.plan) remark_shortage(report_);
 }
 
-// Checks what can be checked, takes the memory, and loads or initialises the model.
+// Checks what can be checked before the first step, allocates the memory, and loads or initializes the model.
 void Trainer::prepare() {
     used_before_ = kHostIsDevice ? 0 : device_bytes_in_use();  // a plan counts all of a process
-    if (saves()) prepare_saves();
+    if (saves_.wanted()) saves_.open();
     if (trains()) remark_no_validation(in_, o_.seq_len);
     PeakRate peak = {};
     if (trains()) print_plan();
@@ -1488,59 +1139,23 @@ void Trainer::prepare() {
     }
     choose_algorithms();
     take_memory();
-    check_room_on_disks();
+    saves_.check_room();
     load();
-    if (in_.data) loader_.emplace(*in_.data, o_.seq_len, o_.seed, true);
-    if (in_.val_data) val_loader_.emplace(*in_.val_data, o_.seq_len, o_.seed, false);
+    batches_.open();
     if (trains())
         metrics_.print_to(StepLines(stdout, first_step_, o_.steps, o_.print_every,
-                                    {step_tokens(), step_flops(), peak.flops}));
+                                    {batches_.tokens_of_step(), step_flops(), peak.flops}));
     metrics_.log().open(o_.log, !o_.resume.empty());
     loss_by_position_.open(o_.loss_by_position, !o_.resume.empty());
-    if (loader_ && trains())
-        print_data(o_, in_, *loader_, val_loader_,
-                   {sequences_of_run(), val_loader_ ? validation_sequences() : 0});
+    if (batches_.training() && trains())
+        print_data(o_, in_, *batches_.training(), batches_.validation(),
+                   {static_cast<double>(batches_.sequences_after(std::max(o_.steps, first_step_))),
+                    batches_.validation() ? batches_.validation_sequences() : 0});
 }
 
-void Trainer::prepare_saves() {
-    saves_ = open_save_folder(o_.out, o_.keep, in_.resumed);
-    remove_unfinished(o_.out);
-    if (!saves_.others.empty())
-        fprintf(stderr,
-                "%s holds saves of another run, up to step %lld: they stay, but for steps that are saved "
-                "again\n",
-                o_.out.c_str(), static_cast<long long>(*saves_.others.rbegin()));
-}
-
-// Fails where what the run will save cannot be written, beside its own files, which are there already. Where
-// it keeps all saves, they need not all fit: somebody may move them.
-void Trainer::check_room_on_disks() const {
-    std::vector<Written> all;
-    if (saves()) {
-        const int64_t left = std::max<int64_t>(0, o_.steps - (in_.progress ? in_.progress->step : 0));
-        const int64_t made = std::max<int64_t>(1, o_.save_every > 0 ? ceil_div(left, o_.save_every) : 1);
-        const int64_t more = std::max<int64_t>(1, o_.keep + 1 - saves_.own_count());
-        const WrittenFiles save = bytes_of_save(model_.trained(), o_.steps > 0);
-        const int64_t at_once = o_.keep > 0 ? std::min(made, more) : 1;
-        all.push_back({"--out", o_.out, "a save", save, static_cast<double>(at_once)});
-        const double free = disk_of(o_.out).free, bytes = save.bytes * static_cast<double>(made);
-        if (o_.keep == 0 && free >= 0 && bytes > free)
-            fprintf(notes(), "--out %s: all saves take %s, and %s are free there; --keep N keeps fewer\n",
-                    o_.out.c_str(), size_text(static_cast<size_t>(bytes)).c_str(),
-                    size_text(static_cast<size_t>(free)).c_str());
-    }
-    if (!o_.merge.empty()) {
-        WrittenFiles merged;
-        merged.add(static_cast<size_t>(model_.whole.count()) * sizeof(floatX) +
-                   128 * model_.whole.parameters().size());
-        all.push_back({"--merge", o_.merge, "the merged model", merged});
-    }
-    check_disk_room(all);
-}
-
-// With --matmul-algorithms: has every product that the run will make whole take its algorithm from the file.
-// The steps are rehearsed again, as a product may now make a bias's gradient too: other operations, in the
-// same memory.
+// With --matmul-algorithms: takes the algorithm of each product from the file, which first gets those that it
+// lacks. Rehearses the steps again, because a product may now compute a bias's gradient too: other
+// operations, in the same memory.
 void Trainer::choose_algorithms() {
 #ifdef SIMT_GPU
     if (o_.matmul_algorithms.empty()) return;
@@ -1553,18 +1168,17 @@ void Trainer::choose_algorithms() {
 #endif
 }
 
-// Takes all device memory of the run: what the report says, to the byte. From here on nothing may be taken.
+// Allocates all device memory of the run: what the report says, to the byte. After it nothing may be
+// allocated.
 void Trainer::take_memory() {
     arena_.allocate(plans_.all());
     metrics_.allocate();
-    for (Feeder& f : feeders_)
-        if (in_.feeds()) f.allocate();
+    batches_.allocate();
+    micro_.dropout = batches_.dropout();
     loss_by_position_.allocate();
-    if (drops()) dropout_memory_ = DeviceBuffer(dropout_keys() * sizeof(uint64_t), "the dropout's keys");
-    micro_.dropout.key = reinterpret_cast<const uint64_t*>(dropout_memory_.data());
     model_.allocate();
     places_.make();
-    use_places();
+    connect_placements();
     updates_.allocate();
     if (places_.any() || model_.embeddings) metrics_.count_waiting(stream_);
     if (model_.adapter) model_.adapter->allocate();
@@ -1585,49 +1199,30 @@ void Trainer::take_memory() {
 }
 
 void Trainer::load() {
-    if (model_.adapter || in_.resumed.empty()) {
-        if (parse_new_model(o_.model))
-            initialize_weights(model_.state, o_.seed);
-        else if (in_.gguf)
-            arena_.run(plans_.load, [&] { model_.load_gguf(arena_, stream_, places_.blocks_in_files()); });
-        else
-            model_.load_folder(places_.blocks_in_files());
-    }
+    if (model_.adapter || in_.resumed.empty())
+        model_.load([&](auto&& load_gguf) { arena_.run(plans_.load, [&] { load_gguf(arena_, stream_); }); },
+                    places_.blocks_in_files());
     if (!in_.resumed.empty() && o_.steps == 0) {
-        model_.adapter ? load_adapter(*model_.adapter, in_.resumed) : load_weights(model_.state, in_.resumed);
+        model_.load_save();
     } else if (!in_.resumed.empty()) {
-        load_training_state(model_.trained(), in_.resumed, in_.adapter);
+        saves_.resume();
         step_ = first_step_ = in_.progress->step;
-        first_sequence_ = in_.progress->sequences;
+        batches_.begin_at(first_step_, in_.progress->sequences);
         evaluated_ = in_.progress->evaluated;
-        metrics_.first_loss = in_.progress->first_loss;
-        const std::optional<int64_t> good = in_.progress->last_good;
-        const bool is_good = !metrics_.first_loss || good == step_;
-        metrics_.last_save = is_good ? o_.resume
-                             : good  ? folder_above(in_.resumed) + "/" + step_name(*good)
-                                     : "none";
-        printf("resuming %s at step %lld\n", o_.resume.c_str(), static_cast<long long>(first_step_));
-        if (!is_good)
-            fprintf(stderr, "%s: step %lld was not good when it was saved; the last good save: %s\n",
-                    o_.resume.c_str(), static_cast<long long>(step_), metrics_.last_save.c_str());
-    } else if (model_.adapter && in_.held_adapter) {
-        load_adapter(*model_.adapter, in_.held_adapter->path());
-    } else if (model_.adapter && in_.adapter.kind == Trained::Prompt) {
-        model_.initialize_prompt([&](std::vector<floatX>& rows) {
+    } else if (model_.adapter) {
+        model_.begin_adapter([&](std::vector<floatX>& rows) {
             arena_.run(plans_.first_prompt, [&] {
                 const TensorX made = gpt_.ends().token_rows(in_.first_prompt);
                 copy_to_host(rows.data(), made.data(), rows.size() * sizeof(floatX), stream_);
             });
         });
-    } else if (model_.adapter) {
-        initialize_weights(*model_.adapter, o_.seed);
     }
     in_.held_adapter.reset();
     in_.held_save.reset();
     in_.held_model.reset();
 }
 
-// What a user might not expect of what begins now.
+// Prints what a user might not expect of the run that begins.
 void Trainer::print_start() const {
     if (!o_.resume.empty() && o_.steps > 0 && first_step_ >= o_.steps)
         printf("%s is at step %lld: of --steps %lld nothing is left to train\n", o_.resume.c_str(),
@@ -1636,22 +1231,8 @@ void Trainer::print_start() const {
         printf("--resume auto: %s holds no save yet: beginning\n", o_.out.c_str());
     if (model_.adapter || in_.resumed.empty())
         print_longer_positions(notes(), config_, o_.rope_scaling, model_.adapter.has_value());
-    if (o_.steps > first_step_ && !saves())
+    if (o_.steps > first_step_ && !saves_.wanted())
         printf("nothing will be saved%s: no --out\n", o_.merge.empty() ? "" : " before the merge");
-}
-
-// 2 FLOPs a token and parameter that is multiplied with, which positions are not, and twice that in backward
-// (Kaplan et al., arXiv:2001.08361); of frozen parameters backward makes no gradient: 2. Causal attention
-// takes 2 layers C T forward, where T is an example's length if examples are packed.
-double Trainer::step_flops(bool forward_only) const {
-    const double attention = static_cast<double>(config_.layers * config_.query_width()) *
-                             (loader_ ? loader_->attended() : static_cast<double>(o_.seq_len));
-    const double model = static_cast<double>(model_.whole.multiplied());
-    const bool has_lora = model_.adapter && in_.adapter.kind == Trained::Lora;
-    const double lora = has_lora ? static_cast<double>(model_.adapter->layout.count()) : 0;
-    const double forward = 2 * (model + lora + attention);
-    const double backward = (model_.adapter ? 2 : 4) * model + 4 * (lora + attention);
-    return step_tokens() * (forward_only ? forward : forward + backward);
 }
 
 // ---- the bench
@@ -1661,9 +1242,10 @@ void Trainer::forward_step() {
     Range range("step");
     fill_zero(metrics_.loss(), stream_);
     for (int k = 0; k < o_.grad_accum; k++) {
-        feed_training(k * passes(), 1);  // all through the first feeder
+        batches_.feed(step_, k * together(), 1);  // all through the first feeder
         Range forward("forward");
-        run_step(plans_.evaluate, [&] { gpt_.evaluate(feeders_[0].batch(), micro_, 1, metrics_.loss()); });
+        run_step(plans_.evaluate,
+                 [&] { gpt_.evaluate(*batches_.on_device()[0], micro_, 1, metrics_.loss()); });
     }
 }
 
@@ -1678,7 +1260,7 @@ void Trainer::bench() {
                      .threads = omp_get_max_threads(),
                      .warmup = o_.bench_warmup,
                      .plans = {},
-                     .tokens = step_tokens(),
+                     .tokens = batches_.tokens_of_step(),
                      .flops = 0,  // when the data are open
                      .matmul_peak = measured_matmul_flops<floatX>(stream_, report_.allocated()),
                      .copy_peak = measured_copy_bandwidth(stream_),

@@ -420,17 +420,6 @@ inline void print_bench(FILE* to, const BenchReport& r) {
     if (r.profiled) print_operations(to, r);
 }
 
-constexpr uint64_t kBenchStream = (uint64_t{1} << 62) + 1;  // counters of random_bits() for its tokens
-
-// Fills a batch with random tokens, for a bench without data.
-inline void fill_random(std::span<int> inputs, std::span<int> targets, uint64_t seed, uint64_t batch,
-                        int vocabulary) {
-    const auto draw = [&](uint64_t i) {
-        return static_cast<int>(random_uniform(seed, kBenchStream, batch, i) * vocabulary);
-    };
-    for (size_t i = 0; i < inputs.size(); i++) inputs[i] = draw(2 * i), targets[i] = draw(2 * i + 1);
-}
-
 // Measures the phases of single steps, or their operations.
 template <class RunOne>
 void bench_phases(BenchReport& r, Stream stream, int count, RunOne&& run_one) {

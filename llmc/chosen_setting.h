@@ -40,13 +40,13 @@ Rehearsals rehearsals_of(Trial& trial, const Options& o, const RunInputs& inputs
             .seq_len = inputs.feeds() ? o.seq_len : 0,
             .most_sequences = most_sequences,
             .rates = rates_of<T>(o.rates),
-            .report = [&](const MemorySetting& s) { return trial.use(s), trial.rehearse(); },
-            .outline = [&](const MemorySetting& s) { return trial.use(s), trial.rehearse(false); },
+            .report = [&](const MemorySetting& s) { return trial.apply(s), trial.rehearse(); },
+            .outline = [&](const MemorySetting& s) { return trial.apply(s), trial.rehearse(false); },
             .training =
-                [&](const MemorySetting& s) { return trial.use(s), trial.rehearse_training(false, false); },
+                [&](const MemorySetting& s) { return trial.apply(s), trial.rehearse_training(false, false); },
             .chunk_seconds =
                 [&, rates = rates_of<T>(o.rates, kChunkThreads)](const MemorySetting& s) {
-                    trial.use(s);
+                    trial.apply(s);
                     return seconds_without_update(o.steps > 0 ? trial.rehearse_training(false, false)
                                                               : trial.rehearse_validation(false),
                                                   rates);

@@ -20,7 +20,7 @@ struct SequencesRead {
 
 // Prints the size of the data and how much of them is read. `validation` is empty if there is none.
 inline void print_data(const Options& o, const RunInputs& inputs, const SequenceLoader& training,
-                       const std::optional<SequenceLoader>& validation, const SequencesRead& read) {
+                       const SequenceLoader* validation, const SequencesRead& read) {
     const auto number = [](uint64_t n) { return static_cast<unsigned long long>(n); };
     const uint64_t epoch = training.sequences_per_epoch();
     const Dataset& data = *inputs.data;

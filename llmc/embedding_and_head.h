@@ -13,6 +13,7 @@
 
 #include "llmc/embedding.cuh"
 #include "llmc/feeder.h"
+#include "llmc/gradients.h"
 #include "llmc/linear.h"
 #include "llmc/norm_layer.h"
 #include "llmc/weights.h"
@@ -252,4 +253,46 @@ class EmbeddingAndHead {
     const Weights& weights_;
     const NormLayer& norm_;
     Loans streamed_;  // slices of the head
+};
+
+// The gradients of embeddings and head during one backward pass. Tied weights have one gradient, which both
+// ends add to, so the embeddings' unit is taken before the head. Otherwise it is taken after the blocks'
+// backward, so that the two are not in memory together.
+class EndGradients {
+  public:
+    EndGradients(Gradients& gradients, Stream stream, const Layout& layout, bool tied, bool adds)
+        : gradients_(gradients), stream_(stream), layout_(layout), tied_(tied), adds_(adds) {}
+
+    Head<floatX>& begin_head() {
+        if (tied_) take_embeddings();
+        of_head_ = gradients_.take(layout_.head_unit(), adds_);
+        head_ = layout_.head(of_head_.all.data());
+        if (tied_) head_.logits.weight = embeddings_.token.view();
+        return head_;
+    }
+    void end_head() { gradients_.complete(layout_.head_unit(), of_head_); }
+    Embeddings<floatX>& begin_embeddings() {
+        if (!tied_) take_embeddings();
+        return embeddings_;
+    }
+    void end_embeddings() { gradients_.complete(layout_.embeddings_unit(), of_embeddings_); }
+
+  private:
+    // The embeddings' backward adds, so that what it adds to is zeroed first. A tied head overwrites.
+    void take_embeddings() {
+        of_embeddings_ = gradients_.take(layout_.embeddings_unit(), adds_);
+        embeddings_ = layout_.embeddings(of_embeddings_.all.data());
+        if (adds_) return;
+        if (embeddings_.position) fill_zero(embeddings_.position, stream_);
+        if (embeddings_.token && !tied_) fill_zero(embeddings_.token, stream_);
+        if (embeddings_.prompt) fill_zero(embeddings_.prompt, stream_);
+    }
+
+    Gradients& gradients_;
+    const Stream stream_;
+    const Layout& layout_;
+    const bool tied_, adds_;
+    Gradients::OfUnit of_embeddings_, of_head_;
+    Embeddings<floatX> embeddings_;
+    Head<floatX> head_;
 };

@@ -9,7 +9,7 @@
 // The matrix as a product reads it: where it is, or dequantized into the arena.
 inline TensorX weight_of(Arena& arena, Stream stream, const Linear<floatX>& w) {
     if (w.quantized.empty()) return w.weight.view();
-    if (w.made) return w.made.view();
+    if (w.dequantized) return w.dequantized.view();
     if (w.lies_as(kStored<floatX>))
         return TensorX(w.quantized[0].matrix.template floats<floatX>(), w.shape());
     TensorX weight = arena.take<floatX>("dequantized", w.shape());
@@ -17,9 +17,9 @@ inline TensorX weight_of(Arena& arena, Stream stream, const Linear<floatX>& w) {
     return weight;
 }
 
-// Dequantizes a matrix once for several products, until w.made is dropped.
+// Dequantizes a matrix once for several products, until w.dequantized is dropped.
 inline void dequantize_once(Arena& arena, Stream stream, Linear<floatX>& w) {
-    if (!w.quantized.empty()) w.made = weight_of(arena, stream, w);
+    if (!w.quantized.empty()) w.dequantized = weight_of(arena, stream, w);
 }
 
 // Returns x (.., inputs) W [+ bias] [+ adapter], then GELU if `gelu`: (.., outputs), a tensor called `name`.

@@ -45,7 +45,7 @@ struct Linear {
     Adapter<T> adapter = {};
     std::vector<QuantizedPart> quantized = {};
     bool floats = false;  // the parts are floats from a model's folder, used as they are
-    Tensor<T> made = {};  // the dequantized parts, if they are used by several products
+    Tensor<T> dequantized = {};  // the dequantized parts, if they are used by several products
 
     int64_t outputs() const {
         if (quantized.empty()) return by_outputs ? weight.rows() : weight.columns();

@@ -109,7 +109,7 @@ struct Options {
     // True if the run saves in --out.
     bool saves() const { return !out.empty() && !plan && bench.empty(); }
     // The number of micro-batches that go through the model together.
-    int passes() const { return by_block ? grad_accum : 1; }
+    int micro_batches_together() const { return by_block ? grad_accum : 1; }
     bool trains_adapter() const { return train != "all" || !adapter.empty(); }
 };
 

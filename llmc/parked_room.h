@@ -1,5 +1,5 @@
 // parked_room.h - a buffer in the arena whose contents are offloaded and fetched again, piece by piece
-// (parking.h, parked_rows.h, parked_keys.h). One exchange is under way at a time; until it is joined, the
+// (offload_inputs.h, parked_keys.h). One exchange is under way at a time; until it is joined, the
 // buffer must not be used.
 #pragma once
 

@@ -14,8 +14,7 @@
 #include "llmc/host_updates.h"
 #include "llmc/options.h"
 #include "llmc/parked_keys.h"
-#include "llmc/parked_rows.h"
-#include "llmc/parking.h"
+#include "llmc/offload_inputs.h"
 #include "llmc/quantized_weights.h"
 #include "llmc/report.h"
 #include "llmc/residence_disk.h"
@@ -173,13 +172,13 @@ class Places {
 
 template <class T>
 Place Places<T>::place_of_parked() const {
-    using Whole = ParkedInputs<T>;
-    using Rows = ParkedRows<T>;
+    using Inputs = OffloadedInputs<T>;
     const Shape input = {o_.batch, length(), model_.layout.config().channels};
     const int64_t rows = parked_rows();
-    const size_t bytes = rows > 0 ? Rows::chunk_bytes(input, rows) : Whole::stored_bytes(input);
-    const int64_t count = rows > 0 ? parked_layers() * o_.passes() * Rows::chunks(input, rows)
-                                   : Whole::stored(parked_layers(), o_.passes());
+    const size_t bytes = rows > 0 ? Inputs::chunk_bytes(input, rows) : Inputs::stored_bytes(input);
+    const int64_t count = rows > 0
+                              ? parked_layers() * o_.micro_batches_together() * Inputs::chunks(input, rows)
+                              : Inputs::stored(parked_layers(), o_.micro_batches_together());
     return {"--park", kParkedHome, o_.steps > 0 ? static_cast<size_t>(count) * bytes : 0, bytes, 2};
 }
 

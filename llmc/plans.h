@@ -16,6 +16,7 @@
 #include "llmc/fit.h"
 #include "llmc/options.h"
 #include "llmc/optimizer.cuh"
+#include "llmc/positions.h"
 #include "llmc/quantized_weights.h"
 #include "llmc/report.h"
 #include "llmc/state.h"

@@ -9,9 +9,11 @@
 #include <vector>
 
 #include "llmc/arena.h"
+#include "llmc/device.h"
 #include "llmc/known_gpus.h"
 #include "llmc/model.h"
 #include "llmc/rates.h"
+#include "llmc/temporary_file.h"
 
 constexpr double mebibytes(size_t bytes) { return static_cast<double>(bytes) / 1048576.0; }
 
@@ -380,4 +382,16 @@ inline void print_report(FILE* to, const MemoryReport& r) {
     if (!r.others.empty()) fprintf(to, "\n");
     for (const auto& [name, plan] : r.others)
         fprintf(to, "%s uses %.2f MiB of the same arena\n", name, mebibytes(plan->bytes));
+}
+
+// Prints what a run has taken beside what was planned: `bytes` of the device, pinned host memory, and files.
+inline void print_taken(const MemoryReport& r, size_t bytes) {
+    printf("taken from the device: %.1f MiB; planned: %.1f MiB\n", mebibytes(bytes),
+           mebibytes(r.total() - r.context));
+    const auto print = [](const char* what, size_t taken, size_t planned) {
+        if (taken + planned > 0)
+            printf("%s: %.1f MiB; planned: %.1f MiB\n", what, mebibytes(taken), mebibytes(planned));
+    };
+    print("pinned in host memory", pinned_bytes_allocated, r.all_pinned());
+    print("taken in files", working_file_bytes, r.in_files());
 }

@@ -73,6 +73,45 @@ class RunModel {
         if (embeddings) embeddings->allocate();
     }
 
+    // Initializes a new model, or loads the model from its folder or its GGUF file. load_in_arena(load) runs
+    // load_gguf() in its memory. `blocks_in_files` streams blocks from the files, or is null.
+    template <class LoadInArena>
+    void load(LoadInArena&& load_in_arena, DiskResidence* blocks_in_files) {
+        if (parse_new_model(o_.model))
+            initialize_weights(state, o_.seed);
+        else if (in_.gguf)
+            load_in_arena([&](Arena& arena, Stream stream) { load_gguf(arena, stream, blocks_in_files); });
+        else
+            load_folder(blocks_in_files);
+    }
+    // Loads the adapter that the run begins with, or initializes a new one. look_up(rows) as for
+    // initialize_prompt().
+    template <class LookUp>
+    void begin_adapter(LookUp&& look_up) {
+        if (in_.held_adapter)
+            load_adapter(*adapter, in_.held_adapter->path());
+        else if (in_.adapter.kind == Trained::Prompt)
+            initialize_prompt(look_up);
+        else
+            initialize_weights(*adapter, o_.seed);
+    }
+    // Loads what a save has, without the state of training.
+    void load_save() { adapter ? load_adapter(*adapter, in_.resumed) : load_weights(state, in_.resumed); }
+    // FLOPs of a token: 2 for each parameter that is multiplied with, which position embeddings are not, and
+    // twice that in backward (Kaplan et al., arXiv:2001.08361); backward computes no gradients of frozen
+    // parameters, so these take 2. Causal attention takes 2 layers C `attended` in forward, where `attended`
+    // is the length of the sequence, or the mean length of packed examples.
+    double flops_of_token(double attended, bool forward_only) const {
+        const ModelConfig& config = in_.config;
+        const double attention = static_cast<double>(config.layers * config.query_width()) * attended;
+        const double model = static_cast<double>(whole.multiplied());
+        const bool has_lora = adapter && in_.adapter.kind == Trained::Lora;
+        const double lora = has_lora ? static_cast<double>(adapter->layout.count()) : 0;
+        const double forward = 2 * (model + lora + attention);
+        const double backward = (adapter ? 2 : 4) * model + 4 * (lora + attention);
+        return forward_only ? forward : forward + backward;
+    }
+
     // Loads the model from a folder. `blocks_in_files` streams blocks from the files, or is null.
     void load_folder(DiskResidence* blocks_in_files) {
         load_weights(state, in_.model, [&](const SafetensorsFolder& files, auto& used) {

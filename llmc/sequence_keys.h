@@ -27,6 +27,8 @@
 struct KvCache {
     std::vector<TensorX> layers;  // (positions, 2 kv_width()) each
     int length = 0;               // positions that are filled
+
+    struct KvRows rows_of(int layer) const;
 };
 
 // The keys and values of one sequence of a batch, in one layer.
@@ -39,7 +41,14 @@ struct KvRows {
     bool parked = false;  // the keys before the current rows are offloaded
     int begin = 0;
     TensorF dk_sums = {}, dv_sums = {};  // backward: sums of the gradients, (.., kv_width())
+    int64_t chunk_rows = 0;              // rows of a chunk
 };
+
+// The keys and values of a layer, for rows that follow them.
+inline KvRows KvCache::rows_of(int layer) const {
+    const TensorX& all = layers[static_cast<size_t>(layer)];
+    return {.all = all.view(), .rows = all.rows(), .length = length};
+}
 
 class SequenceKeys {
   public:
@@ -68,14 +77,29 @@ class SequenceKeys {
     // Call around a block whose rows go in chunks: they take and release the buffers of offloaded keys.
     void begin_block(bool with_sums) { offloaded_.take(2 * config_.kv_width(), with_sums); }
     void end_block() { offloaded_.give_back(); }
-    // Begins sequence `entry` of the batch, of `rows` rows, none of which has keys yet.
-    KvRows begin_sequence(int64_t rows, int entry) {
-        KvRows kv{{}, rows, 0, entry, false, offloaded_.parks()};
+    // Begins sequence `entry` of the batch, of `rows` rows, none of which has keys yet, in chunks of
+    // chunk_rows.
+    KvRows begin_sequence(int64_t rows, int entry, int64_t chunk_rows) {
+        KvRows kv{.all = {},
+                  .rows = rows,
+                  .entry = entry,
+                  .grows = false,
+                  .parked = offloaded_.parks(),
+                  .chunk_rows = chunk_rows};
         if (kv.parked)
             offloaded_.begin();
         else
             kv.all = arena_.take<floatX>("keys_and_values", {rows, 2 * config_.kv_width()});
         return kv;
+    }
+    // Begins a sequence's backward: zeroes the sums of its keys' and values' gradients. Offloaded sums are
+    // fetched with their pieces.
+    void begin_gradients(KvRows& kv) {
+        if (kv.parked) return;
+        for (TensorF* const sums : {&kv.dk_sums, &kv.dv_sums}) {
+            *sums = arena_.take<float>("d_kv_sums", {kv.rows, config_.kv_width()}, "gradient");
+            fill_zero(*sums, stream_);
+        }
     }
     // Ends a chunk of `count` rows: its keys are offloaded, if rows follow that need them.
     void end_chunk(const KvRows& kv, int64_t count) {

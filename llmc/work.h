@@ -73,7 +73,7 @@ enum class Home { Device, Host, Disk };
 inline constexpr const char* kHomeNames[] = {"device", "host", "disk"};
 
 // Transfer directions, between the device and other placements, while operations run (residence.h,
-// parking.h). A HostUpdate is no transfer: a host's cores update weights meanwhile (host_updates.h), and its
+// offload_inputs.h). A HostUpdate is no transfer: a host's cores update weights meanwhile (host_updates.h), and its
 // bytes are an update's.
 enum class Way { DiskRead, DiskWrite, FromHost, ToHost, HostUpdate };
 constexpr size_t kWays = 5;

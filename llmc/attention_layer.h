@@ -1,0 +1,149 @@
+// attention_layer.h - the self-attention of a block, forward and backward, between its two linear layers'
+// inputs and outputs: the qkv product, the norm and the rotation of heads if the family has them, and causal
+// attention. The kernels are in attention.cuh, head_norm.cuh and rope.cuh; sequence_keys.h says which keys
+// the rows attend to.
+#pragma once
+
+#include <utility>
+
+#include "llmc/gradient_sums.h"
+#include "llmc/head_norm.cuh"
+#include "llmc/linear.h"
+#include "llmc/rope.cuh"
+#include "llmc/sequence_keys.h"
+
+// The tensors of attention's forward.
+struct AttentionActivations {
+    TensorX qkv;      // (B, T, qkv_width()), as attention reads it
+    TensorX raw_qkv;  // the product, if heads are normalised after it
+    TensorX out;      // (B, T, query_width()), before the projection
+    TensorF lse;      // (B, heads, T), the log of each softmax's denominator
+};
+
+class AttentionLayer {
+  public:
+    // `hopper`: use the kernels for compute capability 9.0 where they apply.
+    AttentionLayer(Arena& arena, const Stream& stream, const ModelConfig& config, bool hopper)
+        : arena_(arena),
+          stream_(stream),
+          config_(config),
+          family_(*config.family),
+          keys_(arena, stream, config, position_factors_, hopper) {}
+    AttentionLayer(const AttentionLayer&) = delete;
+
+    // Says where position_factors() are on the device.
+    void bind(TensorF position_factors) { position_factors_ = std::move(position_factors); }
+    SequenceKeys& keys() { return keys_; }
+
+    // Computes a.qkv: the product of x, its heads normalised and rotated if the family does that. make_x()
+    // returns x; it is not called if backward recomputes a.qkv from the a.raw_qkv that forward kept. The
+    // rows' first position is `first_position`.
+    template <class MakeX>
+    void make_qkv(AttentionActivations& a, MakeX&& make_x, const Block<floatX>& w, const Rows& rows,
+                  bool for_backward, int first_position) {
+        const bool norms = static_cast<bool>(w.query_norm.weight);
+        const auto product = [&] { return linear_forward(arena_, stream_, "qkv", make_x(), w.qkv, rows); };
+        if (norms && for_backward) {
+            if (!a.raw_qkv) a.raw_qkv = product();
+            a.qkv = arena_.take<floatX>("normed_qkv", a.raw_qkv.shape());
+        } else {
+            a.qkv = product();
+        }
+        if (norms)
+            head_norm_forward(a.qkv, a.raw_qkv ? a.raw_qkv : a.qkv, w.query_norm.weight, w.key_norm.weight,
+                              config_.heads, config_.kv_heads, stream_, epsilon());
+        if (rotates())
+            rope_forward(a.qkv, position_factors_, config_.heads + config_.kv_heads, first_position,
+                         rows.positions(a.qkv.rows()), stream_, rotary_scale());
+    }
+
+    // Computes a.out and, for backward, a.lse. Without `kv`, each sequence of a.qkv attends to itself. With
+    // it, rows of one sequence attend to themselves, after they were appended to kv, and to the rows before.
+    void forward(int layer, AttentionActivations& a, const Rows& rows, bool for_backward, KvRows* kv) {
+        const int64_t B = a.qkv.shape().dims[0], T = a.qkv.shape().dims[1];
+        if (kv) keys_.append(a.qkv, *kv);
+        a.out = arena_.take<floatX>("attention", {B, T, config_.query_width()});
+        if (for_backward) a.lse = arena_.take<float>("attention_lse", {B, config_.heads, T});
+        const auto forward = [&](const AttentionInput<floatX>& in) {
+            attention_forward(a.out.data(), a.lse.data(), in, stream_);
+        };
+        // For backward the same rows attend again, so their first keys are prefetched.
+        const int64_t next_row = kv ? kv->length + (for_backward ? 0 : T) : 0;
+        keys_.for_each_piece(a.qkv, layer, rows, kv, false, next_row, forward);
+    }
+
+    // From the gradient of a.out, returns that of the qkv product, and adds those of the heads' norms to g.
+    // With `kv` the rows are a chunk: chunks after it went before, and what they add to the gradients of its
+    // keys and values is in the sums of kv. Releases the tensors of `a`.
+    TensorX backward(int layer, AttentionActivations& a, TensorX&& d_out, const Block<floatX>& w,
+                     BlockGradient<floatX>& g, const Rows& rows, KvRows* kv) {
+        TensorF delta = arena_.take<float>("attention_delta", a.lse.shape());
+        attention_delta(delta.data(), d_out.data(), a.out.data(), keys_.input(a.qkv, layer, rows, nullptr),
+                        stream_);
+        a.out.drop();
+        backward_in_place(a.qkv, d_out, a.lse, delta, layer, rows, kv);
+        delta.drop();
+        d_out.drop();
+        a.lse.drop();
+        TensorX d_qkv = std::move(a.qkv);
+        if (rotates())
+            rope_backward(d_qkv, position_factors_, config_.heads + config_.kv_heads, kv ? kv->length : 0,
+                          rows.positions(d_qkv.rows()), stream_, rotary_scale());
+        if (w.query_norm.weight) backward_of_norms(d_qkv, a, w, g);
+        return d_qkv;
+    }
+
+  private:
+    bool rotates() const { return family_.position == PositionKind::Rotary; }
+    float rotary_scale() const { return static_cast<float>(attention_factor(config_.rope)); }
+    float epsilon() const { return static_cast<float>(config_.norm_epsilon); }
+
+    // Replaces qkv (B, T, qkv_width()) by its gradient. Some kernels read k and v after dk and dv are
+    // written: for them dk and dv are buffers, which are copied at the end. With `kv`, attention reads keys
+    // and values there, and writes dk and dv to qkv.
+    void backward_in_place(TensorX& qkv, const TensorX& d_out, const TensorF& lse, const TensorF& delta,
+                           int layer, const Rows& rows, KvRows* kv) {
+        const auto run = [&](floatX* dq, floatX* dk, floatX* dv, const AttentionInput<floatX>& in) {
+            attention_backward(dq, dk, dv, d_out.data(), lse.data(), delta.data(), in, stream_);
+        };
+        const int64_t next_row = kv ? kv->length - kv->chunk_rows : 0;  // the last chunk goes first
+        floatX *const k = qkv.at(keys_.keys_at()), *const v = qkv.at(keys_.values_at());
+        if (kv || kOverwritesKeys)
+            return keys_.for_each_piece(qkv, layer, rows, kv, true, next_row,
+                                        [&](const AttentionInput<floatX>& in) { run(qkv.data(), k, v, in); });
+        AttentionInput<floatX> in = keys_.input(qkv, layer, rows, nullptr);
+        const int64_t count = qkv.rows(), kv_width = config_.kv_width();
+        TensorX d_k = arena_.take<floatX>("d_keys", {count, kv_width}, "gradient"),
+                d_v = arena_.take<floatX>("d_values", {count, kv_width}, "gradient");
+        in.dkv_row = kv_width, in.dkv_batch = in.keys * kv_width, in.dkv_head = config_.head_size;
+        run(qkv.data(), d_k.data(), d_v.data(), in);
+        for (const auto& [from, to] : {std::pair{&d_k, k}, std::pair{&d_v, v}}) {
+            const int64_t columns = family_.heads_together ? config_.head_size : kv_width;
+            const int64_t stride = family_.heads_together ? in.kv_head : in.kv_row;
+            copy_rows_on_device(to, stride, from->data(), columns, columns, count * kv_width / columns,
+                                stream_);
+        }
+    }
+
+    // Turns d_qkv, the gradient after the heads' norms, into the gradient before them.
+    void backward_of_norms(TensorX& d_qkv, AttentionActivations& a, const Block<floatX>& w,
+                           BlockGradient<floatX>& g) {
+        TensorF scratch;
+        if (g.query_norm.view.weight)
+            scratch = arena_.take<float>("column_sums", head_norm_scratch(d_qkv.rows(), config_.head_size));
+        const auto backward = [&](auto& g_query, auto& g_key) {
+            head_norm_backward(d_qkv, g_query, g_key, scratch, a.raw_qkv, w.query_norm.weight,
+                               w.key_norm.weight, config_.heads, config_.kv_heads, stream_, epsilon());
+        };
+        g.query_norm.all ? backward(g.query_norm.sums.weight, g.key_norm.sums.weight)
+                         : backward(g.query_norm.view.weight, g.key_norm.view.weight);
+        a.raw_qkv.drop();
+    }
+
+    Arena& arena_;
+    const Stream& stream_;
+    const ModelConfig& config_;
+    const Family& family_;
+    TensorF position_factors_;
+    SequenceKeys keys_;
+};

@@ -1,0 +1,188 @@
+// offload_inputs.h - offloads activations: the input of each block is stored in host memory beside a GPU, or
+// on a CPU in a file (elsewhere.h), from forward until backward needs it.
+//
+// Whole inputs: the device has two slots. Forward copies a block's input into one of them; the block reads it
+// there while it is stored. Backward reads an input in a slot too, to which it was fetched while the input
+// before it was used. With one micro-batch at a time, the last two inputs are still in the slots. So every
+// block finds the same memory left, however many inputs are offloaded.
+//
+// In chunks, for attention that takes rows in chunks: the two slots have one chunk each. Forward copies each
+// chunk of a block's input into one of them, and it is stored from there. Backward reads a chunk in one slot
+// while the next is fetched into the other; it reads the chunks of a sequence from the last to the first, as
+// often as the block needs. So the memory on the device does not grow with the sequence.
+#pragma once
+
+#include <algorithm>
+
+#include "llmc/parked_room.h"
+#include "llmc/rows.h"
+
+template <class T>
+class OffloadedInputs {
+  public:
+    OffloadedInputs(Arena& arena, const Stream& stream)
+        : arena_(arena),
+          stream_(stream),
+          slots_{{.buffer = {arena, stream, Transfer::Parked}},
+                 {.buffer = {arena, stream, Transfer::Parked}}} {}
+    OffloadedInputs(const OffloadedInputs&) = delete;
+
+    // Offloads the inputs of the first `layers` layers to `place`, which may be null in a dry run: in chunks
+    // of chunk_rows rows of a sequence, or whole (0). `micro_batches` go through a layer before any goes
+    // through the next.
+    void use(Elsewhere* place, int layers, int micro_batches, int64_t chunk_rows) {
+        place_ = place, layers_ = layers, micro_batches_ = micro_batches, chunk_rows_ = chunk_rows;
+    }
+    bool offloads(int layer) const { return layer < layers_; }
+
+    // How many whole inputs leave the device, and the bytes that one takes where it is stored.
+    static int stored(int layers, int micro_batches) {
+        return micro_batches > 1 ? layers * micro_batches : std::max(0, layers - 2);
+    }
+    static size_t stored_bytes(Shape input) {
+        return ParkedRoom::piece_bytes(static_cast<size_t>(input.size()) * sizeof(T));
+    }
+    // The number of chunks of an input (B, T, C), and the bytes of one.
+    static int64_t chunks(Shape input, int64_t rows) { return input.dims[0] * ceil_div(input.dims[1], rows); }
+    static size_t chunk_bytes(Shape input, int64_t rows) {
+        return ParkedRoom::piece_bytes(static_cast<size_t>(rows * input.dims[2]) * sizeof(T));
+    }
+
+    // Takes the slots, until release(), for inputs of this shape (B, T, C).
+    void take(Shape shape) {
+        if (layers_ == 0) return;
+        shape_ = shape;
+        for (Slot& slot : slots_) {
+            slot.buffer.take(in_chunks() ? "parked_rows" : "parked_input",
+                             in_chunks() ? chunk_bytes(shape, chunk_rows_) : stored_bytes(shape), place_);
+            if (!in_chunks()) slot.input = Tensor<T>(slot.buffer.template data<T>(), shape);
+        }
+        if (in_chunks())
+            chunks_of_sequence_ = ceil_div(shape.dims[1], chunk_rows_),
+            chunks_of_input_ = chunks(shape, chunk_rows_);
+    }
+    void release() {
+        for (Slot& slot : slots_) {
+            slot.buffer.give_back();
+            slot.number = kNone, slot.input = {};
+        }
+    }
+
+    // Call around the forward of a layer of micro-batch k. A whole input becomes a view of its slot. In
+    // chunks the block calls store() for each chunk in order. Afterwards the input is not on the device.
+    void begin_forward(int layer, int k, Tensor<T>& input) {
+        if (!offloads(layer)) return;
+        in_chunks() ? begin_chunks(layer, k, chunks_of_input_) : store_whole(layer, k, input);
+        stores_chunks_ = in_chunks();
+    }
+    void end_forward(int layer, Tensor<T>& input) {
+        if (!offloads(layer)) return;
+        input.drop();
+        stores_chunks_ = false;
+    }
+    // True if the block that goes forward now must call store() for each chunk (1, rows, C) of its input.
+    bool stores_chunks() const { return stores_chunks_; }
+    void store(const Tensor<T>& chunk) {
+        ParkedRoom& buffer = slots_[next_ % 2].buffer;
+        buffer.join();
+        copy(buffer.data<T>(), chunk);
+        buffer.exchange(first_ + next_, {});
+        next_++;
+    }
+
+    // Call before the backward of a layer of micro-batch k: its input is on the device again. In chunks, if
+    // `by_chunk`, the block calls fetch() instead: twice for all chunks of a sequence, from the last to the
+    // first, then for those of the next sequence.
+    void begin_backward(int layer, int k, Tensor<T>& input, bool by_chunk) {
+        if (!offloads(layer)) return;
+        if (!in_chunks()) return fetch_whole(layer, k, input);
+        sweeps_ = by_chunk ? 2 : 1;
+        begin_chunks(layer, k, sweeps_ * chunks_of_input_);
+        for (Slot& slot : slots_) slot.buffer.join();
+        load_chunk();
+        if (by_chunk) return;
+        input = arena_.take<T>("residual", shape_);
+        for_each_rows_of_sequence(arena_, input, chunk_rows_, From::Last,
+                                  [&](Tensor<T> rows) { copy(rows.data(), fetch(rows.rows())); });
+    }
+    // The next chunk (1, rows, C), valid until the next call.
+    Tensor<T> fetch(int64_t rows) {
+        ParkedRoom& buffer = slots_[next_ % 2].buffer;
+        buffer.join();
+        next_++;
+        if (next_ < end_ || arena_.rehearsing()) load_chunk();
+        return Tensor<T>(buffer.data<T>(), {1, rows, shape_.dims[2]});
+    }
+
+  private:
+    static constexpr int kNone = -1;
+    struct Slot {
+        int number = kNone;  // of the whole input in it: layer * micro_batches_ + k
+        ParkedRoom buffer;
+        Tensor<T> input = {};  // a view of the slot, for whole inputs
+    };
+    bool in_chunks() const { return chunk_rows_ > 0; }
+    int number_of(int layer, int k) const { return layer * micro_batches_ + k; }
+    void copy(T* to, const Tensor<T>& rows) {
+        const int64_t C = rows.columns();
+        copy_rows_on_device(to, C, rows.data(), C, C, rows.rows(), stream_);
+    }
+
+    void store_whole(int layer, int k, Tensor<T>& input) {
+        join();
+        held_ = 1 - held_;
+        Slot& slot = slots_[held_];
+        copy(slot.input.data(), input);
+        slot.number = number_of(layer, k);
+        input = slot.input.view();
+        if (slot.number < stored(layers_, micro_batches_)) slot.buffer.exchange(slot.number, {});
+    }
+    // Also starts fetching the next input: the next micro-batch's, or that of the layer below.
+    void fetch_whole(int layer, int k, Tensor<T>& input) {
+        if (slots_[held_].number != number_of(layer, k)) {
+            load_whole(number_of(layer, k));
+            held_ = 1 - held_;
+        }
+        join();
+        input = slots_[held_].input.view();
+        if (k + 1 < micro_batches_)
+            load_whole(number_of(layer, k + 1));
+        else if (layer > 0)
+            load_whole(number_of(layer - 1, 0));
+    }
+    // Starts fetching a whole input into the slot that is not in use, unless it is there already.
+    void load_whole(int number) {
+        Slot& slot = slots_[1 - held_];
+        if (slot.number == number) return;
+        join();
+        slot.number = number;
+        slot.buffer.exchange({}, number);
+    }
+    // Waits for the exchange under way. With whole inputs at most one slot has one.
+    void join() {
+        for (Slot& slot : slots_) slot.buffer.join();
+    }
+
+    void begin_chunks(int layer, int k, int64_t end) {
+        first_ = number_of(layer, k) * chunks_of_input_;
+        next_ = 0, end_ = end;
+    }
+    void load_chunk() { slots_[next_ % 2].buffer.exchange({}, first_ + chunk_of(next_)); }
+    // The chunk of the input that backward reads in this turn.
+    int64_t chunk_of(int64_t turn) const {
+        const int64_t sequence = turn / (sweeps_ * chunks_of_sequence_), back = turn % chunks_of_sequence_;
+        return sequence * chunks_of_sequence_ + chunks_of_sequence_ - 1 - back;
+    }
+
+    Arena& arena_;
+    const Stream& stream_;
+    Elsewhere* place_ = nullptr;
+    int layers_ = 0, micro_batches_ = 1;
+    int64_t chunk_rows_ = 0;
+    Shape shape_ = {};
+    Slot slots_[2];
+    int held_ = 0;  // whole inputs: the slot in use
+    // In chunks: how many a sequence and an input have, the first chunk of the current input, and turns.
+    int64_t chunks_of_sequence_ = 0, chunks_of_input_ = 0, first_ = 0, next_ = 0, end_ = 0, sweeps_ = 1;
+    bool stores_chunks_ = false;
+};

@@ -1,0 +1,132 @@
+// run_saves.h - the saves of a run: opens the folder, checks the room for what will be written, saves, and
+// resumes from a save. It also knows which save was the last good one.
+#pragma once
+
+#include <algorithm>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "llmc/disk_room.h"
+#include "llmc/memory_setting.h"
+#include "llmc/metrics.h"
+#include "llmc/outputs.h"
+#include "llmc/run_model.h"
+
+class RunSaves {
+  public:
+    RunSaves(const Options& o, RunInputs& in, RunModel& model, Metrics& metrics)
+        : o_(o), in_(in), model_(model), metrics_(metrics) {}
+    RunSaves(const RunSaves&) = delete;
+
+    // True if the run saves.
+    bool wanted() const { return !o_.out.empty(); }
+    // True if the state after `step` steps was saved last.
+    bool has(int64_t step) const { return saved_step_ == step; }
+
+    // Opens the folder of saves, which the run has locked.
+    void open() {
+        folder_ = open_save_folder(o_.out, o_.keep, in_.resumed);
+        remove_unfinished(o_.out);
+        if (!folder_.others.empty())
+            fprintf(stderr,
+                    "%s holds saves of another run, up to step %lld: they stay, but for steps that are saved "
+                    "again\n",
+                    o_.out.c_str(), static_cast<long long>(*folder_.others.rbegin()));
+    }
+    // Fails if what the run will save cannot be written beside what is there. If all saves are kept, they
+    // need not all fit: somebody may move them.
+    void check_room() const {
+        std::vector<Written> all;
+        if (wanted()) {
+            const WrittenFiles save = bytes_of_save(model_.trained(), o_.steps > 0);
+            all.push_back({"--out", o_.out, "a save", save, static_cast<double>(saves_at_once())});
+        }
+        if (!o_.merge.empty()) {
+            WrittenFiles merged;
+            merged.add(static_cast<size_t>(model_.whole.count()) * sizeof(floatX) +
+                       128 * model_.whole.parameters().size());
+            all.push_back({"--merge", o_.merge, "the merged model", merged});
+        }
+        check_disk_room(all);
+        if (wanted()) remark_room(all[0].each.bytes);
+    }
+
+    // Saves the state after `step` steps, which have read `sequences` sequences. `evaluated`: the validation
+    // and the sample that are due at this step are done.
+    void save(int64_t step, int64_t sequences, bool evaluated) {
+        metrics_.finish();
+        folder_.others.erase(step);
+        const bool good = metrics_.is_good();
+        if (good) folder_.good = step;
+        Progress progress{.step = step,
+                          .sequences = sequences,
+                          .evaluated = evaluated,
+                          .others = folder_.others,
+                          .first_loss = metrics_.first_loss,
+                          .last_good = folder_.good,
+                          .data = in_.facts};
+        remember_options(o_, progress);
+        save_checkpoint(folder_, model_.trained(), progress, in_.saved_tokenizer(), o_.steps > 0,
+                        in_.adapter);
+        if (good) metrics_.last_save = o_.out + "/" + step_name(step);
+        saved_step_ = step;
+        fprintf(notes(), "saved step %lld in %s\n", static_cast<long long>(step), o_.out.c_str());
+        if (!good)
+            fprintf(stderr, "%s/%s: is of a step with %s; the last good save: %s\n", o_.out.c_str(),
+                    step_name(step).c_str(), metrics_.why_bad().c_str(), metrics_.last_save.c_str());
+    }
+
+    // Loads the state of training from the save that the run resumes.
+    void resume() {
+        load_training_state(model_.trained(), in_.resumed, in_.adapter);
+        const Progress& progress = *in_.progress;
+        metrics_.first_loss = progress.first_loss;
+        const bool good = !progress.first_loss || progress.last_good == progress.step;
+        const std::string last_good =
+            progress.last_good ? folder_above(in_.resumed) + "/" + step_name(*progress.last_good) : "none";
+        metrics_.last_save = good ? o_.resume : last_good;
+        printf("resuming %s at step %lld\n", o_.resume.c_str(), static_cast<long long>(progress.step));
+        if (!good)
+            fprintf(stderr, "%s: step %lld was not good when it was saved; the last good save: %s\n",
+                    o_.resume.c_str(), static_cast<long long>(progress.step), metrics_.last_save.c_str());
+    }
+
+  private:
+    // Without training, stdout is for generated text.
+    FILE* notes() const { return o_.steps > 0 ? stdout : stderr; }
+    // The number of saves that the run will make.
+    int64_t planned() const {
+        const int64_t steps = std::max<int64_t>(0, o_.steps - (in_.progress ? in_.progress->step : 0));
+        return std::max<int64_t>(1, o_.save_every > 0 ? ceil_div(steps, o_.save_every) : 1);
+    }
+    // How many of them must fit beside what is there: a new save is complete before an old one is removed.
+    int64_t saves_at_once() const {
+        if (o_.keep == 0) return 1;
+        return std::min(planned(), std::max<int64_t>(1, o_.keep + 1 - folder_.own_count()));
+    }
+    // Says so if saves that may be made would not fit: all of --keep 0, or the last good save, which stays
+    // beside the newest ones if these are not good.
+    void remark_room(double save_bytes) const {
+        const double free = disk_of(o_.out).free;
+        if (free < 0) return;
+        const auto size = [](double bytes) { return size_text(static_cast<size_t>(bytes)); };
+        const double all = save_bytes * static_cast<double>(planned());
+        if (o_.keep == 0 && all > free)
+            fprintf(notes(), "--out %s: all saves take %s, and %s are free there; --keep N keeps fewer\n",
+                    o_.out.c_str(), size(all).c_str(), size(free).c_str());
+        const double with_good = save_bytes * static_cast<double>(saves_at_once() + 1);
+        if (o_.keep > 0 && planned() > o_.keep && with_good > free)
+            fprintf(notes(),
+                    "--out %s: if the loss goes bad, the last good save stays beside the newest: that takes "
+                    "%s, and %s are free there\n",
+                    o_.out.c_str(), size(with_good).c_str(), size(free).c_str());
+    }
+
+    const Options& o_;
+    RunInputs& in_;
+    RunModel& model_;
+    Metrics& metrics_;
+    SaveFolder folder_;
+    int64_t saved_step_ = -1;
+};

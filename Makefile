@@ -23,6 +23,7 @@
 # make test-gpu-python   runs gpu-check's Python tests on an emulated GPU, slow ones in smaller shapes (hours)
 # make gpu-coverage      lists the GPU code that no test has executed, in dev/results/gpu-coverage.md
 # make gpu-predicted     predicts the times of training steps on GPUs, in dev/results/gpu-predicted.md
+# make pictures          draws the README's pictures and the other one of memory anew, in dev/results/ (minutes)
 # make gpu-check         tests and measures on a GPU; GPU_CHECK=--dry-run prints the plan, GPU_CHECK="build kernels" does a part
 # make bench-attention   times attention; BENCH_OPTIONS="..." are options of dev/bench/attention.cpp
 # make bench-products    compares the rates of a step's matrix products with oneDNN's own;
@@ -355,6 +356,24 @@ build/emulated-coverage/report: emulated-build
 # Predicts how long a training step takes on GPUs that are not here.
 gpu-predicted: test-deps emulated-build
 	$(PYTHON) dev/gpu_predicted.py
+
+# The pictures of what a step keeps in memory, by plan, and of the losses of the README's first run, which takes a minute.
+.PHONY: pictures
+PICTURES := build/pictures
+PICTURE_PLAN := build/cpu-bf16/train --plan --model d12 --batch 4 --seq-len 1024
+pictures: build/cpu-fp32/train build/cpu-bf16/train
+	@dev/venv.sh
+	@mkdir -p $(PICTURES)
+	$(PICTURE_PLAN) --timeline $(PICTURES)/step.json >/dev/null
+	$(PICTURE_PLAN) --recompute block --timeline $(PICTURES)/block.json >/dev/null
+	$(PICTURE_PLAN) --recompute block --master split --adam-m 8bit --adam-v 8bit --update-in-backward --clip 0 \
+	  --timeline $(PICTURES)/least.json >/dev/null
+	$(PYTHON) dev/plot_memory.py $(PICTURES)/step.json --out dev/results/memory_step.png
+	$(PYTHON) dev/plot_memory.py $(PICTURES)/step.json $(PICTURES)/step.json:head $(PICTURES)/block.json $(PICTURES)/least.json \
+	  --labels "recompute gelu" "recompute gelu, forward only" "recompute block" \
+	  "block, master split, 8-bit m and v, update in backward" --out dev/results/memory_options.png
+	build/cpu-fp32/train --eval-every 100 --sample-tokens 0 --log $(PICTURES)/losses.jsonl
+	$(PYTHON) dev/plot_runs.py --losses $(PICTURES)/losses.jsonl --out dev/results/losses.png
 
 BENCH_ATTENTION := build/bench/$(DEVICE)/attention
 BENCHES := $(BENCH_ATTENTION) $(if $(filter cpu,$(DEVICE)),build/bench/cpu/products)

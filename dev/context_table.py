@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""The longest context of models in budgets of memory, as a Markdown table, from the plans of a build of
-./train.
+"""The longest sequences that models can train on in given amounts of memory, as a Markdown table, from the
+plans of a build of ./train. Use it to see how long a context fits your card, and to make the first table of
+dev/results/context.md anew.
 
 A cell has the longest sequence, in multiples of 64 tokens, for which --memory finds a fitting configuration;
 the estimated time of a step; and the host memory or disk space needed besides the budget. A model is a

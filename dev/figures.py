@@ -1,5 +1,5 @@
-"""Shared by the plotting scripts: matplotlib without a display, and saving figures. `fail` ends a script with
-one line."""
+"""Shared by the plot scripts: matplotlib without a display, and saving figures. Use it in a script that draws, so
+that a missing matplotlib or a wrong --out ends in one line; `fail` is the script's function that prints it."""
 
 
 def pyplot(fail):

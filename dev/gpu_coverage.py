@@ -262,7 +262,8 @@ def main(arguments=None):
         failed |= share > options.most
         print(f"{target}: {count} instructions in {sum(key[0] == target for key in kernels)} kernels, {share:.1f}% never executed")
     if options.out:
-        said = f"By `make gpu-coverage`, which counts PTX instruction by instruction and host lines by gcov, at {commit()}."
+        said = ("Counted by `make gpu-coverage` on an emulated GPU: PTX instruction by instruction, and host lines by gcov, at "
+                f"{commit()}.")
         by_target = "; ".join(f"{target} {100 * missing / count:.2f}% of {count:,}" for target, (count, missing) in sorted(totals.items()))
         pathlib.Path(options.out).write_text("\n".join(
             ["# What of the CUDA build no test executes", "", said, f"By architecture: {by_target}.", "", *document]))

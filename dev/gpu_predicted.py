@@ -17,6 +17,8 @@ import re
 import subprocess
 import tempfile
 
+from gpu_coverage import commit
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 # From NVIDIA's data sheets. `products`: the rate that cuBLASLt reaches in bf16, from "Maximum achievable
@@ -597,10 +599,11 @@ def kernel_table(gpu_name, kernels, code):
                                            "of Little's", "sector use", "passes a bank"], rows)]
 
 
-HEAD = ["# What a step should take, by counting", "", "Nothing here was measured. `dev/gpu_predicted.py` makes it from "
-        "the program: " + " ".join(__doc__.split("\n\n")[1].split()) + " The counts are of PTX, as executed on "
-        "models of one narrow layer, in proportion to bytes or FLOPs; where a kernel is one long loop, times the "
-        "instructions that this has in SASS beside those in PTX.", ""]
+HEAD = ["# Predicted times of steps on GPUs", "", "**Nothing here was measured; no GPU has run it.** `make gpu-predicted` makes "
+        "this page from the program, whose kernels it runs on an emulated GPU (`dev/gpu_predicted.py`).", "",
+        " ".join(__doc__.split("\n\n")[1].split()) + " The counts are of PTX, as executed on models of one narrow layer, in "
+        "proportion to bytes or FLOPs; where a kernel is one long loop, times the instructions that this has in SASS beside "
+        "those in PTX.", ""]
 TOO_FAST = ["What overlaps badly, waits for latency or runs at lower clocks is not in the count: the steps above are "
             "to be read as the least that these kernels take.", ""]
 
@@ -688,7 +691,7 @@ def predicted(trainer, folder, counts):
             totals_[key] = sum(row[1] for row in steps[key])
             rows.append(step_row(setup, gpu_name, p, totals_[key]))
     theirs = llmc_seconds(plans["GPT-2 124M", "A100"], steps["GPT-2 124M", "A100"])
-    lines = [*HEAD, "## Steps", "", *table(["step", "GPU", "head rows", "ms", "tokens/s", "published", "ratio", "source"], rows),
+    lines = [*HEAD, f"Made at {commit()}.", "", "## Steps", "", *table(["step", "GPU", "head rows", "ms", "tokens/s", "published", "ratio", "source"], rows),
              *what_shapes_cost(plans, steps),
              "## Gates", "", *step_gates(totals_, min(1, theirs / LLMC_A100)), *counts.kernel_gates(),
              *roofline_gate(totals_, steps), "",

@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
 """Shows which buffers use the activations' memory at a step's peak: MiB of each, by --recompute level,
-compared with llm.c.
+compared with llm.c. Use it to see what a level saves, and to make the tables of dev/results/memory.md anew
+after a change of the step.
 
 Asks ./train --plan; nothing is allocated. A column lists what is alive at the moment when the sum is largest.
 llm.c's columns come from the formula in its train_gpt2.cu with cuDNN's attention; llm.c allocates every
-buffer for the whole run.
+buffer for the whole run. Arguments after -- are passed to ./train:
+
+    dev/memory_table.py --train build/cpu-bf16/train --models d12 d24 --markdown -- --head-rows 256
 """
 
 import argparse
@@ -44,7 +47,7 @@ def levels_of(train):
 
 def plan_of(train, model, options, level):
     return json.loads(ask(train, "--plan", "--json", "--model", model, "--batch", options.batch, "--seq-len",
-                          options.seq_len, "--recompute", level, "--sample-tokens", 0))
+                          options.seq_len, "--recompute", level, "--sample-tokens", 0, *options.more))
 
 
 def row_of(buffer):
@@ -133,6 +136,8 @@ def print_table(table, markdown):
 
 
 def main(arguments=None):
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--train", default="./train", help="the binary to ask (default: ./train)")
     parser.add_argument("--models", nargs="+", default=["d12", "d24", "d36", "d48"], help="dN, or folders of models")
@@ -140,7 +145,8 @@ def main(arguments=None):
     parser.add_argument("--seq-len", type=int, default=1024)
     parser.add_argument("--levels", nargs="+", help="of --recompute (default: all that the binary has)")
     parser.add_argument("--markdown", action="store_true", help="tables as Markdown")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(arguments[:cut])
+    options.more = arguments[cut + 1:]
     levels = options.levels or levels_of(options.train)
     for model in options.models:
         plans = {level: plan_of(options.train, model, options, level) for level in levels}

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """What a step of large models takes on GPUs with little memory, as Markdown tables, from the plans of a build
-of ./train. Each step is compared with the same step with unlimited memory, by the same estimate of time.
+of ./train. Each step is compared with the same step with unlimited memory, by the same estimate of time. Use
+it to make the tables of dev/results/plans.md anew, or to plan other models and budgets.
 
 A case is a line: a name | a model | what a step computes | placements and budgets. Its first comparison is a
 step with everything on the device, with the options of the third field; --memory chooses its fastest

@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Draws the loss of validations by the length of the context, which shows how a model uses what came before.
+"""Draws the loss of validations by the length of the context. Use it to see whether a model makes use of long
+contexts, and how --rope-scaling changes that.
 
 A file has JSON lines, one per validation, as ./train --loss-by-position writes them. Each file is drawn as
 one curve, that of its last validation; with --all there is a curve for each validation.

@@ -1,5 +1,9 @@
 #!/usr/bin/env python3
-"""Draws what ./train --timeline wrote: the bytes that are alive during a training step.
+"""Draws what a training step keeps in memory, from the files of ./train --timeline. Use it to see which
+kind of tensor takes the memory at a step's peak, and what an option changes.
+
+    ./train --plan --model d12 --batch 4 --seq-len 1024 --timeline step.json
+    dev/plot_memory.py step.json --out step.png
 
 One file: the live bytes by kind, stacked, over the operations of a step. Below it, if anything is streamed,
 its transfers from and to host and disk; those that computing waits for, by measured rates, have a frame.
@@ -109,10 +113,10 @@ def draw_one(axes, t):
     layers = [[row[k] / MIB for row in t.bytes + t.bytes[-1:]] for k in shown]
     axes.stackplot(x, layers, labels=[t.kinds[k] for k in shown], step="post", linewidth=0,
                    colors=[COLOURS[i % len(COLOURS)] for i in range(len(shown))])
-    axes.set(xlim=(0, len(t.bytes)), ylim=(0, 1.22 * t.peak()[0] / MIB), xlabel="operation of the step",
+    axes.set(xlim=(0, len(t.bytes)), ylim=(0, 1.3 * t.peak()[0] / MIB), xlabel="operation of the step",
              ylabel="MiB alive")
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.set_title(", ".join(f"{key} {t.settings[key]}" for key in SETTINGS), fontsize=10)
+    axes.set_title(", ".join(f"{key} {t.settings[key]}" for key in SETTINGS), fontsize=9)
     for i, (name, first, end) in enumerate(t.phases()):
         axes.axvspan(first, end, color="black", alpha=0.04 + 0.06 * (i % 2), linewidth=0, zorder=3)
         narrow = end - first < 0.06 * len(t.bytes)
@@ -122,8 +126,8 @@ def draw_one(axes, t):
     size, at = t.peak()
     axes.plot([at + 0.5], [size / MIB], "o", color="black", zorder=5)
     right = at > len(t.bytes) / 2
-    axes.annotate(t.peak_text(), (at + 0.5, size / MIB), textcoords="offset points", xytext=(-12 if right else 12, 0),
-                  ha="right" if right else "left", va="center", zorder=5)
+    axes.annotate(t.peak_text(), (at + 0.5, size / MIB), textcoords="offset points", xytext=(-4 if right else 4, 6),
+                  ha="right" if right else "left", va="bottom", zorder=5)
     handles, names = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1, 0.5))
 
@@ -188,11 +192,11 @@ def draw(timelines, options):
     bars = timelines[0].transfers if len(timelines) == 1 and not options.over else ()
     if bars:
         rows = len({transfer["way"] for transfer in bars})
-        figure, (axes, below) = pyplot.subplots(2, 1, figsize=(11, 6.4 + 0.4 * rows), sharex=True,
+        figure, (axes, below) = pyplot.subplots(2, 1, figsize=(9, 5.2 + 0.4 * rows), sharex=True,
                                                 height_ratios=(6, 0.4 + 0.4 * rows))
         draw_transfers(below, timelines[0])
     else:
-        figure, axes = pyplot.subplots(figsize=(11, 6))
+        figure, axes = pyplot.subplots(figsize=(9, 4.8) if len(timelines) == 1 else (11, 6))
     if options.over:
         draw_over(axes, timelines, options.over)
     elif len(timelines) == 1:

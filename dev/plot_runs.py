@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Draws several training logs in one figure: training and validation losses, learning rates, tokens per
-second.
+"""Draws how training runs went. Use it to see whether a run learns, and to compare runs with each other: losses,
+learning rates and tokens per second, from the logs of ./train --log or dev/reference.py --log.
 
-A log has JSON lines, as ./train --log and dev/reference.py --log write them. Pale lines show single steps,
-the others means over a hundredth of the run.
+Pale lines show single steps, the others means over a hundredth of the run. --losses draws one panel, with the
+training and the validation losses.
+
+    dev/plot_runs.py out/a.jsonl out/b.jsonl --out runs.png
 """
 
 import argparse
@@ -73,11 +75,29 @@ def labels_of(paths):
     return paths  # one file is given twice
 
 
+def draw_losses(runs, out):
+    """Draws both losses of each run in one panel."""
+    pyplot = figures.pyplot(fail)
+    figure, axes = pyplot.subplots(figsize=(9, 4.5))
+    several = len(runs) > 1
+    for i, (run, label) in enumerate(zip(runs, labels_of([run.path for run in runs]))):
+        if "loss" in run.points:
+            steps, values = run.points["loss"]
+            axes.plot(steps, values, color=f"C{2 * i % 10}", alpha=0.25, linewidth=0.8)
+            axes.plot(steps, smooth(values), color=f"C{2 * i % 10}", label=f"{label}, training" if several else "training loss")
+        if "val_loss" in run.points:
+            axes.plot(*run.points["val_loss"], color=f"C{(2 * i + 1) % 10}", marker="o", markersize=4,
+                      label=f"{label}, validation" if several else "validation loss")
+    axes.set(xlabel="step", ylabel="loss, nats a token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figures.save(figure, out, fail)
+
+
 def draw(runs, out):
+    """Draws a panel for each figure that a log has."""
     pyplot = figures.pyplot(fail)
     panels = [key for key in PANELS if any(key in run.points for run in runs)]
-    if not panels:
-        fail(f"{runs[0].path}: nothing in it is a number")
     figure, rows = pyplot.subplots(len(panels), 1, sharex=True, squeeze=False, figsize=(10, 2.8 * len(panels)))
     for key, axes in zip(panels, rows[:, 0]):
         for i, (run, label) in enumerate(zip(runs, labels_of([run.path for run in runs]))):
@@ -99,10 +119,13 @@ def draw(runs, out):
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logs", nargs="+", metavar="LOG", help="of ./train --log LOG")
+    parser.add_argument("--losses", action="store_true", help="one panel, with training and validation losses")
     parser.add_argument("--out", default="runs.png", metavar="FILE", help=".png, .svg, .pdf (default: runs.png)")
     options = parser.parse_args(arguments)
     runs = [Run(path) for path in options.logs]
-    draw(runs, options.out)
+    if not any(run.points for run in runs):
+        fail(f"{runs[0].path}: nothing in it is a number")
+    (draw_losses if options.losses else draw)(runs, options.out)
     for run in runs:
         print(run.summary())
 

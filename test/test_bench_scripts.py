@@ -68,13 +68,14 @@ def script(name, *arguments, code=0, **environment):
 
 
 def compare(folder, *arguments, code=0, **environment):
-    """Runs compare.py on the CPU; returns its table's rows, all numbers, and the text."""
+    """Runs compare.py on the CPU; returns the rows of its table by peer, all numbers, and the text."""
     out = folder / "results" / "table.md"
     script("compare.py", "--device", "cpu", "--precision", "fp32", "--out", out, *arguments, code=code, **environment)
     text = out.read_text()
-    rows = {cells[0]: cells[1:] for line in text.splitlines() if line.startswith("| ")
+    rows = {cells[1]: cells[2:] for line in text.splitlines() if line.startswith("| ")
             for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}
-    return rows, json.loads(out.with_suffix(".json").read_text()), text
+    (comparison,) = json.loads(out.with_suffix(".json").read_text())["comparisons"]
+    return rows, comparison, text
 
 
 def test_torch_beside_the_trainer(tmp_path):
@@ -93,10 +94,49 @@ def test_torch_beside_the_trainer(tmp_path):
     assert rows["torch"][3] == f"{(first / 10 + second / 20) / 2:.2f}"
     assert raw["machine"]["PyTorch"] == torch.__version__ and f"- PyTorch: {torch.__version__}" in text
     assert raw["settings"]["model"] == "d1" and raw["left_out"] == {} and raw["failed"] == {}
-    for said in ("- date: ", "- commit: ", "- CPU: ", "- compiler: ", "- oneDNN: ", "- threads: 1", "autocast",
+    for said in (f"| {raw['machine']['date']} | {raw['machine']['commit']} |", "- CPU: ", "- compiler: ", "- oneDNN: ",
+                 "- threads: 1", "autocast",
                  "--bench --bench-warmup 1 --bench-steps 3 --json --model d1 --batch 2 --seq-len 8 --threads 1"):
         assert said in text, said
     assert str(ROOT) not in text
+
+
+def test_comparisons_share_a_page(tmp_path):
+    """One with the same settings is replaced, others are kept; so is what else the page says. The tables can be
+    made again without measuring."""
+    trainer, out = fake_trainer(tmp_path), tmp_path / "page.md"
+    for batch in (1, 2, 1):
+        script("compare.py", "--device", "cpu", "--precision", "fp32", "--out", out, "--train", trainer, "--model", "d1", "--batch",
+               batch, "--seq-len", 8, "--peers", "train", "--rounds", 1)
+        if "## Another section" not in out.read_text():
+            out.write_text(out.read_text() + "\n## Another section\n")
+    text = out.read_text()
+    assert re.findall(r"^\| d1, (\d) x 8, fp32 \| train \| ([\d.]+) ", text, re.M) == [("1", "30.00"), ("2", "20.00")]
+    assert text.endswith("\n\n## Another section\n") and text.count("## Training steps") == 1
+    out.unlink()
+    script("compare.py", "--device", "cpu", "--out", out, "--rewrite")
+    assert out.read_text() == text.removesuffix("\n## Another section\n")
+    assert "has no comparisons" in script("compare.py", "--out", tmp_path / "none.md", "--rewrite", code=2).stderr
+
+
+def test_the_page_has_what_its_json_file_has(tmp_path):
+    """dev/results/speed-cpu.md is not edited by hand in the section that compare.py writes."""
+    page = ROOT / "dev" / "results" / "speed-cpu.md"
+    shutil.copy(page.with_suffix(".json"), tmp_path / "speed-cpu.json")
+    script("compare.py", "--device", "cpu", "--out", tmp_path / "speed-cpu.md", "--rewrite")
+    _, _, section = (tmp_path / "speed-cpu.md").read_text().partition("\n\n")
+    assert section.startswith("## ") and section.strip() in page.read_text()
+
+
+def test_a_section_of_a_page(tmp_path):
+    results, page = load("results"), tmp_path / "new" / "page.md"
+    results.write_section(page, "Title", "A", ["one"])
+    assert page.read_text() == "# Title\n\n## A\n\none\n"
+    results.write_section(page, "Title", "B", ["two"])
+    results.write_section(page, "Title", "A", ["three", "", "### a part", "", "four"])
+    assert page.read_text() == "# Title\n\n## A\n\nthree\n\n### a part\n\nfour\n\n## B\n\ntwo\n"
+    results.write_section(page, "Title", "A", ["five"])
+    assert page.read_text() == "# Title\n\n## A\n\nfive\n\n## B\n\ntwo\n"
 
 
 def test_llm_c_is_ended_once_it_has_said_enough(tmp_path):
@@ -199,7 +239,8 @@ def test_the_trainer_itself(train, tmp_path):
     out = tmp_path / "t.md"
     script("compare.py", "--device", train.device, "--precision", train.precision, "--train", train.path, "--out", out,
            "--model", "d1", "--batch", 2, "--seq-len", 8, "--peers", "train", "--rounds", 1, "--steps", 2)
-    (turn,) = json.loads(out.with_suffix(".json").read_text())["turns"]
+    (comparison,) = json.loads(out.with_suffix(".json").read_text())["comparisons"]
+    (turn,) = comparison["turns"]
     assert turn["step_ms"]["median"] > 0 and turn["peak_bytes"] > 0 and turn["raw"]["steps"] == 2
 
 
@@ -219,7 +260,7 @@ def test_transformers_beside_the_trainer(tmp_path, family):
     model = make(tmp_path / "tiny", "--family", family, "--vocab", 300)
     rows, raw, text = compare(tmp_path, "--train", fake_trainer(tmp_path), "--model", model, "--batch", 2, "--seq-len", 8,
                               "--peers", "train,transformers,transformers.eager", "--rounds", 1, "--steps", 3, "--threads", 1)
-    assert text.startswith("# tiny, fp32") and raw["failed"] == {} and raw["machine"]["transformers"]
+    assert "| tiny, 2 x 8, fp32 | train |" in text and raw["failed"] == {} and raw["machine"]["transformers"]
     for name, attention in (("transformers", "sdpa"), ("transformers.eager", "eager")):
         (turn,) = [t for t in raw["turns"] if t["peer"] == name]
         assert turn["raw"]["attention"] == attention and turn["raw"]["weights"] == "fp32" and not turn["raw"]["compile"]
@@ -299,8 +340,9 @@ def attention(folder, *arguments):
     binary = ROOT / f"build/bench/{device}/attention"
     assert binary.exists(), f"make DEVICE={device} {binary.relative_to(ROOT)}"
     out = folder / "attention.md"
-    script("attention.py", "--device", device, "--quick", "--threads", 1, "--out", out, *arguments)
-    return out.read_text(), json.loads(out.with_suffix(".json").read_text())
+    raw = folder / "raw.json"
+    script("attention.py", "--device", device, "--quick", "--threads", 1, "--out", out, "--raw", raw, *arguments)
+    return out.read_text(), json.loads(raw.read_text())
 
 
 @pytest.mark.more
@@ -628,11 +670,12 @@ def test_predictions_beside_measurements(tmp_path, medians, off, within):
     trains = [item for p in ("fp32", "bf16") for item in (f"--{p}", executable(tmp_path / f"train-{p}", text))]
     make(tmp_path / "model", "--layers", 1, "--heads", 1, "--channels", 8)
     out = tmp_path / "table.md"
-    script("predict.py", "--out", out, *trains, "--model", tmp_path / "model", PYTHONHASHSEED="1")
+    raw = tmp_path / "raw.json"
+    script("predict.py", "--out", out, "--raw", raw, *trains, "--model", tmp_path / "model", PYTHONHASHSEED="1")
     said = out.read_text()
     assert f"Within 10%: {within[0]} of 20; within 20%: {within[1]} of 20." in said
     assert said.count(f"| {off} |") == 20 and said.count("forward: disk") == 20
-    rows = json.loads(out.with_suffix(".json").read_text())["rows"]
+    rows = json.loads(raw.read_text())["rows"]
     assert [len(row["runs"]) for row in rows] == [len(medians)] * 20
     assert "is not there" in script("predict.py", "--model", tmp_path / "none", *trains, code=2).stderr
 
@@ -658,10 +701,10 @@ def test_the_kinds_of_a_block_are_one_function():
 def test_a_block_by_length(tmp_path):
     train = next(b for b in binaries() if b.precision == "fp32")
     out = tmp_path / "block.md"
-    script("block.py", "--train", train.path, "--longest", 1024, "--out", out)
+    script("block.py", "--train", train.path, "--longest", 1024, "--out", out, "--raw", tmp_path / "raw.json")
     row = [cell.strip() for cell in out.read_text().splitlines()[-1].strip("|").split("|")]
     assert row[0] == "1,024" and len(row) == 6 and all(re.fullmatch(r"[\d.]+ s, \d+ MiB", cell) for cell in row[1:])
-    measured = json.loads(out.with_suffix(".json").read_text())["measured"]
+    measured = json.loads((tmp_path / "raw.json").read_text())["measured"]
     assert measured["train"]["1024"]["bytes"] < measured["dense"]["1024"]["bytes"]
     assert out.with_suffix(".png").stat().st_size > 10000
     assert "must end in .md" in script("block.py", "--out", "x", code=2).stderr
@@ -693,4 +736,5 @@ def test_the_longest_context_beside_pytorch(tmp_path, monkeypatch, capsys):
     assert "does not limit memory to --memory 2048MiB" in capsys.readouterr().err
     (tmp_path / "memory.max").write_text(f"{2 << 30}\n")
     longest.main(["--memory", "2GiB", "--cgroup", str(tmp_path), "--out", str(out), "--rounds", "1"])
-    assert out.read_text().startswith("# LoRA in 2048 MiB of a cgroup")
+    text = out.read_text()
+    assert "\n## LoRA in 2048 MiB of a cgroup\n" in text and "\n## LoRA in 2048 MiB that a process may map\n" in text

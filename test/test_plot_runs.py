@@ -65,6 +65,20 @@ def test_what_is_drawn(logs, monkeypatch):
     assert pale == [4.0 - 0.01 * i for i in range(300)] and losses[0][1] == plot_runs.smooth(pale)
 
 
+def test_both_losses_in_one_panel(logs, monkeypatch):
+    """Pale steps, their mean and the validations of each run, named after it if there are several."""
+    from matplotlib.axes import Axes
+    drawn = []
+    monkeypatch.setattr(Axes, "plot", lambda axes, x, y, **style: drawn.append((len(x), style.get("label"))))
+    monkeypatch.setattr(Axes, "legend", lambda axes: None)
+    for names in (["a"], ["a", "no_validation"]):
+        plot_runs.main(["--losses", *(str(logs / f"{name}.jsonl") for name in names), "--out", str(logs / "losses.png")])
+    assert drawn[:3] == [(300, None), (300, "training loss"), (2, "validation loss")]
+    assert drawn[3:] == [(300, None), (300, "a.jsonl, training"), (2, "a.jsonl, validation"), (40, None),
+                         (40, "no_validation.jsonl, training")]
+    size((logs / "losses.png").read_bytes())
+
+
 def test_smooth():
     assert plot_runs.smooth([3.0, 5.0]) == [3.0, 5.0]
     values = [float(i % 7) for i in range(350)]

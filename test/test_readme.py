@@ -1,5 +1,5 @@
-"""The README and the guide: the README's recipes run as they stand and print what it shows, its lines are few
-and short, links lead to files, and every option that is named exists."""
+"""The README, the guide and the results: the README's recipes run as they stand and print what it shows, its lines
+are few and short, its pictures small, links lead to files, and every option that is named exists."""
 
 import functools
 import importlib.util
@@ -15,6 +15,8 @@ from trainer_runs import ENVIRONMENT, ROOT, binaries
 USUALLY = "fp32"
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "dev" / "guide").glob("*.md"))]
+# Without what a measurement on a GPU adds.
+RESULTS = sorted(page for page in (ROOT / "dev" / "results").glob("*.md") if not re.match(r"nvidia-|.*-cuda", page.name))
 RECIPES = "Train a small model from scratch", "Fine-tune SmolLM2 with LoRA on chats, and talk to it", "Will this model fit my card?"
 SCRIPT = r"(?:\./)?((?:dev|scripts|test)/[\w/]+\.(?:py|sh))"
 OPTION = r"(?<![\w-])--[a-z][a-z0-9-]*"
@@ -124,7 +126,7 @@ def test_the_second_sentence_tells_of_gpus():
     assert "has not run on a real one" in sentences[1] and "CPUs" in sentences[1]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES + RESULTS, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_links_lead_to_files(page):
     links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
     for link in links:
@@ -139,10 +141,25 @@ def test_links_lead_to_files(page):
             assert heading in headings, link
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES + RESULTS, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_files_that_are_named_exist(page):
     for name in re.findall(r"`((?:dev|llmc|scripts|test)/[\w/.-]+\.\w+)`", page.read_text()):
         assert (ROOT / name).exists() or "NAME" in name, name
+
+
+def test_pictures_are_small():
+    pictures = re.findall(r"^!\[[^\]]+\]\((.+)\)$", README.read_text(), re.M)
+    assert len(pictures) == 2 and all((ROOT / picture).stat().st_size < 100_000 for picture in pictures)
+
+
+def test_every_result_is_found_from_its_readme():
+    """dev/results/README.md links every page, and every picture there is shown by a page or named in the README."""
+    [readme] = [page for page in RESULTS if page.name == "README.md"]
+    text = readme.read_text()
+    everything = "".join(page.read_text() for page in RESULTS)
+    assert len(RESULTS) > 10 and all(f"]({page.name})" in text for page in RESULTS if page != readme)
+    for picture in readme.parent.glob("*.png"):
+        assert f"]({picture.name})" in everything or picture.name in text, picture
 
 
 def test_every_page_of_the_guide_is_linked():

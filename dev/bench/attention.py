@@ -3,7 +3,7 @@
 memory by head size and length. They take turns; each turn is a process of its own that runs one length.
 
 The naive attention may take as much memory as --memory says; if it needs more, its row has the size of its T
-x T array. Writes a table, and all numbers as .json beside it.
+x T array. Writes a page of results.
 """
 
 import argparse
@@ -124,7 +124,12 @@ def report(options, kinds, lines, failed):
     torch = {"PyTorch": line["torch"] for line in lines if "torch" in line}
     facts = results.machine(options.device) | torch | {"threads": options.threads}
     rounds = f"Medians of {options.rounds} rounds" if options.rounds > 1 else "One round"
+    commands = [results.shown(command_of(kind, options, "bf16" if kind == "hopper" else options.precisions[0],
+                                         options.lengths[0])) for kind in kinds]
     text = [f"# Causal attention, {options.device}: time and memory by length and head size", "",
+            "Measured and written by `dev/bench/attention.py`.", "", *results.facts_list(facts),
+            *(f"- {key} failed: {why}" for key, why in failed.items()), "",
+            "Commands, for the first precision and length:", "", *(f"    {command}" for command in commands), "",
             f"{rounds}, in turn. Batch x length is {options.tokens} tokens and heads x head size is {options.channels} "
             "channels everywhere. `train` is llmc/attention.cuh" +
             (", `hopper` llmc/attention_hopper.cuh" if "hopper" in kinds else "") + "; its MiB are q, k, v, out, "
@@ -135,14 +140,10 @@ def report(options, kinds, lines, failed):
             "scores, of which it keeps several.", ""]
     for precision in options.precisions:
         text += [f"## {precision}", "", *table(options, kinds, lines, precision), ""]
-    text += [f"- {key} failed: {why}" for key, why in failed.items()]
-    commands = [results.shown(command_of(kind, options, "bf16" if kind == "hopper" else options.precisions[0],
-                                         options.lengths[0])) for kind in kinds]
-    text += [*results.facts_list(facts), "", "Commands, for the first precision and length:", "",
-             *(f"    {command}" for command in commands)]
-    results.write(options.out, text, {"machine": facts, "commands": commands, "failed": failed, "lines": lines,
-                                      "memory_mib": options.memory, "rounds": options.rounds})
-    print(f"written: {options.out}, {options.out.with_suffix('.json')}")
+    results.write(options.out, text[:-1])
+    results.write_raw(options.raw, {"machine": facts, "commands": commands, "failed": failed, "lines": lines,
+                                    "memory_mib": options.memory, "rounds": options.rounds})
+    print(f"written: {options.out}")
 
 
 def free_mib(device):
@@ -181,7 +182,7 @@ def parse_options(arguments):
     add("--timeout", type=positive, default=3600, help="seconds that a turn may take")
     add("--binary", help="built from attention.cpp (default: build/bench/DEVICE/attention)")
     add("--quick", action="store_true", help="small shapes and one round, to see that it works")
-    add("--out", type=results.result_path, help="(default: dev/results/attention-DEVICE.md)")
+    results.add_out(parser, said="dev/results/attention-DEVICE.md")
     options = parser.parse_args(arguments)
     options.device = options.device or ("cuda" if results.gpu_answers() else "cpu")
     defaults = ({"head_sizes": [16, 64], "lengths": [64, 256], "tokens": 256, "channels": 64, "rounds": 1,

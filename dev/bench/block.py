@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Forward and backward of one block by length: ./train compared with three kinds of attention in PyTorch.
 
-The kinds are dense attention, flash attention and the Blockwise Parallel Transformer. Results are time,
-memory and a plot.
+The kinds are dense attention, flash attention and the Blockwise Parallel Transformer. Writes a section of
+dev/results/context.md with time and memory, and block.png beside it.
 
-    dev/bench/block.py --train build/cpu-fp32/train [--longest 65536] [--seconds 600] [--out dev/results/block.md]
+    dev/bench/block.py --train build/cpu-fp32/train [--longest 65536] [--seconds 600] [--out PAGE.md] [--raw FILE]
 
 The block is of Llama's kind in fp32, with 512 channels, 8 heads and an MLP 1408 wide, on a sequence of 1024
 tokens and more. ./train's is the only block of a model with a vocabulary of 256, with --recompute block
@@ -39,7 +39,7 @@ def parse(arguments):
     parser.add_argument("--longest", type=results.positive, default=65536)
     parser.add_argument("--memory", type=results.positive, default=8192, help="MiB that a kind may take")
     parser.add_argument("--seconds", type=results.positive, default=600, help="that a kind may take for one pass")
-    parser.add_argument("--out", type=results.result_path, default=results.ROOT / "dev/results/block.md")
+    results.add_out(parser, results.ROOT / "dev/results/context.md")
     return parser.parse_args(arguments)
 
 
@@ -124,10 +124,11 @@ def main(arguments=None):
             measured = measure(o, folder)
     except PeerFailed as failed:
         fail(failed)
-    picture = o.out.with_suffix(".png")
-    lines = ["# One block, by length", "", "Forward and backward, by `dev/bench/block.py`, which says how.", "",
+    picture = o.out.with_name("block.png")
+    lines = ["Measured and written by `dev/bench/block.py`, which says how: forward and backward of one block.", "",
              *results.facts_list(facts), "", f"![Time and memory by length]({picture.name})", "", *table(measured)]
-    results.write(o.out, lines, {"machine": facts, "measured": measured})
+    results.write_section(o.out, "Long context", "One block, by length", lines)
+    results.write_raw(o.raw, {"machine": facts, "measured": measured})
     draw(measured, picture)
 
 

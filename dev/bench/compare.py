@@ -5,11 +5,16 @@ of its own.
 Peers for a new GPT-2 (dN): train, torch (eager), torch.compile, and llm.c from a built checkout that the
 environment's LLMC names. For a Hugging Face folder: train, and transformers with sdpa or eager attention, and
 compiled; with --lora-rank, PEFT's LoRA with its base in the build's precision or in NF4. Without --peers, all
-that are installed take part. Writes a table, and all numbers as .json beside it.
+that are installed take part.
+
+Adds the comparison to a page of results, dev/results/speed-DEVICE.md, with one table of all comparisons, and
+to the JSON file beside that page, which has all that was measured. A comparison with the same settings is
+replaced. --rewrite makes the tables again from the JSON file and measures nothing.
 """
 
 import argparse
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -227,12 +232,16 @@ def take_turns(peers, rounds):
     return turns, failed, versions
 
 
-def table_rows(peers, turns, failed, tokens):
-    medians = {name: {t["round"]: t["step_ms"]["median"] for t in turns if t["peer"] == name} for name in peers}
+def table_rows(comparison):
+    """The rows of a comparison's peers."""
+    s, turns = comparison["settings"], comparison["turns"]
+    tokens = s["batch"] * s["seq_len"]
+    medians = {name: {t["round"]: t["step_ms"]["median"] for t in turns if t["peer"] == name}
+               for name in comparison["commands"]}
     base = medians.get("train", {})
     rows = []
-    for name in peers:
-        if name in failed:
+    for name in medians:
+        if name in comparison["failed"]:
             rows.append([name, "failed", "", "", "", ""])
             continue
         times = medians[name]
@@ -245,28 +254,92 @@ def table_rows(peers, turns, failed, tokens):
     return rows
 
 
+HEADER = ["ms a step", "over the rounds", "tokens/s", "time / train's", "peak MiB"]
+KEY = ("model", "precision", "batch", "seq_len", "device", "lora_rank", "train_options", "llmc_options")
+OWN = ("date", "commit", "load of the machine before")  # facts that each comparison has for itself
+
+
+def name_of(comparison):
+    s = comparison["settings"]
+    lora = f", LoRA of rank {s['lora_rank']}" if s["lora_rank"] else ""
+    return f"{pathlib.Path(s['model']).name}{lora}, {s['batch']} x {s['seq_len']}, {s['precision']}"
+
+
+def order_of(comparison):
+    """Sorts by model and length, with fp32 before bf16."""
+    s = comparison["settings"]
+    return pathlib.Path(s["model"]).name, s["lora_rank"], s["seq_len"], s["batch"], s["precision"] != "fp32"
+
+
+def shared_facts(comparisons):
+    """The facts of the machine and of tools in which all comparisons agree that have them."""
+    facts = {}
+    for c in comparisons:
+        for what, said in c["machine"].items():
+            facts.setdefault(what, set()).add(said)
+    return {what: said.pop() for what, said in facts.items() if what not in OWN and len(said) == 1}
+
+
+def remarks_of(comparison, shared):
+    """What a comparison has that others do not: its versions, and the peers that did not run."""
+    facts = [f"{what}: {said}" for what, said in comparison["machine"].items() if what not in OWN and what not in shared]
+    facts += [f"`{name}` failed: {why}" for name, why in comparison["failed"].items()]
+    facts += [f"`{name}` is left out: {why}" for name, why in comparison["left_out"].items()]
+    return "; ".join(facts)
+
+
+def section_of(comparisons):
+    """The lines of all comparisons: their machine, a table of times, a table of the runs, and the commands."""
+    shared = shared_facts(comparisons)
+    gpu = comparisons[0]["settings"]["device"] == "cuda"
+    memory = ("what the process took of the device; PyTorch's is what its allocator reserved" if gpu else
+              "the most that was resident in the process, libraries included")
+    names = dict.fromkeys(name for c in comparisons for name in c["commands"])
+    rows = [[name_of(c), *row] for c in comparisons for row in table_rows(c)]
+    runs = []
+    for c in comparisons:
+        s, machine = c["settings"], c["machine"]
+        runs.append([name_of(c), f"{s['rounds']} x {s['steps']} after {s['warmup']}", *(machine[what] for what in OWN),
+                     f"`{s['train_options']}`" if s["train_options"] else "", remarks_of(c, shared)])
+    commands = dict.fromkeys(f"    {command}" for c in comparisons for command in c["commands"].values())
+    return ["Measured and written by `dev/bench/compare.py`, which says how.", "", *results.facts_list(shared), "",
+            "A time is the median over the rounds of each round's median step. The peers of a comparison take turns, and each "
+            "turn is a process of its own. Times are divided round by round, and the median of the ratios is shown. "
+            f"Peak MiB is {memory}.", "",
+            *(f"- {NOTES[name]}." for name in names), "",
+            *results.markdown(["model, batch x length, precision", "peer", *HEADER], rows), "",
+            *results.markdown(["comparison", "rounds x steps", "date", "commit", "load before", "options of `train`", "remarks"],
+                              runs), "",
+            "Commands of the peers, each once:", "", *commands]
+
+
+def comparisons_of(path):
+    """The comparisons in a page's JSON file; none if there is no such file."""
+    try:
+        return json.loads(path.read_text())["comparisons"] if path.exists() else []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fail(f"{path}: {getattr(error, 'strerror', None) or 'not a file of compare.py'}")
+
+
+def write_page(out, device, comparisons):
+    results.write_section(out, f"Times of training steps, {device}", "Training steps beside other programs",
+                          section_of(comparisons))
+
+
 def report(options, peers, left_out, turns, failed, versions):
     o = options
-    facts = results.machine(o.device) | versions | {"threads": o.threads}
-    header = ["", "ms a step", "over the rounds", "tokens/s", "time / train's", "peak MiB"]
-    memory = ("what the process took of the device; PyTorch's is what its allocator reserved" if o.device == "cuda" else
-              "the most that was resident in the process, libraries included")
-    notes = [NOTES[name] for name in peers]
-    notes += [f"`{name}` failed: {why}" for name, why in failed.items()]
-    notes += [f"`{name}` is left out: {why}" for name, why in left_out.items()]
-    lines = [f"# {o.name}, {o.precision}, batch {o.batch}, seq_len {o.seq_len}, {o.device}", "",
-             f"Median of {o.rounds} rounds' medians of {o.steps} steps after {o.warmup}; peers in turn, each turn a "
-             f"process of its own. Times are divided round by round, and the median is shown. Peak MiB is {memory}.", "",
-             *results.markdown(header, table_rows(peers, turns, failed, o.batch * o.seq_len)), "",
-             *(f"- {note}." for note in notes), "", *results.facts_list(facts), "", "Commands:", "",
-             *(f"    {results.shown(peer.command())}" for peer in peers.values())]
-    raw = {"settings": {key: getattr(o, key) for key in ("model", "batch", "seq_len", "precision", "device", "threads",
-                                                         "steps", "warmup", "rounds")},
-           "machine": facts, "commands": {name: results.shown(peer.command()) for name, peer in peers.items()},
+    new = {"settings": {key: getattr(o, key) for key in (*KEY, "threads", "steps", "warmup", "rounds")},
+           "machine": results.machine(o.device) | versions | {"threads": o.threads},
+           "commands": {name: results.shown(peer.command()) for name, peer in peers.items()},
            "failed": failed, "left_out": left_out, "turns": turns}
-    results.write(o.out, lines, raw)
-    print("\n".join(lines[4:6 + len(peers)]))
-    print(f"written: {o.out}, {o.out.with_suffix('.json')}")
+    new["settings"]["model"] = results.shown([o.model])
+    raw = o.out.with_suffix(".json")
+    kept = [c for c in comparisons_of(raw) if any(c["settings"][key] != new["settings"][key] for key in KEY)]
+    comparisons = sorted([*kept, new], key=order_of)
+    write_page(o.out, o.device, comparisons)
+    results.write_raw(raw, {"comparisons": comparisons})
+    print("\n".join(results.markdown(["", *HEADER], table_rows(new))))
+    print(f"written: {o.out}, {raw}")
 
 
 def parse_options(arguments):
@@ -289,21 +362,26 @@ def parse_options(arguments):
     add("--llmc-options", default="", help="more options for llm.c's CUDA trainer, in one word: '-r 0 -ge 2' recomputes "
                                            "nothing and has cuBLASLt do GELU")
     add("--timeout", type=positive, default=3600, help="seconds that a turn may take")
-    add("--out", type=results.result_path, help="(default: dev/results/compare-MODEL-DEVICE-PRECISION.md)")
+    add("--rewrite", action="store_true", help="make the tables again from the page's JSON file")
+    add("--out", type=results.result_path, help="a page of results (default: dev/results/speed-DEVICE.md)")
     options = parser.parse_args(arguments)
     options.device = options.device or ("cuda" if results.gpu_answers() else "cpu")
     options.precision = options.precision or ("bf16" if options.device == "cuda" else "fp32")
     options.folder = pathlib.Path(options.model).is_dir()
     if options.lora_rank and not options.folder:
         fail("--lora-rank: LoRA is of a Hugging Face folder, and --model is none")
-    options.name = pathlib.Path(options.model).resolve().name if options.folder else options.model
-    options.out = options.out or (results.ROOT / "dev/results" /
-                                  f"compare-{options.name}-{options.device}-{options.precision}.md")
+    options.out = options.out or results.ROOT / f"dev/results/speed-{options.device}.md"
     return options
 
 
 def main(arguments=None):
     options = parse_options(arguments)
+    if options.rewrite:
+        comparisons = comparisons_of(options.out.with_suffix(".json"))
+        if not comparisons:
+            fail(f"--rewrite: {options.out.with_suffix('.json')} has no comparisons")
+        write_page(options.out, options.device, comparisons)
+        return 0
     peers, left_out = choose_peers(options)
     turns, failed, versions = take_turns(peers, options.rounds)
     if not turns:

@@ -2,7 +2,9 @@
 """The longest sequence that LoRA can train on in a budget of memory: ./train, and transformers with PEFT.
 
     dev/bench/longest_context.py --memory 2GiB [--cgroup FOLDER] [--train ./train] [--model data/smollm2]
-                                 [--out dev/results/longest.md]
+                                 [--out PAGE.md] [--raw FILE]
+
+Writes a section of dev/results/context.md.
 
 PyTorch runs with sdpa and checkpoints every block; its longest sequence is found by trying, in multiples of
 256 tokens. ./train plans its longest for --memory of 16 MiB less, then runs steps of four times PyTorch's
@@ -41,7 +43,7 @@ def parse(arguments):
     parser.add_argument("--model", default=str(results.ROOT / "data/smollm2"))
     parser.add_argument("--lora-rank", type=results.positive, default=16)
     parser.add_argument("--rounds", type=results.positive, default=3, help="of timing, in turn")
-    parser.add_argument("--out", type=results.result_path, default=results.ROOT / "dev/results/longest.md")
+    results.add_out(parser, results.ROOT / "dev/results/context.md")
     options = parser.parse_args(arguments)
     if options.cgroup and limit_of(options.cgroup) != options.memory:
         fail(f"--cgroup {options.cgroup}: does not limit memory to --memory {options.memory >> 20}MiB")
@@ -133,15 +135,16 @@ def main(arguments=None):
         fail(failed)
     median = {peer: statistics.median(of) / 1000 for peer, of in times.items()}
     budget = f"{o.memory >> 20} MiB{' of a cgroup' if o.cgroup else ' that a process may map'}"
-    lines = [f"# LoRA in {budget}", "", "By `dev/bench/longest_context.py`, which says how.", "", *results.facts_list(facts),
+    lines = ["Measured and written by `dev/bench/longest_context.py`, which says how.", "", *results.facts_list(facts),
              f"- model: {results.shown([o.model])}, rank {o.lora_rank}, batch 1, {peers.precision}", "",
              *results.markdown(["", "transformers and PEFT", "`./train`"],
                                [["longest sequence, tokens", f"{theirs:,}", f"{plan['seq_len']:,} by plan"],
                                 ["run, tokens", f"{theirs:,}", f"{MORE * theirs:,}"],
                                 ["a step of that, s", f"{median['torch']:.1f}", f"{more['step_ms']['median'] / 1000:.1f}"],
                                 ["a step of PyTorch's longest, s", f"{median['torch']:.1f}", f"{median['train']:.1f}"]])]
-    results.write(o.out, lines, {"machine": facts, "torch_longest": theirs, "planned": plan["seq_len"],
-                                 "planned_seconds": plan["estimated_seconds"], "more": more, "times_ms": times})
+    results.write_section(o.out, "Long context", f"LoRA in {budget}", lines)
+    results.write_raw(o.raw, {"machine": facts, "torch_longest": theirs, "planned": plan["seq_len"],
+                              "planned_seconds": plan["estimated_seconds"], "more": more, "times_ms": times})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """How well a step's time is predicted: 20 configurations, planned with rates just measured, and run.
 
-    dev/bench/predict.py --out dev/results/predicted.md [--fp32 build/cpu-fp32/train] [--bf16 build/cpu-bf16/train]
-                         [--model data/smollm2] [--only TEXT] [--rates FOLDER]
+    dev/bench/predict.py [--fp32 build/cpu-fp32/train] [--bf16 build/cpu-bf16/train] [--model data/smollm2]
+                         [--only TEXT] [--rates FOLDER] [--out PAGE.md] [--raw FILE]
 
+Writes a section of dev/results/predicted.md that is named by this machine's CPU; with --only it only prints.
 Each build measures its rates with --calibrate, or --rates names a folder with fp32.json and bf16.json. Every
 configuration is planned with --plan --rates, then run with --bench. Its measured time is the median of its
 steps. If the prediction is off by more than 10%, the bench is run once more and the smaller median counts,
@@ -48,7 +49,7 @@ CONFIGURATIONS = [
 
 def parse(arguments):
     parser = results.OptionParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=results.result_path, default=results.ROOT / "dev/results/predicted.md")
+    results.add_out(parser, results.ROOT / "dev/results/predicted.md")
     parser.add_argument("--fp32", default=str(results.ROOT / "build/cpu-fp32/train"))
     parser.add_argument("--bf16", default=str(results.ROOT / "build/cpu-bf16/train"))
     parser.add_argument("--model", default=str(results.ROOT / "data/smollm2"), help="SmolLM2's folder")
@@ -110,9 +111,7 @@ def table(rows, facts):
     good = sum(abs(row["off"]) <= GOOD for row in rows)
     fair = sum(abs(row["off"]) <= FAIR for row in rows)
     spread = statistics.median(row["measured_ms"] / row["fastest_ms"] - 1 for row in rows)
-    lines = ["# Predicted and measured seconds of a step", "",
-             "What `--plan --rates FILE` says a step takes, by rates that `--calibrate FILE` measured just before, beside "
-             "what `--bench` measured. By `dev/bench/predict.py`.", "", *results.facts_list(facts),
+    lines = ["Measured and written by `dev/bench/predict.py`.", "", *results.facts_list(facts),
              f"- noise: a configuration's median step takes {100 * spread:.1f}% longer than its fastest, in the median",
              f"- run a second time, as the first was off by more than 10%, and the faster taken: "
              f"{sum(len(row['runs']) > 1 for row in rows)}", "",
@@ -150,7 +149,8 @@ def main(arguments=None):
             fail(failed)
     facts["load of the machine after"] = f"{os.getloadavg()[0]:.1f}"
     if not o.only:
-        results.write(o.out, table(rows, facts), {"machine": facts, "rows": rows})
+        results.write_section(o.out, "Predicted and measured times of a step on CPUs", facts["CPU"], table(rows, facts))
+        results.write_raw(o.raw, {"machine": facts, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ positive.__name__ = "int"
 
 
 def result_path(text):
-    """An argparse type: the file of the table. The raw numbers go beside it as .json."""
+    """An argparse type: a page of results."""
     path = pathlib.Path(text)
     if path.suffix != ".md":
         raise argparse.ArgumentTypeError(f"{text} must end in .md")
@@ -210,14 +210,43 @@ def facts_list(facts):
     return [f"- {what}: {said}" for what, said in facts.items()]
 
 
-def write(path, lines, raw):
-    """Writes the table in words, and all numbers beside it."""
+def add_out(parser, default=None, said=None):
+    """The options that say where results go: --out, a page, and --raw, a file for all that was measured."""
+    said = said or (default and default.relative_to(ROOT))
+    parser.add_argument("--out", type=result_path, default=default, help=f"a page of results (default: {said})")
+    parser.add_argument("--raw", type=pathlib.Path, help="a file for all that was measured, as JSON")
+
+
+def write(path, lines):
+    """Writes a whole page."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("\n".join(lines) + "\n")
-        path.with_suffix(".json").write_text(json.dumps(raw, indent=1) + "\n")
     except OSError as error:
         fail(f"--out {path}: {error.strerror}")
+
+
+def write_section(path, title, heading, lines):
+    """Writes a section of a page: it replaces the section with this heading, or becomes the last one. The
+    rest of the page is kept. A page that is not there begins with `title`."""
+    try:
+        old = path.read_text().rstrip("\n").split("\n") if path.exists() else [f"# {title}"]
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"--out {path}: {getattr(error, 'strerror', None) or error}")
+    begin = old.index(f"## {heading}") if f"## {heading}" in old else len(old)
+    end = next((i for i in range(begin + 1, len(old)) if old[i].startswith("## ")), len(old))
+    before, after = ("\n".join(part).strip("\n") for part in (old[:begin], old[end:]))
+    section = "\n".join([f"## {heading}", "", *lines]).strip("\n")
+    write(path, ["\n\n".join(part for part in (before, section, after) if part)])
+
+
+def write_raw(path, raw):
+    """Writes what was measured, if a file for it was named."""
+    if path:
+        try:
+            path.write_text(json.dumps(raw, indent=1) + "\n")
+        except OSError as error:
+            fail(f"--raw {path}: {error.strerror}")
 
 
 def write_tokens(path, count):

@@ -156,7 +156,7 @@ class Gpt {
     Rows rows_of(const DeviceBatch& batch) const;
     void forward_blocks(std::vector<MicroBatch>& micro_batches, const std::vector<Keep>& keep);
     void backward_blocks(std::vector<MicroBatch>& micro_batches, bool adds);
-    void head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss, Head<floatX>& g);
+    TensorX head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss, Head<floatX>& g);
     HeadActivations forward_head(const TensorX& x);
 
     // A block.
@@ -418,7 +418,8 @@ void Gpt::forward_backward(const std::vector<const DeviceBatch*>& batches, const
     EndGradients d_ends(gradients_, stream_, trained_.layout, config_.tied && !weights_.is_frozen(),
                         options.adds);
     Head<floatX>& d_head = d_ends.begin_head();
-    for (MicroBatch& m : micro_batches) head_and_loss(m, options.head_rows, loss_scale, loss, d_head);
+    for (MicroBatch& m : micro_batches)
+        m.d_residual = ends_.with_prompt(head_and_loss(m, options.head_rows, loss_scale, loss, d_head));
     d_ends.end_head();
     weights_.expect_blocks(true);
 
@@ -689,8 +690,9 @@ TensorX Gpt::dropout_backward(const TensorX& d_out, const Dropout& d) {
 // ---- the head and the loss
 
 // The head and the loss, chunk by chunk of rows: each chunk goes forward and at once back, so that only one
-// chunk's logits exist. m.d_residual becomes the gradient of m.residual, in the same memory.
-void Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss, Head<floatX>& g) {
+// chunk's logits exist. Returns the gradient of the tokens' rows of m.residual, in their memory.
+TensorX Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, TensorF& loss,
+                           Head<floatX>& g) {
     TensorX residual = ends_.without_prompt(std::move(m.residual));
     const int64_t rows = residual.rows(), C = config_.channels;
     const bool in_chunks = head_rows > 0 && head_rows < rows;
@@ -721,7 +723,7 @@ void Gpt::head_and_loss(MicroBatch& m, int64_t head_rows, float loss_scale, Tens
     add_losses(loss, losses, scale, stream_);
     d_norm_weights.end_chunks(stream_);
     g.norm = std::move(d_norm_weights.view);
-    m.d_residual = ends_.with_prompt(std::move(residual));
+    return residual;
 }
 
 HeadActivations Gpt::forward_head(const TensorX& x) {

@@ -89,9 +89,9 @@ class EmbeddingAndHead {
     }
 
     // The tokens' rows (B, T, C) of a stream (B, prompt_len() + T, C): only these have targets.
-    TensorX without_prompt(TensorX&& stream) {
+    TensorX without_prompt(TensorX stream) {
         const int64_t N = prompt_len(), B = stream.shape().dims[0], C = config_.channels;
-        if (N == 0) return std::move(stream);
+        if (N == 0) return stream;
         const int64_t T = stream.shape().dims[1] - N;
         TensorX rows = arena_.take<floatX>("residual", {B, T, C});
         copy_rows_on_device(rows.data(), T * C, stream.at(N * C), (N + T) * C, T * C, B, stream_);
@@ -99,9 +99,9 @@ class EmbeddingAndHead {
     }
     // The backward of without_prompt(): the gradient (B, prompt_len() + T, C), zero for the soft prompt's
     // rows, which have no loss.
-    TensorX with_prompt(TensorX&& d_tokens) {
+    TensorX with_prompt(TensorX d_tokens) {
         const int64_t N = prompt_len(), B = d_tokens.shape().dims[0], C = config_.channels;
-        if (N == 0) return std::move(d_tokens);
+        if (N == 0) return d_tokens;
         const int64_t T = d_tokens.shape().dims[1];
         TensorX d_stream = arena_.take<floatX>("d_residual", {B, N + T, C}, "gradient");
         fill_zero(d_stream, stream_);

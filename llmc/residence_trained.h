@@ -16,9 +16,9 @@ class TrainedResidence : public Residence {
     TrainedResidence(Elsewhere& place, size_t block_bytes) : place_(place), block_bytes_(block_bytes) {}
 
     size_t start(int loan, char* room, Stream stream, int changed) override {
-        const auto at = [&](int block) -> std::optional<uint64_t> {
-            if (block == kNoLoan) return std::nullopt;
-            return static_cast<uint64_t>(block) * block_bytes_;
+        const auto at = [&](int number) -> std::optional<uint64_t> {
+            if (number == kNoLoan) return std::nullopt;
+            return static_cast<uint64_t>(number) * block_bytes_;
         };
         return place_.exchange(aligned_room(room), block_bytes_, at(changed), at(loan), stream);
     }

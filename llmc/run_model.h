@@ -17,6 +17,24 @@
 #include "llmc/state.h"
 #include "llmc/weights.h"
 
+// The options of the state that a run keeps from step to step. Fails if weights of type T cannot use what was
+// asked for.
+template <class T>
+StateOptions state_options(const Options& o) {
+    if (std::is_same_v<T, float> && o.steps > 0 && o.master != "fp32")
+        fail("--master %s completes bf16 weights, and this build's are fp32: make PRECISION=bf16",
+             o.master.c_str());
+    return {.training = o.steps > 0,
+            .gradients = !o.update_in_backward,
+            .optimizer = named<Optimizer>(kOptimizerNames, o.optimizer),
+            .master = named<Master>(kMasterNames, o.master),
+            .m = named<Moment>(kMomentNames, o.adam_m),
+            .v = named<Moment>(kMomentNames, o.adam_v),
+            .blocks = Home::Device,
+            .block_gradients = o.steps > 0 ? named<Home>(kHomeNames, o.gradients) : Home::Device,
+            .updated = o.steps > 0 ? named<Home>(kHomeNames, o.state) : Home::Device};
+}
+
 // What an optional contains, or null.
 template <class T>
 const T* pointer_to(const std::optional<T>& optional) {

@@ -152,6 +152,14 @@ def test_warnings_stop_tests_but_no_users_build(dry_make):
         assert len(commands) >= 2 and all("-Werror" in command for command in commands), arguments
 
 
+def test_the_cuda_build_is_tested_in_one_precision_unless_more_is_asked_for(dry_make):
+    for arguments, precisions in (((), ["bf16"]), (("MORE_TESTS=1",), ["bf16", "fp32"])):
+        made = dry_make("DEVICE=cpu", "build-tests", *arguments)
+        assert re.findall(r"-c train_gpt\.cu -o build/cuda-(\w+)/train\.o", made) == precisions
+        assert set(re.findall(r"-o build/emulated/train-(\w+)", made)) == set(precisions)
+        assert ("build/test/fuzz/" in made, "build/test/asan/train" in made) == 2 * (bool(arguments),)
+
+
 def test_cuda_build_compiles_for_two_architectures(dry_make):
     built = codes(dry_make("DEVICE=cpu", "cuda-build"))
     assert built == 2 * ["sm_80", "sm_90a", "compute_80", "compute_90a"]  # test/gpu runs their PTX

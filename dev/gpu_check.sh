@@ -197,7 +197,7 @@ do_python() {
         part "$(basename "$file")" 15 env MORE_TESTS=1 ASAN_TRAINERS= \
             TRAIN_BINARIES="build/cuda-bf16/train build/cuda-fp32/train" \
             "${python:-.venv/bin/python}" -m pytest -q "$file"
-    done < <(grep -lE '^ *def test_.*\btrain(_fp32|_bf16)?\b|trainer_runs|BINARIES' test/test_*.py)
+    done < <(grep -lE '^ *def test_.*\btrain(_fp32|_bf16)?\b|\b(binaries|Train)\b|BINARIES' test/test_*.py)
 }
 
 # time_step MODEL PRECISION BATCH OPTION...: a part that measures the trainer's steps.

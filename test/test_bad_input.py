@@ -11,13 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import ByteLevelBPETokenizer
-from trainer_runs import (binaries, listing, make, random_tokens, read_log, saved_bytes, small_disk, write_shard,
-                          write_text)
+from trainer_runs import (GOOD, binaries, command, listing, make, random_tokens, read_log, refused, saved_bytes,
+                          small_disk, write_shard, write_text)
 
 SMALL = ("--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)
-# What a run would write if the mistake were not found. None of it may exist afterwards.
-GOOD = {"--model": "model", "--data": "text", "--batch": 2, "--seq-len": 24, "--steps": 2, "--sample-tokens": 4,
-        "--out": "out", "--log": "log"}
 
 
 @pytest.fixture(scope="module")
@@ -35,23 +32,6 @@ def work(given, tmp_path):
     """A copy that tests may damage."""
     shutil.copytree(given, tmp_path, dirs_exist_ok=True)
     return tmp_path
-
-
-def command(options):
-    """Options from a dict; None leaves one out, True is a flag."""
-    return [part for name, value in (GOOD | options).items() if value is not None
-            for part in ((name,) if value is True else (name, str(value)))]
-
-
-def refused(train, folder, options, *named):
-    """Runs with these options in place of the good ones; returns the line."""
-    before = listing(folder)
-    error = train(*command(options), cwd=folder, code=2).stderr.decode()
-    assert error.startswith("train: ") and error.count("\n") == 1 and error.endswith("\n"), error
-    for name in named:
-        assert name in error, error
-    assert listing(folder) == before
-    return error
 
 
 def test_the_good_options_are_good(train, work):

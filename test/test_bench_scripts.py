@@ -4,7 +4,6 @@ the attention benchmark; and dev/gpu_check.sh with every command faked."""
 import importlib.util
 import json
 import os
-import pathlib
 import re
 import shutil
 import subprocess
@@ -13,9 +12,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from trainer_runs import ENVIRONMENT, binaries, make, random_tokens, write_shard
+from trainer_runs import ENVIRONMENT, ROOT, binaries, executable, make, random_tokens, write_shard
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 BENCH = ROOT / "dev" / "bench"
 TRAINER = '''#!{python}
 import json, sys
@@ -47,13 +45,6 @@ def load(name):
     finally:
         sys.path.remove(str(BENCH))
     return module
-
-
-def executable(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
-    return path
 
 
 def fake_trainer(folder, fails=0):

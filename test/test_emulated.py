@@ -7,7 +7,6 @@ import functools
 import itertools
 import json
 import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -17,13 +16,11 @@ import gpu_predicted
 import numpy as np
 import pytest
 from conftest import MORE
-from test_families import VOCAB, linked, prepare
-from test_rates import spent
-from test_train import sampled, starting_at_0
-from trainer_runs import (Train, binaries, figures, make, random_tokens, read_log, running, saved_bytes, wait_for_line,
-                          write_shard, write_text)
+from model_files import VOCAB, linked, prepare, starting_at_0
+from rate_files import spent
+from trainer_runs import (ROOT, Train, binaries, figures, make, random_tokens, read_log, running, sampled, saved_bytes,
+                          wait_for_line, write_shard, write_text)
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / os.environ.get("EMULATED", "build/emulated")
 FAULT = 70  # exit code of a process that did what CUDA forbids
 

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 
 import pytest
-from trainer_runs import ROOT
+from trainer_runs import ROOT, executable
 
 NVCC = '''#!/bin/sh
 case $1 in
@@ -25,12 +25,6 @@ case $1 in
     --query-gpu=compute_cap) printf '%s\\n' {capabilities} ;;
 esac
 '''
-
-
-def executable(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
 
 
 @pytest.fixture
@@ -232,3 +226,14 @@ def test_a_venv_that_cannot_be_made():
         folder.chmod(0o755)
     assert ran.returncode == 1 and not ran.stdout
     assert ran.stderr == f"venv.sh: cannot write in {folder}, where Python's packages go\n"
+
+
+# ---- the tests themselves
+
+
+def test_no_test_file_imports_another():
+    """What several need is in modules like trainer_runs.py, so that each can be renamed, split and read alone."""
+    files = sorted((ROOT / "test").glob("*.py"))
+    importing = [path.name for path in files
+                 if re.search(r"^ *(from|import) test_|^import .*, test_", path.read_text(), re.MULTILINE)]
+    assert len(files) > 50 and not importing

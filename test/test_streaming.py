@@ -12,21 +12,18 @@ import resource
 import shutil
 import signal
 import subprocess
-import threading
 
 import peft
 import pytest
-import test_rates
+import rate_files
 import torch
 import transformers
+from adapter_files import OPTIONS, make_adapter, trained, validated
+from gguf_files import MODELS as GGUF_MODELS, write_gguf
+from model_files import DATA, VOCAB, linked, prepare
 from safetensors.torch import load_file
-from test_adapters import OPTIONS, make_adapter, trained, validated
-from test_bad_input import refused
-from test_families import DATA, VOCAB, linked, prepare
-from test_gguf import MODELS as GGUF_MODELS, write_gguf
-from test_train import sampled
-from trainer_runs import (Train, cached_bytes, drop_from_cache, make, random_tokens, running, saved_bytes, small_disk, wait_for_line,
-                          write_shard)
+from trainer_runs import (Train, cached_bytes, drop_from_cache, make, random_tokens, refused, running, sampled,
+                          saved_bytes, small_disk, wait_for_line, write_shard)
 
 USUALLY = "bf16"  # see conftest.py
 
@@ -663,8 +660,8 @@ def test_memory_chooses_how_far_ahead_blocks_come(train, wide, tmp_path):
     few, two_rooms = least(train, work, *options), least(train, work, *options, "--prefetch", 1)
     assert few < two_rooms - 3
     train(*options, "--out", "out1", cwd=work)
-    slow = test_rates.write(tmp_path / "slow", test_rates.rates_of(train, transfers=1e8))
-    fast = test_rates.write(tmp_path / "fast", test_rates.rates_of(train, transfers=1e15))
+    slow = rate_files.write(tmp_path / "slow", rate_files.rates_of(train, transfers=1e8))
+    fast = rate_files.write(tmp_path / "fast", rate_files.rates_of(train, transfers=1e15))
     for budget, rates, ahead in ((few + 0.1, fast, 0), (two_rooms + 200, fast, 1), (two_rooms + 200, slow, 16), (two_rooms + 12, slow, 2)):
         command = (*options, "--memory", f"{budget:.1f}MiB")
         chosen = json.loads(train(*command, "--rates", rates, "--plan", "--json", cwd=work).stdout)

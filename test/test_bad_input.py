@@ -14,6 +14,8 @@ from tokenizers import ByteLevelBPETokenizer
 from trainer_runs import (GOOD, binaries, command, listing, make, random_tokens, read_log, refused, saved_bytes,
                           small_disk, write_shard, write_text)
 
+USUALLY = "fp32"  # see conftest.py
+
 SMALL = ("--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)
 
 
@@ -34,6 +36,7 @@ def work(given, tmp_path):
     return tmp_path
 
 
+@pytest.mark.quick
 def test_the_good_options_are_good(train, work):
     train(*command({}), cwd=work)
     assert len(read_log(work / "log")) == 3 and saved_bytes(work / "out")
@@ -50,6 +53,7 @@ NUMBERS = {  # an option, and values below and above its range
     "--top-k": (-1, 1 << 31), "--save-every": (-1, "1e13"), "--keep": (-1, 1 << 31)}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("option", NUMBERS)
 def test_numbers(train, work, option):
     for value in (*NUMBERS[option], "seven", "7x", "nan", ""):

@@ -8,6 +8,8 @@ import pytest
 from rate_files import rates_of
 from trainer_runs import listing, make, random_tokens, write_shard, write_text
 
+USUALLY = "fp32"  # see conftest.py
+
 SHAPE = ("--batch", 2, "--seq-len", 48, "--threads", 1)
 SETTINGS = (*SHAPE, "--bench-warmup", 1, "--bench-steps", 3)
 PHASES = ["forward", "head", "backward", "update"]

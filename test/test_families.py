@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from trainer_runs import by_key, read_log, sampled, saved_bytes
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.quick] * (name == "llama")) for name in MODELS])
 def folder(request, tmp_path_factory):
     return prepare(tmp_path_factory.mktemp(request.param), request.param)
 

@@ -9,6 +9,8 @@ import plot_runs
 import pytest
 from trainer_runs import make, read_log, refused_by_script, write_text
 
+USUALLY = "fp32"  # see conftest.py
+
 
 def lines_of(steps, start=4.0, **changes):
     lines = [{"step": i, "loss": start - 0.01 * i, "grad_norm": 1.0, "lr": 1e-3, "ms": 5.0, "tokens_per_second": 1e4 + i}

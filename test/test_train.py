@@ -272,6 +272,7 @@ def test_searched_algorithms_give_the_same_bits(train, work):
 # ---- saves
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("through", ["out", "out/step-00000005"])
 def test_resume_is_the_unbroken_run(train, work, through):
     """With no option but --resume, and after the folder that the run started from was removed."""

@@ -12,7 +12,10 @@ import unicodedata
 import pytest
 from trainer_runs import ROOT, listing, make, read_log, write_text
 
+USUALLY = "fp32"  # see conftest.py
 
+
+@pytest.mark.quick
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_help(train, option):
     text = train(option).stdout.decode()
@@ -242,6 +245,7 @@ def test_fine_tuning_by_default_improves(train, tmp_path):
 # ---- make
 
 
+@pytest.mark.quick
 def test_make_help_lists_all_there_is():
     text = "".join((ROOT / name).read_text() for name in ("Makefile", "dev/cuda.mk", "test/Makefile", "dev/bench/Makefile"))
     ran = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True)

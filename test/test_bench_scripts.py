@@ -36,7 +36,7 @@ while [ $i -lt 500 ]; do echo "step $i: train loss 5.0 (took $((100 + i)).5 ms)"
 
 
 def load(name):
-    """Loads a script of dev/bench. compare.py's name is also that of a script in dev."""
+    """Loads a script of dev/bench, under a name that no script in dev has."""
     sys.path.insert(0, str(BENCH))
     try:
         spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
@@ -59,9 +59,9 @@ def script(name, *arguments, code=0, **environment):
 
 
 def compare(folder, *arguments, code=0, **environment):
-    """Runs compare.py on the CPU; returns its table's rows, all numbers, and the text."""
+    """Runs compare_speed.py on the CPU; returns its table's rows, all numbers, and the text."""
     out = folder / "results" / "table.md"
-    script("compare.py", "--device", "cpu", "--precision", "fp32", "--out", out, *arguments, code=code, **environment)
+    script("compare_speed.py", "--device", "cpu", "--precision", "fp32", "--out", out, *arguments, code=code, **environment)
     text = out.read_text()
     rows = {cells[0]: cells[1:] for line in text.splitlines() if line.startswith("| ")
             for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}
@@ -103,12 +103,12 @@ def test_llm_c_is_ended_once_it_has_said_enough(tmp_path):
 def test_llm_c_on_a_gpu_is_read():
     line = ("step    3/20 | loss 9.512345 (-1.20z)| norm 3.0000 (+0.10z)| lr 3.00e-04 | 98.76 ms | 40.1% bf16 MFU | "
             "165000 tok/s")
-    assert re.findall(load("compare").LlmC.STEP_TIME["cuda"], line) == ["98.76"]
+    assert re.findall(load("compare_speed").LlmC.STEP_TIME["cuda"], line) == ["98.76"]
 
 
 def test_llm_c_on_a_gpu_gets_tokens_and_options(tmp_path, monkeypatch):
     """Its trainer needs pairs of a flag (one or two letters) and a value, and more tokens than a batch."""
-    module = load("compare")
+    module = load("compare_speed")
     executable(tmp_path / "llm.c" / "train_gpt2cu", "#!/bin/sh\n")
     monkeypatch.setenv("LLMC", str(tmp_path / "llm.c"))
     monkeypatch.setattr(module.results, "ROOT", tmp_path)
@@ -126,7 +126,7 @@ def test_llm_c_on_a_gpu_gets_tokens_and_options(tmp_path, monkeypatch):
 
 def test_llm_c_is_left_out_where_it_cannot_do_the_same(tmp_path):
     executable(tmp_path / "llm.c" / "train_gpt2", LLM_C)
-    module = load("compare")
+    module = load("compare_speed")
     options = module.parse_options(["--device", "cpu", "--precision", "fp32", "--model", "d1", "--train",
                                     str(fake_trainer(tmp_path))])
     os.environ["LLMC"] = str(tmp_path / "llm.c")
@@ -138,9 +138,9 @@ def test_llm_c_is_left_out_where_it_cannot_do_the_same(tmp_path):
 
 
 def test_llm_c_on_a_cpu_is_what_its_source_says(tmp_path):
-    assert load("compare").LlmC.shape_on_a_cpu(tmp_path) == (4, 64)
+    assert load("compare_speed").LlmC.shape_on_a_cpu(tmp_path) == (4, 64)
     (tmp_path / "train_gpt2.c").write_text("int main() {\n    int B = 2; // batch\n    int T = 1024; // length\n}\n")
-    assert load("compare").LlmC.shape_on_a_cpu(tmp_path) == (2, 1024)
+    assert load("compare_speed").LlmC.shape_on_a_cpu(tmp_path) == (2, 1024)
 
 
 def test_a_peer_that_fails_is_written_down(tmp_path):
@@ -160,10 +160,10 @@ def test_a_peer_that_fails_is_written_down(tmp_path):
 def test_mistakes_are_answered_in_one_line(tmp_path, arguments, named):
     paths = {"train": fake_trainer(tmp_path / "good"), "failing": fake_trainer(tmp_path / "bad", fails=1)}
     arguments = [argument.format(**paths) for argument in arguments]
-    ran = script("compare.py", "--device", "cpu", "--precision", "fp32", "--out", tmp_path / "t.md", *arguments, code=2,
+    ran = script("compare_speed.py", "--device", "cpu", "--precision", "fp32", "--out", tmp_path / "t.md", *arguments, code=2,
                  LLMC="")
     lines = [line for line in ran.stderr.splitlines() if not line.startswith("round ")]
-    assert len(lines) == 1 and lines[0].startswith("compare.py: ") and named in lines[0], ran.stderr
+    assert len(lines) == 1 and lines[0].startswith("compare_speed.py: ") and named in lines[0], ran.stderr
 
 
 @pytest.mark.parametrize("rows", [0, 5], ids=["whole", "chunks"])
@@ -188,7 +188,7 @@ def test_the_trainer_itself(train, tmp_path):
     if b"--bench" not in train("--help").stdout:
         pytest.skip("this trainer has no --bench yet")
     out = tmp_path / "t.md"
-    script("compare.py", "--device", train.device, "--precision", train.precision, "--train", train.path, "--out", out,
+    script("compare_speed.py", "--device", train.device, "--precision", train.precision, "--train", train.path, "--out", out,
            "--model", "d1", "--batch", 2, "--seq-len", 8, "--peers", "train", "--rounds", 1, "--steps", 2)
     (turn,) = json.loads(out.with_suffix(".json").read_text())["turns"]
     assert turn["step_ms"]["median"] > 0 and turn["peak_bytes"] > 0 and turn["raw"]["steps"] == 2
@@ -220,7 +220,7 @@ def test_transformers_beside_the_trainer(tmp_path, family):
 
 def test_a_folders_peers(tmp_path):
     """They depend on the precision; each is another command of the same script."""
-    module, model = load("compare"), make(tmp_path / "tiny", "--family", "llama")
+    module, model = load("compare_speed"), make(tmp_path / "tiny", "--family", "llama")
     for precision, weights in (("fp32", []), ("bf16", ["--weights", "bf16"])):
         options = module.parse_options(["--device", "cpu", "--precision", precision, "--model", str(model), "--train",
                                         str(fake_trainer(tmp_path))])
@@ -534,7 +534,7 @@ def test_gpu_check_prints_its_plan(gpu_machine, tmp_path):
                     "--profile-ops --bench-warmup 3 --bench-steps 10 --model d12 --batch 64",
                     "--head-rows 4096 --matmul-algorithms build/matmul-", "--recompute none --head-rows 0",
                     "dev/gpu_compare.py --gpu NVIDIA Fake 100 --out dev/results/nvidia-fake-100-predicted.md build/cuda-bf16/train",
-                    "dev/bench/attention.py", "dev/bench/compare.py"):
+                    "dev/bench/attention.py", "dev/bench/compare_speed.py"):
         assert command in said, command
     assert not (tmp_path / "dev" / "results").exists() and not (tmp_path / "build").exists()
 

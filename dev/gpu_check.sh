@@ -3,7 +3,7 @@
 #
 # After each part it writes dev/results/GPU.md: the part's command, how it ended, and its output. If a part fails, this is
 # recorded and the next parts run. Exit code 0: no part failed; 1: one did; 2: no GPU, or a wrong argument. If LLMC is set,
-# compare.py runs llm.c too.
+# compare_speed.py runs llm.c too.
 #
 #   gpu_check.sh [--dry-run] [GROUP...]     --dry-run prints the parts and runs nothing
 #
@@ -197,7 +197,7 @@ do_python() {
         part "$(basename "$file")" 15 env MORE_TESTS=1 ASAN_TRAINERS= \
             TRAIN_BINARIES="build/cuda-bf16/train build/cuda-fp32/train" \
             "${python:-.venv/bin/python}" -m pytest -q "$file"
-    done < <(grep -lE '^ *def test_.*\btrain(_fp32|_bf16)?\b|trainer_runs|BINARIES' test/test_*.py)
+    done < <(grep -lE '^ *def test_.*\btrain(_fp32|_bf16)?\b|\b(binaries|Train)\b|BINARIES' test/test_*.py)
 }
 
 # time_step MODEL PRECISION BATCH OPTION...: a part that measures the trainer's steps.
@@ -269,7 +269,7 @@ do_compare() {
         skip "compare with PyTorch" "no Python here has torch"
         return
     fi
-    measure "compare with PyTorch" "$gpu-compare-d12.md" compare.py --precision bf16 --model d12 --batch 32 \
+    measure "compare with PyTorch" "$gpu-compare-d12.md" compare_speed.py --precision bf16 --model d12 --batch 32 \
         --seq-len 1024 --steps 10 --warmup 5 --rounds 2 --train-options "--recompute none --head-rows 0" --llmc-options "-r 0"
 }
 

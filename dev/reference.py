@@ -3,7 +3,7 @@
 
 Reads the same Hugging Face folder, of any family, and the same data in the same order. Examples of JSON lines
 go through the model one by one; ./train packs several into a sequence. Takes the same options and writes the
-same JSON lines, so dev/compare.py can put two logs side by side. It shares no code with ./train.
+same JSON lines, so dev/compare_losses.py can put two logs side by side. It shares no code with ./train.
 """
 
 import argparse

@@ -24,6 +24,7 @@ signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGHUP, signal.SIGINT, signal
 
 
 def pytest_configure(config):
+    config.addinivalue_line("markers", "quick: make quick runs it")
     config.addinivalue_line("markers", "more: slow, and seldom finds what others do not; make test-more runs it")
     config.addinivalue_line("markers", "not_played(reason): not on the GPU that test/gpu plays; on real ones it runs")
 
@@ -47,6 +48,13 @@ def pytest_collection_modifyitems(config, items):
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if item not in set(left)]
+
+
+def pytest_collection_finish(session):
+    """PyTorch computes small references here. With more threads than free cores, as when tests run in
+    parallel, its threads would wait for each other ten times as long as they compute."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

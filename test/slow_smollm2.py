@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import tokenize_text
 import torch
-from test_train import by_key, greedy, open_with_transformers, run_reference, sampled
+from reference_runs import greedy, open_with_transformers, run_reference
 from tokenizers import Tokenizer
-from trainer_runs import ROOT, read_log, write_shard
+from trainer_runs import ROOT, by_key, read_log, sampled, write_shard
 
 SEQ_LEN, BATCH, MINUTES = 256, 2, 60
 PROMPTS = ("The capital of France is", "def fibonacci(n):\n    ", "ROMEO:\nBut, soft! what light",

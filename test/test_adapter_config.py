@@ -9,13 +9,11 @@ import peft
 import pytest
 import torch
 import transformers
+from adapter_files import GIVEN, OPTIONS, make_adapter, validated, validated_windows, with_adapter
+from gguf_files import write_gguf
+from model_files import DATA, prepare
 from safetensors.torch import load_file
-from test_adapters import GIVEN, OPTIONS, make_adapter, validated, with_adapter
-from test_bad_input import command, refused
-from test_families import DATA, linked, prepare
-from test_gguf import write_gguf
-from test_quantized_base import validated_windows
-from trainer_runs import make, random_tokens, read_log, write_shard
+from trainer_runs import command, make, random_tokens, read_log, refused, write_shard
 
 USUALLY = "fp32"  # see conftest.py
 

@@ -8,12 +8,11 @@ import numpy as np
 import peft
 import pytest
 import torch
-import transformers
+from adapter_files import GIVEN, OPTIONS, STEPS, make_adapter, of_files, trained, validated, with_adapter
+from model_files import DATA, linked, prepare
+from reference_runs import GRADIENT_BOUND, LOSS_BOUND, gradients_in_bf16, open_with_transformers, run_reference
 from safetensors.torch import load_file, save_file
-from test_bad_input import refused
-from test_families import DATA, MODELS, gradients_in_bf16, linked, prepare
-from test_train import GRADIENT_BOUND, LOSS_BOUND, by_key, open_with_transformers, run_reference
-from trainer_runs import figures, make, random_tokens, read_log, saved_bytes, write_shard
+from trainer_runs import by_key, make, random_tokens, read_log, refused, saved_bytes, write_shard
 
 # For each model: the targets of its adapter, and settings besides rank and alpha. They cover parts of joined
 # tensors, different ranks and scales, all layers and a single one.
@@ -26,23 +25,6 @@ LORA = {
     "qwen3": (["o_proj", "gate_proj"], {}),
     "bloom": ("all-linear", {"use_rslora": True}),
 }
-OPTIONS = {**MODELS, "gpt2": ("--heads", 3, "--channels", 48)}
-STEPS = ("--lr", 3e-3, "--warmup", 4, "--clip", 2)
-
-
-def randomised(model):
-    """Makes all tensors of the adapter nonzero: PEFT's B starts as zero, and A would have no gradient."""
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return model
-
-
-def make_adapter(work, config):
-    model = transformers.AutoModelForCausalLM.from_pretrained(work / "model", dtype=torch.float32)
-    randomised(peft.get_peft_model(model, config)).save_pretrained(work / "adapter")
 
 
 @pytest.fixture(scope="module", params=LORA)
@@ -73,21 +55,6 @@ def prompt_work(prompt, tmp_path):
 
 def data_of(work):
     return ("--model", work / "model", "--adapter", work / "adapter", "--data", work / "data.bin", *DATA[4:])
-
-
-# The LoRA matrices A of these layers are joined in the trainer's state, under the name of the first.
-TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-def of_files(name, rows, tensors):
-    """The part of the files' tensors that belongs to a tensor of the state with this many rows."""
-    whole = next(n for n in tensors if name in n)
-    for parts in TOGETHER:
-        for first in parts:
-            if name.endswith(f"{first}.lora_A") and tensors[whole].shape[0] != rows:
-                names = [whole.replace(first, part) for part in parts]
-                return torch.cat([tensors[n] for n in names if n in tensors])
-    return tensors[whole]
 
 
 def check_gradients(train, work):
@@ -153,16 +120,6 @@ def test_a_prompt_begins_as_embeddings(train, tmp_path):
         assert len(set(tokens)) > 2 if name == "drawn" else bytes(tokens) == b"ababa"
 
 
-def with_adapter(model, adapter):
-    return peft.PeftModel.from_pretrained(open_with_transformers(model).float(), adapter).eval()
-
-
-def validated(train, work, *options):
-    """The loss of the data's first sequences, without training."""
-    train("--val-data", "data.bin", *DATA[4:], "--steps", 0, "--eval-batches", 2, "--log", "log", *options, cwd=work)
-    return by_key(read_log(work / "log"), "val_loss")[0]
-
-
 def check_files(train, work, bound):
     """PEFT opens a save with the same base; a validation and a resumed run use the saved adapter."""
     train(*DATA, "--adapter", "adapter", "--steps", 3, *STEPS, "--out", "out", "--sample-tokens", 0, cwd=work)
@@ -193,12 +150,6 @@ def test_merge(train_fp32, work):
     merged, adapted = open_with_transformers(work / "merged").float(), with_adapter(work / "model", work / "adapter")
     got, expected = logits(merged, work), logits(adapted, work)
     assert (got - expected).norm() <= 1e-5 * expected.norm()
-
-
-def trained(train, work, name, *options):
-    train(*DATA, "--adapter", "adapter", "--steps", 4, "--out", name, "--log", f"{name}.log", "--sample-tokens", 0,
-          *options, cwd=work)
-    return figures(read_log(work / f"{name}.log")), saved_bytes(work / name)
 
 
 def test_memory_options_change_no_bit(train_fp32, work):
@@ -251,7 +202,6 @@ def spoilt(lora, tmp_path):
     return tmp_path
 
 
-GIVEN = {"--model": "model", "--data": "data.bin", "--batch": "2", "--seq-len": "16"}
 BAD_OPTIONS = [
     ({"--train": "lora", "--lora-rank": "0"}, ["--lora-rank", "0"]),
     ({"--train": "lora", "--lora-rank": "41"}, ["--lora-rank 41", "1 to"]),

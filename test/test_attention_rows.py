@@ -6,14 +6,11 @@ import shutil
 import peft
 import pytest
 import reference
+from adapter_files import OPTIONS, make_adapter, of_files
+from example_files import tokenizer, write_examples
+from model_files import fused
 from safetensors.torch import load_file
-from test_adapters import OPTIONS, make_adapter, of_files
-from test_bad_input import refused
-from test_families import fused
-from test_json_lines import tokenizer, write_examples
-from test_mlp_rows import losses
-from test_train import by_key
-from trainer_runs import figures, make, random_tokens, read_log, saved_bytes, write_shard
+from trainer_runs import by_key, figures, losses, make, random_tokens, read_log, refused, saved_bytes, write_shard
 
 USUALLY = "fp32"  # see conftest.py
 

@@ -5,8 +5,10 @@ import json
 import re
 
 import pytest
-from test_rates import rates_of
+from rate_files import rates_of
 from trainer_runs import listing, make, random_tokens, write_shard, write_text
+
+USUALLY = "fp32"  # see conftest.py
 
 SHAPE = ("--batch", 2, "--seq-len", 48, "--threads", 1)
 SETTINGS = (*SHAPE, "--bench-warmup", 1, "--bench-steps", 3)

@@ -4,7 +4,6 @@ the attention benchmark; and dev/gpu_check.sh with every command faked."""
 import importlib.util
 import json
 import os
-import pathlib
 import re
 import shutil
 import subprocess
@@ -13,9 +12,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from trainer_runs import ENVIRONMENT, binaries, make, random_tokens, write_shard
+from trainer_runs import ENVIRONMENT, ROOT, binaries, executable, make, random_tokens, write_shard
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 BENCH = ROOT / "dev" / "bench"
 TRAINER = '''#!{python}
 import json, sys
@@ -38,7 +36,7 @@ while [ $i -lt 500 ]; do echo "step $i: train loss 5.0 (took $((100 + i)).5 ms)"
 
 
 def load(name):
-    """Loads a script of dev/bench. compare.py's name is also that of a script in dev."""
+    """Loads a script of dev/bench, under a name that no script in dev has."""
     sys.path.insert(0, str(BENCH))
     try:
         spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
@@ -47,13 +45,6 @@ def load(name):
     finally:
         sys.path.remove(str(BENCH))
     return module
-
-
-def executable(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
-    return path
 
 
 def fake_trainer(folder, fails=0):
@@ -68,9 +59,9 @@ def script(name, *arguments, code=0, **environment):
 
 
 def compare(folder, *arguments, code=0, **environment):
-    """Runs compare.py on the CPU; returns the rows of its table by peer, all numbers, and the text."""
+    """Runs compare_speed.py on the CPU; returns the rows of its table by peer, all numbers, and the text."""
     out = folder / "results" / "table.md"
-    script("compare.py", "--device", "cpu", "--precision", "fp32", "--out", out, *arguments, code=code, **environment)
+    script("compare_speed.py", "--device", "cpu", "--precision", "fp32", "--out", out, *arguments, code=code, **environment)
     text = out.read_text()
     rows = {cells[1]: cells[2:] for line in text.splitlines() if line.startswith("| ")
             for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}
@@ -106,7 +97,7 @@ def test_comparisons_share_a_page(tmp_path):
     made again without measuring."""
     trainer, out = fake_trainer(tmp_path), tmp_path / "page.md"
     for batch in (1, 2, 1):
-        script("compare.py", "--device", "cpu", "--precision", "fp32", "--out", out, "--train", trainer, "--model", "d1", "--batch",
+        script("compare_speed.py", "--device", "cpu", "--precision", "fp32", "--out", out, "--train", trainer, "--model", "d1", "--batch",
                batch, "--seq-len", 8, "--peers", "train", "--rounds", 1)
         if "## Another section" not in out.read_text():
             out.write_text(out.read_text() + "\n## Another section\n")
@@ -114,16 +105,16 @@ def test_comparisons_share_a_page(tmp_path):
     assert re.findall(r"^\| d1, (\d) x 8, fp32 \| train \| ([\d.]+) ", text, re.M) == [("1", "30.00"), ("2", "20.00")]
     assert text.endswith("\n\n## Another section\n") and text.count("## Training steps") == 1
     out.unlink()
-    script("compare.py", "--device", "cpu", "--out", out, "--rewrite")
+    script("compare_speed.py", "--device", "cpu", "--out", out, "--rewrite")
     assert out.read_text() == text.removesuffix("\n## Another section\n")
-    assert "has no comparisons" in script("compare.py", "--out", tmp_path / "none.md", "--rewrite", code=2).stderr
+    assert "has no comparisons" in script("compare_speed.py", "--out", tmp_path / "none.md", "--rewrite", code=2).stderr
 
 
 def test_the_page_has_what_its_json_file_has(tmp_path):
-    """dev/results/speed-cpu.md is not edited by hand in the section that compare.py writes."""
+    """dev/results/speed-cpu.md is not edited by hand in the section that compare_speed.py writes."""
     page = ROOT / "dev" / "results" / "speed-cpu.md"
     shutil.copy(page.with_suffix(".json"), tmp_path / "speed-cpu.json")
-    script("compare.py", "--device", "cpu", "--out", tmp_path / "speed-cpu.md", "--rewrite")
+    script("compare_speed.py", "--device", "cpu", "--out", tmp_path / "speed-cpu.md", "--rewrite")
     _, _, section = (tmp_path / "speed-cpu.md").read_text().partition("\n\n")
     assert section.startswith("## ") and section.strip() in page.read_text()
 
@@ -152,12 +143,12 @@ def test_llm_c_is_ended_once_it_has_said_enough(tmp_path):
 def test_llm_c_on_a_gpu_is_read():
     line = ("step    3/20 | loss 9.512345 (-1.20z)| norm 3.0000 (+0.10z)| lr 3.00e-04 | 98.76 ms | 40.1% bf16 MFU | "
             "165000 tok/s")
-    assert re.findall(load("compare").LlmC.STEP_TIME["cuda"], line) == ["98.76"]
+    assert re.findall(load("compare_speed").LlmC.STEP_TIME["cuda"], line) == ["98.76"]
 
 
 def test_llm_c_on_a_gpu_gets_tokens_and_options(tmp_path, monkeypatch):
     """Its trainer needs pairs of a flag (one or two letters) and a value, and more tokens than a batch."""
-    module = load("compare")
+    module = load("compare_speed")
     executable(tmp_path / "llm.c" / "train_gpt2cu", "#!/bin/sh\n")
     monkeypatch.setenv("LLMC", str(tmp_path / "llm.c"))
     monkeypatch.setattr(module.results, "ROOT", tmp_path)
@@ -175,7 +166,7 @@ def test_llm_c_on_a_gpu_gets_tokens_and_options(tmp_path, monkeypatch):
 
 def test_llm_c_is_left_out_where_it_cannot_do_the_same(tmp_path):
     executable(tmp_path / "llm.c" / "train_gpt2", LLM_C)
-    module = load("compare")
+    module = load("compare_speed")
     options = module.parse_options(["--device", "cpu", "--precision", "fp32", "--model", "d1", "--train",
                                     str(fake_trainer(tmp_path))])
     os.environ["LLMC"] = str(tmp_path / "llm.c")
@@ -187,9 +178,9 @@ def test_llm_c_is_left_out_where_it_cannot_do_the_same(tmp_path):
 
 
 def test_llm_c_on_a_cpu_is_what_its_source_says(tmp_path):
-    assert load("compare").LlmC.shape_on_a_cpu(tmp_path) == (4, 64)
+    assert load("compare_speed").LlmC.shape_on_a_cpu(tmp_path) == (4, 64)
     (tmp_path / "train_gpt2.c").write_text("int main() {\n    int B = 2; // batch\n    int T = 1024; // length\n}\n")
-    assert load("compare").LlmC.shape_on_a_cpu(tmp_path) == (2, 1024)
+    assert load("compare_speed").LlmC.shape_on_a_cpu(tmp_path) == (2, 1024)
 
 
 def test_a_peer_that_fails_is_written_down(tmp_path):
@@ -209,10 +200,10 @@ def test_a_peer_that_fails_is_written_down(tmp_path):
 def test_mistakes_are_answered_in_one_line(tmp_path, arguments, named):
     paths = {"train": fake_trainer(tmp_path / "good"), "failing": fake_trainer(tmp_path / "bad", fails=1)}
     arguments = [argument.format(**paths) for argument in arguments]
-    ran = script("compare.py", "--device", "cpu", "--precision", "fp32", "--out", tmp_path / "t.md", *arguments, code=2,
+    ran = script("compare_speed.py", "--device", "cpu", "--precision", "fp32", "--out", tmp_path / "t.md", *arguments, code=2,
                  LLMC="")
     lines = [line for line in ran.stderr.splitlines() if not line.startswith("round ")]
-    assert len(lines) == 1 and lines[0].startswith("compare.py: ") and named in lines[0], ran.stderr
+    assert len(lines) == 1 and lines[0].startswith("compare_speed.py: ") and named in lines[0], ran.stderr
 
 
 @pytest.mark.parametrize("rows", [0, 5], ids=["whole", "chunks"])
@@ -237,7 +228,7 @@ def test_the_trainer_itself(train, tmp_path):
     if b"--bench" not in train("--help").stdout:
         pytest.skip("this trainer has no --bench yet")
     out = tmp_path / "t.md"
-    script("compare.py", "--device", train.device, "--precision", train.precision, "--train", train.path, "--out", out,
+    script("compare_speed.py", "--device", train.device, "--precision", train.precision, "--train", train.path, "--out", out,
            "--model", "d1", "--batch", 2, "--seq-len", 8, "--peers", "train", "--rounds", 1, "--steps", 2)
     (comparison,) = json.loads(out.with_suffix(".json").read_text())["comparisons"]
     (turn,) = comparison["turns"]
@@ -270,7 +261,7 @@ def test_transformers_beside_the_trainer(tmp_path, family):
 
 def test_a_folders_peers(tmp_path):
     """They depend on the precision; each is another command of the same script."""
-    module, model = load("compare"), make(tmp_path / "tiny", "--family", "llama")
+    module, model = load("compare_speed"), make(tmp_path / "tiny", "--family", "llama")
     for precision, weights in (("fp32", []), ("bf16", ["--weights", "bf16"])):
         options = module.parse_options(["--device", "cpu", "--precision", precision, "--model", str(model), "--train",
                                         str(fake_trainer(tmp_path))])
@@ -585,7 +576,7 @@ def test_gpu_check_prints_its_plan(gpu_machine, tmp_path):
                     "--profile-ops --bench-warmup 3 --bench-steps 10 --model d12 --batch 64",
                     "--head-rows 4096 --matmul-algorithms build/matmul-", "--recompute none --head-rows 0",
                     "dev/gpu_compare.py --gpu NVIDIA Fake 100 --out dev/results/nvidia-fake-100-predicted.md build/cuda-bf16/train",
-                    "dev/bench/attention.py", "dev/bench/compare.py"):
+                    "dev/bench/attention.py", "dev/bench/compare_speed.py"):
         assert command in said, command
     assert not (tmp_path / "dev" / "results").exists() and not (tmp_path / "build").exists()
 

@@ -6,7 +6,7 @@ import re
 
 import context_table
 import pytest
-from trainer_runs import cpu_seconds, make, random_tokens, saved_bytes, write_shard
+from trainer_runs import cpu_seconds, make, random_tokens, write_shard
 
 LORA = ("--train", "lora", "--lora-rank", 4, "--sample-tokens", 0)
 LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,

@@ -11,8 +11,8 @@ import shutil
 import subprocess
 
 import pytest
+from trainer_runs import ROOT
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 BINARIES = sorted(ROOT.glob("build/cuda-*/train"))
 
 

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from trainer_runs import ROOT, cpu_seconds, figures, make, random_tokens, read_log, saved_bytes, write_shard, write_text
 
+USUALLY = "fp32"  # see conftest.py
+
 SMALL = ("--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)
 RUN = ("--batch", 2, "--seq-len", 24, "--sample-tokens", 0)
 

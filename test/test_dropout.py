@@ -9,10 +9,10 @@ import pytest
 import reference
 import torch
 import transformers.models.bloom.modeling_bloom as bloom
-from test_adapters import OPTIONS, make_adapter
-from test_families import DATA, linked, prepare
-from test_train import LOSS_BOUND, by_key
-from trainer_runs import figures, read_log, saved_bytes
+from adapter_files import OPTIONS, make_adapter
+from model_files import DATA, linked, prepare
+from reference_runs import LOSS_BOUND
+from trainer_runs import by_key, figures, read_log, saved_bytes
 
 SHARE, SEED, STEPS = 0.2, 1337, 6
 PLACES, ATTENTION, PROJECTED, OUTPUT = 16, 4, 5, 6  # places in a block

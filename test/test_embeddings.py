@@ -11,13 +11,11 @@ import peft
 import pytest
 import torch
 import transformers
+from adapter_files import OPTIONS, make_adapter, trained, validated
+from gguf_files import MODELS as GGUF_MODELS, write_gguf
+from model_files import DATA, linked, prepare
 from safetensors.torch import load_file
-from test_adapters import OPTIONS, make_adapter, trained, validated
-from test_bad_input import refused
-from test_families import DATA, linked, prepare
-from test_gguf import MODELS as GGUF_MODELS, write_gguf
-from test_train import sampled
-from trainer_runs import make, random_tokens, read_log, running, saved_bytes, wait_for_line, write_shard
+from trainer_runs import make, random_tokens, read_log, refused, running, sampled, saved_bytes, wait_for_line, write_shard
 
 USUALLY = "bf16"  # see conftest.py
 

@@ -7,7 +7,6 @@ import functools
 import itertools
 import json
 import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -17,13 +16,11 @@ import gpu_predicted
 import numpy as np
 import pytest
 from conftest import MORE
-from test_families import VOCAB, linked, prepare
-from test_rates import spent
-from test_train import sampled, starting_at_0
-from trainer_runs import (Train, binaries, figures, make, random_tokens, read_log, running, saved_bytes, wait_for_line,
-                          write_shard, write_text)
+from model_files import VOCAB, linked, prepare, starting_at_0
+from rate_files import spent
+from trainer_runs import (ROOT, Train, binaries, figures, make, random_tokens, read_log, running, sampled, saved_bytes,
+                          wait_for_line, write_shard, write_text)
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 BUILD = ROOT / os.environ.get("EMULATED", "build/emulated")
 FAULT = 70  # exit code of a process that did what CUDA forbids
 
@@ -156,11 +153,9 @@ def model(request, tmp_path_factory):
     return prepare(tmp_path_factory.mktemp(request.param), request.param, MODELS)
 
 
-# fp32's attention multiplies with shuffles, which is slow here.
-@pytest.fixture(params=["fp32", "bf16"])
-def precision(request, model):
-    if request.param == "fp32" and model.name.startswith("gpt2") and not MORE:
-        pytest.skip("make test-emulated runs it")
+# fp32's attention multiplies with shuffles, which is slow here. Only make test-more builds the trainer in fp32.
+@pytest.fixture(params=[pytest.param("fp32", marks=pytest.mark.more), "bf16"])
+def precision(request):
     return request.param
 
 
@@ -210,8 +205,6 @@ def test_runs_are_those_of_the_cpu_build_and_of_each_other(model, precision, tmp
 
 @pytest.mark.parametrize("name", VARIED)
 def test_what_people_train_with(model, precision, name, tmp_path):
-    if precision == "bf16" and model.name.startswith("llama") and not MORE:
-        pytest.skip("make test-emulated runs it")
     options = ("--steps", 4, "--lr", 1e-3, "--warmup", 2, *VARIED[name])
     here, files, _ = logged(played(precision), tmp_path / "here", model, *options)
     there, _, _ = logged(on_cpu(precision), tmp_path / "there", model, *options)
@@ -428,6 +421,7 @@ def test_the_hosts_cores_update_to_the_same_bits(tmp_path, formats):
             assert re.search(r"waited +[\d.]+%", said)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("home", ["host", "disk"])
 def test_weights_in_fp32_are_updated_by_the_host_too(tmp_path, home):
     """Weights are stored there and fetched again, and so are 8-bit moments."""
@@ -535,6 +529,7 @@ def test_a_resumed_run_goes_on_with_the_same_bits(model, precision, tmp_path):
     assert saved_bytes(work / "rest") == saved_bytes(work / "whole")
 
 
+@pytest.mark.more
 def test_samples_are_those_of_the_cpu_build(model, tmp_path):
     """In fp32, always the likeliest token."""
     starting_at_0(model / "model", tmp_path / "model")
@@ -559,6 +554,7 @@ def test_measuring(tmp_path):
     assert figures(read_log(work / "1.jsonl")) == figures(read_log(work / "2.jsonl"))
 
 
+@pytest.mark.more
 def test_tf32(tmp_path):
     """Other bits than fp32's, but close to them; the same again, and after a resume; and another time in the
     plan."""
@@ -689,7 +685,7 @@ GPU_CHECKS = {"test_plan": "schema or totals or batch or text or summary or none
 
 @pytest.mark.parametrize("name", GPU_CHECKS)
 def test_gpu_checks_python_tests(name):
-    binaries = " ".join(str(BUILD / f"train-{precision}") for precision in ("fp32", "bf16"))
+    binaries = " ".join(str(BUILD / f"train-{precision}") for precision in (("fp32", "bf16") if MORE else ("bf16",)))
     ran = play(sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", ROOT / "test" / f"{name}.py",
                "-k", GPU_CHECKS[name], TRAIN_BINARIES=binaries, ASAN_TRAINERS="")
     assert ran.returncode == 0 and " passed" in ran.stdout, ran.stdout[-4000:] + ran.stderr[-1000:]

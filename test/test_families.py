@@ -1,62 +1,20 @@
 """Every family compared with transformers' own model: gradients, steps, generation, files; and options change
 no bit."""
 
-import itertools
 import json
 import shutil
 
 import numpy as np
 import pytest
-import reference
 import torch
+from model_files import DATA, MODELS, MORE_MODELS, VOCAB, fused, linked, prepare, starting_at_0, trained
+from reference_runs import (GRADIENT_BOUND, LOSS_BOUND, expected_logits, gradients_in_bf16, greedy, last_logits,
+                            open_with_transformers, run_reference)
 from safetensors.torch import load_file
-from test_train import (GRADIENT_BOUND, LOSS_BOUND, by_key, greedy, open_with_transformers, run_reference, sampled,
-                        starting_at_0)
-from trainer_runs import figures, make, random_tokens, read_log, saved_bytes, write_shard
-
-LLAMA3 = json.dumps({"rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0,
-                     "high_freq_factor": 4.0, "original_max_position_embeddings": 16})
-LINEAR = json.dumps({"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0})
-YARN = json.dumps({"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16})
-# Odd shapes: grouped heads, numbers of heads that are not powers of two, head sizes other than channels /
-# heads, tied and not tied, windows, scalings, files in shards.
-MODELS = {
-    "llama": ("--heads", 6, "--kv-heads", 2, "--channels", 60, "--mlp-width", 92),
-    "llama-tied": ("--heads", 4, "--kv-heads", 1, "--channels", 40, "--tied", "--rope", LLAMA3, "--shard-size", "40KB"),
-    "llama-linear": ("--heads", 3, "--channels", 48, "--head-size", 20, "--rope", LINEAR),
-    "mistral": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--window", 7),
-    "qwen2": ("--heads", 6, "--kv-heads", 3, "--channels", 48, "--tied"),
-    "qwen2-window": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--window", 5),
-    "qwen3": ("--heads", 4, "--kv-heads", 2, "--channels", 56, "--head-size", 18),
-    "bloom": ("--heads", 6, "--channels", 48),
-    "bloom-prefix": ("--heads", 8, "--channels", 64, "--prefix"),
-}
-# Further combinations of tied, shards and others, only for the tests of files, logits and generation.
-MORE_MODELS = {
-    "mistral-tied": ("--heads", 3, "--channels", 60, "--window", 6, "--tied", "--shard-size", "60KB"),
-    "mistral-yarn": ("--heads", 4, "--kv-heads", 2, "--channels", 72, "--window", 40, "--rope", YARN),
-    "qwen2-shards": ("--heads", 5, "--kv-heads", 1, "--channels", 40, "--shard-size", "30KB"),
-    "qwen3-tied": ("--heads", 6, "--kv-heads", 3, "--channels", 48, "--head-size", 14, "--tied", "--shard-size", "30KB"),
-    "bloom-shards": ("--heads", 11, "--channels", 88, "--shard-size", "99KB"),
-}
-VOCAB = 301
-DATA = ("--model", "model", "--data", "data.bin", "--batch", 3, "--seq-len", 37)
-# Tensors that are joined in a row of the trainer's tables.
-FUSED = {"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-         "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")}
+from trainer_runs import by_key, read_log, sampled, saved_bytes
 
 
-def prepare(path, name, models=MODELS | MORE_MODELS):
-    """A random model, with weights that both precisions can store, and data. No test writes here."""
-    options = models[name]
-    make(path / "model", "--family", name.split("-")[0], "--layers", 2, "--vocab", VOCAB, "--positions", 64,
-         "--dtype", "bf16", *options)
-    assert len(list((path / "model").glob("*.safetensors"))) > 1 or "--shard-size" not in options
-    write_shard(path / "data.bin", random_tokens(VOCAB, 3000))
-    return path
-
-
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=[pytest.mark.quick] * (name == "llama")) for name in MODELS])
 def folder(request, tmp_path_factory):
     return prepare(tmp_path_factory.mktemp(request.param), request.param)
 
@@ -64,12 +22,6 @@ def folder(request, tmp_path_factory):
 @pytest.fixture(scope="module", params=MODELS | MORE_MODELS)
 def any_folder(request, tmp_path_factory):
     return prepare(tmp_path_factory.mktemp(request.param), request.param)
-
-
-def linked(path, folder, *more):
-    for name in ("model", "data.bin", *more):
-        (path / name).symlink_to(folder / name)
-    return path
 
 
 @pytest.fixture
@@ -80,30 +32,6 @@ def work(folder, tmp_path):
 @pytest.fixture
 def any_work(any_folder, tmp_path):
     return linked(tmp_path, any_folder)
-
-
-def fused(name, tensors):
-    """The tensor of a row, by its name in a training state, from the tensors of a model's files."""
-    for prefix in ("", "model.", "transformer."):
-        for row, parts in FUSED.items():
-            if row in name and prefix + name.replace(row, parts[0]) in tensors:
-                return torch.cat([tensors[prefix + name.replace(row, part)] for part in parts])
-        if prefix + name in tensors:
-            return tensors[prefix + name]
-    raise KeyError(name)
-
-
-def gradients_in_bf16(options):
-    """The gradients of transformers' own model in bf16, at the first step."""
-    options = reference.parse_options(list(map(str, options)))
-    trainer, gradients = reference.Trainer(options), {}
-    trainer.model.to(torch.bfloat16)
-    for _ in range(options.grad_accum):
-        trainer.model.zero_grad()
-        (trainer.loss(list(itertools.islice(trainer.sequences, options.batch))) / options.grad_accum).backward()
-        for name, parameter in trainer.trained.items():
-            gradients[name] = gradients.get(name, 0) + parameter.grad.float()
-    return gradients
 
 
 def test_gradients(train, work):
@@ -132,31 +60,6 @@ def test_twenty_steps(train, work):
     log, bound = read_log(work / "log"), LOSS_BOUND[train.precision]
     assert by_key(log, "loss") == pytest.approx(by_key(expected, "loss"), rel=0, abs=bound)
     assert by_key(log, "val_loss") == pytest.approx(by_key(expected, "val_loss"), rel=0, abs=bound)
-
-
-def last_logits(train, folder, contexts, tokens):
-    """For each context, the logits of some tokens after it, minus their mean. If sequences differ only in
-    their last target, their losses differ by the differences of those logits. A step at rate 0 logs the loss
-    of one sequence."""
-    shards, work = [np.append(context, token) for context in contexts for token in tokens], folder.with_name("logits")
-    work.mkdir()
-    for i, shard in enumerate(shards):
-        write_shard(work / f"{i:03}.bin", shard)
-    length = len(contexts[0])
-    train("--model", folder, "--data", work / "*.bin", "--batch", 1, "--seq-len", length, "--steps", len(shards),
-          "--lr", 0, "--log", work / "log", "--sample-tokens", 0, "--seed", 3)
-    order = itertools.islice(reference.training_sequences(shards, length, 3), len(shards))
-    losses = dict(zip((tuple(sequence) for sequence in order), by_key(read_log(work / "log"), "loss").values()))
-    return centred(-length * np.array([losses[tuple(shard)] for shard in shards]).reshape(len(contexts), -1))
-
-
-def centred(logits):
-    return logits - logits.mean(axis=1, keepdims=True)
-
-
-@torch.no_grad()
-def expected_logits(model, contexts, tokens):
-    return centred(model(torch.from_numpy(contexts)).logits[:, -1, tokens].float().numpy().astype(np.float64))
 
 
 def test_logits_of_a_save(train, any_work):
@@ -191,11 +94,6 @@ def test_greedy(train_fp32, any_work):
     got = sampled(train_fp32, "--model", "plain", *DATA[2:4], "--batch", 1, "--seq-len", 60, "--steps", 1, "--lr", 0,
                   "--sample-tokens", 50, cwd=any_work)
     assert list(map(int, got.split())) == greedy(model, [0], 50)
-
-
-def trained(train, work, name, *options):
-    train(*DATA, "--steps", 4, "--out", name, "--log", f"{name}.log", "--sample-tokens", 0, *options, cwd=work)
-    return figures(read_log(work / f"{name}.log")), saved_bytes(work / name)
 
 
 def test_memory_options_change_no_bit(train, work):

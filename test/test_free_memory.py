@@ -13,6 +13,8 @@ import pytest
 from tokenizers import ByteLevelBPETokenizer
 from trainer_runs import ENVIRONMENT, make, write_text
 
+USUALLY = "fp32"  # see conftest.py
+
 MIB = 1 << 20
 
 

@@ -7,19 +7,18 @@ import random
 import re
 import shutil
 
+import gguf_files
 import numpy as np
 import peft
 import pytest
 import reference
-import test_gguf
 import torch
 import transformers
-from test_adapters import make_adapter
-from test_memory import peak
-from test_tokenizers import encode_all, facts, llama2, llama2_first, llama3, mistral3, probe, smollm2
-from test_train import LOSS_BOUND, by_key, run_reference
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from trainer_runs import ROOT, figures, listing, make, read_log, saved_bytes
+from adapter_files import make_adapter
+from example_files import VOCAB, WORDS, lines_of, says, tokenizer, words, write_examples
+from known_tokenizers import encode_all, facts, llama2, llama2_first, llama3, mistral3, probe, smollm2
+from reference_runs import LOSS_BOUND, run_reference
+from trainer_runs import by_key, figures, listing, make, peak, read_log, saved_bytes
 
 USUALLY = "fp32"  # see conftest.py
 
@@ -105,10 +104,6 @@ def reader(folder, loss_on="completions"):
     return reference.Examples(str(folder), loss_on)
 
 
-def says(role, content):
-    return {"role": role, "content": content}
-
-
 CONVERSATIONS = [
     [says("user", "Who wrote Hamlet?"), says("assistant", "Shakespeare did.")],
     [says("system", "Answer in one word."), says("user", "1 + 1?"), says("assistant", "2"),
@@ -123,11 +118,6 @@ CONVERSATIONS = [
 
 def learnt_answers(messages):
     return [m["content"] for m in messages if m["role"] == "assistant" and m.get("weight", 1) and m.get("train") is not False]
-
-
-
-def lines_of(examples):
-    return [json.dumps(example) for example in examples]
 
 
 def test_conversations_are_those_of_transformers(chat):
@@ -352,7 +342,6 @@ def test_tables_and_other_json_are_refused(plain_folder, tmp_path, name):
 
 # ---- training
 
-VOCAB = 380
 FAMILIES = {
     "llama": ("--heads", 4, "--kv-heads", 2, "--channels", 48),
     "mistral": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--window", 9),
@@ -361,38 +350,6 @@ FAMILIES = {
 }
 LENGTH = 48
 RUN = ("--model", "model", "--data", "data.jsonl", "--batch", 3, "--seq-len", LENGTH, "--sample-tokens", 0)
-
-
-def words(choose, count):
-    return " ".join(choose.choice(WORDS) for _ in range(count))
-
-
-WORDS = (ROOT / "dev" / "data" / "tinyshakespeare.txt").read_text().split()[:400]
-
-
-def write_examples(path, count, seed=0, most=4):
-    """Writes all kinds of lines, most of them short, and one that is longer than a sequence."""
-    choose, examples = random.Random(seed), []
-    for i in range(count):
-        a, b, c = (words(choose, choose.randint(1, most)) for _ in range(3))
-        examples.append([{"text": a}, {"prompt": a, "completion": " " + b},
-                         {"messages": [says("user", a), says("assistant", b)]},
-                         {"messages": [says("system", "Go."), says("user", a), says("assistant", b), says("user", c),
-                                       says("assistant", a)], "id": i}][choose.randrange(4)])
-    examples[count // 3] = {"text": words(choose, 80)}
-    examples[count // 2] = {"prompt": words(choose, 1), "completion": words(choose, 80)}
-    path.write_text("\n".join(lines_of(examples)) + "\n")
-    return path
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer.train_from_iterator([" ".join(WORDS)], trainers.BpeTrainer(
-        vocab_size=VOCAB, special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False))
-    return tokenizer
 
 
 def given(path, family, tokenizer):
@@ -629,12 +586,12 @@ def test_what_is_saved_of_a_gguf(train_fp32, work, tokenizer):
     merges = [" ".join(merge) for merge in spelt["model"]["merges"]]
 
     def add_keys(writer):
-        test_gguf.add_vocabulary(writer, "gpt2", tokens, [3] * 3 + [1] * (len(tokens) - 3), merges, pre="gpt-2",
+        gguf_files.add_vocabulary(writer, "gpt2", tokens, [3] * 3 + [1] * (len(tokens) - 3), merges, pre="gpt-2",
                                  bos_token_id=0, eos_token_id=0, padding_token_id=1)
         writer.add_chat_template(PLAIN_CHATML)
 
-    config = transformers.LlamaConfig(**test_gguf.LLAMA | {"vocab_size": VOCAB}, tie_word_embeddings=True)
-    test_gguf.write_gguf(work / "model.gguf", transformers.AutoModelForCausalLM.from_config(config), "llama", add_keys)
+    config = transformers.LlamaConfig(**gguf_files.LLAMA | {"vocab_size": VOCAB}, tie_word_embeddings=True)
+    gguf_files.write_gguf(work / "model.gguf", transformers.AutoModelForCausalLM.from_config(config), "llama", add_keys)
     data = ("--data", "data.jsonl", *RUN[4:], "--train", "lora", "--lora-rank", 2)
     train_fp32("--model", "model.gguf", *data, "--steps", 1, "--out", "lora", "--merge", "merged", cwd=work)
     [line] = lines_of([{"messages": CONVERSATIONS[0]}])

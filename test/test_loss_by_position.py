@@ -7,7 +7,7 @@ import numpy as np
 import plot_loss_by_position
 import pytest
 import torch
-from test_train import open_with_transformers
+from reference_runs import open_with_transformers
 from trainer_runs import figures, make, random_tokens, read_log, saved_bytes, write_shard
 
 VOCAB, LENGTH, SEQUENCES = 151, 45, 9

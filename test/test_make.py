@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 
 import pytest
-from trainer_runs import ROOT
+from trainer_runs import ROOT, executable
 
 NVCC = '''#!/bin/sh
 case $1 in
@@ -25,12 +25,6 @@ case $1 in
     --query-gpu=compute_cap) printf '%s\\n' {capabilities} ;;
 esac
 '''
-
-
-def executable(path, text):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text)
-    path.chmod(0o755)
 
 
 @pytest.fixture
@@ -152,6 +146,14 @@ def test_warnings_stop_tests_but_no_users_build(dry_make):
         assert len(commands) >= 2 and all("-Werror" in command for command in commands), arguments
 
 
+def test_the_cuda_build_is_tested_in_one_precision_unless_more_is_asked_for(dry_make):
+    for arguments, precisions in (((), ["bf16"]), (("MORE_TESTS=1",), ["bf16", "fp32"])):
+        made = dry_make("DEVICE=cpu", "build-tests", *arguments)
+        assert re.findall(r"-c train_gpt\.cu -o build/cuda-(\w+)/train\.o", made) == precisions
+        assert set(re.findall(r"-o build/emulated/train-(\w+)", made)) == set(precisions)
+        assert ("build/test/fuzz/" in made, "build/test/asan/train" in made) == 2 * (bool(arguments),)
+
+
 def test_cuda_build_compiles_for_two_architectures(dry_make):
     built = codes(dry_make("DEVICE=cpu", "cuda-build"))
     assert built == 2 * ["sm_80", "sm_90a", "compute_80", "compute_90a"]  # test/gpu runs their PTX
@@ -224,3 +226,14 @@ def test_a_venv_that_cannot_be_made():
         folder.chmod(0o755)
     assert ran.returncode == 1 and not ran.stdout
     assert ran.stderr == f"venv.sh: cannot write in {folder}, where Python's packages go\n"
+
+
+# ---- the tests themselves
+
+
+def test_no_test_file_imports_another():
+    """What several need is in modules like trainer_runs.py, so that each can be renamed, split and read alone."""
+    files = sorted((ROOT / "test").glob("*.py"))
+    importing = [path.name for path in files
+                 if re.search(r"^ *(from|import) test_|^import .*, test_", path.read_text(), re.MULTILINE)]
+    assert len(files) > 50 and not importing

@@ -4,16 +4,14 @@ promised)."""
 import itertools
 import json
 import os
-import pathlib
 import re
 
 import pytest
 import reference
 import torch
+from reference_runs import open_with_transformers
 from safetensors.torch import load_file
-from test_train import open_with_transformers
-from trainer_runs import (cpu_seconds, figures, make, random_tokens, read_log, running, saved_bytes, wait_for_line, write_shard,
-                          write_text)
+from trainer_runs import cpu_seconds, figures, make, peak, random_tokens, read_log, saved_bytes, write_shard, write_text
 
 MIB = 1 << 20
 LEVELS = ["none", "gelu", "norm", "ffn", "attention", "block"]
@@ -74,14 +72,6 @@ def test_each_level_takes_less(train):
 
 
 # ---- what a process really takes
-
-
-def peak(train, *options, line):
-    """The peak memory, in bytes, of a run until it prints a line that starts like this."""
-    with running(train, *options) as process:
-        wait_for_line(process, line)
-        status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
 
 
 @pytest.mark.parametrize("goes_on", [("--steps", 100), ("--steps", 0, "--prompt", "a", "--sample-tokens", 10**6)],

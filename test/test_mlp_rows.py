@@ -6,13 +6,10 @@ import shutil
 import peft
 import pytest
 import reference
+from adapter_files import OPTIONS, make_adapter, trained as adapter_trained, validated
+from model_files import DATA, fused, linked, prepare, trained
 from safetensors.torch import load_file
-from test_adapters import OPTIONS, make_adapter
-from test_adapters import trained as adapter_trained
-from test_adapters import validated
-from test_bad_input import refused
-from test_families import DATA, fused, linked, prepare, trained
-from trainer_runs import make, random_tokens, read_log, saved_bytes, write_shard
+from trainer_runs import losses, make, random_tokens, read_log, refused, saved_bytes, write_shard
 
 USUALLY = "fp32"  # see conftest.py
 
@@ -38,10 +35,6 @@ def work(folder, tmp_path):
 def lora(work, family, targets):
     make_adapter(work, peft.LoraConfig(r=4, lora_alpha=7, target_modules=targets, task_type="CAUSAL_LM",
                                        fan_in_fan_out=family == "gpt2"))
-
-
-def losses(log):
-    return [line[key] for line in log for key in ("loss", "val_loss") if key in line]
 
 
 @pytest.mark.parametrize("rows", [8, 40, 104, 112])

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from gguf_files import write_gguf
 from safetensors.torch import load_file, save_file
-from test_gguf import write_gguf
 from trainer_runs import make, random_tokens, read_log, write_shard
 
 USUALLY = "fp32"  # see conftest.py

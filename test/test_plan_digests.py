@@ -1,10 +1,11 @@
 """Plans stay the same, byte for byte: digests of plans for a grid of models and options are compared with
-stored ones.
+stored ones. Beside each digest are the plan's buffers, by which a difference is named.
 
 If a change is meant to change plans, `PYTHONPATH=dev .venv/bin/python test/test_plan_digests.py` writes new
 digests for the binaries in TRAIN_BINARIES.
 """
 
+import collections
 import hashlib
 import itertools
 import json
@@ -24,20 +25,54 @@ CASES = [f"{model} {way}" for model, way in itertools.product(MODELS, WAYS)]
 MIXES = {"small": "none:1,ffn:3,block:1", "d12": "block:4,norm:3,gelu:5", "d48": "gelu:1,attention:47"}
 
 
-def digest(train, folder, case):
-    """Digest of what the plans at all levels say of tensors. The memory of libraries and the process depends
-    on the machine and is left out."""
+def levels_of(model):
+    return [*LEVELS, MIXES.get(model, "gelu")]
+
+
+def sizes_of(buffers):
+    """How many buffers of each name a plan has, and their bytes in all: {"residual": "13x 163577856"}."""
+    counts, sizes = collections.Counter(), collections.Counter()
+    for b in buffers:
+        counts[b["name"]] += 1
+        sizes[b["name"]] += b["bytes"]
+    return {name: f"{counts[name]}x {sizes[name]}" for name in counts}
+
+
+def describe(train, folder, case):
+    """What the plans at all levels say of tensors: the digest of all of it, and the sizes of buffers, in which a
+    level has only what differs from the level before it. The memory of libraries and the process depends on the
+    machine and is left out."""
     (folder / "config.json").write_text(json.dumps(SMALL))
     model, *options = case.split()
     if model == "d2":  # without data it would train on bytes
         options += ["--data", write_shard(folder / "data.bin", random_tokens(301, 2000))]
-    said = []
-    for level in [*LEVELS, MIXES.get(model, "gelu")]:
+    said, changes, before = [], [], {}
+    for level in levels_of(model):
         plan = train.plan("--model", folder if model == "small" else model, *options, "--recompute", level)
         totals = {kind: size for kind, size in plan["totals"].items() if kind not in ("process", "workspace", "total")}
-        buffers = [list(b.values()) for b in plan["buffers"] if b["name"] != "library"]
-        said.append([plan["parameters"], totals, plan["activations_lower_bound"], plan["peak_at"], buffers])
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+        buffers = [b for b in plan["buffers"] if b["name"] != "library"]
+        said.append([plan["parameters"], totals, plan["activations_lower_bound"], plan["peak_at"], [list(b.values()) for b in buffers]])
+        sizes = sizes_of(buffers)
+        changes.append({name: sizes.get(name) for name in {**before, **sizes} if sizes.get(name) != before.get(name)})
+        before = sizes
+    return {"digest": hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16], "buffers": changes}
+
+
+def unfolded(changes):
+    """The sizes of all buffers at each level."""
+    levels, sizes = [], {}
+    for change in changes:
+        sizes = {name: size for name, size in {**sizes, **change}.items() if size}
+        levels.append(sizes)
+    return levels
+
+
+def difference(model, expected, got):
+    """The buffers that changed, a line for each and level."""
+    lines = [f"--recompute {level}, {name}: {new.get(name, 'none')} bytes, was {old.get(name, 'none')}"
+             for level, old, new in zip(levels_of(model), unfolded(expected["buffers"]), unfolded(got["buffers"]))
+             for name in {**old, **new} if old.get(name) != new.get(name)]
+    return lines or ["buffers have the bytes that they had; their shapes, order or lifetimes, or a total, changed"]
 
 
 def read():
@@ -49,16 +84,30 @@ def test_plans_are_what_they_were(train, tmp_path, model):
     expected = read().get(str(train))
     if expected is None:
         pytest.skip(f"no digests of {train}")
-    cases = [case for case in CASES if case.startswith(model)]
-    assert {case: digest(train, tmp_path, case) for case in cases} == {case: expected[case] for case in cases}
+    wrong = []
+    for case in (case for case in CASES if case.startswith(model)):
+        got = describe(train, tmp_path, case)
+        if got != expected[case]:
+            wrong += [f"{case}:", *(f"    {line}" for line in difference(model.split()[0], expected[case], got))]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_a_difference_names_the_buffer():
+    old = {"digest": "0", "buffers": [{"up": "2x 20", "qkv": "1x 8"}, {"up": None}]}
+    new = {"digest": "1", "buffers": [{"up": "2x 24", "qkv": "1x 8"}, {"up": None, "d_up": "1x 4"}]}
+    assert difference("d12", old, new) == ["--recompute none, up: 2x 24 bytes, was 2x 20", "--recompute gelu, d_up: 1x 4 bytes, was none"]
+    assert len(difference("d12", old, old | {"digest": "1"})) == 1
 
 
 def main():
     digests = read()
     with tempfile.TemporaryDirectory() as folder:
         for train in binaries():
-            digests[str(train)] = {case: digest(train, pathlib.Path(folder), case) for case in CASES}
-    DIGESTS.write_text(json.dumps(digests, indent=0) + "\n")
+            digests[str(train)] = {case: describe(train, pathlib.Path(folder), case) for case in CASES}
+    text = json.dumps(digests)
+    for start in ('"cpu-', '"cuda-', '"d2 ', '"small ', '"d12 ', '"d48 '):
+        text = text.replace(start, "\n" + start)
+    DIGESTS.write_text(text + "\n")
 
 
 if __name__ == "__main__":

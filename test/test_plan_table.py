@@ -7,6 +7,8 @@ import plan_table
 import pytest
 from trainer_runs import make
 
+USUALLY = "fp32"  # see conftest.py
+
 STEP = ("--train", "lora", "--lora-rank", "4", "--batch", "2", "--seq-len", "64")
 
 

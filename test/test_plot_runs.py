@@ -7,7 +7,9 @@ import sys
 
 import plot_runs
 import pytest
-from trainer_runs import make, read_log, write_text
+from trainer_runs import make, read_log, refused_by_script, write_text
+
+USUALLY = "fp32"  # see conftest.py
 
 
 def lines_of(steps, start=4.0, **changes):
@@ -123,15 +125,6 @@ def test_of_a_real_run(train, tmp_path, capsys):
         capsys.readouterr().out
 
 
-def refused(capsys, arguments, *named):
-    with pytest.raises(SystemExit) as ended:
-        plot_runs.main(arguments)
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and error.startswith("plot_runs.py: ") and error.count("\n") == 1, error
-    for name in named:
-        assert name in error, error
-
-
 @pytest.mark.parametrize("text, named", [
     (None, "No such file"), ("", "no step with a loss"), ('{"step": 1}', "no step with a loss"),
     ('{"step": 0, "lo', "line 1: not a line"), ('{"step": 0, "loss": 1}\n{"step": 1, "loss": "x"}', "line 2: not a line"),
@@ -144,11 +137,11 @@ def test_damaged_log(logs, capsys, text, named):
     if text is not None:
         (logs / "bad").write_text(text, encoding="latin-1")
     arguments = [str(logs / "bad"), "--out", str(logs / "out.png")]
-    refused(capsys, arguments, str(logs / "bad"), named)
+    refused_by_script(plot_runs, capsys, arguments, str(logs / "bad"), named)
     assert not (logs / "out.png").exists()
 
 
 @pytest.mark.parametrize("out", ["/nowhere/runs.png", "runs.xyz", "/proc/runs.png"])
 def test_bad_out(logs, capsys, monkeypatch, out):
     monkeypatch.chdir(logs)
-    refused(capsys, [str(logs / "a.jsonl"), "--out", out], f"--out {out}")
+    refused_by_script(plot_runs, capsys, [str(logs / "a.jsonl"), "--out", out], f"--out {out}")

@@ -6,10 +6,10 @@ import json
 import numpy as np
 import pytest
 import torch
+from model_files import fused
+from reference_runs import GRADIENT_BOUND, LOSS_BOUND, expected_logits, last_logits, open_with_transformers, run_reference
 from safetensors.torch import load_file
-from test_families import expected_logits, fused, last_logits
-from test_train import GRADIENT_BOUND, LOSS_BOUND, by_key, open_with_transformers, run_reference
-from trainer_runs import make, random_tokens, read_log, saved_bytes, write_shard
+from trainer_runs import by_key, make, random_tokens, read_log, saved_bytes, write_shard
 
 VOCAB = 151
 LENGTH = 45  # length of sequences; models are trained on shorter ones unless stated otherwise

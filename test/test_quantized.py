@@ -1,8 +1,6 @@
 """Quantized weights equal, byte for byte, those of bitsandbytes (NF4) and of PyPI's gguf (GGUF's formats)."""
 
 import json
-import pathlib
-import subprocess
 
 import gguf
 import numpy as np
@@ -10,9 +8,8 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from trainer_runs import formats_probe as probe
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-PROBE = ROOT / "build/test/fast/formats_probe"
 GGML_FORMATS = ["Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"]
 SHAPES = [(1, 64), (64, 64), (7, 128), (48, 576), (300, 1000), (3, 5), (1, 17), (1, 65), (2048, 2048)]
 
@@ -21,13 +18,6 @@ SHAPES = [(1, 64), (64, 64), (7, 128), (48, 576), (300, 1000), (3, 5), (1, 17), 
 def fixture_bnb():
     torch.set_num_threads(1)  # with several, the mean of the scales is added up in another order
     return pytest.importorskip("bitsandbytes")
-
-
-def probe(*arguments, data=b"", code=0):
-    """The bytes of an answer, or the error message if one is expected."""
-    result = subprocess.run([PROBE, *map(str, arguments)], input=data, capture_output=True, timeout=300)
-    assert result.returncode == code, result.stderr
-    return result.stderr.decode() if code else result.stdout
 
 
 def bytes_of(tensor):

@@ -1,23 +1,20 @@
 """A base in NF4: training and generating with it, bitsandbytes' own folders, and merging an adapter into
 it."""
 
-import contextlib
 import json
 
 import bitsandbytes
-import gguf
-import numpy as np
 import peft
 import pytest
 import torch
 import transformers
+from adapter_files import OPTIONS, STEPS, make_adapter, trained, validated, validated_windows
+from gguf_files import MODELS as GGUF_MODELS, write_gguf
+from model_files import DATA, linked, prepare, starting_at_0
+from quantized_models import dequantized_head, floats_of, one_thread
+from reference_runs import open_with_transformers
 from safetensors.torch import load_file, save_file
-from test_adapters import OPTIONS, STEPS, make_adapter, trained, validated
-from test_bad_input import refused
-from test_families import DATA, linked, prepare
-from test_gguf import MODELS as GGUF_MODELS, write_gguf
-from test_train import by_key, open_with_transformers, sampled, starting_at_0
-from trainer_runs import random_tokens, read_log, saved_bytes, write_shard
+from trainer_runs import by_key, random_tokens, read_log, refused, sampled, saved_bytes, write_shard
 
 USUALLY = "fp32"  # see conftest.py
 
@@ -36,17 +33,6 @@ def open_nf4(folder, is_double):
         folder, dtype=torch.float32, quantization_config=nf4(is_double), attn_implementation="eager").eval()
 
 
-def floats_of(weight, state):
-    """The values of a bitsandbytes matrix, from its codes. bitsandbytes' own dequantization on a CPU is wrong
-    if rows are not whole blocks (0.50.2)."""
-    scales = state.absmax
-    if state.nested:
-        blocks = torch.arange(len(scales)) // state.state2.blocksize
-        scales = state.state2.code[scales.long()] * state.state2.absmax[blocks] + state.offset
-    codes = torch.stack([weight.flatten() >> 4, weight.flatten() & 15], dim=1).flatten()[:state.shape.numel()].long()
-    return (state.code[codes] * scales[torch.arange(len(codes)) // state.blocksize]).reshape(state.shape)
-
-
 def dequantized(model):
     """The model with plain layers in place of bitsandbytes'."""
     for name, module in list(model.named_modules()):
@@ -56,12 +42,6 @@ def dequantized(model):
             plain.bias = module.bias
             model.set_submodule(name, plain)
     return model
-
-
-def validated_windows(work):
-    """The sequences that validated() reads, with the token that follows each."""
-    tokens = np.fromfile(work / "data.bin", dtype=np.uint16, offset=1024).astype(np.int64)
-    return torch.stack([torch.from_numpy(tokens[at:at + 38]) for at in range(0, 6 * 37, 37)])
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -124,17 +104,6 @@ def test_merged_is_the_trained_model(train_fp32, work):
                        "merged")
     assert validated(train_fp32, work, "--model", "merged") == pytest.approx(before, rel=0, abs=1e-5)
     open_with_transformers(work / "merged")
-
-
-@contextlib.contextmanager
-def one_thread():
-    """With more threads, bitsandbytes adds up the scales' mean in another order."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("family, base", [("gpt2", "nf4-double"), ("llama", "nf4"), ("llama-tied", "nf4-double"),
@@ -221,16 +190,6 @@ HEADS = {
 FORMATS = [("gpt2", "8bit"), ("llama", "nf4"), ("llama-tied", "nf4"), ("llama-tied", "8bit"), ("mistral", "nf4"),
            ("qwen2", "8bit"), ("qwen3", "nf4"), ("bloom", "8bit")]
 HEAD_NAMES = ("lm_head.weight", "embed_tokens.weight", "wte.weight", "word_embeddings.weight")
-
-
-def dequantized_head(w, head):
-    """The values of a matrix in this format, by bitsandbytes and PyPI's gguf."""
-    if head == "8bit":
-        kind = gguf.GGMLQuantizationType.Q8_0
-        return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(w.numpy(), kind), kind))
-    with one_thread():
-        return floats_of(*bitsandbytes.functional.quantize_4bit(w, quant_type="nf4", blocksize=64,
-                                                                compress_statistics=True))
 
 
 def write_plain(work, head):

@@ -6,54 +6,18 @@ import json
 import re
 
 import pytest
-from test_families import VOCAB
-from trainer_runs import make, running, wait_for_line
+from model_files import VOCAB
+from rate_files import THREADS, rates_of, spent, write
+from trainer_runs import error_line, make, running, wait_for_line
 
 USUALLY = "fp32"  # see conftest.py
 
-THREADS = 2
 MODEL = ("--model", "d4", "--batch", 4, "--seq-len", 64, "--head-rows", 0, "--threads", THREADS)
 COSTS = ["products", "attention", "memory passes", "disk", "link", "host"]
-WAYS = ["disk_read", "disk_write", "from_host", "to_host", "host_update"]
-
-
-def device_name():
-    with open("/proc/cpuinfo") as file:
-        found = re.search(r"model name\s*: (.*)", file.read())
-    return found.group(1) if found else ""
-
-
-def rates_of(train, products=1e11, attention=1e10, passes=1e10, transfers=1e9, beside=1):
-    """A device that is equally fast at every size."""
-    if train.device != "cpu":
-        pytest.skip("the name of the device is the driver's")
-    grid = dict.fromkeys("mnk", [16, 4096]) | {"flops_per_second": [products] * 8}
-    return {"rates": 2, "device": "cpu", "name": device_name(), "precision": train.precision, "threads": THREADS,
-            "products": {form: dict(grid) for form in ("NN", "NT", "TN")},
-            "operations": {"copy": {"sizes": [1e3, 1e9], "per_second": [passes] * 2}} | {
-                f"attention_{way} {size}": {"sizes": [64], "per_second": [attention]}
-                for way in ("forward", "backward") for size in (64, 128)},
-            "transfers": dict.fromkeys(WAYS, transfers), "computing_beside": dict.fromkeys(WAYS[:2], beside)}
-
-
-def write(path, rates):
-    path.write_text(rates if isinstance(rates, str) else json.dumps(rates))
-    return path
-
-
-def refused(train, *options):
-    """The one line with which it refuses."""
-    error = train(*options, code=2).stderr.decode()
-    assert error.startswith("train: ") and error.count("\n") == 1 and error.endswith("\n"), error
-    return error
 
 
 def phases_of(plan):
     return {phase["name"]: phase for phase in plan["phases"]}
-
-
-def spent(plan, cost):
-    return sum(phase[cost] for phase in plan["phases"])
 
 
 def test_nominal_seconds_are_what_they_were(train):
@@ -243,7 +207,7 @@ def test_nonsense_is_refused(train, tmp_path, key):
     good = rates_of(train)
     for value in (None, *BAD, *([1.5] if "beside" in key else [])):
         write(tmp_path / "rates.json", spoiled(good, key, value))
-        line = refused(train, *MODEL, "--plan", "--rates", tmp_path / "rates.json")
+        line = error_line(train, *MODEL, "--plan", "--rates", tmp_path / "rates.json")
         assert "rates.json" in line and ("--rates" in line or "--calibrate" in line), (key, value, line)
 
 
@@ -252,13 +216,13 @@ def test_other_files_are_refused(train, tmp_path):
     for key, value in (("device", "toaster"), ("name", "another CPU"), ("precision", "fp8"), ("threads", THREADS + 1),
                        ("threads", None), ("precision", None)):
         write(tmp_path / "rates.json", spoiled(good, key, value))
-        line = refused(train, *MODEL, "--plan", "--rates", tmp_path / "rates.json")
+        line = error_line(train, *MODEL, "--plan", "--rates", tmp_path / "rates.json")
         assert f"measured with another {key}" in line, line
     for text in ("", "{", "[]", "3", '{"rates": 1}', '{"rates": 2}', '{"rates": NaN}', json.dumps(good)[:-40],
                  json.dumps(good).replace("1000000000.0", "NaN"), json.dumps(good).replace("1000000000.0", "1e999")):
-        refused(train, *MODEL, "--plan", "--rates", write(tmp_path / "rates.json", text))
-    refused(train, *MODEL, "--plan", "--rates", tmp_path / "none.json")
-    refused(train, *MODEL, "--plan", "--rates", "")
+        error_line(train, *MODEL, "--plan", "--rates", write(tmp_path / "rates.json", text))
+    error_line(train, *MODEL, "--plan", "--rates", tmp_path / "none.json")
+    error_line(train, *MODEL, "--plan", "--rates", "")
 
 
 def test_a_resumed_run_may_be_on_another_machine(train, tmp_path):
@@ -267,15 +231,15 @@ def test_a_resumed_run_may_be_on_another_machine(train, tmp_path):
     train(*MODEL, *options, "--steps", 1, "--rates", rates)
     rates.write_text("{}")
     train("--resume", tmp_path / "out", "--steps", 2)
-    refused(train, "--resume", tmp_path / "out", "--steps", 3, "--rates", rates)
+    error_line(train, "--resume", tmp_path / "out", "--steps", 3, "--rates", rates)
 
 
 def test_calibration_stands_alone(train, tmp_path):
     for more in (("--plan",), ("--bench",), ("--model", "d2"), ("--rates", tmp_path / "rates.json")):
-        refused(train, "--calibrate", tmp_path / "new.json", *more)
-    refused(train, "--calibrate", "")
-    refused(train, "--calibrate", tmp_path)
-    refused(train, "--calibrate", tmp_path / "none" / "rates.json")
+        error_line(train, "--calibrate", tmp_path / "new.json", *more)
+    error_line(train, "--calibrate", "")
+    error_line(train, "--calibrate", tmp_path)
+    error_line(train, "--calibrate", tmp_path / "none" / "rates.json")
     assert not list(tmp_path.iterdir())
 
 

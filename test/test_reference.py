@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import reference
 import torch
+from reference_runs import run_reference
 from safetensors.torch import load_file, save_file
 from transformers import GPT2LMHeadModel
 
@@ -26,11 +27,6 @@ def transformers_model(folder):
 def write_text(path, size=4000):
     path.write_bytes(np.random.default_rng(0).integers(0, VOCAB, size, dtype=np.uint8).tobytes())
     return str(path)
-
-
-def run(*arguments):
-    """The log's lines of a reference run."""
-    return list(reference.Trainer(reference.parse_options(list(map(str, arguments)))).train())
 
 
 def assert_close(actual, expected):
@@ -146,7 +142,7 @@ def test_schedules(schedule, expected):
 def test_bf16_is_close_but_not_equal(tmp_path):
     arguments = ("--model", make(tmp_path / "model"), "--data", write_text(tmp_path / "text"),
                  "--steps", 3, "--seq-len", 24, "--warmup", 0, "--lr", 3e-4, "--batch", 4)
-    exact, rounded = run(*arguments), run(*arguments, "--precision", "bf16")
+    exact, rounded = run_reference(*arguments), run_reference(*arguments, "--precision", "bf16")
     assert len(exact) == 4
     for a, b in zip(exact, rounded, strict=True):
         name = "loss" if "loss" in a else "val_loss"  # the last line
@@ -173,6 +169,6 @@ def test_a_damaged_index_is_one_line(tmp_path, capsys, index):
 ])
 def test_mistakes_are_one_line(tmp_path, capsys, arguments, message):
     with pytest.raises(SystemExit) as ended:
-        run("--model", make(tmp_path / "model"), "--data", write_text(tmp_path / "text"), *arguments)
+        run_reference("--model", make(tmp_path / "model"), "--data", write_text(tmp_path / "text"), *arguments)
     error = capsys.readouterr().err
     assert ended.value.code == 2 and message in error and error.count("\n") == 1

@@ -15,6 +15,8 @@ from trainer_runs import (figures, listing, make, read_log, running, saved_bytes
                           write_text)
 from transformers import AutoModelForCausalLM
 
+USUALLY = "fp32"  # see conftest.py
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -143,6 +145,7 @@ def test_what_is_due_at_an_interrupted_step_is_made_once(train, work):
     assert [line["step"] for line in read_log(work / "log") if "val_loss" in line] == [2, 3]
 
 
+@pytest.mark.quick
 def test_first_and_second_ctrl_c(train, work):
     write_text(work / "long", 100000)
     options = ("--model", "d6", "--data", "long", "--batch", 16, "--seq-len", 512, "--steps", 5)

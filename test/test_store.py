@@ -2,15 +2,14 @@
 
 import json
 
+import bitsandbytes
 import peft
 import pytest
-import torch
+from adapter_files import OPTIONS, make_adapter, trained, validated
+from model_files import DATA, linked, prepare
+from quantized_models import dequantized_head, floats_of, one_thread
 from safetensors.torch import load_file, save_file
-from test_adapters import OPTIONS, make_adapter, trained, validated
-from test_bad_input import refused
-from test_families import DATA, linked, prepare
-from test_quantized_base import bitsandbytes, dequantized_head, floats_of, one_thread
-from trainer_runs import saved_bytes
+from trainer_runs import refused, saved_bytes
 
 USUALLY = "fp32"  # see conftest.py
 

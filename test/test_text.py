@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import tokenize_text
 import torch
-from test_train import open_with_transformers
+from reference_runs import open_with_transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from trainer_runs import (ENVIRONMENT, ROOT, cached_bytes, drop_from_cache, figures, listing, make, random_tokens, read_log, running,
-                          saved_bytes, small_disk, wait_for_line, write_shard)
+from trainer_runs import (ENVIRONMENT, ROOT, cached_bytes, drop_from_cache, figures, listing, make, random_tokens,
+                          read_log, running, saved_bytes, small_disk, wait_for_line, write_shard)
 
 USUALLY = "fp32"  # see conftest.py
 

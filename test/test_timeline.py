@@ -6,8 +6,8 @@ import struct
 
 import plot_memory
 import pytest
-import test_rates
-from trainer_runs import write_text
+import rate_files
+from trainer_runs import refused_by_script, write_text
 
 USUALLY = "bf16"  # see conftest.py
 
@@ -165,7 +165,7 @@ def test_transfers_by_rates(train, tmp_path):
     takes half the time."""
     parts = []
     for rate in (2e8, 4e8):
-        rates = test_rates.write(tmp_path / "rates.json", test_rates.rates_of(train, transfers=rate))
+        rates = rate_files.write(tmp_path / "rates.json", rate_files.rates_of(train, transfers=rate))
         timeline, plan = elsewhere(train, tmp_path, "--rates", rates)
         transfers = timeline["transfers"]
         assert [t["seconds"] for t in transfers] == pytest.approx([t["bytes"] / rate for t in transfers])
@@ -176,7 +176,7 @@ def test_transfers_by_rates(train, tmp_path):
         parts.append(sum(t["ends"] - t["begins"] for t in transfers if t["range"].startswith("backward")))
     # A transfer that computing waits for ends where computing continues, at the start of an operation.
     assert all(t["ends"] == int(t["ends"]) for t in transfers if t["waited"] > 0)
-    fast = test_rates.write(tmp_path / "rates.json", test_rates.rates_of(train, transfers=1e15))
+    fast = rate_files.write(tmp_path / "rates.json", rate_files.rates_of(train, transfers=1e15))
     timeline, _ = elsewhere(train, tmp_path, "--rates", fast)
     assert all(t["ends"] - t["begins"] < 1e-2 for t in timeline["transfers"] if t["waited"] == 0)
 
@@ -310,7 +310,7 @@ def test_of_a_real_step(train, tmp_path, capsys):
 def test_bad_file(tmp_path, capsys, text):
     if text is not None:
         (tmp_path / "bad").write_text(text, encoding="latin-1")
-    refused(capsys, [str(tmp_path / "bad")], "No such file" if text is None else "not a file of ./train --timeline")
+    refused_by_script(plot_memory, capsys, [str(tmp_path / "bad")], "No such file" if text is None else "not a file of ./train --timeline")
 
 
 @pytest.mark.parametrize("arguments, named", [
@@ -319,13 +319,5 @@ def test_bad_file(tmp_path, capsys, text):
     (["a.json", "--out", "m.xyz"], "--out")], ids=str)
 def test_bad_request(files, capsys, monkeypatch, tmp_path, arguments, named):
     monkeypatch.chdir(tmp_path)
-    refused(capsys, [str(files / a) if ".json" in a else a for a in arguments], named)
+    refused_by_script(plot_memory, capsys, [str(files / a) if ".json" in a else a for a in arguments], named)
     assert not list(tmp_path.iterdir())
-
-
-def refused(capsys, arguments, named):
-    with pytest.raises(SystemExit) as ended:
-        plot_memory.main(arguments)
-    error = capsys.readouterr().err
-    assert ended.value.code == 2 and error.startswith("plot_memory.py: ") and error.count("\n") == 1, error
-    assert named in error, error

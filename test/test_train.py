@@ -11,19 +11,15 @@ import time
 
 import numpy as np
 import pytest
-import reference
 import torch
+from model_files import starting_at_0
+from reference_runs import GRADIENT_BOUND, LOSS_BOUND, greedy, open_with_transformers, run_reference
 from safetensors.torch import load_file
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, decoders, models, pre_tokenizers, processors
-from trainer_runs import (ROOT, figures, listing, make, random_tokens, read_log, running, saved_bytes, wait_for_line,
-                          write_shard, write_text)
-from transformers import AutoModelForCausalLM, GPT2Tokenizer
+from trainer_runs import (ROOT, by_key, figures, listing, make, random_tokens, read_log, running, sampled, saved_bytes,
+                          wait_for_line, write_shard, write_text)
+from transformers import GPT2Tokenizer
 
-# In fp32 only the order of sums differs. In bf16 each of about 15 roundings between a loss and a gradient
-# adds up to 2^-9 = 0.2%, in random directions; the most that was seen is 1.2%, and any wrong term is far
-# more.
-GRADIENT_BOUND = {"fp32": 1e-4, "bf16": 3e-2}
-LOSS_BOUND = {"fp32": 1e-4, "bf16": 1e-2}
 SMALL = ("--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)
 
 
@@ -46,14 +42,6 @@ def work(folder, tmp_path):
 
 RUN = ("--model", "model", "--data", "text", "--batch", 2, "--seq-len", 24, "--lr", 1e-3)
 DATA = (*RUN, "--sample-tokens", 0)
-
-
-def run_reference(*arguments):
-    return list(reference.Trainer(reference.parse_options(list(map(str, arguments)))).train())
-
-
-def by_key(lines, key):
-    return {line["step"]: line[key] for line in lines if key in line}
 
 
 # ---- against PyTorch
@@ -118,13 +106,6 @@ def test_order_of_shards(train, tmp_path):
     assert np.median(np.diff(ordered)) > 2 * LOSS_BOUND[train.precision]
 
 
-def open_with_transformers(folder):
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True,
-                                                       attn_implementation="eager")
-    assert not any(info.values()), info
-    return model.eval()
-
-
 def test_transformers_opens_a_save(train, work):
     """No tensor is missing or unexpected, the precision is that of the training, and the loss on the same
     tokens is equal."""
@@ -139,33 +120,6 @@ def test_transformers_opens_a_save(train, work):
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item()
     [validated] = by_key(read_log(work / "log"), "val_loss").values()
     assert validated == pytest.approx(loss, rel=0, abs=1e-5 if train.precision == "fp32" else 1e-2)
-
-
-def sampled(train, *arguments, cwd):
-    """A prompt and its likeliest continuation, in bytes."""
-    text = train(*arguments, "--temperature", 0, cwd=cwd).stdout
-    of_training = re.search(rb"--- sample after \d+ steps ---\n(.*)\n---\n$", text, re.DOTALL)
-    return of_training[1] if of_training else text.removesuffix(b"\n")
-
-
-def greedy(folder, prompt, count):
-    """The tokens that transformers adds."""
-    model = open_with_transformers(folder).float()
-    model.generation_config.eos_token_id = None
-    tokens = model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                            do_sample=False, max_new_tokens=count, pad_token_id=0)
-    return tokens[0, len(prompt):].tolist()
-
-
-def starting_at_0(folder, path):
-    """The same model without a token that ends a text, and with 0 as the token that begins one."""
-    path.mkdir()
-    for file in folder.iterdir():
-        if file.name not in ("config.json", "generation_config.json"):
-            (path / file.name).symlink_to(file.resolve())
-    config = json.loads((folder / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"bos_token_id": 0, "eos_token_id": None}))
-    return path
 
 
 def test_greedy_bytes(train_fp32, folder):
@@ -318,6 +272,7 @@ def test_searched_algorithms_give_the_same_bits(train, work):
 # ---- saves
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("through", ["out", "out/step-00000005"])
 def test_resume_is_the_unbroken_run(train, work, through):
     """With no option but --resume, and after the folder that the run started from was removed."""

@@ -12,7 +12,10 @@ import unicodedata
 import pytest
 from trainer_runs import ROOT, listing, make, read_log, write_text
 
+USUALLY = "fp32"  # see conftest.py
 
+
+@pytest.mark.quick
 @pytest.mark.parametrize("option", ["-h", "--help"])
 def test_help(train, option):
     text = train(option).stdout.decode()
@@ -242,13 +245,14 @@ def test_fine_tuning_by_default_improves(train, tmp_path):
 # ---- make
 
 
+@pytest.mark.quick
 def test_make_help_lists_all_there_is():
-    text = (ROOT / "Makefile").read_text()
+    text = "".join((ROOT / name).read_text() for name in ("Makefile", "dev/cuda.mk", "test/Makefile", "dev/bench/Makefile"))
     ran = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0 and not ran.stderr
     targets = set(re.findall(r"^([a-z][a-z-]*):(?!=)", text, re.MULTILINE)) - {"all", "train"}  # make alone
     assert set(re.findall(r"^make ([a-z-]+)  ", ran.stdout, re.MULTILINE)) == targets and len(targets) > 15
-    listed = set(re.findall(r"\b([A-Z_]+)=", ran.stdout))
+    listed = set(re.findall(r"\b([A-Z_]+)=", re.sub(r"^ {4}\S.*", "", ran.stdout, flags=re.MULTILINE)))  # without examples
     assert set(re.findall(r"^(?: *|ifndef )([A-Z_]+)(?: \?=|$)", text, re.MULTILINE)) <= listed
     assert all(f"$({name})" in text for name in listed)
     for default, defined in (("FUZZ_SECONDS=10", "FUZZ_SECONDS ?= 10"), ('CUDA_ARCH="80 90a"', "$(or $(CUDA_ARCH),80 90a)"),

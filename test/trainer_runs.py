@@ -1,4 +1,5 @@
-"""Shared by the tests of the trainer: its binaries, running them, small models and data."""
+"""Shared by tests: the trainer's binaries, running them, small models and data. model_files.py, adapter_files.py and others
+have what fewer tests share."""
 
 import contextlib
 import ctypes
@@ -191,3 +192,79 @@ def listing(folder):
     """Everything in a folder, to check that nothing was written."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
             for path in sorted(pathlib.Path(folder).rglob("*"))}
+
+
+def peak(train, *options, line):
+    """The peak memory, in bytes, of a run until it prints a line that starts like this."""
+    with running(train, *options) as process:
+        wait_for_line(process, line)
+        status = pathlib.Path(f"/proc/{process.pid}/status").read_text()
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
+
+
+# What a run would write if the mistake were not found. None of it may exist afterwards.
+GOOD = {"--model": "model", "--data": "text", "--batch": 2, "--seq-len": 24, "--steps": 2, "--sample-tokens": 4,
+        "--out": "out", "--log": "log"}
+
+
+def command(options):
+    """Options from a dict; None leaves one out, True is a flag."""
+    return [part for name, value in (GOOD | options).items() if value is not None
+            for part in ((name,) if value is True else (name, str(value)))]
+
+
+def error_line(train, *options, cwd=None):
+    """The one line of a run that ends with a mistake of its user."""
+    error = train(*options, cwd=cwd, code=2).stderr.decode()
+    assert error.startswith("train: ") and error.count("\n") == 1 and error.endswith("\n"), error
+    return error
+
+
+def refused(train, folder, options, *named):
+    """Runs with these options in place of the good ones; returns the line."""
+    before = listing(folder)
+    error = error_line(train, *command(options), cwd=folder)
+    for name in named:
+        assert name in error, error
+    assert listing(folder) == before
+    return error
+
+
+def by_key(lines, key):
+    return {line["step"]: line[key] for line in lines if key in line}
+
+
+def sampled(train, *arguments, cwd):
+    """A prompt and its likeliest continuation, in bytes."""
+    text = train(*arguments, "--temperature", 0, cwd=cwd).stdout
+    of_training = re.search(rb"--- sample after \d+ steps ---\n(.*)\n---\n$", text, re.DOTALL)
+    return of_training[1] if of_training else text.removesuffix(b"\n")
+
+
+def losses(log):
+    return [line[key] for line in log for key in ("loss", "val_loss") if key in line]
+
+
+def refused_by_script(script, capsys, arguments, *named):
+    """A module of dev/ ends with one line that names what is wrong."""
+    with pytest.raises(SystemExit) as ended:
+        script.main(arguments)
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.startswith(f"{script.__name__}.py: ") and error.count("\n") == 1, error
+    for name in named:
+        assert name in error, error
+
+
+def formats_probe(*arguments, data=b"", code=0):
+    """The bytes of an answer of formats_probe.cpp, or its error message if one is expected."""
+    result = subprocess.run([ROOT / "build/test/fast/formats_probe", *map(str, arguments)], input=data, capture_output=True,
+                            timeout=300)
+    assert result.returncode == code, result.stderr
+    return result.stderr.decode() if code else result.stdout
+
+
+def executable(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Times training steps of a Hugging Face folder's model with transformers on random tokens, as ./train
---bench does. Prints one JSON object. dev/bench/compare.py runs it to compare it with ./train."""
+--bench does. Prints one JSON object. dev/bench/compare_speed.py runs it to compare it with ./train."""
 
 import argparse
 

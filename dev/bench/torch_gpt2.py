@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times training steps of GPT-2 in PyTorch on random tokens, as ./train --bench does; prints one JSON object.
 
-Written for speed: scaled_dot_product_attention, a vocabulary padded to 50304. dev/bench/compare.py runs it to
+Written for speed: scaled_dot_product_attention, a vocabulary padded to 50304. dev/bench/compare_speed.py runs it to
 compare it with ./train.
 """
 

@@ -1,9 +1,11 @@
-// assemble.h - turns a kernel's statements into instructions: what each opcode does for its types, and the
-// place of each register and constant.
+// assemble.h - turns a kernel's statements into instructions, and gives each register and constant its place.
+// What opcodes compute is in arithmetic.h and conversions.h; instructions that reach memory, other lanes or
+// Hopper's units are in assemble_memory.h and assemble_hopper.h.
 #pragma once
 
-#include "test/gpu/hopper.h"
-#include "test/gpu/instructions.h"
+#include "test/gpu/arithmetic.h"
+#include "test/gpu/conversions.h"
+#include "test/gpu/opcode.h"
 #include "test/gpu/ptx.h"
 
 namespace gpu {
@@ -49,8 +51,6 @@ class Assembler {
     }
 
   private:
-    using Words = std::vector<std::string>;
-
     // The registers of a thread that launch bounds leave of a multiprocessor's 65536, rounded down to a
     // multiple of eight. ptxas gives a kernel that contains setmaxnreg this many.
     static uint32_t starting_registers(const KernelText& kernel) {
@@ -139,45 +139,6 @@ class Assembler {
         return source(a, false);
     }
 
-    static Words split(const std::string& opcode) {
-        Words words;
-        size_t start = 0;
-        for (size_t i = 0; i <= opcode.size(); i++)
-            if (i == opcode.size() || opcode[i] == '.') {
-                words.push_back(opcode.substr(start, i - start));
-                start = i + 1;
-            }
-        return words;
-    }
-    static size_t type_bytes(const std::string& t) {
-        const size_t digits = t.find_first_of("0123456789");
-        const int bits = digits == std::string::npos ? 0 : atoi(t.c_str() + digits);
-        if (bits % 8 || bits < 8 || bits > 64) throw Fault("type " + t + " is not known");
-        return static_cast<size_t>(bits) / 8;
-    }
-    static bool has(const Words& words, const char* w) {
-        return std::find(words.begin(), words.end(), w) != words.end();
-    }
-    [[noreturn]] static void unknown() { throw Fault("this instruction is not known"); }
-
-    // Calls `make` for an integer type (integer), or for an integer or float type (number).
-    template <class F>
-    static Execute integer(const std::string& t, F make) {
-        if (t == "s32") return make.template operator()<int32_t>();
-        if (t == "u32" || t == "b32") return make.template operator()<uint32_t>();
-        if (t == "s64") return make.template operator()<int64_t>();
-        if (t == "u64" || t == "b64") return make.template operator()<uint64_t>();
-        if (t == "s16") return make.template operator()<int16_t>();
-        if (t == "u16" || t == "b16") return make.template operator()<uint16_t>();
-        unknown();
-    }
-    template <class F>
-    static Execute number(const std::string& t, F make) {
-        if (t == "f32") return make.template operator()<float>();
-        if (t == "f64") return make.template operator()<double>();
-        return integer(t, make);
-    }
-
     Instruction instruction(const Statement& s) {
         Instruction i;
         i.line = s.line;
@@ -248,201 +209,15 @@ class Assembler {
         else
             throw Fault("\"" + a.name + "\" is not known");
     }
-    bool memory(const Statement& s, const Words& words, Instruction& i) {
-        if (s.opcode.starts_with("cp.async.c")) {  // cp.async.cg.shared.global [to], [from], bytes[, count]
-            i.execute = copy_async;
-            set_address(s.args.at(0), i);
-            Instruction from;
-            set_address(s.args.at(1), from);
-            i.s[1] = from.s[0];
-            if (!i.s[1].wide) throw Fault("an address in global memory has 64 bits");
-            i.option = static_cast<uint32_t>(from.offset);
-            i.bytes = static_cast<uint8_t>(s.args.at(2).number);
-            i.count = s.args.size() > 3;
-            if (i.count) i.s[2] = source(s.args[3], false);
-            if (has(words, "cg") ? i.bytes != 16 : i.bytes != 4 && i.bytes != 8 && i.bytes != 16)
-                throw Fault("cannot copy so many bytes");
-            return true;
-        }
-        if (s.opcode == "cp.async.commit_group") {
-            i.execute = copy_async_commit;
-            return true;
-        }
-        if (s.opcode == "cp.async.wait_all" || s.opcode == "cp.async.wait_group") {
-            i.execute = copy_async_wait;
-            i.offset = words[2] == "wait_all" ? -1 : static_cast<int64_t>(s.args.at(0).number);
-            return true;
-        }
-        if (words[0] != "ld" && words[0] != "st") return false;
-        const bool loads = words[0] == "ld";
-        i.execute = loads ? load : store;
-        if (has(words, "global"))
-            i.option = kGlobal;
-        else if (has(words, "shared"))
-            i.option = kShared;
-        else if (has(words, "param") && loads)
-            i.execute = load_parameter;
-        else
-            unknown();
-        i.count = has(words, "v4") ? 4 : has(words, "v2") ? 2 : 1;
-        i.bytes = static_cast<uint8_t>(type_bytes(words.back()));
-        i.is_signed = words.back()[0] == 's';
-        set_address(s.args.at(loads ? 1 : 0), i);
-        const Arg& values = s.args.at(loads ? 0 : 1);
-        std::vector<Arg> parts = values.kind == Arg::Vector ? values.parts : std::vector<Arg>{values};
-        if (parts.size() != i.count) throw Fault("not as many values as it moves");
-        for (const Arg& a : parts) {
-            if (loads)
-                i.more.push_back(destination(a));
-            else if (a.kind == Arg::Number)
-                i.sources.push_back(constant(a.number, i.bytes == 8));
-            else
-                i.sources.push_back(any_width(a));
-        }
-        return true;
-    }
+    bool memory(const Statement& s, const Words& words, Instruction& i);
 
     // Instructions by which lanes of a warp work together.
-    bool together(const Statement& s, const Words& words, Instruction& i) {
-        if (s.opcode == "bar.warp.sync") {
-            i.flow = Flow::Together;
-            i.execute = sync_warp;
-            i.s[0] = source(s.args.at(0), false);
-            return true;
-        }
-        if (words[0] == "shfl" && words[1] == "sync") {
-            i.flow = Flow::Together;
-            i.execute = words[2] == "up"     ? shuffle<kUp>
-                        : words[2] == "down" ? shuffle<kDown>
-                        : words[2] == "bfly" ? shuffle<kXor>
-                                             : shuffle<kIndex>;
-            i.d = destination(s.args.at(0).name);
-            i.more.push_back(destination(s.args[0].second.empty() ? "_" : s.args[0].second));
-            for (size_t n = 0; n < 3; n++) i.s[n] = source(s.args.at(n + 1), false);
-            i.sources.push_back(source(s.args.at(4), false));
-            return true;
-        }
-        if (s.opcode == "vote.sync.ballot.b32") {
-            i.flow = Flow::Together;
-            i.execute = vote_ballot;
-            i.d = destination(s.args.at(0));
-            i.s[0] = destination(s.args.at(1));
-            i.sources.push_back(source(s.args.at(2), false));
-            return true;
-        }
-        if (words[0] == "ldmatrix") {
-            i.flow = Flow::Together;
-            i.whole_warp = true;
-            i.execute = load_matrix;
-            i.option = kShared;
-            i.is_signed = has(words, "trans");
-            i.count = has(words, "x4") ? 4 : has(words, "x2") ? 2 : 1;
-            for (const Arg& a : s.args.at(0).parts) i.more.push_back(destination(a));
-            if (i.more.size() != i.count || words.back() != "b16" || !has(words, "m8n8")) unknown();
-            set_address(s.args.at(1), i);
-            return true;
-        }
-        if (s.opcode == "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32") {
-            i.flow = Flow::Together;
-            i.whole_warp = true;
-            i.execute = mma_16_8_16;
-            for (const Arg& a : s.args.at(0).parts) i.more.push_back(destination(a));
-            for (size_t n = 1; n < 4; n++)
-                for (const Arg& a : s.args.at(n).parts) i.sources.push_back(source(a, false));
-            if (i.more.size() != 4 || i.sources.size() != 10) unknown();
-            return true;
-        }
-        return false;
-    }
+    bool together(const Statement& s, const Words& words, Instruction& i);
 
     // Hopper's own instructions: copies by TMA, mbarriers, products by a warpgroup.
-    bool hopper(const Statement& s, const Words& words, Instruction& i) {
-        const auto barrier = [&](Execute execute) {
-            i.execute = execute;
-            set_address(s.args.at(0), i);
-        };
-        if (s.opcode == "mbarrier.init.shared::cta.b64") {
-            barrier(make_mbarrier);
-            i.s[1] = source(s.args.at(1), false);
-        } else if (s.opcode == "mbarrier.arrive.shared::cta.b64") {
-            i.execute = arrive_at_mbarrier;
-            set_address(s.args.at(1), i);
-        } else if (s.opcode == "mbarrier.arrive.expect_tx.shared::cta.b64") {
-            i.execute = arrive_expecting;
-            set_address(s.args.at(1), i);
-            i.s[1] = source(s.args.at(2), false);
-        } else if (s.opcode == "mbarrier.try_wait.parity.shared::cta.b64") {
-            i.execute = try_wait_parity;
-            i.d = destination(s.args.at(0));
-            set_address(s.args.at(1), i);
-            i.s[1] = source(s.args.at(2), false);
-        } else if (s.opcode == "fence.mbarrier_init.release.cluster") {
-            i.execute = fence_mbarrier_init;
-        } else if (s.opcode == "fence.proxy.async.shared::cta") {
-            i.execute = fence_proxy;
-        } else if (words[0] == "setmaxnreg") {
-            const bool more = words.at(1) == "inc";
-            if (!more && words[1] != "dec") unknown();
-            i.flow = more ? Flow::TakeRegisters : Flow::Together;
-            i.execute = more ? nullptr : give_registers;
-            i.whole_warp = true;
-            i.option = static_cast<uint32_t>(s.args.at(0).number);
-            if (i.option % 8 || i.option < 24 || i.option > 256) throw Fault("registers are 24 to 256, by 8");
-        } else if (s.opcode ==
-                   "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes") {
-            // [to], [map, {column, row, batch}], [barrier]
-            barrier(copy_tensor);
-            Instruction map, arrived;
-            set_address(s.args.at(1), map);
-            set_address(s.args.at(2), arrived);
-            if (map.offset || arrived.offset || i.offset) throw Fault("an address with an offset");
-            i.s[1] = map.s[0];
-            i.s[2] = arrived.s[0];
-            for (const Arg& a : s.args[1].parts) i.sources.push_back(source(a, false));
-            if (i.sources.size() != 3) throw Fault("a tensor of three dimensions has three coordinates");
-        } else if (words[0] == "wgmma") {
-            i.flow = Flow::Together;
-            i.whole_warp = true;
-            if (words[1] == "fence") {
-                i.execute = wgmma_fence;
-            } else if (words[1] == "commit_group") {
-                i.execute = wgmma_commit;
-            } else if (words[1] == "wait_group") {
-                i.execute = wgmma_wait;
-                i.offset = static_cast<int64_t>(s.args.at(0).number);
-            } else {
-                product_of_warpgroup(s, words, i);
-            }
-        } else {
-            return false;
-        }
-        return true;
-    }
+    bool hopper(const Statement& s, const Words& words, Instruction& i);
     // wgmma.mma_async.sync.aligned.m64nNk16.f32.bf16.bf16 {d}, A, B, add, 1, 1[, A transposed], B transposed
-    void product_of_warpgroup(const Statement& s, const Words& words, Instruction& i) {
-        i.execute = wgmma;
-        int n = 0;
-        if (sscanf(words.at(4).c_str(), "m64n%dk16", &n) != 1 || words.at(5) != "f32" ||
-            words.at(6) != "bf16")
-            unknown();
-        i.option = static_cast<uint32_t>(n);
-        for (const Arg& a : s.args.at(0).parts) i.more.push_back(destination(a));
-        if (i.more.size() != static_cast<size_t>(n) / 2)
-            throw Fault("not the registers of " + std::to_string(n) + " columns");
-        const Arg& a = s.args.at(1);
-        const bool a_in_registers = a.kind == Arg::Vector;
-        if (a_in_registers)
-            for (const Arg& part : a.parts) i.sources.push_back(source(part, false));
-        else
-            i.s[0] = source(a, true);
-        i.s[1] = source(s.args.at(2), true);
-        i.s[2] = destination(s.args.at(3));
-        if (s.args.at(4).number != 1 || s.args.at(5).number != 1)
-            throw Fault("operands are not negated here");
-        const size_t transposes = 6;
-        if (!a_in_registers && s.args.at(transposes).number) throw Fault("a transposed A is not known");
-        i.is_signed = s.args.at(transposes + !a_in_registers).number;  // B is MN-major
-    }
+    void product_of_warpgroup(const Statement& s, const Words& words, Instruction& i);
 
     Instruction move(const Statement& s, const Words& words, Instruction i) {
         const Arg &to = s.args.at(0), &from = s.args.at(1);
@@ -489,27 +264,6 @@ class Assembler {
         return i;
     }
 
-    template <class From, class To>
-    static Execute from_integer() {
-        return elementwise<To, From>([](From x) { return static_cast<To>(x); });
-    }
-    template <class From>
-    static Execute to_integer(const std::string& to) {
-        // In a wider register the sign of the narrower type is extended.
-        if (to == "s64" || to == "u64") return from_integer<From, int64_t>();
-        if (to == "s32" || to == "u32") return from_integer<From, int32_t>();
-        if (to == "s16") return from_integer<From, int16_t>();
-        if (to == "u16") return from_integer<From, uint16_t>();
-        if (to == "u8")
-            return elementwise<uint32_t, From>(
-                [](From x) { return static_cast<uint32_t>(static_cast<uint8_t>(x)); });
-        if (to == "s8")
-            return elementwise<int32_t, From>(
-                [](From x) { return static_cast<int32_t>(static_cast<int8_t>(x)); });
-        if (to == "f32") return from_integer<From, float>();
-        if (to == "f64") return from_integer<From, double>();
-        unknown();
-    }
     Instruction convert(const Statement& s, const Words& words, Instruction i) {
         const std::string &to = words[words.size() - 2], &from = words.back();
         i.d = destination(s.args.at(0));
@@ -568,31 +322,7 @@ class Assembler {
             throw Fault("the destination is of another width");
         return i;
     }
-    static int32_t saturated(float x) {
-        if (x != x) return 0;
-        if (x >= 2147483648.f) return std::numeric_limits<int32_t>::max();
-        if (x < -2147483648.f) return std::numeric_limits<int32_t>::min();
-        return static_cast<int32_t>(x);
-    }
 
-    template <class T>
-    static Execute comparison(const std::string& how) {
-        if (how == "eq") return compare<T>([](T a, T b) { return a == b; });
-        if (how == "ne") return compare<T>([](T a, T b) { return a < b || a > b; });  // false for NaN
-        if (how == "lt" || how == "lo") return compare<T>([](T a, T b) { return a < b; });
-        if (how == "le" || how == "ls") return compare<T>([](T a, T b) { return a <= b; });
-        if (how == "gt" || how == "hi") return compare<T>([](T a, T b) { return a > b; });
-        if (how == "ge" || how == "hs") return compare<T>([](T a, T b) { return a >= b; });
-        if (how == "equ") return compare<T>([](T a, T b) { return !(a < b || a > b); });
-        if (how == "neu") return compare<T>([](T a, T b) { return !(a == b); });
-        if (how == "ltu") return compare<T>([](T a, T b) { return !(a >= b); });
-        if (how == "leu") return compare<T>([](T a, T b) { return !(a > b); });
-        if (how == "gtu") return compare<T>([](T a, T b) { return !(a <= b); });
-        if (how == "geu") return compare<T>([](T a, T b) { return !(a < b); });
-        if (how == "num") return compare<T>([](T a, T b) { return a == a && b == b; });
-        if (how == "nan") return compare<T>([](T a, T b) { return a != a || b != b; });
-        unknown();
-    }
     Instruction set_predicate(const Statement& s, const Words& words, Instruction i) {
         if (words.size() != 3 || s.args.size() != 3 || !s.args[0].second.empty()) unknown();
         const std::string& type = words[2];
@@ -600,19 +330,6 @@ class Assembler {
         i.d = destination(s.args[0]);
         for (size_t n = 0; n < 2; n++) i.s[n] = source(s.args[n + 1], type_bytes(type) == 8);
         return i;
-    }
-    template <class T>
-    static Execute choose() {
-        return [](Warp& w, const Instruction& i, uint32_t lanes) {
-            const uint32_t p = *w.at<uint32_t>(i.s[2]);
-            const auto *a = w.at<T>(i.s[0]), *b = w.at<T>(i.s[1]);
-            T* d = w.at<T>(i.d);
-#pragma GCC ivdep
-            for (int lane = 0; lane < 32; lane++) {
-                const T r = p >> lane & 1 ? a[lane] : b[lane];
-                d[lane] = lanes >> lane & 1 ? r : d[lane];
-            }
-        };
     }
     Instruction select(const Statement& s, const Words& words, Instruction i) {
         const bool wide = type_bytes(words.back()) == 8;
@@ -641,221 +358,6 @@ class Assembler {
         return i;
     }
 
-    template <class T>
-    using Unsigned = std::make_unsigned_t<T>;
-    template <class T>
-    static T divided(T a, T b) {
-        if (b == 0) return static_cast<T>(~T{0});
-        if constexpr (std::is_signed_v<T>)
-            if (b == -1) return static_cast<T>(0 - static_cast<Unsigned<T>>(a));
-        return static_cast<T>(a / b);
-    }
-    template <class T>
-    static T remainder(T a, T b) {
-        if (b == 0) return a;
-        if constexpr (std::is_signed_v<T>)
-            if (b == -1) return 0;
-        return static_cast<T>(a % b);
-    }
-    // A type that holds the product of two integers.
-    template <class T>
-    using Wider = std::conditional_t<
-        sizeof(T) == 8, std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>,
-        std::conditional_t<sizeof(T) == 4, std::conditional_t<std::is_signed_v<T>, int64_t, uint64_t>,
-                           std::conditional_t<std::is_signed_v<T>, int32_t, uint32_t>>>;
-
-    static Execute arithmetic(const Words& words) {
-        const std::string &op = words[0], &type = words.back();
-        if (type == "f32") return floats(words);
-        if (op == "add")
-            return integer(type, []<class T>() {
-                return elementwise<T, T, T>([](T a, T b) {
-                    return static_cast<T>(static_cast<Unsigned<T>>(a) + static_cast<Unsigned<T>>(b));
-                });
-            });
-        if (op == "sub")
-            return integer(type, []<class T>() {
-                return elementwise<T, T, T>([](T a, T b) {
-                    return static_cast<T>(static_cast<Unsigned<T>>(a) - static_cast<Unsigned<T>>(b));
-                });
-            });
-        if (op == "mul" && words[1] == "lo")
-            return integer(type, []<class T>() {
-                return elementwise<T, T, T>(
-                    [](T a, T b) { return static_cast<T>(uint64_t(a) * uint64_t(b)); });
-            });
-        if (op == "mul" && words[1] == "hi")
-            return integer(type, []<class T>() {
-                return elementwise<T, T, T>(
-                    [](T a, T b) { return static_cast<T>(Wider<T>(a) * Wider<T>(b) >> (8 * sizeof(T))); });
-            });
-        if (op == "mad" && words[1] == "lo")
-            return integer(type, []<class T>() {
-                return elementwise<T, T, T, T>(
-                    [](T a, T b, T c) { return static_cast<T>(uint64_t(a) * uint64_t(b) + uint64_t(c)); });
-            });
-        if (op == "mul" && words[1] == "wide") {
-            if (type == "s32")
-                return elementwise<int64_t, int32_t, int32_t>(
-                    [](int32_t a, int32_t b) { return int64_t{a} * b; });
-            if (type == "u32")
-                return elementwise<uint64_t, uint32_t, uint32_t>(
-                    [](uint32_t a, uint32_t b) { return uint64_t{a} * b; });
-        }
-        if (op == "mad" && words[1] == "wide") {
-            if (type == "s32")
-                return elementwise<int64_t, int32_t, int32_t, int64_t>([](int32_t a, int32_t b, int64_t c) {
-                    return static_cast<int64_t>(static_cast<uint64_t>(int64_t{a} * b) +
-                                                static_cast<uint64_t>(c));
-                });
-            if (type == "u32")
-                return elementwise<uint64_t, uint32_t, uint32_t, uint64_t>(
-                    [](uint32_t a, uint32_t b, uint64_t c) { return uint64_t{a} * b + c; });
-        }
-        if (op == "div")
-            return integer(
-                type, []<class T>() { return elementwise<T, T, T>([](T a, T b) { return divided(a, b); }); });
-        if (op == "rem")
-            return integer(type, []<class T>() {
-                return elementwise<T, T, T>([](T a, T b) { return remainder(a, b); });
-            });
-        if (op == "min")
-            return integer(
-                type, []<class T>() { return elementwise<T, T, T>([](T a, T b) { return a < b ? a : b; }); });
-        if (op == "max")
-            return integer(
-                type, []<class T>() { return elementwise<T, T, T>([](T a, T b) { return a > b ? a : b; }); });
-        if (op == "and")
-            return integer(type, []<class T>() {
-                return elementwise<T, T, T>([](T a, T b) { return static_cast<T>(a & b); });
-            });
-        if (op == "or")
-            return integer(type, []<class T>() {
-                return elementwise<T, T, T>([](T a, T b) { return static_cast<T>(a | b); });
-            });
-        if (op == "xor")
-            return integer(type, []<class T>() {
-                return elementwise<T, T, T>([](T a, T b) { return static_cast<T>(a ^ b); });
-            });
-        if (op == "not")
-            return integer(
-                type, []<class T>() { return elementwise<T, T>([](T a) { return static_cast<T>(~a); }); });
-        if (op == "neg")
-            return integer(type, []<class T>() {
-                return elementwise<T, T>([](T a) { return static_cast<T>(0 - static_cast<Unsigned<T>>(a)); });
-            });
-        if (op == "abs")
-            return integer(type, []<class T>() {
-                return elementwise<T, T>([](T a) {
-                    return static_cast<T>(a < 0 ? 0 - static_cast<Unsigned<T>>(a)
-                                                : static_cast<Unsigned<T>>(a));
-                });
-            });
-        // Shifts by the number of bits, or by more, leave nothing, or the sign.
-        if (op == "shl")
-            return integer(type, []<class T>() {
-                return elementwise<T, T, uint32_t>([](T a, uint32_t n) {
-                    return n < 8 * sizeof(T) ? static_cast<T>(static_cast<Unsigned<T>>(a) << n) : T{0};
-                });
-            });
-        if (op == "shr")
-            return integer(type, []<class T>() {
-                return elementwise<T, T, uint32_t>([](T a, uint32_t n) {
-                    return static_cast<T>(n < 8 * sizeof(T) ? a >> n : a < 0 ? ~T{0} : T{0});
-                });
-            });
-        if (op == "bfi" && type == "b32") return bit_field_insert<uint32_t>();
-        if (op == "bfi" && type == "b64") return bit_field_insert<uint64_t>();
-        if (op == "bfe" && type == "u32")
-            return elementwise<uint32_t, uint32_t, uint32_t, uint32_t>(
-                [](uint32_t a, uint32_t at, uint32_t n) {
-                    at &= 255, n &= 255;
-                    return at > 31 || !n ? 0 : n > 31 ? a >> at : a >> at & ((1u << n) - 1);
-                });
-        if (op == "prmt" && words.size() == 2)
-            return elementwise<uint32_t, uint32_t, uint32_t, uint32_t>(
-                [](uint32_t a, uint32_t b, uint32_t how) {
-                    const uint64_t bytes = a | uint64_t{b} << 32;
-                    uint32_t r = 0;
-                    for (int k = 0; k < 4; k++) {
-                        const uint32_t pick = how >> 4 * k & 15;
-                        uint32_t byte = static_cast<uint32_t>(bytes >> 8 * (pick & 7)) & 255;
-                        if (pick & 8) byte = byte & 128 ? 255 : 0;
-                        r |= byte << 8 * k;
-                    }
-                    return r;
-                });
-        if (op == "popc" && type == "b32")
-            return elementwise<uint32_t, uint32_t>(
-                [](uint32_t a) { return static_cast<uint32_t>(std::popcount(a)); });
-        if (op == "clz" && type == "b32")
-            return elementwise<uint32_t, uint32_t>(
-                [](uint32_t a) { return static_cast<uint32_t>(std::countl_zero(a)); });
-        if (op == "brev" && type == "b32")
-            return elementwise<uint32_t, uint32_t>([](uint32_t a) {
-                uint32_t r = 0;
-                for (int k = 0; k < 32; k++) r |= (a >> k & 1) << (31 - k);
-                return r;
-            });
-        if (op == "cvta" && has(words, "global"))
-            return elementwise<uint64_t, uint64_t>([](uint64_t a) { return a; });
-        if (op == "cvta" && words[1] == "param")
-            return [](Warp& w, const Instruction& i, uint32_t lanes) {
-                const uint64_t base = reinterpret_cast<uint64_t>(w.block->launch().parameters.data());
-                for_lanes(lanes,
-                          [&](int lane) { w.at<uint64_t>(i.d)[lane] = base + w.at<uint64_t>(i.s[0])[lane]; });
-            };
-        unknown();
-    }
-    template <class T>
-    static Execute bit_field_insert() {
-        return elementwise<T, T, T, uint32_t, uint32_t>([](T a, T b, uint32_t at, uint32_t n) {
-            at &= 255, n &= 255;
-            if (at >= 8 * sizeof(T) || !n) return b;
-            const T ones = n >= 8 * sizeof(T) ? static_cast<T>(~T{0}) : static_cast<T>((T{1} << n) - 1);
-            return static_cast<T>((b & ~(ones << at)) | (a & ones) << at);
-        });
-    }
-    static Execute floats(const Words& words) {
-        const std::string op = words[0];
-        const std::string mode = words.size() > 2 ? words[1] : "rn";
-        const bool ftz = has(words, "ftz");
-        if (ftz && op != "ex2") unknown();
-        if (op == "ex2" && mode == "approx")
-            return ftz ? elementwise<float, float>([](float x) { return flushed(std::exp2(flushed(x))); })
-                       : elementwise<float, float>([](float x) { return std::exp2(x); });
-        if (op == "lg2" && mode == "approx")
-            return elementwise<float, float>([](float x) { return std::log2(x); });
-        if (op == "rsqrt" && mode == "approx")
-            return elementwise<float, float>(
-                [](float x) { return static_cast<float>(1 / std::sqrt(static_cast<double>(x))); });
-        if (op == "sin" && mode == "approx")
-            return elementwise<float, float>([](float x) { return std::sin(x); });
-        if (op == "cos" && mode == "approx")
-            return elementwise<float, float>([](float x) { return std::cos(x); });
-        if (op == "min")
-            return elementwise<float, float, float>([](float a, float b) {
-                return a != a ? b : b != b ? a : b < a || (a == b && std::signbit(b)) ? b : a;
-            });
-        if (op == "max")
-            return elementwise<float, float, float>([](float a, float b) {
-                return a != a ? b : b != b ? a : b > a || (a == b && !std::signbit(b)) ? b : a;
-            });
-        if (op == "neg") return elementwise<float, float>([](float x) { return -x; });
-        if (op == "abs") return elementwise<float, float>([](float x) { return std::fabs(x); });
-        if (mode != "rn") unknown();
-        if (op == "add") return elementwise<float, float, float>([](float a, float b) { return a + b; });
-        if (op == "sub") return elementwise<float, float, float>([](float a, float b) { return a - b; });
-        if (op == "mul") return elementwise<float, float, float>([](float a, float b) { return a * b; });
-        if (op == "fma")
-            return elementwise<float, float, float, float>(
-                [](float a, float b, float c) { return std::fma(a, b, c); });
-        if (op == "div") return elementwise<float, float, float>([](float a, float b) { return a / b; });
-        if (op == "rcp") return elementwise<float, float>([](float x) { return 1 / x; });
-        if (op == "sqrt") return elementwise<float, float>([](float x) { return std::sqrt(x); });
-        unknown();
-    }
-
     const KernelText& kernel_;
     std::unique_ptr<Program> p_;
     std::map<std::string, Slot> registers_;
@@ -868,3 +370,6 @@ inline std::unique_ptr<Program> assemble(const KernelText& kernel, const PtxModu
 }
 
 }  // namespace gpu
+
+#include "test/gpu/assemble_hopper.h"
+#include "test/gpu/assemble_memory.h"

@@ -302,7 +302,7 @@ def section_of(comparisons):
         runs.append([name_of(c), f"{s['rounds']} x {s['steps']} after {s['warmup']}", *(machine[what] for what in OWN),
                      f"`{s['train_options']}`" if s["train_options"] else "", remarks_of(c, shared)])
     commands = dict.fromkeys(f"    {command}" for c in comparisons for command in c["commands"].values())
-    return ["Measured and written by `dev/bench/compare.py`, which says how.", "", *results.facts_list(shared), "",
+    return ["Measured and written by `dev/bench/compare_speed.py`, which says how.", "", *results.facts_list(shared), "",
             "A time is the median over the rounds of each round's median step. The peers of a comparison take turns, and each "
             "turn is a process of its own. Times are divided round by round, and the median of the ratios is shown. "
             f"Peak MiB is {memory}.", "",
@@ -318,7 +318,7 @@ def comparisons_of(path):
     try:
         return json.loads(path.read_text())["comparisons"] if path.exists() else []
     except (OSError, ValueError, KeyError, TypeError) as error:
-        fail(f"{path}: {getattr(error, 'strerror', None) or 'not a file of compare.py'}")
+        fail(f"{path}: {getattr(error, 'strerror', None) or 'not a file of compare_speed.py'}")
 
 
 def write_page(out, device, comparisons):

@@ -14,7 +14,7 @@ from training_log import BrokenLog, read_log
 
 
 def fail(message):
-    print(f"compare.py: {message}", file=sys.stderr)
+    print(f"compare_losses.py: {message}", file=sys.stderr)
     sys.exit(2)
 
 

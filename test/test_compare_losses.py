@@ -1,8 +1,8 @@
-"""dev/compare.py passes within its tolerances and fails beyond them."""
+"""dev/compare_losses.py passes within its tolerances and fails beyond them."""
 
 import json
 
-import compare
+import compare_losses
 import pytest
 
 BASE = [{"step": 0, "loss": 4.0, "grad_norm": 2.0, "lr": 0.1, "ms": 1.0}, {"step": 1, "val_loss": 3.9},
@@ -16,7 +16,7 @@ def changed(index, **values):
 def compare_logs(tmp_path, a, b, *options):
     for name, records in (("a", a), ("b", b)):
         (tmp_path / name).write_text("".join(json.dumps(record) + "\n" for record in records))
-    return compare.main([str(tmp_path / "a"), str(tmp_path / "b"), *options])
+    return compare_losses.main([str(tmp_path / "a"), str(tmp_path / "b"), *options])
 
 
 @pytest.mark.parametrize("other, options, code", [
@@ -59,7 +59,7 @@ def test_unreadable_log(tmp_path, capsys, text, message):
     if text is not None:
         (tmp_path / "log").write_text(text)
     with pytest.raises(SystemExit) as ended:
-        compare.main([str(tmp_path / "log"), str(tmp_path / "log")])
+        compare_losses.main([str(tmp_path / "log"), str(tmp_path / "log")])
     error = capsys.readouterr().err
     assert ended.value.code == 2 and message in error and error.count("\n") == 1
 

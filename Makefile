@@ -21,7 +21,7 @@ PYTHON := .venv/bin/python
 all: train
 
 # By default warnings are errors only in the tests: a new compiler's warning must not stop a user's build.
-WERROR ?= $(if $(filter quick test build-tests unit-tests python-tests race-probe fuzz-build fuzz cuda-build,$(MAKECMDGOALS)),1)
+WERROR ?= $(if $(filter quick test test-more build-tests unit-tests python-tests race-probe fuzz-build fuzz cuda-build,$(MAKECMDGOALS)),1)
 export WERROR
 # Without -fno-math-errno -fno-trapping-math the loops of the fast CPU build stay scalar.
 # g++ 12 reports overlaps in std::string's own code that cannot happen (GCC's bug 105651).

@@ -68,6 +68,31 @@ def flops(plan, layers, channels, positions):
     return 6 * tokens * (multiplied + layers * channels * plan["seq_len"])
 
 
+def test_flops_of_a_frozen_model(train, folder):
+    """A frozen parameter takes 2 FLOPs a token in forward and 2 in backward, which computes no gradient of it."""
+    options = ("--train", "lora", "--lora-rank", 4)
+    figures = bench(train, "--bench", *options, model=folder / "model")
+    plan = train.plan("--model", folder / "model", *SHAPE, *options, "--sample-tokens", 0, "--data", folder / "shard.bin")
+    tokens, attention = 2 * 48, 3 * 48 * 48
+    multiplied, lora = plan["parameters"] - 64 * 48, plan["trained"]
+    assert lora == 3 * 4 * ((48 + 144) + (48 + 48) + (48 + 192) + (192 + 48))
+    seconds = figures[f"{wholes(train)[-1]}_ms"]["median"] / 1e3
+    assert figures["flops_per_second"] * seconds == pytest.approx(tokens * (4 * multiplied + 6 * (lora + attention)))
+
+
+def test_flops_of_packed_examples(train, folder, tmp_path):
+    """Attention's cost follows the length of the examples: two of 24 rows in each sequence of 48."""
+    with open(tmp_path / "examples.jsonl", "w") as file:
+        for i in range(80):
+            file.write(json.dumps({"prompt": f"{i:012d}", "completion": "0123456789abc"}) + "\n")
+    shape = ("--data", tmp_path / "examples.jsonl")
+    figures = bench(train, "--bench", *shape)
+    plan = train.plan("--model", "d2", *SHAPE, *shape, "--sample-tokens", 0)
+    multiplied = plan["parameters"] - 48 * 128  # positions
+    seconds = figures[f"{wholes(train)[-1]}_ms"]["median"] / 1e3
+    assert figures["flops_per_second"] * seconds == pytest.approx(6 * 2 * 48 * (multiplied + 2 * 128 * 24))
+
+
 @pytest.mark.parametrize("options", [(), ("--grad-accum", 2)], ids=["", "grad-accum"])
 def test_step(train, tmp_path, options):
     """Without any data, on random tokens. The phases are most of the step and no more."""

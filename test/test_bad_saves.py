@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 from bad_input_models import SMALL, given, work
@@ -172,6 +173,18 @@ def test_no_room_for_a_merge(train_fp32, work):
                 "--out disk/out: a save takes ", "3 of them")
         (disk / "filler").write_bytes(bytes(730_000))
         refused(train_fp32, work, LORA | {"--out": "disk/out", "--merge": "disk/merged"}, "--merge disk/merged", " of --out, ")
+
+
+def test_no_room_for_the_last_good_save(train_fp32, work):
+    """It stays beside the newest saves if these go bad. The run says that there would be no room for it."""
+    options = LORA | {"--out": "disk/out", "--save-every": 1, "--steps": 3, "--keep": 1, "--lora-rank": 4}
+    said = b"--out disk/out: if the loss goes bad, the last good save stays beside the newest: that takes "
+    with small_disk(work / "disk", "1m") as disk:
+        assert said not in train_fp32(*command(options), cwd=work).stdout
+        save = sum(path.stat().st_size for path in (disk / "out" / "step-00000003").iterdir())
+        shutil.rmtree(disk / "out")
+        (disk / "filler").write_bytes(bytes((1 << 20) - int(2.7 * save) // 4096 * 4096))
+        assert said in train_fp32(*command(options), cwd=work).stdout
 
 
 def test_no_room_for_a_save(train, work):

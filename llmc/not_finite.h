@@ -11,14 +11,18 @@
 #include "llmc/quantized_formats.h"
 #include "llmc/safetensors.h"
 
-// Fails if a tensor has a value that is not finite. `data` are the blocks of a tensor of `file`, in host
-// memory.
+// Fails if a tensor has a value that is not finite. `data` are blocks of a tensor of `file`, in host memory,
+// from block number `first` on.
 inline void check_blocks_finite(const WeightFormat& format, const unsigned char* data, size_t bytes,
-                                const std::string& tensor, const std::string& file) {
+                                const std::string& tensor, const std::string& file, int64_t first = 0) {
     const int64_t block = first_not_finite(format, data, bytes);
-    if (block >= 0)
-        fail("%s: tensor \"%s\" has a number that is not finite in block %lld of %d values", file.c_str(),
-             printable(tensor).c_str(), static_cast<long long>(block), format.block);
+    if (block < 0) return;
+    const auto number = static_cast<long long>(first + block);
+    const std::string where = format.block == 1
+                                  ? ::format("as value %lld", number)
+                                  : ::format("in block %lld of %d values", number, format.block);
+    fail("%s: tensor \"%s\" has a number that is not finite %s", file.c_str(), printable(tensor).c_str(),
+         where.c_str());
 }
 
 // Checks a tensor on disk, reading it piece by piece.
@@ -29,7 +33,8 @@ inline void check_blocks_finite(const WeightFormat& format, const FileReader& fi
     for (size_t at = 0; at < bytes; at += piece) {
         host.resize(std::min(piece, bytes - at));
         file.read(offset + at, host.size(), host.data());
-        check_blocks_finite(format, host.data(), host.size(), tensor, file.path());
+        check_blocks_finite(format, host.data(), host.size(), tensor, file.path(),
+                            static_cast<int64_t>(at / block));
     }
 }
 

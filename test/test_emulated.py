@@ -18,6 +18,7 @@ import pytest
 from conftest import MORE
 from model_files import VOCAB, linked, prepare, starting_at_0
 from rate_files import spent
+from safetensors.torch import load_file, save_file
 from trainer_runs import (ROOT, Train, binaries, figures, make, random_tokens, read_log, running, sampled, saved_bytes,
                           wait_for_line, write_shard, write_text)
 
@@ -277,6 +278,19 @@ def test_what_lives_elsewhere_comes_in_time(tmp_path):
             "far ahead": (("--weights", "disk", "--prefetch", 3), {"GPU_ORDER": "early", "GPU_SEED": "5"}),
             "host ahead": (("--weights", "host", "--prefetch", 4), {"GPU_ORDER": "late", "GPU_SEED": "6"})}.items():
         assert logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, *more)[:2] == first, name
+
+
+def test_a_nan_in_weights_in_host_memory(tmp_path):
+    """It is found when the weights are loaded."""
+    make(tmp_path / "model", "--family", "llama", "--layers", 2, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16", "--heads", 2,
+         "--channels", 32, "--mlp-width", 64)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(tensors, tmp_path / "model" / "model.safetensors")
+    write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
+    error = played("bf16")("--model", "model", "--data", "data.bin", "--train", "lora", "--weights", "host", "--steps", 1, "--batch", 1,
+                           "--seq-len", 16, "--sample-tokens", 0, cwd=tmp_path, code=2).stderr.decode()
+    assert error == f'train: model: tensor "model.layers.1.mlp.up_proj.weight" has a number that is not finite as value {3 * 32 + 5}\n'
 
 
 def test_what_is_stored_in_fewer_bits_waits_in_host_memory(tmp_path):

@@ -151,11 +151,15 @@ check_nvcc = $(if $(nvcc_release),$(if $(call older_than,$(nvcc_release),$(OLDES
 check_archs = $(if $(too_old),$(error CUDA_ARCH: $(too_old): the kernels need 80 or later, whose tensor cores have bf16; make DEVICE=cpu needs none),\
   $(if $(unknown_archs),$(error CUDA_ARCH: $(unknown_archs): nvcc $(nvcc_release) knows $(nvcc_archs))))
 say_left_out = $(if $(LEFT_OUT),$(info CUDA_ARCH: $(CUDA_ARCH), and not $(LEFT_OUT), which this machine has too: the kernels need 80 or later))
-# $(call compile_cuda,FLAGS,LIBRARIES) keeps the compilers' report, with registers and spills, beside the binary.
-define compile_cuda
+# $(call compile_cuda_object,FLAGS,OBJECT) keeps the compilers' report, with registers and spills, in a .log beside the object.
+define compile_cuda_object
 @mkdir -p $(@D)
-$(NVCC) $(1) $(NVCCFLAGS) $(NVCC_WERROR) -MF $@.d -MT $@ -c $< -o $@.o > $@.log 2>&1 || { cat $@.log; rm -f $@.o; exit 1; }
-@grep warning $@.log >&2 || :
+$(NVCC) $(1) $(NVCCFLAGS) $(NVCC_WERROR) -MF $@.d -MT $@ -c $< -o $(2) > $(2:.o=.log) 2>&1 || { cat $(2:.o=.log); rm -f $(2); exit 1; }
+@grep warning $(2:.o=.log) >&2 || :
+endef
+# $(call compile_cuda,FLAGS,LIBRARIES) links too.
+define compile_cuda
+$(call compile_cuda_object,$(1),$@.o)
 $(NVCC) $@.o -o $@ $(2) $(CUDA_LIBS)
 endef
 
@@ -182,12 +186,24 @@ endef
 HEADERS := CLI/CLI.hpp nlohmann/json.hpp pcre2.h utf8proc.h sentencepiece_processor.h liburing.h
 CPU_HEADERS := $(HEADERS) oneapi/dnnl/dnnl.hpp
 
-build/cpu-fp32/train: DEFINES :=
-build/cpu-bf16/train: DEFINES := -DLLMC_BF16
-build/cpu-fp32/train build/cpu-bf16/train: train_gpt.cu Makefile
+# The commit, for --version. It has a file of its own, which is rewritten if the commit has changed: then the trainers are only
+# linked again. COMMIT=unknown where there is no git.
+COMMIT = $(or $(shell git rev-parse --short=12 HEAD 2>/dev/null),unknown)
+COMMIT_CODE = extern "C" const char llmc_commit[] = "$(COMMIT)";
+build/commit.cpp: FORCE
+	@mkdir -p $(@D)
+	@echo '$(COMMIT_CODE)' | cmp -s - $@ || echo '$(COMMIT_CODE)' > $@
+build/commit.o: build/commit.cpp
+	@$(CXX) -c $< -o $@
+
+build/cpu-fp32/train.o: DEFINES :=
+build/cpu-bf16/train.o: DEFINES := -DLLMC_BF16
+build/cpu-fp32/train.o build/cpu-bf16/train.o: train_gpt.cu Makefile
 	$(call need_headers,$(CPU_HEADERS),deps)
 	@mkdir -p $(@D)
-	$(CXX) -x c++ $(CXXFLAGS) $(NVTX_INCLUDE) $(DEFINES) -MF $@.d -MT $@ $< -o $@ $(CPU_LIBS)
+	$(CXX) -x c++ $(CXXFLAGS) $(NVTX_INCLUDE) $(DEFINES) -MF $@.d -MT $@ -c $< -o $@
+build/cpu-fp32/train build/cpu-bf16/train: build/cpu-%/train: build/cpu-%/train.o build/commit.o
+	$(CXX) -fopenmp $(filter %.o,$^) -o $@ $(CPU_LIBS)
 
 # Rewritten if CUDA_ARCH has changed, so that everything that depends on it is rebuilt.
 CUDA_FLAGS := build/cuda.flags
@@ -205,11 +221,13 @@ build/update_on_host-fp32.o build/update_on_host-bf16.o: build/update_on_host-%.
 	objcopy --keep-global-symbol=update_on_host $@.one $@
 	@rm -f $@.all $@.one
 
-build/cuda-fp32/train: DEFINES :=
-build/cuda-bf16/train: DEFINES := -DLLMC_BF16
-build/cuda-fp32/train build/cuda-bf16/train: build/cuda-%/train: train_gpt.cu Makefile build/update_on_host-%.o $(CUDA_FLAGS)
+build/cuda-fp32/train.o: DEFINES :=
+build/cuda-bf16/train.o: DEFINES := -DLLMC_BF16
+build/cuda-fp32/train.o build/cuda-bf16/train.o: train_gpt.cu Makefile $(CUDA_FLAGS)
 	$(call need_headers,$(HEADERS),deps)
-	$(call compile_cuda,$(DEFINES),build/update_on_host-$*.o)
+	$(call compile_cuda_object,$(DEFINES),$@)
+build/cuda-fp32/train build/cuda-bf16/train: build/cuda-%/train: build/cuda-%/train.o build/update_on_host-%.o build/commit.o
+	$(NVCC) $(filter %.o,$^) -o $@ $(CUDA_LIBS)
 
 # Debian packages. DEPS is for building and training; TEST_DEPS adds what the tests need (Python's packages go into .venv).
 DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libpcre2-dev libutf8proc-dev libsentencepiece-dev liburing-dev
@@ -443,7 +461,7 @@ bench-attention: $(BENCH_ATTENTION)
 # The rates of a step's matrix products, compared with oneDNN's rates for the same products alone.
 .PHONY: bench-products
 bench-products: build/cpu-$(PRECISION)/train build/bench/cpu/products
-	build/cpu-$(PRECISION)/train --profile-ops --json $(or $(BENCH_OPTIONS),--model d12 --batch 4 --seq-len 64) | \
+	build/cpu-$(PRECISION)/train --bench step,ops,json $(or $(BENCH_OPTIONS),--model d12 --batch 4 --seq-len 64) | \
 	  GOMP_SPINCOUNT=10000 build/bench/cpu/products
 build/bench/cpu/%: dev/bench/%.cpp Makefile
 	@mkdir -p $(@D)

@@ -35,7 +35,7 @@
 #include "llmc/matmul_search.h"
 #include "llmc/merged_file.h"
 #include "llmc/norm_layer.h"
-#include "llmc/options.h"
+#include "llmc/options_parse.h"
 #include "llmc/parked_rows.h"
 #include "llmc/parking.h"
 #include "llmc/plans.h"
@@ -1538,9 +1538,9 @@ void Trainer::check_room_on_disks() const {
     check_disk_room(all);
 }
 
-// With --matmul-algorithms: has every product that the run will make whole take its algorithm from the file.
-// The steps are rehearsed again, as a product may now make a bias's gradient too: other operations, in the
-// same memory.
+// With --advanced algorithms=FILE: has every product that the run will make whole take its algorithm from the
+// file. The steps are rehearsed again, as a product may now make a bias's gradient too: other operations, in
+// the same memory.
 void Trainer::choose_algorithms() {
 #ifdef SIMT_GPU
     if (o_.matmul_algorithms.empty()) return;
@@ -1636,6 +1636,8 @@ void Trainer::print_start() const {
         printf("--resume auto: %s holds no save yet: beginning\n", o_.out.c_str());
     if (model_.adapter || in_.resumed.empty())
         print_longer_positions(notes(), config_, o_.rope_scaling, model_.adapter.has_value());
+    if (o_.steps > first_step_ && o_.update_in_backward && o_.clip > 0)
+        printf("--update-in-backward: the gradient of each block is clipped by its own norm\n");
     if (o_.steps > first_step_ && !saves())
         printf("nothing will be saved%s: no --out\n", o_.merge.empty() ? "" : " before the merge");
 }

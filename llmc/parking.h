@@ -1,4 +1,4 @@
-// parking.h - offloads activations (--park): the inputs of blocks are stored in host memory beside a GPU, or
+// parking.h - offloads activations (--offload inputs=): the inputs of blocks are stored in host memory beside a GPU, or
 // on a CPU in a file (elsewhere.h), from forward until backward needs them.
 //
 // The device has two slots. Forward copies a block's input into one of them; the block reads it there while

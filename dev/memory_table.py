@@ -43,8 +43,8 @@ def levels_of(train):
 
 
 def plan_of(train, model, options, level):
-    return json.loads(ask(train, "--plan", "--json", "--model", model, "--batch", options.batch, "--seq-len",
-                          options.seq_len, "--recompute", level, "--sample-tokens", 0))
+    return json.loads(ask(train, "--plan", "json", "--model", model, "--batch", options.batch, "--seq-len",
+                          options.seq_len, "--recompute", level, "--sample", "tokens=0"))
 
 
 def row_of(buffer):

@@ -16,7 +16,7 @@ from trainer_runs import (binaries, listing, make, random_tokens, read_log, save
 
 SMALL = ("--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)
 # What a run would write if the mistake were not found. None of it may exist afterwards.
-GOOD = {"--model": "model", "--data": "text", "--batch": 2, "--seq-len": 24, "--steps": 2, "--sample-tokens": 4,
+GOOD = {"--model": "model", "--data": "text", "--batch": 2, "--seq-len": 24, "--steps": 2, "--sample tokens": 4,
         "--out": "out", "--log": "log"}
 
 
@@ -62,12 +62,12 @@ def test_the_good_options_are_good(train, work):
 # ---- options
 
 NUMBERS = {  # an option, and values below and above its range
-    "--batch": (0, 1 << 31), "--head-rows": (-1, 1 << 31), "--seq-len": (0, 1 << 31), "--grad-accum": (0, 1 << 31), "--steps": (-1, "1e13"),
+    "--batch": (0, 1 << 31), "--chunk-rows head": (-1, 1 << 31), "--seq-len": (0, 1 << 31), "--grad-accum": (0, 1 << 31), "--steps": (-1, "1e13"),
     "--lr": (-1e-9, "inf"), "--min-lr": (-1, "inf"), "--warmup": (-1, "1e13"), "--weight-decay": (-1, "inf"),
-    "--beta1": (-0.1, 1), "--beta2": (-0.1, 1), "--eps": (0, "inf"), "--clip": (-1, "inf"), "--seed": (-1, 1 << 64),
+    "--optimizer beta1": (-0.1, 1), "--optimizer beta2": (-0.1, 1), "--optimizer eps": (0, "inf"), "--clip": (-1, "inf"), "--seed": (-1, 1 << 64),
     "--print-every": (-1, "1e13"), "--eval-every": (-1, "1e13"), "--eval-batches": (0, 1 << 31), "--threads": (-1, 5000),
-    "--sample-every": (-1, "1e13"), "--sample-tokens": (-1, 1 << 31), "--temperature": (-1, "inf"),
-    "--top-k": (-1, 1 << 31), "--save-every": (-1, "1e13"), "--keep": (-1, 1 << 31)}
+    "--sample every": (-1, "1e13"), "--sample tokens": (-1, 1 << 31), "--sample temperature": (-1, "inf"),
+    "--sample top-k": (-1, 1 << 31), "--save-every": (-1, "1e13"), "--keep": (-1, 1 << 31)}
 
 
 @pytest.mark.parametrize("option", NUMBERS)
@@ -99,20 +99,20 @@ def test_numbers(train, work, option):
     ({"--memory": "1KiB"}, ["--memory", "1KiB", "least"]),
     ({"--memory": "8GiB", "--recompute": "norm"}, ["--memory", "8GiB", "--recompute", "norm"]),
     ({"--memory": "8GiB", "--steps": 0}, ["--memory", "--steps"]),
-    ({"--host-memory": "8GiB"}, ["--host-memory 8GiB", "--memory"]),
+    ({"--memory host": "8GiB"}, ["--memory host=8GiB", "--memory"]),
     ({"--batch": "auto", "--memory": "1KiB"}, ["--batch", "auto"]),
     ({"--batch": "Auto"}, ["--batch", "Auto"]),
-    ({"--update-in-backward": True}, ["--update-in-backward", "--clip-per-block", "--clip"]),
+    ({"--update-in-backward": True}, ["--update-in-backward", "--clip"]),
     ({"--update-in-backward": True, "--clip": 0, "--grad-accum": 2}, ["--update-in-backward", "--grad-accum"]),
-    ({"--attention": "flash"}, ["--attention", "flash", "common", "hopper"]),
+    ({"--advanced attention": "flash"}, ["--advanced", "attention=flash", "common", "hopper"]),
     # No build has it for heads of 16.
-    ({"--attention": "hopper"}, ["--attention hopper", "--attention common"]),
+    ({"--advanced attention": "hopper"}, ["--advanced attention=hopper", "--advanced attention=common"]),
     ({"--optimizer": "lion"}, ["--optimizer", "lion", "adamw"]),
-    ({"--master": "fp16"}, ["--master", "fp16", "split"]),
-    ({"--adam-m": "4bit"}, ["--adam-m", "4bit", "8bit"]),
-    ({"--adam-v": "fp16"}, ["--adam-v", "fp16", "8bit"]),
-    ({"--optimizer": "sgd", "--adam-m": "8bit"}, ["--adam-m", "--optimizer sgd"]),
-    ({"--optimizer": "sgd", "--adam-v": "fp32"}, ["--adam-v", "--optimizer sgd"]),
+    ({"--state-formats master": "fp16"}, ["--state-formats", "master=fp16", "split"]),
+    ({"--state-formats m": "4bit"}, ["--state-formats", "m=4bit", "8bit"]),
+    ({"--state-formats v": "fp16"}, ["--state-formats", "v=fp16", "8bit"]),
+    ({"--optimizer": "sgd", "--state-formats m": "8bit"}, ["--adam-m", "--optimizer sgd"]),
+    ({"--optimizer": "sgd", "--state-formats v": "fp32"}, ["--adam-v", "--optimizer sgd"]),
     ({"--model": "d13"}, ["--model", "d13", "d12", "d24"]),
     ({"--model": "d0"}, ["--model", "d0"]),
     ({"--model": "nowhere"}, ["--model", "nowhere"]),
@@ -181,20 +181,20 @@ def test_outputs(train, work, options, named):
 
 def test_algorithms_of_products(train, work):
     if train.device == "cpu":
-        refused(train, work, {"--matmul-algorithms": "found.json"}, "--matmul-algorithms found.json", "GPU", "oneDNN")
+        refused(train, work, {"--advanced algorithms": "found.json"}, "--advanced algorithms=found.json", "GPU", "oneDNN")
         return
     for name, content in {"short": '{"matmul_algorithms": 1, "mach', "empty": "", "version": '{"matmul_algorithms": 2}',
                           "machines": '{"matmul_algorithms": 1, "machines": 3}'}.items():
         (work / name).write_text(content)
-        refused(train, work, {"--matmul-algorithms": name}, f"{name}: ")
+        refused(train, work, {"--advanced algorithms": name}, f"{name}: ")
     for name in ("model", "model/config.json", "nowhere/found.json"):
-        refused(train, work, {"--matmul-algorithms": name}, name)
+        refused(train, work, {"--advanced algorithms": name}, name)
 
 
 def test_tf32_is_fp32s_on_a_gpu(train, work):
     if (train.device, train.precision) == ("cuda", "fp32"):
         pytest.skip("it has it")
-    refused(train, work, {"--tf32": True}, "--tf32", "fp32", "for the CPU" if train.device == "cpu" else "PRECISION=fp32")
+    refused(train, work, {"--advanced tf32": True}, "--advanced", "tf32=on", "fp32", "for the CPU" if train.device == "cpu" else "PRECISION=fp32")
 
 
 # ---- data
@@ -404,7 +404,7 @@ def test_merges_and_vocabulary(train_fp32, work, model, named):
     path = work / "model" / "tokenizer.json"
     for merges in ([["a", "b"]], [["a", "b"], ["a", "b"]]):  # one given twice counts once
         path.write_text(json.dumps({"model": good | {"merges": merges}, "decoder": decoder}))
-        train_fp32("--model", "model", "--steps", 0, "--prompt", "abc", "--sample-tokens", 1, cwd=work)
+        train_fp32("--model", "model", "--steps", 0, "--prompt", "abc", "--sample", "tokens=1", cwd=work)
     path.write_text(json.dumps({"model": good | model, "decoder": decoder}))
     refused(train_fp32, work, {}, "model/tokenizer.json: ", *named)
 
@@ -441,7 +441,7 @@ def families(prepared, tmp_path):
 
 def test_the_families_are_good(train, families):
     for name in PREPARED:
-        error = train("--model", name, "--steps", 0, "--prompt", "x", "--sample-tokens", 1, cwd=families).stderr
+        error = train("--model", name, "--steps", 0, "--prompt", "x", "--sample", "tokens=1", cwd=families).stderr
         assert error == b""
 
 
@@ -564,7 +564,7 @@ def test_shards_of_weights(train_fp32, families, damage, named):
 
 def generated(train, folder):
     """Generates, and returns the text with the messages on stderr."""
-    ran = train("--model", folder, "--steps", 0, "--prompt", "To be", "--sample-tokens", 9, "--temperature", 0)
+    ran = train("--model", folder, "--steps", 0, "--prompt", "To be", "--sample", "tokens=9,temperature=0")
     return ran.stdout, ran.stderr.decode()
 
 
@@ -637,19 +637,19 @@ def test_resume_of_another_precision(train, saved):
 
 @pytest.mark.parametrize("master", ["split", "none"])
 def test_master_of_fp32_weights(train_fp32, work, master):
-    refused(train_fp32, work, {"--master": master}, f"--master {master}", "fp32", "PRECISION=bf16")
+    refused(train_fp32, work, {"--state-formats master": master}, f"--state-formats master={master}", "fp32", "PRECISION=bf16")
 
 
-@pytest.mark.parametrize("options", [{"--adam-m": "8bit"}, {"--adam-v": "bf16"}, {"--optimizer": "sgd"}], ids=str)
+@pytest.mark.parametrize("options", [{"--state-formats m": "8bit"}, {"--state-formats v": "bf16"}, {"--optimizer": "sgd"}], ids=str)
 def test_resume_in_other_formats(train, saved, options):
     error = refused(train, saved, RESUME | {"--resume": "out"} | options, "out", *map(" ".join, options.items()))
-    assert "--optimizer adamw --master fp32 --adam-m fp32 --adam-v fp32" in error
+    assert "--optimizer adamw --state-formats master=fp32,m=fp32,v=fp32" in error
 
 
 def test_resume_with_another_master(train_bf16, work):
     train_bf16(*command({"--log": None}), cwd=work)
-    refused(train_bf16, work, RESUME | {"--resume": "out", "--master": "split"}, "out", "--master split",
-            "--master fp32")
+    refused(train_bf16, work, RESUME | {"--resume": "out", "--state-formats master": "split"}, "out", "--state-formats master=split",
+            "--state-formats master=fp32")
 
 
 @pytest.mark.parametrize("damage, named", [

@@ -71,7 +71,7 @@ class Train:
     def __init__(self, path, **environment):
         self.path = str((ROOT / path).resolve())
         self.environment = ENVIRONMENT | environment
-        plan = json.loads(self("--model", "d1", "--plan", "--json").stdout)
+        plan = json.loads(self("--model", "d1", "--plan", "json").stdout)
         self.precision, self.device = plan["precision"], plan["device"]
         # On the GPU that test/gpu emulates, which is slow. Tests give it smaller shapes, or are marked
         # not_played.
@@ -95,7 +95,7 @@ class Train:
         return result
 
     def plan(self, *arguments):
-        return json.loads(self(*arguments, "--plan", "--json").stdout)
+        return json.loads(self(*arguments, "--plan", "json").stdout)
 
 
 @contextlib.contextmanager

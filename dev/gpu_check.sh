@@ -202,8 +202,8 @@ do_python() {
 
 # time_step MODEL PRECISION BATCH OPTION...: a part that measures the trainer's steps.
 time_step() {
-    part "train $1, $2, batch $3, seq_len 1024${4:+, ${*:4}}" 200 "build/cuda-$2/train" --bench --warmup 3 \
-        --steps 10 --json --model "$1" --batch "$3" --seq-len 1024 "${@:4}"
+    part "train $1, $2, batch $3, seq_len 1024${4:+, ${*:4}}" 200 "build/cuda-$2/train" --bench json --warmup 3 \
+        --steps 10 --model "$1" --batch "$3" --seq-len 1024 "${@:4}"
 }
 
 # bench_trainer MODEL PRECISION BATCH...: measures steps with the first of these batches that fits; sets $fitting to it.
@@ -238,7 +238,7 @@ d12() {
     time_step d12 bf16 "$1" --chunk-rows head=4096 "${searched[@]}"
     part "operations of d12, bf16, batch $1, searched algorithms" 60 "${operations[@]}" "${searched[@]}"
     part "operations of d12, bf16, batch $1, beside what was predicted" 40 python3 dev/gpu_compare.py --gpu "$gpu_name" \
-        --out "$folder/$gpu-predicted.md" "${operations[@]}" "${searched[@]}" --json
+        --out "$folder/$gpu-predicted.md" "${operations[@]}" "${searched[@]}" --bench json
 }
 
 do_trainer() {

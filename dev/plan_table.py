@@ -41,7 +41,7 @@ CASES = """
 8B, all weights, 4096 tokens a sequence | llama-3.1-8b | --batch 16 --seq-len 4096 --state-formats master=split | \
     --memory 24000MiB,host=112GiB --update-in-backward
 8B, all weights, block by block | llama-3.1-8b | --batch 1 --seq-len 8192 --grad-accum 8 --state-formats master=split | \
-    --recompute block --chunk-rows head=4096 --offload weights=host,state=host --state-rooms block --offload inputs=auto --by-block \
+    --recompute block --chunk-rows head=4096 --offload weights=host,state=host:block,inputs=auto --by-block \
     --update-in-backward
 70B, LoRA on NF4 in host memory | llama-3.1-70b | --train lora --batch 1 --seq-len 4096 --base nf4-double | \
     --memory 24000MiB,host=112GiB

@@ -99,7 +99,9 @@ class OptionGroup {
     CLI::Option* add_set(const std::string& name, const char* value, const std::string& help, Set&& set) {
         const auto check = [name, set](const std::string& given) {
             const std::string wrong = set(given);
-            if (!wrong.empty()) throw CLI::ValidationError(name, "'" + printable(given) + "': " + wrong);
+            if (wrong.empty()) return;
+            const bool is_whole = wrong.starts_with("'") || wrong.starts_with(given);
+            throw CLI::ValidationError(name, is_whole ? wrong : "'" + printable(given) + "': " + wrong);
         };
         return dress(app_.add_option_function<std::string>(name, check), value, help);
     }
@@ -165,8 +167,9 @@ inline void declare_training_options(CLI::App& app, Options& o) {
     group
         .add("--steps", o.steps, "N",
              "Training steps. 0 only validates, merges or generates, as a run with --prompt and no --data "
-             "does. With --bench, the steps to measure (default 10).")
-        ->transform(whole(0, 1e12));
+             "does. With --bench, the steps to measure.")
+        ->transform(whole(0, 1e12))
+        ->default_str(format("%lld; with --bench %d", static_cast<long long>(o.steps), o.bench_steps));
     group.add("--lr", o.lr, "RATE", "The highest learning rate.")
         ->check(between(0.0, 1e3))
         ->default_str(format("%g for a new model, %g for a trained one, %g for LoRA, %g for a soft prompt",
@@ -174,9 +177,9 @@ inline void declare_training_options(CLI::App& app, Options& o) {
     group.add("--min-lr", o.min_lr, "RATE", "The learning rate of the last step.")->check(between(0.0, 1e3));
     group
         .add("--warmup", o.warmup, "N",
-             "Steps in which the learning rate rises. With --bench, steps before those that are measured "
-             "(default 2).")
-        ->transform(whole(0, 1e12));
+             "Steps in which the learning rate rises. With --bench, steps before those that are measured.")
+        ->transform(whole(0, 1e12))
+        ->default_str(format("%lld; with --bench %d", static_cast<long long>(o.warmup), o.bench_warmup));
     group.add("--schedule", o.schedule, "NAME", "Learning rate after that: cosine, linear, constant or wsd.")
         ->check(one_of({"constant", "cosine", "linear", "wsd"}));
     group.add("--weight-decay", o.weight_decay, "X", "Weight decay of matrices.")->check(between(0.0, 1e3));
@@ -248,7 +251,8 @@ inline void declare_adapter_options(CLI::App& app, Options& o) {
     group
         .add("--lora-targets", o.lora_targets, "NAME,...",
              "Linear layers that have a LoRA: attention, mlp, all, or names as in the model's files.")
-        ->delimiter(',');
+        ->delimiter(',')
+        ->default_str("all");
     group
         .add("--lora-dropout", o.lora_dropout, "SHARE",
              "Share of a LoRA's inputs that is dropped in training.")
@@ -287,10 +291,9 @@ inline void declare_plan_options(CLI::App& app, Options& o) {
         .add_set("--plan", "[table|json]", "Prints what every buffer takes, and stops.",
                  [&o](const std::string& form) {
                      o.plan = true, o.json = form == "json";
-                     return one_of({"table", "json", "true"})(form);
+                     return form == "true" ? "" : one_of({"table", "json"})(form);
                  })
-        ->expected(0, 1)
-        ->default_str("table");
+        ->expected(0, 1);
     group.add("--timeline", o.timeline, "FILE",
               "Writes the bytes that are in use after each operation of a step, and what is copied.");
     group.add("--calibrate", o.calibrate, "FILE",

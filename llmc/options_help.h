@@ -5,14 +5,18 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cctype>
+#include <map>
+
 #include <set>
 #include <string>
 #include <vector>
 
 #include "llmc/error.h"
+#include "llmc/options.h"
 #include "llmc/options_words.h"
 
 constexpr size_t kHelpColumns = 100, kHelpIndent = 30;
+constexpr char kNoBreak = '\x01';  // a space at which no line ends
 
 // What most runs need: the options that --help alone shows.
 inline const std::set<std::string> kUsualOptions = {
@@ -67,8 +71,12 @@ inline std::string help_of(const CLI::Option& option) {
     std::string text = option.get_description();
     const std::string standard = option.get_default_str();
     const bool has_default = !standard.empty() && standard != "[]" && standard != "{}" && standard != "false";
-    if (has_default) text += " (default " + standard + ")";
-    return wrapped(lead, text, kHelpIndent);
+    std::string shown = "(default " + standard + ")";
+    if (shown.size() < kHelpColumns / 3) std::replace(shown.begin(), shown.end(), ' ', kNoBreak);
+    if (has_default) text += " " + shown;
+    std::string lines = wrapped(lead, text, kHelpIndent);
+    std::replace(lines.begin(), lines.end(), kNoBreak, ' ');
+    return lines;
 }
 
 // The group that a word names, as `memory` does "Memory" and `model` "Model and data"; "" if none.
@@ -81,6 +89,18 @@ inline std::string group_named(const CLI::App& app, const std::string& word) {
         if (lower(group) == lower(word) || lower(group.substr(0, group.find(' '))) == lower(word))
             return group;
     return "";
+}
+
+// The aliases of each setting, in a line that begins with the setting.
+inline std::string alias_lines() {
+    std::map<std::string, std::string> aliases;
+    for (const Alias& alias : kAliases) {
+        std::string& names = aliases[spelled_setting(alias.setting, "")];
+        names += std::string(names.empty() ? "" : ", ") + alias.name;
+    }
+    std::string lines;
+    for (const auto& [setting, names] : aliases) lines += wrapped("    " + setting, names, kHelpIndent);
+    return lines;
 }
 
 // The text of --help; `about` is empty, "all", or a group's name. Fails if there is no such group.
@@ -114,14 +134,7 @@ inline std::string help_text(const CLI::App& app, const std::string& about) {
         return text + "\n" + kHelpExamples +
                "\n--help all lists every option; --help memory and the like those of one group.\n";
     if (!all) return text;
-    std::string aliases;
-    for (const Alias& alias : kAliases) {
-        const std::string setting = alias.setting;
-        const size_t dot = setting.find('.');
-        aliases +=
-            std::string(aliases.empty() ? "" : "; ") + alias.name + " is " +
-            (dot == setting.npos ? setting : setting.substr(0, dot) + " " + setting.substr(dot + 1) + "=");
-    }
-    text += "\nNames of other tools, and _ for -, are understood too:\n" + wrapped("", aliases + ".", 2);
+    text += "\nNames of other tools are understood too, and _ for -:\n" + alias_lines();
+
     return text + "\n" + kHelpExamples + "\n" + kHelpNotes;
 }

@@ -36,7 +36,7 @@ inline bool host_can_update(const Options& o) {
 inline std::string set_home(std::string& field, const std::string& value) {
     for (const char* const home : kHomeNames)
         if (value == home) return field = value, "";
-    return "device, host or disk";
+    return "'" + printable(value) + "' is none of device, host, disk";
 }
 
 // Splits "host:8" into "host" and 8, with `word` as the name of -1 and `none` for no number. Returns false if
@@ -52,7 +52,7 @@ inline bool split_count(const std::string& value, const char* word, int none, in
     char* end = nullptr;
     const double parsed = strtod(number.c_str(), &end);
     count = parsed >= 1 && parsed <= most ? static_cast<int>(parsed) : 0;
-    return !number.empty() && *end == '\0' && count == parsed;
+    return !number.empty() && *end == '\0' && count >= 1 && count == parsed;
 }
 
 // Activations can be offloaded to one place only (kParkedHome); `auto` is its other name. Returns what is
@@ -96,7 +96,7 @@ inline std::string set_inputs(Options& o, const std::string& value) {
 }
 inline std::string inputs_value(const Options& o) {
     if (o.park == 0) return "device";
-    return parked_home_name() + (o.park < 0 ? "" : ":" + std::to_string(o.park));
+    return "auto" + (o.park < 0 ? "" : ":" + std::to_string(o.park));
 }
 
 inline const Placement kPlacements[] = {
@@ -121,7 +121,8 @@ inline const Placement kPlacements[] = {
      "Where offloaded state is updated, beside a GPU: on the device, or by the host's cores.",
      [](const Options& o) { return o.updates; },
      [](Options& o, const std::string& value) -> std::string {
-         if (value != "device" && value != "host") return "device or host";
+         if (value != "device" && value != "host")
+             return "'" + printable(value) + "' is none of device, host";
          return o.updates = value, "";
      },
      host_can_update, false},
@@ -132,7 +133,7 @@ inline const Placement kPlacements[] = {
     {"keys", "device|auto",
      "Keys and values of a sequence, and the sums of their gradients, to where inputs go. Needs --chunk-rows "
      "attention=. With a sliding window or packed documents last bits differ.",
-     [](const Options& o) -> std::string { return o.park_keys ? parked_home_name() : "device"; },
+     [](const Options& o) -> std::string { return o.park_keys ? "auto" : "device"; },
      [](Options& o, const std::string& value) {
          const std::string wrong = check_parked_home(value);
          if (wrong.empty()) o.park_keys = value != "device";
@@ -151,9 +152,12 @@ inline const Placement& placement(const std::string& key) {
 // What was chosen differently from the given options, as on a command line.
 inline std::string placements_text(const Options& chosen, const Options& given) {
     std::string offload, text;
-    for (const Placement& p : kPlacements)
-        if (const std::string value = p.value(chosen); value != p.value(given))
-            offload += (offload.empty() ? " --offload " : ",") + (p.key + ("=" + value));
+    for (const Placement& p : kPlacements) {
+        std::string value = p.value(chosen);
+        if (value == p.value(given)) continue;
+        if (value.starts_with("auto")) value.replace(0, 4, parked_home_name());
+        offload += (offload.empty() ? " --offload " : ",") + (p.key + ("=" + value));
+    }
     if (chosen.prefetch != given.prefetch) text += " --prefetch " + std::to_string(chosen.prefetch);
     if (chosen.by_block && !given.by_block) text += " --by-block";
     return offload + text;

@@ -2,7 +2,8 @@
 //
 // Most options are a setting of the same name: --lr 3 sets "--lr". An option with keys has a setting for each
 // of them: --offload weights=disk,state=host sets "--offload.weights" and "--offload.state". Such an option
-// may be given several times; of a setting that is given twice, the last value counts.
+// may be given several times, and so may --base and --bench; of another setting that is given twice, the
+// last value counts.
 #pragma once
 
 #include <CLI/CLI.hpp>
@@ -117,7 +118,9 @@ class WordReader {
             std::string name = words[i] == "-h" ? "--help" : words[i], value;
             i++;
             const size_t equals = name.find('=');
-            if (!is_name(name)) fail("%s: is no option, and no value belongs here", printable(name).c_str());
+            if (!is_name(name))
+                fail("%s: is no option; their names begin with --, and values follow them",
+                     printable(name).c_str());
             const bool has_value = equals != name.npos;
             if (has_value) value = name.substr(equals + 1), name.resize(equals);
             const std::string setting = find(name);
@@ -163,6 +166,9 @@ class WordReader {
         for (const Alias& alias : kAliases)
             if (name == alias.name) return alias.setting;
         if (name.find('.') == name.npos && option(name)) return name;
+        if (const size_t dot = name.find('.'); dot != name.npos && option(name))
+            fail("%s: did you mean %s %s=...?", printable(written).c_str(), name.substr(0, dot).c_str(),
+                 name.substr(dot + 1).c_str());
         std::vector<std::string> names;
         for (const CLI::Option* known : app_.get_options()) {
             const std::string other = known->get_name();
@@ -203,9 +209,9 @@ class WordReader {
                 return;
             }
         std::vector<std::string>& words = settings_[setting];
-        if (setting != "--base") words.clear();  // its parts accumulate, as keys do
-        words.insert(words.end(), values.begin(), values.end());
-        if (values.empty()) words = {"true"};
+        const std::string before = words.empty() ? "" : words[0] + ",";
+        words = values.empty() ? std::vector<std::string>{"true"} : values;
+        if (setting == "--base" || setting == "--bench") words[0] = before + words[0];  // these accumulate
     }
 
     // Adds the parts of "key=value,key=value".

@@ -215,7 +215,7 @@ def test_memory_parks_keys_where_nothing_else_fits(train):
     here, parked = (train.plan(*options, *rows, *more)["totals"]["total"] for more in ((), ("--offload", "keys=auto",)))
     assert parked < here
     chosen = train.plan(*options, "--memory", f"{(here + 3 * parked) // 4 >> 20}MiB")
-    assert "--offload", "keys=auto" in chosen["choice"][0]["residences"] and chosen["attention_rows"] > 0
+    assert "keys=" in chosen["choice"][0]["residences"] and chosen["attention_rows"] > 0
 
 
 def test_resume(train, llama):
@@ -231,8 +231,8 @@ def test_validation(train, work):
     options = ("--model", "model", "--val-data", "data.bin", *DATA[4:-2], "--steps", 0, "--eval-batches", 2, "--log", "log")
     for length in (LENGTH, 257):  # with the latter, the last chunk is one row
         found = []
-        for rows in ((0,), (128,), (256,), (256, "--offload", "keys=auto")):
-            train(*options, "--seq-len", length, "--attention-rows", *rows, cwd=work)
+        for rows in (("attention=0",), ("attention=128",), ("attention=256",), ("attention=256", "--offload", "keys=auto")):
+            train(*options, "--seq-len", length, "--chunk-rows", *rows, cwd=work)
             found.append(by_key(read_log(work / "log"), "val_loss")[0])
             (work / "log").unlink()
         windows = any(name in str(work) for name in ("mistral", "window"))
@@ -314,11 +314,11 @@ def test_automatic_rows(train):
 
 
 @pytest.mark.parametrize("values, named", [
-    ({"--chunk-rows attention": "-3"}, "--attention-rows"), ({"--chunk-rows attention": "some"}, "--attention-rows"),
+    ({"--chunk-rows attention": "-3"}, "--chunk-rows attention"), ({"--chunk-rows attention": "some"}, "--chunk-rows attention"),
     ({"--chunk-rows attention": "64"}, "multiple of 128"), ({"--chunk-rows attention": "256"}, "a sequence has 100;"),
     ({"--chunk-rows attention": "128"}, "--recompute block"),
     ({"--chunk-rows attention": "128", "--recompute": "ffn:1,attention:1"}, "--recompute block"),
-    ({"--chunk-rows attention": "256", "--seq-len": "200", "--recompute": "block", "--offload keys": True}, "all of a sequence"),
-    ({"--offload keys": True}, "--offload", "keys=auto"), ({"--offload keys": True, "--chunk-rows attention": "0"}, "--offload", "keys=auto")])
+    ({"--chunk-rows attention": "256", "--seq-len": "200", "--recompute": "block", "--offload keys": "auto"}, "all of a sequence"),
+    ({"--offload keys": "auto"}, "--offload keys=auto"), ({"--offload keys": "auto", "--chunk-rows attention": "0"}, "--offload keys=auto")])
 def test_what_is_no_number_of_rows(train, llama, values, named):
     refused(train, llama, {"--model": "model", "--data": "data.bin", "--seq-len": "100"} | values, named)

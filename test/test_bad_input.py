@@ -38,9 +38,13 @@ def work(given, tmp_path):
 
 
 def command(options):
-    """Options from a dict; None leaves one out, True is a flag."""
-    return [part for name, value in (GOOD | options).items() if value is not None
-            for part in ((name,) if value is True else (name, str(value)))]
+    """Options from a dict; None leaves one out, True is a flag, and "--offload weights" is a key of --offload."""
+    parts = []
+    for name, value in (GOOD | options).items():
+        option, _, key = name.partition(" ")
+        if value is not None:
+            parts += [option] if value is True else [option, f"{key}={value}" if key else str(value)]
+    return parts
 
 
 def refused(train, folder, options, *named):
@@ -74,7 +78,8 @@ NUMBERS = {  # an option, and values below and above its range
 def test_numbers(train, work, option):
     for value in (*NUMBERS[option], "seven", "7x", "nan", ""):
         refused(train, work, {option: value}, option, str(value))
-    if option not in ("--lr", "--min-lr", "--weight-decay", "--beta1", "--beta2", "--eps", "--clip", "--temperature"):
+    if option not in ("--lr", "--min-lr", "--weight-decay", "--optimizer beta1", "--optimizer beta2", "--optimizer eps", "--clip",
+                      "--sample temperature"):
         for value in ("1.5", "010"):  # CLI11 would read the second as octal 8
             refused(train, work, {option: value}, option, value)
 
@@ -102,17 +107,17 @@ def test_numbers(train, work, option):
     ({"--memory host": "8GiB"}, ["--memory host=8GiB", "--memory"]),
     ({"--batch": "auto", "--memory": "1KiB"}, ["--batch", "auto"]),
     ({"--batch": "Auto"}, ["--batch", "Auto"]),
-    ({"--update-in-backward": True}, ["--update-in-backward", "--clip"]),
+    ({"--update-in-backward": True, "--advanced clip": "model"}, ["--update-in-backward", "--clip"]),
     ({"--update-in-backward": True, "--clip": 0, "--grad-accum": 2}, ["--update-in-backward", "--grad-accum"]),
-    ({"--advanced attention": "flash"}, ["--advanced", "attention=flash", "common", "hopper"]),
+    ({"--advanced attention": "flash"}, ["--advanced attention", "flash", "common", "hopper"]),
     # No build has it for heads of 16.
-    ({"--advanced attention": "hopper"}, ["--advanced attention=hopper", "--advanced attention=common"]),
+    ({"--advanced attention": "hopper"}, ["--advanced attention=hopper", "attention=common"]),
     ({"--optimizer": "lion"}, ["--optimizer", "lion", "adamw"]),
-    ({"--state-formats master": "fp16"}, ["--state-formats", "master=fp16", "split"]),
-    ({"--state-formats m": "4bit"}, ["--state-formats", "m=4bit", "8bit"]),
-    ({"--state-formats v": "fp16"}, ["--state-formats", "v=fp16", "8bit"]),
-    ({"--optimizer": "sgd", "--state-formats m": "8bit"}, ["--adam-m", "--optimizer sgd"]),
-    ({"--optimizer": "sgd", "--state-formats v": "fp32"}, ["--adam-v", "--optimizer sgd"]),
+    ({"--state-formats master": "fp16"}, ["--state-formats master", "fp16", "split"]),
+    ({"--state-formats m": "4bit"}, ["--state-formats m", "4bit", "8bit"]),
+    ({"--state-formats v": "fp16"}, ["--state-formats v", "fp16", "8bit"]),
+    ({"--optimizer": "sgd", "--state-formats m": "8bit"}, ["--state-formats m=8bit", "--optimizer sgd"]),
+    ({"--optimizer": "sgd", "--state-formats v": "fp32"}, ["--state-formats v=fp32", "--optimizer sgd"]),
     ({"--model": "d13"}, ["--model", "d13", "d12", "d24"]),
     ({"--model": "d0"}, ["--model", "d0"]),
     ({"--model": "nowhere"}, ["--model", "nowhere"]),
@@ -122,8 +127,8 @@ def test_numbers(train, work, option):
     ({"--batch": 1000}, ["--batch", "1000"]),
     ({"--batch": 1 << 20, "--seq-len": 1 << 20}, ["--batch", "--seq-len", str(1 << 20)]),
     ({"--min-lr": 0.2, "--lr": 0.1}, ["--min-lr", "0.2", "--lr", "0.1"]),
-    ({"--json": True}, ["--json", "--plan"]),
-    *[({option: ""}, [option, "empty"]) for option in ("--matmul-algorithms", "--out", "--log", "--resume", "--timeline")],
+    ({"--plan": "xml"}, ["--plan", "xml", "json"]),
+    *[({option: ""}, [option, "empty"]) for option in ("--advanced algorithms", "--out", "--log", "--resume", "--timeline")],
     ({"--save-every": 1, "--out": None}, ["--save-every", "--out"]),
     ({"--val-data": "text", "--data": None}, ["--val-data", "--data"]),
     ({"--prompt": 65 * "x"}, ["--prompt", "65", "64"]),
@@ -194,7 +199,7 @@ def test_algorithms_of_products(train, work):
 def test_tf32_is_fp32s_on_a_gpu(train, work):
     if (train.device, train.precision) == ("cuda", "fp32"):
         pytest.skip("it has it")
-    refused(train, work, {"--advanced tf32": True}, "--advanced", "tf32=on", "fp32", "for the CPU" if train.device == "cpu" else "PRECISION=fp32")
+    refused(train, work, {"--advanced tf32": "on"}, "--advanced tf32=on", "fp32", "for the CPU" if train.device == "cpu" else "PRECISION=fp32")
 
 
 # ---- data

@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 
 def bench(train, *arguments, model="d2", cwd=None):
-    result = train("--model", model, *SETTINGS, *arguments, "--json", cwd=cwd)
+    result = train("--model", model, *SETTINGS, *arguments, "--bench", "json", cwd=cwd)
     assert result.stderr == b""
     return json.loads(result.stdout)
 
@@ -179,7 +179,7 @@ def test_links_beside_their_limits(train, tmp_path):
     rates = rates_of(train, transfers=1e12)
     (tmp_path / "rates.json").write_text(json.dumps(rates))
     options = ("--model", "d3", *SHAPE[:-1], rates["threads"], "--steps", "2", "--bench", *ELSEWHERE[:2], "--rates", "rates.json")
-    figures = json.loads(train(*options, "--json", cwd=tmp_path).stdout)
+    figures = json.loads(train(*options, "--bench", "json", cwd=tmp_path).stdout)
     assert [link["limit"] for link in figures["links"].values()] == [1e12, 1e12]
     lines = train(*options, cwd=tmp_path).stdout.decode().split("\n\n")
     waits, links = ([line.split() for line in table.splitlines()] for table in lines[-2:])
@@ -285,15 +285,13 @@ def test_table_of_operations(train):
 
 @pytest.mark.parametrize("arguments, named", [
     (["--bench", "nonsense"], ["--bench", "nonsense", "forward"]), (["--bench", ""], ["--bench"]),
-    (["--bench", "--steps", "0"], ["--steps", "0"]), (["--bench", "--steps", "x"], ["--bench-steps"]),
-    (["--bench", "--warmup", "-1"], ["--warmup", "-1"]), (["--steps", "3"], ["--bench-steps", "--bench"]),
-    (["--warmup", "3"], ["--bench-warmup", "--bench"]), (["--bench", "--steps", 7], ["--steps 7", "--bench-steps"]),
+    (["--bench", "--steps", "0"], ["--steps", "0"]), (["--bench", "--steps", "x"], ["--steps"]),
+    (["--bench", "--warmup", "-1"], ["--warmup", "-1"]),
     (["--bench", "--out", "out"], ["--out out", "--bench"]), (["--bench", "--save-every", 3], ["--save-every 3"]),
     (["--bench", "--log", "log"], ["--log log", "--bench"]), (["--bench", "--plan"], ["--plan", "--bench"]),
     (["--bench", "ops", "--timeline", "t"], ["--timeline t", "--bench"]), (["--bench", "--prompt", "a"], ["--prompt a"]),
     (["--bench", "forward", "--memory", "1GiB"], ["--memory 1GiB", "--bench forward"]),
     (["--bench", "--model", "model", "--data", "text"], ["text", "300"]),
-    (["--json"], ["--json", "--plan", "--bench"]),
 ], ids=str)
 def test_mistakes(train, folder, arguments, named):
     before = listing(folder)

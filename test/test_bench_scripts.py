@@ -24,10 +24,10 @@ turns = {folder!r} + "/turns"
 open(turns, "a").write("x")
 turn = len(open(turns).read())
 if turn == {fails}: sys.exit("train: nothing left")
-assert "--bench" in sys.argv and "--json" in sys.argv and "--data" not in sys.argv
+assert "--bench" in sys.argv and "json" in sys.argv and "--data" not in sys.argv
 step = dict(mean=11.0, std=1.0, median=10.0 * turn, min=9.0)
 print(json.dumps(dict(model=of("--model"), device="cpu", precision="fp32", batch=int(of("--batch")), step_ms=step,
-                      warmup=int(of("--bench-warmup")), steps=int(of("--bench-steps")), taken_bytes=1 << 20)))
+                      warmup=int(of("--warmup")), steps=int(of("--steps")), taken_bytes=1 << 20)))
 '''
 # Prints more than is asked for and never ends by itself.
 LLM_C = '''#!/bin/sh
@@ -94,7 +94,7 @@ def test_torch_beside_the_trainer(tmp_path):
     assert raw["machine"]["PyTorch"] == torch.__version__ and f"- PyTorch: {torch.__version__}" in text
     assert raw["settings"]["model"] == "d1" and raw["left_out"] == {} and raw["failed"] == {}
     for said in ("- date: ", "- commit: ", "- CPU: ", "- compiler: ", "- oneDNN: ", "- threads: 1", "autocast",
-                 "--bench --warmup 1 --steps 3 --json --model d1 --batch 2 --seq-len 8 --threads 1"):
+                 "--bench json --warmup 1 --steps 3 --model d1 --batch 2 --seq-len 8 --threads 1"):
         assert said in text, said
     assert str(ROOT) not in text
 
@@ -183,7 +183,7 @@ def test_products_alone(train, rows):
     if train.device != "cpu" or not binary.exists():
         pytest.skip("make DEVICE=cpu build/bench/cpu/products")
     profile = train("--model", "d1", "--batch", 2, "--seq-len", 64, "--bench", "ops", "--warmup", "1", "--steps", "3",
-                    "--chunk-rows", f"head={rows}", "--json").stdout
+                    "--chunk-rows", f"head={rows}", "--bench", "json").stdout
     names = [o["name"] for o in json.loads(profile)["operations"] if o["name"].startswith("matmul")]
     ran = subprocess.run([binary], input=profile, capture_output=True, check=True, env=ENVIRONMENT)
     head, *rows, total, times = ran.stdout.decode().splitlines()

@@ -103,7 +103,7 @@ def test_a_run(train, llama, tmp_path):
     tokens = int(re.search(r"--seq-len auto: (\d+) tokens, the most that fit [\d.]+ MiB \(--memory\)", said)[1])
     assert 1024 <= tokens <= 1280 and f"sequences of {tokens}" in said
     saved = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["options"]
-    assert saved["--seq-len"] == [str(tokens)] and saved["--batch"] == ["1"] and "--context" not in saved
+    assert saved["--seq-len"] == [str(tokens)] and saved["--batch"] == ["1"] and "--memory" not in saved
     said = train(*options, "--memory", "8GiB", "--steps", 2, cwd=tmp_path).stdout.decode()
     assert f"sequences of {tokens}" in said and "--seq-len auto" not in said
 
@@ -118,10 +118,10 @@ def test_is_quick(train_fp32, tmp_path):
 
 
 @pytest.mark.parametrize("options, named", [
-    (("--seq-len", 64), "leave --seq-len 64 out"), (("--batch", "auto"), "leave --batch"),
+    (("--batch", "auto"), "not auto"),
     (("--steps", 0), "is a training's"), (("--bench", "forward"), "is a training's"), (("--model", "d2"), "new one"),
     (("--memory", "1MiB"), "the least that this takes"), (("--data", "none.jsonl"), "no file matches"),
-    (("--memory", "lots"), "--memory 'lots'"), (("--seq-len", "most"), "--context"),
+    (("--memory", "lots"), "--memory 'lots'"), (("--seq-len", "most"), "--seq-len"),
 ], ids=str)
 def test_mistakes(train_fp32, llama, tmp_path, options, named):
     error = train_fp32("--model", llama / "model", "--seq-len", "auto", *options, cwd=tmp_path, code=2).stderr.decode()

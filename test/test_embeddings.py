@@ -176,7 +176,7 @@ def test_what_is_read(train, wide, tmp_path, chunks):
     """The head's slices are read upwards and downwards in the vocabulary; the last ones are still there at
     each turn."""
     work = linked(tmp_path, wide)
-    bench = train(*LORA, *ELSEWHERE, "--chunk-rows", f"head={111 // chunks}", "--bench", "--steps", "1", "--warmup", "0", "--json", cwd=work)
+    bench = train(*LORA, *ELSEWHERE, "--chunk-rows", f"head={111 // chunks}", "--bench", "json", "--steps", "1", "--warmup", "0", cwd=work)
     row, last = 512 * 2, VOCAB - 2 * SLICE
     rows = 3 * 37 + 2 * SLICE + last + SLICE + (chunks - 1) * (last + SLICE)
     assert json.loads(bench.stdout)["links"]["disk_read"]["bytes"] == rows * row
@@ -194,7 +194,7 @@ def test_memory_moves_them_where_that_is_needed(train, wide, tmp_path):
     taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
     assert taken <= planned <= least + 1.05
     saved = json.loads((work / "out" / "trainer_state.json").read_text())["options"]
-    assert saved["--embeddings"] == ["disk"]
+    assert saved["--offload.embeddings"] == ["disk"]
     refused_here = train(*LORA, "--steps", 1, "--offload", "embeddings=device", "--memory", budget, "--plan", cwd=work, code=2)
     assert b"--offload embeddings=" not in refused_here.stderr.split(b"(")[1].split(b")")[0]
 

@@ -360,8 +360,8 @@ def test_what_is_trained_lives_elsewhere(tmp_path, options):
             "disk": (("--offload", "weights=disk,state=disk"), {"GPU_ORDER": "late", "GPU_SEED": "6"}),
             "one by one": (("--offload", "weights=host,state=host", "--prefetch", 0), {"GPU_ORDER": "late", "GPU_SEED": "6"}),
             "far ahead": (("--offload", "weights=disk", "--prefetch", 2), {"GPU_ORDER": "late", "GPU_SEED": "6"}),
-            "disk early": (("--offload", "weights=disk,state=disk", "--state-rooms", 3), {"GPU_ORDER": "early", "GPU_SEED": "7"}),
-            "block": (("--offload", "state=disk", "--state-rooms", "block"), {"GPU_SEED": "8"})}.items():
+            "disk early": (("--offload", "weights=disk,state=disk:3"), {"GPU_ORDER": "early", "GPU_SEED": "7"}),
+            "block": (("--offload", "state=disk:block"), {"GPU_SEED": "8"})}.items():
         lines, files, said = logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, *more)
         assert (lines, files) == first, name
         assert re.search(r"waited +[\d.]+%", said)
@@ -480,7 +480,7 @@ def test_what_moves_for_the_hosts_updates_is_planned(tmp_path, home):
     planned = collections.Counter()
     for transfer in json.loads((work / "step.json").read_text())["transfers"]:
         planned[transfer["way"]] += transfer["bytes"]
-    bench = train(*options, "--bench", "--warmup", "1", "--steps", "2", "--json", cwd=work)
+    bench = train(*options, "--bench", "json", "--warmup", "1", "--steps", "2", cwd=work)
     moved = {way: link["bytes"] for way, link in json.loads(bench.stdout)["links"].items()}
     assert moved == planned
     assert set(moved) == {"to_host", "from_host", "host_update", *(("disk_read", "disk_write") if home == "disk" else ())}
@@ -488,10 +488,10 @@ def test_what_moves_for_the_hosts_updates_is_planned(tmp_path, home):
 
 
 @pytest.mark.parametrize("options, said", [
-    ((), "as --offload state=host or --offload state=disk has it"), (("--offload", "state=device"), "as --offload state=host or --offload state=disk has it"),
-    (("--offload", "state=device", "--memory", "1500MiB"), "as --offload state=host or --offload state=disk has it"),
-    (("--offload", "state=host,gradients=disk"), "--offload gradients=disk"), (("--offload", "state=host,weights=disk"), "--offload weights=disk"),
-    (("--offload", "state=disk,gradients=disk"), "--offload gradients=disk"), (("--offload", "state=disk,weights=disk"), "--offload weights=disk")])
+    ((), "add state=host or state=disk"), (("--offload", "state=device"), "add state=host or state=disk"),
+    (("--offload", "state=device", "--memory", "1500MiB"), "add state=host or state=disk"),
+    (("--offload", "state=host,gradients=disk"), "gradients=disk"), (("--offload", "state=host,weights=disk"), "weights=disk"),
+    (("--offload", "state=disk,gradients=disk"), "gradients=disk"), (("--offload", "state=disk,weights=disk"), "weights=disk")])
 def test_what_the_host_cannot_update_is_said(options, said):
     error = played("bf16")("--model", "d2", *options, "--offload", "updates=host", "--plan", code=2).stderr.decode()
     assert said in error and error.count("\n") == 1
@@ -503,9 +503,9 @@ def test_memory_chooses_what_waits_in_host_memory():
     train = played("bf16")
     options = ("--model", "d12", "--batch", 8, "--seq-len", 1024, "--memory")
     for memory, host, moved in ((1500, 4096, " --offload state=host,updates=host"),
-                                (900, 4096, " --offload gradients=host,state=host,updates=host,inputs=auto"),
-                                (700, 4096, " --offload weights=host,gradients=host,state=host,updates=host,inputs=auto"),
-                                (700, 400, " --offload weights=host,gradients=disk,state=disk"), (2400, 100, " --offload inputs=auto")):
+                                (900, 4096, " --offload gradients=host,state=host,updates=host,inputs=host"),
+                                (700, 4096, " --offload weights=host,gradients=host,state=host,updates=host,inputs=host"),
+                                (700, 400, " --offload weights=host,gradients=disk,state=disk"), (2400, 100, " --offload inputs=host")):
         plan = train.plan(*options, f"{memory}MiB", "--memory", f"host={host}MiB")
         assert moved in plan["choice"][0]["residences"]
         assert plan["totals"]["total"] <= memory << 20 and 0 < plan["elsewhere"]["pinned_host"] <= host << 20
@@ -515,11 +515,11 @@ def test_memory_chooses_what_waits_in_host_memory():
     little = [train.plan(*options, memory, "--memory", "host=400MiB", "--offload", "updates=host")["choice"][0]["residences"]
               for memory in ("1500MiB", "700MiB")]
     assert little[0] == " --offload state=disk"
-    assert " --offload gradients=disk" in little[1] and " --offload updates=device" in little[1]
+    assert "gradients=disk" in little[1] and "updates=device" in little[1]
     assert there["estimated_seconds"] > 1.2 * train.plan(*options, "1500MiB", "--memory", "host=4GiB")["estimated_seconds"]
     resident = train.plan(*options, "2400MiB")
     assert not any(resident["elsewhere"].values()) and resident["estimated_seconds"] > plan["estimated_seconds"]
-    for more, named in (((), "less with --memory host=SIZE"), (("--memory", "host=10MiB"), "a larger --memory host=, or a TMPDIR"),
+    for more, named in (((), "less with host=SIZE in --memory"), (("--memory", "host=10MiB"), "a larger host= in --memory, or a TMPDIR"),
                         (("--memory", "host=lots"), "--memory host= 'lots'")):
         error = train(*options, "1500MiB", *more, "--plan", code=2).stderr.decode()
         assert named in error and error.count("\n") == 1

@@ -187,9 +187,9 @@ CHANGING = {  # change the arithmetic, in the same way every time
 
 def together(train, *choices):
     """True if these options can be combined, in this binary."""
-    names = [name for choice in choices for name in choice if name.startswith("--")]
-    return (len(set(names)) == len(names) and not ("--state-formats master=" in names and train.precision == "fp32")
-            and not ({"--adam-m", "--adam-v"} & set(names) and "--optimizer" in names))
+    names = [" ".join((name, *(str(value).partition("=")[0] for value in values if "=" in str(value)))) for name, *values in choices if name]
+    return (len(set(names)) == len(names) and not ("--state-formats master" in names and train.precision == "fp32")
+            and not ({"--state-formats m", "--state-formats v"} & set(names) and "--optimizer" in names))
 
 
 @pytest.fixture(scope="module", params=[(3, 48, 3, 20), (5, 40, 2, 33)], ids=["C48", "C40"])
@@ -298,11 +298,11 @@ def test_a_resume_keeps_the_head_rows(train, folder, tmp_path):
     train(*run, "--steps", 1, "--out", tmp_path / "out")
     rows = train.plan(*run)["head_rows"]
     saved = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["options"]
-    assert saved["--head-rows"] == [str(rows)]
+    assert saved["--chunk-rows.head"] == [str(rows)]
     assert train.plan("--resume", tmp_path / "out", "--batch", 100)["head_rows"] == rows
     train(*run, "--steps", 1, "--out", tmp_path / "again", *ROWS)
     saved = json.loads((tmp_path / "again" / "trainer_state.json").read_text())["options"]
-    assert saved["--head-rows"] == [str(rows)]
+    assert saved["--chunk-rows.head"] == [str(rows)]
 
 
 @pytest.mark.parametrize("rows", [8, 32])
@@ -363,7 +363,7 @@ def test_a_long_prompt_goes_in_parts(train_fp32, tmp_path):
     for _ in range(8):
         with torch.no_grad():
             wanted.append(int(model(torch.tensor([wanted])).logits[0, -1].argmax()))
-    options = ("--model", tmp_path / "model", "--steps", 0, "--prompt", text, "--sample", "temperature=0", "--sample-tokens")
+    options = ("--model", tmp_path / "model", "--steps", 0, "--prompt", text, "--sample", "temperature=0", "--max-new-tokens")
     assert train_fp32(*options, 8).stdout == bytes(wanted) + b"\n"
     parts = [float(re.search(r"sampling uses ([\d.]+)", train_fp32(*options, n, "--plan").stdout.decode())[1]) for n in (8, 1008)]
     assert parts[1] - parts[0] == pytest.approx(1000 * 2 * 2 * 16 * 4 / MIB, abs=0.02)
@@ -487,7 +487,7 @@ def test_a_run_with_memory_resumes_as_it_ran(train, folder, tmp_path):
     log, files = trained(train, folder, tmp_path / "whole", "--memory", budget, "--batch", 6, "--steps", 6)
     trained(train, folder, tmp_path / "out", "--memory", budget, "--batch", 6, "--steps", 3, "--schedule", "constant")
     saved = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["options"]
-    assert "--memory" not in saved and {"--recompute", "--batch", "--grad-accum", "--head-rows"} <= set(saved)
+    assert "--memory" not in saved and {"--recompute", "--batch", "--grad-accum", "--chunk-rows.head"} <= set(saved)
     trained(train, folder, tmp_path / "constant", "--memory", budget, "--batch", 6, "--steps", 6, "--schedule",
             "constant")
     train("--resume", tmp_path / "out", "--steps", 6)
@@ -496,18 +496,20 @@ def test_a_run_with_memory_resumes_as_it_ran(train, folder, tmp_path):
 
 def test_a_resume_with_another_budget_chooses_anew(train, folder, tmp_path):
     """The save's own choice does not hold for anything that --memory may choose."""
-    chosen = {"--by-block": (), "--offload weights": ("disk",), "--offload gradients": ("disk",), "--offload state": ("disk",), "--offload inputs": ("all",),
-              "--prefetch": (2,), "--chunk-rows mlp": (8,), "--chunk-rows head": (16,), "--recompute": ("block",), "--state-rooms": (4,)}
+    chosen = {"--by-block", "--offload.weights", "--offload.gradients", "--offload.state", "--offload.inputs", "--prefetch", "--chunk-rows.mlp",
+              "--chunk-rows.head", "--recompute"}
+    options = ("--by-block", "--offload", "weights=disk,gradients=disk,state=disk:4,inputs=auto", "--prefetch", 2, "--chunk-rows",
+               "mlp=8,head=16", "--recompute", "block")
     if train.device != "cpu":
         pytest.skip("a GPU has the host's memory too")
     train("--model", folder / "model", "--data", folder / "text", "--batch", 2, "--grad-accum", 2, "--seq-len", 20, "--steps", 1,
-          "--sample", "tokens=0", "--out", tmp_path / "out", *(part for name, rest in chosen.items() for part in (name, *rest)))
+          "--sample", "tokens=0", "--out", tmp_path / "out", *options)
     saved = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["options"]
-    assert set(chosen) <= set(saved)
+    assert chosen <= set(saved)
     train("--resume", tmp_path / "out", "--memory", "1GiB", "--steps", 2)
     saved = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["options"]
-    assert not set(chosen) & set(saved) - {"--mlp-rows", "--head-rows", "--recompute"}
-    assert saved["--recompute"] != ["block"] and saved.get("--chunk-rows", f"mlp={['0']}") == ["0"] and saved["--head-rows"] == ["0"]
+    assert not chosen & set(saved) - {"--chunk-rows.mlp", "--chunk-rows.head", "--recompute"}
+    assert saved["--recompute"] != ["block"] and saved.get("--chunk-rows.mlp", ["0"]) == ["0"] and saved["--chunk-rows.head"] == ["0"]
 
 
 def test_batch_auto(train):

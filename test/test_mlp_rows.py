@@ -182,7 +182,7 @@ def test_memory_chooses_chunks_where_all_rows_do_not_fit(train):
     assert train.plan(*options, "--memory", "1000GiB")["mlp_rows"] == 0
 
 
-@pytest.mark.parametrize("value, named", [("-3", "--mlp-rows"), ("some", "--mlp-rows"), ("12", "multiple of 8"),
+@pytest.mark.parametrize("value, named", [("-3", "--chunk-rows mlp"), ("some", "--chunk-rows mlp"), ("12", "multiple of 8"),
                                           ("1048576", "a micro-batch has ")])
 def test_what_is_no_number_of_rows(train, tmp_path, value, named):
     prepare(tmp_path, "llama", OPTIONS)

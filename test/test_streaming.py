@@ -188,7 +188,7 @@ def test_blocks_have_two_rooms(train, wide, tmp_path, recompute, order):
     work = linked(tmp_path, wide)
     options = ("--recompute", recompute, *(("--grad-accum", 3, *order) if order else ()), *DISK)
     report = plan(train, work, *options)
-    bench = train(*LORA[2:], "--model", "model", *options, "--bench", "--steps", "1", "--warmup", "0", "--json", cwd=work)
+    bench = train(*LORA[2:], "--model", "model", *options, "--bench", "json", "--steps", "1", "--warmup", "0", cwd=work)
     block = (4 + 3 * 3) * 512 * 512 * 2
     assert [b["bytes"] for b in report["buffers"] if b["name"] == "lent_block"] == 2 * [block]
     assert json.loads(bench.stdout)["links"]["disk_read"]["bytes"] == 22 * block
@@ -203,7 +203,7 @@ def test_blocks_may_come_from_farther_ahead(train, wide, tmp_path, ahead):
     where = (*DISK, "--prefetch", ahead)
     rooms = [b["bytes"] for b in plan(train, work, *where)["buffers"] if b["name"] == "lent_block"]
     assert rooms == (ahead + 1) * [block]
-    bench = train(*LORA[2:], "--model", "model", *where, "--bench", "--steps", "1", "--warmup", "0", "--json", cwd=work)
+    bench = train(*LORA[2:], "--model", "model", *where, "--bench", "json", "--steps", "1", "--warmup", "0", cwd=work)
     assert json.loads(bench.stdout)["links"]["disk_read"]["bytes"] == (24 - ahead - 1) * block
     said = train(*LORA, "--steps", 2, "--sample", "tokens=0", *where, cwd=work).stdout.decode()
     taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
@@ -388,7 +388,7 @@ def test_what_cannot_be_lent_is_refused(train, tmp_path, options, named):
                                      (*DISK, "--recompute", "block:2,gelu:3")], ids=str)
 @pytest.mark.parametrize("layers", [1, 4, "all"])
 def test_parked_inputs_change_no_bit(train, work, options, layers):
-    assert trained(train, work, "a", *options) == trained(train, work, "b", *options, "--offload", f"inputs={layers}")
+    assert trained(train, work, "a", *options) == trained(train, work, "b", *options, "--offload", f"inputs=auto:{layers}")
 
 
 @pytest.mark.parametrize("options", [(), ("--update-in-backward")], ids=str)
@@ -499,7 +499,7 @@ def test_a_new_model_and_an_adapter_with_its_state_on_the_disk(train, work):
 def test_resume_wherever_the_state_lives(train, wide4, tmp_path):
     work = linked(tmp_path, wide4)
     train(*DATA, "--steps", 4, "--sample", "tokens=0", "--out", "whole", cwd=work)
-    rooms = ("--offload", "inputs=auto", "--state-rooms", "block")
+    rooms = ("--offload", "inputs=auto,state=disk:block")
     train(*DATA, "--steps", 2, "--warmup", 30, "--sample", "tokens=0", "--out", "half", *ELSEWHERE[2], *rooms, cwd=work)
     shutil.copytree(work / "half", work / "other", symlinks=True)
     train("--resume", "half", "--steps", 4, cwd=work)
@@ -644,7 +644,7 @@ def test_a_budget_below_what_is_resident_moves_it(train, wide4, tmp_path, kind):
         budget = ("--memory", f"{few + 0.1 + share * (resident - 1 - few):.1f}MiB")
         chosen = json.loads(train(*options, *budget, "--plan", "json", cwd=work).stdout)
         moved = chosen["choice"][0]["residences"]
-        assert "disk" in moved or "--offload inputs=" in moved
+        assert "disk" in moved or "inputs=" in moved
         assert any(chosen["elsewhere"].values()) and chosen["choice"][0]["bytes"] == chosen["totals"]["total"]
         said = train(*options, *budget, "--out", f"out{i}", cwd=work).stdout.decode()
         taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
@@ -681,20 +681,20 @@ def test_memory_chooses_how_far_ahead_blocks_come(train, wide, tmp_path):
 def test_the_state_may_have_other_rooms(train, wide4, tmp_path):
     """The bits are the same. A block has as many slots as chunks, which are fetched while it is computed."""
     work = linked(tmp_path, wide4)
-    options = (*ONE, "--steps", 2, "--update-in-backward", "--offload", "weights=disk,state=disk")
+    options = (*ONE, "--steps", 2, "--update-in-backward", "--offload", "weights=disk")
     plans = {}
     for rooms in (32, 1, 5, "block"):
-        train(*options, "--state-rooms", rooms, "--out", f"out{rooms}", "--sample", "tokens=0", cwd=work)
-        plans[rooms] = json.loads(train(*options, "--state-rooms", rooms, "--plan", "json", cwd=work).stdout)
+        train(*options, "--offload", f"state=disk:{rooms}", "--out", f"out{rooms}", "--sample", "tokens=0", cwd=work)
+        plans[rooms] = json.loads(train(*options, "--offload", f"state=disk:{rooms}", "--plan", "json", cwd=work).stdout)
         assert saved_bytes(work / f"out{rooms}") == saved_bytes(work / "out32"), rooms
     count = {rooms: sum(b["name"] == "state_room" for b in plan["buffers"]) for rooms, plan in plans.items()}
     block = (4 + 3 * 3) * 512 * 512 + 2 * 512
     assert count == {32: 32, 1: 1, 5: 5, "block": -(-block // (1 << 18))} and count["block"] != 32
-    error = train(*ONE, "--steps", 2, "--state-rooms", 5, cwd=work, code=2).stderr.decode()
-    assert "--offload state=disk" in error and error.count("\n") == 1
+    error = train(*ONE, "--steps", 2, "--offload", "state=device:5", cwd=work, code=2).stderr.decode()
+    assert "--offload state" in error and error.count("\n") == 1
 
 
-MIXES = (("device",), ("disk",), ("device", "--offload", "embeddings=disk"), ("disk", "--offload", "embeddings=disk"))
+MIXES = (("device",), ("disk",), ("device", "embeddings=disk"), ("disk", "embeddings=disk"))
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
@@ -710,9 +710,9 @@ def test_the_fastest_mix_that_fits_is_chosen(train, wide4, tmp_path, kind):
         budget = ("--memory", f"{few + share * (resident - few):.1f}MiB")
         chosen = json.loads(train(*options, *budget, "--plan", "json", cwd=work).stdout)
         by_hand = []
-        for weights, gradients, state, park, order in itertools.product(MIXES, ("device", "disk"), ("device", "disk"), (0, "all"),
+        for weights, gradients, state, park, order in itertools.product(MIXES, ("device", "disk"), ("device", "disk"), ("device", "auto"),
                                                                         ((), ("--by-block",))):
-            where = ("--weights", *weights, "--offload", f"gradients={gradients},state={state},inputs={park}", *order)
+            where = ("--offload", f"weights={','.join(weights)},gradients={gradients},state={state},inputs={park}", *order)
             stay = weights[0] == gradients == "device"
             if kind == "adapter" and "disk" in (gradients, state) or order and stay or kind == "full" and len(weights) > 1:
                 continue
@@ -734,7 +734,7 @@ def test_a_resumed_run_has_what_was_chosen(train, wide4, tmp_path, kind):
     train(*options, "--steps", 2, "--memory", budget, "--out", "out", cwd=work)
     chosen = json.loads(train(*options, "--steps", 2, "--memory", budget, "--plan", "json", cwd=work).stdout)
     saved = json.loads((work / "out" / "trainer_state.json").read_text())["options"]
-    assert "--memory" not in saved and saved["--weights"] == ["disk"]
+    assert "--memory" not in saved and saved["--offload.weights"] == ["disk"]
     resumed = json.loads(train("--resume", "out", "--steps", 4, "--plan", "json", cwd=work).stdout)
     assert resumed["elsewhere"] == chosen["elsewhere"] and resumed["totals"] == chosen["totals"]
     anew = json.loads(train("--resume", "out", "--steps", 4, "--memory", "8GiB", "--plan", "json", cwd=work).stdout)

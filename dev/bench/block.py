@@ -57,7 +57,7 @@ def of_train(kind, train, folder, length):
                *OURS[kind], "--sample", "tokens=0"]
     plan = results.json_of([*command, "--plan", "json"])
     steps = STEPS.get(length, 1)
-    bench = results.json_of([*command, "--bench", "--warmup", int(steps > 1), "--steps", steps, "--json"])
+    bench = results.json_of([*command, "--bench", "json", "--warmup", int(steps > 1), "--steps", steps])
     totals = plan["totals"]
     return {"seconds": (bench["forward_ms"]["min"] + bench["backward_ms"]["min"]) / 1000,
             "bytes": totals["activations"] + totals["workspace"]}

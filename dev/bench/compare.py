@@ -70,7 +70,7 @@ class Train:
     def command(self):
         o = self.options
         lora = ["--train", "lora", "--lora-rank", o.lora_rank, "--lora-alpha", 2 * o.lora_rank] if o.lora_rank else []
-        return [self.binary, "--bench", "--warmup", o.warmup, "--steps", o.steps, "--json", "--model",
+        return [self.binary, "--bench", "json", "--warmup", o.warmup, "--steps", o.steps, "--model",
                 o.model, "--batch", o.batch, "--seq-len", o.seq_len, "--threads", o.threads, *lora,
                 *shlex.split(o.train_options)]
 

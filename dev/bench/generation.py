@@ -140,8 +140,8 @@ def transformers_turn(options, folder):
 
 def copy_rate(options):
     """The bytes per second that a large copy reads and writes, as measured by ./train --bench."""
-    command = [options.train, "--bench", "forward", "--model", "d1", "--batch", 1, "--seq-len", 8, "--warmup", "0",
-               "--steps", "1", "--threads", options.threads, "--json"]
+    command = [options.train, "--bench", "forward,json", "--model", "d1", "--batch", 1, "--seq-len", 8, "--warmup", "0",
+               "--steps", "1", "--threads", options.threads]
     return results.json_of(command, options.timeout)["copy_peak"]
 
 

@@ -84,8 +84,7 @@ class Peers:
 
     def step(self, tokens, steps=1):
         """./train's bench with this many tokens."""
-        return self.ours("--seq-len", tokens, *self.scaling(tokens), "--bench", "--warmup", "1", "--steps", steps,
-                         "--json")
+        return self.ours("--seq-len", tokens, *self.scaling(tokens), "--bench", "json", "--warmup", "1", "--steps", steps)
 
     def torch(self, tokens, steps=1):
         """Milliseconds of PyTorch's steps; None if its memory does not suffice."""

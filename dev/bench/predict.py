@@ -74,7 +74,7 @@ def words(model, batch, seq_len, options):
 
 def bench(command, predicted):
     steps = min(20, max(3, round(SECONDS / predicted)))
-    return results.json_of([*command, "--bench", "--warmup", "1", "--steps", steps, "--json"])
+    return results.json_of([*command, "--bench", "json", "--warmup", "1", "--steps", steps])
 
 
 def measure(binary, rates, model, batch, seq_len, options):

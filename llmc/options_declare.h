@@ -37,10 +37,12 @@ inline CLI::Validator whole(double low, double high) {
     return CLI::Validator(
         [=](std::string& text) -> std::string {
             const std::string wrong = between(low, high)(text);
-            if (!wrong.empty() || text.find_first_of("eE") == text.npos) return wrong;
+            if (!wrong.empty()) return wrong;
             const double value = strtod(text.c_str(), nullptr);
-            if (value != std::floor(value) || value > 0x1p53) return text + " is not a whole number";
-            text = format("%.0f", value);
+            const bool has_exponent = text.find_first_of("eE") != text.npos;
+            if (value != std::floor(value) || (has_exponent && value > 0x1p53))
+                return text + " is not a whole number";
+            if (has_exponent) text = format("%.0f", value);
             return "";
         },
         "");
@@ -214,14 +216,18 @@ inline std::string set_base(Options& o, const std::vector<std::string>& texts) {
             o.any_base = true;
         else if (part.starts_with("head="))
             o.head = part.substr(5);
+        else if (part == "nf4" || part == "nf4-double")
+            o.base = part;
         else
-            o.store.push_back((part.find('=') == part.npos ? "all=" : "") + part);
+            o.store.push_back((part == "fp32" || part == "bf16" || part == "8bit" ? "all=" : "") + part);
     }
     if (o.any_base && parts.size() > 1) return "none leaves the model as it is: leave the rest out";
     if (o.head == "nf4-double") o.head = "nf4";
     if (!o.head.empty() && o.head != "nf4" && o.head != "8bit") return "a head is kept in nf4 or 8bit";
-    if (o.store.size() == 1 && (o.store[0] == "all=nf4" || o.store[0] == "all=nf4-double"))
-        o.base = o.store[0].substr(4), o.store.clear();
+    if (!o.base.empty() && !o.store.empty()) {  // the one for all layers comes first, so that others count
+        o.store.insert(o.store.begin(), "all=" + o.base);
+        o.base.clear();
+    }
     return "";
 }
 

@@ -647,7 +647,8 @@ def test_master_of_fp32_weights(train_fp32, work, master):
 
 @pytest.mark.parametrize("options", [{"--state-formats m": "8bit"}, {"--state-formats v": "bf16"}, {"--optimizer": "sgd"}], ids=str)
 def test_resume_in_other_formats(train, saved, options):
-    error = refused(train, saved, RESUME | {"--resume": "out"} | options, "out", *map(" ".join, options.items()))
+    error = refused(train, saved, RESUME | {"--resume": "out"} | options, "out",
+                    *(f"{name.split()[-1]}={value}" if " " in name else f"{name} {value}" for name, value in options.items()))
     assert "--optimizer adamw --state-formats master=fp32,m=fp32,v=fp32" in error
 
 

@@ -227,7 +227,7 @@ def test_a_file_that_changes_while_it_is_read(train, wide, tmp_path, change):
 
 @pytest.mark.parametrize("options, named", [
     ({"--train": None}, "frozen"),
-    ({"--offload embeddings": "host"}, "--offload embeddings=disk takes none"),
+    ({"--offload embeddings": "host"}, "embeddings=disk takes none"),
     ({"--offload embeddings": "tape"}, "tape"),
     ({"--base head": "nf4"}, "--base head=nf4"),
     ({"--base": "nf4", "--save-base": "base"}, "--save-base"),

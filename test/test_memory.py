@@ -35,7 +35,8 @@ DEFAULTS = {"--batch": 3, "--seq-len": 20, "--sample tokens": 0, "--chunk-rows h
 def trained(train, folder, out, *options):
     """The figures and the saved files of four steps."""
     chosen = {"--model": folder / "model", "--data": folder / "text", **DEFAULTS}
-    defaults = (part for item in chosen.items() if item[0] not in options for part in item)
+    given = [(*name.split(), value) for name, value in chosen.items() if name not in options]
+    defaults = (part for name, *key, value in given for part in (name, f"{key[0]}={value}" if key else value))
     train(*defaults, "--out", out, "--log", f"{out}.log", *options)
     return figures(read_log(f"{out}.log")), saved_bytes(out)
 

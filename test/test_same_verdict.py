@@ -19,14 +19,14 @@ OPTIONS = [
     "--train lora", "--train lora --lora-rank 4", "--train prompt", "--train prompt --soft-prompt 3", "--base nf4", "--base nf4-double",
     "--base all=8bit", "--base mlp=nf4,attention=bf16", "--base head=nf4", "--offload weights=disk", "--offload weights=host",
     "--offload embeddings=disk", "--offload gradients=disk", "--offload state=disk", "--offload updates=host", "--offload state=disk:block", "--prefetch 0", "--prefetch 3",
-    "--offload inputs=auto", "--offload inputs=auto:1", "--offload", "keys=auto", "--chunk-rows attention=128", "--chunk-rows mlp=8", "--chunk-rows mlp=auto", "--by-block", "--grad-accum 2",
-    "--update-in-backward", "--clip 0", "--advanced", "clip=block", "--recompute block", "--recompute norm:1,block:1", "--chunk-rows head=8",
-    "--optimizer sgd", "--state-formats m=8bit", "--state-formats master=split", "--memory 40MiB", "--memory 1GiB", "--memory 1MiB", "--state-formats", "auto",
+    "--offload inputs=auto", "--offload inputs=auto:1", "--offload keys=auto", "--chunk-rows attention=128", "--chunk-rows mlp=8", "--chunk-rows mlp=auto", "--by-block", "--grad-accum 2",
+    "--update-in-backward", "--clip 0", "--advanced clip=block", "--recompute block", "--recompute norm:1,block:1", "--chunk-rows head=8",
+    "--optimizer sgd", "--state-formats m=8bit", "--state-formats master=split", "--memory 40MiB", "--memory 1GiB", "--memory 1MiB", "--state-formats auto",
     "--batch auto", "--dropout 0.1", "--lora-dropout 0.1", "--loss-on all", "--seq-len 65", "--seq-len 7", "--positions 90",
     "--rope-scaling yarn:4", "--seq-len auto", "--sample tokens=100", "--prompt To", "--prompt " + 90 * "x", "--val-data text",
     "--val-data none", "--eval-every 1", "--loss-by-position losses", "--log log", "--log text", "--log no/log", "--log out", "--out out",
     "--out text", "--out old", "--save-every 1 --out out", "--merge merged", "--merge model", "--save-base base", "--save-base model",
-    "--adapter model", "--model d2", "--model llama:d1", "--model d13", "--model none", "--data none", "--advanced attention=hopper", "--advanced", "tf32=on",
+    "--adapter model", "--model d2", "--model llama:d1", "--model d13", "--model none", "--data none", "--advanced attention=hopper", "--advanced tf32=on",
     "--min-lr 2", "--sample temperature=0", "--steps 0"]
 
 

@@ -119,7 +119,7 @@ def test_the_plan_says_what_is_saved(train, work):
 
 BAD = [
     ({"--base": "mlp"}, "--base mlp"), ({"--base": "mlp=int3"}, "fp32, bf16, 8bit"), ({"--base": "=bf16"}, "--base =bf16"),
-    ({"--base": "nothing=bf16"}, "--base nothing"), ({"--base": "all=nf4", "--base": "nf4"}, "give one"),
+    ({"--base": "nothing=bf16"}, "--base nothing"),
     ({"--base": "all=8bit"}, "60 columns"), ({"--base": "all=bf16", "--train": None}, "not trained"),
     ({"--base": "all=bf16", "--offload weights": "disk"}, "--save-base DIR"), ({"--base": "all=bf16", "--save-base": "b"}, "--save-base"),
 ]

@@ -361,9 +361,9 @@ def test_a_disk_that_fails_stops_the_run_and_loses_nothing(train, wide4, tmp_pat
 
 
 @pytest.mark.parametrize("options, named", [
-    ({"--train": None, "--offload weights": "host"}, "--offload weights=disk takes none"),
-    ({"--train": None, "--offload weights": "device", "--offload state": "host"}, "--offload state=disk takes none"),
-    ({"--train": None, "--offload weights": "device", "--offload gradients": "host"}, "--offload gradients=disk takes none"),
+    ({"--train": None, "--offload weights": "host"}, "weights=disk takes none"),
+    ({"--train": None, "--offload weights": "device", "--offload state": "host"}, "state=disk takes none"),
+    ({"--train": None, "--offload weights": "device", "--offload gradients": "host"}, "gradients=disk takes none"),
     ({"--offload gradients": "disk"}, "trained whole"),
     ({"--offload updates": "host"}, "is for a GPU's host"),
     ({"--model": "llama:d2", "--plan": True, "--out": None, "--log": None}, "a new one"),
@@ -373,7 +373,7 @@ def test_a_disk_that_fails_stops_the_run_and_loses_nothing(train, wide4, tmp_pat
       "--seq-len": None, "--batch": None}, "whole model"),
     ({"--train": None, "--steps": 0, "--data": None, "--log": None, "--out": None, "--resume": "saved", "--prompt": "a",
       "--seq-len": None, "--batch": None, "--offload weights": "device", "--base": "nf4"}, "whole model"),
-    ({"--offload weights": "host"}, "--offload weights=disk takes none"),
+    ({"--offload weights": "host"}, "weights=disk takes none"),
     ({"--offload weights": "device", "--prefetch": 2}, "--offload weights=disk"),
     ({"--prefetch": -1}, "--prefetch"),
     ({"--offload weights": "tape"}, "tape")])

@@ -351,7 +351,7 @@ def test_a_cpu_resumes_what_had_a_gpus_products(train, work):
         pytest.skip("a GPU takes them")
     train(*DATA, "--steps", 2, "--out", "out", cwd=work)
     state = json.loads((work / "out" / "trainer_state.json").read_text())
-    state["options"] |= {"--advanced algorithms": ["found.json"], "--advanced tf32": ["true"]}
+    state["options"] |= {"--advanced.algorithms": ["found.json"], "--advanced.tf32": ["on"]}
     (work / "out" / "trainer_state.json").write_text(json.dumps(state))
     train("--resume", "out", "--steps", 3, "--log", "log", cwd=work)
     assert len(read_log(work / "log")) == 2 and not (work / "found.json").exists()

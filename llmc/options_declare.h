@@ -398,8 +398,8 @@ inline std::string set_bench(Options& o, const std::string& text) {
     return "";
 }
 
-inline void declare_other_options(CLI::App& app, Options& o) {
-    OptionGroup sampling(app, "Sampling"), saving(app, "Saving"), advanced(app, "Advanced");
+inline void declare_output_options(CLI::App& app, Options& o) {
+    OptionGroup sampling(app, "Sampling"), saving(app, "Saving");
     sampling.add("--prompt", o.prompt, "TEXT", "Text that a sample continues.");
     sampling.add_keyed("--sample", "When and how text is generated.");
     sampling.add("--sample.every", o.sample_every, "N", "Steps between samples; 0: only one at the end.")
@@ -421,6 +421,10 @@ inline void declare_other_options(CLI::App& app, Options& o) {
     saving.add("--resume", o.resume, "DIR|auto",
                "Continues from a save, with its options unless others are given. auto: from the save in "
                "--out, or from the start where there is none.");
+}
+
+inline void declare_advanced_options(CLI::App& app, Options& o) {
+    OptionGroup advanced(app, "Advanced");
     advanced
         .add_set("--bench", "[step|forward][,ops][,json]",
                  "Measures training steps, or their forward alone, and keeps nothing. ops: each operation "
@@ -471,7 +475,8 @@ inline void declare_options(CLI::App& app, Options& o) {
     declare_plan_options(app, o);
     declare_memory_options(app, o);
     declare_logging_options(app, o);
-    declare_other_options(app, o);
+    declare_output_options(app, o);
+    declare_advanced_options(app, o);
     OptionGroup help(app, "Help");
     const auto read_before = [](const std::string&) { return std::string(); };
     help.add_set("--config", "FILE",

@@ -53,18 +53,32 @@ endef
 HEADERS := CLI/CLI.hpp nlohmann/json.hpp pcre2.h utf8proc.h sentencepiece_processor.h liburing.h
 CPU_HEADERS := $(HEADERS) oneapi/dnnl/dnnl.hpp
 
-build/cpu-fp32/train: DEFINES :=
-build/cpu-bf16/train: DEFINES := -DLLMC_BF16
-build/cpu-fp32/train build/cpu-bf16/train: train_gpt.cu Makefile
+# The commit, for --version. It has a file of its own, which is rewritten if the commit has changed: then the trainers are only
+# linked again. COMMIT=unknown where there is no git.
+COMMIT = $(or $(shell git rev-parse --short=12 HEAD 2>/dev/null),unknown)
+COMMIT_CODE = extern "C" const char llmc_commit[] = "$(COMMIT)";
+build/commit.cpp: FORCE
+	@mkdir -p $(@D)
+	@echo '$(COMMIT_CODE)' | cmp -s - $@ || echo '$(COMMIT_CODE)' > $@
+build/commit.o: build/commit.cpp
+	@$(CXX) -c $< -o $@
+
+build/cpu-fp32/train.o: DEFINES :=
+build/cpu-bf16/train.o: DEFINES := -DLLMC_BF16
+build/cpu-fp32/train.o build/cpu-bf16/train.o: train_gpt.cu Makefile
 	$(call need_headers,$(CPU_HEADERS),deps)
 	@mkdir -p $(@D)
-	$(CXX) -x c++ $(CXXFLAGS) $(NVTX_INCLUDE) $(DEFINES) -MF $@.d -MT $@ $< -o $@ $(CPU_LIBS)
+	$(CXX) -x c++ $(CXXFLAGS) $(NVTX_INCLUDE) $(DEFINES) -MF $@.d -MT $@ -c $< -o $@
+build/cpu-fp32/train build/cpu-bf16/train: build/cpu-%/train: build/cpu-%/train.o build/commit.o
+	$(CXX) -fopenmp $(filter %.o,$^) -o $@ $(CPU_LIBS)
 
-build/cuda-fp32/train: DEFINES :=
-build/cuda-bf16/train: DEFINES := -DLLMC_BF16
-build/cuda-fp32/train build/cuda-bf16/train: build/cuda-%/train: train_gpt.cu Makefile build/update_on_host-%.o $(CUDA_FLAGS)
+build/cuda-fp32/train.o: DEFINES :=
+build/cuda-bf16/train.o: DEFINES := -DLLMC_BF16
+build/cuda-fp32/train.o build/cuda-bf16/train.o: train_gpt.cu Makefile $(CUDA_FLAGS)
 	$(call need_headers,$(HEADERS),deps)
-	$(call compile_cuda,$(DEFINES),build/update_on_host-$*.o)
+	$(call compile_cuda_object,$(DEFINES),$@)
+build/cuda-fp32/train build/cuda-bf16/train: build/cuda-%/train: build/cuda-%/train.o build/update_on_host-%.o build/commit.o
+	$(NVCC) $(filter %.o,$^) -o $@ $(CUDA_LIBS)
 
 # Debian packages for building and training.
 DEPS := g++ make libdnnl-dev libcli11-dev nlohmann-json3-dev libpcre2-dev libutf8proc-dev libsentencepiece-dev liburing-dev

@@ -44,7 +44,7 @@
 #include "llmc/loss_by_position.h"  // LossByPosition
 #include "llmc/matmul_search.h"     // search_matmul_algorithms()
 #include "llmc/merge.h"             // for_each_merged(), write_merged()
-#include "llmc/options.h"           // Options, parse_options()
+#include "llmc/options_parse.h"     // Options, parse_options()
 #include "llmc/plans.h"             // Plans, make_report()
 #include "llmc/report.h"            // MemoryReport
 #include "llmc/run_model.h"         // RunModel: the states of the model and adapter
@@ -1155,8 +1155,8 @@ void Trainer::prepare() {
                     batches_.validation() ? batches_.validation_sequences() : 0});
 }
 
-// With --matmul-algorithms: takes the algorithm of each product from the file, which first gets those that it
-// lacks. Rehearses the steps again, because a product may now compute a bias's gradient too: other
+// With --advanced algorithms=FILE: takes the algorithm of each product from the file, which first gets those
+// that it lacks. Rehearses the steps again, because a product may now compute a bias's gradient too: other
 // operations, in the same memory.
 void Trainer::choose_algorithms() {
 #ifdef SIMT_GPU
@@ -1233,6 +1233,8 @@ void Trainer::print_start() const {
         printf("--resume auto: %s holds no save yet: beginning\n", o_.out.c_str());
     if (model_.adapter || in_.resumed.empty())
         print_longer_positions(notes(), config_, o_.rope_scaling, model_.adapter.has_value());
+    if (o_.steps > first_step_ && o_.update_in_backward && o_.clip > 0)
+        printf("--update-in-backward: the gradient of each block is clipped by its own norm\n");
     if (o_.steps > first_step_ && !saves_.wanted())
         printf("nothing will be saved%s: no --out\n", o_.merge.empty() ? "" : " before the merge");
 }

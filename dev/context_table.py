@@ -29,7 +29,7 @@ class Planner:
     """Plans of one model in one budget."""
 
     def __init__(self, train, model, memory, batch, more):
-        self.command = [train, "--model", model, "--memory", memory, "--batch", str(batch), "--plan", "--json", *more]
+        self.command = [train, "--model", model, "--memory", memory, "--batch", str(batch), "--plan", "json", *more]
         self.refusal = ""
 
     def plan(self, tokens):

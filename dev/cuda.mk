@@ -97,11 +97,15 @@ check_nvcc = $(if $(nvcc_release),$(if $(call older_than,$(nvcc_release),$(OLDES
 check_archs = $(if $(too_old),$(error CUDA_ARCH: $(too_old): the kernels need 80 or later, whose tensor cores have bf16; make DEVICE=cpu needs none),\
   $(if $(unknown_archs),$(error CUDA_ARCH: $(unknown_archs): nvcc $(nvcc_release) knows $(nvcc_archs))))
 say_left_out = $(if $(LEFT_OUT),$(info CUDA_ARCH: $(CUDA_ARCH), and not $(LEFT_OUT), which this machine has too: the kernels need 80 or later))
-# $(call compile_cuda,FLAGS,LIBRARIES) keeps the compilers' report, with registers and spills, beside the binary.
-define compile_cuda
+# $(call compile_cuda_object,FLAGS,OBJECT) keeps the compilers' report, with registers and spills, in a .log beside the object.
+define compile_cuda_object
 @mkdir -p $(@D)
-$(NVCC) $(1) $(NVCCFLAGS) $(NVCC_WERROR) -MF $@.d -MT $@ -c $< -o $@.o > $@.log 2>&1 || { cat $@.log; rm -f $@.o; exit 1; }
-@grep warning $@.log >&2 || :
+$(NVCC) $(1) $(NVCCFLAGS) $(NVCC_WERROR) -MF $@.d -MT $@ -c $< -o $(2) > $(2:.o=.log) 2>&1 || { cat $(2:.o=.log); rm -f $(2); exit 1; }
+@grep warning $(2:.o=.log) >&2 || :
+endef
+# $(call compile_cuda,FLAGS,LIBRARIES) links too.
+define compile_cuda
+$(call compile_cuda_object,$(1),$@.o)
 $(NVCC) $@.o -o $@ $(2) $(CUDA_LIBS)
 endef
 

@@ -202,8 +202,8 @@ do_python() {
 
 # time_step MODEL PRECISION BATCH OPTION...: a part that measures the trainer's steps.
 time_step() {
-    part "train $1, $2, batch $3, seq_len 1024${4:+, ${*:4}}" 200 "build/cuda-$2/train" --bench --bench-warmup 3 \
-        --bench-steps 10 --json --model "$1" --batch "$3" --seq-len 1024 "${@:4}"
+    part "train $1, $2, batch $3, seq_len 1024${4:+, ${*:4}}" 200 "build/cuda-$2/train" --bench json --warmup 3 \
+        --steps 10 --model "$1" --batch "$3" --seq-len 1024 "${@:4}"
 }
 
 # bench_trainer MODEL PRECISION BATCH...: measures steps with the first of these batches that fits; sets $fitting to it.
@@ -223,22 +223,22 @@ bench_trainer() {
 # d12 BATCH: measures d12's step with options that may make it faster; and its operations one by one, with the algorithms
 # that cuBLASLt proposes first and with those that a search finds fastest.
 d12() {
-    local searched=(--matmul-algorithms "build/matmul-$gpu.json")
-    local operations=(build/cuda-bf16/train --profile-ops --bench-warmup 3 --bench-steps 10 --model d12 --batch "$1" \
-        --seq-len 1024 --head-rows 4096)
+    local searched=(--advanced "algorithms=build/matmul-$gpu.json")
+    local operations=(build/cuda-bf16/train --bench ops --warmup 3 --steps 10 --model d12 --batch "$1" \
+        --seq-len 1024 --chunk-rows head=4096)
     may_lack_memory=yes
-    time_step d12 bf16 "$1" --recompute none --head-rows 0
+    time_step d12 bf16 "$1" --recompute none --chunk-rows head=0
     may_lack_memory=no
-    time_step d12 bf16 "$1" --head-rows 4096
-    time_step d12 bf16 "$1" --head-rows 4096 --graph off
+    time_step d12 bf16 "$1" --chunk-rows head=4096
+    time_step d12 bf16 "$1" --chunk-rows head=4096 --advanced graph=off
     if [ "$(smi compute_cap)" = 9.0 ]; then
-        time_step d12 bf16 "$1" --head-rows 4096 --attention common
+        time_step d12 bf16 "$1" --chunk-rows head=4096 --advanced attention=common
     fi
     part "operations of d12, bf16, batch $1" 60 "${operations[@]}"
-    time_step d12 bf16 "$1" --head-rows 4096 "${searched[@]}"
+    time_step d12 bf16 "$1" --chunk-rows head=4096 "${searched[@]}"
     part "operations of d12, bf16, batch $1, searched algorithms" 60 "${operations[@]}" "${searched[@]}"
     part "operations of d12, bf16, batch $1, beside what was predicted" 40 python3 dev/gpu_compare.py --gpu "$gpu_name" \
-        --out "$folder/$gpu-predicted.md" "${operations[@]}" "${searched[@]}" --json
+        --out "$folder/$gpu-predicted.md" "${operations[@]}" "${searched[@]}" --bench json
 }
 
 do_trainer() {
@@ -270,7 +270,7 @@ do_compare() {
         return
     fi
     measure "compare with PyTorch" "$gpu-compare-d12.md" compare_speed.py --precision bf16 --model d12 --batch 32 \
-        --seq-len 1024 --steps 10 --warmup 5 --rounds 2 --train-options "--recompute none --head-rows 0" --llmc-options "-r 0"
+        --seq-len 1024 --steps 10 --warmup 5 --rounds 2 --train-options "--recompute none --chunk-rows head=0" --llmc-options "-r 0"
 }
 
 facts() {

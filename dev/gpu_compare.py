@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Compares a step measured on a GPU with what dev/gpu_predicted.py predicts for it: writes one table.
 
-    gpu_compare.py --gpu "NVIDIA H100 80GB HBM3" build/cuda-bf16/train --profile-ops --json --model d12 --batch 64 ...
+    gpu_compare.py --gpu "NVIDIA H100 80GB HBM3" build/cuda-bf16/train --bench ops,json --model d12 --batch 64 ...
 
 runs the trainer, which must measure its operations; with --recorded FILE its figures are read from there. The
 prediction comes from dev/results/gpu-predicted.json: by operation, in proportion to the FLOPs or bytes that
@@ -75,7 +75,7 @@ def main(arguments=None):
     parser.add_argument("--setup", default="GPT-2 124M", help="whose kernels were counted")
     parser.add_argument("--out", help="a file for the table; else it is printed")
     parser.add_argument("--recorded", help="what the trainer has said, instead of running it")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="the trainer, with --profile-ops --json")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the trainer, with --bench ops,json")
     options = parser.parse_args(arguments)
     known_gpu(options.gpu)
     if bool(options.recorded) == bool(options.command):
@@ -86,7 +86,7 @@ def main(arguments=None):
     text = pathlib.Path(options.recorded).read_text() if options.recorded else gpu_predicted.run(options.command)
     bench = json.loads(text)
     if "operations" not in bench:
-        parser.error("the trainer has measured no operations: --profile-ops")
+        parser.error("the trainer has measured no operations: --bench ops")
     if bench["precision"] != "bf16":
         parser.error(f"what was counted is of bf16, not {bench['precision']}")
     text = "\n".join(compare(bench, options.gpu, setups, options.setup)).rstrip() + "\n"

@@ -54,7 +54,7 @@ SETUPS = [Setup("GPT-2 124M", "d12", 64, 1024, GPT2_SMALL),
                                                      "--mlp-width", 2048, "--tied"))]
 COUNTED = (512, 1024, 2048)  # lengths of the sequences to which attention's count by length is fitted
 LENGTHS = (4096, 16384, 65536, 524288)
-SMALL = ("--head-rows", 256)  # the head in chunks, as in large steps
+SMALL = ("--chunk-rows", "head=256")  # the head in chunks, as in large steps
 VOCABULARY = 4096  # of the small model
 # Tokens/s of one GPU. llm.c's numbers are from eight GPUs, which also exchange gradients.
 LLMC_A100 = 0.300  # seconds of a step
@@ -116,7 +116,7 @@ def plan(trainer, gpu, model, batch, seq_len, folder, *more):
         path.mkdir(exist_ok=True)
         (path / "config.json").write_text(json.dumps(model))
         model = path
-    return json.loads(run([trainer, "--plan", "--json", "--model", model, "--batch", batch, "--seq-len", seq_len, *more],
+    return json.loads(run([trainer, "--plan", "json", "--model", model, "--batch", batch, "--seq-len", seq_len, *more],
                           GPU=gpu))
 
 
@@ -145,7 +145,7 @@ def small_step(trainer, gpu, setup, folder, *more):
         path = folder / "-".join(map(str, [plays, model.name, setup.seq_len, steps, *more]))
         if not path.exists():
             run([trainer, "--model", model, "--data", shard(folder), "--batch", 1, "--seq-len", setup.seq_len, "--steps", steps,
-                 "--eval-batches", 1, "--sample-tokens", 0, "--graph", "off", *SMALL, *more], GPU=plays, GPU_COUNTERS=str(path))
+                 "--eval-batches", 1, "--sample", "tokens=0", "--advanced", "graph=off", *SMALL, *more], GPU=plays, GPU_COUNTERS=str(path))
         counted.append(read_counters(path.read_text()))
     once, twice = counted
     kernels = {}
@@ -499,7 +499,7 @@ def hopper_kernels(trainer, plans, folder, from_sass):
     gpu, rows = GPUS["H100"], []
     for setup in SETUPS:
         cells = []
-        for more in (("--attention", "common"), ()):
+        for more in (("--advanced", "attention=common"), ()):
             kernels, small = small_step(trainer, gpu, setup, folder, *more)
             code = facts(gpu, kernels, *from_sass)
             units = {name: unit_of(name, small, kernels, code) for name in ("attention_forward", "attention_backward")}
@@ -509,7 +509,7 @@ def hopper_kernels(trainer, plans, folder, from_sass):
                 seconds -= launches * LAUNCH
                 cells.append(f"{1e3 * seconds:.2f} ({bound}, {100 * roofline / seconds:.0f}%)")
         rows.append([setup.title, *cells])
-    return ["## Hopper's own kernels", "", "Attention of a step on an H100, ms, by the kernels of all GPUs (`--attention common`) and "
+    return ["## Hopper's own kernels", "", "Attention of a step on an H100, ms, by the kernels of all GPUs (`--advanced attention=common`) and "
             "by Hopper's own, which run there as it comes; launches aside.", "",
             *table(["step", "forward", "backward", "forward, Hopper's", "backward, Hopper's"], rows)]
 

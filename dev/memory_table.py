@@ -7,7 +7,7 @@ Asks ./train --plan; nothing is allocated. A column lists what is alive at the m
 llm.c's columns come from the formula in its train_gpt2.cu with cuDNN's attention; llm.c allocates every
 buffer for the whole run. Arguments after -- are passed to ./train:
 
-    dev/memory_table.py --train build/cpu-bf16/train --models d12 d24 --markdown -- --head-rows 256
+    dev/memory_table.py --train build/cpu-bf16/train --models d12 d24 --markdown -- --chunk-rows head=256
 """
 
 import argparse
@@ -46,8 +46,8 @@ def levels_of(train):
 
 
 def plan_of(train, model, options, level):
-    return json.loads(ask(train, "--plan", "--json", "--model", model, "--batch", options.batch, "--seq-len",
-                          options.seq_len, "--recompute", level, "--sample-tokens", 0, *options.more))
+    return json.loads(ask(train, "--plan", "json", "--model", model, "--batch", options.batch, "--seq-len",
+                          options.seq_len, "--recompute", level, "--sample", "tokens=0", *options.more))
 
 
 def row_of(buffer):

@@ -35,31 +35,31 @@ SHAPES = {
                    "layer_norm_epsilon": 1e-5}}
 
 CASES = """
-8B, all weights | llama-3.1-8b | --batch 8 --seq-len 8192 --master split | \
-    --memory 24000MiB --host-memory 112GiB --update-in-backward --clip-per-block
-8B, all weights, 8-bit moments | llama-3.1-8b | --batch 8 --seq-len 8192 --master split --adam-m 8bit --adam-v 8bit | \
-    --memory 24000MiB --host-memory 112GiB --update-in-backward --clip-per-block
-8B, all weights, 4096 tokens a sequence | llama-3.1-8b | --batch 16 --seq-len 4096 --master split | \
-    --memory 24000MiB --host-memory 112GiB --update-in-backward --clip-per-block
-8B, all weights, block by block | llama-3.1-8b | --batch 1 --seq-len 8192 --grad-accum 8 --master split | \
-    --recompute block --head-rows 4096 --weights host --state host --state-rooms block --park all --by-block \
-    --update-in-backward --clip-per-block
+8B, all weights | llama-3.1-8b | --batch 8 --seq-len 8192 --state-formats master=split | \
+    --memory 24000MiB,host=112GiB --update-in-backward
+8B, all weights, 8-bit moments | llama-3.1-8b | --batch 8 --seq-len 8192 --state-formats master=split,m=8bit,v=8bit | \
+    --memory 24000MiB,host=112GiB --update-in-backward
+8B, all weights, 4096 tokens a sequence | llama-3.1-8b | --batch 16 --seq-len 4096 --state-formats master=split | \
+    --memory 24000MiB,host=112GiB --update-in-backward
+8B, all weights, block by block | llama-3.1-8b | --batch 1 --seq-len 8192 --grad-accum 8 --state-formats master=split | \
+    --recompute block --chunk-rows head=4096 --offload weights=host,state=host:block,inputs=auto --by-block \
+    --update-in-backward
 70B, LoRA on NF4 in host memory | llama-3.1-70b | --train lora --batch 1 --seq-len 4096 --base nf4-double | \
-    --memory 24000MiB --host-memory 112GiB
+    --memory 24000MiB,host=112GiB
 70B, LoRA on bf16 in host memory | llama-3.1-70b | --train lora --batch 1 --seq-len 4096 | \
-    --memory 24000MiB --host-memory 160GiB
-70B, LoRA on bf16 on a disk | llama-3.1-70b | --train lora --batch 1 --seq-len 4096 | --memory 24000MiB --weights disk
+    --memory 24000MiB,host=160GiB
+70B, LoRA on bf16 on a disk | llama-3.1-70b | --train lora --batch 1 --seq-len 4096 | --memory 24000MiB --offload weights=disk
 70B, LoRA on bf16 on a disk, 64k tokens | llama-3.1-70b | --train lora --batch 16 --seq-len 4096 | \
-    --memory 24000MiB --host-memory 112GiB --weights disk
+    --memory 24000MiB,host=112GiB --offload weights=disk
 176B, soft prompt | bloom-176b | --train prompt --soft-prompt 16 --batch 1 --seq-len 2032 | \
-    --memory 24000MiB --weights disk
+    --memory 24000MiB --offload weights=disk
 176B, soft prompt, embeddings on the disk too | bloom-176b | \
     --train prompt --soft-prompt 16 --batch 1 --seq-len 2032 | \
-    --memory 24000MiB --weights disk --embeddings disk
+    --memory 24000MiB --offload weights=disk,embeddings=disk
 176B, soft prompt, 48k tokens | bloom-176b | --train prompt --soft-prompt 16 --batch 24 --seq-len 2032 | \
-    --memory 24000MiB --host-memory 112GiB --weights disk
+    --memory 24000MiB,host=112GiB --offload weights=disk
 176B, soft prompt, in host memory | bloom-176b | --train prompt --soft-prompt 16 --batch 1 --seq-len 2032 | \
-    --memory 24000MiB --host-memory 400GiB
+    --memory 24000MiB,host=400GiB
 """
 ALL_THE_MEMORY = "1000000GiB"
 WAITS = ("disk", "link", "host")
@@ -99,7 +99,7 @@ class Trainer:
 
     def plan(self, *options):
         """The plan or, if it does not fit, ./train's message about the least that it takes."""
-        command = [self.path, "--plan", "--json", "--sample-tokens", "0", *options, *self.more]
+        command = [self.path, "--plan", "json", "--sample", "tokens=0", *options, *self.more]
         try:
             result = subprocess.run(command, capture_output=True, text=True, env=self.environment)
         except OSError as error:
@@ -131,8 +131,8 @@ def chosen(plan):
     if "choice" not in plan:
         return "as given"
     c = plan["choice"][0]
-    text = f"--recompute {c['recompute']} --head-rows {c['head_rows']}"
-    for option, rows in (("--mlp-rows", c["mlp_rows"]), ("--attention-rows", c["attention_rows"])):
+    text = f"--recompute {c['recompute']} --chunk-rows head={c['head_rows']}"
+    for option, rows in (("--chunk-rows", f"mlp={c['mlp_rows']}"), ("--chunk-rows", f"attention={c['attention_rows']}")):
         text += f" {option} {rows}" if rows else ""
     text += f" --batch {c['batch']} --grad-accum {c['grad_accum']}{c['formats']}{c['residences']}"
     return f"`{text}`"
@@ -196,7 +196,7 @@ def section(case, trainers):
             resident = trainer.plan(*model, *case.step, "--memory", ALL_THE_MEMORY)
             label = trainer.gpu or (plan if isinstance(plan, dict) else {}).get("rates", "nominal")
             rows.append(row(label, plan, resident))
-    command = shlex.join(["./train", "--plan", "--sample-tokens", "0", "--model", case.model, *case.step, *case.homes,
+    command = shlex.join(["./train", "--plan", "--sample", "tokens=0", "--model", case.model, *case.step, *case.homes,
                           *trainers[0].more])
     return f"## {case.name}\n\n    {command}\n\n{table(rows)}"
 

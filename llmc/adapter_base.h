@@ -3,7 +3,7 @@
 //
 //     {"linear_layers": {"all": "nf4"}, "head": "8bit"}
 //
-// Layers have the names of --store, and formats those of options and messages. What is not quantized is not
+// Layers and formats have the names of --base, as in messages. What is not quantized is not
 // listed.
 #pragma once
 
@@ -39,7 +39,7 @@ struct AdapterBase {
             if (format != "nf4" && format != "nf4-double" && format != "8bit") return false;
         return true;
     }
-    // True if --base is the option for these linear layers; else it is --store.
+    // True if all linear layers are in NF4.
     bool is_nf4() const {
         return linear_layers.size() == 1 && linear_layers.contains("all") &&
                linear_layers.at("all") != "8bit";
@@ -51,16 +51,14 @@ struct AdapterBase {
             text += (text.empty() ? "" : ",") + layers + "=" + format;
         return text;
     }
-    // The options that quantize a model this way: "--base nf4 --head nf4".
-    std::string options() const {
-        std::string text;
-        if (!linear_layers.empty())
-            text = is_nf4() ? "--base " + linear_layers.at("all") : "--store " + layers_text();
-        if (!head.empty()) text += (text.empty() ? "" : " ") + ("--head " + head_option());
+    // The value of --base that quantizes a model this way: "nf4,head=nf4". A head has the name nf4 for both
+    // forms of NF4.
+    std::string option_value() const {
+        std::string text = is_nf4() ? linear_layers.at("all") : layers_text();
+        if (!head.empty())
+            text += (text.empty() ? "" : ",") + ("head=" + (head == "nf4-double" ? "nf4" : head));
         return text;
     }
-    // --head has the name nf4 for both forms of NF4.
-    std::string head_option() const { return head == "nf4-double" ? "nf4" : head; }
     // A description for messages.
     std::string text() const {
         if (!is_quantized()) return "that is not quantized";

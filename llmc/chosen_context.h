@@ -1,4 +1,4 @@
-// chosen_context.h - --context auto: finds the longest sequences that fit, from plans of runs without data.
+// chosen_context.h - --seq-len auto: finds the longest sequences that fit, from plans of runs without data.
 #pragma once
 
 #include <algorithm>
@@ -123,7 +123,7 @@ Options with_chosen_context(const Options& given, Choices& choices) {
     const int most = static_cast<int>(std::clamp<uint64_t>(by_data, 1, static_cast<uint64_t>(by_model)));
     const int fewest = std::min(64, most);
     if (const size_t least = planned(fewest).first; least > room.bytes)
-        fail("--context auto: sequences of %d tokens take %.1f MiB and there are %.1f (%s)", fewest,
+        fail("--seq-len auto: sequences of %d tokens take %.1f MiB and there are %.1f (%s)", fewest,
              mebibytes(least), mebibytes(room.bytes), room.limit.c_str());
     chosen.seq_len = fit_context(most, fits);
     const std::string why = chosen.seq_len < most ? format("the most that fit %.1f MiB (%s)",
@@ -134,6 +134,5 @@ Options with_chosen_context(const Options& given, Choices& choices) {
                              planned(chosen.seq_len).second);
     chosen.given["--seq-len"] = {std::to_string(chosen.seq_len)};
     chosen.given["--batch"] = {std::to_string(chosen.batch)};
-    chosen.given.erase("--context");
     return chosen;
 }

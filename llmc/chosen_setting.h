@@ -1,5 +1,5 @@
-// chosen_setting.h - chooses the settings that options leave open: --memory, --batch auto, --head-rows auto
-// and the like.
+// chosen_setting.h - chooses the settings that options leave open: --memory, --batch auto, and the auto of
+// --chunk-rows.
 //
 // The choice is made by trials: trainers that never run. A Trial is made from options and inputs, which must
 // outlive it. use() gives it a setting, and rehearse(), rehearse_training() and rehearse_validation() say

@@ -1,5 +1,5 @@
-// chunk_rows.h - chooses --head-rows auto, --mlp-rows auto and --attention-rows auto: the fewest rows that
-// the head, an MLP or attention may process at a time without making a step noticeably slower.
+// chunk_rows.h - chooses the rows of --chunk-rows auto: the fewest rows that the head, an MLP or attention may
+// process at a time without making a step noticeably slower.
 //
 // Smaller chunks of rows need less memory. But each chunk adds to the gradients of matrices again (in bf16,
 // slice by slice) and launches all operations of the head, the MLP or the block again. That is expensive if a

@@ -85,8 +85,7 @@ inline const char* advice_about(cudaError_t status) {
             return ": the driver ends what runs for seconds on a GPU that draws a screen, and under WSL2: "
                    "use "
                    "a GPU without a screen, close what else uses this one, lower --batch or "
-                   "--attention-rows, "
-                   "or raise the limit (TdrDelay in Windows's registry)";
+                   "--chunk-rows attention=, or raise the limit (TdrDelay in Windows's registry)";
         case cudaErrorNoKernelImageForDevice:
             return ": this ./train is built for other GPUs: build it on this machine, or for this GPU with "
                    "make CUDA_ARCH=";

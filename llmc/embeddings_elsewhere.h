@@ -1,5 +1,5 @@
 // embeddings_elsewhere.h - a frozen model's token embedding and head if they stay in its files or in host
-// memory (--embeddings). Of the embedding, only the rows of a batch's tokens are fetched to the device. The
+// memory (--offload embeddings=). Of the embedding, only the rows of a batch's tokens are fetched to the device. The
 // head is streamed in slices of the vocabulary: one is fetched while the one before it is used.
 //
 // If the two are one matrix, it is stored once.

@@ -34,7 +34,7 @@ struct Rehearsals {
 };
 
 // What was chosen for a run, as its report prints it: by --memory, followed by its neighbours; by --batch
-// auto; by --context auto.
+// auto; by --seq-len auto.
 struct Choices {
     std::vector<MemoryChoice> memory;
     std::string batch, context;
@@ -46,10 +46,10 @@ inline std::vector<MemorySetting> formats_to_try(const Options& o, bool narrow_w
     MemorySetting s = setting_of(o);
     std::vector<MemorySetting> all = {s};
     if (!o.allow_8bit) return all;
-    if (narrow_weights && !o.has("--master")) s.master = "split";
+    if (narrow_weights && !o.has("--state-formats.master")) s.master = "split";
     if (!s.same_state(all.back())) all.push_back(s);
-    if (o.optimizer == "adamw" && !o.has("--adam-m")) s.adam_m = "8bit";
-    if (o.optimizer == "adamw" && !o.has("--adam-v")) s.adam_v = "8bit";
+    if (o.optimizer == "adamw" && !o.has("--state-formats.m")) s.adam_m = "8bit";
+    if (o.optimizer == "adamw" && !o.has("--state-formats.v")) s.adam_v = "8bit";
     if (!s.same_state(all.back())) all.push_back(s);
     return all;
 }
@@ -76,15 +76,15 @@ inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options
             continue;
         s.batch = static_cast<int>(batch), s.grad_accum = static_cast<int>(accumulated);
         s.head_rows = 0;
-        s.mlp_rows = o.has("--mlp-rows") ? o.mlp_rows : -1;
+        s.mlp_rows = o.has("--chunk-rows.mlp") ? o.mlp_rows : -1;
         s.attention_rows = o.attention_rows;
         const MemorySetting given = rehearsals.with_rows(s);
         std::vector<std::pair<int64_t, int64_t>> rows_of_both = {{given.mlp_rows, given.attention_rows}};
-        if (!o.has("--mlp-rows") && given.mlp_rows > 0)
+        if (!o.has("--chunk-rows.mlp") && given.mlp_rows > 0)
             rows_of_both = {{0, given.attention_rows},
                             {given.mlp_rows, given.attention_rows},
                             {given.mlp_rows / 4, given.attention_rows}};
-        if (!o.has("--attention-rows"))
+        if (!o.has("--chunk-rows.attention"))
             for (int64_t rows = fewest_attention_rows(rehearsals.heads); rows >= kFewestAttentionRows;
                  rows /= 4)
                 if (o.seq_len > 2 * rows) rows_of_both.push_back({rows_of_both.back().first, rows});
@@ -276,22 +276,24 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
                                      bool short_of_room) {
     if (fit.solution.least.exact == kTooMuchElsewhere) {
         if (fit.beside.pinned > room_beside_device(given).pinned)
-            fail("--host-memory %s: what is to wait there takes %s at the least", given.host_memory.c_str(),
-                 size_text(fit.beside.pinned).c_str());
+            fail("--memory host=%s: what is offloaded to the host takes %s at the least",
+                 given.host_memory.c_str(), size_text(fit.beside.pinned).c_str());
         fail("--memory %s: the run's files take %s at the least, and %s has %s (TMPDIR names another)",
              given.memory.c_str(), size_text(fit.beside.files).c_str(), temporary_folder().c_str(),
              size_text(room_on_disk()).c_str());
     }
     const auto [name, bytes] = fit.largest;
-    const bool may_move = !given.has("--weights") || !given.has("--state") || !given.has("--park");
+    const bool may_move =
+        !given.has("--offload.weights") || !given.has("--offload.state") || !given.has("--offload.inputs");
     std::string less = "a smaller --seq-len or --model";
-    if (name == "sampling" || name == "a sample's continuation") less = "--sample-tokens 0";
+    if (name == "sampling" || name == "a sample's continuation") less = "--sample tokens=0";
     if (name == "gradients") less = "--update-in-backward, which keeps one block's";
-    if (may_move && !kHostIsDevice && !given.has("--host-memory"))
-        less = "--host-memory SIZE, for more to wait there";
+    if (may_move && !kHostIsDevice && !given.has("--memory.host"))
+        less = "host=SIZE in --memory, so that more can be offloaded";
     if (short_of_room)
-        less = format("%sa TMPDIR with room: %s has %s", kHostIsDevice ? "" : "a larger --host-memory, or ",
-                      temporary_folder().c_str(), size_text(room_on_disk()).c_str());
+        less =
+            format("%sa TMPDIR with room: %s has %s", kHostIsDevice ? "" : "a larger host= in --memory, or ",
+                   temporary_folder().c_str(), size_text(room_on_disk()).c_str());
     fail("--memory %s: the least that this takes is %.1f MiB (%s), %s of it for %s; less with %s",
          describe_budget(given.memory, budget_of(given.memory)).c_str(), mebibytes(fit.solution.least.exact),
          options.c_str(), size_text(bytes).c_str(), name.c_str(), less.c_str());
@@ -299,13 +301,13 @@ inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals&
 
 // --memory: returns the options whose plan fits and is the fastest by estimate; `choices` gets this choice
 // and then its neighbours. Configurations that stream are tried if nothing fits without streaming, and with
-// --host-memory also if they might be faster. The first of mixes() is the configuration that was given;
+// host= also if they might be faster. The first of mixes() is the configuration that was given;
 // fit(mix, room, best) tries its settings. With a GPU, trained state goes to files only if the host's memory
 // is too small. Streaming without prefetching is tried only if nothing else fits, and longer prefetch
 // distances are used if they are faster.
 template <class Mixes, class FitMix>
 Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vector<MemoryChoice>& choices) {
-    const bool offered = given.has("--host-memory");
+    const bool offered = given.has("--memory.host");
     Fit best = fit(given, offered ? room_beside_device(given) : BesideDevice(), nullptr);
     const double fastest = best.solution.fastest.seconds;
     bool short_of_room = false;
@@ -336,12 +338,15 @@ Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vecto
     auto described = [&](const Choice& c) {
         const MemorySetting s = best.setting(c);
         std::string state;
-        if (s.master != given.master) state += " --master " + s.master;
-        if (s.adam_m != given.adam_m) state += " --adam-m " + s.adam_m;
-        if (s.adam_v != given.adam_v) state += " --adam-v " + s.adam_v;
+        const auto add = [&](const char* key, const std::string& format) {
+            state += (state.empty() ? " --state-formats " : ",") + (key + ("=" + format));
+        };
+        if (s.master != given.master) add("master", s.master);
+        if (s.adam_m != given.adam_m) add("m", s.adam_m);
+        if (s.adam_v != given.adam_v) add("v", s.adam_v);
         return MemoryChoice{levels_text(s.levels, recompute_names()),
                             state,
-                            residences_text(best.mix, given),
+                            placements_text(best.mix, given),
                             s.head_rows,
                             s.mlp_rows,
                             s.attention_rows,

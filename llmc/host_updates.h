@@ -1,4 +1,4 @@
-// host_updates.h - updates by the host's cores (--updates host), for optimizer state in host memory beside a
+// host_updates.h - updates by the host's cores (--offload updates=host), for optimizer state in host memory beside a
 // GPU or on its disk. Only gradients are copied to the host (and weights, if the update reads them), and
 // weights are copied back. An update on the GPU would move the whole state across the link twice.
 //

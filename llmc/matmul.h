@@ -5,7 +5,7 @@
 #include "llmc/columns.cuh"
 #include "llmc/gelu.cuh"
 
-// Whether products may round fp32 operands to TF32, which has a mantissa of 10 bits: with --tf32.
+// Whether products may round fp32 operands to TF32, which has a mantissa of 10 bits: with --advanced tf32=on.
 inline bool tf32_products = false;
 
 template <class T>

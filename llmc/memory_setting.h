@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "llmc/options.h"
+#include "llmc/options_placement.h"
 #include "llmc/recompute.h"
 
 // The settings that may be chosen. The sequences of a step, batch * grad_accum, stay the same.
@@ -40,19 +41,24 @@ inline void apply_setting(const MemorySetting& s, Options& o) {
 // other choice. `given`: the options before choosing.
 inline void remember_choice(const Options& given, Options& o) {
     auto remember = [&](const char* option, const std::string& value) { o.given[option] = {value}; };
-    if (o.steps > 0) remember("--head-rows", std::to_string(o.head_rows));
-    if (given.mlp_rows != o.mlp_rows) remember("--mlp-rows", std::to_string(o.mlp_rows));
+    if (o.steps > 0) remember("--chunk-rows.head", std::to_string(o.head_rows));
+    if (given.mlp_rows != o.mlp_rows) remember("--chunk-rows.mlp", std::to_string(o.mlp_rows));
     if (given.attention_rows != o.attention_rows)
-        remember("--attention-rows", std::to_string(o.attention_rows));
+        remember("--chunk-rows.attention", std::to_string(o.attention_rows));
     if (given.batch > 0 && !o.has("--memory")) return;
     remember("--batch", std::to_string(o.batch));
     remember("--grad-accum", std::to_string(o.grad_accum));
     remember("--recompute", o.recompute);
     if (o.allow_8bit) {
-        remember("--master", o.master);
-        if (o.optimizer == "adamw") remember("--adam-m", o.adam_m), remember("--adam-v", o.adam_v);
+        remember("--state-formats.master", o.master);
+        if (o.optimizer == "adamw") {
+            remember("--state-formats.m", o.adam_m);
+            remember("--state-formats.v", o.adam_v);
+        }
     }
-    for (const ChosenResidence& r : kChosenResidences)
-        if (r.value(o) != r.value(given)) remember(r.option, r.value(o));
-    for (const char* budget : {"--memory", "--host-memory", "--allow-8bit"}) o.given.erase(budget);
+    for (const Placement& p : kPlacements)
+        if (p.value(o) != p.value(given)) remember(p.setting().c_str(), p.value(o));
+    if (o.prefetch != given.prefetch) remember("--prefetch", std::to_string(o.prefetch));
+    if (o.by_block != given.by_block) remember("--by-block", "true");
+    for (const char* budget : {"--memory", "--memory.host", "--state-formats"}) o.given.erase(budget);
 }

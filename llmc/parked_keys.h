@@ -1,5 +1,5 @@
 // parked_keys.h - offloads the keys and values of a sequence whose rows go through a block in chunks, and in
-// backward the sums of their gradients (--park-keys). They are stored where blocks' inputs are offloaded to,
+// backward the sums of their gradients (--offload keys=). They are stored where blocks' inputs are offloaded to,
 // in pieces of a chunk's rows.
 //
 // The device has the keys and values of the current chunk and two buffers for pieces, and in backward two

@@ -125,14 +125,14 @@ class Places {
     }
     size_t rooms_of_matrices() const { return rooms_for(o_.prefetch, matrices_->loan_bytes().size()); }
     Place place_of_trained_blocks() const {
-        return place_of_blocks("--weights disk", model_.options.blocks, lends_trained());
+        return place_of_blocks("--offload weights=disk", model_.options.blocks, lends_trained());
     }
     Place place_of_block_gradients() const {
         const bool lends = trained_.options.streams_block_gradients();
-        return place_of_blocks("--gradients disk", model_.options.block_gradients, lends);
+        return place_of_blocks("--offload gradients=disk", model_.options.block_gradients, lends);
     }
     Place place_of_updated_state() const {
-        return {"--state disk",
+        return {"--offload state=disk",
                 trained_.options.updated,
                 trained_.chunks().size() * trained_.chunk_bytes(),
                 trained_.chunk_bytes(),
@@ -151,7 +151,8 @@ class Places {
     int64_t kv_columns() const { return 2 * model_.layout.config().kv_width(); }
     Place place_of_pieces(bool needed, size_t bytes) const {
         const int64_t rows = rows_of_parked_keys(), count = rows > 0 ? ceil_div(length(), rows) : 0;
-        return {"--park-keys", kParkedHome, needed ? static_cast<size_t>(count) * bytes : 0, bytes, 3};
+        return {"--offload keys=disk", kParkedHome, needed ? static_cast<size_t>(count) * bytes : 0, bytes,
+                3};
     }
     template <class E>
     UnitMemory<E> memory_of(int unit, E* on_device, bool elsewhere, const Elsewhere* place) const {
@@ -179,7 +180,8 @@ Place Places<T>::place_of_parked() const {
     const int64_t count = rows > 0
                               ? parked_layers() * o_.micro_batches_together() * Inputs::chunks(input, rows)
                               : Inputs::stored(parked_layers(), o_.micro_batches_together());
-    return {"--park", kParkedHome, o_.steps > 0 ? static_cast<size_t>(count) * bytes : 0, bytes, 2};
+    return {"--offload inputs=disk", kParkedHome, o_.steps > 0 ? static_cast<size_t>(count) * bytes : 0,
+            bytes, 2};
 }
 
 template <class T>

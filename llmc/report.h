@@ -28,10 +28,9 @@ struct MemoryChoice {
     double slower;   // than the fastest configuration there is: 0.1 is 10%
 
     std::string text() const {
-        std::string rows = format("--head-rows %lld", static_cast<long long>(head_rows));
-        if (mlp_rows > 0) rows += format(" --mlp-rows %lld", static_cast<long long>(mlp_rows));
-        if (attention_rows > 0)
-            rows += format(" --attention-rows %lld", static_cast<long long>(attention_rows));
+        std::string rows = format("--chunk-rows head=%lld", static_cast<long long>(head_rows));
+        if (mlp_rows > 0) rows += format(",mlp=%lld", static_cast<long long>(mlp_rows));
+        if (attention_rows > 0) rows += format(",attention=%lld", static_cast<long long>(attention_rows));
         return format("--recompute %s %s --batch %d --grad-accum %d%s%s", recompute.c_str(), rows.c_str(),
                       batch, grad_accum, formats.c_str(), residences.c_str());
     }
@@ -90,7 +89,7 @@ struct MemoryReport {
     std::string budget;                // --memory
     std::vector<MemoryChoice> choice;  // the configuration for that, and its neighbours
     std::string batch_choice;          // what --batch auto chose, and why no more
-    std::string context_choice;        // what --context auto chose, and its cost in time
+    std::string context_choice;        // what --seq-len auto chose, and its cost in time
     std::vector<Buffer> buffers;
     // What a process takes beside the buffers: code that libraries compile or load, threads' stacks, a
     // tokenizer.
@@ -262,7 +261,7 @@ struct TableLine {
 
 // Prints what --memory chose, what that costs, and its neighbours.
 inline void print_choice(FILE* to, const MemoryReport& r) {
-    if (!r.context_choice.empty()) fprintf(to, "--context auto: %s\n", r.context_choice.c_str());
+    if (!r.context_choice.empty()) fprintf(to, "--seq-len auto: %s\n", r.context_choice.c_str());
     if (!r.batch_choice.empty()) fprintf(to, "--batch auto: %s\n", r.batch_choice.c_str());
     for (size_t i = 0; i < r.choice.size(); i++) {
         const MemoryChoice &c = r.choice[i], &chosen = r.choice[0];

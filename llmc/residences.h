@@ -7,67 +7,61 @@
 
 #include <cstdint>
 #include <fcntl.h>
+#include <map>
 #include <string>
 #include <type_traits>
 #include <vector>
 
 #include "llmc/chunk_rows.h"
 #include "llmc/options.h"
+#include "llmc/options_placement.h"
 #include "llmc/run_inputs.h"
 #include "llmc/solver.h"
 #include "llmc/temporary_file.h"
 
 // What --memory may place outside the device, because the options leave it open.
 struct Movable {
-    std::vector<std::string> weights;          // placements to try for blocks' weights: names of kHomeNames
-    std::vector<std::string> embeddings = {};  // placements to try for a frozen model's embeddings,
-    std::vector<std::string> gradients = {};   // for blocks' gradients,
-    std::vector<std::string> state;            // and for optimizer state that only updates need
-    bool updates = false;                      // tries --updates host
-    bool rooms = false;                        // tries --state-rooms block
-    bool inputs = false;                       // tries --park all
-    bool keys = false;                         // tries --park-keys besides --park all
+    // Values to try, by the key of --offload; what has none stays as given.
+    std::map<std::string, std::vector<std::string>> values;
+    bool rooms = false;  // tries --offload state=...:block
 };
 
 // What --memory may place outside the device where no option says: beside a GPU in host memory, if
-// --host-memory offers it, else in files. `with_files`: everything that is trained may be in files beside a
+// --memory host= offers it, else in files. `with_files`: everything that is trained may be in files beside a
 // GPU too. The state of an adapter of a frozen model stays on the device.
 template <class T>
 Movable movable(const Options& o, const RunInputs& inputs, bool with_files) {
     Movable m;
-    const bool frozen = static_cast<bool>(inputs.adapter), offered = o.has("--host-memory");
+    const bool frozen = static_cast<bool>(inputs.adapter), offered = o.has("--memory.host");
     const bool moves = kHostIsDevice || offered;
+    const auto is_open = [&](const char* key) { return !o.has(placement(key).setting()); };
     std::vector<std::string> homes;
     if (!kHostIsDevice) homes.push_back("host");
     if (kHostIsDevice || with_files) homes.push_back("disk");
     const std::string& home = homes.front();
-    if (!o.has("--weights") && !frozen && moves) m.weights = homes;
-    if (!o.has("--weights")) {
-        if (offered && home == "host" && inputs.may_lend_frozen(home)) m.weights = {home};
-        if (inputs.may_lend_frozen("disk")) m.weights.push_back("disk");
+    if (is_open("weights") && !frozen && moves) m.values["weights"] = homes;
+    if (is_open("weights")) {
+        if (offered && home == "host" && inputs.may_lend_frozen(home)) m.values["weights"] = {home};
+        if (inputs.may_lend_frozen("disk")) m.values["weights"].push_back("disk");
     }
-    if (!o.has("--embeddings") && inputs.may_move_embeddings()) m.embeddings = {offered ? home : "disk"};
+    if (is_open("embeddings") && inputs.may_move_embeddings())
+        m.values["embeddings"] = {offered ? home : "disk"};
     const bool has_state = o.optimizer == "adamw" || (std::is_same_v<T, bf16> && o.master != "none");
-    if (!o.has("--gradients") && !frozen && !o.update_in_backward && moves) m.gradients = homes;
-    if (!o.has("--state") && !frozen && has_state && moves) m.state = homes;
-    m.updates = !kHostIsDevice && !o.has("--updates");
-    m.rooms = !o.has("--state-rooms");
-    m.inputs = !o.has("--park") && moves;
+    if (is_open("gradients") && !frozen && !o.update_in_backward && moves) m.values["gradients"] = homes;
+    if (is_open("state") && !frozen && has_state && moves) m.values["state"] = homes;
+    if (is_open("updates") && !kHostIsDevice) m.values["updates"] = {"host"};
+    const auto state = o.given.find("--offload.state");
+    m.rooms = state == o.given.end() || state->second[0].find(':') == std::string::npos;
+    if (is_open("inputs") && moves) m.values["inputs"] = {parked_home_name()};
     // Keys can be offloaded only if attention may take rows in chunks of whole pieces of keys.
-    const bool long_enough = !o.has("--attention-rows") && o.seq_len > 2 * kFewestAttentionRows;
+    const bool long_enough = !o.has("--chunk-rows.attention") && o.seq_len > 2 * kFewestAttentionRows;
     const bool in_pieces = o.attention_rows != 0 && o.attention_rows % kKeyPiece <= 0;
-    m.keys = !o.has("--park-keys") && moves && (long_enough || in_pieces);
+    if (is_open("keys") && moves && (long_enough || in_pieces)) m.values["keys"] = {parked_home_name()};
     return m;
 }
 
 // --by-block is tried only with at most this many sequences in a step: a dry run executes each micro-batch.
 constexpr int64_t kMostTogether = 64;
-
-// True if the host's cores can do the updates: the state is not on the device, and neither gradients nor
-// trained weights are on a disk.
-inline bool host_can_update(const Options& o) {
-    return o.state != "device" && o.gradients != "disk" && (o.weights != "disk" || o.trains_adapter());
-}
 
 // The options with each combination of placements; the given ones come first. Where blocks are streamed, it
 // also tries to take all micro-batches of a step through a block before the next block, so that each block is
@@ -84,15 +78,6 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
         }
         all = std::move(more);
     };
-    // After each of the options, inserts a copy for each of these placements of `what`.
-    const auto vary_home = [&](std::string Options::*what, const std::vector<std::string>& homes) {
-        std::vector<Options> more;
-        for (const Options& o : all) {
-            more.push_back(o);
-            for (const std::string& home : homes) more.emplace_back(o).*what = home;
-        }
-        all = std::move(more);
-    };
     const auto moves = [](const Options& o) { return o.weights != "device"; };
     const auto comes_in_backward = [](const Options& o) {
         const bool with_host = o.updates == "host" && host_can_update(o);
@@ -100,14 +85,22 @@ inline std::vector<Options> residences_to_try(const Options& given, const Movabl
     };
     const int64_t sequences = int64_t{given.batch} * given.grad_accum;
     const bool may_go_together = !given.by_block && sequences > 1 && sequences <= kMostTogether;
-    vary_home(&Options::weights, movable.weights);
-    vary_home(&Options::embeddings, movable.embeddings);
-    vary_home(&Options::gradients, movable.gradients);
-    vary_home(&Options::state, movable.state);
-    vary([&](Options& o) { return o.updates = "host", movable.updates && host_can_update(o); });
-    vary([&](Options& o) { return o.state_rooms = -1, comes_in_backward(o) && movable.rooms; });
-    vary([&](Options& o) { return o.park = -1, movable.inputs; });
-    vary([&](Options& o) { return o.park_keys = true, o.park == -1 && movable.keys; });
+    for (const Placement& p : kPlacements) {
+        const auto values = movable.values.find(p.key);
+        std::vector<Options> more;
+        for (const Options& o : all) {
+            more.push_back(o);
+            if (values == movable.values.end()) continue;
+            for (const std::string& value : values->second) {
+                Options changed = o;
+                p.set(changed, value);
+                if (p.may_try(changed)) more.push_back(std::move(changed));
+            }
+        }
+        all = std::move(more);
+        if (p.key == std::string("updates"))
+            vary([&](Options& o) { return o.state_rooms = -1, comes_in_backward(o) && movable.rooms; });
+    }
     vary([&](Options& o) {
         const bool moves_less =
             moves(o) || (o.state != "device" && o.update_in_backward) || o.gradients != "device";
@@ -137,17 +130,6 @@ inline bool has_files(const Options& o) {
     return o.weights == "disk" || o.gradients == "disk" || o.state == "disk";
 }
 
-// What was chosen differently from the given options, as on a command line.
-inline std::string residences_text(const Options& chosen, const Options& given) {
-    std::string text;
-    for (const ChosenResidence& r : kChosenResidences) {
-        const std::string value = r.value(chosen);
-        if (value != r.value(given))
-            text += std::string(" ") + r.option + (value == "true" ? "" : " " + value);
-    }
-    return text;
-}
-
 // The bytes that are free for files of the run's own, in the folder for temporary files; 0 if files there
 // cannot bypass the page cache.
 inline size_t room_on_disk() {
@@ -163,6 +145,6 @@ inline size_t room_on_disk() {
 // How much memory outside the device --memory may use.
 inline BesideDevice room_beside_device(const Options& o) {
     BesideDevice room = {.files = room_on_disk()};
-    if (o.has("--host-memory")) room.pinned = parse_bytes(o.host_memory, "--host-memory");
+    if (o.has("--memory.host")) room.pinned = parse_bytes(o.host_memory, "--memory host=");
     return room;
 }

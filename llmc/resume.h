@@ -15,6 +15,7 @@
 #include "llmc/checkpoint.h"
 #include "llmc/dataset.h"
 #include "llmc/options.h"
+#include "llmc/options_resume.h"
 
 // True if a file has this name, or matches this glob(3) pattern.
 inline bool names_something(const std::string& pattern) {
@@ -37,9 +38,12 @@ inline std::string name_from(const std::string& folder, const std::string& name)
 }
 
 // The options whose values are names of files or folders.
-inline constexpr const char* kNameOptions[] = {"--data",      "--val-data",          "--model",   "--log",
-                                               "--out",       "--matmul-algorithms", "--adapter", "--merge",
-                                               "--save-base", "--loss-by-position",  "--rates"};
+inline constexpr const char* kNameOptions[] = {"--data",      "--val-data",
+                                               "--model",     "--log",
+                                               "--out",       "--advanced.algorithms",
+                                               "--adapter",   "--merge",
+                                               "--save-base", "--loss-by-position",
+                                               "--rates"};
 
 inline bool is_list_of_texts(const nlohmann::json& options, const char* name) {
     const auto it = options.find(name);
@@ -88,6 +92,13 @@ inline void count_names_from(const std::string& folder, const char* option, std:
 inline SavedOptions saved_options(const std::string& save) {
     namespace fs = std::filesystem;
     const Progress progress = read_progress(save);
+    if (progress.formats.find(" --master ") !=
+        std::string::npos)  // as they were called before --state-formats
+        fail(
+            "--resume %s: an earlier version, whose options had other names, has saved this: --model %s "
+            "trains "
+            "on from its weights",
+            save.c_str(), save.c_str());
     SavedOptions options = {progress.options, progress.options, folder_of_names(progress, save)};
     std::error_code none;
     if (!fs::equivalent(options.directory, ".", none)) {

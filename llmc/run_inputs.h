@@ -21,6 +21,7 @@
 #include "llmc/longer_positions.h"
 #include "llmc/new_model.h"
 #include "llmc/options.h"
+#include "llmc/options_placement.h"
 #include "llmc/outputs.h"
 #include "llmc/quantized_weights.h"
 #include "llmc/report.h"
@@ -44,12 +45,12 @@ class RunInputs {
     RunInputs(const RunInputs&) = delete;
 
     // The matrices of the model that are stored in formats of their own: in those of its files, or in those
-    // of --store or --base, in a build with weights of type T. Nothing if there are none. `weights` is their
+    // of --base, in a build with weights of type T. Nothing if there are none. `weights` is their
     // placement, a name of kHomeNames.
     template <class T>
     std::optional<QuantizedWeights> quantized_weights(const std::string& weights) const;
-    // True if --memory may place the blocks of a frozen model in `home` instead of where --weights says: if
-    // check_homes() would accept that. Matrices that this run quantizes itself cannot be on disk.
+    // True if --memory may place the blocks of a frozen model in `home` instead of where --offload weights=
+    // says: if check_homes() would accept that. Matrices that this run quantizes itself cannot be on disk.
     bool may_lend_frozen(const std::string& home) const {
         const bool in_files = adapter && !parse_new_model(o_.model) && o_.save_base.empty();
         return in_files && (home != "disk" || stored().empty());
@@ -58,9 +59,9 @@ class RunInputs {
     bool may_move_embeddings() const {
         return adapter && !parse_new_model(o_.model) && o_.head.empty() && o_.save_base.empty();
     }
-    // The head's matrix in the format of --head; nothing without --head.
+    // The head's matrix in the format of --base head=; nothing without that.
     std::optional<QuantizedWeights> quantized_head() const;
-    // The format that --head asks for.
+    // The format that --base head= asks for.
     const WeightFormat& head_format() const {
         return o_.head == "8bit" ? kQ8_0 : o_.base == "nf4" ? kNf4 : kNf4Double;
     }
@@ -143,12 +144,12 @@ class RunInputs {
     const WeightFormat* format_in_base(const LinearModule& m, const SafetensorsFolder* files) const;
     AdapterBase describe_base() const;
     void check_adapter_base();
-    // The formats that --store asks for, or --base.
+    // The formats that --base asks for.
     std::vector<StoredAs> stored() const {
         return parse_stored(o_.base.empty() ? o_.store : std::vector{"all=" + o_.base});
     }
-    void check_home(const char* option, const std::string& home) const;
-    void check_frozen_home(const char* option, const std::string& home) const;
+    void check_home(const char* key, const std::string& home) const;
+    void check_frozen_home(const char* key, const std::string& home) const;
     void check_updates() const;
     void check_homes() const;
     void check_saved_base() const;
@@ -240,7 +241,7 @@ inline void RunInputs::choose_length() {
             "without it",
             o_.seq_len, why, config.positions - adapter.prompt_tokens);
     if (samples())
-        fail("--seq-len %d: %s, which grows in a sample: add --sample-tokens 0, or at most %d", o_.seq_len,
+        fail("--seq-len %d: %s, which grows in a sample: add --sample tokens=0, or at most %d", o_.seq_len,
              why, config.positions - adapter.prompt_tokens);
 }
 
@@ -253,18 +254,22 @@ inline void RunInputs::check_chunks() const {
     const auto number = [](int64_t n) { return static_cast<long long>(n); };
     const int64_t length = o_.chose_length ? kMostPositions : o_.seq_len + adapter.prompt_tokens;
     const int64_t batch_rows = o_.batch * length, of_mlp = o_.mlp_rows, of_attention = o_.attention_rows;
-    if (given("--mlp-rows", of_mlp) && o_.batch > 0 && of_mlp > 8 * ceil_div(batch_rows, 8))
-        fail("--mlp-rows %lld: a micro-batch has %lld; 0 takes all", number(of_mlp), number(batch_rows));
-    if (!given("--attention-rows", of_attention)) return;
+    if (given("--chunk-rows.mlp", of_mlp) && o_.batch > 0 && of_mlp > 8 * ceil_div(batch_rows, 8))
+        fail("--chunk-rows mlp=%lld: a micro-batch has %lld; all takes all", number(of_mlp),
+             number(batch_rows));
+    if (!given("--chunk-rows.attention", of_attention)) return;
     if (of_attention > 128 * ceil_div(length, 128))
-        fail("--attention-rows %lld: a sequence has %lld; 0 takes all", number(of_attention), number(length));
+        fail("--chunk-rows attention=%lld: a sequence has %lld; all takes all", number(of_attention),
+             number(length));
     if (o_.park_keys && of_attention >= length)
-        fail("--park-keys: no key is before the rows at hand, as --attention-rows %lld are all of a sequence",
-             number(of_attention));
+        fail(
+            "--offload keys=%s: --chunk-rows attention=%lld takes all rows of a sequence at once, so that no "
+            "keys can be offloaded",
+            parked_home_name(), number(of_attention));
     const std::vector<int> levels =
         parse_levels(o_.recompute, recompute_names(), config.layers, "--recompute");
     if (o_.steps > 0 && !o_.has("--memory") && std::ranges::find(levels, kLastLevel) == levels.end())
-        fail("--attention-rows %lld: is of blocks that keep nothing: --recompute block",
+        fail("--chunk-rows attention=%lld: is for blocks that keep nothing: --recompute block",
              number(of_attention));
 }
 
@@ -345,11 +350,9 @@ inline void RunInputs::check_example_options() const {
 inline void RunInputs::check_base() const {
     const bool is_so = config.has_nf4 || gguf, stores = !o_.base.empty() || !o_.store.empty(),
                quantizes = stores || !o_.head.empty();
-    const std::string asked = !o_.base.empty()    ? "--base " + o_.base
-                              : !o_.store.empty() ? "--store " + o_.store[0]
-                                                  : "--head " + o_.head;
-    if (!o_.base.empty() && !o_.store.empty())
-        fail("--base %s: is --store all=%s: give one of them", o_.base.c_str(), o_.base.c_str());
+    const std::string asked = "--base " + (!o_.base.empty()    ? o_.base
+                                           : !o_.store.empty() ? o_.store[0]
+                                                               : "head=" + o_.head);
     check_stored(stored(), config);
     const std::string why =
         is_so ? "--model " + o_.model + ": its files are " + (gguf ? "GGUF" : "NF4") : asked;
@@ -365,10 +368,11 @@ inline void RunInputs::check_base() const {
     if (quantizes && parse_new_model(o_.model) && o_.bench.empty())
         fail("%s: is for a model that was trained: give its folder as --model", asked.c_str());
     if (gguf && !o_.head.empty())
-        fail("--head %s: is for a folder; a GGUF's head is kept in the build's precision", o_.head.c_str());
+        fail("--base head=%s: is for a folder; a GGUF's head is kept in the build's precision",
+             o_.head.c_str());
     if (o_.head == "8bit" && config.channels % Q8_0::kElements != 0)
-        fail("--head 8bit: blocks of %d do not divide the model's %d channels; --head nf4", Q8_0::kElements,
-             config.channels);
+        fail("--base head=8bit: blocks of %d do not divide the model's %d channels; use head=nf4",
+             Q8_0::kElements, config.channels);
 }
 
 // The format of a linear layer's matrix; null if it is not quantized. `files` is a folder in NF4, or null.
@@ -427,87 +431,91 @@ inline void RunInputs::check_adapter_base() {
     const std::string what =
         format("%s: was trained beside a model %s, and --model %s is one %s", named.c_str(),
                then->text().c_str(), o_.model.c_str(), now.text().c_str());
-    const auto is_chosen = [&](const char* option) { return o_.has(option) && !o_.saved.contains(option); };
-    if (o_.any_base || is_chosen("--base") || is_chosen("--store") || is_chosen("--head")) {
+    if (o_.any_base || (o_.has("--base") && !o_.saved.contains("--base"))) {
         fprintf(stderr, "%s\n", what.c_str());
         return;
     }
     const bool can = !gguf && !config.has_nf4 && then->is_quantized() && then->has_options();
     fail("%s: %s, or --base none to take this one", what.c_str(),
-         can ? ("add " + then->options()).c_str() : "give that model as --model");
+         can ? ("add --base " + then->option_value()).c_str() : "give that model as --model");
 }
 
 // Fails if what is trained cannot be placed in `home`.
-inline void RunInputs::check_home(const char* option, const std::string& home) const {
+inline void RunInputs::check_home(const char* key, const std::string& home) const {
     if (home == "host" && kHostIsDevice)
-        fail("%s host: on a CPU the host's memory is the device's; %s disk takes none", option, option);
+        fail("--offload %s=host: on a CPU the host's memory is the device's; %s=disk takes none", key, key);
 }
 
 // Fails if a frozen model's weights cannot be placed in `home`.
-inline void RunInputs::check_frozen_home(const char* option, const std::string& home) const {
-    if (home == "host" && kHostIsDevice) check_home(option, home);
+inline void RunInputs::check_frozen_home(const char* key, const std::string& home) const {
+    if (home == "host" && kHostIsDevice) check_home(key, home);
     if (parse_new_model(o_.model))
-        fail("%s %s: is for a model that is in files, and --model %s is a new one", option, home.c_str(),
-             o_.model.c_str());
+        fail("--offload %s=%s: is for a model that is in files, and --model %s is a new one", key,
+             home.c_str(), o_.model.c_str());
     if (o_.steps == 0 && !o_.out.empty() && !adapter)
-        fail("%s %s: nothing is trained that --out %s could save", option, home.c_str(), o_.out.c_str());
+        fail("--offload %s=%s: nothing is trained that --out %s could save", key, home.c_str(),
+             o_.out.c_str());
     if (!resumed.empty() && !adapter)
-        fail("%s %s: --resume %s is a whole model: give it as --model", option, home.c_str(),
+        fail("--offload %s=%s: --resume %s is a whole model: give it as --model", key, home.c_str(),
              o_.resume.c_str());
     if (!o_.save_base.empty())
-        fail("%s %s: --save-base %s is for a base on the device", option, home.c_str(), o_.save_base.c_str());
+        fail("--offload %s=%s: --save-base %s is for a base on the device", key, home.c_str(),
+             o_.save_base.c_str());
 }
 
 // Fails if the host's cores cannot do the updates.
 inline void RunInputs::check_updates() const {
-    if (kHostIsDevice) fail("--updates host: is for a GPU's host; on a CPU that is the device");
-    if (o_.saved.count("--updates")) return;  // it only applies if the state is still outside the device
-    if (o_.state == "device" && (!o_.has("--memory") || o_.has("--state")))
-        fail("--updates host: is of a state that lives elsewhere, as --state host or --state disk has it");
-    for (const auto& [home, option] :
-         {std::pair{&o_.weights, "--weights"}, std::pair{&o_.gradients, "--gradients"}})
+    if (kHostIsDevice) fail("--offload updates=host: is for a GPU's host; on a CPU that is the device");
+    if (o_.saved.count("--offload.updates"))
+        return;  // it only applies if the state is still outside the device
+    if (o_.state == "device" && (!o_.has("--memory") || o_.has("--offload.state")))
+        fail("--offload updates=host: is for state outside the device: add state=host or state=disk");
+    for (const auto& [home, key] : {std::pair{&o_.weights, "weights"}, std::pair{&o_.gradients, "gradients"}})
         if (*home == "disk" && !adapter)
-            fail("--updates host: %s disk: what the host updates is in its memory, or on the device", option);
+            fail(
+                "--offload updates=host: what the host updates is in its memory or on the device, and not "
+                "%s=disk",
+                key);
 }
 
-// Fails if --weights, --embeddings, --gradients or --state ask for an impossible placement.
+// Fails if --offload asks for an impossible placement.
 inline void RunInputs::check_homes() const {
     const bool trains_model = o_.steps > 0 && !adapter;
-    if (o_.steps > 0) check_home("--state", o_.state);
+    if (o_.steps > 0) check_home("state", o_.state);
     if (o_.gradients != "device" && o_.steps > 0) {
         const char* const gradients = o_.gradients.c_str();
-        if (adapter) fail("--gradients %s: is of a model that is trained whole", gradients);
+        if (adapter) fail("--offload gradients=%s: is of a model that is trained whole", gradients);
         if (o_.update_in_backward)
-            fail("--gradients %s: with --update-in-backward only one unit's are there at a time", gradients);
-        check_home("--gradients", o_.gradients);
+            fail("--offload gradients=%s: with --update-in-backward only one block's are there at a time",
+                 gradients);
+        check_home("gradients", o_.gradients);
     }
     if (o_.updates == "host" && o_.steps > 0) check_updates();
-    if (o_.has("--state-rooms") && !o_.saved.count("--state-rooms") && o_.state == "device" &&
-        !o_.has("--memory"))
-        fail("--state-rooms: is of a state that lives elsewhere, as --state %s has it",
-             kHostIsDevice ? "disk" : "host");
     if (o_.has("--prefetch") && !o_.saved.count("--prefetch") && !lends_blocks(o_) && !o_.has("--memory"))
-        fail("--prefetch %d: is of blocks that live elsewhere, as --weights disk has them", o_.prefetch);
+        fail("--prefetch %d: is for offloaded blocks: add --offload weights=disk", o_.prefetch);
     if (o_.embeddings != "device") {
         const char* const embeddings = o_.embeddings.c_str();
         if (trains_model)
-            fail("--embeddings %s: is of a frozen model; --train lora or prompt trains beside one",
+            fail("--offload embeddings=%s: is of a frozen model; --train lora or prompt trains beside one",
                  embeddings);
         if (!o_.head.empty())
-            fail("--embeddings %s: --head %s is of a head on the device", embeddings, o_.head.c_str());
-        check_frozen_home("--embeddings", o_.embeddings);
+            fail("--offload embeddings=%s: --base head=%s is of a head on the device", embeddings,
+                 o_.head.c_str());
+        check_frozen_home("embeddings", o_.embeddings);
     }
     if (o_.weights == "device") return;
-    if (trains_model) return check_home("--weights", o_.weights);
-    check_frozen_home("--weights", o_.weights);
+    if (trains_model) return check_home("weights", o_.weights);
+    check_frozen_home("weights", o_.weights);
     if (o_.weights == "disk" && !o_.store.empty())
         fail(
-            "--weights disk: --store %s is of matrices in memory; those of files are lent as they are: "
+            "--offload weights=disk: --base %s is of matrices in memory; those of files are streamed as they "
+            "are: "
             "--base nf4 --save-base DIR writes files that have them in NF4",
             o_.store[0].c_str());
     if (o_.weights == "disk" && !o_.base.empty())
         fail(
-            "--weights disk: --base %s would be quantized anew each time; save it once with --save-base DIR, "
+            "--offload weights=disk: --base %s would be quantized anew each time; save it once with "
+            "--save-base DIR, "
             "and give --model DIR",
             o_.base.c_str());
 }
@@ -519,7 +527,7 @@ inline void RunInputs::check_saved_base() const {
     if (!*folder) return;
     if (gguf) fail("--save-base %s: the matrices of a GGUF are not in NF4", folder);
     if (!o_.head.empty())
-        fail("--save-base %s: such a base has its head in 16 or 32 bits: leave --head %s to the training",
+        fail("--save-base %s: such a base has its head in 16 or 32 bits: leave head=%s to the training",
              folder, o_.head.c_str());
     if (o_.base.empty() && !config.has_nf4)
         fail("--save-base %s: is for matrices in NF4: add --base nf4-double", folder);
@@ -612,8 +620,8 @@ inline AdapterConfig RunInputs::choose_adapter() {
     return new_prompt(config, static_cast<int>(first_prompt.size()), o_.soft_prompt_text, base);
 }
 
-// The first tokens of a soft prompt: those of --soft-prompt-text, cut or repeated to the length of
-// --soft-prompt, as in PEFT; without a text, random tokens.
+// The first tokens of a soft prompt: those of its text, cut or repeated to its length, as in PEFT;
+// without a text, random tokens.
 inline std::vector<int> RunInputs::choose_first_prompt() const {
     size_t count = static_cast<size_t>(o_.soft_prompt);
     std::vector<int> tokens(count);
@@ -623,13 +631,13 @@ inline std::vector<int> RunInputs::choose_first_prompt() const {
                                          static_cast<uint64_t>(config.vocabulary));
         return tokens;
     }
-    if (!tokenizer) fail("--soft-prompt-text: the model's folder has no tokenizer to read it with");
+    if (!tokenizer) fail("--soft-prompt: the model's folder has no tokenizer to read it with");
     const std::vector<int> text =
-        naming("--soft-prompt-text", [&] { return tokenizer->encode(o_.soft_prompt_text, false); });
+        naming("--soft-prompt", [&] { return tokenizer->encode(o_.soft_prompt_text, false); });
     if (text.empty())
-        fail("--soft-prompt-text: its tokenizer has no token for any of \"%s\"",
+        fail("--soft-prompt: its tokenizer has no token for any of \"%s\"",
              printable(o_.soft_prompt_text).c_str());
-    if (!o_.has("--soft-prompt")) tokens.resize(text.size());
+    if (o_.soft_prompt == 0) tokens.resize(text.size());
     for (size_t i = 0; i < tokens.size(); i++) tokens[i] = text[i % text.size()];
     return tokens;
 }
@@ -724,7 +732,7 @@ inline void RunInputs::check_output_files() const {
     std::vector<Output> files = {{"--timeline", o_.timeline, "{\"model\":"},
                                  {"--log", o_.log, "{\"step\":"},
                                  {"--loss-by-position", o_.loss_by_position, "{\"step\":"},
-                                 {"--matmul-algorithms", o_.matmul_algorithms, "", Output::Replaced},
+                                 {"--advanced algorithms", o_.matmul_algorithms, "", Output::Replaced},
                                  {"--merge", o_.merge, "", Output::Folder}};
     if (!file_exists(o_.save_base)) files.push_back({"--save-base", o_.save_base, "", Output::Folder});
     for (const Output& file : files)
@@ -830,18 +838,20 @@ inline bool RunInputs::sample_slides() const {
     return static_cast<int64_t>(first_tokens().size()) + o_.sample_tokens > sample_window();
 }
 
-// Fails if --attention hopper asks for kernels that do not exist in this build or for this model's heads.
+// Fails if --advanced attention=hopper asks for kernels that do not exist in this build or for this model's
+// heads.
 template <class T>
 void check_attention(const Options& o, const ModelConfig& config) {
     if (o.attention != "hopper") return;
     if (!kHopperAttention<T>)
         fail(
-            "--attention hopper: this build has no such kernels; make DEVICE=cuda PRECISION=bf16 with 90a in "
-            "CUDA_ARCH does, and --attention common is in each");
+            "--advanced attention=hopper: this build has no such kernels; make DEVICE=cuda PRECISION=bf16 "
+            "with 90a in "
+            "CUDA_ARCH does, and attention=common is in each");
     if (!hopper_attention_supports(config.head_size))
         fail(
-            "--attention hopper does heads of 64 and 128 channels, and the model's have %d: --attention "
-            "common",
+            "--advanced attention=hopper does heads of 64 and 128 channels, and the model's have %d: use "
+            "attention=common",
             config.head_size);
 }
 
@@ -851,7 +861,7 @@ inline void check_device([[maybe_unused]] const Options& o) {
     check_gpu();
     if (o.attention == "hopper" && !device_is_hopper())
         fail(
-            "--attention hopper is for GPUs of compute capability 9.0, which this one is not: --attention "
-            "common");
+            "--advanced attention=hopper is for GPUs of compute capability 9.0, which this one is not: use "
+            "attention=common");
 #endif
 }

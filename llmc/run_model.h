@@ -22,8 +22,10 @@
 template <class T>
 StateOptions state_options(const Options& o) {
     if (std::is_same_v<T, float> && o.steps > 0 && o.master != "fp32")
-        fail("--master %s completes bf16 weights, and this build's are fp32: make PRECISION=bf16",
-             o.master.c_str());
+        fail(
+            "--state-formats master=%s completes bf16 weights, and this build's are fp32: make "
+            "PRECISION=bf16",
+            o.master.c_str());
     return {.training = o.steps > 0,
             .gradients = !o.update_in_backward,
             .optimizer = named<Optimizer>(kOptimizerNames, o.optimizer),

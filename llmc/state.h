@@ -57,10 +57,10 @@ struct StateOptions {
     // The options that choose this, for messages and saves.
     std::string text() const {
         std::string s = std::string("--optimizer ") + kOptimizerNames[static_cast<int>(optimizer)] +
-                        " --master " + kMasterNames[static_cast<int>(master)];
+                        " --state-formats master=" + kMasterNames[static_cast<int>(master)];
         if (optimizer == Optimizer::AdamW)
-            s += std::string(" --adam-m ") + kMomentNames[static_cast<int>(m)] + " --adam-v " +
-                 kMomentNames[static_cast<int>(v)];
+            s += std::string(",m=") + kMomentNames[static_cast<int>(m)] +
+                 ",v=" + kMomentNames[static_cast<int>(v)];
         return s;
     }
 };

@@ -1,5 +1,5 @@
 // stored_as.h - chooses the format in which each matrix of a frozen model's linear layers is stored, as
-// --store and --base say: a format with fewer bits than the build computes with is widened when a product
+// --base says: a format with fewer bits than the build computes with is widened when a product
 // reads the matrix.
 #pragma once
 
@@ -11,7 +11,7 @@
 #include "llmc/adapter.h"
 #include "llmc/quantized_formats.h"
 
-// The formats' names in --store.
+// The formats' names in --base.
 inline constexpr std::pair<const char*, const WeightFormat*> kStorable[] = {{"fp32", &kStoredF32},
                                                                             {"bf16", &kStoredBf16},
                                                                             {"8bit", &kQ8_0},
@@ -25,13 +25,13 @@ inline const char* stored_name(const WeightFormat& format) {
     return format.name;
 }
 
-// One part of --store, such as "mlp=bf16".
+// One part of --base, such as "mlp=bf16".
 struct StoredAs {
     std::string target;  // names as in the model's files, "attention", "mlp" or "all"
     const WeightFormat* format;
 };
 
-// Parses --store. Fails if a text is not of this form.
+// Parses the parts of --base. Fails if a text is not of this form.
 inline std::vector<StoredAs> parse_stored(const std::vector<std::string>& texts) {
     std::vector<StoredAs> all;
     for (const std::string& text : texts) {
@@ -44,8 +44,8 @@ inline std::vector<StoredAs> parse_stored(const std::vector<std::string>& texts)
             if (name == known) format = candidate;
         }
         if (!format || equals == 0)
-            fail("--store %s: needs layers and a format, as in mlp=bf16; formats are %s",
-                 printable(text).c_str(), names.c_str());
+            fail("--base %s: needs a format, as in mlp=bf16; formats are %s", printable(text).c_str(),
+                 names.c_str());
         all.push_back({text.substr(0, equals), format});
     }
     return all;
@@ -60,7 +60,7 @@ const WeightFormat* stored_format(const std::vector<StoredAs>& stored, const Mod
     for (const StoredAs& s : stored)
         if (is_among(c, m, s.target)) format = s.format;
     if (format == &kStoredF32 && !std::is_same_v<T, float>)
-        fail("--store: this build computes in bf16, and %s would be stored in fp32: make PRECISION=fp32",
+        fail("--base: this build computes in bf16, and %s would be stored in fp32: make PRECISION=fp32",
              m.name.c_str());
     return format;
 }
@@ -73,9 +73,9 @@ inline void check_stored(const std::vector<StoredAs>& stored, const ModelConfig&
             if (!is_among(c, m, s.target)) continue;
             found = true;
             if (s.format == &kQ8_0 && m.inputs % Q8_0::kElements != 0)
-                fail("--store %s=8bit: blocks of %d do not divide the %lld columns of %s; nf4",
+                fail("--base %s=8bit: blocks of %d do not divide the %lld columns of %s; use nf4",
                      s.target.c_str(), Q8_0::kElements, static_cast<long long>(m.inputs), m.name.c_str());
         }
-        if (!found) fail_no_layer("--store", s.target, c);
+        if (!found) fail_no_layer("--base", s.target, c);
     }
 }

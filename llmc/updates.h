@@ -137,7 +137,7 @@ class Updates {
         TensorF norm = metrics_.norms().rows_at(0, 1);
         norm_of_sums(norm, metrics_.sums(), stream_);
     }
-    // Updates a unit's weights. With --update-in-backward and without --clip-per-block, the norm that the
+    // Updates a unit's weights. Unless the norm is of each block, the norm that the
     // update reads is that of the previous step; nothing is clipped then, so it has no effect.
     void update(int unit, const floatX* gradients) {
         Range range("update", unit);

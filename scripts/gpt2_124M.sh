@@ -5,7 +5,7 @@
 set -eu
 cd "$(dirname "$0")/.."
 exec ./train --data 'data/fineweb_train_*.bin' --val-data 'data/fineweb_val_*.bin' \
-    --model d12 --batch 64 --seq-len 1024 --grad-accum 8 --head-rows 4096 --steps 19000 \
+    --model d12 --batch 64 --seq-len 1024 --grad-accum 8 --chunk-rows head=4096 --steps 19000 \
     --lr 6e-4 --min-lr 6e-5 --warmup 700 --weight-decay 0.1 \
-    --eval-every 250 --eval-batches 3 --sample-every 1000 \
+    --eval-every 250 --eval-batches 3 --sample every=1000 \
     --out out/gpt2_124M --save-every 1000 --log out/gpt2_124M.jsonl "$@"

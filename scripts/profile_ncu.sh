@@ -7,5 +7,5 @@ command -v ncu >/dev/null || { echo "profile_ncu.sh: ncu is not on the PATH (NVI
 [ $# -gt 0 ] || set -- --model d12 --batch 4 --seq-len 1024
 range="block 0/" # or "step/", "forward/", "head/", "backward/", "update/"; the slash is for ranges that are pushed and popped
 ncu --clock-control none --nvtx --nvtx-include "$range" --set full --force-overwrite --export profile \
-    ./train --graph off --bench --bench-warmup 0 --bench-steps 1 "$@"
+    ./train --advanced graph=off --bench --warmup 0 --steps 1 "$@"
 ncu --import profile.ncu-rep --print-summary per-kernel

@@ -7,5 +7,5 @@ model=$(realpath "${1:?a folder with a model, and a text}") text=$(realpath "${2
 shift 2
 cd "$(dirname "$0")/.."
 exec ./train --model "$model" --base nf4-double --train lora --lora-rank 32 --lora-alpha 64 --data "$text" --batch 1 \
-    --seq-len 512 --grad-accum 8 --steps 200 --lr 2e-4 --warmup 10 --adam-m 8bit --adam-v 8bit --recompute block \
+    --seq-len 512 --grad-accum 8 --steps 200 --lr 2e-4 --warmup 10 --state-formats m=8bit,v=8bit --recompute block \
     --eval-every 50 --eval-batches 4 --out out/qlora --save-every 100 "$@"

@@ -12,4 +12,4 @@ cd "$(dirname "$0")/.."
 exec ./train --data "$text" \
     --model d4 --batch 16 --seq-len 128 --steps 1150 \
     --lr 2e-3 --min-lr 1e-4 --warmup 50 --weight-decay 0.1 \
-    --eval-every 250 --eval-batches 50 --prompt "ROMEO:" --sample-tokens 300 "$@"
+    --eval-every 250 --eval-batches 50 --prompt "ROMEO:" --sample tokens=300 "$@"

@@ -60,6 +60,6 @@ def validated_windows(work):
 
 
 def trained(train, work, name, *options):
-    train(*DATA, "--adapter", "adapter", "--steps", 4, "--out", name, "--log", f"{name}.log", "--sample-tokens", 0,
+    train(*DATA, "--adapter", "adapter", "--steps", 4, "--out", name, "--log", f"{name}.log", "--sample", "tokens=0",
           *options, cwd=work)
     return figures(read_log(work / f"{name}.log")), saved_bytes(work / name)

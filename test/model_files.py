@@ -77,5 +77,5 @@ def fused(name, tensors):
 
 
 def trained(train, work, name, *options):
-    train(*DATA, "--steps", 4, "--out", name, "--log", f"{name}.log", "--sample-tokens", 0, *options, cwd=work)
+    train(*DATA, "--steps", 4, "--out", name, "--log", f"{name}.log", "--sample", "tokens=0", *options, cwd=work)
     return figures(read_log(work / f"{name}.log")), saved_bytes(work / name)

@@ -58,7 +58,7 @@ def last_logits(train, folder, contexts, tokens):
         write_shard(work / f"{i:03}.bin", shard)
     length = len(contexts[0])
     train("--model", folder, "--data", work / "*.bin", "--batch", 1, "--seq-len", length, "--steps", len(shards),
-          "--lr", 0, "--log", work / "log", "--sample-tokens", 0, "--seed", 3)
+          "--lr", 0, "--log", work / "log", "--sample", "tokens=0", "--seed", 3)
     order = itertools.islice(reference.training_sequences(shards, length, 3), len(shards))
     losses = dict(zip((tuple(sequence) for sequence in order), by_key(read_log(work / "log"), "loss").values()))
     return centred(-length * np.array([losses[tuple(shard)] for shard in shards]).reshape(len(contexts), -1))

@@ -51,7 +51,7 @@ def test_mean_loss(train, folder, shakespeare, tmp_path):
     tokens = tokens_of(shakespeare / "tiny_val_000000.bin")[:4097]
     shard = write_shard(tmp_path / "first.bin", np.append(tokens, [0] * (SEQ_LEN - 1)))
     train("--model", folder, "--data", shard, "--val-data", shard, "--batch", 4, "--seq-len", SEQ_LEN, "--grad-accum", 4,
-          "--eval-batches", 1, "--steps", 1, "--lr", 0, "--sample-tokens", 0, "--log", tmp_path / "log", minutes=MINUTES)
+          "--eval-batches", 1, "--steps", 1, "--lr", 0, "--sample", "tokens=0", "--log", tmp_path / "log", minutes=MINUTES)
     [got] = by_key(read_log(tmp_path / "log"), "val_loss").values()
     model = open_with_transformers(folder).float()
     windows = torch.stack([torch.from_numpy(tokens[at:at + SEQ_LEN + 1]) for at in range(0, 4096, SEQ_LEN)])
@@ -74,7 +74,7 @@ def test_a_ggufs_conversations_are_those_of_the_folder(train_fp32, folder, tmp_p
     losses = []
     for n, model in enumerate((with_template, file)):
         train_fp32("--model", model, "--val-data", "chat.jsonl", "--batch", 1, "--seq-len", 64, "--eval-batches", 1, "--steps", 0,
-                   "--sample-tokens", 0, "--log", f"{n}.jsonl", cwd=tmp_path, minutes=MINUTES)
+                   "--sample", "tokens=0", "--log", f"{n}.jsonl", cwd=tmp_path, minutes=MINUTES)
         losses += by_key(read_log(tmp_path / f"{n}.jsonl"), "val_loss").values()
     assert len(losses) == 2 and losses[0] == pytest.approx(losses[1], rel=1e-6)
 
@@ -86,7 +86,7 @@ def test_greedy(train_fp32, folder, prompt, tmp_path):
     expected = greedy(folder, tokenizer.encode(prompt).ids, 50)
     if 2 in expected:  # <|im_end|>, the config's eos_token_id
         expected = expected[:expected.index(2)]
-    got = sampled(train_fp32, "--model", folder, "--steps", 0, "--prompt", prompt, "--sample-tokens", 50, cwd=tmp_path)
+    got = sampled(train_fp32, "--model", folder, "--steps", 0, "--prompt", prompt, "--sample", "tokens=50", cwd=tmp_path)
     assert got.decode() == prompt + tokenizer.decode(expected, skip_special_tokens=False)
 
 
@@ -94,7 +94,7 @@ def test_fine_tuning(train, folder, shakespeare, tmp_path):
     """Thirty steps, within 1e-3 of dev/reference.py at each; the save opens, and the loss has fallen."""
     data = ("--model", folder, "--data", shakespeare / "tiny_train_*.bin", "--val-data", shakespeare / "tiny_val_*.bin",
             "--batch", BATCH, "--seq-len", SEQ_LEN, "--steps", 30, "--warmup", 5, "--lr", 5e-5)
-    train(*data, "--log", tmp_path / "log", "--sample-tokens", 0, "--out", tmp_path / "out", minutes=MINUTES)
+    train(*data, "--log", tmp_path / "log", "--sample", "tokens=0", "--out", tmp_path / "out", minutes=MINUTES)
     expected = run_reference(*data)
     got = read_log(tmp_path / "log")
     for key in ("loss", "val_loss"):

@@ -9,7 +9,7 @@ from model_files import DATA, VOCAB, linked
 from trainer_runs import make, random_tokens, write_shard
 
 FAMILIES = ("gpt2", "llama", "qwen3", "bloom")
-DISK = ("--weights", "disk")
+DISK = ("--offload", "weights=disk")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -52,7 +52,7 @@ LORA = (*DATA, "--train", "lora", "--lora-rank", 2)
 
 
 def plan(train, work, *options):
-    return json.loads(train(*LORA, "--steps", 1, *options, "--plan", "--json", cwd=work).stdout)
+    return json.loads(train(*LORA, "--steps", 1, *options, "--plan", "json", cwd=work).stdout)
 
 
 def read_steps(work):
@@ -60,10 +60,10 @@ def read_steps(work):
     return range(done)
 
 
-ELSEWHERE = (("--state", "disk"), DISK, ("--state", "disk", *DISK))
-GRADIENTS = ("--gradients", "disk")
-ALL = (*GRADIENTS, *ELSEWHERE[2], "--park", "all")
+ELSEWHERE = (("--offload", "state=disk"), DISK, ("--offload", "state=disk", *DISK))
+GRADIENTS = ("--offload", "gradients=disk")
+ALL = (*GRADIENTS, *ELSEWHERE[2], "--offload", "inputs=auto")
 
 
 def full_plan(train, work, *options):
-    return json.loads(train(*DATA, "--steps", 1, *options, "--plan", "--json", cwd=work).stdout)
+    return json.loads(train(*DATA, "--steps", 1, *options, "--plan", "json", cwd=work).stdout)

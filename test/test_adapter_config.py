@@ -152,7 +152,7 @@ def test_the_first_pattern_that_matches_counts(train_fp32, work):
         change(work, {"alpha_pattern": pattern})
         losses.append(validated(train_fp32, work, "--model", "model", "--adapter", "adapter"))
         assert losses[-1] == pytest.approx(loss_of_peft(work), rel=0, abs=1e-5)
-        train_fp32(*DATA, "--adapter", "adapter", "--steps", 1, "--lr", 0, "--sample-tokens", 0, "--out", "out", cwd=work)
+        train_fp32(*DATA, "--adapter", "adapter", "--steps", 1, "--lr", 0, "--sample", "tokens=0", "--out", "out", cwd=work)
         saved = json.loads((work / "out" / "adapter_config.json").read_text())
         assert list(saved["alpha_pattern"].items()) == list(pattern.items())
         assert list(saved) == list(json.loads((work / "adapter" / "adapter_config.json").read_text()))
@@ -167,7 +167,7 @@ def trained_beside(train, work, *base, kind="lora"):
     """Makes a folder of saves of an adapter that was trained with a base in these formats; returns its record
     of the base."""
     options = ("--train", kind) if kind == "prompt" else ("--train", "lora", "--lora-rank", 2)
-    train(*DATA, *options, *base, "--steps", 2, "--sample-tokens", 0, "--out", "out", cwd=work)
+    train(*DATA, *options, *base, "--steps", 2, "--sample", "tokens=0", "--out", "out", cwd=work)
     return json.loads((work / "out" / "adapter_base.json").read_text())
 
 
@@ -176,11 +176,11 @@ VALIDATION = {"--model": "model", "--data": "data.bin", "--adapter": "out", "--v
 
 BASES = [
     (("--base", "nf4"), {"linear_layers": {"all": "nf4"}}),
-    (("--base", "nf4-double", "--head", "8bit"), {"linear_layers": {"all": "nf4-double"}, "head": "8bit"}),
-    (("--store", "mlp=nf4,layers.0.self_attn.q_proj=8bit"),
+    (("--base", "nf4-double,head=8bit"), {"linear_layers": {"all": "nf4-double"}, "head": "8bit"}),
+    (("--base", "mlp=nf4,layers.0.self_attn.q_proj=8bit"),
      {"linear_layers": {"model.layers.0.self_attn.q_proj": "8bit", "mlp.gate_proj": "nf4", "mlp.up_proj": "nf4",
                         "mlp.down_proj": "nf4"}}),
-    (("--head", "nf4"), {"linear_layers": {}, "head": "nf4-double"}),
+    (("--base", "head=nf4"), {"linear_layers": {}, "head": "nf4-double"}),
 ]
 
 
@@ -228,7 +228,7 @@ def test_a_base_that_is_not_quantized(train_fp32, work):
 
 def test_a_saved_base_is_the_same(train_fp32, work):
     """Whether it is quantized now or was quantized when it was saved."""
-    train_fp32(*DATA, "--train", "lora", "--lora-rank", 2, "--base", "nf4", "--save-base", "nf4", "--steps", 2, "--sample-tokens", 0,
+    train_fp32(*DATA, "--train", "lora", "--lora-rank", 2, "--base", "nf4", "--save-base", "nf4", "--steps", 2, "--sample", "tokens=0",
                "--out", "out", cwd=work)
     assert json.loads((work / "out" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(work / "nf4")
     losses = [validated(train_fp32, work, *options) for options in (
@@ -239,7 +239,7 @@ def test_a_saved_base_is_the_same(train_fp32, work):
 def test_a_base_in_a_gguf(train_fp32, wide):
     model = transformers.AutoModelForCausalLM.from_pretrained(wide / "model", dtype=torch.float32)
     write_gguf(wide / "m.gguf", model, "llama")
-    train_fp32("--model", "m.gguf", "--train", "lora", *DATA[2:], "--steps", 2, "--sample-tokens", 0, "--out", "out", cwd=wide)
+    train_fp32("--model", "m.gguf", "--train", "lora", *DATA[2:], "--steps", 2, "--sample", "tokens=0", "--out", "out", cwd=wide)
     record = json.loads((wide / "out" / "adapter_base.json").read_text())
     assert "8bit" in record["linear_layers"].values()
     refused(train_fp32, wide, VALIDATION, "--adapter out", "--base none")
@@ -253,10 +253,10 @@ def test_an_adapter_as_the_model(train_fp32, work):
     for name in (str(work / "model"), "model", "../model"):
         change(work, {"base_model_name_or_path": name})
         assert validated(train_fp32, work, "--model", "adapter") == wanted
-    sampled = [train_fp32("--model", *options, "--steps", 0, "--prompt", "a", "--sample-tokens", 9, cwd=work, code=2).stderr
+    sampled = [train_fp32("--model", *options, "--steps", 0, "--prompt", "a", "--sample", "tokens=9", cwd=work, code=2).stderr
                for options in (("adapter",), ("model", "--adapter", "adapter"))]
     assert sampled[0] == sampled[1] and b"tokenizer" in sampled[0]
-    train_fp32("--model", "adapter", *DATA[2:], "--steps", 2, "--save-every", 1, "--keep", 0, "--sample-tokens", 0, "--out", "out",
+    train_fp32("--model", "adapter", *DATA[2:], "--steps", 2, "--save-every", 1, "--keep", 0, "--sample", "tokens=0", "--out", "out",
                cwd=work)
     whole = load_file(work / "out" / "adapter_model.safetensors")
     shutil.rmtree(work / "out" / "step-00000002")

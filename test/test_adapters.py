@@ -61,7 +61,7 @@ def check_gradients(train, work):
     """After a first step with beta1 0 they are in AdamW's m."""
     data = (*data_of(work), "--grad-accum", 2, "--steps", 1)
     run_reference(*data, "--dump-gradients", work / "expected")
-    train(*data, "--beta1", 0, "--clip", 0, "--sample-tokens", 0, "--out", work / "out")
+    train(*data, "--optimizer", "beta1=0", "--clip", 0, "--sample", "tokens=0", "--out", work / "out")
     expected = load_file(work / "expected")
     state = load_file(work / "out" / "trainer_state.safetensors")
     gradients = {n.removeprefix("m."): t for n, t in state.items() if n.startswith("m.")}
@@ -78,7 +78,7 @@ def check_steps(train, work):
     options = (*data_of(work), "--steps", 20, *STEPS, "--val-data", work / "data.bin", "--eval-every", 8,
                "--eval-batches", 2)
     expected = run_reference(*options)
-    train(*options, "--log", work / "log", "--sample-tokens", 0)
+    train(*options, "--log", work / "log", "--sample", "tokens=0")
     log, bound = read_log(work / "log"), LOSS_BOUND[train.precision]
     assert by_key(log, "loss") == pytest.approx(by_key(expected, "loss"), rel=0, abs=bound)
     assert by_key(log, "val_loss") == pytest.approx(by_key(expected, "val_loss"), rel=0, abs=bound)
@@ -113,7 +113,7 @@ def test_a_prompt_begins_as_embeddings(train, tmp_path):
     make(tmp_path / "model", "--channels", 24, "--heads", 3, "--vocab", 256, "--dtype", "bf16")
     rows = load_file(tmp_path / "model" / "model.safetensors")["wte.weight"].float()
     options = ("--model", "model", "--train", "prompt", "--soft-prompt", 5, "--steps", 0)
-    for name, text in (("drawn", ()), ("text", ("--soft-prompt-text", "ab"))):
+    for name, text in (("drawn", ()), ("text", ("--soft-prompt", "ab"))):
         train(*options, *text, "--out", name, cwd=tmp_path)
         prompt = load_file(tmp_path / name / "adapter_model.safetensors")["prompt_embeddings"].float()
         tokens = [torch.nonzero((rows == row).all(1)).item() for row in prompt]
@@ -122,7 +122,7 @@ def test_a_prompt_begins_as_embeddings(train, tmp_path):
 
 def check_files(train, work, bound):
     """PEFT opens a save with the same base; a validation and a resumed run use the saved adapter."""
-    train(*DATA, "--adapter", "adapter", "--steps", 3, *STEPS, "--out", "out", "--sample-tokens", 0, cwd=work)
+    train(*DATA, "--adapter", "adapter", "--steps", 3, *STEPS, "--out", "out", "--sample", "tokens=0", cwd=work)
     model = with_adapter(work / "model", work / "out")
     tokens = np.fromfile(work / "data.bin", dtype=np.uint16, offset=1024).astype(np.int64)
     windows = torch.stack([torch.from_numpy(tokens[at:at + 38]) for at in range(0, 6 * 37, 37)])
@@ -158,15 +158,15 @@ def test_memory_options_change_no_bit(train_fp32, work):
         name = level.replace(":", "")
         assert first == trained(train_fp32, work, name, "--recompute", level, "--grad-accum", 2)
     assert first == trained(train_fp32, work, "one", "--threads", 1, "--grad-accum", 2)
-    by_block = trained(train_fp32, work, "a", "--clip-per-block")
-    assert by_block == trained(train_fp32, work, "b", "--clip-per-block", "--update-in-backward")
+    by_block = trained(train_fp32, work, "a", "--advanced", "clip=block")
+    assert by_block == trained(train_fp32, work, "b", "--advanced", "clip=block", "--update-in-backward")
     free = trained(train_fp32, work, "c", "--clip", 0)
     assert free == trained(train_fp32, work, "d", "--clip", 0, "--update-in-backward")
 
 
 def test_resume_is_the_unbroken_run(train, work):
     shutil.copytree(work / "adapter", work / "begin")
-    train(*DATA, "--adapter", "begin", "--steps", 6, "--save-every", 3, "--keep", 0, "--out", "out", "--sample-tokens", 0,
+    train(*DATA, "--adapter", "begin", "--steps", 6, "--save-every", 3, "--keep", 0, "--out", "out", "--sample", "tokens=0",
           cwd=work)
     whole = saved_bytes(work / "out" / "step-00000006")
     shutil.rmtree(work / "out" / "step-00000006")
@@ -178,9 +178,9 @@ def test_resume_is_the_unbroken_run(train, work):
 def test_plan_is_what_is_taken(train, work):
     """Every byte that an adapter adds is planned; the model has no gradients or moments."""
     options = ("--model", work / "model", *DATA[4:], "--data", work / "data.bin", "--train", "lora", "--lora-rank", 2,
-               "--steps", 2, "--sample-tokens", 0)
+               "--steps", 2, "--sample", "tokens=0")
     plan = train.plan(*options)
-    whole = train.plan(*options[:-6], "--train", "all", "--steps", 2, "--sample-tokens", 0)
+    whole = train.plan(*options[:-6], "--train", "all", "--steps", 2, "--sample", "tokens=0")
     assert "taken from the device" in train(*options).stdout.decode()
     totals, element = plan["totals"], 4 if train.precision == "fp32" else 2
     assert plan["parameters"] == whole["parameters"] == whole["trained"] > 5 * plan["trained"]
@@ -211,8 +211,8 @@ BAD_OPTIONS = [
     ({"--train": "prompt", "--adapter": "adapter"}, ["--train prompt", "adapter is a lora adapter"]),
     ({"--train": "prompt", "--soft-prompt": "64"}, ["soft prompt of 64", "64 positions"]),
     ({"--train": "prompt", "--soft-prompt": "60"}, ["--seq-len 16", "64 positions", "60"]),
-    ({"--soft-prompt-text": "x"}, ["--soft-prompt-text x", "--train prompt"]),
-    ({"--train": "prompt", "--soft-prompt-text": "x"}, ["--soft-prompt-text", "no tokenizer"]),
+    ({"--soft-prompt": "x"}, ["--soft-prompt x", "--train prompt"]),
+    ({"--train": "prompt", "--soft-prompt": "x"}, ["--soft-prompt", "no tokenizer"]),
     ({"--merge": "merged"}, ["--merge merged", "no adapter"]),
     ({"--adapter": "adapter", "--merge": "model"}, ["--merge model", "there already"]),
     ({"--train": "lora", "--model": "d2", "--data": "data.bin"}, ["--model d2", "folder"]),
@@ -265,12 +265,12 @@ def test_tensors_of_another_model(train_fp32, spoilt):
     refused(train_fp32, spoilt, GIVEN | {"--adapter": "adapter"}, "adapter", "has no adapter_model.safetensors")
 
 
-@pytest.mark.parametrize("options", [("--seq-len", 1), ("--seq-len", 257, "--recompute", "block", "--attention-rows", 128)], ids=str)
+@pytest.mark.parametrize("options", [("--seq-len", 1), ("--seq-len", 257, "--recompute", "block", "--chunk-rows", "attention=128")], ids=str)
 def test_products_of_a_single_row(train, tmp_path, options):
     """The gradients of an adapter from one row have one summand each; their layouts differ between layers."""
     make(tmp_path / "model", "--family", "llama", "--layers", 2, "--heads", 4, "--kv-heads", 2, "--channels", 64, "--mlp-width", 96,
          "--vocab", 256, "--positions", 512)
     write_shard(tmp_path / "data.bin", random_tokens(256, 2000))
-    run = ("--model", "model", "--train", "lora", "--data", "data.bin", "--batch", 1, "--steps", 2, "--sample-tokens", 0, "--log", "log")
+    run = ("--model", "model", "--train", "lora", "--data", "data.bin", "--batch", 1, "--steps", 2, "--sample", "tokens=0", "--log", "log")
     train(*run, *options, cwd=tmp_path)
     assert all(0 < line["grad_norm"] < 100 for line in read_log(tmp_path / "log") if "grad_norm" in line)

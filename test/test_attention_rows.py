@@ -1,4 +1,4 @@
-"""--attention-rows: attention in chunks of a sequence's rows. Forward has the same bits as with all rows at
+"""--chunk-rows attention=: attention in chunks of a sequence's rows. Forward has the same bits as with all rows at
 once, and gradients differ only by the order of fp32 sums."""
 
 import shutil
@@ -46,7 +46,7 @@ def bound(train, fp32, bf16):
 def step(train, work, name, *options):
     """The loss and the gradients of a step; beta1 0 leaves the gradients in m."""
     shutil.rmtree(work / name, ignore_errors=True)
-    train(*DATA, "--steps", 1, "--beta1", 0, "--clip", 0, "--sample-tokens", 0, "--out", name, "--log", f"{name}.log",
+    train(*DATA, "--steps", 1, "--optimizer", "beta1=0", "--clip", 0, "--sample", "tokens=0", "--out", name, "--log", f"{name}.log",
           *options, cwd=work)
     state = load_file(work / name / "trainer_state.safetensors")
     return losses(read_log(work / f"{name}.log"))[0], {key: x for key, x in state.items() if key.startswith("m.")}
@@ -54,7 +54,7 @@ def step(train, work, name, *options):
 
 def check_step(train, work, rows, *options):
     (loss, gradients), (wanted, whole) = (step(train, work, name, *options, *more)
-                                          for name, more in (("chunks", ("--attention-rows", rows)), ("whole", ())))
+                                          for name, more in (("chunks", ("--chunk-rows", f"attention={rows}")), ("whole", ())))
     assert loss == pytest.approx(wanted, rel=bound(train, 1e-6, 1e-4))
     assert gradients.keys() == whole.keys() and whole
     for name in whole:
@@ -66,7 +66,7 @@ def check_step(train, work, rows, *options):
 def test_full_training(train, work, rows):
     """The loss has the same bits, because forward is the same. Also with the MLP in smaller chunks, and with
     dropout of probabilities."""
-    for options in ((), ("--mlp-rows", 40, "--grad-accum", 2), ("--mlp-rows", 128, "--dropout", 0.2)):
+    for options in ((), ("--chunk-rows", "mlp=40", "--grad-accum", 2), ("--chunk-rows", "mlp=128", "--dropout", 0.2)):
         if "--dropout" in options and not any(name in str(work) for name in ("gpt2", "bloom")):
             continue
         assert check_step(train, work, rows, *options), options
@@ -94,7 +94,7 @@ def test_gradients_of_chunks(train_bf16, tmp_path, trained):
     list(reference.Trainer(reference.parse_options([*map(str, data), "--steps", "1", "--dump-gradients",
                                                     str(tmp_path / "expected")])).train())
     expected = load_file(tmp_path / "expected")
-    (_, whole), (_, chunks) = (step(train_bf16, tmp_path, f"rows{rows}", *data, "--attention-rows", rows, "--mlp-rows", rows)
+    (_, whole), (_, chunks) = (step(train_bf16, tmp_path, f"rows{rows}", *data, "--chunk-rows", f"attention={rows},mlp={rows}")
                                for rows in (0, 128))
     assert len(whole) > 8
     for name in whole:
@@ -108,34 +108,34 @@ def test_gradients_of_chunks(train_bf16, tmp_path, trained):
 
 def trained(train, work, name, *options):
     shutil.rmtree(work / name, ignore_errors=True)
-    train(*DATA, "--steps", 3, "--out", name, "--log", f"{name}.log", "--sample-tokens", 0, *options, cwd=work)
+    train(*DATA, "--steps", 3, "--out", name, "--log", f"{name}.log", "--sample", "tokens=0", *options, cwd=work)
     return figures(read_log(work / f"{name}.log")), saved_bytes(work / name)
 
 
 def test_all_that_changes_no_bit_beside_it(train, llama):
     """Threads, offloading, blocks and state on disk, all micro-batches block by block; and updates in
     backward."""
-    options = ("--attention-rows", 128, "--mlp-rows", 64, "--grad-accum", 2)
+    options = ("--chunk-rows", "attention=128,mlp=64", "--grad-accum", 2)
     first = trained(train, llama, "first", *options)
-    for more in (("--threads", 1), ("--park", "all"), ("--park", 1), ("--park", "all", "--by-block"),
-                 ("--weights", "disk", "--state", "disk"), ("--by-block",), ("--gradients", "disk")):
+    for more in (("--threads", 1), ("--offload", "inputs=auto"), ("--offload", "inputs=auto:1"), ("--offload", "inputs=auto", "--by-block"),
+                 ("--offload", "weights=disk,state=disk"), ("--by-block",), ("--offload", "gradients=disk")):
         assert trained(train, llama, "other", *options, *more) == first, more
     # The input of one of the two blocks is not offloaded in chunks.
     mix = (*options, "--recompute", "norm:1,block:1")
-    assert trained(train, llama, "mix", *mix) == trained(train, llama, "parked", *mix, "--park", "all")
-    one = (*options[:4], "--clip-per-block")
+    assert trained(train, llama, "mix", *mix) == trained(train, llama, "parked", *mix, "--offload", "inputs=auto")
+    one = (*options[:4], "--advanced", "clip=block")
     assert trained(train, llama, "a", *one) == trained(train, llama, "b", *one, "--update-in-backward")
 
 
 LONG = 1100
 # Four whole pieces of keys, and some more.
-PIECES = ("--seq-len", LONG, "--attention-rows", 256, "--mlp-rows", 256)
+PIECES = ("--seq-len", LONG, "--chunk-rows", "attention=256,mlp=256")
 
 
 def check_parked_keys(train, work, *options):
     """With windows and documents, tiles of keys begin elsewhere, so the last bits differ."""
     (loss, gradients), (parked_loss, parked) = (step(train, work, name, *options, *more)
-                                                for name, more in (("here", ()), ("parked", ("--park-keys",))))
+                                                for name, more in (("here", ()), ("parked", ("--offload", "keys=auto",))))
     assert loss == pytest.approx(parked_loss, rel=bound(train, 1e-6, 1e-4))
     for name in gradients:
         assert (gradients[name] - parked[name]).norm() <= bound(train, 2e-6, 1e-2) * gradients[name].norm(), name
@@ -150,7 +150,7 @@ def test_parked_keys_change_no_bit(train, work):
             continue
         options = (*PIECES, *options, "--val-data", "data.bin", "--eval-batches", 2)
         first = trained(train, work, "first", *options)
-        for more in (("--park-keys",), ("--park-keys", "--park", "all", "--grad-accum", 1)):
+        for more in (("--offload", "keys=auto",), ("--offload", "keys=auto,inputs=auto", "--grad-accum", 1)):
             assert trained(train, work, "other", *options, *more) == first, more
 
 
@@ -159,7 +159,7 @@ def test_parked_keys_of_windows_wider_than_a_piece(train, tmp_path):
     make(tmp_path / "model", "--family", "mistral", "--layers", 2, "--heads", 4, "--kv-heads", 2, "--channels", 32, "--vocab",
          VOCAB, "--positions", 1700, "--window", 400, "--dtype", "bf16")
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 9000))
-    check_parked_keys(train, tmp_path, "--seq-len", 1700, "--attention-rows", 256, "--batch", 1, "--park", "all")
+    check_parked_keys(train, tmp_path, "--seq-len", 1700, "--chunk-rows", "attention=256", "--batch", 1, "--offload", "inputs=auto")
 
 
 def test_all_that_changes_no_bit_beside_parked_keys(train, llama):
@@ -167,9 +167,9 @@ def test_all_that_changes_no_bit_beside_parked_keys(train, llama):
     for options in (("--grad-accum", 2), ("--threads", 1), ("--train", "lora", "--recompute", "norm:1,block:1"),
                     ("--train", "prompt", "--soft-prompt", 9)):
         first = trained(train, llama, "first", *PIECES, *options)
-        for more in (("--weights", "disk"), ("--park", "all", "--by-block")):
-            assert trained(train, llama, "other", *PIECES, *options, *more, "--park-keys") == first, (options, more)
-    options = (*DATA, *PIECES, "--steps", 4, "--sample-tokens", 0, "--save-every", 2, "--keep", 0, "--park-keys")
+        for more in (("--offload", "weights=disk"), ("--offload", "inputs=auto", "--by-block")):
+            assert trained(train, llama, "other", *PIECES, *options, *more, "--offload", "keys=auto") == first, (options, more)
+    options = (*DATA, *PIECES, "--steps", 4, "--sample", "tokens=0", "--save-every", 2, "--keep", 0, "--offload", "keys=auto")
     train(*options, "--out", "out", cwd=llama)
     whole = saved_bytes(llama / "out")
     shutil.rmtree(llama / "out" / "step-00000004")
@@ -180,8 +180,7 @@ def test_all_that_changes_no_bit_beside_parked_keys(train, llama):
 @pytest.mark.parametrize("kind", ["llama", "bloom"])
 def test_only_the_stream_grows_with_the_sequence(train, tmp_path, kind):
     make(tmp_path / "model", "--family", kind, "--layers", 2, "--heads", 2, "--channels", 64, "--vocab", 300, "--positions", 8192)
-    options = ("--model", tmp_path / "model", "--batch", 1, "--head-rows", 64, "--recompute", "block", "--mlp-rows", 256,
-               "--attention-rows", 256, "--park", "all", "--park-keys", "--sample-tokens", 0)
+    options = ("--model", tmp_path / "model", "--batch", 1, "--chunk-rows", "head=64", "--recompute", "block", "--chunk-rows", "mlp=256,attention=256", "--offload", "inputs=auto,keys=auto", "--sample", "tokens=0")
     short, long = (train.plan(*options, "--seq-len", rows) for rows in (4096, 8192))
     sizes = [{(b["name"], tuple(b["shape"])) for b in plan["buffers"]} for plan in (short, long)]
     of_all_rows = {"residual", "losses", "batch"}
@@ -195,7 +194,7 @@ def test_only_the_stream_grows_with_the_sequence(train, tmp_path, kind):
 
 def test_where_sequences_are_short_no_keys_are_parked(train, llama):
     """Automatic rows are then 0, and such a run's save can be resumed."""
-    options = (*DATA, "--sample-tokens", 0, "--attention-rows", "auto", "--park-keys", "--out", "out", "--log", "log")
+    options = (*DATA, "--sample", "tokens=0", "--chunk-rows", "attention=auto", "--offload", "keys=auto", "--out", "out", "--log", "log")
     train(*options, "--steps", 2, cwd=llama)
     train("--resume", "out", "--steps", 3, cwd=llama)
     train(*options, "--steps", 4, "--resume", "auto", cwd=llama)
@@ -203,22 +202,21 @@ def test_where_sequences_are_short_no_keys_are_parked(train, llama):
 
 
 def test_parked_keys_of_a_bench_of_forward(train, llama):
-    train("--model", "model", "--batch", 1, "--bench", "forward", "--bench-warmup", 0, "--bench-steps", 1, *PIECES,
-          "--park-keys", cwd=llama)
+    train("--model", "model", "--batch", 1, "--bench", "forward", "--warmup", "0", "--steps", "1", *PIECES,
+          "--offload", "keys=auto", cwd=llama)
 
 
 def test_memory_parks_keys_where_nothing_else_fits(train):
-    options = ("--model", "llama:d4", "--batch", 1, "--seq-len", 65536, "--sample-tokens", 0, "--weights", "device",
-               "--gradients", "device", "--state", "device")
-    rows = ("--recompute", "block", "--mlp-rows", 512, "--head-rows", 64, "--attention-rows", 1024, "--park", "all")
-    here, parked = (train.plan(*options, *rows, *more)["totals"]["total"] for more in ((), ("--park-keys",)))
+    options = ("--model", "llama:d4", "--batch", 1, "--seq-len", 65536, "--sample", "tokens=0", "--offload", "weights=device,gradients=device,state=device")
+    rows = ("--recompute", "block", "--chunk-rows", "mlp=512,head=64,attention=1024", "--offload", "inputs=auto")
+    here, parked = (train.plan(*options, *rows, *more)["totals"]["total"] for more in ((), ("--offload", "keys=auto",)))
     assert parked < here
     chosen = train.plan(*options, "--memory", f"{(here + 3 * parked) // 4 >> 20}MiB")
-    assert "--park-keys" in chosen["choice"][0]["residences"] and chosen["attention_rows"] > 0
+    assert "keys=" in chosen["choice"][0]["residences"] and chosen["attention_rows"] > 0
 
 
 def test_resume(train, llama):
-    options = (*DATA, "--steps", 4, "--sample-tokens", 0, "--save-every", 2, "--keep", 0, "--attention-rows", 128)
+    options = (*DATA, "--steps", 4, "--sample", "tokens=0", "--save-every", 2, "--keep", 0, "--chunk-rows", "attention=128")
     train(*options, "--out", "out", cwd=llama)
     whole = saved_bytes(llama / "out")
     shutil.rmtree(llama / "out" / "step-00000004")
@@ -230,8 +228,8 @@ def test_validation(train, work):
     options = ("--model", "model", "--val-data", "data.bin", *DATA[4:-2], "--steps", 0, "--eval-batches", 2, "--log", "log")
     for length in (LENGTH, 257):  # with the latter, the last chunk is one row
         found = []
-        for rows in ((0,), (128,), (256,), (256, "--park-keys")):
-            train(*options, "--seq-len", length, "--attention-rows", *rows, cwd=work)
+        for rows in (("attention=0",), ("attention=128",), ("attention=256",), ("attention=256", "--offload", "keys=auto")):
+            train(*options, "--seq-len", length, "--chunk-rows", *rows, cwd=work)
             found.append(by_key(read_log(work / "log"), "val_loss")[0])
             (work / "log").unlink()
         windows = any(name in str(work) for name in ("mistral", "window"))
@@ -249,7 +247,7 @@ def test_packed_examples(train, tmp_path, tokenizer):
     for length in (LENGTH, 257):
         options = ("--data", "data.jsonl", "--val-data", "data.jsonl", "--seq-len", length)
         assert check_step(train, tmp_path, 128, *options)
-        assert check_step(train, tmp_path, 128, *options, "--park", "all")
+        assert check_step(train, tmp_path, 128, *options, "--offload", "inputs=auto")
     options = ("--data", "data.jsonl", "--val-data", "data.jsonl", *PIECES)
     check_parked_keys(train, tmp_path, *options)
 
@@ -263,17 +261,17 @@ def test_dropout_from_any_element(train, tmp_path):
 
 
 def test_soft_prompts_and_blocks_from_the_disk(train, llama):
-    for options in (("--train", "prompt", "--soft-prompt", 9), ("--train", "lora", "--weights", "disk", "--by-block"),
-                    ("--train", "lora", "--embeddings", "disk", "--park", "all")):
+    for options in (("--train", "prompt", "--soft-prompt", 9), ("--train", "lora", "--offload", "weights=disk", "--by-block"),
+                    ("--train", "lora", "--offload", "embeddings=disk,inputs=auto")):
         check_step(train, llama, 128, *options, "--grad-accum", 2)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
 def test_only_keys_and_values_are_there_of_all_rows(train, tmp_path, kind):
     make(tmp_path / "model", "--family", kind, "--layers", 2, "--heads", 2, "--channels", 64, "--vocab", 300, "--positions", 900)
-    options = ("--model", tmp_path / "model", "--batch", 2, "--seq-len", 900, "--head-rows", 64, "--recompute", "block",
-               "--mlp-rows", 128)
-    plan, whole = train.plan(*options, "--attention-rows", 256), train.plan(*options)
+    options = ("--model", tmp_path / "model", "--batch", 2, "--seq-len", 900, "--chunk-rows", "head=64", "--recompute", "block",
+               "--chunk-rows", "mlp=128")
+    plan, whole = train.plan(*options, "--chunk-rows", "attention=256"), train.plan(*options)
     chunked = {"ln_1", "d_ln_1", "qkv", "attention", "d_attention", "attention_projected", "residual_middle", "attention_lse"}
     rows = {b["name"]: b["shape"][-2] for b in plan["buffers"] if b["name"] in chunked}
     assert {"ln_1", "qkv", "attention", "d_attention"} <= rows.keys()
@@ -286,11 +284,10 @@ def test_only_keys_and_values_are_there_of_all_rows(train, tmp_path, kind):
 
 
 def test_memory_chooses_chunks_where_all_rows_do_not_fit(train):
-    options = ("--model", "llama:d4", "--batch", 1, "--seq-len", 16384, "--sample-tokens", 0)
-    whole, chunks = (train.plan(*options, "--recompute", "block", "--mlp-rows", 512, "--head-rows", 64, "--attention-rows",
-                                rows)["totals"]["total"] for rows in (0, 1024))
+    options = ("--model", "llama:d4", "--batch", 1, "--seq-len", 16384, "--sample", "tokens=0")
+    whole, chunks = (train.plan(*options, "--recompute", "block", "--chunk-rows", f"mlp=512,head=64,attention={rows}")["totals"]["total"] for rows in (0, 1024))
     assert chunks < whole
-    resident = ("--weights", "device", "--gradients", "device", "--state", "device", "--park", 0)
+    resident = ("--offload", "weights=device,gradients=device,state=device,inputs=device")
     budget = ("--memory", f"{(whole + 3 * chunks) // 4 >> 20}MiB")
     chosen = train.plan(*options, *budget, *resident)
     assert chosen["attention_rows"] > 0 and chosen["choice"][0]["attention_rows"] == chosen["attention_rows"]
@@ -299,26 +296,26 @@ def test_memory_chooses_chunks_where_all_rows_do_not_fit(train):
 
 def test_memory_leaves_given_rows_as_they_are(train, llama):
     given = ("--model", llama / "model", "--data", llama / "data.bin", "--batch", 1, "--seq-len", 512, "--train", "lora",
-             "--attention-rows", 128, "--mlp-rows", 64, "--head-rows", 64, "--sample-tokens", 0)
-    moved = train.plan(*given, "--recompute", "block", "--weights", "disk", "--park", "all", "--embeddings", "disk")
+             "--chunk-rows", "attention=128,mlp=64,head=64", "--sample", "tokens=0")
+    moved = train.plan(*given, "--recompute", "block", "--offload", "weights=disk,inputs=auto,embeddings=disk")
     chosen = train.plan(*given, "--memory", f"{moved['totals']['total'] + (1 << 18)}B")
     assert chosen["attention_rows"] == 128
 
 
 def test_automatic_rows(train):
-    options = ("--model", "llama:d4", "--seq-len", 32768, "--batch", 1, "--recompute", "block", "--mlp-rows", 512)
-    chunks, whole = train.plan(*options, "--attention-rows", "auto"), train.plan(*options)
+    options = ("--model", "llama:d4", "--seq-len", 32768, "--batch", 1, "--recompute", "block", "--chunk-rows", "mlp=512")
+    chunks, whole = train.plan(*options, "--chunk-rows", "attention=auto"), train.plan(*options)
     assert 0 < chunks["attention_rows"] < 32768 and whole["attention_rows"] == 0
     assert chunks["estimated_seconds"] <= 1.02 * whole["estimated_seconds"]
-    assert train.plan(*options, "--seq-len", 512, "--attention-rows", "auto")["attention_rows"] == 0
+    assert train.plan(*options, "--seq-len", 512, "--chunk-rows", "attention=auto")["attention_rows"] == 0
 
 
 @pytest.mark.parametrize("values, named", [
-    ({"--attention-rows": "-3"}, "--attention-rows"), ({"--attention-rows": "some"}, "--attention-rows"),
-    ({"--attention-rows": "64"}, "multiple of 128"), ({"--attention-rows": "256"}, "a sequence has 100;"),
-    ({"--attention-rows": "128"}, "--recompute block"),
-    ({"--attention-rows": "128", "--recompute": "ffn:1,attention:1"}, "--recompute block"),
-    ({"--attention-rows": "256", "--seq-len": "200", "--recompute": "block", "--park-keys": True}, "all of a sequence"),
-    ({"--park-keys": True}, "--park-keys"), ({"--park-keys": True, "--attention-rows": "0"}, "--park-keys")])
+    ({"--chunk-rows attention": "-3"}, "--chunk-rows attention"), ({"--chunk-rows attention": "some"}, "--chunk-rows attention"),
+    ({"--chunk-rows attention": "64"}, "multiple of 128"), ({"--chunk-rows attention": "256"}, "a sequence has 100;"),
+    ({"--chunk-rows attention": "128"}, "--recompute block"),
+    ({"--chunk-rows attention": "128", "--recompute": "ffn:1,attention:1"}, "--recompute block"),
+    ({"--chunk-rows attention": "256", "--seq-len": "200", "--recompute": "block", "--offload keys": "auto"}, "all of a sequence"),
+    ({"--offload keys": "auto"}, "--offload keys=auto"), ({"--offload keys": "auto", "--chunk-rows attention": "0"}, "--offload keys=auto")])
 def test_what_is_no_number_of_rows(train, llama, values, named):
     refused(train, llama, {"--model": "model", "--data": "data.bin", "--seq-len": "100"} | values, named)

@@ -34,7 +34,7 @@ def families(prepared, tmp_path):
 
 def test_the_families_are_good(train, families):
     for name in PREPARED:
-        error = train("--model", name, "--steps", 0, "--prompt", "x", "--sample-tokens", 1, cwd=families).stderr
+        error = train("--model", name, "--steps", 0, "--prompt", "x", "--sample", "tokens=1", cwd=families).stderr
         assert error == b""
 
 
@@ -157,7 +157,7 @@ def test_shards_of_weights(train_fp32, families, damage, named):
 
 def generated(train, folder):
     """Generates, and returns the text with the messages on stderr."""
-    ran = train("--model", folder, "--steps", 0, "--prompt", "To be", "--sample-tokens", 9, "--temperature", 0)
+    ran = train("--model", folder, "--steps", 0, "--prompt", "To be", "--sample", "tokens=9,temperature=0")
     return ran.stdout, ran.stderr.decode()
 
 

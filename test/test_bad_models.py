@@ -129,7 +129,7 @@ def test_merges_and_vocabulary(train_fp32, work, model, named):
     path = work / "model" / "tokenizer.json"
     for merges in ([["a", "b"]], [["a", "b"], ["a", "b"]]):  # one given twice counts once
         path.write_text(json.dumps({"model": good | {"merges": merges}, "decoder": decoder}))
-        train_fp32("--model", "model", "--steps", 0, "--prompt", "abc", "--sample-tokens", 1, cwd=work)
+        train_fp32("--model", "model", "--steps", 0, "--prompt", "abc", "--sample", "tokens=1", cwd=work)
     path.write_text(json.dumps({"model": good | model, "decoder": decoder}))
     refused(train_fp32, work, {}, "model/tokenizer.json: ", *named)
 

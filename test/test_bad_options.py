@@ -18,12 +18,12 @@ def test_the_good_options_are_good(train, work):
 
 
 NUMBERS = {  # an option, and values below and above its range
-    "--batch": (0, 1 << 31), "--head-rows": (-1, 1 << 31), "--seq-len": (0, 1 << 31), "--grad-accum": (0, 1 << 31), "--steps": (-1, "1e13"),
+    "--batch": (0, 1 << 31), "--chunk-rows head": (-1, 1 << 31), "--seq-len": (0, 1 << 31), "--grad-accum": (0, 1 << 31), "--steps": (-1, "1e13"),
     "--lr": (-1e-9, "inf"), "--min-lr": (-1, "inf"), "--warmup": (-1, "1e13"), "--weight-decay": (-1, "inf"),
-    "--beta1": (-0.1, 1), "--beta2": (-0.1, 1), "--eps": (0, "inf"), "--clip": (-1, "inf"), "--seed": (-1, 1 << 64),
+    "--optimizer beta1": (-0.1, 1), "--optimizer beta2": (-0.1, 1), "--optimizer eps": (0, "inf"), "--clip": (-1, "inf"), "--seed": (-1, 1 << 64),
     "--print-every": (-1, "1e13"), "--eval-every": (-1, "1e13"), "--eval-batches": (0, 1 << 31), "--threads": (-1, 5000),
-    "--sample-every": (-1, "1e13"), "--sample-tokens": (-1, 1 << 31), "--temperature": (-1, "inf"),
-    "--top-k": (-1, 1 << 31), "--save-every": (-1, "1e13"), "--keep": (-1, 1 << 31)}
+    "--sample every": (-1, "1e13"), "--sample tokens": (-1, 1 << 31), "--sample temperature": (-1, "inf"),
+    "--sample top-k": (-1, 1 << 31), "--save-every": (-1, "1e13"), "--keep": (-1, 1 << 31)}
 
 
 @pytest.mark.quick
@@ -31,7 +31,8 @@ NUMBERS = {  # an option, and values below and above its range
 def test_numbers(train, work, option):
     for value in (*NUMBERS[option], "seven", "7x", "nan", ""):
         refused(train, work, {option: value}, option, str(value))
-    if option not in ("--lr", "--min-lr", "--weight-decay", "--beta1", "--beta2", "--eps", "--clip", "--temperature"):
+    if option not in ("--lr", "--min-lr", "--weight-decay", "--optimizer beta1", "--optimizer beta2", "--optimizer eps", "--clip",
+                      "--sample temperature"):
         for value in ("1.5", "010"):  # CLI11 would read the second as octal 8
             refused(train, work, {option: value}, option, value)
 
@@ -56,20 +57,20 @@ def test_numbers(train, work, option):
     ({"--memory": "1KiB"}, ["--memory", "1KiB", "least"]),
     ({"--memory": "8GiB", "--recompute": "norm"}, ["--memory", "8GiB", "--recompute", "norm"]),
     ({"--memory": "8GiB", "--steps": 0}, ["--memory", "--steps"]),
-    ({"--host-memory": "8GiB"}, ["--host-memory 8GiB", "--memory"]),
+    ({"--memory host": "8GiB"}, ["--memory host=8GiB", "--memory"]),
     ({"--batch": "auto", "--memory": "1KiB"}, ["--batch", "auto"]),
     ({"--batch": "Auto"}, ["--batch", "Auto"]),
-    ({"--update-in-backward": True}, ["--update-in-backward", "--clip-per-block", "--clip"]),
+    ({"--update-in-backward": True, "--advanced clip": "model"}, ["--update-in-backward", "--clip"]),
     ({"--update-in-backward": True, "--clip": 0, "--grad-accum": 2}, ["--update-in-backward", "--grad-accum"]),
-    ({"--attention": "flash"}, ["--attention", "flash", "common", "hopper"]),
+    ({"--advanced attention": "flash"}, ["--advanced attention", "flash", "common", "hopper"]),
     # No build has it for heads of 16.
-    ({"--attention": "hopper"}, ["--attention hopper", "--attention common"]),
+    ({"--advanced attention": "hopper"}, ["--advanced attention=hopper", "attention=common"]),
     ({"--optimizer": "lion"}, ["--optimizer", "lion", "adamw"]),
-    ({"--master": "fp16"}, ["--master", "fp16", "split"]),
-    ({"--adam-m": "4bit"}, ["--adam-m", "4bit", "8bit"]),
-    ({"--adam-v": "fp16"}, ["--adam-v", "fp16", "8bit"]),
-    ({"--optimizer": "sgd", "--adam-m": "8bit"}, ["--adam-m", "--optimizer sgd"]),
-    ({"--optimizer": "sgd", "--adam-v": "fp32"}, ["--adam-v", "--optimizer sgd"]),
+    ({"--state-formats master": "fp16"}, ["--state-formats master", "fp16", "split"]),
+    ({"--state-formats m": "4bit"}, ["--state-formats m", "4bit", "8bit"]),
+    ({"--state-formats v": "fp16"}, ["--state-formats v", "fp16", "8bit"]),
+    ({"--optimizer": "sgd", "--state-formats m": "8bit"}, ["--state-formats m=8bit", "--optimizer sgd"]),
+    ({"--optimizer": "sgd", "--state-formats v": "fp32"}, ["--state-formats v=fp32", "--optimizer sgd"]),
     ({"--model": "d13"}, ["--model", "d13", "d12", "d24"]),
     ({"--model": "d0"}, ["--model", "d0"]),
     ({"--model": "nowhere"}, ["--model", "nowhere"]),
@@ -79,8 +80,8 @@ def test_numbers(train, work, option):
     ({"--batch": 1000}, ["--batch", "1000"]),
     ({"--batch": 1 << 20, "--seq-len": 1 << 20}, ["--batch", "--seq-len", str(1 << 20)]),
     ({"--min-lr": 0.2, "--lr": 0.1}, ["--min-lr", "0.2", "--lr", "0.1"]),
-    ({"--json": True}, ["--json", "--plan"]),
-    *[({option: ""}, [option, "empty"]) for option in ("--matmul-algorithms", "--out", "--log", "--resume", "--timeline")],
+    ({"--plan": "xml"}, ["--plan", "xml", "json"]),
+    *[({option: ""}, [option, "empty"]) for option in ("--advanced algorithms", "--out", "--log", "--resume", "--timeline")],
     ({"--save-every": 1, "--out": None}, ["--save-every", "--out"]),
     ({"--val-data": "text", "--data": None}, ["--val-data", "--data"]),
     ({"--prompt": 65 * "x"}, ["--prompt", "65", "64"]),
@@ -138,20 +139,20 @@ def test_outputs(train, work, options, named):
 
 def test_algorithms_of_products(train, work):
     if train.device == "cpu":
-        refused(train, work, {"--matmul-algorithms": "found.json"}, "--matmul-algorithms found.json", "GPU", "oneDNN")
+        refused(train, work, {"--advanced algorithms": "found.json"}, "--advanced algorithms=found.json", "GPU", "oneDNN")
         return
     for name, content in {"short": '{"matmul_algorithms": 1, "mach', "empty": "", "version": '{"matmul_algorithms": 2}',
                           "machines": '{"matmul_algorithms": 1, "machines": 3}'}.items():
         (work / name).write_text(content)
-        refused(train, work, {"--matmul-algorithms": name}, f"{name}: ")
+        refused(train, work, {"--advanced algorithms": name}, f"{name}: ")
     for name in ("model", "model/config.json", "nowhere/found.json"):
-        refused(train, work, {"--matmul-algorithms": name}, name)
+        refused(train, work, {"--advanced algorithms": name}, name)
 
 
 def test_tf32_is_fp32s_on_a_gpu(train, work):
     if (train.device, train.precision) == ("cuda", "fp32"):
         pytest.skip("it has it")
-    refused(train, work, {"--tf32": True}, "--tf32", "fp32", "for the CPU" if train.device == "cpu" else "PRECISION=fp32")
+    refused(train, work, {"--advanced tf32": "on"}, "--advanced tf32=on", "fp32", "for the CPU" if train.device == "cpu" else "PRECISION=fp32")
 
 
 def test_a_cpu_without_products_in_bf16(train_bf16, tmp_path):

@@ -44,19 +44,20 @@ def test_resume_of_another_precision(train, saved):
 
 @pytest.mark.parametrize("master", ["split", "none"])
 def test_master_of_fp32_weights(train_fp32, work, master):
-    refused(train_fp32, work, {"--master": master}, f"--master {master}", "fp32", "PRECISION=bf16")
+    refused(train_fp32, work, {"--state-formats master": master}, f"--state-formats master={master}", "fp32", "PRECISION=bf16")
 
 
-@pytest.mark.parametrize("options", [{"--adam-m": "8bit"}, {"--adam-v": "bf16"}, {"--optimizer": "sgd"}], ids=str)
+@pytest.mark.parametrize("options", [{"--state-formats m": "8bit"}, {"--state-formats v": "bf16"}, {"--optimizer": "sgd"}], ids=str)
 def test_resume_in_other_formats(train, saved, options):
-    error = refused(train, saved, RESUME | {"--resume": "out"} | options, "out", *map(" ".join, options.items()))
-    assert "--optimizer adamw --master fp32 --adam-m fp32 --adam-v fp32" in error
+    error = refused(train, saved, RESUME | {"--resume": "out"} | options, "out",
+                    *(f"{name.split()[-1]}={value}" if " " in name else f"{name} {value}" for name, value in options.items()))
+    assert "--optimizer adamw --state-formats master=fp32,m=fp32,v=fp32" in error
 
 
 def test_resume_with_another_master(train_bf16, work):
     train_bf16(*command({"--log": None}), cwd=work)
-    refused(train_bf16, work, RESUME | {"--resume": "out", "--master": "split"}, "out", "--master split",
-            "--master fp32")
+    refused(train_bf16, work, RESUME | {"--resume": "out", "--state-formats master": "split"}, "out", "--state-formats master=split",
+            "--state-formats master=fp32")
 
 
 @pytest.mark.parametrize("damage, named", [

@@ -1,4 +1,4 @@
-"""--bench and --profile-ops: their figures, that they add up, and that they measure the planned step."""
+"""--bench and --bench ops: their figures, that they add up, and that they measure the planned step."""
 
 import collections
 import json
@@ -11,7 +11,7 @@ from trainer_runs import listing, make, random_tokens, write_shard, write_text
 USUALLY = "fp32"  # see conftest.py
 
 SHAPE = ("--batch", 2, "--seq-len", 48, "--threads", 1)
-SETTINGS = (*SHAPE, "--bench-warmup", 1, "--bench-steps", 3)
+SETTINGS = (*SHAPE, "--warmup", "1", "--steps", "3")
 PHASES = ["forward", "head", "backward", "update"]
 HEAD = ["model", "device", "precision", "batch", "seq_len", "grad_accum", "recompute", "threads", "warmup", "steps",
         "cold_ms"]
@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 
 def bench(train, *arguments, model="d2", cwd=None):
-    result = train("--model", model, *SETTINGS, *arguments, "--json", cwd=cwd)
+    result = train("--model", model, *SETTINGS, *arguments, "--bench", "json", cwd=cwd)
     assert result.stderr == b""
     return json.loads(result.stdout)
 
@@ -72,7 +72,7 @@ def test_flops_of_a_frozen_model(train, folder):
     """A frozen parameter takes 2 FLOPs a token in forward and 2 in backward, which computes no gradient of it."""
     options = ("--train", "lora", "--lora-rank", 4)
     figures = bench(train, "--bench", *options, model=folder / "model")
-    plan = train.plan("--model", folder / "model", *SHAPE, *options, "--sample-tokens", 0, "--data", folder / "shard.bin")
+    plan = train.plan("--model", folder / "model", *SHAPE, *options, "--sample", "tokens=0", "--data", folder / "shard.bin")
     tokens, attention = 2 * 48, 3 * 48 * 48
     multiplied, lora = plan["parameters"] - 64 * 48, plan["trained"]
     assert lora == 3 * 4 * ((48 + 144) + (48 + 48) + (48 + 192) + (192 + 48))
@@ -87,7 +87,7 @@ def test_flops_of_packed_examples(train, folder, tmp_path):
             file.write(json.dumps({"prompt": f"{i:012d}", "completion": "0123456789abc"}) + "\n")
     shape = ("--data", tmp_path / "examples.jsonl")
     figures = bench(train, "--bench", *shape)
-    plan = train.plan("--model", "d2", *SHAPE, *shape, "--sample-tokens", 0)
+    plan = train.plan("--model", "d2", *SHAPE, *shape, "--sample", "tokens=0")
     multiplied = plan["parameters"] - 48 * 128  # positions
     seconds = figures[f"{wholes(train)[-1]}_ms"]["median"] / 1e3
     assert figures["flops_per_second"] * seconds == pytest.approx(6 * 2 * 48 * (multiplied + 2 * 128 * 24))
@@ -104,7 +104,7 @@ def test_step(train, tmp_path, options):
     mean = figures[f"{wholes(train)[0]}_ms"]["mean"]
     assert 0.6 * mean <= inside <= 1.001 * mean
     assert (figures["warmup"], figures["steps"], figures["threads"]) == (1, 3, 1)
-    plan = train.plan("--model", "d2", *SHAPE, *options, "--sample-tokens", 0, "--data", gpt2_tokens(tmp_path))
+    plan = train.plan("--model", "d2", *SHAPE, *options, "--sample", "tokens=0", "--data", gpt2_tokens(tmp_path))
     for key in ("model", "device", "precision", "batch", "seq_len", "grad_accum", "recompute"):
         assert figures[key] == plan[key]
     totals = plan["totals"]
@@ -115,7 +115,7 @@ def test_step(train, tmp_path, options):
 
 def test_update_in_backward(train):
     """The update has no time of its own."""
-    figures = bench(train, "--update-in-backward", "--clip-per-block", "--profile-ops")
+    figures = bench(train, "--update-in-backward", "--bench", "ops")
     phases = ["forward", "head", "backward", "step"]
     assert [key for key in figures if key.endswith("_ms") and key != "cold_ms"] == [f"{p}_ms" for p in phases]
     consistent(figures, phases, "step")
@@ -124,10 +124,10 @@ def test_update_in_backward(train):
 
 def test_forward(train, tmp_path):
     """Forward alone: only the weights exist, and it has a third of the FLOPs."""
-    figures = bench(train, "--bench", "forward", "--profile-ops")
+    figures = bench(train, "--bench", "forward", "--bench", "ops")
     assert list(figures) == [*HEAD, "forward_ms", *RATES, "operations"]
     seconds = consistent(figures, ["forward"], "forward")
-    plan = train.plan("--model", "d2", *SHAPE, "--sample-tokens", 0, "--data", gpt2_tokens(tmp_path))
+    plan = train.plan("--model", "d2", *SHAPE, "--sample", "tokens=0", "--data", gpt2_tokens(tmp_path))
     assert 3 * figures["flops_per_second"] * seconds == pytest.approx(flops(plan, 2, 128, 1024))
     totals = plan["totals"]
     assert totals["weights"] < figures["planned_bytes"] < totals["total"] - totals["gradients"]
@@ -137,8 +137,8 @@ def test_forward(train, tmp_path):
 
 
 def test_without_graphs(train):
-    """If there are graphs, --graph off measures only the plain step."""
-    figures = bench(train, "--bench", "--graph", "off")
+    """If there are graphs, --advanced graph=off measures only the plain step."""
+    figures = bench(train, "--bench", "--advanced", "graph=off")
     assert list(figures) == HEAD + [f"{phase}_ms" for phase in (*PHASES, "step")] + RATES
     consistent(figures, [*PHASES, "step"], "step")
 
@@ -155,7 +155,7 @@ def test_data(train, folder, model, data):
 
 # ---- outside the device
 
-ELSEWHERE = ("--weights", "disk", "--state", "disk", "--park", "all", "--gradients", "disk")
+ELSEWHERE = ("--offload", "weights=disk,state=disk,inputs=auto,gradients=disk")
 KINDS = ["weights", "vocabulary", "inputs", "state", "gradients", "keys"]
 
 
@@ -169,7 +169,7 @@ def test_waits_and_links(train, tmp_path):
     """By block, and all together. Each link carries as much as the plan says, no more and no less."""
     where = elsewhere(train, *ELSEWHERE)
     figures = bench(train, "--bench", "--grad-accum", 2, *where, model="llama:d4")
-    plan = train.plan("--model", "llama:d4", *SHAPE, "--grad-accum", 2, *where, "--sample-tokens", 0, "--data", gpt2_tokens(tmp_path))
+    plan = train.plan("--model", "llama:d4", *SHAPE, "--grad-accum", 2, *where, "--sample", "tokens=0", "--data", gpt2_tokens(tmp_path))
     room = next(b["bytes"] for b in plan["buffers"] if b["name"] == "lent_block")
     block, held = room - 4096, plan["elsewhere"]
     in_all = held["working_file"] + held["pinned_host"] + held["parked"]
@@ -205,8 +205,8 @@ def test_links_beside_their_limits(train, tmp_path):
     """Limits from a file of rates. If a step is not bound by a link, the link carries less than it could."""
     rates = rates_of(train, transfers=1e12)
     (tmp_path / "rates.json").write_text(json.dumps(rates))
-    options = ("--model", "d3", *SHAPE[:-1], rates["threads"], "--bench-steps", 2, "--bench", *ELSEWHERE[:2], "--rates", "rates.json")
-    figures = json.loads(train(*options, "--json", cwd=tmp_path).stdout)
+    options = ("--model", "d3", *SHAPE[:-1], rates["threads"], "--steps", "2", "--bench", *ELSEWHERE[:2], "--rates", "rates.json")
+    figures = json.loads(train(*options, "--bench", "json", cwd=tmp_path).stdout)
     assert [link["limit"] for link in figures["links"].values()] == [1e12, 1e12]
     lines = train(*options, cwd=tmp_path).stdout.decode().split("\n\n")
     waits, links = ([line.split() for line in table.splitlines()] for table in lines[-2:])
@@ -253,8 +253,8 @@ def sums(figures, whole):
 @pytest.mark.parametrize("recompute", ["gelu", "block"])
 def test_operations_are_those_of_the_plan(train, tmp_path, recompute):
     """Each operation runs as often as in the rehearsal: the timeline lists them one by one."""
-    options = ("--recompute", recompute, "--head-rows", 0)
-    figures = bench(train, "--bench", "--profile-ops", *options)
+    options = ("--recompute", recompute, "--chunk-rows", "head=0")
+    figures = bench(train, "--bench", "--bench", "ops", *options)
     sums(figures, "step")
     train("--model", "d2", *SHAPE, *options, "--plan", "--timeline", tmp_path / "t.json", "--data", gpt2_tokens(tmp_path))
     timeline = json.loads((tmp_path / "t.json").read_text())["operations"]
@@ -266,7 +266,7 @@ def test_operations_are_those_of_the_plan(train, tmp_path, recompute):
 
 def test_loops_and_micro_batches_count(train):
     """96 rows in chunks of 40 are three heads, two of them iterations of a loop; six in two micro-batches."""
-    figures = [bench(train, "--profile-ops", "--head-rows", 40, "--grad-accum", n) for n in (1, 2)]
+    figures = [bench(train, "--bench", "ops", "--chunk-rows", "head=40", "--grad-accum", n) for n in (1, 2)]
     one, two = map(calls, figures)
     assert one["cross_entropy_forward_backward"] == 3 and one["layernorm_backward"] == 2 * 2 + 3
     of_update = {"optimizer_update": 4, "global_norm": 4}  # of each unit
@@ -297,7 +297,7 @@ def test_table(train):
 
 
 def test_table_of_operations(train):
-    text = train("--model", "d2", *SETTINGS, "--profile-ops").stdout.decode()  # implies --bench
+    text = train("--model", "d2", *SETTINGS, "--bench", "ops").stdout.decode()  # implies --bench
     _, table = text.split("\noperation ")
     lines = table.splitlines()
     assert lines[0].split() == "calls ms share GB/s GFLOP/s roofline ms ratio".split()
@@ -312,15 +312,13 @@ def test_table_of_operations(train):
 
 @pytest.mark.parametrize("arguments, named", [
     (["--bench", "nonsense"], ["--bench", "nonsense", "forward"]), (["--bench", ""], ["--bench"]),
-    (["--bench", "--bench-steps", 0], ["--bench-steps", "0"]), (["--bench", "--bench-steps", "x"], ["--bench-steps"]),
-    (["--bench", "--bench-warmup", -1], ["--bench-warmup", "-1"]), (["--bench-steps", 3], ["--bench-steps", "--bench"]),
-    (["--bench-warmup", 3], ["--bench-warmup", "--bench"]), (["--bench", "--steps", 7], ["--steps 7", "--bench-steps"]),
+    (["--bench", "--steps", "0"], ["--steps", "0"]), (["--bench", "--steps", "x"], ["--steps"]),
+    (["--bench", "--warmup", "-1"], ["--warmup", "-1"]),
     (["--bench", "--out", "out"], ["--out out", "--bench"]), (["--bench", "--save-every", 3], ["--save-every 3"]),
     (["--bench", "--log", "log"], ["--log log", "--bench"]), (["--bench", "--plan"], ["--plan", "--bench"]),
-    (["--profile-ops", "--timeline", "t"], ["--timeline t", "--bench"]), (["--bench", "--prompt", "a"], ["--prompt a"]),
+    (["--bench", "ops", "--timeline", "t"], ["--timeline t", "--bench"]), (["--bench", "--prompt", "a"], ["--prompt a"]),
     (["--bench", "forward", "--memory", "1GiB"], ["--memory 1GiB", "--bench forward"]),
     (["--bench", "--model", "model", "--data", "text"], ["text", "300"]),
-    (["--json"], ["--json", "--plan", "--bench"]),
 ], ids=str)
 def test_mistakes(train, folder, arguments, named):
     before = listing(folder)
@@ -333,5 +331,5 @@ def test_mistakes(train, folder, arguments, named):
 
 def test_only_what_is_run_is_listed_after_a_choice(train):
     """--memory also rehearses adding to gradients; the chosen run does not do that."""
-    figures = bench(train, "--memory", "2GiB", "--profile-ops")
+    figures = bench(train, "--memory", "2GiB", "--bench", "ops")
     assert figures["grad_accum"] == 1 and all(operation["calls"] > 0 for operation in figures["operations"])

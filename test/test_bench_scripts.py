@@ -22,10 +22,10 @@ turns = {folder!r} + "/turns"
 open(turns, "a").write("x")
 turn = len(open(turns).read())
 if turn == {fails}: sys.exit("train: nothing left")
-assert "--bench" in sys.argv and "--json" in sys.argv and "--data" not in sys.argv
+assert "--bench" in sys.argv and "json" in sys.argv and "--data" not in sys.argv
 step = dict(mean=11.0, std=1.0, median=10.0 * turn, min=9.0)
 print(json.dumps(dict(model=of("--model"), device="cpu", precision="fp32", batch=int(of("--batch")), step_ms=step,
-                      warmup=int(of("--bench-warmup")), steps=int(of("--bench-steps")), taken_bytes=1 << 20)))
+                      warmup=int(of("--warmup")), steps=int(of("--steps")), taken_bytes=1 << 20)))
 '''
 # Prints more than is asked for and never ends by itself.
 LLM_C = '''#!/bin/sh
@@ -87,7 +87,7 @@ def test_torch_beside_the_trainer(tmp_path):
     assert raw["settings"]["model"] == "d1" and raw["left_out"] == {} and raw["failed"] == {}
     for said in (f"| {raw['machine']['date']} | {raw['machine']['commit']} |", "- CPU: ", "- compiler: ", "- oneDNN: ",
                  "- threads: 1", "autocast",
-                 "--bench --bench-warmup 1 --bench-steps 3 --json --model d1 --batch 2 --seq-len 8 --threads 1"):
+                 "--bench json --warmup 1 --steps 3 --model d1 --batch 2 --seq-len 8 --threads 1"):
         assert said in text, said
     assert str(ROOT) not in text
 
@@ -213,8 +213,8 @@ def test_products_alone(train, rows):
     binary = ROOT / "build/bench/cpu/products"
     if train.device != "cpu" or not binary.exists():
         pytest.skip("make DEVICE=cpu build/bench/cpu/products")
-    profile = train("--model", "d1", "--batch", 2, "--seq-len", 64, "--profile-ops", "--bench-warmup", 1, "--bench-steps", 3,
-                    "--head-rows", rows, "--json").stdout
+    profile = train("--model", "d1", "--batch", 2, "--seq-len", 64, "--bench", "ops", "--warmup", "1", "--steps", "3",
+                    "--chunk-rows", f"head={rows}", "--bench", "json").stdout
     names = [o["name"] for o in json.loads(profile)["operations"] if o["name"].startswith("matmul")]
     ran = subprocess.run([binary], input=profile, capture_output=True, check=True, env=ENVIRONMENT)
     head, *rows, total, times = ran.stdout.decode().splitlines()
@@ -281,7 +281,7 @@ def test_transformers_loss_is_its_own(tmp_path, family):
     """What is timed is the model's own loss, without dropout."""
     module = load("torch_folder")
     model = make(tmp_path / "tiny", "--family", family, "--vocab", 300)
-    options = module.parse_options(["--model", str(model), "--attention", "eager"])
+    options = module.parse_options(["--model", str(model), "--advanced", "attention=eager"])
     loss, vocabulary = module.load(options)
     window = torch.randint(vocabulary, (3, 9), generator=torch.Generator().manual_seed(1))
     assert vocabulary == 300 and not loss.training
@@ -465,9 +465,9 @@ def test_gpu_check_goes_on_after_a_failure(gpu_machine, tmp_path):
     assert rows["test_b"] == "FAILED (exit code 1)" and rows["Python tests"].startswith("skipped: ")
     batches = [rows.get(f"train d12, bf16, batch {batch}, seq_len 1024") for batch in (64, 32, 16, 8)]
     assert batches == ["does not fit", "does not fit", "passed", None]
-    ways = ("--recompute none --head-rows 0", "--head-rows 4096", "--head-rows 4096 --graph off",
-            "--head-rows 4096 --attention common",
-            "--head-rows 4096 --matmul-algorithms build/matmul-nvidia-fake-100.json")
+    ways = ("--recompute none --chunk-rows head=0", "--chunk-rows head=4096", "--chunk-rows head=4096 --advanced graph=off",
+            "--chunk-rows head=4096 --advanced attention=common",
+            "--chunk-rows head=4096 --advanced algorithms=build/matmul-nvidia-fake-100.json")
     for name in ("operations of d12, bf16, batch 16", "operations of d12, bf16, batch 16, searched algorithms",
                  "operations of d12, bf16, batch 16, beside what was predicted",
                  *(f"train d12, bf16, batch 16, seq_len 1024, {way}" for way in ways)):
@@ -573,8 +573,8 @@ def test_gpu_check_prints_its_plan(gpu_machine, tmp_path):
     said = gpu_machine("--dry-run", code=0).stdout
     for command in ("DEVICE=cuda build/cuda-bf16/train build/cuda-fp32/train build/test/cuda/test_a",
                     "compute-sanitizer --tool racecheck", "--model d48 --batch 16 --seq-len 1024",
-                    "--profile-ops --bench-warmup 3 --bench-steps 10 --model d12 --batch 64",
-                    "--head-rows 4096 --matmul-algorithms build/matmul-", "--recompute none --head-rows 0",
+                    "--bench ops --warmup 3 --steps 10 --model d12 --batch 64",
+                    "--chunk-rows head=4096 --advanced algorithms=build/matmul-", "--recompute none --chunk-rows head=0",
                     "dev/gpu_compare.py --gpu NVIDIA Fake 100 --out dev/results/nvidia-fake-100-predicted.md build/cuda-bf16/train",
                     "dev/bench/attention.py", "dev/bench/compare_speed.py"):
         assert command in said, command

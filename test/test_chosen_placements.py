@@ -13,9 +13,9 @@ from trainer_runs import Train, saved_bytes, small_disk
 
 USUALLY = "bf16"  # see conftest.py
 
-RESIDENT = ("--weights", "device", "--gradients", "device", "--state", "device", "--park", 0)
+RESIDENT = ("--offload", "weights=device,gradients=device,state=device,inputs=device")
 # With these options no other micro-batch is possible.
-ONE = ("--data", "data.bin", "--model", "model", "--batch", 1, "--seq-len", 37, "--sample-tokens", 0)
+ONE = ("--data", "data.bin", "--model", "model", "--batch", 1, "--seq-len", 37, "--sample", "tokens=0")
 KINDS = {"full": (), "adapter": ("--train", "lora", "--lora-rank", 2), "consumed": ("--update-in-backward", "--clip", 0)}
 
 
@@ -37,15 +37,15 @@ def test_a_budget_below_what_is_resident_moves_it(train, wide4, tmp_path, kind):
     train(*options, "--out", "resident", cwd=work)
     for i, share in enumerate((0, 0.5, 1)):
         budget = ("--memory", f"{few + 0.1 + share * (resident - 1 - few):.1f}MiB")
-        chosen = json.loads(train(*options, *budget, "--plan", "--json", cwd=work).stdout)
+        chosen = json.loads(train(*options, *budget, "--plan", "json", cwd=work).stdout)
         moved = chosen["choice"][0]["residences"]
-        assert "disk" in moved or "--park" in moved
+        assert "disk" in moved or "inputs=" in moved
         assert any(chosen["elsewhere"].values()) and chosen["choice"][0]["bytes"] == chosen["totals"]["total"]
         said = train(*options, *budget, "--out", f"out{i}", cwd=work).stdout.decode()
         taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
         assert moved in said and taken <= planned <= float(budget[1][:-3]) + 0.05
         assert saved_bytes(work / f"out{i}") == saved_bytes(work / "resident")
-    roomy = json.loads(train(*options, "--memory", f"{resident + 0.1:.1f}MiB", "--plan", "--json", cwd=work).stdout)
+    roomy = json.loads(train(*options, "--memory", f"{resident + 0.1:.1f}MiB", "--plan", "json", cwd=work).stdout)
     assert roomy["choice"][0]["residences"] == "" and not any(roomy["elsewhere"].values())
 
 
@@ -53,7 +53,7 @@ def test_memory_chooses_how_far_ahead_blocks_come(train, wide, tmp_path):
     """0 if nothing else fits; many if the disk is slower than computing, so that blocks are still there when
     backward begins."""
     work = linked(tmp_path, wide)
-    options = (*ONE, *KINDS["adapter"], "--steps", 2, "--weights", "disk", "--embeddings", "device")
+    options = (*ONE, *KINDS["adapter"], "--steps", 2, "--offload", "weights=disk,embeddings=device")
     few, two_rooms = least(train, work, *options), least(train, work, *options, "--prefetch", 1)
     assert few < two_rooms - 3
     train(*options, "--out", "out1", cwd=work)
@@ -61,11 +61,11 @@ def test_memory_chooses_how_far_ahead_blocks_come(train, wide, tmp_path):
     fast = rate_files.write(tmp_path / "fast", rate_files.rates_of(train, transfers=1e15))
     for budget, rates, ahead in ((few + 0.1, fast, 0), (two_rooms + 200, fast, 1), (two_rooms + 200, slow, 16), (two_rooms + 12, slow, 2)):
         command = (*options, "--memory", f"{budget:.1f}MiB")
-        chosen = json.loads(train(*command, "--rates", rates, "--plan", "--json", cwd=work).stdout)
+        chosen = json.loads(train(*command, "--rates", rates, "--plan", "json", cwd=work).stdout)
         said = re.search(r"--prefetch (\d+)", chosen["choice"][0]["residences"])
         assert (int(said[1]) if said else 1) == ahead
         assert sum(b["name"] == "lent_block" for b in chosen["buffers"]) == min(ahead + 1, 12)
-        asked = json.loads(train(*command, "--prefetch", ahead, "--rates", rates, "--plan", "--json", cwd=work).stdout)
+        asked = json.loads(train(*command, "--prefetch", ahead, "--rates", rates, "--plan", "json", cwd=work).stdout)
         assert asked["totals"] == chosen["totals"]
         train(*command, "--rates", rates, "--out", f"out{ahead}", cwd=work)
         assert saved_bytes(work / f"out{ahead}") == saved_bytes(work / "out1"), ahead
@@ -76,20 +76,20 @@ def test_memory_chooses_how_far_ahead_blocks_come(train, wide, tmp_path):
 def test_the_state_may_have_other_rooms(train, wide4, tmp_path):
     """The bits are the same. A block has as many slots as chunks, which are fetched while it is computed."""
     work = linked(tmp_path, wide4)
-    options = (*ONE, "--steps", 2, "--update-in-backward", "--clip-per-block", "--weights", "disk", "--state", "disk")
+    options = (*ONE, "--steps", 2, "--update-in-backward", "--offload", "weights=disk")
     plans = {}
     for rooms in (32, 1, 5, "block"):
-        train(*options, "--state-rooms", rooms, "--out", f"out{rooms}", "--sample-tokens", 0, cwd=work)
-        plans[rooms] = json.loads(train(*options, "--state-rooms", rooms, "--plan", "--json", cwd=work).stdout)
+        train(*options, "--offload", f"state=disk:{rooms}", "--out", f"out{rooms}", "--sample", "tokens=0", cwd=work)
+        plans[rooms] = json.loads(train(*options, "--offload", f"state=disk:{rooms}", "--plan", "json", cwd=work).stdout)
         assert saved_bytes(work / f"out{rooms}") == saved_bytes(work / "out32"), rooms
     count = {rooms: sum(b["name"] == "state_room" for b in plan["buffers"]) for rooms, plan in plans.items()}
     block = (4 + 3 * 3) * 512 * 512 + 2 * 512
     assert count == {32: 32, 1: 1, 5: 5, "block": -(-block // (1 << 18))} and count["block"] != 32
-    error = train(*ONE, "--steps", 2, "--state-rooms", 5, cwd=work, code=2).stderr.decode()
-    assert "--state disk" in error and error.count("\n") == 1
+    error = train(*ONE, "--steps", 2, "--offload", "state=device:5", cwd=work, code=2).stderr.decode()
+    assert "--offload state" in error and error.count("\n") == 1
 
 
-MIXES = (("device",), ("disk",), ("device", "--embeddings", "disk"), ("disk", "--embeddings", "disk"))
+MIXES = (("device",), ("disk",), ("device", "embeddings=disk"), ("disk", "embeddings=disk"))
 
 
 @pytest.mark.parametrize("kind", ["full", "adapter"])
@@ -103,15 +103,15 @@ def test_the_fastest_mix_that_fits_is_chosen(train, wide4, tmp_path, kind):
     together = 0
     for share in (0.02, 0.3, 0.6, 0.95):
         budget = ("--memory", f"{few + share * (resident - few):.1f}MiB")
-        chosen = json.loads(train(*options, *budget, "--plan", "--json", cwd=work).stdout)
+        chosen = json.loads(train(*options, *budget, "--plan", "json", cwd=work).stdout)
         by_hand = []
-        for weights, gradients, state, park, order in itertools.product(MIXES, ("device", "disk"), ("device", "disk"), (0, "all"),
+        for weights, gradients, state, park, order in itertools.product(MIXES, ("device", "disk"), ("device", "disk"), ("device", "auto"),
                                                                         ((), ("--by-block",))):
-            where = ("--weights", *weights, "--gradients", gradients, "--state", state, "--park", park, *order)
+            where = ("--offload", f"weights={','.join(weights)},gradients={gradients},state={state},inputs={park}", *order)
             stay = weights[0] == gradients == "device"
             if kind == "adapter" and "disk" in (gradients, state) or order and stay or kind == "full" and len(weights) > 1:
                 continue
-            command = train.command(*options, *budget, *where, "--plan", "--json")
+            command = train.command(*options, *budget, *where, "--plan", "json")
             planned = subprocess.run(command, cwd=work, env=train.environment, capture_output=True)
             if planned.returncode == 0:
                 by_hand.append(json.loads(planned.stdout)["estimated_seconds"])
@@ -127,12 +127,12 @@ def test_a_resumed_run_has_what_was_chosen(train, wide4, tmp_path, kind):
     budget = f"{least(train, work, *options) + 0.1:.1f}MiB"
     train(*options, "--steps", 4, "--out", "whole", cwd=work)
     train(*options, "--steps", 2, "--memory", budget, "--out", "out", cwd=work)
-    chosen = json.loads(train(*options, "--steps", 2, "--memory", budget, "--plan", "--json", cwd=work).stdout)
+    chosen = json.loads(train(*options, "--steps", 2, "--memory", budget, "--plan", "json", cwd=work).stdout)
     saved = json.loads((work / "out" / "trainer_state.json").read_text())["options"]
-    assert "--memory" not in saved and saved["--weights"] == ["disk"]
-    resumed = json.loads(train("--resume", "out", "--steps", 4, "--plan", "--json", cwd=work).stdout)
+    assert "--memory" not in saved and saved["--offload.weights"] == ["disk"]
+    resumed = json.loads(train("--resume", "out", "--steps", 4, "--plan", "json", cwd=work).stdout)
     assert resumed["elsewhere"] == chosen["elsewhere"] and resumed["totals"] == chosen["totals"]
-    anew = json.loads(train("--resume", "out", "--steps", 4, "--memory", "8GiB", "--plan", "--json", cwd=work).stdout)
+    anew = json.loads(train("--resume", "out", "--steps", 4, "--memory", "8GiB", "--plan", "json", cwd=work).stdout)
     assert not any(anew["elsewhere"].values())
     train("--resume", "out", "--steps", 4, cwd=work)
     assert saved_bytes(work / "out") == saved_bytes(work / "whole")
@@ -148,4 +148,4 @@ def test_a_full_disk_is_not_chosen(train, wide4, tmp_path):
     with small_disk(tmp_path / "small", "4m") as folder:
         small = Train(train.path, TMPDIR=str(folder))
         error = small(*options, "--memory", f"{enough:.1f}MiB", "--plan", cwd=work, code=2).stderr.decode()
-    assert "--state disk" not in error and f"TMPDIR with room: {folder}" in error and error.count("\n") == 1
+    assert "--offload state=disk" not in error and f"TMPDIR with room: {folder}" in error and error.count("\n") == 1

@@ -20,14 +20,14 @@ def test_touches_only_what_lives(tmp_path, path):
     make(tmp_path / "model", "--layers", 3, "--heads", 3, "--channels", 24, "--vocab", 300, "--positions", 40)
     write_shard(tmp_path / "data.bin", random_tokens(300, 2000))
     for level in levels_of(watched.path):
-        own = ("--recompute", level, "--sample-tokens", 30, "--steps", 3)
+        own = ("--recompute", level, "--sample", "tokens=30", "--steps", 3)
         watched("--model", "d2", "--data", "text", "--batch", 3, "--seq-len", 41, *own, "--eval-every", 1,
-                "--sample-every", 1, "--out", level, "--save-every", 1, cwd=tmp_path)
+                "--sample", "every=1", "--out", level, "--save-every", 1, cwd=tmp_path)
         watched("--resume", level, "--steps", 4, cwd=tmp_path)
         watched("--model", "model", "--data", "data.bin", "--val-data", "data.bin", "--batch", 2, "--seq-len", 37,
-                "--grad-accum", 2, "--head-rows", 0, *own, cwd=tmp_path)
-        watched("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", 37, "--head-rows", 7,
-                "--update-in-backward", "--clip-per-block", *own, cwd=tmp_path)
+                "--grad-accum", 2, "--chunk-rows", "head=0", *own, cwd=tmp_path)
+        watched("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", 37, "--chunk-rows", "head=7",
+                "--update-in-backward", *own, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("path", ASAN_TRAINERS)
@@ -38,10 +38,10 @@ def test_chunks_touch_only_what_lives(tmp_path, path):
     make(tmp_path / "model", "--family", "qwen3", "--layers", 3, "--heads", 4, "--kv-heads", 2, "--channels", 40, "--vocab", 300,
          "--positions", 1100)
     write_shard(tmp_path / "data.bin", random_tokens(300, 9000))
-    for options in (("--recompute", "block"), ("--recompute", "block:2,norm:1", "--park", "all", "--mlp-rows", 40),
-                    ("--recompute", "block", "--seq-len", 1100, "--attention-rows", 256, "--park", "all", "--park-keys")):
+    for options in (("--recompute", "block"), ("--recompute", "block:2,norm:1", "--offload", "inputs=auto", "--chunk-rows", "mlp=40"),
+                    ("--recompute", "block", "--seq-len", 1100, "--chunk-rows", "attention=256", "--offload", "inputs=auto,keys=auto")):
         watched("--model", "model", "--data", "data.bin", "--val-data", "data.bin", "--batch", 2, "--steps", 2,
-                *(() if "--park-keys" in options else ("--seq-len", 300, "--attention-rows", 128)), "--sample-tokens", 20, "--sample-every", 1,
+                *(() if "keys=" in str(options) else ("--seq-len", 300, "--chunk-rows", "attention=128")), "--sample", "tokens=20,every=1",
                 *options, cwd=tmp_path)
 
 
@@ -49,7 +49,7 @@ def test_all_of_a_run_is_allocated_by_step_0(train, tmp_path):
     """Validation, samples and saves come later and allocate no device memory: it is forbidden then."""
     write_text(tmp_path / "text", 9000)
     train("--model", "d2", "--data", "text", "--batch", 3, "--seq-len", 40, "--steps", 4, "--eval-every", 2,
-          "--sample-every", 2, "--sample-tokens", 60, "--save-every", 2, "--out", "out", cwd=tmp_path)
+          "--sample", "every=2,tokens=60", "--save-every", 2, "--out", "out", cwd=tmp_path)
     assert saved_bytes(tmp_path / "out")
 
 
@@ -57,7 +57,7 @@ def seen_at(steps, measure, train, *options):
     """measure(pid) of a training process after it has printed each of two steps."""
     lines = tuple(b"step %5d/" % step for step in steps)
     seen = []
-    with train.start(*options, "--steps", 100000, "--sample-tokens", 0, "--print-every", 1) as process:
+    with train.start(*options, "--steps", 100000, "--sample", "tokens=0", "--print-every", 1) as process:
         for line in process.stdout:
             if line.startswith(lines):
                 seen.append(measure(process.pid))

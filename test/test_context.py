@@ -1,4 +1,4 @@
-"""--context auto: the longest sequences that fit, compared with plans of all lengths; and
+"""--seq-len auto: the longest sequences that fit, compared with plans of all lengths; and
 dev/context_table.py."""
 
 import json
@@ -8,7 +8,7 @@ import context_table
 import pytest
 from trainer_runs import cpu_seconds, make, random_tokens, write_shard
 
-LORA = ("--train", "lora", "--lora-rank", 4, "--sample-tokens", 0)
+LORA = ("--train", "lora", "--lora-rank", 4, "--sample", "tokens=0")
 LLAMA_8B = {"model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
             "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
             "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
@@ -35,7 +35,7 @@ def test_is_the_longest(train, llama):
     for tokens in (128, 1984, 3008):
         memory = f"{int((budget_of(train, llama, tokens) + 0.2) * 2**20)}B"
         options = ("--model", llama / "model", "--memory", memory, *LORA)
-        chosen = train.plan(*options, "--context", "auto")
+        chosen = train.plan(*options, "--seq-len", "auto")
         assert tokens <= chosen["seq_len"] <= tokens + 128 and chosen["seq_len"] % 64 == 0 and chosen["batch"] == 1
         assert chosen == train.plan(*options, "--batch", 1, "--seq-len", chosen["seq_len"])
         assert chosen["totals"]["total"] <= int(memory[:-1])
@@ -45,24 +45,23 @@ def test_is_the_longest(train, llama):
 
 def test_what_else_ends_it(train, llama):
     """Other limits: the model's positions, the data, several sequences at a time."""
-    options = ("--model", llama / "model", "--memory", "8GiB", "--context", "auto", "--plan", *LORA)
+    options = ("--model", llama / "model", "--memory", "8GiB", "--seq-len", "auto", "--plan", *LORA)
     data = ("--data", llama / "data.bin")
     for more, said in (((), "5000 tokens, all of the model's positions"),
                        ((*data, "--rope-scaling", "yarn:4"), "8999 tokens, as many as the data have"),
                        ((*data, "--batch", 2), "3000 tokens, as many as the data have"),
                        (("--rope-scaling", "dynamic:1.5"), "7500 tokens, all of the model's positions")):
         text = train(*options, *more).stdout.decode()
-        assert re.search(rf"--context auto: {said}; a step takes [\d.e+-]+ s by estimate", text), text
+        assert re.search(rf"--seq-len auto: {said}; a step takes [\d.e+-]+ s by estimate", text), text
     assert train.plan(*options[:-1 - len(LORA)], *LORA, *data, "--batch", 2)["batch"] == 2
 
 
 def test_beside_chunks_of_rows(train, llama):
     """A length that is still to be chosen may be less than the chunks' rows."""
-    options = ("--model", llama / "model", "--context", "auto", *LORA, "--recompute", "block", "--attention-rows", 256,
-               "--mlp-rows", 1024)
+    options = ("--model", llama / "model", "--seq-len", "auto", *LORA, "--recompute", "block", "--chunk-rows", "attention=256,mlp=1024")
     assert train.plan(*options)["seq_len"] == 5000
     assert train.plan(*options, "--data", llama / "data.bin", "--batch", 50)["seq_len"] == 176
-    assert train.plan(*options, "--data", llama / "data.bin", "--park-keys", "--batch", 36)["seq_len"] == 243
+    assert train.plan(*options, "--data", llama / "data.bin", "--offload", "keys=auto", "--batch", 36)["seq_len"] == 243
 
 
 def test_of_examples(train, tmp_path):
@@ -77,36 +76,36 @@ def test_of_examples(train, tmp_path):
     for more, tokens, why in (((), 2099, "as many as the data have"), (("--batch", 2), 1146, "as many as the data have"),
                               (("--val-data", tmp_path / "text"), 1499, "as many as the data have"),
                               (("--val-data", tmp_path / "data.jsonl"), 2099, "as many as the data have")):
-        out = train(*options, *more, "--context", "auto", "--plan").stdout.decode()
-        assert f"--context auto: {tokens} tokens, {why}" in out, out
+        out = train(*options, *more, "--seq-len", "auto", "--plan").stdout.decode()
+        assert f"--seq-len auto: {tokens} tokens, {why}" in out, out
     (tmp_path / "data.jsonl").write_text("\n".join([*lines, json.dumps({"text": "abc" * 3000})]))
-    said = train(*options, "--context", "auto", "--plan").stdout.decode()
-    assert "--context auto: 5000 tokens, all of the model's positions" in said
+    said = train(*options, "--seq-len", "auto", "--plan").stdout.decode()
+    assert "--seq-len auto: 5000 tokens, all of the model's positions" in said
     least = train(*options, "--batch", 1, "--seq-len", 1024, "--plan", "--memory", "1MiB", code=2).stderr.decode()
     least = float(re.search(r"the least that this takes is ([\d.]+) MiB", least)[1])
     memory = f"{int((least + 0.2) * 2**20)}B"
-    chosen = train.plan(*options, "--memory", memory, "--context", "auto")
+    chosen = train.plan(*options, "--memory", memory, "--seq-len", "auto")
     assert 1024 <= chosen["seq_len"] <= 1152 and chosen["totals"]["total"] <= int(memory[:-1])
     assert chosen == train.plan(*options, "--memory", memory, "--batch", 1, "--seq-len", chosen["seq_len"])
 
 
 def test_without_a_budget(train, llama):
     """Then the budget is the free memory."""
-    assert train.plan("--model", llama / "model", "--context", "auto", *LORA)["seq_len"] == 5000
+    assert train.plan("--model", llama / "model", "--seq-len", "auto", *LORA)["seq_len"] == 5000
 
 
 def test_a_run(train, llama, tmp_path):
     """It trains with this length, and the same command continues with it, whatever would fit then."""
     memory = f"{int((budget_of(train, llama, 1024) + 0.2) * 2**20)}B"
-    options = ("--model", llama / "model", "--data", llama / "data.bin", "--context", "auto", *LORA,
+    options = ("--model", llama / "model", "--data", llama / "data.bin", "--seq-len", "auto", *LORA,
                "--val-data", llama / "data.bin", "--eval-batches", 1, "--out", "out", "--resume", "auto")
     said = train(*options, "--memory", memory, "--steps", 1, cwd=tmp_path).stdout.decode()
-    tokens = int(re.search(r"--context auto: (\d+) tokens, the most that fit [\d.]+ MiB \(--memory\)", said)[1])
+    tokens = int(re.search(r"--seq-len auto: (\d+) tokens, the most that fit [\d.]+ MiB \(--memory\)", said)[1])
     assert 1024 <= tokens <= 1280 and f"sequences of {tokens}" in said
     saved = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["options"]
-    assert saved["--seq-len"] == [str(tokens)] and saved["--batch"] == ["1"] and "--context" not in saved
+    assert saved["--seq-len"] == [str(tokens)] and saved["--batch"] == ["1"] and "--memory" not in saved
     said = train(*options, "--memory", "8GiB", "--steps", 2, cwd=tmp_path).stdout.decode()
-    assert f"sequences of {tokens}" in said and "--context auto" not in said
+    assert f"sequences of {tokens}" in said and "--seq-len auto" not in said
 
 
 def test_is_quick(train_fp32, tmp_path):
@@ -114,18 +113,18 @@ def test_is_quick(train_fp32, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     plans = []
     seconds = cpu_seconds(lambda: plans.append(train_fp32.plan(
-        "--model", tmp_path, "--context", "auto", "--memory", "24GiB", "--base", "nf4-double", *LORA)))
+        "--model", tmp_path, "--seq-len", "auto", "--memory", "24GiB", "--base", "nf4-double", *LORA)))
     assert plans[0]["seq_len"] >= 1024 and seconds < 30
 
 
 @pytest.mark.parametrize("options, named", [
-    (("--seq-len", 64), "leave --seq-len 64 out"), (("--batch", "auto"), "leave --batch"),
+    (("--batch", "auto"), "not auto"),
     (("--steps", 0), "is a training's"), (("--bench", "forward"), "is a training's"), (("--model", "d2"), "new one"),
     (("--memory", "1MiB"), "the least that this takes"), (("--data", "none.jsonl"), "no file matches"),
-    (("--memory", "lots"), "--memory 'lots'"), (("--context", "most"), "--context"),
+    (("--memory", "lots"), "--memory 'lots'"), (("--seq-len", "most"), "--seq-len"),
 ], ids=str)
 def test_mistakes(train_fp32, llama, tmp_path, options, named):
-    error = train_fp32("--model", llama / "model", "--context", "auto", *options, cwd=tmp_path, code=2).stderr.decode()
+    error = train_fp32("--model", llama / "model", "--seq-len", "auto", *options, cwd=tmp_path, code=2).stderr.decode()
     assert named in error and error.count("\n") == 1
 
 
@@ -133,7 +132,7 @@ def test_mistakes(train_fp32, llama, tmp_path, options, named):
 
 
 def test_table(train, llama, capsys):
-    """A cell has what --context auto chooses, if memory is the limit."""
+    """A cell has what --seq-len auto chooses, if memory is the limit."""
     budgets = [f"{int(budget_of(train, llama, tokens) + 1)}MiB" for tokens in (192, 1024)]
     context_table.main([train.path, "--model", str(llama / "model"), "--memory", "1MiB", *budgets, "8GiB", "--",
                         *map(str, LORA)])
@@ -142,7 +141,7 @@ def test_table(train, llama, capsys):
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[:2] == ["model", "none"] and re.fullmatch(r"4,992 \(all it can\), [\d.e+-]+ s", cells[4])
     for memory, cell in zip(budgets, cells[2:4]):
-        plan = train.plan("--model", llama / "model", "--memory", memory, "--context", "auto", *LORA)
+        plan = train.plan("--model", llama / "model", "--memory", memory, "--seq-len", "auto", *LORA)
         beside = sum(plan["elsewhere"].values()) / 2**30
         assert cell == f"{plan['seq_len']:,}, {plan['estimated_seconds']:.3g} s" + (f", {beside:.1f} GiB" if beside else "")
 

@@ -24,7 +24,7 @@ def has_gpu():
 @pytest.mark.parametrize("binary", BINARIES, ids=lambda path: path.parent.name)
 class TestWithoutDevice:
     def test_plan_needs_no_device(self, binary):
-        ran = subprocess.run([binary, "--plan", "--json", "--model", "d12", "--batch", "4", "--seq-len", "1024"],
+        ran = subprocess.run([binary, "--plan", "json", "--model", "d12", "--batch", "4", "--seq-len", "1024"],
                              capture_output=True, text=True, timeout=60)
         plan = json.loads(ran.stdout)
         assert ran.returncode == 0 and plan["device"] == "cuda" and plan["parameters"] == 124439808

@@ -13,7 +13,7 @@ from trainer_runs import ROOT, cpu_seconds, figures, make, random_tokens, read_l
 USUALLY = "fp32"  # see conftest.py
 
 SMALL = ("--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)
-RUN = ("--batch", 2, "--seq-len", 24, "--sample-tokens", 0)
+RUN = ("--batch", 2, "--seq-len", 24, "--sample", "tokens=0")
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_wide_tokens_are_the_same_tokens(train, work):
 
 def test_the_first_text(train):
     """Without --data, in the project's folder."""
-    run = train("--steps", 1, "--batch", 1, "--sample-tokens", 0, cwd=ROOT)
+    run = train("--steps", 1, "--batch", 1, "--sample", "tokens=0", cwd=ROOT)
     assert data_line(run).startswith("1003855 tokens in 7841 sequences of 128")
 
 
@@ -94,7 +94,7 @@ def until_changed(train, work, *options, change):
     return error, json.loads((work / "out" / "trainer_state.json").read_text())["step"]
 
 
-@pytest.mark.parametrize("options", [(), ("--grad-accum", 3), ("--update-in-backward", "--clip-per-block")], ids=str)
+@pytest.mark.parametrize("options", [(), ("--grad-accum", 3), ("--update-in-backward")], ids=str)
 def test_a_text_that_is_shortened(train, work, options):
     """The training so far is saved and equals that of an undisturbed run."""
     shutil.copy2(work / "text", work / "before")

@@ -104,10 +104,10 @@ def test_losses(train, work, monkeypatch):
                3e-3, "--seed", SEED)
     masks = Masks()
     expected = losses_of(options, masks, lambda model: put_masks(model, masks, monkeypatch))
-    train(*options, "--dropout", SHARE, "--log", work / "log", "--sample-tokens", 0)
+    train(*options, "--dropout", SHARE, "--log", work / "log", "--sample", "tokens=0")
     got, bound = by_key(read_log(work / "log"), "loss"), LOSS_BOUND[train.precision]
     assert got == pytest.approx(expected, rel=0, abs=bound)
-    train(*options, "--log", work / "plain", "--sample-tokens", 0)
+    train(*options, "--log", work / "plain", "--sample", "tokens=0")
     plain = by_key(read_log(work / "plain"), "loss")
     assert max(abs(plain[step] - got[step]) for step in got) > 5 * bound
 
@@ -125,12 +125,12 @@ def test_losses_of_lora(train, work):
                 module.lora_dropout["default"] = Dropped(masks, layer * PLACES + number)
 
     expected = losses_of(options, masks, put)
-    train(*options, "--log", work / "log", "--sample-tokens", 0)
+    train(*options, "--log", work / "log", "--sample", "tokens=0")
     assert by_key(read_log(work / "log"), "loss") == pytest.approx(expected, rel=0, abs=LOSS_BOUND[train.precision])
 
 
 def trained(train, work, name, *options):
-    train(*DATA, "--steps", 4, "--dropout", SHARE, "--out", name, "--log", f"{name}.log", "--sample-tokens", 0, *options,
+    train(*DATA, "--steps", 4, "--dropout", SHARE, "--out", name, "--log", f"{name}.log", "--sample", "tokens=0", *options,
           cwd=work)
     return figures(read_log(work / f"{name}.log")), saved_bytes(work / name)
 
@@ -146,7 +146,7 @@ def test_memory_options_and_resume_change_no_bit(train, work):
 
 
 def test_validation_drops_nothing(train_fp32, work):
-    train_fp32(*DATA, "--steps", 1, "--lr", 0, "--dropout", 0.9, "--val-data", "data.bin", "--log", "a", "--sample-tokens", 0,
+    train_fp32(*DATA, "--steps", 1, "--lr", 0, "--dropout", 0.9, "--val-data", "data.bin", "--log", "a", "--sample", "tokens=0",
                cwd=work)
-    train_fp32(*DATA, "--steps", 1, "--lr", 0, "--val-data", "data.bin", "--log", "b", "--sample-tokens", 0, cwd=work)
+    train_fp32(*DATA, "--steps", 1, "--lr", 0, "--val-data", "data.bin", "--log", "b", "--sample", "tokens=0", cwd=work)
     assert by_key(read_log(work / "a"), "val_loss") == by_key(read_log(work / "b"), "val_loss")

@@ -21,7 +21,7 @@ USUALLY = "bf16"  # see conftest.py
 
 VOCAB = 9001  # three slices of the head, the last one partial
 SLICE = 4096
-ELSEWHERE = ("--embeddings", "disk")
+ELSEWHERE = ("--offload", "embeddings=disk")
 BOUND = {"fp32": {"rel": 2e-6}, "bf16": {"rel": 4e-3}}  # slices are summed in fp32, and rounded once
 FAMILIES = {"gpt2": (), "llama": ("--shard-size", "300KB"), "qwen2": ("--dtype", "fp16"), "bloom": ("--dtype", "fp32")}
 
@@ -50,25 +50,25 @@ def close(train, a, b):
 
 
 def test_training_is_the_same_but_for_the_order_of_sums(train, work):
-    options = ("--head-rows", 40)
+    options = ("--chunk-rows", "head=40")
     memory, disk = trained(train, work, "a", *options)[0], trained(train, work, "b", *options, *ELSEWHERE)[0]
     close(train, memory, disk)
 
 
-@pytest.mark.parametrize("options", [("--recompute", "block"), ("--recompute", "none", "--weights", "disk"),
-                                     ("--park", "all"), ("--threads", 1)], ids=str)
+@pytest.mark.parametrize("options", [("--recompute", "block"), ("--recompute", "none", "--offload", "weights=disk"),
+                                     ("--offload", "inputs=auto"), ("--threads", 1)], ids=str)
 def test_other_options_change_no_bit(train, work, options):
     assert trained(train, work, "a", *ELSEWHERE) == trained(train, work, "b", *ELSEWHERE, *options)
 
 
 def test_micro_batches_that_go_together(train, work):
-    options = (*ELSEWHERE, "--grad-accum", 3, "--weights", "disk")
+    options = (*ELSEWHERE, "--grad-accum", 3, "--offload", "weights=disk")
     assert trained(train, work, "a", *options) == trained(train, work, "b", *options, "--by-block")
 
 
 def test_validation_and_merging_are_the_same(train, work):
     losses, merged = [], []
-    for i, where in enumerate(((), ELSEWHERE, (*ELSEWHERE, "--weights", "disk"))):
+    for i, where in enumerate(((), ELSEWHERE, (*ELSEWHERE, "--offload", "weights=disk"))):
         losses.append(validated(train, work, "--model", "model", "--adapter", "adapter", *where, "--merge", f"merged{i}"))
         merged.append(load_file(work / f"merged{i}" / "model.safetensors"))
     assert losses[1] == losses[2] == pytest.approx(losses[0], **BOUND[train.precision])
@@ -84,11 +84,11 @@ def test_a_soft_prompt_begins_as_the_same_rows(train, work):
     logs = []
     for name, where in (("a", ()), ("b", ELSEWHERE)):
         train(*DATA, "--train", "prompt", "--soft-prompt", 5, "--seq-len", 30, "--steps", 3, "--lr", 0.01, "--log", f"{name}.log",
-              "--sample-tokens", 0, "--out", name, *where, cwd=work)
+              "--sample", "tokens=0", "--out", name, *where, cwd=work)
         logs.append([(line["loss"], line["grad_norm"]) for line in read_log(work / f"{name}.log") if "loss" in line])
         begun = f"begun-{name}"
         train(*DATA, "--train", "prompt", "--soft-prompt", 5, "--seq-len", 30, "--steps", 1, "--lr", 0, "--weight-decay", 0,
-              "--sample-tokens", 0, "--out", begun, *where, cwd=work)
+              "--sample", "tokens=0", "--out", begun, *where, cwd=work)
     close(train, *logs)
     first = [load_file(next((work / f"begun-{name}").rglob("adapter_model.safetensors"))) for name in "ab"]
     assert all(torch.equal(first[0][key], first[1][key]) for key in first[0])
@@ -96,7 +96,7 @@ def test_a_soft_prompt_begins_as_the_same_rows(train, work):
 
 def test_resume_goes_on_there(train_fp32, work):
     whole = trained(train_fp32, work, "whole", *ELSEWHERE)
-    train_fp32(*DATA, "--adapter", "adapter", "--steps", 4, "--save-every", 2, "--keep", 0, "--out", "out", "--sample-tokens", 0,
+    train_fp32(*DATA, "--adapter", "adapter", "--steps", 4, "--save-every", 2, "--keep", 0, "--out", "out", "--sample", "tokens=0",
                *ELSEWHERE, cwd=work)
     shutil.rmtree(work / "out" / "step-00000004")
     train_fp32("--resume", "out/step-00000002", cwd=work)
@@ -111,9 +111,9 @@ def test_those_of_a_gguf_are_read_in_their_own_formats(train, tmp_path, name):
     write_shard(tmp_path / "data.bin", random_tokens(config.vocab_size, 3000))
     logs = []
     for kind, more in (("lora", ()), ("prompt", ("--soft-prompt", 3))):
-        for number, where in enumerate(((), ELSEWHERE, (*ELSEWHERE, "--weights", "disk"))):
+        for number, where in enumerate(((), ELSEWHERE, (*ELSEWHERE, "--offload", "weights=disk"))):
             log = f"{kind}{number}.log"
-            train("--model", "model.gguf", "--train", kind, *more, *DATA[2:6], "--seq-len", 30, "--steps", 3, "--sample-tokens", 0,
+            train("--model", "model.gguf", "--train", kind, *more, *DATA[2:6], "--seq-len", 30, "--steps", 3, "--sample", "tokens=0",
                   "--log", log, *where, cwd=tmp_path)
             logs.append([(line["loss"], line["grad_norm"]) for line in read_log(tmp_path / log) if "loss" in line])
         memory, disk, all_on_disk = logs[-3:]
@@ -133,7 +133,7 @@ def test_a_base_in_nf4_has_its_embeddings_elsewhere(train, tmp_path):
 def test_smollm2_says_the_same(train):
     if not os.path.exists("data/smollm2"):
         pytest.skip("no data/smollm2: dev/make_smollm2.py makes it")
-    options = ("--model", "data/smollm2", "--steps", 0, "--prompt", "The capital of France is", "--sample-tokens", 6)
+    options = ("--model", "data/smollm2", "--steps", 0, "--prompt", "The capital of France is", "--sample", "tokens=6")
     said = sampled(train, *options, cwd=None)
     assert said == sampled(train, *options, *ELSEWHERE, cwd=None)
 
@@ -151,7 +151,7 @@ def wide(tmp_path_factory):
 
 
 def plan(train, work, *options):
-    return json.loads(train(*LORA, "--steps", 1, *options, "--plan", "--json", cwd=work).stdout)
+    return json.loads(train(*LORA, "--steps", 1, *options, "--plan", "json", cwd=work).stdout)
 
 
 def test_two_slices_are_in_memory_and_rows_that_are_used(train, wide, tmp_path):
@@ -163,7 +163,7 @@ def test_two_slices_are_in_memory_and_rows_that_are_used(train, wide, tmp_path):
     padded = -(-VOCAB // 128) * 128  # rows of a matrix that is both, or of the embedding
     weights = [next(b["bytes"] for b in report["buffers"] if b["name"] == "weights") for report in (memory, disk)]
     assert 2 * VOCAB * width <= weights[0] - weights[1] <= 2 * (padded + 1) * width
-    said = train(*LORA, "--steps", 2, "--sample-tokens", 0, *ELSEWHERE, cwd=work).stdout.decode()
+    said = train(*LORA, "--steps", 2, "--sample", "tokens=0", *ELSEWHERE, cwd=work).stdout.decode()
     taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
     assert taken <= planned
     assert re.search(r"waited +[\d.]+%", said)
@@ -174,7 +174,7 @@ def test_what_is_read(train, wide, tmp_path, chunks):
     """The head's slices are read upwards and downwards in the vocabulary; the last ones are still there at
     each turn."""
     work = linked(tmp_path, wide)
-    bench = train(*LORA, *ELSEWHERE, "--head-rows", 111 // chunks, "--bench", "--bench-steps", 1, "--bench-warmup", 0, "--json", cwd=work)
+    bench = train(*LORA, *ELSEWHERE, "--chunk-rows", f"head={111 // chunks}", "--bench", "json", "--steps", "1", "--warmup", "0", cwd=work)
     row, last = 512 * 2, VOCAB - 2 * SLICE
     rows = 3 * 37 + 2 * SLICE + last + SLICE + (chunks - 1) * (last + SLICE)
     assert json.loads(bench.stdout)["links"]["disk_read"]["bytes"] == rows * row
@@ -183,18 +183,18 @@ def test_what_is_read(train, wide, tmp_path, chunks):
 def test_memory_moves_them_where_that_is_needed(train, wide, tmp_path):
     work = linked(tmp_path, wide)
     error = train(*LORA, "--steps", 1, "--memory", "1MiB", "--plan", cwd=work, code=2).stderr.decode()
-    assert "--embeddings disk" in error
+    assert "--offload embeddings=disk" in error
     least = float(re.search(r"the least that this takes is ([\d.]+) MiB", error).group(1))
     budget = f"{least + 1:.1f}MiB"
     chosen = plan(train, work, "--memory", budget)
-    assert "--embeddings disk" in chosen["choice"][0]["residences"] and chosen["elsewhere"]["on_disk"] >= 2 * VOCAB * 512 * 2
-    said = train(*LORA, "--steps", 2, "--memory", budget, "--sample-tokens", 0, "--out", "out", cwd=work).stdout.decode()
+    assert "--offload embeddings=disk" in chosen["choice"][0]["residences"] and chosen["elsewhere"]["on_disk"] >= 2 * VOCAB * 512 * 2
+    said = train(*LORA, "--steps", 2, "--memory", budget, "--sample", "tokens=0", "--out", "out", cwd=work).stdout.decode()
     taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", said).groups())
     assert taken <= planned <= least + 1.05
     saved = json.loads((work / "out" / "trainer_state.json").read_text())["options"]
-    assert saved["--embeddings"] == ["disk"]
-    refused_here = train(*LORA, "--steps", 1, "--embeddings", "device", "--memory", budget, "--plan", cwd=work, code=2)
-    assert b"--embeddings" not in refused_here.stderr.split(b"(")[1].split(b")")[0]
+    assert saved["--offload.embeddings"] == ["disk"]
+    refused_here = train(*LORA, "--steps", 1, "--offload", "embeddings=device", "--memory", budget, "--plan", cwd=work, code=2)
+    assert b"--offload embeddings=" not in refused_here.stderr.split(b"(")[1].split(b")")[0]
 
 
 @pytest.mark.parametrize("change", ["written to", "cut", "removed"])
@@ -202,7 +202,7 @@ def test_a_file_that_changes_while_it_is_read(train, wide, tmp_path, change):
     """The run stops with one line. A file that was deleted can still be read."""
     shutil.copytree(wide, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "model" / "model.safetensors"
-    with running(train, *LORA, "--steps", 10**6, *ELSEWHERE, "--sample-tokens", 0, "--print-every", 1, cwd=tmp_path, text=True,
+    with running(train, *LORA, "--steps", 10**6, *ELSEWHERE, "--sample", "tokens=0", "--print-every", 1, cwd=tmp_path, text=True,
                  stderr=-1) as process:
         wait_for_line(process, r"^step +2/")
         if change == "written to":
@@ -225,9 +225,9 @@ def test_a_file_that_changes_while_it_is_read(train, wide, tmp_path, change):
 
 @pytest.mark.parametrize("options, named", [
     ({"--train": None}, "frozen"),
-    ({"--embeddings": "host"}, "--embeddings disk takes none"),
-    ({"--embeddings": "tape"}, "tape"),
-    ({"--head": "nf4"}, "--head nf4"),
+    ({"--offload embeddings": "host"}, "embeddings=disk takes none"),
+    ({"--offload embeddings": "tape"}, "tape"),
+    ({"--base head": "nf4"}, "--base head=nf4"),
     ({"--base": "nf4", "--save-base": "base"}, "--save-base"),
     ({"--model": "llama:d2", "--plan": True, "--out": None, "--log": None}, "a new one"),
     ({"--train": None, "--steps": 0, "--data": None, "--log": None}, "--out out"),
@@ -235,6 +235,6 @@ def test_a_file_that_changes_while_it_is_read(train, wide, tmp_path, change):
       "--seq-len": None, "--batch": None}, "whole model")])
 def test_what_cannot_live_there_is_refused(train, tmp_path, options, named):
     prepare(tmp_path, "llama", OPTIONS)
-    train(*DATA, "--steps", 1, "--sample-tokens", 0, "--out", "saved", cwd=tmp_path)
-    good = {"--model": "model", "--data": "data.bin", "--train": "lora", "--embeddings": "disk"}
+    train(*DATA, "--steps", 1, "--sample", "tokens=0", "--out", "saved", cwd=tmp_path)
+    good = {"--model": "model", "--data": "data.bin", "--train": "lora", "--offload embeddings": "disk"}
     refused(train, tmp_path, good | options, named)

@@ -132,7 +132,7 @@ def test_instructions_are_those_of_the_ptx_isa(gpu):
 
 MODELS = {"gpt2": ("--heads", 2, "--channels", 48),
           "llama": ("--heads", 4, "--kv-heads", 2, "--channels", 48, "--mlp-width", 72)}
-DATA = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", 33, "--sample-tokens", 0)
+DATA = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", 33, "--sample", "tokens=0")
 STEPS = ("--steps", 10, "--lr", 1e-3, "--warmup", 2, "--clip", 2, "--val-data", "data.bin", "--eval-every", 5,
          "--eval-batches", 2)
 # Losses compared with those of the CPU build, whose kernels add in another order.
@@ -174,17 +174,17 @@ def losses(lines):
 
 # Settings that change neither plan nor arithmetic, and settings that change only the plan.
 SAME = {
-    "graphs off": (("--graph", "off"), {}),
+    "graphs off": (("--advanced", "graph=off"), {}),
     "as late as possible": ((), {"GPU_ORDER": "late", "GPU_SEED": "7"}),
     "as early as possible": ((), {"GPU_ORDER": "early", "GPU_SEED": "8"}),
     "block": (("--recompute", "block"), {}),
-    "nothing kept less": (("--recompute", "none", "--head-rows", 0), {}),
+    "nothing kept less": (("--recompute", "none", "--chunk-rows", "head=0"), {}),
 }
 # Further runs, each compared with the CPU build's.
 VARIED = {
     "accumulation": ("--grad-accum", 2),
     "update in backward": ("--update-in-backward", "--clip", 0),
-    "8-bit state": ("--adam-m", "8bit", "--adam-v", "8bit"),
+    "8-bit state": ("--state-formats", "m=8bit,v=8bit"),
     "LoRA on NF4": ("--train", "lora", "--lora-rank", 3, "--base", "nf4-double", "--lora-dropout", 0.1),
     "soft prompt": ("--train", "prompt", "--soft-prompt", 3),
 }
@@ -210,7 +210,7 @@ def test_what_people_train_with(model, precision, name, tmp_path):
     here, files, _ = logged(played(precision), tmp_path / "here", model, *options)
     there, _, _ = logged(on_cpu(precision), tmp_path / "there", model, *options)
     np.testing.assert_allclose(losses(here), losses(there), rtol=BOUND[precision])
-    again, same_files, _ = logged(played(precision, GPU_SEED="5"), tmp_path / "again", model, *options, "--graph", "off")
+    again, same_files, _ = logged(played(precision, GPU_SEED="5"), tmp_path / "again", model, *options, "--advanced", "graph=off")
     assert (again, same_files) == (here, files)
 
 
@@ -228,12 +228,12 @@ def test_attention_in_chunks(gpu, head_size, tmp_path):
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
     options = ("--batch", 1, "--seq-len", 150, "--steps", REPLAYED, "--recompute", "block", "--eval-batches", 1)
     whole = logged(played("bf16", GPU=gpu), tmp_path / "whole", tmp_path, *options)[0]
-    chunks = (*options, "--attention-rows", 128, "--mlp-rows", 64)
+    chunks = (*options, "--chunk-rows", "attention=128,mlp=64")
     first = logged(played("bf16", GPU=gpu), tmp_path / "chunks", tmp_path, *chunks)[:2]
     assert losses(first[0])[0] == losses(whole)[0]
     np.testing.assert_allclose(losses(first[0]), losses(whole), rtol=BOUND["bf16"])
-    for order, more in (("late", ()), ("early", ("--graph", "off"))):
-        parked = logged(played("bf16", GPU=gpu, GPU_ORDER=order), tmp_path / order, tmp_path, *chunks, "--park", "all", *more)
+    for order, more in (("late", ()), ("early", ("--advanced", "graph=off"))):
+        parked = logged(played("bf16", GPU=gpu, GPU_ORDER=order), tmp_path / order, tmp_path, *chunks, "--offload", "inputs=auto", *more)
         assert parked[:2] == first, order
 
 
@@ -241,7 +241,7 @@ def test_host_memory_that_is_not_there(tmp_path):
     """More would be pinned than the machine has: one line, before anything is allocated."""
     write_text(tmp_path / "text", 2 << 20)
     options = ("--model", "d48", "--data", tmp_path / "text", "--batch", 1500, "--seq-len", 1024, "--steps", 1, "--recompute", "block",
-               "--park", "all", "--sample-tokens", 0)
+               "--offload", "inputs=auto", "--sample", "tokens=0")
     pinned = played("bf16").plan(*options)["elsewhere"]["pinned_host"]
     if os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") > pinned:
         pytest.skip("this machine has as much")
@@ -255,10 +255,10 @@ def test_parked_keys_come_in_time(gpu, head_size, tmp_path):
     make(tmp_path / "model", "--family", "llama", "--layers", 1, "--heads", 2, "--kv-heads", 1, "--channels", 2 * head_size,
          "--vocab", VOCAB, "--positions", 534, "--dtype", "bf16")
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
-    options = ("--batch", 1, "--seq-len", 534, "--steps", 2, "--recompute", "block", "--eval-batches", 1, "--attention-rows", 128)
+    options = ("--batch", 1, "--seq-len", 534, "--steps", 2, "--recompute", "block", "--eval-batches", 1, "--chunk-rows", "attention=128")
     first = logged(played("bf16", GPU=gpu), tmp_path / "here", tmp_path, *options)[:2]
     for order in ("late", "early"):
-        parked = logged(played("bf16", GPU=gpu, GPU_ORDER=order), tmp_path / order, tmp_path, *options, "--park-keys")
+        parked = logged(played("bf16", GPU=gpu, GPU_ORDER=order), tmp_path / order, tmp_path, *options, "--offload", "keys=auto")
         assert parked[:2] == first, order
 
 
@@ -271,12 +271,12 @@ def test_what_lives_elsewhere_comes_in_time(tmp_path):
     options = ("--steps", REPLAYED, "--train", "lora", "--lora-rank", 3, "--eval-batches", 1)
     first = logged(played("bf16"), tmp_path / "memory", tmp_path, *options)[:2]
     for name, (more, environment) in {
-            "host": (("--weights", "host", "--park", "all"), {"GPU_ORDER": "late", "GPU_SEED": "3"}),
-            "disk": (("--weights", "disk", "--park", 4), {"GPU_ORDER": "early", "GPU_SEED": "4"}),
-            "disk late": (("--weights", "disk", "--recompute", "block"), {"GPU_ORDER": "late", "GPU_SEED": "5"}),
-            "one by one": (("--weights", "disk", "--prefetch", 0), {"GPU_ORDER": "late", "GPU_SEED": "5"}),
-            "far ahead": (("--weights", "disk", "--prefetch", 3), {"GPU_ORDER": "early", "GPU_SEED": "5"}),
-            "host ahead": (("--weights", "host", "--prefetch", 4), {"GPU_ORDER": "late", "GPU_SEED": "6"})}.items():
+            "host": (("--offload", "weights=host,inputs=auto"), {"GPU_ORDER": "late", "GPU_SEED": "3"}),
+            "disk": (("--offload", "weights=disk,inputs=auto:4"), {"GPU_ORDER": "early", "GPU_SEED": "4"}),
+            "disk late": (("--offload", "weights=disk", "--recompute", "block"), {"GPU_ORDER": "late", "GPU_SEED": "5"}),
+            "one by one": (("--offload", "weights=disk", "--prefetch", 0), {"GPU_ORDER": "late", "GPU_SEED": "5"}),
+            "far ahead": (("--offload", "weights=disk", "--prefetch", 3), {"GPU_ORDER": "early", "GPU_SEED": "5"}),
+            "host ahead": (("--offload", "weights=host", "--prefetch", 4), {"GPU_ORDER": "late", "GPU_SEED": "6"})}.items():
         assert logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, *more)[:2] == first, name
 
 
@@ -288,32 +288,32 @@ def test_a_nan_in_weights_in_host_memory(tmp_path):
     tensors["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(tensors, tmp_path / "model" / "model.safetensors")
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
-    error = played("bf16")("--model", "model", "--data", "data.bin", "--train", "lora", "--weights", "host", "--steps", 1, "--batch", 1,
-                           "--seq-len", 16, "--sample-tokens", 0, cwd=tmp_path, code=2).stderr.decode()
+    error = played("bf16")("--model", "model", "--data", "data.bin", "--train", "lora", "--offload", "weights=host", "--steps", 1, "--batch", 1,
+                           "--seq-len", 16, "--sample", "tokens=0", cwd=tmp_path, code=2).stderr.decode()
     assert error == f'train: model: tensor "model.layers.1.mlp.up_proj.weight" has a number that is not finite as value {3 * 32 + 5}\n'
 
 
 def test_what_is_stored_in_fewer_bits_waits_in_host_memory(tmp_path):
-    """Blocks as --store keeps them are those on the device."""
+    """Blocks as --base keeps them are those on the device."""
     make(tmp_path / "model", "--family", "llama", "--layers", 4, "--vocab", VOCAB, "--positions", 64, "--dtype", "bf16", "--heads", 4,
          "--kv-heads", 2, "--channels", 64, "--mlp-width", 128)
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
     options = ("--steps", REPLAYED, "--train", "lora", "--lora-rank", 3, "--eval-batches", 1)
     plain = logged(played("bf16"), tmp_path / "plain", tmp_path, *options)[:2]
-    stored = (*options, "--store", "mlp=nf4,attention=8bit")
+    stored = (*options, "--base", "mlp=nf4,attention=8bit")
     first = logged(played("bf16"), tmp_path / "device", tmp_path, *stored)[:2]
     assert losses(first[0])[0] != losses(plain[0])[0]
     for order, more in (("late", ()), ("early", ("--recompute", "block")), ("random", ("--prefetch", 2))):
-        host = logged(played("bf16", GPU_ORDER=order), tmp_path / order, tmp_path, *stored, "--weights", "host", *more)[:2]
+        host = logged(played("bf16", GPU_ORDER=order), tmp_path / order, tmp_path, *stored, "--offload", "weights=host", *more)[:2]
         assert host == first, order
 
 
 @pytest.mark.parametrize("where", [
-    ("--train", "lora", "--weights", "host", "--embeddings", "host", "--park", "all"),
-    ("--train", "lora", "--weights", "disk", "--embeddings", "disk", "--prefetch", 2),
-    ("--weights", "host", "--gradients", "host", "--state", "host", "--updates", "host"),
-    ("--state", "disk", "--updates", "host"),
-    ("--weights", "disk", "--gradients", "disk", "--state", "disk", "--grad-accum", 2, "--prefetch", 0), ()], ids=str)
+    ("--train", "lora", "--offload", "weights=host,embeddings=host,inputs=auto"),
+    ("--train", "lora", "--offload", "weights=disk,embeddings=disk", "--prefetch", 2),
+    ("--offload", "weights=host,gradients=host,state=host,updates=host"),
+    ("--offload", "state=disk,updates=host"),
+    ("--offload", "weights=disk,gradients=disk,state=disk", "--grad-accum", 2, "--prefetch", 0), ()], ids=str)
 def test_what_is_pinned_is_what_is_planned(tmp_path, where):
     """To the byte, as the GPU counts it. If exactly that much may be pinned, the run says so; with a byte
     less it ends with one line."""
@@ -338,20 +338,20 @@ def test_embeddings_that_live_elsewhere_come_in_time(dtype, tmp_path):
     make(tmp_path / "model", "--family", "llama", "--layers", 2, "--vocab", 9001, "--positions", 64, "--dtype", dtype,
          *MODELS["llama"])
     write_shard(tmp_path / "data.bin", random_tokens(9001, 3000))
-    options = ("--steps", REPLAYED, "--train", "prompt", "--soft-prompt", 3, "--eval-batches", 1, "--head-rows", 40)
+    options = ("--steps", REPLAYED, "--train", "prompt", "--soft-prompt", 3, "--eval-batches", 1, "--chunk-rows", "head=40")
     runs = {}
     for name, (more, environment) in {
             "device": ((), {}),
-            "host": (("--embeddings", "host"), {"GPU_ORDER": "late", "GPU_SEED": "3"}),
-            "host early": (("--embeddings", "host", "--weights", "host"), {"GPU_ORDER": "early", "GPU_SEED": "4"}),
-            "disk": (("--embeddings", "disk"), {"GPU_ORDER": "late", "GPU_SEED": "5"}),
-            "disk early": (("--embeddings", "disk", "--weights", "disk"), {"GPU_ORDER": "early", "GPU_SEED": "6"})}.items():
+            "host": (("--offload", "embeddings=host"), {"GPU_ORDER": "late", "GPU_SEED": "3"}),
+            "host early": (("--offload", "embeddings=host,weights=host"), {"GPU_ORDER": "early", "GPU_SEED": "4"}),
+            "disk": (("--offload", "embeddings=disk"), {"GPU_ORDER": "late", "GPU_SEED": "5"}),
+            "disk early": (("--offload", "embeddings=disk,weights=disk"), {"GPU_ORDER": "early", "GPU_SEED": "6"})}.items():
         runs[name] = logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, *more)[:2]
     assert runs["host"] == runs["host early"] == runs["disk"] == runs["disk early"]
     np.testing.assert_allclose(losses(runs["disk"][0]), losses(runs["device"][0]), rtol=BOUND["bf16"])
 
 
-@pytest.mark.parametrize("options", [(), ("--update-in-backward", "--clip", 0, "--adam-m", "8bit", "--adam-v", "8bit")], ids=str)
+@pytest.mark.parametrize("options", [(), ("--update-in-backward", "--clip", 0, "--state-formats", "m=8bit,v=8bit")], ids=str)
 def test_what_is_trained_lives_elsewhere(tmp_path, options):
     """Changed weights of blocks are written back, and chunks of the optimizer's state pass through their
     ring: in host memory, or through it to a file."""
@@ -361,14 +361,14 @@ def test_what_is_trained_lives_elsewhere(tmp_path, options):
     options = ("--steps", REPLAYED, "--eval-batches", 1, *options)
     first = logged(played("bf16"), tmp_path / "device", tmp_path, *options)[:2]
     for name, (more, environment) in {
-            "host": (("--weights", "host", "--state", "host"), {"GPU_ORDER": "late", "GPU_SEED": "3"}),
-            "early": (("--weights", "host", "--state", "host", "--park", "all"), {"GPU_ORDER": "early", "GPU_SEED": "4"}),
-            "state": (("--state", "host"), {"GPU_ORDER": "late", "GPU_SEED": "5"}),
-            "disk": (("--weights", "disk", "--state", "disk"), {"GPU_ORDER": "late", "GPU_SEED": "6"}),
-            "one by one": (("--weights", "host", "--state", "host", "--prefetch", 0), {"GPU_ORDER": "late", "GPU_SEED": "6"}),
-            "far ahead": (("--weights", "disk", "--prefetch", 2), {"GPU_ORDER": "late", "GPU_SEED": "6"}),
-            "disk early": (("--weights", "disk", "--state", "disk", "--state-rooms", 3), {"GPU_ORDER": "early", "GPU_SEED": "7"}),
-            "block": (("--state", "disk", "--state-rooms", "block"), {"GPU_SEED": "8"})}.items():
+            "host": (("--offload", "weights=host,state=host"), {"GPU_ORDER": "late", "GPU_SEED": "3"}),
+            "early": (("--offload", "weights=host,state=host,inputs=auto"), {"GPU_ORDER": "early", "GPU_SEED": "4"}),
+            "state": (("--offload", "state=host"), {"GPU_ORDER": "late", "GPU_SEED": "5"}),
+            "disk": (("--offload", "weights=disk,state=disk"), {"GPU_ORDER": "late", "GPU_SEED": "6"}),
+            "one by one": (("--offload", "weights=host,state=host", "--prefetch", 0), {"GPU_ORDER": "late", "GPU_SEED": "6"}),
+            "far ahead": (("--offload", "weights=disk", "--prefetch", 2), {"GPU_ORDER": "late", "GPU_SEED": "6"}),
+            "disk early": (("--offload", "weights=disk,state=disk:3"), {"GPU_ORDER": "early", "GPU_SEED": "7"}),
+            "block": (("--offload", "state=disk:block"), {"GPU_SEED": "8"})}.items():
         lines, files, said = logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, *more)
         assert (lines, files) == first, name
         assert re.search(r"waited +[\d.]+%", said)
@@ -384,16 +384,16 @@ def test_gradients_live_elsewhere(tmp_path, home):
     first = logged(played("bf16"), tmp_path / "device", tmp_path, *options)[:2]
     for name, (more, environment) in {
             "late": ((), {"GPU_ORDER": "late", "GPU_SEED": "3"}),
-            "early": (("--state", home, "--weights", home), {"GPU_ORDER": "early", "GPU_SEED": "4"}),
-            "by block": (("--park", "all", "--by-block"), {"GPU_ORDER": "late", "GPU_SEED": "5"})}.items():
-        lines = logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, "--gradients", home, *more)[:2]
+            "early": (("--offload", f"state={home},weights={home}"), {"GPU_ORDER": "early", "GPU_SEED": "4"}),
+            "by block": (("--offload", "inputs=auto", "--by-block"), {"GPU_ORDER": "late", "GPU_SEED": "5"})}.items():
+        lines = logged(played("bf16", **environment), tmp_path / name, tmp_path, *options, "--offload", f"gradients={home}", *more)[:2]
         assert name == "by block" or lines == first, name
 
 
 @pytest.mark.parametrize("options", [
-    ("--train", "lora", "--lora-rank", 3, "--weights", "host", "--park", "all"), ("--weights", "disk", "--state", "disk"),
-    ("--update-in-backward", "--clip-per-block", "--state", "host", "--updates", "host", "--gradients", "device"),
-    ("--update-in-backward", "--clip-per-block", "--state", "disk", "--updates", "host")], ids=str)
+    ("--train", "lora", "--lora-rank", 3, "--offload", "weights=host,inputs=auto"), ("--offload", "weights=disk,state=disk"),
+    ("--update-in-backward", "--offload", "state=host,updates=host,gradients=device"),
+    ("--update-in-backward", "--offload", "state=disk,updates=host")], ids=str)
 def test_steps_that_move_are_replayed(tmp_path, options):
     """Between graphs, the host only does what it must: it queues far less than without graphs, and the bits
     are the same."""
@@ -405,15 +405,15 @@ def test_steps_that_move_are_replayed(tmp_path, options):
         for steps in (REPLAYED, REPLAYED + 2):
             count = tmp_path / f"{graph} {steps}.txt"
             runs[graph] = logged(played("bf16", GPU_ENQUEUED=str(count)), tmp_path / f"{graph} {steps}", tmp_path, *options,
-                                 "--steps", steps, "--lr", 1e-3, "--graph", graph)[:2]
+                                 "--steps", steps, "--lr", 1e-3, "--advanced", f"graph={graph}")[:2]
             given[graph, steps] = int(count.read_text())
     assert runs["on"] == runs["off"]
     a_step = {graph: given[graph, REPLAYED + 2] - given[graph, REPLAYED] for graph in runs}
     assert 0 < a_step["on"] < 0.6 * a_step["off"], a_step
 
 
-FORMATS = {"fp32": (), "split": ("--master", "split", "--adam-m", "8bit", "--adam-v", "bf16"),
-           "no master": ("--master", "none", "--adam-v", "8bit"), "sgd": ("--optimizer", "sgd")}
+FORMATS = {"fp32": (), "split": ("--state-formats", "master=split,m=8bit,v=bf16"),
+           "no master": ("--state-formats", "master=none,v=8bit"), "sgd": ("--optimizer", "sgd")}
 
 
 @pytest.mark.parametrize("formats", ["fp32", "split", *(pytest.param(name, marks=pytest.mark.more) for name in ("no master", "sgd"))])
@@ -424,13 +424,13 @@ def test_the_hosts_cores_update_to_the_same_bits(tmp_path, formats):
          *MODELS["llama"])
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
     options = ("--steps", REPLAYED, "--lr", 1e-3, "--clip", 1, "--eval-batches", 1, *FORMATS[formats])
-    for name, way in {"after": ("--grad-accum", 2), "in backward": ("--update-in-backward", "--clip-per-block")}.items():
+    for name, way in {"after": ("--grad-accum", 2), "in backward": ("--update-in-backward")}.items():
         first = logged(played("bf16"), tmp_path / name, tmp_path, *options, *way)[:2]
-        places = [(), ("--weights", "host")] + ([("--weights", "host", "--gradients", "host")] if name == "after" else [])
-        places = [("--state", state, *where) for state in ("host", "disk") for where in places]
+        places = [(), ("--offload", "weights=host")] + ([("--offload", "weights=host,gradients=host")] if name == "after" else [])
+        places = [("--offload", f"state={state}", *where) for state in ("host", "disk") for where in places]
         for i, (where, order) in enumerate(zip(places, itertools.cycle(("late", "early", "random")))):
             lines, files, said = logged(played("bf16", GPU_ORDER=order, GPU_SEED=str(i)), tmp_path / f"{name} {i}", tmp_path,
-                                        *options, *way, "--updates", "host", *where)
+                                        *options, *way, "--offload", "updates=host", *where)
             assert (lines, files) == first, (name, where)
             assert re.search(r"waited +[\d.]+%", said)
 
@@ -441,9 +441,9 @@ def test_weights_in_fp32_are_updated_by_the_host_too(tmp_path, home):
     """Weights are stored there and fetched again, and so are 8-bit moments."""
     make(tmp_path / "model", "--family", "gpt2", "--layers", 2, "--vocab", VOCAB, "--positions", 64, *MODELS["gpt2"])
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
-    options = ("--steps", REPLAYED, "--lr", 1e-3, "--eval-batches", 1, "--adam-m", "8bit")
+    options = ("--steps", REPLAYED, "--lr", 1e-3, "--eval-batches", 1, "--state-formats", "m=8bit")
     first = logged(played("fp32"), tmp_path / "device", tmp_path, *options)[:2]
-    assert logged(played("fp32"), tmp_path / "host", tmp_path, *options, "--state", home, "--updates", "host")[:2] == first
+    assert logged(played("fp32"), tmp_path / "host", tmp_path, *options, "--offload", f"state={home},updates=host")[:2] == first
 
 
 def test_blocks_of_several_chunks_are_updated_by_the_host(tmp_path):
@@ -455,7 +455,7 @@ def test_blocks_of_several_chunks_are_updated_by_the_host(tmp_path):
     options = ("--steps", 4, "--lr", 1e-3, "--clip", 1, "--eval-batches", 1, "--save-every", 2, "--keep", 0)
     first = logged(played("bf16"), tmp_path / "device", tmp_path, *options)[:2]
     for order in ("late", "early"):
-        here = logged(played("bf16", GPU_ORDER=order), tmp_path / order, tmp_path, *options, "--state", "disk", "--updates", "host")
+        here = logged(played("bf16", GPU_ORDER=order), tmp_path / order, tmp_path, *options, "--offload", "state=disk,updates=host")
         assert here[:2] == first, order
     work = tmp_path / "late"
     played("bf16")("--resume", "out/step-00000002", "--out", "rest", "--log", "rest.jsonl", cwd=work)
@@ -469,13 +469,13 @@ def test_a_disk_that_fails_beside_the_hosts_updates(tmp_path, bad_disk, ring):
     work = prepare(tmp_path, "llama", MODELS)
     failing = played("bf16", LD_PRELOAD=str(bad_disk), BAD_DISK_FAILS=str(tmp_path / "now"),
                      **({"BAD_DISK_RING": "none"} if ring == "threads" else {}))
-    with running(failing, *DATA, "--steps", 10**6, "--print-every", 1, "--state", "disk", "--updates", "host", cwd=work, text=True,
+    with running(failing, *DATA, "--steps", 10**6, "--print-every", 1, "--offload", "state=disk,updates=host", cwd=work, text=True,
                  stderr=-1) as process:
         wait_for_line(process, r"^step +3/")
         (tmp_path / "now").touch()
         error = process.communicate(timeout=60)[1].splitlines()[-1]
     assert process.returncode == 2, error
-    assert re.search(r"^train: \S+: what --state disk keeps there cannot be (read|written): Input/output error$", error), error
+    assert re.search(r"^train: \S+: what --offload state=disk keeps there cannot be (read|written): Input/output error$", error), error
 
 
 @pytest.mark.parametrize("home", ["host", "disk"])
@@ -483,12 +483,12 @@ def test_what_moves_for_the_hosts_updates_is_planned(tmp_path, home):
     """As many bytes in each direction; a state on disk is read and written once."""
     work = prepare(tmp_path, "llama", MODELS)
     train = played("bf16", GPU_MEMORY="64")
-    options = (*DATA, "--state", home, "--updates", "host")
+    options = (*DATA, "--offload", f"state={home},updates=host")
     train(*options, "--plan", "--timeline", "step.json", cwd=work)
     planned = collections.Counter()
     for transfer in json.loads((work / "step.json").read_text())["transfers"]:
         planned[transfer["way"]] += transfer["bytes"]
-    bench = train(*options, "--bench", "--bench-warmup", 1, "--bench-steps", 2, "--json", cwd=work)
+    bench = train(*options, "--bench", "json", "--warmup", "1", "--steps", "2", cwd=work)
     moved = {way: link["bytes"] for way, link in json.loads(bench.stdout)["links"].items()}
     assert moved == planned
     assert set(moved) == {"to_host", "from_host", "host_update", *(("disk_read", "disk_write") if home == "disk" else ())}
@@ -496,12 +496,12 @@ def test_what_moves_for_the_hosts_updates_is_planned(tmp_path, home):
 
 
 @pytest.mark.parametrize("options, said", [
-    ((), "as --state host or --state disk has it"), (("--state", "device"), "as --state host or --state disk has it"),
-    (("--state", "device", "--memory", "1500MiB"), "as --state host or --state disk has it"),
-    (("--state", "host", "--gradients", "disk"), "--gradients disk"), (("--state", "host", "--weights", "disk"), "--weights disk"),
-    (("--state", "disk", "--gradients", "disk"), "--gradients disk"), (("--state", "disk", "--weights", "disk"), "--weights disk")])
+    ((), "add state=host or state=disk"), (("--offload", "state=device"), "add state=host or state=disk"),
+    (("--offload", "state=device", "--memory", "1500MiB"), "add state=host or state=disk"),
+    (("--offload", "state=host,gradients=disk"), "gradients=disk"), (("--offload", "state=host,weights=disk"), "weights=disk"),
+    (("--offload", "state=disk,gradients=disk"), "gradients=disk"), (("--offload", "state=disk,weights=disk"), "weights=disk")])
 def test_what_the_host_cannot_update_is_said(options, said):
-    error = played("bf16")("--model", "d2", *options, "--updates", "host", "--plan", code=2).stderr.decode()
+    error = played("bf16")("--model", "d2", *options, "--offload", "updates=host", "--plan", code=2).stderr.decode()
     assert said in error and error.count("\n") == 1
 
 
@@ -510,25 +510,25 @@ def test_memory_chooses_what_waits_in_host_memory():
     does not fit there."""
     train = played("bf16")
     options = ("--model", "d12", "--batch", 8, "--seq-len", 1024, "--memory")
-    for memory, host, moved in ((1500, 4096, " --state host --updates host"),
-                                (900, 4096, " --gradients host --state host --updates host --park all"),
-                                (700, 4096, " --weights host --gradients host --state host --updates host --park all"),
-                                (700, 400, " --weights host --gradients disk --state disk"), (2400, 100, " --park all")):
-        plan = train.plan(*options, f"{memory}MiB", "--host-memory", f"{host}MiB")
+    for memory, host, moved in ((1500, 4096, " --offload state=host,updates=host"),
+                                (900, 4096, " --offload gradients=host,state=host,updates=host,inputs=host"),
+                                (700, 4096, " --offload weights=host,gradients=host,state=host,updates=host,inputs=host"),
+                                (700, 400, " --offload weights=host,gradients=disk,state=disk"), (2400, 100, " --offload inputs=host")):
+        plan = train.plan(*options, f"{memory}MiB", "--memory", f"host={host}MiB")
         assert moved in plan["choice"][0]["residences"]
         assert plan["totals"]["total"] <= memory << 20 and 0 < plan["elsewhere"]["pinned_host"] <= host << 20
         assert plan["gpu"] == "A100" and plan["rates"] == "nominal"
-    there = train.plan(*options, "1500MiB", "--host-memory", "4GiB", "--updates", "device")
-    assert there["choice"][0]["residences"] == " --state host"
-    little = [train.plan(*options, memory, "--host-memory", "400MiB", "--updates", "host")["choice"][0]["residences"]
+    there = train.plan(*options, "1500MiB", "--memory", "host=4GiB", "--offload", "updates=device")
+    assert there["choice"][0]["residences"] == " --offload state=host"
+    little = [train.plan(*options, memory, "--memory", "host=400MiB", "--offload", "updates=host")["choice"][0]["residences"]
               for memory in ("1500MiB", "700MiB")]
-    assert little[0] == " --state disk"
-    assert " --gradients disk" in little[1] and " --updates device" in little[1]
-    assert there["estimated_seconds"] > 1.2 * train.plan(*options, "1500MiB", "--host-memory", "4GiB")["estimated_seconds"]
+    assert little[0] == " --offload state=disk"
+    assert "gradients=disk" in little[1] and "updates=device" in little[1]
+    assert there["estimated_seconds"] > 1.2 * train.plan(*options, "1500MiB", "--memory", "host=4GiB")["estimated_seconds"]
     resident = train.plan(*options, "2400MiB")
     assert not any(resident["elsewhere"].values()) and resident["estimated_seconds"] > plan["estimated_seconds"]
-    for more, named in (((), "less with --host-memory SIZE"), (("--host-memory", "10MiB"), "a larger --host-memory, or a TMPDIR"),
-                        (("--host-memory", "lots"), "--host-memory 'lots'")):
+    for more, named in (((), "less with host=SIZE in --memory"), (("--memory", "host=10MiB"), "a larger host= in --memory, or a TMPDIR"),
+                        (("--memory", "host=lots"), "--memory host= 'lots'")):
         error = train(*options, "1500MiB", *more, "--plan", code=2).stderr.decode()
         assert named in error and error.count("\n") == 1
 
@@ -549,7 +549,7 @@ def test_samples_are_those_of_the_cpu_build(model, tmp_path):
     starting_at_0(model / "model", tmp_path / "model")
     (tmp_path / "data.bin").symlink_to(model / "data.bin")
     options = ("--model", "model", "--data", "data.bin", "--batch", 1, "--seq-len", 33, "--steps", 1, "--lr", 0,
-               "--sample-tokens", 30)
+               "--sample", "tokens=30")
     here, there = (sampled(train, *options, cwd=tmp_path) for train in (played("fp32"), on_cpu("fp32")))
     assert here == there and len(here.split()) == 30
 
@@ -558,11 +558,11 @@ def test_samples_are_those_of_the_cpu_build(model, tmp_path):
 def test_measuring(tmp_path):
     work = prepare(tmp_path, "gpt2", MODELS)
     small = played("bf16", GPU_MEMORY="64")  # makes the copies small that measure the rate of copies
-    bench = ("--bench-warmup", 1, "--bench-steps", 2)
+    bench = ("--warmup", "1", "--steps", "2")
     assert b"tokens/s" in small(*DATA, "--bench", *bench, cwd=work).stdout
-    assert b"matmul" in small(*DATA, "--profile-ops", *bench, cwd=work).stdout
+    assert b"matmul" in small(*DATA, "--bench", "ops", *bench, cwd=work).stdout
     train = played("bf16")
-    algorithms = ("--matmul-algorithms", "algorithms.json", "--steps", 2)
+    algorithms = ("--advanced", "algorithms=algorithms.json", "--steps", 2)
     first, second = (train(*DATA, *algorithms, "--log", f"{n}.jsonl", cwd=work) for n in (1, 2))
     assert b"measuring" in first.stdout + first.stderr and b"measuring" not in second.stdout + second.stderr
     assert figures(read_log(work / "1.jsonl")) == figures(read_log(work / "2.jsonl"))
@@ -574,15 +574,15 @@ def test_tf32(tmp_path):
     plan."""
     model, steps = prepare(tmp_path, "llama", MODELS), ("--steps", 4, "--lr", 1e-3, "--warmup", 2)
     exact, rounded = (logged(played("fp32"), tmp_path / name, model, *options)
-                      for name, options in (("fp32", steps), ("tf32", (*steps, "--tf32", "--save-every", 2, "--keep", 0))))
+                      for name, options in (("fp32", steps), ("tf32", (*steps, "--advanced", "tf32=on", "--save-every", 2, "--keep", 0))))
     assert (losses(exact[0]) != losses(rounded[0])).any()
     np.testing.assert_allclose(losses(exact[0]), losses(rounded[0]), rtol=2e-3)
     work = tmp_path / "tf32"
     played("fp32")("--resume", "out/step-00000002", "--out", "rest", "--log", "rest.jsonl", cwd=work)
     assert figures(read_log(work / "rest.jsonl"))[-2:] == figures(read_log(work / "log.jsonl"))[-2:]
     assert saved_bytes(work / "rest")["model.safetensors"] == rounded[1]["model.safetensors"]
-    big = ("--model", "d12", "--batch", 4, "--seq-len", 1024, "--head-rows", 256)
-    plan, faster = (played("fp32").plan(*big, *option) for option in ((), ("--tf32",)))
+    big = ("--model", "d12", "--batch", 4, "--seq-len", 1024, "--chunk-rows", "head=256")
+    plan, faster = (played("fp32").plan(*big, *option) for option in ((), ("--advanced", "tf32=on",)))
     assert faster["estimated_seconds"] < plan["estimated_seconds"] / 2
     assert {o["name"].endswith(" tf32") for o in faster["operations"] if o["name"].startswith("matmul")} == {True}
 
@@ -601,7 +601,7 @@ def test_what_the_library_does_not_do_is_done_beside_it(tmp_path, refused):
 def test_products_without_tensor_cores_are_named(tmp_path):
     """A line for each of three shapes, however often they occur, and one line for all others."""
     work = prepare(tmp_path, "gpt2", MODELS)
-    options = (*DATA, "--batch", 1, "--seq-len", 9, "--steps", 1, "--head-rows", 0)
+    options = (*DATA, "--batch", 1, "--seq-len", 9, "--steps", 1, "--chunk-rows", "head=0")
     assert b"cuBLASLt" not in played("bf16")(*options, cwd=work).stderr
     said = played("bf16", GPU_REFUSE="plain,bias,gelu,dgelu,bgrad")(*options, cwd=work).stderr.decode()
     lines = [line for line in said.splitlines() if "cuBLASLt" in line]
@@ -620,15 +620,15 @@ def test_products_without_tensor_cores_are_named(tmp_path):
     ({"GPU_COUNT": "0", "GPU_COUNT_ERROR": "803"}, (), 2, "of different versions.*restart"),
     ({"GPU_DRIVER": "0"}, (), 2, "there is no NVIDIA driver here: install driver [0-9]+ or later.*make DEVICE=cpu"),
     ({"GPU_DRIVER": "11040"}, (), 2, "driver is too old: it has CUDA 11.4.* built with CUDA [0-9.]+, needs driver [0-9]+ or later: update"),
-    ({}, ("--attention", "hopper"), 2, "--attention hopper is for GPUs of compute capability 9.0"),
+    ({}, ("--advanced", "attention=hopper"), 2, "--advanced attention=hopper is for GPUs of compute capability 9.0"),
     ({"GPU_ERROR": "46"}, (), 2, "CUDA: "),  # devices unavailable
     # Stopped by a display's watchdog.
-    ({"GPU_ERROR": "702"}, (), 2, "CUDA: .* draws a screen.*WSL2: use .*--attention-rows"),
+    ({"GPU_ERROR": "702"}, (), 2, "CUDA: .* draws a screen.*WSL2: use .*--chunk-rows attention="),
     ({"GPU_ERROR": "209"}, (), 2, "CUDA: .*.compute capability 8.0.: .*make CUDA_ARCH="),  # no code for it
     ({"GPU_ERROR": "719"}, (), 1, "CUDA: "),  # a launch failed
     ({"GPU_PRODUCT_ERROR": "3"}, (), 2, "cuBLASLt: "),  # no memory
     ({"GPU_PRODUCT_ERROR": "13"}, (), 1, "cuBLASLt: "),  # execution failed
-    ({"GPU_PRODUCT_ERROR": "13"}, ("--matmul-algorithms", "algorithms.json"), 2, "does none of the algorithms"),
+    ({"GPU_PRODUCT_ERROR": "13"}, ("--advanced", "algorithms=algorithms.json"), 2, "does none of the algorithms"),
 ])
 def test_what_the_gpu_does_not_do_is_said(tmp_path, environment, options, code, said):
     work = prepare(tmp_path, "gpt2", {"gpt2": ("--heads", 1, "--channels", 64)})
@@ -665,7 +665,7 @@ def test_hoppers_attention_is_what_runs_there(tmp_path):
     """With heads 64 wide, by default, and in as much memory as the common kernels."""
     prepare(tmp_path, "gpt2", {"gpt2": ("--heads", 1, "--channels", 64)})
     logs, kernels, plans = [], [], []
-    for number, options in enumerate(((), ("--attention", "common"))):
+    for number, options in enumerate(((), ("--advanced", "attention=common"))):
         log, counters = tmp_path / f"{number}.jsonl", tmp_path / f"{number}.txt"
         train = played("bf16", GPU="H100", GPU_COUNTERS=str(counters))
         train(*DATA, "--steps", 3, "--lr", 1e-3, *options, "--log", log, cwd=tmp_path)
@@ -680,7 +680,7 @@ def test_memory_is_asked_for_in_whole_sectors(tmp_path):
     """By kernels that mostly move memory; no two lanes access one bank of shared memory."""
     work = prepare(tmp_path, "qwen2", {"qwen2": ("--heads", 4, "--kv-heads", 1, "--channels", 512, "--mlp-width", 512)})
     counted = tmp_path / "counters.txt"
-    played("bf16", GPU_COUNTERS=str(counted))(*DATA, "--steps", 1, "--head-rows", 22, cwd=work)
+    played("bf16", GPU_COUNTERS=str(counted))(*DATA, "--steps", 1, "--chunk-rows", "head=22", cwd=work)
     kernels = {name: k for name, k in gpu_predicted.read_counters(counted.read_text()).items()
                if re.search("optimizer|wide_sum|rope|column_sums|norm_backward_input|norm_forward|swiglu", name)}
     assert len(kernels) >= 10

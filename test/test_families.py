@@ -40,7 +40,7 @@ def test_gradients(train, work):
     bound comes from transformers' own bf16."""
     data = ("--model", work / "model", "--data", work / "data.bin", *DATA[4:], "--grad-accum", 2, "--steps", 1)
     run_reference(*data, "--dump-gradients", work / "expected")
-    train(*data, "--beta1", 0, "--clip", 0, "--sample-tokens", 0, "--out", work / "out")
+    train(*data, "--optimizer", "beta1=0", "--clip", 0, "--sample", "tokens=0", "--out", work / "out")
     expected, state = load_file(work / "expected"), load_file(work / "out" / "trainer_state.safetensors")
     gradients = {name.removeprefix("m."): tensor for name, tensor in state.items() if name.startswith("m.")}
     assert sum(g.numel() for g in gradients.values()) == sum(g.numel() for g in expected.values())
@@ -56,7 +56,7 @@ def test_twenty_steps(train, work):
     options = ("--model", work / "model", "--data", work / "data.bin", *DATA[4:], "--steps", 20, "--lr", 3e-3,
                "--warmup", 4, "--clip", 2, "--val-data", work / "data.bin", "--eval-every", 8, "--eval-batches", 2)
     expected = run_reference(*options)
-    train(*options, "--log", work / "log", "--sample-tokens", 0)
+    train(*options, "--log", work / "log", "--sample", "tokens=0")
     log, bound = read_log(work / "log"), LOSS_BOUND[train.precision]
     assert by_key(log, "loss") == pytest.approx(by_key(expected, "loss"), rel=0, abs=bound)
     assert by_key(log, "val_loss") == pytest.approx(by_key(expected, "val_loss"), rel=0, abs=bound)
@@ -68,7 +68,7 @@ def test_logits_of_a_save(train, any_work):
     contexts show how much rounding alone does."""
     work = any_work
     train(*DATA, "--steps", 3, "--val-data", "data.bin", "--eval-batches", 2, "--out", "out", "--log", "log",
-          "--sample-tokens", 0, cwd=work)
+          "--sample", "tokens=0", cwd=work)
     model = open_with_transformers(work / "out").float()
     tokens = np.fromfile(work / "data.bin", dtype=np.uint16, offset=1024).astype(np.int64)
     windows = torch.stack([torch.from_numpy(tokens[at:at + 38]) for at in range(0, 6 * 37, 37)])
@@ -92,7 +92,7 @@ def test_greedy(train_fp32, any_work):
     """50 tokens, each with the cache, after token 0; here after a step that changes nothing."""
     model = starting_at_0(any_work / "model", any_work / "plain")
     got = sampled(train_fp32, "--model", "plain", *DATA[2:4], "--batch", 1, "--seq-len", 60, "--steps", 1, "--lr", 0,
-                  "--sample-tokens", 50, cwd=any_work)
+                  "--sample", "tokens=50", cwd=any_work)
     assert list(map(int, got.split())) == greedy(model, [0], 50)
 
 
@@ -103,8 +103,8 @@ def test_memory_options_change_no_bit(train, work):
     for level in ("gelu", "norm", "ffn", "attention", "block", "block:1,norm:1"):
         assert first == trained(train, work, level.replace(":", ""), "--recompute", level, "--grad-accum", 2)
     assert first == trained(train, work, "one", "--threads", 1, "--grad-accum", 2)
-    by_block = trained(train, work, "a", "--clip-per-block")
-    assert by_block == trained(train, work, "b", "--clip-per-block", "--update-in-backward")
+    by_block = trained(train, work, "a", "--advanced", "clip=block")
+    assert by_block == trained(train, work, "b", "--advanced", "clip=block", "--update-in-backward")
 
 
 @pytest.mark.parametrize("options", [(), ("--grad-accum", 3, "--by-block")], ids=str)
@@ -115,7 +115,7 @@ def test_update_in_backward_without_clipping_changes_no_bit(train, work, options
 
 
 def test_resume_is_the_unbroken_run(train, work):
-    train(*DATA, "--steps", 6, "--save-every", 3, "--keep", 0, "--out", "out", "--sample-tokens", 0, cwd=work)
+    train(*DATA, "--steps", 6, "--save-every", 3, "--keep", 0, "--out", "out", "--sample", "tokens=0", cwd=work)
     whole = saved_bytes(work / "out" / "step-00000006")
     shutil.rmtree(work / "out" / "step-00000006")
     train("--resume", "out/step-00000003", cwd=work)
@@ -124,7 +124,7 @@ def test_resume_is_the_unbroken_run(train, work):
 
 def test_saves_are_of_the_family(train_fp32, any_work):
     work = any_work
-    train_fp32(*DATA, "--steps", 1, "--lr", 0, "--out", "out", "--sample-tokens", 0, cwd=work)
+    train_fp32(*DATA, "--steps", 1, "--lr", 0, "--out", "out", "--sample", "tokens=0", cwd=work)
     before = {}
     for file in (work / "model").glob("*.safetensors"):
         before |= load_file(file)

@@ -72,7 +72,7 @@ def run(train, *options, inside=None, address_space=None, timeout=100):
             (inside / "cgroup.procs").write_text("0")
         if address_space:
             resource.setrlimit(resource.RLIMIT_AS, (address_space, address_space))
-    return subprocess.run(train.command(*options, "--threads", 2, "--sample-tokens", 0), env=ENVIRONMENT,
+    return subprocess.run(train.command(*options, "--threads", 2, "--sample", "tokens=0"), env=ENVIRONMENT,
                           preexec_fn=limit, capture_output=True, timeout=timeout)
 
 
@@ -115,14 +115,14 @@ def test_a_plan_beyond_the_limit_is_refused(train, text, tmp_path, kind):
 @pytest.mark.parametrize("kind", LIMITS)
 def test_a_bench_and_a_generation_are_refused_too(train, kind):
     with limited(kind, 220 * MIB) as limits:
-        refused(run(train, *LARGE[:-2], "--bench", "--bench-warmup", 0, "--bench-steps", 1, **limits), LIMITS[kind])
+        refused(run(train, *LARGE[:-2], "--bench", "--warmup", "0", "--steps", "1", **limits), LIMITS[kind])
         refused(run(train, "--model", "d12", "--steps", 0, "--prompt", "a", **limits, timeout=30), LIMITS[kind])
 
 
 @pytest.mark.parametrize("kind", LIMITS)
 def test_a_plan_is_only_remarked_upon(train, kind):
     with limited(kind, 220 * MIB) as limits:
-        result = run(train, *LARGE, "--plan", "--json", **limits)
+        result = run(train, *LARGE, "--plan", "json", **limits)
         assert result.returncode == 0 and json.loads(result.stdout)["batch"] == 64
         assert re.search(rf"^here the plan takes [\d.]+ MiB and [\d.]+ are free \(.*{LIMITS[kind]}",
                          result.stderr.decode())
@@ -170,8 +170,7 @@ def test_a_budget_of_all_there_is_fits(train, texts, kind, more):
     model, data = TEXTS[kind]
     options = ("--model", model if model == "d2" else texts / model, "--data", texts / data, "--batch", 16, "--seq-len", 64,
                "--steps", 2)
-    least = train(*options, "--threads", 2, "--sample-tokens", 0, "--memory", "1MiB", "--plan", "--weights", "device", "--state",
-                  "device", "--gradients", "device", "--park", 0, code=2).stderr.decode()
+    least = train(*options, "--threads", 2, "--sample", "tokens=0", "--memory", "1MiB", "--plan", "--offload", "weights=device,state=device,gradients=device,inputs=device", code=2).stderr.decode()
     least = math.ceil(float(re.search(r"least that this takes is ([\d.]+) MiB", least)[1]))
     for budget in (least + 8, least + 20):
         with cgroup((budget + more) * MIB) as folder:

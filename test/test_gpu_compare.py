@@ -58,7 +58,7 @@ def test_a_gpu_of_which_nothing_is_known_is_no_failure(tmp_path, capsys):
     assert gpu_compare.known_gpu("NVIDIA A100-SXM4-80GB")[0] == "A100"
 
 
-@pytest.mark.parametrize("change, named", [({"precision": "fp32"}, "fp32"), ({"operations": None}, "--profile-ops")])
+@pytest.mark.parametrize("change, named", [({"precision": "fp32"}, "fp32"), ({"operations": None}, "--bench", "ops")])
 def test_other_benches_are_refused(tmp_path, capsys, change, named):
     bench = {key: value for key, value in (BENCH | change).items() if value is not None}
     with pytest.raises(SystemExit) as ended:
@@ -68,8 +68,8 @@ def test_other_benches_are_refused(tmp_path, capsys, change, named):
 
 def test_a_bench_of_the_trainer(train_bf16, tmp_path, capsys):
     """There are counts for all operations of a GPT-2, except those that only another device has."""
-    gpu_compare.main(["--gpu", H100, train_bf16.path, "--profile-ops", "--json", "--bench-warmup", "0",
-                      "--bench-steps", "1", "--model", "d1", "--batch", "2", "--seq-len", "64", "--head-rows", "64"])
+    gpu_compare.main(["--gpu", H100, train_bf16.path, "--bench", "ops,json", "--warmup", "0",
+                      "--steps", "1", "--model", "d1", "--batch", "2", "--seq-len", "64", "--chunk-rows", "head=64"])
     found = rows(capsys.readouterr().out)
     assert {"products", "attention_forward", "layernorm_backward", "optimizer_update"} < set(found)
     assert all(float(row[2]) > 0 for name, row in found.items() if name not in ("operation", "gelu_backward"))

@@ -9,7 +9,7 @@
 #include "llmc/bench.h"
 #include "llmc/device_rates.h"
 #include "llmc/model.h"
-#include "llmc/options.h"
+#include "llmc/options_parse.h"
 #include "llmc/sampler.h"
 #include "llmc/schedule.h"
 #include "llmc/step_lines.h"
@@ -329,13 +329,13 @@ TEST(Options, ATrainedModelHasALowerRate) {
 TEST(Options, AResumeThatOnlyGeneratesNeedsNothingOfTheTraining) {
     const nlohmann::json saved = {{"--data", {"a"}},         {"--val-data", {"b"}}, {"--log", {"c"}},
                                   {"--out", {"d"}},          {"--seq-len", {"7"}},  {"--save-every", {"2"}},
-                                  {"--sample-tokens", {"0"}}};
+                                  {"--sample.tokens", {"0"}}};
     Options o = parse({"--resume", "dir", "--steps", "0", "--prompt", "Hi"}, saved);
     EXPECT_TRUE(o.data.empty() && o.val_data.empty() && o.log.empty() && o.out.empty() && o.save_every == 0);
     EXPECT_EQ(o.seq_len, 7);
     EXPECT_EQ(o.sample_tokens, Options().sample_tokens);
     EXPECT_EQ(o.saved, (std::set<std::string>{"--seq-len"}));
-    EXPECT_EQ(parse({"--resume", "dir", "--prompt", "Hi", "--sample-tokens", "3"}, saved).sample_tokens, 3);
+    EXPECT_EQ(parse({"--resume", "dir", "--prompt", "Hi", "--sample", "tokens=3"}, saved).sample_tokens, 3);
     o = parse({"--resume", "dir", "--steps", "5"}, saved);
     EXPECT_EQ(o.sample_tokens, 0);
     EXPECT_EQ(o.log, "c");
@@ -345,24 +345,26 @@ TEST(Options, AResumeThatOnlyGeneratesNeedsNothingOfTheTraining) {
 
 TEST(Options, ResumeAuto) {
     EXPECT_NE(failure({"--resume", "auto"}).find("--out"), std::string::npos);
-    EXPECT_EQ(parse({"--resume", "auto", "--out", "/nowhere", "--memory", "1GiB", "--allow-8bit"}).resume,
+    EXPECT_EQ(parse({"--resume", "auto", "--out", "/nowhere", "--memory", "1GiB", "--state-formats", "auto"})
+                  .resume,
               "");
-    EXPECT_NE(failure({"--resume", "dir", "--memory", "1GiB", "--allow-8bit"}).find("--allow-8bit"),
+    EXPECT_NE(failure({"--resume", "dir", "--memory", "1GiB", "--state-formats", "auto"})
+                  .find("--state-formats auto"),
               std::string::npos);
 }
 
 TEST(Options, HeadRowsMayBeAutomatic) {
     EXPECT_EQ(parse({}).head_rows, -1);
-    EXPECT_EQ(parse({"--head-rows", "auto"}).head_rows, -1);
-    EXPECT_EQ(parse({"--head-rows", "0"}).head_rows, 0);
-    EXPECT_EQ(parse({"--resume", "dir"}, {{"--head-rows", {"512"}}}).head_rows, 512);
-    EXPECT_NE(failure({"--head-rows", "-1"}).find("--head-rows"), std::string::npos);
+    EXPECT_EQ(parse({"--chunk-rows", "head=auto"}).head_rows, -1);
+    EXPECT_EQ(parse({"--chunk-rows", "head=all"}).head_rows, 0);
+    EXPECT_EQ(parse({"--resume", "dir"}, {{"--chunk-rows.head", {"512"}}}).head_rows, 512);
+    EXPECT_NE(failure({"--chunk-rows", "head=-1"}).find("--chunk-rows head"), std::string::npos);
 }
 
 TEST(Options, GraphIsOnOrOff) {
     EXPECT_EQ(parse({}).graph, "on");
-    EXPECT_EQ(parse({"--graph", "off"}).graph, "off");
-    EXPECT_NE(failure({"--graph", "maybe"}).find("--graph"), std::string::npos);
+    EXPECT_EQ(parse({"--advanced", "graph=off"}).graph, "off");
+    EXPECT_NE(failure({"--advanced", "graph=maybe"}).find("--advanced graph"), std::string::npos);
 }
 
 TEST(Options, WholeNumbersMayHaveAnExponent) {
@@ -381,8 +383,8 @@ TEST(Options, WholeNumbersMayHaveAnExponent) {
 }
 
 TEST(Options, OfAnOptionGivenTwiceTheLastCounts) {
-    const Options o = parse({"--data", "a", "b", "c", "--lr", "1", "--batch", "auto", "--json", "--plan",
-                             "--data", "d", "e", "--lr=2", "--plan", "--batch", "3"});
+    const Options o = parse({"--data", "a", "b", "c", "--lr", "1", "--batch", "auto", "--plan", "json",
+                             "--data", "d", "e", "--lr=2", "--plan", "table", "--batch", "3"});
     EXPECT_EQ(o.lr, 2);
     EXPECT_EQ(o.batch, 3);
     EXPECT_TRUE(o.plan);
@@ -390,7 +392,7 @@ TEST(Options, OfAnOptionGivenTwiceTheLastCounts) {
     EXPECT_EQ(o.given.at("--lr"), std::vector<std::string>{"2"});  // what a save remembers
     EXPECT_EQ(o.given.at("--data"), o.data);
     EXPECT_EQ(o.given.at("--batch"), std::vector<std::string>{"3"});
-    EXPECT_EQ(parse({"--bench", "forward", "--bench"}).bench, "step");
+    EXPECT_EQ(parse({"--bench", "forward", "--bench", "step"}).bench, "step");
     EXPECT_NE(failure({"--lr", "1", "2", "--lr", "3"}), "");
     EXPECT_NE(failure({"--lr", "x", "--lr", "3"}).find("--lr"), std::string::npos);
     const nlohmann::json saved = {{"--lr", {"0.5"}}, {"--seed", {"1e3"}}};
@@ -403,7 +405,7 @@ TEST(Options, MistakesNameTheOption) {
     EXPECT_NE(failure({"--schedule", "sinus"}).find("--schedule"), std::string::npos);
     EXPECT_NE(failure({"--no-such"}).find("--no-such"), std::string::npos);
     EXPECT_NE(failure({"--min-lr", "1", "--lr", "0.1"}).find("--min-lr"), std::string::npos);
-    EXPECT_NE(failure({"--json"}).find("--json"), std::string::npos);
+    EXPECT_NE(failure({"--plan", "xml"}).find("--plan"), std::string::npos);
     EXPECT_NE(failure({"--lr", "nan"}), "");
     EXPECT_EQ(failure({"--batch", "2", "--lr", "1e-3"}), "");
 }

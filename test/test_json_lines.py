@@ -349,7 +349,7 @@ FAMILIES = {
     "bloom": ("--heads", 6, "--channels", 48),
 }
 LENGTH = 48
-RUN = ("--model", "model", "--data", "data.jsonl", "--batch", 3, "--seq-len", LENGTH, "--sample-tokens", 0)
+RUN = ("--model", "model", "--data", "data.jsonl", "--batch", 3, "--seq-len", LENGTH, "--sample", "tokens=0")
 
 
 def given(path, family, tokenizer):
@@ -479,7 +479,7 @@ def test_reading_examples_stays_in_the_plan(train_fp32, work, name):
     later, the plan says so."""
     (work / "data.jsonl").write_text("\n".join(lines_of(READ[name]())) + "\n")
     options = ("--model", work / "model", "--data", work / "data.jsonl", "--batch", 1, "--seq-len", LENGTH,
-               "--sample-tokens", 0, "--threads", 2)
+               "--sample", "tokens=0", "--threads", 2)
     totals = train_fp32.plan(*options)["totals"]
     taken = peak(train_fp32, *options, "--steps", 40, line=rb"^taken from")
     assert taken < totals["total"]
@@ -508,7 +508,7 @@ def test_a_resume_is_the_unbroken_run(train, work):
     text = (work / "data.jsonl").read_text()
     (work / "data.jsonl").write_text(text + json.dumps({"text": "More."}))
     assert b"has changed since" in train("--resume", "out", "--steps", 8, cwd=work, code=2).stderr
-    generated = train("--resume", "out", "--steps", 0, "--prompt", "A", "--sample-tokens", 3, cwd=work)
+    generated = train("--resume", "out", "--steps", 0, "--prompt", "A", "--sample", "tokens=3", cwd=work)
     assert generated.stdout
 
 
@@ -691,6 +691,6 @@ def test_bytes(train_fp32, work):
                              "--lr", 5e-5)
     assert by_key(log, "loss") == pytest.approx(by_key(expected, "loss"), rel=0, abs=1e-4)
     train_fp32("--data", "bytes.jsonl", "--model", "llama:d1", "--batch", 2, "--seq-len", 64, "--steps", 1,
-               "--sample-tokens", 0, cwd=work)
+               "--sample", "tokens=0", cwd=work)
     (work / "bytes.jsonl").write_text(json.dumps({"messages": CONVERSATIONS[0]}))
     assert b"--chat-format" in train_fp32(*RUN, *options, cwd=work, code=2).stderr

@@ -52,7 +52,7 @@ def check_line(line, losses, counts):
 @pytest.mark.parametrize("head_rows", [0, 64])
 def test_against_transformers(train_fp32, work, head_rows):
     """With a last batch that is not full, and with the head in chunks."""
-    train_fp32("--model", "model", "--steps", 0, *RUN, "--head-rows", head_rows, "--loss-by-position", "losses",
+    train_fp32("--model", "model", "--steps", 0, *RUN, "--chunk-rows", f"head={head_rows}", "--loss-by-position", "losses",
                cwd=work)
     tokens = torch.from_numpy(random_tokens(VOCAB, (SEQUENCES + 1) * LENGTH))
     losses = expected_losses(work / "model", torch.stack([tokens[i * LENGTH:(i + 1) * LENGTH + 1]
@@ -83,7 +83,7 @@ def test_of_examples(train_fp32, tmp_path):
 def test_changes_no_bit(train, work):
     """Of a training with validations, each of which writes a line. The lines are the same at any recompute
     level and number of threads."""
-    options = ("--model", "model", "--data", "data.bin", *RUN, "--steps", 4, "--eval-every", 2, "--sample-tokens", 0)
+    options = ("--model", "model", "--data", "data.bin", *RUN, "--steps", 4, "--eval-every", 2, "--sample", "tokens=0")
     train(*options, "--out", "a", "--log", "a.log", cwd=work)
     train(*options, "--out", "b", "--log", "b.log", "--loss-by-position", "b.losses", cwd=work)
     train(*options, "--out", "c", "--loss-by-position", "c.losses", "--threads", 1, "--recompute", "block", cwd=work)
@@ -104,7 +104,7 @@ def test_is_in_the_plan(train, work):
 
 
 def test_a_resume_appends(train_fp32, work):
-    options = ("--model", "model", "--data", "data.bin", *RUN, "--sample-tokens", 0, "--loss-by-position", "losses")
+    options = ("--model", "model", "--data", "data.bin", *RUN, "--sample", "tokens=0", "--loss-by-position", "losses")
     train_fp32(*options, "--steps", 4, "--save-every", 2, "--eval-every", 2, "--keep", 0, "--out", "out", cwd=work)
     first = read_log(work / "losses")
     train_fp32("--resume", "out/step-00000002", "--out", "again", cwd=work)

@@ -26,14 +26,15 @@ def folder(tmp_path_factory):
     return path
 
 
-DEFAULTS = {"--batch": 3, "--seq-len": 20, "--sample-tokens": 0, "--head-rows": 0, "--steps": 4, "--eval-every": 2,
+DEFAULTS = {"--batch": 3, "--seq-len": 20, "--sample tokens": 0, "--chunk-rows head": 0, "--steps": 4, "--eval-every": 2,
             "--lr": 1e-3}
 
 
 def trained(train, folder, out, *options):
     """The figures and the saved files of four steps."""
     chosen = {"--model": folder / "model", "--data": folder / "text", **DEFAULTS}
-    defaults = (part for item in chosen.items() if item[0] not in options for part in item)
+    given = [(*name.split(), value) for name, value in chosen.items() if name not in options]
+    defaults = (part for name, *key, value in given for part in (name, f"{key[0]}={value}" if key else value))
     train(*defaults, "--out", out, "--log", f"{out}.log", *options)
     return figures(read_log(f"{out}.log")), saved_bytes(out)
 
@@ -45,13 +46,13 @@ def trained(train, folder, out, *options):
     ("d12", "gelu", 925), ("d12", "norm", 780), ("d12", "ffn", 510), ("d12", "block", 175),
     ("d48", "norm", 6200), ("d48", "ffn", 3850), ("d48", "block", 800)])
 def test_gates(train_bf16, model, level, mib):
-    plan = train_bf16.plan("--model", model, "--batch", 4, "--seq-len", 1024, "--recompute", level, "--head-rows", 256)
+    plan = train_bf16.plan("--model", model, "--batch", 4, "--seq-len", 1024, "--recompute", level, "--chunk-rows", "head=256")
     assert plan["totals"]["activations"] <= mib * MIB
     assert plan["totals"]["activations"] <= 1.01 * plan["activations_lower_bound"]
 
 
 def activations(train, *options):
-    return train.plan("--sample-tokens", 0, *options)["totals"]["activations"]
+    return train.plan("--sample", "tokens=0", *options)["totals"]["activations"]
 
 
 def test_a_checkpointed_layer_costs_its_input(train, tmp_path):
@@ -74,7 +75,7 @@ def test_each_level_takes_less(train):
 # ---- what a process really takes
 
 
-@pytest.mark.parametrize("goes_on", [("--steps", 100), ("--steps", 0, "--prompt", "a", "--sample-tokens", 10**6)],
+@pytest.mark.parametrize("goes_on", [("--steps", 100), ("--steps", 0, "--prompt", "a", "--sample", f"tokens={10**6}")],
                          ids=str)
 def test_reading_a_save_stays_in_the_plan(train, tmp_path, goes_on):
     """The save's files are larger than everything that the plan has besides the state."""
@@ -82,7 +83,7 @@ def test_reading_a_save_stays_in_the_plan(train, tmp_path, goes_on):
         pytest.skip("of a CPU's memory")
     write_text(tmp_path / "text")
     out = tmp_path / "out"
-    train("--model", "d6", "--data", tmp_path / "text", "--batch", 1, "--seq-len", 16, "--sample-tokens", 0,
+    train("--model", "d6", "--data", tmp_path / "text", "--batch", 1, "--seq-len", 16, "--sample", "tokens=0",
           "--threads", 2, "--steps", 1, "--out", out)
     options = ("--resume", out, *goes_on)
     assert (out / "model.safetensors").stat().st_size > 20 * MIB
@@ -98,7 +99,7 @@ def test_a_run_never_takes_more_than_its_plan(train, tmp_path, model, seq_len, t
         pytest.skip("of a CPU's memory")
     write_text(tmp_path / "text", 60000)
     options = ("--model", model, "--data", tmp_path / "text", "--batch", max(1, 1024 // seq_len), "--seq-len", seq_len,
-               "--threads", threads, "--steps", 10000, "--sample-tokens", 0, "--print-every", 1)
+               "--threads", threads, "--steps", 10000, "--sample", "tokens=0", "--print-every", 1)
     assert peak(train, *options, line=rb"^step +4/") <= total(train.plan(*options))
 
 
@@ -119,7 +120,7 @@ def baseline(folder, tmp_path_factory):
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])
-@pytest.mark.parametrize("options", [(), ("--grad-accum", 2), ("--clip-per-block",)], ids=str)
+@pytest.mark.parametrize("options", [(), ("--grad-accum", 2), ("--advanced", "clip=block",)], ids=str)
 def test_recompute_changes_no_bit(train, folder, baseline, tmp_path, level, options):
     assert trained(train, folder, tmp_path / "out", "--recompute", level, *options) == baseline(train, *options)
 
@@ -135,8 +136,8 @@ def test_recompute_of_other_shapes(train, folder, tmp_path, heads, channels, bat
 @pytest.mark.parametrize("level", LEVELS)
 def test_update_in_backward_changes_no_bit(train, folder, baseline, tmp_path, level):
     """Also compared with a run that clips each block's gradient."""
-    assert trained(train, folder, tmp_path / "out", "--recompute", level, "--clip-per-block",
-                   "--update-in-backward") == baseline(train, "--clip-per-block")
+    assert trained(train, folder, tmp_path / "out", "--recompute", level, "--advanced", "clip=block",
+                   "--update-in-backward") == baseline(train, "--advanced", "clip=block")
 
 
 def test_update_in_backward_without_clipping(train, folder, tmp_path):
@@ -150,7 +151,7 @@ def test_update_in_backward_holds_one_block(train):
     """The embeddings' gradient grows until the end of backward; besides it only one block's exists at a
     time."""
     options = ("--model", "d12", "--batch", 1, "--seq-len", 64, "--recompute", "block", "--clip", 0,
-               "--sample-tokens", 0)
+               "--sample", "tokens=0")
     plan, whole = train.plan(*options, "--update-in-backward"), train.plan(*options)
     assert plan["totals"]["gradients"] == 0
     rooms = sorted((b["born"], b["dies"], b["bytes"]) for b in plan["buffers"] if b["kind"] == "parameter_gradient")
@@ -167,19 +168,19 @@ def test_update_in_backward_holds_one_block(train):
 
 NEUTRAL = {  # change no bit of a loss
     "block": ("--recompute", "block"), "mix": ("--recompute", "block:1,ffn:1,gelu:1"),
-    "attention": ("--recompute", "attention"), "split": ("--master", "split"),
+    "attention": ("--recompute", "attention"), "split": ("--state-formats", "master=split"),
     "consumed": ("--update-in-backward",)}
 CHANGING = {  # change the arithmetic, in the same way every time
-    "head": ("--head-rows", "7"), "no master": ("--master", "none"), "m bf16": ("--adam-m", "bf16"),
-    "v bf16": ("--adam-v", "bf16"), "m 8bit": ("--adam-m", "8bit"), "v 8bit": ("--adam-v", "8bit"),
+    "head": ("--chunk-rows", "head=7"), "no master": ("--state-formats", "master=none"), "m bf16": ("--state-formats", "m=bf16"),
+    "v bf16": ("--state-formats", "v=bf16"), "m 8bit": ("--state-formats", "m=8bit"), "v 8bit": ("--state-formats", "v=8bit"),
     "sgd": ("--optimizer", "sgd")}
 
 
 def together(train, *choices):
     """True if these options can be combined, in this binary."""
-    names = [name for choice in choices for name in choice if name.startswith("--")]
-    return (len(set(names)) == len(names) and not ("--master" in names and train.precision == "fp32")
-            and not ({"--adam-m", "--adam-v"} & set(names) and "--optimizer" in names))
+    names = [" ".join((name, *(str(value).partition("=")[0] for value in values if "=" in str(value)))) for name, *values in choices if name]
+    return (len(set(names)) == len(names) and not ("--state-formats master" in names and train.precision == "fp32")
+            and not ({"--state-formats m", "--state-formats v"} & set(names) and "--optimizer" in names))
 
 
 @pytest.fixture(scope="module", params=[(3, 48, 3, 20), (5, 40, 2, 33)], ids=["C48", "C40"])
@@ -194,7 +195,7 @@ def outcome(request, tmp_path_factory):
     def of(train, *choices):
         key = (str(train), frozenset(choices))
         if key not in known:
-            log, files = trained(train, path, path / str(len(known)), "--clip-per-block", "--batch", batch, "--seq-len",
+            log, files = trained(train, path, path / str(len(known)), "--advanced", "clip=block", "--batch", batch, "--seq-len",
                                  seq_len, *(part for choice in choices for part in choice))
             known[key] = log, files["model.safetensors"]
         return known[key]
@@ -242,8 +243,8 @@ def test_head_rows_change_the_rounding_only(train, folder, baseline, tmp_path):
     log, _ = baseline(train)
     bound = {"fp32": 1e-5, "bf16": 5e-3}[train.precision]
     for rows in (1, 7, 20, 59, 60, 1000):
-        got, files = trained(train, folder, tmp_path / f"{rows}", "--head-rows", rows)
-        assert (got, files) == trained(train, folder, tmp_path / f"{rows}again", "--head-rows", rows,
+        got, files = trained(train, folder, tmp_path / f"{rows}", "--chunk-rows", f"head={rows}")
+        assert (got, files) == trained(train, folder, tmp_path / f"{rows}again", "--chunk-rows", f"head={rows}",
                                        "--recompute", "block")
         for key in ("loss", "val_loss", "grad_norm"):
             assert [line[key] for line in got if key in line] == pytest.approx(
@@ -254,11 +255,11 @@ def test_head_rows_change_the_rounding_only(train, folder, baseline, tmp_path):
 
 def test_no_whole_logits(train):
     for rows, expected in ((100, {100, 1}), (256, {256, 1}), (0, {4 * 1024, 1})):
-        plan = train.plan("--model", "d12", "--batch", 4, "--seq-len", 1024, "--head-rows", rows)
+        plan = train.plan("--model", "d12", "--batch", 4, "--seq-len", 1024, "--chunk-rows", f"head={rows}")
         assert {b["shape"][0] for b in plan["buffers"] if b["name"] == "logits"} <= expected | {4 * 1024 % max(rows, 1)}
 
 
-ROWS = ["--head-rows", "auto"]
+ROWS = ["--chunk-rows", "head=auto"]
 
 
 @pytest.mark.parametrize("options", [(), ("--model", "d4"), ("--model", "d12", "--batch", 4, "--seq-len", 256),
@@ -266,11 +267,11 @@ ROWS = ["--head-rows", "auto"]
 def test_automatic_head_rows(train, options):
     """They cost at most 2% of the estimated step, and options that change no bit do not change the choice."""
     plan = train.plan(*options, "--recompute", "none")
-    whole = train.plan(*options, "--recompute", "none", "--head-rows", 0)
+    whole = train.plan(*options, "--recompute", "none", "--chunk-rows", "head=0")
     assert plan["estimated_seconds"] <= 1.02 * whole["estimated_seconds"]
     assert total(plan) <= total(whole)
     for neutral in (ROWS, ("--threads", 1), ("--threads", 5), ("--recompute", "block"), ("--optimizer", "sgd"),
-                    ("--clip-per-block", "--update-in-backward")):
+                    ("--advanced", "clip=block", "--update-in-backward")):
         assert train.plan(*options, *neutral)["head_rows"] == plan["head_rows"], neutral
 
 
@@ -284,15 +285,15 @@ def test_automatic_head_rows_differ(train):
 def test_a_resume_keeps_the_head_rows(train, folder, tmp_path):
     """The choice is saved and holds even if another batch would lead to another choice; generation chooses
     none."""
-    run = ("--model", folder / "model", "--data", folder / "text", "--seq-len", 20, "--batch", 4, "--sample-tokens", 0)
+    run = ("--model", folder / "model", "--data", folder / "text", "--seq-len", 20, "--batch", 4, "--sample", "tokens=0")
     train(*run, "--steps", 1, "--out", tmp_path / "out")
     rows = train.plan(*run)["head_rows"]
     saved = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["options"]
-    assert saved["--head-rows"] == [str(rows)]
+    assert saved["--chunk-rows.head"] == [str(rows)]
     assert train.plan("--resume", tmp_path / "out", "--batch", 100)["head_rows"] == rows
     train(*run, "--steps", 1, "--out", tmp_path / "again", *ROWS)
     saved = json.loads((tmp_path / "again" / "trainer_state.json").read_text())["options"]
-    assert saved["--head-rows"] == [str(rows)]
+    assert saved["--chunk-rows.head"] == [str(rows)]
 
 
 @pytest.mark.parametrize("rows", [8, 32])
@@ -309,7 +310,7 @@ def test_gradient_of_the_head_in_chunks(train_bf16, tmp_path, rows):
 
     def error(head_rows, name):
         out = tmp_path / f"out{head_rows}"
-        train_bf16(*data, "--beta1", 0, "--clip", 0, "--sample-tokens", 0, "--head-rows", head_rows, "--out", out)
+        train_bf16(*data, "--optimizer", "beta1=0", "--clip", 0, "--sample", "tokens=0", "--chunk-rows", f"head={head_rows}", "--out", out)
         got = load_file(out / "trainer_state.safetensors")["m." + name]
         wanted = expected["transformer." + name]
         return ((got - wanted).norm() / wanted.norm()).item()
@@ -325,8 +326,7 @@ def test_a_sample_takes_what_its_tokens_need(train, tmp_path):
     """Sampling takes memory for the sample's tokens, not for training's whole window. If the window is much
     longer than the sample, sampling does not decide the peak; if it does, the plan says so."""
     make(tmp_path / "model", "--family", "llama", "--layers", 3, "--heads", 2, "--channels", 64, "--positions", 8192)
-    options = ("--model", tmp_path / "model", "--batch", 1, "--seq-len", 8192, "--recompute", "block", "--mlp-rows", 64,
-               "--attention-rows", 128, "--head-rows", 64)
+    options = ("--model", tmp_path / "model", "--batch", 1, "--seq-len", 8192, "--recompute", "block", "--chunk-rows", "mlp=64,attention=128,head=64")
 
     def sampling(*more):
         text = train(*options, *more, "--plan").stdout.decode()
@@ -336,11 +336,11 @@ def test_a_sample_takes_what_its_tokens_need(train, tmp_path):
     uses, peak = sampling()
     row = 3 * 2 * 64 * {"fp32": 4, "bf16": 2}[train.precision]  # for keys and values
     assert uses["sampling"] < 2 * 201 * row / MIB + 1 and "a sample's continuation" not in uses
-    assert "which" not in peak and activations(train, *options, "--sample-tokens", 200) == activations(train, *options)
-    uses, _ = sampling("--sample-tokens", 20000)  # a continuation, of half a window, is processed in parts
+    assert "which" not in peak and activations(train, *options, "--sample", "tokens=200") == activations(train, *options)
+    uses, _ = sampling("--sample", "tokens=20000")  # a continuation, of half a window, is processed in parts
     cache = 8192 * row / MIB
     assert cache < uses["a sample's continuation"] < cache + 2048 * 64 * 60 / MIB
-    _, peak = sampling("--seq-len", 64, "--mlp-rows", 0, "--attention-rows", 0, "--head-rows", 0, "--prompt", 6000 * "x")
+    _, peak = sampling("--seq-len", 64, "--chunk-rows", "mlp=0,attention=0,head=0", "--prompt", 6000 * "x")
     assert peak.startswith("activations, which sampling needs; a step's peak is ")
 
 
@@ -354,7 +354,7 @@ def test_a_long_prompt_goes_in_parts(train_fp32, tmp_path):
     for _ in range(8):
         with torch.no_grad():
             wanted.append(int(model(torch.tensor([wanted])).logits[0, -1].argmax()))
-    options = ("--model", tmp_path / "model", "--steps", 0, "--prompt", text, "--temperature", 0, "--sample-tokens")
+    options = ("--model", tmp_path / "model", "--steps", 0, "--prompt", text, "--sample", "temperature=0", "--max-new-tokens")
     assert train_fp32(*options, 8).stdout == bytes(wanted) + b"\n"
     parts = [float(re.search(r"sampling uses ([\d.]+)", train_fp32(*options, n, "--plan").stdout.decode())[1]) for n in (8, 1008)]
     assert parts[1] - parts[0] == pytest.approx(1000 * 2 * 2 * 16 * 4 / MIB, abs=0.02)
@@ -377,11 +377,11 @@ def brute_force(train_bf16, tmp_path_factory):
     """(the model's options, every configuration of a small model as (seconds, bytes, its options))."""
     path = tmp_path_factory.mktemp("brute")
     make(path / "model", "--layers", 3, "--heads", 2, "--channels", 64, "--vocab", 300, "--positions", 128)
-    given = ("--model", path / "model", "--seq-len", 80, "--sample-tokens", 0)
+    given = ("--model", path / "model", "--seq-len", 80, "--sample", "tokens=0")
     every = []
     for batch, rows in ((2, 0), (2, 64), (1, 0), (1, 64)):
         for levels in itertools.product(LEVELS, repeat=3):
-            options = ("--recompute", ",".join(f"{level}:1" for level in levels), "--head-rows", rows, "--batch", batch,
+            options = ("--recompute", ",".join(f"{level}:1" for level in levels), "--chunk-rows", f"head={rows}", "--batch", batch,
                        "--grad-accum", 2 // batch)
             plan = train_bf16.plan(*given, *options)
             every.append((plan["estimated_seconds"], total(plan), options))
@@ -414,9 +414,9 @@ def test_too_little_memory_says_the_least(train_bf16, brute_force):
     that budget is enough."""
     given, every = brute_force
     least = min(size for _, size, _ in every)
-    host = ("--host-memory", "1GiB") if train_bf16.device == "cuda" else ()
+    host = ("--memory", "host=1GiB") if train_bf16.device == "cuda" else ()
     assert total(train_bf16.plan(*given, "--batch", 2, "--memory", f"{least - 1}B", *host)) < least
-    given = (*given, "--weights", "device", "--gradients", "device", "--state", "device", "--park", 0)
+    given = (*given, "--offload", "weights=device,gradients=device,state=device,inputs=device")
     error = train_bf16(*given, "--batch", 2, "--memory", f"{least - 1}B", "--plan", code=2).stderr.decode()
     assert error.count("\n") == 1 and f"{least / MIB:.1f} MiB" in error and "--memory" in error
     assert "--recompute block" in error
@@ -425,7 +425,7 @@ def test_too_little_memory_says_the_least(train_bf16, brute_force):
 @pytest.mark.parametrize("model", ["d6", "d12"])
 @pytest.mark.parametrize("level", LEVELS)
 def test_no_slower_than_a_level_that_fits(train, model, level):
-    options = ("--model", model, "--batch", 4, "--seq-len", 256, "--sample-tokens", 0)
+    options = ("--model", model, "--batch", 4, "--seq-len", 256, "--sample", "tokens=0")
     plan = train.plan(*options, "--recompute", level)
     chosen = train.plan(*options, "--memory", f"{int(1.05 * total(plan))}B")
     assert chosen["estimated_seconds"] <= plan["estimated_seconds"]
@@ -436,7 +436,7 @@ def test_no_slower_than_a_level_that_fits(train, model, level):
 def test_what_is_chosen_fits_when_measured(train, tmp_path, share):
     write_text(tmp_path / "text", 60000)
     shape = ("--batch", 4, "--seq-len", 64) if train.is_played else ("--batch", 8, "--seq-len", 256)
-    options = ("--model", "d4", "--data", tmp_path / "text", *shape, "--sample-tokens", 0)
+    options = ("--model", "d4", "--data", tmp_path / "text", *shape, "--sample", "tokens=0")
     error = train(*options, "--memory", "1B", "--plan", code=2).stderr.decode()
     least, most = float(re.search(r"([\d.]+) MiB", error)[1]), total(train.plan(*options, "--recompute", "none")) / MIB
     budget = least + 0.1 + share * (most - least)
@@ -452,8 +452,8 @@ def test_the_plan_holds_with_many_threads(train, tmp_path, threads):
         pytest.skip("a GPU computes")
     make(tmp_path / "model", "--layers", 1, "--heads", 1, "--channels", 128, "--positions", 384)
     write_text(tmp_path / "text", 60000)
-    options = ("--model", tmp_path / "model", "--data", tmp_path / "text", "--batch", 32, "--seq-len", 384, "--head-rows", 256,
-               "--sample-tokens", 0, "--steps", 2, "--threads", threads)
+    options = ("--model", tmp_path / "model", "--data", tmp_path / "text", "--batch", 32, "--seq-len", 384, "--chunk-rows", "head=256",
+               "--sample", "tokens=0", "--steps", 2, "--threads", threads)
     bound = 12 + 3 * threads
     for _ in range(3):
         text = train(*options).stdout.decode()
@@ -478,7 +478,7 @@ def test_a_run_with_memory_resumes_as_it_ran(train, folder, tmp_path):
     log, files = trained(train, folder, tmp_path / "whole", "--memory", budget, "--batch", 6, "--steps", 6)
     trained(train, folder, tmp_path / "out", "--memory", budget, "--batch", 6, "--steps", 3, "--schedule", "constant")
     saved = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["options"]
-    assert "--memory" not in saved and {"--recompute", "--batch", "--grad-accum", "--head-rows"} <= set(saved)
+    assert "--memory" not in saved and {"--recompute", "--batch", "--grad-accum", "--chunk-rows.head"} <= set(saved)
     trained(train, folder, tmp_path / "constant", "--memory", budget, "--batch", 6, "--steps", 6, "--schedule",
             "constant")
     train("--resume", tmp_path / "out", "--steps", 6)
@@ -487,22 +487,24 @@ def test_a_run_with_memory_resumes_as_it_ran(train, folder, tmp_path):
 
 def test_a_resume_with_another_budget_chooses_anew(train, folder, tmp_path):
     """The save's own choice does not hold for anything that --memory may choose."""
-    chosen = {"--by-block": (), "--weights": ("disk",), "--gradients": ("disk",), "--state": ("disk",), "--park": ("all",),
-              "--prefetch": (2,), "--mlp-rows": (8,), "--head-rows": (16,), "--recompute": ("block",), "--state-rooms": (4,)}
+    chosen = {"--by-block", "--offload.weights", "--offload.gradients", "--offload.state", "--offload.inputs", "--prefetch", "--chunk-rows.mlp",
+              "--chunk-rows.head", "--recompute"}
+    options = ("--by-block", "--offload", "weights=disk,gradients=disk,state=disk:4,inputs=auto", "--prefetch", 2, "--chunk-rows",
+               "mlp=8,head=16", "--recompute", "block")
     if train.device != "cpu":
         pytest.skip("a GPU has the host's memory too")
     train("--model", folder / "model", "--data", folder / "text", "--batch", 2, "--grad-accum", 2, "--seq-len", 20, "--steps", 1,
-          "--sample-tokens", 0, "--out", tmp_path / "out", *(part for name, rest in chosen.items() for part in (name, *rest)))
+          "--sample", "tokens=0", "--out", tmp_path / "out", *options)
     saved = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["options"]
-    assert set(chosen) <= set(saved)
+    assert chosen <= set(saved)
     train("--resume", tmp_path / "out", "--memory", "1GiB", "--steps", 2)
     saved = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["options"]
-    assert not set(chosen) & set(saved) - {"--mlp-rows", "--head-rows", "--recompute"}
-    assert saved["--recompute"] != ["block"] and saved.get("--mlp-rows", ["0"]) == ["0"] and saved["--head-rows"] == ["0"]
+    assert not chosen & set(saved) - {"--chunk-rows.mlp", "--chunk-rows.head", "--recompute"}
+    assert saved["--recompute"] != ["block"] and saved.get("--chunk-rows.mlp", ["0"]) == ["0"] and saved["--chunk-rows.head"] == ["0"]
 
 
 def test_batch_auto(train):
-    options = ("--model", "d4", "--seq-len", 128, "--sample-tokens", 0)
+    options = ("--model", "d4", "--seq-len", 128, "--sample", "tokens=0")
     for budget in (300 * MIB + of_a_gpu(train), 500 * MIB + of_a_gpu(train)):
         plan = train.plan(*options, "--batch", "auto", "--memory", f"{budget}B")
         assert total(plan) <= budget < total(train.plan(*options, "--batch", plan["batch"] + 1))
@@ -513,7 +515,7 @@ def test_batch_auto(train):
 def test_batch_auto_with_memory_resumes(train, folder, tmp_path):
     """The save has the batch that was found, and the given options; the budget does not apply again."""
     budget = 40 + of_a_gpu(train) // MIB  # with the program and its libraries
-    run = ("--model", folder / "model", "--data", folder / "text", "--seq-len", 20, "--sample-tokens", 0,
+    run = ("--model", folder / "model", "--data", folder / "text", "--seq-len", 20, "--sample", "tokens=0",
            "--recompute", "norm", "--schedule", "constant", "--batch", "auto", "--memory", f"{budget}MiB")
     train(*run, "--steps", 2, "--out", tmp_path / "out")
     saved = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["options"]
@@ -538,21 +540,21 @@ def test_validation_is_the_same_whatever_was_chosen(train_fp32, folder, tmp_path
     for i, options in enumerate((("--memory", little), ("--memory", "2GiB"), ("--recompute", "block"))):
         log = tmp_path / f"{i}.log"
         train_fp32("--model", folder / "model", "--data", folder / "text", "--seq-len", 12, "--batch", 12, "--steps", 1,
-                   "--eval-batches", 1, "--sample-tokens", 0, "--log", log, *options)
+                   "--eval-batches", 1, "--sample", "tokens=0", "--log", log, *options)
         losses.append(read_log(log)[-1]["val_loss"])
     assert losses == pytest.approx(losses[:1] * 3, rel=0, abs=1e-5)
 
 
 def test_smaller_state_only_where_it_helps(train_bf16):
     """With enough memory nothing lossy is chosen. With too little, lossless formats come first."""
-    options = ("--model", "d12", "--batch", 1, "--seq-len", 256, "--sample-tokens", 0, "--allow-8bit")
+    options = ("--model", "d12", "--batch", 1, "--seq-len", 256, "--sample", "tokens=0", "--state-formats", "auto")
 
     def within(mib):
         plan = train_bf16.plan(*options, "--memory", f"{mib * MIB + of_a_gpu(train_bf16)}B")
         assert total(plan) <= mib * MIB + of_a_gpu(train_bf16)
         return plan["choice"][0]["formats"]
 
-    assert [within(mib) for mib in (3000, 1800, 1300)] == ["", " --master split", " --master split --adam-m 8bit --adam-v 8bit"]
+    assert [within(mib) for mib in (3000, 1800, 1300)] == ["", " --state-formats master=split", " --state-formats master=split,m=8bit,v=8bit"]
 
 
 @pytest.mark.parametrize("channels", [5, 7])
@@ -560,9 +562,9 @@ def test_odd_channels_in_chunks(train, tmp_path, channels):
     make(tmp_path / "model", "--layers", 2, "--heads", 1, "--channels", channels, "--positions", 64)
     write_text(tmp_path / "text")
     run = ("--model", tmp_path / "model", "--data", tmp_path / "text", "--batch", 4, "--seq-len", 64, "--steps", 3,
-           "--sample-tokens", 0)
+           "--sample", "tokens=0")
     losses = []
     for rows in (0, 100):
-        train(*run, "--head-rows", rows, "--log", tmp_path / f"{rows}")
+        train(*run, "--chunk-rows", f"head={rows}", "--log", tmp_path / f"{rows}")
         losses += [line["loss"] for line in read_log(tmp_path / f"{rows}") if "loss" in line]
     assert losses[:3] == pytest.approx(losses[3:], rel=0, abs=5e-3)

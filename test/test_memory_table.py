@@ -1,4 +1,4 @@
-"""dev/memory_table.py: llm.c's formula against known figures, and our columns against --plan --json."""
+"""dev/memory_table.py: llm.c's formula against known figures, and our columns against --plan json."""
 
 import re
 
@@ -44,7 +44,7 @@ def test_columns_sum_to_the_plan(train, settings):
     model, batch, seq_len = settings
     for level in memory_table.levels_of(train.path):
         plan = train.plan("--model", model, "--batch", batch, "--seq-len", seq_len, "--recompute", level,
-                          "--sample-tokens", 0)
+                          "--sample", "tokens=0")
         rows = memory_table.at_the_peak(plan)
         assert sum(rows.values()) == plan["activations_lower_bound"]
         assert rows.keys() == {memory_table.row_of(b) for b in plan["buffers"] if b["offset"] is not None}
@@ -74,7 +74,7 @@ def test_tables(train_bf16, capsys):
         assert layernorms[header.index(title)] == ""
     for level in memory_table.levels_of(train_bf16.path):
         plan = train_bf16.plan("--model", "d48", "--batch", 32, "--seq-len", 1024, "--recompute", level,
-                               "--sample-tokens", 0)
+                               "--sample", "tokens=0")
         column = header.index(level)
         assert large["planned in all"][column] == f"{plan['totals']['activations'] / MIB:.2f}"
         shown = sum(float(cells[column] or 0) for name, cells in large.items()
@@ -90,7 +90,7 @@ def test_levels_asked_for(train_bf16, capsys):
 def test_options_for_all(train_bf16, capsys):
     """Arguments after -- are passed to every plan: with 256 rows of the head at a time, the sum is as in
     dev/results/memory.md."""
-    memory_table.main(["--train", train_bf16.path, "--models", "d12", "--levels", "gelu", "--", "--head-rows", "256"])
+    memory_table.main(["--train", train_bf16.path, "--models", "d12", "--levels", "gelu", "--", "--chunk-rows", "head=256"])
     last = capsys.readouterr().out.splitlines()[-2].split()
     assert last[:4] == ["planned", "in", "all", "922.76"] or train_bf16.device != "cpu"
 

@@ -1,4 +1,4 @@
-"""--mlp-rows: MLPs in chunks of rows. They change no bit if no gradient is summed over rows, and otherwise
+"""--chunk-rows mlp=: MLPs in chunks of rows. They change no bit if no gradient is summed over rows, and otherwise
 only rounding."""
 
 import shutil
@@ -44,7 +44,7 @@ def test_frozen_mlps_are_the_same_to_the_bit(train, work, family, rows):
         if "--dropout" in options and family not in ("gpt2", "bloom"):
             options = (*options[:-2], "--train", "lora", "--lora-dropout", 0.1)
         whole = adapter_trained(train, work, "whole", *options)
-        assert adapter_trained(train, work, "chunks", *options, "--mlp-rows", rows) == whole
+        assert adapter_trained(train, work, "chunks", *options, "--chunk-rows", f"mlp={rows}") == whole
 
 
 @pytest.mark.parametrize("rows", [8, 48])
@@ -52,9 +52,9 @@ def test_lora_at_the_mlp(train, work, family, rows):
     """Also with dropout: the loss and the gradients (in m after a step) are the same except for rounding.
     (The library sums thin products of few rows in another order.)"""
     lora(work, family, "all-linear")
-    step = ("--adapter", "adapter", "--steps", 1, "--beta1", 0, "--clip", 0, "--sample-tokens", 0)
+    step = ("--adapter", "adapter", "--steps", 1, "--optimizer", "beta1=0", "--clip", 0, "--sample", "tokens=0")
     for options in ((), ("--train", "lora", "--lora-dropout", 0.2)):
-        for name, more in (("whole", ()), ("chunks", ("--mlp-rows", rows))):
+        for name, more in (("whole", ()), ("chunks", ("--chunk-rows", f"mlp={rows}"))):
             train(*DATA, *step, *options, *more, "--out", name, "--log", f"{name}.log", cwd=work)
         whole, chunks = (load_file(work / name / "trainer_state.safetensors") for name in ("whole", "chunks"))
         first, wanted = (losses(read_log(work / f"{name}.log"))[0] for name in ("chunks", "whole"))
@@ -67,22 +67,22 @@ def test_lora_at_the_mlp(train, work, family, rows):
 
 def test_all_that_changes_no_bit_beside_it(train, work):
     """Recompute levels, threads, accumulation block by block, offloading, blocks and state on disk."""
-    options = ("--mlp-rows", 40, "--grad-accum", 2)
+    options = ("--chunk-rows", "mlp=40", "--grad-accum", 2)
     first = trained(train, work, "first", *options, "--recompute", "none")
     assert losses(first[0]) == pytest.approx(losses(trained(train, work, "whole", "--grad-accum", 2)[0]),
                                              rel=1e-6 if train.precision == "fp32" else 1e-3)
-    for more in (("--recompute", "gelu"), ("--recompute", "block:1,ffn:1"), ("--threads", 1), ("--park", "all"),
-                 ("--weights", "disk", "--state", "disk")):
+    for more in (("--recompute", "gelu"), ("--recompute", "block:1,ffn:1"), ("--threads", 1), ("--offload", "inputs=auto"),
+                 ("--offload", "weights=disk,state=disk")):
         assert trained(train, work, "other", *options, *more) == first, more
         shutil.rmtree(work / "other")
-    in_backward = ("--mlp-rows", 40, "--clip-per-block")
+    in_backward = ("--chunk-rows", "mlp=40", "--advanced", "clip=block")
     assert (trained(train, work, "a", *in_backward) ==
             trained(train, work, "b", *in_backward, "--update-in-backward", "--recompute", "block"))
 
 
 def test_resume(train, work):
-    options = (*DATA, "--steps", 4, "--sample-tokens", 0, "--save-every", 2, "--keep", 0)
-    train(*options, "--mlp-rows", 16, "--out", "out", cwd=work)
+    options = (*DATA, "--steps", 4, "--sample", "tokens=0", "--save-every", 2, "--keep", 0)
+    train(*options, "--chunk-rows", "mlp=16", "--out", "out", cwd=work)
     whole = saved_bytes(work / "out")
     shutil.rmtree(work / "out" / "step-00000004")
     train("--resume", "out/step-00000002", cwd=work)
@@ -92,9 +92,9 @@ def test_resume(train, work):
 def test_validation_and_a_base_in_nf4(train, work, family):
     lora(work, family, ATTENTION.get(family, ["q_proj", "o_proj"]))
     whole = validated(train, work, "--model", "model")
-    assert validated(train, work, "--model", "model", "--mlp-rows", 24) == whole
+    assert validated(train, work, "--model", "model", "--chunk-rows", "mlp=24") == whole
     nf4 = ("--base", "nf4")
-    assert (adapter_trained(train, work, "a", *nf4, "--mlp-rows", 24) == adapter_trained(train, work, "b", *nf4))
+    assert (adapter_trained(train, work, "a", *nf4, "--chunk-rows", "mlp=24") == adapter_trained(train, work, "b", *nf4))
 
 
 def test_a_quantized_matrix_is_made_once_for_all_chunks(train, tmp_path):
@@ -105,15 +105,15 @@ def test_a_quantized_matrix_is_made_once_for_all_chunks(train, tmp_path):
         plan = train.plan(*options, "--steps", 1, *more)
         return sum(o["calls"] for o in plan["operations"] if o["name"].startswith("dequantize"))
 
-    assert made("--mlp-rows", 8) <= made()
+    assert made("--chunk-rows", "mlp=8") <= made()
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "bloom"])
 @pytest.mark.parametrize("level", ["none", "block"])
 def test_nothing_wide_outlives_a_chunk(train, tmp_path, kind, level):
     make(tmp_path / "model", "--family", kind, "--layers", 2, "--heads", 2, "--channels", 64, "--vocab", 300, "--positions", 900)
-    options = ("--model", tmp_path / "model", "--batch", 2, "--seq-len", 900, "--head-rows", 64, "--recompute", level)
-    plan, whole = train.plan(*options, "--mlp-rows", 256), train.plan(*options)
+    options = ("--model", tmp_path / "model", "--batch", 2, "--seq-len", 900, "--chunk-rows", "head=64", "--recompute", level)
+    plan, whole = train.plan(*options, "--chunk-rows", "mlp=256"), train.plan(*options)
     wide = {"up", "gelu", "swiglu", "d_up", "d_swiglu", "ln_2", "d_ln_2", "mlp_output", "attention_projected"}
     found = {b["name"]: b["shape"] for b in plan["buffers"] if b["name"] in wide}
     assert {"up", "ln_2", "attention_projected"} <= found.keys()
@@ -136,7 +136,7 @@ def test_gradients_of_chunks(train_bf16, tmp_path, family, rows):
 
     def gradients(mlp_rows):
         out = tmp_path / f"out{mlp_rows}"
-        train_bf16(*data, "--beta1", 0, "--clip", 0, "--sample-tokens", 0, "--mlp-rows", mlp_rows, "--out", out)
+        train_bf16(*data, "--optimizer", "beta1=0", "--clip", 0, "--sample", "tokens=0", "--chunk-rows", f"mlp={mlp_rows}", "--out", out)
         return load_file(out / "trainer_state.safetensors")
 
     whole, chunks = gradients(0), gradients(rows)
@@ -152,31 +152,31 @@ def test_gradients_of_chunks(train_bf16, tmp_path, family, rows):
 def test_automatic_rows(train, options):
     """They cost at most 2% of the estimated step, and options that change no bit do not change them."""
     options = (*options, "--batch", 1, "--recompute", "block")
-    chunks, whole = train.plan(*options, "--mlp-rows", "auto", "--head-rows", 0), train.plan(*options, "--head-rows", 0)
+    chunks, whole = train.plan(*options, "--chunk-rows", "mlp=auto,head=0"), train.plan(*options, "--chunk-rows", "head=0")
     assert 0 < chunks["mlp_rows"] < 8192 and whole["mlp_rows"] == 0
     assert chunks["estimated_seconds"] <= 1.02 * whole["estimated_seconds"]
     for neutral in (("--threads", 1), ("--optimizer", "sgd"), ("--recompute", "none")):
-        assert train.plan(*options, *neutral, "--mlp-rows", "auto")["mlp_rows"] == chunks["mlp_rows"], neutral
-    assert train.plan("--model", "d4", "--batch", 1, "--seq-len", 64, "--mlp-rows", "auto")["mlp_rows"] == 0
+        assert train.plan(*options, *neutral, "--chunk-rows", "mlp=auto")["mlp_rows"] == chunks["mlp_rows"], neutral
+    assert train.plan("--model", "d4", "--batch", 1, "--seq-len", 64, "--chunk-rows", "mlp=auto")["mlp_rows"] == 0
 
 
 def test_memory_chooses_chunks_where_all_rows_do_not_fit(train):
-    options = ("--model", "llama:d4", "--batch", 1, "--seq-len", 16384, "--sample-tokens", 0)
-    whole = [train.plan(*options, "--recompute", "block", "--mlp-rows", rows, "--head-rows", 64)["totals"]["total"]
+    options = ("--model", "llama:d4", "--batch", 1, "--seq-len", 16384, "--sample", "tokens=0")
+    whole = [train.plan(*options, "--recompute", "block", "--chunk-rows", f"mlp={rows},head=64")["totals"]["total"]
              for rows in (0, "auto")]
     assert whole[1] < whole[0]
     budget = ("--memory", f"{sum(whole) // 2 >> 20}MiB")
     chosen = train.plan(*options, *budget)
     assert chosen["mlp_rows"] > 0 and chosen["choice"][0]["mlp_rows"] == chosen["mlp_rows"]
-    resident = ("--weights", "device", "--gradients", "device", "--state", "device", "--park", 0)
-    error = train(*options, *budget, *resident, "--mlp-rows", 0, "--attention-rows", 0, "--plan",
+    resident = ("--offload", "weights=device,gradients=device,state=device,inputs=device")
+    error = train(*options, *budget, *resident, "--chunk-rows", "mlp=0,attention=0", "--plan",
                   code=2).stderr.decode()
     assert "the least that this takes" in error
     assert train.plan(*options, "--memory", "1000GiB")["mlp_rows"] == 0
 
 
-@pytest.mark.parametrize("value, named", [("-3", "--mlp-rows"), ("some", "--mlp-rows"), ("12", "multiple of 8"),
+@pytest.mark.parametrize("value, named", [("-3", "--chunk-rows mlp"), ("some", "--chunk-rows mlp"), ("12", "multiple of 8"),
                                           ("1048576", "a micro-batch has ")])
 def test_what_is_no_number_of_rows(train, tmp_path, value, named):
     prepare(tmp_path, "llama", OPTIONS)
-    refused(train, tmp_path, {"--model": "model", "--data": "data.bin", "--mlp-rows": value}, named)
+    refused(train, tmp_path, {"--model": "model", "--data": "data.bin", "--chunk-rows mlp": value}, named)

@@ -16,7 +16,7 @@ from trainer_runs import make, random_tokens, read_log, write_shard
 
 USUALLY = "fp32"  # see conftest.py
 
-DATA = ("--data", "data.bin", "--batch", 2, "--seq-len", 32, "--sample-tokens", 0)
+DATA = ("--data", "data.bin", "--batch", 2, "--seq-len", 32, "--sample", "tokens=0")
 VALIDATION = ("--val-data", "data.bin", "--batch", 2, "--seq-len", 32, "--steps", 0)
 
 
@@ -50,8 +50,8 @@ def not_finite(train, work, *options, named=()):
     return error
 
 
-FORMATS = [(), ("--base", "nf4"), ("--base", "nf4-double"), ("--store", "all=8bit"), ("--store", "mlp=nf4,attention=8bit"),
-           ("--store", "all=bf16"), ("--head", "nf4"), ("--head", "8bit"), ("--weights", "disk"), ("--embeddings", "disk")]
+FORMATS = [(), ("--base", "nf4"), ("--base", "nf4-double"), ("--base", "all=8bit"), ("--base", "mlp=nf4,attention=8bit"),
+           ("--base", "all=bf16"), ("--base", "head=nf4"), ("--base", "head=8bit"), ("--offload", "weights=disk"), ("--offload", "embeddings=disk")]
 
 
 @pytest.mark.parametrize("options", FORMATS, ids=str)
@@ -77,7 +77,7 @@ def test_scales_of_nf4(train_fp32, work):
         path = work / base / "model.safetensors"
         name = generator.choice([name for name in load_file(path) if name.endswith("." + scales)])
         spoil(path, name, np.nan, generator)
-        for more in ((), ("--weights", "disk")):
+        for more in ((), ("--offload", "weights=disk")):
             not_finite(train_fp32, work, "--model", base, *VALIDATION, *more, named=(name,))
 
 
@@ -94,7 +94,7 @@ def test_scales_of_a_gguf(train_fp32, work, kind):
     content = bytearray((work / "m.gguf").read_bytes())
     content[at:at + 2] = np.float16(np.nan).tobytes()
     (work / "m.gguf").write_bytes(content)
-    for more in ((), ("--weights", "disk")):
+    for more in ((), ("--offload", "weights=disk")):
         not_finite(train_fp32, work, "--model", "m.gguf", *VALIDATION, *more, named=("m.gguf", "ffn_up.weight"))
 
 

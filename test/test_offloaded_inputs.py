@@ -1,4 +1,4 @@
-"""--park: inputs of layers that wait outside the device change no bit, and take the memory that is planned."""
+"""--offload inputs=: inputs of layers that wait outside the device change no bit, and take the memory that is planned."""
 
 import pytest
 from adapter_files import trained
@@ -13,21 +13,21 @@ USUALLY = "bf16"  # see conftest.py
                                      (*DISK, "--recompute", "block:2,gelu:3")], ids=str)
 @pytest.mark.parametrize("layers", [1, 4, "all"])
 def test_parked_inputs_change_no_bit(train, work, options, layers):
-    assert trained(train, work, "a", *options) == trained(train, work, "b", *options, "--park", layers)
+    assert trained(train, work, "a", *options) == trained(train, work, "b", *options, "--offload", f"inputs=auto:{layers}")
 
 
-@pytest.mark.parametrize("options", [(), ("--update-in-backward", "--clip-per-block")], ids=str)
+@pytest.mark.parametrize("options", [(), ("--update-in-backward")], ids=str)
 def test_parking_in_full_training(train, wide4, tmp_path, options):
     work = linked(tmp_path, wide4)
-    for name, more in (("a", ()), ("b", ("--park", "all", "--recompute", "block"))):
-        train(*DATA, "--steps", 3, "--sample-tokens", 0, "--out", name, *options, *more, cwd=work)
+    for name, more in (("a", ()), ("b", ("--offload", "inputs=auto", "--recompute", "block"))):
+        train(*DATA, "--steps", 3, "--sample", "tokens=0", "--out", name, *options, *more, cwd=work)
     assert saved_bytes(work / "a") == saved_bytes(work / "b")
 
 
 def test_parking_keeps_two_inputs(train, wide, tmp_path):
     work = linked(tmp_path, wide)
     options = ("--batch", 8, "--seq-len", 64, "--recompute", "block")
-    kept, parked = plan(train, work, *options), plan(train, work, *options, "--park", "all")
+    kept, parked = plan(train, work, *options), plan(train, work, *options, "--offload", "inputs=auto")
     one = 8 * 64 * 512 * (4 if train.precision == "fp32" else 2)
     assert one % 4096 == 0  # otherwise a sector would be partly used
     assert kept["totals"]["activations"] - parked["totals"]["activations"] == (12 - 2) * one - 2 * 4096
@@ -38,13 +38,13 @@ def test_parking_needs_room(train, wide, tmp_path):
     work = linked(tmp_path, wide)
     with small_disk(tmp_path / "small", "4m") as folder:
         small = Train(train.path, TMPDIR=str(folder))
-        error = small(*LORA, "--steps", 1, "--batch", 32, "--seq-len", 64, "--park", "all", cwd=work, code=2).stderr.decode()
-    assert error.startswith("train: --park") and "TMPDIR" in error and error.count("\n") == 1
+        error = small(*LORA, "--steps", 1, "--batch", 32, "--seq-len", 64, "--offload", "inputs=auto", cwd=work, code=2).stderr.decode()
+    assert error.startswith("train: --offload inputs=") and "TMPDIR" in error and error.count("\n") == 1
 
 
 def test_parking_of_some_layers_is_not_chosen_for(train, wide, tmp_path):
     work = linked(tmp_path, wide)
-    error = train(*LORA, "--steps", 1, "--park", 3, "--memory", "1GiB", cwd=work, code=2).stderr.decode()
-    assert "--park all" in error
-    chosen = plan(train, work, "--park", "all", *DISK, "--memory", "250MiB")
+    error = train(*LORA, "--steps", 1, "--offload", "inputs=auto:3", "--memory", "1GiB", cwd=work, code=2).stderr.decode()
+    assert "--offload inputs=auto" in error
+    chosen = plan(train, work, "--offload", "inputs=auto", *DISK, "--memory", "250MiB")
     assert chosen["totals"]["total"] <= 250 << 20

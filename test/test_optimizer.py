@@ -7,11 +7,11 @@ import pytest
 from safetensors.torch import load_file
 from trainer_runs import ROOT, figures, make, read_log, saved_bytes, write_text
 
-MOMENTS = [("--adam-m", m, "--adam-v", v) for m, v in (("bf16", "bf16"), ("8bit", "8bit"), ("fp32", "8bit"))]
+MOMENTS = [("--state-formats", f"m={m},v={v}") for m, v in (("bf16", "bf16"), ("8bit", "8bit"), ("fp32", "8bit"))]
 SGD = ("--optimizer", "sgd")
 FORMATS = {"fp32": [*MOMENTS, SGD],
-           "bf16": [("--master", "split"), ("--master", "none"), ("--master", "split", *MOMENTS[1]),
-                    ("--master", "none", *MOMENTS[0]), ("--master", "none", *SGD)]}
+           "bf16": [("--state-formats", "master=split"), ("--state-formats", "master=none"), ("--state-formats", "master=split", *MOMENTS[1]),
+                    ("--state-formats", "master=none", *MOMENTS[0]), ("--state-formats", "master=none", *SGD)]}
 
 
 def name_of(options):
@@ -38,11 +38,11 @@ def bytes_per_parameter(train, *options):
 
 @pytest.mark.parametrize("options, size", [
     ((), 2 + 2 + 4 + 4 + 4),
-    (("--master", "split"), 14),
-    (("--master", "split", *MOMENTS[0]), 10),
-    (("--master", "split", *MOMENTS[1]), 8 + 8 / 256),  # two scales per block
-    (("--master", "none", *MOMENTS[1]), 6 + 8 / 256),
-    (("--master", "none", *SGD), 4),
+    (("--state-formats", "master=split"), 14),
+    (("--state-formats", "master=split", *MOMENTS[0]), 10),
+    (("--state-formats", "master=split", *MOMENTS[1]), 8 + 8 / 256),  # two scales per block
+    (("--state-formats", "master=none", *MOMENTS[1]), 6 + 8 / 256),
+    (("--state-formats", "master=none", *SGD), 4),
 ], ids=str)
 def test_bytes_of_bf16(train_bf16, options, size):
     """For GPT-2 124M, whose padding is less than a thousandth."""
@@ -55,7 +55,7 @@ def test_bytes_of_fp32(train_fp32, options, size):
 
 
 def test_plan_names_the_buffers(train_bf16):
-    plan = train_bf16.plan("--model", "d2", "--master", "split", *MOMENTS[1])
+    plan = train_bf16.plan("--model", "d2", "--state-formats", "master=split", *MOMENTS[1])
     buffers = {b["name"]: (b["kind"], b["dtype"]) for b in plan["buffers"] if b["kind"] in STATE}
     assert buffers == {"weights": ("weights", "bf16"), "gradients": ("gradients", "bf16"),
                        "m": ("optimizer_m", "byte"), "m_scale": ("optimizer_m", "fp32"),
@@ -74,7 +74,7 @@ def folder(tmp_path_factory):
     return path
 
 
-DATA = ("--model", "model", "--data", "text", "--batch", 2, "--seq-len", 24, "--sample-tokens", 0, "--lr", 1e-3,
+DATA = ("--model", "model", "--data", "text", "--batch", 2, "--seq-len", 24, "--sample", "tokens=0", "--lr", 1e-3,
         "--warmup", 2)
 
 
@@ -110,7 +110,7 @@ def test_split_is_the_fp32_master(train_bf16, folder, tmp_path):
     work = work_in(folder, tmp_path)
     for i, moments in enumerate([(), *MOMENTS, SGD]):
         whole = trained(train_bf16, work, f"whole{i}", *moments)
-        split = trained(train_bf16, work, f"split{i}", "--master", "split", *moments)
+        split = trained(train_bf16, work, f"split{i}", "--state-formats", "master=split", *moments)
         assert whole[0] == split[0]
         assert whole[1]["model.safetensors"] == split[1]["model.safetensors"]
     master, weights, low = (load_file(work / path) for path in (
@@ -128,7 +128,7 @@ def test_split_is_the_fp32_master(train_bf16, folder, tmp_path):
 # formats changed the mean loss of the last ten steps by at most 0.0048.
 STEPS = 100
 BOUND = 0.01
-LEARN = ("--model", "d2", "--batch", 4, "--seq-len", 64, "--steps", STEPS, "--sample-tokens", 0, "--eval-batches", 1)
+LEARN = ("--model", "d2", "--batch", 4, "--seq-len", 64, "--steps", STEPS, "--sample", "tokens=0", "--eval-batches", 1)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def final_loss(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("options", [MOMENTS[0], MOMENTS[1], (*MOMENTS[1], "--beta2", 0.999)], ids=str)
+@pytest.mark.parametrize("options", [MOMENTS[0], MOMENTS[1], (*MOMENTS[1], "--optimizer", "beta2=0.999")], ids=str)
 def test_moments_learn_as_fp32(train, final_loss, options):
     assert final_loss(train, *options) == pytest.approx(final_loss(train, *options[4:]), rel=0, abs=BOUND)
 
@@ -155,7 +155,7 @@ def test_moments_learn_as_fp32(train, final_loss, options):
 @pytest.mark.parametrize("options", [(), MOMENTS[1]], ids=str)
 def test_no_master_learns_as_fp32(train_bf16, final_loss, options):
     fp32 = final_loss(train_bf16)
-    assert final_loss(train_bf16, "--master", "none", *options) == pytest.approx(fp32, rel=0, abs=BOUND)
+    assert final_loss(train_bf16, "--state-formats", "master=none", *options) == pytest.approx(fp32, rel=0, abs=BOUND)
 
 
 def test_sgd_learns(train_bf16, final_loss):
@@ -163,4 +163,4 @@ def test_sgd_learns(train_bf16, final_loss):
     sgd = (*SGD, "--lr", 0.1)
     fp32 = final_loss(train_bf16, *sgd)
     assert final_loss(train_bf16) < fp32
-    assert final_loss(train_bf16, "--master", "none", *sgd) == pytest.approx(fp32, rel=0, abs=BOUND)
+    assert final_loss(train_bf16, "--state-formats", "master=none", *sgd) == pytest.approx(fp32, rel=0, abs=BOUND)

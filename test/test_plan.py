@@ -129,8 +129,8 @@ def test_recompute_takes_less(train):
 
 def test_no_buffer_grows_with_seq_len_squared(train):
     """The same number of tokens in long and in short sequences."""
-    short, long = (train.plan("--model", "d12", "--batch", batch, "--seq-len", seq_len, "--sample-tokens", 0,
-                              "--head-rows", 256)
+    short, long = (train.plan("--model", "d12", "--batch", batch, "--seq-len", seq_len, "--sample", "tokens=0",
+                              "--chunk-rows", "head=256")
                    for batch, seq_len in ((8, 256), (2, 1024)))
     assert abs(long["totals"]["activations"] / short["totals"]["activations"] - 1) < 0.001
     assert len(in_arena(long)) == len(in_arena(short))
@@ -187,9 +187,9 @@ def test_text(train):
 def test_a_training_prints_a_summary(train, tmp_path):
     """It prints no table. The free memory is not known to the MiB in this test."""
     write_text(tmp_path / "text")
-    arguments = ("--model", "d2", "--data", "text", "--batch", 2, "--seq-len", 24, "--sample-tokens", 0)
+    arguments = ("--model", "d2", "--data", "text", "--batch", 2, "--seq-len", 24, "--sample", "tokens=0")
     text = train(*arguments, "--steps", 2, cwd=tmp_path).stdout.decode()
-    check_summary(text, "allocating", json.loads(train(*arguments, "--plan", "--json", cwd=tmp_path).stdout))
+    check_summary(text, "allocating", json.loads(train(*arguments, "--plan", "json", cwd=tmp_path).stdout))
     [free] = re.findall(r"in all; (\d+) are free\n", text)
     assert 0 < int(free) < 1 << 24 and "residual" not in text and "born" not in text
     assert text.index(" are free") < text.index("step     1/2 ")
@@ -206,7 +206,7 @@ def test_a_run_takes_what_was_planned(train, tmp_path, level):
     write_text(tmp_path / "text", 60000)
     shape = ("--batch", 2, "--seq-len", 64) if train.is_played else ("--batch", 8, "--seq-len", 256)
     arguments = ("--model", "d4", "--data", "text", *shape, "--recompute", level)
-    text = train(*arguments, "--steps", 1, "--sample-tokens", 0, cwd=tmp_path).stdout.decode()
+    text = train(*arguments, "--steps", 1, "--sample", "tokens=0", cwd=tmp_path).stdout.decode()
     taken, planned = map(float, re.search(r"taken from the device: ([\d.]+) MiB; planned: ([\d.]+)", text).groups())
     process = train.plan(*arguments[:2])["totals"]["process"] / MIB
     assert 0.97 * (planned - process) <= taken <= planned + unknown

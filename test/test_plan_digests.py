@@ -19,8 +19,8 @@ DIGESTS = pathlib.Path(__file__).with_suffix(".json")
 LEVELS = ["none", "gelu", "norm", "ffn", "attention", "block"]
 SMALL = {"model_type": "gpt2", "vocab_size": 301, "n_positions": 50, "n_layer": 5, "n_head": 3, "n_embd": 42}
 MODELS = ["d2", "small --batch 3 --seq-len 37", "d12 --batch 4 --seq-len 1024", "d48 --batch 2 --seq-len 256"]
-WAYS = ["--head-rows 256", "--head-rows 0", "--head-rows 100 --grad-accum 3", "--steps 0 --head-rows 0",
-        "--head-rows 100 --update-in-backward --clip 0 --optimizer sgd", "--head-rows 0 --adam-m 8bit --adam-v bf16"]
+WAYS = ["--chunk-rows head=256", "--chunk-rows head=0", "--chunk-rows head=100 --grad-accum 3", "--steps 0 --chunk-rows head=0",
+        "--chunk-rows head=100 --update-in-backward --clip 0 --optimizer sgd", "--chunk-rows head=0 --state-formats m=8bit,v=bf16"]
 CASES = [f"{model} {way}" for model, way in itertools.product(MODELS, WAYS)]
 MIXES = {"small": "none:1,ffn:3,block:1", "d12": "block:4,norm:3,gelu:5", "d48": "gelu:1,attention:47"}
 

@@ -34,14 +34,14 @@ def rows_of(capsys, train, tmp_path, *lines, options=()):
 
 
 def test_rows(train, llama, tmp_path, capsys):
-    rows = rows_of(capsys, train, tmp_path, f"disk | {llama} | {' '.join(STEP)} | --weights disk \\",
-                   "  --park all --recompute block", "# no case", f"as it is | {llama} | {' '.join(STEP)} |")
+    rows = rows_of(capsys, train, tmp_path, f"disk | {llama} | {' '.join(STEP)} | --offload weights=disk \\",
+                   "  --offload inputs=auto --recompute block", "# no case", f"as it is | {llama} | {' '.join(STEP)} |")
     disk, resident = rows["disk"], rows["as it is"]
-    assert disk["command"].split() == ["./train", "--plan", "--sample-tokens", "0", "--model", str(llama), *STEP,
-                                       "--weights", "disk", "--park", "all", "--recompute", "block"]
-    plan = train.plan("--model", llama, *STEP, "--sample-tokens", 0, "--weights", "disk", "--park", "all", "--recompute",
+    assert disk["command"].split() == ["./train", "--plan", "--sample", "tokens=0", "--model", str(llama), *STEP,
+                                       "--offload", "weights=disk,inputs=auto", "--recompute", "block"]
+    plan = train.plan("--model", llama, *STEP, "--sample", "tokens=0", "--offload", "weights=disk,inputs=auto", "--recompute",
                       "block")
-    fastest = train.plan("--model", llama, *STEP, "--sample-tokens", 0, "--memory", "1000GiB")
+    fastest = train.plan("--model", llama, *STEP, "--sample", "tokens=0", "--memory", "1000GiB")
     parked = "parked" if train.device == "cpu" else "pinned_host"
     assert plan["elsewhere"]["on_disk"] > 0 and plan["elsewhere"][parked] > 0
     assert disk["planned on the device, MiB"] == f"{plan['totals']['total'] / 2**20:,.0f}"
@@ -62,7 +62,7 @@ def test_what_was_chosen(train, llama, tmp_path, capsys):
     """For a budget that is large enough, and for one that nothing fits."""
     rows = rows_of(capsys, train, tmp_path, f"room | {llama} | {' '.join(STEP)} | --memory 8GiB",
                    f"none | {llama} | {' '.join(STEP)} | --memory 1MiB")
-    assert rows["room"]["chosen"] == "`--recompute none --head-rows 0 --batch 2 --grad-accum 1`"
+    assert rows["room"]["chosen"] == "`--recompute none --chunk-rows head=0 --batch 2 --grad-accum 1`"
     assert rows["room"]["times that"] == "1.00"
     assert rows["none"]["planned on the device, MiB"] == "does not fit"
     assert "the least that this takes is" in rows["none"]["what bounds it"]
@@ -86,8 +86,7 @@ def test_shapes(train_fp32, tmp_path):
     for name, parameters in (("llama-3.1-8b", 8_030_261_248), ("llama-3.1-70b", 70_553_706_496),
                              ("bloom-176b", 176_247_271_424)):
         folder = plan_table.model_folder(name, str(tmp_path))
-        options = ("--model", folder, "--train", "prompt", "--soft-prompt", 1, "--batch", 1, "--seq-len", 8, "--weights",
-                   "disk", "--embeddings", "disk", "--sample-tokens", 0)
+        options = ("--model", folder, "--train", "prompt", "--soft-prompt", 1, "--batch", 1, "--seq-len", 8, "--offload", "weights=disk,embeddings=disk", "--sample", "tokens=0")
         assert train_fp32.plan(*options)["parameters"] == parameters
 
 

@@ -117,7 +117,7 @@ def test_of_a_real_run(train, tmp_path, capsys):
     make(tmp_path / "model", "--layers", 1, "--heads", 1, "--channels", 16, "--positions", 32)
     write_text(tmp_path / "text")
     train("--model", "model", "--data", "text", "--batch", 1, "--seq-len", 16, "--steps", 12, "--eval-every", 5,
-          "--sample-tokens", 0, "--log", "log", cwd=tmp_path)
+          "--sample", "tokens=0", "--log", "log", cwd=tmp_path)
     plot_runs.main([str(tmp_path / "log"), "--out", str(tmp_path / "runs.png")])
     size((tmp_path / "runs.png").read_bytes())
     best = min(line["val_loss"] for line in read_log(tmp_path / "log") if "val_loss" in line)

@@ -92,7 +92,7 @@ def test_gradients(train_fp32, tmp_path, scaled):
     """Gradients of what the positions rotate, and of earlier layers. After a first step with beta1 0 they are
     in AdamW's m."""
     run_reference(*scaled, "--steps", 1, "--dump-gradients", tmp_path / "expected")
-    train_fp32(*scaled, "--steps", 1, "--beta1", 0, "--clip", 0, "--sample-tokens", 0, "--out", tmp_path / "out")
+    train_fp32(*scaled, "--steps", 1, "--optimizer", "beta1=0", "--clip", 0, "--sample", "tokens=0", "--out", tmp_path / "out")
     expected, state = load_file(tmp_path / "expected"), load_file(tmp_path / "out" / "trainer_state.safetensors")
     for name in ("layers.0.self_attn.qkv_proj.weight", "layers.1.self_attn.qkv_proj.weight", "embed_tokens.weight"):
         gradient, got = fused(name, expected), state["m." + name]
@@ -104,7 +104,7 @@ def test_steps(train, tmp_path, scaled):
     run = (*scaled, "--val-data", scaled[3], "--steps", 8, "--lr", 1e-3, "--warmup", 2, "--eval-every", 4,
            "--eval-batches", 2)
     expected = run_reference(*run)
-    train(*run, "--log", tmp_path / "log", "--sample-tokens", 0)
+    train(*run, "--log", tmp_path / "log", "--sample", "tokens=0")
     log = read_log(tmp_path / "log")
     for key in ("loss", "val_loss"):
         assert by_key(log, key) == pytest.approx(by_key(expected, key), rel=0, abs=LOSS_BOUND[train.precision])
@@ -122,7 +122,7 @@ def plain(request, tmp_path):
     return tmp_path, OPTIONS[request.param]
 
 
-RUN = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", LENGTH, "--sample-tokens", 0)
+RUN = ("--model", "model", "--data", "data.bin", "--batch", 2, "--seq-len", LENGTH, "--sample", "tokens=0")
 
 
 def test_the_option(train_fp32, plain):
@@ -184,13 +184,12 @@ def test_dynamic_in_generation(train_fp32, tmp_path):
     """Within the trained positions it scales nothing: a longer text continues from its latest half."""
     model_of(tmp_path, "llama", 24, *SMALL)
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 300))
-    run = ("--data", "data.bin", "--batch", 1, "--seq-len", 20, "--steps", 1, "--lr", 0, "--sample-tokens", 70,
-           "--temperature", 0)
+    run = ("--data", "data.bin", "--batch", 1, "--seq-len", 20, "--steps", 1, "--lr", 0, "--sample", "tokens=70,temperature=0")
     plain = train_fp32("--model", "model", *run, cwd=tmp_path).stdout
     scaled = train_fp32("--model", "model", *run, "--rope-scaling", "dynamic:3", cwd=tmp_path).stdout
     assert plain.split(b"--- ")[-1] == scaled.split(b"--- ")[-1]
     refusal = train_fp32(*RUN[:-2], "--rope-scaling", "dynamic:3", cwd=tmp_path, code=2).stderr.decode()
-    assert "dynamic" in refusal and "--sample-tokens 0" in refusal and refusal.count("\n") == 1
+    assert "dynamic" in refusal and "--sample tokens=0" in refusal and refusal.count("\n") == 1
 
 
 def test_dynamic_of_examples(train_fp32, tmp_path):
@@ -198,7 +197,7 @@ def test_dynamic_of_examples(train_fp32, tmp_path):
     make(tmp_path / "model", "--family", "llama", "--positions", 24, "--vocab", 256, *SMALL)
     (tmp_path / "data.jsonl").write_text('{"text": "one two three"}\n{"text": "four five"}\n')
     run = ("--model", "model", "--data", "data.jsonl", "--rope-scaling", "dynamic:3", "--steps", 1, "--batch", 1,
-           "--sample-tokens", 0)
+           "--sample", "tokens=0")
     train_fp32(*run, "--seq-len", 24, cwd=tmp_path)
     refusal = train_fp32(*run, "--seq-len", 25, cwd=tmp_path, code=2).stderr.decode()
     assert "--seq-len 25" in refusal and "examples share them: at most 24" in refusal and refusal.count("\n") == 1

@@ -62,10 +62,10 @@ def test_losses_are_those_of_bitsandbytes(train_fp32, work, base):
     same adapter."""
     is_double = base == "nf4-double"
     options = ("--model", "model", "--adapter", "adapter", *DATA[2:], "--steps", 8, *STEPS)
-    train_fp32(*options, "--base", base, "--log", "log", "--sample-tokens", 0, cwd=work)
+    train_fp32(*options, "--base", base, "--log", "log", "--sample", "tokens=0", cwd=work)
     got = by_key(read_log(work / "log"), "loss")
     open_nf4(work / "model", is_double).save_pretrained(work / "bnb")
-    train_fp32(*options, "--log", "files.log", "--sample-tokens", 0, "--model", "bnb", cwd=work)
+    train_fp32(*options, "--log", "files.log", "--sample", "tokens=0", "--model", "bnb", cwd=work)
     # The mean of the scales in double quantization depends on the number of threads with which bitsandbytes
     # adds them.
     of_files = by_key(read_log(work / "files.log"), "loss")
@@ -92,7 +92,7 @@ def test_memory_options_change_no_bit(train, work):
 
 def test_resume_is_the_unbroken_run(train_fp32, work):
     train_fp32(*DATA, "--adapter", "adapter", "--base", "nf4", "--steps", 4, "--save-every", 2, "--keep", 0, "--out", "out",
-               "--sample-tokens", 0, cwd=work)
+               "--sample", "tokens=0", cwd=work)
     whole = saved_bytes(work / "out" / "step-00000004")
     train_fp32("--resume", "out/step-00000002", cwd=work)
     assert saved_bytes(work / "out" / "step-00000004") == whole
@@ -143,7 +143,7 @@ def test_a_run_saves_the_base_of_its_adapter(train_fp32, work):
     that starts anew."""
     (work / "base.tmp").mkdir()
     (work / "base.tmp" / "of a run that was killed").touch()
-    options = (*DATA, "--adapter", "adapter", "--base", "nf4-double", "--sample-tokens", 0, "--save-base", "base")
+    options = (*DATA, "--adapter", "adapter", "--base", "nf4-double", "--sample", "tokens=0", "--save-base", "base")
     train_fp32(*options, "--steps", 4, "--save-every", 2, "--keep", 0, "--out", "out", cwd=work)
     assert not (work / "base.tmp").exists()
     base, whole = saved_model(work / "base"), saved_bytes(work / "out" / "step-00000004")
@@ -231,12 +231,12 @@ def far(got, expected):
 def test_a_quantized_head_is_what_it_stands_for(train, head_work):
     """Steps, adapters, losses and samples equal those with a folder whose head other libraries
     dequantized."""
-    work, head = head_work, ("--head", (head_work / "head").read_text())
+    work, head = head_work, ("--base", f"head={(head_work / 'head').read_text()}")
     runs = {}
     for name, model in (("got", ("--model", "model", *head)), ("wanted", ("--model", "plain")),
                         ("other", ("--model", "model"))):
-        train(*model, *DATA[2:], "--adapter", "adapter", "--steps", 6, *STEPS, "--head-rows", 40, "--out", name, "--log",
-              f"{name}.log", "--sample-tokens", 0, cwd=work)
+        train(*model, *DATA[2:], "--adapter", "adapter", "--steps", 6, *STEPS, "--chunk-rows", "head=40", "--out", name, "--log",
+              f"{name}.log", "--sample", "tokens=0", cwd=work)
         runs[name] = by_key(read_log(work / f"{name}.log"), "loss")
         runs[name + " validated"] = validated(train, work, *model, "--adapter", "adapter")
     bound = 1e-5 if train.precision == "fp32" else 1e-2
@@ -248,7 +248,7 @@ def test_a_quantized_head_is_what_it_stands_for(train, head_work):
     if train.precision == "fp32":
         said = [sampled(train, "--model", starting_at_0(work / model[0], work / f"{model[0]}-0"), *model[1:], *DATA[2:4],
                         "--batch", 1, "--seq-len", 60, "--steps", 1, "--lr", 0, "--train", "lora", "--lora-rank", 4,
-                        "--sample-tokens", 50,
+                        "--sample", "tokens=50",
                         cwd=work) for model in (("model", *head), ("plain",))]
         assert said[0] == said[1] and len(said[0].split()) == 50
 
@@ -259,7 +259,7 @@ a_few = pytest.mark.parametrize("head_folder", FORMATS[:3], ids="-".join, indire
 @a_few
 def test_memory_options_change_no_bit_with_a_quantized_head(train, head_work):
     work, head = head_work, (head_work / "head").read_text()
-    options = ("--head", head, "--base", "nf4", "--grad-accum", 2)
+    options = ("--base", f"head={head}", "--base", "nf4", "--grad-accum", 2)
     first = trained(train, work, "none", "--recompute", "none", "--save-every", 2, "--keep", 0, *options)
     assert first == trained(train, work, "block", "--recompute", "block", "--threads", 1, *options)
     train("--resume", "none/step-00000002", cwd=work)
@@ -271,7 +271,7 @@ def test_plan_of_a_quantized_head(train, head_work):
     options = ("--model", head_work / "model", "--train", "lora", "--lora-rank", 4, "--batch", 2, "--seq-len", 16)
     rows, columns = json.loads((head_work / "shape").read_text())
     head = (head_work / "head").read_text()
-    plain, small = train.plan(*options), train.plan(*options, "--head", head)
+    plain, small = train.plan(*options), train.plan(*options, "--base", f"head={head}")
     n, element = rows * columns, 4 if train.precision == "fp32" else 2
     blocks = -(-n // 64)
     parts = (n // 32 * 34,) if head == "8bit" else (-(-n // 2), blocks, 64, -(-blocks // 256) * 4, 1024, 4)
@@ -282,14 +282,14 @@ def test_plan_of_a_quantized_head(train, head_work):
     assert small["parameters"] == plain["parameters"]
     rooms = [b for b in small["buffers"] if b["name"] == "dequantized_head"]
     assert [b["bytes"] for b in rooms] == 2 * [min(rows, 4096) * columns * element] and rooms[0]["dies"] <= rooms[1]["born"]
-    assert "taken from the device" in train(*options, "--head", head, "--data", head_work / "data.bin", "--steps", 2,
-                                            "--sample-tokens", 3).stdout.decode()
+    assert "taken from the device" in train(*options, "--base", f"head={head}", "--data", head_work / "data.bin", "--steps", 2,
+                                            "--sample", "tokens=3").stdout.decode()
 
 
 @a_few
 def test_a_merge_has_the_quantized_head(train_fp32, head_work):
     work, head = head_work, (head_work / "head").read_text()
-    before = validated(train_fp32, work, "--model", "model", "--adapter", "adapter", "--base", "nf4", "--head", head,
+    before = validated(train_fp32, work, "--model", "model", "--adapter", "adapter", "--base", f"nf4,head={head}",
                        "--merge", "merged")
     assert validated(train_fp32, work, "--model", "merged") == pytest.approx(before, rel=0, abs=1e-5)
     windows = validated_windows(work)
@@ -303,8 +303,8 @@ def test_a_merge_has_the_quantized_head(train_fp32, head_work):
 def test_a_soft_prompt_of_a_quantized_head(train, head_work):
     """It starts from the same rows, which in bf16 were rounded in two ways, and learns the same."""
     work, head = head_work, (head_work / "head").read_text()
-    for name, model in (("got", ("--model", "model", "--head", head)), ("wanted", ("--model", "plain"))):
-        options = (*model, *DATA[2:], "--train", "prompt", "--soft-prompt", 5, "--sample-tokens", 0)
+    for name, model in (("got", ("--model", "model", "--base", f"head={head}")), ("wanted", ("--model", "plain"))):
+        options = (*model, *DATA[2:], "--train", "prompt", "--soft-prompt", 5, "--sample", "tokens=0")
         train(*options, "--steps", 0, "--out", f"{name}-0", cwd=work)
         train(*options, "--steps", 4, "--out", name, cwd=work)
     assert far(work / "got-0", work / "wanted-0") <= (0 if train.precision == "fp32" else 1e-3)
@@ -322,11 +322,11 @@ def test_bad_input(train_fp32, work):
     refused(train_fp32, work, untrained | {"--base": "nf4", "--out": "out"}, "--out out", "--save-base")
     refused(train_fp32, work, untrained | {"--save-base": "base"}, "--save-base base", "--base nf4")
     saves = base | {"--model": "model", "--base": "nf4", "--train": "lora"}
-    refused(train_fp32, work, saves | {"--save-base": "base", "--head": "nf4"}, "--save-base base", "--head nf4")
-    refused(train_fp32, work, base | {"--model": "model", "--head": "nf4"}, "--head nf4", "--train lora")
-    refused(train_fp32, work, base | {"--model": "model", "--head": "8bit", "--train": "lora"}, "--head 8bit", "channels")
-    refused(train_fp32, work, untrained | {"--head": "nf4", "--out": "out"}, "--out out")
-    refused(train_fp32, work, untrained | {"--model": "d1", "--head": "nf4", "--out": None}, "--head nf4", "--model")
+    refused(train_fp32, work, saves | {"--save-base": "base", "--base head": "nf4"}, "--save-base base", "--base head=nf4")
+    refused(train_fp32, work, base | {"--model": "model", "--base head": "nf4"}, "--base head=nf4", "--train lora")
+    refused(train_fp32, work, base | {"--model": "model", "--base head": "8bit", "--train": "lora"}, "--base head=8bit", "channels")
+    refused(train_fp32, work, untrained | {"--base head": "nf4", "--out": "out"}, "--out out")
+    refused(train_fp32, work, untrained | {"--model": "d1", "--base head": "nf4", "--out": None}, "--base head=nf4", "--model")
     refused(train_fp32, work, saves | {"--save-base": "bnb"}, "--save-base bnb", "there already")
     refused(train_fp32, work, saves | {"--save-base": "out"}, "--save-base out", "--out")
     refused(train_fp32, work, saves | {"--save-base": ""}, "--save-base", "empty")
@@ -368,14 +368,14 @@ def test_a_gguf(train_fp32, gguf_work):
             open_with_transformers(work / "merged")(windows[:, :-1]).logits.flatten(0, 1), windows[:, 1:].flatten())
     assert adapted == pytest.approx(loss.item(), rel=0, abs=1e-5)
 
-    options = ("--model", "model.gguf", *DATA[2:], "--adapter", "adapter", "--sample-tokens", 0)
+    options = ("--model", "model.gguf", *DATA[2:], "--adapter", "adapter", "--sample", "tokens=0")
     train_fp32(*options, "--steps", 4, "--save-every", 2, "--keep", 0, "--out", "out", cwd=work)
     whole = saved_bytes(work / "out" / "step-00000004")
     train_fp32("--resume", "out/step-00000002", cwd=work)
     assert saved_bytes(work / "out" / "step-00000004") == whole
     refused(train_fp32, work, {"--model": "model.gguf", "--data": "data.bin"}, "--model model.gguf", "GGUF",
             "--train lora")
-    refused(train_fp32, work, {"--model": "model.gguf", "--data": "data.bin", "--train": "lora", "--head": "nf4"},
-            "--head nf4", "GGUF")
+    refused(train_fp32, work, {"--model": "model.gguf", "--data": "data.bin", "--train": "lora", "--base head": "nf4"},
+            "--base head=nf4", "GGUF")
     (work / "short.gguf").write_bytes((work / "model.gguf").read_bytes()[:-1000])
     refused(train_fp32, work, {"--model": "short.gguf", "--data": "data.bin", "--train": "lora"}, "short.gguf")

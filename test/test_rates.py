@@ -12,7 +12,7 @@ from trainer_runs import error_line, make, running, wait_for_line
 
 USUALLY = "fp32"  # see conftest.py
 
-MODEL = ("--model", "d4", "--batch", 4, "--seq-len", 64, "--head-rows", 0, "--threads", THREADS)
+MODEL = ("--model", "d4", "--batch", 4, "--seq-len", 64, "--chunk-rows", "head=0", "--threads", THREADS)
 COSTS = ["products", "attention", "memory passes", "disk", "link", "host"]
 
 
@@ -30,8 +30,8 @@ def test_nominal_seconds_are_what_they_were(train):
     assert plan["rates"] == "nominal" and plan["estimated_seconds"] == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("options", [(), ("--grad-accum", 3), ("--update-in-backward", "--clip", 0), ("--park", "all"),
-                                     ("--state", "disk"), ("--weights", "disk", "--update-in-backward", "--clip", 0)],
+@pytest.mark.parametrize("options", [(), ("--grad-accum", 3), ("--update-in-backward", "--clip", 0), ("--offload", "inputs=auto"),
+                                     ("--offload", "state=disk"), ("--offload", "weights=disk", "--update-in-backward", "--clip", 0)],
                          ids=lambda options: "_".join(map(str, options)) or "plain")
 def test_phases_are_the_whole(train, tmp_path, options):
     for more in ((), ("--rates", write(tmp_path / "rates.json", rates_of(train)))):
@@ -95,7 +95,7 @@ def test_streaming_is_bound_by_the_disk(train, tmp_path):
     """A block takes the longer of computing and moving. A slow disk bounds all phases that read blocks."""
     make(tmp_path / "model", "--family", "llama", "--layers", 6, "--heads", 2, "--channels", 64, "--vocab", VOCAB,
          "--positions", 64, "--dtype", "bf16")
-    options = ("--model", tmp_path / "model", "--train", "lora", "--weights", "disk", "--batch", 2, "--seq-len", 32,
+    options = ("--model", tmp_path / "model", "--train", "lora", "--offload", "weights=disk", "--batch", 2, "--seq-len", 32,
                "--threads", THREADS, "--rates")
     slow = train.plan(*options, write(tmp_path / "slow.json", rates_of(train, transfers=1e6)))
     block = slow["elsewhere"]["on_disk"] / 6
@@ -104,7 +104,7 @@ def test_streaming_is_bound_by_the_disk(train, tmp_path):
         assert phase["bound_by"] == "disk" and phase["seconds"] == pytest.approx(blocks * block / 1e6, rel=0.3)
     fast = train.plan(*options, write(tmp_path / "fast.json", rates_of(train, transfers=1e12)))
     assert spent(fast, "disk") < 1e-3 * fast["estimated_seconds"] and phases_of(fast)["forward"]["bound_by"] != "disk"
-    state = train.plan(*MODEL, "--state", "disk", "--rates", tmp_path / "slow.json")
+    state = train.plan(*MODEL, "--offload", "state=disk", "--rates", tmp_path / "slow.json")
     # The first slots are filled, and the rest is read and written at the disk's rate.
     update = phases_of(state)["update"]
     assert update["bound_by"] == "disk"
@@ -120,7 +120,7 @@ def test_a_disk_takes_time_from_computing(train, tmp_path):
          "--positions", 64)
 
     def planned(**rates):
-        return train.plan("--model", tmp_path / "model", "--train", "lora", "--weights", "disk", "--batch", 2, "--seq-len",
+        return train.plan("--model", tmp_path / "model", "--train", "lora", "--offload", "weights=disk", "--batch", 2, "--seq-len",
                           64, "--threads", THREADS, "--rates", write(tmp_path / "rates.json", rates_of(train, **rates)))
 
     alone, beside = planned(transfers=2e10), planned(transfers=2e10, beside=0.5)
@@ -158,7 +158,7 @@ def test_moving_takes_time_by_nominal_rates_too(train):
     """One gigabyte per second for a disk, on a CPU."""
     if train.device != "cpu":
         pytest.skip("a GPU has other rates")
-    plan = train.plan(*MODEL, "--state", "disk")
+    plan = train.plan(*MODEL, "--offload", "state=disk")
     update = phases_of(plan)["update"]
     assert update["bound_by"] == "disk"
     assert update["seconds"] == pytest.approx(2 * plan["elsewhere"]["working_file"] / 1e9, rel=0.2)
@@ -227,7 +227,7 @@ def test_other_files_are_refused(train, tmp_path):
 
 def test_a_resumed_run_may_be_on_another_machine(train, tmp_path):
     rates = write(tmp_path / "rates.json", rates_of(train))
-    options = ("--data", "dev/data/tinyshakespeare.txt", "--sample-tokens", 0, "--out", tmp_path / "out")
+    options = ("--data", "dev/data/tinyshakespeare.txt", "--sample", "tokens=0", "--out", tmp_path / "out")
     train(*MODEL, *options, "--steps", 1, "--rates", rates)
     rates.write_text("{}")
     train("--resume", tmp_path / "out", "--steps", 2)

@@ -17,17 +17,17 @@ SETS = 500 if os.environ.get("MORE_TESTS") else 20
 
 OPTIONS = [
     "--train lora", "--train lora --lora-rank 4", "--train prompt", "--train prompt --soft-prompt 3", "--base nf4", "--base nf4-double",
-    "--store all=8bit", "--store mlp=nf4,attention=bf16", "--head nf4", "--weights disk", "--weights host",
-    "--embeddings disk", "--gradients disk", "--state disk", "--updates host", "--state-rooms block", "--prefetch 0", "--prefetch 3",
-    "--park all", "--park 1", "--park-keys", "--attention-rows 128", "--mlp-rows 8", "--mlp-rows auto", "--by-block", "--grad-accum 2",
-    "--update-in-backward", "--clip 0", "--clip-per-block", "--recompute block", "--recompute norm:1,block:1", "--head-rows 8",
-    "--optimizer sgd", "--adam-m 8bit", "--master split", "--memory 40MiB", "--memory 1GiB", "--memory 1MiB", "--allow-8bit",
+    "--base all=8bit", "--base mlp=nf4,attention=bf16", "--base head=nf4", "--offload weights=disk", "--offload weights=host",
+    "--offload embeddings=disk", "--offload gradients=disk", "--offload state=disk", "--offload updates=host", "--offload state=disk:block", "--prefetch 0", "--prefetch 3",
+    "--offload inputs=auto", "--offload inputs=auto:1", "--offload keys=auto", "--chunk-rows attention=128", "--chunk-rows mlp=8", "--chunk-rows mlp=auto", "--by-block", "--grad-accum 2",
+    "--update-in-backward", "--clip 0", "--advanced clip=block", "--recompute block", "--recompute norm:1,block:1", "--chunk-rows head=8",
+    "--optimizer sgd", "--state-formats m=8bit", "--state-formats master=split", "--memory 40MiB", "--memory 1GiB", "--memory 1MiB", "--state-formats auto",
     "--batch auto", "--dropout 0.1", "--lora-dropout 0.1", "--loss-on all", "--seq-len 65", "--seq-len 7", "--positions 90",
-    "--rope-scaling yarn:4", "--context auto", "--sample-tokens 100", "--prompt To", "--prompt " + 90 * "x", "--val-data text",
+    "--rope-scaling yarn:4", "--seq-len auto", "--sample tokens=100", "--prompt To", "--prompt " + 90 * "x", "--val-data text",
     "--val-data none", "--eval-every 1", "--loss-by-position losses", "--log log", "--log text", "--log no/log", "--log out", "--out out",
     "--out text", "--out old", "--save-every 1 --out out", "--merge merged", "--merge model", "--save-base base", "--save-base model",
-    "--adapter model", "--model d2", "--model llama:d1", "--model d13", "--model none", "--data none", "--attention hopper", "--tf32",
-    "--min-lr 2", "--temperature 0", "--steps 0"]
+    "--adapter model", "--model d2", "--model llama:d1", "--model d13", "--model none", "--data none", "--advanced attention=hopper", "--advanced tf32=on",
+    "--min-lr 2", "--sample temperature=0", "--steps 0"]
 
 
 def by_name(options):
@@ -36,7 +36,12 @@ def by_name(options):
     for word in options.split():
         if word.startswith("--"):
             name = word
-        found.setdefault(name, []).extend([word] if word != name else [])
+            found.setdefault(name, [])
+        elif "=" in word:  # keys of an option each have their own value
+            found.pop(name, None)
+            found[f"{name} {word.partition('=')[0]}"] = [word]
+        else:
+            found[name].append(word)
     return found
 
 
@@ -46,11 +51,11 @@ def drawn(number):
     options = by_name("--model model --data text --batch 2 --seq-len 32 --steps 1")
     for option in draw.sample(OPTIONS, draw.choice((0, 1, 1, 2, 2, 3, 4))):
         options |= by_name(option)
-    if "--context" in options:
-        del options["--batch"], options["--seq-len"]
+    if options["--seq-len"] == ["auto"]:
+        del options["--batch"]
     elif draw.random() < 0.1:
         del options["--batch"]
-    return [part for name, rest in options.items() for part in (name, *rest)]
+    return [part for name, rest in options.items() for part in (name.partition(" ")[0], *rest)]
 
 
 def summary(said):

@@ -33,7 +33,7 @@ def work(folder, tmp_path):
 
 
 RUN = ("--model", "model", "--data", "text", "--batch", 2, "--seq-len", 24, "--schedule", "constant",
-       "--sample-tokens", 0)
+       "--sample", "tokens=0")
 FOREVER = (*RUN, "--steps", 100000)
 
 
@@ -86,7 +86,7 @@ def test_reading_where_a_run_saves(train, work, options):
     def latest():
         return os.readlink(work / "out" / "latest")
 
-    reader = (*options, "--steps", 0, "--prompt", "a", "--sample-tokens", 2, "--data", "text")
+    reader = (*options, "--steps", 0, "--prompt", "a", "--sample", "tokens=2", "--data", "text")
     random.seed(train.precision)
     with running(train, *FOREVER, "--save-every", 1, "--keep", 1, "--out", "out", cwd=work, stdout=None) as process:
         while not (work / "out" / "latest").exists():
@@ -234,7 +234,7 @@ def limited(train, work, most_bytes, *options):
     (100_000, ("--train", "lora", "--lora-rank", 1, "--merge", "out"), r"--merge out: the merged model has a file of \d+ bytes, and "
      "ulimit -f allows 100000"),
     (10_000, ("--timeline", "out"), r"--timeline out: cannot write: File too large \(ulimit -f allows 10000 bytes\)"),
-    (100_000, ("--state", "disk"), r"--state disk: .*: File too large \(ulimit -f allows 100000 bytes\)")], ids=lambda v: str(v)[:30])
+    (100_000, ("--offload", "state=disk"), r"--offload state=disk: .*: File too large \(ulimit -f allows 100000 bytes\)")], ids=lambda v: str(v)[:30])
 def test_a_limit_of_a_files_size_is_known_beforehand(train, work, bytes, options, said):
     code, error = limited(train, work, bytes, *RUN, "--steps", 2, *options)
     assert code == 2 and re.fullmatch(f"train: {said}\n", error), error
@@ -289,12 +289,12 @@ def test_resume_auto(train, work):
 
 
 def test_resume_auto_keeps_what_was_chosen(train, work):
-    command = (*RUN[:4], "--seq-len", 24, "--sample-tokens", 0, "--batch", "auto", "--out", "out", "--resume", "auto")
+    command = (*RUN[:4], "--seq-len", 24, "--sample", "tokens=0", "--batch", "auto", "--out", "out", "--resume", "auto")
     train(*command, "--steps", 1, cwd=work)
     assert int(state(work / "out")["options"]["--batch"][0]) > 3
     change_state(work / "out", lambda saved: saved["options"].update({"--batch": ["3"]}))
     assert b", batch 3, " in train(*command, "--steps", 2, cwd=work).stdout
-    command = (*RUN, "--memory", "2GiB", "--allow-8bit", "--out", "chosen", "--resume", "auto")
+    command = (*RUN, "--memory", "2GiB", "--state-formats", "auto", "--out", "chosen", "--resume", "auto")
     for steps in (1, 2):
         train(*command, "--steps", steps, cwd=work)
 

@@ -1,4 +1,4 @@
-"""Matrices that are stored in fewer bits than the build computes with, selected by name (--store)."""
+"""Matrices that are stored in fewer bits than the build computes with, selected by name (--base)."""
 
 import json
 
@@ -79,37 +79,36 @@ def test_losses_are_those_of_what_is_kept(train, work, stored):
     options = ("--adapter", "adapter", "--model")
     plain = validated(train, work, *options, "plain")
     bound = 1e-5 if train.precision == "fp32" else 4e-3
-    assert validated(train, work, *options, "model", "--store", ",".join(stored)) == pytest.approx(plain, rel=0, abs=bound)
-    assert validated(train, work, *options, "model", "--store", ",".join(stored), "--merge", "merged") == pytest.approx(
+    assert validated(train, work, *options, "model", "--base", ",".join(stored)) == pytest.approx(plain, rel=0, abs=bound)
+    assert validated(train, work, *options, "model", "--base", ",".join(stored), "--merge", "merged") == pytest.approx(
         validated(train, work, "--model", "merged"), rel=0, abs=bound)
     if train.precision == "fp32" and any("nf4" in s for s in stored):
         assert abs(plain - validated(train, work, *options, "model")) > 1e-4  # its effect is visible
 
 
 def test_training_and_resume(train, work):
-    options = ("--store", "mlp=nf4,attention=bf16")
+    options = ("--base", "mlp=nf4,attention=bf16")
     first = trained(train, work, "none", "--recompute", "none", *options)
     assert first == trained(train, work, "block", "--recompute", "block", *options)
-    train(*DATA, "--adapter", "adapter", *options, "--steps", 4, "--save-every", 2, "--keep", 0, "--out", "out", "--sample-tokens",
-          0, cwd=work)
+    train(*DATA, "--adapter", "adapter", *options, "--steps", 4, "--save-every", 2, "--keep", 0, "--out", "out", "--sample", "tokens=0", cwd=work)
     whole = saved_bytes(work / "out" / "step-00000004")
     train("--resume", "out/step-00000002", cwd=work)
     assert saved_bytes(work / "out" / "step-00000004") == whole
 
 
 def test_a_base_is_a_format_for_all(train, work):
-    assert trained(train, work, "a", "--base", "nf4") == trained(train, work, "b", "--store", "all=nf4")
+    assert trained(train, work, "a", "--base", "nf4") == trained(train, work, "b", "--base", "all=nf4")
 
 
 def test_the_plan_says_what_is_saved(train, work):
     def plan(*options):
-        return json.loads(train(*DATA, "--train", "lora", "--steps", 1, *options, "--plan", "--json", cwd=work).stdout)
+        return json.loads(train(*DATA, "--train", "lora", "--steps", 1, *options, "--plan", "json", cwd=work).stdout)
 
     config = json.loads((work / "model" / "config.json").read_text())
     layers, width = config.get("num_hidden_layers") or config["n_layer"], 4 if train.precision == "fp32" else 2
     of_llama = 96 * (96 + 64) + 96 * 96 + 3 * 96 * 160
     elements = layers * (of_llama if (work / "family").read_text() == "llama" else 12 * 96 * 96)
-    reports = plan(), plan("--store", "all=8bit")
+    reports = plan(), plan("--base", "all=8bit")
     assert reports[1]["stored"]["saved_bytes"] == elements * width - elements // 32 * 34
     assert reports[1]["stored"]["widening_seconds"] > 0 and "stored" not in reports[0]
     gained = reports[0]["totals"]["weights"] - reports[1]["totals"]["weights"]
@@ -118,10 +117,10 @@ def test_the_plan_says_what_is_saved(train, work):
 
 
 BAD = [
-    ({"--store": "mlp"}, "--store mlp"), ({"--store": "mlp=int3"}, "fp32, bf16, 8bit"), ({"--store": "=bf16"}, "--store =bf16"),
-    ({"--store": "nothing=bf16"}, "--store nothing"), ({"--store": "all=nf4", "--base": "nf4"}, "give one"),
-    ({"--store": "all=8bit"}, "60 columns"), ({"--store": "all=bf16", "--train": None}, "not trained"),
-    ({"--store": "all=bf16", "--weights": "disk"}, "--save-base DIR"), ({"--store": "all=bf16", "--save-base": "b"}, "--save-base"),
+    ({"--base": "mlp"}, "--base mlp"), ({"--base": "mlp=int3"}, "fp32, bf16, 8bit"), ({"--base": "=bf16"}, "--base =bf16"),
+    ({"--base": "nothing=bf16"}, "--base nothing"),
+    ({"--base": "all=8bit"}, "60 columns"), ({"--base": "all=bf16", "--train": None}, "not trained"),
+    ({"--base": "all=bf16", "--offload weights": "disk"}, "--save-base DIR"), ({"--base": "all=bf16", "--save-base": "b"}, "--save-base"),
 ]
 
 
@@ -133,4 +132,4 @@ def test_what_cannot_be_kept_is_refused(train, tmp_path, options, named):
 
 def test_a_narrow_build_stores_no_more(train_bf16, tmp_path):
     prepare(tmp_path, "llama", OPTIONS)
-    refused(train_bf16, tmp_path, {"--model": "model", "--data": "data.bin", "--train": "lora", "--store": "mlp=fp32"}, "computes in bf16")
+    refused(train_bf16, tmp_path, {"--model": "model", "--data": "data.bin", "--train": "lora", "--base": "mlp=fp32"}, "computes in bf16")

@@ -33,7 +33,7 @@ def test_a_file_that_changes_stops_the_run(train, wide, tmp_path, change):
 
 def test_a_file_that_is_removed_is_still_read(train, wide, tmp_path):
     shutil.copytree(wide, tmp_path, dirs_exist_ok=True)
-    with running(train, *LORA, "--steps", 4, *DISK, "--sample-tokens", 0, "--print-every", 1, cwd=tmp_path,
+    with running(train, *LORA, "--steps", 4, *DISK, "--sample", "tokens=0", "--print-every", 1, cwd=tmp_path,
                  text=True) as process:
         wait_for_line(process, r"^step +1/")
         shutil.rmtree(tmp_path / "model")
@@ -51,11 +51,11 @@ def test_ctrl_c_saves(train, wide, tmp_path):
     train("--resume", "out", "--steps", len(read_steps(work)) + 1, cwd=work)
 
 
-@pytest.mark.parametrize("where", [("--state", "disk"), ("--state", "disk", *DISK, "--gradients", "disk", "--park", "all")], ids=str)
+@pytest.mark.parametrize("where", [("--offload", "state=disk"), ("--offload", "state=disk", *DISK, "--offload", "gradients=disk,inputs=auto")], ids=str)
 def test_ctrl_c_saves_what_lives_on_the_disk(train, wide4, tmp_path, where):
     """The run continues from there with the bits of one that was never stopped."""
     work = linked(tmp_path, wide4)
-    options = (*DATA, "--schedule", "constant", "--sample-tokens", 0)
+    options = (*DATA, "--schedule", "constant", "--sample", "tokens=0")
     with running(train, *options, *where, "--steps", 10**6, "--out", "out", "--print-every", 1, cwd=work, text=True) as process:
         wait_for_line(process, r"^step +2/")
         process.send_signal(signal.SIGINT)
@@ -96,7 +96,7 @@ def test_without_io_uring_the_bits_are_the_same(train, wide, tmp_path):
     """Threads are used instead, decided at run time. For some kernels a limit on locked memory limits
     rings."""
     work = linked(tmp_path, wide)
-    options = (*LORA, "--steps", 3, *DISK, "--park", "all", "--state", "disk", "--sample-tokens", 0, "--print-every", 1)
+    options = (*LORA, "--steps", 3, *DISK, "--offload", "inputs=auto,state=disk", "--sample", "tokens=0", "--print-every", 1)
     setting = pathlib.Path("/proc/sys/kernel/io_uring_disabled")
     allowed = setting.exists() and setting.read_text().strip() == "0"
     rings = []
@@ -116,8 +116,8 @@ def test_without_io_uring_the_bits_are_the_same(train, wide, tmp_path):
 
 
 @pytest.mark.parametrize("train_what, where", [
-    ("lora", DISK), ("lora", ("--embeddings", "disk")), ("lora", ("--park", "all")), ("full", DISK), ("full", ("--state", "disk")),
-    ("full", ("--gradients", "disk"))], ids=str)
+    ("lora", DISK), ("lora", ("--offload", "embeddings=disk")), ("lora", ("--offload", "inputs=auto")), ("full", DISK), ("full", ("--offload", "state=disk")),
+    ("full", ("--offload", "gradients=disk"))], ids=str)
 def test_a_file_system_without_direct_access_is_named(train, wide, tmp_path, bad_disk, train_what, where):
     """Before the first step, and the line says what to do."""
     work = linked(tmp_path, wide)
@@ -131,15 +131,15 @@ def test_a_file_system_without_direct_access_is_named(train, wide, tmp_path, bad
 
 
 @pytest.mark.parametrize("ring", ["ring", "threads"])
-@pytest.mark.parametrize("train_what, where", [("lora", (*DISK, "--prefetch", 2)), ("lora", ("--park", "all", "--recompute", "block")),
-                                               ("full", ("--state", "disk", *DISK))], ids=str)
+@pytest.mark.parametrize("train_what, where", [("lora", (*DISK, "--prefetch", 2)), ("lora", ("--offload", "inputs=auto", "--recompute", "block")),
+                                               ("full", ("--offload", "state=disk", *DISK))], ids=str)
 def test_a_disk_that_fails_stops_the_run_and_loses_nothing(train, wide4, tmp_path, bad_disk, train_what, where, ring):
     """The disk fails from some moment on, in the middle of a step."""
     work = linked(tmp_path, wide4)
     failing = Train(train.path, LD_PRELOAD=str(bad_disk), BAD_DISK_FAILS=str(tmp_path / "now"),
                     **({"BAD_DISK_RING": "none"} if ring == "threads" else {}))
     options = LORA if train_what == "lora" else DATA
-    with running(failing, *options, "--steps", 10**6, "--save-every", 2, "--keep", 0, "--out", "out", "--sample-tokens", 0,
+    with running(failing, *options, "--steps", 10**6, "--save-every", 2, "--keep", 0, "--out", "out", "--sample", "tokens=0",
                  "--print-every", 1, *where, cwd=work, text=True, stderr=-1) as process:
         wait_for_line(process, r"^step +5/")
         (tmp_path / "now").touch()

@@ -21,7 +21,7 @@ USUALLY = "fp32"  # see conftest.py
 VOCAB = 400
 WIDE = 66000  # more than fits 16 bits
 SMALL = ("--family", "llama", "--layers", 2, "--heads", 3, "--channels", 48, "--positions", 64)
-RUN = ("--model", "model", "--batch", 2, "--seq-len", 24, "--sample-tokens", 0)
+RUN = ("--model", "model", "--batch", 2, "--seq-len", 24, "--sample", "tokens=0")
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_a_plan_does_not_wait_for_a_long_text(train, work):
     """The plan equals that of the training, whose text is tokenized."""
     (work / "long").write_bytes((work / "a").read_bytes() * 8)
     shard_of(work, "long")
-    options = ("--plan", "--json", "--eval-every", 3)
+    options = ("--plan", "json", "--eval-every", 3)
     ran = in_folder_for_files(train, work, "/absent", *options, "--data", "long")
     assert ran.returncode == 0 and not ran.stderr
     shards = ("--data", "shards/long_train_*", "--val-data", "shards/long_train_*")
@@ -257,14 +257,14 @@ def test_validation_of_bytes_and_of_a_save(train, work):
     loss, count, length = validated(train("--model", "bytes", *ALONE, "--val-data", "a", cwd=work))
     assert (count, length) == (48, 24)
     assert loss == pytest.approx(expected_loss(work / "bytes", tokens, 48, 24), abs=bound)
-    train("--model", "bytes", "--data", "b", "--steps", 3, "--batch", 2, "--seq-len", 16, "--sample-tokens", 0,
+    train("--model", "bytes", "--data", "b", "--steps", 3, "--batch", 2, "--seq-len", 16, "--sample", "tokens=0",
           "--out", "out", "--log", "log", "--eval-batches", 3, cwd=work)
     before = listing(work / "out")
     loss, count, length = validated(train("--resume", "out", "--steps", 0, "--val-data", "a", cwd=work))
     assert (count, length) == (6, 16) and loss == pytest.approx(expected_loss(work / "out", tokens, 6, 16), abs=bound)
     # A training validates the same; this run does not change its log.
     again = ("--data", "b", "--val-data", "a", "--lr", 0)
-    train("--model", "out", *again, "--steps", 1, "--batch", 2, "--seq-len", 16, "--sample-tokens", 0, "--log", "again",
+    train("--model", "out", *again, "--steps", 1, "--batch", 2, "--seq-len", 16, "--sample", "tokens=0", "--log", "again",
           "--eval-batches", 3, cwd=work)
     assert read_log(work / "again")[-1]["val_loss"] == pytest.approx(loss, abs=1e-6)
     assert listing(work / "out") == before and len(read_log(work / "log")) == 4
@@ -273,12 +273,12 @@ def test_validation_of_bytes_and_of_a_save(train, work):
 
 def test_validation_and_a_prompt(train, work):
     """The figure comes first, then only the text."""
-    options = ("--model", "model", *ALONE, "--prompt", "Hello", "--sample-tokens", 9)
+    options = ("--model", "model", *ALONE, "--prompt", "Hello", "--sample", "tokens=9")
     text = train(*options, cwd=work).stdout
     run = train(*options, "--val-data", "a", cwd=work)
     line, _, rest = run.stdout.partition(b"\n")
     assert line.startswith(b"validation loss ") and rest == text and not run.stderr
-    plan = json.loads(train(*options, "--val-data", "a", "--plan", "--json", cwd=work).stdout)
+    plan = json.loads(train(*options, "--val-data", "a", "--plan", "json", cwd=work).stdout)
     assert {buffer["kind"] for buffer in plan["buffers"]} == {"weights", "input", "workspace"}
 
 
@@ -333,7 +333,7 @@ def test_generating_stops_where_the_model_says(train_fp32, work, config, generat
     assert (len(ended) < 40) == (stops is not None)
     byte = spelling()
     text = b"".join(bytes(byte[c] for c in tokenizer.id_to_token(token)) for token in (ended[:-1] if stops else ended))
-    options = ("--model", folder, "--steps", 0, "--temperature", 0, "--prompt", "Hello", "--sample-tokens", 40)
+    options = ("--model", folder, "--steps", 0, "--sample", "temperature=0", "--prompt", "Hello", "--sample", "tokens=40")
     assert train_fp32(*options, cwd=work).stdout == b"Hello" + text + b"\n"
     # A save of it says the same.
     train_fp32("--model", folder, "--steps", 0, "--out", "out", cwd=work)
@@ -345,7 +345,7 @@ def test_a_prompt_takes_no_more_than_its_positions(train, work):
     """However many positions the model has."""
     make(work / "far", *SMALL[:-1], 1 << 20, "--vocab", VOCAB)
     (work / "far" / "tokenizer.json").write_bytes((work / "model" / "tokenizer.json").read_bytes())
-    options = ("--steps", 0, "--prompt", "Hello", "--sample-tokens", 40, "--plan")
+    options = ("--steps", 0, "--prompt", "Hello", "--sample", "tokens=40", "--plan")
 
     def megabytes(model, *more):
         text = train("--model", model, *options, *more, cwd=work).stdout.decode()
@@ -353,8 +353,8 @@ def test_a_prompt_takes_no_more_than_its_positions(train, work):
 
     assert megabytes("far") == megabytes("model") and [name for name, _ in megabytes("far")] == ["sampling"]
     assert float(megabytes("far")[0][1]) < 1
-    assert [name for name, _ in megabytes("model", "--sample-tokens", 70)] == ["sampling", "a sample's continuation"]
-    [(_, more)] = megabytes("far", "--sample-tokens", 100000)
+    assert [name for name, _ in megabytes("model", "--sample", "tokens=70")] == ["sampling", "a sample's continuation"]
+    [(_, more)] = megabytes("far", "--sample", "tokens=100000")
     cache = 100000 * 2 * 2 * 48 * (4 if train.precision == "fp32" else 2) / 2**20
     assert cache < float(more) < 1.5 * cache
 

@@ -29,7 +29,7 @@ def same_bits(train, folders, tmp_path, family, rows, *options, threads=THREADS)
     for count in threads:
         out, log = tmp_path / f"out{count}", tmp_path / f"log{count}"
         train("--model", folders / family, "--data", folders / "tokens.bin", "--batch", rows // length, "--seq-len", length,
-              "--steps", 2, "--warmup", 1, "--lr", 1e-2, "--sample-tokens", 0, "--threads", count, "--out", out, "--log", log, *options)
+              "--steps", 2, "--warmup", 1, "--lr", 1e-2, "--sample", "tokens=0", "--threads", count, "--out", out, "--log", log, *options)
         result = figures(read_log(log)), saved_bytes(out)
         first = first or result
         assert result == first, f"{count} threads"

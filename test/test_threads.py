@@ -27,7 +27,7 @@ def on_a_cpu(train):
 def run(train, folder, log, *options, limits=(), **environment):
     """Three steps, with resource limits; returns the process after it has ended."""
     command = train.command("--model", folder / "model", "--data", folder / "text", "--batch", 3, "--seq-len", 150,
-                            "--steps", 3, "--sample-tokens", 4, "--log", log, *options)
+                            "--steps", 3, "--sample", "tokens=4", "--log", log, *options)
 
     def limit():
         for kind, size in limits:

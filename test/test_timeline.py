@@ -18,7 +18,7 @@ SETTINGS = ("--model", "d3", "--batch", 3, "--seq-len", 40)
 
 def write(train, path, *arguments):
     """The timeline of these arguments, and their plan."""
-    plan = json.loads(train(*arguments, "--plan", "--json", "--timeline", path).stdout)
+    plan = json.loads(train(*arguments, "--plan", "json", "--timeline", path).stdout)
     return json.loads(path.read_text()), plan
 
 
@@ -28,8 +28,8 @@ def peak(timeline):
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("settings", [
-    SETTINGS, ("--model", "d12", "--batch", 4, "--seq-len", 1024, "--head-rows", 0),
-    (*SETTINGS, "--update-in-backward", "--clip-per-block")], ids=["d3", "d12", "d3, update in backward"])
+    SETTINGS, ("--model", "d12", "--batch", 4, "--seq-len", 1024, "--chunk-rows", "head=0"),
+    (*SETTINGS, "--update-in-backward")], ids=["d3", "d12", "d3, update in backward"])
 def test_sums(train, tmp_path, settings, level):
     timeline, plan = write(train, tmp_path / "t.json", *settings, "--recompute", level)
     for key in ("model", "parameters", "device", "precision", "batch", "seq_len", "grad_accum", "head_rows", "recompute"):
@@ -94,13 +94,13 @@ def test_one_operation_a_line(train, tmp_path):
 
 def test_a_run_writes_the_same(train, tmp_path):
     write_text(tmp_path / "text")
-    run = ("--model", "d1", "--data", "text", "--batch", 2, "--seq-len", 24, "--sample-tokens", 0, "--out", "out")
+    run = ("--model", "d1", "--data", "text", "--batch", 2, "--seq-len", 24, "--sample", "tokens=0", "--out", "out")
     train(*run, "--steps", 1, "--timeline", "run.json", cwd=tmp_path)
     train(*run, "--plan", "--timeline", "plan.json", cwd=tmp_path)
     assert (tmp_path / "run.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
     (tmp_path / "run.json").unlink()
     train("--resume", "out", "--steps", 2, cwd=tmp_path)
-    train("--resume", "out", "--steps", 0, "--prompt", "x", "--sample-tokens", 2, cwd=tmp_path)
+    train("--resume", "out", "--steps", 0, "--prompt", "x", "--sample", "tokens=2", cwd=tmp_path)
     assert not (tmp_path / "run.json").exists()  # a resumed run does not take over the option
 
 
@@ -122,8 +122,7 @@ def test_refused(train, tmp_path, arguments, named, plan):
 
 # ---- transfers
 
-ELSEWHERE = ("--model", "d4", "--batch", 2, "--seq-len", 32, "--threads", 2, "--head-rows", 0, "--weights", "disk",
-             "--state", "disk", "--park", "all")
+ELSEWHERE = ("--model", "d4", "--batch", 2, "--seq-len", 32, "--threads", 2, "--chunk-rows", "head=0", "--offload", "weights=disk,state=disk,inputs=auto")
 
 
 def elsewhere(train, tmp_path, *options):
@@ -133,7 +132,7 @@ def elsewhere(train, tmp_path, *options):
     return write(train, tmp_path / "t.json", *ELSEWHERE, *options)
 
 
-@pytest.mark.parametrize("options", [(), ("--update-in-backward", "--clip-per-block")], ids=["", "update in backward"])
+@pytest.mark.parametrize("options", [(), ("--update-in-backward")], ids=["", "update in backward"])
 def test_transfers_in_the_order_of_the_program(train, tmp_path, options):
     """Without measured rates: from the operation at which each starts to the one at which it is waited
     for."""

@@ -41,7 +41,7 @@ def work(folder, tmp_path):
 
 
 RUN = ("--model", "model", "--data", "text", "--batch", 2, "--seq-len", 24, "--lr", 1e-3)
-DATA = (*RUN, "--sample-tokens", 0)
+DATA = (*RUN, "--sample", "tokens=0")
 
 
 # ---- against PyTorch
@@ -61,7 +61,7 @@ def test_gradients(train, tmp_path, layers, heads, channels, vocab, batch, seq_l
     data = ("--model", tmp_path / "model", "--data", tmp_path / "data.bin", "--batch", batch, "--seq-len", seq_len,
             "--grad-accum", accumulate, "--steps", 1)
     run_reference(*data, "--dump-gradients", tmp_path / "expected")
-    train(*data, "--beta1", 0, "--clip", 0, "--sample-tokens", 0, "--out", tmp_path / "out")
+    train(*data, "--optimizer", "beta1=0", "--clip", 0, "--sample", "tokens=0", "--out", tmp_path / "out")
     expected, state = load_file(tmp_path / "expected"), load_file(tmp_path / "out" / "trainer_state.safetensors")
     gradients = {name.removeprefix("m."): tensor for name, tensor in state.items() if name.startswith("m.")}
     expected = {name.removeprefix("transformer."): gradient for name, gradient in expected.items()}
@@ -77,10 +77,10 @@ def test_twenty_steps(train, work, schedule):
     fp32."""
     options = ("--model", work / "model", "--data", work / "text", "--batch", 2, "--seq-len", 24, "--grad-accum", 3,
                "--steps", 20, "--lr", 3e-3, "--min-lr", 3e-4, "--warmup", 4, "--schedule", schedule, "--clip", 2,
-               "--weight-decay", 0.2, "--beta1", 0.8, "--beta2", 0.97, "--eps", 1e-6, "--seed", 5, "--eval-every", 8,
+               "--weight-decay", 0.2, "--optimizer", "beta1=0.8,beta2=0.97,eps=1e-6", "--seed", 5, "--eval-every", 8,
                "--eval-batches", 3)
     expected = run_reference(*options)
-    train(*options, "--log", work / "log", "--sample-tokens", 0)
+    train(*options, "--log", work / "log", "--sample", "tokens=0")
     log = read_log(work / "log")
     assert [list(line) for line in log] == [list(line) for line in expected]
     norms = by_key(expected, "grad_norm").values()
@@ -99,7 +99,7 @@ def test_order_of_shards(train, tmp_path):
         write_shard(tmp_path / f"shard_{i}.bin", np.random.default_rng(i).integers(0, 300, count))
     options = ("--model", tmp_path / "model", "--data", tmp_path / "shard_*.bin", "--batch", 1, "--seq-len", 16,
                "--steps", 50, "--lr", 0, "--seed", 3)
-    train(*options, "--log", tmp_path / "log", "--sample-tokens", 0)
+    train(*options, "--log", tmp_path / "log", "--sample", "tokens=0")
     got, expected = by_key(read_log(tmp_path / "log"), "loss"), by_key(run_reference(*options), "loss")
     assert got == pytest.approx(expected, rel=0, abs=LOSS_BOUND[train.precision])
     ordered = sorted(expected[step] for step in range(1 + 5 + 14))  # those of the first epoch
@@ -126,7 +126,7 @@ def test_greedy_bytes(train_fp32, folder):
     """Up to the model's last position, each token with the cache."""
     prompt = b"The end, "
     count = 64 - len(prompt)
-    got = sampled(train_fp32, "--model", "model", "--steps", 0, "--prompt", prompt.decode(), "--sample-tokens", count,
+    got = sampled(train_fp32, "--model", "model", "--steps", 0, "--prompt", prompt.decode(), "--sample", f"tokens={count}",
                   cwd=folder)
     assert got == prompt + bytes(greedy(folder / "model", list(prompt), count))
 
@@ -134,7 +134,7 @@ def test_greedy_bytes(train_fp32, folder):
 def test_a_long_sample_slides(train_fp32, folder):
     """After the model's last position, it continues from the latest half."""
     prompt = list(b"The end, ")
-    got = list(sampled(train_fp32, "--model", "model", "--steps", 0, "--prompt", "The end, ", "--sample-tokens", 110,
+    got = list(sampled(train_fp32, "--model", "model", "--steps", 0, "--prompt", "The end, ", "--sample", "tokens=110",
                        cwd=folder))
     assert len(got) == len(prompt) + 110
     assert got[64:96] == greedy(folder / "model", got[32:64], 32)
@@ -148,7 +148,7 @@ def test_greedy_tokens(train_fp32, tmp_path):
     model = starting_at_0(tmp_path / "made", tmp_path / "model")
     write_shard(tmp_path / "data.bin", random_tokens(301, 200))
     got = sampled(train_fp32, "--model", "model", "--data", "data.bin", "--batch", 1, "--seq-len", 64, "--steps", 1,
-                  "--lr", 0, "--sample-tokens", 63, cwd=tmp_path)
+                  "--lr", 0, "--sample", "tokens=63", cwd=tmp_path)
     assert list(map(int, got.split())) == greedy(model, [0], 63)
 
 
@@ -165,7 +165,7 @@ def test_greedy_with_tokenizer(train_fp32, folder, tmp_path):
     end = json.loads((tmp_path / "model" / "config.json").read_text())["eos_token_id"]
     if end in expected:  # the trainer stops there
         expected = expected[:expected.index(end)]
-    got = sampled(train_fp32, "--model", "model", "--steps", 0, "--prompt", prompt, "--sample-tokens", 20,
+    got = sampled(train_fp32, "--model", "model", "--steps", 0, "--prompt", prompt, "--sample", "tokens=20",
                   cwd=tmp_path)
     assert got.decode(errors="replace") == prompt + tokenizer.decode(expected, clean_up_tokenization_spaces=False)
 
@@ -202,7 +202,7 @@ def test_greedy_with_characters(train_fp32, characters, tmp_path):
     prompt = "def write_text(path) 日"
     tokens = characters.encode(prompt).ids
     assert tokens[0] == 1
-    got = sampled(train_fp32, "--model", "model", "--steps", 0, "--prompt", prompt, "--sample-tokens", 30,
+    got = sampled(train_fp32, "--model", "model", "--steps", 0, "--prompt", prompt, "--sample", "tokens=30",
                   cwd=tmp_path)
     assert got == prompt.encode() + spelt(characters, greedy(tmp_path / "model", tokens, 30))
 
@@ -212,9 +212,9 @@ def test_a_sample_without_a_prompt_begins_a_text(train_fp32, characters, tmp_pat
     likely."""
     write_shard(tmp_path / "data.bin", np.tile(np.arange(289, 315), 20))
     data = ("--data", "data.bin", "--batch", 1, "--seq-len", 24)
-    train_fp32("--model", "model", *data, "--steps", 20, "--lr", 0.02, "--sample-tokens", 0, "--out", "out",
+    train_fp32("--model", "model", *data, "--steps", 20, "--lr", 0.02, "--sample", "tokens=0", "--out", "out",
                cwd=tmp_path)
-    got = sampled(train_fp32, "--model", "out", *data, "--steps", 1, "--lr", 0, "--sample-tokens", 20, cwd=tmp_path)
+    got = sampled(train_fp32, "--model", "out", *data, "--steps", 1, "--lr", 0, "--sample", "tokens=20", cwd=tmp_path)
     expected = spelt(characters, greedy(tmp_path / "out", [1], 20))
     assert expected.startswith(b" ") and got == expected[1:]
 
@@ -224,11 +224,11 @@ def test_saves_take_the_tokenizer_beside_the_shards(train_fp32, folder, tmp_path
     bpe.train([str(folder / "text")], vocab_size=300, show_progress=False)
     bpe.save_model(str(tmp_path))
     write_shard(tmp_path / "shard.bin", random_tokens(300, 100))
-    train_fp32("--model", "d1", "--data", "shard.bin", "--batch", 1, "--seq-len", 16, "--steps", 1, "--sample-tokens", 0,
+    train_fp32("--model", "d1", "--data", "shard.bin", "--batch", 1, "--seq-len", 16, "--steps", 1, "--sample", "tokens=0",
                "--out", "out", cwd=tmp_path)
     for name in ("vocab.json", "merges.txt"):
         assert (tmp_path / "out" / "latest" / name).read_bytes() == (tmp_path / name).read_bytes()
-    text = sampled(train_fp32, "--model", "out", "--steps", 0, "--prompt", "def", "--sample-tokens", 2, cwd=tmp_path)
+    text = sampled(train_fp32, "--model", "out", "--steps", 0, "--prompt", "def", "--sample", "tokens=2", cwd=tmp_path)
     assert text.startswith(b"def")
 
 
@@ -260,7 +260,7 @@ def test_searched_algorithms_give_the_same_bits(train, work):
     """The first run measures and writes the file; the others do not change it."""
     if train.device == "cpu":
         pytest.skip("oneDNN chooses for itself")
-    options = ("--matmul-algorithms", "found.json", "--grad-accum", 2)
+    options = ("--advanced", "algorithms=found.json", "--grad-accum", 2)
     first = trained(train, work, "a", *options)
     found = (work / "found.json").read_bytes()
     products = [set(of_gpu) for of_gpu in json.loads(found)["machines"].values()]
@@ -306,7 +306,7 @@ def test_a_cpu_resumes_what_had_a_gpus_products(train, work):
         pytest.skip("a GPU takes them")
     train(*DATA, "--steps", 2, "--out", "out", cwd=work)
     state = json.loads((work / "out" / "trainer_state.json").read_text())
-    state["options"] |= {"--matmul-algorithms": ["found.json"], "--tf32": ["true"]}
+    state["options"] |= {"--advanced.algorithms": ["found.json"], "--advanced.tf32": ["on"]}
     (work / "out" / "trainer_state.json").write_text(json.dumps(state))
     train("--resume", "out", "--steps", 3, "--log", "log", cwd=work)
     assert len(read_log(work / "log")) == 2 and not (work / "found.json").exists()
@@ -324,7 +324,7 @@ def test_a_moved_run_goes_on_where_it_is(train, work):
 
 def test_a_save_generates_whatever_its_run_saved(train, work):
     train(*DATA, "--steps", 2, "--save-every", 1, "--out", "out", cwd=work)
-    text = train("--resume", "out", "--steps", 0, "--prompt", "a", "--sample-tokens", 4, cwd=work).stdout
+    text = train("--resume", "out", "--steps", 0, "--prompt", "a", "--sample", "tokens=4", cwd=work).stdout
     assert text.startswith(b"a") and len(text) == 1 + 4 + 1
 
 
@@ -367,7 +367,7 @@ def test_interrupt(train, work, sent):
 
 
 def test_interrupted_sample(train, work):
-    with running(train, "--model", "model", "--steps", 0, "--prompt", "a", "--sample-tokens", 10**8, cwd=work) as process:
+    with running(train, "--model", "model", "--steps", 0, "--prompt", "a", "--sample", f"tokens={10**8}", cwd=work) as process:
         assert process.stdout.read(2)[:1] == b"a"
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGTERM)
@@ -426,10 +426,10 @@ def test_what_is_not_finite_is_not_saved(train, work):
 
 
 @pytest.mark.parametrize("options", [("--grad-accum", 3, "--eval-batches", 2),
-                                     ("--update-in-backward", "--clip-per-block")], ids=str)
+                                     ("--update-in-backward")], ids=str)
 def test_graphs_change_nothing(train, work, options):
     """If there are graphs, six steps record and replay the micro-batches, the update and the validation."""
-    assert trained(train, work, "on", *options) == trained(train, work, "off", *options, "--graph", "off")
+    assert trained(train, work, "on", *options) == trained(train, work, "off", *options, "--advanced", "graph=off")
 
 
 @pytest.mark.parametrize("keep, steps", [(0, [2, 4, 6, 7]), (1, [7]), (2, [6, 7]), (None, [6, 7])])
@@ -442,7 +442,7 @@ def test_keep(train, work, keep, steps):
 
 def test_begin_and_save_without_a_step(train, tmp_path):
     """--steps 0 --out writes a model with GPT-2's initial values, from which another run can start."""
-    train("--model", "d2", "--steps", 0, "--sample-tokens", 0, "--out", tmp_path / "out")
+    train("--model", "d2", "--steps", 0, "--sample", "tokens=0", "--out", tmp_path / "out")
     tensors = {name.removeprefix("transformer."): t.float()
                for name, t in load_file(tmp_path / "out" / "model.safetensors").items()}
     assert tensors["wte.weight"].shape == (50257, 128) and tensors["wpe.weight"].shape == (1024, 128)
@@ -456,14 +456,14 @@ def test_begin_and_save_without_a_step(train, tmp_path):
             assert tensor.std() == pytest.approx(deviation, rel=0.02), name
             assert abs(tensor.mean()) < 5 * deviation / math.sqrt(tensor.numel()), name
     assert not (tmp_path / "out" / "trainer_state.json").exists()
-    train("--model", tmp_path / "out", "--steps", 0, "--sample-tokens", 3)
+    train("--model", tmp_path / "out", "--steps", 0, "--sample", "tokens=3")
 
 
 # ---- the loop
 
 
 def test_validation_and_samples_when_asked(train, work):
-    text = train(*RUN, "--steps", 10, "--eval-every", 3, "--sample-every", 4, "--sample-tokens", 5, "--save-every", 6,
+    text = train(*RUN, "--steps", 10, "--eval-every", 3, "--sample", "every=4,tokens=5", "--save-every", 6,
                  "--out", "out", "--log", "log", cwd=work).stdout
     events = re.findall(rb"^(?:step +(\d+) (validation)|--- (sample) after (\d+)|(saved) step (\d+))", text,
                         re.MULTILINE)
@@ -485,10 +485,10 @@ def test_log(train, work):
 
 def test_prompt_is_continued(train, folder):
     before = listing(folder)
-    text = train("--model", "model", "--steps", 0, "--prompt", "Once", "--sample-tokens", 9, cwd=folder).stdout
+    text = train("--model", "model", "--steps", 0, "--prompt", "Once", "--sample", "tokens=9", cwd=folder).stdout
     assert text.startswith(b"Once") and len(text) == 4 + 9 + 1
-    again = train("--model", "model", "--steps", 0, "--prompt", "Once", "--sample-tokens", 9, cwd=folder).stdout
-    other = train("--model", "model", "--steps", 0, "--prompt", "Once", "--sample-tokens", 9, "--seed", 1, cwd=folder)
+    again = train("--model", "model", "--steps", 0, "--prompt", "Once", "--sample", "tokens=9", cwd=folder).stdout
+    other = train("--model", "model", "--steps", 0, "--prompt", "Once", "--sample", "tokens=9", "--seed", 1, cwd=folder)
     assert text == again and text != other.stdout
     assert listing(folder) == before
 
@@ -496,7 +496,7 @@ def test_prompt_is_continued(train, folder):
 def test_own_text_is_the_default(train):
     """In the project's folder a run needs no options; those here only make it short and keep it from
     saving."""
-    text = train("--steps", 1, "--batch", 1, "--seq-len", 32, "--sample-tokens", 0, cwd=ROOT).stdout.decode()
+    text = train("--steps", 1, "--batch", 1, "--seq-len", 32, "--sample", "tokens=0", cwd=ROOT).stdout.decode()
     loss = float(re.search(r"loss ([\d.]+)", text)[1])
     # The loss of bytes before anything is learned. It is lower if spaces often follow each other, as equal
     # tokens have equal logits.

@@ -100,7 +100,7 @@ def sendable(text):
 
 
 GENERATE = ("--model", "model", "--steps", 0, "--prompt", "Gr\u00fcn\x1b",
-            "--sample-tokens", 50)
+            "--sample", "tokens=50")
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_generation_prints_the_text_alone(train, work):
 def test_a_prompt_without_data_only_generates(train, work):
     for save in ("out", "more"):  # from a model's folder, and from a save
         model = "model" if save == "out" else "out"
-        options = ("--model", model, "--prompt", "Hello", "--sample-tokens", 8)
+        options = ("--model", model, "--prompt", "Hello", "--sample", "tokens=8")
         result = train(*options, "--out", save, cwd=work)
         assert result.stdout == train(*options, "--steps", 0, cwd=work).stdout and len(result.stdout) == 5 + 8 + 1
         assert result.stderr == f"saved step 0 in {save}\n".encode()
@@ -152,7 +152,7 @@ def test_generated_text_on_a_terminal(train, work):
 
 def test_samples_of_a_training_have_a_header(train, work):
     run = ("--model", "model", "--data", "text", "--batch", 1, "--seq-len", 16, "--steps", 1, "--lr", 0,
-           "--prompt", "Once", "--sample-tokens", 30)
+           "--prompt", "Once", "--sample", "tokens=30")
     match = re.search(rb"\n--- sample after 1 steps ---\n(Once.{30})\n---\n$", train(*run, cwd=work).stdout, re.DOTALL)
     shown = on_terminal(train, *run, cwd=work)
     assert match and sendable(shown) and match[1] in without_escapes(shown)
@@ -160,7 +160,7 @@ def test_samples_of_a_training_have_a_header(train, work):
 
 # ---- what is printed of a training
 
-RUN = ("--model", "model", "--data", "text", "--batch", 1, "--seq-len", 16, "--sample-tokens", 0)
+RUN = ("--model", "model", "--data", "text", "--batch", 1, "--seq-len", 16, "--sample", "tokens=0")
 
 
 def printed_steps(text):
@@ -233,7 +233,7 @@ def test_fine_tuning_by_default_improves(train, tmp_path):
     text = (ROOT / "dev" / "data" / "tinyshakespeare.txt").read_text()
     (tmp_path / "first").write_text(text[:60000])
     (tmp_path / "second").write_text(text[60000:120000].swapcase())
-    small = ("--batch", 4, "--seq-len", 64, "--sample-tokens", 0)
+    small = ("--batch", 4, "--seq-len", 64, "--sample", "tokens=0")
     train("--model", "d1", "--data", "first", *small, "--steps", 150, "--lr", 5e-3, "--out", "trained", cwd=tmp_path)
     losses = []
     for options in (("--lr", 0), ()):

@@ -72,7 +72,7 @@ class Train:
     def __init__(self, path, **environment):
         self.path = str((ROOT / path).resolve())
         self.environment = ENVIRONMENT | environment
-        plan = json.loads(self("--model", "d1", "--plan", "--json").stdout)
+        plan = json.loads(self("--model", "d1", "--plan", "json").stdout)
         self.precision, self.device = plan["precision"], plan["device"]
         # On the GPU that test/gpu emulates, which is slow. Tests give it smaller shapes, or are marked
         # not_played.
@@ -96,7 +96,7 @@ class Train:
         return result
 
     def plan(self, *arguments):
-        return json.loads(self(*arguments, "--plan", "--json").stdout)
+        return json.loads(self(*arguments, "--plan", "json").stdout)
 
 
 @contextlib.contextmanager
@@ -203,14 +203,18 @@ def peak(train, *options, line):
 
 
 # What a run would write if the mistake were not found. None of it may exist afterwards.
-GOOD = {"--model": "model", "--data": "text", "--batch": 2, "--seq-len": 24, "--steps": 2, "--sample-tokens": 4,
+GOOD = {"--model": "model", "--data": "text", "--batch": 2, "--seq-len": 24, "--steps": 2, "--sample tokens": 4,
         "--out": "out", "--log": "log"}
 
 
 def command(options):
-    """Options from a dict; None leaves one out, True is a flag."""
-    return [part for name, value in (GOOD | options).items() if value is not None
-            for part in ((name,) if value is True else (name, str(value)))]
+    """Options from a dict; None leaves one out, True is a flag, and "--offload weights" is a key of --offload."""
+    parts = []
+    for name, value in (GOOD | options).items():
+        option, _, key = name.partition(" ")
+        if value is not None:
+            parts += [option] if value is True else [option, f"{key}={value}" if key else str(value)]
+    return parts
 
 
 def error_line(train, *options, cwd=None):
@@ -236,7 +240,7 @@ def by_key(lines, key):
 
 def sampled(train, *arguments, cwd):
     """A prompt and its likeliest continuation, in bytes."""
-    text = train(*arguments, "--temperature", 0, cwd=cwd).stdout
+    text = train(*arguments, "--sample", "temperature=0", cwd=cwd).stdout
     of_training = re.search(rb"--- sample after \d+ steps ---\n(.*)\n---\n$", text, re.DOTALL)
     return of_training[1] if of_training else text.removesuffix(b"\n")
 

@@ -8,7 +8,7 @@ dev/results/context.md with time and memory, and block.png beside it.
 
 The block is of Llama's kind in fp32, with 512 channels, 8 heads and an MLP 1408 wide, on a sequence of 1024
 tokens and more. ./train's is the only block of a model with a vocabulary of 256, with --recompute block
---mlp-rows auto, and also with attention in chunks and keys in a file. Its time is the least of its bench's
+--chunk-rows mlp=auto, and also with attention in chunks and keys in a file. Its time is the least of its bench's
 steps, without the head; its memory is the plan's for a step. PyTorch's memory is the increase of its resident
 memory. That of the Blockwise Parallel Transformer, of whose many small tensors malloc keeps memory, is
 measured in a run of its own that returns freed memory at once. A kind that would take more than --memory, or
@@ -27,8 +27,8 @@ import figures
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 KINDS = {"dense": "dense attention", "flash": "flash attention (sdpa)", "blockwise": "Blockwise Parallel Transformer",
-         "train": "./train --mlp-rows auto", "chunks": "./train, all chunks"}
-OURS = {"train": [], "chunks": ["--attention-rows", "auto", "--park-keys"]}
+         "train": "./train --chunk-rows mlp=auto", "chunks": "./train, all chunks"}
+OURS = {"train": [], "chunks": ["--chunk-rows", "attention=auto", "--offload", "keys=auto"]}
 FRUGAL_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "10000000", "MALLOC_TRIM_THRESHOLD_": "0"}
 STEPS = {1024: 5, 2048: 3, 4096: 2}  # else 1; the fastest counts
 
@@ -53,11 +53,11 @@ def of_torch(kind, length):
 
 
 def of_train(kind, train, folder, length):
-    command = [train, "--model", folder, "--batch", 1, "--seq-len", length, "--recompute", "block", "--mlp-rows", "auto",
-               *OURS[kind], "--sample-tokens", 0]
-    plan = results.json_of([*command, "--plan", "--json"])
+    command = [train, "--model", folder, "--batch", 1, "--seq-len", length, "--recompute", "block", "--chunk-rows", "mlp=auto",
+               *OURS[kind], "--sample", "tokens=0"]
+    plan = results.json_of([*command, "--plan", "json"])
     steps = STEPS.get(length, 1)
-    bench = results.json_of([*command, "--bench", "--bench-warmup", int(steps > 1), "--bench-steps", steps, "--json"])
+    bench = results.json_of([*command, "--bench", "json", "--warmup", int(steps > 1), "--steps", steps])
     totals = plan["totals"]
     return {"seconds": (bench["forward_ms"]["min"] + bench["backward_ms"]["min"]) / 1000,
             "bytes": totals["activations"] + totals["workspace"]}

@@ -75,7 +75,7 @@ class Train:
     def command(self):
         o = self.options
         lora = ["--train", "lora", "--lora-rank", o.lora_rank, "--lora-alpha", 2 * o.lora_rank] if o.lora_rank else []
-        return [self.binary, "--bench", "--bench-warmup", o.warmup, "--bench-steps", o.steps, "--json", "--model",
+        return [self.binary, "--bench", "json", "--warmup", o.warmup, "--steps", o.steps, "--model",
                 o.model, "--batch", o.batch, "--seq-len", o.seq_len, "--threads", o.threads, *lora,
                 *shlex.split(o.train_options)]
 
@@ -357,7 +357,7 @@ def parse_options(arguments):
     add("--peers", help=f"of {', '.join(NOTES)}, with commas between (default: all that there are for the model)")
     add("--lora-rank", type=positive, default=0, help="train LoRA of this rank beside a frozen folder, not all of it")
     add("--train", help="the trainer's binary (default: that of the device and precision in build/)")
-    add("--train-options", default="", help="more options for the trainer, in one word: '--recompute none --head-rows 0' "
+    add("--train-options", default="", help="more options for the trainer, in one word: '--recompute none --chunk-rows head=0' "
                                             "keeps what the peers keep")
     add("--llmc-options", default="", help="more options for llm.c's CUDA trainer, in one word: '-r 0 -ge 2' recomputes "
                                            "nothing and has cuBLASLt do GELU")

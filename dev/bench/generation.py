@@ -122,8 +122,7 @@ def words_as_they_come(command):
 
 def train_turn(options, view):
     """The trainer's tokens, and how many it made per second."""
-    command = [options.train, "--model", view, "--steps", 0, "--prompt", PROMPT, "--sample-tokens", options.tokens,
-               "--temperature", 0, "--threads", options.threads]
+    command = [options.train, "--model", view, "--steps", 0, "--prompt", PROMPT, "--sample", f"tokens={options.tokens},temperature=0", "--threads", options.threads]
     words, moments = words_as_they_come([str(word) for word in command])
     tokens = [int(word[1:]) for word in words[1:] if re.fullmatch(r"t\d+", word)]
     if len(tokens) != options.tokens:
@@ -141,8 +140,8 @@ def transformers_turn(options, folder):
 
 def copy_rate(options):
     """The bytes per second that a large copy reads and writes, as measured by ./train --bench."""
-    command = [options.train, "--bench", "forward", "--model", "d1", "--batch", 1, "--seq-len", 8, "--bench-warmup", 0,
-               "--bench-steps", 1, "--threads", options.threads, "--json"]
+    command = [options.train, "--bench", "forward,json", "--model", "d1", "--batch", 1, "--seq-len", 8, "--warmup", "0",
+               "--steps", "1", "--threads", options.threads]
     return results.json_of(command, options.timeout)["copy_peak"]
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measures what each recompute level costs: `./train --bench` at every level, in turn, for several rounds.
 
-    dev/bench/levels.py --model d12 --batch 4 --seq-len 1024 [--levels none,gelu,...] [--rounds 2] [-- --adam-m 8bit]
+    dev/bench/levels.py --model d12 --batch 4 --seq-len 1024 [--levels none,gelu,...] [--rounds 2] [-- --state-formats m=8bit]
 
 Prints a Markdown table: MiB of activations and of everything as planned, the median over the rounds of a
 step's median time, tokens/s, and the time as a multiple of the first level's. Arguments after -- are passed
@@ -33,18 +33,18 @@ def parse(arguments):
 
 def measure(o, levels):
     """By level: the plan's totals, and the milliseconds of a step in each round."""
-    shape = [o.train, "--model", o.model, "--batch", o.batch, "--seq-len", o.seq_len, "--json", *o.more]
+    shape = [o.train, "--model", o.model, "--batch", o.batch, "--seq-len", o.seq_len, *o.more]
     with tempfile.TemporaryDirectory() as folder:
         data = []
         if not pathlib.Path(o.model).exists():  # a bench of a new model has GPT-2's tokens
             data = ["--data", pathlib.Path(folder) / "tokens.bin"]
             write_tokens(data[1], 2 * o.batch * o.seq_len)
-        planned = [*shape, *data, "--sample-tokens", 0, "--plan"]
+        planned = [*shape, *data, "--sample", "tokens=0", "--plan", "json"]
         plans = {level: results.json_of([*planned, "--recompute", level]) for level in levels}
     times = {level: [] for level in levels}
     for _ in range(o.rounds):
         for level in levels:
-            bench = results.json_of([*shape, "--bench", "--bench-warmup", 1, "--bench-steps", o.steps, "--recompute", level])
+            bench = results.json_of([*shape, "--bench", "json", "--warmup", "1", "--steps", o.steps, "--recompute", level])
             times[level].append(bench["step_ms"]["median"])
     return plans, times
 

@@ -70,15 +70,15 @@ class Peers:
         self.precision = self.plan(64)["precision"]
 
     def ours(self, *more):
-        budget = ["--memory", f"{(self.options.memory >> 20) - OTHERS}MiB", "--sample-tokens", 0]
+        budget = ["--memory", f"{(self.options.memory >> 20) - OTHERS}MiB", "--sample", "tokens=0"]
         command = [self.options.train, "--train", "lora", *self.lora, *budget, *more]
         return results.json_of([*self.limit, *command])
 
     def plan(self, tokens):
-        return self.ours("--seq-len", tokens, *self.scaling(tokens), "--plan", "--json")
+        return self.ours("--seq-len", tokens, *self.scaling(tokens), "--plan", "json")
 
     def longest_plan(self):
-        return self.ours("--rope-scaling", "yarn:128", "--context", "auto", "--plan", "--json")
+        return self.ours("--rope-scaling", "yarn:128", "--seq-len", "auto", "--plan", "json")
 
     def scaling(self, tokens):
         """The option for sequences beyond the model's positions. Its factor does not matter for timing."""
@@ -86,8 +86,7 @@ class Peers:
 
     def step(self, tokens, steps=1):
         """./train's bench with this many tokens."""
-        return self.ours("--seq-len", tokens, *self.scaling(tokens), "--bench", "--bench-warmup", 1, "--bench-steps", steps,
-                         "--json")
+        return self.ours("--seq-len", tokens, *self.scaling(tokens), "--bench", "json", "--warmup", "1", "--steps", steps)
 
     def torch(self, tokens, steps=1):
         """Milliseconds of PyTorch's steps; None if its memory does not suffice."""

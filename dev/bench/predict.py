@@ -33,17 +33,17 @@ CONFIGURATIONS = [
     ("fp32", "qwen3:d4", 4, 256, ["--optimizer", "sgd"]),
     ("fp32", "bloom:d4", 4, 256, []),
     ("fp32", "FOLDER", 2, 256, LORA),
-    ("fp32", "FOLDER", 1, 256, [*LORA, "--weights", "disk"]),
+    ("fp32", "FOLDER", 1, 256, [*LORA, "--offload", "weights=disk"]),
     ("bf16", "d12", 4, 64, []),
-    ("bf16", "d12", 2, 512, ["--head-rows", 256]),
-    ("bf16", "d6", 4, 256, ["--adam-m", "8bit", "--adam-v", "8bit", "--master", "split"]),
+    ("bf16", "d12", 2, 512, ["--chunk-rows", "head=256"]),
+    ("bf16", "d6", 4, 256, ["--state-formats", "m=8bit,v=8bit,master=split"]),
     ("bf16", "llama:d6", 4, 256, ["--grad-accum", 2, "--recompute", "ffn"]),
-    ("bf16", "llama:d6", 1, 2048, ["--park", "all", "--recompute", "block"]),
+    ("bf16", "llama:d6", 1, 2048, ["--offload", "inputs=auto", "--recompute", "block"]),
     ("bf16", "qwen3:d6", 4, 128, ["--recompute", "attention"]),
     ("bf16", "bloom:d6", 2, 512, []),
     ("bf16", "FOLDER", 2, 256, []),
     ("bf16", "FOLDER", 2, 256, [*LORA, "--base", "nf4"]),
-    ("bf16", "FOLDER", 1, 512, [*LORA, "--weights", "disk", "--park", "all"]),
+    ("bf16", "FOLDER", 1, 512, [*LORA, "--offload", "weights=disk,inputs=auto"]),
 ]
 
 
@@ -75,7 +75,7 @@ def words(model, batch, seq_len, options):
 
 def bench(command, predicted):
     steps = min(20, max(3, round(SECONDS / predicted)))
-    return results.json_of([*command, "--bench", "--bench-warmup", 1, "--bench-steps", steps, "--json"])
+    return results.json_of([*command, "--bench", "json", "--warmup", "1", "--steps", steps])
 
 
 def measure(binary, rates, model, batch, seq_len, options):
@@ -85,7 +85,7 @@ def measure(binary, rates, model, batch, seq_len, options):
     if not pathlib.Path(model).exists():  # a bench of a new model uses GPT-2's tokens
         data = ["--data", rates.with_name("tokens.bin")]
         write_tokens(data[1], 2 * batch * seq_len)
-    plan = results.json_of([*command, *data, "--sample-tokens", 0, "--plan", "--json", "--rates", rates])
+    plan = results.json_of([*command, *data, "--sample", "tokens=0", "--plan", "json", "--rates", rates])
     predicted = plan["estimated_seconds"]
     runs = [bench(command, predicted)]
     if abs(1000 * predicted / runs[0]["step_ms"]["median"] - 1) > GOOD:

@@ -1,0 +1,182 @@
+// options_check.h - fails on options that are valid by themselves and cannot be combined.
+#pragma once
+
+#include <string>
+#include <utility>
+
+#include "llmc/adapter.h"
+#include "llmc/attention_input.h"
+#include "llmc/error.h"
+#include "llmc/options.h"
+#include "llmc/options_resume.h"
+
+// A bench only measures a run and does not make it: fails on options that only a real run needs.
+inline void check_bench_options(const Options& o) {
+    if (o.bench.empty()) return;
+    for (const char* name :
+         {"--plan", "--timeline", "--resume", "--out", "--save-base", "--save-every", "--log",
+          "--loss-by-position", "--val-data", "--print-every", "--eval-every", "--sample.every", "--prompt"})
+        if (o.has(name)) fail("%s: a bench only measures; leave it out, or --bench", o.spelled(name).c_str());
+    for (const char* name : {"--steps", "--warmup"})
+        if (o.has(name) && strtod(o.first(name), nullptr) > 1e6)
+            fail("%s: a bench measures at most 1000000 steps", o.spelled(name).c_str());
+    if (o.has("--steps") && o.bench_steps == 0) fail("--steps 0: a bench measures at least one step");
+    if (o.bench == "forward" && o.has("--memory"))
+        fail("--memory %s chooses for training, and --bench forward does none", o.memory.c_str());
+}
+
+// A calibration measures the device, independent of any training: fails on options for more than that.
+inline void check_calibration(const Options& o) {
+    if (o.calibrate.empty()) return;
+    for (const auto& [name, values] : o.given)
+        if (name != "--calibrate" && name != "--threads")
+            fail("--calibrate %s measures the device and stops: leave %s out", o.calibrate.c_str(),
+                 o.spelled(name).c_str());
+}
+
+// Fails on options of adapters that this run does not use.
+inline void check_adapter_options(const Options& o) {
+    for (const char* name : {"--lora-rank", "--lora-alpha", "--lora-targets", "--lora-dropout"}) {
+        if (!o.has(name)) continue;
+        if (o.train != "lora") fail("%s %s is of an adapter: add --train lora", name, o.first(name));
+        if (!o.adapter.empty() && name != std::string("--lora-dropout"))
+            fail("%s %s: --adapter %s has its own", name, o.first(name), o.adapter.c_str());
+    }
+    if (o.has("--soft-prompt")) {
+        const char* const prompt = o.first("--soft-prompt");
+        if (o.train != "prompt") fail("--soft-prompt %s: add --train prompt", prompt);
+        if (!o.adapter.empty()) fail("--soft-prompt %s: --adapter %s has its own", prompt, o.adapter.c_str());
+    }
+    if (o.has("--adapter") && !o.resume.empty() && !o.saved.contains("--adapter"))
+        fail("--adapter %s: --resume %s goes on with its own", o.adapter.c_str(), o.resume.c_str());
+    if (!o.merge.empty() && !o.trains_adapter() && o.resume.empty())
+        fail("--merge %s: there is no adapter to merge; give --train lora or --adapter", o.merge.c_str());
+    if (o.trains_adapter() && parse_new_model(o.model) && o.bench.empty())
+        fail("--model %s: is a new one, and an adapter belongs to a trained model: give its folder",
+             o.model.c_str());
+}
+
+// Fails if --seq-len auto has nothing to choose, or is combined with options that it would choose.
+inline void check_context(const Options& o) {
+    if (o.context.empty()) return;
+    if (!o.resume.empty())
+        fail("--seq-len auto: --resume %s goes on with its own length: leave --seq-len out",
+             o.resume.c_str());
+    if (o.batch == 0) fail("--seq-len auto: chooses the length for one --batch: give a number, not auto");
+    if (o.steps == 0 || o.bench == "forward")
+        fail("--seq-len auto is a training's; for a validation alone give a number");
+    if (parse_new_model(o.model))
+        fail(
+            "--seq-len auto: is for a model that was trained; a new one, --model %s, has the positions of "
+            "its --seq-len",
+            o.model.c_str());
+}
+
+// Fails on chunks that the kernels cannot process.
+inline void check_chunk_rows(const Options& o) {
+    if (o.mlp_rows > 0 && o.mlp_rows % 8)
+        fail("--chunk-rows mlp=%lld: a multiple of 8 is needed, or all or auto",
+             static_cast<long long>(o.mlp_rows));
+    if (o.attention_rows > 0 && o.attention_rows % 128)
+        fail("--chunk-rows attention=%lld: a multiple of 128 is needed, or all or auto",
+             static_cast<long long>(o.attention_rows));
+    // A save has none where auto chose none, because sequences are short.
+    const bool chose_no_rows = o.saved.contains("--chunk-rows.attention");
+    if (o.park_keys && o.attention_rows == 0 && !chose_no_rows)
+        fail(
+            "--offload keys=%s needs --chunk-rows attention=N or auto: keys are offloaded in pieces of N "
+            "rows",
+            o.first("--offload.keys"));
+    if (o.park_keys && o.attention_rows > 0 && o.attention_rows % kKeyPiece)
+        fail(
+            "--chunk-rows attention=%lld: with --offload keys=%s, pieces of keys have as many rows, which "
+            "must be a multiple of %d",
+            static_cast<long long>(o.attention_rows), o.first("--offload.keys"), kKeyPiece);
+}
+
+// Fails if --memory is combined with what it chooses itself, or with nothing to choose.
+inline void check_memory(const Options& o) {
+    if (o.has("--memory") && o.batch != 0 && o.has("--recompute"))
+        fail("--memory %s chooses what to recompute itself: leave --recompute %s out", o.memory.c_str(),
+             o.recompute.c_str());
+    if (o.has("--memory") && o.park > 0)
+        fail("--memory %s: chooses among blocks that are alike: --offload inputs=%s without a number, or not",
+             o.memory.c_str(), parked_home_name());
+    if (o.allow_8bit && !o.resume.empty())
+        fail("--state-formats auto: a resumed run keeps the formats of --resume %s", o.resume.c_str());
+    if (o.allow_8bit && !o.has("--memory"))
+        fail(
+            "--state-formats auto is for --memory to choose by; for 8-bit moments use --state-formats "
+            "m=8bit,v=8bit");
+    if (o.has("--memory") && o.steps == 0)
+        fail("--memory %s: there is nothing to choose without training, --steps 0", o.memory.c_str());
+    if (!o.has("--memory.host")) return;
+    const char* const size = o.host_memory.c_str();
+    if (kHostIsDevice)
+        fail("--memory host=%s is beside a GPU; on a CPU the host's memory is what --memory counts", size);
+    if (!o.has("--memory"))
+        fail("--memory host=%s needs the device's size too, as in 8GiB,host=%s", size, size);
+    if (o.batch == 0)
+        fail("--memory host=%s: --batch auto leaves everything where it is; give a number", size);
+}
+
+// Fails on what this build has not, or the optimizer.
+inline void check_build(const Options& o) {
+    if (o.has("--advanced.algorithms") && !kSearchesAlgorithms)
+        fail("--advanced algorithms=%s is for cuBLASLt on a GPU; on the CPU oneDNN chooses for itself",
+             o.matmul_algorithms.c_str());
+    if (o.tf32 && !kHasTf32)
+        fail("--advanced tf32=on is for products of fp32 operands on a GPU, and this build is %s",
+             kSearchesAlgorithms ? "in bf16: make PRECISION=fp32"
+                                 : "for the CPU: make DEVICE=cuda PRECISION=fp32");
+    for (const char* of_adamw : {"--state-formats.m", "--state-formats.v", "--optimizer.beta1",
+                                 "--optimizer.beta2", "--optimizer.eps"})
+        if (o.optimizer == "sgd" && o.has(of_adamw))
+            fail("%s is AdamW's, and --optimizer sgd keeps no moments", o.spelled(of_adamw).c_str());
+}
+
+// Fails if gradients would be needed in backward that are not complete yet.
+inline void check_update_in_backward(const Options& o) {
+    if (o.update_in_backward && o.grad_accum > 1 && !o.by_block)
+        fail(
+            "--update-in-backward consumes gradients at once: with --grad-accum %d it needs --by-block, so "
+            "that a block's are complete",
+            o.grad_accum);
+    if (o.update_in_backward && o.clip > 0 && o.has("--advanced.clip") && !o.clip_per_block)
+        fail(
+            "--advanced clip=model: --update-in-backward updates blocks before the gradient's norm is known "
+            "and clips each by its own: leave it out, or give --clip 0");
+}
+
+inline void check_names(const Options& o) {
+    for (const char* name :
+         {"--out", "--resume", "--log", "--timeline", "--advanced.algorithms", "--adapter", "--merge",
+          "--save-base", "--rope-scaling", "--loss-by-position", "--rates", "--calibrate"})
+        if (o.has(name) && !*o.first(name))
+            fail("%s is empty where the name of a file or folder is needed", setting_name(name).c_str());
+}
+
+// Fails if options that are valid by themselves cannot be combined.
+inline void check_options(const Options& o) {
+    check_adapter_options(o);
+    check_context(o);
+    check_names(o);
+    check_bench_options(o);
+    check_calibration(o);
+    check_chunk_rows(o);
+    check_build(o);
+    if (!o.timeline.empty() && o.steps == 0)
+        fail("--timeline %s is of a training step, and --steps 0 has none", o.timeline.c_str());
+    if (o.min_lr > o.lr) fail("--min-lr %g is above --lr %g", o.min_lr, o.lr);
+    if (o.save_every > 0 && o.out.empty())
+        fail("--save-every %lld needs --out DIR", static_cast<long long>(o.save_every));
+    check_update_in_backward(o);
+    if (!o.val_data.empty() && o.data.empty() && o.steps > 0)
+        fail("--val-data needs --data, or --steps 0: to validate the model as it is");
+    if (!o.val_data.empty() && o.batch == 0 && o.steps == 0)
+        fail("--batch auto is a training's; for a validation alone give a number");
+    check_memory(o);
+    if (int64_t{o.batch} * o.seq_len > kMostTokens)
+        fail("--batch %d x --seq-len %d: more than 2^30 tokens in a micro-batch; use --grad-accum", o.batch,
+             o.seq_len);
+}

@@ -1,0 +1,491 @@
+// options_declare.h - declares the options, group by group: name, field, range, help and default. The names
+// with a dot are the keys of the option before the dot (options_words.h).
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "llmc/options.h"
+#include "llmc/options_placement.h"
+#include "llmc/recompute.h"
+#include "llmc/state.h"
+
+// The highest learning rate if none is given: for a new model, for a trained model (which the first rate
+// would spoil), for a LoRA, and for a soft prompt.
+constexpr double kNewRate = 1e-3, kFineTuningRate = 5e-5, kLoraRate = 2e-4, kPromptRate = 3e-3;
+
+constexpr int kMostCount = 1 << 30;  // of tokens, sequences, saves
+
+// Accepts a number from low to high; unlike CLI::Range, it refuses "nan".
+inline CLI::Validator between(double low, double high) {
+    return CLI::Validator(
+        [=](const std::string& text) -> std::string {
+            char* end = nullptr;
+            const double value = strtod(text.c_str(), &end);
+            const bool octal = text.size() > 1 && text[0] == '0' && isdigit(text[1]);  // to CLI11
+            if (octal) return text + " begins with a zero";
+            if (!text.empty() && *end == '\0' && value >= low && value <= high) return "";
+            return format("%s is not a number from %g to %g", text.empty() ? "''" : text.c_str(), low, high);
+        },
+        "");
+}
+
+// Accepts a whole number from low to high. It may have an exponent: 1e3, 1.5e4.
+inline CLI::Validator whole(double low, double high) {
+    return CLI::Validator(
+        [=](std::string& text) -> std::string {
+            const std::string wrong = between(low, high)(text);
+            if (!wrong.empty()) return wrong;
+            const double value = strtod(text.c_str(), nullptr);
+            const bool has_exponent = text.find_first_of("eE") != text.npos;
+            if (value != std::floor(value) || (has_exponent && value > 0x1p53))
+                return text + " is not a whole number";
+            if (has_exponent) text = format("%.0f", value);
+            return "";
+        },
+        "");
+}
+
+// Accepts a whole number from low to high, or the word `word`, which it replaces by `meant`.
+inline CLI::Validator whole_or(const char* word, const char* meant, double low, double high) {
+    return CLI::Validator(
+        [=](std::string& text) -> std::string {
+            if (text != word) return whole(low, high)(text);
+            text = meant;
+            return "";
+        },
+        "");
+}
+
+// Accepts a number of rows at a time: 0 or `all`, `auto`, or a whole number.
+inline CLI::Validator rows_at_a_time() {
+    return CLI::Validator(
+        [](std::string& text) -> std::string {
+            if (text == "all") text = "0";
+            return whole_or("auto", "-1", 0, kMostCount)(text);
+        },
+        "");
+}
+
+// Accepts one of the names.
+inline CLI::Validator one_of(std::vector<std::string> names) {
+    return CLI::Validator(
+        [names](const std::string& text) -> std::string {
+            for (const std::string& name : names)
+                if (text == name) return "";
+            return "'" + printable(text) + "' is none of " + joined(names, ", ");
+        },
+        "");
+}
+template <size_t count>
+CLI::Validator one_of(const char* const (&names)[count]) {
+    return one_of(std::vector<std::string>(std::begin(names), std::end(names)));
+}
+
+// Declares the options of one group. `value` is what a value looks like in the help.
+class OptionGroup {
+  public:
+    OptionGroup(CLI::App& app, const char* name) : app_(app), name_(name) {}
+
+    template <class Field>
+    CLI::Option* add(const std::string& name, Field& field, const char* value, const std::string& help) {
+        return dress(app_.add_option(name, field), value, help);
+    }
+    CLI::Option* add_flag(const char* name, bool& field, const std::string& help) {
+        return dress(app_.add_flag(name, field), "", help);
+    }
+    // An option whose value set(value) takes over; set() returns what is wrong with it, or "".
+    template <class Set>
+    CLI::Option* add_set(const std::string& name, const char* value, const std::string& help, Set&& set) {
+        const auto check = [name, set](const std::string& given) {
+            const std::string wrong = set(given);
+            if (wrong.empty()) return;
+            const bool is_whole = wrong.starts_with("'") || wrong.starts_with(given);
+            throw CLI::ValidationError(name, is_whole ? wrong : "'" + printable(given) + "': " + wrong);
+        };
+        return dress(app_.add_option_function<std::string>(name, check), value, help);
+    }
+    // An option that only has keys.
+    void add_keyed(const char* name, const std::string& help) {
+        add_set(name, "KEY=VALUE,...", help, [](const std::string&) { return std::string(); });
+    }
+
+  private:
+    CLI::Option* dress(CLI::Option* option, const char* value, const std::string& help) {
+        return option->type_name(value)->description(help)->group(name_);
+    }
+    CLI::App& app_;
+    const char* name_;
+};
+
+inline void declare_model_options(CLI::App& app, Options& o) {
+    OptionGroup group(app, "Model and data");
+    group.add("--model", o.model, "DIR|FILE|dN",
+              "A folder of a Hugging Face model, a GGUF file, or the folder of an adapter, which names its "
+              "model. dN, llama:dN, qwen3:dN and so on make a new model of N layers.");
+    group.add("--data", o.data, "FILE...",
+              "Texts, examples in JSON lines or a JSON list, or token shards (.bin) to train on; * and ? "
+              "match names.");
+    group.add("--val-data", o.val_data, "FILE...",
+              "The same for validation. Without it, the last tenth of texts and examples is held out.");
+    group
+        .add_set("--seq-len", "N|auto",
+                 "Tokens in a sequence. auto takes the longest that fit --memory, or 95% of what is free.",
+                 [&o](std::string text) {
+                     const std::string wrong = whole_or("auto", "0", 1, kMostPositions)(text);
+                     if (wrong.empty()) o.seq_len = static_cast<int>(strtod(text.c_str(), nullptr));
+                     return wrong;
+                 })
+        ->default_str(std::to_string(o.seq_len));
+    group
+        .add("--loss-on", o.loss_on, "completions|all",
+             "What has a loss in JSON examples: completions and what assistants say, or all.")
+        ->check(one_of({"completions", "all"}));
+    group
+        .add("--chat-format", o.chat_format, "NAME",
+             "Format of chats: chatml, llama3, mistral, llama2, zephyr, or auto for the one of the model's "
+             "folder.")
+        ->check(one_of({"auto", "chatml", "llama3", "mistral", "llama2", "zephyr"}));
+    group.add("--rope-scaling", o.rope_scaling, "TYPE:FACTOR",
+              "Stretches rotary positions: yarn:4 for sequences four times as long as the model was trained "
+              "on; or dynamic, linear, llama3. It replaces a scaling that the model has.");
+    group.add("--positions", o.positions, "N", "Stretches the learned positions of a GPT-2 over N.")
+        ->transform(whole(1, kMostPositions))
+        ->default_str("the model's");
+    group.add("--seed", o.seed, "N", "Seed of initial weights, data order and samples.")
+        ->transform(whole(0, 0x1.fffffffffffffp63));  // the last number below 2^64 that a double has
+}
+
+inline void declare_training_options(CLI::App& app, Options& o) {
+    OptionGroup group(app, "Training");
+    group
+        .add("--batch", o.batch, "N|auto",
+             "Sequences in a micro-batch. auto takes the most that fit --memory, or 95% of what is free, but "
+             "at most 64 Ki tokens or a tenth of the data.")
+        ->transform(whole_or("auto", "0", 1, kMostCount));
+    group.add("--grad-accum", o.grad_accum, "N", "Micro-batches in a step.")->transform(whole(1, kMostCount));
+    group
+        .add("--steps", o.steps, "N",
+             "Training steps. 0 only validates, merges or generates, as a run with --prompt and no --data "
+             "does. With --bench, the steps to measure.")
+        ->transform(whole(0, 1e12))
+        ->default_str(format("%lld; with --bench %d", static_cast<long long>(o.steps), o.bench_steps));
+    group.add("--lr", o.lr, "RATE", "The highest learning rate.")
+        ->check(between(0.0, 1e3))
+        ->default_str(format("%g for a new model, %g for a trained one, %g for LoRA, %g for a soft prompt",
+                             kNewRate, kFineTuningRate, kLoraRate, kPromptRate));
+    group.add("--min-lr", o.min_lr, "RATE", "The learning rate of the last step.")->check(between(0.0, 1e3));
+    group
+        .add("--warmup", o.warmup, "N",
+             "Steps in which the learning rate rises. With --bench, steps before those that are measured.")
+        ->transform(whole(0, 1e12))
+        ->default_str(format("%lld; with --bench %d", static_cast<long long>(o.warmup), o.bench_warmup));
+    group.add("--schedule", o.schedule, "NAME", "Learning rate after that: cosine, linear, constant or wsd.")
+        ->check(one_of({"constant", "cosine", "linear", "wsd"}));
+    group.add("--weight-decay", o.weight_decay, "X", "Weight decay of matrices.")->check(between(0.0, 1e3));
+    group
+        .add("--clip", o.clip, "NORM",
+             "Largest norm of the gradient; 0 does not clip. With --update-in-backward, of each block's.")
+        ->check(between(0.0, 1e30));
+    group
+        .add("--optimizer", o.optimizer, "NAME,KEY=VALUE,...",
+             "adamw; or sgd, which has no momentum and no state.")
+        ->check(one_of(kOptimizerNames));
+    group.add("--optimizer.beta1", o.beta1, "X", "AdamW's decay of first moments.")
+        ->check(between(0.0, 0.999999));
+    group.add("--optimizer.beta2", o.beta2, "X", "AdamW's decay of second moments.")
+        ->check(between(0.0, 0.9999999));
+    group.add("--optimizer.eps", o.eps, "X", "AdamW's epsilon.")->check(between(1e-20, 1.0));
+    group
+        .add("--dropout", o.dropout, "SHARE",
+             "Share of activations that GPT-2 and BLOOM drop in training, as in transformers.")
+        ->check(between(0.0, 0.99));
+}
+
+// Reads --base: a format for all linear layers, LAYERS=FORMAT for some, head=FORMAT for the head. Returns
+// what is wrong, or "".
+inline std::string set_base(Options& o, const std::vector<std::string>& texts) {
+    o.base.clear(), o.store.clear(), o.head.clear(), o.any_base = false;
+    std::vector<std::string> parts;
+    for (const std::string& text : texts)
+        for (const std::string& part : CLI::detail::split(text, ',')) parts.push_back(part);
+    for (const std::string& part : parts) {
+        if (part == "none")
+            o.any_base = true;
+        else if (part.starts_with("head="))
+            o.head = part.substr(5);
+        else if (part == "nf4" || part == "nf4-double")
+            o.base = part;
+        else
+            o.store.push_back((part == "fp32" || part == "bf16" || part == "8bit" ? "all=" : "") + part);
+    }
+    if (o.any_base && parts.size() > 1) return "none leaves the model as it is: leave the rest out";
+    if (o.head == "nf4-double") o.head = "nf4";
+    if (!o.head.empty() && o.head != "nf4" && o.head != "8bit") return "a head is kept in nf4 or 8bit";
+    if (!o.base.empty() && !o.store.empty()) {  // the one for all layers comes first, so that others count
+        o.store.insert(o.store.begin(), "all=" + o.base);
+        o.base.clear();
+    }
+    return "";
+}
+
+inline void declare_adapter_options(CLI::App& app, Options& o) {
+    OptionGroup group(app, "Adapters");
+    group
+        .add("--train", o.train, "all|lora|prompt",
+             "What is trained: all weights; or, beside a frozen model, a LoRA or a soft prompt.")
+        ->check(one_of(kTrainedNames));
+    app.add_option_function<std::vector<std::string>>(
+           "--base",
+           [&o](const std::vector<std::string>& texts) {
+               const std::string wrong = set_base(o, texts);
+               if (!wrong.empty()) throw CLI::ValidationError("--base", joined(texts, ",") + ": " + wrong);
+           })
+        ->expected(1)
+        ->type_name("FORMAT|LAYERS=FORMAT,...")
+        ->description(
+            "Formats of a frozen model's matrices, which are quantized when they are loaded: nf4 or "
+            "nf4-double for all linear layers, or mlp=bf16,attention=8bit, of fp32, bf16, 8bit, nf4 and "
+            "nf4-double; layers may also be named as in the model's files. head=nf4 or head=8bit quantizes "
+            "the output matrix too. none takes the model as it is, whatever its adapter was trained with.")
+        ->group("Adapters");
+    group.add("--lora-rank", o.lora_rank, "N", "Rank of the LoRA.")->transform(whole(1, kMostChannels));
+    group.add("--lora-alpha", o.lora_alpha, "X", "The LoRA's scale is alpha / rank.")
+        ->check(between(1e-6, 1e6));
+    group
+        .add("--lora-targets", o.lora_targets, "NAME,...",
+             "Linear layers that have a LoRA: attention, mlp, all, or names as in the model's files.")
+        ->delimiter(',')
+        ->default_str("all");
+    group
+        .add("--lora-dropout", o.lora_dropout, "SHARE",
+             "Share of a LoRA's inputs that is dropped in training.")
+        ->check(between(0.0, 0.99));
+    group
+        .add_set("--soft-prompt", "N|TEXT|N:TEXT",
+                 "Length of a soft prompt in tokens, or the text that its vectors begin as, or both: 20:TEXT "
+                 "repeats or cuts the text to 20 tokens. Without a text they begin as random tokens.",
+                 [&o](const std::string& text) -> std::string {
+                     const size_t digits = std::min(text.find_first_not_of("0123456789"), text.size());
+                     const bool counts = digits > 0 && (digits == text.size() || text[digits] == ':');
+                     o.soft_prompt = 0, o.soft_prompt_text = text;
+                     if (!counts) return text.empty() ? "a number or a text is needed" : "";
+                     const double count = strtod(text.substr(0, digits).c_str(), nullptr);
+                     if (count < 1 || count > kMostPositions)
+                         return format("its length is a number from 1 to %d", kMostPositions);
+                     o.soft_prompt = static_cast<int>(count);
+                     o.soft_prompt_text = text.substr(std::min(text.size(), digits + 1));
+                     return "";
+                 })
+        ->default_str(std::to_string(o.soft_prompt));
+    group.add("--adapter", o.adapter, "DIR", "Starts from an adapter that PEFT or a run has saved.");
+    group.add("--merge", o.merge, "DIR", "At the end, saves the model with the adapter merged into it.");
+    group.add("--save-base", o.save_base, "DIR",
+              "Before training, saves the base in NF4 as bitsandbytes does; the adapter then names it.");
+}
+
+inline void declare_plan_options(CLI::App& app, Options& o) {
+    OptionGroup group(app, "Memory");
+    group.add("--memory", o.memory, "SIZE[,host=SIZE]",
+              "Chooses --recompute, --chunk-rows, --batch and --grad-accum so that the run fits, as in 8GiB; "
+              "and, where that is not enough, --offload, --prefetch and --by-block.");
+    group.add("--memory.host", o.host_memory, "SIZE",
+              "Pinned host memory that may be used beside a GPU, as in 8GiB,host=64GiB.");
+    group
+        .add_set("--plan", "[table|json]", "Prints what every buffer takes, and stops.",
+                 [&o](const std::string& form) {
+                     o.plan = true, o.json = form == "json";
+                     return form == "true" ? "" : one_of({"table", "json"})(form);
+                 })
+        ->expected(0, 1);
+    group.add("--timeline", o.timeline, "FILE",
+              "Writes the bytes that are in use after each operation of a step, and what is copied.");
+    group.add("--calibrate", o.calibrate, "FILE",
+              "Measures how fast this device does each kind of operation, into a file, and stops.");
+    group.add("--rates", o.rates, "FILE",
+              "A file of --calibrate, by which times are estimated. Without it, by nominal rates.");
+}
+
+inline void declare_memory_options(CLI::App& app, Options& o) {
+    OptionGroup group(app, "Memory");
+    group.add("--recompute", o.recompute, "LEVEL|LEVEL:N,...",
+              "What backward computes again instead of keeping it: " + joined(recompute_names(), ", ") +
+                  "; or by layers, as in block:4,norm:8.");
+    group.add_keyed(
+        "--chunk-rows",
+        "Processes rows in chunks: N at a time; 0 or all for all of them; auto for as few as cost "
+        "at most 2% of a step. The word auto alone is for all three.");
+    group.add("--chunk-rows.head", o.head_rows, "N|all|auto", "Rows with logits at a time.")
+        ->transform(rows_at_a_time())
+        ->default_str("auto");
+    group.add("--chunk-rows.mlp", o.mlp_rows, "N|all|auto", "Rows in an MLP at a time.")
+        ->transform(rows_at_a_time())
+        ->default_str("all");
+    group
+        .add("--chunk-rows.attention", o.attention_rows, "N|all|auto",
+             "Rows of a sequence in a block at a time, for blocks of level block and in validations. Last "
+             "bits of gradients differ.")
+        ->transform(rows_at_a_time())
+        ->default_str("all");
+    group.add_set("--state-formats", "auto|KEY=FORMAT,...",
+                  "How the optimizer's state is kept. auto: --memory may also choose master=split and 8-bit "
+                  "moments, where that is faster.",
+                  [&o](const std::string& word) {
+                      o.allow_8bit = true;
+                      return word == "auto" ? "" : "auto, or keys such as m=8bit,v=8bit";
+                  });
+    group
+        .add("--state-formats.master", o.master, "fp32|split|none",
+             "What completes bf16 weights; split: the same bits in half the bytes.")
+        ->check(one_of(kMasterNames));
+    group.add("--state-formats.m", o.adam_m, "fp32|bf16|8bit", "AdamW's first moments.")
+        ->check(one_of(kMomentNames));
+    group.add("--state-formats.v", o.adam_v, "fp32|bf16|8bit", "AdamW's second moments.")
+        ->check(one_of(kMomentNames));
+    group.add_flag(
+        "--update-in-backward", o.update_in_backward,
+        "Updates each block as soon as its gradient is complete, so that only one block's gradient "
+        "is kept. Each block's gradient is then clipped by its own norm.");
+    group.add_flag(
+        "--by-block", o.by_block,
+        "Takes all micro-batches of a step through a block before the next one, so that a block is "
+        "streamed and updated once in a step.");
+    group.add_keyed("--offload",
+                    "Places something in host memory (host) or in files (disk), from where it is streamed to "
+                    "the device when it is needed.");
+    for (const Placement& p : kPlacements)
+        group
+            .add_set(p.setting(), p.values, p.help,
+                     [&o, &p](const std::string& value) { return p.set(o, value); })
+            ->default_str("device");
+    group
+        .add("--prefetch", o.prefetch, "N",
+             "Offloaded blocks that are fetched while another one is used; each takes its own buffer. With 0 "
+             "the device waits for each block.")
+        ->check(whole(0, kMostLayers));
+}
+
+inline void declare_logging_options(CLI::App& app, Options& o) {
+    OptionGroup group(app, "Logging");
+    group.add("--print-every", o.print_every, "N", "Steps between printed lines; 0: a line a second.")
+        ->transform(whole(0, 1e12));
+    group.add("--log", o.log, "FILE", "Writes a JSON line for each step and each validation.");
+    group.add("--eval-every", o.eval_every, "N", "Steps between validations; 0: only one at the end.")
+        ->transform(whole(0, 1e12));
+    group
+        .add("--eval-batches", o.eval_batches, "N",
+             "Size of a validation, in training steps' worth of sequences.")
+        ->transform(whole(1, kMostCount));
+    group.add("--loss-by-position", o.loss_by_position, "FILE",
+              "Writes a JSON line for each validation: the loss by the length of its context.");
+}
+
+// Reads --bench: "step", "forward", and with them "ops" and "json". Returns what is wrong, or "".
+inline std::string set_bench(Options& o, const std::string& text) {
+    o.bench = "step", o.profile_ops = o.json = false;
+    for (const std::string& word : CLI::detail::split(text, ',')) {
+        if (word == "step" || word == "forward" || word == "true")
+            o.bench = word == "forward" ? word : "step";
+        else if (word == "ops")
+            o.profile_ops = true;
+        else if (word == "json")
+            o.json = true;
+        else
+            return "step or forward, and with them ops and json";
+    }
+    return "";
+}
+
+inline void declare_output_options(CLI::App& app, Options& o) {
+    OptionGroup sampling(app, "Sampling"), saving(app, "Saving");
+    sampling.add("--prompt", o.prompt, "TEXT", "Text that a sample continues.");
+    sampling.add_keyed("--sample", "When and how text is generated.");
+    sampling.add("--sample.every", o.sample_every, "N", "Steps between samples; 0: only one at the end.")
+        ->transform(whole(0, 1e12));
+    sampling.add("--sample.tokens", o.sample_tokens, "N", "Tokens of a sample; 0: no samples.")
+        ->transform(whole(0, kMostCount));
+    sampling.add("--sample.temperature", o.temperature, "X", "0 always takes the likeliest token.")
+        ->check(between(0.0, 1e3));
+    sampling.add("--sample.top-k", o.top_k, "N", "Samples among the N likeliest tokens; 0: among all.")
+        ->transform(whole(0, kMostCount));
+    saving.add("--out", o.out, "DIR", "Folder for saves, in Hugging Face's format.");
+    saving.add("--save-every", o.save_every, "N", "Steps between saves; 0: only one at the end.")
+        ->transform(whole(0, 1e12));
+    saving
+        .add("--keep", o.keep, "N",
+             "How many saves stay, beside the last good one, at which the loss was not far above the first "
+             "one and the gradient not zero; 0: all.")
+        ->transform(whole(0, kMostCount));
+    saving.add("--resume", o.resume, "DIR|auto",
+               "Continues from a save, with its options unless others are given. auto: from the save in "
+               "--out, or from the start where there is none.");
+}
+
+inline void declare_advanced_options(CLI::App& app, Options& o) {
+    OptionGroup advanced(app, "Advanced");
+    advanced
+        .add_set("--bench", "[step|forward][,ops][,json]",
+                 "Measures training steps, or their forward alone, and keeps nothing. ops: each operation "
+                 "too. json: for programs.",
+                 [&o](const std::string& text) { return set_bench(o, text); })
+        ->expected(0, 1);
+    advanced.add("--threads", o.threads, "N", "CPU threads; 0: as many as there are cores.")
+        ->transform(whole(0, 4096));
+    advanced.add_keyed("--advanced", "Settings for experts and developers.");
+    advanced
+        .add("--advanced.attention", o.attention, "auto|common|hopper",
+             "Attention kernels. hopper is for GPUs of compute capability 9.0; auto takes it where it can.")
+        ->check(one_of({"auto", "common", "hopper"}));
+    advanced.add("--advanced.graph", o.graph, "on|off", "On a GPU, replays each step as CUDA graphs.")
+        ->check(one_of({"on", "off"}));
+    const auto on_or_off = [](bool& field) {
+        return [&field](const std::string& word) {
+            field = word == "on";
+            return one_of({"on", "off"})(word);
+        };
+    };
+    advanced
+        .add_set("--advanced.tf32", "on|off",
+                 "In fp32 on a GPU, multiplies matrices on tensor cores, which round to 10 bits of "
+                 "mantissa.",
+                 on_or_off(o.tf32))
+        ->default_str("off");
+    advanced.add("--advanced.algorithms", o.matmul_algorithms, "FILE",
+                 "On a GPU, a file of the fastest algorithm of each matrix product. Those that it lacks are "
+                 "measured and added.");
+    advanced
+        .add_set("--advanced.clip", "model|block",
+                 "Whether --clip goes by the norm of the whole gradient, or of each block's.",
+                 [&o](const std::string& word) {
+                     o.clip_per_block = word == "block";
+                     return one_of({"model", "block"})(word);
+                 })
+        ->default_str("model");
+}
+
+// Declares every option on the parser, bound to `o`. --config, --help and --version are read before.
+inline void declare_options(CLI::App& app, Options& o) {
+    app.option_defaults()->always_capture_default();
+    app.set_help_flag();
+    declare_model_options(app, o);
+    declare_training_options(app, o);
+    declare_adapter_options(app, o);
+    declare_plan_options(app, o);
+    declare_memory_options(app, o);
+    declare_logging_options(app, o);
+    declare_output_options(app, o);
+    declare_advanced_options(app, o);
+    OptionGroup help(app, "Help");
+    const auto read_before = [](const std::string&) { return std::string(); };
+    help.add_set("--config", "FILE",
+                 "Reads options from a TOML file, without their dashes: lr = 1e-4. What the command line "
+                 "gives counts instead.",
+                 read_before);
+    help.add_set("--help", "[all|GROUP]", "Prints the usual options, all of them, or those of a group.",
+                 read_before)
+        ->expected(0, 1);
+    help.add_set("--version", "", "Prints the version, and what this program was built with.", read_before)
+        ->expected(0);
+}

@@ -1,0 +1,140 @@
+// options_help.h - --help: the usual options, all of them, or those of one group. Lines have at most 100
+// columns.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cctype>
+#include <map>
+
+#include <set>
+#include <string>
+#include <vector>
+
+#include "llmc/error.h"
+#include "llmc/options.h"
+#include "llmc/options_words.h"
+
+constexpr size_t kHelpColumns = 100, kHelpIndent = 30;
+constexpr char kNoBreak = '\x01';  // a space at which no line ends
+
+// What most runs need: the options that --help alone shows.
+inline const std::set<std::string> kUsualOptions = {
+    "--model",      "--data",         "--val-data",  "--seq-len",    "--loss-on", "--seed",
+    "--batch",      "--grad-accum",   "--steps",     "--lr",         "--warmup",  "--schedule",
+    "--clip",       "--weight-decay", "--optimizer", "--train",      "--base",    "--lora-rank",
+    "--lora-alpha", "--lora-targets", "--adapter",   "--merge",      "--memory",  "--plan",
+    "--recompute",  "--offload",      "--log",       "--eval-every", "--prompt",  "--sample",
+    "--out",        "--save-every",   "--resume",    "--threads",    "--config",  "--help",
+    "--version"};
+
+constexpr const char* kHelpExamples = R"(Examples:
+  ./train --data book.txt --steps 500 --out out/book
+  ./train --model smollm2 --train lora --base nf4-double --data chats.json --out out/chat
+  ./train --plan --model llama --train lora --batch 1 --seq-len 4096 --memory 12GB
+)";
+
+constexpr const char* kHelpNotes = R"(Exit codes:
+  0 done; 1 a bug; 2 a mistake, which one line names; 128 + N stopped by signal N (Ctrl-C: 130).
+Signals:
+  SIGINT (Ctrl-C), SIGTERM, SIGHUP and SIGPIPE stop the run after the current micro-batch, and it
+  saves if there is --out. A second Ctrl-C stops it at once, without saving. SIGUSR1, as from
+  Slurm's --signal=USR1@120, saves in --out and continues. Signals that were ignored from the start,
+  as by nohup, stay ignored.
+)";
+
+// A text wrapped between two columns; the first line begins after `lead`.
+inline std::string wrapped(const std::string& lead, const std::string& text, size_t indent) {
+    std::string lines, line = lead;
+    if (line.size() + 2 > indent) lines = line + "\n", line.clear();
+    line.resize(indent, ' ');
+    bool is_empty = true;
+    for (size_t start = 0; start < text.size();) {
+        const size_t end = std::min(text.find(' ', start), text.size());
+        if (!is_empty && line.size() + 1 + (end - start) > kHelpColumns) {
+            lines += line + "\n";
+            line = std::string(indent, ' '), is_empty = true;
+        }
+        line += (is_empty ? "" : " ") + text.substr(start, end - start);
+        is_empty = false;
+        start = end + 1;
+    }
+    return lines + line + "\n";
+}
+
+// The lines of one option, or of one key of an option.
+inline std::string help_of(const CLI::Option& option) {
+    const std::string name = option.get_name(), value = option.get_type_name();
+    const size_t dot = name.find('.');
+    const std::string lead = dot == name.npos ? "  " + name + (value.empty() ? "" : " " + value)
+                                              : "    " + name.substr(dot + 1) + "=" + value;
+    std::string text = option.get_description();
+    const std::string standard = option.get_default_str();
+    const bool has_default = !standard.empty() && standard != "[]" && standard != "{}" && standard != "false";
+    std::string shown = "(default " + standard + ")";
+    if (shown.size() < kHelpColumns / 3) std::replace(shown.begin(), shown.end(), ' ', kNoBreak);
+    if (has_default) text += " " + shown;
+    std::string lines = wrapped(lead, text, kHelpIndent);
+    std::replace(lines.begin(), lines.end(), kNoBreak, ' ');
+    return lines;
+}
+
+// The group that a word names, as `memory` does "Memory" and `model` "Model and data"; "" if none.
+inline std::string group_named(const CLI::App& app, const std::string& word) {
+    const auto lower = [](std::string text) {
+        for (char& c : text) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+        return text;
+    };
+    for (const std::string& group : app.get_groups())
+        if (lower(group) == lower(word) || lower(group.substr(0, group.find(' '))) == lower(word))
+            return group;
+    return "";
+}
+
+// The aliases of each setting, in a line that begins with the setting.
+inline std::string alias_lines() {
+    std::map<std::string, std::string> aliases;
+    for (const Alias& alias : kAliases) {
+        std::string& names = aliases[spelled_setting(alias.setting, "")];
+        names += std::string(names.empty() ? "" : ", ") + alias.name;
+    }
+    std::string lines;
+    for (const auto& [setting, names] : aliases) lines += wrapped("    " + setting, names, kHelpIndent);
+    return lines;
+}
+
+// The text of --help; `about` is empty, "all", or a group's name. Fails if there is no such group.
+inline std::string help_text(const CLI::App& app, const std::string& about) {
+    const bool all = about == "all";
+    const std::string only = about.empty() || all ? "" : group_named(app, about);
+    if (!about.empty() && !all && only.empty()) {
+        std::vector<std::string> names = app.get_groups();
+        for (std::string& name : names) name = name.substr(0, name.find(' '));
+        fail("--help %s: there is no such group: all, or one of %s", printable(about).c_str(),
+             CLI::detail::join(names, ", ").c_str());
+    }
+    std::string text;
+    if (only.empty())
+        text = "Trains a language model in the memory you have, and says beforehand what it takes.\n";
+    for (const std::string& group : app.get_groups()) {
+        if (!only.empty() && group != only) continue;
+        std::string lines;
+        for (const CLI::Option* option : app.get_options()) {
+            const std::string name = option->get_name();
+            const bool usual = kUsualOptions.contains(name.substr(0, name.find('.')));
+            const bool is_key = name.find('.') != name.npos;
+            if (option->get_group() != group ||
+                (about.empty() && (!usual || (is_key && group == "Training"))))
+                continue;
+            lines += help_of(*option);
+        }
+        if (!lines.empty()) text += (text.empty() ? "" : "\n") + group + ":\n" + lines;
+    }
+    if (about.empty())
+        return text + "\n" + kHelpExamples +
+               "\n--help all lists every option; --help memory and the like those of one group.\n";
+    if (!all) return text;
+    text += "\nNames of other tools are understood too, and _ for -:\n" + alias_lines();
+
+    return text + "\n" + kHelpExamples + "\n" + kHelpNotes;
+}

@@ -1,0 +1,148 @@
+// options_parse.h - parse_options(): from a command line to checked options.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "llmc/adapter_base.h"
+#include "llmc/options.h"
+#include "llmc/options_check.h"
+#include "llmc/options_declare.h"
+#include "llmc/options_help.h"
+#include "llmc/options_resume.h"
+#include "llmc/options_words.h"
+#include "llmc/version.h"
+
+// Sets an option to these words, and remembers that it was given. Fails if its range does not have them.
+inline void set_option(CLI::App& app, Options& o, const std::string& name,
+                       const std::vector<std::string>& words) {
+    CLI::Option* const option = app.get_option(name);
+    try {
+        option->clear();
+        for (const std::string& word : words) option->add_result(word);
+        option->run_callback();
+    } catch (const CLI::ParseError& e) {
+        std::string line = e.what();
+        if (line.starts_with(name + ":")) line.replace(0, name.size(), setting_name(name));
+        fail("%s", line.c_str());
+    }
+    o.given[name] = words;
+}
+
+// Prints the help or the version and exits, if the settings ask for it.
+inline void answer_questions(const CLI::App& app, const Settings& settings) {
+    std::string answer;
+    if (const auto help = settings.find("--help"); help != settings.end())
+        answer = help_text(app, help->second[0] == "true" ? "" : help->second[0]);
+    else if (settings.contains("--version"))
+        answer = version_text() + "\n";
+    if (answer.empty()) return;
+    fputs(answer.c_str(), stdout);
+    exit(0);
+}
+
+// Sets the options of the command line and of the config file that it names; the command line counts.
+inline void set_given(CLI::App& app, Options& o, int argc, char** argv) {
+    WordReader reader(app);
+    Settings settings = reader.command_line(std::vector<std::string>(argv + 1, argv + argc));
+    answer_questions(app, settings);
+    if (const auto config = settings.find("--config"); config != settings.end()) {
+        const std::string path = config->second[0];
+        settings.erase(config);
+        for (auto& [name, words] : reader.config_file(path)) {
+            if (settings.contains(name)) continue;
+            naming("--config " + path, [&] { set_option(app, o, name, words); });
+        }
+    }
+    for (const auto& [name, words] : settings) set_option(app, o, name, words);
+}
+
+// Takes from a save what holds in the run that resumes from it. `automatic`: --resume auto.
+inline void set_saved(CLI::App& app, Options& o, const SavedOptions& before, bool automatic) {
+    o.directory = before.directory;
+    std::vector<std::string> taken;
+    for (const auto& [name, values] : before.here.items()) {
+        const CLI::Option* const option = app.get_option_no_throw(name);
+        if (!option) fail("--resume %s: its option %s is unknown", o.resume.c_str(), printable(name).c_str());
+        if (!holds_in_a_resume(name, values, o)) continue;
+        if (o.has(name) && !(automatic && was_chosen_before(name, o))) continue;
+        taken.push_back(name);
+    }
+    for (const std::string& name : taken) {
+        o.saved.insert(name);
+        try {
+            set_option(app, o, name, before.here[name].get<std::vector<std::string>>());
+        } catch (const nlohmann::json::exception&) {
+            fail("--resume %s: its %s is no list of texts", o.resume.c_str(), name.c_str());
+        }
+        o.given[name] = before.written[name].get<std::vector<std::string>>();
+    }
+    // With --seq-len auto, a resumed run keeps the length that was chosen when it began.
+    if (automatic && o.seq_len == 0) o.seq_len = Options().seq_len, o.given.erase("--seq-len");
+}
+
+// True if a run generates without training, because it has a model and a prompt but no data.
+inline bool only_generates(const Options& o) {
+    return o.has("--prompt") && o.data.empty() && !o.has("--steps") && !parse_new_model(o.model) && !o.plan &&
+           o.bench.empty();
+}
+
+// If --model is an adapter's folder, replaces it by the model that the adapter belongs to and makes the
+// folder the value of --adapter. Unless options say otherwise, the model is quantized as it was when the
+// adapter was trained.
+inline void open_adapter_as_model(Options& o) {
+    const std::string folder = o.model;
+    if (parse_new_model(folder) || !is_adapter_folder(resolve_save(folder))) return;
+    if (!o.adapter.empty())
+        fail("--model %s: is an adapter, and so is --adapter %s: give the model that they are of as --model",
+             folder.c_str(), o.adapter.c_str());
+    o.model = find_adapter_model(folder), o.adapter = folder;
+    o.given["--model"] = {o.model}, o.given["--adapter"] = {o.adapter};
+    const std::optional<AdapterBase> base = read_adapter_base(resolve_save(folder));
+    if (o.has("--base") || !base || is_quantized_model(o.model) || !base->has_options()) return;
+    if (!base->is_quantized()) return;
+    o.given["--base"] = {base->option_value()};
+    const std::string wrong = set_base(o, o.given["--base"]);
+    if (!wrong.empty()) fail("%s: %s: %s", folder.c_str(), kAdapterBaseFile, wrong.c_str());
+}
+
+// Fills in what depends on other options.
+inline void complete_options(Options& o) {
+    if (o.seq_len == 0) o.context = "auto", o.seq_len = Options().seq_len;
+    if (!o.has("--lr"))
+        o.lr = o.train == "prompt"        ? kPromptRate
+               : o.trains_adapter()       ? kLoraRate
+               : parse_new_model(o.model) ? kNewRate
+                                          : kFineTuningRate;
+    if (only_generates(o)) o.steps = 0, o.given["--steps"] = {"0"};
+    if (o.bench.empty()) return;
+    const Options standard;
+    if (o.has("--steps")) o.bench_steps = static_cast<int>(std::min<int64_t>(o.steps, INT32_MAX));
+    if (o.has("--warmup")) o.bench_warmup = static_cast<int>(std::min<int64_t>(o.warmup, INT32_MAX));
+    o.steps = standard.steps, o.warmup = standard.warmup;
+}
+
+// Reads the command line. For a resumed run, saved(save) returns that save's SavedOptions; those that were
+// not given are taken from there. Prints the help and exits if asked to. Fails on mistakes.
+template <class Saved>
+Options parse_options(int argc, char** argv, Saved&& saved) {
+    Options o;
+    CLI::App app;
+    declare_options(app, o);
+    set_given(app, o, argc, argv);
+    const bool automatic = o.resume == "auto";
+    if (automatic) resume_what_is_there(o);
+    if (!o.resume.empty()) set_saved(app, o, saved(o.resume), automatic);
+    open_adapter_as_model(o);
+    complete_options(o);
+    check_options(o);
+    if (o.update_in_backward && o.clip > 0) o.clip_per_block = true;
+    if (!o.bench.empty()) {
+        o.steps = o.bench == "forward" ? 0 : 1 + int64_t{o.bench_warmup} + o.bench_steps;
+        o.sample_tokens = 0;
+    }
+    return o;
+}

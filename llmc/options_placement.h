@@ -1,0 +1,164 @@
+// options_placement.h - the table of what can be placed outside the device: the keys of --offload. The
+// command line, --memory, saves and messages all read it, so a new placement is one more line here.
+#pragma once
+
+#include <cstdlib>
+#include <string>
+
+#include "llmc/model_config.h"
+#include "llmc/options.h"
+#include "llmc/parked_room.h"
+#include "llmc/work.h"
+
+struct Placement {
+    const char* key;     // in --offload
+    const char* values;  // of the key, for the help
+    const char* help;
+    // The value in the options, as it would be written: "disk", "host:8".
+    std::string (*value)(const Options&);
+    // Sets the value. Returns what is wrong with it, or "".
+    std::string (*set)(Options&, const std::string&);
+    // True if --memory may try the value that the options have.
+    bool (*may_try)(const Options&);
+    // True if a resumed run that does not train leaves it out: it then has the save's own weights.
+    bool of_training_only;
+
+    std::string setting() const { return std::string("--offload.") + key; }
+};
+
+// True if the host's cores can do the updates: the state is not on the device, and neither gradients nor
+// trained weights are on a disk.
+inline bool host_can_update(const Options& o) {
+    return o.state != "device" && o.gradients != "disk" && (o.weights != "disk" || o.trains_adapter());
+}
+
+// Sets a field to a placement. Returns what is wrong with it, or "".
+inline std::string set_home(std::string& field, const std::string& value) {
+    for (const char* const home : kHomeNames)
+        if (value == home) return field = value, "";
+    return "'" + printable(value) + "' is none of device, host, disk";
+}
+
+// Splits "host:8" into "host" and 8, with `word` as the name of -1 and `none` for no number. Returns false if
+// what follows the colon is neither the word nor a number from 1 to `most`.
+inline bool split_count(const std::string& value, const char* word, int none, int most, std::string& home,
+                        int& count) {
+    const size_t colon = value.find(':');
+    home = value.substr(0, colon);
+    count = none;
+    if (colon == value.npos) return true;
+    const std::string number = value.substr(colon + 1);
+    if (*word && number == word) return count = -1, true;
+    char* end = nullptr;
+    const double parsed = strtod(number.c_str(), &end);
+    count = parsed >= 1 && parsed <= most ? static_cast<int>(parsed) : 0;
+    return !number.empty() && *end == '\0' && count >= 1 && count == parsed;
+}
+
+// Activations can be offloaded to one place only (kParkedHome); `auto` is its other name. Returns what is
+// wrong with the name of a place, or "".
+inline std::string check_parked_home(const std::string& home) {
+    const std::string there = kHomeNames[static_cast<int>(kParkedHome)];
+    if (home == "auto" || home == "device" || home == there) return "";
+    if (home == "host") return "on a CPU the host's memory is the device's; " + there + " takes none";
+    if (home == "disk") return "beside a GPU activations are offloaded to host memory: " + there;
+    return "device, " + there + " or auto, which is " + there + " in this build";
+}
+
+inline const char* parked_home_name() { return kHomeNames[static_cast<int>(kParkedHome)]; }
+
+constexpr int kMostChunks = 1 << 30;
+
+inline std::string set_state(Options& o, const std::string& value) {
+    std::string home;
+    int rooms;
+    if (!split_count(value, "block", Options().state_rooms, kMostChunks, home, rooms))
+        return "the number of chunks on the device, or block, follows the colon, as in host:8";
+    if (home == "device" && home != value) return "chunks are of a state outside the device";
+    const std::string wrong = set_home(o.state, home);
+    if (wrong.empty()) o.state_rooms = rooms;
+    return wrong;
+}
+inline std::string state_value(const Options& o) {
+    if (o.state_rooms == Options().state_rooms) return o.state;
+    return o.state + ":" + (o.state_rooms < 0 ? "block" : std::to_string(o.state_rooms));
+}
+
+inline std::string set_inputs(Options& o, const std::string& value) {
+    std::string home;
+    int layers;
+    if (!split_count(value, "", -1, kMostLayers, home, layers))
+        return "a number of layers follows the colon, as in auto:24";
+    if (home == "device" && home != value) return "a number is of layers whose inputs leave the device";
+    const std::string wrong = check_parked_home(home);
+    if (wrong.empty()) o.park = home == "device" ? 0 : layers;
+    return wrong;
+}
+inline std::string inputs_value(const Options& o) {
+    if (o.park == 0) return "device";
+    return "auto" + (o.park < 0 ? "" : ":" + std::to_string(o.park));
+}
+
+inline const Placement kPlacements[] = {
+    {"weights", "device|host|disk",
+     "Weights of the blocks. A frozen model's are read from its own files, others from a file of the run's.",
+     [](const Options& o) { return o.weights; },
+     [](Options& o, const std::string& value) { return set_home(o.weights, value); },
+     [](const Options&) { return true; }, true},
+    {"embeddings", "device|host|disk", "Token embedding and head of a frozen model.",
+     [](const Options& o) { return o.embeddings; },
+     [](Options& o, const std::string& value) { return set_home(o.embeddings, value); },
+     [](const Options&) { return true; }, true},
+    {"gradients", "device|host|disk", "Gradients of the blocks.",
+     [](const Options& o) { return o.gradients; },
+     [](Options& o, const std::string& value) { return set_home(o.gradients, value); },
+     [](const Options&) { return true; }, false},
+    {"state", "device|host|disk[:N|:block]",
+     "The optimizer's moments and the master. N chunks of about 3 MB are on the device at a time (default "
+     "32); with :block as many as a block has.",
+     state_value, set_state, [](const Options&) { return true; }, false},
+    {"updates", "device|host",
+     "Where offloaded state is updated, beside a GPU: on the device, or by the host's cores.",
+     [](const Options& o) { return o.updates; },
+     [](Options& o, const std::string& value) -> std::string {
+         if (value != "device" && value != "host")
+             return "'" + printable(value) + "' is none of device, host";
+         return o.updates = value, "";
+     },
+     host_can_update, false},
+    {"inputs", "device|auto[:N]",
+     "Inputs of the blocks, or of the first N blocks, until backward needs them. auto is host beside a GPU, "
+     "and disk on a CPU; these names work there too.",
+     inputs_value, set_inputs, [](const Options&) { return true; }, false},
+    {"keys", "device|auto",
+     "Keys and values of a sequence, and the sums of their gradients, to where inputs go. Needs --chunk-rows "
+     "attention=. With a sliding window or packed documents last bits differ.",
+     [](const Options& o) -> std::string { return o.park_keys ? "auto" : "device"; },
+     [](Options& o, const std::string& value) {
+         const std::string wrong = check_parked_home(value);
+         if (wrong.empty()) o.park_keys = value != "device";
+         return wrong;
+     },
+     [](const Options& o) { return o.park == -1; }, false},
+};
+
+// The placement with this key.
+inline const Placement& placement(const std::string& key) {
+    for (const Placement& p : kPlacements)
+        if (key == p.key) return p;
+    bug("no placement %s", key.c_str());
+}
+
+// What was chosen differently from the given options, as on a command line.
+inline std::string placements_text(const Options& chosen, const Options& given) {
+    std::string offload, text;
+    for (const Placement& p : kPlacements) {
+        std::string value = p.value(chosen);
+        if (value == p.value(given)) continue;
+        if (value.starts_with("auto")) value.replace(0, 4, parked_home_name());
+        offload += (offload.empty() ? " --offload " : ",") + (p.key + ("=" + value));
+    }
+    if (chosen.prefetch != given.prefetch) text += " --prefetch " + std::to_string(chosen.prefetch);
+    if (chosen.by_block && !given.by_block) text += " --by-block";
+    return offload + text;
+}

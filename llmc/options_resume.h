@@ -1,0 +1,77 @@
+// options_resume.h - which options of a save hold in a run that resumes from it.
+#pragma once
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "llmc/file.h"
+#include "llmc/options.h"
+#include "llmc/options_placement.h"
+
+// True if the library for matrix products lets us choose its algorithms.
+#if defined(SIMT_GPU)
+constexpr bool kSearchesAlgorithms = true;
+#else
+constexpr bool kSearchesAlgorithms = false;
+#endif
+
+// True if that library has TF32 for this build's operands.
+#if defined(SIMT_GPU) && !defined(LLMC_BF16)
+constexpr bool kHasTf32 = true;
+#else
+constexpr bool kHasTf32 = false;
+#endif
+
+// The options of a save, by name: as they were written, and with relative names that are valid here.
+struct SavedOptions {
+    nlohmann::json written, here;
+    std::string directory;  // the folder that the written names count from
+};
+
+// True if --memory chooses this setting again in a resumed run, whatever the save says. Not among them: the
+// formats of the state, which stay, and the micro-batches, whose number of sequences stays.
+inline bool is_chosen_anew(const std::string& name) {
+    if (name.starts_with("--chunk-rows.") || name.starts_with("--offload.")) return true;
+    return name == "--recompute" || name == "--prefetch" || name == "--by-block";
+}
+
+// True if a setting of a save also holds in a run that resumes from it. `o` has the command line's settings,
+// and `name` is not among these.
+inline bool holds_in_a_resume(const std::string& name, const nlohmann::json& values, const Options& o) {
+    const auto among = [&](std::initializer_list<const char*> names) {
+        return std::find(names.begin(), names.end(), name) != names.end();
+    };
+    if (among({"--resume", "--timeline", "--save-base"})) return false;  // the adapter names its base
+    if (among({"--rates"})) return false;                                // of the first run's machine
+    if (among({"--advanced.algorithms"})) return kSearchesAlgorithms;
+    if (among({"--advanced.tf32"})) return kHasTf32;
+    if (is_chosen_anew(name) && o.has("--memory") && o.batch != 0) return false;
+    for (const Placement& p : kPlacements)
+        if (name == p.setting() && p.of_training_only && o.steps == 0) return o.trains_adapter();
+    // A run that only generates needs no data, and must not touch the training's outputs.
+    if (among({"--data", "--val-data", "--loss-on", "--chat-format", "--log", "--loss-by-position", "--out",
+               "--save-every", "--merge"}))
+        return o.steps > 0;
+    // A prompt asks for a sample.
+    if (among({"--sample.tokens"})) return !o.has("--prompt") || values != nlohmann::json::array({"0"});
+    return true;
+}
+
+// For --resume auto: resumes from the save in --out if there is one, else starts a new run. The command is
+// the same each time, so what it chose when the run began is not chosen again.
+inline void resume_what_is_there(Options& o) {
+    if (o.out.empty()) fail("--resume auto is for the save in --out: give --out DIR");
+    o.resume = file_exists(o.out + "/latest/trainer_state.json") ? o.out : "";
+    if (!o.resume.empty()) o.allow_8bit = false;
+}
+
+// True if the command line leaves this setting to be chosen and the save has what was chosen, so that the
+// same command resumes with it.
+inline bool was_chosen_before(const std::string& name, const Options& o) {
+    if (name == "--seq-len") return o.seq_len == 0;
+    if (o.has("--memory")) return false;
+    return (name == "--batch" && o.batch == 0) || (name == "--chunk-rows.head" && o.head_rows < 0) ||
+           (name == "--chunk-rows.mlp" && o.mlp_rows < 0) ||
+           (name == "--chunk-rows.attention" && o.attention_rows < 0);
+}

@@ -1,0 +1,282 @@
+// options_words.h - reads the words of a command line, or of a config file, into settings by name.
+//
+// Most options are a setting of the same name: --lr 3 sets "--lr". An option with keys has a setting for each
+// of them: --offload weights=disk,state=host sets "--offload.weights" and "--offload.state". Such an option
+// may be given several times, and so may --base and --bench; of another setting that is given twice, the
+// last value counts.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <fstream>
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/error.h"
+#include "llmc/file.h"
+
+using Settings = std::map<std::string, std::vector<std::string>>;
+
+// The options with keys. A word without "=" is the value of the settings in `alone`, if there are any.
+struct KeyedOption {
+    const char* name;
+    std::vector<const char*> alone;
+};
+inline const KeyedOption kKeyedOptions[] = {
+    {"--optimizer", {"--optimizer"}},
+    {"--memory", {"--memory"}},
+    {"--chunk-rows", {"--chunk-rows.head", "--chunk-rows.mlp", "--chunk-rows.attention"}},
+    {"--state-formats", {"--state-formats"}},
+    {"--offload", {}},
+    {"--sample", {}},
+    {"--advanced", {}},
+};
+
+// Names that transformers, trl, peft and llm.c have for the same settings.
+struct Alias {
+    const char *name, *setting;
+};
+inline constexpr Alias kAliases[] = {
+    {"--model-name-or-path", "--model"},
+    {"--train-file", "--data"},
+    {"--train-data", "--data"},
+    {"--validation-file", "--val-data"},
+    {"--seq-length", "--seq-len"},
+    {"--sequence-length", "--seq-len"},
+    {"--max-length", "--seq-len"},
+    {"--max-seq-length", "--seq-len"},
+    {"--block-size", "--seq-len"},
+    {"--batch-size", "--batch"},
+    {"--micro-batch-size", "--batch"},
+    {"--per-device-train-batch-size", "--batch"},
+    {"--gradient-accumulation-steps", "--grad-accum"},
+    {"--max-steps", "--steps"},
+    {"--num-iterations", "--steps"},
+    {"--learning-rate", "--lr"},
+    {"--warmup-steps", "--warmup"},
+    {"--warmup-iters", "--warmup"},
+    {"--lr-scheduler-type", "--schedule"},
+    {"--max-grad-norm", "--clip"},
+    {"--grad-clip", "--clip"},
+    {"--optim", "--optimizer"},
+    {"--adam-beta1", "--optimizer.beta1"},
+    {"--adam-beta2", "--optimizer.beta2"},
+    {"--adam-epsilon", "--optimizer.eps"},
+    {"--lora-r", "--lora-rank"},
+    {"--lora-target-modules", "--lora-targets"},
+    {"--target-modules", "--lora-targets"},
+    {"--num-virtual-tokens", "--soft-prompt"},
+    {"--max-new-tokens", "--sample.tokens"},
+    {"--temperature", "--sample.temperature"},
+    {"--top-k", "--sample.top-k"},
+    {"--output-dir", "--out"},
+    {"--save-steps", "--save-every"},
+    {"--save-total-limit", "--keep"},
+    {"--resume-from-checkpoint", "--resume"},
+    {"--logging-steps", "--print-every"},
+    {"--eval-steps", "--eval-every"},
+    {"--num-threads", "--threads"},
+};
+
+// The fewest characters to insert, delete or replace that make one text the other.
+inline size_t edit_distance(const std::string& a, const std::string& b) {
+    std::vector<size_t> row(b.size() + 1);
+    for (size_t j = 0; j <= b.size(); j++) row[j] = j;
+    for (size_t i = 1; i <= a.size(); i++) {
+        size_t diagonal = row[0];
+        row[0] = i;
+        for (size_t j = 1; j <= b.size(); j++) {
+            const size_t above = row[j];
+            row[j] = std::min({row[j] + 1, row[j - 1] + 1, diagonal + (a[i - 1] != b[j - 1])});
+            diagonal = above;
+        }
+    }
+    return row[b.size()];
+}
+
+// The name that `text` is probably meant to be; "" if it is near none.
+inline std::string nearest_name(const std::string& text, const std::vector<std::string>& names) {
+    std::string nearest;
+    size_t least = std::min<size_t>(3, text.size() / 3) + 1;
+    for (const std::string& name : names)
+        if (const size_t distance = edit_distance(text, name); distance < least)
+            least = distance, nearest = name;
+    return nearest;
+}
+
+// Reads words into settings that are options of `app`.
+class WordReader {
+  public:
+    explicit WordReader(const CLI::App& app) : app_(app) {}
+
+    // The settings of a command line, without the program's name. Fails on what is no option.
+    Settings command_line(const std::vector<std::string>& words) {
+        settings_.clear();
+        for (size_t i = 0; i < words.size();) {
+            std::string name = words[i] == "-h" ? "--help" : words[i], value;
+            i++;
+            const size_t equals = name.find('=');
+            if (!is_name(name))
+                fail("%s: is no option; their names begin with --, and values follow them",
+                     printable(name).c_str());
+            const bool has_value = equals != name.npos;
+            if (has_value) value = name.substr(equals + 1), name.resize(equals);
+            const std::string setting = find(name);
+            const auto [fewest, most] = counts(setting);
+            std::vector<std::string> values;
+            if (has_value && most == 0 && value != "true" && value != "false")
+                fail("%s takes no value, as in %s", name.c_str(), words[i - 1].c_str());
+            if (has_value) values.push_back(value);
+            const auto more = [&](size_t limit) { return values.size() < limit && i < words.size(); };
+            while (more(fewest)) values.push_back(words[i++]);
+            while (!has_value && more(most) && !is_name(words[i]) && words[i] != "-h")
+                values.push_back(words[i++]);
+            if (values.size() < fewest) fail("%s: its value is missing", name.c_str());
+            add(setting, name, values);
+        }
+        return settings_;
+    }
+
+    // The settings of a TOML file. Fails, naming the file, on what is no option.
+    Settings config_file(const std::string& path) {
+        settings_.clear();
+        std::ifstream file(path);
+        if (!file || !std::filesystem::is_regular_file(path))
+            fail("--config %s: cannot be read: %s", path.c_str(), strerror(errno ? errno : EISDIR));
+        naming("--config " + path, [&] {
+            for (const CLI::ConfigItem& item : CLI::ConfigTOML().from_config(file)) {
+                if (item.name == "++" || item.name == "--") continue;  // where a section begins or ends
+                add_item(item);
+            }
+        });
+        return settings_;
+    }
+
+  private:
+    static bool is_name(const std::string& word) {
+        return word.size() > 2 && word.starts_with("--") && std::isalpha(static_cast<unsigned char>(word[2]));
+    }
+
+    // The setting of an option's name as it was written. Fails if there is none, with the nearest name.
+    std::string find(const std::string& written) const {
+        std::string name = written;
+        std::replace(name.begin(), name.end(), '_', '-');
+        for (const Alias& alias : kAliases)
+            if (name == alias.name) return alias.setting;
+        if (name.find('.') == name.npos && option(name)) return name;
+        if (const size_t dot = name.find('.'); dot != name.npos && option(name))
+            fail("%s: did you mean %s %s=...?", printable(written).c_str(), name.substr(0, dot).c_str(),
+                 name.substr(dot + 1).c_str());
+        std::vector<std::string> names;
+        for (const CLI::Option* known : app_.get_options()) {
+            const std::string other = known->get_name();
+            const size_t dot = other.find('.');
+            if (dot == other.npos)
+                names.push_back(other);
+            else if (other.substr(dot + 1) == name.substr(2))
+                fail("%s: did you mean %s %s=...?", printable(written).c_str(), other.substr(0, dot).c_str(),
+                     other.substr(dot + 1).c_str());
+        }
+        for (const Alias& alias : kAliases) names.push_back(alias.name);
+        const std::string nearest = nearest_name(name, names);
+        if (nearest.empty())
+            fail("%s: there is no such option; --help all lists them", printable(written).c_str());
+        fail("%s: did you mean %s?", printable(written).c_str(), nearest.c_str());
+    }
+
+    const CLI::Option* option(const std::string& name) const {
+        try {
+            return app_.get_option(name);
+        } catch (const CLI::OptionNotFound&) {
+            return nullptr;
+        }
+    }
+
+    // The fewest and the most values that an option takes.
+    std::pair<size_t, size_t> counts(const std::string& setting) const {
+        const CLI::Option* const found = option(setting);
+        const int fewest = found->get_items_expected_min(), most = found->get_items_expected_max();
+        return {static_cast<size_t>(std::max(0, fewest)), static_cast<size_t>(std::max(0, most))};
+    }
+
+    // Adds a setting, or those of an option with keys.
+    void add(const std::string& setting, const std::string& written, const std::vector<std::string>& values) {
+        for (const KeyedOption& keyed : kKeyedOptions)
+            if (setting == keyed.name) {
+                for (const std::string& value : values) add_keys(keyed, written, value);
+                return;
+            }
+        std::vector<std::string>& words = settings_[setting];
+        const std::string before = words.empty() ? "" : words[0] + ",";
+        words = values.empty() ? std::vector<std::string>{"true"} : values;
+        if (setting == "--base" || setting == "--bench") words[0] = before + words[0];  // these accumulate
+    }
+
+    // Adds the parts of "key=value,key=value".
+    void add_keys(const KeyedOption& keyed, const std::string& written, const std::string& text) {
+        for (size_t start = 0; start <= text.size();) {
+            const size_t end = std::min(text.find(',', start), text.size());
+            const std::string part = text.substr(start, end - start);
+            start = end + 1;
+            const size_t equals = part.find('=');
+            if (equals != part.npos) {
+                settings_[find_key(keyed, written, part.substr(0, equals))] = {part.substr(equals + 1)};
+                continue;
+            }
+            if (keyed.alone.empty())
+                fail("%s %s: needs a key and a value, as in %s=...", written.c_str(), printable(text).c_str(),
+                     keys_of(keyed.name)[0].c_str());
+            for (const char* setting : keyed.alone) settings_[setting] = {part};
+        }
+    }
+    std::string find_key(const KeyedOption& keyed, const std::string& written, const std::string& key) const {
+        std::string name = key;
+        std::replace(name.begin(), name.end(), '_', '-');
+        const std::string setting = std::string(keyed.name) + "." + name;
+        if (option(setting)) return setting;
+        const std::vector<std::string> keys = keys_of(keyed.name);
+        const std::string nearest = nearest_name(name, keys);
+        if (!nearest.empty())
+            fail("%s %s: did you mean %s=?", written.c_str(), printable(key).c_str(), nearest.c_str());
+        fail("%s %s: is none of its keys, which are %s", written.c_str(), printable(key).c_str(),
+             CLI::detail::join(keys, ", ").c_str());
+    }
+    std::vector<std::string> keys_of(const std::string& name) const {
+        std::vector<std::string> keys;
+        for (const CLI::Option* known : app_.get_options())
+            if (const std::string other = known->get_name(); other.starts_with(name + "."))
+                keys.push_back(other.substr(name.size() + 1));
+        return keys;
+    }
+
+    // Adds a line of a config file: `lr = 1e-4`, or `weights = "disk"` below [offload].
+    void add_item(const CLI::ConfigItem& item) {
+        const auto bare = [](const std::string& name) {
+            return "--" + (name.starts_with("--") ? name.substr(2) : name);
+        };
+        const std::string key = item.parents.empty() ? "" : item.name;
+        const std::string name = bare(item.parents.empty() ? item.name : item.parents[0]);
+        if (name == "--config" || name == "--help" || name == "--version" || item.parents.size() > 1)
+            fail("%s: is no setting of a run", item.fullname().c_str());
+        const std::string setting = find(name);
+        if (key.empty()) {
+            const auto [fewest, most] = counts(setting);
+            const bool is_keyed = std::ranges::any_of(
+                kKeyedOptions, [&](const KeyedOption& keyed) { return setting == keyed.name; });
+            if (!is_keyed && (item.inputs.size() < fewest || item.inputs.size() > std::max<size_t>(1, most)))
+                fail("%s: takes one value", name.c_str());
+            return add(setting, name, item.inputs);
+        }
+        for (const KeyedOption& keyed : kKeyedOptions)
+            if (setting == keyed.name) {
+                for (const std::string& value : item.inputs) settings_[find_key(keyed, name, key)] = {value};
+                return;
+            }
+        fail("%s: has no keys, such as %s", name.c_str(), printable(key).c_str());
+    }
+
+    const CLI::App& app_;
+    Settings settings_;
+};

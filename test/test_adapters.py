@@ -113,7 +113,7 @@ def test_a_prompt_begins_as_embeddings(train, tmp_path):
     make(tmp_path / "model", "--channels", 24, "--heads", 3, "--vocab", 256, "--dtype", "bf16")
     rows = load_file(tmp_path / "model" / "model.safetensors")["wte.weight"].float()
     options = ("--model", "model", "--train", "prompt", "--soft-prompt", 5, "--steps", 0)
-    for name, text in (("drawn", ()), ("text", ("--soft-prompt", "ab"))):
+    for name, text in (("drawn", ()), ("text", ("--soft-prompt", "5:ab"))):
         train(*options, *text, "--out", name, cwd=tmp_path)
         prompt = load_file(tmp_path / name / "adapter_model.safetensors")["prompt_embeddings"].float()
         tokens = [torch.nonzero((rows == row).all(1)).item() for row in prompt]

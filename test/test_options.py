@@ -115,7 +115,7 @@ def test_aliases_and_underscores(train):
     (("--offload", "state=disk:0"), "--offload state"), (("--offload", "inputs=auto:many"), "--offload inputs"),
     (("--base", "head=4bit"), "--base"), (("--base", "none,head=nf4"), "--base"), (("--plan", "xml"), "--plan: 'xml' is none of table, json"),
     (("--bench", "fast"), "--bench"), (("--by-block=maybe",), "--by-block"), (("--seq-len",), "--seq-len: its value is missing"),
-    (("words",), "words: is no option"), (("--lr", 1, 2), "2: is no option"), (("--state-formats", "auto"), "--memory"),
+    (("--by-block", "words"), "words: is no option"), (("--lr", 1, 2), "2: is no option"), (("--state-formats", "auto"), "--memory"),
     (("--update-in-backward", "--advanced", "clip=model"), "--advanced clip=model"),
     (("--chunk-rows", "auto", "--chunk-rows", "mlp=some"), "--chunk-rows mlp")], ids=str)
 def test_mistakes(train, arguments, named):

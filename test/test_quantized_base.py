@@ -322,7 +322,7 @@ def test_bad_input(train_fp32, work):
     refused(train_fp32, work, untrained | {"--base": "nf4", "--out": "out"}, "--out out", "--save-base")
     refused(train_fp32, work, untrained | {"--save-base": "base"}, "--save-base base", "--base nf4")
     saves = base | {"--model": "model", "--base": "nf4", "--train": "lora"}
-    refused(train_fp32, work, saves | {"--save-base": "base", "--base head": "nf4"}, "--save-base base", "--base head=nf4")
+    refused(train_fp32, work, saves | {"--save-base": "base", "--base head": "nf4"}, "--save-base base", "head=nf4")
     refused(train_fp32, work, base | {"--model": "model", "--base head": "nf4"}, "--base head=nf4", "--train lora")
     refused(train_fp32, work, base | {"--model": "model", "--base head": "8bit", "--train": "lora"}, "--base head=8bit", "channels")
     refused(train_fp32, work, untrained | {"--base head": "nf4", "--out": "out"}, "--out out")

@@ -16,7 +16,7 @@ def test_parked_inputs_change_no_bit(train, work, options, layers):
     assert trained(train, work, "a", *options) == trained(train, work, "b", *options, "--offload", f"inputs=auto:{layers}")
 
 
-@pytest.mark.parametrize("options", [(), ("--update-in-backward")], ids=str)
+@pytest.mark.parametrize("options", [(), ("--update-in-backward",)], ids=str)
 def test_parking_in_full_training(train, wide4, tmp_path, options):
     work = linked(tmp_path, wide4)
     for name, more in (("a", ()), ("b", ("--offload", "inputs=auto", "--recompute", "block"))):

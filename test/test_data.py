@@ -92,7 +92,7 @@ def until_changed(train, work, *options, change):
     return error, json.loads((work / "out" / "trainer_state.json").read_text())["step"]
 
 
-@pytest.mark.parametrize("options", [(), ("--grad-accum", 3), ("--update-in-backward")], ids=str)
+@pytest.mark.parametrize("options", [(), ("--grad-accum", 3), ("--update-in-backward",)], ids=str)
 def test_a_text_that_is_shortened(train, work, options):
     """The training so far is saved and equals that of an undisturbed run."""
     shutil.copy2(work / "text", work / "before")

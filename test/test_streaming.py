@@ -391,7 +391,7 @@ def test_parked_inputs_change_no_bit(train, work, options, layers):
     assert trained(train, work, "a", *options) == trained(train, work, "b", *options, "--offload", f"inputs=auto:{layers}")
 
 
-@pytest.mark.parametrize("options", [(), ("--update-in-backward")], ids=str)
+@pytest.mark.parametrize("options", [(), ("--update-in-backward",)], ids=str)
 def test_parking_in_full_training(train, wide4, tmp_path, options):
     work = linked(tmp_path, wide4)
     for name, more in (("a", ()), ("b", ("--offload", "inputs=auto", "--recompute", "block"))):
@@ -478,7 +478,7 @@ def test_two_blocks_have_gradients_in_memory(train, wide, tmp_path):
 def test_every_family_trains_from_the_disk(train, tmp_path, family):
     """With any prefetch distance."""
     work = prepare(tmp_path, family, OPTIONS)
-    in_backward = ("--update-in-backward")
+    in_backward = ("--update-in-backward",)
     for options, elsewhere in ((("--grad-accum", 2), ALL), (in_backward, ELSEWHERE[2])):
         train(*DATA, "--steps", 3, "--sample", "tokens=0", "--out", "memory", *options, cwd=work)
         for ahead in (0, 1, 2):

@@ -132,7 +132,7 @@ def elsewhere(train, tmp_path, *options):
     return write(train, tmp_path / "t.json", *ELSEWHERE, *options)
 
 
-@pytest.mark.parametrize("options", [(), ("--update-in-backward")], ids=["", "update in backward"])
+@pytest.mark.parametrize("options", [(), ("--update-in-backward",)], ids=["", "update in backward"])
 def test_transfers_in_the_order_of_the_program(train, tmp_path, options):
     """Without measured rates: from the operation at which each starts to the one at which it is waited
     for."""

@@ -471,7 +471,7 @@ def test_what_is_not_finite_is_not_saved(train, work):
 
 
 @pytest.mark.parametrize("options", [("--grad-accum", 3, "--eval-batches", 2),
-                                     ("--update-in-backward")], ids=str)
+                                     ("--update-in-backward",)], ids=str)
 def test_graphs_change_nothing(train, work, options):
     """If there are graphs, six steps record and replay the micro-batches, the update and the validation."""
     assert trained(train, work, "on", *options) == trained(train, work, "off", *options, "--advanced", "graph=off")

@@ -424,7 +424,7 @@ def test_the_hosts_cores_update_to_the_same_bits(tmp_path, formats):
          *MODELS["llama"])
     write_shard(tmp_path / "data.bin", random_tokens(VOCAB, 3000))
     options = ("--steps", REPLAYED, "--lr", 1e-3, "--clip", 1, "--eval-batches", 1, *FORMATS[formats])
-    for name, way in {"after": ("--grad-accum", 2), "in backward": ("--update-in-backward")}.items():
+    for name, way in {"after": ("--grad-accum", 2), "in backward": ("--update-in-backward",)}.items():
         first = logged(played("bf16"), tmp_path / name, tmp_path, *options, *way)[:2]
         places = [(), ("--offload", "weights=host")] + ([("--offload", "weights=host,gradients=host")] if name == "after" else [])
         places = [("--offload", f"state={state}", *where) for state in ("host", "disk") for where in places]

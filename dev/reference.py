@@ -546,6 +546,22 @@ def number(kind, minimum):
     return parse
 
 
+COEFFICIENTS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+
+
+def adamw(text):
+    """An argparse type: "adamw", "beta1=0.9" and the like, with commas between them, as a dict."""
+    chosen = {}
+    for part in text.split(","):
+        key, _, value = part.partition("=")
+        if part == "adamw":
+            continue
+        if key not in COEFFICIENTS:
+            raise argparse.ArgumentTypeError(f"{part} is none of adamw, beta1=, beta2= and eps=")
+        chosen[key] = number(float, 0)(value)
+    return chosen
+
+
 def parse_options(arguments):
     parser = OptionParser(description=__doc__.splitlines()[0], allow_abbrev=False,
                           formatter_class=argparse.ArgumentDefaultsHelpFormatter)
@@ -565,9 +581,8 @@ def parse_options(arguments):
     add("--warmup", type=whole, default=30, help="steps of linear warm-up")
     add("--schedule", choices=("cosine", "linear", "constant", "wsd"), default="cosine")
     add("--weight-decay", type=real, default=0.1, help="of matrices only")
-    add("--beta1", type=real, default=0.9)
-    add("--beta2", type=real, default=0.95)
-    add("--eps", type=real, default=1e-8)
+    add("--optimizer", type=adamw, action="append", default=[],
+        help="AdamW's coefficients, as the trainer takes them: beta1=0.9,beta2=0.95,eps=1e-8")
     add("--clip", type=real, default=1.0, help="largest gradient norm, 0 for no clipping")
     add("--seed", type=whole, default=1337, help="of the data's order")
     add("--eval-every", type=whole, default=0, help="steps between validations, 0 for none")
@@ -579,6 +594,10 @@ def parse_options(arguments):
     add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast over fp32 weights")
     add("--threads", type=whole, default=0, help="CPU threads, 0 for PyTorch's choice")
     options = parser.parse_args(arguments)
+    for key, value in COEFFICIENTS.items():
+        for chosen in options.optimizer:
+            value = chosen.get(key, value)
+        setattr(options, key, value)
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         fail(f"--device {options.device}: PyTorch finds no CUDA device")
     return options

@@ -22,7 +22,6 @@
 #include "llmc/linear.h"              // linear_forward(), linear_backward(), with LoRA
 #include "llmc/norm_layer.h"          // NormLayer
 #include "llmc/offload_inputs.h"      // OffloadedInputs: of blocks, in host memory or a file
-#include "llmc/position_losses.cuh"   // add_position_losses()
 #include "llmc/positions.h"           // position_factors()
 #include "llmc/precision.h"           // floatX, TensorX, TensorF
 #include "llmc/recompute.h"           // Keep: what a block keeps for backward
@@ -41,7 +40,7 @@
 #include "llmc/device_rates.h"      // Rates: how fast the device is
 #include "llmc/enough_memory.h"     // require_memory(), remark_shortage()
 #include "llmc/graph.h"             // StepGraphs: CUDA graphs of steps
-#include "llmc/loss_by_position.h"  // LossByPosition
+#include "llmc/loss_by_position.h"  // LossByPosition, add_position_losses()
 #include "llmc/matmul_search.h"     // search_matmul_algorithms()
 #include "llmc/merge.h"             // for_each_merged(), write_merged()
 #include "llmc/options_parse.h"     // Options, parse_options()

@@ -194,7 +194,7 @@ build/commit.cpp: FORCE
 	@mkdir -p $(@D)
 	@echo '$(COMMIT_CODE)' | cmp -s - $@ || echo '$(COMMIT_CODE)' > $@
 build/commit.o: build/commit.cpp
-	@$(CXX) -c $< -o $@
+	@$(CXX) $(WARNINGS) -c $< -o $@
 
 build/cpu-fp32/train.o: DEFINES :=
 build/cpu-bf16/train.o: DEFINES := -DLLMC_BF16

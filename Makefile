@@ -203,7 +203,7 @@ build/cpu-fp32/train.o build/cpu-bf16/train.o: train_gpt.cu Makefile
 	@mkdir -p $(@D)
 	$(CXX) -x c++ $(CXXFLAGS) $(NVTX_INCLUDE) $(DEFINES) -MF $@.d -MT $@ -c $< -o $@
 build/cpu-fp32/train build/cpu-bf16/train: build/cpu-%/train: build/cpu-%/train.o build/commit.o
-	$(CXX) -fopenmp $(filter %.o,$^) -o $@ $(CPU_LIBS)
+	$(CXX) $(WARNINGS) -fopenmp $(filter %.o,$^) -o $@ $(CPU_LIBS)
 
 # Rewritten if CUDA_ARCH has changed, so that everything that depends on it is rebuilt.
 CUDA_FLAGS := build/cuda.flags

@@ -61,7 +61,7 @@ build/commit.cpp: FORCE
 	@mkdir -p $(@D)
 	@echo '$(COMMIT_CODE)' | cmp -s - $@ || echo '$(COMMIT_CODE)' > $@
 build/commit.o: build/commit.cpp
-	@$(CXX) -c $< -o $@
+	@$(CXX) $(WARNINGS) -c $< -o $@
 
 build/cpu-fp32/train.o: DEFINES :=
 build/cpu-bf16/train.o: DEFINES := -DLLMC_BF16
@@ -70,7 +70,7 @@ build/cpu-fp32/train.o build/cpu-bf16/train.o: train_gpt.cu Makefile
 	@mkdir -p $(@D)
 	$(CXX) -x c++ $(CXXFLAGS) $(NVTX_INCLUDE) $(DEFINES) -MF $@.d -MT $@ -c $< -o $@
 build/cpu-fp32/train build/cpu-bf16/train: build/cpu-%/train: build/cpu-%/train.o build/commit.o
-	$(CXX) -fopenmp $(filter %.o,$^) -o $@ $(CPU_LIBS)
+	$(CXX) $(WARNINGS) -fopenmp $(filter %.o,$^) -o $@ $(CPU_LIBS)
 
 build/cuda-fp32/train.o: DEFINES :=
 build/cuda-bf16/train.o: DEFINES := -DLLMC_BF16

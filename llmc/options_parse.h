@@ -44,19 +44,25 @@ inline void answer_questions(const CLI::App& app, const Settings& settings) {
     exit(0);
 }
 
-// Sets the options of the command line and of the config file that it names; the command line counts.
+// Sets the options of the command line and of the config file that it names; the command line counts. Values
+// that do not count, because an option was given again, must be valid too.
 inline void set_given(CLI::App& app, Options& o, int argc, char** argv) {
     WordReader reader(app);
     Settings settings = reader.command_line(std::vector<std::string>(argv + 1, argv + argc));
     answer_questions(app, settings);
+    const auto replaced = reader.replaced();
     if (const auto config = settings.find("--config"); config != settings.end()) {
         const std::string path = config->second[0];
         settings.erase(config);
-        for (auto& [name, words] : reader.config_file(path)) {
-            if (settings.contains(name)) continue;
-            naming("--config " + path, [&] { set_option(app, o, name, words); });
-        }
+        const Settings of_file = reader.config_file(path);
+        naming("--config " + path, [&] {
+            for (const auto& [name, words] : reader.replaced()) set_option(app, o, name, words);
+            for (const auto& [name, words] : of_file)
+                if (!settings.contains(name)) set_option(app, o, name, words);
+        });
     }
+    for (const auto& [name, words] : replaced)
+        if (name != "--config") set_option(app, o, name, words);
     for (const auto& [name, words] : settings) set_option(app, o, name, words);
 }
 

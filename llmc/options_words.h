@@ -113,7 +113,7 @@ class WordReader {
 
     // The settings of a command line, without the program's name. Fails on what is no option.
     Settings command_line(const std::vector<std::string>& words) {
-        settings_.clear();
+        settings_.clear(), replaced_.clear();
         for (size_t i = 0; i < words.size();) {
             std::string name = words[i] == "-h" ? "--help" : words[i], value;
             i++;
@@ -141,7 +141,7 @@ class WordReader {
 
     // The settings of a TOML file. Fails, naming the file, on what is no option.
     Settings config_file(const std::string& path) {
-        settings_.clear();
+        settings_.clear(), replaced_.clear();
         std::ifstream file(path);
         if (!file || !std::filesystem::is_regular_file(path))
             fail("--config %s: cannot be read: %s", path.c_str(), strerror(errno ? errno : EISDIR));
@@ -152,6 +152,11 @@ class WordReader {
             }
         });
         return settings_;
+    }
+
+    // Values that do not count because the setting was given again. They must be valid too.
+    const std::vector<std::pair<std::string, std::vector<std::string>>>& replaced() const {
+        return replaced_;
     }
 
   private:
@@ -201,6 +206,13 @@ class WordReader {
         return {static_cast<size_t>(std::max(0, fewest)), static_cast<size_t>(std::max(0, most))};
     }
 
+    // Sets a setting; a value that it had is kept in replaced().
+    void set(const std::string& setting, const std::vector<std::string>& words) {
+        std::vector<std::string>& now = settings_[setting];
+        if (!now.empty()) replaced_.emplace_back(setting, now);
+        now = words;
+    }
+
     // Adds a setting, or those of an option with keys.
     void add(const std::string& setting, const std::string& written, const std::vector<std::string>& values) {
         for (const KeyedOption& keyed : kKeyedOptions)
@@ -208,10 +220,11 @@ class WordReader {
                 for (const std::string& value : values) add_keys(keyed, written, value);
                 return;
             }
-        std::vector<std::string>& words = settings_[setting];
-        const std::string before = words.empty() ? "" : words[0] + ",";
-        words = values.empty() ? std::vector<std::string>{"true"} : values;
-        if (setting == "--base" || setting == "--bench") words[0] = before + words[0];  // these accumulate
+        const std::vector<std::string> words = values.empty() ? std::vector<std::string>{"true"} : values;
+        const auto before = settings_.find(setting);
+        const bool accumulates = setting == "--base" || setting == "--bench";
+        if (before == settings_.end() || !accumulates) return set(setting, words);
+        before->second[0] += "," + words[0];
     }
 
     // Adds the parts of "key=value,key=value".
@@ -222,13 +235,13 @@ class WordReader {
             start = end + 1;
             const size_t equals = part.find('=');
             if (equals != part.npos) {
-                settings_[find_key(keyed, written, part.substr(0, equals))] = {part.substr(equals + 1)};
+                set(find_key(keyed, written, part.substr(0, equals)), {part.substr(equals + 1)});
                 continue;
             }
             if (keyed.alone.empty())
                 fail("%s %s: needs a key and a value, as in %s=...", written.c_str(), printable(text).c_str(),
                      keys_of(keyed.name)[0].c_str());
-            for (const char* setting : keyed.alone) settings_[setting] = {part};
+            for (const char* setting : keyed.alone) set(setting, {part});
         }
     }
     std::string find_key(const KeyedOption& keyed, const std::string& written, const std::string& key) const {
@@ -271,7 +284,7 @@ class WordReader {
         }
         for (const KeyedOption& keyed : kKeyedOptions)
             if (setting == keyed.name) {
-                for (const std::string& value : item.inputs) settings_[find_key(keyed, name, key)] = {value};
+                for (const std::string& value : item.inputs) set(find_key(keyed, name, key), {value});
                 return;
             }
         fail("%s: has no keys, such as %s", name.c_str(), printable(key).c_str());
@@ -279,4 +292,5 @@ class WordReader {
 
     const CLI::App& app_;
     Settings settings_;
+    std::vector<std::pair<std::string, std::vector<std::string>>> replaced_;
 };

@@ -123,7 +123,7 @@ def test_all_that_changes_no_bit_beside_it(train, llama):
     # The input of one of the two blocks is not offloaded in chunks.
     mix = (*options, "--recompute", "norm:1,block:1")
     assert trained(train, llama, "mix", *mix) == trained(train, llama, "parked", *mix, "--offload", "inputs=auto")
-    one = (*options[:4], "--advanced", "clip=block")
+    one = (*options[:2], "--advanced", "clip=block")
     assert trained(train, llama, "a", *one) == trained(train, llama, "b", *one, "--update-in-backward")
 
 
@@ -315,7 +315,7 @@ def test_automatic_rows(train):
     ({"--chunk-rows attention": "64"}, "multiple of 128"), ({"--chunk-rows attention": "256"}, "a sequence has 100;"),
     ({"--chunk-rows attention": "128"}, "--recompute block"),
     ({"--chunk-rows attention": "128", "--recompute": "ffn:1,attention:1"}, "--recompute block"),
-    ({"--chunk-rows attention": "256", "--seq-len": "200", "--recompute": "block", "--offload keys": "auto"}, "all of a sequence"),
+    ({"--chunk-rows attention": "256", "--seq-len": "200", "--recompute": "block", "--offload keys": "auto"}, "all rows of a sequence"),
     ({"--offload keys": "auto"}, "--offload keys=auto"), ({"--offload keys": "auto", "--chunk-rows attention": "0"}, "--offload keys=auto")])
 def test_what_is_no_number_of_rows(train, llama, values, named):
     refused(train, llama, {"--model": "model", "--data": "data.bin", "--seq-len": "100"} | values, named)

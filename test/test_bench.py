@@ -162,7 +162,7 @@ KINDS = ["weights", "vocabulary", "inputs", "state", "gradients", "keys"]
 def elsewhere(train, *options):
     """On a GPU: in pinned memory."""
     place = "disk" if train.device == "cpu" else "host"
-    return tuple(place if option == "disk" else option for option in options)
+    return tuple(option.replace("disk", place) for option in options)
 
 
 def test_waits_and_links(train, tmp_path):
@@ -205,7 +205,7 @@ def test_links_beside_their_limits(train, tmp_path):
     """Limits from a file of rates. If a step is not bound by a link, the link carries less than it could."""
     rates = rates_of(train, transfers=1e12)
     (tmp_path / "rates.json").write_text(json.dumps(rates))
-    options = ("--model", "d3", *SHAPE[:-1], rates["threads"], "--steps", "2", "--bench", *ELSEWHERE[:2], "--rates", "rates.json")
+    options = ("--model", "d3", *SHAPE[:-1], rates["threads"], "--steps", "2", "--bench", "--offload", "weights=disk", "--rates", "rates.json")
     figures = json.loads(train(*options, "--bench", "json", cwd=tmp_path).stdout)
     assert [link["limit"] for link in figures["links"].values()] == [1e12, 1e12]
     lines = train(*options, cwd=tmp_path).stdout.decode().split("\n\n")

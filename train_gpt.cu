@@ -305,7 +305,7 @@ class Trainer {
     Places<floatX> places_;
     Updates updates_;
     StepGraphs graphs_;
-    bool replays_;                       // --graph on
+    bool replays_;                       // --advanced graph=on
     size_t used_before_ = 0;             // device memory in use before this run
     int64_t step_ = 0, first_step_ = 0;  // steps done; steps that were done before a resume
     bool evaluated_ = false;             // the validation and sample due at this step are done

@@ -17,43 +17,41 @@
 #include "llmc/arena.h"               // Arena: plans a step's memory by a dry run
 #include "llmc/attention_layer.h"     // AttentionLayer: qkv, heads, attention
 #include "llmc/cross_entropy.cuh"     // the loss and its gradient
+#include "llmc/elementwise.cuh"       // swiglu_forward(), swiglu_backward()
 #include "llmc/embedding_and_head.h"  // EmbeddingAndHead, EndGradients
 #include "llmc/generate.h"            // generate(): a prompt's continuation
 #include "llmc/linear.h"              // linear_forward(), linear_backward(), with LoRA
+#include "llmc/model_positions.h"     // position_factors()
 #include "llmc/norm_layer.h"          // NormLayer
 #include "llmc/offload_inputs.h"      // OffloadedInputs: of blocks, in host memory or a file
-#include "llmc/positions.h"           // position_factors()
 #include "llmc/precision.h"           // floatX, TensorX, TensorF
 #include "llmc/recompute.h"           // Keep: what a block keeps for backward
-#include "llmc/residual.cuh"          // residual_forward()
 #include "llmc/rows.h"                // Rows, for_each_chunk()
 #include "llmc/sequence_keys.h"       // SequenceKeys: keys of rows that went before
-#include "llmc/swiglu.cuh"            // swiglu_forward(), swiglu_backward()
 
 // What a run is made of.
-#include "llmc/batches.h"           // Batches: feeds the micro-batches of each step
-#include "llmc/bench.h"             // BenchReport
-#include "llmc/calibrate.h"         // calibrate()
-#include "llmc/chosen_context.h"    // with_chosen_context(): the longest that fits
-#include "llmc/chosen_setting.h"    // with_chosen_setting(): what makes a run fit
-#include "llmc/data_lines.h"        // print_data()
-#include "llmc/device_rates.h"      // Rates: how fast the device is
-#include "llmc/enough_memory.h"     // require_memory(), remark_shortage()
-#include "llmc/graph.h"             // StepGraphs: CUDA graphs of steps
-#include "llmc/loss_by_position.h"  // LossByPosition, add_position_losses()
-#include "llmc/matmul_search.h"     // search_matmul_algorithms()
-#include "llmc/merge.h"             // for_each_merged(), write_merged()
-#include "llmc/options_parse.h"     // Options, parse_options()
-#include "llmc/plans.h"             // Plans, make_report()
-#include "llmc/report.h"            // MemoryReport
-#include "llmc/run_model.h"         // RunModel: the states of the model and adapter
-#include "llmc/run_saves.h"         // RunSaves: saves, and resumes from them
-#include "llmc/sample.h"            // Sample: draws and prints a text
-#include "llmc/schedule.h"          // learning_rate()
-#include "llmc/signals.h"           // interrupted, asked_to_save
-#include "llmc/threads.h"           // start_threads()
-#include "llmc/timeline.h"          // write_timeline()
-#include "llmc/updates.h"           // Updates: norms, clipping, the optimizer
+#include "llmc/batches.h"             // Batches: feeds the micro-batches of each step
+#include "llmc/bench.h"               // BenchReport
+#include "llmc/data_summary.h"        // print_data()
+#include "llmc/graph.h"               // StepGraphs: CUDA graphs of steps
+#include "llmc/learning_rate.h"       // learning_rate()
+#include "llmc/loss_by_position.cuh"  // LossByPosition, add_position_losses()
+#include "llmc/matmul_search.h"       // search_matmul_algorithms()
+#include "llmc/merge.h"               // for_each_merged(), write_merged()
+#include "llmc/options_parse.h"       // Options, parse_options()
+#include "llmc/plan.h"                // Plans, make_report()
+#include "llmc/plan_choice.h"         // with_chosen_context(): the longest that fits
+#include "llmc/plan_free_memory.h"    // require_memory(), remark_shortage()
+#include "llmc/plan_report.h"         // MemoryReport
+#include "llmc/plan_timeline.h"       // write_timeline()
+#include "llmc/rates_calibrate.h"     // calibrate()
+#include "llmc/rates_device.h"        // Rates: how fast the device is
+#include "llmc/run_model.h"           // RunModel: the states of the model and adapter
+#include "llmc/run_saves.h"           // RunSaves: saves, and resumes from them
+#include "llmc/sample.h"              // Sample: draws and prints a text
+#include "llmc/signals.h"             // interrupted, asked_to_save
+#include "llmc/threads.h"             // start_threads()
+#include "llmc/updates.h"             // Updates: norms, clipping, the optimizer
 
 // ---- the model
 
@@ -233,7 +231,7 @@ class Trainer {
     void bench();
     void print_plan() const;
 
-    // Applies a setting that the search in chosen_setting.h tries.
+    // Applies a setting that the search in plan_choice.h tries.
     void apply(const MemorySetting& s);
     Plan rehearse_training(bool adds, bool placed);
     Plan rehearse_validation(bool placed);

@@ -70,7 +70,7 @@ PTX_TOKEN = re.compile(r"(?P<nothing>\s+|//[^\n]*|\.(reg|shared|pragma)\b[^;]*;|
                        r"\.loc\s+(?P<at>\d+ \d+ \d+)(.*inlined_at (?P<caller>\d+ \d+ \d+))?[^\n]*|(?P<statement>[^;]*;)")
 MOST_NAMES = 12  # of kernels or lines with the same reason
 # Lines in these files are used by every kernel, so they do not tell where in a kernel an instruction is.
-PRIMITIVES = r"llmc/(simt|packed|mma|split)\b|llmc/simt_"
+PRIMITIVES = r"llmc/(simt|mma|state_formats)\b|llmc/simt_"
 
 
 def own_path(path):

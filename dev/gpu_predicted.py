@@ -33,7 +33,7 @@ GPUS = {"A100": Gpu("sm_80", 108, 1.41e9, 2.0e12, 312e12, 271.2e12, 1, 80e9, 64,
 # published rates of cuBLAS on an H100; see PRODUCTS.
 TILE_CYCLES = 3000
 REACHED = 0.85  # of the bandwidth, if enough loads are in flight
-LAUNCH = 3e-6  # seconds, as in llmc/device_rates.h
+LAUNCH = 3e-6  # seconds, as in llmc/rates_device.h
 
 LLAMA_1B = {"model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": 16,
             "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 8192, "rms_norm_eps": 1e-5,

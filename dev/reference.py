@@ -110,7 +110,7 @@ def permutation(count, seed, epoch, what):
     """The order of `count` things in an epoch: `what` is 0 for the streams and 1 + f for the windows of
     stream f.
 
-    A Feistel network on two digits (llmc/permutation.h). Numbers that it moves out of range go through it
+    A Feistel network on two digits (llmc/random.h). Numbers that it moves out of range go through it
     again.
     """
     lows = 1

@@ -18,10 +18,10 @@
 #include <string>
 #include <vector>
 
+#include "llmc/address_sanitizer.h"
+#include "llmc/arena_occupancy.h"
 #include "llmc/device.h"
-#include "llmc/occupancy.h"
 #include "llmc/tensor.h"
-#include "llmc/closed_memory.h"
 #include "llmc/work.h"
 
 // One take of the step. Times count takes and releases from the start of the step; the tensor lives in [born,

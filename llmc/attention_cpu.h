@@ -14,8 +14,7 @@
 #include <thread>
 
 #include "llmc/attention_input.h"
-#include "llmc/matvec_cpu.h"
-#include "llmc/onednn.h"
+#include "llmc/matmul_cpu.h"
 
 // Queries and keys in a tile of scores.
 constexpr int kForwardQueries = 128, kForwardKeys = 256;

@@ -18,7 +18,7 @@
 #pragma once
 
 #include "llmc/attention_input.h"
-#include "llmc/attention_rows.cuh"
+#include "llmc/attention_scores.cuh"
 #include "llmc/hopper.cuh"
 
 // Whether this build has these kernels for T. The Makefile defines LLMC_HOPPER if it compiles for sm_90a.

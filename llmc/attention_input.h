@@ -7,8 +7,8 @@
 #include <cmath>
 
 #include "llmc/dropout.cuh"
-#include "llmc/long_launches.h"
-#include "llmc/packed.h"
+#include "llmc/simt_long_launches.h"
+#include "llmc/simt_vector.h"
 
 // Query i of `queries` is at the position of key all_keys() - queries + i; with a KV cache there are more
 // keys than queries. It sees that key and the keys before it; with a sliding window, only the last `window`

@@ -11,10 +11,10 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/data_feeder.h"
 #include "llmc/dataset.h"
 #include "llmc/dropout.cuh"
-#include "llmc/feeder.h"
-#include "llmc/loss_by_position.h"
+#include "llmc/loss_by_position.cuh"
 #include "llmc/options.h"
 #include "llmc/random.h"
 #include "llmc/run_inputs.h"

@@ -21,11 +21,11 @@
 #include <utility>
 #include <vector>
 
-#include "llmc/device_rates.h"
-#include "llmc/marks.h"
-#include "llmc/packed.h"
+#include "llmc/plan_report.h"
 #include "llmc/random.h"
-#include "llmc/report.h"
+#include "llmc/rates_device.h"
+#include "llmc/simt_vector.h"
+#include "llmc/stream_timer.h"
 
 // Operations are identified by name, products also by shape and form.
 using OperationKey = std::pair<std::string_view, Product>;

@@ -4,7 +4,7 @@
 // (save_folder.h):
 //
 //   config.json, generation_config.json, model.safetensors, the tokenizer's files;
-//   to resume from: trainer_state.json (progress.h), trainer_state.safetensors
+//   to resume from: trainer_state.json (save_progress.h), trainer_state.safetensors
 //
 // The Layout (model.h) says which tensors there are, with their names and shapes.
 //
@@ -25,11 +25,10 @@
 #include <vector>
 
 #include "llmc/adapter_files.h"
-#include "llmc/disk_room.h"
-#include "llmc/longer_positions.h"
-#include "llmc/progress.h"
+#include "llmc/model_positions.h"
 #include "llmc/safetensors.h"
-#include "llmc/tokenizer_files.h"
+#include "llmc/save_folder.h"
+#include "llmc/save_progress.h"
 
 // Host copies of device memory hold at most this many elements.
 constexpr int64_t kChunkElements = int64_t{1} << 19;
@@ -185,7 +184,7 @@ void load_part(State<T>& state, const Parameter& p, const Parameter::Part& part,
 }
 
 // True if this part is a table of learned positions that is longer than the one in the folder's file
-// (longer_positions.h).
+// (model_positions.h).
 inline bool grows(const SafetensorsFolder& files, const ModelConfig& config, const Parameter& p,
                   const Parameter::Part& part) {
     if (p.field != Field::PositionEmbedding || config.grown_from == 0) return false;
@@ -193,7 +192,7 @@ inline bool grows(const SafetensorsFolder& files, const ModelConfig& config, con
     return entry && !entry->shape.empty() && entry->shape[0] == config.grown_from;
 }
 
-// Loads learned positions, stretched from the shorter table in the folder (longer_positions.h).
+// Loads learned positions, stretched from the shorter table in the folder (model_positions.h).
 template <class T>
 void load_grown(State<T>& state, const Parameter& p, const SafetensorsEntry& entry,
                 const std::string& folder) {

@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "llmc/packed.h"
+#include "llmc/simt_vector.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 

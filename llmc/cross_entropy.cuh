@@ -3,7 +3,7 @@
 // one pass (Milakov, Gimelshein, arXiv:1805.02867).
 #pragma once
 
-#include "llmc/packed.h"
+#include "llmc/simt_vector.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 

@@ -3,8 +3,8 @@
 //
 // There are three kinds of files. Token shards have llm.c's formats, with 16 or 32 bits per token; each shard
 // is a token stream of its own. JSON lines and lists contain examples (data_kind.h tells them from text),
-// which a tokenizer turns into tokens (examples.h) and which are packed into sequences (packed_examples.h).
-// Every other file is text; its tokens are its bytes, or what a tokenizer makes of it (text_tokens.h). All
+// which a tokenizer turns into tokens (data_tokens.h) and which are packed into sequences (data_packing.h).
+// Every other file is text; its tokens are its bytes, or what a tokenizer makes of it (data_tokens.h). All
 // text files together are one stream, and so are all examples. Tokens are read when a sequence needs them, so
 // there may be any number of files of any size. They are then dropped from the page cache, because memory
 // plans do not count its memory.
@@ -25,12 +25,10 @@
 #include <sys/stat.h>
 
 #include "llmc/data_kind.h"
+#include "llmc/data_packing.h"
 #include "llmc/error.h"
 #include "llmc/file.h"
-#include "llmc/packed_examples.h"
-#include "llmc/permutation.h"
 #include "llmc/random.h"
-#include "llmc/record_file.h"
 #include "llmc/temporary_file.h"
 
 // Expands an option's patterns (file names or glob(3) patterns) to files, sorted by bytes within each
@@ -621,7 +619,7 @@ class SequenceLoader {
     }
 
     // Fills a whole batch, whose first `count` sequences are real; the targets of the others are -1 and have
-    // no loss. Writes positions and ends (documents.h) if the batch has them. Each padding token is a
+    // no loss. Writes positions and ends (data_documents.h) if the batch has them. Each padding token is a
     // document of its own, which costs attention least.
     void fill_batch(uint64_t first_sequence, uint64_t count, std::span<int32_t> inputs,
                     std::span<int32_t> targets, std::span<int32_t> positions = {},

@@ -11,7 +11,7 @@
 #include <string_view>
 #include <unordered_set>
 
-#include "llmc/host_memory.h"
+#include "llmc/free_memory.h"
 #include "llmc/simt.h"
 
 #if defined(SIMT_GPU) || __has_include(<nvtx3/nvToolsExt.h>)

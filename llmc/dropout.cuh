@@ -8,8 +8,8 @@
 
 #include <cmath>
 
-#include "llmc/packed.h"
 #include "llmc/random.h"
+#include "llmc/simt_vector.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 

@@ -1,18 +1,18 @@
 // embedding.cuh - token and position embeddings and soft prompts, forward and backward. Models without
 // learned positions have no position embedding.
 //
-// Many rows may have the same token. So the host first groups the rows by token (group_tokens() in feeder.h),
-// and in backward a warp sums the rows of a token in a fixed order, for some of the columns: the same bits
-// every time, without atomics. A launch does not know how many groups there are; it is made for the most that
-// are possible, and the last ones are empty. Where positions restart within a sequence, rows are grouped by
-// position and summed in the same way.
+// Many rows may have the same token. So the host first groups the rows by token (group_tokens() in
+// data_feeder.h), and in backward a warp sums the rows of a token in a fixed order, for some of the columns:
+// the same bits every time, without atomics. A launch does not know how many groups there are; it is made for
+// the most that are possible, and the last ones are empty. Where positions restart within a sequence, rows
+// are grouped by position and summed in the same way.
 #pragma once
 
 #include <climits>
 
 #include "llmc/columns.cuh"
-#include "llmc/documents.h"
-#include "llmc/packed.h"
+#include "llmc/data_documents.h"
+#include "llmc/simt_vector.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 

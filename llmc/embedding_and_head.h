@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/data_feeder.h"
 #include "llmc/embedding.cuh"
-#include "llmc/feeder.h"
 #include "llmc/gradients.h"
 #include "llmc/linear.h"
 #include "llmc/norm_layer.h"

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "llmc/packed.h"
+#include "llmc/simt_vector.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 

@@ -10,7 +10,7 @@
 
 #include "llmc/matmul.h"
 #include "llmc/model.h"
-#include "llmc/norm.h"
+#include "llmc/norm_of_family.h"
 #include "llmc/wide_sum.cuh"
 
 // How many rows of a gradient (m, n) are computed in fp32 at a time, from a chunk of `chunk` rows. On a GPU

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "llmc/offload_blocks.h"
 #include "llmc/precision.h"
-#include "llmc/residence.h"
 #include "llmc/state.h"
 
 class Gradients {

@@ -10,8 +10,8 @@
 #include <algorithm>
 
 #include "llmc/columns.cuh"
-#include "llmc/head_lanes.h"
 #include "llmc/rmsnorm.cuh"
+#include "llmc/warp_rows.h"
 
 // out = qkv with its queries and keys normalised; values are copied, unless out is qkv.
 template <class T, int N>

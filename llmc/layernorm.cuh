@@ -3,9 +3,9 @@
 #pragma once
 
 #include "llmc/columns.cuh"
-#include "llmc/lane_row.h"
-#include "llmc/packed.h"
+#include "llmc/simt_vector.h"
 #include "llmc/tensor.h"
+#include "llmc/warp_rows.h"
 #include "llmc/work.h"
 
 constexpr float kLayernormEpsilon = 1e-5f;  // GPT-2's and BLOOM's

@@ -2,9 +2,9 @@
 // bias, and the adapter if it has one.
 #pragma once
 
-#include "llmc/gelu.cuh"
+#include "llmc/elementwise.cuh"
 #include "llmc/lora.cuh"
-#include "llmc/quantized_weights.h"
+#include "llmc/quant_weights.h"
 
 // The matrix as a product reads it: where it is, or dequantized into the arena.
 inline TensorX weight_of(Arena& arena, Stream stream, const Linear<floatX>& w) {

@@ -9,9 +9,9 @@
 #include "llmc/arena.h"
 #include "llmc/gradient_sums.h"
 #include "llmc/matmul.h"
-#include "llmc/packed.h"
 #include "llmc/precision.h"
 #include "llmc/rows.h"
+#include "llmc/simt_vector.h"
 #include "llmc/work.h"
 
 // The most parts of a layer: q, k and v.

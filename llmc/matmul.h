@@ -3,7 +3,7 @@
 
 #include "llmc/arena.h"
 #include "llmc/columns.cuh"
-#include "llmc/gelu.cuh"
+#include "llmc/elementwise.cuh"
 
 // Whether products may round fp32 operands to TF32, which has a mantissa of 10 bits: with --advanced tf32=on.
 inline bool tf32_products = false;

@@ -13,8 +13,7 @@
 // elsewhere.
 #pragma once
 
-#include "llmc/matvec_cpu.h"
-#include "llmc/onednn.h"
+#include "llmc/matmul_cpu.h"
 
 // The rows, columns and summands of one call of oneDNN.
 struct OnednnPiece {

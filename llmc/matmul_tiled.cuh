@@ -3,7 +3,7 @@
 // cores.
 #pragma once
 
-#include "llmc/long_launches.h"
+#include "llmc/simt_long_launches.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 

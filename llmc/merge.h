@@ -4,8 +4,8 @@
 #include <string>
 
 #include "llmc/embedding_and_head.h"
-#include "llmc/merged_file.h"
 #include "llmc/run_model.h"
+#include "llmc/save_merged.h"
 
 // Calls visit(layer, field, matrix) for the matrix of each linear layer with its adapter merged into it, W +
 // scale B A, in the layout of W: (in, out) or, if by outputs or quantized, (out, in). Then calls it for the

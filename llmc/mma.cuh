@@ -12,7 +12,7 @@
 // whole warp.
 #pragma once
 
-#include "llmc/packed.h"
+#include "llmc/simt_vector.h"
 
 // Arrays that must stay in registers need their loops unrolled; g++ does not know the pragma.
 #if defined(SIMT_GPU)

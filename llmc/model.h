@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "llmc/families.h"
-#include "llmc/quantized.h"
+#include "llmc/quant_matrix.h"
 #include "llmc/random.h"
 
 // What LoRA adds to a linear layer. The matrix A has the rows of all parts, one part after the other; each
@@ -44,7 +44,7 @@ struct Linear {
     bool by_outputs = false;  // the weight is stored (outputs, inputs), else (inputs, outputs)
     Adapter<T> adapter = {};
     std::vector<QuantizedPart> quantized = {};
-    bool floats = false;  // the parts are floats from a model's folder, used as they are
+    bool floats = false;         // the parts are floats from a model's folder, used as they are
     Tensor<T> dequantized = {};  // the dequantized parts, if they are used by several products
 
     int64_t outputs() const {
@@ -99,7 +99,7 @@ struct Head {
 };
 
 // Tensors start at a multiple of this many elements. So they are aligned for vectors and for the libraries in
-// any precision, and no block of 8-bit optimizer state (quantize8.cuh) is part of two tensors.
+// any precision, and no block of 8-bit optimizer state (state_formats.h) is part of two tensors.
 constexpr int64_t kParameterAlignment = 256;
 
 // One tensor of the model and its place in memory.

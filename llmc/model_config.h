@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "llmc/file.h"
-#include "llmc/rope_scaling.h"
+#include "llmc/position_factors.h"
 
 struct Family;
 
@@ -17,7 +17,7 @@ struct ModelConfig {
     const Family* family = nullptr;
     int vocabulary = 0;  // number of tokens; the embedding has padded_vocabulary() rows
     int positions = 0;   // the longest sequence without extension by `rope`: see longest()
-    // If learned positions are extended (longer_positions.h): the rows that the model's files have; else 0.
+    // If learned positions are extended (model_positions.h): the rows that the model's files have; else 0.
     int grown_from = 0;
     int layers = 0, channels = 0;
     int heads = 0, kv_heads = 0;  // of queries; of keys and values, each for heads / kv_heads heads

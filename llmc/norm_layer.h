@@ -1,5 +1,5 @@
 // norm_layer.h - the norms of a model, forward and backward: takes their tensors from the arena and calls the
-// kernels (norm.h).
+// kernels (norm_of_family.h).
 #pragma once
 
 #include "llmc/arena.h"

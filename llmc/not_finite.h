@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "llmc/gguf_model.h"
-#include "llmc/quantized_formats.h"
+#include "llmc/quant_formats.h"
 #include "llmc/safetensors.h"
 
 // Fails if a tensor has a value that is not finite. `data` are blocks of a tensor of `file`, in host memory,

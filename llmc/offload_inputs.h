@@ -1,5 +1,5 @@
 // offload_inputs.h - offloads activations (--offload inputs=): the input of each block is stored in host
-// memory beside a GPU, or on a CPU in a file (elsewhere.h), from forward until backward needs it.
+// memory beside a GPU, or on a CPU in a file (offload_storage.h), from forward until backward needs it.
 //
 // Whole inputs: the device has two slots. Forward copies a block's input into one of them; the block reads it
 // there while it is stored. Backward reads an input in a slot too, to which it was fetched while the input
@@ -14,7 +14,7 @@
 
 #include <algorithm>
 
-#include "llmc/parked_room.h"
+#include "llmc/offload_buffer.h"
 #include "llmc/rows.h"
 
 template <class T>

@@ -3,15 +3,15 @@
 //
 // A warp updates a block of 256 elements, so that the scale of a block of 8-bit moments is computed within a
 // warp. The format is a branch that all lanes take alike. Sums of products call fmaf() by name, so that
-// compilers have nothing to fuse: a GPU and its host's cores (host_updates.h) compute the same bits.
+// compilers have nothing to fuse: a GPU and its host's cores (offload_optimizer.h) compute the same bits.
 #pragma once
 
 #include <array>
 #include <map>
 #include <string>
 
-#include "llmc/packed.h"
 #include "llmc/random.h"
+#include "llmc/simt_vector.h"
 #include "llmc/state.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "llmc/adapter_base.h"
+#include "llmc/adapter.h"
 #include "llmc/options.h"
 #include "llmc/options_check.h"
 #include "llmc/options_declare.h"

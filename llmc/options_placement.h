@@ -6,8 +6,8 @@
 #include <string>
 
 #include "llmc/model_config.h"
+#include "llmc/offload_buffer.h"
 #include "llmc/options.h"
-#include "llmc/parked_room.h"
 #include "llmc/work.h"
 
 struct Placement {

@@ -1,5 +1,5 @@
 // rates.h - how fast the device does each kind of operation: by nominal rates, or by a table of measured ones
-// (calibrate.h, rates_file.h); and how long a plan then takes, phase by phase, and what limits it.
+// (rates_calibrate.h, rates_file.h); and how long a plan then takes, phase by phase, and what limits it.
 //
 // A product's rate is looked up in a grid of shapes, every other operation's by its name and its bytes,
 // attention's by its length. Between measured sizes the logarithms of rates are interpolated.
@@ -246,9 +246,9 @@ inline double seconds_waited(const PhaseTimes& phases, std::string_view phase = 
 
 // When a request to a disk, or to the link between host and device, begins and is done. A disk does one
 // request after the other; the link does one in each direction. A fetch begins after all earlier stores of
-// its kind, as in elsewhere_host.h, and so does the host's update. What a GPU gets from a disk crosses the
-// link while it is read; what it writes there crosses the link first (elsewhere_staged.h). What stays with
-// the host does not cross it.
+// its kind, as in offload_storage.h, and so does the host's update. What a GPU gets from a disk crosses the
+// link while it is read; what it writes there crosses the link first (offload_storage.h). What stays with the
+// host does not cross it.
 class Media {
   public:
     explicit Media(const Rates& rates) : rates_(rates) {}

@@ -12,10 +12,10 @@
 #include <string>
 #include <vector>
 
-#include "llmc/device_rates.h"
 #include "llmc/file.h"
-#include "llmc/long_launches.h"
 #include "llmc/rates.h"
+#include "llmc/rates_device.h"
+#include "llmc/simt_long_launches.h"
 
 constexpr int kRatesFormat = 2;
 inline constexpr const char* kProductSides[] = {"m", "n", "k"};

@@ -5,9 +5,9 @@
 #pragma once
 
 #include "llmc/columns.cuh"
-#include "llmc/lane_row.h"
-#include "llmc/packed.h"
+#include "llmc/simt_vector.h"
 #include "llmc/tensor.h"
+#include "llmc/warp_rows.h"
 #include "llmc/work.h"
 
 // Writes the output of a vector of a row. All kernels use this code, so that a recomputed output has the same

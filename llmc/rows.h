@@ -6,7 +6,7 @@
 #include <algorithm>
 
 #include "llmc/arena.h"
-#include "llmc/documents.h"
+#include "llmc/data_documents.h"
 #include "llmc/dropout.cuh"
 
 // The dropout of a training; none by default.

@@ -7,12 +7,13 @@
 #include <vector>
 
 #include "llmc/checkpoint.h"
-#include "llmc/embeddings_elsewhere.h"
 #include "llmc/not_finite.h"
+#include "llmc/offload_blocks.h"
+#include "llmc/offload_embeddings.h"
 #include "llmc/options.h"
+#include "llmc/plan_fit.h"
 #include "llmc/precision.h"
-#include "llmc/quantized_weights.h"
-#include "llmc/residence_disk.h"
+#include "llmc/quant_weights.h"
 #include "llmc/run_inputs.h"
 #include "llmc/state.h"
 #include "llmc/weights.h"

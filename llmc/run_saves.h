@@ -7,11 +7,11 @@
 #include <string>
 #include <vector>
 
-#include "llmc/disk_room.h"
-#include "llmc/memory_setting.h"
 #include "llmc/metrics.h"
 #include "llmc/outputs.h"
+#include "llmc/plan_settings.h"
 #include "llmc/run_model.h"
+#include "llmc/save_folder.h"
 
 class RunSaves {
   public:

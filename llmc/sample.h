@@ -1,19 +1,137 @@
-// sample.h - draws one sample of a model, token by token, and writes its text as it is drawn.
+// sample.h - draws a sample of a model: chooses token after token from the logits, and writes the text as it
+// is drawn.
 #pragma once
 
+#include <unistd.h>
+
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <functional>
+#include <numeric>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
+#include "llmc/error.h"
 #include "llmc/precision.h"
 #include "llmc/random.h"
 #include "llmc/run_inputs.h"
-#include "llmc/sampler.h"
-#include "llmc/terminal.h"
+
+// ---- the next token
+
+// Draws an index from softmax(logits / temperature) over the top_k likeliest (0: all), with the random number
+// `uniform` in [0, 1). Temperature 0 gives the likeliest. Of equal logits the lower index counts as likelier.
+inline int sample_token(const std::vector<float>& logits, double temperature, int top_k, double uniform) {
+    std::vector<int> order(logits.size());
+    std::iota(order.begin(), order.end(), 0);
+    const auto likelier = [&](int a, int b) {
+        const float x = logits[static_cast<size_t>(a)], y = logits[static_cast<size_t>(b)];
+        return x != y ? x > y : a < b;
+    };
+    size_t kept = top_k > 0 ? std::min<size_t>(static_cast<size_t>(top_k), order.size()) : order.size();
+    if (temperature <= 0) kept = 1;
+    std::partial_sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(kept), order.end(),
+                      likelier);
+    if (kept == 1) return order[0];
+    std::vector<double> weights(kept);
+    const double most = logits[static_cast<size_t>(order[0])];
+    double total = 0;
+    for (size_t i = 0; i < kept; i++)
+        total += weights[i] = std::exp((logits[static_cast<size_t>(order[i])] - most) / temperature);
+    double left = uniform * total;
+    for (size_t i = 0; i < kept; i++)
+        if ((left -= weights[i]) < 0) return order[i];
+    return order[kept - 1];
+}
+
+// ---- writing text
+//
+// Writes a model's text. On a terminal, control characters are escaped, because the terminal would obey them;
+// pipes and files get the bytes unchanged.
+
+// The number of bytes of the first character in a text, by the table of well-formed UTF-8 (Unicode 15.0,
+// table 3-7); 0 if more bytes are needed to tell, -1 if the first byte begins no character.
+inline int whole_character(std::string_view text) {
+    if (text.empty()) return 0;
+    const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
+    const int lead = byte(0), count = lead < 0x80 ? 1 : lead < 0xe0 ? 2 : lead < 0xf0 ? 3 : 4;
+    if (count > 1 && (lead < 0xc2 || lead > 0xf4)) return -1;
+    for (size_t i = 1; i < static_cast<size_t>(count); i++) {
+        if (i == text.size()) return 0;
+        int low = 0x80, high = 0xbf;
+        if (i == 1 && lead == 0xe0) low = 0xa0;  // not longer than necessary
+        if (i == 1 && lead == 0xf0) low = 0x90;
+        if (i == 1 && lead == 0xed) high = 0x9f;  // no surrogates
+        if (i == 1 && lead == 0xf4) high = 0x8f;  // up to U+10FFFF
+        if (byte(i) < low || byte(i) > high) return -1;
+    }
+    return count;
+}
+
+// Escapes bytes that arrive in pieces for a terminal: each byte of a control character (except newline and
+// tab) and each byte that is not UTF-8 becomes \x1b or the like. Other characters stay as they are.
+class TerminalText {
+  public:
+    // What can be shown so far. The start of an incomplete character is held back until the rest arrives.
+    std::string add(std::string_view bytes) {
+        held_ += bytes;
+        std::string shown;
+        size_t at = 0;
+        while (const int count = whole_character(std::string_view(held_).substr(at))) {
+            const auto character =
+                std::string_view(held_).substr(at, static_cast<size_t>(std::max(count, 1)));
+            shown += count < 0 || is_control(character) ? escaped(character) : character;
+            at += character.size();
+        }
+        held_.erase(0, at);
+        return shown;
+    }
+    // The escaped bytes of a character that stayed incomplete.
+    std::string finish() { return escaped(std::exchange(held_, {})); }
+
+  private:
+    static bool is_control(std::string_view character) {
+        const unsigned char first = static_cast<unsigned char>(character[0]);
+        if (character.size() == 1) return (first < 0x20 && first != '\n' && first != '\t') || first == 0x7f;
+        return first == 0xc2 && static_cast<unsigned char>(character[1]) < 0xa0;  // U+0080 to U+009F
+    }
+    static std::string escaped(std::string_view bytes) {
+        std::string text;
+        for (const char c : bytes) text += format("\\x%02x", static_cast<unsigned>(c) & 0xff);
+        return text;
+    }
+
+    std::string held_;
+};
+
+// Writes text to a file piece by piece, without delay.
+class TextOutput {
+  public:
+    explicit TextOutput(FILE* to) : to_(to), terminal_(isatty(fileno(to)) == 1) {}
+    void write(std::string_view bytes) {
+        if (terminal_)
+            put(text_.add(bytes));
+        else
+            put(bytes);
+    }
+    // Ends the text and writes what follows it.
+    void finish(std::string_view ending) { put(text_.finish()), put(ending); }
+
+  private:
+    void put(std::string_view bytes) {
+        fwrite(bytes.data(), 1, bytes.size(), to_);
+        fflush(to_);
+    }
+
+    FILE* to_;
+    bool terminal_;
+    TerminalText text_;
+};
+
+// ---- a sample
 
 constexpr uint64_t kSampleStream = uint64_t{1} << 62;  // the part of random_bits()' counters that sampling
                                                        // uses

@@ -1,5 +1,87 @@
-// save_folder.h - a folder of saves, written, switched and cleaned up so that it shows a complete save at
-// every moment.
+// save_folder.h - the folder of a run's saves, written, switched and cleaned up so that it shows a complete
+// save at every moment; the lock that keeps other runs out of it; the tokenizer's files in it; and a check
+// that there is enough space. What is in a save is in checkpoint.h.
+#pragma once
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <string_view>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "llmc/file.h"
+
+// ---- locks
+//
+// File locks that the kernel releases when the process ends, however it ends: flock(2).
+
+// A lock of a file or folder. Tries once and does not wait.
+class FileLock {
+  public:
+    enum Kind { Shared = LOCK_SH, Exclusive = LOCK_EX };
+    enum Outcome {
+        Held,
+        Busy,        // another process has the lock
+        Gone,        // `path` cannot be opened (error() says why), or no longer names the locked file
+        Unsupported  // the file system has no locks
+    };
+
+    // `flags` are those of open(2). On NFS an exclusive lock needs a file that is open for writing.
+    FileLock(const std::string& path, int flags, Kind kind)
+        : fd_(open(path.c_str(), flags | O_CLOEXEC, 0666)), error_(fd_ < 0 ? errno : 0) {
+        if (fd_ < 0) return;
+        int status;
+        while ((status = flock(fd_, kind | LOCK_NB)) != 0 && errno == EINTR) continue;
+        if (status != 0 && errno == EWOULDBLOCK) {
+            outcome_ = Busy;
+        } else if (status == 0 || errno != ESTALE) {
+            struct stat ours, there;
+            const bool same = fstat(fd_, &ours) == 0 && stat(path.c_str(), &there) == 0 &&
+                              ours.st_dev == there.st_dev && ours.st_ino == there.st_ino;
+            outcome_ = !same ? Gone : status == 0 ? Held : Unsupported;
+        }
+    }
+    FileLock(FileLock&& other) noexcept
+        : fd_(std::exchange(other.fd_, -1)), error_(other.error_), outcome_(other.outcome_) {}
+    FileLock& operator=(FileLock&& other) noexcept {
+        std::swap(fd_, other.fd_);
+        std::swap(error_, other.error_);
+        std::swap(outcome_, other.outcome_);
+        return *this;
+    }
+    ~FileLock() {
+        if (fd_ >= 0) close(fd_);
+    }
+
+    int fd() const { return fd_; }
+    int error() const { return error_; }
+    Outcome outcome() const { return outcome_; }
+    // True if it keeps others out, as far as the file system allows.
+    bool good() const { return outcome_ == Held || outcome_ == Unsupported; }
+
+  private:
+    int fd_, error_;
+    Outcome outcome_ = Gone;
+};
+
+// ---- the folder
 //
 //   OUT/step-00000200/       a save (checkpoint.h)
 //   OUT/latest            -> step-00000200
@@ -12,27 +94,6 @@
 //
 // A save is good if its last loss is not far above that of the run's first step and the gradient is not zero
 // (Metrics::is_good()). The last good save is kept even if newer ones push it out.
-#pragma once
-
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
-#include <algorithm>
-#include <cerrno>
-#include <cstdint>
-#include <cstdio>
-#include <cstring>
-#include <filesystem>
-#include <optional>
-#include <set>
-#include <string>
-#include <system_error>
-#include <utility>
-#include <vector>
-
-#include "llmc/file.h"
-#include "llmc/file_lock.h"
 
 // Fails naming the file if a system call failed.
 inline void check_call(bool good, const std::string& path, const char* action) {
@@ -233,4 +294,120 @@ inline void check_writable(const std::string& out) {
         rmdir(probe.c_str());
     }
     if (!good) fail("--out %s: cannot write in %s: %s", out.c_str(), nearest.c_str(), std::strerror(reason));
+}
+
+// ---- the tokenizer's files
+//
+// Copies the tokenizer's files from the model into each save, so that a save can be used on its own.
+
+inline constexpr const char* kTokenizerFiles[] = {
+    "tokenizer.json",          "vocab.json",        "merges.txt",          "tokenizer.model",
+    "tokenizer.model.v3",      "tekken.json",       "qwen.tiktoken",       "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"};
+// For tokenizers with several chat templates: this folder has the further ones, as NAME.jinja.
+inline constexpr const char* kTemplateFolder = "additional_chat_templates";
+
+// Where the tokenizer of a save comes from: a folder to copy from, or a GGUF file, for which `write` makes
+// the files in a folder. If both are empty, the save gets no tokenizer.
+struct TokenizerSource {
+    TokenizerSource(std::string from) : folder(std::move(from)) {}
+    TokenizerSource(const char* from) : folder(from) {}
+    TokenizerSource(std::function<void(const std::string& to)> writer) : write(std::move(writer)) {}
+
+    std::string folder;
+    std::function<void(const std::string& to)> write;
+};
+
+// Copies a file, part by part.
+inline void copy_file(const std::string& from, const std::string& to) {
+    constexpr uint64_t kPart = 1 << 18;
+    const FileReader in(from);
+    FileWriter out(to);
+    std::vector<char> part;
+    for (uint64_t at = 0; at < in.size(); at += part.size()) {
+        part.resize(std::min(kPart, in.size() - at));
+        in.read(at, part.size(), part.data());
+        out.write(part.data(), part.size());
+    }
+    out.finish();
+}
+
+// Writes the tokenizer's files into a folder.
+inline void write_tokenizer(const TokenizerSource& from, const std::string& to) {
+    if (from.write) return from.write(to);
+    if (from.folder.empty()) return;
+    for (const std::string name : kTokenizerFiles)
+        if (file_exists(from.folder + "/" + name)) copy_file(from.folder + "/" + name, to + "/" + name);
+    const std::string templates = from.folder + "/" + kTemplateFolder, copies = to + "/" + kTemplateFolder;
+    struct stat info;
+    if (stat(templates.c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) return;
+    check_call(mkdir(copies.c_str(), 0777) == 0, copies, "make the folder");
+    for (const std::string& name : list_folder(templates))
+        if (name.ends_with(".jinja")) copy_file(templates + "/" + name, copies + "/" + name);
+    sync_directory(copies);
+}
+
+// ---- space on the disk
+//
+// Checks before the first step whether everything that a run will write fits on its disks and under ulimit
+// -f. A save that fails after the last step would lose the training.
+
+// The size of several files together, and of the largest of them.
+struct WrittenFiles {
+    double bytes = 0;
+    size_t largest = 0;
+    void add(size_t file) {
+        bytes += static_cast<double>(file);
+        largest = std::max(largest, file);
+    }
+};
+
+// Files that an option makes a run write.
+struct Written {
+    const char* option;
+    std::string path;  // a folder, which need not exist yet
+    const char* what;  // "a save"
+    WrittenFiles each;
+    double count = 1;  // how many of them exist at the same time
+    double bytes() const { return each.bytes * count; }
+};
+
+// The disk that has a folder: its device number and its free bytes; negative if the disk does not tell.
+struct Disk {
+    dev_t number = 0;
+    double free = -1;
+};
+inline Disk disk_of(std::filesystem::path folder) {
+    struct stat info;
+    while (stat(folder.empty() ? "." : folder.c_str(), &info) != 0 && folder != folder.parent_path())
+        folder = folder.parent_path();
+    const char* const path = folder.empty() ? "." : folder.c_str();
+    struct statvfs disk;
+    if (stat(path, &info) != 0 || statvfs(path, &disk) != 0 || disk.f_blocks == 0) return {};
+    return {info.st_dev, static_cast<double>(disk.f_bavail) * static_cast<double>(disk.f_frsize)};
+}
+
+// Fails if the disks have too little space for all of it together, or if a file would be larger than ulimit
+// -f allows.
+inline void check_disk_room(const std::vector<Written>& all) {
+    const auto size = [](double bytes) { return size_text(static_cast<size_t>(bytes)); };
+    std::map<dev_t, double> taken;  // by disk: the bytes of the entries before
+    for (const Written& w : all) {
+        const std::string named = format("%s %s: %s", w.option, w.path.c_str(), w.what);
+        if (w.each.largest > file_size_limit())
+            fail("%s has a file of %zu bytes, and ulimit -f allows %llu", named.c_str(), w.each.largest,
+                 static_cast<unsigned long long>(file_size_limit()));
+        const Disk disk = disk_of(w.path);
+        if (disk.free < 0) continue;
+        double& before = taken[disk.number];
+        if (before + w.bytes() > disk.free) {
+            const std::string times =
+                w.count > 1 ? format(", %.0f of them %s", w.count, size(w.bytes()).c_str()) : "";
+            const std::string others =
+                before > 0 ? format(" beside %s of %s", size(before).c_str(), all[0].option) : "";
+            fail("%s takes %s%s%s, and %s are free there", named.c_str(), size(w.each.bytes).c_str(),
+                 times.c_str(), others.c_str(), size(disk.free).c_str());
+        }
+        before += w.bytes();
+    }
 }

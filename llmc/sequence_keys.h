@@ -10,7 +10,7 @@
 //     q1 -> k0 k1                                  q1 -> k0 k1       d_k1 complete
 //     q2 -> k0 k1 k2                               q0 -> k0          d_k0 complete
 //
-// With offloaded keys (parked_keys.h) only the chunk's own keys stay on the device; those before them are
+// With offloaded keys (offload_keys.h) only the chunk's own keys stay on the device; those before them are
 // fetched in pieces of as many rows, the next one while queries attend to one.
 #pragma once
 
@@ -19,7 +19,8 @@
 #include <vector>
 
 #include "llmc/attention.cuh"
-#include "llmc/parked_keys.h"
+#include "llmc/model.h"
+#include "llmc/offload_keys.h"
 #include "llmc/precision.h"
 #include "llmc/rows.h"
 

@@ -7,6 +7,7 @@
 #include <cerrno>
 #include <csignal>
 #include <cstring>
+#include <initializer_list>
 
 inline volatile std::sig_atomic_t interrupted = 0;  // the signal that asked the run to stop
 inline volatile std::sig_atomic_t asked_to_save = 0;

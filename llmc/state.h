@@ -3,7 +3,7 @@
 // derived.
 //
 // A buffer has the elements of the Layout (model.h) in their order, or one element for each group of them
-// (the scales of 8-bit codes). Some parts can be in host memory or on disk (elsewhere.h) instead of the
+// (the scales of 8-bit codes). Some parts can be in host memory or on disk (offload_storage.h) instead of the
 // device: the weights of blocks and their gradients, block by block, and all that only updates need. The
 // latter is divided into chunks: a chunk has its part of every such buffer, so that it is transferred as one.
 #pragma once
@@ -12,20 +12,19 @@
 #include <iterator>
 
 #include "llmc/device.h"
-#include "llmc/elsewhere.h"
 #include "llmc/model.h"
-#include "llmc/quantize8.cuh"
-#include "llmc/split.h"
+#include "llmc/offload_storage.h"
+#include "llmc/state_formats.h"
 #include "llmc/work.h"
 
 static_assert(kParameterAlignment % kQuantizedBlock == 0);
 
 enum class Optimizer { AdamW, Sgd };
-// What extends bf16 weights to fp32: a full copy, or the 16 missing bits (split.h), or nothing; then updates
-// use stochastic rounding. fp32 weights need none of it.
+// What extends bf16 weights to fp32: a full copy, or the 16 missing bits (state_formats.h), or nothing; then
+// updates use stochastic rounding. fp32 weights need none of it.
 enum class Master { Fp32, Split, None };
 // The format of one of AdamW's moments. Bf16 uses stochastic rounding; Bits8 has codes in blocks with a scale
-// (quantize8.cuh).
+// (state_formats.h).
 enum class Moment { Fp32, Bf16, Bits8 };
 
 // Their names in options and saves, in the order of the values.

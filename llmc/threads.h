@@ -15,7 +15,7 @@
 #include <cstring>
 #include <vector>
 
-#include "llmc/room.h"
+#include "llmc/free_memory.h"
 
 // Stack size of OpenMP's threads. It is less than the usual 8 MiB, which would count if address space is
 // limited, and more than oneDNN's deepest calls need, which crash below about 24 KiB.

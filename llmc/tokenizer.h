@@ -17,11 +17,10 @@
 
 #include "llmc/error.h"
 #include "llmc/file.h"
-#include "llmc/sentencepiece.h"
-#include "llmc/text_encoder.h"
+#include "llmc/tokenizer_encoder.h"
 #include "llmc/tokenizer_json.h"
-#include "llmc/tokenizer_parts.h"
-#include "llmc/vocabulary.h"
+#include "llmc/tokenizer_sentencepiece.h"
+#include "llmc/tokenizer_vocabulary.h"
 
 class Tokenizer {
   public:

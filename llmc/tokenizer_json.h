@@ -17,11 +17,11 @@
 
 #include <nlohmann/json.hpp>
 
-#include "llmc/bpe.h"
 #include "llmc/error.h"
 #include "llmc/file.h"
-#include "llmc/tokenizer_parts.h"
-#include "llmc/vocabulary.h"
+#include "llmc/tokenizer_bpe.h"
+#include "llmc/tokenizer_encoder.h"
+#include "llmc/tokenizer_vocabulary.h"
 
 // One component of a tokenizer.json. Its reader asks for fields by name; refuse_others() then refuses every
 // field that was not asked for.

@@ -1,6 +1,6 @@
-// update_on_host.cpp - the optimizer's kernel for the cores of a GPU's host (host_updates.h). nvcc compiles
-// the rest of such a build, and for nvcc a kernel runs on the GPU alone. So the host's compiler compiles this
-// one file from the same source, and other files see nothing of it but its function (Makefile).
+// update_on_host.cpp - the optimizer's kernel for the cores of a GPU's host (offload_optimizer.h). nvcc
+// compiles the rest of such a build, and for nvcc a kernel runs on the GPU alone. So the host's compiler
+// compiles this one file from the same source, and other files see nothing of it but its function (Makefile).
 #include <omp.h>
 
 #include "llmc/optimizer.cuh"

@@ -3,18 +3,18 @@
 // complete.
 //
 // It decides how a unit is updated: in one launch if its whole state is on the device; chunk by chunk if
-// state is streamed from host memory or a disk (state_ring.h); or by the host's cores (host_updates.h).
+// state is streamed from host memory or a disk; or by the host's cores. The latter two are in
+// offload_optimizer.h.
 #pragma once
 
 #include <vector>
 
 #include "llmc/global_norm.cuh"
 #include "llmc/gradients.h"
-#include "llmc/host_updates.h"
 #include "llmc/metrics.h"
+#include "llmc/offload_memory.h"
+#include "llmc/offload_optimizer.h"
 #include "llmc/options.h"
-#include "llmc/places.h"
-#include "llmc/state_ring.h"
 #include "llmc/weights.h"
 
 // The layout of the partial sums of squares from which the norm of all units is computed.

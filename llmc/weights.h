@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "llmc/embeddings_elsewhere.h"
+#include "llmc/offload_blocks.h"
+#include "llmc/offload_embeddings.h"
 #include "llmc/precision.h"
-#include "llmc/quantized_weights.h"
-#include "llmc/residence.h"
+#include "llmc/quant_weights.h"
 #include "llmc/rows.h"
 #include "llmc/state.h"
 

@@ -3,8 +3,8 @@
 // n times to 12, and once to 8 when the low bits are dropped.
 #pragma once
 
-#include "llmc/packed.h"
-#include "llmc/split.h"
+#include "llmc/simt_vector.h"
+#include "llmc/state_formats.h"
 #include "llmc/tensor.h"
 #include "llmc/work.h"
 

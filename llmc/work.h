@@ -72,9 +72,9 @@ struct Work {
 enum class Home { Device, Host, Disk };
 inline constexpr const char* kHomeNames[] = {"device", "host", "disk"};
 
-// Transfer directions, between the device and other placements, while operations run (residence.h,
-// offload_inputs.h). A HostUpdate is no transfer: a host's cores update weights meanwhile (host_updates.h), and its
-// bytes are an update's.
+// Transfer directions, between the device and other placements, while operations run (offload_blocks.h,
+// offload_inputs.h). A HostUpdate is no transfer: a host's cores update weights meanwhile
+// (offload_optimizer.h), and its bytes are an update's.
 enum class Way { DiskRead, DiskWrite, FromHost, ToHost, HostUpdate };
 constexpr size_t kWays = 5;
 inline constexpr const char* kWayNames[kWays] = {"disk_read", "disk_write", "from_host", "to_host",

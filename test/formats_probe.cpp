@@ -26,9 +26,9 @@
 
 #include "llmc/arena.h"  // defines arena_give_back()
 #include "llmc/gguf_model.h"
-#include "llmc/gguf_tokenizer.h"
-#include "llmc/nf4_save.h"
-#include "llmc/quantized_formats.h"
+#include "llmc/quant_formats.h"
+#include "llmc/quant_nf4_files.h"
+#include "llmc/tokenizer_gguf.h"
 
 namespace {
 const Stream kStream{};

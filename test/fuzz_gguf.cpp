@@ -6,7 +6,7 @@
 
 #include "llmc/arena.h"  // defines arena_give_back()
 #include "llmc/gguf_model.h"
-#include "llmc/gguf_tokenizer.h"
+#include "llmc/tokenizer_gguf.h"
 #include "test/fuzz.h"
 
 namespace {

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "llmc/examples.h"
+#include "llmc/data_tokens.h"
 #include "test/fuzz.h"
 
 namespace {

@@ -5,7 +5,7 @@
 #include <string_view>
 
 #include "llmc/arena.h"  // defines arena_give_back()
-#include "llmc/nf4_files.h"
+#include "llmc/quant_nf4_files.h"
 #include "test/fuzz.h"
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* input, size_t size) {

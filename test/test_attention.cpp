@@ -13,8 +13,8 @@
 
 #include <gtest/gtest.h>
 
-#include "llmc/alibi.h"
 #include "llmc/attention.cuh"
+#include "llmc/position_factors.h"
 #include "test/kernel_test.h"
 
 namespace {

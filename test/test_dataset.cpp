@@ -12,8 +12,8 @@
 #include <gtest/gtest.h>
 #include <malloc.h>
 
+#include "llmc/data_tokens.h"
 #include "llmc/dataset.h"
-#include "llmc/text_tokens.h"
 #include "test/file_helpers.h"
 
 namespace {

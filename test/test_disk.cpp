@@ -14,10 +14,9 @@
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 
+#include "llmc/disk_queue.h"
 #include "llmc/disk_reader.h"
-#include "llmc/disk_threads.h"
-#include "llmc/elsewhere_disk.h"
-#include "llmc/elsewhere_staged.h"
+#include "llmc/offload_storage.h"
 #include "test/file_helpers.h"
 
 namespace {

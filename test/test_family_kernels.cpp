@@ -11,13 +11,13 @@
 #include <gtest/gtest.h>
 
 #include "llmc/dropout.cuh"
+#include "llmc/elementwise.cuh"
 #include "llmc/embedding.cuh"
 #include "llmc/head_norm.cuh"
 #include "llmc/lora.cuh"
+#include "llmc/position_factors.h"
 #include "llmc/rmsnorm.cuh"
 #include "llmc/rope.cuh"
-#include "llmc/rope_scaling.h"
-#include "llmc/swiglu.cuh"
 #include "test/kernel_test.h"
 
 namespace {

@@ -9,8 +9,8 @@
 
 #include "llmc/arena.h"  // defines arena_give_back()
 #include "llmc/gguf_model.h"
-#include "llmc/gguf_tokenizer.h"
-#include "llmc/nf4_files.h"
+#include "llmc/quant_nf4_files.h"
+#include "llmc/tokenizer_gguf.h"
 #include "test/file_helpers.h"
 #include "test/gguf_writer.h"
 

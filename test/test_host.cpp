@@ -7,13 +7,12 @@
 
 #include "llmc/arena.h"
 #include "llmc/bench.h"
-#include "llmc/device_rates.h"
+#include "llmc/learning_rate.h"
+#include "llmc/metrics.h"
 #include "llmc/model.h"
 #include "llmc/options_parse.h"
-#include "llmc/sampler.h"
-#include "llmc/schedule.h"
-#include "llmc/step_lines.h"
-#include "llmc/terminal.h"
+#include "llmc/rates_device.h"
+#include "llmc/sample.h"
 
 namespace {
 

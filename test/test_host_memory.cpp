@@ -2,9 +2,9 @@
 // limits; and what follows from it.
 #include <sys/mman.h>
 
-#include "llmc/enough_memory.h"
-#include "llmc/chunk_rows.h"
-#include "llmc/host_memory.h"
+#include "llmc/free_memory.h"
+#include "llmc/plan_free_memory.h"
+#include "llmc/plan_settings.h"
 #include "test/file_helpers.h"
 
 namespace {

@@ -15,13 +15,12 @@
 
 #include "llmc/columns.cuh"
 #include "llmc/cross_entropy.cuh"
+#include "llmc/data_feeder.h"
+#include "llmc/elementwise.cuh"
 #include "llmc/embedding.cuh"
-#include "llmc/feeder.h"
-#include "llmc/gelu.cuh"
 #include "llmc/layernorm.cuh"
+#include "llmc/loss_by_position.cuh"
 #include "llmc/matmul_tiled.cuh"
-#include "llmc/position_losses.cuh"
-#include "llmc/residual.cuh"
 #include "test/kernel_test.h"
 
 namespace {

@@ -30,7 +30,7 @@ bf16 bf16_of(uint16_t bits) {
     return x;
 }
 
-// ---- split.h
+// ---- fp32 in two parts
 
 // Checks the parts of x: together they are x, to the bit; the high part is a nearest bf16.
 void expect_split(uint32_t bits) {
@@ -71,7 +71,7 @@ TEST(Split, TheTwoPartsAreTheValue) {
         EXPECT_TRUE(std::isnan(to_float(narrow_master<bf16>(std::bit_cast<float>(nan)))));
 }
 
-// ---- quantize8.cuh
+// ---- 8-bit codes
 
 // The value of a code of `kBits` bits by the paper's formula, scaled so that the largest is 1.
 double paper_value(int code, int kBits) {

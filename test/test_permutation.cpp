@@ -7,7 +7,7 @@
 
 #include <gtest/gtest.h>
 
-#include "llmc/permutation.h"
+#include "llmc/random.h"
 
 namespace {
 

@@ -8,7 +8,7 @@
 #include <gtest/gtest.h>
 #include <omp.h>
 
-#include "llmc/quantized_formats.h"
+#include "llmc/quant_formats.h"
 #include "llmc/safetensors.h"
 #include "test/kernel_test.h"
 

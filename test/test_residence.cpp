@@ -9,7 +9,7 @@
 
 #include <gtest/gtest.h>
 
-#include "llmc/residence.h"
+#include "llmc/offload_blocks.h"
 
 namespace {
 

@@ -10,9 +10,9 @@
 
 #include <gtest/gtest.h>
 
+#include "llmc/plan_solver.h"
 #include "llmc/random.h"
 #include "llmc/recompute.h"
-#include "llmc/solver.h"
 #include "test/file_helpers.h"
 
 namespace {

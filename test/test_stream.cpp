@@ -9,7 +9,7 @@
 
 #include <gtest/gtest.h>
 
-#include "llmc/feeder.h"
+#include "llmc/data_feeder.h"
 #include "llmc/graph.h"
 #include "test/kernel_test.h"
 

@@ -186,7 +186,7 @@ def test_data_that_are_not_utf8(family, tmp_path):
     assert error == f"{tmp_path}/text: is not UTF-8 text: no character has the byte 0xf6 at position 2\n"
 
 
-LONGEST = 256 << 10  # kLongestPiece of llmc/text_encoder.h
+LONGEST = 256 << 10  # kLongestPiece of llmc/tokenizer_encoder.h
 
 
 def refusal(file, begin, longest=LONGEST):

@@ -19,8 +19,7 @@
 #include <string>
 #include <vector>
 
-#include "llmc/examples.h"
-#include "llmc/text_tokens.h"
+#include "llmc/data_tokens.h"
 #include "llmc/tokenizer.h"
 
 namespace {

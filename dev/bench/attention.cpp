@@ -10,9 +10,9 @@
 #include <CLI/CLI.hpp>
 
 #include "llmc/attention.cuh"
-#include "llmc/device_rates.h"
 #include "llmc/device.h"
 #include "llmc/random.h"
+#include "llmc/rates_device.h"
 #include "llmc/threads.h"
 
 namespace {

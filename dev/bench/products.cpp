@@ -14,9 +14,9 @@
 #include <string>
 #include <vector>
 
-#include "llmc/device_rates.h"
 #include "llmc/device.h"
-#include "llmc/onednn.h"
+#include "llmc/matmul_cpu.h"
+#include "llmc/rates_device.h"
 #include "llmc/threads.h"
 
 namespace {

@@ -1,0 +1,289 @@
+// data_tokens.h - turns training data into tokens: text files, and examples in JSON, of which it also decides
+// which tokens have a loss. dataset.h then reads the tokens.
+#pragma once
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "llmc/data_chat_format.h"
+#include "llmc/data_json_lines.h"
+#include "llmc/dataset.h"
+#include "llmc/tokenizer.h"
+#include "llmc/utf8.h"
+
+// ---- text
+//
+// Turns text files of the data into tokens. Each file is a document with the tokenizer's document start
+// before it. The spelling of a special token like <s> in a text is plain text. The tokens are the same that
+// dev/data/tokenize_text.py writes into shards.
+
+// Reports the progress of tokenizing and at the end the result: on a terminal in one line that is
+// overwritten, otherwise in a line every ten seconds. Prints nothing for less than 10 MB.
+class TokenizingLines {
+  public:
+    TokenizingLines(FILE* to, std::string name, uint64_t bytes)
+        : to_(bytes >= 10'000'000 ? to : nullptr),
+          name_(std::move(name)),
+          bytes_(bytes),
+          terminal_(isatty(fileno(to)) == 1) {}
+
+    void add(uint64_t bytes) {
+        done_ += bytes;
+        const double now = seconds();
+        if (!to_ || now < due_) return;
+        due_ = now + (terminal_ ? 0.2 : 10);
+        fprintf(to_, "%stokenizing %s: %.1f of %.1f MB%s", terminal_ ? "\r" : "", name_.c_str(),
+                megabytes(done_), megabytes(bytes_), terminal_ ? "" : "\n");
+        fflush(to_);
+    }
+    void finish(uint64_t tokens) const {
+        if (!to_) return;
+        fprintf(to_, "%stokenized %s: %.1f MB, %llu tokens, %.1f s\n", terminal_ ? "\r\033[K" : "",
+                name_.c_str(), megabytes(bytes_), static_cast<unsigned long long>(tokens), seconds());
+    }
+
+  private:
+    static double megabytes(uint64_t bytes) { return static_cast<double>(bytes) / 1e6; }
+    double seconds() const {
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+    }
+
+    FILE* to_;
+    const std::string name_;
+    const uint64_t bytes_;
+    const bool terminal_;
+    const std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+    double due_ = 0;
+    uint64_t done_ = 0;
+};
+
+// Calls use(part) with the text of a file, in parts of whole characters. Fails if it is not UTF-8, naming the
+// file and the position.
+template <class Use>
+void read_utf8(const FileReader& file, Use&& use) {
+    constexpr size_t kPart = 256 << 10;
+    std::string buffer;
+    for (uint64_t at = 0; at < file.size();) {
+        const size_t held = buffer.size(), count = std::min<uint64_t>(kPart, file.size() - at);
+        buffer.resize(held + count);
+        file.read(at, count, buffer.data() + held);
+        at += count;
+        const size_t valid = valid_utf8(buffer), rest = buffer.size() - valid;
+        const bool may_go_on = at < file.size() && rest == unfinished_utf8(buffer);
+        if (rest > 0 && !may_go_on)
+            fail("%s: is not UTF-8 text: no character has the byte 0x%02x at position %llu",
+                 file.path().c_str(), static_cast<unsigned char>(buffer[valid]),
+                 static_cast<unsigned long long>(at - rest));
+        use(std::string_view(buffer).substr(0, valid));
+        buffer.erase(0, valid);
+    }
+}
+
+// Fails if the model has no tokenizer and its vocabulary is not that of bytes, 256.
+inline void check_bytes(const Dataset& text, int vocabulary) {
+    if (vocabulary == 256) return;
+    fail(
+        "%s is text, which is read as bytes (vocabulary 256) where the model's folder has no tokenizer.json, "
+        "vocab.json with merges.txt, or tokenizer.model, but its vocabulary is %d",
+        text.stream_name(0).c_str(), vocabulary);
+}
+
+// True if a text is so long that even its last tenth surely has more than `tokens` tokens.
+inline bool is_long_text(const Dataset& text, uint64_t tokens) { return text.file_bytes() / 1000 >= tokens; }
+
+// Replaces a text's bytes by the tokenizer's tokens, and reports progress on stderr if it takes a while.
+// Fails as read_utf8() and Dataset::tokenize() do.
+inline void tokenize_text(Dataset& text, const Tokenizer& tokenizer) {
+    TokenizingLines lines(stderr, text.stream_name(0), text.file_bytes());
+    TextEncoder encoder = tokenizer.encoder(false);
+    const int start = tokenizer.document_start();
+    std::vector<int32_t> tokens;
+    text.tokenize(static_cast<uint32_t>(tokenizer.size()), [&](const FileReader& file, const auto& put) {
+        tokens.clear();
+        if (start >= 0) tokens.push_back(start);
+        read_utf8(file, [&](std::string_view part) {
+            naming(file.path(), [&] { encoder.feed(part, tokens); });
+            put(tokens);
+            tokens.clear();
+            lines.add(part.size());
+        });
+        naming(file.path(), [&] { encoder.finish(tokens); });
+        put(tokens);
+    });
+    lines.finish(text.token_count());
+}
+
+// ---- examples
+//
+// Turns examples in JSON (prompts with completions, conversations, texts) into tokens, and decides which
+// tokens have a loss.
+
+// How to read examples: --loss-on and --chat-format, and the chat template and name of the model.
+struct ExampleOptions {
+    bool loss_on_all;
+    std::string chat_format, chat_template, model;
+};
+
+class ExampleEncoder {
+  public:
+    // The tokenizer must outlive the encoder.
+    ExampleEncoder(const Tokenizer& tokenizer, ExampleOptions options)
+        : tokenizer_(tokenizer), options_(std::move(options)), encoder_(tokenizer.encoder()) {}
+
+    // Calls put(tokens, last) with an example's tokens; those of a long text come in several parts. Tokens
+    // without a loss are marked by without_loss(). A text gets the tokenizer's document start before it and
+    // its end-of-text token after it; a conversation is written in its chat format. Of a conversation, and of
+    // a prompt with its completion, tokens after the first `most` may be missing. A special token's spelling,
+    // like <s>, is that token wherever it stands in a text, as in transformers. Fails naming `where`.
+    template <class Put>
+    void encode(const JsonExample& example, const std::string& where, size_t most, Put&& put) {
+        tokens_.clear();
+        if (example.is_text) return encode_text(example.text(), where, put);
+        if (!example.messages.empty()) {
+            if (!chat_)
+                chat_.emplace(options_.chat_format, options_.chat_template, options_.model, tokenizer_);
+            for (const std::vector<Piece>& part : chat_->render(example.messages, where))
+                append(part, where, most);
+        } else {
+            append({{example.prompt, Learnt::WithPrompts}, {example.completion, Learnt::Always}}, where,
+                   most);
+            begin_document();
+            end_text();
+        }
+        if (tokens_.size() < 2) fail("%s: has fewer than two tokens", where.c_str());
+        put(tokens_, true);
+    }
+
+    // The token that ends an answer in the conversations so far; -1 if there were none.
+    int end_of_answer() const { return chat_ ? chat_->end_of_answer() : -1; }
+
+  private:
+    // A token as it is stored: marked if it has no loss.
+    int32_t kept(int32_t token, Learnt learnt) const {
+        const bool has_loss =
+            learnt == Learnt::Always || (learnt == Learnt::WithPrompts && options_.loss_on_all);
+        return has_loss ? token : without_loss(token);
+    }
+
+    static constexpr size_t kPart = 256 << 10;  // a longer text is encoded in parts of this many bytes
+
+    void begin_document() {
+        const int begin = tokenizer_.document_start();
+        if (begin >= 0 && (tokens_.empty() || token_of(tokens_.front()) != begin))
+            tokens_.insert(tokens_.begin(), kept(begin, Learnt::WithPrompts));
+    }
+    void end_text() {
+        const int end = tokenizer_.end_of_text();
+        if (end >= 0 && (tokens_.empty() || token_of(tokens_.back()) != end)) tokens_.push_back(end);
+    }
+
+    // Encodes a text and puts its tokens, all of which have a loss.
+    template <class Put>
+    void encode_text(std::string_view text, const std::string& where, Put&& put) {
+        size_t count = 0;
+        int32_t latest = -1;
+        const auto pass_on = [&](bool last) {
+            if (count == 0 && (last || !tokens_.empty())) begin_document();
+            if (!tokens_.empty()) latest = tokens_.back();
+            const int end = tokenizer_.end_of_text();
+            if (last && end >= 0 && token_of(latest) != end) tokens_.push_back(end);
+            for (int32_t& token : tokens_) token = token_of(token);
+            count += tokens_.size();
+            if (last && count < 2) fail("%s: has fewer than two tokens", where.c_str());
+            put(tokens_, last);
+            tokens_.clear();
+        };
+        if (text.size() <= kPart) {
+            naming(where, [&] { encoder_.encode(text, tokens_); });
+            return pass_on(true);
+        }
+        for (; !text.empty(); text.remove_prefix(std::min(kPart, text.size()))) {
+            naming(where, [&] { encoder_.feed(text.substr(0, kPart), tokens_); });
+            pass_on(false);
+        }
+        naming(where, [&] { encoder_.finish(tokens_); });
+        pass_on(true);
+    }
+
+    // Appends the tokens of a text; of a long one at least the first `most`.
+    void encode_first(std::string_view text, size_t most, std::vector<int32_t>& tokens) {
+        if (text.size() <= kPart) return encoder_.encode(text, tokens);
+        TextEncoder encoder = tokenizer_.encoder();
+        while (!text.empty() && tokens.size() < most) {
+            encoder.feed(text.substr(0, kPart), tokens);
+            text.remove_prefix(std::min(kPart, text.size()));
+        }
+        if (tokens.size() < most) encoder.finish(tokens);
+    }
+
+    // Appends the tokens of the pieces' joined text, or at least the first `most`. A token that crosses the
+    // end of a piece, or that differs from the tokens of the text up to that end, belongs to the next piece.
+    void append(const std::vector<Piece>& pieces, const std::string& where, size_t most) {
+        std::string text;
+        for (const Piece& piece : pieces) text += piece.text;
+        std::vector<int32_t> all, front;
+        naming(where, [&] { encode_first(text, most, all); });
+        std::string before;
+        size_t done = 0;
+        for (const Piece& piece : pieces) {
+            before += piece.text;
+            size_t end = all.size();
+            if (before.size() < text.size()) {
+                front.clear();
+                naming(where, [&] { encode_first(before, most, front); });
+                end = static_cast<size_t>(
+                    std::mismatch(front.begin(), front.end(), all.begin(), all.end()).second - all.begin());
+            }
+            for (; done < end; done++) tokens_.push_back(kept(all[done], piece.learnt));
+        }
+    }
+
+    const Tokenizer& tokenizer_;
+    const ExampleOptions options_;
+    TextEncoder encoder_;
+    std::optional<Chat> chat_;  // made at the first conversation
+    std::vector<int32_t> tokens_;
+};
+
+// Turns the examples in the files into tokens, at most seq_len + 1 for each (Dataset::tokenize_examples), and
+// reports progress on stderr if it takes a while. Fails naming the line if it is not an example. Returns the
+// token that ends an answer in conversations, or -1.
+inline int tokenize_examples(Dataset& lines, const Tokenizer& tokenizer, const ExampleOptions& options,
+                             int seq_len) {
+    TokenizingLines progress(stderr, lines.stream_name(0), lines.file_bytes());
+    ExampleEncoder encoder(tokenizer, options);
+    size_t most_bytes = 0;
+    lines.tokenize_examples(seq_len, [&](const FileReader& file, const auto& put) {
+        const bool is_list = data_kind(file) == DataKind::JsonList;
+        const size_t copies = is_list ? 2 : 1;  // an element of a list is copied when its buffer grows
+        const auto use = [&](std::span<char> line, size_t bytes, const std::string& where) {
+            const JsonExample example = read_example(line, where);
+            // Texts are encoded whole. Of others one token more than is kept is encoded, which shows that the
+            // example is cut.
+            encoder.encode(
+                example, where, static_cast<size_t>(seq_len) + 2,
+                [&](std::span<const int32_t> tokens, bool last) { put(tokens, example.is_text, last); });
+            most_bytes = std::max(most_bytes, copies * line.size() + example.bytes);
+            progress.add(bytes);
+        };
+        try {
+            is_list ? for_each_element(file, use) : for_each_line(file, use);
+        } catch (const UserError& error) {
+            if (is_json_name(file.path())) throw;
+            fail("%s (the file begins as JSON; to train on it as text, let its name end in .txt)",
+                 error.what());
+        }
+    });
+    lines.reading_took(most_bytes);
+    progress.finish(lines.token_count());
+    return encoder.end_of_answer();
+}

@@ -1,0 +1,168 @@
+// elementwise.cuh - the operations of a block that treat each element by itself: GELU and SwiGLU of its MLP,
+// and the addition to the residual stream.
+#pragma once
+
+#include "llmc/columns.cuh"
+#include "llmc/simt_vector.h"
+#include "llmc/tensor.h"
+#include "llmc/work.h"
+
+// ---- GELU
+//
+// The Gaussian error linear unit in its tanh form (Hendrycks, Gimpel, arXiv:1606.08415), as in GPT-2: gelu(x)
+// = x/2 (1 + tanh u), u = sqrt(2/pi) (x + 0.044715 x^3).
+
+constexpr float kGeluScale = 0.7978845608f;
+constexpr float kGeluCubic = 0.044715f;
+
+SIMT_DEVICE float gelu_tanh(float x) {
+    const float u = kGeluScale * (x + kGeluCubic * x * x * x);
+    return 1.f - 2.f / (fast_exp(2.f * u) + 1.f);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads) gelu_forward_kernel(T* out, const T* x, int64_t n) {
+    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
+        const Packed<T, N> p = load_ahead<N>(x + i);
+        float o[N];
+        for (int k = 0; k < N; k++) o[k] = 0.5f * p[k] * (1.f + gelu_tanh(p[k]));
+        store(out + i, o);
+    });
+}
+
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads)
+    gelu_backward_kernel(T* dx, const T* dout, const T* x, int64_t n) {
+    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
+        const Packed<T, N> p = load_ahead<N>(x + i), d = load_ahead<N>(dout + i);
+        float o[N];
+        for (int k = 0; k < N; k++) {
+            const float v = p[k], t = gelu_tanh(v);
+            const float du = kGeluScale * (1.f + 3.f * kGeluCubic * v * v);
+            o[k] = d[k] * (0.5f * (1.f + t) + 0.5f * v * (1.f - t * t) * du);
+        }
+        store(dx + i, o);
+    });
+}
+
+// out = gelu(x), elementwise; out may be x.
+template <class T>
+void gelu_forward(Tensor<T>& out, const Tensor<T>& x, Stream stream) {
+    const Operation operation("gelu_forward", 0, pass_bytes(out, x));
+    launch<gelu_forward_kernel<T>>(elementwise_blocks<T>(x.size()), kBlockThreads, 0, stream, out.data(),
+                                   x.data(), x.size());
+}
+
+// dx = dout gelu'(x), elementwise; dx may be dout.
+template <class T>
+void gelu_backward(Tensor<T>& dx, const Tensor<T>& dout, const Tensor<T>& x, Stream stream) {
+    const Operation operation("gelu_backward", 0, pass_bytes(dx, dout, x));
+    launch<gelu_backward_kernel<T>>(elementwise_blocks<T>(x.size()), kBlockThreads, 0, stream, dx.data(),
+                                    dout.data(), x.data(), x.size());
+}
+
+// ---- SwiGLU
+//
+// The gated linear unit of Llama's MLP (Shazeer, arXiv:2002.05202): silu(gate) * up with silu(x) = x
+// sigmoid(x), where one matrix product has computed [gate | up].
+//
+// Computed in fp32 throughout; `transformers` rounds silu(gate) to the model's type before the
+// multiplication. Bound by memory: forward reads two elements and writes one, backward reads three and writes
+// two.
+
+SIMT_DEVICE float sigmoid(float x) { return 1.f / (1.f + fast_exp(-x)); }
+
+// Columns of a row that a warp processes.
+template <int N>
+constexpr int kSwigluColumns = kLanes* N* kElementwiseRun;
+
+template <class T, int N>
+__global__ void __launch_bounds__(kBlockThreads)
+    swiglu_forward_kernel(T* out, const T* gate_up, int rows, int F) {
+    const int row = blockIdx.x * warps_per_block() + warp();
+    if (row >= rows) return;
+    const T *const gate = gate_up + int64_t{row} * 2 * F, *const up = gate + F;
+    const int begin = blockIdx.y * kSwigluColumns<N>;
+    const int end = begin + kSwigluColumns<N> < F ? begin + kSwigluColumns<N> : F;
+    for (int c = begin + lane() * N; c < end; c += kLanes * N) {
+        const Packed<T, N> g = load_ahead<N>(gate + c), u = load_ahead<N>(up + c);
+        float o[N];
+        for (int k = 0; k < N; k++) o[k] = g[k] * sigmoid(g[k]) * u[k];
+        store(out + int64_t{row} * F + c, o);
+    }
+}
+
+template <class T, int N>
+__global__ void __launch_bounds__(kBlockThreads)
+    swiglu_backward_kernel(T* d_gate_up, const T* dout, const T* gate_up, int rows, int F) {
+    const int row = blockIdx.x * warps_per_block() + warp();
+    if (row >= rows) return;
+    const int64_t start = int64_t{row} * 2 * F;
+    const int begin = blockIdx.y * kSwigluColumns<N>;
+    const int end = begin + kSwigluColumns<N> < F ? begin + kSwigluColumns<N> : F;
+    for (int c = begin + lane() * N; c < end; c += kLanes * N) {
+        const Packed<T, N> g = load_ahead<N>(gate_up + start + c), u = load_ahead<N>(gate_up + start + F + c);
+        const Packed<T, N> d = load_ahead<N>(dout + int64_t{row} * F + c);
+        float d_gate[N], d_up[N];
+        for (int k = 0; k < N; k++) {
+            const float s = sigmoid(g[k]);
+            d_gate[k] = d[k] * u[k] * s * (1.f + g[k] * (1.f - s));
+            d_up[k] = d[k] * g[k] * s;
+        }
+        store(d_gate_up + start + c, d_gate);
+        store(d_gate_up + start + F + c, d_up);
+    }
+}
+
+// The grid of both kernels: rows by pieces of rows.
+template <int N>
+dim3 swiglu_blocks(int rows, int F) {
+    return dim3(blocks_of_rows(rows), static_cast<unsigned>(ceil_div(F, kSwigluColumns<N>)));
+}
+
+// out (rows, F) = silu(gate) * up. A row of gate_up (rows, 2F) has the gates first, then the values that they
+// gate.
+template <class T>
+void swiglu_forward(Tensor<T>& out, const Tensor<T>& gate_up, Stream stream) {
+    const Operation operation("swiglu_forward", 0, pass_bytes(out, gate_up));
+    const int rows = static_cast<int>(out.rows()), F = static_cast<int>(out.columns());
+    assert(gate_up.size() == 2 * out.size() && gate_up.columns() == 2 * F);
+    with_vector_size<T>(F, [&]<int N>(std::integral_constant<int, N>) {
+        launch<swiglu_forward_kernel<T, N>>(swiglu_blocks<N>(rows, F), kBlockThreads, 0, stream, out.data(),
+                                            gate_up.data(), rows, F);
+    });
+}
+
+// d_gate_up (rows, 2F) = the gradient of swiglu_forward's input gate_up, from dout (rows, F). d_gate_up may
+// be gate_up.
+template <class T>
+void swiglu_backward(Tensor<T>& d_gate_up, const Tensor<T>& dout, const Tensor<T>& gate_up, Stream stream) {
+    const Operation operation("swiglu_backward", 0, pass_bytes(d_gate_up, dout, gate_up));
+    const int rows = static_cast<int>(dout.rows()), F = static_cast<int>(dout.columns());
+    assert(gate_up.columns() == 2 * F && d_gate_up.shape() == gate_up.shape());
+    with_vector_size<T>(F, [&]<int N>(std::integral_constant<int, N>) {
+        launch<swiglu_backward_kernel<T, N>>(swiglu_blocks<N>(rows, F), kBlockThreads, 0, stream,
+                                             d_gate_up.data(), dout.data(), gate_up.data(), rows, F);
+    });
+}
+
+// ---- the residual stream
+
+template <class T>
+__global__ void __launch_bounds__(kBlockThreads)
+    residual_forward_kernel(T* out, const T* a, const T* b, int64_t n) {
+    for_each_vector<T>(n, [&]<int N>(int64_t i, std::integral_constant<int, N>) SIMT_INLINE {
+        const Packed<T, N> p = load<N>(a + i), q = load<N>(b + i);
+        float o[N];
+        for (int k = 0; k < N; k++) o[k] = p[k] + q[k];
+        store(out + i, o);
+    });
+}
+
+// out = a + b, elementwise; out may be a or b.
+template <class T>
+void residual_forward(Tensor<T>& out, const Tensor<T>& a, const Tensor<T>& b, Stream stream) {
+    const Operation operation("residual_forward", 0, pass_bytes(out, a, b));
+    launch<residual_forward_kernel<T>>(elementwise_blocks<T>(out.size()), kBlockThreads, 0, stream,
+                                       out.data(), a.data(), b.data(), out.size());
+}

@@ -1,0 +1,369 @@
+// matmul_cpu.h - matrix products on a CPU, on raw pointers with strides: by oneDNN, which compiles a product
+// once for its shape; and, in the fast build, by loops of our own for a product with one row. matmul_onednn.h
+// and attention_cpu.h use them.
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <mutex>
+#include <new>
+#include <type_traits>
+#include <unordered_map>
+
+#include <oneapi/dnnl/dnnl.hpp>
+
+#include "llmc/address_sanitizer.h"
+#include "llmc/arena.h"
+#include "llmc/elementwise.cuh"
+#include "llmc/free_memory.h"
+#include "llmc/simt.h"
+#include "llmc/simt_vector.h"
+
+// ---- by oneDNN
+//
+// A product runs on the thread that calls it. Given several threads, oneDNN would divide a product by their
+// number, sums over k included, so that the number of threads would change the result's last bits. A caller
+// that wants several threads gives each its own products (matmul_onednn.h, attention_cpu.h). All threads
+// share a compiled product. The caller provides scratch; beside it oneDNN may copy operands into heap memory.
+
+// c (m, n) = a (m, k) b (k, n) [+ c] [+ bias (n)], then GELU if asked. Strides are in elements; each matrix
+// must have 1 as one of its two strides.
+struct OnednnProduct {
+    int64_t m, n, k;
+    int64_t a_row, a_column, b_row, b_column, c_row;
+    bool accumulate = false, bias = false, gelu = false;
+};
+
+namespace onednn {
+using dnnl::memory;
+
+inline dnnl::engine& cpu() {
+    static auto& engine = *new dnnl::engine(dnnl::engine::kind::cpu, 0);
+    return engine;
+}
+
+template <class T>
+constexpr memory::data_type dtype =
+    std::is_same_v<T, float> ? memory::data_type::f32 : memory::data_type::bf16;
+
+// Describes a product of operands with these layouts; a bias is of type `in`. Throws dnnl::error if oneDNN
+// cannot compute it.
+inline dnnl::matmul::primitive_desc describe(const OnednnProduct& p, memory::data_type in,
+                                             const memory::desc& a, const memory::desc& b,
+                                             const memory::desc& c) {
+    const memory::desc bias = p.bias ? memory::desc({1, p.n}, in, memory::dims{p.n, 1}) : memory::desc();
+    dnnl::post_ops after;
+    if (p.accumulate) after.append_sum(1.f);
+    dnnl::primitive_attr attributes;
+    attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
+#if DNNL_VERSION_MAJOR >= 3
+    if (p.gelu) after.append_eltwise(dnnl::algorithm::eltwise_gelu_tanh, 0.f, 0.f);
+    attributes.set_post_ops(after);
+    if (p.bias) return {cpu(), a, b, bias, c, attributes};
+    return {cpu(), a, b, c, attributes};
+#else
+    if (p.gelu) after.append_eltwise(1.f, dnnl::algorithm::eltwise_gelu_tanh, 0.f, 0.f);
+    attributes.set_post_ops(after);
+    if (p.bias) return {dnnl::matmul::desc(a, b, bias, c), attributes, cpu()};
+    return {dnnl::matmul::desc(a, b, c), attributes, cpu()};
+#endif
+}
+// The product with the stride of each dimension of size 1 replaced by the one that a matrix without gaps has.
+// Such a stride means nothing, and oneDNN 2.6's cache of compiled products ignores it, but its choice of an
+// implementation does not: the cache may return one that needs scratch that was never asked for.
+inline OnednnProduct without_idle_strides(OnednnProduct p) {
+    if (p.m == 1) {
+        p.a_row = p.a_column == 1 ? p.k : 1;
+        p.c_row = p.n;
+    }
+    if (p.k == 1) {
+        p.a_column = 1;
+        p.b_row = p.b_column == 1 ? p.n : 1;
+    }
+    if (p.n == 1) p.b_column = 1;
+    return p;
+}
+inline dnnl::matmul::primitive_desc describe(const OnednnProduct& product, memory::data_type in,
+                                             memory::data_type out) {
+    const OnednnProduct p = without_idle_strides(product);
+    return describe(p, in, memory::desc({p.m, p.k}, in, memory::dims{p.a_row, p.a_column}),
+                    memory::desc({p.k, p.n}, in, memory::dims{p.b_row, p.b_column}),
+                    memory::desc({p.m, p.n}, out, memory::dims{p.c_row, 1}));
+}
+
+// While this lives, oneDNN uses the calling thread alone.
+class OneThread {
+  public:
+    OneThread() { omp_set_num_threads(1); }
+    ~OneThread() { omp_set_num_threads(before_); }
+    OneThread(const OneThread&) = delete;
+
+  private:
+    const int before_ = omp_get_max_threads();
+};
+
+// More than oneDNN needs to describe and compile a product. It crashes if it cannot allocate what it needs.
+constexpr size_t kRoomToCompile = size_t{8} << 20;
+
+// Calls oneDNN, and turns its out-of-memory error into std::bad_alloc.
+template <class Call>
+auto with_room(Call&& call) {
+    try {
+        return call();
+    } catch (const dnnl::error& e) {
+        if (e.status == dnnl_out_of_memory) throw std::bad_alloc();
+        throw;
+    }
+}
+
+// One product, which any thread may execute.
+struct Made {
+    dnnl::matmul::primitive_desc description;
+    size_t scratch_bytes;
+    dnnl::matmul product;  // compiled at the first call
+};
+
+// One thread's operands for calls of a product, kept so that a call only sets pointers.
+struct Operands {
+    Made* made = nullptr;
+    memory a, b, c, bias, scratch;
+    std::unordered_map<int, memory> arguments;
+};
+
+using Key = std::array<int64_t, 11>;
+inline Key key_of(const OnednnProduct& p) {
+    return {p.m, p.n, p.k, p.a_row, p.a_column, p.b_row, p.b_column, p.c_row, p.accumulate, p.bias, p.gelu};
+}
+
+// The most bytes of its operands that a product may copy into heap memory: 384 summands of both in fp32, or
+// 768 in bf16. Not all of oneDNN's implementations copy, but which one it uses changes with the shape.
+inline size_t copied_bytes(const OnednnProduct& p) {
+    return static_cast<size_t>((p.m + p.n) * std::min<int64_t>(p.k, 384)) * sizeof(float);
+}
+
+inline std::mutex making;  // held by the thread that describes or compiles
+
+template <class In, class Out>
+Made& made(const OnednnProduct& p, const Key& key) {
+    static auto& known = *new std::map<Key, Made>();
+    const std::lock_guard lock(making);
+    const auto [at, is_new] = known.try_emplace(key);
+    if (!is_new) return at->second;
+    const OneThread alone;
+    try {
+        require_room(kRoomToCompile, "a product");
+        Made& m = at->second;
+        m.description = with_room([&] { return describe(p, dtype<In>, dtype<Out>); });
+        m.scratch_bytes = m.description.scratchpad_desc().get_size();
+        return m;
+    } catch (const dnnl::error& e) {
+        known.erase(at);
+        fail("oneDNN has no such product for this CPU (%s)%s", e.what(),
+             std::is_same_v<In, float> ? "" : "; bf16 takes AVX-512: make PRECISION=fp32");
+    } catch (...) {
+        known.erase(at);
+        throw;
+    }
+}
+
+inline void compile(Made& m) {
+    const std::lock_guard lock(making);
+    if (m.product) return;
+    const OneThread alone;
+    require_room(kRoomToCompile, "a product");
+    m.product = with_room([&] { return dnnl::matmul(m.description); });
+}
+
+inline void make_operands(Operands& o) {
+    const dnnl::matmul::primitive_desc& description = o.made->description;
+    auto argument = [&](int which, memory& at, const memory::desc& shape) {
+        at = memory(shape, cpu(), nullptr);
+        o.arguments[which] = at;
+    };
+    argument(DNNL_ARG_SRC, o.a, description.src_desc());
+    argument(DNNL_ARG_WEIGHTS, o.b, description.weights_desc());
+    argument(DNNL_ARG_DST, o.c, description.dst_desc());
+    if (description.bias_desc().get_size() > 0) argument(DNNL_ARG_BIAS, o.bias, description.bias_desc());
+    if (o.made->scratch_bytes > 0) argument(DNNL_ARG_SCRATCHPAD, o.scratch, description.scratchpad_desc());
+}
+
+// The calling thread's operands of a product, which point to the shared description.
+template <class In, class Out>
+Operands& operands(const OnednnProduct& p) {
+    static thread_local std::map<Key, Operands> known;
+    const Key key = key_of(p);
+    Operands& o = known[key];
+    if (!o.made) o.made = &made<In, Out>(p, key);
+    return o;
+}
+}  // namespace onednn
+
+// The bytes of a product beside its operands: scratch that onednn_matmul() wants, and its copies of operands
+// in the heap.
+struct OnednnBytes {
+    size_t scratch = 0, copied = 0;
+};
+template <class In, class Out>
+OnednnBytes onednn_bytes(const OnednnProduct& p) {
+    return {onednn::made<In, Out>(p, onednn::key_of(p)).scratch_bytes, onednn::copied_bytes(p)};
+}
+
+// Computes the product with operands that the thread keeps (onednn::operands()), for small products that are
+// computed often.
+template <class In, class Out>
+void onednn_matmul(onednn::Operands& o, const OnednnProduct& p, Out* c, const In* a, const In* b,
+                   const In* bias, void* scratch) {
+    static thread_local dnnl::stream stream(onednn::cpu());
+    if (o.arguments.empty()) {
+        onednn::compile(*o.made);
+        onednn::make_operands(o);
+    }
+    check_open(a, ((p.m - 1) * p.a_row + (p.k - 1) * p.a_column + 1) * sizeof(In));
+    check_open(b, ((p.k - 1) * p.b_row + (p.n - 1) * p.b_column + 1) * sizeof(In));
+    check_open(c, ((p.m - 1) * p.c_row + p.n) * sizeof(Out));
+    if (p.bias) check_open(bias, p.n * sizeof(In));
+    check_open(scratch, o.made->scratch_bytes);
+    o.a.set_data_handle(const_cast<In*>(a));
+    o.b.set_data_handle(const_cast<In*>(b));
+    o.c.set_data_handle(c);
+    if (p.bias) o.bias.set_data_handle(const_cast<In*>(bias));
+    if (o.scratch) o.scratch.set_data_handle(scratch);
+    const onednn::OneThread alone;
+    onednn::with_room([&] {
+        o.made->product.execute(stream, o.arguments);
+        stream.wait();
+    });
+}
+
+// Computes the product. `scratch` is 64-byte aligned and has the scratch of onednn_bytes(); bias may be null
+// if unused.
+template <class In, class Out>
+void onednn_matmul(const OnednnProduct& p, Out* c, const In* a, const In* b, const In* bias, void* scratch) {
+    onednn::Operands o;
+    o.made = &onednn::made<In, Out>(p, onednn::key_of(p));
+    onednn_matmul(o, p, c, a, b, bias, scratch);
+}
+
+// ---- one row, in the fast build
+//
+// Each weight is read once, so memory is the limit. It is fastest to read the matrix from its first byte to
+// its last, a few rows side by side; strips of columns were measured at half the rate. So if a row of the
+// matrix has all outputs, a worker adds up whole rows for a part of the inputs, and the parts are added
+// afterwards, in order. The row x and all sums are fp32; results do not depend on the number of workers.
+
+// Elements that are processed at a time.
+constexpr int kMatvecRun = 16;
+using MatvecRun = Packed<float, kMatvecRun>;
+
+template <class T>
+SIMT_DEVICE MatvecRun load_widened(const T* p) {
+    const Packed<T, kMatvecRun> x = load<kMatvecRun>(p);
+    MatvecRun r;
+    for (int i = 0; i < kMatvecRun; i++) r.v[i] = to_float(x.v[i]);
+    return r;
+}
+
+// The dot product of x and y (n).
+template <class T>
+float dot(const float* x, const T* y, int64_t n) {
+    MatvecRun even = {}, odd = {};  // two, because an addition waits for the one before
+    auto add = [&](MatvecRun& sums, int64_t at) {
+        const MatvecRun a = load<kMatvecRun>(x + at), b = load_widened(y + at);
+        for (int i = 0; i < kMatvecRun; i++) sums.v[i] += a.v[i] * b.v[i];
+    };
+    int64_t c = 0;
+    for (; c + 2 * kMatvecRun <= n; c += 2 * kMatvecRun) add(even, c), add(odd, c + kMatvecRun);
+    if (c + kMatvecRun <= n) add(even, c), c += kMatvecRun;
+    for (int i = 0; i < kMatvecRun; i++) even.v[i] += odd.v[i];
+    float sum = sum_of(even.v);
+    for (; c < n; c++) sum += x[c] * to_float(y[c]);
+    return sum;
+}
+
+// sums (n) += x (kRows) times kRows rows of n. A sum stays in a register for all these rows: one row at a
+// time, loading and storing the sums would take longer than reading the matrix.
+template <int kRows, class T>
+void add_rows_times(float* sums, const T* x, const T* rows, int64_t n) {
+    float factors[kRows];
+    for (int r = 0; r < kRows; r++) factors[r] = to_float(x[r]);
+    int64_t c = 0;
+    for (; c + kMatvecRun <= n; c += kMatvecRun) {
+        MatvecRun s = load<kMatvecRun>(sums + c);
+        for (int r = 0; r < kRows; r++) {
+            const MatvecRun row = load_widened(rows + r * n + c);
+            for (int i = 0; i < kMatvecRun; i++) s.v[i] += factors[r] * row.v[i];
+        }
+        store(sums + c, s);
+    }
+    for (; c < n; c++)
+        for (int r = 0; r < kRows; r++) sums[c] += factors[r] * to_float(rows[r * n + c]);
+}
+
+// out (n) = x (k) times `weights`, which are stored (n, k) if by_outputs and (k, n) otherwise; plus bias (n)
+// unless null; then GELU if asked.
+template <class T, class Out>
+struct Matvec {
+    Out* out;
+    const T *x, *weights, *bias;
+    int64_t n, k;
+    bool by_outputs, gelu;
+
+    SIMT_DEVICE void finish(int64_t j, float sum) const {
+        if (bias) sum += to_float(bias[j]);
+        if (gelu) sum = 0.5f * sum * (1.f + gelu_tanh(sum));
+        out[j] = from_float<Out>(sum);
+    }
+};
+
+constexpr int64_t kMatvecOutputs = 32;   // by outputs: outputs of a block
+constexpr int64_t kMatvecInputs = 64;    // otherwise: inputs of a block,
+constexpr int kMatvecRows = 4;           // rows that it adds at a time,
+constexpr int64_t kMatvecColumns = 256;  // and columns of a block that adds the parts
+
+template <class T, class Out>
+__global__ void matvec_by_outputs_kernel(Matvec<T, Out> p) {
+    const int64_t first = blockIdx.x * kMatvecOutputs, end = std::min(first + kMatvecOutputs, p.n);
+    DYNAMIC_SHARED(float, x);
+    for (int64_t l = 0; l < p.k; l++) x[l] = to_float(p.x[l]);
+    for (int64_t j = first; j < end; j++) p.finish(j, dot(x, p.weights + j * p.k, p.k));
+}
+
+// parts (blocks, n): each block's inputs times their rows of weights.
+template <class T, class Out>
+__global__ void matvec_by_inputs_kernel(float* parts, Matvec<T, Out> p) {
+    const int64_t first = blockIdx.x * kMatvecInputs, end = std::min(first + kMatvecInputs, p.k);
+    float* const sums = parts + blockIdx.x * p.n;
+    std::fill(sums, sums + p.n, 0.f);
+    int64_t l = first;
+    for (; l + kMatvecRows <= end; l += kMatvecRows)
+        add_rows_times<kMatvecRows>(sums, p.x + l, p.weights + l * p.n, p.n);
+    for (; l < end; l++) add_rows_times<1>(sums, p.x + l, p.weights + l * p.n, p.n);
+}
+
+template <class T, class Out>
+__global__ void matvec_add_parts_kernel(const float* parts, int count, Matvec<T, Out> p) {
+    const int64_t first = blockIdx.x * kMatvecColumns, columns = std::min(kMatvecColumns, p.n - first);
+    float sums[kMatvecColumns] = {};
+    for (int i = 0; i < count; i++)
+        for (int64_t c = 0; c < columns; c++) sums[c] += parts[i * p.n + first + c];
+    for (int64_t c = 0; c < columns; c++) p.finish(first + c, sums[c]);
+}
+
+// Computes the product. Scratch comes from the arena.
+template <class T, class Out>
+void matvec_on_cpu(Arena& arena, const Matvec<T, Out>& p, Stream stream) {
+    const auto blocks = [](int64_t n, int64_t size) { return static_cast<unsigned>(ceil_div(n, size)); };
+    if (p.by_outputs) {
+        launch<matvec_by_outputs_kernel<T, Out>>(blocks(p.n, kMatvecOutputs), 1,
+                                                 static_cast<size_t>(p.k) * sizeof(float), stream, p);
+        return;
+    }
+    const unsigned count = blocks(p.k, kMatvecInputs);
+    const Tensor<float> parts = arena.take<float>("matvec_parts", {count, p.n});
+    launch<matvec_by_inputs_kernel<T, Out>>(count, 1, 0, stream, parts.data(), p);
+    launch<matvec_add_parts_kernel<T, Out>>(blocks(p.n, kMatvecColumns), 1, 0, stream, parts.data(),
+                                            static_cast<int>(count), p);
+}

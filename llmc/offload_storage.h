@@ -1,0 +1,314 @@
+// offload_storage.h - working memory of a training outside the device: a file, which a GPU reaches through
+// buffers in host memory, or pinned host memory beside a GPU. The other offload_ headers keep in it what they
+// store and fetch again.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/device.h"
+#include "llmc/disk_queue.h"
+#include "llmc/file.h"
+#include "llmc/temporary_file.h"
+#include "llmc/work.h"
+
+// ---- the interface
+//
+// The contents are fetched to buffers in the arena and stored again while the device computes. Optimizer
+// state on a disk that a GPU's host updates itself is fetched to buffers in host memory
+// (offload_optimizer.h).
+
+// Alignment of the offsets in this memory, and of the buffers: a disk transfers whole sectors.
+constexpr size_t kElsewhereAlignment = kSector;
+
+// The aligned buffer in memory that was taken with kElsewhereAlignment additional bytes. Null in a dry run.
+inline char* aligned_room(void* take) {
+    const auto address = reinterpret_cast<uintptr_t>(take);
+    return reinterpret_cast<char*>((address + kElsewhereAlignment - 1) / kElsewhereAlignment *
+                                   kElsewhereAlignment);
+}
+
+class Elsewhere {
+  public:
+    virtual ~Elsewhere() = default;
+    // Copy any range of bytes to or from the host, synchronously. No exchange may be under way.
+    virtual void read(uint64_t at, size_t bytes, void* host) const = 0;
+    virtual void write(uint64_t at, size_t bytes, const void* host) = 0;
+    // The host address of offset `at`; null if this memory is not in host memory.
+    virtual char* address(uint64_t /*at*/) const { return nullptr; }
+    // Starts storing the bytes of the buffer `room` at offset `to`, and after that fetching as many from
+    // offset `from` into it; either may be absent. Both run after the work queued on the stream so far.
+    // Returns a number for join().
+    virtual size_t exchange(char* room, size_t bytes, std::optional<uint64_t> to,
+                            std::optional<uint64_t> from, Stream stream) = 0;
+    // Work queued on the stream from here on runs after this exchange and all that started before it. Fails
+    // if a transfer failed.
+    virtual void join(size_t number, Stream stream) = 0;
+};
+
+// ---- in a file
+//
+// Working memory of a training in a file without a name. Transfers bypass the page cache: the disk reads and
+// writes the buffers themselves.
+
+class DiskElsewhere : public Elsewhere {
+  public:
+    // Makes the file in `folder`, of `bytes` bytes, all zero. Messages name `option`, which asked for it.
+    // Fails if the disk lacks the space, or if the file system has no such files. With `ring` false, threads
+    // perform the requests.
+    DiskElsewhere(const std::string& folder, uint64_t bytes, const char* option, bool ring = true)
+        : folder_(folder), option_(option), file_(make()), queue_(nullptr, ring) {
+        if (const int error = posix_fallocate(file_.fd(), 0, static_cast<off_t>(whole_sectors(bytes))); error)
+            fail("%s: %s cannot be had in %s (TMPDIR names another folder): %s", option,
+                 size_text(bytes).c_str(), folder.c_str(), write_error(error).c_str());
+        taken_ = stamp_of(file_.fd(), folder).bytes;
+        working_file_bytes += taken_;
+    }
+    ~DiskElsewhere() override { working_file_bytes -= taken_; }
+
+    void read(uint64_t at, size_t bytes, void* host) const override {
+        char* to = static_cast<char*>(host);
+        for_each_piece(at, bytes, [&](uint64_t sector, size_t length, size_t begin, size_t count) {
+            read_sectors(sector, length, bounce_.get());
+            std::memcpy(to, bounce_.get() + begin, count);
+            to += count;
+        });
+    }
+    void write(uint64_t at, size_t bytes, const void* host) override {
+        const char* from = static_cast<const char*>(host);
+        for_each_piece(at, bytes, [&](uint64_t sector, size_t length, size_t begin, size_t count) {
+            if (count < length) read_sectors(sector, length, bounce_.get());
+            std::memcpy(bounce_.get() + begin, from, count);
+            write_sectors(sector, length, bounce_.get());
+            from += count;
+        });
+    }
+
+    size_t exchange(char* room, size_t bytes, std::optional<uint64_t> to, std::optional<uint64_t> from,
+                    Stream) override {
+        const size_t all = whole_sectors(bytes);
+        if (to) count_moved(Way::DiskWrite, bytes);
+        if (from) count_moved(Way::DiskRead, bytes);
+        return queue_.start((all + kRequestBytes - 1) / kRequestBytes,
+                            std::make_shared<Exchange>(*this, room, all, to, from));
+    }
+    void join(size_t number, Stream) override { queue_.wait(number); }
+
+  private:
+    static constexpr size_t kBounceBytes = 1 << 20;  // the buffer of read() and write()
+    struct Free {
+        void operator()(char* p) const { free(p); }
+    };
+
+    // Writes a buffer to `to`, then reads it anew from `from`; either may be absent.
+    struct Exchange : DiskWork {
+        const DiskElsewhere& place;
+        char* const room;
+        const size_t bytes;
+        const std::optional<uint64_t> to, from;
+        Exchange(const DiskElsewhere& place, char* room, size_t bytes, std::optional<uint64_t> to,
+                 std::optional<uint64_t> from)
+            : place(place), room(room), bytes(bytes), to(to), from(from) {}
+        DiskRequest request(size_t i) const override {
+            const size_t first = i * kRequestBytes, count = std::min(kRequestBytes, bytes - first);
+            DiskRequest r{{}, {}, room + first};
+            if (to) r.write = {place.file_.fd(), *to + first, count, count};
+            if (from) r.read = {place.file_.fd(), *from + first, count, count};
+            return r;
+        }
+        [[noreturn]] void fail_at(size_t, bool writes, int error) const override {
+            errno = error;
+            place.fail_to(writes ? "written" : "read");
+        }
+    };
+
+    int make() const {
+        const int fd = make_nameless_file(folder_, O_DIRECT);
+        if (fd < 0)
+            fail("%s: no file past the page cache can be made in %s (TMPDIR names another folder): %s",
+                 option_, folder_.c_str(), std::strerror(errno));
+        return fd;
+    }
+    // Cuts the range of `bytes` bytes at `at` into pieces, each in whole sectors. Calls f(sector, length,
+    // begin, count) for each: the sectors are `length` bytes at offset `sector` of the file, and the piece is
+    // `count` bytes from byte `begin` of these on.
+    template <class F>
+    void for_each_piece(uint64_t at, size_t bytes, F&& f) const {
+        if (!bounce_) bounce_.reset(static_cast<char*>(std::aligned_alloc(kSector, kBounceBytes)));
+        while (bytes > 0) {
+            const uint64_t sector = at / kSector * kSector;
+            const size_t begin = at - sector, count = std::min(bytes, kBounceBytes - begin);
+            f(sector, whole_sectors(begin + count), begin, count);
+            at += count;
+            bytes -= count;
+        }
+    }
+    void read_sectors(uint64_t at, size_t bytes, char* to) const {
+        if (read_at(file_.fd(), at, bytes, to) != static_cast<ssize_t>(bytes)) fail_to("read");
+    }
+    void write_sectors(uint64_t at, size_t bytes, const char* from) const {
+        for (size_t done = 0; done < bytes;) {
+            const ssize_t n = pwrite(file_.fd(), from + done, bytes - done, static_cast<off_t>(at + done));
+            if (n < 0 && errno == EINTR) continue;
+            if (n <= 0) fail_to("written");
+            done += static_cast<size_t>(n);
+        }
+    }
+    [[noreturn]] void fail_to(const char* action) const {
+        fail("%s: what %s keeps there cannot be %s: %s", folder_.c_str(), option_, action,
+             std::strerror(errno));
+    }
+
+    const std::string folder_;
+    const char* const option_;
+    OpenFile file_;
+    uint64_t taken_ = 0;  // bytes on the disk
+    mutable std::unique_ptr<char, Free> bounce_;
+    DiskQueue queue_;  // declared last, so that it ends before the file is closed
+};
+
+// ---- in pinned host memory, beside a GPU
+//
+// Working memory of a training in pinned host memory, beside a GPU. It has one stream for each direction,
+// since a link carries data both ways at the same time at full speed.
+
+class HostElsewhere : public Elsewhere {
+  public:
+    // Allocates the memory, zeroed.
+    explicit HostElsewhere(size_t bytes) : memory_(bytes) { std::memset(memory_.data(), 0, bytes); }
+
+    void read(uint64_t at, size_t bytes, void* host) const override {
+        std::memcpy(host, memory_.data() + at, bytes);
+    }
+    void write(uint64_t at, size_t bytes, const void* host) override {
+        std::memcpy(memory_.data() + at, host, bytes);
+    }
+    char* address(uint64_t at) const override { return memory_.data() + at; }
+    size_t exchange(char* room, size_t bytes, std::optional<uint64_t> to, std::optional<uint64_t> from,
+                    Stream stream) override {
+        before_.record(stream);
+        if (to) {
+            before_.block(stores_.get());
+            move_async(Way::ToHost, memory_.data() + *to, room, bytes, stores_.get());
+            stored_.record(stores_.get());
+            stored_.block(fetches_.get());
+        } else {
+            before_.block(fetches_.get());
+        }
+        if (from) move_async(Way::FromHost, room, memory_.data() + *from, bytes, fetches_.get());
+        done_[next_ % done_.size()].record(fetches_.get());
+        return next_++;
+    }
+    // Only the latest done_.size() exchanges have an event each. Instead of an older one, it waits for the
+    // oldest of these.
+    void join(size_t number, Stream stream) override {
+        const size_t known = next_ < done_.size() ? number : std::max(number, next_ - done_.size());
+        done_[known % done_.size()].block(stream);
+    }
+
+  private:
+    PinnedBuffer memory_;
+    OwnStream stores_, fetches_;  // a fetch runs after the stores that started before it
+    Event before_, stored_;
+    std::array<Event, 64> done_;
+    size_t next_ = 0;
+};
+
+// ---- in a file, beside a GPU
+//
+// Working memory of a training in a file, beside a GPU. Data passes through buffers of pinned host memory:
+// the disk reads or writes one while the link copies another.
+//
+// Only the host can send requests to the disk, and before a write it must know that the GPU's data is in host
+// memory. So exchange() only queues that copy; the first later call that finds it done sends the disk
+// request. join() waits for the disk, queues the copy to the GPU, and makes the GPU's stream wait for it.
+
+class StagedElsewhere : public Elsewhere {
+  public:
+    // The pinned memory that it takes, in bytes.
+    static size_t pinned_bytes(size_t room_bytes, size_t rooms) {
+        return rooms * whole_sectors(room_bytes) + kSector;
+    }
+
+    // Allocates that memory for `rooms` exchanges of at most room_bytes: exchange i + rooms may start only
+    // after exchange i was joined. The data is in `file`.
+    StagedElsewhere(std::unique_ptr<Elsewhere> file, size_t room_bytes, size_t rooms)
+        : memory_(pinned_bytes(room_bytes, rooms)), stages_(rooms), file_(std::move(file)) {
+        for (size_t i = 0; i < rooms; i++)
+            stages_[i].memory = aligned_room(memory_.data()) + i * whole_sectors(room_bytes);
+    }
+
+    void read(uint64_t at, size_t bytes, void* host) const override { file_->read(at, bytes, host); }
+    void write(uint64_t at, size_t bytes, const void* host) override { file_->write(at, bytes, host); }
+
+    size_t exchange(char* room, size_t bytes, std::optional<uint64_t> to, std::optional<uint64_t> from,
+                    Stream stream) override {
+        assert(next_ - joined_ < stages_.size());
+        Stage& s = stage(next_);
+        s.fetched.wait();
+        s.room = room, s.bytes = bytes, s.to = to, s.from = from;
+        s.asked.record(stream);
+        if (to) {
+            s.asked.block(stores_.get());
+            move_async(Way::ToHost, s.memory, room, bytes, stores_.get());
+            s.stored.record(stores_.get());
+        }
+        next_++;
+        begin_what_is_there();
+        return next_ - 1;
+    }
+    void join(size_t number, Stream stream) override {
+        begin_what_is_there();
+        for (; joined_ <= number; joined_++) {
+            Stage& s = stage(joined_);
+            if (begun_ == joined_) {
+                s.stored.wait();
+                begin();
+            }
+            file_->join(s.number, stream);
+            if (s.from) {
+                s.asked.block(fetches_.get());
+                move_async(Way::FromHost, s.room, s.memory, s.bytes, fetches_.get());
+                s.fetched.record(fetches_.get());
+                fetched_.record(fetches_.get());
+            }
+        }
+        fetched_.block(stream);
+    }
+
+  private:
+    // An exchange under way.
+    struct Stage {
+        char *memory = nullptr, *room = nullptr;
+        size_t bytes = 0, number = 0;  // the number is that of the file's exchange
+        std::optional<uint64_t> to, from;
+        Event asked, stored, fetched;  // at the call; after the copies to and from `memory`
+    };
+    Stage& stage(size_t number) { return stages_[number % stages_.size()]; }
+    // Sends the disk the next exchange that it was not sent yet.
+    void begin() {
+        Stage& s = stage(begun_++);
+        s.number = file_->exchange(s.memory, s.bytes, s.to, s.from, nullptr);
+    }
+    // Sends it those whose data has arrived in host memory, in order.
+    void begin_what_is_there() {
+        while (begun_ < next_ && (!stage(begun_).to || stage(begun_).stored.happened())) begin();
+    }
+
+    PinnedBuffer memory_;
+    OwnStream stores_, fetches_;
+    Event fetched_;  // after the latest copy to the GPU
+    std::vector<Stage> stages_;
+    size_t next_ = 0, begun_ = 0, joined_ = 0;  // how many exchanges were asked for, sent to the disk, joined
+    std::unique_ptr<Elsewhere> file_;           // declared last, so that it ends before the memory does
+};

@@ -1,0 +1,168 @@
+// plan.h - the plans of everything that a run does in the arena, and the memory report that is made of them.
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "llmc/arena.h"
+#include "llmc/data_feeder.h"
+#include "llmc/model_positions.h"
+#include "llmc/optimizer.cuh"
+#include "llmc/options.h"
+#include "llmc/plan_fit.h"
+#include "llmc/plan_report.h"
+#include "llmc/quant_weights.h"
+#include "llmc/rates_device.h"
+#include "llmc/state.h"
+#include "llmc/threads.h"
+
+struct Plans {
+    Plan train, add;  // a step's first micro-batch, and those that add to its gradients
+    Plan update;      // empty if backward contains it
+    Plan evaluate;
+    Plan sample, slide;  // a sample, and its continuation beyond the model's window
+    Plan merge;          // of a model's weights and its adapter
+    Plan load;           // of a GGUF's weights
+    Plan first_prompt;   // a new soft prompt's vectors
+
+    std::array<const Plan*, 9> all() const {
+        return {&train, &add, &update, &evaluate, &sample, &slide, &merge, &load, &first_prompt};
+    }
+};
+
+// Memory that a process takes beside its buffers. On a CPU the pages of its executable and libraries and,
+// measured with 1 to 64 threads: 11.5 MiB for compiled products and host buffers; and for each thread 1.5 MiB
+// (its stack, its heap, the operands of attention's products) and `copied`, the bytes that a thread copies
+// for the plan's largest product. On a GPU, not measured: the code that is loaded when kernels first run,
+// this program's 2.4 MB and some twenty modules of cuBLASLt 13.0, of 1.1 MB as the larger ones are.
+inline size_t process_bytes([[maybe_unused]] size_t copied) {
+#ifdef SIMT_GPU
+    return size_t{25} << 20;
+#else
+    static const size_t libraries = library_bytes();
+    const size_t threads = static_cast<size_t>(omp_get_max_threads());
+    return libraries + (size_t{23} << 19) + threads * ((1536 << 10) + copied);
+#endif
+}
+
+// The buffers beside the arena: those of the model's state and the adapter's, the batch's if the run reads
+// data, and what a step's kernels and its metrics need.
+template <class T>
+std::vector<MemoryReport::Buffer> buffers_of(const State<T>& model, const QuantizedWeights* quantized,
+                                             const QuantizedWeights* head, bool embeddings_elsewhere,
+                                             const State<T>* adapter, const std::vector<Feeder>* feeders,
+                                             int64_t metrics, size_t dropout_keys,
+                                             int64_t positions_with_loss) {
+    std::vector<MemoryReport::Buffer> all;
+    const auto add = [&](const std::string& name, const char* kind, Shape shape, const char* dtype,
+                         size_t bytes) {
+        all.push_back({name, kind, shape.text(), {shape.dims, shape.dims + shape.count}, dtype, bytes});
+    };
+    const auto add_floats = [&](const char* name, int64_t count) {
+        if (count > 0) add(name, "workspace", {count}, "fp32", static_cast<size_t>(count) * sizeof(float));
+    };
+    const auto add_state = [&](const std::string& prefix, const State<T>& state) {
+        for (const StateBuffer& b : state.buffers())
+            if (b.elements > 0) add(prefix + b.name, b.kind, {b.elements}, b.dtype, b.bytes());
+    };
+    add_state("", model);
+    const auto add_quantized = [&](const char* name, const QuantizedWeights* q) {
+        if (q) add(name, "weights", {static_cast<int64_t>(q->bytes())}, "byte", q->bytes());
+    };
+    if (quantized && !quantized->is_lent()) add_quantized("quantized_weights", quantized);
+    const size_t disks =
+        (quantized && quantized->home() == Home::Disk ? 1 : 0) + (embeddings_elsewhere ? 1 : 0);
+    if (const size_t bytes = kHostIsDevice ? disks * DiskQueue::kStagingBytes : 0; bytes > 0)
+        add("disk_staging", "workspace", {static_cast<int64_t>(bytes)}, "byte", bytes);
+    add_quantized("quantized_head", head);
+    if (adapter) add_state("adapter_", *adapter);
+    if (feeders) {
+        const auto batches = static_cast<int64_t>(feeders->size());
+        const Feeder& f = feeders->front();
+        add("batch", "input", {batches * Feeder::kCopies, f.count()}, dtype_name<int>(),
+            feeders->size() * f.bytes());
+    }
+    add_floats("metrics", metrics);
+    add_floats("position_losses", positions_with_loss);
+    add("step_factors", "workspace", {int64_t{sizeof(UpdateFactors)}}, "byte", sizeof(UpdateFactors));
+    if (dropout_keys > 0)
+        add("dropout_key", "workspace", {static_cast<int64_t>(dropout_keys)}, "byte",
+            dropout_keys * sizeof(uint64_t));
+    add_floats("position_factors", static_cast<int64_t>(position_factors(model.layout.config()).size()));
+    return all;
+}
+
+// The time of a step by phases, in order.
+inline PhaseTimes phases_of(const Plans& plans, int grad_accum, const Rates& rates) {
+    PhaseTimes phases;
+    add_phases(phases, plans.train, 1, rates);
+    add_phases(phases, plans.add, grad_accum - 1, rates);
+    add_phases(phases, plans.update, 1, rates);
+    return phases;
+}
+
+// What a run takes beside its buffers, and what its step costs by these rates. The report points to the
+// plans, which must outlive it.
+template <class T>
+MemoryReport make_report(const Options& o, const Plans& plans, const InputBytes& inputs,
+                         const Choices& choices, const Rates& rates) {
+    MemoryReport r;
+    r.model = o.model;
+    r.device = kDevice;
+    r.precision = dtype_name<T>();
+    r.recompute = o.recompute;
+    r.batch = o.batch;
+    r.seq_len = o.seq_len;
+    r.grad_accum = o.grad_accum;
+    r.head_rows = o.head_rows;
+    r.mlp_rows = o.mlp_rows;
+    r.attention_rows = o.attention_rows;
+    if (kHostIsDevice) {
+        r.tokenizer = inputs.tokenizer;
+        r.data = inputs.data;
+        r.reading = inputs.reading;
+    } else {
+        r.unpinned = inputs.tokenizer + inputs.data + inputs.reading;
+    }
+    r.context = context_bytes();
+    size_t copied = 0;
+    for (const Plan* plan : plans.all()) copied = std::max(copied, plan->copied);
+    r.process = process_bytes(copied) + r.tokenizer + r.data + r.context;
+    r.train = &plans.train;
+    r.update = &plans.update;
+    for (const auto& [name, plan] :
+         {std::pair{"the update", &plans.update}, std::pair{"validation", &plans.evaluate},
+          std::pair{"sampling", &plans.sample}, std::pair{"a sample's continuation", &plans.slide},
+          std::pair{"merging", &plans.merge}, std::pair{"loading", &plans.load},
+          std::pair{"a soft prompt's begin", &plans.first_prompt}})
+        if (!plan->takes.empty()) r.others.emplace_back(name, plan);
+    r.phases = phases_of(plans, o.grad_accum, rates);
+    for (const Plan* plan : {r.train, r.update}) add_costs(r.operations, plan->work, rates);
+    r.update_seconds = seconds_of(plans.update.work, rates);
+    r.seconds = seconds_of(plans.train.work, rates) + (o.grad_accum - 1) * seconds_of(plans.add.work, rates) +
+                r.update_seconds + seconds_waited(r.phases);
+    r.rates = o.rates;
+    if (o.rates.empty() && !kHostIsDevice) r.gpu = nominal_gpu().called;
+    if (!o.memory.empty()) r.budget = describe_budget(o.memory, budget_of(o.memory));
+    r.choice = choices.memory;
+    r.batch_choice = choices.batch;
+    r.context_choice = choices.context;
+    return r;
+}
+
+// Adds what is saved by matrices in fewer bits than the build's, and what dequantizing them costs a step.
+template <class T>
+void add_stored(MemoryReport& report, const QuantizedWeights& matrices, const Plans& plans, int grad_accum,
+                const Rates& rates) {
+    const size_t whole = static_cast<size_t>(matrices.elements()) * sizeof(T);
+    report.narrower = whole - std::min(whole, matrices.bytes());
+    for (const auto& [plan, runs] : {std::pair{&plans.train, 1}, std::pair{&plans.add, grad_accum - 1}})
+        for (const Work& w : plan->work)
+            if (w.name == std::string_view("dequantize")) report.widening_seconds += runs * rates.seconds(w);
+}

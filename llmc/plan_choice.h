@@ -1,0 +1,225 @@
+// plan_choice.h - answers what options leave open before a run starts: --memory, --batch auto, --head-rows
+// auto and the like, and --context auto. It asks trials: trainers that plan a run and never start it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+#include "llmc/dataset.h"
+#include "llmc/options.h"
+#include "llmc/plan.h"
+#include "llmc/plan_fit.h"
+#include "llmc/plan_free_memory.h"
+#include "llmc/plan_report.h"
+#include "llmc/plan_settings.h"
+#include "llmc/rates_file.h"
+#include "llmc/run_inputs.h"
+
+// ---- settings
+//
+// Chooses the settings that options leave open: --memory, --batch auto, and the auto of --chunk-rows.
+//
+// The choice is made by trials: trainers that never run. A Trial is made from options and inputs, which must
+// outlive it. use() gives it a setting, and rehearse(), rehearse_training() and rehearse_validation() say
+// what a run with this setting takes. Trial::Element is the type of its weights.
+
+// The memory that a run may take: --memory or, without it, most of what is free. Fails if there is no device
+// to ask.
+inline FreeMemory memory_for(const Options& o) {
+    if (o.has("--memory")) return {budget_of(o.memory).bytes, "--memory"};
+    check_device(o);
+    return with_reserve(memory_free_at_start(), context_bytes());
+}
+
+// The questions that the choosers ask of a trial. A run without training chooses its chunks of rows by a
+// validation.
+template <class Trial>
+Rehearsals rehearsals_of(Trial& trial, const Options& o, const RunInputs& inputs, int64_t most_sequences) {
+    using T = typename Trial::Element;
+    return {.layers = static_cast<size_t>(inputs.config.layers),
+            .heads = inputs.config.heads,
+            .seq_len = inputs.feeds() ? o.seq_len : 0,
+            .most_sequences = most_sequences,
+            .rates = rates_of<T>(o.rates),
+            .report = [&](const MemorySetting& s) { return trial.apply(s), trial.rehearse(); },
+            .outline = [&](const MemorySetting& s) { return trial.apply(s), trial.rehearse(false); },
+            .training =
+                [&](const MemorySetting& s) { return trial.apply(s), trial.rehearse_training(false, false); },
+            .chunk_seconds =
+                [&, rates = rates_of<T>(o.rates, kChunkThreads)](const MemorySetting& s) {
+                    trial.apply(s);
+                    return seconds_without_update(o.steps > 0 ? trial.rehearse_training(false, false)
+                                                              : trial.rehearse_validation(false),
+                                                  rates);
+                }};
+}
+
+// The options with all open settings chosen; how they were chosen goes to `choices`.
+template <class Trial>
+Options with_chosen_setting(const Options& given, RunInputs& inputs, Choices& choices) {
+    using T = typename Trial::Element;
+    if (kHostIsDevice) memory_free_at_start();
+    const bool budget = given.has("--memory");
+    if (!budget && given.batch > 0 && given.head_rows >= 0 && given.mlp_rows >= 0 &&
+        given.attention_rows >= 0)
+        return given;
+    int64_t most = kMostTokens / given.seq_len;
+    std::optional<uint64_t> epoch;
+    if (inputs.data) {
+        epoch = SequenceLoader(*inputs.data, given.seq_len, given.seed, true).sequences_per_epoch();
+        most = std::min(most, static_cast<int64_t>(*epoch));
+    }
+    Options chosen = given;
+    if (budget && given.batch > 0) {
+        const auto mixes = [&](bool with_files) {
+            return residences_to_try(given, movable<T>(given, inputs, with_files));
+        };
+        const auto fit = [&](const Options& mix, const BesideDevice& room, const Fit* best) {
+            Trial trial(mix, inputs);
+            return fit_settings(mix, std::is_same_v<T, bf16>, rehearsals_of(trial, given, inputs, most), room,
+                                best);
+        };
+        chosen = fit_memory(given, mixes, fit, choices.memory);
+    } else {
+        Trial trial(given, inputs);
+        const Rehearsals rehearsals = rehearsals_of(trial, given, inputs, most);
+        MemorySetting s = setting_of(given);
+        s.levels = parse_levels(given.recompute, recompute_names(), inputs.config.layers, "--recompute");
+        s = given.batch > 0
+                ? rehearsals.with_rows(s)
+                : fit_batch(s, memory_for(given), batch_cap(given.seq_len, epoch), rehearsals, choices.batch);
+        apply_setting(s, chosen);
+    }
+    remember_choice(given, chosen);
+    return chosen;
+}
+
+// ---- the longest context
+//
+// --seq-len auto: finds the longest sequences that fit, from plans of runs without data.
+
+// The longest sequences for which fits(tokens) is true: a multiple of 64 tokens, or `most`. The caller has
+// checked that the shortest ones fit.
+template <class Fits>
+int fit_context(int most, Fits&& fits) {
+    constexpr int64_t kStep = 64;
+    const auto tokens = [&](int64_t steps) {
+        return static_cast<int>(std::min<int64_t>(most, steps * kStep));
+    };
+    const int64_t all = (most + kStep - 1) / kStep;
+    int64_t fitting = 1, failing = 2;
+    while (failing <= all && fits(tokens(failing))) fitting = failing, failing *= 2;
+    failing = std::min(failing, all + 1);
+    while (failing - fitting > 1) {
+        const int64_t middle = fitting + (failing - fitting) / 2;
+        (fits(tokens(middle)) ? fitting : failing) = middle;
+    }
+    return tokens(fitting);
+}
+
+// The length in tokens that sequences need for the longest training example, at most `most`; less if an epoch
+// would otherwise have fewer than `batch` sequences.
+inline uint64_t most_tokens_of_examples(Options o, int most) {
+    const auto batch = static_cast<uint64_t>(o.batch);
+    o.plan = true;
+    o.seq_len = most;
+    o.batch = 1;
+    const RunInputs inputs(o, std::nullopt);
+    uint64_t longest = 1, rows = 0;
+    inputs.data->for_each_example([&](const Example& e) {
+        longest = std::max<uint64_t>(longest, e.count - 1);
+        rows += e.count - 1;
+    });
+    return batch > 1 ? std::min(longest, rows / batch) : longest;
+}
+
+// What the data of --data and --val-data allow: which of them are examples, and how long sequences of the
+// others can be.
+struct DataKinds {
+    bool has_examples = false, trains_examples = false;
+    uint64_t most = kMostPositions;  // longest possible sequence of the others, `batch` per epoch
+};
+inline DataKinds kinds_of_data(const Options& o) {
+    DataKinds kinds;
+    for (const auto& [files, option] : {std::pair{&o.data, "--data"}, std::pair{&o.val_data, "--val-data"}}) {
+        if (files->empty()) continue;
+        const std::unique_ptr<Dataset> data = open_data(*files, option);
+        if (data->is_examples()) {
+            kinds.has_examples = true;
+            kinds.trains_examples |= files == &o.data;
+            continue;
+        }
+        for (size_t s = 0; s < data->stream_count(); s++)
+            kinds.most = std::min(kinds.most, std::max<uint64_t>(2, data->token_count(s)) - 1);
+        if (files == &o.data && o.batch > 1)
+            kinds.most = std::min(
+                kinds.most, data->token_count() / (static_cast<uint64_t>(o.batch) + data->stream_count()));
+    }
+    return kinds;
+}
+
+// The options for planning such runs; any --seq-len is allowed.
+inline Options options_of_plan(Options o) {
+    o.plan = true;
+    o.data.clear(), o.val_data.clear();
+    o.eval_every = 0;
+    o.out = o.resume = o.timeline = o.loss_by_position = "";
+    o.given["--seq-len"] = {};  // as if it were given
+    return o;
+}
+
+// The options with the longest sequences that fit; the reason for the length goes to `choices`.
+template <class Trial>
+Options with_chosen_context(const Options& given, Choices& choices) {
+    if (given.context.empty()) return given;
+    Options chosen = given;
+    chosen.chose_length = true;
+    if (!given.has("--batch")) chosen.batch = 1;
+    if (kHostIsDevice) memory_free_at_start();
+    const FreeMemory room = memory_for(given);
+    const DataKinds data = kinds_of_data(chosen);
+    Options trial = options_of_plan(chosen);
+    trial.plans_examples = data.has_examples;
+    const auto planned = [&](int tokens) {
+        trial.seq_len = tokens;
+        RunInputs inputs(trial, std::nullopt);
+        Choices ignored;
+        Trial trainer(with_chosen_setting<Trial>(trial, inputs, ignored), inputs);
+        const MemoryReport& r = trainer.rehearse();
+        const size_t more = given.loss_by_position.empty() ? 0 : static_cast<size_t>(tokens) * sizeof(float);
+        return std::pair(r.total() + more, r.seconds);
+    };
+    const auto fits = [&](int tokens) {
+        try {
+            return planned(tokens).first <= room.bytes;
+        } catch (const UserError&) {  // nothing that --memory may choose fits
+            return false;
+        }
+    };
+    trial.seq_len = 1;
+    const int by_model = static_cast<int>(
+        std::min<int64_t>(RunInputs(trial, std::nullopt).most_tokens(), kMostTokens / chosen.batch));
+    uint64_t by_data = data.most;
+    if (data.trains_examples)
+        by_data = most_tokens_of_examples(chosen, static_cast<int>(std::min<uint64_t>(by_model, by_data)));
+    const int most = static_cast<int>(std::clamp<uint64_t>(by_data, 1, static_cast<uint64_t>(by_model)));
+    const int fewest = std::min(64, most);
+    if (const size_t least = planned(fewest).first; least > room.bytes)
+        fail("--seq-len auto: sequences of %d tokens take %.1f MiB and there are %.1f (%s)", fewest,
+             mebibytes(least), mebibytes(room.bytes), room.limit.c_str());
+    chosen.seq_len = fit_context(most, fits);
+    const std::string why = chosen.seq_len < most ? format("the most that fit %.1f MiB (%s)",
+                                                           mebibytes(room.bytes), room.limit.c_str())
+                            : by_data < static_cast<uint64_t>(by_model) ? "as many as the data have"
+                                                                        : "all of the model's positions";
+    choices.context = format("%d tokens, %s; a step takes %.3g s by estimate", chosen.seq_len, why.c_str(),
+                             planned(chosen.seq_len).second);
+    chosen.given["--seq-len"] = {std::to_string(chosen.seq_len)};
+    chosen.given["--batch"] = {std::to_string(chosen.batch)};
+    return chosen;
+}

@@ -1,0 +1,393 @@
+// plan_fit.h - chooses options that make training fit into memory: --memory by the solver, --batch auto by
+// trying.
+#pragma once
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "llmc/options.h"
+#include "llmc/plan_free_memory.h"
+#include "llmc/plan_report.h"
+#include "llmc/plan_settings.h"
+#include "llmc/plan_solver.h"
+#include "llmc/recompute.h"
+
+// Dry runs by which the choosers learn what a setting takes.
+struct Rehearsals {
+    size_t layers;
+    int heads;               // of queries
+    int64_t seq_len;         // of batches; 0 if there are none
+    int64_t most_sequences;  // that a micro-batch may have
+    Rates rates;
+    std::function<MemoryReport(const MemorySetting&)> report;   // of everything that the run may do
+    std::function<MemoryReport(const MemorySetting&)> outline;  // the same, without addresses
+    std::function<Plan(const MemorySetting&)> training;         // only one micro-batch, without addresses
+    std::function<double(const MemorySetting&)> chunk_seconds;  // of one, for chunks of rows
+
+    // The setting with its automatic values chosen.
+    MemorySetting with_rows(const MemorySetting& s) const {
+        return with_chosen_rows(s, seq_len, layers, heads, chunk_seconds);
+    }
+};
+
+// What was chosen for a run, as its report prints it: by --memory, followed by its neighbours; by --batch
+// auto; by --seq-len auto.
+struct Choices {
+    std::vector<MemoryChoice> memory;
+    std::string batch, context;
+};
+
+// The formats of the optimizer's state to try: the given ones first, then smaller ones if they are allowed,
+// lossless ones before lossy ones.
+inline std::vector<MemorySetting> formats_to_try(const Options& o, bool narrow_weights) {
+    MemorySetting s = setting_of(o);
+    std::vector<MemorySetting> all = {s};
+    if (!o.allow_8bit) return all;
+    if (narrow_weights && !o.has("--state-formats.master")) s.master = "split";
+    if (!s.same_state(all.back())) all.push_back(s);
+    if (o.optimizer == "adamw" && !o.has("--state-formats.m")) s.adam_m = "8bit";
+    if (o.optimizer == "adamw" && !o.has("--state-formats.v")) s.adam_v = "8bit";
+    if (!s.same_state(all.back())) all.push_back(s);
+    return all;
+}
+
+// All settings to try. Every micro-batch that divides the step's sequences is tried with the MLP on all rows
+// at once and in chunks (the fewest chunks that cost little, then smaller ones), and then also with attention
+// in chunks if sequences are long and blocks are not streamed in halves. Each of these is tried with every
+// number of head rows, from large to small.
+inline std::vector<MemorySetting> settings_to_try(MemorySetting s, const Options& o,
+                                                  const Rehearsals& rehearsals) {
+    const int64_t sequences = int64_t{o.batch} * o.grad_accum;
+    std::vector<int64_t> batches;
+    for (int64_t d = 1; d * d <= sequences; d++) {
+        if (sequences % d) continue;
+        batches.push_back(d);
+        if (d != sequences / d) batches.push_back(sequences / d);
+    }
+    std::sort(batches.rbegin(), batches.rend());
+    std::vector<MemorySetting> all;
+    for (int64_t batch : batches) {
+        const int64_t tokens = batch * o.seq_len, accumulated = sequences / batch;
+        if (batch > rehearsals.most_sequences || accumulated > INT32_MAX ||
+            (o.update_in_backward && !o.by_block && accumulated > 1))
+            continue;
+        s.batch = static_cast<int>(batch), s.grad_accum = static_cast<int>(accumulated);
+        s.head_rows = 0;
+        s.mlp_rows = o.has("--chunk-rows.mlp") ? o.mlp_rows : -1;
+        s.attention_rows = o.attention_rows;
+        const MemorySetting given = rehearsals.with_rows(s);
+        std::vector<std::pair<int64_t, int64_t>> rows_of_both = {{given.mlp_rows, given.attention_rows}};
+        if (!o.has("--chunk-rows.mlp") && given.mlp_rows > 0)
+            rows_of_both = {{0, given.attention_rows},
+                            {given.mlp_rows, given.attention_rows},
+                            {given.mlp_rows / 4, given.attention_rows}};
+        if (!o.has("--chunk-rows.attention"))
+            for (int64_t rows = fewest_attention_rows(rehearsals.heads); rows >= kFewestAttentionRows;
+                 rows /= 4)
+                if (o.seq_len > 2 * rows) rows_of_both.push_back({rows_of_both.back().first, rows});
+        for (const auto& [of_mlp, of_attention] : rows_of_both) {
+            s.mlp_rows = of_mlp, s.attention_rows = of_attention;
+            for (int64_t rows : {0, 4096, 1024, 256, 64}) {
+                s.head_rows = rows;
+                if (o.head_rows < 0 && rows < tokens) all.push_back(s);
+            }
+            s.head_rows = o.head_rows;
+            if (o.head_rows >= 0) all.push_back(s);
+        }
+    }
+    return all;
+}
+
+// The memory and time of each setting, from rehearsals with all layers at one recompute level. Settings that
+// differ only in the rows of the head share their blocks' numbers, because the head changes only what happens
+// between the blocks. `by_block`: one rehearsal covers all micro-batches. A separate update is counted with
+// the time of the first setting's update: a smaller state should be chosen for the memory that it saves and
+// not for a faster update, which a CPU does not have. A level's workspace beyond that of the smallest level
+// is added to its blocks' peaks. This is an estimate; the chosen configuration is rehearsed.
+struct Profiles {
+    std::vector<Profile> all;
+    double update_seconds = 0;
+};
+inline Profiles profiles_of(std::vector<MemorySetting> settings, bool by_block,
+                            const Rehearsals& rehearsals) {
+    const size_t layers = rehearsals.layers;
+    Profiles made;
+    auto& [all, update_seconds] = made;
+    size_t least_workspace = 0;  // of all levels
+    for (size_t i = 0; i < settings.size(); i++) {
+        MemorySetting& s = settings[i];
+        s.levels.assign(layers, 0);
+        const MemoryReport report = rehearsals.outline(s);
+        const std::vector<Segment> keeps_all = segments_of(*report.train, rehearsals.rates);
+        const bool same_blocks =
+            i > 0 && s.batch == settings[i - 1].batch && s.mlp_rows == settings[i - 1].mlp_rows &&
+            s.attention_rows == settings[i - 1].attention_rows && s.same_state(settings[i - 1]);
+        Profile p = same_blocks ? all.back() : Profile();
+        if (same_blocks) {
+            for (std::vector<Segment>& level : p.levels) level[layers].after = keeps_all[layers].after;
+        } else {
+            p.levels.push_back(keeps_all);
+            std::vector<size_t> workspaces = {report.train->workspace};
+            for (size_t level = 1; level < std::size(kRecomputeLevels); level++) {
+                s.levels.assign(layers, static_cast<int>(level));
+                const Plan plan = rehearsals.training(s);
+                p.levels.push_back(segments_of(plan, rehearsals.rates));
+                workspaces.push_back(plan.workspace);
+                if (level == kLastLevel) p.waited_seconds = seconds_waited(phases_of(plan, rehearsals.rates));
+            }
+            least_workspace = *std::min_element(workspaces.begin(), workspaces.end());
+            for (size_t level = 0; level < workspaces.size(); level++)
+                for (Segment& part : p.levels[level])
+                    if (!part.block.empty())
+                        part.inside.peak += static_cast<int64_t>(arena_align(workspaces[level]) -
+                                                                 arena_align(least_workspace));
+        }
+        p.runs = by_block ? 1 : s.grad_accum;
+        p.fixed_bytes = report.in_steps() - report.activations() -
+                        (arena_align(report.train->workspace) - arena_align(least_workspace));
+        p.arena_floor = report.activations_of_others();
+        if (all.empty()) update_seconds = report.update_seconds;
+        // Accumulating into gradients takes longer than writing them. That difference, and the time that a
+        // separate update waits, are the same at every level.
+        const double added = report.seconds - seconds_waited(report.phases) - report.update_seconds -
+                             p.runs * seconds_of(report.train->work, rehearsals.rates);
+        p.fixed_seconds = update_seconds + added + seconds_waited(report.phases, "update");
+        all.push_back(std::move(p));
+    }
+    return made;
+}
+
+// One configuration of placements (`mix`), the settings that were tried with it, and the fastest setting that
+// fits.
+struct Fit {
+    Options mix;
+    std::vector<MemorySetting> settings;
+    Solution solution;  // its seconds come from rehearsals: sums do not know the waits of mixed levels
+    // If nothing fits, for solution.least: its largest buffer, and what it has outside the device.
+    std::pair<std::string, size_t> largest;
+    BesideDevice beside = {};
+
+    MemorySetting setting(const Choice& c) const {
+        MemorySetting s = settings[c.profile];
+        s.levels = c.levels;
+        return s;
+    }
+    // True if this should be chosen over `other`: a configuration that streams more must be 1% faster.
+    bool is_better_than(const Fit& other) const {
+        const Solution &a = solution, &b = other.solution;
+        if (!b.chosen) return a.chosen || a.least.exact < b.least.exact;
+        return a.chosen && a.chosen->seconds < 0.99 * b.chosen->seconds;
+    }
+};
+
+constexpr size_t kTooMuchElsewhere = SIZE_MAX;  // of a setting that does not fit outside the device
+
+// Shows with two rehearsals whether a configuration cannot be better than `best`; then returns the least
+// memory that it takes. This is so if its smallest setting, with all blocks at the last level, does not fit
+// outside the device, or takes more of the device than any choice of levels could save. It is also so if its
+// first setting, the fastest, is slower with all blocks at the first level.
+inline std::optional<size_t> least_of_hopeless(std::vector<MemorySetting> settings, size_t budget,
+                                               const Fit& best, const Rehearsals& rehearsals,
+                                               const BesideDevice& room) {
+    const auto outline = [&](MemorySetting& s, int level) {
+        s.levels.assign(rehearsals.layers, level);
+        return rehearsals.outline(s);
+    };
+    const MemoryReport smallest = outline(settings.back(), kLastLevel);
+    if (!smallest.beside().fits(room)) return kTooMuchElsewhere;
+    size_t least = smallest.total();
+    // If sequences are only just long enough for it, attention in chunks takes more than it saves.
+    const auto whole = std::find_if(settings.rbegin(), settings.rend(), [&](const MemorySetting& s) {
+        return s.attention_rows == settings.front().attention_rows;
+    });
+    if (whole != settings.rbegin()) least = std::min(least, outline(*whole, kLastLevel).total());
+    const Solution& solution = best.solution;
+    const size_t bound = solution.chosen ? budget : std::max(budget, solution.least.exact);
+    if (static_cast<double>(least) > 1.05 * static_cast<double>(bound)) return least;
+    if (solution.chosen && outline(settings.front(), 0).seconds > solution.chosen->seconds) return least;
+    return std::nullopt;
+}
+
+// Finds the best setting of configuration `o`, with no more than `room` outside the device. Smaller formats
+// of the state are chosen only if they are 1% faster than larger ones. If the configuration cannot be better
+// than `best`, only the least memory that it takes is returned. Fails if no micro-batch is possible.
+inline Fit fit_settings(const Options& o, bool narrow_weights, const Rehearsals& rehearsals,
+                        const BesideDevice& room, const Fit* best) {
+    const size_t budget = budget_of(o.memory).bytes;
+    Fit fit;
+    fit.mix = o;
+    std::vector<MemorySetting>& settings = fit.settings;
+    std::vector<size_t> ends;  // where each format's settings end
+    for (const MemorySetting& format : formats_to_try(o, narrow_weights)) {
+        for (const MemorySetting& s : settings_to_try(format, o, rehearsals)) settings.push_back(s);
+        ends.push_back(settings.size());
+    }
+    if (settings.empty())
+        fail("--memory %s: of --batch %d x --grad-accum %d sequences no part can be a micro-batch",
+             o.memory.c_str(), o.batch, o.grad_accum);
+    if (best)
+        if (const auto least = least_of_hopeless(settings, budget, *best, rehearsals, room)) {
+            fit.solution.least.exact = *least;
+            return fit;
+        }
+    const Profiles made = profiles_of(settings, o.by_block, rehearsals);
+    const std::vector<Profile>& profiles = made.all;
+    const auto step_seconds = [&](const MemoryReport& r) {
+        return r.seconds - r.update_seconds + made.update_seconds;
+    };
+    auto refine = [&](Choice& c) {
+        const MemoryReport r = rehearsals.report(fit.setting(c));
+        c.exact = r.beside().fits(room) ? r.total() : kTooMuchElsewhere;
+        c.seconds = step_seconds(r);
+    };
+    Solution& solution = fit.solution;
+    for (size_t end : ends) {
+        std::vector<Profile> allowed(profiles.begin(), profiles.begin() + static_cast<ptrdiff_t>(end));
+        Solution more = solve(allowed, budget, refine);
+        // How long a mix of levels waits is only known after its rehearsal. So we solve twice, with no
+        // waiting and with the waiting of the last level, and take the faster solution.
+        bool waits_anywhere = false;
+        for (Profile& p : allowed) {
+            p.fixed_seconds += p.runs * p.waited_seconds;
+            waits_anywhere |= p.waited_seconds > 0;
+        }
+        if (waits_anywhere) {
+            Solution waits = solve(allowed, budget, refine);
+            if (waits.chosen && (!more.chosen || waits.chosen->seconds < more.chosen->seconds))
+                more = std::move(waits);
+        }
+        if (!solution.chosen || (more.chosen && more.chosen->seconds < 0.99 * solution.chosen->seconds))
+            solution = std::move(more);
+    }
+    solution.fastest.seconds = step_seconds(rehearsals.outline(fit.setting(solution.fastest)));
+    if (solution.chosen) return fit;
+    const MemoryReport r = rehearsals.report(fit.setting(solution.least));
+    fit.largest = r.largest();
+    fit.beside = r.beside();
+    return fit;
+}
+
+// Fails with the least memory that a run would take, the options for that, and what would lower it. If memory
+// outside the device was `short_of_room`, suggests more of that.
+[[noreturn]] inline void fail_to_fit(const Options& given, const Fit& fit, const std::string& options,
+                                     bool short_of_room) {
+    if (fit.solution.least.exact == kTooMuchElsewhere) {
+        if (fit.beside.pinned > room_beside_device(given).pinned)
+            fail("--memory host=%s: what is offloaded to the host takes %s at the least",
+                 given.host_memory.c_str(), size_text(fit.beside.pinned).c_str());
+        fail("--memory %s: the run's files take %s at the least, and %s has %s (TMPDIR names another)",
+             given.memory.c_str(), size_text(fit.beside.files).c_str(), temporary_folder().c_str(),
+             size_text(room_on_disk()).c_str());
+    }
+    const auto [name, bytes] = fit.largest;
+    const bool may_move =
+        !given.has("--offload.weights") || !given.has("--offload.state") || !given.has("--offload.inputs");
+    std::string less = "a smaller --seq-len or --model";
+    if (name == "sampling" || name == "a sample's continuation") less = "--sample tokens=0";
+    if (name == "gradients") less = "--update-in-backward, which keeps one block's";
+    if (may_move && !kHostIsDevice && !given.has("--memory.host"))
+        less = "host=SIZE in --memory, so that more can be offloaded";
+    if (short_of_room)
+        less =
+            format("%sa TMPDIR with room: %s has %s", kHostIsDevice ? "" : "a larger host= in --memory, or ",
+                   temporary_folder().c_str(), size_text(room_on_disk()).c_str());
+    fail("--memory %s: the least that this takes is %.1f MiB (%s), %s of it for %s; less with %s",
+         describe_budget(given.memory, budget_of(given.memory)).c_str(), mebibytes(fit.solution.least.exact),
+         options.c_str(), size_text(bytes).c_str(), name.c_str(), less.c_str());
+}
+
+// --memory: returns the options whose plan fits and is the fastest by estimate; `choices` gets this choice
+// and then its neighbours. Configurations that stream are tried if nothing fits without streaming, and with
+// host= also if they might be faster. The first of mixes() is the configuration that was given;
+// fit(mix, room, best) tries its settings. With a GPU, trained state goes to files only if the host's memory
+// is too small. Streaming without prefetching is tried only if nothing else fits, and longer prefetch
+// distances are used if they are faster.
+template <class Mixes, class FitMix>
+Options fit_memory(const Options& given, Mixes&& mixes, FitMix&& fit, std::vector<MemoryChoice>& choices) {
+    const bool offered = given.has("--memory.host");
+    Fit best = fit(given, offered ? room_beside_device(given) : BesideDevice(), nullptr);
+    const double fastest = best.solution.fastest.seconds;
+    bool short_of_room = false;
+    const auto try_all = [&](const std::vector<Options>& all, bool only_files) {
+        const BesideDevice room = room_beside_device(given);
+        for (const Options& mix : all) {
+            if (only_files && !has_files(mix)) continue;  // tried before
+            Fit more = fit(mix, room, &best);
+            if (more.solution.least.exact == kTooMuchElsewhere) short_of_room = true;
+            if (more.is_better_than(best)) best = std::move(more);
+        }
+    };
+    const auto other_mixes = [&](bool with_files) {
+        std::vector<Options> all = mixes(with_files);
+        all.erase(all.begin());
+        return all;
+    };
+    if (!best.solution.chosen || (offered && best.solution.chosen->seconds > 1.01 * fastest))
+        try_all(other_mixes(kHostIsDevice), false);
+    if (!best.solution.chosen && offered) try_all(other_mixes(true), !kHostIsDevice);
+    if (!given.has("--prefetch")) {
+        if (!best.solution.chosen)
+            try_all(without_prefetching(mixes(kHostIsDevice || offered)), false);
+        else if (lends_blocks(best.mix))
+            try_all(with_more_rooms(best.mix), false);
+    }
+    if (!host_can_update(best.mix)) best.mix.updates = "device";
+    auto described = [&](const Choice& c) {
+        const MemorySetting s = best.setting(c);
+        std::string state;
+        const auto add = [&](const char* key, const std::string& format) {
+            state += (state.empty() ? " --state-formats " : ",") + (key + ("=" + format));
+        };
+        if (s.master != given.master) add("master", s.master);
+        if (s.adam_m != given.adam_m) add("m", s.adam_m);
+        if (s.adam_v != given.adam_v) add("v", s.adam_v);
+        return MemoryChoice{levels_text(s.levels, recompute_names()),
+                            state,
+                            placements_text(best.mix, given),
+                            s.head_rows,
+                            s.mlp_rows,
+                            s.attention_rows,
+                            s.batch,
+                            s.grad_accum,
+                            c.exact,
+                            c.seconds,
+                            std::max(0.0, c.seconds / fastest - 1)};
+    };
+    const Solution& solution = best.solution;
+    if (!solution.chosen) fail_to_fit(given, best, described(solution.least).text(), short_of_room);
+    choices = {described(*solution.chosen)};
+    if (solution.next_cheaper) choices.push_back(described(*solution.next_cheaper));
+    if (solution.next_smaller) choices.push_back(described(*solution.next_smaller));
+    apply_setting(best.setting(*solution.chosen), best.mix);
+    return best.mix;
+}
+
+// --batch auto: the largest micro-batch up to `cap` whose plan fits into `room`, with all other options
+// unchanged. `said` gets the choice and the reason for it. Fails if not even one sequence fits.
+inline MemorySetting fit_batch(MemorySetting s, const FreeMemory& room, const BatchCap& cap,
+                               const Rehearsals& rehearsals, std::string& said) {
+    const int64_t most = std::min(cap.sequences, rehearsals.most_sequences);
+    auto setting = [&](int64_t batch) {
+        MemorySetting tried = s;
+        tried.batch = static_cast<int>(batch);
+        return rehearsals.with_rows(tried);
+    };
+    auto total = [&](int64_t batch) { return rehearsals.report(setting(batch)).total(); };
+    if (const size_t least = total(1); least > room.bytes)
+        fail("--batch auto: a batch of 1 takes %.1f MiB and there are %.1f (%s)", mebibytes(least),
+             mebibytes(room.bytes), room.limit.c_str());
+    int64_t fits = 1, fails = 2;
+    while (fails <= most && total(fails) <= room.bytes) fits = fails, fails *= 2;
+    fails = std::min(fails, most + 1);
+    while (fails - fits > 1) {
+        const int64_t middle = fits + (fails - fits) / 2;
+        (total(middle) <= room.bytes ? fits : fails) = middle;
+    }
+    said = format("%lld sequences, ", static_cast<long long>(fits));
+    said += fits == most
+                ? cap.why
+                : format("the most that fit %.1f MiB (%s)", mebibytes(room.bytes), room.limit.c_str());
+    return setting(fits);
+}

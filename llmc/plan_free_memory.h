@@ -1,0 +1,101 @@
+// plan_free_memory.h - compares a plan with the free memory: how much a run may take, and the upper limits of
+// --batch auto.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "llmc/device.h"
+#include "llmc/plan_report.h"
+#include "llmc/plan_solver.h"
+
+// The limits of --batch auto: the most tokens that train well in one micro-batch, and the fewest steps that
+// an epoch should have.
+constexpr int64_t kMostAutoTokens = 1 << 16;
+constexpr int64_t kLeastStepsOfAnEpoch = 10;
+
+// The most sequences that --batch auto may choose, and the reason for this limit.
+struct BatchCap {
+    int64_t sequences;
+    const char* why;
+};
+
+// `epoch`: the number of the data's sequences, if there are data.
+inline BatchCap batch_cap(int64_t seq_len, std::optional<uint64_t> epoch) {
+    const int64_t by_tokens = kMostAutoTokens / seq_len;
+    const int64_t by_data =
+        epoch ? static_cast<int64_t>(std::min<uint64_t>(*epoch / kLeastStepsOfAnEpoch, INT32_MAX))
+              : INT32_MAX;
+    const BatchCap cap = by_data < by_tokens ? BatchCap{by_data, "a tenth of the data"}
+                                             : BatchCap{by_tokens, "64 Ki tokens, the most that it takes"};
+    return {std::max<int64_t>(1, cap.sequences), cap.why};
+}
+
+// The memory that a plan may use, as found by the first call. Call it before a search over settings, whose
+// own memory is later reused by the run. On a CPU it includes what the process already has, because a plan
+// counts all of that.
+inline const std::vector<MemoryLimit>& limits_at_start() {
+    static const std::vector<MemoryLimit> limits = memory_limits();
+    return limits;
+}
+inline const FreeMemory& memory_free_at_start() {
+    static const FreeMemory free =
+        kHostIsDevice ? host_memory_in_all(limits_at_start()) : device_memory_free();
+    return free;
+}
+
+// The bytes that --memory allows, or what is left of them on this machine.
+inline FreeMemory budget_of(const std::string& memory) {
+    const size_t bytes = parse_bytes(memory, "--memory");
+    if (!kHostIsDevice) return {bytes, ""};
+    return available_of(bytes, limits_at_start());
+}
+
+// If less is left than --memory says, says so.
+inline std::string describe_budget(const std::string& memory, const FreeMemory& budget) {
+    if (budget.limit.empty()) return memory;
+    return format("%s, of which %zu MiB are left (%s)", memory.c_str(), budget.bytes >> 20,
+                  budget.limit.c_str());
+}
+
+// The free memory without a reserve of 5%. `context` is device memory that this process's context already
+// takes.
+inline FreeMemory with_reserve(const FreeMemory& free, size_t context) {
+    return {free.bytes / 20 * 19 + context, "95% of what is free: " + free.limit};
+}
+
+// How much a run will still take of memory_free_at_start(), which was measured when the GPU's context
+// existed.
+inline size_t still_to_take(const MemoryReport& r) { return r.total() - r.context; }
+
+inline std::string describe_shortage(const MemoryReport& r, const FreeMemory& free) {
+    return format("the plan takes %.1f MiB and %.1f are free (%s)", mebibytes(still_to_take(r)),
+                  mebibytes(free.bytes), free.limit.c_str());
+}
+
+// Fails if the plan takes more than is free or, with a GPU, pins more memory than the host has free.
+inline void require_memory(const MemoryReport& r, const FreeMemory& free, bool trains) {
+    if (!kHostIsDevice) {
+        const FreeMemory host = host_memory_free();
+        if (r.all_pinned() > host.bytes)
+            fail(
+                "the plan pins %.1f MiB of host memory and %.1f are free (%s); smaller: --batch or "
+                "--seq-len, or more that stays on the device or goes to a disk",
+                mebibytes(r.all_pinned()), mebibytes(host.bytes), host.limit.c_str());
+    }
+    if (still_to_take(r) <= free.bytes) return;
+    const size_t budget = with_reserve(free, r.context).bytes;
+    const std::string chosen =
+        trains && budget > r.process ? format("--memory %zuMiB chooses what fits, or ", budget >> 20) : "";
+    fail("%s; smaller: %sa smaller %s", describe_shortage(r, free).c_str(), chosen.c_str(),
+         r.train->takes.empty() ? "--model" : "--batch, --seq-len or --model");
+}
+
+// For a plan that is only printed: says on stderr that it would not fit.
+inline void remark_shortage(const MemoryReport& r) {
+    if (!kHostIsDevice) return;  // a plan can be printed without a GPU
+    const FreeMemory& free = memory_free_at_start();
+    if (still_to_take(r) > free.bytes) fprintf(stderr, "here %s\n", describe_shortage(r, free).c_str());
+}

@@ -1,0 +1,371 @@
+// plan_solver.h - finds the fastest configuration that fits a memory budget.
+//
+// A step is rehearsed (arena.h) once per recompute level, with all its blocks at that level. What a level
+// changes stays inside the ranges of its block ("forward block 3", "backward block 3"). So the memory and the
+// time of any configuration, which has a level for each block, can be composed from these rehearsals: a
+// stretch of the step is described by its peak and by what it leaves, both relative to what lives when it
+// begins, and stretches follow one another.
+//
+// The search for the best configurations is exact. Let a block of level k keep e bytes, need f bytes at the
+// peak of its forward and b bytes at that of its backward, where m bytes live beside what the blocks keep.
+// Then a block behind others that keep S needs S + max(f, m + e + b) = S + e + r with r = max(f - e, m + b):
+// r is what it needs for a while, beyond what it keeps. Of two neighbours with r1 >= r2, the first in front
+// needs S + e1 + max(r1, e2 + r2). This is no more than the S + e2 + e1 + r1 that the other order needs,
+// because e2 >= 0. So for any configuration the order by falling r is best: the blocks that recompute most
+// come first, where few others have kept anything. (This is Jackson's rule for the largest lateness. It
+// assumes what holds for real blocks: they keep at least nothing, and their backward releases what they kept.
+// It assumes nothing about how the levels compare.) The first block may differ from the others and is tried
+// at each level.
+//
+// With the order fixed, a configuration grows at its front: a block of level k before a rest whose peak is Q
+// has the peak e + max(Q, r). That rises with Q. So of two rests of the same length, one that is both larger
+// and slower can be dropped. What remains for each length is a short list, from small and slow to large and
+// fast: some hundreds of configurations for 48 layers. Only a list that is far longer is thinned out
+// (thin()).
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cassert>
+#include <charconv>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <functional>
+#include <optional>
+#include <string>
+#include <strings.h>
+#include <utility>
+#include <vector>
+
+#include "llmc/arena.h"
+#include "llmc/error.h"
+#include "llmc/rates.h"
+
+// A part of the step: the most bytes that live in it and those that live after it, relative to those before.
+struct Stretch {
+    int64_t peak = 0, end = 0;
+    double seconds = 0;
+
+    Stretch then(const Stretch& next) const {
+        return {std::max(peak, end + next.peak), end + next.end, seconds + next.seconds};
+    }
+    bool operator==(const Stretch&) const = default;
+};
+
+// What happens in the range of a block, and after it until the next one begins.
+struct Segment {
+    std::string block;  // "forward block 3"; empty for what comes before the first
+    Stretch inside, after;
+};
+
+// A path up to the number of the block that it is in, without what is nested in the block; empty outside of
+// blocks.
+inline std::string_view block_range(std::string_view path) {
+    const std::string_view word = "block ";
+    for (size_t at = path.find(word); at != std::string::npos; at = path.find(word, at + 1)) {
+        const size_t number = at + word.size(),
+                     end = std::min(path.find_first_not_of("0123456789", number), path.size());
+        if ((at == 0 || path[at - 1] == ' ') && end > number && (end == path.size() || path[end] == ' '))
+            return path.substr(0, end);
+    }
+    return {};
+}
+
+// The seconds that a block's transfers take in a phase, "forward" or "backward"; the same for all its blocks.
+// A disk either reads or writes; a link carries both directions at once.
+inline double moving_seconds(const Plan& plan, const std::vector<Segment>& segments, const std::string& phase,
+                             const Rates& rates) {
+    const auto is_of = [&](std::string_view range) { return range.starts_with(phase); };
+    std::array<double, kWays> sums = {};
+    for (const Transfer& t : plan.transfers)
+        if (!t.waits && is_of(t.range)) sums[static_cast<size_t>(t.way)] += rates.seconds(t);
+    const auto of = [&](Way way) { return sums[static_cast<size_t>(way)]; };
+    const double seconds = std::max(
+        {of(Way::DiskRead) + of(Way::DiskWrite), of(Way::FromHost), of(Way::ToHost), of(Way::HostUpdate)});
+    const auto blocks =
+        std::count_if(segments.begin(), segments.end(), [&](const Segment& s) { return is_of(s.block); });
+    return seconds / static_cast<double>(std::max<ptrdiff_t>(blocks, 1));
+}
+
+// Cuts a rehearsed step at its blocks. A block takes as long as it computes or as its transfers move,
+// whichever is longer. Bytes are rounded as in the arena; seconds to 2^-40 (a picosecond), so that their sums
+// are exact and the same in any order.
+inline std::vector<Segment> segments_of(const Plan& plan, const Rates& rates) {
+    struct Event {
+        int time;
+        int64_t bytes;
+        std::string_view path;
+    };
+    std::vector<Event> events;
+    for (const Take& t : plan.takes) {
+        const int64_t bytes = static_cast<int64_t>(arena_align(t.bytes));
+        events.push_back({t.born, bytes, t.born_at});
+        events.push_back({t.dies, -bytes, t.dies_at});
+    }
+    std::sort(events.begin(), events.end(), [](const Event& a, const Event& b) { return a.time < b.time; });
+
+    std::vector<Segment> segments(1);
+    for (const Event& e : events) {
+        const std::string_view block = block_range(e.path);
+        if (!block.empty() && block != segments.back().block)
+            segments.push_back({std::string(block), {}, {}});
+        assert(block.empty() || segments.back().after == Stretch());  // a block's range is entered once
+        Stretch& s = block.empty() ? segments.back().after : segments.back().inside;
+        s = s.then({std::max<int64_t>(e.bytes, 0), e.bytes, 0});
+    }
+    size_t at = 0;
+    for (const Work& w : plan.work) {
+        const std::string_view block = block_range(w.range);
+        while (!block.empty() && block != segments[at].block) {
+            at++;
+            assert(at < segments.size());  // a block that works also takes something
+        }
+        (block.empty() ? segments[at].after : segments[at].inside).seconds += rates.seconds(w);
+    }
+    for (const char* phase : {"forward", "backward"}) {
+        const double moving = moving_seconds(plan, segments, phase, rates);
+        for (Segment& s : segments)
+            if (s.block.starts_with(phase)) s.inside.seconds = std::max(s.inside.seconds, moving);
+    }
+    for (Segment& s : segments)
+        for (Stretch* part : {&s.inside, &s.after})
+            part->seconds = std::round(part->seconds * 0x1p40) * 0x1p-40;
+    return segments;
+}
+
+// A setting of everything but the levels: a micro-batch size, the rows of the head, a format of the state.
+struct Profile {
+    std::vector<std::vector<Segment>> levels;  // segments_of() the rehearsal with all blocks at that level
+    int runs = 1;                              // micro-batches in a step
+    size_t fixed_bytes = 0;                    // outside the arena: the state, workspace
+    size_t arena_floor = 0;                    // what other steps need in the arena anyway
+    double fixed_seconds = 0;                  // outside the micro-batches: the update
+    double waited_seconds = 0;                 // a micro-batch's waits at the last level, not in stretches
+
+    int layers() const { return static_cast<int>(levels[0].size() - 1) / 2; }
+    size_t total(int64_t arena) const {
+        return fixed_bytes + std::max(arena_floor, static_cast<size_t>(arena));
+    }
+    double step(double micro_batch) const { return runs * micro_batch + fixed_seconds; }
+};
+
+// A configuration. `bytes` is the lower bound of what it needs and `seconds` the sum of its stretches. If the
+// caller can refine a choice (Refine), `exact` is what it really needs, and `seconds` are more accurate.
+struct Choice {
+    size_t profile = 0;
+    std::vector<int> levels;  // by layer
+    size_t bytes = 0, exact = 0;
+    double seconds = 0;
+};
+
+struct Solution {
+    std::optional<Choice> chosen;        // the fastest that fits; none if nothing does
+    std::optional<Choice> next_cheaper;  // the smallest that is faster than the chosen one
+    std::optional<Choice> next_smaller;  // the fastest that is smaller than the chosen one
+    Choice least, fastest;               // the smallest and the fastest of all
+};
+
+constexpr size_t kMaxLevels = 8;
+
+// A profile as the search needs it. A stretch between two forward blocks belongs to the later one, a stretch
+// between two backward blocks to the earlier one.
+struct Chain {
+    struct Level {
+        Stretch first_forward, first_backward;  // of block 0
+        Stretch forward, backward;              // of every other block
+    };
+    std::vector<Level> levels;
+    Stretch before, middle;     // up to the first block, and between forward and backward
+    int64_t carried = 0;        // bytes that a forward and a backward block leave together, at any level
+    std::vector<size_t> order;  // the levels from the front of the step to its back
+
+    explicit Chain(const Profile& profile) {
+        const size_t layers = static_cast<size_t>(profile.layers());
+        before = profile.levels[0][0].after;
+        middle = profile.levels[0][layers].after;
+        for (const std::vector<Segment>& s : profile.levels) {
+            assert(s.size() == 2 * layers + 1 && s[0].after == before && s[layers].after == middle);
+            auto forward = [&](size_t l) { return s[l].after.then(s[l + 1].inside); };
+            auto backward = [&](size_t l) { return s[2 * layers - l].inside.then(s[2 * layers - l].after); };
+            levels.push_back({s[1].inside, backward(0), {}, {}});
+            if (layers > 1) levels.back().forward = forward(1), levels.back().backward = backward(1);
+            for (size_t l = 2; l < layers; l++)
+                assert(forward(l) == forward(1) && backward(l) == backward(1));  // blocks are alike
+            order.push_back(order.size());
+        }
+        carried = levels[0].forward.end + levels[0].backward.end;
+        for (const Level& k : levels) assert(k.forward.end + k.backward.end == carried);
+        auto rank = [&](size_t k) {  // among equals, the one that keeps least comes first
+            const Stretch &forward = levels[k].forward, &backward = levels[k].backward;
+            return std::pair(-std::max(forward.peak - forward.end, middle.end + backward.peak), forward.end);
+        };
+        std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return rank(a) < rank(b); });
+    }
+};
+
+// A configuration in the search: the first block's level, and how many of the other blocks have each level.
+struct Mix {
+    int64_t bytes;
+    double seconds;
+    int profile = 0, first = 0;
+    std::array<uint16_t, kMaxLevels> counts = {};
+};
+
+// Merges two lists that rise in bytes into one that also falls in seconds: drops what is larger and not
+// faster than another; of equals keeps the one in `a`.
+inline std::vector<Mix> best_of(const std::vector<Mix>& a, const std::vector<Mix>& b) {
+    std::vector<Mix> best;
+    for (auto i = a.begin(), j = b.begin(); i != a.end() || j != b.end();) {
+        const Mix& next = j == b.end() || (i != a.end() && i->bytes <= j->bytes) ? *i++ : *j++;
+        if (!best.empty() && next.seconds >= best.back().seconds) continue;
+        if (!best.empty() && next.bytes == best.back().bytes) best.pop_back();
+        best.push_back(next);
+    }
+    return best;
+}
+
+// If the bytes and seconds of the levels are on one line but for noise, hardly any configuration beats
+// another, and lists would grow to millions. Of a list longer than `most`, only the smallest of
+// configurations with nearly the same seconds stays, and the choice may be a little slower than the best.
+inline void thin(std::vector<Mix>& list, size_t most) {
+    if (list.size() <= most) return;
+    const double gap = (list.front().seconds - list.back().seconds) / static_cast<double>(most);
+    size_t kept = 1;
+    for (size_t i = 1; i < list.size(); i++)
+        if (i + 1 == list.size() || list[kept - 1].seconds - list[i].seconds >= gap) list[kept++] = list[i];
+    list.resize(kept);
+}
+
+constexpr size_t kMixesInAll = size_t{1} << 19;  // in the lists of all lengths: 10,922 for each of 48 layers
+
+// The best configurations of all blocks but the first, from the end of its forward to the beginning of its
+// backward.
+inline std::vector<Mix> best_rests(const Chain& chain, int layers) {
+    std::vector<std::vector<Mix>> best(static_cast<size_t>(layers));  // by length
+    best[0] = {{chain.middle.peak, 0}};
+    std::vector<Mix> longer;
+    for (auto k = chain.order.rbegin(); k != chain.order.rend(); ++k) {
+        const Stretch &forward = chain.levels[*k].forward, &backward = chain.levels[*k].backward;
+        for (size_t length = 1; length < best.size(); length++) {
+            const int64_t left = chain.middle.end + static_cast<int64_t>(length - 1) * chain.carried;
+            longer = best[length - 1];
+            for (Mix& m : longer) {
+                m.bytes = std::max(forward.peak, forward.end + std::max(m.bytes, left + backward.peak));
+                m.seconds += forward.seconds + backward.seconds;
+                m.counts[*k]++;
+            }
+            best[length] = best_of(best[length], longer);
+            thin(best[length], kMixesInAll / best.size());
+        }
+    }
+    return best.back();
+}
+
+// The configurations that no other beats in both bytes and seconds, from small and slow to large and fast.
+inline std::vector<Mix> best_mixes(const std::vector<Profile>& profiles) {
+    std::vector<Mix> best, of_first;
+    for (size_t p = 0; p < profiles.size(); p++) {
+        const Profile& profile = profiles[p];
+        assert(!profile.levels.empty() && profile.levels.size() <= kMaxLevels);
+        const Chain chain(profile);
+        const int layers = profile.layers();
+        assert(layers >= 1 && layers <= UINT16_MAX);
+        const std::vector<Mix> rests = best_rests(chain, layers);
+        for (size_t first : chain.order) {
+            const Chain::Level& level = chain.levels[first];
+            of_first = rests;
+            for (Mix& m : of_first) {
+                const Stretch rest = {m.bytes, chain.middle.end + (layers - 1) * chain.carried,
+                                      chain.middle.seconds + m.seconds};
+                const Stretch step =
+                    chain.before.then(level.first_forward).then(rest).then(level.first_backward);
+                m.bytes = static_cast<int64_t>(profile.total(step.peak));
+                m.seconds = profile.step(step.seconds);
+                m.profile = static_cast<int>(p);
+                m.first = static_cast<int>(first);
+            }
+            best = best_of(best, of_first);
+        }
+    }
+    return best;
+}
+
+inline Choice choice_of(const std::vector<Profile>& profiles, const Mix& mix) {
+    Choice c = {
+        static_cast<size_t>(mix.profile), {mix.first}, static_cast<size_t>(mix.bytes), 0, mix.seconds};
+    for (size_t k : Chain(profiles[c.profile]).order)
+        c.levels.insert(c.levels.end(), mix.counts[k], static_cast<int>(k));
+    return c;
+}
+
+// Sets a choice's exact bytes, and more accurate seconds if they are known.
+using Refine = std::function<void(Choice&)>;
+constexpr int kExactTries = 16;
+
+// The fastest configuration of any profile that fits `budget` bytes, and its neighbours. Among equally fast
+// ones, the smaller; then the one of the earlier profile.
+//
+// A placement may need a little more than the lower bound. refine(), if given, says what a choice really
+// needs, and the chosen one fits by that. If the first try does not fit, the next is smaller by as much as it
+// was over the budget, then by steps that double, then halfway between what fits and what does not. (For
+// placements within 1% of the bound that is a few tries.)
+inline Solution solve(const std::vector<Profile>& profiles, size_t budget, const Refine& refine = {}) {
+    assert(!profiles.empty());
+    const std::vector<Mix> best = best_mixes(profiles);
+    auto choice = [&](ptrdiff_t i) {
+        Choice c = choice_of(profiles, best[static_cast<size_t>(i)]);
+        c.exact = c.bytes;
+        if (refine) refine(c);
+        return c;
+    };
+    auto within = [&](int64_t bytes) {  // how many of `best` have at most these
+        return std::upper_bound(best.begin(), best.end(), bytes,
+                                [](int64_t b, const Mix& m) { return b < m.bytes; }) -
+               best.begin();
+    };
+    const int64_t most = INT64_MAX / 4;  // refine() may return SIZE_MAX
+    auto bytes_of = [&](size_t bytes) { return static_cast<int64_t>(std::min<size_t>(bytes, most)); };
+    int64_t limit = bytes_of(budget), step = 0;
+    ptrdiff_t fits = -1, fails = within(limit);
+    Solution s;
+    for (int tries = 0; fails - fits > 1 && (fits < 0 || tries < kExactTries); tries++) {
+        const ptrdiff_t next = fits < 0 ? std::max<ptrdiff_t>(within(limit) - 1, 0) : (fits + fails) / 2;
+        const Choice c = choice(next);
+        if (c.exact <= budget) {
+            fits = next;
+            s.chosen = c;
+        } else {
+            fails = next;
+            step = std::min(most, std::max(2 * step, bytes_of(c.exact - budget)));
+            limit = bytes_of(c.bytes) - step;
+        }
+    }
+    s.least = choice(0);
+    s.fastest = choice_of(profiles, best.back());
+    if (s.chosen && fits > 0) s.next_smaller = choice(fits - 1);
+    if (s.chosen && fits + 1 < static_cast<ptrdiff_t>(best.size())) s.next_cheaper = choice(fits + 1);
+    return s;
+}
+
+// The bytes of "8GiB", "1.5GB" or "300MiB". Fails, naming `option` and the text, on anything else.
+inline size_t parse_bytes(const std::string& text, const char* option) {
+    const std::pair<const char*, double> units[] = {{"B", 1},        {"KiB", 0x1p10}, {"MiB", 0x1p20},
+                                                    {"GiB", 0x1p30}, {"TiB", 0x1p40}, {"KB", 1e3},
+                                                    {"MB", 1e6},     {"GB", 1e9},     {"TB", 1e12}};
+    const char* const digits = "0123456789";
+    size_t end = std::min(text.find_first_not_of(digits), text.size());
+    const bool number = end > 0;
+    if (number && end < text.size() && text[end] == '.') {
+        const size_t fraction = std::min(text.find_first_not_of(digits, end + 1), text.size());
+        if (fraction > end + 1) end = fraction;
+    }
+    for (const auto& [unit, bytes] : units) {
+        if (!number || strcasecmp(text.c_str() + end, unit) != 0) continue;
+        const double value = std::strtod(text.substr(0, end).c_str(), nullptr) * bytes;
+        if (value >= 0x1p64) fail("%s %s is more bytes than there are addresses", option, text.c_str());
+        return static_cast<size_t>(value);
+    }
+    fail("%s '%s' is no number of bytes with a unit (B, KiB, MiB, GiB, TiB, KB, MB, GB, TB), as in 8GiB",
+         option, text.c_str());
+}

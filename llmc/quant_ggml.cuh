@@ -1,0 +1,169 @@
+// quant_ggml.cuh - the quantized formats of GGUF files: Q8_0, Q4_0, Q4_1, Q4_K and Q6_K, as ggml and PyPI's
+// gguf (gguf/quants.py) read them.
+//
+// A matrix is stored as nothing but its blocks, as in the file; a row is a whole number of blocks. In bytes:
+//
+//     Q8_0   32 elements   d (fp16), 32 int8                                       w = d q
+//     Q4_0   32            d, 16 bytes of two numbers                              w = d (q - 8)
+//     Q4_1   32            d, m (fp16), 16 bytes                                   w = d q + m
+//     Q4_K   256           d, m, 12 bytes of scales s and t (6 bits), 128 bytes    w = d s q - m t
+//     Q6_K   256           128 bytes (4 bits), 64 bytes (2 bits), 16 scales s, d   w = d s (q - 32)
+//
+// All products here are exact in fp32, so results have the same bits with and without fused multiply-add.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "llmc/quant_matrix.h"
+
+// What the decoders have in common: a matrix as blocks.
+template <int kBlock, int kBytes>
+struct GgmlBlocks {
+    static constexpr int kElements = kBlock, kBlockBytes = kBytes;
+    static constexpr int kD = 0, kM = -1;  // where d and m are in a block; -1: it has no m
+    const unsigned char* data;
+
+    explicit GgmlBlocks(const QuantizedView& w) : data(w.data) {}
+    static int64_t bytes(int64_t elements) { return aligned_part(elements / kBlock * kBytes); }
+
+    // The block of element i.
+    SIMT_DEVICE const unsigned char* block(int64_t i) const { return data + divided(i, kBlock) * kBytes; }
+};
+
+struct Q8_0 : GgmlBlocks<32, 34> {
+    using GgmlBlocks::GgmlBlocks;
+    template <int N>
+    SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
+        const unsigned char* const b = block(i);
+        const float d = half_at(b);
+        float q[N];
+        load_signed<N>(q, b + 2 + i % 32);
+        for (int k = 0; k < N; k++) w[k] = d * q[k];
+    }
+};
+
+// Loads N of 32 numbers of 4 bits, from number `at` on. The first 16 are the low halves of the 16 bytes, the
+// others the high halves.
+template <int N>
+SIMT_DEVICE void load_halves(float (&q)[N], const unsigned char* bytes, int at) {
+    if constexpr (N == 32) {
+        load_numbers<16>(q, bytes, 0, 15);
+        load_numbers<16>(q + 16, bytes, 4, 15);
+    } else {
+        load_numbers<N>(q, bytes + at % 16, at / 16 * 4, 15);
+    }
+}
+
+struct Q4_0 : GgmlBlocks<32, 18> {
+    using GgmlBlocks::GgmlBlocks;
+    template <int N>
+    SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
+        const unsigned char* const b = block(i);
+        const float d = half_at(b);
+        float q[N];
+        load_halves(q, b + 2, static_cast<int>(i % 32));
+        for (int k = 0; k < N; k++) w[k] = d * (q[k] - 8.f);
+    }
+};
+
+struct Q4_1 : GgmlBlocks<32, 20> {
+    using GgmlBlocks::GgmlBlocks;
+    static constexpr int kM = 2;
+    template <int N>
+    SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
+        const unsigned char* const b = block(i);
+        const float d = half_at(b), m = half_at(b + 2);
+        float q[N];
+        load_halves(q, b + 4, static_cast<int>(i % 32));
+        for (int k = 0; k < N; k++) w[k] = d * q[k] + m;
+    }
+};
+
+// A block has eight parts of 32 elements, each with its own scales. Two parts are the low and the high halves
+// of 32 bytes.
+struct Q4_K : GgmlBlocks<256, 144> {
+    using GgmlBlocks::GgmlBlocks;
+    static constexpr int kM = 2;
+    template <int N>
+    SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
+        const unsigned char *const b = block(i), *const scales = b + 4;
+        const int at = static_cast<int>(i % 256), part = at / 32;
+        // The first four parts have the low 6 bits of a byte. The last four have 4 bits of another byte, and
+        // above them the 2 bits that the first four leave.
+        const int s_byte = scales[part % 4], t_byte = scales[4 + part % 4], low = scales[4 + part];
+        const bool first = part < 4;
+        const int s = first ? s_byte & 63 : s_byte >> 6 << 4 | (low & 15);
+        const int t = first ? t_byte & 63 : t_byte >> 6 << 4 | low >> 4;
+        const float d = half_at(b) * static_cast<float>(s), m = half_at(b + 2) * static_cast<float>(t);
+        float q[N];
+        load_numbers<N>(q, b + 16 + at / 64 * 32 + at % 32, part % 2 * 4, 15);
+        for (int k = 0; k < N; k++) w[k] = d * q[k] - m;
+    }
+};
+
+// A block is two halves of 128 elements, and a half is four quarters. A half has 64 bytes, each with the low
+// bits of two quarters, and 32 bytes, each with the high bits of all four. 16 elements share a scale.
+struct Q6_K : GgmlBlocks<256, 210> {
+    using GgmlBlocks::GgmlBlocks;
+    static constexpr int kD = 208;
+    template <int N>
+    SIMT_DEVICE void decode(float (&w)[N], int64_t i) const {
+        const unsigned char* const b = block(i);
+        const int at = static_cast<int>(i % 256), half = at / 128, quarter = at / 32 % 4;
+        const float d = half_at(b + 208);
+        float low[N], high[N];
+        load_numbers<N>(low, b + half * 64 + quarter % 2 * 32 + at % 32, quarter / 2 * 4, 15);
+        load_numbers<N>(high, b + 128 + half * 32 + at % 32, quarter * 2, 3);
+        for (int first = 0; first < N; first += 16) {
+            const float scale = d * static_cast<float>(static_cast<signed char>(b[192 + (at + first) / 16]));
+            for (int k = first; k < N && k < first + 16; k++) w[k] = scale * (low[k] + 16.f * high[k] - 32.f);
+        }
+    }
+};
+
+template <class Blocks>
+constexpr WeightFormat ggml_format(const char* name, const char* file_type, int ggml_type) {
+    WeightFormat format =
+        quantized_format<Blocks>(name, file_type, ggml_type, Blocks::kElements, Blocks::kBlockBytes);
+    format.halves[0] = Blocks::kD, format.halves[1] = Blocks::kM;
+    return format;
+}
+inline constexpr WeightFormat kQ4_0 = ggml_format<Q4_0>("q4_0", "Q4_0", 2);
+inline constexpr WeightFormat kQ4_1 = ggml_format<Q4_1>("q4_1", "Q4_1", 3);
+inline constexpr WeightFormat kQ8_0 = ggml_format<Q8_0>("q8_0", "Q8_0", 8);
+inline constexpr WeightFormat kQ4_K = ggml_format<Q4_K>("q4_k", "Q4_K", 12);
+inline constexpr WeightFormat kQ6_K = ggml_format<Q6_K>("q6_k", "Q6_K", 14);
+
+// The bits of the fp16 nearest to x >= 0, ties to even; an infinity from 65520 on.
+inline uint16_t half_bits(float x) {
+    if (x < 0x1p-14f) return static_cast<uint16_t>(std::nearbyint(x * 0x1p24f));  // a subnormal
+    const auto bits = std::bit_cast<uint32_t>(x);
+    return static_cast<uint16_t>(std::min((bits + 0xfff + (bits >> 13 & 1) - (112u << 23)) >> 13, 0x7c00u));
+}
+
+// 1 / scale, or 0 if that would be an infinity: the scale is 0 in fp16 then.
+inline float inverse_of(float scale) {
+    const float inverse = 1 / scale;
+    return inverse <= std::numeric_limits<float>::max() ? inverse : 0;
+}
+
+// Writes n elements, whole blocks, to host memory as Q8_0: the same bytes as PyPI's gguf. The scale is the
+// largest magnitude / 127. Elements are divided by it before it is rounded to fp16.
+template <class T>
+void quantize_q8_0(unsigned char* out, const T* w, int64_t n) {
+#pragma omp parallel for
+    for (int64_t b = 0; b < n / Q8_0::kElements; b++) {
+        const T* const x = w + b * Q8_0::kElements;
+        unsigned char* const to = out + b * Q8_0::kBlockBytes;
+        float largest = 0;
+        for (int k = 0; k < Q8_0::kElements; k++) largest = std::max(largest, std::fabs(to_float(x[k])));
+        const float scale = largest / 127, inverse = inverse_of(scale);
+        const uint16_t half = half_bits(scale);
+        to[0] = static_cast<unsigned char>(half & 255), to[1] = static_cast<unsigned char>(half >> 8);
+        for (int k = 0; k < Q8_0::kElements; k++)
+            to[2 + k] =
+                static_cast<unsigned char>(static_cast<signed char>(std::round(to_float(x[k]) * inverse)));
+    }
+}

@@ -1,0 +1,630 @@
+// rates_calibrate.h - --calibrate: measures how fast this device does each kind of operation, through the
+// launchers that a step calls, each at a few sizes.
+//
+// The FLOPs and bytes of a case are those that its launcher counts in a dry run, so that a rate means the
+// same here as in a plan. Caches are in the state that they have in a step. Weights are read from memory,
+// because a step uses many others between two uses of one; and so are activations that a step has kept. What
+// a step keeps is written to memory that has not been used for as long. Other activations are where the
+// operation before left them, in a cache if they fit one. Calibration takes 200 MiB of a CPU's memory in bf16
+// and 400 in fp32, more if its cache is large; 500 MiB of a GPU's.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <unistd.h>
+#include <utility>
+#include <vector>
+
+#include "llmc/attention.cuh"
+#include "llmc/bench.h"
+#include "llmc/cross_entropy.cuh"
+#include "llmc/elementwise.cuh"
+#include "llmc/global_norm.cuh"
+#include "llmc/head_norm.cuh"
+#include "llmc/lora.cuh"
+#include "llmc/matmul.h"
+#include "llmc/norm_of_family.h"
+#include "llmc/offload_optimizer.h"
+#include "llmc/offload_storage.h"
+#include "llmc/optimizer.cuh"
+#include "llmc/outputs.h"
+#include "llmc/quant_formats.h"
+#include "llmc/rates.h"
+#include "llmc/rates_device.h"
+#include "llmc/rates_file.h"
+#include "llmc/rope.cuh"
+#include "llmc/temporary_file.h"
+#include "llmc/wide_sum.cuh"
+
+template <class T>
+class Calibration {
+  public:
+    explicit Calibration(Stream stream) : stream_(stream), rates_(nominal_rates<T>()) {
+        for (size_t i = 0; i < kDraws; i++)
+            draws_.push_back(static_cast<float>(random_uniform(0, i) - 0.5));  // zeros take less power
+        read_.fill(*this), written_.fill(*this);
+    }
+    // Measures everything twice if that is quick enough, and returns the mean: other users of the machine
+    // disturb a measurement for some seconds, and they disturb a step too.
+    Rates measure() {
+        const WallClock clock;
+        measure_once();
+        if (clock.seconds() > kQuick) return rates_;
+        const Rates first = std::exchange(rates_, Rates(rates_.nominal));
+        measure_once();
+        return mean_of(first, rates_);
+    }
+
+    // The most bytes of the device's memory that it used at a time.
+    size_t most_bytes() const { return 2 * passing_bytes() + most_bytes_; }
+
+  private:
+    using TensorT = Tensor<T>;
+    using TensorF = Tensor<float>;
+
+    // ---- how a case is measured
+
+    void measure_once() {
+        measure_products();
+        measure_attention();
+        measure_passes();
+        measure_norms();
+        measure_heads();
+        measure_updates();
+        measure_formats();
+        measure_transfers();
+    }
+
+    static constexpr size_t kDraws = 1 << 16;
+    static constexpr double kQuick = 14;      // a second round follows if the first took less seconds
+    static constexpr double kLongest = 0.06;  // seconds of the longest run
+    static constexpr double kEnough = 0.012, kTooLong = 0.08;  // seconds of all runs of a case
+    static constexpr double kAgree = 1.03;
+    static constexpr int kFewest = 3, kMost = 60;
+    static constexpr int64_t kChannels = 768, kVocabulary = 32000;
+    // The most elements of a product's operand.
+    static constexpr int64_t kWideElements = kFastCpu ? kChannels * kVocabulary : 8192 * 8192;
+    // Bytes to use before some memory is used again, so that no cache still has it. A large cache is shared
+    // by many cores.
+    static size_t passing_bytes() {
+        const auto widest = static_cast<size_t>(kWideElements) * sizeof(T);
+        if (!kFastCpu) return std::max(widest, size_t{128} << 20);
+        const auto cache = static_cast<size_t>(std::max(0L, sysconf(_SC_LEVEL3_CACHE_SIZE)));
+        return std::max(widest, std::min(cache, size_t{256} << 20));
+    }
+    // Memory that is used part after part, so that no cache has a part when it is used again.
+    class Passing {
+      public:
+        Tensor<T> next(Shape shape) {
+            if (passed_ + shape.size() > all().size()) passed_ = 0;
+            Tensor<T> t(all().at(passed_), shape);
+            passed_ += ceil_div(t.size(), kVectorSize<T>) * kVectorSize<T>;
+            return t;
+        }
+        void fill(const Calibration& with) {
+            Tensor<T> t = all();
+            with.fill(t);
+        }
+
+      private:
+        Tensor<T> all() const {
+            return {reinterpret_cast<T*>(memory_.data()),
+                    {static_cast<int64_t>(memory_.bytes() / sizeof(T))}};
+        }
+        const DeviceBuffer memory_{passing_bytes(), "what the calibration passes by"};
+        int64_t passed_ = 0;
+    };
+    // Memory for weights, or for an activation that was kept. Nothing writes there: values that went from one
+    // product into the next would grow beyond all that a step has.
+    TensorT far(Shape shape) { return read_.next(shape); }
+    // Memory for an activation that is to be kept.
+    TensorT kept(Shape shape) { return written_.next(shape); }
+
+    // The seconds that the device takes for what queue(i) enqueues, the median of several runs; `i` counts
+    // them. Runs until two agree on the best, if that does not take too long. The best itself would be a time
+    // that no step reaches.
+    template <class Queue>
+    double typical_run(Queue&& queue) const {
+        int64_t i = 0;
+        queue(i++);
+        stream_synchronize(stream_);
+        std::vector<double> runs;
+        double best = 1e30, second = 1e30;
+        const WallClock all;
+        for (int run = 0; run < kFewest || (run < kMost && all.seconds() < kEnough) ||
+                          (second > kAgree * best && all.seconds() < kTooLong);
+             run++) {
+            const WallClock clock;
+            for (int k = 0; k < kTimedTogether; k++) queue(i++);
+            stream_synchronize(stream_);
+            runs.push_back(clock.seconds() / kTimedTogether);
+            second = std::min(second, std::max(best, runs.back()));
+            best = std::min(best, runs.back());
+        }
+        return statistics(std::move(runs)).median;
+    }
+
+    template <class E>
+    void fill(Tensor<E>& t) const {
+        std::vector<E> some;
+        for (const float x : draws_) {
+            if constexpr (std::is_same_v<E, T> || std::is_same_v<E, float>)
+                some.push_back(from_float<E>(x));
+            else if constexpr (std::is_same_v<E, uint8_t>)
+                some.push_back(
+                    static_cast<E>(0x3c + 4 * (x + 0.5f)));  // scales made of them are normal numbers
+            else
+                some.push_back(0);
+        }
+        for (int64_t i = 0; i < t.size(); i += kDraws) {
+            const auto count = static_cast<size_t>(std::min<int64_t>(kDraws, t.size() - i));
+            copy_to_device(t.at(i), some.data(), count * sizeof(E), stream_);
+        }
+    }
+
+    // What cases are defined with: it takes their tensors, filled, and times what they enqueue.
+    struct Bench {
+        const Calibration& of;
+        Arena& arena;
+        std::vector<double>& seconds;
+
+        template <class E>
+        Tensor<E> take(Shape shape) {
+            Tensor<E> t = arena.take<E>("calibrated", shape);
+            if (!arena.rehearsing()) of.fill(t);
+            return t;
+        }
+        // The seconds of what queue(i) enqueues; 0 in a dry run.
+        template <class Queue>
+        double time(Queue&& queue) {
+            if (arena.rehearsing()) return queue(0), 0.0;
+            seconds.push_back(of.typical_run(queue));
+            return seconds.back();
+        }
+    };
+    struct Measured {
+        std::vector<Work> work;
+        std::vector<double> seconds;
+    };
+    template <class Cases>
+    Measured run(Cases&& make) {
+        Arena arena;
+        std::vector<double> seconds;
+        const auto all = [&] {
+            Bench bench{*this, arena, seconds};
+            make(bench);
+        };
+        Plan plan = arena.rehearse(all);
+        arena.allocate({&plan});
+        most_bytes_ = std::max(most_bytes_, arena.bytes());
+        arena.run(plan, all);
+        return {plan.work, seconds};
+    }
+    // Adds the rates of operations, each timed by itself: FLOP/s by its length for attention, otherwise
+    // bytes/s by its bytes.
+    template <class Cases>
+    void add(Cases&& make) {
+        const Measured m = run(make);
+        assert(m.work.size() == m.seconds.size());
+        for (size_t i = 0; i < m.work.size(); i++) {
+            const Work& w = m.work[i];
+            if (cost_of(w) == Cost::Attention)
+                rates_.operations[rate_name(w)].put(w.variant.length, w.flops / m.seconds[i]);
+            else
+                rates_.operations[rate_name(w)].put(w.bytes, w.bytes / m.seconds[i]);
+        }
+    }
+
+    // ---- products
+
+    // The sizes of a side of a product: a LoRA's rank, a few sequences, a model's width, and a size beyond
+    // which rates do not rise. On a CPU also a vocabulary, for the side where logits have it, because rows of
+    // logits are many pages apart.
+    static std::vector<double> sides(bool of_logits = false) {
+        if (!kFastCpu) return {16, 128, 512, 2048, 8192};
+        std::vector<double> sizes = {16, 128, kChannels, 3072};
+        if (of_logits) sizes.push_back(kVocabulary);
+        return sizes;
+    }
+    void measure_products() {
+        run([&](Bench& b) {
+            const TensorT a = b.template take<T>({kWideElements}), near = b.template take<T>({kWideElements});
+            measure_form(b, a, near, false, false);
+            measure_form(b, a, near, false, true);
+            measure_form(b, a, near, true, false);
+        });
+    }
+    // Measures products of one form. Half of them write what forward keeps, half a gradient that backward
+    // goes on with. With a transposed `a` they are a weight's gradients, computed from an activation that was
+    // kept.
+    void measure_form(Bench& b, const TensorT& a, const TensorT& near, bool transpose_a, bool transpose_b) {
+        Product form;
+        form.transpose_a = transpose_a, form.transpose_b = transpose_b;
+        ProductRates& p = rates_.products[product_form(form)];
+        p.sizes = {sides(transpose_a), sides(transpose_b), sides(!transpose_a && !transpose_b)};
+        p.rates.resize(p.shapes());
+        for_shapes(p, b.arena.rehearsing(), [&](int64_t m, int64_t n, int64_t k) {
+            const TensorT x(a.data(), transpose_a ? Shape{k, m} : Shape{m, k});
+            const auto multiply = [&](TensorT to) {
+                matmul(b.arena, stream_, to, x, far(transpose_b ? Shape{n, k} : Shape{k, n}),
+                       {.transpose_a = transpose_a, .transpose_b = transpose_b});
+            };
+            if (transpose_a) return b.time([&](int64_t) { multiply(kept({m, n})); });
+            return b.time([&](int64_t) {
+                multiply(kept({m, n}));
+                multiply(TensorT(near.data(), {m, n}));
+            }) / 2;
+        });
+    }
+    // Measures the rates of all shapes with seconds(m, n, k), which is 0 in a dry run. A dry run has all
+    // shapes, as nobody knows yet which will be quick enough. A shape that takes too long, or too much
+    // memory, is assumed to be as fast as the best of those that are smaller by one side.
+    template <class Seconds>
+    void for_shapes(ProductRates& p, bool rehearsing, Seconds&& seconds) const {
+        for (size_t i = 0; i < p.sizes[0].size(); i++)
+            for (size_t j = 0; j < p.sizes[1].size(); j++)
+                for (size_t k = 0; k < p.sizes[2].size(); k++) {
+                    const double smaller =
+                        std::max({i > 0 ? p.of(i - 1, j, k) : 0, j > 0 ? p.of(i, j - 1, k) : 0,
+                                  k > 0 ? p.of(i, j, k - 1) : 0});
+                    const double x = p.sizes[0][i], y = p.sizes[1][j], z = p.sizes[2][k];
+                    double& rate = p.of(i, j, k);
+                    const bool too_long = !rehearsing && smaller > 0 && 2 * x * y * z / smaller > kLongest;
+                    if (too_long || std::max({x * y, y * z, x * z}) > kWideElements) {
+                        rate = smaller;
+                        continue;
+                    }
+                    const double taken =
+                        seconds(static_cast<int64_t>(x), static_cast<int64_t>(y), static_cast<int64_t>(z));
+                    if (taken > 0) rate = 2 * x * y * z / taken;
+                }
+    }
+
+    // ---- attention
+
+    void measure_attention() {
+        for (const int head_size : {64, 128})
+            for (const int length : {32, 128, 512, 2048})
+                add([&](Bench& b) { attend(b, std::max(1, 512 / length), length, head_size); });
+    }
+    void attend(Bench& b, int batch, int length, int head_size) {
+        const int64_t width = 512, row = 3 * width;
+        const int heads = static_cast<int>(width) / head_size;
+        const Shape qkv_shape = {batch, length, row}, shape = {batch, length, width};
+        const TensorT qkv = b.template take<T>(qkv_shape);
+        TensorT d_qkv = b.template take<T>({batch, length, row});
+        const TensorT d_out = b.template take<T>({batch, length, width});
+        TensorF lse = b.template take<float>({batch, heads, length});
+        TensorF delta = b.template take<float>({batch, heads, length});
+        const auto of = [&](const TensorT& t) {
+            return AttentionInput<T>{.batch = batch,
+                                     .heads = heads,
+                                     .head_size = head_size,
+                                     .queries = length,
+                                     .keys = length,
+                                     .q = t.data(),
+                                     .k = t.at(width),
+                                     .v = t.at(2 * width),
+                                     .q_row = row,
+                                     .kv_row = row,
+                                     .q_batch = length * row,
+                                     .kv_batch = length * row};
+        };
+        b.time([&](int64_t) { attention_forward(kept(shape).data(), lse.data(), of(qkv), stream_); });
+        b.time([&](int64_t) {
+            attention_delta(delta.data(), d_out.data(), far(shape).data(), of(qkv), stream_);
+        });
+        b.time([&](int64_t) {
+            attention_backward(d_qkv.data(), d_qkv.at(width), d_qkv.at(2 * width), d_out.data(), lse.data(),
+                               delta.data(), of(far(qkv_shape)), stream_);
+        });
+    }
+
+    // ---- passes over activations
+
+    // Calls f(rows) for tensors (rows, kChannels), some of which fit a cache.
+    template <class F>
+    void for_rows(F&& f) {
+        for (const int64_t rows : {64, 512, 4096}) f(rows);
+    }
+
+    void measure_passes() {
+        for_rows([&](int64_t rows) {
+            add([&](Bench& b) {
+                const Shape shape = {rows, kChannels}, wide = {rows, 2 * kChannels};
+                TensorT x = b.template take<T>(shape), d_y = b.template take<T>(shape);
+                const TensorT gates = b.template take<T>(wide);
+                TensorT d_gates = b.template take<T>(wide), bias = b.template take<T>({kChannels});
+                TensorF scratch = b.template take<float>(column_sums_scratch(rows, kChannels, 1));
+                b.time([&](int64_t) {
+                    TensorT y = kept(shape);
+                    copy(y, far(shape));
+                });
+                b.time([&](int64_t) {
+                    TensorT y = kept(shape);
+                    residual_forward(y, d_y, x, stream_);
+                });
+                b.time([&](int64_t) {
+                    TensorT y = kept(shape);
+                    gelu_forward(y, x, stream_);
+                });
+                b.time([&](int64_t) { gelu_backward(d_y, x, far(shape), stream_); });
+                b.time([&](int64_t) {
+                    TensorT y = kept(shape);
+                    swiglu_forward(y, gates, stream_);
+                });
+                b.time([&](int64_t) { swiglu_backward(d_gates, x, far(wide), stream_); });
+                b.time([&](int64_t) { bias_backward(bias, scratch, x, stream_); });
+                b.time([&](int64_t) { scale_columns(x, {{768, 768, 768}, {1, 1, 1}}, stream_); });
+                if constexpr (std::is_same_v<T, bf16>) {
+                    TensorF term = b.template take<float>(shape);
+                    Tensor<uint8_t> low = b.template take<uint8_t>({rows, kChannels / 2});
+                    b.time([&](int64_t) {
+                        TensorT sum = kept(shape);
+                        wide_sum_add(sum, low, term, stream_);
+                    });
+                }
+            });
+        });
+    }
+    // The operation whose rate stands for those that have none of their own.
+    void copy(TensorT& out, const TensorT& x) const {
+        const Operation operation(kCopyRate, 0, pass_bytes(out, x));
+        launch<copy_kernel<T>>(elementwise_blocks<T>(x.size()), kBlockThreads, 0, stream_, out.data(),
+                               x.data(), x.size());
+    }
+
+    void measure_norms() {
+        for (const NormKind kind : {NormKind::Layer, NormKind::Rms})
+            for_rows([&](int64_t rows) {
+                add([&](Bench& b) {
+                    const Shape shape = {rows, kChannels};
+                    TensorF mean = b.template take<float>({rows}), rstd = b.template take<float>({rows});
+                    Normed<T> n = {std::move(mean), std::move(rstd), {}};
+                    const TensorT x = b.template take<T>(shape);
+                    TensorT d_x = b.template take<T>(shape);
+                    const Norm<T> w = {b.template take<T>({kChannels}), b.template take<T>({kChannels})};
+                    Norm<T> g = {b.template take<T>({kChannels}), b.template take<T>({kChannels})};
+                    TensorF scratch =
+                        b.template take<float>(column_sums_scratch(rows, kChannels, norm_sums(kind)));
+                    b.time([&](int64_t) {
+                        n.out = kept(shape);
+                        norm_forward(kind, n, x, w, 1e-5f, stream_);
+                    });
+                    b.time([&](int64_t) {
+                        TensorT sum = kept(shape);
+                        n.out = kept(shape);
+                        residual_norm_forward(kind, sum, n, x, d_x, w, 1e-5f, stream_);
+                    });
+                    b.time([&](int64_t) { normalize(kind, d_x, far(shape), n, w, stream_); });
+                    b.time(
+                        [&](int64_t) { norm_backward(kind, d_x, g, scratch, x, far(shape), n, w, stream_); });
+                });
+            });
+    }
+
+    // ---- operations around attention, and the loss
+
+    void measure_heads() {
+        constexpr int kHeads = 12, kSize = 64;
+        for_rows([&](int64_t rows) {
+            add([&](Bench& b) {
+                const Shape shape = {1, rows, 3 * kHeads * kSize};
+                const Tensor<int> none;
+                TensorT qkv = b.template take<T>(shape), d_qkv = b.template take<T>(shape);
+                const TensorF factors = b.template take<float>({kSize / 2});
+                const TensorT q = b.template take<T>({kSize}), k = b.template take<T>({kSize});
+                TensorT d_q = b.template take<T>({kSize}), d_k = b.template take<T>({kSize});
+                TensorF scratch = b.template take<float>(head_norm_scratch(rows, kSize));
+                b.time([&](int64_t) { rope_forward(qkv, factors, 2 * kHeads, 0, none, stream_); });
+                b.time([&](int64_t) { rope_backward(qkv, factors, 2 * kHeads, 0, none, stream_); });
+                b.time([&](int64_t) {
+                    TensorT out = kept(shape);
+                    head_norm_forward(out, qkv, q, k, kHeads, kHeads, stream_, 1e-6f);
+                });
+                b.time([&](int64_t) {
+                    head_norm_backward(d_qkv, d_q, d_k, scratch, far(shape), q, k, kHeads, kHeads, stream_,
+                                       1e-6f);
+                });
+            });
+        });
+        for (const int64_t rows : {64, 512})
+            add([&](Bench& b) {
+                TensorT logits = b.template take<T>({rows, kVocabulary});
+                TensorF losses = b.template take<float>({rows, 1});
+                const Tensor<int> targets = b.template take<int>({rows, 1});
+                b.time(
+                    [&](int64_t) { cross_entropy_forward(logits, losses, targets, kVocabulary, stream_); });
+                b.time([&](int64_t) {
+                    cross_entropy_forward_backward(logits, losses, targets, LossScale{1, nullptr},
+                                                   kVocabulary, stream_);
+                });
+            });
+    }
+
+    // ---- the update, and matrices in other formats
+
+    static constexpr int64_t kUpdated = 4 << 20;  // parameters at a time
+
+    void measure_updates() {
+        add([&](Bench& b) {
+            const int64_t of_one = kUpdated * int64_t{2 * sizeof(T) + 3 * sizeof(float)};
+            const int64_t parts = ceil_div(static_cast<int64_t>(passing_bytes()), of_one);
+            const int64_t all = parts * kUpdated;
+            int64_t passed = 0;
+            TensorT weights = b.template take<T>({all});
+            const TensorT gradients = b.template take<T>({all});
+            TensorF norm = b.template take<float>({1}), scratch = b.template take<float>({kNormBlocks});
+            TensorF state[3], scales[2];
+            for (TensorF& t : state) t = b.template take<float>({all});
+            for (TensorF& t : scales) t = b.template take<float>({all / kQuantizedBlock});
+            const Tensor<uint8_t> factors = b.template take<uint8_t>({int64_t{sizeof(UpdateFactors)}});
+            auto* const at = reinterpret_cast<UpdateFactors*>(factors.data());
+            if (!b.arena.rehearsing()) set_factors(at, {1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1}, stream_);
+            b.time([&](int64_t i) {
+                global_norm(norm, scratch, gradients.at(i % parts * kUpdated), kUpdated, stream_);
+            });
+            for_formats([&](Optimizer optimizer, Master master, Moment m, Moment v) {
+                b.time([&](int64_t) {
+                    const int64_t first = passed++ % parts * kUpdated, block = first / kQuantizedBlock;
+                    const UpdateArrays<T> arrays{.weights = weights.at(first),
+                                                 .gradients = gradients.at(first),
+                                                 .optimizer = optimizer,
+                                                 .master_format = master,
+                                                 .master = state[0].at(first),
+                                                 .m = {m, state[1].at(first), scales[0].at(block)},
+                                                 .v = {v, state[2].at(first), scales[1].at(block)},
+                                                 .decayed = kUpdated,
+                                                 .n = kUpdated};
+                    optimizer_update(at, arrays, norm, stream_);
+                });
+            });
+        });
+    }
+    // Calls f with all formats in which a state may be kept.
+    template <class F>
+    static void for_formats(F&& f) {
+        for (const Master master : {Master::Fp32, Master::Split, Master::None}) {
+            if (master != Master::Fp32 && std::is_same_v<T, float>) break;
+            for (const Moment m : {Moment::Fp32, Moment::Bf16, Moment::Bits8})
+                for (const Moment v : {Moment::Fp32, Moment::Bf16, Moment::Bits8})
+                    f(Optimizer::AdamW, master, m, v);
+            f(Optimizer::Sgd, master, Moment::Fp32, Moment::Fp32);
+        }
+    }
+
+    void measure_formats() {
+        for (const WeightFormat* format : kWeightFormats)
+            add([&](Bench& b) {
+                constexpr int64_t kRows = 1024, kColumns = 4096;
+                const Tensor<uint8_t> codes =
+                    b.template take<uint8_t>({quantized_bytes(*format, kRows * kColumns)});
+                TensorT out = b.template take<T>({kRows, kColumns});
+                b.time([&](int64_t) {
+                    dequantize(out.data(), QuantizedView{format, codes.data(), kRows, kColumns}, stream_);
+                });
+            });
+    }
+
+    // ---- transfers
+
+    static constexpr int kTransfers = 6;
+    static constexpr size_t kTransferred = size_t{16} << 20;  // bytes
+    static constexpr uint64_t kChunksUpdated = 4;             // by the host, at a time
+
+    void measure_transfers() {
+        const std::unique_ptr<char, decltype(&std::free)> room(
+            static_cast<char*>(std::aligned_alloc(kElsewhereAlignment, kTransferred)), &std::free);
+        if (!room) fail("--calibrate: no %zu MiB of memory are free", kTransferred >> 20);
+        std::memset(room.get(), 1, kTransferred);
+        DiskElsewhere disk(temporary_folder(), kTransfers * kTransferred, "--calibrate");
+        const auto write = [&](uint64_t i) {
+            return disk.exchange(room.get(), kTransferred, i * kTransferred, std::nullopt, stream_);
+        };
+        const auto read = [&](uint64_t i) {
+            return disk.exchange(room.get(), kTransferred, std::nullopt, i * kTransferred, stream_);
+        };
+        measure_way(Way::DiskWrite, [&](uint64_t i) { disk.join(write(i), stream_); });
+        measure_way(Way::DiskRead, [&](uint64_t i) { disk.join(read(i), stream_); });
+        if (kHostIsDevice) {
+            measure_beside(Way::DiskWrite, disk, write);
+            measure_beside(Way::DiskRead, disk, read);
+            return;
+        }
+        const DeviceBuffer slot(kTransferred, "what the calibration copies");
+        HostElsewhere host(kTransfers * kTransferred);
+        const auto copy = [&](std::optional<uint64_t> to, std::optional<uint64_t> from) {
+            host.join(host.exchange(slot.data(), kTransferred, to, from, stream_), stream_);
+        };
+        measure_way(Way::ToHost, [&](uint64_t i) { copy(i * kTransferred, std::nullopt); });
+        measure_way(Way::FromHost, [&](uint64_t i) { copy(std::nullopt, i * kTransferred); });
+        measure_host_update();
+    }
+    // Measures how much of its speed a product keeps during transfers. These take cores' time, and more if
+    // the disk is a virtual machine's. Starts three transfers, and multiplies for as long as two take.
+    template <class Start>
+    void measure_beside(Way way, Elsewhere& place, Start&& start) {
+        run([&](Bench& b) {
+            const TensorT x = b.template take<T>({kChannels, kChannels});
+            TensorT y = b.template take<T>({kChannels, kChannels});
+            const auto multiply = [&](int64_t) {
+                matmul(b.arena, stream_, y, x, far({kChannels, kChannels}), {});
+            };
+            const double alone = b.time(multiply);
+            if (b.arena.rehearsing()) return;
+            const double products = std::ceil(2 * rates_.seconds_moving(kTransferred, way) / alone);
+            std::vector<double> shares;
+            for (int i = 0; i < kTransfers; i++) {
+                size_t last = 0;
+                for (uint64_t k = 0; k < 3; k++) last = start((3 * i + k) % kTransfers);
+                const WallClock clock;
+                for (int k = 0; k < products; k++) multiply(k);
+                shares.push_back(products * alone / clock.seconds());
+                place.join(last, stream_);
+            }
+            rates_.beside[static_cast<size_t>(way)] = std::min(1.0, statistics(std::move(shares)).median);
+        });
+    }
+    // Updates with AdamW and all of its state in fp32, in several places one after another, so that no cache
+    // has them.
+    void measure_host_update() {
+        std::vector<T> weights(kTransfers * kChunksUpdated * kStateChunk), gradients(weights.size());
+        std::vector<float> state[3];
+        for (auto& s : state) s.resize(weights.size());
+        const UpdateFactors factors = factors_of({1e-6f, 0.9f, 0.95f, 1e-8f, 0.1f, 1, 1});
+        const auto chunk = [&](uint64_t i) {
+            const size_t at = i * kStateChunk;
+            return UpdateArrays<T>{.weights = &weights[at],
+                                   .gradients = &gradients[at],
+                                   .master = &state[0][at],
+                                   .m = {Moment::Fp32, &state[1][at], nullptr},
+                                   .v = {Moment::Fp32, &state[2][at], nullptr},
+                                   .n = kStateChunk};
+        };
+        const auto update = [&](uint64_t i) {
+            for (uint64_t c = 0; c < kChunksUpdated; c++) {
+                const UpdateArrays<T> a = chunk(kChunksUpdated * i + c);
+                update_on_host(&a, &factors, 0);
+            }
+        };
+        measure_way(Way::HostUpdate, update, kChunksUpdated * update_bytes(chunk(0)));
+    }
+    // Measures a direction, by the median of several transfers.
+    template <class Move>
+    void measure_way(Way way, Move&& move, double bytes = kTransferred) {
+        std::vector<double> seconds;
+        for (int i = 0; i < kTransfers; i++) {
+            const WallClock clock;
+            move(i);
+            stream_synchronize(stream_);
+            seconds.push_back(clock.seconds());
+        }
+        rates_.transfers[static_cast<size_t>(way)] = bytes / statistics(std::move(seconds)).median;
+    }
+
+    const Stream stream_;
+    Rates rates_;
+    std::vector<float> draws_;
+    Passing read_, written_;
+    size_t most_bytes_ = 0;
+};
+
+// Measures the device, and writes its rates into a file.
+template <class T>
+void calibrate(const std::string& file) {
+    check_output_file({"--calibrate", file, "{\n \"rates\":", Output::Replaced});
+    check_rates_writable(file);
+    const WallClock clock;
+    const OwnStream stream;
+    Calibration<T> calibration(stream.get());
+    write_rates(file, calibration.measure(), dtype_name<T>());
+    printf("measured %s in %.1f s, in %.0f MiB of memory: %s\n", device_name().c_str(), clock.seconds(),
+           mebibytes(calibration.most_bytes()), file.c_str());
+}

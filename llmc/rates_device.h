@@ -1,0 +1,172 @@
+// rates_device.h - how fast the device is: according to its maker (rates_gpus.h), and measured now by a
+// matrix product; and a clock for that.
+#pragma once
+
+#include <omp.h>
+
+#include <array>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <string>
+
+#include "llmc/matmul.h"
+#include "llmc/plan_solver.h"
+#include "llmc/random.h"
+#include "llmc/rates_gpus.h"
+
+class WallClock {
+  public:
+    double seconds() const {
+        return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+    }
+
+  private:
+    std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+inline void stream_synchronize([[maybe_unused]] Stream stream) {
+#if defined(SIMT_GPU)
+    CUDA_CHECK(cudaStreamSynchronize(stream));
+#endif
+}
+
+// Timed work is enqueued this many times before the host looks at the clock, so that the time to start work
+// and to notice its end does not count.
+constexpr int kTimedTogether = kFastCpu ? 1 : 8;
+
+// The seconds that the device takes for what queue() enqueues, the best of `times` measurements.
+template <class Queue>
+double best_seconds(int times, Stream stream, Queue&& queue) {
+    double best = 1e30;
+    for (int i = 0; i < times; i++) {
+        const WallClock clock;
+        for (int k = 0; k < kTimedTogether; k++) queue();
+        stream_synchronize(stream);
+        best = std::min(best, clock.seconds() / kTimedTogether);
+    }
+    return best;
+}
+
+// What the GPU of this machine reports of itself; without a name if none answers.
+inline GpuFacts gpu_facts() {
+    GpuFacts facts = {};
+#if defined(SIMT_GPU)
+    cudaDeviceProp properties;
+    if (cudaGetDeviceProperties(&properties, 0) != cudaSuccess) return facts;
+    const auto attribute = [](cudaDeviceAttr which) {
+        int value = 0;
+        return cudaDeviceGetAttribute(&value, which, 0) == cudaSuccess ? value : 0;
+    };
+    facts = {.name = properties.name,
+             .major = properties.major,
+             .minor = properties.minor,
+             .multiprocessors = properties.multiProcessorCount,
+             .clock = 1e3 * attribute(cudaDevAttrClockRate),
+             .memory_clock = 1e3 * attribute(cudaDevAttrMemoryClockRate),
+             .bus_bits = attribute(cudaDevAttrGlobalMemoryBusWidth),
+             .integrated = attribute(cudaDevAttrIntegrated) != 0};
+#endif
+    return facts;
+}
+
+// The GPU of this machine, if it is in the table; null otherwise.
+inline const KnownGpu* known_gpu() { return gpu_named(gpu_facts().name); }
+
+// The GPU that a run is planned for: this machine's, from the table or from what it reports; an A100 if none
+// answers.
+struct NominalGpu : KnownGpu {
+    std::string called;  // its name in the table, else its driver's
+};
+inline NominalGpu gpu_planned_for(const GpuFacts& facts) {
+    if (const KnownGpu* known = gpu_named(facts.name)) return {*known, known->name};
+    if (facts.multiprocessors > 0 && facts.clock > 0) return {computed_gpu(facts), facts.name};
+    return {kA100, kA100.name};
+}
+inline const NominalGpu& nominal_gpu() {
+    static const NominalGpu gpu = gpu_planned_for(gpu_facts());
+    return gpu;
+}
+
+// The rates that a GPU is assumed to reach. In products on tensor cores, some two thirds of what its maker
+// promises; in attention half of that (dev/results/gpu-predicted.md, corrected for what the count there
+// overestimates). In fp32, some three quarters of its rate without tensor cores, and a quarter in attention,
+// whose lanes exchange operands by shuffles (mma.cuh).
+template <class T>
+DeviceRates rates_of_gpu(const KnownGpu& gpu) {
+    constexpr bool narrow = !std::is_same_v<T, float>;
+    return {.flops = narrow ? gpu.flops * 0.65 : gpu.fp32 * 0.75,
+            .bandwidth = gpu.bandwidth * 0.8,
+            .latency = 3e-6,
+            .tf32_flops = gpu.tf32 * 0.65,
+            .attention_flops = narrow ? gpu.flops * 0.5 : gpu.fp32 * 0.25};
+}
+
+// The rates by which operations are compared before any has run. They are fixed, not measured: the same
+// command must make the same choice every time. The CPU's are those of cores with AVX-512, one per thread,
+// with oneDNN.
+template <class T>
+DeviceRates nominal_rates(double threads = omp_get_max_threads()) {
+    if (!kFastCpu) return rates_of_gpu<T>(nominal_gpu());
+    return {threads * (std::is_same_v<T, float> ? 100e9 : 180e9), threads * 12e9, 5e-6};
+}
+
+// The nominal rates of transfers beside the operations, in bytes/s by Way. A disk beside a GPU is assumed to
+// be an NVMe drive on four lanes of PCI Express 4, which reads 7 GB/s and writes some 5. A CPU's is the
+// virtual disk that dev/results/streaming.md was measured on. An update by a GPU's host is assumed to reach
+// half of its memory's rate.
+inline std::array<double, kWays> nominal_transfers() {
+    if (kHostIsDevice) return {1e9, 1e9, kFree, kFree, kFree};
+    const double link = nominal_gpu().link * 0.8;
+    return {7e9, 5e9, link, link, nominal_gpu().host / 2};
+}
+
+// The side of a large square product whose three matrices fit `room` bytes: on a GPU a multiple of 256, on a
+// CPU an odd multiple of 16, as rows of a power of two would share cache sets.
+template <class T>
+int64_t square_side(size_t room) {
+    const int64_t fits = static_cast<int64_t>(std::sqrt(static_cast<double>(room / sizeof(T) / 3)));
+    if (!kFastCpu) return std::clamp<int64_t>(fits / 256, 1, 16) * 256;
+    return ((std::clamp<int64_t>(fits / 16, 1, 75) - 1) | 1) * 16;
+}
+
+// Measures the FLOP/s of a square product now, the best of several, in no more than about `room` bytes.
+template <class T>
+double measured_matmul_flops(Stream stream, size_t room = SIZE_MAX) {
+    const int64_t n = square_side<T>(room);
+    std::vector<T> random(static_cast<size_t>(n));
+    Arena arena;
+    double best = 0;
+    auto multiply = [&] {
+        Tensor<T> a = arena.take<T>("a", {n, n}), b = arena.take<T>("b", {n, n}),
+                  c = arena.take<T>("c", {n, n});
+        uint64_t draws = 0;  // a GPU multiplies zeros with less power, and faster
+        for (int64_t i = 0; i < n && !arena.rehearsing(); i++) {
+            for (T& x : random) x = from_float<T>(static_cast<float>(random_uniform(0, draws++) - 0.5));
+            for (Tensor<T>* t : {&a, &b})
+                copy_to_device(t->at(i * n), random.data(), random.size() * sizeof(T), stream);
+        }
+        if (arena.rehearsing()) return matmul(arena, stream, c, a, b);
+        best = best_seconds(kFastCpu ? 12 : 4, stream, [&] { matmul(arena, stream, c, a, b); });
+    };
+    Plan plan = arena.rehearse(multiply);
+    arena.allocate({&plan});
+    arena.run(plan, multiply);
+    const double side = static_cast<double>(n);
+    return 2 * side * side * side / best;
+}
+
+// The FLOP/s that a model's utilisation is compared with, and where they are from.
+struct PeakRate {
+    double flops;
+    const char* of;
+};
+
+// What the GPU's maker promises for dense products in bf16, if that is known; otherwise the rate of a square
+// product, which takes no more than `room` bytes.
+template <class T>
+PeakRate device_peak_flops(Stream stream, size_t room) {
+    if (const KnownGpu* gpu = known_gpu(); gpu && std::is_same_v<T, bf16>)
+        return {gpu->flops, "dense products in bf16 by NVIDIA's data sheet"};
+    return {measured_matmul_flops<T>(stream, room), "a square product measured now"};
+}

@@ -1,0 +1,148 @@
+// save_progress.h - the progress of a training run: what a run needs besides the tensors to be resumed. Each
+// save has it as trainer_state.json.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <filesystem>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "llmc/save_folder.h"
+#include "llmc/state.h"
+
+// What a run needs besides the tensors to be resumed.
+struct Progress {
+    int64_t step = 0;            // optimizer steps done
+    int64_t sequences = 0;       // sequences of the training data read
+    std::string precision = {};  // "fp32" or "bf16", of the build that saved; write_save() sets it
+    bool evaluated = true;       // the validation and the sample due at this step are done
+    nlohmann::json options = nlohmann::json::object();  // the run's options; a resumed run takes them over
+    std::string formats = {};       // StateOptions::text() of the saved state; write_save() sets it
+    std::set<int64_t> others = {};  // steps of another run's saves in the same folder
+    std::string directory = {};     // the options' relative names count from here; empty in older saves
+    std::optional<double> first_loss = {};         // the loss of the run's first step
+    std::optional<int64_t> last_good = {};         // the step of the last good save (save_folder.h)
+    std::map<std::string, std::string> data = {};  // by option: data_facts() of its data (save_resume.h)
+};
+
+inline void write_text(const std::string& path, const std::string& text) {
+    FileWriter file(path);
+    file.write(text);
+    file.finish();
+}
+inline void write_json(const std::string& path, const nlohmann::json& json) {
+    write_text(path, json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+}
+
+// Makes a text fit for JSON, which must be UTF-8: a text with other bytes becomes {"percent": "caf%E9"}.
+inline nlohmann::json escape_bytes(const nlohmann::json& text) {
+    try {
+        static_cast<void>(text.dump());
+        return text;
+    } catch (const nlohmann::json::type_error&) {
+        std::string escaped;
+        for (const char c : text.get<std::string>()) {
+            const bool plain = c > 0x20 && c < 0x7f && c != '%';
+            escaped += plain ? std::string(1, c) : format("%%%02X", static_cast<unsigned>(c) & 0xff);
+        }
+        return {{"percent", escaped}};
+    }
+}
+// The inverse. Values that escape_bytes() has not made stay as they are.
+inline nlohmann::json unescape_bytes(const nlohmann::json& json) {
+    if (!json.is_object() || json.size() != 1 || !json.contains("percent") || !json["percent"].is_string())
+        return json;
+    std::string bytes, escaped = json["percent"];
+    for (size_t i = 0; i < escaped.size(); i++) {
+        unsigned byte = 0;
+        if (escaped[i] != '%')
+            bytes += escaped[i];
+        else if (std::sscanf(escaped.c_str() + i, "%%%2x", &byte) == 1)
+            bytes += static_cast<char>(byte), i += 2;
+        else
+            return json;
+    }
+    return bytes;
+}
+
+// Converts all texts in options, which are lists of texts by name.
+inline nlohmann::json convert_options(nlohmann::json options,
+                                      nlohmann::json (*convert)(const nlohmann::json&)) {
+    for (nlohmann::json& values : options)
+        if (values.is_array())
+            for (nlohmann::json& value : values) value = convert(value);
+    return options;
+}
+
+// Reads trainer_state.json of a save or of a folder of saves. Fails if it is missing or damaged.
+inline Progress read_progress(const std::string& folder) {
+    const std::string file = resolve_save(folder) + "/trainer_state.json";
+    if (!file_exists(file)) fail("%s: holds no training to resume: no trainer_state.json", folder.c_str());
+    const nlohmann::json json = read_json(file);
+    const auto get = [&](const char* name, auto good, const char* wanted) -> const nlohmann::json& {
+        if (!json.is_object() || !json.contains(name)) fail("%s: \"%s\" is missing", file.c_str(), name);
+        if (!good(json[name])) fail("%s: \"%s\" is not %s", file.c_str(), name, wanted);
+        return json[name];
+    };
+    const auto is_count = [](const nlohmann::json& j) {
+        return j.is_number_unsigned() && j.get<uint64_t>() <= INT64_MAX;
+    };
+    const auto is_precision = [](const nlohmann::json& j) { return j == "fp32" || j == "bf16"; };
+    const auto is_object = [](const nlohmann::json& j) { return j.is_object(); };
+    const auto is_text = [](const nlohmann::json& j) { return j.is_string(); };
+    const auto are_texts = [&](const nlohmann::json& j) {
+        return j.is_object() && std::all_of(j.begin(), j.end(), is_text);
+    };
+    const auto is_name = [&](const nlohmann::json& j) { return unescape_bytes(j).is_string(); };
+    const auto is_truth = [](const nlohmann::json& j) { return j.is_boolean(); };
+    const auto are_counts = [&](const nlohmann::json& j) {
+        return j.is_array() && std::all_of(j.begin(), j.end(), is_count);
+    };
+    Progress p = {.step = get("step", is_count, "a count").get<int64_t>(),
+                  .sequences = get("sequences", is_count, "a count").get<int64_t>(),
+                  .precision = get("precision", is_precision, "\"fp32\" or \"bf16\"").get<std::string>(),
+                  .options = convert_options(get("options", is_object, "an object"), unescape_bytes),
+                  .formats = StateOptions().text()};
+    if (json.contains("evaluated")) p.evaluated = get("evaluated", is_truth, "true or false").get<bool>();
+    if (json.contains("formats")) p.formats = get("formats", is_text, "a text").get<std::string>();
+    if (json.contains("others")) p.others = get("others", are_counts, "counts").get<std::set<int64_t>>();
+    if (json.contains("directory")) p.directory = unescape_bytes(get("directory", is_name, "a text"));
+    const auto is_number = [](const nlohmann::json& j) { return j.is_null() || j.is_number(); };
+    const auto may_be_count = [&](const nlohmann::json& j) { return j.is_null() || is_count(j); };
+    if (json.contains("first_loss") && !get("first_loss", is_number, "a number").is_null())
+        p.first_loss = json["first_loss"].get<double>();
+    if (json.contains("last_good") && !get("last_good", may_be_count, "a count").is_null())
+        p.last_good = json["last_good"].get<int64_t>();
+    if (json.contains("data"))
+        p.data = get("data", are_texts, "texts by name").get<std::map<std::string, std::string>>();
+    return p;
+}
+
+// The folder OUT for a run that continues from the save `resumed`, or starts anew if that is empty. A run
+// owns the saves in OUT only if it continues from one of them, and then only those that the earlier run
+// owned.
+inline SaveFolder open_save_folder(const std::string& out, int keep, const std::string& resumed) {
+    SaveFolder folder = {out, keep};
+    std::error_code none;
+    const auto canonical = [&](const std::string& path) {
+        return std::filesystem::weakly_canonical(path, none);
+    };
+    if (!file_exists(out)) return folder;
+    const bool goes_on = !resumed.empty() && canonical(resumed).parent_path() == canonical(out);
+    if (goes_on && file_exists(resumed + "/trainer_state.json")) {
+        const Progress progress = read_progress(resumed);
+        folder.others = progress.others;
+        folder.good = progress.last_good;
+    } else if (!goes_on) {
+        for (const std::string& name : list_folder(out))
+            if (step_of(name) >= 0) folder.others.insert(step_of(name));
+    }
+    return folder;
+}

@@ -1,0 +1,171 @@
+// save_resume.h - restores a resumed run's options from a save, even if it is started elsewhere or files were
+// moved, and checks that the data are still the same.
+#pragma once
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <filesystem>
+#include <map>
+#include <string>
+#include <vector>
+
+#include <glob.h>
+
+#include "llmc/checkpoint.h"
+#include "llmc/dataset.h"
+#include "llmc/options.h"
+#include "llmc/options_resume.h"
+
+// True if a file has this name, or matches this glob(3) pattern.
+inline bool names_something(const std::string& pattern) {
+    if (file_exists(pattern)) return true;
+    glob_t found;
+    const bool matches = glob(pattern.c_str(), GLOB_NOSORT, nullptr, &found) == 0;
+    globfree(&found);
+    return matches;
+}
+
+// A file name or glob(3) pattern, relative to a folder.
+inline std::string name_from(const std::string& folder, const std::string& name) {
+    if (std::filesystem::path(name).is_absolute()) return name;
+    const std::string whole = (std::filesystem::path(folder) / name).lexically_normal().string();
+    constexpr const char* kSpecial = "*?[\\";
+    if (file_exists(whole) || name.find_first_of(kSpecial) == name.npos) return whole;
+    std::string plain;  // special characters in the folder's own name are escaped
+    for (const char c : folder) plain += (std::strchr(kSpecial, c) ? "\\" : "") + std::string(1, c);
+    return plain + "/" + name;
+}
+
+// The options whose values are names of files or folders.
+inline constexpr const char* kNameOptions[] = {"--data",      "--val-data",
+                                               "--model",     "--log",
+                                               "--out",       "--advanced.algorithms",
+                                               "--adapter",   "--merge",
+                                               "--save-base", "--loss-by-position",
+                                               "--rates"};
+
+inline bool is_list_of_texts(const nlohmann::json& options, const char* name) {
+    const auto it = options.find(name);
+    const auto is_text = [](const nlohmann::json& value) { return value.is_string(); };
+    return it != options.end() && it->is_array() && std::all_of(it->begin(), it->end(), is_text);
+}
+
+// The folder that the relative names in a save's options count from now. Candidates are the folder where the
+// run was started, the same folder if it was moved along with OUT, and the current folder; the first in which
+// the data are found is taken.
+inline std::string folder_of_names(const Progress& saved, const std::string& save) {
+    namespace fs = std::filesystem;
+    std::error_code none;
+    const std::string here = fs::current_path(none).string();
+    if (saved.directory.empty()) return here;
+    const auto texts = [&](const char* name) {
+        return is_list_of_texts(saved.options, name) ? saved.options[name].get<std::vector<std::string>>()
+                                                     : std::vector<std::string>();
+    };
+    std::vector<std::string> folders = {saved.directory};
+    for (const std::string& out : texts("--out")) {
+        const fs::path before = (fs::path(saved.directory) / out).lexically_normal();
+        const fs::path way = fs::path(saved.directory).lexically_relative(before);
+        folders.push_back((fs::absolute(folder_above(save), none) / way).lexically_normal().string());
+    }
+    folders.push_back(here);
+    std::erase_if(folders, [&](const std::string& folder) { return !fs::is_directory(folder, none); });
+    for (const std::string& folder : folders) {
+        bool found = true;
+        for (const char* option : {"--data", "--val-data"})
+            for (const std::string& name : texts(option))
+                found = found && names_something(name_from(folder, name));
+        if (found) return folder;
+    }
+    return folders.empty() ? here : folders.front();
+}
+
+// Makes names in an option count from `folder`.
+inline void count_names_from(const std::string& folder, const char* option, std::vector<std::string>& names) {
+    for (std::string& name : names)
+        if (option != std::string("--model") || !parse_new_model(name)) name = name_from(folder, name);
+}
+
+// The options of the run that made a save. Its --out becomes the folder of saves that has this save now, even
+// if that was moved.
+inline SavedOptions saved_options(const std::string& save) {
+    namespace fs = std::filesystem;
+    const Progress progress = read_progress(save);
+    if (progress.formats.find(" --master ") !=
+        std::string::npos)  // as they were called before --state-formats
+        fail(
+            "--resume %s: an earlier version, whose options had other names, has saved this: --model %s "
+            "trains "
+            "on from its weights",
+            save.c_str(), save.c_str());
+    SavedOptions options = {progress.options, progress.options, folder_of_names(progress, save)};
+    std::error_code none;
+    if (!fs::equivalent(options.directory, ".", none)) {
+        for (const char* option : kNameOptions) {
+            if (!is_list_of_texts(options.here, option)) continue;
+            auto names = options.here[option].get<std::vector<std::string>>();
+            count_names_from(options.directory, option, names);
+            options.here[option] = names;
+        }
+    }
+    const std::string out = folder_above(save);
+    if (!options.here.contains("--out") || link_target(out + "/latest").empty()) return options;
+    const nlohmann::json& before = options.here["--out"];
+    if (before.size() == 1 && is_list_of_texts(options.here, "--out") &&
+        fs::equivalent(before[0].get<std::string>(), out, none))
+        return options;
+    options.here["--out"] = {out};
+    options.written["--out"] = {fs::absolute(out, none).string()};
+    return options;
+}
+
+// The inverse: stores a run's options in `progress`, with names that count from progress.directory.
+inline void remember_options(const Options& o, Progress& progress) {
+    std::error_code none;
+    const std::string here = std::filesystem::current_path(none).string();
+    auto given = o.given;
+    progress.directory = o.directory.empty() ? here : o.directory;
+    if (!std::filesystem::equivalent(progress.directory, ".", none))
+        for (const char* option : kNameOptions)
+            if (given.contains(option) && !o.saved.contains(option))
+                count_names_from(here, option, given[option]);
+    progress.options = given;
+}
+
+// Identifies data: the number of tokens, and a hash (FNV-1a) of up to a million of them, evenly spread, and
+// of where streams end.
+inline std::string data_facts(const Dataset& data) {
+    constexpr uint64_t kPieces = 256, kPiece = 4096;
+    const uint64_t total = data.token_count(), stride = std::max(kPiece, total / kPieces);
+    uint64_t hash = 0xcbf29ce484222325;
+    const auto add = [&](uint64_t value) { hash = (hash ^ value) * 0x100000001b3; };
+    std::vector<int32_t> tokens(kPiece);
+    uint64_t begin = 0, next = 0;
+    for (size_t stream = 0; stream < data.stream_count(); stream++) {
+        const uint64_t count = data.token_count(stream);
+        add(count);
+        for (; next < begin + count; next += stride) {
+            const uint64_t at = next - begin, n = std::min(kPiece, count - at);
+            data.read(stream, at, n, tokens.data());
+            for (uint64_t i = 0; i < n; i++) add(static_cast<uint32_t>(tokens[i]));
+        }
+        begin += count;
+    }
+    return format("%llu tokens, hash %016llx", static_cast<unsigned long long>(total),
+                  static_cast<unsigned long long>(hash));
+}
+
+// Fails if the data of an option, with data_facts() `now`, are not those that `save` was trained on. If the
+// user has `chosen` the data for this run, only reports it.
+inline void check_same_data(const char* option, const std::string& name, const std::string& now,
+                            const Progress& saved, const std::string& save, bool chosen) {
+    const auto before = saved.data.find(option);
+    if (before == saved.data.end() || before->second == now) return;
+    const std::string then = printable(before->second);
+    if (!chosen)
+        fail("%s %s: has changed since %s was saved: %s now, %s then; to go on with what there is, give %s",
+             option, name.c_str(), save.c_str(), now.c_str(), then.c_str(), option);
+    fprintf(stderr, "%s %s: other data than those of %s: %s now, %s then\n", option, name.c_str(),
+            save.c_str(), now.c_str(), then.c_str());
+}

@@ -1,0 +1,324 @@
+// tokenizer_gguf.h - reads the tokenizer of a GGUF file from its keys "tokenizer.ggml.*".
+//
+// The tokenizer model "gpt2" is byte-level BPE with merges and a pre-tokenizer that is given by name; it is
+// converted to the equivalent tokenizer.json and read as such. "llama" is SentencePiece's BPE with scores; it
+// is converted to the equivalent tokenizer.model.
+#pragma once
+
+#include <bit>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include <nlohmann/json.hpp>
+
+#include "llmc/gguf.h"
+#include "llmc/model_config.h"
+#include "llmc/save_progress.h"
+#include "llmc/tokenizer.h"
+#include "llmc/tokenizer_json.h"
+#include "llmc/tokenizer_sentencepiece.h"
+
+namespace gguf {
+using nlohmann::json;
+
+enum TokenType { kNormal = 1, kUnknown = 2, kControl = 3, kUserDefined = 4, kUnused = 5, kByte = 6 };
+
+// The keys of a tokenizer. Reading one checks its type.
+class TokenizerKeys {
+  public:
+    explicit TokenizerKeys(const GgufFile& file) : reader_(file.metadata(), file.path()) {
+        tokens_ = &list("tokens");
+        const json& types = list("token_type");
+        if (types.size() != tokens_->size())
+            fail("%s: 'tokenizer.ggml.token_type' has %zu elements for %zu tokens", path(), types.size(),
+                 tokens_->size());
+        for (size_t i = 0; i < types.size(); i++)
+            if (!(*tokens_)[i].is_string() || !types[i].is_number_integer() || types[i] < 1 || types[i] > 6)
+                fail("%s: token %zu of 'tokenizer.ggml.tokens' is no string, or of no known type", path(), i);
+    }
+
+    const char* path() const { return reader_.file().c_str(); }
+    const ConfigReader& reader() const { return reader_; }
+    static std::string key(const char* name) { return std::string("tokenizer.ggml.") + name; }
+
+    size_t size() const { return tokens_->size(); }
+    const std::string& token(size_t i) const { return (*tokens_)[i].get_ref<const std::string&>(); }
+    int type(size_t i) const { return list("token_type")[i].get<int>(); }
+    bool is_special(size_t i) const { return type(i) == kControl || type(i) == kUnknown; }
+
+    const json& list(const char* name) const {
+        const std::string full = key(name);
+        if (!reader_.has(full.c_str())) fail("%s: '%s' is missing", path(), full.c_str());
+        const json& value = reader_.json()[full];
+        if (!value.is_array()) reader_.refuse(full, "a list");
+        return value;
+    }
+    bool truth(const char* name, bool otherwise) const { return reader_.truth(key(name).c_str(), otherwise); }
+    std::string text(const char* name) const { return reader_.text(key(name).c_str(), ""); }
+    // The number of a special token, such as "bos_token_id", or -1.
+    int mark(const char* name) const {
+        const std::string full = key(name);
+        return reader_.has(full.c_str()) ? reader_.integer(full.c_str(), 0, static_cast<int>(size()) - 1)
+                                         : -1;
+    }
+
+  private:
+    ConfigReader reader_;
+    const json* tokens_;
+};
+
+inline json split_by(const char* regex) {
+    return {{"type", "Split"}, {"pattern", {{"Regex", regex}}}, {"behavior", "Isolated"}, {"invert", false}};
+}
+inline json by_bytes(bool use_regex) {
+    return {
+        {"type", "ByteLevel"}, {"add_prefix_space", false}, {"trim_offsets", true}, {"use_regex", use_regex}};
+}
+
+// Adds the pre-tokenizer (and for qwen2 the normalizer) that `pre` names, as a tokenizer.json has it.
+inline void add_pre_tokenizer(json& file, const std::string& pre, const char* path) {
+    const auto sequence = [](json first, bool use_regex) {
+        return json{{"type", "Sequence"}, {"pretokenizers", {std::move(first), by_bytes(use_regex)}}};
+    };
+    // Llama 3's and Qwen's regexes differ in how many digits a piece may have.
+    const std::string words = R"((?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|)";
+    const std::string others = R"(| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+)";
+    if (pre == "gpt-2") {
+        file["pre_tokenizer"] = by_bytes(true);
+    } else if (pre == "smollm") {
+        file["pre_tokenizer"] = sequence({{"type", "Digits"}, {"individual_digits", true}}, true);
+    } else if (pre == "llama-bpe") {
+        file["pre_tokenizer"] = sequence(split_by((words + R"(\p{N}{1,3})" + others).c_str()), false);
+        file["model"]["ignore_merges"] = true;
+    } else if (pre == "qwen2") {
+        file["pre_tokenizer"] = sequence(split_by((words + R"(\p{N})" + others).c_str()), false);
+        file["normalizer"] = {{"type", "NFC"}};
+    } else if (pre == "bloom") {
+        file["pre_tokenizer"] = sequence(split_by(" ?[^(\\s|.,!?…。，、।۔،)]+"), false);
+    } else {
+        fail("%s: 'tokenizer.ggml.pre' is \"%s\"; gpt-2, smollm, llama-bpe, qwen2 and bloom are supported",
+             path, printable(pre).c_str());
+    }
+}
+
+// Adds the tokens that are put around a text, and around each text of a pair.
+inline void add_post_processor(json& file, const TokenizerKeys& keys, bool adds_bos) {
+    const int bos = keys.truth("add_bos_token", adds_bos) ? keys.mark("bos_token_id") : -1;
+    const int eos = keys.truth("add_eos_token", false) ? keys.mark("eos_token_id") : -1;
+    if (bos < 0 && eos < 0) return;
+    json specials = json::object();
+    const auto add = [&](json& to, int token, int type) {
+        if (token < 0) return;
+        const std::string& name = keys.token(static_cast<size_t>(token));
+        to.push_back({{"SpecialToken", {{"id", name}, {"type_id", type}}}});
+        specials[name] = {{"id", name},
+                          {"ids", json::array({static_cast<unsigned>(token)})},
+                          {"tokens", json::array({name})}};
+    };
+    const auto add_text = [&](json& to, const char* text, int type) {
+        add(to, bos, type);
+        to.push_back({{"Sequence", {{"id", text}, {"type_id", type}}}});
+        add(to, eos, type);
+    };
+    json single = json::array();
+    add_text(single, "A", 0);
+    json pair = single;
+    add_text(pair, "B", 1);
+    file["post_processor"] = {
+        {"type", "TemplateProcessing"}, {"single", single}, {"pair", pair}, {"special_tokens", specials}};
+}
+
+// The tokenizer.json of a byte-level model, without its vocabulary and merges.
+inline json byte_level_json(const TokenizerKeys& keys) {
+    json file = {{"version", "1.0"},
+                 {"truncation", nullptr},
+                 {"padding", nullptr},
+                 {"normalizer", nullptr},
+                 {"post_processor", nullptr},
+                 {"model",
+                  {{"type", "BPE"},
+                   {"dropout", nullptr},
+                   {"unk_token", nullptr},
+                   {"continuing_subword_prefix", nullptr},
+                   {"end_of_word_suffix", nullptr},
+                   {"fuse_unk", false},
+                   {"byte_fallback", false},
+                   {"ignore_merges", false},
+                   {"vocab", json::object()},
+                   {"merges", json::array()}}},
+                 {"decoder", by_bytes(true)},
+                 {"added_tokens", json::array()}};
+    for (size_t i = 0; i < keys.size(); i++)
+        if (keys.is_special(i) || keys.type(i) == kUserDefined)
+            file["added_tokens"].push_back({{"id", i},
+                                            {"content", keys.token(i)},
+                                            {"single_word", false},
+                                            {"lstrip", false},
+                                            {"rstrip", false},
+                                            {"normalized", false},
+                                            {"special", keys.is_special(i)}});
+    const std::string pre = keys.text("pre");
+    add_pre_tokenizer(file, pre, keys.path());
+    add_post_processor(file, keys, pre == "llama-bpe");
+    return file;
+}
+
+inline TokenizerParts read_byte_level(const TokenizerKeys& keys) {
+    SpeltModel spelt(keys.path(), keys.path(), "merge");
+    for (size_t i = 0; i < keys.size(); i++) spelt.add_token(keys.token(i), i);
+    const json& merges = keys.list("merges");
+    for (size_t i = 0; i < merges.size(); i++) {
+        if (!merges[i].is_string()) spelt.refuse_merge(i, "is not a pair of tokens");
+        spelt.add_merge(merges[i].get_ref<const std::string&>(), i);
+    }
+    return TokenizerJsonReader(byte_level_json(keys), std::move(spelt), keys.path()).take();
+}
+
+// Writes a byte-level model's tokenizer.json. The vocabulary and merges, which are long, are written to the
+// file directly.
+inline void write_tokenizer_json(const TokenizerKeys& keys, const std::string& path) {
+    const json file = byte_level_json(keys);
+    FileWriter out(path);
+    const auto write_members = [&](const json& object, auto&& write_value) {
+        const char* before = "{";
+        for (const auto& [key, value] : object.items()) {
+            out.write(before + json(key).dump() + ":");
+            write_value(key, value);
+            before = ",";
+        }
+        out.write("}");
+    };
+    const auto write_list = [&](size_t count, auto&& text_of) {
+        for (size_t i = 0; i < count; i++) out.write((i > 0 ? "," : "") + text_of(i));
+    };
+    const json& merges = keys.list("merges");
+    write_members(file, [&](const std::string& name, const json& part) {
+        if (name != "model") return out.write(part.dump());
+        write_members(part, [&](const std::string& key, const json& value) {
+            if (key == "vocab") {
+                out.write("{");
+                write_list(keys.size(),
+                           [&](size_t i) { return json(keys.token(i)).dump() + ":" + std::to_string(i); });
+                out.write("}");
+            } else if (key == "merges") {
+                out.write("[");
+                write_list(merges.size(), [&](size_t i) { return merges[i].dump(); });
+                out.write("]");
+            } else {
+                out.write(value.dump());
+            }
+        });
+    });
+    out.finish();
+}
+
+// Builds a message in Protocol Buffers' wire format, which ProtoFields reads.
+class ProtoMessage {
+  public:
+    void add(unsigned field, uint64_t value) {
+        integer(field << 3);
+        integer(value);
+    }
+    void add(unsigned field, std::string_view bytes) {
+        integer(field << 3 | 2);
+        integer(bytes.size());
+        bytes_ += bytes;
+    }
+    void add(unsigned field, float value) {
+        integer(field << 3 | 5);
+        bytes_.append(reinterpret_cast<const char*>(&value), sizeof value);
+    }
+    const std::string& bytes() const { return bytes_; }
+
+  private:
+    void integer(uint64_t value) {
+        for (; value >= 0x80; value >>= 7) bytes_ += static_cast<char>(value | 0x80);
+        bytes_ += static_cast<char>(value);
+    }
+    std::string bytes_;
+};
+
+// Builds a tokenizer.model. Field numbers are those of SentencePiece's sentencepiece_model.proto.
+inline std::string sentencepiece_model(const TokenizerKeys& keys) {
+    const json& scores = keys.list("scores");
+    if (scores.size() != keys.size())
+        fail("%s: 'tokenizer.ggml.scores' has %zu elements for %zu tokens", keys.path(), scores.size(),
+             keys.size());
+    ProtoMessage model, trainer, normalizer;
+    bool bytes = false;
+    for (size_t i = 0; i < keys.size(); i++) {
+        if (!scores[i].is_number()) fail("%s: score %zu is not a number", keys.path(), i);
+        ProtoMessage piece;
+        piece.add(1, std::string_view(keys.token(i)));
+        piece.add(2, scores[i].get<float>());
+        piece.add(3, static_cast<uint64_t>(keys.type(i)));
+        model.add(1, std::string_view(piece.bytes()));
+        bytes |= keys.type(i) == kByte;
+    }
+    trainer.add(3, uint64_t{2});  // BPE
+    trainer.add(35, uint64_t{bytes});
+    const std::pair<unsigned, const char*> marks[] = {
+        {45, "unknown_token_id"}, {46, "bos_token_id"}, {47, "eos_token_id"}};
+    for (const auto& [field, name] : marks)
+        if (const int token = keys.mark(name); token >= 0)
+            trainer.add(field, std::string_view(keys.token(static_cast<size_t>(token))));
+    normalizer.add(1, std::string_view("identity"));
+    normalizer.add(3, uint64_t{keys.truth("add_space_prefix", true)});
+    normalizer.add(4, uint64_t{keys.truth("remove_extra_whitespaces", false)});
+    model.add(2, std::string_view(trainer.bytes()));
+    model.add(3, std::string_view(normalizer.bytes()));
+    return model.bytes();
+}
+
+// The tokenizer_config.json, which says whether tokens are put around a text.
+inline json sentencepiece_config(const TokenizerKeys& keys) {
+    return {{"add_bos_token", keys.truth("add_bos_token", true)},
+            {"add_eos_token", keys.truth("add_eos_token", false)}};
+}
+
+inline TokenizerParts read_sentencepiece_keys(const TokenizerKeys& keys) {
+    return read_sentencepiece(sentencepiece_model(keys), keys.path(), sentencepiece_config(keys));
+}
+}  // namespace gguf
+
+// Reads the tokenizer. Fails naming the file and the key if one is missing, damaged or not supported.
+inline Tokenizer read_gguf_tokenizer(const GgufFile& file) {
+    const std::string model = ConfigReader(file.metadata(), file.path()).text("tokenizer.ggml.model", "");
+    if (model != "gpt2" && model != "llama")
+        fail("%s: 'tokenizer.ggml.model' is \"%s\"; gpt2 and llama are supported", file.path().c_str(),
+             printable(model).c_str());
+    const gguf::TokenizerKeys keys(file);
+    if (file.metadata().contains("tokenizer.ggml.precompiled_charsmap"))
+        fail("%s: 'tokenizer.ggml.precompiled_charsmap' is not supported", file.path().c_str());
+    TokenizerParts parts =
+        model == "gpt2" ? gguf::read_byte_level(keys) : gguf::read_sentencepiece_keys(keys);
+    return Tokenizer(std::move(parts), keys.mark("bos_token_id"), keys.mark("eos_token_id"));
+}
+
+// Writes that tokenizer's files into a folder: tokenizer.json for a byte-level one or tokenizer.model for
+// SentencePiece's, and tokenizer_config.json. `longest` is the longest text that the model takes, in tokens.
+inline void write_gguf_tokenizer(const GgufFile& file, int longest, const std::string& folder) {
+    const gguf::TokenizerKeys keys(file);
+    const bool by_bytes = keys.text("model") == "gpt2";
+    nlohmann::json settings = by_bytes ? nlohmann::json::object() : gguf::sentencepiece_config(keys);
+    settings["tokenizer_class"] = by_bytes ? "PreTrainedTokenizerFast" : "LlamaTokenizer";
+    settings["clean_up_tokenization_spaces"] = false;
+    settings["model_max_length"] = longest;
+    if (!by_bytes) settings["legacy"] = true;
+    const std::string chat_template = keys.reader().text("tokenizer.chat_template", "");
+    if (!chat_template.empty()) settings["chat_template"] = chat_template;
+    const std::pair<const char*, const char*> marks[] = {{"bos_token_id", "bos_token"},
+                                                         {"eos_token_id", "eos_token"},
+                                                         {"unknown_token_id", "unk_token"},
+                                                         {"padding_token_id", "pad_token"}};
+    for (const auto& [key, name] : marks)
+        if (const int token = keys.mark(key); token >= 0)
+            settings[name] = keys.token(static_cast<size_t>(token));
+    if (by_bytes)
+        gguf::write_tokenizer_json(keys, folder + "/tokenizer.json");
+    else
+        write_text(folder + "/tokenizer.model", gguf::sentencepiece_model(keys));
+    write_json(folder + "/tokenizer_config.json", settings);
+}
